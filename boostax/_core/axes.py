@@ -1,0 +1,149 @@
+"""Named mesh axes and varying types: the one module that knows how JAX tracks them.
+
+Inside ``jax.shard_map`` with ``check_vma=True`` every value carries the set of mesh axes over which
+it *varies*. The gradient of a parameter that does not vary is summed over the devices by autodiff
+itself; only parameters cast to varying give each replica its own gradient. That recipe (cast, then
+differentiate, then reduce) is the only one that means the same with checking on, off and in
+``pmap``, so all of boostax follows it.
+"""
+
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+PyTree = Any
+AxisName = str | tuple[str, ...]
+
+
+def canonical(who: str, axis_name: AxisName | None) -> tuple[str, ...]:
+    """Axis names as a tuple; empty for ``None``."""
+    if axis_name is None:
+        return ()
+    names = axis_name if isinstance(axis_name, tuple) else (axis_name,)
+    if not names or len(set(names)) != len(names):
+        raise ValueError(
+            f"{who}: axis_name must be a mesh axis name or a tuple of different ones, got "
+            f"{axis_name!r}. Use None on a single device."
+        )
+    return names
+
+
+def require_bound(names: tuple[str, ...], who: str) -> None:
+    """Raise unless every axis exists where the code is being traced."""
+    for name in names:
+        try:
+            lax.axis_size(name)
+        except NameError as error:
+            raise ValueError(
+                f"{who}: axis_name must name an axis of the surrounding jax.shard_map, jax.pmap "
+                f"or jax.vmap, got {name!r}, which is not bound here. Run the update inside "
+                "jax.shard_map, or let boostax.make_train_step(mesh=..., axis_name=...) do it."
+            ) from error
+
+
+def size(names: tuple[str, ...]) -> int:
+    """Number of replicas over all the axes."""
+    return math.prod(lax.axis_size(name) for name in names)
+
+
+def varying(x: Any) -> frozenset[str]:
+    """Axes over which ``x`` is known to differ; empty where JAX does not track it."""
+    kind = getattr(jax.typeof(x), "manual_axis_type", None)
+    return frozenset() if kind is None else frozenset(kind.varying)
+
+
+def to_varying(tree: PyTree, names: tuple[str, ...] | frozenset[str]) -> PyTree:
+    """Cast to varying over those of the axes that are manual here and not yet varying.
+
+    A no-op outside ``shard_map`` and without checking, so callers need not ask where they run.
+    """
+    manual = frozenset(jax.sharding.get_abstract_mesh().manual_axes) & frozenset(names)
+
+    def cast(x: Any) -> Any:
+        missing = tuple(sorted(manual - varying(x)))
+        return lax.pcast(x, missing, to="varying") if missing else x
+
+    return jax.tree.map(cast, tree) if manual else tree
+
+
+def unify(tree: PyTree, like: PyTree) -> PyTree:
+    """Cast each leaf to vary at least where its counterpart does, as branches of a cond must."""
+    return jax.tree.map(lambda x, y: to_varying(x, varying(y)), tree, like)
+
+
+def agree(ok: jax.Array, names: tuple[str, ...]) -> jax.Array:
+    """True where it is true on every replica: one 4-byte collective."""
+    return lax.pmin(ok.astype(jnp.int32), names) > 0 if names else ok
+
+
+def require_invariant(predicate: jax.Array, who: str) -> None:
+    """Refuse a branch that replicas could take differently: its collectives would hang.
+
+    JAX itself accepts such a predicate.
+    """
+    axes = varying(predicate)
+    if axes:
+        names = ", ".join(repr(name) for name in sorted(axes))
+        raise ValueError(
+            f"{who}: the decision to run the inner transformation must be the same on all "
+            f"replicas, but the gradients differ over the mesh axes {names} and axis_name does not "
+            "name them all. Pass the missing axes in axis_name, or reduce the gradients first."
+        )
+
+
+def require_local(grads: PyTree, names: tuple[str, ...], who: str) -> None:
+    """Refuse gradients that autodiff has summed over the replicas already.
+
+    Visible only where JAX tracks varying types: with ``check_vma=False``, under ``pmap`` and for
+    sums over FSDP shards nothing can be seen.
+    """
+    if not names:
+        return
+    require_bound(names, who)
+    probe = varying(to_varying(jnp.zeros(()), names))
+    for path, leaf in jax.tree_util.tree_leaves_with_path(grads):
+        missing = sorted((frozenset(names) & probe) - varying(leaf))
+        if missing:
+            raise ValueError(
+                f"{who}: gradients must be local to each replica, but the leaf "
+                f"{jax.tree_util.keystr(path, simple=True, separator='/')!r} is already equal over "
+                f"the axes {', '.join(missing)}: under check_vma=True jax.grad sums the gradient "
+                "of replicated params over the replicas, and a mean over it would multiply the "
+                "learning rate by their number. Differentiate with respect to "
+                "boostax.local_params(params, axis_name), or use boostax.value_and_grad."
+            )
+
+
+def local_params(params: PyTree, axis_name: AxisName) -> PyTree:
+    """Params whose gradient each replica keeps to itself.
+
+    Differentiating a function of replicated params inside ``jax.shard_map`` sums the gradient over
+    the replicas. Every boostax transformation with an ``axis_name`` wants the gradients *before*
+    that sum; this cast gives them, with checking on or off and under ``pmap``.
+
+    Args:
+      params: tree of arrays, equal on all replicas.
+      axis_name: mesh axis name, or a tuple of them, bound where this is called.
+
+    Returns:
+      The same arrays, typed as varying over the axes. Cost: none; it compiles to nothing.
+
+    Raises:
+      ValueError: an axis is not bound.
+
+    Example:
+      >>> import boostax, jax, jax.numpy as jnp
+      >>> from jax.sharding import PartitionSpec as P
+      >>> mesh = jax.make_mesh((1,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+      >>> def local_gradient(w, x):
+      ...   return jax.grad(lambda w: jnp.mean(x * w))(boostax.local_params(w, "data"))[None]
+      >>> f = jax.shard_map(local_gradient, mesh=mesh, in_specs=(P(), P("data")), out_specs=P("data"))
+      >>> f(jnp.float32(1.0), jnp.ones(4)).shape
+      (1,)
+    """
+    names = canonical("local_params", axis_name)
+    require_bound(names, "local_params")
+    return to_varying(params, names)

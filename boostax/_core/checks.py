@@ -1,0 +1,73 @@
+"""Argument checks: who refuses what, what is allowed, and what to do instead."""
+
+import math
+import operator
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+Choice = TypeVar("Choice", bound=str)
+
+
+def message(who: str, argument: str, allowed: str, got: object, hint: str) -> str:
+    """One sentence that names the argument, what is allowed, what came, and the mend."""
+    return f"{who}: {argument} must be {allowed}, got {got!r}. {hint}"
+
+
+def positive_int(who: str, argument: str, value: Any, hint: str) -> int:
+    """Python, NumPy and concrete JAX integers of at least 1; a bool is a mistake, not a one."""
+    try:
+        number = 0 if isinstance(value, (bool, np.bool_)) else operator.index(value)
+    except TypeError as error:
+        raise TypeError(message(who, argument, "a positive integer", value, hint)) from error
+    if number < 1:
+        raise ValueError(message(who, argument, "a positive integer", value, hint))
+    return number
+
+
+def number(
+    who: str, argument: str, value: Any, allowed: str, test: Callable[[float], bool], hint: str
+) -> Any:
+    """A finite real that passes ``test``; a traced value (``inject_hyperparams``) passes unseen."""
+    if isinstance(value, jax.core.Tracer):
+        return value
+    try:
+        real = float(value)
+    except (TypeError, ValueError) as error:
+        raise TypeError(message(who, argument, allowed, value, hint)) from error
+    if not (math.isfinite(real) and test(real)):
+        raise ValueError(message(who, argument, allowed, value, hint))
+    return value
+
+
+def choice(
+    who: str, argument: str, value: Choice, allowed: tuple[Choice, ...], hint: str
+) -> Choice:
+    """One of a few words."""
+    if value not in allowed:
+        words = " or ".join(repr(word) for word in allowed)
+        raise ValueError(message(who, argument, words, value, hint))
+    return value
+
+
+def floating_dtype(who: str, argument: str, value: Any) -> np.dtype[Any]:
+    """A real floating dtype by name or object."""
+    hint = "Try 'float32', 'bfloat16' or 'float16'."
+    try:
+        dtype = jnp.dtype(value)
+    except TypeError as error:
+        raise ValueError(message(who, argument, "a floating dtype", value, hint)) from error
+    if not jnp.issubdtype(dtype, jnp.floating):
+        raise ValueError(message(who, argument, "a floating dtype", value, hint))
+    return dtype
+
+
+def transformation(who: str, value: Any) -> Any:
+    """Anything with ``init`` and ``update``: Optax's own test of a transformation."""
+    if not (callable(getattr(value, "init", None)) and callable(getattr(value, "update", None))):
+        hint = "Pass an optimizer such as optax.adamw(1e-3)."
+        raise TypeError(message(who, "inner", "an optax.GradientTransformation", value, hint))
+    return value

@@ -1,0 +1,160 @@
+"""State that differs from replica to replica: one marker, and what follows from it.
+
+Outside a mapped function the leaves of a ``PerReplica`` carry a leading dimension of the number of
+replicas, sharded over the replica axis; inside, each replica sees its own slice without it.
+"""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax.sharding import PartitionSpec
+
+from boostax._core import axes, trees
+
+PyTree = Any
+
+
+class PerReplica(NamedTuple):
+    """Marks the part of an optimizer state that each replica has to itself.
+
+    A one-field NamedTuple, so it passes through every Optax wrapper, ``optax.tree_map_params``,
+    donation, Flax's bytes and orbax like any other node.
+
+    Example:
+      >>> import boostax, jax.numpy as jnp
+      >>> boostax.PerReplica(local=jnp.zeros(3)).local.shape
+      (3,)
+    """
+
+    local: PyTree
+
+
+def is_per_replica(node: Any) -> bool:
+    """A leaf test for ``jax.tree`` functions."""
+    return isinstance(node, PerReplica)
+
+
+def _map_local(fn: Any, state: PyTree) -> PyTree:
+    """Apply ``fn`` to the arrays inside every ``PerReplica``."""
+    return jax.tree.map(
+        lambda node: jax.tree.map(fn, node) if is_per_replica(node) else node,
+        state,
+        is_leaf=is_per_replica,
+    )
+
+
+def stack_replicas(opt_state: PyTree, replicas: int) -> PyTree:
+    """Give the per-replica part of a state, as ``tx.init`` returns it, its leading dimension.
+
+    Args:
+      opt_state: the state of one replica.
+      replicas: their number, the size of the replica axis.
+
+    Returns:
+      The state as it stands outside the mapped function: every array inside a ``PerReplica`` of
+      shape ``(replicas, *shape)``, the rest untouched.
+
+    Example:
+      >>> import boostax, jax.numpy as jnp
+      >>> boostax.stack_replicas(boostax.PerReplica(jnp.zeros(3)), 8).local.shape
+      (8, 3)
+    """
+    return _map_local(lambda x: jnp.broadcast_to(x[None], (replicas, *x.shape)), opt_state)
+
+
+def enter_replica(opt_state: PyTree) -> PyTree:
+    """First thing inside ``shard_map``: drop the leading dimension, of size 1 there.
+
+    Example:
+      >>> import boostax, jax.numpy as jnp
+      >>> boostax.enter_replica(boostax.PerReplica(jnp.zeros((1, 3)))).local.shape
+      (3,)
+    """
+    return _map_local(lambda x: x[0], opt_state)
+
+
+def leave_replica(opt_state: PyTree) -> PyTree:
+    """Last thing inside ``shard_map``: put the leading dimension back.
+
+    Example:
+      >>> import boostax, jax.numpy as jnp
+      >>> boostax.leave_replica(boostax.PerReplica(jnp.zeros(3))).local.shape
+      (1, 3)
+    """
+    return _map_local(lambda x: x[None], opt_state)
+
+
+def state_specs(
+    tx: optax.GradientTransformation,
+    params: PyTree,
+    axis_name: axes.AxisName,
+    *,
+    param_specs: PyTree | None = None,
+) -> PyTree:
+    """Partition specs for an optimizer state, ready for ``shard_map`` or ``NamedSharding``.
+
+    A state leaf belongs to a parameter when the end of its path and its shape are that parameter's:
+    ``.inner_state[0].mu['dense']['kernel']`` belongs to ``params['dense']['kernel']``. It takes the
+    parameter's spec; everything else is replicated. Inside a ``PerReplica`` the replica axis comes
+    first. Going by path works where a second tree of specs does not: through ``optax.masked``,
+    ``partition`` and ``inject_hyperparams``.
+
+    Args:
+      tx: the transformation whose ``init`` makes the state.
+      params: arrays or ``jax.ShapeDtypeStruct``.
+      axis_name: the replica axis, or a tuple of axes.
+      param_specs: a tree of ``PartitionSpec`` shaped like ``params``; replicated if ``None``.
+
+    Returns:
+      A tree of ``PartitionSpec`` with the structure of ``tx.init(params)``. Cost: an abstract
+      ``init``; no arrays are made.
+
+    Example:
+      >>> import boostax, jax, jax.numpy as jnp, optax
+      >>> tx = boostax.accumulate(optax.sgd(0.1), every=4, axis_name="data")
+      >>> specs = boostax.state_specs(tx, {"w": jnp.zeros(3)}, "data")
+      >>> specs.window.local.grads["w"]
+      P('data',)
+    """
+    names = axes.canonical("state_specs", axis_name)
+    replica_axis = names if len(names) > 1 else names[0]
+    owners: dict[tuple[Any, ...], tuple[tuple[int, ...], PartitionSpec]] = {}
+    is_spec = lambda x: isinstance(x, PartitionSpec)  # noqa: E731
+    param_leaves = jax.tree_util.tree_leaves_with_path(params)
+    spec_leaves = (
+        [PartitionSpec()] * len(param_leaves)
+        if param_specs is None
+        else jax.tree.leaves(param_specs, is_leaf=is_spec)
+    )
+    if len(spec_leaves) != len(param_leaves):
+        raise ValueError(
+            "state_specs: param_specs must be a tree of PartitionSpec with one for each of the "
+            f"{len(param_leaves)} param leaves, got {len(spec_leaves)}. Use PartitionSpec() for a "
+            "replicated leaf, not None."
+        )
+    for (path, leaf), spec in zip(param_leaves, spec_leaves, strict=True):
+        owners[path] = (leaf.shape, spec)
+
+    def owner_spec(path: tuple[Any, ...], leaf: Any) -> PartitionSpec:
+        for start in range(len(path) + 1):
+            shape, spec = owners.get(path[start:], (None, None))
+            if spec is not None and shape == leaf.shape:
+                return spec
+        return PartitionSpec()
+
+    def spec_of(path: tuple[Any, ...], node: Any) -> PyTree:
+        if not is_per_replica(node):
+            return owner_spec(path, node)
+        return jax.tree_util.tree_map_with_path(
+            lambda inner, leaf: PartitionSpec(replica_axis, *owner_spec(inner, leaf)), node
+        )
+
+    state = jax.eval_shape(tx.init, params)
+    return jax.tree_util.tree_map_with_path(spec_of, state, is_leaf=is_per_replica)
+
+
+def has_per_replica(tree: PyTree) -> bool:
+    """Whether any part of the state differs per replica."""
+    return bool(trees.find(tree, is_per_replica))

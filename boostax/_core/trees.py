@@ -1,0 +1,87 @@
+"""Trees of arrays: what counts as a gradient, in which precision it is handled, finding states."""
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.extend.core import jaxpr_as_fun
+
+PyTree = Any
+
+
+def at_least_float32(tree: PyTree) -> PyTree:
+    """Widen f16 and bf16 leaves to f32; f32, f64, complex and everything else stay as they are."""
+    return jax.tree.map(lambda x: x.astype(wide_dtype(x.dtype)), tree)
+
+
+def wide_dtype(dtype: Any) -> np.dtype[Any]:
+    """The dtype in which boostax computes with a gradient of ``dtype``: f32 or wider."""
+    return jnp.promote_types(dtype, jnp.float32) if jnp.issubdtype(dtype, jnp.inexact) else dtype
+
+
+def buffer_dtype(dtype: Any, narrow: np.dtype[Any]) -> np.dtype[Any]:
+    """Dtype of a sum of gradients: ``narrow`` for those of f32 or less, else their own kind."""
+    wide = wide_dtype(dtype)
+    return narrow if wide == jnp.float32 else jnp.promote_types(wide, narrow)
+
+
+def cast_like(tree: PyTree, like: PyTree) -> PyTree:
+    """Give each leaf the (strong) dtype of its counterpart."""
+    return jax.tree.map(lambda x, y: jnp.asarray(x).astype(jnp.result_type(y)), tree, like)
+
+
+def path_name(path: tuple[Any, ...]) -> str:
+    """``layers/0/kernel``: a tree path as people write it."""
+    return jax.tree_util.keystr(path, simple=True, separator="/")
+
+
+def require_gradients(tree: PyTree, who: str) -> None:
+    """Refuse leaves that cannot be scaled or summed: integers, bools and float0."""
+    for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
+        dtype = getattr(leaf, "dtype", None)
+        if dtype is None or not jnp.issubdtype(dtype, jnp.inexact):
+            raise TypeError(
+                f"{who}: gradients must be floating or complex arrays, got "
+                f"{type(leaf).__name__ if dtype is None else dtype} at "
+                f"{path_name(path) or 'the root'!r}. Take integer leaves out of the trained "
+                "params, or wrap the transformation in optax.masked."
+            )
+
+
+def find(tree: PyTree, wanted: Callable[[Any], bool]) -> list[Any]:
+    """Every node that ``wanted`` accepts, outermost first, those inside such a node included.
+
+    A chain keeps the order of its parts, so the first of two nested states is the outer one.
+    """
+    return list(_walk(tree, wanted))
+
+
+def _walk(tree: PyTree, wanted: Callable[[Any], bool]) -> Iterator[Any]:
+    if wanted(tree):
+        yield tree
+    children = jax.tree_util.default_registry.flatten_one_level(tree)
+    if children is not None:
+        for child in children[0]:
+            if child is not None:
+                yield from _walk(child, wanted)
+
+
+def trace_once(fn: Callable[..., PyTree], *args: PyTree) -> tuple[Callable[..., PyTree], PyTree]:
+    """``fn`` as a replayable trace, and the types of its result.
+
+    ``jax.eval_shape(fn)`` followed by ``fn`` would run the Python code of the inner transformation
+    (or of the model) twice, and once more for every level of nesting.
+
+    Returns:
+      A function that acts like ``fn`` on arguments of these types, and the result as
+      ``jax.ShapeDtypeStruct`` with sharding and varying axes.
+    """
+    traced, shapes = jax.make_jaxpr(fn, return_shape=True)(*args)
+
+    def replay(*replayed: PyTree) -> PyTree:
+        leaves = jaxpr_as_fun(traced)(*jax.tree.leaves(replayed))
+        return jax.tree.unflatten(jax.tree.structure(shapes), leaves)
+
+    return replay, jax.eval_shape(replay, *args)

@@ -1,0 +1,1 @@
+"""Gradient accumulation: over calls, and inside one step."""

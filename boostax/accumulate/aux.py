@@ -1,0 +1,68 @@
+"""What a loss returns beside itself, and how it is averaged over micro-batches and replicas."""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+PyTree = Any
+
+
+class Aux(NamedTuple):
+    """What a loss function may return beside the loss, understood by boostax.
+
+    Return ``(loss, Aux(...))`` with ``has_aux=True``. Any other auxiliary tree is treated as
+    ``metrics``.
+
+    Attributes:
+      weight: scalar, what the loss is a mean over (tokens, unmasked examples): micro-batches,
+        windows and replicas are then averaged by it. ``None`` weighs all alike.
+      model_state: the new state of the model (BatchNorm statistics), threaded through
+        micro-batches and steps.
+      metrics: tree of arrays to report; floating ones are averaged like the loss, integers summed.
+
+    Example:
+      >>> import boostax
+      >>> boostax.Aux(weight=12.0).metrics
+      {}
+    """
+
+    weight: Any = None
+    model_state: PyTree = None
+    metrics: PyTree = {}  # noqa: RUF012
+
+
+def as_aux(aux: PyTree) -> Aux:
+    """``aux`` itself, or one that holds it as metrics."""
+    return aux if isinstance(aux, Aux) else Aux(metrics=aux)
+
+
+def as_aux(aux: PyTree) -> Aux:
+    """``aux`` itself, or one that holds it as metrics."""
+    return aux if isinstance(aux, Aux) else Aux(metrics=aux)
+
+
+def weigh(tree: PyTree, weight: jax.Array) -> PyTree:
+    """Floating leaves times ``weight``; integers, which are counts, as they are.
+
+    A mean over nothing is 0/0: what has no weight counts as zero, whatever it is.
+    """
+    return _map_floating(
+        lambda x: jnp.where(weight > 0, x * weight.astype(x.real.dtype), jnp.zeros_like(x)), tree
+    )
+
+
+def divide(tree: PyTree, weight: jax.Array) -> PyTree:
+    """Floating leaves of weighted sums over the total weight; zero where there is none."""
+    safe = jnp.where(weight > 0, weight, 1)
+    return _map_floating(lambda x: x / safe.astype(x.real.dtype), tree)
+
+
+def _map_floating(fn: Any, tree: PyTree) -> PyTree:
+    def on_leaf(leaf: Any) -> jax.Array:
+        x = jnp.asarray(leaf)
+        if jnp.issubdtype(x.dtype, jnp.bool_):
+            x = x.astype(jnp.int32)
+        return fn(x) if jnp.issubdtype(x.dtype, jnp.inexact) else x
+
+    return jax.tree.map(on_leaf, tree)

@@ -1,0 +1,145 @@
+"""Gradient accumulation inside one step: a scan over slices of the batch.
+
+Equal to the big batch in memory for one slice. Gradients are summed locally in f32; a reduction
+over replicas then happens once, after the scan, because the params are local to each replica.
+"""
+
+from collections.abc import Callable
+from typing import Any, Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from boostax._core import axes, checks, trees
+from boostax.accumulate.aux import Aux, as_aux, divide, weigh
+
+PyTree = Any
+
+
+class _Sums(NamedTuple):
+    """Weighted sums over micro-batches; ``weight`` is the sum of the weights."""
+
+    loss: jax.Array
+    grads: PyTree
+    metrics: PyTree
+    weight: jax.Array
+
+
+def microbatch(
+    value_and_grad_fn: Callable[..., tuple[PyTree, PyTree]],
+    microbatches: int,
+    *,
+    has_aux: bool = False,
+    normalize: Literal["mean", "sum"] = "mean",
+    accumulator_dtype: Any = jnp.float32,
+) -> Callable[..., tuple[PyTree, PyTree]]:
+    r"""Evaluate a ``value_and_grad`` function in slices of the batch and combine the results.
+
+    .. math:: g = \sum_i w_i g_i \big/ \sum_i w_i
+
+    with :math:`w_i` the ``Aux.weight`` of micro-batch :math:`i` (1 without): a mean over tokens
+    stays one when the micro-batches hold different numbers of them. Micro-batch ``i`` of ``k``
+    takes the rows ``i, i + k, ...``, so that a batch sharded along its first dimension is split
+    without moving between devices.
+
+    Args:
+      value_and_grad_fn: called as ``(params, batch, *args, **kwargs)``; returns
+        ``(loss, grads)``, or ``((loss, aux), grads)`` with ``has_aux``.
+      microbatches: number of slices; must divide the leading dimension of every batch leaf.
+      has_aux: as in ``jax.value_and_grad``.
+      normalize: ``"mean"``, or ``"sum"`` for losses that are sums.
+      accumulator_dtype: of the gradient sum; f64 and complex gradients keep their kind.
+
+    Returns:
+      A function of the same signature and results, gradients in the accumulator dtype. A keyword
+      argument ``key`` is folded with the micro-batch's index; ``model_state`` is threaded from one
+      micro-batch to the next through ``Aux.model_state``. Cost: one copy of the gradients;
+      activations of one micro-batch; no collective.
+
+    Raises:
+      ValueError: a batch that does not divide, an argument out of range.
+
+    Example:
+      >>> import boostax, jax, jax.numpy as jnp
+      >>> loss = lambda w, x: jnp.mean(w * x)
+      >>> f = boostax.microbatch(jax.value_and_grad(loss), 2)
+      >>> f(jnp.float32(1.0), jnp.arange(4.0))
+      (Array(1.5, dtype=float32), Array(1.5, dtype=float32))
+    """
+    who = "microbatch"
+    count = checks.positive_int(who, "microbatches", microbatches, "1 takes the batch whole.")
+    checks.choice(who, "normalize", normalize, ("mean", "sum"), "Sum losses want 'sum'.")
+    narrow = checks.floating_dtype(who, "accumulator_dtype", accumulator_dtype)
+    if count == 1:
+        return value_and_grad_fn
+
+    def wrapped(
+        params: PyTree,
+        batch: PyTree,
+        *args: Any,
+        key: jax.Array | None = None,
+        model_state: PyTree = None,
+        **kwargs: Any,
+    ) -> tuple[PyTree, PyTree]:
+        slices = split(batch, count, who)
+        returned: PyTree = Aux()
+
+        def evaluate(index: jax.Array, state: PyTree) -> tuple[_Sums, PyTree]:
+            nonlocal returned
+            given = dict(kwargs)
+            if key is not None:
+                given["key"] = jax.random.fold_in(key, index)
+            if state is not None:
+                given["model_state"] = state
+            value, grads = value_and_grad_fn(params, take(slices, index), *args, **given)
+            loss, returned = value if has_aux else (value, Aux())
+            aux = as_aux(returned)
+            weight = jnp.asarray(1.0 if aux.weight is None else aux.weight, jnp.float32)
+            grads = jax.tree.map(lambda g: g.astype(trees.buffer_dtype(g.dtype, narrow)), grads)
+            sums = _Sums(trees.at_least_float32(loss), grads, aux.metrics, weight)
+            if normalize == "mean":
+                sums = weigh(sums, weight)._replace(weight=weight)
+            return sums, state if aux.model_state is None else aux.model_state
+
+        replay, (sums_like, state_like) = trees.trace_once(evaluate, jnp.int32(0), model_state)
+        start = (jax.tree.map(jnp.zeros_like, sums_like), axes.unify(model_state, state_like))
+
+        def body(carry: tuple[_Sums, PyTree], index: jax.Array) -> tuple[Any, None]:
+            new, state = replay(index, carry[1])
+            return (jax.tree.map(jnp.add, carry[0], new), state), None
+
+        (total, state), _ = lax.scan(body, start, jnp.arange(count, dtype=jnp.int32))
+        mean = divide(total, total.weight) if normalize == "mean" else total
+        if not has_aux:
+            return mean.loss, mean.grads
+        aux = mean.metrics
+        if isinstance(returned, Aux):
+            aux = Aux(None if returned.weight is None else total.weight, state, mean.metrics)
+        return (mean.loss, aux), mean.grads
+
+    return wrapped
+
+
+def split(batch: PyTree, count: int, who: str) -> PyTree:
+    """Leaves ``(b, ...)`` as ``(b // count, count, ...)``, which keeps a sharding of the rows."""
+
+    def split_leaf(path: tuple[Any, ...], x: Any) -> jax.Array:
+        x = jnp.asarray(x)
+        if x.ndim == 0 or x.shape[0] % count:
+            raise ValueError(
+                f"{who}: the leading dimension of every batch leaf must be divisible by "
+                f"microbatches={count}, got shape {x.shape} at "
+                f"{trees.path_name(path) or 'the root'!r}. Pad the batch and give the padding no "
+                "weight (boostax.Aux.weight), or choose another number."
+            )
+        return x.reshape(x.shape[0] // count, count, *x.shape[1:])
+
+    return jax.tree_util.tree_map_with_path(split_leaf, batch)
+
+
+def take(slices: PyTree, index: jax.Array) -> PyTree:
+    """Micro-batch ``index`` of what ``split`` returned."""
+    return jax.tree.map(
+        lambda x: lax.dynamic_index_in_dim(x, index, axis=1, keepdims=False), slices
+    )

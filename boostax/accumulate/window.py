@@ -1,0 +1,328 @@
+"""Gradient accumulation over calls: ``inner`` runs once per window of micro-steps.
+
+The sum is never reset. The first micro-step of a window overwrites it and the others add to it, so
+no branch touches the buffer, XLA adds in place, and a NaN cannot survive its window the way it
+survives a multiplication by zero. The inner transformation, its collectives included, is compiled
+into a branch that only the last micro-step takes.
+"""
+
+from collections.abc import Callable
+from typing import Any, Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from boostax._core import axes, checks, trees
+from boostax._core.gate import GatedTransformation, flush_inner, gate, outermost_passed, passed, run
+from boostax._core.replicas import PerReplica
+from boostax.accumulate.aux import weigh
+
+PyTree = Any
+Normalize = Literal["mean", "sum", "weight"]
+
+
+class Window(NamedTuple):
+    """What a window has summed up: stale, and overwritten next, when its count is 0.
+
+    Attributes:
+      grads: tree like the params in the accumulator dtype.
+      weight: f32 scalar, or ``None`` unless normalised by weight.
+    """
+
+    grads: PyTree
+    weight: jax.Array | None
+
+
+class AccumulateState(NamedTuple):
+    """State of ``accumulate``.
+
+    Attributes:
+      count: i32, micro-steps in the open window; 0 when it is closed.
+      optimizer_steps: i32, windows whose result was applied: the argument of an ``every`` schedule.
+      window: the sums; a ``PerReplica`` of them with ``axis_name``, ``None`` for ``every=1``.
+      inner_state: state of the inner transformation.
+    """
+
+    count: jax.Array
+    optimizer_steps: jax.Array
+    window: PerReplica | Window | None
+    inner_state: Any
+
+    def passed(self) -> jax.Array:
+        """Whether the last call closed the window."""
+        return self.count == 0
+
+    def taken(self) -> jax.Array:
+        """Whether the last gradient was taken in: into the open window, or by the inner gate."""
+        return jnp.logical_or(self.count > 0, outermost_passed(self.inner_state))
+
+    def metrics(self) -> dict[str, jax.Array]:
+        """Named scalars for ``boostax.metrics``."""
+        return {"micro_step": self.count, "optimizer_steps": self.optimizer_steps}
+
+
+def accumulate(
+    inner: optax.GradientTransformation,
+    every: int | Callable[[jax.Array], jax.Array | int],
+    *,
+    accumulator_dtype: Any = jnp.float32,
+    normalize: Normalize = "mean",
+    axis_name: axes.AxisName | None = None,
+) -> optax.GradientTransformationExtraArgs:
+    r"""Sum gradients over ``every`` calls, then run ``inner`` once on the result.
+
+    For micro-gradients :math:`g_1 \dots g_k` ``inner`` gets
+
+    .. math::
+      \text{mean: } \tfrac1k \sum_i g_i, \qquad
+      \text{sum: } \sum_i g_i, \qquad
+      \text{weight: } \sum_i w_i g_i \big/ \sum_i w_i,
+
+    where ``weight`` is the extra argument ``weight=`` of ``update``: the number of tokens, say,
+    that the mean loss of the micro-batch was taken over. The weights of all replicas count, so
+    that a following *mean* over ``axis_name`` is the mean over all tokens; a window of no weight
+    at all is not applied. Between windows the updates are zero, and nothing of ``inner`` runs.
+
+    Around or inside a loss scaler, both right (see ``docs/cards/accumulate.md``):
+    ``dynamic_loss_scale(accumulate(opt, 8))`` drops a bad micro-batch alone and the window takes
+    one more; ``accumulate(dynamic_loss_scale(opt), 8)`` drops the window and is cheaper.
+
+    Args:
+      inner: the optimizer, collectives included; it sees f32 (or wider) gradients.
+      every: micro-steps per window, or a schedule of them by applied optimizer steps.
+      accumulator_dtype: of the sums; f64 and complex gradients keep their kind.
+      normalize: ``"mean"``, ``"sum"`` or ``"weight"``.
+      axis_name: replica axis (or axes). The sums are then local to each replica (``PerReplica``)
+        and gradients must be local: see ``boostax.local_params``.
+
+    Returns:
+      A transformation with an ``AccumulateState``. Cost: one copy of the params in
+      ``accumulator_dtype`` (none for ``every=1``); no collective in a micro-step but ``inner``'s
+      own, once per window, and 4 bytes then for ``"weight"``; through ``boostax.apply_gradients``
+      no temporary, through the pure ``update`` one copy of the params.
+
+    Raises:
+      ValueError, TypeError: an argument out of range; at trace time, a missing ``weight``, already
+        reduced gradients, an unbound axis, integer gradients.
+
+    Example:
+      >>> import boostax, jax.numpy as jnp, optax
+      >>> tx = boostax.accumulate(optax.sgd(1.0), every=2)
+      >>> w = jnp.float32(0.0)
+      >>> state = tx.init(w)
+      >>> for g in (1.0, 3.0):
+      ...   w, state = boostax.apply_gradients(tx, jnp.float32(g), state, w)
+      >>> float(w), bool(boostax.has_updated(state))
+      (-2.0, True)
+
+    References:
+      Measured against optax.MultiSteps in ``benchmarks/results/accumulation.md``.
+    """
+    who = "accumulate"
+    checks.transformation(who, inner)
+    if not callable(every):
+        every = checks.positive_int(
+            who, "every", every, "It counts micro-steps per update; a schedule may be a function."
+        )
+    checks.choice(
+        who,
+        "normalize",
+        normalize,
+        ("mean", "sum", "weight"),
+        "Losses that are means over a varying number of tokens want 'weight'.",
+    )
+    narrow = checks.floating_dtype(who, "accumulator_dtype", accumulator_dtype)
+    names = axes.canonical(who, axis_name)
+    tx = optax.with_extra_args_support(inner)
+    weighted = normalize == "weight"
+
+    def buffer_like(x: jax.Array) -> Any:
+        return trees.buffer_dtype(x.dtype, narrow)
+
+    def init_fn(params: PyTree) -> AccumulateState:
+        window = None
+        if every != 1:
+            sums = jax.tree.map(lambda p: jnp.zeros_like(p, dtype=buffer_like(p)), params)
+            window = Window(sums, jnp.zeros((), jnp.float32) if weighted else None)
+            window = PerReplica(axes.to_varying(window, names)) if names else window
+        return AccumulateState(
+            count=jnp.zeros((), jnp.int32),
+            optimizer_steps=jnp.zeros((), jnp.int32),
+            window=window,
+            inner_state=tx.init(trees.at_least_float32(params)),
+        )
+
+    def close(
+        window: Window, count: jax.Array, state: Any, params: PyTree, apply: bool, extra: Any
+    ) -> tuple[PyTree, Any]:
+        """Normalise the sums and run ``inner`` on them."""
+
+        def run_on(divisor: jax.Array | None) -> tuple[PyTree, Any]:
+            grads = trees.at_least_float32(window.grads)
+            if divisor is not None:
+                grads = jax.tree.map(lambda g: g / divisor.astype(g.real.dtype), grads)
+            return run(tx, grads, state, params, apply=apply, extra=extra)
+
+        if normalize == "sum":
+            return run_on(None)
+        if not weighted:
+            return run_on(count)
+        assert window.weight is not None
+        total = jax.lax.psum(window.weight, names) if names else window.weight
+        replicas = axes.size(names) if names else 1
+        return gate(
+            total > 0, lambda: run_on(total / replicas), params, state, apply=apply, who=who
+        )
+
+    def step_fn(
+        grads: PyTree,
+        state: AccumulateState,
+        params: PyTree,
+        *,
+        apply: bool,
+        weight: Any = None,
+        **extra: Any,
+    ) -> tuple[PyTree, AccumulateState]:
+        trees.require_gradients(grads, who)
+        axes.require_local(grads, names, who)
+        grads = jax.tree.map(lambda g: g.astype(buffer_like(g)), grads)
+        new = Window(grads, None)
+        if weighted:
+            new = _weighted(grads, weight, names)
+        if state.window is None:
+            value, inner_state = close(
+                new, jnp.ones((), jnp.int32), state.inner_state, params, apply, extra
+            )
+            count, emit, window = state.count, jnp.asarray(True), None
+        else:
+            old = state.window.local if isinstance(state.window, PerReplica) else state.window
+            first = state.count == 0
+            sums = jax.tree.map(lambda a, g: jnp.where(first, g, a + g), old, new)
+            count = state.count + 1
+            emit = count >= (
+                jnp.maximum(every(state.optimizer_steps), 1) if callable(every) else every
+            )
+            value, inner_state = gate(
+                emit,
+                lambda: close(sums, count, state.inner_state, params, apply, extra),
+                params,
+                state.inner_state,
+                apply=apply,
+                who=who,
+            )
+            window = PerReplica(sums) if names else sums
+            count = jnp.where(emit, 0, count)
+        return value, AccumulateState(
+            count=count,
+            optimizer_steps=_count_applied(state, emit, inner_state),
+            window=window,
+            inner_state=inner_state,
+        )
+
+    def flush_fn(
+        state: AccumulateState, params: PyTree, **extra: Any
+    ) -> tuple[PyTree, AccumulateState]:
+        if state.window is None:
+            return params, state
+        sums = state.window.local if isinstance(state.window, PerReplica) else state.window
+        open_ = state.count > 0
+        params, inner_state = gate(
+            open_,
+            lambda: close(sums, state.count, state.inner_state, params, True, extra),
+            params,
+            state.inner_state,
+            apply=True,
+            who=who,
+        )
+        return params, state._replace(
+            count=jnp.zeros_like(state.count),
+            optimizer_steps=_count_applied(state, open_, inner_state),
+            inner_state=inner_state,
+        )
+
+    return GatedTransformation(init_fn, step_fn, flush_fn)
+
+
+def _weighted(grads: PyTree, weight: Any, names: tuple[str, ...]) -> Window:
+    if weight is None:
+        raise ValueError(
+            "accumulate: normalize='weight' needs the extra argument weight (tokens in this "
+            "micro-batch), got none. Call update(..., weight=n), or return boostax.Aux(weight=n) "
+            "from the loss."
+        )
+    weight = axes.to_varying(jnp.asarray(weight, jnp.float32), names)
+    return Window(weigh(grads, weight), weight)
+
+
+def _count_applied(state: AccumulateState, emit: jax.Array, inner_state: Any) -> jax.Array:
+    applied = emit & passed(inner_state)
+    return jnp.where(applied, optax.safe_increment(state.optimizer_steps), state.optimizer_steps)
+
+
+def has_updated(opt_state: PyTree) -> jax.Array:
+    """Whether the last call changed the params: a window closed, and no scaler skipped it.
+
+    Schedules, EMAs and logging outside the transformation should follow this, not the calls.
+
+    Args:
+      opt_state: any state that holds one of ``accumulate``.
+
+    Returns:
+      Bool scalar; False before the first call.
+
+    Raises:
+      ValueError: nothing in the state accumulates.
+
+    Example:
+      >>> import boostax, jax.numpy as jnp, optax
+      >>> tx = boostax.accumulate(optax.sgd(1.0), every=2)
+      >>> _, state = tx.update(jnp.ones(3), tx.init(jnp.zeros(3)), jnp.zeros(3))
+      >>> bool(boostax.has_updated(state))
+      False
+    """
+    windows = trees.find(opt_state, lambda x: isinstance(x, AccumulateState))
+    if not windows:
+        raise ValueError(
+            "has_updated: opt_state must hold an AccumulateState, got none. Wrap the optimizer in "
+            "boostax.accumulate."
+        )
+    return passed(opt_state) & (windows[0].optimizer_steps > 0)
+
+
+def flush(
+    tx: optax.GradientTransformation, opt_state: PyTree, params: PyTree, **extra_args: Any
+) -> tuple[PyTree, PyTree]:
+    """Apply the last, partial window, normalised by what it really holds.
+
+    Call it where ``apply_gradients`` is called (inside ``shard_map`` for a data-parallel step), or
+    use ``TrainStep.flush``. With no window open nothing happens.
+
+    Args:
+      tx: the transformation that made the state; its gates must be outermost, not in a chain.
+      opt_state: its state.
+      params: the params.
+      **extra_args: handed to the inner transformation.
+
+    Returns:
+      ``(params, opt_state)``.
+
+    Raises:
+      ValueError: ``tx`` hides its gates behind an Optax wrapper.
+
+    Example:
+      >>> import boostax, jax.numpy as jnp, optax
+      >>> tx = boostax.accumulate(optax.sgd(1.0), every=8)
+      >>> w = jnp.float32(0.0)
+      >>> w, state = boostax.apply_gradients(tx, jnp.float32(2.0), tx.init(w), w)
+      >>> w, state = boostax.flush(tx, state, w)
+      >>> float(w)
+      -2.0
+    """
+    if not isinstance(tx, GatedTransformation):
+        raise ValueError(
+            "flush: tx must be a boostax gate such as accumulate(...) or "
+            f"dynamic_loss_scale(accumulate(...)), got {type(tx).__name__}. Put the gate outside "
+            "optax.chain and other wrappers."
+        )
+    return flush_inner(tx, opt_state, params, extra_args)

@@ -1,0 +1,1 @@
+"""Lower precision without lost gradients: policies, loss scaling, finiteness."""

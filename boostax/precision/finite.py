@@ -1,0 +1,75 @@
+"""Finiteness of a tree, from its largest magnitudes."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from boostax._core import axes
+
+PyTree = Any
+
+
+def largest_magnitudes(tree: PyTree) -> list[jax.Array]:
+    """``max |x|`` of each inexact leaf; NaN and inf come through, empty leaves give 0.
+
+    A reduction of the raw leaf fuses with whatever made it. Testing ``isfinite`` elementwise, or
+    testing the unscaled gradient, makes XLA write a temporary of the size of a leaf.
+    """
+    return [
+        jnp.max(_magnitude(leaf), initial=0)
+        for leaf in jax.tree.leaves(tree)
+        if jnp.issubdtype(jnp.result_type(leaf), jnp.inexact)
+    ]
+
+
+def _magnitude(x: jax.Array) -> jax.Array:
+    if jnp.iscomplexobj(x):
+        # |z| of a finite z can overflow; its parts cannot.
+        return jnp.maximum(jnp.abs(x.real), jnp.abs(x.imag))
+    return jnp.abs(x)
+
+
+def all_true(flags: list[jax.Array]) -> jax.Array:
+    """Conjunction of bool scalars; True for none."""
+    return jnp.stack(flags).all() if flags else jnp.asarray(True)
+
+
+def all_finite(tree: PyTree, axis_name: axes.AxisName | None = None) -> jax.Array:
+    """Whether no leaf holds a NaN or an infinity, on any replica.
+
+    Args:
+      tree: arrays of any dtype; integers are always finite, ``None`` and empty leaves count as
+        finite.
+      axis_name: mesh axis (or tuple of axes) over which the replicas must agree.
+
+    Returns:
+      Bool scalar, equal on all replicas when ``axis_name`` is given. Cost: one read of the tree,
+      and one 4-byte collective with ``axis_name``.
+
+    Raises:
+      ValueError: the axis is not bound.
+
+    Example:
+      >>> import boostax, jax.numpy as jnp
+      >>> bool(boostax.all_finite({"w": jnp.array([1.0, jnp.inf])}))
+      False
+    """
+    names = axes.canonical("all_finite", axis_name)
+    axes.require_bound(names, "all_finite")
+    return axes.agree(all_true([jnp.isfinite(m) for m in largest_magnitudes(tree)]), names)
+
+
+def usable(scaled_grads: PyTree, scale: jax.Array) -> jax.Array:
+    """Whether gradients, once divided by ``scale``, are finite and so are their squares' sums.
+
+    Adam squares gradients and clipping sums the squares: a finite f32 gradient of 1e25 makes
+    Adam's second moment infinite for good. Below ``2**((maxexp - 32) / 2)`` (2**48 in f32) the
+    squares of up to 2**32 entries add up without overflow.
+    """
+    flags: list[jax.Array] = []
+    for magnitude in largest_magnitudes(scaled_grads):
+        dtype = jnp.promote_types(magnitude.dtype, jnp.float32)
+        limit = 2.0 ** ((jnp.finfo(dtype).maxexp - 32) / 2)
+        flags.append(magnitude.astype(dtype) / scale.astype(dtype) < limit)
+    return all_true(flags)

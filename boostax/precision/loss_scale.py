@@ -1,0 +1,354 @@
+"""Loss scaling: multiply the loss so that small f16 gradients survive, divide the gradients again.
+
+The loss is multiplied by a scale ``s`` before differentiation, so every gradient is ``s`` times
+itself and stays above the smallest f16 number. The gradients are divided by ``s`` in f32 before
+anything else reads them. A scale that is too large overflows: that step is skipped as a whole and
+the scale lowered; after a run of clean steps it is raised again.
+
+References:
+  Micikevicius et al., Mixed Precision Training, https://arxiv.org/abs/1710.03740, 2018.
+  MindSpore 2.10, DynamicLossScaleUpdateCell and FixedLossScaleManager: the same trajectories.
+"""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from boostax._core import axes, checks, trees
+from boostax._core.gate import GatedTransformation, flush_inner, gate, run
+from boostax.precision.finite import usable
+
+PyTree = Any
+
+
+class LossScaleState(NamedTuple):
+    """State of ``dynamic_loss_scale`` and ``static_loss_scale``.
+
+    Attributes:
+      scale: f32 scalar, the scale that the next loss is to be multiplied by.
+      clean_steps: i32, steps since the last overflow or growth.
+      tolerance: i32, overflows still tolerated before the scale is lowered (``hysteresis``).
+      last_finite: bool, whether the last step ran; False before the first.
+      skipped_steps: i32, steps skipped since the start.
+      skipped_in_a_row: i32, steps skipped since the last one that ran.
+      growths: i32, how often the scale was raised.
+      backoffs: i32, how often it was lowered.
+      floor_hits: i32, overflows with the scale already at ``min_scale``.
+      inner_state: state of the inner transformation.
+    """
+
+    scale: jax.Array
+    clean_steps: jax.Array
+    tolerance: jax.Array
+    last_finite: jax.Array
+    skipped_steps: jax.Array
+    skipped_in_a_row: jax.Array
+    growths: jax.Array
+    backoffs: jax.Array
+    floor_hits: jax.Array
+    inner_state: Any
+
+    def passed(self) -> jax.Array:
+        """Whether the last call ran the inner transformation."""
+        return self.last_finite
+
+    def taken(self) -> jax.Array:
+        """Whether the last gradient was taken in."""
+        return self.last_finite
+
+    def metrics(self) -> dict[str, jax.Array]:
+        """Named scalars for ``boostax.metrics``."""
+        return {
+            "loss_scale": self.scale,
+            "last_finite": self.last_finite,
+            "skipped_steps": self.skipped_steps,
+            "skipped_in_a_row": self.skipped_in_a_row,
+            "scale_growths": self.growths,
+            "scale_backoffs": self.backoffs,
+            "scale_floor_hits": self.floor_hits,
+        }
+
+
+def dynamic_loss_scale(
+    inner: optax.GradientTransformation,
+    *,
+    init_scale: float = 2.0**16,
+    growth_factor: float = 2.0,
+    backoff_factor: float = 0.5,
+    growth_interval: int = 2000,
+    min_scale: float = 1.0,
+    max_scale: float = 2.0**24,
+    hysteresis: int = 1,
+    axis_name: axes.AxisName | None = None,
+) -> optax.GradientTransformationExtraArgs:
+    r"""Unscale gradients, run ``inner`` on them if all are finite, adapt the scale.
+
+    With scaled gradients :math:`g_s = s\,g` the step is
+
+    .. math::
+      \text{ok} = \max|g_s| / s < 2^{48}, \qquad
+      u = \text{inner}(g_s / s) \text{ if ok, else nothing},
+
+    agreed on all replicas. After ``growth_interval`` steps without overflow the scale grows by
+    ``growth_factor`` (unless that would pass ``max_scale``); at the ``hysteresis``-th overflow
+    since the last such run, and at every one after it, it shrinks by ``backoff_factor``, not below
+    ``min_scale``. A skipped step leaves ``inner`` bit for bit as it was: moments, schedules,
+    weight decay. It never gives up and applies a bad step; watch ``skipped_in_a_row``.
+
+    Put everything that must be skipped *inside*: ``dynamic_loss_scale(chain(clip, adamw))``. Pass
+    ``scale_loss(loss, opt_state)`` to ``jax.grad``, or use ``boostax.value_and_grad``, which does.
+
+    Args:
+      inner: the rest of the optimizer; it sees f32 (or wider) gradients and params.
+      init_scale: first scale, > 0. 2**16 is above the f16 range only for an f16 loss; boostax
+        scales losses in f32.
+      growth_factor: > 1. Powers of two keep unscaling exact.
+      backoff_factor: in (0, 1).
+      growth_interval: clean steps before a growth.
+      min_scale: > 0; below 1 for models whose gradients overflow f16 even unscaled.
+      max_scale: finite; a growth past it is refused.
+      hysteresis: overflows before the scale is lowered; each still skips its step.
+      axis_name: replica axis (or axes) over which finiteness is agreed. Gradients must then be
+        *local*: see ``boostax.local_params``.
+
+    Returns:
+      A transformation with a ``LossScaleState``. Cost: 40 bytes; one read of the gradients; one
+      4-byte collective with ``axis_name``; through ``boostax.apply_gradients`` no temporary copy
+      of the params, through the pure ``update`` one.
+
+    Raises:
+      ValueError, TypeError: an argument out of range; at trace time, already reduced gradients,
+        an unbound axis, integer gradients, or a decision that replicas could take differently.
+
+    Example:
+      >>> import boostax, jax.numpy as jnp, optax
+      >>> tx = boostax.dynamic_loss_scale(optax.sgd(1.0), init_scale=8.0)
+      >>> params = {"w": jnp.float32(1.0)}
+      >>> state = tx.init(params)
+      >>> params, state = boostax.apply_gradients(tx, {"w": jnp.float16(2.0)}, state, params)
+      >>> float(params["w"])
+      0.75
+      >>> params, state = boostax.apply_gradients(tx, {"w": jnp.float16("inf")}, state, params)
+      >>> float(params["w"]), float(boostax.loss_scale(state))
+      (0.75, 4.0)
+
+    References:
+      Micikevicius et al., Mixed Precision Training, https://arxiv.org/abs/1710.03740, 2018.
+      Hysteresis as in Megatron-LM's DynamicGradScaler: refilled by a full clean interval.
+    """
+    who = "dynamic_loss_scale"
+    _positive(who, "min_scale", min_scale, "2**-10 lets the scale fall below 1.")
+    _positive(who, "max_scale", max_scale, "2**24 is the default.")
+    _positive(who, "init_scale", init_scale, "2**16 is the default.")
+    _ordered(who, min_scale, init_scale, max_scale)
+    checks.number(who, "growth_factor", growth_factor, "greater than 1", lambda x: x > 1, "Use 2.")
+    checks.number(
+        who, "backoff_factor", backoff_factor, "in (0, 1)", lambda x: 0 < x < 1, "Use 0.5."
+    )
+    if not isinstance(growth_interval, jax.core.Tracer):
+        growth_interval = checks.positive_int(
+            who, "growth_interval", growth_interval, "It counts clean steps; 2000 is the default."
+        )
+    hysteresis = checks.positive_int(
+        who, "hysteresis", hysteresis, "1 lowers the scale at every overflow."
+    )
+
+    def adjust(state: LossScaleState, ok: jax.Array) -> LossScaleState:
+        clean = jnp.where(ok, state.clean_steps + 1, 0)
+        interval_full = clean >= growth_interval
+        grown = state.scale * growth_factor
+        # False for an overflow to inf too, so the scale never becomes one.
+        grows = interval_full & (grown <= max_scale)
+        tolerance = jnp.where(ok, state.tolerance, jnp.maximum(state.tolerance - 1, 0))
+        backs_off = ~ok & (tolerance == 0)
+        lowered = jnp.maximum(state.scale * backoff_factor, min_scale)
+        scale = jnp.where(grows, grown, jnp.where(backs_off, lowered, state.scale))
+        return state._replace(
+            scale=scale.astype(jnp.float32),
+            clean_steps=jnp.where(interval_full, 0, clean),
+            tolerance=jnp.where(interval_full, hysteresis, tolerance),
+            growths=_count(state.growths, grows),
+            backoffs=_count(state.backoffs, scale < state.scale),
+            floor_hits=_count(state.floor_hits, backs_off & (state.scale <= min_scale)),
+        )
+
+    return _scaled(inner, init_scale, hysteresis, adjust, axis_name=axis_name, skip=True, who=who)
+
+
+def static_loss_scale(
+    inner: optax.GradientTransformation,
+    scale: float,
+    *,
+    skip_nonfinite: bool = True,
+    axis_name: axes.AxisName | None = None,
+) -> optax.GradientTransformationExtraArgs:
+    """Unscale gradients by a constant; by default skip the steps that are not finite.
+
+    MindSpore's ``FixedLossScaleManager``: ``skip_nonfinite`` is its ``drop_overflow_update``. With
+    ``scale=1`` it is a safe ``optax.apply_if_finite``: it never gives in and applies a NaN.
+
+    Args:
+      inner: the rest of the optimizer; it sees f32 (or wider) gradients and params.
+      scale: > 0 and finite; a power of two keeps unscaling exact.
+      skip_nonfinite: ``False`` runs ``inner`` on whatever comes, with no check and no branch.
+      axis_name: as in ``dynamic_loss_scale``.
+
+    Returns:
+      A transformation with a ``LossScaleState`` whose scale stays. Cost as ``dynamic_loss_scale``;
+      with ``skip_nonfinite=False`` no check, no collective and no temporary.
+
+    Raises:
+      ValueError, TypeError: as ``dynamic_loss_scale``.
+
+    Example:
+      >>> import boostax, jax.numpy as jnp, optax
+      >>> tx = boostax.static_loss_scale(optax.sgd(1.0), 128.0)
+      >>> params = jnp.float32(1.0)
+      >>> updates, state = tx.update(jnp.float32(64.0), tx.init(params), params)
+      >>> float(updates)
+      -0.5
+    """
+    who = "static_loss_scale"
+    _positive(who, "scale", scale, "128 is MindSpore's default.")
+
+    def adjust(state: LossScaleState, ok: jax.Array) -> LossScaleState:
+        return state._replace(clean_steps=jnp.where(ok, _count(state.clean_steps, ok), 0))
+
+    return _scaled(inner, scale, 1, adjust, axis_name=axis_name, skip=skip_nonfinite, who=who)
+
+
+def _scaled(
+    inner: optax.GradientTransformation,
+    init_scale: float,
+    tolerance: int,
+    adjust: Callable[[LossScaleState, jax.Array], LossScaleState],
+    *,
+    axis_name: axes.AxisName | None,
+    skip: bool,
+    who: str,
+) -> GatedTransformation:
+    checks.transformation(who, inner)
+    names = axes.canonical(who, axis_name)
+    tx = optax.with_extra_args_support(inner)
+
+    def init_fn(params: PyTree) -> LossScaleState:
+        # One array per field: donation refuses a buffer that two fields share.
+        counters = [jnp.zeros((), jnp.int32) for _ in range(6)]
+        return LossScaleState(
+            jnp.asarray(init_scale, jnp.float32) + 0,
+            counters[0],
+            jnp.asarray(tolerance, jnp.int32),
+            jnp.asarray(False),
+            *counters[1:],
+            inner_state=tx.init(trees.at_least_float32(params)),
+        )
+
+    def step_fn(
+        grads: PyTree, state: LossScaleState, params: PyTree, *, apply: bool, **extra: Any
+    ) -> tuple[PyTree, LossScaleState]:
+        trees.require_gradients(grads, who)
+        axes.require_local(grads, names, who)
+        scale = state.scale
+
+        # The raw gradients cross the gate and are divided inside it: dividing before would keep a
+        # second copy of them alive. A division, because the reciprocal of a scale above 2**126 is
+        # subnormal and flushed to zero.
+        def heavy() -> tuple[PyTree, Any]:
+            unscaled = jax.tree.map(lambda g: g / scale.astype(g.real.dtype), wide())
+            return run(tx, unscaled, state.inner_state, params, apply=apply, extra=extra)
+
+        def wide() -> PyTree:
+            return trees.at_least_float32(grads)
+
+        if skip:
+            ok = axes.agree(usable(grads, scale), names)
+            value, inner_state = gate(ok, heavy, params, state.inner_state, apply=apply, who=who)
+        else:
+            ok = jnp.asarray(True)
+            value, inner_state = heavy()
+        state = adjust(state, ok)._replace(
+            last_finite=ok,
+            skipped_steps=_count(state.skipped_steps, ~ok),
+            skipped_in_a_row=jnp.where(ok, 0, _count(state.skipped_in_a_row, ~ok)),
+            inner_state=inner_state,
+        )
+        return value, state
+
+    def flush_fn(
+        state: LossScaleState, params: PyTree, **extra: Any
+    ) -> tuple[PyTree, LossScaleState]:
+        params, inner_state = flush_inner(tx, state.inner_state, params, extra)
+        return params, state._replace(inner_state=inner_state)
+
+    return GatedTransformation(init_fn, step_fn, flush_fn)
+
+
+def loss_scale(opt_state: PyTree) -> jax.Array:
+    """The scale by which the next loss must be multiplied.
+
+    Args:
+      opt_state: any optimizer state; the scaler may be nested anywhere in it.
+
+    Returns:
+      f32 scalar; 1 when the state has no scaler.
+
+    Raises:
+      ValueError: there are several scalers, so which loss scale is meant is not known.
+
+    Example:
+      >>> import boostax, jax.numpy as jnp, optax
+      >>> tx = optax.chain(boostax.dynamic_loss_scale(optax.adam(1e-3)))
+      >>> float(boostax.loss_scale(tx.init(jnp.zeros(3))))
+      65536.0
+    """
+    found: list[LossScaleState] = trees.find(opt_state, lambda x: isinstance(x, LossScaleState))
+    if len(found) > 1:
+        raise ValueError(
+            f"loss_scale: opt_state must hold one loss scaler, got {len(found)}. Put one scaler "
+            "around the whole optimizer, outside optax.partition."
+        )
+    return found[0].scale if found else jnp.ones((), jnp.float32)
+
+
+def scale_loss(loss: jax.Array, opt_state: PyTree) -> jax.Array:
+    """The loss to differentiate: ``loss`` in f32 times the current scale.
+
+    Args:
+      loss: floating scalar. It is cast to f32 (f64 stays) *before* the product, because
+        a loss of 2.3 times 2**15 is already infinite in f16.
+      opt_state: the optimizer state that holds the scale.
+
+    Returns:
+      Scalar, f32 or f64.
+
+    Example:
+      >>> import boostax, jax.numpy as jnp, optax
+      >>> state = boostax.static_loss_scale(optax.sgd(0.1), 2.0**15).init(jnp.zeros(3))
+      >>> float(boostax.scale_loss(jnp.float16(2.5), state))
+      81920.0
+    """
+    wide = trees.at_least_float32(jnp.asarray(loss))
+    return wide * loss_scale(opt_state).astype(wide.dtype)
+
+
+def _count(counter: jax.Array, happened: jax.Array) -> jax.Array:
+    return jnp.where(happened, optax.safe_increment(counter), counter)
+
+
+def _positive(who: str, argument: str, value: Any, hint: str) -> None:
+    limits = jnp.finfo(jnp.float32)
+    low, high = float(limits.tiny), float(limits.max)
+    checks.number(who, argument, value, "a normal positive f32", lambda x: low <= x <= high, hint)
+
+
+def _ordered(who: str, low: Any, init: Any, high: Any) -> None:
+    if any(isinstance(x, jax.core.Tracer) for x in (low, init, high)):
+        return
+    if not low <= init <= high:
+        hint = f"min_scale is {low!r} and max_scale is {high!r}; widen them or move init_scale."
+        raise ValueError(
+            checks.message(who, "init_scale", "between min_scale and max_scale", init, hint)
+        )

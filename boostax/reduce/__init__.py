@@ -1,0 +1,1 @@
+"""Reductions of local gradients over the replicas."""

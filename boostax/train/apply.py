@@ -1,0 +1,81 @@
+"""Update and apply in one, and what the optimizer state has to report."""
+
+from typing import Any
+
+import jax
+import optax
+
+from boostax._core import trees
+from boostax._core.gate import GatedTransformation
+
+PyTree = Any
+
+
+def apply_gradients(
+    tx: optax.GradientTransformation,
+    grads: PyTree,
+    opt_state: PyTree,
+    params: PyTree,
+    **extra_args: Any,
+) -> tuple[PyTree, PyTree]:
+    """``tx.update`` and ``optax.apply_updates`` in one call, skipping without a copy of the params.
+
+    A skipped step, or a micro-step inside an accumulation window, touches nothing: with donated
+    buffers the compiled program writes no parameter. A gate hidden inside an Optax wrapper such as
+    ``optax.chain`` cannot be seen from here; then this is the two calls it replaces.
+
+    Args:
+      tx: any Optax transformation; the gain is with boostax's gates outermost.
+      grads: gradients as ``tx`` wants them (scaled and local for the scaling and reducing ones).
+      opt_state: state of ``tx``.
+      params: the params.
+      **extra_args: handed to ``tx.update``: ``weight=``, ``value=``, ...
+
+    Returns:
+      ``(params, opt_state)``, params in their own dtypes.
+
+    Example:
+      >>> import boostax, jax.numpy as jnp, optax
+      >>> tx = boostax.static_loss_scale(optax.sgd(0.5), 2.0)
+      >>> w = jnp.float32(1.0)
+      >>> w, state = boostax.apply_gradients(tx, jnp.float32(2.0), tx.init(w), w)
+      >>> float(w)
+      0.5
+    """
+    if isinstance(tx, GatedTransformation):
+        return tx.step(grads, opt_state, params, apply=True, **extra_args)
+    updates, opt_state = optax.with_extra_args_support(tx).update(
+        grads, opt_state, params, **extra_args
+    )
+    return optax.apply_updates(params, updates), opt_state
+
+
+def metrics(opt_state: PyTree) -> dict[str, jax.Array]:
+    """Named scalars of every boostax state found in an optimizer state, flat.
+
+    Args:
+      opt_state: any tree. A node takes part by a method ``metrics()`` that returns a dict.
+
+    Returns:
+      ``{"loss_scale": ..., "skipped_steps": ...}``; where two parts report the same name, the
+      second and later ones get ``_1``, ``_2`` in the order of the chain. Cost: nothing is computed.
+
+    Example:
+      >>> import boostax, jax.numpy as jnp, optax
+      >>> tx = boostax.accumulate(optax.sgd(0.1), every=4)
+      >>> sorted(boostax.metrics(tx.init(jnp.zeros(3))))
+      ['micro_step', 'optimizer_steps']
+    """
+    found: dict[str, jax.Array] = {}
+    for node in trees.find(opt_state, _reports):
+        for name, scalar in node.metrics().items():
+            unique, number = name, 0
+            while unique in found:
+                number += 1
+                unique = f"{name}_{number}"
+            found[unique] = scalar
+    return found
+
+
+def _reports(node: Any) -> bool:
+    return isinstance(node, tuple) and callable(getattr(node, "metrics", None))

@@ -1,0 +1,134 @@
+"""The gradient oracle: scaled, local gradients from a loss function and the optimizer's state."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from boostax._core import axes, checks, trees
+from boostax.accumulate.aux import Aux, as_aux, divide, weigh
+from boostax.accumulate.microbatch import microbatch
+from boostax.precision.loss_scale import loss_scale
+from boostax.precision.policy import Policy, as_policy
+
+PyTree = Any
+
+
+def value_and_grad(
+    loss_fn: Callable[..., Any],
+    *,
+    axis_name: axes.AxisName | None = None,
+    policy: Policy | str | None = None,
+    microbatches: int = 1,
+    has_aux: bool = False,
+    accumulator_dtype: Any = jnp.float32,
+) -> Callable[..., tuple[Any, PyTree]]:
+    r"""Like ``jax.value_and_grad``, for training: gradients as the boostax transformations want them.
+
+    The loss is multiplied by the scale found in ``opt_state`` (in f32), so the gradients come out
+    multiplied by it; the loss itself is returned unscaled. With ``axis_name`` the gradients are
+    *local* to each replica, and loss and metrics are averaged over the replicas. Where the loss
+    returns ``Aux(weight=...)``, replica :math:`r`'s gradient is multiplied by
+    :math:`n\,w_r / \sum w`, so that the mean over replicas is the mean over all tokens.
+
+    Args:
+      loss_fn: ``loss_fn(params, batch)``, and ``key=``, ``model_state=`` where they are given.
+        Returns a scalar loss, or ``(loss, aux)`` with ``has_aux``; see ``Aux``.
+      axis_name: replica axis (or axes) of the surrounding ``shard_map`` or ``pmap``.
+      policy: precision policy applied to ``loss_fn``: see ``boostax.policy``.
+      microbatches: split the batch and scan: see ``boostax.microbatch``.
+      has_aux: as in ``jax.value_and_grad``.
+      accumulator_dtype: of the sum over micro-batches.
+
+    Returns:
+      ``fn(params, opt_state, batch, *, key=None, model_state=None)`` that returns
+      ``(loss, grads)``, or ``((loss, aux), grads)`` with ``has_aux``. Cost: with ``axis_name`` one
+      scalar collective for the loss and one per leaf of ``aux``; see ``boostax.microbatch``.
+
+    Raises:
+      ValueError, TypeError: an argument out of range; at trace time, a loss that is no floating
+        scalar, a batch that does not divide, an unbound axis.
+
+    Example:
+      >>> import boostax, jax.numpy as jnp, optax
+      >>> state = boostax.static_loss_scale(optax.sgd(0.1), 128.0).init(jnp.float32(1.0))
+      >>> f = boostax.value_and_grad(lambda w, x: w * jnp.mean(x))
+      >>> f(jnp.float32(1.0), state, jnp.ones(4))
+      (Array(1., dtype=float32), Array(128., dtype=float32))
+    """
+    who = "value_and_grad"
+    names = axes.canonical(who, axis_name)
+    count = checks.positive_int(who, "microbatches", microbatches, "1 takes the batch whole.")
+    rules = as_policy(policy)
+    fn = loss_fn if rules is None else rules.wrap(loss_fn)
+
+    def evaluate(
+        params: PyTree, batch: PyTree, scale: jax.Array, **kwargs: Any
+    ) -> tuple[PyTree, PyTree]:
+        def scaled_loss(params: PyTree) -> tuple[jax.Array, tuple[jax.Array, PyTree]]:
+            result = fn(params, batch, **kwargs)
+            loss, aux = result if has_aux else (result, Aux())
+            loss = _require_scalar(loss)
+            return loss * scale.astype(loss.dtype), (loss, aux)
+
+        (_, value), grads = jax.value_and_grad(scaled_loss, has_aux=True)(params)
+        return value, grads
+
+    sliced = microbatch(evaluate, count, has_aux=True, accumulator_dtype=accumulator_dtype)
+
+    def oracle(
+        params: PyTree, opt_state: PyTree, batch: PyTree, **kwargs: Any
+    ) -> tuple[Any, PyTree]:
+        axes.require_bound(names, who)
+        given = {name: value for name, value in kwargs.items() if value is not None}
+        (loss, aux), grads = sliced(
+            axes.to_varying(params, names), batch, loss_scale(opt_state), **given
+        )
+        if names:
+            loss, aux, grads = _over_replicas(loss, aux, grads, names)
+        return ((loss, aux) if has_aux else loss), grads
+
+    return oracle
+
+
+def _require_scalar(loss: Any) -> jax.Array:
+    loss = jnp.asarray(loss)
+    if loss.shape or not jnp.issubdtype(loss.dtype, jnp.floating):
+        raise TypeError(
+            f"value_and_grad: loss_fn must return a floating scalar, got {loss.dtype} of shape "
+            f"{loss.shape}. Take the mean over the batch; return (loss, aux) with has_aux=True."
+        )
+    return trees.at_least_float32(loss)
+
+
+def _over_replicas(
+    loss: jax.Array, aux: PyTree, grads: PyTree, names: tuple[str, ...]
+) -> tuple[jax.Array, PyTree, PyTree]:
+    """Loss and metrics averaged over the replicas; gradients stay local, weighted."""
+    told = as_aux(aux)
+    replicas = axes.size(names)
+    local = jnp.asarray(1.0 if told.weight is None else told.weight, jnp.float32)
+    total = jnp.float32(replicas)
+    if told.weight is not None:
+        total = lax.psum(axes.to_varying(local, names), names)
+        # Divided by the mean weight, so that the mean over replicas is the mean over all tokens.
+        grads = divide(weigh(grads, local), total / replicas)
+    loss, metrics = divide(lax.psum(weigh((loss, told.metrics), local), names), total)
+    if not isinstance(aux, Aux):
+        return loss, metrics, grads
+    # Alike on all replicas, so that windows of mean weights add up to the mean over all tokens.
+    weight = None if told.weight is None else total / replicas
+    return loss, Aux(weight, _mean_state(told.model_state, names), metrics), grads
+
+
+def _mean_state(model_state: PyTree, names: tuple[str, ...]) -> PyTree:
+    """Statistics averaged; counters, which are alike, made so in type too; keys left alone."""
+
+    def mean(x: jax.Array) -> jax.Array:
+        if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
+            return x
+        return lax.pmean(x, names) if jnp.issubdtype(x.dtype, jnp.inexact) else lax.pmax(x, names)
+
+    return jax.tree.map(mean, model_state)

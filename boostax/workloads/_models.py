@@ -1,0 +1,138 @@
+"""The small Flax networks of the workloads.
+
+Parameters are always float32. `dtype` is what matrix products and activations are computed in;
+normalisation, softmax and logits stay in float32, because float16 has too few bits for their sums
+and XLA on CPU is an order of magnitude slower at a float16 softmax.
+"""
+
+import jax
+import jax.numpy as jnp
+
+try:
+    import flax.linen as nn
+except ImportError as error:
+    raise ImportError(
+        "boostax.workloads needs Flax, which is not installed: pip install 'boostax[workloads]'"
+    ) from error
+
+from boostax._core import checks
+
+_COMPUTE_DTYPES = ("float32", "float16", "bfloat16")
+
+
+def compute_dtype(who: str, name: str) -> jnp.dtype:
+    """The dtype called `name`; raises ValueError on behalf of `who` for any other name."""
+    hint = "The model computes in it; parameters are float32 whatever it is."
+    return jnp.dtype(checks.choice(who, "dtype", name, _COMPUTE_DTYPES, hint))
+
+
+class Block(nn.Module):
+    """One pre-norm transformer block: causal self-attention, then a two-layer perceptron."""
+
+    width: int
+    heads: int
+    dropout: float
+    dtype: jnp.dtype
+
+    @nn.compact
+    def __call__(self, stream: jax.Array, train: bool) -> jax.Array:
+        """Map the residual stream, `[batch, length, width]`, to the next one."""
+        length = stream.shape[-2]
+        drop = nn.Dropout(self.dropout, deterministic=not train)
+
+        normed = nn.LayerNorm(dtype=jnp.float32, name="attention_norm")(stream)
+        projected = nn.DenseGeneral(
+            (3, self.heads, self.width // self.heads), dtype=self.dtype, name="attention_in"
+        )(normed)
+        query, key, value = jnp.moveaxis(projected, -3, 0)
+        # Scaled before the product: float16 scores of long heads would overflow first.
+        query = query * (query.shape[-1] ** -0.5)
+        scores = jnp.einsum("bqhd,bkhd->bhqk", query, key).astype(jnp.float32)
+        causal = jnp.tril(jnp.ones((length, length), bool))
+        scores = jnp.where(causal, scores, -jnp.inf)
+        mixing = jax.nn.softmax(scores).astype(self.dtype)
+        mixed = jnp.einsum("bhqk,bkhd->bqhd", mixing, value)
+        stream = stream + drop(
+            nn.DenseGeneral(self.width, axis=(-2, -1), dtype=self.dtype, name="attention_out")(
+                mixed
+            )
+        )
+
+        normed = nn.LayerNorm(dtype=jnp.float32, name="mlp_norm")(stream)
+        hidden = nn.gelu(nn.Dense(4 * self.width, dtype=self.dtype, name="mlp_in")(normed))
+        return stream + drop(nn.Dense(self.width, dtype=self.dtype, name="mlp_out")(hidden))
+
+
+class CharacterTransformer(nn.Module):
+    """A decoder-only transformer over characters, with learned positions."""
+
+    vocabulary: int
+    length: int
+    width: int
+    depth: int
+    heads: int
+    dropout: float
+    dtype: jnp.dtype
+
+    @nn.compact
+    def __call__(self, tokens: jax.Array, train: bool = False) -> jax.Array:
+        """Next-character logits in float32, `[batch, length, vocabulary]`, of int `tokens`."""
+        small = nn.initializers.normal(0.02)
+        characters = self.param("characters", small, (self.vocabulary, self.width))
+        positions = self.param("positions", small, (self.length, self.width))
+        # Looked up first and cast second, so that the gradient's scatter-add runs in float32.
+        stream = (characters[tokens] + positions[: tokens.shape[-1]]).astype(self.dtype)
+        stream = nn.Dropout(self.dropout, deterministic=not train)(stream)
+        for layer in range(self.depth):
+            stream = Block(self.width, self.heads, self.dropout, self.dtype, name=f"block_{layer}")(
+                stream, train
+            )
+        stream = nn.LayerNorm(dtype=jnp.float32, name="head_norm")(stream)
+        # A small head starts the loss at log(vocabulary), the loss of knowing nothing.
+        head = nn.Dense(self.vocabulary, dtype=self.dtype, kernel_init=small, name="head")
+        return head(stream).astype(jnp.float32)
+
+
+class DigitsMLP(nn.Module):
+    """A perceptron with two hidden layers over flattened images."""
+
+    width: int
+    dtype: jnp.dtype
+
+    @nn.compact
+    def __call__(self, images: jax.Array, train: bool = False) -> jax.Array:
+        """Logits in float32, `[batch, 10]`, of `images`, `[batch, 8, 8, 1]`."""
+        del train
+        hidden = images.reshape(images.shape[0], -1)
+        for layer in range(2):
+            hidden = nn.relu(nn.Dense(self.width, dtype=self.dtype, name=f"hidden_{layer}")(hidden))
+        return nn.Dense(10, dtype=self.dtype, name="head")(hidden).astype(jnp.float32)
+
+
+class DigitsConv(nn.Module):
+    """Two 3x3 convolutions with BatchNorm, averaged over the image, then a linear head."""
+
+    width: int
+    dtype: jnp.dtype
+
+    @nn.compact
+    def __call__(self, images: jax.Array, train: bool = False) -> jax.Array:
+        """Logits in float32, `[batch, 10]`, of `images`, `[batch, 8, 8, 1]`."""
+        hidden = images
+        for layer, channels in enumerate((self.width // 4, self.width // 2)):
+            # BatchNorm has its own offset, so a bias would have no gradient.
+            hidden = nn.Conv(
+                channels,
+                (3, 3),
+                strides=(1 + layer, 1 + layer),
+                use_bias=False,
+                dtype=self.dtype,
+                name=f"conv_{layer}",
+            )(hidden)
+            # An epoch has some twenty batches: a slower average would lag behind the weights.
+            hidden = nn.BatchNorm(
+                use_running_average=not train, momentum=0.9, dtype=jnp.float32, name=f"norm_{layer}"
+            )(hidden)
+            hidden = nn.relu(hidden)
+        hidden = hidden.mean(axis=(1, 2))
+        return nn.Dense(10, dtype=self.dtype, name="head")(hidden).astype(jnp.float32)

@@ -1,0 +1,168 @@
+"""Handwritten digits, 8x8 pixels, with a perceptron or a small convolutional network."""
+
+import dataclasses
+from typing import Any, Literal
+
+import jax
+import numpy as np
+
+from boostax._core import checks
+from boostax.train.oracle import Aux
+from boostax.workloads._models import DigitsConv, DigitsMLP, compute_dtype
+from boostax.workloads._workload import (
+    PyTree,
+    Workload,
+    check_holdout,
+    check_seed,
+    cross_entropy,
+    evaluator,
+    generator,
+    parameter_count,
+)
+
+Array = np.ndarray[Any, Any]
+
+
+@dataclasses.dataclass(frozen=True)
+class DigitsConfig:
+    """What `digits` builds."""
+
+    model: Literal["mlp", "conv"] = "mlp"
+    """mlp: two hidden layers; conv: two convolutions with BatchNorm, so with a model state."""
+    batch_size: int = 64
+    """Images per batch."""
+    width: int = 128
+    """Hidden units of the mlp; four times and twice the channels of the two convolutions."""
+    dtype: str = "float32"
+    """What the model computes in: float32, float16 or bfloat16. Parameters stay float32."""
+    seed: int = 0
+    """Seed of the batches. The held-out split is the same for every seed."""
+    holdout: float = 0.2
+    """Share of each class held out."""
+
+
+def digits(config: DigitsConfig = DigitsConfig()) -> Workload:
+    """Classify the 1,797 handwritten digits that scikit-learn ships with.
+
+    Batches are ``inputs``, float32 ``[batch_size, 8, 8, 1]`` in [0, 1], and ``targets``, int32
+    ``[batch_size]``. Every epoch takes all training images once, in an order of its own; a batch
+    may end one epoch and begin the next. The loss is cross-entropy in nats.
+
+    The ``conv`` model has the state ``{"batch_stats": ...}``: ``loss_fn`` normalises by the batch
+    and returns the new running averages as ``Aux.model_state``; ``evaluate`` normalises by them.
+
+    Args:
+      config: see `DigitsConfig`.
+
+    Returns:
+      The `Workload`. Its ``loss_fn`` and ``evaluate`` need ``model_state`` if ``model`` is "conv".
+
+    Raises:
+      ValueError: for sizes out of range or that do not fit together.
+      TypeError: for sizes that are no numbers.
+      ImportError: if scikit-learn is not installed.
+
+    The images are a copy of the test set of E. Alpaydin and C. Kaynak, "Optical Recognition of
+    Handwritten Digits", UCI Machine Learning Repository (1998).
+    """
+    dtype = compute_dtype("digits", config.dtype)
+    _check(config)
+    images, labels = _load()
+    training, held_out = _split(labels, config.holdout)
+    stateful = config.model == "conv"
+    model = (DigitsConv if stateful else DigitsMLP)(config.width, dtype)
+
+    def init(key: jax.Array) -> tuple[PyTree, PyTree | None]:
+        variables = dict(model.init(key, images[:1]))
+        params = variables.pop("params")
+        return params, variables or None
+
+    def require_state(model_state: PyTree | None) -> PyTree:
+        if stateful and model_state is None:
+            allowed = "the BatchNorm statistics of the conv model"
+            hint = "Pass on the second result of init, or the last Aux.model_state."
+            raise ValueError(checks.message("digits", "model_state", allowed, None, hint))
+        return model_state if stateful else {}
+
+    def loss_fn(
+        params: PyTree,
+        batch: PyTree,
+        *,
+        key: jax.Array | None = None,
+        model_state: PyTree | None = None,
+    ) -> tuple[jax.Array, Aux]:
+        del key
+        variables = {"params": params, **require_state(model_state)}
+        logits: Any
+        logits, updated = model.apply(variables, batch["inputs"], train=True, mutable="batch_stats")
+        losses, hits = cross_entropy(logits, batch["targets"])
+        aux = Aux(metrics={"accuracy": hits.mean()}, model_state=updated if stateful else None)
+        return losses.mean(), aux
+
+    def batch(index: int) -> PyTree:
+        positions = np.arange(index * config.batch_size, (index + 1) * config.batch_size)
+        epochs, places = np.divmod(positions, len(training))
+        orders = {
+            epoch: generator(config.seed, epoch).permutation(training)
+            for epoch in range(int(epochs[0]), int(epochs[-1]) + 1)
+        }
+        rows = np.array([orders[epoch][place] for epoch, place in zip(epochs, places, strict=True)])
+        return {"inputs": images[rows], "targets": labels[rows]}
+
+    def predict(params: PyTree, model_state: PyTree | None, inputs: jax.Array) -> jax.Array:
+        logits: Any = model.apply({"params": params, **require_state(model_state)}, inputs)
+        return logits
+
+    return Workload(
+        name="digits",
+        init=init,
+        loss_fn=loss_fn,
+        batch=batch,
+        evaluate=evaluator(
+            predict, {"inputs": images[held_out], "targets": labels[held_out]}, config.batch_size
+        ),
+        batch_size=config.batch_size,
+        summary=(
+            f"{parameter_count(init):,} parameters, {len(training):,} training and "
+            f"{len(held_out):,} held-out images, 10 classes"
+        ),
+    )
+
+
+def _load() -> tuple[Array, Array]:
+    try:
+        from sklearn.datasets import load_digits
+    except ImportError as error:
+        raise ImportError(
+            "boostax.workloads.digits needs scikit-learn, which is not installed: "
+            "pip install 'boostax[workloads]'"
+        ) from error
+    data: Any = load_digits()
+    images = (data.images / 16).astype(np.float32)[..., None]
+    return images, data.target.astype(np.int32)
+
+
+def _split(labels: Array, holdout: float) -> tuple[Array, Array]:
+    """Rows to train on and rows held out: the same share of every class, at least one of each."""
+    random = generator(0, 0)
+    held_out: list[Array] = []
+    for label in np.unique(labels):
+        rows = random.permutation(np.flatnonzero(labels == label))
+        held_out.append(rows[: min(max(1, round(holdout * len(rows))), len(rows) - 1)])
+    chosen = np.sort(np.concatenate(held_out))
+    return np.setdiff1d(np.arange(len(labels)), chosen), chosen
+
+
+def _check(config: DigitsConfig) -> None:
+    hint = "mlp is the faster, conv has BatchNorm."
+    checks.choice("digits", "model", config.model, ("mlp", "conv"), hint)
+    hint = "It is the images per batch, 64 by default."
+    checks.positive_int("digits", "batch_size", config.batch_size, hint)
+    hint = "It is the hidden units, 128 by default."
+    checks.positive_int("digits", "width", config.width, hint)
+    if config.model == "conv" and config.width % 4:
+        hint = "A fourth and a half of it are the channels of the convolutions."
+        allowed = "a multiple of 4 for the conv model"
+        raise ValueError(checks.message("digits", "width", allowed, config.width, hint))
+    check_seed("digits", config.seed)
+    check_holdout("digits", config.holdout)

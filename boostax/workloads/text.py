@@ -1,0 +1,162 @@
+"""Next-character prediction on text files, with a small transformer."""
+
+import dataclasses
+from typing import Any
+
+import jax
+import numpy as np
+
+from boostax._core import checks
+from boostax.train.oracle import Aux
+from boostax.workloads import _corpus
+from boostax.workloads._models import CharacterTransformer, compute_dtype
+from boostax.workloads._workload import (
+    PyTree,
+    Workload,
+    check_holdout,
+    check_seed,
+    cross_entropy,
+    evaluator,
+    generator,
+    parameter_count,
+)
+
+# 127 characters cover source code and most European prose; token 0 is any other one.
+_VOCABULARY = 128
+
+
+@dataclasses.dataclass(frozen=True)
+class TextConfig:
+    """What `text` builds."""
+
+    paths: tuple[str, ...] = ()
+    """Text files, or folders of them; empty means the sources of Python's standard library."""
+    max_chars: int = 4_000_000
+    """Characters read at most, in the order of the paths."""
+    sequence_length: int = 64
+    """Characters per training window."""
+    batch_size: int = 32
+    """Windows per batch."""
+    width: int = 128
+    """Width of the model; a multiple of heads."""
+    depth: int = 2
+    """Transformer blocks."""
+    heads: int = 4
+    """Attention heads per block."""
+    dropout: float = 0.0
+    """Share of activations dropped in training."""
+    dtype: str = "float32"
+    """What the model computes in: float32, float16 or bfloat16. Parameters stay float32."""
+    seed: int = 0
+    """Seed of the batches. The held-out split is the same for every seed."""
+    holdout: float = 0.05
+    """Share of the text held out, in contiguous blocks spread evenly over it."""
+    eval_batches: int = 32
+    """Batches of held-out windows read by one evaluation at most, spread evenly over the split."""
+
+
+def text(config: TextConfig = TextConfig()) -> Workload:
+    """Predict each next character of a text from the ones before it.
+
+    A decoder-only pre-norm transformer over the 127 most common characters of the training text
+    and one token for all others. The text is cut into blocks of ``16 * (sequence_length + 1)``
+    characters; every ``1 / holdout``-th is held out, and no training window reaches into one.
+    Losses are nats per character. A batch is ``batch_size`` random training windows, int32
+    ``[batch_size, sequence_length]``: ``inputs``, and ``targets``, the same shifted by one.
+
+    Args:
+      config: see `TextConfig`. Files are UTF-8, or Latin-1 where they are not valid UTF-8. In a
+        folder, hidden files and those with NUL bytes are passed over. The default text differs
+        between versions of Python, and losses on it differ a little with it.
+
+    Returns:
+      The `Workload`. Its ``loss_fn`` needs a ``key`` if ``dropout`` is above 0.
+
+    Raises:
+      ValueError: for a path that is missing, unreadable or no text, for less text than two blocks,
+        and for sizes out of range or that do not fit together.
+      TypeError: for sizes that are no numbers.
+    """
+    dtype = compute_dtype("text", config.dtype)
+    _check(config)
+    length, batch_size = config.sequence_length, config.batch_size
+    characters = _corpus.read(config.paths, config.max_chars)
+    training, held_out = _corpus.split(characters, length, config.holdout)
+    training, held_out = _corpus.encode(training, held_out, _VOCABULARY)
+    model = CharacterTransformer(
+        _VOCABULARY, length, config.width, config.depth, config.heads, config.dropout, dtype
+    )
+
+    def init(key: jax.Array) -> tuple[PyTree, None]:
+        return model.init(key, np.zeros((1, length), np.int32))["params"], None
+
+    def loss_fn(
+        params: PyTree,
+        batch: PyTree,
+        *,
+        key: jax.Array | None = None,
+        model_state: PyTree | None = None,
+    ) -> tuple[jax.Array, Aux]:
+        del model_state
+        if config.dropout > 0 and key is None:
+            hint = "Give the step a key, or set dropout to 0."
+            raise ValueError(checks.message("text", "key", "a key for dropout", key, hint))
+        rngs = {} if key is None else {"dropout": key}
+        logits: Any = model.apply({"params": params}, batch["inputs"], train=True, rngs=rngs)
+        losses, hits = cross_entropy(logits, batch["targets"])
+        return losses.mean(), Aux(metrics={"accuracy": hits.mean()})
+
+    def batch(index: int) -> PyTree:
+        random = generator(config.seed, index)
+        rows = random.integers(len(training), size=(batch_size, 1))
+        starts = random.integers(training.shape[1] - length, size=(batch_size, 1))
+        return _shifted(training[rows, starts + np.arange(length + 1)])
+
+    def predict(params: PyTree, model_state: PyTree | None, inputs: jax.Array) -> jax.Array:
+        del model_state
+        logits: Any = model.apply({"params": params}, inputs)
+        return logits
+
+    windows = held_out.reshape(-1, length + 1)
+    judged = min(len(windows), config.eval_batches * batch_size)
+    return Workload(
+        name="text",
+        init=init,
+        loss_fn=loss_fn,
+        batch=batch,
+        evaluate=evaluator(
+            predict, _shifted(windows[_corpus.spread(judged, len(windows))]), batch_size
+        ),
+        batch_size=batch_size,
+        summary=(
+            f"{parameter_count(init):,} parameters, {training.size:,} training and "
+            f"{held_out.size:,} held-out characters ({judged * length:,} judged), "
+            f"vocabulary {_VOCABULARY}"
+        ),
+    )
+
+
+def _shifted(windows: np.ndarray[Any, Any]) -> dict[str, np.ndarray[Any, Any]]:
+    tokens = windows.astype(np.int32)
+    return {"inputs": tokens[:, :-1], "targets": tokens[:, 1:]}
+
+
+def _check(config: TextConfig) -> None:
+    for name, hint in (
+        ("max_chars", "It limits how much text is read."),
+        ("sequence_length", "It is the characters per window, 64 by default."),
+        ("batch_size", "It is the windows per batch, 32 by default."),
+        ("width", "It is the width of the model, 128 by default."),
+        ("depth", "It is the number of transformer blocks, 2 by default."),
+        ("heads", "It is the attention heads per block, 4 by default."),
+        ("eval_batches", "It limits what one evaluation reads, 32 by default."),
+    ):
+        checks.positive_int("text", name, getattr(config, name), hint)
+    if config.width % config.heads:
+        allowed = f"a multiple of heads, {config.heads}"
+        hint = "Every head takes an equal share of it."
+        raise ValueError(checks.message("text", "width", allowed, config.width, hint))
+    check_seed("text", config.seed)
+    check_holdout("text", config.holdout)
+    hint = "0 turns it off."
+    checks.number("text", "dropout", config.dropout, "in [0, 1)", lambda p: 0 <= p < 1, hint)
