@@ -140,7 +140,8 @@ def local_params(params: PyTree, axis_name: AxisName) -> PyTree:
       >>> mesh = jax.make_mesh((1,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
       >>> def local_gradient(w, x):
       ...   return jax.grad(lambda w: jnp.mean(x * w))(boostax.local_params(w, "data"))[None]
-      >>> f = jax.shard_map(local_gradient, mesh=mesh, in_specs=(P(), P("data")), out_specs=P("data"))
+      >>> specs = {"in_specs": (P(), P("data")), "out_specs": P("data")}
+      >>> f = jax.shard_map(local_gradient, mesh=mesh, **specs)
       >>> f(jnp.float32(1.0), jnp.ones(4)).shape
       (1,)
     """

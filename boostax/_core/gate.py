@@ -11,11 +11,12 @@ Three measured facts of XLA give it its form (12M parameters, Adam, donated buff
 
 A gated transformation therefore carries, beside the pure ``update`` of Optax, a ``step`` that can
 also apply the result. Nested ones pass the wish to apply down, so that only the innermost branch
-touches the params.
+touches the params; and they pass gradients down raw, with the factors still to be multiplied in
+(``Pending``), because whatever is computed from a gradient before a branch is written to memory.
 """
 
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -27,11 +28,36 @@ from boostax._core import axes, trees
 PyTree = Any
 
 
+class Pending(NamedTuple):
+    """Gradients as they came, and the f32 scalars by which they are still to be multiplied."""
+
+    raw: PyTree
+    factors: tuple[jax.Array, ...] = ()
+
+    def times(self, *factors: jax.Array) -> "Pending":
+        """The same with more factors to come."""
+        return Pending(self.raw, self.factors + factors)
+
+    def value(self) -> PyTree:
+        """The product, in f32 or wider.
+
+        Factors, not divisors: XLA does not duplicate a division into the several fusions that read
+        the result, and writes a copy of all gradients instead.
+        """
+
+        def product(g: jax.Array) -> jax.Array:
+            for factor in self.factors:
+                g = g * factor.astype(g.real.dtype)
+            return g
+
+        return jax.tree.map(product, trees.at_least_float32(self.raw))
+
+
 class Step(Protocol):
     """Like ``update``; with ``apply=True`` the first result is the new params, not the updates."""
 
     def __call__(
-        self, grads: PyTree, state: Any, params: PyTree, *, apply: bool, **extra: Any
+        self, grads: Pending, state: Any, params: PyTree, *, apply: bool, **extra: Any
     ) -> tuple[PyTree, Any]: ...
 
 
@@ -55,7 +81,7 @@ class GatedTransformation(optax.GradientTransformationExtraArgs):
         def update(
             updates: PyTree, state: Any, params: PyTree = None, **extra_args: Any
         ) -> tuple[PyTree, Any]:
-            return step(updates, state, params, apply=False, **extra_args)
+            return step(Pending(updates), state, params, apply=False, **extra_args)
 
         self = super().__new__(cls, init, update)
         self.step = step
@@ -65,7 +91,7 @@ class GatedTransformation(optax.GradientTransformationExtraArgs):
 
 def run(
     tx: optax.GradientTransformationExtraArgs,
-    grads: PyTree,
+    grads: Pending,
     state: Any,
     params: PyTree,
     *,
@@ -79,7 +105,7 @@ def run(
     """
     if isinstance(tx, GatedTransformation):
         return tx.step(grads, state, params, apply=apply, **extra)
-    updates, state = tx.update(grads, state, trees.at_least_float32(params), **extra)
+    updates, state = tx.update(grads.value(), state, trees.at_least_float32(params), **extra)
     return (optax.apply_updates(params, updates) if apply else updates), state
 
 

@@ -37,11 +37,6 @@ def as_aux(aux: PyTree) -> Aux:
     return aux if isinstance(aux, Aux) else Aux(metrics=aux)
 
 
-def as_aux(aux: PyTree) -> Aux:
-    """``aux`` itself, or one that holds it as metrics."""
-    return aux if isinstance(aux, Aux) else Aux(metrics=aux)
-
-
 def weigh(tree: PyTree, weight: jax.Array) -> PyTree:
     """Floating leaves times ``weight``; integers, which are counts, as they are.
 

@@ -14,7 +14,15 @@ import jax.numpy as jnp
 import optax
 
 from boostax._core import axes, checks, trees
-from boostax._core.gate import GatedTransformation, flush_inner, gate, outermost_passed, passed, run
+from boostax._core.gate import (
+    GatedTransformation,
+    Pending,
+    flush_inner,
+    gate,
+    outermost_passed,
+    passed,
+    run,
+)
 from boostax._core.replicas import PerReplica
 from boostax.accumulate.aux import weigh
 
@@ -158,25 +166,23 @@ def accumulate(
     ) -> tuple[PyTree, Any]:
         """Normalise the sums and run ``inner`` on them."""
 
-        def run_on(divisor: jax.Array | None) -> tuple[PyTree, Any]:
-            grads = trees.at_least_float32(window.grads)
-            if divisor is not None:
-                grads = jax.tree.map(lambda g: g / divisor.astype(g.real.dtype), grads)
+        def run_on(*factors: jax.Array) -> tuple[PyTree, Any]:
+            grads = Pending(window.grads, factors)
             return run(tx, grads, state, params, apply=apply, extra=extra)
 
         if normalize == "sum":
-            return run_on(None)
+            return run_on()
         if not weighted:
-            return run_on(count)
+            return run_on(1.0 / count.astype(jnp.float32))
         assert window.weight is not None
         total = jax.lax.psum(window.weight, names) if names else window.weight
         replicas = axes.size(names) if names else 1
         return gate(
-            total > 0, lambda: run_on(total / replicas), params, state, apply=apply, who=who
+            total > 0, lambda: run_on(replicas / total), params, state, apply=apply, who=who
         )
 
     def step_fn(
-        grads: PyTree,
+        grads: Pending,
         state: AccumulateState,
         params: PyTree,
         *,
@@ -184,12 +190,10 @@ def accumulate(
         weight: Any = None,
         **extra: Any,
     ) -> tuple[PyTree, AccumulateState]:
-        trees.require_gradients(grads, who)
-        axes.require_local(grads, names, who)
-        grads = jax.tree.map(lambda g: g.astype(buffer_like(g)), grads)
-        new = Window(grads, None)
-        if weighted:
-            new = _weighted(grads, weight, names)
+        trees.require_gradients(grads.raw, who)
+        axes.require_local(grads.raw, names, who)
+        added = jax.tree.map(lambda g: g.astype(buffer_like(g)), grads.value())
+        new = _weighted(added, weight, names) if weighted else Window(added, None)
         if state.window is None:
             value, inner_state = close(
                 new, jnp.ones((), jnp.int32), state.inner_state, params, apply, extra

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from boostax._core import axes
+from boostax._core.gate import Pending
 
 PyTree = Any
 
@@ -60,16 +61,16 @@ def all_finite(tree: PyTree, axis_name: axes.AxisName | None = None) -> jax.Arra
     return axes.agree(all_true([jnp.isfinite(m) for m in largest_magnitudes(tree)]), names)
 
 
-def usable(scaled_grads: PyTree, scale: jax.Array) -> jax.Array:
-    """Whether gradients, once divided by ``scale``, are finite and so are their squares' sums.
+def usable(grads: Pending) -> jax.Array:
+    """Whether gradients are finite, and the sum of their squares is too.
 
     Adam squares gradients and clipping sums the squares: a finite f32 gradient of 1e25 makes
     Adam's second moment infinite for good. Below ``2**((maxexp - 32) / 2)`` (2**48 in f32) the
     squares of up to 2**32 entries add up without overflow.
     """
     flags: list[jax.Array] = []
-    for magnitude in largest_magnitudes(scaled_grads):
+    for magnitude in largest_magnitudes(grads.raw):
         dtype = jnp.promote_types(magnitude.dtype, jnp.float32)
         limit = 2.0 ** ((jnp.finfo(dtype).maxexp - 32) / 2)
-        flags.append(magnitude.astype(dtype) / scale.astype(dtype) < limit)
+        flags.append(grads._replace(raw=magnitude).value() < limit)
     return all_true(flags)

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import optax
 
 from boostax._core import axes, checks, trees
-from boostax._core.gate import GatedTransformation, flush_inner, gate, run
+from boostax._core.gate import GatedTransformation, Pending, flush_inner, gate, run
 from boostax.precision.finite import usable
 
 PyTree = Any
@@ -247,24 +247,17 @@ def _scaled(
         )
 
     def step_fn(
-        grads: PyTree, state: LossScaleState, params: PyTree, *, apply: bool, **extra: Any
+        grads: Pending, state: LossScaleState, params: PyTree, *, apply: bool, **extra: Any
     ) -> tuple[PyTree, LossScaleState]:
-        trees.require_gradients(grads, who)
-        axes.require_local(grads, names, who)
-        scale = state.scale
+        trees.require_gradients(grads.raw, who)
+        axes.require_local(grads.raw, names, who)
+        unscaled = grads.times(*_reciprocal(state.scale))
 
-        # The raw gradients cross the gate and are divided inside it: dividing before would keep a
-        # second copy of them alive. A division, because the reciprocal of a scale above 2**126 is
-        # subnormal and flushed to zero.
         def heavy() -> tuple[PyTree, Any]:
-            unscaled = jax.tree.map(lambda g: g / scale.astype(g.real.dtype), wide())
             return run(tx, unscaled, state.inner_state, params, apply=apply, extra=extra)
 
-        def wide() -> PyTree:
-            return trees.at_least_float32(grads)
-
         if skip:
-            ok = axes.agree(usable(grads, scale), names)
+            ok = axes.agree(usable(unscaled), names)
             value, inner_state = gate(ok, heavy, params, state.inner_state, apply=apply, who=who)
         else:
             ok = jnp.asarray(True)
@@ -332,6 +325,12 @@ def scale_loss(loss: jax.Array, opt_state: PyTree) -> jax.Array:
     """
     wide = trees.at_least_float32(jnp.asarray(loss))
     return wide * loss_scale(opt_state).astype(wide.dtype)
+
+
+def _reciprocal(scale: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """``1 / scale`` in two factors: above 2**126 it is subnormal and would be flushed to zero."""
+    coarse = jnp.where(scale > 2.0**64, 2.0**-64, 1.0).astype(jnp.float32)
+    return coarse, 1.0 / (scale * coarse)
 
 
 def _count(counter: jax.Array, happened: jax.Array) -> jax.Array:

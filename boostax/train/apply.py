@@ -6,7 +6,7 @@ import jax
 import optax
 
 from boostax._core import trees
-from boostax._core.gate import GatedTransformation
+from boostax._core.gate import GatedTransformation, Pending
 
 PyTree = Any
 
@@ -43,7 +43,7 @@ def apply_gradients(
       0.5
     """
     if isinstance(tx, GatedTransformation):
-        return tx.step(grads, opt_state, params, apply=True, **extra_args)
+        return tx.step(Pending(grads), opt_state, params, apply=True, **extra_args)
     updates, opt_state = optax.with_extra_args_support(tx).update(
         grads, opt_state, params, **extra_args
     )

@@ -1,11 +1,13 @@
 """Checkpoints of a train state through orbax, each leaf checked when it comes back."""
 
-import contextlib
+import gc
 import json
 import logging
 import pathlib
+import shutil
+import sys
+import warnings
 import zlib
-from collections.abc import Iterator
 from typing import Any, Self
 
 import jax
@@ -62,11 +64,14 @@ class Checkpointer:
     def __init__(self, directory: str | pathlib.Path, keep: int = 3):
         checks.positive_int("Checkpointer", "keep", keep, "It is how many steps stay on disk.")
         self._directory = pathlib.Path(directory).absolute()
+        if jax.process_index() == 0:
+            # orbax can do this as well, but in the background, which may come too late.
+            for leftover in self._directory.glob("*.orbax-checkpoint-tmp"):
+                shutil.rmtree(leftover)
         self._manager = ocp.CheckpointManager(
             self._directory,
             options=ocp.CheckpointManagerOptions(
-                preservation_policy=ocp.checkpoint_managers.LatestN(keep),
-                cleanup_tmp_directories=True,
+                preservation_policy=ocp.checkpoint_managers.LatestN(keep)
             ),
             item_names=_ITEMS,
         )
@@ -166,13 +171,7 @@ class Checkpointer:
         wanted = _named(target)
         self._require_fit(step, record["leaves"], wanted)
         abstract = jax.tree.map(_abstract, _without_empty(target))
-        try:
-            with _quiet():
-                state = self._manager.restore(
-                    step, args=ocp.args.Composite(state=ocp.args.StandardRestore(abstract))
-                )["state"]
-        except Exception as error:
-            raise self._damaged(step, _first_line(error)) from error
+        state = self._read(step, state=ocp.args.StandardRestore(abstract))["state"]
         state = jax.tree.map(_or_empty, target, state, is_leaf=lambda x: x is None)
         found = _describe(_named(state))
         altered = [name for name in found if found[name] != record["leaves"][name]]
@@ -199,17 +198,28 @@ class Checkpointer:
         return step
 
     def _record(self, step: int) -> dict[str, Any]:
-        try:
-            with _quiet():
-                record = self._manager.restore(
-                    step, args=ocp.args.Composite(record=ocp.args.JsonRestore())
-                )["record"]
-            checksum = record.pop("checksum")
-        except Exception as error:
-            raise self._damaged(step, _first_line(error)) from error
-        if checksum != _text_checksum(record):
+        record = self._read(step, record=ocp.args.JsonRestore())["record"]
+        if record.pop("checksum", None) != _text_checksum(record):
             raise self._damaged(step, "the checksum of its record does not match")
         return record
+
+    def _read(self, step: int, **items: Any) -> Any:
+        # A restore that fails logs pages of traceback and drops coroutines that nobody awaited. One
+        # error is to be seen, so orbax's own, which would keep them alive, is let go here.
+        logger = logging.getLogger("absl")
+        logging_before, logger.disabled = logger.disabled, True
+        hook_before, sys.unraisablehook = sys.unraisablehook, lambda _: None
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore", RuntimeWarning)
+                try:
+                    return self._manager.restore(step, args=ocp.args.Composite(**items))
+                except Exception as error:
+                    what = _first_line(error)
+                gc.collect()
+        finally:
+            logger.disabled, sys.unraisablehook = logging_before, hook_before
+        raise self._damaged(step, what)
 
     def _require_fit(self, step: int, saved: Leaves, wanted: dict[str, Any]) -> None:
         where = f"Checkpointer: target must fit step {step} in {self._directory}"
@@ -313,14 +323,3 @@ def _first_line(error: BaseException) -> str:
 def _listed(names: list[str]) -> str:
     more = f" and {len(names) - 4} more" if len(names) > 4 else ""
     return ", ".join(repr(name) for name in names[:4]) + more
-
-
-@contextlib.contextmanager
-def _quiet() -> Iterator[None]:
-    """Keep orbax from logging pages of traceback ahead of the one error that is raised."""
-    logger = logging.getLogger("absl")
-    before, logger.disabled = logger.disabled, True
-    try:
-        yield
-    finally:
-        logger.disabled = before

@@ -25,7 +25,7 @@ def value_and_grad(
     has_aux: bool = False,
     accumulator_dtype: Any = jnp.float32,
 ) -> Callable[..., tuple[Any, PyTree]]:
-    r"""Like ``jax.value_and_grad``, for training: gradients as the boostax transformations want them.
+    r"""Like ``jax.value_and_grad``, for training: gradients as boostax transformations want them.
 
     The loss is multiplied by the scale found in ``opt_state`` (in f32), so the gradients come out
     multiplied by it; the loss itself is returned unscaled. With ``axis_name`` the gradients are
