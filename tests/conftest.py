@@ -1,0 +1,22 @@
+"""Eight emulated devices for every test, and shared fixtures."""
+
+import os
+import pathlib
+
+import jax
+import pytest
+
+jax.config.update("jax_platforms", os.environ.get("JAX_PLATFORMS", "cpu"))
+jax.config.update("jax_num_cpu_devices", 8)
+
+GOLDEN = pathlib.Path(__file__).parent / "golden"
+
+
+@pytest.fixture(scope="session")
+def golden():
+    return GOLDEN
+
+
+@pytest.fixture(scope="session")
+def mesh():
+    return jax.make_mesh((8,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
