@@ -5,9 +5,9 @@ import operator
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
 
 Choice = TypeVar("Choice", bound=str)
 
@@ -17,8 +17,13 @@ def message(who: str, argument: str, allowed: str, got: object, hint: str) -> st
     return f"{who}: {argument} must be {allowed}, got {got!r}. {hint}"
 
 
-def positive_int(who: str, argument: str, value: Any, hint: str) -> int:
-    """Python, NumPy and concrete JAX integers of at least 1; a bool is a mistake, not a one."""
+def positive_int(who: str, argument: str, value: Any, hint: str) -> Any:
+    """Python, NumPy and concrete JAX integers of at least 1; a bool is a mistake, not a one.
+
+    A traced value (``inject_hyperparams``) passes unseen.
+    """
+    if isinstance(value, Tracer):
+        return value
     try:
         number = 0 if isinstance(value, (bool, np.bool_)) else operator.index(value)
     except TypeError as error:
@@ -32,7 +37,7 @@ def number(
     who: str, argument: str, value: Any, allowed: str, test: Callable[[float], bool], hint: str
 ) -> Any:
     """A finite real that passes ``test``; a traced value (``inject_hyperparams``) passes unseen."""
-    if isinstance(value, jax.core.Tracer):
+    if isinstance(value, Tracer):
         return value
     try:
         real = float(value)

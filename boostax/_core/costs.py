@@ -4,9 +4,10 @@ The compiled text is no measure of bytes: XLA's CPU compiler widens bf16 collect
 merges the reductions of several leaves into one.
 """
 
+import dataclasses
 import math
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 from jax.extend.core import ClosedJaxpr, Jaxpr
@@ -23,7 +24,8 @@ _RING: dict[str, Callable[[int], float]] = {
 }
 
 
-class Collective(NamedTuple):
+@dataclasses.dataclass(frozen=True)
+class Collective:
     """One collective of a traced program.
 
     Attributes:
@@ -70,7 +72,7 @@ def _walk(
         axes = eqn.params.get("axes", eqn.params.get("axis_name"))
         if name in _RING and axes is not None:
             names = tuple(x for x in (axes if isinstance(axes, tuple) else (axes,)) if x in sizes)
-            nbytes = sum(math.prod(v.aval.shape) * v.aval.dtype.itemsize for v in eqn.invars)
+            nbytes = sum(_bytes(v.aval) for v in eqn.invars)
             replicas = math.prod(sizes[x] for x in names)
             yield Collective(name, names, replicas, nbytes, count, conditional)
         inner_sizes = sizes
@@ -80,6 +82,10 @@ def _walk(
         in_branch = conditional or eqn.primitive.name == "cond"
         for inner in _bodies(eqn.params.values()):
             yield from _walk(inner, inner_sizes, count * trips, conditional=in_branch)
+
+
+def _bytes(aval: Any) -> int:
+    return math.prod(aval.shape) * aval.dtype.itemsize
 
 
 def _bodies(values: Any) -> Iterator[Jaxpr]:

@@ -119,7 +119,7 @@ def state_specs(
       P('data',)
     """
     names = axes.canonical("state_specs", axis_name)
-    replica_axis = names if len(names) > 1 else names[0]
+    replica_axis = names[0] if len(names) == 1 else names
     owners: dict[tuple[Any, ...], tuple[tuple[int, ...], PartitionSpec]] = {}
     is_spec = lambda x: isinstance(x, PartitionSpec)  # noqa: E731
     param_leaves = jax.tree_util.tree_leaves_with_path(params)

@@ -31,7 +31,7 @@ Normalize = Literal["mean", "sum", "weight"]
 
 
 class Window(NamedTuple):
-    """What a window has summed up: stale, and overwritten next, when its count is 0.
+    """What a window has summed up: stale, and overwritten next, when ``micro_step`` is 0.
 
     Attributes:
       grads: tree like the params in the accumulator dtype.
@@ -46,28 +46,30 @@ class AccumulateState(NamedTuple):
     """State of ``accumulate``.
 
     Attributes:
-      count: i32, micro-steps in the open window; 0 when it is closed.
+      micro_step: i32, micro-steps in the open window; 0 when it is closed.
       optimizer_steps: i32, windows whose result was applied: the argument of an ``every`` schedule.
+      applied: bool, whether the last call closed a window and its result was applied.
       window: the sums; a ``PerReplica`` of them with ``axis_name``, ``None`` for ``every=1``.
       inner_state: state of the inner transformation.
     """
 
-    count: jax.Array
+    micro_step: jax.Array
     optimizer_steps: jax.Array
+    applied: jax.Array
     window: PerReplica | Window | None
     inner_state: Any
 
     def passed(self) -> jax.Array:
-        """Whether the last call closed the window."""
-        return self.count == 0
+        """Whether the last call ran the inner transformation to its end."""
+        return self.applied
 
     def taken(self) -> jax.Array:
         """Whether the last gradient was taken in: into the open window, or by the inner gate."""
-        return jnp.logical_or(self.count > 0, outermost_passed(self.inner_state))
+        return jnp.logical_or(self.micro_step > 0, outermost_passed(self.inner_state))
 
     def metrics(self) -> dict[str, jax.Array]:
         """Named scalars for ``boostax.metrics``."""
-        return {"micro_step": self.count, "optimizer_steps": self.optimizer_steps}
+        return {"micro_step": self.micro_step, "optimizer_steps": self.optimizer_steps}
 
 
 def accumulate(
@@ -155,20 +157,22 @@ def accumulate(
             window = Window(sums, jnp.zeros((), jnp.float32) if weighted else None)
             window = PerReplica(axes.to_varying(window, names)) if names else window
         return AccumulateState(
-            count=jnp.zeros((), jnp.int32),
+            micro_step=jnp.zeros((), jnp.int32),
             optimizer_steps=jnp.zeros((), jnp.int32),
+            applied=jnp.asarray(False),
             window=window,
             inner_state=tx.init(trees.at_least_float32(params)),
         )
 
     def close(
         window: Window, count: jax.Array, state: Any, params: PyTree, apply: bool, extra: Any
-    ) -> tuple[PyTree, Any]:
+    ) -> tuple[PyTree, _Closed]:
         """Normalise the sums and run ``inner`` on them."""
 
-        def run_on(*factors: jax.Array) -> tuple[PyTree, Any]:
+        def run_on(*factors: jax.Array) -> tuple[PyTree, _Closed]:
             grads = Pending(window.grads, factors)
-            return run(tx, grads, state, params, apply=apply, extra=extra)
+            value, new_state = run(tx, grads, state, params, apply=apply, extra=extra)
+            return value, _Closed(new_state, passed(new_state))
 
         if normalize == "sum":
             return run_on()
@@ -178,7 +182,7 @@ def accumulate(
         total = jax.lax.psum(window.weight, names) if names else window.weight
         replicas = axes.size(names) if names else 1
         return gate(
-            total > 0, lambda: run_on(replicas / total), params, state, apply=apply, who=who
+            total > 0, lambda: run_on(replicas / total), params, _held(state), apply=apply, who=who
         )
 
     def step_fn(
@@ -194,58 +198,67 @@ def accumulate(
         axes.require_local(grads.raw, names, who)
         added = jax.tree.map(lambda g: g.astype(buffer_like(g)), grads.value())
         new = _weighted(added, weight, names) if weighted else Window(added, None)
+        count = state.micro_step + 1
         if state.window is None:
-            value, inner_state = close(
-                new, jnp.ones((), jnp.int32), state.inner_state, params, apply, extra
-            )
-            count, emit, window = state.count, jnp.asarray(True), None
-        else:
-            old = state.window.local if isinstance(state.window, PerReplica) else state.window
-            first = state.count == 0
-            sums = jax.tree.map(lambda a, g: jnp.where(first, g, a + g), old, new)
-            count = state.count + 1
-            emit = count >= (
-                jnp.maximum(every(state.optimizer_steps), 1) if callable(every) else every
-            )
-            value, inner_state = gate(
-                emit,
-                lambda: close(sums, count, state.inner_state, params, apply, extra),
-                params,
-                state.inner_state,
-                apply=apply,
-                who=who,
-            )
-            window = PerReplica(sums) if names else sums
-            count = jnp.where(emit, 0, count)
-        return value, AccumulateState(
-            count=count,
-            optimizer_steps=_count_applied(state, emit, inner_state),
-            window=window,
-            inner_state=inner_state,
+            value, closed = close(new, count, state.inner_state, params, apply, extra)
+            return value, _next(state, jnp.zeros_like(count), closed)
+        first = state.micro_step == 0
+        sums = jax.tree.map(lambda a, g: jnp.where(first, g, a + g), _local(state.window), new)
+        length = every(state.optimizer_steps) if callable(every) else every
+        ends = count >= jnp.maximum(length, 1)
+        value, closed = gate(
+            ends,
+            lambda: close(sums, count, state.inner_state, params, apply, extra),
+            params,
+            _held(state.inner_state),
+            apply=apply,
+            who=who,
         )
+        state = state._replace(window=PerReplica(sums) if names else sums)
+        return value, _next(state, jnp.where(ends, 0, count), closed)
 
     def flush_fn(
         state: AccumulateState, params: PyTree, **extra: Any
     ) -> tuple[PyTree, AccumulateState]:
         if state.window is None:
             return params, state
-        sums = state.window.local if isinstance(state.window, PerReplica) else state.window
-        open_ = state.count > 0
-        params, inner_state = gate(
-            open_,
-            lambda: close(sums, state.count, state.inner_state, params, True, extra),
+        sums = _local(state.window)
+        params, closed = gate(
+            state.micro_step > 0,
+            lambda: close(sums, state.micro_step, state.inner_state, params, True, extra),
             params,
-            state.inner_state,
+            _held(state.inner_state),
             apply=True,
             who=who,
         )
-        return params, state._replace(
-            count=jnp.zeros_like(state.count),
-            optimizer_steps=_count_applied(state, open_, inner_state),
-            inner_state=inner_state,
-        )
+        return params, _next(state, jnp.zeros_like(state.micro_step), closed)
 
     return GatedTransformation(init_fn, step_fn, flush_fn)
+
+
+class _Closed(NamedTuple):
+    """What closing a window leaves: the inner state, and whether the result was applied."""
+
+    inner_state: Any
+    applied: jax.Array
+
+
+def _held(inner_state: Any) -> _Closed:
+    return _Closed(inner_state, jnp.asarray(False))
+
+
+def _local(window: PerReplica | Window) -> Window:
+    return window.local if isinstance(window, PerReplica) else window
+
+
+def _next(state: AccumulateState, count: jax.Array, closed: _Closed) -> AccumulateState:
+    steps = state.optimizer_steps
+    return state._replace(
+        micro_step=count,
+        optimizer_steps=jnp.where(closed.applied, optax.safe_increment(steps), steps),
+        applied=closed.applied,
+        inner_state=closed.inner_state,
+    )
 
 
 def _weighted(grads: PyTree, weight: Any, names: tuple[str, ...]) -> Window:
@@ -257,11 +270,6 @@ def _weighted(grads: PyTree, weight: Any, names: tuple[str, ...]) -> Window:
         )
     weight = axes.to_varying(jnp.asarray(weight, jnp.float32), names)
     return Window(weigh(grads, weight), weight)
-
-
-def _count_applied(state: AccumulateState, emit: jax.Array, inner_state: Any) -> jax.Array:
-    applied = emit & passed(inner_state)
-    return jnp.where(applied, optax.safe_increment(state.optimizer_steps), state.optimizer_steps)
 
 
 def has_updated(opt_state: PyTree) -> jax.Array:
@@ -285,13 +293,12 @@ def has_updated(opt_state: PyTree) -> jax.Array:
       >>> bool(boostax.has_updated(state))
       False
     """
-    windows = trees.find(opt_state, lambda x: isinstance(x, AccumulateState))
-    if not windows:
+    if not trees.find(opt_state, lambda x: isinstance(x, AccumulateState)):
         raise ValueError(
             "has_updated: opt_state must hold an AccumulateState, got none. Wrap the optimizer in "
             "boostax.accumulate."
         )
-    return passed(opt_state) & (windows[0].optimizer_steps > 0)
+    return passed(opt_state)
 
 
 def flush(

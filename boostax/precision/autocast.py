@@ -88,6 +88,7 @@ def _rewrite(value: Any, dtype: np.dtype[Any]) -> Any:
 
 
 def _types(jaxpr: Jaxpr) -> list[jax.ShapeDtypeStruct]:
+    avals: list[Any] = [var.aval for var in jaxpr.invars]
     return [
         jax.ShapeDtypeStruct(
             aval.shape,
@@ -95,5 +96,5 @@ def _types(jaxpr: Jaxpr) -> list[jax.ShapeDtypeStruct]:
             weak_type=getattr(aval, "weak_type", False),
             manual_axis_type=getattr(aval, "manual_axis_type", None),
         )
-        for aval in (var.aval for var in jaxpr.invars)
+        for aval in avals
     ]

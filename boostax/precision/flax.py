@@ -7,7 +7,7 @@ and no norm carries f32 on into the next layer.
 
 import contextlib
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Generator
 from typing import Any
 
 import jax.numpy as jnp
@@ -60,7 +60,7 @@ class PolicyModule:
         return self.rules.cast_output(result)
 
     @contextlib.contextmanager
-    def _layers(self) -> Iterator[None]:
+    def _layers(self) -> Generator[None]:
         def tell_dtype(next_fun: Any, args: Any, kwargs: Any, context: Any) -> Any:
             module = context.module
             if context.method_name == "__call__" and _follows(module):
@@ -115,7 +115,7 @@ def apply_policy(module: Any, policy: Policy | str) -> Any:
     model = nnx.clone(module)
     for _, layer in nnx.iter_modules(model):
         if _follows(layer):
-            layer.dtype = layer_dtype(chosen, type(layer).__name__)
+            setattr(layer, "dtype", layer_dtype(chosen, type(layer).__name__))  # noqa: B010
     nnx.update(model, chosen.store_params(nnx.state(model, nnx.Param)))
     return model
 

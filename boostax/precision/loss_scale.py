@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import optax
+from jax.core import Tracer
 
 from boostax._core import axes, checks, trees
 from boostax._core.gate import GatedTransformation, Pending, flush_inner, gate, run
@@ -148,10 +149,9 @@ def dynamic_loss_scale(
     checks.number(
         who, "backoff_factor", backoff_factor, "in (0, 1)", lambda x: 0 < x < 1, "Use 0.5."
     )
-    if not isinstance(growth_interval, jax.core.Tracer):
-        growth_interval = checks.positive_int(
-            who, "growth_interval", growth_interval, "It counts clean steps; 2000 is the default."
-        )
+    growth_interval = checks.positive_int(
+        who, "growth_interval", growth_interval, "It counts clean steps; 2000 is the default."
+    )
     hysteresis = checks.positive_int(
         who, "hysteresis", hysteresis, "1 lowers the scale at every overflow."
     )
@@ -344,9 +344,7 @@ def _positive(who: str, argument: str, value: Any, hint: str) -> None:
 
 
 def _ordered(who: str, low: Any, init: Any, high: Any) -> None:
-    if any(isinstance(x, jax.core.Tracer) for x in (low, init, high)):
-        return
-    if not low <= init <= high:
+    if not any(isinstance(x, Tracer) for x in (low, init, high)) and not low <= init <= high:
         hint = f"min_scale is {low!r} and max_scale is {high!r}; widen them or move init_scale."
         raise ValueError(
             checks.message(who, "init_scale", "between min_scale and max_scale", init, hint)

@@ -59,8 +59,8 @@ def all_reduce(
         return jnp.clip(total, -largest, largest).astype(g.dtype)
 
     def update_fn(
-        updates: PyTree, state: optax.EmptyState, params: PyTree = None, **extra_args: Any
-    ) -> tuple[PyTree, optax.EmptyState]:
+        updates: PyTree, state: Any, params: PyTree = None, **extra_args: Any
+    ) -> tuple[PyTree, Any]:
         del params, extra_args
         trees.require_gradients(updates, who)
         axes.require_local(updates, names, who)

@@ -1,12 +1,10 @@
 """Checkpoints of a train state through orbax, each leaf checked when it comes back."""
 
-import gc
+import asyncio
 import json
 import logging
 import pathlib
 import shutil
-import sys
-import warnings
 import zlib
 from typing import Any, Self
 
@@ -204,22 +202,18 @@ class Checkpointer:
         return record
 
     def _read(self, step: int, **items: Any) -> Any:
-        # A restore that fails logs pages of traceback and drops coroutines that nobody awaited. One
-        # error is to be seen, so orbax's own, which would keep them alive, is let go here.
+        # orbax logs pages of traceback before it raises, and one error is enough.
         logger = logging.getLogger("absl")
-        logging_before, logger.disabled = logger.disabled, True
-        hook_before, sys.unraisablehook = sys.unraisablehook, lambda _: None
+        policy, disabled = asyncio.get_event_loop_policy(), logger.disabled
         try:
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore", RuntimeWarning)
-                try:
-                    return self._manager.restore(step, args=ocp.args.Composite(**items))
-                except Exception as error:
-                    what = _first_line(error)
-                gc.collect()
+            logger.disabled = True
+            asyncio.set_event_loop_policy(_FinishingPolicy())
+            return self._manager.restore(step, args=ocp.args.Composite(**items))
+        except Exception as error:
+            raise self._damaged(step, _first_line(error)) from error
         finally:
-            logger.disabled, sys.unraisablehook = logging_before, hook_before
-        raise self._damaged(step, what)
+            logger.disabled = disabled
+            asyncio.set_event_loop_policy(policy)
 
     def _require_fit(self, step: int, saved: Leaves, wanted: dict[str, Any]) -> None:
         where = f"Checkpointer: target must fit step {step} in {self._directory}"
@@ -247,6 +241,24 @@ class Checkpointer:
             f"Checkpointer: step {step} in {self._directory} is damaged: {what}. "
             f"Nothing was deleted. {hint}"
         )
+
+
+class _FinishingLoop(asyncio.SelectorEventLoop):
+    """A loop that ends its tasks before it closes.
+
+    After the first failed read orbax closes its loop under the others, which then warn of
+    coroutines never awaited and raise in TensorStore's threads.
+    """
+
+    def close(self) -> None:
+        if not self.is_closed() and (tasks := asyncio.all_tasks(self)):
+            self.run_until_complete(asyncio.gather(*tasks, return_exceptions=True))
+        super().close()
+
+
+class _FinishingPolicy(asyncio.DefaultEventLoopPolicy):
+    def new_event_loop(self) -> asyncio.AbstractEventLoop:
+        return _FinishingLoop()
 
 
 def _named(state: PyTree) -> dict[str, Any]:

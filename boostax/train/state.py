@@ -18,8 +18,8 @@ class TrainState(NamedTuple):
       key: PRNG key, constant; each call folds ``step`` (and the replica) into it. Or ``None``.
     """
 
-    step: jax.Array
+    step: Any
     params: PyTree
     opt_state: PyTree
     model_state: PyTree
-    key: jax.Array | None
+    key: Any
