@@ -2,8 +2,6 @@
 
 from typing import Any, NamedTuple
 
-import jax
-
 PyTree = Any
 
 

@@ -77,9 +77,10 @@ class CharacterTransformer(nn.Module):
     @nn.compact
     def __call__(self, tokens: jax.Array, train: bool = False) -> jax.Array:
         """Next-character logits in float32, `[batch, length, vocabulary]`, of int `tokens`."""
-        small = nn.initializers.normal(0.02)
-        characters = self.param("characters", small, (self.vocabulary, self.width))
-        positions = self.param("positions", small, (self.length, self.width))
+        # The usual 0.02 learns more slowly: 2.01 against 1.90 nats after 400 steps of the default.
+        table = nn.initializers.normal(0.3)
+        characters = self.param("characters", table, (self.vocabulary, self.width))
+        positions = self.param("positions", table, (self.length, self.width))
         # Looked up first and cast second, so that the gradient's scatter-add runs in float32.
         stream = (characters[tokens] + positions[: tokens.shape[-1]]).astype(self.dtype)
         stream = nn.Dropout(self.dropout, deterministic=not train)(stream)
@@ -89,6 +90,7 @@ class CharacterTransformer(nn.Module):
             )
         stream = nn.LayerNorm(dtype=jnp.float32, name="head_norm")(stream)
         # A small head starts the loss at log(vocabulary), the loss of knowing nothing.
+        small = nn.initializers.normal(0.02)
         head = nn.Dense(self.vocabulary, dtype=self.dtype, kernel_init=small, name="head")
         return head(stream).astype(jnp.float32)
 

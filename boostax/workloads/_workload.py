@@ -11,7 +11,7 @@ import numpy as np
 import optax
 
 from boostax._core import checks
-from boostax.train.oracle import Aux
+from boostax.accumulate.aux import Aux
 
 PyTree = Any
 

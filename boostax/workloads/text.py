@@ -7,7 +7,7 @@ import jax
 import numpy as np
 
 from boostax._core import checks
-from boostax.train.oracle import Aux
+from boostax.accumulate.aux import Aux
 from boostax.workloads import _corpus
 from boostax.workloads._models import CharacterTransformer, compute_dtype
 from boostax.workloads._workload import (

@@ -1,0 +1,8 @@
+"""``python -m boostax.cli``."""
+
+import sys
+
+from boostax.cli import main
+
+if __name__ == "__main__":
+    sys.exit(main())

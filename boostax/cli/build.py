@@ -1,0 +1,150 @@
+"""From a workload and a recipe to an optimizer, a train step and its first state."""
+
+import contextlib
+import dataclasses
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import optax
+
+import boostax
+from boostax._core import checks
+from boostax.cli.recipe import Recipe
+from boostax.workloads import Workload
+
+AXIS = "data"
+
+
+class Refusal(Exception):
+    """Something in the arguments or on the disk does not allow the run; the message says what."""
+
+
+@contextlib.contextmanager
+def refusing() -> Iterator[None]:
+    """Turn the errors of argument checks and files into a `Refusal`, which shows no traceback."""
+    try:
+        yield
+    except (ValueError, TypeError, OSError, ImportError, RuntimeError) as error:
+        raise Refusal(str(error)) from error
+
+
+@dataclasses.dataclass(frozen=True)
+class Built:
+    """A train step and what came in: ``init(seed)`` makes its first state."""
+
+    workload: Workload
+    step: boostax.TrainStep
+    optimizer_steps: int
+
+    def init(self, seed: int) -> boostax.TrainState:
+        """The first state; parameters and the key of the step come from ``seed``."""
+        params_key, step_key = jax.random.split(jax.random.key(seed))
+        params, model_state = self.workload.init(params_key)
+        return self.step.init(params, key=step_key, model_state=model_state)
+
+    def evaluate(self, state: boostax.TrainState) -> dict[str, float]:
+        """Held-out scalars under names of their own."""
+        found = self.workload.evaluate(state.params, state.model_state)
+        return {f"held_out_{name}": value for name, value in found.items()}
+
+
+def require_devices(count: int) -> None:
+    """Make sure that there are ``count`` devices, emulated ones on CPU; before JAX is first used.
+
+    Raises:
+      ValueError: if there are fewer.
+    """
+    checks.positive_int("boostax", "--devices", count, "1 trains on a single device.")
+    if jax.config.jax_num_cpu_devices < count:
+        # Refused once a backend exists; what is there decides below.
+        with contextlib.suppress(RuntimeError):
+            jax.config.update("jax_num_cpu_devices", count)
+    if len(jax.devices()) < count:
+        raise ValueError(
+            f"boostax: --devices must be at most {len(jax.devices())}, the {jax.default_backend()} "
+            f"devices here, got {count}. JAX_PLATFORMS=cpu emulates as many as you ask for."
+        )
+
+
+def build(workload: Workload, recipe: Recipe) -> Built:
+    """The train step of a recipe; raises ValueError or TypeError where it makes no sense."""
+    _check(workload, recipe)
+    mesh = None
+    axis = None
+    if recipe.devices > 1:
+        axis = AXIS
+        mesh = jax.make_mesh(
+            (recipe.devices,),
+            (axis,),
+            (jax.sharding.AxisType.Auto,),
+            devices=jax.devices()[: recipe.devices],
+        )
+    optimizer_steps = math.ceil(recipe.steps / recipe.accumulate)
+    tx = _optimizer(recipe, optimizer_steps)
+    if recipe.accumulate > 1:
+        tx = boostax.accumulate(tx, every=recipe.accumulate, axis_name=axis)
+    if recipe.loss_scale == "dynamic":
+        tx = boostax.dynamic_loss_scale(tx, axis_name=axis)
+    elif recipe.loss_scale != "none":
+        tx = boostax.static_loss_scale(tx, recipe.loss_scale, axis_name=axis)
+    step = boostax.make_train_step(
+        workload.loss_fn,
+        tx,
+        mesh=mesh,
+        axis_name=axis,
+        microbatches=recipe.microbatches,
+        has_aux=True,
+    )
+    return Built(workload, step, optimizer_steps)
+
+
+def _optimizer(recipe: Recipe, optimizer_steps: int) -> optax.GradientTransformation:
+    warmup = max(1, optimizer_steps // 10)
+    # A schedule counts optimizer steps. The first is not at zero: it would be a step for nothing.
+    schedule = optax.warmup_cosine_decay_schedule(
+        init_value=recipe.learning_rate / (warmup + 1),
+        peak_value=recipe.learning_rate,
+        warmup_steps=warmup,
+        decay_steps=max(optimizer_steps, warmup + 1),
+        end_value=recipe.learning_rate / 10,
+    )
+    parts: list[optax.GradientTransformation] = []
+    if recipe.devices > 1:
+        parts.append(boostax.all_reduce(AXIS))
+    if recipe.clip:
+        parts.append(optax.clip_by_global_norm(recipe.clip))
+    parts.append(optax.adamw(schedule, weight_decay=recipe.weight_decay, mask=_matrices))
+    return optax.chain(*parts)
+
+
+def _matrices(params: Any) -> Any:
+    return jax.tree.map(lambda leaf: leaf.ndim > 1, params)
+
+
+def _check(workload: Workload, recipe: Recipe) -> None:
+    for name, hint in (
+        ("steps", "It counts calls of the train step."),
+        ("accumulate", "1 takes an optimizer step at every call."),
+        ("microbatches", "1 passes each batch through the model as a whole."),
+    ):
+        checks.positive_int("boostax", f"--{name}", getattr(recipe, name), hint)
+    for name, allowed, hint in (
+        ("learning_rate", "greater than 0", "0.002 is the default."),
+        ("weight_decay", "at least 0", "0 turns it off."),
+        ("clip", "at least 0", "0 turns it off."),
+    ):
+        option = "--" + name.replace("_", "-")
+        least = name == "learning_rate"
+        value = getattr(recipe, name)
+        checks.number(
+            "boostax", option, value, allowed, lambda x, least=least: x > 0 if least else x >= 0, hint
+        )
+    slices = recipe.devices * recipe.microbatches
+    if workload.batch_size % slices:
+        raise ValueError(
+            f"boostax: --batch-size must be divisible by devices x microbatches = "
+            f"{recipe.devices} x {recipe.microbatches}, got {workload.batch_size}. "
+            f"{slices * max(1, round(workload.batch_size / slices))} is the nearest that is."
+        )

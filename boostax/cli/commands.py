@@ -1,0 +1,115 @@
+"""The commands and their arguments."""
+
+import dataclasses
+import shlex
+import sys
+from typing import Annotated
+
+import tyro
+
+from boostax.cli.build import Refusal
+from boostax.cli.compare import ComparePlan, compare
+from boostax.cli.recipe import Recipe, RunOptions
+from boostax.cli.train import train
+from boostax.workloads import DigitsConfig, TextConfig, digits, text
+
+
+@dataclasses.dataclass(frozen=True)
+class TrainText:
+    """Train a small transformer to predict the next character of a text.
+
+    Without --paths it learns the sources of Python's standard library. The seed also selects the
+    initial parameters and the dropout.
+    """
+
+    task: TextConfig = TextConfig()
+    recipe: Recipe = Recipe()
+    run: RunOptions = RunOptions()
+
+
+@dataclasses.dataclass(frozen=True)
+class TrainDigits:
+    """Train a perceptron or a small convolutional network on handwritten digits.
+
+    The seed also selects the initial parameters.
+    """
+
+    task: DigitsConfig = DigitsConfig()
+    recipe: Recipe = Recipe(steps=300)
+    run: RunOptions = RunOptions()
+
+
+@dataclasses.dataclass(frozen=True)
+class CompareText:
+    """Compare ways to train the character transformer.
+
+    Every variant sees the same batches from the same initial parameters, per seed. --dtype is what
+    the low-precision variants compute in.
+    """
+
+    task: TextConfig = TextConfig(dtype="float16")
+    plan: ComparePlan = ComparePlan()
+
+
+@dataclasses.dataclass(frozen=True)
+class CompareDigits:
+    """Compare ways to train on handwritten digits.
+
+    Every variant sees the same batches from the same initial parameters, per seed. --dtype is what
+    the low-precision variants compute in.
+    """
+
+    task: DigitsConfig = DigitsConfig(dtype="float16")
+    plan: ComparePlan = ComparePlan()
+
+
+@dataclasses.dataclass(frozen=True)
+class Train:
+    """Train one workload: with checkpoints, metrics and a plot of the loss."""
+
+    workload: (
+        Annotated[TrainText, tyro.conf.subcommand("text")]
+        | Annotated[TrainDigits, tyro.conf.subcommand("digits")]
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class Compare:
+    """Train one workload in several ways and set them side by side."""
+
+    workload: (
+        Annotated[CompareText, tyro.conf.subcommand("text")]
+        | Annotated[CompareDigits, tyro.conf.subcommand("digits")]
+    )
+
+
+_Command = (
+    Annotated[Train, tyro.conf.subcommand("train")]
+    | Annotated[Compare, tyro.conf.subcommand("compare")]
+)
+
+
+def run(argv: list[str]) -> int:
+    """Parse the arguments and run what they ask for; the exit code."""
+    command: Train | Compare = tyro.cli(
+        _Command,  # pyright: ignore[reportArgumentType]
+        prog="boostax",
+        description="Cheaper, steadier training for JAX and Optax, on small real tasks.",
+        args=argv,
+        config=(tyro.conf.OmitArgPrefixes, tyro.conf.OmitSubcommandPrefixes),
+    )
+    words = shlex.join(["boostax", *argv])
+    try:
+        match command.workload:
+            case TrainText(task, recipe, options):
+                train(text, task, recipe, options, words)
+            case TrainDigits(task, recipe, options):
+                train(digits, task, recipe, options, words)
+            case CompareText(task, plan):
+                compare(text, task, plan)
+            case CompareDigits(task, plan):
+                compare(digits, task, plan)
+    except Refusal as refusal:
+        print(f"boostax: {refusal}", file=sys.stderr)
+        return 1
+    return 0

@@ -1,0 +1,47 @@
+"""How a run trains (what changes its numbers), and how it is run (what does not)."""
+
+import dataclasses
+import pathlib
+from typing import Literal
+
+
+@dataclasses.dataclass(frozen=True)
+class Recipe:
+    """How to train. Everything here changes the numbers."""
+
+    steps: int = 500
+    """Calls of the train step; each takes one batch."""
+    learning_rate: float = 2e-3
+    """Peak of the schedule: warmed up over a tenth of the optimizer steps, then a cosine down to
+    a tenth of it."""
+    weight_decay: float = 0.01
+    """Decoupled weight decay, on matrices only."""
+    clip: float = 1.0
+    """Largest global norm of the gradient; 0 turns clipping off."""
+    loss_scale: Literal["dynamic", "none"] | float = "dynamic"
+    """dynamic: multiply the loss by a factor that adapts, and skip steps that overflow. A number:
+    the same with a fixed factor. none: neither. float16 needs one of the first two."""
+    accumulate: int = 1
+    """Calls whose gradients are averaged into one optimizer step: an effective batch that many
+    times as large."""
+    microbatches: int = 1
+    """Slices of each batch that pass through the model one after the other: less memory for the
+    same result."""
+    devices: int = 1
+    """Devices to split each batch over. On CPU they are emulated."""
+
+
+@dataclasses.dataclass(frozen=True)
+class RunOptions:
+    """How to run it. Nothing here changes the numbers."""
+
+    output: pathlib.Path | None = None
+    """Directory for everything the run writes; runs/<workload> by default."""
+    resume: bool = False
+    """Go on from the latest checkpoint in the output directory, if there is one."""
+    checkpoint_every: int = 100
+    """Calls between two checkpoints; one more is saved at the end and when a signal comes."""
+    evaluate_every: int = 50
+    """Calls between two evaluations on the held-out split."""
+    tensorboard: bool = False
+    """Also write TensorBoard events to the output directory."""

@@ -1,0 +1,36 @@
+"""The contract of a boostax transformation as runnable laws, for ours and for yours.
+
+Example:
+  >>> import boostax.testing, optax
+  >>> make = lambda inner, axis_name: optax.chain(optax.ema(0.9), inner)
+  >>> case = boostax.testing.Case("ema", make)
+  >>> boostax.testing.LAWS["metrics_are_flat_scalars"](case)
+
+In pytest::
+
+  @pytest.mark.parametrize("law", boostax.testing.laws_for(case))
+  def test_contract(law):
+    law(case)
+"""
+
+from boostax.testing._case import Case as Case
+from boostax.testing._case import Law as Law
+from boostax.testing._mapped import MAPPED_LAWS as MAPPED_LAWS
+from boostax.testing._single import SINGLE_LAWS as SINGLE_LAWS
+
+LAWS: dict[str, Law] = {**SINGLE_LAWS, **MAPPED_LAWS}
+"""Every law by name: a function of a ``Case`` that raises ``AssertionError``."""
+
+
+def laws_for(case: Case) -> list[str]:
+    """Names of the laws that have a meaning for a case.
+
+    A reduction has none on a single device; "skips" laws need a transformation that skips.
+    """
+    return [
+        name
+        for name in LAWS
+        if (case.skips or "skip" not in name)
+        and not (case.reduces and name in SINGLE_LAWS)
+        and (case.distributed or name not in MAPPED_LAWS)
+    ]

@@ -1,0 +1,156 @@
+"""What a law needs to know of a transformation, and the trees and gradients that laws use."""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from boostax._core.axes import AxisName
+from boostax.reduce.mean import all_reduce
+
+PyTree = Any
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """A transformation to hold to the contract.
+
+    Attributes:
+      name: for test names.
+      make: ``make(inner, axis_name)`` builds it around (or chains it before) the optimizer
+        ``inner``; ``axis_name`` is ``None`` on a single device.
+      reduces: it takes local gradients and returns reduced ones itself.
+      skips: it skips steps whose gradients are not finite.
+      distributed: it has a meaning inside a mapped function.
+      calls: calls per change of the params.
+      skip_calls: calls from a bad gradient to the moment when the skip is decided.
+      skip_view: the part of the state that a skip must leave bit for bit alone.
+      bad_arguments: functions that must raise, each with a part of its message.
+    """
+
+    name: str
+    make: Callable[[Any, AxisName | None], optax.GradientTransformation]
+    reduces: bool = False
+    skips: bool = False
+    distributed: bool = True
+    calls: int = 1
+    skip_calls: int = 1
+    skip_view: Callable[[Any], PyTree] = lambda state: state.inner_state
+    bad_arguments: tuple[tuple[Callable[[], Any], str], ...] = ()
+
+    def single(self, inner: Any = None) -> optax.GradientTransformationExtraArgs:
+        """The transformation on one device."""
+        made = self.make(optimizer() if inner is None else inner, None)
+        return optax.with_extra_args_support(made)
+
+    def mapped(self, axis_name: AxisName) -> optax.GradientTransformationExtraArgs:
+        """The transformation inside a mapped function, with a mean over replicas if it has none."""
+        inner = optimizer()
+        if not self.reduces:
+            inner = optax.chain(all_reduce(axis_name), inner)
+        return optax.with_extra_args_support(self.make(inner, axis_name))
+
+
+Law = Callable[[Case], None]
+
+
+def optimizer() -> optax.GradientTransformationExtraArgs:
+    """Every kind of thing that a skipped step must leave alone: moments, schedule, decay, clip."""
+    return optax.chain(
+        optax.clip_by_global_norm(10.0),
+        optax.adamw(optax.linear_schedule(1e-1, 1e-3, 20), weight_decay=1e-2),
+    )
+
+
+class Pair(NamedTuple):
+    """A NamedTuple node."""
+
+    left: Any
+    right: Any
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass
+class Block:
+    """A dataclass node."""
+
+    scale: Any
+
+
+def example_params(dtype: Any = jnp.float32) -> PyTree:
+    """Dict, list, NamedTuple, dataclass, None, a scalar and an empty leaf."""
+    return {
+        "dense": {"kernel": _wave((3, 4), 1.0, dtype), "bias": _wave((4,), 2.0, dtype)},
+        "list": [jnp.asarray(0.5, dtype), jnp.zeros((0, 2), dtype)],
+        "pair": Pair(_wave((5,), 3.0, dtype), None),
+        "block": Block(_wave((2, 1), 4.0, dtype)),
+    }
+
+
+def even_params() -> PyTree:
+    """Leaves whose first dimension divides by eight devices."""
+    return {"w": _wave((16, 4), 1.0, jnp.float32), "b": _wave((8,), 2.0, jnp.float32)}
+
+
+def example_grads(params: PyTree, seed: int) -> PyTree:
+    """Gradients of moderate size, different for every seed, in the params' dtypes."""
+    leaves, treedef = jax.tree.flatten(params)
+    return jax.tree.unflatten(
+        treedef,
+        [_wave(p.shape, 7.0 + seed + 0.3 * i, p.dtype) for i, p in enumerate(leaves)],
+    )
+
+
+def _wave(shape: tuple[int, ...], phase: float, dtype: Any) -> jax.Array:
+    size = int(np.prod(shape))
+    return jnp.asarray(np.sin(phase + 1.7 * np.arange(size)).reshape(shape), dtype)
+
+
+def poison(grads: PyTree, value: float) -> PyTree:
+    """One entry of one leaf replaced."""
+    leaves, treedef = jax.tree.flatten(grads)
+    leaves[0] = leaves[0].at[(0,) * leaves[0].ndim].set(value)
+    return jax.tree.unflatten(treedef, leaves)
+
+
+def assert_same(left: PyTree, right: PyTree, what: str) -> None:
+    """Bit for bit: structure, dtypes, values."""
+    assert jax.tree.structure(left) == jax.tree.structure(right), f"{what}: structure differs"
+    for (path, a), b in zip(
+        jax.tree_util.tree_leaves_with_path(left), jax.tree.leaves(right), strict=True
+    ):
+        where = f"{what} at {jax.tree_util.keystr(path)}"
+        assert a.dtype == b.dtype, f"{where}: {a.dtype} and {b.dtype}"
+        np.testing.assert_array_equal(np.asarray(a), np.asarray(b), err_msg=where)
+
+
+def assert_close(left: PyTree, right: PyTree, what: str, tolerance: float = 1e-6) -> None:
+    """Within a relative tolerance that compilation in another context explains."""
+    for a, b in zip(jax.tree.leaves(left), jax.tree.leaves(right), strict=True):
+        np.testing.assert_allclose(
+            np.asarray(a), np.asarray(b), rtol=tolerance, atol=tolerance, err_msg=what
+        )
+
+
+def types_of(tree: PyTree) -> list[Any]:
+    """Shape, dtype and weak type of every leaf."""
+    return [(x.shape, x.dtype, x.weak_type) for x in jax.tree.leaves(tree)]
+
+
+def steps(
+    tx: optax.GradientTransformationExtraArgs, params: PyTree, state: Any, seeds: Any
+) -> tuple[PyTree, Any]:
+    """Jitted ``update`` and ``apply_updates``, once per seed."""
+
+    @jax.jit
+    def step(params: PyTree, state: Any, grads: PyTree) -> tuple[PyTree, Any]:
+        updates, state = tx.update(grads, state, params)
+        return optax.apply_updates(params, updates), state
+
+    for seed in seeds:
+        params, state = step(params, state, example_grads(params, seed))
+    return params, state

@@ -1,0 +1,198 @@
+"""Laws inside mapped functions: shard_map with checking on and off, pmap, and vmap with a name."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import AxisType, Mesh, PartitionSpec
+
+from boostax._core.axes import local_params
+from boostax._core.replicas import (
+    PerReplica,
+    enter_replica,
+    is_per_replica,
+    leave_replica,
+    stack_replicas,
+    state_specs,
+)
+from boostax.testing._case import (
+    Case,
+    Law,
+    assert_close,
+    assert_same,
+    even_params,
+    example_grads,
+    poison,
+)
+from boostax.train.apply import apply_gradients
+
+PyTree = Any
+AXIS = "data"
+MODES = ("checked", "unchecked", "pmap", "vmap")
+
+
+def replica_grads(seed: int, replicas: int) -> PyTree:
+    """Different gradients for every replica, on a leading dimension."""
+    each = [example_grads(even_params(), 100 * seed + r) for r in range(replicas)]
+    return jax.tree.map(lambda *x: jnp.stack(x), *each)
+
+
+def run(case: Case, mode: str, windows: list[PyTree]) -> tuple[PyTree, Any]:
+    """Train on stacked local gradients; everything comes back with a leading replica dimension."""
+    tx, params = case.mapped(AXIS), even_params()
+    replicas = jax.device_count()
+
+    def train(params: PyTree, grads: list[PyTree]) -> tuple[PyTree, Any]:
+        state = tx.init(params)
+        for g in grads:
+            params, state = apply_gradients(tx, g, state, params)
+        return params, state
+
+    if mode in ("pmap", "vmap"):
+        mapper: Callable[..., Any] = jax.pmap if mode == "pmap" else jax.vmap
+        mapped = mapper(train, axis_name=AXIS, in_axes=(None, 0))
+        return jax.jit(mapped)(params, windows) if mode == "vmap" else mapped(params, windows)
+
+    def local(params: PyTree, grads: list[PyTree]) -> tuple[PyTree, Any]:
+        result = train(params, jax.tree.map(lambda g: g[0], grads))
+        return jax.tree.map(lambda x: x[None], result)
+
+    sharded = jax.shard_map(
+        local,
+        mesh=data_mesh(replicas),
+        in_specs=(PartitionSpec(), PartitionSpec(AXIS)),
+        out_specs=PartitionSpec(AXIS),
+        check_vma=mode == "checked",
+    )
+    return jax.jit(sharded)(params, windows)
+
+
+def data_mesh(replicas: int) -> Mesh:
+    """One data axis over all devices."""
+    return jax.make_mesh((replicas,), (AXIS,), axis_types=(AxisType.Auto,))
+
+
+def replicas_stay_equal_in_every_mode(case: Case) -> None:
+    """Section 6: bit-equal on all replicas; checking on, off, pmap and vmap agree."""
+    windows = [replica_grads(seed, jax.device_count()) for seed in range(2 * case.calls)]
+    results = {mode: run(case, mode, windows) for mode in MODES}
+    for mode, (params, state) in results.items():
+        for leaf in jax.tree.leaves((params, _shared(state))):
+            assert bool((leaf == leaf[:1]).all()), f"{mode}: replicas differ"
+        assert_close(params, results["checked"][0], mode)
+
+
+def results_are_typed_equal(case: Case) -> None:
+    """Section 6: under checking, params pass a replicated out spec, and the state its specs."""
+    tx, params = case.mapped(AXIS), even_params()
+    replicas = jax.device_count()
+    specs = state_specs(tx, params, AXIS)
+    state = stack_replicas(tx.init(params), replicas)
+    is_spec = lambda x: isinstance(x, PartitionSpec)  # noqa: E731
+    assert jax.tree.structure(specs, is_leaf=is_spec) == jax.tree.structure(state)
+
+    def local(params: PyTree, state: Any, grads: PyTree) -> tuple[PyTree, Any]:
+        grads = jax.tree.map(lambda g: g[0], grads)
+        params, new_state = apply_gradients(tx, grads, enter_replica(state), params)
+        return params, leave_replica(new_state)
+
+    step = jax.jit(
+        jax.shard_map(
+            local,
+            mesh=data_mesh(replicas),
+            in_specs=(PartitionSpec(), specs, PartitionSpec(AXIS)),
+            out_specs=(PartitionSpec(), specs),
+        ),
+        donate_argnums=(0, 1),
+    )
+    expected = run(case, "checked", [replica_grads(s, replicas) for s in range(2 * case.calls)])
+    for seed in range(2 * case.calls):
+        params, state = step(params, state, replica_grads(seed, replicas))
+    assert_close(params, jax.tree.map(lambda x: x[0], expected[0]), "params")
+    for node in jax.tree.leaves(state, is_leaf=is_per_replica):
+        if isinstance(node, PerReplica):
+            assert all(x.shape[0] == replicas for x in jax.tree.leaves(node)), "leading dimension"
+
+
+def skip_is_agreed_when_one_replica_is_bad(case: Case) -> None:
+    """Section 7: one NaN on one replica skips the step on all, in every mode."""
+    replicas = jax.device_count()
+    good = [replica_grads(seed, replicas) for seed in range(case.calls)]
+    ruined = poison(replica_grads(99, replicas), jnp.nan)
+    rest = [replica_grads(50 + i, replicas) for i in range(case.skip_calls - 1)]
+    for mode in MODES:
+        clean = run(case, mode, good)
+        dirty = run(case, mode, [*good, ruined, *rest])
+        assert_same(dirty[0], clean[0], f"{mode}: params")
+        assert_same(case.skip_view(dirty[1]), case.skip_view(clean[1]), f"{mode}: state")
+
+
+def reduced_gradients_are_refused(case: Case) -> None:
+    """Section 6: gradients that autodiff has summed already raise, naming the mend."""
+    tx, params = case.mapped(AXIS), even_params()
+
+    def local(params: PyTree, x: jax.Array) -> PyTree:
+        grads = jax.grad(lambda p: jnp.mean(x @ p["w"]) + jnp.sum(p["b"]) * x.mean())(params)
+        return apply_gradients(tx, grads, tx.init(params), params)[0]
+
+    replicas = jax.device_count()
+    mapped = jax.shard_map(
+        local,
+        mesh=data_mesh(replicas),
+        in_specs=(PartitionSpec(), PartitionSpec(AXIS)),
+        out_specs=PartitionSpec(),
+    )
+    _raises(lambda: jax.eval_shape(mapped, params, jnp.ones((replicas, 16))), "local_params")
+
+
+def local_params_give_local_gradients(case: Case) -> None:
+    """Section 6: the cast, then ``jax.grad``, is accepted with checking on."""
+    tx, params = case.mapped(AXIS), even_params()
+
+    def local(params: PyTree, x: jax.Array) -> PyTree:
+        loss = lambda p: jnp.mean(x @ p["w"]) + jnp.sum(p["b"]) * x.mean()  # noqa: E731
+        grads = jax.grad(loss)(local_params(params, AXIS))
+        return apply_gradients(tx, grads, tx.init(params), params)[0]
+
+    replicas = jax.device_count()
+    specs = {"in_specs": (PartitionSpec(), PartitionSpec(AXIS)), "out_specs": PartitionSpec()}
+    mapped = jax.shard_map(local, mesh=data_mesh(replicas), **specs)
+    jax.eval_shape(mapped, params, jnp.ones((replicas, 16)))
+
+
+def an_unbound_axis_is_named(case: Case) -> None:
+    """Section 9: outside a mapped function the error names the axis."""
+    tx, params = case.mapped(AXIS), even_params()
+    _raises(
+        lambda: apply_gradients(tx, example_grads(params, 0), tx.init(params), params), repr(AXIS)
+    )
+
+
+def _shared(state: Any) -> PyTree:
+    """The state without its per-replica parts."""
+    return jax.tree.map(
+        lambda node: None if is_per_replica(node) else node, state, is_leaf=is_per_replica
+    )
+
+
+def _raises(fn: Callable[[], Any], part: str) -> None:
+    try:
+        fn()
+    except ValueError as error:
+        assert part in str(error), f"{part!r} is not in {str(error)!r}"
+    else:
+        raise AssertionError("nothing raised")
+
+
+MAPPED_LAWS: dict[str, Law] = {
+    law.__name__: law
+    for law in (
+        replicas_stay_equal_in_every_mode,
+        results_are_typed_equal,
+        skip_is_agreed_when_one_replica_is_bad,
+        reduced_gradients_are_refused,
+        local_params_give_local_gradients,
+        an_unbound_axis_is_named,
+    )
+}

@@ -1,0 +1,315 @@
+"""Laws that need one device, or arrays sharded under plain ``jit``."""
+
+import pickle
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
+
+from boostax.testing._case import (
+    Case,
+    Law,
+    assert_close,
+    assert_same,
+    even_params,
+    example_grads,
+    example_params,
+    optimizer,
+    poison,
+    steps,
+    types_of,
+)
+from boostax.train.apply import apply_gradients, metrics
+
+PyTree = Any
+
+
+def is_a_transformation_with_array_state(case: Case) -> None:
+    """Section 1: ExtraArgs, NamedTuple state, jax arrays of strong dtype."""
+    tx = case.make(optimizer(), None)
+    assert isinstance(tx, optax.GradientTransformationExtraArgs)
+    state = tx.init(example_params())
+    assert isinstance(state, tuple), "a state is a NamedTuple"
+    for leaf in jax.tree.leaves(state):
+        assert isinstance(leaf, jax.Array), f"state holds a {type(leaf).__name__}"
+        assert not leaf.weak_type, "state leaves have strong dtypes"
+
+
+def forwards_unknown_extra_arguments(case: Case) -> None:
+    """Section 1: what it does not know reaches the inner transformation."""
+    seen: list[Any] = []
+
+    def update(updates: PyTree, state: Any, params: Any = None, **extra: Any) -> tuple[Any, Any]:
+        del params
+        seen.append(extra.get("marker"))
+        return updates, state
+
+    spy = optax.GradientTransformationExtraArgs(lambda p: optax.EmptyState(), update)
+    tx = case.single(spy)
+    params = example_params()
+    state = tx.init(params)
+    for seed in range(case.calls):
+        _, state = tx.update(example_grads(params, seed), state, params, marker=7)
+    assert seen, "inner never ran"
+    assert all(marker is not None for marker in seen), "the extra argument was dropped"
+
+
+def keeps_types_and_traces_once(case: Case) -> None:
+    """Section 3: f16, bf16, f32, complex; state and updates keep their types; one trace."""
+    for dtype in (jnp.float16, jnp.bfloat16, jnp.float32, jnp.complex64):
+        tx, params = case.single(optax.adam(1e-2)), example_params(dtype)
+        state, traces = tx.init(params), 0
+
+        @jax.jit
+        def step(params: PyTree, state: Any, grads: PyTree, tx: Any = tx) -> tuple[PyTree, Any]:
+            nonlocal traces
+            traces += 1
+            return apply_gradients(tx, grads, state, params)
+
+        before = types_of((params, state))
+        for seed in range(2 * case.calls + 1):
+            params, state = step(params, state, example_grads(params, seed))
+        assert types_of((params, state)) == before, f"{dtype}: a type changed"
+        assert traces == 1, f"{dtype}: traced {traces} times"
+
+
+def works_in_float64(case: Case) -> None:
+    """Section 3: with x64, f64 gradients are handled in f64."""
+    with jax.enable_x64(True):
+        tx, params = case.single(optax.sgd(1.0)), {"w": jnp.zeros(2, jnp.float64)}
+        state = tx.init(params)
+        for _ in range(case.calls):
+            grads = {"w": jnp.asarray([1.0 / 3.0, 1.0], jnp.float64)}
+            params, state = apply_gradients(tx, grads, state, params)
+        assert params["w"].dtype == jnp.float64
+        third = float(params["w"][0]) / float(params["w"][1])
+        assert abs(third - 1.0 / 3.0) < 1e-15, "rounded to f32"
+
+
+def passes_masked_nodes(case: Case) -> None:
+    """Section 3: MaskedNode leaves stay where they are."""
+    tx = case.single()
+    params = {"kept": jnp.ones(3), "masked": optax.MaskedNode()}
+    grads = {"kept": jnp.ones(3), "masked": optax.MaskedNode()}
+    updates, _ = tx.update(grads, tx.init(params), params)
+    assert isinstance(updates["masked"], optax.MaskedNode)
+
+
+def init_can_be_donated_at_once(case: Case) -> None:
+    """Section 4: no buffer is shared with the params or between fields."""
+    tx, params = case.single(), example_params()
+    state = tx.init(params)
+    pointers = [x.unsafe_buffer_pointer() for x in jax.tree.leaves((params, state)) if x.size]
+    assert len(pointers) == len(set(pointers)), "two leaves share a buffer"
+    step = jax.jit(lambda p, s, g: apply_gradients(tx, g, s, p), donate_argnums=(0, 1))
+    for seed in range(2):
+        params, state = step(params, state, example_grads(params, seed))
+    abstract = jax.eval_shape(tx.init, params)
+    assert jax.tree.structure(abstract) == jax.tree.structure(state), "init under eval_shape"
+
+
+def works_in_every_optax_wrapper(case: Case) -> None:
+    """Section 2: chain, named_chain, masked, partition, inject_hyperparams, MultiSteps."""
+    params = example_params()
+    alone, _ = steps(case.single(), params, case.single().init(params), range(2 * case.calls))
+    mask = jax.tree.map(lambda p: p.ndim > 1, params)
+    labels = jax.tree.map(lambda p: "boosted" if p.ndim > 1 else "plain", params)
+    made = case.make(optimizer(), None)
+    injected = optax.inject_hyperparams(
+        lambda learning_rate: case.make(optax.adam(learning_rate), None)
+    )
+    wrapped: dict[str, Any] = {
+        "chain": optax.chain(made),
+        "named_chain": optax.named_chain(("boosted", made)),
+        "masked": optax.masked(made, mask),
+        "partition": optax.partition({"boosted": made, "plain": optax.sgd(0.1)}, labels),
+        "inject_hyperparams": injected(learning_rate=1e-2),
+        "MultiSteps": optax.MultiSteps(made, 2).gradient_transformation(),
+        "apply_if_finite": optax.apply_if_finite(made, 3),
+    }
+    for name, tx in wrapped.items():
+        extended = optax.with_extra_args_support(tx)
+        state = tx.init(params)
+        result, after = steps(extended, params, state, range(2 * case.calls))
+        assert types_of(after) == types_of(state), f"{name}: a type changed"
+        assert all(bool(jnp.isfinite(x).all()) for x in jax.tree.leaves(result)), name
+        if name in ("chain", "named_chain"):
+            assert_same(result, alone, name)
+
+
+def apply_gradients_equals_update_and_apply(case: Case) -> None:
+    """The gate's two faces give one result."""
+    tx, params = case.single(), example_params()
+    expected, expected_state = steps(tx, params, tx.init(params), range(2 * case.calls))
+    state = tx.init(params)
+    step = jax.jit(lambda p, s, g: apply_gradients(tx, g, s, p))
+    for seed in range(2 * case.calls):
+        params, state = step(params, state, example_grads(params, seed))
+    assert_close(params, expected, "params")
+    assert_close(state, expected_state, "state")
+
+
+def scan_eager_and_disabled_jit_agree(case: Case) -> None:
+    """Section 2: the same trajectory in scan, eagerly and with jit disabled."""
+    tx, params = case.single(), even_params()
+    count = 2 * case.calls
+    expected = steps(tx, params, tx.init(params), range(count))
+    stacked = jax.tree.map(
+        lambda *x: jnp.stack(x), *[example_grads(params, seed) for seed in range(count)]
+    )
+
+    def body(carry: Any, grads: PyTree) -> tuple[Any, None]:
+        return apply_gradients(tx, grads, carry[1], carry[0]), None
+
+    scanned, _ = jax.lax.scan(body, (params, tx.init(params)), stacked)
+    assert_close(scanned, expected, "scan")
+    eager = (params, tx.init(params))
+    with jax.disable_jit():
+        disabled = (params, tx.init(params))
+        for seed in range(case.calls):
+            disabled = apply_gradients(tx, example_grads(params, seed), disabled[1], disabled[0])
+    for seed in range(case.calls):
+        eager = apply_gradients(tx, example_grads(params, seed), eager[1], eager[0])
+    assert_close(disabled, eager, "disable_jit")
+
+
+def vmap_over_an_ensemble(case: Case) -> None:
+    """Section 2: independent members under vmap go their own ways."""
+    tx, members = case.single(), [example_params(), jax.tree.map(lambda p: 2 * p, example_params())]
+    stack = lambda trees: jax.tree.map(lambda *x: jnp.stack(x), *trees)  # noqa: E731
+    params, state = stack(members), jax.vmap(tx.init)(stack(members))
+    step = jax.jit(jax.vmap(lambda p, s, g: apply_gradients(tx, g, s, p)))
+    for seed in range(case.calls):
+        grads = stack([example_grads(members[0], seed), example_grads(members[1], seed + 50)])
+        params, state = step(params, state, grads)
+    second = steps(tx, members[1], tx.init(members[1]), range(50, 50 + case.calls))[0]
+    assert_close(jax.tree.map(lambda x: x[1], params), second, "member 1")
+
+
+def meta_gradients_are_finite(case: Case) -> None:
+    """One can differentiate through a step."""
+    tx, params = case.single(optax.sgd(0.1)), {"w": jnp.arange(3.0)}
+
+    def after(grads: PyTree) -> jax.Array:
+        p, state = params, tx.init(params)
+        for _ in range(case.calls):
+            updates, state = tx.update(grads, state, p)
+            p = optax.apply_updates(p, updates)
+        return jnp.sum(p["w"] ** 2)
+
+    gradient = jax.grad(after)({"w": jnp.ones(3)})
+    assert bool(jnp.isfinite(gradient["w"]).all()) and bool((gradient["w"] != 0).any())
+
+
+def sharded_arrays_under_plain_jit(case: Case) -> None:
+    """Section 2: Auto and Explicit meshes; params and moments keep their sharding."""
+    devices = jax.device_count()
+    for kind in (AxisType.Auto, AxisType.Explicit):
+        mesh = jax.make_mesh((devices,), ("x",), axis_types=(kind,))
+        with jax.set_mesh(mesh):
+            sharding = NamedSharding(mesh, PartitionSpec("x"))
+            params = jax.device_put(even_params(), sharding)
+            tx = case.single()
+            state = tx.init(params)
+            step = jax.jit(lambda p, s, g, tx=tx: apply_gradients(tx, g, s, p))
+            for seed in range(2 * case.calls):
+                grads = jax.device_put(example_grads(even_params(), seed), sharding)
+                params, state = step(params, state, grads)
+                for leaf in jax.tree.leaves(params):
+                    assert leaf.sharding.is_equivalent_to(sharding, leaf.ndim), str(kind)
+        plain = steps(tx, even_params(), tx.init(even_params()), range(2 * case.calls))
+        assert_close(params, plain[0], str(kind))
+
+
+def skip_is_as_if_the_step_never_was(case: Case) -> None:
+    """Section 5: params and inner state bit-equal, for every way of being bad."""
+    bad = {"nan": jnp.nan, "inf": jnp.inf, "-inf": -jnp.inf, "overflowing square": 1e36}
+    tx = case.single()
+    step = jax.jit(lambda p, s, g: apply_gradients(tx, g, s, p))
+    params, state = steps(tx, example_params(), tx.init(example_params()), range(case.calls))
+    for name, value in bad.items():
+        ruined = poison(example_grads(params, 99), value)
+        after = step(params, state, ruined)
+        for seed in range(1, case.skip_calls):
+            after = step(*after, example_grads(params, seed))
+        assert_same(after[0], params, f"{name}: params")
+        assert_same(case.skip_view(after[1]), case.skip_view(state), f"{name}: state")
+
+
+def skip_holds_for_a_hundred_bad_steps(case: Case) -> None:
+    """Section 5: it never gives in."""
+    tx, params = case.single(), example_params()
+    state = tx.init(params)
+    nan = jax.tree.map(lambda p: jnp.full_like(p, jnp.nan), params)
+
+    @jax.jit
+    def hundred(params: PyTree, state: Any) -> tuple[PyTree, Any]:
+        body = lambda _, carry: apply_gradients(tx, nan, carry[1], carry[0])  # noqa: E731
+        return jax.lax.fori_loop(0, 100, body, (params, state))
+
+    after, state_after = hundred(params, state)
+    assert_same(after, params, "params")
+    assert_same(case.skip_view(state_after), case.skip_view(state), "inner state")
+
+
+def survives_serialisation_at_every_step(case: Case) -> None:
+    """Section 8 and lifecycle: pickle and Flax bytes are exact; a resumed run goes on bit-equal."""
+    tx, params = case.single(), even_params()
+    count = 2 * case.calls
+    expected = steps(tx, params, tx.init(params), range(count))
+    for stop in range(count):
+        carry = steps(tx, params, tx.init(params), range(stop))
+        carry = jax.tree.map(jnp.asarray, pickle.loads(pickle.dumps(jax.device_get(carry))))
+        assert_same(steps(tx, *carry, range(stop, count)), expected, f"resumed at {stop}")
+    try:
+        from flax import serialization
+    except ImportError:
+        return
+    restored = serialization.from_bytes(expected[1], serialization.to_bytes(expected[1]))
+    assert_same(jax.tree.map(jnp.asarray, restored), expected[1], "Flax bytes")
+
+
+def metrics_are_flat_scalars(case: Case) -> None:
+    """Section 10: named scalars, through any wrapper."""
+    state = optax.chain(case.make(optimizer(), None)).init(example_params())
+    for name, value in metrics(state).items():
+        assert isinstance(name, str) and value.shape == (), f"{name}: {value.shape}"
+
+
+def bad_arguments_raise_and_explain(case: Case) -> None:
+    """Section 9: the argument, what it got, what is allowed, and a hint."""
+    for build, part in case.bad_arguments:
+        try:
+            build()
+        except (TypeError, ValueError) as error:
+            assert part in str(error), f"{part!r} is not in {str(error)!r}"
+            assert "must" in str(error) and "got" in str(error), str(error)
+        else:
+            raise AssertionError(f"nothing raised for {part!r}")
+
+
+SINGLE_LAWS: dict[str, Law] = {
+    law.__name__: law
+    for law in (
+        is_a_transformation_with_array_state,
+        forwards_unknown_extra_arguments,
+        keeps_types_and_traces_once,
+        works_in_float64,
+        passes_masked_nodes,
+        init_can_be_donated_at_once,
+        works_in_every_optax_wrapper,
+        apply_gradients_equals_update_and_apply,
+        scan_eager_and_disabled_jit_agree,
+        vmap_over_an_ensemble,
+        meta_gradients_are_finite,
+        sharded_arrays_under_plain_jit,
+        skip_is_as_if_the_step_never_was,
+        skip_holds_for_a_hundred_bad_steps,
+        survives_serialisation_at_every_step,
+        metrics_are_flat_scalars,
+        bad_arguments_raise_and_explain,
+    )
+}

@@ -1,0 +1,214 @@
+"""The loop around a train step: metrics that never stall it, checkpoints, a clean stop."""
+
+import dataclasses
+import signal
+import threading
+from collections.abc import Callable, Iterable, Mapping
+from types import FrameType
+from typing import TYPE_CHECKING, Any, Self
+
+import jax
+
+from boostax._core import checks, trees
+from boostax.accumulate.window import AccumulateState
+from boostax.train.writers import Writer
+
+if TYPE_CHECKING:
+    from boostax.train.checkpoint import Checkpointer
+
+PyTree = Any
+Row = dict[str, Any]
+
+
+@dataclasses.dataclass(frozen=True)
+class FitResult:
+    """What ``fit`` returns.
+
+    Attributes:
+      state: the last state; with the run complete, its accumulation window is closed.
+      step: calls done, those before ``start`` included.
+      history: one row per call made here: ``{"step": ..., "loss": ..., ...}``, and the evaluation's
+        scalars where there was one.
+      stopped_by: ``"SIGINT"`` or ``"SIGTERM"`` if that ended it early, else None.
+    """
+
+    state: PyTree
+    step: int
+    history: list[Row]
+    stopped_by: str | None
+
+
+def fit(
+    step: Callable[[PyTree, PyTree], tuple[PyTree, Mapping[str, Any]]],
+    state: PyTree,
+    batch: Callable[[int], PyTree],
+    *,
+    steps: int,
+    start: int = 0,
+    writers: Iterable[Writer] = (),
+    checkpointer: "Checkpointer | None" = None,
+    checkpoint_every: int | None = None,
+    meta: dict[str, Any] | None = None,
+    evaluate: Callable[[PyTree], Mapping[str, float]] | None = None,
+    evaluate_every: int | None = None,
+    flush: bool = True,
+) -> FitResult:
+    """Call ``step`` on ``batch(start)``, ..., ``batch(steps - 1)``.
+
+    Neither logging, evaluation nor checkpoints change the numbers: a run that is killed at any
+    moment and resumed from its last checkpoint ends with the same bits. For that ``batch`` must
+    depend on its index alone, and randomness come from a key in the state.
+
+    The metrics of a call are read after the next one is dispatched, so the device never waits for
+    the host. On SIGINT and SIGTERM the running step is finished and the state saved; a second
+    SIGINT raises KeyboardInterrupt at once. In a run of several processes JAX catches SIGTERM
+    itself, and all of them stop after the same call; SIGINT is left alone there.
+
+    Args:
+      step: ``(state, batch) -> (state, dict of scalars)``, such as ``make_train_step`` returns; it
+        may donate the state.
+      state: to start from; a restored one with ``start``.
+      batch: ``index -> batch``; the index counts calls from 0.
+      steps: calls of the whole run, those before ``start`` included.
+      start: calls already done.
+      writers: each gets ``write(step, scalars)`` once per call; the caller closes them.
+      checkpointer: where to save, under the number of calls done, when all are done or at a stop.
+      checkpoint_every: save after every so many calls as well.
+      meta: saved with each checkpoint.
+      evaluate: ``state -> scalars``, which join the row of the call before it. Must not donate.
+      evaluate_every: after how many calls to evaluate; also at the end of a complete run.
+      flush: close a partial accumulation window (``step.flush``) when all calls are done.
+
+    Returns:
+      A `FitResult`.
+
+    Raises:
+      ValueError, TypeError: for counts out of range, or a window that ``step.flush`` cannot reach.
+
+    Example:
+      >>> import boostax, jax.numpy as jnp, optax
+      >>> from boostax.train.loop import fit
+      >>> loss = lambda w, x: jnp.mean((w - x) ** 2)
+      >>> step = boostax.make_train_step(loss, boostax.accumulate(optax.sgd(0.25), every=2))
+      >>> result = fit(step, step.init(jnp.float32(0.0)), lambda i: jnp.full(8, 1.0), steps=3)
+      >>> float(result.state.params), [row["loss"] for row in result.history]
+      (0.75, [1.0, 1.0, 0.25])
+
+    **Cost**: one fetch of the scalars per call.
+    """
+    _check(steps, start, checkpoint_every, evaluate_every)
+    close_window = _flusher(step, state) if flush else None
+    rows = _Rows(tuple(writers))
+    done, saved, stopped_by = start, start, None
+
+    def save() -> None:
+        nonlocal saved
+        if checkpointer is not None and saved != done:
+            # The rows go out first: a resumed run does not repeat them.
+            rows.settle()
+            checkpointer.save(done, state, meta)
+            saved = done
+
+    with _Signals() as signals:
+        while done < steps:
+            state, metrics = step(state, batch(done))
+            done += 1
+            rows.take(done, metrics)
+            stopped_by = signals.received(done)
+            if done == steps or stopped_by:
+                break
+            if evaluate is not None and evaluate_every and done % evaluate_every == 0:
+                rows.settle(evaluate(state))
+            if checkpoint_every and done % checkpoint_every == 0:
+                save()
+        if done == steps:
+            stopped_by = None
+            state = state if close_window is None else close_window(state)
+            if evaluate is not None and done > start:
+                rows.settle(evaluate(state))
+        rows.settle()
+        save()
+        if checkpointer is not None:
+            checkpointer.wait()
+    return FitResult(state, done, rows.history, stopped_by)
+
+
+class _Rows:
+    """Turns the metrics of calls into rows, one call late."""
+
+    def __init__(self, writers: tuple[Writer, ...]):
+        self.history: list[Row] = []
+        self._writers = writers
+        self._pending: tuple[int, Mapping[str, Any]] | None = None
+
+    def take(self, done: int, metrics: Mapping[str, Any]) -> None:
+        self.settle()
+        self._pending = (done, metrics)
+
+    def settle(self, more: Mapping[str, float] | None = None) -> None:
+        if self._pending is None:
+            return
+        done, metrics = self._pending
+        self._pending = None
+        scalars = {name: float(value) for name, value in jax.device_get(dict(metrics)).items()}
+        scalars |= more or {}
+        self.history.append({"step": done, **scalars})
+        for writer in self._writers:
+            writer.write(done, scalars)
+
+
+class _Signals:
+    """Notes SIGINT and SIGTERM instead of dying of them."""
+
+    def __init__(self) -> None:
+        self._name: str | None = None
+        self._before: dict[signal.Signals, Any] = {}
+        self._several = jax.process_count() > 1
+
+    def __enter__(self) -> Self:
+        # Python lets only the main thread set handlers.
+        if threading.current_thread() is threading.main_thread() and not self._several:
+            for number in (signal.SIGINT, signal.SIGTERM):
+                self._before[number] = signal.signal(number, self._note)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, signal.SIG_DFL if handler is None else handler)
+
+    def received(self, done: int) -> str | None:
+        if self._several:
+            from jax.experimental import multihost_utils
+
+            return "SIGTERM" if multihost_utils.reached_preemption_sync_point(done) else None
+        return self._name
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        if number == signal.SIGINT and self._name == "SIGINT":
+            raise KeyboardInterrupt
+        self._name = signal.Signals(number).name
+
+
+def _flusher(step: Any, state: PyTree) -> Callable[[PyTree], PyTree] | None:
+    close_window = getattr(step, "flush", None)
+    if close_window is None or not trees.find(state, lambda x: isinstance(x, AccumulateState)):
+        return None
+    try:
+        # A window out of reach is better found before the run than after it.
+        jax.eval_shape(close_window, state)
+    except ValueError as error:
+        raise ValueError(f"fit: {error} Or pass flush=False and drop a partial window.") from error
+    return close_window
+
+
+def _check(
+    steps: int, start: int, checkpoint_every: int | None, evaluate_every: int | None
+) -> None:
+    checks.positive_int("fit", "steps", steps, "It counts the calls of the whole run.")
+    for name, value in (("checkpoint_every", checkpoint_every), ("evaluate_every", evaluate_every)):
+        if value is not None:
+            checks.positive_int("fit", name, value, "It counts calls; None leaves it to the end.")
+    if not 0 <= start <= steps:
+        allowed = f"from 0 to steps, {steps}"
+        hint = "It is how many calls are done already."
+        raise ValueError(checks.message("fit", "start", allowed, start, hint))

@@ -1,0 +1,83 @@
+"""Every transformation of the library, registered for the contract suite."""
+
+import optax
+
+import boostax
+from boostax.testing import Case
+
+OPT = optax.sgd(0.1)
+
+CASES = [
+    Case(
+        "dynamic_loss_scale",
+        lambda inner, axis: boostax.dynamic_loss_scale(inner, axis_name=axis),
+        skips=True,
+        bad_arguments=(
+            (lambda: boostax.dynamic_loss_scale(OPT, growth_factor=1.0), "growth_factor"),
+            (lambda: boostax.dynamic_loss_scale(OPT, backoff_factor=1.0), "backoff_factor"),
+            (lambda: boostax.dynamic_loss_scale(OPT, growth_interval=0), "growth_interval"),
+            (lambda: boostax.dynamic_loss_scale(OPT, init_scale=2.0**30), "init_scale"),
+            (lambda: boostax.dynamic_loss_scale(OPT, max_scale=float("inf")), "max_scale"),
+            (lambda: boostax.dynamic_loss_scale(OPT, min_scale=0.0), "min_scale"),
+            (lambda: boostax.dynamic_loss_scale(OPT, hysteresis=0), "hysteresis"),
+            (lambda: boostax.dynamic_loss_scale(OPT, axis_name=()), "axis_name"),
+            (lambda: boostax.dynamic_loss_scale(3.0), "inner"),
+        ),
+    ),
+    Case(
+        "static_loss_scale",
+        lambda inner, axis: boostax.static_loss_scale(inner, 128.0, axis_name=axis),
+        skips=True,
+        bad_arguments=((lambda: boostax.static_loss_scale(OPT, -1.0), "scale"),),
+    ),
+    Case(
+        "static_loss_scale_without_check",
+        lambda inner, axis: boostax.static_loss_scale(
+            inner, 128.0, skip_nonfinite=False, axis_name=axis
+        ),
+    ),
+    Case(
+        "accumulate",
+        lambda inner, axis: boostax.accumulate(inner, 2, axis_name=axis),
+        calls=2,
+        bad_arguments=(
+            (lambda: boostax.accumulate(OPT, 0), "every"),
+            (lambda: boostax.accumulate(OPT, "4"), "every"),
+            (lambda: boostax.accumulate(OPT, 2, normalize="max"), "normalize"),
+            (lambda: boostax.accumulate(OPT, 2, accumulator_dtype="int8"), "accumulator_dtype"),
+        ),
+    ),
+    Case("accumulate_every_one", lambda inner, axis: boostax.accumulate(inner, 1, axis_name=axis)),
+    Case(
+        "accumulate_by_schedule",
+        lambda inner, axis: boostax.accumulate(inner, lambda step: 2 + step * 0, axis_name=axis),
+        calls=2,
+    ),
+    Case(
+        "accumulate_inside_the_scaler",
+        lambda inner, axis: boostax.dynamic_loss_scale(
+            boostax.accumulate(inner, 2, axis_name=axis), axis_name=axis
+        ),
+        skips=True,
+        calls=2,
+    ),
+    Case(
+        "accumulate_around_the_scaler",
+        lambda inner, axis: boostax.accumulate(
+            boostax.dynamic_loss_scale(inner, axis_name=axis), 2, axis_name=axis
+        ),
+        skips=True,
+        calls=2,
+        skip_calls=2,
+        skip_view=lambda state: state.inner_state.inner_state,
+    ),
+    Case(
+        "all_reduce",
+        lambda inner, axis: optax.chain(boostax.all_reduce(axis), inner),
+        reduces=True,
+        bad_arguments=(
+            (lambda: boostax.all_reduce(None), "axis_name"),
+            (lambda: boostax.all_reduce("data", op="max"), "op"),
+        ),
+    ),
+]

@@ -1,0 +1,145 @@
+"""Training runs recorded from MindSpore come out of boostax step for step."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import boostax
+
+# What an f64 derivation of the rules differs from MindSpore's f32 by: see golden/README.md.
+WEIGHTS = {"rtol": 0, "atol": 2e-5}
+ACCUMULATORS = {"rtol": 0, "atol": 1.4e-4}
+MOMENTUM = optax.sgd(0.1, momentum=0.9)
+BAD = {"train": {4: np.inf, 5: np.inf, 9: np.nan}, "x_accum": {1: np.inf, 5: np.inf}}
+
+
+def load(path, bad=()):
+    """Arrays of a run, initial params, and its batches with the bad inputs put in."""
+    run = dict(np.load(path))
+    for step in bad:
+        run["X"][step, 0, 0] = bad[step]
+    return run, [run[f"ws{i}"] for i in (1, 2, 3)], list(zip(run["X"], run["Y"], strict=True))
+
+
+def loss_fn(params, batch):
+    x, y = batch
+    first, second, last = params
+    return jnp.mean((jnp.tanh(jnp.tanh(x @ first) @ second) @ last - y) ** 2)
+
+
+def flat(params):
+    return np.concatenate([np.ravel(w) for w in params])
+
+
+def scaled(inner, axis_name=None):
+    return boostax.dynamic_loss_scale(
+        inner, init_scale=1024, growth_interval=3, axis_name=axis_name
+    )
+
+
+@pytest.fixture(params=["one device", "8 replicas"])
+def train(request, mesh):
+    """``train(transformation of an axis name, params, batches)`` yields state and metrics."""
+    axis_name = "data" if request.param == "8 replicas" else None
+
+    def reduced(opt):
+        return optax.chain(boostax.all_reduce(axis_name), opt) if axis_name else opt
+
+    def run(make_tx, params, batches, **options):
+        devices = {"mesh": mesh, "axis_name": axis_name} if axis_name else {}
+        tx = make_tx(reduced, axis_name)
+        step = boostax.make_train_step(loss_fn, tx, **devices, **options)
+        state = step.init(params)
+        for batch in batches:
+            state, told = step(state, batch)
+            yield jax.device_get((state, told))
+
+    return run
+
+
+@pytest.mark.parametrize("cell", ["TrainOneStep", "BoostTrainOneStep"])
+def test_training_with_loss_scale_equals_mindspore(golden, train, cell):
+    path = golden / f"loss_scale_train_{cell}WithLossScaleCell_graph.npz"
+    run, params, batches = load(path, BAD["train"])
+    states = train(lambda reduced, axis: scaled(reduced(MOMENTUM), axis), params, batches)
+    for t, (state, told) in enumerate(states):
+        assert told["applied"] == (not run["overflow"][t])
+        assert told["loss_scale"] == run["scale_after"][t] == run["scale_returned"][t]
+        np.testing.assert_allclose(flat(state.params), run["w"][t], **WEIGHTS)
+    assert told["skipped_steps"] == 3
+
+
+def test_loss_scale_around_accumulation_equals_mindspore(golden, train):
+    """A bad micro-batch is dropped alone; the window takes one more; the scale goes on."""
+    run, params, batches = load(golden / "loss_scale_x_accum3_graph.npz", BAD["x_accum"])
+    assert run["overflow_steps"].tolist() == [1, 5]
+
+    def make_tx(reduced, axis):
+        return scaled(boostax.accumulate(reduced(optax.sgd(0.1)), 3, axis_name=axis), axis)
+
+    applied = []
+    for t, (state, told) in enumerate(train(make_tx, params, batches)):
+        assert told["loss_scale"] == run["scale"][t]
+        assert told["micro_step"] == run["accumulation_step"][t]
+        applied += [t] if told["applied"] else []
+        np.testing.assert_allclose(flat(state.params), run["w"][t], **WEIGHTS)
+        if told["micro_step"]:
+            # MindSpore adds g/3, we divide the sum at the end; replicas hold their own sums.
+            window = state.opt_state.inner_state.window
+            if isinstance(window, boostax.PerReplica):
+                window = jax.tree.map(lambda x: x.mean(0), window.local)
+            np.testing.assert_allclose(flat(window.grads) / 3, run["accum"][t], **ACCUMULATORS)
+    assert applied == [3, 7, 10]
+
+
+def test_accumulation_in_the_train_cell_equals_mindspore(golden, train):
+    run, params, batches = load(golden / "boost_cell_accum3_graph.npz")
+
+    def make_tx(reduced, axis):
+        return boostax.accumulate(reduced(MOMENTUM), 3, axis_name=axis)
+
+    for t, (state, told) in enumerate(train(make_tx, params, batches)):
+        assert told["micro_step"] == run["accumulation_step"][t]
+        np.testing.assert_allclose(flat(state.params), run["w"][t], **WEIGHTS)
+
+
+def test_scaling_inside_the_window_reaches_the_same_weights(golden, train):
+    run, params, batches = load(golden / "boost_cell_accum3_graph.npz")
+
+    def make_tx(reduced, axis):
+        return boostax.accumulate(scaled(reduced(MOMENTUM), axis), 3, axis_name=axis)
+
+    for t, (state, _) in enumerate(train(make_tx, params, batches)):
+        np.testing.assert_allclose(flat(state.params), run["w"][t], **WEIGHTS)
+
+
+def test_micro_batches_in_one_step_equal_mindspore_windows(golden, train):
+    run, params, batches = load(golden / "boost_cell_accum3_graph.npz")
+    windows = [
+        jax.tree.map(lambda *parts: np.concatenate(parts), *batches[t : t + 3]) for t in (0, 3, 6)
+    ]
+    states = train(lambda reduced, axis: reduced(MOMENTUM), params, windows, microbatches=3)
+    for (state, _), expected in zip(states, run["w"][2::3], strict=True):
+        np.testing.assert_allclose(flat(state.params), expected, **WEIGHTS)
+
+
+@pytest.mark.parametrize("every", [1, 2, 3, 4])
+@pytest.mark.parametrize("optimizer", ["sgd", "momentum"])
+def test_gradient_accumulation_equals_mindspore(golden, optimizer, every):
+    run = np.load(golden / "grad_accumulation.npz")
+    name = f"{optimizer}_k{every}"
+    tx = boostax.accumulate({"sgd": optax.sgd(0.1), "momentum": MOMENTUM}[optimizer], every)
+    step = jax.jit(lambda *args: boostax.apply_gradients(tx, *args))
+    params = {"w": jnp.asarray(run["w0"]), "b": jnp.asarray(run["b0"])}
+    state = tx.init(params)
+    for t in range(len(run["gw"])):
+        params, state = step({"w": run["gw"][t], "b": run["gb"][t]}, state, params)
+        assert int(state.micro_step) == run[f"{name}_step"][t]
+        assert bool(boostax.has_updated(state)) == (run[f"{name}_step"][t] == 0)
+        for leaf in "wb":
+            np.testing.assert_allclose(params[leaf], run[f"{name}_{leaf}"][t], **WEIGHTS)
+        if state.micro_step:
+            mean = state.window.grads["w"] / every
+            np.testing.assert_allclose(mean, run[f"{name}_acc_w"][t], **WEIGHTS)

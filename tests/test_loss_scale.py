@@ -1,0 +1,308 @@
+"""Loss scaling follows its state machine exactly, and never costs a gradient."""
+
+import collections
+import functools
+import json
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import boostax
+
+GOLDEN_SETTINGS = [(65536, 2, 4), (2**24, 2, 2000), (128, 4, 3), (4, 2, 1), (1, 2, 5)]
+F32 = jnp.finfo(jnp.float32)
+
+
+def trace(overflow, **options):
+    """States of a scaler after each step; a bad step alternates between inf and NaN."""
+    tx = boostax.dynamic_loss_scale(optax.sgd(1.0), **options)
+    params = jnp.float32(0.0)
+
+    def step(carry, bad):
+        params, state, odd = carry
+        grads = jnp.where(bad, jnp.where(odd, jnp.inf, jnp.nan), 0.0).astype(jnp.float32)
+        params, state = boostax.apply_gradients(tx, grads, state, params)
+        return (params, state, ~odd), state
+
+    start = (params, tx.init(params), jnp.asarray(False))
+    return jax.lax.scan(step, start, overflow)[1]
+
+
+@pytest.fixture(scope="module")
+def golden_traces(golden):
+    """Golden traces by setting, each with ours of the same overflow pattern."""
+    found = collections.defaultdict(list)
+    run = {}
+    for record in json.loads((golden / "loss_scale_traces.json").read_text())["traces"]:
+        setting = record["init"], record["factor"], record["window"]
+        init, factor, window = setting
+        if setting not in run:
+            options = {"growth_factor": factor, "backoff_factor": 1 / factor}
+            options |= {"growth_interval": window, "max_scale": float(F32.max)}
+            run[setting] = jax.jit(functools.partial(trace, init_scale=init, **options))
+        states = jax.device_get(run[setting](jnp.asarray(record["overflow"], bool)))
+        found[setting].append((record, states))
+    return found
+
+
+def values(record, name):
+    return np.array([float(x) for x in record[name]])
+
+
+def test_the_golden_traces_are_all_there(golden_traces):
+    assert set(golden_traces) == {*GOLDEN_SETTINGS, (1024, 3, 6), (3e38, 2, 2)}
+    assert [len(records) for records in golden_traces.values()] == [9] * 7
+
+
+@pytest.mark.parametrize("setting", GOLDEN_SETTINGS, ids=str)
+def test_power_of_two_trajectories_equal_all_three_of_mindspore(golden_traces, setting):
+    for record, states in golden_traces[setting]:
+        for peer in ("update_cell", "manager", "amp_scaler"):
+            np.testing.assert_array_equal(states.scale, values(record, peer), err_msg=peer)
+
+
+def test_factor_3_equals_mindspore_to_rounding(golden_traces):
+    # The peers themselves differ here: x/3 against x*(1/3), in f32 and f64.
+    for record, states in golden_traces[1024, 3, 6]:
+        for peer in ("update_cell", "manager", "amp_scaler"):
+            np.testing.assert_allclose(states.scale, values(record, peer), rtol=40 * F32.eps)
+
+
+def test_growth_past_the_largest_number_is_refused(golden_traces):
+    """MindSpore's update cell becomes infinite here and stays so; its amp scaler does not."""
+    for record, states in golden_traces[3e38, 2, 2]:
+        assert np.isfinite(states.scale).all()
+        np.testing.assert_array_equal(states.scale, values(record, "amp_scaler").astype(np.float32))
+
+
+def test_clean_steps_count_as_in_mindspore(golden_traces):
+    for record, states in (pair for pairs in golden_traces.values() for pair in pairs):
+        np.testing.assert_array_equal(states.clean_steps, record["amp_scaler_counter"])
+        since = np.array(record["update_cell_cur_iter"]) - 1
+        since -= record["update_cell_last_overflow_iter"]
+        np.testing.assert_array_equal(states.clean_steps, since)
+
+
+def reference(overflow, init, growth, backoff, interval, low, high, hysteresis):
+    """The state machine in plain Python, f32 arithmetic."""
+    f32 = np.float32
+    scale, low = f32(init), f32(low)
+    count = collections.Counter(tolerance=hysteresis)
+    for bad in overflow:
+        if bad:
+            count["clean_steps"] = 0
+            count["skipped_steps"] += 1
+            count["skipped_in_a_row"] += 1
+            count["tolerance"] = max(count["tolerance"] - 1, 0)
+            if count["tolerance"] == 0 and scale <= low:
+                count["floor_hits"] += 1
+            elif count["tolerance"] == 0:
+                count["backoffs"] += 1
+                scale = max(scale * f32(backoff), low)
+        else:
+            count["clean_steps"] += 1
+            count["skipped_in_a_row"] = 0
+            if count["clean_steps"] == interval:
+                count["clean_steps"], count["tolerance"] = 0, hysteresis
+                if scale * f32(growth) <= high:
+                    count["growths"] += 1
+                    scale = scale * f32(growth)
+        yield {"scale": float(scale), "last_finite": not bad, **count}
+
+
+# Hyperparameters as arguments: one program for all examples.
+ARGUMENTS = ("init_scale", "growth_factor", "backoff_factor", "growth_interval", "min_scale")
+ARGUMENTS += ("max_scale", "hysteresis")
+traced = jax.jit(lambda overflow, values: trace(overflow, **dict(zip(ARGUMENTS, values))))  # noqa: B905
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    overflow=st.lists(st.booleans(), min_size=32, max_size=32),
+    growth=st.sampled_from([2.0, 4.0, 1.5, 2**0.25]),
+    backoff=st.sampled_from([0.5, 0.25, 0.75, 0.1]),
+    exponents=st.lists(st.integers(-20, 30), min_size=3, max_size=3).map(sorted),
+    interval=st.integers(1, 6),
+    hysteresis=st.integers(1, 4),
+)
+def test_state_machine_equals_its_plain_reference(
+    overflow, growth, backoff, exponents, interval, hysteresis
+):
+    low, init, high = (2.0**k for k in exponents)
+    options = (init, growth, backoff, interval, low, high, hysteresis)
+    states = jax.device_get(traced(jnp.asarray(overflow), options))
+    for t, expected in enumerate(reference(overflow, *options)):
+        actual = {name: getattr(states, name)[t] for name in expected}
+        assert actual == expected, (t, options)
+
+
+@settings(max_examples=15, deadline=None)
+@given(overflow=st.lists(st.booleans(), min_size=1, max_size=12))
+def test_a_skipped_step_never_happened(overflow):
+    """Bit for bit: params, moments, counters, schedule and decay; with and without application."""
+    step, pure, tx = skipping()
+    params = {"w": jnp.arange(1.0, 4.0), "b": jnp.float32(0.5)}
+    grads = [jax.tree.map(lambda p, t=t: p * (t - 3.0) / 7, params) for t in range(len(overflow))]
+    for one_step in (step, pure):
+        runs = []
+        for given_steps in (range(len(overflow)), [t for t, bad in enumerate(overflow) if not bad]):
+            now, state = params, tx.init(params)
+            for t in given_steps:
+                now, state = one_step(now, state, grads[t], overflow[t])
+            runs.append((now, state.inner_state))
+        jax.tree.map(np.testing.assert_array_equal, *runs)
+
+
+@functools.cache
+def skipping():
+    schedule = optax.linear_schedule(0.1, 0.01, 5)
+    inner = optax.chain(optax.clip_by_global_norm(0.7), optax.adamw(schedule, weight_decay=0.1))
+    tx = boostax.dynamic_loss_scale(inner, growth_interval=2)
+
+    def spoilt(state, grads, bad):
+        return jax.tree.map(lambda g: jnp.where(bad, jnp.nan, g * state.scale), grads)
+
+    def apply(params, state, grads, bad):
+        return boostax.apply_gradients(tx, spoilt(state, grads, bad), state, params)
+
+    def update(params, state, grads, bad):
+        updates, state = tx.update(spoilt(state, grads, bad), state, params)
+        return optax.apply_updates(params, updates), state
+
+    return jax.jit(apply), jax.jit(update), tx
+
+
+@pytest.mark.parametrize("skip", [True, False])
+def test_static_scale_stays_and_skips_only_when_asked(skip):
+    tx = boostax.static_loss_scale(optax.sgd(1.0), 128.0, skip_nonfinite=skip)
+    params, state = jnp.float32(0.0), tx.init(jnp.float32(0.0))
+    for grads, expected in ((64.0, -0.5), (math.inf, -0.5 if skip else -math.inf)):
+        params, state = boostax.apply_gradients(tx, jnp.float32(grads), state, params)
+        assert float(params) == expected
+        assert float(boostax.loss_scale(state)) == 128.0
+    told = boostax.metrics(state)
+    assert (int(told["skipped_steps"]), bool(told["last_finite"])) == (skip, not skip)
+    assert ("cond" in str(jax.make_jaxpr(tx.update)(params, state, params))) == skip
+
+
+@jax.jit
+def identity_inside(grads, scale):
+    tx = boostax.static_loss_scale(optax.identity(), scale)
+    return tx.update(grads, tx.init(grads), grads)
+
+
+def unscaled(grads, scale):
+    """What the inner transformation sees."""
+    updates, state = identity_inside(grads, scale)
+    assert bool(state.last_finite)
+    return np.asarray(updates)
+
+
+@pytest.mark.parametrize("exponent", [-24, -1, 0, 10, 16, 24, 64, 65])
+@pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16, jnp.float32])
+def test_powers_of_two_unscale_bit_for_bit(dtype, exponent):
+    """Every f16 and bf16 number, and as many f32 ones."""
+    bits = np.arange(2**16, dtype=np.uint16)
+    if dtype == jnp.float32:
+        grads = (bits.astype(np.uint32) * 65537).view(np.float32)
+    else:
+        grads = bits.view(dtype)
+    grads = grads[np.isfinite(grads.astype(np.float32))]
+    exact = np.ldexp(grads.astype(np.float64), -exponent)
+    # XLA flushes subnormal f32; what is 2**48 or more counts as an overflow.
+    normal = np.minimum(abs(exact), abs(grads.astype(np.float64))) >= float(F32.tiny)
+    usable = normal & (abs(exact) < 2.0**48)
+    assert usable.sum() > 1000
+    grads, exact = np.where(usable, grads, grads.dtype.type(0)), np.where(usable, exact, 0)
+    result = unscaled(jnp.asarray(grads), 2.0**exponent)
+    assert result.dtype == np.float32
+    np.testing.assert_array_equal(result, exact)
+
+
+@pytest.mark.parametrize("scale", [1e-37, 1e-30, 0.3, 2.0**126, 2.0**127, 3e38])
+def test_gradients_of_any_scale_come_back(scale):
+    """The reciprocal of a scale above 2**126 is subnormal, and was zero to the processor."""
+    true = np.array([1.0, -0.75, 1 / 3, 1.1], np.float32)
+    grads = jnp.asarray(true * np.float32(scale))
+    np.testing.assert_allclose(unscaled(grads, scale), true, rtol=3 * F32.eps)
+
+
+def test_a_gradient_below_the_range_of_f16_comes_out_right():
+    """Unscaled in f16 it would be zero."""
+    true, scale = 1e-8, 2.0**15
+    assert np.float16(true) == 0
+    result = unscaled(jnp.float16(true * scale), scale)
+    np.testing.assert_allclose(result, true, rtol=2**-11)
+    assert not np.float16(np.float16(true * scale) / np.float16(scale))
+
+
+def test_the_oracle_saves_a_gradient_below_the_range_of_f16():
+    tx = boostax.static_loss_scale(optax.identity(), 2.0**15)
+    params = jnp.float32(1.0)
+    state = tx.init(params)
+    loss = lambda w, x: w * x * x  # noqa: E731
+    f = boostax.value_and_grad(loss, policy="compute=float16")
+    _, grads = f(params, state, jnp.float32(1e-4))
+    plain = jax.grad(lambda w: loss(w.astype(jnp.float16), jnp.float16(1e-4)))(params)
+    assert float(plain) == 0.0
+    np.testing.assert_allclose(tx.update(grads, state, params)[0], 1e-8, rtol=3 * 2**-11)
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.float16, jnp.bfloat16])
+def test_scaler_operations_equal_mindspore_where_it_keeps_f32(golden, dtype):
+    """Its f16 and bf16 go through a low product: the right value is the f32 one."""
+    arrays = np.load(golden / "loss_scaler_ops.npz")
+    x = jnp.asarray(arrays["x"], dtype)
+    state = boostax.static_loss_scale(optax.sgd(0.1), 1024.0).init(x)
+    scaled = np.array([boostax.scale_loss(value, state) for value in x])
+    np.testing.assert_array_equal(scaled, np.asarray(x, np.float32) * 1024)
+    np.testing.assert_array_equal(unscaled(x, 1024.0), np.asarray(x, np.float32) / 1024)
+    if dtype == jnp.float32:
+        np.testing.assert_array_equal(scaled, arrays["scale_Float32"])
+        np.testing.assert_array_equal(unscaled(x, 1024.0), arrays["unscale_Float32"])
+    else:
+        name = {jnp.float16: "Float16", jnp.bfloat16: "BFloat16"}[dtype]
+        assert (arrays[f"scale_{name}"] != scaled).any() or dtype == jnp.bfloat16
+        np.testing.assert_allclose(arrays[f"unscale_{name}"][[0, 1, 3]], scaled[[0, 1, 3]] / 2**20)
+
+
+def test_all_finite_equals_mindspore(golden):
+    arrays = np.load(golden / "loss_scaler_ops.npz")
+    for row, expected in zip(arrays["all_finite_inputs"], arrays["all_finite"], strict=True):
+        assert bool(boostax.all_finite([jnp.asarray(row[0]), jnp.asarray(row[1])])) == expected
+
+
+@pytest.mark.parametrize(
+    ("tree", "finite"),
+    [
+        (None, True),
+        ({}, True),
+        ({"a": None, "b": jnp.zeros((0, 3)), "c": jnp.int32(2**31 - 1)}, True),
+        (jnp.array([True]), True),
+        ((jnp.zeros((0,)), jnp.float16("inf")), False),
+        (jnp.array([2e38 + 3e38j, 0]), True),  # its magnitude is not finite, it is
+        (jnp.array([1 + 0j, complex(0, math.nan)]), False),
+        (jnp.array([complex(-math.inf, 0)]), False),
+        (jnp.bfloat16(3e38), True),
+        (np.float32("nan"), False),
+        (math.inf, False),
+    ],
+    ids=str,
+)
+def test_all_finite_of_any_tree(tree, finite):
+    result = jax.jit(lambda: boostax.all_finite(tree))()
+    assert (result.shape, result.dtype, bool(result)) == ((), jnp.bool_, finite)
+
+
+def test_all_finite_agrees_over_an_axis():
+    x = jnp.ones((4, 3)).at[2, 1].set(jnp.nan)
+    local = jax.vmap(boostax.all_finite)(x)
+    agreed = jax.vmap(lambda row: boostax.all_finite(row, "i"), axis_name="i")(x)
+    assert local.tolist() == [True, True, False, True]
+    assert agreed.tolist() == [False] * 4
