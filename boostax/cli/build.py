@@ -3,7 +3,7 @@
 import contextlib
 import dataclasses
 import math
-from collections.abc import Iterator
+from collections.abc import Generator
 from typing import Any
 
 import jax
@@ -22,7 +22,7 @@ class Refusal(Exception):
 
 
 @contextlib.contextmanager
-def refusing() -> Iterator[None]:
+def refusing() -> Generator[None]:
     """Turn the errors of argument checks and files into a `Refusal`, which shows no traceback."""
     try:
         yield
@@ -57,10 +57,11 @@ def require_devices(count: int) -> None:
       ValueError: if there are fewer.
     """
     checks.positive_int("boostax", "--devices", count, "1 trains on a single device.")
-    if jax.config.jax_num_cpu_devices < count:
+    settings: Any = jax.config
+    if settings.jax_num_cpu_devices < count:
         # Refused once a backend exists; what is there decides below.
         with contextlib.suppress(RuntimeError):
-            jax.config.update("jax_num_cpu_devices", count)
+            settings.update("jax_num_cpu_devices", count)
     if len(jax.devices()) < count:
         raise ValueError(
             f"boostax: --devices must be at most {len(jax.devices())}, the {jax.default_backend()} "
@@ -139,7 +140,12 @@ def _check(workload: Workload, recipe: Recipe) -> None:
         least = name == "learning_rate"
         value = getattr(recipe, name)
         checks.number(
-            "boostax", option, value, allowed, lambda x, least=least: x > 0 if least else x >= 0, hint
+            "boostax",
+            option,
+            value,
+            allowed,
+            lambda x, least=least: x > 0 if least else x >= 0,
+            hint,
         )
     slices = recipe.devices * recipe.microbatches
     if workload.batch_size % slices:

@@ -1,8 +1,7 @@
 """The commands and their arguments."""
 
-import dataclasses
-import shlex
 import sys
+from dataclasses import dataclass, field
 from typing import Annotated
 
 import tyro
@@ -14,7 +13,7 @@ from boostax.cli.train import train
 from boostax.workloads import DigitsConfig, TextConfig, digits, text
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclass(frozen=True)
 class TrainText:
     """Train a small transformer to predict the next character of a text.
 
@@ -22,24 +21,24 @@ class TrainText:
     initial parameters and the dropout.
     """
 
-    task: TextConfig = TextConfig()
-    recipe: Recipe = Recipe()
-    run: RunOptions = RunOptions()
+    task: TextConfig = field(default_factory=TextConfig)
+    recipe: Recipe = field(default_factory=Recipe)
+    run: RunOptions = field(default_factory=RunOptions)
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclass(frozen=True)
 class TrainDigits:
     """Train a perceptron or a small convolutional network on handwritten digits.
 
     The seed also selects the initial parameters.
     """
 
-    task: DigitsConfig = DigitsConfig()
-    recipe: Recipe = Recipe(steps=300)
-    run: RunOptions = RunOptions()
+    task: DigitsConfig = field(default_factory=DigitsConfig)
+    recipe: Recipe = field(default_factory=lambda: Recipe(steps=300))
+    run: RunOptions = field(default_factory=RunOptions)
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclass(frozen=True)
 class CompareText:
     """Compare ways to train the character transformer.
 
@@ -47,11 +46,11 @@ class CompareText:
     the low-precision variants compute in.
     """
 
-    task: TextConfig = TextConfig(dtype="float16")
-    plan: ComparePlan = ComparePlan()
+    task: TextConfig = field(default_factory=lambda: TextConfig(dtype="float16"))
+    plan: ComparePlan = field(default_factory=ComparePlan)
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclass(frozen=True)
 class CompareDigits:
     """Compare ways to train on handwritten digits.
 
@@ -59,11 +58,11 @@ class CompareDigits:
     the low-precision variants compute in.
     """
 
-    task: DigitsConfig = DigitsConfig(dtype="float16")
-    plan: ComparePlan = ComparePlan()
+    task: DigitsConfig = field(default_factory=lambda: DigitsConfig(dtype="float16"))
+    plan: ComparePlan = field(default_factory=ComparePlan)
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclass(frozen=True)
 class Train:
     """Train one workload: with checkpoints, metrics and a plot of the loss."""
 
@@ -73,7 +72,7 @@ class Train:
     )
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclass(frozen=True)
 class Compare:
     """Train one workload in several ways and set them side by side."""
 
@@ -98,13 +97,12 @@ def run(argv: list[str]) -> int:
         args=argv,
         config=(tyro.conf.OmitArgPrefixes, tyro.conf.OmitSubcommandPrefixes),
     )
-    words = shlex.join(["boostax", *argv])
     try:
         match command.workload:
             case TrainText(task, recipe, options):
-                train(text, task, recipe, options, words)
+                train(text, task, recipe, options, argv)
             case TrainDigits(task, recipe, options):
-                train(digits, task, recipe, options, words)
+                train(digits, task, recipe, options, argv)
             case CompareText(task, plan):
                 compare(text, task, plan)
             case CompareDigits(task, plan):

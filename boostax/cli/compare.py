@@ -11,13 +11,13 @@ from typing import Any
 
 import jax
 import numpy as np
+import rich.box
 from rich.console import Console
 from rich.table import Table
 
 import boostax
 from boostax._core import checks, costs
-from boostax.cli.build import Built, build, refusing, require_devices
-from boostax.cli.plot import column, plot_comparison
+from boostax.cli.build import Built, Refusal, build, refusing, require_devices
 from boostax.cli.recipe import Recipe
 from boostax.train.loop import fit
 from boostax.workloads import Workload
@@ -102,12 +102,10 @@ def _variants(task: Any, plan: ComparePlan) -> list[Variant]:
     variants = [
         Variant("float32", "float32", "none", 1),
         Variant(low, low, "none", 1),
-        Variant(f"{low} + loss scale", low, "dynamic", 1),
+        Variant("+ loss scale", low, "dynamic", 1),
     ]
     if plan.accumulate > 1:
-        variants.append(
-            Variant(f"{low} + loss scale + accumulate", low, "dynamic", plan.accumulate)
-        )
+        variants.append(Variant("+ accumulate", low, "dynamic", plan.accumulate))
     return variants
 
 
@@ -136,7 +134,8 @@ def _part(workload: Workload, parts: int, index: int) -> Any:
     whole, part = divmod(index, parts)
     size = workload.batch_size // parts
     return {
-        name: array[part * size : (part + 1) * size] for name, array in workload.batch(whole).items()
+        name: array[part * size : (part + 1) * size]
+        for name, array in workload.batch(whole).items()
     }
 
 
@@ -151,9 +150,129 @@ def _run(
         lambda index: _part(workload, variant.parts, index),
         steps=plan.steps * variant.parts,
         writers=[clock],
-        evaluate=lambda state: workload.evaluate(state.params, state.model_state),
+        evaluate=built.evaluate,
         evaluate_every=every * variant.parts,
     )
-    return {}
+    if result.stopped_by:
+        raise Refusal(f"stopped by {result.stopped_by}; an unfinished comparison is not kept.")
+    rows = result.history
+    # By optimizer step: the mean over the parts of each batch.
+    losses = np.reshape([row["loss"] for row in rows], (plan.steps, variant.parts)).mean(1)
+    held_out = [row for row in rows if "held_out_loss" in row]
+    return {
+        "seed": seed,
+        "held_out_loss": rows[-1]["held_out_loss"],
+        "held_out_accuracy": rows[-1]["held_out_accuracy"],
+        "ms_per_step": 1e3 * float(np.median(np.diff(clock.times[:: variant.parts]))),
+        "skipped": int(rows[-1].get("skipped_steps", 0)),
+        "training": (list(range(1, plan.steps + 1)), losses.tolist()),
+        "held_out": (
+            [row["step"] // variant.parts for row in held_out],
+            [row["held_out_loss"] for row in held_out],
+        ),
+    }
 
 
+def _costs(built: Built, variant: Variant, seed: int) -> dict[str, float]:
+    state = built.init(seed)
+    batch = _part(built.workload, variant.parts, 0)
+    memory = built.step.lower(state, batch).compile().memory_analysis()
+    found = costs.collectives(built.step.jaxpr(state, batch))
+    # What stands in a branch is sent once per optimizer step, the rest at every call.
+    each_call = costs.wire_bytes(found, conditional=False)
+    return {
+        "temporary_bytes": math.nan if memory is None else memory.temp_size_in_bytes,
+        "wire_bytes": variant.parts * each_call + costs.wire_bytes(found, conditional=True),
+    }
+
+
+def _summarize(runs: list[dict[str, Any]], costs_of: dict[str, float]) -> dict[str, Any]:
+    losses = [run["held_out_loss"] for run in runs]
+    return {
+        "held_out_loss": statistics.fmean(losses),
+        "held_out_loss_spread": max(losses) - min(losses),
+        "held_out_accuracy": statistics.fmean(run["held_out_accuracy"] for run in runs),
+        "ms_per_step": statistics.median(run["ms_per_step"] for run in runs),
+        "skipped": sum(run["skipped"] for run in runs),
+        **costs_of,
+    }
+
+
+def _table(report: dict[str, dict[str, Any]], plan: ComparePlan) -> Table:
+    table = Table(
+        title=f"{plan.steps} optimizer steps, {plan.seeds} seeds, {plan.devices} devices",
+        caption="±: half the range over the seeds; ms and sent: per optimizer step (sent: by each "
+        "device); temp: working memory of one call",
+        box=rich.box.SIMPLE_HEAD,
+    )
+    table.add_column("variant", no_wrap=True)
+    sent = ("sent",) if plan.devices > 1 else ()
+    for heading in ("held-out loss", "accuracy", "ms", "temp", *sent, "skips"):
+        table.add_column(heading, justify="right", no_wrap=True)
+    for name, row in report.items():
+        loss, spread = row["held_out_loss"], row["held_out_loss_spread"]
+        cells = [
+            f"{loss:.4f} ± {spread / 2:.4f}" if math.isfinite(loss) else "diverged",
+            f"{row['held_out_accuracy']:.1%}",
+            f"{row['ms_per_step']:.2f}",
+            _size(row["temporary_bytes"]),
+        ]
+        if plan.devices > 1:
+            cells.append(_size(row["wire_bytes"]))
+        table.add_row(name, *cells, str(row["skipped"]))
+    return table
+
+
+def _size(count: float) -> str:
+    for unit in ("B", "kB", "MB"):
+        if count < 1000:
+            return f"{count:.3g} {unit}"
+        count /= 1000
+    return f"{count:.3g} GB"
+
+
+def _write(
+    output: pathlib.Path,
+    name: str,
+    task: Any,
+    plan: ComparePlan,
+    report: dict[str, dict[str, Any]],
+    runs: dict[str, list[dict[str, Any]]],
+) -> None:
+    from boostax.cli.plot import plot_comparison
+
+    record = {
+        "workload": name,
+        "task": dataclasses.asdict(task),
+        "plan": dataclasses.asdict(plan) | {"output": str(output)},
+        "device": jax.devices()[0].device_kind,
+        "versions": {"boostax": boostax.__version__, "jax": jax.__version__},
+        "variants": report,
+        "runs": runs,
+    }
+    (output / "compare.json").write_text(json.dumps(_plain(record), indent=1) + "\n")
+    curves = {name: (_mean(of, "training"), _mean(of, "held_out")) for name, of in runs.items()}
+    bars = {
+        "ms per step": {name: row["ms_per_step"] for name, row in report.items()},
+        "temporary memory, MB": {n: row["temporary_bytes"] / 1e6 for n, row in report.items()},
+    }
+    if plan.devices > 1:
+        bars["sent per step and device, MB"] = {
+            name: row["wire_bytes"] / 1e6 for name, row in report.items()
+        }
+    title = f"{name}: {plan.seeds} seeds"
+    plot_comparison(curves, bars, output / "compare.png", title)
+
+
+def _mean(runs: list[dict[str, Any]], which: str) -> tuple[list[float], list[float]]:
+    steps = runs[0][which][0]
+    return steps, np.mean([run[which][1] for run in runs], axis=0).tolist()
+
+
+def _plain(value: Any) -> Any:
+    """The same with null for what is not finite, which JSON has no word for."""
+    if isinstance(value, dict):
+        return {name: _plain(item) for name, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -16,7 +16,7 @@ import numpy as np
 TEXT = "#797979"
 COLORS = ("#3d85c6", "#d9762b", "#2f9e6b", "#a667c2", "#b8862b")
 
-_STYLE: dict[str, Any] = {
+_STYLE: Any = {
     "axes.edgecolor": TEXT,
     "axes.labelcolor": TEXT,
     "axes.titlecolor": TEXT,
@@ -89,12 +89,22 @@ def plot_comparison(
         figure = plt.figure(figsize=(11, 5.2))
         grid = figure.add_gridspec(len(bars), 2, width_ratios=[2.2, 1])
         left = figure.add_subplot(grid[:, 0])
-        for name, (training, held_out) in curves.items():
-            left.plot(training[0], smooth(training[1]), color=colors[name], alpha=0.45, linewidth=1)
-            left.plot(*held_out, "o-", color=colors[name], markersize=4, label=name)
+        for depth, (name, (training, held_out)) in enumerate(reversed(curves.items())):
+            # Variants often coincide: the first lie wide below the last, so that all are seen.
+            look: Any = {"color": colors[name], "zorder": 3 - depth}
+            left.plot(training[0], smooth(training[1]), linewidth=1 + depth, alpha=0.4, **look)
+            left.plot(
+                *held_out,
+                "o-",
+                linewidth=1.5 + 2 * depth,
+                markersize=4 + 3 * depth,
+                **look,
+                label=name,
+            )
         left.set(xlabel="optimizer step", ylabel="loss (points: held out, lines: training)")
         left.set_title(title)
-        left.legend()
+        handles, labels = left.get_legend_handles_labels()
+        left.legend(handles[::-1], labels[::-1])
         for row, (measure, values) in enumerate(bars.items()):
             axes = figure.add_subplot(grid[row, 1])
             drawn = axes.barh(
@@ -103,6 +113,8 @@ def plot_comparison(
             axes.bar_label(drawn, fmt="%.3g", padding=3, color=TEXT, fontsize=9)
             axes.invert_yaxis()
             axes.grid(visible=False)
+            axes.set_xticks([])
+            axes.spines["bottom"].set_visible(False)
             axes.margins(x=0.2)
             axes.set_title(measure, fontsize=10)
             axes.tick_params(labelsize=9)

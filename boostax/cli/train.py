@@ -4,6 +4,7 @@ import dataclasses
 import hashlib
 import json
 import pathlib
+import shlex
 import time
 from collections.abc import Callable
 from typing import Any
@@ -15,7 +16,6 @@ from rich.table import Table
 
 import boostax
 from boostax.cli.build import Built, Refusal, build, refusing, require_devices
-from boostax.cli.plot import plot_run
 from boostax.cli.recipe import Recipe, RunOptions
 from boostax.train.checkpoint import Checkpointer
 from boostax.train.loop import FitResult, fit
@@ -31,9 +31,9 @@ def train(
     task: Any,
     recipe: Recipe,
     options: RunOptions,
-    command: str,
+    argv: list[str],
 ) -> None:
-    """Train, or go on training, one workload; ``command`` is what the user typed."""
+    """Train, or go on training, one workload; ``argv`` is what the user typed."""
     console = Console(highlight=False)
     with refusing():
         require_devices(recipe.devices)
@@ -45,12 +45,15 @@ def train(
     numbers = _numbers(workload, task, recipe)
     with checkpointer:
         with refusing():
-            state, start = _first_state(built, task, checkpointer, options, output, numbers)
-        if start == recipe.steps:
-            console.print(f"This run is finished: {start} calls done, results in {output}.")
-            console.print("Longer training needs a run of its own: another --steps and --output.")
-            return
-        console.print(_table(built, task, recipe, state, start))
+            start = _calls_done(checkpointer, options, output, numbers)
+            if start == recipe.steps:
+                console.print(f"This run is finished: {start} calls done, results in {output}.")
+                console.print("Longer training needs a run of its own: other --steps, --output.")
+                return
+            state = built.init(task.seed)
+            if start:
+                state, _ = checkpointer.restore(state, start)
+        console.print(_table(built, task, recipe, start))
         with refusing():
             writers = _writers(recipe, options, output, start, console)
         begun = time.monotonic()
@@ -72,12 +75,15 @@ def train(
             for writer in writers:
                 writer.close()
     if result.stopped_by:
-        again = command if options.resume else f"{command} --resume"
+        again = shlex.join(["boostax", *_without(argv, "--resume"), "--resume"])
         console.print(f"Stopped by {result.stopped_by} after call {result.step}; state saved.")
         console.print(f"Go on with: {again}", soft_wrap=True)
         return
     seconds = time.monotonic() - begun
-    _finish(console, built, task, recipe, output, result, numbers, seconds)
+    _finish(console, built, output, result, numbers, seconds)
+    console.print("[bold]Next[/bold]")
+    for line in _next(built.workload.name, task, recipe, output, argv):
+        console.print(f"  {line}", soft_wrap=True)
 
 
 def _numbers(workload: Workload, task: Any, recipe: Recipe) -> dict[str, Any]:
@@ -89,18 +95,15 @@ def _numbers(workload: Workload, task: Any, recipe: Recipe) -> dict[str, Any]:
     return json.loads(json.dumps(fields | dataclasses.asdict(recipe)))
 
 
-def _first_state(
-    built: Built,
-    task: Any,
+def _calls_done(
     checkpointer: Checkpointer,
     options: RunOptions,
     output: pathlib.Path,
     numbers: dict[str, Any],
-) -> tuple[boostax.TrainState, int]:
-    state = built.init(task.seed)
+) -> int:
     latest = checkpointer.latest()
     if latest is None:
-        return state, 0
+        return 0
     if not options.resume:
         raise Refusal(
             f"{output} holds a run of {latest} calls. Add --resume to go on with it, or give "
@@ -114,8 +117,7 @@ def _first_state(
                 f"--resume: {name} must be {was!r}, as in the run saved in {output}, got {now!r}. "
                 "It changes the numbers: set it back, or start a run with another --output."
             )
-    restored, _ = checkpointer.restore(state, latest)
-    return restored, latest
+    return latest
 
 
 def _writers(
@@ -127,17 +129,14 @@ def _writers(
     return [*writers, Progress(recipe.steps, start=start, console=console)]
 
 
-def _table(
-    built: Built, task: Any, recipe: Recipe, state: boostax.TrainState, start: int
-) -> Table:
+def _table(built: Built, task: Any, recipe: Recipe, start: int) -> Table:
     batch = built.workload.batch_size
     scale = recipe.loss_scale
-    scale = f"{scale:g}, fixed" if isinstance(scale, float) else scale
+    scale = scale if isinstance(scale, str) else f"{scale:g}, fixed"
     one = f"{batch} per call"
     table = Table(show_header=False, box=None, title=None, padding=(0, 2, 0, 0))
     rows = {
         "workload": f"{built.workload.name}: {built.workload.summary}",
-        "parameters": f"{parameter_count(state.params):,}",
         "steps": f"{recipe.steps} calls, {built.optimizer_steps} optimizer steps"
         + (f", resuming after call {start}" if start else ""),
         "effective batch": f"{batch * recipe.accumulate}"
@@ -153,11 +152,6 @@ def _table(
     return table
 
 
-def parameter_count(params: Any) -> int:
-    """Numbers in a tree."""
-    return sum(leaf.size for leaf in jax.tree.leaves(params))
-
-
 def _digest(params: Any) -> str:
     total = hashlib.sha256()
     for leaf in jax.tree.leaves(params):
@@ -168,23 +162,24 @@ def _digest(params: Any) -> str:
 def _finish(
     console: Console,
     built: Built,
-    task: Any,
-    recipe: Recipe,
     output: pathlib.Path,
     result: FitResult,
     numbers: dict[str, Any],
     seconds: float,
 ) -> None:
+    from boostax.cli.plot import plot_run
+
     last = result.history[-1]
+    skipped = int(last.get("skipped_steps", 0))
     rows = JsonLines.read(output / "metrics.jsonl")
     plot_run(rows, output / "loss.png", built.workload.name)
     held_out = {name: value for name, value in last.items() if name.startswith("held_out_")}
     summary = {
         "configuration": numbers,
         "calls": result.step,
-        "optimizer_steps": last.get("optimizer_steps", result.step - last.get("skipped_steps", 0)),
-        "skipped_steps": last.get("skipped_steps", 0),
-        "parameters": parameter_count(result.state.params),
+        "optimizer_steps": int(last.get("optimizer_steps", result.step - skipped)),
+        "skipped_steps": skipped,
+        "parameters": sum(leaf.size for leaf in jax.tree.leaves(result.state.params)),
         "params_sha256": _digest(result.state.params),
         **held_out,
         "seconds": seconds,
@@ -197,17 +192,30 @@ def _finish(
         f"accuracy [bold]{last['held_out_accuracy']:.1%}[/bold], in {seconds:.1f} s"
     )
     console.print(f"plot: {output / 'loss.png'}", soft_wrap=True)
-    console.print("[bold]Next[/bold]")
-    for line in _next(built.workload.name, task, recipe):
-        console.print(f"  {line}", soft_wrap=True)
 
 
-def _next(name: str, task: Any, recipe: Recipe) -> list[str]:
+def _next(name: str, task: Any, recipe: Recipe, output: pathlib.Path, argv: list[str]) -> list[str]:
+    tries = [
+        (task.dtype == "float32", "--dtype", "float16"),
+        (recipe.accumulate == 1, "--accumulate", "4"),
+        (recipe.devices == 1, "--devices", "2"),
+    ]
     lines: list[str] = []
-    if task.dtype == "float32":
-        lines.append(f"boostax train {name} --dtype float16 --output runs/{name}-float16")
-    if recipe.accumulate == 1:
-        lines.append(f"boostax train {name} --accumulate 4 --output runs/{name}-accumulate")
-    if recipe.devices == 1:
-        lines.append(f"boostax train {name} --devices 2 --output runs/{name}-two-devices")
+    for sensible, option, value in tries:
+        if sensible:
+            other = f"{output}-{option.strip('-')}-{value}"
+            kept = _without(argv, "--resume", "--output", option)
+            lines.append(shlex.join(["boostax", *kept, option, value, "--output", other]))
     return [*lines[:2], f"boostax compare {name}"]
+
+
+def _without(argv: list[str], *options: str) -> list[str]:
+    """The arguments less some options and their values."""
+    kept: list[str] = []
+    dropping = False
+    for word in argv:
+        if word.startswith("--"):
+            dropping = word.split("=")[0] in options
+        if not dropping:
+            kept.append(word)
+    return kept

@@ -1,0 +1,135 @@
+"""Paired timings: every form once per round, in turn, so that a drifting machine drifts for all.
+
+A figure is the median over rounds of the ratio, within one round, of a form to its baseline.
+"""
+
+import dataclasses
+import json
+import os
+import pathlib
+import platform
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import optax
+
+import boostax
+
+RESULTS = pathlib.Path(__file__).parent / "results"
+
+
+@dataclasses.dataclass
+class Form:
+    """One thing to time.
+
+    ``run`` does a unit of work and blocks; ``temp`` is its compiled temporary memory in bytes.
+    """
+
+    run: Callable[[], None]
+    temp: int | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Bar:
+    """What a figure must not exceed, and the figure."""
+
+    claim: str
+    figure: float
+    limit: float
+
+    @property
+    def met(self) -> bool:
+        """Whether it stays within."""
+        return self.figure <= self.limit
+
+
+def by_update(tx: Any) -> Callable[..., tuple[Any, Any]]:
+    """A step that uses only the Optax interface."""
+
+    def step(params: Any, state: Any, grads: Any) -> tuple[Any, Any]:
+        updates, state = tx.update(grads, state, params)
+        return optax.apply_updates(params, updates), state
+
+    return step
+
+
+def by_apply(tx: Any) -> Callable[..., tuple[Any, Any]]:
+    """A step through ``boostax.apply_gradients``."""
+    return lambda params, state, grads: boostax.apply_gradients(tx, grads, state, params)
+
+
+def compiled_form(
+    step: Callable[..., tuple[Any, Any]], params: Any, state: Any, *rest: Any, calls: int = 1
+) -> Form:
+    """A donated ``step(params, state, *rest)`` that threads its own params and state."""
+    program = jax.jit(step, donate_argnums=(0, 1)).lower(params, state, *rest).compile()
+    carry = [jax.tree.map(lambda x: x.copy(), (params, state))]
+
+    def run() -> None:
+        for _ in range(calls):
+            carry[0] = program(*carry[0], *rest)
+        jax.block_until_ready(carry[0])
+
+    return Form(run, program.memory_analysis().temp_size_in_bytes)
+
+
+def paired(forms: dict[str, Form], rounds: int) -> dict[str, list[float]]:
+    """Seconds per unit of work, a list per form, index-aligned by round; one round warms up."""
+    times: dict[str, list[float]] = {name: [] for name in forms}
+    for index in range(rounds + 1):
+        for name, form in forms.items():
+            start = time.perf_counter()
+            form.run()
+            if index:
+                times[name].append(time.perf_counter() - start)
+    return times
+
+
+def ratio(times: dict[str, list[float]], name: str, baseline: str) -> float:
+    """Median of the paired ratios."""
+    return statistics.median(a / b for a, b in zip(times[name], times[baseline], strict=True))
+
+
+def report(
+    name: str, title: str, sections: list[tuple[str, list[dict[str, Any]]]], bars: list[Bar]
+) -> None:
+    """Print the tables and the bars, and keep them as JSON and Markdown."""
+    machine = {
+        "device": jax.devices()[0].device_kind,
+        "cores": os.cpu_count(),
+        "python": platform.python_version(),
+        "jax": jax.__version__,
+        "optax": optax.__version__,
+    }
+    lines = [f"# {title}", "", ", ".join(f"{k} {v}" for k, v in machine.items()), ""]
+    for heading, rows in sections:
+        columns = list(rows[0])
+        lines += [f"## {heading}", "", "| " + " | ".join(columns) + " |"]
+        lines += ["|" + "---|" * len(columns)]
+        lines += ["| " + " | ".join(_cell(row[c]) for c in columns) + " |" for row in rows]
+        lines += [""]
+    lines += ["## Bars", "", "| claim | figure | limit | met |", "|---|---|---|---|"]
+    lines += [f"| {b.claim} | {b.figure:.3f} | {b.limit:g} | {_yes(b.met)} |" for b in bars]
+    text = "\n".join(lines) + "\n"
+    RESULTS.mkdir(exist_ok=True)
+    (RESULTS / f"{name}.md").write_text(text)
+    data = {
+        "machine": machine,
+        "sections": dict(sections),
+        "bars": [{**dataclasses.asdict(b), "met": b.met} for b in bars],
+    }
+    (RESULTS / f"{name}.json").write_text(json.dumps(data, indent=1) + "\n")
+    print(text)
+
+
+def _cell(value: Any) -> str:
+    if value is None:
+        return ""
+    return f"{value:.3f}" if isinstance(value, float) else str(value)
+
+
+def _yes(met: bool) -> str:
+    return "yes" if met else "**no**"
