@@ -1,0 +1,37 @@
+# Everything is set up on first use: `make demo` and `make test` need only Python >= 3.11.
+PYTHON ?= python3
+VENV := .venv
+RUN := $(VENV)/bin/python
+READY := $(VENV)/.ready
+# Compiled programs are kept between runs; a CPU run of the tests compiles some thousands.
+CACHE := JAX_COMPILATION_CACHE_DIR=$(CURDIR)/.jax_cache JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS=0.1
+TESTS := $(CACHE) $(RUN) -m pytest -n 2 --dist loadgroup
+
+.PHONY: demo test test-long bench lint clean
+
+demo: $(READY)
+	$(VENV)/bin/boostax train text --dtype float16 --loss-scale dynamic --accumulate 4 --devices 4 --output runs/demo
+
+test: $(READY) lint
+	$(TESTS)
+
+test-long: $(READY)
+	$(TESTS) -m long
+
+bench: $(READY)
+	$(RUN) benchmarks/loss_scale.py
+	$(RUN) benchmarks/accumulation.py
+
+lint: $(READY)
+	$(VENV)/bin/ruff check .
+	$(VENV)/bin/ruff format --check .
+	$(VENV)/bin/pyright
+
+$(READY): pyproject.toml constraints.txt
+	test -x $(RUN) || $(PYTHON) -m venv $(VENV)
+	$(RUN) -m pip install --quiet --upgrade pip
+	$(RUN) -m pip install --quiet --constraint constraints.txt --editable '.[dev]'
+	touch $@
+
+clean:
+	rm -rf $(VENV) .jax_cache .pytest_cache .ruff_cache runs

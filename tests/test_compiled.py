@@ -1,0 +1,179 @@
+"""What the compiled programs contain: memory, collectives, FLOPs. Counts, not clocks."""
+
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import PartitionSpec as P
+
+import boostax
+from boostax._core.costs import collectives, wire_bytes
+
+ADAM = optax.adam(1e-3)
+BIG = {f"layer{i}": jax.ShapeDtypeStruct((1024, 1024), jnp.float32) for i in range(10)}
+BIG_BYTES = 10 * 1024 * 1024 * 4
+
+CHAINS = {
+    "dynamic_loss_scale": boostax.dynamic_loss_scale(ADAM),
+    "static_loss_scale": boostax.static_loss_scale(ADAM, 128.0),
+    "accumulate": boostax.accumulate(ADAM, 4),
+    "accumulate_by_schedule": boostax.accumulate(ADAM, lambda step: 4 + 0 * step),
+    "accumulate(dynamic_loss_scale)": boostax.accumulate(boostax.dynamic_loss_scale(ADAM), 8),
+    "dynamic_loss_scale(accumulate)": boostax.dynamic_loss_scale(boostax.accumulate(ADAM, 8)),
+}
+
+
+def temp_bytes(step, tx, grads=BIG):
+    state = jax.eval_shape(tx.init, BIG)
+    program = jax.jit(step, donate_argnums=(0, 1)).lower(BIG, state, grads).compile()
+    return program.memory_analysis().temp_size_in_bytes
+
+
+@pytest.mark.parametrize("name", CHAINS)
+def test_apply_gradients_needs_no_temporary_copy(name):
+    """10.5M params, Adam, donated: the gate writes in place (the branch order and what crosses)."""
+    tx = CHAINS[name]
+    temp = temp_bytes(lambda p, s, g: boostax.apply_gradients(tx, g, s, p), tx)
+    print(f"{name}: apply_gradients temp / params = {temp / BIG_BYTES:.4f}")
+    assert temp <= 0.05 * BIG_BYTES
+
+
+@pytest.mark.parametrize("name", CHAINS)
+def test_pure_update_needs_one_copy(name):
+    tx = CHAINS[name]
+
+    def step(params, state, grads):
+        updates, state = tx.update(grads, state, params)
+        return optax.apply_updates(params, updates), state
+
+    temp = temp_bytes(step, tx)
+    print(f"{name}: update temp / params = {temp / BIG_BYTES:.4f}")
+    assert temp <= 1.1 * BIG_BYTES
+
+
+def test_every_one_keeps_no_buffer():
+    state = jax.eval_shape(boostax.accumulate(ADAM, 1).init, BIG)
+    bare = jax.eval_shape(ADAM.init, BIG)
+    extra = len(jax.tree.leaves(state)) - len(jax.tree.leaves(bare))
+    assert extra == 3, "two counters and a flag"
+
+
+# Data parallel over eight devices, windows of eight.
+
+WINDOW = 8
+PARAMS = {"w1": jnp.full((32, 64), 0.1), "b1": jnp.zeros(64), "w2": jnp.full((64, 8), 0.1)}
+PARAM_BYTES = sum(x.nbytes for x in jax.tree.leaves(PARAMS))
+
+
+def mlp_loss(params, batch):
+    hidden = jnp.tanh(batch["x"] @ params["w1"] + params["b1"])
+    return jnp.mean((hidden @ params["w2"] - batch["y"]) ** 2)
+
+
+def mlp_batch(rows):
+    rng = np.random.default_rng(0)
+    return {
+        "x": rng.normal(size=(rows, 32)).astype(np.float32),
+        "y": rng.normal(size=(rows, 8)).astype(np.float32),
+    }
+
+
+def optimizer():
+    return optax.chain(boostax.all_reduce("data"), optax.clip_by_global_norm(1.0), ADAM)
+
+
+def scaler_outside():
+    inner = boostax.accumulate(optimizer(), WINDOW, axis_name="data")
+    return boostax.dynamic_loss_scale(inner, axis_name="data")
+
+
+def scaler_inside():
+    inner = boostax.dynamic_loss_scale(optimizer(), axis_name="data")
+    return boostax.accumulate(inner, WINDOW, axis_name="data")
+
+
+def train_step(mesh, tx, check_vma=True):
+    step = boostax.make_train_step(mlp_loss, tx, mesh=mesh, axis_name="data", check_vma=check_vma)
+    return step, step.init(PARAMS)
+
+
+@pytest.mark.parametrize("check_vma", [True, False])
+@pytest.mark.parametrize("make", [scaler_outside, scaler_inside])
+def test_one_gradient_reduction_per_window_in_the_gated_branch(mesh, make, check_vma):
+    step, state = train_step(mesh, make(), check_vma)
+    found = collectives(step.jaxpr(state, mlp_batch(64)))
+    gated = [c for c in found if c.conditional and c.primitive == "psum"]
+    always = [c for c in found if not c.conditional]
+    print(f"{make.__name__}: gated {[c.bytes for c in gated]}, always {[c.bytes for c in always]}")
+    assert sum(c.bytes for c in gated) == PARAM_BYTES, "each gradient is reduced exactly once"
+    assert all(c.count == 1 for c in found)
+    # A micro-step: the loss's mean and, with the scaler outside, the 4-byte agreement.
+    assert all(c.bytes == 4 for c in always)
+    expected = ["pmin", "psum"] if make is scaler_outside else ["psum"]
+    assert sorted(c.primitive for c in always) == expected
+    assert wire_bytes(found, conditional=True) >= 2 * 7 / 8 * PARAM_BYTES
+
+
+@pytest.mark.parametrize("make", [scaler_outside, scaler_inside])
+def test_compiled_text_reduces_gradients_only_inside_the_branch(mesh, make):
+    step, state = train_step(mesh, make())
+    text = step.lower(state, mlp_batch(64)).compile().as_text()
+    entry = text[text.index("ENTRY ") :]
+    outside = re.findall(r"= (\S+) all-reduce(?:-start)?\(", entry)
+    everywhere = re.findall(r"= (.+?) all-reduce(?:-start)?\(", text)
+    large = [shape for shape in everywhere if "64" in shape]
+    print(f"{make.__name__}: in the entry {outside}, of gradients {large}")
+    assert all(re.match(r"(f32|s32)\[\]", shape) for shape in outside), "scalars only"
+    assert len(large) == 1, "one all-reduce of all gradients, in a branch"
+
+
+def test_micro_batched_flops_are_the_ideal_share(mesh):
+    """Per device: 1/8 of the whole batch's, within 5%: nothing is replicated or repeated."""
+    rows, slices = 1024, 4
+    batch = jax.tree.map(jnp.asarray, mlp_batch(rows))
+    whole = jax.jit(jax.value_and_grad(mlp_loss)).lower(PARAMS, batch).compile()
+    oracle = boostax.value_and_grad(mlp_loss, axis_name="data", microbatches=slices)
+    local = jax.shard_map(
+        lambda p, b: jax.tree.map(lambda x: x[None], oracle(p, (), b)),
+        mesh=mesh,
+        in_specs=(P(), P("data")),
+        out_specs=P("data"),
+    )
+    sliced = jax.jit(local).lower(PARAMS, batch).compile()
+    # cost_analysis counts the body of the scan once.
+    share = slices * sliced.cost_analysis()["flops"] / (whole.cost_analysis()["flops"] / 8)
+    print(f"per-device FLOPs / ideal share = {share:.4f}")
+    assert 0.95 <= share <= 1.05
+
+
+def test_sharded_batch_is_split_where_it_is():
+    """Plain jit, batch sharded over eight devices: no gather, and 1/8 of the FLOPs each."""
+    auto = jax.make_mesh((8,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
+    rows, slices = 1024, 4
+    batch = jax.device_put(mlp_batch(rows), jax.NamedSharding(auto, P("x")))
+    params = jax.device_put(PARAMS, jax.NamedSharding(auto, P()))
+    sliced = jax.jit(boostax.microbatch(jax.value_and_grad(mlp_loss), slices))
+    program = sliced.lower(params, batch).compile()
+    whole = jax.jit(jax.value_and_grad(mlp_loss)).lower(PARAMS, mlp_batch(rows)).compile()
+    share = slices * program.cost_analysis()["flops"] / (whole.cost_analysis()["flops"] / 8)
+    print(f"per-device FLOPs / ideal share under plain jit = {share:.4f}")
+    assert "all-gather" not in program.as_text() and "all-to-all" not in program.as_text()
+    assert 0.95 <= share <= 1.05
+
+
+def test_the_counter_sees_scans_branches_and_ring_factors(mesh):
+    """The tool itself: trips multiply, branches are marked, bytes follow the declared dtype."""
+
+    def local(x):
+        body = lambda c, _: (c + jax.lax.psum(x.astype(jnp.bfloat16), "data").sum(), None)  # noqa: E731
+        total, _ = jax.lax.scan(body, jnp.bfloat16(0), None, length=3)
+        return jax.lax.cond(total > 0, lambda: jax.lax.pmax(x, "data"), lambda: jnp.zeros(4))
+
+    mapped = jax.shard_map(local, mesh=mesh, in_specs=P("data"), out_specs=P())
+    first, second = collectives(mapped, jnp.ones(32))
+    assert (first.primitive, first.bytes, first.count, first.conditional) == ("psum", 8, 3, False)
+    assert first.wire_bytes == 8 * 3 * 2 * 7 / 8
+    assert (second.primitive, second.bytes, second.conditional) == ("pmax", 16, True)
