@@ -55,6 +55,11 @@ def varying(x: Any) -> frozenset[str]:
     return frozenset() if kind is None else frozenset(kind.varying)
 
 
+def types(tree: PyTree) -> list[frozenset[str]]:
+    """``varying`` of every leaf."""
+    return [varying(x) for x in jax.tree.leaves(tree)]
+
+
 def to_varying(tree: PyTree, names: tuple[str, ...] | frozenset[str]) -> PyTree:
     """Cast to varying over those of the axes that are manual here and not yet varying.
 

@@ -102,8 +102,13 @@ def microbatch(
                 sums = weigh(sums, weight)._replace(weight=weight)
             return sums, state if aux.model_state is None else aux.model_state
 
-        replay, (sums_like, state_like) = trees.trace_once(evaluate, jnp.int32(0), model_state)
-        start = (jax.tree.map(jnp.zeros_like, sums_like), axes.unify(model_state, state_like))
+        first = jnp.int32(0)
+        replay, (sums_like, state_like) = trees.trace_once(evaluate, first, model_state)
+        state = axes.unify(model_state, state_like)
+        if axes.types(state) != axes.types(model_state):
+            # It comes out differing over replicas, so it must go in so.
+            replay, (sums_like, _) = trees.trace_once(evaluate, first, state)
+        start = (jax.tree.map(jnp.zeros_like, sums_like), state)
 
         def body(carry: tuple[_Sums, PyTree], index: jax.Array) -> tuple[Any, None]:
             new, state = replay(index, carry[1])

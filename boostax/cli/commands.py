@@ -47,7 +47,7 @@ class CompareText:
     """
 
     task: TextConfig = field(default_factory=lambda: TextConfig(dtype="float16"))
-    plan: ComparePlan = field(default_factory=ComparePlan)
+    plan: ComparePlan = field(default_factory=lambda: ComparePlan(steps=100))
 
 
 @dataclass(frozen=True)

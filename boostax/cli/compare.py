@@ -200,7 +200,14 @@ def _summarize(runs: list[dict[str, Any]], costs_of: dict[str, float]) -> dict[s
 
 def _table(report: dict[str, dict[str, Any]], plan: ComparePlan) -> Table:
     table = Table(
-        title=f"{plan.steps} optimizer steps, {plan.seeds} seeds, {plan.devices} devices",
+        title=", ".join(
+            (
+                counted(plan.steps, "optimizer step"),
+                counted(plan.seeds, "seed"),
+                counted(plan.devices, "device"),
+            )
+        ),
+        padding=(0, 0, 0, 1),
         caption="±: half the range over the seeds; ms and sent: per optimizer step (sent: by each "
         "device); temp: working memory of one call",
         box=rich.box.SIMPLE_HEAD,
@@ -214,13 +221,18 @@ def _table(report: dict[str, dict[str, Any]], plan: ComparePlan) -> Table:
         cells = [
             f"{loss:.4f} ± {spread / 2:.4f}" if math.isfinite(loss) else "diverged",
             f"{row['held_out_accuracy']:.1%}",
-            f"{row['ms_per_step']:.2f}",
+            f"{row['ms_per_step']:.3g}",
             _size(row["temporary_bytes"]),
         ]
         if plan.devices > 1:
             cells.append(_size(row["wire_bytes"]))
         table.add_row(name, *cells, str(row["skipped"]))
     return table
+
+
+def counted(count: int, what: str) -> str:
+    """``1 seed``, ``2 seeds``."""
+    return f"{count} {what}" + ("" if count == 1 else "s")
 
 
 def _size(count: float) -> str:
@@ -260,7 +272,7 @@ def _write(
         bars["sent per step and device, MB"] = {
             name: row["wire_bytes"] / 1e6 for name, row in report.items()
         }
-    title = f"{name}: {plan.seeds} seeds"
+    title = f"{name}, {counted(plan.seeds, 'seed')}"
     plot_comparison(curves, bars, output / "compare.png", title)
 
 

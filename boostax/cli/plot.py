@@ -89,10 +89,10 @@ def plot_comparison(
         figure = plt.figure(figsize=(11, 5.2))
         grid = figure.add_gridspec(len(bars), 2, width_ratios=[2.2, 1])
         left = figure.add_subplot(grid[:, 0])
-        for depth, (name, (training, held_out)) in enumerate(reversed(curves.items())):
+        for depth, (name, (training, held_out)) in enumerate(reversed(list(curves.items()))):
             # Variants often coincide: the first lie wide below the last, so that all are seen.
             look: Any = {"color": colors[name], "zorder": 3 - depth}
-            left.plot(training[0], smooth(training[1]), linewidth=1 + depth, alpha=0.4, **look)
+            left.plot(training[0], smooth(training[1]), linewidth=1, alpha=0.6, **look)
             left.plot(
                 *held_out,
                 "o-",

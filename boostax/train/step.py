@@ -74,7 +74,7 @@ class TrainStep:
             params = self.policy.store_params(params)
         opt_state = self.tx.init(params)
         state = TrainState(jnp.zeros((), jnp.int32), params, opt_state, model_state, key)
-        state = jax.tree.map(lambda x: jnp.array(x, copy=True), state)
+        state = jax.tree.map(_own, state)
         if self.mesh is None:
             return state
         state = state._replace(opt_state=stack_replicas(state.opt_state, self.replicas))
@@ -286,6 +286,12 @@ def make_train_step(
     return TrainStep(
         tx, oracle, mesh, names, has_aux, int(microbatches), policy=rules, check_vma=check_vma
     )
+
+
+def _own(x: Any) -> jax.Array:
+    """A copy of strong dtype: one that can be donated, and does not make the step trace twice."""
+    copy = jnp.array(x, copy=True)
+    return copy if jnp.issubdtype(copy.dtype, jax.dtypes.prng_key) else copy.astype(copy.dtype)
 
 
 def _named(tree: PyTree) -> dict[str, jax.Array]:

@@ -1,0 +1,218 @@
+"""The command trains, compares, resumes, and refuses in plain words."""
+
+import json
+import math
+import re
+import subprocess
+import sys
+
+import pytest
+
+from boostax.cli import main
+from boostax.train.writers import JsonLines
+
+SMALL_TEXT = (
+    "--paths ./corpus.txt --width 16 --depth 1 --heads 2 --sequence-length 8 --batch-size 8 "
+    "--eval-batches 2"
+).split()
+SMALL_DIGITS = "--width 16 --batch-size 16".split()
+
+
+@pytest.fixture(autouse=True)
+def here(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "corpus.txt").write_text("the quick brown fox jumps over the lazy dog\n" * 200)
+    return tmp_path
+
+
+def train(*arguments, workload="digits"):
+    small = SMALL_DIGITS if workload == "digits" else SMALL_TEXT
+    return main(["train", workload, *small, *arguments])
+
+
+def summary(output):
+    return json.loads((output / "summary.json").read_text())
+
+
+def is_png(path):
+    return path.read_bytes().startswith(b"\x89PNG")
+
+
+def test_train_digits_writes_everything_and_says_what_it_did(here, capsys):
+    options = "--steps 6 --dtype float16 --accumulate 2 --evaluate-every 2 --tensorboard".split()
+    assert train(*options) == 0
+    output = here / "runs" / "digits"
+    rows = JsonLines.read(output / "metrics.jsonl")
+    assert [row["step"] for row in rows] == [1, 2, 3, 4, 5, 6]
+    assert [row["step"] for row in rows if "held_out_loss" in row] == [2, 4, 6]
+    assert rows[-1]["optimizer_steps"] == 3 and rows[-1]["loss_scale"] == 2**16
+    found = summary(output)
+    assert found["held_out_loss"] == rows[-1]["held_out_loss"]
+    assert found["optimizer_steps"] == 3 and found["configuration"]["accumulate"] == 2
+    assert is_png(output / "loss.png") and list((output / "tensorboard").iterdir())
+    printed = capsys.readouterr().out
+    for words in (
+        "6 calls, 3 optimizer steps",
+        "32 (16 per call, 2 calls accumulated)",
+        "computes in      float16",
+        "step 6/6",
+        "held-out loss",
+        "runs/digits/loss.png",
+        "--devices 2 --output runs/digits-devices-2",
+        "boostax compare digits",
+    ):
+        assert words in printed
+
+
+def test_train_text_in_parallel_with_micro_batches_and_a_fixed_scale(here, capsys):
+    options = "--steps 3 --devices 2 --microbatches 2 --loss-scale 128 --output here".split()
+    assert train(*options, workload="text") == 0
+    assert summary(here / "here")["configuration"]["loss_scale"] == 128
+    printed = capsys.readouterr().out
+    assert "2 x cpu, 4 examples each" in printed and "128, fixed" in printed
+    assert JsonLines.read(here / "here" / "metrics.jsonl")[-1]["loss_scale"] == 128
+
+
+def test_every_combination_of_techniques_trains_a_model_with_state(here):
+    options = "--model conv --devices 2 --accumulate 2 --dtype bfloat16 --steps 3".split()
+    assert train(*options) == 0
+    # The third call opened a window that only the end of the run closes.
+    assert summary(here / "runs/digits")["held_out_loss"] < math.inf
+
+
+def test_resume_refuses_other_numbers_and_knows_a_finished_run(here, capsys):
+    first = ["--steps", "4", "--checkpoint-every", "2"]
+    assert train(*first, "--resume") == 0  # nothing there yet: starts
+    digest = summary(here / "runs/digits")["params_sha256"]
+    capsys.readouterr()
+
+    assert train(*first) == 1
+    assert "holds a run of 4 calls. Add --resume" in capsys.readouterr().err
+    for changed, name in (
+        (["--learning-rate", "0.1"], "learning_rate must be 0.002"),
+        (["--seed", "3"], "seed must be 0"),
+        (["--dtype", "float16"], "dtype must be 'float32'"),
+        (["--accumulate", "2"], "accumulate must be 1"),
+        (["--steps", "8"], "steps must be 4"),
+    ):
+        assert train(*first, *changed, "--resume") == 1
+        assert f"--resume: {name}" in capsys.readouterr().err
+
+    assert train(*first, "--resume", "--evaluate-every", "1") == 0
+    assert "This run is finished: 4 calls done" in capsys.readouterr().out
+    assert summary(here / "runs/digits")["params_sha256"] == digest
+
+
+def test_resuming_after_other_data_is_refused(here, capsys):
+    assert train("--steps", "2", workload="text") == 0
+    (here / "corpus.txt").write_text("another text altogether, a longer one\n" * 300)
+    assert train("--steps", "2", "--resume", workload="text") == 1
+    assert "--resume: data must be" in capsys.readouterr().err
+
+
+def test_a_damaged_checkpoint_is_refused_and_kept(here, capsys):
+    assert train("--steps", "4", "--checkpoint-every", "2") == 0
+    checkpoints = here / "runs" / "digits" / "checkpoints"
+    for file in (checkpoints / "4" / "state").rglob("*"):
+        if file.is_file():
+            file.write_bytes(file.read_bytes()[:-9])
+    # Only a run that is not finished reads its state.
+    (checkpoints / "4").rename(checkpoints / "3")
+    assert train("--steps", "4", "--resume") == 1
+    error = capsys.readouterr().err
+    assert "step 3 in" in error and "is damaged" in error and "go back to step 2" in error
+    assert "Traceback" not in error
+    assert (checkpoints / "3").exists()
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ("--devices 3", "--batch-size must be divisible by devices x microbatches = 3 x 1, got 16"),
+        ("--devices 99", "--devices must be at most 8"),
+        ("--devices 0", "--devices must be a positive integer"),
+        ("--steps 0", "--steps must be a positive integer"),
+        ("--accumulate -1", "--accumulate must be a positive integer"),
+        ("--learning-rate 0", "--learning-rate must be greater than 0"),
+        ("--weight-decay -1", "--weight-decay must be at least 0"),
+        ("--clip nan", "--clip must be at least 0"),
+        ("--loss-scale -3", "scale"),
+        ("--dtype float8", "dtype must be one of float32"),
+        ("--checkpoint-every 0", "checkpoint_every must be a positive integer"),
+        ("--holdout 2", "holdout must be"),
+    ],
+)
+def test_arguments_out_of_range_are_refused_in_one_line(options, words, capsys):
+    assert train("--steps", "2", *options.split()) == 1
+    captured = capsys.readouterr()
+    assert words in captured.err and captured.err.startswith("boostax: ")
+    assert "Traceback" not in captured.err
+
+
+def test_compare_sets_the_variants_side_by_side(here, capsys):
+    options = "--steps 10 --seeds 2 --devices 2 --accumulate 2".split()
+    assert main(["compare", "digits", *SMALL_DIGITS, *options]) == 0
+    output = here / "runs" / "compare-digits"
+    found = json.loads((output / "compare.json").read_text())
+    names = ["float32", "float16", "+ loss scale", "+ accumulate"]
+    assert list(found["variants"]) == names and is_png(output / "compare.png")
+    for name in names:
+        row, runs = found["variants"][name], found["runs"][name]
+        assert [run["seed"] for run in runs] == [0, 1]
+        assert len(runs[0]["training"][1]) == 10
+        assert runs[0]["held_out"][0] == list(range(1, 11))
+        assert row["ms_per_step"] > 0 and row["temporary_bytes"] > 0
+    # One reduction per optimizer step, whatever the parts; beside it only scalars.
+    sent = [found["variants"][name]["wire_bytes"] for name in names]
+    assert max(sent) - min(sent) < 200 < min(sent)
+    # The parts of a batch add up to the batch.
+    losses = [found["variants"][name]["held_out_loss"] for name in names]
+    assert max(losses) - min(losses) < 0.05
+    printed = capsys.readouterr().out
+    for name in names:
+        assert name in printed
+
+
+def test_compare_refuses_parts_that_do_not_divide_the_batch(capsys):
+    assert main(["compare", "digits", *SMALL_DIGITS, "--accumulate", "3"]) == 1
+    assert "divisible by accumulate x devices" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("command", ["train text", "train digits", "compare text"])
+def test_help_explains_every_option(command, capsys):
+    with pytest.raises(SystemExit) as exited:
+        main([*command.split(), "--help"])
+    assert exited.value.code == 0
+    printed = re.sub(r"[│\s]+", " ", capsys.readouterr().out)
+    # An option without an explanation is followed by its default alone.
+    assert not re.findall(r"--[a-z-]+ [A-Z|{}a-z0-9]+ \(default", printed)
+    assert "--devices INT Devices to split each batch over" in printed
+
+
+def test_arguments_that_do_not_parse_exit_with_2(capsys):
+    with pytest.raises(SystemExit) as exited:
+        main(["train", "digits", "--loss-scale", "often"])
+    assert exited.value.code == 2
+    capsys.readouterr()
+
+
+def test_what_is_missing_is_named(monkeypatch, capsys):
+    import importlib.util
+
+    find = importlib.util.find_spec
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda name: None if name in ("tyro", "rich") else find(name)
+    )
+    assert main(["train", "digits"]) == 1
+    error = capsys.readouterr().err
+    assert "needs rich, tyro" in error and "pip install 'boostax[cli]'" in error
+
+
+def test_importing_boostax_loads_no_optional_package():
+    code = (
+        "import sys, boostax, boostax.cli, boostax.train.loop, boostax.train.writers\n"
+        "extras = 'flax orbax tyro rich matplotlib tensorboardX sklearn'.split()\n"
+        "sys.exit(', '.join(name for name in extras if name in sys.modules))"
+    )
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert (run.returncode, run.stderr) == (0, "")

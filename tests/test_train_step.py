@@ -1,0 +1,300 @@
+"""The oracle and the train step: one device, data parallel, weights, keys, model state."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
+
+import boostax
+
+PARAMS = {"w": jnp.linspace(-0.3, 0.4, 12).reshape(4, 3), "b": jnp.zeros(3)}
+
+
+def token_batch(rows, seed=0):
+    """Rows with a mask: every row is worth a different number of tokens, some none."""
+    rng = np.random.default_rng(seed)
+    return {
+        "x": rng.normal(size=(rows, 4)).astype(np.float32),
+        "y": rng.normal(size=(rows, 3)).astype(np.float32),
+        "mask": rng.integers(0, 4, size=(rows,)).astype(np.float32),
+    }
+
+
+def squares(params, batch):
+    out = jnp.tanh(batch["x"] @ params["w"] + params["b"])
+    return jnp.sum((out - batch["y"]) ** 2, axis=-1)
+
+
+def token_loss(params, batch):
+    """A mean over tokens: 0/0 where a slice has none."""
+    weight = batch["mask"].sum()
+    loss = jnp.sum(squares(params, batch) * batch["mask"]) / weight
+    return loss, boostax.Aux(weight=weight, metrics={"tokens": batch["mask"].sum().astype(int)})
+
+
+def plain_loss(params, batch):
+    return squares(params, batch).mean()
+
+
+def optimizer(axis):
+    parts = [boostax.all_reduce(axis)] if axis else []
+    return optax.chain(*parts, optax.clip_by_global_norm(1.0), optax.adamw(1e-2))
+
+
+def mesh_of(shape, kind=AxisType.Auto):
+    names = ("data", "more")[: len(shape)]
+    return jax.make_mesh(shape, names, axis_types=(kind,) * len(shape)), names
+
+
+def big_batch_step(loss_fn, batches):
+    """The reference: one optimizer step on everything at once."""
+    whole = jax.tree.map(lambda *x: np.concatenate(x), *batches)
+    grads = jax.grad(loss_fn, has_aux=loss_fn is token_loss)(PARAMS, whole)
+    grads = grads[0] if loss_fn is token_loss else grads
+    tx = optimizer(None)
+    updates, _ = tx.update(grads, tx.init(PARAMS), PARAMS)
+    return optax.apply_updates(PARAMS, updates)
+
+
+@pytest.mark.parametrize(
+    ("shape", "kind"),
+    [(None, None)] + [(s, k) for s in ((8,), (4, 2)) for k in (AxisType.Auto, AxisType.Explicit)],
+)
+@pytest.mark.parametrize("microbatches", [1, 2])
+@pytest.mark.parametrize("loss_fn", [plain_loss, token_loss])
+def test_windows_micro_batches_and_replicas_equal_one_big_batch(loss_fn, microbatches, shape, kind):
+    mesh, names = (None, None) if shape is None else mesh_of(shape, kind)
+    batches = [token_batch(32, seed) for seed in range(3)]
+    normalize = "weight" if loss_fn is token_loss else "mean"
+    tx = boostax.accumulate(optimizer(names), 3, normalize=normalize, axis_name=names)
+    tx = boostax.dynamic_loss_scale(tx, axis_name=names)
+    step = boostax.make_train_step(
+        loss_fn,
+        tx,
+        mesh=mesh,
+        axis_name=names,
+        microbatches=microbatches,
+        has_aux=loss_fn is token_loss,
+    )
+    state = step.init(PARAMS)
+    for batch in batches:
+        state, metrics = step(state, batch)
+    assert bool(metrics["applied"])
+    expected = big_batch_step(loss_fn, batches)
+    for name in PARAMS:
+        np.testing.assert_allclose(state.params[name], expected[name], rtol=2e-6, atol=1e-7)
+    if loss_fn is token_loss:
+        assert int(metrics["tokens"]) == int(batches[-1]["mask"].sum()), "counts are summed"
+        whole = token_loss(PARAMS, batches[-1])[0]
+        np.testing.assert_allclose(metrics["loss"], whole, rtol=1e-5)
+
+
+def test_one_program_for_ever_and_it_aliases_the_state(mesh):
+    tx = boostax.dynamic_loss_scale(optimizer("data"), axis_name="data")
+    step = boostax.make_train_step(plain_loss, tx, mesh=mesh, axis_name="data")
+    state, batch = step.init(PARAMS), token_batch(32)
+    analysis = step.lower(state, batch).compile().memory_analysis()
+    donated = sum(x.nbytes for x in jax.tree.leaves(state))
+    # All but the scaler's flag of the last step, which is written and never read.
+    assert analysis.alias_size_in_bytes == donated - 1
+    for _ in range(3):
+        state, _ = step(state, batch)
+    (programs,) = step._compiled.values()
+    assert programs[0]._cache_size() == 1
+    assert PARAMS["w"].sum() is not None, "the caller's arrays are not donated"
+
+
+@pytest.mark.parametrize("microbatches", [1, 4])
+def test_keys_differ_by_call_micro_batch_and_replica_and_repeat_by_seed(mesh, microbatches):
+    seen = []
+
+    def record(params, batch, *, key):
+        return plain_loss(params, batch), {"bits": jax.random.normal(key, (64,))}
+
+    tx = optimizer("data")
+    step = boostax.make_train_step(
+        record, tx, mesh=mesh, axis_name="data", has_aux=True, microbatches=microbatches
+    )
+    for _ in range(2):
+        state = step.init(PARAMS, key=jax.random.key(3))
+        for _ in range(2):
+            state, metrics = step(state, token_batch(32))
+            seen.append(np.asarray(metrics["bits"]))
+    first, second, again, _ = seen
+    np.testing.assert_array_equal(first, again)
+    assert not np.allclose(first, second)
+    # The mean of n independent normals has variance 1/n; of equal ones 1.
+    assert np.var(first) < 3.0 / (8 * microbatches)
+
+
+def statistics_loss(params, batch, *, model_state):
+    """A running mean of the inputs, as BatchNorm keeps it."""
+    mean = 0.9 * model_state["mean"] + 0.1 * batch["x"].mean(0)
+    state = {"mean": mean, "seen": model_state["seen"] + 1}
+    return plain_loss(params, batch), boostax.Aux(model_state=state)
+
+
+@pytest.mark.parametrize("microbatches", [1, 4])
+@pytest.mark.parametrize("parallel", [False, True])
+def test_model_state_is_threaded_and_averaged(mesh, parallel, microbatches):
+    names = "data" if parallel else None
+    step = boostax.make_train_step(
+        statistics_loss,
+        boostax.dynamic_loss_scale(optimizer(names), axis_name=names),
+        mesh=mesh if parallel else None,
+        axis_name=names,
+        microbatches=microbatches,
+        has_aux=True,
+    )
+    start = {"mean": jnp.zeros(4), "seen": jnp.zeros((), jnp.int32)}
+    state, batch = step.init(PARAMS, model_state=start), token_batch(32)
+    state, _ = step(state, batch)
+    shards = batch["x"].reshape(8, 4, 4) if parallel else batch["x"][None]
+    expected = []
+    for shard in shards:
+        mean = np.zeros(4)
+        for i in range(microbatches):
+            mean = 0.9 * mean + 0.1 * shard[i::microbatches].mean(0)
+        expected.append(mean)
+    np.testing.assert_allclose(state.model_state["mean"], np.mean(expected, 0), rtol=1e-5)
+    assert int(state.model_state["seen"]) == microbatches
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf])
+@pytest.mark.parametrize("parallel", [False, True])
+def test_a_skipped_step_leaves_the_whole_train_state_but_the_scaler(mesh, parallel, bad):
+    names = "data" if parallel else None
+    inner = boostax.accumulate(optimizer(names), 2, axis_name=names)
+    step = boostax.make_train_step(
+        statistics_loss,
+        boostax.dynamic_loss_scale(inner, axis_name=names),
+        mesh=mesh if parallel else None,
+        axis_name=names,
+        has_aux=True,
+    )
+    start = {"mean": jnp.zeros(4), "seen": jnp.zeros((), jnp.int32)}
+    state = step.init(PARAMS, model_state=start)
+    state, _ = step(state, token_batch(32, 0))
+    before = jax.device_get(state)
+    ruined = token_batch(32, 1)
+    ruined["y"][5, 0] = bad  # one row, so one replica; the statistics stay finite
+    state, metrics = step(state, ruined)
+    assert not bool(metrics["applied"]) and int(metrics["skipped_steps"]) == 1
+    after = jax.device_get(state)
+    assert int(after.step) == int(before.step) + 1
+    for left, right in (
+        (before.params, after.params),
+        (before.model_state, after.model_state),
+        (before.opt_state.inner_state, after.opt_state.inner_state),
+    ):
+        jax.tree.map(np.testing.assert_array_equal, left, right)
+
+
+def test_statistics_that_overflow_in_the_forward_pass_are_not_kept():
+    """Even where the scaler decides only at the window's end."""
+    tx = boostax.accumulate(boostax.dynamic_loss_scale(optimizer(None)), 2)
+    step = boostax.make_train_step(statistics_loss, tx, has_aux=True)
+    start = {"mean": jnp.zeros(4), "seen": jnp.zeros((), jnp.int32)}
+    state = step.init(PARAMS, model_state=start)
+    ruined = token_batch(32, 1)
+    ruined["x"][5, 0] = np.nan
+    state, _ = step(state, ruined)
+    np.testing.assert_array_equal(state.model_state["mean"], np.zeros(4))
+
+
+@pytest.mark.parametrize("scaler", ["outside", "inside"])
+@pytest.mark.parametrize("parallel", [False, True])
+def test_flush_applies_a_partial_window_once(mesh, parallel, scaler):
+    names = "data" if parallel else None
+    scale = lambda tx: boostax.dynamic_loss_scale(tx, axis_name=names)  # noqa: E731
+    window = lambda tx, k: boostax.accumulate(tx, k, axis_name=names)  # noqa: E731
+
+    def build(every):
+        base = optimizer(names)
+        tx = scale(window(base, every)) if scaler == "outside" else window(scale(base), every)
+        mesh_given = mesh if parallel else None
+        return boostax.make_train_step(plain_loss, tx, mesh=mesh_given, axis_name=names)
+
+    batches = [token_batch(32, seed) for seed in range(3)]
+    long, exact = build(5), build(3)
+    state, full = long.init(PARAMS), exact.init(PARAMS)
+    for batch in batches:
+        state, _ = long(state, batch)
+        full, _ = exact(full, batch)
+    state = long.flush(state)
+    jax.tree.map(np.testing.assert_array_equal, state.params, full.params)
+    once = jax.device_get(state)
+    jax.tree.map(np.testing.assert_array_equal, once.params, long.flush(state).params)
+
+
+def test_value_and_grad_is_jax_value_and_grad_without_a_scaler():
+    batch = token_batch(16)
+    loss, grads = boostax.value_and_grad(plain_loss)(PARAMS, (), batch)
+    expected, expected_grads = jax.value_and_grad(plain_loss)(PARAMS, batch)
+    assert loss == expected
+    jax.tree.map(np.testing.assert_array_equal, grads, expected_grads)
+
+
+@pytest.mark.parametrize("check_vma", [True, False])
+def test_local_gradients_with_checking_on_and_off(mesh, check_vma):
+    """Each replica keeps its own, still scaled, and the loss is the mean of all."""
+    state = boostax.static_loss_scale(optax.sgd(0.1), 64.0).init(PARAMS)
+    batch = token_batch(32)
+    oracle = boostax.value_and_grad(plain_loss, axis_name="data")
+
+    def local(params, batch):
+        loss, grads = oracle(params, state, batch)
+        return loss, jax.tree.map(lambda g: g[None], grads)
+
+    mapped = jax.jit(
+        jax.shard_map(
+            local,
+            mesh=mesh,
+            in_specs=(P(), P("data")),
+            out_specs=(P(), P("data")),
+            check_vma=check_vma,
+        )
+    )
+    loss, grads = mapped(PARAMS, batch)
+    np.testing.assert_allclose(loss, plain_loss(PARAMS, batch), rtol=1e-6)
+    for replica in range(8):
+        rows = jax.tree.map(lambda x, r=replica: x[4 * r : 4 * r + 4], batch)
+        expected = jax.grad(plain_loss)(PARAMS, rows)
+        np.testing.assert_allclose(grads["w"][replica], 64.0 * expected["w"], rtol=1e-5)
+
+
+def test_pmap_by_hand():
+    """The same pieces under pmap: local gradients, one reduction, equal replicas."""
+    tx = boostax.dynamic_loss_scale(optimizer("data"), axis_name="data")
+    oracle = boostax.value_and_grad(plain_loss, axis_name="data")
+
+    def local(params, state, batch):
+        loss, grads = oracle(params, state, batch)
+        params, state = boostax.apply_gradients(tx, grads, state, params)
+        return params, state, loss
+
+    batch = token_batch(32)
+    shards = jax.tree.map(lambda x: x.reshape(8, 4, *x.shape[1:]), batch)
+    replicate = lambda tree: jax.tree.map(lambda x: jnp.stack([x] * 8), tree)  # noqa: E731
+    step = jax.pmap(local, axis_name="data")
+    params, _, loss = step(replicate(PARAMS), replicate(tx.init(PARAMS)), shards)
+    expected = big_batch_step(plain_loss, [batch])
+    np.testing.assert_allclose(params["w"][3], expected["w"], rtol=2e-6, atol=1e-7)
+    assert bool((params["w"] == params["w"][:1]).all())
+    assert float(loss[0]) == float(loss[7])
+
+
+def test_low_precision_params_keep_f32_moments():
+    """O3 stores params in f16; moments, decay and the update itself are computed in f32."""
+    step = boostax.make_train_step(
+        plain_loss, boostax.dynamic_loss_scale(optimizer(None)), policy="O3"
+    )
+    state = step.init(PARAMS)
+    assert state.params["w"].dtype == jnp.float16
+    moments = optax.tree.get(state.opt_state, "mu")
+    assert moments["w"].dtype == jnp.float32
+    state, metrics = step(state, token_batch(32))
+    assert state.params["w"].dtype == jnp.float16 and bool(jnp.isfinite(metrics["loss"]))
