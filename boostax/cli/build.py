@@ -41,7 +41,7 @@ class Built:
     def init(self, seed: int) -> boostax.TrainState:
         """The first state; parameters and the key of the step come from ``seed``."""
         params_key, step_key = jax.random.split(jax.random.key(seed))
-        params, model_state = self.workload.init(params_key)
+        params, model_state = jax.jit(self.workload.init)(params_key)
         return self.step.init(params, key=step_key, model_state=model_state)
 
     def evaluate(self, state: boostax.TrainState) -> dict[str, float]:

@@ -275,7 +275,7 @@ def _named(state: PyTree) -> dict[str, Any]:
 
 
 def _describe(leaves: dict[str, Any]) -> Leaves:
-    sums = jax.device_get({name: _checksum(leaf) for name, leaf in leaves.items()})
+    sums = jax.device_get(_checksums(leaves))
     return {
         name: {"shape": list(leaf.shape), "dtype": str(leaf.dtype), "checksum": int(sums[name])}
         for name, leaf in leaves.items()
@@ -283,6 +283,10 @@ def _describe(leaves: dict[str, Any]) -> Leaves:
 
 
 @jax.jit
+def _checksums(leaves: dict[str, jax.Array]) -> dict[str, jax.Array]:
+    return {name: _checksum(leaf) for name, leaf in leaves.items()}
+
+
 def _checksum(leaf: jax.Array) -> jax.Array:
     """Sum of all words, each times an odd number of its own, mod 2**32.
 

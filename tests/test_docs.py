@@ -1,0 +1,129 @@
+"""Whatever the documents show runs: every snippet, doctest, link and notebook."""
+
+import ast
+import doctest
+import importlib
+import itertools
+import json
+import pathlib
+import pkgutil
+import re
+import sys
+import textwrap
+
+import nbclient
+import nbformat
+import pytest
+
+import boostax
+
+ROOT = pathlib.Path(__file__).parents[1]
+NOTEBOOKS = sorted(ROOT.glob("notebooks/*.ipynb"))
+DOCUMENTS = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")])
+MODULES = [
+    name
+    for _, name, _ in pkgutil.walk_packages(boostax.__path__, "boostax.")
+    if not name.startswith("boostax.cli")
+]
+
+FENCE = re.compile(r"^(?P<indent> *)```(?P<info>.*)\n(?P<code>(?:.*\n)*?)(?P=indent)```$", re.M)
+LINK = re.compile(r"\]\((?P<target>[^)\s]+)\)")
+
+
+def relative(path):
+    return str(path.relative_to(ROOT))
+
+
+def snippets(path):
+    """``(line, code)`` of each block that is Python and not marked ``notest``."""
+    text = path.read_text()
+    for block in FENCE.finditer(text):
+        if block["info"].split() == ["python"]:
+            yield text[: block.start("code")].count("\n"), textwrap.dedent(block["code"])
+
+
+@pytest.mark.parametrize("path", [p for p in DOCUMENTS if any(snippets(p))], ids=relative)
+def test_snippets_run(path):
+    """The blocks of a document, in order, in one namespace; those with a prompt as doctests."""
+    namespace = {"__name__": path.stem}
+    for line, code in snippets(path):
+        if code.startswith(">>>"):
+            examples = doctest.DocTestParser().get_doctest(
+                code, namespace, path.name, str(path), line
+            )
+            assert_passes(examples, clear_globs=False)
+            namespace.update(examples.globs)
+        else:
+            # Blank lines in front, so that a traceback names the document's own line.
+            exec(compile(ast.parse("\n" * line + code), str(path), "exec"), namespace)
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_docstring_examples_run(name):
+    module = importlib.import_module(name)
+    for examples in doctest.DocTestFinder(exclude_empty=True).find(module):
+        assert_passes(examples)
+
+
+def assert_passes(examples, clear_globs=True):
+    report = []
+    doctest.DocTestRunner(verbose=False).run(examples, out=report.append, clear_globs=clear_globs)
+    assert not report, "".join(report)
+
+
+@pytest.mark.parametrize("path", [*DOCUMENTS, *NOTEBOOKS], ids=relative)
+def test_relative_links_lead_somewhere(path):
+    text = path.read_text()
+    if path.suffix == ".ipynb":
+        cells = json.loads(text)["cells"]
+        text = "\n".join("".join(c["source"]) for c in cells if c["cell_type"] == "markdown")
+    for link in LINK.finditer(FENCE.sub("", text)):
+        target, _, fragment = link["target"].partition("#")
+        if re.match(r"[a-z]+:", target):
+            continue
+        page = path.parent / target if target else path
+        assert page.exists(), f"{link['target']}: no such file"
+        if fragment and page.suffix == ".md":
+            assert fragment in anchors(page), f"{link['target']}: no such heading"
+
+
+def anchors(page):
+    """What GitHub makes of the headings of a page."""
+    headings = re.findall(r"^#+ +(.+)$", FENCE.sub("", page.read_text()), re.M)
+    return {re.sub(r"[^\w\- ]", "", h.lower()).replace(" ", "-") for h in headings}
+
+
+@pytest.fixture
+def kernel(tmp_path, monkeypatch):
+    """The running interpreter as a Jupyter kernel, whatever kernels are installed."""
+    folder = tmp_path / "kernels" / "this-python"
+    folder.mkdir(parents=True)
+    argv = [sys.executable, "-m", "ipykernel_launcher", "-f", "{connection_file}"]
+    spec = {"argv": argv, "display_name": "this Python", "language": "python"}
+    (folder / "kernel.json").write_text(json.dumps(spec))
+    monkeypatch.setenv("JUPYTER_PATH", str(tmp_path))
+    return folder.name
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=relative)
+def test_notebooks_run(path, kernel, monkeypatch):
+    monkeypatch.setenv("BOOSTAX_FAST", "1")
+    notebook = nbformat.read(path, as_version=4)
+    nbclient.NotebookClient(notebook, timeout=120, kernel_name=kernel).execute()
+
+
+def test_notebooks_keep_their_outputs():
+    for path in NOTEBOOKS:
+        code = [c for c in nbformat.read(path, as_version=4).cells if c.cell_type == "code"]
+        counts = [c.execution_count for c in code]
+        assert counts == list(range(1, len(code) + 1)), f"{path.name}: not run from top to bottom"
+        assert path.stat().st_size < 300_000
+
+
+def test_every_document_is_reachable():
+    """A card that no other document links to is not found by readers."""
+    linked = set()
+    for path in itertools.chain(DOCUMENTS):
+        for link in LINK.finditer(FENCE.sub("", path.read_text())):
+            linked.add((path.parent / link["target"].partition("#")[0]).resolve())
+    assert {p for p in DOCUMENTS if p.parent != ROOT} <= linked
