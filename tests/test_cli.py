@@ -6,6 +6,7 @@ import re
 import subprocess
 import sys
 
+import jax
 import pytest
 
 from boostax.cli import main
@@ -16,6 +17,17 @@ SMALL_TEXT = (
     "--eval-batches 2"
 ).split()
 SMALL_DIGITS = "--width 16 --batch-size 16".split()
+
+
+@pytest.fixture(autouse=True, scope="module")
+def compiled_once(tmp_path_factory):
+    """The runs of this file share their compiled programs."""
+    before = jax.config.jax_compilation_cache_dir
+    if before is None:
+        jax.config.update("jax_compilation_cache_dir", str(tmp_path_factory.mktemp("cache")))
+    with jax.persistent_cache_min_compile_time_secs(0.1):
+        yield
+    jax.config.update("jax_compilation_cache_dir", before)
 
 
 @pytest.fixture(autouse=True)
@@ -73,11 +85,12 @@ def test_train_text_in_parallel_with_micro_batches_and_a_fixed_scale(here, capsy
     assert JsonLines.read(here / "here" / "metrics.jsonl")[-1]["loss_scale"] == 128
 
 
-def test_every_combination_of_techniques_trains_a_model_with_state(here):
-    options = "--model conv --devices 2 --accumulate 2 --dtype bfloat16 --steps 3".split()
+def test_a_model_with_state_trains_in_parallel_and_the_last_window_is_closed(here):
+    options = "--model conv --devices 2 --accumulate 2 --steps 3".split()
     assert train(*options) == 0
-    # The third call opened a window that only the end of the run closes.
-    assert summary(here / "runs/digits")["held_out_loss"] < math.inf
+    # The third call opens a window that only the end of the run closes.
+    rows = JsonLines.read(here / "runs/digits/metrics.jsonl")
+    assert rows[-1]["micro_step"] == 1 and math.isfinite(rows[-1]["held_out_loss"])
 
 
 def test_resume_refuses_other_numbers_and_knows_a_finished_run(here, capsys):
@@ -137,8 +150,7 @@ def test_a_damaged_checkpoint_is_refused_and_kept(here, capsys):
         ("--weight-decay -1", "--weight-decay must be at least 0"),
         ("--clip nan", "--clip must be at least 0"),
         ("--loss-scale -3", "scale"),
-        ("--dtype float8", "dtype must be one of float32"),
-        ("--checkpoint-every 0", "checkpoint_every must be a positive integer"),
+        ("--checkpoint-every 0", "--checkpoint-every must be a positive integer"),
         ("--holdout 2", "holdout must be"),
     ],
 )
@@ -212,7 +224,7 @@ def test_importing_boostax_loads_no_optional_package():
     code = (
         "import sys, boostax, boostax.cli, boostax.train.loop, boostax.train.writers\n"
         "extras = 'flax orbax tyro rich matplotlib tensorboardX sklearn'.split()\n"
-        "sys.exit(', '.join(name for name in extras if name in sys.modules))"
+        "print([name for name in extras if name in sys.modules])"
     )
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    assert (run.returncode, run.stderr) == (0, "")
+    assert (run.stdout.strip(), run.stderr) == ("[]", "")

@@ -15,6 +15,7 @@ from rich.console import Console
 from rich.table import Table
 
 import boostax
+from boostax._core import checks
 from boostax.cli.build import Built, Refusal, build, refusing, require_devices
 from boostax.cli.recipe import Recipe, RunOptions
 from boostax.train.checkpoint import Checkpointer
@@ -36,6 +37,9 @@ def train(
     """Train, or go on training, one workload; ``argv`` is what the user typed."""
     console = Console(highlight=False)
     with refusing():
+        for name in ("checkpoint_every", "evaluate_every"):
+            option = "--" + name.replace("_", "-")
+            checks.positive_int("boostax", option, getattr(options, name), "It counts calls.")
         require_devices(recipe.devices)
         workload = make_workload(task)
         built = build(workload, recipe)

@@ -1,0 +1,46 @@
+"""Importing boostax is cheap and pulls in nothing that the runtime does not need."""
+
+import statistics
+import subprocess
+import sys
+
+SCRIPT = """
+import sys, time
+import optax
+start = time.perf_counter()
+import boostax
+print(time.perf_counter() - start)
+extras = ("flax", "orbax", "tyro", "rich", "matplotlib", "sklearn", "tensorboardX")
+assert not [name for name in extras if name in sys.modules]
+"""
+
+
+def test_import_adds_little_to_optax():
+    times = []
+    for _ in range(3):
+        result = subprocess.run(
+            [sys.executable, "-c", SCRIPT], capture_output=True, text=True, check=True
+        )
+        times.append(float(result.stdout))
+    print(f"import boostax after optax: {statistics.median(times):.3f} s")
+    assert statistics.median(times) < 0.3
+
+
+def test_public_names_are_the_documented_ones():
+    import boostax
+
+    expected = {
+        "accumulate", "all_finite", "all_reduce", "apply_gradients", "dynamic_loss_scale",
+        "enter_replica", "flush", "has_updated", "leave_replica", "local_params", "loss_scale",
+        "make_train_step", "metrics", "microbatch", "policy", "scale_loss", "stack_replicas",
+        "state_specs", "static_loss_scale", "value_and_grad",
+        "AccumulateState", "Aux", "LossScaleState", "PerReplica", "Policy", "TrainState",
+        "TrainStep",
+    }  # fmt: skip
+    public = {
+        name
+        for name, value in vars(boostax).items()
+        if not name.startswith("_") and getattr(value, "__module__", "").startswith("boostax.")
+    }
+    assert public == expected
+    assert all(getattr(boostax, name).__doc__ for name in public)
