@@ -12,21 +12,17 @@ class Recipe:
     steps: int = 500
     """Calls of the train step; each takes one batch."""
     learning_rate: float = 2e-3
-    """Peak of the schedule: warmed up over a tenth of the optimizer steps, then a cosine down to
-    a tenth of it."""
+    """Peak; warmed up over a tenth of the optimizer steps, then a cosine down to a tenth."""
     weight_decay: float = 0.01
     """Decoupled weight decay, on matrices only."""
     clip: float = 1.0
     """Largest global norm of the gradient; 0 turns clipping off."""
     loss_scale: Literal["dynamic", "none"] | float = "dynamic"
-    """dynamic: multiply the loss by a factor that adapts, and skip steps that overflow. A number:
-    the same with a fixed factor. none: neither. float16 needs one of the first two."""
+    """dynamic adapts and skips steps that overflow; a number is fixed; none is not for float16."""
     accumulate: int = 1
-    """Calls whose gradients are averaged into one optimizer step: an effective batch that many
-    times as large."""
+    """Calls averaged into one optimizer step: an effective batch that many times as large."""
     microbatches: int = 1
-    """Slices of each batch that pass through the model one after the other: less memory for the
-    same result."""
+    """Slices of a batch passed through the model in turn: less memory for the same result."""
     devices: int = 1
     """Devices to split each batch over. On CPU they are emulated."""
 

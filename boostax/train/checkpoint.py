@@ -204,16 +204,15 @@ class Checkpointer:
     def _read(self, step: int, **items: Any) -> Any:
         # orbax logs pages of traceback before it raises, and one error is enough.
         logger = logging.getLogger("absl")
-        policy, disabled = asyncio.get_event_loop_policy(), logger.disabled
+        new_loop, disabled = asyncio.new_event_loop, logger.disabled
         try:
             logger.disabled = True
-            asyncio.set_event_loop_policy(_FinishingPolicy())
+            asyncio.new_event_loop = _FinishingLoop
             return self._manager.restore(step, args=ocp.args.Composite(**items))
         except Exception as error:
             raise self._damaged(step, _first_line(error)) from error
         finally:
-            logger.disabled = disabled
-            asyncio.set_event_loop_policy(policy)
+            logger.disabled, asyncio.new_event_loop = disabled, new_loop
 
     def _require_fit(self, step: int, saved: Leaves, wanted: dict[str, Any]) -> None:
         where = f"Checkpointer: target must fit step {step} in {self._directory}"
@@ -247,18 +246,14 @@ class _FinishingLoop(asyncio.SelectorEventLoop):
     """A loop that ends its tasks before it closes.
 
     After the first failed read orbax closes its loop under the others, which then warn of
-    coroutines never awaited and raise in TensorStore's threads.
+    coroutines never awaited and raise in TensorStore's threads. orbax makes its loops by
+    ``asyncio.new_event_loop``, and an event loop policy, the other way in, is deprecated.
     """
 
     def close(self) -> None:
         if not self.is_closed() and (tasks := asyncio.all_tasks(self)):
             self.run_until_complete(asyncio.gather(*tasks, return_exceptions=True))
         super().close()
-
-
-class _FinishingPolicy(asyncio.DefaultEventLoopPolicy):
-    def new_event_loop(self) -> asyncio.AbstractEventLoop:
-        return _FinishingLoop()
 
 
 def _named(state: PyTree) -> dict[str, Any]:

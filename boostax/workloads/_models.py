@@ -111,6 +111,27 @@ class DigitsMLP(nn.Module):
         return nn.Dense(10, dtype=self.dtype, name="head")(hidden).astype(jnp.float32)
 
 
+class DigitsSigmoid(nn.Module):
+    """Five hidden sigmoid layers with small weights, whose gradients vanish on the way down."""
+
+    width: int
+    dtype: jnp.dtype
+
+    @nn.compact
+    def __call__(self, images: jax.Array, train: bool = False) -> jax.Array:
+        """Logits in float32, `[batch, 10]`, of `images`, `[batch, 8, 8, 1]`."""
+        del train
+        small = nn.initializers.normal(0.02)
+        hidden = images.reshape(images.shape[0], -1)
+        for layer in range(5):
+            dense = nn.Dense(
+                self.width, dtype=self.dtype, kernel_init=small, name=f"hidden_{layer}"
+            )
+            hidden = nn.sigmoid(dense(hidden))
+        head = nn.Dense(10, dtype=self.dtype, kernel_init=small, name="head")
+        return head(hidden).astype(jnp.float32)
+
+
 class DigitsConv(nn.Module):
     """Two 3x3 convolutions with BatchNorm, averaged over the image, then a linear head."""
 

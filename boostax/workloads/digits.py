@@ -8,7 +8,7 @@ import numpy as np
 
 from boostax._core import checks
 from boostax.accumulate.aux import Aux
-from boostax.workloads._models import DigitsConv, DigitsMLP, compute_dtype
+from boostax.workloads._models import DigitsConv, DigitsMLP, DigitsSigmoid, compute_dtype
 from boostax.workloads._workload import (
     PyTree,
     Workload,
@@ -22,17 +22,19 @@ from boostax.workloads._workload import (
 
 Array = np.ndarray[Any, Any]
 
+_MODELS = {"mlp": DigitsMLP, "conv": DigitsConv, "sigmoid": DigitsSigmoid}
+
 
 @dataclasses.dataclass(frozen=True)
 class DigitsConfig:
     """What `digits` builds."""
 
-    model: Literal["mlp", "conv"] = "mlp"
-    """mlp: two hidden layers; conv: two convolutions with BatchNorm, so with a model state."""
+    model: Literal["mlp", "conv", "sigmoid"] = "mlp"
+    """mlp: two layers; conv: with BatchNorm; sigmoid: five layers, vanishing gradients."""
     batch_size: int = 64
     """Images per batch."""
     width: int = 128
-    """Hidden units of the mlp; four times and twice the channels of the two convolutions."""
+    """Hidden units per layer; a fourth and a half of it are the channels of the convolutions."""
     dtype: str = "float32"
     """What the model computes in: float32, float16 or bfloat16. Parameters stay float32."""
     seed: int = 0
@@ -50,6 +52,10 @@ def digits(config: DigitsConfig = DigitsConfig()) -> Workload:
 
     The ``conv`` model has the state ``{"batch_stats": ...}``: ``loss_fn`` normalises by the batch
     and returns the new running averages as ``Aux.model_state``; ``evaluate`` normalises by them.
+
+    The ``sigmoid`` model is the textbook case of vanishing gradients: five layers of sigmoids from
+    normal(0.02) weights. In float32 it learns; in float16 the gradients of the lowest layers
+    round to zero, and it stays at chance unless the loss is scaled.
 
     Args:
       config: see `DigitsConfig`.
@@ -70,7 +76,7 @@ def digits(config: DigitsConfig = DigitsConfig()) -> Workload:
     images, labels = _load()
     training, held_out = _split(labels, config.holdout)
     stateful = config.model == "conv"
-    model = (DigitsConv if stateful else DigitsMLP)(config.width, dtype)
+    model = _MODELS[config.model](config.width, dtype)
 
     def init(key: jax.Array) -> tuple[PyTree, PyTree | None]:
         variables = dict(model.init(key, images[:1]))
@@ -154,8 +160,8 @@ def _split(labels: Array, holdout: float) -> tuple[Array, Array]:
 
 
 def _check(config: DigitsConfig) -> None:
-    hint = "mlp is the faster, conv has BatchNorm."
-    checks.choice("digits", "model", config.model, ("mlp", "conv"), hint)
+    hint = "mlp is the fastest, conv has BatchNorm, sigmoid has vanishing gradients."
+    checks.choice("digits", "model", config.model, tuple(_MODELS), hint)
     hint = "It is the images per batch, 64 by default."
     checks.positive_int("digits", "batch_size", config.batch_size, hint)
     hint = "It is the hidden units, 128 by default."

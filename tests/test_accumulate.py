@@ -1,0 +1,306 @@
+"""A window of micro-steps, and a step of micro-batches, equal the big batch they stand for."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+from optax import microbatching
+
+import boostax
+
+NORMALIZATIONS = ("mean", "sum", "weight")
+assert_same = functools.partial(jax.tree.map, np.testing.assert_array_equal)
+MICRO_STEPS = 9
+
+
+def run(tx, grads, params=0.0, **each):
+    """Params after each gradient, and the last state."""
+    params = jnp.asarray(params, jnp.float32)
+    state, history = tx.init(params), []
+    step = jax.jit(functools.partial(boostax.apply_gradients, tx))
+    for t, grad in enumerate(grads):
+        extra = {name: values[t] for name, values in each.items()}
+        params, state = step(jnp.asarray(grad, jnp.float32), state, params, **extra)
+        history.append(params.tolist())
+    return history, state
+
+
+@functools.cache
+def window_updates(normalize, accumulator):
+    """Updates of each micro-step; the window's length is an argument: one program for all."""
+
+    @jax.jit
+    def updates(every, grads, weights):
+        options = {"normalize": normalize, "accumulator_dtype": accumulator}
+        tx = boostax.accumulate(optax.identity(), lambda _: every, **options)
+
+        def step(state, given):
+            grad, weight = given
+            extra = {"weight": weight} if normalize == "weight" else {}
+            result, state = tx.update(grad, state, grad, **extra)
+            return state, (result, boostax.has_updated(state))
+
+        return jax.lax.scan(step, tx.init(grads[0]), (grads, weights))[1]
+
+    return updates
+
+
+@pytest.mark.parametrize("normalize", NORMALIZATIONS)
+@pytest.mark.parametrize(
+    "kind", ["float32", "float16", "bfloat16", "complex64", "float32 in float16"]
+)
+@settings(max_examples=25, deadline=None)
+@given(data=st.data())
+def test_a_window_equals_the_big_batch(normalize, kind, data):
+    dtype, accumulator = kind.split()[0], kind.split()[-1] if " in " in kind else "float32"
+    every = data.draw(st.integers(1, MICRO_STEPS), "every")
+    weights = data.draw(st.lists(st.integers(0, 50), min_size=9, max_size=9), "weights")
+    weights = np.array(weights, np.float32)
+    rng = np.random.default_rng(data.draw(st.integers(0, 2**31), "seed"))
+    grads = (rng.normal(size=(MICRO_STEPS, 5)) * 10.0 ** rng.integers(-3, 2)).astype(dtype)
+    if normalize == "weight":
+        grads[weights == 0] = np.nan  # a mean over nothing is 0/0
+    result, applied = jax.device_get(window_updates(normalize, accumulator)(every, grads, weights))
+    wide = np.where(np.isnan(grads), 0, grads).astype(np.complex128)[:every]
+    factors = weights[:every, None] if normalize == "weight" else np.ones((every, 1))
+    total = 1 if normalize == "sum" else factors.sum()
+    error = abs(result[every - 1] - (wide * factors).sum(0) / (total or 1))
+    # Every addition rounds once, in the accumulator's dtype.
+    limits = np.finfo(accumulator)
+    bound = limits.eps * (abs(wide) * factors).sum(0) + limits.smallest_subnormal
+    assert (error <= (every + 2) * bound / (total or 1)).all()
+    assert not result[: every - 1].any()
+    assert applied[every - 1] == (total > 0) and not applied[: every - 1].any()
+    assert result.dtype == ("complex64" if dtype == "complex64" else "float32")
+
+
+def test_a_schedule_counts_applied_optimizer_steps():
+    window = functools.partial(boostax.accumulate, every=lambda step: step + 1, normalize="sum")
+    assert run(window(optax.sgd(1.0)), [1] * 10)[0] == [-1, -1, -3, -3, -3, -6, -6, -6, -6, -10]
+    # A skipped window does not count: the next is as long again.
+    tx = window(boostax.static_loss_scale(optax.sgd(1.0), 1.0))
+    history, state = run(tx, [1.0, jnp.nan, 1.0, 1.0, 1.0, 1.0])
+    assert history == [-1, -1, -1, -1, -3, -3] and int(state.optimizer_steps) == 2
+
+
+def test_a_window_of_one_keeps_no_buffer_and_is_the_inner_transformation():
+    inner = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(0.1))
+    grads = np.random.default_rng(0).normal(size=(4, 3))
+    expected, inner_state = run(inner, grads, [1.0, 2.0, 3.0])
+    for normalize in NORMALIZATIONS:
+        tx = boostax.accumulate(inner, 1, normalize=normalize)
+        each = {"weight": [1.0, 2.0, 4.0, 8.0]} if normalize == "weight" else {}
+        history, state = run(tx, grads, [1.0, 2.0, 3.0], **each)
+        assert state.window is None and history == expected
+        assert_same(state.inner_state, inner_state)
+
+
+def test_a_window_without_weight_is_not_applied():
+    """Not even weight decay."""
+    tx = boostax.accumulate(optax.adamw(0.1, weight_decay=0.5), 2, normalize="weight")
+    history, state = run(tx, [1.0, 2.0, np.nan, 3.0], 1.0, weight=[1.0, 1.0, 0.0, 0.0])
+    before = run(tx, [1.0, 2.0], 1.0, weight=[1.0, 1.0])
+    assert history[1:] == [before[0][-1]] * 3
+    assert_same(state.inner_state, before[1].inner_state)
+    told = state.optimizer_steps, state.micro_step, boostax.has_updated(state)
+    assert [int(x) for x in told] == [1, 0, False]
+
+
+def scaled(opt):
+    return boostax.dynamic_loss_scale(opt, init_scale=4.0)
+
+
+NESTINGS = {
+    "bare": boostax.accumulate,
+    "scaler outside": lambda opt, *args, **kw: scaled(boostax.accumulate(opt, *args, **kw)),
+    "scaler inside": lambda opt, *args, **kw: boostax.accumulate(scaled(opt), *args, **kw),
+}
+
+
+@pytest.mark.parametrize("normalize", ["mean", "weight"])
+@pytest.mark.parametrize("nesting", NESTINGS)
+def test_flush_applies_what_a_partial_window_holds(nesting, normalize):
+    """Bit for bit as if the window had been meant to be that short; twice is once."""
+    moments = lambda state: [optax.tree.get(state, name) for name in ("mu", "nu", "count")]  # noqa: E731
+    tx, short = (NESTINGS[nesting](optax.adamw(0.1), k, normalize=normalize) for k in (5, 3))
+    grads = np.float32([[1, 2], [3, 5], [0.3, 7]])
+    each = {"weight": [1.0, 2.0, 4.0]} if normalize == "weight" else {}
+    history, state = run(tx, grads, [1.0, 2.0], **each)
+    assert history[-1] == [1.0, 2.0]
+    flush = jax.jit(functools.partial(boostax.flush, tx))
+    params, flushed = flush(state, jnp.float32([1.0, 2.0]))
+    expected, expected_state = run(short, grads, [1.0, 2.0], **each)
+    assert params.tolist() == expected[-1] != history[-1]
+    assert_same(moments(flushed), moments(expected_state))
+    assert bool(boostax.has_updated(flushed))
+    again, last = flush(flushed, params)
+    assert_same((again, moments(last)), (params, moments(flushed)))
+    assert not boostax.has_updated(last)
+
+
+def test_flush_of_a_step_over_replicas(mesh):
+    inner = optax.chain(boostax.all_reduce("data"), optax.sgd(1.0))
+    tx = boostax.accumulate(inner, 4, axis_name="data")
+    step = boostax.make_train_step(lambda w, x: jnp.mean(w * x), tx, mesh=mesh, axis_name="data")
+    state, _ = step(step.init(jnp.float32(0.0)), jnp.arange(8.0))
+    assert float(state.params) == 0.0
+    state = step.flush(state)
+    assert float(state.params) == -3.5
+    assert float(step.flush(state).params) == -3.5
+
+
+@settings(max_examples=30, deadline=None)
+@given(bad=st.lists(st.booleans(), min_size=12, max_size=12), every=st.integers(1, 4))
+def test_bad_micro_batches_in_both_nestings(bad, every):
+    """Scaler outside: one is dropped and the window takes one more. Inside: the window goes."""
+    outside = inside = 0.0
+    good, window = [], []
+    expected = {"scaler outside": [], "scaler inside": []}
+    for t, is_bad in enumerate(bad):
+        good += [] if is_bad else [2.0**t]
+        window += [np.nan if is_bad else 2.0**t]
+        if len(good) == every:
+            outside, good = outside - sum(good), []
+        if len(window) == every:
+            inside, window = inside - np.nan_to_num(sum(window)), []
+        expected["scaler outside"].append(outside)
+        expected["scaler inside"].append(inside)
+    for nesting, values in expected.items():
+        assert window_params(nesting)(every, jnp.asarray(bad)).tolist() == values
+
+
+@functools.cache
+def window_params(nesting):
+    @jax.jit
+    def params(every, bad):
+        tx = NESTINGS[nesting](optax.sgd(1.0), lambda _: every, normalize="sum")
+
+        def step(carry, given):
+            grad = jnp.where(given[1], jnp.nan, given[0] * boostax.loss_scale(carry[1]))
+            params, state = boostax.apply_gradients(tx, grad, carry[1], carry[0])
+            return (params, state), params
+
+        start = jnp.float32(0.0), tx.init(jnp.float32(0.0))
+        return jax.lax.scan(step, start, (2.0 ** jnp.arange(12), bad))[1]
+
+    return params
+
+
+# Micro-batches in one step.
+
+PARAMS = {"w": jnp.float32([0.5, -1.0, 2.0]), "b": jnp.float32(0.1)}
+BATCH = np.random.default_rng(1).normal(size=(24, 3)).astype(np.float32)
+
+
+def loss_fn(params, x):
+    return jnp.mean(jnp.tanh(x @ params["w"] + params["b"]) ** 2)
+
+
+def masked_loss(params, batch):
+    """A mean over the rows that count."""
+    x, mask = batch
+    losses = jnp.tanh(x @ params["w"] + params["b"]) ** 2
+    count = mask.sum()
+    loss = (losses * mask).sum() / count
+    return loss, boostax.Aux(weight=count, metrics={"loss again": loss, "rows": jnp.int32(len(x))})
+
+
+def assert_close(actual, expected):
+    close = functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-6)
+    jax.tree.map(close, actual, expected)
+
+
+@pytest.mark.parametrize("count", [1, 3, 24])
+def test_micro_batches_equal_the_big_batch(count):
+    plain = jax.value_and_grad(loss_fn)
+    result = jax.jit(boostax.microbatch(plain, count))(PARAMS, BATCH)
+    assert_close(result, plain(PARAMS, BATCH))
+    options = {"microbatch_size": 24 // count, "accumulator": microbatching.AccumulationType.MEAN}
+    peer = microbatching.microbatch(plain, argnums=1, **options)
+    assert_close(result, jax.jit(peer)(PARAMS, BATCH))
+    total = jax.value_and_grad(lambda params, x: len(x) * loss_fn(params, x))
+    summed = boostax.microbatch(total, count, normalize="sum")
+    assert_close(jax.jit(summed)(PARAMS, BATCH), total(PARAMS, BATCH))
+
+
+def test_weights_make_a_mean_over_rows_that_count():
+    """Equal weights would not: see the spread of the counts. One micro-batch counts nothing."""
+    mask = np.float32(np.random.default_rng(2).random(24) < 0.4)
+    mask[1::4] = 0
+    f = jax.value_and_grad(masked_loss, has_aux=True)
+    (loss, aux), grads = boostax.microbatch(f, 4, has_aux=True)(PARAMS, (BATCH, mask))
+    (whole, _), whole_grads = f(PARAMS, (BATCH, mask))
+    assert_close((loss, grads, aux.metrics["loss again"]), (whole, whole_grads, whole))
+    assert int(aux.weight) == mask.sum() and int(aux.metrics["rows"]) == 24
+
+
+def test_weights_over_micro_batches_windows_and_replicas(mesh):
+    """All at once they make the mean over every row that counts."""
+    rng = np.random.default_rng(3)
+    x, mask = rng.normal(size=(2, 32, 3)).astype(np.float32), np.float32(rng.random((2, 32)) < 0.3)
+    inner = optax.chain(boostax.all_reduce("data"), optax.sgd(1.0))
+    tx = boostax.accumulate(inner, 2, normalize="weight", axis_name="data")
+    options = {"mesh": mesh, "axis_name": "data", "microbatches": 2, "has_aux": True}
+    step = boostax.make_train_step(masked_loss, tx, **options)
+    state = step.init(PARAMS)
+    for batch in zip(x, mask, strict=True):
+        state, told = step(state, batch)
+    whole = x.reshape(-1, 3), mask.reshape(-1)
+    grads = jax.grad(masked_loss, has_aux=True)(PARAMS, whole)[0]
+    assert bool(told["applied"])
+    assert_close(state.params, jax.tree.map(jnp.subtract, PARAMS, grads))
+
+
+def test_keys_and_model_state_go_through_the_micro_batches():
+    """The key is folded with the index; the state is handed on from one to the next."""
+
+    def loss(params, x, *, key, model_state):
+        noise = jax.random.uniform(key)
+        new_state = 0.5 * model_state + x.mean()
+        return params["b"] * noise, boostax.Aux(model_state=new_state, metrics=noise)
+
+    key = jax.random.key(7)
+    f = boostax.microbatch(jax.value_and_grad(loss, has_aux=True), 3, has_aux=True)
+    (_, aux), grads = jax.jit(f)(PARAMS, BATCH, key=key, model_state=jnp.float32(1.0))
+    noise = [float(jax.random.uniform(jax.random.fold_in(key, i))) for i in range(3)]
+    state = 1.0
+    for i in range(3):
+        state = 0.5 * state + BATCH[i::3].mean()
+    assert len(set(noise)) == 3 and aux.weight is None
+    mean = np.mean(noise)
+    assert_close((grads["b"], aux.metrics, aux.model_state), (mean, mean, state))
+
+
+def test_low_gradients_are_summed_in_f32_and_plain_aux_is_averaged():
+    def loss(params, x):
+        return loss_fn(params, x), {"mean": x.mean(), "n": jnp.int32(len(x)), "any": x[0, 0] > -99}
+
+    params = jax.tree.map(lambda p: p.astype(jnp.bfloat16), PARAMS)
+    f = jax.value_and_grad(loss, has_aux=True)
+    (_, aux), grads = boostax.microbatch(f, 4, has_aux=True)(params, BATCH)
+    parts = [f(params, BATCH[i::4])[1] for i in range(4)]
+    assert_close(grads, jax.tree.map(lambda *g: np.mean(np.float32(g), axis=0), *parts))
+    assert {g.dtype for g in jax.tree.leaves(grads)} == {jnp.dtype("float32")}
+    assert_close(aux, {"mean": BATCH.mean(), "n": 24, "any": 4})
+
+
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+def test_a_sharded_batch_stays_where_it_is(kind):
+    """Micro-batches of neighbouring rows would move it, or have every device compute all."""
+    mesh = jax.make_mesh((8,), ("data",), axis_types=(kind,))
+    with jax.set_mesh(mesh):
+        batch = jax.device_put(np.ones((64, 3), np.float32), NamedSharding(mesh, P("data")))
+        params = jax.device_put(PARAMS, NamedSharding(mesh, P()))
+        f = jax.jit(boostax.microbatch(jax.value_and_grad(loss_fn), 4))
+        text = f.lower(params, batch).compile().as_text()
+        assert_close(f(params, batch), jax.value_and_grad(loss_fn)(params, batch))
+    for collective in ("all-gather", "all-to-all", "collective-permute"):
+        assert collective not in text
+    assert "f32[2,3]" in text  # 64 rows, 8 devices, 4 micro-batches

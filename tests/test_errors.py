@@ -1,0 +1,277 @@
+"""A mistake is refused where it is made: who, what, what is allowed, what came, and a hint."""
+
+import functools
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import PartitionSpec as P
+
+import boostax
+from boostax.precision.flax import apply_policy
+
+inf, nan = float("inf"), float("nan")
+SGD = optax.sgd(0.1)
+AUTO = jax.sharding.AxisType.Auto
+accumulate = functools.partial(boostax.accumulate, SGD)
+dynamic = functools.partial(boostax.dynamic_loss_scale, SGD)
+static = functools.partial(boostax.static_loss_scale, SGD)
+microbatch = functools.partial(boostax.microbatch, jax.value_and_grad(jnp.sum))
+value_and_grad = functools.partial(boostax.value_and_grad, jnp.sum)
+make_train_step = functools.partial(boostax.make_train_step, jnp.sum, SGD)
+
+COUNTS = (0, -1, True, np.bool_(True), 2.5, np.float32(2.0), "4", None, jnp.arange(2))
+SCALES = (0, -1.0, inf, -inf, nan, 1e-39, 1e39, "128", None, [2.0])
+DTYPES = ("f16x", "int8", int, "complex64", "bool", 3)
+AXES = ((), ("data", "data"), ["data"], 3)
+SPECS = ("O4", "o1", "", "compute", "compute=float16,compute=float16", "w=float16", 3)
+INNER = (None, 0.1, optax.sgd, "sgd")
+# By the name in the message: the factory, and what each argument is refused.
+REFUSED = {
+    "accumulate": (
+        functools.partial(accumulate, every=2),
+        {
+            "every": COUNTS,
+            "accumulator_dtype": DTYPES,
+            "axis_name": AXES,
+            "normalize": ("avg", None),
+        },
+    ),
+    "accumulate ": (functools.partial(boostax.accumulate, every=2), {"inner": INNER}),
+    "dynamic_loss_scale": (
+        dynamic,
+        {
+            "init_scale": (*SCALES, 0.5, 2.0**25),
+            "min_scale": SCALES,
+            "max_scale": SCALES,
+            "growth_factor": (1, 1.0, 0.5, -2, inf, nan, "2", None),
+            "backoff_factor": (0, 1, 1.5, -0.5, nan, "0.5", None),
+            "growth_interval": COUNTS,
+            "hysteresis": COUNTS,
+            "axis_name": AXES,
+        },
+    ),
+    "dynamic_loss_scale ": (boostax.dynamic_loss_scale, {"inner": INNER}),
+    "static_loss_scale": (static, {"scale": SCALES}),
+    "static_loss_scale ": (functools.partial(boostax.static_loss_scale, scale=1), {"inner": INNER}),
+    "microbatch": (
+        functools.partial(microbatch, microbatches=2),
+        {"microbatches": COUNTS, "accumulator_dtype": DTYPES, "normalize": ("weight", "average")},
+    ),
+    "value_and_grad": (value_and_grad, {"microbatches": COUNTS, "axis_name": AXES}),
+    "all_reduce": (
+        functools.partial(boostax.all_reduce, axis_name="data"),
+        {"axis_name": (*AXES, None), "op": ("max",)},
+    ),
+    "all_finite": (functools.partial(boostax.all_finite, {}), {"axis_name": AXES}),
+    "Policy": (
+        boostax.Policy,
+        {
+            **dict.fromkeys(("param_dtype", "compute_dtype", "output_dtype"), DTYPES),
+            "keep_f32": ("LayerNorm", ("(",), (3,), 3),
+        },
+    ),
+    "policy": (functools.partial(boostax.policy, "O1"), {"dtype": DTYPES}),
+    "policy ": (boostax.policy, {"spec": SPECS}),
+    "make_train_step": (
+        functools.partial(make_train_step, mesh=jax.make_mesh((1,), ("data",), axis_types=(AUTO,))),
+        {"axis_name": ("model", ("data", "model"), *AXES)},
+    ),
+    "apply_policy": (functools.partial(apply_policy, policy="O1"), {"module": (None, jnp.sum)}),
+}
+CASES = [
+    pytest.param(who.strip(), factory, argument, value, id=f"{who} {argument} {value}")
+    for who, (factory, arguments) in REFUSED.items()
+    for argument, values in arguments.items()
+    for value in values
+]
+
+
+@pytest.mark.parametrize(("who", "factory", "argument", "value"), CASES)
+def test_arguments_out_of_range(who, factory, argument, value):
+    with pytest.raises((ValueError, TypeError)) as raised:
+        factory(**{argument: value})
+    message = str(raised.value)
+    named = rf"{who}: {argument} must be .+, got (?P<got>.+?)\. .+[.)]$"
+    assert re.match(named, message, re.DOTALL), message
+    parts = value if argument == "keep_f32" and isinstance(value, tuple) else (value,)
+    assert all(f"got {part!r}. " in message for part in parts)
+
+
+@pytest.mark.parametrize("wrong", [3, jnp.float16, ["O1"]])
+@pytest.mark.parametrize("factory", [value_and_grad, make_train_step])
+def test_a_policy_of_the_wrong_kind(factory, wrong):
+    with pytest.raises((ValueError, TypeError), match="policy must be"):
+        factory(policy=wrong)
+
+
+def test_limits_that_exclude_the_first_scale():
+    for limits in ({"min_scale": 2.0**17}, {"max_scale": 8.0}):
+        with pytest.raises(ValueError, match=r"init_scale must be between .* got 65536\.0"):
+            dynamic(**limits)
+
+
+def test_arguments_in_range_pass():
+    """NumPy and JAX numbers are numbers."""
+    for two in (2, np.int64(2), np.uint8(2), jnp.int32(2)):
+        accumulate(two), microbatch(two), dynamic(growth_interval=two, hysteresis=two)
+    for scale in (2, np.float32(2), jnp.float16(2), 2.0**-126, float(jnp.finfo(jnp.float32).max)):
+        static(scale)
+    dynamic(init_scale=2.0**-20, min_scale=2.0**-30, max_scale=1, growth_factor=1.001)
+
+
+# What only shows when the step is traced.
+
+REDUCING = {
+    "dynamic_loss_scale": functools.partial(boostax.dynamic_loss_scale, init_scale=1.0),
+    "static_loss_scale": functools.partial(boostax.static_loss_scale, scale=1.0),
+    "accumulate": functools.partial(boostax.accumulate, every=2),
+    "all_reduce": lambda inner, axis_name: optax.chain(boostax.all_reduce(axis_name), inner),
+}
+PARAMS = {"w": jnp.ones(3)}
+
+
+@pytest.mark.parametrize("who", REDUCING)
+def test_an_unbound_axis_is_named(who):
+    tx = REDUCING[who](SGD, axis_name="data")
+    state = tx.init(PARAMS)
+    with pytest.raises(ValueError, match=rf"{who}: axis_name must name an axis .* got 'data'"):
+        tx.update(PARAMS, state, PARAMS)
+    update = jax.vmap(lambda g: tx.update(g, state, PARAMS)[0], axis_name="data")
+    assert update({"w": jnp.ones((2, 3))})["w"].shape == (2, 3)
+
+
+def test_functions_name_an_unbound_axis():
+    oracle = value_and_grad(axis_name="data")
+    for who, call in {
+        "local_params": lambda: boostax.local_params(PARAMS, "data"),
+        "all_finite": lambda: boostax.all_finite(PARAMS, "data"),
+        "value_and_grad": lambda: oracle(PARAMS["w"], (), jnp.ones(3)),
+    }.items():
+        with pytest.raises(ValueError, match=f"{who}: axis_name must name an axis"):
+            call()
+
+
+def on_mesh(mesh, tx, grads, params=PARAMS):
+    """Params after one step inside shard_map, with gradients as ``grads`` makes them."""
+
+    def step(params, x):
+        return boostax.apply_gradients(tx, grads(params, x), tx.init(params), params)[0]
+
+    specs = {"in_specs": (P(), P(mesh.axis_names[0])), "out_specs": P()}
+    return jax.jit(jax.shard_map(step, mesh=mesh, **specs))(params, jnp.arange(8.0))
+
+
+def summed(params, x):
+    return jax.grad(lambda p: jnp.sum(p["w"]) * x.mean())(params)
+
+
+def local(params, x, axis_name="data"):
+    return summed(boostax.local_params(params, axis_name), x)
+
+
+@pytest.mark.parametrize("who", REDUCING)
+def test_gradients_that_autodiff_has_summed_are_refused(mesh, who):
+    """A mean over them would multiply the learning rate by the number of replicas."""
+    message = rf"{who}: gradients must be local .*'w'.* data: .*boostax\.local_params"
+    reduced = SGD if who == "all_reduce" else optax.chain(boostax.all_reduce("data"), SGD)
+    # Only where it stands outermost can it be seen: everything inside makes them local again.
+    for inner in (SGD, reduced, boostax.accumulate(reduced, 1, axis_name="data")):
+        with pytest.raises(ValueError, match=message):
+            on_mesh(mesh, REDUCING[who](inner, axis_name="data"), summed)
+    if who != "accumulate":
+        moved = on_mesh(mesh, REDUCING[who](reduced, axis_name="data"), local)
+        np.testing.assert_allclose(moved["w"], 1 - 0.35)
+
+
+def test_a_decision_that_replicas_could_take_differently_is_refused(mesh):
+    with pytest.raises(ValueError, match=r"dynamic_loss_scale: the decision .* axes 'data' and"):
+        on_mesh(mesh, dynamic(), local)
+    grid = jax.make_mesh((2, 4), ("data", "model"), axis_types=(AUTO,) * 2)
+    both = functools.partial(local, axis_name=("data", "model"))
+    with pytest.raises(ValueError, match=r"static_loss_scale: the decision .* axes 'model' and"):
+        on_mesh(grid, boostax.static_loss_scale(SGD, 1.0, axis_name="data"), both)
+
+
+@pytest.mark.parametrize("who", REDUCING)
+@pytest.mark.parametrize("leaf", [jnp.arange(3), np.zeros(3, jax.dtypes.float0), True], ids=type)
+def test_gradients_that_are_none_are_refused(who, leaf):
+    tx = REDUCING[who](SGD, axis_name="data" if who == "all_reduce" else None)
+    params = {"a": {"n": jnp.ones(3)}, "w": jnp.ones(3)}
+    grads, state = {"a": {"n": leaf}, "w": jnp.ones(3)}, tx.init(params)
+    before = jax.tree.map(np.array, (params, state))
+    got = re.escape(str(getattr(leaf, "dtype", "bool")))
+    message = rf"{who}: gradients must be floating or complex arrays, got {got} at 'a/n'"
+    with pytest.raises(TypeError, match=message):
+        tx.update(grads, state, params)
+    jax.tree.map(np.testing.assert_array_equal, (params, state), before)
+    if who != "all_reduce":
+        tx.update(params, state, params)
+
+
+def test_a_missing_weight_is_named():
+    tx = accumulate(2, normalize="weight")
+    state = tx.init(PARAMS)
+    with pytest.raises(ValueError, match="accumulate: normalize='weight' needs the extra argument"):
+        tx.update(PARAMS, state, PARAMS)
+    assert int(tx.update(PARAMS, state, PARAMS, weight=2)[1].micro_step) == 1
+
+
+@pytest.mark.parametrize("batch", [jnp.ones((6, 2)), jnp.float32(1.0)], ids=["6 rows", "0-d"])
+def test_a_batch_that_does_not_divide(mesh, batch):
+    loss = lambda w, batch: jnp.sum(w) * jnp.mean(batch["x"])  # noqa: E731
+    got = "got shape " + re.escape(f"{batch.shape} at 'x'")
+    for f in (
+        lambda: boostax.microbatch(jax.value_and_grad(loss), 4)(jnp.ones(2), {"x": batch}),
+        lambda: boostax.value_and_grad(loss, microbatches=4)(jnp.ones(2), (), {"x": batch}),
+    ):
+        with pytest.raises(ValueError, match=f"microbatch: .* divisible by microbatches=4, {got}"):
+            f()
+    tx = REDUCING["all_reduce"](SGD, axis_name="data")
+    step = boostax.make_train_step(loss, tx, mesh=mesh, axis_name="data", microbatches=2)
+    state = step.init(jnp.ones(2))
+    with pytest.raises(ValueError, match=f"make_train_step: .* = 8 x 2, {got}"):
+        step(state, {"x": batch})
+    # The state was not donated to a step that did not run.
+    assert bool(step(state, {"x": jnp.ones((16, 2))})[1]["applied"])
+
+
+@pytest.mark.parametrize("result", [jnp.ones(2), jnp.int32(1), None, (jnp.float32(1), {})], ids=str)
+@pytest.mark.parametrize("has_aux", [False, True])
+def test_a_loss_that_is_no_floating_scalar(result, has_aux):
+    if has_aux:
+        result = result[0] if isinstance(result, tuple) else (result, {})
+    f = boostax.value_and_grad(lambda w, x: result, has_aux=has_aux)
+    with pytest.raises(TypeError, match="value_and_grad: loss_fn must return"):
+        f(jnp.ones(2), (), jnp.ones(2))
+
+
+def test_two_scalers_have_no_one_scale():
+    tx = optax.partition({"a": dynamic(), "b": static(2.0)}, {"w": "a", "v": "b"})
+    state = tx.init({"w": jnp.ones(3), "v": jnp.ones(3)})
+    for read in (boostax.loss_scale, functools.partial(boostax.scale_loss, jnp.float32(1.0))):
+        with pytest.raises(ValueError, match=r"loss_scale: opt_state must hold one .* got 2"):
+            read(state)
+
+
+def test_what_nothing_accumulates_has_not_updated():
+    for tx in (SGD, dynamic()):
+        with pytest.raises(ValueError, match=r"has_updated: opt_state must hold .* got none"):
+            boostax.has_updated(tx.init(PARAMS))
+
+
+def test_flush_needs_the_gate_in_sight():
+    tx = optax.chain(accumulate(2))
+    with pytest.raises(ValueError, match=r"flush: tx must be a boostax gate .* got GradientTrans"):
+        boostax.flush(tx, tx.init(PARAMS), PARAMS)
+
+
+def test_a_train_step_needs_an_optimizer_and_both_of_mesh_and_axis(mesh):
+    for given in ({"axis_name": "data"}, {"mesh": mesh}):
+        with pytest.raises(ValueError, match="make_train_step: mesh and axis_name must be given"):
+            make_train_step(**given)
+    with pytest.raises(TypeError, match=r"make_train_step: tx must be .* got None\. "):
+        boostax.make_train_step(jnp.sum, None)
