@@ -22,13 +22,17 @@ def canonical(who: str, axis_name: AxisName | None) -> tuple[str, ...]:
     """Axis names as a tuple; empty for ``None``."""
     if axis_name is None:
         return ()
-    names = axis_name if isinstance(axis_name, tuple) else (axis_name,)
-    if not names or len(set(names)) != len(names):
+    names: tuple[Any, ...] = axis_name if isinstance(axis_name, tuple) else (axis_name,)
+    if not names or len(set(map(repr, names))) != len(names) or not _are_words(names):
         raise ValueError(
             f"{who}: axis_name must be a mesh axis name or a tuple of different ones, got "
             f"{axis_name!r}. Use None on a single device."
         )
     return names
+
+
+def _are_words(names: tuple[Any, ...]) -> bool:
+    return all(isinstance(name, str) for name in names)
 
 
 def require_bound(names: tuple[str, ...], who: str) -> None:

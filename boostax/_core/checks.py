@@ -40,6 +40,8 @@ def number(
     if isinstance(value, Tracer):
         return value
     try:
+        if isinstance(value, (str, bytes, bool)):
+            raise TypeError
         real = float(value)
     except (TypeError, ValueError) as error:
         raise TypeError(message(who, argument, allowed, value, hint)) from error
@@ -70,9 +72,9 @@ def floating_dtype(who: str, argument: str, value: Any) -> np.dtype[Any]:
     return dtype
 
 
-def transformation(who: str, value: Any) -> Any:
+def transformation(who: str, argument: str, value: Any) -> Any:
     """Anything with ``init`` and ``update``: Optax's own test of a transformation."""
     if not (callable(getattr(value, "init", None)) and callable(getattr(value, "update", None))):
         hint = "Pass an optimizer such as optax.adamw(1e-3)."
-        raise TypeError(message(who, "inner", "an optax.GradientTransformation", value, hint))
+        raise TypeError(message(who, argument, "an optax.GradientTransformation", value, hint))
     return value

@@ -112,9 +112,18 @@ def run(
 def flush_inner(
     tx: optax.GradientTransformationExtraArgs, state: Any, params: PyTree, extra: dict[str, Any]
 ) -> tuple[PyTree, Any]:
-    """Close open windows in ``tx``; a transformation without a gate has none."""
+    """Close open windows in ``tx``; a transformation without a gate has none.
+
+    A state that holds gradients back says so by a method ``held()``.
+    """
     if isinstance(tx, GatedTransformation):
         return tx.flush(state, params, **extra)
+    if trees.find(state, lambda node: callable(getattr(node, "held", None))):
+        raise ValueError(
+            "flush: tx must be a boostax gate such as accumulate(...) or "
+            f"dynamic_loss_scale(accumulate(...)), got {type(tx).__name__} that hides one. Put the "
+            "gate outside optax.chain and the like."
+        )
     return params, state
 
 

@@ -67,6 +67,10 @@ class AccumulateState(NamedTuple):
         """Whether the last gradient was taken in: into the open window, or by the inner gate."""
         return jnp.logical_or(self.micro_step > 0, outermost_passed(self.inner_state))
 
+    def held(self) -> jax.Array:
+        """Whether a window is open: gradients are summed up and not applied."""
+        return self.micro_step > 0
+
     def metrics(self) -> dict[str, jax.Array]:
         """Named scalars for ``boostax.metrics``."""
         return {"micro_step": self.micro_step, "optimizer_steps": self.optimizer_steps}
@@ -113,8 +117,8 @@ def accumulate(
       no temporary, through the pure ``update`` one copy of the params.
 
     Raises:
-      ValueError, TypeError: an argument out of range; at trace time, a missing ``weight``, already
-        reduced gradients, an unbound axis, integer gradients.
+      ValueError, TypeError: an argument out of range; at trace time, a missing or unused
+        ``weight``, already reduced gradients, an unbound axis, integer gradients.
 
     Example:
       >>> import boostax, jax.numpy as jnp, optax
@@ -130,7 +134,7 @@ def accumulate(
       Measured against optax.MultiSteps in ``benchmarks/results/accumulation.md``.
     """
     who = "accumulate"
-    checks.transformation(who, inner)
+    checks.transformation(who, "inner", inner)
     if not callable(every):
         every = checks.positive_int(
             who, "every", every, "It counts micro-steps per update; a schedule may be a function."
@@ -196,6 +200,11 @@ def accumulate(
     ) -> tuple[PyTree, AccumulateState]:
         trees.require_gradients(grads.raw, who)
         axes.require_local(grads.raw, names, who)
+        if weight is not None and not weighted:
+            raise ValueError(
+                f"accumulate: weight must be left out with normalize={normalize!r}, got one. Use "
+                "normalize='weight' to average by it: boostax.Aux(weight=...) asks for that."
+            )
         added = jax.tree.map(lambda g: g.astype(buffer_like(g)), grads.value())
         new = _weighted(added, weight, names) if weighted else Window(added, None)
         count = state.micro_step + 1
@@ -307,10 +316,10 @@ def flush(
     """Apply the last, partial window, normalised by what it really holds.
 
     Call it where ``apply_gradients`` is called (inside ``shard_map`` for a data-parallel step), or
-    use ``TrainStep.flush``. With no window open nothing happens.
+    use ``TrainStep.flush``. With no window open, or none at all, nothing happens.
 
     Args:
-      tx: the transformation that made the state; its gates must be outermost, not in a chain.
+      tx: the transformation that made the state; a window must not be inside an Optax wrapper.
       opt_state: its state.
       params: the params.
       **extra_args: handed to the inner transformation.
@@ -319,7 +328,7 @@ def flush(
       ``(params, opt_state)``.
 
     Raises:
-      ValueError: ``tx`` hides its gates behind an Optax wrapper.
+      ValueError: ``tx`` hides a window behind an Optax wrapper.
 
     Example:
       >>> import boostax, jax.numpy as jnp, optax
@@ -330,10 +339,5 @@ def flush(
       >>> float(w)
       -2.0
     """
-    if not isinstance(tx, GatedTransformation):
-        raise ValueError(
-            "flush: tx must be a boostax gate such as accumulate(...) or "
-            f"dynamic_loss_scale(accumulate(...)), got {type(tx).__name__}. Put the gate outside "
-            "optax.chain and other wrappers."
-        )
+    tx = optax.with_extra_args_support(tx)
     return flush_inner(tx, opt_state, params, extra_args)

@@ -1,100 +1,87 @@
 """Run the matrix products and convolutions of any function in a lower precision.
 
-The function is traced and every ``dot_general`` and ``conv_general_dilated`` gets its f32 operands
-in the low dtype and gives its result back in f32. Types of all other values stay, so the bodies of
-loops and branches can be replaced where they are.
+The function is traced, and every ``dot_general`` and ``conv_general_dilated`` in the trace gets its
+f32 operands in the low dtype and gives its result back in f32. The types of all other values stay,
+so the bodies of loops, branches and ``shard_map`` are rewritten where they are, not traced again.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.extend.core import ClosedJaxpr, Jaxpr, Literal
+from jax.extend.core import ClosedJaxpr, Jaxpr, gensym, jaxpr_as_fun, no_effects
 
 _PRODUCTS = (lax.dot_general_p, lax.conv_general_dilated_p)
-# Their bodies are elementwise (relu, softmax), and their derivative rules must be kept.
-_OPAQUE = ("custom_jvp_call", "custom_vjp_call")
+# Their derivative rules are functions of their own, which a rewritten body would not fit.
+_OPAQUE = ("custom_jvp_call", "custom_vjp_call", "pallas_call")
 
 
 def autocast(fn: Callable[..., Any], dtype: np.dtype[Any]) -> Callable[..., Any]:
-    """``fn`` with its f32 matrix products and convolutions computed in ``dtype``."""
+    """``fn`` with its f32 matrix products and convolutions computed in ``dtype``.
+
+    Derivatives of the result are those of the rewritten products, so they run in ``dtype`` too.
+    Arguments that are no arrays or numbers pass as they are.
+    """
 
     def wrapped(*args: Any, **kwargs: Any) -> Any:
         leaves, treedef = jax.tree.flatten((args, kwargs))
-        is_array = [isinstance(x, (jax.Array, np.ndarray, np.generic, float, int)) for x in leaves]
-        arrays = [jnp.asarray(x) for x, yes in zip(leaves, is_array, strict=True) if yes]
+        traced = [isinstance(x, (jax.Array, np.ndarray, np.generic)) for x in leaves]
+        arrays = [jnp.asarray(x) for x, yes in zip(leaves, traced, strict=True) if yes]
 
         def on_arrays(*given: Any) -> Any:
             rest = iter(given)
-            filled = [next(rest) if yes else x for x, yes in zip(leaves, is_array, strict=True)]
+            filled = [next(rest) if yes else x for x, yes in zip(leaves, traced, strict=True)]
             args, kwargs = jax.tree.unflatten(treedef, filled)
             return fn(*args, **kwargs)
 
-        traced, shapes = jax.make_jaxpr(on_arrays, return_shape=True)(*arrays)
-        results = _evaluate(traced.jaxpr, traced.consts, arrays, dtype)
+        jaxpr, shapes = jax.make_jaxpr(on_arrays, return_shape=True)(*arrays)
+        results = jaxpr_as_fun(_rewrite(jaxpr, dtype))(*arrays)
         return jax.tree.unflatten(jax.tree.structure(shapes), results)
 
     return wrapped
 
 
-def _evaluate(jaxpr: Jaxpr, consts: Any, args: Any, dtype: np.dtype[Any]) -> list[Any]:
-    values: dict[Any, Any] = dict(zip(jaxpr.constvars, consts, strict=True))
-    values.update(zip(jaxpr.invars, args, strict=True))
-
-    def read(atom: Any) -> Any:
-        return atom.val if isinstance(atom, Literal) else values[atom]
-
-    for eqn in jaxpr.eqns:
-        operands = [read(atom) for atom in eqn.invars]
-        if eqn.primitive in _PRODUCTS:
-            outputs = [_product(eqn, operands, dtype)]
-        elif eqn.primitive.name in ("jit", "pjit"):
-            inner = eqn.params["jaxpr"]
-            outputs = _evaluate(inner.jaxpr, inner.consts, operands, dtype)
-        else:
-            params = eqn.params
-            if eqn.primitive.name not in _OPAQUE:
-                params = {name: _rewrite(value, dtype) for name, value in params.items()}
-            functions, params = eqn.primitive.get_bind_params(params)
-            result = eqn.primitive.bind(*functions, *operands, **params)
-            outputs = result if eqn.primitive.multiple_results else [result]
-        values.update(zip(eqn.outvars, outputs, strict=True))
-    return [read(atom) for atom in jaxpr.outvars]
-
-
-def _product(eqn: Any, operands: list[Any], dtype: np.dtype[Any]) -> Any:
-    wide = eqn.outvars[0].aval.dtype
-    if wide != jnp.float32 or any(x.dtype != jnp.float32 for x in operands):
-        return eqn.primitive.bind(*operands, **eqn.params)
-    params = {**eqn.params, "preferred_element_type": None}
-    low = [x.astype(dtype) for x in operands]
-    return eqn.primitive.bind(*low, **params).astype(wide)
-
-
 def _rewrite(value: Any, dtype: np.dtype[Any]) -> Any:
-    """The same rewriting inside the bodies of scan, while, cond and remat."""
-    if isinstance(value, (tuple, list)):
+    """A parameter of an equation, with every jaxpr in it rewritten."""
+    if type(value) in (tuple, list):
         return type(value)(_rewrite(item, dtype) for item in value)
     if isinstance(value, ClosedJaxpr):
-        return jax.make_jaxpr(lambda *args: _evaluate(value.jaxpr, value.consts, args, dtype))(
-            *_types(value.jaxpr)
-        )
+        return value.replace(jaxpr=_rewrite(value.jaxpr, dtype))
     if isinstance(value, Jaxpr):
-        return _rewrite(ClosedJaxpr(value, ()), dtype).jaxpr
+        return value.replace(eqns=[new for eqn in value.eqns for new in _lowered(eqn, dtype)])
     return value
 
 
-def _types(jaxpr: Jaxpr) -> list[jax.ShapeDtypeStruct]:
-    avals: list[Any] = [var.aval for var in jaxpr.invars]
-    return [
-        jax.ShapeDtypeStruct(
-            aval.shape,
-            aval.dtype,
-            weak_type=getattr(aval, "weak_type", False),
-            manual_axis_type=getattr(aval, "manual_axis_type", None),
-        )
-        for aval in avals
-    ]
+def _lowered(eqn: Any, dtype: np.dtype[Any]) -> Iterator[Any]:
+    """The equations that stand for one."""
+    if eqn.primitive.name in _OPAQUE:
+        yield eqn
+    elif eqn.primitive not in _PRODUCTS:
+        params = {name: _rewrite(value, dtype) for name, value in eqn.params.items()}
+        yield eqn.replace(params=params)
+    elif any(var.aval.dtype != jnp.float32 for var in (*eqn.invars, *eqn.outvars)):
+        yield eqn
+    else:
+        new_var = gensym()
+        low = lambda var: new_var(var.aval.update(dtype=dtype, weak_type=False))  # noqa: E731
+        operands = [low(var) for var in eqn.invars]
+        result = low(eqn.outvars[0])
+        for wide, narrow in zip(eqn.invars, operands, strict=True):
+            yield _cast(eqn, wide, narrow)
+        params = {**eqn.params, "preferred_element_type": None}
+        yield eqn.replace(invars=operands, outvars=[result], params=params)
+        yield _cast(eqn, result, eqn.outvars[0])
+
+
+def _cast(eqn: Any, source: Any, target: Any) -> Any:
+    """A cast that stands where ``eqn`` stood in the source."""
+    return eqn.replace(
+        primitive=lax.convert_element_type_p,
+        invars=[source],
+        outvars=[target],
+        params={"new_dtype": target.aval.dtype, "weak_type": False, "sharding": None},
+        effects=no_effects,
+    )

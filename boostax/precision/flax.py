@@ -2,17 +2,20 @@
 
 Flax layers cast their own inputs and params to their ``dtype``, and Flax norms compute in f32 and
 cast only their result. So O2 is "every layer low, params in f32": no param needs a cast outside,
-and no norm carries f32 on into the next layer.
+and no norm carries f32 on into the next layer. O1 tells the layers nothing: the matrix products in
+the traced model are rewritten, as in any other function.
 """
 
 import contextlib
 import dataclasses
+import functools
 from collections.abc import Generator
 from typing import Any
 
 import jax.numpy as jnp
 
 from boostax._core import checks
+from boostax.precision.autocast import autocast
 from boostax.precision.policy import Policy, as_policy
 
 try:
@@ -23,18 +26,12 @@ except ImportError as error:
         "boostax.precision.flax needs Flax. Install it with: pip install 'boostax[workloads]'"
     ) from error
 
-# MindSpore's O1 list in Flax's terms: what contracts. Cells and attention are made of these.
-_CONTRACTIONS = (
-    "Dense", "DenseGeneral", "Einsum", "Conv", "ConvLocal", "ConvTranspose",
-    "Linear", "LinearGeneral", "LoRA", "LoRALinear", "LoRAParam",
-)  # fmt: skip
-
 
 def layer_dtype(rules: Policy, class_name: str) -> Any:
     """The dtype in which a layer of this class computes (a norm: of its result)."""
-    if rules.only_matmuls:
-        return rules.compute_dtype if class_name in _CONTRACTIONS else jnp.dtype(jnp.float32)
-    return rules.compute_dtype
+    # A norm computes in f32 whatever its dtype, and must not hand f32 on to the next layer.
+    kept = rules.keeps(class_name) and "Norm" not in class_name
+    return jnp.dtype(jnp.float32) if kept else rules.compute_dtype
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,13 +44,16 @@ class PolicyModule:
     def init(self, *args: Any, **kwargs: Any) -> Any:
         """``module.init``; params in the policy's ``param_dtype``."""
         with self._layers():
-            return self.rules.store_params(self.module.init(*args, **kwargs))
+            variables = self.module.init(*args, **kwargs)
+        return {**variables, "params": self.rules.store_params(variables.get("params", {}))}
 
     def apply(self, variables: Any, *args: Any, **kwargs: Any) -> Any:
         """``module.apply``; floating results in the policy's ``output_dtype``."""
-        args, kwargs_cast = self.rules.cast_inputs((args, kwargs))
+        apply = self.module.apply
+        if self.rules.only_matmuls:
+            apply = autocast(apply, self.rules.compute_dtype)
         with self._layers():
-            result = self.module.apply(variables, *args, **kwargs_cast)
+            result = apply(variables, *self.rules.cast_inputs(args), **kwargs)
         if kwargs.get("mutable", False) is not False:
             output, state = result
             return self.rules.cast_output(output), state
@@ -61,6 +61,10 @@ class PolicyModule:
 
     @contextlib.contextmanager
     def _layers(self) -> Generator[None]:
+        if self.rules.only_matmuls:
+            yield
+            return
+
         def tell_dtype(next_fun: Any, args: Any, kwargs: Any, context: Any) -> Any:
             module = context.module
             if context.method_name == "__call__" and _follows(module):
@@ -76,8 +80,9 @@ def apply_policy(module: Any, policy: Policy | str) -> Any:
     """A Flax model that follows a precision policy.
 
     Every layer that has a ``dtype`` and was not given one computes in the policy's; a layer that
-    was given one keeps it. Norms (Flax computes them in f32) hand their result on in the compute
-    dtype; with O3 their params are stored low as well.
+    was given one keeps it, and ``keep_f32`` may name classes that compute in f32. Norms (Flax
+    computes them in f32) hand their result on in the compute dtype; with O3 their params are stored
+    low as well. With O1 it is the products that count, not the layers.
 
     Args:
       module: a linen ``nn.Module``, or an NNX ``nnx.Module``.
@@ -98,8 +103,7 @@ def apply_policy(module: Any, policy: Policy | str) -> Any:
       >>> variables["params"]["kernel"].dtype, model.apply(variables, jnp.ones((2, 4))).dtype
       (dtype('float32'), dtype('float16'))
     """
-    chosen = as_policy(policy)
-    assert chosen is not None
+    chosen = as_policy("apply_policy", policy) or Policy()
     if isinstance(module, nn.Module):
         return PolicyModule(module, chosen)
     if not isinstance(module, nnx.Module):
@@ -114,11 +118,43 @@ def apply_policy(module: Any, policy: Policy | str) -> Any:
         )
     model = nnx.clone(module)
     for _, layer in nnx.iter_modules(model):
-        if _follows(layer):
+        if _follows(layer) and not chosen.only_matmuls:
             setattr(layer, "dtype", layer_dtype(chosen, type(layer).__name__))  # noqa: B010
     nnx.update(model, chosen.store_params(nnx.state(model, nnx.Param)))
+    # A layer's own call is not cast, so only the whole model gets the class that casts.
+    object.__setattr__(model, "__class__", _casting_class(type(model), chosen))
     return model
 
 
+@functools.cache
+def _casting_class(cls: Any, rules: Policy) -> Any:
+    """A subclass whose call casts what goes in and what comes out, as linen's ``apply`` does.
+
+    Cached, because NNX compares classes when it splits and merges.
+    """
+
+    def pure(graph: Any, state: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        model = nnx.merge(graph, state)
+        return cls.__call__(model, *args, **kwargs), nnx.state(model)
+
+    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+        args = rules.cast_inputs(args)
+        if rules.only_matmuls:
+            # Traced to be rewritten, so what the call changes in the model must come out of it.
+            graph, state = nnx.split(self)
+            on_state = functools.partial(pure, graph)
+            result, state = autocast(on_state, rules.compute_dtype)(state, args, kwargs)
+            nnx.update(self, state)
+        else:
+            result = cls.__call__(self, *args, **kwargs)
+        return rules.cast_output(result)
+
+    names = {"__call__": call, "__module__": cls.__module__, "__doc__": cls.__doc__}
+    return type(cls)(cls.__name__, (cls,), names)
+
+
 def _follows(module: Any) -> bool:
+    """Whether a layer has a dtype and was not given one; NNX's Embed then takes its params'."""
+    if isinstance(module, nnx.Embed):
+        return module.dtype in (None, module.param_dtype)
     return hasattr(module, "dtype") and module.dtype is None

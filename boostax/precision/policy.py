@@ -55,24 +55,18 @@ class Policy:
             object.__setattr__(self, name, value)
         if self.keep_f32 == "all but matmuls":
             return
-        if isinstance(self.keep_f32, str):
-            raise TypeError(
-                checks.message(
-                    "Policy",
-                    "keep_f32",
-                    "a tuple of patterns or 'all but matmuls'",
-                    self.keep_f32,
-                    "Write one pattern as ('LayerNorm',).",
-                )
-            )
+        hint = "Write patterns as ('LayerNorm',)."
+        if not isinstance(self.keep_f32, tuple):  # pyright: ignore[reportUnnecessaryIsInstance]
+            allowed = "a tuple of patterns or 'all but matmuls'"
+            raise TypeError(checks.message("Policy", "keep_f32", allowed, self.keep_f32, hint))
         for pattern in self.keep_f32:
             try:
                 re.compile(pattern)
-            except re.error as error:
+            except (re.error, TypeError) as error:
+                allowed = "regular expressions"
+                hint = f"It does not compile: {error}."
                 raise ValueError(
-                    checks.message(
-                        "Policy", "keep_f32", "regular expressions", pattern, f"It says: {error}."
-                    )
+                    checks.message("Policy", "keep_f32", allowed, pattern, hint)
                 ) from error
 
     @property
@@ -107,25 +101,37 @@ class Policy:
         """Floating results in ``output_dtype``."""
         return _cast(tree, self.output_dtype)
 
-    def wrap(self, fn: Callable[..., Any]) -> Callable[..., Any]:
-        """A function of params and inputs that follows this policy.
+    def compute(self, fn: Callable[..., Any]) -> Callable[..., Any]:
+        """``fn(params, *inputs, **others)`` with params and inputs cast, its result left as it is.
 
         The casts are inside, so gradients with respect to the params arrive in the params' own
-        dtype. Under a kept norm JAX's promotion carries f32 on into the next layer; a Flax model
-        says its dtype layer by layer: use ``boostax.precision.flax.apply_policy`` for it.
-
-        Args:
-          fn: ``fn(params, *inputs, **inputs)``.
-
-        Returns:
-          A function of the same signature.
+        dtype. Keyword arguments (keys, model state, flags) pass untouched.
         """
         inner = autocast(fn, self.compute_dtype) if self.only_matmuls else fn
 
         @functools.wraps(fn)
         def wrapped(params: PyTree, *args: Any, **kwargs: Any) -> Any:
-            args, kwargs = self.cast_inputs((args, kwargs))
-            return self.cast_output(inner(self.cast_params(params), *args, **kwargs))
+            return inner(self.cast_params(params), *self.cast_inputs(args), **kwargs)
+
+        return wrapped
+
+    def wrap(self, fn: Callable[..., Any]) -> Callable[..., Any]:
+        """A function of params and inputs that follows this policy.
+
+        Under a kept norm JAX's promotion carries f32 on into the next layer; a Flax model says its
+        dtype layer by layer: use ``boostax.precision.flax.apply_policy`` for it.
+
+        Args:
+          fn: ``fn(params, *inputs, **others)``; see ``compute``.
+
+        Returns:
+          A function of the same signature; floating results in ``output_dtype``.
+        """
+        inner = self.compute(fn)
+
+        @functools.wraps(fn)
+        def wrapped(params: PyTree, *args: Any, **kwargs: Any) -> Any:
+            return self.cast_output(inner(params, *args, **kwargs))
 
         return wrapped
 
@@ -166,6 +172,8 @@ def policy(spec: str, *, dtype: Any = jnp.float16) -> Policy:
     who = "policy"
     hint = "Use 'O0' to 'O3', or 'params=float32,compute=float16,output=float32'."
     low = checks.floating_dtype(who, "dtype", dtype)
+    if not isinstance(spec, str):  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise TypeError(checks.message(who, "spec", "a level or dtypes", spec, hint))
     f32: np.dtype[Any] = jnp.dtype(jnp.float32)
     levels = {
         "O0": Policy(),
@@ -187,9 +195,14 @@ def policy(spec: str, *, dtype: Any = jnp.float16) -> Policy:
     return Policy(**fields)
 
 
-def as_policy(value: Policy | str | None) -> Policy | None:
+def as_policy(who: str, value: Policy | str | None) -> Policy | None:
     """A policy by itself or by name; ``None`` for none."""
-    return policy(value) if isinstance(value, str) else value
+    if value is None or isinstance(value, Policy):
+        return value
+    if not isinstance(value, str):  # pyright: ignore[reportUnnecessaryIsInstance]
+        hint = "Try boostax.policy('O2')."
+        raise TypeError(checks.message(who, "policy", "a Policy or its name", value, hint))
+    return policy(value)
 
 
 def _cast(tree: PyTree, dtype: np.dtype[Any]) -> PyTree:

@@ -156,8 +156,12 @@ def local_params_give_local_gradients(case: Case) -> None:
         return apply_gradients(tx, grads, tx.init(params), params)[0]
 
     replicas = jax.device_count()
-    specs = {"in_specs": (PartitionSpec(), PartitionSpec(AXIS)), "out_specs": PartitionSpec()}
-    mapped = jax.shard_map(local, mesh=data_mesh(replicas), **specs)
+    mapped = jax.shard_map(
+        local,
+        mesh=data_mesh(replicas),
+        in_specs=(PartitionSpec(), PartitionSpec(AXIS)),
+        out_specs=PartitionSpec(),
+    )
     jax.eval_shape(mapped, params, jnp.ones((replicas, 16)))
 
 

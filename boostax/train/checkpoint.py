@@ -5,7 +5,6 @@ import json
 import logging
 import pathlib
 import shutil
-import zlib
 from typing import Any, Self
 
 import jax
@@ -13,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from boostax._core import checks, trees
+from boostax.train.checksums import Leaves, describe, text_checksum
 
 try:
     import orbax.checkpoint as ocp
@@ -22,10 +22,8 @@ except ImportError as error:
     ) from error
 
 PyTree = Any
-Leaves = dict[str, dict[str, Any]]
 
 _ITEMS = ("state", "record")
-_UNSIGNED = {1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32, 8: jnp.uint32}
 
 
 class Checkpointer:
@@ -102,10 +100,10 @@ class Checkpointer:
                     f"Checkpointer: state must be a tree of JAX arrays, got "
                     f"{type(leaf).__name__} at {name!r}. Make it one with jnp.asarray."
                 )
-        record: dict[str, Any] = {"leaves": _describe(leaves), "meta": meta or {}}
+        record: dict[str, Any] = {"leaves": describe(leaves), "meta": meta or {}}
         # What JSON changes (tuples, integer keys) must change before it is summed.
         record = json.loads(json.dumps(record))
-        record["checksum"] = _text_checksum(record)
+        record["checksum"] = text_checksum(record)
         if step in self.steps():
             self._manager.delete(step)
         self._manager.save(
@@ -171,7 +169,7 @@ class Checkpointer:
         abstract = jax.tree.map(_abstract, _without_empty(target))
         state = self._read(step, state=ocp.args.StandardRestore(abstract))["state"]
         state = jax.tree.map(_or_empty, target, state, is_leaf=lambda x: x is None)
-        found = _describe(_named(state))
+        found = describe(_named(state))
         altered = [name for name in found if found[name] != record["leaves"][name]]
         if altered:
             raise self._damaged(step, f"the checksum of {_listed(altered)} does not match")
@@ -197,7 +195,7 @@ class Checkpointer:
 
     def _record(self, step: int) -> dict[str, Any]:
         record = self._read(step, record=ocp.args.JsonRestore())["record"]
-        if record.pop("checksum", None) != _text_checksum(record):
+        if record.pop("checksum", None) != text_checksum(record):
             raise self._damaged(step, "the checksum of its record does not match")
         return record
 
@@ -267,44 +265,6 @@ def _named(state: PyTree) -> dict[str, Any]:
             f"{_listed(sorted(leaves))}. Rename the keys with dots or slashes in them."
         )
     return leaves
-
-
-def _describe(leaves: dict[str, Any]) -> Leaves:
-    sums = jax.device_get(_checksums(leaves))
-    return {
-        name: {"shape": list(leaf.shape), "dtype": str(leaf.dtype), "checksum": int(sums[name])}
-        for name, leaf in leaves.items()
-    }
-
-
-@jax.jit
-def _checksums(leaves: dict[str, jax.Array]) -> dict[str, jax.Array]:
-    return {name: _checksum(leaf) for name, leaf in leaves.items()}
-
-
-def _checksum(leaf: jax.Array) -> jax.Array:
-    """Sum of all words, each times an odd number of its own, mod 2**32.
-
-    An odd factor is invertible, so one altered word always shows; integer sums do not depend on
-    how the leaf is sharded.
-    """
-    if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
-        return _checksum(jax.random.key_data(leaf))
-    if jnp.iscomplexobj(leaf):
-        return _checksum(leaf.real) + 3 * _checksum(leaf.imag)
-    if jnp.issubdtype(leaf.dtype, jnp.floating) or leaf.dtype.itemsize == 8:
-        leaf = jax.lax.bitcast_convert_type(leaf, _UNSIGNED[leaf.dtype.itemsize])
-    words = leaf.astype(jnp.uint32)
-    factor, stride = jnp.uint32(1), 2
-    for axis in reversed(range(words.ndim)):
-        count = jax.lax.broadcasted_iota(jnp.uint32, words.shape, axis)
-        factor = factor + count * jnp.uint32(stride % 2**32)
-        stride *= words.shape[axis]
-    return jnp.sum(words * factor, dtype=jnp.uint32)
-
-
-def _text_checksum(record: dict[str, Any]) -> int:
-    return zlib.crc32(json.dumps(record, sort_keys=True).encode())
 
 
 def _without_empty(state: PyTree) -> PyTree:

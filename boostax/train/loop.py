@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 import jax
 
-from boostax._core import checks, trees
-from boostax.accumulate.window import AccumulateState
+from boostax._core import checks
 from boostax.train.writers import Writer
 
 if TYPE_CHECKING:
@@ -191,7 +190,7 @@ class _Signals:
 
 def _flusher(step: Any, state: PyTree) -> Callable[[PyTree], PyTree] | None:
     close_window = getattr(step, "flush", None)
-    if close_window is None or not trees.find(state, lambda x: isinstance(x, AccumulateState)):
+    if close_window is None:
         return None
     try:
         # A window out of reach is better found before the run than after it.

@@ -61,16 +61,14 @@ def value_and_grad(
     who = "value_and_grad"
     names = axes.canonical(who, axis_name)
     count = checks.positive_int(who, "microbatches", microbatches, "1 takes the batch whole.")
-    rules = as_policy(policy)
-    fn = loss_fn if rules is None else rules.wrap(loss_fn)
+    rules = as_policy(who, policy)
+    fn = loss_fn if rules is None else rules.compute(loss_fn)
 
     def evaluate(
         params: PyTree, batch: PyTree, scale: jax.Array, **kwargs: Any
     ) -> tuple[PyTree, PyTree]:
         def scaled_loss(params: PyTree) -> tuple[jax.Array, tuple[jax.Array, PyTree]]:
-            result = fn(params, batch, **kwargs)
-            loss, aux = result if has_aux else (result, Aux())
-            loss = _require_scalar(loss)
+            loss, aux = _loss_and_aux(fn(params, batch, **kwargs), has_aux)
             return loss * scale.astype(loss.dtype), (loss, aux)
 
         (_, value), grads = jax.value_and_grad(scaled_loss, has_aux=True)(params)
@@ -93,14 +91,19 @@ def value_and_grad(
     return oracle
 
 
-def _require_scalar(loss: Any) -> jax.Array:
-    loss = jnp.asarray(loss)
-    if loss.shape or not jnp.issubdtype(loss.dtype, jnp.floating):
-        raise TypeError(
-            f"value_and_grad: loss_fn must return a floating scalar, got {loss.dtype} of shape "
-            f"{loss.shape}. Take the mean over the batch; return (loss, aux) with has_aux=True."
-        )
-    return trees.at_least_float32(loss)
+def _loss_and_aux(result: Any, has_aux: bool) -> tuple[jax.Array, PyTree]:
+    pair = isinstance(result, tuple) and len(result) == 2
+    loss: Any = result[0] if has_aux and pair else result
+    aux = result[1] if has_aux and pair else Aux()
+    scalar = getattr(loss, "shape", None) == () and jnp.issubdtype(loss.dtype, jnp.floating)
+    if isinstance(loss, float) or (scalar and pair == has_aux):
+        return trees.at_least_float32(jnp.asarray(loss)), aux
+    wanted = "(loss, aux) with a floating scalar loss" if has_aux else "a floating scalar"
+    got = jax.tree.map(lambda x: getattr(x, "aval", x), result)
+    raise TypeError(
+        f"value_and_grad: loss_fn must return {wanted}, got {got!r}. Take the mean over the batch; "
+        "return (loss, aux) exactly if has_aux=True."
+    )
 
 
 def _over_replicas(

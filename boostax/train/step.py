@@ -255,7 +255,7 @@ def make_train_step(
       (0.5, 1.0, True)
     """
     who = "make_train_step"
-    checks.transformation(who, tx)
+    checks.transformation(who, "tx", tx)
     names = axes.canonical(who, axis_name)
     if (mesh is None) != (not names):
         raise ValueError(
@@ -274,7 +274,7 @@ def make_train_step(
                     "Make the mesh with jax.make_mesh((n,), ('data',)).",
                 )
             )
-    rules = as_policy(policy)
+    rules = as_policy(who, policy)
     oracle = value_and_grad(
         loss_fn,
         axis_name=axis_name,

@@ -164,7 +164,7 @@ def _check(config: DigitsConfig) -> None:
     checks.choice("digits", "model", config.model, tuple(_MODELS), hint)
     hint = "It is the images per batch, 64 by default."
     checks.positive_int("digits", "batch_size", config.batch_size, hint)
-    hint = "It is the hidden units, 128 by default."
+    hint = "It is the hidden units per layer, 128 by default."
     checks.positive_int("digits", "width", config.width, hint)
     if config.model == "conv" and config.width % 4:
         hint = "A fourth and a half of it are the channels of the convolutions."

@@ -37,7 +37,7 @@ class TextConfig:
     """Characters per training window."""
     batch_size: int = 32
     """Windows per batch."""
-    width: int = 128
+    width: int = 96
     """Width of the model; a multiple of heads."""
     depth: int = 2
     """Transformer blocks."""
@@ -146,7 +146,7 @@ def _check(config: TextConfig) -> None:
         ("max_chars", "It limits how much text is read."),
         ("sequence_length", "It is the characters per window, 64 by default."),
         ("batch_size", "It is the windows per batch, 32 by default."),
-        ("width", "It is the width of the model, 128 by default."),
+        ("width", "It is the width of the model, 96 by default."),
         ("depth", "It is the number of transformer blocks, 2 by default."),
         ("heads", "It is the attention heads per block, 4 by default."),
         ("eval_batches", "It limits what one evaluation reads, 32 by default."),
