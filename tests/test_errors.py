@@ -123,6 +123,31 @@ def test_arguments_in_range_pass():
     dynamic(init_scale=2.0**-20, min_scale=2.0**-30, max_scale=1, growth_factor=1.001)
 
 
+def test_numpy_trees_pass_without_a_warning():
+    """NumPy makes f64 of everything; JAX, without x64, f32."""
+    params = {"w": np.ones(3)}
+    for tx in (accumulate(2), dynamic(), static(1.0)):
+        new, _ = boostax.apply_gradients(tx, params, tx.init(params), params)
+        assert new["w"].dtype == jnp.float32
+
+
+@pytest.mark.parametrize(
+    ("factory", "given"),
+    [
+        (boostax.accumulate, {"every": 2}),
+        (boostax.dynamic_loss_scale, {"init_scale": 2.0, "growth_interval": 5}),
+        (boostax.static_loss_scale, {"scale": 2.0}),
+    ],
+)
+def test_hyperparameters_can_be_injected(factory, given):
+    """Then they are traced, and what is callable is taken for a schedule."""
+    tx = optax.inject_hyperparams(factory)(SGD, **given)
+    state = jax.jit(tx.init)(PARAMS)
+    for _ in range(2):
+        updates, state = jax.jit(tx.update)(PARAMS, state, PARAMS)
+    assert float(updates["w"][0]) < 0
+
+
 # What only shows when the step is traced.
 
 REDUCING = {

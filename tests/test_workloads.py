@@ -16,7 +16,8 @@ from boostax.workloads import DigitsConfig, TextConfig, Workload, _corpus, _mode
 SMALL_TEXT = TextConfig(
     max_chars=120_000, sequence_length=32, batch_size=16, width=32, depth=1, heads=2
 )
-KEY = jax.random.key(0)
+# The default generator takes several times longer to compile.
+KEY = jax.random.key(0, impl="rbg")
 
 
 @pytest.fixture(scope="module")
@@ -190,7 +191,7 @@ def test_compute_dtype_is_what_the_products_run_in():
 
 def test_init_depends_on_the_key():
     for task in builds():
-        params, again, other = (task.init(jax.random.key(seed))[0] for seed in (3, 3, 4))
+        params, again, other = (task.init(jax.random.fold_in(KEY, seed))[0] for seed in (3, 3, 4))
         np.testing.assert_array_equal(flat(params), flat(again))
         assert not np.array_equal(flat(params), flat(other))
 
@@ -210,7 +211,7 @@ def test_dropout_needs_a_key_and_depends_on_it():
     task = text(dataclasses.replace(SMALL_TEXT, dropout=0.3))
     params, _ = task.init(KEY)
     losses = [
-        task.loss_fn(params, task.batch(0), key=jax.random.key(seed))[0] for seed in (0, 0, 1)
+        task.loss_fn(params, task.batch(0), key=jax.random.fold_in(KEY, seed))[0] for seed in (0, 0, 1)
     ]
     assert losses[0] == losses[1] != losses[2]
     with pytest.raises(ValueError, match=r"text: key must be a key for dropout, got None\."):
@@ -296,7 +297,6 @@ def test_text_learns():
     task = text(dataclasses.replace(SMALL_TEXT, max_chars=1_000_000))
     before = task.evaluate(task.init(KEY)[0], None)
     after = task.evaluate(*train(task, optax.adam(1e-2), 100))
-    print(before, after)
     assert before["loss"] == pytest.approx(np.log(128), abs=0.3)
     assert after["loss"] < 2.7 and after["accuracy"] > 0.3
 
@@ -304,7 +304,7 @@ def test_text_learns():
 @pytest.mark.parametrize("model", ["mlp", "conv"])
 def test_digits_learn(model):
     task = digits(DigitsConfig(model=model, width=64))
-    found = task.evaluate(*train(task, optax.adam(3e-3), 100))
+    found = task.evaluate(*train(task, optax.adam(1e-2), 100))
     assert found["loss"] < 0.4 and found["accuracy"] > 0.9
 
 

@@ -88,7 +88,7 @@ def works_in_float64(case: Case) -> None:
         for _ in range(case.calls):
             grads = {"w": jnp.asarray([1.0 / 3.0, 1.0], jnp.float64)}
             params, state = apply_gradients(tx, grads, state, params)
-        (moved,) = jax.tree.leaves(params)
+        moved: Any = jax.tree.leaves(params)[0]
         assert moved.dtype == jnp.float64
         assert abs(float(moved[0] / moved[1]) - 1.0 / 3.0) < 1e-15, "rounded to f32"
 
@@ -98,7 +98,7 @@ def passes_masked_nodes(case: Case) -> None:
     tx = case.single()
     params = {"kept": jnp.ones(3), "masked": optax.MaskedNode()}
     grads = {"kept": jnp.ones(3), "masked": optax.MaskedNode()}
-    updates, _ = tx.update(grads, tx.init(params), params)
+    updates: Any = tx.update(grads, tx.init(params), params)[0]
     assert isinstance(updates["masked"], optax.MaskedNode)
 
 
