@@ -21,6 +21,7 @@ test-long: $(READY)
 bench: $(READY)
 	$(RUN) benchmarks/loss_scale.py
 	$(RUN) benchmarks/accumulation.py
+	$(RUN) benchmarks/precision.py
 
 lint: $(READY)
 	$(VENV)/bin/ruff check .

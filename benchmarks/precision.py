@@ -1,15 +1,19 @@
-"""What f16 does to the result: held-out losses of the text workload in f32 and in f16."""
+"""What f16 does to the result: where it costs nothing, and where it needs its gradients scaled."""
 
 import argparse
 import statistics
+from collections.abc import Callable
 from typing import Any
 
+import jax
+import optax
 from harness import Bar, report
 
+import boostax
 from boostax.cli.build import build
 from boostax.cli.recipe import Recipe
 from boostax.train.loop import fit
-from boostax.workloads import TextConfig, text
+from boostax.workloads import DigitsConfig, TextConfig, Workload, digits, text
 
 VARIANTS = {
     "f32": ("float32", "none"),
@@ -17,44 +21,102 @@ VARIANTS = {
     "f16, no scaling": ("float16", "none"),
     "bf16": ("bfloat16", "none"),
 }
+SCALED, UNSCALED = "f16, dynamic loss scale", "f16, no scaling"
+Runs = dict[str, list[dict[str, float]]]
 
 
-def run(dtype: str, scale: Any, seed: int, steps: int) -> dict[str, float]:
-    """One training run; its last held-out loss and how many steps it skipped."""
-    workload = text(TextConfig(dtype=dtype, seed=seed))
+def run(workload: Workload, scale: Any, seed: int, steps: int) -> dict[str, float]:
+    """One training run; what it ends with on the held-out split, and how many steps it skipped."""
     built = build(workload, Recipe(steps=steps, loss_scale=scale))
     result = fit(built.step, built.init(seed), workload.batch, steps=steps, evaluate=built.evaluate)
     last = result.history[-1]
-    return {"loss": last["held_out_loss"], "skipped": last.get("skipped_steps", 0)}
+    return {
+        "loss": last["held_out_loss"],
+        "accuracy": last["held_out_accuracy"],
+        "skipped": last.get("skipped_steps", 0.0),
+    }
+
+
+def compare(make: Callable[[str, int], Workload], steps: int, seeds: int) -> Runs:
+    """Every variant with every seed."""
+    found: Runs = {}
+    for name, (dtype, scale) in VARIANTS.items():
+        found[name] = [run(make(dtype, seed), scale, seed, steps) for seed in range(seeds)]
+        print(name, found[name], flush=True)
+    return found
+
+
+def table(found: Runs) -> list[dict[str, Any]]:
+    """A row per variant: the loss of each seed, the means, the skips."""
+    return [
+        {"variant": name}
+        | {f"loss, seed {seed}": each["loss"] for seed, each in enumerate(runs)}
+        | {
+            "mean loss": statistics.fmean(each["loss"] for each in runs),
+            "mean accuracy": statistics.fmean(each["accuracy"] for each in runs),
+            "skipped": int(sum(each["skipped"] for each in runs)),
+        }
+        for name, runs in found.items()
+    ]
+
+
+def vanished(scale: float) -> dict[str, float]:
+    """Share of gradient entries that are exactly zero, per layer, at the first step in f16."""
+    workload = digits(DigitsConfig(model="sigmoid", dtype="float16"))
+    params, _ = workload.init(jax.random.key(0))
+    tx = boostax.static_loss_scale(optax.identity(), scale)
+    oracle = boostax.value_and_grad(workload.loss_fn, has_aux=True)
+    _, grads = oracle(params, tx.init(params), workload.batch(0))
+    return {name: float((grads[name]["kernel"] == 0).mean()) for name in sorted(grads)}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--steps", type=int, default=400)
+    parser.add_argument("--sigmoid-steps", type=int, default=3000)
     parser.add_argument("--seeds", type=int, default=3)
     options = parser.parse_args()
-    seeds = range(options.seeds)
-    rows, found = [], {}
-    for name, (dtype, scale) in VARIANTS.items():
-        runs = [run(dtype, scale, seed, options.steps) for seed in seeds]
-        found[name] = [r["loss"] for r in runs]
-        rows.append(
-            {"variant": name}
-            | {f"seed {seed}": r["loss"] for seed, r in zip(seeds, runs, strict=True)}
-            | {"mean": statistics.fmean(found[name]), "skipped": sum(r["skipped"] for r in runs)}
+    on_text = compare(
+        lambda dtype, seed: text(TextConfig(dtype=dtype, seed=seed)), options.steps, options.seeds
+    )
+    on_sigmoid = compare(
+        lambda dtype, seed: digits(DigitsConfig(model="sigmoid", dtype=dtype, seed=seed)),
+        options.sigmoid_steps,
+        options.seeds,
+    )
+    zeros = {f"scale {scale:g}": vanished(scale) for scale in (1.0, 2.0**16)}
+    bars = []
+    for seed in range(options.seeds):
+        ratio = on_text[SCALED][seed]["loss"] / on_text["f32"][seed]["loss"]
+        bars.append(Bar(f"text, seed {seed}: loss of scaled f16 / f32", ratio, 1.01))
+    for seed in range(options.seeds):
+        scaled = on_sigmoid[SCALED][seed]["loss"]
+        plain = on_sigmoid["f32"][seed]["loss"]
+        lost = on_sigmoid[UNSCALED][seed]["loss"]
+        bars.append(Bar(f"sigmoid, seed {seed}: loss of scaled f16 / f32", scaled / plain, 1.05))
+        bars.append(
+            Bar(f"sigmoid, seed {seed}: loss of scaled f16 / unscaled f16", scaled / lost, 0.9)
         )
-        print(rows[-1], flush=True)
-    scaled = "f16, dynamic loss scale"
-    bars = [
-        Bar(
-            f"seed {seed}: f16 with loss scaling, held-out loss / f32's",
-            found[scaled][seed] / found["f32"][seed],
-            1.01,
-        )
-        for seed in seeds
-    ]
-    title = f"text, {options.steps} steps, held-out loss in nats per character"
-    report("precision", "Precision: what f16 does to the result", [(title, rows)], bars)
+    report(
+        "precision",
+        "Precision: what f16 does to the result",
+        [
+            (
+                f"text, {options.steps} steps: held-out loss in nats per character",
+                table(on_text),
+            ),
+            (
+                f"digits, five sigmoid layers, {options.sigmoid_steps} steps: held-out loss in nats "
+                "(chance is 2.303)",
+                table(on_sigmoid),
+            ),
+            (
+                "The same net in f16: share of kernel gradients that are exactly zero at step 1",
+                [{"loss scaled by": name} | shares for name, shares in zeros.items()],
+            ),
+        ],
+        bars,
+    )
 
 
 if __name__ == "__main__":

@@ -1,6 +1,7 @@
 """The real tasks: pure batches, honest splits, every precision, and visible learning."""
 
 import dataclasses
+import functools
 import runpy
 import sys
 from pathlib import Path
@@ -18,6 +19,8 @@ SMALL_TEXT = TextConfig(
 )
 # The default generator takes several times longer to compile.
 KEY = jax.random.key(0, impl="rbg")
+# Compiling takes longer than running here.
+quick_jit = functools.partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})
 
 
 @pytest.fixture(scope="module")
@@ -44,7 +47,7 @@ def train(task: Workload, optimizer: optax.GradientTransformation, steps: int):
     params, model_state = task.init(KEY)
     opt_state = optimizer.init(params)
 
-    @jax.jit
+    @quick_jit
     def step(params, opt_state, model_state, batch):
         gradient = jax.value_and_grad(task.loss_fn, has_aux=True)
         (loss, aux), grads = gradient(params, batch, model_state=model_state)
@@ -165,7 +168,7 @@ def test_loss_is_finite_float32_and_reaches_every_parameter(dtype):
             loss, aux = task.loss_fn(params, task.batch(0), model_state=model_state)
             return loss * 2.0**15, (loss, aux)
 
-        grads, (loss, aux) = jax.jit(jax.grad(scaled, has_aux=True))(params)
+        grads, (loss, aux) = quick_jit(jax.grad(scaled, has_aux=True))(params)
         assert loss.dtype == jnp.float32 and loss.shape == () and aux.weight is None
         assert aux.metrics["accuracy"].dtype == jnp.float32
         # Weights are small at the start: nobody knows anything yet.
@@ -196,6 +199,11 @@ def test_init_depends_on_the_key():
         assert not np.array_equal(flat(params), flat(other))
 
 
+def test_init_is_the_same_for_every_compute_dtype():
+    for wide, narrow in zip(builds(), builds(dtype="float16"), strict=True):
+        np.testing.assert_array_equal(flat(wide.init(KEY)), flat(narrow.init(KEY)))
+
+
 def test_text_predictions_do_not_see_the_future(task):
     model = _models.CharacterTransformer(128, 32, 32, 1, 2, 0.0, jnp.dtype("float32"))
     tokens = task.batch(0)["inputs"]
@@ -210,9 +218,8 @@ def test_text_predictions_do_not_see_the_future(task):
 def test_dropout_needs_a_key_and_depends_on_it():
     task = text(dataclasses.replace(SMALL_TEXT, dropout=0.3))
     params, _ = task.init(KEY)
-    losses = [
-        task.loss_fn(params, task.batch(0), key=jax.random.fold_in(KEY, seed))[0] for seed in (0, 0, 1)
-    ]
+    loss = quick_jit(lambda key: task.loss_fn(params, task.batch(0), key=key)[0])
+    losses = [loss(jax.random.fold_in(KEY, seed)) for seed in (0, 0, 1)]
     assert losses[0] == losses[1] != losses[2]
     with pytest.raises(ValueError, match=r"text: key must be a key for dropout, got None\."):
         task.loss_fn(params, task.batch(0))
@@ -309,21 +316,18 @@ def test_digits_learn(model):
 
 
 def test_sigmoid_gradients_vanish_in_float16_unless_scaled():
-    zeros = {}
-    for name, dtype, scale in (
-        ("float32", "float32", 1.0),
-        ("unscaled", "float16", 1.0),
-        ("scaled", "float16", 2.0**15),
-    ):
+    def zeros(dtype: str, *scales: float) -> list[list[float]]:
         task = digits(DigitsConfig(model="sigmoid", width=64, batch_size=256, dtype=dtype))
-        params, _ = task.init(KEY)
-        grads = jax.grad(
-            lambda p, task=task, scale=scale: task.loss_fn(p, task.batch(0))[0] * scale
-        )(params)
-        zeros[name] = [float((grads[f"hidden_{layer}"]["kernel"] == 0).mean()) for layer in (0, 1)]
-    assert zeros["unscaled"][0] == 1 and zeros["unscaled"][1] > 0.9
+        batch = task.batch(0)
+        gradient = jax.jit(jax.grad(lambda params, scale: task.loss_fn(params, batch)[0] * scale))
+        grads = [gradient(task.init(KEY)[0], scale) for scale in scales]
+        return [[float((g[f"hidden_{i}"]["kernel"] == 0).mean()) for i in (0, 1)] for g in grads]
+
+    [reference] = zeros("float32", 1.0)
+    unscaled, scaled = zeros("float16", 1.0, 2.0**15)
+    assert unscaled[0] == 1 and unscaled[1] > 0.9
     # What is zero in float32 belongs to pixels that are blank in the whole batch.
-    assert zeros["scaled"] == pytest.approx(zeros["float32"], abs=0.05)
+    assert scaled == pytest.approx(reference, abs=0.05)
 
 
 # Files

@@ -8,7 +8,7 @@ import numpy as np
 
 from boostax._core import checks
 from boostax.accumulate.aux import Aux
-from boostax.workloads._models import DigitsConv, DigitsMLP, DigitsSigmoid, compute_dtype
+from boostax.workloads._models import DigitsConv, DigitsMLP, DigitsSigmoid, compute_dtype, initial
 from boostax.workloads._workload import (
     PyTree,
     Workload,
@@ -79,7 +79,7 @@ def digits(config: DigitsConfig = DigitsConfig()) -> Workload:
     model = _MODELS[config.model](config.width, dtype)
 
     def init(key: jax.Array) -> tuple[PyTree, PyTree | None]:
-        variables = dict(model.init(key, images[:1]))
+        variables = dict(initial(model, key, images[:1]))
         params = variables.pop("params")
         return params, variables or None
 

@@ -9,7 +9,7 @@ import numpy as np
 from boostax._core import checks
 from boostax.accumulate.aux import Aux
 from boostax.workloads import _corpus
-from boostax.workloads._models import CharacterTransformer, compute_dtype
+from boostax.workloads._models import CharacterTransformer, compute_dtype, initial
 from boostax.workloads._workload import (
     PyTree,
     Workload,
@@ -88,7 +88,7 @@ def text(config: TextConfig = TextConfig()) -> Workload:
     )
 
     def init(key: jax.Array) -> tuple[PyTree, None]:
-        return model.init(key, np.zeros((1, length), np.int32))["params"], None
+        return initial(model, key, np.zeros((1, length), np.int32))["params"], None
 
     def loss_fn(
         params: PyTree,
