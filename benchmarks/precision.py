@@ -106,7 +106,7 @@ def main() -> None:
                 table(on_text),
             ),
             (
-                f"digits, five sigmoid layers, {options.sigmoid_steps} steps: held-out loss in nats "
+                f"digits, five sigmoid layers, {options.sigmoid_steps} steps: loss in nats "
                 "(chance is 2.303)",
                 table(on_sigmoid),
             ),

@@ -1,0 +1,26 @@
+"""The published figures: every bar of every benchmark on record is met."""
+
+import json
+import pathlib
+
+import pytest
+
+RESULTS = sorted((pathlib.Path(__file__).parents[1] / "benchmarks" / "results").glob("*.json"))
+BARS = [
+    pytest.param(bar, id=f"{path.stem}: {bar['claim']}")
+    for path in RESULTS
+    for bar in json.loads(path.read_text())["bars"]
+]
+
+
+def test_every_benchmark_is_on_record():
+    benchmarks = pathlib.Path(__file__).parents[1] / "benchmarks"
+    scripts = {p.stem for p in benchmarks.glob("*.py") if "def main" in p.read_text()}
+    assert {path.stem for path in RESULTS} == scripts
+    assert all(path.with_suffix(".md").exists() for path in RESULTS)
+
+
+@pytest.mark.parametrize("bar", BARS)
+def test_bar(bar):
+    print(f"{bar['claim']}: {bar['figure']:.3f} <= {bar['limit']}")
+    assert bar["figure"] <= bar["limit"]
