@@ -278,17 +278,18 @@ def test_low_params_accumulate_into_adam(window, dtype):
     assert {x.dtype for x in moments} == {jnp.dtype("float32")}
 
 
-def test_the_sum_reaches_the_inner_optimizer_in_f32():
+def test_the_sum_and_the_params_reach_the_inner_optimizer_in_f32():
     """MultiSteps casts the f32 mean back to bf16: the small micro-gradients vanish."""
-    grads = [1.0] + [2.0**-9] * 3
-    ours = boostax.accumulate(optax.identity(), 4, normalize="sum")
-    peer = optax.MultiSteps(optax.identity(), 4, use_grad_mean=False)
+    grads, decay = [1.0] + [2.0**-9] * 3, optax.add_decayed_weights(0.1)
+    ours = boostax.accumulate(decay, 4, normalize="sum")
+    peer = optax.MultiSteps(decay, 4, use_grad_mean=False)
     seen = []
     for tx in (peer.gradient_transformation(), ours):
-        params = jnp.bfloat16(0.0)
+        params = jnp.bfloat16(3.0)
         state = tx.init(params)
         for grad in grads:
             updates, state = tx.update(jnp.bfloat16(grad), state, params)
         seen.append(updates)
     assert [x.dtype for x in seen] == [jnp.bfloat16, jnp.float32]
-    assert float(seen[1]) == 1 + 3 * 2.0**-9 != float(seen[0])
+    np.testing.assert_allclose(seen[1], 1.3 + 3 * 2.0**-9, rtol=2e-7)
+    assert abs(float(seen[0]) - float(seen[1])) > 2.0**-9

@@ -18,18 +18,20 @@ def message(who: str, argument: str, allowed: str, got: object, hint: str) -> st
 
 
 def positive_int(who: str, argument: str, value: Any, hint: str) -> Any:
-    """Python, NumPy and concrete JAX integers of at least 1; a bool is a mistake, not a one.
+    """Python, NumPy and concrete JAX integers from 1 to the largest i32; a bool is a mistake.
 
     A traced value (``inject_hyperparams``) passes unseen.
     """
     if isinstance(value, Tracer):
         return value
+    allowed = "a positive integer"
     try:
         number = 0 if isinstance(value, (bool, np.bool_)) else operator.index(value)
     except TypeError as error:
-        raise TypeError(message(who, argument, "a positive integer", value, hint)) from error
-    if number < 1:
-        raise ValueError(message(who, argument, "a positive integer", value, hint))
+        raise TypeError(message(who, argument, allowed, value, hint)) from error
+    if not 1 <= number < 2**31:
+        allowed = "below 2**31" if number > 0 else allowed
+        raise ValueError(message(who, argument, allowed, value, hint))
     return number
 
 

@@ -13,17 +13,19 @@ PyTree = Any
 
 def at_least_float32(tree: PyTree) -> PyTree:
     """Widen f16 and bf16 leaves to f32; f32, f64, complex and everything else stay as they are."""
-    return jax.tree.map(lambda x: x.astype(wide_dtype(x.dtype)), tree)
+    return jax.tree.map(lambda x: jnp.asarray(x, wide_dtype(x)), tree)
 
 
-def wide_dtype(dtype: Any) -> np.dtype[Any]:
-    """The dtype in which boostax computes with a gradient of ``dtype``: f32 or wider."""
+def wide_dtype(x: Any) -> np.dtype[Any]:
+    """The dtype in which boostax computes with a gradient like ``x``: f32 or wider."""
+    # Not x.dtype: without x64 a NumPy array of f64 becomes f32.
+    dtype = jnp.result_type(x)
     return jnp.promote_types(dtype, jnp.float32) if jnp.issubdtype(dtype, jnp.inexact) else dtype
 
 
-def buffer_dtype(dtype: Any, narrow: np.dtype[Any]) -> np.dtype[Any]:
+def buffer_dtype(x: Any, narrow: np.dtype[Any]) -> np.dtype[Any]:
     """Dtype of a sum of gradients: ``narrow`` for those of f32 or less, else their own kind."""
-    wide = wide_dtype(dtype)
+    wide = wide_dtype(x)
     return narrow if wide == jnp.float32 else jnp.promote_types(wide, narrow)
 
 
@@ -42,9 +44,9 @@ def require_gradients(tree: PyTree, who: str) -> None:
     for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
         dtype = getattr(leaf, "dtype", None)
         if dtype is None or not jnp.issubdtype(dtype, jnp.inexact):
+            kind = "float0" if dtype == jax.dtypes.float0 else dtype or type(leaf).__name__
             raise TypeError(
-                f"{who}: gradients must be floating or complex arrays, got "
-                f"{type(leaf).__name__ if dtype is None else dtype} at "
+                f"{who}: gradients must be floating or complex arrays, got {kind} at "
                 f"{path_name(path) or 'the root'!r}. Take integer leaves out of the trained "
                 "params, or wrap the transformation in optax.masked."
             )

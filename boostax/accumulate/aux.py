@@ -47,6 +47,11 @@ def weigh(tree: PyTree, weight: jax.Array) -> PyTree:
     )
 
 
+def drop_empty(tree: PyTree, weight: jax.Array) -> PyTree:
+    """Floating leaves, or zeros if ``weight`` is not positive."""
+    return weigh(tree, (weight > 0).astype(jnp.float32))
+
+
 def divide(tree: PyTree, weight: jax.Array) -> PyTree:
     """Floating leaves of weighted sums over the total weight; zero where there is none."""
     safe = jnp.where(weight > 0, weight, 1)

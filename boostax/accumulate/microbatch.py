@@ -46,7 +46,8 @@ def microbatch(
     Args:
       value_and_grad_fn: called as ``(params, batch, *args, **kwargs)``; returns
         ``(loss, grads)``, or ``((loss, aux), grads)`` with ``has_aux``.
-      microbatches: number of slices; must divide the leading dimension of every batch leaf.
+      microbatches: number of slices; must divide the leading dimension of every batch leaf. 1
+        returns the function as it is.
       has_aux: as in ``jax.value_and_grad``.
       normalize: ``"mean"``, or ``"sum"`` for losses that are sums.
       accumulator_dtype: of the gradient sum; f64 and complex gradients keep their kind.
@@ -96,7 +97,7 @@ def microbatch(
             loss, returned = value if has_aux else (value, Aux())
             aux = as_aux(returned)
             weight = jnp.asarray(1.0 if aux.weight is None else aux.weight, jnp.float32)
-            grads = jax.tree.map(lambda g: g.astype(trees.buffer_dtype(g.dtype, narrow)), grads)
+            grads = jax.tree.map(lambda g: g.astype(trees.buffer_dtype(g, narrow)), grads)
             sums = _Sums(trees.at_least_float32(loss), grads, aux.metrics, weight)
             if normalize == "mean":
                 sums = weigh(sums, weight)._replace(weight=weight)

@@ -80,7 +80,7 @@ def accumulate(
     inner: optax.GradientTransformation,
     every: int | Callable[[jax.Array], jax.Array | int],
     *,
-    accumulator_dtype: Any = jnp.float32,
+    accumulator_dtype: Any = "float32",
     normalize: Normalize = "mean",
     axis_name: axes.AxisName | None = None,
 ) -> optax.GradientTransformationExtraArgs:
@@ -150,14 +150,15 @@ def accumulate(
     names = axes.canonical(who, axis_name)
     tx = optax.with_extra_args_support(inner)
     weighted = normalize == "weight"
-
-    def buffer_like(x: jax.Array) -> Any:
-        return trees.buffer_dtype(x.dtype, narrow)
+    # Only a plain 1 does without a buffer: a schedule or a traced value may change its mind.
+    buffered = not (isinstance(every, int) and every == 1)
 
     def init_fn(params: PyTree) -> AccumulateState:
         window = None
-        if every != 1:
-            sums = jax.tree.map(lambda p: jnp.zeros_like(p, dtype=buffer_like(p)), params)
+        if buffered:
+            sums = jax.tree.map(
+                lambda p: jnp.zeros_like(p, dtype=trees.buffer_dtype(p, narrow)), params
+            )
             window = Window(sums, jnp.zeros((), jnp.float32) if weighted else None)
             window = PerReplica(axes.to_varying(window, names)) if names else window
         return AccumulateState(
@@ -205,7 +206,7 @@ def accumulate(
                 f"accumulate: weight must be left out with normalize={normalize!r}, got one. Use "
                 "normalize='weight' to average by it: boostax.Aux(weight=...) asks for that."
             )
-        added = jax.tree.map(lambda g: g.astype(buffer_like(g)), grads.value())
+        added = jax.tree.map(lambda g: g.astype(trees.buffer_dtype(g, narrow)), grads.value())
         new = _weighted(added, weight, names) if weighted else Window(added, None)
         count = state.micro_step + 1
         if state.window is None:

@@ -37,7 +37,7 @@ class LossScaleState(NamedTuple):
       skipped_in_a_row: i32, steps skipped since the last one that ran.
       growths: i32, how often the scale was raised.
       backoffs: i32, how often it was lowered.
-      floor_hits: i32, overflows with the scale already at ``min_scale``.
+      floor_hits: i32, how often it should have been lowered and was at ``min_scale`` already.
       inner_state: state of the inner transformation.
     """
 

@@ -48,7 +48,7 @@ def all_reduce(
     checks.choice(who, "op", op, ("mean", "sum"), "A mean keeps the learning rate's meaning.")
 
     def reduce_leaf(g: jax.Array) -> jax.Array:
-        wide = g.astype(trees.wide_dtype(g.dtype))
+        wide = g.astype(trees.wide_dtype(g))
         if op == "mean":
             return lax.pmean(wide, names).astype(g.dtype)
         total = lax.psum(wide, names)

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from boostax._core import axes, checks, trees
-from boostax.accumulate.aux import Aux, as_aux, divide, weigh
+from boostax.accumulate.aux import Aux, as_aux, divide, drop_empty, weigh
 from boostax.accumulate.microbatch import microbatch
 from boostax.precision.loss_scale import loss_scale
 from boostax.precision.policy import Policy, as_policy
@@ -71,8 +71,11 @@ def value_and_grad(
             loss, aux = _loss_and_aux(fn(params, batch, **kwargs), has_aux)
             return loss * scale.astype(loss.dtype), (loss, aux)
 
-        (_, value), grads = jax.value_and_grad(scaled_loss, has_aux=True)(params)
-        return value, grads
+        (_, (loss, aux)), grads = jax.value_and_grad(scaled_loss, has_aux=True)(params)
+        if as_aux(aux).weight is not None:
+            # A mean over no tokens is 0/0: no overflow, and no reason to lower the scale.
+            loss, grads = drop_empty((loss, grads), jnp.asarray(aux.weight))
+        return (loss, aux), grads
 
     sliced = microbatch(evaluate, count, has_aux=True, accumulator_dtype=accumulator_dtype)
 
