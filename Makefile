@@ -10,7 +10,7 @@ TESTS := $(CACHE) $(RUN) -m pytest -n 2 --dist loadgroup
 .PHONY: demo test test-long bench lint clean
 
 demo: $(READY)
-	$(VENV)/bin/boostax train text --dtype float16 --loss-scale dynamic --accumulate 4 --devices 4 --output runs/demo
+	$(VENV)/bin/boostax train text --dtype float16 --loss-scale dynamic --accumulate 4 --devices 4 --output runs/demo --resume
 
 test: $(READY) lint
 	$(TESTS)

@@ -22,7 +22,7 @@ class TrainText:
     """
 
     task: TextConfig = field(default_factory=TextConfig)
-    recipe: Recipe = field(default_factory=Recipe)
+    recipe: Recipe = field(default_factory=lambda: Recipe(steps=1000, learning_rate=4e-3))
     run: RunOptions = field(default_factory=RunOptions)
 
 
@@ -47,7 +47,7 @@ class CompareText:
     """
 
     task: TextConfig = field(default_factory=lambda: TextConfig(dtype="float16"))
-    plan: ComparePlan = field(default_factory=lambda: ComparePlan(steps=100))
+    plan: ComparePlan = field(default_factory=lambda: ComparePlan(steps=100, learning_rate=4e-3))
 
 
 @dataclass(frozen=True)
