@@ -48,10 +48,11 @@ def _rewrite(value: Any, dtype: np.dtype[Any]) -> Any:
     """A parameter of an equation, with every jaxpr in it rewritten."""
     if type(value) in (tuple, list):
         return type(value)(_rewrite(item, dtype) for item in value)
-    if isinstance(value, ClosedJaxpr):
-        return value.replace(jaxpr=_rewrite(value.jaxpr, dtype))
+    # Jaxpr first: from jax 0.11 on the two are one class, whose consts this keeps.
     if isinstance(value, Jaxpr):
         return value.replace(eqns=[new for eqn in value.eqns for new in _lowered(eqn, dtype)])
+    if isinstance(value, ClosedJaxpr):
+        return value.replace(jaxpr=_rewrite(value.jaxpr, dtype))
     return value
 
 
