@@ -40,8 +40,7 @@ def replica_grads(seed: int, replicas: int) -> PyTree:
 
 def run(case: Case, mode: str, windows: list[PyTree]) -> tuple[PyTree, Any]:
     """Train on stacked local gradients; everything comes back with a leading replica dimension."""
-    tx, params = case.mapped(AXIS), even_params()
-    replicas = jax.device_count()
+    tx = case.mapped(AXIS)
 
     def train(params: PyTree, grads: list[PyTree]) -> tuple[PyTree, Any]:
         state = tx.init(params)
@@ -49,12 +48,18 @@ def run(case: Case, mode: str, windows: list[PyTree]) -> tuple[PyTree, Any]:
             params, state = apply_gradients(tx, g, state, params)
         return params, state
 
+    return on_replicas(train, mode, windows)
+
+
+def on_replicas(train: Callable[..., Any], mode: str, grads: PyTree) -> Any:
+    """``train(params, local gradients)`` on every replica, its result stacked."""
+    params, replicas = even_params(), jax.device_count()
     if mode in ("pmap", "vmap"):
         mapper: Callable[..., Any] = jax.pmap if mode == "pmap" else jax.vmap
         mapped = mapper(train, axis_name=AXIS, in_axes=(None, 0))
-        return jax.jit(mapped)(params, windows) if mode == "vmap" else mapped(params, windows)
+        return jax.jit(mapped)(params, grads) if mode == "vmap" else mapped(params, grads)
 
-    def local(params: PyTree, grads: list[PyTree]) -> tuple[PyTree, Any]:
+    def local(params: PyTree, grads: PyTree) -> Any:
         result = train(params, jax.tree.map(lambda g: g[0], grads))
         return jax.tree.map(lambda x: x[None], result)
 
@@ -65,7 +70,7 @@ def run(case: Case, mode: str, windows: list[PyTree]) -> tuple[PyTree, Any]:
         out_specs=PartitionSpec(AXIS),
         check_vma=mode == "checked",
     )
-    return jax.jit(sharded)(params, windows)
+    return jax.jit(sharded)(params, grads)
 
 
 def data_mesh(replicas: int) -> Mesh:
@@ -126,6 +131,22 @@ def skip_is_agreed_when_one_replica_is_bad(case: Case) -> None:
         dirty = run(case, mode, [*good, ruined, *rest])
         assert_same(dirty[0], clean[0], f"{mode}: params")
         assert_same(case.skip_view(dirty[1]), case.skip_view(clean[1]), f"{mode}: state")
+
+
+def skip_holds_for_a_hundred_bad_steps_on_every_replica(case: Case) -> None:
+    """Section 5: all NaN on all replicas, a hundred times, in every mode: nothing moves."""
+    tx, replicas = case.mapped(AXIS), jax.device_count()
+    nan = jax.tree.map(lambda g: jnp.full_like(g, jnp.nan), replica_grads(0, replicas))
+
+    def train(params: PyTree, grads: PyTree) -> Any:
+        start = (params, tx.init(params))
+        step = lambda _, carry: apply_gradients(tx, grads, carry[1], carry[0])  # noqa: E731
+        return start, jax.lax.fori_loop(0, 100, step, start)
+
+    for mode in MODES:
+        (params, state), (params_after, state_after) = on_replicas(train, mode, nan)
+        assert_same(params_after, params, f"{mode}: params")
+        assert_same(case.skip_view(state_after), case.skip_view(state), f"{mode}: state")
 
 
 def reduced_gradients_are_refused(case: Case) -> None:
@@ -195,6 +216,7 @@ MAPPED_LAWS: dict[str, Law] = {
         replicas_stay_equal_in_every_mode,
         results_are_typed_equal,
         skip_is_agreed_when_one_replica_is_bad,
+        skip_holds_for_a_hundred_bad_steps_on_every_replica,
         reduced_gradients_are_refused,
         local_params_give_local_gradients,
         an_unbound_axis_is_named,
