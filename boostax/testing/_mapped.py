@@ -151,39 +151,30 @@ def skip_holds_for_a_hundred_bad_steps_on_every_replica(case: Case) -> None:
 
 def reduced_gradients_are_refused(case: Case) -> None:
     """Section 6: gradients that autodiff has summed already raise, naming the mend."""
-    tx, params = case.mapped(AXIS), even_params()
-
-    def local(params: PyTree, x: jax.Array) -> PyTree:
-        grads = jax.grad(lambda p: jnp.mean(x @ p["w"]) + jnp.sum(p["b"]) * x.mean())(params)
-        return apply_gradients(tx, grads, tx.init(params), params)[0]
-
-    replicas = jax.device_count()
-    mapped = jax.shard_map(
-        local,
-        mesh=data_mesh(replicas),
-        in_specs=(PartitionSpec(), PartitionSpec(AXIS)),
-        out_specs=PartitionSpec(),
-    )
-    _raises(lambda: jax.eval_shape(mapped, params, jnp.ones((replicas, 16))), "local_params")
+    _raises(lambda: _trace_step(case, lambda params: params), "local_params")
 
 
 def local_params_give_local_gradients(case: Case) -> None:
     """Section 6: the cast, then ``jax.grad``, is accepted with checking on."""
-    tx, params = case.mapped(AXIS), even_params()
+    _trace_step(case, lambda params: local_params(params, AXIS))
+
+
+def _trace_step(case: Case, prepare: Callable[[PyTree], PyTree]) -> None:
+    """Trace a step in a checked ``shard_map``, differentiating by ``prepare(params)``."""
+    tx, replicas = case.mapped(AXIS), jax.device_count()
 
     def local(params: PyTree, x: jax.Array) -> PyTree:
         loss = lambda p: jnp.mean(x @ p["w"]) + jnp.sum(p["b"]) * x.mean()  # noqa: E731
-        grads = jax.grad(loss)(local_params(params, AXIS))
+        grads = jax.grad(loss)(prepare(params))
         return apply_gradients(tx, grads, tx.init(params), params)[0]
 
-    replicas = jax.device_count()
     mapped = jax.shard_map(
         local,
         mesh=data_mesh(replicas),
         in_specs=(PartitionSpec(), PartitionSpec(AXIS)),
         out_specs=PartitionSpec(),
     )
-    jax.eval_shape(mapped, params, jnp.ones((replicas, 16)))
+    jax.eval_shape(mapped, even_params(), jnp.ones((replicas, 16)))
 
 
 def an_unbound_axis_is_named(case: Case) -> None:
