@@ -20,6 +20,10 @@ from boostax.precision.loss_scale import scale_loss as scale_loss
 from boostax.precision.loss_scale import static_loss_scale as static_loss_scale
 from boostax.precision.policy import Policy as Policy
 from boostax.precision.policy import policy as policy
+from boostax.reduce.adasum import AdasumState as AdasumState
+from boostax.reduce.adasum import adasum as adasum
+from boostax.reduce.delta import AdasumDeltaState as AdasumDeltaState
+from boostax.reduce.delta import adasum_delta as adasum_delta
 from boostax.reduce.mean import all_reduce as all_reduce
 from boostax.train.apply import apply_gradients as apply_gradients
 from boostax.train.apply import metrics as metrics

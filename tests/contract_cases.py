@@ -78,6 +78,54 @@ CASES = [
         bad_arguments=(
             (lambda: boostax.all_reduce(None), "axis_name"),
             (lambda: boostax.all_reduce("data", op="max"), "op"),
+            (lambda: boostax.all_reduce("data", dtype="int8"), "dtype"),
+            (lambda: boostax.all_reduce("data", clip=0.0), "clip"),
+            (lambda: boostax.all_reduce("data", divide="later"), "divide"),
+            (lambda: boostax.all_reduce("data", bucket_bytes=0), "bucket_bytes"),
+        ),
+    ),
+    Case(
+        "all_reduce_half",
+        lambda inner, axis: optax.chain(
+            boostax.all_reduce(axis, dtype="float16", clip=100.0), inner
+        ),
+        reduces=True,
+    ),
+    Case(
+        "all_reduce_in_buckets",
+        lambda inner, axis: optax.chain(boostax.all_reduce(axis, bucket_bytes=2**20), inner),
+        reduces=True,
+    ),
+    Case(
+        "adasum",
+        lambda inner, axis: optax.chain(boostax.adasum(axis, leaf_metrics=True), inner),
+        reduces=True,
+        bad_arguments=(
+            (lambda: boostax.adasum(None), "axis_name"),
+            (lambda: boostax.adasum("data", within="data"), "within"),
+            (lambda: boostax.adasum("data", scope="layer"), "scope"),
+            (lambda: boostax.adasum("data", wire_dtype="int8"), "wire_dtype"),
+            (lambda: boostax.adasum("data", bucket_bytes=-1), "bucket_bytes"),
+            (lambda: boostax.adasum("data", stacked=True), "mesh"),
+            (lambda: boostax.adasum(None, stacked=True, wire_dtype="float16"), "wire_dtype"),
+        ),
+    ),
+    Case(
+        "adasum_half_inside_the_scaler",
+        lambda inner, axis: boostax.dynamic_loss_scale(
+            optax.chain(boostax.adasum(axis, wire_dtype="bfloat16", scope="tree"), inner),
+            axis_name=axis,
+        ),
+        reduces=True,
+        skips=True,
+    ),
+    Case(
+        "adasum_delta",
+        lambda inner, axis: boostax.adasum_delta(inner, axis),
+        reduces=True,
+        bad_arguments=(
+            (lambda: boostax.adasum_delta(3.0, "data"), "inner"),
+            (lambda: boostax.adasum_delta(OPT, "data", scatter=True), "scatter"),
         ),
     ),
 ]

@@ -88,6 +88,53 @@ def agree(ok: jax.Array, names: tuple[str, ...]) -> jax.Array:
     return lax.pmin(ok.astype(jnp.int32), names) > 0 if names else ok
 
 
+def index(names: tuple[str, ...]) -> jax.Array:
+    """Number of this replica, the first axis slowest."""
+    place = jnp.zeros((), jnp.int32)
+    for name in names:
+        place = place * lax.axis_size(name) + lax.axis_index(name)
+    return place
+
+
+def exchange(x: jax.Array, names: tuple[str, ...]) -> jax.Array:
+    """All-to-all: replica ``k`` receives row ``k`` of everyone, in the order of the replicas.
+
+    ``x`` has one row per replica, and so has the result.
+    """
+    if not _vmapped(names):
+        return lax.all_to_all(x, names, 0, 0, tiled=True)
+    # vmap has no rule for several axes at once; one after the other is the same permutation.
+    blocks = x.reshape(*(lax.axis_size(name) for name in names), *x.shape[1:])
+    for dim, name in enumerate(names):
+        blocks = lax.all_to_all(blocks, name, dim, dim, tiled=True)
+    return blocks.reshape(x.shape)
+
+
+def gather(x: jax.Array, names: tuple[str, ...]) -> jax.Array:
+    """What every replica holds, stacked on a new first dimension and typed as equal on all."""
+    if not _vmapped(names):
+        return lax.all_gather(x, names, to="invarying")
+    stacked = x
+    for name in reversed(names):
+        stacked = lax.all_gather(stacked, name)
+    return stacked.reshape(-1, *x.shape)
+
+
+def mean_scatter(x: jax.Array, names: tuple[str, ...]) -> jax.Array:
+    """The mean over the replicas of row ``k`` of ``x``, on replica ``k``."""
+    return lax.psum_scatter(x / size(names), names, scatter_dimension=0)
+
+
+def as_equal(x: jax.Array, names: tuple[str, ...]) -> jax.Array:
+    """A small value that *is* the same on all replicas, typed so: one collective of its size."""
+    return lax.pmax(x, names) if names else x
+
+
+def _vmapped(names: tuple[str, ...]) -> bool:
+    """Whether ``jax.vmap`` gave the names: several collectives have no rule or type there."""
+    return not frozenset(names) <= frozenset(jax.sharding.get_abstract_mesh().manual_axes)
+
+
 def require_invariant(predicate: jax.Array, who: str) -> None:
     """Refuse a branch that replicas could take differently: its collectives would hang.
 

@@ -1,0 +1,111 @@
+"""How leaves are cut into one slice per device, and gathered into buckets.
+
+A leaf becomes ``(slices, m)``: padded to a multiple of the number of slices, so that every slice of
+a bucket holds the same, statically known part of every leaf. Buckets keep the number of collectives
+independent of the number of leaves, and bound the memory that is in flight at once.
+"""
+
+import math
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from boostax._core import axes, trees
+
+
+class Leaf(NamedTuple):
+    """What a leaf was before it was cut: ``dim`` is the dimension along which, or ``None``."""
+
+    shape: tuple[int, ...]
+    dtype: np.dtype[Any]
+    dim: int | None
+
+
+def split_dim(shape: tuple[int, ...], slices: int) -> int | None:
+    """The first dimension that can be divided into so many equal parts."""
+    return next((i for i, size in enumerate(shape) if size and size % slices == 0), None)
+
+
+def plan(
+    leaves: Sequence[jax.Array], abouts: Sequence[Leaf], bucket_bytes: int | None
+) -> list[list[int]]:
+    """Indices of the leaves of each bucket: in order, of one kind, up to so many bytes.
+
+    A kind is a dtype to compute in, the axes over which JAX takes the leaf to vary (a concatenation
+    would vary over all of them) and whether it comes back whole. Leaves without entries are in no
+    bucket.
+    """
+    buckets: list[list[int]] = []
+    filled: dict[Any, tuple[list[int], int]] = {}
+    for i, (leaf, about) in enumerate(zip(leaves, abouts, strict=True)):
+        if not leaf.size:
+            continue
+        kind = (real_dtype(leaf.dtype), axes.varying(leaf), about.dim is None)
+        nbytes = math.prod(about.shape) * trees.wide_dtype(leaf).itemsize
+        bucket, size = filled.get(kind, ([], 0))
+        if not bucket or (bucket_bytes is not None and size + nbytes > bucket_bytes):
+            bucket, size = [], 0
+            buckets.append(bucket)
+        bucket.append(i)
+        filled[kind] = bucket, size + nbytes
+    return buckets
+
+
+def real_dtype(dtype: np.dtype[Any]) -> np.dtype[Any]:
+    """The real dtype, f32 or wider, in which a leaf is reduced; complex ones as pairs of it."""
+    return np.dtype(jnp.promote_types(jnp.finfo(dtype).dtype, jnp.float32))
+
+
+def cut(x: jax.Array, slices: int, dim: int | None, lead: int = 0) -> jax.Array:
+    """``(*lead, slices, m)`` from ``(*lead, *shape)``, real and f32 or wider."""
+    batch = x.shape[:lead]
+    if jnp.iscomplexobj(x):
+        x = jnp.stack([x.real, x.imag], -1)
+    x = x.astype(real_dtype(x.dtype))
+    if dim is not None:
+        return jnp.moveaxis(x, lead + dim, lead).reshape(*batch, slices, -1)
+    flat = x.reshape(*batch, -1)
+    padding = -flat.shape[-1] % slices
+    if padding:
+        flat = jnp.pad(flat, [(0, 0)] * lead + [(0, padding)])
+    return flat.reshape(*batch, slices, -1)
+
+
+def join(parts: jax.Array, leaf: Leaf) -> jax.Array:
+    """The whole leaf from all its slices ``(slices, m)``, or a slice of it from one ``(m,)``."""
+    shape = leaf.shape
+    if leaf.dim is not None:
+        slices = 1 if parts.ndim > 1 else _slices(parts.size, leaf)
+        moved = (shape[leaf.dim] // slices, *_without(shape, leaf.dim))
+        return _as_dtype(parts.reshape(*moved, *_pair(leaf)), leaf, leaf.dim)
+    flat = parts.ravel()[: math.prod(shape) * math.prod(_pair(leaf))]
+    return _as_dtype(flat.reshape(*shape, *_pair(leaf)), leaf, 0)
+
+
+def _slices(size: int, leaf: Leaf) -> int:
+    return math.prod(leaf.shape) * math.prod(_pair(leaf)) // size
+
+
+def _pair(leaf: Leaf) -> tuple[int, ...]:
+    return (2,) if jnp.issubdtype(leaf.dtype, jnp.complexfloating) else ()
+
+
+def _without(shape: tuple[int, ...], dim: int) -> tuple[int, ...]:
+    return (*shape[:dim], *shape[dim + 1 :])
+
+
+def _as_dtype(x: jax.Array, leaf: Leaf, dim: int) -> jax.Array:
+    if _pair(leaf):
+        x = jax.lax.complex(x[..., 0], x[..., 1])
+    return saturate(jnp.moveaxis(x, 0, dim) if dim else x, leaf.dtype)
+
+
+def saturate(x: jax.Array, dtype: np.dtype[Any]) -> jax.Array:
+    """A cast that does not overflow: what is finite stays finite, what is not stays so."""
+    if jnp.iscomplexobj(x) or jnp.finfo(dtype).max >= jnp.finfo(x.dtype).max:
+        return x.astype(dtype)
+    largest = jnp.finfo(dtype).max.astype(x.dtype)
+    return jnp.where(jnp.isfinite(x), jnp.clip(x, -largest, largest), x).astype(dtype)
