@@ -2,8 +2,10 @@
 
 from boostax._core.axes import local_params as local_params
 from boostax._core.replicas import PerReplica as PerReplica
+from boostax._core.replicas import Sharded as Sharded
 from boostax._core.replicas import enter_replica as enter_replica
 from boostax._core.replicas import leave_replica as leave_replica
+from boostax._core.replicas import reshard_state as reshard_state
 from boostax._core.replicas import stack_replicas as stack_replicas
 from boostax._core.replicas import state_specs as state_specs
 from boostax.accumulate.aux import Aux as Aux
@@ -25,6 +27,8 @@ from boostax.reduce.adasum import adasum as adasum
 from boostax.reduce.delta import AdasumDeltaState as AdasumDeltaState
 from boostax.reduce.delta import adasum_delta as adasum_delta
 from boostax.reduce.mean import all_reduce as all_reduce
+from boostax.reduce.shard import ShardOptimizerState as ShardOptimizerState
+from boostax.reduce.shard import shard_optimizer as shard_optimizer
 from boostax.train.apply import apply_gradients as apply_gradients
 from boostax.train.apply import metrics as metrics
 from boostax.train.oracle import value_and_grad as value_and_grad

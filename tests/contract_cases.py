@@ -120,6 +120,35 @@ CASES = [
         skips=True,
     ),
     Case(
+        "adasum_scattered_to_a_sharded_optimizer",
+        lambda inner, axis: optax.chain(
+            boostax.adasum(axis, scatter=True),
+            boostax.shard_optimizer(optax.adamw(1e-2), axis),
+        ),
+        reduces=True,
+        bad_arguments=(
+            (lambda: boostax.shard_optimizer(3.0, "data"), "inner"),
+            (lambda: boostax.shard_optimizer(OPT, None), "axis_name"),
+        ),
+    ),
+    Case(
+        "mean_scattered_to_a_sharded_optimizer_inside_gates",
+        lambda inner, axis: boostax.dynamic_loss_scale(
+            boostax.accumulate(
+                optax.chain(
+                    boostax.all_reduce(axis, scatter=True),
+                    boostax.shard_optimizer(optax.adamw(1e-2), axis),
+                ),
+                2,
+                axis_name=axis,
+            ),
+            axis_name=axis,
+        ),
+        reduces=True,
+        skips=True,
+        calls=2,
+    ),
+    Case(
         "adasum_delta",
         lambda inner, axis: boostax.adasum_delta(inner, axis),
         reduces=True,

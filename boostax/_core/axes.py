@@ -48,6 +48,15 @@ def require_bound(names: tuple[str, ...], who: str) -> None:
             ) from error
 
 
+def bound(names: tuple[str, ...]) -> bool:
+    """Whether this is traced inside a function mapped over all the axes."""
+    try:
+        size(names)
+    except NameError:
+        return False
+    return True
+
+
 def size(names: tuple[str, ...]) -> int:
     """Number of replicas over all the axes."""
     return math.prod(lax.axis_size(name) for name in names)
@@ -110,24 +119,14 @@ def exchange(x: jax.Array, names: tuple[str, ...]) -> jax.Array:
     return blocks.reshape(x.shape)
 
 
-def gather(x: jax.Array, names: tuple[str, ...]) -> jax.Array:
-    """What every replica holds, stacked on a new first dimension and typed as equal on all."""
+def gather(x: jax.Array, names: tuple[str, ...], dim: int = 0) -> jax.Array:
+    """What every replica holds, stacked on a new dimension and typed as equal on all."""
     if not _vmapped(names):
-        return lax.all_gather(x, names, to="invarying")
+        return lax.all_gather(x, names, axis=dim, to="invarying")
     stacked = x
     for name in reversed(names):
-        stacked = lax.all_gather(stacked, name)
-    return stacked.reshape(-1, *x.shape)
-
-
-def mean_scatter(x: jax.Array, names: tuple[str, ...]) -> jax.Array:
-    """The mean over the replicas of row ``k`` of ``x``, on replica ``k``."""
-    return lax.psum_scatter(x / size(names), names, scatter_dimension=0)
-
-
-def as_equal(x: jax.Array, names: tuple[str, ...]) -> jax.Array:
-    """A small value that *is* the same on all replicas, typed so: one collective of its size."""
-    return lax.pmax(x, names) if names else x
+        stacked = lax.all_gather(stacked, name, axis=dim)
+    return stacked.reshape(*x.shape[:dim], -1, *x.shape[dim:])
 
 
 def _vmapped(names: tuple[str, ...]) -> bool:

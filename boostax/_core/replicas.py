@@ -1,17 +1,19 @@
-"""State that differs from replica to replica: one marker, and what follows from it.
+"""State that differs from replica to replica: two markers, and what follows from them.
 
-Outside a mapped function the leaves of a ``PerReplica`` carry a leading dimension of the number of
+``PerReplica``: outside a mapped function the leaves carry a leading dimension of the number of
 replicas, sharded over the replica axis; inside, each replica sees its own slice without it.
+``Sharded``: outside, whole leaves shaped like the params; inside, each replica's part of them.
 """
 
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from jax.sharding import PartitionSpec
 
-from boostax._core import axes, trees
+from boostax._core import axes, checks
 
 PyTree = Any
 
@@ -31,9 +33,30 @@ class PerReplica(NamedTuple):
     local: PyTree
 
 
+class Sharded(NamedTuple):
+    """Marks the part of an optimizer state that is shared out among the replicas.
+
+    A leaf shaped like a parameter is cut along the first dimension that the replicas divide
+    (``split_dim``); every other one is whole, and the same, on all. Outside a mapped function all
+    leaves are whole arrays, so a checkpoint fits any number of replicas.
+
+    Example:
+      >>> import boostax, jax.numpy as jnp
+      >>> boostax.Sharded(local=jnp.zeros(3)).local.shape
+      (3,)
+    """
+
+    local: PyTree
+
+
 def is_per_replica(node: Any) -> bool:
     """A leaf test for ``jax.tree`` functions."""
     return isinstance(node, PerReplica)
+
+
+def split_dim(shape: tuple[int, ...], parts: int) -> int | None:
+    """The first dimension that can be cut into so many equal parts."""
+    return next((i for i, size in enumerate(shape) if size and size % parts == 0), None)
 
 
 def _map_local(fn: Any, state: PyTree) -> PyTree:
@@ -92,6 +115,7 @@ def state_specs(
     axis_name: axes.AxisName,
     *,
     param_specs: PyTree | None = None,
+    replicas: int | None = None,
 ) -> PyTree:
     """Partition specs for an optimizer state, ready for ``shard_map`` or ``NamedSharding``.
 
@@ -106,10 +130,14 @@ def state_specs(
       params: arrays or ``jax.ShapeDtypeStruct``.
       axis_name: the replica axis, or a tuple of axes.
       param_specs: a tree of ``PartitionSpec`` shaped like ``params``; replicated if ``None``.
+      replicas: the size of the replica axis; only a sharded optimizer state asks for it.
 
     Returns:
       A tree of ``PartitionSpec`` with the structure of ``tx.init(params)``. Cost: an abstract
       ``init``; no arrays are made.
+
+    Raises:
+      ValueError: ``param_specs`` does not fit, or ``replicas`` is missing where it is needed.
 
     Example:
       >>> import boostax, jax, jax.numpy as jnp, optax
@@ -144,7 +172,14 @@ def state_specs(
                 return spec
         return PartitionSpec()
 
+    def shard_spec(path: tuple[Any, ...], leaf: Any) -> PartitionSpec:
+        owned = any(owners.get(path[i:], (None,))[0] == leaf.shape for i in range(len(path) + 1))
+        dim = split_dim(leaf.shape, _require_replicas(replicas)) if owned else None
+        return PartitionSpec() if dim is None else PartitionSpec(*[None] * dim, replica_axis)
+
     def spec_of(path: tuple[Any, ...], node: Any) -> PyTree:
+        if isinstance(node, Sharded):
+            return jax.tree_util.tree_map_with_path(shard_spec, node)
         if not is_per_replica(node):
             return owner_spec(path, node)
         return jax.tree_util.tree_map_with_path(
@@ -152,9 +187,69 @@ def state_specs(
         )
 
     state = jax.eval_shape(tx.init, params)
-    return jax.tree_util.tree_map_with_path(spec_of, state, is_leaf=is_per_replica)
+    return jax.tree_util.tree_map_with_path(
+        spec_of, state, is_leaf=lambda node: isinstance(node, (PerReplica, Sharded))
+    )
 
 
-def has_per_replica(tree: PyTree) -> bool:
-    """Whether any part of the state differs per replica."""
-    return bool(trees.find(tree, is_per_replica))
+def _require_replicas(replicas: int | None) -> int:
+    if replicas is None:
+        raise ValueError(
+            "state_specs: replicas must be the size of the replica axis for a state with a "
+            "shard_optimizer in it, got None. Pass replicas=mesh.shape['data']."
+        )
+    return replicas
+
+
+def reshard_state(state: PyTree, replicas: int) -> PyTree:
+    r"""A state for another number of replicas.
+
+    Old and new replicas are laid out side by side over the unit interval, and each new one takes
+    the mean of the old ones weighted by how much of it they cover, so the mean over the replicas
+    stays:
+
+    .. math:: \tfrac1m \sum_{j=1}^{m} y_j = \tfrac1n \sum_{i=1}^{n} x_i
+
+    Twice as many replicas: each state is copied. Half as many: neighbours are averaged. Integers,
+    booleans and PRNG keys come from the old replica that covers the new one's beginning. Whatever
+    is not ``PerReplica`` stays: it is the same on all, or, in a ``Sharded``, shaped like the
+    params.
+
+    Args:
+      state: an optimizer state or a whole ``TrainState`` as it is outside a mapped function.
+      replicas: their new number.
+
+    Returns:
+      The same tree, its per-replica arrays of shape ``(replicas, *shape)``. Place it anew with
+      ``jax.device_put(state, step.shardings(state))``. Cost: a read of the per-replica arrays.
+
+    Raises:
+      ValueError, TypeError: ``replicas`` is not a positive integer.
+
+    Example:
+      >>> import boostax, jax.numpy as jnp
+      >>> state = boostax.PerReplica(jnp.array([[1.0], [3.0], [5.0], [7.0]]))
+      >>> boostax.reshard_state(state, 2).local.tolist()
+      [[2.0], [6.0]]
+    """
+    checks.positive_int("reshard_state", "replicas", replicas, "It is the new number of replicas.")
+
+    def shared_out(x: jax.Array) -> jax.Array:
+        old = x.shape[0]
+        if not jnp.issubdtype(x.dtype, jnp.inexact):
+            return x[np.arange(replicas) * old // replicas]
+        ends = lambda n: np.arange(n + 1) / n  # noqa: E731
+        low = np.maximum(ends(replicas)[:-1, None], ends(old)[None, :-1])
+        high = np.minimum(ends(replicas)[1:, None], ends(old)[None, 1:])
+        cover = np.maximum(high - low, 0) * replicas
+        # Tiny overlaps are rounding, and would let a NaN in from a neighbour.
+        taken = [np.flatnonzero(row > 1e-9) for row in cover]
+        means = [
+            sum(x[i] * jnp.asarray(row[i], x.real.dtype) for i in index)
+            if len(index) > 1
+            else x[index[0]]
+            for row, index in zip(cover, taken, strict=True)
+        ]
+        return jnp.stack(means)
+
+    return _map_local(shared_out, state)

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from boostax._core import checks
+from boostax._core.replicas import split_dim
 from boostax.reduce import layout
 from boostax.reduce.pairwise import Segments
 from boostax.reduce.route import Route
@@ -64,7 +65,7 @@ def send(
     abouts: list[layout.Leaf] = []
     for x in leaves:
         shape = x.shape[lead:]
-        dim = layout.split_dim(shape, slices) if scatter and slices > 1 else None
+        dim = split_dim(shape, slices) if scatter and slices > 1 else None
         abouts.append(layout.Leaf(shape, x.dtype, dim))
     plan = layout.plan(leaves, abouts, bucket_bytes)
     rows = [

@@ -24,11 +24,6 @@ class Leaf(NamedTuple):
     dim: int | None
 
 
-def split_dim(shape: tuple[int, ...], slices: int) -> int | None:
-    """The first dimension that can be divided into so many equal parts."""
-    return next((i for i, size in enumerate(shape) if size and size % slices == 0), None)
-
-
 def plan(
     leaves: Sequence[jax.Array], abouts: Sequence[Leaf], bucket_bytes: int | None
 ) -> list[list[int]]:

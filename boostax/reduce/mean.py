@@ -62,8 +62,8 @@ def all_reduce(
       >>> import boostax, jax, jax.numpy as jnp
       >>> tx = boostax.all_reduce("data", dtype="float16")
       >>> mean = jax.vmap(lambda g: tx.update(g, tx.init(g))[0], axis_name="data")
-      >>> mean(jnp.array([1e6, 3e6])).tolist()  # both beyond the range of f16
-      [2000000.0, 2000000.0]
+      >>> mean(jnp.array([2.0**20, 2.0**22])).tolist()  # both beyond the range of f16
+      [2621440.0, 2621440.0]
 
     References:
       Apache SINGA's ``DistOpt``: ``backward_and_update`` (fusion by ``bucket_bytes``) and

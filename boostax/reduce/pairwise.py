@@ -86,7 +86,7 @@ def combine_replicas(
     left, right, odd = (_normalised(rows) for rows in _pairs(segments))
     summed = _squares_of_sum(segments)
     if len(segments) == 1:
-        return [x[0] for x in segments.arrays], jnp.stack([summed, summed])
+        return [x[0] for x in segments.arrays], total(jnp.stack([summed, summed]))
     alignment: jax.Array | None = None
     while True:
         products = _products(left, right)

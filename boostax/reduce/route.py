@@ -104,7 +104,7 @@ class NamedRoute:
     @property
     def slices(self) -> int:
         """How many slices a leaf has."""
-        return axes.size(self.within + self.across)
+        return axes.size(self.across + self.within)
 
     @property
     def rows(self) -> int:
@@ -119,7 +119,7 @@ class NamedRoute:
             blocks = _shrunk(blocks, exponents)
         bucket = blocks[0] if len(blocks) == 1 else jnp.concatenate(blocks, 1)
         if self.within:
-            bucket = self._sum_within(bucket).reshape(self.rows, -1)
+            bucket = self._sum_within(bucket)
         if self.across:
             bucket = self._exchange(bucket, self.across)
             exponents = axes.gather(exponents, self.across)
@@ -158,20 +158,22 @@ class NamedRoute:
         return axes.exchange(bucket.astype(wire), names)
 
     def _sum_within(self, bucket: jax.Array) -> jax.Array:
-        """This device's part of the sum (or mean) over ``within``."""
+        """``(rows, m)``: this device's part of the sum (or mean) over ``within``."""
         replicas = axes.size(self.within)
-        parts = bucket.reshape(replicas, -1)
+        parts = bucket.reshape(self.rows, replicas, -1)
         if self.divide == "before":
             parts = parts / replicas
         if self.wire_dtype is None:
-            summed = lax.psum_scatter(parts, self.within)
+            summed = lax.psum_scatter(parts, self.within, scatter_dimension=1)
         else:
-            summed = self._exchange(parts, self.within).astype(bucket.dtype).sum(0)
+            received = self._exchange(jnp.moveaxis(parts, 1, 0), self.within)
+            summed = received.astype(bucket.dtype).sum(0)
         return summed / replicas if self.divide == "after" else summed
 
     def _gather(self, part: jax.Array) -> jax.Array:
-        whole = axes.gather(part, self.across) if self.across else part
-        whole = axes.gather(whole, self.within) if self.within else whole
+        """First over ``across``: only a slice of a slice goes that way."""
+        whole = axes.gather(part, self.across) if self.across else part[None]
+        whole = axes.gather(whole, self.within, 1) if self.within else whole
         return whole.reshape(-1, part.shape[0])
 
 

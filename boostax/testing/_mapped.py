@@ -10,6 +10,7 @@ from jax.sharding import AxisType, Mesh, PartitionSpec
 from boostax._core.axes import local_params
 from boostax._core.replicas import (
     PerReplica,
+    Sharded,
     enter_replica,
     is_per_replica,
     leave_replica,
@@ -92,7 +93,7 @@ def results_are_typed_equal(case: Case) -> None:
     """Section 6: under checking, params pass a replicated out spec, and the state its specs."""
     tx, params = case.mapped(AXIS), even_params()
     replicas = jax.device_count()
-    specs = state_specs(tx, params, AXIS)
+    specs = state_specs(tx, params, AXIS, replicas=replicas)
     state = stack_replicas(tx.init(params), replicas)
     is_spec = lambda x: isinstance(x, PartitionSpec)  # noqa: E731
     assert jax.tree.structure(specs, is_leaf=is_spec) == jax.tree.structure(state)
@@ -186,10 +187,9 @@ def an_unbound_axis_is_named(case: Case) -> None:
 
 
 def _shared(state: Any) -> PyTree:
-    """The state without its per-replica parts."""
-    return jax.tree.map(
-        lambda node: None if is_per_replica(node) else node, state, is_leaf=is_per_replica
-    )
+    """The state without the parts that differ between the replicas."""
+    differs = lambda node: isinstance(node, (PerReplica, Sharded))  # noqa: E731
+    return jax.tree.map(lambda node: None if differs(node) else node, state, is_leaf=differs)
 
 
 def _raises(fn: Callable[[], Any], part: str) -> None:

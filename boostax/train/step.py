@@ -39,6 +39,7 @@ class TrainStep:
       microbatches: slices per replica and call.
       policy: whose ``param_dtype`` the params are stored in, or ``None``.
       check_vma: see ``make_train_step``.
+      param_specs: see ``make_train_step``.
     """
 
     tx: optax.GradientTransformation
@@ -49,6 +50,7 @@ class TrainStep:
     microbatches: int
     policy: Policy | None
     check_vma: bool
+    param_specs: PyTree = None
     _compiled: dict[Any, tuple[Any, Any]] = dataclasses.field(default_factory=dict)
 
     @property
@@ -122,10 +124,17 @@ class TrainStep:
 
     def _specs(self, state: TrainState) -> TrainState:
         replicated = PartitionSpec()
+        opt_state = state_specs(
+            self.tx,
+            state.params,
+            self.names,
+            param_specs=self.param_specs,
+            replicas=self.replicas,
+        )
         return TrainState(
             step=replicated,
-            params=replicated,
-            opt_state=state_specs(self.tx, state.params, self.names),
+            params=replicated if self.param_specs is None else self.param_specs,
+            opt_state=opt_state,
             model_state=replicated,
             key=replicated,
         )
@@ -219,13 +228,15 @@ def make_train_step(
     has_aux: bool = False,
     accumulator_dtype: Any = jnp.float32,
     check_vma: bool = True,
+    param_specs: PyTree | None = None,
 ) -> TrainStep:
     """A jitted, donating train step over one device or a mesh axis.
 
     It is ``boostax.value_and_grad`` followed by ``boostax.apply_gradients``, inside
-    ``jax.shard_map`` when there is a mesh: batch split over ``axis_name``, params replicated,
-    per-replica state kept apart. Give the same ``axis_name`` to the transformations and put an
-    ``all_reduce(axis_name)`` first in the innermost chain.
+    ``jax.shard_map`` when there is a mesh: batch split over ``axis_name``, params replicated (or
+    sharded by ``param_specs``), per-replica state kept apart, sharded state shared out. Give the
+    same ``axis_name`` to the transformations and put a reduction, ``all_reduce(axis_name)`` or
+    ``adasum(axis_name)``, first in the innermost chain.
 
     Args:
       loss_fn: ``loss_fn(params, batch)``, and ``key=``, ``model_state=`` if the state has them.
@@ -238,6 +249,10 @@ def make_train_step(
       accumulator_dtype: of the sum over micro-batches.
       check_vma: JAX's check of what is equal on all replicas; switch it off only for code that
         cannot be typed.
+      param_specs: for params sharded over further axes of the mesh (FSDP, tensor parallel): a tree
+        of ``PartitionSpec`` with one for each param. ``loss_fn`` sees its shards and gathers them
+        itself, ``jax.lax.all_gather(w, "fsdp", tiled=True, to="invarying")``; its loss must be
+        equal over those axes.
 
     Returns:
       A ``TrainStep``. Cost beside the transformations': one scalar collective for the loss.
@@ -262,6 +277,10 @@ def make_train_step(
             f"{who}: mesh and axis_name must be given together, got mesh={mesh!r} and "
             f"axis_name={axis_name!r}. Leave out both on one device."
         )
+    if mesh is None and param_specs is not None:
+        raise ValueError(
+            checks.message(who, "param_specs", "None without a mesh", param_specs, "Pass mesh=.")
+        )
     if mesh is not None:
         missing = [name for name in names if name not in mesh.shape]
         if missing:
@@ -284,7 +303,15 @@ def make_train_step(
         accumulator_dtype=accumulator_dtype,
     )
     return TrainStep(
-        tx, oracle, mesh, names, has_aux, int(microbatches), policy=rules, check_vma=check_vma
+        tx,
+        oracle,
+        mesh,
+        names,
+        has_aux,
+        int(microbatches),
+        policy=rules,
+        check_vma=check_vma,
+        param_specs=param_specs,
     )
 
 

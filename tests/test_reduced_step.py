@@ -1,0 +1,278 @@
+"""The reductions inside ``make_train_step``: one and two mesh axes, sharded state, resharding."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import boostax
+
+ROWS, INPUTS, OUTPUTS = 32, 16, 5
+
+
+def loss_fn(params, batch):
+    x, y = batch
+    return jnp.mean((jnp.tanh(x @ params["w"]) @ params["v"] + params["b"] - y) ** 2)
+
+
+def start():
+    keys = jax.random.split(jax.random.key(0), 2)
+    return {
+        "w": 0.3 * jax.random.normal(keys[0], (INPUTS, 8)),
+        "v": 0.3 * jax.random.normal(keys[1], (8, OUTPUTS)),
+        "b": jnp.zeros(OUTPUTS),
+    }
+
+
+def batches(count):
+    key = jax.random.key(1)
+    for i in range(count):
+        x = jax.random.normal(jax.random.fold_in(key, i), (ROWS, INPUTS))
+        yield x, jnp.sin(x[:, :OUTPUTS])
+
+
+def train(tx, mesh=None, axis_name=None, steps=4, **options):
+    step = boostax.make_train_step(loss_fn, tx, mesh=mesh, axis_name=axis_name, **options)
+    state = step.init(start())
+    for batch in batches(steps):
+        state, metrics = step(state, batch)
+    return step, state, metrics
+
+
+def two_axes(names=("dcn", "ici"), shape=(4, 2)):
+    return jax.make_mesh(shape, names, axis_types=(AxisType.Auto,) * 2)
+
+
+def assert_params_close(state, other, tolerance=2e-6):
+    for a, b in zip(jax.tree.leaves(state.params), jax.tree.leaves(other.params), strict=True):
+        np.testing.assert_allclose(a, b, atol=tolerance)
+
+
+REDUCTIONS = {
+    "mean": lambda axis, **kw: boostax.all_reduce(axis, **kw),
+    "adasum": lambda axis, **kw: boostax.adasum(axis, **kw),
+}
+
+
+@pytest.mark.parametrize("reduction", REDUCTIONS)
+def test_sharded_optimizer_state_gives_the_replicated_result(mesh, reduction):
+    reduce = REDUCTIONS[reduction]
+    optimizer = optax.adamw(1e-2, weight_decay=0.1)
+    whole = train(optax.chain(reduce("data"), optimizer), mesh, "data")[1]
+    for scatter in (False, True):
+        tx = optax.chain(
+            reduce("data", scatter=scatter), boostax.shard_optimizer(optimizer, "data")
+        )
+        state = train(tx, mesh, "data")[1]
+        assert_params_close(state, whole)
+        mu = state.opt_state[1].inner_state.local[0].mu
+        assert mu["w"].shape == (INPUTS, 8) and mu["w"].sharding.spec == P("data")
+        assert mu["w"].addressable_shards[0].data.shape == (INPUTS // 8, 8)
+        assert mu["b"].sharding.is_fully_replicated
+        np.testing.assert_allclose(mu["w"], whole.opt_state[1][0].mu["w"], atol=1e-6)
+
+
+def test_two_axes_average_within_and_combine_across():
+    mesh = two_axes()
+    both = ("dcn", "ici")
+    optimizer = optax.sgd(0.1, momentum=0.9)
+    hierarchical = optax.chain(boostax.adasum("dcn", within="ici"), optimizer)
+    state = train(hierarchical, mesh, both)[1]
+    flat = optax.chain(boostax.all_reduce("ici"), boostax.adasum("dcn"), optimizer)
+    assert_params_close(state, train(flat, mesh, both, check_vma=False)[1])
+    sharded = optax.chain(
+        boostax.adasum("dcn", within="ici", scatter=True),
+        boostax.shard_optimizer(optimizer, both),
+    )
+    step, cut, _ = train(sharded, mesh, both)
+    assert_params_close(state, cut)
+    trace = cut.opt_state[1].inner_state.local[0].trace["w"]
+    np.testing.assert_allclose(trace, state.opt_state[1][0].trace["w"], atol=1e-6)
+    assert step.replicas == 8
+    over_both = train(optax.chain(boostax.adasum(both), optimizer), mesh, both)[1]
+    one_axis = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
+    flat_mesh = train(optax.chain(boostax.adasum("data"), optimizer), one_axis, "data")[1]
+    assert_params_close(over_both, flat_mesh)
+
+
+def test_params_sharded_over_a_second_axis_train_alike():
+    def gathering_loss(params, batch):
+        w = jax.lax.all_gather(params["w"], "fsdp", tiled=True, to="invarying")
+        return loss_fn({**params, "w": w}, batch)
+
+    mesh = two_axes(("data", "fsdp"))
+    specs = {"w": P("fsdp"), "v": P(), "b": P()}
+    tx = optax.chain(boostax.adasum("data", shard_axes="fsdp"), optax.adam(1e-2))
+    step = boostax.make_train_step(
+        gathering_loss, tx, mesh=mesh, axis_name="data", param_specs=specs
+    )
+    state = step.init(start())
+    for batch in batches(4):
+        state, _ = step(state, batch)
+    small = jax.make_mesh((4,), ("data",), axis_types=(AxisType.Auto,), devices=jax.devices()[:4])
+    plain = optax.chain(boostax.adasum("data"), optax.adam(1e-2))
+    assert_params_close(state, train(plain, small, "data")[1])
+    assert state.params["w"].sharding.spec == P("fsdp")
+    assert state.opt_state[1][0].mu["w"].sharding.spec == P("fsdp")
+
+
+@pytest.mark.parametrize("inner", ["accumulate", "scaler"])
+def test_every_reduction_composes_with_the_gates(mesh, inner):
+    for reduce in (
+        lambda: boostax.adasum("data", wire_dtype="bfloat16"),
+        lambda: boostax.all_reduce("data", dtype="float16"),
+    ):
+        tx = optax.chain(reduce(), optax.clip_by_global_norm(1.0), optax.adamw(1e-2))
+        if inner == "accumulate":
+            tx = boostax.accumulate(tx, 2, axis_name="data")
+        tx = boostax.dynamic_loss_scale(tx, axis_name="data")
+        _, _, metrics = train(tx, mesh, "data", steps=4)
+        assert bool(metrics["applied"]) and float(metrics["loss"]) < 1.0
+
+
+def test_metrics_report_the_orthogonality(mesh):
+    tx = optax.chain(boostax.adasum("data", leaf_metrics=True), optax.sgd(0.1))
+    metrics = train(tx, mesh, "data", steps=1)[2]
+    assert 0 < float(metrics["orthogonality"]) <= 8
+    assert {"orthogonality/w", "orthogonality/v", "orthogonality/b"} <= set(metrics)
+
+
+def test_delta_state_is_per_replica_and_carries_on_with_another_replica_count(mesh):
+    tx = boostax.adasum_delta(optax.adam(1e-2), "data")
+    step, state, _ = train(tx, mesh, "data")
+    mu = state.opt_state.inner_state.local[0].mu["w"]
+    assert mu.shape == (8, INPUTS, 8) and mu.sharding.spec == P("data")
+    assert float(jnp.abs(mu[0] - mu[1]).max()) > 0
+    mean = np.asarray(mu).mean(0)
+    for replicas in (4, 2, 1):
+        devices = jax.devices()[:replicas]
+        small = jax.make_mesh((replicas,), ("data",), (AxisType.Auto,), devices=devices)
+        fewer = boostax.make_train_step(loss_fn, tx, mesh=small, axis_name="data")
+        moved = boostax.reshard_state(jax.device_get(state), replicas)
+        moved = jax.device_put(moved, fewer.shardings(moved))
+        own = moved.opt_state.inner_state.local[0]
+        assert own.mu["w"].shape == (replicas, INPUTS, 8)
+        np.testing.assert_allclose(np.asarray(own.mu["w"]).mean(0), mean, atol=1e-6)
+        assert own.count.tolist() == [4] * replicas
+        after, metrics = fewer(moved, next(batches(1)))
+        assert np.isfinite(float(metrics["loss"])) and int(after.step) == 5
+
+
+def test_a_checkpoint_of_eight_replicas_goes_on_with_four(mesh, tmp_path):
+    from boostax.train.checkpoint import Checkpointer
+
+    tx = boostax.adasum_delta(optax.adam(1e-2), "data")
+    _, state, _ = train(tx, mesh, "data")
+    expected = boostax.reshard_state(jax.device_get(state), 4)
+    small = jax.make_mesh((4,), ("data",), (AxisType.Auto,), devices=jax.devices()[:4])
+    step = boostax.make_train_step(loss_fn, tx, mesh=small, axis_name="data")
+    with Checkpointer(tmp_path) as checkpointer:
+        checkpointer.save(4, state)
+        as_saved = jax.eval_shape(lambda: boostax.reshard_state(step.init(start()), 8))
+        saved, _ = checkpointer.restore(as_saved)
+    moved = boostax.reshard_state(saved, 4)
+    moved = jax.device_put(moved, step.shardings(moved))
+    for a, b in zip(jax.tree.leaves(moved), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_array_equal(a, b)
+    step(moved, next(batches(1)))
+
+
+@pytest.mark.parametrize(("old", "new"), [(8, 4), (4, 8), (6, 4), (3, 5), (5, 1), (1, 7)])
+def test_resharding_keeps_the_mean(old, new):
+    values = np.random.default_rng(old).normal(size=(old, 3)).astype(np.float32)
+    state = {
+        "own": boostax.PerReplica({"r": jnp.asarray(values), "n": jnp.arange(old)}),
+        "shared": jnp.ones(2),
+    }
+    moved = boostax.reshard_state(state, new)
+    assert moved["own"].local["r"].shape == (new, 3)
+    np.testing.assert_allclose(moved["own"].local["r"].mean(0), values.mean(0), atol=1e-6)
+    assert moved["own"].local["n"].dtype == state["own"].local["n"].dtype
+    np.testing.assert_array_equal(moved["shared"], state["shared"])
+    if new % old == 0:
+        np.testing.assert_array_equal(moved["own"].local["r"][:: new // old], values)
+
+
+def test_a_sharded_state_needs_no_resharding(mesh):
+    tx = optax.chain(
+        boostax.all_reduce("data", scatter=True),
+        boostax.shard_optimizer(optax.adam(1e-2), "data"),
+    )
+    _, state, _ = train(tx, mesh, "data")
+    small = jax.make_mesh((4,), ("data",), (AxisType.Auto,), devices=jax.devices()[:4])
+    step = boostax.make_train_step(loss_fn, tx, mesh=small, axis_name="data")
+    moved = boostax.reshard_state(jax.device_get(state), 4)
+    moved = jax.device_put(moved, step.shardings(moved))
+    batch = list(batches(5))[4]
+    after = step(moved, batch)[0]
+    eight = boostax.make_train_step(loss_fn, tx, mesh=mesh, axis_name="data")
+    assert_params_close(after, eight(jax.device_put(state, eight.shardings(state)), batch)[0])
+
+
+def test_moments_on_a_device_shrink_by_the_number_of_replicas(mesh):
+    whole = optax.chain(boostax.all_reduce("data"), optax.adam(1e-2))
+    cut = optax.chain(
+        boostax.all_reduce("data", scatter=True),
+        boostax.shard_optimizer(optax.adam(1e-2), "data"),
+    )
+
+    def bytes_on_a_device(tx):
+        state = train(tx, mesh, "data", steps=1)[1].opt_state
+        leaves = [x for x in jax.tree.leaves(state) if x.ndim > 1]
+        return sum(x.addressable_shards[0].data.nbytes for x in leaves)
+
+    assert bytes_on_a_device(cut) * 8 == bytes_on_a_device(whole)
+
+
+def test_scattered_gradients_of_another_shape_are_refused(mesh):
+    tx = boostax.shard_optimizer(optax.sgd(0.1), "data")
+
+    def update(g):
+        return tx.update(g, tx.init(jnp.zeros(16)), jnp.zeros(16))[0]
+
+    mapped = jax.shard_map(update, mesh=mesh, in_specs=P(), out_specs=P(), check_vma=False)
+    with pytest.raises(ValueError, match="whole like the params or scattered"):
+        jax.eval_shape(mapped, jnp.zeros(4))
+    with pytest.raises(ValueError, match="params must be given"):
+        jax.eval_shape(
+            jax.shard_map(
+                lambda g: tx.update(g, tx.init(g))[0], mesh=mesh, in_specs=P(), out_specs=P()
+            ),
+            jnp.zeros(16),
+        )
+    with pytest.raises(ValueError, match="replicas must be the size"):
+        tx = boostax.shard_optimizer(optax.adam(0.1), "data")
+        boostax.state_specs(tx, jnp.zeros(16), "data")
+
+
+def test_param_specs_need_a_mesh():
+    with pytest.raises(ValueError, match="param_specs must be None without a mesh"):
+        boostax.make_train_step(loss_fn, optax.sgd(0.1), param_specs={"w": P()})
+
+
+def test_pmap_trains_like_shard_map(mesh):
+    tx = optax.chain(boostax.adasum("data"), optax.sgd(0.1))
+    _, expected, _ = train(tx, mesh, "data", steps=2)
+    oracle = boostax.value_and_grad(loss_fn, axis_name="data")
+
+    def step(params, opt_state, batch):
+        _, grads = oracle(params, opt_state, batch)
+        return boostax.apply_gradients(tx, grads, opt_state, params)
+
+    mapped = jax.pmap(step, axis_name="data", in_axes=(None, None, 0), out_axes=None)
+    params, opt_state = start(), tx.init(start())
+    for x, y in batches(2):
+        split = jax.tree.map(lambda a: a.reshape(8, -1, *a.shape[1:]), (x, y))
+        params, opt_state = mapped(params, opt_state, split)
+    for a, b in zip(jax.tree.leaves(params), jax.tree.leaves(expected.params), strict=True):
+        np.testing.assert_allclose(a, b, atol=1e-6)
+
+
+def test_placement_of_a_stacked_state(mesh):
+    specs = boostax.state_specs(boostax.adasum_delta(optax.adam(1.0), "data"), start(), "data")
+    assert specs.inner_state.local[0].mu["w"] == P("data")
+    assert specs.adasum.orthogonality == P()
+    assert NamedSharding(mesh, P()).is_fully_replicated
