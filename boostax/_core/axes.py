@@ -129,6 +129,17 @@ def gather(x: jax.Array, names: tuple[str, ...], dim: int = 0) -> jax.Array:
     return stacked.reshape(*x.shape[:dim], -1, *x.shape[dim:])
 
 
+def total(x: jax.Array, names: tuple[str, ...]) -> jax.Array:
+    """The sum over the axes over which ``x`` varies; over all of them where JAX does not track."""
+    known = varying(x)
+    return lax.psum(x, tuple(name for name in names if name in known) if known else names)
+
+
+def largest(x: jax.Array, names: tuple[str, ...]) -> jax.Array:
+    """The maximum over the axes."""
+    return lax.pmax(to_varying(x, names), names)
+
+
 def _vmapped(names: tuple[str, ...]) -> bool:
     """Whether ``jax.vmap`` gave the names: several collectives have no rule or type there."""
     return not frozenset(names) <= frozenset(jax.sharding.get_abstract_mesh().manual_axes)

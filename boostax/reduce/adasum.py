@@ -115,6 +115,11 @@ def adasum(
     wire = None if wire_dtype is None else checks.floating_dtype(who, "wire_dtype", wire_dtype)
     bucket_bytes = buckets.check_bytes(who, bucket_bytes)
     _check_axes(who, across, inside, shards)
+    if shards and scope == "tree":
+        raise ValueError(
+            f"{who}: scope must be 'leaf' with shard_axes, got 'tree'. A sum over all leaves would "
+            "count those that are not sharded once for each shard."
+        )
     if stacked:
         _check_stacked(who, across, inside + shards, wire, mesh)
     elif not across or mesh is not None:

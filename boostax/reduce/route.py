@@ -132,7 +132,7 @@ class NamedRoute:
 
     def total(self, partial: jax.Array) -> jax.Array:
         """Add over the slices."""
-        return lax.psum(partial, self.across + self.within + self.shards)
+        return axes.total(partial, self.across + self.within + self.shards)
 
     def deliver(self, parts: Sequence[jax.Array]) -> list[jax.Array]:
         """Gather the slices."""
@@ -151,7 +151,7 @@ class NamedRoute:
             return jnp.zeros(len(blocks), jnp.int32)
         exponents = exponent_of(jnp.stack([_largest(block) for block in blocks]))
         common = self.within + self.shards
-        return lax.pmax(exponents, common) if common else exponents
+        return axes.largest(exponents, common) if common else exponents
 
     def _exchange(self, bucket: jax.Array, names: tuple[str, ...]) -> jax.Array:
         wire = bucket.dtype if self.wire_dtype is None else self.wire_dtype
