@@ -22,6 +22,8 @@ bench: $(READY)
 	$(RUN) benchmarks/loss_scale.py
 	$(RUN) benchmarks/accumulation.py
 	$(RUN) benchmarks/precision.py
+	$(RUN) benchmarks/adasum.py
+	$(RUN) benchmarks/adasum_convergence.py
 
 lint: $(READY)
 	$(VENV)/bin/ruff check .

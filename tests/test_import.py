@@ -30,11 +30,15 @@ def test_public_names_are_the_documented_ones():
     import boostax
 
     expected = {
-        "accumulate", "all_finite", "all_reduce", "apply_gradients", "dynamic_loss_scale",
+        "accumulate", "adasum", "adasum_delta", "all_finite", "all_reduce", "apply_gradients",
+        "dynamic_loss_scale",
         "enter_replica", "flush", "has_updated", "leave_replica", "local_params", "loss_scale",
-        "make_train_step", "metrics", "microbatch", "policy", "scale_loss", "stack_replicas",
+        "make_train_step", "metrics", "microbatch", "policy", "reshard_state", "scale_loss",
+        "shard_optimizer", "stack_replicas",
         "state_specs", "static_loss_scale", "value_and_grad",
-        "AccumulateState", "Aux", "LossScaleState", "PerReplica", "Policy", "TrainState",
+        "AccumulateState", "AdasumDeltaState", "AdasumState", "Aux", "LossScaleState",
+        "PerReplica", "Policy", "ShardOptimizerState",
+        "Sharded", "TrainState",
         "TrainStep",
     }  # fmt: skip
     public = {

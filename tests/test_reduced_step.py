@@ -142,7 +142,7 @@ def test_metrics_report_the_orthogonality(mesh):
 
 def test_delta_state_is_per_replica_and_carries_on_with_another_replica_count(mesh):
     tx = boostax.adasum_delta(optax.adam(1e-2), "data")
-    step, state, _ = train(tx, mesh, "data")
+    _, state, _ = train(tx, mesh, "data")
     mu = state.opt_state.inner_state.local[0].mu["w"]
     assert mu.shape == (8, INPUTS, 8) and mu.sharding.spec == P("data")
     assert float(jnp.abs(mu[0] - mu[1]).max()) > 0

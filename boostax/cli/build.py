@@ -112,12 +112,17 @@ def _optimizer(recipe: Recipe, optimizer_steps: int) -> optax.GradientTransforma
         end_value=recipe.learning_rate / 10,
     )
     parts: list[optax.GradientTransformation] = []
-    if recipe.devices > 1:
-        parts.append(boostax.all_reduce(AXIS))
     if recipe.clip:
         parts.append(optax.clip_by_global_norm(recipe.clip))
     parts.append(optax.adamw(schedule, weight_decay=recipe.weight_decay, mask=_matrices))
-    return optax.chain(*parts)
+    if recipe.devices == 1:
+        return optax.chain(*parts)
+    wire = None if recipe.wire == "float32" else recipe.wire
+    if recipe.reduce == "adasum-delta":
+        return boostax.adasum_delta(optax.chain(*parts), AXIS, wire_dtype=wire)
+    if recipe.reduce == "adasum":
+        return optax.chain(boostax.adasum(AXIS, wire_dtype=wire), *parts)
+    return optax.chain(boostax.all_reduce(AXIS, dtype=wire), *parts)
 
 
 def _matrices(params: Any) -> Any:
@@ -147,6 +152,12 @@ def _check(workload: Workload, recipe: Recipe) -> None:
             lambda x, least=least: x > 0 if least else x >= 0,
             hint,
         )
+    for name, alone in (("reduce", "mean"), ("wire", "float32")):
+        if recipe.devices == 1 and getattr(recipe, name) != alone:
+            raise ValueError(
+                f"boostax: --{name} must be {alone} on a single device, got "
+                f"{getattr(recipe, name)}. --devices 4 has gradients to reduce."
+            )
     slices = recipe.devices * recipe.microbatches
     if workload.batch_size % slices:
         raise ValueError(

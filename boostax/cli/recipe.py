@@ -25,6 +25,10 @@ class Recipe:
     """Slices of a batch passed through the model in turn: less memory for the same result."""
     devices: int = 1
     """Devices to split each batch over. On CPU they are emulated."""
+    reduce: Literal["mean", "adasum", "adasum-delta"] = "mean"
+    """How the devices' gradients become one; adasum-delta combines the updates of an AdamW each."""
+    wire: Literal["float32", "bfloat16", "float16"] = "float32"
+    """Dtype in which gradients travel between the devices."""
 
 
 @dataclasses.dataclass(frozen=True)

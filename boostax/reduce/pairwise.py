@@ -49,6 +49,13 @@ class Segments:
         return len(self.exponents)
 
 
+class Tops(NamedTuple):
+    """The largest exponent of each pair's group of leaves: i32 ``(pairs, groups)`` each."""
+
+    left: jax.Array
+    right: jax.Array
+
+
 def exponent_of(largest: jax.Array) -> jax.Array:
     """The power of two just above a magnitude, where both it and its reciprocal are normal."""
     low, high = (-100, 126) if largest.dtype == jnp.float32 else (-250, 250)
@@ -113,13 +120,6 @@ def beside(parts: Sequence[Segments]) -> Segments:
     return Segments(arrays, jnp.concatenate([part.exponents for part in parts], 1))
 
 
-class Tops(NamedTuple):
-    """The largest exponent of each pair's group of leaves: i32 ``(pairs, groups)`` each."""
-
-    left: jax.Array
-    right: jax.Array
-
-
 def _pairs(rows: Segments) -> tuple[Segments, Segments, Segments]:
     even = len(rows) // 2 * 2
     return rows[0:even:2], rows[1:even:2], rows[even:]
@@ -139,6 +139,8 @@ def _column(factors: jax.Array, like: jax.Array) -> jax.Array:
 
 
 def _tops(rows: Segments, members: list[list[int]]) -> jax.Array:
+    if len(members) == len(rows.arrays):
+        return rows.exponents
     return jnp.stack([rows.exponents[:, np.array(m)].max(1) for m in members], 1)
 
 
@@ -160,25 +162,23 @@ def _inner_products(a: jax.Array, b: jax.Array) -> jax.Array:
     sums = jnp.zeros((3, len(a)), a.dtype)
     if whole:
         blocks = (*a.shape[:-1], -1, BLOCK)
-        partial = _reduce(a[..., :whole].reshape(blocks), b[..., :whole].reshape(blocks), 1)
-        sums += partial.sum(tuple(range(2, partial.ndim)))
-    if whole < length:
-        partial = _reduce(a[..., whole:], b[..., whole:], 1)
-        sums += partial.sum(tuple(range(2, partial.ndim)))
-    return sums
+        sums += _reduce(a[..., :whole].reshape(blocks), b[..., :whole].reshape(blocks))
+    return sums + _reduce(a[..., whole:], b[..., whole:]) if whole < length else sums
 
 
-def _reduce(a: jax.Array, b: jax.Array, dims: int) -> jax.Array:
+def _reduce(a: jax.Array, b: jax.Array) -> jax.Array:
     zero = jnp.zeros((), a.dtype)
     add = lambda x, y: tuple(p + q for p, q in zip(x, y, strict=True))  # noqa: E731
-    last = tuple(range(a.ndim - dims, a.ndim))
-    return jnp.stack(lax.reduce((a * a, a * b, b * b), (zero,) * 3, add, last))
+    sums = jnp.stack(lax.reduce((a * a, a * b, b * b), (zero,) * 3, add, (a.ndim - 1,)))
+    return sums.sum(tuple(range(2, sums.ndim)))
 
 
 def _group(
     products: jax.Array, left: Segments, right: Segments, tops: Tops, members: list[list[int]]
 ) -> jax.Array:
     """``(3, pairs, groups)``: the dot products of whole groups, in units of their tops."""
+    if len(members) == len(left.arrays):
+        return products
     columns: list[jax.Array] = []
     for group, leaves in enumerate(members):
         index = np.array(leaves)
@@ -192,7 +192,6 @@ def _group(
 def _combine(
     left: Segments, right: Segments, tops: Tops, dots: jax.Array, groups: Sequence[int]
 ) -> Segments:
-    aa, ab, bb = dots
     index = np.array(groups)
     aa, ab, bb = (x[:, index] for x in dots)
     # The dot products are in the groups' units: the difference of the tops makes them fit a and b.
