@@ -4,6 +4,7 @@ from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from jax.sharding import Mesh
 
@@ -156,7 +157,7 @@ def adasum(
 
 
 class _Alignment(NamedTuple):
-    """What is known of some leaves: squared norms ``(2, leaves)`` in units of ``4**units``."""
+    """What is known of some pieces: squared norms ``(2, pieces)`` in units of ``4**units``."""
 
     leaves: list[int]
     norms: jax.Array
@@ -164,33 +165,39 @@ class _Alignment(NamedTuple):
 
 
 def _combine(sent: buckets.Sent, scope: Scope) -> tuple[list[list[jax.Array]], list[_Alignment]]:
-    """A single row for every bucket."""
+    """A single row for every piece of every parcel."""
     found: list[_Alignment] = []
 
-    def run(rows: Segments, leaves: list[int]) -> list[jax.Array]:
-        groups = list(range(len(leaves))) if scope == "leaf" else [0] * len(leaves)
+    def run(rows: Segments, groups: list[int], leaves: list[int]) -> list[jax.Array]:
         row, norms = combine_replicas(rows, groups, sent.route.total)
         found.append(_Alignment(leaves, norms, rows.exponents.max(0)))
         return row
 
-    if scope == "leaf" or not sent.rows:
-        return [run(*both) for both in zip(sent.rows, sent.buckets, strict=True)], found
-    every = iter(run(pairwise.beside(sent.rows), [i for bucket in sent.buckets for i in bucket]))
-    return [[next(every) for _ in bucket] for bucket in sent.buckets], found
+    parcels = sent.parcels
+    leaves = [[parcel.leaves[owner] for owner in parcel.owners] for parcel in parcels]
+    if scope == "leaf" or not parcels:
+        each = zip(parcels, leaves, strict=True)
+        return [run(parcel.rows, parcel.owners, index) for parcel, index in each], found
+    together = pairwise.beside([parcel.rows for parcel in parcels])
+    every = [i for index in leaves for i in index]
+    rest = iter(run(together, [0] * len(every), every))
+    return [[next(rest) for _ in index] for index in leaves], found
 
 
 def _orthogonality(found: list[_Alignment], leaves: int) -> tuple[jax.Array, list[jax.Array]]:
     """Overall and by leaf, in f32; 1 where there is nothing to compare."""
-    each = [jnp.ones((), jnp.float32)] * leaves
+    one = jnp.ones((), jnp.float32)
+    each = [one] * leaves
     if not found:
-        return each[0] if each else jnp.ones((), jnp.float32), each
+        return one, each
     top = jnp.stack([part.units.max() for part in found]).max()
     overall = jnp.zeros(2, jnp.float32)
     for part in found:
         norms = part.norms.astype(jnp.float32)
         overall += (norms * power_of_two(2 * (part.units - top), norms.dtype)).sum(1)
-        for i, ratio in zip(part.leaves, _ratio(*norms), strict=True):
-            each[i] = ratio
+        for i in set(part.leaves):
+            own = [n for n, leaf in enumerate(part.leaves) if leaf == i]
+            each[i] = _ratio(*norms[:, np.array(own)].sum(1))
     return _ratio(*overall), each
 
 

@@ -1,8 +1,8 @@
 """How leaves are cut into one slice per device, and gathered into buckets.
 
 A leaf becomes ``(slices, m)``: padded to a multiple of the number of slices, so that every slice of
-a bucket holds the same, statically known part of every leaf. Buckets keep the number of collectives
-independent of the number of leaves, and bound the memory that is in flight at once.
+a bucket holds the same, statically known part of every leaf. Buckets make the number of collectives
+independent of the number of leaves, and bound the memory that is taken at once.
 """
 
 import math
@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from boostax._core import axes, trees
+from boostax._core import axes
 
 
 class Leaf(NamedTuple):
@@ -24,28 +24,48 @@ class Leaf(NamedTuple):
     dim: int | None
 
 
-def plan(
-    leaves: Sequence[jax.Array], abouts: Sequence[Leaf], bucket_bytes: int | None
-) -> list[list[int]]:
-    """Indices of the leaves of each bucket: in order, of one kind, up to so many bytes.
+class Piece(NamedTuple):
+    """Columns ``start:stop`` of a leaf; ``leaf`` counts the leaves that go together."""
 
-    A kind is a dtype to compute in, the axes over which JAX takes the leaf to vary (a concatenation
-    would vary over all of them) and whether it comes back whole. Leaves without entries are in no
-    bucket.
+    leaf: int
+    start: int
+    stop: int
+
+
+def kinds(leaves: Sequence[jax.Array], abouts: Sequence[Leaf]) -> list[list[int]]:
+    """Indices of the leaves that may share a bucket; those without entries are in none.
+
+    They have one dtype to compute in, vary over the same axes as far as JAX knows (a concatenation
+    varies over all of them), and either all come back whole or all stay cut.
     """
-    buckets: list[list[int]] = []
-    filled: dict[Any, tuple[list[int], int]] = {}
+    found: dict[Any, list[int]] = {}
     for i, (leaf, about) in enumerate(zip(leaves, abouts, strict=True)):
-        if not leaf.size:
+        if leaf.size:
+            kind = (real_dtype(leaf.dtype), axes.varying(leaf), about.dim is None)
+            found.setdefault(kind, []).append(i)
+    return list(found.values())
+
+
+def plan(widths: Sequence[int], capacity: float) -> list[list[Piece]]:
+    """Buckets of up to ``capacity`` columns, leaves in order.
+
+    A leaf that fits into a bucket is not divided; a larger one is, evenly. With a capacity of 0
+    every leaf has a bucket of its own.
+    """
+    buckets: list[list[Piece]] = []
+    room = 0.0
+    for leaf, width in enumerate(widths):
+        if capacity and width > capacity:
+            count = math.ceil(width / capacity)
+            ends = [width * i // count for i in range(count + 1)]
+            buckets += [[Piece(leaf, *ends[i : i + 2])] for i in range(count)]
+            room = 0
             continue
-        kind = (real_dtype(leaf.dtype), axes.varying(leaf), about.dim is None)
-        nbytes = math.prod(about.shape) * trees.wide_dtype(leaf).itemsize
-        bucket, size = filled.get(kind, ([], 0))
-        if not bucket or (bucket_bytes is not None and size + nbytes > bucket_bytes):
-            bucket, size = [], 0
-            buckets.append(bucket)
-        bucket.append(i)
-        filled[kind] = bucket, size + nbytes
+        if width > room:
+            buckets.append([])
+            room = capacity
+        buckets[-1].append(Piece(leaf, 0, width))
+        room -= width
     return buckets
 
 

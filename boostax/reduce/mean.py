@@ -100,8 +100,8 @@ def all_reduce(
         leaves, treedef = jax.tree.flatten(updates)
         leaves = [clipped(x) for x in leaves]
         sent = buckets.send(leaves, route, bucket_bytes=limit, scatter=scatter)
-        single = [[x[0] for x in rows.arrays] for rows in sent.rows]
-        return jax.tree.unflatten(treedef, sent.finish(single)), state
+        summed = [parcel.rows.only_row() for parcel in sent.parcels]
+        return jax.tree.unflatten(treedef, sent.finish(summed)), state
 
     def init_fn(params: PyTree) -> optax.EmptyState:
         del params

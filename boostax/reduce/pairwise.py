@@ -32,21 +32,30 @@ BLOCK = 256
 
 @dataclasses.dataclass(frozen=True)
 class Segments:
-    """Rows of several leaves: ``value = arrays[i][r] * 2**exponents[r, i]``.
+    """Rows of several leaves, or pieces of leaves, each with a power of two of its own.
 
     Attributes:
-      arrays: one array ``(rows, ...)`` per leaf, in f32 or wider.
-      exponents: i32 ``(rows, leaves)``.
+      arrays: one array ``(rows, ...)`` per piece, in f32 or wider.
+      exponents: i32 ``(rows, pieces)``, the same for all pieces of a leaf.
+      near_one: whether the arrays have been divided by their powers of two. Otherwise they are the
+        values themselves.
     """
 
     arrays: list[jax.Array]
     exponents: jax.Array
+    near_one: bool = False
 
     def __getitem__(self, rows: slice) -> "Segments":
-        return Segments([x[rows] for x in self.arrays], self.exponents[rows])
+        return Segments([x[rows] for x in self.arrays], self.exponents[rows], self.near_one)
 
     def __len__(self) -> int:
         return len(self.exponents)
+
+    def only_row(self) -> list[jax.Array]:
+        """The values of a single row."""
+        if not self.near_one:
+            return [x[0] for x in self.arrays]
+        return [grown(x[0], e) for x, e in zip(self.arrays, self.exponents[0], strict=True)]
 
 
 class Tops(NamedTuple):
@@ -71,53 +80,59 @@ def power_of_two(exponent: jax.Array, dtype: jnp.dtype) -> jax.Array:
     return lax.bitcast_convert_type(bits, dtype)
 
 
+def grown(x: jax.Array, exponent: jax.Array) -> jax.Array:
+    """``x * 2**exponent``; finite stays finite, though rounding may have led beyond the range."""
+    largest = jnp.finfo(x.dtype).max
+    product = x * power_of_two(exponent, x.dtype)
+    return jnp.where(jnp.isfinite(x), jnp.clip(product, -largest, largest), product)
+
+
 def combine_replicas(
     segments: Segments, groups: Sequence[int], total: Total
 ) -> tuple[list[jax.Array], jax.Array]:
     """AdaSum of the rows.
 
     Args:
-      segments: a row per replica; a device may hold a part of every row. Here the arrays are the
-        values themselves, and the exponents say by which powers of two to divide them.
-      groups: for each leaf, the group whose dot products it belongs to, counted from 0: one of its
-        own for AdaSum by leaf, the same for all for AdaSum by the whole tree.
+      segments: a row per replica; a device may hold a part of every row.
+      groups: for each piece, the group whose dot products it belongs to, counted from 0: its leaf
+        for AdaSum by leaf, the same for all for AdaSum by the whole tree.
       total: adds partial sums over the devices that hold the other parts of the rows; called once
         per level of the tree, with one array.
 
     Returns:
-      A single row, the values themselves; and an array ``(2, leaves)`` that tells how parallel the
+      The values of a single row; and an array ``(2, pieces)`` that tells how parallel the
       rows were: squared norm of their sum and sum of their squared norms, in units of
       ``4**exponents.max(0)``.
     """
     members = [[i for i, g in enumerate(groups) if g == group] for group in range(max(groups) + 1)]
-    left, right, odd = (_normalised(rows) for rows in _pairs(segments))
-    summed = _squares_of_sum(segments)
+    left, right, odd = (_near_one(rows) for rows in _pairs(segments))
+    units = segments.exponents.max(0)
+    summed = _squares_of_sum((left, right, odd), units)
     if len(segments) == 1:
-        return [x[0] for x in segments.arrays], total(jnp.stack([summed, summed]))
+        return segments.only_row(), total(jnp.stack([summed, summed]))
     alignment: jax.Array | None = None
     while True:
         products = _products(left, right)
         tops = Tops(_tops(left, members), _tops(right, members))
-        dots = _group(products, left, right, tops, members)
+        parts = jnp.concatenate([x.ravel() for x in _group(products, left, right, tops, members)])
         if alignment is None:
-            norms = _sum_of_squares(products, left, right, odd, segments.exponents.max(0))
-            both = total(jnp.concatenate([dots.ravel(), summed, norms]))
-            dots, alignment = both[: dots.size].reshape(dots.shape), both[dots.size :]
+            norms = _sum_of_squares(products, left, right, odd, units)
+            both = total(jnp.concatenate([parts, summed, norms]))
+            parts, alignment = both[: parts.size], both[parts.size :].reshape(2, -1)
         else:
-            dots = total(dots)
-        combined = _combine(left, right, tops, dots, groups)
+            parts = total(parts)
+        combined = _combine(left, right, tops, parts.reshape(4, -1, len(members)), groups)
         rows = _concatenate(combined, odd) if len(odd) else combined
         if len(rows) == 1:
-            columns = zip(rows.arrays, rows.exponents[0], strict=True)
-            values = [x[0] * power_of_two(e, x.dtype) for x, e in columns]
-            return values, alignment.reshape(2, -1)
+            return rows.only_row(), alignment
         left, right, odd = _pairs(rows)
 
 
 def beside(parts: Sequence[Segments]) -> Segments:
     """The leaves of several buckets as one."""
     arrays = [x for part in parts for x in part.arrays]
-    return Segments(arrays, jnp.concatenate([part.exponents for part in parts], 1))
+    exponents = jnp.concatenate([part.exponents for part in parts], 1)
+    return Segments(arrays, exponents, parts[0].near_one)
 
 
 def _pairs(rows: Segments) -> tuple[Segments, Segments, Segments]:
@@ -125,16 +140,28 @@ def _pairs(rows: Segments) -> tuple[Segments, Segments, Segments]:
     return rows[0:even:2], rows[1:even:2], rows[even:]
 
 
-def _normalised(rows: Segments) -> Segments:
-    # After the rows are paired: XLA:CPU took 5 times as long for a factor per row before that.
-    columns = zip(rows.arrays, rows.exponents.T, strict=True)
-    # A quotient, which XLA:CPU computes once and not anew for every entry.
-    arrays = [x * _column(1 / power_of_two(e, x.dtype), x) for x, e in columns]
-    return Segments(arrays, rows.exponents)
+def _near_one(rows: Segments) -> Segments:
+    """Divided by the powers of two."""
+    if rows.near_one:
+        return rows
+    # Done to the paired rows: a factor per row before they are paired took XLA:CPU 5 times as long.
+    return Segments(_times(rows, 1 / _powers(rows.exponents, rows)), rows.exponents, True)
+
+
+def _powers(exponents: jax.Array, like: Segments) -> jax.Array:
+    return power_of_two(exponents, like.arrays[0].dtype)
+
+
+def _times(rows: Segments, factors: jax.Array) -> list[jax.Array]:
+    """Rows times a factor for each row and piece.
+
+    The factors should be quotients: XLA:CPU computes a division once, where it computes anything
+    cheaper anew for every entry.
+    """
+    return [x * _column(f.astype(x.dtype), x) for x, f in zip(rows.arrays, factors.T, strict=True)]
 
 
 def _column(factors: jax.Array, like: jax.Array) -> jax.Array:
-    """One factor per row."""
     return factors.reshape(-1, *(1,) * (like.ndim - 1))
 
 
@@ -144,22 +171,34 @@ def _tops(rows: Segments, members: list[list[int]]) -> jax.Array:
     return jnp.stack([rows.exponents[:, np.array(m)].max(1) for m in members], 1)
 
 
-def _products(left: Segments, right: Segments) -> jax.Array:
-    """``(3, pairs, leaves)``: a.a, a.b and b.b of every pair."""
+class Products(NamedTuple):
+    """What one reading of the pairs tells.
+
+    Attributes:
+      dots: ``(3, pairs, pieces or groups)``: a.a, a.b and b.b.
+      apart: ``(pairs, pieces or groups)``: 0 where both rows are the same, bit for bit.
+    """
+
+    dots: jax.Array
+    apart: jax.Array
+
+
+def _products(left: Segments, right: Segments) -> Products:
     pairs = zip(left.arrays, right.arrays, strict=True)
-    return jnp.stack([_inner_products(a, b) for a, b in pairs], 2)
+    sums = jnp.stack([_inner_products(a, b) for a, b in pairs], 2)
+    return Products(sums[:3], sums[3] + (left.exponents != right.exponents))
 
 
 def _inner_products(a: jax.Array, b: jax.Array) -> jax.Array:
-    """``(3, pairs)`` from two arrays ``(pairs, ...)``.
+    """``(4, pairs)`` from two arrays ``(pairs, ...)``: a.a, a.b, b.b and the sum of abs(a - b).
 
-    One reduction with three results reads the rows once, and equal rows give equal sums; three
-    sums, or one over a stack, took XLA:CPU 2 to 5 times as long. It adds in sequence, so it goes
-    by blocks: the error then does not grow with the length.
+    One reduction with several results reads the rows once; three sums, or one over a stack, took
+    XLA:CPU 2 to 5 times as long. It adds in sequence, so it goes by blocks: the error then does
+    not grow with the length.
     """
     length = a.shape[-1]
     whole = length - length % BLOCK
-    sums = jnp.zeros((3, len(a)), a.dtype)
+    sums = jnp.zeros((4, len(a)), a.dtype)
     if whole:
         blocks = (*a.shape[:-1], -1, BLOCK)
         sums += _reduce(a[..., :whole].reshape(blocks), b[..., :whole].reshape(blocks))
@@ -169,74 +208,82 @@ def _inner_products(a: jax.Array, b: jax.Array) -> jax.Array:
 def _reduce(a: jax.Array, b: jax.Array) -> jax.Array:
     zero = jnp.zeros((), a.dtype)
     add = lambda x, y: tuple(p + q for p, q in zip(x, y, strict=True))  # noqa: E731
-    sums = jnp.stack(lax.reduce((a * a, a * b, b * b), (zero,) * 3, add, (a.ndim - 1,)))
+    operands = (a * a, a * b, b * b, jnp.abs(a - b))
+    sums = jnp.stack(lax.reduce(operands, (zero,) * 4, add, (a.ndim - 1,)))
     return sums.sum(tuple(range(2, sums.ndim)))
 
 
 def _group(
-    products: jax.Array, left: Segments, right: Segments, tops: Tops, members: list[list[int]]
-) -> jax.Array:
-    """``(3, pairs, groups)``: the dot products of whole groups, in units of their tops."""
+    products: Products, left: Segments, right: Segments, tops: Tops, members: list[list[int]]
+) -> Products:
+    """Of whole groups, the dot products in units of their tops."""
     if len(members) == len(left.arrays):
         return products
-    columns: list[jax.Array] = []
-    for group, leaves in enumerate(members):
-        index = np.array(leaves)
+    dots: list[jax.Array] = []
+    for group, pieces in enumerate(members):
+        index = np.array(pieces)
         low = left.exponents[:, index] - tops.left[:, group, None]
         high = right.exponents[:, index] - tops.right[:, group, None]
-        units = power_of_two(jnp.stack([2 * low, low + high, 2 * high]), products.dtype)
-        columns.append((products[:, :, index] * units).sum(2))
-    return jnp.stack(columns, 2)
+        units = _powers(jnp.stack([2 * low, low + high, 2 * high]), left)
+        dots.append((products.dots[:, :, index] * units).sum(2))
+    apart = [products.apart[:, np.array(pieces)].sum(1) for pieces in members]
+    return Products(jnp.stack(dots, 2), jnp.stack(apart, 1))
 
 
 def _combine(
-    left: Segments, right: Segments, tops: Tops, dots: jax.Array, groups: Sequence[int]
+    left: Segments, right: Segments, tops: Tops, sums: jax.Array, groups: Sequence[int]
 ) -> Segments:
     index = np.array(groups)
-    aa, ab, bb = (x[:, index] for x in dots)
+    aa, ab, bb, apart = (x[:, index] for x in sums)
     # The dot products are in the groups' units: the difference of the tops makes them fit a and b.
     lead = (tops.right - tops.left)[:, index]
     own_a, own_b = left.exponents, right.exponents
     cross_a, cross_b = own_a + lead, own_b - lead
     units = jnp.maximum(jnp.maximum(own_a, own_b), jnp.maximum(cross_a, cross_b))
-    weight_a = _weight(ab, aa, own_a - units, cross_a - units)
-    weight_b = _weight(ab, bb, own_b - units, cross_b - units)
-    arrays = [
-        _column(weight_a[:, i], a) * a + _column(weight_b[:, i], b) * b
-        for i, (a, b) in enumerate(zip(left.arrays, right.arrays, strict=True))
-    ]
-    return Segments(arrays, units)
+    same = apart == 0
+    weight_a = _weight(ab, aa, own_a - units, cross_a - units, same)
+    weight_b = _weight(ab, bb, own_b - units, cross_b - units, same)
+    weighted = zip(_times(left, weight_a), _times(right, weight_b), strict=True)
+    return Segments([a + b for a, b in weighted], units, True)
 
 
-def _weight(dot: jax.Array, norm: jax.Array, own: jax.Array, cross: jax.Array) -> jax.Array:
-    """``2**own - 2**cross * dot / (2 * norm)``; of a zero row, ``2**own``.
+def _weight(
+    dot: jax.Array, norm: jax.Array, own: jax.Array, cross: jax.Array, same: jax.Array
+) -> jax.Array:
+    """``2**own - 2**cross * dot / (2 * norm)``; of a zero row, ``2**own``; of equal rows, half.
 
-    Written so that a NaN is never taken for a zero, and as a quotient: see ``_normalised``.
+    The dot products of equal rows may differ in their last bit, because XLA contracts some of them
+    to fused multiply-adds. Written so that a NaN is never taken for a zero, and as a quotient: see
+    ``_times``.
     """
     own, cross = power_of_two(own, dot.dtype), power_of_two(cross, dot.dtype)
     zero = norm <= jnp.finfo(dot.dtype).tiny
-    return jnp.where(zero, own, 2 * norm * own - cross * dot) / jnp.where(zero, 1, 2 * norm)
+    weight = jnp.where(same, own - cross / 2, 2 * norm * own - cross * dot)
+    return jnp.where(zero, own, weight) / jnp.where(zero | same, 1, 2 * norm)
 
 
 def _concatenate(first: Segments, second: Segments) -> Segments:
     arrays = [jnp.concatenate(pair) for pair in zip(first.arrays, second.arrays, strict=True)]
-    return Segments(arrays, jnp.concatenate([first.exponents, second.exponents]))
+    return Segments(arrays, jnp.concatenate([first.exponents, second.exponents]), True)
 
 
-def _squares_of_sum(rows: Segments) -> jax.Array:
-    """``(leaves,)``: the squared norm of the sum of all rows, in units of ``4**top``."""
-    tops = rows.exponents.max(0)
-    columns = zip(rows.arrays, tops, strict=True)
-    sums = [x.sum(0) * (1 / power_of_two(top, x.dtype)) for x, top in columns]
+def _squares_of_sum(parts: Sequence[Segments], units: jax.Array) -> jax.Array:
+    """``(pieces,)``: the squared norm of the sum of all rows, in units of ``4**units``."""
+    scaled = [
+        [x.sum(0) for x in _times(part, 1 / _powers(units - part.exponents, part))]
+        for part in parts
+        if len(part)
+    ]
+    sums = [sum(same[1:], same[0]) for same in zip(*scaled, strict=True)]
     return jnp.stack([jnp.sum(x * x) for x in sums])
 
 
 def _sum_of_squares(
-    products: jax.Array, left: Segments, right: Segments, odd: Segments, tops: jax.Array
+    products: Products, left: Segments, right: Segments, odd: Segments, units: jax.Array
 ) -> jax.Array:
-    """``(leaves,)``: the sum of the squared norms of all rows, in units of ``4**top``."""
-    in_units = lambda x, rows: x * power_of_two(2 * (rows.exponents - tops), x.dtype)  # noqa: E731
-    norms = in_units(products[0], left).sum(0) + in_units(products[2], right).sum(0)
+    """``(pieces,)``: the sum of the squared norms of all rows, in units of ``4**units``."""
+    scaled = lambda x, rows: x * _powers(2 * (rows.exponents - units), rows)  # noqa: E731
+    norms = scaled(products.dots[0], left).sum(0) + scaled(products.dots[2], right).sum(0)
     if len(odd):
-        norms += in_units(jnp.stack([jnp.sum(x * x) for x in odd.arrays])[None], odd)[0]
+        norms += scaled(jnp.stack([jnp.sum(x * x) for x in odd.arrays])[None], odd)[0]
     return norms

@@ -18,9 +18,11 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from boostax._core import axes
-from boostax.reduce.pairwise import Segments, exponent_of, power_of_two
+from boostax.reduce.layout import Piece
+from boostax.reduce.pairwise import Segments, exponent_of, grown, power_of_two
 
 Divide = Literal["before", "after", "never"]
+Plan = Sequence[Sequence[Piece]]
 
 
 class Route(Protocol):
@@ -31,11 +33,8 @@ class Route(Protocol):
         """Into how many slices a leaf is cut."""
         ...
 
-    def send(self, blocks: Sequence[jax.Array]) -> Segments:
-        """From ``(slices, m)`` of every leaf of a bucket to this device's slice of every row.
-
-        The values come as they are, with the exponents that would bring each row near one.
-        """
+    def send(self, cuts: Sequence[jax.Array], plan: Plan) -> Segments:
+        """From ``(slices, m)`` of every leaf to this device's slice of every row, by pieces."""
         ...
 
     def total(self, partial: jax.Array) -> jax.Array:
@@ -64,15 +63,17 @@ class DenseRoute:
         """A leaf stays whole."""
         return 1
 
-    def send(self, blocks: Sequence[jax.Array]) -> Segments:
-        """Add up a bucket over the replicas."""
+    def send(self, cuts: Sequence[jax.Array], plan: Plan) -> Segments:
+        """Add up over the replicas."""
         replicas = axes.size(self.names)
-        bucket = blocks[0] if len(blocks) == 1 else jnp.concatenate(blocks, 1)
-        summed = lax.psum(bucket / replicas if self.divide == "before" else bucket, self.names)
-        rows = split(
-            summed / replicas if self.divide == "after" else summed, [x.shape[1] for x in blocks]
-        )
-        return Segments(rows, jnp.zeros((1, len(blocks)), jnp.int32))
+        rows: list[jax.Array] = []
+        for bucket in plan:
+            packed = _packed(cuts, bucket)
+            packed = packed / replicas if self.divide == "before" else packed
+            summed = lax.psum(packed, self.names)
+            summed = summed / replicas if self.divide == "after" else summed
+            rows += _unpacked(summed, bucket)
+        return Segments(rows, jnp.zeros((1, len(rows)), jnp.int32))
 
     def total(self, partial: jax.Array) -> jax.Array:
         """Nothing is missing."""
@@ -111,24 +112,22 @@ class NamedRoute:
         """How many rows are combined."""
         return axes.size(self.across)
 
-    def send(self, blocks: Sequence[jax.Array]) -> Segments:
-        """Exchange the slices of a bucket."""
-        dtype = blocks[0].dtype
-        exponents = self._exponents(blocks)
+    def send(self, cuts: Sequence[jax.Array], plan: Plan) -> Segments:
+        """Exchange the slices."""
+        dtype = cuts[0].dtype
+        exponents = self._exponents(cuts)
         if self.wire_dtype is not None:
-            blocks = _shrunk(blocks, exponents)
-        bucket = blocks[0] if len(blocks) == 1 else jnp.concatenate(blocks, 1)
-        if self.within:
-            bucket = self._sum_within(bucket)
-        if self.across:
-            bucket = self._exchange(bucket, self.across)
-            exponents = axes.gather(exponents, self.across)
-        else:
-            exponents = exponents[None]
-        rows = split(bucket.astype(dtype), [block.shape[1] for block in blocks])
-        if self.wire_dtype is not None:
-            rows = _grown(rows, exponents)
-        return Segments(rows, exponents)
+            cuts = _shrunk(cuts, exponents)
+        rows: list[jax.Array] = []
+        for bucket in plan:
+            packed = _packed(cuts, bucket)
+            if self.within:
+                packed = self._sum_within(packed)
+            if self.across:
+                packed = self._exchange(packed, self.across)
+            rows += _unpacked(packed.astype(dtype), bucket)
+        each = axes.gather(exponents, self.across) if self.across else exponents[None]
+        return Segments(rows, each[:, _owners(plan)], near_one=self.wire_dtype is not None)
 
     def total(self, partial: jax.Array) -> jax.Array:
         """Add over the slices."""
@@ -143,19 +142,19 @@ class NamedRoute:
         # in magnitude, exact even in bf16.
         exponents = exponent_of(jnp.stack([_largest(x) for x in parts]))
         packed = jnp.concatenate([*_shrunk(parts, exponents), exponents.astype(parts[0].dtype)])
-        whole = self._gather(packed.astype(self.wire_dtype)).astype(packed.dtype)
+        whole = self._gather(_half(packed, self.wire_dtype)).astype(packed.dtype)
         return _grown(split(whole, widths), whole[:, -len(widths) :].astype(jnp.int32))
 
-    def _exponents(self, blocks: Sequence[jax.Array]) -> jax.Array:
+    def _exponents(self, cuts: Sequence[jax.Array]) -> jax.Array:
         if self.rows == 1 and self.wire_dtype is None:
-            return jnp.zeros(len(blocks), jnp.int32)
-        exponents = exponent_of(jnp.stack([_largest(block) for block in blocks]))
+            return jnp.zeros(len(cuts), jnp.int32)
+        exponents = exponent_of(jnp.stack([_largest(x) for x in cuts]))
         common = self.within + self.shards
         return axes.largest(exponents, common) if common else exponents
 
     def _exchange(self, bucket: jax.Array, names: tuple[str, ...]) -> jax.Array:
-        wire = bucket.dtype if self.wire_dtype is None else self.wire_dtype
-        return axes.exchange(bucket.astype(wire), names)
+        wire = bucket if self.wire_dtype is None else _half(bucket, self.wire_dtype)
+        return axes.exchange(wire, names)
 
     def _sum_within(self, bucket: jax.Array) -> jax.Array:
         """``(rows, m)``: this device's part of the sum (or mean) over ``within``."""
@@ -194,15 +193,20 @@ class StackedRoute:
         """How many slices a leaf has."""
         return 1 if self.mesh is None else math.prod(self.mesh.shape[x] for x in self.across)
 
-    def send(self, blocks: Sequence[jax.Array]) -> Segments:
-        """Exchange the slices of a bucket."""
-        # Pinned on both sides, XLA moves the bucket as a whole: one all-to-all.
-        bucket = self._place(jnp.concatenate(blocks, 2), PartitionSpec(self.across))
-        rows = split(
-            self._place(bucket, PartitionSpec(None, self.across)),
-            [block.shape[2] for block in blocks],
-        )
-        return Segments(rows, exponent_of(jnp.stack([jnp.abs(x).max((1, 2)) for x in rows], 1)))
+    def send(self, cuts: Sequence[jax.Array], plan: Plan) -> Segments:
+        """Let XLA exchange the slices."""
+        rows: list[jax.Array] = []
+        for bucket in plan:
+            # Pinned on both sides, a bucket moves as a whole: one all-to-all.
+            packed = self._place(_packed(cuts, bucket), PartitionSpec(self.across))
+            rows += _unpacked(self._place(packed, PartitionSpec(None, self.across)), bucket)
+        owners = _owners(plan)
+        largest = [jnp.abs(x).max((1, 2)) for x in rows]
+        by_leaf = [
+            jnp.stack([largest[i] for i in np.flatnonzero(owners == leaf)]).max(0)
+            for leaf in range(len(cuts))
+        ]
+        return Segments(rows, exponent_of(jnp.stack(by_leaf, 1))[:, owners])
 
     def total(self, partial: jax.Array) -> jax.Array:
         """Add over the slices."""
@@ -229,13 +233,36 @@ def _largest(x: jax.Array) -> jax.Array:
     return jnp.abs(x).max()
 
 
+def _packed(cuts: Sequence[jax.Array], bucket: Sequence[Piece]) -> jax.Array:
+    """The columns of a bucket side by side."""
+    parts = [cuts[piece.leaf][..., piece.start : piece.stop] for piece in bucket]
+    return parts[0] if len(parts) == 1 else jnp.concatenate(parts, -1)
+
+
+def _unpacked(packed: jax.Array, bucket: Sequence[Piece]) -> list[jax.Array]:
+    return split(packed, [piece.stop - piece.start for piece in bucket])
+
+
+def _owners(plan: Plan) -> np.ndarray[Any, Any]:
+    return np.array([piece.leaf for bucket in plan for piece in bucket])
+
+
 def _shrunk(parts: Sequence[jax.Array], exponents: jax.Array) -> list[jax.Array]:
     """Each divided by its ``2**exponent``."""
     columns = zip(parts, exponents, strict=True)
     return [x * (1 / power_of_two(e, x.dtype)) for x, e in columns]
 
 
+def _half(x: jax.Array, dtype: np.dtype[Any]) -> jax.Array:
+    """A cast of numbers near one, and of exponents, that never rounds the largest ones up.
+
+    The largest floats are just below 4 near one, and 4 would grow to infinity.
+    """
+    limits = jnp.finfo(dtype)
+    below = (4 * (1 - limits.epsneg)).astype(x.dtype)
+    return jnp.where(jnp.abs(x) < 4, jnp.clip(x, -below, below), x).astype(dtype)
+
+
 def _grown(parts: Sequence[jax.Array], exponents: jax.Array) -> list[jax.Array]:
     """Each row ``r`` of leaf ``i`` times ``2**exponents[r, i]``."""
-    columns = zip(parts, exponents.T, strict=True)
-    return [x * power_of_two(e, x.dtype)[:, None] for x, e in columns]
+    return [grown(x, e[:, None]) for x, e in zip(parts, exponents.T, strict=True)]

@@ -126,12 +126,12 @@ def shard_optimizer(
             layout.Leaf(p.shape, x.dtype, split_dim(p.shape, replicas))
             for x, p in zip(leaves, jax.tree.leaves(params), strict=True)
         ]
-        for bucket in layout.plan(leaves, abouts, bucket_bytes):
-            if abouts[bucket[0]].dim is None:
-                continue
-            cut = [layout.cut(leaves[i], 1, abouts[i].dim)[0] for i in bucket]
-            for i, whole in zip(bucket, NamedRoute(names).deliver(cut), strict=True):
-                leaves[i] = layout.join(whole, abouts[i])
+        for kind in layout.kinds(leaves, abouts):
+            if abouts[kind[0]].dim is not None:
+                cuts = [layout.cut(leaves[i], 1, abouts[i].dim)[0] for i in kind]
+                whole = buckets.gather(NamedRoute(names), cuts, bucket_bytes)
+                for i, x in zip(kind, whole, strict=True):
+                    leaves[i] = layout.join(x, abouts[i])
         return jax.tree.unflatten(treedef, leaves)
 
     return optax.GradientTransformationExtraArgs(init_fn, update_fn)

@@ -1,0 +1,366 @@
+"""How AdaSum travels: what it sends, in every form, with sharded leaves; and what it refuses."""
+
+import functools
+import math
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+import reference
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import boostax
+from boostax._core import costs
+
+MILLION = 2**20
+
+
+def mesh_of(**axes):
+    devices = jax.devices()[: math.prod(axes.values())]
+    kinds = (AxisType.Auto,) * len(axes)
+    return jax.make_mesh(tuple(axes.values()), tuple(axes), axis_types=kinds, devices=devices)
+
+
+def mapped(update, mesh, in_specs=P("data"), out_specs=P(), **options):
+    """The update inside ``shard_map``; leaves ``(replicas, ...)`` lose their first dimension."""
+    drop = functools.partial(jax.tree.map, lambda x: x[0])
+    specs = {"in_specs": (in_specs,), "out_specs": out_specs}
+    return jax.jit(jax.shard_map(lambda g: update(drop(g)), mesh=mesh, **specs, **options))
+
+
+def updating(tx):
+    return lambda grads: tx.update(grads, tx.init(grads))[0]
+
+
+def orthogonality_of(tx):
+    """The update and what it recorded."""
+
+    def update(grads):
+        updates, state = tx.update(grads, tx.init(grads))
+        return updates, state.metrics()
+
+    return update
+
+
+def emulated(tx, grads, what=updating):
+    """The first replica's result under ``vmap``."""
+    replicas = next((len(x) for x in jax.tree.leaves(grads)), 8)
+    result = jax.jit(jax.vmap(what(tx), axis_name="data", axis_size=replicas))(grads)
+    return jax.tree.map(lambda x: np.asarray(x[0]), result)
+
+
+def sends(update, leaves, mesh, in_specs=P("data")):
+    """Collectives of an update of leaves of so many entries each."""
+    replicas = math.prod(mesh.shape[x] for x in jax.tree.leaves(tuple(in_specs)))
+    shapes = [jax.ShapeDtypeStruct((replicas, size), jnp.float32) for size in leaves]
+    return costs.collectives(mapped(update, mesh, in_specs), shapes)
+
+
+def gradients(shapes, replicas=8, seed=0):
+    """Rows with a part in common."""
+    rng = np.random.default_rng(seed)
+    draw = lambda shape: rng.normal(size=shape) + rng.normal(size=(replicas, *shape))  # noqa: E731
+    return [np.float32(draw(shape)) for shape in shapes]
+
+
+def assert_near(actual, expected, tolerance=1e-6):
+    largest = abs(np.asarray(expected)).max()
+    np.testing.assert_allclose(actual, expected, rtol=0, atol=tolerance * largest)
+
+
+def assert_combined(result, leaves):
+    for actual, rows in zip(result, leaves, strict=True):
+        largest = abs(rows).max()
+        np.testing.assert_allclose(actual, reference.adasum(rows), rtol=0, atol=1e-6 * largest)
+
+
+# What it sends.
+
+
+@pytest.mark.parametrize("leaves", [1, 64])
+def test_bytes_on_the_wire_are_those_of_a_mean(mesh, leaves):
+    sizes = [MILLION // leaves] * leaves
+    adasum = costs.wire_bytes(sends(updating(boostax.adasum("data")), sizes, mesh))
+    mean = costs.wire_bytes(sends(lambda g: jax.lax.pmean(g, "data"), sizes, mesh))
+    assert mean <= adasum <= 1.01 * mean
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_a_half_wire_halves_the_bytes(mesh, dtype):
+    sizes = [MILLION // 5] * 5
+    whole, half = (
+        costs.wire_bytes(sends(updating(boostax.adasum("data", wire_dtype=wire)), sizes, mesh))
+        for wire in (None, dtype)
+    )
+    assert half == pytest.approx(whole / 2, rel=0.01)
+
+
+@pytest.mark.parametrize("replicas", [2, 3, 4, 5, 8])
+def test_collectives_do_not_grow_with_the_leaves(replicas):
+    """An all-to-all, an all-gather, one for the magnitudes and one per level of the tree."""
+    mesh, plain = mesh_of(data=replicas), updating(boostax.adasum("data"))
+    expected = 3 + math.ceil(math.log2(replicas))
+    for leaves in (1, 5, 64):
+        assert len(sends(plain, [100] * leaves, mesh)) == expected
+    for options in ({"scope": "tree"}, {"wire_dtype": "float16"}):
+        update = updating(boostax.adasum("data", **options))
+        assert len(sends(update, [100] * 5, mesh)) == expected
+
+
+def test_buckets_bound_what_is_sent_at_once():
+    """At most so many bytes of f32 together; the result is the same."""
+    tx = boostax.adasum("data", bucket_bytes=4 * 250)
+    found = sends(updating(tx), [100] * 3, mesh_of(data=2))
+    assert [c.bytes for c in found if c.primitive == "all_to_all"] == [4 * 200, 4 * 100]
+    leaves = gradients([(100,)] * 3, replicas=2)
+    assert_combined(emulated(tx, leaves), leaves)
+
+
+def test_averaging_inside_a_node_first_sends_a_part_across():
+    """And is the mean inside, AdaSum across."""
+    mesh, specs = mesh_of(dcn=4, ici=2), P(("dcn", "ici"))
+    nested = boostax.adasum("dcn", within="ici")
+    plain = optax.chain(boostax.all_reduce("ici"), boostax.adasum("dcn"))
+    across = {}
+    for name, tx in (("nested", nested), ("plain", plain)):
+        found = sends(updating(tx), [MILLION // 2, MILLION // 2], mesh, specs)
+        across[name] = sum(c.wire_bytes for c in found if "dcn" in c.axes)
+    assert across["nested"] == pytest.approx(across["plain"] / 2, rel=0.01)
+    leaves = gradients([(6, 5), (), (64,)])
+    means = [x.reshape(4, 2, *x.shape[1:]).mean(1, dtype=np.float64) for x in leaves]
+    for check in (True, False):
+        result = mapped(updating(nested), mesh, specs, check_vma=check)(leaves)
+        assert_combined(result, means)
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_a_half_wire_rounds_and_does_not_overflow(dtype):
+    """Every replica and every leaf has a power of two of its own."""
+    magnitudes = 10.0 ** np.array([[-30], [20], [6], [0], [-6], [3], [-20], [10]])
+    alike = np.array([gradients([(50,)])[0] * m for m in (1e-30, 1e6, 1e20)]).swapaxes(0, 1)
+    leaves = [*np.float32(alike.swapaxes(0, 1)), np.float32(gradients([(50,)])[0] * magnitudes)]
+    result = emulated(boostax.adasum("data", wire_dtype=dtype), leaves)
+    # Rounded once on the way there, once on the way back, and amplified by the tree.
+    for actual, rows in zip(result, leaves, strict=True):
+        tolerance = 8 * float(jnp.finfo(dtype).eps) * abs(rows).max()
+        np.testing.assert_allclose(actual, reference.adasum(rows), rtol=0, atol=tolerance)
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_a_half_wire_keeps_the_largest_gradients_finite(dtype):
+    """Rounded to half they may grow, but not beyond the range of f32."""
+    largest = float(np.finfo(np.float32).max)
+    rows = np.float32([[largest, -largest, 3.4e38, 1.0]] * 2)
+    result = emulated(boostax.adasum("data", wire_dtype=dtype), rows)
+    np.testing.assert_allclose(result / largest, rows[0] / largest, rtol=0, atol=0.01)
+
+
+# Plain jit.
+
+
+def hlo_sizes(text, op):
+    """Entries of each array that each collective of a kind gives."""
+    found = re.findall(rf"= (.*?) {op}(?:-start)?\(", text)
+    shapes = [re.findall(r"\w+\[([\d,]*)\]", types) for types in found]
+    count = lambda dims: math.prod(int(d) for d in dims.split(",") if d)  # noqa: E731
+    return [[count(dims) for dims in each] for each in shapes]
+
+
+@pytest.mark.parametrize("scatter", [False, True])
+@pytest.mark.parametrize("count", [1, 12])
+def test_stacked_gradients_are_moved_once_each_way(mesh, count, scatter):
+    tx = boostax.adasum("data", stacked=True, mesh=mesh, scatter=scatter)
+    leaves = gradients([(16, 128)] * count)
+    total = sum(x[0].size for x in leaves)
+    placed = jax.device_put(leaves, NamedSharding(mesh, P("data")))
+    update = jax.jit(updating(tx))
+    text = update.lower(placed).compile().as_text()
+    assert len(hlo_sizes(text, "all-to-all")) == 1
+    assert len(hlo_sizes(text, "all-gather")) == (0 if scatter else 1)
+    assert not hlo_sizes(text, "collective-permute") and not hlo_sizes(text, "reduce-scatter")
+    for sizes in hlo_sizes(text, "all-reduce"):
+        assert max(sizes) < total / 100
+    result = update(placed)
+    assert_combined(result, leaves)
+    for x in result:
+        assert x.sharding.is_fully_replicated != scatter
+        assert not scatter or x.sharding.shard_shape(x.shape) == (2, 128)
+
+
+def test_stacked_gradients_on_a_single_device():
+    """Any number of replicas, and leaves that eight devices would not divide."""
+    leaves = gradients([(3, 5), (), (7,)], replicas=5)
+    tx = boostax.adasum(None, stacked=True)
+    params = [x[0] for x in leaves]
+    result, state = jax.jit(tx.update)(leaves, tx.init(params))
+    assert_combined(result, leaves)
+    assert float(state.orthogonality) == pytest.approx(reference.orthogonality(leaves), rel=1e-6)
+
+
+def test_stacked_gradients_of_odd_sizes_on_a_mesh(mesh):
+    leaves = gradients([(3, 5), (), (7,)])
+    tx = boostax.adasum("data", stacked=True, mesh=mesh)
+    placed = jax.device_put(leaves, NamedSharding(mesh, P("data")))
+    assert_combined(jax.jit(updating(tx))(placed), leaves)
+
+
+# Sharded leaves.
+
+
+@pytest.mark.parametrize("check", [True, False])
+def test_leaves_sharded_over_another_axis_are_combined_whole(check):
+    """Next to leaves that are replicated over it."""
+    mesh = mesh_of(data=4, f=2)
+    leaves = gradients([(6, 8), (5,), (4, 3), ()], replicas=4)
+    # Uneven shards: coefficients of their own would be far off.
+    leaves[0][:, 3:] *= 10
+    leaves[2][1::2, 2:] *= -5
+    specs = [P("data", "f"), P("data"), P("data", "f"), P("data")]
+    out_specs = [P("f"), P(), P("f"), P()]
+    tx = boostax.adasum("data", shard_axes="f", leaf_metrics=True)
+    update = mapped(orthogonality_of(tx), mesh, specs, (out_specs, P()), check_vma=check)
+    result, told = update(leaves)
+    assert_combined(result, leaves)
+    shards = [reference.adasum(leaves[0][:, part]) for part in (slice(3), slice(3, 6))]
+    assert abs(np.concatenate(shards) - result[0]).max() > 0.01 * abs(leaves[0]).max()
+    for i, rows in enumerate(leaves):
+        each = reference.orthogonality([rows])
+        assert float(told[f"orthogonality/{i}"]) == pytest.approx(each, rel=1e-6)
+    if check:  # Otherwise nobody can tell which leaves are replicated, and count once.
+        overall = reference.orthogonality(leaves)
+        assert float(told["orthogonality"]) == pytest.approx(overall, rel=1e-6)
+    with pytest.raises(ValueError, match="adasum: scope must be 'leaf' with shard_axes"):
+        boostax.adasum("data", shard_axes="f", scope="tree")
+
+
+@pytest.mark.parametrize("check", [True, False])
+def test_scattered_leaves_are_parts_of_the_whole(mesh, check):
+    """Cut along the first dimension that can be; a leaf that has none comes whole."""
+    shapes, specs = [(16, 3), (3, 8), (5,), ()], [P("data"), P(None, "data"), P(), P()]
+    leaves = gradients(shapes)
+    tx = boostax.adasum("data", scatter=True)
+    result = mapped(updating(tx), mesh, out_specs=specs, check_vma=check)(leaves)
+    assert [x.addressable_shards[0].data.shape for x in result] == [(2, 3), (3, 1), (5,), ()]
+    assert_combined(result, leaves)
+
+
+def test_scattered_parts_of_a_nested_mean_lie_across_first():
+    mesh, specs = mesh_of(dcn=4, ici=2), P(("dcn", "ici"))
+    leaves = gradients([(16, 3)])
+    tx = boostax.adasum("dcn", within="ici", scatter=True)
+    result = mapped(updating(tx), mesh, specs, [specs])(leaves)
+    means = [x.reshape(4, 2, *x.shape[1:]).mean(1, dtype=np.float64) for x in leaves]
+    assert_combined(result, means)
+
+
+# Diagnostics.
+
+
+@pytest.mark.parametrize("replicas", [2, 3, 8])
+def test_orthogonality_is_the_ratio_of_squared_norms(replicas):
+    tx = boostax.adasum("data", leaf_metrics=True)
+    start = tx.init({"a": jnp.zeros(3), "b": [jnp.zeros(2)]}).metrics()
+    assert set(start) == {"orthogonality", "orthogonality/a", "orthogonality/b/0"}
+    assert all(np.isnan(x) for x in start.values())
+    # In steps of 1e-25 and 1e18 the squares leave the range of f32.
+    correlated = gradients([(12,), (3, 4)], replicas)
+    cases = {str(m): [np.float32(x * m) for x in correlated] for m in (1, 1e-25, 1e18)}
+    cases["apart"] = [correlated[0], np.float32(correlated[1] * 1e-25)]
+    direction = np.float32([1, -2, 3] * 4)
+    cases["parallel"] = [np.stack([direction] * replicas)] * 2
+    cases["orthogonal"] = [np.eye(replicas, 12, dtype=np.float32) * np.float32(1e9)] * 2
+    cases["zero"] = [np.zeros((replicas, 12), np.float32)] * 2
+    exact = {"parallel": replicas, "orthogonal": 1, "zero": 1}
+    shaped = [[x[0], x[1].reshape(replicas, 3, 4)] for x in cases.values()]
+    stacked = [np.stack(leaf) for leaf in zip(*shaped, strict=True)]
+    for keep in (True, False):
+        tx = boostax.adasum("data", leaf_metrics=keep)
+        update = jax.vmap(orthogonality_of(tx), axis_name="data")
+        told = jax.device_get(jax.jit(jax.vmap(update))(stacked)[1])
+        assert set(told) == (
+            {"orthogonality", *(f"orthogonality/{i}" for i in "01")} if keep else {"orthogonality"}
+        )
+        for i, (case, leaves) in enumerate(cases.items()):
+            groups = {
+                "orthogonality": leaves,
+                "orthogonality/0": leaves[:1],
+                "orthogonality/1": leaves[1:],
+            }
+            for name in told:
+                expected = exact[case] if case in exact else reference.orthogonality(groups[name])
+                np.testing.assert_allclose(told[name][i], expected, rtol=1e-6, err_msg=case)
+
+
+# Identities and refusals.
+
+
+def test_a_single_replica_gets_its_gradients_back_bit_for_bit():
+    tree = {"a": np.float32([1e-42, 1e38, -0.0, 3.3]), "b": np.float16([[6e-8], [65504]])}
+    tree["c"] = jnp.asarray([1e-30, 3.0], jnp.bfloat16)
+    stacked = jax.tree.map(lambda x: x[None], tree)
+    for scope in ("leaf", "tree"):
+        tx = boostax.adasum("data", scope=scope)
+        for check in (True, False):
+            result = mapped(updating(tx), mesh_of(data=1), check_vma=check)(stacked)
+            jax.tree.map(np.testing.assert_array_equal, result, tree)
+        jax.tree.map(np.testing.assert_array_equal, emulated(tx, stacked), tree)
+
+
+def test_empty_and_masked_leaves_pass():
+    masked = {"a": None, "b": optax.MaskedNode(), "empty": np.zeros((8, 0, 3), np.float32)}
+    for tree in ({}, masked, {**masked, "x": gradients([(4,)])[0]}):
+        for options in ({}, {"scope": "tree"}, {"wire_dtype": "float16"}, {"scatter": True}):
+            options = options if "x" not in tree else {}
+            result = emulated(boostax.adasum("data", **options), tree)
+            assert jax.tree.structure(result) == jax.tree.structure(tree)
+            if "empty" in tree:
+                assert result["empty"].shape == (0, 3)
+    assert_combined([result["x"]], [tree["x"]])
+
+
+def test_complex_leaves_are_pairs_of_reals():
+    real, imaginary = gradients([(3, 7), (3, 7)], replicas=5)
+    result = emulated(boostax.adasum("data"), real + 1j * imaginary)
+    assert result.dtype == np.complex64
+    expected = reference.adasum(np.stack([real, imaginary], -1))
+    assert_near(np.stack([result.real, result.imag], -1), expected)
+
+
+def test_gradients_that_are_already_reduced_are_refused(mesh):
+    """Of replicated params: autodiff has summed them, and AdaSum of equal rows is one of them."""
+    tx = boostax.adasum("data")
+
+    def step(params, x, local):
+        local = boostax.local_params if local else lambda params, _: params
+        grads = jax.grad(lambda w: jnp.mean(w * x))(local(params, "data"))
+        return tx.update(grads, tx.init(params))[0]
+
+    specs = {"mesh": mesh, "in_specs": (P(), P("data")), "out_specs": P()}
+    x = np.arange(1.0, 9.0, dtype=np.float32)
+    right = jax.jit(jax.shard_map(functools.partial(step, local=True), **specs))
+    assert float(right(jnp.float32(1), x)) == 4.5
+    wrong = jax.jit(jax.shard_map(functools.partial(step, local=False), **specs))
+    with pytest.raises(ValueError, match=r"adasum: .*local_params"):
+        wrong(jnp.float32(1), x)
+
+
+def test_what_does_not_fit_is_refused_by_name(mesh):
+    update = lambda grads, *args, **kw: updating(boostax.adasum(*args, **kw))(grads)  # noqa: E731
+    with pytest.raises(ValueError, match=r"adasum: axis_name .*'data'.* not bound"):
+        update(jnp.ones(3), "data")
+    with pytest.raises(ValueError, match=r"adasum: axis_name .*'f'.* not bound"):
+        mapped(updating(boostax.adasum("data", shard_axes="f")), mesh)(gradients([(4,)]))
+    with pytest.raises(TypeError, match=r"adasum: gradients must be floating .* at '1'"):
+        emulated(boostax.adasum("data"), [np.ones((8, 2), np.float32), np.ones((8, 2), int)])
+    for names in ({"within": "data"}, {"within": "a", "shard_axes": "a"}, {"shard_axes": "data"}):
+        with pytest.raises(ValueError, match=r"adasum: .* different axes, got '\w+' twice"):
+            boostax.adasum(("data", "b"), **names)
+    for stacked in ([(8, 3), (4, 3)], [(8, 3), ()]):
+        with pytest.raises(ValueError, match="the same number of replicas"):
+            update([jnp.ones(shape) for shape in stacked], None, stacked=True)
+    with pytest.raises(ValueError, match="adasum: axis_name and mesh must be given together"):
+        boostax.adasum("other", stacked=True, mesh=mesh)

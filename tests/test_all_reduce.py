@@ -1,0 +1,275 @@
+"""The mean and the sum over the replicas: plain, in buckets, on a half wire, clipped, scattered."""
+
+import functools
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import reference
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
+
+import boostax
+from boostax._core import costs
+
+MILLION = 2**20
+WIDTH = 24
+SHAPES = [(16, 3), (5,), (), (3, 8)]
+HALVES = ("float16", "bfloat16")
+seeds = st.integers(0, 2**32 - 1)
+laws = functools.partial(settings, deadline=None, derandomize=True)
+
+
+def updating(tx):
+    return lambda grads: tx.update(grads, tx.init(grads))[0]
+
+
+@functools.cache
+def reducer(**options):
+    tx = boostax.all_reduce("data", **options)
+    return jax.jit(jax.vmap(updating(tx), axis_name="data"))
+
+
+def reduce(grads, **options):
+    """Reduced leaves ``(replicas, ...)``, once it is seen that all replicas got the same."""
+    return jax.tree.map(the_one, jax.device_get(reducer(**options)(grads)))
+
+
+def the_one(copies):
+    for copy in copies[1:]:
+        np.testing.assert_array_equal(copy, copies[0])
+    return copies[0]
+
+
+def mapped(update, mesh, in_specs=P("data"), out_specs=P(), **options):
+    """The update inside ``shard_map``; leaves ``(replicas, ...)`` lose their first dimension."""
+    drop = functools.partial(jax.tree.map, lambda x: x[0])
+    specs = {"in_specs": (in_specs,), "out_specs": out_specs}
+    return jax.jit(jax.shard_map(lambda g: update(drop(g)), mesh=mesh, **specs, **options))
+
+
+def sends(mesh, leaves, **options):
+    """Collectives of a reduction of leaves of so many entries each."""
+    update = updating(boostax.all_reduce("data", **options))
+    shapes = [jax.ShapeDtypeStruct((8, size), jnp.float32) for size in leaves]
+    out_specs = P("data") if options.get("scatter") else P()
+    return costs.collectives(mapped(update, mesh, out_specs=out_specs), shapes)
+
+
+def gradients(seed=0, replicas=8):
+    rng = np.random.default_rng(seed)
+    return [np.float32(rng.normal(size=(replicas, *shape))) for shape in SHAPES]
+
+
+def normal(seed, replicas=8):
+    return np.random.default_rng(seed).normal(size=(replicas, WIDTH))
+
+
+def rounded(dtype, times, rows):
+    """So many roundings to the dtype, relative to the largest input."""
+    return times * float(jnp.finfo(dtype).eps) / 2 * abs(reference.wide(rows)).max()
+
+
+# In f32.
+
+
+@pytest.mark.parametrize("check", [True, False])
+@pytest.mark.parametrize("options", [{}, {"bucket_bytes": 100}, {"bucket_bytes": 2**20}])
+def test_mean_and_sum_equal_those_of_jax(mesh, options, check):
+    """With and without buckets; a bucket changes no sum."""
+    leaves = gradients()
+    for op, own in (("mean", jax.lax.pmean), ("sum", jax.lax.psum)):
+        update = updating(boostax.all_reduce("data", op=op, **options))
+        both = lambda g, update=update, own=own: (update(g), own(g, "data"))  # noqa: E731
+        result, expected = mapped(both, mesh, check_vma=check)(leaves)
+        for actual, peer in zip(result, expected, strict=True):
+            np.testing.assert_array_equal(actual, peer)
+
+
+def test_several_axes_are_reduced_together():
+    kinds = (AxisType.Auto,) * 2
+    mesh = jax.make_mesh((4, 2), ("a", "b"), axis_types=kinds)
+    leaves = gradients()
+    for names in (("a", "b"), ("b", "a")):
+        for options in ({}, {"dtype": "bfloat16"}):
+            update = updating(boostax.all_reduce(names, **options))
+            result = mapped(update, mesh, P(("a", "b")))(leaves)
+            for actual, rows in zip(result, leaves, strict=True):
+                dtype = options.get("dtype", "float32")
+                bound = rounded(dtype, 4, rows)
+                np.testing.assert_allclose(actual, reference.mean(rows), rtol=0, atol=bound)
+
+
+def test_a_bucket_is_one_collective(mesh):
+    counts = {}
+    for limit in (None, 4 * 250, 4 * 1000):
+        found = sends(mesh, [100] * 10, bucket_bytes=limit)
+        assert {c.primitive for c in found} == {"psum"}
+        counts[limit] = len(found)
+    # Two leaves of 400 bytes fit into a bucket of 1000, ten into one of 4000.
+    assert counts == {None: 10, 4 * 250: 5, 4 * 1000: 1}
+
+
+def test_dividing_before_the_sum_keeps_what_it_would_overflow():
+    """Eight gradients of 3e38 have a mean of 3e38, and no sum."""
+    rows = np.full((8, 3), 3e38, np.float32)
+    np.testing.assert_allclose(reduce(rows, divide="before"), 3e38, rtol=1e-6)
+    assert np.isinf(reduce(rows)).all() and np.isinf(reduce(rows, op="sum")).all()
+    spread = np.float32(normal(0))
+    bound = rounded("float32", 4, spread)
+    before = reduce(spread, divide="before")
+    np.testing.assert_allclose(before, reference.mean(spread), rtol=0, atol=bound)
+
+
+def test_low_gradients_are_summed_in_f32():
+    """1 + 2**-12 seven times would stay 1 in f16; and the mean of the largest does not overflow."""
+    small = np.float16([[1.0, 60000.0]] + [[2.0**-10, 60000.0]] * 7)
+    total, large = reduce(small, op="sum")
+    assert total == np.float16(1 + 7 * 2.0**-10) and large == np.finfo(np.float16).max
+    assert reduce(small)[1] == 60000.0
+
+
+# On a half wire.
+
+
+@pytest.mark.parametrize("dtype", HALVES)
+def test_a_half_wire_sends_half_and_scattered_a_quarter(mesh, dtype):
+    for sizes in ([MILLION], [MILLION // 8] * 8):
+        sent = lambda sizes=sizes, **options: costs.wire_bytes(sends(mesh, sizes, **options))  # noqa: E731
+        assert sent() == 4 * MILLION * 2 * 7 / 8
+        assert sent(dtype=dtype) == pytest.approx(sent() / 2, rel=0.01)
+        assert sent(scatter=True) == pytest.approx(sent() / 2, rel=0.01)
+        assert sent(dtype=dtype, scatter=True) == pytest.approx(sent() / 4, rel=0.01)
+
+
+@pytest.mark.parametrize("dtype", HALVES)
+@laws(max_examples=60)
+@given(
+    seed=seeds,
+    replicas=st.sampled_from([2, 3, 8]),
+    base=st.floats(-30, 30),
+    spread=st.sampled_from([0, 1, 10, 60]),
+)
+def test_a_half_wire_rounds_twice_at_any_magnitude(dtype, seed, replicas, base, spread):
+    """On the way there and on the way back, whatever the range of the wire's dtype."""
+    rng = np.random.default_rng(seed)
+    offsets = rng.uniform(-spread, spread, (replicas, 1))
+    rows = np.float32(normal(seed, replicas) * 10 ** np.clip(base + offsets, -30, 30))
+    for op, expected in (("mean", reference.mean(rows)), ("sum", reference.wide(rows).sum(0))):
+        result = reduce(rows, dtype=dtype, op=op)
+        times = 2 if op == "mean" else 1 + replicas
+        bound = rounded(dtype, times, rows)
+        np.testing.assert_allclose(result, expected, rtol=0, atol=bound * (1 + 1e-3))
+
+
+@pytest.mark.parametrize("dtype", HALVES)
+def test_a_half_wire_holds_large_and_small_leaves_at_once(dtype):
+    """1e6 overflows f16, 1e-10 underflows; sums that f16 could not hold do not overflow."""
+    magnitudes = {"large": 1e6, "small": 1e-10, "edge": 6e4, "zero": 0.0}
+    base = np.abs(normal(1)) + 0.1
+    rows = {name: np.float32(base * m) for name, m in magnitudes.items()}
+    for op in ("mean", "sum"):
+        result = reduce(rows, dtype=dtype, op=op)
+        for name, given_rows in rows.items():
+            expected = reference.mean(given_rows) * (8 if op == "sum" else 1)
+            # All of one sign: relative to every entry of the result.
+            largest = expected.max() * float(jnp.finfo(dtype).eps)
+            np.testing.assert_allclose(result[name], expected, rtol=0, atol=largest)
+
+
+@pytest.mark.parametrize("dtype", [None, *HALVES])
+@laws(max_examples=60)
+@given(data=st.data())
+def test_finite_stays_finite_and_the_rest_does_not(dtype, data):
+    """The mean of what is finite; a NaN or an infinity is still seen, clipped or not."""
+    entries = st.floats(width=32, allow_subnormal=False)
+    lists = st.lists(entries, min_size=WIDTH, max_size=WIDTH)
+    rows = np.float32(data.draw(st.lists(lists, min_size=3, max_size=3)))
+    for options in ({}, {"clip": 1.0}):
+        result = reduce(rows, dtype=dtype, divide="before", **options)
+        finite = np.isfinite(rows).all(0)
+        if dtype is None:
+            np.testing.assert_array_equal(np.isfinite(result), finite)
+        else:
+            # They share a power of two: one bad entry may take its leaf along.
+            assert not np.isfinite(result[~finite]).any()
+            assert np.isfinite(result).all() or not finite.all()
+
+
+@pytest.mark.parametrize("replicas", [2, 3, 8])
+@pytest.mark.parametrize("dtype", [None, *HALVES])
+def test_the_mean_of_the_largest_gradients_stays_finite(dtype, replicas):
+    """Rounded to half they may grow, but not beyond the range of f32."""
+    largest = float(np.finfo(np.float32).max)
+    rows = np.float32([[largest, -largest, 3.4e38, 1.0]] * replicas)
+    result = reduce(rows, dtype=dtype, divide="before")
+    np.testing.assert_allclose(result / largest, rows[0] / largest, rtol=0, atol=0.01)
+
+
+# Clipping.
+
+
+@laws(max_examples=40)
+@given(seed=seeds, clip=st.sampled_from([0.25, 1.0, 100.0]), magnitude=st.integers(-3, 3))
+def test_gradients_are_clipped_before_they_are_reduced(seed, clip, magnitude):
+    rows = np.float32(normal(seed) * 10.0**magnitude)
+    clipped = np.clip(rows, -clip, clip)
+    bound = rounded("float32", 8, clipped)
+    expected = reference.mean(clipped)
+    np.testing.assert_allclose(reduce(rows, clip=clip), expected, rtol=0, atol=bound)
+    half = reduce(rows, clip=clip, dtype="float16")
+    np.testing.assert_allclose(half, expected, rtol=0, atol=rounded("float16", 2.01, clipped))
+    # Not after: the bound is on every replica's own gradient.
+    opposite = np.float32([[10.0], [-1.0]])
+    assert reduce(opposite, clip=1.0) == 0.0
+
+
+# On every replica.
+
+
+@pytest.mark.parametrize("dtype", [None, *HALVES])
+@pytest.mark.parametrize("mode", ["checked", "unchecked", "pmap"])
+def test_every_replica_gets_the_same_bits(mesh, mode, dtype):
+    update = updating(boostax.all_reduce("data", dtype=dtype))
+    leaves = gradients()
+    if mode == "pmap":
+        result = [the_one(x) for x in jax.device_get(jax.pmap(update, axis_name="data")(leaves))]
+    else:
+        arrays = mapped(update, mesh, check_vma=mode == "checked")(leaves)
+        # The copies themselves: typed as equal, they could still differ.
+        copies = [[np.asarray(shard.data) for shard in x.addressable_shards] for x in arrays]
+        assert {len(x) for x in copies} == {8}
+        result = [the_one(x) for x in copies]
+    for actual, rows in zip(result, leaves, strict=True):
+        bound = rounded(dtype or "float32", 2 if dtype else 4, rows)
+        np.testing.assert_allclose(actual, reference.mean(rows), rtol=0, atol=bound * 1.001)
+
+
+@pytest.mark.parametrize("dtype", [None, "float16"])
+@pytest.mark.parametrize("check", [True, False])
+def test_scattered_leaves_are_parts_of_the_whole(mesh, check, dtype):
+    """Cut along the first dimension that can be; a leaf that has none comes whole."""
+    specs = [P("data"), P(), P(), P(None, "data")]
+    leaves = gradients()
+    update = updating(boostax.all_reduce("data", dtype=dtype, scatter=True))
+    result = mapped(update, mesh, out_specs=specs, check_vma=check)(leaves)
+    assert [x.addressable_shards[0].data.shape for x in result] == [(2, 3), (5,), (), (3, 1)]
+    for actual, rows in zip(result, leaves, strict=True):
+        bound = rounded(dtype or "float32", 2 if dtype else 4, rows)
+        np.testing.assert_allclose(actual, reference.mean(rows), rtol=0, atol=bound * 1.001)
+
+
+def test_gradients_that_are_already_reduced_are_refused(mesh):
+    """Of replicated params: autodiff has summed them."""
+
+    def step(w, x):
+        return updating(boostax.all_reduce("data"))(jax.grad(lambda w: jnp.mean(w * x))(w))
+
+    specs = {"mesh": mesh, "in_specs": (P(), P("data")), "out_specs": P()}
+    with pytest.raises(ValueError, match=r"all_reduce: .*local_params"):
+        jax.jit(jax.shard_map(step, **specs))(jnp.float32(1), np.arange(8.0, dtype=np.float32))
+    assert math.isclose(float(reduce(np.arange(8.0, dtype=np.float32))), 3.5)
