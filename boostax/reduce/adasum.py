@@ -75,8 +75,9 @@ def adasum(
       scope: ``"leaf"``, or ``"tree"`` for one pair of coefficients for all leaves together.
       wire_dtype: ``"bfloat16"`` or ``"float16"`` halves the bytes. The arithmetic stays f32, and
         every leaf travels with a power of two of its own, so that nothing overflows.
-      bucket_bytes: leaves are sent together up to so many bytes (of f32); ``None`` for all at
-        once. A smaller bucket needs less memory, a larger one fewer collectives.
+      bucket_bytes: leaves are sent together up to so many bytes (of f32), larger ones in several
+        parts; ``None`` for all at once. Small buckets need less memory, large ones fewer
+        collectives.
       scatter: leave each leaf cut along its first dimension that the replicas divide: for
         ``shard_optimizer``. Saves the all-gather. Leaves without such a dimension come whole.
       leaf_metrics: record the orthogonality of each leaf too.
@@ -87,9 +88,10 @@ def adasum(
     Returns:
       A transformation with an ``AdasumState``. Reduced in f32 or wider, cast back to the dtype of
       the gradients. A leaf with a NaN anywhere becomes NaN. Integer leaves raise; a single replica
-      gets its own gradient back. Cost per bucket: one all-to-all and one all-gather, together the
-      bytes of a ring all-reduce; ``1 + ceil(log2 n)`` reductions of a few scalars per leaf, and
-      one more with ``within`` or ``shard_axes``; about two buckets of memory for a moment.
+      gets its own gradient back. Cost: an all-to-all and an all-gather per bucket, together the
+      bytes of a ring all-reduce; for all buckets, one gather of 4 bytes a leaf and
+      ``ceil(log2 n)`` sums of four scalars per pair and leaf; one more collective of 4 bytes a leaf
+      with ``within`` or ``shard_axes``. A copy of the gradient and about a bucket, for a moment.
 
     Raises:
       ValueError, TypeError: an argument out of range; at trace time, an unbound axis, already
