@@ -154,7 +154,7 @@ CASES = [
         reduces=True,
         bad_arguments=(
             (lambda: boostax.adasum_delta(3.0, "data"), "inner"),
-            (lambda: boostax.adasum_delta(OPT, "data", scatter=True), "scatter"),
+            (lambda: boostax.adasum_delta(OPT, "data", scope="all"), "scope"),
         ),
     ),
 ]

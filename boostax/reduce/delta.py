@@ -6,7 +6,8 @@ import optax
 
 from boostax._core import axes, checks, trees
 from boostax._core.replicas import PerReplica
-from boostax.reduce.adasum import adasum
+from boostax.reduce.adasum import Scope, adasum
+from boostax.reduce.buckets import DEFAULT_BYTES
 
 PyTree = Any
 
@@ -24,7 +25,15 @@ class AdasumDeltaState(NamedTuple):
 
 
 def adasum_delta(
-    inner: optax.GradientTransformation, axis_name: axes.AxisName, **options: Any
+    inner: optax.GradientTransformation,
+    axis_name: axes.AxisName,
+    *,
+    within: axes.AxisName | None = None,
+    shard_axes: axes.AxisName | None = None,
+    scope: Scope = "leaf",
+    wire_dtype: Any = None,
+    bucket_bytes: int | None = DEFAULT_BYTES,
+    leaf_metrics: bool = False,
 ) -> optax.GradientTransformationExtraArgs:
     r"""Run ``inner`` on every replica's own gradients, and combine the updates by AdaSum.
 
@@ -41,8 +50,12 @@ def adasum_delta(
     Args:
       inner: an optimizer without collectives over ``axis_name``, as a single replica would use it.
       axis_name: mesh axis, or a tuple of axes, whose replicas are combined.
-      **options: of ``adasum``: ``within``, ``shard_axes``, ``scope``, ``wire_dtype``,
-        ``bucket_bytes``, ``leaf_metrics``. ``within`` averages the updates first.
+      within: axes over which the updates are averaged first.
+      shard_axes: axes over which leaves are sharded.
+      scope: as in ``adasum``, as are the rest.
+      wire_dtype: of what travels.
+      bucket_bytes: of what travels together.
+      leaf_metrics: record the orthogonality of each leaf too.
 
     Returns:
       A transformation with an ``AdasumDeltaState``; its inner state leads with the replicas
@@ -66,14 +79,16 @@ def adasum_delta(
     who = "adasum_delta"
     checks.transformation(who, "inner", inner)
     tx = optax.with_extra_args_support(inner)
-    for option in ("stacked", "mesh", "scatter"):
-        if option in options:
-            raise TypeError(
-                f"{who}: {option} must be left out, got {options[option]!r}. Every replica applies "
-                "whole updates inside jax.shard_map, jax.pmap or jax.vmap."
-            )
-    combine = adasum(axis_name, **options)
-    names = axes.canonical(who, axis_name) + axes.canonical(who, options.get("within"))
+    combine = adasum(
+        axis_name,
+        within=within,
+        shard_axes=shard_axes,
+        scope=scope,
+        wire_dtype=wire_dtype,
+        bucket_bytes=bucket_bytes,
+        leaf_metrics=leaf_metrics,
+    )
+    names = axes.canonical(who, axis_name) + axes.canonical(who, within)
 
     def init_fn(params: PyTree) -> AdasumDeltaState:
         own = tx.init(trees.at_least_float32(params))
