@@ -350,3 +350,12 @@ def test_what_is_not_finite_stays_so_and_stays_in_its_leaf(bad):
         bad_leaf, *others = combine(leaves)
         assert not np.isfinite(bad_leaf).any() and all(np.isfinite(x).all() for x in others)
         assert not any(np.isfinite(x).any() for x in combine(leaves, scope="tree"))
+
+
+def test_it_can_be_differentiated():
+    """As an outer loop that learns the optimizer does: against a difference quotient."""
+    rows = np.float32(normal(3, 4, 600))
+    direction = np.float32(normal(4, 4, 600))
+    square = lambda x: jnp.sum(combiner()(x)[0] ** 2)  # noqa: E731
+    slope = (square(rows + 1e-2 * direction) - square(rows - 1e-2 * direction)) / 2e-2
+    np.testing.assert_allclose(np.sum(jax.grad(square)(rows) * direction), slope, rtol=1e-2)

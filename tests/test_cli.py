@@ -93,6 +93,16 @@ def test_text_in_parallel_with_micro_batches_and_a_fixed_scale_then_other_data(h
     assert "--resume: data must be" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("reduce", ["adasum", "adasum-delta"])
+def test_gradients_of_several_devices_are_combined_by_adasum(reduce, here, capsys):
+    options = f"--steps 4 --devices 2 --reduce {reduce} --wire bfloat16 --output here".split()
+    assert train(*options) == 0
+    assert f"{reduce}, bfloat16 sent" in capsys.readouterr().out
+    logged = JsonLines.read(here / "here" / "metrics.jsonl")[-1]
+    assert 0 < logged["orthogonality"] <= 2 + 1e-6
+    assert summary(here / "here")["configuration"]["reduce"] == reduce
+
+
 def test_resume_refuses_other_numbers_and_knows_a_finished_run(here, capsys):
     first = ["--steps", "4", "--checkpoint-every", "2"]
     assert train(*first, "--resume") == 0  # nothing there yet: starts
@@ -143,6 +153,8 @@ def test_a_damaged_checkpoint_is_refused_and_kept(here, capsys):
         ("--weight-decay -1", "--weight-decay must be at least 0"),
         ("--clip nan", "--clip must be at least 0"),
         ("--loss-scale -3", "scale"),
+        ("--reduce adasum", "--reduce must be mean on a single device, got adasum"),
+        ("--wire bfloat16", "--wire must be float32 on a single device, got bfloat16"),
         ("--checkpoint-every 0", "--checkpoint-every must be a positive integer"),
         ("--holdout 2", "holdout must be"),
     ],

@@ -147,6 +147,7 @@ def _table(built: Built, task: Any, recipe: Recipe, start: int) -> Table:
         + (f" ({one}, {recipe.accumulate} calls accumulated)" if recipe.accumulate > 1 else ""),
         "devices": f"{recipe.devices} x {jax.devices()[0].device_kind}"
         + (f", {batch // recipe.devices} examples each" if recipe.devices > 1 else ""),
+        "reduction": "none" if recipe.devices == 1 else f"{recipe.reduce}, {recipe.wire} sent",
         "micro-batches": "off" if recipe.microbatches == 1 else f"{recipe.microbatches} per call",
         "computes in": task.dtype,
         "loss scale": "off" if scale == "none" else scale,
