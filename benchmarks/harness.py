@@ -8,6 +8,7 @@ import json
 import os
 import pathlib
 import platform
+import random
 import statistics
 import time
 from collections.abc import Callable
@@ -77,12 +78,17 @@ def compiled_form(
 
 
 def paired(forms: dict[str, Form], rounds: int) -> dict[str, list[float]]:
-    """Seconds per unit of work, a list per form, index-aligned by round; one round warms up."""
+    """Seconds per unit of work, a list per form, index-aligned by round; one round warms up.
+
+    Every round has an order of its own: what a form leaves in caches and in the allocator's hands
+    serves or harms the next, and none should always follow the same.
+    """
     times: dict[str, list[float]] = {name: [] for name in forms}
+    order = random.Random(0)
     for index in range(rounds + 1):
-        for name, form in forms.items():
+        for name in order.sample(list(forms), len(forms)):
             start = time.perf_counter()
-            form.run()
+            forms[name].run()
             if index:
                 times[name].append(time.perf_counter() - start)
     return times

@@ -359,3 +359,17 @@ def test_it_can_be_differentiated():
     square = lambda x: jnp.sum(combiner()(x)[0] ** 2)  # noqa: E731
     slope = (square(rows + 1e-2 * direction) - square(rows - 1e-2 * direction)) / 2e-2
     np.testing.assert_allclose(np.sum(jax.grad(square)(rows) * direction), slope, rtol=1e-2)
+
+
+def test_delta_optimizer_computes_wide():
+    """Its moments are those of the widened gradients, not squares rounded in bf16."""
+    grads = jnp.asarray(normal(3, 2, WIDTH), jnp.bfloat16)
+    tx = boostax.adasum_delta(optax.scale_by_adam(), "data")
+
+    def moments(g):
+        return tx.update(g, tx.init(g))[1].inner_state.local.nu
+
+    found = jax.vmap(moments, axis_name="data")(grads)
+    assert found.dtype == jnp.float32
+    expected = 0.001 * reference.wide(grads) ** 2
+    np.testing.assert_allclose(found, expected, rtol=1e-5)

@@ -113,10 +113,10 @@ def test_collectives_do_not_grow_with_the_leaves(replicas):
 
 def test_buckets_bound_what_is_sent_at_once():
     """At most so many bytes of f32 together; the result is the same."""
-    tx = boostax.adasum("data", bucket_bytes=4 * 250)
-    found = sends(updating(tx), [100] * 3, mesh_of(data=2))
-    assert [c.bytes for c in found if c.primitive == "all_to_all"] == [4 * 200, 4 * 100]
-    leaves = gradients([(100,)] * 3, replicas=2)
+    tx = boostax.adasum("data", bucket_bytes=4 * 2500)
+    found = sends(updating(tx), [1024] * 3, mesh_of(data=2))
+    assert [c.bytes for c in found if c.primitive == "all_to_all"] == [4 * 2048, 4 * 1024]
+    leaves = gradients([(1024,)] * 3, replicas=2)
     assert_combined(emulated(tx, leaves), leaves)
 
 

@@ -273,3 +273,10 @@ def test_gradients_that_are_already_reduced_are_refused(mesh):
     with pytest.raises(ValueError, match=r"all_reduce: .*local_params"):
         jax.jit(jax.shard_map(step, **specs))(jnp.float32(1), np.arange(8.0, dtype=np.float32))
     assert math.isclose(float(reduce(np.arange(8.0, dtype=np.float32))), 3.5)
+
+
+def test_clipping_complex_gradients_is_refused():
+    tx = boostax.all_reduce("data", clip=1.0)
+    grads = jnp.ones((2, 3), jnp.complex64)
+    with pytest.raises(TypeError, match="clip must be None with complex"):
+        jax.vmap(lambda g: tx.update(g, tx.init(g))[0], axis_name="data")(grads)

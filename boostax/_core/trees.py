@@ -29,6 +29,11 @@ def buffer_dtype(x: Any, narrow: np.dtype[Any]) -> np.dtype[Any]:
     return narrow if wide == jnp.float32 else jnp.promote_types(wide, narrow)
 
 
+def clip_finite(x: jax.Array, limit: float | jax.Array) -> jax.Array:
+    """Clip to ``-limit..limit``; what is infinite or NaN stays so, to be seen."""
+    return jnp.where(jnp.isfinite(x), jnp.clip(x, -limit, limit), x)
+
+
 def cast_like(tree: PyTree, like: PyTree) -> PyTree:
     """Give each leaf the (strong) dtype of its counterpart."""
     return jax.tree.map(lambda x, y: jnp.asarray(x).astype(jnp.result_type(y)), tree, like)

@@ -1,17 +1,17 @@
 """AdaSum: a reduction that adds orthogonal gradients and averages parallel ones."""
 
+from collections.abc import Sequence
 from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 from jax.sharding import Mesh
 
 from boostax._core import axes, checks, trees
 from boostax.reduce import buckets, pairwise
-from boostax.reduce.pairwise import Segments, combine_replicas, power_of_two
-from boostax.reduce.route import NamedRoute, Route, StackedRoute
+from boostax.reduce.pairwise import Rows, combine_replicas, power_of_two
+from boostax.reduce.route import NamedRoute, StackedRoute
 
 PyTree = Any
 Scope = Literal["leaf", "tree"]
@@ -141,7 +141,7 @@ def adasum(
         leaves, treedef = jax.tree.flatten(updates)
         if stacked:
             _require_stacked(leaves, who)
-            route: Route = StackedRoute(across, mesh)
+            route = StackedRoute(across, mesh)
         else:
             axes.require_local(updates, across + inside, who)
             axes.require_bound(shards, who)
@@ -149,7 +149,7 @@ def adasum(
         sent = buckets.send(
             leaves, route, bucket_bytes=bucket_bytes, scatter=scatter, lead=int(stacked)
         )
-        rows, alignment = _combine(sent, scope)
+        rows, alignment = _combine(sent.parcels, scope, route.total)
         overall, each = _orthogonality(alignment, len(leaves))
         return jax.tree.unflatten(treedef, sent.finish(rows)), AdasumState(
             overall, jax.tree.unflatten(treedef, each) if leaf_metrics else None
@@ -159,31 +159,29 @@ def adasum(
 
 
 class _Alignment(NamedTuple):
-    """What is known of some pieces: squared norms ``(2, pieces)`` in units of ``4**units``."""
+    """What is known of some leaves: squared norms ``(2, leaves)`` in units of ``4**units``."""
 
     leaves: list[int]
     norms: jax.Array
     units: jax.Array
 
 
-def _combine(sent: buckets.Sent, scope: Scope) -> tuple[list[list[jax.Array]], list[_Alignment]]:
-    """A single row for every piece of every parcel."""
+def _combine(
+    parcels: list[buckets.Parcel], scope: Scope, total: pairwise.Total
+) -> tuple[list[list[jax.Array]], list[_Alignment]]:
+    """A single row for every parcel, by buckets."""
     found: list[_Alignment] = []
 
-    def run(rows: Segments, groups: list[int], leaves: list[int]) -> list[jax.Array]:
-        row, norms = combine_replicas(rows, groups, sent.route.total)
+    def run(rows: Rows, groups: Sequence[int], leaves: list[int]) -> list[jax.Array]:
+        row, norms = combine_replicas(rows, groups, total)
         found.append(_Alignment(leaves, norms, rows.exponents.max(0)))
         return row
 
-    parcels = sent.parcels
-    leaves = [[parcel.leaves[owner] for owner in parcel.owners] for parcel in parcels]
     if scope == "leaf" or not parcels:
-        each = zip(parcels, leaves, strict=True)
-        return [run(parcel.rows, parcel.owners, index) for parcel, index in each], found
-    together = pairwise.beside([parcel.rows for parcel in parcels])
-    every = [i for index in leaves for i in index]
-    rest = iter(run(together, [0] * len(every), every))
-    return [[next(rest) for _ in index] for index in leaves], found
+        return [run(x.rows, range(len(x.leaves)), x.leaves) for x in parcels], found
+    every = [i for parcel in parcels for i in parcel.leaves]
+    rest = iter(run(pairwise.beside([x.rows for x in parcels]), [0] * len(every), every))
+    return [[next(rest) for _ in parcel.rows.buckets] for parcel in parcels], found
 
 
 def _orthogonality(found: list[_Alignment], leaves: int) -> tuple[jax.Array, list[jax.Array]]:
@@ -197,9 +195,8 @@ def _orthogonality(found: list[_Alignment], leaves: int) -> tuple[jax.Array, lis
     for part in found:
         norms = part.norms.astype(jnp.float32)
         overall += (norms * power_of_two(2 * (part.units - top), norms.dtype)).sum(1)
-        for i in set(part.leaves):
-            own = [n for n, leaf in enumerate(part.leaves) if leaf == i]
-            each[i] = _ratio(*norms[:, np.array(own)].sum(1))
+        for i, of_sum, of_parts in zip(part.leaves, *norms, strict=True):
+            each[i] = _ratio(of_sum, of_parts)
     return _ratio(*overall), each
 
 

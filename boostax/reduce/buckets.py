@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from boostax._core import checks
 from boostax._core.replicas import split_dim
 from boostax.reduce import layout
-from boostax.reduce.pairwise import Segments
+from boostax.reduce.pairwise import Rows
 from boostax.reduce.route import Route
 
 DEFAULT_BYTES = 2**23
@@ -24,17 +24,12 @@ class Parcel:
     Attributes:
       leaves: their indices.
       plan: the pieces in each bucket.
-      rows: for each piece, this device's slice of every row.
+      rows: this device's slice of every row of every bucket.
     """
 
     leaves: list[int]
-    plan: list[list[layout.Piece]]
-    rows: Segments
-
-    @property
-    def owners(self) -> list[int]:
-        """For each piece, which of the leaves it belongs to."""
-        return [piece.leaf for bucket in self.plan for piece in bucket]
+    plan: layout.Plan
+    rows: Rows
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,14 +47,18 @@ class Sent:
     parcels: list[Parcel]
 
     def finish(self, results: Sequence[Sequence[jax.Array]]) -> list[jax.Array]:
-        """The leaves again, from this device's slice of each piece of each parcel."""
+        """The leaves again, from this device's slice of each bucket of each parcel."""
         # What has no entries was not sent, and is the same everywhere.
         leaves = [jnp.zeros(about.shape, about.dtype) for about in self.abouts]
         for parcel, result in zip(self.parcels, results, strict=True):
             whole = self.abouts[parcel.leaves[0]].dim is None
-            pieces = _deliver(self.route, parcel.plan, result) if whole else result
-            for i, x in zip(parcel.leaves, _glued(pieces, parcel.plan), strict=True):
-                leaves[i] = layout.join(x, self.abouts[i])
+            columns = (
+                _deliver(self.route, parcel.plan, result)
+                if whole
+                else _unpacked(result, parcel.plan.buckets)
+            )
+            for i, x in zip(parcel.leaves, columns, strict=True):
+                leaves[i] = layout.join(x, self.abouts[i], self.route.slices)
         return leaves
 
 
@@ -89,41 +88,62 @@ def send(
         abouts.append(layout.Leaf(shape, x.dtype, dim))
     parcels: list[Parcel] = []
     for kind in layout.kinds(leaves, abouts):
-        cuts = [layout.cut(leaves[i], slices, abouts[i].dim, lead) for i in kind]
-        plan = _plan(cuts, slices, bucket_bytes)
+        widths = [layout.columns(abouts[i], slices) for i in kind]
+        block = layout.block_size(widths) if route.by_blocks else 1
+        cuts = [layout.cut(leaves[i], abouts[i], slices, block) for i in kind]
+        plan = _plan(cuts, slices, bucket_bytes, block)
         parcels.append(Parcel(kind, plan, route.send(cuts, plan)))
     return Sent(route, abouts, parcels)
 
 
 def gather(route: Route, parts: Sequence[jax.Array], bucket_bytes: int | None) -> list[jax.Array]:
-    """``(slices, m)`` of every leaf from this device's ``(m,)``, a bucket at a time."""
-    plan = _plan(parts, route.slices, bucket_bytes)
-    pieces = [parts[x.leaf][x.start : x.stop] for bucket in plan for x in bucket]
-    return _glued(_deliver(route, plan, pieces), plan)
+    """``(slices, columns)`` of every leaf from this device's ``(columns,)``."""
+    plan = _plan(parts, route.slices, bucket_bytes, 1)
+    packed = [layout.packed(parts, bucket) for bucket in plan.buckets]
+    return _deliver(route, plan, packed)
 
 
 def _plan(
-    parts: Sequence[jax.Array], slices: int, bucket_bytes: int | None
-) -> list[list[layout.Piece]]:
-    column = slices * parts[0].dtype.itemsize
-    capacity = math.inf if bucket_bytes is None else bucket_bytes / column
-    return layout.plan([x.shape[-1] for x in parts], max(capacity, 1) if bucket_bytes else capacity)
+    parts: Sequence[jax.Array], slices: int, bucket_bytes: int | None, block: int
+) -> layout.Plan:
+    capacity: float = math.inf
+    if bucket_bytes is not None:
+        capacity = bucket_bytes / (slices * parts[0].dtype.itemsize)
+        # Not less than a block: there would be a collective for every few numbers.
+        capacity = max(capacity, layout.BLOCK) if bucket_bytes else 0
+    return layout.plan([x.shape[-1] for x in parts], capacity, block)
 
 
-def _deliver(
-    route: Route, plan: Sequence[Sequence[layout.Piece]], parts: Sequence[jax.Array]
+def _deliver(route: Route, plan: layout.Plan, parts: Sequence[jax.Array]) -> list[jax.Array]:
+    """``(slices, columns)`` of every leaf from this device's ``(columns,)`` of every bucket."""
+    joined: list[tuple[list[layout.Piece], list[jax.Array]]] = []
+    for bucket, x in zip(plan.buckets, parts, strict=True):
+        if bucket[0].start:
+            # What is left of a divided leaf: gathered whole, it needs no copy to become one.
+            joined[-1][0].append(bucket[0])
+            joined[-1][1].append(x)
+        else:
+            joined.append((list(bucket), [x]))
+    arrays = [route.deliver(_glued(x), plan.owners(bucket)) for bucket, x in joined]
+    return _unpacked(arrays, [bucket for bucket, _ in joined])
+
+
+def _unpacked(
+    arrays: Sequence[jax.Array], buckets: Sequence[Sequence[layout.Piece]]
 ) -> list[jax.Array]:
-    rest = iter(parts)
-    buckets = [route.deliver([next(rest) for _ in bucket]) for bucket in plan]
-    return [x for bucket in buckets for x in bucket]
-
-
-def _glued(pieces: Sequence[jax.Array], plan: Sequence[Sequence[layout.Piece]]) -> list[jax.Array]:
-    """The leaves from their pieces, which stand in order."""
+    """The columns of each leaf, whose pieces stand in order."""
     leaves: dict[int, list[jax.Array]] = {}
-    for piece, x in zip((x for bucket in plan for x in bucket), pieces, strict=True):
-        leaves.setdefault(piece.leaf, []).append(x)
-    return [x[0] if len(x) == 1 else jnp.concatenate(x, -1) for x in leaves.values()]
+    for x, bucket in zip(arrays, buckets, strict=True):
+        start = 0
+        for piece in bucket:
+            stop = start + piece.stop - piece.start
+            leaves.setdefault(piece.leaf, []).append(x[..., start:stop])
+            start = stop
+    return [_glued(x) for x in leaves.values()]
+
+
+def _glued(x: Sequence[jax.Array]) -> jax.Array:
+    return x[0] if len(x) == 1 else jnp.concatenate(x, -1)
 
 
 def check_bytes(who: str, bucket_bytes: Any) -> int | None:

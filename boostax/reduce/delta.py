@@ -99,13 +99,14 @@ def adasum_delta(
     ) -> tuple[PyTree, AdasumDeltaState]:
         trees.require_gradients(updates, who)
         axes.require_local(updates, names, who)
-        own = None if params is None else axes.to_varying(params, names)
-        deltas, inner_state = tx.update(updates, state.inner_state.local, own, **extra_args)
+        # As inside a gate: the inner optimizer was initialised with, and computes in, f32 or wider.
+        own = None if params is None else axes.to_varying(trees.at_least_float32(params), names)
+        wide = trees.at_least_float32(updates)
+        deltas, inner_state = tx.update(wide, state.inner_state.local, own, **extra_args)
         inner_state = trees.cast_like(inner_state, state.inner_state.local)
         inner_state = axes.unify(inner_state, state.inner_state.local)
-        combined, adasum_state = combine.update(
-            axes.unify(deltas, updates), state.adasum, **extra_args
-        )
+        deltas = axes.unify(trees.cast_like(deltas, updates), updates)
+        combined, adasum_state = combine.update(deltas, state.adasum, **extra_args)
         return combined, AdasumDeltaState(PerReplica(inner_state), adasum_state)
 
     return optax.GradientTransformationExtraArgs(init_fn, update_fn)

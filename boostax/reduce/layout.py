@@ -1,10 +1,13 @@
 """How leaves are cut into one slice per device, and gathered into buckets.
 
-A leaf becomes ``(slices, m)``: padded to a multiple of the number of slices, so that every slice of
-a bucket holds the same, statically known part of every leaf. Buckets make the number of collectives
-independent of the number of leaves, and bound the memory that is taken at once.
+A leaf becomes ``(slices, columns)``: padded, so that every slice of a bucket holds the same,
+statically known part of every leaf. Buckets make the number of collectives independent of the
+number of leaves, and bound the memory that is taken at once. Within a bucket leaves begin at whole
+blocks of columns, so that what is summed by leaf is summed by blocks first, in a few operations
+whatever the number of leaves.
 """
 
+import dataclasses
 import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -13,7 +16,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from boostax._core import axes
+from boostax._core import axes, trees
+
+BLOCK = 256
 
 
 class Leaf(NamedTuple):
@@ -32,6 +37,24 @@ class Piece(NamedTuple):
     stop: int
 
 
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """Which columns of which leaves travel together.
+
+    Attributes:
+      buckets: the pieces in each.
+      block: every piece begins and ends at a multiple of so many columns.
+    """
+
+    buckets: list[list[Piece]]
+    block: int
+
+    def owners(self, bucket: Sequence[Piece]) -> np.ndarray[Any, Any]:
+        """Of every block of columns, the leaf it belongs to."""
+        widths = [(piece.stop - piece.start) // self.block for piece in bucket]
+        return np.repeat([piece.leaf for piece in bucket], widths)
+
+
 def kinds(leaves: Sequence[jax.Array], abouts: Sequence[Leaf]) -> list[list[int]]:
     """Indices of the leaves that may share a bucket; those without entries are in none.
 
@@ -46,7 +69,16 @@ def kinds(leaves: Sequence[jax.Array], abouts: Sequence[Leaf]) -> list[list[int]
     return list(found.values())
 
 
-def plan(widths: Sequence[int], capacity: float) -> list[list[Piece]]:
+def block_size(widths: Sequence[int]) -> int:
+    """The longest blocks of up to ``BLOCK`` columns that add no more than 0.4% of padding."""
+    spare = max(sum(widths) // 256, 64)
+    block = BLOCK
+    while block > 1 and sum(-width % block for width in widths) > spare:
+        block //= 2
+    return block
+
+
+def plan(widths: Sequence[int], capacity: float, block: int = 1) -> Plan:
     """Buckets of up to ``capacity`` columns, leaves in order.
 
     A leaf that fits into a bucket is not divided; a larger one is, evenly. With a capacity of 0
@@ -57,7 +89,7 @@ def plan(widths: Sequence[int], capacity: float) -> list[list[Piece]]:
     for leaf, width in enumerate(widths):
         if capacity and width > capacity:
             count = math.ceil(width / capacity)
-            ends = [width * i // count for i in range(count + 1)]
+            ends = [width // block * i // count * block for i in range(count + 1)]
             buckets += [[Piece(leaf, *ends[i : i + 2])] for i in range(count)]
             room = 0
             continue
@@ -66,7 +98,7 @@ def plan(widths: Sequence[int], capacity: float) -> list[list[Piece]]:
             room = capacity
         buckets[-1].append(Piece(leaf, 0, width))
         room -= width
-    return buckets
+    return Plan(buckets, block)
 
 
 def real_dtype(dtype: np.dtype[Any]) -> np.dtype[Any]:
@@ -74,42 +106,53 @@ def real_dtype(dtype: np.dtype[Any]) -> np.dtype[Any]:
     return np.dtype(jnp.promote_types(jnp.finfo(dtype).dtype, jnp.float32))
 
 
-def cut(x: jax.Array, slices: int, dim: int | None, lead: int = 0) -> jax.Array:
-    """``(*lead, slices, m)`` from ``(*lead, *shape)``, real and f32 or wider."""
+def columns(leaf: Leaf, slices: int) -> int:
+    """How many columns a leaf has at least: the real numbers in a slice of it."""
+    return math.ceil(math.prod(leaf.shape) * math.prod(_pair(leaf)) / slices)
+
+
+def cut(x: jax.Array, leaf: Leaf, slices: int, block: int = 1) -> jax.Array:
+    """``(*lead, slices, columns)`` from ``(*lead, *leaf.shape)``, real and f32 or wider."""
+    lead = x.ndim - len(leaf.shape)
     batch = x.shape[:lead]
     if jnp.iscomplexobj(x):
         x = jnp.stack([x.real, x.imag], -1)
     x = x.astype(real_dtype(x.dtype))
-    if dim is not None:
-        return jnp.moveaxis(x, lead + dim, lead).reshape(*batch, slices, -1)
-    flat = x.reshape(*batch, -1)
-    padding = -flat.shape[-1] % slices
-    if padding:
-        flat = jnp.pad(flat, [(0, 0)] * lead + [(0, padding)])
+    if leaf.dim is not None:
+        parts = jnp.moveaxis(x, lead + leaf.dim, lead).reshape(*batch, slices, -1)
+        return _padded(parts, block)
+    flat = _padded(x.reshape(*batch, -1), slices * block)
     return flat.reshape(*batch, slices, -1)
 
 
-def join(parts: jax.Array, leaf: Leaf) -> jax.Array:
-    """The whole leaf from all its slices ``(slices, m)``, or a slice of it from one ``(m,)``."""
-    shape = leaf.shape
-    if leaf.dim is not None:
-        slices = 1 if parts.ndim > 1 else _slices(parts.size, leaf)
-        moved = (shape[leaf.dim] // slices, *_without(shape, leaf.dim))
-        return _as_dtype(parts.reshape(*moved, *_pair(leaf)), leaf, leaf.dim)
-    flat = parts.ravel()[: math.prod(shape) * math.prod(_pair(leaf))]
-    return _as_dtype(flat.reshape(*shape, *_pair(leaf)), leaf, 0)
+def join(parts: jax.Array, leaf: Leaf, slices: int) -> jax.Array:
+    """The whole leaf from all its slices ``(slices, columns)``, or one slice from ``(columns,)``.
+
+    Only a leaf with a ``dim`` has single slices that mean something.
+    """
+    shape, pair = leaf.shape, _pair(leaf)
+    if leaf.dim is None:
+        flat = parts.ravel()[: math.prod(shape) * math.prod(pair)]
+        return _as_dtype(flat.reshape(*shape, *pair), leaf, 0)
+    length = shape[leaf.dim] // (slices if parts.ndim == 1 else 1)
+    rest = (*shape[: leaf.dim], *shape[leaf.dim + 1 :])
+    parts = parts[..., : columns(leaf, slices)]
+    return _as_dtype(parts.reshape(length, *rest, *pair), leaf, leaf.dim)
 
 
-def _slices(size: int, leaf: Leaf) -> int:
-    return math.prod(leaf.shape) * math.prod(_pair(leaf)) // size
+def packed(cuts: Sequence[jax.Array], bucket: Sequence[Piece]) -> jax.Array:
+    """The columns of a bucket side by side."""
+    parts = [cuts[piece.leaf][..., piece.start : piece.stop] for piece in bucket]
+    return parts[0] if len(parts) == 1 else jnp.concatenate(parts, -1)
+
+
+def _padded(x: jax.Array, multiple: int) -> jax.Array:
+    padding = -x.shape[-1] % multiple
+    return jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, padding)]) if padding else x
 
 
 def _pair(leaf: Leaf) -> tuple[int, ...]:
     return (2,) if jnp.issubdtype(leaf.dtype, jnp.complexfloating) else ()
-
-
-def _without(shape: tuple[int, ...], dim: int) -> tuple[int, ...]:
-    return (*shape[:dim], *shape[dim + 1 :])
 
 
 def _as_dtype(x: jax.Array, leaf: Leaf, dim: int) -> jax.Array:
@@ -122,5 +165,4 @@ def saturate(x: jax.Array, dtype: np.dtype[Any]) -> jax.Array:
     """A cast that does not overflow: what is finite stays finite, what is not stays so."""
     if jnp.iscomplexobj(x) or jnp.finfo(dtype).max >= jnp.finfo(x.dtype).max:
         return x.astype(dtype)
-    largest = jnp.finfo(dtype).max.astype(x.dtype)
-    return jnp.where(jnp.isfinite(x), jnp.clip(x, -largest, largest), x).astype(dtype)
+    return trees.clip_finite(x, float(jnp.finfo(dtype).max)).astype(dtype)

@@ -88,9 +88,6 @@ def all_reduce(
     else:
         route, limit = NamedRoute((), names, (), wire, dividing), bucket_bytes
 
-    def clipped(x: jax.Array) -> jax.Array:
-        return x if clip is None else jnp.where(jnp.isfinite(x), jnp.clip(x, -clip, clip), x)
-
     def update_fn(
         updates: PyTree, state: Any, params: PyTree = None, **extra_args: Any
     ) -> tuple[PyTree, Any]:
@@ -98,7 +95,9 @@ def all_reduce(
         trees.require_gradients(updates, who)
         axes.require_local(updates, names, who)
         leaves, treedef = jax.tree.flatten(updates)
-        leaves = [clipped(x) for x in leaves]
+        if clip is not None:
+            _require_real(leaves, who)
+            leaves = [trees.clip_finite(x, clip) for x in leaves]
         sent = buckets.send(leaves, route, bucket_bytes=limit, scatter=scatter)
         summed = [parcel.rows.only_row() for parcel in sent.parcels]
         return jax.tree.unflatten(treedef, sent.finish(summed)), state
@@ -108,3 +107,13 @@ def all_reduce(
         return optax.EmptyState()
 
     return optax.GradientTransformationExtraArgs(init_fn, update_fn)
+
+
+def _require_real(leaves: list[jax.Array], who: str) -> None:
+    found = {str(x.dtype) for x in leaves if jnp.iscomplexobj(x)}
+    if found:
+        raise TypeError(
+            f"{who}: clip must be None with complex gradients, got {', '.join(found)}. Entries are "
+            "bounded by their sign and magnitude, which complex numbers do not order by; clip by "
+            "norm after the reduction, or wrap the transformation in optax.masked."
+        )

@@ -18,8 +18,10 @@ References:
 """
 
 import dataclasses
+import functools
+import operator
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -27,35 +29,93 @@ import numpy as np
 from jax import lax
 
 Total = Callable[[jax.Array], jax.Array]
-BLOCK = 256
+Owners = np.ndarray[Any, Any]
 
 
 @dataclasses.dataclass(frozen=True)
-class Segments:
-    """Rows of several leaves, or pieces of leaves, each with a power of two of its own.
+class Bucket:
+    """The same columns of every replica.
 
     Attributes:
-      arrays: one array ``(rows, ...)`` per piece, in f32 or wider.
-      exponents: i32 ``(rows, pieces)``, the same for all pieces of a leaf.
-      near_one: whether the arrays have been divided by their powers of two. Otherwise they are the
+      rows: an array ``(..., columns)`` per replica, in f32 or wider.
+      owners: of every block of columns, the leaf it belongs to.
+    """
+
+    rows: list[jax.Array]
+    owners: Owners
+
+
+@dataclasses.dataclass(frozen=True)
+class Rows:
+    """A row per replica, or this device's part of every row.
+
+    Attributes:
+      buckets: the columns.
+      exponents: i32 ``(rows, leaves)``: every leaf of every row has a power of two of its own.
+      near_one: whether the rows have been divided by their powers of two. Otherwise they are the
         values themselves.
     """
 
-    arrays: list[jax.Array]
+    buckets: list[Bucket]
     exponents: jax.Array
     near_one: bool = False
 
-    def __getitem__(self, rows: slice) -> "Segments":
-        return Segments([x[rows] for x in self.arrays], self.exponents[rows], self.near_one)
-
-    def __len__(self) -> int:
-        return len(self.exponents)
-
     def only_row(self) -> list[jax.Array]:
-        """The values of a single row."""
+        """The values of a single row, by buckets."""
         if not self.near_one:
-            return [x[0] for x in self.arrays]
-        return [grown(x[0], e) for x, e in zip(self.arrays, self.exponents[0], strict=True)]
+            return [bucket.rows[0] for bucket in self.buckets]
+        return [grown(b.rows[0], self.exponents[0], b.owners) for b in self.buckets]
+
+    def factors(self, exponents: jax.Array) -> "Factors":
+        """What leads from the rows to units of ``2**exponents``."""
+        dtype = jnp.result_type(*(bucket.rows[0] for bucket in self.buckets))
+        one = jnp.ones(self.exponents.shape, dtype)
+        if self.near_one:
+            return Factors(power_of_two(self.exponents - exponents, dtype), one)
+        return Factors(one, one * power_of_two(exponents, dtype))
+
+
+class Factors(NamedTuple):
+    """Factors ``above / below``, each ``(rows, leaves)``.
+
+    The division is the last thing done to a factor before it meets its row: XLA:CPU computes a
+    division once, where it computes anything cheaper anew for every entry (4 to 8 times as long).
+    """
+
+    above: jax.Array
+    below: jax.Array
+
+
+class Nodes(NamedTuple):
+    """A level of the tree.
+
+    Attributes:
+      level: up to ``2**level`` rows make a node.
+      exponents: i32 ``(nodes, leaves)``: their powers of two.
+      factors: the rows times these add up to the nodes.
+    """
+
+    level: int
+    exponents: jax.Array
+    factors: Factors
+
+    @property
+    def pairs(self) -> tuple[jax.Array, jax.Array]:
+        """The exponents of the nodes that meet next: neighbours."""
+        even = len(self.exponents) // 2 * 2
+        return self.exponents[0:even:2], self.exponents[1:even:2]
+
+
+class Products(NamedTuple):
+    """What one reading of the pairs tells.
+
+    Attributes:
+      dots: ``(3, pairs, leaves or groups)``: a.a, a.b and b.b.
+      apart: ``(pairs, leaves or groups)``: 0 where both nodes are the same, bit for bit.
+    """
+
+    dots: jax.Array
+    apart: jax.Array
 
 
 class Tops(NamedTuple):
@@ -80,173 +140,208 @@ def power_of_two(exponent: jax.Array, dtype: jnp.dtype) -> jax.Array:
     return lax.bitcast_convert_type(bits, dtype)
 
 
-def grown(x: jax.Array, exponent: jax.Array) -> jax.Array:
-    """``x * 2**exponent``; finite stays finite, though rounding may have led beyond the range."""
-    largest = jnp.finfo(x.dtype).max
-    product = x * power_of_two(exponent, x.dtype)
-    return jnp.where(jnp.isfinite(x), jnp.clip(product, -largest, largest), product)
+def grown(x: jax.Array, exponents: jax.Array, owners: Owners) -> jax.Array:
+    """``x * 2**exponents`` by leaf; finite stays finite, though rounding may have led beyond."""
+    powers = _spread(power_of_two(exponents, x.dtype)[None], owners)[0]
+    limit = jnp.finfo(x.dtype).max
+    blocks = _blocks(x, owners)
+    products = blocks * powers
+    bounded = jnp.where(jnp.isfinite(blocks), jnp.clip(products, -limit, limit), products)
+    return bounded.reshape(x.shape)
 
 
 def combine_replicas(
-    segments: Segments, groups: Sequence[int], total: Total
+    rows: Rows, groups: Sequence[int], total: Total
 ) -> tuple[list[jax.Array], jax.Array]:
     """AdaSum of the rows.
 
     Args:
-      segments: a row per replica; a device may hold a part of every row.
-      groups: for each piece, the group whose dot products it belongs to, counted from 0: its leaf
-        for AdaSum by leaf, the same for all for AdaSum by the whole tree.
+      rows: what is combined; a device may hold a part of every row.
+      groups: for each leaf, the group whose dot products it belongs to, counted from 0: itself for
+        AdaSum by leaf, the same for all for AdaSum by the whole tree.
       total: adds partial sums over the devices that hold the other parts of the rows; called once
         per level of the tree, with one array.
 
     Returns:
-      The values of a single row; and an array ``(2, pieces)`` that tells how parallel the
-      rows were: squared norm of their sum and sum of their squared norms, in units of
+      The values of a single row, by buckets; and an array ``(2, leaves)`` that tells how parallel
+      the rows were: squared norm of their sum and sum of their squared norms, in units of
       ``4**exponents.max(0)``.
     """
     members = [[i for i, g in enumerate(groups) if g == group] for group in range(max(groups) + 1)]
-    left, right, odd = (_near_one(rows) for rows in _pairs(segments))
-    units = segments.exponents.max(0)
-    summed = _squares_of_sum(segments, units)
-    if len(segments) == 1:
-        return segments.only_row(), total(jnp.stack([summed, summed]))
-    alignment: jax.Array | None = None
-    while True:
-        products = _products(left, right)
-        tops = Tops(_tops(left, members), _tops(right, members))
-        parts = jnp.concatenate([x.ravel() for x in _group(products, left, right, tops, members)])
-        if alignment is None:
-            norms = _sum_of_squares(products, left, right, odd, units)
-            both = total(jnp.concatenate([parts, summed, norms]))
-            parts, alignment = both[: parts.size], both[parts.size :].reshape(2, -1)
-        else:
-            parts = total(parts)
-        combined = _combine(left, right, tops, parts.reshape(4, -1, len(members)), groups)
-        rows = _concatenate(combined, odd) if len(odd) else combined
-        if len(rows) == 1:
-            return rows.only_row(), alignment
-        left, right, odd = _pairs(rows)
+    units = rows.exponents.max(0)
+    if len(rows.exponents) == 1:
+        norms = _squared_norms(rows, rows.factors(units))
+        return rows.only_row(), total(jnp.stack([norms, norms]))
+    nodes = Nodes(0, rows.exponents, rows.factors(rows.exponents))
+    alignment: list[jax.Array] = []
+    while len(nodes.exponents) > 1:
+        products, of_sum = _read(rows, nodes, units)
+        tops = Tops(*(_tops(x, members) for x in nodes.pairs))
+        partial = [*_grouped(products, nodes, tops, members)]
+        if not nodes.level:
+            partial.append(_sum_of_squares(rows, nodes, products, units))
+        dots, apart, *rest = _together(total, partial + of_sum)
+        alignment += rest
+        nodes = _combine(nodes, tops, Products(dots, apart), groups)
+    row: list[jax.Array] = []
+    for bucket in rows.buckets:
+        value = _tree(bucket, nodes.factors, nodes.level)[0].reshape(bucket.rows[0].shape)
+        row.append(grown(value, nodes.exponents[0], bucket.owners))
+    return row, jnp.stack(alignment[::-1])
 
 
-def beside(parts: Sequence[Segments]) -> Segments:
-    """The leaves of several buckets as one."""
-    arrays = [x for part in parts for x in part.arrays]
+def beside(parts: Sequence[Rows]) -> Rows:
+    """The leaves of several kinds as one."""
+    buckets: list[Bucket] = []
+    leaves = 0
+    for part in parts:
+        buckets += [Bucket(bucket.rows, bucket.owners + leaves) for bucket in part.buckets]
+        leaves += part.exponents.shape[1]
     exponents = jnp.concatenate([part.exponents for part in parts], 1)
-    return Segments(arrays, exponents, parts[0].near_one)
+    return Rows(buckets, exponents, parts[0].near_one)
 
 
-def _pairs(rows: Segments) -> tuple[Segments, Segments, Segments]:
-    even = len(rows) // 2 * 2
-    return rows[0:even:2], rows[1:even:2], rows[even:]
+def _together(total: Total, parts: Sequence[jax.Array]) -> list[jax.Array]:
+    """All of them in one array."""
+    sums = total(jnp.concatenate([x.ravel() for x in parts]))
+    ends = np.cumsum([x.size for x in parts])
+    return [sums[e - x.size : e].reshape(x.shape) for e, x in zip(ends, parts, strict=True)]
 
 
-def _near_one(rows: Segments) -> Segments:
-    """Divided by the powers of two."""
-    if rows.near_one:
-        return rows
-    # Done to the paired rows: a factor per row before they are paired took XLA:CPU 5 times as long.
-    powers = _powers(rows.exponents, rows)
-    return Segments(_times(rows, jnp.ones_like(powers), powers), rows.exponents, True)
+def _blocks(x: jax.Array, owners: Owners) -> jax.Array:
+    return x.reshape(*x.shape[:-1], len(owners), -1)
 
 
-def _powers(exponents: jax.Array, like: Segments) -> jax.Array:
-    return power_of_two(exponents, like.arrays[0].dtype)
+def _spread(x: jax.Array, owners: Owners) -> jax.Array:
+    """``(rows, blocks, 1)`` from ``(rows, leaves)``."""
+    alone = owners[:1] if (owners == owners[0]).all() else owners
+    return x[:, alone, None]
 
 
-def _times(rows: Segments, above: jax.Array, below: jax.Array) -> list[jax.Array]:
-    """Rows times ``above / below``, each ``(rows, pieces)``.
+def _tree(bucket: Bucket, factors: Factors, level: int) -> list[jax.Array]:
+    """The nodes of a level. Added up as a tree, so that equal rows give themselves, exactly.
 
-    The division is the last thing done to a factor before it meets its rows: XLA:CPU computes a
-    division once, where it computes anything cheaper anew for every entry (4 to 8 times as long).
+    Row by row: XLA:CPU then reads them where the exchange left them, without a copy.
     """
-    columns = zip(rows.arrays, above.T, below.T, strict=True)
-    return [x * _column(high.astype(x.dtype) / low.astype(x.dtype), x) for x, high, low in columns]
+    each = _spread(factors.above, bucket.owners) / _spread(factors.below, bucket.owners)
+    nodes = [
+        _blocks(x, bucket.owners) * f.astype(x.dtype)
+        for x, f in zip(bucket.rows, each, strict=True)
+    ]
+    for _ in range(level):
+        odd = nodes[len(nodes) // 2 * 2 :]
+        nodes = [a + b for a, b in zip(nodes[0::2], nodes[1::2], strict=False)] + odd
+    return nodes
 
 
-def _column(factors: jax.Array, like: jax.Array) -> jax.Array:
-    return factors.reshape(-1, *(1,) * (like.ndim - 1))
+def _reduced(terms: Sequence[jax.Array]) -> jax.Array:
+    """``(terms, ..., blocks)`` from blocks.
 
-
-def _tops(rows: Segments, members: list[list[int]]) -> jax.Array:
-    if len(members) == len(rows.arrays):
-        return rows.exponents
-    return jnp.stack([rows.exponents[:, np.array(m)].max(1) for m in members], 1)
-
-
-class Products(NamedTuple):
-    """What one reading of the pairs tells.
-
-    Attributes:
-      dots: ``(3, pairs, pieces or groups)``: a.a, a.b and b.b.
-      apart: ``(pairs, pieces or groups)``: 0 where both rows are the same, bit for bit.
+    One reduction with many results reads its operands once and adds to all of them side by side;
+    several reductions, or one over a stack, took XLA:CPU 2 to 5 times as long. It adds in sequence,
+    which the blocks keep short.
     """
-
-    dots: jax.Array
-    apart: jax.Array
-
-
-def _products(left: Segments, right: Segments) -> Products:
-    pairs = zip(left.arrays, right.arrays, strict=True)
-    sums = jnp.stack([_inner_products(a, b) for a, b in pairs], 2)
-    return Products(sums[:3], sums[3] + (left.exponents != right.exponents))
-
-
-def _inner_products(a: jax.Array, b: jax.Array) -> jax.Array:
-    """``(4, pairs)`` from two arrays ``(pairs, ...)``: a.a, a.b, b.b and the sum of abs(a - b).
-
-    One reduction with several results reads the rows once; three sums, or one over a stack, took
-    XLA:CPU 2 to 5 times as long. It adds in sequence, so it goes by blocks: the error then does
-    not grow with the length.
-    """
-    length = a.shape[-1]
-    whole = length - length % BLOCK
-    sums = jnp.zeros((4, len(a)), a.dtype)
-    if whole:
-        blocks = (*a.shape[:-1], -1, BLOCK)
-        sums += _reduce(a[..., :whole].reshape(blocks), b[..., :whole].reshape(blocks))
-    return sums + _reduce(a[..., whole:], b[..., whole:]) if whole < length else sums
-
-
-def _reduce(a: jax.Array, b: jax.Array) -> jax.Array:
-    zero = jnp.zeros((), a.dtype)
+    zero = jnp.zeros((), terms[0].dtype)
     add = lambda x, y: tuple(p + q for p, q in zip(x, y, strict=True))  # noqa: E731
-    operands = (a * a, a * b, b * b, jnp.abs(a - b))
-    sums = jnp.stack(lax.reduce(operands, (zero,) * 4, add, (a.ndim - 1,)))
-    return sums.sum(tuple(range(2, sums.ndim)))
+    return jnp.stack(lax.reduce(tuple(terms), (zero,) * len(terms), add, (terms[0].ndim - 1,)))
 
 
-def _group(
-    products: Products, left: Segments, right: Segments, tops: Tops, members: list[list[int]]
-) -> Products:
+def _by_leaf(rows: Rows, sums: Sequence[jax.Array]) -> jax.Array:
+    """``(terms, leaves)`` from the ``(terms, ..., blocks)`` of every bucket."""
+    found: list[list[jax.Array]] = [[] for _ in range(rows.exponents.shape[1])]
+    for bucket, x in zip(rows.buckets, sums, strict=True):
+        starts = np.flatnonzero(np.diff(bucket.owners, prepend=-1))
+        for start, stop in zip(starts, [*starts[1:], len(bucket.owners)], strict=True):
+            run = x[..., start:stop].reshape(len(x), -1).sum(1)
+            found[bucket.owners[start]].append(run)
+    return jnp.stack([functools.reduce(operator.add, parts) for parts in found], 1)
+
+
+def _read(rows: Rows, nodes: Nodes, units: jax.Array) -> tuple[Products, list[jax.Array]]:
+    """The products of the pairs; of the last pair also the squares of the sum of all rows.
+
+    Those are ``(leaves,)``, in units of ``4**units``.
+    """
+    left, right = nodes.pairs
+    last = len(nodes.exponents) == 2
+    common = rows.factors(units)
+    sums: list[jax.Array] = []
+    for bucket in rows.buckets:
+        values = _tree(bucket, nodes.factors, nodes.level)
+        terms: list[jax.Array] = []
+        for a, b in zip(values[0::2], values[1::2], strict=False):
+            terms += [a * a, a * b, b * b, jnp.abs(a - b)]
+        if last:
+            terms.append(_tree(bucket, common, nodes.level + 1)[0] ** 2)
+        sums.append(_reduced(terms))
+    by_leaf = _by_leaf(rows, sums)
+    of_pairs = by_leaf[: 4 * len(left)].reshape(len(left), 4, -1)
+    products = Products(jnp.moveaxis(of_pairs[:, :3], 0, 1), of_pairs[:, 3] + (left != right))
+    return products, [by_leaf[4]] if last else []
+
+
+def _squared_norms(rows: Rows, factors: Factors) -> jax.Array:
+    """``(leaves,)``: of the last row."""
+    last = [_tree(bucket, factors, 0)[-1] for bucket in rows.buckets]
+    return _by_leaf(rows, [_reduced([x * x]) for x in last])[0]
+
+
+def _sum_of_squares(rows: Rows, nodes: Nodes, products: Products, units: jax.Array) -> jax.Array:
+    """``(leaves,)``: the sum of the squared norms of all rows, in units of ``4**units``."""
+    scale = lambda exponents: power_of_two(2 * (exponents - units), products.dots.dtype)  # noqa: E731
+    left, right = nodes.pairs
+    norms = (products.dots[0] * scale(left) + products.dots[2] * scale(right)).sum(0)
+    if len(nodes.exponents) % 2:
+        norms += _squared_norms(rows, nodes.factors) * scale(nodes.exponents[-1])
+    return norms
+
+
+def _tops(exponents: jax.Array, members: list[list[int]]) -> jax.Array:
+    if len(members) == exponents.shape[1]:
+        return exponents
+    return jnp.stack([exponents[:, np.array(m)].max(1) for m in members], 1)
+
+
+def _grouped(products: Products, nodes: Nodes, tops: Tops, members: list[list[int]]) -> Products:
     """Of whole groups, the dot products in units of their tops."""
-    if len(members) == len(left.arrays):
+    left, right = nodes.pairs
+    if len(members) == left.shape[1]:
         return products
     dots: list[jax.Array] = []
-    for group, pieces in enumerate(members):
-        index = np.array(pieces)
-        low = left.exponents[:, index] - tops.left[:, group, None]
-        high = right.exponents[:, index] - tops.right[:, group, None]
-        units = _powers(jnp.stack([2 * low, low + high, 2 * high]), left)
+    for group, leaves in enumerate(members):
+        index = np.array(leaves)
+        low = left[:, index] - tops.left[:, group, None]
+        high = right[:, index] - tops.right[:, group, None]
+        units = power_of_two(jnp.stack([2 * low, low + high, 2 * high]), products.dots.dtype)
         dots.append((products.dots[:, :, index] * units).sum(2))
-    apart = [products.apart[:, np.array(pieces)].sum(1) for pieces in members]
+    apart = [products.apart[:, np.array(leaves)].sum(1) for leaves in members]
     return Products(jnp.stack(dots, 2), jnp.stack(apart, 1))
 
 
-def _combine(
-    left: Segments, right: Segments, tops: Tops, sums: jax.Array, groups: Sequence[int]
-) -> Segments:
+def _combine(nodes: Nodes, tops: Tops, products: Products, groups: Sequence[int]) -> Nodes:
+    """The level above."""
     index = np.array(groups)
-    aa, ab, bb, apart = (x[:, index] for x in sums)
+    aa, ab, bb = products.dots[:, :, index]
     # The dot products are in the groups' units: the difference of the tops makes them fit a and b.
     lead = (tops.right - tops.left)[:, index]
-    own_a, own_b = left.exponents, right.exponents
+    own_a, own_b = nodes.pairs
     cross_a, cross_b = own_a + lead, own_b - lead
     units = jnp.maximum(jnp.maximum(own_a, own_b), jnp.maximum(cross_a, cross_b))
-    same = apart == 0
-    weight_a = _weight(ab, aa, own_a - units, cross_a - units, same)
-    weight_b = _weight(ab, bb, own_b - units, cross_b - units, same)
-    weighted = zip(_times(left, *weight_a), _times(right, *weight_b), strict=True)
-    return Segments([a + b for a, b in weighted], units, True)
+    same = products.apart[:, index] == 0
+    weights = (
+        _weight(ab, aa, own_a - units, cross_a - units, same),
+        _weight(ab, bb, own_b - units, cross_b - units, same),
+    )
+    odd = nodes.exponents[2 * len(units) :]
+    one = jnp.ones(odd.shape, ab.dtype)
+    # Of every row, the node it belongs to.
+    place = np.arange(len(nodes.factors.above)) >> nodes.level
+    above, below = (
+        jnp.concatenate([jnp.stack(x, 1).reshape(-1, len(index)), one])[place]
+        for x in zip(*weights, strict=True)
+    )
+    factors = Factors(nodes.factors.above / nodes.factors.below * above, below)
+    return Nodes(nodes.level + 1, jnp.concatenate([units, odd]), factors)
 
 
 def _weight(
@@ -263,36 +358,3 @@ def _weight(
     zero = norm <= jnp.finfo(dot.dtype).tiny
     weight = jnp.where(same, own - cross / 2, 2 * norm * own - cross * dot)
     return jnp.where(zero, own, weight), jnp.where(zero | same, 1, 2 * norm)
-
-
-def _concatenate(first: Segments, second: Segments) -> Segments:
-    arrays = [jnp.concatenate(pair) for pair in zip(first.arrays, second.arrays, strict=True)]
-    return Segments(arrays, jnp.concatenate([first.exponents, second.exponents]), True)
-
-
-def _squares_of_sum(rows: Segments, units: jax.Array) -> jax.Array:
-    """``(pieces,)``: the squared norm of the sum of all rows, in units of ``4**units``."""
-    if rows.near_one:
-        powers = _powers(units - rows.exponents, rows)
-        sums = [_added(x) for x in _times(rows, jnp.ones_like(powers), powers)]
-    else:
-        # Not from rows near one: a second kind of reader made XLA:CPU write those to memory.
-        columns = zip(rows.arrays, _powers(units, rows), strict=True)
-        sums = [_added(x) * (1 / power.astype(x.dtype)) for x, power in columns]
-    return jnp.stack([jnp.sum(x * x) for x in sums])
-
-
-def _added(rows: jax.Array) -> jax.Array:
-    # As a product: a reduction over the first dimension took XLA:CPU up to 8 times as long.
-    return jnp.tensordot(jnp.ones(len(rows), rows.dtype), rows, 1, precision=lax.Precision.HIGHEST)
-
-
-def _sum_of_squares(
-    products: Products, left: Segments, right: Segments, odd: Segments, units: jax.Array
-) -> jax.Array:
-    """``(pieces,)``: the sum of the squared norms of all rows, in units of ``4**units``."""
-    scaled = lambda x, rows: x * _powers(2 * (rows.exponents - units), rows)  # noqa: E731
-    norms = scaled(products.dots[0], left).sum(0) + scaled(products.dots[2], right).sum(0)
-    if len(odd):
-        norms += scaled(jnp.stack([jnp.sum(x * x) for x in odd.arrays])[None], odd)[0]
-    return norms

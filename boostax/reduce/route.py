@@ -18,11 +18,10 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from boostax._core import axes
-from boostax.reduce.layout import Piece
-from boostax.reduce.pairwise import Segments, exponent_of, grown, power_of_two
+from boostax.reduce.layout import Plan, packed
+from boostax.reduce.pairwise import Bucket, Owners, Rows, exponent_of, grown, power_of_two
 
 Divide = Literal["before", "after", "never"]
-Plan = Sequence[Sequence[Piece]]
 
 
 class Route(Protocol):
@@ -33,16 +32,17 @@ class Route(Protocol):
         """Into how many slices a leaf is cut."""
         ...
 
-    def send(self, cuts: Sequence[jax.Array], plan: Plan) -> Segments:
-        """From ``(slices, m)`` of every leaf to this device's slice of every row, by pieces."""
+    @property
+    def by_blocks(self) -> bool:
+        """Whether leaves must begin at whole blocks, so that something can be done by leaf."""
         ...
 
-    def total(self, partial: jax.Array) -> jax.Array:
-        """Add over the slices."""
+    def send(self, cuts: Sequence[jax.Array], plan: Plan) -> Rows:
+        """From ``(slices, columns)`` of every leaf to this device's slice of every row."""
         ...
 
-    def deliver(self, parts: Sequence[jax.Array]) -> list[jax.Array]:
-        """From this device's slice of every leaf to ``(slices, m)``, equal everywhere."""
+    def deliver(self, part: jax.Array, owners: Owners) -> jax.Array:
+        """From this device's slice of a bucket to ``(slices, columns)``, equal everywhere."""
         ...
 
 
@@ -63,25 +63,27 @@ class DenseRoute:
         """A leaf stays whole."""
         return 1
 
-    def send(self, cuts: Sequence[jax.Array], plan: Plan) -> Segments:
+    @property
+    def by_blocks(self) -> bool:
+        """Nothing is done by leaf."""
+        return False
+
+    def send(self, cuts: Sequence[jax.Array], plan: Plan) -> Rows:
         """Add up over the replicas."""
         replicas = axes.size(self.names)
-        rows: list[jax.Array] = []
-        for bucket in plan:
-            packed = _packed(cuts, bucket)
-            packed = packed / replicas if self.divide == "before" else packed
-            summed = lax.psum(packed, self.names)
+        buckets: list[Bucket] = []
+        for bucket in plan.buckets:
+            summed = packed(cuts, bucket)
+            summed = summed / replicas if self.divide == "before" else summed
+            summed = lax.psum(summed, self.names)
             summed = summed / replicas if self.divide == "after" else summed
-            rows += _unpacked(summed, bucket)
-        return Segments(rows, jnp.zeros((1, len(rows)), jnp.int32))
+            buckets.append(Bucket([summed], plan.owners(bucket)))
+        return Rows(buckets, jnp.zeros((1, len(cuts)), jnp.int32))
 
-    def total(self, partial: jax.Array) -> jax.Array:
-        """Nothing is missing."""
-        return partial
-
-    def deliver(self, parts: Sequence[jax.Array]) -> list[jax.Array]:
+    def deliver(self, part: jax.Array, owners: Owners) -> jax.Array:
         """Everything is here."""
-        return [x[None] for x in parts]
+        del owners
+        return part
 
 
 @dataclasses.dataclass(frozen=True)
@@ -112,38 +114,53 @@ class NamedRoute:
         """How many rows are combined."""
         return axes.size(self.across)
 
-    def send(self, cuts: Sequence[jax.Array], plan: Plan) -> Segments:
+    @property
+    def by_blocks(self) -> bool:
+        """Rows are combined by leaf, and every leaf has powers of two of its own on a narrow wire.
+
+        Not so with a plain sum over ``within``.
+        """
+        return self.rows > 1 or self.wire_dtype is not None
+
+    def send(self, cuts: Sequence[jax.Array], plan: Plan) -> Rows:
         """Exchange the slices."""
         dtype = cuts[0].dtype
         exponents = self._exponents(cuts)
         if self.wire_dtype is not None:
-            cuts = _shrunk(cuts, exponents)
-        rows: list[jax.Array] = []
-        for bucket in plan:
-            packed = _packed(cuts, bucket)
+            columns = zip(cuts, exponents, strict=True)
+            cuts = [x * (1 / power_of_two(e, dtype)) for x, e in columns]
+        buckets: list[Bucket] = []
+        for bucket in plan.buckets:
+            moved = packed(cuts, bucket)
             if self.within:
-                packed = self._sum_within(packed)
+                moved = self._sum_within(moved)
             if self.across:
-                packed = self._exchange(packed, self.across)
-            rows += _unpacked(packed.astype(dtype), bucket)
+                moved = self._exchange(moved, self.across)
+            rows = [moved[row].astype(dtype) for row in range(self.rows)]
+            buckets.append(Bucket(rows, plan.owners(bucket)))
         each = axes.gather(exponents, self.across) if self.across else exponents[None]
-        return Segments(rows, each[:, _owners(plan)], near_one=self.wire_dtype is not None)
+        return Rows(buckets, each, near_one=self.wire_dtype is not None)
 
     def total(self, partial: jax.Array) -> jax.Array:
         """Add over the slices."""
         return axes.total(partial, self.across + self.within + self.shards)
 
-    def deliver(self, parts: Sequence[jax.Array]) -> list[jax.Array]:
+    def deliver(self, part: jax.Array, owners: Owners) -> jax.Array:
         """Gather the slices."""
-        widths = [x.shape[0] for x in parts]
         if self.wire_dtype is None:
-            return split(self._gather(jnp.concatenate(parts)), widths)
-        # Each slice has a power of two of its own, which travels with it: a whole number up to 256
-        # in magnitude, exact even in bf16.
-        exponents = exponent_of(jnp.stack([_largest(x) for x in parts]))
-        packed = jnp.concatenate([*_shrunk(parts, exponents), exponents.astype(parts[0].dtype)])
-        whole = self._gather(_half(packed, self.wire_dtype)).astype(packed.dtype)
-        return _grown(split(whole, widths), whole[:, -len(widths) :].astype(jnp.int32))
+            return self._gather(part)
+        # Each leaf of each slice has a power of two of its own, which travels with it: a whole
+        # number up to 256 in magnitude, exact even in bf16.
+        starts = np.flatnonzero(np.diff(owners, prepend=-1))
+        runs = np.repeat(np.arange(len(starts)), np.diff(starts, append=len(owners)))
+        blocks = part.reshape(len(owners), -1)
+        largest = jnp.split(jnp.abs(blocks).max(1), starts[1:])
+        exponents = exponent_of(jnp.stack([x.max() for x in largest]))
+        near_one = blocks * (1 / power_of_two(exponents, part.dtype))[runs, None]
+        sent = jnp.concatenate([near_one.ravel(), exponents.astype(part.dtype)])
+        whole = self._gather(_half(sent, self.wire_dtype)).astype(part.dtype)
+        values, each = whole[:, : part.size], whole[:, part.size :].astype(jnp.int32)
+        return jax.vmap(lambda x, e: grown(x, e, runs))(values, each)
 
     def _exponents(self, cuts: Sequence[jax.Array]) -> jax.Array:
         if self.rows == 1 and self.wire_dtype is None:
@@ -193,29 +210,34 @@ class StackedRoute:
         """How many slices a leaf has."""
         return 1 if self.mesh is None else math.prod(self.mesh.shape[x] for x in self.across)
 
-    def send(self, cuts: Sequence[jax.Array], plan: Plan) -> Segments:
+    @property
+    def by_blocks(self) -> bool:
+        """Rows are combined by leaf."""
+        return True
+
+    def send(self, cuts: Sequence[jax.Array], plan: Plan) -> Rows:
         """Let XLA exchange the slices."""
-        rows: list[jax.Array] = []
-        for bucket in plan:
+        buckets: list[Bucket] = []
+        largest: list[list[jax.Array]] = [[] for _ in cuts]
+        for bucket in plan.buckets:
             # Pinned on both sides, a bucket moves as a whole: one all-to-all.
-            packed = self._place(_packed(cuts, bucket), PartitionSpec(self.across))
-            rows += _unpacked(self._place(packed, PartitionSpec(None, self.across)), bucket)
-        owners = _owners(plan)
-        largest = [jnp.abs(x).max((1, 2)) for x in rows]
-        by_leaf = [
-            jnp.stack([largest[i] for i in np.flatnonzero(owners == leaf)]).max(0)
-            for leaf in range(len(cuts))
-        ]
-        return Segments(rows, exponent_of(jnp.stack(by_leaf, 1))[:, owners])
+            moved = self._place(packed(cuts, bucket), PartitionSpec(self.across))
+            moved = self._place(moved, PartitionSpec(None, self.across))
+            ends = np.cumsum([piece.stop - piece.start for piece in bucket])[:-1]
+            for piece, x in zip(bucket, jnp.split(moved, ends, 2), strict=True):
+                largest[piece.leaf].append(jnp.abs(x).max((1, 2)))
+            buckets.append(Bucket(list(moved), plan.owners(bucket)))
+        by_leaf = jnp.stack([jnp.stack(parts).max(0) for parts in largest], 1)
+        return Rows(buckets, exponent_of(by_leaf))
 
     def total(self, partial: jax.Array) -> jax.Array:
-        """Add over the slices."""
+        """XLA has done so: a sum over a sharded dimension is whole."""
         return partial
 
-    def deliver(self, parts: Sequence[jax.Array]) -> list[jax.Array]:
+    def deliver(self, part: jax.Array, owners: Owners) -> jax.Array:
         """Gather the slices."""
-        whole = self._place(jnp.concatenate(parts, 1), PartitionSpec())
-        return split(whole, [x.shape[1] for x in parts])
+        del owners
+        return self._place(part, PartitionSpec())
 
     def _place(self, x: jax.Array, spec: PartitionSpec) -> jax.Array:
         if self.mesh is None:
@@ -223,34 +245,8 @@ class StackedRoute:
         return lax.with_sharding_constraint(x, NamedSharding(self.mesh, spec))
 
 
-def split(x: jax.Array, widths: Sequence[int]) -> list[jax.Array]:
-    """Cut the last dimension; what is beyond the widths is left."""
-    ends = np.cumsum(widths)
-    return [x[..., end - width : end] for end, width in zip(ends, widths, strict=True)]
-
-
 def _largest(x: jax.Array) -> jax.Array:
     return jnp.abs(x).max()
-
-
-def _packed(cuts: Sequence[jax.Array], bucket: Sequence[Piece]) -> jax.Array:
-    """The columns of a bucket side by side."""
-    parts = [cuts[piece.leaf][..., piece.start : piece.stop] for piece in bucket]
-    return parts[0] if len(parts) == 1 else jnp.concatenate(parts, -1)
-
-
-def _unpacked(packed: jax.Array, bucket: Sequence[Piece]) -> list[jax.Array]:
-    return split(packed, [piece.stop - piece.start for piece in bucket])
-
-
-def _owners(plan: Plan) -> np.ndarray[Any, Any]:
-    return np.array([piece.leaf for bucket in plan for piece in bucket])
-
-
-def _shrunk(parts: Sequence[jax.Array], exponents: jax.Array) -> list[jax.Array]:
-    """Each divided by its ``2**exponent``."""
-    columns = zip(parts, exponents, strict=True)
-    return [x * (1 / power_of_two(e, x.dtype)) for x, e in columns]
 
 
 def _half(x: jax.Array, dtype: np.dtype[Any]) -> jax.Array:
@@ -261,8 +257,3 @@ def _half(x: jax.Array, dtype: np.dtype[Any]) -> jax.Array:
     limits = jnp.finfo(dtype)
     below = (4 * (1 - limits.epsneg)).astype(x.dtype)
     return jnp.where(jnp.abs(x) < 4, jnp.clip(x, -below, below), x).astype(dtype)
-
-
-def _grown(parts: Sequence[jax.Array], exponents: jax.Array) -> list[jax.Array]:
-    """Each row ``r`` of leaf ``i`` times ``2**exponents[r, i]``."""
-    return [grown(x, e[:, None]) for x, e in zip(parts, exponents.T, strict=True)]

@@ -128,10 +128,10 @@ def shard_optimizer(
         ]
         for kind in layout.kinds(leaves, abouts):
             if abouts[kind[0]].dim is not None:
-                cuts = [layout.cut(leaves[i], 1, abouts[i].dim)[0] for i in kind]
+                cuts = [layout.cut(leaves[i], abouts[i], 1)[0] for i in kind]
                 whole = buckets.gather(NamedRoute(names), cuts, bucket_bytes)
                 for i, x in zip(kind, whole, strict=True):
-                    leaves[i] = layout.join(x, abouts[i])
+                    leaves[i] = layout.join(x, abouts[i], replicas)
         return jax.tree.unflatten(treedef, leaves)
 
     return optax.GradientTransformationExtraArgs(init_fn, update_fn)
