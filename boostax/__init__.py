@@ -26,9 +26,17 @@ from boostax.reduce.adasum import AdasumState as AdasumState
 from boostax.reduce.adasum import adasum as adasum
 from boostax.reduce.delta import AdasumDeltaState as AdasumDeltaState
 from boostax.reduce.delta import adasum_delta as adasum_delta
+from boostax.reduce.feedback import CompressedState as CompressedState
+from boostax.reduce.low_rank import power_sgd_reduce as power_sgd_reduce
 from boostax.reduce.mean import all_reduce as all_reduce
+from boostax.reduce.quantized import int8_reduce as int8_reduce
+from boostax.reduce.quantized import int16_reduce as int16_reduce
+from boostax.reduce.quantized import sign_reduce as sign_reduce
 from boostax.reduce.shard import ShardOptimizerState as ShardOptimizerState
 from boostax.reduce.shard import shard_optimizer as shard_optimizer
+from boostax.reduce.sparse import random_k_reduce as random_k_reduce
+from boostax.reduce.sparse import threshold_reduce as threshold_reduce
+from boostax.reduce.sparse import top_k_reduce as top_k_reduce
 from boostax.train.apply import apply_gradients as apply_gradients
 from boostax.train.apply import metrics as metrics
 from boostax.train.oracle import value_and_grad as value_and_grad

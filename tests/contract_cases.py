@@ -157,4 +157,110 @@ CASES = [
             (lambda: boostax.adasum_delta(OPT, "data", scope="all"), "scope"),
         ),
     ),
+    Case(
+        "top_k_reduce",
+        lambda inner, axis: optax.chain(boostax.top_k_reduce(axis, 0.25), inner),
+        reduces=True,
+        bad_arguments=(
+            (lambda: boostax.top_k_reduce(None), "axis_name"),
+            (lambda: boostax.top_k_reduce("data", 0.0), "density"),
+            (lambda: boostax.top_k_reduce("data", 1.5), "density"),
+            (lambda: boostax.top_k_reduce("data", {10: 0.1}), "density"),
+            (lambda: boostax.top_k_reduce("data", {0: 2.0}), "density"),
+            (lambda: boostax.top_k_reduce("data", count=0), "count"),
+            (lambda: boostax.top_k_reduce("data", block=0), "block"),
+            (lambda: boostax.top_k_reduce("data", momentum=1.0), "momentum"),
+            (
+                lambda: boostax.top_k_reduce("data", momentum=0.9, error_feedback=False),
+                "momentum",
+            ),
+            (lambda: boostax.top_k_reduce("data", value_dtype="int8"), "value_dtype"),
+            (lambda: boostax.top_k_reduce("data", dense="norms"), "dense"),
+        ),
+    ),
+    Case(
+        "top_k_reduce_warming_up_in_blocks_with_momentum",
+        lambda inner, axis: optax.chain(
+            boostax.top_k_reduce(axis, {0: 0.5, 2: 0.1}, block=16, momentum=0.9), inner
+        ),
+        reduces=True,
+    ),
+    Case(
+        "top_k_reduce_inside_gates",
+        lambda inner, axis: boostax.dynamic_loss_scale(
+            boostax.accumulate(
+                optax.chain(
+                    boostax.top_k_reduce(axis, dense=lambda path, leaf: leaf.ndim < 2), inner
+                ),
+                2,
+                axis_name=axis,
+            ),
+            axis_name=axis,
+        ),
+        reduces=True,
+        skips=True,
+        calls=2,
+    ),
+    Case(
+        "threshold_reduce",
+        lambda inner, axis: optax.chain(
+            boostax.threshold_reduce(axis, 0.5, relative=True, value_dtype="bfloat16"), inner
+        ),
+        reduces=True,
+        bad_arguments=(
+            (lambda: boostax.threshold_reduce("data", -0.1), "threshold"),
+            (lambda: boostax.threshold_reduce("data", capacity=0), "capacity"),
+            (lambda: boostax.threshold_reduce("data", block=-1), "block"),
+        ),
+    ),
+    Case(
+        "random_k_reduce",
+        lambda inner, axis: optax.chain(boostax.random_k_reduce(axis, 0.1), inner),
+        reduces=True,
+        bad_arguments=((lambda: boostax.random_k_reduce("data", -0.1), "density"),),
+    ),
+    Case(
+        "int8_reduce",
+        lambda inner, axis: boostax.dynamic_loss_scale(
+            optax.chain(boostax.int8_reduce(axis, rounding="stochastic"), inner), axis_name=axis
+        ),
+        reduces=True,
+        skips=True,
+        bad_arguments=(
+            (lambda: boostax.int8_reduce("data", block=0), "block"),
+            (lambda: boostax.int8_reduce("data", rounding="up"), "rounding"),
+        ),
+    ),
+    Case(
+        "int16_reduce",
+        lambda inner, axis: optax.chain(boostax.int16_reduce(axis), inner),
+        reduces=True,
+    ),
+    Case(
+        "sign_reduce",
+        lambda inner, axis: optax.chain(boostax.sign_reduce(axis, two_shot=True, block=8), inner),
+        reduces=True,
+        bad_arguments=(
+            (lambda: boostax.sign_reduce("data", form="most"), "form"),
+            (lambda: boostax.sign_reduce("data", block=12), "block"),
+            (
+                lambda: boostax.sign_reduce("data", form="majority", error_feedback=True),
+                "error_feedback",
+            ),
+        ),
+    ),
+    Case(
+        "sign_reduce_by_majority",
+        lambda inner, axis: optax.chain(boostax.sign_reduce(axis, form="majority"), inner),
+        reduces=True,
+    ),
+    Case(
+        "power_sgd_reduce",
+        lambda inner, axis: optax.chain(boostax.power_sgd_reduce(axis, {0: 1, 3: 2}), inner),
+        reduces=True,
+        bad_arguments=(
+            (lambda: boostax.power_sgd_reduce("data", 0), "rank"),
+            (lambda: boostax.power_sgd_reduce("data", {0: 2, 5: 0}), "rank"),
+        ),
+    ),
 ]

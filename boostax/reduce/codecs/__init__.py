@@ -1,0 +1,1 @@
+"""What compressed reductions send, a codec each."""

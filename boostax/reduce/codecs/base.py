@@ -1,0 +1,120 @@
+"""A codec says what travels in a compressed reduction; the rest is ``feedback.py``."""
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple, Protocol
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from boostax._core import axes, checks
+
+PyTree = Any
+
+
+class Message(NamedTuple):
+    """What became of the leaves.
+
+    Attributes:
+      means: for each leaf the mean over the replicas of what they sent, equal on all.
+      sent: for each leaf what this replica has sent, so that the mean of these over the replicas is
+        ``means``, up to rounding. What is not in it stays in the residual.
+      state: the codec's own state, the same on all replicas.
+    """
+
+    means: list[jax.Array]
+    sent: list[jax.Array]
+    state: PyTree
+
+
+class Codec(Protocol):
+    """A lossy mean over the replicas, of real arrays of f32 or wider that are not empty."""
+
+    def init(self, leaves: Sequence[jax.ShapeDtypeStruct]) -> PyTree:
+        """Its state, the same on all replicas."""
+        ...
+
+    def reduce(self, leaves: Sequence[jax.Array], state: PyTree, names: tuple[str, ...]) -> Message:
+        """Send the leaves over the axes, as far as it does."""
+        ...
+
+
+@dataclasses.dataclass(frozen=True)
+class Staged:
+    """One codec after the other, such as a warm-up of the density.
+
+    Every stage has shapes of its own, so the stages are branches of one ``lax.switch``: each step
+    sends what its stage sends, and no more. All stages share the state of the widest.
+
+    Attributes:
+      starts: the step at which each begins, ascending from 0.
+      codecs: the stages.
+      widest: which of them has the largest state.
+    """
+
+    starts: tuple[int, ...]
+    codecs: tuple[Codec, ...]
+    widest: int
+
+    def init(self, leaves: Sequence[jax.ShapeDtypeStruct]) -> PyTree:
+        """The step and the state of the widest stage."""
+        return jnp.zeros((), jnp.int32), self.codecs[self.widest].init(leaves)
+
+    def reduce(self, leaves: Sequence[jax.Array], state: PyTree, names: tuple[str, ...]) -> Message:
+        """As the stage of this step does."""
+        step, inner = state
+        stage = jnp.searchsorted(jnp.array(self.starts), step, side="right") - 1
+
+        def run(codec: Codec) -> Any:
+            message = codec.reduce(leaves, inner, names)
+            # Branches must agree on the axes over which their results vary.
+            sent = axes.to_varying(message.sent, names)
+            return message._replace(sent=sent)
+
+        branches = [lambda codec=codec: run(codec) for codec in self.codecs]
+        message = lax.switch(stage, branches)
+        later = jnp.minimum(step, jnp.iinfo(jnp.int32).max - 1) + 1
+        return message._replace(state=(later, message.state))
+
+
+def staged(
+    who: str,
+    argument: str,
+    value: Any,
+    make: Callable[[Any], Codec],
+    check: Callable[[str, str, Any], None],
+) -> Codec:
+    """The codec of a number, or the stages of a mapping from the step at which each begins."""
+    if not isinstance(value, Mapping):
+        check(who, argument, value)
+        return make(value)
+    starts = tuple(sorted(value))
+    if not starts or starts[0] != 0 or any(isinstance(s, bool) for s in starts):
+        allowed = "a mapping from steps, beginning with 0, to values"
+        hint = "Such as {0: 0.25, 200: 0.01}."
+        raise ValueError(checks.message(who, argument, allowed, dict(value), hint))
+    for start in starts:
+        check(who, f"{argument}[{start}]", value[start])
+    widest = max(range(len(starts)), key=lambda i: value[starts[i]])
+    return Staged(starts, tuple(make(value[start]) for start in starts), widest)
+
+
+def packed(leaves: Sequence[jax.Array]) -> jax.Array:
+    """All entries in one vector; leaves of different dtypes meet in the widest."""
+    return jnp.concatenate([x.ravel() for x in leaves])
+
+
+def unpacked(flat: jax.Array, like: Sequence[jax.Array]) -> list[jax.Array]:
+    """The leaves from the beginning of a vector."""
+    ends = np.cumsum([x.size for x in like])
+    return [
+        flat[end - x.size : end].reshape(x.shape).astype(x.dtype)
+        for end, x in zip(ends, like, strict=True)
+    ]
+
+
+def padded(x: jax.Array, multiple: int) -> jax.Array:
+    """A vector with zeros behind it."""
+    return jnp.pad(x, (0, -x.size % multiple))

@@ -1,0 +1,122 @@
+"""What the low-rank reduction sends: of every matrix, its product with a basis that all know."""
+
+import dataclasses
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from boostax.reduce.codecs.base import Message, packed, unpacked
+
+PyTree = Any
+
+
+class Factors(NamedTuple):
+    """What the replicas have in common.
+
+    Attributes:
+      step: i32 scalar; even steps send left factors, odd ones right.
+      left: for each matrix ``(rows, rank)``, what the last even step sent.
+      right: for each matrix ``(columns, rank)``, what the last odd step sent.
+    """
+
+    step: jax.Array
+    left: list[jax.Array]
+    right: list[jax.Array]
+
+
+@dataclasses.dataclass(frozen=True)
+class PowerSgd:
+    """A step of the power method at each call, warm-started, one side after the other.
+
+    With an orthonormal basis ``Q`` of the columns that all know, ``P = mean(M) Q`` travels and
+    ``P Q^T`` is the result. The next call takes a basis of ``P`` and sends ``mean(M)^T`` times it.
+
+    Attributes:
+      rank: of the approximation.
+      seed: of the first basis.
+    """
+
+    rank: int
+    seed: int
+
+    def init(self, leaves: Sequence[jax.ShapeDtypeStruct]) -> Factors:
+        """Random factors, the same on all replicas."""
+        left: list[jax.Array] = []
+        right: list[jax.Array] = []
+        key = jax.random.PRNGKey(self.seed)
+        for i, leaf in enumerate(leaves):
+            for side, (found, length) in enumerate(
+                zip((left, right), sides(leaf.shape), strict=True)
+            ):
+                shape = (length, min(self.rank, *sides(leaf.shape)))
+                now = jax.random.fold_in(key, 2 * i + side)
+                found.append(jax.random.normal(now, shape, leaf.dtype))
+        return Factors(jnp.zeros((), jnp.int32), left, right)
+
+    def reduce(
+        self, leaves: Sequence[jax.Array], state: Factors, names: tuple[str, ...]
+    ) -> Message:
+        """Send one side."""
+        matrices = [x.reshape(sides(x.shape)) for x in leaves]
+
+        def even() -> tuple[Any, Any, Factors]:
+            bases = self._bases(state.right, matrices)
+            means, sent, factors = _projected(matrices, bases, names)
+            return means, sent, state._replace(left=_stored(factors, state.left))
+
+        def odd() -> tuple[Any, Any, Factors]:
+            bases = self._bases(state.left, matrices)
+            means, sent, factors = _projected([m.T for m in matrices], bases, names)
+            right = _stored(factors, state.right)
+            return [m.T for m in means], [s.T for s in sent], state._replace(right=right)
+
+        means, sent, state = lax.cond(state.step % 2 == 0, even, odd)
+        shaped = lambda xs: [x.reshape(y.shape) for x, y in zip(xs, leaves, strict=True)]  # noqa: E731
+        return Message(shaped(means), shaped(sent), state._replace(step=1 - state.step))
+
+    def _bases(self, factors: list[jax.Array], like: list[jax.Array]) -> list[jax.Array]:
+        """Orthonormal columns. Of zeros too: QR then completes them, and nothing becomes a NaN."""
+        ranks = [min(self.rank, *m.shape) for m in like]
+        return [jnp.linalg.qr(f[:, :r])[0] for f, r in zip(factors, ranks, strict=True)]
+
+
+def worth_it(rank: int) -> Callable[[str, Any], bool]:
+    """The rule of what travels dense: vectors, and where two factors are half a matrix or more."""
+
+    def dense(path: str, leaf: Any) -> bool:
+        del path
+        if leaf.ndim < 2 or jnp.iscomplexobj(leaf):
+            return True
+        rows, columns = sides(leaf.shape)
+        return 2 * rank * (rows + columns) > rows * columns
+
+    return dense
+
+
+def sides(shape: tuple[int, ...]) -> tuple[int, int]:
+    """A leaf as a matrix: its last dimension, which Flax gives to features, and all before it."""
+    return math.prod(shape[:-1]), shape[-1]
+
+
+def _projected(
+    matrices: list[jax.Array], bases: list[jax.Array], names: tuple[str, ...]
+) -> tuple[list[jax.Array], list[jax.Array], list[jax.Array]]:
+    """``(means, sent, factors)`` of one all-reduce of all factors."""
+    product = lambda a, b: jnp.matmul(a, b, precision=lax.Precision.HIGHEST)  # noqa: E731
+    own = [product(m, q) for m, q in zip(matrices, bases, strict=True)]
+    factors = unpacked(lax.pmean(packed(own), names), own)
+    means = [product(p, q.T) for p, q in zip(factors, bases, strict=True)]
+    sent = [product(p, q.T) for p, q in zip(own, bases, strict=True)]
+    return means, sent, factors
+
+
+def _stored(factors: list[jax.Array], old: list[jax.Array]) -> list[jax.Array]:
+    """In place of the first columns; a later stage of a warm-up may have more."""
+    return [
+        f if f.shape == o.shape else o.at[:, : f.shape[1]].set(f)
+        for f, o in zip(factors, old, strict=True)
+    ]

@@ -1,0 +1,542 @@
+"""Every optimizer and schedule of Apache SINGA's ``opt`` is an Optax expression, and its states.
+
+The classes below are ``python/singa/opt.py`` in NumPy and f64; ``docs/singa.md`` is the table.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import serialization
+from jax.sharding import NamedSharding
+from optax import tree_utils
+
+import boostax
+
+STEPS = 20
+
+
+# SINGA.
+
+
+class ExponentialDecay:
+    def __init__(self, init_value, decay_steps, decay_rate, staircase=False):
+        self.init_value = init_value
+        self.decay_steps, self.decay_rate, self.staircase = decay_steps, decay_rate, staircase
+
+    def __call__(self, step):
+        s = step // self.decay_steps if self.staircase else step / self.decay_steps
+        return self.init_value * self.decay_rate**s
+
+
+class Constant:
+    def __init__(self, init_value):
+        self.init_value = init_value
+
+    def __call__(self, step):
+        return self.init_value
+
+
+class Warmup:
+    """A ``DecayScheduler`` of the user's, from zero upwards."""
+
+    init_value = 0.0
+
+    def __call__(self, step):
+        return 0.1 * step
+
+
+class Optimizer:
+    def __init__(self, lr=0.1, weight_decay=0.0, **hyperparams):
+        hyperparams |= {"lr": lr, "weight_decay": weight_decay}
+        self.schedules = {
+            name: value if callable(value) else Constant(value)
+            for name, value in hyperparams.items()
+        }
+        self.step_counter = 0.0
+        # Of every kind of moment, by the parameters' names.
+        self.states = {name: {} for name in self.moments}
+
+    def at(self, name):
+        return self.schedules[name](self.step_counter)
+
+    def __call__(self, params, grads):
+        after = {}
+        for name, p in params.items():
+            g = grads[name]
+            if self.schedules["weight_decay"].init_value != 0:
+                g = g + self.at("weight_decay") * p
+            after[name] = p - self.at("lr") * self.direction(name, g)
+        self.step_counter += 1
+        return after
+
+    def moment(self, kind, name, g):
+        return self.states[kind].get(name, np.zeros_like(g))
+
+    def get_states(self):
+        moments = {kind: dict(by_name) for kind, by_name in self.states.items()}
+        return {"step_counter": self.step_counter, **moments}
+
+
+class SGD(Optimizer):
+    moments = ("moments",)
+
+    def __init__(self, lr=0.1, momentum=0.0, dampening=0.0, weight_decay=0.0, nesterov=False):
+        super().__init__(lr, weight_decay, momentum=momentum, dampening=dampening)
+        self.nesterov = nesterov
+
+    def direction(self, name, g):
+        if self.schedules["momentum"].init_value == 0:
+            return g
+        b = self.moment("moments", name, g)
+        b = self.at("momentum") * b + (1.0 - self.at("dampening")) * g
+        self.states["moments"][name] = b
+        return g + self.at("momentum") * b if self.nesterov else b
+
+
+class RMSProp(Optimizer):
+    moments = ("running_average",)
+
+    def __init__(self, lr=0.1, rho=0.9, epsilon=1e-8, weight_decay=0.0):
+        super().__init__(lr, weight_decay, rho=rho, epsilon=epsilon)
+
+    def direction(self, name, g):
+        v = self.moment("running_average", name, g)
+        v = self.at("rho") * v + (1.0 - self.at("rho")) * g**2
+        self.states["running_average"][name] = v
+        return g / np.sqrt(v + self.at("epsilon"))
+
+
+class AdaGrad(Optimizer):
+    moments = ("history",)
+
+    def __init__(self, lr=0.1, epsilon=1e-8, weight_decay=0.0):
+        super().__init__(lr, weight_decay, epsilon=epsilon)
+
+    def direction(self, name, g):
+        h = self.moment("history", name, g) + g**2
+        self.states["history"][name] = h
+        return g / np.sqrt(h + self.at("epsilon"))
+
+
+class Adam(Optimizer):
+    moments = ("m", "v")
+
+    def __init__(self, lr=0.1, beta_1=0.9, beta_2=0.999, epsilon=1e-8, weight_decay=0.0):
+        super().__init__(lr, weight_decay, beta_1=beta_1, beta_2=beta_2, epsilon=epsilon)
+
+    def direction(self, name, g):
+        s, b1, b2 = self.step_counter + 1, self.at("beta_1"), self.at("beta_2")
+        m = b1 * self.moment("m", name, g) + (1.0 - b1) * g
+        v = b2 * self.moment("v", name, g) + (1.0 - b2) * g**2
+        self.states["m"][name], self.states["v"][name] = m, v
+        # The betas of this step, to the power s: not the product of those so far.
+        return m / (1.0 - b1**s) / (np.sqrt(v / (1.0 - b2**s)) + self.at("epsilon"))
+
+
+# Optax.
+
+
+def both(*args):
+    """A schedule as SINGA and as Optax has it."""
+    schedule = optax.exponential_decay(*args[:3], staircase=len(args) > 3)
+    # Of a count in i32 Optax computes it in f32, even with x64; SINGA's counter is a float.
+    return ExponentialDecay(*args), lambda count: schedule(jnp.asarray(count, float))
+
+
+LR, LR_OPTAX = both(0.1, 4, 0.5)
+STAIRS, STAIRS_OPTAX = both(0.1, 3, 0.7, True)
+MOMENTUM, MOMENTUM_OPTAX = both(0.95, 30, 0.8)
+DAMPENING, DAMPENING_OPTAX = both(0.5, 7, 0.6)
+DECAY, DECAY_OPTAX = both(0.1, 5, 0.5)
+BETA_1, BETA_1_OPTAX = both(0.9, 40, 0.7)
+BETA_2, BETA_2_OPTAX = both(0.999, 100, 0.9)
+EPSILON, EPSILON_OPTAX = both(1e-2, 10, 0.1)
+
+decayed = optax.add_decayed_weights
+trace = optax.inject_hyperparams(optax.trace)
+rmsprop = optax.inject_hyperparams(optax.rmsprop)
+adagrad = optax.inject_hyperparams(optax.adagrad)
+adam = optax.inject_hyperparams(optax.adam)
+
+
+def undamped(dampening):
+    """Each gradient enters the momentum times 1 - d, the first too: so before the momentum."""
+    if callable(dampening):
+        return optax.scale_by_schedule(lambda step: 1.0 - dampening(step))
+    return optax.scale(1.0 - dampening)
+
+
+CASES = {
+    "sgd": (lambda: SGD(), optax.sgd(0.1)),
+    "sgd lr": (lambda: SGD(LR), optax.sgd(LR_OPTAX)),
+    "sgd stairs": (lambda: SGD(STAIRS), optax.sgd(STAIRS_OPTAX)),
+    "sgd decay": (
+        lambda: SGD(weight_decay=0.01),
+        optax.chain(decayed(0.01), optax.sgd(0.1)),
+    ),
+    "sgd scheduled decay": (
+        lambda: SGD(weight_decay=DECAY),
+        optax.chain(decayed(DECAY_OPTAX), optax.sgd(0.1)),
+    ),
+    "sgd momentum": (lambda: SGD(momentum=0.9), optax.sgd(0.1, 0.9)),
+    "sgd momentum decay": (
+        lambda: SGD(momentum=0.9, weight_decay=0.01),
+        optax.chain(decayed(0.01), optax.sgd(0.1, 0.9)),
+    ),
+    "sgd nesterov": (
+        lambda: SGD(momentum=0.9, nesterov=True),
+        optax.sgd(0.1, 0.9, nesterov=True),
+    ),
+    "sgd nesterov decay": (
+        lambda: SGD(STAIRS, 0.9, weight_decay=0.01, nesterov=True),
+        optax.chain(decayed(0.01), optax.sgd(STAIRS_OPTAX, 0.9, nesterov=True)),
+    ),
+    "sgd dampening": (
+        lambda: SGD(momentum=0.9, dampening=0.3),
+        optax.chain(undamped(0.3), optax.sgd(0.1, 0.9)),
+    ),
+    "sgd dampening decay": (
+        lambda: SGD(momentum=0.9, dampening=0.3, weight_decay=0.01),
+        optax.chain(decayed(0.01), undamped(0.3), optax.sgd(0.1, 0.9)),
+    ),
+    "sgd scheduled dampening": (
+        lambda: SGD(momentum=0.9, dampening=DAMPENING),
+        optax.chain(undamped(DAMPENING_OPTAX), optax.sgd(0.1, 0.9)),
+    ),
+    "sgd dampening without momentum": (lambda: SGD(dampening=0.3), optax.sgd(0.1)),
+    "sgd scheduled momentum": (
+        lambda: SGD(momentum=MOMENTUM),
+        optax.chain(trace(MOMENTUM_OPTAX), optax.scale_by_learning_rate(0.1)),
+    ),
+    "sgd scheduled nesterov": (
+        lambda: SGD(momentum=MOMENTUM, nesterov=True),
+        optax.chain(trace(MOMENTUM_OPTAX, nesterov=True), optax.scale_by_learning_rate(0.1)),
+    ),
+    "sgd all scheduled": (
+        lambda: SGD(LR, MOMENTUM, DAMPENING, DECAY),
+        optax.chain(
+            decayed(DECAY_OPTAX),
+            undamped(DAMPENING_OPTAX),
+            trace(MOMENTUM_OPTAX),
+            optax.scale_by_learning_rate(LR_OPTAX),
+        ),
+    ),
+    "rmsprop": (lambda: RMSProp(), optax.rmsprop(0.1)),
+    "rmsprop rho epsilon": (
+        lambda: RMSProp(rho=0.5, epsilon=1e-2),
+        optax.rmsprop(0.1, 0.5, 1e-2),
+    ),
+    "rmsprop decay": (
+        lambda: RMSProp(STAIRS, weight_decay=0.01),
+        optax.chain(decayed(0.01), optax.rmsprop(STAIRS_OPTAX)),
+    ),
+    "rmsprop all scheduled": (
+        lambda: RMSProp(LR, BETA_1, EPSILON, DECAY),
+        optax.chain(decayed(DECAY_OPTAX), rmsprop(LR_OPTAX, BETA_1_OPTAX, EPSILON_OPTAX)),
+    ),
+    "adagrad": (lambda: AdaGrad(), optax.adagrad(0.1, 0.0, 1e-8)),
+    "adagrad decay": (
+        lambda: AdaGrad(STAIRS, 1e-2, 0.01),
+        optax.chain(decayed(0.01), optax.adagrad(STAIRS_OPTAX, 0.0, 1e-2)),
+    ),
+    "adagrad all scheduled": (
+        lambda: AdaGrad(LR, EPSILON, DECAY),
+        optax.chain(decayed(DECAY_OPTAX), adagrad(LR_OPTAX, 0.0, EPSILON_OPTAX)),
+    ),
+    "adam": (lambda: Adam(), optax.adam(0.1)),
+    "adam betas epsilon": (
+        lambda: Adam(beta_1=0.8, beta_2=0.95, epsilon=1e-2),
+        optax.adam(0.1, 0.8, 0.95, 1e-2),
+    ),
+    "adam decay": (
+        lambda: Adam(STAIRS, weight_decay=0.01),
+        optax.chain(decayed(0.01), optax.adam(STAIRS_OPTAX)),
+    ),
+    "adam all scheduled": (
+        lambda: Adam(LR, BETA_1, BETA_2, EPSILON, DECAY),
+        optax.chain(
+            decayed(DECAY_OPTAX), adam(LR_OPTAX, BETA_1_OPTAX, BETA_2_OPTAX, EPSILON_OPTAX)
+        ),
+    ),
+}
+SCHEDULED = [name for name in CASES if name.endswith("all scheduled")]
+
+
+def normal(seed, *lead):
+    """Params or a run of gradients; one entry never gets a gradient."""
+    random = np.random.default_rng(seed)
+    kernel, bias = random.normal(size=(*lead, 3, 4)), random.normal(size=(*lead, 4))
+    if lead:
+        bias[..., 0] = 0.0
+    return {"kernel": kernel, "bias": bias}
+
+
+def singa_run(optimizer, params, grads):
+    """The params after each step."""
+    history = []
+    for step in range(len(grads["bias"])):
+        params = optimizer(params, {name: g[step] for name, g in grads.items()})
+        history.append(params)
+    return {name: np.stack([params[name] for params in history]) for name in params}
+
+
+@functools.cache
+def runner(tx):
+    def step(carry, grads):
+        updates, state = tx.update(grads, carry[1], carry[0])
+        params = optax.apply_updates(carry[0], updates)
+        return (params, state), params
+
+    return jax.jit(lambda carry, grads: jax.lax.scan(step, carry, grads))
+
+
+def optax_run(tx, params, state, grads):
+    """The params after each step, and the last params and state; ``scan`` wants constant types."""
+    (params, state), history = runner(tx)((params, state), grads)
+    return history, params, state
+
+
+def assert_near(actual, expected, tolerance):
+    """Relative to the largest param of the leaf."""
+    for name, x in expected.items():
+        largest = abs(x).max()
+        np.testing.assert_allclose(actual[name] / largest, x / largest, rtol=0, atol=tolerance)
+
+
+def cast(tree, dtype):
+    return jax.tree.map(lambda x: jnp.asarray(x, dtype), tree)
+
+
+TOLERANCE = {
+    "float64": lambda name: 1e-12,
+    # Optax computes 1 - 0.999**t in f32, which is good to 1e-5 at t = 1.
+    "float32": lambda name: 5e-6 if name in ("adam", "adam decay") else 1e-6,
+}
+
+
+@functools.cache
+def optax_histories(dtype):
+    """Of all cases, in one program."""
+    tx = optax.partition(
+        {name: tx for name, (_, tx) in CASES.items()}, {name: name for name in CASES}
+    )
+    with jax.enable_x64(dtype == "float64"):
+        params = cast({name: normal(0) for name in CASES}, dtype)
+        grads = cast({name: normal(1, STEPS) for name in CASES}, dtype)
+        history, _, _ = optax_run(tx, params, tx.init(params), grads)
+        assert all(x.dtype == dtype for x in jax.tree.leaves(history))
+        return jax.device_get(history)
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize("name", CASES)
+def test_optax_goes_singas_way(name, dtype):
+    expected = singa_run(CASES[name][0](), normal(0), normal(1, STEPS))
+    assert_near(optax_histories(dtype)[name], expected, TOLERANCE[dtype](name))
+
+
+def test_singas_own_numbers():
+    """What its unit tests expect of one step, held against the classes above."""
+    p, g = {"w": np.array([0.1, 1.0])}, {"w": np.array([0.1, 0.1])}
+    expected = {
+        "sgd": (SGD(0.1), p["w"] - 0.1 * g["w"]),
+        "rmsprop": (RMSProp(0.1), p["w"] - 0.1 * g["w"] / np.sqrt(0.1 * g["w"] ** 2 + 1e-8)),
+        "adagrad": (AdaGrad(0.1), p["w"] - 0.1 * g["w"] / np.sqrt(g["w"] ** 2 + 1e-8)),
+        # Both corrections undo the betas at the first step.
+        "adam": (Adam(0.1), p["w"] - 0.1 * g["w"] / (g["w"] + 1e-8)),
+    }
+    for name, (optimizer, after) in expected.items():
+        np.testing.assert_allclose(optimizer(p, g)["w"], after, rtol=0, atol=1e-15, err_msg=name)
+
+
+@pytest.mark.parametrize("staircase", [False, True])
+def test_schedules_are_singas(staircase):
+    singa = ExponentialDecay(0.1, 2, 0.5, staircase)
+    schedule = jax.jit(optax.exponential_decay(0.1, 2, 0.5, staircase=staircase))
+    for step in range(STEPS):
+        np.testing.assert_allclose(schedule(jnp.asarray(step)), singa(step), rtol=1e-6)
+        if staircase:
+            assert singa(step) == 0.1 * 0.5 ** (step // 2)
+        assert optax.constant_schedule(0.1)(step) == Constant(0.1)(step)
+
+
+def test_a_rate_of_zero_is_a_constant_in_optax():
+    assert [ExponentialDecay(0.1, 2, 0.0)(step) for step in range(3)] == [0.1, 0.0, 0.0]
+    assert [optax.exponential_decay(0.1, 2, 0.0)(step) for step in range(3)] == [0.1] * 3
+
+
+def test_dampening_holds_from_the_first_step():
+    """PyTorch's starts at the second; then it would be no scaling of the gradients."""
+    grads = normal(1, 1)
+    after = singa_run(SGD(1.0, 0.9, 0.25), normal(0), grads)
+    for name, p in normal(0).items():
+        np.testing.assert_allclose(after[name][0], p - 0.75 * grads[name][0], rtol=1e-15)
+
+
+@pytest.mark.parametrize(
+    ("singa", "ignored", "tx"),
+    [
+        (SGD(weight_decay=Warmup()), SGD(), optax.chain(decayed(Warmup()), optax.sgd(0.1))),
+        (SGD(momentum=Warmup()), SGD(), optax.inject_hyperparams(optax.sgd)(0.1, Warmup())),
+    ],
+    ids=["weight decay", "momentum"],
+)
+def test_a_schedule_may_start_at_zero(singa, ignored, tx):
+    """SINGA looks at its first value, and never applies one that starts at zero."""
+    params, grads = normal(0), normal(1, STEPS)
+    theirs = singa_run(singa, params, grads)
+    assert all((theirs[name] == x).all() for name, x in singa_run(ignored, params, grads).items())
+    params, grads = cast((params, grads), "float32")
+    ours, _, _ = optax_run(tx, params, tx.init(params), grads)
+    for name, x in theirs.items():
+        np.testing.assert_allclose(ours[name][0], x[0], rtol=1e-6)
+        assert abs(ours[name][-1] - x[-1]).max() > 1e-3
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype"), list(zip(SCHEDULED, ["float16", "bfloat16"] * 2, strict=True))
+)
+def test_half_params_and_schedules_go_together_behind_a_gate(name, dtype):
+    """A number out of a schedule is f32, and Optax alone widens the moments at the first step."""
+    tx = CASES[name][1]
+    params, grads = cast((normal(0), normal(1, STEPS)), dtype)
+    with pytest.raises(TypeError, match="equal types"):
+        optax_run(tx, params, tx.init(params), grads)
+    gated = boostax.static_loss_scale(tx, 1.0)
+    history, _, _ = optax_run(gated, params, gated.init(params), grads)
+    assert all(x.dtype == dtype for x in jax.tree.leaves(history))
+
+
+# get_states and set_states.
+
+FIELDS = {
+    "moments": "trace",
+    "running_average": "nu",
+    "history": "sum_of_squares",
+    "m": "mu",
+    "v": "nu",
+    "step_counter": "count",
+}
+
+
+def cut(grads):
+    """Seven steps, and the rest."""
+    return {k: g[:7] for k, g in grads.items()}, {k: g[7:] for k, g in grads.items()}
+
+
+def set_states(state, states):
+    """What SINGA's ``get_states`` returned, in an Optax state of dicts of params."""
+    values = {FIELDS[name]: value for name, value in states.items()}
+
+    def replace(path, leaf):
+        for depth, key in enumerate(path):
+            # A field of a NamedTuple; keys of a dict are params and hyper-parameters.
+            if isinstance(key, jax.tree_util.GetAttrKey) and key.name in values:
+                value = values[key.name]
+                for entry in path[depth + 1 :]:
+                    value = value[entry.key]
+                return jnp.asarray(value, leaf.dtype)
+        return leaf
+
+    return jax.tree_util.tree_map_with_path(replace, state)
+
+
+@pytest.mark.parametrize("name", SCHEDULED)
+def test_a_run_of_singas_goes_on_in_optax(name):
+    """Its states are moments by the params' names, and one counter for all schedules."""
+    singa, tx = CASES[name]
+    optimizer, (early, late) = singa(), cut(normal(1, STEPS))
+    middle = {k: x[-1] for k, x in singa_run(optimizer, normal(0), early).items()}
+    states = optimizer.get_states()
+    expected = singa_run(optimizer, middle, late)
+    with jax.enable_x64(True):
+        params, late = cast((middle, late), "float64")
+        state = set_states(tx.init(params), states)
+        counters = [value for _, value in tree_utils.tree_get_all_with_path(state, "count")]
+        assert all(int(counter) == 7 for counter in counters)
+        history, _, _ = optax_run(tx, params, state, late)
+        assert_near(jax.device_get(history), expected, 1e-12)
+
+
+def by_flax_bytes(state, fresh):
+    return serialization.from_bytes(fresh, serialization.to_bytes(state))
+
+
+def by_name(state, fresh):
+    return serialization.from_state_dict(fresh, serialization.to_state_dict(state))
+
+
+@pytest.mark.parametrize("name", [*SCHEDULED, "adam"])
+def test_a_saved_state_goes_on_bit_for_bit(name):
+    """Every moment, counter and scheduled number; SINGA's caches stay stale until the next step."""
+    tx = CASES[name][1]
+    params, (early, late) = cast((normal(0), cut(normal(1, STEPS))), "float32")
+    _, params, state = optax_run(tx, params, tx.init(params), early)
+    expected = optax_run(tx, params, state, late)
+    for travel in (by_flax_bytes, by_name):
+        restored = jax.tree.map(jnp.asarray, travel(jax.device_get(state), tx.init(params)))
+        assert_same(restored, state)
+        assert_same(optax_run(tx, params, restored, late), expected)
+
+
+def assert_same(actual, expected):
+    """Bit for bit, with structure, types and dtypes."""
+    assert jax.tree.structure(actual) == jax.tree.structure(expected)
+    for a, b in zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_array_equal(a, b, strict=True)
+        assert a.weak_type == b.weak_type
+
+
+@pytest.mark.parametrize(
+    ("name", "field"),
+    [("sgd all scheduled", "trace"), ("adam", "mu"), ("adam", "nu"), ("rmsprop", "nu")],
+)
+def test_a_moment_is_had_by_its_name(name, field):
+    """What ``get_states()["moments"]`` and the like are for."""
+    tx, params = CASES[name][1], cast(normal(0), "float32")
+    _, params, state = optax_run(tx, params, tx.init(params), cast(normal(1, STEPS), "float32"))
+    moment = tree_utils.tree_get(state, field)
+    assert jax.tree.structure(moment) == jax.tree.structure(params)
+    assert all((abs(x) > 0).any() for x in jax.tree.leaves(moment))
+
+
+def test_optax_sets_only_the_outermost_field_of_a_name():
+    """Why ``set_states`` above is not ``tree_set``: it leaves nested counters alone, silently."""
+    tx, params = CASES["adam all scheduled"][1], cast(normal(0), "float32")
+    state = tree_utils.tree_set(tx.init(params), count=jnp.int32(7))
+    counters = [int(value) for _, value in tree_utils.tree_get_all_with_path(state, "count")]
+    assert 0 in counters and 7 in counters
+
+
+def loss_fn(params, batch):
+    return jnp.mean((batch["x"] @ params["kernel"] + params["bias"] - batch["y"]) ** 2)
+
+
+def test_states_of_a_reduction_travel_too(mesh):
+    """DistOpt has no get_states: what differs per rank is lost when a run of SINGA's stops."""
+    optimizer = optax.chain(CASES["sgd all scheduled"][1])
+    step = boostax.make_train_step(
+        loss_fn, boostax.adasum_delta(optimizer, "data"), mesh=mesh, axis_name="data"
+    )
+    batch = {"x": jnp.asarray(normal(2, 8)["kernel"][:, 0, :3], "float32")}
+    batch["y"] = jnp.asarray(normal(3, 8)["bias"], "float32")
+    state = step.init(cast(normal(0), "float32"))
+    for _ in range(7):
+        state, _ = step(state, batch)
+    saved = serialization.to_bytes(jax.device_get(state))
+    fresh = step.init(cast(normal(9), "float32"))
+    # Onto the devices, each replica's part to its own.
+    place = lambda x, like: jax.device_put(x, like.sharding)  # noqa: E731
+    restored = jax.tree.map(place, serialization.from_bytes(fresh, saved), fresh)
+    momenta = tree_utils.tree_get(restored.opt_state, "trace")["kernel"]
+    assert momenta.shape == (8, 3, 4) and isinstance(momenta.sharding, NamedSharding)
+    assert (momenta[0] != momenta[1]).any()
+    assert_same(restored, state)
+    for _ in range(5):
+        state, _ = step(state, batch)
+        restored, _ = step(restored, batch)
+    assert_same(restored, state)
