@@ -1,0 +1,285 @@
+"""What compressed reductions send and hold back: conservation, contraction, chance, bad steps."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import boostax
+
+seeds = st.integers(0, 2**32 - 1)
+laws = functools.partial(settings, deadline=None, derandomize=True, max_examples=30)
+SPARSE = {
+    "top_k": lambda **o: boostax.top_k_reduce("data", 0.2, **o),
+    "top_k_count": lambda **o: boostax.top_k_reduce("data", count=3, **o),
+    "top_k_blocks": lambda **o: boostax.top_k_reduce("data", 0.2, block=7, **o),
+    "threshold": lambda **o: boostax.threshold_reduce("data", 0.8, capacity=0.3, **o),
+    "threshold_relative": lambda **o: boostax.threshold_reduce(
+        "data", 1.5, capacity=0.9, relative=True, **o
+    ),
+    "random_k": lambda **o: boostax.random_k_reduce("data", 0.2, **o),
+}
+ROUNDED = {
+    "top_k_bf16": lambda **o: boostax.top_k_reduce("data", 0.2, value_dtype="bfloat16", **o),
+    "top_k_f16": lambda **o: boostax.top_k_reduce("data", 0.2, value_dtype="float16", **o),
+    "int8": lambda **o: boostax.int8_reduce("data", block=16, **o),
+    "int8_stochastic": lambda **o: boostax.int8_reduce("data", rounding="stochastic", **o),
+    "int16": lambda **o: boostax.int16_reduce("data", **o),
+    "sign": lambda **o: boostax.sign_reduce("data", block=8, **o),
+    "sign_two_shot": lambda **o: boostax.sign_reduce("data", two_shot=True, block=8, **o),
+    "power_sgd": lambda **o: boostax.power_sgd_reduce("data", 1, **o),
+}
+ALL = SPARSE | ROUNDED
+SHAPES = {"kernel": (12, 9), "bias": (9,), "scalar": ()}
+
+
+def normal(seed, replicas, magnitude=1.0):
+    """Gradients ``(replicas, *shape)`` with a part in common."""
+    rng = np.random.default_rng(seed)
+    draw = lambda shape: rng.normal(size=shape) + rng.normal(size=(replicas, *shape))  # noqa: E731
+    return {name: np.float32(magnitude * draw(shape)) for name, shape in SHAPES.items()}
+
+
+@functools.cache
+def compiled(name):
+    tx = ALL[name]()
+
+    def start(grads):
+        return jax.vmap(tx.init, axis_name="data")(grads)
+
+    return jax.jit(start), jax.jit(jax.vmap(tx.update, axis_name="data"))
+
+
+def stepped(name, *rounds):
+    """The states before the last step, its gradients, results and the states after."""
+    start, update = compiled(name)
+    state = start(rounds[0])
+    for grads in rounds[:-1]:
+        state = update(grads, state)[1]
+    means, after = update(rounds[-1], state)
+    return state, means, after
+
+
+def residual(state):
+    """By leaf; ``None`` of one that travels dense."""
+    return {k: v if v is None else np.asarray(v) for k, v in state.residual.local.items()}
+
+
+@pytest.mark.parametrize("name", SPARSE)
+@laws(max_examples=15)
+@given(seed=seeds, replicas=st.sampled_from([2, 3, 8]))
+def test_sparse_reductions_hold_back_exactly_what_they_do_not_send(name, seed, replicas):
+    """Entry by entry either all of gradient plus residual is sent, or all of it stays."""
+    rounds = normal(seed, replicas), normal(seed + 1, replicas)
+    before, means, after = stepped(name, *rounds)
+    for leaf in SHAPES:
+        wanted = residual(before)[leaf] + rounds[-1][leaf]
+        kept = residual(after)[leaf]
+        assert np.all((kept == wanted) | (kept == 0))
+        sent = np.float64(wanted - kept).mean(0)
+        np.testing.assert_allclose(means[leaf][0], sent, rtol=0, atol=1e-6)
+        assert all(np.array_equal(row, means[leaf][0]) for row in means[leaf])
+
+
+@pytest.mark.parametrize("name", ROUNDED)
+@laws(max_examples=15)
+@given(seed=seeds, replicas=st.sampled_from([2, 3, 8]), power=st.integers(-20, 15))
+def test_nothing_is_lost(name, seed, replicas, power):
+    """The mean of what is wanted is the mean sent and the mean held back."""
+    magnitude = 10.0**power
+    rounds = normal(seed, replicas, magnitude), normal(seed + 1, replicas, magnitude)
+    before, means, after = stepped(name, *rounds)
+    for leaf in SHAPES:
+        sent = np.float64(means[leaf][0])
+        assert all(np.array_equal(row, means[leaf][0]) for row in means[leaf])
+        if residual(after)[leaf] is None:
+            np.testing.assert_allclose(sent, np.float64(rounds[-1][leaf]).mean(0), rtol=1e-5)
+            continue
+        wanted = np.float64(residual(before)[leaf]) + rounds[-1][leaf]
+        found = sent + np.float64(residual(after)[leaf]).mean(0)
+        scale = abs(wanted).max() * replicas
+        np.testing.assert_allclose(found / scale, wanted.mean(0) / scale, rtol=0, atol=2e-6)
+
+
+# Of two shots, the second charges one replica for all, which bounds the mean but not that replica.
+@pytest.mark.parametrize("name", [n for n in ALL if n != "sign_two_shot"])
+@laws(max_examples=15)
+@given(seed=seeds)
+def test_what_is_held_back_is_smaller_than_what_was_wanted(name, seed):
+    """Each codec contracts; the top k hold back no more than their share of the energy."""
+    grads = normal(seed, 2)
+    _, _, after = stepped(name, grads)
+    for leaf in ("kernel", "bias"):
+        kept = residual(after)[leaf]
+        if kept is None:
+            continue
+        for own, held in zip(grads[leaf], kept, strict=True):
+            energy = np.sum(np.float64(own) ** 2)
+            assert np.sum(np.float64(held) ** 2) <= energy * (1 + 1e-6)
+            if name == "top_k":
+                assert np.sum(np.float64(held) ** 2) <= energy * (1 - 0.2) + 1e-9
+
+
+@laws(max_examples=10)
+@given(seed=seeds)
+def test_the_truly_largest_are_sent(seed):
+    """Also of magnitudes below one, where SINGA's comparison takes the first."""
+    grads = {"w": np.float32(np.random.default_rng(seed).normal(size=(2, 500)) / 10)}
+    tx = boostax.top_k_reduce("data", 0.05)
+    _, state = jax.vmap(lambda g: tx.update(g, tx.init(g)), axis_name="data")(grads)
+    kept = np.asarray(state.residual.local["w"])
+    for own, held in zip(grads["w"], kept, strict=True):
+        largest = np.argsort(-abs(own), kind="stable")[:25]
+        assert set(np.flatnonzero(held != own)) == set(largest)
+
+
+@laws(max_examples=5)
+@given(seed=seeds)
+def test_stochastic_rounding_is_right_on_average(seed):
+    rng = np.random.default_rng(seed)
+    grads = np.float32(rng.normal(size=(2, 64)))
+    draws = 400
+
+    def mean(key_seed):
+        tx = boostax.int8_reduce("data", rounding="stochastic", error_feedback=False)
+        state = tx.init(grads[0])
+        state = state._replace(codec=jax.random.PRNGKey(key_seed))
+        return jax.vmap(lambda g: tx.update(g, state)[0], axis_name="data")(grads)[0]
+
+    found = np.float64(jax.jit(jax.vmap(mean))(np.arange(draws)))
+    step = abs(grads).max() / 127
+    # Two roundings, each with a standard deviation of half a step at most.
+    error = 5 * step / np.sqrt(draws)
+    np.testing.assert_allclose(found.mean(0), grads.mean(0), rtol=0, atol=error)
+    assert found.std(0).max() > 0
+
+
+@laws(max_examples=10)
+@given(seed=seeds)
+def test_without_feedback_random_choice_is_right_on_average(seed):
+    grads = np.float32(np.random.default_rng(seed).normal(size=(2, 40)))
+    draws = 2000
+
+    def mean(key_seed):
+        tx = boostax.random_k_reduce("data", 0.25, error_feedback=False)
+        state = tx.init(grads[0])._replace(codec=jax.random.PRNGKey(key_seed))
+        return jax.vmap(lambda g: tx.update(g, state)[0], axis_name="data")(grads)[0]
+
+    found = np.float64(jax.jit(jax.vmap(mean))(np.arange(draws)))
+    # Each entry is there with chance 1/4, times 4: a variance of 3 squares.
+    error = 5 * abs(grads.mean(0)) * np.sqrt(3 / draws)
+    np.testing.assert_array_less(abs(found.mean(0) - grads.mean(0)), error + 1e-6)
+
+
+@pytest.mark.parametrize("replicas", [2, 3, 7, 8, 64])
+@pytest.mark.parametrize("name", ["int8", "int16"])
+def test_integers_never_wrap(name, replicas):
+    """All replicas at the limit, in both directions, and of any magnitude."""
+    signs = np.where(np.arange(32) % 3, 1.0, -1.0)
+    for magnitude in (1e-30, 1.0, 127.0, 32767.0, 1e17):
+        grads = {"w": np.float32(np.tile(signs * magnitude, (replicas, 1)))}
+        tx = ALL[name]()
+        step = jax.vmap(lambda g, tx=tx: tx.update(g, tx.init(g))[0], axis_name="data")
+        found = np.asarray(step(grads)["w"][0])
+        np.testing.assert_allclose(found, grads["w"][0], rtol=1e-5)
+
+
+@pytest.mark.parametrize("name", ALL)
+@pytest.mark.parametrize("bad", [np.nan, np.inf, 1e25])
+def test_a_bad_step_of_one_replica_leaves_every_state_untouched(name, bad):
+    """Though no gate stands outside; and the result shows it on all replicas."""
+    start, update = compiled(name)
+    grads = normal(0, 3)
+    _, state = update(grads, start(grads))
+    broken = jax.tree.map(np.copy, grads)
+    broken["kernel"][1, 2, 3] = bad
+    means, after = update(broken, state)
+    jax.tree.map(np.testing.assert_array_equal, after, state)
+    assert all(np.all(~np.isfinite(row)) for row in means["kernel"])
+
+
+@pytest.mark.parametrize("replicas", [4, 3, 16])
+def test_another_number_of_replicas_keeps_the_mean_of_the_residuals(replicas):
+    start, update = compiled("top_k")
+    grads = normal(1, 8)
+    _, state = update(grads, start(grads))
+    moved = boostax.reshard_state(state, replicas)
+    for leaf, old in residual(state).items():
+        new = residual(moved)[leaf]
+        assert new.shape == (replicas, *old.shape[1:])
+        np.testing.assert_allclose(np.float64(new).mean(0), np.float64(old).mean(0), atol=1e-6)
+
+
+def test_leaves_left_dense_take_the_mean_and_keep_nothing():
+    grads = normal(2, 3)
+    for rule in (lambda path, leaf: leaf.ndim < 2, {"kernel": False, "bias": True, "scalar": True}):
+        tx = boostax.top_k_reduce("data", 0.1, dense=rule)
+        step = jax.vmap(lambda g, tx=tx: tx.update(g, tx.init(g)), axis_name="data")
+        means, state = step(grads)
+        for leaf in ("bias", "scalar"):
+            np.testing.assert_allclose(means[leaf][0], grads[leaf].mean(0), atol=1e-6)
+            assert state.residual.local[leaf] is None
+        assert state.residual.local["kernel"].shape == (3, 12, 9)
+
+
+def test_a_rule_that_does_not_fit_is_refused():
+    tx = boostax.top_k_reduce("data", dense={"kernel": True})
+    with pytest.raises(ValueError, match="dense must be a tree of bools that fits"):
+        tx.init({"kernel": jnp.ones(3), "bias": jnp.ones(3)})
+
+
+def test_without_feedback_nothing_is_kept():
+    for make in ALL.values():
+        tx = make(error_feedback=False)
+        grads = normal(3, 2)
+        _, state = jax.vmap(lambda g, tx=tx: tx.update(g, tx.init(g)), axis_name="data")(grads)
+        assert not jax.tree.leaves(state.residual)
+
+
+def test_the_share_held_back_is_recorded():
+    grads = {"w": jnp.array([[3.0, 4.0], [0.0, 0.0]])}
+    tx = boostax.top_k_reduce("data", 0.5)
+    _, state = jax.vmap(lambda g: tx.update(g, tx.init(g)), axis_name="data")(grads)
+    assert state.metrics()["unsent"].tolist() == pytest.approx([0.6, 0.6])
+
+
+def test_warming_up_goes_by_steps_that_were_not_skipped():
+    """The density of each step, from the entries that came."""
+    tx = boostax.top_k_reduce("data", {0: 1.0, 2: 0.5, 3: 0.1})
+    grads = np.float32(np.random.default_rng(0).normal(size=(2, 40)))
+    grads[1] = grads[0]
+    update = jax.jit(jax.vmap(tx.update, axis_name="data"))
+    state = jax.vmap(tx.init, axis_name="data")(grads)
+    counts = []
+    for step in range(6):
+        broken = np.where(step == 1, np.nan, grads)
+        means, state = update(broken, state)
+        counts.append(int(np.sum(np.isfinite(means[0]) & (means[0] != 0))))
+    assert counts == [40, 0, 40, 20, 4, 4]
+
+
+def test_a_rank_that_shrinks_goes_on_from_the_same_basis():
+    """After the warm-up, a matrix of that rank is had exactly."""
+    rng = np.random.default_rng(0)
+    matrix = rng.normal(size=(16, 1)) @ rng.normal(size=(1, 12))
+    grads = {"w": np.float32(np.stack([matrix] * 2))}
+    tx = boostax.power_sgd_reduce("data", {0: 2, 2: 1}, error_feedback=False)
+    update = jax.jit(jax.vmap(tx.update, axis_name="data"))
+    state = jax.vmap(tx.init, axis_name="data")(grads)
+    for _ in range(5):
+        means, state = update(grads, state)
+    np.testing.assert_allclose(means["w"], grads["w"], rtol=1e-4, atol=1e-5)
+
+
+def test_low_rank_of_zeros_is_zero():
+    tx = boostax.power_sgd_reduce("data", 2)
+    grads = {"w": jnp.zeros((2, 16, 16))}
+    state = jax.vmap(tx.init, axis_name="data")(grads)
+    for _ in range(3):
+        means, state = jax.vmap(tx.update, axis_name="data")(grads, state)
+    assert not np.any(means["w"])
+    assert all(np.all(np.isfinite(x)) for x in jax.tree.leaves(state.codec))

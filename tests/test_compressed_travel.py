@@ -1,0 +1,166 @@
+"""What compressed reductions put on the wire, counted from the jaxpr and read in compiled text."""
+
+import math
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AbstractMesh, AxisType
+from jax.sharding import PartitionSpec as P
+
+import boostax
+from boostax._core import costs
+
+MILLION = 2**20
+MLP = {
+    "0": {"kernel": (64, 128), "bias": (128,)},
+    "1": {"kernel": (128, 128), "bias": (128,)},
+    "2": {"kernel": (128, 10), "bias": (10,)},
+}
+
+
+def traced(update, shapes, replicas, **options):
+    """The jaxpr of an update by so many devices, which need not be there."""
+    mesh = AbstractMesh((replicas,), ("data",), axis_types=(AxisType.Auto,))
+    leaf = lambda shape: jax.ShapeDtypeStruct((replicas, *shape), jnp.float32)  # noqa: E731
+    grads = jax.tree.map(leaf, shapes, is_leaf=lambda x: isinstance(x, tuple))
+    inside = lambda g: update(jax.tree.map(lambda x: x[0], g))  # noqa: E731
+    mapped = jax.shard_map(inside, mesh=mesh, in_specs=P("data"), out_specs=P(), **options)
+    return jax.make_jaxpr(mapped)(grads)
+
+
+def share_of_a_mean(tx, replicas=8, shapes=None):
+    """Wire bytes, per step, over those of a mean in f32. Two branches take turns."""
+    shapes = [(MILLION,)] if shapes is None else shapes
+    found = costs.collectives(traced(updating(tx), shapes, replicas))
+    branches = costs.wire_bytes(found, conditional=True)
+    sent = costs.wire_bytes(found, conditional=False) + branches / 2
+    sizes = jax.tree.leaves(shapes, is_leaf=lambda x: isinstance(x, tuple))
+    entries = sum(math.prod(shape) for shape in sizes)
+    return sent / (2 * (replicas - 1) / replicas * 4 * entries)
+
+
+def updating(tx):
+    return lambda grads: tx.update(grads, tx.init(grads))[0]
+
+
+@pytest.mark.parametrize(
+    ("name", "tx", "least", "most"),
+    [
+        ("bf16", boostax.all_reduce("data", dtype="bfloat16"), 0.49, 0.505),
+        ("f16", boostax.all_reduce("data", dtype="float16"), 0.49, 0.505),
+        ("int16", boostax.int16_reduce("data"), 0.49, 0.505),
+        ("int8", boostax.int8_reduce("data"), 0.24, 0.27),
+        ("top-k 1%", boostax.top_k_reduce("data", 0.01), 0.07, 0.085),
+        ("top-k 1%, blocks", boostax.top_k_reduce("data", 0.01, block=1000), 0.05, 0.065),
+        (
+            "top-k 1%, blocks, bf16",
+            boostax.top_k_reduce("data", 0.01, block=1000, value_dtype="bfloat16"),
+            0.03,
+            0.045,
+        ),
+        ("threshold", boostax.threshold_reduce("data", capacity=0.01), 0.07, 0.085),
+        ("random-k 1%", boostax.random_k_reduce("data", 0.01), 0.009, 0.011),
+        ("sign, gathered", boostax.sign_reduce("data"), 0.12, 0.13),
+        ("sign, two shots", boostax.sign_reduce("data", two_shot=True), 0.03, 0.07),
+        ("majority", boostax.sign_reduce("data", form="majority"), 0.12, 0.13),
+    ],
+)
+def test_bytes_on_the_wire(name, tx, least, most):
+    share = share_of_a_mean(tx)
+    print(f"{name}: {share:.4f} of a mean's bytes")
+    assert least <= share <= most
+
+
+def test_low_rank_sends_little_of_a_classifier():
+    share = share_of_a_mean(boostax.power_sgd_reduce("data", 1), shapes=MLP)
+    print(f"PowerSGD of rank 1 on the digits MLP: {share:.4f}")
+    assert 0.02 <= share <= 0.04
+
+
+@pytest.mark.parametrize("replicas", [2, 4, 16, 64])
+def test_two_shots_cost_the_same_with_any_number_of_replicas(replicas):
+    assert share_of_a_mean(boostax.int8_reduce("data"), replicas) <= 0.27
+    assert share_of_a_mean(boostax.sign_reduce("data", two_shot=True), replicas) <= 0.07
+
+
+def test_a_mask_before_a_dense_sum_saves_nothing():
+    """The count is not taken in by zeros."""
+
+    def masked(grads):
+        rule = lambda g: jnp.where(jnp.abs(g) > 0.5, g, 0)  # noqa: E731
+        return jax.tree.map(lambda g: jax.lax.pmean(rule(g), "data"), grads)
+
+    found = costs.collectives(traced(masked, [(MILLION,)], 8))
+    assert costs.wire_bytes(found) == 2 * 7 / 8 * 4 * MILLION
+
+
+def test_collectives_do_not_grow_with_the_leaves():
+    for make in (
+        boostax.top_k_reduce,
+        boostax.random_k_reduce,
+        boostax.int8_reduce,
+        boostax.int16_reduce,
+        boostax.sign_reduce,
+        boostax.power_sgd_reduce,
+    ):
+        few, many = (
+            costs.collectives(traced(updating(make("data")), [(64, 64)] * count, 8))
+            for count in (1, 9)
+        )
+        assert len(few) == len(many) <= 6
+
+
+def test_every_stage_of_a_warm_up_sends_its_own_share():
+    tx = boostax.random_k_reduce("data", {0: 0.5, 100: 0.1, 200: 0.01})
+    found = costs.collectives(traced(updating(tx), [(MILLION,)], 8))
+    stages = sorted(c.bytes for c in found if c.conditional)
+    assert [round(b / 4 / MILLION, 3) for b in stages] == [0.01, 0.1, 0.5]
+
+
+@pytest.mark.parametrize(
+    ("tx", "expected"),
+    [
+        (boostax.int8_reduce("data"), {"all-to-all": "s8", "all-gather": "s8"}),
+        (boostax.int16_reduce("data"), {"all-reduce": "s16"}),
+        (boostax.sign_reduce("data"), {"all-gather": "u8"}),
+        (boostax.sign_reduce("data", two_shot=True), {"all-to-all": "u8", "all-gather": "u8"}),
+        (boostax.top_k_reduce("data", block=1000), {"all-gather": "u16"}),
+    ],
+)
+def test_the_compiler_keeps_narrow_types(tx, expected):
+    """What is counted in the jaxpr is what XLA:CPU moves."""
+    mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
+    local = lambda g: tx.update(g[0], tx.init(g[0]))[0]  # noqa: E731
+    mapped = jax.jit(jax.shard_map(local, mesh=mesh, in_specs=P("data"), out_specs=P()))
+    text = mapped.lower(jnp.zeros((8, 2**14))).compile().as_text()
+    for operation, dtype in expected.items():
+        lines = [line for line in text.splitlines() if re.search(rf" {operation}(-start)?\(", line)]
+        assert any(re.search(rf"\b{dtype}\[", line.split("=", 1)[1]) for line in lines)
+
+
+def test_results_are_those_of_one_device():
+    """In ``shard_map``, checked and not, as under ``vmap``."""
+    mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
+    grads = np.float32(np.random.default_rng(0).normal(size=(8, 40, 30)))
+    for tx in (
+        boostax.top_k_reduce("data", 0.1, momentum=0.9),
+        boostax.random_k_reduce("data", 0.1),
+        boostax.int8_reduce("data", rounding="stochastic"),
+        boostax.sign_reduce("data", two_shot=True),
+        boostax.power_sgd_reduce("data"),
+    ):
+        start = jax.vmap(tx.init, axis_name="data")(grads)
+        expected, _ = jax.vmap(tx.update, axis_name="data")(grads, start)
+        for checked in (True, False):
+            mapped = jax.shard_map(
+                lambda g, tx=tx: tx.update(g[0], tx.init(g[0]))[0],
+                mesh=mesh,
+                in_specs=P("data"),
+                out_specs=P(),
+                check_vma=checked,
+            )
+            found = jax.jit(mapped)(grads)
+            np.testing.assert_allclose(found, expected[0], rtol=1e-5, atol=1e-6)
