@@ -275,3 +275,28 @@ def test_specs_of_a_per_replica_state():
     specs = boostax.state_specs(boostax.adasum_delta(optax.adam(1.0), "data"), start(), "data")
     assert specs.inner_state.local[0].mu["w"] == P("data")
     assert specs.adasum.orthogonality == P()
+
+
+def test_residuals_are_per_replica_and_go_on_with_another_replica_count(mesh, tmp_path):
+    """Through the train step and a checkpoint, inside gates."""
+    from boostax.train.checkpoint import Checkpointer
+
+    inner = optax.chain(boostax.top_k_reduce("data", 0.1), optax.adam(1e-2))
+    tx = boostax.dynamic_loss_scale(inner, axis_name="data")
+    _, state, _ = train(tx, mesh, "data")
+    held = state.opt_state.inner_state[0].residual.local["w"]
+    assert held.shape == (8, INPUTS, 8) and held.sharding.spec == P("data")
+    assert float(jnp.abs(held[0] - held[1]).max()) > 0
+    small = jax.make_mesh((4,), ("data",), (AxisType.Auto,), devices=jax.devices()[:4])
+    step = boostax.make_train_step(loss_fn, tx, mesh=small, axis_name="data")
+    with Checkpointer(tmp_path) as checkpointer:
+        checkpointer.save(4, state)
+        as_saved = jax.eval_shape(lambda: boostax.reshard_state(step.init(start()), 8))
+        saved, _ = checkpointer.restore(as_saved)
+    moved = boostax.reshard_state(saved, 4)
+    moved = jax.device_put(moved, step.shardings(moved))
+    mean = np.asarray(moved.opt_state.inner_state[0].residual.local["w"]).mean(0)
+    np.testing.assert_allclose(mean, np.asarray(held).mean(0), atol=1e-6)
+    after, metrics = step(moved, next(batches(1)))
+    assert np.isfinite(float(metrics["loss"])) and 0 < float(metrics["unsent"]) < 1
+    assert int(after.step) == 5
