@@ -27,8 +27,12 @@ from boostax.reduce.adasum import adasum as adasum
 from boostax.reduce.delta import AdasumDeltaState as AdasumDeltaState
 from boostax.reduce.delta import adasum_delta as adasum_delta
 from boostax.reduce.feedback import CompressedState as CompressedState
+from boostax.reduce.local import LocalUpdatesState as LocalUpdatesState
+from boostax.reduce.local import local_updates as local_updates
 from boostax.reduce.low_rank import power_sgd_reduce as power_sgd_reduce
 from boostax.reduce.mean import all_reduce as all_reduce
+from boostax.reduce.partial import PartialAverageState as PartialAverageState
+from boostax.reduce.partial import partial_average as partial_average
 from boostax.reduce.quantized import int8_reduce as int8_reduce
 from boostax.reduce.quantized import int16_reduce as int16_reduce
 from boostax.reduce.quantized import sign_reduce as sign_reduce
@@ -39,9 +43,9 @@ from boostax.reduce.sparse import threshold_reduce as threshold_reduce
 from boostax.reduce.sparse import top_k_reduce as top_k_reduce
 from boostax.train.apply import apply_gradients as apply_gradients
 from boostax.train.apply import metrics as metrics
+from boostax.train.compiled import TrainStep as TrainStep
 from boostax.train.oracle import value_and_grad as value_and_grad
 from boostax.train.state import TrainState as TrainState
-from boostax.train.step import TrainStep as TrainStep
 from boostax.train.step import make_train_step as make_train_step
 
 __version__ = "0.1.0.dev0"

@@ -263,4 +263,39 @@ CASES = [
             (lambda: boostax.power_sgd_reduce("data", {0: 2, 5: 0}), "rank"),
         ),
     ),
+    Case(
+        "partial_average",
+        lambda inner, axis: boostax.dynamic_loss_scale(
+            boostax.partial_average(inner, axis, 2), axis_name=axis
+        ),
+        reduces=True,
+        own_params=True,
+        skips=True,
+        bad_arguments=(
+            (lambda: boostax.partial_average(OPT, None, 2), "axis_name"),
+            (lambda: boostax.partial_average(OPT, "data", 0), "partitions"),
+            (lambda: boostax.partial_average(OPT, "data", {"a": 0, "b": 2}), "partitions"),
+            (lambda: boostax.partial_average(3.0, "data", 2), "inner"),
+        ),
+    ),
+    Case(
+        "local_updates",
+        lambda inner, axis: boostax.dynamic_loss_scale(
+            boostax.accumulate(
+                boostax.local_updates(inner, axis, 2, optax.sgd(0.7, momentum=0.9, nesterov=True)),
+                2,
+                axis_name=axis,
+            ),
+            axis_name=axis,
+        ),
+        reduces=True,
+        own_params=True,
+        skips=True,
+        calls=2,
+        bad_arguments=(
+            (lambda: boostax.local_updates(OPT, None, 2), "axis_name"),
+            (lambda: boostax.local_updates(OPT, "data", 0), "every"),
+            (lambda: boostax.local_updates(OPT, "data", 2, 3.0), "outer"),
+        ),
+    ),
 ]

@@ -124,36 +124,44 @@ def test_what_is_held_back_is_smaller_than_what_was_wanted(name, seed):
                 assert np.sum(np.float64(held) ** 2) <= energy * (1 - 0.2) + 1e-9
 
 
+@jax.jit
+def sharply(grads):
+    tx = boostax.top_k_reduce("data", 0.05)
+    return jax.vmap(lambda g: tx.update(g, tx.init(g)), axis_name="data")(grads)
+
+
 @laws(max_examples=10)
 @given(seed=seeds)
 def test_the_truly_largest_are_sent(seed):
     """Also of magnitudes below one, where SINGA's comparison takes the first."""
     grads = {"w": np.float32(np.random.default_rng(seed).normal(size=(2, 500)) / 10)}
-    tx = boostax.top_k_reduce("data", 0.05)
-    _, state = jax.vmap(lambda g: tx.update(g, tx.init(g)), axis_name="data")(grads)
+    _, state = sharply(grads)
     kept = np.asarray(state.residual.local["w"])
     for own, held in zip(grads["w"], kept, strict=True):
         largest = np.argsort(-abs(own), kind="stable")[:25]
         assert set(np.flatnonzero(held != own)) == set(largest)
 
 
+@functools.cache
+def many_draws(make, draws, **options):
+    """A compiled function of gradients: the mean that each of so many keys leads to."""
+    tx = make("data", error_feedback=False, **options)
+
+    def mean(grads, seed):
+        state = tx.init(grads[0])._replace(codec=jax.random.PRNGKey(seed))
+        return jax.vmap(lambda g: tx.update(g, state)[0], axis_name="data")(grads)[0]
+
+    return jax.jit(lambda grads: jax.vmap(mean, (None, 0))(grads, np.arange(draws)))
+
+
 @laws(max_examples=5)
 @given(seed=seeds)
 def test_stochastic_rounding_is_right_on_average(seed):
-    rng = np.random.default_rng(seed)
-    grads = np.float32(rng.normal(size=(2, 64)))
-    draws = 400
-
-    def mean(key_seed):
-        tx = boostax.int8_reduce("data", rounding="stochastic", error_feedback=False)
-        state = tx.init(grads[0])
-        state = state._replace(codec=jax.random.PRNGKey(key_seed))
-        return jax.vmap(lambda g: tx.update(g, state)[0], axis_name="data")(grads)[0]
-
-    found = np.float64(jax.jit(jax.vmap(mean))(np.arange(draws)))
+    grads = np.float32(np.random.default_rng(seed).normal(size=(2, 64)))
+    found = np.float64(many_draws(boostax.int8_reduce, 400, rounding="stochastic")(grads))
     step = abs(grads).max() / 127
     # Two roundings, each with a standard deviation of half a step at most.
-    error = 5 * step / np.sqrt(draws)
+    error = 5 * step / np.sqrt(400)
     np.testing.assert_allclose(found.mean(0), grads.mean(0), rtol=0, atol=error)
     assert found.std(0).max() > 0
 
@@ -162,16 +170,9 @@ def test_stochastic_rounding_is_right_on_average(seed):
 @given(seed=seeds)
 def test_without_feedback_random_choice_is_right_on_average(seed):
     grads = np.float32(np.random.default_rng(seed).normal(size=(2, 40)))
-    draws = 2000
-
-    def mean(key_seed):
-        tx = boostax.random_k_reduce("data", 0.25, error_feedback=False)
-        state = tx.init(grads[0])._replace(codec=jax.random.PRNGKey(key_seed))
-        return jax.vmap(lambda g: tx.update(g, state)[0], axis_name="data")(grads)[0]
-
-    found = np.float64(jax.jit(jax.vmap(mean))(np.arange(draws)))
+    found = np.float64(many_draws(boostax.random_k_reduce, 2000, density=0.25)(grads))
     # Each entry is there with chance 1/4, times 4: a variance of 3 squares.
-    error = 5 * abs(grads.mean(0)) * np.sqrt(3 / draws)
+    error = 5 * abs(grads.mean(0)) * np.sqrt(3 / 2000)
     np.testing.assert_array_less(abs(found.mean(0) - grads.mean(0)), error + 1e-6)
 
 
@@ -180,10 +181,10 @@ def test_without_feedback_random_choice_is_right_on_average(seed):
 def test_integers_never_wrap(name, replicas):
     """All replicas at the limit, in both directions, and of any magnitude."""
     signs = np.where(np.arange(32) % 3, 1.0, -1.0)
+    tx = ALL[name]()
+    step = jax.jit(jax.vmap(lambda g: tx.update(g, tx.init(g))[0], axis_name="data"))
     for magnitude in (1e-30, 1.0, 127.0, 32767.0, 1e17):
         grads = {"w": np.float32(np.tile(signs * magnitude, (replicas, 1)))}
-        tx = ALL[name]()
-        step = jax.vmap(lambda g, tx=tx: tx.update(g, tx.init(g))[0], axis_name="data")
         found = np.asarray(step(grads)["w"][0])
         np.testing.assert_allclose(found, grads["w"][0], rtol=1e-5)
 
@@ -236,8 +237,8 @@ def test_without_feedback_nothing_is_kept():
     for make in ALL.values():
         tx = make(error_feedback=False)
         grads = normal(3, 2)
-        _, state = jax.vmap(lambda g, tx=tx: tx.update(g, tx.init(g)), axis_name="data")(grads)
-        assert not jax.tree.leaves(state.residual)
+        step = jax.vmap(lambda g, tx=tx: tx.update(g, tx.init(g)), axis_name="data")
+        assert not jax.tree.leaves(jax.eval_shape(step, grads)[1].residual)
 
 
 def test_the_share_held_back_is_recorded():

@@ -300,3 +300,47 @@ def test_residuals_are_per_replica_and_go_on_with_another_replica_count(mesh, tm
     after, metrics = step(moved, next(batches(1)))
     assert np.isfinite(float(metrics["loss"])) and 0 < float(metrics["unsent"]) < 1
     assert int(after.step) == 5
+
+
+@pytest.mark.parametrize("check_vma", [True, False])
+def test_params_of_each_replica_meet_when_they_should(mesh, check_vma):
+    """DiLoCo through the train step: apart between meetings, equal after one and after a flush."""
+    tx = boostax.accumulate(
+        boostax.local_updates(optax.adam(1e-2), "data", every=2), 2, axis_name="data"
+    )
+    step = boostax.make_train_step(loss_fn, tx, mesh=mesh, axis_name="data", check_vma=check_vma)
+    state = step.init(start())
+    own = lambda state: np.asarray(state.params.local["w"])  # noqa: E731
+    assert own(state).shape == (8, INPUTS, 8)
+    apart = []
+    for batch in batches(6):
+        state, metrics = step(state, batch)
+        apart.append(bool(np.any(own(state) != own(state)[:1])))
+    assert apart == [False, True, True, False, False, True]
+    assert np.isfinite(float(metrics["loss"]))
+    common = step.common_params(state)["w"]
+    np.testing.assert_allclose(common, own(state).mean(0), atol=1e-6)
+    state = step.flush(state)
+    assert np.all(own(state) == own(state)[:1])
+    np.testing.assert_array_equal(step.common_params(state)["w"], own(state)[0])
+
+
+def test_params_of_each_replica_go_on_with_another_replica_count(mesh, tmp_path):
+    from boostax.train.checkpoint import Checkpointer
+
+    tx = boostax.partial_average(optax.sgd(0.1, momentum=0.9), "data", 2)
+    _, state, _ = train(tx, mesh, "data", steps=3)
+    small = jax.make_mesh((4,), ("data",), (AxisType.Auto,), devices=jax.devices()[:4])
+    step = boostax.make_train_step(loss_fn, tx, mesh=small, axis_name="data")
+    with Checkpointer(tmp_path) as checkpointer:
+        checkpointer.save(3, state)
+        as_saved = jax.eval_shape(lambda: boostax.reshard_state(step.init(start()), 8))
+        saved, _ = checkpointer.restore(as_saved)
+    moved = boostax.reshard_state(saved, 4)
+    moved = jax.device_put(moved, step.shardings(moved))
+    for name, value in state.params.local.items():
+        assert moved.params.local[name].shape == (4, *value.shape[1:])
+        mean = np.asarray(value).mean(0)
+        np.testing.assert_allclose(np.asarray(moved.params.local[name]).mean(0), mean, atol=1e-6)
+    after, _ = step(moved, next(batches(1)))
+    assert int(after.step) == 4

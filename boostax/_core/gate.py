@@ -179,5 +179,10 @@ def outermost_passed(state: PyTree) -> jax.Array:
     return gates[0].taken() if gates else jnp.asarray(True)
 
 
+def has_gate(state: PyTree) -> bool:
+    """Whether a transformation with this state may hold its inner one back."""
+    return bool(trees.find(state, _is_gate))
+
+
 def _is_gate(node: Any) -> bool:
     return callable(getattr(node, "passed", None)) and callable(getattr(node, "taken", None))

@@ -13,7 +13,7 @@ import numpy as np
 import optax
 from jax.sharding import PartitionSpec
 
-from boostax._core import axes, checks
+from boostax._core import axes, checks, trees
 
 PyTree = Any
 
@@ -52,6 +52,11 @@ class Sharded(NamedTuple):
 def is_per_replica(node: Any) -> bool:
     """A leaf test for ``jax.tree`` functions."""
     return isinstance(node, PerReplica)
+
+
+def owns_params(opt_state: PyTree) -> bool:
+    """Whether each replica has params of its own, as a state in it says by ``own_params``."""
+    return bool(trees.find(opt_state, lambda node: callable(getattr(node, "own_params", None))))
 
 
 def split_dim(shape: tuple[int, ...], parts: int) -> int | None:

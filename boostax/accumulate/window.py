@@ -231,7 +231,8 @@ def accumulate(
         state: AccumulateState, params: PyTree, **extra: Any
     ) -> tuple[PyTree, AccumulateState]:
         if state.window is None:
-            return params, state
+            params, inner_state = flush_inner(tx, state.inner_state, params, extra)
+            return params, state._replace(inner_state=inner_state)
         sums = _local(state.window)
         params, closed = gate(
             state.micro_step > 0,
@@ -241,6 +242,9 @@ def accumulate(
             apply=True,
             who=who,
         )
+        # What the inner transformation holds open in its turn.
+        params, inner_state = flush_inner(tx, closed.inner_state, params, extra)
+        closed = closed._replace(inner_state=inner_state)
         return params, _next(state, jnp.zeros_like(state.micro_step), closed)
 
     return GatedTransformation(init_fn, step_fn, flush_fn)

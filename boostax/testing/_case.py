@@ -24,6 +24,7 @@ class Case:
       make: ``make(inner, axis_name)`` builds it around (or chains it before) the optimizer
         ``inner``; ``axis_name`` is ``None`` on a single device.
       reduces: it takes local gradients and returns reduced ones itself.
+      own_params: it keeps params of its own on every replica.
       skips: it skips steps whose gradients are not finite.
       distributed: it has a meaning inside a mapped function.
       calls: calls per change of the params.
@@ -35,6 +36,7 @@ class Case:
     name: str
     make: Callable[[Any, AxisName | None], optax.GradientTransformation]
     reduces: bool = False
+    own_params: bool = False
     skips: bool = False
     distributed: bool = True
     calls: int = 1

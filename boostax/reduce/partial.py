@@ -1,0 +1,190 @@
+"""Rotating averages: replicas train on their own; one partition of the params meets per step."""
+
+import bisect
+import functools
+import operator
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from boostax._core import axes, checks, trees
+from boostax._core.gate import GatedTransformation, Pending, gate
+from boostax._core.replicas import PerReplica
+from boostax.reduce.mean import all_reduce
+from boostax.reduce.own import check, init_own, result, step_own, stepped
+
+PyTree = Any
+
+
+class PartialAverageState(NamedTuple):
+    """State of ``partial_average``.
+
+    Attributes:
+      partition: i32, the partition that the next step averages.
+      inner_state: a ``PerReplica`` of the inner optimizer's state: each replica's own.
+    """
+
+    partition: jax.Array
+    inner_state: PerReplica
+
+    def metrics(self) -> dict[str, jax.Array]:
+        """Named scalars for ``boostax.metrics``."""
+        return {"partition": self.partition}
+
+    def own_params(self) -> None:
+        """Marks a state whose params are each replica's own."""
+
+
+def partial_average(
+    inner: optax.GradientTransformation, axis_name: axes.AxisName, partitions: int | PyTree
+) -> optax.GradientTransformationExtraArgs:
+    r"""Train every replica on its own gradients; average one partition of the params per step.
+
+    With the leaves shared out among :math:`K` partitions, step :math:`t` is
+
+    .. math::
+      p_r \leftarrow p_r + \text{inner}_r(g_r), \qquad
+      p_r[k] \leftarrow \tfrac1n \sum_{s=1}^{n} p_s[k] \quad \text{for } k = t \bmod K .
+
+    Every parameter is averaged once in :math:`K` steps; the state of ``inner`` never is.
+
+    Params are each replica's own: see ``docs/cards/local_updates.md`` for the loop. Stands
+    outermost but for the gates, ``dynamic_loss_scale(partial_average(...), axis_name=...)``. A
+    skipped step averages nothing and does not move the rotation. ``boostax.flush`` averages all.
+
+    Args:
+      inner: an optimizer without collectives over ``axis_name`` and without a gate of boostax.
+      axis_name: mesh axis, or a tuple of axes, of the surrounding ``shard_map`` or ``pmap``.
+      partitions: their number, at most one for each leaf: runs of consecutive leaves, the largest
+        run as small as it can be. Or the number of each leaf's partition, from 0: a tree of
+        integers like the params, or a prefix of one.
+
+    Returns:
+      A transformation with a ``PartialAverageState``. Through ``boostax.apply_gradients`` what is
+      averaged becomes bit-equal on all replicas; the pure ``update`` returns differences, and
+      ``params + updates`` is off by a rounding of the larger of old and new value, which the next
+      round replaces. Cost: one all-reduce of a partition per step, in f32 or wider; no memory
+      beyond the inner state.
+
+    Raises:
+      ValueError, TypeError: an argument out of range; more partitions than leaves, or labels that
+        do not match the params; at trace time, an unbound axis, already reduced or integer
+        gradients, no params.
+
+    Example:
+      >>> import boostax, jax, jax.numpy as jnp, optax
+      >>> tx = boostax.partial_average(optax.sgd(1.0), "data", partitions=2)
+      >>> own = [jnp.array([1.0, 3.0]), jnp.array([1.0, 3.0])]  # two leaves, on two replicas
+      >>> g = jax.tree.map(jnp.ones_like, own)
+      >>> step = lambda g, w: boostax.apply_gradients(tx, g, tx.init(w), w)[0]
+      >>> [x.tolist() for x in jax.vmap(step, axis_name="data")(g, own)]
+      [[1.0, 1.0], [0.0, 2.0]]
+
+    References:
+      Apache SINGA's ``DistOpt.backward_and_partial_update``, which numbers the partitions in the
+      order of the backward pass and loses their state in a checkpoint.
+    """
+    who = "partial_average"
+    names = check(who, inner, axis_name)
+    tx = optax.with_extra_args_support(inner)
+    members = _partitioning(who, partitions)
+    mean = all_reduce(names)
+
+    def average(own: PyTree, value: PyTree, apply: bool) -> tuple[PyTree, tuple[()]]:
+        means, _ = mean.update(stepped(own, value, apply), optax.EmptyState())
+        return result(means, own, value, apply), ()
+
+    def init_fn(params: PyTree) -> PartialAverageState:
+        members(params)
+        return PartialAverageState(jnp.zeros((), jnp.int32), init_own(tx, params, names, who))
+
+    def step_fn(
+        grads: Pending, state: PartialAverageState, params: PyTree, *, apply: bool, **extra: Any
+    ) -> tuple[PyTree, PartialAverageState]:
+        own, updates, inner_state = step_own(
+            tx, grads, state.inner_state, params, names, who, extra
+        )
+        leaves, treedef = jax.tree.flatten(own)
+        values = jax.tree.leaves(optax.apply_updates(own, updates) if apply else updates)
+        groups = members(params)
+        for k, group in enumerate(groups):
+            part, value = [leaves[i] for i in group], [values[i] for i in group]
+            heavy = functools.partial(average, part, value, apply)
+            # Not a switch over all leaves: its branches copy those that only pass through.
+            value, _ = gate(state.partition == k, heavy, value, (), apply=True, who=who)
+            for i, x in zip(group, value, strict=True):
+                values[i] = x
+        following = (state.partition + 1) % len(groups)
+        return treedef.unflatten(values), PartialAverageState(following, inner_state)
+
+    def flush_fn(
+        state: PartialAverageState, params: PyTree, **extra: Any
+    ) -> tuple[PyTree, PartialAverageState]:
+        del extra
+        axes.require_bound(names, who)
+        own = axes.to_varying(params, names)
+        return average(own, own, True)[0], state
+
+    return GatedTransformation(init_fn, step_fn, flush_fn)
+
+
+def _partitioning(who: str, partitions: Any) -> Callable[[PyTree], list[list[int]]]:
+    """A function from params to the numbers of the leaves of each partition."""
+    hint = "4 averages a quarter of the params per step; {'head': 0, 'body': 1} names them."
+    given = jax.tree.leaves(partitions)
+    if jax.tree.structure(partitions) == jax.tree.structure(0):
+        count = checks.positive_int(who, "partitions", partitions, hint)
+    else:
+        allowed = "a positive integer or a tree of the integers 0, 1, ... without a gap"
+        try:
+            found = {operator.index(x) for x in given}
+        except TypeError as error:
+            raise TypeError(checks.message(who, "partitions", allowed, partitions, hint)) from error
+        count = len(found)
+        if not found or found != set(range(count)):
+            raise ValueError(checks.message(who, "partitions", allowed, partitions, hint))
+
+    def members(params: PyTree) -> list[list[int]]:
+        leaves = jax.tree.leaves(params)
+        if jax.tree.structure(partitions) == jax.tree.structure(0):
+            if count > max(len(leaves), 1):
+                allowed = f"at most the number of param leaves, {len(leaves)}"
+                raise ValueError(checks.message(who, "partitions", allowed, count, hint))
+            labels = _even_runs([x.size * trees.wide_dtype(x).itemsize for x in leaves], count)
+        else:
+            try:
+                labels = jax.tree.leaves(jax.tree.broadcast(partitions, params))
+            except ValueError as error:
+                raise ValueError(
+                    f"{who}: partitions must be a tree like the params, or a prefix of one, got "
+                    f"{partitions!r} for {jax.tree.structure(params)}. {error}"
+                ) from error
+        return [[i for i, label in enumerate(labels) if label == k] for k in range(count)]
+
+    return members
+
+
+def _even_runs(sizes: list[int], parts: int) -> list[int]:
+    """The number of each item's run: consecutive items, the largest run as small as can be."""
+
+    def fill(limit: int) -> list[int]:
+        labels: list[int] = []
+        filled = 0
+        for i, size in enumerate(sizes):
+            label = labels[-1] if labels else 0
+            # As many left as there are runs to come: each is one.
+            last_chance = len(sizes) - i < parts - label
+            if labels and (last_chance or filled + size > limit):
+                label, filled = label + 1, 0
+            labels.append(label)
+            filled += size
+        return labels
+
+    if not sizes:
+        return []
+    limits = range(max(sizes), sum(sizes) + 1)
+    fits = bisect.bisect_left(limits, True, key=lambda limit: fill(limit)[-1] < parts)
+    return fill(limits[fits])

@@ -1,0 +1,264 @@
+"""A train step's programs: oracle, transformation and state in one, compiled and donated."""
+
+import dataclasses
+import math
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from boostax._core import trees
+from boostax._core.gate import outermost_passed, passed
+from boostax._core.replicas import (
+    PerReplica,
+    enter_replica,
+    leave_replica,
+    owns_params,
+    stack_replicas,
+    state_specs,
+)
+from boostax.accumulate.aux import Aux, as_aux
+from boostax.accumulate.window import flush
+from boostax.precision.finite import all_finite
+from boostax.precision.policy import Policy
+from boostax.train.apply import apply_gradients, metrics
+from boostax.train.state import TrainState
+
+PyTree = Any
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class TrainStep:
+    """The compiled step that ``make_train_step`` returns: ``(state, batch) -> (state, metrics)``.
+
+    The state is donated: use the returned one. Compiled once per structure of the state.
+
+    Attributes:
+      tx: the optimizer.
+      oracle: what ``boostax.value_and_grad`` made of the loss.
+      mesh: device mesh, or ``None``.
+      names: replica axes; empty without a mesh.
+      has_aux: whether the oracle returns ``(loss, aux)``.
+      microbatches: slices per replica and call.
+      policy: whose ``param_dtype`` the params are stored in, or ``None``.
+      check_vma: see ``make_train_step``.
+      param_specs: see ``make_train_step``.
+    """
+
+    tx: optax.GradientTransformation
+    oracle: Callable[..., Any]
+    mesh: Mesh | None
+    names: tuple[str, ...]
+    has_aux: bool
+    microbatches: int
+    policy: Policy | None
+    check_vma: bool
+    param_specs: PyTree = None
+    _compiled: dict[Any, tuple[Any, Any]] = dataclasses.field(default_factory=dict)
+
+    @property
+    def replicas(self) -> int:
+        """Number of replicas; 1 without a mesh."""
+        return 1 if self.mesh is None else math.prod(self.mesh.shape[x] for x in self.names)
+
+    def init(
+        self, params: PyTree, *, key: jax.Array | None = None, model_state: PyTree = None
+    ) -> TrainState:
+        """A state to start from, placed on the mesh.
+
+        Args:
+          params: initial params; copied, so that donation never takes the caller's arrays.
+          key: PRNG key handed to the loss as ``key=``, different at each call, micro-batch and
+            replica.
+          model_state: handed to the loss as ``model_state=`` and replaced by ``Aux.model_state``.
+
+        Returns:
+          A ``TrainState``.
+        """
+        if self.policy is not None:
+            params = self.policy.store_params(params)
+        opt_state = self.tx.init(params)
+        state = TrainState(jnp.zeros((), jnp.int32), params, opt_state, model_state, key)
+        state = jax.tree.map(_own, state)
+        if self.mesh is None:
+            return state
+        if owns_params(opt_state):
+            state = state._replace(params=PerReplica(state.params))
+        state = stack_replicas(state, self.replicas)
+        return jax.device_put(state, self.shardings(state))
+
+    def shardings(self, state: PyTree) -> TrainState:
+        """Where each leaf of a state lives: what a checkpoint needs to restore it."""
+        if self.mesh is None:
+            return jax.tree.map(lambda x: x.sharding, state)
+        mesh = self.mesh
+
+        def place(spec: PartitionSpec, part: PyTree) -> PyTree:
+            return jax.tree.map(lambda _: NamedSharding(mesh, spec), part)
+
+        # The specs are a prefix: one of them may stand for a whole tree of params.
+        return jax.tree.map(
+            place, self._specs(state), state, is_leaf=lambda x: isinstance(x, PartitionSpec)
+        )
+
+    def __call__(self, state: TrainState, batch: PyTree) -> tuple[TrainState, dict[str, jax.Array]]:
+        """One call: a whole step, or a micro-step of an ``accumulate`` window.
+
+        Args:
+          state: from ``init`` or the last call; donated.
+          batch: tree of arrays whose first dimension is the global batch.
+
+        Returns:
+          The new state and scalars: ``loss`` (unscaled, the mean over all), ``applied`` (whether
+          the params changed), ``boostax.metrics(opt_state)`` and ``Aux.metrics``.
+        """
+        batch = self._place(batch)
+        return self._programs(state)[0](state, batch)
+
+    def flush(self, state: TrainState) -> TrainState:
+        """Apply a partial window at the end of a run (see ``boostax.flush``)."""
+        return self._programs(state)[1](state)
+
+    def lower(self, state: TrainState, batch: PyTree) -> jax.stages.Lowered:
+        """The lowered program, for its text, memory and cost."""
+        return self._programs(state)[0].lower(state, self._place(batch))
+
+    def jaxpr(self, state: TrainState, batch: PyTree) -> Any:
+        """The traced program, for counting collectives and bytes."""
+        return jax.make_jaxpr(self._programs(state)[0])(state, self._place(batch))
+
+    def common_params(self, state: TrainState) -> PyTree:
+        """The params, to evaluate: where each replica has its own, their mean."""
+        if not isinstance(state.params, PerReplica):
+            return state.params
+        # Equal ones give themselves, without a rounding.
+        return jax.tree.map(lambda x: x[0] + (x - x[:1]).mean(0), state.params.local)
+
+    def _specs(self, state: TrainState) -> TrainState:
+        replicated = PartitionSpec()
+        params, own = state.params, isinstance(state.params, PerReplica)
+        if own:
+            params = jax.eval_shape(lambda p: jax.tree.map(lambda x: x[0], p.local), params)
+        opt_state = state_specs(
+            self.tx,
+            params,
+            self.names,
+            param_specs=self.param_specs,
+            replicas=self.replicas,
+        )
+        return TrainState(
+            step=replicated,
+            params=self._param_specs(own),
+            opt_state=opt_state,
+            model_state=replicated,
+            key=replicated,
+        )
+
+    def _param_specs(self, own: bool) -> PyTree:
+        specs = PartitionSpec() if self.param_specs is None else self.param_specs
+        if not own:
+            return specs
+        is_spec = lambda x: isinstance(x, PartitionSpec)  # noqa: E731
+        lead = lambda spec: PartitionSpec(self.names, *spec)  # noqa: E731
+        return PerReplica(jax.tree.map(lead, specs, is_leaf=is_spec))
+
+    def _place(self, batch: PyTree) -> PyTree:
+        if self.mesh is None:
+            return batch
+        for path, leaf in jax.tree_util.tree_leaves_with_path(batch):
+            rows = leaf.shape[0] if getattr(leaf, "ndim", 0) else 0
+            if not rows or rows % (self.replicas * self.microbatches):
+                raise ValueError(
+                    "make_train_step: the leading dimension of every batch leaf must be divisible "
+                    f"by replicas x microbatches = {self.replicas} x {self.microbatches}, got "
+                    f"shape {getattr(leaf, 'shape', ())} at "
+                    f"{trees.path_name(path) or 'the root'!r}. Pad the batch and give the padding "
+                    "no weight (boostax.Aux.weight)."
+                )
+        return jax.device_put(batch, NamedSharding(self.mesh, PartitionSpec(self.names)))
+
+    def _programs(self, state: TrainState) -> tuple[Any, Any]:
+        structure = jax.tree.structure(state)
+        if structure not in self._compiled:
+            step, flush_step = self._step, self._flush
+            if self.mesh is not None:
+                specs = self._specs(state)
+                step = jax.shard_map(
+                    step,
+                    mesh=self.mesh,
+                    in_specs=(specs, PartitionSpec(self.names)),
+                    out_specs=(specs, PartitionSpec()),
+                    check_vma=self.check_vma,
+                )
+                flush_step = jax.shard_map(
+                    flush_step,
+                    mesh=self.mesh,
+                    in_specs=(specs,),
+                    out_specs=specs,
+                    check_vma=self.check_vma,
+                )
+            self._compiled[structure] = (
+                jax.jit(step, donate_argnums=0),
+                jax.jit(flush_step, donate_argnums=0),
+            )
+        return self._compiled[structure]
+
+    def _step(self, state: TrainState, batch: PyTree) -> tuple[TrainState, dict[str, jax.Array]]:
+        params, opt_state = _entered(state)
+        value, grads = self.oracle(
+            params, opt_state, batch, key=self._call_key(state), model_state=state.model_state
+        )
+        loss, aux = (value[0], as_aux(value[1])) if self.has_aux else (value, Aux())
+        extra = {} if aux.weight is None else {"weight": aux.weight}
+        params, opt_state = apply_gradients(self.tx, grads, opt_state, params, **extra)
+        model_state = state.model_state
+        if model_state is not None and aux.model_state is not None:
+            # A skipped step never happened, and an overflow in the forward pass reaches the
+            # statistics before any gradient.
+            keep = outermost_passed(opt_state) & all_finite(aux.model_state)
+            model_state = jax.tree.map(
+                lambda new, old: jnp.where(keep, new, old), aux.model_state, model_state
+            )
+        new_state = _left(state, params, opt_state)._replace(
+            step=optax.safe_increment(state.step), model_state=model_state
+        )
+        reported = {"loss": loss, "applied": passed(opt_state), **metrics(opt_state)}
+        return new_state, _named(aux.metrics) | reported
+
+    def _flush(self, state: TrainState) -> TrainState:
+        params, opt_state = _entered(state)
+        return _left(state, *flush(self.tx, opt_state, params))
+
+    def _call_key(self, state: TrainState) -> jax.Array | None:
+        if state.key is None:
+            return None
+        key = jax.random.fold_in(state.key, state.step)
+        return jax.random.fold_in(key, jax.lax.axis_index(self.names)) if self.names else key
+
+
+def _entered(state: TrainState) -> tuple[PyTree, PyTree]:
+    """A replica's params and optimizer state."""
+    params, opt_state = enter_replica((state.params, state.opt_state))
+    return (params.local if isinstance(params, PerReplica) else params), opt_state
+
+
+def _left(state: TrainState, params: PyTree, opt_state: PyTree) -> TrainState:
+    """The state with new ones."""
+    params = PerReplica(params) if isinstance(state.params, PerReplica) else params
+    params, opt_state = leave_replica((params, opt_state))
+    return state._replace(params=params, opt_state=opt_state)
+
+
+def _own(x: Any) -> jax.Array:
+    """A copy of strong dtype: one that can be donated, and does not make the step trace twice."""
+    copy = jnp.array(x, copy=True)
+    return copy if jnp.issubdtype(copy.dtype, jax.dtypes.prng_key) else copy.astype(copy.dtype)
+
+
+def _named(tree: PyTree) -> dict[str, jax.Array]:
+    """A tree of metrics, flat, by path."""
+    leaves = jax.tree_util.tree_leaves_with_path(tree)
+    return {trees.path_name(path) or "aux": leaf for path, leaf in leaves}

@@ -1,0 +1,586 @@
+"""Replicas on their own: rotating averages as SINGA has them, local SGD and DiLoCo."""
+
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import boostax
+from boostax._core import costs
+from boostax.reduce.partial import _even_runs
+
+RATE, MOMENTUM = 0.1, 0.9
+SGD = optax.sgd(RATE, momentum=MOMENTUM)
+SHAPES = {"a": (4, 3), "b": (5,), "c": {"d": (2, 2), "e": ()}}
+NESTEROV = optax.sgd(0.7, momentum=0.9, nesterov=True)
+
+
+def is_shape(x):
+    return isinstance(x, tuple)
+
+
+def draw(seed, *lead):
+    rng = np.random.default_rng(seed)
+    make = lambda shape: np.float32(rng.normal(size=(*lead, *shape)))  # noqa: E731
+    return jax.tree.map(make, SHAPES, is_leaf=is_shape)
+
+
+def start():
+    return jax.tree.map(jnp.asarray, draw(0))
+
+
+def mesh_of(replicas):
+    devices = jax.devices()[:replicas]
+    return jax.make_mesh((replicas,), ("data",), (AxisType.Auto,), devices=devices)
+
+
+def gradient(params, noise):
+    """That of a quadratic with a centre of its own on every replica and at every step."""
+    return jax.tree.map(lambda p, x: 0.3 * p + x, params, noise)
+
+
+def trajectory(tx, noise, mode="vmap", pure=False):
+    """Params of every replica after every step ``(replicas, steps, ...)``, and the last state."""
+
+    def train(params, noise):
+        def step(carry, x):
+            params, state = carry
+            g = gradient(params, x)
+            if pure:
+                updates, state = tx.update(g, state, params)
+                params = optax.apply_updates(params, updates)
+            else:
+                params, state = boostax.apply_gradients(tx, g, state, params)
+            return (params, state), params
+
+        state = tx.init(params)
+        (_, state), each = jax.lax.scan(step, (boostax.local_params(params, "data"), state), noise)
+        return each, state
+
+    return on_replicas(train, mode, noise)
+
+
+def on_replicas(train, mode, noise):
+    """``train(params, the replica's noise)``, its result stacked."""
+    if mode == "vmap":
+        return jax.jit(jax.vmap(train, (None, 0), axis_name="data"))(start(), noise)
+
+    def on_one(params, noise):
+        result = train(params, jax.tree.map(lambda x: x[0], noise))
+        return jax.tree.map(lambda x: x[None], result)
+
+    mapped = jax.shard_map(
+        on_one,
+        mesh=mesh_of(len(jax.tree.leaves(noise)[0])),
+        in_specs=(P(), P("data")),
+        out_specs=P("data"),
+        check_vma=mode == "checked",
+    )
+    return jax.jit(mapped)(start(), noise)
+
+
+def reference(noise, meet):
+    """Float64: momentum SGD on every replica, ``meet(step, params)`` after each step.
+
+    Params are a list of leaves ``(replicas, ...)``.
+    """
+    xs = [np.float64(x) for x in jax.tree.leaves(noise)]
+    replicas, steps = xs[0].shape[:2]
+    own = [np.stack([np.float64(p)] * replicas) for p in jax.tree.leaves(draw(0))]
+    trace = [np.zeros_like(p) for p in own]
+    for t in range(steps):
+        for i, x in enumerate(xs):
+            trace[i] = MOMENTUM * trace[i] + 0.3 * own[i] + x[:, t]
+            own[i] = own[i] - RATE * trace[i]
+        own = meet(t, own)
+        yield [p.copy() for p in own]
+
+
+def rotating(labels):
+    """SINGA: sum over the replicas divided by their number, one partition per step."""
+    count = max(labels) + 1
+
+    def meet(t, own):
+        average = lambda p: np.broadcast_to(p.sum(0) / len(p), p.shape)  # noqa: E731
+        return [average(p) if k == t % count else p for p, k in zip(own, labels, strict=True)]
+
+    return meet
+
+
+def diloco(every, rate=0.7, momentum=0.9):
+    """DiLoCo, algorithm 1, with Nesterov momentum outside."""
+    anchor = [np.float64(p) for p in jax.tree.leaves(draw(0))]
+    trace = [np.zeros_like(p) for p in anchor]
+
+    def meet(t, own):
+        if (t + 1) % every:
+            return own
+        for i, p in enumerate(own):
+            away = anchor[i] - p.mean(0)
+            trace[i] = momentum * trace[i] + away
+            anchor[i] = anchor[i] - rate * (away + momentum * trace[i])
+        return [np.broadcast_to(a, p.shape) for a, p in zip(anchor, own, strict=True)]
+
+    return meet
+
+
+def assert_follows(each, noise, meet, tolerance=3e-6):
+    leaves = jax.tree.leaves(each)
+    for t, own in enumerate(reference(noise, meet)):
+        for actual, expected in zip(leaves, own, strict=True):
+            np.testing.assert_allclose(actual[:, t], expected, atol=tolerance, rtol=tolerance)
+
+
+def equal_on_all(x):
+    return bool((np.asarray(x) == np.asarray(x)[:1]).all())
+
+
+CASES = [(2, "vmap"), (3, "checked"), (8, "unchecked")]
+
+
+# Rotating averages.
+
+
+@pytest.mark.parametrize(("replicas", "mode"), CASES)
+def test_partial_average_is_singas(replicas, mode):
+    noise = draw(1, replicas, 7)
+    labels = {"a": 0, "b": 2, "c": 1}
+    each, state = trajectory(boostax.partial_average(SGD, "data", labels), noise, mode)
+    assert_follows(each, noise, rotating([0, 2, 1, 1]))
+    assert np.asarray(state.partition).tolist() == [7 % 3] * replicas
+    assert not equal_on_all(state.inner_state.local[0].trace["a"])
+
+
+def test_every_partition_is_averaged_once_in_a_round():
+    noise = draw(2, 8, 8)
+    each, _ = trajectory(boostax.partial_average(SGD, "data", 4), noise, "checked")
+    for t in range(8):
+        equal = [equal_on_all(x[:, t]) for x in jax.tree.leaves(each)]
+        assert equal == [k == t % 4 for k in range(4)]
+
+
+def test_one_partition_averages_all_at_every_step():
+    noise = draw(3, 3, 4)
+    each, _ = trajectory(boostax.partial_average(SGD, "data", 1), noise)
+    assert_follows(each, noise, rotating([0] * 4))
+    assert all(map(equal_on_all, jax.tree.leaves(each)))
+
+
+def test_consecutive_leaves_are_shared_out_evenly():
+    rng = np.random.default_rng(0)
+    for _ in range(100):
+        sizes = [int(x) for x in rng.integers(0, 20, rng.integers(1, 8))]
+        parts = int(rng.integers(1, len(sizes) + 1))
+        labels = _even_runs(sizes, parts)
+        assert labels == sorted(labels) and set(labels) == set(range(parts))
+        cuts = itertools.combinations(range(1, len(sizes)), parts - 1)
+        runs = ([0, *inner, len(sizes)] for inner in cuts)
+        best = min(max(sum(sizes[a:b]) for a, b in itertools.pairwise(ends)) for ends in runs)
+        largest = max(sum(s for s, k in zip(sizes, labels, strict=True) if k == j) for j in labels)
+        assert largest == best
+
+
+# Local updates.
+
+
+@pytest.mark.parametrize(("replicas", "mode"), CASES)
+def test_local_updates_are_diloco(replicas, mode):
+    noise = draw(4, replicas, 10)
+    each, state = trajectory(boostax.local_updates(SGD, "data", 4, NESTEROV), noise, mode)
+    assert_follows(each, noise, diloco(4))
+    for t in range(10):
+        assert all(equal_on_all(x[:, t]) == (t in (3, 7)) for x in jax.tree.leaves(each))
+    met = jax.tree.map(lambda x: x[:, 7], each)
+    jax.tree.map(np.testing.assert_array_equal, met, state.anchor)
+    assert set(np.asarray(state.since_sync)) == {2} and set(np.asarray(state.syncs)) == {2}
+
+
+def test_local_sgd_averages_params_by_default():
+    noise = draw(5, 3, 6)
+    each, _ = trajectory(boostax.local_updates(SGD, "data", 3), noise)
+    assert_follows(each, noise, diloco(3, rate=1.0, momentum=0.0))
+
+
+@pytest.mark.parametrize("replicas", [1, 8])
+def test_meeting_at_every_step_is_data_parallel_sgd(replicas):
+    noise = draw(6, replicas, 5)
+    each, _ = trajectory(boostax.local_updates(optax.sgd(RATE), "data", 1), noise)
+    plain = optax.chain(boostax.all_reduce("data"), optax.sgd(RATE))
+    expected, _ = trajectory(plain, noise)
+    for a, b in zip(jax.tree.leaves(each), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_allclose(a, b, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: boostax.partial_average(SGD, "data", 2),
+        lambda: boostax.local_updates(SGD, "data", 3, NESTEROV),
+    ],
+)
+def test_pure_updates_lead_there_up_to_a_rounding(make):
+    noise = draw(7, 3, 6)
+    applied, _ = trajectory(make(), noise)
+    pure, _ = trajectory(make(), noise, pure=True)
+    for a, b in zip(jax.tree.leaves(applied), jax.tree.leaves(pure), strict=True):
+        np.testing.assert_allclose(a, b, atol=3e-7, rtol=3e-7)
+
+
+def test_another_reduction_may_make_the_outer_gradient():
+    noise = draw(8, 2, 2)
+    adasum = boostax.local_updates(SGD, "data", 2, reduction=boostax.adasum("data"))
+    each, state = trajectory(adasum, noise, "checked")
+    assert all(equal_on_all(x[:, 1]) for x in jax.tree.leaves(each))
+    assert 1 <= float(boostax.metrics(state)["orthogonality"][0]) <= 2
+
+
+# The loop of a user: params as ``PerReplica``, a donating step in ``shard_map``.
+
+
+class Loop:
+    """What ``docs/cards/local_updates.md`` shows."""
+
+    def __init__(self, tx, mesh, params):
+        self.traces = 0
+        self.specs = (P("data"), boostax.state_specs(tx, params, "data"))
+        self.place = lambda tree: jax.device_put(
+            tree,
+            tuple(
+                jax.tree.map(lambda s: NamedSharding(mesh, s), x, is_leaf=lambda x: type(x) is P)
+                for x in self.specs
+            ),
+        )
+
+        def step(own, opt_state, noise):
+            self.traces += 1
+            own, opt_state = boostax.enter_replica((own, opt_state))
+            g = gradient(own.local, jax.tree.map(lambda x: x[0], noise))
+            local, opt_state = boostax.apply_gradients(tx, g, opt_state, own.local)
+            return boostax.leave_replica((boostax.PerReplica(local), opt_state))
+
+        mapped = jax.shard_map(
+            step, mesh=mesh, in_specs=(*self.specs, P("data")), out_specs=self.specs
+        )
+        self.step = jax.jit(mapped, donate_argnums=(0, 1))
+        both = lambda p: (boostax.PerReplica(p), tx.init(p))  # noqa: E731
+        stacked = jax.jit(lambda p: boostax.stack_replicas(both(p), mesh.shape["data"]))
+        self.state = self.place(stacked(params))
+
+    def run(self, noise):
+        for t in range(jax.tree.leaves(noise)[0].shape[1]):
+            self.state = self.step(*self.state, jax.tree.map(lambda x, t=t: x[:, t], noise))
+        return jax.tree.map(np.array, self.state)
+
+
+def same(left, right):
+    jax.tree.map(np.testing.assert_array_equal, left, right)
+
+
+WRAPPED = {
+    "partial": lambda: boostax.partial_average(optax.adam(0.1), "data", 3),
+    "local": lambda: boostax.local_updates(optax.adam(0.1), "data", 2, NESTEROV),
+}
+
+
+@pytest.mark.parametrize("kind", WRAPPED)
+def test_state_is_donated_and_the_step_traced_once(mesh, kind):
+    params = start()
+    loop = Loop(WRAPPED[kind](), mesh, params)
+    before = jax.tree.map(lambda x: (x.shape, x.dtype, x.weak_type, x.sharding), loop.state)
+    noise = draw(9, 8, 5)
+    own, _ = loop.run(noise)
+    after = jax.tree.map(lambda x: (x.shape, x.dtype, x.weak_type, x.sharding), loop.state)
+    assert loop.traces == 1 and before == after
+    each, _ = trajectory(WRAPPED[kind](), noise)
+    for a, b in zip(jax.tree.leaves(own.local), jax.tree.leaves(each), strict=True):
+        np.testing.assert_allclose(a, b[:, -1], atol=1e-5)
+
+
+@pytest.mark.parametrize("kind", WRAPPED)
+def test_a_nan_on_one_replica_leaves_all_untouched(mesh, kind):
+    tx = boostax.dynamic_loss_scale(WRAPPED[kind](), init_scale=1.0, axis_name="data")
+    loop = Loop(tx, mesh, start())
+    bad = draw(10, 8, 1)
+    bad["b"][3, 0, 1] = np.nan
+    loop.run(draw(11, 8, 3))
+    own, state = loop.run(draw(12, 8, 1))
+    own_after, state_after = loop.run(bad)
+    same((own_after, state_after.inner_state), (own, state.inner_state))
+    assert state_after.skipped_steps == 1
+    own_after, state_after = loop.run(draw(13, 8, 1))
+    assert not np.array_equal(own_after.local["a"], own.local["a"])
+    counter = "partition" if kind == "partial" else "since_sync"
+    assert getattr(state_after.inner_state, counter) == {"partial": 5 % 3, "local": 5 % 2}[kind]
+    assert loop.traces == 1
+
+
+@pytest.mark.parametrize("kind", WRAPPED)
+def test_a_window_outside_counts_as_one_step(mesh, kind):
+    window = lambda tx: boostax.accumulate(tx, 2, axis_name="data")  # noqa: E731
+    scaled = lambda tx: boostax.dynamic_loss_scale(tx, init_scale=1.0, axis_name="data")  # noqa: E731
+    noise = draw(14, 8, 4)
+    loop = Loop(scaled(window(WRAPPED[kind]())), mesh, start())
+    own, state = loop.run(noise)
+    inner = state.inner_state.inner_state
+    assert inner.partition == 2 if kind == "partial" else (inner.syncs, inner.since_sync) == (1, 0)
+    if kind == "local":
+        assert all(map(equal_on_all, jax.tree.leaves(own)))
+
+
+def test_another_number_of_replicas_goes_on_from_the_same_mean(mesh):
+    tx = WRAPPED["local"]()
+    saved = Loop(tx, mesh, start()).run(draw(15, 8, 3))
+    moved = jax.jit(lambda state: boostax.reshard_state(state, 4))(saved)
+    for a, b in zip(jax.tree.leaves(moved[0]), jax.tree.leaves(saved[0]), strict=True):
+        assert a.shape[0] == 4
+        np.testing.assert_allclose(a.mean(0), b.mean(0), atol=1e-6)
+    fewer = Loop(tx, mesh_of(4), start())
+    fewer.state = fewer.place(moved)
+    own, _ = fewer.run(draw(16, 4, 3))
+    assert all(np.isfinite(x).all() for x in jax.tree.leaves(own))
+
+
+@pytest.mark.parametrize("kind", WRAPPED)
+def test_flush_lets_the_replicas_meet(kind):
+    tx = boostax.dynamic_loss_scale(WRAPPED[kind](), init_scale=1.0, axis_name="data")
+    replicas = 8
+
+    def train(params, noise):
+        own, state = boostax.local_params(params, "data"), tx.init(params)
+        own, state = boostax.apply_gradients(tx, gradient(own, noise), state, own)
+        return own, boostax.flush(tx, state, own)
+
+    noise = jax.tree.map(lambda x: x[:, 0], draw(17, replicas, 1))
+    own, (met, state) = on_replicas(train, "checked", noise)
+    assert all(map(equal_on_all, jax.tree.leaves(met)))
+    if kind == "partial":
+        for a, b in zip(jax.tree.leaves(met), jax.tree.leaves(own), strict=True):
+            np.testing.assert_allclose(a[0], b.mean(0), atol=1e-6)
+    else:
+        same(met, state.inner_state.anchor)
+        assert np.asarray(state.inner_state.since_sync).tolist() == [0] * replicas
+
+
+# What travels.
+
+
+def sent_by_branch(tx, params):
+    """For every cond with a collective in it: bytes sent in each branch; and those outside."""
+    specs = boostax.state_specs(tx, params, "data")
+
+    def step(own, opt_state, grads):
+        own, opt_state, grads = boostax.enter_replica((own, opt_state, grads))
+        local, opt_state = boostax.apply_gradients(tx, grads.local, opt_state, own.local)
+        return boostax.leave_replica((boostax.PerReplica(local), opt_state))
+
+    own = P("data")
+    mapped = jax.shard_map(
+        step, mesh=mesh_of(8), in_specs=(own, specs, own), out_specs=(own, specs)
+    )
+    each = boostax.stack_replicas(boostax.PerReplica(params), 8)
+    jaxpr = jax.make_jaxpr(mapped)(each, boostax.stack_replicas(tx.init(params), 8), each)
+    found = costs.collectives(jaxpr)
+    conds = [eqn for eqn in equations(jaxpr.jaxpr) if eqn.primitive.name == "cond"]
+    branches = [
+        tuple(sum(c.bytes for c in costs.collectives(b)) for b in eqn.params["branches"])
+        for eqn in conds
+    ]
+    return [b for b in branches if any(b)], costs.wire_bytes(found, conditional=False)
+
+
+def equations(jaxpr):
+    for eqn in jaxpr.eqns:
+        yield eqn
+        if eqn.primitive.name == "shard_map":
+            yield from equations(eqn.params["jaxpr"])
+
+
+def test_a_step_sends_one_partition():
+    """The False branch of each holds, and exactly one is True."""
+    params = [jnp.zeros(100), jnp.zeros(300), jnp.zeros(200), jnp.zeros(200)]
+    branches, always = sent_by_branch(boostax.partial_average(optax.adam(0.1), "data", 2), params)
+    assert branches == [(0, 4 * 400), (0, 4 * 400)] and always == 0
+    half = jax.tree.map(lambda p: p.astype(jnp.bfloat16), params)
+    branches, _ = sent_by_branch(boostax.partial_average(SGD, "data", [0, 1, 2, 3]), half)
+    assert branches == [(0, 4 * size) for size in (100, 300, 200, 200)]
+
+
+def test_nothing_is_sent_between_meetings():
+    params = {"w": jnp.zeros((20, 10)), "b": jnp.zeros(10)}
+    branches, always = sent_by_branch(
+        boostax.local_updates(optax.adam(0.1), "data", 4, NESTEROV), params
+    )
+    assert branches == [(0, 4 * 210)] and always == 0
+
+
+# Trees, dtypes, buffers.
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "complex64"])
+@pytest.mark.parametrize("kind", WRAPPED)
+def test_trees_and_dtypes(kind, dtype):
+    tx = WRAPPED[kind]()
+    params = {
+        "list": [jnp.ones(3, dtype), jnp.asarray(0.5, dtype), jnp.zeros((0, 2), dtype)],
+        "none": None,
+        "masked": optax.MaskedNode(),
+        "w": jnp.linspace(0.1, 0.9, 8).astype(dtype),
+    }
+
+    def train(seed):
+        own, state = params, tx.init(params)
+        for t in range(2):
+            grads = jax.tree.map(lambda p, t=t: (p + seed * (t + 1)).astype(p.dtype), own)
+            own, state = boostax.apply_gradients(tx, grads, state, own)
+        return own, state
+
+    own, state = jax.jit(jax.vmap(train, axis_name="data"))(jnp.arange(3.0))
+    assert jax.tree.structure(own) == jax.tree.structure(params)
+    assert {x.dtype for x in jax.tree.leaves(own)} == {jnp.dtype(dtype)}
+    wide = jnp.promote_types(dtype, jnp.float32)
+    assert {x.dtype for x in jax.tree.leaves(state.inner_state.local[0].mu)} == {wide}
+    assert not any(x.weak_type for x in jax.tree.leaves((own, state)))
+    if kind == "local":
+        assert all(map(equal_on_all, jax.tree.leaves(own)))
+        same(own, state.anchor)
+
+
+def test_float64_stays():
+    with jax.enable_x64(True):
+        tx = boostax.local_updates(optax.sgd(1.0), "data", 1)
+        step = lambda g: boostax.apply_gradients(tx, g, tx.init(g), jnp.zeros_like(g))[0]  # noqa: E731
+        tx_of_zero = jax.vmap(step, axis_name="data")(jnp.asarray([1.0, 2.0]) / 3)
+        assert tx_of_zero.dtype == jnp.float64
+
+
+@pytest.mark.parametrize("kind", WRAPPED)
+def test_init_shares_no_buffer(kind):
+    params = start()
+    state = WRAPPED[kind]().init(params)
+    pointers = [x.unsafe_buffer_pointer() for x in jax.tree.leaves((params, state))]
+    assert len(pointers) == len(set(pointers))
+
+
+def test_optax_wrappers():
+    """Pure updates, so equal up to a rounding, in the leaves that are not masked."""
+    noise, seen = draw(18, 2, 4), {"a": True, "b": True, "c": False}
+    injected = optax.inject_hyperparams(boostax.local_updates, ("inner", "axis_name", "every"))
+    for tx, met in (
+        (optax.chain(optax.clip(1.0), boostax.local_updates(SGD, "data", 2)), 3),
+        (optax.masked(boostax.local_updates(SGD, "data", 2), seen), 3),
+        (optax.masked(boostax.partial_average(SGD, "data", 2), seen), 2),
+        (injected(SGD, "data", 2), 3),
+    ):
+        each, _ = trajectory(tx, noise, "checked", pure=True)
+        ours, theirs = np.asarray(each["a"])[:, met]
+        np.testing.assert_allclose(ours, theirs, atol=1e-6)
+
+
+def test_metrics():
+    state = boostax.local_updates(SGD, "data", 4).init(start())
+    assert {k: int(v) for k, v in boostax.metrics(state).items()} == {"since_sync": 0, "syncs": 0}
+    state = boostax.partial_average(SGD, "data", 4).init(start())
+    assert {k: int(v) for k, v in boostax.metrics(state).items()} == {"partition": 0}
+
+
+def test_extra_arguments_reach_the_inner_optimizer():
+    seen = []
+
+    def update(updates, state, params=None, **extra):
+        seen.append(extra["marker"])
+        return updates, state
+
+    spy = optax.GradientTransformationExtraArgs(optax.init_empty_state, update)
+    for tx in (boostax.partial_average(spy, "data", 1), boostax.local_updates(spy, "data", 1)):
+        update_all = jax.vmap(
+            lambda g, tx=tx: tx.update(g, tx.init(g), g, marker=7)[0], axis_name="data"
+        )
+        jax.eval_shape(update_all, jnp.ones((2, 3)))
+    assert seen == [7, 7]
+
+
+# What is refused.
+
+
+@pytest.mark.parametrize(
+    ("make", "part"),
+    [
+        (lambda: boostax.partial_average(3.0, "data", 1), "partial_average: inner"),
+        (lambda: boostax.partial_average(SGD, None, 1), "partial_average: axis_name"),
+        (lambda: boostax.partial_average(SGD, "data", 0), "partial_average: partitions"),
+        (lambda: boostax.partial_average(SGD, "data", "two"), "partial_average: partitions"),
+        (lambda: boostax.partial_average(SGD, "data", None), "partial_average: partitions"),
+        (lambda: boostax.partial_average(SGD, "data", {"a": 0, "b": 2}), "without a gap"),
+        (lambda: boostax.partial_average(SGD, "data", {"a": 0, "b": 1.0}), "without a gap"),
+        (
+            lambda: boostax.partial_average(SGD, "data", 5).init(start()),
+            "number of param leaves, 4",
+        ),
+        (
+            lambda: boostax.partial_average(SGD, "data", {"a": 0, "x": 1}).init(start()),
+            "a prefix of one",
+        ),
+        (lambda: boostax.local_updates(3.0, "data", 1), "local_updates: inner"),
+        (lambda: boostax.local_updates(SGD, "data", 0), "local_updates: every"),
+        (lambda: boostax.local_updates(SGD, "data", 2.5), "local_updates: every"),
+        (lambda: boostax.local_updates(SGD, "data", 1, 0.7), "local_updates: outer"),
+        (
+            lambda: boostax.local_updates(SGD, "data", 1, reduction="mean"),
+            "local_updates: reduction",
+        ),
+        (lambda: boostax.local_updates(boostax.accumulate(SGD, 2), "data", 1), "gate outside"),
+        (
+            lambda: boostax.local_updates(optax.chain(boostax.accumulate(SGD, 2)), "data", 1).init(
+                start()
+            ),
+            "gate outside",
+        ),
+        (
+            lambda: boostax.partial_average(boostax.local_updates(SGD, "data", 1), "data", 1),
+            "gate outside",
+        ),
+        (
+            lambda: boostax.local_updates(SGD, "data", 1).update(
+                start(), boostax.local_updates(SGD, "data", 1).init(start()), start()
+            ),
+            "which is not bound here",
+        ),
+    ],
+)
+def test_errors(make, part):
+    with pytest.raises((ValueError, TypeError), match=part):
+        make()
+
+
+@pytest.mark.parametrize("kind", WRAPPED)
+def test_reduced_gradients_missing_params_and_own_params_are_refused(mesh, kind):
+    tx = WRAPPED[kind]()
+
+    def mapped(fn):
+        specs = {"in_specs": (P(), P("data")), "out_specs": P("data")}
+        return lambda: jax.eval_shape(
+            jax.shard_map(
+                lambda p, x: jax.tree.map(lambda y: y[None], fn(p, x)), mesh=mesh, **specs
+            ),
+            start(),
+            jnp.ones(8),
+        )
+
+    def loss(params, x):
+        return x[0] * sum(jnp.sum(p) for p in jax.tree.leaves(params))
+
+    reduced = mapped(lambda p, x: tx.update(jax.grad(loss)(p, x), tx.init(p), p)[0])
+    with pytest.raises(ValueError, match="local_params"):
+        reduced()
+    local = lambda p: boostax.local_params(p, "data")  # noqa: E731
+    no_params = mapped(lambda p, x: tx.update(jax.grad(loss)(local(p), x), tx.init(p))[0])
+    with pytest.raises(ValueError, match="params must be given"):
+        no_params()
+    if kind == "local":
+        with pytest.raises(ValueError, match="equal on all replicas"):
+            mapped(lambda p, x: tx.init(local(p)))()
