@@ -43,6 +43,8 @@ from boostax.reduce.sparse import threshold_reduce as threshold_reduce
 from boostax.reduce.sparse import top_k_reduce as top_k_reduce
 from boostax.train.apply import apply_gradients as apply_gradients
 from boostax.train.apply import metrics as metrics
+from boostax.train.break_even import BreakEven as BreakEven
+from boostax.train.break_even import break_even as break_even
 from boostax.train.compiled import TrainStep as TrainStep
 from boostax.train.oracle import value_and_grad as value_and_grad
 from boostax.train.state import TrainState as TrainState

@@ -2,15 +2,22 @@
 
 import json
 import re
+import shutil
 import subprocess
 import sys
+import typing
 
 import jax
 import pytest
 from jax.experimental.compilation_cache import compilation_cache
 
 from boostax.cli import main
+from boostax.cli.build import build, reduction
+from boostax.cli.compare import Variant
+from boostax.cli.recipe import CODECS, Recipe, Reduction
+from boostax.train.break_even import break_even
 from boostax.train.writers import JsonLines
+from boostax.workloads import DigitsConfig, digits
 
 SMALL_TEXT = (
     "--paths ./corpus.txt --width 16 --depth 1 --heads 2 --sequence-length 8 --batch-size 8 "
@@ -103,6 +110,38 @@ def test_gradients_of_several_devices_are_combined_by_adasum(reduce, here, capsy
     assert summary(here / "here")["configuration"]["reduce"] == reduce
 
 
+@pytest.mark.parametrize(
+    ("reduce", "said"),
+    [("top-k --density 0.1", "top-k, 0.1 of the entries sent"), ("int8", "int8")],
+)
+def test_compressed_gradients_train_and_go_on_from_a_checkpoint(reduce, said, here, capsys):
+    """What waits to be sent is saved with the rest: the end is the same, bit for bit."""
+    options = f"--steps 4 --devices 2 --checkpoint-every 2 --reduce {reduce}".split()
+    assert train(*options, "--output", "whole") == 0
+    printed = capsys.readouterr().out
+    assert re.search(rf"reduction +{said} *\n", printed)
+    assert 0 < JsonLines.read(here / "whole" / "metrics.jsonl")[-1]["unsent"] < 1
+    shutil.copytree(here / "whole" / "checkpoints", here / "half" / "checkpoints")
+    shutil.rmtree(here / "half" / "checkpoints" / "4")
+    assert train(*options, "--output", "half", "--resume") == 0
+    assert "resuming after call 2" in capsys.readouterr().out
+    first, second = (summary(here / name)["params_sha256"] for name in ("whole", "half"))
+    assert first == second
+    other = [*options, "--density", "0.2"] if "top-k" in reduce else [*options, "--reduce", "int16"]
+    assert train(*other, "--output", "half", "--resume") == 1
+    assert "It changes the numbers" in capsys.readouterr().err
+
+
+def test_every_reduction_of_the_command_can_be_built_and_codecs_send_less():
+    workload = digits(DigitsConfig(width=16, batch_size=16))
+    params = jax.eval_shape(workload.init, jax.random.key(0))[0]
+    for reduce in typing.get_args(Reduction):
+        recipe = Recipe(devices=8, reduce=reduce)
+        assert build(workload, recipe).step.replicas == 8
+        found = break_even(reduction(recipe), params, 8, encode_seconds=0)
+        assert (found.wire_bytes < 0.6 * found.dense_bytes) == (reduce in CODECS)
+
+
 def test_resume_refuses_other_numbers_and_knows_a_finished_run(here, capsys):
     first = ["--steps", "4", "--checkpoint-every", "2"]
     assert train(*first, "--resume") == 0  # nothing there yet: starts
@@ -155,6 +194,18 @@ def test_a_damaged_checkpoint_is_refused_and_kept(here, capsys):
         ("--loss-scale -3", "scale"),
         ("--reduce adasum", "--reduce must be mean on a single device, got adasum"),
         ("--wire bfloat16", "--wire must be float32 on a single device, got bfloat16"),
+        ("--reduce int8", "--reduce must be mean on a single device, got int8"),
+        (
+            "--devices 2 --reduce int8 --wire float16",
+            "--wire must be float32 with --reduce int8, got float16. int8 decides itself",
+        ),
+        (
+            "--devices 2 --density 0.1",
+            "--density must be left out with --reduce mean, got 0.1. It is for --reduce top-k and",
+        ),
+        ("--devices 2 --reduce top-k --rank 2", "--rank must be left out with --reduce top-k"),
+        ("--devices 2 --reduce top-k --density 2", "--density must be in (0, 1], got 2.0"),
+        ("--devices 2 --reduce power-sgd --rank 0", "--rank must be a positive integer, got 0"),
         ("--checkpoint-every 0", "--checkpoint-every must be a positive integer"),
         ("--holdout 2", "holdout must be"),
     ],
@@ -188,6 +239,22 @@ def test_compare_sets_the_variants_side_by_side(here, capsys):
     printed = capsys.readouterr().out
     for name in names:
         assert name in printed
+
+
+def test_compare_says_at_which_bandwidth_a_codec_pays(here, capsys, monkeypatch):
+    last = Variant("+ loss scale", "float16", "dynamic", 1)
+    monkeypatch.setattr("boostax.cli.compare._variants", lambda *_: [last])
+    reduce = "--reduce random-k --density 0.1"
+    options = f"--steps 2 --seeds 1 --devices 2 --accumulate 1 {reduce}".split()
+    assert main(["compare", "digits", *SMALL_DIGITS, *options]) == 0
+    printed = capsys.readouterr().out
+    assert re.search(r"random-k (pays|never pays)", printed) and "a dense mean" in printed
+    rows = json.loads((here / "runs/compare-digits/compare.json").read_text())["variants"]
+    for row in rows.values():
+        # A tenth of 2 x 1000 entries, and scalars.
+        assert 0 < row["wire_bytes"] - 4 * 200 < 100
+        # Infinity, for always, has no word in JSON.
+        assert row["pays_below"] is None or row["pays_below"] > 0
 
 
 def test_compare_refuses_parts_that_do_not_divide_the_batch(capsys):

@@ -10,7 +10,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import boostax
-from boostax._core.costs import collectives, wire_bytes
+from boostax._core.costs import collectives, expected, wire_bytes
 
 ADAM = optax.adam(1e-3)
 BIG = {f"layer{i}": jax.ShapeDtypeStruct((1024, 1024), jnp.float32) for i in range(10)}
@@ -177,3 +177,23 @@ def test_the_counter_sees_scans_branches_and_ring_factors(mesh):
     assert (first.primitive, first.bytes, first.count, first.conditional) == ("psum", 8, 3, False)
     assert first.wire_bytes == 8 * 3 * 2 * 7 / 8
     assert (second.primitive, second.bytes, second.conditional) == ("pmax", 16, True)
+
+
+def test_of_the_branches_of_a_cond_one_counts(mesh):
+    """The mean of those that send; conds that follow each other, and one inside another, add up."""
+
+    def local(x, i):
+        send = lambda size: lambda: jax.lax.pmean(x[:size], "data").sum()  # noqa: E731
+        total = jax.lax.switch(i, [send(2), send(6), lambda: 0.0])
+        inner = lambda: jax.lax.cond(i > 1, send(1), send(3)) + send(4)()  # noqa: E731
+        return total + jax.lax.cond(i > 0, inner, lambda: 0.0) + send(8)()
+
+    specs = (P("data"), P())
+    found = collectives(
+        jax.shard_map(local, mesh=mesh, in_specs=specs, out_specs=P()), jnp.ones(64), 0
+    )
+    entries = lambda **kw: expected(found, lambda c: c.bytes / 4, **kw)  # noqa: E731
+    assert entries(conditional=True) == (2 + 6) / 2 + (1 + 3) / 2 + 4
+    assert entries(conditional=False) == 8 and entries() == 18
+    assert expected(found) == 2 * 7 / 8 * 4 * 18
+    assert wire_bytes(found) == 2 * 7 / 8 * 4 * (2 + 6 + 1 + 3 + 4 + 8)

@@ -31,6 +31,7 @@ def test_public_names_are_the_documented_ones():
 
     expected = {
         "accumulate", "adasum", "adasum_delta", "all_finite", "all_reduce", "apply_gradients",
+        "break_even",
         "dynamic_loss_scale",
         "enter_replica", "flush", "has_updated", "int8_reduce", "int16_reduce", "leave_replica",
         "local_params", "local_updates", "loss_scale",
@@ -38,7 +39,7 @@ def test_public_names_are_the_documented_ones():
         "random_k_reduce", "reshard_state", "scale_loss",
         "shard_optimizer", "sign_reduce", "stack_replicas",
         "state_specs", "static_loss_scale", "threshold_reduce", "top_k_reduce", "value_and_grad",
-        "AccumulateState", "AdasumDeltaState", "AdasumState", "Aux", "CompressedState",
+        "AccumulateState", "AdasumDeltaState", "AdasumState", "Aux", "BreakEven", "CompressedState",
         "LocalUpdatesState", "LossScaleState", "PartialAverageState",
         "PerReplica", "Policy", "ShardOptimizerState",
         "Sharded", "TrainState",

@@ -11,7 +11,7 @@ import optax
 
 import boostax
 from boostax._core import checks
-from boostax.cli.recipe import Recipe
+from boostax.cli.recipe import CODECS, Recipe
 from boostax.workloads import Workload
 
 AXIS = "data"
@@ -117,12 +117,47 @@ def _optimizer(recipe: Recipe, optimizer_steps: int) -> optax.GradientTransforma
     parts.append(optax.adamw(schedule, weight_decay=recipe.weight_decay, mask=_matrices))
     if recipe.devices == 1:
         return optax.chain(*parts)
-    wire = None if recipe.wire == "float32" else recipe.wire
     if recipe.reduce == "adasum-delta":
-        return boostax.adasum_delta(optax.chain(*parts), AXIS, wire_dtype=wire)
-    if recipe.reduce == "adasum":
-        return optax.chain(boostax.adasum(AXIS, wire_dtype=wire), *parts)
-    return optax.chain(boostax.all_reduce(AXIS, dtype=wire), *parts)
+        return boostax.adasum_delta(optax.chain(*parts), AXIS, wire_dtype=_wire(recipe))
+    return optax.chain(reduction(recipe), *parts)
+
+
+def reduction(recipe: Recipe) -> optax.GradientTransformation:
+    """What makes one gradient of the devices' own; of adasum-delta, adasum."""
+    match recipe.reduce:
+        case "top-k":
+            return boostax.top_k_reduce(AXIS, density(recipe))
+        case "threshold":
+            return boostax.threshold_reduce(AXIS, 2.0, relative=True)
+        case "random-k":
+            return boostax.random_k_reduce(AXIS, density(recipe))
+        case "int8":
+            return boostax.int8_reduce(AXIS)
+        case "int16":
+            return boostax.int16_reduce(AXIS)
+        case "sign":
+            # Everyone's bits to all are exact, but grow with the devices.
+            return boostax.sign_reduce(AXIS, two_shot=recipe.devices > 4)
+        case "power-sgd":
+            return boostax.power_sgd_reduce(AXIS, rank(recipe))
+        case "mean":
+            return boostax.all_reduce(AXIS, dtype=_wire(recipe))
+        case "adasum" | "adasum-delta":
+            return boostax.adasum(AXIS, wire_dtype=_wire(recipe))
+
+
+def density(recipe: Recipe) -> float:
+    """What ``--density`` is where nobody says."""
+    return 0.01 if recipe.density is None else recipe.density
+
+
+def rank(recipe: Recipe) -> int:
+    """What ``--rank`` is where nobody says."""
+    return 2 if recipe.rank is None else recipe.rank
+
+
+def _wire(recipe: Recipe) -> str | None:
+    return None if recipe.wire == "float32" else recipe.wire
 
 
 def _matrices(params: Any) -> Any:
@@ -158,6 +193,7 @@ def _check(workload: Workload, recipe: Recipe) -> None:
                 f"boostax: --{name} must be {alone} on a single device, got "
                 f"{getattr(recipe, name)}. --devices 4 has gradients to reduce."
             )
+    _check_reduction(recipe)
     slices = recipe.devices * recipe.microbatches
     if workload.batch_size % slices:
         raise ValueError(
@@ -165,3 +201,21 @@ def _check(workload: Workload, recipe: Recipe) -> None:
             f"{recipe.devices} x {recipe.microbatches}, got {workload.batch_size}. "
             f"{slices * max(1, round(workload.batch_size / slices))} is the nearest that is."
         )
+
+
+def _check_reduction(recipe: Recipe) -> None:
+    if recipe.wire != "float32" and recipe.reduce in CODECS:
+        raise ValueError(
+            f"boostax: --wire must be float32 with --reduce {recipe.reduce}, got {recipe.wire}. "
+            f"{recipe.reduce} decides itself what travels."
+        )
+    for name, users in (("density", ("top-k", "random-k")), ("rank", ("power-sgd",))):
+        value = getattr(recipe, name)
+        if value is not None and recipe.reduce not in users:
+            raise ValueError(
+                f"boostax: --{name} must be left out with --reduce {recipe.reduce}, got {value}. "
+                f"It is for --reduce {' and '.join(users)}."
+            )
+    share, hint = density(recipe), "0.01 sends one entry in a hundred."
+    checks.number("boostax", "--density", share, "in (0, 1]", lambda x: 0 < x <= 1, hint)
+    checks.positive_int("boostax", "--rank", rank(recipe), "1, 2 or 4 are usual.")

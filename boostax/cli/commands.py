@@ -7,8 +7,8 @@ from typing import Annotated
 import tyro
 
 from boostax.cli.build import Refusal
-from boostax.cli.compare import ComparePlan, compare
-from boostax.cli.recipe import Recipe, RunOptions
+from boostax.cli.compare import compare
+from boostax.cli.recipe import ComparePlan, Recipe, RunOptions
 from boostax.cli.train import train
 from boostax.workloads import DigitsConfig, TextConfig, digits, text
 

@@ -17,34 +17,13 @@ from rich.table import Table
 
 import boostax
 from boostax._core import checks, costs
-from boostax.cli.build import Built, Refusal, build, refusing, require_devices
-from boostax.cli.recipe import Recipe
+from boostax.cli.build import AXIS, Built, Refusal, build, reduction, refusing, require_devices
+from boostax.cli.recipe import CODECS, ComparePlan, Recipe
+from boostax.train.break_even import BreakEven, break_even
 from boostax.train.loop import fit
 from boostax.workloads import Workload
 
 MakeWorkload = Callable[[Any], Workload]
-
-
-@dataclasses.dataclass(frozen=True)
-class ComparePlan:
-    """What is the same for all variants, and how often they are run."""
-
-    steps: int = 200
-    """Optimizer steps of each run; each takes one batch, whole or in parts."""
-    seeds: int = 2
-    """Runs of each variant, from different initial parameters and with different batches."""
-    learning_rate: float = 2e-3
-    """Peak of the schedule."""
-    weight_decay: float = 0.01
-    """Decoupled weight decay, on matrices only."""
-    clip: float = 1.0
-    """Largest global norm of the gradient; 0 turns clipping off."""
-    accumulate: int = 4
-    """Parts into which the last variant cuts each batch, one call for each."""
-    devices: int = 1
-    """Devices to split each batch over; with more than one the bytes on the wire are counted."""
-    output: pathlib.Path | None = None
-    """Directory for the results; runs/compare-<workload> by default."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -92,6 +71,11 @@ def compare(make_workload: MakeWorkload, task: Any, plan: ComparePlan) -> None:
     costs_of = {v.name: _costs(built[v.name], v, task.seed) for v in variants}
     report = {v.name: _summarize(runs[v.name], costs_of[v.name]) for v in variants}
     console.print(_table(report, plan))
+    if plan.reduce in CODECS:
+        # Params, and with them gradients, are of the same shape in all variants.
+        verdict = _break_even(built[variants[0].name], plan)
+        console.print(f"{plan.reduce} {verdict}", soft_wrap=True)
+        report = {name: row | {"pays_below": verdict.bandwidth} for name, row in report.items()}
     _write(output, name, task, plan, report, runs)
     console.print(f"plot: {output / 'compare.png'}", soft_wrap=True)
     console.print(f"numbers: {output / 'compare.json'}", soft_wrap=True)
@@ -109,8 +93,8 @@ def _variants(task: Any, plan: ComparePlan) -> list[Variant]:
     return variants
 
 
-def _build(make_workload: MakeWorkload, task: Any, plan: ComparePlan, variant: Variant) -> Built:
-    recipe = Recipe(
+def _recipe(plan: ComparePlan, variant: Variant) -> Recipe:
+    return Recipe(
         steps=plan.steps * variant.parts,
         learning_rate=plan.learning_rate,
         weight_decay=plan.weight_decay,
@@ -118,7 +102,13 @@ def _build(make_workload: MakeWorkload, task: Any, plan: ComparePlan, variant: V
         loss_scale=variant.loss_scale,
         accumulate=variant.parts,
         devices=plan.devices,
+        reduce=plan.reduce,
+        density=plan.density,
+        rank=plan.rank,
     )
+
+
+def _build(make_workload: MakeWorkload, task: Any, plan: ComparePlan, variant: Variant) -> Built:
     workload = make_workload(dataclasses.replace(task, dtype=variant.dtype))
     slices = variant.parts * plan.devices
     if workload.batch_size % slices:
@@ -126,7 +116,7 @@ def _build(make_workload: MakeWorkload, task: Any, plan: ComparePlan, variant: V
             f"boostax: --batch-size must be divisible by accumulate x devices = {variant.parts} x "
             f"{plan.devices}, got {workload.batch_size}. Every variant takes the same batches."
         )
-    return build(workload, recipe)
+    return build(workload, _recipe(plan, variant))
 
 
 def _part(workload: Workload, parts: int, index: int) -> Any:
@@ -178,12 +168,20 @@ def _costs(built: Built, variant: Variant, seed: int) -> dict[str, float]:
     batch = _part(built.workload, variant.parts, 0)
     memory = built.step.lower(state, batch).compile().memory_analysis()
     found = costs.collectives(built.step.jaxpr(state, batch))
-    # What stands in a branch is sent once per optimizer step, the rest at every call.
+    # What stands in a branch is sent once per optimizer step, the rest at every call. Branches that
+    # both send, such as the two sides of power-sgd, take turns.
     each_call = costs.wire_bytes(found, conditional=False)
     return {
         "temporary_bytes": math.nan if memory is None else memory.temp_size_in_bytes,
-        "wire_bytes": variant.parts * each_call + costs.wire_bytes(found, conditional=True),
+        "wire_bytes": variant.parts * each_call + costs.expected(found, conditional=True),
     }
+
+
+def _break_even(built: Built, plan: ComparePlan) -> BreakEven:
+    """Where the reduction pays, by its work on these devices."""
+    params = jax.eval_shape(built.workload.init, jax.random.key(0))[0]
+    recipe = Recipe(devices=plan.devices, reduce=plan.reduce, density=plan.density, rank=plan.rank)
+    return break_even(reduction(recipe), params, plan.devices, axis_name=AXIS)
 
 
 def _summarize(runs: list[dict[str, Any]], costs_of: dict[str, float]) -> dict[str, Any]:

@@ -4,6 +4,21 @@ import dataclasses
 import pathlib
 from typing import Literal
 
+Reduction = Literal[
+    "mean",
+    "adasum",
+    "adasum-delta",
+    "top-k",
+    "threshold",
+    "random-k",
+    "int8",
+    "int16",
+    "sign",
+    "power-sgd",
+]
+# Reductions that decide themselves what travels.
+CODECS = ("top-k", "threshold", "random-k", "int8", "int16", "sign", "power-sgd")
+
 
 @dataclasses.dataclass(frozen=True)
 class Recipe:
@@ -25,10 +40,15 @@ class Recipe:
     """Slices of a batch passed through the model in turn: less memory for the same result."""
     devices: int = 1
     """Devices to split each batch over. On CPU they are emulated."""
-    reduce: Literal["mean", "adasum", "adasum-delta"] = "mean"
-    """How the devices' gradients become one; adasum-delta combines the updates of an AdamW each."""
+    reduce: Reduction = "mean"
+    """How the devices' gradients become one; adasum-delta combines the updates of an AdamW each.
+    Those from top-k on send less of the gradients at a time and keep the rest for later steps."""
+    density: float | None = None
+    """Share of the entries that top-k and random-k send; 0.01 by default."""
+    rank: int | None = None
+    """Rank of what power-sgd sends of each matrix; 2 by default."""
     wire: Literal["float32", "bfloat16", "float16"] = "float32"
-    """Dtype in which gradients travel between the devices."""
+    """Dtype in which gradients travel between the devices, for mean and adasum."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,3 +65,32 @@ class RunOptions:
     """Calls between two evaluations on the held-out split."""
     tensorboard: bool = False
     """Also write TensorBoard events to the output directory."""
+
+
+@dataclasses.dataclass(frozen=True)
+class ComparePlan:
+    """What is the same for all variants, and how often they are run."""
+
+    steps: int = 200
+    """Optimizer steps of each run; each takes one batch, whole or in parts."""
+    seeds: int = 2
+    """Runs of each variant, from different initial parameters and with different batches."""
+    learning_rate: float = 2e-3
+    """Peak of the schedule."""
+    weight_decay: float = 0.01
+    """Decoupled weight decay, on matrices only."""
+    clip: float = 1.0
+    """Largest global norm of the gradient; 0 turns clipping off."""
+    accumulate: int = 4
+    """Parts into which the last variant cuts each batch, one call for each."""
+    devices: int = 1
+    """Devices to split each batch over; with more than one the bytes on the wire are counted."""
+    reduce: Reduction = "mean"
+    """How the devices' gradients become one. Of those from top-k on, which send less, the bandwidth
+    below which they pay is measured."""
+    density: float | None = None
+    """Share of the entries that top-k and random-k send; 0.01 by default."""
+    rank: int | None = None
+    """Rank of what power-sgd sends of each matrix; 2 by default."""
+    output: pathlib.Path | None = None
+    """Directory for the results; runs/compare-<workload> by default."""

@@ -16,8 +16,16 @@ from rich.table import Table
 
 import boostax
 from boostax._core import checks
-from boostax.cli.build import Built, Refusal, build, refusing, require_devices
-from boostax.cli.recipe import Recipe, RunOptions
+from boostax.cli.build import (
+    Built,
+    Refusal,
+    build,
+    density,
+    rank,
+    refusing,
+    require_devices,
+)
+from boostax.cli.recipe import CODECS, Recipe, RunOptions
 from boostax.train.checkpoint import Checkpointer
 from boostax.train.loop import FitResult, fit
 from boostax.train.writers import JsonLines, Progress, TensorBoard, Writer
@@ -147,7 +155,7 @@ def _table(built: Built, task: Any, recipe: Recipe, start: int) -> Table:
         + (f" ({one}, {recipe.accumulate} calls accumulated)" if recipe.accumulate > 1 else ""),
         "devices": f"{recipe.devices} x {jax.devices()[0].device_kind}"
         + (f", {batch // recipe.devices} examples each" if recipe.devices > 1 else ""),
-        "reduction": "none" if recipe.devices == 1 else f"{recipe.reduce}, {recipe.wire} sent",
+        "reduction": _reduction(recipe),
         "micro-batches": "off" if recipe.microbatches == 1 else f"{recipe.microbatches} per call",
         "computes in": task.dtype,
         "loss scale": "off" if scale == "none" else scale,
@@ -155,6 +163,16 @@ def _table(built: Built, task: Any, recipe: Recipe, start: int) -> Table:
     for name, value in rows.items():
         table.add_row(f"[bold]{name}[/bold]", value)
     return table
+
+
+def _reduction(recipe: Recipe) -> str:
+    if recipe.devices == 1:
+        return "none"
+    if recipe.reduce in ("top-k", "random-k"):
+        return f"{recipe.reduce}, {density(recipe):.3g} of the entries sent"
+    if recipe.reduce == "power-sgd":
+        return f"{recipe.reduce}, rank {rank(recipe)} sent"
+    return recipe.reduce if recipe.reduce in CODECS else f"{recipe.reduce}, {recipe.wire} sent"
 
 
 def _digest(params: Any) -> str:

@@ -36,8 +36,8 @@ def int8_reduce(
 
     Returns:
       A transformation with a ``CompressedState``. Cost: ``2 (n-1)/n (1 + 4 / block)`` bytes an
-      entry, four collectives, two copies of the gradients for a moment, a residual per replica, a
-      sum of 8 bytes.
+      entry (all leaves together are padded to a multiple of ``n * block``), four collectives, two
+      copies of the gradients for a moment, a residual per replica, a sum of 8 bytes.
 
     Raises:
       ValueError, TypeError: as ``top_k_reduce``.
@@ -120,8 +120,9 @@ def sign_reduce(
       axis_name: mesh axis, or a tuple of axes.
       form: ``"mean"`` of signs times the mean magnitude of their block; or ``"majority"``, signSGD,
         whose result is -1, 0 or 1 and asks for the learning rate of a sign method.
-      two_shot: bits to who adds them up, and bits back: the same bytes at any number of replicas.
-        Otherwise all bits go to all, which is exact and cheaper below four replicas.
+      two_shot: bits to who adds them up, and bits back: the same bytes at any number of replicas,
+        and less to decode. Otherwise all bits go to all, which is exact and one collective, and
+        sends more from three replicas on.
       block: entries that share a magnitude; a multiple of 8.
       error_feedback: keep what was not sent: as a rule with ``"mean"``, never with ``"majority"``.
       dense: leaves that take a plain mean.
