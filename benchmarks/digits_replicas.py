@@ -59,20 +59,22 @@ def data() -> tuple[Split, Split, Split]:
     return training, validation, test
 
 
-def order(seed: int, replicas: int, epochs: int = EPOCHS) -> np.ndarray:
-    """Rows of the training split, ``[steps, replicas, BATCH]``: every epoch in a new order."""
+def order(
+    seed: int, replicas: int, epochs: int = EPOCHS, batch: int = BATCH
+) -> np.ndarray[Any, Any]:
+    """Rows of the training split, ``[steps, replicas, batch]``: every epoch in a new order."""
     training = data()[0].labels
     random = np.random.default_rng(seed)
     rows = np.concatenate([random.permutation(len(training)) for _ in range(epochs)])
-    steps = len(rows) // (replicas * BATCH)
-    return rows[: steps * replicas * BATCH].reshape(steps, replicas, BATCH)
+    steps = len(rows) // (replicas * batch)
+    return rows[: steps * replicas * batch].reshape(steps, replicas, batch)
 
 
-def init(key: jax.Array) -> PyTree:
+def init(key: jax.Array, sizes: Sequence[int] = SIZES) -> PyTree:
     """Weights of variance 2 / inputs, for relu."""
     return [
         {"kernel": jax.random.normal(k, (i, o)) * (2 / i) ** 0.5, "bias": jnp.zeros(o)}
-        for k, i, o in zip(jax.random.split(key, 3), SIZES, SIZES[1:], strict=False)
+        for k, i, o in zip(jax.random.split(key, len(sizes) - 1), sizes, sizes[1:], strict=False)
     ]
 
 
@@ -166,6 +168,6 @@ def best(found: Sweep) -> int:
     return int(found.validation.mean(1).argmax())
 
 
-def standard_error(values: np.ndarray) -> float:
+def standard_error(values: np.ndarray[Any, Any]) -> float:
     """Of the mean over seeds."""
     return float(values.std(ddof=1) / len(values) ** 0.5)

@@ -114,7 +114,7 @@ def sign_reduce(
       u = \operatorname{sign}\Bigl(\sum_r \operatorname{sign}(g_r)\Bigr) \ \text{(majority)}
 
     The coarsest of the codecs: what is held back is larger than what is sent, so take a smaller
-    learning rate (a fifth), and no momentum after it. A zero counts as positive.
+    learning rate (a fifth or an eighth), or no momentum after it. A zero counts as positive.
 
     Args:
       axis_name: mesh axis, or a tuple of axes.

@@ -118,7 +118,8 @@ def threshold_reduce(
       axis_name: mesh axis, or a tuple of axes.
       threshold: magnitude from which an entry is sent.
       capacity: share of each leaf that has a place on the wire.
-      relative: take the threshold in units of the leaf's root mean square.
+      relative: take the threshold in units of the root mean square of gradient plus residual, so
+        that less is sent the more is held back.
       block: see ``top_k_reduce``.
       value_dtype: see ``top_k_reduce``.
       error_feedback: keep what was not sent.
@@ -172,8 +173,9 @@ def random_k_reduce(
       axis_name: mesh axis, or a tuple of axes.
       density: share that travels, or a warm-up of it as in ``top_k_reduce``.
       seed: of the choice.
-      error_feedback: keep what was not sent. Without it what is sent is divided by its chance,
-        which makes it right on average, with a large variance.
+      error_feedback: keep what was not sent, which then comes ``1 / density`` steps late. Without
+        it what is sent is divided by its chance: right on average, with a large variance, and at
+        times the better of the two.
       dense: leaves that take a plain mean.
 
     Returns:
