@@ -24,6 +24,7 @@ bench: $(READY)
 	$(RUN) benchmarks/precision.py
 	$(RUN) benchmarks/adasum.py
 	$(RUN) benchmarks/adasum_convergence.py
+	$(RUN) benchmarks/compression_time.py
 	$(RUN) benchmarks/compression_accuracy.py
 
 lint: $(READY)

@@ -11,6 +11,7 @@ import pytest
 
 import boostax
 from boostax._core import costs
+from boostax._core.alone import run_alone
 from boostax.train import break_even as module
 from boostax.train.break_even import BreakEven, break_even
 
@@ -180,7 +181,7 @@ def test_one_device_alone_computes_what_one_of_one_computes(name):
     tx = CODECS[name][0]
     rng = np.random.default_rng(0)
     grads = {"w": jnp.float32(rng.normal(size=(40, 30))), "b": jnp.float32(rng.normal(size=7))}
-    traced = module._trace(tx, grads, 1, "data")
+    traced = module.traced(tx, grads, 1, "data")
     params = jax.tree.map(jnp.zeros_like, grads)
     leaves, treedef = jax.tree.flatten(grads)
 
@@ -188,7 +189,7 @@ def test_one_device_alone_computes_what_one_of_one_computes(name):
     def alone(grads, state, real):
         state, structure = jax.tree.flatten(state)
         args = [*jax.tree.leaves(grads), *state, *jax.tree.leaves(params)]
-        outs = costs.run_alone(traced, args, real)
+        outs = run_alone(traced, args, real)
         shaped = [x.reshape(y.shape) for x, y in zip(outs, leaves + state, strict=True)]
         return treedef.unflatten(shaped[: len(leaves)]), structure.unflatten(shaped[len(leaves) :])
 
@@ -209,11 +210,11 @@ def test_one_device_alone_computes_what_one_of_one_computes(name):
 @pytest.mark.parametrize("name", ["int8", "power-sgd"])
 def test_the_compiler_keeps_what_is_sent_and_received(name):
     tx = CODECS[name][0]
-    traced = module._trace(tx, PARAMS, 8, "data")
+    traced = module.traced(tx, PARAMS, 8, "data")
     shapes = [jax.ShapeDtypeStruct((1, *x.shape[1:]), x.dtype) for x in traced.in_avals]
     state = jax.tree.leaves(jax.eval_shape(tx.init, PARAMS))
     shapes[2:] = [*state, *jax.tree.leaves(PARAMS)]
-    program = jax.jit(lambda args, real: costs.run_alone(traced, args, real))
+    program = jax.jit(lambda args, real: run_alone(traced, args, real))
     text = program.lower(shapes, jax.ShapeDtypeStruct((), bool)).compile().as_text()
     assert text.count(" conditional(") >= len(costs.collectives(traced))
 

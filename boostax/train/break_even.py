@@ -19,6 +19,7 @@ from jax.extend.core import ClosedJaxpr
 from jax.sharding import AbstractMesh, AxisType, PartitionSpec
 
 from boostax._core import axes, checks, costs, trees
+from boostax._core.alone import fit, run_alone
 from boostax._core.replicas import enter_replica, leave_replica, stack_replicas, state_specs
 from boostax.reduce.mean import all_reduce
 
@@ -176,15 +177,15 @@ def break_even(
         hint = "In seconds per step beyond the baseline's; None measures."
         checks.number(who, "encode_seconds", encode_seconds, "a number", lambda _: True, hint)
     parts = [optax.with_extra_args_support(part) for part in (tx, baseline)]
-    traced = [_trace(part, params, replicas, name) for part in parts]
-    found = [costs.collectives(jaxpr) for jaxpr in traced]
+    programs = [traced(part, params, replicas, name) for part in parts]
+    found = [costs.collectives(program) for program in programs]
     if not found[0] and jax.tree.leaves(params):
         raise ValueError(
             f"{who}: tx must send something over the axis {name!r}, got a transformation without "
             "collectives. Pass a reduction such as boostax.int8_reduce('data')."
         )
     if encode_seconds is None:
-        runs = [_alone(part, jaxpr, params) for part, jaxpr in zip(parts, traced, strict=True)]
+        runs = [alone(part, x, params) for part, x in zip(parts, programs, strict=True)]
         encode_seconds = _extra_seconds(runs, repeats)
     sent, dense_sent = (costs.expected(each) for each in found)
     rounds, dense_rounds = (_rounds(each) for each in found)
@@ -193,7 +194,7 @@ def break_even(
     )
 
 
-def _trace(
+def traced(
     tx: optax.GradientTransformationExtraArgs, params: PyTree, replicas: int, name: str
 ) -> ClosedJaxpr:
     """The update of one of so many devices, as ``make_train_step`` would run it."""
@@ -227,8 +228,8 @@ def _rounds(found: Sequence[costs.Collective]) -> int:
     return math.ceil(costs.expected(merged, lambda c: c.count))
 
 
-def _alone(
-    tx: optax.GradientTransformationExtraArgs, traced: ClosedJaxpr, params: PyTree
+def alone(
+    tx: optax.GradientTransformationExtraArgs, program: ClosedJaxpr, params: PyTree
 ) -> Callable[[], float]:
     """A function that runs two steps of one device by itself and returns the seconds of one.
 
@@ -241,12 +242,12 @@ def _alone(
     state = jax.tree.leaves(tx.init(jax.tree.unflatten(treedef, zeros)))
 
     def step(grads: Any, state: Any, params: Any, real: jax.Array) -> tuple[Any, Any]:
-        outs = costs.run_alone(traced, [*grads, *state, *params], real)
+        outs = run_alone(program, [*grads, *state, *params], real)
         return outs[: len(grads)], outs[len(grads) :]
 
     real = jnp.array(True)
     inside = jax.eval_shape(step, grads, state, zeros, real)[1]
-    carried: list[Any] = [costs.fit(x, y.shape) for x, y in zip(state, inside, strict=True)]
+    carried: list[Any] = [fit(x, y.shape) for x, y in zip(state, inside, strict=True)]
     compiled = jax.jit(step)
 
     def run() -> float:

@@ -1,0 +1,119 @@
+"""What compressed reductions cost to compute: one of eight devices, without its network."""
+
+import argparse
+import dataclasses
+import os
+from collections.abc import Sequence
+from typing import Any
+
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+
+import jax
+import jax.numpy as jnp
+import optax
+from harness import Bar, Form, paired, ratio, report
+from jax import lax
+
+import boostax
+from boostax._core import costs
+from boostax.reduce.codecs.base import Message, packed, unpacked
+from boostax.reduce.codecs.low_rank import sides
+from boostax.reduce.feedback import compressed
+from boostax.train.break_even import alone, traced
+
+AXIS, REPLICAS = "data", 8
+SHAPES = {"1M": (1024, 1024), "10M": (2048, 5120)}
+EXACT, BLOCKS = "top-k 1%, lax.top_k of the leaf", "top-k 1%, blocks of 1000"
+POWER, BOTH_SIDES = "PowerSGD rank 4", "PowerSGD rank 4, both sides in every step"
+
+
+@dataclasses.dataclass(frozen=True)
+class BothSides:
+    """PowerSGD as PyTorch's hook has it: two all-reduces a step, the second after the first."""
+
+    rank: int
+
+    def init(self, leaves: Sequence[jax.ShapeDtypeStruct]) -> list[jax.Array]:
+        """A first basis of the columns."""
+        key = jax.random.PRNGKey(0)
+        return [jax.random.normal(key, (sides(x.shape)[1], self.rank), x.dtype) for x in leaves]
+
+    def reduce(
+        self, leaves: Sequence[jax.Array], state: list[jax.Array], names: tuple[str, ...]
+    ) -> Message:
+        """Left factors, their basis, right factors."""
+        left = [m @ q for m, q in zip(leaves, state, strict=True)]
+        left = unpacked(lax.pmean(packed(left), names), left)
+        bases = [jnp.linalg.qr(p)[0] for p in left]
+        own = [m.T @ p for m, p in zip(leaves, bases, strict=True)]
+        right = unpacked(lax.pmean(packed(own), names), own)
+        means = [p @ q.T for p, q in zip(bases, right, strict=True)]
+        sent = [p @ q.T for p, q in zip(bases, own, strict=True)]
+        return Message(means, sent, right)
+
+
+def forms() -> dict[str, optax.GradientTransformationExtraArgs]:
+    """The dense mean first."""
+    both = compressed("both_sides", AXIS, BothSides(4), error_feedback=True, dense=None)
+    return {
+        "dense f32": boostax.all_reduce(AXIS),
+        "bf16": boostax.all_reduce(AXIS, dtype="bfloat16"),
+        "int16": boostax.int16_reduce(AXIS),
+        "int8": boostax.int8_reduce(AXIS),
+        "int8, stochastic": boostax.int8_reduce(AXIS, rounding="stochastic"),
+        "sign, gathered": boostax.sign_reduce(AXIS),
+        "sign, two shots": boostax.sign_reduce(AXIS, two_shot=True),
+        EXACT: boostax.top_k_reduce(AXIS, 0.01),
+        BLOCKS: boostax.top_k_reduce(AXIS, 0.01, block=1000),
+        "threshold, 1% at most, blocks": boostax.threshold_reduce(
+            AXIS, 3.0, relative=True, capacity=0.01, block=1000
+        ),
+        "random-k 1%": boostax.random_k_reduce(AXIS, 0.01),
+        POWER: boostax.power_sgd_reduce(AXIS, 4),
+        BOTH_SIDES: both,
+    }
+
+
+def measure(size: str, rounds: int) -> tuple[list[dict[str, Any]], list[Bar]]:
+    """A table of one size."""
+    params = {"w": jnp.zeros(SHAPES[size])}
+    rows: list[dict[str, Any]] = []
+    timed: dict[str, Form] = {}
+    for name, tx in forms().items():
+        program = traced(tx, params, REPLICAS, AXIS)
+        found = costs.collectives(program)
+        run = alone(tx, program, params)
+        timed[name] = Form(lambda run=run: (run(), None)[1])
+        rows.append({"reduction": name, "bytes / dense": costs.expected(found)})
+    dense = rows[0]["bytes / dense"]
+    times = paired(timed, rounds)
+    for row in rows:
+        name = row["reduction"]
+        row["bytes / dense"] /= dense
+        # Two steps are run at a time.
+        row["ms"] = 1e3 * min(times[name]) / 2
+        extra = row["ms"] - rows[0].get("ms", row["ms"])
+        saved = dense * (1 - row["bytes / dense"])
+        row["pays below, GB/s"] = saved / (extra * 1e6) if extra > 0 else ""
+    bars = [
+        Bar(f"{size}: blocks / whole leaf, top-k", ratio(times, BLOCKS, EXACT), 1.0),
+        Bar(f"{size}: one side / both sides, PowerSGD", ratio(times, POWER, BOTH_SIDES), 1.0),
+    ]
+    return rows, bars
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--rounds", type=int, default=9)
+    rounds = parser.parse_args().rounds
+    sections: list[tuple[str, list[dict[str, Any]]]] = []
+    bars: list[Bar] = []
+    for size in SHAPES:
+        rows, found = measure(size, rounds)
+        sections.append((f"{size} f32 entries, {REPLICAS} replicas: the work of one", rows))
+        bars += found
+    report("compression_time", "Compressed reductions: the work of a step", sections, bars)
+
+
+if __name__ == "__main__":
+    main()
