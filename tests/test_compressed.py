@@ -215,6 +215,18 @@ def test_another_number_of_replicas_keeps_the_mean_of_the_residuals(replicas):
         np.testing.assert_allclose(np.float64(new).mean(0), np.float64(old).mean(0), atol=1e-6)
 
 
+def test_a_relative_threshold_is_in_units_of_the_leaf_not_of_its_padding():
+    """Ten entries in blocks of eight: six zeros behind them change nothing."""
+    grads = jnp.array([[3.0, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0]])
+    tx = boostax.threshold_reduce("data", 2.2, relative=True, capacity=1.0, block=8)
+    found = jax.vmap(lambda g: tx.update(g, tx.init(g))[0], axis_name="data")(grads)
+    # The root mean square is 1.34: 3 is 2.24 of them. With the padding it would be 2.83.
+    assert found[0].tolist() == [3.0, *[0.0] * 9]
+    tx = boostax.threshold_reduce("data", 2.3, relative=True, capacity=1.0, block=8)
+    found = jax.vmap(lambda g: tx.update(g, tx.init(g))[0], axis_name="data")(grads)
+    assert not np.any(found)
+
+
 def test_leaves_left_dense_take_the_mean_and_keep_nothing():
     grads = normal(2, 3)
     for rule in (lambda path, leaf: leaf.ndim < 2, {"kernel": False, "bias": True, "scalar": True}):

@@ -164,7 +164,7 @@ def _agreed(
     norms = jnp.stack([norm(wanted + rest), norm(residual)])
     whole, held = axes.total(axes.to_varying(norms, names), names)
     unsent = jnp.sqrt(held / jnp.where(whole == 0, 1, whole))
-    return jnp.isfinite(whole), unsent.astype(jnp.float32)
+    return jnp.isfinite(whole + held), unsent.astype(jnp.float32)
 
 
 def _kept(tree: PyTree, treedef: Any) -> list[Any]:

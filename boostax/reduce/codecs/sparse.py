@@ -44,7 +44,8 @@ class Largest:
         """Gather everybody's choice, and add up."""
         rows = [self._rows(x) for x in leaves]
         places = [self._places(x) for x in rows]
-        values = [self._values(x, i) for x, i in zip(rows, places, strict=True)]
+        chosen = zip(rows, places, leaves, strict=True)
+        values = [self._values(x, i, leaf.size) for x, i, leaf in chosen]
         all_values, all_places = _gathered(values, names), _gathered(places, names)
         sent = [_put(x.shape, v, i) for x, v, i in zip(rows, values, places, strict=True)]
         means = [
@@ -68,11 +69,10 @@ class Largest:
         places = lax.top_k(jnp.abs(rows), min(self.count(width), width))[1]
         return places.astype(jnp.uint16 if width <= 2**16 else jnp.int32)
 
-    def _values(self, rows: jax.Array, places: jax.Array) -> jax.Array:
+    def _values(self, rows: jax.Array, places: jax.Array, size: int) -> jax.Array:
         values = jnp.take_along_axis(rows, places.astype(jnp.int32), 1)
         if self.threshold is not None:
-            # Padding does not count in a mean over the leaf's own entries, but hardly matters.
-            unit = jnp.sqrt(jnp.mean(rows * rows)) if self.relative else 1
+            unit = jnp.sqrt(jnp.sum(rows * rows) / size) if self.relative else 1
             values = jnp.where(jnp.abs(values) >= self.threshold * unit, values, 0)
         return values if self.value_dtype is None else saturate(values, self.value_dtype)
 
