@@ -161,20 +161,25 @@ def test_delta_state_is_per_replica_and_carries_on_with_another_replica_count(me
         assert np.isfinite(float(metrics["loss"])) and int(after.step) == 5
 
 
-def test_a_checkpoint_of_eight_replicas_goes_on_with_four(mesh, tmp_path):
+def on_four(tx, state, path):
+    """A step of four replicas, and a state of eight that has been saved and restored for it."""
     from boostax.train.checkpoint import Checkpointer
 
-    tx = boostax.adasum_delta(optax.adam(1e-2), "data")
-    _, state, _ = train(tx, mesh, "data")
-    expected = boostax.reshard_state(jax.device_get(state), 4)
     small = jax.make_mesh((4,), ("data",), (AxisType.Auto,), devices=jax.devices()[:4])
     step = boostax.make_train_step(loss_fn, tx, mesh=small, axis_name="data")
-    with Checkpointer(tmp_path) as checkpointer:
-        checkpointer.save(4, state)
+    with Checkpointer(path) as checkpointer:
+        checkpointer.save(int(state.step), state)
         as_saved = jax.eval_shape(lambda: boostax.reshard_state(step.init(start()), 8))
         saved, _ = checkpointer.restore(as_saved)
     moved = boostax.reshard_state(saved, 4)
-    moved = jax.device_put(moved, step.shardings(moved))
+    return step, jax.device_put(moved, step.shardings(moved))
+
+
+def test_a_checkpoint_of_eight_replicas_goes_on_with_four(mesh, tmp_path):
+    tx = boostax.adasum_delta(optax.adam(1e-2), "data")
+    _, state, _ = train(tx, mesh, "data")
+    expected = boostax.reshard_state(jax.device_get(state), 4)
+    step, moved = on_four(tx, state, tmp_path)
     for a, b in zip(jax.tree.leaves(moved), jax.tree.leaves(expected), strict=True):
         np.testing.assert_array_equal(a, b)
     step(moved, next(batches(1)))
@@ -279,22 +284,13 @@ def test_specs_of_a_per_replica_state():
 
 def test_residuals_are_per_replica_and_go_on_with_another_replica_count(mesh, tmp_path):
     """Through the train step and a checkpoint, inside gates."""
-    from boostax.train.checkpoint import Checkpointer
-
     inner = optax.chain(boostax.top_k_reduce("data", 0.1), optax.adam(1e-2))
     tx = boostax.dynamic_loss_scale(inner, axis_name="data")
     _, state, _ = train(tx, mesh, "data")
     held = state.opt_state.inner_state[0].residual.local["w"]
     assert held.shape == (8, INPUTS, 8) and held.sharding.spec == P("data")
     assert float(jnp.abs(held[0] - held[1]).max()) > 0
-    small = jax.make_mesh((4,), ("data",), (AxisType.Auto,), devices=jax.devices()[:4])
-    step = boostax.make_train_step(loss_fn, tx, mesh=small, axis_name="data")
-    with Checkpointer(tmp_path) as checkpointer:
-        checkpointer.save(4, state)
-        as_saved = jax.eval_shape(lambda: boostax.reshard_state(step.init(start()), 8))
-        saved, _ = checkpointer.restore(as_saved)
-    moved = boostax.reshard_state(saved, 4)
-    moved = jax.device_put(moved, step.shardings(moved))
+    step, moved = on_four(tx, state, tmp_path)
     mean = np.asarray(moved.opt_state.inner_state[0].residual.local["w"]).mean(0)
     np.testing.assert_allclose(mean, np.asarray(held).mean(0), atol=1e-6)
     after, metrics = step(moved, next(batches(1)))
@@ -326,18 +322,9 @@ def test_params_of_each_replica_meet_when_they_should(mesh, check_vma):
 
 
 def test_params_of_each_replica_go_on_with_another_replica_count(mesh, tmp_path):
-    from boostax.train.checkpoint import Checkpointer
-
     tx = boostax.partial_average(optax.sgd(0.1, momentum=0.9), "data", 2)
     _, state, _ = train(tx, mesh, "data", steps=3)
-    small = jax.make_mesh((4,), ("data",), (AxisType.Auto,), devices=jax.devices()[:4])
-    step = boostax.make_train_step(loss_fn, tx, mesh=small, axis_name="data")
-    with Checkpointer(tmp_path) as checkpointer:
-        checkpointer.save(3, state)
-        as_saved = jax.eval_shape(lambda: boostax.reshard_state(step.init(start()), 8))
-        saved, _ = checkpointer.restore(as_saved)
-    moved = boostax.reshard_state(saved, 4)
-    moved = jax.device_put(moved, step.shardings(moved))
+    step, moved = on_four(tx, state, tmp_path)
     for name, value in state.params.local.items():
         assert moved.params.local[name].shape == (4, *value.shape[1:])
         mean = np.asarray(value).mean(0)

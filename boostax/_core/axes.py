@@ -14,6 +14,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from boostax._core import checks
+
 PyTree = Any
 AxisName = str | tuple[str, ...]
 
@@ -28,6 +30,14 @@ def canonical(who: str, axis_name: AxisName | None) -> tuple[str, ...]:
             f"{who}: axis_name must be a mesh axis name or a tuple of different ones, got "
             f"{axis_name!r}. Use None on a single device."
         )
+    return names
+
+
+def required(who: str, axis_name: AxisName | None) -> tuple[str, ...]:
+    """Axis names as a tuple, of which there must be one at least."""
+    names = canonical(who, axis_name)
+    if not names:
+        raise ValueError(checks.message(who, "axis_name", "a mesh axis", axis_name, "Try 'data'."))
     return names
 
 

@@ -61,14 +61,12 @@ def compressed(
       axis_name: mesh axis or axes.
       codec: what it sends.
       error_feedback: whether there is an ``e``.
-      dense: leaves that take a plain mean instead: see ``_is_dense``.
+      dense: leaves that take a plain mean instead: see ``_rules``.
       momentum: of the momentum correction, ``v = momentum v + g`` standing for ``g`` and set to
         zero where it has been sent; or ``None``.
       also_dense: leaves besides, which the codec cannot serve.
     """
-    names = axes.canonical(who, axis_name)
-    if not names:
-        raise ValueError(checks.message(who, "axis_name", "a mesh axis", axis_name, "Try 'data'."))
+    names = axes.required(who, axis_name)
     if dense is not None and not callable(dense):
         jax.tree.map(lambda x: _check_rule(who, x), dense)
 

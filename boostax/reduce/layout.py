@@ -55,6 +55,11 @@ class Plan:
         return np.repeat([piece.leaf for piece in bucket], widths)
 
 
+def starts(owners: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+    """The first block of every leaf in a bucket."""
+    return np.flatnonzero(np.diff(owners, prepend=-1))
+
+
 def kinds(leaves: Sequence[jax.Array], abouts: Sequence[Leaf]) -> list[list[int]]:
     """Indices of the leaves that may share a bucket; those without entries are in none.
 

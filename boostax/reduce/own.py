@@ -22,9 +22,7 @@ def check(who: str, inner: Any, axis_name: axes.AxisName) -> tuple[str, ...]:
     checks.transformation(who, "inner", inner)
     if isinstance(inner, GatedTransformation):
         _refuse_gate(who)
-    names = axes.canonical(who, axis_name)
-    if not names:
-        raise ValueError(checks.message(who, "axis_name", "a mesh axis", axis_name, "Try 'data'."))
+    names = axes.required(who, axis_name)
     return names
 
 

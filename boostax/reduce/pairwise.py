@@ -28,6 +28,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from boostax._core import trees
+from boostax.reduce import layout
+
 Total = Callable[[jax.Array], jax.Array]
 Owners = np.ndarray[Any, Any]
 
@@ -143,11 +146,8 @@ def power_of_two(exponent: jax.Array, dtype: jnp.dtype) -> jax.Array:
 def grown(x: jax.Array, exponents: jax.Array, owners: Owners) -> jax.Array:
     """``x * 2**exponents`` by leaf; finite stays finite, though rounding may have led beyond."""
     powers = _spread(power_of_two(exponents, x.dtype)[None], owners)[0]
-    limit = jnp.finfo(x.dtype).max
-    blocks = _blocks(x, owners)
-    products = blocks * powers
-    bounded = jnp.where(jnp.isfinite(blocks), jnp.clip(products, -limit, limit), products)
-    return bounded.reshape(x.shape)
+    bounded = trees.clip_finite(_blocks(x, owners), jnp.finfo(x.dtype).max / powers)
+    return (bounded * powers).reshape(x.shape)
 
 
 def combine_replicas(
@@ -250,7 +250,7 @@ def _by_leaf(rows: Rows, sums: Sequence[jax.Array]) -> jax.Array:
     """``(terms, leaves)`` from the ``(terms, ..., blocks)`` of every bucket."""
     found: list[list[jax.Array]] = [[] for _ in range(rows.exponents.shape[1])]
     for bucket, x in zip(rows.buckets, sums, strict=True):
-        starts = np.flatnonzero(np.diff(bucket.owners, prepend=-1))
+        starts = layout.starts(bucket.owners)
         for start, stop in zip(starts, [*starts[1:], len(bucket.owners)], strict=True):
             run = x[..., start:stop].reshape(len(x), -1).sum(1)
             found[bucket.owners[start]].append(run)

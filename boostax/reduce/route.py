@@ -18,7 +18,7 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from boostax._core import axes
-from boostax.reduce.layout import Plan, packed
+from boostax.reduce.layout import Plan, packed, starts
 from boostax.reduce.pairwise import Bucket, Owners, Rows, exponent_of, grown, power_of_two
 
 Divide = Literal["before", "after", "never"]
@@ -151,10 +151,10 @@ class NamedRoute:
             return self._gather(part)
         # Each leaf of each slice has a power of two of its own, which travels with it: a whole
         # number up to 256 in magnitude, exact even in bf16.
-        starts = np.flatnonzero(np.diff(owners, prepend=-1))
-        runs = np.repeat(np.arange(len(starts)), np.diff(starts, append=len(owners)))
+        begin = starts(owners)
+        runs = np.repeat(np.arange(len(begin)), np.diff(begin, append=len(owners)))
         blocks = part.reshape(len(owners), -1)
-        largest = jnp.split(jnp.abs(blocks).max(1), starts[1:])
+        largest = jnp.split(jnp.abs(blocks).max(1), begin[1:])
         exponents = exponent_of(jnp.stack([x.max() for x in largest]))
         near_one = blocks * (1 / power_of_two(exponents, part.dtype))[runs, None]
         sent = jnp.concatenate([near_one.ravel(), exponents.astype(part.dtype)])

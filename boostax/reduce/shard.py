@@ -75,9 +75,7 @@ def shard_optimizer(
     """
     who = "shard_optimizer"
     checks.transformation(who, "inner", inner)
-    names = axes.canonical(who, axis_name)
-    if not names:
-        raise ValueError(checks.message(who, "axis_name", "a mesh axis", axis_name, "Try 'data'."))
+    names = axes.required(who, axis_name)
     bucket_bytes = buckets.check_bytes(who, bucket_bytes)
     tx = optax.with_extra_args_support(inner)
 

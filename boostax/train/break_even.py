@@ -148,10 +148,9 @@ def break_even(
 
     Example:
       >>> import boostax, jax, jax.numpy as jnp
-      >>> from boostax.train.break_even import break_even
       >>> params = jax.ShapeDtypeStruct((2**20,), jnp.float32)
       >>> tx = boostax.int8_reduce("data")
-      >>> print(break_even(tx, params, 64, 12.5e9, encode_seconds=1e-3))
+      >>> print(boostax.break_even(tx, params, 64, 12.5e9, encode_seconds=1e-3))
       pays below 6.16 GB/s; at 12.5 GB/s it does not (0.57x)
       sends 2.1 MB, a dense mean 8.26 MB, per device and step over 64 replicas
       1 ms more work per step; collectives: 5, of a dense mean 1
