@@ -1,0 +1,258 @@
+"""Training runs of eight replicas, emulated by ``jax.vmap``, and how a method is tuned for them.
+
+A perceptron on digits by SGD, and a small transformer on text by AdamW.
+"""
+
+import dataclasses
+import functools
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from digits_replicas import Split, accuracy, data, init, loss, order
+from jax.sharding import AbstractMesh, AxisType
+from jax.sharding import PartitionSpec as P
+
+import boostax
+from boostax._core import costs
+from boostax._core.replicas import is_per_replica, owns_params
+from boostax.workloads import TextConfig, Workload, text
+
+PyTree = Any
+AXIS, REPLICAS = "data", 8
+SIZES, BATCH, EPOCHS = (64, 128, 128, 10), 8, 34
+RATES = tuple(2.0**power for power in range(-10, 2))
+TEXT = TextConfig(width=16, depth=1, heads=2, sequence_length=16, batch_size=16)
+TEXT_STEPS, TEXT_JUDGED = 16_000, 256
+TEXT_RATES = tuple(2.0**power for power in range(-9, -4))
+
+
+class Method(NamedTuple):
+    """A way to train replicas together.
+
+    Attributes:
+      name: as in the tables.
+      feedback: whether it keeps what it does not send; ``None`` where that has no meaning.
+      build: from an optimizer, the transformation that is also told how the replicas meet.
+      momentum: of the optimizer: of SGD, or the first of AdamW's two averages.
+      rates: the learning rates to try; digits only.
+      final: what ``build`` becomes in the end, if it warms up.
+      share: of the steps in which a conditional collective runs.
+    """
+
+    name: str
+    feedback: bool | None
+    build: Callable[[Any], Any]
+    momentum: float | None = 0.9
+    rates: Sequence[float] = RATES
+    final: Callable[[Any], Any] | None = None
+    share: float = 0.5
+
+
+class Ending(NamedTuple):
+    """What one training run ended with.
+
+    Attributes:
+      validation: what the rate is chosen by, the higher the better.
+      test: accuracy, or loss in nats per character.
+      training: loss over the training split (digits), or over the last tenth of the steps (text).
+      unsent: share of the gradients held back, mean over the last fourth of the steps.
+    """
+
+    validation: float
+    test: float
+    training: float
+    unsent: float
+
+
+class Tuned(NamedTuple):
+    """A method with the rate that suits it.
+
+    Attributes:
+      rate: the learning rate chosen.
+      endings: of every seed, at that rate.
+      first: the first seed's validation at every rate.
+      wire: bytes that a replica sends, in those of a mean in f32.
+    """
+
+    rate: float
+    endings: list[Ending]
+    first: dict[float, float]
+    wire: float
+
+    @property
+    def test(self) -> np.ndarray[Any, Any]:
+        """A figure per seed."""
+        return np.array([each.test for each in self.endings])
+
+
+Run = Callable[[float, int], Ending]
+
+
+def first(reduction: Any) -> Callable[[Any], Any]:
+    """The reduction, then the optimizer."""
+    return lambda optimizer: optax.chain(reduction, optimizer)
+
+
+def train(
+    tx: Any, loss_fn: Callable[[PyTree, PyTree], jax.Array], params: PyTree, batches: PyTree
+) -> tuple[PyTree, jax.Array, jax.Array]:
+    """``(params, losses, unsent)`` of a step for each of ``batches [steps, replicas, ...]``.
+
+    Where params are each replica's own, theirs is the mean in the end.
+    """
+    state = tx.init(params)
+    wrap: Callable[[PyTree], PyTree] = boostax.PerReplica if owns_params(state) else lambda p: p
+    unwrap = (lambda p: p.local) if owns_params(state) else lambda p: p
+    carry = (wrap(params), state)
+    own = jax.tree.map(lambda x: 0 if is_per_replica(x) else None, carry, is_leaf=is_per_replica)
+
+    # What is the same on all replicas is held once: vmap refuses what it cannot prove to be.
+    @functools.partial(jax.vmap, in_axes=(own, 0), out_axes=(own, None), axis_name=AXIS)
+    def replicas(carry: PyTree, batch: PyTree) -> tuple[PyTree, jax.Array]:
+        params, state = unwrap(carry[0]), carry[1]
+        value, grads = jax.value_and_grad(loss_fn)(params, batch)
+        params, state = boostax.apply_gradients(tx, grads, state, params)
+        return (wrap(params), state), jax.lax.pmean(value, AXIS)
+
+    def step(carry: PyTree, batch: PyTree) -> tuple[PyTree, tuple[jax.Array, jax.Array]]:
+        carry, value = replicas(carry, batch)
+        unsent = boostax.metrics(carry[1]).get("unsent", jnp.float32(0))
+        return carry, (value, jnp.asarray(unsent))
+
+    stacked = boostax.stack_replicas(carry, REPLICAS)
+    (params, _), (losses, unsent) = jax.lax.scan(step, stacked, batches)
+    if owns_params(state):
+        params = jax.tree.map(lambda p: p.mean(0), params.local)
+    return params, losses, unsent[-(len(unsent) // 4) :].mean()
+
+
+def schedule(rate: jax.Array, steps: int) -> optax.Schedule:
+    """Linear warm-up for a tenth of the steps, then a cosine to zero."""
+    # optax.warmup_cosine_decay_schedule asks for a rate that is no tracer.
+    shape = optax.warmup_cosine_decay_schedule(0.0, 1.0, steps // 10, steps)
+    return lambda step: rate * shape(step)
+
+
+def digits_run(method: Method) -> Run:
+    """Train the perceptron."""
+    training, validation, test = data()
+
+    def rows_loss(params: PyTree, rows: jax.Array) -> jax.Array:
+        return loss(params, Split(training.images[rows], training.labels[rows]))
+
+    @jax.jit
+    def trained(rate: jax.Array, key: jax.Array, rows: jax.Array) -> tuple[jax.Array, ...]:
+        tx = method.build(optax.sgd(schedule(rate, len(rows)), method.momentum))
+        params, _, unsent = train(tx, rows_loss, init(key, SIZES), rows)
+        scores = accuracy(params, validation), accuracy(params, test)
+        return *scores, loss(params, training), unsent
+
+    def run(rate: float, seed: int) -> Ending:
+        rows = order(seed, REPLICAS, EPOCHS, BATCH)
+        return Ending(*map(float, trained(jnp.float32(rate), jax.random.key(seed), rows)))
+
+    return run
+
+
+def text_run(method: Method) -> Run:
+    """Train the transformer; it is judged for the choice of a rate on training windows unseen."""
+
+    @jax.jit
+    def trained(rate: jax.Array, params: PyTree, batches: PyTree) -> Any:
+        optimizer = optax.adamw(schedule(rate, TEXT_STEPS), b1=method.momentum or 0.0)
+        return train(method.build(optimizer), text_loss, params, batches)
+
+    @jax.jit
+    def judged(params: PyTree, batches: PyTree) -> jax.Array:
+        return jax.lax.map(lambda batch: text_loss(params, batch), batches).mean()
+
+    def run(rate: float, seed: int) -> Ending:
+        workload = text_workload(seed)
+        params, _ = workload.init(jax.random.key(seed))
+        batches, unseen = text_batches(seed)
+        params, losses, unsent = trained(jnp.float32(rate), params, batches)
+        last = losses[-(TEXT_STEPS // 10) :].mean()
+        held_out = workload.evaluate(params, None)["loss"]
+        return Ending(-float(judged(params, unseen)), held_out, float(last), float(unsent))
+
+    return run
+
+
+@functools.cache
+def text_workload(seed: int) -> Workload:
+    return text(dataclasses.replace(TEXT, seed=seed))
+
+
+def text_loss(params: PyTree, batch: PyTree) -> jax.Array:
+    """The same function of every seed's params."""
+    return text_workload(0).loss_fn(params, batch)[0]
+
+
+@functools.cache
+def text_batches(seed: int) -> tuple[PyTree, PyTree]:
+    """Batches ``[steps, replicas, ...]`` to train on, and more ``[batches, ...]`` to judge by."""
+    workload = text_workload(seed)
+    every = [workload.batch(index) for index in range(TEXT_STEPS + TEXT_JUDGED)]
+    stacked = jax.tree.map(lambda *xs: np.stack(xs), *every)
+    shape = (TEXT_STEPS, REPLICAS, TEXT.batch_size // REPLICAS, TEXT.sequence_length)
+    return (
+        jax.tree.map(lambda x: x[:TEXT_STEPS].reshape(shape), stacked),
+        jax.tree.map(lambda x: x[TEXT_STEPS:], stacked),
+    )
+
+
+def wire_bytes(tx: Any, params: PyTree, share: float = 0.5) -> float:
+    """What a device sends per step, conditional collectives counted by the share of steps."""
+    mesh = AbstractMesh((REPLICAS,), (AXIS,), axis_types=(AxisType.Auto,))
+
+    def local(grads: PyTree) -> PyTree:
+        grads = jax.tree.map(lambda x: x[0], grads)
+        return tx.update(grads, tx.init(grads), grads)[0]
+
+    mapped = jax.shard_map(local, mesh=mesh, in_specs=P(AXIS), out_specs=P(AXIS), check_vma=False)
+    stacked = jax.tree.map(lambda x: jax.ShapeDtypeStruct((REPLICAS, *x.shape), x.dtype), params)
+    found = costs.collectives(mapped, stacked)
+    in_turn = costs.wire_bytes(found, conditional=True)
+    return costs.wire_bytes(found, conditional=False) + share * in_turn
+
+
+def tune(run: Run, rates: Sequence[float], seeds: int, *, finalists: int, judges: int) -> Any:
+    """``(rate, endings, first)``: what one seed makes of all rates, some seeds of the best few."""
+    done: dict[tuple[float, int], Ending] = {}
+
+    def ending(rate: float, seed: int) -> Ending:
+        if (rate, seed) not in done:
+            done[rate, seed] = run(rate, seed)
+        return done[rate, seed]
+
+    def score(rate: float, count: int) -> float:
+        scores = [ending(rate, seed).validation for seed in range(count)]
+        return sum(scores) / count if all(map(math.isfinite, scores)) else -math.inf
+
+    first = {rate: score(rate, 1) for rate in rates}
+    few = sorted(rates, key=lambda rate: -first[rate])[:finalists]
+    best = max(few, key=lambda rate: score(rate, min(judges, seeds)))
+    return best, [ending(best, seed) for seed in range(seeds)], first
+
+
+def tuned(method: Method, run: Run, params: PyTree, seeds: int, *, on_text: bool) -> Tuned:
+    """A method at its best rate."""
+    rates = TEXT_RATES if on_text else method.rates
+    few = {"finalists": 1, "judges": 1} if on_text else {"finalists": 3, "judges": 5}
+    rate, endings, first = tune(run, rates, seeds, **few)
+    dense = wire_bytes(boostax.all_reduce(AXIS), params)
+    build = method.final or method.build
+    wire = wire_bytes(build(optax.sgd(0.0)), params, method.share) / dense
+    found = Tuned(rate, endings, first, wire)
+    print(method.name, method.feedback, power(rate), found.test.mean(), flush=True)
+    return found
+
+
+def power(rate: float) -> str:
+    """As in the tables."""
+    return f"2^{round(math.log2(rate))}"
