@@ -14,6 +14,15 @@ from boostax.accumulate.window import AccumulateState as AccumulateState
 from boostax.accumulate.window import accumulate as accumulate
 from boostax.accumulate.window import flush as flush
 from boostax.accumulate.window import has_updated as has_updated
+from boostax.freeze.groups import prefix_groups as prefix_groups
+from boostax.freeze.order import forward_order as forward_order
+from boostax.freeze.plateau import freeze_on_plateau as freeze_on_plateau
+from boostax.freeze.plateau import group_signal as group_signal
+from boostax.freeze.scheduled import ScheduledFreezeState as ScheduledFreezeState
+from boostax.freeze.scheduled import active_groups as active_groups
+from boostax.freeze.scheduled import scheduled_freeze as scheduled_freeze
+from boostax.freeze.schedules import FreezeSchedule as FreezeSchedule
+from boostax.freeze.schedules import freeze_schedule as freeze_schedule
 from boostax.precision.finite import all_finite as all_finite
 from boostax.precision.loss_scale import LossScaleState as LossScaleState
 from boostax.precision.loss_scale import dynamic_loss_scale as dynamic_loss_scale

@@ -7,6 +7,16 @@ from boostax.testing import Case
 
 OPT = optax.sgd(0.1)
 
+
+FREEZES = boostax.freeze_schedule("continuous", total_steps=9, frozen_fraction=0.4)
+
+
+def half(path, leaf):
+    """Two groups of the trees that laws use, or one of those with a single leaf."""
+    del leaf
+    return 1 if path == "b" or path.startswith(("list", "pair", "block")) else 0
+
+
 CASES = [
     Case(
         "dynamic_loss_scale",
@@ -297,5 +307,36 @@ CASES = [
             (lambda: boostax.local_updates(OPT, "data", 0), "every"),
             (lambda: boostax.local_updates(OPT, "data", 2, 3.0), "outer"),
         ),
+    ),
+    Case(
+        "scheduled_freeze",
+        lambda inner, axis: boostax.scheduled_freeze(inner, half, FREEZES, repeat=True),
+        bad_arguments=(
+            (lambda: boostax.scheduled_freeze(3.0, half, 1), "inner"),
+            (lambda: boostax.scheduled_freeze(OPT, half, 1, moments="own"), "moments"),
+            (lambda: boostax.scheduled_freeze(OPT, half, lambda step: 0), "schedule"),
+            (lambda: boostax.scheduled_freeze(OPT, half, 1).init({"a": 1.0}), "schedule"),
+            (lambda: boostax.scheduled_freeze(OPT, half, []).init({"a": 1.0}), "schedule"),
+            (lambda: boostax.freeze_schedule("interval", total_steps=9, frozen_fraction=1.0), "in"),
+            (lambda: boostax.freeze_on_plateau(tolerance=0.0), "tolerance"),
+            (lambda: boostax.freeze_on_plateau(every=0), "every"),
+            (lambda: boostax.freeze_on_plateau(patience=0), "patience"),
+            (lambda: boostax.group_signal({"a": 0, "b": 2}), "without a gap"),
+            (lambda: boostax.group_signal({"a": 0}, horizon=0), "horizon"),
+        ),
+    ),
+    Case(
+        "scheduled_freeze_around_scaler_and_window",
+        lambda inner, axis: boostax.scheduled_freeze(
+            boostax.dynamic_loss_scale(
+                boostax.accumulate(inner, 2, axis_name=axis), axis_name=axis
+            ),
+            half,
+            FREEZES,
+            repeat=True,
+        ),
+        skips=True,
+        calls=2,
+        skip_view=lambda state: state.inner_state.inner_state,
     ),
 ]

@@ -16,7 +16,7 @@ touches the params; and they pass gradients down raw, with the factors still to 
 """
 
 from collections.abc import Callable
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, Self
 
 import jax
 import jax.numpy as jnp
@@ -77,7 +77,7 @@ class GatedTransformation(optax.GradientTransformationExtraArgs):
     step: Step
     flush: Flush
 
-    def __new__(cls, init: Any, step: Step, flush: Flush) -> "GatedTransformation":
+    def __new__(cls, init: Any, step: Step, flush: Flush) -> Self:
         def update(
             updates: PyTree, state: Any, params: PyTree = None, **extra_args: Any
         ) -> tuple[PyTree, Any]:

@@ -6,6 +6,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 from jax.extend.core import jaxpr_as_fun
 
 PyTree = Any
@@ -37,6 +38,21 @@ def clip_finite(x: jax.Array, limit: float | jax.Array) -> jax.Array:
 def cast_like(tree: PyTree, like: PyTree) -> PyTree:
     """Give each leaf the (strong) dtype of its counterpart."""
     return jax.tree.map(lambda x, y: jnp.asarray(x).astype(jnp.result_type(y)), tree, like)
+
+
+def masked(tree: PyTree, active: PyTree) -> PyTree:
+    """``optax.MaskedNode`` in the place of every leaf that is not active.
+
+    ``active`` is a tree of bools like ``tree``, in which such a node may stand already.
+    """
+    return jax.tree.map(lambda keep, x: x if keep else optax.MaskedNode(), active, tree)
+
+
+def unmasked(part: PyTree, whole: PyTree) -> PyTree:
+    """``part`` with its ``optax.MaskedNode`` replaced by the leaves of ``whole``."""
+    leaves, treedef = jax.tree.flatten(whole)
+    pairs = zip(treedef.flatten_up_to(part), leaves, strict=True)
+    return treedef.unflatten([x if isinstance(y, optax.MaskedNode) else y for y, x in pairs])
 
 
 def path_name(path: tuple[Any, ...]) -> str:

@@ -1,13 +1,15 @@
 """A train step's programs: oracle, transformation and state in one, compiled and donated."""
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
 import optax
+from jax.core import Tracer
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from boostax._core import trees
@@ -22,12 +24,15 @@ from boostax._core.replicas import (
 )
 from boostax.accumulate.aux import Aux, as_aux
 from boostax.accumulate.window import flush
+from boostax.freeze.driver import HostDepth
+from boostax.freeze.scheduled import ScheduledFreeze, switch
 from boostax.precision.finite import all_finite
 from boostax.precision.policy import Policy
 from boostax.train.apply import apply_gradients, metrics
 from boostax.train.state import TrainState
 
 PyTree = Any
+FreezeDriver = Literal["host", "switch"]
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -46,6 +51,7 @@ class TrainStep:
       policy: whose ``param_dtype`` the params are stored in, or ``None``.
       check_vma: see ``make_train_step``.
       param_specs: see ``make_train_step``.
+      freeze_driver: see ``make_train_step``.
     """
 
     tx: optax.GradientTransformation
@@ -57,12 +63,19 @@ class TrainStep:
     policy: Policy | None
     check_vma: bool
     param_specs: PyTree = None
+    freeze_driver: FreezeDriver = "host"
     _compiled: dict[Any, tuple[Any, Any]] = dataclasses.field(default_factory=dict)
+    _hosts: list[HostDepth] = dataclasses.field(default_factory=list)
 
     @property
     def replicas(self) -> int:
         """Number of replicas; 1 without a mesh."""
         return 1 if self.mesh is None else math.prod(self.mesh.shape[x] for x in self.names)
+
+    @property
+    def depths(self) -> tuple[int, ...]:
+        """Of a ``scheduled_freeze``: the depths that a step was built for so far."""
+        return tuple(sorted({depth for _, depth in self._compiled if depth is not None}))
 
     def init(
         self, params: PyTree, *, key: jax.Array | None = None, model_state: PyTree = None
@@ -115,20 +128,30 @@ class TrainStep:
           The new state and scalars: ``loss`` (unscaled, the mean over all), ``applied`` (whether
           the params changed), ``boostax.metrics(opt_state)`` and ``Aux.metrics``.
         """
-        batch = self._place(batch)
-        return self._programs(state)[0](state, batch)
+        batch, depth = self._place(batch), self._depth(state)
+        state, reported = self._programs(state, depth)[0](state, batch)
+        if depth is not None:
+            self._hosts[0].follow(state.opt_state)
+        return state, reported
 
     def flush(self, state: TrainState) -> TrainState:
         """Apply a partial window at the end of a run (see ``boostax.flush``)."""
-        return self._programs(state)[1](state)
+        # Not the host's count: a schedule may be over when there is nothing left to flush.
+        on_host = self._freezes_on_host(state)
+        depth = int(state.opt_state.next_depth) if on_host else None
+        return self._programs(state, depth)[1](state)
 
-    def lower(self, state: TrainState, batch: PyTree) -> jax.stages.Lowered:
-        """The lowered program, for its text, memory and cost."""
-        return self._programs(state)[0].lower(state, self._place(batch))
+    def lower(
+        self, state: TrainState, batch: PyTree, *, depth: int | None = None
+    ) -> jax.stages.Lowered:
+        """The lowered program, for its text, memory and cost; of the coming depth, or another."""
+        depth = self._depth(state) if depth is None else depth
+        return self._programs(state, depth)[0].lower(state, self._place(batch))
 
-    def jaxpr(self, state: TrainState, batch: PyTree) -> Any:
+    def jaxpr(self, state: TrainState, batch: PyTree, *, depth: int | None = None) -> Any:
         """The traced program, for counting collectives and bytes."""
-        return jax.make_jaxpr(self._programs(state)[0])(state, self._place(batch))
+        depth = self._depth(state) if depth is None else depth
+        return jax.make_jaxpr(self._programs(state, depth)[0])(state, self._place(batch))
 
     def common_params(self, state: TrainState) -> PyTree:
         """The params, to evaluate: where each replica has its own, their mean."""
@@ -139,9 +162,7 @@ class TrainStep:
 
     def _specs(self, state: TrainState) -> TrainState:
         replicated = PartitionSpec()
-        params, own = state.params, isinstance(state.params, PerReplica)
-        if own:
-            params = jax.eval_shape(lambda p: jax.tree.map(lambda x: x[0], p.local), params)
+        params, own = _local_shapes(state), isinstance(state.params, PerReplica)
         opt_state = state_specs(
             self.tx,
             params,
@@ -180,10 +201,25 @@ class TrainStep:
                 )
         return jax.device_put(batch, NamedSharding(self.mesh, PartitionSpec(self.names)))
 
-    def _programs(self, state: TrainState) -> tuple[Any, Any]:
-        structure = jax.tree.structure(state)
-        if structure not in self._compiled:
-            step, flush_step = self._step, self._flush
+    def _freezes_on_host(self, state: TrainState) -> bool:
+        if not isinstance(self.tx, ScheduledFreeze) or self.freeze_driver != "host":
+            return False
+        # Inside another program there is nothing to read.
+        return not isinstance(state.opt_state.steps, Tracer)
+
+    def _depth(self, state: TrainState) -> int | None:
+        """Groups to freeze in the coming call; ``None`` if the program itself finds out."""
+        if not isinstance(self.tx, ScheduledFreeze) or not self._freezes_on_host(state):
+            return None
+        if not self._hosts:
+            self._hosts.append(HostDepth(self.tx.freezing.plan(_local_shapes(state))))
+        return self._hosts[0](state.opt_state)
+
+    def _programs(self, state: TrainState, depth: int | None) -> tuple[Any, Any]:
+        key = jax.tree.structure(state), depth
+        if key not in self._compiled:
+            step = functools.partial(self._step, depth)
+            flush_step = functools.partial(self._flush, depth)
             if self.mesh is not None:
                 specs = self._specs(state)
                 step = jax.shard_map(
@@ -200,19 +236,34 @@ class TrainStep:
                     out_specs=specs,
                     check_vma=self.check_vma,
                 )
-            self._compiled[structure] = (
+            self._compiled[key] = (
                 jax.jit(step, donate_argnums=0),
                 jax.jit(flush_step, donate_argnums=0),
             )
-        return self._compiled[structure]
+        return self._compiled[key]
 
-    def _step(self, state: TrainState, batch: PyTree) -> tuple[TrainState, dict[str, jax.Array]]:
+    def _step(
+        self, depth: int | None, state: TrainState, batch: PyTree
+    ) -> tuple[TrainState, dict[str, jax.Array]]:
         params, opt_state = _entered(state)
+        active: PyTree = True
+        extra: dict[str, Any] = {}
+        if isinstance(self.tx, ScheduledFreeze):
+            if depth is None:
+                plan = self.tx.freezing.plan(params)
+                at = [functools.partial(self._step, each) for each in plan.drawn]
+                return switch(opt_state, plan, at, state, batch)
+            active, extra = self.tx.active(params, depth), {"depth": depth}
         value, grads = self.oracle(
-            params, opt_state, batch, key=self._call_key(state), model_state=state.model_state
+            params,
+            opt_state,
+            batch,
+            active=active,
+            key=self._call_key(state),
+            model_state=state.model_state,
         )
         loss, aux = (value[0], as_aux(value[1])) if self.has_aux else (value, Aux())
-        extra = {} if aux.weight is None else {"weight": aux.weight}
+        extra |= {} if aux.weight is None else {"weight": aux.weight}
         params, opt_state = apply_gradients(self.tx, grads, opt_state, params, **extra)
         model_state = state.model_state
         if model_state is not None and aux.model_state is not None:
@@ -228,15 +279,23 @@ class TrainStep:
         reported = {"loss": loss, "applied": passed(opt_state), **metrics(opt_state)}
         return new_state, _named(aux.metrics) | reported
 
-    def _flush(self, state: TrainState) -> TrainState:
+    def _flush(self, depth: int | None, state: TrainState) -> TrainState:
         params, opt_state = _entered(state)
-        return _left(state, *flush(self.tx, opt_state, params))
+        extra = {} if depth is None else {"depth": depth}
+        return _left(state, *flush(self.tx, opt_state, params, **extra))
 
     def _call_key(self, state: TrainState) -> jax.Array | None:
         if state.key is None:
             return None
         key = jax.random.fold_in(state.key, state.step)
         return jax.random.fold_in(key, jax.lax.axis_index(self.names)) if self.names else key
+
+
+def _local_shapes(state: TrainState) -> PyTree:
+    """The types of one replica's params."""
+    if not isinstance(state.params, PerReplica):
+        return state.params
+    return jax.eval_shape(lambda p: jax.tree.map(lambda x: x[0], p.local), state.params)
 
 
 def _entered(state: TrainState) -> tuple[PyTree, PyTree]:

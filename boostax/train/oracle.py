@@ -1,10 +1,12 @@
 """The gradient oracle: scaled, local gradients from a loss function and the optimizer's state."""
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from boostax._core import axes, checks, trees
@@ -43,9 +45,11 @@ def value_and_grad(
       accumulator_dtype: of the sum over micro-batches.
 
     Returns:
-      ``fn(params, opt_state, batch, *, key=None, model_state=None)`` that returns
-      ``(loss, grads)``, or ``((loss, aux), grads)`` with ``has_aux``. Cost: with ``axis_name`` one
-      scalar collective for the loss and one per leaf of ``aux``; see ``boostax.microbatch``.
+      ``fn(params, opt_state, batch, *, active=True, key=None, model_state=None)`` that returns
+      ``(loss, grads)``, or ``((loss, aux), grads)`` with ``has_aux``. ``active`` is a tree of bools
+      like the params, or a prefix of one: what is not active is not differentiated, and in the
+      gradients ``optax.MaskedNode`` stands for it. Cost: with ``axis_name`` one scalar collective
+      for the loss and one per leaf of ``aux``; see ``boostax.microbatch``.
 
     Raises:
       ValueError, TypeError: an argument out of range; at trace time, a loss that is no floating
@@ -65,24 +69,30 @@ def value_and_grad(
     fn = loss_fn if rules is None else rules.compute(loss_fn)
 
     def evaluate(
-        params: PyTree, batch: PyTree, scale: jax.Array, **kwargs: Any
+        active: PyTree, params: PyTree, batch: PyTree, scale: jax.Array, **kwargs: Any
     ) -> tuple[PyTree, PyTree]:
-        def scaled_loss(params: PyTree) -> tuple[jax.Array, tuple[jax.Array, PyTree]]:
-            loss, aux = _loss_and_aux(fn(params, batch, **kwargs), has_aux)
+        def scaled_loss(trained: PyTree) -> tuple[jax.Array, tuple[jax.Array, PyTree]]:
+            whole = trees.unmasked(trained, params)
+            loss, aux = _loss_and_aux(fn(whole, batch, **kwargs), has_aux)
             return loss * scale.astype(loss.dtype), (loss, aux)
 
-        (_, (loss, aux)), grads = jax.value_and_grad(scaled_loss, has_aux=True)(params)
+        trained = trees.masked(params, active)
+        (_, (loss, aux)), grads = jax.value_and_grad(scaled_loss, has_aux=True)(trained)
         if as_aux(aux).weight is not None:
             # A mean over no tokens is 0/0: no overflow, and no reason to lower the scale.
             loss, grads = drop_empty((loss, grads), jnp.asarray(aux.weight))
         return (loss, aux), grads
 
-    sliced = microbatch(evaluate, count, has_aux=True, accumulator_dtype=accumulator_dtype)
-
     def oracle(
-        params: PyTree, opt_state: PyTree, batch: PyTree, **kwargs: Any
+        params: PyTree, opt_state: PyTree, batch: PyTree, *, active: PyTree = True, **kwargs: Any
     ) -> tuple[Any, PyTree]:
         axes.require_bound(names, who)
+        sliced = microbatch(
+            functools.partial(evaluate, _active(active, params)),
+            count,
+            has_aux=True,
+            accumulator_dtype=accumulator_dtype,
+        )
         given = {name: value for name, value in kwargs.items() if value is not None}
         (loss, aux), grads = sliced(
             axes.to_varying(params, names), batch, loss_scale(opt_state), **given
@@ -92,6 +102,24 @@ def value_and_grad(
         return ((loss, aux) if has_aux else loss), grads
 
     return oracle
+
+
+def _active(active: PyTree, params: PyTree) -> PyTree:
+    """A bool for each leaf of the params."""
+    given = jax.tree.leaves(active)
+    if not given or not all(isinstance(x, (bool, np.bool_)) for x in given):
+        hint = "tx.active(params, depth) of a scheduled_freeze is one."
+        message = checks.message(
+            "value_and_grad", "active", "a tree of bools like the params", active, hint
+        )
+        raise TypeError(message)
+    try:
+        return jax.tree.broadcast(active, params)
+    except ValueError as error:
+        raise ValueError(
+            "value_and_grad: active must be a tree of bools like the params, or a prefix of one, "
+            f"got {active!r}. {error}"
+        ) from error
 
 
 def _loss_and_aux(result: Any, has_aux: bool) -> tuple[jax.Array, PyTree]:

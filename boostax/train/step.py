@@ -9,7 +9,7 @@ from jax.sharding import Mesh
 
 from boostax._core import axes, checks
 from boostax.precision.policy import Policy, as_policy
-from boostax.train.compiled import TrainStep
+from boostax.train.compiled import FreezeDriver, TrainStep
 from boostax.train.oracle import value_and_grad
 
 PyTree = Any
@@ -27,6 +27,7 @@ def make_train_step(
     accumulator_dtype: Any = jnp.float32,
     check_vma: bool = True,
     param_specs: PyTree | None = None,
+    freeze_driver: FreezeDriver = "host",
 ) -> TrainStep:
     """A jitted, donating train step over one device or a mesh axis.
 
@@ -51,6 +52,9 @@ def make_train_step(
         of ``PartitionSpec`` with one for each param. ``loss_fn`` sees its shards and gathers them
         itself, ``jax.lax.all_gather(w, "fsdp", tiled=True, to="invarying")``; its loss must be
         equal over those axes.
+      freeze_driver: with ``scheduled_freeze``, ``"host"`` compiles a step for each depth when it is
+        first drawn and chooses among them; ``"switch"`` compiles one program that serves all, and
+        that is what runs inside ``jax.jit`` or ``jax.lax.scan`` in any case.
 
     Returns:
       A ``TrainStep``. Cost beside the transformations': one scalar collective for the loss.
@@ -91,6 +95,8 @@ def make_train_step(
                     "Make the mesh with jax.make_mesh((n,), ('data',)).",
                 )
             )
+    hint = "'host' is the fastest and takes the least memory."
+    checks.choice(who, "freeze_driver", freeze_driver, ("host", "switch"), hint)
     rules = as_policy(who, policy)
     oracle = value_and_grad(
         loss_fn,
@@ -110,4 +116,5 @@ def make_train_step(
         policy=rules,
         check_vma=check_vma,
         param_specs=param_specs,
+        freeze_driver=freeze_driver,
     )

@@ -1,0 +1,283 @@
+"""Groups of layers, in the order of the forward pass: what is frozen together."""
+
+import collections
+import fnmatch
+import operator
+import re
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import jax
+from jax.tree_util import DictKey, GetAttrKey
+
+from boostax._core import checks, trees
+
+PyTree = Any
+
+
+def prefix_groups(
+    params: PyTree, n: int, *, order: Sequence[str] | None = None, level: int | None = None
+) -> PyTree:
+    r"""Cut the params into ``n`` groups of consecutive layers, the first of the forward pass first.
+
+    Layer :math:`l` of :math:`L` is in group :math:`\lfloor l n / L \rfloor`: groups differ by one
+    layer at most. They are even in layers and not in entries, because what a frozen prefix saves is
+    the backward pass of its layers, and entries do not tell that: the convolutions that take most
+    of the time have few, an embedding that takes none has many.
+
+    A layer is what shares a parent module: a kernel and its bias. A module of vectors and scalars
+    alone (a norm) belongs to the layer before it, or to the one after if it is the first. Leaves
+    that stand bare in the top container are layers of their own.
+
+    Args:
+      params: any tree of arrays or of ``jax.ShapeDtypeStruct``.
+      n: groups, at most as many as there are layers.
+      order: path names, or prefixes of them (``"block_0"``), in the order of the forward pass, such
+        as ``forward_order`` finds: a layer stands where the first entry does that matches one of
+        its leaves. ``None`` takes the tree's own order, lists by index and dicts by key with
+        numbers as numbers (``block_2`` before ``block_10``), which is the order of the forward pass
+        only where the names say it.
+      level: leading path components that make a layer. With 1 all of ``block_0`` is one layer;
+        ``None`` tells the modules inside it apart.
+
+    Returns:
+      A tree like ``params`` of Python ints from 0 to ``n - 1``, the group of each leaf. Cost: none;
+      no array is read.
+
+    Raises:
+      ValueError, TypeError: an argument out of range; fewer layers than groups; an ``order`` that
+        misses a layer, or an entry of it that matches nothing.
+
+    Example:
+      >>> import boostax, jax.numpy as jnp
+      >>> dense = {"kernel": jnp.ones((2, 2)), "bias": jnp.ones(2)}
+      >>> params = {"layer_10": dense, "layer_2": dense, "layer_2_norm": {"scale": jnp.ones(2)}}
+      >>> groups = boostax.prefix_groups(params, 2)
+      >>> groups["layer_2"], groups["layer_2_norm"], groups["layer_10"]
+      ({'bias': 0, 'kernel': 0}, {'scale': 0}, {'bias': 1, 'kernel': 1})
+
+    References:
+      ``mindspore.boost.GradientFreeze`` groups by the order and the names of the params, and
+      freezes nothing, without a word, where there are fewer layers than groups.
+    """
+    who = "prefix_groups"
+    checks.positive_int(who, "n", n, "4 cuts the layers into quarters.")
+    if level is not None:
+        checks.positive_int(who, "level", level, "1 makes a layer of every top-level module.")
+    leaves, treedef = jax.tree.flatten(params)
+    layers: dict[tuple[Any, ...], list[int]] = {}
+    for path, leaf in _own_order(treedef.unflatten(range(len(leaves)))):
+        layers.setdefault(path[:-1][:level] or path, []).append(leaf)
+    if order is not None:
+        layers = _reordered(who, layers, _names(params), order)
+    kept = _with_norms(layers, leaves)
+    if n > len(kept):
+        allowed = f"at most the number of layers, {len(kept)}"
+        words = _few([trees.path_name(path) for path in kept])
+        hint = f"They are {words}, each with the norms after it." if kept else "Params are empty."
+        raise ValueError(checks.message(who, "n", allowed, n, hint))
+    labels = [0] * len(leaves)
+    for i, members in enumerate(kept.values()):
+        for leaf in members:
+            labels[leaf] = i * n // len(kept)
+    return treedef.unflatten(labels)
+
+
+def as_groups(who: str, groups: Any, params: PyTree) -> PyTree:
+    """A tree like ``params`` of the ints 0, 1, ... without a gap, from what users give.
+
+    Args:
+      who: on whose behalf to raise.
+      groups: a tree of ints like the params, or a prefix of one; a function of a leaf's path name
+        and the leaf; or a list whose entry ``i`` holds the pattern, or the patterns, of group ``i``
+        (``fnmatch`` on path names; the name of a module stands for all that is in it), where leaves
+        that match none make the last group.
+      params: the params.
+    """
+    found, treedef = jax.tree_util.tree_flatten_with_path(params)
+    names = _names(params)
+    if _are_patterns(groups):
+        labels = _matched(who, groups, names)
+    elif callable(groups) and jax.tree_util.all_leaves([groups]):
+        labels = [groups(name, leaf) for name, (_, leaf) in zip(names, found, strict=True)]
+    else:
+        try:
+            labels = jax.tree.leaves(jax.tree.broadcast(groups, params))
+        except ValueError as error:
+            allowed = (
+                "a tree of integers like the params or a prefix of one, a list of patterns, or a "
+                "function of path and leaf"
+            )
+            raise ValueError(checks.message(who, "groups", allowed, groups, str(error))) from error
+    numbers = [_number(who, label, name) for label, name in zip(labels, names, strict=True)]
+    present = set(numbers)
+    if present != set(range(len(present))):
+        missing = next(i for i in range(len(present)) if i not in present)
+        allowed = "the integers 0, 1, ... without a gap"
+        hint = f"No leaf is in group {missing}; boostax.prefix_groups(params, n) makes n groups."
+        raise ValueError(checks.message(who, "groups", allowed, sorted(present), hint))
+    return treedef.unflatten(numbers)
+
+
+def group_count(groups: PyTree) -> int:
+    """The number of groups in a tree that ``as_groups`` made."""
+    return max(jax.tree.leaves(groups), default=-1) + 1
+
+
+def mindspore_groups(names: Sequence[str], n: int) -> list[list[str]]:
+    """What ``mindspore.boost.GradientFreeze`` trains at each depth, for comparison.
+
+    Params go into buckets in their order. A new bucket starts where the last holds three or more,
+    unless the name contains ``bn`` or ``bias``. Depth ``i`` trains the buckets from
+    ``i * (buckets // n)`` on: unlike a group of ``prefix_groups`` it holds all deeper ones. With
+    fewer buckets than ``n`` every depth trains everything, as in the original.
+
+    Args:
+      names: the names of the trained params, in order.
+      n: MindSpore's ``param_groups``.
+
+    Returns:
+      The names trained at each of the ``n`` depths. Cost: none.
+
+    Raises:
+      ValueError, TypeError: ``n`` is not a positive integer.
+
+    Example:
+      >>> from boostax.freeze.groups import mindspore_groups
+      >>> mindspore_groups(["a", "a.bias", "b", "c", "c.bias"], 2)
+      [['a', 'a.bias', 'b', 'c', 'c.bias'], ['c', 'c.bias']]
+
+    References:
+      MindSpore 2.10, ``mindspore/boost/grad_freeze.py``, ``split_parameters_groups``.
+    """
+    checks.positive_int("mindspore_groups", "n", n, "10 is MindSpore's default.")
+    buckets: list[list[str]] = [[]]
+    for name in names:
+        if len(buckets[-1]) >= 3 and not ("bn" in name or "bias" in name):
+            buckets.append([])
+        buckets[-1].append(name)
+    stride = len(buckets) // n
+    return [[name for bucket in buckets[i * stride :] for name in bucket] for i in range(n)]
+
+
+def _own_order(node: PyTree, path: tuple[Any, ...] = ()) -> Iterator[tuple[tuple[Any, ...], int]]:
+    """The leaves with their paths, containers in their own order."""
+    level = jax.tree_util.default_registry.flatten_one_level_with_keys(node)
+    if level is None:
+        yield path, node
+        return
+    children: list[tuple[Any, Any]] = list(level[0])
+    keys = [key for key, _ in children]
+    if keys == [GetAttrKey("value")]:
+        # A box: an NNX variable, or a Flax param with its partitioning. It is no module.
+        yield from _own_order(children[0][1], path)
+        return
+    # JAX sorts the keys of a dict as text; only an OrderedDict keeps what the user had in mind.
+    if not isinstance(node, collections.OrderedDict):
+        children.sort(key=lambda child: _natural(child[0]))
+    for key, child in children:
+        yield from _own_order(child, (*path, key))
+
+
+def _natural(key: Any) -> list[str | int]:
+    """Sorts the keys of dicts with their numbers as numbers; leaves other children as they are."""
+    parts = re.split(r"(\d+)", str(key.key)) if isinstance(key, DictKey) else []
+    return [int(part) if i % 2 else part for i, part in enumerate(parts)]
+
+
+def _names(params: PyTree) -> list[str]:
+    return [trees.path_name(path) for path, _ in jax.tree_util.tree_leaves_with_path(params)]
+
+
+def _prefixes(name: str) -> list[str]:
+    parts = name.split("/")
+    return ["/".join(parts[: i + 1]) for i in range(len(parts))]
+
+
+def _reordered(
+    who: str, layers: dict[Any, list[int]], names: list[str], order: Any
+) -> dict[Any, list[int]]:
+    """The layers by the first entry of ``order`` that matches one of their leaves."""
+    allowed = "path names or prefixes of them, in the order of the forward pass"
+    if isinstance(order, str) or not all(isinstance(entry, str) for entry in order):
+        hint = "boostax.forward_order(loss_fn, params, batch) finds them."
+        raise TypeError(checks.message(who, "order", allowed, order, hint))
+    places: dict[str, int] = {}
+    for i, entry in enumerate(order):
+        places.setdefault(entry, i)
+    idle = places.keys() - {prefix for name in names for prefix in _prefixes(name)}
+    if idle:
+        got = sorted(idle, key=places.__getitem__)
+        hint = f"They match no param; there are {_few(names)}."
+        raise ValueError(checks.message(who, "order", allowed, got, hint))
+    first: dict[Any, int] = {}
+    for path, members in layers.items():
+        entries = [places[x] for leaf in members for x in _prefixes(names[leaf]) if x in places]
+        first[path] = min(entries, default=-1)
+    missed = [trees.path_name(path) for path, place in first.items() if place < 0]
+    if missed:
+        raise ValueError(
+            f"{who}: order must be entries that together match every layer, got none for "
+            f"{_few(missed)}. Say where in the order they come."
+        )
+    return {path: layers[path] for path in sorted(layers, key=first.__getitem__)}
+
+
+def _with_norms(layers: dict[Any, list[int]], leaves: list[Any]) -> dict[Any, list[int]]:
+    """Layers of vectors alone join the one before, or after; if there is no other, they stay."""
+    kept: dict[Any, list[int]] = {}
+    last: list[int] = []
+    for path, members in layers.items():
+        if all(getattr(leaves[i], "ndim", 0) < 2 for i in members):
+            last.extend(members)
+        else:
+            last = kept[path] = [*members, *([] if kept else last)]
+    return kept or layers
+
+
+def _are_patterns(groups: Any) -> bool:
+    # [0, 1] is a tree, of params that are a list.
+    found = jax.tree.leaves(groups)
+    return isinstance(groups, (list, tuple)) and any(isinstance(x, str) for x in found)
+
+
+def _matched(who: str, groups: Any, names: list[str]) -> list[int]:
+    labels: dict[str, int] = {}
+    patterns: dict[str, str] = {}
+    for i, entry in enumerate(groups):
+        for pattern in entry if isinstance(entry, (list, tuple)) else (entry,):
+            if not isinstance(pattern, str):
+                hint = "A pattern is a path name in which * stands for anything."
+                raise TypeError(checks.message(who, "groups", "a list of patterns", pattern, hint))
+            hits = [x for x in names if _matches(x, pattern)]
+            if not hits:
+                hint = f"It matches none; there are {_few(names)}."
+                allowed = "patterns that match params"
+                raise ValueError(checks.message(who, "groups", allowed, pattern, hint))
+            for name in hits:
+                if labels.setdefault(name, i) != i:
+                    allowed = "patterns that match no leaf twice"
+                    hint = f"Both match {name!r}: leave it to one of them."
+                    got = (patterns[name], pattern)
+                    raise ValueError(checks.message(who, "groups", allowed, got, hint))
+                patterns.setdefault(name, pattern)
+    return [labels.get(name, len(groups)) for name in names]
+
+
+def _matches(name: str, pattern: str) -> bool:
+    return fnmatch.fnmatchcase(name, pattern) or fnmatch.fnmatchcase(name, f"{pattern}/*")
+
+
+def _number(who: str, label: Any, name: str) -> int:
+    try:
+        if isinstance(label, bool):
+            raise TypeError
+        return operator.index(label)
+    except TypeError as error:
+        hint = f"It is the group of {name!r}; ['embed', 'block_*'] names groups by patterns."
+        raise TypeError(checks.message(who, "groups", "integers", label, hint)) from error
+
+
+def _few(names: list[str]) -> str:
+    shown = ", ".join(repr(name) for name in names[:6])
+    return shown if len(names) <= 6 else f"{shown} and {len(names) - 6} more"

@@ -1,0 +1,136 @@
+"""The order in which a function reads its params, found by tracing it."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal
+
+from boostax._core import checks, trees
+
+PyTree = Any
+# Which leaves of the params a value is computed from, or None once the data have a part in it.
+Origin = frozenset[int] | None
+
+
+def forward_order(
+    fn: Callable[..., Any], params: PyTree, /, *args: PyTree, **kwargs: PyTree
+) -> list[str]:
+    """Path names of the params in the order in which ``fn(params, *args, **kwargs)`` reads them.
+
+    A leaf is read where it first meets data: a value that depends on ``args`` or ``kwargs``, by a
+    product, a sum, a lookup. A cast, a reshape, a slice or any other arithmetic among params alone
+    is not yet a reading, so a precision policy that casts them all ahead changes nothing. Loops,
+    branches, ``jit``, ``checkpoint``, ``custom_vjp`` and ``shard_map`` are looked into.
+
+    Hand the result to ``prefix_groups`` where names do not tell the order of layers.
+
+    Args:
+      fn: the loss, or the forward pass alone: any function that JAX can trace.
+      params: a tree of arrays or of ``jax.ShapeDtypeStruct``.
+      *args: the data. Arrays and ``jax.ShapeDtypeStruct`` are traced, whatever has no shape (a
+        bool, a string, a number) is handed on as it is.
+      **kwargs: like ``args``.
+
+    Returns:
+      One name per leaf, such as ``block_0/kernel``. Leaves read by the same operation keep the
+      order of the tree; leaves never read stand last, in the order of the tree. Params raveled into
+      one vector are all read where the first of them is. Cost: one trace; nothing is compiled.
+
+    Raises:
+      ValueError: ``args`` and ``kwargs`` hold no array: data that ``fn`` closes over cannot be told
+        from params.
+
+    Example:
+      >>> import boostax, jax.numpy as jnp
+      >>> params = {"head": jnp.ones((4, 1)), "body": jnp.ones((2, 4)), "stem": jnp.ones((3, 2))}
+      >>> f = lambda p, x: jnp.tanh(jnp.tanh(x @ p["stem"]) @ p["body"]) @ p["head"]
+      >>> boostax.forward_order(f, params, jnp.ones((8, 3)))
+      ['stem', 'body', 'head']
+    """
+    names = [trees.path_name(path) for path, _ in jax.tree_util.tree_leaves_with_path(params)]
+    leaves, treedef = jax.tree.flatten((args, kwargs))
+    data = {i: x for i, x in enumerate(leaves) if hasattr(x, "shape") and hasattr(x, "dtype")}
+    if not data:
+        hint = "Pass the batch to forward_order; do not let the function close over it."
+        raise ValueError(checks.message("forward_order", "args", "arrays", (args, kwargs), hint))
+
+    def call(params: PyTree, data: dict[int, Any]) -> list[jax.Array]:
+        given, named = treedef.unflatten([data.get(i, x) for i, x in enumerate(leaves)])
+        # A result may hold what is no array: a name, None, a Python number.
+        return [x for x in jax.tree.leaves(fn(params, *given, **named)) if isinstance(x, jax.Array)]
+
+    jaxpr = jax.make_jaxpr(call)(params, data).jaxpr
+    origins: list[Origin] = [frozenset([i]) for i in range(len(names))]
+    read: dict[int, None] = {}
+    _walk(jaxpr, [*origins, *[None] * (len(jaxpr.invars) - len(names))], read)
+    return [names[i] for i in [*read, *(i for i in range(len(names)) if i not in read)]]
+
+
+def _walk(jaxpr: Jaxpr, inputs: list[Origin], read: dict[int, None]) -> list[Origin]:
+    """The origins of a program's outputs; notes in ``read`` the leaves it reads, in order."""
+    known: dict[Any, Origin] = dict(zip(jaxpr.invars, inputs, strict=True))
+
+    def origin(atom: Any) -> Origin:
+        return frozenset() if isinstance(atom, Literal) else known.get(atom, frozenset())
+
+    for eqn in jaxpr.eqns:
+        found = _outputs(eqn, [origin(x) for x in eqn.invars], read)
+        known.update(zip(eqn.outvars, found, strict=True))
+    return [origin(x) for x in jaxpr.outvars]
+
+
+def _outputs(eqn: JaxprEqn, inputs: list[Origin], read: dict[int, None]) -> list[Origin]:
+    options = eqn.params
+    match eqn.primitive.name:
+        case "scan":
+            first, count = options["num_consts"], options["num_carry"]
+            constants, xs = inputs[:first], inputs[first + count :]
+            carry = inputs[first : first + count]
+            return _loop(options["jaxpr"].jaxpr, constants, carry, xs, read)
+        case "while":
+            first, count = options["cond_nconsts"], options["body_nconsts"]
+            constants, carry = inputs[first : first + count], inputs[first + count :]
+            carry = _loop(options["body_jaxpr"].jaxpr, constants, carry, [], read)
+            again = _walk(options["cond_jaxpr"].jaxpr, [*inputs[:first], *carry], read)
+            return [_meet([*again, x], read) for x in carry]
+        case "cond":
+            branch, *operands = inputs
+            found = [_walk(body.jaxpr, operands, read) for body in options["branches"]]
+            # Which weights to take is data too: their choice reads them.
+            return [_meet([branch, *each], read) for each in zip(*found, strict=True)]
+        case _:
+            for body in options.values():
+                body = body.jaxpr if isinstance(body, ClosedJaxpr) else body
+                if (
+                    isinstance(body, Jaxpr)
+                    and len(body.invars) == len(inputs)
+                    and len(body.outvars) == len(eqn.outvars)
+                ):
+                    return _walk(body, inputs, read)
+            return [_meet(inputs, read)] * len(eqn.outvars)
+
+
+def _loop(
+    body: Jaxpr,
+    constants: list[Origin],
+    carry: list[Origin],
+    xs: list[Origin],
+    read: dict[int, None],
+) -> list[Origin]:
+    """Go round until the carry's origins no longer grow: a state of zeros soon depends on data."""
+    while True:
+        found = _walk(body, [*constants, *carry, *xs], read)
+        grown = [_meet([old, new], read) for old, new in zip(carry, found, strict=False)]
+        if grown == carry:
+            return [*carry, *found[len(carry) :]]
+        carry = grown
+
+
+def _meet(origins: list[Origin], read: dict[int, None]) -> Origin:
+    """The origin of what is computed from all these; params are read if data are among them."""
+    leaves = frozenset[int]().union(*(x for x in origins if x is not None))
+    if None not in origins:
+        return leaves
+    read.update(dict.fromkeys(sorted(leaves)))
+    return None

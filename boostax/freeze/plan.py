@@ -1,0 +1,154 @@
+"""How many groups are frozen at which step: from a table, or as the run goes."""
+
+import operator
+from typing import Any, NamedTuple, Protocol
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from boostax._core import checks
+from boostax.freeze.groups import as_groups, group_count
+from boostax.freeze.schedules import FreezeSchedule
+
+PyTree = Any
+
+
+class Freezing(NamedTuple):
+    """What is frozen when, as users said it; it takes params to know more.
+
+    Attributes:
+      who: the transformation's name, for errors.
+      groups: see ``scheduled_freeze``.
+      schedule: see ``scheduled_freeze``.
+      repeat: see ``scheduled_freeze``.
+    """
+
+    who: str
+    groups: Any
+    schedule: Any
+    repeat: bool
+
+    def labels(self, params: PyTree) -> PyTree:
+        """The group of each leaf."""
+        return as_groups(self.who, self.groups, params)
+
+    def active(self, params: PyTree, depth: int) -> PyTree:
+        """Which leaves are trained while so many groups are frozen."""
+        return jax.tree.map(lambda group: group >= depth, self.labels(params))
+
+    def count(self, params: PyTree) -> int:
+        """The number of groups."""
+        return group_count(self.labels(params))
+
+    def plan(self, params: PyTree) -> "Plan":
+        """The schedule, for the groups of these params."""
+        return as_plan(self.who, self.schedule, self.count(params), self.repeat)
+
+
+class Plan(Protocol):
+    """A schedule that knows how many groups there are.
+
+    Attributes:
+      drawn: the depths that can occur, ascending.
+    """
+
+    drawn: tuple[int, ...]
+
+    def init(self) -> PyTree:
+        """What it keeps in the state."""
+        ...
+
+    def first(self) -> int:
+        """The depth of the first step."""
+        ...
+
+    def follow(
+        self, kept: PyTree, steps: jax.Array, depth: jax.Array, inner_state: PyTree
+    ) -> tuple[jax.Array, PyTree]:
+        """In the program: the depth after so many applied steps, and what is kept."""
+        ...
+
+    def known(self, steps: int) -> int | None:
+        """On the host: the depth after so many applied steps; ``None``: only the state knows it."""
+        ...
+
+    def until(self, steps: int) -> int:
+        """On the host: the first count of applied steps at which another depth could follow."""
+        ...
+
+
+class Table(Plan):
+    """A depth for every step, known beforehand.
+
+    Args:
+      who: the transformation's name, for errors.
+      depths: i32 ``[steps]``.
+      repeat: start anew at the end.
+    """
+
+    def __init__(self, who: str, depths: np.ndarray[Any, Any], repeat: bool):
+        self.drawn = tuple(int(depth) for depth in np.unique(depths))
+        self._who, self._depths, self._repeat = who, depths, repeat
+        # In the program it is a constant: a byte per step.
+        self._compact = depths.astype(np.min_scalar_type(int(depths.max())))
+        self._changes = np.flatnonzero(np.diff(depths)) + 1
+
+    def init(self) -> PyTree:
+        """Nothing."""
+        return ()
+
+    def first(self) -> int:
+        """Of the table."""
+        return int(self._depths[0])
+
+    def follow(
+        self, kept: PyTree, steps: jax.Array, depth: jax.Array, inner_state: PyTree
+    ) -> tuple[jax.Array, PyTree]:
+        """Look it up; past the end, the last one."""
+        del depth, inner_state
+        length = len(self._depths)
+        index = steps % length if self._repeat else jnp.minimum(steps, length - 1)
+        return jnp.asarray(self._compact)[index].astype(jnp.int32), kept
+
+    def known(self, steps: int) -> int:
+        """Look it up; past the end, raise."""
+        length = len(self._depths)
+        if steps >= length and not self._repeat:
+            raise ValueError(
+                f"{self._who}: schedule must be at least as long as the run, got {length} steps "
+                f"and one more to take. Make total_steps that of the run, or pass repeat=True."
+            )
+        return int(self._depths[steps % length])
+
+    def until(self, steps: int) -> int:
+        """The next change in the table, or its end."""
+        length = len(self._depths)
+        start = steps - steps % length
+        ahead = np.searchsorted(self._changes, steps - start, side="right")
+        # The end of the table may bring another depth, or none any more.
+        return start + int(self._changes[ahead] if ahead < len(self._changes) else length)
+
+
+def as_plan(who: str, schedule: Any, groups: int, repeat: bool) -> Plan:
+    """What users give as a schedule, for so many groups."""
+    hint = "boostax.freeze_schedule makes one; 2 keeps the first two groups frozen for good."
+    if isinstance(schedule, FreezeSchedule):
+        return Table(who, schedule.depths(groups), repeat)
+    make: Any = getattr(schedule, "plan", None)
+    if make is not None:
+        return make(who, groups)
+    allowed = f"a FreezeSchedule, or depths from 0 to {groups - 1}"
+    always = isinstance(schedule, (int, np.integer))
+    given: Any = [schedule] if always else schedule
+    try:
+        if isinstance(schedule, (str, bytes, bool)):
+            raise TypeError
+        depths = [operator.index(depth) for depth in given]
+    except TypeError as error:
+        raise TypeError(checks.message(who, "schedule", allowed, schedule, hint)) from error
+    wrong = [depth for depth in depths if not 0 <= depth < groups]
+    if wrong or not depths:
+        got = wrong[0] if wrong else schedule
+        raise ValueError(checks.message(who, "schedule", allowed, got, hint))
+    return Table(who, np.asarray(depths, np.int32), repeat or always)

@@ -1,0 +1,343 @@
+"""Freezing by schedule: what is frozen leaves the optimizer, the wire and the backward pass."""
+
+import functools
+import operator
+from typing import Any, Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax import lax
+
+from boostax._core import axes, checks, trees
+from boostax._core.gate import (
+    GatedTransformation,
+    Pending,
+    flush_inner,
+    has_gate,
+    passed,
+    run,
+)
+from boostax._core.prune import pruning
+from boostax.freeze.plan import Freezing, Plan
+
+PyTree = Any
+Moments = Literal["shared", "per_group"]
+
+
+class ScheduledFreezeState(NamedTuple):
+    """State of ``scheduled_freeze``.
+
+    Attributes:
+      steps: i32, applied steps: what the schedule counts.
+      depth: i32, groups frozen in the last call.
+      next_depth: i32, groups frozen in the next one.
+      trained_steps: i32 ``[groups]``, applied steps in which each group was trained.
+      schedule_state: what the schedule keeps; ``()`` for a fixed one.
+      inner_state: state of the inner transformation, for all leaves that are ever trained; with
+        ``moments="per_group"`` a tuple of them, one for each depth that the schedule draws.
+    """
+
+    steps: jax.Array
+    depth: jax.Array
+    next_depth: jax.Array
+    trained_steps: jax.Array
+    schedule_state: Any
+    inner_state: Any
+
+    def metrics(self) -> dict[str, jax.Array]:
+        """Named scalars for ``boostax.metrics``."""
+        return {"frozen_groups": self.depth, "freeze_steps": self.steps}
+
+
+class ScheduledFreeze(GatedTransformation):
+    """What ``scheduled_freeze`` returns.
+
+    Attributes:
+      freezing: what is frozen when.
+    """
+
+    freezing: Freezing
+
+    def active(self, params: PyTree, depth: int) -> PyTree:
+        """Which leaves are trained while so many groups are frozen: a tree of bools."""
+        return self.freezing.active(params, depth)
+
+
+_WHO = "scheduled_freeze"
+
+
+def scheduled_freeze(
+    inner: optax.GradientTransformation,
+    groups: Any,
+    schedule: Any,
+    *,
+    moments: Moments = "shared",
+    repeat: bool = False,
+) -> ScheduledFreeze:
+    r"""Train only the groups from the scheduled depth on; leave all else of the others alone.
+
+    At a step of depth :math:`d` the leaves of groups :math:`0 \dots d-1` are frozen: params,
+    moments, weight decay, accumulated gradients and residuals keep their bits, and ``inner`` sees
+    ``optax.MaskedNode`` in their place, so clipping, finiteness and reductions know nothing of
+    them. Thawed, they go on from where they were.
+
+    Stands outermost, around scalers and windows. ``make_train_step`` then compiles one step for
+    each depth that is drawn, which differentiates the active leaves alone: the backward pass ends
+    at the first of them. In a loop of your own, pass the depth to both, as a Python integer::
+
+      active = tx.active(params, depth)
+      loss, grads = boostax.value_and_grad(loss_fn)(params, opt_state, batch, active=active)
+      params, opt_state = boostax.apply_gradients(tx, grads, opt_state, params, depth=depth)
+
+    Without ``depth`` the gradients of all leaves are wanted, and a switch in the program takes what
+    the schedule says: the same result, but the backward pass is paid for.
+
+    The schedule counts applied steps, so it waits for an accumulation window to close, and a step
+    that a loss scaler skips is taken again at the same depth.
+
+    Args:
+      inner: the optimizer, gates and reductions included; its state must be kept leaf by leaf.
+      groups: from ``prefix_groups``; any tree of integers 0, 1, ... like the params, or a prefix of
+        one; a function ``(path, leaf) -> group``; or a list of patterns of paths, one entry (or
+        list of them) for each group, all other leaves forming the last.
+      schedule: from ``freeze_schedule`` or ``freeze_on_plateau``; a sequence of depths; or one
+        depth, which freezes those groups for good and keeps no moments for them.
+      moments: ``"per_group"`` keeps an optimizer state for each depth, as MindSpore does: its
+        counters and moments move only in steps of that depth.
+      repeat: start the schedule anew at its end.
+
+    Returns:
+      A transformation with a ``ScheduledFreezeState``. Cost: ``4 * (4 + groups)`` bytes, none per
+      step; the state of ``inner`` for what is ever trained (``"per_group"``: for each depth, what
+      is trained there).
+
+    Raises:
+      ValueError, TypeError: an argument out of range; groups that do not fit the params; at trace
+        time, a ``depth`` that is never drawn, or an ``inner`` that flattens its leaves. On the
+        host, ``make_train_step`` raises at the end of a schedule shorter than the run; inside a
+        program its last depth stays.
+
+    Example:
+      >>> import boostax, jax.numpy as jnp, optax
+      >>> tx = boostax.scheduled_freeze(optax.sgd(1.0), {"a": 0, "b": 1}, [0, 1])
+      >>> w = {"a": jnp.float32(0.0), "b": jnp.float32(0.0)}
+      >>> state = tx.init(w)
+      >>> for _ in range(2):
+      ...   w, state = boostax.apply_gradients(tx, {"a": 1.0, "b": 1.0}, state, w)
+      >>> float(w["a"]), float(w["b"])
+      (-1.0, -2.0)
+
+    References:
+      Brock et al., FreezeOut, https://arxiv.org/abs/1706.04983, 2017. MindSpore 2.10,
+      ``GradientFreeze`` and ``FreezeOpt``.
+    """
+    checks.transformation(_WHO, "inner", inner)
+    hint = "'shared' keeps one state, in which frozen leaves rest."
+    checks.choice(_WHO, "moments", moments, ("shared", "per_group"), hint)
+    tx = optax.with_extra_args_support(inner)
+    if callable(schedule):
+        hint = "boostax.freeze_schedule(function, total_steps=...) makes a schedule of a function."
+        raise TypeError(checks.message(_WHO, "schedule", "a FreezeSchedule", schedule, hint))
+
+    freezing = Freezing(_WHO, groups, schedule, repeat)
+
+    def fewer(params: PyTree, depth: int) -> PyTree:
+        return trees.masked(params, freezing.active(params, depth))
+
+    def init_fn(params: PyTree) -> ScheduledFreezeState:
+        plan = freezing.plan(params)
+        wide = trees.at_least_float32(params)
+        kept = plan.drawn if moments == "per_group" else plan.drawn[:1]
+        states = tuple(tx.init(fewer(wide, depth)) for depth in kept)
+        if moments == "per_group" and has_gate(states):
+            raise ValueError(
+                f"{_WHO}: inner must be an optimizer without a loss scaler or a window for "
+                "moments='per_group', got one: they would be kept once for each depth. Use "
+                "moments='shared'."
+            )
+        return ScheduledFreezeState(
+            steps=jnp.zeros((), jnp.int32),
+            depth=jnp.zeros((), jnp.int32) + plan.first(),
+            next_depth=jnp.zeros((), jnp.int32) + plan.first(),
+            trained_steps=jnp.zeros(freezing.count(params), jnp.int32),
+            schedule_state=plan.init(),
+            inner_state=states if moments == "per_group" else states[0],
+        )
+
+    def narrowed(
+        state: ScheduledFreezeState, params: PyTree, depth: int, plan: Plan
+    ) -> tuple[PyTree, Any]:
+        """The inner state at a depth, and a function that puts a new one into the whole."""
+        if moments == "per_group":
+            index = plan.drawn.index(depth)
+            before, after = state.inner_state[:index], state.inner_state[index + 1 :]
+            return state.inner_state[index], lambda new: (*before, new, *after)
+        wide = jax.eval_shape(trees.at_least_float32, params)
+        cut = pruning(tx, fewer(wide, plan.drawn[0]), fewer(wide, depth), _WHO)
+        return cut.take(state.inner_state), functools.partial(cut.put, state.inner_state)
+
+    def following(
+        state: ScheduledFreezeState, plan: Plan, depth: int, ok: jax.Array, inner_state: PyTree
+    ) -> ScheduledFreezeState:
+        steps = jnp.where(ok, optax.safe_increment(state.steps), state.steps)
+        now = jnp.full_like(state.depth, depth)
+        then, kept = plan.follow(state.schedule_state, steps, now, inner_state)
+        # A step that was held back is taken again as it was.
+        hold = lambda new, old: jnp.where(ok, new, old)  # noqa: E731
+        trained = state.trained_steps + (jnp.arange(state.trained_steps.size) >= depth)
+        return ScheduledFreezeState(
+            steps=steps,
+            depth=now,
+            next_depth=hold(then, now),
+            trained_steps=hold(trained, state.trained_steps),
+            schedule_state=jax.tree.map(hold, kept, state.schedule_state),
+            inner_state=inner_state,
+        )
+
+    def step_at(
+        depth: int,
+        grads: Pending,
+        state: ScheduledFreezeState,
+        params: PyTree,
+        *,
+        apply: bool,
+        extra: dict[str, Any],
+    ) -> tuple[PyTree, ScheduledFreezeState]:
+        plan, active = freezing.plan(params), freezing.active(params, depth)
+        _require_present(grads.raw, active, depth)
+        pending = Pending(trees.masked(grads.raw, active), grads.factors)
+        inner_state, put = narrowed(state, params, depth, plan)
+        part = trees.masked(params, active)
+        value, new = run(tx, pending, inner_state, part, apply=apply, extra=extra)
+        rest = params if apply else jax.tree.map(jnp.zeros_like, params)
+        new_state = following(state, plan, depth, passed(new), put(new))
+        return trees.unmasked(value, rest), new_state
+
+    def step_fn(
+        grads: Pending,
+        state: ScheduledFreezeState,
+        params: PyTree,
+        *,
+        apply: bool,
+        depth: int | None = None,
+        **extra: Any,
+    ) -> tuple[PyTree, ScheduledFreezeState]:
+        _require_params(params)
+        plan = freezing.plan(params)
+        if depth is not None:
+            depth = _drawn(depth, plan)
+            return step_at(depth, grads, state, params, apply=apply, extra=extra)
+        at = [functools.partial(step_at, d, apply=apply, extra=extra) for d in plan.drawn]
+        return switch(state, plan, at, grads, state, params)
+
+    def flush_at(
+        depth: int, state: ScheduledFreezeState, params: PyTree, extra: dict[str, Any]
+    ) -> tuple[PyTree, ScheduledFreezeState]:
+        plan = freezing.plan(params)
+        inner_state, put = narrowed(state, params, depth, plan)
+        part = trees.masked(params, freezing.active(params, depth))
+        before = _windows(inner_state)
+        value, new = flush_inner(tx, inner_state, part, extra)
+        # What was open and is closed now was applied, unless an inner scaler skipped it.
+        ok = before & passed(new)
+        return trees.unmasked(value, params), following(state, plan, depth, ok, put(new))
+
+    def flush_fn(
+        state: ScheduledFreezeState, params: PyTree, *, depth: int | None = None, **extra: Any
+    ) -> tuple[PyTree, ScheduledFreezeState]:
+        plan = freezing.plan(params)
+        if depth is not None:
+            return flush_at(_drawn(depth, plan), state, params, extra)
+        at = [functools.partial(flush_at, d, extra=extra) for d in plan.drawn]
+        return switch(state, plan, at, state, params)
+
+    frozen = ScheduledFreeze(init_fn, step_fn, flush_fn)
+    frozen.freezing = freezing
+    return frozen
+
+
+def switch(state: ScheduledFreezeState, plan: Plan, at: list[Any], *operands: PyTree) -> Any:
+    """In one program: the branch of the depth that comes next, of one for each depth drawn."""
+    if len(at) == 1:
+        return at[0](*operands)
+    axes.require_invariant(state.next_depth, _WHO)
+    index = jnp.searchsorted(jnp.asarray(plan.drawn, jnp.int32), state.next_depth)
+    # All branches must vary over the same axes.
+    types = [jax.eval_shape(branch, *operands) for branch in at]
+
+    def unified(branch: Any) -> Any:
+        def result(*operands: PyTree) -> PyTree:
+            found = branch(*operands)
+            for each in types:
+                found = axes.unify(found, each)
+            return found
+
+        return result
+
+    return lax.switch(index, [unified(branch) for branch in at], *operands)
+
+
+def active_groups(opt_state: PyTree) -> jax.Array:
+    """Which groups the next call will train.
+
+    Args:
+      opt_state: any state that holds one of ``scheduled_freeze``.
+
+    Returns:
+      Bools ``[groups]``.
+
+    Raises:
+      ValueError: nothing in the state freezes.
+
+    Example:
+      >>> import boostax, jax.numpy as jnp, optax
+      >>> tx = boostax.scheduled_freeze(optax.sgd(1.0), {"a": 0, "b": 1}, 1)
+      >>> boostax.active_groups(tx.init({"a": jnp.zeros(3), "b": jnp.zeros(3)})).tolist()
+      [False, True]
+    """
+    found = trees.find(opt_state, lambda x: isinstance(x, ScheduledFreezeState))
+    if not found:
+        raise ValueError(
+            "active_groups: opt_state must hold a ScheduledFreezeState, got none. Wrap the "
+            "optimizer in boostax.scheduled_freeze."
+        )
+    return jnp.arange(found[0].trained_steps.size) >= found[0].next_depth
+
+
+def _drawn(depth: Any, plan: Plan) -> int:
+    allowed = f"a depth that the schedule draws, one of {list(plan.drawn)}, as a Python integer"
+    hint = "Make it a static argument of your jitted step."
+    try:
+        number = operator.index(depth)
+    except TypeError as error:
+        raise TypeError(checks.message(_WHO, "depth", allowed, depth, hint)) from error
+    if number not in plan.drawn:
+        raise ValueError(checks.message(_WHO, "depth", allowed, depth, hint))
+    return number
+
+
+def _require_params(params: PyTree) -> None:
+    if params is None:
+        raise ValueError(
+            f"{_WHO}: params must be given to update, got None. They say which leaves there are."
+        )
+
+
+def _require_present(grads: PyTree, active: PyTree, depth: int) -> None:
+    """Refuse gradients that were masked for another depth than this one."""
+    leaves, treedef = jax.tree.flatten(active)
+    for keep, grad in zip(leaves, treedef.flatten_up_to(grads), strict=True):
+        if keep and isinstance(grad, optax.MaskedNode):
+            raise ValueError(
+                f"{_WHO}: gradients must hold every leaf that depth {depth} trains, got a masked "
+                "one. Pass the same depth to apply_gradients as to tx.active(params, depth)."
+            )
+
+
+def _windows(state: PyTree) -> jax.Array:
+    """Whether a window is open anywhere."""
+    result = jnp.asarray(False)
+    for node in trees.find(state, lambda node: callable(getattr(node, "held", None))):
+        result = jnp.logical_or(result, node.held())
+    return result

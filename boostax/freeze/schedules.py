@@ -1,0 +1,299 @@
+"""Freeze schedules: at which step how deep a prefix of the network stands still.
+
+A schedule is a table, known before the first step and the same on every host: a program
+can be compiled for each depth that occurs, and replicas agree on the next one without a word.
+"""
+
+import dataclasses
+import operator
+from collections.abc import Callable
+from typing import Any, Literal, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+from boostax._core import checks
+
+Kind = Literal["interval", "continuous", "progressive", "ramp"]
+Depths: TypeAlias = npt.NDArray[np.int32]
+
+_KINDS: tuple[Kind, ...] = ("interval", "continuous", "progressive", "ramp")
+_STEPS = "It counts the optimizer steps of the whole training."
+_SAME = "The same seed draws the same depths on all hosts."
+
+
+@dataclasses.dataclass(frozen=True)
+class FreezeSchedule:
+    """The depth of every optimizer step; made by ``freeze_schedule``.
+
+    Two schedules are equal if they were made alike (a callable is equal to itself alone).
+
+    Attributes:
+      kind: ``"interval"``, ``"continuous"``, ``"progressive"``, ``"ramp"`` or a callable.
+      total_steps: optimizer steps that it is made for.
+      frozen_fraction: share of them on which something is frozen; ``None`` for a callable.
+      seed: of the draws of ``"interval"``; ``None`` where nothing is drawn.
+    """
+
+    kind: Kind | Callable[[int], int]
+    total_steps: int
+    frozen_fraction: float | None
+    seed: int | None
+    _tables: dict[int, Depths] = dataclasses.field(
+        default_factory=dict[int, Depths], init=False, repr=False, compare=False
+    )
+
+    def depths(self, groups: int) -> Depths:
+        """The depth of every step for a network of so many groups.
+
+        At depth ``d`` the groups ``0..d-1``, in forward order, are frozen and ``d..groups-1``
+        train: 0 trains all, and the last group always trains.
+
+        Args:
+          groups: number of groups.
+
+        Returns:
+          ``i32[total_steps]`` with entries in ``[0, groups)``, read-only. Cost: 4 bytes per step
+          on the host, built once per number of groups; 65536 steps take some 10 ms.
+
+        Raises:
+          ValueError, TypeError: ``groups`` is no positive integer, or too few for the fraction of
+            ``"continuous"``; a callable gave what is no depth.
+
+        Example:
+          >>> import boostax
+          >>> schedule = boostax.freeze_schedule("progressive", total_steps=10, frozen_fraction=0.6)
+          >>> schedule.depths(4).tolist()
+          [0, 0, 0, 0, 1, 1, 2, 2, 3, 3]
+        """
+        hint = "It counts the parts that freeze one after the other."
+        groups = checks.positive_int("FreezeSchedule.depths", "groups", groups, hint)
+        if groups not in self._tables:
+            table = _table(self, groups)
+            table.flags.writeable = False
+            self._tables[groups] = table
+        return self._tables[groups]
+
+
+def _table(schedule: FreezeSchedule, groups: int) -> Depths:
+    kind, length, fraction = schedule.kind, schedule.total_steps, schedule.frozen_fraction
+    if fraction is None:
+        assert callable(kind)
+        asked = (_depth(kind(step), step, groups) for step in range(length))
+        return np.fromiter(asked, np.int32, length)
+    freeze_p = 1.0 - fraction
+    if groups == 1 or freeze_p == 1.0:
+        return np.zeros(length, np.int32)
+    if kind == "interval":
+        assert schedule.seed is not None
+        return _interval(groups, freeze_p, length, schedule.seed)
+    if kind == "continuous":
+        most = (groups - 1) / groups
+        if fraction > most:
+            allowed = f"at most {most:.4g} for 'continuous' over {groups} groups"
+            hint = "A cycle has a step that trains all; 'interval' freezes more often."
+            argument = "frozen_fraction"
+            raise ValueError(checks.message("freeze_schedule", argument, allowed, fraction, hint))
+        # 1 - 0.9 is below 0.1, which would leave ten groups without that step.
+        return _continuous(groups, max(1, _whole_steps(groups, freeze_p)), length)
+    return _one_by_one(groups, freeze_p, length, power=3 if kind == "ramp" else 1)
+
+
+def _interval(groups: int, freeze_p: float, length: int, seed: int) -> Depths:
+    """Freeze whenever the share of frozen steps so far is below ``1 - freeze_p``."""
+    frozen, count = [False], 0
+    for step in range(1, length):
+        frozen.append(count / step < 1 - freeze_p)
+        count += frozen[-1]
+    # What RandomState.choice does for each draw, for all in one go: the same depths.
+    weights = np.arange(1, groups) / (groups * (groups - 1) // 2)
+    cdf = weights.cumsum()
+    cdf /= cdf[-1]
+    draws = np.random.RandomState(seed).random_sample(count)
+    depths = np.zeros(length, np.int32)
+    depths[np.array(frozen)] = groups - 1 - cdf.searchsorted(draws, side="right")
+    return depths
+
+
+def _whole_steps(groups: int, freeze_p: float) -> int:
+    """Steps of a continuous cycle that train all, rounded as MindSpore does."""
+    return int(freeze_p * (groups - 1) // (1 - freeze_p))
+
+
+def _continuous(groups: int, whole: int, length: int) -> Depths:
+    """Cycles of ``whole`` steps that train all, then one step at each depth from 1."""
+    whole = min(whole, length)
+    place = np.arange(length) % (whole + groups - 1)
+    return np.maximum(place - whole + 1, 0).astype(np.int32)
+
+
+def _one_by_one(groups: int, freeze_p: float, length: int, power: int) -> Depths:
+    """One group after the other, at evenly spaced ``power``-th roots of the time, for good."""
+    times = np.linspace(freeze_p ** (1 / power), 1.0, groups)[:-1] ** power
+    begins = np.maximum(np.floor(length * times + 0.5), 1)
+    return np.searchsorted(begins, np.arange(length), side="right").astype(np.int32)
+
+
+def _depth(value: Any, step: int, groups: int) -> int:
+    """What a callable gave, if it is a depth."""
+    hint = "Depth d freezes groups 0 to d-1, and the last group always trains."
+    return _below(groups, "freeze_schedule", f"the depth at step {step}", value, hint)
+
+
+def _below(limit: int, who: str, argument: str, value: Any, hint: str) -> int:
+    """Python, NumPy and JAX integers from 0 to below ``limit``; a bool is a mistake."""
+    allowed = f"an integer in [0, {limit})"
+    try:
+        number = None if isinstance(value, (bool, np.bool_)) else operator.index(value)
+    except TypeError:
+        number = None
+    if number is None:
+        raise TypeError(checks.message(who, argument, allowed, value, hint))
+    if not 0 <= number < limit:
+        raise ValueError(checks.message(who, argument, allowed, value, hint))
+    return number
+
+
+def freeze_schedule(
+    kind: Kind | Callable[[int], int],
+    *,
+    total_steps: int,
+    frozen_fraction: float | None = None,
+    seed: int | None = None,
+) -> FreezeSchedule:
+    r"""Say for every optimizer step how many of the first groups are frozen.
+
+    With ``T`` steps, ``G`` groups in forward order and ``f = frozen_fraction``, depth ``d`` freezes
+    the groups ``0..d-1`` and trains ``d..G-1``; the last group always trains. The named kinds train
+    all on the first step:
+
+    - ``"interval"``: frozen steps are spread evenly, each of a random depth,
+      :math:`P(d) = (G - d) \big/ \tfrac12 G (G - 1)`: shallow ones most often. Every group goes on
+      learning to the end. Their share is ``f`` within ``1/T``.
+    - ``"continuous"``: cycles of ``z`` steps that train all and one step at each depth
+      ``1..G-1``, :math:`z = \lfloor (1 - f)(G - 1) / f \rfloor`. Over whole cycles their share is
+      between ``f`` and ``f (G-1) / (G-1-f)``. Fewer than ``z`` steps freeze nothing.
+    - ``"progressive"`` and ``"ramp"``: group ``i - 1`` freezes for good at the step
+
+      .. math::
+        \lfloor T c_i^k + \tfrac12 \rfloor \ge 1, \qquad
+        c_i = c_1 + \tfrac{i - 1}{G - 1} (1 - c_1), \qquad c_1 = (1 - f)^{1/k},
+        \qquad i = 1 \dots G - 1,
+
+      with ``k = 1`` for ``"progressive"`` (at even distances) and ``k = 3`` for ``"ramp"``
+      (FreezeOut's cubic schedule: early groups soon after another, late ones slowly). The last
+      group would be due at ``T``. Their share is ``f`` within ``1/T``, and every depth comes up if
+      :math:`T (c_2^k - c_1^k) \ge 2`. FreezeOut also anneals the learning rate of each layer until
+      it freezes; here the optimizer's own schedule stands.
+
+    The first two are MindSpore's freeze types 1 and 0 with ``freeze_p = 1 - f``, cut off at ``T``.
+    One group, or ``f = 0``, never freezes.
+
+    Args:
+      kind: one of these, or a callable from the step, a Python int, to the depth, an integer in
+        ``[0, G)``; it is called once per step whenever the depths of another ``G`` are asked for.
+      total_steps: optimizer steps that were applied, not micro-steps.
+      frozen_fraction: share of the steps on which something is frozen, in ``[0, 1)``; ``None`` is
+        0.3. Not for a callable.
+      seed: of the draws of ``"interval"``, in ``[0, 2**32)``; ``None`` is 0. The other kinds draw
+        nothing and ignore it. Not for a callable. NumPy's global generator is not touched.
+
+    Returns:
+      A ``FreezeSchedule``. Cost: none before ``depths``; nothing on the device.
+
+    Raises:
+      ValueError, TypeError: an argument out of range, or one that a callable has no use for.
+
+    Example:
+      >>> import boostax
+      >>> schedule = boostax.freeze_schedule("interval", total_steps=16, frozen_fraction=0.5)
+      >>> schedule.depths(4).tolist()
+      [0, 1, 0, 1, 0, 1, 0, 1, 0, 2, 0, 1, 0, 2, 0, 1]
+      >>> warm_up = boostax.freeze_schedule(lambda step: 2 if step < 3 else 0, total_steps=5)
+      >>> warm_up.depths(4).tolist()
+      [2, 2, 2, 0, 0]
+
+    References:
+      MindSpore 2.10, ``mindspore.boost.GradientFreeze``.
+      Brock et al., FreezeOut, https://arxiv.org/abs/1706.04983, 2017.
+    """
+    who = "freeze_schedule"
+    total_steps = checks.positive_int(who, "total_steps", total_steps, _STEPS)
+    if callable(kind):
+        for argument, value in (("frozen_fraction", frozen_fraction), ("seed", seed)):
+            if value is not None:
+                hint = "It is given the step and nothing else."
+                allowed = "left out with a callable kind"
+                raise ValueError(checks.message(who, argument, allowed, value, hint))
+        return FreezeSchedule(kind, total_steps, None, None)
+    name: Any = kind
+    hint = "A callable from the step to the depth is a schedule too."
+    if not isinstance(name, str):
+        raise TypeError(checks.message(who, "kind", "a name or a callable", name, hint))
+    checks.choice(who, "kind", kind, _KINDS, hint)
+    fraction = checks.number(
+        who,
+        "frozen_fraction",
+        0.3 if frozen_fraction is None else frozen_fraction,
+        "in [0, 1)",
+        lambda share: 0 <= share < 1,
+        "0.3 freezes a prefix on about 30% of steps.",
+    )
+    seed = _below(2**32, who, "seed", 0 if seed is None else seed, _SAME)
+    return FreezeSchedule(kind, total_steps, float(fraction), seed if kind == "interval" else None)
+
+
+def mindspore_freeze_sequence(
+    groups: int, freeze_type: int, freeze_p: float, total_steps: int, *, seed: int
+) -> Depths:
+    """The depths that MindSpore's ``GradientFreeze`` makes, number by number.
+
+    Mind the name: ``freeze_p`` is the share of the steps that train *all*; on ``1 - freeze_p`` of
+    them something is frozen. What MindSpore draws after ``np.random.seed(seed)`` is drawn here from
+    a generator of its own. Like MindSpore's, a cycle of type 0 may have no step that trains all
+    (``freeze_p < 1 / groups``). ``scheduled_freeze`` takes the result as its schedule.
+
+    Args:
+      groups: number of groups, MindSpore's ``param_groups`` (10 there).
+      freeze_type: 0, continuous, or 1, interval (1 there): see ``freeze_schedule``.
+      freeze_p: in ``[0, 1]``, for type 0 below 1 (0.7 there).
+      total_steps: optimizer steps (65536 there).
+      seed: in ``[0, 2**32)``; type 0 draws nothing.
+
+    Returns:
+      ``i32[int(1.01 * total_steps)]``, longer for type 0, which ends its cycle. Cost: host memory.
+
+    Raises:
+      ValueError, TypeError: an argument out of range; type 0 with ``freeze_p=1``, where MindSpore
+        divides by zero.
+
+    Example:
+      >>> from boostax.freeze.schedules import mindspore_freeze_sequence
+      >>> mindspore_freeze_sequence(10, 1, 0.7, 2000, seed=42)[:12].tolist()
+      [0, 4, 0, 0, 1, 0, 0, 2, 0, 0, 3, 0]
+
+    References:
+      MindSpore 2.10, ``mindspore.boost.GradientFreeze``.
+    """
+    who = "mindspore_freeze_sequence"
+    groups = checks.positive_int(who, "groups", groups, "MindSpore's default is 10.")
+    if isinstance(freeze_type, bool) or freeze_type not in (0, 1):
+        hint = "MindSpore knows no other; freeze_schedule does."
+        allowed = "0 (continuous) or 1 (interval)"
+        raise ValueError(checks.message(who, "freeze_type", allowed, freeze_type, hint))
+    hint = "It is the share of steps that train all: 0.7 freezes a prefix on about 30% of steps."
+    freeze_p = float(
+        checks.number(who, "freeze_p", freeze_p, "in [0, 1]", lambda p: 0 <= p <= 1, hint)
+    )
+    length = int(checks.positive_int(who, "total_steps", total_steps, _STEPS) * 1.01)
+    seed = _below(2**32, who, "seed", seed, _SAME)
+    if groups == 1:
+        return np.zeros(length, np.int32)
+    if freeze_type == 1:
+        return _interval(groups, freeze_p, length, seed)
+    if freeze_p == 1:
+        hint = "A cycle would train all for ever, where MindSpore divides by zero; use type 1."
+        raise ValueError(checks.message(who, "freeze_p", "below 1 for freeze_type 0", 1.0, hint))
+    whole = _whole_steps(groups, freeze_p)
+    cycle = whole + groups - 1
+    return _continuous(groups, whole, -(-length // cycle) * cycle)

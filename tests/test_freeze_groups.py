@@ -1,0 +1,636 @@
+"""Groups of layers: what is frozen together, and in which order the network reads its params."""
+
+import collections
+import functools
+import json
+import random
+import re
+from typing import NamedTuple
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from flax.core import FrozenDict
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from jax import lax
+from jax.sharding import PartitionSpec as P
+
+from boostax._core import trees
+from boostax.freeze.groups import as_groups, group_count, mindspore_groups, prefix_groups
+from boostax.freeze.order import forward_order
+
+MATRIX = jax.ShapeDtypeStruct((4, 4), jnp.float32)
+VECTOR = jax.ShapeDtypeStruct((4,), jnp.float32)
+DENSE = {"kernel": MATRIX, "bias": VECTOR}
+NORM = {"scale": VECTOR, "bias": VECTOR}
+X = jnp.ones((2, 4))
+
+
+def named(tree):
+    """Group, or leaf, by path name."""
+    return {trees.path_name(path): x for path, x in jax.tree_util.tree_leaves_with_path(tree)}
+
+
+def by_module(groups):
+    """The one group of each top-level module."""
+    found = {key: set(jax.tree.leaves(value)) for key, value in groups.items()}
+    return {key: value.pop() if len(value) == 1 else value for key, value in found.items()}
+
+
+# Layers
+
+
+def test_groups_are_even_in_layers_and_python_ints():
+    params = [DENSE] * 7
+    groups = prefix_groups(params, 3)
+    assert [group["kernel"] for group in groups] == [0, 0, 0, 1, 1, 2, 2]
+    assert [group["bias"] for group in groups] == [0, 0, 0, 1, 1, 2, 2]
+    assert all(type(label) is int for label in jax.tree.leaves(groups))
+    assert prefix_groups(params, 1) == [{"kernel": 0, "bias": 0}] * 7
+    assert [group["bias"] for group in prefix_groups(params, 7)] == [*range(7)]
+
+
+def test_numbers_in_names_are_numbers():
+    """Defect guarded against: JAX sorts block_10 before block_2."""
+    params = {f"block_{i}": DENSE for i in range(12)}
+    assert by_module(prefix_groups(params, 12)) == {f"block_{i}": i for i in range(12)}
+    params = {i: DENSE for i in (10, 9, 2)}
+    assert by_module(prefix_groups(params, 3)) == {2: 0, 9: 1, 10: 2}
+    params = {f"b{i}/c{j}": DENSE for i in (2, 10) for j in (10, 9)}
+    assert by_module(prefix_groups(params, 4)) == {
+        "b2/c9": 0,
+        "b2/c10": 1,
+        "b10/c9": 2,
+        "b10/c10": 3,
+    }
+
+
+@pytest.mark.parametrize("kind", [dict, FrozenDict, lambda d: collections.defaultdict(dict, d)])
+def test_the_order_of_insertion_does_not_matter(kind):
+    keys = [f"block_{i}" for i in range(12)]
+    sorted_groups = prefix_groups({key: DENSE for key in keys}, 5)
+    random.Random(0).shuffle(keys)
+    assert by_module(prefix_groups(kind({key: DENSE for key in keys}), 5)) == by_module(
+        sorted_groups
+    )
+
+
+def test_an_ordered_dict_keeps_its_order():
+    params = collections.OrderedDict(stem=DENSE, body=DENSE, head=DENSE)
+    assert by_module(prefix_groups(params, 3)) == {"stem": 0, "body": 1, "head": 2}
+
+
+def test_norms_belong_to_the_layer_before():
+    params = {"a": NORM, "b": DENSE, "c": NORM, "d": NORM, "e": DENSE, "f": NORM}
+    expected = {"a": 0, "b": 0, "c": 0, "d": 0, "e": 1, "f": 1}
+    assert by_module(prefix_groups(params, 2)) == expected
+
+
+def test_vectors_alone_are_layers_when_there_is_nothing_else():
+    assert prefix_groups([1.0, VECTOR, NORM], 3) == [0, 1, {"scale": 2, "bias": 2}]
+
+
+def test_bare_leaves_in_the_top_container_are_layers():
+    params = {"characters": MATRIX, "positions": MATRIX, "block": DENSE}
+    order = ["characters", "positions", "block"]
+    assert by_module(prefix_groups(params, 3, order=order)) == {
+        "characters": 0,
+        "positions": 1,
+        "block": 2,
+    }
+    assert prefix_groups(MATRIX, 1, order=[""]) == 0
+
+
+def test_level_makes_a_layer_of_a_block():
+    block = {"attention": DENSE, "mlp": {"up": DENSE, "down": DENSE}, "gain": VECTOR}
+    params = {"block_0": block, "block_1": block, "embed": MATRIX, "head": DENSE}
+    order = ["embed", "block_0", "block_1", "head"]
+    groups = prefix_groups(params, 4, order=order, level=1)
+    assert by_module(groups) == {"embed": 0, "block_0": 1, "block_1": 2, "head": 3}
+    groups = prefix_groups(params, 6, order=order, level=2)
+    assert by_module(groups) == {"embed": 0, "block_0": {1, 2}, "block_1": {3, 4}, "head": 5}
+    # Deeper than the tree is: kernels keep their biases.
+    assert prefix_groups(params, 8, order=order, level=9) == prefix_groups(params, 8, order=order)
+
+
+class Pair(NamedTuple):
+    z: object
+    a: object
+
+
+@functools.partial(
+    jax.tree_util.register_dataclass, data_fields=["weight", "bias"], meta_fields=["name"]
+)
+class Layer:
+    def __init__(self, weight=MATRIX, bias=VECTOR, name="layer"):
+        self.weight, self.bias, self.name = weight, bias, name
+
+
+def test_other_containers_by_field_and_by_index():
+    assert prefix_groups(Pair(DENSE, [DENSE] * 2), 3) == Pair(
+        {"kernel": 0, "bias": 0}, [{"kernel": 1, "bias": 1}, {"kernel": 2, "bias": 2}]
+    )
+    groups = prefix_groups((Layer(), None, Layer()), 2)
+    assert jax.tree.leaves(groups) == [0, 0, 1, 1]
+    assert groups[1] is None and groups[2].name == "layer"
+    assert prefix_groups(tuple([MATRIX] * 12), 12) == tuple(range(12))
+
+
+def test_nnx_variables_are_no_modules():
+    """Defect guarded against: below a kernel NNX has one more level, its ``value``."""
+
+    class Block(nnx.Module):
+        def __init__(self, rngs):
+            self.linear = nnx.Linear(4, 4, rngs=rngs)
+            self.norm = nnx.LayerNorm(4, rngs=rngs)
+
+    class Model(nnx.Module):
+        def __init__(self, rngs):
+            self.stem = nnx.Linear(4, 4, rngs=rngs)
+            self.blocks = nnx.List([Block(rngs) for _ in range(11)])
+            self.gain = nnx.Param(jnp.ones(4))
+
+        def __call__(self, x):
+            x = self.stem(x * self.gain[...])
+            for block in self.blocks:
+                x = x + block.linear(block.norm(x))
+            return x.sum()
+
+    graph, params = nnx.split(Model(nnx.Rngs(0)), nnx.Param)
+    order = forward_order(lambda params, x: nnx.merge(graph, params)(x), params, X)
+    assert order[:3] == ["gain/value", "stem/kernel/value", "stem/bias/value"]
+    assert order[-2:] == ["blocks/10/linear/kernel/value", "blocks/10/linear/bias/value"]
+    for prefixes in (order, ["gain", "stem", *(f"blocks/{i}" for i in range(11))]):
+        groups = prefix_groups(params, 12, order=prefixes, level=2)
+        assert jax.tree.structure(groups) == jax.tree.structure(params)
+        found = named(groups)
+        assert {found["gain/value"], found["stem/bias/value"]} == {0}
+        assert [found[f"blocks/{i}/linear/bias/value"] for i in range(11)] == [*range(1, 12)]
+        assert as_groups("who", groups, params) == groups
+
+
+def test_partitioned_params_are_no_modules():
+    box = functools.partial(nn.Partitioned, names=(None, None))
+    params = {"b": {"kernel": box(MATRIX), "bias": VECTOR}, "a": {"kernel": box(MATRIX)}}
+    groups = prefix_groups(params, 2)
+    assert named(groups) == {"a/kernel/value": 0, "b/kernel/value": 1, "b/bias": 1}
+
+
+def test_order_by_prefixes_of_any_length():
+    params = {"a": {"x": DENSE, "y": DENSE}, "b": DENSE, "c/d": DENSE}
+    groups = prefix_groups(params, 4, order=["c", "a/y/bias", "b", "a", "b"])
+    assert by_module(groups) == {"a": {1, 3}, "b": 2, "c/d": 0}
+    assert groups["a"]["y"] == {"kernel": 1, "bias": 1}
+
+
+keys = st.text("ab01_", min_size=1, max_size=3)
+modules = st.dictionaries(keys, st.sampled_from([DENSE, NORM, {"kernel": MATRIX}]), min_size=1)
+networks = st.dictionaries(keys, modules, min_size=1, max_size=5)
+
+
+@settings(max_examples=60, deadline=None, database=None)
+@given(networks, st.integers(1, 8), st.randoms(use_true_random=False), st.booleans())
+def test_every_leaf_is_in_one_group_and_groups_follow_the_order(params, n, rng, ordered):
+    modules = [(key, name) for key, inner in params.items() for name in inner]
+    rng.shuffle(modules)
+    order = [f"{key}/{name}" for key, name in modules] if ordered else None
+    matrices = sum("kernel" in inner[name] for inner in params.values() for name in inner)
+    layers = matrices or len(modules)
+    if n > layers:
+        with pytest.raises(ValueError, match=f"number of layers, {layers}, got {n}"):
+            prefix_groups(params, n, order=order)
+        return
+    groups = prefix_groups(params, n, order=order)
+    assert jax.tree.structure(groups) == jax.tree.structure(params)
+    assert set(jax.tree.leaves(groups)) == set(range(n))
+    for inner in groups.values():
+        assert all(len(set(module.values())) == 1 for module in inner.values())
+    if ordered:
+        along = [min(groups[key][name].values()) for key, name in modules]
+        assert along == sorted(along)
+    sizes = collections.Counter(
+        groups[key][name]["kernel"] for key, name in modules if "kernel" in params[key][name]
+    )
+    assert not sizes or max(sizes.values()) - min(sizes.values()) <= 1
+
+
+# The order found from the function
+
+
+def dense(name, x, p):
+    return jnp.tanh(x @ p[name]["kernel"] + p[name]["bias"])
+
+
+def three(p, x):
+    return dense("a", dense("m", dense("z", x, p), p), p).sum()
+
+
+ZMA = {"a": DENSE, "m": DENSE, "z": DENSE}
+ZMA_ORDER = ["z/kernel", "z/bias", "m/kernel", "m/bias", "a/kernel", "a/bias"]
+
+
+@jax.custom_vjp
+def halved(p):
+    return jax.tree.map(lambda w: w / 2, p)
+
+
+halved.defvjp(lambda p: (halved(p), None), lambda _, g: (g,))
+
+
+@pytest.mark.parametrize(
+    "ahead",
+    [
+        lambda p: p,
+        lambda p: jax.tree.map(lambda w: w.astype(jnp.float16), p),
+        lambda p: jax.tree.map(lambda w: 2 * w.reshape(-1)[::-1].reshape(w.shape).T + 0, p),
+        lambda p: jax.tree.map(jnp.copy, p),
+        jax.jit(lambda p: jax.tree.map(jnp.negative, p)),
+        jax.checkpoint(lambda p: jax.tree.map(jnp.sin, p)),
+        halved,
+        lambda p: lax.fori_loop(0, 3, lambda _, p: jax.tree.map(jnp.sin, p), p),
+    ],
+    ids=["plain", "cast", "reshape", "copy", "jit", "remat", "custom_vjp", "loop"],
+)
+def test_what_is_done_to_params_alone_reads_nothing(ahead):
+    assert forward_order(lambda p, x: three(ahead(p), x), ZMA, X) == ZMA_ORDER
+
+
+@pytest.mark.parametrize(
+    "wrap", [jax.jit, jax.checkpoint, jax.value_and_grad, lambda f: jax.vmap(f, (None, 0))]
+)
+def test_what_is_wrapped_is_looked_into(wrap):
+    assert forward_order(wrap(three), ZMA, X) == ZMA_ORDER
+
+
+@pytest.mark.parametrize("check_vma", [True, False])
+def test_shard_map_and_params_cast_to_varying(check_vma):
+    mesh = jax.make_mesh((1,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+
+    @functools.partial(
+        jax.shard_map, mesh=mesh, in_specs=(P(), P("data")), out_specs=P(), check_vma=check_vma
+    )
+    def loss(p, x):
+        p = jax.tree.map(lambda w: lax.pcast(w, "data", to="varying"), p) if check_vma else p
+        return lax.pmean(three(p, x), "data")
+
+    assert forward_order(loss, ZMA, X) == ZMA_ORDER
+
+
+def test_branches_and_loops_over_data():
+    def fn(p, x):
+        x = lax.cond(x.sum() > 0, lambda: dense("z", x, p), lambda: x)
+        x = lax.fori_loop(0, 2, lambda _, x: dense("m", x, p), x)
+        return lax.while_loop(lambda x: x.sum() < 1, lambda x: dense("a", x, p), x)
+
+    assert forward_order(fn, ZMA, X) == ZMA_ORDER
+
+
+def test_a_state_of_zeros_depends_on_data_after_the_first_turn():
+    """Defect guarded against: what the first turn hands out is constant, and would read nothing."""
+
+    def delayed(p, xs):
+        _, before = lax.scan(lambda last, x: (x @ p["b_in"], last), jnp.zeros(4), xs)
+        return before @ p["z_head"]
+
+    params = dict.fromkeys(["a_unread", "b_in", "z_head"], MATRIX)
+    assert forward_order(delayed, params, X) == ["b_in", "z_head", "a_unread"]
+
+
+def test_what_a_turn_reads_keeps_its_order():
+    def rnn(p, xs):
+        def turn(h, x):
+            return jnp.tanh(x @ p["b_in"] + h @ p["a_state"]), None
+
+        state, _ = lax.scan(turn, jnp.zeros(4), xs)
+        return state @ p["_head"]
+
+    params = dict.fromkeys(["_head", "a_state", "b_in"], MATRIX)
+    assert forward_order(rnn, params, X) == ["b_in", "a_state", "_head"]
+
+
+def test_weights_chosen_by_data_are_read_where_they_are_chosen():
+    def experts(p, x):
+        w = lax.switch(x.sum().astype(int) % 2, [lambda: p["x"], lambda: p["y"]])
+        return x @ p["a"] @ w
+
+    params = dict.fromkeys("axy", MATRIX)
+    assert forward_order(experts, params, X) == ["x", "y", "a"]
+
+
+def test_how_often_a_loop_turns_is_data():
+    def repeated(p, x):
+        turns = lax.while_loop(lambda i: i < x.sum(), lambda i: i + 1, 0)
+        return turns * p["z"]
+
+    assert forward_order(repeated, dict.fromkeys(["unread", "z"], MATRIX), X) == ["z", "unread"]
+
+
+def test_lookups_read_and_what_is_never_read_comes_last():
+    def fn(p, tokens, scale=1.0, name="", train=False, *, factor):
+        assert name == "batch" and train is True
+        table = p["z_table"].astype(jnp.float16)
+        x = table[tokens] + p["positions"][: tokens.shape[0]]
+        return {"loss": (x @ p["m"]).sum() * factor * scale, "name": name, "none": None}
+
+    params = dict.fromkeys(["unread_2", "m", "positions", "unread_10", "z_table"], MATRIX)
+    tokens = jax.ShapeDtypeStruct((3,), jnp.int32)
+    found = forward_order(fn, params, tokens, 2.0, "batch", train=True, factor=np.float32(3))
+    assert found == ["z_table", "positions", "m", "unread_10", "unread_2"]
+
+
+def test_leaves_of_one_operation_keep_the_order_of_the_tree():
+    def fn(p, x):
+        return x @ (p["c"] @ p["b"]) @ p["a"]
+
+    assert forward_order(fn, dict.fromkeys("abc", MATRIX), X) == ["b", "c", "a"]
+    assert forward_order(jnp.dot, X, X.T) == [""]
+
+
+def test_data_in_keywords_alone():
+    def fn(p, *, batch):
+        return three(p, batch)
+
+    assert forward_order(fn, ZMA, batch=X) == ZMA_ORDER
+
+
+def test_a_batch_that_is_closed_over_is_refused():
+    match = r"forward_order: args must be arrays, got .+\. Pass the batch to forward_order"
+    with pytest.raises(ValueError, match=match):
+        forward_order(lambda p: three(p, X), ZMA)
+
+
+def test_the_order_costs_one_trace():
+    calls = []
+
+    def fn(p, x):
+        calls.append(None)
+        return three(p, x)
+
+    shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), X)
+    assert forward_order(fn, ZMA, shapes) == ZMA_ORDER
+    assert len(calls) == 1
+
+
+class Scanned(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        x = nn.Dense(4, name="stem")(x)
+        turn = nn.scan(
+            nn.remat(Inner), variable_axes={"params": 0}, split_rngs={"params": True}, length=3
+        )
+        x, _ = turn(name="layers")(x, None)
+        return nn.Dense(1, name="head")(x).sum()
+
+
+class Inner(nn.Module):
+    @nn.compact
+    def __call__(self, x, _):
+        return x + nn.Dense(4, name="b_out")(nn.relu(nn.Dense(4, name="c_in")(x))), None
+
+
+def test_linen_networks_that_scan_and_rematerialise():
+    model = Scanned()
+    params = jax.eval_shape(model.init, jax.random.key(0), X)["params"]
+    order = forward_order(lambda p, x: model.apply({"params": p}, x), params, X)
+    modules = ["stem", "layers/c_in", "layers/b_out", "head"]
+    assert order == [f"{name}/{leaf}" for name in modules for leaf in ("kernel", "bias")]
+    groups = prefix_groups(params, 3, order=order, level=1)
+    assert by_module(groups) == {"stem": 0, "layers": 1, "head": 2}
+
+
+def test_the_text_workload():
+    workloads = pytest.importorskip("boostax.workloads")
+    config = workloads.TextConfig(max_chars=20_000, width=8, depth=11, heads=2, batch_size=2)
+    task = workloads.text(config)
+    params, _ = jax.eval_shape(task.init, jax.random.key(0))
+    order = forward_order(task.loss_fn, params, task.batch(0))
+    assert order[:2] == ["characters", "positions"]
+    assert order[-4:] == ["head_norm/scale", "head_norm/bias", "head/kernel", "head/bias"]
+    blocks = [name.split("/")[0] for name in order[2:-4]]
+    assert list(dict.fromkeys(blocks)) == [f"block_{i}" for i in range(11)]
+    modules = [name.split("/")[1] for name in order if name.startswith("block_7/")]
+    inside = ["attention_norm", "attention_in", "attention_out", "mlp_norm", "mlp_in", "mlp_out"]
+    assert list(dict.fromkeys(modules)) == inside
+    groups = by_module(prefix_groups(params, 14, order=order, level=1))
+    assert groups["characters"] == 0 and groups["positions"] == 1
+    assert [groups[f"block_{i}"] for i in range(11)] == [*range(2, 13)]
+    assert groups["head"] == 13 and groups["head_norm"] == 12
+
+
+def test_norms_whose_names_stand_apart_from_their_layers():
+    workloads = pytest.importorskip("boostax.workloads")
+    task = workloads.digits(workloads.DigitsConfig(model="conv", width=8, batch_size=4))
+    params, state = jax.eval_shape(task.init, jax.random.key(0))
+    order = forward_order(task.loss_fn, params, task.batch(0), model_state=state)
+    groups = by_module(prefix_groups(params, 3, order=order))
+    assert groups == {"conv_0": 0, "norm_0": 0, "conv_1": 1, "norm_1": 1, "head": 2}
+
+
+# What users give
+
+
+PARAMS = {"a": {"kernel": 1.0, "bias": 2.0}, "b": [1.0, 2.0], "c": None}
+
+
+@pytest.mark.parametrize(
+    "groups",
+    [
+        {"a": {"kernel": 0, "bias": 0}, "b": [1, 1], "c": None},
+        {"a": 0, "b": 1, "c": None},
+        {"a": {"kernel": np.int8(0), "bias": 0}, "b": [jnp.int32(1), np.array(1)], "c": None},
+        lambda name, leaf: 0 if name.startswith("a/") and leaf > 0 else 1,
+        ["a"],
+        ["a/*"],
+        ("a*",),
+        [["a/bias", "a/kernel"], "b"],
+        [("a", "a/bias"), ["b/[0-9]"]],
+    ],
+    ids=[
+        "tree",
+        "prefix",
+        "numpy",
+        "function",
+        "module",
+        "glob",
+        "tuple",
+        "several",
+        "same entry",
+    ],
+)
+def test_groups_in_every_form(groups):
+    found = as_groups("who", groups, PARAMS)
+    assert found == {"a": {"kernel": 0, "bias": 0}, "b": [1, 1], "c": None}
+    assert all(type(label) is int for label in jax.tree.leaves(found))
+    assert group_count(found) == 2
+
+
+def test_a_list_of_ints_is_a_tree():
+    assert as_groups("who", [1, 0], [MATRIX, MATRIX]) == [1, 0]
+    assert as_groups("who", (0, [1, 1]), (MATRIX, [MATRIX] * 2)) == (0, [1, 1])
+    assert as_groups("who", ["0"], [MATRIX, MATRIX]) == [0, 1]
+    assert as_groups("who", 0, PARAMS)["b"] == [0, 0]
+    assert as_groups("who", [], []) == [] and group_count([]) == 0
+
+
+def test_a_pattern_stands_for_a_module_and_not_for_its_namesakes():
+    params = {"block_1": DENSE, "block_10": DENSE}
+    assert by_module(as_groups("who", ["block_1"], params)) == {"block_1": 0, "block_10": 1}
+
+
+def test_a_tree_that_can_be_called_is_a_tree():
+    class Callable(Pair):
+        def __call__(self):
+            raise AssertionError
+
+    assert as_groups("who", Callable(0, 1), Callable(MATRIX, MATRIX)) == (0, 1)
+
+
+def test_tied_weights_are_leaves_like_others():
+    shared = jnp.ones((2, 2))
+    assert prefix_groups([shared, shared], 2) == [0, 1]
+
+
+NAMES = {f"layer_{i}": DENSE for i in range(8)}
+prefix = functools.partial(prefix_groups, ZMA)
+REFUSED = {
+    "n of 0": (lambda: prefix(0), "n", r"a positive integer, got 0"),
+    "n of -1": (lambda: prefix(-1), "n", r"a positive integer, got -1"),
+    "n of True": (lambda: prefix(True), "n", r"a positive integer, got True"),
+    "n of 2.0": (lambda: prefix(2.0), "n", r"a positive integer, got 2\.0"),
+    "level of 0": (lambda: prefix(1, level=0), "level", r"a positive integer, got 0"),
+    "level of text": (lambda: prefix(1, level="1"), "level", r"a positive integer, got '1'"),
+    "too many": (
+        lambda: prefix(4),
+        "n",
+        r"at most the number of layers, 3, got 4\. They are 'a', 'm', 'z', each",
+    ),
+    "far too many": (
+        lambda: prefix_groups(NAMES, 10),
+        "n",
+        r"at most the number of layers, 8, got 10\. They are 'layer_0', .+ 'layer_5' and 2 more",
+    ),
+    "no params": (lambda: prefix_groups({}, 1), "n", r"at most .+, 0, got 1\. Params are empty"),
+    "order as text": (
+        lambda: prefix(2, order="z"),
+        "order",
+        r"path names .+, got 'z'\. boostax\.forward_order",
+    ),
+    "order of numbers": (lambda: prefix(2, order=[0]), "order", r"path names .+, got \[0\]\. "),
+    "order that matches nothing": (
+        lambda: prefix(2, order=["z", "q", "m", "a", "m/kern"]),
+        "order",
+        r"path names .+, got \['q', 'm/kern'\]\. They match no param; there are 'a/bias', ",
+    ),
+    "order that misses": (
+        lambda: prefix(2, order=["z/bias"]),
+        "order",
+        r"entries that together match every layer, got none for 'a', 'm'\. Say where",
+    ),
+    "a bool": (
+        lambda: as_groups("prefix_groups", [0, True], [1.0, 2.0]),
+        "groups",
+        r"integers, got True\. It is the group of '1'",
+    ),
+    "a NumPy bool": (
+        lambda: as_groups("prefix_groups", [0, np.bool_(True)], [1.0, 2.0]),
+        "groups",
+        r"integers, got np\.True_\. ",
+    ),
+    "a float": (
+        lambda: as_groups("prefix_groups", lambda name, leaf: 0.5, ZMA),
+        "groups",
+        r"integers, got 0\.5\. It is the group of 'a/bias'",
+    ),
+    "an array": (
+        lambda: as_groups("prefix_groups", [jnp.arange(2)], [1.0]),
+        "groups",
+        r"integers, got Array",
+    ),
+    "a pattern without a list": (
+        lambda: as_groups("prefix_groups", "z", ZMA),
+        "groups",
+        r"integers, got 'z'\. .+ \['embed', 'block_\*'\]",
+    ),
+    "negative": (
+        lambda: as_groups("prefix_groups", [0, -1], [1.0, 2.0]),
+        "groups",
+        r"the integers 0, 1, \.\.\. without a gap, got \[-1, 0\]",
+    ),
+    "a gap": (
+        lambda: as_groups("prefix_groups", [0, 2], [1.0, 2.0]),
+        "groups",
+        r"the integers .+, got \[0, 2\]\. No leaf is in group 1;",
+    ),
+    "a count": (
+        lambda: as_groups("prefix_groups", 4, ZMA),
+        "groups",
+        r"the integers .+, got \[4\]\. .+ boostax\.prefix_groups\(params, n\) makes n",
+    ),
+    "an empty entry": (
+        lambda: as_groups("prefix_groups", [[], "a"], ZMA),
+        "groups",
+        r"the integers .+, got \[1, 2\]\. No leaf is in group 0;",
+    ),
+    "another tree": (
+        lambda: as_groups("prefix_groups", {"a": 0}, ZMA),
+        "groups",
+        r"a tree of integers like the params .+, got \{'a': 0\}\. pytree structure error",
+    ),
+    "a list of the wrong length": (
+        lambda: as_groups("prefix_groups", [0, 1, 1], [1.0, 2.0]),
+        "groups",
+        r"a tree of integers .+, got \[0, 1, 1\]\. ",
+    ),
+    "None": (lambda: as_groups("prefix_groups", None, ZMA), "groups", r"a tree .+, got None\. "),
+    "a pattern in vain": (
+        lambda: as_groups("prefix_groups", ["a", "block_*"], ZMA),
+        "groups",
+        r"patterns that match params, got 'block_\*'\. It matches none; there are 'a/bias', ",
+    ),
+    "a leaf twice": (
+        lambda: as_groups("prefix_groups", [["m", "z"], "*/bias"], ZMA),
+        "groups",
+        r"patterns that match no leaf twice, got \('m', '\*/bias'\)\. Both match 'm/bias'",
+    ),
+    "no pattern": (
+        lambda: as_groups("prefix_groups", ["a", 1], ZMA),
+        "groups",
+        r"a list of patterns, got 1\. ",
+    ),
+}
+
+
+@pytest.mark.parametrize(("call", "argument", "text"), REFUSED.values(), ids=REFUSED.keys())
+def test_refusals_name_what_came_and_what_is_allowed(call, argument, text):
+    with pytest.raises((ValueError, TypeError)) as raised:
+        call()
+    message = str(raised.value)
+    assert re.match(rf"prefix_groups: {argument} must be {text}", message, re.DOTALL), message
+
+
+# MindSpore's
+
+
+@pytest.mark.parametrize("network", ["lenet", "convbn12"])
+@pytest.mark.parametrize("n", [1, 2, 3, 5, 10])
+def test_mindspore_groups_are_those_of_mindspore(golden, network, n):
+    found = json.loads((golden / "grad_freeze.json").read_text())["groups"]
+    assert mindspore_groups(found[f"{network}_params"], n) == found[f"{network}_g{n}"]
+
+
+def test_mindspore_freezes_nothing_where_prefix_groups_refuses(golden):
+    names = json.loads((golden / "grad_freeze.json").read_text())["groups"]["lenet_params"]
+    assert mindspore_groups(names, 10) == [names] * 10
+    layers: dict = {}
+    for name in names:
+        module, leaf = name.split(".")
+        layers.setdefault(module, {})[leaf] = VECTOR if leaf == "bias" else MATRIX
+    with pytest.raises(ValueError, match="number of layers, 5, got 10"):
+        prefix_groups(layers, 10)
+    with pytest.raises(ValueError, match="n must be a positive integer, got 0"):
+        mindspore_groups(names, 0)
+    assert mindspore_groups([], 2) == [[], []]

@@ -1,0 +1,322 @@
+"""Freeze schedules: MindSpore's own sequences number by number, and what each kind promises."""
+
+import functools
+import json
+import re
+import time
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from boostax.freeze.schedules import FreezeSchedule, freeze_schedule, mindspore_freeze_sequence
+
+KINDS = ("interval", "continuous", "progressive", "ramp")
+FRACTIONS = st.floats(0, 1, exclude_max=True) | st.sampled_from([0.0, 0.1, 0.3, 0.5, 0.9])
+GROUPS = st.integers(1, 12)
+STEPS = st.integers(1, 400)
+SEEDS = st.integers(0, 2**32 - 1)
+few = settings(max_examples=60, deadline=None)
+
+
+@pytest.fixture(scope="module")
+def sequences(golden):
+    return json.loads((golden / "grad_freeze.json").read_text())["sequences"]
+
+
+def test_golden_sequences_of_mindspore(sequences):
+    assert len(sequences) == 14
+    for name, golden in sequences.items():
+        arguments = (golden[k] for k in ("groups", "freeze_type", "freeze_p", "total_steps"))
+        depths = mindspore_freeze_sequence(*arguments, seed=42)
+        assert depths.dtype == np.int32 and depths.shape == (golden["length"],), name
+        counts = np.bincount(depths, minlength=golden["groups"])
+        assert counts.tolist() == golden["counts"], name
+        assert depths[:200].tolist() == golden["head"], name
+        assert np.mean(depths == 0) == golden["frac_zero"], name
+
+
+@pytest.mark.parametrize("kind, freeze_type", [("interval", 1), ("continuous", 0)])
+def test_a_schedule_is_the_golden_sequence_cut_off(sequences, kind, freeze_type):
+    """``freeze_p`` is the share of steps that train all."""
+    found = [golden for golden in sequences.values() if golden["freeze_type"] == freeze_type]
+    for golden in found:
+        if golden["freeze_p"] == 0:
+            continue
+        schedule = freeze_schedule(
+            kind,
+            total_steps=golden["total_steps"],
+            frozen_fraction=1 - golden["freeze_p"],
+            seed=42,
+        )
+        depths = schedule.depths(golden["groups"])
+        assert depths.shape == (golden["total_steps"],)
+        assert depths[:200].tolist() == golden["head"][: len(depths)]
+
+
+def drawn_one_by_one(groups, freeze_p, length, seed):
+    """The interval rule with one ``choice`` per frozen step."""
+    random = np.random.RandomState(seed)
+    depths, frozen = [0], 0
+    while len(depths) < length:
+        if frozen / len(depths) < 1 - freeze_p:
+            weights = [weight / sum(range(groups)) for weight in range(1, groups)]
+            depths.append(int(random.choice(range(groups - 1, 0, -1), p=weights)))
+            frozen += 1
+        else:
+            depths.append(0)
+    return depths
+
+
+@few
+@given(st.integers(2, 40), st.floats(0, 1), STEPS, SEEDS)
+def test_draws_are_those_of_choice(groups, freeze_p, steps, seed):
+    depths = mindspore_freeze_sequence(groups, 1, freeze_p, steps, seed=seed)
+    assert depths.tolist() == drawn_one_by_one(groups, freeze_p, int(1.01 * steps), seed)
+
+
+def test_a_long_table_is_the_same_and_not_drawn_one_by_one():
+    start = time.perf_counter()
+    depths = freeze_schedule("interval", total_steps=65536).depths(10)
+    ours = time.perf_counter() - start
+    start = time.perf_counter()
+    slow = drawn_one_by_one(10, 1 - 0.3, 65536, 0)
+    theirs = time.perf_counter() - start
+    np.testing.assert_array_equal(depths, slow)
+    print(f"65536 steps: {1e3 * ours:.1f} ms, one by one {1e3 * theirs:.0f} ms")
+    assert ours < 0.25 * theirs
+
+
+def table(kind, groups, steps, fraction, seed=0):
+    """Depths; a fraction that ``continuous`` cannot reach is brought down to what it can."""
+    if kind == "continuous" and groups > 1:
+        fraction = min(fraction, (groups - 1) / groups)
+    schedule = freeze_schedule(kind, total_steps=steps, frozen_fraction=fraction, seed=seed)
+    return schedule.depths(groups), fraction
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@few
+@given(GROUPS, STEPS, FRACTIONS, SEEDS)
+def test_depths_are_in_range_and_the_first_step_trains_all(kind, groups, steps, fraction, seed):
+    depths, _ = table(kind, groups, steps, fraction, seed)
+    assert depths.dtype == np.int32 and depths.shape == (steps,)
+    assert depths[0] == 0
+    assert depths.min() >= 0 and depths.max() < groups
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("groups, fraction", [(1, 0.5), (6, 0.0), (6, 1e-18)])
+def test_one_group_or_no_fraction_never_freezes(kind, groups, fraction):
+    depths, _ = table(kind, groups, 50, fraction)
+    assert depths.shape == (50,) and not depths.any()
+
+
+def test_a_cycle_longer_than_the_run_is_cut_off():
+    """A fraction of 1e-15 makes a cycle of 5e15 steps."""
+    assert not table("continuous", 6, 50, 1e-15)[0].any()
+
+
+@pytest.mark.parametrize("kind", ["interval", "progressive", "ramp"])
+@few
+@given(st.integers(2, 12), STEPS, FRACTIONS)
+def test_share_of_frozen_steps_is_the_fraction_to_a_step(kind, groups, steps, fraction):
+    depths, _ = table(kind, groups, steps, fraction)
+    assert abs(np.count_nonzero(depths) - fraction * steps) <= 1
+
+
+@few
+@given(st.integers(2, 12), st.floats(0.05, 1, exclude_max=True) | st.sampled_from([0.1, 0.5, 0.9]))
+def test_continuous_repeats_a_cycle_of_at_least_the_fraction(groups, fraction):
+    steps = 500
+    depths, fraction = table("continuous", groups, steps, fraction)
+    cycle = int(np.argmax(depths == groups - 1)) + 1
+    whole = cycle - (groups - 1)
+    assert whole >= 1
+    assert depths[:cycle].tolist() == [0] * whole + list(range(1, groups))
+    np.testing.assert_array_equal(depths, np.resize(depths[:cycle], steps))
+    share, roundings = (groups - 1) / cycle, 1e-12
+    assert fraction - roundings <= share
+    assert share <= fraction * (groups - 1) / (groups - 1 - fraction) + roundings
+
+
+@pytest.mark.parametrize("groups", range(2, 40))
+def test_continuous_keeps_a_step_that_trains_all(groups):
+    """MindSpore's rule rounds 1 - 0.9 down and leaves ten groups without: group 0 never trains."""
+    depths, _ = table("continuous", groups, 3 * groups, (groups - 1) / groups)
+    assert depths.tolist() == [*range(groups)] * 3
+    assert 0 not in mindspore_freeze_sequence(10, 0, 1 - 0.9, 100, seed=0)
+
+
+@pytest.mark.parametrize("kind", ["progressive", "ramp"])
+@few
+@given(st.integers(2, 12), STEPS, FRACTIONS)
+def test_what_freezes_for_good_never_thaws(kind, groups, steps, fraction):
+    depths, _ = table(kind, groups, steps, fraction)
+    assert np.all(np.diff(depths) >= 0)
+    power = 3 if kind == "ramp" else 1
+    first = (1 - fraction) ** (1 / power)
+    second = first + (1 - first) / (groups - 1)
+    if steps * (second**power - first**power) >= 2:
+        assert set(depths.tolist()) == set(range(groups))
+
+
+def test_when_groups_freeze():
+    steps = functools.partial(np.searchsorted, v=[1, 2, 3, 4])
+    progressive, _ = table("progressive", 5, 1000, 0.4)
+    assert steps(progressive).tolist() == [600, 700, 800, 900]
+    # 1000 * (0.5, 0.625, 0.75, 0.875)**3: the first depth from t = 0.125 on.
+    ramp, _ = table("ramp", 5, 1000, 0.875)
+    assert steps(ramp).tolist() == [125, 244, 422, 670]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_same_arguments_give_the_same_depths_and_leave_the_global_generator_alone(kind):
+    def make():
+        return freeze_schedule(kind, total_steps=300, frozen_fraction=0.4, seed=7)
+
+    np.random.seed(1)
+    before = make().depths(6)
+    state = np.random.get_state()[1].copy()
+    np.random.seed(2)
+    np.testing.assert_array_equal(make().depths(6), before)
+    np.random.seed(1)
+    np.testing.assert_array_equal(np.random.get_state()[1], state)
+    assert make() == make() and hash(make()) == hash(make())
+    other = freeze_schedule(kind, total_steps=300, frozen_fraction=0.4, seed=8)
+    assert (other != make()) == (kind == "interval")
+    assert np.array_equal(other.depths(6), before) == (kind != "interval")
+
+
+def test_defaults_are_three_tenths_and_seed_zero():
+    for kind in KINDS:
+        schedule = freeze_schedule(kind, total_steps=20)
+        assert schedule == freeze_schedule(kind, total_steps=20, frozen_fraction=0.3, seed=0)
+        assert isinstance(schedule, FreezeSchedule) and schedule.total_steps == 20
+
+
+def test_tables_are_read_only_and_built_once():
+    schedule = freeze_schedule("ramp", total_steps=20)
+    depths = schedule.depths(3)
+    assert schedule.depths(np.int64(3)) is depths and schedule.depths(4) is not depths
+    with pytest.raises(ValueError, match="read-only"):
+        depths[0] = 1
+
+
+def test_a_callable_is_asked_once_per_step():
+    asked = []
+
+    def kind(step):
+        asked.append(step)
+        return (step, np.int64(step), jnp.int32(step))[step % 3] if step < 4 else 0
+
+    schedule = freeze_schedule(kind, total_steps=6)
+    assert asked == []
+    assert schedule.depths(4).tolist() == [0, 1, 2, 3, 0, 0]
+    schedule.depths(4)
+    assert asked == [*range(6)] and all(type(step) is int for step in asked)
+
+
+@pytest.mark.parametrize("depth", [4, -1, 2.0, True, np.True_, None, "1", 10**30])
+def test_what_is_no_depth_is_named_with_its_step(depth):
+    schedule = freeze_schedule(lambda step: depth if step == 17 else 3, total_steps=20)
+    message = (
+        f"freeze_schedule: the depth at step 17 must be an integer in [0, 4), got {depth!r}. "
+        "Depth d freezes groups 0 to d-1, and the last group always trains."
+    )
+    error = ValueError if type(depth) is int else TypeError
+    with pytest.raises(error, match=re.escape(message)):
+        schedule.depths(4)
+
+
+COUNTS = (0, -1, 2**31, True, 2.5, "4", None)
+SEEDS_REFUSED = (-1, 2**32, True, 0.5, "0")
+schedule = functools.partial(freeze_schedule, "interval", total_steps=10)
+sequence = functools.partial(
+    mindspore_freeze_sequence, groups=4, freeze_type=1, freeze_p=0.7, total_steps=10, seed=0
+)
+REFUSED = {
+    "freeze_schedule": (
+        schedule,
+        {
+            "total_steps": COUNTS,
+            "frozen_fraction": (1.2, 1, -0.1, float("nan"), float("inf"), "0.3", True),
+            "seed": SEEDS_REFUSED,
+        },
+    ),
+    "freeze_schedule ": (
+        functools.partial(freeze_schedule, total_steps=10),
+        {"kind": ("Interval", "", None, 1, [0, 1], np.arange(3))},
+    ),
+    "FreezeSchedule.depths": (schedule().depths, {"groups": COUNTS}),
+    "mindspore_freeze_sequence": (
+        sequence,
+        {
+            "groups": COUNTS,
+            "freeze_type": (2, -1, True, "interval", None),
+            "freeze_p": (1.2, -0.1, float("nan"), "0.7", None),
+            "total_steps": COUNTS,
+            "seed": (*SEEDS_REFUSED, None),
+        },
+    ),
+}
+
+
+@pytest.mark.parametrize(
+    ("who", "factory", "argument", "value"),
+    [
+        pytest.param(who.strip(), factory, argument, value, id=f"{who} {argument} {value}")
+        for who, (factory, arguments) in REFUSED.items()
+        for argument, values in arguments.items()
+        for value in values
+    ],
+)
+def test_arguments_out_of_range(who, factory, argument, value):
+    error = (TypeError, ValueError) if argument != "freeze_type" else ValueError
+    with pytest.raises(error) as raised:
+        factory(**{argument: value})
+    message = str(raised.value)
+    assert re.match(rf"{who}: {argument} must be .+, got {re.escape(repr(value))}\. .+\.$", message)
+
+
+def test_messages():
+    for call, message in {
+        lambda: schedule(frozen_fraction=1.2): (
+            "freeze_schedule: frozen_fraction must be in [0, 1), got 1.2. "
+            "0.3 freezes a prefix on about 30% of steps."
+        ),
+        lambda: freeze_schedule("cubic", total_steps=1): (
+            "freeze_schedule: kind must be 'interval' or 'continuous' or 'progressive' or 'ramp', "
+            "got 'cubic'. A callable from the step to the depth is a schedule too."
+        ),
+        lambda: freeze_schedule(abs, total_steps=1, frozen_fraction=0.3): (
+            "freeze_schedule: frozen_fraction must be left out with a callable kind, got 0.3. "
+            "It is given the step and nothing else."
+        ),
+        lambda: freeze_schedule(abs, total_steps=1, seed=0): (
+            "freeze_schedule: seed must be left out with a callable kind, got 0. "
+            "It is given the step and nothing else."
+        ),
+        lambda: freeze_schedule("continuous", total_steps=9, frozen_fraction=0.8).depths(4): (
+            "freeze_schedule: frozen_fraction must be at most 0.75 for 'continuous' over 4 groups, "
+            "got 0.8. A cycle has a step that trains all; 'interval' freezes more often."
+        ),
+        lambda: sequence(freeze_type=0, freeze_p=1): (
+            "mindspore_freeze_sequence: freeze_p must be below 1 for freeze_type 0, got 1.0. "
+            "A cycle would train all for ever, where MindSpore divides by zero; use type 1."
+        ),
+    }.items():
+        with pytest.raises(ValueError) as raised:
+            call()
+        assert str(raised.value) == message
+
+
+def test_limits_pass():
+    assert not sequence(groups=1, freeze_type=0, freeze_p=1.0).any()
+    assert not sequence(freeze_p=1).any()
+    assert sequence(freeze_p=0, total_steps=1, seed=2**32 - 1).tolist() == [0]
+    assert schedule(seed=np.uint32(2**32 - 1), frozen_fraction=np.float32(0.5)).depths(2).any()
+    for kind in KINDS:
+        assert table(kind, 5, 1, 0.999)[0].tolist() == [0]
