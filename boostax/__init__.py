@@ -16,8 +16,10 @@ from boostax.accumulate.window import flush as flush
 from boostax.accumulate.window import has_updated as has_updated
 from boostax.freeze.groups import prefix_groups as prefix_groups
 from boostax.freeze.order import forward_order as forward_order
+from boostax.freeze.plateau import GroupSignalState as GroupSignalState
 from boostax.freeze.plateau import freeze_on_plateau as freeze_on_plateau
 from boostax.freeze.plateau import group_signal as group_signal
+from boostax.freeze.scheduled import ScheduledFreeze as ScheduledFreeze
 from boostax.freeze.scheduled import ScheduledFreezeState as ScheduledFreezeState
 from boostax.freeze.scheduled import active_groups as active_groups
 from boostax.freeze.scheduled import scheduled_freeze as scheduled_freeze
@@ -55,6 +57,9 @@ from boostax.train.apply import metrics as metrics
 from boostax.train.break_even import BreakEven as BreakEven
 from boostax.train.break_even import break_even as break_even
 from boostax.train.compiled import TrainStep as TrainStep
+from boostax.train.explain import CallCost as CallCost
+from boostax.train.explain import Explanation as Explanation
+from boostax.train.explain import explain as explain
 from boostax.train.oracle import value_and_grad as value_and_grad
 from boostax.train.state import TrainState as TrainState
 from boostax.train.step import make_train_step as make_train_step

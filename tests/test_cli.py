@@ -1,4 +1,4 @@
-"""The command trains, compares, resumes, and refuses in plain words."""
+"""The command trains, compares, explains, resumes, and refuses in plain words."""
 
 import json
 import re
@@ -14,10 +14,11 @@ from jax.experimental.compilation_cache import compilation_cache
 from boostax.cli import main
 from boostax.cli.build import build, reduction
 from boostax.cli.compare import Variant
+from boostax.cli.freezing import layer_groups
 from boostax.cli.recipe import CODECS, Recipe, Reduction
 from boostax.train.break_even import break_even
 from boostax.train.writers import JsonLines
-from boostax.workloads import DigitsConfig, digits
+from boostax.workloads import DigitsConfig, TextConfig, digits, text
 
 SMALL_TEXT = (
     "--paths ./corpus.txt --width 16 --depth 1 --heads 2 --sequence-length 8 --batch-size 8 "
@@ -142,6 +143,71 @@ def test_every_reduction_of_the_command_can_be_built_and_codecs_send_less():
         assert (found.wire_bytes < 0.6 * found.dense_bytes) == (reduce in CODECS)
 
 
+def test_a_frozen_run_goes_on_in_the_middle_of_a_window(here, capsys):
+    """After call 3 half of a frozen step's window is open; the end is the same, bit for bit."""
+    options = "--steps 8 --accumulate 2 --checkpoint-every 3 --freeze interval".split()
+    options += ["--freeze-fraction", "0.6"]
+    assert train(*options, "--output", "whole") == 0
+    printed = capsys.readouterr().out
+    assert re.search(r"freezing +interval, 3 groups, on 50% of the optimizer steps *\n", printed)
+    rows = JsonLines.read(here / "whole" / "metrics.jsonl")
+    depths = [int(row["frozen_groups"]) for row in rows]
+    assert depths[:3] == [0, 0, 1] and depths[::2] == depths[1::2] and depths.count(0) == 4
+    found = summary(here / "whole")
+    assert found["configuration"]["freeze"] == "interval" and found["optimizer_steps"] == 4
+    counts = {str(depth): depths.count(depth) for depth in sorted(set(depths))}
+    assert found["freeze"] == {"depths": counts, "compiled": sorted(set(depths))}
+    said = ", ".join(f"{depth} in {count} calls" for depth, count in counts.items())
+    assert f"frozen groups: {said}; {len(counts)} compiled steps" in printed
+    shutil.copytree(here / "whole" / "checkpoints", here / "half" / "checkpoints")
+    for later in ("6", "8"):
+        shutil.rmtree(here / "half" / "checkpoints" / later)
+    assert train(*options, "--output", "half", "--resume") == 0
+    assert "resuming after call 3" in capsys.readouterr().out
+    half = summary(here / "half")
+    assert half["params_sha256"] == found["params_sha256"]
+    # Counted are the calls of this process.
+    assert sum(half["freeze"]["depths"].values()) == 5
+    assert train(*options, "--freeze-groups", "2", "--output", "half", "--resume") == 1
+    assert "--resume: freeze_groups must be None" in capsys.readouterr().err
+
+
+def test_freezing_on_a_plateau_looks_behind_the_reduction(here, capsys):
+    options = "--steps 4 --devices 2 --reduce int8 --freeze plateau --freeze-groups 2".split()
+    assert train(*options, "--output", "here") == 0
+    assert "plateau, 2 groups, a look every 1 optimizer step " in capsys.readouterr().out
+    assert summary(here / "here")["freeze"] == {"depths": {"0": 4}, "compiled": [0]}
+
+
+def test_blocks_freeze_whole_where_there_are_enough_of_them(here):
+    config = TextConfig(
+        paths=("corpus.txt",), width=16, depth=2, heads=2, sequence_length=8, batch_size=8
+    )
+    few, many = (
+        layer_groups(text(config), Recipe(freeze="interval", freeze_groups=n)) for n in (4, 7)
+    )
+    assert set(jax.tree.leaves(few["block_1"])) == {2}
+    assert few["characters"] == few["positions"] == 0
+    assert len(set(jax.tree.leaves(many["block_1"]))) > 1
+    assert set(jax.tree.leaves(many)) == set(range(7))
+
+
+def test_explain_prints_what_each_depth_costs_and_writes_nothing(here, capsys):
+    options = "--steps 20 --devices 2 --reduce int8 --freeze ramp --microbatches 2".split()
+    assert main(["explain", "digits", *SMALL_DIGITS, *options]) == 0
+    printed = capsys.readouterr().out
+    assert "20 calls, 20 optimizer steps" in printed and "ramp, 3 groups, on 30%" in printed
+    rows = re.findall(r"^ +(\d) +([\d.]+)% +([\d.]+)% +([\d,]+) +([\d.]+) ", printed, re.M)
+    assert [row[0] for row in rows] == ["0", "1", "2"]
+    assert sum(float(row[1]) for row in rows) == pytest.approx(100, abs=0.2)
+    ratios = [float(row[4]) for row in rows]
+    assert ratios[0] == 1 > ratios[1] > ratios[2]
+    assert re.search(r"Bytes sent by kind, first row: psum .*, all_to_all [\d,]+, ", printed)
+    assert [path.name for path in here.iterdir()] == ["corpus.txt"]
+    assert main(["explain", "digits", "--freeze-groups", "2"]) == 1
+    assert "left out without --freeze" in capsys.readouterr().err
+
+
 def test_resume_refuses_other_numbers_and_knows_a_finished_run(here, capsys):
     first = ["--steps", "4", "--checkpoint-every", "2"]
     assert train(*first, "--resume") == 0  # nothing there yet: starts
@@ -206,6 +272,26 @@ def test_a_damaged_checkpoint_is_refused_and_kept(here, capsys):
         ("--devices 2 --reduce top-k --rank 2", "--rank must be left out with --reduce top-k"),
         ("--devices 2 --reduce top-k --density 2", "--density must be in (0, 1], got 2.0"),
         ("--devices 2 --reduce power-sgd --rank 0", "--rank must be a positive integer, got 0"),
+        ("--freeze-groups 2", "--freeze-groups must be left out without --freeze, got 2. --freeze"),
+        ("--freeze-fraction 0.5", "--freeze-fraction must be left out without --freeze, got 0.5"),
+        ("--freeze ramp --freeze-groups 1", "--freeze-groups must be at least 2, got 1"),
+        (
+            "--freeze ramp --freeze-groups 9",
+            "--freeze-groups must be at most the number of layers, 3, got 9. They are 'hidden_0'",
+        ),
+        ("--freeze ramp --freeze-fraction 1", "--freeze-fraction must be in [0, 1), got 1.0. 0.3"),
+        (
+            "--freeze continuous --freeze-fraction 0.9",
+            "--freeze-fraction must be at most 0.6667 for 'continuous' over 3 groups, got 0.9",
+        ),
+        (
+            "--freeze plateau --freeze-fraction 0.2",
+            "--freeze-fraction must be left out with --freeze plateau, got 0.2",
+        ),
+        (
+            "--devices 2 --reduce adasum-delta --freeze plateau",
+            "--freeze must not be plateau with --reduce adasum-delta",
+        ),
         ("--checkpoint-every 0", "--checkpoint-every must be a positive integer"),
         ("--holdout 2", "holdout must be"),
     ],
@@ -214,6 +300,7 @@ def test_arguments_out_of_range_are_refused_in_one_line(options, words, capsys):
     assert train("--steps", "2", *options.split()) == 1
     captured = capsys.readouterr()
     assert words in captured.err and captured.err.startswith("boostax: ")
+    assert not captured.err.startswith("boostax: boostax")
     assert "Traceback" not in captured.err
 
 
@@ -262,7 +349,7 @@ def test_compare_refuses_parts_that_do_not_divide_the_batch(capsys):
     assert "divisible by accumulate x devices" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("command", ["train text", "train digits", "compare text"])
+@pytest.mark.parametrize("command", ["train text", "train digits", "compare text", "explain text"])
 def test_help_explains_every_option(command, capsys):
     with pytest.raises(SystemExit) as exited:
         main([*command.split(), "--help"])

@@ -157,3 +157,41 @@ def test_gradient_accumulation_equals_mindspore(golden, optimizer, every):
         if state.micro_step:
             mean = state.window.grads["w"] / every
             np.testing.assert_allclose(mean, run[f"{name}_acc_w"][t], **CLOSE)
+
+
+FREEZE_OPTIMIZERS = {
+    "freeze_sgd": (optax.sgd(0.1), "shared"),
+    "freeze_momentum": (MOMENTUM, "per_group"),
+    "freeze_none_strategy_momentum": (MOMENTUM, "per_group"),
+    # MindSpore's list of rates is by step of the run, whatever is frozen.
+    "freeze_dynlr_sgd": (optax.sgd(lambda step: 0.1 * (step + 1)), "shared"),
+    "plain_momentum": (MOMENTUM, "shared"),
+}
+
+
+@pytest.mark.parametrize("name", FREEZE_OPTIMIZERS)
+def test_freezing_equals_mindspore(golden, train, name):
+    """Group i of ``FreezeOpt`` trains params i and later; without a strategy they take turns."""
+    run, params, batches = load(golden / "freeze_training_graph.npz")
+    optimizer, moments = FREEZE_OPTIMIZERS[name]
+    depths = {"freeze_none_strategy_momentum": [0, 1, 2], "plain_momentum": [0]}.get(
+        name, run["strategy"]
+    )
+
+    def make_tx(reduced, axis):
+        del axis
+        return boostax.scheduled_freeze(
+            reduced(optimizer), [0, 1, 2], depths, moments=moments, repeat=True
+        )
+
+    expected = run[f"{name}_w"]
+    states = list(train(make_tx, params, batches[: len(expected)]))
+    for t, (state, told) in enumerate(states):
+        assert told["frozen_groups"] == depths[t % len(depths)]
+        np.testing.assert_allclose(flat(state.params), expected[t], **CLOSE)
+        if f"{name}_loss" in run:
+            np.testing.assert_allclose(told["loss"], run[f"{name}_loss"][t], rtol=1e-5)
+    if f"{name}_opt_global_step" in run:
+        # Ours counts in how many steps each group was trained; theirs are those of each depth.
+        trained = states[-1][0].opt_state.trained_steps
+        assert trained.tolist() == np.cumsum(run[f"{name}_opt_global_step"]).tolist()

@@ -30,18 +30,22 @@ def test_public_names_are_the_documented_ones():
     import boostax
 
     expected = {
-        "accumulate", "adasum", "adasum_delta", "all_finite", "all_reduce", "apply_gradients",
-        "break_even",
+        "accumulate", "active_groups", "adasum", "adasum_delta", "all_finite", "all_reduce",
+        "apply_gradients", "break_even",
         "dynamic_loss_scale",
-        "enter_replica", "flush", "has_updated", "int8_reduce", "int16_reduce", "leave_replica",
+        "enter_replica", "explain", "flush", "forward_order", "freeze_on_plateau",
+        "freeze_schedule", "group_signal", "has_updated", "int8_reduce", "int16_reduce",
+        "leave_replica",
         "local_params", "local_updates", "loss_scale",
         "make_train_step", "metrics", "microbatch", "partial_average", "policy", "power_sgd_reduce",
-        "random_k_reduce", "reshard_state", "scale_loss",
+        "prefix_groups",
+        "random_k_reduce", "reshard_state", "scale_loss", "scheduled_freeze",
         "shard_optimizer", "sign_reduce", "stack_replicas",
         "state_specs", "static_loss_scale", "threshold_reduce", "top_k_reduce", "value_and_grad",
-        "AccumulateState", "AdasumDeltaState", "AdasumState", "Aux", "BreakEven", "CompressedState",
+        "AccumulateState", "AdasumDeltaState", "AdasumState", "Aux", "BreakEven", "CallCost",
+        "CompressedState", "Explanation", "FreezeSchedule", "GroupSignalState",
         "LocalUpdatesState", "LossScaleState", "PartialAverageState",
-        "PerReplica", "Policy", "ShardOptimizerState",
+        "PerReplica", "Policy", "ScheduledFreeze", "ScheduledFreezeState", "ShardOptimizerState",
         "Sharded", "TrainState",
         "TrainStep",
     }  # fmt: skip

@@ -102,8 +102,8 @@ def test_one_program_for_ever_and_it_aliases_the_state(mesh):
     assert analysis.alias_size_in_bytes == donated - 1
     for _ in range(3):
         state, _ = step(state, batch)
-    (programs,) = step._compiled.values()
-    assert programs[0]._cache_size() == 1
+    (program,) = step._compiled.values()
+    assert program._cache_size() == 1
     assert PARAMS["w"].sum() is not None, "the caller's arrays are not donated"
 
 

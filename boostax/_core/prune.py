@@ -42,8 +42,10 @@ def pruning(tx: optax.GradientTransformation, params: PyTree, fewer: PyTree, who
     Raises:
       ValueError: ``tx`` keeps something whose shape or place depends on which params there are.
     """
-    whole = dict(jax.tree_util.tree_leaves_with_path(jax.eval_shape(tx.init, params)))
-    state = jax.eval_shape(tx.init, fewer)
+    # Shapes alone: an init may refuse params that differ from replica to replica.
+    bare = lambda tree: jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), tree)  # noqa: E731
+    whole = dict(jax.tree_util.tree_leaves_with_path(jax.eval_shape(tx.init, bare(params))))
+    state = jax.eval_shape(tx.init, bare(fewer))
     leaves = jax.tree_util.tree_leaves_with_path(state)
     for path, leaf in leaves:
         there = whole.get(path)

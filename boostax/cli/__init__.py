@@ -1,4 +1,4 @@
-"""The command ``boostax``: train a workload, or compare training with and without boostax."""
+"""The command ``boostax``: train a workload, compare ways to, or say what a call costs."""
 
 import sys
 from collections.abc import Sequence

@@ -11,6 +11,7 @@ import optax
 
 import boostax
 from boostax._core import checks
+from boostax.cli.freezing import check_freezing, freeze_by_schedule, layer_groups, signal
 from boostax.cli.recipe import CODECS, Recipe
 from boostax.workloads import Workload
 
@@ -83,13 +84,16 @@ def build(workload: Workload, recipe: Recipe) -> Built:
             devices=jax.devices()[: recipe.devices],
         )
     optimizer_steps = math.ceil(recipe.steps / recipe.accumulate)
-    tx = _optimizer(recipe, optimizer_steps)
+    groups = None if recipe.freeze == "none" else layer_groups(workload, recipe)
+    tx = _optimizer(recipe, optimizer_steps, groups)
     if recipe.accumulate > 1:
         tx = boostax.accumulate(tx, every=recipe.accumulate, axis_name=axis)
     if recipe.loss_scale == "dynamic":
         tx = boostax.dynamic_loss_scale(tx, axis_name=axis)
     elif recipe.loss_scale != "none":
         tx = boostax.static_loss_scale(tx, recipe.loss_scale, axis_name=axis)
+    if groups is not None:
+        tx = freeze_by_schedule(tx, groups, recipe, optimizer_steps)
     step = boostax.make_train_step(
         workload.loss_fn,
         tx,
@@ -101,7 +105,7 @@ def build(workload: Workload, recipe: Recipe) -> Built:
     return Built(workload, step, optimizer_steps)
 
 
-def _optimizer(recipe: Recipe, optimizer_steps: int) -> optax.GradientTransformation:
+def _optimizer(recipe: Recipe, optimizer_steps: int, groups: Any) -> optax.GradientTransformation:
     warmup = max(1, optimizer_steps // 10)
     # A schedule counts optimizer steps. The first is not at zero: it would be a step for nothing.
     schedule = optax.warmup_cosine_decay_schedule(
@@ -112,6 +116,8 @@ def _optimizer(recipe: Recipe, optimizer_steps: int) -> optax.GradientTransforma
         end_value=recipe.learning_rate / 10,
     )
     parts: list[optax.GradientTransformation] = []
+    if recipe.freeze == "plateau":
+        parts.append(signal(groups, optimizer_steps))
     if recipe.clip:
         parts.append(optax.clip_by_global_norm(recipe.clip))
     parts.append(optax.adamw(schedule, weight_decay=recipe.weight_decay, mask=_matrices))
@@ -126,18 +132,18 @@ def reduction(recipe: Recipe) -> optax.GradientTransformation:
     """What makes one gradient of the devices' own; of adasum-delta, adasum."""
     match recipe.reduce:
         case "top-k":
-            return boostax.top_k_reduce(AXIS, density(recipe))
+            return boostax.top_k_reduce(AXIS, density(recipe), dense=_vectors)
         case "threshold":
-            return boostax.threshold_reduce(AXIS, 2.0, relative=True)
+            return boostax.threshold_reduce(AXIS, 2.0, relative=True, dense=_vectors)
         case "random-k":
-            return boostax.random_k_reduce(AXIS, density(recipe))
+            return boostax.random_k_reduce(AXIS, density(recipe), dense=_vectors)
         case "int8":
             return boostax.int8_reduce(AXIS)
         case "int16":
             return boostax.int16_reduce(AXIS)
         case "sign":
             # Everyone's bits to all are exact, but grow with the devices.
-            return boostax.sign_reduce(AXIS, two_shot=recipe.devices > 4)
+            return boostax.sign_reduce(AXIS, two_shot=recipe.devices > 4, dense=_vectors)
         case "power-sgd":
             return boostax.power_sgd_reduce(AXIS, rank(recipe))
         case "mean":
@@ -158,6 +164,12 @@ def rank(recipe: Recipe) -> int:
 
 def _wire(recipe: Recipe) -> str | None:
     return None if recipe.wire == "float32" else recipe.wire
+
+
+def _vectors(path: str, leaf: Any) -> bool:
+    """Norms and biases: few bytes, and thinned out they cost more than they save."""
+    del path
+    return leaf.ndim < 2
 
 
 def _matrices(params: Any) -> Any:
@@ -194,6 +206,7 @@ def _check(workload: Workload, recipe: Recipe) -> None:
                 f"{getattr(recipe, name)}. --devices 4 has gradients to reduce."
             )
     _check_reduction(recipe)
+    check_freezing(recipe)
     slices = recipe.devices * recipe.microbatches
     if workload.batch_size % slices:
         raise ValueError(

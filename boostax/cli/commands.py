@@ -8,6 +8,7 @@ import tyro
 
 from boostax.cli.build import Refusal
 from boostax.cli.compare import compare
+from boostax.cli.explain import explain
 from boostax.cli.recipe import ComparePlan, Recipe, RunOptions
 from boostax.cli.train import train
 from boostax.workloads import DigitsConfig, TextConfig, digits, text
@@ -63,6 +64,28 @@ class CompareDigits:
 
 
 @dataclass(frozen=True)
+class ExplainText:
+    """Say what a call of the train step costs on the character transformer.
+
+    Nothing is trained, and nothing is written.
+    """
+
+    task: TextConfig = field(default_factory=TextConfig)
+    recipe: Recipe = field(default_factory=lambda: Recipe(steps=1000, learning_rate=4e-3))
+
+
+@dataclass(frozen=True)
+class ExplainDigits:
+    """Say what a call of the train step costs on handwritten digits.
+
+    Nothing is trained, and nothing is written.
+    """
+
+    task: DigitsConfig = field(default_factory=DigitsConfig)
+    recipe: Recipe = field(default_factory=lambda: Recipe(steps=300))
+
+
+@dataclass(frozen=True)
 class Train:
     """Train one workload: with checkpoints, metrics and a plot of the loss."""
 
@@ -82,15 +105,26 @@ class Compare:
     )
 
 
+@dataclass(frozen=True)
+class Explain:
+    """Say what a call of the train step costs: FLOPs, memory and bytes sent."""
+
+    workload: (
+        Annotated[ExplainText, tyro.conf.subcommand("text")]
+        | Annotated[ExplainDigits, tyro.conf.subcommand("digits")]
+    )
+
+
 _Command = (
     Annotated[Train, tyro.conf.subcommand("train")]
     | Annotated[Compare, tyro.conf.subcommand("compare")]
+    | Annotated[Explain, tyro.conf.subcommand("explain")]
 )
 
 
 def run(argv: list[str]) -> int:
     """Parse the arguments and run what they ask for; the exit code."""
-    command: Train | Compare = tyro.cli(
+    command: Train | Compare | Explain = tyro.cli(
         _Command,  # pyright: ignore[reportArgumentType]
         prog="boostax",
         description="Cheaper, steadier training for JAX and Optax, on small real tasks.",
@@ -107,7 +141,11 @@ def run(argv: list[str]) -> int:
                 compare(text, task, plan)
             case CompareDigits(task, plan):
                 compare(digits, task, plan)
+            case ExplainText(task, recipe):
+                explain(text, task, recipe)
+            case ExplainDigits(task, recipe):
+                explain(digits, task, recipe)
     except Refusal as refusal:
-        print(f"boostax: {refusal}", file=sys.stderr)
+        print(f"boostax: {str(refusal).removeprefix('boostax: ')}", file=sys.stderr)
         return 1
     return 0

@@ -16,6 +16,7 @@ Reduction = Literal[
     "sign",
     "power-sgd",
 ]
+Freezing = Literal["none", "interval", "continuous", "progressive", "ramp", "plateau"]
 # Reductions that decide themselves what travels.
 CODECS = ("top-k", "threshold", "random-k", "int8", "int16", "sign", "power-sgd")
 
@@ -42,13 +43,23 @@ class Recipe:
     """Devices to split each batch over. On CPU they are emulated."""
     reduce: Reduction = "mean"
     """How the devices' gradients become one; adasum-delta combines the updates of an AdamW each.
-    Those from top-k on send less of the gradients at a time and keep the rest for later steps."""
+    Those from top-k on send less of the matrices at a time and keep the rest for later steps."""
     density: float | None = None
     """Share of the entries that top-k and random-k send; 0.01 by default."""
     rank: int | None = None
     """Rank of what power-sgd sends of each matrix; 2 by default."""
     wire: Literal["float32", "bfloat16", "float16"] = "float32"
     """Dtype in which gradients travel between the devices, for mean and adasum."""
+    freeze: Freezing = "none"
+    """When the first layers stand still, which saves their backward pass: now and then, to a random
+    depth (interval) or to each in turn (continuous); or for good, one after the other, at even
+    distances (progressive), early ones sooner (ramp), or when their gradients settle (plateau)."""
+    freeze_groups: int | None = None
+    """Groups of layers, in forward order, that freeze together; the last always trains. 4 by
+    default, or the number of layers if there are fewer."""
+    freeze_fraction: float | None = None
+    """Share of the optimizer steps on which something is frozen; 0.3 by default. Plateau measures
+    instead."""
 
 
 @dataclasses.dataclass(frozen=True)

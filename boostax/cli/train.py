@@ -1,5 +1,6 @@
 """``boostax train``: one run with checkpoints, metrics, a plot and a summary."""
 
+import collections
 import dataclasses
 import hashlib
 import json
@@ -25,7 +26,11 @@ from boostax.cli.build import (
     refusing,
     require_devices,
 )
+from boostax.cli.compare import counted
 from boostax.cli.recipe import CODECS, Recipe, RunOptions
+from boostax.freeze.groups import group_count
+from boostax.freeze.plateau import FreezeOnPlateau
+from boostax.freeze.scheduled import ScheduledFreeze
 from boostax.train.checkpoint import Checkpointer
 from boostax.train.loop import FitResult, fit
 from boostax.train.writers import JsonLines, Progress, TensorBoard, Writer
@@ -65,7 +70,7 @@ def train(
             state = built.init(task.seed)
             if start:
                 state, _ = checkpointer.restore(state, start)
-        console.print(_table(built, task, recipe, start))
+        console.print(plan_table(built, task, recipe, start))
         with refusing():
             writers = _writers(recipe, options, output, start, console)
         begun = time.monotonic()
@@ -141,7 +146,8 @@ def _writers(
     return [*writers, Progress(recipe.steps, start=start, console=console)]
 
 
-def _table(built: Built, task: Any, recipe: Recipe, start: int) -> Table:
+def plan_table(built: Built, task: Any, recipe: Recipe, start: int = 0) -> Table:
+    """What is about to happen, in a row for each thing that a recipe decides."""
     batch = built.workload.batch_size
     scale = recipe.loss_scale
     scale = scale if isinstance(scale, str) else f"{scale:g}, fixed"
@@ -159,6 +165,7 @@ def _table(built: Built, task: Any, recipe: Recipe, start: int) -> Table:
         "micro-batches": "off" if recipe.microbatches == 1 else f"{recipe.microbatches} per call",
         "computes in": task.dtype,
         "loss scale": "off" if scale == "none" else scale,
+        "freezing": _freezing(built),
     }
     for name, value in rows.items():
         table.add_row(f"[bold]{name}[/bold]", value)
@@ -173,6 +180,18 @@ def _reduction(recipe: Recipe) -> str:
     if recipe.reduce == "power-sgd":
         return f"{recipe.reduce}, rank {rank(recipe)} sent"
     return recipe.reduce if recipe.reduce in CODECS else f"{recipe.reduce}, {recipe.wire} sent"
+
+
+def _freezing(built: Built) -> str:
+    tx = built.step.tx
+    if not isinstance(tx, ScheduledFreeze):
+        return "off"
+    schedule, groups = tx.freezing.schedule, group_count(tx.freezing.groups)
+    if isinstance(schedule, FreezeOnPlateau):
+        looks = counted(schedule.every, "optimizer step")
+        return f"plateau, {groups} groups, a look every {looks}"
+    share = np.mean(schedule.depths(groups) > 0)
+    return f"{schedule.kind}, {groups} groups, on {share:.0%} of the optimizer steps"
 
 
 def _digest(params: Any) -> str:
@@ -197,6 +216,7 @@ def _finish(
     rows = JsonLines.read(output / "metrics.jsonl")
     plot_run(rows, output / "loss.png", built.workload.name)
     held_out = {name: value for name, value in last.items() if name.startswith("held_out_")}
+    frozen = _frozen(built.step, result)
     summary = {
         "configuration": numbers,
         "calls": result.step,
@@ -205,6 +225,7 @@ def _finish(
         "parameters": sum(leaf.size for leaf in jax.tree.leaves(result.state.params)),
         "params_sha256": _digest(result.state.params),
         **held_out,
+        **({"freeze": frozen} if frozen else {}),
         "seconds": seconds,
         "device": jax.devices()[0].device_kind,
         "versions": {"boostax": boostax.__version__, "jax": jax.__version__},
@@ -214,7 +235,19 @@ def _finish(
         f"held-out loss [bold]{last['held_out_loss']:.4f}[/bold], "
         f"accuracy [bold]{last['held_out_accuracy']:.1%}[/bold], in {seconds:.1f} s"
     )
+    if frozen:
+        calls = (f"{depth} in {counted(n, 'call')}" for depth, n in frozen["depths"].items())
+        steps = counted(len(frozen["compiled"]), "compiled step")
+        console.print(f"frozen groups: {', '.join(calls)}; {steps}", soft_wrap=True)
     console.print(f"plot: {output / 'loss.png'}", soft_wrap=True)
+
+
+def _frozen(step: boostax.TrainStep, result: FitResult) -> dict[str, Any]:
+    """How many calls of this process froze how many groups; nothing if none ever do."""
+    if not isinstance(step.tx, ScheduledFreeze):
+        return {}
+    depths = collections.Counter(int(row["frozen_groups"]) for row in result.history)
+    return {"depths": dict(sorted(depths.items())), "compiled": list(step.depths)}
 
 
 def _next(name: str, task: Any, recipe: Recipe, output: pathlib.Path, argv: list[str]) -> list[str]:

@@ -55,6 +55,10 @@ class Plan(Protocol):
 
     drawn: tuple[int, ...]
 
+    def index(self, depth: jax.Array) -> jax.Array:
+        """In the program: the place of a depth among those drawn."""
+        return jnp.searchsorted(jnp.asarray(self.drawn, jnp.int32), depth).astype(jnp.int32)
+
     def init(self) -> PyTree:
         """What it keeps in the state."""
         ...

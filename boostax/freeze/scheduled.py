@@ -20,6 +20,7 @@ from boostax._core.gate import (
 )
 from boostax._core.prune import pruning
 from boostax.freeze.plan import Freezing, Plan
+from boostax.freeze.stages import Choice
 
 PyTree = Any
 Moments = Literal["shared", "per_group"]
@@ -63,6 +64,12 @@ class ScheduledFreeze(GatedTransformation):
         """Which leaves are trained while so many groups are frozen: a tree of bools."""
         return self.freezing.active(params, depth)
 
+    def choice(self, params: PyTree, opt_state: ScheduledFreezeState) -> Choice:
+        """The same for what the schedule says, found out in the program."""
+        plan = self.freezing.plan(params)
+        options = tuple(self.freezing.active(params, depth) for depth in plan.drawn)
+        return Choice(plan.index(opt_state.next_depth), options)
+
 
 _WHO = "scheduled_freeze"
 
@@ -90,8 +97,9 @@ def scheduled_freeze(
       loss, grads = boostax.value_and_grad(loss_fn)(params, opt_state, batch, active=active)
       params, opt_state = boostax.apply_gradients(tx, grads, opt_state, params, depth=depth)
 
-    Without ``depth`` the gradients of all leaves are wanted, and a switch in the program takes what
-    the schedule says: the same result, but the backward pass is paid for.
+    Without ``depth`` a switch in the program takes what the schedule says, with gradients that hold
+    every leaf: all, or those of ``active=tx.choice(params, opt_state)``, for which a switch ends
+    the backward pass as well. That is the form for ``jax.lax.scan`` over steps.
 
     The schedule counts applied steps, so it waits for an accumulation window to close, and a step
     that a loss scaler skips is taken again at the same depth.
@@ -229,7 +237,7 @@ def scheduled_freeze(
             depth = _drawn(depth, plan)
             return step_at(depth, grads, state, params, apply=apply, extra=extra)
         at = [functools.partial(step_at, d, apply=apply, extra=extra) for d in plan.drawn]
-        return switch(state, plan, at, grads, state, params)
+        return _switch(plan.index(state.next_depth), at, grads, state, params)
 
     def flush_at(
         depth: int, state: ScheduledFreezeState, params: PyTree, extra: dict[str, Any]
@@ -250,32 +258,30 @@ def scheduled_freeze(
         if depth is not None:
             return flush_at(_drawn(depth, plan), state, params, extra)
         at = [functools.partial(flush_at, d, extra=extra) for d in plan.drawn]
-        return switch(state, plan, at, state, params)
+        return _switch(plan.index(state.next_depth), at, state, params)
 
     frozen = ScheduledFreeze(init_fn, step_fn, flush_fn)
     frozen.freezing = freezing
     return frozen
 
 
-def switch(state: ScheduledFreezeState, plan: Plan, at: list[Any], *operands: PyTree) -> Any:
-    """In one program: the branch of the depth that comes next, of one for each depth drawn."""
-    if len(at) == 1:
-        return at[0](*operands)
-    axes.require_invariant(state.next_depth, _WHO)
-    index = jnp.searchsorted(jnp.asarray(plan.drawn, jnp.int32), state.next_depth)
-    # All branches must vary over the same axes.
-    types = [jax.eval_shape(branch, *operands) for branch in at]
+def _switch(index: jax.Array, branches: list[Any], *operands: PyTree) -> Any:
+    """One of several programs with the same result; they may vary over different axes."""
+    if len(branches) == 1:
+        return branches[0](*operands)
+    axes.require_invariant(index, _WHO)
+    traced = [trees.trace_once(branch, *operands) for branch in branches]
 
-    def unified(branch: Any) -> Any:
+    def unified(replay: Any) -> Any:
         def result(*operands: PyTree) -> PyTree:
-            found = branch(*operands)
-            for each in types:
-                found = axes.unify(found, each)
+            found = replay(*operands)
+            for _, types in traced:
+                found = axes.unify(found, types)
             return found
 
         return result
 
-    return lax.switch(index, [unified(branch) for branch in at], *operands)
+    return lax.switch(index, [unified(replay) for replay, _ in traced], *operands)
 
 
 def active_groups(opt_state: PyTree) -> jax.Array:
@@ -326,13 +332,19 @@ def _require_params(params: PyTree) -> None:
 
 def _require_present(grads: PyTree, active: PyTree, depth: int) -> None:
     """Refuse gradients that were masked for another depth than this one."""
-    leaves, treedef = jax.tree.flatten(active)
-    for keep, grad in zip(leaves, treedef.flatten_up_to(grads), strict=True):
-        if keep and isinstance(grad, optax.MaskedNode):
-            raise ValueError(
-                f"{_WHO}: gradients must hold every leaf that depth {depth} trains, got a masked "
-                "one. Pass the same depth to apply_gradients as to tx.active(params, depth)."
-            )
+    masked = lambda node: isinstance(node, optax.MaskedNode)  # noqa: E731
+    given = jax.tree.map(lambda node: not masked(node), grads, is_leaf=masked)
+    try:
+        missing = any(
+            jax.tree.leaves(jax.tree.map(lambda keep, there: keep and not there, active, given))
+        )
+    except ValueError:
+        missing = True
+    if missing:
+        raise ValueError(
+            f"{_WHO}: gradients must hold every leaf that depth {depth} trains, got masked ones. "
+            "Pass the same depth to apply_gradients as to tx.active(params, depth)."
+        )
 
 
 def _windows(state: PyTree) -> jax.Array:

@@ -1,5 +1,6 @@
 """Error feedback, once for all codecs: what is not sent now is sent later."""
 
+import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -10,7 +11,7 @@ from jax import lax
 
 from boostax._core import axes, checks, trees
 from boostax._core.replicas import PerReplica
-from boostax.reduce.codecs.base import Codec, Message
+from boostax.reduce.codecs.base import Codec, Message, map_per_leaf
 from boostax.reduce.layout import real_dtype, saturate
 
 PyTree = Any
@@ -86,17 +87,16 @@ def compressed(
         chosen = coded(params)
         shapes = [_real_shape(leaves[i]) for i in chosen]
 
+        spread = functools.partial(_spread, treedef, chosen)
+
         def zeros(wanted: bool) -> PerReplica:
-            kept: list[Any] = [None] * len(leaves)
-            for i, shape in zip(chosen, shapes, strict=True):
-                kept[i] = jnp.zeros(shape.shape, shape.dtype) if wanted else None
-            tree = jax.tree.unflatten(treedef, kept)
-            return PerReplica(axes.to_varying(tree, names))
+            made = [jnp.zeros(x.shape, x.dtype) if wanted else None for x in shapes]
+            return PerReplica(axes.to_varying(spread(made), names))
 
         return CompressedState(
             residual=zeros(error_feedback),
             velocity=zeros(momentum is not None),
-            codec=codec.init(shapes),
+            codec=map_per_leaf(spread, codec.init(shapes)),
             unsent=jnp.full((), jnp.nan, jnp.float32),
         )
 
@@ -116,10 +116,13 @@ def compressed(
         wanted = flow
         if error_feedback:
             wanted = [held[i] + v for i, v in zip(chosen, flow, strict=True)]
-        message = Message([], [], state.codec)
+        spread = functools.partial(_spread, treedef, chosen)
+        gathered = lambda tree: [_kept(tree, treedef)[i] for i in chosen]  # noqa: E731
+        codec_state = map_per_leaf(gathered, state.codec)
+        message = Message([], [], codec_state)
         if chosen:
-            message = codec.reduce(wanted, state.codec, names)
-        means, sent, codec_state = message
+            message = codec.reduce(wanted, codec_state, names)
+        means, sent, new_codec_state = message
         residual = [a - s for a, s in zip(wanted, sent, strict=True)]
         rest = [i for i in range(len(leaves)) if i not in chosen]
         finite, unsent = _agreed(wanted, residual, [_real(leaves[i]) for i in rest], names)
@@ -139,7 +142,7 @@ def compressed(
         return jax.tree.unflatten(treedef, result), CompressedState(
             residual=PerReplica(jax.tree.unflatten(treedef, held)),
             velocity=PerReplica(jax.tree.unflatten(treedef, moving)),
-            codec=jax.tree.map(keep, codec_state, state.codec),
+            codec=map_per_leaf(spread, jax.tree.map(keep, new_codec_state, codec_state)),
             unsent=keep(unsent, state.unsent),
         )
 
@@ -163,6 +166,14 @@ def _agreed(
     whole, held = axes.total(axes.to_varying(norms, names), names)
     unsent = jnp.sqrt(held / jnp.where(whole == 0, 1, whole))
     return jnp.isfinite(whole + held), unsent.astype(jnp.float32)
+
+
+def _spread(treedef: Any, chosen: list[int], values: list[Any]) -> PyTree:
+    """A tree of the chosen leaves, ``None`` in the place of the others."""
+    kept: list[Any] = [None] * treedef.num_leaves
+    for i, value in zip(chosen, values, strict=True):
+        kept[i] = value
+    return treedef.unflatten(kept)
 
 
 def _kept(tree: PyTree, treedef: Any) -> list[Any]:

@@ -25,7 +25,7 @@ from boostax._core.replicas import (
 from boostax.accumulate.aux import Aux, as_aux
 from boostax.accumulate.window import flush
 from boostax.freeze.driver import HostDepth
-from boostax.freeze.scheduled import ScheduledFreeze, switch
+from boostax.freeze.scheduled import ScheduledFreeze
 from boostax.precision.finite import all_finite
 from boostax.precision.policy import Policy
 from boostax.train.apply import apply_gradients, metrics
@@ -33,6 +33,7 @@ from boostax.train.state import TrainState
 
 PyTree = Any
 FreezeDriver = Literal["host", "switch"]
+Kind = Literal["step", "flush"]
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -64,7 +65,7 @@ class TrainStep:
     check_vma: bool
     param_specs: PyTree = None
     freeze_driver: FreezeDriver = "host"
-    _compiled: dict[Any, tuple[Any, Any]] = dataclasses.field(default_factory=dict)
+    _compiled: dict[tuple[Kind, int | None, Any], Any] = dataclasses.field(default_factory=dict)
     _hosts: list[HostDepth] = dataclasses.field(default_factory=list)
 
     @property
@@ -75,7 +76,8 @@ class TrainStep:
     @property
     def depths(self) -> tuple[int, ...]:
         """Of a ``scheduled_freeze``: the depths that a step was built for so far."""
-        return tuple(sorted({depth for _, depth in self._compiled if depth is not None}))
+        found = {depth for kind, depth, _ in self._compiled if kind == "step" and depth is not None}
+        return tuple(sorted(found))
 
     def init(
         self, params: PyTree, *, key: jax.Array | None = None, model_state: PyTree = None
@@ -129,7 +131,7 @@ class TrainStep:
           the params changed), ``boostax.metrics(opt_state)`` and ``Aux.metrics``.
         """
         batch, depth = self._place(batch), self._depth(state)
-        state, reported = self._programs(state, depth)[0](state, batch)
+        state, reported = self._program("step", state, depth)(state, batch)
         if depth is not None:
             self._hosts[0].follow(state.opt_state)
         return state, reported
@@ -139,19 +141,19 @@ class TrainStep:
         # Not the host's count: a schedule may be over when there is nothing left to flush.
         on_host = self._freezes_on_host(state)
         depth = int(state.opt_state.next_depth) if on_host else None
-        return self._programs(state, depth)[1](state)
+        return self._program("flush", state, depth)(state)
 
     def lower(
         self, state: TrainState, batch: PyTree, *, depth: int | None = None
     ) -> jax.stages.Lowered:
         """The lowered program, for its text, memory and cost; of the coming depth, or another."""
         depth = self._depth(state) if depth is None else depth
-        return self._programs(state, depth)[0].lower(state, self._place(batch))
+        return self._program("step", state, depth).lower(state, self._place(batch))
 
     def jaxpr(self, state: TrainState, batch: PyTree, *, depth: int | None = None) -> Any:
         """The traced program, for counting collectives and bytes."""
         depth = self._depth(state) if depth is None else depth
-        return jax.make_jaxpr(self._programs(state, depth)[0])(state, self._place(batch))
+        return jax.make_jaxpr(self._program("step", state, depth))(state, self._place(batch))
 
     def common_params(self, state: TrainState) -> PyTree:
         """The params, to evaluate: where each replica has its own, their mean."""
@@ -215,31 +217,22 @@ class TrainStep:
             self._hosts.append(HostDepth(self.tx.freezing.plan(_local_shapes(state))))
         return self._hosts[0](state.opt_state)
 
-    def _programs(self, state: TrainState, depth: int | None) -> tuple[Any, Any]:
-        key = jax.tree.structure(state), depth
+    def _program(self, kind: Kind, state: TrainState, depth: int | None) -> Any:
+        """The jitted step or flush for states like this one."""
+        key = kind, depth, jax.tree.structure(state)
         if key not in self._compiled:
-            step = functools.partial(self._step, depth)
-            flush_step = functools.partial(self._flush, depth)
+            run = functools.partial(self._step if kind == "step" else self._flush, depth)
             if self.mesh is not None:
-                specs = self._specs(state)
-                step = jax.shard_map(
-                    step,
+                specs, batch = self._specs(state), PartitionSpec(self.names)
+                of_step = kind == "step"
+                run = jax.shard_map(
+                    run,
                     mesh=self.mesh,
-                    in_specs=(specs, PartitionSpec(self.names)),
-                    out_specs=(specs, PartitionSpec()),
+                    in_specs=(specs, batch) if of_step else (specs,),
+                    out_specs=(specs, PartitionSpec()) if of_step else specs,
                     check_vma=self.check_vma,
                 )
-                flush_step = jax.shard_map(
-                    flush_step,
-                    mesh=self.mesh,
-                    in_specs=(specs,),
-                    out_specs=specs,
-                    check_vma=self.check_vma,
-                )
-            self._compiled[key] = (
-                jax.jit(step, donate_argnums=0),
-                jax.jit(flush_step, donate_argnums=0),
-            )
+            self._compiled[key] = jax.jit(run, donate_argnums=0)
         return self._compiled[key]
 
     def _step(
@@ -247,13 +240,10 @@ class TrainStep:
     ) -> tuple[TrainState, dict[str, jax.Array]]:
         params, opt_state = _entered(state)
         active: PyTree = True
-        extra: dict[str, Any] = {}
+        extra: dict[str, Any] = {} if depth is None else {"depth": depth}
         if isinstance(self.tx, ScheduledFreeze):
-            if depth is None:
-                plan = self.tx.freezing.plan(params)
-                at = [functools.partial(self._step, each) for each in plan.drawn]
-                return switch(opt_state, plan, at, state, batch)
-            active, extra = self.tx.active(params, depth), {"depth": depth}
+            choice = depth is None
+            active = self.tx.choice(params, opt_state) if choice else self.tx.active(params, depth)
         value, grads = self.oracle(
             params,
             opt_state,

@@ -12,6 +12,7 @@ from jax import lax
 from boostax._core import axes, checks, trees
 from boostax.accumulate.aux import Aux, as_aux, divide, drop_empty, weigh
 from boostax.accumulate.microbatch import microbatch
+from boostax.freeze.stages import Choice, staged
 from boostax.precision.loss_scale import loss_scale
 from boostax.precision.policy import Policy, as_policy
 
@@ -48,7 +49,8 @@ def value_and_grad(
       ``fn(params, opt_state, batch, *, active=True, key=None, model_state=None)`` that returns
       ``(loss, grads)``, or ``((loss, aux), grads)`` with ``has_aux``. ``active`` is a tree of bools
       like the params, or a prefix of one: what is not active is not differentiated, and in the
-      gradients ``optax.MaskedNode`` stands for it. Cost: with ``axis_name`` one scalar collective
+      gradients ``optax.MaskedNode`` stands for it; or ``tx.choice(params, opt_state)`` of a
+      ``scheduled_freeze``, which leaves zeros there. Cost: with ``axis_name`` one scalar collective
       for the loss and one per leaf of ``aux``; see ``boostax.microbatch``.
 
     Raises:
@@ -76,8 +78,7 @@ def value_and_grad(
             loss, aux = _loss_and_aux(fn(whole, batch, **kwargs), has_aux)
             return loss * scale.astype(loss.dtype), (loss, aux)
 
-        trained = trees.masked(params, active)
-        (_, (loss, aux)), grads = jax.value_and_grad(scaled_loss, has_aux=True)(trained)
+        grads, (loss, aux) = _grad(scaled_loss, params, active)
         if as_aux(aux).weight is not None:
             # A mean over no tokens is 0/0: no overflow, and no reason to lower the scale.
             loss, grads = drop_empty((loss, grads), jnp.asarray(aux.weight))
@@ -104,8 +105,21 @@ def value_and_grad(
     return oracle
 
 
+def _grad(fn: Callable[[PyTree], Any], params: PyTree, active: Any) -> tuple[PyTree, Any]:
+    """The gradient in the active params, and what else ``fn`` returns."""
+    if not isinstance(active, Choice):
+        (_, more), grads = jax.value_and_grad(fn, has_aux=True)(trees.masked(params, active))
+        return grads, more
+    value, pullback, more = jax.vjp(fn, params, has_aux=True)
+    backward = lambda: jax.tree.leaves(pullback(jnp.ones_like(value)))  # noqa: E731
+    grads = staged(backward, active.levels(), active.at)
+    return jax.tree.unflatten(jax.tree.structure(params), grads), more
+
+
 def _active(active: PyTree, params: PyTree) -> PyTree:
     """A bool for each leaf of the params."""
+    if isinstance(active, Choice):
+        return active
     given = jax.tree.leaves(active)
     if not given or not all(isinstance(x, (bool, np.bool_)) for x in given):
         hint = "tx.active(params, depth) of a scheduled_freeze is one."

@@ -29,11 +29,30 @@ class Message(NamedTuple):
     state: PyTree
 
 
+class PerLeaf(NamedTuple):
+    """Marks what a codec keeps for each leaf.
+
+    Attributes:
+      values: for the codec a list with one for each of its leaves; in the optimizer's state a tree
+        like the params, so that what belongs to a leaf is known by its path.
+    """
+
+    values: Any
+
+
+def map_per_leaf(fn: Callable[[Any], Any], state: PyTree) -> PyTree:
+    """``fn`` of what every ``PerLeaf`` holds; the rest as it is."""
+    marked = lambda node: isinstance(node, PerLeaf)  # noqa: E731
+    return jax.tree.map(
+        lambda node: PerLeaf(fn(node.values)) if marked(node) else node, state, is_leaf=marked
+    )
+
+
 class Codec(Protocol):
     """A lossy mean over the replicas, of real arrays of f32 or wider that are not empty."""
 
     def init(self, leaves: Sequence[jax.ShapeDtypeStruct]) -> PyTree:
-        """Its state, the same on all replicas."""
+        """Its state, the same on all replicas; what it keeps for each leaf in a ``PerLeaf``."""
         ...
 
     def reduce(self, leaves: Sequence[jax.Array], state: PyTree, names: tuple[str, ...]) -> Message:

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from boostax.reduce.codecs.base import Message, packed, unpacked
+from boostax.reduce.codecs.base import Message, PerLeaf, packed, unpacked
 
 PyTree = Any
 
@@ -24,8 +24,8 @@ class Factors(NamedTuple):
     """
 
     step: jax.Array
-    left: list[jax.Array]
-    right: list[jax.Array]
+    left: PerLeaf
+    right: PerLeaf
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,7 +55,7 @@ class PowerSgd:
                 shape = (length, min(self.rank, *sides(leaf.shape)))
                 now = jax.random.fold_in(key, 2 * i + side)
                 found.append(jax.random.normal(now, shape, leaf.dtype))
-        return Factors(jnp.zeros((), jnp.int32), left, right)
+        return Factors(jnp.zeros((), jnp.int32), PerLeaf(left), PerLeaf(right))
 
     def reduce(
         self, leaves: Sequence[jax.Array], state: Factors, names: tuple[str, ...]
@@ -64,12 +64,12 @@ class PowerSgd:
         matrices = [x.reshape(sides(x.shape)) for x in leaves]
 
         def even() -> tuple[Any, Any, Factors]:
-            bases = self._bases(state.right, matrices)
+            bases = self._bases(state.right.values, matrices)
             means, sent, factors = _projected(matrices, bases, names)
             return means, sent, state._replace(left=_stored(factors, state.left))
 
         def odd() -> tuple[Any, Any, Factors]:
-            bases = self._bases(state.left, matrices)
+            bases = self._bases(state.left.values, matrices)
             means, sent, factors = _projected([m.T for m in matrices], bases, names)
             right = _stored(factors, state.right)
             return [m.T for m in means], [s.T for s in sent], state._replace(right=right)
@@ -114,9 +114,7 @@ def _projected(
     return means, sent, factors
 
 
-def _stored(factors: list[jax.Array], old: list[jax.Array]) -> list[jax.Array]:
+def _stored(factors: list[jax.Array], old: PerLeaf) -> PerLeaf:
     """In place of the first columns; a later stage of a warm-up may have more."""
-    return [
-        f if f.shape == o.shape else o.at[:, : f.shape[1]].set(f)
-        for f, o in zip(factors, old, strict=True)
-    ]
+    pairs = zip(factors, old.values, strict=True)
+    return PerLeaf([f if f.shape == o.shape else o.at[:, : f.shape[1]].set(f) for f, o in pairs])

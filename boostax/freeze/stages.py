@@ -1,0 +1,131 @@
+"""A backward pass that ends where the schedule says, decided in the program and compiled once.
+
+What the gradients of the later groups need is a part of what those of the earlier ones need. So the
+operations of the whole backward pass fall into stages, each needed by all depths up to its own, and
+each stage is a branch of its own: an operation is compiled once, where a switch over whole backward
+passes would compile it for every depth.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.extend.core import ClosedJaxpr, Jaxpr, Literal, jaxpr_as_fun
+
+from boostax._core import axes
+
+PyTree = Any
+NEVER = -1
+
+
+class Choice(NamedTuple):
+    """Which leaves are active, to be decided in the program.
+
+    Attributes:
+      at: i32 scalar, which of the options holds.
+      options: trees of bools like the params; what one of them leaves out, later ones do too.
+    """
+
+    at: jax.Array
+    options: tuple[PyTree, ...]
+
+    def levels(self) -> list[int]:
+        """For each leaf the last option in which it is active, or ``NEVER``."""
+        columns = zip(*map(jax.tree.leaves, self.options), strict=True)
+        return [sum(column) + NEVER for column in columns]
+
+
+def staged(
+    fn: Callable[[], Sequence[jax.Array]], levels: Sequence[int], index: jax.Array
+) -> list[jax.Array]:
+    """The results of ``fn()``, zero where they are not wanted; what only those need is not run.
+
+    Args:
+      fn: what would compute them all.
+      levels: for each result the largest index at which it is wanted, or ``NEVER``.
+      index: i32 scalar, the same on all replicas.
+    """
+    closed, types = jax.make_jaxpr(fn, return_shape=True)()
+    jaxpr: Any = closed.jaxpr
+    stages = _stages(jaxpr, levels)
+    values: dict[Any, Any] = dict(zip(jaxpr.constvars, closed.consts, strict=True))
+    for level in sorted(stages, reverse=True):
+        inputs, outputs = _boundary(jaxpr, stages, levels, level)
+        run = jaxpr_as_fun(ClosedJaxpr(_part(jaxpr, inputs, outputs, stages[level]), ()))
+        given = [values[var] for var in inputs]
+        # The last stage to be left out is not worth a branch.
+        found = run(*given) if level == max(levels) else _branch(index <= level, run, given)
+        values.update(zip(outputs, found, strict=True))
+
+    def result(var: Any, level: int, kind: Any) -> jax.Array:
+        if level == NEVER:
+            return axes.unify(jnp.zeros_like(kind), kind)
+        return jnp.asarray(var.val, kind.dtype) if isinstance(var, Literal) else values[var]
+
+    return [
+        result(var, level, kind)
+        for var, level, kind in zip(jaxpr.outvars, levels, types, strict=True)
+    ]
+
+
+def _part(jaxpr: Any, inputs: list[Any], outputs: list[Any], eqns: list[Any]) -> Jaxpr:
+    """Some of the operations of a program as a program."""
+    told = jaxpr.debug_info._replace(
+        arg_names=("",) * len(inputs), result_paths=("",) * len(outputs)
+    )
+    return Jaxpr((), inputs, outputs, eqns, jaxpr.effects, told)
+
+
+def _branch(
+    predicate: jax.Array, run: Callable[..., Sequence[jax.Array]], given: list[jax.Array]
+) -> Sequence[jax.Array]:
+    types = jax.eval_shape(run, *given)
+    zeros = [axes.unify(jnp.zeros_like(kind), kind) for kind in types]
+    return lax.cond(predicate, lambda: list(run(*given)), lambda: zeros)
+
+
+def _stages(jaxpr: Any, levels: Sequence[int]) -> dict[int, list[Any]]:
+    """The operations by the largest index at which they are needed, in their order."""
+    wanted: dict[Any, int] = {}
+
+    def want(var: Any, level: int) -> None:
+        if not isinstance(var, Literal):
+            wanted[var] = max(level, wanted.get(var, NEVER))
+
+    for var, level in zip(jaxpr.outvars, levels, strict=True):
+        want(var, level)
+    stages: dict[int, list[Any]] = {}
+    for eqn in reversed(jaxpr.eqns):
+        level = max((wanted.get(var, NEVER) for var in eqn.outvars), default=NEVER)
+        # There is no zero of what is not a number.
+        if any(jnp.issubdtype(var.aval.dtype, jax.dtypes.extended) for var in eqn.outvars):
+            level = max(levels) if level > NEVER else NEVER
+        if level > NEVER:
+            stages.setdefault(level, []).insert(0, eqn)
+            for var in eqn.invars:
+                want(var, level)
+    return stages
+
+
+def _boundary(
+    jaxpr: Any, stages: dict[int, list[Any]], levels: Sequence[int], level: int
+) -> tuple[list[Any], list[Any]]:
+    """What a stage takes from before, and what it makes for later or for the result."""
+    made = dict.fromkeys(var for eqn in stages[level] for var in eqn.outvars)
+    used = dict.fromkeys(var for eqn in stages[level] for var in _variables(eqn.invars))
+    later = {
+        var
+        for other, eqns in stages.items()
+        if other < level
+        for eqn in eqns
+        for var in _variables(eqn.invars)
+    }
+    kept = zip(jaxpr.outvars, levels, strict=True)
+    later |= {var for var, wanted in kept if wanted > NEVER and not isinstance(var, Literal)}
+    return [var for var in used if var not in made], [var for var in made if var in later]
+
+
+def _variables(atoms: Sequence[Any]) -> list[Any]:
+    return [atom for atom in atoms if not isinstance(atom, Literal)]

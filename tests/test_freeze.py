@@ -1,0 +1,533 @@
+"""Scheduled freezing: what is frozen keeps its bits, costs nothing, and goes on where it was."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import boostax
+from boostax._core import costs
+from boostax.freeze.driver import HostDepth
+from boostax.freeze.stages import NEVER, staged
+
+LAYERS, WIDTH, ROWS = 4, 16, 16
+GROUPS = list(range(LAYERS))
+DEPTHS = [0, 2, 1, 3, 3, 0, 1, 2]
+
+
+def start(width=WIDTH, layers=LAYERS):
+    keys = jax.random.split(jax.random.key(0), layers)
+    scale = width**-0.5
+    return [
+        {"k": scale * jax.random.normal(k, (width, width)), "b": jnp.zeros(width)} for k in keys
+    ]
+
+
+def loss_fn(params, batch):
+    x, y = batch
+    for layer in params:
+        x = jnp.tanh(x @ layer["k"] + layer["b"])
+    return jnp.mean((x - y) ** 2)
+
+
+def batches(count, rows=ROWS, width=WIDTH):
+    for i in range(count):
+        x = jax.random.normal(jax.random.key(100 + i), (rows, width))
+        yield x, jnp.sin(3 * x)
+
+
+def adamw():
+    return optax.chain(
+        optax.clip_by_global_norm(0.5),
+        optax.adamw(optax.linear_schedule(3e-2, 1e-3, 20), weight_decay=0.1),
+    )
+
+
+def wrap(name, axis=None):
+    """The optimizer with other techniques around, and calls per applied step."""
+    reduce = (
+        [boostax.adasum(axis) if name == "adasum" else boostax.all_reduce(axis)] if axis else []
+    )
+    inner = optax.chain(*reduce, adamw())
+    scaled = functools.partial(boostax.dynamic_loss_scale, axis_name=axis)
+    window = functools.partial(boostax.accumulate, every=2, axis_name=axis)
+    return {
+        "adamw": (inner, 1),
+        "adasum": (scaled(window(inner)), 2),
+        "scaled": (scaled(inner), 1),
+        "accumulated": (window(inner), 2),
+        "scaled(accumulated)": (scaled(window(inner)), 2),
+        "accumulated(scaled)": (window(scaled(inner)), 2),
+    }[name]
+
+
+def frozen_leaves(state, depth):
+    """Everything in a state that belongs to the first groups: params, moments, sums."""
+    leaves = jax.tree_util.tree_leaves_with_path((state.params, state.opt_state.inner_state))
+    parts = ["/" + jax.tree_util.keystr(p, simple=True, separator="/") for p, _ in leaves]
+    ends = tuple(f"/{i}/{leaf}" for i in range(depth) for leaf in "kb")
+    return {p: np.asarray(x) for p, (_, x) in zip(parts, leaves, strict=True) if p.endswith(ends)}
+
+
+def run(tx, calls, mesh=None, axis=None, **options):
+    """``(state, metrics)`` before the first call (metrics None) and after each."""
+    step = boostax.make_train_step(loss_fn, tx, mesh=mesh, axis_name=axis, **options)
+    state = step.init(start())
+    yield step, jax.tree.map(np.asarray, state), None
+    for batch in batches(calls):
+        state, told = step(state, batch)
+        yield step, jax.tree.map(np.asarray, state), jax.device_get(told)
+
+
+@pytest.mark.parametrize("driver", ["host", "switch"])
+@pytest.mark.parametrize("replicas", [1, 8])
+@pytest.mark.parametrize(
+    "name",
+    ["adamw", "scaled", "accumulated", "scaled(accumulated)", "accumulated(scaled)", "adasum"],
+)
+def test_frozen_leaves_keep_their_bits_and_the_others_move(mesh, name, replicas, driver):
+    """Params, both moments, decay and half-full windows; Adam does not coast on a frozen leaf."""
+    if name == "adasum" and replicas == 1:
+        name = "scaled(accumulated)"
+    axis = "data" if replicas > 1 else None
+    inner, window = wrap(name, axis)
+    tx = boostax.scheduled_freeze(inner, GROUPS, DEPTHS)
+    place = {"mesh": mesh, "axis": axis} if axis else {}
+    before = None
+    for call, (_, state, told) in enumerate(
+        run(tx, window * len(DEPTHS), **place, freeze_driver=driver)
+    ):
+        if told is not None:
+            # A change waits for the end of the window.
+            depth = DEPTHS[(call - 1) // window]
+            assert told["frozen_groups"] == depth
+            old, new = frozen_leaves(before, depth), frozen_leaves(state, depth)
+            assert len(old) >= 6 * depth
+            for path in old:
+                np.testing.assert_array_equal(old[path], new[path], err_msg=path)
+            if told["applied"]:
+                for i in range(depth, LAYERS):
+                    assert np.any(before.params[i]["k"] != state.params[i]["k"])
+        before = state
+    expected = [sum(d <= g for d in DEPTHS) for g in GROUPS]
+    assert state.opt_state.trained_steps.tolist() == expected
+
+
+def test_all_forms_take_the_same_steps(mesh):
+    """Host, switch, the pure update, a loop of one's own, a scan: one trajectory."""
+    inner, _ = wrap("scaled")
+    tx = boostax.scheduled_freeze(inner, GROUPS, DEPTHS)
+    plain = boostax.scheduled_freeze(wrap("adamw")[0], GROUPS, DEPTHS)
+    calls = list(batches(len(DEPTHS)))
+    oracle = boostax.value_and_grad(loss_fn)
+
+    def by_step(**options):
+        return [s.params for _, s, _ in run(tx, len(DEPTHS), **options)][-1]
+
+    def by_update(params):
+        state = plain.init(params)
+        for batch in calls:
+            updates, state = jax.jit(plain.update)(jax.grad(loss_fn)(params, batch), state, params)
+            params = optax.apply_updates(params, updates)
+        return params
+
+    def by_depth(params):
+        state = tx.init(params)
+
+        @functools.partial(jax.jit, static_argnames="depth")
+        def step(params, state, batch, depth):
+            active = tx.active(params, depth)
+            _, grads = oracle(params, state, batch, active=active)
+            return boostax.apply_gradients(tx, grads, state, params, depth=depth)
+
+        for batch, depth in zip(calls, DEPTHS, strict=True):
+            params, state = step(params, state, batch, depth=depth)
+        return params
+
+    def by_scan(params):
+        def step(carry, batch):
+            params, state = carry
+            choice = tx.choice(params, state)
+            _, grads = oracle(params, state, batch, active=choice)
+            return boostax.apply_gradients(tx, grads, state, params)[::-1][::-1], None
+
+        stacked = jax.tree.map(lambda *xs: jnp.stack(xs), *calls)
+        return jax.jit(lambda c: jax.lax.scan(step, c, stacked))((params, tx.init(params)))[0][0]
+
+    def by_traced_step(params):
+        step = boostax.make_train_step(loss_fn, tx)
+        stacked = jax.tree.map(lambda *xs: jnp.stack(xs), *calls)
+        return jax.jit(lambda s: jax.lax.scan(step, s, stacked))(step.init(params))[0].params
+
+    host = by_step()
+    for name, other in {
+        "switch": by_step(freeze_driver="switch"),
+        "update": by_update(start()),
+        "depth": by_depth(start()),
+        "scan": by_scan(start()),
+        "traced": by_traced_step(start()),
+    }.items():
+        jax.tree.map(
+            functools.partial(np.testing.assert_allclose, rtol=1e-6, atol=1e-7, err_msg=name),
+            other,
+            host,
+        )
+
+
+@pytest.mark.parametrize("depth", [0, 1, 3])
+@pytest.mark.parametrize("wrapped", ["scaled", "accumulated(scaled)"])
+def test_flops_are_those_of_a_step_written_for_the_depth(depth, wrapped):
+    """Clipping, finiteness and windows keep no dead backward pass alive."""
+    width, rows = 128, 128
+    batch = next(batches(1, rows, width))
+    params = start(width)
+    plain = optax.chain(optax.clip_by_global_norm(0.5), optax.adamw(1e-3))
+    scaled = boostax.dynamic_loss_scale(plain)
+    inner = scaled if wrapped == "scaled" else boostax.accumulate(scaled, 2)
+
+    @jax.jit
+    def by_hand(trained, held, state):
+        grads = jax.grad(lambda trained: loss_fn(held + trained, batch))(trained)
+        updates, state = plain.update(grads, state, trained)
+        return optax.apply_updates(trained, updates), state
+
+    held, trained = params[:depth], params[depth:]
+    hand = by_hand.lower(trained, held, plain.init(trained)).compile()
+    step = boostax.make_train_step(loss_fn, boostax.scheduled_freeze(inner, GROUPS, DEPTHS))
+    ours = step.lower(step.init(params), batch, depth=depth).compile()
+    ratio = ours.cost_analysis()["flops"] / hand.cost_analysis()["flops"]
+    print(f"{wrapped}, depth {depth}: FLOPs / by hand = {ratio:.4f}")
+    assert ratio <= 1.05
+    full = step.lower(step.init(params), batch, depth=0).compile()
+    if depth:
+        temps = [p.memory_analysis().temp_size_in_bytes for p in (ours, full)]
+        print(f"temp {temps[0]} of {temps[1]}")
+        assert temps[0] < temps[1]
+
+
+def test_frozen_params_and_moments_are_not_copied():
+    """Donated and passed through: every output of the program shares its input's memory."""
+    params = start(256)
+    step = boostax.make_train_step(loss_fn, boostax.scheduled_freeze(adamw(), GROUPS, DEPTHS))
+    state = step.init(params)
+    for depth in (0, 3):
+        program = step.lower(state, next(batches(1, 16, 256)), depth=depth).compile()
+        memory = program.memory_analysis()
+        # All but the depths themselves, which are set.
+        assert memory.alias_size_in_bytes >= sum(x.nbytes for x in jax.tree.leaves(state)) - 16
+    # Nothing of the size of a kernel but what the one active layer needs.
+    assert memory.temp_size_in_bytes <= 2.1 * params[0]["k"].nbytes
+
+
+REDUCTIONS = {
+    "mean": lambda: boostax.all_reduce("data"),
+    "half": lambda: boostax.all_reduce("data", dtype="bfloat16"),
+    "adasum": lambda: boostax.adasum("data"),
+    "top-k": lambda: boostax.top_k_reduce("data", 0.1),
+    "int8": lambda: boostax.int8_reduce("data"),
+    "sign": lambda: boostax.sign_reduce("data"),
+    "power-sgd": lambda: boostax.power_sgd_reduce("data", 1),
+    "random-k": lambda: boostax.random_k_reduce("data", 0.1),
+}
+
+
+@pytest.mark.parametrize("name", REDUCTIONS)
+def test_frozen_leaves_do_not_travel(mesh, name):
+    """With half the layers frozen, about half the bytes are in the jaxpr; and it trains."""
+    tx = boostax.scheduled_freeze(optax.chain(REDUCTIONS[name](), adamw()), GROUPS, DEPTHS)
+    step = boostax.make_train_step(loss_fn, tx, mesh=mesh, axis_name="data")
+    # Wide enough that buckets and blocks are full.
+    state, (batch, *_) = jax.eval_shape(step.init, start(256)), batches(1, width=256)
+
+    def sent(depth):
+        return costs.wire_bytes(costs.collectives(step.jaxpr(state, batch, depth=depth)))
+
+    print(f"{name}: {sent(2) / sent(0):.3f} of the bytes")
+    # Beside the gradients travel the loss and a few scalars.
+    assert sent(2) <= 0.52 * sent(0) + 200
+    state = step.init(start())
+    kept = jax.tree.structure(state)
+    for batch in batches(5):
+        state, told = step(state, batch)
+    assert np.isfinite(told["loss"]) and jax.tree.structure(state) == kept
+
+
+@pytest.mark.parametrize("driver", ["host", "switch"])
+@pytest.mark.parametrize("name", ["adamw", "scaled(accumulated)"])
+def test_a_resumed_run_equals_the_uninterrupted_one(name, driver):
+    """From a copy of the state, with a new step that knows nothing of the run so far."""
+    inner, window = wrap(name)
+    tx = boostax.scheduled_freeze(inner, GROUPS, DEPTHS)
+    total, cut = window * len(DEPTHS), window * 3 + (window > 1)
+    *_, (step, whole, _) = run(tx, total, freeze_driver=driver)
+    *_, (_, state, _) = run(tx, cut, freeze_driver=driver)
+    again = boostax.make_train_step(loss_fn, tx, freeze_driver=driver)
+    state = jax.tree.map(jnp.asarray, state)
+    for batch in list(batches(total))[cut:]:
+        state, _ = again(state, batch)
+    jax.tree.map(np.testing.assert_array_equal, whole, jax.tree.map(np.asarray, state))
+    if driver == "host":
+        assert step.depths == tuple(sorted(set(DEPTHS)))
+
+
+def test_one_compilation_for_each_depth_drawn():
+    compiled = []
+    depths = [0, 0, 2, 0, 2, 2, 0]
+    tx = boostax.scheduled_freeze(adamw(), GROUPS, depths)
+    step = boostax.make_train_step(loss_fn, tx)
+    state = step.init(start())
+    for batch in batches(len(depths)):
+        state, _ = step(state, batch)
+        compiled.append([program._cache_size() for program in step._compiled.values()])
+    assert compiled[0] == compiled[1] == [1] and compiled[-1] == [1, 1]
+    assert step.depths == (0, 2)
+
+
+def test_a_skipped_step_is_taken_again_at_its_depth():
+    """An overflow leaves everything but the scaler's own counters; the schedule waits."""
+    tx = boostax.scheduled_freeze(boostax.dynamic_loss_scale(adamw()), GROUPS, DEPTHS)
+    for options in ({}, {"freeze_driver": "switch"}):
+        step = boostax.make_train_step(loss_fn, tx, **options)
+        good, bad = step.init(start()), step.init(start())
+        seen = []
+        for i, (x, y) in enumerate(batches(4)):
+            good, _ = step(good, (x, y))
+            if i == 1:
+                bad, told = step(bad, (x.at[0, 0].set(jnp.nan), y))
+                seen.append(int(told["frozen_groups"]))
+                assert not told["applied"]
+            bad, told = step(bad, (x, y))
+            seen.append(int(told["frozen_groups"]))
+        assert seen == [0, 2, 2, 1, 3]
+        inner = lambda s: s.opt_state.inner_state.inner_state  # noqa: E731
+        jax.tree.map(np.testing.assert_array_equal, good.params, bad.params)
+        jax.tree.map(np.testing.assert_array_equal, inner(good), inner(bad))
+
+
+def test_never_trained_leaves_have_no_moments():
+    """A fixed depth is a static mask: the state is that of the rest alone."""
+    params = start()
+    tx = boostax.scheduled_freeze(optax.adamw(1e-2), GROUPS, 3)
+    alone = optax.adamw(1e-2).init(params[3:])
+    count = lambda tree: sum(x.size for x in jax.tree.leaves(tree))  # noqa: E731
+    assert count(tx.init(params).inner_state) == count(alone)
+    step = boostax.make_train_step(loss_fn, tx)
+    state = step.init(params)
+    for batch in batches(3):
+        state, told = step(state, batch)
+    assert step.depths == (3,) and told["frozen_groups"] == 3
+    jax.tree.map(np.testing.assert_array_equal, state.params[:3], params[:3])
+
+
+@pytest.mark.parametrize(
+    "groups",
+    [
+        ["0", "1", "2"],
+        lambda path, leaf: int(path[0]),
+        [0, 1, 2, 3],
+        [{"k": i, "b": i} for i in GROUPS],
+    ],
+    ids=["patterns", "function", "prefix", "tree"],
+)
+def test_groups_may_be_said_in_any_way(groups):
+    tx = boostax.scheduled_freeze(adamw(), groups, DEPTHS)
+    assert tx.active(start(), 2) == [{"k": i >= 2, "b": i >= 2} for i in GROUPS]
+
+
+def test_what_trains_is_told():
+    tx = boostax.scheduled_freeze(adamw(), GROUPS, [1, 3])
+    state = tx.init(start())
+    assert boostax.active_groups(state).tolist() == [False, True, True, True]
+    grads = jax.tree.map(jnp.ones_like, start())
+    _, state = tx.update(grads, state, start())
+    assert boostax.active_groups((state,)).tolist() == [False, False, False, True]
+    found = boostax.metrics(state)
+    assert found["frozen_groups"] == 1 and found["freeze_steps"] == 1
+
+
+def test_moments_of_each_depth():
+    """MindSpore's: the counter and the moments of a depth move in its own steps only."""
+    tx = boostax.scheduled_freeze(optax.adam(1e-2), GROUPS, DEPTHS, moments="per_group")
+    *_, (_, state, _) = run(tx, len(DEPTHS))
+    counts = [int(inner[0].count) for inner in state.opt_state.inner_state]
+    assert counts == [DEPTHS.count(depth) for depth in range(4)]
+    sizes = [len(jax.tree.leaves(inner[0].mu)) for inner in state.opt_state.inner_state]
+    assert sizes == [8, 6, 4, 2]
+
+
+def plateau_run(scale, steps=60):
+    """Depths of a run in which the gradient norm of group i at step t is ``scale(i, t)``."""
+    groups = [0, 1, 2]
+    inner = optax.chain(boostax.group_signal(groups, horizon=3), optax.sgd(1e-3))
+    schedule = boostax.freeze_on_plateau(every=5, patience=2, tolerance=0.05)
+    tx = boostax.scheduled_freeze(inner, groups, schedule)
+    params = [jnp.ones(4) for _ in groups]
+
+    def loss_fn(params, batch):
+        return sum(jnp.sum(p * b) for p, b in zip(params, batch, strict=True))
+
+    step = boostax.make_train_step(loss_fn, tx)
+    state, depths = step.init(params), []
+    for t in range(steps):
+        batch = [jnp.full(4, scale(i, t), jnp.float32) for i in groups]
+        state, told = step(state, batch)
+        depths.append(int(told["frozen_groups"]))
+    return depths, state, step
+
+
+def test_a_settled_group_freezes_and_a_changing_one_does_not():
+    depths, state, step = plateau_run(lambda i, t: 1.0 if i == 0 else 1.3**t if i == 1 else 1.0)
+    assert set(depths) == {0, 1} and depths == sorted(depths)
+    assert step.depths == (0, 1)
+    signal = state.opt_state.inner_state[0]
+    # The frozen group's signal rests where it was.
+    assert 1.0 < float(signal.slow[0]) < 2.0 < float(signal.slow[1])
+    depths, _, _ = plateau_run(lambda i, t: 1.0)
+    assert depths[-1] == 2 and depths == sorted(depths), "the last group never freezes"
+    changes = np.flatnonzero(np.diff(depths)) + 1
+    assert np.all(changes % 5 == 0)
+
+
+def test_the_host_asks_only_where_the_schedule_could_change():
+    class Counter:
+        asked = 0
+
+        def __init__(self, value):
+            self.value = value
+
+        def __int__(self):
+            Counter.asked += 1
+            return self.value
+
+    class State:
+        def __init__(self, steps, inner):
+            self.steps, self.inner_state = Counter(steps), inner
+
+    def asked(inner, skip=()):
+        Counter.asked = 0
+        plan = boostax.scheduled_freeze(adamw(), GROUPS, [0] * 10 + [1] * 10).freezing.plan(start())
+        host = HostDepth(plan)
+        state, applied, depths = State(0, inner), 0, []
+        while applied < 20:
+            depths.append(host(state))
+            applied += len(depths) not in skip
+            state = State(applied, inner)
+            host.follow(state)
+        return depths, Counter.asked
+
+    gated = boostax.dynamic_loss_scale(adamw()).init(start())
+    assert asked(()) == ([0] * 10 + [1] * 10, 1)
+    depths, count = asked(gated)
+    assert depths == [0] * 10 + [1] * 10 and count == 2
+    depths, count = asked(gated, skip=(3, 7))
+    assert depths == [0] * 12 + [1] * 10 and count <= 6
+
+
+def test_stages_run_what_is_wanted_and_compile_it_once():
+    w = jax.random.normal(jax.random.key(0), (4, 8, 8))
+
+    def results(x):
+        out = []
+        for i in range(4):
+            x = jnp.sin(x @ w[i])
+            out.append(x)
+        return out
+
+    levels = [3, 1, 0, NEVER]
+    x = jnp.ones((8, 8))
+    both = lambda x, index: staged(functools.partial(results, x), levels, index)  # noqa: E731
+    program = jax.jit(both).lower(x, jnp.int32(0)).compile()
+    assert program.as_text().count(" dot(") == 3
+    for index in range(4):
+        found = program(x, jnp.int32(index))
+        for level, a, b in zip(levels, found, results(x), strict=True):
+            np.testing.assert_allclose(a, b if index <= level else jnp.zeros_like(b), rtol=1e-6)
+
+
+def test_sharded_optimizer_state_is_frozen_alike(mesh):
+    ends = []
+    # Clipping inside shard_optimizer would see a part of the leaves' entries.
+    for inner in (optax.adamw(1e-2), boostax.shard_optimizer(optax.adamw(1e-2), "data")):
+        inner = optax.chain(boostax.all_reduce("data"), inner)
+        tx = boostax.scheduled_freeze(inner, GROUPS, DEPTHS)
+        *_, (_, state, _) = run(tx, len(DEPTHS), mesh, "data")
+        ends.append(state.params)
+    jax.tree.map(functools.partial(np.testing.assert_allclose, atol=2e-6), *ends)
+
+
+def refused(make, error, match):
+    with pytest.raises(error, match=match):
+        make()
+
+
+def test_what_does_not_fit_is_refused():
+    params, grads = start(), jax.tree.map(jnp.ones_like, start())
+    tx = boostax.scheduled_freeze(adamw(), GROUPS, [0, 1])
+    state = tx.init(params)
+    update = functools.partial(tx.update, grads, state, params)
+    refused(lambda: update(depth=3), ValueError, r"depth must be .*\[0, 1\].* got 3")
+    refused(lambda: update(depth=jnp.ones(2)), TypeError, "depth must be .* as a Python integer")
+    refused(lambda: tx.update(grads, state), ValueError, "params must be given")
+    masked = [optax.MaskedNode(), *grads[1:]]
+    refused(
+        lambda: tx.update(masked, state, params, depth=0),
+        ValueError,
+        "hold every leaf that depth 0",
+    )
+    init = lambda inner, *rest, **kw: boostax.scheduled_freeze(inner, *rest, **kw).init(params)  # noqa: E731
+    refused(lambda: init(adamw(), GROUPS, 4), ValueError, "schedule must be .* from 0 to 3, got 4")
+    refused(lambda: init(adamw(), GROUPS, "3"), TypeError, "schedule must be")
+    refused(
+        lambda: init(boostax.accumulate(adamw(), 2), GROUPS, 1, moments="per_group"),
+        ValueError,
+        "without a loss scaler or a window",
+    )
+    flat = boostax.scheduled_freeze(optax.flatten(optax.adam(1e-3)), GROUPS, [0, 1])
+    refused(
+        lambda: flat.update(grads, flat.init(params), params, depth=1),
+        ValueError,
+        "keep its state leaf by leaf",
+    )
+    lonely = boostax.scheduled_freeze(adamw(), GROUPS, boostax.freeze_on_plateau())
+    refused(
+        lambda: lonely.update(grads, lonely.init(params), params, depth=0),
+        ValueError,
+        "one group_signal",
+    )
+    refused(lambda: boostax.active_groups(adamw().init(params)), ValueError, "ScheduledFreezeState")
+    oracle = boostax.value_and_grad(loss_fn)
+    batch = next(batches(1))
+    refused(lambda: oracle(params, (), batch, active=[1, 2]), TypeError, "active must be")
+    refused(lambda: oracle(params, (), batch, active=[True]), ValueError, "active must be")
+    refused(
+        lambda: boostax.make_train_step(loss_fn, tx, freeze_driver="scan"),
+        ValueError,
+        "freeze_driver",
+    )
+
+
+def test_a_schedule_shorter_than_the_run_is_an_error_and_not_silent():
+    tx = boostax.scheduled_freeze(adamw(), GROUPS, [0, 1])
+    with pytest.raises(ValueError, match=r"at least as long as the run, got 2 steps"):
+        list(run(tx, 3))
+    *_, (_, state, _) = run(boostax.scheduled_freeze(adamw(), GROUPS, [0, 1], repeat=True), 3)
+    assert state.opt_state.depth == 0
+
+
+def test_a_partial_window_is_applied_at_its_depth():
+    tx = boostax.scheduled_freeze(boostax.accumulate(adamw(), 2), GROUPS, [2, 0])
+    for options in ({}, {"freeze_driver": "switch"}):
+        step = boostax.make_train_step(loss_fn, tx, **options)
+        state = step.init(start())
+        state, _ = step(state, next(batches(1)))
+        state = step.flush(state)
+        assert int(state.opt_state.steps) == 1 and int(state.opt_state.next_depth) == 0
+        moved = [
+            bool(jnp.any(a["k"] != b["k"])) for a, b in zip(start(), state.params, strict=True)
+        ]
+        assert moved == [False, False, True, True]
+        before = jax.tree.map(np.asarray, state)
+        jax.tree.map(np.testing.assert_array_equal, before.params, step.flush(state).params)
