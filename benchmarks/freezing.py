@@ -5,7 +5,7 @@ import dataclasses
 import functools
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -16,9 +16,12 @@ import boostax
 from boostax.workloads import TextConfig, text
 
 PyTree = Any
-CONFIG = TextConfig(width=240, depth=8, heads=8, batch_size=8, sequence_length=64)
+CONFIG = TextConfig(width=240, depth=8, heads=8, sequence_length=64)
 GROUPS = [["characters", "positions"], *(f"block_{i}" for i in range(8)), ["head_norm", "head"]]
 DEPTHS = (0, 2, 5, 7, 9)
+BATCHES = (2, 8)
+# Of the full step's time; with more tokens a step the forward pass alone is more than that.
+LIMITS = {(2, 5): 0.6, (2, 9): 0.25}
 BY_HAND, HOST, SWITCH = "by hand", "host driver", "switch driver"
 SELECTED, ZEROED, WHERE = (
     "optax.selective_transform",
@@ -32,25 +35,24 @@ def optimizer() -> optax.GradientTransformation:
     return optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-4))
 
 
-@functools.cache
-def workload() -> Any:
-    return text(CONFIG)
+class Task(NamedTuple):
+    """What is trained: a loss, params and a batch."""
+
+    loss: Callable[[PyTree, PyTree], jax.Array]
+    params: PyTree
+    batch: PyTree
 
 
-def loss(params: PyTree, batch: PyTree) -> jax.Array:
-    return workload().loss_fn(params, batch)[0]
+def task(rows: int) -> Task:
+    """The transformer with so many rows in a batch."""
+    made = text(dataclasses.replace(CONFIG, batch_size=rows))
+    params, _ = made.init(jax.random.key(0))
+    batch = jax.tree.map(jnp.asarray, made.batch(0))
+    return Task(lambda params, batch: made.loss_fn(params, batch)[0], params, batch)
 
 
-@functools.cache
-def start() -> tuple[PyTree, PyTree]:
-    """Params and a batch."""
-    params, _ = workload().init(jax.random.key(0))
-    return params, jax.tree.map(jnp.asarray, workload().batch(0))
-
-
-def frozen(depth: int) -> PyTree:
+def frozen(params: PyTree, depth: int) -> PyTree:
     """A tree of bools: of the first groups."""
-    params, _ = start()
     tx = boostax.scheduled_freeze(optimizer(), GROUPS, depth)
     return jax.tree.map(lambda active: not active, tx.active(params, depth))
 
@@ -61,6 +63,7 @@ class Program:
 
     form: Form
     flops: float
+    trace_seconds: float
     compile_seconds: float
 
 
@@ -68,23 +71,31 @@ def program(step: Callable[..., Any], params: PyTree, state: PyTree, *rest: PyTr
     """``step(params, state, *rest)`` compiled, params and state donated."""
     own = functools.partial(jax.tree.map, lambda x: x.copy())
     carry = [own((params, state))]
-    begun = time.perf_counter()
-    compiled = jax.jit(step, donate_argnums=(0, 1)).lower(*carry[0], *rest).compile()
-    seconds = time.perf_counter() - begun
 
     def run() -> None:
-        carry[0] = compiled(*carry[0], *rest)
+        carry[0] = made(*carry[0], *rest)
         jax.block_until_ready(carry[0])
 
-    memory: Any = compiled.memory_analysis()
-    flops = dict(compiled.cost_analysis() or {})["flops"]
-    return Program(Form(run, memory.temp_size_in_bytes), flops, seconds)
+    lower = functools.partial(jax.jit(step, donate_argnums=(0, 1)).lower, *carry[0], *rest)
+    made, described = compiled(lower, run)
+    return described
 
 
-def by_hand(depth: int) -> Program:
+def compiled(lower: Callable[[], Any], run: Callable[[], None]) -> tuple[Any, Program]:
+    """The executable, and what is to be said of it."""
+    begun = time.perf_counter()
+    lowered = lower()
+    traced = time.perf_counter()
+    made = lowered.compile()
+    done = time.perf_counter()
+    form = Form(run, made.memory_analysis().temp_size_in_bytes)
+    return made, Program(form, made.cost_analysis()["flops"], traced - begun, done - traced)
+
+
+def by_hand(task: Task, depth: int) -> Program:
     """What one writes for this depth alone: gradients and optimizer of the rest of the layers."""
-    params, batch = start()
-    still = frozen(depth)
+    params = task.params
+    still = frozen(params, depth)
     held = jax.tree.map(lambda p, f: p if f else None, params, still)
     trained = jax.tree.map(lambda p, f: None if f else p, params, still)
     tx = optimizer()
@@ -93,150 +104,152 @@ def by_hand(depth: int) -> Program:
         def whole(trained: PyTree) -> jax.Array:
             none = lambda x: x is None  # noqa: E731
             params = jax.tree.map(lambda t, h: h if t is None else t, trained, held, is_leaf=none)
-            return loss(params, batch)
+            return task.loss(params, batch)
 
         grads = jax.grad(whole)(trained)
         updates, state = tx.update(grads, state, trained)
         return optax.apply_updates(trained, updates), state
 
-    return program(step, trained, tx.init(trained), held, batch)
+    return program(step, trained, tx.init(trained), held, task.batch)
 
 
-def with_boostax(depth: int, driver: Any) -> Program:
+def with_boostax(task: Task, depth: int, driver: Any) -> Program:
     """Through ``make_train_step``, of a schedule in which all depths occur."""
-    params, batch = start()
     schedule = [depth] * 10_000 + list(range(len(GROUPS)))
     tx = boostax.scheduled_freeze(optimizer(), GROUPS, schedule)
-    step = boostax.make_train_step(loss, tx, freeze_driver=driver)
-    state = [step.init(params)]
-    begun = time.perf_counter()
-    compiled = step.lower(state[0], batch).compile()
-    seconds = time.perf_counter() - begun
+    step = boostax.make_train_step(task.loss, tx, freeze_driver=driver)
+    state = [step.init(task.params)]
 
     def run() -> None:
-        state[0], _ = step(state[0], batch)
+        state[0], _ = step(state[0], task.batch)
         jax.block_until_ready(state[0])
 
-    memory: Any = compiled.memory_analysis()
-    flops = dict(compiled.cost_analysis() or {})["flops"]
-    return Program(Form(run, memory.temp_size_in_bytes), flops, seconds)
+    return compiled(lambda: step.lower(state[0], task.batch), run)[1]
 
 
-def with_mask(depth: int, tx: optax.GradientTransformation) -> Program:
+def with_mask(task: Task, tx: optax.GradientTransformation) -> Program:
     """What Optax has: all gradients, of which some are thrown away."""
-    params, batch = start()
 
     def step(params: PyTree, state: PyTree, batch: PyTree) -> tuple[PyTree, PyTree]:
-        updates, state = tx.update(jax.grad(loss)(params, batch), state, params)
+        updates, state = tx.update(jax.grad(task.loss)(params, batch), state, params)
         return optax.apply_updates(params, updates), state
 
-    return program(step, params, tx.init(params), batch)
+    return program(step, task.params, tx.init(task.params), task.batch)
 
 
-def selected(depth: int) -> Program:
-    tx: Any = optax.transforms.selective_transform(optimizer(), freeze_mask=frozen(depth))
+def selected(task: Task, depth: int) -> Program:
+    tx: Any = optax.transforms.selective_transform(
+        optimizer(), freeze_mask=frozen(task.params, depth)
+    )
     # The usual place of clipping: before, over all gradients.
-    return with_mask(depth, optax.chain(optax.clip_by_global_norm(1.0), tx))
+    return with_mask(task, optax.chain(optax.clip_by_global_norm(1.0), tx))
 
 
-def zeroed(depth: int) -> Program:
-    zero = optax.masked(optax.set_to_zero(), frozen(depth))
-    return with_mask(depth, optax.chain(optimizer(), zero))
+def zeroed(task: Task, depth: int) -> Program:
+    zero = optax.masked(optax.set_to_zero(), frozen(task.params, depth))
+    return with_mask(task, optax.chain(optimizer(), zero))
 
 
-def where(depth: int) -> Program:
+def where(task: Task, depth: int) -> Program:
     """The depth as data: the step is the same for all."""
-    params, batch = start()
-    tx = optimizer()
+    params, tx = task.params, optimizer()
     groups = boostax.scheduled_freeze(tx, GROUPS, 0).freezing.labels(params)
 
     def step(
         params: PyTree, state: PyTree, batch: PyTree, depth: jax.Array
     ) -> tuple[PyTree, PyTree]:
-        updates, state = tx.update(jax.grad(loss)(params, batch), state, params)
+        updates, state = tx.update(jax.grad(task.loss)(params, batch), state, params)
         new = optax.apply_updates(params, updates)
         keep = lambda group, p, q: jnp.where(group < depth, p, q)  # noqa: E731
         return jax.tree.map(keep, groups, params, new), state
 
-    return program(step, params, tx.init(params), batch, jnp.int32(depth))
+    return program(step, params, tx.init(params), task.batch, jnp.int32(depth))
 
 
-def make(name: str, depth: int) -> Program:
+def make(task: Task, name: str, depth: int) -> Program:
     match name:
         case "by hand":
-            return by_hand(depth)
+            return by_hand(task, depth)
         case "host driver":
-            return with_boostax(depth, "host")
+            return with_boostax(task, depth, "host")
         case "switch driver":
-            return with_boostax(depth, "switch")
+            return with_boostax(task, depth, "switch")
         case "optax.selective_transform":
-            return selected(depth)
+            return selected(task, depth)
         case "optax.masked(set_to_zero)":
-            return zeroed(depth)
+            return zeroed(task, depth)
         case _:
-            return where(depth)
+            return where(task, depth)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--rounds", type=int, default=15)
-    options = parser.parse_args()
-    # Compile times are figures here.
-    jax.config.update("jax_enable_compilation_cache", False)
-    full = f"{BY_HAND}, 0"
+def timed(trained: Task, batch_rows: int, rounds: int, bars: list[Bar]) -> list[dict[str, Any]]:
+    """A row per depth and form."""
     rows: list[dict[str, Any]] = []
-    bars: list[Bar] = []
-    whole: Program | None = None
 
     def bar(claim: str, figure: Any, limit: float) -> None:
+        claim = f"{batch_rows} x {CONFIG.sequence_length}, {claim}"
         bars.append(Bar(claim, float(figure), limit))
 
+    whole = make(trained, BY_HAND, 0)
     for depth in DEPTHS:
-        # The full step by hand is timed beside each of them, for a baseline of the same minute.
-        programs = {f"{name}, {depth}": make(name, depth) for name in FORMS}
-        whole = whole or programs[full]
-        programs.setdefault(full, whole)
-        times = paired({name: each.form for name, each in programs.items()}, options.rounds)
+        hand = make(trained, BY_HAND, depth)
         for name in FORMS:
-            each = programs[f"{name}, {depth}"]
-            row = {
+            each = hand if name == BY_HAND else make(trained, name, depth)
+            # No more beside each other than are compared: another's memory traffic costs them all.
+            forms = {"full": whole.form, BY_HAND: hand.form, name: each.form}
+            times = paired(forms, rounds)
+            row: dict[str, Any] = {
                 "groups frozen": f"{depth} of {len(GROUPS)}",
                 "form": name,
                 "GFLOP": each.flops / 1e9,
                 "FLOPs / full": each.flops / whole.flops,
-                "time / full": ratio(times, f"{name}, {depth}", full),
-                "time / by hand": ratio(times, f"{name}, {depth}", f"{BY_HAND}, {depth}"),
+                "time / full": ratio(times, name, "full"),
+                "time / by hand": ratio(times, name, BY_HAND),
                 "temp MB": (each.form.temp or 0) / 1e6,
-                "compile / full": each.compile_seconds / whole.compile_seconds,
+                "trace s": each.trace_seconds,
+                "compile s": each.compile_seconds,
             }
             rows.append(row)
             print(row, flush=True)
             if name == HOST:
                 claim = f"host driver at {10 * depth}%"
                 bar(f"{claim}: time / by hand", row["time / by hand"], 1.1)
-                bar(
-                    f"{claim}: FLOPs / by hand",
-                    each.flops / programs[f"{BY_HAND}, {depth}"].flops,
-                    1.01,
-                )
-                if depth in (5, 9):
-                    bar(f"{claim}: time / full step", row["time / full"], {5: 0.6, 9: 0.25}[depth])
+                bar(f"{claim}: FLOPs / by hand", each.flops / hand.flops, 1.01)
+                if (batch_rows, depth) in LIMITS:
+                    limit = LIMITS[batch_rows, depth]
+                    bar(f"{claim}: time / full step", row["time / full"], limit)
             if name == SWITCH and depth == 0:
                 claim = f"switch driver of {len(GROUPS)} depths: compile time / one step"
-                bar(claim, row["compile / full"], 2.2)
-    report(
-        "freezing",
-        "Freezing: what a frozen prefix saves",
-        [
-            (
-                f"AdamW after clipping, {workload().summary.split(',', 1)[0]} as "
-                f"{workload().summary.split(' p')[0]} in {len(GROUPS)} groups, batch "
-                f"{CONFIG.batch_size} x {CONFIG.sequence_length}",
-                rows,
-            )
-        ],
-        bars,
-    )
+                bar(claim, each.compile_seconds / whole.compile_seconds, 2.2)
+    return rows
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--rounds", type=int, default=9)
+    options = parser.parse_args()
+    # Compile times are figures here.
+    jax.config.update("jax_enable_compilation_cache", False)
+    sections: list[tuple[str, list[dict[str, Any]]]] = []
+    bars: list[Bar] = []
+    for batch_rows in BATCHES:
+        trained = task(batch_rows)
+        rows = timed(trained, batch_rows, options.rounds, bars)
+        size = sum(x.size for x in jax.tree.leaves(trained.params))
+        heading = (
+            f"AdamW behind clipping, a transformer of {size:,} parameters in {len(GROUPS)} groups, "
+            f"{batch_rows} x {CONFIG.sequence_length} tokens a step"
+        )
+        sections.append((heading, rows))
+    lines = [
+        "A frozen prefix still passes forward, a third of the step's FLOPs: that is what 90% and "
+        "more converge to where matrix products decide. With few tokens a step the optimizer's and "
+        "the gradients' memory traffic count for more, and freezing saves them whole.",
+        "XLA counts the FLOPs of all branches of the switch driver, whatever runs.",
+        "The full step is that of the same rounds; trace and compile are single readings.",
+    ]
+    sections.append(("To keep in mind", [{"caveat": line} for line in lines]))
+    report("freezing", "Freezing: what a frozen prefix saves", sections, bars)
 
 
 if __name__ == "__main__":

@@ -5,10 +5,32 @@ from contract_cases import CASES
 
 from boostax.testing import LAWS, laws_for
 
+# Settings of a transformation that stands there once already: of them only what is told of their
+# arguments and of replicas is worth every run.
+VARIANTS = {
+    "static_loss_scale_without_check",
+    "accumulate_by_schedule",
+    "all_reduce_in_buckets",
+    "threshold_reduce",
+    "random_k_reduce",
+    "int16_reduce",
+    "sign_reduce_by_majority",
+    "scheduled_freeze_around_scaler_and_window",
+}
+ALWAYS = {"bad_arguments_raise_and_explain", "results_are_typed_equal"}
+
+
+def marks(case, law):
+    return [pytest.mark.long] if case.name in VARIANTS and law not in ALWAYS else []
+
 
 @pytest.mark.parametrize(
     ("case", "law"),
-    [pytest.param(c, LAWS[n], id=f"{c.name}-{n}") for c in CASES for n in laws_for(c)],
+    [
+        pytest.param(c, LAWS[n], id=f"{c.name}-{n}", marks=marks(c, n))
+        for c in CASES
+        for n in laws_for(c)
+    ],
 )
 def test_contract(case, law):
     law(case)

@@ -270,6 +270,8 @@ def _switch(index: jax.Array, branches: list[Any], *operands: PyTree) -> Any:
     if len(branches) == 1:
         return branches[0](*operands)
     axes.require_invariant(index, _WHO)
+    if not any(axes.types(operands)):
+        return lax.switch(index, branches, *operands)
     traced = [trees.trace_once(branch, *operands) for branch in branches]
 
     def unified(replay: Any) -> Any:
