@@ -82,16 +82,15 @@ def run(tx, calls, mesh=None, axis=None, **options):
         yield step, jax.tree.map(np.asarray, state), jax.device_get(told)
 
 
+WRAPPED = ["adamw", "scaled", "accumulated", "scaled(accumulated)", "accumulated(scaled)"]
+
+
 @pytest.mark.parametrize("driver", ["host", "switch"])
-@pytest.mark.parametrize("replicas", [1, 8])
 @pytest.mark.parametrize(
-    "name",
-    ["adamw", "scaled", "accumulated", "scaled(accumulated)", "accumulated(scaled)", "adasum"],
+    ("name", "replicas"), [*((name, n) for name in WRAPPED for n in (1, 8)), ("adasum", 8)]
 )
 def test_frozen_leaves_keep_their_bits_and_the_others_move(mesh, name, replicas, driver):
     """Params, both moments, decay and half-full windows; Adam does not coast on a frozen leaf."""
-    if name == "adasum" and replicas == 1:
-        name = "scaled(accumulated)"
     axis = "data" if replicas > 1 else None
     inner, window = wrap(name, axis)
     tx = boostax.scheduled_freeze(inner, GROUPS, DEPTHS)
@@ -152,7 +151,7 @@ def test_all_forms_take_the_same_steps(mesh):
             params, state = carry
             choice = tx.choice(params, state)
             _, grads = oracle(params, state, batch, active=choice)
-            return boostax.apply_gradients(tx, grads, state, params)[::-1][::-1], None
+            return boostax.apply_gradients(tx, grads, state, params), None
 
         stacked = jax.tree.map(lambda *xs: jnp.stack(xs), *calls)
         return jax.jit(lambda c: jax.lax.scan(step, c, stacked))((params, tx.init(params)))[0][0]
@@ -426,6 +425,94 @@ def test_the_host_asks_only_where_the_schedule_could_change():
     assert depths == [0] * 12 + [1] * 10 and count <= 6
 
 
+def test_a_look_at_another_state_does_not_lead_the_host_astray():
+    """Lowering, a jaxpr, a call that fails, another run in between: the depths go on as planned."""
+    depths = [0] * 3 + [3] * 5
+    for inner in (adamw(), boostax.dynamic_loss_scale(adamw())):
+        step = boostax.make_train_step(loss_fn, boostax.scheduled_freeze(inner, GROUPS, depths))
+        state, other, seen = step.init(start()), step.init(start()), []
+        for i, batch in enumerate(batches(8)):
+            if i == 4:
+                step.jaxpr(step.init(start()), batch)
+                step.lower(step.init(start()), batch)
+            if i == 5:
+                with pytest.raises((TypeError, ValueError)):
+                    step(step.init(start()), batch[0])
+            if i == 6:
+                other, told = step(other, batch)
+                assert told["frozen_groups"] == 0
+            state, told = step(state, batch)
+            seen.append(int(told["frozen_groups"]))
+        assert seen == depths
+        with pytest.raises(ValueError, match="at least as long as the run"):
+            step(state, batch)
+
+
+def test_one_step_serves_params_of_several_structures():
+    tx = boostax.scheduled_freeze(adamw(), lambda path, leaf: int(path[0]), [0, 1])
+    step = boostax.make_train_step(loss_fn, tx)
+    for layers in (4, 2):
+        state = step.init(start(layers=layers))
+        for batch in batches(2):
+            state, told = step(state, batch)
+        assert told["frozen_groups"] == 1
+
+
+@pytest.mark.parametrize("depths", [[0], [0, 1], [0, 0, 1], [1, 0, 1, 1]])
+def test_power_sgd_sees_both_sides_whatever_the_period(depths):
+    """A leaf that is there in every second step only still gets new bases: nothing piles up.
+
+    With the side chosen by the step's number, a fifth of 60 gradients and more would be held back.
+    """
+    groups = {"b": 0, "a": 1}  # not the order of the leaves
+    tx = boostax.scheduled_freeze(
+        optax.chain(boostax.power_sgd_reduce("data", 1), optax.sgd(1.0)),
+        groups,
+        depths,
+        repeat=True,
+    )
+    u, v = jax.random.normal(jax.random.key(0), (2, 16))
+    params = {"a": jnp.zeros((16, 16)), "b": jnp.zeros((16, 16))}
+    grads = jax.tree.map(lambda _: jnp.outer(u, v), params)
+
+    def run(index):
+        def step(state, _):
+            return tx.update(grads, state, params)[1], None
+
+        return jax.lax.scan(step, tx.init(params), None, 60)[0]
+
+    state = jax.vmap(run, axis_name="data")(jnp.arange(1))
+    residual = state.inner_state[0].residual.local
+    for name in groups:
+        ratio = float(jnp.linalg.norm(residual[name]) / jnp.linalg.norm(grads[name]))
+        print(f"{depths}, {name}: {ratio:.3f} gradients held back")
+        assert ratio < 1, name
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_low_precision_params(dtype):
+    params = jax.tree.map(lambda x: x.astype(dtype), start())
+    grads = jax.tree.map(jnp.ones_like, params)
+    for inner in (adamw(), boostax.dynamic_loss_scale(adamw())):
+        tx = boostax.scheduled_freeze(inner, GROUPS, DEPTHS)
+        for extra in ({}, {"depth": 2}):
+            updates, _ = jax.jit(functools.partial(tx.update, **extra))(
+                grads, tx.init(params), params
+            )
+            assert {x.dtype for x in jax.tree.leaves(updates)} == {jnp.dtype("float32")}
+
+
+def test_a_jitted_loss_is_cut_into_stages_too():
+    width, text = 32, {}
+    for name, fn in {"plain": loss_fn, "jitted": jax.jit(loss_fn)}.items():
+        tx = boostax.scheduled_freeze(optax.sgd(0.1), GROUPS, DEPTHS)
+        step = boostax.make_train_step(fn, tx, freeze_driver="switch")
+        jaxpr = step.jaxpr(step.init(start(width)), next(batches(1, 8, width)))
+        inner = jaxpr.jaxpr.eqns[0].params["jaxpr"].jaxpr
+        text[name] = [str(eqn).count("dot_general") for eqn in inner.eqns if "cond" in str(eqn)]
+    assert text["plain"] == text["jitted"] and sum(text["plain"]) >= 6
+
+
 def test_stages_run_what_is_wanted_and_compile_it_once():
     w = jax.random.normal(jax.random.key(0), (4, 8, 8))
 
@@ -471,25 +558,43 @@ def test_what_does_not_fit_is_refused():
     refused(lambda: update(depth=3), ValueError, r"depth must be .*\[0, 1\].* got 3")
     refused(lambda: update(depth=jnp.ones(2)), TypeError, "depth must be .* as a Python integer")
     refused(lambda: tx.update(grads, state), ValueError, "params must be given")
-    masked = [optax.MaskedNode(), *grads[1:]]
+    masked = [jax.tree.map(lambda _: optax.MaskedNode(), grads[0]), *grads[1:]]
     refused(
         lambda: tx.update(masked, state, params, depth=0),
         ValueError,
         "hold every leaf that depth 0",
     )
     init = lambda inner, *rest, **kw: boostax.scheduled_freeze(inner, *rest, **kw).init(params)  # noqa: E731
-    refused(lambda: init(adamw(), GROUPS, 4), ValueError, "schedule must be .* from 0 to 3, got 4")
+    refused(
+        lambda: init(adamw(), GROUPS, 4), ValueError, "schedule must be .* from 0 to 3 .* got 4"
+    )
     refused(lambda: init(adamw(), GROUPS, "3"), TypeError, "schedule must be")
     refused(
         lambda: init(boostax.accumulate(adamw(), 2), GROUPS, 1, moments="per_group"),
         ValueError,
         "without a loss scaler or a window",
     )
-    flat = boostax.scheduled_freeze(optax.flatten(optax.adam(1e-3)), GROUPS, [0, 1])
+    flat = optax.flatten(optax.adam(1e-3))
+    refused(lambda: init(flat, GROUPS, [0, 1]), ValueError, "keep its state leaf by leaf")
     refused(
-        lambda: flat.update(grads, flat.init(params), params, depth=1),
+        lambda: init(boostax.local_updates(adamw(), "data", 2), GROUPS, [0, 1]),
         ValueError,
-        "keep its state leaf by leaf",
+        "params equal on all replicas",
+    )
+    refused(
+        lambda: init(optax.MultiSteps(adamw(), 2), GROUPS, [0, 1]), ValueError, "optax.MultiSteps"
+    )
+    plateau = boostax.freeze_on_plateau()
+    refused(
+        lambda: init(adamw(), GROUPS, plateau, moments="per_group"), ValueError, "moments must be"
+    )
+    refused(
+        lambda: boostax.make_train_step(loss_fn, boostax.dynamic_loss_scale(tx)).init(params),
+        ValueError,
+        "must stand outermost",
+    )
+    refused(
+        lambda: tx.update(grads[:2], state, params, depth=0), ValueError, "tree like the params"
     )
     lonely = boostax.scheduled_freeze(adamw(), GROUPS, boostax.freeze_on_plateau())
     refused(
@@ -507,6 +612,18 @@ def test_what_does_not_fit_is_refused():
         ValueError,
         "freeze_driver",
     )
+
+
+def test_a_signal_before_the_reduction_is_refused(mesh):
+    inner = optax.chain(boostax.group_signal(GROUPS), boostax.all_reduce("data"), adamw())
+    tx = boostax.scheduled_freeze(inner, GROUPS, boostax.freeze_on_plateau(every=2))
+    step = boostax.make_train_step(loss_fn, tx, mesh=mesh, axis_name="data")
+    refused(lambda: step(step.init(start()), next(batches(1))), ValueError, "behind the reduction")
+
+
+def test_depths_may_come_from_an_iterator():
+    tx = boostax.scheduled_freeze(adamw(), GROUPS, (d % 2 for d in range(4)))
+    assert [int(s.opt_state.depth) for _, s, t in run(tx, 4) if t] == [0, 1, 0, 1]
 
 
 def test_a_schedule_shorter_than_the_run_is_an_error_and_not_silent():

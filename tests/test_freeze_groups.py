@@ -5,7 +5,7 @@ import functools
 import json
 import random
 import re
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import flax.linen as nn
 import jax
@@ -634,3 +634,21 @@ def test_mindspore_freezes_nothing_where_prefix_groups_refuses(golden):
     with pytest.raises(ValueError, match="n must be a positive integer, got 0"):
         mindspore_groups(names, 0)
     assert mindspore_groups([], 2) == [[], []]
+
+
+class Model(NamedTuple):
+    """Fields whose names tell layers apart."""
+
+    encoder: Any
+    decoder: Any
+    head: Any
+
+
+def test_fields_of_a_named_tuple_are_told_apart():
+    """JAX's registry gives all of them the first one's name."""
+    part = lambda: {f"l{i}": {"w": jnp.ones((2, 2))} for i in range(3)}  # noqa: E731
+    model = Model(part(), part(), {"out": {"w": jnp.ones((2, 2))}})
+    found = prefix_groups(model, 4)
+    as_dict = prefix_groups({"0": model.encoder, "1": model.decoder, "2": model.head}, 4)
+    assert jax.tree.leaves(found) == jax.tree.leaves(as_dict)
+    assert jax.tree.leaves(prefix_groups(Model(*[jnp.ones(1)] * 3), 3)) == [0, 1, 2]

@@ -38,6 +38,8 @@ class HostDepth:
             known = self._plan.known(self._most)
             self._depth = int(state.next_depth) if known is None else known
             self._until = self._plan.until(self._most)
+            # What is known now is known of this state; the one followed so far is strange again.
+            self._last = state.steps
         return self._depth
 
     def follow(self, state: ScheduledFreezeState) -> None:

@@ -162,11 +162,12 @@ def mindspore_groups(names: Sequence[str], n: int) -> list[list[str]]:
 
 def _own_order(node: PyTree, path: tuple[Any, ...] = ()) -> Iterator[tuple[tuple[Any, ...], int]]:
     """The leaves with their paths, containers in their own order."""
-    level = jax.tree_util.default_registry.flatten_one_level_with_keys(node)
-    if level is None:
+    # Not the registry's one level: it gives all fields of a NamedTuple the name of the first.
+    below = jax.tree_util.tree_flatten_with_path(node, is_leaf=lambda x: x is not node)[0]
+    if jax.tree_util.all_leaves([node]):
         yield path, node
         return
-    children: list[tuple[Any, Any]] = list(level[0])
+    children: list[tuple[Any, Any]] = [(key, child) for (key,), child in below]
     keys = [key for key, _ in children]
     if keys == [GetAttrKey("value")]:
         # A box: an NNX variable, or a Flax param with its partitioning. It is no module.

@@ -134,25 +134,36 @@ class Table(Plan):
         return start + int(self._changes[ahead] if ahead < len(self._changes) else length)
 
 
-def as_plan(who: str, schedule: Any, groups: int, repeat: bool) -> Plan:
-    """What users give as a schedule, for so many groups."""
+def as_schedule(who: str, schedule: Any) -> Any:
+    """What users give as a schedule, checked as far as can be without knowing the groups.
+
+    Returns:
+      A ``FreezeSchedule``, something with a ``plan`` method, or a table of depths.
+    """
     hint = "boostax.freeze_schedule makes one; 2 keeps the first two groups frozen for good."
-    if isinstance(schedule, FreezeSchedule):
-        return Table(who, schedule.depths(groups), repeat)
-    make: Any = getattr(schedule, "plan", None)
-    if make is not None:
-        return make(who, groups)
-    allowed = f"a FreezeSchedule, or depths from 0 to {groups - 1}"
-    always = isinstance(schedule, (int, np.integer))
-    given: Any = [schedule] if always else schedule
+    allowed = "a FreezeSchedule, freeze_on_plateau(...), a depth, or a sequence of depths"
+    if isinstance(schedule, FreezeSchedule) or callable(getattr(schedule, "plan", None)):
+        return schedule
+    given: Any = [schedule] if isinstance(schedule, (int, np.integer)) else schedule
     try:
-        if isinstance(schedule, (str, bytes, bool)):
+        if isinstance(schedule, (str, bytes, bool)) or callable(schedule):
             raise TypeError
         depths = [operator.index(depth) for depth in given]
     except TypeError as error:
         raise TypeError(checks.message(who, "schedule", allowed, schedule, hint)) from error
-    wrong = [depth for depth in depths if not 0 <= depth < groups]
-    if wrong or not depths:
-        got = wrong[0] if wrong else schedule
-        raise ValueError(checks.message(who, "schedule", allowed, got, hint))
-    return Table(who, np.asarray(depths, np.int32), repeat or always)
+    if not depths or min(depths) < 0:
+        raise ValueError(checks.message(who, "schedule", allowed, schedule, hint))
+    return np.asarray(depths, np.int32)
+
+
+def as_plan(who: str, schedule: Any, groups: int, repeat: bool) -> Plan:
+    """A schedule from ``as_schedule``, for so many groups."""
+    if isinstance(schedule, FreezeSchedule):
+        return Table(who, schedule.depths(groups), repeat)
+    if not isinstance(schedule, np.ndarray):
+        return schedule.plan(who, groups)
+    if schedule.max() >= groups:
+        allowed = f"depths from 0 to {groups - 1} with {groups} groups"
+        hint = "The last group always trains."
+        raise ValueError(checks.message(who, "schedule", allowed, int(schedule.max()), hint))
+    return Table(who, schedule, repeat or len(schedule) == 1)

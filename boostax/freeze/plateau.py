@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from boostax._core import checks, trees
+from boostax._core import axes, checks, trees
 from boostax.freeze.plan import Plan
 
 PyTree = Any
@@ -130,6 +130,13 @@ class _Plateau(Plan):
                 "chain(all_reduce('data'), group_signal(groups), adamw)."
             )
         fast, slow = (average[depth] for average in found[0])
+        axes_of = axes.varying(fast)
+        if axes_of:
+            raise ValueError(
+                f"{self._who}: group_signal must see gradients that are equal on all replicas, got "
+                f"ones that differ over {', '.join(sorted(axes_of))}. Put it behind the reduction; "
+                "leaves that are sharded over further axes it cannot measure."
+            )
         settings = self._settings
         # Debiased, both would be averages of what was seen so far: too alike in the beginning.
         ready = (steps >= max(settings.start, 1)) & (steps % settings.every == 0)

@@ -19,7 +19,8 @@ from boostax._core.gate import (
     run,
 )
 from boostax._core.prune import pruning
-from boostax.freeze.plan import Freezing, Plan
+from boostax._core.replicas import owns_params
+from boostax.freeze.plan import Freezing, Plan, as_schedule
 from boostax.freeze.stages import Choice
 
 PyTree = Any
@@ -112,7 +113,8 @@ def scheduled_freeze(
       schedule: from ``freeze_schedule`` or ``freeze_on_plateau``; a sequence of depths; or one
         depth, which freezes those groups for good and keeps no moments for them.
       moments: ``"per_group"`` keeps an optimizer state for each depth, as MindSpore does: its
-        counters and moments move only in steps of that depth.
+        counters and moments move only in steps of that depth. Not for optimizers that keep a copy
+        of the params (schedule-free ones): it would be that of long ago.
       repeat: start the schedule anew at its end.
 
     Returns:
@@ -144,11 +146,7 @@ def scheduled_freeze(
     hint = "'shared' keeps one state, in which frozen leaves rest."
     checks.choice(_WHO, "moments", moments, ("shared", "per_group"), hint)
     tx = optax.with_extra_args_support(inner)
-    if callable(schedule):
-        hint = "boostax.freeze_schedule(function, total_steps=...) makes a schedule of a function."
-        raise TypeError(checks.message(_WHO, "schedule", "a FreezeSchedule", schedule, hint))
-
-    freezing = Freezing(_WHO, groups, schedule, repeat)
+    freezing = Freezing(_WHO, groups, as_schedule(_WHO, schedule), repeat)
 
     def fewer(params: PyTree, depth: int) -> PyTree:
         return trees.masked(params, freezing.active(params, depth))
@@ -158,12 +156,10 @@ def scheduled_freeze(
         wide = trees.at_least_float32(params)
         kept = plan.drawn if moments == "per_group" else plan.drawn[:1]
         states = tuple(tx.init(fewer(wide, depth)) for depth in kept)
-        if moments == "per_group" and has_gate(states):
-            raise ValueError(
-                f"{_WHO}: inner must be an optimizer without a loss scaler or a window for "
-                "moments='per_group', got one: they would be kept once for each depth. Use "
-                "moments='shared'."
-            )
+        _check_inner(states, plan, moments)
+        if moments == "shared":
+            for depth in plan.drawn:
+                pruning(tx, fewer(wide, kept[0]), fewer(wide, depth), _WHO)
         return ScheduledFreezeState(
             steps=jnp.zeros((), jnp.int32),
             depth=jnp.zeros((), jnp.int32) + plan.first(),
@@ -215,10 +211,12 @@ def scheduled_freeze(
         plan, active = freezing.plan(params), freezing.active(params, depth)
         _require_present(grads.raw, active, depth)
         pending = Pending(trees.masked(grads.raw, active), grads.factors)
+        trees.require_gradients(pending.raw, _WHO)
         inner_state, put = narrowed(state, params, depth, plan)
         part = trees.masked(params, active)
         value, new = run(tx, pending, inner_state, part, apply=apply, extra=extra)
-        rest = params if apply else jax.tree.map(jnp.zeros_like, params)
+        # Updates come in f32 or wider, whatever the params are stored in.
+        rest = params if apply else jax.tree.map(jnp.zeros_like, trees.at_least_float32(params))
         new_state = following(state, plan, depth, passed(new), put(new))
         return trees.unmasked(value, rest), new_state
 
@@ -313,6 +311,33 @@ def active_groups(opt_state: PyTree) -> jax.Array:
     return jnp.arange(found[0].trained_steps.size) >= found[0].next_depth
 
 
+def _check_inner(states: tuple[Any, ...], plan: Plan, moments: Moments) -> None:
+    """Refuse what would not be held as it is while frozen."""
+    changes = len(plan.drawn) > 1
+    if moments == "per_group" and has_gate(states):
+        raise ValueError(
+            f"{_WHO}: inner must be an optimizer without a loss scaler or a window for "
+            "moments='per_group', got one: they would be kept once for each depth. Use "
+            "moments='shared'."
+        )
+    if moments == "per_group" and changes and plan.known(0) is None:
+        raise ValueError(
+            f"{_WHO}: moments must be 'shared' with freeze_on_plateau, got 'per_group': each depth "
+            "would have signals of its own."
+        )
+    if changes and owns_params(states):
+        raise ValueError(
+            f"{_WHO}: inner must keep params equal on all replicas for a schedule that changes, "
+            "got local_updates or partial_average: what is frozen between two meetings would stay "
+            "different everywhere. A single depth freezes with them."
+        )
+    if changes and trees.find(states, lambda node: isinstance(node, optax.MultiStepsState)):
+        raise ValueError(
+            f"{_WHO}: inner must not be optax.MultiSteps for a schedule that changes, got one: the "
+            "depth would change within its window. Use boostax.accumulate."
+        )
+
+
 def _drawn(depth: Any, plan: Plan) -> int:
     allowed = f"a depth that the schedule draws, one of {list(plan.drawn)}, as a Python integer"
     hint = "Make it a static argument of your jitted step."
@@ -337,12 +362,13 @@ def _require_present(grads: PyTree, active: PyTree, depth: int) -> None:
     masked = lambda node: isinstance(node, optax.MaskedNode)  # noqa: E731
     given = jax.tree.map(lambda node: not masked(node), grads, is_leaf=masked)
     try:
-        missing = any(
-            jax.tree.leaves(jax.tree.map(lambda keep, there: keep and not there, active, given))
-        )
-    except ValueError:
-        missing = True
-    if missing:
+        lacking = jax.tree.leaves(jax.tree.map(lambda keep, x: keep and not x, active, given))
+    except ValueError as error:
+        raise ValueError(
+            f"{_WHO}: gradients must be a tree like the params, got {jax.tree.structure(grads)}. "
+            "A leaf that is frozen may be an optax.MaskedNode."
+        ) from error
+    if any(lacking):
         raise ValueError(
             f"{_WHO}: gradients must hold every leaf that depth {depth} trains, got masked ones. "
             "Pass the same depth to apply_gradients as to tx.active(params, depth)."

@@ -18,6 +18,7 @@ from boostax._core import axes
 
 PyTree = Any
 NEVER = -1
+_CALLS = ("jit", "pjit", "closed_call", "core_call")
 
 
 class Choice(NamedTuple):
@@ -40,7 +41,9 @@ class Choice(NamedTuple):
 def staged(
     fn: Callable[[], Sequence[jax.Array]], levels: Sequence[int], index: jax.Array
 ) -> list[jax.Array]:
-    """The results of ``fn()``, zero where they are not wanted; what only those need is not run.
+    """The results of ``fn()``, where they are wanted; what only the others need is not run.
+
+    In the place of those stands zero, or what had to be computed anyway.
 
     Args:
       fn: what would compute them all.
@@ -48,6 +51,7 @@ def staged(
       index: i32 scalar, the same on all replicas.
     """
     closed, types = jax.make_jaxpr(fn, return_shape=True)()
+    closed = jax.make_jaxpr(lambda: _inlined(closed.jaxpr, closed.consts))()
     jaxpr: Any = closed.jaxpr
     stages = _stages(jaxpr, levels)
     values: dict[Any, Any] = dict(zip(jaxpr.constvars, closed.consts, strict=True))
@@ -68,6 +72,24 @@ def staged(
         result(var, level, kind)
         for var, level, kind in zip(jaxpr.outvars, levels, types, strict=True)
     ]
+
+
+def _inlined(jaxpr: Any, consts: Sequence[Any], *given: Any) -> list[Any]:
+    """The same operations one by one, not as calls of jitted functions: a loss may be one."""
+    values: dict[Any, Any] = dict(zip(jaxpr.constvars, consts, strict=True))
+    values.update(zip(jaxpr.invars, given, strict=True))
+    read = lambda atom: atom.val if isinstance(atom, Literal) else values[atom]  # noqa: E731
+    for eqn in jaxpr.eqns:
+        inputs = [read(atom) for atom in eqn.invars]
+        if eqn.primitive.name in _CALLS and isinstance(eqn.params.get("jaxpr"), ClosedJaxpr):
+            inner = eqn.params["jaxpr"]
+            found = _inlined(inner.jaxpr, inner.consts, *inputs)
+        else:
+            atoms = list(dict.fromkeys(_variables(eqn.invars)))
+            part = _part(jaxpr, atoms, list(eqn.outvars), [eqn])
+            found = jaxpr_as_fun(ClosedJaxpr(part, ()))(*[read(atom) for atom in atoms])
+        values.update(zip(eqn.outvars, found, strict=True))
+    return [read(atom) for atom in jaxpr.outvars]
 
 
 def _part(jaxpr: Any, inputs: list[Any], outputs: list[Any], eqns: list[Any]) -> Jaxpr:
@@ -99,9 +121,12 @@ def _stages(jaxpr: Any, levels: Sequence[int]) -> dict[int, list[Any]]:
     stages: dict[int, list[Any]] = {}
     for eqn in reversed(jaxpr.eqns):
         level = max((wanted.get(var, NEVER) for var in eqn.outvars), default=NEVER)
-        # There is no zero of what is not a number.
-        if any(jnp.issubdtype(var.aval.dtype, jax.dtypes.extended) for var in eqn.outvars):
-            level = max(levels) if level > NEVER else NEVER
+        # There is no zero of what is not a number, and an effect is wanted whatever comes of it.
+        special = any(jnp.issubdtype(var.aval.dtype, jax.dtypes.extended) for var in eqn.outvars)
+        # That a collective names an axis is an effect to JAX, but nobody sees it.
+        seen = any(type(effect).__name__ != "NamedAxisEffect" for effect in eqn.effects)
+        if seen or (special and level > NEVER):
+            level = max(levels)
         if level > NEVER:
             stages.setdefault(level, []).insert(0, eqn)
             for var in eqn.invars:

@@ -25,7 +25,7 @@ from boostax._core.replicas import (
 from boostax.accumulate.aux import Aux, as_aux
 from boostax.accumulate.window import flush
 from boostax.freeze.driver import HostDepth
-from boostax.freeze.scheduled import ScheduledFreeze
+from boostax.freeze.scheduled import ScheduledFreeze, ScheduledFreezeState
 from boostax.precision.finite import all_finite
 from boostax.precision.policy import Policy
 from boostax.train.apply import apply_gradients, metrics
@@ -66,7 +66,7 @@ class TrainStep:
     param_specs: PyTree = None
     freeze_driver: FreezeDriver = "host"
     _compiled: dict[tuple[Kind, int | None, Any], Any] = dataclasses.field(default_factory=dict)
-    _hosts: list[HostDepth] = dataclasses.field(default_factory=list)
+    _hosts: dict[Any, HostDepth] = dataclasses.field(default_factory=dict)
 
     @property
     def replicas(self) -> int:
@@ -96,6 +96,13 @@ class TrainStep:
         if self.policy is not None:
             params = self.policy.store_params(params)
         opt_state = self.tx.init(params)
+        freezes = trees.find(opt_state, lambda node: isinstance(node, ScheduledFreezeState))
+        if freezes and not isinstance(self.tx, ScheduledFreeze):
+            raise ValueError(
+                "make_train_step: scheduled_freeze must stand outermost, got it inside another "
+                "transformation, where the whole backward pass would be paid for. Wrap the scaler "
+                "or the window in it: scheduled_freeze(dynamic_loss_scale(...), ...)."
+            )
         state = TrainState(jnp.zeros((), jnp.int32), params, opt_state, model_state, key)
         state = jax.tree.map(_own, state)
         if self.mesh is None:
@@ -133,26 +140,23 @@ class TrainStep:
         batch, depth = self._place(batch), self._depth(state)
         state, reported = self._program("step", state, depth)(state, batch)
         if depth is not None:
-            self._hosts[0].follow(state.opt_state)
+            self._host(state).follow(state.opt_state)
         return state, reported
 
     def flush(self, state: TrainState) -> TrainState:
         """Apply a partial window at the end of a run (see ``boostax.flush``)."""
-        # Not the host's count: a schedule may be over when there is nothing left to flush.
-        on_host = self._freezes_on_host(state)
-        depth = int(state.opt_state.next_depth) if on_host else None
-        return self._program("flush", state, depth)(state)
+        return self._program("flush", state, self._coming(state))(state)
 
     def lower(
         self, state: TrainState, batch: PyTree, *, depth: int | None = None
     ) -> jax.stages.Lowered:
         """The lowered program, for its text, memory and cost; of the coming depth, or another."""
-        depth = self._depth(state) if depth is None else depth
+        depth = self._coming(state) if depth is None else depth
         return self._program("step", state, depth).lower(state, self._place(batch))
 
     def jaxpr(self, state: TrainState, batch: PyTree, *, depth: int | None = None) -> Any:
         """The traced program, for counting collectives and bytes."""
-        depth = self._depth(state) if depth is None else depth
+        depth = self._coming(state) if depth is None else depth
         return jax.make_jaxpr(self._program("step", state, depth))(state, self._place(batch))
 
     def common_params(self, state: TrainState) -> PyTree:
@@ -209,13 +213,30 @@ class TrainStep:
         # Inside another program there is nothing to read.
         return not isinstance(state.opt_state.steps, Tracer)
 
+    def _host(self, state: TrainState) -> HostDepth:
+        assert isinstance(self.tx, ScheduledFreeze)
+        structure = jax.tree.structure(state)
+        if structure not in self._hosts:
+            self._hosts[structure] = HostDepth(self.tx.freezing.plan(_local_shapes(state)))
+        return self._hosts[structure]
+
     def _depth(self, state: TrainState) -> int | None:
-        """Groups to freeze in the coming call; ``None`` if the program itself finds out."""
-        if not isinstance(self.tx, ScheduledFreeze) or not self._freezes_on_host(state):
+        """Groups to freeze in a call; ``None`` if the program itself finds out."""
+        return self._host(state)(state.opt_state) if self._freezes_on_host(state) else None
+
+    def _coming(self, state: TrainState) -> int | None:
+        """The same for a look at the state, after which the run goes on as if nothing had been.
+
+        It raises nothing at the end of a schedule: there may be a window left to flush.
+        """
+        if not self._freezes_on_host(state):
             return None
-        if not self._hosts:
-            self._hosts.append(HostDepth(self.tx.freezing.plan(_local_shapes(state))))
-        return self._hosts[0](state.opt_state)
+        if isinstance(state.opt_state.next_depth, jax.ShapeDtypeStruct):
+            raise ValueError(
+                "TrainStep: depth must be given with a state of shapes alone, got None. A state "
+                "with values says itself what is frozen next."
+            )
+        return int(state.opt_state.next_depth)
 
     def _program(self, kind: Kind, state: TrainState, depth: int | None) -> Any:
         """The jitted step or flush for states like this one."""

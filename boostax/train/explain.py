@@ -143,7 +143,7 @@ def explain(
         hint = "boostax.make_train_step(loss_fn, tx) makes one."
         raise TypeError(checks.message(_WHO, "step", "a TrainStep", step, hint))
     # What is built here is no part of what the step was used for.
-    step = dataclasses.replace(step, _compiled={}, _hosts=[])
+    step = dataclasses.replace(step, _compiled={}, _hosts={})
     if not isinstance(step.tx, ScheduledFreeze):
         if depths is not None:
             hint = "Only scheduled_freeze, outermost, has any."

@@ -50,8 +50,8 @@ def value_and_grad(
       ``(loss, grads)``, or ``((loss, aux), grads)`` with ``has_aux``. ``active`` is a tree of bools
       like the params, or a prefix of one: what is not active is not differentiated, and in the
       gradients ``optax.MaskedNode`` stands for it; or ``tx.choice(params, opt_state)`` of a
-      ``scheduled_freeze``, which leaves zeros there. Cost: with ``axis_name`` one scalar collective
-      for the loss and one per leaf of ``aux``; see ``boostax.microbatch``.
+      ``scheduled_freeze``, by which it is found out in the program. Cost: with ``axis_name`` one
+      scalar collective for the loss and one per leaf of ``aux``; see ``boostax.microbatch``.
 
     Raises:
       ValueError, TypeError: an argument out of range; at trace time, a loss that is no floating

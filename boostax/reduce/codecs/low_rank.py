@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import optax
 from jax import lax
 
 from boostax.reduce.codecs.base import Message, PerLeaf, packed, unpacked
@@ -18,12 +19,14 @@ class Factors(NamedTuple):
     """What the replicas have in common.
 
     Attributes:
-      step: i32 scalar; even steps send left factors, odd ones right.
-      left: for each matrix ``(rows, rank)``, what the last even step sent.
-      right: for each matrix ``(columns, rank)``, what the last odd step sent.
+      uses: for each matrix an i32 scalar, how often it was sent.
+      side: for each matrix an i32 scalar, what was sent last: 0 for the left factor, 1 the right.
+      left: for each matrix ``(rows, rank)``, the last left factor.
+      right: for each matrix ``(columns, rank)``, the last right one.
     """
 
-    step: jax.Array
+    uses: PerLeaf
+    side: PerLeaf
     left: PerLeaf
     right: PerLeaf
 
@@ -55,7 +58,8 @@ class PowerSgd:
                 shape = (length, min(self.rank, *sides(leaf.shape)))
                 now = jax.random.fold_in(key, 2 * i + side)
                 found.append(jax.random.normal(now, shape, leaf.dtype))
-        return Factors(jnp.zeros((), jnp.int32), PerLeaf(left), PerLeaf(right))
+        counts, ones = ([jnp.full((), n, jnp.int32) for _ in leaves] for n in (0, 1))
+        return Factors(PerLeaf(counts), PerLeaf(ones), PerLeaf(left), PerLeaf(right))
 
     def reduce(
         self, leaves: Sequence[jax.Array], state: Factors, names: tuple[str, ...]
@@ -74,9 +78,18 @@ class PowerSgd:
             right = _stored(factors, state.right)
             return [m.T for m in means], [s.T for s in sent], state._replace(right=right)
 
-        means, sent, state = lax.cond(state.step % 2 == 0, even, odd)
+        # All send the same side, so that one reduction of one shape suffices: the other one than
+        # the matrix sent last that is here most seldom. Others may be left out now and then, in
+        # every second step for instance, and with the steps counted would never see both sides.
+        uses, side = jnp.stack(state.uses.values), jnp.stack(state.side.values)
+        left = side[uses.argmin()] == 1
+        means, sent, state = lax.cond(left, even, odd)
         shaped = lambda xs: [x.reshape(y.shape) for x, y in zip(xs, leaves, strict=True)]  # noqa: E731
-        return Message(shaped(means), shaped(sent), state._replace(step=1 - state.step))
+        state = state._replace(
+            uses=PerLeaf([optax.safe_increment(n) for n in state.uses.values]),
+            side=PerLeaf([jnp.where(left, 0, 1).astype(jnp.int32) for _ in leaves]),
+        )
+        return Message(shaped(means), shaped(sent), state)
 
     def _bases(self, factors: list[jax.Array], like: list[jax.Array]) -> list[jax.Array]:
         """Orthonormal columns. Of zeros too: QR then completes them, and nothing becomes a NaN."""
