@@ -26,6 +26,8 @@ bench: $(READY)
 	$(RUN) benchmarks/adasum_convergence.py
 	$(RUN) benchmarks/compression_time.py
 	$(RUN) benchmarks/compression_accuracy.py
+	$(RUN) benchmarks/freezing.py
+	$(RUN) benchmarks/freezing_accuracy.py
 
 lint: $(READY)
 	$(VENV)/bin/ruff check .

@@ -1,0 +1,166 @@
+"""Quasi-Newton directions and a backtracking line search in a few coordinates: arrays only."""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any, Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+
+@dataclasses.dataclass(frozen=True)
+class Rule:
+    r"""How directions are made and steps accepted.
+
+    Attributes:
+      tries: lengths tried, 1, shrink, shrink**2, ...
+      shrink: in (0, 1).
+      slope: the share of the decrease promised by the slope that suffices (Armijo's constant).
+      slack: of the loss, how much worse still counts as equal: rounding.
+      curvature: a pair (s, y) is used if ``y.s > curvature * |y| * |s|``.
+      least_curvature: and if ``y.s`` is above this.
+      scaled: whether the first matrix is ``y.s / y.y`` times the identity.
+      failure: what becomes of the matrix when no length suffices: ``"reset"`` to the identity times
+        the last length tried, ``"rollback"`` to what it was before the step, or ``"keep"``.
+      take_last: whether the last length is taken although it does not suffice.
+    """
+
+    tries: int = 10
+    shrink: float = 0.5
+    slope: float = 1e-4
+    slack: float = 1e-6
+    curvature: float = 1e-4
+    least_curvature: float = 0.0
+    scaled: bool = True
+    failure: Literal["reset", "rollback", "keep"] = "reset"
+    take_last: bool = False
+
+
+# MindSpore 2.10: two lengths, the identity to begin with, everything back when both fail.
+MINDSPORE = Rule(2, 0.55, 0.4, 0.0, 0.0, 1e-20, False, "rollback")
+# The authors' own code (https://github.com/nblt/DLDR): twenty, and then the last one is taken.
+P_BFGS = Rule(20, 0.4, 0.4, 0.0, 0.0, 1e-20, False, "keep", True)
+
+
+class Memory(NamedTuple):
+    """What is known of the curvature in k coordinates.
+
+    Attributes:
+      inverse: f32 or wider ``(k, k)``, the inverse Hessian as it is believed to be.
+      gradient: ``(k,)``, the last one.
+      step: ``(k,)``, the last one taken.
+      started: bool, whether there is a last gradient.
+      paired: bool, whether any pair has been used.
+    """
+
+    inverse: jax.Array
+    gradient: jax.Array
+    step: jax.Array
+    started: jax.Array
+    paired: jax.Array
+
+
+class Search(NamedTuple):
+    """What a line search found.
+
+    Attributes:
+      length: scalar of the loss's dtype, 0 if none suffices.
+      accepted: bool scalar.
+      tries: i32 scalar, losses computed.
+      last: the last length tried.
+    """
+
+    length: jax.Array
+    accepted: jax.Array
+    tries: jax.Array
+    last: jax.Array
+
+
+def empty(k: int, dtype: Any) -> Memory:
+    """Nothing known: the identity."""
+    zeros = lambda: jnp.zeros(k, dtype)  # noqa: E731
+    no = lambda: jnp.zeros((), bool)  # noqa: E731
+    return Memory(jnp.eye(k, dtype=dtype), zeros(), zeros(), no(), no())
+
+
+def learn(memory: Memory, gradient: jax.Array, rule: Rule) -> Memory:
+    r"""Take in a new gradient: the BFGS update of the inverse, where the pair can be trusted.
+
+    .. math:: H \leftarrow V^\top H V + \rho s s^\top, \quad V = I - \rho y s^\top, \quad
+      \rho = 1 / y^\top s
+    """
+    s, y = memory.step, gradient - memory.gradient
+    product = y @ s
+    lengths = jnp.sqrt((y @ y) * (s @ s))
+    trusted = (product > rule.curvature * lengths) & (product > rule.least_curvature)
+    use = memory.started & trusted
+    rho = 1.0 / jnp.where(use, product, 1.0)
+    inverse = memory.inverse
+    if rule.scaled:
+        first = jnp.eye(s.size, dtype=inverse.dtype) * product / jnp.where(use, y @ y, 1.0)
+        inverse = jnp.where(memory.paired, inverse, first)
+    v = jnp.eye(s.size, dtype=inverse.dtype) - rho * jnp.outer(y, s)
+    updated = v.T @ inverse @ v + rho * jnp.outer(s, s)
+    return memory._replace(
+        inverse=jnp.where(use, updated, memory.inverse),
+        gradient=gradient,
+        started=jnp.ones((), bool),
+        paired=memory.paired | use,
+    )
+
+
+def search(
+    loss: Callable[[jax.Array], jax.Array], value: jax.Array, slope: jax.Array, rule: Rule
+) -> Search:
+    r"""The first of the lengths :math:`t` with ``loss(t) < value + slope_constant * t * slope``.
+
+    A loss that is not finite never suffices.
+    """
+    shrink = jnp.asarray(rule.shrink, value.dtype)
+    slack = rule.slack * jnp.abs(value)
+
+    def go_on(carry: tuple[Any, ...]) -> jax.Array:
+        tried, _, accepted = carry
+        return ~accepted & (tried < rule.tries)
+
+    def attempt(carry: tuple[Any, ...]) -> tuple[Any, ...]:
+        tried, _, _ = carry
+        t = shrink ** tried.astype(value.dtype)
+        found = loss(t).astype(value.dtype)
+        enough = found < value + rule.slope * t * slope + slack
+        return tried + 1, t, enough & jnp.isfinite(found)
+
+    start = (jnp.zeros((), jnp.int32), jnp.zeros((), value.dtype), jnp.zeros((), bool))
+    tries, last, accepted = lax.while_loop(go_on, attempt, start)
+    taken = accepted | rule.take_last
+    return Search(jnp.where(taken, last, 0.0), accepted, tries, last)
+
+
+def conclude(
+    before: Memory, memory: Memory, direction: jax.Array, found: Search, rule: Rule
+) -> Memory:
+    """What is kept after a step: the step taken, or what a failure leaves."""
+    moved = found.length > 0
+    step = jnp.where(moved, found.length * direction, memory.step)
+    if rule.failure == "keep":
+        return memory._replace(step=step)
+    ok = found.accepted
+    if rule.failure == "rollback":
+        keep = lambda new, old: jnp.where(ok, new, old)  # noqa: E731
+        return memory._replace(
+            inverse=keep(memory.inverse, before.inverse),
+            gradient=keep(memory.gradient, before.gradient),
+            step=step,
+        )
+    # Too long by as much as the search went back: the next direction is shorter.
+    shorter = jnp.eye(step.size, dtype=step.dtype) * _size(memory.inverse) * found.last
+    return memory._replace(
+        inverse=jnp.where(ok, memory.inverse, shorter),
+        step=jnp.where(ok, step, 0.0),
+        paired=memory.paired & ok,
+    )
+
+
+def _size(inverse: jax.Array) -> jax.Array:
+    return jnp.trace(inverse) / inverse.shape[0]

@@ -1,0 +1,227 @@
+"""The path of the params in a ring buffer, beside any optimizer, and the subspace it spans.
+
+A snapshot is written into its slot and nothing else is touched: the gate compiles the write into a
+branch, and XLA does it in place. With each snapshot goes one row of its distances to the others, so
+that a basis needs no pass over all pairs in the end.
+"""
+
+import operator
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax import lax
+from jax.core import Tracer
+
+from boostax._core import checks, trees
+from boostax._core.gate import gate
+from boostax.subspace.basis import Basis, Gram, pca_from_gram, updated_gram
+
+PyTree = Any
+_WHO = "record_trajectory"
+
+
+class TrajectoryState(NamedTuple):
+    """State of ``record_trajectory``.
+
+    Attributes:
+      steps: i32, calls so far.
+      recorded: i32, snapshots so far; the next one goes to the slot ``recorded % size``.
+      snapshots: tree like the params of ``(size, *leaf.shape)`` in the storage dtype.
+      gram: the squared distances between them.
+    """
+
+    steps: jax.Array
+    recorded: jax.Array
+    snapshots: PyTree
+    gram: Gram
+
+    def metrics(self) -> dict[str, jax.Array]:
+        """Named scalars for ``boostax.metrics``."""
+        return {"trajectory_snapshots": self.recorded}
+
+
+class _Ring(NamedTuple):
+    """What a snapshot changes."""
+
+    recorded: jax.Array
+    snapshots: PyTree
+    gram: Gram
+
+
+def record_trajectory(
+    size: int, *, every: int = 1, start: int = 0, dtype: Any = "float32"
+) -> optax.GradientTransformationExtraArgs:
+    r"""Keep the last ``size`` snapshots of the params; pass the updates through.
+
+    At the calls :math:`t = \text{start} + i \cdot \text{every}`, counted from 0, the params that
+    ``update`` is given are stored: those from *before* that update. Once the buffer is full, the
+    oldest is overwritten. Inside a loss scaler or a window, in a chain with the optimizer, only
+    applied steps are calls.
+
+    A basis from the last snapshots of a run is worth more than one from all of them: its first
+    steps differ by far the most.
+
+    Args:
+      size: snapshots kept, at least two.
+      every: calls from one to the next.
+      start: calls before the first one.
+      dtype: in which snapshots are stored; f64 and complex leaves keep their kind. In bf16 only
+        what differs by more than 0.4% of a weight is told apart.
+
+    Returns:
+      A transformation with a ``TrajectoryState``. Cost: ``size`` copies of the params in ``dtype``,
+      sharded as they are; at a snapshot one read of them, and of sharded params ``4 * size`` bytes
+      for each leaf summed over the devices; nothing at other calls. No copy of the buffer; one
+      of the params where the step writes to them in place. Inside ``jax.shard_map`` the params
+      must be whole on each replica.
+
+    Raises:
+      ValueError, TypeError: an argument out of range; at trace time, ``update`` without params.
+
+    Example:
+      >>> import jax.numpy as jnp, optax
+      >>> from boostax.subspace.trajectory import record_trajectory, trajectory
+      >>> tx = optax.chain(record_trajectory(2), optax.sgd(1.0))
+      >>> w = jnp.float32(0.0)
+      >>> state = tx.init(w)
+      >>> for _ in range(4):
+      ...   updates, state = tx.update(jnp.float32(-1.0), state, w)
+      ...   w = optax.apply_updates(w, updates)
+      >>> trajectory(state)[0].tolist()
+      [2.0, 3.0]
+
+    References:
+      Li et al., Low Dimensional Trajectory Hypothesis is True, https://arxiv.org/abs/2103.11154,
+      2021.
+    """
+    hint = "It counts snapshots in memory; 40 are usual."
+    checks.positive_int(_WHO, "size", size, hint)
+    if size < 2:
+        raise ValueError(checks.message(_WHO, "size", "at least 2", size, hint))
+    checks.positive_int(_WHO, "every", every, "It counts calls from one snapshot to the next.")
+    start = _not_negative("start", start, "It counts calls before the first snapshot.")
+    narrow = checks.floating_dtype(_WHO, "dtype", dtype)
+
+    def init_fn(params: PyTree) -> TrajectoryState:
+        def buffer(p: jax.Array) -> jax.Array:
+            # Zeros like the leaf: with its sharding.
+            slot = jnp.zeros_like(p, dtype=trees.buffer_dtype(p, narrow))
+            return jnp.broadcast_to(slot, (size, *slot.shape))
+
+        widest = jnp.result_type(jnp.float32, *[_real_dtype(p) for p in jax.tree.leaves(params)])
+        return TrajectoryState(
+            steps=jnp.zeros((), jnp.int32),
+            recorded=jnp.zeros((), jnp.int32),
+            snapshots=jax.tree.map(buffer, params),
+            gram=Gram(jnp.zeros((size, size), widest)),
+        )
+
+    def update_fn(
+        updates: PyTree, state: Any, params: PyTree = None, **extra_args: Any
+    ) -> tuple[PyTree, TrajectoryState]:
+        del extra_args
+        if params is None:
+            raise ValueError(
+                f"{_WHO}: params must be given to update, got None. They are what is recorded."
+            )
+        ring = _Ring(state.recorded, state.snapshots, state.gram)
+
+        def write() -> tuple[PyTree, _Ring]:
+            slot = ring.recorded % size
+            new = jax.tree.map(lambda x, p: p.astype(x.dtype), ring.snapshots, params)
+            snapshots = jax.tree.map(
+                lambda x, p: lax.dynamic_update_index_in_dim(x, p, slot, 0), ring.snapshots, new
+            )
+            # After the write: before it, the buffer would have to be copied.
+            gram = updated_gram(ring.gram, snapshots, new, slot)
+            return (), _Ring(ring.recorded + 1, snapshots, gram)
+
+        since = state.steps - start
+        due = jnp.logical_and(since >= 0, since % every == 0)
+        _, ring = gate(due, write, (), ring, apply=True, who=_WHO)
+        steps: Any = optax.safe_increment(state.steps)
+        return updates, TrajectoryState(steps, ring.recorded, ring.snapshots, ring.gram)
+
+    return optax.GradientTransformationExtraArgs(init_fn, update_fn)
+
+
+def trajectory(opt_state: PyTree) -> tuple[PyTree, int]:
+    """The recorded snapshots, the oldest first. Call it on the host.
+
+    Args:
+      opt_state: any state that holds one of ``record_trajectory``.
+
+    Returns:
+      A tree like the params of ``(count, *leaf.shape)``, and ``count``. Cost: a copy of the buffer.
+
+    Raises:
+      ValueError: nothing in the state records.
+    """
+    state = _state("trajectory", opt_state)
+    recorded, size = int(state.recorded), state.gram.distances.shape[0]
+    first = max(recorded - size, 0)
+    order = np.arange(first, recorded) % size
+    return jax.tree.map(lambda x: x[order], state.snapshots), recorded - first
+
+
+def trajectory_basis(opt_state: PyTree, n_components: int, *, dtype: Any = None) -> Basis:
+    """The leading directions of the recorded snapshots, from the distances kept with them.
+
+    Args:
+      opt_state: any state that holds one of ``record_trajectory``.
+      n_components: how many directions, less than the snapshots that are there.
+      dtype: in which components are stored; ``None`` for f32 or wider.
+
+    Returns:
+      A ``Basis``, as ``pca_basis`` of the same snapshots gives it. Cost: as ``pca_from_gram``; no
+      copy of a full buffer. Inside ``jit`` the buffer must be full.
+
+    Raises:
+      ValueError: nothing in the state records, or as ``pca_basis``.
+
+    Example:
+      >>> import jax.numpy as jnp, optax
+      >>> from boostax.subspace.trajectory import record_trajectory, trajectory_basis
+      >>> tx = record_trajectory(3)
+      >>> state = tx.init(jnp.zeros(2))
+      >>> for t in range(3):
+      ...   _, state = tx.update(jnp.zeros(2), state, jnp.array([3.0 * t, 4.0 * t]))
+      >>> trajectory_basis(state, 1).components.round(3).tolist()
+      [[0.6000000238418579, 0.800000011920929]]
+    """
+    state = _state("trajectory_basis", opt_state)
+    snapshots, gram = state.snapshots, state.gram
+    size = gram.distances.shape[0]
+    count = size if isinstance(state.recorded, Tracer) else int(state.recorded)
+    if count < size:
+        snapshots = jax.tree.map(lambda x: x[:count], snapshots)
+        gram = Gram(gram.distances[:count, :count])
+    return pca_from_gram(gram, snapshots, n_components, dtype=dtype)
+
+
+def _state(who: str, opt_state: PyTree) -> TrajectoryState:
+    found = trees.find(opt_state, lambda x: isinstance(x, TrajectoryState))
+    if not found:
+        raise ValueError(
+            f"{who}: opt_state must hold a TrajectoryState, got none. Put "
+            "boostax.record_trajectory into the chain."
+        )
+    return found[0]
+
+
+def _real_dtype(p: Any) -> np.dtype[Any]:
+    return jnp.finfo(trees.buffer_dtype(p, np.dtype(np.float32))).dtype
+
+
+def _not_negative(argument: str, value: Any, hint: str) -> int:
+    allowed = "an integer that is not negative"
+    try:
+        number = -1 if isinstance(value, bool) else operator.index(value)
+    except TypeError as error:
+        raise TypeError(checks.message(_WHO, argument, allowed, value, hint)) from error
+    if number < 0:
+        raise ValueError(checks.message(_WHO, argument, allowed, value, hint))
+    return number
