@@ -215,8 +215,10 @@ def test_frozen_params_and_moments_are_not_copied():
     for depth in (0, 3):
         program = step.lower(state, next(batches(1, 16, 256)), depth=depth).compile()
         memory = program.memory_analysis()
-        # All but the depths themselves, which are set.
-        assert memory.alias_size_in_bytes >= sum(x.nbytes for x in jax.tree.leaves(state)) - 16
+        # What is frozen of the moments is not even handed over. The depths themselves are set.
+        moments = sum(x.nbytes for x in jax.tree.leaves(state.params[:depth])) * 2
+        whole = sum(x.nbytes for x in jax.tree.leaves(state))
+        assert whole - moments - 16 <= memory.alias_size_in_bytes <= whole - moments
     # Nothing of the size of a kernel but what the one active layer needs.
     assert memory.temp_size_in_bytes <= 2.1 * params[0]["k"].nbytes
 

@@ -8,7 +8,6 @@ import optax
 from boostax._core import trees
 
 PyTree = Any
-Path = tuple[Any, ...]
 
 
 class Pruning(NamedTuple):
@@ -18,22 +17,26 @@ class Pruning(NamedTuple):
     that is missing. That holds through every wrapper, and whatever shape a state leaf has.
 
     Attributes:
-      structure: of the smaller state.
-      paths: of its leaves, in order.
+      whole: structure of the larger state.
+      part: structure of the smaller one.
+      places: of its leaves, in order, the numbers that they have in the larger one.
     """
 
-    structure: Any
-    paths: tuple[Path, ...]
+    whole: Any
+    part: Any
+    places: tuple[int, ...]
 
     def take(self, state: PyTree) -> PyTree:
         """The smaller state out of the larger one; nothing is copied."""
-        leaves = dict(jax.tree_util.tree_leaves_with_path(state))
-        return self.structure.unflatten([leaves[path] for path in self.paths])
+        leaves = self.whole.flatten_up_to(state)
+        return self.part.unflatten([leaves[place] for place in self.places])
 
     def put(self, state: PyTree, part: PyTree) -> PyTree:
         """The larger state with the smaller one's leaves in it."""
-        new = dict(zip(self.paths, jax.tree.leaves(part), strict=True))
-        return jax.tree_util.tree_map_with_path(lambda path, old: new.get(path, old), state)
+        leaves = self.whole.flatten_up_to(state)
+        for place, leaf in zip(self.places, self.part.flatten_up_to(part), strict=True):
+            leaves[place] = leaf
+        return self.whole.unflatten(leaves)
 
 
 def pruning(tx: optax.GradientTransformation, params: PyTree, fewer: PyTree, who: str) -> Pruning:
@@ -44,15 +47,17 @@ def pruning(tx: optax.GradientTransformation, params: PyTree, fewer: PyTree, who
     """
     # Shapes alone: an init may refuse params that differ from replica to replica.
     bare = lambda tree: jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), tree)  # noqa: E731
-    whole = dict(jax.tree_util.tree_leaves_with_path(jax.eval_shape(tx.init, bare(params))))
+    whole, structure = jax.tree_util.tree_flatten_with_path(jax.eval_shape(tx.init, bare(params)))
+    there = {path: (place, leaf) for place, (path, leaf) in enumerate(whole)}
     state = jax.eval_shape(tx.init, bare(fewer))
-    leaves = jax.tree_util.tree_leaves_with_path(state)
-    for path, leaf in leaves:
-        there = whole.get(path)
-        if there is None or (there.shape, there.dtype) != (leaf.shape, leaf.dtype):
+    places: list[int] = []
+    for path, leaf in jax.tree_util.tree_leaves_with_path(state):
+        place, found = there.get(path, (-1, None))
+        if found is None or (found.shape, found.dtype) != (leaf.shape, leaf.dtype):
             raise ValueError(
                 f"{who}: inner must keep its state leaf by leaf, got one whose "
                 f"{trees.path_name(path) or 'only leaf'!r} depends on which leaves there are. A "
                 "flattened optimizer cannot be frozen in part: use it on the leaves."
             )
-    return Pruning(jax.tree.structure(state), tuple(path for path, _ in leaves))
+        places.append(place)
+    return Pruning(structure, jax.tree.structure(state), tuple(places))

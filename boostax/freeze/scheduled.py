@@ -2,6 +2,7 @@
 
 import functools
 import operator
+from collections.abc import Callable
 from typing import Any, Literal, NamedTuple
 
 import jax
@@ -18,7 +19,7 @@ from boostax._core.gate import (
     passed,
     run,
 )
-from boostax._core.prune import pruning
+from boostax._core.prune import Pruning, pruning
 from boostax._core.replicas import owns_params
 from boostax.freeze.plan import Freezing, Plan, as_schedule
 from boostax.freeze.stages import Choice
@@ -57,9 +58,11 @@ class ScheduledFreeze(GatedTransformation):
 
     Attributes:
       freezing: what is frozen when.
+      cut: from params and a depth, where the inner state of that depth lies in the whole one.
     """
 
     freezing: Freezing
+    cut: Callable[[PyTree, int], Pruning]
 
     def active(self, params: PyTree, depth: int) -> PyTree:
         """Which leaves are trained while so many groups are frozen: a tree of bools."""
@@ -123,10 +126,11 @@ def scheduled_freeze(
       is trained there).
 
     Raises:
-      ValueError, TypeError: an argument out of range; groups that do not fit the params; at trace
-        time, a ``depth`` that is never drawn, or an ``inner`` that flattens its leaves. On the
-        host, ``make_train_step`` raises at the end of a schedule shorter than the run; inside a
-        program its last depth stays.
+      ValueError, TypeError: an argument out of range; from ``init``, groups that do not fit the
+        params, and, for a schedule that changes, an ``inner`` that melts leaves into one, has
+        windows of its own (``optax.MultiSteps``) or params of each replica's own; at trace time, a
+        ``depth`` that is never drawn. ``make_train_step`` raises at the end of a schedule shorter
+        than the run; inside a program its last depth stays.
 
     Example:
       >>> import boostax, jax.numpy as jnp, optax
@@ -157,9 +161,8 @@ def scheduled_freeze(
         kept = plan.drawn if moments == "per_group" else plan.drawn[:1]
         states = tuple(tx.init(fewer(wide, depth)) for depth in kept)
         _check_inner(states, plan, moments)
-        if moments == "shared":
-            for depth in plan.drawn:
-                pruning(tx, fewer(wide, kept[0]), fewer(wide, depth), _WHO)
+        for depth in plan.drawn:
+            cut(params, depth)
         return ScheduledFreezeState(
             steps=jnp.zeros((), jnp.int32),
             depth=jnp.zeros((), jnp.int32) + plan.first(),
@@ -169,17 +172,27 @@ def scheduled_freeze(
             inner_state=states if moments == "per_group" else states[0],
         )
 
+    def cut(params: PyTree, depth: int) -> Pruning:
+        """In a tuple of states, one for each depth, the state of this one lies as a whole."""
+        plan, wide = freezing.plan(params), jax.eval_shape(trees.at_least_float32, params)
+        if moments == "shared":
+            return pruning(tx, fewer(wide, plan.drawn[0]), fewer(wide, depth), _WHO)
+        states = [jax.eval_shape(tx.init, fewer(wide, each)) for each in plan.drawn]
+        index = plan.drawn.index(depth)
+        start = sum(len(jax.tree.leaves(state)) for state in states[:index])
+        structure = jax.tree.structure(states[index])
+        places = tuple(range(start, start + structure.num_leaves))
+        return Pruning(jax.tree.structure(tuple(states)), structure, places)
+
     def narrowed(
-        state: ScheduledFreezeState, params: PyTree, depth: int, plan: Plan
-    ) -> tuple[PyTree, Any]:
+        state: ScheduledFreezeState, params: PyTree, depth: int
+    ) -> tuple[PyTree, Callable[[PyTree], PyTree]]:
         """The inner state at a depth, and a function that puts a new one into the whole."""
-        if moments == "per_group":
-            index = plan.drawn.index(depth)
-            before, after = state.inner_state[:index], state.inner_state[index + 1 :]
-            return state.inner_state[index], lambda new: (*before, new, *after)
-        wide = jax.eval_shape(trees.at_least_float32, params)
-        cut = pruning(tx, fewer(wide, plan.drawn[0]), fewer(wide, depth), _WHO)
-        return cut.take(state.inner_state), functools.partial(cut.put, state.inner_state)
+        pruned = cut(params, depth)
+        if jax.tree.structure(state.inner_state) == pruned.part:
+            # A train step has taken it out before, and puts it back itself.
+            return state.inner_state, lambda new: new
+        return pruned.take(state.inner_state), functools.partial(pruned.put, state.inner_state)
 
     def following(
         state: ScheduledFreezeState, plan: Plan, depth: int, ok: jax.Array, inner_state: PyTree
@@ -212,7 +225,7 @@ def scheduled_freeze(
         _require_present(grads.raw, active, depth)
         pending = Pending(trees.masked(grads.raw, active), grads.factors)
         trees.require_gradients(pending.raw, _WHO)
-        inner_state, put = narrowed(state, params, depth, plan)
+        inner_state, put = narrowed(state, params, depth)
         part = trees.masked(params, active)
         value, new = run(tx, pending, inner_state, part, apply=apply, extra=extra)
         # Updates come in f32 or wider, whatever the params are stored in.
@@ -241,7 +254,7 @@ def scheduled_freeze(
         depth: int, state: ScheduledFreezeState, params: PyTree, extra: dict[str, Any]
     ) -> tuple[PyTree, ScheduledFreezeState]:
         plan = freezing.plan(params)
-        inner_state, put = narrowed(state, params, depth, plan)
+        inner_state, put = narrowed(state, params, depth)
         part = trees.masked(params, freezing.active(params, depth))
         before = _windows(inner_state)
         value, new = flush_inner(tx, inner_state, part, extra)
@@ -259,7 +272,7 @@ def scheduled_freeze(
         return _switch(plan.index(state.next_depth), at, state, params)
 
     frozen = ScheduledFreeze(init_fn, step_fn, flush_fn)
-    frozen.freezing = freezing
+    frozen.freezing, frozen.cut = freezing, cut
     return frozen
 
 

@@ -59,7 +59,7 @@ def staged(
         inputs, outputs = _boundary(jaxpr, stages, levels, level)
         run = jaxpr_as_fun(ClosedJaxpr(_part(jaxpr, inputs, outputs, stages[level]), ()))
         given = [values[var] for var in inputs]
-        # The last stage to be left out is not worth a branch.
+        # What is needed at every depth stands outside.
         found = run(*given) if level == max(levels) else _branch(index <= level, run, given)
         values.update(zip(outputs, found, strict=True))
 

@@ -14,6 +14,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from boostax._core import trees
 from boostax._core.gate import outermost_passed, passed
+from boostax._core.prune import Pruning
 from boostax._core.replicas import (
     PerReplica,
     enter_replica,
@@ -66,6 +67,7 @@ class TrainStep:
     param_specs: PyTree = None
     freeze_driver: FreezeDriver = "host"
     _compiled: dict[tuple[Kind, int | None, Any], Any] = dataclasses.field(default_factory=dict)
+    _cuts: dict[tuple[int, Any], Pruning] = dataclasses.field(default_factory=dict)
     _hosts: dict[Any, HostDepth] = dataclasses.field(default_factory=dict)
 
     @property
@@ -138,26 +140,31 @@ class TrainStep:
           the params changed), ``boostax.metrics(opt_state)`` and ``Aux.metrics``.
         """
         batch, depth = self._place(batch), self._depth(state)
-        state, reported = self._program("step", state, depth)(state, batch)
+        small, reported = self._program("step", state, depth)(self._narrowed(state, depth), batch)
+        state = self._widened(state, small, depth)
         if depth is not None:
             self._host(state).follow(state.opt_state)
         return state, reported
 
     def flush(self, state: TrainState) -> TrainState:
         """Apply a partial window at the end of a run (see ``boostax.flush``)."""
-        return self._program("flush", state, self._coming(state))(state)
+        depth = self._coming(state)
+        small = self._program("flush", state, depth)(self._narrowed(state, depth))
+        return self._widened(state, small, depth)
 
     def lower(
         self, state: TrainState, batch: PyTree, *, depth: int | None = None
     ) -> jax.stages.Lowered:
         """The lowered program, for its text, memory and cost; of the coming depth, or another."""
         depth = self._coming(state) if depth is None else depth
-        return self._program("step", state, depth).lower(state, self._place(batch))
+        program = self._program("step", state, depth)
+        return program.lower(self._narrowed(state, depth), self._place(batch))
 
     def jaxpr(self, state: TrainState, batch: PyTree, *, depth: int | None = None) -> Any:
         """The traced program, for counting collectives and bytes."""
         depth = self._coming(state) if depth is None else depth
-        return jax.make_jaxpr(self._program("step", state, depth))(state, self._place(batch))
+        program = self._program("step", state, depth)
+        return jax.make_jaxpr(program)(self._narrowed(state, depth), self._place(batch))
 
     def common_params(self, state: TrainState) -> PyTree:
         """The params, to evaluate: where each replica has its own, their mean."""
@@ -238,13 +245,42 @@ class TrainStep:
             )
         return int(state.opt_state.next_depth)
 
+    def _cut(self, state: TrainState, depth: int) -> Pruning:
+        """Where the inner state of a depth lies in the whole."""
+        assert isinstance(self.tx, ScheduledFreeze)
+        key = depth, jax.tree.structure(state)
+        if key not in self._cuts:
+            self._cuts[key] = self.tx.cut(_local_shapes(state), depth)
+        return self._cuts[key]
+
+    def _narrowed(
+        self, state: TrainState, depth: int | None, of: TrainState | None = None
+    ) -> TrainState:
+        """What the program of a depth is given: a state (or specs like it) without what is frozen.
+
+        A call costs time for every array that it hands over, whether it is touched or not.
+        """
+        if depth is None:
+            return state
+        inner_state = self._cut(of or state, depth).take(state.opt_state.inner_state)
+        return state._replace(opt_state=state.opt_state._replace(inner_state=inner_state))
+
+    def _widened(self, state: TrainState, small: TrainState, depth: int | None) -> TrainState:
+        """The whole again, with what the program returned."""
+        if depth is None:
+            return small
+        cut, old = self._cut(state, depth), state.opt_state.inner_state
+        inner_state = cut.put(old, small.opt_state.inner_state)
+        return small._replace(opt_state=small.opt_state._replace(inner_state=inner_state))
+
     def _program(self, kind: Kind, state: TrainState, depth: int | None) -> Any:
         """The jitted step or flush for states like this one."""
         key = kind, depth, jax.tree.structure(state)
         if key not in self._compiled:
             run = functools.partial(self._step if kind == "step" else self._flush, depth)
             if self.mesh is not None:
-                specs, batch = self._specs(state), PartitionSpec(self.names)
+                specs = self._narrowed(self._specs(state), depth, of=state)
+                batch = PartitionSpec(self.names)
                 of_step = kind == "step"
                 run = jax.shard_map(
                     run,
