@@ -338,8 +338,8 @@ def test_compare_says_at_which_bandwidth_a_codec_pays(here, capsys, monkeypatch)
     assert re.search(r"random-k (pays|never pays)", printed) and "a dense mean" in printed
     rows = json.loads((here / "runs/compare-digits/compare.json").read_text())["variants"]
     for row in rows.values():
-        # A tenth of 2 x 1000 entries, and scalars.
-        assert 0 < row["wire_bytes"] - 4 * 200 < 100
+        # A tenth of 2 x 1000 entries, the biases whole, and scalars.
+        assert 0 < row["wire_bytes"] - 4 * (200 + 16 + 16 + 10) < 100
         # Infinity, for always, has no word in JSON.
         assert row["pays_below"] is None or row["pays_below"] > 0
 

@@ -8,9 +8,15 @@ from boostax.testing import LAWS, laws_for
 # Settings of a transformation that stands there once already: of them only what is told of their
 # arguments and of replicas is worth every run.
 VARIANTS = {
+    "static_loss_scale",
     "static_loss_scale_without_check",
+    "accumulate_every_one",
     "accumulate_by_schedule",
+    "all_reduce_half",
     "all_reduce_in_buckets",
+    "adasum_half_inside_the_scaler",
+    "mean_scattered_to_a_sharded_optimizer_inside_gates",
+    "top_k_reduce_warming_up_in_blocks_with_momentum",
     "threshold_reduce",
     "random_k_reduce",
     "int16_reduce",

@@ -322,6 +322,7 @@ def test_projection_of_a_lift_is_the_identity(coefficients, seed):
     np.testing.assert_allclose(project(components, tree), coefficients, atol=1e-5 * largest + 1e-30)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("law", laws_for(CASE))
 def test_recording_keeps_the_contract(law):
     LAWS[law](CASE)

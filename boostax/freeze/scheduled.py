@@ -372,15 +372,16 @@ def _require_params(params: PyTree) -> None:
 
 def _require_present(grads: PyTree, active: PyTree, depth: int) -> None:
     """Refuse gradients that were masked for another depth than this one."""
-    masked = lambda node: isinstance(node, optax.MaskedNode)  # noqa: E731
-    given = jax.tree.map(lambda node: not masked(node), grads, is_leaf=masked)
+    leaves, treedef = jax.tree.flatten(active)
     try:
-        lacking = jax.tree.leaves(jax.tree.map(lambda keep, x: keep and not x, active, given))
+        given = treedef.flatten_up_to(grads)
     except ValueError as error:
         raise ValueError(
             f"{_WHO}: gradients must be a tree like the params, got {jax.tree.structure(grads)}. "
             "A leaf that is frozen may be an optax.MaskedNode."
         ) from error
+    masked = [isinstance(node, optax.MaskedNode) for node in given]
+    lacking = [keep and hidden for keep, hidden in zip(leaves, masked, strict=True)]
     if any(lacking):
         raise ValueError(
             f"{_WHO}: gradients must hold every leaf that depth {depth} trains, got masked ones. "

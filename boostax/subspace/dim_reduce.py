@@ -99,7 +99,7 @@ def dim_reduce(
       ...   value, grad = jax.value_and_grad(loss)(w)
       ...   updates, state = tx.update(grad, state, w, value=value, value_fn=loss)
       ...   w = optax.apply_updates(w, updates)
-      >>> w.round(3).tolist()
+      >>> [round(float(x), 3) for x in w]
       [3.0, 3.0, 0.0, 0.0]
 
     References:
