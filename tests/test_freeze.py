@@ -85,10 +85,15 @@ def run(tx, calls, mesh=None, axis=None, **options):
 WRAPPED = ["adamw", "scaled", "accumulated", "scaled(accumulated)", "accumulated(scaled)"]
 
 
-@pytest.mark.parametrize("driver", ["host", "switch"])
 @pytest.mark.parametrize(
-    ("name", "replicas"),
-    [*((name, 1) for name in WRAPPED), ("accumulated(scaled)", 8), ("adasum", 8)],
+    ("name", "replicas", "driver"),
+    [
+        *((name, 1, "host") for name in WRAPPED),
+        ("scaled(accumulated)", 1, "switch"),
+        ("accumulated(scaled)", 8, "host"),
+        ("adasum", 8, "host"),
+        ("adasum", 8, "switch"),
+    ],
 )
 def test_frozen_leaves_keep_their_bits_and_the_others_move(mesh, name, replicas, driver):
     """Params, both moments, decay and half-full windows; Adam does not coast on a frozen leaf."""
