@@ -18,7 +18,7 @@ from boostax._core import axes
 
 PyTree = Any
 NEVER = -1
-_CALLS = ("jit", "pjit", "closed_call", "core_call")
+_CALLS = ("jit", "pjit")
 
 
 class Choice(NamedTuple):
@@ -81,7 +81,7 @@ def _inlined(jaxpr: Any, consts: Sequence[Any], *given: Any) -> list[Any]:
     read = lambda atom: atom.val if isinstance(atom, Literal) else values[atom]  # noqa: E731
     for eqn in jaxpr.eqns:
         inputs = [read(atom) for atom in eqn.invars]
-        if eqn.primitive.name in _CALLS and isinstance(eqn.params.get("jaxpr"), ClosedJaxpr):
+        if eqn.primitive.name in _CALLS:
             inner = eqn.params["jaxpr"]
             found = _inlined(inner.jaxpr, inner.consts, *inputs)
         else:
