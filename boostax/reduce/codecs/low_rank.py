@@ -67,12 +67,12 @@ class PowerSgd:
         """Send one side."""
         matrices = [x.reshape(sides(x.shape)) for x in leaves]
 
-        def even() -> tuple[Any, Any, Factors]:
+        def send_left() -> tuple[Any, Any, Factors]:
             bases = self._bases(state.right.values, matrices)
             means, sent, factors = _projected(matrices, bases, names)
             return means, sent, state._replace(left=_stored(factors, state.left))
 
-        def odd() -> tuple[Any, Any, Factors]:
+        def send_right() -> tuple[Any, Any, Factors]:
             bases = self._bases(state.left.values, matrices)
             means, sent, factors = _projected([m.T for m in matrices], bases, names)
             right = _stored(factors, state.right)
@@ -83,7 +83,7 @@ class PowerSgd:
         # every second step for instance, and with the steps counted would never see both sides.
         uses, side = jnp.stack(state.uses.values), jnp.stack(state.side.values)
         left = side[uses.argmin()] == 1
-        means, sent, state = lax.cond(left, even, odd)
+        means, sent, state = lax.cond(left, send_left, send_right)
         shaped = lambda xs: [x.reshape(y.shape) for x, y in zip(xs, leaves, strict=True)]  # noqa: E731
         state = state._replace(
             uses=PerLeaf([optax.safe_increment(n) for n in state.uses.values]),
