@@ -27,7 +27,8 @@ def power_sgd_reduce(
 
     with ``Q`` an orthonormal basis of the last ``R`` and ``U`` one of the last ``P``: a step of the
     power method on what the gradients have in common from step to step. One all-reduce per step,
-    where sending both factors takes two, one waiting for the other.
+    where sending both factors takes two, one waiting for the other. Where ``scheduled_freeze``
+    leaves matrices out, the side is the one that the least used of those present needs.
 
     A leaf of more than two dimensions is a matrix with its last one as columns. Vectors, and leaves
     of which two factors would be half or more, take a plain mean.
