@@ -1,5 +1,7 @@
 """Every transformation of the library, registered for the contract suite."""
 
+import jax
+import jax.numpy as jnp
 import optax
 
 import boostax
@@ -9,6 +11,23 @@ OPT = optax.sgd(0.1)
 
 
 FREEZES = boostax.freeze_schedule("continuous", total_steps=9, frozen_fraction=0.4)
+
+
+def given_a_loss(tx):
+    """The same, told of a loss that every step lowers: the laws know of gradients alone."""
+
+    def lower(params):
+        return 0.0 * sum(jnp.sum(jnp.abs(x)) for x in jax.tree.leaves(params))
+
+    def update(updates, state, params=None, **extra):
+        return tx.update(updates, state, params, value=jnp.ones(()), value_fn=lower, **extra)
+
+    return optax.GradientTransformationExtraArgs(tx.init, update)
+
+
+def two(params):
+    """Two directions for the params of any law."""
+    return boostax.random_basis(params, 2)
 
 
 def half(path, leaf):
@@ -338,5 +357,49 @@ CASES = [
         skips=True,
         calls=2,
         skip_view=lambda state: state.inner_state.inner_state,
+    ),
+    Case(
+        "record_trajectory",
+        lambda inner, axis: optax.chain(boostax.record_trajectory(3, every=2, start=1), inner),
+        bad_arguments=(
+            (lambda: boostax.record_trajectory(0), "size"),
+            (lambda: boostax.record_trajectory(1), "size"),
+            (lambda: boostax.record_trajectory(3, every=0), "every"),
+            (lambda: boostax.record_trajectory(3, start=-1), "start"),
+            (lambda: boostax.record_trajectory(3, start=0.5), "start"),
+            (lambda: boostax.record_trajectory(3, dtype="int8"), "dtype"),
+            (lambda: boostax.HostTrajectory(1), "size"),
+            (lambda: boostax.HostTrajectory(3, start=-1), "start"),
+        ),
+    ),
+    Case(
+        "dim_reduce",
+        lambda inner, axis: given_a_loss(boostax.dim_reduce(two, residual=inner, axis_name=axis)),
+        skips=True,
+        skip_view=lambda state: state._replace(skipped=(), finite=()),
+        bad_arguments=(
+            (lambda: boostax.dim_reduce(two, rule="armijo"), "rule"),
+            (lambda: boostax.dim_reduce(two, memory="newton"), "memory"),
+            (lambda: boostax.dim_reduce(two, dtype="int4"), "dtype"),
+            (lambda: boostax.dim_reduce(two, residual=3.0), "residual"),
+            (lambda: boostax.dim_reduce(two, axis_name=()), "axis_name"),
+            (lambda: boostax.random_basis(1.0, 2), "n_components"),
+        ),
+    ),
+    Case(
+        "dim_reduce_in_bfloat16_inside_the_scaler",
+        lambda inner, axis: boostax.dynamic_loss_scale(
+            given_a_loss(boostax.dim_reduce(two, residual=inner, dtype="bfloat16", axis_name=axis)),
+            axis_name=axis,
+        ),
+        skips=True,
+    ),
+    Case(
+        "subspace_params",
+        lambda inner, axis: boostax.subspace_params(inner, two),
+        bad_arguments=(
+            (lambda: boostax.subspace_params(3.0, two), "inner"),
+            (lambda: boostax.subspace_params(OPT, two, dtype="int16"), "dtype"),
+        ),
     ),
 ]

@@ -172,6 +172,28 @@ def test_a_frozen_run_goes_on_in_the_middle_of_a_window(here, capsys):
     assert "--resume: freeze_groups must be None" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("more", ["", "--devices 2 --accumulate 2", "--model conv --devices 2"])
+def test_a_finish_follows_the_run_and_can_be_made_up_for(here, capsys, more):
+    finish = "--finish dim_reduce --finish-steps 3 --finish-components 3"
+    options = f"--steps 24 {finish} {more}".split()
+    assert train(*options, "--output", "whole") == 0
+    printed = capsys.readouterr().out
+    found = summary(here / "whole")
+    report = found["finish"]
+    assert report["components"] == 3 and len(report["steps"]) == 3
+    assert report["after"]["train_loss"] < report["before"]["train_loss"]
+    assert found["held_out_loss"] == report["after"]["held_out_loss"]
+    assert "finish: 3 steps in 3 directions" in printed and "losses per step" in printed
+    assert sorted(path.name for path in (here / "whole" / "checkpoints").iterdir()) == ["24", "27"]
+    assert train(*options, "--output", "whole", "--resume") == 0
+    assert "This run is finished" in capsys.readouterr().out
+    # As if it had been killed between the run and the finish.
+    shutil.copytree(here / "whole", here / "half")
+    shutil.rmtree(here / "half" / "checkpoints" / "27")
+    assert train(*options, "--output", "half", "--resume") == 0
+    assert summary(here / "half")["params_sha256"] == found["params_sha256"]
+
+
 def test_freezing_on_a_plateau_looks_behind_the_reduction(here, capsys):
     options = "--steps 4 --devices 2 --reduce int8 --freeze plateau --freeze-groups 2".split()
     assert train(*options, "--output", "here") == 0
@@ -272,6 +294,13 @@ def test_a_damaged_checkpoint_is_refused_and_kept(here, capsys):
         ("--devices 2 --reduce top-k --rank 2", "--rank must be left out with --reduce top-k"),
         ("--devices 2 --reduce top-k --density 2", "--density must be in (0, 1], got 2.0"),
         ("--devices 2 --reduce power-sgd --rank 0", "--rank must be a positive integer, got 0"),
+        ("--finish-steps 2", "--finish-steps must be left out without --finish, got 2. --finish"),
+        ("--finish dim_reduce --freeze ramp", "--finish must be none with --freeze, got dim_"),
+        ("--finish dim_reduce --finish-components 0", "--finish-components must be a positive"),
+        (
+            "--finish dim_reduce --accumulate 4",
+            "--steps must give at least 8 optimizer steps with --finish, got 1",
+        ),
         ("--freeze-groups 2", "--freeze-groups must be left out without --freeze, got 2. --freeze"),
         ("--freeze-fraction 0.5", "--freeze-fraction must be left out without --freeze, got 0.5"),
         ("--freeze ramp --freeze-groups 1", "--freeze-groups must be at least 2, got 1"),

@@ -25,6 +25,9 @@ VARIANTS = {
     "int16_reduce",
     "sign_reduce_by_majority",
     "scheduled_freeze_around_scaler_and_window",
+    "dim_reduce_in_bfloat16_inside_the_scaler",
+    "subspace_params",
+    "record_trajectory",
 }
 ALWAYS = {"bad_arguments_raise_and_explain", "results_are_typed_equal"}
 

@@ -13,24 +13,12 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import boostax
-from boostax.subspace.basis import Gram, lift, pca_basis, pca_from_gram, project, updated_gram
+from boostax.subspace.basis import Gram, pca_basis, pca_from_gram, updated_gram
+from boostax.subspace.components import lift, project
 from boostax.subspace.trajectory import record_trajectory, trajectory, trajectory_basis
-from boostax.testing import LAWS, Case, laws_for
 
 OPT = optax.sgd(0.1)
 SHAPES = {"a": (6, 5), "b": (7,), "c": {"d": (2, 3, 2), "e": (), "f": (0, 2)}}
-CASE = Case(
-    "record_trajectory",
-    lambda inner, axis: optax.chain(record_trajectory(3, every=2, start=1), inner),
-    bad_arguments=(
-        (lambda: record_trajectory(0), "size"),
-        (lambda: record_trajectory(1), "size"),
-        (lambda: record_trajectory(3, every=0), "every"),
-        (lambda: record_trajectory(3, start=-1), "start"),
-        (lambda: record_trajectory(3, start=0.5), "start"),
-        (lambda: record_trajectory(3, dtype="int8"), "dtype"),
-    ),
-)
 
 
 def draw(count, seed=0, mean=0.0, decay=0.7, dtype=np.float32):
@@ -320,12 +308,6 @@ def test_projection_of_a_lift_is_the_identity(coefficients, seed):
     tree = lift(components, jnp.asarray(coefficients, jnp.float32))
     largest = max(map(abs, coefficients), default=0.0)
     np.testing.assert_allclose(project(components, tree), coefficients, atol=1e-5 * largest + 1e-30)
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("law", laws_for(CASE))
-def test_recording_keeps_the_contract(law):
-    LAWS[law](CASE)
 
 
 @pytest.mark.parametrize("steps", [0, 4, 8, 14])

@@ -7,6 +7,7 @@ differentiate, then reduce) is the only one that means the same with checking on
 ``pmap``, so all of boostax follows it.
 """
 
+import functools
 import math
 from typing import Any
 
@@ -143,6 +144,31 @@ def total(x: jax.Array, names: tuple[str, ...]) -> jax.Array:
     """The sum over the axes over which ``x`` varies; over all of them where JAX does not track."""
     known = varying(x)
     return lax.psum(x, tuple(name for name in names if name in known) if known else names)
+
+
+def shard_total(parts: list[jax.Array], names: tuple[str, ...], who: str) -> jax.Array:
+    """The sum of what single leaves contribute, some of them sharded over ``names``.
+
+    Those that are whole on all devices count once, which only varying types tell. One collective
+    for each set of axes that leaves are sharded over.
+    """
+    if names and not varying(to_varying(jnp.zeros(()), names)):
+        require_bound(names, who)
+        raise ValueError(
+            f"{who}: shard_axes must be left out where JAX does not track which leaves are "
+            f"sharded, got {names!r}. Leave check_vma on."
+        )
+    sums: dict[frozenset[str], jax.Array] = {}
+    for part in parts:
+        over = varying(part) & frozenset(names)
+        sums[over] = sums[over] + part if over in sums else part
+    totals = [lax.psum(x, tuple(sorted(over))) if over else x for over, x in sums.items()]
+    return functools.reduce(jnp.add, totals)
+
+
+def mean(x: jax.Array, names: tuple[str, ...]) -> jax.Array:
+    """The mean over the axes, of what is equal on all as well."""
+    return lax.pmean(to_varying(x, names), names) if names else x
 
 
 def largest(x: jax.Array, names: tuple[str, ...]) -> jax.Array:

@@ -35,6 +35,18 @@ def positive_int(who: str, argument: str, value: Any, hint: str) -> Any:
     return number
 
 
+def natural(who: str, argument: str, value: Any, hint: str) -> int:
+    """An integer that is not negative; a bool is a mistake."""
+    allowed = "an integer that is not negative"
+    try:
+        number = -1 if isinstance(value, (bool, np.bool_)) else operator.index(value)
+    except TypeError as error:
+        raise TypeError(message(who, argument, allowed, value, hint)) from error
+    if number < 0:
+        raise ValueError(message(who, argument, allowed, value, hint))
+    return number
+
+
 def number(
     who: str, argument: str, value: Any, allowed: str, test: Callable[[float], bool], hint: str
 ) -> Any:

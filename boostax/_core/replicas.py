@@ -126,7 +126,8 @@ def state_specs(
 
     A state leaf belongs to a parameter when the end of its path and its shape are that parameter's:
     ``.inner_state[0].mu['dense']['kernel']`` belongs to ``params['dense']['kernel']``. It takes the
-    parameter's spec; everything else is replicated. Inside a ``PerReplica`` the replica axis comes
+    parameter's spec, also with one more dimension in front (snapshots, components of a basis);
+    everything else is replicated. Inside a ``PerReplica`` the replica axis comes
     first. Going by path works where a second tree of specs does not: through ``optax.masked``,
     ``partition`` and ``inject_hyperparams``.
 
@@ -175,6 +176,8 @@ def state_specs(
             shape, spec = owners.get(path[start:], (None, None))
             if spec is not None and shape == leaf.shape:
                 return spec
+            if spec is not None and shape == leaf.shape[1:]:
+                return PartitionSpec(None, *spec)
         return PartitionSpec()
 
     def shard_spec(path: tuple[Any, ...], leaf: Any) -> PartitionSpec:

@@ -118,7 +118,8 @@ def accumulate(
 
     Raises:
       ValueError, TypeError: an argument out of range; at trace time, a missing or unused
-        ``weight``, already reduced gradients, an unbound axis, integer gradients.
+        ``weight``, already reduced gradients, an unbound axis, integer gradients, a line search
+        inside a window of several calls.
 
     Example:
       >>> import boostax, jax.numpy as jnp, optax
@@ -212,6 +213,8 @@ def accumulate(
         if state.window is None:
             value, closed = close(new, count, state.inner_state, params, apply, extra)
             return value, _next(state, jnp.zeros_like(count), closed)
+        if "value_fn" in extra:
+            extra["value_fn"] = _refused
         first = state.micro_step == 0
         sums = jax.tree.map(lambda a, g: jnp.where(first, g, a + g), _local(state.window), new)
         length = every(state.optimizer_steps) if callable(every) else every
@@ -255,6 +258,16 @@ class _Closed(NamedTuple):
 
     inner_state: Any
     applied: jax.Array
+
+
+def _refused(params: PyTree) -> jax.Array:
+    """In the place of the last micro-batch's loss, whose gradient is not the window's."""
+    del params
+    raise ValueError(
+        "accumulate: every must be 1 around a line search, got a window of several calls, whose "
+        "other micro-batches are gone. make_train_step(microbatches=...) keeps them: there the "
+        "loss is that of all."
+    )
 
 
 def _held(inner_state: Any) -> _Closed:

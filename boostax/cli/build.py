@@ -11,6 +11,7 @@ import optax
 
 import boostax
 from boostax._core import checks
+from boostax.cli.finish import check_finish, recorder
 from boostax.cli.freezing import check_freezing, freeze_by_schedule, layer_groups, signal
 from boostax.cli.recipe import CODECS, Recipe
 from boostax.workloads import Workload
@@ -116,16 +117,18 @@ def _optimizer(recipe: Recipe, optimizer_steps: int, groups: Any) -> optax.Gradi
         end_value=recipe.learning_rate / 10,
     )
     parts: list[optax.GradientTransformation] = []
+    path = [] if recipe.finish == "none" else [recorder(recipe, optimizer_steps)]
     if recipe.freeze == "plateau":
         parts.append(signal(groups, optimizer_steps))
     if recipe.clip:
         parts.append(optax.clip_by_global_norm(recipe.clip))
     parts.append(optax.adamw(schedule, weight_decay=recipe.weight_decay, mask=_matrices))
     if recipe.devices == 1:
-        return optax.chain(*parts)
+        return optax.chain(*path, *parts)
     if recipe.reduce == "adasum-delta":
-        return boostax.adasum_delta(optax.chain(*parts), AXIS, wire_dtype=_wire(recipe))
-    return optax.chain(reduction(recipe), *parts)
+        delta = boostax.adasum_delta(optax.chain(*parts), AXIS, wire_dtype=_wire(recipe))
+        return optax.chain(*path, delta) if path else delta
+    return optax.chain(*path, reduction(recipe), *parts)
 
 
 def reduction(recipe: Recipe) -> optax.GradientTransformation:
@@ -207,6 +210,7 @@ def _check(workload: Workload, recipe: Recipe) -> None:
             )
     _check_reduction(recipe)
     check_freezing(recipe)
+    check_finish(recipe, math.ceil(recipe.steps / recipe.accumulate))
     slices = recipe.devices * recipe.microbatches
     if workload.batch_size % slices:
         raise ValueError(

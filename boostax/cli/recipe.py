@@ -61,6 +61,14 @@ class Recipe:
     """Share of the optimizer steps on which something is frozen; 0.3 by default. Plateau measures
     instead."""
 
+    finish: Literal["none", "dim_reduce"] = "none"
+    """What follows the run: quasi-Newton steps in the principal directions of its second half, on
+    eight batches at a time."""
+    finish_steps: int | None = None
+    """How many; 10 by default."""
+    finish_components: int | None = None
+    """Directions; 20 by default, from twice as many snapshots, which the device holds."""
+
 
 @dataclasses.dataclass(frozen=True)
 class RunOptions:

@@ -27,6 +27,7 @@ from boostax.cli.build import (
     require_devices,
 )
 from boostax.cli.compare import counted
+from boostax.cli.finish import Finish, finish, finish_steps, show
 from boostax.cli.recipe import CODECS, Recipe, RunOptions
 from boostax.freeze.groups import group_count
 from boostax.freeze.plateau import FreezeOnPlateau
@@ -63,7 +64,7 @@ def train(
     with checkpointer:
         with refusing():
             start = _calls_done(checkpointer, options, output, numbers)
-            if start == recipe.steps:
+            if start == recipe.steps + finish_steps(recipe):
                 console.print(f"This run is finished: {start} calls done, results in {output}.")
                 console.print("Longer training needs a run of its own: other --steps, --output.")
                 return
@@ -74,6 +75,8 @@ def train(
         with refusing():
             writers = _writers(recipe, options, output, start, console)
         begun = time.monotonic()
+        meta = {"numbers": numbers}
+        finished = None
         try:
             result = fit(
                 built.step,
@@ -84,10 +87,14 @@ def train(
                 writers=writers,
                 checkpointer=checkpointer,
                 checkpoint_every=options.checkpoint_every,
-                meta={"numbers": numbers},
+                meta=meta,
                 evaluate=built.evaluate,
                 evaluate_every=options.evaluate_every,
             )
+            if recipe.finish != "none" and not result.stopped_by:
+                finished = finish(workload, built.step, recipe, result.state)
+                checkpointer.save(recipe.steps + finish_steps(recipe), finished.state, meta)
+                result = dataclasses.replace(result, state=finished.state)
         finally:
             for writer in writers:
                 writer.close()
@@ -97,7 +104,7 @@ def train(
         console.print(f"Go on with: {again}", soft_wrap=True)
         return
     seconds = time.monotonic() - begun
-    _finish(console, built, output, result, numbers, seconds)
+    _finish(console, built, output, result, numbers, seconds, finished)
     console.print("[bold]Next[/bold]")
     for line in _next(built.workload.name, task, recipe, output, argv):
         console.print(f"  {line}", soft_wrap=True)
@@ -166,6 +173,7 @@ def plan_table(built: Built, task: Any, recipe: Recipe, start: int = 0) -> Table
         "computes in": task.dtype,
         "loss scale": "off" if scale == "none" else scale,
         "freezing": _freezing(built),
+        "finish": f"{finish_steps(recipe)} steps" if recipe.finish != "none" else "none",
     }
     for name, value in rows.items():
         table.add_row(f"[bold]{name}[/bold]", value)
@@ -208,12 +216,16 @@ def _finish(
     result: FitResult,
     numbers: dict[str, Any],
     seconds: float,
+    finished: Finish | None,
 ) -> None:
     from boostax.cli.plot import plot_run
 
-    last = result.history[-1]
-    skipped = int(last.get("skipped_steps", 0))
     rows = JsonLines.read(output / "metrics.jsonl")
+    # A run that was killed between its end and its finish has no calls of its own.
+    last = result.history[-1] if result.history else rows[-1]
+    if finished is not None:
+        last = last | {k: v for k, v in finished.report["after"].items() if k in last}
+    skipped = int(last.get("skipped_steps", 0))
     plot_run(rows, output / "loss.png", built.workload.name)
     held_out = {name: value for name, value in last.items() if name.startswith("held_out_")}
     frozen = _frozen(built.step, result)
@@ -226,11 +238,14 @@ def _finish(
         "params_sha256": _digest(result.state.params),
         **held_out,
         **({"freeze": frozen} if frozen else {}),
+        **({"finish": finished.report} if finished else {}),
         "seconds": seconds,
         "device": jax.devices()[0].device_kind,
         "versions": {"boostax": boostax.__version__, "jax": jax.__version__},
     }
     (output / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
+    if finished is not None:
+        show(console, finished.report)
     console.print(
         f"held-out loss [bold]{last['held_out_loss']:.4f}[/bold], "
         f"accuracy [bold]{last['held_out_accuracy']:.1%}[/bold], in {seconds:.1f} s"

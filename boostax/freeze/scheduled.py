@@ -227,6 +227,9 @@ def scheduled_freeze(
         trees.require_gradients(pending.raw, _WHO)
         inner_state, put = narrowed(state, params, depth)
         part = trees.masked(params, active)
+        if "value_fn" in extra:
+            whole: Any = extra["value_fn"]
+            extra = extra | {"value_fn": lambda trial: whole(trees.unmasked(trial, params))}
         value, new = run(tx, pending, inner_state, part, apply=apply, extra=extra)
         # Updates come in f32 or wider, whatever the params are stored in.
         rest = params if apply else jax.tree.map(jnp.zeros_like, trees.at_least_float32(params))

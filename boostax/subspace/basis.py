@@ -7,7 +7,6 @@ differences to one snapshot, and its Gram matrix is only where the search begins
 so in f32 it loses directions below 3e-4 of the largest, which a product with ``X`` itself finds.
 """
 
-import functools
 from collections.abc import Iterator
 from typing import Any, Literal, NamedTuple
 
@@ -15,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from boostax._core import checks
+from boostax._core import axes, checks
 from boostax.subspace import algebra
 
 PyTree = Any
@@ -98,10 +97,9 @@ def pca_basis(
         beyond their rounding. Inside ``jit`` the components that are missing are zero.
 
     Example:
-      >>> import jax.numpy as jnp
-      >>> from boostax.subspace.basis import pca_basis
+      >>> import boostax, jax.numpy as jnp
       >>> line = [{"w": jnp.array([5.0 + 3.0 * t, 4.0 * t])} for t in range(4)]
-      >>> basis = pca_basis(line, 1)
+      >>> basis = boostax.pca_basis(line, 1)
       >>> basis.components["w"].round(3).tolist(), basis.mean["w"].tolist()
       ([[0.6000000238418579, 0.800000011920929]], [9.5, 6.0])
 
@@ -165,7 +163,13 @@ def pca_from_gram(gram: Gram, snapshots: PyTree, n_components: int, *, dtype: An
     return _refined(snapshots, start, n_components, _ROUNDS["gram"], dtype)
 
 
-def updated_gram(gram: Gram, snapshots: PyTree, snapshot: PyTree, slot: jax.Array | int) -> Gram:
+def updated_gram(
+    gram: Gram,
+    snapshots: PyTree,
+    snapshot: PyTree,
+    slot: jax.Array | int,
+    shard_axes: tuple[str, ...] = (),
+) -> Gram:
     """The distances after ``snapshot`` was written to ``slot``: one row, and one column.
 
     Overwriting the oldest is how a window moves. Cost: one read of the buffer, no copy of it.
@@ -178,27 +182,8 @@ def updated_gram(gram: Gram, snapshots: PyTree, snapshot: PyTree, slot: jax.Arra
         return jnp.sum(gap.real**2 + gap.imag**2, axis=tuple(range(1, x.ndim)))
 
     rows = jax.tree.leaves(jax.tree.map(row, snapshots, snapshot))
-    new = functools.reduce(jnp.add, rows).astype(gram.distances.dtype)
+    new = axes.shard_total(rows, shard_axes, "record_trajectory").astype(gram.distances.dtype)
     return Gram(gram.distances.at[slot, :].set(new).at[:, slot].set(new))
-
-
-def project(components: PyTree, tree: PyTree) -> jax.Array:
-    """Coordinates ``(k,)`` of a tree like the params: its inner products with the components.
-
-    Cost: one read of the components; of sharded leaves ``4k`` bytes are summed over the devices.
-    """
-    parts = jax.tree.map(
-        lambda p, g: algebra.dot(algebra.wide(p), algebra.wide(g)[None])[:, 0], components, tree
-    )
-    return functools.reduce(jnp.add, jax.tree.leaves(parts))
-
-
-def lift(components: PyTree, coefficients: jax.Array) -> PyTree:
-    """The tree like the params, f32 or wider, that has those coordinates: a sum of components.
-
-    Cost: one read of the components; nothing crosses the devices.
-    """
-    return jax.tree.map(lambda p: algebra.mix(coefficients[:, None], p)[0], components)
 
 
 def _stack(snapshots: Any) -> PyTree:
@@ -221,9 +206,11 @@ def _stack(snapshots: Any) -> PyTree:
             )
         for column, x in zip(columns, leaves, strict=True):
             column.append(x)
-    stacks: list[jax.Array] = []
+    stacks: list[Any] = []
     for column in columns:
-        stacks.append(jnp.stack(column))
+        # NumPy's stay on the host, and go to the device a leaf at a time.
+        host = all(isinstance(x, np.ndarray) for x in column)
+        stacks.append(np.stack(column) if host else jnp.stack(column))
         column.clear()
     return None if treedef is None else jax.tree.unflatten(treedef, stacks)
 

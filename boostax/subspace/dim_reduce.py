@@ -8,28 +8,80 @@ import jax.numpy as jnp
 import optax
 
 from boostax._core import axes, checks, trees
-from boostax.subspace import quasi_newton
-from boostax.subspace.basis import lift, project
-from boostax.subspace.quasi_newton import Memory, Rule
+from boostax._core.gate import gate
+from boostax.subspace import components, gauss_newton, quasi_newton
+from boostax.subspace.components import Components
+from boostax.subspace.quasi_newton import Memory, SubspaceRule
 
 PyTree = Any
+_WHO = "dim_reduce"
 
 
 class DimReduceState(NamedTuple):
     """State of ``dim_reduce``.
 
     Attributes:
-      basis: tree like the params of ``(k, *leaf.shape)``, orthonormal as a whole.
+      basis: tree like the params of ``(k, *leaf.shape)``, orthonormal as a whole, or
+        ``Int8Components``.
+      explained: f32, the share of the snapshots' variance in the span; ``None`` if nobody said.
       memory: what is known of the curvature in the k coordinates.
       steps: i32, steps taken.
       accepted: i32, of these the ones whose line search found a length that suffices.
       tries: i32, losses computed by line searches.
-      energy: f32 scalar, ``|P g|**2 / |g|**2``: the share of the last gradient in the span.
-      length: f32 scalar, the last length; 0 where none sufficed.
-      residual_state: state of the residual optimizer, or ``()``.
+      skipped: i32, calls whose loss or gradient was not finite: nothing happened.
+      finite: bool, whether the last call was not one of them.
+      energy: f32, ``|P g|**2 / |g|**2``: the share of the last gradient in the span.
+      length: f32, the last length; 0 where none sufficed.
+      residual_state: state of the residual optimizer.
     """
 
-    basis: PyTree
+    basis: Components
+    explained: Any
+    memory: Memory
+    steps: jax.Array
+    accepted: jax.Array
+    tries: jax.Array
+    skipped: jax.Array
+    finite: jax.Array
+    energy: jax.Array
+    length: jax.Array
+    residual_state: Any
+
+    def metrics(self) -> dict[str, jax.Array]:
+        """Named scalars for ``boostax.metrics``."""
+        steps = jnp.maximum(self.steps, 1).astype(jnp.float32)
+        known = {} if self.explained is None else {"subspace_explained": self.explained}
+        return known | {
+            "subspace_energy": self.energy,
+            "subspace_steps": self.steps,
+            "subspace_acceptance": self.accepted / steps,
+            "subspace_tries": self.tries / steps,
+            "subspace_length": self.length,
+            "subspace_skipped": self.skipped,
+        }
+
+    def with_basis(self, basis: Any) -> "DimReduceState":
+        """The state with another basis, and nothing learnt in it."""
+        rows, explained = components.exchanged("replace_basis", self.basis, basis)
+        known = self.memory.gradient
+        return self._replace(
+            basis=rows,
+            explained=explained if self.explained is not None else None,
+            memory=quasi_newton.empty(known.size, known.dtype),
+        )
+
+    def passed(self) -> jax.Array:
+        """Whether the last call changed the params."""
+        return self.finite
+
+    def taken(self) -> jax.Array:
+        """Whether the last gradient was taken in."""
+        return self.finite
+
+
+class _Moved(NamedTuple):
+    """What a step changes."""
+
     memory: Memory
     steps: jax.Array
     accepted: jax.Array
@@ -38,23 +90,16 @@ class DimReduceState(NamedTuple):
     length: jax.Array
     residual_state: Any
 
-    def metrics(self) -> dict[str, jax.Array]:
-        """Named scalars for ``boostax.metrics``."""
-        return {
-            "subspace_steps": self.steps,
-            "subspace_accepted": self.accepted,
-            "subspace_tries": self.tries,
-            "subspace_energy": self.energy,
-            "subspace_length": self.length,
-        }
-
 
 def dim_reduce(
-    basis: PyTree,
+    basis: Any,
     *,
     residual: optax.GradientTransformation | None = None,
-    rule: Rule | Literal["boostax", "mindspore", "p-bfgs"] = "boostax",
+    rule: SubspaceRule | Literal["boostax", "mindspore", "p-bfgs"] = "boostax",
+    memory: Literal["bfgs", "gauss-newton"] = "bfgs",
+    dtype: Any = None,
     axis_name: axes.AxisName | None = None,
+    shard_axes: axes.AxisName | None = None,
 ) -> optax.GradientTransformationExtraArgs:
     r"""Take quasi-Newton steps with a line search inside the span of a basis.
 
@@ -68,31 +113,43 @@ def dim_reduce(
     leaves the step to the residual, and shortens the next direction. It is a fast finish: some ten
     steps do what twice as many of a decaying learning rate do, and more steps do nothing.
 
+    A call whose loss or gradient is not finite changes nothing but a counter.
+
     Args:
-      basis: tree like the params of ``(k, *leaf.shape)``: ``pca_basis(...).components``. It goes
-        into the state, where it can be replaced without compiling again.
+      basis: ``pca_basis(...)``, a tree like the params of ``(k, *leaf.shape)`` with orthonormal
+        rows, or a function of the params that returns one. It goes into the state, where
+        ``replace_basis`` puts another without compiling again.
       residual: any Optax optimizer, for the part of the gradient outside the span.
       rule: ``"mindspore"`` and ``"p-bfgs"`` do as MindSpore 2.10 and the authors' code do, faults
-        included; or a ``Rule`` of one's own.
-      axis_name: replica axis, or axes, over which ``value_fn`` returns the replicas' own losses:
-        they are averaged. Gradients must be reduced already.
+        included; or a ``SubspaceRule`` of one's own.
+      memory: ``"bfgs"`` learns the curvature from step to step; ``"gauss-newton"`` computes it at
+        each, from ``outputs_fn=`` and ``output_loss=`` (see ``update`` below).
+      dtype: in which the basis is kept: a floating dtype, or ``"int8"`` with a scale for each 64
+        entries of a last dimension. ``None`` keeps it as it is.
+      axis_name: replica axis, or axes, over which gradients are local: coordinates and losses are
+        averaged over them, and a ``residual`` has to reduce what is left of the local gradients,
+        :math:`g_r - P^\top P \bar g`: ``residual=chain(all_reduce("data"), adamw(...))``. ``None``
+        after a reduction.
+      shard_axes: axes over which leaves are sharded (FSDP) inside ``jax.shard_map``.
 
     Returns:
-      A transformation with a ``DimReduceState``, whose ``update`` wants ``value=`` (the loss),
-      ``value_fn=`` (params to the loss: same batch, same key, unscaled) and takes ``grad=``, the
-      gradient of ``value_fn``, where ``updates`` is not that any more. Cost: k copies of the
-      params, read twice; on average one or two more forward passes; with ``axis_name`` 4 bytes
-      for each.
+      A transformation with a ``DimReduceState``, whose ``update`` wants ``value=`` (the loss) and
+      ``value_fn=`` (params to the loss: same batch, same key, unscaled), as ``make_train_step``
+      gives them, and takes ``grad=``, the gradient of ``value_fn``, where ``updates`` is not that
+      any more. With ``memory="gauss-newton"`` it wants ``outputs_fn=`` (params to the model's
+      outputs) and ``output_loss=`` (outputs to the loss, convex) besides. Cost: k copies of the
+      params in ``dtype``, sharded as they are and read twice; two to four params for a moment;
+      on average one or two more forward passes, and k with Gauss-Newton; over replicas ``4k``
+      bytes, 8 for the energy and 4 for each loss; over shards the same.
 
     Raises:
       ValueError, TypeError: an argument out of range, a basis that does not fit the params, no
-        ``value_fn`` or ``value``.
+        ``value_fn`` or ``value``, gradients that are reduced already.
 
     Example:
-      >>> import jax.numpy as jnp, optax
-      >>> from boostax.subspace.dim_reduce import dim_reduce
+      >>> import boostax, jax, jax.numpy as jnp, optax
       >>> loss = lambda w: jnp.sum((w - 3.0) ** 2)
-      >>> tx = dim_reduce(jnp.eye(2, 4))
+      >>> tx = boostax.dim_reduce(jnp.eye(2, 4))
       >>> w = jnp.zeros(4)
       >>> state = tx.init(w)
       >>> for _ in range(5):
@@ -106,32 +163,37 @@ def dim_reduce(
       Li et al., Low Dimensional Trajectory Hypothesis is True: DNNs Can Be Trained in Tiny
       Subspaces, https://arxiv.org/abs/2103.11154, 2021. MindSpore 2.10, ``boost.dim_reduce``.
     """
-    who = "dim_reduce"
     rules = {
-        "boostax": Rule(),
+        "boostax": SubspaceRule(),
         "mindspore": quasi_newton.MINDSPORE,
         "p-bfgs": quasi_newton.P_BFGS,
     }
-    if not isinstance(rule, Rule):
-        checks.choice(who, "rule", rule, tuple(rules), "'boostax' is the default.")
-    how = rule if isinstance(rule, Rule) else rules[rule]
-    names = axes.canonical(who, axis_name)
+    if not isinstance(rule, SubspaceRule):
+        checks.choice(_WHO, "rule", rule, tuple(rules), "'boostax' is the default.")
+    how = rule if isinstance(rule, SubspaceRule) else rules[rule]
+    checks.choice(_WHO, "memory", memory, ("bfgs", "gauss-newton"), "'bfgs' is the default.")
+    kept_in = components.check_dtype(_WHO, dtype)
+    names = axes.canonical(_WHO, axis_name)
+    shards = axes.canonical(_WHO, shard_axes)
     if residual is not None:
-        checks.transformation(who, "residual", residual)
-    outside = optax.with_extra_args_support(residual or optax.set_to_zero())
+        checks.transformation(_WHO, "residual", residual)
+    outside = None if residual is None else optax.with_extra_args_support(residual)
 
     def init_fn(params: PyTree) -> DimReduceState:
-        count = _components(who, basis, params)
+        rows, explained = components.given(_WHO, basis, params, kept_in)
         zero = lambda dtype: jnp.zeros((), dtype)  # noqa: E731
         return DimReduceState(
-            basis=jax.tree.map(lambda x: jnp.array(x, copy=True), basis),
-            memory=quasi_newton.empty(count, _dtype(basis)),
+            basis=rows,
+            explained=explained,
+            memory=quasi_newton.empty(components.count(rows), components.coordinate_dtype(rows)),
             steps=zero(jnp.int32),
             accepted=zero(jnp.int32),
             tries=zero(jnp.int32),
+            skipped=zero(jnp.int32),
+            finite=zero(bool),
             energy=zero(jnp.float32),
             length=zero(jnp.float32),
-            residual_state=outside.init(trees.at_least_float32(params)),
+            residual_state=() if outside is None else outside.init(trees.at_least_float32(params)),
         )
 
     def update_fn(
@@ -142,88 +204,96 @@ def dim_reduce(
         value: Any = None,
         grad: PyTree = None,
         value_fn: Callable[[PyTree], jax.Array] | None = None,
+        outputs_fn: Any = None,
+        output_loss: Any = None,
         **extra: Any,
     ) -> tuple[PyTree, DimReduceState]:
-        if params is None or value is None or value_fn is None:
-            missing = "params" if params is None else "value" if value is None else "value_fn"
+        given = {"params": params, "value": value, "value_fn": value_fn}
+        if memory == "gauss-newton":
+            given |= {"outputs_fn": outputs_fn, "output_loss": output_loss}
+        missing = [name for name, thing in given.items() if thing is None]
+        if missing or value_fn is None:
             raise ValueError(
-                f"{who}: update must be given params, value= and value_fn=, got no {missing}. "
-                "value_fn takes params to the loss of the same batch."
+                f"{_WHO}: update must be given {', '.join(given)}, got no {missing[0]}. "
+                "boostax.make_train_step gives value and value_fn, the loss of the same batch at "
+                "other params."
             )
+        raw = updates if grad is None else grad
+        trees.require_gradients(raw, _WHO)
+        axes.require_local(raw, names, _WHO)
         wide = trees.at_least_float32(params)
-        gradient = trees.at_least_float32(updates if grad is None else grad)
-        inside = project(state.basis, gradient).astype(state.memory.gradient.dtype)
-        memory = quasi_newton.learn(state.memory, inside, how)
-        direction = -memory.inverse @ inside
-        along = lift(state.basis, direction)
+        gradient = trees.at_least_float32(raw)
+        inside = components.project(state.basis, gradient, shards, _WHO)
+        squares = _squares(inside, gradient, names, shards)
+        inside = axes.mean(inside.astype(state.memory.gradient.dtype), names)
+        now = _loss(value, names).astype(inside.dtype)
 
-        def moved(t: jax.Array) -> PyTree:
-            return jax.tree.map(lambda w, d: w + t * d.astype(w.dtype), wide, along)
+        def step() -> tuple[PyTree, _Moved]:
+            if memory == "bfgs":
+                learnt = quasi_newton.learn(state.memory, inside, how)
+            else:
+                curvature = gauss_newton.curvature(
+                    state.basis, wide, params, outputs_fn, output_loss, names
+                )
+                inverse = gauss_newton.damped_inverse(curvature).astype(inside.dtype)
+                learnt = state.memory._replace(inverse=inverse, gradient=inside)
+            direction = -learnt.inverse @ inside
+            if outside is None:
+                along, shadow = components.lift(state.basis, direction), None
+            else:
+                # Both in one reading of the basis.
+                both = components.lift(state.basis, jnp.stack([direction, inside], 1))
+                along = jax.tree.map(lambda x: x[0], both)
+                shadow = jax.tree.map(lambda x: x[1], both)
 
-        def loss(t: jax.Array) -> jax.Array:
-            trial = jax.tree.map(lambda w, p: w.astype(p.dtype), moved(t), params)
-            return _mean(value_fn(trial), names)
+            def loss(t: jax.Array) -> jax.Array:
+                trial = jax.tree.map(
+                    lambda w, d, p: (w + t * d.astype(w.dtype)).astype(p.dtype), wide, along, params
+                )
+                found = _loss(value_fn(trial), names)
+                axes.require_invariant(found, _WHO)
+                return found
 
-        now = _mean(jnp.asarray(value), names).astype(inside.dtype)
-        found = quasi_newton.search(loss, now, inside @ direction, how)
-        memory = quasi_newton.conclude(state.memory, memory, direction, found, how)
-        shadow = lift(state.basis, inside)
-        rest = jax.tree.map(
-            lambda g, p: g - p.astype(g.dtype), trees.at_least_float32(updates), shadow
-        )
-        rest, residual_state = outside.update(rest, state.residual_state, wide, **extra)
-        total = jax.tree.map(
-            lambda d, r: found.length.astype(r.dtype) * d.astype(r.dtype) + r, along, rest
-        )
-        whole = sum(
-            (jnp.sum(jnp.square(g)).astype(inside.dtype) for g in jax.tree.leaves(gradient)),
-            jnp.zeros((), inside.dtype),
-        )
-        return total, DimReduceState(
-            basis=state.basis,
-            memory=memory,
-            steps=jnp.asarray(optax.safe_increment(state.steps)),
-            accepted=state.accepted + found.accepted,
-            tries=state.tries + found.tries,
-            energy=(inside @ inside / jnp.where(whole == 0, 1.0, whole)).astype(jnp.float32),
-            length=found.length.astype(jnp.float32),
-            residual_state=trees.cast_like(residual_state, state.residual_state),
-        )
+            found = quasi_newton.search(loss, now, inside @ direction, how)
+            total = jax.tree.map(lambda w, d: found.length * d.astype(w.dtype), wide, along)
+            residual_state = state.residual_state
+            if outside is not None:
+                rest = jax.tree.map(
+                    lambda g, p: g - p.astype(g.dtype), trees.at_least_float32(updates), shadow
+                )
+                rest, residual_state = outside.update(rest, residual_state, wide, **extra)
+                total = jax.tree.map(lambda d, r: d.astype(r.dtype) + r, total, rest)
+            moved = _Moved(
+                memory=quasi_newton.conclude(state.memory, learnt, direction, found, how),
+                steps=jnp.asarray(optax.safe_increment(state.steps)),
+                accepted=state.accepted + found.accepted,
+                tries=state.tries + found.tries,
+                energy=squares[0] / jnp.where(squares[1] > 0, squares[1], 1.0),
+                length=found.length.astype(jnp.float32),
+                residual_state=residual_state,
+            )
+            return total, moved
+
+        # A gradient whose square overflows counts as one that is not finite.
+        finite = jnp.isfinite(now) & jnp.isfinite(inside).all() & jnp.isfinite(squares).all()
+        held = _Moved(*(getattr(state, name) for name in _Moved._fields))
+        total, moved = gate(finite, step, params, held, apply=False, who=_WHO)
+        skipped = state.skipped + ~finite
+        return total, state._replace(skipped=skipped, finite=finite, **moved._asdict())
 
     return optax.GradientTransformationExtraArgs(init_fn, update_fn)
 
 
-def _mean(value: jax.Array, names: tuple[str, ...]) -> jax.Array:
+def _loss(value: Any, names: tuple[str, ...]) -> jax.Array:
     """The loss in f32 or wider, a true mean over the replicas."""
-    value = trees.at_least_float32(value)
-    return jax.lax.pmean(axes.to_varying(value, names), names) if names else value
+    return axes.mean(trees.at_least_float32(jnp.asarray(value)), names)
 
 
-def _dtype(basis: PyTree) -> Any:
-    """In which the coordinates are: f32, or f64 with such a basis."""
-    return jnp.result_type(jnp.float32, *map(trees.wide_dtype, jax.tree.leaves(basis)))
-
-
-def _components(who: str, basis: PyTree, params: PyTree) -> int:
-    """How many there are, after a look at whether they fit."""
-    hint = "boostax.pca_basis(snapshots, k).components of the same params is one."
-    if jax.tree.structure(basis) != jax.tree.structure(params):
-        raise ValueError(
-            f"{who}: basis must be a tree like the params, got {jax.tree.structure(basis)} for "
-            f"{jax.tree.structure(params)}. {hint}"
-        )
-    pairs = zip(jax.tree_util.tree_leaves_with_path(basis), jax.tree.leaves(params), strict=True)
-    counts: set[int] = set()
-    for (path, rows), leaf in pairs:
-        if not rows.ndim or rows.shape[1:] != jnp.shape(leaf):
-            raise ValueError(
-                f"{who}: basis must have the shape (k, {', '.join(map(str, jnp.shape(leaf)))}) at "
-                f"{trees.path_name(path) or 'the root'!r}, got {rows.shape}. {hint}"
-            )
-        counts.add(rows.shape[0])
-    if len(counts) != 1:
-        raise ValueError(
-            f"{who}: basis must have the same number of rows in each leaf, got {sorted(counts)}. "
-            + hint
-        )
-    return counts.pop()
+def _squares(
+    inside: jax.Array, gradient: PyTree, names: tuple[str, ...], shards: tuple[str, ...]
+) -> jax.Array:
+    """Squared norms of a gradient in the span and as a whole; of local ones the means."""
+    parts = [jnp.sum(g.real**2 + g.imag**2).astype(inside.dtype) for g in jax.tree.leaves(gradient)]
+    whole = axes.shard_total(parts, shards, _WHO)
+    both = jnp.stack([axes.to_varying(inside @ inside, axes.varying(whole)), whole])
+    return axes.mean(both.astype(jnp.float32), names)

@@ -10,7 +10,7 @@ from jax import lax
 
 
 @dataclasses.dataclass(frozen=True)
-class Rule:
+class SubspaceRule:
     r"""How directions are made and steps accepted.
 
     Attributes:
@@ -38,9 +38,9 @@ class Rule:
 
 
 # MindSpore 2.10: two lengths, the identity to begin with, everything back when both fail.
-MINDSPORE = Rule(2, 0.55, 0.4, 0.0, 0.0, 1e-20, False, "rollback")
+MINDSPORE = SubspaceRule(2, 0.55, 0.4, 0.0, 0.0, 1e-20, False, "rollback")
 # The authors' own code (https://github.com/nblt/DLDR): twenty, and then the last one is taken.
-P_BFGS = Rule(20, 0.4, 0.4, 0.0, 0.0, 1e-20, False, "keep", True)
+P_BFGS = SubspaceRule(20, 0.4, 0.4, 0.0, 0.0, 1e-20, False, "keep", True)
 
 
 class Memory(NamedTuple):
@@ -84,7 +84,7 @@ def empty(k: int, dtype: Any) -> Memory:
     return Memory(jnp.eye(k, dtype=dtype), zeros(), zeros(), no(), no())
 
 
-def learn(memory: Memory, gradient: jax.Array, rule: Rule) -> Memory:
+def learn(memory: Memory, gradient: jax.Array, rule: SubspaceRule) -> Memory:
     r"""Take in a new gradient: the BFGS update of the inverse, where the pair can be trusted.
 
     .. math:: H \leftarrow V^\top H V + \rho s s^\top, \quad V = I - \rho y s^\top, \quad
@@ -111,7 +111,7 @@ def learn(memory: Memory, gradient: jax.Array, rule: Rule) -> Memory:
 
 
 def search(
-    loss: Callable[[jax.Array], jax.Array], value: jax.Array, slope: jax.Array, rule: Rule
+    loss: Callable[[jax.Array], jax.Array], value: jax.Array, slope: jax.Array, rule: SubspaceRule
 ) -> Search:
     r"""The first of the lengths :math:`t` with ``loss(t) < value + slope_constant * t * slope``.
 
@@ -138,7 +138,7 @@ def search(
 
 
 def conclude(
-    before: Memory, memory: Memory, direction: jax.Array, found: Search, rule: Rule
+    before: Memory, memory: Memory, direction: jax.Array, found: Search, rule: SubspaceRule
 ) -> Memory:
     """What is kept after a step: the step taken, or what a failure leaves."""
     moved = found.length > 0

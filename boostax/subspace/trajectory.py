@@ -5,7 +5,6 @@ branch, and XLA does it in place. With each snapshot goes one row of its distanc
 that a basis needs no pass over all pairs in the end.
 """
 
-import operator
 from typing import Any, NamedTuple
 
 import jax
@@ -15,7 +14,7 @@ import optax
 from jax import lax
 from jax.core import Tracer
 
-from boostax._core import checks, trees
+from boostax._core import axes, checks, trees
 from boostax._core.gate import gate
 from boostax.subspace.basis import Basis, Gram, pca_from_gram, updated_gram
 
@@ -52,7 +51,12 @@ class _Ring(NamedTuple):
 
 
 def record_trajectory(
-    size: int, *, every: int = 1, start: int = 0, dtype: Any = "float32"
+    size: int,
+    *,
+    every: int = 1,
+    start: int = 0,
+    dtype: Any = "float32",
+    shard_axes: axes.AxisName | None = None,
 ) -> optax.GradientTransformationExtraArgs:
     r"""Keep the last ``size`` snapshots of the params; pass the updates through.
 
@@ -70,27 +74,26 @@ def record_trajectory(
       start: calls before the first one.
       dtype: in which snapshots are stored; f64 and complex leaves keep their kind. In bf16 only
         what differs by more than 0.4% of a weight is told apart.
+      shard_axes: axes over which leaves are sharded (FSDP) inside ``jax.shard_map``.
 
     Returns:
       A transformation with a ``TrajectoryState``. Cost: ``size`` copies of the params in ``dtype``,
       sharded as they are; at a snapshot one read of them, and of sharded params ``4 * size`` bytes
-      for each leaf summed over the devices; nothing at other calls. No copy of the buffer; one
-      of the params where the step writes to them in place. Inside ``jax.shard_map`` the params
-      must be whole on each replica.
+      summed over the devices (under plain ``jit`` for each leaf); nothing at other calls. No copy
+      of the buffer; one of the params where the step writes to them in place.
 
     Raises:
       ValueError, TypeError: an argument out of range; at trace time, ``update`` without params.
 
     Example:
-      >>> import jax.numpy as jnp, optax
-      >>> from boostax.subspace.trajectory import record_trajectory, trajectory
-      >>> tx = optax.chain(record_trajectory(2), optax.sgd(1.0))
+      >>> import boostax, jax.numpy as jnp, optax
+      >>> tx = optax.chain(boostax.record_trajectory(2), optax.sgd(1.0))
       >>> w = jnp.float32(0.0)
       >>> state = tx.init(w)
       >>> for _ in range(4):
       ...   updates, state = tx.update(jnp.float32(-1.0), state, w)
       ...   w = optax.apply_updates(w, updates)
-      >>> trajectory(state)[0].tolist()
+      >>> boostax.trajectory(state)[0].tolist()
       [2.0, 3.0]
 
     References:
@@ -102,8 +105,9 @@ def record_trajectory(
     if size < 2:
         raise ValueError(checks.message(_WHO, "size", "at least 2", size, hint))
     checks.positive_int(_WHO, "every", every, "It counts calls from one snapshot to the next.")
-    start = _not_negative("start", start, "It counts calls before the first snapshot.")
+    checks.natural(_WHO, "start", start, "It counts calls before the first snapshot.")
     narrow = checks.floating_dtype(_WHO, "dtype", dtype)
+    shards = axes.canonical(_WHO, shard_axes)
 
     def init_fn(params: PyTree) -> TrajectoryState:
         def buffer(p: jax.Array) -> jax.Array:
@@ -136,7 +140,7 @@ def record_trajectory(
                 lambda x, p: lax.dynamic_update_index_in_dim(x, p, slot, 0), ring.snapshots, new
             )
             # After the write: before it, the buffer would have to be copied.
-            gram = updated_gram(ring.gram, snapshots, new, slot)
+            gram = updated_gram(ring.gram, snapshots, new, slot, shards)
             return (), _Ring(ring.recorded + 1, snapshots, gram)
 
         since = state.steps - start
@@ -183,13 +187,12 @@ def trajectory_basis(opt_state: PyTree, n_components: int, *, dtype: Any = None)
       ValueError: nothing in the state records, or as ``pca_basis``.
 
     Example:
-      >>> import jax.numpy as jnp, optax
-      >>> from boostax.subspace.trajectory import record_trajectory, trajectory_basis
-      >>> tx = record_trajectory(3)
+      >>> import boostax, jax.numpy as jnp
+      >>> tx = boostax.record_trajectory(3)
       >>> state = tx.init(jnp.zeros(2))
       >>> for t in range(3):
       ...   _, state = tx.update(jnp.zeros(2), state, jnp.array([3.0 * t, 4.0 * t]))
-      >>> trajectory_basis(state, 1).components.round(3).tolist()
+      >>> boostax.trajectory_basis(state, 1).components.round(3).tolist()
       [[0.6000000238418579, 0.800000011920929]]
     """
     state = _state("trajectory_basis", opt_state)
@@ -214,14 +217,3 @@ def _state(who: str, opt_state: PyTree) -> TrajectoryState:
 
 def _real_dtype(p: Any) -> np.dtype[Any]:
     return jnp.finfo(trees.buffer_dtype(p, np.dtype(np.float32))).dtype
-
-
-def _not_negative(argument: str, value: Any, hint: str) -> int:
-    allowed = "an integer that is not negative"
-    try:
-        number = -1 if isinstance(value, bool) else operator.index(value)
-    except TypeError as error:
-        raise TypeError(checks.message(_WHO, argument, allowed, value, hint)) from error
-    if number < 0:
-        raise ValueError(checks.message(_WHO, argument, allowed, value, hint))
-    return number

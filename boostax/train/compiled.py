@@ -3,7 +3,6 @@
 import dataclasses
 import functools
 import math
-from collections.abc import Callable
 from typing import Any, Literal
 
 import jax
@@ -30,6 +29,7 @@ from boostax.freeze.scheduled import ScheduledFreeze, ScheduledFreezeState
 from boostax.precision.finite import all_finite
 from boostax.precision.policy import Policy
 from boostax.train.apply import apply_gradients, metrics
+from boostax.train.oracle import Oracle
 from boostax.train.state import TrainState
 
 PyTree = Any
@@ -57,7 +57,7 @@ class TrainStep:
     """
 
     tx: optax.GradientTransformation
-    oracle: Callable[..., Any]
+    oracle: Oracle
     mesh: Mesh | None
     names: tuple[str, ...]
     has_aux: bool
@@ -301,15 +301,11 @@ class TrainStep:
         if isinstance(self.tx, ScheduledFreeze):
             choice = depth is None
             active = self.tx.choice(params, opt_state) if choice else self.tx.active(params, depth)
-        value, grads = self.oracle(
-            params,
-            opt_state,
-            batch,
-            active=active,
-            key=self._call_key(state),
-            model_state=state.model_state,
-        )
+        given = {"key": self._call_key(state), "model_state": state.model_state}
+        value, grads = self.oracle(params, opt_state, batch, active=active, **given)
         loss, aux = (value[0], as_aux(value[1])) if self.has_aux else (value, Aux())
+        # For line searches; where nobody calls it, nothing of it is compiled.
+        extra |= {"value": loss, "value_fn": self.oracle.loss_at(batch, **given)}
         extra |= {} if aux.weight is None else {"weight": aux.weight}
         params, opt_state = apply_gradients(self.tx, grads, opt_state, params, **extra)
         model_state = state.model_state

@@ -1,5 +1,6 @@
 """The gradient oracle: scaled, local gradients from a loss function and the optimizer's state."""
 
+import dataclasses
 import functools
 from collections.abc import Callable
 from typing import Any
@@ -27,7 +28,7 @@ def value_and_grad(
     microbatches: int = 1,
     has_aux: bool = False,
     accumulator_dtype: Any = jnp.float32,
-) -> Callable[..., tuple[Any, PyTree]]:
+) -> "Oracle":
     r"""Like ``jax.value_and_grad``, for training: gradients as boostax transformations want them.
 
     The loss is multiplied by the scale found in ``opt_state`` (in f32), so the gradients come out
@@ -52,6 +53,8 @@ def value_and_grad(
       gradients ``optax.MaskedNode`` stands for it; or ``tx.choice(params, opt_state)`` of a
       ``scheduled_freeze``, by which it is found out in the program. Cost: with ``axis_name`` one
       scalar collective for the loss and one per leaf of ``aux``; see ``boostax.microbatch``.
+      ``fn.loss_at(batch, *, key=None, model_state=None)`` is a function of the params alone: the
+      same loss, without a gradient and with the model's state left as it is, for line searches.
 
     Raises:
       ValueError, TypeError: an argument out of range; at trace time, a loss that is no floating
@@ -84,7 +87,7 @@ def value_and_grad(
             loss, grads = drop_empty((loss, grads), jnp.asarray(aux.weight))
         return (loss, aux), grads
 
-    def oracle(
+    def gradients(
         params: PyTree, opt_state: PyTree, batch: PyTree, *, active: PyTree = True, **kwargs: Any
     ) -> tuple[Any, PyTree]:
         axes.require_bound(names, who)
@@ -94,15 +97,51 @@ def value_and_grad(
             has_aux=True,
             accumulator_dtype=accumulator_dtype,
         )
-        given = {name: value for name, value in kwargs.items() if value is not None}
         (loss, aux), grads = sliced(
-            axes.to_varying(params, names), batch, loss_scale(opt_state), **given
+            axes.to_varying(params, names), batch, loss_scale(opt_state), **_given(kwargs)
         )
         if names:
             loss, aux, grads = _over_replicas(loss, aux, grads, names)
         return ((loss, aux) if has_aux else loss), grads
 
-    return oracle
+    def forward(params: PyTree, batch: PyTree, **kwargs: Any) -> tuple[PyTree, tuple[()]]:
+        loss, aux = _loss_and_aux(fn(params, batch, **kwargs), has_aux)
+        weight = as_aux(aux).weight
+        if weight is not None:
+            loss = drop_empty(loss, jnp.asarray(weight))
+        return (loss, Aux(weight)), ()
+
+    def loss_at(batch: PyTree, **kwargs: Any) -> Callable[[PyTree], jax.Array]:
+        def value_fn(params: PyTree) -> jax.Array:
+            sliced = microbatch(forward, count, has_aux=True)
+            local = axes.to_varying(params, names)
+            (loss, aux), _ = sliced(local, batch, **_given(kwargs))
+            return _over_replicas(loss, aux, (), names)[0] if names else loss
+
+        return value_fn
+
+    return Oracle(gradients, loss_at)
+
+
+@dataclasses.dataclass(frozen=True)
+class Oracle:
+    """What ``value_and_grad`` returns: see there.
+
+    Attributes:
+      gradients: the function itself, which a call of the oracle calls.
+      loss_at: from a batch to its loss as a function of the params.
+    """
+
+    gradients: Callable[..., tuple[Any, PyTree]]
+    loss_at: Callable[..., Callable[[PyTree], jax.Array]]
+
+    def __call__(self, *args: Any, **kwargs: Any) -> tuple[Any, PyTree]:
+        """``(loss, grads)``, or ``((loss, aux), grads)``."""
+        return self.gradients(*args, **kwargs)
+
+
+def _given(kwargs: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in kwargs.items() if value is not None}
 
 
 def _grad(fn: Callable[[PyTree], Any], params: PyTree, active: Any) -> tuple[PyTree, Any]:

@@ -1,0 +1,335 @@
+"""How the directions of a subspace are stored, and the two products in which they are used.
+
+Both go leaf by leaf, so that no leaf loses its sharding and nothing is flattened. Narrow storage is
+decoded inside the sum that reads it: XLA fuses the two, and no wide copy of the components exists.
+"""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from boostax._core import axes, checks, trees
+from boostax.subspace import algebra
+from boostax.subspace.basis import Basis
+
+PyTree = Any
+BLOCK = 64
+
+
+class Int8Components(NamedTuple):
+    """Components in one byte an entry.
+
+    Attributes:
+      codes: tree like the params of i8 ``(k, *leaf.shape)``.
+      scales: the same of f32 ``(k, *leaf.shape[:-1], blocks)``: what 1 stands for in each block of
+        64 entries of the last dimension.
+    """
+
+    codes: PyTree
+    scales: PyTree
+
+
+Components = PyTree | Int8Components
+
+
+def stored(components: PyTree, dtype: Any) -> Components:
+    """A copy of components in a floating dtype, in ``"int8"`` blocks, or (``None``) as they are."""
+    if isinstance(components, Int8Components) or dtype is None:
+        return jax.tree.map(lambda p: jnp.array(p, copy=True), components)
+    if dtype != "int8":
+        narrow = jnp.dtype(dtype)
+        return jax.tree.map(
+            lambda p: jnp.array(p, algebra.stored_dtype(p, narrow), copy=True), components
+        )
+    for path, leaf in jax.tree_util.tree_leaves_with_path(components):
+        if jnp.iscomplexobj(leaf):
+            raise TypeError(
+                "dim_reduce: dtype must be a floating one with complex components, got 'int8' at "
+                f"{trees.path_name(path) or 'the root'!r}. Blocks are of real numbers."
+            )
+    scales = jax.tree.map(_scales, components)
+    return Int8Components(jax.tree.map(_codes, components, scales), scales)
+
+
+def shapes(components: Components) -> PyTree:
+    """A tree like the params of the arrays that have the shape ``(k, *leaf.shape)``."""
+    return components.codes if isinstance(components, Int8Components) else components
+
+
+def restricted(components: Components, params: PyTree) -> Components:
+    """Components without what is masked in the params."""
+    hidden = lambda node: isinstance(node, optax.MaskedNode)  # noqa: E731
+
+    def cut(tree: PyTree) -> PyTree:
+        return jax.tree.map(lambda p, x: p if hidden(p) else x, params, tree, is_leaf=hidden)
+
+    if isinstance(components, Int8Components):
+        return Int8Components(cut(components.codes), cut(components.scales))
+    return cut(components)
+
+
+def project(
+    components: Components, tree: PyTree, shard_axes: tuple[str, ...] = (), who: str = "project"
+) -> jax.Array:
+    """Coordinates ``(k,)`` of a tree like the params: its inner products with the components.
+
+    Cost: one read of the components; of sharded leaves ``4k`` bytes are summed over the devices.
+    """
+
+    def part(p: Any, g: Any) -> jax.Array:
+        rows = algebra.wide(g)[None]
+        if not isinstance(p, _Narrow):
+            return algebra.dot(algebra.wide(p), rows)[:, 0]
+        product = p.wide() * rows.conj()
+        return product.real.sum(tuple(range(1, product.ndim)))
+
+    parts = _map(part, components, tree)
+    return axes.shard_total(jax.tree.leaves(parts), shard_axes, who)
+
+
+def lift(components: Components, coefficients: jax.Array) -> PyTree:
+    """The tree like the params, f32 or wider, that has those coordinates: a sum of components.
+
+    Coefficients of ``(k, c)`` give ``c`` sums at once, in leaves of ``(c, *leaf.shape)``. Cost: one
+    read of the components; nothing crosses the devices.
+    """
+    columns = coefficients.reshape(coefficients.shape[0], -1)
+
+    def total(p: Any) -> jax.Array:
+        if not isinstance(p, _Narrow):
+            sums = algebra.mix(columns, p)
+        else:
+            rows = p.wide()
+            sums = jnp.stack(
+                [(algebra.along_rows(c, rows) * rows).sum(0) for c in columns.T.astype(rows.dtype)]
+            )
+        return sums[0] if coefficients.ndim == 1 else sums
+
+    return _map(total, components)
+
+
+def row(components: Components, index: jax.Array) -> PyTree:
+    """One of the components, f32 or wider."""
+
+    def take(p: Any) -> jax.Array:
+        return jax.lax.dynamic_index_in_dim(p, index, keepdims=False)
+
+    if isinstance(components, Int8Components):
+        one = lambda p: jax.lax.dynamic_index_in_dim(p, index)  # noqa: E731
+        return jax.tree.map(
+            lambda q, s: _decoded(one(q), one(s))[0], components.codes, components.scales
+        )
+    return jax.tree.map(lambda p: algebra.wide(take(p)), components)
+
+
+def count(components: Components) -> int:
+    """How many there are."""
+    return jax.tree.leaves(shapes(components))[0].shape[0]
+
+
+def random_basis(params: PyTree, n_components: int, *, seed: int = 0) -> PyTree:
+    """Orthonormal components drawn at random: what a basis must be better than to be of use.
+
+    Args:
+      params: a tree of arrays.
+      n_components: how many directions, at most the number of params.
+      seed: of the draws.
+
+    Returns:
+      A tree of ``(n_components, *leaf.shape)``. Cost: twice as many params.
+
+    Raises:
+      ValueError, TypeError: ``n_components`` out of range.
+
+    Example:
+      >>> import boostax, jax.numpy as jnp
+      >>> boostax.random_basis({"w": jnp.zeros((3, 4))}, 2)["w"].shape
+      (2, 3, 4)
+    """
+    who, hint = "random_basis", "It is the dimension of the subspace; 32 to 40 are usual."
+    checks.positive_int(who, "n_components", n_components, hint)
+    leaves, treedef = jax.tree.flatten(params)
+    size = sum(np.size(x) for x in leaves)
+    if n_components > size:
+        allowed = f"at most the number of params, {size}"
+        raise ValueError(checks.message(who, "n_components", allowed, n_components, hint))
+    key = jax.random.key(seed)
+
+    def draw(i: int, x: Any) -> jax.Array:
+        shape, dtype = (n_components, *np.shape(x)), algebra.compute_dtype(x)
+        return jax.random.normal(jax.random.fold_in(key, i), shape, dtype)
+
+    rows = [draw(i, x) for i, x in enumerate(leaves)]
+    return algebra.orthonormal(jax.tree.unflatten(treedef, rows))
+
+
+def given(who: str, basis: Any, params: PyTree, dtype: Any) -> tuple[Components, Any]:
+    """From what the caller calls a basis: the components to keep, and what they explain.
+
+    Raises:
+      ValueError: they do not fit the params.
+    """
+    rows, explained = _opened(basis(params) if callable(basis) else basis)
+    hidden = lambda node: isinstance(node, optax.MaskedNode)  # noqa: E731
+    if any(map(hidden, jax.tree.leaves(params, is_leaf=hidden))):
+        rows = restricted(rows, params)
+    _check(who, rows, params)
+    return stored(rows, dtype), explained
+
+
+def exchanged(who: str, old: Components, basis: Any) -> tuple[Components, Any]:
+    """The same of a basis that takes the place of another, stored as that is.
+
+    Raises:
+      ValueError: it has another shape.
+    """
+    rows, explained = _opened(basis)
+    shaped = lambda tree: jax.tree.map(jnp.shape, shapes(tree))  # noqa: E731
+    was, now = shaped(old), shaped(rows)
+    if was != now:
+        hint = "A compiled step serves both only if they are alike."
+        raise ValueError(checks.message(who, "basis", f"of the shapes {was}", now, hint))
+    if isinstance(old, Int8Components):
+        return stored(rows, "int8"), explained
+    if isinstance(rows, Int8Components):
+        rows = jax.tree.map(_decoded, rows.codes, rows.scales)
+    return jax.tree.map(lambda p, q: jnp.array(p, q.dtype, copy=True), rows, old), explained
+
+
+def _opened(basis: Any) -> tuple[Components, Any]:
+    if isinstance(basis, Basis):
+        return basis.components, jnp.sum(basis.explained)
+    return basis, None
+
+
+def replace_basis(opt_state: PyTree, basis: Any) -> PyTree:
+    """The state with another basis in it: what was learnt of the curvature belongs to the old one.
+
+    Args:
+      opt_state: any state that holds one of ``dim_reduce`` or ``subspace_params``.
+      basis: ``pca_basis(...)`` or its components, as many as before. They are stored as the old
+        ones are.
+
+    Returns:
+      The state, of the same shapes and dtypes, so that a compiled step serves both; counters and
+      the residual optimizer's state stay. It can be called inside ``jit``. Cost: one copy of the
+      basis.
+
+    Raises:
+      ValueError: nothing in the state has a basis, or the new one does not fit.
+
+    Example:
+      >>> import boostax, jax.numpy as jnp
+      >>> state = boostax.dim_reduce(jnp.eye(2, 4)).init(jnp.zeros(4))
+      >>> boostax.replace_basis(state, jnp.eye(4)[2:]).basis.tolist()
+      [[0.0, 0.0, 1.0, 0.0], [0.0, 0.0, 0.0, 1.0]]
+    """
+    who = "replace_basis"
+    has_basis = lambda node: isinstance(node, tuple) and hasattr(node, "with_basis")  # noqa: E731
+    if not trees.find(opt_state, has_basis):
+        raise ValueError(
+            f"{who}: opt_state must hold a state of dim_reduce or subspace_params, got none. Put "
+            "boostax.dim_reduce into the chain."
+        )
+    put = lambda node: node.with_basis(basis) if has_basis(node) else node  # noqa: E731
+    return jax.tree.map(put, opt_state, is_leaf=has_basis)
+
+
+def check_dtype(who: str, dtype: Any) -> Any:
+    """``None``, ``"int8"`` or a floating dtype."""
+    if dtype is None or (isinstance(dtype, str) and dtype == "int8"):
+        return dtype
+    return checks.floating_dtype(who, "dtype", dtype)
+
+
+def coordinate_dtype(components: Components) -> np.dtype[Any]:
+    """In which coordinates are: f32, or f64 with such components."""
+    wide = [jnp.finfo(algebra.compute_dtype(x)).dtype for x in jax.tree.leaves(shapes(components))]
+    return jnp.result_type(jnp.float32, *wide)
+
+
+class _Narrow:
+    """A stacked leaf that is decoded where it is read."""
+
+    def __init__(self, decode: Callable[[], jax.Array]):
+        self.wide = decode
+
+
+def _map(fn: Callable[..., Any], components: Components, *rest: PyTree) -> PyTree:
+    """``fn`` of each stacked leaf, a ``_Narrow`` one if it is stored in less than f32."""
+    if isinstance(components, Int8Components):
+        return jax.tree.map(
+            lambda q, s, *others: fn(_Narrow(lambda: _decoded(q, s)), *others),
+            components.codes,
+            components.scales,
+            *rest,
+        )
+
+    def on_leaf(p: jax.Array, *others: Any) -> Any:
+        narrow = p.dtype != algebra.compute_dtype(p)
+        return fn(_Narrow(lambda: algebra.wide(p)) if narrow else p, *others)
+
+    return jax.tree.map(on_leaf, components, *rest)
+
+
+def _blocks(p: jax.Array) -> jax.Array:
+    """The last dimension (of 1 if there is none) in blocks, filled up with zeros."""
+    p = p[..., None] if p.ndim == 1 else p
+    last = p.shape[-1]
+    wide = min(BLOCK, max(last, 1))
+    fill = -last % wide
+    padded = jnp.pad(p, [(0, 0)] * (p.ndim - 1) + [(0, fill)])
+    return padded.reshape(*p.shape[:-1], (last + fill) // wide, wide)
+
+
+def _scales(p: Any) -> jax.Array:
+    blocks = _blocks(algebra.wide(p))
+    return jnp.abs(blocks).max(-1, initial=0.0).astype(jnp.float32) / 127.0
+
+
+def _codes(p: Any, scales: jax.Array) -> jax.Array:
+    unit = jnp.where(scales > 0, scales, 1.0)
+    codes = jnp.round(algebra.wide(p) / _spread(unit, p).astype(algebra.compute_dtype(p)))
+    return jnp.clip(codes, -127, 127).astype(jnp.int8)
+
+
+def _decoded(codes: jax.Array, scales: jax.Array) -> jax.Array:
+    return codes.astype(jnp.float32) * _spread(scales, codes)
+
+
+def _spread(scales: jax.Array, like: Any) -> jax.Array:
+    """The scale of each entry."""
+    if like.ndim == 1:
+        return scales[..., 0]
+    last = like.shape[-1]
+    each = jnp.broadcast_to(scales[..., None], (*scales.shape, min(BLOCK, max(last, 1))))
+    return each.reshape(*scales.shape[:-1], -1)[..., :last]
+
+
+def _check(who: str, components: Components, params: PyTree) -> None:
+    """Refuse components that do not fit the params."""
+    hint = "boostax.pca_basis(snapshots, k) of the same params is one."
+    tree = shapes(components)
+    if jax.tree.structure(tree) != jax.tree.structure(params):
+        raise ValueError(
+            f"{who}: basis must be a tree like the params, got {jax.tree.structure(tree)} for "
+            f"{jax.tree.structure(params)}. {hint}"
+        )
+    pairs = zip(jax.tree_util.tree_leaves_with_path(tree), jax.tree.leaves(params), strict=True)
+    counts: set[int] = set()
+    for (path, rows), leaf in pairs:
+        if not np.ndim(rows) or np.shape(rows)[1:] != np.shape(leaf):
+            raise ValueError(
+                f"{who}: basis must have the shape (k, {', '.join(map(str, np.shape(leaf)))}) at "
+                f"{trees.path_name(path) or 'the root'!r}, got {np.shape(rows)}. {hint}"
+            )
+        counts.add(np.shape(rows)[0])
+    if len(counts) != 1:
+        raise ValueError(
+            f"{who}: basis must have the same number of rows in each leaf, got {sorted(counts)}. "
+            + hint
+        )

@@ -1,0 +1,186 @@
+"""Snapshots that do not live on the device: kept in host memory, or read from checkpoints."""
+
+import pathlib
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import numpy as np
+
+from boostax._core import checks, trees
+from boostax.subspace.basis import Basis, pca_basis
+
+PyTree = Any
+
+
+class HostTrajectory:
+    """The last ``size`` snapshots of the params in host memory, for a loop of one's own.
+
+    What ``record_trajectory`` keeps on the device, where a few dozen copies of the params may not
+    fit. It is no transformation: call ``record`` between steps.
+
+    Args:
+      size: snapshots kept, at least two.
+      every: calls from one to the next.
+      start: calls before the first one.
+      dtype: in which they are stored; f64 and complex leaves keep their kind.
+
+    Raises:
+      ValueError, TypeError: an argument out of range.
+
+    Example:
+      >>> import boostax, jax.numpy as jnp
+      >>> path = boostax.HostTrajectory(3)
+      >>> for call in range(5):
+      ...   _ = path.record(call, {"w": jnp.array([3.0 * call, 4.0 * call])})
+      >>> path.snapshots()["w"][:, 0].tolist()
+      [6.0, 9.0, 12.0]
+      >>> path.basis(1).components["w"].round(3).tolist()
+      [[0.6000000238418579, 0.800000011920929]]
+
+    **Cost**: at a snapshot one copy of the params from the device; ``basis`` moves the snapshots of
+    one leaf at a time there.
+    """
+
+    def __init__(self, size: int, *, every: int = 1, start: int = 0, dtype: Any = "float32"):
+        who, hint = "HostTrajectory", "It counts snapshots in memory; 40 are usual."
+        if checks.positive_int(who, "size", size, hint) < 2:
+            raise ValueError(checks.message(who, "size", "at least 2", size, hint))
+        checks.positive_int(who, "every", every, "It counts calls from one snapshot to the next.")
+        checks.natural(who, "start", start, "It counts calls before the first snapshot.")
+        self._size, self._every, self._start = size, every, start
+        self._dtype = checks.floating_dtype(who, "dtype", dtype)
+        self._kept: list[PyTree] = []
+
+    def record(self, call: int, params: PyTree) -> bool:
+        """Keep the params if a snapshot is due at this call, counted from 0; says whether."""
+        since = call - self._start
+        if since < 0 or since % self._every:
+            return False
+
+        def copy(leaf: Any) -> Any:
+            return np.array(leaf, trees.buffer_dtype(leaf, self._dtype))
+
+        self._kept = [*self._kept, jax.tree.map(copy, params)][-self._size :]
+        return True
+
+    def snapshots(self) -> PyTree:
+        """A tree like the params of NumPy arrays ``(count, *leaf.shape)``, the oldest first."""
+        if not self._kept:
+            raise ValueError(
+                "HostTrajectory: record must have kept a snapshot, got none. Call it after steps, "
+                "from start on."
+            )
+        return jax.tree.map(lambda *each: np.stack(each), *self._kept)
+
+    def basis(self, n_components: int, *, dtype: Any = None) -> Basis:
+        """``boostax.pca_basis`` of the snapshots."""
+        return pca_basis(self.snapshots(), n_components, dtype=dtype, stacked=True)
+
+
+def checkpoint_snapshots(
+    directory: str | pathlib.Path,
+    params: PyTree,
+    *,
+    last: int | None = None,
+    item: str | None = "state",
+    inside: str | None = "params",
+) -> Iterator[PyTree]:
+    """The params of every checkpoint in a directory, in the order of the steps, for ``pca_basis``.
+
+    Leaves are found by their names, so the order in which files lie there, or in which a checkpoint
+    lists its arrays, does not matter.
+
+    Args:
+      directory: of a ``Checkpointer`` or of any orbax ``CheckpointManager``: one subdirectory for
+        each step, named by its number.
+      params: a tree of arrays or shapes, for names, shapes and dtypes.
+      last: how many of the latest steps; ``None`` for all.
+      item: the orbax item that holds them; ``None`` if a step has no items.
+      inside: the key under which they lie in it; ``None`` if it is nothing but them.
+
+    Returns:
+      An iterator of trees of NumPy arrays, one in memory at a time; nothing else of a checkpoint
+      is read.
+
+    Raises:
+      ValueError, TypeError: ``last`` out of range, or params that are not what was saved.
+      FileNotFoundError: no steps there.
+      ImportError: orbax is not installed.
+
+    Example:
+      >>> import boostax, jax.numpy as jnp, tempfile
+      >>> from boostax.train.checkpoint import Checkpointer
+      >>> folder = tempfile.mkdtemp()
+      >>> with Checkpointer(folder) as checkpointer:
+      ...   for step in range(3):
+      ...     checkpointer.save(step, {"params": jnp.array([3.0 * step, 4.0 * step])})
+      >>> basis = boostax.pca_basis(boostax.checkpoint_snapshots(folder, jnp.zeros(2)), 1)
+      >>> basis.components.round(3).tolist()
+      [[0.6000000238418579, 0.800000011920929]]
+    """
+    who = "checkpoint_snapshots"
+    if last is not None:
+        checks.positive_int(who, "last", last, "None takes all of them.")
+    folder = pathlib.Path(directory).absolute()
+    found = [path for path in folder.glob("*") if path.name.isdecimal()]
+    steps = sorted(found, key=lambda path: int(path.name))
+    if not steps:
+        raise FileNotFoundError(
+            f"{who}: directory must hold a subdirectory for each step, got none in {folder}. It is "
+            "the one that was given to Checkpointer."
+        )
+    return _read(who, steps[-(last or 0) :], params, item, inside)
+
+
+def _read(
+    who: str, steps: list[pathlib.Path], params: PyTree, item: str | None, inside: str | None
+) -> Iterator[PyTree]:
+    try:
+        import orbax.checkpoint as ocp
+    except ImportError as error:
+        raise ImportError(
+            f"{who} needs orbax, which is not installed: pip install 'boostax[checkpoint]'"
+        ) from error
+    like = jax.tree.map(lambda x: np.zeros(np.shape(x), x.dtype) if np.size(x) else None, params)
+    kinds = jax.tree.map(lambda _: ocp.RestoreArgs(restore_type=np.ndarray), like)
+    nest = lambda tree: tree if inside is None else {inside: tree}  # noqa: E731
+    wanted = ocp.args.PyTreeRestore(nest(like), nest(kinds), partial_restore=True)
+    handler: Any = ocp.PyTreeCheckpointHandler()
+    for step in steps:
+        path = step if item is None else step / item
+        try:
+            saved = handler.metadata(path).tree
+        except (ValueError, FileNotFoundError) as error:
+            raise ValueError(
+                f"{who}: item must be the part of a checkpoint that holds the params, got "
+                f"{item!r}, "
+                f"not there in {step}. None takes the checkpoint itself."
+            ) from error
+        # What is not there orbax would give as zeros.
+        _require_saved(who, path, nest(like), saved)
+        restored = handler.restore(path, args=wanted)
+        tree = restored if inside is None else restored[inside]
+        leaves = jax.tree.structure(params).flatten_up_to(tree)
+        empty = [np.zeros(np.shape(p), p.dtype) for p in jax.tree.leaves(params)]
+        full = [e if x is None else np.asarray(x) for x, e in zip(leaves, empty, strict=True)]
+        yield jax.tree.unflatten(jax.tree.structure(params), full)
+
+
+def _require_saved(who: str, path: pathlib.Path, wanted: PyTree, saved: PyTree) -> None:
+    """Refuse params that are not what lies there, by name and shape."""
+    found = dict(_named(saved))
+    for name, leaf in _named(wanted):
+        got = found.get(name)
+        if got is None or tuple(got.shape) != leaf.shape:
+            there = "nothing" if got is None else f"the shape {tuple(got.shape)}"
+            raise ValueError(
+                f"{who}: params must be a tree of what was saved in {path}, got one of the shape "
+                f"{leaf.shape} at {name!r}, where there is {there}. Give item= and inside= if they "
+                "lie elsewhere."
+            )
+
+
+def _named(tree: PyTree) -> list[tuple[str, Any]]:
+    pairs = jax.tree_util.tree_leaves_with_path(tree)
+    return [(trees.path_name(path), leaf) for path, leaf in pairs]

@@ -1,0 +1,639 @@
+"""Steps in a subspace inside train steps: devices, shards, gates, storage, other solvers."""
+
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import boostax
+from boostax._core import costs
+from boostax.subspace.components import project
+from boostax.train.checkpoint import Checkpointer
+
+ROWS, WIDTH = 24, 10
+
+
+def start(seed=0):
+    keys = jax.random.split(jax.random.key(seed), 3)
+    return {
+        "w": 0.5 * jax.random.normal(keys[0], (ROWS, WIDTH)),
+        "v": 0.5 * jax.random.normal(keys[1], (WIDTH,)),
+        "b": jnp.zeros(()),
+    }
+
+
+def loss_fn(params, batch):
+    x, y = batch
+    return jnp.mean((jnp.tanh(x @ params["w"]) @ params["v"] + params["b"] - y) ** 2)
+
+
+def gathering_loss(params, batch):
+    w = jax.lax.all_gather(params["w"], "fsdp", tiled=True, to="invarying")
+    return loss_fn({**params, "w": w}, batch)
+
+
+def batches(count, rows=48):
+    rng = np.random.default_rng(1)
+    x = rng.normal(size=(count, rows, ROWS)).astype(np.float32)
+    y = np.sin(x[..., :4].sum(-1)).astype(np.float32)
+    return [(x[i], y[i]) for i in range(count)]
+
+
+def basis_of(k, params=None):
+    return boostax.random_basis(start() if params is None else params, k)
+
+
+def mesh_of(shape, names):
+    kinds = (AxisType.Auto,) * len(shape)
+    devices = jax.devices()[: int(np.prod(shape))]
+    return jax.make_mesh(shape, names, axis_types=kinds, devices=devices)
+
+
+def train(tx, loss=loss_fn, steps=6, data=None, params=None, **options):
+    step = boostax.make_train_step(loss, tx, **options)
+    state = step.init(start() if params is None else params)
+    seen = []
+    for batch in batches(steps) if data is None else data:
+        state, metrics = step(state, batch)
+        seen.append({name: float(x) for name, x in metrics.items()})
+    return state, seen
+
+
+def assert_close(got, expected, atol=1e-5):
+    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=0, atol=atol), got, expected)
+
+
+RESIDUALS = {
+    "none": lambda *reduce: None,
+    "sgd": lambda *reduce: optax.chain(*reduce, optax.sgd(0.05, 0.9)),
+}
+
+
+@pytest.mark.parametrize("k", [5, 7, 32])
+@pytest.mark.parametrize("residual", ["none", "sgd"])
+def test_same_run_on_any_number_of_devices(k, residual):
+    """Batch split over the devices, or params and basis, or both."""
+    make = RESIDUALS[residual]
+    expected, seen = train(boostax.dim_reduce(basis_of(k), residual=make()))
+    assert seen[-1]["loss"] < seen[0]["loss"]
+    for n in (1, 2, 3, 4, 8):
+        tx = boostax.dim_reduce(
+            basis_of(k), residual=make(boostax.all_reduce("data")), axis_name="data"
+        )
+        state, _ = train(tx, mesh=mesh_of((n,), ("data",)), axis_name="data")
+        assert_close(state.params, expected.params)
+    specs = {"w": P("fsdp"), "v": P(), "b": P()}
+    for shape in ((1, 2), (1, 3), (1, 8), (2, 2), (2, 4)):
+        tx = boostax.dim_reduce(
+            basis_of(k),
+            residual=make(boostax.all_reduce("data")),
+            axis_name="data",
+            shard_axes="fsdp",
+        )
+        mesh = mesh_of(shape, ("data", "fsdp"))
+        state, _ = train(tx, gathering_loss, mesh=mesh, axis_name="data", param_specs=specs)
+        assert_close(state.params, expected.params)
+        rows = state.opt_state.basis["w"]
+        assert rows.sharding.spec == P(None, "fsdp")
+        assert rows.addressable_shards[0].data.nbytes == 4 * k * ROWS * WIDTH // shape[1]
+        assert state.opt_state.basis["v"].sharding.is_fully_replicated
+
+
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+@pytest.mark.parametrize("k", [5, 32])
+def test_sharded_arrays_under_plain_jit(kind, k):
+    """Nothing but the coordinates crosses the devices, and nothing is made flat."""
+    mesh = jax.make_mesh((8,), ("x",), axis_types=(kind,))
+    plan = {"w": P("x"), "v": P(), "b": P()}
+    tx = boostax.dim_reduce(basis_of(k), residual=optax.sgd(0.05, 0.9))
+    expected, _ = train(tx)
+    with jax.set_mesh(mesh):
+        place = lambda tree, lead=(): jax.tree.map(  # noqa: E731
+            lambda x, p: jax.device_put(x, NamedSharding(mesh, P(*lead, *p))), tree, plan
+        )
+        rows = place(basis_of(k), (None,))
+        tx = boostax.dim_reduce(rows, residual=optax.sgd(0.05, 0.9))
+        params = place(start())
+        state = tx.init(params)
+
+        @jax.jit
+        def step(params, state, batch):
+            value_fn = lambda p: loss_fn(p, batch)  # noqa: E731
+            value, grads = jax.value_and_grad(value_fn)(params)
+            updates, state = tx.update(grads, state, params, value=value, value_fn=value_fn)
+            return optax.apply_updates(params, updates), state
+
+        alone = jax.jit(lambda rows, g: project(rows, g)).lower(rows, params).compile().as_text()
+        assert not re.search(r"all-gather|all-to-all|collective-permute|concatenate", alone)
+        sums = re.findall(r"= (\S+) all-reduce\(", alone)
+        assert [re.sub(r"\{.*", "", each) for each in sums] == [f"f32[{k},1]"]
+        for batch in batches(6):
+            params, state = step(params, state, batch)
+        assert state.basis["w"].addressable_shards[0].data.nbytes == 4 * k * ROWS * WIDTH // 8
+    assert_close(params, expected.params)
+
+
+@pytest.mark.parametrize("k", [5, 32])
+def test_what_travels(k):
+    """Four bytes for each coordinate; the energy and every loss are one number."""
+    mesh = mesh_of((1, 8), ("data", "fsdp"))
+    specs = {"w": P("fsdp"), "v": P(), "b": P()}
+    rows = basis_of(k)
+
+    def coordinates(rows, grads):
+        return project(rows, grads, ("fsdp",))
+
+    stacked = jax.tree.map(lambda spec: P(None, *spec), specs)
+    mapped = jax.shard_map(coordinates, mesh=mesh, in_specs=(stacked, specs), out_specs=P(None))
+    found = costs.collectives(mapped, rows, start())
+    assert [(each.primitive, each.bytes) for each in found] == [("psum", 4 * k)]
+
+    tx = boostax.dim_reduce(basis_of(k), axis_name="data")
+    step = boostax.make_train_step(loss_fn, tx, mesh=mesh_of((8,), ("data",)), axis_name="data")
+    state = step.init(start())
+    found = costs.collectives(step.jaxpr(state, batches(1)[0]))
+    assert {each.primitive for each in found} <= {"psum", "psum_invariant"}
+    sizes = sorted(each.bytes for each in found)
+    # Losses, the energy's two squares, and the coordinates: gradients stay where they are.
+    assert sizes[-2:] == [8, 4 * k] and set(sizes[:-2]) == {4}
+    assert len(sizes) <= 6
+    text = step.lower(state, batches(1)[0]).compile().as_text()
+    assert not re.search(r"all-gather|all-to-all|collective-permute", text)
+
+
+def reads(jaxpr, shape):
+    """Equations of a traced program that read an array of this shape and make another of it."""
+    count = 0
+    for eqn in jaxpr.eqns:
+        inner = [
+            x
+            for x in jax.tree.leaves(list(eqn.params.values()))
+            if hasattr(x, "eqns") or hasattr(x, "jaxpr")
+        ]
+        for each in inner:
+            count += reads(getattr(each, "jaxpr", each), shape)
+        used = any(getattr(v.aval, "shape", None) == shape for v in eqn.invars)
+        made = any(getattr(v.aval, "shape", None) == shape for v in eqn.outvars)
+        count += used and not made and not inner
+    return count
+
+
+@pytest.mark.parametrize("residual", [None, optax.adam(1e-2)])
+def test_basis_is_read_twice(residual):
+    tx = boostax.dim_reduce(basis_of(7), residual=residual)
+    step = boostax.make_train_step(loss_fn, tx)
+    traced = step.jaxpr(step.init(start()), batches(1)[0])
+    assert reads(traced.jaxpr, (7, ROWS, WIDTH)) == 2
+
+
+def test_traced_once_and_no_copy_of_the_basis():
+    traces = 0
+
+    def counting(params, batch):
+        nonlocal traces
+        traces += 1
+        return loss_fn(params, batch)
+
+    params = {"w": jnp.zeros((ROWS, 4096)), "v": jnp.zeros(4096), "b": jnp.zeros(())}
+    tx = boostax.dynamic_loss_scale(
+        boostax.dim_reduce(basis_of(20, params), residual=optax.adam(1e-3))
+    )
+    step = boostax.make_train_step(counting, tx)
+    state = step.init(params)
+    batch = batches(1)[0]
+    state, _ = step(state, batch)
+    once = traces
+    state = state._replace(opt_state=boostax.replace_basis(state.opt_state, basis_of(20, params)))
+    for _ in range(3):
+        state, _ = step(state, batch)
+    assert traces == once
+    memory = step.lower(state, batch).compile().memory_analysis()
+    size = 4 * (ROWS + 1) * 4096
+    # Two lifts, the moved params and the residual's gradient; the basis is twenty.
+    print(f"temporary memory: {memory.temp_size_in_bytes / size:.2f} of the params")
+    assert memory.temp_size_in_bytes < 8 * size
+    assert memory.alias_size_in_bytes >= 20 * size
+
+
+@pytest.mark.parametrize("scaler", ["dynamic", "static"])
+def test_loss_scale_changes_nothing(scaler):
+    def make(inner):
+        if scaler == "dynamic":
+            return boostax.dynamic_loss_scale(inner, init_scale=2.0**10)
+        return boostax.static_loss_scale(inner, 2.0**10)
+
+    tx = boostax.dim_reduce(basis_of(7), residual=optax.sgd(0.05, 0.9))
+    expected, plain = train(tx)
+    state, scaled = train(make(tx))
+    assert_close(state.params, expected.params, atol=1e-6)
+    assert [m["subspace_length"] for m in scaled] == [m["subspace_length"] for m in plain]
+
+
+@pytest.mark.parametrize("scaled", [False, True])
+@pytest.mark.parametrize("bad", ["loss", "gradient"])
+def test_what_is_not_finite_changes_nothing(scaled, bad):
+    def loss(params, batch):
+        value = loss_fn(params, batch[:2])
+        if bad == "loss":
+            return value + jax.lax.stop_gradient(batch[2])
+        return value + jnp.where(batch[2] == 0, 0.0, batch[2] * params["b"])
+
+    tx = boostax.dim_reduce(basis_of(7), residual=optax.adam(1e-2))
+    tx = boostax.dynamic_loss_scale(tx) if scaled else tx
+    step = boostax.make_train_step(loss, tx)
+    state = step.init(start())
+    data = batches(4)
+    for i in range(3):
+        state, metrics = step(state, (*data[i], jnp.float32(0)))
+    before = jax.tree.map(np.array, state)
+    for wrong in (jnp.nan, jnp.inf):
+        state, metrics = step(state, (*data[3], jnp.float32(wrong)))
+        assert not bool(metrics["applied"])
+    inner = lambda s: s.opt_state.inner_state if scaled else s.opt_state  # noqa: E731
+    known = ("basis", "memory", "steps", "accepted", "tries", "energy", "length", "residual_state")
+    for name in known:
+        jax.tree.map(
+            np.testing.assert_array_equal, getattr(inner(state), name), getattr(inner(before), name)
+        )
+    jax.tree.map(np.testing.assert_array_equal, state.params, before.params)
+    state, metrics = step(state, (*data[3], jnp.float32(0)))
+    assert bool(metrics["applied"]) and np.isfinite(float(metrics["loss"]))
+
+
+def test_line_search_sees_all_micro_batches():
+    tx = boostax.dim_reduce(basis_of(7), residual=optax.sgd(0.05))
+    expected, whole = train(tx)
+    state, sliced = train(tx, microbatches=4)
+    assert_close(state.params, expected.params)
+    assert [m["subspace_length"] for m in sliced] == [m["subspace_length"] for m in whole]
+
+
+def test_a_window_of_several_calls_is_refused():
+    tx = boostax.accumulate(boostax.dim_reduce(basis_of(5)), 2)
+    with pytest.raises(ValueError) as error:
+        train(tx, steps=1)
+    assert str(error.value) == (
+        "accumulate: every must be 1 around a line search, got a window of several calls, whose "
+        "other micro-batches are gone. make_train_step(microbatches=...) keeps them: there the "
+        "loss is that of all."
+    )
+    state, _ = train(boostax.accumulate(boostax.dim_reduce(basis_of(5)), 1), steps=2)
+    assert int(state.opt_state.inner_state.steps) == 2
+
+
+def test_weights_of_replicas_and_slices_count_in_the_line_search():
+    def weighted(params, batch):
+        x, y, w = batch
+        losses = (jnp.tanh(x @ params["w"]) @ params["v"] + params["b"] - y) ** 2
+        return (losses * w).sum() / w.sum(), boostax.Aux(weight=w.sum())
+
+    rng = np.random.default_rng(0)
+    data = [(*b, rng.integers(1, 4, 48).astype(np.float32)) for b in batches(5)]
+    make = lambda axis: boostax.dim_reduce(basis_of(7), axis_name=axis)  # noqa: E731
+    expected, _ = train(make(None), weighted, data=data, has_aux=True)
+    for options in ({"microbatches": 3}, {"mesh": mesh_of((4,), ("data",)), "axis_name": "data"}):
+        tx = make(options.get("axis_name"))
+        state, _ = train(tx, weighted, data=data, has_aux=True, **options)
+        assert_close(state.params, expected.params)
+
+
+def test_trials_leave_the_statistics_alone_and_use_the_same_key():
+    def loss(params, batch, *, key, model_state):
+        keep = jax.random.bernoulli(key, 0.5, (ROWS,))
+        value = loss_fn(params, (batch[0] * keep, batch[1]))
+        return value, boostax.Aux(model_state=0.9 * model_state + 0.1 * batch[0].mean())
+
+    tx = boostax.dim_reduce(basis_of(7))
+    step = boostax.make_train_step(loss, tx, has_aux=True)
+    state = step.init(start(), key=jax.random.key(0), model_state=jnp.float32(0.0))
+    expected = 0.0
+    for batch in batches(4):
+        state, metrics = step(state, batch)
+        expected = 0.9 * expected + 0.1 * float(batch[0].mean())
+        assert metrics["subspace_tries"] >= 1
+    np.testing.assert_allclose(state.model_state, expected, rtol=1e-5)
+    batch, kwargs = batches(1)[0], {"key": jax.random.key(3), "model_state": jnp.float32(0.0)}
+    (value, _), _ = step.oracle(state.params, state.opt_state, batch, **kwargs)
+    assert float(step.oracle.loss_at(batch, **kwargs)(state.params)) == float(value)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "int8"])
+def test_narrow_storage(dtype):
+    """Directions as good, in half or a fourth of the bytes, with no wide copy of them."""
+    params = {"w": jnp.zeros((ROWS, 4096)), "v": jnp.zeros(4096), "b": jnp.zeros(())}
+    rows = basis_of(6, params)
+    tx = boostax.dim_reduce(rows, dtype=dtype)
+    state = tx.init(params)
+    bytes_kept = sum(x.nbytes for x in jax.tree.leaves(state.basis))
+    whole = sum(x.nbytes for x in jax.tree.leaves(rows))
+    assert bytes_kept < {"bfloat16": 0.501, "int8": 0.27}[dtype] * whole
+    g = jax.tree.map(lambda x: x[0] + 0.5 * x[1], rows)
+    np.testing.assert_allclose(project(state.basis, g), [1, 0.5, 0, 0, 0, 0], atol=6e-3)
+    update = jax.jit(lambda g, s: tx.update(g, s, params, value=1.0, value_fn=lambda p: 0.5)[0])
+    compiled = update.lower(g, state).compile()
+    size = 4 * (ROWS + 1) * 4096
+    assert compiled.memory_analysis().temp_size_in_bytes < 4 * size
+    updates = update(g, state)
+    assert_close(updates, jax.tree.map(lambda x: -x, g), atol=2e-3)
+
+
+def test_narrow_storage_finds_the_same_minimum():
+    def minimum(dtype):
+        tx = boostax.dim_reduce(basis_of(7), dtype=dtype)
+        _, seen = train(tx, data=[batches(1)[0]] * 40)
+        return seen[-1]["loss"]
+
+    whole = minimum(None)
+    for dtype in ("bfloat16", "int8"):
+        assert abs(minimum(dtype) - whole) < 0.01 * whole
+
+
+def test_checkpoint_gives_the_same_next_step(tmp_path):
+    tx = boostax.dim_reduce(basis_of(7), residual=optax.adam(1e-2), dtype="int8")
+    step = boostax.make_train_step(loss_fn, tx)
+    state = step.init(start())
+    data = batches(5)
+    for batch in data[:4]:
+        state, _ = step(state, batch)
+    with Checkpointer(tmp_path) as checkpointer:
+        checkpointer.save(4, state)
+        restored, _ = checkpointer.restore(step.init(start()))
+    after, again = step(state, data[4])[0], step(restored, data[4])[0]
+    jax.tree.map(np.testing.assert_array_equal, after, again)
+
+
+def test_frozen_leaves_stand_still():
+    groups = {"w": 0, "v": 1, "b": 1}
+    schedule = boostax.freeze_schedule("progressive", total_steps=6, frozen_fraction=0.5)
+    inner = boostax.dim_reduce(basis_of(7), residual=optax.sgd(0.05))
+    for driver in ("host", "switch"):
+        tx = boostax.scheduled_freeze(inner, groups, schedule)
+        step = boostax.make_train_step(loss_fn, tx, freeze_driver=driver)
+        state = step.init(start())
+        for batch in batches(6):
+            before = np.array(state.params["w"])
+            state, metrics = step(state, batch)
+            moved = not np.array_equal(before, state.params["w"])
+            assert moved == (int(metrics["frozen_groups"]) == 0)
+
+
+# Other solvers in the coordinates.
+
+
+def test_sgd_on_coordinates_is_p_sgd():
+    rows, w = basis_of(5), start()
+    tx = boostax.subspace_params(optax.sgd(0.1, 0.9), rows)
+    state, _ = train(tx, data=batches(4))
+    flat = lambda tree: np.concatenate(  # noqa: E731
+        [np.asarray(x, np.float64).ravel() for x in jax.tree.leaves(tree)]
+    )
+    p = np.concatenate([np.asarray(x).reshape(5, -1) for x in jax.tree.leaves(rows)], 1)
+    momentum = np.zeros(5)
+    params = w
+    for batch in batches(4):
+        momentum = 0.9 * momentum + p @ flat(jax.grad(loss_fn)(params, batch))
+        step = -0.1 * p.T @ momentum
+        sizes = np.cumsum([x.size for x in jax.tree.leaves(params)])[:-1]
+        parts = np.split(step, sizes)
+        treedef = jax.tree.structure(params)
+        params = treedef.unflatten(
+            [x + d.reshape(x.shape) for x, d in zip(jax.tree.leaves(params), parts, strict=True)]
+        )
+    assert_close(state.params, params, atol=2e-6)
+    assert state.opt_state.inner_state[0].trace.shape == (5,)
+
+
+def test_weight_decay_pulls_coordinates_to_where_the_run_began():
+    tx = boostax.subspace_params(
+        optax.chain(optax.add_decayed_weights(1.0), optax.sgd(0.5)), basis_of(3)
+    )
+    w = start()
+    state = tx.init(w)._replace(coordinates=jnp.array([1.0, -2.0, 0.0]))
+    zero = jax.tree.map(jnp.zeros_like, w)
+    _, state = tx.update(zero, state, w)
+    np.testing.assert_allclose(state.coordinates, [0.5, -1.0, 0.0], atol=1e-7)
+
+
+def test_l_bfgs_runs_on_coordinates_as_it_is():
+    batch = batches(1)[0]
+    tx = boostax.subspace_params(optax.lbfgs(), basis_of(7))
+    _, seen = train(tx, data=[batch] * 15)
+    newton = boostax.dim_reduce(basis_of(7))
+    _, ours = train(newton, data=[batch] * 40)
+    assert seen[-1]["loss"] < 1.02 * ours[-1]["loss"]
+
+
+@pytest.mark.parametrize("inner", ["adam", "lbfgs"])
+def test_coordinates_on_any_number_of_devices(inner):
+    make = {"adam": lambda: optax.adam(0.05), "lbfgs": lambda: optax.lbfgs()}[inner]
+    expected, _ = train(boostax.subspace_params(make(), basis_of(7)))
+    for n in (2, 3, 8):
+        tx = boostax.subspace_params(make(), basis_of(7), axis_name="data")
+        mesh = mesh_of((n,), ("data",))
+        state, _ = train(tx, mesh=mesh, axis_name="data")
+        assert_close(state.params, expected.params, atol=2e-5)
+    step = boostax.make_train_step(loss_fn, tx, mesh=mesh, axis_name="data")
+    found = costs.collectives(step.jaxpr(step.init(start()), batches(1)[0]))
+    assert max(each.bytes for each in found) == 4 * 7
+
+
+def test_gauss_newton_solves_least_squares_at_once():
+    rng = np.random.default_rng(0)
+    x, y = rng.normal(size=(64, ROWS)).astype(np.float32), rng.normal(size=64).astype(np.float32)
+    w = jnp.zeros(ROWS)
+    rows = boostax.random_basis(w, 6)
+    outputs = lambda w: x @ w  # noqa: E731
+    output_loss = lambda z: jnp.mean((z - y) ** 2)  # noqa: E731
+    value_fn = lambda w: output_loss(outputs(w))  # noqa: E731
+    tx = boostax.dim_reduce(rows, memory="gauss-newton")
+    value, grad = jax.value_and_grad(value_fn)(w)
+    updates, state = tx.update(
+        grad,
+        tx.init(w),
+        w,
+        value=value,
+        value_fn=value_fn,
+        outputs_fn=outputs,
+        output_loss=output_loss,
+    )
+    p = np.asarray(rows, np.float64)
+    best = p.T @ np.linalg.lstsq(x @ p.T, y, rcond=None)[0]
+    np.testing.assert_allclose(updates, best, atol=2e-3)
+    assert float(state.length) == 1.0
+
+
+def test_gauss_newton_matrix_is_that_of_the_formula(mesh):
+    from boostax.subspace.gauss_newton import curvature
+
+    params, rows = start(), basis_of(4)
+    x, _ = batches(1)[0]
+    outputs = lambda p, x: jnp.tanh(x @ p["w"]) @ p["v"] + p["b"]  # noqa: E731
+    loss = lambda z: jnp.mean(jnp.log(jnp.cosh(z)))  # noqa: E731
+    got = curvature(rows, params, params, lambda p: outputs(p, x), loss, ())
+    moved = lambda a: outputs(  # noqa: E731
+        jax.tree.map(lambda w, r: w + jnp.tensordot(a, r, 1), params, rows), x
+    )
+    jacobian = jax.jacfwd(moved)(jnp.zeros(4))
+    z = outputs(params, x)
+    expected = jacobian.T @ jnp.diag((1 - jnp.tanh(z) ** 2) / len(z)) @ jacobian
+    np.testing.assert_allclose(got, expected, rtol=1e-4, atol=1e-6)
+
+    def mapped(x):
+        return curvature(rows, params, params, lambda p: outputs(p, x), loss, ("data",))
+
+    each = jax.shard_map(mapped, mesh=mesh, in_specs=P("data"), out_specs=P())(x)
+    np.testing.assert_allclose(each, expected, rtol=1e-4, atol=1e-6)
+
+
+# Snapshots from elsewhere.
+
+
+def path_of(count, seed=0):
+    rng = np.random.default_rng(seed)
+    w = start()
+    tree = lambda: jax.tree.map(  # noqa: E731
+        lambda x: jnp.asarray(x + rng.normal(size=x.shape), jnp.float32), w
+    )
+    return [tree() for _ in range(count)]
+
+
+def test_host_memory_keeps_what_the_ring_keeps():
+    tx = boostax.record_trajectory(4, every=2, start=1)
+    host = boostax.HostTrajectory(4, every=2, start=1)
+    path = path_of(12)
+    state = tx.init(path[0])
+    for call, w in enumerate(path):
+        _, state = tx.update(w, state, w)
+        assert host.record(call, w) == (call % 2 == 1)
+    snapshots, _ = boostax.trajectory(state)
+    jax.tree.map(np.testing.assert_array_equal, host.snapshots(), snapshots)
+    for got, expected in zip(
+        jax.tree.leaves(host.basis(3)),
+        jax.tree.leaves(boostax.trajectory_basis(state, 3)),
+        strict=True,
+    ):
+        np.testing.assert_allclose(got, expected, atol=2e-5)
+
+
+def test_checkpoints_on_disk_become_snapshots(tmp_path):
+    step = boostax.make_train_step(loss_fn, optax.adam(1e-2))
+    state = step.init(start())
+    path = []
+    with Checkpointer(tmp_path, keep=20) as checkpointer:
+        for i, batch in enumerate(batches(11)):
+            state, _ = step(state, batch)
+            path.append(jax.tree.map(np.array, state.params))
+            checkpointer.save(i, state)
+    shapes = jax.eval_shape(start)
+    read = list(boostax.checkpoint_snapshots(tmp_path, shapes))
+    assert len(read) == 11
+    for got, expected in zip(read, path, strict=True):
+        jax.tree.map(np.testing.assert_array_equal, got, expected)
+    last = list(boostax.checkpoint_snapshots(tmp_path, shapes, last=3))
+    jax.tree.map(np.testing.assert_array_equal, last, path[-3:])
+    got = boostax.pca_basis(boostax.checkpoint_snapshots(tmp_path, shapes), 4)
+    expected = boostax.pca_basis(path, 4)
+    assert_close(got.components, expected.components)
+    with pytest.raises(ValueError, match=r"\(2, 2\) at 'params/w', where there is the shape"):
+        list(boostax.checkpoint_snapshots(tmp_path, {**start(), "w": jnp.zeros((2, 2))}))
+    with pytest.raises(ValueError, match="at 'params/other', where there is nothing"):
+        list(boostax.checkpoint_snapshots(tmp_path, {"other": jnp.zeros(3)}))
+    with pytest.raises(ValueError, match="item must be the part of a checkpoint"):
+        list(boostax.checkpoint_snapshots(tmp_path, start(), item="default"))
+    with pytest.raises(FileNotFoundError, match="a subdirectory for each step"):
+        boostax.checkpoint_snapshots(tmp_path / "none", shapes)
+
+
+def test_statistics_made_anew_are_the_mean_over_batches():
+    def loss(params, batch, *, model_state, key):
+        del key
+        stats, count = model_state["mean"], model_state["count"]
+        new = {"mean": 0.97 * stats + 0.03 * (batch * params).mean(0), "count": count + 1}
+        return jnp.float32(0), boostax.Aux(model_state={**new, "still": model_state["still"]})
+
+    state = {"mean": jnp.full(3, 7.0), "count": jnp.int32(4), "still": jnp.float32(2.0)}
+    data = [np.float32(np.random.default_rng(i).normal(size=(5, 3))) for i in range(4)]
+    got = boostax.reestimate_model_state(loss, 2.0, state, data, key=jax.random.key(0))
+    np.testing.assert_allclose(got["mean"], 2 * np.mean(data, (0, 1)), rtol=1e-5, atol=1e-6)
+    assert int(got["count"]) == 4 and float(got["still"]) == 2.0
+    with pytest.raises(ValueError, match="batches must not be empty"):
+        boostax.reestimate_model_state(loss, 2.0, state, [], key=jax.random.key(0))
+
+
+@pytest.mark.parametrize(
+    ("call", "said"),
+    [
+        (
+            lambda: boostax.dim_reduce({"w": jnp.eye(3)}).init(start()),
+            "dim_reduce: basis must be a tree like the params, got",
+        ),
+        (
+            lambda: boostax.dim_reduce(jnp.eye(3)).init(jnp.zeros(4)),
+            "dim_reduce: basis must have the shape (k, 4) at 'the root', got (3, 3). "
+            "boostax.pca_basis(snapshots, k) of the same params is one.",
+        ),
+        (
+            lambda: boostax.dim_reduce(jnp.eye(3)).update(jnp.ones(3), None, jnp.ones(3)),
+            "dim_reduce: update must be given params, value, value_fn, got no value. "
+            "boostax.make_train_step gives value and value_fn, the loss of the same batch at other "
+            "params.",
+        ),
+        (
+            lambda: boostax.dim_reduce(jnp.eye(3)).update(
+                jnp.ones(3), None, jnp.ones(3), value=1.0
+            ),
+            "dim_reduce: update must be given params, value, value_fn, got no value_fn.",
+        ),
+        (
+            lambda: boostax.dim_reduce(jnp.eye(3), memory="gauss-newton").update(
+                jnp.ones(3), None, jnp.ones(3), value=1.0, value_fn=jnp.sum
+            ),
+            "dim_reduce: update must be given params, value, value_fn, outputs_fn, output_loss, "
+            "got no outputs_fn.",
+        ),
+        (
+            lambda: boostax.replace_basis(optax.adam(1.0).init(jnp.ones(3)), jnp.eye(3)),
+            "replace_basis: opt_state must hold a state of dim_reduce or subspace_params, got",
+        ),
+        (
+            lambda: boostax.replace_basis(
+                boostax.dim_reduce(jnp.eye(3)).init(jnp.ones(3)), jnp.eye(3)[:2]
+            ),
+            "replace_basis: basis must be of the shapes (3, 3), got (2, 3).",
+        ),
+        (
+            lambda: boostax.random_basis(jnp.ones(3), 4),
+            "random_basis: n_components must be at most the number of params, 3, got 4.",
+        ),
+        (
+            lambda: boostax.HostTrajectory(3).snapshots(),
+            "HostTrajectory: record must have kept a snapshot, got none.",
+        ),
+        (
+            lambda: boostax.dim_reduce(jnp.eye(3) + 1j, dtype="int8").init(jnp.ones(3) + 1j),
+            "dim_reduce: dtype must be a floating one with complex components",
+        ),
+    ],
+)
+def test_errors_explain(call, said):
+    with pytest.raises((ValueError, TypeError)) as error:
+        call()
+    assert str(error.value).startswith(said)
+
+
+def test_reduced_gradients_are_refused_where_local_ones_are_meant(mesh):
+    tx = boostax.dim_reduce(basis_of(3), axis_name="data")
+
+    def step(params, batch):
+        value_fn = lambda p: loss_fn(p, batch)  # noqa: E731
+        value, grads = jax.value_and_grad(value_fn)(params)
+        return tx.update(grads, tx.init(params), params, value=value, value_fn=value_fn)[0]
+
+    mapped = jax.shard_map(step, mesh=mesh, in_specs=(P(), P("data")), out_specs=P())
+    with pytest.raises(ValueError, match="local_params"):
+        jax.eval_shape(mapped, start(), batches(1)[0])
