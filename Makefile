@@ -28,6 +28,7 @@ bench: $(READY)
 	$(RUN) benchmarks/compression_accuracy.py
 	$(RUN) benchmarks/freezing.py
 	$(RUN) benchmarks/freezing_accuracy.py
+	$(RUN) benchmarks/subspace.py
 
 lint: $(READY)
 	$(VENV)/bin/ruff check .

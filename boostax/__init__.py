@@ -25,6 +25,7 @@ from boostax.freeze.scheduled import active_groups as active_groups
 from boostax.freeze.scheduled import scheduled_freeze as scheduled_freeze
 from boostax.freeze.schedules import FreezeSchedule as FreezeSchedule
 from boostax.freeze.schedules import freeze_schedule as freeze_schedule
+from boostax.model.centralize import centralize_gradients as centralize_gradients
 from boostax.precision.finite import all_finite as all_finite
 from boostax.precision.loss_scale import LossScaleState as LossScaleState
 from boostax.precision.loss_scale import dynamic_loss_scale as dynamic_loss_scale

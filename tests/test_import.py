@@ -31,7 +31,8 @@ def test_public_names_are_the_documented_ones():
 
     expected = {
         "accumulate", "active_groups", "adasum", "adasum_delta", "all_finite", "all_reduce",
-        "apply_gradients", "break_even", "checkpoint_snapshots", "dim_reduce",
+        "apply_gradients", "break_even", "centralize_gradients", "checkpoint_snapshots",
+        "dim_reduce",
         "dynamic_loss_scale",
         "enter_replica", "explain", "flush", "forward_order", "freeze_on_plateau",
         "freeze_schedule", "group_signal", "has_updated", "int8_reduce", "int16_reduce",

@@ -68,6 +68,11 @@ def bound(names: tuple[str, ...]) -> bool:
     return True
 
 
+def of_the_mesh() -> tuple[str, ...]:
+    """All axes of the surrounding mesh; none outside of one."""
+    return tuple(jax.sharding.get_abstract_mesh().axis_names)
+
+
 def size(names: tuple[str, ...]) -> int:
     """Number of replicas over all the axes."""
     return math.prod(lax.axis_size(name) for name in names)

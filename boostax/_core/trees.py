@@ -35,6 +35,13 @@ def clip_finite(x: jax.Array, limit: float | jax.Array) -> jax.Array:
     return jnp.where(jnp.isfinite(x), jnp.clip(x, -limit, limit), x)
 
 
+def saturate(x: jax.Array, dtype: np.dtype[Any]) -> jax.Array:
+    """A cast that does not overflow: what is finite stays finite, what is not stays so."""
+    if jnp.iscomplexobj(x) or jnp.finfo(dtype).max >= jnp.finfo(x.dtype).max:
+        return x.astype(dtype)
+    return clip_finite(x, float(jnp.finfo(dtype).max)).astype(dtype)
+
+
 def cast_like(tree: PyTree, like: PyTree) -> PyTree:
     """Give each leaf the (strong) dtype of its counterpart."""
     return jax.tree.map(lambda x, y: jnp.asarray(x).astype(jnp.result_type(y)), tree, like)

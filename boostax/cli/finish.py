@@ -43,9 +43,9 @@ def _components(recipe: Recipe) -> int:
 
 
 def recorder(recipe: Recipe, optimizer_steps: int) -> optax.GradientTransformation:
-    """Twice as many snapshots as directions, over the second half of the run."""
+    """One snapshot more than directions, over the second half of the run."""
     half = optimizer_steps // 2
-    size = min(2 * _components(recipe), half)
+    size = min(_components(recipe) + 1, half)
     every = half // size
     return boostax.record_trajectory(size, every=every, start=optimizer_steps - every * size)
 
@@ -83,7 +83,7 @@ def finish(
     workload: Workload, main: boostax.TrainStep, recipe: Recipe, state: boostax.TrainState
 ) -> Finish:
     """Go on from the last state of a run; each step takes eight batches as one."""
-    basis = _basis(state.opt_state, _components(recipe))
+    basis = _basis(state.opt_state, _components(recipe), main.common_params(state))
     axis = main.names[0] if main.names else None
     tx = boostax.dim_reduce(basis, axis_name=axis)
     scale = recipe.loss_scale
@@ -193,14 +193,14 @@ class _Judge:
         return {"train_loss": float(np.mean(losses)), **found}
 
 
-def _basis(opt_state: PyTree, components: int) -> boostax.Basis:
+def _basis(opt_state: PyTree, components: int, params: PyTree) -> boostax.Basis:
     """As many directions as the snapshots really have, at most those asked for."""
     count = min(components, int(boostax.trajectory(opt_state)[1]) - 1)
     while count > 1:
         with contextlib.suppress(ValueError):
-            return boostax.trajectory_basis(opt_state, count)
+            return boostax.trajectory_basis(opt_state, count, params=params)
         count //= 2
-    return boostax.trajectory_basis(opt_state, 1)
+    return boostax.trajectory_basis(opt_state, 1, params=params)
 
 
 def _batch(workload: Workload, first: int, count: int) -> PyTree:

@@ -67,7 +67,7 @@ class Recipe:
     finish_steps: int | None = None
     """How many; 10 by default."""
     finish_components: int | None = None
-    """Directions; 20 by default, from twice as many snapshots, which the device holds."""
+    """Directions; 20 by default. The device holds one snapshot more of the params."""
 
 
 @dataclasses.dataclass(frozen=True)

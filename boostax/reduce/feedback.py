@@ -12,7 +12,7 @@ from jax import lax
 from boostax._core import axes, checks, trees
 from boostax._core.replicas import PerReplica
 from boostax.reduce.codecs.base import Codec, Message, map_per_leaf
-from boostax.reduce.layout import real_dtype, saturate
+from boostax.reduce.layout import real_dtype
 
 PyTree = Any
 Rule = Callable[[str, Any], bool]
@@ -133,7 +133,7 @@ def compressed(
             result[i] = _like(jnp.where(finite, mean, jnp.nan), leaves[i])
         for i in rest:
             wide = leaves[i].astype(trees.wide_dtype(leaves[i]))
-            result[i] = saturate(lax.pmean(wide, names), leaves[i].dtype)
+            result[i] = trees.saturate(lax.pmean(wide, names), leaves[i].dtype)
         for i, new, v, s in zip(chosen, residual, flow, sent, strict=True):
             if error_feedback:
                 held[i] = keep(new, held[i])
@@ -222,4 +222,6 @@ def _real(x: jax.Array) -> jax.Array:
 
 
 def _like(x: jax.Array, leaf: jax.Array) -> jax.Array:
-    return saturate(lax.complex(x[..., 0], x[..., 1]) if jnp.iscomplexobj(leaf) else x, leaf.dtype)
+    return trees.saturate(
+        lax.complex(x[..., 0], x[..., 1]) if jnp.iscomplexobj(leaf) else x, leaf.dtype
+    )

@@ -163,11 +163,4 @@ def _pair(leaf: Leaf) -> tuple[int, ...]:
 def _as_dtype(x: jax.Array, leaf: Leaf, dim: int) -> jax.Array:
     if _pair(leaf):
         x = jax.lax.complex(x[..., 0], x[..., 1])
-    return saturate(jnp.moveaxis(x, 0, dim) if dim else x, leaf.dtype)
-
-
-def saturate(x: jax.Array, dtype: np.dtype[Any]) -> jax.Array:
-    """A cast that does not overflow: what is finite stays finite, what is not stays so."""
-    if jnp.iscomplexobj(x) or jnp.finfo(dtype).max >= jnp.finfo(x.dtype).max:
-        return x.astype(dtype)
-    return trees.clip_finite(x, float(jnp.finfo(dtype).max)).astype(dtype)
+    return trees.saturate(jnp.moveaxis(x, 0, dim) if dim else x, leaf.dtype)

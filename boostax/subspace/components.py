@@ -167,18 +167,32 @@ def random_basis(params: PyTree, n_components: int, *, seed: int = 0) -> PyTree:
     return algebra.orthonormal(jax.tree.unflatten(treedef, rows))
 
 
-def given(who: str, basis: Any, params: PyTree, dtype: Any) -> tuple[Components, Any]:
-    """From what the caller calls a basis: the components to keep, and what they explain.
+class Opened(NamedTuple):
+    """What there is in what a caller calls a basis.
+
+    Attributes:
+      rows: the components.
+      explained: the share of the variance in their span; ``None`` if nobody said.
+      mean: a tree like the params; ``None`` likewise.
+    """
+
+    rows: Components
+    explained: Any
+    mean: PyTree
+
+
+def given(who: str, basis: Any, params: PyTree, dtype: Any) -> Opened:
+    """From what the caller calls a basis: what to keep, the components as they are to be stored.
 
     Raises:
       ValueError: they do not fit the params.
     """
-    rows, explained = _opened(basis(params) if callable(basis) else basis)
+    rows, explained, mean = _opened(basis(params) if callable(basis) else basis)
     hidden = lambda node: isinstance(node, optax.MaskedNode)  # noqa: E731
     if any(map(hidden, jax.tree.leaves(params, is_leaf=hidden))):
-        rows = restricted(rows, params)
+        rows, mean = restricted(rows, params), None if mean is None else restricted(mean, params)
     _check(who, rows, params)
-    return stored(rows, dtype), explained
+    return Opened(stored(rows, dtype), explained, mean)
 
 
 def exchanged(who: str, old: Components, basis: Any) -> tuple[Components, Any]:
@@ -187,7 +201,7 @@ def exchanged(who: str, old: Components, basis: Any) -> tuple[Components, Any]:
     Raises:
       ValueError: it has another shape.
     """
-    rows, explained = _opened(basis)
+    rows, explained, _ = _opened(basis)
     shaped = lambda tree: jax.tree.map(jnp.shape, shapes(tree))  # noqa: E731
     was, now = shaped(old), shaped(rows)
     if was != now:
@@ -200,10 +214,10 @@ def exchanged(who: str, old: Components, basis: Any) -> tuple[Components, Any]:
     return jax.tree.map(lambda p, q: jnp.array(p, q.dtype, copy=True), rows, old), explained
 
 
-def _opened(basis: Any) -> tuple[Components, Any]:
+def _opened(basis: Any) -> Opened:
     if isinstance(basis, Basis):
-        return basis.components, jnp.sum(basis.explained)
-    return basis, None
+        return Opened(basis.components, jnp.sum(basis.explained), basis.mean)
+    return Opened(basis, None, None)
 
 
 def replace_basis(opt_state: PyTree, basis: Any) -> PyTree:

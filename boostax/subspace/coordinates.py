@@ -91,7 +91,7 @@ def subspace_params(
     tx = optax.with_extra_args_support(inner)
 
     def init_fn(params: PyTree) -> SubspaceParamsState:
-        rows, _ = components.given(_WHO, basis, params, kept_in)
+        rows = components.given(_WHO, basis, params, kept_in).rows
         zeros = lambda: jnp.zeros(  # noqa: E731
             components.count(rows), components.coordinate_dtype(rows)
         )

@@ -25,6 +25,8 @@ class DimReduceState(NamedTuple):
         ``Int8Components``.
       explained: f32, the share of the snapshots' variance in the span; ``None`` if nobody said.
       memory: what is known of the curvature in the k coordinates.
+      to_mean: ``(k,)``, from where the params stood at ``init`` to the mean of the snapshots; zeros
+        if nobody said where that is.
       steps: i32, steps taken.
       accepted: i32, of these the ones whose line search found a length that suffices.
       tries: i32, losses computed by line searches.
@@ -38,6 +40,7 @@ class DimReduceState(NamedTuple):
     basis: Components
     explained: Any
     memory: Memory
+    to_mean: jax.Array
     steps: jax.Array
     accepted: jax.Array
     tries: jax.Array
@@ -68,6 +71,7 @@ class DimReduceState(NamedTuple):
             basis=rows,
             explained=explained if self.explained is not None else None,
             memory=quasi_newton.empty(known.size, known.dtype),
+            to_mean=jnp.zeros_like(self.to_mean),
         )
 
     def passed(self) -> jax.Array:
@@ -180,12 +184,18 @@ def dim_reduce(
     outside = None if residual is None else optax.with_extra_args_support(residual)
 
     def init_fn(params: PyTree) -> DimReduceState:
-        rows, explained = components.given(_WHO, basis, params, kept_in)
+        rows, explained, mean = components.given(_WHO, basis, params, kept_in)
+        memory = quasi_newton.empty(components.count(rows), components.coordinate_dtype(rows))
+        to_mean = jnp.zeros_like(memory.gradient)
+        if mean is not None and how.towards_mean:
+            gap = jax.tree.map(lambda m, p: m - p, mean, trees.at_least_float32(params))
+            to_mean = components.project(rows, gap).astype(to_mean.dtype)
         zero = lambda dtype: jnp.zeros((), dtype)  # noqa: E731
         return DimReduceState(
             basis=rows,
             explained=explained,
-            memory=quasi_newton.empty(components.count(rows), components.coordinate_dtype(rows)),
+            memory=memory,
+            to_mean=to_mean,
             steps=zero(jnp.int32),
             accepted=zero(jnp.int32),
             tries=zero(jnp.int32),
@@ -238,6 +248,10 @@ def dim_reduce(
                 inverse = gauss_newton.damped_inverse(curvature).astype(inside.dtype)
                 learnt = state.memory._replace(inverse=inverse, gradient=inside)
             direction = -learnt.inverse @ inside
+            if how.towards_mean:
+                # Where snapshots swing about a valley, its floor is near their mean.
+                downhill = (state.to_mean @ inside < 0) & ~state.memory.started
+                direction = jnp.where(downhill, state.to_mean, direction)
             if outside is None:
                 along, shadow = components.lift(state.basis, direction), None
             else:

@@ -24,6 +24,8 @@ class SubspaceRule:
       failure: what becomes of the matrix when no length suffices: ``"reset"`` to the identity times
         the last length tried, ``"rollback"`` to what it was before the step, or ``"keep"``.
       take_last: whether the last length is taken although it does not suffice.
+      towards_mean: whether the first step goes to the mean of the snapshots, where that is known
+        and the way leads downhill.
     """
 
     tries: int = 10
@@ -35,12 +37,13 @@ class SubspaceRule:
     scaled: bool = True
     failure: Literal["reset", "rollback", "keep"] = "reset"
     take_last: bool = False
+    towards_mean: bool = True
 
 
 # MindSpore 2.10: two lengths, the identity to begin with, everything back when both fail.
-MINDSPORE = SubspaceRule(2, 0.55, 0.4, 0.0, 0.0, 1e-20, False, "rollback")
+MINDSPORE = SubspaceRule(2, 0.55, 0.4, 0.0, 0.0, 1e-20, False, "rollback", False, False)
 # The authors' own code (https://github.com/nblt/DLDR): twenty, and then the last one is taken.
-P_BFGS = SubspaceRule(20, 0.4, 0.4, 0.0, 0.0, 1e-20, False, "keep", True)
+P_BFGS = SubspaceRule(20, 0.4, 0.4, 0.0, 0.0, 1e-20, False, "keep", True, False)
 
 
 class Memory(NamedTuple):

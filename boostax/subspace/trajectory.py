@@ -134,14 +134,7 @@ def record_trajectory(
         ring = _Ring(state.recorded, state.snapshots, state.gram)
 
         def write() -> tuple[PyTree, _Ring]:
-            slot = ring.recorded % size
-            new = jax.tree.map(lambda x, p: p.astype(x.dtype), ring.snapshots, params)
-            snapshots = jax.tree.map(
-                lambda x, p: lax.dynamic_update_index_in_dim(x, p, slot, 0), ring.snapshots, new
-            )
-            # After the write: before it, the buffer would have to be copied.
-            gram = updated_gram(ring.gram, snapshots, new, slot, shards)
-            return (), _Ring(ring.recorded + 1, snapshots, gram)
+            return (), _written(ring, params, shards)
 
         since = state.steps - start
         due = jnp.logical_and(since >= 0, since % every == 0)
@@ -150,6 +143,18 @@ def record_trajectory(
         return updates, TrajectoryState(steps, ring.recorded, ring.snapshots, ring.gram)
 
     return optax.GradientTransformationExtraArgs(init_fn, update_fn)
+
+
+def _written(ring: _Ring, params: PyTree, shards: tuple[str, ...] = ()) -> _Ring:
+    """The ring with one more snapshot."""
+    slot = ring.recorded % ring.gram.distances.shape[0]
+    new = jax.tree.map(lambda x, p: p.astype(x.dtype), ring.snapshots, params)
+    snapshots = jax.tree.map(
+        lambda x, p: lax.dynamic_update_index_in_dim(x, p, slot, 0), ring.snapshots, new
+    )
+    # After the write: before it, the buffer would have to be copied.
+    gram = updated_gram(ring.gram, snapshots, new, slot, shards)
+    return _Ring(ring.recorded + 1, snapshots, gram)
 
 
 def trajectory(opt_state: PyTree) -> tuple[PyTree, int]:
@@ -171,17 +176,23 @@ def trajectory(opt_state: PyTree) -> tuple[PyTree, int]:
     return jax.tree.map(lambda x: x[order], state.snapshots), recorded - first
 
 
-def trajectory_basis(opt_state: PyTree, n_components: int, *, dtype: Any = None) -> Basis:
+def trajectory_basis(
+    opt_state: PyTree, n_components: int, *, params: PyTree = None, dtype: Any = None
+) -> Basis:
     """The leading directions of the recorded snapshots, from the distances kept with them.
+
+    With ``params``, where a run stands now, as one more snapshot. A finish that begins there wants
+    that, and all directions but one: what sets these params apart is then in the span.
 
     Args:
       opt_state: any state that holds one of ``record_trajectory``.
       n_components: how many directions, less than the snapshots that are there.
+      params: taken in as the latest snapshot, in the place of the oldest one.
       dtype: in which components are stored; ``None`` for f32 or wider.
 
     Returns:
       A ``Basis``, as ``pca_basis`` of the same snapshots gives it. Cost: as ``pca_from_gram``; no
-      copy of a full buffer. Inside ``jit`` the buffer must be full.
+      copy of a full buffer, but with ``params`` one. Inside ``jit`` the buffer must be full.
 
     Raises:
       ValueError: nothing in the state records, or as ``pca_basis``.
@@ -196,9 +207,12 @@ def trajectory_basis(opt_state: PyTree, n_components: int, *, dtype: Any = None)
       [[0.6000000238418579, 0.800000011920929]]
     """
     state = _state("trajectory_basis", opt_state)
-    snapshots, gram = state.snapshots, state.gram
-    size = gram.distances.shape[0]
-    count = size if isinstance(state.recorded, Tracer) else int(state.recorded)
+    ring = _Ring(state.recorded, state.snapshots, state.gram)
+    if params is not None:
+        ring = _written(ring, params)
+    size = ring.gram.distances.shape[0]
+    count = size if isinstance(ring.recorded, Tracer) else int(ring.recorded)
+    snapshots, gram = ring.snapshots, ring.gram
     if count < size:
         snapshots = jax.tree.map(lambda x: x[:count], snapshots)
         gram = Gram(gram.distances[:count, :count])

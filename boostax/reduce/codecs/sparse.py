@@ -10,9 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from boostax._core import axes
+from boostax._core import axes, trees
 from boostax.reduce.codecs.base import Message, packed, padded, unpacked
-from boostax.reduce.layout import saturate
 
 PyTree = Any
 
@@ -74,7 +73,7 @@ class Largest:
         if self.threshold is not None:
             unit = jnp.sqrt(jnp.sum(rows * rows) / size) if self.relative else 1
             values = jnp.where(jnp.abs(values) >= self.threshold * unit, values, 0)
-        return values if self.value_dtype is None else saturate(values, self.value_dtype)
+        return values if self.value_dtype is None else trees.saturate(values, self.value_dtype)
 
 
 @dataclasses.dataclass(frozen=True)
