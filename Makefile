@@ -29,6 +29,8 @@ bench: $(READY)
 	$(RUN) benchmarks/freezing.py
 	$(RUN) benchmarks/freezing_accuracy.py
 	$(RUN) benchmarks/subspace.py
+	$(RUN) benchmarks/group_scale.py
+	$(RUN) benchmarks/less_bn.py
 
 lint: $(READY)
 	$(VENV)/bin/ruff check .

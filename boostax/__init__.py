@@ -1,6 +1,7 @@
 """boostax: cheaper, steadier training as pure gradient transformations for JAX and Optax."""
 
 from boostax._core.axes import local_params as local_params
+from boostax._core.groups import prefix_groups as prefix_groups
 from boostax._core.replicas import PerReplica as PerReplica
 from boostax._core.replicas import Sharded as Sharded
 from boostax._core.replicas import enter_replica as enter_replica
@@ -14,7 +15,6 @@ from boostax.accumulate.window import AccumulateState as AccumulateState
 from boostax.accumulate.window import accumulate as accumulate
 from boostax.accumulate.window import flush as flush
 from boostax.accumulate.window import has_updated as has_updated
-from boostax.freeze.groups import prefix_groups as prefix_groups
 from boostax.freeze.order import forward_order as forward_order
 from boostax.freeze.plateau import GroupSignalState as GroupSignalState
 from boostax.freeze.plateau import freeze_on_plateau as freeze_on_plateau
@@ -26,7 +26,15 @@ from boostax.freeze.scheduled import scheduled_freeze as scheduled_freeze
 from boostax.freeze.schedules import FreezeSchedule as FreezeSchedule
 from boostax.freeze.schedules import freeze_schedule as freeze_schedule
 from boostax.model.centralize import centralize_gradients as centralize_gradients
+from boostax.model.less_bn import LessBNReport as LessBNReport
+from boostax.model.less_bn import less_bn as less_bn
+from boostax.precision.boundary import check_boundaries as check_boundaries
+from boostax.precision.boundary import scale_boundary as scale_boundary
+from boostax.precision.crossings import group_boundaries as group_boundaries
 from boostax.precision.finite import all_finite as all_finite
+from boostax.precision.group_scale import group_loss_scale as group_loss_scale
+from boostax.precision.group_state import GroupLossScaleState as GroupLossScaleState
+from boostax.precision.group_state import group_scales as group_scales
 from boostax.precision.loss_scale import LossScaleState as LossScaleState
 from boostax.precision.loss_scale import dynamic_loss_scale as dynamic_loss_scale
 from boostax.precision.loss_scale import loss_scale as loss_scale
@@ -83,3 +91,12 @@ from boostax.train.state import TrainState as TrainState
 from boostax.train.step import make_train_step as make_train_step
 
 __version__ = "0.1.0.dev0"
+
+
+def __getattr__(name: str) -> object:
+    """``NormalizedDense`` needs Flax, which ``import boostax`` must not."""
+    if name == "NormalizedDense":
+        from boostax.model.normalized_dense import NormalizedDense
+
+        return NormalizedDense
+    raise AttributeError(f"module 'boostax' has no attribute {name!r}")

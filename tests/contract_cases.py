@@ -36,6 +36,11 @@ def half(path, leaf):
     return 1 if path == "b" or path.startswith(("list", "pair", "block")) else 0
 
 
+def by_group(inner, axis, **options):
+    """A loss scale for each half."""
+    return boostax.group_loss_scale(inner, half, axis_name=axis, **options)
+
+
 CASES = [
     Case(
         "dynamic_loss_scale",
@@ -401,5 +406,44 @@ CASES = [
             (lambda: boostax.subspace_params(3.0, two), "inner"),
             (lambda: boostax.subspace_params(OPT, two, dtype="int16"), "dtype"),
         ),
+    ),
+    Case(
+        "centralize_gradients",
+        lambda inner, axis: optax.chain(boostax.centralize_gradients(), inner),
+        bad_arguments=(
+            (lambda: boostax.centralize_gradients(axes="last"), "axes"),
+            (lambda: boostax.centralize_gradients(axes={"kernel": "all"}), "axes"),
+            (lambda: boostax.centralize_gradients(mask=1), "mask"),
+            (lambda: boostax.centralize_gradients(multiple_of=0), "multiple_of"),
+            (lambda: boostax.centralize_gradients(param_specs={"w": ("x",)}), "param_specs"),
+        ),
+    ),
+    Case(
+        "group_loss_scale",
+        by_group,
+        skips=True,
+        bad_arguments=(
+            (lambda: boostax.group_loss_scale(OPT, {}), "labels"),
+            (lambda: boostax.group_loss_scale(OPT, {"a": 0, "b": 2}), "labels"),
+            (lambda: boostax.group_loss_scale(OPT, {"a": 0.5}), "labels"),
+            (lambda: boostax.group_loss_scale(OPT, half, init_scale=0.5), "init_scale"),
+            (lambda: boostax.group_loss_scale(OPT, half, min_scale=0.0), "min_scale"),
+            (lambda: boostax.group_loss_scale(OPT, half, max_scale=2.0**61), "max_scale"),
+            (lambda: boostax.group_loss_scale(OPT, half, growth_factor=1.0), "growth_factor"),
+            (lambda: boostax.group_loss_scale(OPT, half, backoff_factor=1.0), "backoff_factor"),
+            (lambda: boostax.group_loss_scale(OPT, half, rule="guess"), "rule"),
+            (lambda: boostax.group_loss_scale(OPT, half, headroom=0.5), "headroom"),
+            (lambda: boostax.group_loss_scale(OPT, half, count_every=0), "count_every"),
+            (lambda: boostax.group_loss_scale(OPT, half, axis_name=()), "axis_name"),
+            (lambda: boostax.group_loss_scale(3.0, half), "inner"),
+        ),
+    ),
+    Case(
+        "group_loss_scale_measured_around_a_window",
+        lambda inner, axis: by_group(
+            boostax.accumulate(inner, 2, axis_name=axis), axis, rule="measure"
+        ),
+        skips=True,
+        calls=2,
     ),
 ]

@@ -21,33 +21,7 @@ from jax.sharding import PartitionSpec as P
 import boostax
 from boostax._core import costs, trees
 from boostax.model.centralize import centralize_gradients
-from boostax.testing import LAWS, Case, laws_for
 from boostax.workloads import DigitsConfig, TextConfig, digits, text
-
-CASE = Case(
-    "centralize_gradients",
-    lambda inner, axis: optax.chain(centralize_gradients(), inner),
-    bad_arguments=(
-        (lambda: centralize_gradients(axes="last"), "axes"),
-        (lambda: centralize_gradients(axes={"kernel": "all"}), "axes"),
-        (lambda: centralize_gradients(mask=1), "mask"),
-        (lambda: centralize_gradients(multiple_of=0), "multiple_of"),
-        (lambda: centralize_gradients(param_specs={"w": ("x",)}), "param_specs"),
-    ),
-)
-QUICK = {
-    "is_a_transformation_with_array_state",
-    "passes_masked_nodes",
-    "bad_arguments_raise_and_explain",
-}
-
-
-@pytest.mark.parametrize(
-    "law",
-    [pytest.param(law, marks=[] if law in QUICK else [pytest.mark.long]) for law in laws_for(CASE)],
-)
-def test_contract(law):
-    LAWS[law](CASE)
 
 
 def wave(*shape, dtype=np.float32, seed=0):

@@ -28,6 +28,8 @@ VARIANTS = {
     "dim_reduce_in_bfloat16_inside_the_scaler",
     "subspace_params",
     "record_trajectory",
+    "group_loss_scale_measured_around_a_window",
+    "centralize_gradients",
 }
 ALWAYS = {"bad_arguments_raise_and_explain", "results_are_typed_equal"}
 

@@ -20,7 +20,7 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 from boostax._core import trees
-from boostax.freeze.groups import as_groups, group_count, mindspore_groups, prefix_groups
+from boostax._core.groups import as_groups, group_count, mindspore_groups, prefix_groups
 from boostax.freeze.order import forward_order
 
 MATRIX = jax.ShapeDtypeStruct((4, 4), jnp.float32)

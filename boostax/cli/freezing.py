@@ -8,8 +8,8 @@ import jax
 import optax
 
 import boostax
+from boostax._core.groups import group_count
 from boostax.cli.recipe import Recipe
-from boostax.freeze.groups import group_count
 from boostax.freeze.scheduled import ScheduledFreeze
 from boostax.workloads import Workload
 

@@ -17,6 +17,7 @@ from rich.table import Table
 
 import boostax
 from boostax._core import checks
+from boostax._core.groups import group_count
 from boostax.cli.build import (
     Built,
     Refusal,
@@ -29,7 +30,6 @@ from boostax.cli.build import (
 from boostax.cli.compare import counted
 from boostax.cli.finish import Finish, finish, finish_steps, show
 from boostax.cli.recipe import CODECS, Recipe, RunOptions
-from boostax.freeze.groups import group_count
 from boostax.freeze.plateau import FreezeOnPlateau
 from boostax.freeze.scheduled import ScheduledFreeze
 from boostax.train.checkpoint import Checkpointer

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from boostax._core import checks
-from boostax.freeze.groups import as_groups, group_count
+from boostax._core.groups import as_groups, group_count
 from boostax.freeze.schedules import FreezeSchedule
 
 PyTree = Any

@@ -18,13 +18,14 @@ def largest_magnitudes(tree: PyTree) -> list[jax.Array]:
     testing the unscaled gradient, makes XLA write a temporary of the size of a leaf.
     """
     return [
-        jnp.max(_magnitude(leaf), initial=0)
+        jnp.max(magnitude(leaf), initial=0)
         for leaf in jax.tree.leaves(tree)
         if jnp.issubdtype(jnp.result_type(leaf), jnp.inexact)
     ]
 
 
-def _magnitude(x: jax.Array) -> jax.Array:
+def magnitude(x: jax.Array) -> jax.Array:
+    """Of each entry; of a complex one the larger of its parts."""
     if jnp.iscomplexobj(x):
         # |z| of a finite z can overflow; its parts cannot.
         return jnp.maximum(jnp.abs(x.real), jnp.abs(x.imag))

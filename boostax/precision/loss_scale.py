@@ -21,6 +21,7 @@ from jax.core import Tracer
 from boostax._core import axes, checks, trees
 from boostax._core.gate import GatedTransformation, Pending, flush_inner, gate, passed, run
 from boostax.precision.finite import usable
+from boostax.precision.group_state import GroupLossScaleState
 
 PyTree = Any
 
@@ -299,7 +300,8 @@ def loss_scale(opt_state: PyTree) -> jax.Array:
       >>> float(boostax.loss_scale(tx.init(jnp.zeros(3))))
       65536.0
     """
-    found: list[LossScaleState] = trees.find(opt_state, lambda x: isinstance(x, LossScaleState))
+    scalers = (LossScaleState, GroupLossScaleState)
+    found: list[Any] = trees.find(opt_state, lambda x: isinstance(x, scalers))
     if len(found) > 1:
         raise ValueError(
             f"loss_scale: opt_state must hold one loss scaler, got {len(found)}. Put one scaler "

@@ -14,6 +14,7 @@ from boostax._core import axes, checks, trees
 from boostax.accumulate.aux import Aux, as_aux, divide, drop_empty, weigh
 from boostax.accumulate.microbatch import microbatch
 from boostax.freeze.stages import Choice, staged
+from boostax.precision.group_state import group_scales
 from boostax.precision.loss_scale import loss_scale
 from boostax.precision.policy import Policy, as_policy
 
@@ -38,7 +39,8 @@ def value_and_grad(
     :math:`n\,w_r / \sum w`, so that the mean over replicas is the mean over all tokens.
 
     Args:
-      loss_fn: ``loss_fn(params, batch)``, and ``key=``, ``model_state=`` where they are given.
+      loss_fn: ``loss_fn(params, batch)``, and ``key=``, ``model_state=`` where they are given, and
+        ``scales=`` where the state has a loss scale per group (see ``group_boundaries``).
         Returns a scalar loss, or ``(loss, aux)`` with ``has_aux``; see ``Aux``.
       axis_name: replica axis (or axes) of the surrounding ``shard_map`` or ``pmap``.
       policy: precision policy applied to ``loss_fn``: see ``boostax.policy``.
@@ -98,7 +100,10 @@ def value_and_grad(
             accumulator_dtype=accumulator_dtype,
         )
         (loss, aux), grads = sliced(
-            axes.to_varying(params, names), batch, loss_scale(opt_state), **_given(kwargs)
+            axes.to_varying(params, names),
+            batch,
+            loss_scale(opt_state),
+            **_given(kwargs | {"scales": group_scales(opt_state)}),
         )
         if names:
             loss, aux, grads = _over_replicas(loss, aux, grads, names)

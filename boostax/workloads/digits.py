@@ -9,6 +9,7 @@ import numpy as np
 from boostax._core import checks
 from boostax.accumulate.aux import Aux
 from boostax.workloads._models import DigitsConv, DigitsMLP, DigitsSigmoid, compute_dtype, initial
+from boostax.workloads._resnet import DigitsResNet
 from boostax.workloads._workload import (
     PyTree,
     Workload,
@@ -22,19 +23,21 @@ from boostax.workloads._workload import (
 
 Array = np.ndarray[Any, Any]
 
-_MODELS = {"mlp": DigitsMLP, "conv": DigitsConv, "sigmoid": DigitsSigmoid}
+_MODELS = {"mlp": DigitsMLP, "conv": DigitsConv, "sigmoid": DigitsSigmoid, "resnet": DigitsResNet}
+# With BatchNorm, and what their width must be a multiple of.
+_STATEFUL = {"conv": 4, "resnet": 8}
 
 
 @dataclasses.dataclass(frozen=True)
 class DigitsConfig:
     """What `digits` builds."""
 
-    model: Literal["mlp", "conv", "sigmoid"] = "mlp"
-    """mlp: two layers; conv: with BatchNorm; sigmoid: five layers, vanishing gradients."""
+    model: Literal["mlp", "conv", "sigmoid", "resnet"] = "mlp"
+    """mlp: two layers; conv, resnet: with BatchNorm; sigmoid: five layers, vanishing gradients."""
     batch_size: int = 64
     """Images per batch."""
     width: int = 128
-    """Hidden units per layer; a fourth and a half of it are the channels of the convolutions."""
+    """Hidden units per layer; the channels of convolutions are fractions of it."""
     dtype: str = "float32"
     """What the model computes in: float32, float16 or bfloat16. Parameters stay float32."""
     seed: int = 0
@@ -50,8 +53,9 @@ def digits(config: DigitsConfig = DigitsConfig()) -> Workload:
     ``[batch_size]``. Every epoch takes all training images once, in an order of its own; a batch
     may end one epoch and begin the next. The loss is cross-entropy in nats.
 
-    The ``conv`` model has the state ``{"batch_stats": ...}``: ``loss_fn`` normalises by the batch
-    and returns the new running averages as ``Aux.model_state``; ``evaluate`` normalises by them.
+    The ``conv`` and ``resnet`` models have the state ``{"batch_stats": ...}``: ``loss_fn``
+    normalises by the batch and returns the new running averages as ``Aux.model_state``;
+    ``evaluate`` normalises by them.
 
     The ``sigmoid`` model is the textbook case of vanishing gradients: five layers of sigmoids from
     normal(0.02) weights. In float32 it learns; in float16 the gradients of the lowest layers
@@ -61,7 +65,8 @@ def digits(config: DigitsConfig = DigitsConfig()) -> Workload:
       config: see `DigitsConfig`.
 
     Returns:
-      The `Workload`. Its ``loss_fn`` and ``evaluate`` need ``model_state`` if ``model`` is "conv".
+      The `Workload`. Its ``loss_fn`` and ``evaluate`` need ``model_state`` if ``model`` is "conv"
+      or "resnet".
 
     Raises:
       ValueError: for sizes out of range or that do not fit together.
@@ -75,7 +80,7 @@ def digits(config: DigitsConfig = DigitsConfig()) -> Workload:
     _check(config)
     images, labels = _load()
     training, held_out = _split(labels, config.holdout)
-    stateful = config.model == "conv"
+    stateful = config.model in _STATEFUL
     model = _MODELS[config.model](config.width, dtype)
 
     def init(key: jax.Array) -> tuple[PyTree, PyTree | None]:
@@ -85,7 +90,7 @@ def digits(config: DigitsConfig = DigitsConfig()) -> Workload:
 
     def require_state(model_state: PyTree | None) -> PyTree:
         if stateful and model_state is None:
-            allowed = "the BatchNorm statistics of the conv model"
+            allowed = f"the BatchNorm statistics of the {config.model} model"
             hint = "Pass on the second result of init, or the last Aux.model_state."
             raise ValueError(checks.message("digits", "model_state", allowed, None, hint))
         return model_state if stateful else {}
@@ -160,15 +165,16 @@ def _split(labels: Array, holdout: float) -> tuple[Array, Array]:
 
 
 def _check(config: DigitsConfig) -> None:
-    hint = "mlp is the fastest, conv has BatchNorm, sigmoid has vanishing gradients."
+    hint = "mlp is the fastest, conv and resnet have BatchNorm, sigmoid has vanishing gradients."
     checks.choice("digits", "model", config.model, tuple(_MODELS), hint)
     hint = "It is the images per batch, 64 by default."
     checks.positive_int("digits", "batch_size", config.batch_size, hint)
     hint = "It is the hidden units per layer, 128 by default."
     checks.positive_int("digits", "width", config.width, hint)
-    if config.model == "conv" and config.width % 4:
-        hint = "A fourth and a half of it are the channels of the convolutions."
-        allowed = "a multiple of 4 for the conv model"
+    divisor = _STATEFUL.get(config.model, 1)
+    if config.width % divisor:
+        hint = "The channels of its convolutions are fractions of it."
+        allowed = f"a multiple of {divisor} for the {config.model} model"
         raise ValueError(checks.message("digits", "width", allowed, config.width, hint))
     check_seed("digits", config.seed)
     check_holdout("digits", config.holdout)

@@ -143,7 +143,7 @@ def mindspore_groups(names: Sequence[str], n: int) -> list[list[str]]:
       ValueError, TypeError: ``n`` is not a positive integer.
 
     Example:
-      >>> from boostax.freeze.groups import mindspore_groups
+      >>> from boostax._core.groups import mindspore_groups
       >>> mindspore_groups(["a", "a.bias", "b", "c", "c.bias"], 2)
       [['a', 'a.bias', 'b', 'c', 'c.bias'], ['c', 'c.bias']]
 

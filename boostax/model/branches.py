@@ -1,0 +1,242 @@
+"""Which normalisations of a model lie in a residual branch, and which is the last of its branch.
+
+The model is traced with a mark in the place of every BatchNorm. In the traced program a value has
+its *nodes*: the inputs, products (convolution, matrix product) and norms that it is computed from.
+Where values are added or concatenated, the nodes that all have in common lie before the fork, and
+what an operand has beyond them is its branch. Nothing is matched by name, class or operand order.
+"""
+
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple
+
+import jax
+from jax.ad_checkpoint import checkpoint_name
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal
+
+from boostax._core import checks
+
+PyTree = Any
+
+_PREFIX = "boostax.model.branches"
+_PRODUCTS = ("conv_general_dilated", "dot_general")
+
+
+class Norm(NamedTuple):
+    """What the rule says of a norm: its path, whether it goes, and why."""
+
+    path: str
+    removed: bool
+    reason: str
+
+
+class Structure(NamedTuple):
+    """The norms in the order of their calls, and the path of the Dense that gives the output."""
+
+    norms: tuple[Norm, ...]
+    head: str | None
+
+
+class Flow(NamedTuple):
+    """What a value is computed from, as numbers of nodes.
+
+    Attributes:
+      nodes: all of them.
+      norms: the norms that reach the value without passing another.
+      sites: the nearest nodes. Two values of equal sites differ by elementwise work alone, so their
+        sum is part of an activation, not the end of a branch.
+    """
+
+    nodes: frozenset[int]
+    norms: frozenset[int]
+    sites: frozenset[int]
+
+
+def mark_norm(x: jax.Array, path: str) -> jax.Array:
+    """Stand for the norm at ``path`` in a model handed to ``examine``."""
+    return checkpoint_name(x, f"{_PREFIX}:norm:{path}")
+
+
+def mark_dense(y: jax.Array, path: str) -> jax.Array:
+    """Name the Dense at ``path``, whose result ``y`` is, in a model handed to ``examine``."""
+    return checkpoint_name(y, f"{_PREFIX}:dense:{path}")
+
+
+def examine(
+    run: Callable[[PyTree, Any, Any], PyTree],
+    fixed: PyTree,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> Structure:
+    """Judge every norm of a marked model by the flow of the data in its traced program.
+
+    An addition ends a residual branch if one operand is a shortcut: at most one product beyond the
+    fork, and fewer than the other. A concatenation does if one operand has none beyond it. Then
+
+    - of the norms in the branch, those stay that reach the end without passing another;
+    - where a sum ends it, a norm on the shortcut goes, if the branch has one: a concatenation
+      keeps it, for its channels are its own.
+
+    A norm that lies in several branches is judged at the end of the innermost. One that lies in
+    none stays. Loops, branches, ``jit`` and ``remat`` are looked into; a loop body once.
+
+    Args:
+      run: ``run(fixed, args, kwargs)``, the marked model.
+      fixed: what the data have no part in: params, statistics, keys.
+      args: the data. What has no shape is handed on as it is.
+      kwargs: like ``args``.
+
+    Returns:
+      The norms and the head. Cost: one trace; nothing is compiled.
+
+    Raises:
+      ValueError: no array in ``args`` and ``kwargs``.
+    """
+    leaves, treedef = jax.tree.flatten((args, kwargs))
+    data = {i: x for i, x in enumerate(leaves) if hasattr(x, "shape") and hasattr(x, "dtype")}
+    if not data:
+        allowed = "a sample of what the module takes"
+        hint = "Pass a batch of inputs, or its jax.ShapeDtypeStruct."
+        raise ValueError(checks.message("less_bn", "args", allowed, (args, kwargs), hint))
+
+    def call(fixed: PyTree, data: dict[int, Any]) -> list[jax.Array]:
+        given, named = treedef.unflatten([data.get(i, x) for i, x in enumerate(leaves)])
+        found = jax.tree.leaves(run(fixed, given, named))
+        return [x for x in found if isinstance(x, jax.Array)]
+
+    jaxpr = jax.make_jaxpr(call)(fixed, data).jaxpr
+    graph = _Graph()
+    unknown = [None] * (len(jaxpr.invars) - len(data))
+    outputs = graph.walk(jaxpr, [*unknown, *(graph.source() for _ in data)])
+    near = frozenset[int]().union(*(flow.sites for flow in outputs if flow))
+    heads = sorted(near & graph.heads.keys())
+    return Structure(graph.norms(), graph.heads[heads[-1]] if heads else None)
+
+
+def complete(found: Structure, paths: Iterable[str]) -> Structure:
+    """``found`` and those of the norms at ``paths`` that the trace does not show; they stay."""
+    met = {norm.path for norm in found.norms}
+    rest = (Norm(path, False, "not met in the trace") for path in paths if path not in met)
+    return Structure((*found.norms, *rest), found.head)
+
+
+class _Graph:
+    """The nodes met so far and what is known of them."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        self.products: set[int] = set()
+        self.heads: dict[int, str] = {}
+        self.paths: dict[int, str] = {}
+        self.verdicts: dict[int, tuple[bool, str]] = {}
+
+    def norms(self) -> tuple[Norm, ...]:
+        """One verdict per path: a norm that is called twice goes if both calls may go."""
+        calls: dict[str, list[Norm]] = {}
+        for node, path in self.paths.items():
+            removed, reason = self.verdicts.get(node, (False, "in no residual branch"))
+            calls.setdefault(path, []).append(Norm(path, removed, reason))
+        # False sorts first, so any call that needs the norm decides.
+        return tuple(min(each, key=lambda norm: norm.removed) for each in calls.values())
+
+    def source(self) -> Flow:
+        """An input of the model."""
+        node = frozenset([self._new()])
+        return Flow(node, frozenset(), node)
+
+    def walk(self, jaxpr: Jaxpr, inputs: list[Flow | None]) -> list[Flow | None]:
+        """The flows of a program's outputs; ``None`` for what the data have no part in."""
+        known: dict[Any, Flow | None] = dict(zip(jaxpr.invars, inputs, strict=True))
+
+        def flow(atom: Any) -> Flow | None:
+            return None if isinstance(atom, Literal) else known.get(atom)
+
+        for eqn in jaxpr.eqns:
+            found = self._outputs(eqn, [flow(x) for x in eqn.invars])
+            known.update(zip(eqn.outvars, found, strict=True))
+        return [flow(x) for x in jaxpr.outvars]
+
+    def _outputs(self, eqn: JaxprEqn, inputs: list[Flow | None]) -> list[Flow | None]:
+        name, options = eqn.primitive.name, eqn.params
+        if name == "while":
+            inputs = inputs[options["cond_nconsts"] :]
+            return self.walk(options["body_jaxpr"].jaxpr, inputs)
+        if name == "cond":
+            found = [self.walk(body.jaxpr, inputs[1:]) for body in options["branches"]]
+            return [_union(each) for each in zip(*found, strict=True)]
+        for body in options.values():
+            body = body.jaxpr if isinstance(body, ClosedJaxpr) else body
+            if (
+                isinstance(body, Jaxpr)
+                and len(body.invars) == len(inputs)
+                and len(body.outvars) == len(eqn.outvars)
+            ):
+                return self.walk(body, inputs)
+        if name in ("add", "concatenate"):
+            self._meet(name, [flow for flow in inputs if flow])
+        result = _union(inputs)
+        if result and name in _PRODUCTS:
+            node = self._new()
+            self.products.add(node)
+            result = Flow(result.nodes | {node}, result.norms, frozenset([node]))
+        elif name == "name" and str(options["name"]).startswith(_PREFIX):
+            result = self._marked(options["name"], result)
+        return [result] * len(eqn.outvars)
+
+    def _marked(self, name: str, flow: Flow | None) -> Flow | None:
+        kind, path = name.removeprefix(f"{_PREFIX}:").split(":", 1)
+        node = self._new()
+        (self.paths if kind == "norm" else self.heads)[node] = path
+        if flow is None:
+            return None
+        norms = frozenset([node]) if kind == "norm" else flow.norms
+        return Flow(flow.nodes | {node}, norms, frozenset([node]))
+
+    def _meet(self, name: str, flows: list[Flow]) -> None:
+        """Judge the norms of the branch that ends here, if one does."""
+        if len({flow.sites for flow in flows}) < 2:
+            return
+        common = frozenset.intersection(*(flow.nodes for flow in flows))
+        beyond = [flow.nodes - common for flow in flows]
+        products = [len(nodes & self.products) for nodes in beyond]
+        shortest = min(products)
+        if not common or shortest == max(products) or shortest > (name == "add"):
+            return
+        branch: set[int] = set()
+        shortcut: set[int] = set()
+        last: set[int] = set()
+        for flow, nodes, length in zip(flows, beyond, products, strict=True):
+            if length > shortest:
+                branch |= nodes
+                last |= flow.norms & nodes
+            elif name == "add":
+                shortcut |= nodes
+        for node in sorted((branch | shortcut) & self.paths.keys()):
+            # An inner branch has come first, and its verdict holds.
+            names = ", ".join(_beside(self.paths[node], self.paths[end]) for end in sorted(last))
+            if node in last:
+                self.verdicts.setdefault(node, (False, f"last of its branch to {_THE[name]}"))
+            elif node in branch:
+                self.verdicts.setdefault(node, (True, f"{names} is the last of its branch"))
+            elif last:
+                self.verdicts.setdefault(node, (True, f"on the shortcut; {names} stays"))
+
+    def _new(self) -> int:
+        self.count += 1
+        return self.count
+
+
+_THE = {"add": "a sum", "concatenate": "a concatenation"}
+
+
+def _beside(path: str, other: str) -> str:
+    """``other``, by its own name if both lie in one module."""
+    parent = path.rpartition("/")[0]
+    inside = other.rpartition("/")[0] == parent
+    return other.rpartition("/")[2] if inside else other
+
+
+def _union(flows: Iterable[Flow | None]) -> Flow | None:
+    met = [flow for flow in flows if flow]
+    if len(met) < 2:
+        return met[0] if met else None
+    return Flow(*(frozenset[int]().union(*each) for each in zip(*met, strict=True)))

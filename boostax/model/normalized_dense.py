@@ -1,0 +1,169 @@
+"""The linear head of cosines: inputs and weight columns of length one, times a trained scalar.
+
+y = m * (x / |x|) (W / |W_column|), and m * (... + b) with a bias. Logits lie in -m..m whatever the
+scale of the last activations, which a network with few normalisations does not fix.
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from boostax._core import trees
+
+try:
+    import flax.linen as nn
+    from flax import nnx
+except ImportError as error:
+    raise ImportError(
+        "boostax.model.normalized_dense needs Flax. "
+        "Install it with: pip install 'boostax[workloads]'"
+    ) from error
+
+Initializer = nn.initializers.Initializer
+
+
+def unit(x: jax.Array, axis: int) -> jax.Array:
+    """``x / |x|`` along ``axis``, in f32 or wider; a vector of zeros stays one.
+
+    The length is taken relative to the largest magnitude, so no square over- or underflows. At a
+    zero vector, where the quotient has no derivative, the gradient passes as it came: a kernel that
+    starts at zero learns, and nothing is NaN.
+    """
+    x = x.astype(trees.wide_dtype(x))
+    largest = jax.lax.stop_gradient(jnp.max(jnp.abs(x), axis, keepdims=True))
+    x = x / jnp.where(largest == 0, 1, largest)
+    square = jnp.sum(x * x, axis, keepdims=True)
+    return x * jax.lax.rsqrt(jnp.where(square == 0, 1, square))
+
+
+def normalized_dense(
+    x: jax.Array,
+    kernel: jax.Array,
+    multiplier: jax.Array,
+    bias: jax.Array | None = None,
+    *,
+    dtype: Any = None,
+    precision: Any = None,
+) -> jax.Array:
+    """``multiplier * (x / |x| @ kernel / |kernel_column| + bias)``.
+
+    Args:
+      x: ``[..., inputs]``.
+      kernel: ``[inputs, outputs]``.
+      multiplier: a scalar.
+      bias: ``[outputs]``, added before the multiplier.
+      dtype: of the product and of the result; by default that of ``x`` and ``kernel`` together.
+      precision: of the product, as ``jax.lax.dot_general`` takes it.
+
+    Returns:
+      ``[..., outputs]``. Lengths, bias and multiplier are in f32 or wider whatever ``dtype`` is.
+    """
+    dtype = jnp.result_type(x, kernel) if dtype is None else jnp.dtype(dtype)
+    y = jnp.dot(unit(x, -1).astype(dtype), unit(kernel, 0).astype(dtype), precision=precision)
+    y = y.astype(trees.wide_dtype(y))
+    y = y if bias is None else y + bias
+    return (y * multiplier).astype(dtype)
+
+
+class NormalizedDense(nn.Module):
+    """``nn.Dense`` of cosines: y = m (x / |x|) (W / |W_column|), with m a trained scalar.
+
+    With ``use_bias`` it is m (... + b), as in MindSpore. Params: ``kernel``, ``multiplier`` of
+    shape () and, with ``use_bias``, ``bias``. The lengths are f32 whatever ``dtype`` is.
+
+    Attributes:
+      features: outputs.
+      use_bias: add a bias before the multiplier.
+      dtype: of the product and of the result; by default that of input and params.
+      param_dtype: of the params.
+      precision: of the product.
+      kernel_init: of the kernel; its scale does not matter.
+      bias_init: of the bias.
+      multiplier_init: of the multiplier, 1 as in MindSpore. The largest difference of logits is
+        twice the multiplier, so a short training may want it to start higher.
+
+    Cost: two passes over the inputs and the kernel for their lengths.
+
+    Example:
+      >>> import boostax, jax, jax.numpy as jnp
+      >>> x = jnp.array([[3.0, 4.0], [0.0, 0.0]])
+      >>> params = {"kernel": jnp.eye(2), "multiplier": jnp.array(2.0)}
+      >>> boostax.NormalizedDense(2).apply({"params": params}, x).round(1).tolist()
+      [[1.2000000476837158, 1.600000023841858], [0.0, 0.0]]
+
+    References:
+      MindSpore's ``LessBN(fn_flag=True)``. Wang et al., NormFace, 2017,
+      https://arxiv.org/abs/1704.06369.
+    """
+
+    features: int
+    use_bias: bool = False
+    dtype: Any = None
+    param_dtype: Any = jnp.float32
+    precision: Any = None
+    kernel_init: Initializer = nn.initializers.lecun_normal()
+    bias_init: Initializer = nn.initializers.zeros_init()
+    multiplier_init: Initializer = nn.initializers.ones_init()
+
+    @nn.compact
+    def __call__(self, inputs: jax.Array) -> jax.Array:
+        """``[..., features]`` from ``[..., inputs]``."""
+        shape = (jnp.shape(inputs)[-1], self.features)
+        kernel: Any = self.param("kernel", self.kernel_init, shape, self.param_dtype)
+        multiplier: Any = self.param("multiplier", self.multiplier_init, (), self.param_dtype)
+        bias: Any = None
+        if self.use_bias:
+            bias = self.param("bias", self.bias_init, shape[1:], self.param_dtype)
+        return normalized_dense(
+            inputs, kernel, multiplier, bias, dtype=self.dtype, precision=self.precision
+        )
+
+
+class NormalizedLinear(nnx.Module):
+    """``NormalizedDense`` for NNX, called like ``nnx.Linear``.
+
+    Example:
+      >>> from flax import nnx
+      >>> from boostax.model.normalized_dense import NormalizedLinear
+      >>> head = NormalizedLinear(8, 3, rngs=nnx.Rngs(0))
+      >>> head(jnp.ones((4, 8))).shape, head.multiplier.shape, head.bias
+      ((4, 3), (), None)
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        *,
+        use_bias: bool = False,
+        dtype: Any = None,
+        param_dtype: Any = jnp.float32,
+        precision: Any = None,
+        kernel_init: Initializer = nn.initializers.lecun_normal(),
+        bias_init: Initializer = nn.initializers.zeros_init(),
+        multiplier_init: Initializer = nn.initializers.ones_init(),
+        rngs: nnx.Rngs,
+    ) -> None:
+        self.kernel = nnx.Param(
+            kernel_init(rngs.params(), (in_features, out_features), param_dtype)
+        )
+        self.multiplier = nnx.Param(multiplier_init(rngs.params(), (), param_dtype))
+        self.bias: Any = nnx.data(None)
+        if use_bias:
+            self.bias = nnx.Param(bias_init(rngs.params(), (out_features,), param_dtype))
+        self.in_features, self.out_features = in_features, out_features
+        self.use_bias, self.dtype, self.param_dtype = use_bias, dtype, param_dtype
+        self.precision = precision
+
+    def __call__(self, inputs: jax.Array) -> jax.Array:
+        """``[..., out_features]`` from ``[..., in_features]``."""
+        bias = None if self.bias is None else self.bias[...]
+        return normalized_dense(
+            inputs,
+            self.kernel[...],
+            self.multiplier[...],
+            bias,
+            dtype=self.dtype,
+            precision=self.precision,
+        )

@@ -1,0 +1,201 @@
+"""Where the backward pass goes from one group to another, the cotangent changes its scale.
+
+Let ``s_k`` be the scale of group ``k``: every cotangent inside the group is ``s_k`` times itself.
+A value that was made in group ``o`` and is used in group ``i`` receives ``s_i`` times its cotangent
+and must hand ``s_o`` times it on: the product with ``s_o / s_i``, a power of two, which is exact.
+In the forward pass nothing happens.
+"""
+
+import operator
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.core import Tracer
+
+from boostax._core import checks, trees
+from boostax.precision.group_state import group_numbers, group_scales
+
+PyTree = Any
+
+
+# custom_jvp, not custom_vjp: transposed by JAX itself, the product keeps the varying type, the
+# batch dimension and the place in a scan or a remat that the value has.
+@jax.custom_jvp
+def _cross(x: jax.Array, ratio: jax.Array) -> jax.Array:
+    del ratio
+    return x
+
+
+@_cross.defjvp
+def _cross_jvp(
+    primals: tuple[jax.Array, jax.Array], tangents: tuple[Any, Any]
+) -> tuple[jax.Array, jax.Array]:
+    (x, ratio), tangent = primals, tangents[0]
+    # In f32: the ratio alone can be beyond f16.
+    wide = trees.at_least_float32(tangent)
+    return x, (wide * ratio.astype(wide.real.dtype)).astype(tangent.dtype)
+
+
+def scale_boundary(x: PyTree, opt_state_or_scales: PyTree, outer: Any, inner: Any) -> PyTree:
+    r"""The identity, through which ``x`` goes from group ``outer`` to group ``inner``.
+
+    In the backward pass the cotangent, which arrives multiplied by :math:`s_\text{inner}`, leaves
+    multiplied by :math:`s_\text{outer}`:
+
+    .. math:: \bar x_\text{outer} = \bar x_\text{inner} \cdot s_\text{outer} / s_\text{inner}.
+
+    It stands on *every* edge between groups: an activation that enters the next one, a residual
+    stream that is added to later, a weight that is used in a group other than its own. The loss is
+    in the last group. ``group_boundaries`` finds all the edges by itself; this is for models with a
+    scale per iteration of a scan. ``check_boundaries`` finds what was forgotten.
+
+    Args:
+      x: tree of arrays; integers pass.
+      opt_state_or_scales: f32 ``[groups]``, or an optimizer state that holds a
+        ``GroupLossScaleState``; ``None``, or a state without one: nothing is scaled.
+      outer: the group that ``x`` comes from, from 0; may be a traced integer.
+      inner: the group that it goes to.
+
+    Returns:
+      ``x``. Cost: one product per entry in the backward pass, which fuses with its neighbours; no
+      memory, no collective.
+
+    Raises:
+      ValueError: a group that does not exist.
+
+    Example:
+      >>> import boostax, jax, jax.numpy as jnp
+      >>> scales = jnp.array([64.0, 8.0])
+      >>> jax.grad(lambda x: 8.0 * boostax.scale_boundary(x, scales, 0, 1))(1.0)
+      Array(64., dtype=float32, weak_type=True)
+
+    References:
+      ``mindspore.boost.GroupLossScaleManager``: ``m(x, outer, inner)``, with groups from 1.
+    """
+    who = "scale_boundary"
+    is_scales = isinstance(opt_state_or_scales, (jax.Array, np.ndarray))
+    scales = opt_state_or_scales if is_scales else group_scales(opt_state_or_scales)
+    if scales is None:
+        return x
+    for argument, group in (("outer", outer), ("inner", inner)):
+        _known(who, argument, group, scales.shape[0])
+    ratio = jnp.asarray(scales, jnp.float32)[outer] / jnp.asarray(scales, jnp.float32)[inner]
+    return crossed(x, ratio)
+
+
+def crossed(x: PyTree, ratio: jax.Array) -> PyTree:
+    """``x``, its cotangents multiplied by ``ratio``; integers as they are."""
+
+    def cross(leaf: Any) -> Any:
+        return _cross(leaf, ratio) if jnp.issubdtype(jnp.result_type(leaf), jnp.inexact) else leaf
+
+    return jax.tree.map(cross, x)
+
+
+def check_boundaries(
+    loss_fn: Callable[..., Any],
+    params: PyTree,
+    batch: PyTree,
+    labels: Any,
+    *,
+    has_aux: bool = False,
+    rtol: float = 1e-5,
+    draws: int = 2,
+    **kwargs: Any,
+) -> float:
+    """Prove a loss function's boundaries: the unscaled gradients must not depend on the scales.
+
+    Every group draws a power of two of its own, the gradients are taken and unscaled, and compared
+    with those at scale 1. An edge without its boundary, or the wrong way round, multiplies the
+    gradients behind it by a ratio of scales: the leaves are named. A gradient that is zero proves
+    nothing. Check in f32: in f16 it is the scales that decide what underflows.
+
+    Args:
+      loss_fn: ``loss_fn(params, batch, *, scales, **kwargs)``.
+      params: tree of arrays.
+      batch: handed to the loss.
+      labels: as in ``group_loss_scale``.
+      has_aux: the loss returns ``(loss, aux)``.
+      rtol: difference allowed, as a share of the largest entry of the leaf.
+      draws: how often scales are drawn, from fixed seeds.
+      **kwargs: handed to the loss: ``key=``, ``model_state=``.
+
+    Returns:
+      The largest relative difference found; 0 means equal to the bit.
+
+    Raises:
+      ValueError: a leaf's gradients depend on the scales.
+
+    Example:
+      >>> import boostax, jax.numpy as jnp
+      >>> def loss_fn(params, x, *, scales):
+      ...   hidden = boostax.scale_boundary(jnp.tanh(x * params["body"]), scales, 0, 1)
+      ...   return jnp.mean(hidden * params["head"])
+      >>> params = {"body": jnp.float32(0.5), "head": jnp.float32(2.0)}
+      >>> boostax.check_boundaries(loss_fn, params, jnp.arange(4.0), {"body": 0, "head": 1})
+      0.0
+    """
+    who = "check_boundaries"
+    checks.positive_int(who, "draws", draws, "2 is the default.")
+    checks.number(who, "rtol", rtol, "not negative", lambda x: x >= 0, "1e-5 is the default.")
+    numbers, count = group_numbers(who, labels, params)
+
+    @jax.jit
+    def gradients(scales: jax.Array) -> list[jax.Array]:
+        def scaled(params: PyTree) -> jax.Array:
+            result = loss_fn(params, batch, scales=scales, **kwargs)
+            loss = trees.at_least_float32(result[0] if has_aux else result)
+            return loss * scales[-1].astype(loss.dtype)
+
+        grads = jax.tree.leaves(trees.at_least_float32(jax.grad(scaled)(params)))
+        pairs = zip(grads, numbers, strict=True)
+        return [g / scales[number].astype(g.real.dtype) for g, number in pairs]
+
+    plain = jax.device_get(gradients(jnp.ones(count)))
+    paths = [trees.path_name(path) for path, _ in jax.tree_util.tree_leaves_with_path(params)]
+    worst: dict[str, float] = dict.fromkeys(paths, 0.0)
+    for seed in range(draws):
+        found = jax.device_get(gradients(jnp.asarray(_drawn(seed, count))))
+        for path, one, other in zip(paths, plain, found, strict=True):
+            worst[path] = max(worst[path], _difference(one, other))
+    wrong = [path for path in paths if worst[path] > rtol]
+    if wrong:
+        few = ", ".join(repr(path) for path in wrong[:6])
+        few += f" and {len(wrong) - 6} more" if len(wrong) > 6 else ""
+        raise ValueError(
+            f"{who}: loss_fn must have a scale_boundary on every edge between groups, got "
+            f"gradients that depend on the scales at {few}. The fault lies between the last of "
+            "these groups and the loss; group_boundaries(loss_fn, labels) finds all edges."
+        )
+    return max(worst.values(), default=0.0)
+
+
+def _drawn(seed: int, count: int) -> np.ndarray[Any, Any]:
+    """Powers of two, different for up to 25 groups: between equal ones nothing is proved."""
+    places = np.random.default_rng(seed).permutation(count) % 25
+    return np.exp2(places - min(count, 25) // 2).astype(np.float32)
+
+
+def _difference(one: np.ndarray[Any, Any], other: np.ndarray[Any, Any]) -> float:
+    """The largest difference as a share of the largest entry; infinite where one is NaN."""
+    if not one.size:
+        return 0.0
+    size, off = np.max(np.abs(one)), np.max(np.abs(one - other))
+    if off == 0:
+        return 0.0
+    return float(off / size) if np.isfinite(off) and size > 0 else float("inf")
+
+
+def _known(who: str, argument: str, group: Any, count: int) -> None:
+    if isinstance(group, Tracer):
+        return
+    allowed, hint = f"a group from 0 to {count - 1}", "The first of the forward pass is 0."
+    try:
+        number = -1 if isinstance(group, bool) else operator.index(group)
+    except TypeError as error:
+        raise TypeError(checks.message(who, argument, allowed, group, hint)) from error
+    if not 0 <= number < count:
+        raise ValueError(checks.message(who, argument, allowed, group, hint))

@@ -1,0 +1,147 @@
+"""What a loss scale per group keeps from step to step, and how it is found."""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax import lax
+
+from boostax._core import checks, trees
+from boostax._core.groups import as_groups, group_count
+
+PyTree = Any
+
+
+class GroupLossScaleState(NamedTuple):
+    """State of ``group_loss_scale``, for G groups.
+
+    Attributes:
+      table: f32 ``[G]``, what the factors move; the next scales are the powers of two below.
+      measured: bool ``[G]``, whether a gradient that is not zero was seen (rule ``"measure"``).
+      largest: f32 ``[G]``, largest magnitude in the group's last finite gradient, unscaled.
+      nonfinite: f32 ``[G]``, entries that were not finite when last counted.
+      underflow: f32 ``[G]``, entries that were zero or subnormal in f16 when last counted.
+      entries: f32 ``[G]``, entries that were counted.
+      until_count: i32, steps before the next count.
+      overflow_group: i32, the group to blame for the last skipped step; -1 before the first.
+      backoffs: i32 ``[G]``, how often the entry of the table was lowered for an overflow.
+      floor_hits: i32 ``[G]``, how often it should have been and was at ``min_scale`` already.
+      last_finite: bool, whether the last step ran; False before the first.
+      skipped_steps: i32, steps skipped since the start.
+      skipped_in_a_row: i32, steps skipped since the last one that ran.
+      inner_state: state of the inner transformation.
+    """
+
+    table: jax.Array
+    measured: jax.Array
+    largest: jax.Array
+    nonfinite: jax.Array
+    underflow: jax.Array
+    entries: jax.Array
+    until_count: jax.Array
+    overflow_group: jax.Array
+    backoffs: jax.Array
+    floor_hits: jax.Array
+    last_finite: jax.Array
+    skipped_steps: jax.Array
+    skipped_in_a_row: jax.Array
+    inner_state: Any
+
+    @property
+    def scales(self) -> jax.Array:
+        """f32 ``[G]``, the scale of each group: the power of two below its entry of the table."""
+        # The bits without those of the fraction; log2 and exp2 are not exact on every device.
+        bits = lax.bitcast_convert_type(self.table, jnp.int32)
+        return lax.bitcast_convert_type(bits & ~0x7FFFFF, jnp.float32)
+
+    @property
+    def scale(self) -> jax.Array:
+        """f32, the scale of the last group, by which the loss is multiplied."""
+        return self.scales[..., -1]
+
+    def passed(self) -> jax.Array:
+        """Whether the last call ran the inner transformation."""
+        return self.last_finite
+
+    def taken(self) -> jax.Array:
+        """Whether the last gradient was taken in."""
+        return self.last_finite
+
+    def metrics(self) -> dict[str, jax.Array]:
+        """Named scalars for ``boostax.metrics``; the underflow as a share of the entries."""
+        found = {
+            "loss_scale": self.scale,
+            "last_finite": self.last_finite,
+            "skipped_steps": self.skipped_steps,
+            "skipped_in_a_row": self.skipped_in_a_row,
+            "overflow_group": self.overflow_group,
+        }
+        columns = {
+            "scale": self.scales,
+            "largest": self.largest,
+            "nonfinite": self.nonfinite,
+            "underflow": self.underflow / jnp.maximum(self.entries, 1),
+            "backoffs": self.backoffs,
+            "floor_hits": self.floor_hits,
+        }
+        for group in range(self.table.shape[-1]):
+            found |= {f"group_{group}_{name}": x[..., group] for name, x in columns.items()}
+        return found
+
+
+def group_scales(opt_state: PyTree) -> jax.Array | None:
+    """The scale of each group in the next step, for a loss function that crosses their boundaries.
+
+    Args:
+      opt_state: any optimizer state; the scaler may be nested anywhere in it.
+
+    Returns:
+      f32 ``[groups]``, powers of two; ``None`` when the state has no scaler by groups.
+
+    Raises:
+      ValueError: there are several of them.
+
+    Example:
+      >>> import boostax, jax.numpy as jnp, optax
+      >>> tx = boostax.group_loss_scale(optax.sgd(0.1), {"body": 0, "head": 1}, init_scale=3000.0)
+      >>> boostax.group_scales(tx.init({"body": jnp.ones(3), "head": jnp.ones(2)})).tolist()
+      [2048.0, 2048.0]
+    """
+    found = trees.find(opt_state, lambda x: isinstance(x, GroupLossScaleState))
+    if len(found) > 1:
+        raise ValueError(
+            f"group_scales: opt_state must hold one loss scaler, got {len(found)}. Put one scaler "
+            "around the whole optimizer, outside optax.partition."
+        )
+    return found[0].scales if found else None
+
+
+def group_numbers(who: str, labels: Any, params: PyTree) -> tuple[list[int], int]:
+    """The group of each leaf of ``params``, and the number of groups.
+
+    A leaf that is masked keeps its label, so that the groups do not depend on what trains.
+    """
+    masked = lambda x: isinstance(x, optax.MaskedNode)  # noqa: E731
+    leaves, treedef = jax.tree.flatten(params, is_leaf=masked)
+    stand_in = jax.ShapeDtypeStruct((), jnp.float32)
+    whole = treedef.unflatten([stand_in if masked(x) else x for x in leaves])
+    try:
+        groups = as_groups(who, labels, whole)
+    except (TypeError, ValueError) as error:
+        words = str(error).replace(f"{who}: groups must", f"{who}: labels must", 1)
+        raise type(error)(words) from error
+    numbers = jax.tree.leaves(groups)
+    kept = [number for number, x in zip(numbers, leaves, strict=True) if not masked(x)]
+    return kept, max(group_count(groups), 1)
+
+
+def check_labels(who: str, labels: Any) -> None:
+    """Refuse what is wrong with labels whatever the params are."""
+    found = jax.tree.leaves(labels)
+    if not found:
+        hint = "boostax.prefix_groups(params, n) makes n groups."
+        allowed = "a tree of integers, a list of patterns, or a function of path and leaf"
+        raise ValueError(checks.message(who, "labels", allowed, labels, hint))
+    if not callable(labels) and not any(isinstance(label, str) for label in found):
+        group_numbers(who, labels, labels)

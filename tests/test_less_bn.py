@@ -1,0 +1,761 @@
+"""LessBN: which norms go, that nothing of them is left, and the head of cosines."""
+
+import functools
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from jax.sharding import PartitionSpec as P
+
+import boostax
+from boostax._core.trees import path_name
+from boostax.model.less_bn import less_bn
+from boostax.model.normalized_dense import NormalizedDense, NormalizedLinear, normalized_dense
+from boostax.precision.flax import apply_policy
+from boostax.workloads._resnet import DigitsResNet
+
+f16, f32, f64 = jnp.float16, jnp.float32, jnp.float64
+IMAGES = jax.random.normal(jax.random.key(1), (4, 8, 8, 3))
+KEY = jax.random.key(0)
+
+
+# Each kind of block on a stream of 8 channels, and the norms of it that go.
+def plain(x, conv, norm):
+    x = nn.relu(norm(conv(x, "conv_1"), "norm_1"))
+    return nn.relu(norm(conv(x, "conv_2"), "norm_2"))
+
+
+def basic(x, conv, norm, act=nn.relu):
+    y = act(norm(conv(x, "conv_1"), "norm_1"))
+    return act(norm(conv(y, "conv_2"), "norm_2") + x)
+
+
+def basic_shortcut_first(x, conv, norm):
+    """MindSpore's patterns miss it."""
+    y = jnp.tanh(norm(conv(x, "conv_1"), "norm_1"))
+    return nn.relu(x + norm(conv(y, "conv_2"), "norm_2"))
+
+
+def basic_downsample(x, conv, norm):
+    y = nn.relu(norm(conv(x, "conv_1", 16, stride=2), "norm_1"))
+    y = norm(conv(y, "conv_2", 16), "norm_2")
+    x = nn.avg_pool(x, (2, 2), (2, 2))
+    return nn.relu(norm(conv(x, "conv_d", 16, 1), "norm_d") + y)
+
+
+def bottleneck(x, conv, norm):
+    y = nn.relu(norm(conv(x, "conv_1", 4, 1), "norm_1"))
+    y = nn.relu(norm(conv(y, "conv_2", 4), "norm_2"))
+    return nn.relu(norm(conv(y, "conv_3", 8, 1), "norm_3") + x)
+
+
+def bottleneck_downsample(x, conv, norm):
+    y = nn.relu(norm(conv(x, "conv_1", 4, 1), "norm_1"))
+    y = nn.relu(norm(conv(y, "conv_2", 4, stride=2), "norm_2"))
+    y = norm(conv(y, "conv_3", 16, 1), "norm_3")
+    return nn.relu(y + norm(conv(x, "conv_d", 16, 1, stride=2), "norm_d"))
+
+
+def preactivation(x, conv, norm):
+    """The first norm is before the fork if the shortcut reads it, else in the branch."""
+    y = nn.relu(norm(x, "norm_1"))
+    short = conv(y, "conv_d", 16, 1)
+    y = nn.relu(norm(conv(y, "conv_1"), "norm_2"))
+    x = short + conv(y, "conv_2", 16)
+    y = conv(nn.relu(norm(x, "norm_3")), "conv_3")
+    return nn.relu(norm(x + conv(nn.relu(norm(y, "norm_4")), "conv_4", 16), "norm_5"))
+
+
+def inverted_residual(x, conv, norm):
+    y = nn.relu6(norm(conv(x, "conv_1", 16, 1), "norm_1"))
+    y = nn.relu6(norm(conv(y, "conv_2", 16, groups=16), "norm_2"))
+    return x + norm(conv(y, "conv_3", 8, 1), "norm_3")
+
+
+def squeeze_excite(x, conv, norm):
+    y = jax.nn.swish(norm(conv(x, "conv_1"), "norm_1"))
+    y = norm(conv(y, "conv_2"), "norm_2")
+    gate = conv(nn.gelu(conv(y.mean((1, 2), keepdims=True), "conv_3", 4, 1)), "conv_4", 8, 1)
+    return x + y * nn.sigmoid(gate)
+
+
+def dense_block(x, conv, norm):
+    for i in (0, 2):
+        y = conv(nn.relu(norm(x, f"norm_{i + 1}")), f"conv_{i + 1}", 16, 1)
+        y = conv(nn.relu(norm(y, f"norm_{i + 2}")), f"conv_{i + 2}", 4)
+        x = jnp.concatenate([x, y], -1)
+    return nn.relu(norm(x, "transition"))
+
+
+def dense_list(x, conv, norm):
+    """As torchvision does it: everything so far is concatenated in front of each layer."""
+    so_far = [x]
+    for i in (0, 2):
+        y = jnp.concatenate(so_far, -1)
+        y = conv(nn.relu(norm(y, f"norm_{i + 1}")), f"conv_{i + 1}", 16, 1)
+        so_far.append(conv(nn.relu(norm(y, f"norm_{i + 2}")), f"conv_{i + 2}", 4))
+    return nn.relu(norm(jnp.concatenate(so_far, -1), "transition"))
+
+
+def shuffle_unit(x, conv, norm):
+    left, y = jnp.split(x, 2, -1)
+    y = nn.relu(norm(conv(y, "conv_1", 4, 1), "norm_1"))
+    y = norm(conv(y, "conv_2", 4, groups=4), "norm_2")
+    return jnp.concatenate([left, nn.relu(norm(conv(y, "conv_3", 4, 1), "norm_3"))], -1)
+
+
+def inception(x, conv, norm):
+    """No operand is a shortcut, so no branch is a residual one."""
+    y = nn.relu(norm(conv(x, "conv_1"), "norm_1"))
+    y = nn.relu(norm(conv(y, "conv_2"), "norm_2"))
+    return jnp.concatenate([y, nn.relu(norm(conv(x, "conv_3", 8, 1), "norm_3"))], -1)
+
+
+def two_towers(x, conv, norm):
+    """A sum of two equals: neither is the shortcut of the other."""
+    a = norm(conv(x, "conv_1"), "norm_1")
+    return nn.relu(a + norm(conv(x, "conv_2"), "norm_2"))
+
+
+def nested(x, conv, norm):
+    """A residual block inside a residual branch, judged by its own sum."""
+    y = nn.relu(norm(conv(x, "conv_1"), "norm_1"))
+    y = nn.relu(norm(conv(y, "conv_2"), "norm_2"))
+    z = nn.relu(norm(conv(y, "conv_3"), "norm_3"))
+    y = nn.relu(y + norm(conv(z, "conv_4"), "norm_4"))
+    return x + y
+
+
+def activations(x, conv, norm):
+    """Activations are sums too: x * (...), x + 0.04 x^3, log(1 + exp x)."""
+    x = nn.gelu(norm(conv(x, "conv_1"), "norm_1"), approximate=True)
+    x = jax.nn.mish(norm(conv(x, "conv_2"), "norm_2"))
+    return jax.nn.swish(norm(conv(x, "conv_3"), "norm_3")) + 1.0
+
+
+KINDS = {
+    plain: (),
+    basic: ("norm_1",),
+    functools.partial(basic, act=functools.partial(nn.gelu, approximate=True)): ("norm_1",),
+    basic_shortcut_first: ("norm_1",),
+    basic_downsample: ("norm_1", "norm_d"),
+    bottleneck: ("norm_1", "norm_2"),
+    bottleneck_downsample: ("norm_1", "norm_2", "norm_d"),
+    preactivation: ("norm_3",),
+    inverted_residual: ("norm_1", "norm_2"),
+    squeeze_excite: ("norm_1",),
+    dense_block: ("norm_1", "norm_3"),
+    dense_list: ("norm_1", "norm_3"),
+    shuffle_unit: ("norm_1", "norm_2"),
+    inception: (),
+    two_towers: (),
+    nested: ("norm_1", "norm_3"),
+    activations: (),
+}
+BLOCKS = [pytest.param(k, v, id=getattr(k, "__name__", "basic_gelu")) for k, v in KINDS.items()]
+
+
+class Linen(nn.Module):
+    """A stem, a block, a head; ``skip`` names norms that are left out by hand."""
+
+    block: object
+    skip: tuple = ()
+    cosines: bool = False
+
+    @nn.compact
+    def __call__(self, x, train=False):
+        def conv(x, name, features=8, size=3, stride=1, groups=1):
+            window, strides = (size, size), (stride, stride)
+            return nn.Conv(features, window, strides, feature_group_count=groups, name=name)(x)
+
+        def norm(x, name):
+            return x if name in self.skip else nn.BatchNorm(not train, name=name)(x)
+
+        x = nn.relu(norm(conv(x, "stem"), "stem_norm"))
+        x = self.block(x, conv, norm).mean((1, 2))
+        head = NormalizedDense if self.cosines else nn.Dense
+        return head(3, name="head")(nn.Dense(8, name="hidden")(x))
+
+
+class NNX(nnx.Module):
+    """The same; the layers are made by a first call."""
+
+    def __init__(self, block, skip=(), cosines=False):
+        self.block, self.skip, self.cosines = block, skip, cosines
+        self.rngs = nnx.data(nnx.Rngs(0))
+        self(IMAGES)
+        self.rngs = nnx.data(None)
+
+    def __call__(self, x):
+        def layer(name, make):
+            if self.rngs is not None:
+                setattr(self, name, make())
+            return getattr(self, name)
+
+        def conv(x, name, features=8, size=3, stride=1, groups=1):
+            options = {"strides": stride, "feature_group_count": groups, "rngs": self.rngs}
+            make = functools.partial(nnx.Conv, x.shape[-1], features, (size, size), **options)
+            return layer(name, make)(x)
+
+        def norm(x, name):
+            if name in self.skip:
+                return x
+            return layer(name, lambda: nnx.BatchNorm(x.shape[-1], rngs=self.rngs))(x)
+
+        x = nn.relu(norm(conv(x, "stem"), "stem_norm"))
+        x = self.block(x, conv, norm).mean((1, 2))
+        head = NormalizedLinear if self.cosines else nnx.Linear
+        x = layer("hidden", lambda: nnx.Linear(x.shape[-1], 8, rngs=self.rngs))(x)
+        return layer("head", lambda: head(8, 3, rngs=self.rngs))(x)
+
+
+def leaf_names(tree):
+    return {path_name(path) for path, _ in jax.tree.leaves_with_path(tree)}
+
+
+def assert_equal(a, b):
+    jax.tree.map(np.testing.assert_array_equal, a, b)
+
+
+@pytest.mark.parametrize(("block", "removed"), BLOCKS)
+def test_linen_equals_the_model_written_without_those_layers(block, removed):
+    model, report = less_bn(Linen(block), IMAGES)
+    assert report.removed == removed and report.head == "head"
+    by_hand = Linen(block, removed, cosines=True)
+    variables, expected = model.init(KEY, IMAGES), by_hand.init(KEY, IMAGES)
+    assert_equal(variables, expected)
+    whole = leaf_names(Linen(block).init(KEY, IMAGES))
+    gone = {name for name in whole if any(f"/{x}/" in name for x in removed)}
+    assert len(gone) == 4 * len(removed)
+    assert leaf_names(variables) == (whole - gone - {"params/head/bias"}) | {
+        "params/head/multiplier"
+    }
+    train = {"train": True, "mutable": ["batch_stats"]}
+    found = model.apply(variables, IMAGES, **train)
+    assert_equal(found, by_hand.apply(expected, IMAGES, **train))
+    variables = {"params": variables["params"], **found[1]}
+    assert_equal(model.apply(variables, IMAGES), by_hand.apply(variables, IMAGES))
+
+
+@pytest.mark.parametrize(("block", "removed"), BLOCKS)
+def test_nnx_equals_the_model_written_without_those_layers(block, removed):
+    original = NNX(block)
+    before = nnx.state(original)
+    model, report = less_bn(original, IMAGES)
+    assert report.removed == removed and report.head == "head"
+    by_hand = NNX(block, removed, cosines=True)
+    state = nnx.state(model)
+    assert leaf_names(state) == leaf_names(nnx.state(by_hand))
+    assert_equal(state["head"]["kernel"], before["head"]["kernel"])
+    nnx.update(by_hand, state)
+    assert_equal(model(IMAGES), by_hand(IMAGES))
+    assert_equal(nnx.state(model), nnx.state(by_hand))
+    model.eval()
+    by_hand.eval()
+    assert_equal(model(IMAGES), by_hand(IMAGES))
+    assert_equal(nnx.state(original), before)
+    assert type(original.stem_norm) is nnx.BatchNorm and type(original.head) is nnx.Linear
+
+
+def test_both_flavours_are_told_the_same():
+    told = {less_bn(Linen(block), IMAGES)[1] for block in KINDS}
+    assert told == {less_bn(NNX(block), IMAGES)[1] for block in KINDS}
+
+
+def test_report():
+    report = less_bn(Linen(bottleneck_downsample), IMAGES)[1]
+    assert str(report) == (
+        "less_bn: 3 of 5 BatchNorms removed\n"
+        "  kept     stem_norm  in no residual branch\n"
+        "  removed  norm_1     norm_3 is the last of its branch\n"
+        "  removed  norm_2     norm_3 is the last of its branch\n"
+        "  kept     norm_3     last of its branch to a sum\n"
+        "  removed  norm_d     on the shortcut; norm_3 stays\n"
+        "  head     head is a NormalizedDense"
+    )
+    assert report.kept == ("stem_norm", "norm_3")
+    report = less_bn(Linen(dense_block), IMAGES, normalized_head=False)[1]
+    assert "norm_2      last of its branch to a concatenation\n" in str(report)
+    assert str(report).endswith("\n  head     as it was")
+    report = less_bn(Linen(plain), IMAGES)[1]
+    assert str(report).startswith("less_bn: 0 of 3 BatchNorms removed\n")
+    assert {norm.reason for norm in report.norms} == {"in no residual branch"}
+
+
+def test_names_inside_the_same_module_are_short():
+    model = DigitsResNet(32, f32, blocks=1)
+    reasons = {norm.path: norm.reason for norm in less_bn(model, jnp.ones((1, 8, 8, 1)))[1].norms}
+    assert reasons["stage_1_block_0/shortcut_norm"] == "on the shortcut; norm_2 stays"
+
+
+@pytest.mark.parametrize("make", [Linen, NNX])
+@pytest.mark.parametrize(
+    ("remove", "removed", "reasons"),
+    [
+        (["norm_*"], ("norm_1", "norm_2"), {"no match", "matches 'norm_*'"}),
+        (("norm_2", "stem_norm"), ("stem_norm", "norm_2"), None),
+        (
+            lambda path, by_rule: not by_rule,
+            ("stem_norm", "norm_2"),
+            {"remove says so", "remove says no"},
+        ),
+        (lambda path, by_rule: by_rule, ("norm_1",), None),
+        (lambda path, by_rule: False, (), {"remove says no"}),
+        ([], (), {"no match"}),
+    ],
+)  # fmt: skip
+def test_the_user_may_choose(make, remove, removed, reasons):
+    model, report = less_bn(make(basic), IMAGES, remove=remove)
+    assert report.removed == removed
+    assert reasons is None or {norm.reason for norm in report.norms} == reasons
+    if make is Linen:
+        assert_equal(model.init(KEY, IMAGES), Linen(basic, removed, cosines=True).init(KEY, IMAGES))
+    else:
+        assert leaf_names(nnx.state(model)) == leaf_names(nnx.state(NNX(basic, removed, True)))
+
+
+def test_a_pattern_takes_all_below_it():
+    model = DigitsResNet(32, f32, blocks=1)
+    report = less_bn(model, jnp.ones((1, 8, 8, 1)), remove=["stage_0_block_0"])[1]
+    assert report.removed == ("stage_0_block_0/norm_1", "stage_0_block_0/norm_2")
+
+
+def test_without_a_normalized_head_only_norms_change():
+    model, report = less_bn(Linen(basic), IMAGES, normalized_head=False)
+    assert report.head is None
+    assert_equal(model.init(KEY, IMAGES), Linen(basic, ("norm_1",)).init(KEY, IMAGES))
+
+
+@pytest.mark.parametrize("sample", [IMAGES, jax.ShapeDtypeStruct(IMAGES.shape, f16)])
+@pytest.mark.parametrize("train", [True, False])
+def test_the_sample_may_be_a_shape_and_either_mode_decides_alike(sample, train):
+    model, report = less_bn(Linen(basic), sample, train=train)
+    assert (model, report) == less_bn(Linen(basic), IMAGES)
+    assert hash(model) == hash(less_bn(Linen(basic), IMAGES)[0])
+
+
+def test_nothing_of_the_users_and_nothing_global_changes():
+    call = nn.BatchNorm.__call__, nn.Dense.__call__, nnx.BatchNorm.__call__, nnx.Linear.__call__
+    net = Linen(basic)
+    variables = net.init(KEY, IMAGES)
+    model, _ = less_bn(net, IMAGES)
+    model.init(KEY, IMAGES)
+    less_bn(NNX(basic), IMAGES)
+    assert_equal(net.init(KEY, IMAGES), variables)
+    assert net == Linen(basic) and model.module == net
+    assert call == (
+        nn.BatchNorm.__call__, nn.Dense.__call__, nnx.BatchNorm.__call__, nnx.Linear.__call__
+    )  # fmt: skip
+
+
+class Lifted(nn.Module):
+    """Blocks under jit, remat and scan, and a norm that is called in a branch and outside."""
+
+    @nn.compact
+    def __call__(self, x, train=False):
+        class Block(nn.Module):
+            @nn.compact
+            def __call__(self, x, train):
+                def conv(x, name):
+                    return nn.Conv(x.shape[-1], (3, 3), name=name)(x)
+
+                return basic(x, conv, lambda x, name: nn.BatchNorm(not train, name=name)(x)), None
+
+        x, _ = nn.jit(Block, static_argnums=2)(name="jitted")(x, train)
+        x, _ = nn.remat(Block, static_argnums=(2,))(name="remat")(x, train)
+        axes = {"params": 0, "batch_stats": 0}
+        stack = nn.scan(Block, axes, split_rngs={"params": True}, in_axes=nn.broadcast, length=3)
+        x, _ = stack(name="stack")(x, train)
+        shared = nn.BatchNorm(not train, name="shared")
+        x = x + nn.BatchNorm(not train, name="own")(nn.Conv(3, (3, 3))(shared(x)))
+        return nn.Dense(3, name="head")(shared(x).mean((1, 2)))
+
+
+def test_lifted_and_shared_modules():
+    net = Lifted()
+    jax.eval_shape(net.init, KEY, IMAGES)  # fills the cache of nn.jit
+    model, report = less_bn(net, IMAGES)
+    assert report.removed == ("jitted/norm_1", "remat/norm_1", "stack/norm_1")
+    variables = jax.jit(model.init)(KEY, IMAGES)
+    assert set(variables["batch_stats"]["stack"]) == {"norm_2"}
+    assert variables["params"]["stack"]["norm_2"]["scale"].shape == (3, 3)
+    y, new = model.apply(variables, IMAGES, train=True, mutable=["batch_stats"])
+    assert jax.tree.map(jnp.shape, new["batch_stats"]) == jax.tree.map(
+        jnp.shape, variables["batch_stats"]
+    )
+    assert bool(jnp.isfinite(y).all())
+
+
+def test_a_model_inside_a_model_and_flax_transforms():
+    inner, _ = less_bn(Linen(basic), IMAGES)
+
+    class Outer(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            return nn.Dense(2)(inner.copy()(x))
+
+    params = Outer().init(KEY, IMAGES)["params"]
+    (name,) = set(params) - {"Dense_0"}
+    assert set(params[name]) == {
+        "stem",
+        "stem_norm",
+        "conv_1",
+        "conv_2",
+        "norm_2",
+        "hidden",
+        "head",
+    }
+
+
+class Containers(nnx.Module):
+    """Norms in a list, and one object in two places."""
+
+    def __init__(self):
+        rngs = nnx.Rngs(0)
+        self.convs = nnx.List([nnx.Conv(3, 3, (3, 3), rngs=rngs) for _ in range(2)])
+        self.norms = nnx.List([nnx.BatchNorm(3, rngs=rngs) for _ in range(2)])
+        self.first, self.idle = self.norms[0], nnx.BatchNorm(3, rngs=rngs)
+        self.drop, self.head = nnx.Dropout(0.5, rngs=rngs), nnx.Linear(3, 2, rngs=rngs)
+
+    def __call__(self, x):
+        y = nn.relu(self.first(self.convs[0](x)))
+        x = x + self.norms[1](self.convs[1](self.drop(y)))
+        return self.head(x.mean((1, 2)))
+
+
+def test_nnx_containers_references_and_random_numbers():
+    net = Containers()
+    model, report = less_bn(net, IMAGES)
+    assert report.removed == ("first",) and model.first is model.norms[0]
+    assert report.norms[-1] == ("idle", False, "not met in the trace")
+    assert "first" not in nnx.state(model) and "0" not in nnx.state(model)["norms"]
+    assert model(IMAGES).shape == (4, 2) and int(net.drop.rngs.count[...]) == 0
+
+
+def test_norms_over_a_named_axis_need_no_axis_to_be_judged():
+    class Net(nn.Module):
+        @nn.compact
+        def __call__(self, x, train=False):
+            y = x
+            for name in ("norm_1", "norm_2"):
+                y = nn.BatchNorm(not train, axis_name="data", name=name)(nn.Conv(3, (3, 3))(y))
+            return nn.Dense(2)((x + y).mean((1, 2)))
+
+    assert less_bn(Net(), IMAGES, train=True)[1].kept == ("norm_2",)
+
+
+def test_the_head_is_the_dense_that_nothing_follows():
+    """A gate's Dense is not, though it is called last of all."""
+
+    class Gated(nn.Module):
+        last: bool
+
+        @nn.compact
+        def __call__(self, x):
+            y = nn.Dense(4, name="first")(x.mean((1, 2)))
+            if self.last:
+                return nn.log_softmax(nn.Dense(3, name="second")(y))
+            x = x * nn.Dense(3, name="gate")(nn.relu(y))[:, None, None]
+            return nn.Conv(2, (8, 8), padding="VALID")(x).reshape(-1, 2)
+
+    model, report = less_bn(Gated(True), IMAGES)
+    assert report.head == "second"
+    params = model.init(KEY, IMAGES)["params"]
+    assert set(params["first"]) == {"kernel", "bias"}
+    assert set(params["second"]) == {"kernel", "multiplier"}
+    with pytest.raises(ValueError, match="False for a model that no Dense ends"):
+        less_bn(Gated(False), IMAGES)
+
+
+def test_the_multiplier_may_start_elsewhere():
+    model, _ = less_bn(Linen(basic), IMAGES, multiplier=8.0)
+    assert model.init(KEY, IMAGES)["params"]["head"]["multiplier"] == 8
+    assert less_bn(NNX(basic), IMAGES, multiplier=8.0)[0].head.multiplier[...] == 8
+
+
+@pytest.mark.parametrize(
+    ("error", "call", "said"),
+    [
+        (
+            TypeError,
+            lambda: less_bn("net", IMAGES),
+            "less_bn: module must be a flax.linen.Module or flax.nnx.Module, got 'net'. "
+            "Give the model itself, not its apply function or its params.",
+        ),
+        (
+            TypeError,
+            lambda: less_bn(less_bn(Linen(basic), IMAGES)[0], IMAGES),
+            "less_bn: module must be a model that less_bn has not changed yet, got "
+            "<class 'boostax.model.less_bn_linen.LessBN'>. "
+            "Call it once, on the whole model, with remove= for what else shall go.",
+        ),
+        (
+            ValueError,
+            lambda: less_bn(Linen(basic), train=True),
+            "less_bn: args must be a sample of what the module takes, got ((), {'train': True}). "
+            "Pass a batch of inputs, or its jax.ShapeDtypeStruct.",
+        ),
+        (
+            ValueError,
+            lambda: less_bn(Linen(basic), IMAGES, remove=["norm_1", "bn*"]),
+            "less_bn: remove must be patterns that match BatchNorms, got 'bn*'. "
+            "BatchNorms: stem_norm, norm_1, norm_2.",
+        ),
+        (
+            TypeError,
+            lambda: less_bn(Linen(basic), IMAGES, remove="norm_1"),
+            "less_bn: remove must be None, a list of patterns or a function, got 'norm_1'. "
+            "Such as ['block_*/norm_1'], or lambda path, by_rule: by_rule and path != 'norm'.",
+        ),
+        (
+            ValueError,
+            lambda: less_bn(Linen(plain), IMAGES, normalized_head=False),
+            "less_bn: remove must be a choice that removes a BatchNorm, got None. "
+            "Nothing would change. BatchNorms: stem_norm: in no residual branch; "
+            "norm_1: in no residual branch; norm_2: in no residual branch.",
+        ),
+        (
+            ValueError,
+            lambda: less_bn(nn.Dense(2), IMAGES, normalized_head=False),
+            "less_bn: remove must be a choice that removes a BatchNorm, got None. "
+            "Nothing would change. BatchNorms: none.",
+        ),
+        (
+            ValueError,
+            lambda: less_bn(nn.Conv(2, (3, 3)), IMAGES),
+            "less_bn: normalized_head must be False for a model that no Dense ends, got True. "
+            "Only a Dense whose result leaves the model with no other product behind it is one.",
+        ),
+        (
+            ValueError,
+            lambda: less_bn(Linen(basic), IMAGES, multiplier=0),
+            "less_bn: multiplier must be positive, got 0. "
+            "It starts the multiplier of the head, 1 by default.",
+        ),
+    ],
+)
+def test_errors(error, call, said):
+    with pytest.raises(error) as caught:
+        call()
+    assert str(caught.value) == said
+
+
+# MindSpore.
+
+
+class Recorded(nn.Module):
+    """The network of the recorded arrays."""
+
+    @nn.compact
+    def __call__(self, x):
+        def layer(x, conv, norm, size=1):
+            x = nn.Conv(8, (size, size), use_bias=False, name=conv)(x)
+            return nn.BatchNorm(use_running_average=False, name=norm)(x)
+
+        x = nn.relu(layer(x, "c0", "b0", 3))
+        for k in ("k1", "k2", "k3"):
+            y = nn.relu(layer(x, f"{k}.c1", f"{k}.b1"))
+            y = nn.relu(layer(y, f"{k}.c2", f"{k}.b2", 3))
+            y = layer(y, f"{k}.c3", f"{k}.b3")
+            x = nn.relu(y + (layer(x, "k1.cd", "k1.bd") if k == "k1" else x))
+        x = nn.Dense(8, name="hid")(x.mean((1, 2)))
+        return nn.Dense(4, name="fc")(x)
+
+
+def flax_params(run, tree):
+    """MindSpore's weights, which lead with the outputs, in the places of Flax's."""
+    names = {"kernel": "weight", "bias": "bias", "scale": "gamma"}
+
+    def leaf(path, like):
+        layer, kind = path[0].key, path[1].key
+        name = "beta" if kind == "bias" and f"w_{layer}.beta" in run else names[kind]
+        w = run[f"w_{layer}.{name}"]
+        w = np.moveaxis(w, (0, 1), (-1, -2)) if w.ndim > 1 else w
+        assert w.shape == like.shape
+        return w
+
+    return jax.tree_util.tree_map_with_path(leaf, tree)
+
+
+def test_mindspores_network(golden):
+    run = dict(np.load(golden / "less_bn_resnet.npz"))
+    x = run["x"].transpose(0, 2, 3, 1)
+    less, report = less_bn(Recorded(), x, normalized_head=False)
+    blocks = [(f"k{i}.b1", f"k{i}.b2") for i in (1, 2, 3)]
+    assert set(report.removed) == {"k1.bd", *sum(blocks, ())}
+    for model, name in ((Recorded(), "y_plain_train"), (less, "y_lessbn_train")):
+        variables = model.init(KEY, x)
+        variables = {**variables, "params": flax_params(run, variables["params"])}
+        y, _ = model.apply(variables, x, mutable=["batch_stats"])
+        error = np.abs(y - run[name]).max()
+        print(f"{name}: {error:.1e} off")
+        assert error < 1e-5
+    assert np.abs(run["y_plain_train"] - run["y_lessbn_train"]).max() > 0.05
+
+
+@pytest.mark.parametrize("bias", [True, False])
+def test_mindspores_head(golden, bias):
+    run = dict(np.load(golden / "less_bn_fn_head.npz"))
+    params = {"kernel": run["W"].T, "multiplier": f32(run["multiplier"][0])}
+    params |= {"bias": run["b"]} if bias else {}
+    y = NormalizedDense(4, use_bias=bias).apply({"params": params}, run["x"])
+    np.testing.assert_allclose(y, run[f"y_bias{bias}"], rtol=0, atol=1e-6)
+
+
+# The head.
+
+
+def reference(x, kernel, multiplier, bias=0.0):
+    x, kernel = np.asarray(x, np.float64), np.asarray(kernel, np.float64)
+    lengths = np.linalg.norm(x, axis=-1, keepdims=True), np.linalg.norm(kernel, axis=0)
+    x, kernel = (a / np.where(l == 0, 1, l) for a, l in zip((x, kernel), lengths, strict=True))
+    return float(multiplier) * (x @ kernel + np.asarray(bias, np.float64))
+
+
+def problem(dtype=f32, scale=1.0):
+    keys = jax.random.split(KEY, 3)
+    x = (jax.random.normal(keys[0], (2, 5, 6)) * scale).astype(dtype).at[0, 1].set(0)
+    kernel = (jax.random.normal(keys[1], (6, 4)) * scale).at[:, 2].set(0)
+    return x, kernel, jnp.asarray(2.5), jax.random.normal(keys[2], (4,))
+
+
+@pytest.mark.parametrize("dtype", [f16, jnp.bfloat16, f32, f64])
+@pytest.mark.parametrize("scale", [1e-30, 1e-3, 1.0, 1e30])
+def test_head_against_numpy(dtype, scale):
+    """Lengths over- or underflow in no dtype."""
+    if dtype == f16:
+        scale = {1e-30: 1e-3, 1e30: 1e4}.get(scale, scale)
+    with jax.enable_x64(dtype == f64):
+        x, kernel, multiplier, bias = problem(dtype, scale)
+        y = normalized_dense(x, kernel.astype(dtype), multiplier, bias)
+        assert y.dtype == dtype
+        expected = reference(x, kernel.astype(dtype), multiplier, bias)
+        tolerance = {f16: 4e-3, f32: 2e-6, f64: 1e-14}.get(dtype, 3e-2)
+        np.testing.assert_allclose(np.float64(y), expected, rtol=0, atol=tolerance)
+
+
+@pytest.mark.parametrize("bias", [True, False])
+def test_head_computes_low_from_f32_params(bias):
+    x = problem(f16, 1e4)[0]
+    head = NormalizedDense(4, use_bias=bias, dtype=f16)
+    variables = head.init(KEY, x)
+    assert {leaf.dtype for leaf in jax.tree.leaves(variables)} == {jnp.dtype(f32)}
+    assert variables["params"]["multiplier"] == 1
+    jaxpr = jax.make_jaxpr(head.apply)(variables, x)
+    dtypes = {e.primitive.name: e.outvars[0].aval.dtype for e in jaxpr.eqns}
+    assert dtypes["dot_general"] == f16 and dtypes["rsqrt"] == f32
+    y = head.apply(variables, x)
+    assert y.dtype == f16
+    params = variables["params"]
+    expected = reference(x, params["kernel"], params["multiplier"], params.get("bias", 0.0))
+    np.testing.assert_allclose(np.float64(y), expected, rtol=0, atol=2e-3)
+
+
+def test_head_gradients_are_those_of_finite_differences():
+    with jax.enable_x64(True):
+        keys = jax.random.split(KEY, 4)
+        shapes = (3, 6), (6, 4), (), (4,)
+        args = [jax.random.normal(k, s, f64) for k, s in zip(keys, shapes, strict=True)]
+        f = lambda *args: jnp.sum(jnp.sin(normalized_dense(*args)))  # noqa: E731
+        grads = jax.grad(f, argnums=range(4))(*args)
+        for i, grad in enumerate(grads):
+            for place in np.ndindex(grad.shape):
+                moved = [
+                    [*args[:i], args[i].at[place].add(h), *args[i + 1 :]] for h in (1e-6, -1e-6)
+                ]
+                slope = (f(*moved[0]) - f(*moved[1])) / 2e-6
+                np.testing.assert_allclose(grad[place], slope, rtol=1e-6, atol=1e-8)
+
+
+@pytest.mark.parametrize("dtype", [f16, f32])
+def test_zero_vectors_have_finite_gradients_and_learn(dtype):
+    x, kernel, multiplier, bias = problem(dtype)
+    f = lambda *args: jnp.sum(normalized_dense(*args).astype(f32) ** 2)  # noqa: E731
+    grads = jax.grad(f, argnums=range(4))(x, kernel, multiplier, bias)
+    assert all(bool(jnp.isfinite(g).all()) for g in grads)
+    zeros = jnp.zeros((6, 4))
+    assert bool((normalized_dense(x, zeros, multiplier) == 0).all())
+    f = lambda kernel: jnp.sum(normalized_dense(x[1], kernel, multiplier).astype(f32))  # noqa: E731
+    grad = jax.grad(f)(zeros)
+    assert bool(jnp.isfinite(grad).all() & (grad != 0).any(0).all())
+
+
+def test_head_under_vmap_and_shard_map(mesh):
+    x = jax.random.normal(KEY, (16, 6))
+    head = NormalizedDense(4, use_bias=True)
+    params = head.init(KEY, x)["params"]
+
+    def value_and_grad(params, x):
+        f = lambda params: jnp.mean(head.apply({"params": params}, x) ** 2)  # noqa: E731
+        return jax.value_and_grad(f)(params)
+
+    expected = value_and_grad(params, x)
+    close = functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-6)
+    rows = jax.vmap(value_and_grad, (None, 0))(params, x.reshape(8, 2, 6))
+    jax.tree.map(lambda a, b: close(a.mean(0), b), rows, expected)
+
+    def local(params, x):
+        found = value_and_grad(boostax.local_params(params, "data"), x)
+        return jax.lax.pmean(found, "data")
+
+    for check in (True, False):
+        mapped = jax.shard_map(
+            local, mesh=mesh, in_specs=(P(), P("data")), out_specs=P(), check_vma=check
+        )
+        jax.tree.map(close, jax.jit(mapped)(params, x), expected)
+
+
+# Together with the rest.
+
+
+def test_training_under_a_policy():
+    images = jax.random.normal(KEY, (16, 8, 8, 1))
+    targets = jnp.arange(16) % 10
+    model, _ = less_bn(DigitsResNet(32, None, blocks=1), images)
+    model = apply_policy(model, "O2")
+    variables = jax.jit(model.init)(KEY, images)
+
+    def loss(params, batch, model_state):
+        y, state = model.apply(
+            {"params": params, **model_state}, batch, True, mutable="batch_stats"
+        )
+        losses = optax.softmax_cross_entropy_with_integer_labels(y, targets)
+        return losses.mean(), boostax.Aux(model_state=state)
+
+    tx = boostax.dynamic_loss_scale(optax.adam(1e-2))
+    step = boostax.make_train_step(loss, tx, has_aux=True)
+    stats = {"batch_stats": variables["batch_stats"]}
+    state, losses = step.init(variables["params"], model_state=stats), []
+    for _ in range(20):
+        state, told = step(state, images)
+        losses.append(float(told["loss"]))
+    assert jax.tree.structure(state.model_state) == jax.tree.structure(stats)
+    print(f"{losses[0]:.3f} -> {losses[-1]:.3f}")
+    assert losses[-1] < 0.75 * losses[0]
+
+
+@pytest.mark.parametrize("block", ["basic", "bottleneck"])
+@pytest.mark.parametrize("dtype", [f32, f16])
+def test_the_residual_network_of_the_digits(block, dtype):
+    net = DigitsResNet(64, jnp.dtype(dtype), block, blocks=2)
+    variables = jax.eval_shape(net.init, KEY, jnp.ones((2, 8, 8, 1)))
+    assert {leaf.dtype for leaf in jax.tree.leaves(variables)} == {jnp.dtype(f32)}
+    apply = functools.partial(net.apply, train=True, mutable="batch_stats")
+    y, state = jax.eval_shape(apply, variables, jnp.ones((2, 8, 8, 1)))
+    assert (y.shape, y.dtype) == ((2, 10), jnp.dtype(f32))
+    assert jax.tree.structure(state["batch_stats"]) == jax.tree.structure(variables["batch_stats"])
+
+
+def test_the_residual_network_is_as_large_as_it_says():
+    def count(net):
+        params = jax.eval_shape(net.init, KEY, jnp.ones((1, 8, 8, 1)))["params"]
+        return sum(x.size for x in jax.tree.leaves(params))
+
+    assert count(DigitsResNet(128, jnp.dtype(f32))) == 77_754
+    bottlenecks = count(DigitsResNet(384, jnp.dtype(f32), "bottleneck"))
+    print(f"bottlenecks of width 384: {bottlenecks:,} params")
+    assert 50_000 < bottlenecks < 100_000
