@@ -13,6 +13,7 @@ VARIANTS = {
     "accumulate_every_one",
     "accumulate_by_schedule",
     "accumulate_around_the_scaler",
+    "accumulate_inside_the_scaler",
     "all_reduce_half",
     "all_reduce_in_buckets",
     "adasum_half_inside_the_scaler",
@@ -33,9 +34,23 @@ VARIANTS = {
 }
 ALWAYS = {"bad_arguments_raise_and_explain", "results_are_typed_equal"}
 
+# Of those that share the gate with the scalers: what is not the gate's.
+GATED = {"dim_reduce", "group_loss_scale"}
+OF_THEIR_OWN = {
+    "is_a_transformation_with_array_state",
+    "forwards_unknown_extra_arguments",
+    "keeps_types_and_traces_once",
+    "passes_masked_nodes",
+    "skip_is_as_if_the_step_never_was",
+    "metrics_are_flat_scalars",
+    "reduced_gradients_are_refused",
+    *ALWAYS,
+}
+
 
 def marks(case, law):
-    return [pytest.mark.long] if case.name in VARIANTS and law not in ALWAYS else []
+    late = case.name in VARIANTS and law not in ALWAYS
+    return [pytest.mark.long] if late or (case.name in GATED and law not in OF_THEIR_OWN) else []
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,7 @@
 """Steps in a subspace inside train steps: devices, shards, gates, storage, other solvers."""
 
+import functools
+import itertools
 import re
 
 import jax
@@ -74,38 +76,59 @@ RESIDUALS = {
 }
 
 
-@pytest.mark.parametrize("k", [5, 7, 32])
-@pytest.mark.parametrize("residual", ["none", "sgd"])
-def test_same_run_on_any_number_of_devices(k, residual):
-    """Batch split over the devices, or params and basis, or both."""
-    make = RESIDUALS[residual]
-    expected, seen = train(boostax.dim_reduce(basis_of(k), residual=make()))
+LAYOUTS = [1, 2, 3, 4, 8, (1, 2), (1, 3), (1, 8), (2, 2), (2, 4)]
+SOME = {
+    ("none", 5, 3),
+    ("none", 5, (2, 4)),
+    ("sgd", 32, 8),
+    ("sgd", 32, (1, 3)),
+    ("sgd", 7, (2, 2)),
+}
+
+
+@functools.cache
+def alone(residual, k):
+    """The same on one device."""
+    state, seen = train(boostax.dim_reduce(basis_of(k), residual=RESIDUALS[residual]()))
     assert seen[-1]["loss"] < seen[0]["loss"]
-    for n in (1, 2, 3, 4, 8):
-        tx = boostax.dim_reduce(
-            basis_of(k), residual=make(boostax.all_reduce("data")), axis_name="data"
-        )
-        state, _ = train(tx, mesh=mesh_of((n,), ("data",)), axis_name="data")
-        assert_close(state.params, expected.params)
+    return state
+
+
+@pytest.mark.parametrize(
+    ("residual", "k", "layout"),
+    [
+        pytest.param(*each, marks=[] if each in SOME else [pytest.mark.long])
+        for each in itertools.product(RESIDUALS, [5, 7, 32], LAYOUTS)
+    ],
+)
+def test_same_run_on_any_number_of_devices(residual, k, layout):
+    """Batch split over the devices, or params and basis, or both."""
+    rest = RESIDUALS[residual](boostax.all_reduce("data"))
+    tx = boostax.dim_reduce(basis_of(k), residual=rest, axis_name="data")
+    if isinstance(layout, int):
+        state, _ = train(tx, mesh=mesh_of((layout,), ("data",)), axis_name="data")
+        assert_close(state.params, alone(residual, k).params)
+        return
     specs = {"w": P("fsdp"), "v": P(), "b": P()}
-    for shape in ((1, 2), (1, 3), (1, 8), (2, 2), (2, 4)):
-        tx = boostax.dim_reduce(
-            basis_of(k),
-            residual=make(boostax.all_reduce("data")),
-            axis_name="data",
-            shard_axes="fsdp",
-        )
-        mesh = mesh_of(shape, ("data", "fsdp"))
-        state, _ = train(tx, gathering_loss, mesh=mesh, axis_name="data", param_specs=specs)
-        assert_close(state.params, expected.params)
-        rows = state.opt_state.basis["w"]
-        assert rows.sharding.spec == P(None, "fsdp")
-        assert rows.addressable_shards[0].data.nbytes == 4 * k * ROWS * WIDTH // shape[1]
-        assert state.opt_state.basis["v"].sharding.is_fully_replicated
+    tx = boostax.dim_reduce(basis_of(k), residual=rest, axis_name="data", shard_axes="fsdp")
+    mesh = mesh_of(layout, ("data", "fsdp"))
+    state, _ = train(tx, gathering_loss, mesh=mesh, axis_name="data", param_specs=specs)
+    assert_close(state.params, alone(residual, k).params)
+    rows = state.opt_state.basis["w"]
+    assert rows.sharding.spec == P(None, "fsdp")
+    assert rows.addressable_shards[0].data.nbytes == 4 * k * ROWS * WIDTH // layout[1]
+    assert state.opt_state.basis["v"].sharding.is_fully_replicated
 
 
-@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
-@pytest.mark.parametrize("k", [5, 32])
+@pytest.mark.parametrize(
+    ("k", "kind"),
+    [
+        (5, AxisType.Auto),
+        (32, AxisType.Explicit),
+        pytest.param(32, AxisType.Auto, marks=pytest.mark.long),
+        pytest.param(5, AxisType.Explicit, marks=pytest.mark.long),
+    ],
+)
 def test_sharded_arrays_under_plain_jit(kind, k):
     """Nothing but the coordinates crosses the devices, and nothing is made flat."""
     mesh = jax.make_mesh((8,), ("x",), axis_types=(kind,))
