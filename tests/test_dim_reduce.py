@@ -8,6 +8,7 @@ import numpy as np
 import optax
 import pytest
 
+import boostax
 from boostax.subspace.dim_reduce import dim_reduce
 from boostax.subspace.quasi_newton import MINDSPORE
 
@@ -164,3 +165,29 @@ def test_ours_does_not_stall_where_mindspores_rule_does(golden):
     assert ends["mindspore"][1] == 0 and ends["mindspore"][0] > 1.4
     assert ends["boostax"][0] <= 0.30
     assert ends["boostax"][1] >= 54
+
+
+def test_first_step_goes_to_the_mean_if_that_is_downhill():
+    """Snapshots on a circle round the minimum: one step, where gradients alone take many."""
+    angles = np.linspace(0.2, 5.0, 7)
+    path = np.stack([np.cos(angles), 30 * np.sin(angles)], 1) + np.array([5.0, -40.0])
+    centre = path.mean(0)
+    basis = boostax.pca_basis(jnp.asarray(path, jnp.float32), 2)
+    loss = lambda w: jnp.sum(((w - centre) * jnp.array([30.0, 1.0])) ** 2)  # noqa: E731
+    ends = {}
+    for towards in (True, False):
+        rule = dataclasses.replace(boostax.SubspaceRule(), towards_mean=towards)
+        tx = boostax.dim_reduce(basis, rule=rule)
+        w = jnp.asarray(path[-1], jnp.float32)
+        state = tx.init(w)
+        value, grad = jax.value_and_grad(loss)(w)
+        updates, state = tx.update(grad, state, w, value=value, value_fn=loss)
+        ends[towards] = float(loss(w + updates))
+    assert ends[True] < 1e-6 < 1.0 < ends[False]
+    # Uphill, and with another basis, the gradient leads.
+    uphill = lambda w: -loss(w)  # noqa: E731
+    tx = boostax.dim_reduce(basis)
+    value, grad = jax.value_and_grad(uphill)(w)
+    updates, _ = tx.update(grad, tx.init(w), w, value=value, value_fn=uphill)
+    assert float(uphill(w + updates)) < float(uphill(w))
+    assert not boostax.replace_basis(tx.init(w), basis).to_mean.any()

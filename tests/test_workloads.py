@@ -410,7 +410,10 @@ def test_unreadable_file_is_named(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"model": "vit"}, "digits: model must be 'mlp' or 'conv' or 'sigmoid' or 'resnet', got 'vit'."),
+        (
+            {"model": "vit"},
+            "digits: model must be 'mlp' or 'conv' or 'sigmoid' or 'resnet', got 'vit'.",
+        ),
         (
             {"dtype": "f16"},
             "digits: dtype must be 'float32' or 'float16' or 'bfloat16', got 'f16'.",

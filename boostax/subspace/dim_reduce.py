@@ -114,15 +114,16 @@ def dim_reduce(
       d = -H P g, \qquad w \leftarrow w + t\, P^\top d + \text{residual}(g - P^\top P g),
 
     where :math:`t` is the first of 1, 1/2, 1/4, ... that makes the loss small enough; none of ten
-    leaves the step to the residual, and shortens the next direction. It is a fast finish: some ten
-    steps do what twice as many of a decaying learning rate do, and more steps do nothing.
+    leaves the step to the residual, and shortens the next direction. The first direction is the way
+    to the mean of the snapshots, where that is known and leads downhill. It is a fast finish: some
+    ten steps do what more of a decaying learning rate do, and many more steps do nothing.
 
     A call whose loss or gradient is not finite changes nothing but a counter.
 
     Args:
-      basis: ``pca_basis(...)``, a tree like the params of ``(k, *leaf.shape)`` with orthonormal
-        rows, or a function of the params that returns one. It goes into the state, where
-        ``replace_basis`` puts another without compiling again.
+      basis: ``trajectory_basis(...)`` or ``pca_basis(...)``; a tree like the params of
+        ``(k, *leaf.shape)`` with orthonormal rows; or a function of the params that returns one. A
+        copy goes into the state, where ``replace_basis`` puts another without compiling again.
       residual: any Optax optimizer, for the part of the gradient outside the span.
       rule: ``"mindspore"`` and ``"p-bfgs"`` do as MindSpore 2.10 and the authors' code do, faults
         included; or a ``SubspaceRule`` of one's own.
@@ -236,6 +237,7 @@ def dim_reduce(
         inside = components.project(state.basis, gradient, shards, _WHO)
         squares = _squares(inside, gradient, names, shards)
         inside = axes.mean(inside.astype(state.memory.gradient.dtype), names)
+        energy = squares[0] / jnp.where(squares[1] > 0, squares[1], 1.0)
         now = _loss(value, names).astype(inside.dtype)
 
         def step() -> tuple[PyTree, _Moved]:
@@ -246,9 +248,10 @@ def dim_reduce(
                     state.basis, wide, params, outputs_fn, output_loss, names
                 )
                 inverse = gauss_newton.damped_inverse(curvature).astype(inside.dtype)
-                learnt = state.memory._replace(inverse=inverse, gradient=inside)
+                started = jnp.ones_like(state.memory.started)
+                learnt = state.memory._replace(inverse=inverse, gradient=inside, started=started)
             direction = -learnt.inverse @ inside
-            if how.towards_mean:
+            if how.towards_mean and memory == "bfgs":
                 # Where snapshots swing about a valley, its floor is near their mean.
                 downhill = (state.to_mean @ inside < 0) & ~state.memory.started
                 direction = jnp.where(downhill, state.to_mean, direction)
@@ -282,7 +285,9 @@ def dim_reduce(
                 steps=jnp.asarray(optax.safe_increment(state.steps)),
                 accepted=state.accepted + found.accepted,
                 tries=state.tries + found.tries,
-                energy=squares[0] / jnp.where(squares[1] > 0, squares[1], 1.0),
+                energy=(squares[0] / jnp.where(squares[1] > 0, squares[1], 1.0)).astype(
+                    jnp.float32
+                ),
                 length=found.length.astype(jnp.float32),
                 residual_state=residual_state,
             )
@@ -310,4 +315,4 @@ def _squares(
     parts = [jnp.sum(g.real**2 + g.imag**2).astype(inside.dtype) for g in jax.tree.leaves(gradient)]
     whole = axes.shard_total(parts, shards, _WHO)
     both = jnp.stack([axes.to_varying(inside @ inside, axes.varying(whole)), whole])
-    return axes.mean(both.astype(jnp.float32), names)
+    return axes.mean(both, names)
