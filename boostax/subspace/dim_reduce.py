@@ -285,9 +285,7 @@ def dim_reduce(
                 steps=jnp.asarray(optax.safe_increment(state.steps)),
                 accepted=state.accepted + found.accepted,
                 tries=state.tries + found.tries,
-                energy=(squares[0] / jnp.where(squares[1] > 0, squares[1], 1.0)).astype(
-                    jnp.float32
-                ),
+                energy=energy.astype(jnp.float32),
                 length=found.length.astype(jnp.float32),
                 residual_state=residual_state,
             )
