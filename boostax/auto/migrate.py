@@ -1,0 +1,255 @@
+"""A saved optimizer state for a chain that has changed since."""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax.sharding import NamedSharding, PartitionSpec
+
+from boostax._core import checks, trees
+from boostax._core.replicas import PerReplica, is_per_replica
+from boostax.auto.carry import WHO, Carried, Taken, carry, count_replicas, spot
+from boostax.auto.nodes import Leaf, Node, Path, fields, read
+from boostax.freeze.scheduled import ScheduledFreeze, ScheduledFreezeState
+from boostax.precision.group_state import GroupLossScaleState
+from boostax.precision.loss_scale import LossScaleState
+from boostax.train.state import TrainState
+
+PyTree = Any
+
+
+@dataclasses.dataclass(frozen=True)
+class MigrationReport:
+    """What became of an optimizer state. ``print`` gives it in words.
+
+    Attributes:
+      kept: what was carried over, by state: fields, and from where to where.
+      anew: what is as ``new_tx.init`` made it.
+      dropped: what the old state held and the new one has no place for.
+      notes: choices that were made, and saved values that stand in the place of new arguments.
+    """
+
+    kept: tuple[str, ...]
+    anew: tuple[str, ...]
+    dropped: tuple[str, ...]
+    notes: tuple[str, ...]
+
+    def __str__(self) -> str:
+        parts = {"kept": self.kept, "made anew": self.anew, "dropped": self.dropped}
+        if self.notes:
+            parts["notes"] = self.notes
+        return "\n".join(
+            line for title, lines in parts.items() for line in (f"{title}:", *_lines(lines))
+        )
+
+
+def migrate_state(
+    old_state: PyTree,
+    new_tx: optax.GradientTransformation,
+    params: PyTree,
+    *,
+    replicas: int | None = None,
+) -> tuple[PyTree, MigrationReport]:
+    """Carry an optimizer state over to a chain in which something was added, removed or moved.
+
+    ``new_tx.init(params)`` gives the form. Its states take the arrays of the old ones of the same
+    class, wherever those stand: inside a scaler, a window, ``optax.masked``, ``partition`` or
+    ``inject_hyperparams``. Of several of a class the best fit comes first and, among equal fits,
+    the k-th goes to the k-th, the outermost first. Within a state an array is kept where path,
+    shape and dtype agree, so that leaves that are newly masked or trained change nothing for the
+    others. The moments of a leaf are kept together or not at all, counts only with moments, and
+    an open window, a trajectory and a basis only whole.
+
+    Some states of others are understood: ``optax.MultiSteps`` and ``optax.apply_if_finite``, and,
+    anywhere in the tree, Flax's ``DynamicScale`` and jmp's ``DynamicLossScale`` and
+    ``StaticLossScale``: ``migrate_state((opt_state, dynamic_scale), new_tx, params)``.
+
+    The saved value wins over a new argument wherever the state holds it: loss scales,
+    ``inject_hyperparams`` and bases. The report notes where they differ.
+
+    Args:
+      old_state: the state as it was saved: in its own classes, with its dimension of replicas if it
+        is one of a ``TrainState``. It is only read.
+      new_tx: the transformation that goes on.
+      params: the params that it trains; ``TrainState.params`` as they are.
+      replicas: their number, for a ``new_tx`` with per-replica state where the old state has none.
+
+    Returns:
+      The new state, no buffer of it shared with ``old_state`` or ``params``, in the dtypes and
+      placed as ``new_tx.init(params)`` is; and a ``MigrationReport``. With a ``TrainStep``, place
+      it by ``jax.device_put(state, step.shardings(state))``. Cost: an ``init`` and one copy of the
+      state; call it on the host.
+
+    Raises:
+      ValueError: params of other shapes than those of ``old_state`` (it names the leaf); numbers of
+        replicas that differ.
+      TypeError: ``new_tx`` is no transformation, or ``old_state`` is a whole ``TrainState``.
+
+    Example:
+      >>> import boostax, jax.numpy as jnp, optax
+      >>> params = jnp.zeros(3)
+      >>> old_state = optax.chain(optax.clip(1.0), optax.scale_by_adam()).init(params)
+      >>> new_tx = boostax.static_loss_scale(optax.scale_by_adam(), 8.0)
+      >>> state, report = boostax.migrate_state(old_state, new_tx, params)
+      >>> print(report)
+      kept:
+        ScaleByAdamState count, mu, nu: 1 -> inner_state
+      made anew:
+        LossScaleState scale, clean_steps, tolerance, last_finite, skipped_steps, \
+skipped_in_a_row, growths, backoffs, floor_hits: the root
+      dropped:
+        nothing
+    """
+    checks.transformation(WHO, "new_tx", new_tx)
+    if isinstance(old_state, TrainState):
+        hint = "Pass state.opt_state and state.params, and put the result back with _replace."
+        got = type(old_state).__name__
+        raise TypeError(checks.message(WHO, "old_state", "an optimizer state", got, hint))
+    if replicas is not None:
+        checks.positive_int(WHO, "replicas", replicas, "It is the size of the replica axis.")
+    local = params
+    if any(map(is_per_replica, jax.tree.leaves(params, is_leaf=is_per_replica))):
+        leading = {x.shape[0] for x in jax.tree.leaves(params)}
+        replicas = leading.pop() if replicas is None else replicas
+        local = jax.tree.map(lambda x: x[0], _entered(params))
+    fresh = new_tx.init(local)
+    olds, news = read(old_state, local), read(fresh, local)
+    count = count_replicas(olds, news, local, replicas)
+    carried = carry(olds, news, local, count)
+    placed = {
+        leaf.path: _placed(leaf, carried.taken.get(leaf.path), count, _replica_sharding(olds))
+        for node in news
+        for leaf in node.leaves.values()
+    }
+    state = jax.tree_util.tree_map_with_path(lambda path, _: placed[path], fresh)
+    notes = [*carried.notes, *_saved_wins(carried, news)]
+    state = _scheduled(state, new_tx, local, notes)
+    return state, _report(carried, olds, news, notes)
+
+
+def _entered(params: PyTree) -> PyTree:
+    """The params out of their ``PerReplica``."""
+    return jax.tree.map(
+        lambda x: x.local if isinstance(x, PerReplica) else x, params, is_leaf=is_per_replica
+    )
+
+
+def _placed(leaf: Leaf, source: Taken | None, replicas: int | None, axis: Any) -> jax.Array:
+    """A buffer of its own for an array of the new state."""
+    like = leaf.value
+    if source is None:
+        value = _copy(like, like)
+    elif leaf.own and source.leaf.own:
+        # Only the old one knows how it lies on the replicas.
+        return _copy(source.leaf.value, source.leaf.value)
+    else:
+        given = source.leaf.value
+        value = _copy(given[0] if source.leaf.own and replicas else given, like)
+    if leaf.own and replicas is not None:
+        value = jnp.broadcast_to(value[None], (replicas, *value.shape)).copy()
+        value = value if axis is None else jax.device_put(value, axis)
+    return value
+
+
+def _copy(x: Any, like: Any) -> jax.Array:
+    """``x`` in a new buffer, strongly typed, placed as ``like``."""
+    if jnp.issubdtype(like.dtype, jax.dtypes.extended):
+        return jax.device_put(x.copy(), like.sharding)
+    if like.committed:
+        return jax.device_put(jnp.array(x, like.dtype, copy=True), like.sharding)
+    if isinstance(x, jax.Array) and not x.is_fully_replicated:
+        return x.copy()
+    # By way of the host: a copy of a committed array would be committed.
+    return jnp.array(np.asarray(x), like.dtype, copy=True)
+
+
+def _replica_sharding(olds: list[Node]) -> Any:
+    """How the old per-replica arrays lie on the mesh, by their first dimension."""
+    for node in olds:
+        for leaf in node.leaves.values():
+            sharding = getattr(leaf.value, "sharding", None)
+            if leaf.own and isinstance(sharding, NamedSharding) and len(sharding.spec):
+                return NamedSharding(sharding.mesh, PartitionSpec(sharding.spec[0]))
+    return None
+
+
+def _scheduled(state: PyTree, tx: Any, params: PyTree, notes: list[str]) -> PyTree:
+    """The next depth as the new schedule has it, after the steps that were taken."""
+    if not (isinstance(tx, ScheduledFreeze) and isinstance(state, ScheduledFreezeState)):
+        return state
+    if jax.tree.leaves(state.schedule_state):
+        # What the run decides is in the state.
+        return state
+    plan = tx.freezing.plan(params)
+    depth, _ = plan.follow((), state.steps, state.depth, state.inner_state)
+    if int(depth) == int(state.next_depth):
+        return state
+    notes.append(f"next_depth is {int(depth)}, not {int(state.next_depth)}: the schedule's own.")
+    return state._replace(next_depth=_copy(depth, state.next_depth))
+
+
+def _saved_wins(carried: Carried, news: list[Node]) -> list[str]:
+    """Saved numbers that differ from those that the new transformation was given."""
+    notes: list[str] = []
+    for node in news:
+        for rel, leaf in node.leaves.items():
+            source = carried.taken.get(leaf.path)
+            if source is None or not _given(node, rel):
+                continue
+            saved, given = np.asarray(source.leaf.value), np.asarray(leaf.value)
+            if saved.shape == given.shape and not np.array_equal(saved, given):
+                words = f"{saved!s}, not {given!s}" if not saved.ndim else "the saved one"
+                notes.append(f"{trees.path_name(leaf.path)} is {words}: the saved value stays.")
+    return notes
+
+
+def _given(node: Node, rel: Path) -> bool:
+    """Whether an array holds an argument of the factory."""
+    name = trees.path_name(rel[:1])
+    if isinstance(node.value, (LossScaleState, GroupLossScaleState)):
+        return name in ("scale", "table")
+    if name == "hyperparams":
+        return rel[1].key not in getattr(node.value, "hyperparams_states", {})
+    return name == "basis"
+
+
+def _report(
+    carried: Carried, olds: list[Node], news: list[Node], notes: list[str]
+) -> MigrationReport:
+    kept: list[str] = []
+    anew: list[str] = []
+    for node in news:
+        sources = [carried.taken.get(leaf.path) for leaf in node.leaves.values()]
+        # A dict, for its order; nodes are told apart by where they lie.
+        places = dict.fromkeys((x.node.path, x.node.source) for x in sources if x is not None)
+        for path, source in places:
+            words = fields(
+                node,
+                lambda _, leaf, path=path: _came_from(carried, leaf, path),
+                trees.path_name,
+            )
+            origin = "" if source == node.source else f" from {source}"
+            way = spot(path) if path == node.path else f"{spot(path)} -> {spot(node.path)}"
+            kept.append(f"{node.source} {words}{origin}: {way}")
+        words = fields(node, lambda _, leaf: leaf.path not in carried.taken, trees.path_name)
+        if words:
+            anew.append(f"{node.source} {words}: {spot(node.path)}")
+    used = {source.leaf.path for source in carried.taken.values()}
+    dropped: list[str] = []
+    for node in olds:
+        words = fields(node, lambda _, leaf: leaf.path not in used, trees.path_name)
+        if words:
+            dropped.append(f"{node.source} {words}: {spot(node.path)}")
+    return MigrationReport(tuple(kept), tuple(anew), tuple(dropped), tuple(notes))
+
+
+def _came_from(carried: Carried, leaf: Leaf, path: Path) -> bool:
+    source = carried.taken.get(leaf.path)
+    return source is not None and source.node.path == path
+
+
+def _lines(lines: tuple[str, ...]) -> list[str]:
+    return [f"  {line}" for line in lines] or ["  nothing"]
