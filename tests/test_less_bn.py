@@ -156,7 +156,24 @@ KINDS = {
     nested: ("norm_1", "norm_3"),
     activations: (),
 }
-BLOCKS = [pytest.param(k, v, id=getattr(k, "__name__", "basic_gelu")) for k, v in KINDS.items()]
+SHORT = {
+    "plain",
+    "basic",
+    "bottleneck_downsample",
+    "preactivation",
+    "inverted_residual",
+    "dense_block",
+}
+
+
+def name_of(block):
+    return getattr(block, "__name__", "basic_gelu")
+
+
+BLOCKS = [
+    pytest.param(k, v, id=name_of(k), marks=[] if name_of(k) in SHORT else [pytest.mark.long])
+    for k, v in KINDS.items()
+]
 
 
 class Linen(nn.Module):

@@ -180,7 +180,14 @@ CHANGES = {
 }
 
 
-@pytest.mark.parametrize("change", CHANGES)
+SHORT = {"clip added", "scaler removed", "window added", "freeze kept with another schedule"}
+SHORT |= {"trajectory moved", "masked", "momentum to adam", "partition"}
+
+
+@pytest.mark.parametrize(
+    "change",
+    [pytest.param(x, marks=[] if x in SHORT else [pytest.mark.long]) for x in CHANGES],
+)
 def test_a_saved_state_goes_on_after_a_change_of_the_chain(change, tmp_path):
     make_old, make_new, assemble = CHANGES[change]
     old_tx, new_tx = make_old(), make_new()
@@ -500,7 +507,7 @@ UNCHANGED = {
 
 
 @pytest.mark.parametrize("name", UNCHANGED)
-@pytest.mark.parametrize("replicas", [None, 4])
+@pytest.mark.parametrize("replicas", [None, pytest.param(4, marks=pytest.mark.long)])
 def test_the_same_chain_keeps_everything(name, replicas):
     tx, params = UNCHANGED[name](), make_params()
     old = jax.tree.map(jnp.ones_like, tx.init(params))
