@@ -15,6 +15,9 @@ from boostax.accumulate.window import AccumulateState as AccumulateState
 from boostax.accumulate.window import accumulate as accumulate
 from boostax.accumulate.window import flush as flush
 from boostax.accumulate.window import has_updated as has_updated
+from boostax.auto.build import Boost as Boost
+from boostax.auto.build import auto as auto
+from boostax.auto.config import BoostConfig as BoostConfig
 from boostax.auto.migrate import MigrationReport as MigrationReport
 from boostax.auto.migrate import migrate_state as migrate_state
 from boostax.freeze.order import forward_order as forward_order

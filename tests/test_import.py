@@ -31,7 +31,7 @@ def test_public_names_are_the_documented_ones():
 
     expected = {
         "accumulate", "active_groups", "adasum", "adasum_delta", "all_finite", "all_reduce",
-        "apply_gradients", "break_even", "centralize_gradients", "check_boundaries",
+        "apply_gradients", "auto", "break_even", "centralize_gradients", "check_boundaries",
         "checkpoint_snapshots",
         "dim_reduce",
         "dynamic_loss_scale",
@@ -47,8 +47,8 @@ def test_public_names_are_the_documented_ones():
         "shard_optimizer", "sign_reduce", "stack_replicas",
         "state_specs", "static_loss_scale", "subspace_params", "threshold_reduce",
         "top_k_reduce", "trajectory", "trajectory_basis", "value_and_grad",
-        "AccumulateState", "AdasumDeltaState", "AdasumState", "Aux", "Basis", "BreakEven",
-        "CallCost",
+        "AccumulateState", "AdasumDeltaState", "AdasumState", "Aux", "Basis",
+        "Boost", "BoostConfig", "BreakEven", "CallCost",
         "CompressedState", "DimReduceState", "Explanation", "FreezeSchedule", "GroupLossScaleState",
         "GroupSignalState", "LessBNReport", "MigrationReport",
         "HostTrajectory", "Int8Components",

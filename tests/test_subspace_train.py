@@ -405,6 +405,13 @@ def test_frozen_leaves_stand_still():
             assert moved == (int(metrics["frozen_groups"]) == 0)
 
 
+def test_a_trajectory_is_not_recorded_while_layers_freeze():
+    inner = optax.chain(boostax.record_trajectory(3), optax.sgd(0.1))
+    tx = boostax.scheduled_freeze(inner, {"w": 0, "v": 1, "b": 1}, [0, 1, 0])
+    with pytest.raises(ValueError, match="inner must not record a trajectory for a schedule that"):
+        tx.init(start())
+
+
 # Other solvers in the coordinates.
 
 

@@ -347,6 +347,12 @@ def _check_inner(states: tuple[Any, ...], plan: Plan, moments: Moments) -> None:
             "got local_updates or partial_average: what is frozen between two meetings would stay "
             "different everywhere. A single depth freezes with them."
         )
+    if changes and trees.find(states, lambda node: callable(getattr(node, "whole_params", None))):
+        raise ValueError(
+            f"{_WHO}: inner must not record a trajectory for a schedule that changes, got "
+            "record_trajectory: what is frozen would be missing from its snapshots. "
+            "boostax.HostTrajectory records outside."
+        )
     if changes and trees.find(states, lambda node: isinstance(node, optax.MultiStepsState)):
         raise ValueError(
             f"{_WHO}: inner must not be optax.MultiSteps for a schedule that changes, got one: the "

@@ -37,6 +37,10 @@ class TrajectoryState(NamedTuple):
     snapshots: PyTree
     gram: Gram
 
+    def whole_params(self) -> bool:
+        """Says that snapshots are of all params: what masks some of them must not stand around."""
+        return True
+
     def metrics(self) -> dict[str, jax.Array]:
         """Named scalars for ``boostax.metrics``."""
         return {"trajectory_snapshots": self.recorded}

@@ -1,0 +1,602 @@
+"""One configuration for everything: what it means, what it refuses, what it builds."""
+
+import dataclasses
+import itertools
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import boostax
+from boostax.auto.build import auto
+from boostax.auto.config import BoostConfig
+from boostax.auto.mindspore import SWITCHES, from_mindspore
+from boostax.auto.parts import Accumulate, Clip, DimReduce, Freeze, LossScale, Precision
+from boostax.auto.reduction import Reduce
+
+LAYERS = ("layer_0", "layer_1", "layer_2")
+SIZES = (4, 4, 4, 2)
+
+
+def mlp():
+    rng = np.random.default_rng(0)
+    return {
+        name: {
+            "kernel": jnp.asarray(rng.normal(size=shape, scale=0.5), jnp.float32),
+            "bias": jnp.zeros(shape[1]),
+        }
+        for name, shape in zip(LAYERS, itertools.pairwise(SIZES), strict=True)
+    }
+
+
+def loss_fn(params, batch):
+    x, y = batch
+    for name in LAYERS:
+        x = jnp.tanh(x @ params[name]["kernel"] + params[name]["bias"])
+    return jnp.mean((x - y.astype(x.dtype)) ** 2)
+
+
+def batches(count):
+    rng = np.random.default_rng(1)
+    for _ in range(count):
+        x = rng.normal(size=(16, 4)).astype(np.float32)
+        yield x, np.tanh(x[:, :2])
+
+
+def train(config, calls=3, mesh=None, inner=None, **options):
+    axis = None if mesh is None else "data"
+    inner = optax.adam(1e-2) if inner is None else inner
+    boost = auto(config)
+    step = boost.make_train_step(loss_fn, inner, mlp(), mesh=mesh, axis_name=axis, **options)
+    state = step.init(mlp())
+    for batch in batches(calls):
+        state, metrics = step(state, batch)
+    return step, state, metrics
+
+
+def assert_trained(step, state, metrics):
+    assert np.isfinite(metrics["loss"])
+    params = step.common_params(state)
+    assert all(np.isfinite(x).all() for x in jax.tree.leaves(params))
+    moved = jax.tree.map(lambda a, b: bool((np.asarray(a) != b).any()), params, mlp())
+    assert moved["layer_2"]["kernel"]
+
+
+def assert_same_bits(a, b):
+    for (path, x), y in zip(
+        jax.tree_util.tree_leaves_with_path(a), jax.tree.leaves(b), strict=True
+    ):
+        np.testing.assert_array_equal(np.asarray(x), np.asarray(y), err_msg=str(path))
+
+
+# What MindSpore resolves. Rows by their place in the file; where ours differs, why.
+REFUSED = {
+    3: "auto: level must be 'O0' or 'O1' or 'O2', got 'O3'. Did you mean 'O2'?",
+    4: "auto: level must be 'O0' or 'O1' or 'O2', got 'bogus'. Nothing there is close to it.",
+    5: "mindspore: boost.adasum must be False or left out with mode 'auto' at level 'O1', got "
+    "True. MindSpore ignores the switch; mode 'manual' obeys it.",
+    8: "mindspore: boost.adasum must be False or left out with mode 'disable_all', got True. "
+    "MindSpore ignores the switch; mode 'manual' obeys it.",
+    9: "mindspore: boost.mode must be 'auto' or 'manual' or 'enable_all' or 'disable_all', got "
+    "'xx'. Nothing there is close to it.",
+    10: "mindspore: boost.less_bn must be True or left out with mode 'auto' at level 'O1', got "
+    "False. MindSpore ignores the switch; mode 'manual' obeys it.",
+    15: "mindspore: common.gradient_split_groups must be a list of integers, got 5. [50, 100] "
+    "cuts a list of params in three.",
+    16: "mindspore: common.gradient_split_groups must be a list of integers, got 'a'. [50, 100] "
+    "cuts a list of params in three.",
+    17: "mindspore: keys of boost must be among 'mode', 'less_bn', 'grad_freeze', 'adasum', "
+    "'grad_accumulation', 'dim_reduce', 'loss_scale_group', got 'unknown'. Nothing there is "
+    "close to it.",
+}
+SILENT_THERE = {3, 4, 5, 8, 10, 17}  # MindSpore goes on; it raises in the other rows too
+
+
+def switches(config):
+    return {
+        "less_bn": config.less_bn is not None,
+        "grad_freeze": config.freeze is not None,
+        "adasum": config.reduce.kind == "adasum-delta",
+        "grad_accumulation": config.accumulate is not None,
+        "dim_reduce": config.dim_reduce is not None,
+        "loss_scale_group": config.loss_scale is not None and config.loss_scale.kind == "group",
+    }
+
+
+def test_every_row_resolves_as_in_mindspore_or_is_refused(golden):
+    *rows, _ = json.loads((golden / "autoboost_configs.json").read_text())
+    assert {i for i in REFUSED if "error" not in rows[i]} == SILENT_THERE
+    assert {i for i, row in enumerate(rows) if "error" in row} == set(REFUSED) - SILENT_THERE
+    for i, row in enumerate(rows):
+        data = row["dict"] or {}
+        if i in REFUSED:
+            with pytest.raises((ValueError, TypeError)) as error:
+                from_mindspore(data, row["level"])
+            assert str(error.value) == REFUSED[i]
+            continue
+        config, _ = from_mindspore(data, row["level"])
+        assert switches(config) == row["config"], i
+        assert_settings(config, row["attrs"])
+        assert auto(data, level=row["level"]).config == config
+
+
+def assert_settings(config, attrs):
+    """The values of MindSpore's object, where the technique is on."""
+    if config.less_bn is not None:
+        assert config.less_bn.normalized_head == attrs["_fn_flag"]
+        assert (config.centralize is not None) == attrs["_gc_flag"]
+    if config.freeze is not None:
+        found = config.freeze
+        assert found.groups == attrs["_param_groups"]
+        assert found.total_steps == attrs["_total_steps"]
+        assert (found.kind == "interval") == (attrs["_freeze_type"] == 1)
+        assert 1 - found.frozen_fraction == pytest.approx(attrs["_freeze_p"], abs=1e-12)
+    if config.accumulate is not None:
+        assert config.accumulate.every == attrs["grad_accumulation_step"]
+    if config.dim_reduce is not None:
+        rule = config.dim_reduce.subspace_rule()
+        assert (rule.tries, rule.failure) == (2, "rollback")
+        assert (rule.shrink, rule.slope) == (attrs["rho"], attrs["sigma"])
+        assert config.dim_reduce.residual_rate == attrs["alpha"]
+        assert config.dim_reduce.residual_momentum == attrs["gamma"]
+        assert config.dim_reduce.n_components == attrs["n_components"]
+
+
+def test_manual_mode_leaves_the_levels_alone(golden):
+    """MindSpore edits its table in place, and the next object of that level inherits it."""
+    *_, after = json.loads((golden / "autoboost_configs.json").read_text())
+    assert after["value"] is True  # adasum, of O1
+    before = auto("O1").config
+    assert auto({"boost": {"mode": "manual", "less_bn": False}}, level="O1").config.less_bn is None
+    assert auto("O1").config == before == auto({}, level="O1").config
+
+
+def test_the_documented_template_is_read_as_it_is_and_says_what_has_no_effect():
+    off = dict.fromkeys(SWITCHES, False)
+    data = {
+        "boost": {"mode": "manual", **off, "dim_reduce": True},
+        "common": {"gradient_split_groups": [50, 100], "device_number": 8},
+        "less_bn": {"fn_flag": True, "gc_flag": True},
+        "grad_freeze": {"param_groups": 10, "freeze_type": 1, "freeze_p": 0.7, "total_steps": 9},
+        "grad_accumulation": {"grad_accumulation_step": 1},
+        "dim_reduce": {"n_components": 4, "weight_load_dir": "checkpoints", "timeout": 1800},
+    }
+    boost = auto(data)
+    assert boost.notes == (
+        "dim_reduce.weight_load_dir = 'checkpoints' has no effect: pass the boostax.pca_basis of "
+        "the checkpoints to finish.",
+        "common.gradient_split_groups = [50, 100] has no effect: XLA decides what travels "
+        "together; reduce.bucket_bytes may.",
+    )
+    assert boost.config.dim_reduce.n_components == 4
+
+
+KEYS = (
+    "'policy', 'loss_scale', 'accumulate', 'freeze', 'reduce', 'centralize', 'clip', 'less_bn', "
+    "'dim_reduce', 'microbatches'"
+)
+MISTAKES = {
+    "key": (
+        {"acumulate": 4},
+        f"BoostConfig: keys must be among {KEYS}, got 'acumulate'. Did you mean 'accumulate'?",
+    ),
+    "key of a part": (
+        {"accumulate": {"evry": 4}},
+        "BoostConfig: keys of accumulate must be among 'every', 'normalize', 'accumulator_dtype', "
+        "'drop', got 'evry'. Did you mean 'every'?",
+    ),
+    "kind": (
+        {"loss_scale": "dynamc"},
+        "LossScale: kind must be 'dynamic' or 'static' or 'group', got 'dynamc'. Did you mean "
+        "'dynamic'?",
+    ),
+    "field of another kind": (
+        {"reduce": {"kind": "int8", "density": 0.1}},
+        "Reduce: density must be left out with kind 'int8', got 0.1. It is for 'top-k' and "
+        "'random-k'.",
+    ),
+    "field that is needed": (
+        {"reduce": "partial"},
+        "Reduce: partitions must be given with kind 'partial', got None. It has no default.",
+    ),
+    "value, by its factory": (
+        {"reduce": {"kind": "top-k", "density": 3}},
+        "Reduce: density must be in (0, 1], got 3. 0.01 sends one entry in a hundred.",
+    ),
+    "value under another name": (
+        {"reduce": {"wire": "int3"}},
+        "Reduce: wire must be a floating dtype, got 'int3'. Try 'float32', 'bfloat16' or "
+        "'float16'.",
+    ),
+    "flag": (
+        {"less_bn": {"normalized_head": 3}},
+        "LessBN: normalized_head must be True or False, got 3. JSON: true or false.",
+    ),
+    "end": (
+        {"freeze": "ramp"},
+        "Freeze: total_steps must be the optimizer steps of the run for 'ramp', got None. It "
+        "freezes for good: without them nobody knows when.",
+    ),
+    "float16 alone": (
+        {"policy": "O2"},
+        "BoostConfig: loss_scale must be given where policy computes in float16, got None. Small "
+        "gradients vanish without: 'dynamic' scales, and bfloat16 needs none.",
+    ),
+    "freeze and partial": (
+        {"freeze": True, "reduce": {"kind": "partial", "partitions": 2}},
+        "BoostConfig: reduce must be no 'partial' or 'local' with freeze, got 'partial'. What is "
+        "frozen between two meetings would stay different on every replica.",
+    ),
+    "freeze and a recorder": (
+        {"freeze": True, "dim_reduce": True},
+        "BoostConfig: dim_reduce.every must be None with freeze, got 10. A frozen layer is not "
+        "recorded. boostax.HostTrajectory records between steps, and finish takes its basis: "
+        "dim_reduce.every = None.",
+    ),
+    "local and a recorder": (
+        {"reduce": {"kind": "local", "every": 4}, "dim_reduce": True},
+        "BoostConfig: dim_reduce.every must be None with reduce 'local', got 10. Each replica has "
+        "params of its own. boostax.HostTrajectory records between steps, and finish takes its "
+        "basis: dim_reduce.every = None.",
+    ),
+    "level": (
+        "01",
+        "auto: spec must be a level, a dictionary, the path of a .json file, or a BoostConfig, "
+        "got '01'. Did you mean 'O1'?",
+    ),
+    "type": (
+        3,
+        "auto: spec must be a level, a dictionary, the path of a .json file, or a BoostConfig, "
+        "got 3. 'O1' is what mindspore.boost switches on at O1.",
+    ),
+    "mode of SINGA's": (
+        {"singa": {"dist_option": "sparseTopk"}},
+        "singa: dist_option must be 'plain' or 'half' or 'partialUpdate' or 'sparseTopK' or "
+        "'sparseThreshold', got 'sparseTopk'. Did you mean 'sparseTopK'?",
+    ),
+    "option of SINGA's": (
+        {"singa": {"dist_option": "sparseTopK", "spar": 0.1}},
+        "singa: the options of 'sparseTopK' must be 'spars' or 'corr', got 'spar'. Did you mean "
+        "'spars'?",
+    ),
+    "two reductions": (
+        {"singa": {"dist_option": "plain"}, "reduce": "mean"},
+        "auto: reduce must be left out beside singa, got 'mean'. singa names a reduction.",
+    ),
+    "key of MindSpore's": (
+        {"boost": {"mode": "manual"}, "grad_freeze": {"freez_p": 0.5}},
+        "mindspore: keys of grad_freeze must be among 'param_groups', 'freeze_type', 'freeze_p', "
+        "'total_steps', got 'freez_p'. Did you mean 'freeze_p'?",
+    ),
+    "value of MindSpore's": (
+        {"grad_freeze": {"freeze_p": 0}},
+        "mindspore: grad_freeze.freeze_p must be in (0, 1], got 0. It is a number in MindSpore's "
+        "dictionary.",
+    ),
+}
+
+
+@pytest.mark.parametrize(("spec", "text"), MISTAKES.values(), ids=MISTAKES)
+def test_a_mistake_is_refused_by_name(spec, text):
+    with pytest.raises((ValueError, TypeError)) as error:
+        auto(spec)
+    assert str(error.value) == text
+
+
+def test_what_params_alone_can_tell_is_refused_when_the_chain_is_built():
+    boost, inner = auto({"freeze": {"groups": 4}}), optax.sgd(0.1)
+    with pytest.raises(ValueError, match=r"^Freeze: params must be given where groups is a number"):
+        boost.optimizer(inner)
+    with pytest.raises(
+        ValueError, match=r"^Freeze: groups must be at most the number of layers, 3"
+    ):
+        boost.optimizer(inner, mlp())
+    within = auto({"reduce": {"kind": "adasum", "within": "cores"}})
+    with pytest.raises(ValueError, match=r"^Reduce: within must be one of several axes"):
+        within.optimizer(inner, axis_name="data")
+    within.optimizer(inner, axis_name=("nodes", "cores")).init(mlp())
+    with pytest.raises(TypeError, match=r"^Boost.optimizer: inner must be"):
+        boost.optimizer(3)
+    with pytest.raises(ValueError, match=r"^Boost.finish: config.dim_reduce must be given"):
+        boost.finish((), mlp())
+
+
+FULL = BoostConfig(
+    policy=Precision("O1", "bfloat16"),
+    loss_scale=LossScale("group", groups=("layer_0", ("layer_1", "layer_2")), rule="measure"),
+    accumulate=Accumulate(2, "sum"),
+    microbatches=2,
+    freeze=Freeze("progressive", total_steps=8, groups=3, order=LAYERS, level=1),
+    reduce=Reduce("top-k", density=0.5, error_feedback=False, dense="vectors"),
+    clip=Clip(0.5),
+    dim_reduce=DimReduce(every=None, residual_rate=0.1),
+)
+
+
+@pytest.mark.parametrize(
+    "config", [BoostConfig(), FULL, auto("O1").config, auto("O2").config], ids=str
+)
+def test_a_configuration_goes_to_json_and_back(config, tmp_path):
+    assert BoostConfig.from_dict(config.to_dict()) == config
+    file = tmp_path / "boost.json"
+    file.write_text(json.dumps(config.to_dict()))
+    assert auto(str(file)).config == auto(file).config == config
+    assert hash(auto(file).config) == hash(config)
+
+
+def test_a_file_of_mindspores_is_read_and_a_broken_one_is_named(tmp_path):
+    file = tmp_path / "boost.json"
+    file.write_text(json.dumps({"boost": {"mode": "manual", "adasum": True}}))
+    assert auto(file, level="O1").config == auto("O2").config
+    file.write_text("{'boost'")
+    with pytest.raises(ValueError, match=r"^auto: spec must be a file of JSON, got .*boost.json"):
+        auto(file)
+
+
+def test_a_dictionary_changes_its_level_field_by_field():
+    config = auto({"freeze": {"groups": 3}, "less_bn": False}, level="O1").config
+    assert config.freeze == dataclasses.replace(auto("O1").config.freeze, groups=3)
+    assert config.less_bn is None
+    assert config.centralize is not None
+    # A part of another kind starts anew.
+    base = BoostConfig(loss_scale=LossScale("static", scale=8.0))
+    assert BoostConfig.from_dict({"loss_scale": "dynamic"}, base).loss_scale == LossScale()
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ({"dist_option": "plain"}, Reduce("mean")),
+        ({"dist_option": "half"}, Reduce("mean", wire="float16")),
+        ({"dist_option": "half", "clipping": True}, Reduce("mean", wire="float16", clip=100.0)),
+        ({"dist_option": "partialUpdate", "partitions": 3}, Reduce("partial", partitions=3)),
+        ({"dist_option": "sparseTopK"}, Reduce("top-k", density=0.05)),
+        (
+            {"dist_option": "sparseTopK", "spars": 0.1, "corr": False},
+            Reduce("top-k", density=0.1, error_feedback=False),
+        ),
+        (
+            {"dist_option": "sparseThreshold", "spars": 0.1, "capacity": 0.2},
+            Reduce("threshold", threshold=0.1, capacity=0.2),
+        ),
+    ],
+)
+def test_singas_modes_are_reductions(options, expected):
+    assert auto({"singa": options, "clip": 1.0}).config == BoostConfig(
+        reduce=expected, clip=Clip(1.0)
+    )
+
+
+def names(state):
+    """The states from the outside in; a tuple is a chain."""
+    found = []
+    while True:
+        state = state.local if isinstance(state, boostax.PerReplica) else state
+        if type(state) is tuple:
+            return [*found, [type(x).__name__ for x in state]]
+        found.append(type(state).__name__)
+        state = state.inner_state
+
+
+TAIL = ["EmptyState", "EmptyState", "EmptyState", "TraceState"]
+EVERYTHING = {
+    "loss_scale": "dynamic",
+    "accumulate": 2,
+    "centralize": True,
+    "clip": 1.0,
+    "reduce": {"kind": "mean", "wire": "bfloat16"},
+}
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({}, ["LossScaleState", "AccumulateState", TAIL]),
+        (
+            {"accumulate": {"every": 2, "drop": "window"}},
+            ["AccumulateState", "LossScaleState", TAIL],
+        ),
+        (
+            {"freeze": {"groups": 3}},
+            ["ScheduledFreezeState", "LossScaleState", "AccumulateState", TAIL],
+        ),
+        (
+            {"reduce": "adasum", "dim_reduce": True},
+            [
+                "LossScaleState",
+                "AccumulateState",
+                ["TrajectoryState", "AdasumState", *TAIL[1:]],
+            ],
+        ),
+        (
+            {"reduce": "adasum-delta", "loss_scale": {"kind": "group", "groups": 3}},
+            ["GroupLossScaleState", "AccumulateState", "AdasumDeltaState", TAIL[1:]],
+        ),
+        (
+            {"reduce": {"kind": "local", "every": 2}},
+            ["LossScaleState", "AccumulateState", "LocalUpdatesState", TAIL[1:]],
+        ),
+    ],
+)
+def test_the_chain_has_the_one_order(changes, expected):
+    boost = auto(EVERYTHING | changes)
+    inner = optax.trace(0.9)
+    state = boost.optimizer(inner, mlp(), axis_name="data").init(mlp())
+    assert names(state) == expected
+
+
+TECHNIQUES = {
+    "policy": {"policy": {"spec": "O2", "dtype": "bfloat16"}},
+    "dynamic": {"loss_scale": "dynamic"},
+    "static": {"loss_scale": {"kind": "static", "scale": 128.0}},
+    "group": {"loss_scale": {"kind": "group", "groups": list(LAYERS[:2])}},
+    "accumulate": {"accumulate": 2},
+    "window": {"accumulate": {"every": 2, "drop": "window"}},
+    "microbatches": {"microbatches": 2},
+    "freeze": {"freeze": {"groups": 3, "total_steps": 8, "frozen_fraction": 0.5}},
+    "centralize": {"centralize": True},
+    "clip": {"clip": 0.1},
+    "finish": {"dim_reduce": {"n_components": 2, "every": 1}},
+}
+REDUCTIONS = {
+    "mean": {"wire": "bfloat16"},
+    "adasum": {},
+    "adasum-delta": {},
+    "top-k": {"density": 0.5, "dense": "vectors"},
+    "threshold": {"threshold": 0.5, "capacity": 0.5, "relative": True},
+    "random-k": {"density": 0.5},
+    "int8": {"rounding": "stochastic"},
+    "int16": {},
+    "sign": {"form": "mean"},
+    "power-sgd": {"rank": 1},
+    "partial": {"partitions": 2},
+    "local": {"every": 2},
+}
+QUICK = {
+    ("freeze", "accumulate"),
+    ("group", "accumulate"),
+    ("dynamic", "top-k"),
+    ("window", "partial"),
+}
+
+
+def quick(pairs):
+    return [
+        pytest.param(*pair, marks=[] if {pair, pair[::-1]} & QUICK else pytest.mark.long)
+        for pair in pairs
+    ]
+
+
+def combined(a, b):
+    config = a | b
+    records_no_more = "freeze" in config or config.get("reduce", {}).get("kind") in (
+        "partial",
+        "local",
+    )
+    if records_no_more and "dim_reduce" in config:
+        config["dim_reduce"] = {"n_components": 2, "every": None}
+    return config
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    quick(
+        (a, b)
+        for a, b in itertools.combinations(TECHNIQUES, 2)
+        if TECHNIQUES[a].keys() != TECHNIQUES[b].keys()
+    ),
+)
+def test_every_pair_trains(one, other):
+    assert_trained(*train(combined(TECHNIQUES[one], TECHNIQUES[other])))
+
+
+@pytest.mark.parametrize(("one", "other"), quick(itertools.product(TECHNIQUES, REDUCTIONS)))
+def test_every_pair_with_a_reduction_trains_on_eight_devices(mesh, one, other):
+    if (one, other) in {("freeze", "partial"), ("freeze", "local")}:
+        pytest.skip("refused")
+    reduction = {"reduce": {"kind": other, **REDUCTIONS[other]}}
+    assert_trained(*train(combined(TECHNIQUES[one], reduction), mesh=mesh))
+
+
+def test_what_mindspore_cannot_combine_trains_in_one_step(mesh):
+    """Freezing with accumulation, a loss scale and AdaSum: there the first excludes the others."""
+    config = auto({"boost": {"mode": "enable_all"}, "grad_freeze": {"param_groups": 3}}).config
+    config = dataclasses.replace(config, accumulate=Accumulate(2), clip=Clip(1.0))
+    step, state, metrics = train(config, calls=6, mesh=mesh)
+    assert_trained(step, state, metrics)
+    assert int(metrics["optimizer_steps"]) == 3
+    assert "frozen_groups" in metrics
+
+
+def by_hand(axis):
+    """What the configuration below is, written out."""
+    reduction = [] if axis is None else [boostax.adasum(axis)]
+    tx = optax.chain(
+        *reduction,
+        boostax.centralize_gradients(),
+        optax.clip_by_global_norm(0.5),
+        optax.adamw(1e-2),
+    )
+    tx = boostax.accumulate(tx, 2, axis_name=axis)
+    tx = boostax.dynamic_loss_scale(tx, init_scale=2.0**10, axis_name=axis)
+    schedule = boostax.freeze_schedule("interval", total_steps=8, frozen_fraction=0.5)
+    return boostax.scheduled_freeze(tx, boostax.prefix_groups(mlp(), 2), schedule, repeat=True)
+
+
+@pytest.mark.parametrize("devices", [pytest.param(1, marks=pytest.mark.long), 8])
+def test_a_run_from_a_configuration_is_that_of_a_chain_by_hand_bit_for_bit(mesh, devices):
+    mesh = mesh if devices == 8 else None
+    axis = "data" if devices == 8 else None
+    config = {
+        "policy": {"spec": "O2", "dtype": "bfloat16"},
+        "loss_scale": {"init_scale": 2.0**10},
+        "accumulate": 2,
+        "freeze": {"groups": 2, "total_steps": 8, "frozen_fraction": 0.5},
+        "reduce": "adasum",
+        "centralize": True,
+        "clip": 0.5,
+    }
+    _, state, metrics = train(config, calls=4, mesh=mesh, inner=optax.adamw(1e-2))
+    policy = boostax.policy("O2", dtype="bfloat16")
+    step = boostax.make_train_step(loss_fn, by_hand(axis), mesh=mesh, axis_name=axis, policy=policy)
+    expected = step.init(mlp())
+    for batch in batches(4):
+        expected, reported = step(expected, batch)
+    assert jax.tree.structure(state) == jax.tree.structure(expected)
+    assert_same_bits((state, metrics), (expected, reported))
+
+
+def test_a_finish_lowers_the_loss_with_an_optimizer_outside_the_span(mesh):
+    boost = auto({"loss_scale": "dynamic", "dim_reduce": {"n_components": 3, "every": 2}})
+    axis = {"mesh": mesh, "axis_name": "data"}
+    main = boost.make_train_step(loss_fn, optax.sgd(0.1), **axis)
+    state = main.init(mlp())
+    for batch in batches(9):
+        state, _ = main(state, batch)
+    params = main.common_params(state)
+    tx = boost.finish(state.opt_state, params, residual=optax.adam(1e-3), axis_name="data")
+    assert isinstance(tx.init(params).inner_state, boostax.DimReduceState)
+    step = boostax.make_train_step(boost.loss(loss_fn), tx, policy=boost.policy, **axis)
+    begun, losses = step.init(params), []
+    batch = next(batches(1))
+    for _ in range(4):
+        begun, metrics = step(begun, batch)
+        losses.append(float(metrics["loss"]))
+    assert losses[-1] < 0.9 * losses[0]
+    # A basis from elsewhere does as well, and MindSpore's own residual is a momentum SGD.
+    basis = boostax.trajectory_basis(state.opt_state, 2)
+    mindspore = auto({"boost": {"mode": "manual", "dim_reduce": True}})
+    state = mindspore.finish(basis, params).init(params)
+    assert isinstance(state.residual_state[0], optax.TraceState)
+
+
+def test_the_model_is_changed_if_less_bn_is_on():
+    nn = pytest.importorskip("flax.linen")
+
+    class Net(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            y = x
+            for name in ("norm_1", "norm_2"):
+                y = nn.Conv(2, (3, 3), use_bias=False)(nn.relu(y))
+                y = nn.BatchNorm(use_running_average=True, name=name)(y)
+            return nn.Dense(3, name="head")(nn.relu(x + y).mean((1, 2)))
+
+    sample = jnp.ones((1, 4, 4, 2))
+    _, report = auto("O1").model(Net(), sample)
+    assert (report.removed, report.head) == (("norm_1",), "head")
+    fixed = auto({"less_bn": {"normalized_head": False, "remove": ["norm_2"]}})
+    assert fixed.model(Net(), sample)[1].removed == ("norm_2",)
+    net = Net()
+    assert auto({}).model(net, sample) == (net, None)
+
+
+def test_on_one_device_nothing_is_reduced():
+    inner = optax.sgd(0.1)
+    assert auto("O0").optimizer(inner) is not None
+    for kind in ("adasum-delta", "int8"):
+        tx = auto({"reduce": kind}).optimizer(inner)
+        assert jax.tree.structure(tx.init(mlp())) == jax.tree.structure(inner.init(mlp()))
