@@ -405,6 +405,13 @@ def test_frozen_leaves_stand_still():
             assert moved == (int(metrics["frozen_groups"]) == 0)
 
 
+def test_residual_is_told_the_loss():
+    plateau = optax.contrib.reduce_on_plateau(patience=1, rtol=1.0)
+    tx = boostax.dim_reduce(basis_of(3), residual=optax.chain(optax.sgd(0.01), plateau))
+    state, _ = train(tx, steps=4)
+    assert float(state.opt_state.residual_state[1].scale) < 1.0
+
+
 def test_a_trajectory_is_not_recorded_while_layers_freeze():
     inner = optax.chain(boostax.record_trajectory(3), optax.sgd(0.1))
     tx = boostax.scheduled_freeze(inner, {"w": 0, "v": 1, "b": 1}, [0, 1, 0])

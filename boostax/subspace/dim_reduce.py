@@ -278,7 +278,9 @@ def dim_reduce(
                 rest = jax.tree.map(
                     lambda g, p: g - p.astype(g.dtype), trees.at_least_float32(updates), shadow
                 )
-                rest, residual_state = outside.update(rest, residual_state, wide, **extra)
+                rest, residual_state = outside.update(
+                    rest, residual_state, wide, value=now, **extra
+                )
                 total = jax.tree.map(lambda d, r: d.astype(r.dtype) + r, total, rest)
             moved = _Moved(
                 memory=quasi_newton.conclude(state.memory, learnt, direction, found, how),
