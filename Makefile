@@ -29,7 +29,6 @@ bench: $(READY)
 	$(RUN) benchmarks/freezing.py
 	$(RUN) benchmarks/freezing_accuracy.py
 	$(RUN) benchmarks/subspace.py
-	$(RUN) benchmarks/group_scale.py
 	$(RUN) benchmarks/less_bn.py
 
 lint: $(READY)
