@@ -1,5 +1,8 @@
 """boostax: cheaper, steadier training as pure gradient transformations for JAX and Optax."""
 
+import importlib
+from typing import TYPE_CHECKING
+
 from boostax._core.axes import local_params as local_params
 from boostax._core.groups import prefix_groups as prefix_groups
 from boostax._core.replicas import PerReplica as PerReplica
@@ -15,11 +18,6 @@ from boostax.accumulate.window import AccumulateState as AccumulateState
 from boostax.accumulate.window import accumulate as accumulate
 from boostax.accumulate.window import flush as flush
 from boostax.accumulate.window import has_updated as has_updated
-from boostax.auto.build import Boost as Boost
-from boostax.auto.build import auto as auto
-from boostax.auto.config import BoostConfig as BoostConfig
-from boostax.auto.migrate import MigrationReport as MigrationReport
-from boostax.auto.migrate import migrate_state as migrate_state
 from boostax.freeze.order import forward_order as forward_order
 from boostax.freeze.plateau import GroupSignalState as GroupSignalState
 from boostax.freeze.plateau import freeze_on_plateau as freeze_on_plateau
@@ -31,8 +29,6 @@ from boostax.freeze.scheduled import scheduled_freeze as scheduled_freeze
 from boostax.freeze.schedules import FreezeSchedule as FreezeSchedule
 from boostax.freeze.schedules import freeze_schedule as freeze_schedule
 from boostax.model.centralize import centralize_gradients as centralize_gradients
-from boostax.model.less_bn import LessBNReport as LessBNReport
-from boostax.model.less_bn import less_bn as less_bn
 from boostax.precision.boundary import check_boundaries as check_boundaries
 from boostax.precision.boundary import scale_boundary as scale_boundary
 from boostax.precision.crossings import group_boundaries as group_boundaries
@@ -75,8 +71,6 @@ from boostax.subspace.coordinates import SubspaceParamsState as SubspaceParamsSt
 from boostax.subspace.coordinates import subspace_params as subspace_params
 from boostax.subspace.dim_reduce import DimReduceState as DimReduceState
 from boostax.subspace.dim_reduce import dim_reduce as dim_reduce
-from boostax.subspace.host import HostTrajectory as HostTrajectory
-from boostax.subspace.host import checkpoint_snapshots as checkpoint_snapshots
 from boostax.subspace.quasi_newton import SubspaceRule as SubspaceRule
 from boostax.subspace.trajectory import TrajectoryState as TrajectoryState
 from boostax.subspace.trajectory import record_trajectory as record_trajectory
@@ -95,13 +89,42 @@ from boostax.train.oracle import value_and_grad as value_and_grad
 from boostax.train.state import TrainState as TrainState
 from boostax.train.step import make_train_step as make_train_step
 
+if TYPE_CHECKING:
+    from boostax.autoboost.build import Boost as Boost
+    from boostax.autoboost.build import auto as auto
+    from boostax.autoboost.config import BoostConfig as BoostConfig
+    from boostax.autoboost.migrate import MigrationReport as MigrationReport
+    from boostax.autoboost.migrate import migrate_state as migrate_state
+    from boostax.model.less_bn import LessBNReport as LessBNReport
+    from boostax.model.less_bn import less_bn as less_bn
+    from boostax.model.normalized_dense import NormalizedDense as NormalizedDense
+    from boostax.subspace.host import HostTrajectory as HostTrajectory
+    from boostax.subspace.host import checkpoint_snapshots as checkpoint_snapshots
+
 __version__ = "0.1.0.dev0"
+
+# Loaded when first asked for: they are many modules, and NormalizedDense needs Flax.
+_LATE = {
+    "Boost": "boostax.autoboost.build",
+    "BoostConfig": "boostax.autoboost.config",
+    "HostTrajectory": "boostax.subspace.host",
+    "LessBNReport": "boostax.model.less_bn",
+    "MigrationReport": "boostax.autoboost.migrate",
+    "NormalizedDense": "boostax.model.normalized_dense",
+    "auto": "boostax.autoboost.build",
+    "checkpoint_snapshots": "boostax.subspace.host",
+    "less_bn": "boostax.model.less_bn",
+    "migrate_state": "boostax.autoboost.migrate",
+}
 
 
 def __getattr__(name: str) -> object:
-    """``NormalizedDense`` needs Flax, which ``import boostax`` must not."""
-    if name == "NormalizedDense":
-        from boostax.model.normalized_dense import NormalizedDense
+    """The names that are loaded late."""
+    if name not in _LATE:
+        raise AttributeError(f"module 'boostax' has no attribute {name!r}")
+    globals()[name] = value = getattr(importlib.import_module(_LATE[name]), name)
+    return value
 
-        return NormalizedDense
-    raise AttributeError(f"module 'boostax' has no attribute {name!r}")
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_LATE})

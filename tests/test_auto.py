@@ -11,11 +11,11 @@ import optax
 import pytest
 
 import boostax
-from boostax.auto.build import auto
-from boostax.auto.config import BoostConfig
-from boostax.auto.mindspore import SWITCHES, from_mindspore
-from boostax.auto.parts import Accumulate, Clip, DimReduce, Freeze, LossScale, Precision
-from boostax.auto.reduction import Reduce
+from boostax.autoboost.build import auto
+from boostax.autoboost.config import BoostConfig
+from boostax.autoboost.mindspore import SWITCHES, from_mindspore
+from boostax.autoboost.parts import Accumulate, Clip, DimReduce, Freeze, LossScale, Precision
+from boostax.autoboost.reduction import Reduce
 
 LAYERS = ("layer_0", "layer_1", "layer_2")
 SIZES = (4, 4, 4, 2)

@@ -11,7 +11,7 @@ import pytest
 from flax.training.dynamic_scale import DynamicScale
 
 import boostax
-from boostax.auto.migrate import migrate_state
+from boostax.autoboost.migrate import migrate_state
 from boostax.train.checkpoint import Checkpointer
 
 ADAM = functools.partial(optax.adamw, 1e-2)

@@ -11,8 +11,8 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from boostax._core import checks, trees
 from boostax._core.replicas import PerReplica, is_per_replica
-from boostax.auto.carry import WHO, Carried, Taken, carry, count_replicas, spot
-from boostax.auto.nodes import Leaf, Node, Path, fields, read
+from boostax.autoboost.carry import WHO, Carried, Taken, carry, count_replicas, spot
+from boostax.autoboost.nodes import Leaf, Node, Path, fields, read
 from boostax.freeze.scheduled import ScheduledFreeze, ScheduledFreezeState
 from boostax.precision.group_state import GroupLossScaleState
 from boostax.precision.loss_scale import LossScaleState

@@ -10,10 +10,10 @@ import optax
 from jax.sharding import Mesh
 
 from boostax._core import axes, checks
-from boostax.auto.config import BoostConfig
-from boostax.auto.mindspore import LEVELS, from_mindspore, is_mindspore
-from boostax.auto.part import Place, nearest
-from boostax.auto.singa import singa
+from boostax.autoboost.config import BoostConfig
+from boostax.autoboost.mindspore import LEVELS, from_mindspore, is_mindspore
+from boostax.autoboost.part import Place, nearest
+from boostax.autoboost.singa import singa
 from boostax.model.less_bn import LessBNReport, less_bn
 from boostax.precision.crossings import group_boundaries
 from boostax.precision.policy import Policy

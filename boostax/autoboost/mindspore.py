@@ -8,10 +8,10 @@ from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 from boostax._core import checks
-from boostax.auto.config import BoostConfig
-from boostax.auto.part import flag, nearest, word
-from boostax.auto.parts import Accumulate, Centralize, DimReduce, Freeze, LessBN, LossScale
-from boostax.auto.reduction import Reduce
+from boostax.autoboost.config import BoostConfig
+from boostax.autoboost.part import flag, nearest, word
+from boostax.autoboost.parts import Accumulate, Centralize, DimReduce, Freeze, LessBN, LossScale
+from boostax.autoboost.reduction import Reduce
 
 SWITCHES = (
     "less_bn",
@@ -155,7 +155,7 @@ def from_mindspore(data: Mapping[str, Any], level: str = "O0") -> Read:
         value out of range.
 
     Example:
-      >>> from boostax.auto.mindspore import from_mindspore
+      >>> from boostax.autoboost.mindspore import from_mindspore
       >>> data = {"boost": {"mode": "manual", "grad_freeze": False, "adasum": True}}
       >>> config, notes = from_mindspore(data, "O1")
       >>> config.reduce.kind, config.freeze, config.less_bn.normalized_head, notes

@@ -7,7 +7,7 @@ import optax
 
 from boostax._core import checks
 from boostax.accumulate.window import accumulate
-from boostax.auto.part import (
+from boostax.autoboost.part import (
     Groups,
     Layer,
     Part,

@@ -7,7 +7,7 @@ import jax
 
 from boostax._core import checks, trees
 from boostax.accumulate.window import AccumulateState
-from boostax.auto.nodes import Leaf, Node, Path, cast, owner, shape_dtype, translated
+from boostax.autoboost.nodes import Leaf, Node, Path, cast, owner, shape_dtype, translated
 from boostax.freeze.scheduled import ScheduledFreezeState
 from boostax.precision.group_state import GroupLossScaleState
 from boostax.reduce.feedback import CompressedState

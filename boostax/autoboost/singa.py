@@ -6,8 +6,8 @@ Each mode is a reduction here; ``docs/singa.md`` says where they differ.
 from typing import Any
 
 from boostax._core import checks
-from boostax.auto.part import word
-from boostax.auto.reduction import Reduce
+from boostax.autoboost.part import word
+from boostax.autoboost.reduction import Reduce
 
 _SINGA = {
     "plain": (),

@@ -8,8 +8,8 @@ from typing import Any
 import jax.numpy as jnp
 
 from boostax._core import checks
-from boostax.auto.part import nearest
-from boostax.auto.parts import (
+from boostax.autoboost.part import nearest
+from boostax.autoboost.parts import (
     Accumulate,
     Centralize,
     Clip,
@@ -19,7 +19,7 @@ from boostax.auto.parts import (
     LossScale,
     Precision,
 )
-from boostax.auto.reduction import Reduce
+from boostax.autoboost.reduction import Reduce
 
 _WHO = "BoostConfig"
 

@@ -4,7 +4,7 @@ import dataclasses
 from typing import Any, Literal, NamedTuple
 
 from boostax._core import axes, checks
-from boostax.auto.part import Layer, Part, Place, around, chosen, flag
+from boostax.autoboost.part import Layer, Part, Place, around, chosen, flag
 from boostax.reduce.adasum import adasum
 from boostax.reduce.delta import adasum_delta
 from boostax.reduce.local import local_updates
