@@ -419,6 +419,15 @@ def test_a_trajectory_is_not_recorded_while_layers_freeze():
         tx.init(start())
 
 
+def test_another_basis_leaves_no_moments_of_old_coordinates():
+    tx = boostax.subspace_params(optax.adam(0.1), basis_of(3))
+    state, _ = train(tx, steps=3)
+    fresh = boostax.replace_basis(state.opt_state, boostax.random_basis(start(), 3, seed=5))
+    assert not fresh.coordinates.any() and not fresh.inner_state[0].mu.any()
+    assert int(fresh.inner_state[0].count) == 3
+    assert jax.tree.map(jnp.shape, fresh) == jax.tree.map(jnp.shape, state.opt_state)
+
+
 # Other solvers in the coordinates.
 
 
@@ -642,6 +651,10 @@ def test_statistics_made_anew_are_the_mean_over_batches():
                 boostax.dim_reduce(jnp.eye(3)).init(jnp.ones(3)), jnp.eye(3)[:2]
             ),
             "replace_basis: basis must be of the shapes (3, 3), got (2, 3).",
+        ),
+        (
+            lambda: boostax.dim_reduce(jnp.eye(3), dtype="int8", shard_axes="fsdp"),
+            "dim_reduce: dtype must be a floating one with shard_axes, got 'int8'. Blocks would",
         ),
         (
             lambda: boostax.random_basis(jnp.ones(3), 4),

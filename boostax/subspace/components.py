@@ -253,8 +253,13 @@ def replace_basis(opt_state: PyTree, basis: Any) -> PyTree:
     return jax.tree.map(put, opt_state, is_leaf=has_basis)
 
 
-def check_dtype(who: str, dtype: Any) -> Any:
+def check_dtype(who: str, dtype: Any, shard_axes: tuple[str, ...]) -> Any:
     """``None``, ``"int8"`` or a floating dtype."""
+    if isinstance(dtype, str) and dtype == "int8" and shard_axes:
+        hint = "Blocks would lie across shards; 'bfloat16' has none."
+        raise ValueError(
+            checks.message(who, "dtype", "a floating one with shard_axes", dtype, hint)
+        )
     if dtype is None or (isinstance(dtype, str) and dtype == "int8"):
         return dtype
     return checks.floating_dtype(who, "dtype", dtype)

@@ -85,9 +85,9 @@ def subspace_params(
       https://arxiv.org/abs/2205.13104.
     """
     checks.transformation(_WHO, "inner", inner)
-    kept_in = components.check_dtype(_WHO, dtype)
     names = axes.canonical(_WHO, axis_name)
     shards = axes.canonical(_WHO, shard_axes)
+    kept_in = components.check_dtype(_WHO, dtype, shards)
     tx = optax.with_extra_args_support(inner)
 
     def init_fn(params: PyTree) -> SubspaceParamsState:

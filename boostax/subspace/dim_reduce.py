@@ -130,7 +130,7 @@ def dim_reduce(
       memory: ``"bfgs"`` learns the curvature from step to step; ``"gauss-newton"`` computes it at
         each, from ``outputs_fn=`` and ``output_loss=`` (see ``update`` below).
       dtype: in which the basis is kept: a floating dtype, or ``"int8"`` with a scale for each 64
-        entries of a last dimension. ``None`` keeps it as it is.
+        entries of a last dimension (not with ``shard_axes``). ``None`` keeps it as it is.
       axis_name: replica axis, or axes, over which gradients are local: coordinates and losses are
         averaged over them, and a ``residual`` has to reduce what is left of the local gradients,
         :math:`g_r - P^\top P \bar g`: ``residual=chain(all_reduce("data"), adamw(...))``. ``None``
@@ -177,9 +177,9 @@ def dim_reduce(
         checks.choice(_WHO, "rule", rule, tuple(rules), "'boostax' is the default.")
     how = rule if isinstance(rule, SubspaceRule) else rules[rule]
     checks.choice(_WHO, "memory", memory, ("bfgs", "gauss-newton"), "'bfgs' is the default.")
-    kept_in = components.check_dtype(_WHO, dtype)
     names = axes.canonical(_WHO, axis_name)
     shards = axes.canonical(_WHO, shard_axes)
+    kept_in = components.check_dtype(_WHO, dtype, shards)
     if residual is not None:
         checks.transformation(_WHO, "residual", residual)
     outside = None if residual is None else optax.with_extra_args_support(residual)
