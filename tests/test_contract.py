@@ -5,8 +5,8 @@ from contract_cases import CASES
 
 from boostax.testing import LAWS, laws_for
 
-# Settings of a transformation that stands there once already: of them only what is told of their
-# arguments and of replicas is worth every run.
+# Settings and siblings of a transformation that stands there once already: of them only what is
+# told of their arguments and of replicas is worth every run.
 VARIANTS = {
     "static_loss_scale",
     "static_loss_scale_without_check",
@@ -30,6 +30,12 @@ VARIANTS = {
     "subspace_params",
     "record_trajectory",
     "group_loss_scale_measured_around_a_window",
+    "adasum_delta",
+    "int8_reduce",
+    "sign_reduce",
+    "power_sgd_reduce",
+    "partial_average",
+    "local_updates",
     "centralize_gradients",
 }
 ALWAYS = {"bad_arguments_raise_and_explain", "results_are_typed_equal"}
