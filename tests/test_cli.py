@@ -172,7 +172,14 @@ def test_a_frozen_run_goes_on_in_the_middle_of_a_window(here, capsys):
     assert "--resume: freeze_groups must be None" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("more", ["", "--devices 2 --accumulate 2", "--model conv --devices 2"])
+@pytest.mark.parametrize(
+    "more",
+    [
+        "--devices 2 --accumulate 2",
+        pytest.param("", marks=pytest.mark.long),
+        pytest.param("--model conv --devices 2", marks=pytest.mark.long),
+    ],
+)
 def test_a_finish_follows_the_run_and_can_be_made_up_for(here, capsys, more):
     finish = "--finish dim_reduce --finish-steps 3 --finish-components 3"
     options = f"--steps 24 {finish} {more}".split()

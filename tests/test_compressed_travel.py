@@ -141,6 +141,7 @@ def test_the_compiler_keeps_narrow_types(tx, expected):
         assert any(re.search(rf"\b{dtype}\[", line.split("=", 1)[1]) for line in lines)
 
 
+@pytest.mark.long
 def test_results_are_those_of_one_device():
     """In ``shard_map``, checked and not, as under ``vmap``."""
     mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))

@@ -103,7 +103,18 @@ def kernel(tmp_path, monkeypatch):
     return folder.name
 
 
-@pytest.mark.parametrize("path", NOTEBOOKS, ids=relative)
+# The rest runs in the long tests.
+QUICK = ("quickstart", "dim_reduce")
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        pytest.param(path, marks=[] if path.stem in QUICK else [pytest.mark.long])
+        for path in NOTEBOOKS
+    ],
+    ids=relative,
+)
 def test_notebooks_run(path, kernel, monkeypatch):
     monkeypatch.setenv("BOOSTAX_FAST", "1")
     notebook = nbformat.read(path, as_version=4)

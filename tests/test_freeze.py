@@ -90,9 +90,9 @@ WRAPPED = ["adamw", "scaled", "accumulated", "scaled(accumulated)", "accumulated
     [
         *((name, 1, "host") for name in WRAPPED),
         ("scaled(accumulated)", 1, "switch"),
-        ("accumulated(scaled)", 8, "host"),
+        pytest.param("accumulated(scaled)", 8, "host", marks=pytest.mark.long),
         ("adasum", 8, "host"),
-        ("adasum", 8, "switch"),
+        pytest.param("adasum", 8, "switch", marks=pytest.mark.long),
     ],
 )
 def test_frozen_leaves_keep_their_bits_and_the_others_move(mesh, name, replicas, driver):
@@ -121,6 +121,7 @@ def test_frozen_leaves_keep_their_bits_and_the_others_move(mesh, name, replicas,
     assert state.opt_state.trained_steps.tolist() == expected
 
 
+@pytest.mark.long
 def test_all_forms_take_the_same_steps(mesh):
     """Host, switch, the pure update, a loop of one's own, a scan: one trajectory."""
     inner, _ = wrap("scaled")
@@ -241,7 +242,10 @@ REDUCTIONS = {
 }
 
 
-@pytest.mark.parametrize("name", REDUCTIONS)
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(x, marks=[] if x == "adasum" else [pytest.mark.long]) for x in REDUCTIONS],
+)
 def test_frozen_leaves_do_not_travel(mesh, name):
     """With half the layers frozen, about half the bytes are in the jaxpr; and it trains."""
     tx = boostax.scheduled_freeze(optax.chain(REDUCTIONS[name](), adamw()), GROUPS, DEPTHS)

@@ -278,6 +278,7 @@ def test_nnx_equals_the_model_written_without_those_layers(block, removed):
     assert type(original.stem_norm) is nnx.BatchNorm and type(original.head) is nnx.Linear
 
 
+@pytest.mark.long
 def test_both_flavours_are_told_the_same():
     told = {less_bn(Linen(block), IMAGES)[1] for block in KINDS}
     assert told == {less_bn(NNX(block), IMAGES)[1] for block in KINDS}
@@ -701,6 +702,7 @@ def test_zero_vectors_have_finite_gradients_and_learn(dtype):
     assert bool(jnp.isfinite(grad).all() & (grad != 0).any(0).all())
 
 
+@pytest.mark.long
 def test_head_under_vmap_and_shard_map(mesh):
     x = jax.random.normal(KEY, (16, 6))
     head = NormalizedDense(4, use_bias=True)
@@ -729,6 +731,7 @@ def test_head_under_vmap_and_shard_map(mesh):
 # Together with the rest.
 
 
+@pytest.mark.long
 def test_training_under_a_policy():
     images = jax.random.normal(KEY, (16, 8, 8, 1))
     targets = jnp.arange(16) % 10

@@ -119,7 +119,7 @@ def test_params_sharded_over_a_second_axis_train_alike():
     assert state.opt_state[1][0].mu["w"].sharding.spec == P("fsdp")
 
 
-@pytest.mark.parametrize("inner", ["accumulate", "scaler"])
+@pytest.mark.parametrize("inner", ["accumulate", pytest.param("scaler", marks=pytest.mark.long)])
 def test_every_reduction_composes_with_the_gates(mesh, inner):
     for reduce in (
         lambda: boostax.adasum("data", wire_dtype="bfloat16"),

@@ -124,7 +124,7 @@ def test_same_run_on_any_number_of_devices(residual, k, layout):
     ("k", "kind"),
     [
         (5, AxisType.Auto),
-        (32, AxisType.Explicit),
+        pytest.param(32, AxisType.Explicit, marks=pytest.mark.long),
         pytest.param(32, AxisType.Auto, marks=pytest.mark.long),
         pytest.param(5, AxisType.Explicit, marks=pytest.mark.long),
     ],
@@ -365,6 +365,7 @@ def test_narrow_storage(dtype):
     assert_close(updates, jax.tree.map(lambda x: -x, g), atol=2e-3)
 
 
+@pytest.mark.long
 def test_narrow_storage_finds_the_same_minimum():
     def minimum(dtype):
         tx = boostax.dim_reduce(basis_of(7), dtype=dtype)
@@ -474,7 +475,7 @@ def test_l_bfgs_runs_on_coordinates_as_it_is():
     assert seen[-1]["loss"] < 1.02 * ours[-1]["loss"]
 
 
-@pytest.mark.parametrize("inner", ["adam", "lbfgs"])
+@pytest.mark.parametrize("inner", ["adam", pytest.param("lbfgs", marks=pytest.mark.long)])
 def test_coordinates_on_any_number_of_devices(inner):
     make = {"adam": lambda: optax.adam(0.05), "lbfgs": lambda: optax.lbfgs()}[inner]
     expected, _ = train(boostax.subspace_params(make(), basis_of(7)))

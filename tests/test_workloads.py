@@ -159,7 +159,9 @@ def _epoch(task: Workload) -> np.ndarray:
 # Models
 
 
-@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
+@pytest.mark.parametrize(
+    "dtype", ["float32", "float16", pytest.param("bfloat16", marks=pytest.mark.long)]
+)
 def test_loss_is_finite_float32_and_reaches_every_parameter(dtype):
     for task in builds(dtype=dtype):
         params, model_state = task.init(KEY)

@@ -14,7 +14,8 @@ from boostax.reduce.partial import partial_average
 from boostax.reduce.quantized import int8_reduce, int16_reduce, sign_reduce
 from boostax.reduce.sparse import random_k_reduce, threshold_reduce, top_k_reduce
 
-Kind = Literal[
+# Those that keep the replicas equal, and those that let their params differ.
+Equal = Literal[
     "mean",
     "adasum",
     "adasum-delta",
@@ -25,9 +26,8 @@ Kind = Literal[
     "int16",
     "sign",
     "power-sgd",
-    "partial",
-    "local",
 ]
+Kind = Literal[Equal, "partial", "local"]
 
 
 class _Reduction(NamedTuple):

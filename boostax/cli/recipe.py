@@ -4,18 +4,9 @@ import dataclasses
 import pathlib
 from typing import Literal
 
-Reduction = Literal[
-    "mean",
-    "adasum",
-    "adasum-delta",
-    "top-k",
-    "threshold",
-    "random-k",
-    "int8",
-    "int16",
-    "sign",
-    "power-sgd",
-]
+from boostax.autoboost.reduction import Equal
+
+Reduction = Equal
 Freezing = Literal["none", "interval", "continuous", "progressive", "ramp", "plateau"]
 # Reductions that decide themselves what travels.
 CODECS = ("top-k", "threshold", "random-k", "int8", "int16", "sign", "power-sgd")

@@ -4,9 +4,10 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
-from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal
+from jax.extend.core import Jaxpr, JaxprEqn, Literal
 
 from boostax._core import checks, trees
+from boostax._core.programs import called
 
 PyTree = Any
 # Which leaves of the params a value is computed from, or None once the data have a part in it.
@@ -100,14 +101,9 @@ def _outputs(eqn: JaxprEqn, inputs: list[Origin], read: dict[int, None]) -> list
             # Which weights to take is data too: their choice reads them.
             return [_meet([branch, *each], read) for each in zip(*found, strict=True)]
         case _:
-            for body in options.values():
-                body = body.jaxpr if isinstance(body, ClosedJaxpr) else body
-                if (
-                    isinstance(body, Jaxpr)
-                    and len(body.invars) == len(inputs)
-                    and len(body.outvars) == len(eqn.outvars)
-                ):
-                    return _walk(body, inputs, read)
+            body = called(eqn)
+            if body is not None:
+                return _walk(body, inputs, read)
             return [_meet(inputs, read)] * len(eqn.outvars)
 
 

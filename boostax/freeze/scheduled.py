@@ -1,7 +1,6 @@
 """Freezing by schedule: what is frozen leaves the optimizer, the wire and the backward pass."""
 
 import functools
-import operator
 from collections.abc import Callable
 from typing import Any, Literal, NamedTuple
 
@@ -15,13 +14,12 @@ from boostax._core.gate import (
     GatedTransformation,
     Pending,
     flush_inner,
-    has_gate,
     passed,
     run,
 )
 from boostax._core.prune import Pruning, pruning
-from boostax._core.replicas import owns_params
 from boostax.freeze.plan import Freezing, Plan, as_schedule
+from boostax.freeze.refusals import check_inner, drawn, require_params, require_present
 from boostax.freeze.stages import Choice
 
 PyTree = Any
@@ -160,7 +158,7 @@ def scheduled_freeze(
         wide = trees.at_least_float32(params)
         kept = plan.drawn if moments == "per_group" else plan.drawn[:1]
         states = tuple(tx.init(fewer(wide, depth)) for depth in kept)
-        _check_inner(states, plan, moments)
+        check_inner(states, plan, moments)
         for depth in plan.drawn:
             cut(params, depth)
         return ScheduledFreezeState(
@@ -222,7 +220,7 @@ def scheduled_freeze(
         extra: dict[str, Any],
     ) -> tuple[PyTree, ScheduledFreezeState]:
         plan, active = freezing.plan(params), freezing.active(params, depth)
-        _require_present(grads.raw, active, depth)
+        require_present(grads.raw, active, depth)
         pending = Pending(trees.masked(grads.raw, active), grads.factors)
         trees.require_gradients(pending.raw, _WHO)
         inner_state, put = narrowed(state, params, depth)
@@ -245,10 +243,10 @@ def scheduled_freeze(
         depth: int | None = None,
         **extra: Any,
     ) -> tuple[PyTree, ScheduledFreezeState]:
-        _require_params(params)
+        require_params(params)
         plan = freezing.plan(params)
         if depth is not None:
-            depth = _drawn(depth, plan)
+            depth = drawn(depth, plan)
             return step_at(depth, grads, state, params, apply=apply, extra=extra)
         at = [functools.partial(step_at, d, apply=apply, extra=extra) for d in plan.drawn]
         return _switch(plan.index(state.next_depth), at, grads, state, params)
@@ -270,7 +268,7 @@ def scheduled_freeze(
     ) -> tuple[PyTree, ScheduledFreezeState]:
         plan = freezing.plan(params)
         if depth is not None:
-            return flush_at(_drawn(depth, plan), state, params, extra)
+            return flush_at(drawn(depth, plan), state, params, extra)
         at = [functools.partial(flush_at, d, extra=extra) for d in plan.drawn]
         return _switch(plan.index(state.next_depth), at, state, params)
 
@@ -325,77 +323,6 @@ def active_groups(opt_state: PyTree) -> jax.Array:
             "optimizer in boostax.scheduled_freeze."
         )
     return jnp.arange(found[0].trained_steps.size) >= found[0].next_depth
-
-
-def _check_inner(states: tuple[Any, ...], plan: Plan, moments: Moments) -> None:
-    """Refuse what would not be held as it is while frozen."""
-    changes = len(plan.drawn) > 1
-    if moments == "per_group" and has_gate(states):
-        raise ValueError(
-            f"{_WHO}: inner must be an optimizer without a loss scaler or a window for "
-            "moments='per_group', got one: they would be kept once for each depth. Use "
-            "moments='shared'."
-        )
-    if moments == "per_group" and changes and plan.known(0) is None:
-        raise ValueError(
-            f"{_WHO}: moments must be 'shared' with freeze_on_plateau, got 'per_group': each depth "
-            "would have signals of its own."
-        )
-    if changes and owns_params(states):
-        raise ValueError(
-            f"{_WHO}: inner must keep params equal on all replicas for a schedule that changes, "
-            "got local_updates or partial_average: what is frozen between two meetings would stay "
-            "different everywhere. A single depth freezes with them."
-        )
-    if changes and trees.find(states, lambda node: callable(getattr(node, "whole_params", None))):
-        raise ValueError(
-            f"{_WHO}: inner must not record a trajectory for a schedule that changes, got "
-            "record_trajectory: what is frozen would be missing from its snapshots. "
-            "boostax.HostTrajectory records outside."
-        )
-    if changes and trees.find(states, lambda node: isinstance(node, optax.MultiStepsState)):
-        raise ValueError(
-            f"{_WHO}: inner must not be optax.MultiSteps for a schedule that changes, got one: the "
-            "depth would change within its window. Use boostax.accumulate."
-        )
-
-
-def _drawn(depth: Any, plan: Plan) -> int:
-    allowed = f"a depth that the schedule draws, one of {list(plan.drawn)}, as a Python integer"
-    hint = "Make it a static argument of your jitted step."
-    try:
-        number = operator.index(depth)
-    except TypeError as error:
-        raise TypeError(checks.message(_WHO, "depth", allowed, depth, hint)) from error
-    if number not in plan.drawn:
-        raise ValueError(checks.message(_WHO, "depth", allowed, depth, hint))
-    return number
-
-
-def _require_params(params: PyTree) -> None:
-    if params is None:
-        raise ValueError(
-            f"{_WHO}: params must be given to update, got None. They say which leaves there are."
-        )
-
-
-def _require_present(grads: PyTree, active: PyTree, depth: int) -> None:
-    """Refuse gradients that were masked for another depth than this one."""
-    leaves, treedef = jax.tree.flatten(active)
-    try:
-        given = treedef.flatten_up_to(grads)
-    except ValueError as error:
-        raise ValueError(
-            f"{_WHO}: gradients must be a tree like the params, got {jax.tree.structure(grads)}. "
-            "A leaf that is frozen may be an optax.MaskedNode."
-        ) from error
-    masked = [isinstance(node, optax.MaskedNode) for node in given]
-    lacking = [keep and hidden for keep, hidden in zip(leaves, masked, strict=True)]
-    if any(lacking):
-        raise ValueError(
-            f"{_WHO}: gradients must hold every leaf that depth {depth} trains, got masked ones. "
-            "Pass the same depth to apply_gradients as to tx.active(params, depth)."
-        )
 
 
 def _windows(state: PyTree) -> jax.Array:

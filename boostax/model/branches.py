@@ -11,9 +11,10 @@ from typing import Any, NamedTuple
 
 import jax
 from jax.ad_checkpoint import checkpoint_name
-from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal
+from jax.extend.core import Jaxpr, JaxprEqn, Literal
 
 from boostax._core import checks
+from boostax._core.programs import called
 
 PyTree = Any
 
@@ -163,14 +164,9 @@ class _Graph:
         if name == "cond":
             found = [self.walk(body.jaxpr, inputs[1:]) for body in options["branches"]]
             return [_union(each) for each in zip(*found, strict=True)]
-        for body in options.values():
-            body = body.jaxpr if isinstance(body, ClosedJaxpr) else body
-            if (
-                isinstance(body, Jaxpr)
-                and len(body.invars) == len(inputs)
-                and len(body.outvars) == len(eqn.outvars)
-            ):
-                return self.walk(body, inputs)
+        body = called(eqn)
+        if body is not None:
+            return self.walk(body, inputs)
         if name in ("add", "concatenate"):
             self._meet(name, [flow for flow in inputs if flow])
         result = _union(inputs)

@@ -20,9 +20,10 @@ from jax import lax
 from jax.core import Tracer
 
 from boostax._core import axes, checks, trees
-from boostax._core.gate import GatedTransformation, Pending, flush_inner, gate, passed, run
+from boostax._core.gate import GatedTransformation, Pending, gate, run
 from boostax.precision.finite import largest_magnitudes, magnitude, usable
 from boostax.precision.group_state import GroupLossScaleState, check_labels, group_numbers
+from boostax.precision.skips import count, decided, flush_of
 
 PyTree = Any
 
@@ -171,8 +172,8 @@ def group_loss_scale(
             measured=state.measured | (clean & (seen.largest > 0)),
             largest=jnp.where(seen.present & ~seen.bad, seen.largest, state.largest),
             overflow_group=jnp.where(blamed >= 0, blamed, state.overflow_group).astype(jnp.int32),
-            backoffs=_count(state.backoffs, lowers & ~at_floor),
-            floor_hits=_count(state.floor_hits, at_floor),
+            backoffs=count(state.backoffs, lowers & ~at_floor),
+            floor_hits=count(state.floor_hits, at_floor),
         )
 
     def step_fn(
@@ -209,22 +210,10 @@ def group_loss_scale(
             underflow=underflow,
             entries=entries,
             until_count=jnp.where(due, count_every, state.until_count).astype(jnp.int32) - 1,
-            last_finite=ok,
-            skipped_steps=_count(state.skipped_steps, ~ok),
-            skipped_in_a_row=jnp.where(ok, 0, _count(state.skipped_in_a_row, ~ok)),
-            inner_state=inner_state,
         )
-        return value, state
+        return value, decided(state, ok, inner_state)
 
-    def flush_fn(
-        state: GroupLossScaleState, params: PyTree, **extra: Any
-    ) -> tuple[PyTree, GroupLossScaleState]:
-        params, inner_state = flush_inner(tx, state.inner_state, params, extra)
-        # A window that was closed now ran, whatever became of the last gradient.
-        ran = state.last_finite | passed(inner_state)
-        return params, state._replace(last_finite=ran, inner_state=inner_state)
-
-    return GatedTransformation(init_fn, step_fn, flush_fn)
+    return GatedTransformation(init_fn, step_fn, flush_of(tx))
 
 
 class _Seen(NamedTuple):
@@ -285,10 +274,6 @@ def _count_leaf(x: jax.Array, tiny: jax.Array) -> jax.Array:
         tuple(range(size.ndim)),
     )
     return jnp.stack(sums).astype(jnp.float32)
-
-
-def _count(counter: jax.Array, happened: jax.Array) -> jax.Array:
-    return jnp.where(happened, optax.safe_increment(counter), counter)
 
 
 def _between(who: str, argument: str, value: Any, low: Any, high: Any, hint: str) -> None:

@@ -19,9 +19,10 @@ import optax
 from jax.core import Tracer
 
 from boostax._core import axes, checks, trees
-from boostax._core.gate import GatedTransformation, Pending, flush_inner, gate, passed, run
+from boostax._core.gate import GatedTransformation, Pending, gate, run
 from boostax.precision.finite import usable
 from boostax.precision.group_state import GroupLossScaleState
+from boostax.precision.skips import count, decided, flush_of
 
 PyTree = Any
 
@@ -171,9 +172,9 @@ def dynamic_loss_scale(
             scale=scale.astype(jnp.float32),
             clean_steps=jnp.where(interval_full, 0, clean),
             tolerance=jnp.where(interval_full, hysteresis, tolerance),
-            growths=_count(state.growths, grows),
-            backoffs=_count(state.backoffs, scale < state.scale),
-            floor_hits=_count(state.floor_hits, backs_off & (state.scale <= min_scale)),
+            growths=count(state.growths, grows),
+            backoffs=count(state.backoffs, scale < state.scale),
+            floor_hits=count(state.floor_hits, backs_off & (state.scale <= min_scale)),
         )
 
     return _scaled(inner, init_scale, hysteresis, adjust, axis_name=axis_name, skip=True, who=who)
@@ -216,7 +217,7 @@ def static_loss_scale(
     _positive(who, "scale", scale, "128 is MindSpore's default.")
 
     def adjust(state: LossScaleState, ok: jax.Array) -> LossScaleState:
-        return state._replace(clean_steps=jnp.where(ok, _count(state.clean_steps, ok), 0))
+        return state._replace(clean_steps=jnp.where(ok, count(state.clean_steps, ok), 0))
 
     return _scaled(inner, scale, 1, adjust, axis_name=axis_name, skip=skip_nonfinite, who=who)
 
@@ -263,23 +264,9 @@ def _scaled(
         else:
             ok = jnp.asarray(True)
             value, inner_state = heavy()
-        state = adjust(state, ok)._replace(
-            last_finite=ok,
-            skipped_steps=_count(state.skipped_steps, ~ok),
-            skipped_in_a_row=jnp.where(ok, 0, _count(state.skipped_in_a_row, ~ok)),
-            inner_state=inner_state,
-        )
-        return value, state
+        return value, decided(adjust(state, ok), ok, inner_state)
 
-    def flush_fn(
-        state: LossScaleState, params: PyTree, **extra: Any
-    ) -> tuple[PyTree, LossScaleState]:
-        params, inner_state = flush_inner(tx, state.inner_state, params, extra)
-        # A window that was closed now ran, whatever became of the last gradient.
-        ran = state.last_finite | passed(inner_state)
-        return params, state._replace(last_finite=ran, inner_state=inner_state)
-
-    return GatedTransformation(init_fn, step_fn, flush_fn)
+    return GatedTransformation(init_fn, step_fn, flush_of(tx))
 
 
 def loss_scale(opt_state: PyTree) -> jax.Array:
@@ -335,10 +322,6 @@ def _reciprocal(scale: jax.Array) -> tuple[jax.Array, jax.Array]:
     """``1 / scale`` in two factors: above 2**126 it is subnormal and would be flushed to zero."""
     coarse = jnp.where(scale > 2.0**64, 2.0**-64, 1.0).astype(jnp.float32)
     return coarse, 1.0 / (scale * coarse)
-
-
-def _count(counter: jax.Array, happened: jax.Array) -> jax.Array:
-    return jnp.where(happened, optax.safe_increment(counter), counter)
 
 
 def _positive(who: str, argument: str, value: Any, hint: str) -> None:
