@@ -81,9 +81,6 @@ from boostax.train.apply import metrics as metrics
 from boostax.train.break_even import BreakEven as BreakEven
 from boostax.train.break_even import break_even as break_even
 from boostax.train.compiled import TrainStep as TrainStep
-from boostax.train.explain import CallCost as CallCost
-from boostax.train.explain import Explanation as Explanation
-from boostax.train.explain import explain as explain
 from boostax.train.model_state import reestimate_model_state as reestimate_model_state
 from boostax.train.oracle import value_and_grad as value_and_grad
 from boostax.train.state import TrainState as TrainState
@@ -95,6 +92,11 @@ if TYPE_CHECKING:
     from boostax.autoboost.config import BoostConfig as BoostConfig
     from boostax.autoboost.migrate import MigrationReport as MigrationReport
     from boostax.autoboost.migrate import migrate_state as migrate_state
+    from boostax.inspect.calls import CallCost as CallCost
+    from boostax.inspect.costs import PartCost as PartCost
+    from boostax.inspect.explain import Explanation as Explanation
+    from boostax.inspect.explain import explain as explain
+    from boostax.inspect.orders import Finding as Finding
     from boostax.model.less_bn import LessBNReport as LessBNReport
     from boostax.model.less_bn import less_bn as less_bn
     from boostax.model.normalized_dense import NormalizedDense as NormalizedDense
@@ -107,12 +109,17 @@ __version__ = "0.1.0.dev0"
 _LATE = {
     "Boost": "boostax.autoboost.build",
     "BoostConfig": "boostax.autoboost.config",
+    "CallCost": "boostax.inspect.calls",
+    "Explanation": "boostax.inspect.explain",
+    "Finding": "boostax.inspect.orders",
     "HostTrajectory": "boostax.subspace.host",
     "LessBNReport": "boostax.model.less_bn",
     "MigrationReport": "boostax.autoboost.migrate",
     "NormalizedDense": "boostax.model.normalized_dense",
+    "PartCost": "boostax.inspect.costs",
     "auto": "boostax.autoboost.build",
     "checkpoint_snapshots": "boostax.subspace.host",
+    "explain": "boostax.inspect.explain",
     "less_bn": "boostax.model.less_bn",
     "migrate_state": "boostax.autoboost.migrate",
 }

@@ -142,8 +142,9 @@ def test_nothing_is_pickled(saved):
     for file in saved.rglob("*"):
         if file.is_file():
             assert not zipfile.is_zipfile(file)
-            with pytest.raises((pickle.UnpicklingError, EOFError, ValueError, KeyError)):
-                pickle.loads(file.read_bytes())
+            # What a pickle of any protocol since the second begins and ends with.
+            data = file.read_bytes()
+            assert not (data.startswith(pickle.PROTO) and data.endswith(pickle.STOP))
 
 
 def test_leftovers_of_a_killed_save_are_removed_and_never_listed(copied):

@@ -7,11 +7,14 @@ merges the reductions of several leaves into one.
 import dataclasses
 import itertools
 import math
+import re
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
 from jax.extend.core import ClosedJaxpr, Jaxpr
+
+from boostax._core.about import SCOPE
 
 # Bytes that one device sends on a ring, per byte of operand, for n devices.
 RING: dict[str, Callable[[int], float]] = {
@@ -23,6 +26,8 @@ RING: dict[str, Callable[[int], float]] = {
     "all_to_all": lambda n: (n - 1) / n,
     "ppermute": lambda n: 1,
 }
+
+_SCOPE = re.escape(SCOPE) + r"(\w+)"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,6 +43,7 @@ class Collective:
       conditional: whether it stands in a branch of a cond.
       branches: the branches it stands in, outermost first: ``(cond, branch)``, both numbers, so
         that alternatives of one cond can be told from conds that follow each other.
+      scopes: the transformations of boostax's that it stands in, outermost first, by their names.
     """
 
     primitive: str
@@ -47,6 +53,7 @@ class Collective:
     count: int
     conditional: bool
     branches: tuple[tuple[int, int], ...] = ()
+    scopes: tuple[str, ...] = ()
 
     @property
     def wire_bytes(self) -> float:
@@ -60,7 +67,7 @@ def collectives(fn: Callable[..., Any] | ClosedJaxpr, *args: Any) -> list[Collec
     A ``while`` body counts once: its trips are not known.
     """
     jaxpr = fn if isinstance(fn, ClosedJaxpr) else jax.make_jaxpr(fn)(*args)
-    return list(_walk(jaxpr.jaxpr, {}, 1, (), itertools.count()))
+    return list(_walk(jaxpr.jaxpr, {}, 1, (), "", itertools.count()))
 
 
 def wire_bytes(found: list[Collective], *, conditional: bool | None = None) -> float:
@@ -108,16 +115,19 @@ def _walk(
     sizes: dict[str, int],
     count: int,
     branches: tuple[tuple[int, int], ...],
+    stack: str,
     conds: Iterator[int],
 ) -> Iterator[Collective]:
     for eqn in jaxpr.eqns:
+        here = f"{stack}/{eqn.source_info.name_stack}"
         name = kind(eqn.primitive.name)
         axes = eqn.params.get("axes", eqn.params.get("axis_name"))
         if name in RING and axes is not None:
             names = tuple(x for x in (axes if isinstance(axes, tuple) else (axes,)) if x in sizes)
             nbytes = sum(_bytes(v.aval) for v in eqn.invars)
             replicas = math.prod(sizes[x] for x in names)
-            yield Collective(name, names, replicas, nbytes, count, bool(branches), branches)
+            scopes = tuple(re.findall(_SCOPE, here))
+            yield Collective(name, names, replicas, nbytes, count, bool(branches), branches, scopes)
         inner_sizes = sizes
         if eqn.primitive.name == "shard_map":
             inner_sizes = {**sizes, **dict(eqn.params["mesh"].shape)}
@@ -125,7 +135,7 @@ def _walk(
         cond = next(conds) if eqn.primitive.name == "cond" else None
         for i, inner in enumerate(_bodies(eqn.params.values())):
             within = branches if cond is None else (*branches, (cond, i))
-            yield from _walk(inner, inner_sizes, count * trips, within, conds)
+            yield from _walk(inner, inner_sizes, count * trips, within, here, conds)
 
 
 def _bytes(aval: Any) -> int:

@@ -83,6 +83,7 @@ class GatedTransformation(optax.GradientTransformationExtraArgs):
         ) -> tuple[PyTree, Any]:
             return step(Pending(updates), state, params, apply=False, **extra_args)
 
+        update.about = getattr(step, "about", None)  # type: ignore[attr-defined]
         self = super().__new__(cls, init, update)
         self.step = step
         self.flush = flush

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import optax
 
 from boostax._core import axes, checks, trees
+from boostax._core.about import described
 from boostax._core.gate import (
     GatedTransformation,
     Pending,
@@ -191,6 +192,7 @@ def accumulate(
             total > 0, lambda: run_on(replicas / total), params, _held(state), apply=apply, who=who
         )
 
+    @described(who, names, inner_state=tx)
     def step_fn(
         grads: Pending,
         state: AccumulateState,

@@ -10,28 +10,31 @@ from rich.table import Table
 from boostax.cli.build import build, refusing, require_devices
 from boostax.cli.recipe import Recipe
 from boostax.cli.train import plan_table
-from boostax.train.explain import Explanation
-from boostax.train.explain import explain as explain_step
+from boostax.inspect.explain import explain as explain_step
+from boostax.inspect.tables import Cells, call_cells, part_cells
 from boostax.workloads import Workload
 
 
 def explain(make_workload: Callable[[Any], Workload], task: Any, recipe: Recipe) -> None:
-    """Print what the recipe decides and what a call costs; write nothing."""
+    """Print what the recipe decides, its chain, and what a call costs; write nothing."""
     console = Console(highlight=False)
     with refusing():
         require_devices(recipe.devices)
         built = build(make_workload(task), recipe)
         console.print(plan_table(built, task, recipe))
         found = explain_step(built.step, built.init(task.seed), built.workload.batch(0))
-    console.print(_table(found))
+    console.print(_table(part_cells(found.parts, words=False), left=1))
+    for finding in found.findings:
+        console.print(f"! {finding}", soft_wrap=True)
+    console.print(_table(call_cells(found.calls)))
     console.print(found.note, soft_wrap=True)
 
 
-def _table(found: Explanation) -> Table:
-    headings, *rows = found.cells()
+def _table(cells: Cells, left: int = 0) -> Table:
+    headings, *rows = cells
     table = Table(box=rich.box.SIMPLE_HEAD, padding=(0, 0, 0, 1))
-    for heading in headings:
-        table.add_column(heading, justify="right", no_wrap=True)
+    for i, heading in enumerate(headings):
+        table.add_column(heading, justify="left" if i < left else "right", no_wrap=True)
     for row in rows:
         table.add_row(*row)
     return table

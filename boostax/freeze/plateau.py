@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import optax
 
 from boostax._core import axes, checks, trees
+from boostax._core.about import described
 from boostax.freeze.plan import Plan
 
 PyTree = Any
@@ -72,6 +73,7 @@ def group_signal(groups: PyTree, *, horizon: int = 100) -> optax.GradientTransfo
         zeros = functools.partial(jnp.zeros, number, jnp.float32)
         return GroupSignalState(zeros(), zeros())
 
+    @described(who)
     def update_fn(
         updates: PyTree, state: Any, params: PyTree = None, **extra: Any
     ) -> tuple[PyTree, GroupSignalState]:

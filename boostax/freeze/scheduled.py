@@ -10,6 +10,7 @@ import optax
 from jax import lax
 
 from boostax._core import axes, checks, trees
+from boostax._core.about import described
 from boostax._core.gate import (
     GatedTransformation,
     Pending,
@@ -234,6 +235,10 @@ def scheduled_freeze(
         new_state = following(state, plan, depth, passed(new), put(new))
         return trees.unmasked(value, rest), new_state
 
+    # One inner state for each depth is not where its own would lie.
+    held = {"inner_state" if moments == "shared" else "inner_states": tx}
+
+    @described(_WHO, (), **held)
     def step_fn(
         grads: Pending,
         state: ScheduledFreezeState,

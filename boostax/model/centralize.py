@@ -15,6 +15,7 @@ from jax.tree_util import GetAttrKey
 
 from boostax._core import axes as mesh_axes
 from boostax._core import checks, trees
+from boostax._core.about import described
 
 PyTree = Any
 Path = tuple[Any, ...]
@@ -109,6 +110,7 @@ def centralize_gradients(
         checks.positive_int(_WHO, "multiple_of", multiple_of, "MindSpore's is 16.")
     specs = None if param_specs is None else _by_path(param_specs)
 
+    @described(_WHO)
     def update_fn(
         updates: PyTree, state: Any, params: PyTree = None, **extra_args: Any
     ) -> tuple[PyTree, Any]:

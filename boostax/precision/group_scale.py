@@ -20,6 +20,7 @@ from jax import lax
 from jax.core import Tracer
 
 from boostax._core import axes, checks, trees
+from boostax._core.about import described
 from boostax._core.gate import GatedTransformation, Pending, gate, run
 from boostax.precision.finite import largest_magnitudes, magnitude, usable
 from boostax.precision.group_state import GroupLossScaleState, check_labels, group_numbers
@@ -176,6 +177,7 @@ def group_loss_scale(
             floor_hits=count(state.floor_hits, at_floor),
         )
 
+    @described(who, names, inner_state=tx)
     def step_fn(
         grads: Pending, state: GroupLossScaleState, params: PyTree, *, apply: bool, **extra: Any
     ) -> tuple[PyTree, GroupLossScaleState]:

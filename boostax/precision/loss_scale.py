@@ -19,6 +19,7 @@ import optax
 from jax.core import Tracer
 
 from boostax._core import axes, checks, trees
+from boostax._core.about import described
 from boostax._core.gate import GatedTransformation, Pending, gate, run
 from boostax.precision.finite import usable
 from boostax.precision.group_state import GroupLossScaleState
@@ -248,6 +249,7 @@ def _scaled(
             inner_state=tx.init(trees.at_least_float32(params)),
         )
 
+    @described(who, names, inner_state=tx)
     def step_fn(
         grads: Pending, state: LossScaleState, params: PyTree, *, apply: bool, **extra: Any
     ) -> tuple[PyTree, LossScaleState]:

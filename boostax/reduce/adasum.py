@@ -9,6 +9,7 @@ import optax
 from jax.sharding import Mesh
 
 from boostax._core import axes, checks, trees
+from boostax._core.about import described
 from boostax.reduce import buckets, pairwise
 from boostax.reduce.pairwise import Rows, combine_replicas, power_of_two
 from boostax.reduce.route import NamedRoute, StackedRoute
@@ -133,6 +134,7 @@ def adasum(
         unknown = lambda _: jnp.full((), jnp.nan, jnp.float32)  # noqa: E731
         return AdasumState(unknown(None), jax.tree.map(unknown, params) if leaf_metrics else None)
 
+    @described(who, across + inside)
     def update_fn(
         updates: PyTree, state: Any, params: PyTree = None, **extra_args: Any
     ) -> tuple[PyTree, AdasumState]:

@@ -10,6 +10,7 @@ import optax
 from jax import lax
 
 from boostax._core import axes, checks, trees
+from boostax._core.about import described
 from boostax._core.replicas import PerReplica
 from boostax.reduce.codecs.base import Codec, Message, map_per_leaf
 from boostax.reduce.layout import real_dtype
@@ -100,6 +101,7 @@ def compressed(
             unsent=jnp.full((), jnp.nan, jnp.float32),
         )
 
+    @described(who, names)
     def update_fn(
         updates: PyTree, state: Any, params: PyTree = None, **extra_args: Any
     ) -> tuple[PyTree, CompressedState]:

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import optax
 
 from boostax._core import axes, checks, trees
+from boostax._core.about import described
 from boostax._core.gate import GatedTransformation, Pending, gate, run
 from boostax._core.replicas import PerReplica
 from boostax.reduce.mean import all_reduce
@@ -143,6 +144,7 @@ def local_updates(
         )
         return result(anchor, own, value, apply), new
 
+    @described(who, names, inner_state=tx)
     def step_fn(
         grads: Pending, state: LocalUpdatesState, params: PyTree, *, apply: bool, **extra: Any
     ) -> tuple[PyTree, LocalUpdatesState]:

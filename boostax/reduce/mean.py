@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import optax
 
 from boostax._core import axes, checks, trees
+from boostax._core.about import described
 from boostax.reduce import buckets
 from boostax.reduce.route import DenseRoute, NamedRoute, Route
 
@@ -86,6 +87,7 @@ def all_reduce(
     else:
         route, limit = NamedRoute((), names, (), wire, dividing), bucket_bytes
 
+    @described(who, names)
     def update_fn(
         updates: PyTree, state: Any, params: PyTree = None, **extra_args: Any
     ) -> tuple[PyTree, Any]:

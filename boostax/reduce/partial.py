@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import optax
 
 from boostax._core import axes, checks, trees
+from boostax._core.about import described
 from boostax._core.gate import GatedTransformation, Pending, gate
 from boostax._core.replicas import PerReplica
 from boostax.reduce.mean import all_reduce
@@ -101,6 +102,7 @@ def partial_average(
         members(params)
         return PartialAverageState(jnp.zeros((), jnp.int32), init_own(tx, params, names, who))
 
+    @described(who, names, inner_state=tx)
     def step_fn(
         grads: Pending, state: PartialAverageState, params: PyTree, *, apply: bool, **extra: Any
     ) -> tuple[PyTree, PartialAverageState]:

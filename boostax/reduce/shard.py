@@ -7,6 +7,7 @@ import optax
 from jax import lax
 
 from boostax._core import axes, checks, trees
+from boostax._core.about import described
 from boostax._core.replicas import Sharded, split_dim
 from boostax.reduce import buckets, layout
 from boostax.reduce.route import NamedRoute
@@ -103,6 +104,7 @@ def shard_optimizer(
         own = jax.tree.map(part, params) if axes.bound(names) else params
         return ShardOptimizerState(Sharded(tx.init(own)))
 
+    @described(who, names, inner_state=tx)
     def update_fn(
         updates: PyTree, state: Any, params: PyTree = None, **extra_args: Any
     ) -> tuple[PyTree, ShardOptimizerState]:

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import optax
 
 from boostax._core import axes, checks, trees
+from boostax._core.about import described
 from boostax._core.gate import gate
 from boostax.subspace import components, gauss_newton, quasi_newton
 from boostax.subspace.components import Components
@@ -207,6 +208,9 @@ def dim_reduce(
             residual_state=() if outside is None else outside.init(trees.at_least_float32(params)),
         )
 
+    kept = {} if outside is None else {"residual_state": outside}
+
+    @described(_WHO, names, **kept)
     def update_fn(
         updates: PyTree,
         state: Any,

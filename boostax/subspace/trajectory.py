@@ -15,6 +15,7 @@ from jax import lax
 from jax.core import Tracer
 
 from boostax._core import axes, checks, trees
+from boostax._core.about import described
 from boostax._core.gate import gate
 from boostax.subspace.basis import Basis, Gram, pca_from_gram, updated_gram
 
@@ -127,6 +128,7 @@ def record_trajectory(
             gram=Gram(jnp.zeros((size, size), widest)),
         )
 
+    @described(_WHO)
     def update_fn(
         updates: PyTree, state: Any, params: PyTree = None, **extra_args: Any
     ) -> tuple[PyTree, TrajectoryState]:

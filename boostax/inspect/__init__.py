@@ -1,0 +1,1 @@
+"""What a transformation or a train step consists of, what it costs, and what is in wrong order."""

@@ -1,0 +1,127 @@
+"""What a call of a train step costs, read from its programs before anything is trained."""
+
+import dataclasses
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+from boostax._core import checks, costs
+from boostax.freeze.plan import Freezing
+from boostax.freeze.scheduled import ScheduledFreeze
+from boostax.freeze.schedules import FreezeSchedule
+from boostax.train.compiled import TrainStep
+from boostax.train.state import TrainState
+
+PyTree = Any
+_WHO = "explain"
+
+
+class CallCost(NamedTuple):
+    """What one program of a train step costs per call, on each device.
+
+    Attributes:
+      depth: groups that it freezes; ``None`` without ``scheduled_freeze``.
+      share: share of the schedule's steps at this depth; ``None`` where the run decides.
+      frozen_entries: entries of the params that it freezes, as a share of all.
+      flops: floating-point operations of the compiled program, in which the body of a loop counts
+        once, however often it runs (micro-batches, layers in a scan); NaN if XLA does not say.
+      flops_ratio: the same as a multiple of those at the least depth, 0 in most schedules.
+      temporary_bytes: working memory beside state and batch; NaN if XLA does not say.
+      wire_bytes: bytes sent by kind of collective (``"psum"``, ``"all_gather"``, ...), as the
+        formula of a ring counts them. With ``accumulate``, of a call that closes a window.
+    """
+
+    depth: int | None
+    share: float | None
+    frozen_entries: float
+    flops: float
+    flops_ratio: float
+    temporary_bytes: float
+    wire_bytes: Mapping[str, float]
+
+
+def call_costs(
+    step: TrainStep, state: TrainState, batch: PyTree, depths: Sequence[int] | None
+) -> tuple[CallCost, ...]:
+    """One for each program of a step; with ``scheduled_freeze``, for each depth that it draws."""
+    # What is built here is no part of what the step was used for.
+    step = dataclasses.replace(step, _compiled={}, _hosts={})
+    if not isinstance(step.tx, ScheduledFreeze):
+        if depths is not None:
+            hint = "Only scheduled_freeze, outermost, has any."
+            allowed = "left out where nothing freezes by schedule"
+            raise ValueError(checks.message(_WHO, "depths", allowed, depths, hint))
+        return (_cost(step, state, batch, None),)
+    freezing, params = step.tx.freezing, jax.eval_shape(step.common_params, state)
+    drawn = freezing.plan(params).drawn
+    chosen = _chosen(drawn, depths)
+    shares = _shares(freezing, params)
+    found = {d: _cost(step, state, batch, d) for d in dict.fromkeys((drawn[0], *chosen))}
+    return tuple(
+        found[depth]._replace(
+            share=None if shares is None else shares[depth],
+            frozen_entries=_frozen_entries(freezing, params, depth),
+            flops_ratio=_ratio(found[depth].flops, found[drawn[0]].flops),
+        )
+        for depth in chosen
+    )
+
+
+def _cost(step: TrainStep, state: TrainState, batch: PyTree, depth: int | None) -> CallCost:
+    """Of one program, as if it were the only one."""
+    compiled = step.lower(state, batch, depth=depth).compile()
+    analysis: Any = compiled.cost_analysis() or {}
+    memory = compiled.memory_analysis()
+    sent: dict[str, float] = {}
+    if step.mesh is not None:
+        found = costs.collectives(step.jaxpr(state, batch, depth=depth))
+        for kind in dict.fromkeys(c.primitive for c in found):
+            # All at once, so that the branches of a cond stay alternatives.
+            of = lambda c, kind=kind: c.wire_bytes * (c.primitive == kind)  # noqa: E731
+            sent[kind] = costs.expected(found, of)
+    return CallCost(
+        depth=depth,
+        share=1.0,
+        frozen_entries=0.0,
+        flops=float(analysis.get("flops", math.nan)),
+        flops_ratio=1.0,
+        temporary_bytes=math.nan if memory is None else float(memory.temp_size_in_bytes),
+        wire_bytes=sent,
+    )
+
+
+def _ratio(flops: float, least_frozen: float) -> float:
+    return flops / least_frozen if least_frozen else math.nan
+
+
+def _chosen(drawn: tuple[int, ...], depths: Any) -> tuple[int, ...]:
+    if depths is None:
+        return drawn
+    allowed = f"some of the depths that the schedule draws, {list(drawn)}"
+    hint = "None takes them all."
+    if not isinstance(depths, Sequence):
+        raise TypeError(checks.message(_WHO, "depths", allowed, depths, hint))
+    if not depths or any(depth not in drawn for depth in depths):
+        raise ValueError(checks.message(_WHO, "depths", allowed, depths, hint))
+    return tuple(dict.fromkeys(int(depth) for depth in depths))
+
+
+def _shares(freezing: Freezing, params: PyTree) -> dict[int, float] | None:
+    """The share of the steps at each depth; ``None`` if it is not known beforehand."""
+    if freezing.plan(params).known(0) is None:
+        return None
+    schedule = freezing.schedule
+    if isinstance(schedule, FreezeSchedule):
+        schedule = schedule.depths(freezing.count(params))
+    depths, counts = np.unique(np.ravel(schedule), return_counts=True)
+    return {int(d): float(n / counts.sum()) for d, n in zip(depths, counts, strict=True)}
+
+
+def _frozen_entries(freezing: Freezing, params: PyTree, depth: int) -> float:
+    active = jax.tree.leaves(freezing.active(params, depth))
+    sizes = [math.prod(leaf.shape) for leaf in jax.tree.leaves(params)]
+    frozen = sum(size for size, trains in zip(sizes, active, strict=True) if not trains)
+    return frozen / max(1, sum(sizes))

@@ -1,0 +1,225 @@
+"""What each part of a chain keeps and sends, on one device."""
+
+import dataclasses
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax.extend.core import ClosedJaxpr
+from jax.sharding import AbstractMesh, AxisType, PartitionSpec
+
+from boostax._core import axes, costs
+from boostax._core.replicas import (
+    PerReplica,
+    enter_replica,
+    is_per_replica,
+    leave_replica,
+    stack_replicas,
+    state_specs,
+)
+from boostax.freeze.scheduled import ScheduledFreeze
+from boostax.inspect.parts import follow
+from boostax.inspect.rows import Row
+
+PyTree = Any
+
+
+class PartCost(NamedTuple):
+    """What a part of a chain does and costs, on each device.
+
+    Attributes:
+      name: of the factory.
+      depth: how many others it stands in.
+      role: what kind of part it is; ``"unknown"`` if boostax does not know it.
+      what: the first line of its documentation.
+      state_bytes: what it keeps, beside what is kept by the parts in it; ``None`` if its state
+        could not be told from that of the part around it, which then counts it.
+      copies: the same in multiples of the params' bytes.
+      own_bytes: of these, what each replica has to itself.
+      collectives: how many it sends per step, by kind.
+      wire_bytes: what it sends per step, as the formula of a ring counts; ``None`` if an earlier
+        part has the same name, which then counts both. Where it acts once in several calls (a
+        window, local updates), of a call that sends; with ``scheduled_freeze``, at the least depth.
+    """
+
+    name: str
+    depth: int
+    role: str
+    what: str
+    state_bytes: float | None
+    copies: float | None
+    own_bytes: float
+    collectives: Mapping[str, float]
+    wire_bytes: float | None
+
+
+@dataclasses.dataclass(frozen=True)
+class _Kept:
+    """Bytes of an array on one device."""
+
+    bytes: float
+    own: bool
+
+
+@dataclasses.dataclass(frozen=True)
+class Place:
+    """Where a chain runs.
+
+    Attributes:
+      names: axes over which state is each replica's own.
+      sizes: of all axes of the mesh.
+      param_specs: how params are cut, or ``None``.
+    """
+
+    names: tuple[str, ...] = ()
+    sizes: Mapping[str, int] = dataclasses.field(default_factory=dict)
+    param_specs: PyTree = None
+
+    @property
+    def replicas(self) -> int:
+        """How many there are."""
+        return math.prod(self.sizes[name] for name in self.names)
+
+
+def part_costs(
+    tx: optax.GradientTransformation,
+    found: Sequence[Row],
+    params: PyTree,
+    place: Place,
+    program: ClosedJaxpr | None,
+) -> tuple[PartCost, ...]:
+    """One for each row, and one more for what a program sends beside them."""
+    kept = _kept_bytes(tx, params, place)
+    states = [_states_of(row, kept) for row in found]
+    whole = params_bytes(params, place)
+    sent = [] if program is None else costs.collectives(program)
+    names = [row.part.name for row in found]
+    senders = [next((x for x in reversed(c.scopes) if x in names), None) for c in sent]
+    result: list[PartCost] = []
+    for i, (row, state) in enumerate(zip(found, states, strict=True)):
+        inside = [
+            x
+            for other, x in zip(found, states, strict=True)
+            if other.holders[-1:] == (row,) and x is not None
+        ]
+        total, own = _total(state)
+        for other in inside:
+            total, own = total - _total(other)[0], own - _total(other)[1]
+        first = names.index(row.part.name) == i
+        mine = [c for c, sender in zip(sent, senders, strict=True) if sender == row.part.name]
+        result.append(
+            PartCost(
+                row.part.name,
+                len(row.holders),
+                row.role,
+                row.part.what,
+                state_bytes=None if state is None else total,
+                copies=None if state is None else total / whole if whole else 0.0,
+                own_bytes=own,
+                collectives=_counts(mine, sent) if first else {},
+                wire_bytes=_bytes(mine, sent) if first else None,
+            )
+        )
+    rest = [c for c, sender in zip(sent, senders, strict=True) if sender is None]
+    if rest:
+        what = "Averages the loss and what is reported with it"
+        counts, sends = _counts(rest, sent), _bytes(rest, sent)
+        result.append(PartCost("(the step)", 0, "step", what, 0.0, 0.0, 0.0, counts, sends))
+    return tuple(result)
+
+
+def params_bytes(params: PyTree, place: Place) -> float:
+    """Of the params, on one device."""
+    specs: Any = place.param_specs
+    if specs is None:
+        specs = jax.tree.map(lambda _: PartitionSpec(), params)
+    return sum(x.bytes for x in jax.tree.leaves(_on_device(params, specs, place.sizes)))
+
+
+def traced(tx: optax.GradientTransformation, params: PyTree, place: Place) -> ClosedJaxpr:
+    """The update of one device among others, which need not exist, as a train step runs it."""
+    mesh = AbstractMesh(
+        tuple(place.sizes.values()),
+        tuple(place.sizes),
+        axis_types=(AxisType.Auto,) * len(place.sizes),
+    )
+    extra_tx = optax.with_extra_args_support(tx)
+    each = PartitionSpec(place.names)
+    specs = state_specs(tx, params, place.names, replicas=place.replicas)
+    state = jax.eval_shape(lambda p: stack_replicas(tx.init(p), place.replicas), params)
+    own = lambda x: jax.ShapeDtypeStruct((place.replicas, *x.shape), x.dtype)  # noqa: E731
+
+    def update(grads: PyTree, state: PyTree, params: PyTree) -> tuple[PyTree, PyTree]:
+        grads = jax.tree.map(lambda x: x[0], grads)
+        value = axes.to_varying(jnp.zeros(()), place.names)
+        given: dict[str, Any] = {"value": value, "value_fn": lambda _: value}
+        if isinstance(tx, ScheduledFreeze):
+            given["depth"] = tx.freezing.plan(params).drawn[0]
+        updates, state = extra_tx.update(grads, enter_replica(state), params, **given)
+        # Whatever it returns, equal on all or not.
+        updates = jax.tree.map(lambda x: x[None], axes.to_varying(updates, place.names))
+        return updates, leave_replica(state)
+
+    mapped = jax.shard_map(
+        update, mesh=mesh, in_specs=(each, specs, PartitionSpec()), out_specs=(each, specs)
+    )
+    return jax.make_jaxpr(mapped)(jax.tree.map(own, params), state, params)
+
+
+def _kept_bytes(tx: optax.GradientTransformation, params: PyTree, place: Place) -> PyTree:
+    """The state, with the bytes of each array in its place."""
+    if not place.names:
+        state = jax.eval_shape(tx.init, params)
+        return _on_device(state, jax.tree.map(lambda _: PartitionSpec(), state), {})
+    state = jax.eval_shape(lambda p: stack_replicas(tx.init(p), place.replicas), params)
+    specs = state_specs(
+        tx, params, place.names, param_specs=place.param_specs, replicas=place.replicas
+    )
+    return _on_device(state, specs, place.sizes)
+
+
+def _on_device(tree: PyTree, specs: PyTree, sizes: Mapping[str, int]) -> PyTree:
+    def one(x: Any, spec: PartitionSpec, own: bool) -> _Kept:
+        cut = [name for entry in spec for name in (entry if isinstance(entry, tuple) else (entry,))]
+        parts = math.prod(sizes[name] for name in cut if name is not None)
+        return _Kept(math.prod(x.shape) * x.dtype.itemsize / parts, own)
+
+    def node(x: Any, spec: Any) -> Any:
+        own = is_per_replica(x)
+        return jax.tree.map(lambda a, b: one(a, b, own), x, spec)
+
+    return jax.tree.map(node, tree, specs, is_leaf=is_per_replica)
+
+
+def _states_of(row: Row, kept: PyTree) -> PyTree:
+    """The part of the whole state that is this row's; ``None`` if it cannot be told."""
+    for route in row.routes:
+        if kept is None:
+            return None
+        kept = follow(kept, route)
+    return kept
+
+
+def _total(kept: PyTree) -> tuple[float, float]:
+    if isinstance(kept, PerReplica):
+        kept = kept.local
+    leaves = [x for x in jax.tree.leaves(kept) if isinstance(x, _Kept)]
+    return sum(x.bytes for x in leaves), sum(x.bytes for x in leaves if x.own)
+
+
+def _bytes(mine: Sequence[costs.Collective], sent: Sequence[costs.Collective]) -> float:
+    return costs.expected(sent, lambda c: c.wire_bytes * any(c is x for x in mine))
+
+
+def _counts(mine: Sequence[costs.Collective], sent: Sequence[costs.Collective]) -> dict[str, float]:
+    kinds = dict.fromkeys(c.primitive for c in mine)
+    return {
+        kind: costs.expected(
+            sent,
+            lambda c, kind=kind: c.count * (c.primitive == kind) * any(c is x for x in mine),
+        )
+        for kind in kinds
+    }

@@ -1,0 +1,206 @@
+"""The entry: a chain's parts with what they cost, what is in wrong order, and a step's calls."""
+
+import dataclasses
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any, cast
+
+import jax
+import optax
+
+from boostax._core import axes, checks
+from boostax.inspect.calls import CallCost, call_costs
+from boostax.inspect.costs import PartCost, Place, params_bytes, part_costs, traced
+from boostax.inspect.orders import Finding
+from boostax.inspect.parts import read
+from boostax.inspect.rows import rows
+from boostax.inspect.settings import findings
+from boostax.inspect.tables import aligned, call_cells, part_cells
+from boostax.train.compiled import TrainStep
+from boostax.train.state import TrainState
+
+PyTree = Any
+_WHO = "explain"
+
+
+@dataclasses.dataclass(frozen=True)
+class Explanation:
+    """What a chain consists of and costs. ``print`` gives tables.
+
+    Attributes:
+      parts: the chain, in the order in which a gradient meets its parts.
+      findings: what is in wrong order or does not fit, with the reason and the mend.
+      params_bytes: of the params, on each device.
+      calls: one for each program of a train step; empty without a step and a batch.
+    """
+
+    parts: tuple[PartCost, ...]
+    findings: tuple[Finding, ...]
+    params_bytes: float
+    calls: tuple[CallCost, ...] = ()
+
+    @property
+    def state_bytes(self) -> float:
+        """What the whole chain keeps on each device."""
+        return sum(part.state_bytes or 0.0 for part in self.parts)
+
+    @property
+    def wire_bytes(self) -> float:
+        """What each device sends per step, the loss and metrics of a train step included."""
+        return sum(part.wire_bytes or 0.0 for part in self.parts)
+
+    @property
+    def mean_flops_ratio(self) -> float | None:
+        """The FLOPs of a step of the whole schedule, as a multiple of those at the least depth.
+
+        ``None`` if the run decides what is frozen, if ``depths`` left some out, or without calls.
+        """
+        shares = [math.nan if call.share is None else call.share for call in self.calls]
+        if not math.isclose(sum(shares), 1.0):
+            return None
+        pairs = zip(shares, self.calls, strict=True)
+        return sum(share * call.flops_ratio for share, call in pairs)
+
+    @property
+    def note(self) -> str:
+        """What the tables do not say: totals, the mean over a schedule, what is not counted."""
+        lines = [
+            f"Kept on each device: {self.state_bytes:,.0f} bytes beside {self.params_bytes:,.0f} "
+            f"of params; sent per step: {self.wire_bytes:,.0f}."
+        ]
+        if any(part.own_bytes for part in self.parts):
+            lines.append("Own bytes differ from replica to replica.")
+        if any(part.role == "unknown" for part in self.parts):
+            lines.append("An unknown part is counted, but its place is not judged.")
+        if self.calls:
+            lines.append("Per call and device; the body of a loop counts once in FLOPs.")
+            kinds = ", ".join(f"{kind} {n:,.0f}" for kind, n in self.calls[0].wire_bytes.items())
+            if kinds:
+                lines.append(f"Bytes sent by kind, first row: {kinds}.")
+        mean = self.mean_flops_ratio
+        if mean is not None and len(self.calls) > 1:
+            lines.append(f"Over the whole schedule {mean:.3g} of the FLOPs of its least depth.")
+        return "\n".join(lines)
+
+    def to_dict(self) -> dict[str, Any]:
+        """The same as plain data for JSON."""
+        plain = lambda row: {  # noqa: E731
+            key: dict(cast("Mapping[str, float]", value)) if isinstance(value, Mapping) else value
+            for key, value in row._asdict().items()
+        }
+        return {
+            "parts": [plain(part) for part in self.parts],
+            "findings": [finding._asdict() for finding in self.findings],
+            "params_bytes": self.params_bytes,
+            "state_bytes": self.state_bytes,
+            "wire_bytes": self.wire_bytes,
+            "calls": [plain(call) for call in self.calls],
+        }
+
+    def __str__(self) -> str:
+        blocks = [aligned(part_cells(self.parts), words=True)]
+        if self.findings:
+            blocks.append("\n".join(f"! {finding}" for finding in self.findings))
+        if self.calls:
+            blocks.append(aligned(call_cells(self.calls)))
+        return "\n\n".join((*blocks, self.note))
+
+
+def explain(
+    tx: optax.GradientTransformation | TrainStep,
+    params: PyTree,
+    batch: PyTree = None,
+    *,
+    axis_sizes: Mapping[str, int] | None = None,
+    depths: Sequence[int] | None = None,
+) -> Explanation:
+    """Say what a chain or a train step consists of, what each part costs, and what is wrong in it.
+
+    Parts are listed in the order in which a gradient meets them, each with the bytes that it keeps
+    and sends on one device. Bytes are counted from types and from the traced program, so nothing is
+    run. Orders known to be wrong (a clip outside the scaler, a mean before AdaSum, decay behind a
+    gate, ...) are named with the reason and the mend; a part of another package is named as unknown
+    and its place not judged.
+
+    With a train step and a batch it also says what a call costs, at each freeze depth: FLOPs,
+    working memory and bytes sent. What a frozen prefix saves depends on the network: the forward
+    pass stays, and of the backward pass goes what lies below the first group that trains.
+
+    Args:
+      tx: a transformation, or what ``make_train_step`` returns.
+      params: arrays or ``jax.ShapeDtypeStruct``; with a step, its ``TrainState`` or params.
+      batch: as for a call of the step. Nothing is run.
+      axis_sizes: without a step: the mesh axes that the transformation names, ``{"data": 8}``.
+        The devices need not exist. Without, nothing is counted as sent.
+      depths: of those that the schedule of ``scheduled_freeze`` draws; ``None`` for all. With
+        ``freeze_driver="switch"`` they are the branches of one program, of which each call runs
+        one.
+
+    Returns:
+      An ``Explanation``. Cost: a trace; with a batch, for each depth one trace and one
+      compilation, which the step's own calls do not reuse (JAX's persistent cache does).
+
+    Raises:
+      ValueError, TypeError: neither a transformation nor a step; ``depths`` that are not drawn, or
+        without anything to freeze; and whatever ``init`` and ``update`` would raise.
+
+    Example:
+      >>> import boostax, jax.numpy as jnp, optax
+      >>> inner = optax.chain(boostax.adasum("data"), optax.adam(1e-3))
+      >>> tx = optax.chain(optax.clip(1.0), boostax.dynamic_loss_scale(inner, axis_name="data"))
+      >>> found = boostax.explain(tx, jnp.zeros(256), axis_sizes={"data": 8})
+      >>> for part in found.parts:
+      ...   print("  " * part.depth + part.name, int(part.state_bytes), int(part.wire_bytes))
+      clip 0 0
+      dynamic_loss_scale 33 7
+        adasum 4 3822
+        scale_by_adam 2052 0
+        scale 0 0
+      >>> found.findings[0].what
+      'dynamic_loss_scale after clip'
+
+    References:
+      Brock et al., FreezeOut, https://arxiv.org/abs/1706.04983, 2017, counts the same way what
+      freezing could save at most.
+    """
+    if isinstance(tx, TrainStep):
+        if axis_sizes is not None:
+            allowed, hint = "left out with a train step", "Its mesh has them."
+            raise ValueError(checks.message(_WHO, "axis_sizes", allowed, axis_sizes, hint))
+        return _of_step(tx, params, batch, depths)
+    if not isinstance(cast(Any, tx), optax.GradientTransformation):
+        allowed = "a transformation or a TrainStep"
+        hint = "boostax.make_train_step(loss_fn, tx) makes the latter."
+        raise TypeError(checks.message(_WHO, "tx", allowed, tx, hint))
+    for argument, given in (("batch", batch), ("depths", depths)):
+        if given is not None:
+            allowed, hint = "left out without a train step", "boostax.make_train_step makes one."
+            raise ValueError(checks.message(_WHO, argument, allowed, given, hint))
+    sizes = {
+        name: checks.positive_int(_WHO, f"axis_sizes[{name!r}]", size, "8 is eight devices.")
+        for name, size in (axis_sizes or {}).items()
+    }
+    found = rows(read(tx))
+    place = Place(axes.canonical(_WHO, tuple(sizes) or None), sizes)
+    program = traced(tx, params, place) if sizes else None
+    parts = part_costs(tx, found, params, place, program)
+    return Explanation(parts, tuple(findings(found)), params_bytes(params, place))
+
+
+def _of_step(
+    step: TrainStep, given: PyTree, batch: PyTree, depths: Sequence[int] | None
+) -> Explanation:
+    state = given if isinstance(given, TrainState) else step.init(given)
+    calls: tuple[CallCost, ...] = ()
+    if batch is not None:
+        calls = call_costs(step, state, batch, depths)
+    params = jax.eval_shape(step.common_params, state)
+    sizes = {} if step.mesh is None else dict(step.mesh.shape)
+    place = Place(step.names, sizes, step.param_specs)
+    program = None
+    if step.mesh is not None and calls:
+        fresh = dataclasses.replace(step, _compiled={}, _hosts={})
+        program = fresh.jaxpr(state, batch, depth=calls[0].depth)
+    found = rows(read(step.tx))
+    parts = part_costs(step.tx, found, params, place, program)
+    return Explanation(parts, tuple(findings(found, step)), params_bytes(params, place), calls)

@@ -1,0 +1,283 @@
+"""What is in wrong order in a chain, why, and where it belongs."""
+
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+from boostax.inspect.roles import CLIPS, GATES, RATES, REDUCTIONS
+from boostax.inspect.rows import Row
+
+
+class Finding(NamedTuple):
+    """Something in wrong order or with a wrong setting.
+
+    Attributes:
+      what: which part, and where it stands.
+      why: what it does there.
+      mend: what to write instead.
+    """
+
+    what: str
+    why: str
+    mend: str
+
+    def __str__(self) -> str:
+        return f"{self.what}: {self.why} {self.mend}"
+
+
+class Rule(NamedTuple):
+    """Two kinds of parts that must not stand so."""
+
+    first: tuple[str, ...]
+    then: tuple[str, ...]
+    why: str
+    mend: str
+
+
+_SCALED = "it sees gradients that are still multiplied by the scale, before anyone has looked for"
+_INSIDE = "Put {first} inside {then}: {then}(optax.chain({first}(...), ...))."
+_INTO = "Put {then} inside {first}: {first}(optax.chain(..., {then}(...)))."
+_INTO_FRONT = "Put {then} first inside {first}: {first}(optax.chain({then}(...), ...))."
+_HELD = "it runs at every call, also where {first} holds the step back:"
+
+# The first kind stands before the second in a chain, and not around it.
+SEQUENCES = (
+    Rule(
+        CLIPS,
+        ("scaler",),
+        f"{_SCALED} infinities: the bound means something else at every scale.",
+        _INSIDE,
+    ),
+    Rule(
+        ("moments",),
+        ("scaler",),
+        f"{_SCALED} infinities: its moments jump with the scale, and one NaN stays in them.",
+        _INSIDE,
+    ),
+    Rule(("decay",), ("scaler",), "the decay is divided by the scale with the gradients.", _INSIDE),
+    Rule(("noise",), ("scaler",), "the noise is divided by the scale.", _INSIDE),
+    Rule(
+        (*REDUCTIONS, "delta", "own params"),
+        ("scaler",),
+        f"{_SCALED} infinities: one replica's overflow goes to all, and residuals are kept in a "
+        "unit that changes.",
+        _INSIDE,
+    ),
+    Rule(
+        ("zero NaN",),
+        ("scaler",),
+        "it hides what the scaler looks for: the scale never falls, and zeros train.",
+        "Leave {first} out: {then} skips such steps.",
+    ),
+    Rule(
+        CLIPS,
+        ("window", "peer window"),
+        "every micro-gradient is clipped, not their mean.",
+        _INSIDE,
+    ),
+    Rule(
+        ("moments",),
+        ("window", "peer window"),
+        "its moments are of micro-gradients, and it takes a step for each.",
+        _INSIDE,
+    ),
+    Rule(
+        REDUCTIONS,
+        ("window", "peer window"),
+        "every micro-gradient is sent; their sum would be sent once.",
+        _INSIDE,
+    ),
+    Rule(("noise",), ("window", "peer window"), "the noise adds up in the window.", _INSIDE),
+    Rule(GATES, ("decay",), f"{_HELD} weights decay without a step.", _INTO),
+    Rule(
+        GATES,
+        ("moments",),
+        f"{_HELD} its moments fade, and params coast on them.",
+        _INTO,
+    ),
+    Rule(
+        GATES,
+        ("schedule",),
+        f"{_HELD} the schedule counts calls, not steps.",
+        _INTO,
+    ),
+    Rule(
+        GATES,
+        ("noise",),
+        f"{_HELD} params move by noise alone.",
+        _INTO,
+    ),
+    Rule(
+        GATES,
+        ("recorder",),
+        f"{_HELD} it records the same params again.",
+        _INTO_FRONT,
+    ),
+    Rule(
+        GATES,
+        REDUCTIONS,
+        f"{_HELD} it sends zeros, and what came to the optimizer was not reduced.",
+        _INTO_FRONT,
+    ),
+    Rule(
+        CLIPS,
+        REDUCTIONS,
+        "each replica is clipped by itself, and the mean of what is clipped is not the clipped "
+        "mean.",
+        "Put {first} behind {then}.",
+    ),
+    Rule(
+        ("moments",),
+        REDUCTIONS,
+        "the moments are of one replica's gradients, but kept as if all had the same.",
+        "Put {then} before {first}, or keep an optimizer on each replica: boostax.adasum_delta, "
+        "boostax.local_updates.",
+    ),
+    Rule(
+        ("centralize",),
+        ("adasum", "compressed"),
+        "what comes out of {then} has a mean again.",
+        "Put {first} behind {then}; it also costs less there.",
+    ),
+    Rule(
+        ("noise",),
+        ("adasum", "compressed"),
+        "the noise is sent in the place of the gradient.",
+        "Put {first} behind {then}.",
+    ),
+    Rule(
+        ("mean", "compressed"),
+        ("adasum",),
+        "the gradients are equal by then, and AdaSum of equal gradients is the gradient.",
+        "Leave {first} out.",
+    ),
+    Rule(
+        (*REDUCTIONS, "delta"),
+        ("mean", "compressed"),
+        "everything is equal by then: it sends what all have.",
+        "Leave one of them out.",
+    ),
+    Rule(
+        REDUCTIONS,
+        ("delta", "own params"),
+        "the replicas' gradients are equal by then, and so are their optimizers' updates.",
+        "Leave {first} out: {then} takes local gradients.",
+    ),
+    Rule(
+        ("moments",),
+        ("centralize",),
+        "updates are centralized, not gradients: each has been divided by another number.",
+        "Put {then} before {first}.",
+    ),
+    Rule(
+        (*CLIPS, "centralize", "moments", "noise"),
+        ("subspace",),
+        "its slope is no longer that of the loss, by which it measures its steps.",
+        "Leave {first} out, or give it to residual=.",
+    ),
+    Rule(
+        ("subspace",),
+        (*RATES, *CLIPS, "moments"),
+        "the step's length was chosen by the loss, and is changed after that.",
+        "Leave {then} out, or give it to residual=.",
+    ),
+)
+
+# The second kind stands inside the first.
+NESTINGS = (
+    Rule(
+        ("scaler",),
+        ("scaler",),
+        "gradients are divided by both scales, the loss multiplied by one.",
+        "Leave one of them out.",
+    ),
+    Rule(
+        ("window", "peer window"),
+        ("window", "peer window"),
+        "the windows multiply: the optimizer runs once in their product.",
+        "Leave one of them out.",
+    ),
+    Rule(
+        ("hold",),
+        ("scaler", "window"),
+        "it judges gradients that are still scaled, and lets bad ones through in the end.",
+        "Leave {first} out: {then} skips for as long as it takes.",
+    ),
+    Rule(
+        ("scaler",),
+        ("hold",),
+        "{first} has skipped what {then} looks for.",
+        "Leave {then} out.",
+    ),
+    Rule(
+        ("peer window", "hold"),
+        (*REDUCTIONS, "delta", "own params"),
+        "it keeps local gradients, or decides, on each replica by itself, and marks nothing so.",
+        "Use boostax.accumulate or boostax.dynamic_loss_scale with axis_name=.",
+    ),
+    Rule(
+        ("delta", "own params"),
+        (*REDUCTIONS, "delta", "own params"),
+        "what is inside is equal on all replicas, so that {first} does nothing.",
+        "Leave {then} out: {first} takes local gradients.",
+    ),
+    Rule(
+        ("delta", "own params"),
+        ("scaler", "window", "peer window"),
+        "each replica would decide for itself.",
+        "Put {then} around {first}: {then}({first}(...)).",
+    ),
+    Rule(
+        ("shard",),
+        ("norm clip",),
+        "the norm is of one replica's part.",
+        "Put {then} before {first}.",
+    ),
+    Rule(
+        ("shard",),
+        ("centralize", "recorder", "subspace", "window", "scaler"),
+        "it gets one replica's part of each leaf.",
+        "Put {then} before or around {first}.",
+    ),
+    Rule(
+        ("own params",),
+        ("recorder",),
+        "each replica would record params of its own.",
+        "Record between steps: boostax.HostTrajectory.",
+    ),
+)
+
+
+def sequences(found: Sequence[Row]) -> Iterator[Finding]:
+    """Parts of which the second must not come after the first."""
+    for i, a in enumerate(found):
+        for b in found[i + 1 :]:
+            if b.inside(a) or not a.meets(b):
+                continue
+            rule = _rule(SEQUENCES, a, b)
+            if rule is not None:
+                yield _finding(rule, a, b, f"{b.part.name} after {a.part.name}")
+
+
+def nestings(found: Sequence[Row]) -> Iterator[Finding]:
+    """Parts of which the second must not stand inside the first."""
+    for b in found:
+        for a in b.holders:
+            rule = _rule(NESTINGS, a, b)
+            if rule is not None:
+                yield _finding(rule, a, b, f"{b.part.name} inside {a.part.name}")
+
+
+def _rule(rules: Sequence[Rule], a: Row, b: Row) -> Rule | None:
+    """The first that speaks of the two; of reductions, only if they share an axis."""
+    for rule in rules:
+        if a.role in rule.first and b.role in rule.then:
+            reduces = {*REDUCTIONS, "delta", "own params"}
+            if {a.role, b.role} <= reduces and not set(a.axes) & set(b.axes):
+                return None
+            return rule
+    return None
+
+
+def _finding(rule: Rule, a: Row, b: Row, what: str) -> Finding:
+    names = {"first": a.part.name, "then": b.part.name}
+    return Finding(what, rule.why.format(**names), rule.mend.format(**names))

@@ -1,0 +1,136 @@
+"""Of what a transformation is made: its parts in the order in which a gradient passes them.
+
+boostax's own say so themselves (``_core/about.py``). Optax's combinators are read from the closures
+of their functions, by the name of the factory that made them; what hides in any other is unknown.
+"""
+
+import dataclasses
+import functools
+import importlib
+import inspect
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import optax
+
+from boostax._core.about import About
+from boostax._core.replicas import PerReplica, Sharded
+
+PyTree = Any
+# How to get from a wrapper's state to that of a part in it: indices, keys and names of fields.
+Route = tuple[Any, ...]
+
+# Optax's wrappers of one transformation, and where its state lies in theirs.
+_WRAPPERS: dict[str, Route] = {
+    "masked": ("inner_state",),
+    "MultiSteps": ("inner_opt_state",),
+    "apply_if_finite": ("inner_state",),
+    "conditionally_transform": ("inner_state",),
+    "conditionally_mask": ("inner_state",),
+    "lookahead": ("fast_state",),
+    "schedule_free": ("base_optimizer_state",),
+    "flatten": (),
+}
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Part:
+    """A transformation, and those in it.
+
+    Attributes:
+      name: of the factory that made it.
+      package: where that comes from: ``"boostax"``, ``"optax"``, or another module's name.
+      what: the first line of the factory's docstring.
+      about: what one of boostax's says of itself.
+      settings: the values in the closure of its ``update``.
+      inner: parts inside, each with the way to its state, or ``None`` if that is not known.
+      apart: whether those inside get different params, and not one the other's result.
+    """
+
+    name: str
+    package: str
+    what: str
+    about: About | None = None
+    settings: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    inner: tuple[tuple[Route | None, "Part"], ...] = ()
+    apart: bool = False
+
+
+def read(tx: optax.GradientTransformation) -> Part:
+    """A transformation as a tree of parts."""
+    return _part(tx.update)
+
+
+def _part(update: Callable[..., Any]) -> Part:
+    about: About | None = getattr(update, "about", None)
+    if about is not None:
+        what = _first_line(getattr(importlib.import_module("boostax"), about.who, None))
+        inner = tuple(((field,), read(tx)) for field, tx in about.inner.items())
+        settings = _values(inspect.unwrap(update))
+        return Part(about.who, "boostax", what, about, settings, inner)
+    if isinstance(update, functools.partial):
+        return _part(update.func)
+    owner = getattr(update, "__self__", None)
+    values = _values(update) if owner is None else dict(vars(owner))
+    name = _factory(update) if owner is None else type(owner).__name__
+    if name == "with_extra_args_support":
+        return read(values["tx"])
+    package = str(getattr(update, "__module__", "")).partition(".")[0]
+    made = getattr(update, "__globals__", {}).get(name) if owner is None else type(owner)
+    part = Part(name, package, _first_line(made), settings=values)
+    if package != "optax":
+        return part
+    if name == "chain":
+        inner = tuple(((i,), _part(fn)) for i, fn in enumerate(values["update_fns"]))
+    elif name == "named_chain":
+        inner = tuple(((label,), read(tx)) for label, tx in values["transforms"])
+    elif name == "partition":
+        found = values["transforms"].items()
+        inner = tuple((("inner_states", key, "inner_state"), read(tx)) for key, tx in found)
+    else:
+        route = _WRAPPERS.get(name)
+        inner = tuple((route, read(tx)) for tx in _transformations(values))
+    return dataclasses.replace(part, inner=inner, apart=name == "partition")
+
+
+def follow(state: PyTree, route: Route | None) -> PyTree:
+    """The state of a part within that of the wrapper; ``None`` if it is not where it should be."""
+    if route is None:
+        return None
+    for step in route:
+        if isinstance(state, (PerReplica, Sharded)):
+            state = state.local
+        try:
+            state = getattr(state, step) if hasattr(state, "_fields") else state[step]
+        except (AttributeError, KeyError, IndexError, TypeError):
+            # A chain's state is a plain tuple, but so may be that of something unforeseen.
+            return None
+    return state
+
+
+def _factory(update: Callable[..., Any]) -> str:
+    """``clip`` of ``clip.<locals>.update_fn``."""
+    return getattr(update, "__qualname__", type(update).__name__).partition(".")[0]
+
+
+def _values(fn: Callable[..., Any]) -> dict[str, Any]:
+    """What a function's closure holds, by name; also that of functions that it calls."""
+    found: dict[str, Any] = {}
+    code, cells = getattr(fn, "__code__", None), getattr(fn, "__closure__", None)
+    for name, cell in zip(code.co_freevars, cells, strict=True) if code and cells else ():
+        try:
+            found[name] = cell.cell_contents
+        except ValueError:  # not yet assigned
+            continue
+    return found
+
+
+def _transformations(values: Mapping[str, Any]) -> Iterator[optax.GradientTransformation]:
+    for value in values.values():
+        if isinstance(value, optax.GradientTransformation):
+            yield value
+
+
+def _first_line(thing: Any) -> str:
+    lines = (inspect.getdoc(thing) or "").strip().splitlines() if thing is not None else []
+    return lines[0].rstrip(".") if lines else ""

@@ -1,0 +1,111 @@
+"""What each part does to a gradient, as far as its place in a chain depends on it."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from boostax.inspect.parts import Part
+
+UNKNOWN = "unknown"
+# What holds others together and does nothing itself.
+COMBINATOR = "combinator"
+
+_NAMES: Mapping[str, tuple[str, ...]] = {
+    COMBINATOR: ("chain", "named_chain", "partition", "masked", "flatten"),
+    "scaler": ("dynamic_loss_scale", "static_loss_scale", "group_loss_scale"),
+    "window": ("accumulate",),
+    "peer window": ("MultiSteps", "apply_every"),
+    "hold": ("apply_if_finite", "conditionally_transform", "conditionally_mask"),
+    "freeze": ("scheduled_freeze",),
+    "mean": ("all_reduce",),
+    "adasum": ("adasum",),
+    "compressed": (
+        "top_k_reduce",
+        "threshold_reduce",
+        "random_k_reduce",
+        "int8_reduce",
+        "int16_reduce",
+        "sign_reduce",
+        "power_sgd_reduce",
+    ),
+    "delta": ("adasum_delta",),
+    "own params": ("partial_average", "local_updates"),
+    "shard": ("shard_optimizer",),
+    "centralize": ("centralize_gradients", "centralize"),
+    "norm clip": ("clip_by_global_norm", "adaptive_grad_clip"),
+    "clip": ("clip", "clip_by_block_rms"),
+    "decay": ("add_decayed_weights",),
+    "noise": ("add_noise",),
+    "moments": ("trace", "ema", "normalize_by_update_norm"),
+    "rate": (
+        "scale",
+        "scale_by_learning_rate",
+        "scale_by_polyak",
+        "scale_by_backtracking_linesearch",
+        "scale_by_zoom_linesearch",
+        "scale_by_trust_ratio",
+        "scale_by_param_block_norm",
+        "scale_by_param_block_rms",
+    ),
+    "schedule": ("scale_by_schedule",),
+    "recorder": ("record_trajectory",),
+    "subspace": ("dim_reduce", "subspace_params"),
+    "zero NaN": ("zero_nans",),
+    "zero": ("set_to_zero",),
+    "watch": ("group_signal", "snapshot", "monitor", "measure_with_ema"),
+    "nothing": ("identity", "keep_params_nonnegative"),
+}
+_ROLES = {name: role for role, names in _NAMES.items() for name in names}
+
+# Names for several roles at once.
+GATES = ("scaler", "window", "peer window", "hold")
+REDUCTIONS = ("mean", "adasum", "compressed")
+CLIPS = ("norm clip", "clip")
+RATES = ("rate", "schedule")
+
+
+def role(part: Part) -> str:
+    """What kind of part it is; never guessed of other packages' own."""
+    if part.package not in ("boostax", "optax"):
+        return UNKNOWN
+    found = _ROLES.get(part.name)
+    if found is None and part.package == "optax" and part.name.startswith("scale_by_"):
+        return "moments"
+    return UNKNOWN if found is None else found
+
+
+def sign(part: Part) -> int | None:
+    """By which sign a part multiplies what comes to it; ``None`` if that is not known."""
+    kind = role(part)
+    if kind == UNKNOWN:
+        return None
+    if kind == "subspace":
+        return -1
+    if part.name == "scale":
+        return _sign(part.settings.get("step_size"))
+    if kind == "schedule":
+        return _of_schedule(part.settings.get("step_size_fn"))
+    return 1
+
+
+def _sign(value: Any) -> int | None:
+    try:
+        number = float(value)
+    except (TypeError, ValueError):
+        return None
+    return 1 if number > 0 else -1 if number < 0 else None
+
+
+def _of_schedule(fn: Any) -> int | None:
+    """Optax writes a falling step as ``lambda count: m * schedule(count)``, with ``m`` -1."""
+    code, cells = getattr(fn, "__code__", None), getattr(fn, "__closure__", None)
+    if code is None or cells is None or "m" not in code.co_freevars:
+        return None
+    return _sign(cells[code.co_freevars.index("m")].cell_contents)
+
+
+def weight_decay(part: Part) -> float:
+    """The factor of a decay; NaN if it is a schedule."""
+    try:
+        return float(part.settings["weight_decay"])
+    except (KeyError, TypeError, ValueError):
+        return float("nan")

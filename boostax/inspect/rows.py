@@ -1,0 +1,61 @@
+"""The parts of a transformation in a row, as a gradient meets them, and who holds whom."""
+
+import dataclasses
+
+from boostax.inspect.parts import Part, Route
+from boostax.inspect.roles import COMBINATOR, role
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Row:
+    """A part in its place.
+
+    Attributes:
+      part: the part.
+      role: see ``roles``.
+      holders: the rows that it stands in, outermost first, without those that only combine.
+      routes: the way to its state from that of the whole, wrapper by wrapper.
+      sides: for each partition around it, which one and which side of it.
+    """
+
+    part: Part
+    role: str
+    holders: tuple["Row", ...]
+    routes: tuple[Route | None, ...]
+    sides: tuple[tuple[int, int], ...]
+
+    @property
+    def axes(self) -> tuple[str, ...]:
+        """Mesh axes over which it reduces or agrees."""
+        return () if self.part.about is None else self.part.about.axes
+
+    def inside(self, other: "Row") -> bool:
+        """Whether it stands in the other."""
+        return other in self.holders
+
+    def meets(self, other: "Row") -> bool:
+        """Whether the same params come to both."""
+        mine, others = dict(self.sides), dict(other.sides)
+        return all(others.get(which, side) == side for which, side in mine.items())
+
+
+def rows(part: Part) -> list[Row]:
+    """All parts, each before those inside it, without those that only combine."""
+    found: list[Row] = []
+
+    def visit(
+        part: Part,
+        holders: tuple[Row, ...],
+        routes: tuple[Route | None, ...],
+        sides: tuple[tuple[int, int], ...],
+    ) -> None:
+        row = Row(part, role(part), holders, routes, sides)
+        if row.role != COMBINATOR:
+            found.append(row)
+            holders = (*holders, row)
+        for i, (route, inner) in enumerate(part.inner):
+            side = (*sides, (id(part), i)) if part.apart else sides
+            visit(inner, holders, (*routes, route), side)
+
+    visit(part, (), (), ())
+    return found

@@ -1,0 +1,116 @@
+"""What is wrong in a chain or a train step beside the order of its parts."""
+
+import math
+from collections.abc import Iterator, Sequence
+
+import jax.numpy as jnp
+
+from boostax.inspect.orders import Finding, nestings, sequences
+from boostax.inspect.roles import REDUCTIONS, UNKNOWN, sign, weight_decay
+from boostax.inspect.rows import Row
+from boostax.train.compiled import TrainStep
+
+_REDUCING = (*REDUCTIONS, "delta", "own params", "subspace")
+
+
+def findings(found: Sequence[Row], step: TrainStep | None = None) -> list[Finding]:
+    """All that is in wrong order or does not fit, of a chain and of the step around it."""
+    checks = (sequences, nestings, freezing, agreements, directions, feedback)
+    of_chain = [finding for check in checks for finding in check(found)]
+    return of_chain if step is None else of_chain + list(of_step(found, step))
+
+
+def freezing(found: Sequence[Row]) -> Iterator[Finding]:
+    """Where freezing saves nothing."""
+    for row in found:
+        if row.role == "freeze" and (row.holders or row.routes):
+            yield Finding(
+                f"{row.part.name} inside the chain",
+                "the whole backward pass is paid for, and nothing is saved.",
+                "Put it outermost: scheduled_freeze(tx, ...).",
+            )
+        if row.role == "zero" and row.sides:
+            yield Finding(
+                f"{row.part.name} in a partition",
+                "what it holds is computed, reduced and stored all the same.",
+                "boostax.scheduled_freeze(tx, groups, depth) leaves it out of the backward pass.",
+            )
+
+
+def agreements(found: Sequence[Row]) -> Iterator[Finding]:
+    """Gates that decide for each replica of a reduction inside them alone."""
+    for row in found:
+        if row.role not in ("scaler", "window"):
+            continue
+        inner = {axis for other in found if other.inside(row) for axis in other.axes}
+        missing = inner - set(row.axes)
+        if missing:
+            words = ", ".join(repr(x) for x in sorted(missing))
+            yield Finding(
+                f"{row.part.name} without the axis {words}",
+                "its replicas do not agree on what to skip, or share one window.",
+                f"Give it axis_name= as the reduction inside has it: {words}.",
+            )
+
+
+def directions(found: Sequence[Row]) -> Iterator[Finding]:
+    """Where the sign turns: params must go down, and decay comes before."""
+    if any(row.sides for row in found) or not any(row.role == "moments" for row in found):
+        return
+    turned, several = 1.0, 0
+    for row in found:
+        if any(holder.role == "subspace" for holder in row.holders):
+            continue  # an optimizer for what the subspace leaves over
+        factor = sign(row.part)
+        before, turned = turned, math.nan if factor is None else turned * factor
+        several += factor == -1
+        if row.role == "decay" and before == -1 and weight_decay(row.part) > 0:
+            yield Finding(
+                f"{row.part.name} after the learning rate",
+                "it is added to what will be added to the params: weights grow by it.",
+                "Put it before the learning rate, as optax.adamw does.",
+            )
+        if row.role in ("norm clip", "clip") and before == -1:
+            yield Finding(
+                f"{row.part.name} after the learning rate",
+                "it bounds steps, not gradients: the bound means more the smaller the rate.",
+                "Put it before the optimizer.",
+            )
+    if turned == 1:
+        cause = "the sign turns twice" if several else "nothing turns the sign"
+        mend = "End the chain with optax.scale_by_learning_rate(...)."
+        why = f"{cause}: the loss is climbed."
+        yield Finding("the whole chain", why, "Leave one learning rate out." if several else mend)
+
+
+def feedback(found: Sequence[Row]) -> Iterator[Finding]:
+    """Compressed reductions that lose for good what they do not send."""
+    for row in found:
+        if row.role == "compressed" and row.part.settings.get("error_feedback") is False:
+            if row.part.name in ("top_k_reduce", "threshold_reduce", "power_sgd_reduce"):
+                yield Finding(
+                    f"{row.part.name} without error feedback",
+                    "what it does not send is lost at every step, and the same again at the next.",
+                    "error_feedback=True keeps it for later, in one more copy of the gradients.",
+                )
+
+
+def of_step(found: Sequence[Row], step: TrainStep) -> Iterator[Finding]:
+    """What the chain lacks for the step that it is in."""
+    scales = any(row.role == "scaler" for row in found)
+    if step.policy is not None and step.policy.compute_dtype == jnp.float16 and not scales:
+        yield Finding(
+            "a policy that computes in float16, and no loss scale",
+            "small gradients vanish, and a large one makes everything NaN.",
+            "Wrap the optimizer: boostax.dynamic_loss_scale(tx).",
+        )
+    if any(row.role == UNKNOWN for row in found):
+        return
+    reduced = {axis for row in found if row.role in _REDUCING for axis in row.axes}
+    for name in step.names:
+        if name not in reduced:
+            yield Finding(
+                f"nothing that reduces over the axis {name!r}",
+                "each replica takes a step of its own, and their params part.",
+                f"Put boostax.all_reduce({name!r}) first in the chain.",
+            )

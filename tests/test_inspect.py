@@ -1,0 +1,559 @@
+"""What ``explain`` says of a chain: its parts, what they keep and send, and what is wrong in it."""
+
+import itertools
+import json
+import warnings
+
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+
+import boostax
+from boostax._core import costs
+from boostax.autoboost.build import auto
+from boostax.inspect.parts import read
+from boostax.inspect.roles import role
+from boostax.inspect.rows import rows
+from boostax.inspect.settings import findings
+
+AXIS = {"axis_name": "data"}
+PARAMS = {
+    "a": {"kernel": jnp.full((16, 24), 0.1), "bias": jnp.zeros(24)},
+    "b": {"kernel": jnp.full((24, 8), 0.1), "bias": jnp.zeros(8)},
+}
+ENTRIES = sum(x.size for x in jax.tree.leaves(PARAMS))
+GROUPS = boostax.prefix_groups(PARAMS, 2)
+
+adam, sgd, chain = optax.adam(1e-3), optax.sgd(0.1), optax.chain
+clip, decay = optax.clip_by_global_norm(1.0), optax.add_decayed_weights(1e-2)
+noise = optax.add_noise(0.1, 0.55, key=0)
+mean, adasum, delta = (
+    boostax.all_reduce("data"),
+    boostax.adasum("data"),
+    boostax.adasum_delta(adam, "data"),
+)
+top_k = boostax.top_k_reduce("data", 0.1)
+record = boostax.record_trajectory(4, every=1)
+frozen = boostax.scheduled_freeze(sgd, GROUPS, [0, 1])
+half = {"a": "stays", "b": "goes"}
+basis = boostax.random_basis(PARAMS, 3)
+finish = boostax.dim_reduce(basis)
+
+
+def scaled(*parts, **options):
+    return boostax.dynamic_loss_scale(chain(*parts), **options)
+
+
+def window(*parts, **options):
+    return boostax.accumulate(chain(*parts), 4, **options)
+
+
+def multi(*parts):
+    return optax.MultiSteps(chain(*parts), 4).gradient_transformation()
+
+
+def if_finite(*parts):
+    return optax.apply_if_finite(chain(*parts), 3)
+
+
+# Wrong, the same mended, what is named, and what the mend says.
+WRONG = {
+    "clip before the scaler": (
+        chain(clip, scaled(adam)),
+        scaled(clip, adam),
+        "dynamic_loss_scale after clip_by_global_norm",
+        "Put clip_by_global_norm inside dynamic_loss_scale",
+    ),
+    "moments before the scaler": (
+        chain(optax.scale_by_adam(), scaled(sgd)),
+        scaled(adam),
+        "dynamic_loss_scale after scale_by_adam",
+        "Put scale_by_adam inside",
+    ),
+    "decay before the scaler": (
+        chain(decay, scaled(adam)),
+        scaled(decay, adam),
+        "dynamic_loss_scale after add_decayed_weights",
+        "Put add_decayed_weights inside",
+    ),
+    "noise before the scaler": (
+        chain(noise, scaled(adam)),
+        scaled(noise, adam),
+        "dynamic_loss_scale after add_noise",
+        "Put add_noise inside",
+    ),
+    "a mean before the scaler": (
+        chain(mean, scaled(adam)),
+        scaled(mean, adam, **AXIS),
+        "dynamic_loss_scale after all_reduce",
+        "Put all_reduce inside",
+    ),
+    "residuals before the scaler": (
+        chain(top_k, scaled(adam)),
+        scaled(top_k, adam, **AXIS),
+        "dynamic_loss_scale after top_k_reduce",
+        "Put top_k_reduce inside",
+    ),
+    "NaN hidden from the scaler": (
+        chain(optax.zero_nans(), scaled(adam)),
+        scaled(adam),
+        "dynamic_loss_scale after zero_nans",
+        "Leave zero_nans out",
+    ),
+    "clip before the window": (
+        chain(clip, window(adam)),
+        window(clip, adam),
+        "accumulate after clip_by_global_norm",
+        "Put clip_by_global_norm inside accumulate",
+    ),
+    "moments before the window": (
+        chain(optax.trace(0.9), window(sgd)),
+        window(optax.trace(0.9), sgd),
+        "accumulate after trace",
+        "Put trace inside accumulate",
+    ),
+    "a mean before the window": (
+        chain(mean, window(adam)),
+        window(mean, adam, **AXIS),
+        "accumulate after all_reduce",
+        "Put all_reduce inside accumulate",
+    ),
+    "noise before MultiSteps": (
+        chain(noise, multi(adam)),
+        multi(noise, adam),
+        "MultiSteps after add_noise",
+        "Put add_noise inside MultiSteps",
+    ),
+    "decay behind a window": (
+        chain(window(adam), decay),
+        window(decay, adam),
+        "add_decayed_weights after accumulate",
+        "Put add_decayed_weights inside accumulate",
+    ),
+    "moments behind a scaler": (
+        chain(scaled(optax.identity()), adam),
+        scaled(adam),
+        "scale_by_adam after dynamic_loss_scale",
+        "Put scale_by_adam inside dynamic_loss_scale",
+    ),
+    "a schedule behind a scaler": (
+        chain(
+            scaled(optax.scale_by_adam()),
+            optax.scale_by_learning_rate(optax.linear_schedule(1.0, 0.0, 9)),
+        ),
+        scaled(optax.adam(optax.linear_schedule(1.0, 0.0, 9))),
+        "scale_by_schedule after dynamic_loss_scale",
+        "Put scale_by_schedule inside",
+    ),
+    "noise behind a window": (
+        chain(window(sgd), noise),
+        window(noise, sgd),
+        "add_noise after accumulate",
+        "Put add_noise inside accumulate",
+    ),
+    "a recorder behind a window": (
+        chain(window(adam), record),
+        window(record, adam),
+        "record_trajectory after accumulate",
+        "Put record_trajectory first inside accumulate",
+    ),
+    "a mean behind a scaler": (
+        chain(scaled(adam), mean),
+        scaled(mean, adam, **AXIS),
+        "all_reduce after dynamic_loss_scale",
+        "Put all_reduce first inside",
+    ),
+    "clip before a mean": (
+        chain(clip, mean, adam),
+        chain(mean, clip, adam),
+        "all_reduce after clip_by_global_norm",
+        "Put clip_by_global_norm behind all_reduce",
+    ),
+    "moments before a mean": (
+        chain(adam, mean),
+        chain(mean, adam),
+        "all_reduce after scale_by_adam",
+        "Put all_reduce before scale_by_adam",
+    ),
+    "centralized before top-k": (
+        chain(boostax.centralize_gradients(), top_k, sgd),
+        chain(top_k, boostax.centralize_gradients(), sgd),
+        "top_k_reduce after centralize_gradients",
+        "Put centralize_gradients behind top_k_reduce",
+    ),
+    "noise before AdaSum": (
+        chain(noise, adasum, sgd),
+        chain(adasum, noise, sgd),
+        "adasum after add_noise",
+        "Put add_noise behind adasum",
+    ),
+    "a mean before AdaSum": (
+        chain(mean, adasum, adam),
+        chain(adasum, adam),
+        "adasum after all_reduce",
+        "Leave all_reduce out",
+    ),
+    "two means": (
+        chain(mean, top_k, adam),
+        chain(top_k, adam),
+        "top_k_reduce after all_reduce",
+        "Leave one of them out",
+    ),
+    "a mean before a delta": (
+        chain(mean, delta),
+        delta,
+        "adasum_delta after all_reduce",
+        "Leave all_reduce out",
+    ),
+    "centralized updates": (
+        chain(adam, boostax.centralize_gradients()),
+        chain(boostax.centralize_gradients(), adam),
+        "centralize_gradients after scale_by_adam",
+        "Put centralize_gradients before scale_by_adam",
+    ),
+    "clip before a subspace": (
+        chain(clip, finish),
+        finish,
+        "dim_reduce after clip_by_global_norm",
+        "give it to residual=",
+    ),
+    "a rate behind a subspace": (
+        chain(finish, optax.scale(0.1)),
+        finish,
+        "scale after dim_reduce",
+        "Leave scale out",
+    ),
+    "two scalers": (
+        scaled(boostax.static_loss_scale(adam, 8.0)),
+        scaled(adam),
+        "static_loss_scale inside dynamic_loss_scale",
+        "Leave one of them out",
+    ),
+    "two windows": (
+        window(multi(adam)),
+        window(adam),
+        "MultiSteps inside accumulate",
+        "Leave one of them out",
+    ),
+    "a second judge outside": (
+        if_finite(scaled(adam)),
+        scaled(adam),
+        "dynamic_loss_scale inside apply_if_finite",
+        "Leave apply_if_finite out",
+    ),
+    "a second judge inside": (
+        scaled(if_finite(adam)),
+        scaled(adam),
+        "apply_if_finite inside dynamic_loss_scale",
+        "Leave apply_if_finite out",
+    ),
+    "MultiSteps around a mean": (
+        multi(mean, adam),
+        window(mean, adam, **AXIS),
+        "all_reduce inside MultiSteps",
+        "Use boostax.accumulate",
+    ),
+    "a mean inside a delta": (
+        boostax.adasum_delta(chain(mean, adam), "data"),
+        delta,
+        "all_reduce inside adasum_delta",
+        "Leave all_reduce out",
+    ),
+    "a mean inside local updates": (
+        boostax.local_updates(chain(mean, sgd), "data", every=4),
+        boostax.local_updates(sgd, "data", every=4),
+        "all_reduce inside local_updates",
+        "Leave all_reduce out",
+    ),
+    "a scaler on each replica": (
+        boostax.adasum_delta(scaled(adam), "data"),
+        boostax.dynamic_loss_scale(delta, **AXIS),
+        "dynamic_loss_scale inside adasum_delta",
+        "Put dynamic_loss_scale around adasum_delta",
+    ),
+    "a norm of a part": (
+        boostax.shard_optimizer(chain(clip, adam), "data"),
+        chain(clip, boostax.shard_optimizer(adam, "data")),
+        "clip_by_global_norm inside shard_optimizer",
+        "Put clip_by_global_norm before",
+    ),
+    "centralized parts": (
+        boostax.shard_optimizer(chain(boostax.centralize_gradients(), adam), "data"),
+        chain(boostax.centralize_gradients(), boostax.shard_optimizer(adam, "data")),
+        "centralize_gradients inside shard_optimizer",
+        "before or around shard_optimizer",
+    ),
+    "freezing inside a scaler": (
+        boostax.dynamic_loss_scale(frozen),
+        boostax.scheduled_freeze(scaled(sgd), GROUPS, [0, 1]),
+        "scheduled_freeze inside the chain",
+        "Put it outermost",
+    ),
+    "freezing by zeros": (
+        optax.partition({"stays": optax.set_to_zero(), "goes": sgd}, half),
+        boostax.scheduled_freeze(sgd, GROUPS, 1),
+        "set_to_zero in a partition",
+        "boostax.scheduled_freeze",
+    ),
+    "a scaler that decides alone": (
+        scaled(mean, adam),
+        scaled(mean, adam, **AXIS),
+        "dynamic_loss_scale without the axis 'data'",
+        "Give it axis_name=",
+    ),
+    "a window of all replicas": (
+        window(adasum, adam),
+        window(adasum, adam, **AXIS),
+        "accumulate without the axis 'data'",
+        "Give it axis_name=",
+    ),
+    "decay after the rate": (
+        chain(adam, decay),
+        optax.adamw(1e-3),
+        "add_decayed_weights after the learning rate",
+        "Put it before the learning rate",
+    ),
+    "clip after the rate": (
+        chain(adam, clip),
+        chain(clip, adam),
+        "clip_by_global_norm after the learning rate",
+        "Put it before the optimizer",
+    ),
+    "two rates": (chain(adam, sgd), adam, "the whole chain", "Leave one learning rate out"),
+    "no rate": (
+        optax.scale_by_adam(),
+        adam,
+        "the whole chain",
+        "End the chain with optax.scale_by_learning_rate",
+    ),
+    "lost for good": (
+        chain(boostax.top_k_reduce("data", 0.1, error_feedback=False), sgd),
+        chain(top_k, sgd),
+        "top_k_reduce without error feedback",
+        "error_feedback=True",
+    ),
+}
+
+
+def found_in(tx):
+    return findings(rows(read(tx)))
+
+
+@pytest.mark.parametrize(("wrong", "right", "what", "mend"), WRONG.values(), ids=WRONG)
+def test_a_wrong_order_is_named_with_its_mend_and_the_mended_is_not(wrong, right, what, mend):
+    mine = [finding for finding in found_in(wrong) if finding.what == what]
+    assert len(mine) == 1
+    assert mend in mine[0].mend and mine[0].why.endswith(".")
+    assert found_in(right) == []
+
+
+def test_a_step_lacks_what_its_policy_and_its_mesh_ask_for(mesh):
+    loss = lambda p, x: jnp.mean((x @ p["a"]["kernel"]) ** 2)  # noqa: E731
+    options = {"mesh": mesh, "axis_name": "data", "policy": "O2"}
+    step = boostax.make_train_step(loss, adam, **options)
+    assert [finding.what for finding in boostax.explain(step, PARAMS).findings] == [
+        "a policy that computes in float16, and no loss scale",
+        "nothing that reduces over the axis 'data'",
+    ]
+    step = boostax.make_train_step(loss, scaled(mean, adam, **AXIS), **options)
+    assert boostax.explain(step, PARAMS).findings == ()
+
+
+OPTIMIZERS = (
+    "adabelief adadelta adafactor adagrad adam adamax adamaxw adamw adan amsgrad fromage lamb lars "
+    "lion nadam nadamw noisy_sgd novograd optimistic_adam_v2 optimistic_gradient_descent "
+    "polyak_sgd radam rmsprop rprop sgd sign_sgd signum sm3 yogi"
+).split()
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_optaxs_own_optimizers_are_known_and_right(name):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # noisy_sgd asks for a key
+        tx = getattr(optax, name)(1e-2)
+    tx = scaled(mean, clip, tx, **AXIS)
+    assert "unknown" not in {role(row.part) for row in rows(read(tx))}
+    assert found_in(tx) == []
+
+
+def test_what_auto_builds_is_right():
+    parts = {
+        "loss_scale": [None, "dynamic"],
+        "accumulate": [None, 2, {"every": 2, "drop": "window"}],
+        "clip": [None, 1.0],
+        "centralize": [None, True],
+        "reduce": ["mean", "adasum", "adasum-delta", {"kind": "top-k", "density": 0.1}, "int8"],
+    }
+    for values in itertools.product(*parts.values()):
+        boost = auto(dict(zip(parts, values, strict=True)))
+        assert found_in(boost.optimizer(adam, **AXIS)) == [], values
+
+
+def test_a_part_of_another_package_is_unknown_and_not_judged():
+    def mine():
+        """Do something of one's own."""
+        return optax.GradientTransformation(lambda p: p, lambda g, s, p=None: (g, s))
+
+    found = boostax.explain(chain(mine(), scaled(adam)), PARAMS)
+    part = found.parts[0]
+    assert (part.name, part.role, part.copies) == (
+        "test_a_part_of_another_package_is_unknown_and_not_judged",
+        "unknown",
+        1,
+    )
+    assert found.findings == () and "(unknown)" in str(found)
+    # What it may do to the sign is unknown too.
+    assert found_in(chain(mine(), optax.scale_by_adam())) == []
+    injected = optax.inject_hyperparams(optax.adam)(1e-3)
+    (part,) = boostax.explain(injected, PARAMS).parts
+    assert part.role == "unknown" and part.copies == pytest.approx(2, abs=0.1)
+
+
+def loss(params, x):
+    for layer in params.values():
+        x = jnp.tanh(x @ layer["kernel"] + layer["bias"])
+    return jnp.mean(x**2)
+
+
+CHAINS = {
+    "mean": scaled(mean, optax.adamw(1e-3), **AXIS),
+    "window": boostax.dynamic_loss_scale(window(adasum, adam, **AXIS), **AXIS),
+    "top-k": chain(top_k, sgd),
+    "int8": chain(boostax.int8_reduce("data"), optax.sgd(0.1, momentum=0.9)),
+    "power-sgd": chain(boostax.power_sgd_reduce("data", rank=2), record, adam),
+    "shared out": chain(mean, boostax.shard_optimizer(adam, "data")),
+    "delta": boostax.dynamic_loss_scale(delta, **AXIS),
+    "local": boostax.local_updates(adam, "data", every=3),
+    "masked": chain(mean, optax.masked(adam, {"a": True, "b": False})),
+    "partition": chain(mean, optax.partition({"stays": sgd, "goes": adam}, half)),
+    "frozen": boostax.scheduled_freeze(chain(mean, adam), GROUPS, [0, 1]),
+}
+
+
+@pytest.mark.parametrize("name", CHAINS)
+def test_bytes_agree_with_the_compiled_step_and_with_its_jaxpr(mesh, name):
+    step = boostax.make_train_step(loss, CHAINS[name], mesh=mesh, axis_name="data")
+    state, batch = step.init(PARAMS), jnp.ones((16, 16))
+    found = boostax.explain(step, state, batch)
+    assert found.findings == ()
+    compiled = step.lower(state, batch).compile()
+    arguments = compiled.memory_analysis().argument_size_in_bytes
+    counter, rows_of_batch = 4, 2 * 16 * 4
+    params = found.params_bytes
+    assert params == 4 * ENTRIES
+    expected = params + found.state_bytes + counter + rows_of_batch
+    print(f"{name}: state {found.state_bytes:.0f}, arguments {arguments}, of them {expected:.0f}")
+    assert expected == pytest.approx(arguments, rel=0.05)
+    sent = costs.expected(costs.collectives(step.jaxpr(state, batch)))
+    assert found.wire_bytes == pytest.approx(sent, rel=1e-9)
+    assert found.calls[0].wire_bytes and sum(found.calls[0].wire_bytes.values()) == pytest.approx(
+        sent
+    )
+    # A plain trace of the chain alone sends the same, but for the loss.
+    alone = boostax.explain(CHAINS[name], PARAMS, axis_sizes={"data": 8})
+    assert [p.name for p in alone.parts] == [p.name for p in found.parts[: len(alone.parts)]]
+    assert alone.state_bytes == found.state_bytes
+    for mine, other in zip(alone.parts, found.parts, strict=False):
+        assert mine.wire_bytes == pytest.approx(other.wire_bytes), mine.name
+
+
+def test_each_part_has_what_it_keeps_and_sends():
+    tx = boostax.dynamic_loss_scale(window(top_k, optax.adamw(1e-3), **AXIS), **AXIS)
+    parts = {part.name: part for part in boostax.explain(tx, PARAMS, axis_sizes={"data": 8}).parts}
+    whole = 4 * ENTRIES
+    assert parts["accumulate"].copies == pytest.approx(1, abs=0.02)
+    assert parts["accumulate"].own_bytes == whole
+    assert parts["top_k_reduce"].own_bytes == whole
+    assert parts["scale_by_adam"].state_bytes == 2 * whole + 4
+    assert parts["scale_by_adam"].own_bytes == 0
+    assert parts["add_decayed_weights"].state_bytes == parts["scale"].state_bytes == 0
+    assert [parts[name].depth for name in ("dynamic_loss_scale", "accumulate", "scale")] == [
+        0,
+        1,
+        2,
+    ]
+    assert parts["dynamic_loss_scale"].collectives == {"pmin": 1}
+    assert parts["dynamic_loss_scale"].wire_bytes == pytest.approx(2 * 7 / 8 * 4)
+    assert set(parts["top_k_reduce"].collectives) == {"all_gather", "psum"}
+    assert parts["scale_by_adam"].collectives == {} and parts["scale_by_adam"].wire_bytes == 0
+
+
+def test_optimizer_state_that_is_shared_out_is_counted_once_over_all():
+    parts = boostax.explain(CHAINS["shared out"], PARAMS, axis_sizes={"data": 8}).parts
+    by_name = {part.name: part for part in parts}
+    assert by_name["scale_by_adam"].state_bytes == 2 * 4 * ENTRIES / 8 + 4
+
+
+def test_every_reduction_is_found_in_its_trace():
+    made = {
+        "all_reduce": mean,
+        "adasum": adasum,
+        "adasum_delta": delta,
+        "top_k_reduce": top_k,
+        "threshold_reduce": boostax.threshold_reduce("data", 0.1),
+        "random_k_reduce": boostax.random_k_reduce("data", 0.1, seed=0),
+        "int8_reduce": boostax.int8_reduce("data"),
+        "int16_reduce": boostax.int16_reduce("data"),
+        "sign_reduce": boostax.sign_reduce("data"),
+        "power_sgd_reduce": boostax.power_sgd_reduce("data", rank=1),
+        "partial_average": boostax.partial_average(sgd, "data", 2),
+        "local_updates": boostax.local_updates(sgd, "data", every=2),
+        "shard_optimizer": boostax.shard_optimizer(sgd, "data"),
+        "dim_reduce": boostax.dim_reduce(basis, axis_name="data"),
+        "subspace_params": boostax.subspace_params(sgd, basis, axis_name="data"),
+    }
+    for name, tx in made.items():
+        first, *rest = boostax.explain(tx, PARAMS, axis_sizes={"data": 8}).parts
+        assert (first.name, bool(first.wire_bytes)) == (name, True)
+        assert not any(part.wire_bytes for part in rest)
+
+
+def test_the_same_name_twice_is_counted_with_the_first():
+    tx = chain(boostax.all_reduce("fast"), boostax.all_reduce("slow"), sgd)
+    sizes = {"slow": 2, "fast": 4}
+    first, second, *_ = boostax.explain(tx, PARAMS, axis_sizes=sizes).parts
+    assert first.collectives == {"psum": 8} and second.wire_bytes is None
+    assert "above" in str(boostax.explain(tx, PARAMS, axis_sizes=sizes))
+
+
+def test_it_goes_to_json_and_to_a_table(mesh):
+    step = boostax.make_train_step(loss, CHAINS["window"], mesh=mesh, axis_name="data")
+    found = boostax.explain(step, PARAMS, jnp.ones((16, 16)))
+    data = json.loads(json.dumps(found.to_dict()))
+    assert [part["name"] for part in data["parts"]][:2] == ["dynamic_loss_scale", "accumulate"]
+    assert data["parts"][-1]["name"] == "(the step)" and data["calls"][0]["flops"] > 0
+    assert data["wire_bytes"] == found.wire_bytes
+    table = str(found).split("\n\n")[0].splitlines()
+    assert table[0].split()[:4] == ["part", "state", "bytes", "copies"]
+    assert table[2].startswith("  accumulate ")
+
+
+@pytest.mark.parametrize(
+    ("call", "said"),
+    [
+        (lambda: boostax.explain(3, PARAMS), "explain: tx must be a transformation or a TrainStep"),
+        (
+            lambda: boostax.explain(sgd, PARAMS, jnp.ones(3)),
+            "explain: batch must be left out without a train step",
+        ),
+        (
+            lambda: boostax.explain(sgd, PARAMS, depths=[0]),
+            "explain: depths must be left out without a train step",
+        ),
+        (
+            lambda: boostax.explain(sgd, PARAMS, axis_sizes={"data": 0}),
+            "explain: axis_sizes['data'] must be a positive integer, got 0.",
+        ),
+        (
+            lambda: boostax.explain(
+                boostax.make_train_step(loss, sgd), PARAMS, axis_sizes={"data": 8}
+            ),
+            "explain: axis_sizes must be left out with a train step",
+        ),
+    ],
+)
+def test_what_makes_no_sense_is_refused(call, said):
+    with pytest.raises((ValueError, TypeError)) as error:
+        call()
+    assert str(error.value).startswith(said)
