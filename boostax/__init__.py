@@ -87,9 +87,12 @@ from boostax.train.state import TrainState as TrainState
 from boostax.train.step import make_train_step as make_train_step
 
 if TYPE_CHECKING:
+    from boostax.autoboost.auto import auto as auto
     from boostax.autoboost.build import Boost as Boost
-    from boostax.autoboost.build import auto as auto
     from boostax.autoboost.config import BoostConfig as BoostConfig
+    from boostax.autoboost.measure import measure as measure
+    from boostax.autoboost.measurement import Measurement as Measurement
+    from boostax.autoboost.measurement import Trial as Trial
     from boostax.autoboost.migrate import MigrationReport as MigrationReport
     from boostax.autoboost.migrate import migrate_state as migrate_state
     from boostax.inspect.calls import CallCost as CallCost
@@ -114,13 +117,16 @@ _LATE = {
     "Finding": "boostax.inspect.orders",
     "HostTrajectory": "boostax.subspace.host",
     "LessBNReport": "boostax.model.less_bn",
+    "Measurement": "boostax.autoboost.measurement",
     "MigrationReport": "boostax.autoboost.migrate",
     "NormalizedDense": "boostax.model.normalized_dense",
     "PartCost": "boostax.inspect.costs",
-    "auto": "boostax.autoboost.build",
+    "Trial": "boostax.autoboost.measurement",
+    "auto": "boostax.autoboost.auto",
     "checkpoint_snapshots": "boostax.subspace.host",
     "explain": "boostax.inspect.explain",
     "less_bn": "boostax.model.less_bn",
+    "measure": "boostax.autoboost.measure",
     "migrate_state": "boostax.autoboost.migrate",
 }
 

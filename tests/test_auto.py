@@ -11,7 +11,7 @@ import optax
 import pytest
 
 import boostax
-from boostax.autoboost.build import auto
+from boostax.autoboost.auto import auto
 from boostax.autoboost.config import BoostConfig
 from boostax.autoboost.mindspore import SWITCHES, from_mindspore
 from boostax.autoboost.parts import Accumulate, Clip, DimReduce, Freeze, LossScale, Precision

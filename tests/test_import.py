@@ -40,7 +40,7 @@ def test_public_names_are_the_documented_ones():
         "has_updated", "int8_reduce", "int16_reduce",
         "leave_replica", "less_bn",
         "local_params", "local_updates", "loss_scale",
-        "make_train_step", "metrics", "microbatch", "migrate_state", "partial_average",
+        "make_train_step", "measure", "metrics", "microbatch", "migrate_state", "partial_average",
         "pca_basis", "policy", "power_sgd_reduce", "prefix_groups",
         "random_basis", "random_k_reduce", "record_trajectory", "reestimate_model_state",
         "replace_basis", "reshard_state", "scale_boundary", "scale_loss", "scheduled_freeze",
@@ -51,12 +51,12 @@ def test_public_names_are_the_documented_ones():
         "Boost", "BoostConfig", "BreakEven", "CallCost",
         "CompressedState", "DimReduceState", "Explanation", "Finding", "FreezeSchedule",
         "GroupLossScaleState", "PartCost",
-        "GroupSignalState", "LessBNReport", "MigrationReport", "NormalizedDense",
+        "GroupSignalState", "LessBNReport", "Measurement", "MigrationReport", "NormalizedDense",
         "HostTrajectory", "Int8Components",
         "LocalUpdatesState", "LossScaleState", "PartialAverageState",
         "PerReplica", "Policy", "ScheduledFreeze", "ScheduledFreezeState", "ShardOptimizerState",
         "Sharded", "SubspaceParamsState", "SubspaceRule", "TrainState", "TrainStep",
-        "TrajectoryState",
+        "TrajectoryState", "Trial",
     }  # fmt: skip
     public = {
         name

@@ -11,7 +11,7 @@ import pytest
 
 import boostax
 from boostax._core import costs
-from boostax.autoboost.build import auto
+from boostax.autoboost.auto import auto
 from boostax.inspect.parts import read
 from boostax.inspect.roles import role
 from boostax.inspect.rows import rows

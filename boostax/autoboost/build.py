@@ -1,9 +1,7 @@
 """From a configuration to a chain of transformations in the one right order."""
 
 import dataclasses
-import json
-import pathlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import optax
@@ -11,9 +9,7 @@ from jax.sharding import Mesh
 
 from boostax._core import axes, checks
 from boostax.autoboost.config import BoostConfig
-from boostax.autoboost.mindspore import LEVELS, from_mindspore, is_mindspore
-from boostax.autoboost.part import Place, nearest
-from boostax.autoboost.singa import singa
+from boostax.autoboost.part import Place
 from boostax.model.less_bn import LessBNReport, less_bn
 from boostax.precision.crossings import group_boundaries
 from boostax.precision.policy import Policy
@@ -215,89 +211,6 @@ class Boost:
             elif layer is not None:
                 parts = [layer(_chained(parts))]
         return optax.with_extra_args_support(_chained(parts))
-
-
-def auto(spec: Any, *, level: str | None = None) -> Boost:
-    """What a level, a dictionary, a JSON file or a ``BoostConfig`` asks for, ready to build.
-
-    ===== ====================================================================================
-    level switches on
-    ===== ====================================================================================
-    O0    nothing
-    O1    LessBN with a normalised head, gradient centralization, freezing by intervals
-    O2    the same, and AdaSum of the optimizers' updates
-    ===== ====================================================================================
-
-    The levels are those of ``mindspore.boost``, not of precision. Its own dictionary is read as it
-    is; what it would ignore is an error. So is ``{"singa": {"dist_option": "sparseTopK"}}``, which
-    names a mode of Apache SINGA's, beside fields of a ``BoostConfig``.
-
-    Args:
-      spec: a ``BoostConfig``; ``"O0"``, ``"O1"`` or ``"O2"``; a dictionary like
-        ``BoostConfig.to_dict()`` gives, MindSpore's, or one with ``"singa"``; or the path of a JSON
-        file of one.
-      level: of a dictionary or a file: where they start from; ``None`` is ``"O0"``.
-
-    Returns:
-      A ``Boost``. Cost: none; nothing is global, and nothing in the file is executed.
-
-    Raises:
-      ValueError, TypeError: unknown keys, words and levels, values out of range, and parts that do
-        not go together. OSError: no such file.
-
-    Example:
-      >>> import boostax, jax.numpy as jnp, optax
-      >>> boost = boostax.auto({"loss_scale": "dynamic", "accumulate": 4, "clip": 1.0})
-      >>> tx = boost.optimizer(optax.adam(1e-3))
-      >>> type(tx.init(jnp.zeros(3))).__name__, boost.config.clip
-      ('LossScaleState', Clip(max_norm=1.0))
-
-    References:
-      MindSpore 2.10, ``mindspore.boost.AutoBoost``, which is one object for the whole process.
-    """
-    who = "auto"
-    given = _loaded(spec) if _is_file(spec) else spec
-    if isinstance(given, Mapping):
-        return _from_dictionary(dict(given), "O0" if level is None else level)
-    if level is not None:
-        hint = "It is where a dictionary or a file starts from."
-        raise ValueError(checks.message(who, "level", "left out here", level, hint))
-    if isinstance(given, BoostConfig):
-        return Boost(given)
-    allowed = "a level, a dictionary, the path of a .json file, or a BoostConfig"
-    if not isinstance(given, str):
-        hint = "'O1' is what mindspore.boost switches on at O1."
-        raise TypeError(checks.message(who, "spec", allowed, given, hint))
-    if given not in LEVELS:
-        hint = nearest(given, tuple(LEVELS))
-        raise ValueError(checks.message(who, "spec", allowed, given, hint))
-    return Boost(from_mindspore({}, given).config)
-
-
-def _from_dictionary(data: dict[str, Any], level: str) -> Boost:
-    if is_mindspore(data):
-        return Boost(*from_mindspore(data, level))
-    base = from_mindspore({}, level).config
-    if "singa" in data:
-        if "reduce" in data:
-            got, hint = data["reduce"], "singa names a reduction."
-            raise ValueError(checks.message("auto", "reduce", "left out beside singa", got, hint))
-        data["reduce"] = singa(data.pop("singa"))
-    return Boost(BoostConfig.from_dict(data, base))
-
-
-def _is_file(spec: Any) -> bool:
-    return isinstance(spec, pathlib.Path) or (isinstance(spec, str) and spec.endswith(".json"))
-
-
-def _loaded(path: str | pathlib.Path) -> Any:
-    try:
-        return json.loads(pathlib.Path(path).read_text())
-    except json.JSONDecodeError as error:
-        hint = f"{error}."
-        raise ValueError(
-            checks.message("auto", "spec", "a file of JSON", str(path), hint)
-        ) from error
 
 
 def _chained(parts: list[optax.GradientTransformation]) -> optax.GradientTransformation:

@@ -1,0 +1,132 @@
+"""The entry: from whatever names a configuration to what it builds, or to a trial of many."""
+
+import json
+import pathlib
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal, overload
+
+import optax
+
+from boostax._core import checks
+from boostax.autoboost.build import Boost
+from boostax.autoboost.config import BoostConfig
+from boostax.autoboost.measure import measure
+from boostax.autoboost.measurement import Measurement
+from boostax.autoboost.mindspore import LEVELS, from_mindspore, is_mindspore
+from boostax.autoboost.part import nearest
+from boostax.autoboost.singa import singa
+
+
+@overload
+def auto(
+    spec: Literal["measure"],
+    loss_fn: Callable[..., Any],
+    inner: optax.GradientTransformation,
+    params: Any,
+    batches: Sequence[Any] | Callable[[int], Any],
+    **options: Any,
+) -> Measurement: ...
+
+
+@overload
+def auto(spec: Any, *, level: str | None = None) -> Boost: ...
+
+
+def auto(spec: Any, *args: Any, level: str | None = None, **options: Any) -> Boost | Measurement:
+    """What a level, a dictionary, a JSON file or a ``BoostConfig`` asks for, ready to build.
+
+    ===== ====================================================================================
+    level switches on
+    ===== ====================================================================================
+    O0    nothing
+    O1    LessBN with a normalised head, gradient centralization, freezing by intervals
+    O2    the same, and AdaSum of the optimizers' updates
+    ===== ====================================================================================
+
+    The levels are those of ``mindspore.boost``, not of precision. Its own dictionary is read as it
+    is; what it would ignore is an error. So is ``{"singa": {"dist_option": "sparseTopK"}}``, which
+    names a mode of Apache SINGA's, beside fields of a ``BoostConfig``.
+
+    ``auto("measure", loss_fn, optimizer, params, batches, ...)`` asks for nothing: it tries the
+    techniques on this model, these batches and these devices for a few steps each, and ranks them
+    by the loss after equal time. See ``boostax.Measurement``, and ``help(boostax.measure)`` for
+    its arguments.
+
+    Args:
+      spec: a ``BoostConfig``; ``"O0"``, ``"O1"`` or ``"O2"``; a dictionary like
+        ``BoostConfig.to_dict()`` gives, MindSpore's, or one with ``"singa"``; the path of a JSON
+        file of one; or ``"measure"``.
+      *args: those of ``boostax.measure``.
+      level: of a dictionary or a file: where they start from; ``None`` is ``"O0"``.
+      **options: those of ``boostax.measure``.
+
+    Returns:
+      A ``Boost``, at no cost: nothing is global, and nothing in the file is executed. Of
+      ``"measure"`` a ``Measurement``, whose ``config`` is the best.
+
+    Raises:
+      ValueError, TypeError: unknown keys, words and levels, values out of range, and parts that do
+        not go together. OSError: no such file.
+
+    Example:
+      >>> import boostax, jax.numpy as jnp, optax
+      >>> boost = boostax.auto({"loss_scale": "dynamic", "accumulate": 4, "clip": 1.0})
+      >>> tx = boost.optimizer(optax.adam(1e-3))
+      >>> type(tx.init(jnp.zeros(3))).__name__, boost.config.clip
+      ('LossScaleState', Clip(max_norm=1.0))
+
+    References:
+      MindSpore 2.10, ``mindspore.boost.AutoBoost``, which is one object for the whole process.
+    """
+    who = "auto"
+    if isinstance(spec, str) and spec == "measure":
+        if level is not None:
+            hint = "base= is what the candidates change: boostax.auto(level).config."
+            raise ValueError(checks.message(who, "level", "left out here", level, hint))
+        return measure(*args, **options)
+    if args or options:
+        got = [*(type(x).__name__ for x in args), *options]
+        hint = 'Only "measure" takes more than a level.'
+        raise TypeError(checks.message(who, "further arguments", "left out here", got, hint))
+    given = _loaded(spec) if _is_file(spec) else spec
+    if isinstance(given, Mapping):
+        return _from_dictionary(dict(given), "O0" if level is None else level)
+    if level is not None:
+        hint = "It is where a dictionary or a file starts from."
+        raise ValueError(checks.message(who, "level", "left out here", level, hint))
+    if isinstance(given, BoostConfig):
+        return Boost(given)
+    allowed = "a level, a dictionary, the path of a .json file, or a BoostConfig"
+    if not isinstance(given, str):
+        hint = "'O1' is what mindspore.boost switches on at O1."
+        raise TypeError(checks.message(who, "spec", allowed, given, hint))
+    if given not in LEVELS:
+        hint = nearest(given, tuple(LEVELS))
+        raise ValueError(checks.message(who, "spec", allowed, given, hint))
+    return Boost(from_mindspore({}, given).config)
+
+
+def _from_dictionary(data: dict[str, Any], level: str) -> Boost:
+    if is_mindspore(data):
+        return Boost(*from_mindspore(data, level))
+    base = from_mindspore({}, level).config
+    if "singa" in data:
+        if "reduce" in data:
+            got, hint = data["reduce"], "singa names a reduction."
+            raise ValueError(checks.message("auto", "reduce", "left out beside singa", got, hint))
+        data["reduce"] = singa(data.pop("singa"))
+    return Boost(BoostConfig.from_dict(data, base))
+
+
+def _is_file(spec: Any) -> bool:
+    return isinstance(spec, pathlib.Path) or (isinstance(spec, str) and spec.endswith(".json"))
+
+
+def _loaded(path: str | pathlib.Path) -> Any:
+    try:
+        return json.loads(pathlib.Path(path).read_text())
+    except json.JSONDecodeError as error:
+        hint = f"{error}."
+        raise ValueError(
+            checks.message("auto", "spec", "a file of JSON", str(path), hint)
+        ) from error

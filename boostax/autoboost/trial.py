@@ -1,0 +1,297 @@
+"""One configuration on trial: built, compiled, trained for some calls, timed by turns."""
+
+import dataclasses
+import functools
+import math
+import random
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+import optax
+from jax.sharding import Mesh, PartitionSpec
+
+from boostax._core import axes, checks, costs, trees
+from boostax.autoboost.build import Boost
+from boostax.autoboost.config import BoostConfig
+from boostax.autoboost.kept import fetched, placed
+from boostax.freeze.scheduled import ScheduledFreeze
+from boostax.train.compiled import TrainStep
+from boostax.train.state import TrainState
+from boostax.train.step import make_train_step
+
+PyTree = Any
+Losses = np.ndarray[Any, np.dtype[np.float64]]
+
+# A loss scale of 2**24 is 1 after so many halvings and some.
+_TRIES = 32
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Setting:
+    """What all candidates have in common: arguments of ``measure``, and ``batch`` by index."""
+
+    loss_fn: Callable[..., Any]
+    inner: optax.GradientTransformation
+    params: PyTree
+    batch: Callable[[int], PyTree]
+    held_out: Sequence[PyTree]
+    mesh: Mesh | None
+    axis_name: axes.AxisName | None
+    has_aux: bool
+    key: jax.Array | None
+    model_state: PyTree
+    steps: int
+    clock: Callable[[], float]
+    options: Mapping[str, Any]
+
+    @functools.cached_property
+    def plain(self) -> TrainStep:
+        """The step without any technique, whose loss judges all."""
+        place = {"mesh": self.mesh, "axis_name": self.axis_name, "has_aux": self.has_aux}
+        return make_train_step(self.loss_fn, self.inner, **place, **self.options)
+
+    def losses(self, params: PyTree, model_state: PyTree) -> Losses:
+        """The held-out losses, in f32."""
+        found: list[float] = []
+        params = trees.at_least_float32(params)
+        for index, batch in enumerate(self.held_out):
+            key = None if self.key is None else jax.random.fold_in(self.key, index)
+            found.append(float(self._loss(params, model_state, key, self.plain._place(batch))))
+        return np.asarray(found, np.float64)
+
+    @functools.cached_property
+    def _loss(self) -> Callable[..., jax.Array]:
+        plain = self.plain
+
+        def loss(params: PyTree, model_state: PyTree, key: Any, batch: PyTree) -> jax.Array:
+            if key is not None and plain.names:
+                key = jax.random.fold_in(key, jax.lax.axis_index(plain.names))
+            return plain.oracle.loss_at(batch, key=key, model_state=model_state)(params)
+
+        if plain.mesh is None:
+            return jax.jit(loss)
+        alike = PartitionSpec()
+        specs = plain._param_specs(own=False), alike, alike, PartitionSpec(plain.names)
+        return jax.jit(
+            jax.shard_map(
+                loss,
+                mesh=plain.mesh,
+                in_specs=specs,
+                out_specs=alike,
+                check_vma=plain.check_vma,
+            )
+        )
+
+
+class Costs(NamedTuple):
+    """What the programs of a step cost per call and device; see ``Trial``."""
+
+    compile_seconds: float
+    memory_bytes: float
+    flops: float
+    wire_bytes: float
+
+
+@dataclasses.dataclass(eq=False)
+class Candidate:
+    """A configuration that was built and trained for ``setting.steps`` calls.
+
+    Attributes:
+      name: what it is called.
+      config: what it is.
+      setting: what it shares with the others.
+      step: its step.
+      depths: those that freezing draws in these calls, the first first, and their shares.
+      costs: of its programs.
+      losses: held-out, after ``setting.steps`` calls.
+      skipped: windows of calls that a loss scaler skipped at the start, and that do not count.
+    """
+
+    name: str
+    config: BoostConfig
+    setting: Setting
+    step: TrainStep = dataclasses.field(init=False)
+    depths: dict[int, float] = dataclasses.field(init=False)
+    costs: Costs = dataclasses.field(init=False)
+    losses: Losses = dataclasses.field(init=False)
+    skipped: int = 0
+
+    def __post_init__(self) -> None:
+        given = self.setting
+        if self.window > given.steps:
+            allowed = f"at least a window of {self.window} calls"
+            hint = "Some optimizer steps must be made."
+            raise ValueError(checks.message("auto", "steps", allowed, given.steps, hint))
+        self.step = Boost(self.config).make_train_step(
+            given.loss_fn,
+            given.inner,
+            given.params,
+            mesh=given.mesh,
+            axis_name=given.axis_name,
+            has_aux=given.has_aux,
+            **given.options,
+        )
+        state = self._init()
+        self.depths = self._drawn()
+        self.costs = self._costs(state)
+        del state
+        state = self._trained(self._begun(), self.window, given.steps)
+        self._kept = fetched(state)
+        self.losses = self._losses(state)
+
+    @property
+    def window(self) -> int:
+        """Calls for one step of the optimizer."""
+        return 1 if self.config.accumulate is None else self.config.accumulate.every
+
+    @property
+    def meeting(self) -> int:
+        """Steps of the optimizer from one meeting of the replicas to the next."""
+        reduce = self.config.reduce
+        return reduce.every or 1 if reduce.kind == "local" and self.step.names else 1
+
+    @property
+    def calls(self) -> int:
+        """Calls of a turn: whole rounds of whatever does not do the same each time."""
+        if self.depths:
+            return self.setting.steps
+        reduce = self.config.reduce
+        parts = reduce.partitions or 1 if reduce.kind == "partial" and self.step.names else 1
+        period = self.window * self.meeting * parts
+        # At least two: a codec may do one thing at even and another at odd steps.
+        return period * math.ceil(2 / period)
+
+    @property
+    def note(self) -> str:
+        """What these calls could not show."""
+        idle = self.config.freeze is not None and not any(self.depths)
+        return "nothing was frozen in these calls" if idle else ""
+
+    def after(self, calls: int) -> Losses:
+        """The held-out losses after so many calls, in whole windows."""
+        if calls == self.setting.steps:
+            return self.losses
+        if calls > self.setting.steps:
+            state = self._trained(placed(self._kept), self.setting.steps, calls)
+        elif calls:
+            state = self._trained(self._begun(), self.window, calls)
+        else:
+            state = self._init()
+        return self._losses(state)
+
+    @property
+    def most(self) -> int:
+        """Calls that can be made: four times the baseline's, unless a schedule ends before."""
+        steps, freeze = self.setting.steps, self.config.freeze
+        if freeze is None or freeze.kind not in ("progressive", "ramp"):
+            return 4 * steps
+        return min(4 * steps, (freeze.total_steps or steps) * self.window)
+
+    def equal_calls(self, ratio: float) -> int:
+        """Calls in the time of the baseline's, if one takes ``ratio`` times as long."""
+        wanted = min(self.setting.steps / min(max(ratio, 1 / 4), 4), self.most)
+        return self.window * max(1, round(wanted / self.window))
+
+    def seconds(self) -> float:
+        """Of a call, in a turn that begins where training ended."""
+        kept, step, clock = self._kept, self.step, self.setting.clock
+        if self.depths:
+            kept = _rewound(kept, next(iter(self.depths)))
+        batches = [self.setting.batch(i) for i in range(self.calls)]
+        state: TrainState = jax.block_until_ready(placed(kept))
+        metrics: Any = None
+        begun = clock()
+        for batch in batches:
+            state, metrics = step(state, batch)
+        jax.block_until_ready((state, metrics))
+        return (clock() - begun) / len(batches)
+
+    def _init(self) -> TrainState:
+        given = self.setting
+        return self.step.init(given.params, key=given.key, model_state=given.model_state)
+
+    def _begun(self) -> TrainState:
+        """After the first window; one that a loss scaler skips is made again, and not counted."""
+        state = self._init()
+        metrics: Mapping[str, Any] = {}
+        for tries in range(_TRIES):
+            self.skipped = tries
+            for index in range(self.window):
+                state, metrics = self.step(state, self.setting.batch(index))
+            if not int(metrics.get("skipped_in_a_row", 0)):
+                break
+        return state
+
+    def _trained(self, state: TrainState, start: int, stop: int) -> TrainState:
+        for index in range(start, stop):
+            state, _ = self.step(state, self.setting.batch(index))
+            # A queue of programs would hold the batches of all of them.
+            jax.block_until_ready(state)
+        return state
+
+    def _losses(self, state: TrainState) -> Losses:
+        return self.setting.losses(self.step.common_params(state), state.model_state)
+
+    def _drawn(self) -> dict[int, float]:
+        if not isinstance(self.step.tx, ScheduledFreeze):
+            return {}
+        plan = self.step.tx.freezing.plan(self.setting.params)
+        steps = range(math.ceil(self.setting.steps / self.window))
+        drawn = [plan.known(index) or 0 for index in steps]
+        return {depth: drawn.count(depth) / len(drawn) for depth in dict.fromkeys(drawn)}
+
+    def _costs(self, state: TrainState) -> Costs:
+        """Memory is that of the largest program, compiling all of them; the rest is the mean."""
+        step, batch, clock = self.step, self.setting.batch(0), self.setting.clock
+        shares: Mapping[int | None, float] = {None: 1.0}
+        if self.depths and step.freeze_driver == "host":
+            shares = {**self.depths}
+        compiling, flops, sent = 0.0, 0.0, 0.0
+        memory: list[float] = []
+        for depth, share in shares.items():
+            begun = clock()
+            compiled = step.lower(state, batch, depth=depth).compile()
+            compiling += clock() - begun
+            memory.append(_memory(compiled.memory_analysis()))
+            analysis: Any = compiled.cost_analysis() or {}
+            flops += share * float(analysis.get("flops", math.nan))
+            if step.mesh is not None:
+                found = costs.collectives(step.jaxpr(state, batch, depth=depth))
+                # What a window or a meeting sends, it sends once for all of its calls.
+                held = costs.expected(found, conditional=True) / (self.window * self.meeting)
+                sent += share * (costs.expected(found, conditional=False) + held)
+        return Costs(compiling, float(np.max(memory)), flops, sent)
+
+
+def timed(candidates: Sequence[Candidate], rounds: int) -> list[list[float]]:
+    """Seconds of a call, for each candidate a list by round.
+
+    In every round each has one turn, in an order of the round's own: whatever else the machine does
+    then does it to all. A round before them is not counted.
+    """
+    times: list[list[float]] = [[] for _ in candidates]
+    order = random.Random(0)
+    for counts in range(rounds + 1):
+        for i in order.sample(range(len(candidates)), len(candidates)):
+            seconds = candidates[i].seconds()
+            if counts:
+                times[i].append(seconds)
+    return times
+
+
+def _memory(analysis: Any) -> float:
+    if analysis is None:
+        return math.nan
+    kept = analysis.output_size_in_bytes - analysis.alias_size_in_bytes
+    return float(analysis.argument_size_in_bytes + kept + analysis.temp_size_in_bytes)
+
+
+def _rewound(kept: TrainState, depth: int) -> TrainState:
+    """The state of a ``scheduled_freeze``, as it was, but at the beginning of its schedule."""
+    start = {
+        name: getattr(kept.opt_state, name)._replace(data=np.asarray(value, np.int32))
+        for name, value in (("steps", 0), ("next_depth", depth))
+    }
+    return kept._replace(opt_state=kept.opt_state._replace(**start))
