@@ -364,6 +364,7 @@ def test_compare_sets_the_variants_side_by_side(here, capsys):
         assert name in printed
 
 
+@pytest.mark.long
 def test_compare_says_at_which_bandwidth_a_codec_pays(here, capsys, monkeypatch):
     last = Variant("+ loss scale", "float16", "dynamic", 1)
     monkeypatch.setattr("boostax.cli.compare._variants", lambda *_: [last])

@@ -104,7 +104,7 @@ def kernel(tmp_path, monkeypatch):
 
 
 # The rest runs in the long tests.
-QUICK = ("quickstart", "dim_reduce")
+QUICK = ("quickstart",)
 
 
 @pytest.mark.parametrize(

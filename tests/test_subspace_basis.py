@@ -128,7 +128,7 @@ def test_largest_entry_of_each_component_is_positive():
     assert (rows[np.arange(5), np.abs(rows).argmax(1)] > 0).all()
 
 
-@pytest.mark.parametrize("mean", [0.0, 1000.0])
+@pytest.mark.parametrize("mean", [pytest.param(0.0, marks=pytest.mark.long), 1000.0])
 def test_streaming_equals_batch(mean):
     snapshots = draw(12, mean=mean)
     gram = filled(snapshots, 12)
@@ -264,7 +264,9 @@ def test_errors_explain(call, said):
 
 
 @pytest.mark.parametrize("method", ["gram", "randomized", "streaming"])
-@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+@pytest.mark.parametrize(
+    "kind", [AxisType.Auto, pytest.param(AxisType.Explicit, marks=pytest.mark.long)]
+)
 def test_sharded_leaves_stay_where_they_are(kind, method):
     mesh = jax.make_mesh((8,), ("x",), axis_types=(kind,))
     rng = np.random.default_rng(0)
