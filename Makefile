@@ -32,6 +32,8 @@ bench: $(READY)
 	$(RUN) benchmarks/freezing_accuracy.py
 	$(RUN) benchmarks/subspace.py
 	$(RUN) benchmarks/less_bn.py
+	$(RUN) benchmarks/group_scale.py
+	$(RUN) benchmarks/combinations.py
 
 lint: $(READY)
 	$(VENV)/bin/ruff check .

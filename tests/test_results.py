@@ -1,5 +1,6 @@
 """The published figures: every bar of every benchmark on record is met."""
 
+import importlib
 import json
 import pathlib
 
@@ -24,3 +25,14 @@ def test_every_benchmark_is_on_record():
 def test_bar(bar):
     print(f"{bar['claim']}: {bar['figure']:.3f} <= {bar['limit']}")
     assert bar["figure"] <= bar["limit"]
+
+
+def test_the_page_of_combinations_is_that_of_the_record(monkeypatch):
+    root = pathlib.Path(__file__).parents[1]
+    monkeypatch.syspath_prepend(root / "benchmarks")
+    combinations = importlib.import_module("combinations")
+    record = root / "benchmarks" / "results" / "combinations.json"
+    sections = json.loads(record.read_text())["sections"]
+    assert combinations.PAGE.read_text() == combinations.page(sections)
+    asked = [each.title for each in combinations.everything_asked()]
+    assert [row["configuration"] for rows in sections.values() for row in rows] == asked

@@ -177,7 +177,8 @@ def state_specs(
             if spec is not None and shape == leaf.shape:
                 return spec
             if spec is not None and shape == leaf.shape[1:]:
-                return PartitionSpec(None, *spec)
+                # As the compiled step gives it: another way to write it would compile it again.
+                return PartitionSpec(None, *spec) if any(spec) else PartitionSpec()
         return PartitionSpec()
 
     def shard_spec(path: tuple[Any, ...], leaf: Any) -> PartitionSpec:
