@@ -1,5 +1,6 @@
 """Eight emulated devices for every test, and shared fixtures."""
 
+import gc
 import os
 import pathlib
 
@@ -8,6 +9,9 @@ import pytest
 
 jax.config.update("jax_platforms", os.environ.get("JAX_PLATFORMS", "cpu"))
 jax.config.update("jax_num_cpu_devices", 8)
+
+# Traces make and drop millions of small objects beside the thousands of programs that stay.
+gc.set_threshold(100_000, 50, 100)
 
 GOLDEN = pathlib.Path(__file__).parent / "golden"
 

@@ -101,7 +101,7 @@ def test_text_in_parallel_with_micro_batches_and_a_fixed_scale_then_other_data(h
     assert "--resume: data must be" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("reduce", ["adasum", "adasum-delta"])
+@pytest.mark.parametrize("reduce", ["adasum", pytest.param("adasum-delta", marks=pytest.mark.long)])
 def test_gradients_of_several_devices_are_combined_by_adasum(reduce, here, capsys):
     options = f"--steps 4 --devices 2 --reduce {reduce} --wire bfloat16 --output here".split()
     assert train(*options) == 0
@@ -113,7 +113,12 @@ def test_gradients_of_several_devices_are_combined_by_adasum(reduce, here, capsy
 
 @pytest.mark.parametrize(
     ("reduce", "said"),
-    [("top-k --density 0.1", "top-k, 0.1 of the entries sent"), ("int8", "int8")],
+    [
+        pytest.param(
+            "top-k --density 0.1", "top-k, 0.1 of the entries sent", marks=pytest.mark.long
+        ),
+        ("int8", "int8"),
+    ],
 )
 def test_compressed_gradients_train_and_go_on_from_a_checkpoint(reduce, said, here, capsys):
     """What waits to be sent is saved with the rest: the end is the same, bit for bit."""
@@ -143,6 +148,7 @@ def test_every_reduction_of_the_command_can_be_built_and_codecs_send_less():
         assert (found.wire_bytes < 0.6 * found.dense_bytes) == (reduce in CODECS)
 
 
+@pytest.mark.long
 def test_a_frozen_run_goes_on_in_the_middle_of_a_window(here, capsys):
     """After call 3 half of a frozen step's window is open; the end is the same, bit for bit."""
     options = "--steps 8 --accumulate 2 --checkpoint-every 3 --freeze interval".split()

@@ -88,9 +88,10 @@ def uninterrupted(tmp_path_factory, environment):
     return found
 
 
-def test_killed_at_several_moments(tmp_path, environment, uninterrupted):
+@pytest.mark.parametrize("moments", [(15,), pytest.param((2, 15, 35), marks=pytest.mark.long)])
+def test_killed_at_several_moments(tmp_path, environment, uninterrupted, moments):
     # A save at every third call: most of these moments lie within one.
-    for call in (2, 15, 35):
+    for call in moments:
         run = Run(tmp_path, environment, "--checkpoint-every", "3").reach(call)
         code, _ = run.end(signal.SIGKILL)
         assert code == -signal.SIGKILL

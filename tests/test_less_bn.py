@@ -689,7 +689,7 @@ def test_head_gradients_are_those_of_finite_differences():
                 np.testing.assert_allclose(grad[place], slope, rtol=1e-6, atol=1e-8)
 
 
-@pytest.mark.parametrize("dtype", [f16, f32])
+@pytest.mark.parametrize("dtype", [f16, pytest.param(f32, marks=pytest.mark.long)])
 def test_zero_vectors_have_finite_gradients_and_learn(dtype):
     x, kernel, multiplier, bias = problem(dtype)
     f = lambda *args: jnp.sum(normalized_dense(*args).astype(f32) ** 2)  # noqa: E731

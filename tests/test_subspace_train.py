@@ -343,7 +343,7 @@ def test_trials_leave_the_statistics_alone_and_use_the_same_key():
     assert float(step.oracle.loss_at(batch, **kwargs)(state.params)) == float(value)
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "int8"])
+@pytest.mark.parametrize("dtype", [pytest.param("bfloat16", marks=pytest.mark.long), "int8"])
 def test_narrow_storage(dtype):
     """Directions as good, in half or a fourth of the bytes, with no wide copy of them."""
     params = {"w": jnp.zeros((ROWS, 4096)), "v": jnp.zeros(4096), "b": jnp.zeros(())}

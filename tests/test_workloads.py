@@ -160,7 +160,12 @@ def _epoch(task: Workload) -> np.ndarray:
 
 
 @pytest.mark.parametrize(
-    "dtype", ["float32", "float16", pytest.param("bfloat16", marks=pytest.mark.long)]
+    "dtype",
+    [
+        "float16",
+        pytest.param("float32", marks=pytest.mark.long),
+        pytest.param("bfloat16", marks=pytest.mark.long),
+    ],
 )
 def test_loss_is_finite_float32_and_reaches_every_parameter(dtype):
     for task in builds(dtype=dtype):
