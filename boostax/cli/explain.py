@@ -34,7 +34,8 @@ def _table(cells: Cells, left: int = 0) -> Table:
     headings, *rows = cells
     table = Table(box=rich.box.SIMPLE_HEAD, padding=(0, 0, 0, 1))
     for i, heading in enumerate(headings):
-        table.add_column(heading, justify="left" if i < left else "right", no_wrap=True)
+        wraps = heading == "collectives"
+        table.add_column(heading, justify="left" if i < left else "right", no_wrap=not wraps)
     for row in rows:
         table.add_row(*row)
     return table
