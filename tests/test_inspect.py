@@ -1,8 +1,10 @@
 """What ``explain`` says of a chain: its parts, what they keep and send, and what is wrong in it."""
 
+import functools
 import itertools
 import json
 import warnings
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -346,16 +348,23 @@ def test_a_wrong_order_is_named_with_its_mend_and_the_mended_is_not(wrong, right
     assert len(mine) == 1
     assert mend in mine[0].mend and mine[0].why.endswith(".")
     assert found_in(right) == []
+    # Also with axes, where many of them cannot be traced.
+    seen = boostax.explain(wrong, PARAMS, axis_sizes={"data": 8})
+    assert list(seen.findings) == found_in(wrong)
 
 
 def test_a_step_lacks_what_its_policy_and_its_mesh_ask_for(mesh):
     loss = lambda p, x: jnp.mean((x @ p["a"]["kernel"]) ** 2)  # noqa: E731
     options = {"mesh": mesh, "axis_name": "data", "policy": "O2"}
     step = boostax.make_train_step(loss, adam, **options)
-    assert [finding.what for finding in boostax.explain(step, PARAMS).findings] == [
-        "a policy that computes in float16, and no loss scale",
-        "nothing that reduces over the axis 'data'",
-    ]
+    lacks = ["a policy that computes in float16, and no loss scale"]
+    lacks += ["nothing that reduces over the axis 'data'"]
+    assert [finding.what for finding in boostax.explain(step, PARAMS).findings] == lacks
+    # Such a step does not even trace, which is no reason to be silent.
+    found = boostax.explain(step, PARAMS, jnp.ones((16, 16)))
+    assert [finding.what for finding in found.findings] == lacks
+    assert "replication" in found.problem and found.problem in str(found)
+    assert found.calls == () and found.to_dict()["problem"] == found.problem
     step = boostax.make_train_step(loss, scaled(mean, adam, **AXIS), **options)
     assert boostax.explain(step, PARAMS).findings == ()
 
@@ -375,6 +384,72 @@ def test_optaxs_own_optimizers_are_known_and_right(name):
     tx = scaled(mean, clip, tx, **AXIS)
     assert "unknown" not in {role(row.part) for row in rows(read(tx))}
     assert found_in(tx) == []
+
+
+@pytest.mark.parametrize(
+    "tx",
+    [
+        chain(optax.conditionally_transform(clip, lambda s: s % 10 == 0), adam),
+        optax.conditionally_mask(chain(mean, adam), lambda s: s % 2 == 0),
+        chain(clip, sgd, optax.apply_every(4)),
+        chain(mean, clip, boostax.subspace_params(sgd, basis, axis_name="data")),
+        chain(optax.scale_by_sign(), mean, optax.scale(-0.1)),
+        chain(optax.trace(0.9), boostax.centralize_gradients(), optax.scale(-0.1)),
+        chain(clip, top_k, sgd),
+        optax.contrib.cocob(),
+        optax.contrib.madgrad(1e-2),
+        chain(adam, optax.scale_by_schedule((lambda m: lambda count: 1 / (count + m))(10.0))),
+        optax.lookahead(adam, 5, 0.5),
+        optax.multi_transform({"stays": sgd, "goes": chain(clip, adam)}, half),
+        boostax.adasum("data", within="cores"),
+        scaled(multi(adam)),
+        boostax.dim_reduce(basis, residual=chain(mean, adam), axis_name="data"),
+        boostax.scheduled_freeze(adam, GROUPS, [0, 1], moments="per_group"),
+    ],
+    ids=lambda tx: read(tx).name,
+)
+def test_what_is_unusual_but_right_is_not_blamed(tx):
+    assert found_in(tx) == []
+
+
+def test_the_sign_is_followed_through_odd_chains():
+    flipped = chain(optax.scale(-1.0), optax.adamw(1e-3))
+    assert [finding.what for finding in found_in(flipped)] == ["the whole chain"]
+    for wrong in (decay, clip):
+        (finding,) = found_in(chain(sgd, wrong))
+        assert finding.what.endswith("after the learning rate")
+    assert found_in(chain(sgd, sgd))[0].mend == "Leave one learning rate out."
+    climbing = boostax.subspace_params(optax.scale_by_adam(), basis)
+    assert [finding.what for finding in found_in(climbing)] == ["the whole chain"]
+
+
+def test_jitted_wrapped_and_bound_updates_are_read_or_unknown():
+    transformation = optax.GradientTransformation
+    jitted = transformation(adam.init, jax.jit(chain(clip, adam).update))
+    assert [row.part.name for row in rows(read(jitted))] == [
+        "clip_by_global_norm",
+        "scale_by_adam",
+        "scale",
+    ]
+    masked = optax.masked(adam, True)
+    hidden = transformation(masked.init, jax.jit(masked.update))
+    assert boostax.explain(hidden, PARAMS).state_bytes == 2 * 4 * ENTRIES + 4
+
+    @functools.wraps(masked.update)
+    def logged(*args, **kwargs):
+        return masked.update(*args, **kwargs)
+
+    (part,) = boostax.explain(transformation(masked.init, logged), PARAMS).parts
+    assert (part.role, part.state_bytes) == ("unknown", 2 * 4 * ENTRIES + 4)
+
+    class Plain(NamedTuple):
+        inner: Any = sgd
+
+        def update(self, *args, **kwargs):
+            return self.inner.update(*args, **kwargs)
+
+    (part,) = boostax.explain(transformation(sgd.init, Plain().update), PARAMS).parts
+    assert (part.name, part.role) == ("Plain", "unknown")
 
 
 def test_what_auto_builds_is_right():
@@ -444,7 +519,7 @@ def test_bytes_agree_with_the_compiled_step_and_with_its_jaxpr(mesh, name):
     assert params == 4 * ENTRIES
     expected = params + found.state_bytes + counter + rows_of_batch
     print(f"{name}: state {found.state_bytes:.0f}, arguments {arguments}, of them {expected:.0f}")
-    assert expected == pytest.approx(arguments, rel=0.05)
+    assert expected == pytest.approx(arguments, rel=0.01)
     sent = costs.expected(costs.collectives(step.jaxpr(state, batch)))
     assert found.wire_bytes == pytest.approx(sent, rel=1e-9)
     assert found.calls[0].wire_bytes and sum(found.calls[0].wire_bytes.values()) == pytest.approx(
@@ -515,6 +590,31 @@ def test_the_same_name_twice_is_counted_with_the_first():
     first, second, *_ = boostax.explain(tx, PARAMS, axis_sizes=sizes).parts
     assert first.collectives == {"psum": 8} and second.wire_bytes is None
     assert "above" in str(boostax.explain(tx, PARAMS, axis_sizes=sizes))
+
+
+def test_a_reduction_that_hides_in_another_is_not_taken_for_one_of_its_name():
+    tx = chain(boostax.all_reduce("fast"), boostax.local_updates(sgd, "slow", every=2))
+    sizes = {"slow": 2, "fast": 4}
+    first, second, *_ = boostax.explain(tx, PARAMS, axis_sizes=sizes).parts
+    assert (first.name, first.wire_bytes) == ("all_reduce", 2 * 3 / 4 * 4 * ENTRIES)
+    assert (second.name, second.wire_bytes) == ("local_updates", 2 * 1 / 2 * 4 * ENTRIES)
+
+
+def test_what_unknown_parts_send_is_not_taken_for_the_losses():
+    def pmean(updates, state, params=None):
+        return jax.lax.pmean(updates, "data"), state
+
+    tx = chain(optax.GradientTransformation(optax.init_empty_state, pmean), adam)
+    *_, last = boostax.explain(tx, PARAMS, axis_sizes={"data": 8}).parts
+    assert (last.name, last.wire_bytes) == ("(unknown parts)", 2 * 7 / 8 * 4 * ENTRIES)
+
+
+def test_params_may_be_shapes_or_numbers(mesh):
+    shapes = jax.eval_shape(lambda: PARAMS)
+    step = boostax.make_train_step(loss, CHAINS["mean"], mesh=mesh, axis_name="data")
+    batch = jnp.ones((16, 16))
+    assert boostax.explain(step, shapes, batch) == boostax.explain(step, PARAMS, batch)
+    assert boostax.explain(chain(clip, adam), {"a": 1.0}).params_bytes == 4
 
 
 def test_it_goes_to_json_and_to_a_table(mesh):

@@ -47,8 +47,3 @@ def described(
         return cast(Update, scoped)
 
     return decorate
-
-
-def about(tx: optax.GradientTransformation) -> About | None:
-    """What a transformation says of itself; ``None`` if it is none of boostax's."""
-    return getattr(tx.update, "about", None)

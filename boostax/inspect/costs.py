@@ -16,12 +16,12 @@ from boostax._core.replicas import (
     PerReplica,
     enter_replica,
     is_per_replica,
-    leave_replica,
     stack_replicas,
     state_specs,
 )
 from boostax.freeze.scheduled import ScheduledFreeze
 from boostax.inspect.parts import follow
+from boostax.inspect.roles import UNKNOWN
 from boostax.inspect.rows import Row
 
 PyTree = Any
@@ -41,8 +41,9 @@ class PartCost(NamedTuple):
       own_bytes: of these, what each replica has to itself.
       collectives: how many it sends per step, by kind.
       wire_bytes: what it sends per step, as the formula of a ring counts; ``None`` if an earlier
-        part has the same name, which then counts both. Where it acts once in several calls (a
-        window, local updates), of a call that sends; with ``scheduled_freeze``, at the least depth.
+        part has the same name in the same place, which then counts both. Where it acts once in
+        several calls (a window, local updates), of a call that sends; with ``scheduled_freeze``, at
+        the least depth.
     """
 
     name: str
@@ -96,8 +97,8 @@ def part_costs(
     states = [_states_of(row, kept) for row in found]
     whole = params_bytes(params, place)
     sent = [] if program is None else costs.collectives(program)
-    names = [row.part.name for row in found]
-    senders = [next((x for x in reversed(c.scopes) if x in names), None) for c in sent]
+    paths = [tuple(x.part.name for x in (*row.holders, row) if x.part.about) for row in found]
+    senders = [_sender(c.scopes, paths) for c in sent]
     result: list[PartCost] = []
     for i, (row, state) in enumerate(zip(found, states, strict=True)):
         inside = [
@@ -108,8 +109,8 @@ def part_costs(
         total, own = _total(state)
         for other in inside:
             total, own = total - _total(other)[0], own - _total(other)[1]
-        first = names.index(row.part.name) == i
-        mine = [c for c, sender in zip(sent, senders, strict=True) if sender == row.part.name]
+        first = row.part.about is None or paths.index(paths[i]) == i
+        mine = [c for c, sender in zip(sent, senders, strict=True) if sender == i]
         result.append(
             PartCost(
                 row.part.name,
@@ -125,14 +126,23 @@ def part_costs(
         )
     rest = [c for c, sender in zip(sent, senders, strict=True) if sender is None]
     if rest:
-        what = "Averages the loss and what is reported with it"
+        name, what = "(the step)", "Averages the loss and what is reported with it"
+        if any(row.role == UNKNOWN for row in found):
+            name, what = "(unknown parts)", "What they send, and a step for its loss and metrics"
         counts, sends = _counts(rest, sent), _bytes(rest, sent)
-        result.append(PartCost("(the step)", 0, "step", what, 0.0, 0.0, 0.0, counts, sends))
+        result.append(PartCost(name, 0, "step", what, 0.0, 0.0, 0.0, counts, sends))
     return tuple(result)
+
+
+def _sender(scopes: tuple[str, ...], paths: Sequence[tuple[str, ...]]) -> int | None:
+    """The first row on the longest way into these scopes; others may hide in it."""
+    ways = [scopes[:n] for n in range(len(scopes), 0, -1)]
+    return next((paths.index(way) for way in ways if way in paths), None)
 
 
 def params_bytes(params: PyTree, place: Place) -> float:
     """Of the params, on one device."""
+    params = jax.eval_shape(lambda p: p, params)
     specs: Any = place.param_specs
     if specs is None:
         specs = jax.tree.map(lambda _: PartitionSpec(), params)
@@ -155,16 +165,16 @@ def traced(tx: optax.GradientTransformation, params: PyTree, place: Place) -> Cl
     def update(grads: PyTree, state: PyTree, params: PyTree) -> tuple[PyTree, PyTree]:
         grads = jax.tree.map(lambda x: x[0], grads)
         value = axes.to_varying(jnp.zeros(()), place.names)
-        given: dict[str, Any] = {"value": value, "value_fn": lambda _: value}
+        given: dict[str, Any] = {"value": value, "grad": grads, "value_fn": lambda _: value}
         if isinstance(tx, ScheduledFreeze):
             given["depth"] = tx.freezing.plan(params).drawn[0]
         updates, state = extra_tx.update(grads, enter_replica(state), params, **given)
         # Whatever it returns, equal on all or not.
-        updates = jax.tree.map(lambda x: x[None], axes.to_varying(updates, place.names))
-        return updates, leave_replica(state)
+        result = axes.to_varying((updates, state), place.names)
+        return jax.tree.map(lambda x: x[None], result)
 
     mapped = jax.shard_map(
-        update, mesh=mesh, in_specs=(each, specs, PartitionSpec()), out_specs=(each, specs)
+        update, mesh=mesh, in_specs=(each, specs, PartitionSpec()), out_specs=each
     )
     return jax.make_jaxpr(mapped)(jax.tree.map(own, params), state, params)
 

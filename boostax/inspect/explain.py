@@ -2,11 +2,12 @@
 
 import dataclasses
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, cast
 
 import jax
 import optax
+from jax.extend.core import ClosedJaxpr
 
 from boostax._core import axes, checks
 from boostax.inspect.calls import CallCost, call_costs
@@ -32,12 +33,15 @@ class Explanation:
       findings: what is in wrong order or does not fit, with the reason and the mend.
       params_bytes: of the params, on each device.
       calls: one for each program of a train step; empty without a step and a batch.
+      problem: why nothing that is sent could be counted, where what is in wrong order cannot be
+        traced; else empty.
     """
 
     parts: tuple[PartCost, ...]
     findings: tuple[Finding, ...]
     params_bytes: float
     calls: tuple[CallCost, ...] = ()
+    problem: str = ""
 
     @property
     def state_bytes(self) -> float:
@@ -68,6 +72,8 @@ class Explanation:
             f"Kept on each device: {self.state_bytes:,.0f} bytes beside {self.params_bytes:,.0f} "
             f"of params; sent per step: {self.wire_bytes:,.0f}."
         ]
+        if self.problem:
+            lines.append(f"What is sent could not be counted: {self.problem}")
         if any(part.own_bytes for part in self.parts):
             lines.append("Own bytes differ from replica to replica.")
         if any(part.role == "unknown" for part in self.parts):
@@ -95,6 +101,7 @@ class Explanation:
             "state_bytes": self.state_bytes,
             "wire_bytes": self.wire_bytes,
             "calls": [plain(call) for call in self.calls],
+            "problem": self.problem,
         }
 
     def __str__(self) -> str:
@@ -129,7 +136,7 @@ def explain(
     Args:
       tx: a transformation, or what ``make_train_step`` returns.
       params: arrays or ``jax.ShapeDtypeStruct``; with a step, its ``TrainState`` or params.
-      batch: as for a call of the step. Nothing is run.
+      batch: arrays, as for a call of the step. Nothing is run.
       axis_sizes: without a step: the mesh axes that the transformation names, ``{"data": 8}``.
         The devices need not exist. Without, nothing is counted as sent.
       depths: of those that the schedule of ``scheduled_freeze`` draws; ``None`` for all. With
@@ -142,7 +149,8 @@ def explain(
 
     Raises:
       ValueError, TypeError: neither a transformation nor a step; ``depths`` that are not drawn, or
-        without anything to freeze; and whatever ``init`` and ``update`` would raise.
+        without anything to freeze; and whatever ``init`` and ``update`` would raise, if nothing
+        is in wrong order. If something is, that is said, and the error is ``problem``.
 
     Example:
       >>> import boostax, jax.numpy as jnp, optax
@@ -180,27 +188,51 @@ def explain(
         name: checks.positive_int(_WHO, f"axis_sizes[{name!r}]", size, "8 is eight devices.")
         for name, size in (axis_sizes or {}).items()
     }
-    found = rows(read(tx))
-    place = Place(axes.canonical(_WHO, tuple(sizes) or None), sizes)
-    program = traced(tx, params, place) if sizes else None
-    parts = part_costs(tx, found, params, place, program)
-    return Explanation(parts, tuple(findings(found)), params_bytes(params, place))
+    return _explained(tx, params, Place(axes.canonical(_WHO, tuple(sizes) or None), sizes))
 
 
 def _of_step(
     step: TrainStep, given: PyTree, batch: PyTree, depths: Sequence[int] | None
 ) -> Explanation:
-    state = given if isinstance(given, TrainState) else step.init(given)
-    calls: tuple[CallCost, ...] = ()
-    if batch is not None:
-        calls = call_costs(step, state, batch, depths)
+    state = given if isinstance(given, TrainState) else jax.eval_shape(step.init, given)
     params = jax.eval_shape(step.common_params, state)
     sizes = {} if step.mesh is None else dict(step.mesh.shape)
     place = Place(step.names, sizes, step.param_specs)
-    program = None
-    if step.mesh is not None and calls:
+
+    def calls() -> tuple[CallCost, ...]:
+        return () if batch is None else call_costs(step, state, batch, depths)
+
+    def program(calls: Sequence[CallCost]) -> ClosedJaxpr | None:
+        if step.mesh is None or not calls:
+            return None
         fresh = dataclasses.replace(step, _compiled={}, _hosts={})
-        program = fresh.jaxpr(state, batch, depth=calls[0].depth)
-    found = rows(read(step.tx))
-    parts = part_costs(step.tx, found, params, place, program)
-    return Explanation(parts, tuple(findings(found, step)), params_bytes(params, place), calls)
+        return fresh.jaxpr(state, batch, depth=calls[0].depth)
+
+    return _explained(step.tx, params, place, step, calls, program)
+
+
+def _explained(
+    tx: optax.GradientTransformation,
+    params: PyTree,
+    place: Place,
+    step: TrainStep | None = None,
+    calls: Callable[[], tuple[CallCost, ...]] = tuple,
+    program: Callable[[Sequence[CallCost]], ClosedJaxpr | None] | None = None,
+) -> Explanation:
+    found = rows(read(tx))
+    wrong = tuple(findings(found, step))
+    counted: tuple[CallCost, ...] = ()
+    sends, problem = None, ""
+    try:
+        counted = calls()
+        if program is not None:
+            sends = program(counted)
+        elif place.names:
+            sends = traced(tx, params, place)
+    except (ValueError, TypeError) as error:
+        # What is in wrong order often cannot be traced; then that is what to say.
+        if not wrong:
+            raise
+        problem = str(error).partition("\n")[0]
+    parts = part_costs(tx, found, params, place, sends)
+    return Explanation(parts, wrong, params_bytes(params, place), counted, problem)

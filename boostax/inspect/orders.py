@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-from boostax.inspect.roles import CLIPS, GATES, RATES, REDUCTIONS
+from boostax.inspect.roles import CLIPS, GATES, MEMORIES, RATES, REDUCTIONS
 from boostax.inspect.rows import Row
 
 
@@ -48,7 +48,7 @@ SEQUENCES = (
         _INSIDE,
     ),
     Rule(
-        ("moments",),
+        MEMORIES,
         ("scaler",),
         f"{_SCALED} infinities: its moments jump with the scale, and one NaN stays in them.",
         _INSIDE,
@@ -75,7 +75,7 @@ SEQUENCES = (
         _INSIDE,
     ),
     Rule(
-        ("moments",),
+        MEMORIES,
         ("window", "peer window"),
         "its moments are of micro-gradients, and it takes a step for each.",
         _INSIDE,
@@ -90,7 +90,7 @@ SEQUENCES = (
     Rule(GATES, ("decay",), f"{_HELD} weights decay without a step.", _INTO),
     Rule(
         GATES,
-        ("moments",),
+        MEMORIES,
         f"{_HELD} its moments fade, and params coast on them.",
         _INTO,
     ),
@@ -120,13 +120,14 @@ SEQUENCES = (
     ),
     Rule(
         CLIPS,
-        REDUCTIONS,
+        # Deep gradient compression clips before it chooses.
+        ("mean", "adasum"),
         "each replica is clipped by itself, and the mean of what is clipped is not the clipped "
         "mean.",
         "Put {first} behind {then}.",
     ),
     Rule(
-        ("moments",),
+        MEMORIES,
         REDUCTIONS,
         "the moments are of one replica's gradients, but kept as if all had the same.",
         "Put {then} before {first}, or keep an optimizer on each replica: boostax.adasum_delta, "
@@ -169,16 +170,28 @@ SEQUENCES = (
         "Put {then} before {first}.",
     ),
     Rule(
-        (*CLIPS, "centralize", "moments", "noise"),
+        (*CLIPS, "centralize", *MEMORIES, "noise"),
         ("subspace",),
         "its slope is no longer that of the loss, by which it measures its steps.",
         "Leave {first} out, or give it to residual=.",
     ),
     Rule(
         ("subspace",),
-        (*RATES, *CLIPS, "moments"),
+        (*RATES, *CLIPS, *MEMORIES),
         "the step's length was chosen by the loss, and is changed after that.",
         "Leave {then} out, or give it to residual=.",
+    ),
+    Rule(
+        ("coordinates",),
+        (*RATES, *CLIPS, "decay", *MEMORIES),
+        "params move otherwise than the coordinates that are kept of them.",
+        "Put {then} inside {first}: {first}(optax.chain(..., {then}(...)), ...).",
+    ),
+    Rule(
+        ("adder",),
+        ("decay", *MEMORIES, "schedule", "noise", "recorder"),
+        f"{_HELD} {{first}} gives it zeros, which it takes for gradients.",
+        "Leave {first} out, and put boostax.accumulate or optax.MultiSteps around {then}.",
     ),
 )
 
@@ -234,7 +247,7 @@ NESTINGS = (
     ),
     Rule(
         ("shard",),
-        ("centralize", "recorder", "subspace", "window", "scaler"),
+        ("centralize", "recorder", "subspace", "coordinates", "window", "scaler"),
         "it gets one replica's part of each leaf.",
         "Put {then} before or around {first}.",
     ),

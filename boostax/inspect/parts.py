@@ -11,6 +11,7 @@ import inspect
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
+import jax
 import optax
 
 from boostax._core.about import About
@@ -70,22 +71,28 @@ def _part(update: Callable[..., Any]) -> Part:
         return Part(about.who, "boostax", what, about, settings, inner)
     if isinstance(update, functools.partial):
         return _part(update.func)
+    if isinstance(update, jax.stages.Wrapped):  # by jax.jit
+        return _part(inspect.unwrap(update))
     owner = getattr(update, "__self__", None)
-    values = _values(update) if owner is None else dict(vars(owner))
-    name = _factory(update) if owner is None else type(owner).__name__
-    if name == "with_extra_args_support":
+    values = _values(update) if owner is None else dict(getattr(owner, "__dict__", {}))
+    kind = owner if isinstance(owner, type) else type(owner)
+    name = _factory(update) if owner is None else kind.__name__
+    if name == "with_extra_args_support" and "tx" in values:
         return read(values["tx"])
-    package = str(getattr(update, "__module__", "")).partition(".")[0]
-    made = getattr(update, "__globals__", {}).get(name) if owner is None else type(owner)
+    space = getattr(update, "__globals__", {})
+    # Of the function itself: functools.wraps gives it the name and module of another.
+    module = space.get("__name__", getattr(update, "__module__", ""))
+    package = str(module).partition(".")[0]
+    made = space.get(name) if owner is None else kind
     part = Part(name, package, _first_line(made), settings=values)
     if package != "optax":
         return part
     if name == "chain":
-        inner = tuple(((i,), _part(fn)) for i, fn in enumerate(values["update_fns"]))
+        inner = tuple(((i,), _part(fn)) for i, fn in enumerate(values.get("update_fns", ())))
     elif name == "named_chain":
-        inner = tuple(((label,), read(tx)) for label, tx in values["transforms"])
+        inner = tuple(((label,), read(tx)) for label, tx in values.get("transforms", ()))
     elif name == "partition":
-        found = values["transforms"].items()
+        found = values.get("transforms", {}).items()
         inner = tuple((("inner_states", key, "inner_state"), read(tx)) for key, tx in found)
     else:
         route = _WRAPPERS.get(name)
@@ -110,11 +117,12 @@ def follow(state: PyTree, route: Route | None) -> PyTree:
 
 def _factory(update: Callable[..., Any]) -> str:
     """``clip`` of ``clip.<locals>.update_fn``."""
-    return getattr(update, "__qualname__", type(update).__name__).partition(".")[0]
+    code = getattr(update, "__code__", None)
+    return (type(update).__name__ if code is None else code.co_qualname).partition(".")[0]
 
 
 def _values(fn: Callable[..., Any]) -> dict[str, Any]:
-    """What a function's closure holds, by name; also that of functions that it calls."""
+    """What a function's closure holds, by name."""
     found: dict[str, Any] = {}
     code, cells = getattr(fn, "__code__", None), getattr(fn, "__closure__", None)
     for name, cell in zip(code.co_freevars, cells, strict=True) if code and cells else ():

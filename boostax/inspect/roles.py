@@ -13,8 +13,12 @@ _NAMES: Mapping[str, tuple[str, ...]] = {
     COMBINATOR: ("chain", "named_chain", "partition", "masked", "flatten"),
     "scaler": ("dynamic_loss_scale", "static_loss_scale", "group_loss_scale"),
     "window": ("accumulate",),
-    "peer window": ("MultiSteps", "apply_every"),
-    "hold": ("apply_if_finite", "conditionally_transform", "conditionally_mask"),
+    "peer window": ("MultiSteps",),
+    "adder": ("apply_every",),
+    "hold": ("apply_if_finite",),
+    # By the step's number; the first lets gradients pass, the second makes them zero.
+    "condition": ("conditionally_transform",),
+    "mask": ("conditionally_mask",),
     "freeze": ("scheduled_freeze",),
     "mean": ("all_reduce",),
     "adasum": ("adasum",),
@@ -35,7 +39,9 @@ _NAMES: Mapping[str, tuple[str, ...]] = {
     "clip": ("clip", "clip_by_block_rms"),
     "decay": ("add_decayed_weights",),
     "noise": ("add_noise",),
-    "moments": ("trace", "ema", "normalize_by_update_norm"),
+    "momentum": ("trace", "ema"),
+    "moments": ("normalize_by_update_norm",),
+    "sign": ("scale_by_sign",),
     "rate": (
         "scale",
         "scale_by_learning_rate",
@@ -48,7 +54,8 @@ _NAMES: Mapping[str, tuple[str, ...]] = {
     ),
     "schedule": ("scale_by_schedule",),
     "recorder": ("record_trajectory",),
-    "subspace": ("dim_reduce", "subspace_params"),
+    "subspace": ("dim_reduce",),
+    "coordinates": ("subspace_params",),
     "zero NaN": ("zero_nans",),
     "zero": ("set_to_zero",),
     "watch": ("group_signal", "snapshot", "monitor", "measure_with_ema"),
@@ -57,10 +64,11 @@ _NAMES: Mapping[str, tuple[str, ...]] = {
 _ROLES = {name: role for role, names in _NAMES.items() for name in names}
 
 # Names for several roles at once.
-GATES = ("scaler", "window", "peer window", "hold")
+GATES = ("scaler", "window", "peer window", "hold", "mask")
 REDUCTIONS = ("mean", "adasum", "compressed")
 CLIPS = ("norm clip", "clip")
 RATES = ("rate", "schedule")
+MEMORIES = ("momentum", "moments")
 
 
 def role(part: Part) -> str:
@@ -78,7 +86,7 @@ def sign(part: Part) -> int | None:
     kind = role(part)
     if kind == UNKNOWN:
         return None
-    if kind == "subspace":
+    if kind == "subspace" or part.name in ("scale_by_cocob", "scale_by_madgrad"):
         return -1
     if part.name == "scale":
         return _sign(part.settings.get("step_size"))
@@ -98,7 +106,8 @@ def _sign(value: Any) -> int | None:
 def _of_schedule(fn: Any) -> int | None:
     """Optax writes a falling step as ``lambda count: m * schedule(count)``, with ``m`` -1."""
     code, cells = getattr(fn, "__code__", None), getattr(fn, "__closure__", None)
-    if code is None or cells is None or "m" not in code.co_freevars:
+    ours = getattr(fn, "__globals__", {}).get("__name__", "").startswith("optax.")
+    if not ours or code is None or cells is None or "m" not in code.co_freevars:
         return None
     return _sign(cells[code.co_freevars.index("m")].cell_contents)
 

@@ -50,7 +50,8 @@ def rows(part: Part) -> list[Row]:
         sides: tuple[tuple[int, int], ...],
     ) -> None:
         row = Row(part, role(part), holders, routes, sides)
-        if row.role != COMBINATOR:
+        # One that cannot be looked into stands for what it holds.
+        if row.role != COMBINATOR or not part.inner:
             found.append(row)
             holders = (*holders, row)
         for i, (route, inner) in enumerate(part.inner):

@@ -6,11 +6,11 @@ from collections.abc import Iterator, Sequence
 import jax.numpy as jnp
 
 from boostax.inspect.orders import Finding, nestings, sequences
-from boostax.inspect.roles import REDUCTIONS, UNKNOWN, sign, weight_decay
+from boostax.inspect.roles import CLIPS, MEMORIES, REDUCTIONS, UNKNOWN, sign, weight_decay
 from boostax.inspect.rows import Row
 from boostax.train.compiled import TrainStep
 
-_REDUCING = (*REDUCTIONS, "delta", "own params", "subspace")
+_REDUCING = (*REDUCTIONS, "delta", "own params", "subspace", "coordinates")
 
 
 def findings(found: Sequence[Row], step: TrainStep | None = None) -> list[Finding]:
@@ -32,7 +32,7 @@ def freezing(found: Sequence[Row]) -> Iterator[Finding]:
         if row.role == "zero" and row.sides:
             yield Finding(
                 f"{row.part.name} in a partition",
-                "what it holds is computed, reduced and stored all the same.",
+                "its gradients are computed all the same, and reduced by what stands before.",
                 "boostax.scheduled_freeze(tx, groups, depth) leaves it out of the backward pass.",
             )
 
@@ -55,28 +55,28 @@ def agreements(found: Sequence[Row]) -> Iterator[Finding]:
 
 def directions(found: Sequence[Row]) -> Iterator[Finding]:
     """Where the sign turns: params must go down, and decay comes before."""
-    if any(row.sides for row in found) or not any(row.role == "moments" for row in found):
+    if any(row.sides for row in found):
         return
-    turned, several = 1.0, 0
-    for row in found:
-        if any(holder.role == "subspace" for holder in row.holders):
-            continue  # an optimizer for what the subspace leaves over
-        factor = sign(row.part)
-        before, turned = turned, math.nan if factor is None else turned * factor
-        several += factor == -1
-        if row.role == "decay" and before == -1 and weight_decay(row.part) > 0:
+    # But for an optimizer of what a subspace leaves over.
+    line = [row for row in found if all(holder.role != "subspace" for holder in row.holders)]
+    signs = [math.nan if (factor := sign(row.part)) is None else factor for row in line]
+    for i, row in enumerate(line):
+        if math.prod(signs[:i]) != -1 or math.prod(signs[i:]) != 1:
+            continue
+        if row.role == "decay" and weight_decay(row.part) > 0:
             yield Finding(
                 f"{row.part.name} after the learning rate",
                 "it is added to what will be added to the params: weights grow by it.",
                 "Put it before the learning rate, as optax.adamw does.",
             )
-        if row.role in ("norm clip", "clip") and before == -1:
+        if row.role in CLIPS:
             yield Finding(
                 f"{row.part.name} after the learning rate",
                 "it bounds steps, not gradients: the bound means more the smaller the rate.",
                 "Put it before the optimizer.",
             )
-    if turned == 1:
+    several = -1 in signs
+    if math.prod(signs) == 1 and (several or any(row.role in MEMORIES for row in line)):
         cause = "the sign turns twice" if several else "nothing turns the sign"
         mend = "End the chain with optax.scale_by_learning_rate(...)."
         why = f"{cause}: the loss is climbed."
