@@ -184,7 +184,9 @@ def test_all_forms_take_the_same_steps(mesh):
 
 
 @pytest.mark.parametrize("depth", [0, 1, 3])
-@pytest.mark.parametrize("wrapped", ["scaled", "accumulated(scaled)"])
+@pytest.mark.parametrize(
+    "wrapped", ["scaled", pytest.param("accumulated(scaled)", marks=pytest.mark.long)]
+)
 def test_flops_are_those_of_a_step_written_for_the_depth(depth, wrapped):
     """Clipping, finiteness and windows keep no dead backward pass alive."""
     width, rows = 128, 128
@@ -501,7 +503,7 @@ def test_power_sgd_sees_both_sides_whatever_the_period(depths):
         assert ratio < 1, name
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("dtype", ["bfloat16", pytest.param("float16", marks=pytest.mark.long)])
 def test_low_precision_params(dtype):
     params = jax.tree.map(lambda x: x.astype(dtype), start())
     grads = jax.tree.map(jnp.ones_like, params)

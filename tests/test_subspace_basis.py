@@ -78,7 +78,7 @@ def filled(snapshots, rows):
     return gram
 
 
-@pytest.mark.parametrize("method", ["gram", "randomized"])
+@pytest.mark.parametrize("method", ["gram", pytest.param("randomized", marks=pytest.mark.long)])
 def test_components_are_those_of_mindspore(golden, method):
     arrays = np.load(golden / "pca.npz")
     with jax.enable_x64(True):
@@ -91,7 +91,7 @@ def test_components_are_those_of_mindspore(golden, method):
         np.testing.assert_allclose(rows * signs[:, None], expected, atol=1e-9)
 
 
-@pytest.mark.parametrize("method", ["gram", "randomized"])
+@pytest.mark.parametrize("method", [pytest.param("gram", marks=pytest.mark.long), "randomized"])
 def test_directions_five_thousand_times_narrower_than_the_first_are_found_in_float32(
     golden, method
 ):
@@ -104,7 +104,7 @@ def test_directions_five_thousand_times_narrower_than_the_first_are_found_in_flo
     assert skew(rows) < 1e-6
 
 
-@pytest.mark.parametrize("jitted", [False, True])
+@pytest.mark.parametrize("jitted", [pytest.param(False, marks=pytest.mark.long), True])
 @pytest.mark.parametrize("method", ["gram", "randomized"])
 def test_basis_is_orthonormal_for_a_mean_a_thousand_times_the_spread(method, jitted):
     # Components from an uncentred Gram matrix in f32 miss this by a factor of a hundred and more.
