@@ -21,6 +21,8 @@ from boostax.train.compiled import TrainStep
 from boostax.train.state import TrainState
 
 PyTree = Any
+# The calls of a step, and the program whose collectives are counted.
+_Counted = tuple[tuple[CallCost, ...], ClosedJaxpr | None]
 _WHO = "explain"
 
 
@@ -188,51 +190,46 @@ def explain(
         name: checks.positive_int(_WHO, f"axis_sizes[{name!r}]", size, "8 is eight devices.")
         for name, size in (axis_sizes or {}).items()
     }
-    return _explained(tx, params, Place(axes.canonical(_WHO, tuple(sizes) or None), sizes))
+    place = Place(axes.canonical(_WHO, tuple(sizes) or None), sizes)
+    return _explained(tx, params, place, lambda: ((), traced(tx, params, place) if sizes else None))
 
 
 def _of_step(
     step: TrainStep, given: PyTree, batch: PyTree, depths: Sequence[int] | None
 ) -> Explanation:
     state = given if isinstance(given, TrainState) else jax.eval_shape(step.init, given)
-    params = jax.eval_shape(step.common_params, state)
     sizes = {} if step.mesh is None else dict(step.mesh.shape)
-    place = Place(step.names, sizes, step.param_specs)
 
-    def calls() -> tuple[CallCost, ...]:
-        return () if batch is None else call_costs(step, state, batch, depths)
-
-    def program(calls: Sequence[CallCost]) -> ClosedJaxpr | None:
-        if step.mesh is None or not calls:
-            return None
+    def count() -> _Counted:
+        if batch is None:
+            return (), None
+        calls = call_costs(step, state, batch, depths)
+        if step.mesh is None:
+            return calls, None
         fresh = dataclasses.replace(step, _compiled={}, _hosts={})
-        return fresh.jaxpr(state, batch, depth=calls[0].depth)
+        return calls, fresh.jaxpr(state, batch, depth=calls[0].depth)
 
-    return _explained(step.tx, params, place, step, calls, program)
+    params = jax.eval_shape(step.common_params, state)
+    return _explained(step.tx, params, Place(step.names, sizes, step.param_specs), count, step)
 
 
 def _explained(
     tx: optax.GradientTransformation,
     params: PyTree,
     place: Place,
+    count: Callable[[], _Counted],
     step: TrainStep | None = None,
-    calls: Callable[[], tuple[CallCost, ...]] = tuple,
-    program: Callable[[Sequence[CallCost]], ClosedJaxpr | None] | None = None,
 ) -> Explanation:
+    """What ``count`` traces, part by part, beside what the chain alone tells."""
     found = rows(read(tx))
     wrong = tuple(findings(found, step))
-    counted: tuple[CallCost, ...] = ()
-    sends, problem = None, ""
+    calls, program, problem = (), None, ""
     try:
-        counted = calls()
-        if program is not None:
-            sends = program(counted)
-        elif place.names:
-            sends = traced(tx, params, place)
+        calls, program = count()
     except (ValueError, TypeError) as error:
         # What is in wrong order often cannot be traced; then that is what to say.
         if not wrong:
             raise
         problem = str(error).partition("\n")[0]
-    parts = part_costs(tx, found, params, place, sends)
-    return Explanation(parts, wrong, params_bytes(params, place), counted, problem)
+    parts = part_costs(tx, found, params, place, program)
+    return Explanation(parts, wrong, params_bytes(params, place), calls, problem)

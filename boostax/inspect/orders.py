@@ -33,7 +33,10 @@ class Rule(NamedTuple):
     mend: str
 
 
-_SCALED = "it sees gradients that are still multiplied by the scale, before anyone has looked for"
+_SCALED = (
+    "it sees gradients that are still multiplied by the scale, before anyone has looked for "
+    "infinities:"
+)
 _INSIDE = "Put {first} inside {then}: {then}(optax.chain({first}(...), ...))."
 _INTO = "Put {then} inside {first}: {first}(optax.chain(..., {then}(...)))."
 _INTO_FRONT = "Put {then} first inside {first}: {first}(optax.chain({then}(...), ...))."
@@ -44,13 +47,13 @@ SEQUENCES = (
     Rule(
         CLIPS,
         ("scaler",),
-        f"{_SCALED} infinities: the bound means something else at every scale.",
+        f"{_SCALED} the bound means something else at every scale.",
         _INSIDE,
     ),
     Rule(
         MEMORIES,
         ("scaler",),
-        f"{_SCALED} infinities: its moments jump with the scale, and one NaN stays in them.",
+        f"{_SCALED} its moments jump with the scale, and one NaN stays in them.",
         _INSIDE,
     ),
     Rule(("decay",), ("scaler",), "the decay is divided by the scale with the gradients.", _INSIDE),
@@ -58,7 +61,7 @@ SEQUENCES = (
     Rule(
         (*REDUCTIONS, "delta", "own params"),
         ("scaler",),
-        f"{_SCALED} infinities: one replica's overflow goes to all, and residuals are kept in a "
+        f"{_SCALED} one replica's overflow goes to all, and residuals are kept in a "
         "unit that changes.",
         _INSIDE,
     ),
