@@ -181,8 +181,8 @@ def test_a_frozen_run_goes_on_in_the_middle_of_a_window(here, capsys):
 @pytest.mark.parametrize(
     "more",
     [
-        "--devices 2 --accumulate 2",
-        pytest.param("", marks=pytest.mark.long),
+        pytest.param("--devices 2 --accumulate 2", marks=pytest.mark.long),
+        "",
         pytest.param("--model conv --devices 2", marks=pytest.mark.long),
     ],
 )

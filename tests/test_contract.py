@@ -54,8 +54,13 @@ OF_THEIR_OWN = {
 }
 
 
+# How their results are typed is told by what they consist of.
+COMPOSED = ("inside", "around", "scattered", "warming")
+
+
 def marks(case, law):
     late = case.name in VARIANTS and law not in ALWAYS
+    late |= law == "results_are_typed_equal" and any(word in case.name for word in COMPOSED)
     return [pytest.mark.long] if late or (case.name in GATED and law not in OF_THEIR_OWN) else []
 
 

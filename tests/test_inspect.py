@@ -506,7 +506,13 @@ CHAINS = {
 }
 
 
-@pytest.mark.parametrize("name", CHAINS)
+QUICK = ("window", "top-k", "shared out", "local", "frozen")
+
+
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(x, marks=[] if x in QUICK else [pytest.mark.long]) for x in CHAINS],
+)
 def test_bytes_agree_with_the_compiled_step_and_with_its_jaxpr(mesh, name):
     step = boostax.make_train_step(loss, CHAINS[name], mesh=mesh, axis_name="data")
     state, batch = step.init(PARAMS), jnp.ones((16, 16))

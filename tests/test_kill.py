@@ -30,6 +30,7 @@ def environment(tmp_path_factory):
     return {
         **{name: value for name, value in os.environ.items() if name != "XLA_FLAGS"},
         "JAX_PLATFORMS": "cpu",
+        "XLA_FLAGS": "--xla_backend_optimization_level=0",
         "JAX_COMPILATION_CACHE_DIR": cache,
         "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
         "PYTHONPATH": str(pathlib.Path(boostax.__file__).parents[1]),

@@ -325,6 +325,7 @@ def test_with_freezing_each_depth_that_is_drawn_counts_by_its_share():
     assert frozen.costs.compile_seconds == 3.0 and frozen.note == ""
 
 
+@pytest.mark.long
 def test_a_turn_freezes_as_the_schedule_does_from_its_beginning():
     config = BoostConfig(freeze=Freeze("continuous", frozen_fraction=0.5, groups=3))
     frozen = Candidate("a", config, setting(steps=6))
@@ -342,6 +343,7 @@ def test_a_turn_freezes_as_the_schedule_does_from_its_beginning():
         depths.clear()
 
 
+@pytest.mark.long
 def test_freezing_that_comes_later_is_not_judged_by_what_came_before():
     freeze = {"freeze": {"kind": "progressive", "total_steps": 1000, "groups": 3}}
     found = row(measured({"freeze": freeze}), "freeze")

@@ -333,7 +333,7 @@ def test_ring_holds_the_last_snapshots_oldest_first(steps):
     assert int(boostax.metrics(state)["trajectory_snapshots"]) == len(due)
 
 
-@pytest.mark.parametrize("count", [6, 8, 21])
+@pytest.mark.parametrize("count", [6, pytest.param(8, marks=pytest.mark.long), 21])
 def test_recorded_basis_is_that_of_the_snapshots(count):
     path = draw(21, mean=50.0)
     tx = record_trajectory(8)
