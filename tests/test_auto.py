@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from combinations import REDUCTIONS
 
 import boostax
 from boostax.autoboost.auto import auto
@@ -445,20 +446,6 @@ TECHNIQUES = {
     "centralize": {"centralize": True},
     "clip": {"clip": 0.1},
     "finish": {"dim_reduce": {"n_components": 2, "every": 1}},
-}
-REDUCTIONS = {
-    "mean": {"wire": "bfloat16"},
-    "adasum": {},
-    "adasum-delta": {},
-    "top-k": {"density": 0.5, "dense": "vectors"},
-    "threshold": {"threshold": 0.5, "capacity": 0.5, "relative": True},
-    "random-k": {"density": 0.5},
-    "int8": {"rounding": "stochastic"},
-    "int16": {},
-    "sign": {"form": "mean"},
-    "power-sgd": {"rank": 1},
-    "partial": {"partitions": 2},
-    "local": {"every": 2},
 }
 QUICK = {
     ("freeze", "accumulate"),
