@@ -89,7 +89,13 @@ def stack_replicas(opt_state: PyTree, replicas: int) -> PyTree:
       >>> boostax.stack_replicas(boostax.PerReplica(jnp.zeros(3)), 8).local.shape
       (8, 3)
     """
-    return _map_local(lambda x: jnp.broadcast_to(x[None], (replicas, *x.shape)), opt_state)
+
+    def stack(x: Any) -> Any:
+        # NumPy's is a view, which costs nothing.
+        broadcast = np.broadcast_to if isinstance(x, np.ndarray) else jnp.broadcast_to
+        return broadcast(x[None], (replicas, *x.shape))
+
+    return _map_local(stack, opt_state)
 
 
 def enter_replica(opt_state: PyTree) -> PyTree:

@@ -14,6 +14,7 @@ from boostax._core import checks
 from boostax.cli.finish import check_finish, recorder
 from boostax.cli.freezing import check_freezing, freeze_by_schedule, layer_groups, signal
 from boostax.cli.recipe import CODECS, Recipe
+from boostax.cluster.place import here
 from boostax.workloads import Workload
 
 AXIS = "data"
@@ -48,27 +49,50 @@ class Built:
 
     def evaluate(self, state: boostax.TrainState) -> dict[str, float]:
         """Held-out scalars under names of their own."""
-        found = self.workload.evaluate(state.params, state.model_state)
+        found = self.workload.evaluate(*here((state.params, state.model_state)))
         return {f"held_out_{name}": value for name, value in found.items()}
 
 
-def require_devices(count: int) -> None:
+def require_devices(count: int, processes: int = 1) -> int:
     """Make sure that there are ``count`` devices, emulated ones on CPU; before JAX is first used.
 
+    Returns:
+      How many to use: of several processes at least one each.
+
     Raises:
-      ValueError: if there are fewer.
+      ValueError: if there are fewer, or the processes cannot have equally many.
     """
     checks.positive_int("boostax", "--devices", count, "1 trains on a single device.")
+    if processes > 1 and count == 1:
+        return len(jax.devices())
+    if count % processes:
+        raise ValueError(
+            f"boostax: --devices must be a multiple of the {processes} processes, got {count}. "
+            f"It counts those of all processes; {processes} gives each of them one."
+        )
     settings: Any = jax.config
-    if settings.jax_num_cpu_devices < count:
+    each = count // processes
+    if settings.jax_num_cpu_devices < each:
         # Refused once a backend exists; what is there decides below.
         with contextlib.suppress(RuntimeError):
-            settings.update("jax_num_cpu_devices", count)
-    if len(jax.devices()) < count:
+            settings.update("jax_num_cpu_devices", each)
+    there = jax.local_devices()
+    if len(there) < each:
+        of = "" if processes == 1 else f"{processes} times "
         raise ValueError(
-            f"boostax: --devices must be at most {len(jax.devices())}, the {jax.default_backend()} "
+            f"boostax: --devices must be at most {of}{len(there)}, the {jax.default_backend()} "
             f"devices here, got {count}. JAX_PLATFORMS=cpu emulates as many as you ask for."
         )
+    return count
+
+
+def _devices(count: int) -> list[Any]:
+    """The first ones, as many from every process."""
+    each = count // jax.process_count()
+    taken: dict[int, list[Any]] = {}
+    for device in jax.devices():
+        taken.setdefault(device.process_index, []).append(device)
+    return [device for index in sorted(taken) for device in taken[index][:each]]
 
 
 def build(workload: Workload, recipe: Recipe) -> Built:
@@ -82,7 +106,7 @@ def build(workload: Workload, recipe: Recipe) -> Built:
             (recipe.devices,),
             (axis,),
             (jax.sharding.AxisType.Auto,),
-            devices=jax.devices()[: recipe.devices],
+            devices=_devices(recipe.devices),
         )
     optimizer_steps = math.ceil(recipe.steps / recipe.accumulate)
     groups = None if recipe.freeze == "none" else layer_groups(workload, recipe)

@@ -2,7 +2,7 @@
 
 import sys
 from dataclasses import dataclass, field
-from typing import Annotated
+from typing import Annotated, Any
 
 import tyro
 
@@ -11,6 +11,7 @@ from boostax.cli.compare import compare
 from boostax.cli.explain import explain
 from boostax.cli.recipe import ComparePlan, Recipe, RunOptions
 from boostax.cli.train import train
+from boostax.cluster.end import ending_at_once, say
 from boostax.workloads import DigitsConfig, TextConfig, digits, text
 
 
@@ -132,20 +133,35 @@ def run(argv: list[str]) -> int:
         config=(tyro.conf.OmitArgPrefixes, tyro.conf.OmitSubcommandPrefixes),
     )
     try:
-        match command.workload:
-            case TrainText(task, recipe, options):
-                train(text, task, recipe, options, argv)
-            case TrainDigits(task, recipe, options):
-                train(digits, task, recipe, options, argv)
-            case CompareText(task, plan):
-                compare(text, task, plan)
-            case CompareDigits(task, plan):
-                compare(digits, task, plan)
-            case ExplainText(task, recipe):
-                explain(text, task, recipe)
-            case ExplainDigits(task, recipe):
-                explain(digits, task, recipe)
+        # With peers, nothing that is raised leaves this block.
+        with ending_at_once(_say):
+            _dispatch(command.workload, argv)
     except Refusal as refusal:
-        print(f"boostax: {str(refusal).removeprefix('boostax: ')}", file=sys.stderr)
+        _say(refusal)
         return 1
     return 0
+
+
+def _dispatch(workload: Any, argv: list[str]) -> None:
+    match workload:
+        case TrainText(task, recipe, options):
+            train(text, task, recipe, options, argv)
+        case TrainDigits(task, recipe, options):
+            train(digits, task, recipe, options, argv)
+        case CompareText(task, plan):
+            compare(text, task, plan)
+        case CompareDigits(task, plan):
+            compare(digits, task, plan)
+        case ExplainText(task, recipe):
+            explain(text, task, recipe)
+        case ExplainDigits(task, recipe):
+            explain(digits, task, recipe)
+        case _:
+            raise AssertionError(workload)
+
+
+def _say(error: Exception) -> None:
+    if isinstance(error, Refusal):
+        print(f"boostax: {str(error).removeprefix('boostax: ')}", file=sys.stderr, flush=True)
+    else:
+        say(error)

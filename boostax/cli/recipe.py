@@ -31,7 +31,8 @@ class Recipe:
     microbatches: int = 1
     """Slices of a batch passed through the model in turn: less memory for the same result."""
     devices: int = 1
-    """Devices to split each batch over. On CPU they are emulated."""
+    """Devices to split each batch over, of all processes together; 1 with several processes: all
+    they have. On CPU they are emulated."""
     reduce: Reduction = "mean"
     """How the devices' gradients become one; adasum-delta combines the updates of an AdamW each.
     Those from top-k on send less of the matrices at a time and keep the rest for later steps."""
@@ -75,6 +76,11 @@ class RunOptions:
     """Calls between two evaluations on the held-out split."""
     tensorboard: bool = False
     """Also write TensorBoard events to the output directory."""
+    step_limit: float | None = None
+    """Seconds that a call may take before the run ends and says who is stuck: 600 by default with
+    several processes, no limit with one. The first call, evaluations and saves get ten times it."""
+    heartbeat: int = 100
+    """With several processes: seconds of silence after which one is taken for dead."""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -30,6 +30,7 @@ from boostax.cli.build import (
 from boostax.cli.compare import counted
 from boostax.cli.finish import Finish, finish, finish_steps, show
 from boostax.cli.recipe import CODECS, Recipe, RunOptions
+from boostax.cluster.start import initialize
 from boostax.freeze.plateau import FreezeOnPlateau
 from boostax.freeze.scheduled import ScheduledFreeze
 from boostax.train.checkpoint import Checkpointer
@@ -49,17 +50,19 @@ def train(
     argv: list[str],
 ) -> None:
     """Train, or go on training, one workload; ``argv`` is what the user typed."""
-    console = Console(highlight=False)
     with refusing():
         for name in ("checkpoint_every", "evaluate_every"):
             option = "--" + name.replace("_", "-")
             checks.positive_int("boostax", option, getattr(options, name), "It counts calls.")
-        require_devices(recipe.devices)
+        processes = initialize(heartbeat=options.heartbeat)
+        devices = require_devices(recipe.devices, processes.count)
+        recipe = dataclasses.replace(recipe, devices=devices)
         workload = make_workload(task)
         built = build(workload, recipe)
         output = options.output or pathlib.Path("runs") / workload.name
         output.mkdir(parents=True, exist_ok=True)
         checkpointer = Checkpointer(output / "checkpoints")
+    console = Console(highlight=False, quiet=not processes.first)
     numbers = _numbers(workload, task, recipe)
     with checkpointer:
         with refusing():
@@ -70,18 +73,22 @@ def train(
                 return
             state = built.init(task.seed)
             if start:
-                state, _ = checkpointer.restore(state, start)
+                state, saved = checkpointer.restore(state, start, reshard=True)
+                _say_resharded(console, saved["numbers"]["devices"], recipe.devices)
         console.print(plan_table(built, task, recipe, start))
-        with refusing():
-            writers = _writers(recipe, options, output, start, console)
+        writers: list[Writer] = []
+        if processes.first:
+            with refusing():
+                writers = _writers(recipe, options, output, start, console)
         begun = time.monotonic()
         meta = {"numbers": numbers}
         finished = None
+        rows = built.step.rows(workload.batch_size)
         try:
             result = fit(
                 built.step,
                 state,
-                workload.batch,
+                lambda index: workload.batch(index, rows),
                 steps=recipe.steps,
                 start=start,
                 writers=writers,
@@ -103,11 +110,23 @@ def train(
         console.print(f"Stopped by {result.stopped_by} after call {result.step}; state saved.")
         console.print(f"Go on with: {again}", soft_wrap=True)
         return
+    if not processes.first:
+        return
     seconds = time.monotonic() - begun
     _finish(console, built, output, result, numbers, seconds, finished)
     console.print("[bold]Next[/bold]")
     for line in _next(built.workload.name, task, recipe, output, argv):
         console.print(f"  {line}", soft_wrap=True)
+
+
+def _say_resharded(console: Console, was: int, now: int) -> None:
+    if was != now:
+        console.print(
+            f"Saved on {counted(was, 'device')}, going on with {now}: what each of them keeps for "
+            "itself (residuals, open windows) is shared out anew, its mean unchanged. The run goes "
+            "on, but no longer bit for bit as it would have.",
+            soft_wrap=True,
+        )
 
 
 def _numbers(workload: Workload, task: Any, recipe: Recipe) -> dict[str, Any]:
@@ -134,7 +153,7 @@ def _calls_done(
             "another --output."
         )
     saved = checkpointer.meta(latest)["numbers"]
-    for name in sorted(saved.keys() | numbers.keys()):
+    for name in sorted((saved.keys() | numbers.keys()) - {"devices"}):
         was, now = saved.get(name), numbers.get(name)
         if was != now:
             raise Refusal(

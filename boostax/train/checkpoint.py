@@ -12,7 +12,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from boostax._core import checks, trees
+from boostax.cluster.place import place
 from boostax.train.checksums import Leaves, describe, text_checksum
+from boostax.train.resharding import as_saved, resharded, typed
 
 try:
     import orbax.checkpoint as ocp
@@ -139,6 +141,13 @@ class Checkpointer:
         """The highest complete step on disk, or None."""
         return max(self.steps(), default=None)
 
+    def remaining(self) -> str:
+        """What a run that ends badly can say: the last complete step, without waiting for any."""
+        found = [int(path.name) for path in self._directory.iterdir() if path.name.isdigit()]
+        if not found:
+            return f"There is no complete checkpoint in {self._directory} yet."
+        return f"The last complete checkpoint in {self._directory} is {max(found)}: go on from it."
+
     def meta(self, step: int | None = None) -> dict[str, Any]:
         """The ``meta`` that was saved with ``step`` (default: the latest).
 
@@ -148,13 +157,19 @@ class Checkpointer:
         """
         return self._record(self._existing(step))["meta"]
 
-    def restore(self, target: PyTree, step: int | None = None) -> tuple[PyTree, dict[str, Any]]:
+    def restore(
+        self, target: PyTree, step: int | None = None, *, reshard: bool = False
+    ) -> tuple[PyTree, dict[str, Any]]:
         """The state and ``meta`` of ``step`` (default: the latest), placed as ``target`` is.
+
+        It may have been saved by another number of processes, on other devices.
 
         Args:
           target: a state of the same structure, shapes and dtypes: arrays, or
             `jax.ShapeDtypeStruct` with a sharding (without one: the first device).
           step: which step.
+          reshard: whether what differs per replica may have been saved by another number of
+            replicas; it is then shared out anew by `boostax.reshard_state`, which keeps its mean.
 
         Raises:
           FileNotFoundError: if there is no such step.
@@ -164,16 +179,15 @@ class Checkpointer:
         """
         step = self._existing(step)
         record = self._record(step)
-        wanted = _named(target)
-        self._require_fit(step, record["leaves"], wanted)
-        abstract = jax.tree.map(_abstract, _without_empty(target))
-        state = self._read(step, state=ocp.args.StandardRestore(abstract))["state"]
-        state = jax.tree.map(_or_empty, target, state, is_leaf=lambda x: x is None)
+        saved = as_saved(target, record["leaves"]) if reshard else jax.tree.map(typed, target)
+        self._require_fit(step, record["leaves"], _named(saved))
+        state = self._read(step, state=ocp.args.StandardRestore(_without_empty(saved)))["state"]
+        state = jax.tree.map(_or_empty, saved, state, is_leaf=lambda x: x is None)
         found = describe(_named(state))
         altered = [name for name in found if found[name] != record["leaves"][name]]
         if altered:
             raise self._damaged(step, f"the checksum of {_listed(altered)} does not match")
-        return state, record["meta"]
+        return (resharded(state, target) if reshard else state), record["meta"]
 
     def close(self) -> None:
         """Wait for the last save and let go of the directory."""
@@ -214,7 +228,8 @@ class Checkpointer:
 
     def _require_fit(self, step: int, saved: Leaves, wanted: dict[str, Any]) -> None:
         where = f"Checkpointer: target must fit step {step} in {self._directory}"
-        hint = "Restore with the optimizer chain and the model that saved it."
+        hint = "Restore with the optimizer chain and the model that saved it, or with reshard=True "
+        hint += "if only the number of replicas differs."
         missing = [name for name in saved if name not in wanted]
         extra = [name for name in wanted if name not in saved]
         if missing or extra:
@@ -275,14 +290,7 @@ def _without_empty(state: PyTree) -> PyTree:
 def _or_empty(wanted: Any, restored: Any) -> Any:
     if wanted is None or restored is not None:
         return restored
-    return jnp.zeros(wanted.shape, wanted.dtype)
-
-
-def _abstract(leaf: Any) -> jax.ShapeDtypeStruct:
-    sharding = getattr(leaf, "sharding", None)
-    if sharding is None:
-        sharding = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
-    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
+    return place(jnp.zeros(wanted.shape, wanted.dtype), wanted.sharding)
 
 
 def _first_line(error: BaseException) -> str:

@@ -7,6 +7,7 @@ from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from jax.core import Tracer
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
@@ -24,6 +25,7 @@ from boostax._core.replicas import (
 )
 from boostax.accumulate.aux import Aux, as_aux
 from boostax.accumulate.window import flush
+from boostax.cluster.place import on_host, own_rows, place, place_rows
 from boostax.freeze.driver import HostDepth
 from boostax.freeze.scheduled import ScheduledFreeze, ScheduledFreezeState
 from boostax.precision.finite import all_finite
@@ -111,8 +113,11 @@ class TrainStep:
             return state
         if owns_params(opt_state):
             state = state._replace(params=PerReplica(state.params))
+        if self._spans_processes:
+            # On the host the replicas of a state are views of one.
+            state = on_host(state)
         state = stack_replicas(state, self.replicas)
-        return jax.device_put(state, self.shardings(state))
+        return place(state, self.shardings(state))
 
     def shardings(self, state: PyTree) -> TrainState:
         """Where each leaf of a state lives: what a checkpoint needs to restore it."""
@@ -133,7 +138,8 @@ class TrainStep:
 
         Args:
           state: from ``init`` or the last call; donated.
-          batch: tree of arrays whose first dimension is the global batch.
+          batch: tree of arrays whose first dimension is the global batch; on a mesh of several
+            processes the part of it that belongs to this one (see ``rows``).
 
         Returns:
           The new state and scalars: ``loss`` (unscaled, the mean over all), ``applied`` (whether
@@ -170,8 +176,16 @@ class TrainStep:
         """The params, to evaluate: where each replica has its own, their mean."""
         if not isinstance(state.params, PerReplica):
             return state.params
-        # Equal ones give themselves, without a rounding.
-        return jax.tree.map(lambda x: x[0] + (x - x[:1]).mean(0), state.params.local)
+        return _mean_of_replicas(state.params)
+
+    def rows(self, size: int) -> np.ndarray[Any, Any]:
+        """Which rows of a global batch of ``size`` this process hands to the step, ascending.
+
+        All of them, unless the mesh spans several processes: each then reads only its own.
+        """
+        if self.mesh is None:
+            return np.arange(size)
+        return own_rows(self._batch_sharding, size)
 
     def _specs(self, state: TrainState) -> TrainState:
         replicated = PartitionSpec()
@@ -202,17 +216,32 @@ class TrainStep:
     def _place(self, batch: PyTree) -> PyTree:
         if self.mesh is None:
             return batch
+        several = self._spans_processes
         for path, leaf in jax.tree_util.tree_leaves_with_path(batch):
             rows = leaf.shape[0] if getattr(leaf, "ndim", 0) else 0
-            if not rows or rows % (self.replicas * self.microbatches):
+            whole = not several or not getattr(leaf, "is_fully_addressable", True)
+            replicas = self.replicas if whole else len(self.rows(self.replicas))
+            if not rows or rows % (replicas * self.microbatches):
+                of = "replicas" if whole else "this process's replicas"
                 raise ValueError(
                     "make_train_step: the leading dimension of every batch leaf must be divisible "
-                    f"by replicas x microbatches = {self.replicas} x {self.microbatches}, got "
+                    f"by {of} x microbatches = {replicas} x {self.microbatches}, got "
                     f"shape {getattr(leaf, 'shape', ())} at "
                     f"{trees.path_name(path) or 'the root'!r}. Pad the batch and give the padding "
                     "no weight (boostax.Aux.weight)."
                 )
-        return jax.device_put(batch, NamedSharding(self.mesh, PartitionSpec(self.names)))
+        if several:
+            return place_rows(batch, self._batch_sharding)
+        return jax.device_put(batch, self._batch_sharding)
+
+    @functools.cached_property
+    def _spans_processes(self) -> bool:
+        return self.mesh is not None and len({x.process_index for x in self.mesh.devices.flat}) > 1
+
+    @property
+    def _batch_sharding(self) -> NamedSharding:
+        assert self.mesh is not None
+        return NamedSharding(self.mesh, PartitionSpec(self.names))
 
     def _freezes_on_host(self, state: TrainState) -> bool:
         if not isinstance(self.tx, ScheduledFreeze) or self.freeze_driver != "host":
@@ -339,6 +368,12 @@ def _local_shapes(state: TrainState) -> PyTree:
     if not isinstance(state.params, PerReplica):
         return state.params
     return jax.eval_shape(lambda p: jax.tree.map(lambda x: x[0], p.local), state.params)
+
+
+@jax.jit
+def _mean_of_replicas(params: PerReplica) -> PyTree:
+    # Equal ones give themselves, without a rounding.
+    return jax.tree.map(lambda x: x[0] + (x - x[:1]).mean(0), params.local)
 
 
 def _entered(state: TrainState) -> tuple[PyTree, PyTree]:

@@ -1,15 +1,17 @@
 """The loop around a train step: metrics that never stall it, checkpoints, a clean stop."""
 
+import contextlib
 import dataclasses
 import signal
 import threading
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Generator, Iterable, Mapping
 from types import FrameType
 from typing import TYPE_CHECKING, Any, Self
 
 import jax
 
 from boostax._core import checks
+from boostax.cluster.end import PeerLost
 from boostax.train.writers import Writer
 
 if TYPE_CHECKING:
@@ -83,6 +85,7 @@ def fit(
 
     Raises:
       ValueError, TypeError: for counts out of range, or a window that ``step.flush`` cannot reach.
+      PeerLost: a collective failed because another process has ended.
 
     Example:
       >>> import boostax, jax.numpy as jnp, optax
@@ -108,7 +111,16 @@ def fit(
             checkpointer.save(done, state, meta)
             saved = done
 
-    with _Signals() as signals:
+    def lost(error: Exception) -> PeerLost:
+        where = "" if checkpointer is None else f" {checkpointer.remaining()}"
+        line = str(error).splitlines()[0][:300]
+        return PeerLost(
+            f"fit: call {done + 1} failed in process {jax.process_index()} of "
+            f"{jax.process_count()}: {line}. It does when another process has ended: see what that "
+            f"one printed.{where}"
+        )
+
+    with _losing_peers(lost), _Signals() as signals:
         while done < steps:
             state, metrics = step(state, batch(done))
             done += 1
@@ -130,6 +142,17 @@ def fit(
         if checkpointer is not None:
             checkpointer.wait()
     return FitResult(state, done, rows.history, stopped_by)
+
+
+@contextlib.contextmanager
+def _losing_peers(lost: Callable[[Exception], PeerLost]) -> Generator[None]:
+    """With several processes, a failed collective means that one of them is gone."""
+    try:
+        yield
+    except jax.errors.JaxRuntimeError as error:
+        if jax.process_count() == 1:
+            raise
+        raise lost(error) from error
 
 
 class _Rows:

@@ -14,6 +14,7 @@ from boostax._core import checks
 from boostax.accumulate.aux import Aux
 
 PyTree = Any
+Rows = np.ndarray[Any, Any] | None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -29,8 +30,9 @@ class Workload:
       loss_fn: ``loss_fn(params, batch, *, key=None, model_state=None) -> (loss, Aux)``, in training
         mode: a float32 mean over the batch, ``metrics={"accuracy": ...}``, and the new model state
         where the model has one. Every example weighs the same, so ``weight`` is None.
-      batch: ``index -> {"inputs": ..., "targets": ...}``, NumPy arrays with a leading axis of
-        ``batch_size``. Raises ValueError for a negative index.
+      batch: ``(index, rows=None) -> {"inputs": ..., "targets": ...}``, NumPy arrays with a leading
+        axis of ``batch_size``, or only the given ``rows`` of it, ascending: what one of several
+        processes reads. Raises ValueError for a negative index.
       evaluate: ``(params, model_state) -> {"loss": ..., "accuracy": ...}`` on the held-out split,
         without dropout and with BatchNorm's running averages.
       batch_size: examples in one ``batch``.
@@ -40,7 +42,7 @@ class Workload:
     name: str
     init: Callable[[jax.Array], tuple[PyTree, PyTree | None]]
     loss_fn: Callable[..., tuple[jax.Array, Aux]]
-    batch: Callable[[int], PyTree]
+    batch: Callable[..., PyTree]
     evaluate: Callable[[PyTree, PyTree | None], dict[str, float]]
     batch_size: int
     summary: str

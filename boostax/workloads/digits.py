@@ -12,6 +12,7 @@ from boostax.workloads._models import DigitsConv, DigitsMLP, DigitsSigmoid, comp
 from boostax.workloads._resnet import DigitsResNet
 from boostax.workloads._workload import (
     PyTree,
+    Rows,
     Workload,
     check_holdout,
     check_seed,
@@ -110,15 +111,18 @@ def digits(config: DigitsConfig = DigitsConfig()) -> Workload:
         aux = Aux(metrics={"accuracy": hits.mean()}, model_state=updated if stateful else None)
         return losses.mean(), aux
 
-    def batch(index: int) -> PyTree:
+    def batch(index: int, rows: Rows = None) -> PyTree:
         positions = np.arange(index * config.batch_size, (index + 1) * config.batch_size)
+        positions = positions if rows is None else positions[rows]
         epochs, places = np.divmod(positions, len(training))
         orders = {
             epoch: generator(config.seed, epoch).permutation(training)
             for epoch in range(int(epochs[0]), int(epochs[-1]) + 1)
         }
-        rows = np.array([orders[epoch][place] for epoch, place in zip(epochs, places, strict=True)])
-        return {"inputs": images[rows], "targets": labels[rows]}
+        drawn = np.array(
+            [orders[epoch][place] for epoch, place in zip(epochs, places, strict=True)]
+        )
+        return {"inputs": images[drawn], "targets": labels[drawn]}
 
     def predict(params: PyTree, model_state: PyTree | None, inputs: jax.Array) -> jax.Array:
         logits: Any = model.apply({"params": params, **require_state(model_state)}, inputs)

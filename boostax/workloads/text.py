@@ -12,6 +12,7 @@ from boostax.workloads import _corpus
 from boostax.workloads._models import CharacterTransformer, compute_dtype, initial
 from boostax.workloads._workload import (
     PyTree,
+    Rows,
     Workload,
     check_holdout,
     check_seed,
@@ -106,11 +107,12 @@ def text(config: TextConfig = TextConfig()) -> Workload:
         losses, hits = cross_entropy(logits, batch["targets"])
         return losses.mean(), Aux(metrics={"accuracy": hits.mean()})
 
-    def batch(index: int) -> PyTree:
+    def batch(index: int, rows: Rows = None) -> PyTree:
         random = generator(config.seed, index)
-        rows = random.integers(len(training), size=(batch_size, 1))
+        blocks = random.integers(len(training), size=(batch_size, 1))
         starts = random.integers(training.shape[1] - length, size=(batch_size, 1))
-        return _shifted(training[rows, starts + np.arange(length + 1)])
+        chosen = slice(None) if rows is None else rows
+        return _shifted(training[blocks[chosen], starts[chosen] + np.arange(length + 1)])
 
     def predict(params: PyTree, model_state: PyTree | None, inputs: jax.Array) -> jax.Array:
         del model_state

@@ -1,0 +1,77 @@
+"""A saved state on another number of replicas: how it is read, and what becomes of it."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+from jax.sharding import NamedSharding, PartitionSpec, Sharding
+
+from boostax._core import trees
+from boostax._core.replicas import is_per_replica, reshard_state
+
+PyTree = Any
+
+
+def as_saved(target: PyTree, saved: Mapping[str, Mapping[str, Any]]) -> PyTree:
+    """The types of ``target``, its per-replica leaves with as many replicas as were saved.
+
+    Args:
+      target: arrays, or their types with shardings.
+      saved: of each leaf, by the name of its path, at least its ``shape``.
+
+    Returns:
+      A tree of ``jax.ShapeDtypeStruct``. Where the old replicas do not divide evenly among the
+      devices, every device reads all of them.
+    """
+
+    def per_replica(path: Any, leaf: Any) -> Any:
+        name = trees.path_name(path)
+        shape = tuple(saved[name]["shape"]) if name in saved else leaf.shape
+        if not shape or not leaf.shape or shape[1:] != leaf.shape[1:] or shape == leaf.shape:
+            return typed(leaf)
+        return jax.ShapeDtypeStruct(shape, leaf.dtype, sharding=_readable(leaf.sharding, shape))
+
+    def node(path: Any, part: Any) -> Any:
+        if not is_per_replica(part):
+            return typed(part)
+        return jax.tree_util.tree_map_with_path(lambda p, x: per_replica((*path, *p), x), part)
+
+    return jax.tree_util.tree_map_with_path(node, target, is_leaf=is_per_replica)
+
+
+def typed(leaf: Any) -> jax.ShapeDtypeStruct:
+    """The type of a leaf and where it lives; by default on the first device."""
+    sharding = getattr(leaf, "sharding", None)
+    if sharding is None:
+        sharding = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
+    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
+
+
+def resharded(state: PyTree, target: PyTree) -> PyTree:
+    """``state`` by the rule of ``reshard_state``, with the replicas and places of ``target``."""
+
+    def node(old: Any, new: Any) -> Any:
+        if not is_per_replica(old):
+            return old
+        leaves = jax.tree.leaves(new)
+        shapes = [x.shape for x in jax.tree.leaves(old)]
+        if shapes == [x.shape for x in leaves]:
+            return old
+        # The rule reads replica after replica; compiled, only what a device keeps is made on it.
+        rule = jax.jit(
+            lambda x: reshard_state(x, leaves[0].shape[0]),
+            out_shardings=jax.tree.map(lambda x: typed(x).sharding, new),
+        )
+        return rule(old)
+
+    return jax.tree.map(node, state, target, is_leaf=is_per_replica)
+
+
+def _readable(sharding: Sharding, shape: tuple[int, ...]) -> Sharding:
+    if not isinstance(sharding, NamedSharding):
+        return sharding
+    try:
+        sharding.shard_shape(shape)
+    except ValueError:
+        return NamedSharding(sharding.mesh, PartitionSpec(None, *sharding.spec[1:]))
+    return sharding
