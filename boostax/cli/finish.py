@@ -13,6 +13,7 @@ from rich.table import Table
 import boostax
 from boostax._core import checks
 from boostax.cli.recipe import Recipe
+from boostax.cluster.place import here, place
 from boostax.workloads import Workload
 
 PyTree = Any
@@ -113,20 +114,17 @@ def finish(
     report["mean_of_snapshots"] = judge(mean)
     rows: list[dict[str, float]] = []
     for index in range(finish_steps(recipe)):
-        begun, metrics = step(begun, _batch(workload, recipe.steps + index * _BATCHES, _BATCHES))
+        begun, metrics = step(begun, _batch(workload, step, recipe.steps + index * _BATCHES))
         rows.append({name: float(value) for name, value in metrics.items()})
     report |= {"after": judge(begun.params), "steps": rows}
     params, model_state = begun.params, begun.model_state
     if model_state is not None:
-        model_state = jax.tree.map(
-            lambda new, old: jax.device_put(new, old.sharding),
-            judge.statistics(params),
-            model_state,
-        )
+        shardings = jax.tree.map(lambda old: old.sharding, model_state)
+        model_state = place(judge.statistics(params), shardings)
     if isinstance(state.params, boostax.PerReplica):
         params = boostax.stack_replicas(boostax.PerReplica(params), main.replicas)
     done = state._replace(params=params, model_state=model_state)
-    return Finish(jax.device_put(done, main.shardings(done)), report)
+    return Finish(place(done, main.shardings(done)), report)
 
 
 def show(console: Console, report: dict[str, Any]) -> None:
@@ -178,14 +176,13 @@ class _Judge:
 
     def statistics(self, params: PyTree) -> PyTree:
         """BatchNorm statistics that belong to the params."""
-        params = jax.tree.map(_here, params)
-        state = jax.tree.map(_here, self._model_state)
+        params, state = here((params, self._model_state))
         return boostax.reestimate_model_state(
             self._workload.loss_fn, params, state, self._batches, key=self._key
         )
 
     def __call__(self, params: PyTree) -> dict[str, float]:
-        params = jax.tree.map(_here, params)
+        params = here(params)
         state = None if self._model_state is None else self.statistics(params)
         losses = [float(self._loss(params, batch, state)) for batch in self._batches]
         held_out = self._workload.evaluate(params, state)
@@ -203,11 +200,16 @@ def _basis(opt_state: PyTree, components: int, params: PyTree) -> boostax.Basis:
     return boostax.trajectory_basis(opt_state, 1, params=params)
 
 
-def _batch(workload: Workload, first: int, count: int) -> PyTree:
-    """Several batches as one. Micro-batch i takes the rows i, i + count, ..."""
-    each = [workload.batch(first + i) for i in range(count)]
-    return jax.tree.map(lambda *x: np.concatenate(x), *each)
+def _batch(workload: Workload, step: boostax.TrainStep, first: int) -> PyTree:
+    """Several batches as one, or this process's rows of it.
 
-
-def _here(leaf: jax.Array) -> jax.Array:
-    return leaf.addressable_data(0) if leaf.is_fully_replicated else leaf
+    Micro-batch i takes the rows i, i + their number, ...
+    """
+    size = workload.batch_size
+    rows = step.rows(_BATCHES * size)
+    parts = [
+        workload.batch(first + i, rows[rows // size == i] % size)
+        for i in range(_BATCHES)
+        if np.any(rows // size == i)
+    ]
+    return jax.tree.map(lambda *x: np.concatenate(x), *parts)

@@ -1,0 +1,1 @@
+"""The cells of the reliability scorecard: what is tried on every transformation."""

@@ -1,0 +1,166 @@
+"""The transformations of boostax, one configuration each."""
+
+import pathlib
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import optax
+from cells.subject import Subject
+
+import boostax
+
+TESTS = pathlib.Path(__file__).parents[2] / "tests"
+if str(TESTS) not in sys.path:
+    sys.path.append(str(TESTS))
+
+from contract_cases import CASES, given_a_loss, two  # noqa: E402
+from reference import adasum  # noqa: E402
+
+MISTAKES = {case.name: case.bad_arguments for case in CASES}
+FREEZES = boostax.freeze_schedule("continuous", total_steps=9, frozen_fraction=0.4)
+
+
+def group(path: str, leaf: Any) -> int:
+    """Two groups: ``b`` and all below are the second, where there is one."""
+    del leaf
+    return int(path.split("/")[0] == "b")
+
+
+def guarded(make: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
+    """With a scaler around that skips what is not finite."""
+    return lambda inner, axis: boostax.static_loss_scale(make(inner, axis), 1.0, axis_name=axis)
+
+
+def chained(reduction: Callable[[Any], Any]) -> Callable[[Any, Any], Any]:
+    return lambda inner, axis: optax.chain(reduction(axis), inner)
+
+
+NO_NUMBERS = {
+    name: "gradients must be floating or complex arrays" for name in ("integer leaf", "float0 leaf")
+}
+NEEDS_AXIS = {"Auto sharding under jit": "axis_name must name an axis of the surrounding"}
+
+
+def subject(name: str, make: Callable[[Any, Any], Any], **options: Any) -> Subject:
+    options.setdefault("guard", guarded(make))
+    declared = NO_NUMBERS | (NEEDS_AXIS if options.get("reduces") else {})
+    options["unsupported"] = declared | options.get("unsupported", {})
+    return Subject(name, make, mistakes=MISTAKES.get(name, ()), **options)
+
+
+def scaler(name: str, make: Callable[[Any, Any], Any], **options: Any) -> Subject:
+    return subject(name, make, guard=None, **options)
+
+
+def reduction(name: str, make: Callable[[Any], Any], **options: Any) -> Subject:
+    return subject(name, chained(make), reduces=True, **options)
+
+
+def compressed(name: str, make: Callable[[Any], Any], **options: Any) -> Subject:
+    return reduction(name, make, linear=False, accounts=True, **options)
+
+
+def centered(rows: Any) -> Any:
+    """The mean over the replicas without its mean over the inputs of each output."""
+    mean = rows.mean(0)
+    return mean - mean.mean(0) if mean.ndim > 1 else mean
+
+
+def limits(factory: Callable[..., Any]) -> Any:
+    options = {"growth_interval": 1, "init_scale": 1.0}
+
+    def make(low: float, high: float) -> Any:
+        return factory(optax.sgd(0.0), min_scale=low, max_scale=high, **options)
+
+    return make
+
+
+def by_group(inner: Any, *, axis_name: Any = None, **options: Any) -> Any:
+    return boostax.group_loss_scale(inner, group, axis_name=axis_name, **options)
+
+
+SUBJECTS = [
+    scaler(
+        "dynamic_loss_scale",
+        lambda inner, axis: boostax.dynamic_loss_scale(inner, init_scale=1.0, axis_name=axis),
+        scale=(limits(boostax.dynamic_loss_scale), boostax.loss_scale),
+    ),
+    scaler(
+        "static_loss_scale",
+        lambda inner, axis: boostax.static_loss_scale(inner, 1.0, axis_name=axis),
+    ),
+    scaler(
+        "group_loss_scale",
+        lambda inner, axis: by_group(inner, axis_name=axis, init_scale=1.0),
+        scale=(limits(by_group), lambda state: state.scales),
+    ),
+    subject(
+        "accumulate",
+        lambda inner, axis: boostax.accumulate(inner, 2, axis_name=axis),
+        calls=2,
+    ),
+    reduction("all_reduce", boostax.all_reduce),
+    reduction("adasum", boostax.adasum, linear=True, reference=adasum),
+    subject(
+        "adasum_delta",
+        lambda inner, axis: boostax.adasum_delta(inner, axis),
+        reduces=True,
+        reference=adasum,
+    ),
+    subject(
+        "shard_optimizer",
+        lambda inner, axis: optax.chain(
+            boostax.all_reduce(axis, scatter=True), boostax.shard_optimizer(inner, axis)
+        ),
+        reduces=True,
+    ),
+    compressed("top_k_reduce", lambda axis: boostax.top_k_reduce(axis, 0.25)),
+    compressed("threshold_reduce", lambda axis: boostax.threshold_reduce(axis, 0.5, relative=True)),
+    compressed("random_k_reduce", lambda axis: boostax.random_k_reduce(axis, 0.25)),
+    compressed("int8_reduce", lambda axis: boostax.int8_reduce(axis, error_feedback=True)),
+    compressed("int16_reduce", lambda axis: boostax.int16_reduce(axis, error_feedback=True)),
+    compressed("sign_reduce", lambda axis: boostax.sign_reduce(axis, form="mean")),
+    compressed("power_sgd_reduce", lambda axis: boostax.power_sgd_reduce(axis, 1)),
+    subject(
+        "local_updates",
+        lambda inner, axis: boostax.local_updates(inner, axis, 2),
+        reduces=True,
+        own_params=True,
+    ),
+    subject(
+        "partial_average",
+        lambda inner, axis: boostax.partial_average(inner, axis, 1),
+        reduces=True,
+        own_params=True,
+    ),
+    subject(
+        "scheduled_freeze",
+        lambda inner, axis: boostax.scheduled_freeze(inner, group, FREEZES, repeat=True),
+        guard=lambda inner, axis: boostax.scheduled_freeze(
+            boostax.static_loss_scale(inner, 1.0, axis_name=axis), group, FREEZES, repeat=True
+        ),
+        guarded=lambda state: state.inner_state.inner_state,
+    ),
+    subject("group_signal", lambda inner, axis: optax.chain(boostax.group_signal(0), inner)),
+    subject(
+        "centralize_gradients",
+        lambda inner, axis: optax.chain(boostax.centralize_gradients(), inner),
+        reference=centered,
+    ),
+    subject(
+        "record_trajectory",
+        lambda inner, axis: optax.chain(boostax.record_trajectory(3, every=2, start=1), inner),
+    ),
+    scaler(
+        "dim_reduce",
+        lambda inner, axis: given_a_loss(boostax.dim_reduce(two, residual=inner, axis_name=axis)),
+        guarded=lambda state: state._replace(skipped=(), finite=()),
+        linear=False,
+    ),
+    subject(
+        "subspace_params",
+        lambda inner, axis: boostax.subspace_params(inner, two),
+        linear=False,
+    ),
+]

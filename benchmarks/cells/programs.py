@@ -1,0 +1,188 @@
+"""The ways to run a step: alone, under a named vmap, and mapped over devices with real specs."""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from cells.subject import AXIS, Subject
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+
+import boostax
+from boostax.testing._case import example_grads
+
+PyTree = Any
+P = PartitionSpec
+
+
+class Program(NamedTuple):
+    """How to start and to step.
+
+    Attributes:
+      start: from params to what is carried, params and state.
+      step: from that and gradients to the next; pure.
+      replicas: how many gradients a step takes, stacked; 0 for a single one as it is.
+      common: the params that all replicas have in common (or the first's), and the state.
+    """
+
+    start: Callable[[PyTree], Any]
+    step: Callable[[Any, PyTree], Any]
+    replicas: int
+    common: Callable[[Any], tuple[PyTree, PyTree]]
+
+    def feed(self, trees: list[PyTree]) -> PyTree:
+        """Gradients as a step takes them; the last tree serves all replicas that are left."""
+        if not self.replicas:
+            return trees[0]
+        trees = (trees + [trees[-1]] * self.replicas)[: self.replicas]
+        return jax.tree.map(lambda *x: jnp.stack(x), *trees)
+
+    def grads(self, params: PyTree, seed: int) -> PyTree:
+        """Different ones for every replica and seed."""
+        count = max(self.replicas, 1)
+        return self.feed([example_grads(params, 100 * seed + r) for r in range(count)])
+
+    def run(self, params: PyTree, seeds: Any, step: Any = None) -> Any:
+        """Jitted steps from fresh params."""
+        carry, step = self.start(params), step or jax.jit(self.step)
+        for seed in seeds:
+            carry = step(carry, self.grads(params, seed))
+        return carry
+
+
+def alone(tx: Any) -> Program:
+    """One device."""
+
+    def step(carry: Any, grads: PyTree) -> Any:
+        return boostax.apply_gradients(tx, grads, carry[1], carry[0])
+
+    return Program(lambda params: (params, tx.init(params)), step, 0, lambda carry: carry)
+
+
+def under_vmap(tx: Any, replicas: int = 2) -> Program:
+    """Replicas under ``jax.vmap`` with a name: runs eagerly and with jit disabled."""
+
+    def start(params: PyTree) -> Any:
+        stacked = jax.tree.map(lambda x: jnp.stack([x] * replicas), params)
+        return stacked, jax.vmap(tx.init, axis_name=AXIS)(stacked)
+
+    def local(params: PyTree, state: Any, grads: PyTree) -> Any:
+        return boostax.apply_gradients(tx, grads, state, params)
+
+    def step(carry: Any, grads: PyTree) -> Any:
+        return jax.vmap(local, axis_name=AXIS)(*carry, grads)
+
+    def first(carry: Any) -> Any:
+        return jax.tree.map(lambda x: x[0], carry)
+
+    return Program(start, step, replicas, first)
+
+
+def mesh_of(replicas: int, kind: Any = AxisType.Auto) -> Mesh:
+    """One data axis over the first devices."""
+    devices = jax.devices()[:replicas]
+    return jax.make_mesh((replicas,), (AXIS,), axis_types=(kind,), devices=devices)
+
+
+def mapped(
+    tx: Any,
+    params: PyTree,
+    mesh: Mesh,
+    *,
+    own: bool = False,
+    check: bool = True,
+    whole: bool = False,
+    param_specs: PyTree = None,
+) -> Program:
+    """``jax.shard_map`` with replicated (or sharded) params and the state's own specs.
+
+    ``whole`` says that no part of the state differs per replica: one spec then serves it all.
+    """
+    replicas = mesh.shape[AXIS]
+    if whole:
+        specs: PyTree = P()
+    else:
+        specs = boostax.state_specs(
+            tx, params, AXIS, replicas=replicas, param_specs=param_specs
+        )
+    kept = P(AXIS) if own else P() if param_specs is None else param_specs
+
+    def place(tree: PyTree, specs: PyTree) -> PyTree:
+        is_spec = lambda x: isinstance(x, P)  # noqa: E731
+        shardings = jax.tree.map(lambda s: NamedSharding(mesh, s), specs, is_leaf=is_spec)
+        return jax.device_put(tree, shardings)
+
+    def start(params: PyTree) -> Any:
+        state = boostax.stack_replicas(tx.init(params), replicas)
+        held = boostax.stack_replicas(boostax.PerReplica(params), replicas) if own else params
+        return place(held, kept), place(state, specs)
+
+    def local(params: PyTree, state: Any, grads: PyTree) -> Any:
+        grads = jax.tree.map(lambda g: g[0], grads)
+        inside = boostax.enter_replica(params).local if own else params
+        new, state = boostax.apply_gradients(tx, grads, boostax.enter_replica(state), inside)
+        new = boostax.leave_replica(boostax.PerReplica(new)) if own else new
+        return new, boostax.leave_replica(state)
+
+    fed = P(AXIS)
+    if param_specs is not None:
+        is_spec = lambda x: isinstance(x, P)  # noqa: E731
+        fed = jax.tree.map(lambda s: P(AXIS, *s), param_specs, is_leaf=is_spec)
+    inner = jax.shard_map(
+        local,
+        mesh=mesh,
+        in_specs=(kept, specs, fed),
+        out_specs=(kept, specs),
+        check_vma=check,
+    )
+
+    def step(carry: Any, grads: PyTree) -> Any:
+        return inner(*carry, grads)
+
+    def common(carry: Any) -> Any:
+        held = jax.tree.map(lambda x: x[0], carry[0].local) if own else carry[0]
+        return held, carry[1]
+
+    return Program(start, step, replicas, common)
+
+
+def usual(
+    subject: Subject,
+    params: PyTree,
+    inner: Any = None,
+    *,
+    guard: bool = False,
+    wrap: Callable[[Any], Any] = lambda tx: tx,
+    replicas: int = 2,
+) -> Program:
+    """Alone where that has a meaning, mapped over two devices otherwise."""
+    if not subject.reduces:
+        return alone(wrap(subject.alone(inner, guard=guard)))
+    return on_devices(subject, params, replicas, inner, guard=guard, wrap=wrap)
+
+
+def on_devices(
+    subject: Subject,
+    params: PyTree,
+    replicas: int,
+    inner: Any = None,
+    *,
+    guard: bool = False,
+    wrap: Callable[[Any], Any] = lambda tx: tx,
+    kind: Any = AxisType.Auto,
+    check: bool = True,
+) -> Program:
+    """Mapped over so many devices."""
+    return mapped(
+        wrap(subject.mapped(inner, guard=guard)),
+        params,
+        mesh_of(replicas, kind),
+        own=subject.own_params,
+        check=check,
+        whole=subject.peer,
+    )
+
+
+def eager(subject: Subject) -> Program:
+    """A program without jit and without shard_map."""
+    return under_vmap(subject.mapped()) if subject.reduces else alone(subject.alone())

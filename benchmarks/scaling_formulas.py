@@ -1,0 +1,270 @@
+"""What every technique sends and keeps on one device, as formulas of the replicas and the leaves.
+
+A formula lists the collectives of a step, each with the bytes of its operand, the longest chain of
+those that wait for each other, and the bytes of the state. ``tests/test_scaling.py`` traces the
+transformations and finds the same. Params and gradients are f32, the optimizer is Adam.
+"""
+
+import itertools
+import math
+from collections.abc import Sequence
+
+from scaling_sends import Cost, Over, Send
+
+Shape = tuple[int, ...]
+Model = Sequence[Shape]
+FLOAT, BUCKET, BLOCK = 4, 2**23, 256
+
+
+def entries(model: Model) -> int:
+    """How many params there are."""
+    return sum(map(math.prod, model))
+
+
+def adam(model: Model) -> int:
+    """Two moments and a count."""
+    return 2 * FLOAT * entries(model) + 4
+
+
+def flat(n: int) -> Over:
+    """All replicas on one axis."""
+    return Over(("data",), n)
+
+
+def all_reduce(model: Model, n: int) -> Cost:
+    """A sum for each leaf."""
+    sends = [flat(n)("psum", FLOAT * math.prod(shape)) for shape in model]
+    return Cost(sends, sends[:1], adam(model), 0)
+
+
+def all_reduce_half(model: Model, n: int) -> Cost:
+    """In 2 bytes: powers of two agreed, slices exchanged, and gathered with powers of their own."""
+    columns = sum(_blocked(model, n)[0])
+    sends = [
+        flat(n)("pmax", 4 * len(model)),
+        flat(n)("all_to_all", 2 * n * columns),
+        flat(n)("all_gather", 2 * (columns + len(model))),
+    ]
+    return Cost(sends, sends, adam(model), 0)
+
+
+def sharded_optimizer(model: Model, n: int) -> Cost:
+    """Gradients scattered, Adam on a part of each leaf that can be cut, the updates gathered."""
+    cut, whole = uncut(model, n)
+    sends: list[Send] = []
+    for part in filter(None, (cut, whole)):
+        columns = sum(math.ceil(math.prod(shape) / n) for shape in part)
+        sends.append(flat(n)("reduce_scatter", FLOAT * n * columns))
+    if whole:
+        columns = sum(math.ceil(math.prod(shape) / n) for shape in whole)
+        sends.append(flat(n)("all_gather", FLOAT * columns))
+    _, gathered = _buckets([math.prod(shape) // n for shape in cut], _capacity(n), 1)
+    sends += [flat(n)("all_gather", FLOAT * columns) for columns in gathered]
+    moments = 2 * FLOAT * (entries(cut) // n + entries(whole)) + 4
+    return Cost(sends, [sends[0], sends[-1]], moments, 0)
+
+
+def uncut(model: Model, n: int) -> tuple[list[Shape], list[Shape]]:
+    """The leaves with a dimension that the replicas divide, and those without."""
+    fits = [any(size % n == 0 for size in shape) for shape in model]
+    cut = [shape for shape, fit in zip(model, fits, strict=True) if fit]
+    return cut, [shape for shape, fit in zip(model, fits, strict=True) if not fit]
+
+
+def adasum(model: Model, n: int, within: int = 1) -> Cost:
+    """Slices exchanged, a sum of scalars for each level of the tree, slices gathered."""
+    leaves, across = len(model), n // within
+    host, total = Over(("host",), within), flat(n)
+    far = Over(("data",), across)
+    if within > 1:
+        total = Over(("data", "host"), n)
+    widths, block = _blocked(model, n)
+    exchanged, gathered = _buckets(widths, _capacity(n), block)
+    agreed = [host("pmax", 4 * leaves)] if within > 1 else []
+    agreed.append(far("all_gather", 4 * leaves))
+    sums: list[Send] = []
+    nodes = across
+    while nodes > 1:
+        first, last = nodes == across, nodes == 2
+        sums.append(total("psum", FLOAT * leaves * (4 * (nodes // 2) + first + last)))
+        nodes = math.ceil(nodes / 2)
+    sends = [*agreed, *sums]
+    for columns in exchanged:
+        if within > 1:
+            sends.append(host("reduce_scatter", FLOAT * n * columns))
+        sends.append(far("all_to_all", FLOAT * across * columns))
+    deliver: list[Send] = []
+    for columns in gathered:
+        deliver = [far("all_gather", FLOAT * columns)]
+        if within > 1:
+            deliver.append(host("all_gather", FLOAT * across * columns))
+        sends += deliver
+    return Cost(sends, [*agreed, *sums, *deliver], adam(model), 4)
+
+
+def sparse(model: Model, n: int, density: float) -> Cost:
+    """Values and places gathered from all; places in 2 bytes where a leaf has up to 65536."""
+    chosen = [_share(density, math.prod(shape)) for shape in model]
+    narrow = [math.prod(shape) <= 2**16 for shape in model]
+    few = sum(k for k, small in zip(chosen, narrow, strict=True) if small)
+    messages = (FLOAT * sum(chosen), 2 * few, 4 * (sum(chosen) - few))
+    sends = [flat(n)("all_gather", nbytes) for nbytes in messages if nbytes]
+    return _coded(model, n, sends)
+
+
+def random_k(model: Model, n: int, density: float) -> Cost:
+    """One sum of the values: their places are known. The state has a key."""
+    width = min(max(1000, round(1 / density)), entries(model))
+    values = math.ceil(entries(model) / width) * _share(density, width)
+    sends = [flat(n)("psum", FLOAT * values)]
+    return _coded(model, n, sends, kept=8)
+
+
+def int8(model: Model, n: int, block: int = 256) -> Cost:
+    """Codes and a scale per block, to who adds up and back."""
+    padded = _up(entries(model), n * block)
+    messages = padded, FLOAT * padded // block
+    there = [flat(n)("all_to_all", nbytes) for nbytes in messages]
+    back = [flat(n)("all_gather", nbytes // n) for nbytes in messages]
+    return _coded(model, n, there + back, before=there[:1])
+
+
+def int16(model: Model, n: int) -> Cost:
+    """A scale per leaf agreed, and a sum of integers."""
+    sends = [flat(n)("pmax", 4 * len(model)), flat(n)("psum", 2 * entries(model))]
+    return _coded(model, n, sends, before=sends[:1])
+
+
+def sign(model: Model, n: int, two_shot: bool, block: int = 1024) -> Cost:
+    """Bits and a magnitude per block: all to all replicas, or to who adds up and back."""
+    padded = _up(entries(model), n * block)
+    messages = padded // 8, FLOAT * padded // block
+    if not two_shot:
+        return _coded(model, n, [flat(n)("all_gather", nbytes) for nbytes in messages])
+    there = [flat(n)("all_to_all", nbytes) for nbytes in messages]
+    back = [flat(n)("all_gather", nbytes // n) for nbytes in messages]
+    return _coded(model, n, there + back, before=there[:1])
+
+
+def power_sgd(model: Model, n: int, rank: int) -> Cost:
+    """One factor of every matrix, in turn; the rest as a mean."""
+    sides = [(math.prod(shape[:-1]), math.prod(shape[-1:])) for shape in model]
+    coded = [
+        len(shape) > 1 and 2 * rank * sum(side) <= math.prod(side)
+        for shape, side in zip(model, sides, strict=True)
+    ]
+    chosen = [side for side, use in zip(sides, coded, strict=True) if use]
+    factors = [FLOAT * rank * sum(side[i] for side in chosen) for i in (0, 1)]
+    sends = [flat(n)("psum", nbytes, 0.5) for nbytes in factors]
+    dense = [math.prod(shape) for shape, use in zip(model, coded, strict=True) if not use]
+    sends += [flat(n)("psum", FLOAT * size) for size in dense]
+    kept = sum(factors) + 8 * len(chosen)
+    return _coded(model, n, sends, kept=kept, residual=entries(model) - sum(dense))
+
+
+def partial_average(model: Model, n: int, partitions: int) -> Cost:
+    """The leaves of one partition in each step."""
+    sends = [send._replace(share=1 / partitions) for send in all_reduce(model, n).sends]
+    return Cost(sends, sends[:1], adam(model), 4)
+
+
+def local_updates(model: Model, n: int, every: int) -> Cost:
+    """A mean of the way from the anchor, now and then."""
+    mean = all_reduce(model, n)
+    return mean._replace(own=FLOAT * entries(model) + 8, every=every)
+
+
+def dim_reduce(model: Model, n: int, k: int, narrow: bool = False) -> Cost:
+    """Coordinates, energy and loss, and the loss of one try; the basis is the memory."""
+    coordinates, loss = flat(n)("psum", FLOAT * k), flat(n)("psum", FLOAT)
+    sends = [coordinates, flat(n)("psum", 2 * FLOAT), loss, loss]
+    basis = FLOAT * k * entries(model)
+    if narrow:
+        scales = sum(
+            math.prod(shape[:-1]) * math.ceil(math.prod(shape[-1:]) / 64) for shape in model
+        )
+        basis = k * entries(model) + FLOAT * k * scales
+    return Cost(sends, [coordinates, loss], 0, basis + FLOAT * (k * k + 3 * k) + 27)
+
+
+def dynamic_loss_scale(model: Model, n: int) -> Cost:
+    """One number agreed before the mean."""
+    return _before(all_reduce(model, n), [flat(n)("pmin", 4)], 33)
+
+
+def group_loss_scale(model: Model, n: int, groups: int, count_every: int = 100) -> Cost:
+    """Two numbers per group agreed before the mean, three more where entries are counted."""
+    seen, counts = flat(n)("pmax", 8 * groups), flat(n)("pmax", 12 * groups, 1 / count_every)
+    cost = _before(all_reduce(model, n), [seen], 29 * groups + 17)
+    return cost._replace(sends=[*cost.sends, counts])
+
+
+def accumulate(model: Model, n: int, every: int) -> Cost:
+    """The mean of a window; the sums are each replica's own."""
+    return all_reduce(model, n)._replace(own=FLOAT * entries(model) + 9, batches=every)
+
+
+def _before(cost: Cost, first: list[Send], own: int) -> Cost:
+    return cost._replace(sends=first + cost.sends, chain=first + cost.chain, own=own)
+
+
+def _coded(
+    model: Model,
+    n: int,
+    sends: list[Send],
+    before: Sequence[Send] = (),
+    kept: int = 0,
+    residual: int | None = None,
+) -> Cost:
+    """With the agreement of two numbers, a residual and the share held back."""
+    agreed = flat(n)("psum", 2 * FLOAT)
+    residual = entries(model) if residual is None else residual
+    return Cost([*sends, agreed], [*before, agreed], adam(model), FLOAT * residual + kept + 4)
+
+
+def _share(density: float, of: int) -> int:
+    return max(1, min(of, math.ceil(density * of - 1e-6)))
+
+
+def _up(size: int, multiple: int) -> int:
+    return math.ceil(size / multiple) * multiple
+
+
+def _blocked(model: Model, n: int) -> tuple[list[int], int]:
+    """Columns of each leaf in whole blocks, the longest that add 0.4% or 64 columns, and those."""
+    widths = [math.ceil(math.prod(shape) / n) for shape in model]
+    spare, block = max(sum(widths) // 256, 64), BLOCK
+    while sum(_up(width, block) - width for width in widths) > spare and block > 1:
+        block //= 2
+    return [_up(math.prod(shape), n * block) // n for shape in model], block
+
+
+def _capacity(n: int) -> float:
+    """Columns of a bucket."""
+    return max(BUCKET / (FLOAT * n), BLOCK)
+
+
+def _buckets(widths: Sequence[int], capacity: float, block: int) -> tuple[list[int], list[int]]:
+    """Columns of each exchange and of each gather: small leaves share both, large ones only this.
+
+    A leaf too large for a bucket is exchanged in several parts and gathered at once.
+    """
+    exchanged: list[int] = []
+    gathered: list[int] = []
+    room = 0.0
+    for width in widths:
+        if width > capacity:
+            parts = math.ceil(width / capacity)
+            ends = [width // block * i // parts * block for i in range(parts + 1)]
+            exchanged += [stop - start for start, stop in itertools.pairwise(ends)]
+            gathered.append(width)
+            room = 0
+        elif width > room:
+            exchanged.append(width)
+            gathered.append(width)
+            room = capacity - width
+        else:
+            exchanged[-1] += width
+            gathered[-1] += width
+            room -= width
+    return exchanged, gathered

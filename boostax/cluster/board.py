@@ -1,0 +1,147 @@
+"""Where every process of a run stands, told beside its arrays, by JAX's coordination service."""
+
+import itertools
+import json
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple, Protocol
+
+import jax
+from jax._src import distributed
+
+# Each loop of a process has keys of its own: what an earlier one left would be read as news.
+_LOOPS = itertools.count()
+
+
+class Standing(NamedTuple):
+    """What a process says of itself.
+
+    Attributes:
+      beat: how often it has spoken; it grows as long as the process lives.
+      begun: the last call its host has reached, ``None`` before the first.
+      finished: the last call its device has finished, ``None`` before the first begins.
+      quiet: seconds without progress, by its own clock.
+      allowance: seconds that it may still take for something long: a first call, a save. 0 in an
+        ordinary call.
+      place: the long thing it is in, such as ``"saving"``; of one that has left, the error.
+      left: it has left the loop.
+      over: it has given the run up and is about to exit.
+    """
+
+    beat: int = 0
+    begun: int | None = None
+    finished: int | None = None
+    quiet: float = 0.0
+    allowance: float = 0.0
+    place: str = ""
+    left: bool = False
+    over: bool = False
+
+    def to_text(self) -> str:
+        """The fields as JSON."""
+        return json.dumps(tuple(self))
+
+    @classmethod
+    def from_text(cls, text: str) -> "Standing":
+        """What ``to_text`` wrote."""
+        return cls(*json.loads(text))
+
+
+class Board(Protocol):
+    """Where each rank leaves one line and reads those of all. Calls may block or raise."""
+
+    rank: int
+    count: int
+
+    def publish(self, text: str) -> None:
+        """Put ``text`` in the place of this rank's line."""
+        ...
+
+    def read(self) -> Mapping[int, str]:
+        """The lines of all ranks that have one."""
+        ...
+
+
+class ServiceBoard:
+    """A `Board` in the key-value store that process 0 keeps for ``jax.distributed``.
+
+    Args:
+      client: the client of the coordination service.
+      rank: of this process.
+      count: of processes.
+      loop: tells the boards of a run apart; equal on all ranks.
+
+    **Cost**: two short messages to process 0 per exchange; the reply to one has a line per rank.
+    """
+
+    def __init__(self, client: Any, rank: int, count: int, loop: int):
+        self.rank, self.count = rank, count
+        self._client = client
+        self._folder = f"boostax/watchdog/{loop}/"
+
+    def publish(self, text: str) -> None:
+        """Put ``text`` in the place of this rank's line."""
+        self._client.key_value_set(f"{self._folder}{self.rank}", text, allow_overwrite=True)
+
+    def read(self) -> dict[int, str]:
+        """The lines of all ranks that have one."""
+        lines = self._client.key_value_dir_get(self._folder)
+        return {int(key.rpartition("/")[2]): text for key, text in lines}
+
+
+def service_board() -> ServiceBoard | None:
+    """The board of this run; ``None`` in a process alone.
+
+    Every process must ask for its boards in the same order, one for each loop.
+
+    Example:
+      >>> service_board() is None
+      True
+    """
+    client = distributed.global_state.client
+    if client is None or jax.process_count() == 1:
+        return None
+    return ServiceBoard(client, jax.process_index(), jax.process_count(), next(_LOOPS))
+
+
+class Heard(NamedTuple):
+    """A standing, and when it came by the clock of the reader."""
+
+    standing: Standing
+    at: float
+
+    def silence(self, now: float) -> float:
+        """Seconds since it came."""
+        return now - self.at
+
+
+class Peers:
+    """What was heard of the other ranks.
+
+    The clocks of hosts differ, so no time of another host is compared with one of this host: a rank
+    is heard of when its beat is seen to have changed.
+
+    Args:
+      rank: of this process, which is no peer of itself.
+      count: of processes.
+    """
+
+    def __init__(self, rank: int, count: int):
+        self._others = [other for other in range(count) if other != rank]
+        self._heard: dict[int, Heard] = {}
+
+    def __iter__(self) -> Iterator[tuple[int, Heard | None]]:
+        return ((other, self._heard.get(other)) for other in self._others)
+
+    def hear(self, lines: Mapping[int, str], now: float) -> None:
+        """Take in what the board says now."""
+        for other in self._others:
+            if other not in lines:
+                continue
+            standing, before = Standing.from_text(lines[other]), self._heard.get(other)
+            if before is None or before.standing.beat != standing.beat:
+                self._heard[other] = Heard(standing, now)
+
+    def shift(self, seconds: float, now: float) -> None:
+        """Leave out a time in which this process itself stood still."""
+        for other, heard in list(self._heard.items()):
+            self._heard[other] = heard._replace(at=min(now, heard.at + seconds))
