@@ -130,8 +130,8 @@ def seconds(value: float) -> str:
 
 
 def share(value: float) -> str:
-    """Of the bytes of a mean."""
-    return f"{value:.3f}" if value >= 0.0005 else "0"
+    """Of the bytes of a mean, to three digits."""
+    return f"{value:.3g}" if value < 0.1 else f"{value:.3f}"
 
 
 def table(header: list[str], rows: list[list[str]]) -> list[str]:
@@ -140,19 +140,10 @@ def table(header: list[str], rows: list[list[str]]) -> list[str]:
     return ["| " + " | ".join(line) + " |" for line in lines]
 
 
-HEADER = [
-    "technique",
-    "sends",
-    "of a mean",
-    "collectives",
-    "in a chain",
-    "rounds: ring, tree",
-    "model of the time",
-    "Adam",
-    "its own",
-    "kept in all",
-    "arrives",
-]
+HEADER = (
+    "technique,sends,of a mean,collectives,in a chain,rounds: ring; tree,model of the time,"
+    "Adam,its own,kept in all,arrives"
+).split(",")
 
 
 def cells(row: dict[str, Any]) -> list[str]:
@@ -163,7 +154,7 @@ def cells(row: dict[str, Any]) -> list[str]:
         share(row["of a mean"]),
         f"{row['collectives']:g}",
         str(row["in a chain"]),
-        f"{row['ring rounds']}, {row['tree rounds']}",
+        f"{row['ring rounds']}; {row['tree rounds']}",
         f"{seconds(row['seconds at best'])} to {seconds(row['seconds at worst'])}",
         sized(row["optimizer bytes"]),
         sized(row["own bytes"]),
@@ -181,12 +172,8 @@ def page(sections: dict[str, list[dict[str, Any]]]) -> str:
     even = sections["Break-even"]
     lines += [*table(list(even[0]), [list(map(str, row.values())) for row in even]), ""]
     grows = sections["Growing"]
-    rows = [["-" if x is None else shown(x) for x in row.values()] for row in grows]
+    rows = [[f"{x:,}" if isinstance(x, int) else x or "-" for x in row.values()] for row in grows]
     return "\n".join([*lines, *table(["", *list(grows[0])[1:]], rows)]) + "\n"
-
-
-def shown(value: int | str) -> str:
-    return value if isinstance(value, str) else f"{value:,}"
 
 
 def at(sections: dict[str, list[dict[str, Any]]], n: int) -> list[dict[str, Any]]:
@@ -211,12 +198,12 @@ def verdicts(sections: dict[str, list[dict[str, Any]]]) -> list[str]:
         f"{sized(last[signs]['arriving bytes'])}, fits on no device. `random_k_reduce`, "
         "`int8_reduce`, `sign_reduce` in two shots and `power_sgd_reduce` keep their share.",
         f"- **AdaSum waits {sums} times for a sum** at {most} replicas, where a mean does not, and "
-        f"its program has an array for each row of each exchange: {flat:,}, which is out of "
-        f"reach; within hosts of {HOST}, {hosts:,}. A larger `bucket_bytes` means fewer, and more "
-        "memory for a moment.",
+        f"its program has an array for each row of each exchange: {flat:,}, more than can be "
+        f"traced in useful time; within hosts of {HOST}, {hosts:,}. A larger "
+        "`bucket_bytes` means fewer, and more memory for a moment.",
         f"- **`int16_reduce` has {levels} levels left** at {most} replicas, and from "
         f"{finer_in_int8()} on fewer than `int8_reduce` at half the bytes. Error feedback keeps "
-        "what they lose, but it keeps more and more of it.",
+        "what rounding loses.",
         f"- **`shard_optimizer` cuts along one dimension.** At {most} replicas no dimension of the "
         f"attention matrices can be cut: {whole / entries:.0%} of the params have their moments on "
         f"every device, {sized(last[SHARDED]['optimizer bytes'])} in all, where an even share "
@@ -229,8 +216,8 @@ def verdicts(sections: dict[str, list[dict[str, Any]]]) -> list[str]:
         "bf16 or sharded.",
         f"- **A sum for each leaf is many rounds.** One after the other on a ring, the "
         f"{mean['collectives']:g} sums of a mean take {seconds(mean['seconds at worst'])} at "
-        f"{most} replicas, merged {seconds(mean['seconds at best'])}: leave it to XLA, or set "
-        "`bucket_bytes`.",
+        f"{most} replicas, merged and on a tree {seconds(mean['seconds at best'])}: leave it "
+        "to XLA, or set `bucket_bytes`.",
     ]
 
 

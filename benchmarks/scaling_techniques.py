@@ -26,7 +26,7 @@ HOST = 8
 # What the formulas are compared on: a network, odd shapes, and leaves of more than a bucket.
 MODELS: dict[str, Model] = {
     "network": [(64, 128), (128,), (128, 128), (128,), (128, 10), (10,)],
-    "odd": [(3, 5, 7), (1,), (), (331, 257), (1021,), (33, 2)],
+    "odd": [(3, 5, 7), (1,), (), (331, 257), (256, 256), (1021,), (33, 2)],
     "large": [(3000, 1024), (7,), (1500, 1024), (640, 1024), (4099, 1031)],
 }
 
@@ -178,10 +178,9 @@ def fits(technique: Technique, n: int) -> bool:
 
 def cases() -> Iterator[tuple[str, str, int]]:
     """Technique, model and replicas of every comparison."""
-    for (name, technique), model, n in itertools.product(TECHNIQUES.items(), MODELS, (2, 4, 8)):
-        if fits(technique, n):
-            yield name, model, n
-    yield from ((f"`adasum`, within hosts of {HOST}", model, 32) for model in MODELS)
+    for (name, technique), model in itertools.product(TECHNIQUES.items(), MODELS):
+        sizes = (2, 4, 8) if technique.within == 1 else (4 * technique.within,)
+        yield from ((name, model, n) for n in (sizes[-1:] if model == "large" else sizes))
 
 
 def different() -> list[tuple[str, str, int]]:

@@ -1,48 +1,124 @@
-"""The reliability scorecard: every transformation in every cell of the contract.
+"""The reliability scorecard: every transformation in every cell of the contract, and its peers.
 
 Makes ``docs/scorecard.md``, beside the results.
 """
 
 import argparse
-import time
+import itertools
+import json
+import multiprocessing
+import os
+import pathlib
+import tempfile
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from typing import Any
 
-from cells import contexts, counts, faults, inputs, lifecycle
-from cells.subject import judge
+import jax
+from harness import RESULTS, Bar, report
+
+PAGE = pathlib.Path(__file__).parents[1] / "docs" / "scorecard.md"
+Found = dict[str, Any]
+
+
+def prepare() -> None:
+    """In each process, before JAX is first used."""
+    jax.config.update("jax_platforms", "cpu")
+    jax.config.update("jax_num_cpu_devices", 8)
+
+
+def quick() -> None:
+    """Compiling takes most of the time; without optimisations it takes half of it."""
+    flags = "--xla_backend_optimization_level=0"
+    if flags not in os.environ.get("XLA_FLAGS", ""):
+        os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {flags}".strip()
+
+
+def job(name: str, section: str, wanted: list[str]) -> list[Found]:
+    from cells.sections import run
+
+    return run(name, section, wanted)
+
+
+def cells_on_record(record: pathlib.Path) -> dict[tuple[str, str, str], Found]:
+    lines = record.read_text().splitlines() if record.exists() else []
+    found = map(json.loads, lines)
+    return {(each["subject"], each["section"], each["cell"]): each for each in found}
+
+
+def run_all(names: list[str], letters: str, record: pathlib.Path, workers: int) -> list[Found]:
+    """Every cell asked for; what is on record is not run again."""
+    from cells.sections import TITLES, TOGETHER, arguments, cells, together
+    from cells.subjects import named
+
+    done = cells_on_record(record)
+
+    def keep(results: Any) -> None:
+        with record.open("a") as file:
+            for each in results:
+                done[each["subject"], each["section"], each["cell"]] = each
+                file.write(json.dumps(each) + "\n")
+                if each["outcome"] == "fail":
+                    print(f"FAIL {each}", flush=True)
+
+    wanted = []
+    for letter, name in itertools.product(TITLES, names):
+        there = cells(named(name), letter)
+        left = [cell for cell in there if (name, letter, cell) not in done]
+        if letter in letters and left:
+            wanted.append((name, letter, left))
+    context = multiprocessing.get_context("spawn")
+    pool = ProcessPoolExecutor(workers, context, prepare)
+    try:
+        running = {pool.submit(job, *each): each for each in wanted}
+        for number, future in enumerate(as_completed(running), 1):
+            keep(future.result())
+            print(f"{number}/{len(wanted)} {' '.join(running[future][:2])}", flush=True)
+    finally:
+        pool.shutdown(cancel_futures=True)
+    if "B" in letters and any((name, "B", TOGETHER) not in done for name in names):
+        keep(together([named(name) for name in names]))
+    if "F" in letters:
+        keep(arguments())
+    return list(done.values())
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--only", default="")
-    parser.add_argument("--subject", default="")
+    parser.add_argument("--workers", type=int, default=2)
+    parser.add_argument("--work", type=pathlib.Path, help="folder of a run to go on with")
+    parser.add_argument("--only", default="", help="sections, such as AB; publishes nothing")
+    parser.add_argument("--subject", default="", help="names, by comma; publishes nothing")
+    parser.add_argument("--page", action="store_true", help="write the page anew from the results")
     options = parser.parse_args()
-    from cells.ours import SUBJECTS
+    prepare()
+    quick()
+    from cells import page
+    from cells.laws import laws
+    from cells.subjects import EVERYONE
 
-    sections = {
-        "A": inputs.CELLS,
-        "B": contexts.CELLS,
-        "C": counts.CELLS,
-        "D": lifecycle.CELLS,
-        "E": faults.FAULTS,
-        "F": faults.MISTAKES,
-        "G": faults.ORDERS,
-    }
-    for s in SUBJECTS:
-        if options.subject and s.name not in options.subject.split(","):
-            continue
-        for letter, cells in sections.items():
-            if options.only and letter not in options.only:
-                continue
-            for name, cell in cells.items():
-                begun = time.perf_counter()
-                r = judge(s, letter, name, cell)
-                took = time.perf_counter() - begun
-                if r.outcome != "pass" or took > 3:
-                    print(s.name, letter, name, r.outcome, f"{took:.1f}s", r.reason[:300], flush=True)
+    if options.page:
+        data = json.loads((RESULTS / "scorecard.json").read_text())
+        PAGE.write_text(page.page(data["sections"]))
+        return
+    work = options.work or pathlib.Path(tempfile.mkdtemp(prefix="scorecard-"))
+    work.mkdir(parents=True, exist_ok=True)
+    print(f"to go on after an interruption: --work {work}", flush=True)
+    names = [each.name for each in EVERYONE if options.subject in ("", each.name)]
+    if options.subject:
+        names = options.subject.split(",")
+    letters = options.only or "ABCDEFGH"
+    found = run_all(names, letters, work / "cells.jsonl", options.workers)
+    if options.only or options.subject:
+        if "H" in options.only:
+            print(laws(work))
+        return
+    sections = page.tables(found, laws(work))
+    failed = sum(each["outcome"] == "fail" for each in sections["cells"] if not each["peer"])
+    flaky = sum(row["failed"] for row in sections["laws"])
+    bars = [Bar("cells of ours that fail", failed, 0), Bar("laws and repeats that fail", flaky, 0)]
+    report("scorecard", "Reliability", list(sections.items()), bars)
+    PAGE.write_text(page.page(sections))
 
 
 if __name__ == "__main__":
-    import jax
-
-    jax.config.update("jax_platforms", "cpu")
-    jax.config.update("jax_num_cpu_devices", 8)
     main()

@@ -29,6 +29,7 @@ from boostax.freeze.scheduled import scheduled_freeze as scheduled_freeze
 from boostax.freeze.schedules import FreezeSchedule as FreezeSchedule
 from boostax.freeze.schedules import freeze_schedule as freeze_schedule
 from boostax.model.centralize import centralize_gradients as centralize_gradients
+from boostax.model.clip import clip_by_global_norm as clip_by_global_norm
 from boostax.precision.boundary import check_boundaries as check_boundaries
 from boostax.precision.boundary import scale_boundary as scale_boundary
 from boostax.precision.crossings import group_boundaries as group_boundaries

@@ -5,12 +5,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import optax
-from cells.programs import P, Program, alone, eager, mapped, on_devices, usual
-from cells.subject import AXIS, Cell, Subject, finite, moved, require, same_kind
 from jax.sharding import AxisType, NamedSharding
 
 import boostax
 from boostax.testing._case import assert_close, assert_same, even_params
+from cells.programs import P, Program, alone, eager, mapped, on_devices, usual
+from cells.subject import AXIS, Cell, Subject, default, finite, moved, require, same_kind
 
 PyTree = Any
 REPLICAS = 4
@@ -21,10 +21,7 @@ def expected(subject: Subject) -> tuple[Program, Any, list[PyTree]]:
     params = even_params()
     program = usual(subject, params)
     grads = [program.grads(params, seed) for seed in range(2 * subject.calls)]
-    carry, step = program.start(params), jax.jit(program.step)
-    for g in grads:
-        carry = step(carry, g)
-    return program, carry, grads
+    return program, program.run(params, range(2 * subject.calls)), grads
 
 
 def in_jit(subject: Subject) -> None:
@@ -192,21 +189,29 @@ def explicit(subject: Subject) -> None:
     assert_close(other.common(after)[0], program.common(carry)[0], "Explicit")
 
 
-def fsdp(subject: Subject) -> None:
-    """Every leaf sharded over one axis, its gradients averaged over another."""
-    axes_ = (AXIS, "fsdp")
-    mesh = jax.make_mesh((2, 4), axes_, axis_types=(AxisType.Auto,) * 2)
-    params = even_params()
-    specs = jax.tree.map(lambda _: P("fsdp"), params)
-    # Decisions must be agreed over all axes; a reduction is over the replicas alone.
-    tx = subject.mapped(axis=AXIS if subject.reduces else axes_)
-    program = mapped(tx, params, mesh, own=subject.own_params, param_specs=specs)
-    carry = program.run(params, range(2 * subject.calls))
-    finite(program.common(carry)[0], "params")
-    if subject.linear:
-        whole = on_devices(subject, params, 2)
-        end = whole.run(params, range(2 * subject.calls))
-        assert_close(program.common(carry)[0], whole.common(end)[0], "FSDP")
+def fsdp(**specs: Any) -> Cell:
+    """Leaves sharded over one axis, their gradients averaged over another."""
+
+    def cell(subject: Subject) -> None:
+        both = (AXIS, "fsdp")
+        mesh = jax.make_mesh((2, 4), both, axis_types=(AxisType.Auto,) * 2)
+        params = even_params()
+        if subject.fsdp is not None:
+            inner = default(None)
+            reduced = inner if subject.reduces else optax.chain(boostax.all_reduce(AXIS), inner)
+            tx = optax.with_extra_args_support(subject.fsdp(reduced, specs))
+        else:
+            # Who skips must agree over all axes; a reduction is over the replicas alone.
+            tx = subject.mapped(axis=both if subject.guard is None else AXIS)
+        program = mapped(tx, params, mesh, own=subject.own_params, param_specs=specs)
+        carry = program.run(params, range(2 * subject.calls))
+        finite(program.common(carry)[0], "params")
+        if subject.linear:
+            whole = on_devices(subject, params, 2)
+            end = whole.run(params, range(2 * subject.calls))
+            assert_close(program.common(carry)[0], whole.common(end)[0], "FSDP")
+
+    return cell
 
 
 def nan_checks(subject: Subject) -> None:
@@ -232,7 +237,8 @@ CELLS: dict[str, Cell] = {
     "shard_map, check_vma off": unchecked,
     "Auto sharding under jit": auto,
     "Explicit mesh": explicit,
-    "FSDP": fsdp,
+    "FSDP": fsdp(w=P("fsdp"), b=P("fsdp")),
+    "FSDP, one leaf whole": fsdp(w=P("fsdp"), b=P()),
     "debug_nans": nan_checks,
     "disable_jit": disabled,
 }

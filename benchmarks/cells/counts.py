@@ -6,13 +6,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from cells.programs import AXIS, mesh_of
-from cells.subject import Cell, Subject, require
 from jax.sharding import PartitionSpec as P
 
 import boostax
 from boostax._core.replicas import PerReplica, Sharded
 from boostax.testing._case import even_params, example_grads
+from cells.programs import AXIS, mesh_of
+from cells.subject import Cell, Subject, require
 
 PyTree = Any
 TOLERANCE = 1e-5
@@ -30,9 +30,7 @@ def on_every_replica(subject: Subject, replicas: int) -> tuple[PyTree, Any, PyTr
             params, state = boostax.apply_gradients(tx, grads, state, params)
         return jax.tree.map(lambda x: x[None], (params, state))
 
-    step = jax.shard_map(
-        local, mesh=mesh_of(replicas), in_specs=(P(), P(AXIS)), out_specs=P(AXIS)
-    )
+    step = jax.shard_map(local, mesh=mesh_of(replicas), in_specs=(P(), P(AXIS)), out_specs=P(AXIS))
     return *jax.device_get(jax.jit(step)(params, grads)), jax.device_get(grads)
 
 

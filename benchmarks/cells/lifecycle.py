@@ -9,14 +9,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from cells.programs import on_devices, usual
-from cells.subject import Cell, Subject, finite, require, same_kind, strong
 from flax import serialization
 
 import boostax
 from boostax._core.replicas import is_per_replica
 from boostax.testing._case import assert_close, assert_same, even_params
 from boostax.train.checkpoint import Checkpointer
+from cells.programs import Program, on_devices, stacked, usual
+from cells.subject import AXIS, Cell, Subject, finite, moved, require, same_kind, strong
 
 PyTree = Any
 STEPS, RESUMED = 10, 8
@@ -48,13 +48,13 @@ def abstract_init(subject: Subject) -> None:
 def injected(subject: Subject) -> None:
     """A hyperparameter that is part of the state, and a schedule, do what a constant does."""
     params, count = even_params(), 2 * subject.calls
-    plain = usual(subject, params, optax.adam(1e-2))
+    plain = usual(subject, params, optax.sgd(0.1, momentum=0.9))
     end = plain.common(plain.run(params, range(count)))[0]
-    for rate in (1e-2, lambda step: 1e-2):
+    for rate in (0.1, lambda step: 0.1):
 
         def wrap(_: Any, rate: Any = rate) -> Any:
             def build(learning_rate: Any) -> Any:
-                inner = optax.adam(learning_rate)
+                inner = optax.sgd(learning_rate, momentum=0.9)
                 return subject.mapped(inner) if subject.reduces else subject.alone(inner)
 
             tx = optax.inject_hyperparams(build)(learning_rate=rate)
@@ -65,53 +65,72 @@ def injected(subject: Subject) -> None:
         assert_close(program.common(carry)[0], end, "injected")
 
 
-def wrapped(make: Callable[[PyTree, Any], Any], *, same: bool = False, factor: int = 1) -> Cell:
-    """The transformation inside a wrapper of Optax's."""
+Wrap = Callable[[PyTree, Any, Any], Any]
+
+
+def wrapped(make: Wrap, *, same: bool = False) -> Cell:
+    """In a wrapper of Optax's: what is not the transformation's is left to another optimizer."""
 
     def cell(subject: Subject) -> None:
         params = even_params()
-        wrap = lambda tx: optax.with_extra_args_support(make(params, tx))  # noqa: E731
+        other = optax.sgd(0.1)
+        if subject.reduces:
+            other = optax.chain(boostax.all_reduce(AXIS), other)
+        wrap = lambda tx: optax.with_extra_args_support(make(params, tx, other))  # noqa: E731
         program = usual(subject, params, wrap=wrap)
-        check(subject, program, params, 2 * factor * subject.calls, same)
+        check(program, params, 2 * subject.calls)
+        if same:
+            end = program.run(params, range(2 * subject.calls))
+            plain = usual(subject, params)
+            wanted = plain.run(params, range(2 * subject.calls))
+            assert_close(program.common(end)[0], plain.common(wanted)[0], "wrapped")
 
     return cell
 
 
-def around(make: Callable[[PyTree, Any], Any], *, same: bool = False, factor: int = 1) -> Cell:
+def in_window(subject: Subject) -> None:
+    """``optax.MultiSteps`` does not say that its sum is each replica's own."""
+    params = even_params()
+    if subject.reduces:
+        program = stacked(optax.with_extra_args_support(multi_steps(subject.mapped())))
+    else:
+        program = usual(subject, params, wrap=multi_steps)
+    check(program, params, 4 * subject.calls)
+
+
+def around(make: Callable[[PyTree, Any], Any]) -> Cell:
     """A wrapper of Optax's inside the transformation."""
 
     def cell(subject: Subject) -> None:
         params = even_params()
-        program = usual(subject, params, make(params, optax.adam(1e-2)))
-        check(subject, program, params, 2 * factor * subject.calls, same)
+        program = usual(subject, params, make(params, optax.sgd(0.1, momentum=0.9)))
+        check(program, params, 4 * subject.calls)
 
     return cell
 
 
-def check(subject: Subject, program: Any, params: PyTree, calls: int, same: bool) -> None:
+def check(program: Program, params: PyTree, calls: int) -> None:
     carry = program.run(params, range(calls))
     same_kind(program.start(params), carry, "params and state")
     finite(program.common(carry)[0], "params")
-    if same:
-        plain = usual(subject, params)
-        end = plain.run(params, range(calls))
-        assert_same(program.common(carry)[0], plain.common(end)[0], "wrapped")
+    moved(params, program.common(carry)[0])
 
 
-def mask(params: PyTree) -> PyTree:
-    return {name: name == "w" for name in params}
+def mask(params: PyTree, name: str = "w") -> PyTree:
+    return {key: key == name for key in params}
 
 
-def labels(params: PyTree) -> PyTree:
-    return {name: "one" if name == "w" else "other" for name in params}
+def masked(params: PyTree, tx: Any, other: Any) -> Any:
+    return optax.chain(optax.masked(tx, mask(params)), optax.masked(other, mask(params, "b")))
 
 
-def multi_steps(_: PyTree, tx: Any) -> Any:
+def partition(params: PyTree, tx: Any, other: Any) -> Any:
+    labels = {name: "it" if name == "w" else "other" for name in params}
+    return optax.partition({"it": tx, "other": other}, labels)
+
+
+def multi_steps(tx: Any) -> Any:
     return optax.MultiSteps(tx, 2).gradient_transformation()
-
-
-def partition(params: PyTree, tx: Any) -> Any:
-    return optax.partition({"one": tx, "other": optax.set_to_zero()}, labels(params))
 
 
 def through(there_and_back: Callable[[Any], Any]) -> Cell:
@@ -120,7 +139,7 @@ def through(there_and_back: Callable[[Any], Any]) -> Cell:
     def cell(subject: Subject) -> None:
         params = even_params()
         program = usual(subject, params)
-        step, count = jax.jit(program.step), 2 * subject.calls
+        step, count = program.jitted, 2 * subject.calls
         middle = program.run(params, range(count), step)
         back = there_and_back(middle)
         assert_same(jax.tree.map(jnp.asarray, back), middle, "round trip")
@@ -152,7 +171,7 @@ def resumed(subject: Subject) -> None:
     """At every step, bit for bit."""
     params = even_params()
     program = usual(subject, params)
-    step = jax.jit(program.step)
+    step = program.jitted
     kept = [program.start(params)]
     for seed in range(RESUMED):
         kept.append(step(kept[-1], program.grads(params, seed)))
@@ -183,20 +202,20 @@ def on_others(subject: Subject) -> None:
         for a, b in zip(jax.tree.leaves(old), jax.tree.leaves(new), strict=True):
             if jnp.issubdtype(a.dtype, jnp.inexact):
                 assert_close(np.asarray(a).mean(0), np.asarray(b).mean(0), "mean over replicas")
-    finite(two.common(jax.jit(two.step)(back, two.grads(params, 9)))[0], "params")
+    finite(two.common(two.jitted(back, two.grads(params, 9)))[0], "params")
 
 
 CELLS: dict[str, Cell] = {
     "no recompilation in 10 steps": traced_once,
     "init under eval_shape": abstract_init,
     "inject_hyperparams": injected,
-    "in MultiSteps": wrapped(multi_steps, factor=2),
-    "around MultiSteps": around(multi_steps, factor=2),
-    "in masked": wrapped(lambda params, tx: optax.masked(tx, mask(params))),
+    "in MultiSteps": in_window,
+    "around MultiSteps": around(lambda _, tx: multi_steps(tx)),
+    "in masked": wrapped(masked),
     "around masked": around(lambda params, tx: optax.masked(tx, mask(params))),
-    "in named_chain": wrapped(lambda _, tx: optax.named_chain(("it", tx)), same=True),
+    "in named_chain": wrapped(lambda _, tx, __: optax.named_chain(("it", tx)), same=True),
     "in partition": wrapped(partition),
-    "around partition": around(partition),
+    "around partition": around(lambda params, tx: partition(params, tx, optax.sgd(0.1))),
     "pickle": through(by_pickle),
     "Flax bytes": through(by_flax),
     "orbax": through(by_orbax),

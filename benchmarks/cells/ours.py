@@ -6,9 +6,9 @@ from collections.abc import Callable
 from typing import Any
 
 import optax
-from cells.subject import Subject
 
 import boostax
+from cells.subject import Subject
 
 TESTS = pathlib.Path(__file__).parents[2] / "tests"
 if str(TESTS) not in sys.path:
@@ -44,7 +44,8 @@ NEEDS_AXIS = {"Auto sharding under jit": "axis_name must name an axis of the sur
 
 def subject(name: str, make: Callable[[Any, Any], Any], **options: Any) -> Subject:
     options.setdefault("guard", guarded(make))
-    declared = NO_NUMBERS | (NEEDS_AXIS if options.get("reduces") else {})
+    declared = {} if options.pop("any_leaf", False) else NO_NUMBERS
+    declared = declared | (NEEDS_AXIS if options.get("reduces") else {})
     options["unsupported"] = declared | options.get("unsupported", {})
     return Subject(name, make, mistakes=MISTAKES.get(name, ()), **options)
 
@@ -67,8 +68,8 @@ def centered(rows: Any) -> Any:
     return mean - mean.mean(0) if mean.ndim > 1 else mean
 
 
-def limits(factory: Callable[..., Any]) -> Any:
-    options = {"growth_interval": 1, "init_scale": 1.0}
+def limits(factory: Callable[..., Any], **more: Any) -> Any:
+    options = {"init_scale": 1.0} | more
 
     def make(low: float, high: float) -> Any:
         return factory(optax.sgd(0.0), min_scale=low, max_scale=high, **options)
@@ -84,7 +85,7 @@ SUBJECTS = [
     scaler(
         "dynamic_loss_scale",
         lambda inner, axis: boostax.dynamic_loss_scale(inner, init_scale=1.0, axis_name=axis),
-        scale=(limits(boostax.dynamic_loss_scale), boostax.loss_scale),
+        scale=(limits(boostax.dynamic_loss_scale, growth_interval=1), boostax.loss_scale),
     ),
     scaler(
         "static_loss_scale",
@@ -93,7 +94,7 @@ SUBJECTS = [
     scaler(
         "group_loss_scale",
         lambda inner, axis: by_group(inner, axis_name=axis, init_scale=1.0),
-        scale=(limits(by_group), lambda state: state.scales),
+        scale=(limits(by_group, growth_factor=2.0, backoff_factor=0.5), lambda state: state.scales),
     ),
     subject(
         "accumulate",
@@ -101,10 +102,16 @@ SUBJECTS = [
         calls=2,
     ),
     reduction("all_reduce", boostax.all_reduce),
-    reduction("adasum", boostax.adasum, linear=True, reference=adasum),
+    reduction(
+        "adasum",
+        boostax.adasum,
+        reference=adasum,
+        fsdp=lambda inner, _: optax.chain(boostax.adasum("data", shard_axes="fsdp"), inner),
+    ),
     subject(
         "adasum_delta",
         lambda inner, axis: boostax.adasum_delta(inner, axis),
+        fsdp=lambda inner, _: boostax.adasum_delta(inner, "data", shard_axes="fsdp"),
         reduces=True,
         reference=adasum,
     ),
@@ -142,21 +149,32 @@ SUBJECTS = [
         ),
         guarded=lambda state: state.inner_state.inner_state,
     ),
-    subject("group_signal", lambda inner, axis: optax.chain(boostax.group_signal(0), inner)),
+    subject(
+        "group_signal",
+        lambda inner, axis: optax.chain(boostax.group_signal(0), inner),
+        any_leaf=True,
+    ),
     subject(
         "centralize_gradients",
         lambda inner, axis: optax.chain(boostax.centralize_gradients(), inner),
         reference=centered,
+        fsdp=lambda inner, specs: optax.chain(
+            boostax.centralize_gradients(param_specs=specs), inner
+        ),
     ),
     subject(
         "record_trajectory",
         lambda inner, axis: optax.chain(boostax.record_trajectory(3, every=2, start=1), inner),
+        any_leaf=True,
     ),
     scaler(
         "dim_reduce",
         lambda inner, axis: given_a_loss(boostax.dim_reduce(two, residual=inner, axis_name=axis)),
         guarded=lambda state: state._replace(skipped=(), finite=()),
         linear=False,
+        fsdp=lambda inner, _: given_a_loss(
+            boostax.dim_reduce(two, residual=inner, axis_name="data", shard_axes="fsdp")
+        ),
     ),
     subject(
         "subspace_params",

@@ -1,21 +1,25 @@
 """The ways to run a step: alone, under a named vmap, and mapped over devices with real specs."""
 
+import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from cells.subject import AXIS, Subject
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 import boostax
+from boostax.cluster.place import place as spread
 from boostax.testing._case import example_grads
+from cells.subject import AXIS, Subject, strong
 
 PyTree = Any
 P = PartitionSpec
 
 
-class Program(NamedTuple):
+@dataclasses.dataclass(frozen=True, eq=False)
+class Program:
     """How to start and to step.
 
     Attributes:
@@ -23,12 +27,19 @@ class Program(NamedTuple):
       step: from that and gradients to the next; pure.
       replicas: how many gradients a step takes, stacked; 0 for a single one as it is.
       common: the params that all replicas have in common (or the first's), and the state.
+      spread: puts stacked gradients where a step takes them, over several processes.
     """
 
     start: Callable[[PyTree], Any]
     step: Callable[[Any, PyTree], Any]
     replicas: int
     common: Callable[[Any], tuple[PyTree, PyTree]]
+    spread: Callable[[PyTree], PyTree] = lambda grads: grads
+
+    @functools.cached_property
+    def jitted(self) -> Callable[[Any, PyTree], Any]:
+        """The step, compiled once for all cells that take it as it is."""
+        return jax.jit(self.step)
 
     def feed(self, trees: list[PyTree]) -> PyTree:
         """Gradients as a step takes them; the last tree serves all replicas that are left."""
@@ -44,7 +55,7 @@ class Program(NamedTuple):
 
     def run(self, params: PyTree, seeds: Any, step: Any = None) -> Any:
         """Jitted steps from fresh params."""
-        carry, step = self.start(params), step or jax.jit(self.step)
+        carry, step = self.start(params), step or self.jitted
         for seed in seeds:
             carry = step(carry, self.grads(params, seed))
         return carry
@@ -78,6 +89,20 @@ def under_vmap(tx: Any, replicas: int = 2) -> Program:
     return Program(start, step, replicas, first)
 
 
+def stacked(tx: Any, replicas: int = 2) -> Program:
+    """All per replica and nothing checked: for wrappers that declare none of their state."""
+    loose = under_vmap(tx, replicas)
+
+    def local(carry: Any, grads: PyTree) -> Any:
+        (params, state), grads = jax.tree.map(lambda x: x[0], (carry, grads))
+        new = boostax.apply_gradients(tx, grads, state, params)
+        return jax.tree.map(lambda x: x[None], new)
+
+    specs = {"in_specs": P(AXIS), "out_specs": P(AXIS), "check_vma": False}
+    step = jax.shard_map(local, mesh=mesh_of(replicas), **specs)
+    return Program(loose.start, step, replicas, loose.common)
+
+
 def mesh_of(replicas: int, kind: Any = AxisType.Auto) -> Mesh:
     """One data axis over the first devices."""
     devices = jax.devices()[:replicas]
@@ -102,15 +127,18 @@ def mapped(
     if whole:
         specs: PyTree = P()
     else:
-        specs = boostax.state_specs(
-            tx, params, AXIS, replicas=replicas, param_specs=param_specs
-        )
+        specs = boostax.state_specs(tx, params, AXIS, replicas=replicas, param_specs=param_specs)
     kept = P(AXIS) if own else P() if param_specs is None else param_specs
 
+    is_spec = lambda x: isinstance(x, P)  # noqa: E731
+
     def place(tree: PyTree, specs: PyTree) -> PyTree:
-        is_spec = lambda x: isinstance(x, P)  # noqa: E731
         shardings = jax.tree.map(lambda s: NamedSharding(mesh, s), specs, is_leaf=is_spec)
-        return jax.device_put(tree, shardings)
+        if isinstance(shardings, NamedSharding):
+            shardings = jax.tree.map(lambda _, all_alike=shardings: all_alike, tree)
+        if jax.process_count() == 1:
+            return jax.device_put(tree, shardings)
+        return spread(tree, shardings)
 
     def start(params: PyTree) -> Any:
         state = boostax.stack_replicas(tx.init(params), replicas)
@@ -126,7 +154,6 @@ def mapped(
 
     fed = P(AXIS)
     if param_specs is not None:
-        is_spec = lambda x: isinstance(x, P)  # noqa: E731
         fed = jax.tree.map(lambda s: P(AXIS, *s), param_specs, is_leaf=is_spec)
     inner = jax.shard_map(
         local,
@@ -137,13 +164,15 @@ def mapped(
     )
 
     def step(carry: Any, grads: PyTree) -> Any:
+        if AxisType.Explicit in mesh.axis_types:
+            grads = place(grads, fed)
         return inner(*carry, grads)
 
     def common(carry: Any) -> Any:
         held = jax.tree.map(lambda x: x[0], carry[0].local) if own else carry[0]
         return held, carry[1]
 
-    return Program(start, step, replicas, common)
+    return Program(start, step, replicas, common, lambda grads: place(grads, fed))
 
 
 def usual(
@@ -152,13 +181,43 @@ def usual(
     inner: Any = None,
     *,
     guard: bool = False,
-    wrap: Callable[[Any], Any] = lambda tx: tx,
-    replicas: int = 2,
+    wrap: Callable[[Any], Any] | None = None,
 ) -> Program:
     """Alone where that has a meaning, mapped over two devices otherwise."""
+    if inner is None and wrap is None:
+        leaves, treedef = jax.tree.flatten(params)
+        return _plain(
+            subject.name, treedef, tuple(map(strong, leaves)), Held(subject, params, guard)
+        )
+    return _usual(subject, params, inner, guard, wrap or (lambda tx: tx))
+
+
+class Held(NamedTuple):
+    """What a cache must not compare: the names and types beside it say all."""
+
+    subject: Subject
+    params: PyTree
+    guard: bool
+
+    def __hash__(self) -> int:
+        return hash(self.guard)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Held) and self.guard == other.guard
+
+
+@functools.lru_cache(8)
+def _plain(name: str, treedef: Any, types: Any, held: Held) -> Program:
+    del name, treedef, types
+    return _usual(held.subject, held.params, None, held.guard, lambda tx: tx)
+
+
+def _usual(
+    subject: Subject, params: PyTree, inner: Any, guard: bool, wrap: Callable[[Any], Any]
+) -> Program:
     if not subject.reduces:
         return alone(wrap(subject.alone(inner, guard=guard)))
-    return on_devices(subject, params, replicas, inner, guard=guard, wrap=wrap)
+    return on_devices(subject, params, 2, inner, guard=guard, wrap=wrap)
 
 
 def on_devices(

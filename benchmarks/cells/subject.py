@@ -55,6 +55,7 @@ class Subject:
         ``None`` where there is none to compare with.
       accounts: the state says what each replica held back, so that what moved and what waits
         together are the mean.
+      fsdp: ``fsdp(inner, param_specs)``, the same for params sharded over an axis of that name.
       scale: limits of a loss scale, ``(make with limits, read the scale)``.
       mistakes: calls that must raise, each with a part of the message.
       unsupported: by cell, a part of the message of the error that it must raise.
@@ -72,6 +73,7 @@ class Subject:
     linear: bool = True
     reference: Callable[[Any], Any] | None = None
     accounts: bool = False
+    fsdp: Callable[[Any, PyTree], Any] | None = None
     scale: tuple[Callable[[float, float], Any], Callable[[Any], Any]] | None = None
     mistakes: tuple[tuple[Callable[[], Any], str], ...] = ()
     unsupported: dict[str, str] = dataclasses.field(default_factory=dict)
@@ -97,8 +99,8 @@ Cell = Callable[[Subject], None]
 
 
 def default(inner: Any) -> Any:
-    """Adam without decay: a zero gradient leaves fresh params where they are."""
-    return optax.adam(1e-2) if inner is None else inner
+    """Moments, and no decay: a zero gradient leaves fresh params where they are."""
+    return optax.sgd(0.1, momentum=0.9) if inner is None else inner
 
 
 def require(kept: Any, promise: str) -> None:

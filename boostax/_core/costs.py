@@ -15,6 +15,7 @@ import jax
 from jax.extend.core import ClosedJaxpr, Jaxpr
 
 from boostax._core.about import SCOPE
+from boostax._core.programs import bodies
 
 # Bytes that one device sends on a ring, per byte of operand, for n devices.
 RING: dict[str, Callable[[int], float]] = {
@@ -93,6 +94,11 @@ def expected(
     return _expected(chosen, of, 0)
 
 
+def scopes_of(stack: str) -> tuple[str, ...]:
+    """The transformations of boostax's in the name stack of an equation, outermost first."""
+    return tuple(re.findall(_SCOPE, stack))
+
+
 def kind(primitive: str) -> str:
     return primitive.removesuffix("_invariant")
 
@@ -126,27 +132,17 @@ def _walk(
             names = tuple(x for x in (axes if isinstance(axes, tuple) else (axes,)) if x in sizes)
             nbytes = sum(_bytes(v.aval) for v in eqn.invars)
             replicas = math.prod(sizes[x] for x in names)
-            scopes = tuple(re.findall(_SCOPE, here))
-            yield Collective(name, names, replicas, nbytes, count, bool(branches), branches, scopes)
+            within = bool(branches), branches, scopes_of(here)
+            yield Collective(name, names, replicas, nbytes, count, *within)
         inner_sizes = sizes
         if eqn.primitive.name == "shard_map":
             inner_sizes = {**sizes, **dict(eqn.params["mesh"].shape)}
         trips = eqn.params["length"] if eqn.primitive.name == "scan" else 1
         cond = next(conds) if eqn.primitive.name == "cond" else None
-        for i, inner in enumerate(_bodies(eqn.params.values())):
+        for i, inner in enumerate(bodies(eqn)):
             within = branches if cond is None else (*branches, (cond, i))
             yield from _walk(inner, inner_sizes, count * trips, within, here, conds)
 
 
 def _bytes(aval: Any) -> int:
     return math.prod(aval.shape) * aval.dtype.itemsize
-
-
-def _bodies(values: Any) -> Iterator[Jaxpr]:
-    for value in values:
-        if isinstance(value, ClosedJaxpr):
-            yield value.jaxpr
-        elif isinstance(value, Jaxpr):
-            yield value
-        elif isinstance(value, (tuple, list)):
-            yield from _bodies(value)

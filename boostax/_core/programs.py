@@ -1,4 +1,7 @@
-"""Traced programs: which function an equation calls."""
+"""Traced programs: which functions an equation calls."""
+
+from collections.abc import Iterator
+from typing import Any
 
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
 
@@ -17,3 +20,18 @@ def called(eqn: JaxprEqn) -> Jaxpr | None:
         ):
             return body
     return None
+
+
+def bodies(eqn: JaxprEqn) -> Iterator[Jaxpr]:
+    """All programs inside an equation: what it calls, its branches, the parts of a loop."""
+    return _inside(eqn.params.values())
+
+
+def _inside(values: Any) -> Iterator[Jaxpr]:
+    for value in values:
+        if isinstance(value, ClosedJaxpr):
+            yield value.jaxpr
+        elif isinstance(value, Jaxpr):
+            yield value
+        elif isinstance(value, (tuple, list)):
+            yield from _inside(value)

@@ -127,6 +127,7 @@ def state_specs(
     *,
     param_specs: PyTree | None = None,
     replicas: int | None = None,
+    shard_optimizer: bool = False,
 ) -> PyTree:
     """Partition specs for an optimizer state, ready for ``shard_map`` or ``NamedSharding``.
 
@@ -143,6 +144,8 @@ def state_specs(
       axis_name: the replica axis, or a tuple of axes.
       param_specs: a tree of ``PartitionSpec`` shaped like ``params``; replicated if ``None``.
       replicas: the size of the replica axis; only a sharded optimizer state asks for it.
+      shard_optimizer: share out, as ``shard_optimizer=True`` in ``make_train_step`` does, all that
+        is shaped like a parameter and the same on all replicas.
 
     Returns:
       A tree of ``PartitionSpec`` with the structure of ``tx.init(params)``. Cost: an abstract
@@ -188,23 +191,40 @@ def state_specs(
         return PartitionSpec()
 
     def shard_spec(path: tuple[Any, ...], leaf: Any) -> PartitionSpec:
-        owned = any(owners.get(path[i:], (None,))[0] == leaf.shape for i in range(len(path) + 1))
-        dim = split_dim(leaf.shape, _require_replicas(replicas)) if owned else None
-        return PartitionSpec() if dim is None else PartitionSpec(*[None] * dim, replica_axis)
+        for start in range(len(path) + 1):
+            shape, _ = owners.get(path[start:], (None, None))
+            # With one dimension more in front they are snapshots.
+            before = None if shape is None else {leaf.shape: 0, leaf.shape[1:]: 1}.get(shape)
+            if shape is not None and before is not None:
+                dim = split_dim(shape, _require_replicas(replicas))
+                lead = [None] * (before + dim) if dim is not None else []
+                return PartitionSpec() if dim is None else PartitionSpec(*lead, replica_axis)
+        return PartitionSpec()
 
-    def spec_of(path: tuple[Any, ...], node: Any) -> PyTree:
-        if isinstance(node, Sharded):
-            return jax.tree_util.tree_map_with_path(shard_spec, node)
-        if not is_per_replica(node):
-            return owner_spec(path, node)
-        return jax.tree_util.tree_map_with_path(
-            lambda inner, leaf: PartitionSpec(replica_axis, *owner_spec(inner, leaf)), node
-        )
+    def spec_of(path: tuple[Any, ...], node: Any, share: bool = shard_optimizer) -> PyTree:
+        if is_per_replica(node):
+            rule = lambda inner, x: PartitionSpec(replica_axis, *owner_spec(inner, x))  # noqa: E731
+        elif isinstance(node, Sharded):
+            rule = shard_spec
+        elif _keeps_whole(node):
+            return jax.tree_util.tree_map_with_path(
+                lambda inner, x: spec_of(inner, x, False), node, is_leaf=is_per_replica
+            )
+        else:
+            return shard_spec(path, node) if share else owner_spec(path, node)
+        return jax.tree_util.tree_map_with_path(rule, node)
 
     state = jax.eval_shape(tx.init, params)
     return jax.tree_util.tree_map_with_path(
-        spec_of, state, is_leaf=lambda node: isinstance(node, (PerReplica, Sharded))
+        spec_of,
+        state,
+        is_leaf=lambda x: isinstance(x, (PerReplica, Sharded)) or _keeps_whole(x),
     )
+
+
+def _keeps_whole(node: Any) -> bool:
+    """Whether a state belongs to a reduction, which takes whole gradients, and says so."""
+    return bool(getattr(node, "keeps_whole", False))
 
 
 def _require_replicas(replicas: int | None) -> int:

@@ -1,4 +1,4 @@
-"""The command ``boostax``: train a workload, compare ways to, or say what a call costs."""
+"""The command ``boostax``: train a workload, compare ways to, say what a call costs, launch."""
 
 import sys
 from collections.abc import Sequence

@@ -6,12 +6,13 @@ from typing import Annotated, Any
 
 import tyro
 
-from boostax.cli.build import Refusal
+from boostax.cli.build import Refusal, refusing
 from boostax.cli.compare import compare
 from boostax.cli.explain import explain
 from boostax.cli.recipe import ComparePlan, Recipe, RunOptions
 from boostax.cli.train import train
 from boostax.cluster.end import ending_at_once, say
+from boostax.cluster.launch import launch
 from boostax.workloads import DigitsConfig, TextConfig, digits, text
 
 
@@ -116,23 +117,46 @@ class Explain:
     )
 
 
+@dataclass(frozen=True)
+class Launch:
+    """Run a boostax command as several processes on this machine: launch -n 4 -- train text.
+
+    What follows -- is the command of each. They find each other on 127.0.0.1; process 0 prints and
+    writes, lines of the others have their rank in front. When one fails, all end.
+    """
+
+    processes: Annotated[int, tyro.conf.arg(aliases=["-n"])] = 2
+    """How many."""
+    port: int | None = None
+    """Of the coordinator; a free one by default."""
+    grace: float = 20.0
+    """Seconds that the others have to end by themselves when one has failed."""
+
+
 _Command = (
     Annotated[Train, tyro.conf.subcommand("train")]
     | Annotated[Compare, tyro.conf.subcommand("compare")]
     | Annotated[Explain, tyro.conf.subcommand("explain")]
+    | Annotated[Launch, tyro.conf.subcommand("launch")]
 )
 
 
 def run(argv: list[str]) -> int:
     """Parse the arguments and run what they ask for; the exit code."""
-    command: Train | Compare | Explain = tyro.cli(
+    launched: list[str] = []
+    given = argv
+    if argv[:1] == ["launch"] and "--" in argv:
+        given, launched = argv[: argv.index("--")], argv[argv.index("--") + 1 :]
+    command: Train | Compare | Explain | Launch = tyro.cli(
         _Command,  # pyright: ignore[reportArgumentType]
         prog="boostax",
         description="Cheaper, steadier training for JAX and Optax, on small real tasks.",
-        args=argv,
+        args=given,
         config=(tyro.conf.OmitArgPrefixes, tyro.conf.OmitSubcommandPrefixes),
     )
     try:
+        if isinstance(command, Launch):
+            return _launch(command, launched)
         # With peers, nothing that is raised leaves this block.
         with ending_at_once(_say):
             _dispatch(command.workload, argv)
@@ -140,6 +164,21 @@ def run(argv: list[str]) -> int:
         _say(refusal)
         return 1
     return 0
+
+
+def _launch(command: Launch, words: list[str]) -> int:
+    if not words or words[0] == "launch":
+        raise Refusal(
+            f"launch: a command must follow --, got {words}. boostax launch -n 4 -- train text "
+            "--devices 4 trains as four processes."
+        )
+    with refusing():
+        return launch(
+            [sys.executable, "-m", "boostax.cli", *words],
+            command.processes,
+            port=command.port,
+            grace=command.grace,
+        )
 
 
 def _dispatch(workload: Any, argv: list[str]) -> None:

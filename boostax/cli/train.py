@@ -30,7 +30,7 @@ from boostax.cli.build import (
 from boostax.cli.compare import counted
 from boostax.cli.finish import Finish, finish, finish_steps, show
 from boostax.cli.recipe import CODECS, Recipe, RunOptions
-from boostax.cluster.start import initialize
+from boostax.cluster.start import Processes, initialize
 from boostax.freeze.plateau import FreezeOnPlateau
 from boostax.freeze.scheduled import ScheduledFreeze
 from boostax.train.checkpoint import Checkpointer
@@ -54,6 +54,11 @@ def train(
         for name in ("checkpoint_every", "evaluate_every"):
             option = "--" + name.replace("_", "-")
             checks.positive_int("boostax", option, getattr(options, name), "It counts calls.")
+        if options.step_limit is not None:
+            hint = "It is several times what a call takes, in seconds."
+            checks.number(
+                "boostax", "--step-limit", options.step_limit, "> 0", lambda x: x > 0, hint
+            )
         processes = initialize(heartbeat=options.heartbeat)
         devices = require_devices(recipe.devices, processes.count)
         recipe = dataclasses.replace(recipe, devices=devices)
@@ -97,6 +102,7 @@ def train(
                 meta=meta,
                 evaluate=built.evaluate,
                 evaluate_every=options.evaluate_every,
+                limit=_limit(options, processes),
             )
             if recipe.finish != "none" and not result.stopped_by:
                 finished = finish(workload, built.step, recipe, result.state)
@@ -117,6 +123,12 @@ def train(
     console.print("[bold]Next[/bold]")
     for line in _next(built.workload.name, task, recipe, output, argv):
         console.print(f"  {line}", soft_wrap=True)
+
+
+def _limit(options: RunOptions, processes: Processes) -> float | None:
+    """Seconds for a call. A process alone keeps nobody waiting."""
+    alone = options.step_limit is None and processes.count == 1
+    return None if alone else options.step_limit or 600.0
 
 
 def _say_resharded(console: Console, was: int, now: int) -> None:

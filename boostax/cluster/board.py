@@ -18,7 +18,9 @@ class Standing(NamedTuple):
     Attributes:
       beat: how often it has spoken; it grows as long as the process lives.
       begun: the last call its host has reached, ``None`` before the first.
-      finished: the last call its device has finished, ``None`` before the first begins.
+      finished: the last call its host has seen finished, ``None`` before the first begins. The
+        loop looks a call late, so the device may be a call further.
+      calling: its host is in the call it has begun, or waits in it for an earlier one.
       quiet: seconds without progress, by its own clock.
       allowance: seconds that it may still take for something long: a first call, a save. 0 in an
         ordinary call.
@@ -30,6 +32,7 @@ class Standing(NamedTuple):
     beat: int = 0
     begun: int | None = None
     finished: int | None = None
+    calling: bool = False
     quiet: float = 0.0
     allowance: float = 0.0
     place: str = ""

@@ -71,7 +71,8 @@ def conclude(
 
     Example:
       >>> stuck = View(1, Standing(begun=12, finished=11), 0.2)
-      >>> conclude([View(0, Standing(begun=13, finished=12), 0.0), stuck], limit=5.0)
+      >>> waits = View(0, Standing(begun=13, finished=11, calling=True), 0.0)
+      >>> conclude([waits, stuck], limit=5.0)
       'Rank 1 has not begun call 13: stuck between calls, in its data or on its host.'
     """
     if unanswered > limit / 2:
@@ -87,7 +88,7 @@ def conclude(
     ]
     sentences = [_silence(view) for view in silent]
     sentences += [
-        f"Rank {rank} has left the loop by {s.place}, after call {s.finished}."
+        f"Rank {rank} has left the loop by {s.place}, {_where(s)}."
         for rank, s in known.items()
         if s.left and s.place
     ]
@@ -97,48 +98,54 @@ def conclude(
 
 
 def _waiting(known: dict[int, Standing]) -> str:
-    """Of ranks that all speak: who has not begun what the others wait in."""
-    finished = [s.finished for s in known.values() if s.finished is not None]
-    if not finished:
-        return _nobody(known, "a first call")
-    # Who has finished a call was past all its collectives, and so was everybody in them.
-    call = max(finished) + 1
-    behind = {r: s for r, s in known.items() if s.begun is None or s.begun < call}
-    if not behind:
-        if len(known) == 1:
-            return (
-                f"Call {call} has begun and not finished: the device hangs, or the call takes "
-                "longer than the limit."
-            )
-        return f"All have begun call {call} and none has seen it finish: a collective hangs on the network or a device."
-    if len(behind) == len(known):
-        return _nobody(known, f"call {call}")
+    """Of ranks that all speak: who is not in a call while others are."""
+    calling = {rank: s for rank, s in known.items() if s.calling and not (s.left or s.place)}
+    if not calling:
+        return _nobody(known)
+    furthest = max(s.begun or 0 for s in calling.values())
+    # Who has seen a call finish was past all its collectives, and so was everybody in them.
+    call = 1 + max(s.finished for s in known.values() if s.finished is not None)
     sentences: list[str] = []
-    between = [r for r, s in behind.items() if not s.left and not s.place]
-    if between:
-        verb = "has" if len(between) == 1 else "have"
-        its = "its" if len(between) == 1 else "their"
+    between = [rank for rank, s in known.items() if not (s.calling or s.left or s.place)]
+    for name in sorted({_next(known[rank]) for rank in between}):
+        ranks = [rank for rank in between if _next(known[rank]) == name]
+        verb, its = ("has", "its") if len(ranks) == 1 else ("have", "their")
         sentences.append(
-            f"{_ranks(between)} {verb} not begun call {call}: stuck between calls, in {its} data "
-            f"or on {its} host."
+            f"{_ranks(ranks)} {verb} not begun {name}: stuck between calls, in {its} data or on "
+            f"{its} host."
         )
-    for rank, standing in behind.items():
-        if standing.left:
-            sentences.append(f"Rank {rank} has left the loop and does not make call {call}.")
-        elif standing.place:
-            sentences.append(f"Rank {rank} has not begun call {call}: it is in {standing.place}.")
-    return " ".join(sentences)
+    for rank, standing in known.items():
+        begun = standing.begun
+        if standing.left and (begun is None or begun < furthest):
+            sentences.append(f"Rank {rank} has left the loop and does not make call {furthest}.")
+        elif standing.place and (begun is None or begun < furthest):
+            sentences.append(
+                f"Rank {rank} has not begun {_next(standing)}: it is in {standing.place}."
+            )
+        elif rank in calling and begun is not None and begun < call:
+            sentences.append(f"Rank {rank} is still in call {begun}, which others have finished.")
+    if sentences:
+        return " ".join(sentences)
+    if len(known) == 1:
+        return (
+            f"Call {call} has begun and not finished: the device hangs, or the call takes longer "
+            "than the limit."
+        )
+    return (
+        f"All have begun call {call} and none has seen it finish: a collective hangs on the "
+        "network or a device."
+    )
 
 
-def _nobody(known: dict[int, Standing], call: str) -> str:
+def _nobody(known: dict[int, Standing]) -> str:
     """Of ranks none of which is in a call: who is in what else."""
     here = {rank: s for rank, s in known.items() if not s.left}
     places = sorted({s.place for s in here.values() if s.place})
     between = [rank for rank, s in here.items() if not s.place]
     if not places:
-        who = "No rank has" if len(known) > 1 else f"Rank {next(iter(known))} has not"
+        who = "No rank is in a call" if len(known) > 1 else _ranks(between) + " is in no call"
         its = "their" if len(known) > 1 else "its"
-        return f"{who} begun {call}: stuck between calls, in {its} data or on {its} host."
+        return f"{who}: stuck between calls, in {its} data or on {its} host."
     sentences: list[str] = []
     for place in places:
         inside = [rank for rank, s in here.items() if s.place == place]
@@ -147,6 +154,10 @@ def _nobody(known: dict[int, Standing], call: str) -> str:
         stuck = "stuck between calls, in the data or on the host"
         sentences.append(f"{_ranks(between)} {_be(between)} not: {stuck}.")
     return " ".join(sentences)
+
+
+def _next(standing: Standing) -> str:
+    return "a first call" if standing.begun is None else f"call {standing.begun + 1}"
 
 
 def _be(ranks: Sequence[int]) -> str:
@@ -167,15 +178,11 @@ def _left(standing: Standing | None) -> bool:
 
 
 def _where(standing: Standing) -> str:
-    if standing.left:
-        return "after it left the loop"
-    if standing.place:
+    if standing.place and not standing.left:
         return f"in {standing.place}"
-    if standing.begun is None or standing.finished is None:
+    if standing.begun is None:
         return "before its first call"
-    if standing.begun > standing.finished:
-        return f"in call {standing.finished + 1}"
-    return f"after call {standing.finished}"
+    return f"{'in' if standing.calling else 'after'} call {standing.begun}"
 
 
 def _ranks(ranks: Sequence[int]) -> str:

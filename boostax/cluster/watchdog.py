@@ -131,14 +131,20 @@ class Watchdog:
         with self._lock:
             finished = self._standing.finished
             self._standing = self._standing._replace(
-                begun=step, finished=step - 1 if finished is None else finished
+                begun=step, finished=step - 1 if finished is None else finished, calling=True
             )
             self._moved = self._clock()
 
-    def done(self, step: int) -> None:
-        """The device has finished call number ``step``."""
+    def between(self) -> None:
+        """The host is out of the call and makes the next one ready; `done` says so as well."""
         with self._lock:
-            self._standing = self._standing._replace(finished=step)
+            self._standing = self._standing._replace(calling=False)
+            self._moved = self._clock()
+
+    def done(self, step: int) -> None:
+        """The device has finished call number ``step``, and the host waits for none."""
+        with self._lock:
+            self._standing = self._standing._replace(finished=step, calling=False)
             self._warm = True
             self._moved = self._clock()
 

@@ -16,6 +16,7 @@ from jax.tree_util import GetAttrKey
 from boostax._core import axes as mesh_axes
 from boostax._core import checks, trees
 from boostax._core.about import described
+from boostax._core.share import share_in
 
 PyTree = Any
 Path = tuple[Any, ...]
@@ -114,7 +115,7 @@ def centralize_gradients(
     def update_fn(
         updates: PyTree, state: Any, params: PyTree = None, **extra_args: Any
     ) -> tuple[PyTree, Any]:
-        del extra_args
+        share = share_in(extra_args)
         trees.require_gradients(updates, _WHO)
         shapes = {path: np.shape(p) for path, p in jax.tree_util.tree_leaves_with_path(params)}
 
@@ -124,6 +125,9 @@ def centralize_gradients(
                 return g
             _require_shape(path, g, shapes.get(path))
             cut = _cut(specs, path, g.ndim)
+            if share is not None:
+                shared = share.cut(path, _WHO)
+                cut = tuple(x + share.names * (i == shared) for i, x in enumerate(cut))
             sizes = [g.shape[dim] * mesh_axes.size(cut[dim]) for dim in dims]
             if math.prod(sizes) < 2 or (multiple_of is not None and sizes[-1] % multiple_of):
                 return g

@@ -10,6 +10,7 @@ from jax.sharding import Mesh
 
 from boostax._core import axes, checks, trees
 from boostax._core.about import described
+from boostax._core.share import scattered
 from boostax.reduce import buckets, pairwise
 from boostax.reduce.pairwise import Rows, combine_replicas, power_of_two
 from boostax.reduce.route import NamedRoute, StackedRoute
@@ -138,8 +139,9 @@ def adasum(
     def update_fn(
         updates: PyTree, state: Any, params: PyTree = None, **extra_args: Any
     ) -> tuple[PyTree, AdasumState]:
-        del state, params, extra_args
+        del state, params
         trees.require_gradients(updates, who)
+        in_parts = scatter or scattered(who, extra_args, across + inside)
         leaves, treedef = jax.tree.flatten(updates)
         if stacked:
             _require_stacked(leaves, who)
@@ -149,7 +151,7 @@ def adasum(
             axes.require_bound(shards, who)
             route = NamedRoute(across, inside, shards, wire)
         sent = buckets.send(
-            leaves, route, bucket_bytes=bucket_bytes, scatter=scatter, lead=int(stacked)
+            leaves, route, bucket_bytes=bucket_bytes, scatter=in_parts, lead=int(stacked)
         )
         rows, alignment = _combine(sent.parcels, scope, route.total)
         overall, each = _orthogonality(alignment, len(leaves))

@@ -12,6 +12,7 @@ from jax import lax
 from boostax._core import axes, checks, trees
 from boostax._core.about import described
 from boostax._core.replicas import PerReplica
+from boostax._core.share import own_part, scattered
 from boostax.reduce.codecs.base import Codec, Message, map_per_leaf
 from boostax.reduce.layout import real_dtype
 
@@ -37,6 +38,9 @@ class CompressedState(NamedTuple):
     velocity: PerReplica
     codec: PyTree
     unsent: jax.Array
+
+    # Also where the optimizer's state is shared out over the replicas.
+    keeps_whole = True
 
     def metrics(self) -> dict[str, jax.Array]:
         """Named scalars for ``boostax.metrics``."""
@@ -105,9 +109,10 @@ def compressed(
     def update_fn(
         updates: PyTree, state: Any, params: PyTree = None, **extra_args: Any
     ) -> tuple[PyTree, CompressedState]:
-        del params, extra_args
+        del params
         trees.require_gradients(updates, who)
         axes.require_local(updates, names, who)
+        in_parts = scattered(who, extra_args, names)
         leaves, treedef = jax.tree.flatten(updates)
         chosen = coded(updates)
         held = _kept(state.residual.local, treedef)
@@ -141,6 +146,8 @@ def compressed(
                 held[i] = keep(new, held[i])
             if momentum is not None:
                 moving[i] = keep(jnp.where(s == 0, v, 0), moving[i])
+        if in_parts:
+            result = [own_part(x, names) for x in result]
         return jax.tree.unflatten(treedef, result), CompressedState(
             residual=PerReplica(jax.tree.unflatten(treedef, held)),
             velocity=PerReplica(jax.tree.unflatten(treedef, moving)),

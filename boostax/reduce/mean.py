@@ -8,6 +8,7 @@ import optax
 
 from boostax._core import axes, checks, trees
 from boostax._core.about import described
+from boostax._core.share import scattered
 from boostax.reduce import buckets
 from boostax.reduce.route import DenseRoute, NamedRoute, Route
 
@@ -80,25 +81,27 @@ def all_reduce(
         checks.number(who, "clip", clip, "greater than 0", lambda x: x > 0, hint)
     bucket_bytes = buckets.check_bytes(who, bucket_bytes)
     dividing = divide if op == "mean" else "never"
-    if wire is None and not scatter:
-        route: Route = DenseRoute(names, dividing)
-        # A bucket for every leaf, without a copy.
-        limit = 0 if bucket_bytes is None else bucket_bytes
-    else:
-        route, limit = NamedRoute((), names, (), wire, dividing), bucket_bytes
+
+    def way(scatter: bool) -> tuple[Route, int | None]:
+        if wire is None and not scatter:
+            # A bucket for every leaf, without a copy.
+            return DenseRoute(names, dividing), 0 if bucket_bytes is None else bucket_bytes
+        return NamedRoute((), names, (), wire, dividing), bucket_bytes
 
     @described(who, names)
     def update_fn(
         updates: PyTree, state: Any, params: PyTree = None, **extra_args: Any
     ) -> tuple[PyTree, Any]:
-        del params, extra_args
+        del params
         trees.require_gradients(updates, who)
         axes.require_local(updates, names, who)
+        in_parts = scatter or scattered(who, extra_args, names)
+        route, limit = way(in_parts)
         leaves, treedef = jax.tree.flatten(updates)
         if clip is not None:
             _require_real(leaves, who)
             leaves = [trees.clip_finite(x, clip) for x in leaves]
-        sent = buckets.send(leaves, route, bucket_bytes=limit, scatter=scatter)
+        sent = buckets.send(leaves, route, bucket_bytes=limit, scatter=in_parts)
         summed = [parcel.rows.only_row() for parcel in sent.parcels]
         return jax.tree.unflatten(treedef, sent.finish(summed)), state
 

@@ -4,11 +4,11 @@ from typing import Any, NamedTuple
 
 import jax
 import optax
-from jax import lax
 
 from boostax._core import axes, checks, trees
 from boostax._core.about import described
 from boostax._core.replicas import Sharded, split_dim
+from boostax._core.share import own_part, refuse
 from boostax.reduce import buckets, layout
 from boostax.reduce.route import NamedRoute
 
@@ -81,12 +81,7 @@ def shard_optimizer(
     tx = optax.with_extra_args_support(inner)
 
     def part(x: jax.Array) -> jax.Array:
-        """This replica's part."""
-        dim = split_dim(x.shape, axes.size(names))
-        if dim is None:
-            return x
-        size = x.shape[dim] // axes.size(names)
-        return lax.dynamic_slice_in_dim(x, axes.index(names) * size, size, dim)
+        return own_part(x, names)
 
     def own_gradient(g: jax.Array, p: jax.Array) -> jax.Array:
         if g.shape == p.shape:
@@ -109,6 +104,7 @@ def shard_optimizer(
         updates: PyTree, state: Any, params: PyTree = None, **extra_args: Any
     ) -> tuple[PyTree, ShardOptimizerState]:
         axes.require_bound(names, who)
+        refuse(who, extra_args, "The step shares out everything behind the reduction itself.")
         if params is None:
             raise ValueError(
                 f"{who}: params must be given to update, got None. They say how leaves are cut."
@@ -117,21 +113,26 @@ def shard_optimizer(
         own = jax.tree.map(part, params)
         updates, inner_state = tx.update(grads, state.inner_state.local, own, **extra_args)
         inner_state = trees.cast_like(inner_state, state.inner_state.local)
-        return gathered(updates, params), ShardOptimizerState(Sharded(inner_state))
-
-    def gathered(updates: PyTree, params: PyTree) -> PyTree:
-        leaves, treedef = jax.tree.flatten(updates)
-        replicas = axes.size(names)
-        abouts = [
-            layout.Leaf(p.shape, x.dtype, split_dim(p.shape, replicas))
-            for x, p in zip(leaves, jax.tree.leaves(params), strict=True)
-        ]
-        for kind in layout.kinds(leaves, abouts):
-            if abouts[kind[0]].dim is not None:
-                cuts = [layout.cut(leaves[i], abouts[i], 1)[0] for i in kind]
-                whole = buckets.gather(NamedRoute(names), cuts, bucket_bytes)
-                for i, x in zip(kind, whole, strict=True):
-                    leaves[i] = layout.join(x, abouts[i], replicas)
-        return jax.tree.unflatten(treedef, leaves)
+        whole = gathered(updates, params, names, bucket_bytes)
+        return whole, ShardOptimizerState(Sharded(inner_state))
 
     return optax.GradientTransformationExtraArgs(init_fn, update_fn)
+
+
+def gathered(
+    parts: PyTree, like: PyTree, names: tuple[str, ...], bucket_bytes: int | None
+) -> PyTree:
+    """Whole leaves of the replicas' parts, equal on all; ``like`` has the shapes of the whole."""
+    leaves, treedef = jax.tree.flatten(parts)
+    replicas = axes.size(names)
+    abouts = [
+        layout.Leaf(p.shape, x.dtype, split_dim(p.shape, replicas))
+        for x, p in zip(leaves, jax.tree.leaves(like), strict=True)
+    ]
+    for kind in layout.kinds(leaves, abouts):
+        if abouts[kind[0]].dim is not None:
+            cuts = [layout.cut(leaves[i], abouts[i], 1)[0] for i in kind]
+            whole = buckets.gather(NamedRoute(names), cuts, bucket_bytes)
+            for i, x in zip(kind, whole, strict=True):
+                leaves[i] = layout.join(x, abouts[i], replicas)
+    return jax.tree.unflatten(treedef, leaves)

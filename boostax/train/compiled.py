@@ -32,6 +32,7 @@ from boostax.precision.finite import all_finite
 from boostax.precision.policy import Policy
 from boostax.train.apply import apply_gradients, metrics
 from boostax.train.oracle import Oracle
+from boostax.train.sharing import run_shared
 from boostax.train.state import TrainState
 
 PyTree = Any
@@ -56,6 +57,7 @@ class TrainStep:
       check_vma: see ``make_train_step``.
       param_specs: see ``make_train_step``.
       freeze_driver: see ``make_train_step``.
+      shard_optimizer: see ``make_train_step``.
     """
 
     tx: optax.GradientTransformation
@@ -68,6 +70,7 @@ class TrainStep:
     check_vma: bool
     param_specs: PyTree = None
     freeze_driver: FreezeDriver = "host"
+    shard_optimizer: bool = False
     _compiled: dict[tuple[Kind, int | None, Any], Any] = dataclasses.field(default_factory=dict)
     _cuts: dict[tuple[int, Any], Pruning] = dataclasses.field(default_factory=dict)
     _hosts: dict[Any, HostDepth] = dataclasses.field(default_factory=dict)
@@ -196,6 +199,7 @@ class TrainStep:
             self.names,
             param_specs=self.param_specs,
             replicas=self.replicas,
+            shard_optimizer=self.shard_optimizer,
         )
         return TrainState(
             step=replicated,
@@ -306,9 +310,14 @@ class TrainStep:
         """The jitted step or flush for states like this one."""
         key = kind, depth, jax.tree.structure(state)
         if key not in self._compiled:
-            run = functools.partial(self._step if kind == "step" else self._flush, depth)
+            specs: Any = None
             if self.mesh is not None:
                 specs = self._narrowed(self._specs(state), depth, of=state)
+            inside = specs and specs.opt_state
+            run: Any = functools.partial(
+                self._step if kind == "step" else self._flush, depth, inside
+            )
+            if self.mesh is not None:
                 batch = PartitionSpec(self.names)
                 of_step = kind == "step"
                 run = jax.shard_map(
@@ -322,7 +331,7 @@ class TrainStep:
         return self._compiled[key]
 
     def _step(
-        self, depth: int | None, state: TrainState, batch: PyTree
+        self, depth: int | None, specs: PyTree, state: TrainState, batch: PyTree
     ) -> tuple[TrainState, dict[str, jax.Array]]:
         params, opt_state = _entered(state)
         active: PyTree = True
@@ -336,7 +345,11 @@ class TrainStep:
         # For line searches; where nobody calls it, nothing of it is compiled.
         extra |= {"value": loss, "value_fn": self.oracle.loss_at(batch, **given)}
         extra |= {} if aux.weight is None else {"weight": aux.weight}
-        params, opt_state = apply_gradients(self.tx, grads, opt_state, params, **extra)
+
+        def run(params: PyTree, opt_state: PyTree, **more: Any) -> tuple[PyTree, PyTree]:
+            return apply_gradients(self.tx, grads, opt_state, params, **extra, **more)
+
+        params, opt_state = self._run(run, params, opt_state, specs)
         model_state = state.model_state
         if model_state is not None and aux.model_state is not None:
             # A skipped step never happened, and an overflow in the forward pass reaches the
@@ -351,10 +364,22 @@ class TrainStep:
         reported = {"loss": loss, "applied": passed(opt_state), **metrics(opt_state)}
         return new_state, _named(aux.metrics) | reported
 
-    def _flush(self, depth: int | None, state: TrainState) -> TrainState:
+    def _flush(self, depth: int | None, specs: PyTree, state: TrainState) -> TrainState:
         params, opt_state = _entered(state)
         extra = {} if depth is None else {"depth": depth}
-        return _left(state, *flush(self.tx, opt_state, params, **extra))
+
+        def run(params: PyTree, opt_state: PyTree, **more: Any) -> tuple[PyTree, PyTree]:
+            return flush(self.tx, opt_state, params, **extra, **more)
+
+        return _left(state, *self._run(run, params, opt_state, specs, always=True))
+
+    def _run(
+        self, run: Any, params: PyTree, opt_state: PyTree, specs: PyTree, always: bool = False
+    ) -> tuple[PyTree, PyTree]:
+        if not self.shard_optimizer:
+            return run(params, opt_state)
+        shared = lambda params, opt_state, share: run(params, opt_state, share=share)  # noqa: E731
+        return run_shared(shared, params, opt_state, specs, self.names, always)
 
     def _call_key(self, state: TrainState) -> jax.Array | None:
         if state.key is None:

@@ -11,7 +11,9 @@ from typing import TYPE_CHECKING, Any, Self
 import jax
 
 from boostax._core import checks
+from boostax.cluster.board import service_board
 from boostax.cluster.end import PeerLost
+from boostax.cluster.watchdog import Watchdog
 from boostax.train.writers import Writer
 
 if TYPE_CHECKING:
@@ -53,6 +55,7 @@ def fit(
     evaluate: Callable[[PyTree], Mapping[str, float]] | None = None,
     evaluate_every: int | None = None,
     flush: bool = True,
+    limit: float | None = None,
 ) -> FitResult:
     """Call ``step`` on ``batch(start)``, ..., ``batch(steps - 1)``.
 
@@ -79,6 +82,10 @@ def fit(
       evaluate: ``state -> scalars``, which join the row of the call before it. Must not donate.
       evaluate_every: after how many calls to evaluate; also at the end of a complete run.
       flush: close a partial accumulation window (``step.flush``) when all calls are done.
+      limit: seconds that a call may take, and the time between two, before the process ends and
+        says who is stuck (``boostax.cluster.Watchdog``); with several processes on each of them.
+        The first call, evaluations and saves get ten times as long. Choose it above the time that a
+        step takes to compile if the schedule of a ``scheduled_freeze`` compiles more of them.
 
     Returns:
       A `FitResult`.
@@ -103,13 +110,25 @@ def fit(
     rows = _Rows(tuple(writers))
     done, saved, stopped_by = start, start, None
 
+    watchdog = None if limit is None else Watchdog(limit, board=service_board())
+    rows.watchdog = watchdog
+
+    def allow(what: str) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext() if watchdog is None else watchdog.allow(None, what)
+
     def save() -> None:
         nonlocal saved
         if checkpointer is not None and saved != done:
             # The rows go out first: a resumed run does not repeat them.
             rows.settle()
-            checkpointer.save(done, state, meta)
+            with allow("saving"):
+                checkpointer.save(done, state, meta)
             saved = done
+
+    def judge() -> None:
+        if evaluate is not None:
+            with allow("evaluation"):
+                rows.settle(evaluate(state))
 
     def lost(error: Exception) -> PeerLost:
         where = "" if checkpointer is None else f" {checkpointer.remaining()}"
@@ -120,27 +139,34 @@ def fit(
             f"one printed.{where}"
         )
 
-    with _losing_peers(lost), _Signals() as signals:
+    with watchdog or contextlib.nullcontext(), _losing_peers(lost), _Signals() as signals:
         while done < steps:
-            state, metrics = step(state, batch(done))
+            data = batch(done)
+            if watchdog is not None:
+                watchdog.begin(done + 1)
+            state, metrics = step(state, data)
             done += 1
             rows.take(done, metrics)
+            if watchdog is not None:
+                watchdog.between()
             stopped_by = signals.received(done)
             if done == steps or stopped_by:
                 break
-            if evaluate is not None and evaluate_every and done % evaluate_every == 0:
-                rows.settle(evaluate(state))
+            if evaluate_every and done % evaluate_every == 0:
+                judge()
             if checkpoint_every and done % checkpoint_every == 0:
                 save()
         if done == steps:
             stopped_by = None
-            state = state if close_window is None else close_window(state)
-            if evaluate is not None and done > start:
-                rows.settle(evaluate(state))
+            with allow("closing the window"):
+                state = state if close_window is None else close_window(state)
+            if done > start:
+                judge()
         rows.settle()
         save()
         if checkpointer is not None:
-            checkpointer.wait()
+            with allow("saving"):
+                checkpointer.wait()
     return FitResult(state, done, rows.history, stopped_by)
 
 
@@ -160,6 +186,7 @@ class _Rows:
 
     def __init__(self, writers: tuple[Writer, ...]):
         self.history: list[Row] = []
+        self.watchdog: Watchdog | None = None
         self._writers = writers
         self._pending: tuple[int, Mapping[str, Any]] | None = None
 
@@ -173,6 +200,8 @@ class _Rows:
         done, metrics = self._pending
         self._pending = None
         scalars = {name: float(value) for name, value in jax.device_get(dict(metrics)).items()}
+        if self.watchdog is not None:
+            self.watchdog.done(done)
         scalars |= more or {}
         self.history.append({"step": done, **scalars})
         for writer in self._writers:

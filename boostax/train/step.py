@@ -28,6 +28,7 @@ def make_train_step(
     check_vma: bool = True,
     param_specs: PyTree | None = None,
     freeze_driver: FreezeDriver = "host",
+    shard_optimizer: bool = False,
 ) -> TrainStep:
     """A jitted, donating train step over one device or a mesh axis.
 
@@ -55,9 +56,18 @@ def make_train_step(
       freeze_driver: with ``scheduled_freeze``, ``"host"`` compiles a step for each depth when it is
         first drawn and chooses among them; ``"switch"`` compiles one program that serves all, and
         that is what runs inside ``jax.jit`` or ``jax.lax.scan`` in any case.
+      shard_optimizer: share out the optimizer's state and work over the replicas (ZeRO, stage 1).
+        Behind the reduction each replica has its part of every leaf, cut along the first dimension
+        that the replicas divide: gradients are scattered, moments are parts, new params are
+        gathered whenever they change. What would look across the entries of a leaf (a norm, a
+        matrix product) is found in the trace and refused; ``boostax.clip_by_global_norm`` and
+        ``centralize_gradients`` know of parts. The reduction must be one over ``axis_name``, the
+        params whole (no ``param_specs``) and the same on all.
 
     Returns:
-      A ``TrainStep``. Cost beside the transformations': one scalar collective for the loss.
+      A ``TrainStep``. Cost beside the transformations': one scalar collective for the loss. With
+      ``shard_optimizer`` the optimizer's state takes ``1/n`` of its memory, and scattered gradients
+      and gathered params together the bytes of the all-reduce.
 
     Raises:
       ValueError, TypeError: an argument out of range, an axis that the mesh lacks.
@@ -95,6 +105,13 @@ def make_train_step(
                     "Make the mesh with jax.make_mesh((n,), ('data',)).",
                 )
             )
+    if shard_optimizer and (mesh is None or param_specs is not None):
+        got = "no mesh" if mesh is None else "param_specs"
+        raise ValueError(
+            f"{who}: shard_optimizer must be False without a mesh and with param_specs, got True "
+            f"and {got}. A single device has nothing to share; the state of params sharded over an "
+            "axis of their own is sharded like them."
+        )
     hint = "'host' is the fastest and takes the least memory."
     checks.choice(who, "freeze_driver", freeze_driver, ("host", "switch"), hint)
     rules = as_policy(who, policy)
@@ -117,4 +134,5 @@ def make_train_step(
         check_vma=check_vma,
         param_specs=param_specs,
         freeze_driver=freeze_driver,
+        shard_optimizer=shard_optimizer,
     )

@@ -1,0 +1,95 @@
+"""Does a program treat each entry of some arrays by itself, or does it look across them?
+
+An optimizer that is given parts of leaves is right if every entry goes its own way, as in SGD and
+Adam. A norm, a mean over an axis, a matrix product would be that of the part; nothing would fail.
+The jaxpr tells.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+from jax.extend.core import ClosedJaxpr, Jaxpr, Literal
+
+from boostax._core.costs import kind, scopes_of
+from boostax._core.programs import bodies
+
+_ACROSS = (
+    "argmax argmin cholesky conv_general_dilated cumlogsumexp cummax cummin cumprod cumsum "
+    "dot_general eig eigh fft gather lu qr ragged_dot_general reduce_and reduce_max reduce_min "
+    "reduce_or reduce_prod reduce_sum reduce_window_max reduce_window_sum reduce_xor scatter "
+    "scatter_add sort svd top_k triangular_solve"
+).split()
+# What they give is equal on all again, and no part of anything.
+_WHOLE = ("psum", "pmax", "pmin", "all_gather")
+# Numbers drawn for a part are the same on every replica, and others than for the whole.
+_DRAWN = ("random_bits", "threefry2x32", "random_gamma")
+
+
+def across_entries(
+    jaxpr: ClosedJaxpr,
+    parts: Sequence[bool],
+    shapes: frozenset[tuple[int, ...]],
+    right: frozenset[str],
+) -> list[tuple[str, tuple[str, ...]]]:
+    """Operations that look across the entries of parts of leaves, each with its scopes.
+
+    Args:
+      jaxpr: a traced program.
+      parts: of each of its arguments, whether it is a part.
+      shapes: of the parts of params, by which those that a reduction hands on are known.
+      right: boostax's transformations that know of parts; inside them anything goes.
+
+    Returns:
+      Pairs of a primitive's name and the boostax transformations it stands in, outermost first.
+    """
+    walk = _Walk(shapes, right)
+    walk.run(jaxpr.jaxpr, list(parts), [False] * len(jaxpr.jaxpr.constvars), "")
+    return list(dict.fromkeys(walk.found))
+
+
+class _Walk:
+    def __init__(self, shapes: frozenset[tuple[int, ...]], right: frozenset[str]):
+        self.found: list[tuple[str, tuple[str, ...]]] = []
+        self._shapes, self._right = shapes, right
+
+    def run(self, jaxpr: Jaxpr, given: list[bool], consts: list[bool], stack: str) -> list[bool]:
+        """Which results of a jaxpr are parts."""
+        known: dict[Any, bool] = dict(zip(jaxpr.invars, given, strict=True))
+        known |= dict(zip(jaxpr.constvars, consts, strict=True))
+        for eqn in jaxpr.eqns:
+            inside = f"{stack}/{eqn.source_info.name_stack}"
+            read = [not isinstance(x, Literal) and known.get(x, False) for x in eqn.invars]
+            written = self._equation(eqn, read, inside)
+            known |= dict(zip(eqn.outvars, written, strict=True))
+        return [not isinstance(x, Literal) and known.get(x, False) for x in jaxpr.outvars]
+
+    def _equation(self, eqn: Any, read: list[bool], stack: str) -> list[bool]:
+        scopes = scopes_of(stack)
+        if scopes and scopes[-1] in self._right:
+            return [x.aval.shape in self._shapes for x in eqn.outvars]
+        inner = list(bodies(eqn))
+        if inner:
+            return self._inside(eqn, inner, read, stack)
+        name = eqn.primitive.name
+        if kind(name) in _WHOLE:
+            return [False] * len(eqn.outvars)
+        drawn = name in _DRAWN and any(x.aval.ndim for x in eqn.outvars)
+        if drawn or (name in _ACROSS and any(read)):
+            self.found.append((name, scopes))
+        return [any(read)] * len(eqn.outvars)
+
+    def _inside(self, eqn: Any, inner: list[Jaxpr], read: list[bool], stack: str) -> list[bool]:
+        # Branches take all operands but the index; loops are gone through until nothing new shows.
+        written = [False] * len(eqn.outvars)
+        for body in inner:
+            skipped = len(read) - len(body.invars)
+            if eqn.primitive.name in ("scan", "while") or skipped < 0:
+                given = [any(read)] * len(body.invars)
+            else:
+                given = read[skipped:]
+            out = self.run(body, given, [False] * len(body.constvars), stack)
+            if len(out) == len(written) and eqn.primitive.name not in ("scan", "while"):
+                written = [a or b for a, b in zip(written, out, strict=True)]
+            else:
+                written = [any(read) or any(out)] * len(written)
+        return written

@@ -1,0 +1,253 @@
+"""Several processes of one command on this machine, which start, stop and end together."""
+
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from types import FrameType
+from typing import Any, Self
+
+from boostax._core import checks
+
+_POLL = 0.02
+_LAST_WORDS = 5.0
+
+# Runs before the command, in the process that becomes it: Linux kills that when its parent is gone,
+# however the parent went. It is a program of its own because code between fork and exec is not safe
+# beside JAX's threads. The parent may have gone before the wish was heard.
+_TIED = """
+import ctypes, os, signal, sys
+ctypes.CDLL(None).prctl(1, signal.SIGKILL, 0, 0, 0)
+if os.getppid() != int(sys.argv[1]):
+    os._exit(137)
+os.execvp(sys.argv[2], sys.argv[2:])
+"""
+
+
+def launch(
+    command: Sequence[str],
+    processes: int,
+    *,
+    port: int | None = None,
+    grace: float = 20.0,
+    environment: Mapping[str, str] | None = None,
+) -> int:
+    """Run ``processes`` copies of a command that find each other through ``jax.distributed``.
+
+    Each finds ``JAX_COORDINATOR_ADDRESS``, ``JAX_NUM_PROCESSES`` and ``JAX_PROCESS_ID`` in its
+    environment. Process 0 writes where this one does; every line of the others goes to standard
+    error behind ``[1]``, their rank. None reads standard input.
+
+    SIGINT and SIGTERM here reach each process once, as SIGTERM, which JAX takes for the wish to
+    stop after a common call; then this waits. A second SIGINT kills them. Ctrl-C in a terminal does
+    not reach them on its own: each has a session of its own.
+
+    When one fails, the others have ``grace`` seconds to notice and end; then they get SIGTERM, and
+    5 s later SIGKILL, with all that they started. None outlives this call; on Linux not even when
+    this process is killed with SIGKILL (elsewhere they then run on, and so does, anywhere, what
+    *they* have started).
+
+    Args:
+      command: program and arguments, such as ``[sys.executable, "train.py"]``.
+      processes: how many.
+      port: of the coordinator, on 127.0.0.1; a free one by default.
+      grace: seconds.
+      environment: variables on top of those of this process.
+
+    Returns:
+      0 if all ended with 0, otherwise the exit code of the first that failed: 128 + n if signal n
+      ended it. One line on standard error says which it was and how the others ended.
+
+    Raises:
+      ValueError, TypeError: for a program that is not there, or numbers out of range.
+
+    Example:
+      >>> from boostax.cluster.launch import launch
+      >>> launch(["sh", "-c", 'test "$JAX_NUM_PROCESSES" = 2'], processes=2)
+      0
+
+    **Cost**: a thread per process; on Linux 20 ms at the start for the interpreter that ties a
+    process to this one.
+    """
+    checks.positive_int("launch", "processes", processes, "1 runs the command alone.")
+    hint = "0 does not wait for the others when one has failed."
+    checks.number("launch", "grace", grace, "a number of seconds", lambda s: s >= 0, hint)
+    if port is not None and not 0 < checks.positive_int("launch", "port", port, "") < 2**16:
+        hint = "None takes a free one."
+        raise ValueError(checks.message("launch", "port", "below 65536", port, hint))
+    given = {**os.environ, **(environment or {})}
+    if not command or shutil.which(command[0], path=given.get("PATH")) is None:
+        hint = "Pass program and arguments, such as [sys.executable, 'train.py']."
+        allowed = "a program that is there"
+        raise ValueError(checks.message("launch", "command", allowed, list(command), hint))
+    address = f"127.0.0.1:{port or _free_port()}"
+    given["JAX_COORDINATOR_ADDRESS"] = address
+    # JAX would listen on all interfaces, to whoever comes.
+    given["JAX_COORDINATOR_BIND_ADDRESS"] = address
+    given["JAX_NUM_PROCESSES"] = str(processes)
+    # What a process has in its buffer when it is killed is what one wants to read.
+    given.setdefault("PYTHONUNBUFFERED", "1")
+    ranks: list[_Rank] = []
+    with _Wishes() as wishes:
+        try:
+            for rank in range(processes):
+                ranks.append(_Rank(rank, command, {**given, "JAX_PROCESS_ID": str(rank)}))
+            first = _wait(ranks, wishes, grace)
+        finally:
+            for rank in ranks:
+                rank.close()
+    if first is None:
+        return 0
+    others = ", ".join(str(rank) for rank in ranks if rank is not first)
+    line = f"boostax launch: {first} after {first.seconds:.1f} s"
+    print(f"{line}; {others}" if others else line, file=sys.stderr, flush=True)
+    return first.code
+
+
+class _Rank:
+    """One process: its output passed on, its end noted."""
+
+    def __init__(self, rank: int, command: Sequence[str], environment: Mapping[str, str]):
+        tied = [sys.executable, "-I", "-S", "-c", _TIED, str(os.getpid())]
+        piped: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
+        self.rank = rank
+        self.ended = False
+        self.seconds = 0.0
+        self._sent: list[str] = []
+        self._begun = time.monotonic()
+        self._process = subprocess.Popen(
+            [*(tied if sys.platform == "linux" else []), *command],
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            start_new_session=True,
+            text=True,
+            encoding="utf-8",
+            errors="replace",
+            **(piped if rank else {}),
+        )
+        self._reader = threading.Thread(target=self._pass_on, daemon=True)
+        self._reader.start()
+
+    @property
+    def code(self) -> int:
+        """As a shell counts: 128 + n for signal n."""
+        code = self._process.returncode
+        return 128 - code if code < 0 else code
+
+    def __str__(self) -> str:
+        code = self._process.returncode
+        if code >= 0:
+            how = f"ended with exit code {code}"
+        else:
+            how = f"was ended by {_signal_name(-code)} (exit code {self.code})"
+        if self._sent:
+            how += f", having been sent {' and '.join(self._sent)}"
+        return f"rank {self.rank} {how}"
+
+    def look(self) -> bool:
+        """Whether it has ended."""
+        if not self.ended and self._process.poll() is not None:
+            self.ended, self.seconds = True, time.monotonic() - self._begun
+            self._kill_session()
+        return self.ended
+
+    def terminate(self) -> None:
+        """SIGTERM to the process alone: what it has started is its to stop."""
+        if not self.look() and "SIGTERM" not in self._sent:
+            self._sent.append("SIGTERM")
+            self._process.terminate()
+
+    def kill(self) -> None:
+        """SIGKILL, which a stopped process cannot ignore either, to it and all it has started."""
+        if not self.look():
+            self._sent.append("SIGKILL")
+            self._kill_session()
+
+    def close(self) -> None:
+        """Make sure that it has ended, and that its last lines are out."""
+        self.kill()
+        self._process.wait()
+        self.look()
+        self._reader.join(_LAST_WORDS)
+
+    def _kill_session(self) -> None:
+        with suppress(ProcessLookupError, PermissionError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+
+    def _pass_on(self) -> None:
+        lines = self._process.stdout
+        if lines is None:
+            return
+        with lines:
+            for line in lines:
+                # Where nobody listens any more, it must still not stand before a full pipe.
+                with suppress(OSError, ValueError):
+                    sys.stderr.write(f"[{self.rank}] {line.rstrip()}\n")
+                    sys.stderr.flush()
+
+
+class _Wishes:
+    """Notes SIGINT and SIGTERM, to be acted upon where it is safe."""
+
+    def __init__(self) -> None:
+        self.received: list[int] = []
+        self._before: dict[signal.Signals, Any] = {}
+
+    def __enter__(self) -> Self:
+        # Python lets only the main thread set handlers.
+        if threading.current_thread() is threading.main_thread():
+            for number in (signal.SIGINT, signal.SIGTERM):
+                self._before[number] = signal.signal(number, self._note)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, signal.SIG_DFL if handler is None else handler)
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        self.received.append(number)
+
+
+def _wait(ranks: Sequence[_Rank], wishes: _Wishes, grace: float) -> _Rank | None:
+    """Until all have ended; the first that failed."""
+    first: _Rank | None = None
+    deadline = 0.0
+    asked = terminated = False
+    while True:
+        running = [rank for rank in ranks if not rank.look()]
+        if first is None:
+            first = next((rank for rank in ranks if rank.ended and rank.code), None)
+            deadline = time.monotonic() + grace
+        if not running:
+            return first
+        if wishes.received and not asked:
+            asked = True
+            for rank in running:
+                rank.terminate()
+        if wishes.received.count(signal.SIGINT) > 1:
+            for rank in running:
+                rank.kill()
+        elif first is not None and time.monotonic() >= deadline:
+            for rank in running:
+                rank.kill() if terminated else rank.terminate()
+            terminated, deadline = True, time.monotonic() + _LAST_WORDS
+        time.sleep(_POLL)
+
+
+def _signal_name(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
