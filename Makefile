@@ -34,6 +34,7 @@ bench: $(READY)
 	$(RUN) benchmarks/less_bn.py
 	$(RUN) benchmarks/group_scale.py
 	$(RUN) benchmarks/combinations.py
+	$(RUN) benchmarks/scaling.py
 
 lint: $(READY)
 	$(VENV)/bin/ruff check .

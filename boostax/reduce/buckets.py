@@ -1,6 +1,7 @@
 """From the leaves of a gradient to buckets under way, and back."""
 
 import dataclasses
+import functools
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -124,7 +125,10 @@ def _deliver(route: Route, plan: layout.Plan, parts: Sequence[jax.Array]) -> lis
             joined[-1][1].append(x)
         else:
             joined.append((list(bucket), [x]))
-    arrays = [route.deliver(_glued(x), plan.owners(bucket)) for bucket, x in joined]
+    # Owners are an entry for each block, of one column where nothing is done by leaf.
+    arrays = [
+        route.deliver(_glued(x), functools.partial(plan.owners, bucket)) for bucket, x in joined
+    ]
     return _unpacked(arrays, [bucket for bucket, _ in joined])
 
 

@@ -33,6 +33,8 @@ from boostax.reduce import layout
 
 Total = Callable[[jax.Array], jax.Array]
 Owners = np.ndarray[Any, Any]
+# Where nothing is done by leaf: with blocks of one column they would be an entry for each param.
+NO_OWNERS: Owners = np.empty(0, np.int64)
 
 
 @dataclasses.dataclass(frozen=True)

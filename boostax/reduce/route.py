@@ -8,7 +8,7 @@ the all-reduce itself, for what is no more than a sum.
 
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Literal, Protocol
 
 import jax
@@ -19,7 +19,15 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from boostax._core import axes
 from boostax.reduce.layout import Plan, packed, starts
-from boostax.reduce.pairwise import Bucket, Owners, Rows, exponent_of, grown, power_of_two
+from boostax.reduce.pairwise import (
+    NO_OWNERS,
+    Bucket,
+    Owners,
+    Rows,
+    exponent_of,
+    grown,
+    power_of_two,
+)
 
 Divide = Literal["before", "after", "never"]
 
@@ -41,7 +49,7 @@ class Route(Protocol):
         """From ``(slices, columns)`` of every leaf to this device's slice of every row."""
         ...
 
-    def deliver(self, part: jax.Array, owners: Owners) -> jax.Array:
+    def deliver(self, part: jax.Array, owners: Callable[[], Owners]) -> jax.Array:
         """From this device's slice of a bucket to ``(slices, columns)``, equal everywhere."""
         ...
 
@@ -77,10 +85,10 @@ class DenseRoute:
             summed = summed / replicas if self.divide == "before" else summed
             summed = lax.psum(summed, self.names)
             summed = summed / replicas if self.divide == "after" else summed
-            buckets.append(Bucket([summed], plan.owners(bucket)))
+            buckets.append(Bucket([summed], NO_OWNERS))
         return Rows(buckets, jnp.zeros((1, len(cuts)), jnp.int32))
 
-    def deliver(self, part: jax.Array, owners: Owners) -> jax.Array:
+    def deliver(self, part: jax.Array, owners: Callable[[], Owners]) -> jax.Array:
         """Everything is here."""
         del owners
         return part
@@ -137,7 +145,7 @@ class NamedRoute:
             if self.across:
                 moved = self._exchange(moved, self.across)
             rows = [moved[row].astype(dtype) for row in range(self.rows)]
-            buckets.append(Bucket(rows, plan.owners(bucket)))
+            buckets.append(Bucket(rows, plan.owners(bucket) if self.by_blocks else NO_OWNERS))
         each = axes.gather(exponents, self.across) if self.across else exponents[None]
         return Rows(buckets, each, near_one=self.wire_dtype is not None)
 
@@ -145,15 +153,16 @@ class NamedRoute:
         """Add over the slices."""
         return axes.total(partial, self.across + self.within + self.shards)
 
-    def deliver(self, part: jax.Array, owners: Owners) -> jax.Array:
+    def deliver(self, part: jax.Array, owners: Callable[[], Owners]) -> jax.Array:
         """Gather the slices."""
         if self.wire_dtype is None:
             return self._gather(part)
         # Each leaf of each slice has a power of two of its own, which travels with it: a whole
         # number up to 256 in magnitude, exact even in bf16.
-        begin = starts(owners)
-        runs = np.repeat(np.arange(len(begin)), np.diff(begin, append=len(owners)))
-        blocks = part.reshape(len(owners), -1)
+        leaves = owners()
+        begin = starts(leaves)
+        runs = np.repeat(np.arange(len(begin)), np.diff(begin, append=len(leaves)))
+        blocks = part.reshape(len(leaves), -1)
         largest = jnp.split(jnp.abs(blocks).max(1), begin[1:])
         exponents = exponent_of(jnp.stack([x.max() for x in largest]))
         near_one = blocks * (1 / power_of_two(exponents, part.dtype))[runs, None]
@@ -234,7 +243,7 @@ class StackedRoute:
         """XLA has done so: a sum over a sharded dimension is whole."""
         return partial
 
-    def deliver(self, part: jax.Array, owners: Owners) -> jax.Array:
+    def deliver(self, part: jax.Array, owners: Callable[[], Owners]) -> jax.Array:
         """Gather the slices."""
         del owners
         return self._place(part, PartitionSpec())

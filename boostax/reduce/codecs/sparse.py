@@ -136,16 +136,14 @@ def _gathered(arrays: Sequence[jax.Array], names: tuple[str, ...]) -> list[jax.A
     return [result[i] for i in range(len(arrays))]
 
 
-def _flat_places(places: jax.Array, width: int) -> jax.Array:
-    rows = jnp.arange(places.shape[-2], dtype=jnp.int32)[:, None]
-    return (rows * width + places.astype(jnp.int32)).ravel()
+def _at(x: jax.Array, places: jax.Array) -> Any:
+    """The entries of each row at its places; a flat index would not fit i32 in a large model."""
+    return x.at[jnp.arange(len(x), dtype=jnp.int32)[:, None], places.astype(jnp.int32)]
 
 
 def _put(shape: tuple[int, ...], values: jax.Array, places: jax.Array) -> jax.Array:
-    flat = jnp.zeros(math.prod(shape), jnp.promote_types(values.dtype, jnp.float32))
-    index = _flat_places(places, shape[1])
-    put = flat.at[index].set(values.ravel().astype(flat.dtype), unique_indices=True)
-    return put.reshape(shape)
+    zeros = jnp.zeros(shape, jnp.promote_types(values.dtype, jnp.float32))
+    return _at(zeros, places).set(values.astype(zeros.dtype), unique_indices=True)
 
 
 def _added(shape: tuple[int, ...], values: jax.Array, places: jax.Array) -> jax.Array:
@@ -154,11 +152,10 @@ def _added(shape: tuple[int, ...], values: jax.Array, places: jax.Array) -> jax.
     All at once would leave the order of equal places to the hardware, and the replicas would drift
     apart by rounding.
     """
-    zeros = jnp.zeros(math.prod(shape), jnp.promote_types(values.dtype, jnp.float32))
+    zeros = jnp.zeros(shape, jnp.promote_types(values.dtype, jnp.float32))
 
     def add(total: jax.Array, theirs: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, None]:
         v, i = theirs
-        index = _flat_places(i, shape[1])
-        return total.at[index].add(v.ravel().astype(total.dtype), unique_indices=True), None
+        return _at(total, i).add(v.astype(total.dtype), unique_indices=True), None
 
-    return lax.scan(add, zeros, (values, places))[0].reshape(shape)
+    return lax.scan(add, zeros, (values, places))[0]
