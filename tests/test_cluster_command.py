@@ -17,6 +17,7 @@ import yaml
 from processes import Processes, environment
 
 from boostax.cli import main
+from boostax.cluster.launch import launch
 from boostax.train.writers import JsonLines
 
 EXAMPLES = pathlib.Path(__file__).parents[1] / "docs" / "examples"
@@ -281,24 +282,16 @@ def losses(printed):
     return float(re.fullmatch(r"call 30: loss (0\.\d{4})", line)[1])
 
 
-def test_a_script_of_ones_own_in_one_process_and_in_two(tmp_path, monkeypatch, capsys):
+def test_a_script_of_ones_own_in_one_process_and_in_two(tmp_path, monkeypatch, capfd):
     script = str(EXAMPLES / "train_cluster.py")
     monkeypatch.setattr(sys, "argv", [script, str(tmp_path / "one"), "30"])
     runpy.run_path(script, run_name="__main__")
-    alone = losses(capsys.readouterr().out)
+    alone = losses(capfd.readouterr().out)
 
     command = [sys.executable, script, str(tmp_path / "two"), "30"]
-    launcher = f"import sys; from boostax.cluster import launch; sys.exit(launch({command!r}, 2))"
-    printed = subprocess.run(
-        [sys.executable, "-c", launcher],
-        env=environment(),
-        capture_output=True,
-        text=True,
-        timeout=PATIENCE,
-    )
-    assert printed.returncode == 0, printed.stderr
-    np.testing.assert_allclose(losses(printed.stdout), alone, atol=2e-4)
+    assert launch(command, 2, environment=environment()) == 0
+    np.testing.assert_allclose(losses(capfd.readouterr().out), alone, atol=2e-4)
     # Here it goes on where two processes have stopped, and has nothing left to do.
     monkeypatch.setattr(sys, "argv", [script, str(tmp_path / "two"), "30"])
     runpy.run_path(script, run_name="__main__")
-    assert capsys.readouterr().out == ""
+    assert capfd.readouterr().out == ""

@@ -32,7 +32,7 @@ def test_public_names_are_the_documented_ones():
     expected = {
         "accumulate", "active_groups", "adasum", "adasum_delta", "all_finite", "all_reduce",
         "apply_gradients", "auto", "break_even", "centralize_gradients", "check_boundaries",
-        "checkpoint_snapshots",
+        "checkpoint_snapshots", "clip_by_global_norm",
         "dim_reduce",
         "dynamic_loss_scale",
         "enter_replica", "explain", "flush", "forward_order", "freeze_on_plateau",

@@ -214,6 +214,13 @@ def test_what_looks_across_a_leaf_is_refused(tx, message):
         step.lower(state, batch(0))
 
 
+def test_the_transformation_refuses_them_too():
+    tx = optax.chain(mean(), boostax.shard_optimizer(optax.lamb(1e-2), AXIS))
+    step = made(tx, False)
+    with pytest.raises(ValueError, match="shard_optimizer: inner must work entry by entry, got"):
+        step.lower(step.init(initial()), batch(0))
+
+
 def test_a_reduction_over_other_axes_is_refused():
     some = np.array(jax.devices()[:4]).reshape(2, 2)
     two = jax.sharding.Mesh(some, ("slow", "fast"))

@@ -47,6 +47,20 @@ def across_entries(
     return list(dict.fromkeys(walk.found))
 
 
+def require_entrywise(
+    subject: str, found: Sequence[tuple[str, tuple[str, ...]]], hint: str
+) -> None:
+    """Refuse a program in which ``across_entries`` has found something."""
+    if found:
+        primitive, scopes = found[0]
+        where = f" inside {scopes[-1]}" if scopes else ""
+        raise ValueError(
+            f"{subject} must work entry by entry, got {primitive}{where} across the entries of a "
+            "leaf. Each replica has only its part of every leaf, whose norm, mean or noise would "
+            f"be another. {hint}"
+        )
+
+
 class _Walk:
     def __init__(self, shapes: frozenset[tuple[int, ...]], right: frozenset[str]):
         self.found: list[tuple[str, tuple[str, ...]]] = []

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from jax.extend.core import jaxpr_as_fun
+from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
 
 PyTree = Any
 
@@ -98,17 +98,28 @@ def _walk(tree: PyTree, wanted: Callable[[Any], bool]) -> Iterator[Any]:
                 yield from _walk(child, wanted)
 
 
-def trace_once(fn: Callable[..., PyTree], *args: PyTree) -> tuple[Callable[..., PyTree], PyTree]:
+def trace_once(
+    fn: Callable[..., PyTree],
+    *args: PyTree,
+    check: Callable[[ClosedJaxpr], None] | None = None,
+) -> tuple[Callable[..., PyTree], PyTree]:
     """``fn`` as a replayable trace, and the types of its result.
 
     ``jax.eval_shape(fn)`` followed by ``fn`` would run the Python code of the inner transformation
     (or of the model) twice, and once more for every level of nesting.
+
+    Args:
+      fn: what to trace.
+      *args: its arguments.
+      check: looks at the trace, and may raise.
 
     Returns:
       A function that acts like ``fn`` on arguments of these types, and the result as
       ``jax.ShapeDtypeStruct`` with sharding and varying axes.
     """
     traced, shapes = jax.make_jaxpr(fn, return_shape=True)(*args)
+    if check is not None:
+        check(traced)
 
     def replay(*replayed: PyTree) -> PyTree:
         leaves = jaxpr_as_fun(traced)(*jax.tree.leaves(replayed))

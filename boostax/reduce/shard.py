@@ -1,12 +1,15 @@
 """A sharded optimizer state: every replica keeps and updates its part of each leaf."""
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
 import optax
+from jax.extend.core import ClosedJaxpr
 
 from boostax._core import axes, checks, trees
 from boostax._core.about import described
+from boostax._core.entrywise import across_entries, require_entrywise
 from boostax._core.replicas import Sharded, split_dim
 from boostax._core.share import own_part, refuse
 from boostax.reduce import buckets, layout
@@ -44,7 +47,8 @@ def shard_optimizer(
 
     ``inner`` sees parts of leaves, so it must work entry by entry, as SGD, Adam, AdamW and Lion
     do. A norm over a leaf or over all of them (clipping, LAMB, Adafactor) would be that of the
-    part: put clipping before it, ``chain(adasum("data"), clip, shard_optimizer(adamw, "data"))``.
+    part, and is found in the trace and refused. Clipping stands before it:
+    ``chain(adasum("data"), clip, shard_optimizer(adamw, "data"))``.
     Params must be replicated: those sharded by FSDP have a sharded optimizer state as it is.
 
     Args:
@@ -60,7 +64,7 @@ def shard_optimizer(
 
     Raises:
       ValueError, TypeError: at trace time, an unbound axis, no params, gradients that are neither
-        whole nor scattered.
+        whole nor scattered, an ``inner`` that looks across the entries of a leaf.
 
     Example:
       >>> import boostax, jax, jax.numpy as jnp, optax
@@ -111,12 +115,30 @@ def shard_optimizer(
             )
         grads = jax.tree.map(own_gradient, updates, params)
         own = jax.tree.map(part, params)
-        updates, inner_state = tx.update(grads, state.inner_state.local, own, **extra_args)
+        given = grads, state.inner_state.local, own
+        replay, _ = trees.trace_once(
+            lambda *x: tx.update(*x, **extra_args), *given, check=_entrywise(own, params)
+        )
+        updates, inner_state = replay(*given)
         inner_state = trees.cast_like(inner_state, state.inner_state.local)
         whole = gathered(updates, params, names, bucket_bytes)
         return whole, ShardOptimizerState(Sharded(inner_state))
 
     return optax.GradientTransformationExtraArgs(init_fn, update_fn)
+
+
+def _entrywise(own: PyTree, params: PyTree) -> Callable[[ClosedJaxpr], None]:
+    """Refuse an optimizer that would take a part of a leaf for the whole."""
+    pairs = zip(jax.tree.leaves(own), jax.tree.leaves(params), strict=True)
+    parts = frozenset(x.shape for x, p in pairs if x.shape != p.shape)
+    hint = "Clipping stands before it; make_train_step(shard_optimizer=True) knows of more."
+
+    def check(traced: ClosedJaxpr) -> None:
+        cut = [x.aval.shape in parts for x in traced.jaxpr.invars]
+        found = across_entries(traced, cut, parts, frozenset())
+        require_entrywise("shard_optimizer: inner", found, hint)
+
+    return check
 
 
 def gathered(

@@ -5,10 +5,11 @@ from typing import Any
 
 import jax
 from jax import lax
-from jax.extend.core import jaxpr_as_fun
+from jax.extend.core import ClosedJaxpr
 from jax.sharding import PartitionSpec
 
-from boostax._core.entrywise import across_entries
+from boostax._core import trees
+from boostax._core.entrywise import across_entries, require_entrywise
 from boostax._core.gate import has_gate, passed
 from boostax._core.replicas import is_per_replica
 from boostax._core.share import Share, share_of
@@ -24,7 +25,7 @@ _RIGHT = frozenset(
     "sign_reduce power_sgd_reduce clip_by_global_norm centralize_gradients "
     "record_trajectory".split()
 )
-_MENDS = "boostax.clip_by_global_norm and centralize_gradients know of parts."
+_HINT = "boostax.clip_by_global_norm and centralize_gradients know of parts."
 
 
 def run_shared(
@@ -48,22 +49,22 @@ def run_shared(
     """
     share = share_of(params, names)
     mine = share.part(params)
-    treedef = jax.tree.structure((mine, opt_state))
+    cut = [dim is not None for dim in share.dims.values()] + _cut(opt_state, specs)
+    parts = {x.shape for x, c in zip(jax.tree.leaves(mine), cut, strict=False) if c}
+
+    def check(traced: ClosedJaxpr) -> None:
+        found = across_entries(traced, cut, frozenset(parts), _RIGHT)
+        require_entrywise("make_train_step: with shard_optimizer=True, tx", found, _HINT)
+
     try:
-        traced, shapes = jax.make_jaxpr(lambda p, s: run(p, s, share), return_shape=True)(
-            mine, opt_state
-        )
+        replay, _ = trees.trace_once(lambda p, s: run(p, s, share), mine, opt_state, check=check)
     except (TypeError, ValueError) as error:
         error.add_note(
             "make_train_step: with shard_optimizer=True, params and optimizer state are parts of "
             f"leaves behind the reduction, which must be one of boostax's over {names}."
         )
         raise
-    cut = [dim is not None for dim in share.dims.values()] + _cut(opt_state, specs)
-    parts = {x.shape for x, c in zip(jax.tree.leaves(mine), cut, strict=False) if c}
-    _require_entrywise(across_entries(traced, cut, frozenset(parts), _RIGHT))
-    leaves = jaxpr_as_fun(traced)(*treedef.flatten_up_to((mine, opt_state)))
-    mine, opt_state = jax.tree.unflatten(jax.tree.structure(shapes), leaves)
+    mine, opt_state = replay(mine, opt_state)
     whole = lambda: gathered(mine, params, names, DEFAULT_BYTES)  # noqa: E731
     if always or not has_gate(opt_state):
         return whole(), opt_state
@@ -80,15 +81,3 @@ def _cut(opt_state: PyTree, specs: PyTree) -> list[bool]:
 
     is_leaf = lambda x: is_per_replica(x) or isinstance(x, PartitionSpec)  # noqa: E731
     return jax.tree.leaves(jax.tree.map(node, opt_state, specs, is_leaf=is_leaf))
-
-
-def _require_entrywise(found: list[tuple[str, tuple[str, ...]]]) -> None:
-    if not found:
-        return
-    primitive, scopes = found[0]
-    where = f" inside {scopes[-1]}" if scopes else ""
-    raise ValueError(
-        "make_train_step: shard_optimizer must be False with a transformation that looks across "
-        f"the entries of a leaf, got {primitive}{where}. Each replica has only its part of every "
-        f"leaf, whose norm or mean would be another. {_MENDS}"
-    )
