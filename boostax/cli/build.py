@@ -11,10 +11,10 @@ import optax
 
 import boostax
 from boostax._core import checks
+from boostax._core.place import here
 from boostax.cli.finish import check_finish, recorder
 from boostax.cli.freezing import check_freezing, freeze_by_schedule, layer_groups, signal
 from boostax.cli.recipe import CODECS, Recipe
-from boostax.cluster.place import here
 from boostax.workloads import Workload
 
 AXIS = "data"

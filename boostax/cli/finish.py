@@ -12,8 +12,8 @@ from rich.table import Table
 
 import boostax
 from boostax._core import checks
+from boostax._core.place import here, place
 from boostax.cli.recipe import Recipe
-from boostax.cluster.place import here, place
 from boostax.workloads import Workload
 
 PyTree = Any

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from boostax._core import checks, trees
-from boostax.cluster.place import place
+from boostax._core.place import place
 from boostax.train.checksums import Leaves, describe, text_checksum
 from boostax.train.resharding import as_saved, resharded, typed
 

@@ -14,6 +14,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from boostax._core import trees
 from boostax._core.gate import outermost_passed, passed
+from boostax._core.place import on_host, own_rows, place, place_rows
 from boostax._core.prune import Pruning
 from boostax._core.replicas import (
     PerReplica,
@@ -25,7 +26,6 @@ from boostax._core.replicas import (
 )
 from boostax.accumulate.aux import Aux, as_aux
 from boostax.accumulate.window import flush
-from boostax.cluster.place import on_host, own_rows, place, place_rows
 from boostax.freeze.driver import HostDepth
 from boostax.freeze.scheduled import ScheduledFreeze, ScheduledFreezeState
 from boostax.precision.finite import all_finite
