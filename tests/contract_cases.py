@@ -408,6 +408,14 @@ CASES = [
         ),
     ),
     Case(
+        "clip_by_global_norm",
+        lambda inner, axis: optax.chain(boostax.clip_by_global_norm(0.5), inner),
+        bad_arguments=(
+            (lambda: boostax.clip_by_global_norm(0.0), "max_norm"),
+            (lambda: boostax.clip_by_global_norm("1"), "max_norm"),
+        ),
+    ),
+    Case(
         "centralize_gradients",
         lambda inner, axis: optax.chain(boostax.centralize_gradients(), inner),
         bad_arguments=(

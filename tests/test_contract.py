@@ -37,6 +37,7 @@ VARIANTS = {
     "partial_average",
     "local_updates",
     "centralize_gradients",
+    "clip_by_global_norm",
 }
 ALWAYS = {"bad_arguments_raise_and_explain", "results_are_typed_equal"}
 

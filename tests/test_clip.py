@@ -1,0 +1,65 @@
+"""Clipping by the global norm: Optax's where leaves are whole, right where they are shards."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import PartitionSpec as P
+
+import boostax
+
+GRADS = {
+    "w": np.random.default_rng(0).normal(size=(16, 4)).astype(np.float32),
+    "b": np.random.default_rng(1).normal(size=(6,)).astype(np.float32),
+    "c": np.array([1 + 2j, 3 - 1j], np.complex64),
+}
+SPECS = {"w": P("fsdp"), "b": P(), "c": P("fsdp")}
+
+
+@pytest.mark.parametrize("max_norm", [0.5, 3.0, 1e3])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_whole_leaves_are_clipped_as_by_optax(max_norm, dtype):
+    cast = lambda x: x if np.iscomplexobj(x) else jnp.asarray(x, dtype)  # noqa: E731
+    grads = jax.tree.map(cast, GRADS)
+    ours, theirs = (
+        tx(max_norm).update(grads, optax.EmptyState())[0]
+        for tx in (boostax.clip_by_global_norm, optax.clip_by_global_norm)
+    )
+    jax.tree.map(np.testing.assert_array_equal, ours, theirs)
+
+
+@pytest.mark.parametrize("max_norm", [0.5, 1e3])
+@pytest.mark.parametrize("shards", [2, 1])
+def test_shards_are_clipped_by_the_norm_of_the_whole(max_norm, shards):
+    some = jax.devices()[:shards]
+    mesh = jax.make_mesh((shards,), ("fsdp",), (jax.sharding.AxisType.Auto,), devices=some)
+
+    def clipped(tx, names=tuple(GRADS)):
+        update = lambda g: tx.update(g, optax.EmptyState())[0]  # noqa: E731
+        specs = {name: SPECS[name] for name in names}
+        mapped = jax.shard_map(update, mesh=mesh, in_specs=(specs,), out_specs=specs)
+        return jax.jit(mapped)({name: GRADS[name] for name in names})
+
+    expected = optax.clip_by_global_norm(max_norm).update(GRADS, optax.EmptyState())[0]
+    found = clipped(boostax.clip_by_global_norm(max_norm, shard_axes="fsdp"))
+    for name, value in found.items():
+        np.testing.assert_allclose(value, expected[name], rtol=1e-6)
+    if shards > 1 and max_norm < 1:
+        # The trap: Optax's norm is that of the shards of each device.
+        wrong = clipped(boostax.clip_by_global_norm(max_norm), ("w", "c"))
+        assert abs(np.asarray(wrong["w"]) / np.asarray(expected["w"]) - 1).max() > 0.1
+
+
+def test_nothing_is_clipped_where_there_is_nothing():
+    tx = boostax.clip_by_global_norm(1.0)
+    assert tx.update({}, tx.init({})) == ({}, optax.EmptyState())
+
+
+def test_shards_need_types():
+    mesh = jax.make_mesh((2,), ("fsdp",), (jax.sharding.AxisType.Auto,), devices=jax.devices()[:2])
+    tx = boostax.clip_by_global_norm(1.0, shard_axes="fsdp")
+    update = lambda g: tx.update(g, optax.EmptyState())[0]  # noqa: E731
+    mapped = jax.shard_map(update, mesh=mesh, in_specs=(SPECS,), out_specs=SPECS, check_vma=False)
+    with pytest.raises(ValueError, match="Leave check_vma on"):
+        mapped(GRADS)
