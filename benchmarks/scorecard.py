@@ -88,6 +88,7 @@ def main() -> None:
     parser.add_argument("--work", type=pathlib.Path, help="folder of a run to go on with")
     parser.add_argument("--only", default="", help="sections, such as AB; publishes nothing")
     parser.add_argument("--subject", default="", help="names, by comma; publishes nothing")
+    parser.add_argument("--without-laws", action="store_true", help="leave section H out")
     parser.add_argument("--page", action="store_true", help="write the page anew from the results")
     options = parser.parse_args()
     prepare()
@@ -112,10 +113,13 @@ def main() -> None:
         if "H" in options.only:
             print(laws(work))
         return
-    sections = page.tables(found, laws(work))
+    sections = page.tables(found, [] if options.without_laws else laws(work))
+    sections = {title: rows for title, rows in sections.items() if rows}
     failed = sum(each["outcome"] == "fail" for each in sections["cells"] if not each["peer"])
-    flaky = sum(row["failed"] for row in sections["laws"])
-    bars = [Bar("cells of ours that fail", failed, 0), Bar("laws and repeats that fail", flaky, 0)]
+    bars = [Bar("cells of ours that fail", failed, 0)]
+    if "laws" in sections:
+        flaky = sum(row["failed"] for row in sections["laws"])
+        bars.append(Bar("laws and repeats that fail", flaky, 0))
     report("scorecard", "Reliability", list(sections.items()), bars)
     PAGE.write_text(page.page(sections))
 

@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from jax.experimental import multihost_utils
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from boostax.train.checkpoint import Checkpointer
@@ -321,3 +322,14 @@ def test_the_record_on_disk_is_plain_json(saved):
     record = json.loads((saved / "20" / "record" / "metadata").read_text())
     assert record["leaves"]["params/kernel"]["shape"] == [40, 30]
     assert record["meta"] == {"call": 20}
+
+
+def test_saving_does_not_ask_jax_for_a_signal(tmp_path, monkeypatch):
+    # Each question sets JAX's counter of calls; one from a save that ends in the background would
+    # set it back, and processes would stop after different calls.
+    asked = []
+    monkeypatch.setattr(multihost_utils, "reached_preemption_sync_point", asked.append)
+    with Checkpointer(tmp_path) as checkpointer:
+        for step in (1, 2, 3):
+            checkpointer.save(step, {"a": jnp.arange(3.0)})
+    assert not asked

@@ -102,6 +102,13 @@ def test_who_started_the_processes(variables, found):
     assert detect(variables) == found
 
 
+@pytest.mark.parametrize("name", ["OMPI_COMM_WORLD_SIZE", "PMI_SIZE"])
+def test_an_mpi_that_jax_does_not_know_is_refused(name):
+    with pytest.raises(ValueError, match=f"got none of them and {name}=2"):
+        detect({name: "2"})
+    assert detect({name: "1"}) is None
+
+
 def test_half_a_manual_start_is_refused():
     with pytest.raises(ValueError, match="got no JAX_COORDINATOR_ADDRESS, JAX_PROCESS_ID"):
         detect({"JAX_NUM_PROCESSES": "2"})

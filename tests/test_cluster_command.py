@@ -103,12 +103,12 @@ def test_two_processes_train_what_one_does_and_one_of_them_writes(whole, tmp_pat
     assert main(arguments(tmp_path / "one")) == 0
     assert_close(rows(output), rows(tmp_path / "one"), 1e-5)
     assert {path.name for path in output.iterdir()} == WRITTEN
-    # One process says what two do, once; the other says nothing at all.
+    # One process says what two do, once; of the other there are Gloo's lines, torn by its threads.
     alone = capsys.readouterr().out
     for line in ("workload", "held-out loss", "plot:", "Next"):
         assert printed.stdout.count(line) == alone.count(line) == 1
-    said = [line for line in printed.stderr.splitlines() if "[Gloo]" not in line]
-    assert said == []
+    gloo = "Gloo Rank is connected to peer ranks Expected number of"
+    assert set(re.findall("[A-Za-z]+", printed.stderr)) <= set(gloo.split())
 
 
 def test_interrupted_and_killed_it_ends_with_the_same_bits(whole, tmp_path):
@@ -139,9 +139,7 @@ def assert_the_other_ends(run, output, killed):
     """Kill one of two: the other ends soon, by the collective that fails or by JAX's service."""
     other = run.running[1 - killed]
     run.running[killed].kill()
-    begun = time.monotonic()
     code = other.wait(timeout=15.0)
-    assert time.monotonic() - begun < 15.0
     printed = run.printed(1 - killed)
     assert code in (1, -signal.SIGABRT), printed
     if code == 1:
@@ -170,6 +168,21 @@ def test_kill_one_and_go_on(whole, tmp_path, killed):
     assert results(output) == results(whole[0])
 
 
+@pytest.mark.long
+def test_a_lost_peer_is_said_at_once_with_the_checkpoint_to_go_on_from(tmp_path):
+    # With one device each, so that a collective always crosses the broken connection.
+    output = tmp_path / "run"
+    endless = "--devices 2 --steps 9999 --checkpoint-every 100".split()
+    with processes(output, tmp_path / "logs", *endless) as run:
+        reach(run, output, 100)
+        deadline = time.monotonic() + PATIENCE
+        while saved(output) != [100]:
+            assert time.monotonic() < deadline, run.printed()
+            time.sleep(0.005)
+        assert_the_other_ends(run, output, killed=1)
+        assert "The last complete checkpoint" in run.printed() and run.running[0].returncode == 1
+
+
 def test_a_stopped_peer_is_named(tmp_path):
     output = tmp_path / "run"
     limit = 4.0
@@ -187,33 +200,21 @@ def test_a_stopped_peer_is_named(tmp_path):
     assert seconds < allowed + 8.0
 
 
-@pytest.fixture
-def stopped(tmp_path):
-    """A run of two processes with two devices each that SIGTERM has stopped."""
+@pytest.mark.long
+@pytest.mark.parametrize("devices", [4, 2])
+def test_one_process_goes_on_where_two_with_two_devices_stopped(whole, tmp_path, capsys, devices):
     output = tmp_path / "run"
     with processes(output, tmp_path / "logs", *OFTEN) as run:
         reach(run, output, 8)
         run.running[0].send_signal(signal.SIGTERM)
         assert run.end(PATIENCE) == [0, 0], run.printed()
     assert saved(output)[-1] < 61
-    return output
-
-
-@pytest.mark.long
-def test_one_process_goes_on_where_two_stopped(whole, stopped, capsys):
-    assert main(arguments(stopped)) == 0
+    assert main([*arguments(output), "--devices", str(devices)]) == 0
     printed = capsys.readouterr().out
-    assert "resuming after call" in printed and "shared out anew" not in printed
-    assert_close(rows(stopped), rows(whole[0]), 1e-5)
-
-
-@pytest.mark.long
-def test_fewer_devices_go_on_with_what_there_were_shared_out_anew(whole, stopped, capsys):
-    assert main([*arguments(stopped), "--devices", "2"]) == 0
-    printed = capsys.readouterr().out
-    assert "Saved on 4 devices, going on with 2" in printed and "shared out anew" in printed
-    # A mean over the devices is the same however the batch is cut, and the window keeps its mean.
-    assert_close(rows(stopped), rows(whole[0]), 1e-4)
+    note = "Saved on 4 devices, going on with 2: what each of them keeps for itself"
+    assert "resuming after call" in printed and (note in printed) == (devices == 2)
+    # A mean is the same however the batch is cut, and an open window keeps its own.
+    assert_close(rows(output), rows(whole[0]), 1e-5 if devices == 4 else 1e-4)
 
 
 @pytest.mark.long
@@ -278,8 +279,8 @@ def test_the_job_of_kubernetes_fits_together():
 
 
 def losses(printed):
-    (line,) = [line for line in printed.splitlines() if "[Gloo]" not in line]
-    return float(re.fullmatch(r"call 30: loss (0\.\d{4})", line)[1])
+    (loss,) = re.findall(r"call 30: loss (0\.\d{4})$", printed, re.M)
+    return float(loss)
 
 
 def test_a_script_of_ones_own_in_one_process_and_in_two(tmp_path, monkeypatch, capfd):

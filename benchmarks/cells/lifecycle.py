@@ -1,5 +1,6 @@
 """Section D: from the first trace over wrappers and files to other devices."""
 
+import pathlib
 import pickle
 import tempfile
 from collections.abc import Callable
@@ -9,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import orbax.checkpoint as ocp
 from flax import serialization
 
 import boostax
@@ -150,7 +152,10 @@ def through(there_and_back: Callable[[Any], Any]) -> Cell:
 
 
 def as_before(tree: PyTree, like: PyTree) -> PyTree:
-    return jax.tree.map(lambda x, y: jax.device_put(x, y.sharding), tree, like)
+    def put(x: Any, y: Any) -> Any:
+        return jax.device_put(x, y.sharding) if isinstance(y, jax.Array) else x
+
+    return jax.tree.map(put, tree, like)
 
 
 def by_pickle(carry: Any) -> Any:
@@ -161,10 +166,21 @@ def by_flax(carry: Any) -> Any:
     return as_before(serialization.from_bytes(carry, serialization.to_bytes(carry)), carry)
 
 
-def by_orbax(carry: Any) -> Any:
-    with tempfile.TemporaryDirectory() as folder, Checkpointer(folder) as checkpointer:
-        checkpointer.save(1, carry)
-        return checkpointer.restore(carry)[0]
+def restored(subject: Subject, carry: Any, target: Any) -> Any:
+    """Through orbax: ours by the library's own checkpoints, peers by orbax alone."""
+    with tempfile.TemporaryDirectory() as folder:
+        if subject.peer:
+            with ocp.StandardCheckpointer() as plain:
+                plain.save(pathlib.Path(folder) / "state", carry)
+                plain.wait_until_finished()
+                return plain.restore(pathlib.Path(folder) / "state", target)
+        with Checkpointer(folder) as checkpointer:
+            checkpointer.save(1, carry)
+            return checkpointer.restore(target, reshard=True)[0]
+
+
+def by_orbax(subject: Subject) -> None:
+    through(lambda carry: restored(subject, carry, carry))(subject)
 
 
 def resumed(subject: Subject) -> None:
@@ -187,9 +203,7 @@ def on_others(subject: Subject) -> None:
     params = even_params()
     four, two = (on_devices(subject, params, n) for n in (4, 2))
     carry = four.run(params, range(2 * subject.calls))
-    with tempfile.TemporaryDirectory() as folder, Checkpointer(folder) as checkpointer:
-        checkpointer.save(1, carry)
-        back, _ = checkpointer.restore(two.start(params), reshard=True)
+    back = restored(subject, carry, two.start(params))
     nodes = zip(
         jax.tree.leaves(carry, is_leaf=is_per_replica),
         jax.tree.leaves(back, is_leaf=is_per_replica),
@@ -218,7 +232,7 @@ CELLS: dict[str, Cell] = {
     "around partition": around(lambda params, tx: partition(params, tx, optax.sgd(0.1))),
     "pickle": through(by_pickle),
     "Flax bytes": through(by_flax),
-    "orbax": through(by_orbax),
+    "orbax": by_orbax,
     "resumed at every step 0 to 7": resumed,
     "restored on another device count": on_others,
 }

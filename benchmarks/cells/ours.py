@@ -5,10 +5,11 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
+import jax
 import optax
 
 import boostax
-from cells.subject import Subject
+from cells.subject import AXIS, Subject
 
 TESTS = pathlib.Path(__file__).parents[2] / "tests"
 if str(TESTS) not in sys.path:
@@ -36,10 +37,29 @@ def chained(reduction: Callable[[Any], Any]) -> Callable[[Any, Any], Any]:
     return lambda inner, axis: optax.chain(reduction(axis), inner)
 
 
+def averaged(axis: Any) -> Any:
+    """The reduction that a transformation wants before it, where there is an axis."""
+    return optax.identity() if axis is None else boostax.all_reduce(AXIS)
+
+
 NO_NUMBERS = {
     name: "gradients must be floating or complex arrays" for name in ("integer leaf", "float0 leaf")
 }
+DRAWN = {"order of the leaves": "its directions are drawn by the place of the leaf"}
+NO_TREE = "the optimizer inside sees coordinates, not a tree of params"
 NEEDS_AXIS = {"Auto sharding under jit": "axis_name must name an axis of the surrounding"}
+
+
+def with_one_loss(tx: Any) -> Any:
+    """Told of a loss that is equal over the axis that params are sharded over."""
+
+    def value(params: Any) -> Any:
+        return jax.lax.psum(0.0 * sum(x.sum() for x in jax.tree.leaves(params)), "fsdp")
+
+    def update(grads: Any, state: Any, params: Any = None, **extra: Any) -> Any:
+        return tx.update(grads, state, params, value=value(params), value_fn=value, **extra)
+
+    return optax.GradientTransformationExtraArgs(tx.init, update)
 
 
 def subject(name: str, make: Callable[[Any, Any], Any], **options: Any) -> Subject:
@@ -148,11 +168,13 @@ SUBJECTS = [
             boostax.static_loss_scale(inner, 1.0, axis_name=axis), group, FREEZES, repeat=True
         ),
         guarded=lambda state: state.inner_state.inner_state,
+        unsupported={"around MultiSteps": "inner must not be optax.MultiSteps"},
     ),
     subject(
         "group_signal",
-        lambda inner, axis: optax.chain(boostax.group_signal(0), inner),
+        lambda inner, axis: optax.chain(averaged(axis), boostax.group_signal(0), inner),
         any_leaf=True,
+        averages=True,
     ),
     subject(
         "centralize_gradients",
@@ -166,13 +188,17 @@ SUBJECTS = [
         "record_trajectory",
         lambda inner, axis: optax.chain(boostax.record_trajectory(3, every=2, start=1), inner),
         any_leaf=True,
+        fsdp=lambda inner, _: optax.chain(
+            boostax.record_trajectory(3, every=2, start=1, shard_axes="fsdp"), inner
+        ),
     ),
     scaler(
         "dim_reduce",
         lambda inner, axis: given_a_loss(boostax.dim_reduce(two, residual=inner, axis_name=axis)),
         guarded=lambda state: state._replace(skipped=(), finite=()),
         linear=False,
-        fsdp=lambda inner, _: given_a_loss(
+        meaningless=DRAWN,
+        fsdp=lambda inner, _: with_one_loss(
             boostax.dim_reduce(two, residual=inner, axis_name="data", shard_axes="fsdp")
         ),
     ),
@@ -180,5 +206,7 @@ SUBJECTS = [
         "subspace_params",
         lambda inner, axis: boostax.subspace_params(inner, two),
         linear=False,
+        meaningless=dict.fromkeys(("around masked", "around partition"), NO_TREE) | DRAWN,
+        fsdp=lambda inner, _: boostax.subspace_params(inner, two, shard_axes="fsdp"),
     ),
 ]

@@ -80,7 +80,7 @@ def with_flax(inner: Any, axis: Any, scale: Callable[[], Any] | None = None) -> 
 def with_jmp(inner: Any, axis: Any, scale: Callable[[], Any] | None = None) -> Any:
     """Unscale, test, adjust, choose: as in jmp's README."""
     inner = optax.with_extra_args_support(inner)
-    scale = scale or (lambda: jmp.DynamicLossScale(jnp.asarray(1.0)))
+    scale = scale or (lambda: jmp.DynamicLossScale(jnp.float32(1.0)))
 
     def init(params: PyTree) -> ScaledState:
         return ScaledState(scale(), inner.init(params))
@@ -142,6 +142,7 @@ NONE_OF_THEIRS = {
     "an axis that is not bound": NO_REDUCTION,
     "gradients that are summed already": NO_REDUCTION,
 }
+NO_CEILING = {"scale at its ceiling": "no ceiling to set"}
 OPT = optax.sgd(0.1)
 
 
@@ -205,7 +206,8 @@ PEERS = [
         with_flax,
         guarded=lambda state: state.inner_state,
         scale=(flax_limits, lambda state: state.scale.scale),
-        meaningless={name: why for name, why in NONE_OF_THEIRS.items() if why == SHARDED},
+        meaningless={name: why for name, why in NONE_OF_THEIRS.items() if why == SHARDED}
+        | NO_CEILING,
         mistakes=(
             (lambda: dynamic_scale.DynamicScale(growth_factor=0.5), "growth_factor"),
             (lambda: dynamic_scale.DynamicScale(backoff_factor=1.5), "backoff_factor"),
@@ -219,6 +221,7 @@ PEERS = [
         with_jmp,
         guarded=lambda state: state.inner_state,
         scale=(jmp_limits, lambda state: state.scale.loss_scale),
+        meaningless=NONE_OF_THEIRS | NO_CEILING,
         mistakes=(
             (lambda: jmp.DynamicLossScale(jnp.asarray(1.0), period=0), "period"),
             (lambda: jmp.DynamicLossScale(jnp.asarray(1.0), factor=1), "factor"),

@@ -7,10 +7,12 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+from jax.core import Tracer
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 import boostax
-from boostax.cluster.place import place as spread
+from boostax._core.place import place as spread
 from boostax.testing._case import example_grads
 from cells.subject import AXIS, Subject, strong
 
@@ -124,21 +126,27 @@ def mapped(
     ``whole`` says that no part of the state differs per replica: one spec then serves it all.
     """
     replicas = mesh.shape[AXIS]
+    is_spec = lambda x: isinstance(x, P)  # noqa: E731
     if whole:
         specs: PyTree = P()
     else:
         specs = boostax.state_specs(tx, params, AXIS, replicas=replicas, param_specs=param_specs)
-    kept = P(AXIS) if own else P() if param_specs is None else param_specs
-
-    is_spec = lambda x: isinstance(x, P)  # noqa: E731
+    kept: PyTree = P() if param_specs is None else param_specs
+    if own:
+        by_replica = jax.tree.map(lambda s: P(AXIS, *s), kept, is_leaf=is_spec)
+        kept = P(AXIS) if param_specs is None else boostax.PerReplica(by_replica)
 
     def place(tree: PyTree, specs: PyTree) -> PyTree:
         shardings = jax.tree.map(lambda s: NamedSharding(mesh, s), specs, is_leaf=is_spec)
-        if isinstance(shardings, NamedSharding):
-            shardings = jax.tree.map(lambda _, all_alike=shardings: all_alike, tree)
         if jax.process_count() == 1:
             return jax.device_put(tree, shardings)
-        return spread(tree, shardings)
+        # Leaf by leaf: there are peers whose states cannot hold anything but numbers.
+        leaves, treedef = jax.tree.flatten(tree)
+        each = jax.tree.leaves(shardings)
+        each = each * len(leaves) if is_spec(specs) else each
+        return jax.tree.unflatten(
+            treedef, [spread(x, s) for x, s in zip(leaves, each, strict=True)]
+        )
 
     def start(params: PyTree) -> Any:
         state = boostax.stack_replicas(tx.init(params), replicas)
@@ -169,7 +177,7 @@ def mapped(
         return inner(*carry, grads)
 
     def common(carry: Any) -> Any:
-        held = jax.tree.map(lambda x: x[0], carry[0].local) if own else carry[0]
+        held = jax.tree.map(first_row, carry[0].local) if own else carry[0]
         return held, carry[1]
 
     return Program(start, step, replicas, common, lambda grads: place(grads, fed))
@@ -240,6 +248,11 @@ def on_devices(
         check=check,
         whole=subject.peer,
     )
+
+
+def first_row(x: Any) -> Any:
+    """Of what may be sharded, whatever the mesh says of indexing."""
+    return x[0] if isinstance(x, Tracer) else jnp.asarray(np.asarray(x)[0])
 
 
 def eager(subject: Subject) -> Program:

@@ -1,6 +1,7 @@
 """What a cell needs to know of a transformation, and what becomes of a cell."""
 
 import dataclasses
+import re
 import warnings
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -14,6 +15,9 @@ import boostax
 PyTree = Any
 AXIS = "data"
 PASS, UNSUPPORTED, FAIL, NONE = "pass", "unsupported", "fail", "n/a"
+
+
+PLACES = re.compile(r"(?:/[^\s/]+)+/(?:site-packages|benchmarks)/|0x[0-9a-f]{6,}")
 
 
 class NoMeaning(Exception):
@@ -48,6 +52,7 @@ class Subject:
       guard: the same with whatever the library has against gradients that are not finite.
       guarded: the part of the guarded state that a bad step must leave alone.
       reduces: it takes local gradients and returns reduced ones; alone it has no meaning.
+      averages: it stands behind the reduction, which is in it where there is an axis.
       own_params: it keeps params of its own on every replica.
       calls: calls per change of the params.
       linear: a finite step moves the params by what ``reference`` says, to rounding.
@@ -68,6 +73,7 @@ class Subject:
     guard: Callable[[Any, Any], optax.GradientTransformation] | None = None
     guarded: Callable[[Any], PyTree] = lambda state: state.inner_state
     reduces: bool = False
+    averages: bool = False
     own_params: bool = False
     calls: int = 1
     linear: bool = True
@@ -90,7 +96,7 @@ class Subject:
         make, inner = (self.guard if guard and self.guard else self.make), default(inner)
         if self.peer:
             return optax.with_extra_args_support(make(inner, axis))
-        if not self.reduces:
+        if not (self.reduces or self.averages):
             inner = optax.chain(boostax.all_reduce(AXIS), inner)
         return optax.with_extra_args_support(make(inner, axis))
 
@@ -127,7 +133,8 @@ def judge(subject: Subject, section: str, name: str, cell: Cell) -> Result:
     except NoMeaning as error:
         return Result(*named, NONE, str(error))
     except Exception as error:
-        message = " ".join(str(error).split())
+        # Where libraries lie is this machine's business.
+        message = PLACES.sub("", " ".join(str(error).split()))
         if declared and isinstance(error, (TypeError, ValueError)) and declared in message:
             return Result(*named, UNSUPPORTED, message)
         return Result(*named, FAIL, f"{type(error).__name__}: {message[:400]}")

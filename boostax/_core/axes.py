@@ -109,8 +109,13 @@ def unify(tree: PyTree, like: PyTree) -> PyTree:
 
 
 def agree(ok: jax.Array, names: tuple[str, ...]) -> jax.Array:
-    """True where it is true on every replica: one 4-byte collective."""
-    return lax.pmin(ok.astype(jnp.int32), names) > 0 if names else ok
+    """True where it is true on every replica, and on all shards: one 4-byte collective."""
+    return lax.pmin(ok.astype(jnp.int32), with_shards(ok, names)) > 0 if names else ok
+
+
+def with_shards(x: jax.Array, names: tuple[str, ...]) -> tuple[str, ...]:
+    """The replica axes, and those over which shards make ``x`` differ besides."""
+    return names + tuple(sorted(varying(x) - frozenset(names)))
 
 
 def index(names: tuple[str, ...]) -> jax.Array:
@@ -221,6 +226,18 @@ def require_local(grads: PyTree, names: tuple[str, ...], who: str) -> None:
                 "of replicated params over the replicas, and a mean over it would multiply the "
                 "learning rate by their number. Differentiate with respect to "
                 "boostax.local_params(params, axis_name), or use boostax.value_and_grad."
+            )
+
+
+def require_whole(tree: PyTree, names: tuple[str, ...], who: str, hint: str) -> None:
+    """Refuse leaves that are sharded over axes besides the replicas', where that can be seen."""
+    for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
+        others = sorted(varying(leaf) - frozenset(names))
+        if others:
+            raise ValueError(
+                f"{who}: leaves must be whole on every device of a replica (axes {names}), got "
+                f"{jax.tree_util.keystr(path, simple=True, separator='/')!r} sharded over "
+                f"{', '.join(others)}. {hint}"
             )
 
 

@@ -60,8 +60,8 @@ def owns_params(opt_state: PyTree) -> bool:
 
 
 def split_dim(shape: tuple[int, ...], parts: int) -> int | None:
-    """The first dimension that can be cut into so many equal parts."""
-    return next((i for i, size in enumerate(shape) if size and size % parts == 0), None)
+    """The first dimension that can be cut into so many equal parts; of an empty leaf none."""
+    return next((i for i, size in enumerate(shape) if 0 not in shape and size % parts == 0), None)
 
 
 def _map_local(fn: Any, state: PyTree) -> PyTree:

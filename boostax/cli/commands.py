@@ -119,10 +119,11 @@ class Explain:
 
 @dataclass(frozen=True)
 class Launch:
-    """Run a boostax command as several processes on this machine: launch -n 4 -- train text.
+    """Run a command as several processes on this machine: launch -n 4 -- train text.
 
-    What follows -- is the command of each. They find each other on 127.0.0.1; process 0 prints and
-    writes, lines of the others have their rank in front. When one fails, all end.
+    What follows -- is the command of each: one of boostax, or any other (python train.py). They
+    find each other on 127.0.0.1; process 0 prints and writes, lines of the others have their rank
+    in front. When one fails, all end.
     """
 
     processes: Annotated[int, tyro.conf.arg(aliases=["-n"])] = 2
@@ -172,9 +173,10 @@ def _launch(command: Launch, words: list[str]) -> int:
             f"launch: a command must follow --, got {words}. boostax launch -n 4 -- train text "
             "--devices 4 trains as four processes."
         )
+    own = words[0] in ("train", "compare", "explain")
     with refusing():
         return launch(
-            [sys.executable, "-m", "boostax.cli", *words],
+            [sys.executable, "-m", "boostax.cli", *words] if own else words,
             command.processes,
             port=command.port,
             grace=command.grace,

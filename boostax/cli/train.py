@@ -72,7 +72,9 @@ def train(
     with checkpointer:
         with refusing():
             start = _calls_done(checkpointer, options, output, numbers)
-            if start == recipe.steps + finish_steps(recipe):
+            done = start == recipe.steps + finish_steps(recipe)
+            # A run that was killed before its summary gets one now.
+            if done and (recipe.finish != "none" or (output / "summary.json").exists()):
                 console.print(f"This run is finished: {start} calls done, results in {output}.")
                 console.print("Longer training needs a run of its own: other --steps, --output.")
                 return

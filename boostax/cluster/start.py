@@ -46,7 +46,8 @@ def detect(environment: Mapping[str, str] | None = None) -> str | None:
       A name as in ``Processes.found``, or ``None``.
 
     Raises:
-      ValueError: only some of the variables of a manual start are set.
+      ValueError: only some of the variables of a manual start are set, or an MPI has started
+        several processes that JAX cannot connect.
 
     Example:
       >>> detect({"OMPI_MCA_orte_hnp_uri": "1;tcp://10.0.0.1:5", "OMPI_COMM_WORLD_SIZE": "4"})
@@ -70,7 +71,16 @@ def detect(environment: Mapping[str, str] | None = None) -> str | None:
     if "KUBERNETES_SERVICE_HOST" in given and "JOB_COMPLETION_INDEX" in given:
         return "k8s"
     hosts = given.get("TPU_PROCESS_ADDRESSES") or given.get("TPU_WORKER_HOSTNAMES") or ""
-    return "tpu" if "," in hosts else None
+    if "," in hosts:
+        return "tpu"
+    for name in ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE"):
+        if _several(given, name):
+            raise ValueError(
+                f"initialize: {ADDRESS}, {COUNT} and {INDEX} must be set under this MPI, got none "
+                f"of them and {name}={given[name]}. JAX finds the others only under Open MPI 4; "
+                "each process would train alone, and write to the same place."
+            )
+    return None
 
 
 def initialize(
@@ -118,6 +128,8 @@ def initialize(
         index, count = _number(given, INDEX), _number(given, COUNT)
         if count == 1:
             return Processes(0, 1, None)
+        # JAX would look for a cluster as well, and take a GPU from it.
+        limits["cluster_detection_method"] = "deactivate"
         jax.distributed.initialize(given[ADDRESS], count, index, **limits)
         return Processes(index, count, found)
     jax.distributed.initialize(**limits)

@@ -78,6 +78,9 @@ def group_signal(groups: PyTree, *, horizon: int = 100) -> optax.GradientTransfo
         updates: PyTree, state: Any, params: PyTree = None, **extra: Any
     ) -> tuple[PyTree, GroupSignalState]:
         del params, extra
+        trees.require_gradients(updates, "group_signal")
+        hint = "Its norms are those of whole leaves, behind the reduction."
+        axes.require_whole(updates, (), "group_signal", hint)
         squares: dict[int, list[jax.Array]] = {}
         for label, part in zip(labels, structure.flatten_up_to(updates), strict=True):
             found = squares.setdefault(label, [])

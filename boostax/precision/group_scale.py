@@ -244,7 +244,7 @@ def _look(parts: list[Pending], inverse: jax.Array, names: tuple[str, ...]) -> _
         )
     flags = jnp.stack(bad)
     both = jnp.stack([flags.astype(jnp.float32), jnp.where(flags, 0, jnp.stack(largest))])
-    both = axes.largest(both, names) if names else both
+    both = axes.largest(both, axes.with_shards(both, names)) if names else both
     present = jnp.asarray([bool(jax.tree.leaves(part.raw)) for part in parts])
     return _Seen(present, both[0] > 0, both[1])
 
@@ -262,7 +262,7 @@ def _counts(parts: list[Pending], names: tuple[str, ...]) -> jax.Array:
         found = [jnp.zeros(2, jnp.float32), *found]
         columns.append(jnp.append(jnp.sum(jnp.stack(found), 0), jnp.float32(sizes)))
     result = jnp.stack(columns, axis=1)
-    return axes.largest(result, names) if names else result
+    return axes.largest(result, axes.with_shards(result, names)) if names else result
 
 
 def _count_leaf(x: jax.Array, tiny: jax.Array) -> jax.Array:

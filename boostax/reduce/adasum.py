@@ -132,7 +132,7 @@ def adasum(
         raise ValueError(checks.message(who, "axis_name", "a mesh axis", axis_name, hint))
 
     def init_fn(params: PyTree) -> AdasumState:
-        unknown = lambda _: jnp.full((), jnp.nan, jnp.float32)  # noqa: E731
+        unknown = lambda _: jnp.full((), -1.0, jnp.float32)  # noqa: E731
         return AdasumState(unknown(None), jax.tree.map(unknown, params) if leaf_metrics else None)
 
     @described(who, across + inside)
@@ -227,8 +227,9 @@ def _check_stacked(
 ) -> None:
     if others or wire is not None:
         raise ValueError(
-            f"{who}: within, shard_axes and wire_dtype must be left out with stacked=True, where "
-            "XLA places the collectives. Use boostax.adasum inside jax.shard_map for them."
+            f"{who}: within, shard_axes and wire_dtype must be left out with stacked=True, got "
+            f"{others or wire!r}. There XLA places the collectives; use boostax.adasum inside "
+            "jax.shard_map for them."
         )
     missing = [name for name in across if mesh is None or name not in mesh.shape]
     if missing or (mesh is not None and not across):

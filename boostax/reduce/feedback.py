@@ -31,7 +31,7 @@ class CompressedState(NamedTuple):
       velocity: a ``PerReplica`` like it, of the momentum that is corrected for; or ``None``.
       codec: what the codec keeps, the same on all replicas.
       unsent: f32 scalar, ``sqrt(sum_r |residual_r|**2 / sum_r |g_r + old residual_r|**2)``: the
-        share that was held back last time, 0 for an exact reduction. NaN before the first.
+        share that was held back last time, 0 for an exact reduction. -1 before the first.
     """
 
     residual: PerReplica
@@ -102,7 +102,7 @@ def compressed(
             residual=zeros(error_feedback),
             velocity=zeros(momentum is not None),
             codec=map_per_leaf(spread, codec.init(shapes)),
-            unsent=jnp.full((), jnp.nan, jnp.float32),
+            unsent=jnp.full((), -1.0, jnp.float32),
         )
 
     @described(who, names)
@@ -112,6 +112,7 @@ def compressed(
         del params
         trees.require_gradients(updates, who)
         axes.require_local(updates, names, who)
+        axes.require_whole(updates, names, who, "all_reduce and adasum take shards.")
         in_parts = scattered(who, extra_args, names)
         leaves, treedef = jax.tree.flatten(updates)
         chosen = coded(updates)

@@ -113,6 +113,8 @@ def shard_optimizer(
             raise ValueError(
                 f"{who}: params must be given to update, got None. They say how leaves are cut."
             )
+        hint = "The optimizer state of params that are sharded is sharded as it is."
+        axes.require_whole(params, names, who, hint)
         grads = jax.tree.map(own_gradient, updates, params)
         own = jax.tree.map(part, params)
         given = grads, state.inner_state.local, own

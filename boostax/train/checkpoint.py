@@ -5,6 +5,7 @@ import json
 import logging
 import pathlib
 import shutil
+from types import TracebackType
 from typing import Any, Self
 
 import jax
@@ -13,6 +14,7 @@ import numpy as np
 
 from boostax._core import checks, trees
 from boostax._core.place import place
+from boostax.cluster.end import PeerLost
 from boostax.train.checksums import Leaves, describe, text_checksum
 from boostax.train.resharding import as_saved, resharded, typed
 
@@ -66,7 +68,7 @@ class Checkpointer:
             # orbax can do this as well, but in the background, which may come too late.
             for leftover in self._directory.glob("*.orbax-checkpoint-tmp"):
                 shutil.rmtree(leftover)
-        self._manager = ocp.CheckpointManager(
+        self._manager = _Manager(
             self._directory,
             options=ocp.CheckpointManagerOptions(
                 preservation_policy=ocp.checkpoint_managers.LatestN(keep)
@@ -77,8 +79,15 @@ class Checkpointer:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, *_: object) -> None:
-        self.close()
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        where: TracebackType | None,
+    ) -> None:
+        # A save that runs would wait for the part of the peer that is gone.
+        if not isinstance(error, PeerLost):
+            self.close()
 
     def save(self, step: int, state: PyTree, meta: dict[str, Any] | None = None) -> None:
         """Copy ``state`` to the host and write it, with ``meta``, in the background.
@@ -253,6 +262,20 @@ class Checkpointer:
             f"Checkpointer: step {step} in {self._directory} is damaged: {what}. "
             f"Nothing was deleted. {hint}"
         )
+
+
+class _Manager(ocp.CheckpointManager):
+    """One that leaves JAX's counter of calls alone.
+
+    It would ask JAX at every save, and again when one ends in the background, whether a SIGTERM has
+    come. Each question sets the counter by which all processes find the call after which to stop:
+    set back to an old one, they would stop after different calls. The loop asks, once per call.
+    """
+
+    def reached_preemption(self, step: int) -> bool:
+        """Not here."""
+        del step
+        return False
 
 
 class _FinishingLoop(asyncio.SelectorEventLoop):

@@ -12,11 +12,14 @@
 #SBATCH --signal=TERM@120
 set -euo pipefail
 
+# A disk that all nodes share.
+output=${OUTPUT:-$SLURM_SUBMIT_DIR/runs/digits}
+
 # The first process listens on a port that JAX derives from the job's number; JAX_COORDINATOR_PORT
-# sets another.
-# --kill-on-bad-exit: when one task fails, the others end too.
-# --resume starts anew where nothing is saved yet, so a job put back in the queue goes on by itself.
-# A disk that all nodes share holds the checkpoints.
+# sets another. When one task fails, --kill-on-bad-exit ends the others.
+# --resume starts anew where nothing is saved yet.
 srun --kill-on-bad-exit=1 \
-  boostax train digits --resume --devices "$SLURM_NTASKS" \
-  --output "${OUTPUT:-$SLURM_SUBMIT_DIR/runs/digits}" "$@"
+  boostax train digits --resume --devices "$SLURM_NTASKS" --output "$output" "$@"
+
+# Stopped before its end, it has no summary yet: back into the queue.
+[[ -f "$output/summary.json" ]] || scontrol requeue "$SLURM_JOB_ID"

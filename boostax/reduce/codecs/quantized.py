@@ -74,7 +74,9 @@ class Int16:
         """Agree on the scales, and add up."""
         replicas = axes.size(names)
         levels = 32767 // replicas
-        largest = axes.largest(jnp.stack([jnp.abs(x).max() for x in leaves]), names)
+        # A maximum over replicas has no derivative in JAX, and the scale needs none.
+        tops = lax.stop_gradient(jnp.stack([jnp.abs(x).max() for x in leaves]))
+        largest = axes.largest(tops, names)
         units = [_unit(top.astype(x.dtype), levels) for top, x in zip(largest, leaves, strict=True)]
         codes = [
             _rounded(x, unit, levels, jnp.int16) for x, unit in zip(leaves, units, strict=True)
