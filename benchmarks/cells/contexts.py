@@ -199,11 +199,11 @@ def fsdp(**specs: Any) -> Cell:
         params = even_params()
         if subject.fsdp is not None:
             inner = default(None)
-            reduced = inner if subject.reduces else optax.chain(boostax.all_reduce(AXIS), inner)
+            own = subject.reduces or subject.averages
+            reduced = inner if own else optax.chain(boostax.all_reduce(AXIS), inner)
             tx = optax.with_extra_args_support(subject.fsdp(reduced, specs))
         else:
-            # Who skips must agree over all axes; a reduction is over the replicas alone.
-            tx = subject.mapped(axis=both if subject.guard is None else AXIS)
+            tx = subject.mapped(axis=AXIS)
         program = mapped(tx, params, mesh, own=subject.own_params, param_specs=specs)
         carry = program.run(params, range(2 * subject.calls))
         finite(program.common(carry)[0], "params")

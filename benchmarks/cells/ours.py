@@ -47,6 +47,8 @@ NO_NUMBERS = {
 }
 DRAWN = {"order of the leaves": "its directions are drawn by the place of the leaf"}
 NO_TREE = "the optimizer inside sees coordinates, not a tree of params"
+# A part of a leaf is not what they treat; where types are tracked they say so.
+WHOLE = dict.fromkeys(("FSDP", "FSDP, one leaf whole"), "leaves must be whole on every device")
 NEEDS_AXIS = {"Auto sharding under jit": "axis_name must name an axis of the surrounding"}
 
 
@@ -79,6 +81,7 @@ def reduction(name: str, make: Callable[[Any], Any], **options: Any) -> Subject:
 
 
 def compressed(name: str, make: Callable[[Any], Any], **options: Any) -> Subject:
+    options["unsupported"] = WHOLE | options.get("unsupported", {})
     return reduction(name, make, linear=False, accounts=True, **options)
 
 
@@ -141,6 +144,7 @@ SUBJECTS = [
             boostax.all_reduce(axis, scatter=True), boostax.shard_optimizer(inner, axis)
         ),
         reduces=True,
+        unsupported=WHOLE,
     ),
     compressed("top_k_reduce", lambda axis: boostax.top_k_reduce(axis, 0.25)),
     compressed("threshold_reduce", lambda axis: boostax.threshold_reduce(axis, 0.5, relative=True)),
@@ -173,8 +177,17 @@ SUBJECTS = [
     subject(
         "group_signal",
         lambda inner, axis: optax.chain(averaged(axis), boostax.group_signal(0), inner),
-        any_leaf=True,
         averages=True,
+        unsupported=WHOLE,
+    ),
+    subject(
+        "clip_by_global_norm",
+        lambda inner, axis: optax.chain(averaged(axis), boostax.clip_by_global_norm(0.5), inner),
+        averages=True,
+        linear=False,
+        fsdp=lambda inner, _: optax.chain(
+            boostax.all_reduce(AXIS), boostax.clip_by_global_norm(0.5, shard_axes="fsdp"), inner
+        ),
     ),
     subject(
         "centralize_gradients",
