@@ -46,6 +46,7 @@ def assert_equal_training(found, wanted, names=None):
             np.testing.assert_allclose(found[key], wanted[key], rtol=2e-5, atol=2e-5, err_msg=key)
 
 
+@pytest.mark.long
 def test_two_processes_train_what_one_does_and_the_same_bits_again(trained):
     found = trained(2, 2, FEW)
     assert_equal_training(found, trained(1, 4, FEW))

@@ -183,6 +183,7 @@ def test_a_lost_peer_is_said_at_once_with_the_checkpoint_to_go_on_from(tmp_path)
         assert "The last complete checkpoint" in run.printed() and run.running[0].returncode == 1
 
 
+@pytest.mark.long
 def test_a_stopped_peer_is_named(tmp_path):
     output = tmp_path / "run"
     limit = 4.0
@@ -283,6 +284,7 @@ def losses(printed):
     return float(loss)
 
 
+@pytest.mark.long
 def test_a_script_of_ones_own_in_one_process_and_in_two(tmp_path, monkeypatch, capfd):
     script = str(EXAMPLES / "train_cluster.py")
     monkeypatch.setattr(sys, "argv", [script, str(tmp_path / "one"), "30"])

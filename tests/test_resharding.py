@@ -90,10 +90,7 @@ def means(state):
 
 @pytest.mark.parametrize(
     "kind",
-    [
-        pytest.param(kind, marks=[] if kind in ("residual", "window") else pytest.mark.long)
-        for kind in KINDS
-    ],
+    [pytest.param(kind, marks=[] if kind == "window" else pytest.mark.long) for kind in KINDS],
 )
 def test_a_run_goes_on_with_another_number_of_devices(tmp_path, kind):
     whole = made(KINDS[kind](), 8)
@@ -122,6 +119,7 @@ def test_a_run_goes_on_with_another_number_of_devices(tmp_path, kind):
     assert legs == sorted(legs, reverse=True)
 
 
+@pytest.mark.long
 def test_the_curve_is_the_undisturbed_one_where_the_mathematics_allows(tmp_path):
     whole = made(dense(), 8)
     state, wanted = whole.init(initial()), []

@@ -122,7 +122,9 @@ def assert_tied(technique, model, n):
     return found, cost
 
 
-@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize(
+    "model", [pytest.param(x, marks=[] if x == "odd" else pytest.mark.long) for x in MODELS]
+)
 @pytest.mark.parametrize("name", TECHNIQUES)
 def test_formulas_are_what_programs_send(name, model):
     sizes = [
@@ -133,6 +135,7 @@ def test_formulas_are_what_programs_send(name, model):
         assert_tied(TECHNIQUES[name], MODELS[model], n)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", PACKED)
 def test_formulas_are_what_programs_send_at_full_size(name):
     model, technique = scaling.billion(), TECHNIQUES[name]
@@ -141,7 +144,7 @@ def test_formulas_are_what_programs_send_at_full_size(name):
     )
 
 
-@pytest.mark.parametrize("n", [3, 12, 64])
+@pytest.mark.parametrize("n", [3, *(pytest.param(n, marks=pytest.mark.long) for n in (12, 64))])
 def test_adasum_of_many_replicas_and_of_odd_numbers(n):
     model = MODELS["odd"]
     assert_tied(TECHNIQUES["`adasum`"], model, n)

@@ -108,7 +108,7 @@ CHAINS = {
     "frozen and scaled": lambda: frozen(CHAINS["scaler"]()),
     "recorded": lambda: optax.chain(boostax.record_trajectory(3), mean(), optax.adam(1e-2)),
 }
-SHORT = ("mean", "top-k", "centralized", "scaler around a window", "partitioned")
+SHORT = ("centralized", "scaler around a window")
 
 
 def trained(tx, share, steps=6, **options):
@@ -258,6 +258,7 @@ def test_scattered_reductions_are_those_of_the_chain_by_hand(reduction, steps):
         assert_near(x, y)
 
 
+@pytest.mark.long
 def test_two_levels():
     some = np.array(jax.devices()).reshape(4, 2)
     two = jax.sharding.Mesh(some, ("slow", "fast"))

@@ -11,8 +11,8 @@ from cells.subjects import EVERYONE
 Row = dict[str, Any]
 FAULTS = pathlib.Path(__file__).parents[1] / "results" / "faults"
 ELSEWHERE = {
-    "kills": ("A run killed at random moments and resumed", "tests/test_kill.py"),
-    "rank_deaths": ("A process of several that dies or stalls", "tests/test_cluster.py"),
+    "kills": ("A run killed at random moments and resumed", "tests/test_kills.py"),
+    "rank_deaths": ("A process of several that dies or stalls", "tests/test_cluster_command.py"),
 }
 FUNCTIONS = "other functions"
 

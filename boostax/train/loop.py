@@ -4,7 +4,7 @@ import contextlib
 import dataclasses
 import signal
 import threading
-from collections.abc import Callable, Generator, Iterable, Mapping
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from types import FrameType
 from typing import TYPE_CHECKING, Any, Self
 
@@ -14,13 +14,13 @@ from boostax._core import checks
 from boostax.cluster.board import service_board
 from boostax.cluster.end import PeerLost
 from boostax.cluster.watchdog import Watchdog
+from boostax.train.history import History, Row
 from boostax.train.writers import Writer
 
 if TYPE_CHECKING:
     from boostax.train.checkpoint import Checkpointer
 
 PyTree = Any
-Row = dict[str, Any]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,7 +37,7 @@ class FitResult:
 
     state: PyTree
     step: int
-    history: list[Row]
+    history: Sequence[Row]
     stopped_by: str | None
 
 
@@ -185,7 +185,7 @@ class _Rows:
     """Turns the metrics of calls into rows, one call late."""
 
     def __init__(self, writers: tuple[Writer, ...]):
-        self.history: list[Row] = []
+        self.history = History()
         self.watchdog: Watchdog | None = None
         self._writers = writers
         self._pending: tuple[int, Mapping[str, Any]] | None = None
