@@ -598,3 +598,14 @@ def test_on_one_device_nothing_is_reduced():
     for kind in ("adasum-delta", "int8"):
         tx = auto({"reduce": kind}).optimizer(inner)
         assert jax.tree.structure(tx.init(mlp())) == jax.tree.structure(inner.init(mlp()))
+
+
+@pytest.mark.parametrize(
+    "content",
+    [b"", b'{"loss_scale": "dyn', b"\x80\x04\x95", b"[" * 100_000, b"import os", b'{"a": 1}}'],
+)
+def test_a_hostile_or_truncated_file_is_refused(tmp_path, content):
+    path = tmp_path / "boost.json"
+    path.write_bytes(content)
+    with pytest.raises(ValueError, match="auto: spec must be a file of JSON, got"):
+        auto(path)

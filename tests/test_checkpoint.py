@@ -333,3 +333,16 @@ def test_saving_does_not_ask_jax_for_a_signal(tmp_path, monkeypatch):
         for step in (1, 2, 3):
             checkpointer.save(step, {"a": jnp.arange(3.0)})
     assert not asked
+
+
+def test_a_link_among_the_leftovers_leads_nowhere(tmp_path):
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    (elsewhere / "kept").write_text("kept")
+    run = tmp_path / "run"
+    run.mkdir()
+    (run / "7.orbax-checkpoint-tmp").symlink_to(elsewhere)
+    with Checkpointer(run) as checkpointer:
+        checkpointer.save(1, {"a": jnp.arange(3.0)})
+    assert (elsewhere / "kept").read_text() == "kept"
+    assert not (run / "7.orbax-checkpoint-tmp").exists()

@@ -125,7 +125,8 @@ def _is_file(spec: Any) -> bool:
 def _loaded(path: str | pathlib.Path) -> Any:
     try:
         return json.loads(pathlib.Path(path).read_text())
-    except json.JSONDecodeError as error:
+    # Also no text at all, and brackets in brackets without end.
+    except (json.JSONDecodeError, UnicodeDecodeError, RecursionError) as error:
         hint = f"{error}."
         raise ValueError(
             checks.message("auto", "spec", "a file of JSON", str(path), hint)

@@ -67,7 +67,8 @@ class Checkpointer:
         if jax.process_index() == 0:
             # orbax can do this as well, but in the background, which may come too late.
             for leftover in self._directory.glob("*.orbax-checkpoint-tmp"):
-                shutil.rmtree(leftover)
+                # A link is taken away, and what it points to left alone.
+                leftover.unlink() if leftover.is_symlink() else shutil.rmtree(leftover)
         self._manager = _Manager(
             self._directory,
             options=ocp.CheckpointManagerOptions(
