@@ -72,12 +72,13 @@ def train(
     with checkpointer:
         with refusing():
             start = _calls_done(checkpointer, options, output, numbers)
-            done = start == recipe.steps + finish_steps(recipe)
-            # A run that was killed before its summary gets one now.
-            if done and (recipe.finish != "none" or (output / "summary.json").exists()):
+            written = (output / "summary.json").exists()
+            if start == recipe.steps + finish_steps(recipe) and written:
                 console.print(f"This run is finished: {start} calls done, results in {output}.")
                 console.print("Longer training needs a run of its own: other --steps, --output.")
                 return
+            # Killed after its last save and before its summary: the finish, if any, comes again.
+            start = min(start, recipe.steps)
             state = built.init(task.seed)
             if start:
                 state, saved = checkpointer.restore(state, start, reshard=True)
@@ -283,7 +284,7 @@ def _finish(
         f"held-out loss [bold]{last['held_out_loss']:.4f}[/bold], "
         f"accuracy [bold]{last['held_out_accuracy']:.1%}[/bold], in {seconds:.1f} s"
     )
-    if frozen:
+    if frozen and frozen["depths"]:
         calls = (f"{depth} in {counted(n, 'call')}" for depth, n in frozen["depths"].items())
         steps = counted(len(frozen["compiled"]), "compiled step")
         console.print(f"frozen groups: {', '.join(calls)}; {steps}", soft_wrap=True)
