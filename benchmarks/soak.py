@@ -22,8 +22,8 @@ from harness import Bar, report
 from soak_worker import WINDOW, poisoned
 
 WORKER = pathlib.Path(__file__).with_name("soak_worker.py")
-# Calls between two saves, one about every eight seconds. tensorstore 0.1.86 under orbax 0.12.8 loses
-# some 20 to 60 kB at every save (its collect_matching_metrics), which more of them would show as a
+# Calls between two saves, one about every eight seconds. tensorstore 0.1.86 under orbax 0.12.8
+# loses some 20 to 60 kB at every save (its collect_matching_metrics): more of them would show as a
 # growth that is not boostax's.
 EVERY, ENDLESS = 500, 10**9
 # Seconds after a life's first call, so imports and compiling do not count. A life ends by a kill
