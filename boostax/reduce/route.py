@@ -145,7 +145,9 @@ class NamedRoute:
             if self.across:
                 moved = self._exchange(moved, self.across)
             rows = [moved[row].astype(dtype) for row in range(self.rows)]
-            buckets.append(Bucket(rows, plan.owners(bucket) if self.by_blocks else NO_OWNERS))
+            # Rows of one replica are combined by leaf as well; a plain sum is not.
+            by_leaf = self.across or self.wire_dtype is not None
+            buckets.append(Bucket(rows, plan.owners(bucket) if by_leaf else NO_OWNERS))
         each = axes.gather(exponents, self.across) if self.across else exponents[None]
         return Rows(buckets, each, near_one=self.wire_dtype is not None)
 
