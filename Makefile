@@ -35,6 +35,7 @@ bench: $(READY)
 	$(RUN) benchmarks/group_scale.py
 	$(RUN) benchmarks/combinations.py
 	$(RUN) benchmarks/scaling.py
+	$(RUN) benchmarks/scorecard.py
 
 lint: $(READY)
 	$(VENV)/bin/ruff check .

@@ -214,10 +214,26 @@ def test_gradients_that_autodiff_has_summed_are_refused(mesh, who):
 def test_a_decision_that_replicas_could_take_differently_is_refused(mesh):
     with pytest.raises(ValueError, match=r"dynamic_loss_scale: the decision .* axes 'data' and"):
         on_mesh(mesh, dynamic(), local)
+
+
+@pytest.mark.parametrize("bad", [False, True])
+def test_shards_agree_besides_the_replicas(bad):
     grid = jax.make_mesh((2, 4), ("data", "model"), axis_types=(AUTO,) * 2)
-    both = functools.partial(local, axis_name=("data", "model"))
-    with pytest.raises(ValueError, match=r"static_loss_scale: the decision .* axes 'model' and"):
-        on_mesh(grid, boostax.static_loss_scale(SGD, 1.0, axis_name="data"), both)
+    inner = optax.chain(boostax.all_reduce("data"), SGD)
+    tx = boostax.static_loss_scale(inner, 1.0, axis_name="data")
+
+    def step(w, whole):
+        w, whole = boostax.local_params((w, whole), "data")
+        # One shard on one replica.
+        here = (jax.lax.axis_index("model") == 2) & (jax.lax.axis_index("data") == 1)
+        grads = {"w": jnp.where(here & bad, jnp.nan, w), "whole": whole}
+        return tx.update(grads, tx.init(grads), grads)[0]
+
+    specs = P("model"), P()
+    mapped = jax.shard_map(step, mesh=grid, in_specs=specs, out_specs={"w": specs[0], "whole": P()})
+    moved = jax.jit(mapped)(jnp.ones(8), jnp.ones(3))
+    for leaf in moved.values():
+        assert (np.asarray(leaf) == 0).all() if bad else (np.asarray(leaf) < 0).all()
 
 
 @pytest.mark.parametrize("who", REDUCING)
