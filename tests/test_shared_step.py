@@ -8,6 +8,7 @@ import pytest
 
 import boostax
 from boostax._core.costs import collectives, expected, wire_bytes
+from boostax._core.entrywise import across_entries
 
 AXIS = "data"
 DEVICES = 8
@@ -212,6 +213,22 @@ def test_what_looks_across_a_leaf_is_refused(tx, message):
     state = step.init(initial())
     with pytest.raises((ValueError, TypeError), match=message):
         step.lower(state, batch(0))
+
+
+@pytest.mark.parametrize(
+    ("across", "primitive"),
+    [
+        (lambda g: jnp.zeros_like(g).at[jnp.zeros(len(g), int)].add(g), "scatter_add"),
+        (lambda g: g - jnp.flip(jnp.sort(g, 0), 0), "sort"),
+        (lambda g: jax.lax.fori_loop(0, 2, lambda _, x: x / jnp.sum(x), g), "reduce_sum"),
+        (lambda g: jax.lax.cond(g[0, 0] > 0, lambda: g / g.max(), lambda: g), "reduce_max"),
+    ],
+)
+def test_it_is_found_in_loops_and_branches(across, primitive):
+    jaxpr = jax.make_jaxpr(across)(jnp.ones((8, 4)))
+    found = across_entries(jaxpr, [True], frozenset({(8, 4)}), frozenset())
+    assert (primitive, ()) in found
+    assert not across_entries(jaxpr, [False], frozenset({(8, 4)}), frozenset())
 
 
 def test_the_transformation_refuses_them_too():

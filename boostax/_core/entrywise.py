@@ -16,8 +16,9 @@ from boostax._core.programs import bodies
 _ACROSS = (
     "argmax argmin cholesky conv_general_dilated cumlogsumexp cummax cummin cumprod cumsum "
     "dot_general eig eigh fft gather lu qr ragged_dot_general reduce_and reduce_max reduce_min "
-    "reduce_or reduce_prod reduce_sum reduce_window_max reduce_window_sum reduce_xor scatter "
-    "scatter_add sort svd top_k triangular_solve"
+    "reduce_or reduce_prod reduce_sum reduce_window reduce_window_max reduce_window_min "
+    "reduce_window_sum reduce_xor scatter scatter_add scatter_max scatter_min scatter_mul sort svd "
+    "top_k triangular_solve"
 ).split()
 # What they give is equal on all again, and no part of anything.
 _WHOLE = ("psum", "pmax", "pmin", "all_gather")
@@ -81,28 +82,32 @@ class _Walk:
         scopes = scopes_of(stack)
         if scopes and scopes[-1] in self._right:
             return [x.aval.shape in self._shapes for x in eqn.outvars]
-        inner = list(bodies(eqn))
-        if inner:
-            return self._inside(eqn, inner, read, stack)
-        name = eqn.primitive.name
-        if kind(name) in _WHOLE:
-            return [False] * len(eqn.outvars)
+        # JAX writes scatter-add, and all else with underscores.
+        name = eqn.primitive.name.replace("-", "_")
         drawn = name in _DRAWN and any(x.aval.ndim for x in eqn.outvars)
         if drawn or (name in _ACROSS and any(read)):
             self.found.append((name, scopes))
+        elif inner := list(bodies(eqn)):
+            # A scatter has a program too: how two entries become one.
+            return self._inside(eqn, inner, read, stack)
+        if kind(name) in _WHOLE:
+            return [False] * len(eqn.outvars)
         return [any(read)] * len(eqn.outvars)
 
     def _inside(self, eqn: Any, inner: list[Jaxpr], read: list[bool], stack: str) -> list[bool]:
-        # Branches take all operands but the index; loops are gone through until nothing new shows.
+        # Branches take all operands but the index. What a loop carries may be a part from its
+        # second round on: if anything is, all is taken for one.
+        loop = eqn.primitive.name in ("scan", "while")
         written = [False] * len(eqn.outvars)
         for body in inner:
             skipped = len(read) - len(body.invars)
-            if eqn.primitive.name in ("scan", "while") or skipped < 0:
-                given = [any(read)] * len(body.invars)
-            else:
-                given = read[skipped:]
-            out = self.run(body, given, [False] * len(body.constvars), stack)
-            if len(out) == len(written) and eqn.primitive.name not in ("scan", "while"):
+            exact = not loop and skipped >= 0
+            given = read[skipped:] if exact else [any(read)] * len(body.invars)
+            consts = [False] * len(body.constvars)
+            out = self.run(body, given, consts, stack)
+            if loop and any(out) and not any(read):
+                out = self.run(body, [True] * len(body.invars), consts, stack)
+            if len(out) == len(written) and exact:
                 written = [a or b for a, b in zip(written, out, strict=True)]
             else:
                 written = [any(read) or any(out)] * len(written)
