@@ -58,7 +58,7 @@ class Setting:
         params = trees.at_least_float32(params)
         for index, batch in enumerate(self.held_out):
             key = None if self.key is None else jax.random.fold_in(self.key, index)
-            found.append(float(self._loss(params, model_state, key, self.plain._place(batch))))
+            found.append(float(self._loss(params, model_state, key, self.plain.place(batch))))
         return np.asarray(found, np.float64)
 
     @functools.cached_property
@@ -70,14 +70,14 @@ class Setting:
                 key = jax.random.fold_in(key, jax.lax.axis_index(plain.names))
             return plain.oracle.loss_at(batch, key=key, model_state=model_state)(params)
 
-        if plain.mesh is None:
+        if plain.placing is None:
             return jax.jit(loss)
         alike = PartitionSpec()
-        specs = plain._param_specs(own=False), alike, alike, PartitionSpec(plain.names)
+        specs = plain.placing.of_params(own=False), alike, alike, PartitionSpec(plain.names)
         return jax.jit(
             jax.shard_map(
                 loss,
-                mesh=plain.mesh,
+                mesh=plain.placing.mesh,
                 in_specs=specs,
                 out_specs=alike,
                 check_vma=plain.check_vma,

@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-import math
 from typing import Any, Literal
 
 import jax
@@ -10,19 +9,15 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from jax.core import Tracer
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh, PartitionSpec
 
 from boostax._core import trees
 from boostax._core.gate import outermost_passed, passed
-from boostax._core.place import on_host, own_rows, place, place_rows
 from boostax._core.prune import Pruning
 from boostax._core.replicas import (
     PerReplica,
     enter_replica,
     leave_replica,
-    owns_params,
-    stack_replicas,
-    state_specs,
 )
 from boostax.accumulate.aux import Aux, as_aux
 from boostax.accumulate.window import flush
@@ -32,6 +27,7 @@ from boostax.precision.finite import all_finite
 from boostax.precision.policy import Policy
 from boostax.train.apply import apply_gradients, metrics
 from boostax.train.oracle import Oracle
+from boostax.train.placing import Placing, local_shapes
 from boostax.train.sharing import run_shared
 from boostax.train.state import TrainState
 
@@ -75,10 +71,18 @@ class TrainStep:
     _cuts: dict[tuple[int, Any], Pruning] = dataclasses.field(default_factory=dict)
     _hosts: dict[Any, HostDepth] = dataclasses.field(default_factory=dict)
 
+    @functools.cached_property
+    def placing(self) -> Placing | None:
+        """Where its arrays live; ``None`` without a mesh."""
+        if self.mesh is None:
+            return None
+        how = self.microbatches, self.param_specs, self.shard_optimizer
+        return Placing(self.tx, self.mesh, self.names, *how)
+
     @property
     def replicas(self) -> int:
         """Number of replicas; 1 without a mesh."""
-        return 1 if self.mesh is None else math.prod(self.mesh.shape[x] for x in self.names)
+        return 1 if self.placing is None else self.placing.replicas
 
     @property
     def depths(self) -> tuple[int, ...]:
@@ -112,29 +116,13 @@ class TrainStep:
             )
         state = TrainState(jnp.zeros((), jnp.int32), params, opt_state, model_state, key)
         state = jax.tree.map(_own, state)
-        if self.mesh is None:
-            return state
-        if owns_params(opt_state):
-            state = state._replace(params=PerReplica(state.params))
-        if self._spans_processes:
-            # On the host the replicas of a state are views of one.
-            state = on_host(state)
-        state = stack_replicas(state, self.replicas)
-        return place(state, self.shardings(state))
+        return state if self.placing is None else self.placing.state(state)
 
     def shardings(self, state: PyTree) -> TrainState:
         """Where each leaf of a state lives: what a checkpoint needs to restore it."""
-        if self.mesh is None:
+        if self.placing is None:
             return jax.tree.map(lambda x: x.sharding, state)
-        mesh = self.mesh
-
-        def place(spec: PartitionSpec, part: PyTree) -> PyTree:
-            return jax.tree.map(lambda _: NamedSharding(mesh, spec), part)
-
-        # The specs are a prefix: one of them may stand for a whole tree of params.
-        return jax.tree.map(
-            place, self._specs(state), state, is_leaf=lambda x: isinstance(x, PartitionSpec)
-        )
+        return self.placing.shardings(state)
 
     def __call__(self, state: TrainState, batch: PyTree) -> tuple[TrainState, dict[str, jax.Array]]:
         """One call: a whole step, or a micro-step of an ``accumulate`` window.
@@ -148,7 +136,7 @@ class TrainStep:
           The new state and scalars: ``loss`` (unscaled, the mean over all), ``applied`` (whether
           the params changed), ``boostax.metrics(opt_state)`` and ``Aux.metrics``.
         """
-        batch, depth = self._place(batch), self._depth(state)
+        batch, depth = self.place(batch), self._depth(state)
         small, reported = self._program("step", state, depth)(self._narrowed(state, depth), batch)
         state = self._widened(state, small, depth)
         if depth is not None:
@@ -167,13 +155,13 @@ class TrainStep:
         """The lowered program, for its text, memory and cost; of the coming depth, or another."""
         depth = self._coming(state) if depth is None else depth
         program = self._program("step", state, depth)
-        return program.lower(self._narrowed(state, depth), self._place(batch))
+        return program.lower(self._narrowed(state, depth), self.place(batch))
 
     def jaxpr(self, state: TrainState, batch: PyTree, *, depth: int | None = None) -> Any:
         """The traced program, for counting collectives and bytes."""
         depth = self._coming(state) if depth is None else depth
         program = self._program("step", state, depth)
-        return jax.make_jaxpr(program)(self._narrowed(state, depth), self._place(batch))
+        return jax.make_jaxpr(program)(self._narrowed(state, depth), self.place(batch))
 
     def common_params(self, state: TrainState) -> PyTree:
         """The params, to evaluate: where each replica has its own, their mean."""
@@ -186,66 +174,11 @@ class TrainStep:
 
         All of them, unless the mesh spans several processes: each then reads only its own.
         """
-        if self.mesh is None:
-            return np.arange(size)
-        return own_rows(self._batch_sharding, size)
+        return np.arange(size) if self.placing is None else self.placing.rows(size)
 
-    def _specs(self, state: TrainState) -> TrainState:
-        replicated = PartitionSpec()
-        params, own = _local_shapes(state), isinstance(state.params, PerReplica)
-        opt_state = state_specs(
-            self.tx,
-            params,
-            self.names,
-            param_specs=self.param_specs,
-            replicas=self.replicas,
-            shard_optimizer=self.shard_optimizer,
-        )
-        return TrainState(
-            step=replicated,
-            params=self._param_specs(own),
-            opt_state=opt_state,
-            model_state=replicated,
-            key=replicated,
-        )
-
-    def _param_specs(self, own: bool) -> PyTree:
-        specs = PartitionSpec() if self.param_specs is None else self.param_specs
-        if not own:
-            return specs
-        is_spec = lambda x: isinstance(x, PartitionSpec)  # noqa: E731
-        lead = lambda spec: PartitionSpec(self.names, *spec)  # noqa: E731
-        return PerReplica(jax.tree.map(lead, specs, is_leaf=is_spec))
-
-    def _place(self, batch: PyTree) -> PyTree:
-        if self.mesh is None:
-            return batch
-        several = self._spans_processes
-        for path, leaf in jax.tree_util.tree_leaves_with_path(batch):
-            rows = leaf.shape[0] if getattr(leaf, "ndim", 0) else 0
-            whole = not several or not getattr(leaf, "is_fully_addressable", True)
-            replicas = self.replicas if whole else len(self.rows(self.replicas))
-            if not rows or rows % (replicas * self.microbatches):
-                of = "replicas" if whole else "this process's replicas"
-                raise ValueError(
-                    "make_train_step: the leading dimension of every batch leaf must be divisible "
-                    f"by {of} x microbatches = {replicas} x {self.microbatches}, got "
-                    f"shape {getattr(leaf, 'shape', ())} at "
-                    f"{trees.path_name(path) or 'the root'!r}. Pad the batch and give the padding "
-                    "no weight (boostax.Aux.weight)."
-                )
-        if several:
-            return place_rows(batch, self._batch_sharding)
-        return jax.device_put(batch, self._batch_sharding)
-
-    @functools.cached_property
-    def _spans_processes(self) -> bool:
-        return self.mesh is not None and len({x.process_index for x in self.mesh.devices.flat}) > 1
-
-    @property
-    def _batch_sharding(self) -> NamedSharding:
-        assert self.mesh is not None
-        return NamedSharding(self.mesh, PartitionSpec(self.names))
+    def place(self, batch: PyTree) -> PyTree:
+        """A batch where the step wants it; it does so itself."""
+        return batch if self.placing is None else self.placing.batch(batch)
 
     def _freezes_on_host(self, state: TrainState) -> bool:
         if not isinstance(self.tx, ScheduledFreeze) or self.freeze_driver != "host":
@@ -257,7 +190,7 @@ class TrainStep:
         assert isinstance(self.tx, ScheduledFreeze)
         structure = jax.tree.structure(state)
         if structure not in self._hosts:
-            self._hosts[structure] = HostDepth(self.tx.freezing.plan(_local_shapes(state)))
+            self._hosts[structure] = HostDepth(self.tx.freezing.plan(local_shapes(state)))
         return self._hosts[structure]
 
     def _depth(self, state: TrainState) -> int | None:
@@ -283,7 +216,7 @@ class TrainStep:
         assert isinstance(self.tx, ScheduledFreeze)
         key = depth, jax.tree.structure(state)
         if key not in self._cuts:
-            self._cuts[key] = self.tx.cut(_local_shapes(state), depth)
+            self._cuts[key] = self.tx.cut(local_shapes(state), depth)
         return self._cuts[key]
 
     def _narrowed(
@@ -311,8 +244,8 @@ class TrainStep:
         key = kind, depth, jax.tree.structure(state)
         if key not in self._compiled:
             specs: Any = None
-            if self.mesh is not None:
-                specs = self._narrowed(self._specs(state), depth, of=state)
+            if self.placing is not None:
+                specs = self._narrowed(self.placing.specs(state), depth, of=state)
             inside = specs and specs.opt_state
             run: Any = functools.partial(
                 self._step if kind == "step" else self._flush, depth, inside
@@ -386,13 +319,6 @@ class TrainStep:
             return None
         key = jax.random.fold_in(state.key, state.step)
         return jax.random.fold_in(key, jax.lax.axis_index(self.names)) if self.names else key
-
-
-def _local_shapes(state: TrainState) -> PyTree:
-    """The types of one replica's params."""
-    if not isinstance(state.params, PerReplica):
-        return state.params
-    return jax.eval_shape(lambda p: jax.tree.map(lambda x: x[0], p.local), state.params)
 
 
 @jax.jit

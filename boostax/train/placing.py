@@ -1,0 +1,136 @@
+"""Where a train step's state and batches live on a mesh."""
+
+import dataclasses
+import functools
+import math
+from typing import Any
+
+import jax
+import numpy as np
+import optax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from boostax._core import trees
+from boostax._core.place import on_host, own_rows, place, place_rows
+from boostax._core.replicas import PerReplica, owns_params, stack_replicas, state_specs
+from boostax.train.state import TrainState
+
+PyTree = Any
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Placing:
+    """The mesh of a step, and what it does to arrays.
+
+    Attributes:
+      tx: the optimizer.
+      mesh: over one process or several.
+      names: replica axes.
+      microbatches: slices per replica and call.
+      param_specs: see ``make_train_step``.
+      shard_optimizer: see ``make_train_step``.
+    """
+
+    tx: optax.GradientTransformation
+    mesh: Mesh
+    names: tuple[str, ...]
+    microbatches: int
+    param_specs: PyTree
+    shard_optimizer: bool
+
+    @functools.cached_property
+    def replicas(self) -> int:
+        """Their number."""
+        return math.prod(self.mesh.shape[x] for x in self.names)
+
+    @functools.cached_property
+    def spans_processes(self) -> bool:
+        """Whether devices of other processes belong to the mesh."""
+        return len({x.process_index for x in self.mesh.devices.flat}) > 1
+
+    @property
+    def rows_sharding(self) -> NamedSharding:
+        """Of a batch."""
+        return NamedSharding(self.mesh, PartitionSpec(self.names))
+
+    def state(self, state: TrainState) -> TrainState:
+        """A state of one replica, as ``tx.init`` makes it, on all of them."""
+        if owns_params(state.opt_state):
+            state = state._replace(params=PerReplica(state.params))
+        if self.spans_processes:
+            # On the host the replicas of a state are views of one.
+            state = on_host(state)
+        state = stack_replicas(state, self.replicas)
+        return place(state, self.shardings(state))
+
+    def shardings(self, state: TrainState) -> TrainState:
+        """Of each leaf of a placed state."""
+
+        def of_part(spec: PartitionSpec, part: PyTree) -> PyTree:
+            return jax.tree.map(lambda _: NamedSharding(self.mesh, spec), part)
+
+        # The specs are a prefix: one of them may stand for a whole tree of params.
+        return jax.tree.map(
+            of_part, self.specs(state), state, is_leaf=lambda x: isinstance(x, PartitionSpec)
+        )
+
+    def specs(self, state: TrainState) -> TrainState:
+        """Of a placed state, for ``jax.shard_map``."""
+        replicated = PartitionSpec()
+        opt_state = state_specs(
+            self.tx,
+            local_shapes(state),
+            self.names,
+            param_specs=self.param_specs,
+            replicas=self.replicas,
+            shard_optimizer=self.shard_optimizer,
+        )
+        return TrainState(
+            step=replicated,
+            params=self.of_params(isinstance(state.params, PerReplica)),
+            opt_state=opt_state,
+            model_state=replicated,
+            key=replicated,
+        )
+
+    def of_params(self, own: bool) -> PyTree:
+        """Specs of the params, which may be each replica's own."""
+        specs = PartitionSpec() if self.param_specs is None else self.param_specs
+        if not own:
+            return specs
+        is_spec = lambda x: isinstance(x, PartitionSpec)  # noqa: E731
+        lead = lambda spec: PartitionSpec(self.names, *spec)  # noqa: E731
+        return PerReplica(jax.tree.map(lead, specs, is_leaf=is_spec))
+
+    def rows(self, size: int) -> np.ndarray[Any, Any]:
+        """Which rows of a batch belong to this process, ascending."""
+        return own_rows(self.rows_sharding, size)
+
+    def batch(self, batch: PyTree) -> PyTree:
+        """A batch, or this process's rows of it, on the devices."""
+        for path, leaf in jax.tree_util.tree_leaves_with_path(batch):
+            self._require_even(path, leaf)
+        if self.spans_processes:
+            return place_rows(batch, self.rows_sharding)
+        return jax.device_put(batch, self.rows_sharding)
+
+    def _require_even(self, path: Any, leaf: Any) -> None:
+        rows = leaf.shape[0] if getattr(leaf, "ndim", 0) else 0
+        whole = not self.spans_processes or not getattr(leaf, "is_fully_addressable", True)
+        replicas = self.replicas if whole else len(self.rows(self.replicas))
+        if rows and rows % (replicas * self.microbatches) == 0:
+            return
+        of = "replicas" if whole else "this process's replicas"
+        raise ValueError(
+            "make_train_step: the leading dimension of every batch leaf must be divisible by "
+            f"{of} x microbatches = {replicas} x {self.microbatches}, got shape "
+            f"{getattr(leaf, 'shape', ())} at {trees.path_name(path) or 'the root'!r}. Pad the "
+            "batch and give the padding no weight (boostax.Aux.weight)."
+        )
+
+
+def local_shapes(state: TrainState) -> PyTree:
+    """The types of one replica's params."""
+    if not isinstance(state.params, PerReplica):
+        return state.params
+    return jax.eval_shape(lambda p: jax.tree.map(lambda x: x[0], p.local), state.params)
