@@ -9,7 +9,7 @@ TESTS := $(CACHE) $(RUN) -m pytest -n 2 --dist loadgroup
 # The programs of XLA are the same without LLVM's optimizations, and compile twice as fast.
 QUICK_CODE := XLA_FLAGS="$(XLA_FLAGS) --xla_backend_optimization_level=0"
 
-.PHONY: demo test test-long bench lint clean
+.PHONY: demo test test-long bench bench-short docs lint clean
 
 demo: $(READY)
 	$(VENV)/bin/boostax train text --dtype float16 --loss-scale dynamic --accumulate 4 --devices 4 --output runs/demo --resume
@@ -36,6 +36,19 @@ bench: $(READY)
 	$(RUN) benchmarks/combinations.py
 	$(RUN) benchmarks/scaling.py
 	$(RUN) benchmarks/scorecard.py
+	$(RUN) benchmarks/soak.py
+	$(RUN) benchmarks/growth.py
+	$(RUN) benchmarks/recipes.py
+	$(RUN) benchmarks/peers.py
+	$(RUN) benchmarks/peers_frameworks.py
+
+# Prints the figures of the first table of docs/peers.md, from few rounds, and keeps nothing.
+bench-short: $(READY)
+	$(RUN) benchmarks/peers.py --short
+
+docs: $(READY)
+	$(RUN) -m sphinx -q -W --keep-going -c docs -b html -d build/doctrees . build/site
+	@echo "the site: build/site/index.html"
 
 lint: $(READY)
 	$(VENV)/bin/ruff check .

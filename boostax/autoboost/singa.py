@@ -1,6 +1,6 @@
 """Reading the options of Apache SINGA's ``DistOpt``.
 
-Each mode is a reduction here; ``docs/singa.md`` says where they differ.
+Each mode is a reduction here; ``docs/coming_from/singa.md`` says where they differ.
 """
 
 from typing import Any

@@ -67,7 +67,7 @@ def normalized_dense(
 
 
 class NormalizedDense(nn.Module):
-    """``nn.Dense`` of cosines: y = m (x / |x|) (W / |W_column|), with m a trained scalar.
+    """``nn.Dense`` of cosines: ``y = m (x / |x|) (W / |W_column|)``, with m a trained scalar.
 
     With ``use_bias`` it is m (... + b), as in MindSpore. Params: ``kernel``, ``multiplier`` of
     shape () and, with ``use_bias``, ``bias``. The lengths are f32 whatever ``dtype`` is.

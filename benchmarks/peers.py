@@ -1,0 +1,319 @@
+"""Every technique beside what a JAX user would pick instead, in one run: ratios and counts.
+
+Makes ``docs/peers.md``, beside the results. The peers that need an environment of their own are in
+``peers_frameworks.py``, whose record the page shows too.
+"""
+
+import argparse
+import dataclasses
+import json
+import os
+import pathlib
+from collections.abc import Iterable
+from typing import Any
+
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+
+import accumulation
+import adasum
+import compression_time
+import freezing
+import jax
+import loss_scale
+import optax
+import peers_finish
+import plots
+from harness import RESULTS, Bar, Form, by_apply, by_update, compiled_form, paired, ratio, report
+from problems import grads, params
+
+import boostax
+
+PAGE = pathlib.Path(__file__).parents[1] / "docs" / "peers.md"
+PyTree = Any
+ADAM = optax.adam(1e-3)
+Row = dict[str, Any]
+# Ratios of times closer to one than this are called even: repeated runs differ by as much.
+EVEN = 0.05
+# What boostax claims to be faster than.
+MUST_WIN = (
+    ("`dynamic_loss_scale`", "flax DynamicScale + where"),
+    ("`dynamic_loss_scale`", "jmp + select_tree"),
+    ("`accumulate`", "optax.MultiSteps"),
+    ("`scheduled_freeze`", freezing.SELECTED),
+    ("`scheduled_freeze`", freezing.ZEROED),
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Pair:
+    """A technique and what stands in for it.
+
+    Figures are ratios, ours over theirs: below one is for boostax. ``None`` is not measured, or
+    zero over zero.
+    """
+
+    technique: str
+    instead: str
+    time: float | None = None
+    temp: float | None = None
+    wire: float | None = None
+    remark: str = ""
+
+    def row(self) -> Row:
+        """For the table, with who is ahead."""
+        return {
+            "technique": self.technique,
+            "instead of": self.instead,
+            "time": self.time,
+            "memory": self.temp,
+            "wire bytes": self.wire,
+            "ahead": self.ahead(),
+            "remark": self.remark,
+        }
+
+    def ahead(self) -> str:
+        """Whose figures are better; the peer's wherever one of them is."""
+        found = [x for x in (self.time, self.temp, self.wire) if x is not None]
+        worse, better = max(found) > 1 + EVEN, min(found) < 1 - EVEN
+        return {
+            (False, False): "even",
+            (False, True): "boostax",
+            (True, False): "the other",
+            (True, True): "it depends",
+        }[worse, better]
+
+
+def over(ours: float | None, theirs: float | None) -> float | None:
+    """Their ratio, if both are there and theirs is not nothing."""
+    return ours / theirs if ours is not None and theirs else None
+
+
+def pairs_of(
+    made: dict[str, Form], rounds: int, ours: str, others: dict[str, str], technique: str
+) -> Iterable[Pair]:
+    """Ours beside each other form; ``others`` has the remark of each."""
+    times = paired(made, rounds)
+    for name, remark in others.items():
+        temp = over(made[ours].temp, made[name].temp)
+        yield Pair(technique, name, ratio(times, ours, name), temp, remark=remark)
+
+
+def scaling(rounds: int) -> Iterable[Pair]:
+    made = loss_scale.forms("float32")
+    others = {
+        "bare Adam": "what the scaler adds",
+        "flax DynamicScale + where": "",
+        "jmp + select_tree": "",
+        "optax.apply_if_finite (scales nothing)": "scales nothing; applies a NaN in the end",
+    }
+    return pairs_of(made, rounds, "boostax apply_gradients", others, "`dynamic_loss_scale`")
+
+
+def windows(rounds: int) -> Iterable[Pair]:
+    p, g = params(), grads()
+    ours = boostax.accumulate(ADAM, 8)
+    theirs: Any = optax.MultiSteps(ADAM, 8).gradient_transformation()
+    made = {
+        "ours": compiled_form(by_apply(ours), p, ours.init(p), g, calls=8),
+        "optax.MultiSteps": compiled_form(by_update(theirs), p, theirs.init(p), g, calls=8),
+    }
+    others = {"optax.MultiSteps": "a window of 8, the optimizer alone"}
+    yield from pairs_of(made, rounds, "ours", others, "`accumulate`")
+    for rows in (16, 128):
+        made = {
+            "ours": accumulation.whole_step(ours, 8, rows),
+            "two jits by hand": accumulation.two_jits(8, rows),
+        }
+        others = {"two jits by hand": f"whole steps, 8 of {rows} rows"}
+        yield from pairs_of(made, rounds, "ours", others, "`accumulate`")
+    found, _ = accumulation.microbatches(4, 256, rounds)
+    theirs_row, ours_row = found[0], found[1]
+    yield Pair(
+        "`microbatch`",
+        "optax.microbatch",
+        ours_row["time / optax.microbatch"],
+        ours_row["temp / params"] / theirs_row["temp / params"],
+    )
+
+
+def shaping(rounds: int) -> Iterable[Pair]:
+    p, g = params(), grads()
+    clip = optax.clip_by_global_norm(1.0)
+
+    def chained(*parts: Any) -> Form:
+        tx = optax.chain(*parts, ADAM)
+        return compiled_form(by_update(tx), p, tx.init(p), g)
+
+    made = {
+        "ours": chained(boostax.clip_by_global_norm(1.0)),
+        "optax.clip_by_global_norm": chained(clip),
+    }
+    others = {"optax.clip_by_global_norm": "with Adam; ours is right on shards too"}
+    yield from pairs_of(made, rounds, "ours", others, "`clip_by_global_norm`")
+    made = {
+        "ours": chained(boostax.centralize_gradients()),
+        "optax.centralize": chained(optax.centralize()),
+    }
+    others = {"optax.centralize": "with Adam; optax's takes the means over the other axes"}
+    yield from pairs_of(made, rounds, "ours", others, "`centralize_gradients`")
+
+
+def prefixes(rounds: int) -> Iterable[Pair]:
+    task = freezing.task(8)
+    names = (freezing.HOST, freezing.SELECTED, freezing.ZEROED, freezing.WHERE, freezing.BY_HAND)
+    made = {name: freezing.make(task, name, 5).form for name in names}
+    others = dict.fromkeys(names[1:], "5 of 10 groups of a transformer frozen")
+    return pairs_of(made, rounds, freezing.HOST, others, "`scheduled_freeze`")
+
+
+def combined(rounds: int) -> Iterable[Pair]:
+    found, _ = adasum.measure(2**20, 64, rounds)
+    ours = next(row for row in found if row["form"] == "boostax.adasum")
+    for row in found:
+        if row["form"] in ("lax.pmean", *adasum.OTHERS):
+            yield Pair(
+                "`adasum`",
+                row["form"],
+                ours["time / mean"] / row["time / mean"],
+                over(ours["temp / gradient"], row["temp / gradient"]),
+                over(ours["bytes / mean's"], row["bytes / mean's"]),
+                "" if row["form"] == "lax.pmean" else "the same sum, written by hand",
+            )
+
+
+def reduced(rounds: int) -> Iterable[Pair]:
+    found, _ = compression_time.measure("10M", rounds)
+    dense = found[0]
+    for row in found[1:]:
+        if row["reduction"] in (compression_time.BOTH_SIDES, compression_time.EXACT):
+            continue
+        below = row["pays below, GB/s"]
+        yield Pair(
+            f"{row['reduction']} on the wire",
+            "f32 mean",
+            row["ms"] / dense["ms"],
+            None,
+            row["bytes / dense"],
+            f"one device's work without the network; pays below {below:.1f} GB/s" if below else "",
+        )
+
+
+def states() -> Iterable[Pair]:
+    """Optimizer state on a device, where others make it smaller by other means."""
+    p = params()
+    size = lambda tree: sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(tree))  # noqa: E731
+    adam = size(jax.eval_shape(ADAM.init, p))
+    galore = size(jax.eval_shape(optax.contrib.galore(1e-3, rank=128).init, p))
+    reduced = boostax.all_reduce("data")
+    mean = boostax.explain(optax.chain(reduced, ADAM), p, axis_sizes={"data": 8})
+    scattered = boostax.all_reduce("data", scatter=True)
+    tx = optax.chain(scattered, boostax.shard_optimizer(ADAM, "data"))
+    ours = boostax.explain(tx, p, axis_sizes={"data": 8})
+    wire = ours.wire_bytes / mean.wire_bytes
+    name, place = "`shard_optimizer`", "8 replicas: state on a device"
+    yield Pair(name, "whole Adam", None, ours.state_bytes / adam, wire, place)
+    remark = f"{place}; ours is exact"
+    yield Pair(name, "galore, rank 128", None, ours.state_bytes / galore, None, remark)
+
+
+PARTS = (scaling, windows, shaping, prefixes, combined, reduced)
+HEADER = """# Beside what one would use instead
+
+This page is generated: `python benchmarks/peers.py` measures what installs beside JAX and writes
+it, and the figures to [a table](../benchmarks/results/peers.md). MindSpore and PyTorch, each beside
+its own plain step: [another table](../benchmarks/results/peers_frameworks.md).
+
+![Ratios of time, memory and bytes](../benchmarks/results/peers.png)
+
+## In JAX
+
+Each figure is ours over theirs, so below one is for boostax: medians of paired runs, the compiled
+programs' temporary memory (or what is said), the bytes on the wire counted in the traced program. Adam on 10.5M f32
+params where nothing else is said, on {machine}. *Even* is within {even:.0%}. Where time stands
+against bytes the network decides: [break-even](cards/break_even.md).
+
+{pairs}
+
+## Where boostax loses
+
+{losses}
+
+## A finish
+
+Ten steps on the whole training set of the digits, after 300 of Adam; means of three seeds. `lbfgs`
+moves all params, `dim_reduce` only along the directions of the run so far.
+
+{finish}
+"""
+
+
+def page(record: dict[str, Any]) -> str:
+    """The document made of the record."""
+    rows = record["sections"]["Pairs"]
+    machine = record["machine"]
+    columns = (
+        "technique",
+        "instead of",
+        "time",
+        "memory",
+        "wire bytes",
+        "ahead",
+        "remark",
+    )
+    behind = [row for row in rows if row["ahead"] in ("the other", "it depends")]
+    return HEADER.format(
+        machine=f"{machine['cores']} cores of a {machine['device']}, JAX {machine['jax']}",
+        even=EVEN,
+        pairs=table(rows, columns),
+        losses=table(behind, columns),
+        finish=table(record["sections"]["A finish"], tuple(record["sections"]["A finish"][0])),
+    )
+
+
+def table(rows: list[Row], columns: tuple[str, ...]) -> str:
+    """Markdown; ratios with two digits."""
+    lines = ["| " + " | ".join(columns) + " |", "|" + "---|" * len(columns)]
+    lines += ["| " + " | ".join(_cell(row[c]) for c in columns) + " |" for row in rows]
+    return "\n".join(lines)
+
+
+def _cell(value: Any) -> str:
+    if value is None:
+        return ""
+    return f"{value:.2f}" if isinstance(value, float) else str(value)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--short", action="store_true", help="few rounds; publishes nothing")
+    parser.add_argument("--page", action="store_true", help="write the page anew from the results")
+    options = parser.parse_args()
+    jax.config.update("jax_num_cpu_devices", 8)
+    if not options.page:
+        rows: list[Row] = []
+        for part in PARTS:
+            rows += [pair.row() for pair in part(3 if options.short else options.rounds)]
+            print(json.dumps(rows[-1]), flush=True)
+        rows += [pair.row() for pair in states()]
+        finish = peers_finish.finishing(seeds=1 if options.short else 3)
+        if options.short:
+            print(table(rows, tuple(rows[0])), table(finish, tuple(finish[0])), sep="\n\n")
+            return
+        bars = [
+            Bar(f"{row['technique']} instead of {row['instead of']}: time", row["time"], 1.0)
+            for row in rows
+            if (row["technique"], row["instead of"]) in MUST_WIN
+        ]
+        report(
+            "peers",
+            "Beside what one would use instead",
+            [("Pairs", rows), ("A finish", finish)],
+            bars,
+        )
+        plots.pairs()
+    PAGE.write_text(page(json.loads((RESULTS / "peers.json").read_text())))
+
+
+if __name__ == "__main__":
+    main()
