@@ -9,7 +9,7 @@ TESTS := $(CACHE) $(RUN) -m pytest -n 2 --dist loadgroup
 # The programs of XLA are the same without LLVM's optimizations, and compile twice as fast.
 QUICK_CODE := XLA_FLAGS="$(XLA_FLAGS) --xla_backend_optimization_level=0"
 
-.PHONY: demo test test-long bench bench-short docs lint clean
+.PHONY: demo test test-long bench bench-short docs release lint clean
 
 demo: $(READY)
 	$(VENV)/bin/boostax train text --dtype float16 --loss-scale dynamic --accumulate 4 --devices 4 --output runs/demo --resume
@@ -39,12 +39,24 @@ bench: $(READY)
 	$(RUN) benchmarks/soak.py
 	$(RUN) benchmarks/growth.py
 	$(RUN) benchmarks/recipes.py
-	$(RUN) benchmarks/peers.py
+	$(RUN) benchmarks/peers_jax.py
+	-$(RUN) benchmarks/peers/setup.py
 	$(RUN) benchmarks/peers_frameworks.py
+	$(RUN) benchmarks/newcomer.py
 
 # Prints the figures of the first table of docs/peers.md, from few rounds, and keeps nothing.
 bench-short: $(READY)
-	$(RUN) benchmarks/peers.py --short
+	$(RUN) benchmarks/peers_jax.py --short
+
+# Wheel and sdist, and the tests of the sdist in an environment that has the wheel and no checkout.
+release: $(READY)
+	rm -rf dist build/release && mkdir -p build/release
+	PIP_CONSTRAINT=constraints.txt $(RUN) -m build --outdir dist
+	tar -xzf dist/boostax-*.tar.gz -C build/release --strip-components 1
+	rm -r build/release/boostax
+	$(PYTHON) -m venv build/release/.venv
+	build/release/.venv/bin/python -m pip install --quiet --constraint constraints.txt "$$(ls $(CURDIR)/dist/*.whl)[dev]"
+	cd build/release && $(CACHE) $(QUICK_CODE) .venv/bin/python -m pytest -n 2 --dist loadgroup
 
 docs: $(READY)
 	$(RUN) -m sphinx -q -W --keep-going -c docs -b html -d build/doctrees . build/site

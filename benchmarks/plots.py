@@ -27,7 +27,7 @@ STYLE = {
     "figure.constrained_layout.use": True,
 }
 # The pictures and the record of each.
-PICTURES = {"peers": "peers"}
+PICTURES = {"peers_jax": "peers_jax"}
 
 
 def record(name: str) -> dict[str, Any]:
@@ -47,7 +47,7 @@ def save(figure: Any, name: str) -> None:
 
 def pairs() -> None:
     """Ratios to the peers, on a log axis: left of one is for boostax."""
-    rows = record("peers")["sections"]["Pairs"]
+    rows = record("peers_jax")["sections"]["Pairs"]
     looks = {"time": (BLUE, "o"), "memory": (ORANGE, "s"), "wire bytes": (GREEN, "D")}
     names = [f"{row['technique'].replace('`', '')}  /  {row['instead of']}" for row in rows]
     with plt.rc_context(STYLE):
@@ -64,7 +64,7 @@ def pairs() -> None:
         ax.invert_yaxis()
         ax.set_xlabel("ours over theirs: below 1 is for boostax")
         ax.legend(ncols=3, loc="lower left", bbox_to_anchor=(0, 1))
-        save(figure, "peers")
+        save(figure, "peers_jax")
 
 
 def draw_all() -> None:

@@ -75,7 +75,7 @@ def trained(recipe: Recipe, config: Any, calls: int, seed: int, steps: int) -> R
     common = jax.device_get(step.common_params(state))
     return {
         **workload.evaluate(common, None),
-        "working MB": costs.calls[0].temp_bytes / 1e6,
+        "working MB": costs.calls[0].temporary_bytes / 1e6,
         "state MB": costs.state_bytes / 1e6,
         "sent": costs.wire_bytes,
         "skipped": told.get("skipped_total", 0.0),

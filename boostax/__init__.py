@@ -107,7 +107,7 @@ if TYPE_CHECKING:
     from boostax.subspace.host import HostTrajectory as HostTrajectory
     from boostax.subspace.host import checkpoint_snapshots as checkpoint_snapshots
 
-__version__ = "0.1.0.dev0"
+__version__ = "0.1.0"
 
 # Loaded when first asked for: they are many modules, and NormalizedDense needs Flax.
 _LATE = {

@@ -1,16 +1,10 @@
-"""The site, by Sphinx: ``sphinx-build -W -c docs -b dirhtml . build/site``.
+"""The site, by Sphinx: ``sphinx-build -W -c docs -b html . build/site``.
 
-Its sources are the repository itself, so links between documents, results and notebooks are the same
-here and on the site.
+Its sources are the repository itself, so links between documents, results and notebooks are the
+same here and on the site.
 """
 
-import pathlib
-import re
-from typing import Any
-
 import boostax
-
-ROOT = pathlib.Path(__file__).parents[1]
 
 project = "boostax"
 author = "The boostax authors"

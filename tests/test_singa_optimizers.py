@@ -1,6 +1,7 @@
 """Every optimizer and schedule of Apache SINGA's ``opt`` is an Optax expression, and its states.
 
-The classes below are ``python/singa/opt.py`` in NumPy and f64; ``docs/coming_from/singa.md`` is the table.
+The classes below are ``python/singa/opt.py`` in NumPy and f64; the table is
+``docs/coming_from/singa.md``.
 """
 
 import functools

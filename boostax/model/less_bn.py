@@ -67,8 +67,8 @@ def less_bn(
     evaluation.
 
     With ``normalized_head`` the Dense whose result leaves the model becomes
-    ``y = m (x / |x|) (W / |W_column|)`` with a trained scalar m and no bias (``NormalizedDense``). A
-    trained model is not kept by either change: train from scratch.
+    ``y = m (x / |x|) (W / |W_column|)`` with a trained scalar m and no bias: a
+    ``NormalizedDense``. A trained model is not kept by either change: train from scratch.
 
     Args:
       module: a linen ``nn.Module`` or an NNX ``nnx.Module``.

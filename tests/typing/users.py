@@ -4,7 +4,6 @@
 Nothing here is run.
 """
 
-from collections.abc import Callable
 from typing import Any, assert_type
 
 import jax
@@ -30,8 +29,12 @@ compressed = boostax.int8_reduce(("host", "device"), rounding="stochastic")
 assert_type(compressed, optax.GradientTransformationExtraArgs)
 frozen = boostax.scheduled_freeze(optax.sgd(0.1), [["a"], ["b"]], 1)
 
+
 # A schedule may be a function of the applied steps.
-every: Callable[[jax.Array], jax.Array] = lambda steps: jnp.where(steps < 100, 2, 8)
+def every(steps: jax.Array) -> jax.Array:
+    return jnp.where(steps < 100, 2, 8)
+
+
 assert_type(boostax.accumulate(optax.sgd(0.1), every), optax.GradientTransformationExtraArgs)
 
 

@@ -1,7 +1,7 @@
 """Every technique beside what a JAX user would pick instead, in one run: ratios and counts.
 
 Makes ``docs/peers.md``, beside the results. The peers that need an environment of their own are in
-``peers_frameworks.py``, whose record the page shows too.
+``peers_frameworks.py``.
 """
 
 import argparse
@@ -219,18 +219,18 @@ def states() -> Iterable[Pair]:
 PARTS = (scaling, windows, shaping, prefixes, combined, reduced)
 HEADER = """# Beside what one would use instead
 
-This page is generated: `python benchmarks/peers.py` measures what installs beside JAX and writes
-it, and the figures to [a table](../benchmarks/results/peers.md). MindSpore and PyTorch, each beside
-its own plain step: [another table](../benchmarks/results/peers_frameworks.md).
+This page is generated: `python benchmarks/peers_jax.py` measures what installs beside JAX and
+writes it, and the figures to [a table](../benchmarks/results/peers_jax.md). MindSpore and PyTorch,
+each beside its own plain step: [another table](../benchmarks/results/peers_frameworks.md).
 
-![Ratios of time, memory and bytes](../benchmarks/results/peers.png)
+![Ratios of time, memory and bytes](../benchmarks/results/peers_jax.png)
 
 ## In JAX
 
 Each figure is ours over theirs, so below one is for boostax: medians of paired runs, the compiled
-programs' temporary memory (or what is said), the bytes on the wire counted in the traced program. Adam on 10.5M f32
-params where nothing else is said, on {machine}. *Even* is within {even:.0%}. Where time stands
-against bytes the network decides: [break-even](cards/break_even.md).
+programs' temporary memory (or what is said), the bytes on the wire counted in the traced program.
+Adam on 10.5M f32 params where nothing else is said, on {machine}. *Even* is within {even:.0%}.
+Where time stands against bytes the network decides: [break-even](cards/break_even.md).
 
 {pairs}
 
@@ -306,13 +306,13 @@ def main() -> None:
             if (row["technique"], row["instead of"]) in MUST_WIN
         ]
         report(
-            "peers",
+            "peers_jax",
             "Beside what one would use instead",
             [("Pairs", rows), ("A finish", finish)],
             bars,
         )
         plots.pairs()
-    PAGE.write_text(page(json.loads((RESULTS / "peers.json").read_text())))
+    PAGE.write_text(page(json.loads((RESULTS / "peers_jax.json").read_text())))
 
 
 if __name__ == "__main__":
