@@ -14,6 +14,8 @@ from boostax.cluster.start import detect
 
 WORKER = pathlib.Path(__file__).parent / "workers" / "techniques.py"
 
+# Seconds for ten techniques on sixteen devices of two busy cores.
+PATIENCE = 900.0
 # A sum, a residual, a window: what `make test` has the time for.
 FEW = ("window", "top-k")
 # Those whose results do not depend on how many share the batch.
@@ -31,7 +33,7 @@ def trained(tmp_path_factory):
             folder = tmp_path_factory.mktemp(f"{processes}x{devices}-")
             command = [str(WORKER), str(folder / "params.npz"), str(devices), *names]
             with Processes(command, processes, folder) as run:
-                assert run.end() == [0] * processes, run.printed()
+                assert run.end(PATIENCE) == [0] * processes, run.printed()
             with np.load(folder / "params.npz") as found:
                 made[key] = dict(found)
         return made[key]

@@ -10,6 +10,7 @@ from cells.subjects import EVERYONE
 
 Row = dict[str, Any]
 FAULTS = pathlib.Path(__file__).parents[1] / "results" / "faults"
+ORDER = ("passes", "cells", "laws", "elsewhere")
 ELSEWHERE = {
     "kills": ("A run killed at random moments and resumed", "tests/test_kills.py"),
     "rank_deaths": ("A process of several that dies or stalls", "tests/test_cluster_command.py"),
