@@ -111,6 +111,7 @@ def test_two_processes_train_what_one_does_and_one_of_them_writes(whole, tmp_pat
     assert set(re.findall("[A-Za-z]+", printed.stderr)) <= set(gloo.split())
 
 
+@pytest.mark.long
 def test_interrupted_and_killed_it_ends_with_the_same_bits(whole, tmp_path):
     output = tmp_path / "run"
     with processes(output, tmp_path / "logs-1", *OFTEN) as run:

@@ -129,7 +129,10 @@ with Checkpointer(sys.argv[1], keep=2) as checkpointer:
 """
 
 
-@pytest.mark.parametrize("delay", [0.0, 0.02, 0.1])
+@pytest.mark.parametrize(
+    "delay",
+    [pytest.param(0.0, marks=pytest.mark.long), 0.02, pytest.param(0.1, marks=pytest.mark.long)],
+)
 def test_killed_during_a_save(tmp_path, environment, delay):
     process = subprocess.Popen(
         [sys.executable, "-c", SAVER, str(tmp_path)],
