@@ -107,6 +107,21 @@ def test_one_program_for_ever_and_it_aliases_the_state(mesh):
     assert PARAMS["w"].sum() is not None, "the caller's arrays are not donated"
 
 
+@pytest.mark.parametrize("shape", [None, (4,), (2, 2)])
+def test_types_are_traced_and_lowered_as_arrays_are(shape):
+    mesh, names = mesh_of(shape) if shape else (None, None)
+    step = boostax.make_train_step(plain_loss, optimizer(names), mesh=mesh, axis_name=names)
+    state = step.init(PARAMS)
+    batch = token_batch(8)
+    types = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), batch)
+    assert str(step.jaxpr(state, types)) == str(step.jaxpr(state, batch))
+    assert step.lower(state, types).as_text() == step.lower(state, batch).as_text()
+    if mesh is not None:
+        odd = jax.tree.map(lambda x: jax.ShapeDtypeStruct((7, *x.shape[1:]), x.dtype), batch)
+        with pytest.raises(ValueError, match="leading dimension"):
+            step.lower(state, odd)
+
+
 @pytest.mark.parametrize("microbatches", [1, 4])
 def test_keys_differ_by_call_micro_batch_and_replica_and_repeat_by_seed(mesh, microbatches):
     seen = []

@@ -107,9 +107,13 @@ class Placing:
         return own_rows(self.rows_sharding, size)
 
     def batch(self, batch: PyTree) -> PyTree:
-        """A batch, or this process's rows of it, on the devices."""
-        for path, leaf in jax.tree_util.tree_leaves_with_path(batch):
+        """A batch, or this process's rows of it, on the devices; of types, where it would be."""
+        leaves = jax.tree_util.tree_leaves_with_path(batch)
+        for path, leaf in leaves:
             self._require_even(path, leaf)
+        if any(isinstance(leaf, jax.ShapeDtypeStruct) for _, leaf in leaves):
+            there = {"sharding": self.rows_sharding}
+            return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, **there), batch)
         if self.spans_processes:
             return place_rows(batch, self.rows_sharding)
         return jax.device_put(batch, self.rows_sharding)
