@@ -9,7 +9,7 @@ TESTS := $(CACHE) $(RUN) -m pytest -n 2 --dist loadgroup
 # The programs of XLA are the same without LLVM's optimizations, and compile twice as fast.
 QUICK_CODE := XLA_FLAGS="$(XLA_FLAGS) --xla_backend_optimization_level=0"
 
-.PHONY: demo test test-long bench bench-short docs release lint clean
+.PHONY: demo test test-long bench docs release lint clean
 
 demo: $(READY)
 	$(VENV)/bin/boostax train text --dtype float16 --loss-scale dynamic --accumulate 4 --devices 4 --output runs/demo --resume
@@ -37,16 +37,8 @@ bench: $(READY)
 	$(RUN) benchmarks/scaling.py
 	$(RUN) benchmarks/scorecard.py
 	$(RUN) benchmarks/soak.py
-	$(RUN) benchmarks/growth.py
-	$(RUN) benchmarks/recipes.py
-	$(RUN) benchmarks/peers_jax.py
 	-$(RUN) benchmarks/peers/setup.py
 	$(RUN) benchmarks/peers_frameworks.py
-	$(RUN) benchmarks/newcomer.py
-
-# Prints the figures of the first table of docs/peers.md, from few rounds, and keeps nothing.
-bench-short: $(READY)
-	$(RUN) benchmarks/peers_jax.py --short
 
 # Wheel and sdist, and the tests of the sdist in an environment that has the wheel and no checkout.
 release: $(READY)

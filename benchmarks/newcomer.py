@@ -36,7 +36,7 @@ def path(folder: pathlib.Path) -> tuple[list[dict[str, float | str]], float]:
     return rows, summary["held_out_loss"]
 
 
-def main() -> None:
+def run() -> None:
     folder = pathlib.Path(tempfile.mkdtemp(prefix="newcomer-"))
     try:
         rows, loss = path(folder)
@@ -51,4 +51,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run()

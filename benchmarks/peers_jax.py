@@ -22,7 +22,6 @@ import jax
 import loss_scale
 import optax
 import peers_finish
-import plots
 from harness import RESULTS, Bar, Form, by_apply, by_update, compiled_form, paired, ratio, report
 from problems import grads, params
 
@@ -223,7 +222,7 @@ This page is generated: `python benchmarks/peers_jax.py` measures what installs 
 writes it, and the figures to [a table](../benchmarks/results/peers_jax.md). MindSpore and PyTorch,
 each beside its own plain step: [another table](../benchmarks/results/peers_frameworks.md).
 
-![Ratios of time, memory and bytes](../benchmarks/results/peers_jax.png)
+![Ratios of time, memory and bytes](../benchmarks/results/overview.png)
 
 ## In JAX
 
@@ -283,7 +282,7 @@ def _cell(value: Any) -> str:
     return f"{value:.2f}" if isinstance(value, float) else str(value)
 
 
-def main() -> None:
+def run() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--short", action="store_true", help="few rounds; publishes nothing")
@@ -311,9 +310,8 @@ def main() -> None:
             [("Pairs", rows), ("A finish", finish)],
             bars,
         )
-        plots.pairs()
     PAGE.write_text(page(json.loads((RESULTS / "peers_jax.json").read_text())))
 
 
 if __name__ == "__main__":
-    main()
+    run()

@@ -136,7 +136,7 @@ def page(record: Row) -> str:
     return "\n\n".join(parts) + "\n"
 
 
-def main() -> None:
+def run() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--steps", type=int, default=STEPS, help="other than 200: prints only")
     parser.add_argument("--page", action="store_true", help="write the page anew from the results")
@@ -174,4 +174,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run()

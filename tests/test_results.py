@@ -4,6 +4,8 @@ import json
 import pathlib
 
 import combinations
+import PIL.Image
+import plots
 import pytest
 
 RESULTS = sorted((pathlib.Path(__file__).parents[1] / "benchmarks" / "results").glob("*.json"))
@@ -34,3 +36,10 @@ def test_the_page_of_combinations_is_that_of_the_record():
     assert combinations.PAGE.read_text() == combinations.page(sections)
     asked = [each.title for each in combinations.everything_asked()]
     assert [row["configuration"] for rows in sections.values() for row in rows] == asked
+
+
+def test_the_picture_shows_the_present_records():
+    """After a benchmark: ``python benchmarks/plots.py``."""
+    picture = RESULTS[0].parent / "overview.png"
+    with PIL.Image.open(picture) as image:
+        assert image.info["Description"] == plots.digest()
