@@ -36,7 +36,6 @@ bench: $(READY)
 	$(RUN) benchmarks/combinations.py
 	$(RUN) benchmarks/scaling.py
 	$(RUN) benchmarks/scorecard.py
-	$(RUN) benchmarks/soak.py
 	-$(RUN) benchmarks/peers/setup.py
 	$(RUN) benchmarks/peers_frameworks.py
 

@@ -112,8 +112,8 @@ class Placing:
         for path, leaf in leaves:
             self._require_even(path, leaf)
         if any(isinstance(leaf, jax.ShapeDtypeStruct) for _, leaf in leaves):
-            there = {"sharding": self.rows_sharding}
-            return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, **there), batch)
+            typed = functools.partial(jax.ShapeDtypeStruct, sharding=self.rows_sharding)
+            return jax.tree.map(lambda x: typed(x.shape, x.dtype), batch)
         if self.spans_processes:
             return place_rows(batch, self.rows_sharding)
         return jax.device_put(batch, self.rows_sharding)
