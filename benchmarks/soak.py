@@ -22,9 +22,9 @@ from harness import Bar, report
 from soak_worker import WINDOW, poisoned
 
 WORKER = pathlib.Path(__file__).with_name("soak_worker.py")
-# Calls between two saves, one about every five seconds. What memory still gains in a life comes
-# with the saves (without any it is 2% in half an hour) and slows down after some minutes: after
-# eight it was 5.2% with a save every 500 calls, 6.2% with one every 1000.
+# Calls between two saves, one about every five seconds. What memory gains in a life comes with the
+# threads that save, which take arenas of glibc's one after another and slower and slower: with
+# MALLOC_ARENA_MAX=1 it gains nothing after a minute.
 EVERY, ENDLESS = 500, 10**9
 # Seconds after a life's first call, so imports and compiling do not count. A life ends by a kill
 # within these bounds; by then it is warm, having saved and evaluated many times; and what is looked
@@ -286,7 +286,7 @@ def soak(minutes: float, work: pathlib.Path) -> tuple[list[tuple[str, list[Any]]
     return sections, bars
 
 
-def run() -> None:
+def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--minutes", type=float, default=20.0, help="below 20 publishes nothing")
     options = parser.parse_args()
@@ -299,4 +299,4 @@ def run() -> None:
 
 
 if __name__ == "__main__":
-    run()
+    main()

@@ -116,6 +116,7 @@ def live(output: pathlib.Path, calls: int, every: int, clean: bool) -> None:
             checkpoint_every=every,
             evaluate=evaluate,
             evaluate_every=EVALUATED,
+            keep=1,
         )
         writer.close()
     metrics = jax.device_get(boostax.metrics(result.state.opt_state))

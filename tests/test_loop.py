@@ -2,6 +2,7 @@
 
 import os
 import signal
+import sys
 import threading
 import time
 
@@ -13,6 +14,7 @@ import pytest
 
 import boostax
 from boostax.train.checkpoint import Checkpointer
+from boostax.train.history import History
 from boostax.train.loop import fit
 from boostax.train.writers import JsonLines, Progress, TensorBoard
 
@@ -68,6 +70,28 @@ class Recorder:
 @pytest.fixture(scope="module")
 def whole(step):
     return fit(step, start_state(step), batch, steps=20)
+
+
+@pytest.mark.parametrize("keep", [1, 3, 7, 20, 50])
+def test_the_history_holds_the_last_rows_alone(step, whole, keep):
+    writer = Recorder()
+    result = fit(step, start_state(step), batch, steps=20, keep=keep, writers=[writer])
+    kept = list(whole.history)[-keep:]
+    # As text: among the losses are some that are no numbers.
+    assert str(list(result.history)) == str(kept) and len(result.history) == len(kept)
+    assert str(result.history[0]) == str(kept[0]) and str(result.history[-1]) == str(kept[-1])
+    assert str(result.history[1:]) == str(kept[1:]) and len(writer.rows) == 20
+    with pytest.raises(IndexError):
+        result.history[keep]
+
+
+def test_a_long_history_takes_no_more_than_twice_what_it_keeps():
+    history = History(keep=100)
+    for number in range(100_000):
+        history.append({"step": number, "loss": 1.0} | ({"held_out": 2.0} if number % 7 else {}))
+    taken = sum(sys.getsizeof(x) for x in vars(history).values())
+    assert len(history) == 100 and taken < 100 * 2 * 8 * 8
+    assert [row["step"] for row in history] == list(range(99_900, 100_000))
 
 
 def test_rows_are_complete_ordered_and_equal_to_a_plain_loop(step, whole):
@@ -246,6 +270,7 @@ def test_it_runs_outside_the_main_thread(step, whole):
     ("arguments", "words"),
     [
         ({"steps": 0}, "fit: steps must be a positive integer"),
+        ({"steps": 2, "keep": 0}, "fit: keep must be a positive integer"),
         ({"steps": 3, "start": 4}, "fit: start must be from 0 to steps, 3, got 4"),
         ({"steps": 3, "start": -1}, "fit: start"),
         ({"steps": 3, "checkpoint_every": 0}, "fit: checkpoint_every"),

@@ -31,7 +31,7 @@ class FitResult:
       state: the last state; with the run complete, its accumulation window is closed.
       step: calls done, those before ``start`` included.
       history: one row per call made here: ``{"step": ..., "loss": ..., ...}``, and the evaluation's
-        scalars where there was one.
+        scalars where there was one; the last of them alone if ``fit`` was told how many to keep.
       stopped_by: ``"SIGINT"`` or ``"SIGTERM"`` if that ended it early, else None.
     """
 
@@ -56,6 +56,7 @@ def fit(
     evaluate_every: int | None = None,
     flush: bool = True,
     limit: float | None = None,
+    keep: int | None = None,
 ) -> FitResult:
     """Call ``step`` on ``batch(start)``, ..., ``batch(steps - 1)``.
 
@@ -86,6 +87,8 @@ def fit(
         says who is stuck (``boostax.cluster.Watchdog``); with several processes on each of them.
         The first call, evaluations and saves get ten times as long. Choose it above the time that a
         step takes to compile if the schedule of a ``scheduled_freeze`` compiles more of them.
+      keep: how many of the last rows ``history`` holds (default: all). A row of ten scalars takes
+        100 bytes, so a run of many million calls with a writer should not keep them all.
 
     Returns:
       A `FitResult`.
@@ -105,9 +108,9 @@ def fit(
 
     **Cost**: one fetch of the scalars per call.
     """
-    _check(steps, start, checkpoint_every, evaluate_every)
+    _check(steps, start, checkpoint_every, evaluate_every, keep)
     close_window = _flusher(step, state) if flush else None
-    rows = _Rows(tuple(writers))
+    rows = _Rows(tuple(writers), History(keep))
     done, saved, stopped_by = start, start, None
 
     watchdog = None if limit is None else Watchdog(limit, board=service_board())
@@ -184,8 +187,8 @@ def _losing_peers(lost: Callable[[Exception], PeerLost]) -> Generator[None]:
 class _Rows:
     """Turns the metrics of calls into rows, one call late."""
 
-    def __init__(self, writers: tuple[Writer, ...]):
-        self.history = History()
+    def __init__(self, writers: tuple[Writer, ...], history: History):
+        self.history = history
         self.watchdog: Watchdog | None = None
         self._writers = writers
         self._pending: tuple[int, Mapping[str, Any]] | None = None
@@ -253,12 +256,18 @@ def _flusher(step: Any, state: PyTree) -> Callable[[PyTree], PyTree] | None:
 
 
 def _check(
-    steps: int, start: int, checkpoint_every: int | None, evaluate_every: int | None
+    steps: int,
+    start: int,
+    checkpoint_every: int | None,
+    evaluate_every: int | None,
+    keep: int | None,
 ) -> None:
     checks.positive_int("fit", "steps", steps, "It counts the calls of the whole run.")
     for name, value in (("checkpoint_every", checkpoint_every), ("evaluate_every", evaluate_every)):
         if value is not None:
             checks.positive_int("fit", name, value, "It counts calls; None leaves it to the end.")
+    if keep is not None:
+        checks.positive_int("fit", "keep", keep, "It counts rows; None keeps all.")
     if not 0 <= start <= steps:
         allowed = f"from 0 to steps, {steps}"
         hint = "It is how many calls are done already."
