@@ -9,14 +9,19 @@ import sys
 import boostax
 
 PATIENCE = 240.0
+# As the Makefile does for the tests themselves.
+QUICK_CODE = (
+    "--xla_backend_optimization_level=0 "
+    "--xla_cpu_use_fusion_emitters=false --xla_cpu_parallel_codegen_split_count=1"
+)
 
 
 def environment():
-    """As a user's, with few optimizations of the generated code and one device a process."""
+    """As a user's, with plain machine code and one device a process."""
     return {
         **{name: value for name, value in os.environ.items() if name != "XLA_FLAGS"},
         "JAX_PLATFORMS": "cpu",
-        "XLA_FLAGS": "--xla_backend_optimization_level=0",
+        "XLA_FLAGS": QUICK_CODE,
         "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
         "PYTHONPATH": str(pathlib.Path(boostax.__file__).parents[1]),
         "PYTHONWARNINGS": "error",

@@ -2,7 +2,6 @@
 
 import json
 import os
-import pathlib
 import signal
 import subprocess
 import sys
@@ -10,9 +9,9 @@ import time
 
 import jax.numpy as jnp
 import numpy as np
+import processes
 import pytest
 
-import boostax
 from boostax.train.checkpoint import Checkpointer
 from boostax.train.writers import JsonLines
 
@@ -27,15 +26,7 @@ PATIENCE = 120.0
 @pytest.fixture(scope="module")
 def environment(tmp_path_factory):
     cache = os.environ.get("JAX_COMPILATION_CACHE_DIR") or str(tmp_path_factory.mktemp("cache"))
-    return {
-        **{name: value for name, value in os.environ.items() if name != "XLA_FLAGS"},
-        "JAX_PLATFORMS": "cpu",
-        "XLA_FLAGS": "--xla_backend_optimization_level=0",
-        "JAX_COMPILATION_CACHE_DIR": cache,
-        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
-        "PYTHONPATH": str(pathlib.Path(boostax.__file__).parents[1]),
-        "PYTHONWARNINGS": "error",
-    }
+    return processes.environment() | {"JAX_COMPILATION_CACHE_DIR": cache}
 
 
 class Run:
