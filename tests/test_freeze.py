@@ -85,6 +85,27 @@ def run(tx, calls, mesh=None, axis=None, **options):
 WRAPPED = ["adamw", "scaled", "accumulated", "scaled(accumulated)", "accumulated(scaled)"]
 
 
+@pytest.mark.parametrize("moments", ["shared", "per_group"])
+def test_states_are_traced_as_often_as_there_are_depths(moments):
+    traced = []
+
+    def init(params):
+        traced.append(len(jax.tree.leaves(params)))
+        return adam.init(params)
+
+    adam, count = optax.adam(1e-2), 24
+    params = {f"{index:02}": jnp.ones(2) for index in range(count)}
+    tx = boostax.scheduled_freeze(
+        optax.GradientTransformation(init, adam.update),
+        boostax.prefix_groups(params, count),
+        list(range(count)),
+        moments=moments,
+    )
+    state = tx.init(params)
+    jax.jit(tx.update).lower(params, state, params)
+    assert len(traced) <= 6 * count
+
+
 @pytest.mark.parametrize(
     ("name", "replicas", "driver"),
     [

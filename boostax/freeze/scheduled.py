@@ -176,12 +176,21 @@ def scheduled_freeze(
         plan, wide = freezing.plan(params), jax.eval_shape(trees.at_least_float32, params)
         if moments == "shared":
             return pruning(tx, fewer(wide, plan.drawn[0]), fewer(wide, depth), _WHO)
-        states = [jax.eval_shape(tx.init, fewer(wide, each)) for each in plan.drawn]
+        leaves, treedef = jax.tree.flatten(wide)
+        types = tuple((leaf.shape, leaf.dtype) for leaf in leaves)
+        structures = each_depth(treedef, types, plan.drawn)
         index = plan.drawn.index(depth)
-        start = sum(len(jax.tree.leaves(state)) for state in states[:index])
-        structure = jax.tree.structure(states[index])
-        places = tuple(range(start, start + structure.num_leaves))
-        return Pruning(jax.tree.structure(tuple(states)), structure, places)
+        start = sum(structure.num_leaves for structure in structures[:index])
+        places = tuple(range(start, start + structures[index].num_leaves))
+        return Pruning(jax.tree_util.treedef_tuple(structures), structures[index], places)
+
+    # Every depth asks for those of all depths: without a memory, the square of their number.
+    @functools.lru_cache(maxsize=4)
+    def each_depth(treedef: Any, types: tuple[Any, ...], drawn: tuple[int, ...]) -> tuple[Any, ...]:
+        """The structures of the inner states."""
+        wide = jax.tree.unflatten(treedef, [jax.ShapeDtypeStruct(*each) for each in types])
+        states = [jax.eval_shape(tx.init, fewer(wide, depth)) for depth in drawn]
+        return tuple(jax.tree.structure(state) for state in states)
 
     def narrowed(
         state: ScheduledFreezeState, params: PyTree, depth: int
