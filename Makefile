@@ -10,7 +10,7 @@ TESTS := $(CACHE) $(RUN) -m pytest -n 2 --dist loadgroup
 QUICK_CODE := XLA_FLAGS="$(XLA_FLAGS) --xla_backend_optimization_level=0 \
  --xla_cpu_use_fusion_emitters=false --xla_cpu_parallel_codegen_split_count=1"
 
-.PHONY: demo test test-long bench docs release lint clean
+.PHONY: demo test test-long bench bench-short docs release lint clean
 
 demo: $(READY)
 	$(VENV)/bin/boostax train text --dtype float16 --loss-scale dynamic --accumulate 4 --devices 4 --output runs/demo --resume
@@ -37,8 +37,16 @@ bench: $(READY)
 	$(RUN) benchmarks/combinations.py
 	$(RUN) benchmarks/scaling.py
 	$(RUN) benchmarks/scorecard.py
+	$(RUN) benchmarks/soak.py
+	$(RUN) benchmarks/peers_jax.py
 	-$(RUN) benchmarks/peers/setup.py
 	$(RUN) benchmarks/peers_frameworks.py
+	$(RUN) benchmarks/plots.py
+	$(RUN) tests/figures.py --write
+
+# Every technique beside what one would use instead, in a few rounds; prints a table, records nothing.
+bench-short: $(READY)
+	$(RUN) benchmarks/peers_jax.py --short
 
 # Wheel and sdist, and the tests of the sdist in an environment that has the wheel and no checkout.
 release: $(READY)

@@ -60,12 +60,29 @@ def forms(dtype: Any) -> dict[str, Form]:
         "boostax update": compiled_form(by_update(scaled), p, scaled.init(p), g),
         "flax DynamicScale + where": compiled_form(flax_step, p, (ADAM.init(p), flax_scaler), g),
         "jmp + select_tree": jmp_form(p, g, jmp_scaler),
+        "mixed_precision_for_JAX": mpx_form(p, g),
     }
     if dtype == jnp.float32:  # its branches disagree in dtype for f16 gradients of f32 params
         made["optax.apply_if_finite (scales nothing)"] = compiled_form(
             by_update(if_finite), p, if_finite.init(p), g
         )
     return made
+
+
+def mpx_form(p: PyTree, g: PyTree) -> Form:
+    """The step of mixed_precision_for_JAX's README, on given gradients."""
+    # It starts JAX's backend, before which the number of devices must be known.
+    import mpx
+
+    def step(p: PyTree, state: Any, g: PyTree) -> tuple[PyTree, Any]:
+        opt_state, scaler = state
+        g = scaler.unscale(g)
+        finite = mpx.all_finite(g)
+        p, opt_state = mpx.optimizer_update(p, ADAM, opt_state, g, finite)
+        return p, (opt_state, scaler.adjust(finite))
+
+    scaler = mpx.DynamicLossScaling(jnp.float32(2.0**15), jnp.float32(1.0))
+    return compiled_form(step, p, (ADAM.init(p), jax.tree.map(jnp.asarray, scaler)), g)
 
 
 def jmp_form(p: PyTree, g: PyTree, scaler: Any) -> Form:

@@ -1,5 +1,6 @@
 """Ten full-batch steps at the end of a run: dim_reduce beside optax.lbfgs and Adam."""
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -13,22 +14,23 @@ from boostax.workloads import digits
 PyTree = Any
 Loss = Callable[[PyTree, PyTree], jax.Array]
 Finish = tuple[PyTree, float]
-WORKLOAD = digits()
 COMPONENTS, BEFORE = 20, 300
+# Made when first used: it starts JAX, which must know the number of devices by then.
+workload = functools.cache(digits)
 
 
 def loss(params: PyTree, batch: PyTree) -> jax.Array:
-    return WORKLOAD.loss_fn(params, batch)[0]
+    return workload().loss_fn(params, batch)[0]
 
 
 def run_before(seed: int) -> tuple[PyTree, boostax.Basis]:
     """Params after a run of Adam, and the directions of its last part."""
-    start, _ = WORKLOAD.init(jax.random.key(seed))
+    start, _ = workload().init(jax.random.key(seed))
     recorder = boostax.record_trajectory(COMPONENTS + 1, every=4, start=200)
     step = boostax.make_train_step(loss, optax.chain(optax.adam(1e-3), recorder))
     state = step.init(start)
     for index in range(BEFORE):
-        state, _ = step(state, WORKLOAD.batch(index))
+        state, _ = step(state, workload().batch(index))
     basis = boostax.trajectory_basis(state.opt_state, COMPONENTS, params=state.params)
     return state.params, basis
 
@@ -69,7 +71,7 @@ def lbfgs(at: PyTree, batch: PyTree, steps: int) -> Finish:
 def finishing(steps: int = 10, seeds: int = 3) -> list[dict[str, Any]]:
     """A row for each finish: means over the seeds."""
     # All rows of an epoch at once.
-    parts = [WORKLOAD.batch(index) for index in range(1437 // WORKLOAD.batch_size)]
+    parts = [workload().batch(index) for index in range(1437 // workload().batch_size)]
     batch = jax.tree.map(lambda *each: jnp.concatenate(each), *parts)
     found: dict[str, list[tuple[float, float, float]]] = {}
     for seed in range(seeds):
@@ -81,7 +83,7 @@ def finishing(steps: int = 10, seeds: int = 3) -> list[dict[str, Any]]:
             "boostax.dim_reduce": trained(boostax.dim_reduce(basis), at, batch, steps),
         }
         for name, (params, asked) in ends.items():
-            held_out = WORKLOAD.evaluate(params, None)["loss"]
+            held_out = workload().evaluate(params, None)["loss"]
             found.setdefault(name, []).append((float(loss(params, batch)), held_out, asked))
     return [
         {

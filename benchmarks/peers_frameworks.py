@@ -81,6 +81,9 @@ def measure(worker: Worker, rounds: int) -> Figures:
             counted = worker.ask(form, count=True)
             found.after[form] = worker.ask(form, calls=lenet.AFTER - 1)["loss"]
         except Failed as failed:
+            if form == PLAIN:
+                # There is nothing to judge the others by.
+                raise
             found.failed[form] = str(failed)
             continue
         found.state[form], found.wire[form] = counted["state"], counted["wire"]

@@ -19,6 +19,7 @@ import adasum
 import compression_time
 import freezing
 import jax
+import jax.numpy as jnp
 import loss_scale
 import optax
 import peers_finish
@@ -33,10 +34,12 @@ ADAM = optax.adam(1e-3)
 Row = dict[str, Any]
 # Ratios of times closer to one than this are called even: repeated runs differ by as much.
 EVEN = 0.05
+FLOOR = 2**16
 # What boostax claims to be faster than.
 MUST_WIN = (
     ("`dynamic_loss_scale`", "flax DynamicScale + where"),
     ("`dynamic_loss_scale`", "jmp + select_tree"),
+    ("`dynamic_loss_scale`", "mixed_precision_for_JAX"),
     ("`accumulate`", "optax.MultiSteps"),
     ("`scheduled_freeze`", freezing.SELECTED),
     ("`scheduled_freeze`", freezing.ZEROED),
@@ -87,22 +90,28 @@ def over(ours: float | None, theirs: float | None) -> float | None:
     return ours / theirs if ours is not None and theirs else None
 
 
+def above_floor(temp: int | None) -> int | None:
+    """Temporary bytes; scalars and small tables are none, whatever they are a multiple of."""
+    return None if temp is None else max(temp, FLOOR)
+
+
 def pairs_of(
     made: dict[str, Form], rounds: int, ours: str, others: dict[str, str], technique: str
 ) -> Iterable[Pair]:
     """Ours beside each other form; ``others`` has the remark of each."""
     times = paired(made, rounds)
     for name, remark in others.items():
-        temp = over(made[ours].temp, made[name].temp)
+        temp = over(above_floor(made[ours].temp), above_floor(made[name].temp))
         yield Pair(technique, name, ratio(times, ours, name), temp, remark=remark)
 
 
 def scaling(rounds: int) -> Iterable[Pair]:
-    made = loss_scale.forms("float32")
+    made = loss_scale.forms(jnp.float32)
     others = {
         "bare Adam": "what the scaler adds",
         "flax DynamicScale + where": "",
         "jmp + select_tree": "",
+        "mixed_precision_for_JAX": "",
         "optax.apply_if_finite (scales nothing)": "scales nothing; applies a NaN in the end",
     }
     return pairs_of(made, rounds, "boostax apply_gradients", others, "`dynamic_loss_scale`")
@@ -227,9 +236,10 @@ each beside its own plain step: [another table](../benchmarks/results/peers_fram
 ## In JAX
 
 Each figure is ours over theirs, so below one is for boostax: medians of paired runs, the compiled
-programs' temporary memory (or what is said), the bytes on the wire counted in the traced program.
-Adam on 10.5M f32 params where nothing else is said, on {machine}. *Even* is within {even:.0%}.
-Where time stands against bytes the network decides: [break-even](cards/break_even.md).
+programs' temporary memory, 64 KiB and less being equal (or what is said), the bytes on the wire
+counted in the traced program. Adam on 10.5M f32 params where nothing else is said, on {machine}.
+*Even* is within {even:.0%}. Where time stands against bytes the network decides:
+[break-even](cards/break_even.md).
 
 {pairs}
 
@@ -270,7 +280,7 @@ def page(record: dict[str, Any]) -> str:
 
 
 def table(rows: list[Row], columns: tuple[str, ...]) -> str:
-    """Markdown; ratios with two digits."""
+    """Markdown; figures with three digits."""
     lines = ["| " + " | ".join(columns) + " |", "|" + "---|" * len(columns)]
     lines += ["| " + " | ".join(_cell(row[c]) for c in columns) + " |" for row in rows]
     return "\n".join(lines)
@@ -279,10 +289,10 @@ def table(rows: list[Row], columns: tuple[str, ...]) -> str:
 def _cell(value: Any) -> str:
     if value is None:
         return ""
-    return f"{value:.2f}" if isinstance(value, float) else str(value)
+    return f"{value:.3f}" if isinstance(value, float) else str(value)
 
 
-def run() -> None:
+def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--short", action="store_true", help="few rounds; publishes nothing")
@@ -314,4 +324,4 @@ def run() -> None:
 
 
 if __name__ == "__main__":
-    run()
+    main()

@@ -69,6 +69,17 @@ def test_the_worker_answers(work):
         assert worker.ask("plain", count=True) == {"state": 4 * 61_706, "wire": None}
 
 
+def test_a_worker_that_does_not_answer_is_given_up(monkeypatch):
+    monkeypatch.setattr(peer_workers, "PATIENCE", 5.0)
+    silent = """print('{"about": "", "forms": []}', flush=True); import sys; sys.stdin.read()"""
+    begun = time.monotonic()
+    with peer_workers.Worker([[sys.executable, "-c", silent]], [{}]) as worker:
+        for _ in range(2):
+            with pytest.raises(peer_workers.Failed, match="no answer within 5 s"):
+                worker.ask("plain", calls=1)
+    assert time.monotonic() - begun < 30
+
+
 def test_setup_says_that_and_why_a_peer_cannot_be_had(tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("PIP_NO_INDEX", "1")
     monkeypatch.setenv("PIP_FIND_LINKS", str(tmp_path))

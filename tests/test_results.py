@@ -4,6 +4,7 @@ import json
 import pathlib
 
 import combinations
+import peers_jax
 import PIL.Image
 import plots
 import pytest
@@ -36,6 +37,13 @@ def test_the_page_of_combinations_is_that_of_the_record():
     assert combinations.PAGE.read_text() == combinations.page(sections)
     asked = [each.title for each in combinations.everything_asked()]
     assert [row["configuration"] for rows in sections.values() for row in rows] == asked
+
+
+def test_the_page_of_peers_is_that_of_the_record():
+    record = json.loads((peers_jax.RESULTS / "peers_jax.json").read_text())
+    assert peers_jax.PAGE.read_text() == peers_jax.page(record)
+    behind = [row for row in record["sections"]["Pairs"] if row["ahead"] == "the other"]
+    assert behind and peers_jax.PAGE.read_text().count("| the other |") == 2 * len(behind)
 
 
 def test_the_picture_shows_the_present_records():

@@ -17,6 +17,9 @@ import horovod.torch as hvd  # noqa: E402
 import torch  # noqa: E402
 from pytorch_worker import Run, plain  # noqa: E402
 
+# Bytes of a command.
+LONGEST = 1024
+
 
 def reduced(work, op):
     """Through ``DistributedOptimizer``; with AdaSum it combines what local optimizers did."""
@@ -24,6 +27,20 @@ def reduced(work, op):
     named = run.net.named_parameters()
     run.optimizer = hvd.DistributedOptimizer(run.optimizer, named_parameters=named, op=op)
     return run.form(run.plain_step)
+
+
+def share(line):
+    """The command of the first process; ``broadcast_object`` waits for ever on this PyTorch."""
+    sent = torch.zeros(LONGEST, dtype=torch.uint8)
+    data = (line or "").encode()
+    sent[: len(data)] = torch.tensor(list(data), dtype=torch.uint8)
+    found = hvd.broadcast(sent, root_rank=0, name="command")
+    return bytes(found.tolist()).rstrip(b"\0").decode()
+
+
+def average(loss):
+    """Of all processes, when the clock has stopped."""
+    return float(hvd.allreduce(torch.tensor(loss), name="loss"))
 
 
 if __name__ == "__main__":
@@ -35,5 +52,4 @@ if __name__ == "__main__":
         "AdaSum": lambda: reduced(given, hvd.Adasum),
     }
     about = f"Horovod {horovod.__version__} on PyTorch {torch.__version__}"
-    share = lambda line: hvd.broadcast_object(line, root_rank=0)  # noqa: E731
-    lenet.serve(forms, about, share, hvd.rank() == 0)
+    lenet.serve(forms, about, share, average, hvd.rank() == 0)

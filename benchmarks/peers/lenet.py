@@ -144,6 +144,7 @@ def serve(
     forms: Mapping[str, Callable[[], Form]],
     about: str,
     share: Callable[[str | None], str] | None = None,
+    average: Callable[[float], float] | None = None,
     first: bool = True,
 ) -> None:
     """Answer commands until the input ends.
@@ -155,6 +156,7 @@ def serve(
       forms: what makes each of them.
       about: the framework and its version.
       share: hands the command of the first process to all, where only that one can be spoken to.
+      average: of the losses of all, there as well.
       first: whether this process can be spoken to.
     """
     # Frameworks print. What they print goes to standard error, answers alone to standard output.
@@ -173,7 +175,10 @@ def serve(
         if not line:
             return
         try:
-            answer(_obey(json.loads(line), forms, made))
+            told = _obey(json.loads(line), forms, made)
+            if average and "loss" in told:
+                told["loss"] = average(told["loss"])
+            answer(told)
         except Exception as error:
             lines = str(error).strip().splitlines() or [""]
             answer({"error": f"{type(error).__name__}: {lines[0]}"})

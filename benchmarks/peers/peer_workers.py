@@ -7,6 +7,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+import threading
 from typing import Any, Self
 
 import lenet
@@ -14,6 +15,8 @@ import setup
 
 HERE = pathlib.Path(__file__).resolve().parent
 REPLICAS = 2
+# Seconds for one answer, compiling included.
+PATIENCE = 180.0
 
 
 class Failed(Exception):
@@ -29,6 +32,7 @@ class Worker:
     """
 
     def __init__(self, commands: list[list[str]], variables: list[dict[str, str]]):
+        self._late = False
         # What they print is only wanted when one of them fails.
         self._errors = tempfile.TemporaryFile("w+")
         self._running = [
@@ -60,12 +64,15 @@ class Worker:
         """The answer: of several processes the mean loss, the time of the one that waits less.
 
         Raises:
-          Failed: it answered with an error, or is gone.
+          Failed: it answered with an error or not in time, or is gone.
         """
         for process in self._running:
             assert process.stdin is not None
-            process.stdin.write(json.dumps({"form": form, **command}) + "\n")
-            process.stdin.flush()
+            try:
+                process.stdin.write(json.dumps({"form": form, **command}) + "\n")
+                process.stdin.flush()
+            except BrokenPipeError:
+                raise Failed(self._why()) from None
         found = self._answers()
         for answer in found:
             if "error" in answer:
@@ -98,15 +105,27 @@ class Worker:
         self._errors.close()
 
     def _answers(self) -> list[dict[str, Any]]:
-        found = []
+        clock = threading.Timer(PATIENCE, self._give_up)
+        clock.start()
+        try:
+            lines = [process.stdout.readline() for process in self._running if process.stdout]
+        finally:
+            clock.cancel()
+        if not all(lines):
+            raise Failed(self._why())
+        return [json.loads(line) for line in lines]
+
+    def _give_up(self) -> None:
+        self._late = True
         for process in self._running:
-            assert process.stdout is not None
-            line = process.stdout.readline()
-            if not line:
-                self._errors.seek(0)
-                raise Failed(setup.reason(self._errors.read()))
-            found.append(json.loads(line))
-        return found
+            # mpirun ends those that it has started, if it is asked.
+            process.terminate()
+
+    def _why(self) -> str:
+        if self._late:
+            return f"no answer within {PATIENCE:.0f} s"
+        self._errors.seek(0)
+        return setup.reason(self._errors.read())
 
 
 def _port() -> str:
