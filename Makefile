@@ -38,6 +38,7 @@ bench: $(READY)
 	$(RUN) benchmarks/scaling.py
 	$(RUN) benchmarks/scorecard.py
 	$(RUN) benchmarks/soak.py
+	$(RUN) benchmarks/newcomer.py
 	$(RUN) benchmarks/peers_jax.py
 	-$(RUN) benchmarks/peers/setup.py
 	$(RUN) benchmarks/peers_frameworks.py

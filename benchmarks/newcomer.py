@@ -36,7 +36,7 @@ def path(folder: pathlib.Path) -> tuple[list[dict[str, float | str]], float]:
     return rows, summary["held_out_loss"]
 
 
-def run() -> None:
+def main() -> None:
     folder = pathlib.Path(tempfile.mkdtemp(prefix="newcomer-"))
     try:
         rows, loss = path(folder)
@@ -51,4 +51,4 @@ def run() -> None:
 
 
 if __name__ == "__main__":
-    run()
+    main()
