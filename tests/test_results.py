@@ -46,7 +46,7 @@ def test_the_page_of_peers_is_that_of_the_record():
     assert behind and peers_jax.PAGE.read_text().count("| the other |") == 2 * len(behind)
 
 
-def test_the_picture_shows_the_present_records():
+def test_the_picture_shows_the_present_record():
     """After a benchmark: ``python benchmarks/plots.py``."""
     picture = RESULTS[0].parent / "overview.png"
     with PIL.Image.open(picture) as image:
