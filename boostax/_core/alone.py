@@ -1,13 +1,15 @@
 """What one device of a mapped program computes: the program, run without its network."""
 
+from __future__ import annotations
+
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.extend.core import ClosedJaxpr, Jaxpr, Literal
 
+from boostax._core import jaxprs
 from boostax._core.costs import RING, kind
 
 # Calls whose body takes the place of the equation, by the parameter that holds it.
@@ -25,7 +27,7 @@ _CALLS = {
 _CASTS = ("pvary", "pcast")
 
 
-def run_alone(traced: ClosedJaxpr, args: Sequence[Any], real: jax.Array) -> list[Any]:
+def run_alone(traced: jaxprs.ClosedJaxpr, args: Sequence[Any], real: jax.Array) -> list[Any]:
     """What one device of a ``shard_map`` computes, a local copy in the place of what it receives.
 
     The arguments, and so the results, may have the shapes they have inside the mapped function;
@@ -47,10 +49,12 @@ def fit(x: Any, shape: tuple[int, ...]) -> Any:
     return x[None] if (1, *x.shape) == shape else x[tuple(slice(d) for d in shape)]
 
 
-def _run(jaxpr: Jaxpr, consts: Sequence[Any], args: Sequence[Any], real: jax.Array) -> list[Any]:
+def _run(
+    jaxpr: jaxprs.Jaxpr, consts: Sequence[Any], args: Sequence[Any], real: jax.Array
+) -> list[Any]:
     env: dict[Any, Any] = dict(zip(jaxpr.constvars, consts, strict=True))
     env |= dict(zip(jaxpr.invars, args, strict=True))
-    read = lambda v: v.val if isinstance(v, Literal) else env[v]  # noqa: E731
+    read = lambda v: v.val if isinstance(v, jaxprs.Literal) else env[v]  # noqa: E731
     for eqn in jaxpr.eqns:
         outs = _equation(eqn, [read(v) for v in eqn.invars], real)
         env |= dict(zip(eqn.outvars, outs, strict=True))
@@ -104,12 +108,12 @@ def _while(params: dict[str, Any], args: list[Any], real: jax.Array) -> Sequence
     )
 
 
-def _as_function(closed: ClosedJaxpr, real: jax.Array) -> Callable[..., list[Any]]:
+def _as_function(closed: jaxprs.ClosedJaxpr, real: jax.Array) -> Callable[..., list[Any]]:
     return lambda *args: _run(closed.jaxpr, closed.consts, args, real)
 
 
-def _open(body: ClosedJaxpr | Jaxpr) -> tuple[Jaxpr, Sequence[Any]]:
-    return (body.jaxpr, body.consts) if isinstance(body, ClosedJaxpr) else (body, [])
+def _open(body: jaxprs.ClosedJaxpr | jaxprs.Jaxpr) -> tuple[jaxprs.Jaxpr, Sequence[Any]]:
+    return (body.jaxpr, body.consts) if isinstance(body, jaxprs.ClosedJaxpr) else (body, [])
 
 
 def _received(x: jax.Array, aval: Any, real: jax.Array) -> jax.Array:

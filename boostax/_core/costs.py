@@ -4,6 +4,8 @@ The compiled text is no measure of bytes: XLA's CPU compiler widens bf16 collect
 merges the reductions of several leaves into one.
 """
 
+from __future__ import annotations
+
 import dataclasses
 import itertools
 import math
@@ -12,8 +14,8 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
-from jax.extend.core import ClosedJaxpr, Jaxpr
 
+from boostax._core import jaxprs
 from boostax._core.about import SCOPE
 from boostax._core.programs import bodies
 
@@ -62,12 +64,12 @@ class Collective:
         return self.bytes * self.count * RING[self.primitive](self.replicas)
 
 
-def collectives(fn: Callable[..., Any] | ClosedJaxpr, *args: Any) -> list[Collective]:
+def collectives(fn: Callable[..., Any] | jaxprs.ClosedJaxpr, *args: Any) -> list[Collective]:
     """All collectives of a function, or of a jaxpr, in program order.
 
     A ``while`` body counts once: its trips are not known.
     """
-    jaxpr = fn if isinstance(fn, ClosedJaxpr) else jax.make_jaxpr(fn)(*args)
+    jaxpr = fn if isinstance(fn, jaxprs.ClosedJaxpr) else jax.make_jaxpr(fn)(*args)
     return list(_walk(jaxpr.jaxpr, {}, 1, (), "", itertools.count()))
 
 
@@ -117,7 +119,7 @@ def _expected(found: Sequence[Collective], of: Callable[[Collective], float], de
 
 
 def _walk(
-    jaxpr: Jaxpr,
+    jaxpr: jaxprs.Jaxpr,
     sizes: dict[str, int],
     count: int,
     branches: tuple[tuple[int, int], ...],

@@ -5,11 +5,12 @@ Adam. A norm, a mean over an axis, a matrix product would be that of the part; n
 The jaxpr tells.
 """
 
+from __future__ import annotations
+
 from collections.abc import Sequence
 from typing import Any
 
-from jax.extend.core import ClosedJaxpr, Jaxpr, Literal
-
+from boostax._core import jaxprs
 from boostax._core.costs import kind, scopes_of
 from boostax._core.programs import bodies
 
@@ -27,7 +28,7 @@ _DRAWN = ("random_bits", "threefry2x32", "random_gamma")
 
 
 def across_entries(
-    jaxpr: ClosedJaxpr,
+    jaxpr: jaxprs.ClosedJaxpr,
     parts: Sequence[bool],
     shapes: frozenset[tuple[int, ...]],
     right: frozenset[str],
@@ -67,16 +68,18 @@ class _Walk:
         self.found: list[tuple[str, tuple[str, ...]]] = []
         self._shapes, self._right = shapes, right
 
-    def run(self, jaxpr: Jaxpr, given: list[bool], consts: list[bool], stack: str) -> list[bool]:
+    def run(
+        self, jaxpr: jaxprs.Jaxpr, given: list[bool], consts: list[bool], stack: str
+    ) -> list[bool]:
         """Which results of a jaxpr are parts."""
         known: dict[Any, bool] = dict(zip(jaxpr.invars, given, strict=True))
         known |= dict(zip(jaxpr.constvars, consts, strict=True))
         for eqn in jaxpr.eqns:
             inside = f"{stack}/{eqn.source_info.name_stack}"
-            read = [not isinstance(x, Literal) and known.get(x, False) for x in eqn.invars]
+            read = [not isinstance(x, jaxprs.Literal) and known.get(x, False) for x in eqn.invars]
             written = self._equation(eqn, read, inside)
             known |= dict(zip(eqn.outvars, written, strict=True))
-        return [not isinstance(x, Literal) and known.get(x, False) for x in jaxpr.outvars]
+        return [not isinstance(x, jaxprs.Literal) and known.get(x, False) for x in jaxpr.outvars]
 
     def _equation(self, eqn: Any, read: list[bool], stack: str) -> list[bool]:
         scopes = scopes_of(stack)
@@ -94,7 +97,9 @@ class _Walk:
             return [False] * len(eqn.outvars)
         return [any(read)] * len(eqn.outvars)
 
-    def _inside(self, eqn: Any, inner: list[Jaxpr], read: list[bool], stack: str) -> list[bool]:
+    def _inside(
+        self, eqn: Any, inner: list[jaxprs.Jaxpr], read: list[bool], stack: str
+    ) -> list[bool]:
         # Branches take all operands but the index. What a loop carries may be a part from its
         # second round on: if anything is, all is taken for one.
         loop = eqn.primitive.name in ("scan", "while")

@@ -1,5 +1,7 @@
 """Trees of arrays: what counts as a gradient, in which precision it is handled, finding states."""
 
+from __future__ import annotations
+
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -7,7 +9,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
+
+from boostax._core import jaxprs
 
 PyTree = Any
 
@@ -101,7 +104,7 @@ def _walk(tree: PyTree, wanted: Callable[[Any], bool]) -> Iterator[Any]:
 def trace_once(
     fn: Callable[..., PyTree],
     *args: PyTree,
-    check: Callable[[ClosedJaxpr], None] | None = None,
+    check: Callable[[jaxprs.ClosedJaxpr], None] | None = None,
 ) -> tuple[Callable[..., PyTree], PyTree]:
     """``fn`` as a replayable trace, and the types of its result.
 
@@ -122,7 +125,7 @@ def trace_once(
         check(traced)
 
     def replay(*replayed: PyTree) -> PyTree:
-        leaves = jaxpr_as_fun(traced)(*jax.tree.leaves(replayed))
+        leaves = jaxprs.jaxpr_as_fun(traced)(*jax.tree.leaves(replayed))
         return jax.tree.unflatten(jax.tree.structure(shapes), leaves)
 
     return replay, jax.eval_shape(replay, *args)

@@ -1,12 +1,13 @@
 """The order in which a function reads its params, found by tracing it."""
 
+from __future__ import annotations
+
 from collections.abc import Callable
 from typing import Any
 
 import jax
-from jax.extend.core import Jaxpr, JaxprEqn, Literal
 
-from boostax._core import checks, trees
+from boostax._core import checks, jaxprs, trees
 from boostax._core.programs import called
 
 PyTree = Any
@@ -68,12 +69,12 @@ def forward_order(
     return [names[i] for i in [*read, *(i for i in range(len(names)) if i not in read)]]
 
 
-def _walk(jaxpr: Jaxpr, inputs: list[Origin], read: dict[int, None]) -> list[Origin]:
+def _walk(jaxpr: jaxprs.Jaxpr, inputs: list[Origin], read: dict[int, None]) -> list[Origin]:
     """The origins of a program's outputs; notes in ``read`` the leaves it reads, in order."""
     known: dict[Any, Origin] = dict(zip(jaxpr.invars, inputs, strict=True))
 
     def origin(atom: Any) -> Origin:
-        return frozenset() if isinstance(atom, Literal) else known.get(atom, frozenset())
+        return frozenset() if isinstance(atom, jaxprs.Literal) else known.get(atom, frozenset())
 
     for eqn in jaxpr.eqns:
         found = _outputs(eqn, [origin(x) for x in eqn.invars], read)
@@ -81,7 +82,7 @@ def _walk(jaxpr: Jaxpr, inputs: list[Origin], read: dict[int, None]) -> list[Ori
     return [origin(x) for x in jaxpr.outvars]
 
 
-def _outputs(eqn: JaxprEqn, inputs: list[Origin], read: dict[int, None]) -> list[Origin]:
+def _outputs(eqn: jaxprs.JaxprEqn, inputs: list[Origin], read: dict[int, None]) -> list[Origin]:
     options = eqn.params
     match eqn.primitive.name:
         case "scan":
@@ -108,7 +109,7 @@ def _outputs(eqn: JaxprEqn, inputs: list[Origin], read: dict[int, None]) -> list
 
 
 def _loop(
-    body: Jaxpr,
+    body: jaxprs.Jaxpr,
     constants: list[Origin],
     carry: list[Origin],
     xs: list[Origin],

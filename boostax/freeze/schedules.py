@@ -10,12 +10,11 @@ from collections.abc import Callable
 from typing import Any, Literal, TypeAlias
 
 import numpy as np
-import numpy.typing as npt
 
 from boostax._core import checks
 
 Kind = Literal["interval", "continuous", "progressive", "ramp"]
-Depths: TypeAlias = npt.NDArray[np.int32]
+Depths: TypeAlias = np.ndarray[Any, np.dtype[np.int32]]
 
 _KINDS: tuple[Kind, ...] = ("interval", "continuous", "progressive", "ramp")
 _STEPS = "It counts the optimizer steps of the whole training."

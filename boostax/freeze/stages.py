@@ -6,15 +6,16 @@ each stage is a branch of its own: an operation is compiled once, where a switch
 passes would compile it for every depth.
 """
 
+from __future__ import annotations
+
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.extend.core import ClosedJaxpr, Jaxpr, Literal, jaxpr_as_fun
 
-from boostax._core import axes
+from boostax._core import axes, jaxprs
 
 PyTree = Any
 NEVER = -1
@@ -57,7 +58,9 @@ def staged(
     values: dict[Any, Any] = dict(zip(jaxpr.constvars, closed.consts, strict=True))
     for level in sorted(stages, reverse=True):
         inputs, outputs = _boundary(jaxpr, stages, levels, level)
-        run = jaxpr_as_fun(ClosedJaxpr(_part(jaxpr, inputs, outputs, stages[level]), ()))
+        run = jaxprs.jaxpr_as_fun(
+            jaxprs.ClosedJaxpr(_part(jaxpr, inputs, outputs, stages[level]), ())
+        )
         given = [values[var] for var in inputs]
         # What is needed at every depth stands outside.
         found = run(*given) if level == max(levels) else _branch(index <= level, run, given)
@@ -66,7 +69,7 @@ def staged(
     def result(var: Any, level: int, kind: Any) -> jax.Array:
         if level == NEVER:
             return axes.unify(jnp.zeros_like(kind), kind)
-        return jnp.asarray(var.val, kind.dtype) if isinstance(var, Literal) else values[var]
+        return jnp.asarray(var.val, kind.dtype) if isinstance(var, jaxprs.Literal) else values[var]
 
     return [
         result(var, level, kind)
@@ -78,7 +81,7 @@ def _inlined(jaxpr: Any, consts: Sequence[Any], *given: Any) -> list[Any]:
     """The same operations one by one, not as calls of jitted functions: a loss may be one."""
     values: dict[Any, Any] = dict(zip(jaxpr.constvars, consts, strict=True))
     values.update(zip(jaxpr.invars, given, strict=True))
-    read = lambda atom: atom.val if isinstance(atom, Literal) else values[atom]  # noqa: E731
+    read = lambda atom: atom.val if isinstance(atom, jaxprs.Literal) else values[atom]  # noqa: E731
     for eqn in jaxpr.eqns:
         inputs = [read(atom) for atom in eqn.invars]
         if eqn.primitive.name in _CALLS:
@@ -87,17 +90,19 @@ def _inlined(jaxpr: Any, consts: Sequence[Any], *given: Any) -> list[Any]:
         else:
             atoms = list(dict.fromkeys(_variables(eqn.invars)))
             part = _part(jaxpr, atoms, list(eqn.outvars), [eqn])
-            found = jaxpr_as_fun(ClosedJaxpr(part, ()))(*[read(atom) for atom in atoms])
+            found = jaxprs.jaxpr_as_fun(jaxprs.ClosedJaxpr(part, ()))(
+                *[read(atom) for atom in atoms]
+            )
         values.update(zip(eqn.outvars, found, strict=True))
     return [read(atom) for atom in jaxpr.outvars]
 
 
-def _part(jaxpr: Any, inputs: list[Any], outputs: list[Any], eqns: list[Any]) -> Jaxpr:
+def _part(jaxpr: Any, inputs: list[Any], outputs: list[Any], eqns: list[Any]) -> jaxprs.Jaxpr:
     """Some of the operations of a program as a program."""
     told = jaxpr.debug_info._replace(
         arg_names=("",) * len(inputs), result_paths=("",) * len(outputs)
     )
-    return Jaxpr((), inputs, outputs, eqns, jaxpr.effects, told)
+    return jaxprs.Jaxpr((), inputs, outputs, eqns, jaxpr.effects, told)
 
 
 def _branch(
@@ -113,7 +118,7 @@ def _stages(jaxpr: Any, levels: Sequence[int]) -> dict[int, list[Any]]:
     wanted: dict[Any, int] = {}
 
     def want(var: Any, level: int) -> None:
-        if not isinstance(var, Literal):
+        if not isinstance(var, jaxprs.Literal):
             wanted[var] = max(level, wanted.get(var, NEVER))
 
     for var, level in zip(jaxpr.outvars, levels, strict=True):
@@ -148,9 +153,9 @@ def _boundary(
         for var in _variables(eqn.invars)
     }
     kept = zip(jaxpr.outvars, levels, strict=True)
-    later |= {var for var, wanted in kept if wanted > NEVER and not isinstance(var, Literal)}
+    later |= {var for var, wanted in kept if wanted > NEVER and not isinstance(var, jaxprs.Literal)}
     return [var for var in used if var not in made], [var for var in made if var in later]
 
 
 def _variables(atoms: Sequence[Any]) -> list[Any]:
-    return [atom for atom in atoms if not isinstance(atom, Literal)]
+    return [atom for atom in atoms if not isinstance(atom, jaxprs.Literal)]

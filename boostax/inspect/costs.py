@@ -1,5 +1,7 @@
 """What each part of a chain keeps and sends, on one device."""
 
+from __future__ import annotations
+
 import dataclasses
 import math
 from collections.abc import Mapping, Sequence
@@ -8,10 +10,9 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import optax
-from jax.extend.core import ClosedJaxpr
 from jax.sharding import AbstractMesh, AxisType, PartitionSpec
 
-from boostax._core import axes, costs
+from boostax._core import axes, costs, jaxprs
 from boostax._core.replicas import (
     PerReplica,
     enter_replica,
@@ -90,7 +91,7 @@ def part_costs(
     found: Sequence[Row],
     params: PyTree,
     place: Place,
-    program: ClosedJaxpr | None,
+    program: jaxprs.ClosedJaxpr | None,
 ) -> tuple[PartCost, ...]:
     """One for each row, and one more for what a program sends beside them."""
     kept = _kept_bytes(tx, params, place)
@@ -149,7 +150,7 @@ def params_bytes(params: PyTree, place: Place) -> float:
     return sum(x.bytes for x in jax.tree.leaves(_on_device(params, specs, place.sizes)))
 
 
-def traced(tx: optax.GradientTransformation, params: PyTree, place: Place) -> ClosedJaxpr:
+def traced(tx: optax.GradientTransformation, params: PyTree, place: Place) -> jaxprs.ClosedJaxpr:
     """The update of one device among others, which need not exist, as a train step runs it."""
     mesh = AbstractMesh(
         tuple(place.sizes.values()),

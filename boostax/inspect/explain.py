@@ -1,5 +1,7 @@
 """The entry: a chain's parts with what they cost, what is in wrong order, and a step's calls."""
 
+from __future__ import annotations
+
 import dataclasses
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -7,9 +9,8 @@ from typing import Any, cast
 
 import jax
 import optax
-from jax.extend.core import ClosedJaxpr
 
-from boostax._core import axes, checks
+from boostax._core import axes, checks, jaxprs
 from boostax.inspect.calls import CallCost, call_costs
 from boostax.inspect.costs import PartCost, Place, params_bytes, part_costs, traced
 from boostax.inspect.orders import Finding
@@ -22,7 +23,7 @@ from boostax.train.state import TrainState
 
 PyTree = Any
 # The calls of a step, and the program whose collectives are counted.
-_Counted = tuple[tuple[CallCost, ...], ClosedJaxpr | None]
+_Counted = tuple[tuple[CallCost, ...], jaxprs.ClosedJaxpr | None]
 _WHO = "explain"
 
 

@@ -6,14 +6,15 @@ Where values are added or concatenated, the nodes that all have in common lie be
 what an operand has beyond them is its branch. Nothing is matched by name, class or operand order.
 """
 
+from __future__ import annotations
+
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 import jax
 from jax.ad_checkpoint import checkpoint_name
-from jax.extend.core import Jaxpr, JaxprEqn, Literal
 
-from boostax._core import checks
+from boostax._core import checks, jaxprs
 from boostax._core.programs import called
 
 PyTree = Any
@@ -144,19 +145,19 @@ class _Graph:
         node = frozenset([self._new()])
         return Flow(node, frozenset(), node)
 
-    def walk(self, jaxpr: Jaxpr, inputs: list[Flow | None]) -> list[Flow | None]:
+    def walk(self, jaxpr: jaxprs.Jaxpr, inputs: list[Flow | None]) -> list[Flow | None]:
         """The flows of a program's outputs; ``None`` for what the data have no part in."""
         known: dict[Any, Flow | None] = dict(zip(jaxpr.invars, inputs, strict=True))
 
         def flow(atom: Any) -> Flow | None:
-            return None if isinstance(atom, Literal) else known.get(atom)
+            return None if isinstance(atom, jaxprs.Literal) else known.get(atom)
 
         for eqn in jaxpr.eqns:
             found = self._outputs(eqn, [flow(x) for x in eqn.invars])
             known.update(zip(eqn.outvars, found, strict=True))
         return [flow(x) for x in jaxpr.outvars]
 
-    def _outputs(self, eqn: JaxprEqn, inputs: list[Flow | None]) -> list[Flow | None]:
+    def _outputs(self, eqn: jaxprs.JaxprEqn, inputs: list[Flow | None]) -> list[Flow | None]:
         name, options = eqn.primitive.name, eqn.params
         if name == "while":
             inputs = inputs[options["cond_nconsts"] :]

@@ -5,6 +5,8 @@ f32 operands in the low dtype and gives its result back in f32. The types of all
 so the bodies of loops, branches and ``shard_map`` are rewritten where they are, not traced again.
 """
 
+from __future__ import annotations
+
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -12,7 +14,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.extend.core import ClosedJaxpr, Jaxpr, gensym, jaxpr_as_fun, no_effects
+
+from boostax._core import jaxprs
 
 _PRODUCTS = (lax.dot_general_p, lax.conv_general_dilated_p)
 # Their derivative rules are functions of their own, which a rewritten body would not fit.
@@ -38,7 +41,7 @@ def autocast(fn: Callable[..., Any], dtype: np.dtype[Any]) -> Callable[..., Any]
             return fn(*args, **kwargs)
 
         jaxpr, shapes = jax.make_jaxpr(on_arrays, return_shape=True)(*arrays)
-        results = jaxpr_as_fun(_rewrite(jaxpr, dtype))(*arrays)
+        results = jaxprs.jaxpr_as_fun(_rewrite(jaxpr, dtype))(*arrays)
         return jax.tree.unflatten(jax.tree.structure(shapes), results)
 
     return wrapped
@@ -49,9 +52,9 @@ def _rewrite(value: Any, dtype: np.dtype[Any]) -> Any:
     if type(value) in (tuple, list):
         return type(value)(_rewrite(item, dtype) for item in value)
     # Jaxpr first: from jax 0.11 on the two are one class, whose consts this keeps.
-    if isinstance(value, Jaxpr):
+    if isinstance(value, jaxprs.Jaxpr):
         return value.replace(eqns=[new for eqn in value.eqns for new in _lowered(eqn, dtype)])
-    if isinstance(value, ClosedJaxpr):
+    if isinstance(value, jaxprs.ClosedJaxpr):
         return value.replace(jaxpr=_rewrite(value.jaxpr, dtype))
     return value
 
@@ -66,7 +69,7 @@ def _lowered(eqn: Any, dtype: np.dtype[Any]) -> Iterator[Any]:
     elif any(var.aval.dtype != jnp.float32 for var in (*eqn.invars, *eqn.outvars)):
         yield eqn
     else:
-        new_var = gensym()
+        new_var = jaxprs.gensym()
         low = lambda var: new_var(var.aval.update(dtype=dtype, weak_type=False))  # noqa: E731
         operands = [low(var) for var in eqn.invars]
         result = low(eqn.outvars[0])
@@ -84,5 +87,5 @@ def _cast(eqn: Any, source: Any, target: Any) -> Any:
         invars=[source],
         outvars=[target],
         params={"new_dtype": target.aval.dtype, "weak_type": False, "sharding": None},
-        effects=no_effects,
+        effects=jaxprs.no_effects,
     )

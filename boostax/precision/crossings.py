@@ -6,14 +6,16 @@ every edge between groups has one, whatever the model is written in: activations
 weights that are used a second time under another group, penalties on all params.
 """
 
+from __future__ import annotations
+
 import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.extend.core import ClosedJaxpr, Jaxpr, Literal, jaxpr_as_fun
 
+from boostax._core import jaxprs
 from boostax.precision.boundary import crossed
 from boostax.precision.group_state import check_labels, group_numbers
 
@@ -108,7 +110,7 @@ class _Boundaries:
         return crossed(x, self._scales[outer] / self._scales[inner])
 
     def run(
-        self, jaxpr: ClosedJaxpr, args: Sequence[Any], groups: Sequence[Group]
+        self, jaxpr: jaxprs.ClosedJaxpr, args: Sequence[Any], groups: Sequence[Group]
     ) -> tuple[list[Any], list[Group]]:
         """The results of a jaxpr, and their groups."""
         inner = jaxpr.jaxpr
@@ -123,7 +125,7 @@ class _Boundaries:
                 values[var, group_of[var]] = value
 
         def read(var: Any, target: Group = None) -> Any:
-            if isinstance(var, Literal):
+            if isinstance(var, jaxprs.Literal):
                 return var.val
             here = group_of[var]
             wanted = here if here is None or target is None else target
@@ -131,7 +133,7 @@ class _Boundaries:
                 (values[var, wanted],) = self.bring([values[var, here]], [here], [wanted])
             return values[var, wanted]
 
-        group = lambda var: None if isinstance(var, Literal) else group_of[var]  # noqa: E731
+        group = lambda var: None if isinstance(var, jaxprs.Literal) else group_of[var]  # noqa: E731
         write(inner.constvars, jaxpr.consts, [None] * len(jaxpr.consts))
         write(inner.invars, args, groups)
         for eqn in inner.eqns:
@@ -141,7 +143,7 @@ class _Boundaries:
             if len(present) > 1 and eqn.primitive.name in (*_CALLS, *_REMAT):
                 results, found = self._inside(eqn, list(map(read, eqn.invars)), entering)
             else:
-                variables = [var for var in eqn.invars if not isinstance(var, Literal)]
+                variables = [var for var in eqn.invars if not isinstance(var, jaxprs.Literal)]
                 results = _evaluated(inner, eqn, {var: read(var, last) for var in variables})
                 found = [last] * len(results)
             write(eqn.outvars, results, found)
@@ -152,7 +154,7 @@ class _Boundaries:
     ) -> tuple[list[Any], list[Group]]:
         """An operation that is a function of several groups."""
         body = eqn.params.get("jaxpr", eqn.params.get("call_jaxpr"))
-        closed = body if isinstance(body, ClosedJaxpr) else ClosedJaxpr(body, ())
+        closed = body if isinstance(body, jaxprs.ClosedJaxpr) else jaxprs.ClosedJaxpr(body, ())
         if eqn.primitive.name in _CALLS:
             return self.run(closed, args, groups)
         found: list[Group] = []
@@ -166,12 +168,12 @@ class _Boundaries:
         return results, found
 
 
-def _evaluated(jaxpr: Jaxpr, eqn: Any, operands: dict[Any, Any]) -> Any:
+def _evaluated(jaxpr: jaxprs.Jaxpr, eqn: Any, operands: dict[Any, Any]) -> Any:
     """The results of one equation, by JAX's own evaluation: names, contexts and all."""
     alone = jaxpr.replace(
         constvars=[], invars=list(operands), outvars=eqn.outvars, eqns=[eqn], effects=eqn.effects
     )
-    return jaxpr_as_fun(ClosedJaxpr(alone, ()))(*operands.values())
+    return jaxprs.jaxpr_as_fun(jaxprs.ClosedJaxpr(alone, ()))(*operands.values())
 
 
 def _differentiable(var: Any) -> bool:

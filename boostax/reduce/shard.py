@@ -1,13 +1,14 @@
 """A sharded optimizer state: every replica keeps and updates its part of each leaf."""
 
+from __future__ import annotations
+
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
 import optax
-from jax.extend.core import ClosedJaxpr
 
-from boostax._core import axes, checks, trees
+from boostax._core import axes, checks, jaxprs, trees
 from boostax._core.about import described
 from boostax._core.entrywise import across_entries, require_entrywise
 from boostax._core.replicas import Sharded, split_dim
@@ -129,13 +130,13 @@ def shard_optimizer(
     return optax.GradientTransformationExtraArgs(init_fn, update_fn)
 
 
-def _entrywise(own: PyTree, params: PyTree) -> Callable[[ClosedJaxpr], None]:
+def _entrywise(own: PyTree, params: PyTree) -> Callable[[jaxprs.ClosedJaxpr], None]:
     """Refuse an optimizer that would take a part of a leaf for the whole."""
     pairs = zip(jax.tree.leaves(own), jax.tree.leaves(params), strict=True)
     parts = frozenset(x.shape for x, p in pairs if x.shape != p.shape)
     hint = "Clipping stands before it; make_train_step(shard_optimizer=True) knows of more."
 
-    def check(traced: ClosedJaxpr) -> None:
+    def check(traced: jaxprs.ClosedJaxpr) -> None:
         cut = [x.aval.shape in parts for x in traced.jaxpr.invars]
         found = across_entries(traced, cut, parts, frozenset())
         require_entrywise("shard_optimizer: inner", found, hint)

@@ -6,6 +6,8 @@ all-reduce in 6 (Agarwal et al., On the Utility of Gradient Compression in Distr
 Systems, https://arxiv.org/abs/2103.00543, MLSys 2022).
 """
 
+from __future__ import annotations
+
 import dataclasses
 import math
 import time
@@ -15,10 +17,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import optax
-from jax.extend.core import ClosedJaxpr
 from jax.sharding import AbstractMesh, AxisType, PartitionSpec
 
-from boostax._core import axes, checks, costs, trees
+from boostax._core import axes, checks, costs, jaxprs, trees
 from boostax._core.alone import fit, run_alone
 from boostax._core.replicas import enter_replica, leave_replica, stack_replicas, state_specs
 from boostax.reduce.mean import all_reduce
@@ -195,7 +196,7 @@ def break_even(
 
 def traced(
     tx: optax.GradientTransformationExtraArgs, params: PyTree, replicas: int, name: str
-) -> ClosedJaxpr:
+) -> jaxprs.ClosedJaxpr:
     """The update of one of so many devices, as ``make_train_step`` would run it."""
     mesh = AbstractMesh((replicas,), (name,), axis_types=(AxisType.Auto,))
     each = PartitionSpec(name)
@@ -228,7 +229,7 @@ def _rounds(found: Sequence[costs.Collective]) -> int:
 
 
 def alone(
-    tx: optax.GradientTransformationExtraArgs, program: ClosedJaxpr, params: PyTree
+    tx: optax.GradientTransformationExtraArgs, program: jaxprs.ClosedJaxpr, params: PyTree
 ) -> Callable[[], float]:
     """A function that runs two steps of one device by itself and returns the seconds of one.
 

@@ -1,14 +1,15 @@
 """A step whose optimizer is shared out over the replicas (ZeRO, stage 1)."""
 
+from __future__ import annotations
+
 from collections.abc import Callable
 from typing import Any
 
 import jax
 from jax import lax
-from jax.extend.core import ClosedJaxpr
 from jax.sharding import PartitionSpec
 
-from boostax._core import trees
+from boostax._core import jaxprs, trees
 from boostax._core.entrywise import across_entries, require_entrywise
 from boostax._core.gate import has_gate, passed
 from boostax._core.replicas import is_per_replica
@@ -52,7 +53,7 @@ def run_shared(
     cut = [dim is not None for dim in share.dims.values()] + _cut(opt_state, specs)
     parts = {x.shape for x, c in zip(jax.tree.leaves(mine), cut, strict=False) if c}
 
-    def check(traced: ClosedJaxpr) -> None:
+    def check(traced: jaxprs.ClosedJaxpr) -> None:
         found = across_entries(traced, cut, frozenset(parts), _RIGHT)
         require_entrywise("make_train_step: with shard_optimizer=True, tx", found, _HINT)
 
