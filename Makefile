@@ -3,9 +3,8 @@ PYTHON ?= python3
 VENV := .venv
 RUN := $(VENV)/bin/python
 READY := $(VENV)/.ready
-# Compiled programs are kept between runs; a CPU run of the tests compiles some thousands.
-CACHE := JAX_COMPILATION_CACHE_DIR=$(CURDIR)/.jax_cache JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS=0.1
-TESTS := $(CACHE) $(RUN) -m pytest -n 2 --dist loadgroup
+# Without a cache of compiled programs: docs/faq.md says what one does to collectives on CPU devices.
+TESTS := $(RUN) -m pytest -n 2 --dist loadgroup
 # The programs of XLA are the same with plainer machine code, and compile three times as fast.
 QUICK_CODE := XLA_FLAGS="$(XLA_FLAGS) --xla_backend_optimization_level=0 \
  --xla_cpu_use_fusion_emitters=false --xla_cpu_parallel_codegen_split_count=1"
@@ -39,6 +38,7 @@ bench: $(READY)
 	$(RUN) benchmarks/scorecard.py
 	$(RUN) benchmarks/soak.py
 	$(RUN) benchmarks/newcomer.py
+	$(RUN) benchmarks/recipes.py
 	$(RUN) benchmarks/peers_jax.py
 	-$(RUN) benchmarks/peers/setup.py
 	$(RUN) benchmarks/peers_frameworks.py
@@ -57,7 +57,7 @@ release: $(READY)
 	rm -r build/release/boostax
 	$(PYTHON) -m venv build/release/.venv
 	build/release/.venv/bin/python -m pip install --quiet --constraint constraints.txt "$$(ls $(CURDIR)/dist/*.whl)[dev]"
-	cd build/release && $(CACHE) $(QUICK_CODE) .venv/bin/python -m pytest -n 2 --dist loadgroup
+	cd build/release && $(QUICK_CODE) .venv/bin/python -m pytest -n 2 --dist loadgroup
 
 docs: $(READY)
 	$(RUN) -m sphinx -q -W --keep-going -c docs -b html -d build/doctrees . build/site
@@ -75,4 +75,4 @@ $(READY): pyproject.toml constraints.txt
 	touch $@
 
 clean:
-	rm -rf $(VENV) .jax_cache .pytest_cache .ruff_cache runs
+	rm -rf $(VENV) .pytest_cache .ruff_cache runs
