@@ -12,6 +12,7 @@ ROOT = figures.ROOT
 GENERATED = {
     "docs/combinations.md",
     "docs/peers.md",
+    "docs/recipes.md",
     "docs/scaling.md",
     "docs/scorecard.md",
 }

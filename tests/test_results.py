@@ -8,6 +8,7 @@ import peers_jax
 import PIL.Image
 import plots
 import pytest
+import recipes
 
 RESULTS = sorted((pathlib.Path(__file__).parents[1] / "benchmarks" / "results").glob("*.json"))
 BARS = [
@@ -44,6 +45,12 @@ def test_the_page_of_peers_is_that_of_the_record():
     assert peers_jax.PAGE.read_text() == peers_jax.page(record)
     behind = [row for row in record["sections"]["Pairs"] if row["ahead"] == "the other"]
     assert behind and peers_jax.PAGE.read_text().count("| the other |") == 2 * len(behind)
+
+
+def test_the_page_of_recipes_is_that_of_the_record():
+    page = (recipes.DOCS / "recipes.md").read_text()
+    assert page == recipes.page(recipes.on_record())
+    assert all(f"## {recipe.title}" in page for recipe in recipes.RECIPES.values())
 
 
 def test_the_picture_shows_the_present_record():
