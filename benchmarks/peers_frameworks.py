@@ -210,6 +210,8 @@ def main() -> None:
         *losses_to(alone, state_of, "kept / params"),
         *losses_to(replicas, time_of, "time / plain step, two processes"),
         *losses_to(replicas, wire_of, "sent per call, kB"),
+        *losses_to(alone, loss_of, f"loss of call {lenet.AFTER}"),
+        *losses_to(replicas, loss_of, f"loss of call {lenet.AFTER}, two processes"),
     ]
     name = "technique"
     sections = [
@@ -248,6 +250,8 @@ CAVEATS = (
     f"DimReduce: {lenet.DIRECTIONS} directions, of {lenet.SNAPSHOTS} snapshots; the same basis and "
     "the same start for both. MindSpore's rule on both sides; our own rule besides.",
     "MindSpore's test for overflow asks an Ascend operator; here its own branch by IsFinite is on.",
+    f"The mean goes in buckets of {lenet.BUCKET >> 20} MiB, PyTorch's default: all params in one. "
+    "Horovod fuses them too.",
     f"PowerSGD has rank {lenet.RANK} on both sides and begins at once (PyTorch's default waits "
     "1,000 calls). PyTorch sends both factors in every call, we send them in turn.",
     "Sent: ours by the formula of a ring from the traced program, without the loss (4 bytes); "

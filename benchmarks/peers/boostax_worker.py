@@ -141,7 +141,7 @@ def together(work):
     before = lambda reduction: reduced(optax.chain(reduction, sgd()))  # noqa: E731
     return {
         "plain": plain(cycle(rows, rank, replicas)),
-        "mean": before(boostax.all_reduce(AXIS)),
+        "mean": before(boostax.all_reduce(AXIS, bucket_bytes=lenet.BUCKET)),
         "float16": before(boostax.all_reduce(AXIS, dtype="float16")),
         "PowerSGD": before(boostax.power_sgd_reduce(AXIS, lenet.RANK)),
         "AdaSum": reduced(boostax.adasum_delta(sgd(), AXIS)),

@@ -32,6 +32,8 @@ DIRECTIONS, SNAPSHOTS, SNAPSHOT_EVERY = 8, 10, 6
 # MindSpore's rule: the rate and the momentum of what is outside the subspace.
 RESIDUAL_RATE, RESIDUAL_MOMENTUM = 1e-3, 0.9
 RANK = 2
+# PyTorch's default, in bytes.
+BUCKET = 25 << 20
 LAYERS = ("conv1", "conv2", "fc1", "fc2", "fc3")
 # As PyTorch and MindSpore keep them: outputs first.
 SHAPES: dict[str, tuple[int, ...]] = {
