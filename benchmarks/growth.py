@@ -177,7 +177,8 @@ def run() -> None:
     # Read last: other axes may have been measured meanwhile.
     found = on_record(list(AXES)) | new
     found = {axis: found[axis] for axis in AXES if axis in found}
-    report("growth", "How cost grows", sections_of(found), bars_of(found))
+    pictures = {f"Slopes along {axis}": f"growth_{axis}.png" for axis in found}
+    report("growth", "How cost grows", sections_of(found), bars_of(found), pictures)
     families = {name: case.family for name, case in CASES.items()}
     for axis, rows in found.items():
         draw(axis, by_technique(rows), families, RESULTS / f"growth_{axis}.png")

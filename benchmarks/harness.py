@@ -11,7 +11,8 @@ import platform
 import random
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
 from typing import Any
 
 import jax
@@ -100,9 +101,17 @@ def ratio(times: dict[str, list[float]], name: str, baseline: str) -> float:
 
 
 def report(
-    name: str, title: str, sections: list[tuple[str, list[dict[str, Any]]]], bars: list[Bar]
+    name: str,
+    title: str,
+    sections: list[tuple[str, list[dict[str, Any]]]],
+    bars: list[Bar],
+    pictures: Mapping[str, str] = MappingProxyType({}),
 ) -> None:
-    """Print the tables and the bars, and keep them as JSON and Markdown."""
+    """Print the tables and the bars, and keep them as JSON and Markdown.
+
+    Args:
+      pictures: of a section its picture, a file beside the results.
+    """
     machine = {
         "device": jax.devices()[0].device_kind,
         "cores": os.cpu_count(),
@@ -113,7 +122,10 @@ def report(
     lines = [f"# {title}", "", ", ".join(f"{k} {v}" for k, v in machine.items()), ""]
     for heading, rows in sections:
         columns = list(rows[0])
-        lines += [f"## {heading}", "", "| " + " | ".join(columns) + " |"]
+        lines += [f"## {heading}", ""]
+        if heading in pictures:
+            lines += [f"![{heading}]({pictures[heading]})", ""]
+        lines += ["| " + " | ".join(columns) + " |"]
         lines += ["|" + "---|" * len(columns)]
         lines += ["| " + " | ".join(_cell(row[c]) for c in columns) + " |" for row in rows]
         lines += [""]
