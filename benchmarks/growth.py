@@ -30,7 +30,7 @@ BASE = Point()
 BASES = {"groups": BASE._replace(leaves=32)}
 LIMIT, CLOCK_LIMIT = 1.05, 1.3
 # Up to so many are scalars and small tables, whatever they are a multiple of.
-FLOORS = dict.fromkeys(("temp bytes", "flops", "bytes accessed"), 2.0**16)
+FLOORS = dict.fromkeys(("temp bytes", "flops", "unfused bytes"), 2.0**16)
 
 
 def point_of(axis: str, value: int, case: Case, base: Point | None = None) -> Point:

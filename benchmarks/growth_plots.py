@@ -13,7 +13,7 @@ from matplotlib.ticker import LogLocator, NullLocator
 
 COLORS = ("#1f6fb2", "#d1611c", "#23845a", "#9347b0", "#a07400", "#c2255c", "#5b6470", "#0b8b9c")
 MARKS = "osD^vPXd"
-DRAWN = ("temp bytes", "bytes accessed", "flops", "wire bytes", "equations", "compile s")
+DRAWN = ("temp bytes", "unfused bytes", "flops", "wire bytes", "equations", "compile s")
 STYLE: dict[str, Any] = {
     "axes.edgecolor": "#555555",
     "axes.grid": True,
