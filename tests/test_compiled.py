@@ -197,3 +197,19 @@ def test_of_the_branches_of_a_cond_one_counts(mesh):
     assert entries(conditional=False) == 8 and entries() == 18
     assert expected(found) == 2 * 7 / 8 * 4 * 18
     assert wire_bytes(found) == 2 * 7 / 8 * 4 * (2 + 6 + 1 + 3 + 4 + 8)
+
+
+def test_questions_about_one_index_are_alternatives(mesh):
+    """Whether it is 0, then whether it is 1: at most one of them; not so another index or bound."""
+
+    def local(x, i, j):
+        send = lambda size: lambda: jax.lax.pmean(x[:size], "data").sum()  # noqa: E731
+        ask = lambda here, size: jax.lax.cond(here, send(size), lambda: 0.0)  # noqa: E731
+        first = ask(i == 0, 1) + ask(i == 1, 3) + ask(i == 2, 8)
+        return first + ask(j == 0, 2) + ask(j == 1, 4) + ask(i > 1, 5)
+
+    specs = (P("data"), P(), P())
+    mapped = jax.shard_map(local, mesh=mesh, in_specs=specs, out_specs=P())
+    found = collectives(mapped, jnp.ones(64), 0, 0)
+    entries = expected(found, lambda c: c.bytes / 4)
+    assert entries == (1 + 3 + 8) / 3 + (2 + 4) / 2 + 5

@@ -395,6 +395,27 @@ def test_moments_of_each_depth():
     assert sizes == [8, 6, 4, 2]
 
 
+@pytest.mark.parametrize(
+    "name, moments",
+    [("adamw", "shared"), ("adamw", "per_group"), ("scaled(accumulated)", "shared")],
+)
+def test_the_optimizer_finds_the_depth_out_in_place(name, moments):
+    """No copy of anything, active or frozen: temporary memory is that of the optimizer alone."""
+    inner = wrap(name)[0]
+    params = start(width=256)
+    temp = {}
+    for tx in (inner, boostax.scheduled_freeze(inner, GROUPS, DEPTHS, moments=moments)):
+
+        def step(params, state, grads, tx=tx):
+            return boostax.apply_gradients(tx, grads, state, params)
+
+        lowered = jax.jit(step, donate_argnums=(0, 1)).lower(params, tx.init(params), params)
+        temp[tx] = lowered.compile().memory_analysis().temp_size_in_bytes
+    alone, found = temp.values()
+    print(f"{name}, {moments}: {found:,} bytes, the optimizer alone {alone:,}")
+    assert found < 1.02 * alone
+
+
 def plateau_run(scale, steps=60):
     """Depths of a run in which the gradient norm of group i at step t is ``scale(i, t)``."""
     groups = [0, 1, 2]

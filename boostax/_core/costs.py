@@ -45,7 +45,8 @@ class Collective:
       count: executions per call of the program (the lengths of the surrounding scans).
       conditional: whether it stands in a branch of a cond.
       branches: the branches it stands in, outermost first: ``(cond, branch)``, both numbers, so
-        that alternatives of one cond can be told from conds that follow each other.
+        that alternatives of one cond can be told from conds that follow each other. Conds that ask
+        one after the other whether an index is 0, 1, ... are alternatives as well.
       scopes: the transformations of boostax's that it stands in, outermost first, by their names.
     """
 
@@ -126,6 +127,8 @@ def _walk(
     stack: str,
     conds: Iterator[int],
 ) -> Iterator[Collective]:
+    made = {var: eqn for eqn in jaxpr.eqns for var in eqn.outvars}
+    asked: dict[Any, int] = {}
     for eqn in jaxpr.eqns:
         here = f"{stack}/{eqn.source_info.name_stack}"
         name = kind(eqn.primitive.name)
@@ -140,10 +143,26 @@ def _walk(
         if eqn.primitive.name == "shard_map":
             inner_sizes = {**sizes, **dict(eqn.params["mesh"].shape)}
         trips = eqn.params["length"] if eqn.primitive.name == "scan" else 1
-        cond = next(conds) if eqn.primitive.name == "cond" else None
+        is_cond = eqn.primitive.name == "cond"
+        cond, question = next(conds) if is_cond else None, _question(eqn, made) if is_cond else None
         for i, inner in enumerate(bodies(eqn)):
             within = branches if cond is None else (*branches, (cond, i))
+            if question is not None and i == 1:
+                index, value = question
+                within = (*branches, (asked.setdefault(index, cond), value))
             yield from _walk(inner, inner_sizes, count * trips, within, here, conds)
+
+
+def _question(cond: Any, made: dict[Any, Any]) -> tuple[Any, int] | None:
+    """What a cond asks by: an integer variable and the number that it must be."""
+    eqn = made.get(cond.invars[0])
+    while eqn is not None and eqn.primitive.name == "convert_element_type":
+        eqn = made.get(eqn.invars[0])
+    if eqn is None or eqn.primitive.name != "eq":
+        return None
+    index, value = eqn.invars
+    numbered = isinstance(value, jaxprs.Literal) and not isinstance(index, jaxprs.Literal)
+    return (index, int(value.val)) if numbered else None
 
 
 def _bytes(aval: Any) -> int:

@@ -120,12 +120,12 @@ def trace_once(
       A function that acts like ``fn`` on arguments of these types, and the result as
       ``jax.ShapeDtypeStruct`` with sharding and varying axes.
     """
-    traced, shapes = jax.make_jaxpr(fn, return_shape=True)(*args)
+    traced, types = jax.make_jaxpr(fn, return_shape=True)(*args)
     if check is not None:
         check(traced)
 
     def replay(*replayed: PyTree) -> PyTree:
         leaves = jaxprs.jaxpr_as_fun(traced)(*jax.tree.leaves(replayed))
-        return jax.tree.unflatten(jax.tree.structure(shapes), leaves)
+        return jax.tree.unflatten(jax.tree.structure(types), leaves)
 
-    return replay, jax.eval_shape(replay, *args)
+    return replay, types

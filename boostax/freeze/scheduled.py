@@ -19,12 +19,17 @@ from boostax._core.gate import (
     run,
 )
 from boostax._core.prune import Pruning, pruning
-from boostax.freeze.plan import Freezing, Plan, as_schedule
+from boostax.freeze.plan import Freezing, as_schedule
 from boostax.freeze.refusals import check_inner, drawn, require_params, require_present
 from boostax.freeze.stages import Choice
 
 PyTree = Any
 Moments = Literal["shared", "per_group"]
+# Of params or updates, and of the state: from the depth, the whole of the former, and the parts of
+# both that are active there, to new parts.
+Change = Callable[
+    [int, PyTree, PyTree, "ScheduledFreezeState"], tuple[PyTree, "ScheduledFreezeState"]
+]
 
 
 class ScheduledFreezeState(NamedTuple):
@@ -100,9 +105,9 @@ def scheduled_freeze(
       loss, grads = boostax.value_and_grad(loss_fn)(params, opt_state, batch, active=active)
       params, opt_state = boostax.apply_gradients(tx, grads, opt_state, params, depth=depth)
 
-    Without ``depth`` a switch in the program takes what the schedule says, with gradients that hold
-    every leaf: all, or those of ``active=tx.choice(params, opt_state)``, for which a switch ends
-    the backward pass as well. That is the form for ``jax.lax.scan`` over steps.
+    Without ``depth`` the program itself does what the schedule says, with gradients that hold every
+    leaf: all, or those of ``active=tx.choice(params, opt_state)``, for which the program ends the
+    backward pass as well. That is the form for ``jax.lax.scan`` over steps.
 
     The schedule counts applied steps, so it waits for an accumulation window to close, and a step
     that a loss scaler skips is taken again at the same depth.
@@ -192,19 +197,10 @@ def scheduled_freeze(
         states = [jax.eval_shape(tx.init, fewer(wide, depth)) for depth in drawn]
         return tuple(jax.tree.structure(state) for state in states)
 
-    def narrowed(
-        state: ScheduledFreezeState, params: PyTree, depth: int
-    ) -> tuple[PyTree, Callable[[PyTree], PyTree]]:
-        """The inner state at a depth, and a function that puts a new one into the whole."""
-        pruned = cut(params, depth)
-        if jax.tree.structure(state.inner_state) == pruned.part:
-            # A train step has taken it out before, and puts it back itself.
-            return state.inner_state, lambda new: new
-        return pruned.take(state.inner_state), functools.partial(pruned.put, state.inner_state)
-
     def following(
-        state: ScheduledFreezeState, plan: Plan, depth: int, ok: jax.Array, inner_state: PyTree
+        state: ScheduledFreezeState, params: PyTree, depth: int, ok: jax.Array, inner_state: PyTree
     ) -> ScheduledFreezeState:
+        plan = freezing.plan(params)
         steps = jnp.where(ok, optax.safe_increment(state.steps), state.steps)
         now = jnp.full_like(state.depth, depth)
         then, kept = plan.follow(state.schedule_state, steps, now, inner_state)
@@ -220,29 +216,48 @@ def scheduled_freeze(
             inner_state=inner_state,
         )
 
-    def step_at(
+    def at_depth(
         depth: int,
-        grads: Pending,
+        change: Change,
+        value: PyTree,
         state: ScheduledFreezeState,
         params: PyTree,
-        *,
-        apply: bool,
-        extra: dict[str, Any],
+        chosen: jax.Array | None = None,
     ) -> tuple[PyTree, ScheduledFreezeState]:
-        plan, active = freezing.plan(params), freezing.active(params, depth)
-        require_present(grads.raw, active, depth)
-        pending = Pending(trees.masked(grads.raw, active), grads.factors)
-        trees.require_gradients(pending.raw, _WHO)
-        inner_state, put = narrowed(state, params, depth)
-        part = trees.masked(params, active)
-        if "value_fn" in extra:
-            whole: Any = extra["value_fn"]
-            extra = extra | {"value_fn": lambda trial: whole(trees.unmasked(trial, params))}
-        value, new = run(tx, pending, inner_state, part, apply=apply, extra=extra)
-        # Updates come in f32 or wider, whatever the params are stored in.
-        rest = params if apply else jax.tree.map(jnp.zeros_like, trees.at_least_float32(params))
-        new_state = following(state, plan, depth, passed(new), put(new))
-        return trees.unmasked(value, rest), new_state
+        """A change of what is active at this depth, taken out of the whole and put back.
+
+        With ``chosen``, only where that is true.
+        """
+        pruned, whole = cut(params, depth), state.inner_state
+        # A train step has taken it out before, and puts it back itself.
+        apart = jax.tree.structure(whole) == pruned.part
+        narrow = state if apart else state._replace(inner_state=pruned.take(whole))
+        part = trees.masked(value, freezing.active(params, depth))
+        run = functools.partial(change, depth, value)
+        part, new = run(part, narrow) if chosen is None else _where(chosen, run, part, narrow)
+        inner_state = new.inner_state if apart else pruned.put(whole, new.inner_state)
+        return trees.unmasked(part, value), new._replace(inner_state=inner_state)
+
+    def at_any_depth(
+        depth: int | None,
+        change: Change,
+        value: PyTree,
+        state: ScheduledFreezeState,
+        params: PyTree,
+    ) -> tuple[PyTree, ScheduledFreezeState]:
+        """The same at this depth or, if there is none, at the one that the schedule says."""
+        plan = freezing.plan(params)
+        if depth is not None:
+            return at_depth(drawn(depth, plan), change, value, state, params)
+        if len(plan.drawn) == 1:
+            return at_depth(plan.drawn[0], change, value, state, params)
+        index = plan.index(state.next_depth)
+        axes.require_invariant(index, _WHO)
+        # One after the other, each on its part: XLA then works in place, where it would copy all
+        # that a switch over the depths returns, and what one depth has does not pass all others.
+        for place, each in enumerate(plan.drawn):
+            value, state = at_depth(each, change, value, state, params, index == place)
+        return value, state
 
     # One inner state for each depth is not where its own would lie.
     held = {"inner_state" if moments == "shared" else "inner_states": tx}
@@ -258,58 +273,57 @@ def scheduled_freeze(
         **extra: Any,
     ) -> tuple[PyTree, ScheduledFreezeState]:
         require_params(params)
-        plan = freezing.plan(params)
-        if depth is not None:
-            depth = drawn(depth, plan)
-            return step_at(depth, grads, state, params, apply=apply, extra=extra)
-        at = [functools.partial(step_at, d, apply=apply, extra=extra) for d in plan.drawn]
-        return _switch(plan.index(state.next_depth), at, grads, state, params)
 
-    def flush_at(
-        depth: int, state: ScheduledFreezeState, params: PyTree, extra: dict[str, Any]
-    ) -> tuple[PyTree, ScheduledFreezeState]:
-        plan = freezing.plan(params)
-        inner_state, put = narrowed(state, params, depth)
-        part = trees.masked(params, freezing.active(params, depth))
-        before = _windows(inner_state)
-        value, new = flush_inner(tx, inner_state, part, extra)
-        # What was open and is closed now was applied, unless an inner scaler skipped it.
-        ok = before & passed(new)
-        return trees.unmasked(value, params), following(state, plan, depth, ok, put(new))
+        def step(
+            depth: int, value: PyTree, part: PyTree, state: ScheduledFreezeState
+        ) -> tuple[PyTree, ScheduledFreezeState]:
+            old = value if apply else params
+            active = freezing.active(params, depth)
+            require_present(grads.raw, active, depth)
+            pending = Pending(trees.masked(grads.raw, active), grads.factors)
+            trees.require_gradients(pending.raw, _WHO)
+            more = dict(extra)
+            if "value_fn" in extra:
+                more["value_fn"] = lambda trial: extra["value_fn"](trees.unmasked(trial, old))
+            part = part if apply else trees.masked(params, active)
+            found, new = run(tx, pending, state.inner_state, part, apply=apply, extra=more)
+            return found, following(state, params, depth, passed(new), new)
+
+        # Updates come in f32 or wider, whatever the params are stored in.
+        value = params if apply else jax.tree.map(jnp.zeros_like, trees.at_least_float32(params))
+        return at_any_depth(depth, step, value, state, params)
 
     def flush_fn(
         state: ScheduledFreezeState, params: PyTree, *, depth: int | None = None, **extra: Any
     ) -> tuple[PyTree, ScheduledFreezeState]:
-        plan = freezing.plan(params)
-        if depth is not None:
-            return flush_at(drawn(depth, plan), state, params, extra)
-        at = [functools.partial(flush_at, d, extra=extra) for d in plan.drawn]
-        return _switch(plan.index(state.next_depth), at, state, params)
+        def close(
+            depth: int, value: PyTree, part: PyTree, state: ScheduledFreezeState
+        ) -> tuple[PyTree, ScheduledFreezeState]:
+            before = _windows(state.inner_state)
+            found, new = flush_inner(tx, state.inner_state, part, extra)
+            # What was open and is closed now was applied, unless an inner scaler skipped it.
+            ok = before & passed(new)
+            return found, following(state, params, depth, ok, new)
+
+        return at_any_depth(depth, close, params, state, params)
 
     frozen = ScheduledFreeze(init_fn, step_fn, flush_fn)
     frozen.freezing, frozen.cut = freezing, cut
     return frozen
 
 
-def _switch(index: jax.Array, branches: list[Any], *operands: PyTree) -> Any:
-    """One of several programs with the same result; they may vary over different axes."""
-    if len(branches) == 1:
-        return branches[0](*operands)
-    axes.require_invariant(index, _WHO)
-    if not any(axes.types(operands)):
-        return lax.switch(index, branches, *operands)
-    traced = [trees.trace_once(branch, *operands) for branch in branches]
-
-    def unified(replay: Any) -> Any:
-        def result(*operands: PyTree) -> PyTree:
-            found = replay(*operands)
-            for _, types in traced:
-                found = axes.unify(found, types)
-            return found
-
-        return result
-
-    return lax.switch(index, [unified(replay) for replay, _ in traced], *operands)
+def _where(
+    chosen: jax.Array, run: Callable[[PyTree, PyTree], Any], value: PyTree, state: PyTree
+) -> Any:
+    """``run`` or what it was given; either may vary over axes over which the other does not."""
+    replay, types = trees.trace_once(run, value, state)
+    return lax.cond(
+        chosen,
+        lambda *given: axes.unify(replay(*given), given),
+        lambda *given: axes.unify(given, types),
+        value,
+        state,
+    )
 
 
 def active_groups(opt_state: PyTree) -> jax.Array:
