@@ -143,13 +143,16 @@ def _walk(
         if eqn.primitive.name == "shard_map":
             inner_sizes = {**sizes, **dict(eqn.params["mesh"].shape)}
         trips = eqn.params["length"] if eqn.primitive.name == "scan" else 1
-        is_cond = eqn.primitive.name == "cond"
-        cond, question = next(conds) if is_cond else None, _question(eqn, made) if is_cond else None
+        cond = next(conds) if eqn.primitive.name == "cond" else None
+        question = None if cond is None else _question(eqn, made)
         for i, inner in enumerate(bodies(eqn)):
-            within = branches if cond is None else (*branches, (cond, i))
-            if question is not None and i == 1:
+            within = branches
+            if cond is not None and question is None:
+                within = (*branches, (cond, i))
+            elif cond is not None and question is not None:
                 index, value = question
-                within = (*branches, (asked.setdefault(index, cond), value))
+                # Where it is another number, another question may be answered by yes.
+                within = (*branches, (asked.setdefault(index, cond), value if i else -1))
             yield from _walk(inner, inner_sizes, count * trips, within, here, conds)
 
 
