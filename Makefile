@@ -35,6 +35,7 @@ bench: $(READY)
 	$(RUN) benchmarks/group_scale.py
 	$(RUN) benchmarks/combinations.py
 	$(RUN) benchmarks/scaling.py
+	$(RUN) benchmarks/growth.py
 	$(RUN) benchmarks/scorecard.py
 	$(RUN) benchmarks/soak.py
 	$(RUN) benchmarks/newcomer.py

@@ -26,11 +26,23 @@ AXES: dict[str, tuple[int, ...]] = {
     "groups": (2, 8, 32),
 }
 BASE = Point()
-# Groups are of layers: there must be as many.
-BASES = {"groups": BASE._replace(leaves=32)}
+# Groups are of layers: there must be as many. Two replicas of the most params fit into memory.
+BASES = {"groups": BASE._replace(leaves=32), "params": BASE._replace(replicas=2)}
 LIMIT, CLOCK_LIMIT = 1.05, 1.3
 # Up to so many are scalars and small tables, whatever they are a multiple of.
 FLOORS = dict.fromkeys(("temp bytes", "flops", "unfused bytes"), 2.0**16)
+CLOCK_FLOOR = 1e-4
+CAVEATS = (
+    "A slope is the power by which a figure grows between the last two points: 0 is flat, 1 is "
+    "linear.",
+    "Memory and operations below 64 KiB (2^16), and temporary memory below a copy of the params "
+    "along params, count as nothing: a slope from nothing has no meaning.",
+    "What replicas send to all others may be linear in the number of the others.",
+    "XLA counts the operations of all depths of a freezing program, of which a call runs one. "
+    "Bytes that operations read and write are counted before they are fused.",
+    "Clocks are seconds of the processor, single readings on a machine that others use. Programs "
+    "of 1,000 leaves are traced and lowered, not compiled; updates are run along params only.",
+)
 
 
 def point_of(axis: str, value: int, case: Case, base: Point | None = None) -> Point:
@@ -60,6 +72,17 @@ def work(axis: str, count: str, values: Sequence[int]) -> list[float]:
     return [float(value - 1 if less else value) for value in values]
 
 
+def floor_of(axis: str, name: str, value: float) -> float:
+    """What counts as nothing at a point.
+
+    Along params that is a copy of them: from some size on XLA hands a mean to a library, which
+    writes down what was fused into its users before.
+    """
+    if axis == "params" and name == "temp bytes":
+        return 4.0 * value
+    return CLOCK_FLOOR if name in CLOCKS else FLOORS.get(name, 1.0)
+
+
 def slopes_of(axis: str, rows: Sequence[Row]) -> Row:
     """Of the curves of one technique, a row per point."""
     values = [row[axis] for row in rows]
@@ -70,8 +93,7 @@ def slopes_of(axis: str, rows: Sequence[Row]) -> Row:
         ]
         if len(kept) > 1:
             x, y = zip(*kept, strict=True)
-            floor = 1e-4 if name in CLOCKS else FLOORS.get(name, 1.0)
-            found[name] = slope(work(axis, name, x), y, floor)
+            found[name] = slope(work(axis, name, x), y, floor_of(axis, name, x[-2]))
         else:
             found[name] = None
     return found
@@ -142,7 +164,8 @@ def sections_of(found: dict[str, list[Row]]) -> list[tuple[str, list[Row]]]:
         for axis, rows in found.items()
     ]
     curves = [(f"Along {axis}", rows) for axis, rows in found.items()]
-    return [("Points", bases), *slopes, *curves]
+    caveats = [{"caveat": line} for line in CAVEATS]
+    return [("Points", bases), ("To keep in mind", caveats), *slopes, *curves]
 
 
 def fixed(axis: str) -> str:
@@ -157,7 +180,7 @@ def on_record(axes: Sequence[str]) -> dict[str, list[Row]]:
     return {axis: sections[f"Along {axis}"] for axis in axes if f"Along {axis}" in sections}
 
 
-def run() -> None:
+def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument(
         "--axes",
@@ -185,4 +208,4 @@ def run() -> None:
 
 
 if __name__ == "__main__":
-    run()
+    main()

@@ -23,7 +23,7 @@ COMPILED = ("argument bytes", "temp bytes", "flops", "unfused bytes")
 COUNTS = (*TRACED, *COMPILED)
 CLOCKS = ("trace s", "lower s", "compile s", "update s")
 # What an update may take in all, on a machine that others use.
-ROOM = 4 * 2**30
+ROOM = 8 * 2**30
 ROUNDS, ENOUGH = 3, 1.0
 Row = dict[str, Any]
 

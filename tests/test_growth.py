@@ -1,5 +1,8 @@
 """How cost grows: counted curves are linear, and the benchmark finds those that are not."""
 
+import json
+import struct
+
 import growth
 import growth_measure as measure
 import jax
@@ -13,6 +16,8 @@ from jax import lax
 
 # Nothing of this size is made. Of fewer params the padding for each replica would be a good part.
 SMALL = Point(params=1_000_000, leaves=8, replicas=2, window=16, groups=2)
+RECORD = growth.RESULTS / "growth.json"
+SECTIONS = json.loads(RECORD.read_text())["sections"]
 STEPS = {
     "params": (1_000_000, 4_000_000),
     "leaves": (8, 16),
@@ -149,3 +154,31 @@ def test_params_and_leaves_are_about_as_many_as_asked_for():
             assert len(shapes) == point.leaves
             found = sum(x.size for x in shapes)
             np.testing.assert_allclose(found, point.params, rtol=0.1)
+
+
+@pytest.mark.parametrize("axis", growth.AXES)
+def test_every_technique_is_on_record_at_every_point(axis):
+    found = [(row["technique"], row[axis]) for row in SECTIONS[f"Along {axis}"]]
+    assert found == [
+        (name, value)
+        for name, case in growth.cases_along(axis).items()
+        for value in growth.values_of(axis, case)
+    ]
+
+
+def test_bars_and_slopes_are_those_of_the_curves_on_record():
+    found = growth.on_record(list(growth.AXES))
+    assert json.loads(json.dumps(growth.sections_of(found))) == [
+        [name, rows] for name, rows in SECTIONS.items()
+    ]
+    bars = [(bar.claim, bar.figure, bar.limit) for bar in growth.bars_of(found)]
+    record = json.loads(RECORD.read_text())["bars"]
+    assert bars == [(bar["claim"], bar["figure"], bar["limit"]) for bar in record]
+
+
+@pytest.mark.parametrize("axis", growth.AXES)
+def test_pictures_are_there_and_small(axis):
+    data = (growth.RESULTS / f"growth_{axis}.png").read_bytes()
+    width, height = struct.unpack(">II", data[16:24])
+    assert data[:4] == b"\x89PNG" and len(data) < 200_000
+    assert width > 600 and height > 600
