@@ -262,8 +262,8 @@ def main() -> None:
         "The full step is that of the same rounds; trace and compile are single readings, but for "
         f"the medians of {len(DEPTHS)} compilations.",
         "Aimed at and missed: at 90% a fourth of the full step's time, and 2.2 times one step's "
-        "compile time for the switch driver, whose optimizer is compiled for each depth. No bars are "
-        "published there.",
+        "compile time for the switch driver, whose optimizer is compiled for each depth. No bars "
+        "are published there.",
     ]
     sections.append((f"Compiling, medians of {len(DEPTHS)}", compilations))
     sections.append(("To keep in mind", [{"caveat": line} for line in lines]))
