@@ -167,7 +167,7 @@ def shaping(rounds: int) -> Iterable[Pair]:
 
 
 def prefixes(rounds: int) -> Iterable[Pair]:
-    task = freezing.task(8)
+    task = freezing.task(240, 8)
     names = (freezing.HOST, freezing.SELECTED, freezing.ZEROED, freezing.WHERE, freezing.BY_HAND)
     made = {name: freezing.make(task, name, 5).form for name in names}
     others = dict.fromkeys(names[1:], "5 of 10 groups of a transformer frozen")

@@ -7,7 +7,6 @@ from typing import Any, Literal, NamedTuple
 import jax
 import jax.numpy as jnp
 import optax
-from jax import lax
 
 from boostax._core import axes, checks, trees
 from boostax._core.about import described
@@ -15,21 +14,21 @@ from boostax._core.gate import (
     GatedTransformation,
     Pending,
     flush_inner,
+    has_gate,
     passed,
     run,
 )
 from boostax._core.prune import Pruning, pruning
+from boostax.freeze.chosen import Part, chosen
 from boostax.freeze.plan import Freezing, as_schedule
 from boostax.freeze.refusals import check_inner, drawn, require_params, require_present
 from boostax.freeze.stages import Choice
 
 PyTree = Any
 Moments = Literal["shared", "per_group"]
-# Of params or updates, and of the state: from the depth, the whole of the former, and the parts of
-# both that are active there, to new parts.
-Change = Callable[
-    [int, PyTree, PyTree, "ScheduledFreezeState"], tuple[PyTree, "ScheduledFreezeState"]
-]
+# Params or updates, and the state.
+Whole = tuple[PyTree, "ScheduledFreezeState"]
+Change = Callable[[int, Whole], Whole]
 
 
 class ScheduledFreezeState(NamedTuple):
@@ -216,48 +215,40 @@ def scheduled_freeze(
             inner_state=inner_state,
         )
 
-    def at_depth(
-        depth: int,
-        change: Change,
-        value: PyTree,
-        state: ScheduledFreezeState,
-        params: PyTree,
-        chosen: jax.Array | None = None,
-    ) -> tuple[PyTree, ScheduledFreezeState]:
-        """A change of what is active at this depth, taken out of the whole and put back.
+    def part_at(depth: int, params: PyTree) -> Part:
+        """What is active at this depth of params (or updates), and the state that belongs to it."""
+        pruned, active = cut(params, depth), freezing.active(params, depth)
+        # A train step has taken the inner state out before, and puts it back itself.
+        apart = lambda inner_state: jax.tree.structure(inner_state) == pruned.part  # noqa: E731
 
-        With ``chosen``, only where that is true.
-        """
-        pruned, whole = cut(params, depth), state.inner_state
-        # A train step has taken it out before, and puts it back itself.
-        apart = jax.tree.structure(whole) == pruned.part
-        narrow = state if apart else state._replace(inner_state=pruned.take(whole))
-        part = trees.masked(value, freezing.active(params, depth))
-        run = functools.partial(change, depth, value)
-        part, new = run(part, narrow) if chosen is None else _where(chosen, run, part, narrow)
-        inner_state = new.inner_state if apart else pruned.put(whole, new.inner_state)
-        return trees.unmasked(part, value), new._replace(inner_state=inner_state)
+        def take(whole: Whole) -> Whole:
+            value, state = whole
+            inner = (
+                state.inner_state if apart(state.inner_state) else pruned.take(state.inner_state)
+            )
+            return trees.masked(value, active), state._replace(inner_state=inner)
 
-    def at_any_depth(
-        depth: int | None,
-        change: Change,
-        value: PyTree,
-        state: ScheduledFreezeState,
-        params: PyTree,
-    ) -> tuple[PyTree, ScheduledFreezeState]:
-        """The same at this depth or, if there is none, at the one that the schedule says."""
-        plan = freezing.plan(params)
-        if depth is not None:
-            return at_depth(drawn(depth, plan), change, value, state, params)
-        if len(plan.drawn) == 1:
-            return at_depth(plan.drawn[0], change, value, state, params)
+        def put(whole: Whole, part: Whole) -> Whole:
+            (value, old), (found, new) = whole, part
+            inner = new.inner_state
+            inner = inner if apart(old.inner_state) else pruned.put(old.inner_state, inner)
+            return trees.unmasked(found, value), new._replace(inner_state=inner)
+
+        return Part(take, put)
+
+    def changed(depth: int | None, change: Change, whole: Whole, params: PyTree) -> Whole:
+        """A change at this depth or, if there is none, at the one that the schedule says."""
+        plan, state = freezing.plan(params), whole[1]
+        depths = plan.drawn if depth is None else (drawn(depth, plan),)
+        parts = [part_at(each, params) for each in depths]
+        changes = [functools.partial(change, each) for each in depths]
+        if len(depths) == 1:
+            return parts[0].put(whole, changes[0](parts[0].take(whole)))
         index = plan.index(state.next_depth)
         axes.require_invariant(index, _WHO)
-        # One after the other, each on its part: XLA then works in place, where it would copy all
-        # that a switch over the depths returns, and what one depth has does not pass all others.
-        for place, each in enumerate(plan.drawn):
-            value, state = at_depth(each, change, value, state, params, index == place)
-        return value, state
+        # States of their own, gates and what is sent differ from depth to depth.
+        alike = moments == "shared" and not has_gate(state.inner_state) and not axes.of_the_mesh()
+        return chosen(index, changes, parts, whole, alike)
 
     # One inner state for each depth is not where its own would lie.
     held = {"inner_state" if moments == "shared" else "inner_states": tx}
@@ -274,56 +265,39 @@ def scheduled_freeze(
     ) -> tuple[PyTree, ScheduledFreezeState]:
         require_params(params)
 
-        def step(
-            depth: int, value: PyTree, part: PyTree, state: ScheduledFreezeState
-        ) -> tuple[PyTree, ScheduledFreezeState]:
-            old = value if apply else params
+        def step(depth: int, part: Whole) -> Whole:
+            value, state = part
             active = freezing.active(params, depth)
             require_present(grads.raw, active, depth)
             pending = Pending(trees.masked(grads.raw, active), grads.factors)
             trees.require_gradients(pending.raw, _WHO)
             more = dict(extra)
             if "value_fn" in extra:
-                more["value_fn"] = lambda trial: extra["value_fn"](trees.unmasked(trial, old))
-            part = part if apply else trees.masked(params, active)
-            found, new = run(tx, pending, state.inner_state, part, apply=apply, extra=more)
+                more["value_fn"] = lambda trial: extra["value_fn"](trees.unmasked(trial, params))
+            old = value if apply else trees.masked(params, active)
+            found, new = run(tx, pending, state.inner_state, old, apply=apply, extra=more)
             return found, following(state, params, depth, passed(new), new)
 
         # Updates come in f32 or wider, whatever the params are stored in.
         value = params if apply else jax.tree.map(jnp.zeros_like, trees.at_least_float32(params))
-        return at_any_depth(depth, step, value, state, params)
+        return changed(depth, step, (value, state), params)
 
     def flush_fn(
         state: ScheduledFreezeState, params: PyTree, *, depth: int | None = None, **extra: Any
     ) -> tuple[PyTree, ScheduledFreezeState]:
-        def close(
-            depth: int, value: PyTree, part: PyTree, state: ScheduledFreezeState
-        ) -> tuple[PyTree, ScheduledFreezeState]:
+        def close(depth: int, part: Whole) -> Whole:
+            value, state = part
             before = _windows(state.inner_state)
-            found, new = flush_inner(tx, state.inner_state, part, extra)
+            found, new = flush_inner(tx, state.inner_state, value, extra)
             # What was open and is closed now was applied, unless an inner scaler skipped it.
             ok = before & passed(new)
             return found, following(state, params, depth, ok, new)
 
-        return at_any_depth(depth, close, params, state, params)
+        return changed(depth, close, (params, state), params)
 
     frozen = ScheduledFreeze(init_fn, step_fn, flush_fn)
     frozen.freezing, frozen.cut = freezing, cut
     return frozen
-
-
-def _where(
-    chosen: jax.Array, run: Callable[[PyTree, PyTree], Any], value: PyTree, state: PyTree
-) -> Any:
-    """``run`` or what it was given; either may vary over axes over which the other does not."""
-    replay, types = trees.trace_once(run, value, state)
-    return lax.cond(
-        chosen,
-        lambda *given: axes.unify(replay(*given), given),
-        lambda *given: axes.unify(given, types),
-        value,
-        state,
-    )
 
 
 def active_groups(opt_state: PyTree) -> jax.Array:

@@ -19,7 +19,7 @@ from boostax._core import axes, jaxprs
 
 PyTree = Any
 NEVER = -1
-_CALLS = ("jit", "pjit")
+CALLS = ("jit", "pjit")
 
 
 class Choice(NamedTuple):
@@ -40,41 +40,65 @@ class Choice(NamedTuple):
 
 
 def staged(
-    fn: Callable[[], Sequence[jax.Array]], levels: Sequence[int], index: jax.Array
+    fn: Callable[[], Sequence[jax.Array]],
+    levels: Sequence[int],
+    index: jax.Array,
+    otherwise: Sequence[jax.Array] | None = None,
 ) -> list[jax.Array]:
     """The results of ``fn()``, where they are wanted; what only the others need is not run.
-
-    In the place of those stands zero, or what had to be computed anyway.
 
     Args:
       fn: what would compute them all.
       levels: for each result the largest index at which it is wanted, or ``NEVER``.
       index: i32 scalar, the same on all replicas.
+      otherwise: what stands in the place of those that are not wanted, of the same types; without
+        it zeros, or what had to be computed anyway.
     """
     closed, types = jax.make_jaxpr(fn, return_shape=True)()
     closed = jax.make_jaxpr(lambda: _inlined(closed.jaxpr, closed.consts))()
     jaxpr: Any = closed.jaxpr
     stages = _stages(jaxpr, levels)
     values: dict[Any, Any] = dict(zip(jaxpr.constvars, closed.consts, strict=True))
+    held = {} if otherwise is None else _held(jaxpr, stages, levels, otherwise)
     for level in sorted(stages, reverse=True):
         inputs, outputs = _boundary(jaxpr, stages, levels, level)
         run = jaxprs.jaxpr_as_fun(
-            jaxprs.ClosedJaxpr(_part(jaxpr, inputs, outputs, stages[level]), ())
+            jaxprs.ClosedJaxpr(excerpt(jaxpr, inputs, outputs, stages[level]), ())
         )
         given = [values[var] for var in inputs]
-        # What is needed at every depth stands outside.
-        found = run(*given) if level == max(levels) else _branch(index <= level, run, given)
+        if level == max(levels):
+            # What is needed at every depth stands outside.
+            found = run(*given)
+        else:
+            found = _branch(index <= level, run, given, [held.get(var) for var in outputs])
         values.update(zip(outputs, found, strict=True))
 
-    def result(var: Any, level: int, kind: Any) -> jax.Array:
+    def result(var: Any, level: int, kind: Any, old: jax.Array | None) -> jax.Array:
         if level == NEVER:
-            return axes.unify(jnp.zeros_like(kind), kind)
-        return jnp.asarray(var.val, kind.dtype) if isinstance(var, jaxprs.Literal) else values[var]
+            return axes.unify(jnp.zeros_like(kind), kind) if old is None else old
+        literal = isinstance(var, jaxprs.Literal)
+        found = jnp.asarray(var.val, kind.dtype) if literal else values[var]
+        if old is None or level == max(levels) or (not literal and held.get(var) is old):
+            return found
+        return jnp.where(index <= level, found, old)
 
-    return [
-        result(var, level, kind)
-        for var, level, kind in zip(jaxpr.outvars, levels, types, strict=True)
-    ]
+    olds: Sequence[jax.Array | None] = [None] * len(levels) if otherwise is None else otherwise
+    return [result(*each) for each in zip(jaxpr.outvars, levels, types, olds, strict=True)]
+
+
+def _held(
+    jaxpr: Any,
+    stages: dict[int, list[Any]],
+    levels: Sequence[int],
+    otherwise: Sequence[jax.Array],
+) -> dict[Any, jax.Array]:
+    """What the branch of a stage gives in the place of results that are wanted just as long."""
+    stage_of = {var: at for at, eqns in stages.items() for eqn in eqns for var in eqn.outvars}
+    held: dict[Any, jax.Array] = {}
+    for var, level, old in zip(jaxpr.outvars, levels, otherwise, strict=True):
+        if not isinstance(var, jaxprs.Literal) and stage_of.get(var) == level:
+            held.setdefault(var, old)
+    return held
 
 
 def _inlined(jaxpr: Any, consts: Sequence[Any], *given: Any) -> list[Any]:
@@ -84,12 +108,12 @@ def _inlined(jaxpr: Any, consts: Sequence[Any], *given: Any) -> list[Any]:
     read = lambda atom: atom.val if isinstance(atom, jaxprs.Literal) else values[atom]  # noqa: E731
     for eqn in jaxpr.eqns:
         inputs = [read(atom) for atom in eqn.invars]
-        if eqn.primitive.name in _CALLS:
+        if eqn.primitive.name in CALLS:
             inner = eqn.params["jaxpr"]
             found = _inlined(inner.jaxpr, inner.consts, *inputs)
         else:
             atoms = list(dict.fromkeys(_variables(eqn.invars)))
-            part = _part(jaxpr, atoms, list(eqn.outvars), [eqn])
+            part = excerpt(jaxpr, atoms, list(eqn.outvars), [eqn])
             found = jaxprs.jaxpr_as_fun(jaxprs.ClosedJaxpr(part, ()))(
                 *[read(atom) for atom in atoms]
             )
@@ -97,7 +121,7 @@ def _inlined(jaxpr: Any, consts: Sequence[Any], *given: Any) -> list[Any]:
     return [read(atom) for atom in jaxpr.outvars]
 
 
-def _part(jaxpr: Any, inputs: list[Any], outputs: list[Any], eqns: list[Any]) -> jaxprs.Jaxpr:
+def excerpt(jaxpr: Any, inputs: list[Any], outputs: list[Any], eqns: list[Any]) -> jaxprs.Jaxpr:
     """Some of the operations of a program as a program."""
     told = jaxpr.debug_info._replace(
         arg_names=("",) * len(inputs), result_paths=("",) * len(outputs)
@@ -105,12 +129,24 @@ def _part(jaxpr: Any, inputs: list[Any], outputs: list[Any], eqns: list[Any]) ->
     return jaxprs.Jaxpr((), inputs, outputs, eqns, jaxpr.effects, told)
 
 
+def seen(eqn: Any) -> bool:
+    """Whether an operation does something besides its results, such as printing."""
+    # That a collective names an axis is an effect to JAX, but nobody sees it.
+    return any(type(effect).__name__ != "NamedAxisEffect" for effect in eqn.effects)
+
+
 def _branch(
-    predicate: jax.Array, run: Callable[..., Sequence[jax.Array]], given: list[jax.Array]
+    predicate: jax.Array,
+    run: Callable[..., Sequence[jax.Array]],
+    given: list[jax.Array],
+    instead: Sequence[jax.Array | None],
 ) -> Sequence[jax.Array]:
     types = jax.eval_shape(run, *given)
-    zeros = [axes.unify(jnp.zeros_like(kind), kind) for kind in types]
-    return lax.cond(predicate, lambda: list(run(*given)), lambda: zeros)
+    held = [
+        axes.unify(jnp.zeros_like(kind) if old is None else old, kind)
+        for old, kind in zip(instead, types, strict=True)
+    ]
+    return lax.cond(predicate, lambda: axes.unify(list(run(*given)), held), lambda: held)
 
 
 def _stages(jaxpr: Any, levels: Sequence[int]) -> dict[int, list[Any]]:
@@ -128,9 +164,7 @@ def _stages(jaxpr: Any, levels: Sequence[int]) -> dict[int, list[Any]]:
         level = max((wanted.get(var, NEVER) for var in eqn.outvars), default=NEVER)
         # There is no zero of what is not a number, and an effect is wanted whatever comes of it.
         special = any(jnp.issubdtype(var.aval.dtype, jax.dtypes.extended) for var in eqn.outvars)
-        # That a collective names an axis is an effect to JAX, but nobody sees it.
-        seen = any(type(effect).__name__ != "NamedAxisEffect" for effect in eqn.effects)
-        if seen or (special and level > NEVER):
+        if seen(eqn) or (special and level > NEVER):
             level = max(levels)
         if level > NEVER:
             stages.setdefault(level, []).insert(0, eqn)

@@ -1,0 +1,192 @@
+"""Programs that are much alike, as one: what they have in common is there once.
+
+The optimizer's step at one depth is that at another, but for leaves that are missing and for what
+is summed over leaves: scalars, such as a global norm. So the leaves of all depths come out of one
+program, in which those scalars are chosen by the depth.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.core import Tracer
+
+from boostax._core import jaxprs
+from boostax.freeze.stages import CALLS, excerpt, seen
+
+# Up to so many entries constants are the same if they are equal, above if they are one object.
+_SMALL = 4096
+
+
+class Unlike(Exception):
+    """The programs differ in more than scalars, or do more than to compute."""
+
+
+class Atom(NamedTuple):
+    """A result of a node."""
+
+    node: int
+    place: int = 0
+
+
+class _Given(NamedTuple):
+    """An argument or a constant."""
+
+    types: tuple[Any]
+    value: Any
+    inputs: tuple[Atom, ...] = ()
+
+    def run(self, inputs: Sequence[Any], index: jax.Array) -> Sequence[Any]:
+        del inputs, index
+        return [self.value]
+
+
+class _Operation(NamedTuple):
+    """An equation of a program, applied to what may stem from several."""
+
+    types: tuple[Any, ...]
+    jaxpr: Any
+    eqn: Any
+    inputs: tuple[Atom, ...]
+
+    def run(self, inputs: Sequence[Any], index: jax.Array) -> Sequence[Any]:
+        del index
+        name = jaxprs.gensym()
+        given = [name(atom.aval) for atom in self.eqn.invars]
+        eqn = self.eqn.replace(invars=given)
+        part = excerpt(self.jaxpr, given, list(eqn.outvars), [eqn])
+        return jaxprs.jaxpr_as_fun(jaxprs.ClosedJaxpr(part, ()))(*inputs)
+
+
+class _Choice(NamedTuple):
+    """Of scalars the one at the index."""
+
+    types: tuple[Any]
+    inputs: tuple[Atom, ...]
+
+    def run(self, inputs: Sequence[Any], index: jax.Array) -> Sequence[Any]:
+        # Not selections: XLA would put all of them into every operation that uses the scalar.
+        last = jnp.minimum(index, len(inputs) - 1)
+        return [lax.switch(last, [lambda x=x: jnp.asarray(x) for x in inputs])]
+
+
+_Node = _Given | _Operation | _Choice
+
+
+class Joined:
+    """The operations of several programs, each of them once."""
+
+    def __init__(self) -> None:
+        self._nodes: list[_Node] = []
+        self._known: dict[Any, int] = {}
+        self._found: dict[tuple[Atom, ...], Atom | None] = {}
+
+    def add(self, closed: jaxprs.ClosedJaxpr, given: Sequence[Any]) -> list[Atom]:
+        """The results of a program applied to ``given``, arrays told apart by identity.
+
+        Raises:
+          Unlike: it does more than its results say; who would do it once for all programs?
+        """
+        return self._add(closed.jaxpr, closed.consts, [self._given(x) for x in given])
+
+    def common(self, atoms: tuple[Atom, ...]) -> Atom:
+        """What is the atom of a place when the index is that place.
+
+        Raises:
+          Unlike: it would be a choice among what is no scalar.
+        """
+        if len(set(atoms)) == 1:
+            return atoms[0]
+        if atoms not in self._found:
+            self._found[atoms] = self._common(atoms)
+        found = self._found[atoms]
+        if found is None:
+            raise Unlike
+        return found
+
+    def run(self, wanted: Sequence[Atom], index: jax.Array) -> list[Any]:
+        """The values of atoms, with what else they need."""
+        needed = {atom.node for atom in wanted}
+        for number in reversed(range(len(self._nodes))):
+            if number in needed:
+                needed |= {atom.node for atom in self._nodes[number].inputs}
+        values: dict[int, Sequence[Any]] = {}
+        # Inputs were there before what uses them.
+        for number in sorted(needed):
+            node = self._nodes[number]
+            values[number] = node.run([values[a.node][a.place] for a in node.inputs], index)
+        return [values[atom.node][atom.place] for atom in wanted]
+
+    def _add(self, jaxpr: Any, consts: Sequence[Any], given: Sequence[Atom]) -> list[Atom]:
+        atoms = dict(zip(jaxpr.constvars, map(self._given, consts), strict=True))
+        atoms.update(zip(jaxpr.invars, given, strict=True))
+
+        def read(atom: Any) -> Atom:
+            literal = isinstance(atom, jaxprs.Literal)
+            return self._given(atom.val, atom.aval) if literal else atoms[atom]
+
+        for eqn in jaxpr.eqns:
+            if seen(eqn):
+                raise Unlike
+            inputs = tuple(map(read, eqn.invars))
+            if eqn.primitive.name in CALLS:
+                inner = eqn.params["jaxpr"]
+                found = self._add(inner.jaxpr, inner.consts, inputs)
+            else:
+                node = self._operation(jaxpr, eqn, inputs)
+                found = [Atom(node, place) for place in range(len(eqn.outvars))]
+            atoms.update(zip(eqn.outvars, found, strict=True))
+        return [read(atom) for atom in jaxpr.outvars]
+
+    def _node(self, key: Any, node: _Node) -> int:
+        if key not in self._known:
+            self._known[key] = len(self._nodes)
+            self._nodes.append(node)
+        return self._known[key]
+
+    def _given(self, x: Any, aval: Any = None) -> Atom:
+        aval = jax.typeof(x) if aval is None else aval
+        key: Any = id(x)
+        number = jnp.issubdtype(aval.dtype, np.number) or aval.dtype == bool
+        if number and aval.size <= _SMALL and not isinstance(x, Tracer):
+            # By their bits: zeros have a sign.
+            key = str(aval), np.asarray(x, aval.dtype).tobytes()
+        return Atom(self._node((_Given, key), _Given((aval,), x)))
+
+    def _operation(self, jaxpr: Any, eqn: Any, inputs: tuple[Atom, ...]) -> int:
+        types = tuple(var.aval for var in eqn.outvars)
+        return self._node((_sort(eqn), inputs), _Operation(types, jaxpr, eqn, inputs))
+
+    def _common(self, atoms: tuple[Atom, ...]) -> Atom | None:
+        nodes = [self._nodes[atom.node] for atom in atoms]
+        types = [node.types[atom.place] for node, atom in zip(nodes, atoms, strict=True)]
+        if len({(kind.shape, kind.dtype) for kind in types}) > 1:
+            return None
+        if types[0].shape == ():
+            return Atom(self._node((_Choice, atoms), _Choice((types[0],), atoms)))
+        operations = [node for node in nodes if isinstance(node, _Operation)]
+        sorts = {(*_sort(op.eqn), atom.place) for op, atom in zip(operations, atoms, strict=False)}
+        if len(operations) < len(nodes) or len(sorts) > 1:
+            return None
+        columns = zip(*(op.inputs for op in operations), strict=True)
+        try:
+            inputs = tuple(map(self.common, columns))
+        except Unlike:
+            return None
+        first = operations[0]
+        return Atom(self._operation(first.jaxpr, first.eqn, inputs), atoms[0].place)
+
+
+def _sort(eqn: Any) -> tuple[Any, Any]:
+    """By which operations are the same."""
+    params: Any = tuple(sorted(eqn.params.items()))
+    try:
+        hash(params)
+    except TypeError:
+        params = id(eqn)
+    return eqn.primitive, params
