@@ -48,7 +48,7 @@ def call_costs(
 ) -> tuple[CallCost, ...]:
     """One for each program of a step; with ``scheduled_freeze``, for each depth that it draws."""
     # What is built here is no part of what the step was used for.
-    step = dataclasses.replace(step, _compiled={}, _hosts={})
+    step = dataclasses.replace(step, _compiled={}, _frozen={})
     if not isinstance(step.tx, ScheduledFreeze):
         if depths is not None:
             hint = "Only scheduled_freeze, outermost, has any."

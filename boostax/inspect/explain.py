@@ -207,7 +207,7 @@ def _of_step(
         calls = call_costs(step, state, batch, depths)
         if step.mesh is None:
             return calls, None
-        fresh = dataclasses.replace(step, _compiled={}, _hosts={})
+        fresh = dataclasses.replace(step, _compiled={}, _frozen={})
         return calls, fresh.jaxpr(state, batch, depth=calls[0].depth)
 
     params = jax.eval_shape(step.common_params, state)

@@ -13,7 +13,6 @@ from jax.sharding import Mesh, PartitionSpec
 
 from boostax._core import trees
 from boostax._core.gate import outermost_passed, passed
-from boostax._core.prune import Pruning
 from boostax._core.replicas import (
     PerReplica,
     enter_replica,
@@ -21,7 +20,7 @@ from boostax._core.replicas import (
 )
 from boostax.accumulate.aux import Aux, as_aux
 from boostax.accumulate.window import flush
-from boostax.freeze.driver import HostDepth
+from boostax.freeze.driver import Depths
 from boostax.freeze.scheduled import ScheduledFreeze, ScheduledFreezeState
 from boostax.precision.finite import all_finite
 from boostax.precision.policy import Policy
@@ -68,8 +67,7 @@ class TrainStep:
     freeze_driver: FreezeDriver = "host"
     shard_optimizer: bool = False
     _compiled: dict[tuple[Kind, int | None, Any], Any] = dataclasses.field(default_factory=dict)
-    _cuts: dict[tuple[int, Any], Pruning] = dataclasses.field(default_factory=dict)
-    _hosts: dict[Any, HostDepth] = dataclasses.field(default_factory=dict)
+    _frozen: dict[Any, Depths] = dataclasses.field(default_factory=dict)
 
     @functools.cached_property
     def placing(self) -> Placing | None:
@@ -136,18 +134,25 @@ class TrainStep:
           The new state and scalars: ``loss`` (unscaled, the mean over all), ``applied`` (whether
           the params changed), ``boostax.metrics(opt_state)`` and ``Aux.metrics``.
         """
-        batch, depth = self.place(batch), self._depth(state)
-        small, reported = self._program("step", state, depth)(self._narrowed(state, depth), batch)
-        state = self._widened(state, small, depth)
-        if depth is not None:
-            self._host(state).follow(state.opt_state)
+        batch = self.place(batch)
+        if not self._freezes_on_host(state):
+            return self._program("step", state, None)(state, batch)
+        depths = self._depths(state)
+        depth = depths.coming(state.opt_state)
+        program = self._program("step", state, depth)
+        small, reported = program(_narrowed(state, depths, depth), batch)
+        state = _widened(state, small, depths, depth)
+        depths.coming.follow(state.opt_state)
         return state, reported
 
     def flush(self, state: TrainState) -> TrainState:
         """Apply a partial window at the end of a run (see ``boostax.flush``)."""
         depth = self._coming(state)
-        small = self._program("flush", state, depth)(self._narrowed(state, depth))
-        return self._widened(state, small, depth)
+        program = self._program("flush", state, depth)
+        if depth is None:
+            return program(state)
+        depths = self._depths(state)
+        return _widened(state, program(_narrowed(state, depths, depth)), depths, depth)
 
     def lower(
         self, state: TrainState, batch: PyTree, *, depth: int | None = None
@@ -155,13 +160,13 @@ class TrainStep:
         """The lowered program, for its text, memory and cost; of the coming depth, or another."""
         depth = self._coming(state) if depth is None else depth
         program = self._program("step", state, depth)
-        return program.lower(self._narrowed(state, depth), self.place(batch))
+        return program.lower(self._given(state, depth), self.place(batch))
 
     def jaxpr(self, state: TrainState, batch: PyTree, *, depth: int | None = None) -> Any:
         """The traced program, for counting collectives and bytes."""
         depth = self._coming(state) if depth is None else depth
         program = self._program("step", state, depth)
-        return jax.make_jaxpr(program)(self._narrowed(state, depth), self.place(batch))
+        return jax.make_jaxpr(program)(self._given(state, depth), self.place(batch))
 
     def common_params(self, state: TrainState) -> PyTree:
         """The params, to evaluate: where each replica has its own, their mean."""
@@ -186,21 +191,18 @@ class TrainStep:
         # Inside another program there is nothing to read.
         return not isinstance(state.opt_state.steps, Tracer)
 
-    def _host(self, state: TrainState) -> HostDepth:
+    def _depths(self, state: TrainState) -> Depths:
         assert isinstance(self.tx, ScheduledFreeze)
         structure = jax.tree.structure(state)
-        if structure not in self._hosts:
-            self._hosts[structure] = HostDepth(self.tx.freezing.plan(local_shapes(state)))
-        return self._hosts[structure]
-
-    def _depth(self, state: TrainState) -> int | None:
-        """Groups to freeze in a call; ``None`` if the program itself finds out."""
-        return self._host(state)(state.opt_state) if self._freezes_on_host(state) else None
+        if structure not in self._frozen:
+            self._frozen[structure] = Depths(self.tx, local_shapes(state))
+        return self._frozen[structure]
 
     def _coming(self, state: TrainState) -> int | None:
-        """The same for a look at the state, after which the run goes on as if nothing had been.
+        """Groups to freeze, for a look at the state after which the run goes on as if undisturbed.
 
-        It raises nothing at the end of a schedule: there may be a window left to flush.
+        ``None`` if the program itself finds out. It raises nothing at the end of a schedule: there
+        may be a window left to flush.
         """
         if not self._freezes_on_host(state):
             return None
@@ -211,33 +213,9 @@ class TrainStep:
             )
         return int(state.opt_state.next_depth)
 
-    def _cut(self, state: TrainState, depth: int) -> Pruning:
-        """Where the inner state of a depth lies in the whole."""
-        assert isinstance(self.tx, ScheduledFreeze)
-        key = depth, jax.tree.structure(state)
-        if key not in self._cuts:
-            self._cuts[key] = self.tx.cut(local_shapes(state), depth)
-        return self._cuts[key]
-
-    def _narrowed(
-        self, state: TrainState, depth: int | None, of: TrainState | None = None
-    ) -> TrainState:
-        """What the program of a depth is given: a state (or specs like it) without what is frozen.
-
-        A call costs time for every array that it hands over, whether it is touched or not.
-        """
-        if depth is None:
-            return state
-        inner_state = self._cut(of or state, depth).take(state.opt_state.inner_state)
-        return state._replace(opt_state=state.opt_state._replace(inner_state=inner_state))
-
-    def _widened(self, state: TrainState, small: TrainState, depth: int | None) -> TrainState:
-        """The whole again, with what the program returned."""
-        if depth is None:
-            return small
-        cut, old = self._cut(state, depth), state.opt_state.inner_state
-        inner_state = cut.put(old, small.opt_state.inner_state)
-        return small._replace(opt_state=small.opt_state._replace(inner_state=inner_state))
+    def _given(self, state: TrainState, depth: int | None) -> TrainState:
+        """What the program of a depth is given."""
+        return state if depth is None else _narrowed(state, self._depths(state), depth)
 
     def _program(self, kind: Kind, state: TrainState, depth: int | None) -> Any:
         """The jitted step or flush for states like this one."""
@@ -245,7 +223,8 @@ class TrainStep:
         if key not in self._compiled:
             specs: Any = None
             if self.placing is not None:
-                specs = self._narrowed(self.placing.specs(state), depth, of=state)
+                specs = self.placing.specs(state)
+                specs = specs if depth is None else _narrowed(specs, self._depths(state), depth)
             inside = specs and specs.opt_state
             run: Any = functools.partial(
                 self._step if kind == "step" else self._flush, depth, inside
@@ -338,6 +317,14 @@ def _left(state: TrainState, params: PyTree, opt_state: PyTree) -> TrainState:
     params = PerReplica(params) if isinstance(state.params, PerReplica) else params
     params, opt_state = leave_replica((params, opt_state))
     return state._replace(params=params, opt_state=opt_state)
+
+
+def _narrowed(state: TrainState, depths: Depths, depth: int) -> TrainState:
+    return state._replace(opt_state=depths.narrowed(state.opt_state, depth))
+
+
+def _widened(state: TrainState, small: TrainState, depths: Depths, depth: int) -> TrainState:
+    return small._replace(opt_state=depths.widened(state.opt_state, small.opt_state, depth))
 
 
 def _own(x: Any) -> jax.Array:
