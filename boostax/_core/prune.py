@@ -1,5 +1,6 @@
 """The part of an optimizer's state that belongs to some of the params, and back."""
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -28,12 +29,18 @@ class Pruning(NamedTuple):
 
     def take(self, state: PyTree) -> PyTree:
         """The smaller state out of the larger one; nothing is copied."""
-        leaves = self.whole.flatten_up_to(state)
+        return self.take_of(self.whole.flatten_up_to(state))
+
+    def take_of(self, leaves: Sequence[Any]) -> PyTree:
+        """The same, of the larger one's leaves."""
         return self.part.unflatten([leaves[place] for place in self.places])
 
     def put(self, state: PyTree, part: PyTree) -> PyTree:
         """The larger state with the smaller one's leaves in it."""
-        leaves = self.whole.flatten_up_to(state)
+        return self.put_among(self.whole.flatten_up_to(state), part)
+
+    def put_among(self, leaves: list[Any], part: PyTree) -> PyTree:
+        """The same, with the larger one's leaves, which change."""
         for place, leaf in zip(self.places, self.part.flatten_up_to(part), strict=True):
             leaves[place] = leaf
         return self.whole.unflatten(leaves)

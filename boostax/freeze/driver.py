@@ -1,12 +1,10 @@
 """The depth of the coming call, known on the host, asking the device as seldom as can be."""
 
-import functools
 from typing import Any
 
 from boostax._core.gate import has_gate
-from boostax._core.prune import Pruning
 from boostax.freeze.plan import Plan
-from boostax.freeze.scheduled import ScheduledFreeze, ScheduledFreezeState
+from boostax.freeze.scheduled import ScheduledFreezeState
 
 PyTree = Any
 
@@ -48,31 +46,3 @@ class HostDepth:
         """Take note of what the call returned."""
         self._last = state.steps
         self._most += 1
-
-
-class Depths:
-    """For states of one structure: which depth comes next, and what of a state belongs to it.
-
-    A call costs time for every array that it hands over, whether it is touched or not: programs of
-    a depth are given what is active there.
-
-    Args:
-      tx: what freezes.
-      params: shapes and dtypes of the params.
-    """
-
-    def __init__(self, tx: ScheduledFreeze, params: PyTree):
-        self.coming = HostDepth(tx.freezing.plan(params))
-        self._cut = functools.cache(functools.partial(tx.cut, params))
-
-    def narrowed(self, state: ScheduledFreezeState, depth: int) -> ScheduledFreezeState:
-        """A state (or specs like it) without what is frozen."""
-        cut: Pruning = self._cut(depth)
-        return state._replace(inner_state=cut.take(state.inner_state))
-
-    def widened(
-        self, state: ScheduledFreezeState, small: ScheduledFreezeState, depth: int
-    ) -> ScheduledFreezeState:
-        """The whole again, with what a program of that depth returned."""
-        cut: Pruning = self._cut(depth)
-        return small._replace(inner_state=cut.put(state.inner_state, small.inner_state))

@@ -20,13 +20,13 @@ from boostax._core.replicas import (
 )
 from boostax.accumulate.aux import Aux, as_aux
 from boostax.accumulate.window import flush
-from boostax.freeze.driver import Depths
 from boostax.freeze.scheduled import ScheduledFreeze, ScheduledFreezeState
 from boostax.precision.finite import all_finite
 from boostax.precision.policy import Policy
 from boostax.train.apply import apply_gradients, metrics
+from boostax.train.depths import Depths
 from boostax.train.oracle import Oracle
-from boostax.train.placing import Placing, local_shapes
+from boostax.train.placing import Placing
 from boostax.train.sharing import run_shared
 from boostax.train.state import TrainState
 
@@ -135,38 +135,40 @@ class TrainStep:
           the params changed), ``boostax.metrics(opt_state)`` and ``Aux.metrics``.
         """
         batch = self.place(batch)
+        leaves, structure = jax.tree.flatten(state)
         if not self._freezes_on_host(state):
-            return self._program("step", state, None)(state, batch)
-        depths = self._depths(state)
+            return self._program("step", state, structure, None)(state, batch)
+        depths = self._depths(state, structure)
         depth = depths.coming(state.opt_state)
-        program = self._program("step", state, depth)
-        small, reported = program(_narrowed(state, depths, depth), batch)
-        state = _widened(state, small, depths, depth)
+        part = depths.part(depth)
+        program = self._program("step", state, structure, depth)
+        small, reported = program(part.take_of(leaves), batch)
+        state = part.put_among(leaves, small)
         depths.coming.follow(state.opt_state)
         return state, reported
 
     def flush(self, state: TrainState) -> TrainState:
         """Apply a partial window at the end of a run (see ``boostax.flush``)."""
-        depth = self._coming(state)
-        program = self._program("flush", state, depth)
+        depth, structure = self._coming(state), jax.tree.structure(state)
+        program = self._program("flush", state, structure, depth)
         if depth is None:
             return program(state)
-        depths = self._depths(state)
-        return _widened(state, program(_narrowed(state, depths, depth)), depths, depth)
+        part = self._depths(state, structure).part(depth)
+        return part.put(state, program(part.take(state)))
 
     def lower(
         self, state: TrainState, batch: PyTree, *, depth: int | None = None
     ) -> jax.stages.Lowered:
         """The lowered program, for its text, memory and cost; of the coming depth, or another."""
         depth = self._coming(state) if depth is None else depth
-        program = self._program("step", state, depth)
-        return program.lower(self._given(state, depth), self.place(batch))
+        program, given = self._looked_at(state, depth)
+        return program.lower(given, self.place(batch))
 
     def jaxpr(self, state: TrainState, batch: PyTree, *, depth: int | None = None) -> Any:
         """The traced program, for counting collectives and bytes."""
         depth = self._coming(state) if depth is None else depth
-        program = self._program("step", state, depth)
-        return jax.make_jaxpr(program)(self._given(state, depth), self.place(batch))
+        program, given = self._looked_at(state, depth)
+        return jax.make_jaxpr(program)(given, self.place(batch))
 
     def common_params(self, state: TrainState) -> PyTree:
         """The params, to evaluate: where each replica has its own, their mean."""
@@ -191,11 +193,10 @@ class TrainStep:
         # Inside another program there is nothing to read.
         return not isinstance(state.opt_state.steps, Tracer)
 
-    def _depths(self, state: TrainState) -> Depths:
+    def _depths(self, state: TrainState, structure: Any) -> Depths:
         assert isinstance(self.tx, ScheduledFreeze)
-        structure = jax.tree.structure(state)
         if structure not in self._frozen:
-            self._frozen[structure] = Depths(self.tx, local_shapes(state))
+            self._frozen[structure] = Depths(self.tx, state, structure)
         return self._frozen[structure]
 
     def _coming(self, state: TrainState) -> int | None:
@@ -213,18 +214,24 @@ class TrainStep:
             )
         return int(state.opt_state.next_depth)
 
-    def _given(self, state: TrainState, depth: int | None) -> TrainState:
-        """What the program of a depth is given."""
-        return state if depth is None else _narrowed(state, self._depths(state), depth)
+    def _looked_at(self, state: TrainState, depth: int | None) -> tuple[Any, TrainState]:
+        """The program of a call's step, and the state that it is given."""
+        structure = jax.tree.structure(state)
+        program = self._program("step", state, structure, depth)
+        if depth is None:
+            return program, state
+        return program, self._depths(state, structure).part(depth).take(state)
 
-    def _program(self, kind: Kind, state: TrainState, depth: int | None) -> Any:
-        """The jitted step or flush for states like this one."""
-        key = kind, depth, jax.tree.structure(state)
+    def _program(self, kind: Kind, state: TrainState, structure: Any, depth: int | None) -> Any:
+        """The jitted step or flush for states of this structure."""
+        key = kind, depth, structure
         if key not in self._compiled:
             specs: Any = None
             if self.placing is not None:
                 specs = self.placing.specs(state)
-                specs = specs if depth is None else _narrowed(specs, self._depths(state), depth)
+                if depth is not None:
+                    each = jax.tree.broadcast(specs, state)
+                    specs = self._depths(state, structure).part(depth).take(each)
             inside = specs and specs.opt_state
             run: Any = functools.partial(
                 self._step if kind == "step" else self._flush, depth, inside
@@ -317,14 +324,6 @@ def _left(state: TrainState, params: PyTree, opt_state: PyTree) -> TrainState:
     params = PerReplica(params) if isinstance(state.params, PerReplica) else params
     params, opt_state = leave_replica((params, opt_state))
     return state._replace(params=params, opt_state=opt_state)
-
-
-def _narrowed(state: TrainState, depths: Depths, depth: int) -> TrainState:
-    return state._replace(opt_state=depths.narrowed(state.opt_state, depth))
-
-
-def _widened(state: TrainState, small: TrainState, depths: Depths, depth: int) -> TrainState:
-    return small._replace(opt_state=depths.widened(state.opt_state, small.opt_state, depth))
 
 
 def _own(x: Any) -> jax.Array:
