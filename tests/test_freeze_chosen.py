@@ -108,6 +108,21 @@ def test_all_depths_at_once_are_each_in_turn(name, monkeypatch):
     jax.tree.map(np.testing.assert_array_equal, found, expected)
 
 
+def test_a_step_outside_any_program():
+    """Equal leaves are told apart, and their values are not read."""
+    params = [jnp.zeros(()) for _ in GROUPS]
+    tx = boostax.scheduled_freeze(ALIKE["clipped adamw"](), GROUPS, [0, 2])
+    ends = []
+    for step in (boostax.apply_gradients, jax.jit(boostax.apply_gradients, static_argnums=0)):
+        now, state = params, tx.init(params)
+        for _ in range(2):
+            now, state = step(tx, jax.tree.map(jnp.ones_like, params), state, now)
+        ends.append((now, state))
+    jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-6), *ends)
+    values = [float(x) for x in ends[0][0]]
+    assert values[0] == values[1] > values[2] == values[3]
+
+
 def test_what_an_inner_transformation_tells_is_told_once_a_step():
     seen = []
     trajectory(clipped(looking(seen), optax.sgd(1e-2)))

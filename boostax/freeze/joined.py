@@ -14,12 +14,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.core import Tracer
 
 from boostax._core import jaxprs
 from boostax.freeze.stages import CALLS, excerpt, seen
 
-# Up to so many entries constants are the same if they are equal, above if they are one object.
+# Up to so many entries constants of NumPy are the same if they are equal; all else if it is one
+# object.
 _SMALL = 4096
 
 
@@ -152,8 +152,8 @@ class Joined:
     def _given(self, x: Any, aval: Any = None) -> Atom:
         aval = jax.typeof(x) if aval is None else aval
         key: Any = id(x)
-        number = jnp.issubdtype(aval.dtype, np.number) or aval.dtype == bool
-        if number and aval.size <= _SMALL and not isinstance(x, Tracer):
+        # Arrays of JAX may lie elsewhere, or be those of a trace.
+        if not isinstance(x, jax.Array) and aval.size <= _SMALL:
             # By their bits: zeros have a sign.
             key = str(aval), np.asarray(x, aval.dtype).tobytes()
         return Atom(self._node((_Given, key), _Given((aval,), x)))

@@ -138,10 +138,11 @@ def scheduled_freeze(
     Example:
       >>> import boostax, jax.numpy as jnp, optax
       >>> tx = boostax.scheduled_freeze(optax.sgd(1.0), {"a": 0, "b": 1}, [0, 1])
-      >>> w = {"a": jnp.float32(0.0), "b": jnp.float32(0.0)}
+      >>> w = {"a": jnp.zeros(()), "b": jnp.zeros(())}
+      >>> grads = {"a": jnp.ones(()), "b": jnp.ones(())}
       >>> state = tx.init(w)
       >>> for _ in range(2):
-      ...   w, state = boostax.apply_gradients(tx, {"a": 1.0, "b": 1.0}, state, w)
+      ...   w, state = boostax.apply_gradients(tx, grads, state, w)
       >>> float(w["a"]), float(w["b"])
       (-1.0, -2.0)
 
