@@ -141,8 +141,7 @@ def test_wires_are_measured_against_the_others():
 def test_an_update_is_timed_where_it_fits(monkeypatch):
     case = CASES["`accumulate`"]
     point = growth.point_of("params", 16_384, case, SMALL)
-    # The kernel tells user from system time by its ticks: a short update may have none.
-    assert 0 <= measure.measured(case, point, timed=True)["update s"] < 10
+    assert measure.measured(case, point, timed=True)["update s"] > 0
     monkeypatch.setattr(measure, "ROOM", 1000)
     assert measure.measured(case, point, timed=True)["update s"] is None
 
