@@ -1,6 +1,8 @@
 """What AdaSum costs on the wire and in time, beside a mean and the other ways to compute it."""
 
 import argparse
+import functools
+import operator
 import os
 from collections.abc import Callable
 from typing import Any
@@ -32,6 +34,15 @@ def adasum(leaves: Leaves, **options: Any) -> Any:
 
 def pmean(leaves: Leaves) -> Leaves:
     return [lax.pmean(x, AXIS) for x in leaves]
+
+
+def exchange_alone(leaves: Leaves) -> Leaves:
+    """What AdaSum sends, with the rows no more than added up: the least that it can take."""
+    rows = jnp.concatenate([x.reshape(DEVICES, -1) for x in leaves], 1)
+    rows = lax.all_to_all(rows, AXIS, 0, 0)
+    summed = functools.reduce(operator.add, rows)
+    whole = lax.all_gather(summed, AXIS)
+    return [x.reshape(-1) for x in _split(whole, [x.size // DEVICES for x in leaves])]
 
 
 def gather_and_reduce(leaves: Leaves) -> Leaves:
@@ -109,6 +120,7 @@ FORMS: dict[str, Callable[[Leaves], Leaves]] = {
     "lax.pmean": pmean,
     "boostax.adasum": adasum,
     "boostax.adasum, bf16 on the wire": lambda leaves: adasum(leaves, wire_dtype="bfloat16"),
+    "all-to-all, sum, all-gather": exchange_alone,
     "recursive halving": recursive_halving,
     "recursive doubling": recursive_doubling,
     "all-gather and reduce": gather_and_reduce,
@@ -182,7 +194,7 @@ def main() -> None:
     for entries in (2**20, 2**23):
         for leaves in (1, 64):
             # Short runs are the noisier ones.
-            rows, found = measure(entries, leaves, rounds * (4 if entries < 2**23 else 1))
+            rows, found = measure(entries, leaves, rounds * (12 if entries < 2**23 else 1))
             sections.append(
                 (f"{entries // 2**20}M f32 entries in {_leaves(leaves)}, 8 devices", rows)
             )
