@@ -132,12 +132,14 @@ _LATE = {
 }
 
 
-def __getattr__(name: str) -> object:
-    """The names that are loaded late."""
-    if name not in _LATE:
-        raise AttributeError(f"module 'boostax' has no attribute {name!r}")
-    globals()[name] = value = getattr(importlib.import_module(_LATE[name]), name)
-    return value
+if not TYPE_CHECKING:  # where any name would pass for one
+
+    def __getattr__(name: str) -> object:
+        """The names that are loaded late."""
+        if name not in _LATE:
+            raise AttributeError(f"module 'boostax' has no attribute {name!r}")
+        globals()[name] = value = getattr(importlib.import_module(_LATE[name]), name)
+        return value
 
 
 def __dir__() -> list[str]:

@@ -83,3 +83,4 @@ def refused(params: Any) -> None:
         normalize="average",  # pyright: ignore[reportArgumentType]
     )
     boostax.dynamic_loss_scale(params.missing, window=3)  # pyright: ignore[reportCallIssue]
+    boostax.dynamic_loss_scal(optax.sgd(0.1))  # pyright: ignore[reportAttributeAccessIssue]
