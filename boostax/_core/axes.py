@@ -150,6 +150,13 @@ def gather(x: jax.Array, names: tuple[str, ...], dim: int = 0) -> jax.Array:
     return stacked.reshape(*x.shape[:dim], -1, *x.shape[dim:])
 
 
+def gather_along(x: jax.Array, names: tuple[str, ...], dim: int) -> jax.Array:
+    """The whole of what is cut along a dimension over the replicas, typed as equal on all."""
+    if not _vmapped(names):
+        return lax.all_gather(x, names, axis=dim, tiled=True, to="invarying")
+    return gather(x, names, dim).reshape(*x.shape[:dim], -1, *x.shape[dim + 1 :])
+
+
 def total(x: jax.Array, names: tuple[str, ...]) -> jax.Array:
     """The sum over the axes over which ``x`` varies; over all of them where JAX does not track."""
     known = varying(x)

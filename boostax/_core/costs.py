@@ -30,6 +30,9 @@ RING: dict[str, Callable[[int], float]] = {
     "ppermute": lambda n: 1,
 }
 
+# What stands between a question and the branch that it chooses, by the operand that is asked about.
+_PASSED_ON = {"convert_element_type": 0, "clamp": 1}
+
 _SCOPE = re.escape(SCOPE) + r"(\w+)"
 
 
@@ -159,8 +162,8 @@ def _walk(
 def _question(cond: Any, made: dict[Any, Any]) -> tuple[Any, int] | None:
     """What a cond asks by: an integer variable and the number that it must be."""
     eqn = made.get(cond.invars[0])
-    while eqn is not None and eqn.primitive.name == "convert_element_type":
-        eqn = made.get(eqn.invars[0])
+    while eqn is not None and eqn.primitive.name in _PASSED_ON:
+        eqn = made.get(eqn.invars[_PASSED_ON[eqn.primitive.name]])
     if eqn is None or eqn.primitive.name != "eq":
         return None
     index, value = eqn.invars

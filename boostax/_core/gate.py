@@ -1,12 +1,13 @@
 """The gate: the one place where "run the inner transformation, or hold everything" is compiled.
 
-Three measured facts of XLA give it its form (12M parameters, Adam, donated buffers):
+What the compilers for CPU, TPU and GPU make of it gives it its form (``docs/compilers.md``):
 
-* Selecting between old and new values with ``where`` keeps two readers of every moment alive and
-  costs a copy of each: 4-5x a bare step. ``lax.cond`` around the update *and* its application lets
-  XLA write in place: 1.04-1.2x, no temporary memory.
-* The heavy branch must be the True one; the opposite order copies every untouched buffer
-  (https://github.com/jax-ml/jax/issues/39449).
+* Selecting between old and new values with ``where`` keeps two readers of every moment alive.
+  A branch around the update *and* its application lets XLA write donated buffers in place.
+* The branch is a ``lax.switch`` on an int32. Of a ``lax.cond`` XLA:CPU copies all that passes
+  through unless the branch that works is the True one
+  (https://github.com/jax-ml/jax/issues/39449), XLA:GPU unless it is the False one; an index keeps
+  its branches in their order, and no compiler copies.
 * A pure ``update`` has to hand out updates, so it needs one buffer of the size of the params.
 
 A gated transformation therefore carries, beside the pure ``update`` of Optax, a ``step`` that can
@@ -154,11 +155,21 @@ def gate(
     held = (params if apply else jax.tree.map(jnp.zeros_like, types[0]), state)
     held = axes.unify(held, types)
 
-    def on_true() -> tuple[PyTree, Any]:
+    def work() -> tuple[PyTree, Any]:
         value, new_state = replay()
         return axes.unify((value, trees.cast_like(new_state, state)), held)
 
-    return lax.cond(predicate, on_true, lambda: held)
+    return branch(predicate, work, lambda: held)
+
+
+def branch(
+    predicate: jax.Array, work: Callable[..., PyTree], hold: Callable[..., PyTree], *operands: Any
+) -> PyTree:
+    """``work(*operands)`` where the predicate holds, else ``hold(*operands)``, written in place.
+
+    For every branch that carries state. Both are to return the same types.
+    """
+    return lax.switch(predicate.astype(jnp.int32), [hold, work], *operands)
 
 
 def passed(state: PyTree) -> jax.Array:

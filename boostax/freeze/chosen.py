@@ -4,9 +4,9 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
-from jax import lax
 
 from boostax._core import axes, trees
+from boostax._core.gate import branch
 from boostax.freeze.joined import Joined, Unlike
 from boostax.freeze.stages import staged
 
@@ -58,7 +58,7 @@ def _in_turn(
         old = part.take(whole)
         replay, types = trees.trace_once(change, old)
         # Either may vary over axes over which the other does not.
-        new = lax.cond(
+        new = branch(
             index == place,
             lambda given, replay=replay: axes.unify(replay(given), given),
             lambda given, types=types: axes.unify(given, types),

@@ -13,9 +13,9 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 
 from boostax._core import axes, jaxprs
+from boostax._core.gate import branch
 
 PyTree = Any
 NEVER = -1
@@ -146,7 +146,7 @@ def _branch(
         axes.unify(jnp.zeros_like(kind) if old is None else old, kind)
         for old, kind in zip(instead, types, strict=True)
     ]
-    return lax.cond(predicate, lambda: axes.unify(list(run(*given)), held), lambda: held)
+    return branch(predicate, lambda: axes.unify(list(run(*given)), held), lambda: held)
 
 
 def _stages(jaxpr: Any, levels: Sequence[int]) -> dict[int, list[Any]]:

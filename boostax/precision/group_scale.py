@@ -21,7 +21,7 @@ from jax.core import Tracer
 
 from boostax._core import axes, checks, trees
 from boostax._core.about import described
-from boostax._core.gate import GatedTransformation, Pending, gate, run
+from boostax._core.gate import GatedTransformation, Pending, branch, gate, run
 from boostax.precision.finite import largest_magnitudes, magnitude, usable
 from boostax.precision.group_state import GroupLossScaleState, check_labels, group_numbers
 from boostax.precision.skips import count, decided, flush_of
@@ -205,8 +205,7 @@ def group_loss_scale(
         value, inner_state = gate(ok, heavy, params, state.inner_state, apply=apply, who=who)
         due = ~ok | (state.until_count <= 0)
         old = jnp.stack([state.nonfinite, state.underflow, state.entries])
-        # The heavy branch on True: see boostax._core.gate.
-        nonfinite, underflow, entries = lax.cond(due, lambda: _counts(parts, names), lambda: old)
+        nonfinite, underflow, entries = branch(due, lambda: _counts(parts, names), lambda: old)
         state = adjust(state, seen)._replace(
             nonfinite=nonfinite,
             underflow=underflow,

@@ -97,13 +97,6 @@ def send(
     return Sent(route, abouts, parcels)
 
 
-def gather(route: Route, parts: Sequence[jax.Array], bucket_bytes: int | None) -> list[jax.Array]:
-    """``(slices, columns)`` of every leaf from this device's ``(columns,)``."""
-    plan = _plan(parts, route.slices, bucket_bytes, 1)
-    packed = [layout.packed(parts, bucket) for bucket in plan.buckets]
-    return _deliver(route, plan, packed)
-
-
 def _plan(
     parts: Sequence[jax.Array], slices: int, bucket_bytes: int | None, block: int
 ) -> layout.Plan:

@@ -1,9 +1,8 @@
 """How rows travel: each device receives one slice of every row, and gives one slice back.
 
 Between the two, all arithmetic is in f32 or wider on whole rows. An all-to-all and an all-gather
-together send the bytes of a ring all-reduce. Three routes: over named axes (``shard_map``,
-``pmap``, ``vmap``); by sharding constraints (plain jit), where XLA puts in the collectives; and
-the all-reduce itself, for what is no more than a sum.
+together send the bytes of a ring all-reduce. Two routes: over named axes (``shard_map``,
+``pmap``, ``vmap``); and by sharding constraints (plain jit), where XLA puts in the collectives.
 """
 
 import dataclasses
@@ -52,46 +51,6 @@ class Route(Protocol):
     def deliver(self, part: jax.Array, owners: Callable[[], Owners]) -> jax.Array:
         """From this device's slice of a bucket to ``(slices, columns)``, equal everywhere."""
         ...
-
-
-@dataclasses.dataclass(frozen=True)
-class DenseRoute:
-    """A plain all-reduce over named axes: a single row, whole on every device.
-
-    Attributes:
-      names: the axes.
-      divide: by their size: before the sum, after it, or never.
-    """
-
-    names: tuple[str, ...]
-    divide: Divide = "after"
-
-    @property
-    def slices(self) -> int:
-        """A leaf stays whole."""
-        return 1
-
-    @property
-    def by_blocks(self) -> bool:
-        """Nothing is done by leaf."""
-        return False
-
-    def send(self, cuts: Sequence[jax.Array], plan: Plan) -> Rows:
-        """Add up over the replicas."""
-        replicas = axes.size(self.names)
-        buckets: list[Bucket] = []
-        for bucket in plan.buckets:
-            summed = packed(cuts, bucket)
-            summed = summed / replicas if self.divide == "before" else summed
-            summed = lax.psum(summed, self.names)
-            summed = summed / replicas if self.divide == "after" else summed
-            buckets.append(Bucket([summed], NO_OWNERS))
-        return Rows(buckets, jnp.zeros((1, len(cuts)), jnp.int32))
-
-    def deliver(self, part: jax.Array, owners: Callable[[], Owners]) -> jax.Array:
-        """Everything is here."""
-        del owners
-        return part
 
 
 @dataclasses.dataclass(frozen=True)

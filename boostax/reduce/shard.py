@@ -13,8 +13,6 @@ from boostax._core.about import described
 from boostax._core.entrywise import across_entries, require_entrywise
 from boostax._core.replicas import Sharded, split_dim
 from boostax._core.share import own_part, refuse
-from boostax.reduce import buckets, layout
-from boostax.reduce.route import NamedRoute
 
 PyTree = Any
 
@@ -32,8 +30,6 @@ class ShardOptimizerState(NamedTuple):
 def shard_optimizer(
     inner: optax.GradientTransformation,
     axis_name: axes.AxisName,
-    *,
-    bucket_bytes: int | None = buckets.DEFAULT_BYTES,
 ) -> optax.GradientTransformationExtraArgs:
     """Share ``inner``'s state and work out among the replicas (ZeRO, stage 1).
 
@@ -56,7 +52,6 @@ def shard_optimizer(
       inner: the optimizer.
       axis_name: the replica axis, or a tuple of axes, in the order in which ``make_train_step`` or
         ``state_specs`` has them; with ``adasum(a, within=b, scatter=True)`` that is ``(a, b)``.
-      bucket_bytes: updates are gathered together up to so many bytes; ``None`` for all at once.
 
     Returns:
       A transformation with a ``ShardOptimizerState``. Outside a mapped function its leaves have the
@@ -82,7 +77,6 @@ def shard_optimizer(
     who = "shard_optimizer"
     checks.transformation(who, "inner", inner)
     names = axes.required(who, axis_name)
-    bucket_bytes = buckets.check_bytes(who, bucket_bytes)
     tx = optax.with_extra_args_support(inner)
 
     def part(x: jax.Array) -> jax.Array:
@@ -124,7 +118,7 @@ def shard_optimizer(
         )
         updates, inner_state = replay(*given)
         inner_state = trees.cast_like(inner_state, state.inner_state.local)
-        whole = gathered(updates, params, names, bucket_bytes)
+        whole = gathered(updates, params, names)
         return whole, ShardOptimizerState(Sharded(inner_state))
 
     return optax.GradientTransformationExtraArgs(init_fn, update_fn)
@@ -144,20 +138,12 @@ def _entrywise(own: PyTree, params: PyTree) -> Callable[[jaxprs.ClosedJaxpr], No
     return check
 
 
-def gathered(
-    parts: PyTree, like: PyTree, names: tuple[str, ...], bucket_bytes: int | None
-) -> PyTree:
+def gathered(parts: PyTree, like: PyTree, names: tuple[str, ...]) -> PyTree:
     """Whole leaves of the replicas' parts, equal on all; ``like`` has the shapes of the whole."""
-    leaves, treedef = jax.tree.flatten(parts)
     replicas = axes.size(names)
-    abouts = [
-        layout.Leaf(p.shape, x.dtype, split_dim(p.shape, replicas))
-        for x, p in zip(leaves, jax.tree.leaves(like), strict=True)
-    ]
-    for kind in layout.kinds(leaves, abouts):
-        if abouts[kind[0]].dim is not None:
-            cuts = [layout.cut(leaves[i], abouts[i], 1)[0] for i in kind]
-            whole = buckets.gather(NamedRoute(names), cuts, bucket_bytes)
-            for i, x in zip(kind, whole, strict=True):
-                leaves[i] = layout.join(x, abouts[i], replicas)
-    return jax.tree.unflatten(treedef, leaves)
+
+    def whole(x: jax.Array, p: jax.Array) -> jax.Array:
+        dim = split_dim(p.shape, replicas)
+        return x if dim is None else axes.gather_along(x, names, dim)
+
+    return jax.tree.map(whole, parts, like)

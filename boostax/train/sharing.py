@@ -6,15 +6,13 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
-from jax import lax
 from jax.sharding import PartitionSpec
 
 from boostax._core import jaxprs, trees
 from boostax._core.entrywise import across_entries, require_entrywise
-from boostax._core.gate import has_gate, passed
+from boostax._core.gate import branch, has_gate, passed
 from boostax._core.replicas import is_per_replica
 from boostax._core.share import Share, share_of
-from boostax.reduce.buckets import DEFAULT_BYTES
 from boostax.reduce.shard import gathered
 
 PyTree = Any
@@ -66,10 +64,10 @@ def run_shared(
         )
         raise
     mine, opt_state = replay(mine, opt_state)
-    whole = lambda: gathered(mine, params, names, DEFAULT_BYTES)  # noqa: E731
+    whole = lambda: gathered(mine, params, names)  # noqa: E731
     if always or not has_gate(opt_state):
         return whole(), opt_state
-    return lax.cond(passed(opt_state), whole, lambda: params), opt_state
+    return branch(passed(opt_state), whole, lambda: params), opt_state
 
 
 def _cut(opt_state: PyTree, specs: PyTree) -> list[bool]:

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import optax
 from jax import lax
 
+from boostax._core.gate import branch
 from boostax.reduce.codecs.base import Message, PerLeaf, packed, unpacked
 
 PyTree = Any
@@ -83,7 +84,7 @@ class PowerSgd:
         # every second step for instance, and with the steps counted would never see both sides.
         uses, side = jnp.stack(state.uses.values), jnp.stack(state.side.values)
         left = side[uses.argmin()] == 1
-        means, sent, state = lax.cond(left, send_left, send_right)
+        means, sent, state = branch(left, send_left, send_right)
         shaped = lambda xs: [x.reshape(y.shape) for x, y in zip(xs, leaves, strict=True)]  # noqa: E731
         state = state._replace(
             uses=PerLeaf([optax.safe_increment(n) for n in state.uses.values]),
