@@ -96,11 +96,15 @@ if TYPE_CHECKING:
     from boostax.autoboost.measurement import Trial as Trial
     from boostax.autoboost.migrate import MigrationReport as MigrationReport
     from boostax.autoboost.migrate import migrate_state as migrate_state
+    from boostax.inspect.audit import Audit as Audit
+    from boostax.inspect.audit import audit as audit
     from boostax.inspect.calls import CallCost as CallCost
+    from boostax.inspect.collectives import CompiledCollective as CompiledCollective
     from boostax.inspect.costs import PartCost as PartCost
     from boostax.inspect.explain import Explanation as Explanation
     from boostax.inspect.explain import explain as explain
     from boostax.inspect.orders import Finding as Finding
+    from boostax.inspect.targets import target_devices as target_devices
     from boostax.model.less_bn import LessBNReport as LessBNReport
     from boostax.model.less_bn import less_bn as less_bn
     from boostax.model.normalized_dense import NormalizedDense as NormalizedDense
@@ -111,8 +115,10 @@ __version__ = "0.1.0"
 
 # Loaded when first asked for: they are many modules, and NormalizedDense needs Flax.
 _LATE = {
+    "Audit": "boostax.inspect.audit",
     "Boost": "boostax.autoboost.build",
     "BoostConfig": "boostax.autoboost.config",
+    "CompiledCollective": "boostax.inspect.collectives",
     "CallCost": "boostax.inspect.calls",
     "Explanation": "boostax.inspect.explain",
     "Finding": "boostax.inspect.orders",
@@ -123,12 +129,14 @@ _LATE = {
     "NormalizedDense": "boostax.model.normalized_dense",
     "PartCost": "boostax.inspect.costs",
     "Trial": "boostax.autoboost.measurement",
+    "audit": "boostax.inspect.audit",
     "auto": "boostax.autoboost.auto",
     "checkpoint_snapshots": "boostax.subspace.host",
     "explain": "boostax.inspect.explain",
     "less_bn": "boostax.model.less_bn",
     "measure": "boostax.autoboost.measure",
     "migrate_state": "boostax.autoboost.migrate",
+    "target_devices": "boostax.inspect.targets",
 }
 
 

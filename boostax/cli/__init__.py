@@ -1,4 +1,4 @@
-"""The command ``boostax``: train a workload, compare ways to, say what a call costs, launch."""
+"""The command ``boostax``: audit a program; train a workload, compare, explain, launch."""
 
 import sys
 from collections.abc import Sequence
@@ -18,6 +18,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     from importlib.util import find_spec
 
+    given = list(sys.argv[1:] if argv is None else argv)
+    if given[:1] == ["audit"]:
+        from boostax.cli.audit import main as audit
+
+        return audit(given[1:])
+
     missing = [name for name in _NEEDED if find_spec(name.split(".")[0]) is None]
     if missing:
         print(
@@ -28,4 +34,4 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 1
     from boostax.cli.commands import run
 
-    return run(list(sys.argv[1:] if argv is None else argv))
+    return run(given)

@@ -198,7 +198,9 @@ def explain(
 def _of_step(
     step: TrainStep, given: PyTree, batch: PyTree, depths: Sequence[int] | None
 ) -> Explanation:
-    state = given if isinstance(given, TrainState) else jax.eval_shape(step.init, given)
+    state = (
+        given if isinstance(given, TrainState) else step.init(jax.eval_shape(lambda p: p, given))
+    )
     sizes = {} if step.mesh is None else dict(step.mesh.shape)
 
     def count() -> _Counted:

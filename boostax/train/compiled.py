@@ -94,7 +94,9 @@ class TrainStep:
         """A state to start from, placed on the mesh.
 
         Args:
-          params: initial params; copied, so that donation never takes the caller's arrays.
+          params: initial params; copied, so that donation never takes the caller's arrays. Of
+            ``jax.ShapeDtypeStruct`` it becomes a state of such, with shardings: to lower the step
+            for a mesh of devices that are not there (``boostax.target_devices``).
           key: PRNG key handed to the loss as ``key=``, different at each call, micro-batch and
             replica.
           model_state: handed to the loss as ``model_state=`` and replaced by ``Aux.model_state``.
@@ -102,6 +104,13 @@ class TrainStep:
         Returns:
           A ``TrainState``.
         """
+        if any(isinstance(x, jax.ShapeDtypeStruct) for x in jax.tree.leaves(params)):
+            return self._shapes(params, key, model_state)
+        state = self._unplaced(params, key, model_state)
+        state = jax.tree.map(_own, state)
+        return state if self.placing is None else self.placing.state(state)
+
+    def _unplaced(self, params: PyTree, key: jax.Array | None, model_state: PyTree) -> TrainState:
         if self.policy is not None:
             params = self.policy.store_params(params)
         opt_state = self.tx.init(params)
@@ -112,9 +121,12 @@ class TrainStep:
                 "transformation, where the whole backward pass would be paid for. Wrap the scaler "
                 "or the window in it: scheduled_freeze(dynamic_loss_scale(...), ...)."
             )
-        state = TrainState(jnp.zeros((), jnp.int32), params, opt_state, model_state, key)
-        state = jax.tree.map(_own, state)
-        return state if self.placing is None else self.placing.state(state)
+        return TrainState(jnp.zeros((), jnp.int32), params, opt_state, model_state, key)
+
+    def _shapes(self, *given: Any) -> TrainState:
+        """What ``init`` returns, as types: nothing is computed and nothing placed."""
+        state = jax.eval_shape(self._unplaced, *given)
+        return state if self.placing is None else self.placing.shapes(state)
 
     def shardings(self, state: PyTree) -> TrainState:
         """Where each leaf of a state lives: what a checkpoint needs to restore it."""
@@ -156,19 +168,25 @@ class TrainStep:
         part = self._depths(state, structure).part(depth)
         return part.put(state, program(part.take(state)))
 
+    def jitted(
+        self, state: TrainState, batch: PyTree, *, depth: int | None = None
+    ) -> tuple[Any, tuple[TrainState, PyTree]]:
+        """The ``jax.jit`` function of a call and its arguments; of the coming depth, or another."""
+        depth = self._coming(state) if depth is None else depth
+        program, given = self._looked_at(state, depth)
+        return program, (given, self.place(batch))
+
     def lower(
         self, state: TrainState, batch: PyTree, *, depth: int | None = None
     ) -> jax.stages.Lowered:
-        """The lowered program, for its text, memory and cost; of the coming depth, or another."""
-        depth = self._coming(state) if depth is None else depth
-        program, given = self._looked_at(state, depth)
-        return program.lower(given, self.place(batch))
+        """The lowered program, for its text, memory and cost; of shapes alone, too."""
+        program, given = self.jitted(state, batch, depth=depth)
+        return program.lower(*given)
 
     def jaxpr(self, state: TrainState, batch: PyTree, *, depth: int | None = None) -> Any:
         """The traced program, for counting collectives and bytes."""
-        depth = self._coming(state) if depth is None else depth
-        program, given = self._looked_at(state, depth)
-        return jax.make_jaxpr(program)(given, self.place(batch))
+        program, given = self.jitted(state, batch, depth=depth)
+        return jax.make_jaxpr(program)(*given)
 
     def common_params(self, state: TrainState) -> PyTree:
         """The params, to evaluate: where each replica has its own, their mean."""

@@ -63,6 +63,14 @@ class Placing:
         state = stack_replicas(state, self.replicas)
         return place(state, self.shardings(state))
 
+    def shapes(self, state: TrainState) -> TrainState:
+        """The types of a placed state from those of one replica, with shardings."""
+        if owns_params(state.opt_state):
+            state = state._replace(params=PerReplica(state.params))
+        state = jax.eval_shape(lambda s: stack_replicas(s, self.replicas), state)
+        typed = lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s)  # noqa: E731
+        return jax.tree.map(typed, state, self.shardings(state))
+
     def shardings(self, state: TrainState) -> TrainState:
         """Of each leaf of a placed state."""
 

@@ -1,0 +1,433 @@
+"""What any program does on the machine it is compiled for: memory, collectives, traffic, waste."""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import math
+import time
+from collections.abc import Collection, Sequence
+from typing import Any, NamedTuple
+
+import jax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
+
+from boostax._core import checks
+from boostax._core.replicas import PerReplica
+from boostax.inspect import hlo
+from boostax.inspect.collectives import REDUCES, CompiledCollective, along, compiled_collectives
+from boostax.inspect.hlo import Ways
+from boostax.inspect.targets import compiler_options, retargeted, target_devices
+from boostax.inspect.traffic import cycles, traffic
+from boostax.inspect.waste import Waste, wastes
+from boostax.train.compiled import TrainStep
+
+PyTree = Any
+WHO = "audit"
+_BUFFERS = ("donated_in_vain", "not_donated")
+
+
+class Buffer(NamedTuple):
+    """An argument.
+
+    Attributes:
+      path: of the argument: ``[0].opt_state.mu['w']``.
+      bytes: on one device.
+    """
+
+    path: str
+    bytes: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Audit:
+    """What a compiled program does. ``print`` says it in words.
+
+    Counts are per call and device. Where branches differ they are ``(least, most)``: with the
+    cheapest branch of every conditional (a call that a gate holds) and with the dearest (one that
+    it lets through).
+
+    Attributes:
+      target: what it was compiled for.
+      devices: that run it together.
+      params: elements of the params, on all devices together; 0 if not known.
+      params_bytes: of the params on one device.
+      calls: calls per optimizer step, of which one takes the dearest way.
+      argument_bytes, temporary_bytes, output_bytes, aliased_bytes: as XLA plans its buffers.
+      donated_in_vain: donated arguments that no result takes over.
+      not_donated: arguments that come back as results of their type, and are not donated.
+      collectives: in the order of the schedule.
+      reduced: elements that go into all-reduces and reduce-scatters.
+      gathered: elements that come out of all-gathers.
+      wire_bytes: that the device sends, by the formula of a ring.
+      crossing_bytes: of these, to another slice or host.
+      traffic: bytes that operations read and write in memory (HBM).
+      cycles: that a TPU's compiler estimates, without the network; ``None`` of the others.
+      overlap: the share of ``wire_bytes`` with work between the start of a collective and its end;
+        ``None`` without collectives.
+      unknown_loops: loops whose turns the compiler does not say: what is in them counts once.
+      compile_seconds: that the compiler took; NaN of a program that was compiled before.
+      findings: what is wasted, with the mend.
+      text: the program.
+    """
+
+    target: str
+    devices: int
+    params: int
+    params_bytes: int
+    calls: int
+    argument_bytes: int
+    temporary_bytes: int
+    output_bytes: int
+    aliased_bytes: int
+    donated_in_vain: tuple[Buffer, ...]
+    not_donated: tuple[Buffer, ...]
+    collectives: tuple[CompiledCollective, ...]
+    reduced: Ways
+    gathered: Ways
+    wire_bytes: Ways
+    crossing_bytes: Ways
+    traffic: Ways
+    cycles: Ways | None
+    overlap: float | None
+    unknown_loops: tuple[str, ...]
+    compile_seconds: float
+    findings: tuple[Waste, ...]
+    text: str = dataclasses.field(repr=False)
+
+    def per_step(self, ways: Ways) -> float:
+        """Of an optimizer step: ``calls - 1`` calls that are held, and one that applies."""
+        return (self.calls - 1) * ways.least + ways.most
+
+    @property
+    def reductions(self) -> float:
+        """Elements reduced per optimizer step, as a multiple of the params: 1 is once."""
+        return self.per_step(self.reduced) / self.params if self.params else math.nan
+
+    @property
+    def gathers(self) -> float:
+        """Elements gathered per optimizer step, as a multiple of the params."""
+        return self.per_step(self.gathered) / self.params if self.params else math.nan
+
+    @property
+    def temporaries(self) -> float:
+        """Temporary bytes as a multiple of the params' on one device."""
+        return self.temporary_bytes / self.params_bytes if self.params_bytes else math.nan
+
+    def to_dict(self) -> dict[str, Any]:
+        """The same as plain data for JSON, without the text."""
+        plain = {
+            f.name: getattr(self, f.name)
+            for f in dataclasses.fields(self)
+            if f.name not in ("collectives", "findings", *_BUFFERS, "text")
+        }
+        plain = {k: list(v) if isinstance(v, tuple) else v for k, v in plain.items()}
+        return plain | {
+            "collectives": [dataclasses.asdict(c) for c in self.collectives],
+            **{name: [x._asdict() for x in getattr(self, name)] for name in _BUFFERS},
+            "findings": [x._asdict() for x in self.findings],
+            "reductions": self.reductions,
+            "gathers": self.gathers,
+            "temporaries": self.temporaries,
+        }
+
+    def save_picture(self, path: Any) -> None:
+        """Draw memory and collectives to a file; needs matplotlib."""
+        from boostax.inspect.audit_picture import draw
+
+        draw(self, path)
+
+    def __str__(self) -> str:
+        from boostax.inspect.audit_table import text
+
+        return text(self)
+
+
+def audit(
+    program: Any,
+    *args: Any,
+    target: str | None = None,
+    params: PyTree = None,
+    calls: int = 1,
+    depth: int | None = None,
+) -> Audit:
+    """Say what a program sends, keeps and copies, in the program that the compiler makes of it.
+
+    Any program: a function or ``jax.jit`` of one with its arguments, a ``TrainStep`` with state and
+    batch, or what ``lower()`` or ``compile()`` returned. Nothing is run, and arguments may be
+    ``jax.ShapeDtypeStruct``. With a target it is compiled for devices that need not be here: what
+    is true of one compiler is often not of another.
+
+    Args:
+      program: see above.
+      *args: its arguments; none with what is lowered or compiled already.
+      target: see ``boostax.target_devices``; ``None`` for the devices of the arguments, which may
+        be those of a target as well. A program over a mesh at hand moves to a target of as many.
+      params: a tree by whose size counts are measured; by default ``.params`` of the first argument
+        that has it, else the first argument.
+      calls: per optimizer step: the window of ``boostax.accumulate`` or ``optax.MultiSteps``.
+      depth: of a ``TrainStep`` with ``scheduled_freeze``: groups frozen; the coming one by default.
+
+    Returns:
+      An ``Audit``. Cost: a trace and a compilation, of a billion params for 256 devices about a
+      minute.
+
+    Raises:
+      ValueError, TypeError: a target or a program that it does not know, or that cannot be moved.
+      RuntimeError: the target's compiler is not installed.
+
+    Example:
+      >>> import boostax, jax, jax.numpy as jnp
+      >>> step = jax.jit(lambda w, x: w - 0.1 * jax.grad(lambda w: ((x @ w) ** 2).mean())(w))
+      >>> found = boostax.audit(step, jnp.zeros((256, 8)), jnp.ones((32, 256)))
+      >>> found.params, len(found.collectives), found.aliased_bytes
+      (2048, 0, 0)
+      >>> print(found.findings[0].mend)
+      Donate them: jax.jit(step, donate_argnums=...).
+    """
+    checks.positive_int(WHO, "calls", calls, "It is the number of calls per optimizer step.")
+    made = _compiled(program, args, target, depth)
+    parsed = hlo.parse(made.compiled.as_text())
+    listed = compiled_collectives(parsed, made.mesh)
+    memory: Any = made.compiled.memory_analysis()
+    if params is None:
+        params = _params_of(args)
+    sizes = _sizes(params)
+    in_vain, not_donated = _buffers(parsed, made.arguments)
+    wire = along(parsed, listed, lambda c: c.wire_bytes / c.executions)
+    hidden = along(parsed, listed, lambda c: c.overlapped * c.wire_bytes / c.executions)
+    found = Audit(
+        target=target or made.described,
+        devices=parsed.partitions,
+        params=sum(math.prod(x.shape) for x in sizes),
+        params_bytes=sum(x.local_bytes for x in sizes),
+        calls=calls,
+        argument_bytes=memory.argument_size_in_bytes,
+        temporary_bytes=memory.temp_size_in_bytes,
+        output_bytes=memory.output_size_in_bytes,
+        aliased_bytes=memory.alias_size_in_bytes,
+        donated_in_vain=in_vain,
+        not_donated=not_donated,
+        collectives=listed,
+        reduced=along(parsed, listed, lambda c: c.elements * (c.kind in REDUCES)),
+        gathered=along(parsed, listed, lambda c: c.elements * (c.kind == "all-gather")),
+        wire_bytes=wire,
+        crossing_bytes=along(
+            parsed, listed, lambda c: bool(c.crosses) * c.wire_bytes / c.executions
+        ),
+        traffic=traffic(parsed),
+        cycles=cycles(parsed),
+        overlap=hidden.most / wire.most if wire.most else None,
+        unknown_loops=tuple(
+            site.instruction.name
+            for site in parsed.sites
+            if site.instruction.op == "while"
+            and parsed.trips(site.computation, site.instruction) is None
+        ),
+        compile_seconds=made.seconds,
+        findings=(),
+        text=made.compiled.as_text(),
+    )
+    return dataclasses.replace(
+        found, findings=tuple(wastes(found, [x.shape for x in sizes], made.mesh))
+    )
+
+
+class _Argument(NamedTuple):
+    """An argument of a compiled program.
+
+    Attributes:
+      path: where it stands.
+      donated: whether its buffer may be taken over.
+      types: its shape and dtype.
+      sharding: ``None`` if the program does not use it, and XLA never sees it.
+    """
+
+    path: str
+    donated: bool
+    types: Any
+    sharding: Any
+
+
+class _Made(NamedTuple):
+    """A compiled program and its arguments.
+
+    Attributes:
+      compiled: what XLA made.
+      mesh: over which it runs, if over one.
+      described: the devices in words.
+      arguments: in order.
+      seconds: that compiling took.
+    """
+
+    compiled: Any
+    mesh: Mesh | None
+    described: str
+    arguments: tuple[_Argument, ...]
+    seconds: float
+
+
+def _compiled(program: Any, args: tuple[Any, ...], target: str | None, depth: int | None) -> _Made:
+    if isinstance(program, (jax.stages.Lowered, jax.stages.Compiled)):
+        if args or target is not None:
+            raise ValueError(
+                f"{WHO}: a lowered or compiled program must be given alone, got "
+                f"{len(args)} arguments and target={target!r}. Pass the jax.jit function itself, "
+                "with its arguments, to compile it for another target."
+            )
+        return _finish(program)
+    if isinstance(program, TrainStep):
+        program, args = program.jitted(*args, depth=depth)
+    elif depth is not None:
+        hint = "Only a TrainStep has any."
+        raise ValueError(checks.message(WHO, "depth", "left out", depth, hint))
+    if not callable(program):
+        allowed = "a function, a TrainStep, or what lower() or compile() returned"
+        hint = "audit(jax.jit(step), state, batch)."
+        raise TypeError(checks.message(WHO, "program", allowed, program, hint))
+    program = program if hasattr(program, "trace") else jax.jit(program)
+    args = jax.tree.map(_shape, args)
+    meant = {d for x in jax.tree.leaves(args) for d in getattr(x.sharding, "device_set", ())}
+    devices = target_devices(target) if target is not None else tuple(meant)
+    if meant <= set(devices) and (meant or target is None):
+        return _finish(program.lower(*args), devices)
+    return _moved(program, args, devices)
+
+
+def _moved(program: Any, args: tuple[Any, ...], devices: Sequence[Any]) -> _Made:
+    """The program for other devices than those that its arguments are on."""
+    platform: str = devices[0].platform
+    platform = {"gpu": "cuda"}.get(platform, platform)
+    exported = jax.export.export(program, platforms=[platform])(*args)
+    leaves, treedef = jax.tree.flatten(args)
+    meshes = [mesh for x in leaves if (mesh := _mesh_of(x.sharding)) is not None]
+    if exported.nr_devices > 1 and not meshes:
+        raise ValueError(
+            f"{WHO}: args must have shardings over the program's mesh where a target is given, "
+            "got none. Pass jax.ShapeDtypeStruct(shape, dtype, sharding=...) or placed arrays."
+        )
+    there = retargeted(meshes[0], devices, WHO) if meshes else None
+
+    def place(x: Any) -> Any:
+        spec = x.sharding.spec if isinstance(x.sharding, NamedSharding) else PartitionSpec()
+        sharding = NamedSharding(there, spec) if there else SingleDeviceSharding(devices[0])
+        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
+
+    infos = jax.tree.leaves(program.trace(*args).args_info, is_leaf=_is_info)
+    again = jax.jit(
+        lambda *given: exported.call(*jax.tree.unflatten(treedef, given)),
+        donate_argnums=tuple(i for i, info in enumerate(infos) if info.donated),
+    )
+    made = _finish(again.lower(*map(place, leaves)), devices)
+    paths = [_name(path) for path, _ in jax.tree_util.tree_leaves_with_path(args)]
+    pairs = zip(made.arguments, paths, strict=True)
+    return made._replace(arguments=tuple(x._replace(path=path) for x, path in pairs))
+
+
+def _finish(
+    program: jax.stages.Lowered | jax.stages.Compiled, devices: Collection[Any] = ()
+) -> _Made:
+    """Compile what is not compiled yet, for these devices."""
+    begun = time.perf_counter()
+    compiled: Any = program
+    if isinstance(program, jax.stages.Lowered):
+        compiled = program.compile(compiler_options=compiler_options(devices))
+    seconds = time.perf_counter() - begun if compiled is not program else math.nan
+    infos = jax.tree_util.tree_leaves_with_path(compiled.args_info, is_leaf=_is_info)
+    structure = jax.tree.structure(compiled.args_info, is_leaf=_is_info)
+    shardings = structure.flatten_up_to(compiled.input_shardings)
+    arguments = tuple(
+        # The first key tells positional arguments from named ones.
+        _Argument(_name(path[1:]), info.donated, info, sharding)
+        for (path, info), sharding in zip(infos, shardings, strict=True)
+    )
+    known = [x for x in shardings if x is not None]
+    mesh = next((mesh for x in known if (mesh := _mesh_of(x)) is not None), None)
+    devices = [d for x in known[:1] for d in x.device_set]
+    kind = f"{len(devices)} x {devices[0].device_kind}" if devices else "unknown"
+    return _Made(compiled, mesh, kind, arguments, seconds)
+
+
+def _buffers(
+    program: hlo.Program, arguments: Sequence[_Argument]
+) -> tuple[tuple[Buffer, ...], tuple[Buffer, ...]]:
+    """Arguments donated in vain, and those that could be donated and are not."""
+    used = [x for x in arguments if x.sharding is not None]
+    body = program.computations[program.entry]
+    types = {int(i.literal): i.result[0] for i in body if i.op == "parameter"}
+    if len(types) != len(used):
+        raise RuntimeError(
+            f"{WHO}: the compiled program must have a parameter for each of its {len(used)} "
+            f"arguments, got {len(types)}. This version of JAX ({jax.__version__}) tells otherwise "
+            "which arguments a program uses; please report it."
+        )
+    taken = program.aliased()
+    local = lambda x: Buffer(x.path, _local_bytes(x.types, x.sharding))  # noqa: E731
+    kept = {used[i].path for i in taken}
+    in_vain = (x for x in arguments if x.donated and x.path not in kept and 0 not in x.types.shape)
+    # Results that stand in buffers of their own, by type: some argument might have given its own.
+    results = [(x.dtype, x.elements) for i in body if i.root for x in i.result]
+    free = collections.Counter(results)
+    free.subtract((types[i].dtype, types[i].elements) for i in taken)
+    not_donated: list[Buffer] = []
+    for i, x in enumerate(used):
+        kind = types[i].dtype, types[i].elements
+        if not x.donated and free[kind] > 0:
+            free[kind] -= 1
+            not_donated.append(local(x))
+    return tuple(map(local, in_vain)), tuple(not_donated)
+
+
+def _mesh_of(sharding: Any) -> Mesh | None:
+    found = sharding.mesh if isinstance(sharding, NamedSharding) else None
+    return found if isinstance(found, Mesh) else None
+
+
+def _params_of(args: tuple[Any, ...]) -> PyTree:
+    if not args:
+        return None
+    return getattr(args[0], "params", args[0])
+
+
+def _sizes(params: PyTree) -> list[_Size]:
+    """Of every leaf; of params that each replica has to itself, those of one."""
+    own = lambda x: isinstance(x, PerReplica)  # noqa: E731
+    found: list[_Size] = []
+    for node in jax.tree.leaves(params, is_leaf=own):
+        for x in jax.tree.leaves(node):
+            if not hasattr(x, "shape"):
+                continue
+            sharding = getattr(x, "sharding", None)
+            shape = x.shape[1:] if own(node) else x.shape
+            found.append(_Size(shape, _local_bytes(x, sharding)))
+    return found
+
+
+class _Size(NamedTuple):
+    """A leaf of the params: its shape, and its bytes on one device."""
+
+    shape: tuple[int, ...]
+    local_bytes: int
+
+
+def _local_bytes(x: Any, sharding: Any) -> int:
+    shape = x.shape if sharding is None else sharding.shard_shape(x.shape)
+    return math.prod(shape) * x.dtype.itemsize
+
+
+def _shape(x: Any) -> Any:
+    """An argument without its values; what is no array stays."""
+    if isinstance(x, jax.ShapeDtypeStruct):
+        return x
+    committed = getattr(x, "committed", False)
+    return jax.ShapeDtypeStruct(
+        jax.numpy.shape(x), jax.numpy.result_type(x), sharding=x.sharding if committed else None
+    )
+
+
+def _is_info(x: Any) -> bool:
+    return hasattr(x, "donated")
+
+
+def _name(path: tuple[Any, ...]) -> str:
+    return jax.tree_util.keystr(path)

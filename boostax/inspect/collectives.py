@@ -1,0 +1,297 @@
+"""The collectives of a compiled program: what they send, how often, over which axes, from where."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from jax.sharding import Mesh
+
+from boostax.inspect.hlo import Array, Instruction, Program, Site, Ways, bits
+
+# Bytes that one device sends on a ring, per byte of what it puts in, for n devices.
+RING: Mapping[str, Callable[[int], float]] = {
+    "all-reduce": lambda n: 2 * (n - 1) / n,
+    "all-gather": lambda n: n - 1,
+    "reduce-scatter": lambda n: (n - 1) / n,
+    "all-to-all": lambda n: (n - 1) / n,
+    "ragged-all-to-all": lambda n: (n - 1) / n,
+    "collective-permute": lambda n: 1,
+    "collective-broadcast": lambda n: 1,
+    "send": lambda n: 1,
+}
+REDUCES = ("all-reduce", "reduce-scatter")
+# What computes, and can hide a transfer that is under way.
+_WORK = frozenset(
+    "fusion custom-call reduce dot convolution sort while conditional call copy".split()
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class CompiledCollective:
+    """One collective of a compiled program.
+
+    Attributes:
+      kind: ``all-reduce``, ``reduce-scatter`` (of a TPU also an all-reduce that is scattered in the
+        same fusion), ``all-gather``, ``all-to-all``, ``collective-permute``, ``send``, ...
+      dtypes: of the elements in the compiled program; those packed in u32 by their own name.
+      elements: of one execution and device: put in, or of an all-gather the result.
+      operands: the same of each array.
+      bytes: put in by one device and execution.
+      executions: per call, trip counts of loops multiplied out.
+      devices: in a group.
+      axes: mesh axes it runs over; empty where the mesh is not known or no axes fit.
+      crosses: ``"slice"`` or ``"host"`` if a group spans several, else ``""``.
+      branches: branches it stands in, outermost first; empty if every call runs it.
+      loops: loops it stands in.
+      widened: whether the compiler widened the dtype that the program asks for.
+      overlapped: whether something is computed between its start and its end.
+      source: ``file:line``, where the compiler kept it.
+      name: of JAX's operation: ``jit(step)/shard_map/psum``.
+    """
+
+    kind: str
+    dtypes: tuple[str, ...]
+    elements: int
+    operands: tuple[int, ...]
+    bytes: int
+    executions: int
+    devices: int
+    axes: tuple[str, ...]
+    crosses: str
+    branches: tuple[str, ...]
+    loops: tuple[str, ...]
+    widened: bool
+    overlapped: bool
+    source: str
+    name: str
+
+    @property
+    def wire_bytes(self) -> float:
+        """Bytes that each device sends per call, by the formula of a ring."""
+        return self.bytes * self.executions * RING[self.kind](self.devices)
+
+
+def compiled_collectives(
+    program: Program, mesh: Mesh | None = None
+) -> tuple[CompiledCollective, ...]:
+    """All collectives in the order of the schedule."""
+    devices = None if mesh is None else list(mesh.devices.flat)
+    listed: list[CompiledCollective] = []
+    under_way: set[tuple[Any, ...]] = set()
+    for site in program.sites:
+        kind = kind_of(site.instruction)
+        if kind is None:
+            continue
+        # On a TPU a transfer that is under way stands in each fusion that carries it on.
+        carried = "async_collective_fusion_config" in site.instruction.attributes
+        transfer = (site.instruction.attribute(r"channel_id=(\d+)"), site.branches, site.loops)
+        if carried and transfer in under_way:
+            continue
+        under_way |= {transfer} if carried else set()
+        listed.append(_made(program, site, kind, mesh, devices, carried))
+    return tuple(listed)
+
+
+def kind_of(instruction: Instruction) -> str | None:
+    """The kind of collective that an instruction is or begins."""
+    base = instruction.op.removesuffix("-start")
+    if base == "send" and "megascale" not in instruction.attributes:
+        return None
+    return base if base in RING else None
+
+
+def along(
+    program: Program,
+    listed: Sequence[CompiledCollective],
+    of: Callable[[CompiledCollective], float],
+) -> Ways:
+    """The sum of ``of(collective)`` per call on the cheapest and the dearest way."""
+
+    def way(chosen: Sequence[CompiledCollective], depth: int) -> Ways:
+        always = sum(of(c) * c.executions for c in chosen if len(c.branches) == depth)
+        total = Ways(always, always)
+        deeper = [c for c in chosen if len(c.branches) > depth]
+        key = lambda c: c.branches[depth].rpartition(":")[0]  # noqa: E731
+        for conditional, inside in itertools.groupby(sorted(deeper, key=key), key):
+            branches: dict[str, list[CompiledCollective]] = {}
+            for c in inside:
+                branches.setdefault(c.branches[depth], []).append(c)
+            each = [way(x, depth + 1) for x in branches.values()]
+            # A branch without collectives costs nothing.
+            quiet = len(branches) < _branch_count(program, conditional)
+            least = 0.0 if quiet else min(w.least for w in each)
+            total = total.plus(Ways(least, max(w.most for w in each)))
+        return total
+
+    return way(listed, 0)
+
+
+def _branch_count(program: Program, conditional: str) -> int:
+    return next(
+        len(body[conditional].called) for body in program.named.values() if conditional in body
+    )
+
+
+def _made(
+    program: Program,
+    site: Site,
+    kind: str,
+    mesh: Mesh | None,
+    devices: list[Any] | None,
+    carried: bool,
+) -> CompiledCollective:
+    i = site.instruction
+    given = program.reads(site.computation, i)
+    if kind == "send":
+        given = given[:1] or i.result[:1]
+    outer = program.callers.get(site.computation)
+    scattered = site.fused and kind == "all-reduce" and "all-reduce-scatter" in site.computation
+    if scattered:
+        kind = "reduce-scatter"
+    counted = given
+    if kind == "all-gather":
+        counted = i.result[len(given) :] if i.op.endswith("-start") else i.result
+    reducer = i.attribute(r"to_apply=%([\w.\-]+)") or ""
+    packed = _packed(program, reducer, given)
+    factor = 1 if packed is None else 32 // bits(packed)
+    dtypes = (packed,) if packed else tuple(sorted({x.dtype for x in given if x.bytes > 0}))
+    groups = _groups(i, program.partitions)
+    name = i.attribute(r'op_name="([^"]*)"') or ""
+    source = program.source(i)
+    if outer is not None and site.fused:
+        source = source or program.source(outer[1])
+        name = name or outer[1].attribute(r'op_name="([^"]*)"') or ""
+    axes, crosses = _place(groups, mesh, devices)
+    if kind == "send":
+        crosses = "slice"
+        axes = _slice_axes(mesh)
+    return CompiledCollective(
+        kind=kind,
+        dtypes=dtypes,
+        elements=factor * sum(x.elements for x in counted),
+        operands=tuple(factor * x.elements for x in counted),
+        bytes=sum(x.bytes for x in given),
+        executions=site.executions,
+        devices=len(groups[0]) if groups else program.partitions,
+        axes=axes,
+        crosses=crosses,
+        branches=site.branches,
+        loops=site.loops,
+        widened="promoted" in reducer,
+        overlapped=carried or _overlapped(program, site),
+        source=source,
+        name=name,
+    )
+
+
+def _packed(program: Program, reducer: str, given: Sequence[Array]) -> str | None:
+    """The narrow dtype that a TPU adds up two or four at a time in u32."""
+    if any(x.dtype != "u32" for x in given):
+        return None
+    inside = program.computations.get(reducer, ())
+    narrow = [i for i in inside if i.op == "bitcast-convert" and bits(i.result[0].dtype) < 32]
+    return narrow[0].result[0].dtype if narrow else None
+
+
+def _overlapped(program: Program, site: Site) -> bool:
+    computation, i = site.computation, site.instruction
+    if computation in program.callers and program.callers[computation][1].op == "async-start":
+        computation, i = program.callers[computation]
+    if not (i.op.endswith("-start") or i.op == "send"):
+        return False
+    body = program.computations[computation]
+    begun = next(place for place, x in enumerate(body) if x.name == i.name)
+    for x in body[begun + 1 :]:
+        if x.op.endswith("-done") and i.name in x.operands:
+            return False
+        if x.op in _WORK:
+            return True
+    return False
+
+
+def _groups(instruction: Instruction, devices: int) -> list[tuple[int, ...]]:
+    """Which devices talk to each other, by their numbers in the program."""
+    pairs = instruction.attribute(r"source_target_pairs=\{((?:\{\d+,\d+\},?)+)\}")
+    listed = pairs or instruction.attribute(r"replica_groups=\{((?:\{[\d,]+\},?)+)\}")
+    if listed:
+        return [tuple(map(int, x.split(","))) for x in re.findall(r"\{([\d,]+)\}", listed)]
+    iota = re.search(
+        r"replica_groups=\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?", instruction.attributes
+    )
+    if iota:
+        shape, dims, order = (_numbers(x) for x in iota.groups())
+        ids = np.arange(np.prod(dims)).reshape(dims)
+        ids = ids.transpose(order) if order else ids
+        return [tuple(map(int, row)) for row in ids.reshape(shape)]
+    named = re.search(
+        r"replica_groups=mesh\[([^\]]*)\](?:, device_ids=\(\[([\d,]+)\](?:T\(([\d,]+)\))?\))? "
+        r"\{([^}]*)\}",
+        instruction.attributes,
+    )
+    if named and ":" not in named.group(4):
+        sizes = [int(x) for x in re.findall(r"=(\d+)", named.group(1))]
+        names = re.findall(r"'([^']*)'=", named.group(1))
+        dims, order = _numbers(named.group(2)) or sizes, _numbers(named.group(3))
+        ids = np.arange(np.prod(dims)).reshape(dims)
+        ids = (ids.transpose(order) if order else ids).reshape(sizes)
+        chosen = [names.index(x) for x in re.findall(r"'([^']*)'", named.group(4))]
+        count = int(np.prod([sizes[k] for k in chosen]))
+        rows = np.moveaxis(ids, chosen, range(-len(chosen), 0)).reshape(-1, count)
+        return [tuple(map(int, row)) for row in rows]
+    return [tuple(range(devices))] if "replica_groups={}" in instruction.attributes else []
+
+
+def _numbers(text: str | None) -> list[int]:
+    return [int(x) for x in text.split(",")] if text else []
+
+
+def _place(
+    groups: Sequence[tuple[int, ...]], mesh: Mesh | None, devices: list[Any] | None
+) -> tuple[tuple[str, ...], str]:
+    """The mesh axes over which groups span, and whether they span slices or hosts."""
+    if mesh is None or devices is None or not groups:
+        return (), ""
+    names = [x for x in mesh.axis_names if mesh.shape[x] > 1]
+    here = frozenset(n for group in groups for n in group)
+    wanted = frozenset(frozenset(group) for group in groups)
+    axes: tuple[str, ...] = ()
+    for chosen in _subsets(names):
+        # A program of one slice of several names the devices of that slice alone.
+        parts = (frozenset(part) & here for part in _parts(mesh, chosen))
+        if wanted <= frozenset(parts):
+            axes = chosen
+            break
+    spans = lambda key: any(len({key(devices[n]) for n in group}) > 1 for group in groups)  # noqa: E731
+    if spans(lambda d: getattr(d, "slice_index", 0)):
+        return axes, "slice"
+    return axes, "host" if spans(lambda d: d.process_index) else ""
+
+
+def _parts(mesh: Mesh, chosen: tuple[str, ...]) -> list[frozenset[int]]:
+    ids = np.arange(mesh.size).reshape(mesh.devices.shape)
+    dims = [mesh.axis_names.index(x) for x in chosen]
+    count = int(np.prod([mesh.shape[x] for x in chosen]))
+    rows = np.moveaxis(ids, dims, range(-len(dims), 0)).reshape(-1, count)
+    return [frozenset(map(int, row)) for row in rows]
+
+
+def _slice_axes(mesh: Mesh | None) -> tuple[str, ...]:
+    """The axes along which the slice changes."""
+    if mesh is None:
+        return ()
+    slices = np.vectorize(lambda d: getattr(d, "slice_index", 0) or 0)(mesh.devices)
+    return tuple(
+        name
+        for dim, name in enumerate(mesh.axis_names)
+        if (slices != slices.take([0], axis=dim)).any()
+    )
+
+
+def _subsets(names: Sequence[str]) -> Iterator[tuple[str, ...]]:
+    for count in range(1, len(names) + 1):
+        yield from itertools.combinations(names, count)

@@ -1,0 +1,153 @@
+"""What a compiled program pays for in vain, found in its text, with what to write instead."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, NamedTuple
+
+from jax.sharding import Mesh
+
+from boostax.inspect.collectives import REDUCES, CompiledCollective
+
+if TYPE_CHECKING:
+    from boostax.inspect.audit import Audit
+
+
+class Waste(NamedTuple):
+    """Something that a program pays for in vain.
+
+    Attributes:
+      what: and how much.
+      where: ``file:line``, as far as the compiler kept it.
+      mend: what to write instead.
+    """
+
+    what: str
+    where: str
+    mend: str
+
+    def __str__(self) -> str:
+        return f"{self.what}{f' ({self.where})' if self.where else ''}. {self.mend}"
+
+
+# More than one reduction of everything, and more than a gather forwards and one backwards.
+_ONCE, _TWICE = 1.5, 2.5
+# Shares of the params, or of what is sent, below which nobody would look for a mend.
+_SMALL = 0.01
+
+
+def wastes(found: Audit, shapes: Sequence[tuple[int, ...]], mesh: Mesh | None) -> Iterator[Waste]:
+    """The findings, the dearest first in each kind."""
+    if found.params:
+        sizes = _gradient_sizes(shapes, mesh)
+        gradients = [c for c in found.collectives if c.kind in REDUCES and _is_gradient(c, sizes)]
+        yield from _reduced_in_loops(found, gradients)
+        yield from _reduced_at_held_calls(found, gradients)
+        yield from _gathered_in_loops(found)
+    yield from _not_donated(found)
+    yield from _widened(found)
+
+
+def _reduced_in_loops(found: Audit, gradients: Sequence[CompiledCollective]) -> Iterator[Waste]:
+    inside = [c for c in gradients if c.loops]
+    times = sum(c.elements * c.executions for c in inside) / found.params
+    if times > _ONCE:
+        dearest = max(inside, key=lambda c: c.wire_bytes)
+        yield Waste(
+            f"Gradients are reduced {times:.2f} times per call, inside a loop that runs "
+            f"{dearest.executions} times{_over(dearest)}",
+            dearest.source,
+            "Add up the local gradients of the micro-batches and reduce once: "
+            "boostax.value_and_grad(loss, microbatches=...) inside jax.shard_map, or "
+            "boostax.make_train_step(..., microbatches=...), with boostax.all_reduce in the chain.",
+        )
+
+
+def _reduced_at_held_calls(
+    found: Audit, gradients: Sequence[CompiledCollective]
+) -> Iterator[Waste]:
+    always = [c for c in gradients if not c.branches]
+    times = sum(c.elements * c.executions for c in always) / found.params
+    if found.calls > 1 and times * found.calls > _ONCE:
+        dearest = max(always, key=lambda c: c.wire_bytes)
+        yield Waste(
+            f"Each of the {found.calls} calls of an optimizer step reduces gradients, "
+            f"{times * found.calls:.2f} times the params in all{_over(dearest)}",
+            dearest.source,
+            "Keep the window's sum local and reduce where it closes: boostax.accumulate("
+            "optax.chain(boostax.all_reduce(axis), optimizer), every, axis_name=axis).",
+        )
+
+
+def _gathered_in_loops(found: Audit) -> Iterator[Waste]:
+    inside = [c for c in found.collectives if c.kind == "all-gather" and c.loops]
+    times = sum(c.elements * c.executions for c in inside) / found.params
+    if times > _TWICE:
+        dearest = max(inside, key=lambda c: c.wire_bytes)
+        yield Waste(
+            f"{times:.2f} times the params are gathered per call inside loops, the largest part "
+            f"{dearest.executions} times{_over(dearest)}",
+            dearest.source,
+            "If these are sharded weights and the loop is one over micro-batches: gather them "
+            "once before it, where memory allows.",
+        )
+
+
+def _not_donated(found: Audit) -> Iterator[Waste]:
+    for buffers, what, mend in (
+        (
+            found.donated_in_vain,
+            "are donated in vain: no result of that shape, dtype and sharding takes over",
+            "Return them anew in the dtype and sharding that they came with, or do not donate.",
+        ),
+        (
+            found.not_donated,
+            "come back as results of the same types and are not donated:",
+            "Donate them: jax.jit(step, donate_argnums=...).",
+        ),
+    ):
+        total = sum(x.bytes for x in buffers)
+        if total > _SMALL * max(found.params_bytes, 2**20):
+            first = max(buffers, key=lambda x: x.bytes)
+            more = f" and {len(buffers) - 1} more" if len(buffers) > 1 else ""
+            yield Waste(f"{total:,} bytes {what} {first.path}{more}", "", mend)
+
+
+def _widened(found: Audit) -> Iterator[Waste]:
+    wide = [c for c in found.collectives if c.widened]
+    total = sum(c.wire_bytes for c in wide)
+    if total > _SMALL * max(1.0, found.wire_bytes.most):
+        dearest = max(wide, key=lambda c: c.wire_bytes)
+        kinds = ", ".join(sorted({"/".join(c.dtypes) for c in wide}))
+        yield Waste(
+            f"This compiler widens what is to be summed in a narrower dtype to {kinds}: "
+            f"{total:,.0f} bytes on the wire",
+            dearest.source,
+            "Its all-to-all and all-gather keep narrow dtypes (boostax.all_reduce(dtype=...), "
+            "boostax.int8_reduce); other compilers may keep them in sums as well.",
+        )
+
+
+def _over(c: CompiledCollective) -> str:
+    return f", over {' and '.join(map(repr, c.axes))}" if c.axes else ""
+
+
+def _gradient_sizes(shapes: Sequence[tuple[int, ...]], mesh: Mesh | None) -> frozenset[int]:
+    """How many elements a gradient of a leaf can have on a device: whole, of one layer, sharded."""
+    counts = [] if mesh is None else [n for n in mesh.devices.shape if n > 1]
+    subsets = (x for n in range(len(counts) + 1) for x in itertools.combinations(counts, n))
+    shares = sorted({math.prod(chosen) for chosen in subsets})
+    # XLA may also put all of them into one array.
+    found = {sum(map(math.prod, shapes))}
+    for shape in shapes:
+        whole = math.prod(shape)
+        layer = whole // shape[0] if len(shape) > 1 and shape[0] else whole
+        found |= {n // share for n in (whole, layer) for share in shares if n % share == 0}
+    return frozenset(found)
+
+
+def _is_gradient(c: CompiledCollective, sizes: frozenset[int]) -> bool:
+    """Whether most of what it reduces has the size of a leaf: activations rarely do."""
+    return 2 * sum(n for n in c.operands if n in sizes) > c.elements
