@@ -16,10 +16,10 @@ from jax import lax
 
 import boostax
 from boostax._core import costs
+from boostax.inspect.break_even import alone, traced
 from boostax.reduce.codecs.base import Message, packed, unpacked
 from boostax.reduce.codecs.low_rank import sides
 from boostax.reduce.feedback import compressed
-from boostax.train.break_even import alone, traced
 
 AXIS, REPLICAS = "data", 8
 SHAPES = {"1M": (1024, 1024), "10M": (2048, 5120)}

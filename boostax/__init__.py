@@ -79,8 +79,6 @@ from boostax.subspace.trajectory import trajectory as trajectory
 from boostax.subspace.trajectory import trajectory_basis as trajectory_basis
 from boostax.train.apply import apply_gradients as apply_gradients
 from boostax.train.apply import metrics as metrics
-from boostax.train.break_even import BreakEven as BreakEven
-from boostax.train.break_even import break_even as break_even
 from boostax.train.compiled import TrainStep as TrainStep
 from boostax.train.model_state import reestimate_model_state as reestimate_model_state
 from boostax.train.oracle import value_and_grad as value_and_grad
@@ -98,6 +96,8 @@ if TYPE_CHECKING:
     from boostax.autoboost.migrate import migrate_state as migrate_state
     from boostax.inspect.audit import Audit as Audit
     from boostax.inspect.audit import audit as audit
+    from boostax.inspect.break_even import BreakEven as BreakEven
+    from boostax.inspect.break_even import break_even as break_even
     from boostax.inspect.calls import CallCost as CallCost
     from boostax.inspect.collectives import CompiledCollective as CompiledCollective
     from boostax.inspect.costs import PartCost as PartCost
@@ -117,6 +117,7 @@ __version__ = "0.1.0"
 _LATE = {
     "Audit": "boostax.inspect.audit",
     "Boost": "boostax.autoboost.build",
+    "BreakEven": "boostax.inspect.break_even",
     "BoostConfig": "boostax.autoboost.config",
     "CompiledCollective": "boostax.inspect.collectives",
     "CallCost": "boostax.inspect.calls",
@@ -131,6 +132,7 @@ _LATE = {
     "Trial": "boostax.autoboost.measurement",
     "audit": "boostax.inspect.audit",
     "auto": "boostax.autoboost.auto",
+    "break_even": "boostax.inspect.break_even",
     "checkpoint_snapshots": "boostax.subspace.host",
     "explain": "boostax.inspect.explain",
     "less_bn": "boostax.model.less_bn",

@@ -13,7 +13,7 @@ import boostax
 from boostax._core import costs
 from boostax._core.alone import run_alone
 from boostax.train import break_even as module
-from boostax.train.break_even import BreakEven, break_even
+from boostax.inspect.break_even import BreakEven, break_even
 
 # The second leaf fills no block.
 PARAMS = {

@@ -16,7 +16,7 @@ from boostax.cli.build import build, reduction
 from boostax.cli.compare import Variant
 from boostax.cli.freezing import layer_groups
 from boostax.cli.recipe import CODECS, Recipe, Reduction
-from boostax.train.break_even import break_even
+from boostax.inspect.break_even import break_even
 from boostax.train.writers import JsonLines
 from boostax.workloads import DigitsConfig, TextConfig, digits, text
 

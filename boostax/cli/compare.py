@@ -19,7 +19,7 @@ import boostax
 from boostax._core import checks, costs
 from boostax.cli.build import AXIS, Built, Refusal, build, reduction, refusing, require_devices
 from boostax.cli.recipe import CODECS, ComparePlan, Recipe
-from boostax.train.break_even import BreakEven, break_even
+from boostax.inspect.break_even import BreakEven, break_even
 from boostax.train.loop import fit
 from boostax.workloads import Workload
 

@@ -63,6 +63,7 @@ class Audit:
       crossing_bytes: of these, to another slice or host.
       traffic: bytes that operations read and write in memory (HBM).
       cycles: that a TPU's compiler estimates, without the network; ``None`` of the others.
+      flops: floating-point operations that XLA counts, the body of a loop once; NaN if it does not.
       overlap: the share of ``wire_bytes`` with work between the start of a collective and its end;
         ``None`` without collectives.
       unknown_loops: loops whose turns the compiler does not say: what is in them counts once.
@@ -89,6 +90,7 @@ class Audit:
     crossing_bytes: Ways
     traffic: Ways
     cycles: Ways | None
+    flops: float
     overlap: float | None
     unknown_loops: tuple[str, ...]
     compile_seconds: float
@@ -209,14 +211,15 @@ def audit(
         donated_in_vain=in_vain,
         not_donated=not_donated,
         collectives=listed,
-        reduced=along(parsed, listed, lambda c: c.elements * (c.kind in REDUCES)),
-        gathered=along(parsed, listed, lambda c: c.elements * (c.kind == "all-gather")),
+        reduced=along(parsed, listed, lambda c: c.elements * (c.does in REDUCES)),
+        gathered=along(parsed, listed, lambda c: c.elements * (c.does == "all-gather")),
         wire_bytes=wire,
         crossing_bytes=along(
             parsed, listed, lambda c: bool(c.crosses) * c.wire_bytes / c.executions
         ),
         traffic=traffic(parsed),
         cycles=cycles(parsed),
+        flops=float((made.compiled.cost_analysis() or {}).get("flops", math.nan)),
         overlap=hidden.most / wire.most if wire.most else None,
         unknown_loops=tuple(
             site.instruction.name

@@ -12,6 +12,7 @@ from boostax._core import checks, costs
 from boostax.freeze.plan import Freezing
 from boostax.freeze.scheduled import ScheduledFreeze
 from boostax.freeze.schedules import FreezeSchedule
+from boostax.inspect.audit import audit
 from boostax.train.compiled import TrainStep
 from boostax.train.state import TrainState
 
@@ -29,9 +30,10 @@ class CallCost(NamedTuple):
       flops: floating-point operations of the compiled program, in which the body of a loop counts
         once, however often it runs (micro-batches, layers in a scan); NaN if XLA does not say.
       flops_ratio: the same as a multiple of those at the least depth, 0 in most schedules.
-      temporary_bytes: working memory beside state and batch; NaN if XLA does not say.
+      temporary_bytes: working memory beside state and batch.
       wire_bytes: bytes sent by kind of collective (``"psum"``, ``"all_gather"``, ...), as the
-        formula of a ring counts them. With ``accumulate``, of a call that closes a window.
+        formula of a ring counts them, in the dtypes that the program asks for. With ``accumulate``,
+        of a call that closes a window. With a target, of the compiled program (``"all-reduce"``).
     """
 
     depth: int | None
@@ -44,7 +46,11 @@ class CallCost(NamedTuple):
 
 
 def call_costs(
-    step: TrainStep, state: TrainState, batch: PyTree, depths: Sequence[int] | None
+    step: TrainStep,
+    state: TrainState,
+    batch: PyTree,
+    depths: Sequence[int] | None,
+    target: str | None = None,
 ) -> tuple[CallCost, ...]:
     """One for each program of a step; with ``scheduled_freeze``, for each depth that it draws."""
     # What is built here is no part of what the step was used for.
@@ -54,12 +60,12 @@ def call_costs(
             hint = "Only scheduled_freeze, outermost, has any."
             allowed = "left out where nothing freezes by schedule"
             raise ValueError(checks.message(_WHO, "depths", allowed, depths, hint))
-        return (_cost(step, state, batch, None),)
+        return (_cost(step, state, batch, None, target),)
     freezing, params = step.tx.freezing, jax.eval_shape(step.common_params, state)
     drawn = freezing.plan(params).drawn
     chosen = _chosen(drawn, depths)
     shares = _shares(freezing, params)
-    found = {d: _cost(step, state, batch, d) for d in dict.fromkeys((drawn[0], *chosen))}
+    found = {d: _cost(step, state, batch, d, target) for d in dict.fromkeys((drawn[0], *chosen))}
     return tuple(
         found[depth]._replace(
             share=None if shares is None else shares[depth],
@@ -70,25 +76,28 @@ def call_costs(
     )
 
 
-def _cost(step: TrainStep, state: TrainState, batch: PyTree, depth: int | None) -> CallCost:
+def _cost(
+    step: TrainStep, state: TrainState, batch: PyTree, depth: int | None, target: str | None
+) -> CallCost:
     """Of one program, as if it were the only one."""
-    compiled = step.lower(state, batch, depth=depth).compile()
-    analysis: Any = compiled.cost_analysis() or {}
-    memory = compiled.memory_analysis()
+    found = audit(step, state, batch, depth=depth, target=target)
     sent: dict[str, float] = {}
-    if step.mesh is not None:
-        found = costs.collectives(step.jaxpr(state, batch, depth=depth))
-        for kind in dict.fromkeys(c.primitive for c in found):
+    if target is not None:
+        for c in found.collectives:
+            sent[c.kind] = sent.get(c.kind, 0.0) + c.wire_bytes
+    elif step.mesh is not None:
+        declared = costs.collectives(step.jaxpr(state, batch, depth=depth))
+        for kind in dict.fromkeys(c.primitive for c in declared):
             # All at once, so that the branches of a cond stay alternatives.
             of = lambda c, kind=kind: c.wire_bytes * (c.primitive == kind)  # noqa: E731
-            sent[kind] = costs.expected(found, of)
+            sent[kind] = costs.expected(declared, of)
     return CallCost(
         depth=depth,
         share=1.0,
         frozen_entries=0.0,
-        flops=float(analysis.get("flops", math.nan)),
+        flops=found.flops,
         flops_ratio=1.0,
-        temporary_bytes=math.nan if memory is None else float(memory.temp_size_in_bytes),
+        temporary_bytes=float(found.temporary_bytes),
         wire_bytes=sent,
     )
 

@@ -38,6 +38,8 @@ class CompiledCollective:
     Attributes:
       kind: ``all-reduce``, ``reduce-scatter`` (of a TPU also an all-reduce that is scattered in the
         same fusion), ``all-gather``, ``all-to-all``, ``collective-permute``, ``send``, ...
+      does: the same, but of what the permutes of a matrix product in windows do together: a TPU's
+        compiler gathers weights and scatters their gradients so.
       dtypes: of the elements in the compiled program; those packed in u32 by their own name.
       elements: of one execution and device: put in, or of an all-gather the result.
       operands: the same of each array.
@@ -55,6 +57,7 @@ class CompiledCollective:
     """
 
     kind: str
+    does: str
     dtypes: tuple[str, ...]
     elements: int
     operands: tuple[int, ...]
@@ -87,9 +90,10 @@ def compiled_collectives(
         kind = kind_of(site.instruction)
         if kind is None:
             continue
-        # On a TPU a transfer that is under way stands in each fusion that carries it on.
+        # On a TPU a transfer that is under way stands in each fusion that carries it on, of loops
+        # inside as well.
         carried = "async_collective_fusion_config" in site.instruction.attributes
-        transfer = (site.instruction.attribute(r"channel_id=(\d+)"), site.branches, site.loops)
+        transfer = (site.instruction.attribute(r"channel_id=(\d+)"), site.branches)
         if carried and transfer in under_way:
             continue
         under_way |= {transfer} if carried else set()
@@ -175,6 +179,7 @@ def _made(
         dtypes=dtypes,
         elements=factor * sum(x.elements for x in counted),
         operands=tuple(factor * x.elements for x in counted),
+        does=_windowed(program, site) or kind,
         bytes=sum(x.bytes for x in given),
         executions=site.executions,
         devices=len(groups[0]) if groups else program.partitions,
@@ -187,6 +192,16 @@ def _made(
         source=source,
         name=name,
     )
+
+
+def _windowed(program: Program, site: Site) -> str | None:
+    """What a permute is a part of."""
+    if site.instruction.op.removesuffix("-start") != "collective-permute":
+        return None
+    for name, does in (("_body_ag", "all-gather"), ("_body_rs", "reduce-scatter")):
+        if "windowed_dot_general" + name in site.computation:
+            return does
+    return None
 
 
 def _packed(program: Program, reducer: str, given: Sequence[Array]) -> str | None:

@@ -123,6 +123,7 @@ def explain(
     *,
     axis_sizes: Mapping[str, int] | None = None,
     depths: Sequence[int] | None = None,
+    target: str | None = None,
 ) -> Explanation:
     """Say what a chain or a train step consists of, what each part costs, and what is wrong in it.
 
@@ -145,6 +146,8 @@ def explain(
       depths: of those that the schedule of ``scheduled_freeze`` draws; ``None`` for all. With
         ``freeze_driver="switch"`` they are the branches of one program, of which each call runs
         one.
+      target: what a call costs when compiled for another machine, of as many devices as the step's
+        mesh: see ``boostax.target_devices``.
 
     Returns:
       An ``Explanation``. Cost: a trace; with a batch, for each depth one trace and one
@@ -178,12 +181,12 @@ def explain(
         if axis_sizes is not None:
             allowed, hint = "left out with a train step", "Its mesh has them."
             raise ValueError(checks.message(_WHO, "axis_sizes", allowed, axis_sizes, hint))
-        return _of_step(tx, params, batch, depths)
+        return _of_step(tx, params, batch, depths, target)
     if not isinstance(cast(Any, tx), optax.GradientTransformation):
         allowed = "a transformation or a TrainStep"
         hint = "boostax.make_train_step(loss_fn, tx) makes the latter."
         raise TypeError(checks.message(_WHO, "tx", allowed, tx, hint))
-    for argument, given in (("batch", batch), ("depths", depths)):
+    for argument, given in (("batch", batch), ("depths", depths), ("target", target)):
         if given is not None:
             allowed, hint = "left out without a train step", "boostax.make_train_step makes one."
             raise ValueError(checks.message(_WHO, argument, allowed, given, hint))
@@ -196,7 +199,11 @@ def explain(
 
 
 def _of_step(
-    step: TrainStep, given: PyTree, batch: PyTree, depths: Sequence[int] | None
+    step: TrainStep,
+    given: PyTree,
+    batch: PyTree,
+    depths: Sequence[int] | None,
+    target: str | None,
 ) -> Explanation:
     state = (
         given if isinstance(given, TrainState) else step.init(jax.eval_shape(lambda p: p, given))
@@ -206,7 +213,7 @@ def _of_step(
     def count() -> _Counted:
         if batch is None:
             return (), None
-        calls = call_costs(step, state, batch, depths)
+        calls = call_costs(step, state, batch, depths, target)
         if step.mesh is None:
             return calls, None
         fresh = dataclasses.replace(step, _compiled={}, _frozen={})

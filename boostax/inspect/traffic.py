@@ -36,6 +36,9 @@ def _bytes(program: Program, computation: str, i: Instruction) -> float:
         return 2.0 * _size(program, computation, i.operands[1])
     if i.op == "copy-start":
         return read + sum(x.bytes for x in i.result[:1] if not x.on_chip)
+    if i.op == "slice-start":
+        piece = i.result[len(i.operands)]
+        return piece.bytes * ((read > 0) + (not piece.on_chip))
     # A start's results name its operands as well; what arrives is as much as what the last is.
     written = sum(x.bytes for x in i.result[-1:] if not x.on_chip)
     return read + (written if i.op.endswith("-start") else _written(i))

@@ -42,7 +42,7 @@ def wastes(found: Audit, shapes: Sequence[tuple[int, ...]], mesh: Mesh | None) -
     """The findings, the dearest first in each kind."""
     if found.params:
         sizes = _gradient_sizes(shapes, mesh)
-        gradients = [c for c in found.collectives if c.kind in REDUCES and _is_gradient(c, sizes)]
+        gradients = [c for c in found.collectives if c.does in REDUCES and _is_gradient(c, sizes)]
         yield from _reduced_in_loops(found, gradients)
         yield from _reduced_at_held_calls(found, gradients)
         yield from _gathered_in_loops(found)
@@ -82,7 +82,7 @@ def _reduced_at_held_calls(
 
 
 def _gathered_in_loops(found: Audit) -> Iterator[Waste]:
-    inside = [c for c in found.collectives if c.kind == "all-gather" and c.loops]
+    inside = [c for c in found.collectives if c.does == "all-gather" and c.loops]
     times = sum(c.elements * c.executions for c in inside) / found.params
     if times > _TWICE:
         dearest = max(inside, key=lambda c: c.wire_bytes)

@@ -147,6 +147,10 @@ def record_trajectory(
         since = state.steps - start
         due = jnp.logical_and(since >= 0, since % every == 0)
         _, ring = gate(due, write, (), ring, apply=True, who=_WHO)
+        # XLA may otherwise want to overwrite donated params before the branch reads them, and
+        # copies them. The count is never negative, which no compiler knows.
+        unknown = ring.recorded < 0
+        updates = jax.tree.map(lambda x: jnp.where(unknown, jnp.zeros_like(x), x), updates)
         steps: Any = optax.safe_increment(state.steps)
         return updates, TrajectoryState(steps, ring.recorded, ring.snapshots, ring.gram)
 

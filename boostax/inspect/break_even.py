@@ -16,12 +16,15 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
-from jax.sharding import AbstractMesh, AxisType, PartitionSpec
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from boostax._core import axes, checks, costs, jaxprs, trees
 from boostax._core.alone import fit, run_alone
 from boostax._core.replicas import enter_replica, leave_replica, stack_replicas, state_specs
+from boostax.inspect.audit import Audit, audit
+from boostax.inspect.targets import BANDWIDTH, target_devices
 from boostax.reduce.mean import all_reduce
 
 PyTree = Any
@@ -105,6 +108,7 @@ def break_even(
     replicas: int,
     bandwidth: float | None = None,
     *,
+    target: str | None = None,
     baseline: optax.GradientTransformation | None = None,
     axis_name: str = "data",
     latency: float = 0.0,
@@ -118,7 +122,8 @@ def break_even(
       (\text{collectives} - \text{dense collectives})} \ \text{bytes/s}
 
     Bytes are counted from the traced program of one of ``replicas`` devices, which need not exist,
-    by the formulas of a ring. The work is measured here: that program runs on one device with a
+    by the formulas of a ring; with a target, from what its compiler makes of it, which may widen
+    what the program narrows. The work is measured here: that program runs on one device with a
     local copy in the place of whatever a collective would bring, of the right shape. So encoding,
     decoding and adding up what has come from all replicas are timed, and no network is. It is the
     time of *this* device alone: a CPU says nothing about a GPU, and work that overlaps with the
@@ -132,6 +137,9 @@ def break_even(
       params: arrays or ``jax.ShapeDtypeStruct``; they are the shapes of the gradients.
       replicas: size of the axis.
       bandwidth: bytes per second that a device can send, to be judged; or ``None``.
+      target: compile for another machine, of ``replicas`` devices: see ``boostax.target_devices``.
+        Nothing is run then: the work is the memory traffic beyond the baseline's at the chip's
+        bandwidth, less than what it will be.
       baseline: what it is compared with; ``None`` for ``all_reduce(axis_name)``, in f32.
       axis_name: the axis that ``tx`` names.
       latency: seconds that a collective takes whatever it sends, some 1e-5 in a data centre.
@@ -177,6 +185,10 @@ def break_even(
         hint = "In seconds per step beyond the baseline's; None measures."
         checks.number(who, "encode_seconds", encode_seconds, "a number", lambda _: True, hint)
     parts = [optax.with_extra_args_support(part) for part in (tx, baseline)]
+    if target is not None:
+        return _compiled_for(
+            target, parts, params, replicas, name, encode_seconds, latency, bandwidth
+        )
     programs = [traced(part, params, replicas, name) for part in parts]
     found = [costs.collectives(program) for program in programs]
     if not found[0] and jax.tree.leaves(params):
@@ -199,6 +211,54 @@ def traced(
 ) -> jaxprs.ClosedJaxpr:
     """The update of one of so many devices, as ``make_train_step`` would run it."""
     mesh = AbstractMesh((replicas,), (name,), axis_types=(AxisType.Auto,))
+    update, given, _ = _mapped(tx, params, mesh, name)
+    return jax.make_jaxpr(update)(*given)
+
+
+def _compiled_for(
+    target: str,
+    parts: Sequence[optax.GradientTransformationExtraArgs],
+    params: PyTree,
+    replicas: int,
+    name: str,
+    encode_seconds: float | None,
+    latency: float,
+    bandwidth: float | None,
+) -> BreakEven:
+    devices = target_devices(target)
+    if len(devices) != replicas:
+        hint = "A target's devices are the replicas."
+        raise ValueError(
+            checks.message("break_even", "replicas", f"{len(devices)}", replicas, hint)
+        )
+    mesh = Mesh(np.array(devices), (name,), axis_types=(AxisType.Auto,))
+
+    def audited(tx: optax.GradientTransformationExtraArgs) -> Audit:
+        update, given, specs = _mapped(tx, params, mesh, name)
+        place = lambda spec, tree: jax.tree.map(  # noqa: E731
+            lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(mesh, spec)),
+            tree,
+        )
+        placed = jax.tree.map(place, specs, given, is_leaf=lambda x: isinstance(x, PartitionSpec))
+        return audit(jax.jit(update, donate_argnums=1), *placed, target=target)
+
+    mine, dense = map(audited, parts)
+    if encode_seconds is None:
+        extra = mine.traffic.most - dense.traffic.most
+        encode_seconds = extra / BANDWIDTH[target.partition(":")[0]]
+    rounds = [math.ceil(sum(c.executions for c in each.collectives)) for each in (mine, dense)]
+    sent = mine.wire_bytes.most, dense.wire_bytes.most
+    return BreakEven(replicas, *sent, *rounds, encode_seconds, latency, bandwidth)
+
+
+def _mapped(
+    tx: optax.GradientTransformationExtraArgs,
+    params: PyTree,
+    mesh: Mesh | AbstractMesh,
+    name: str,
+) -> tuple[Callable[..., Any], tuple[PyTree, ...], tuple[PyTree, ...]]:
+    """The mapped update, types to call it with, and their specs."""
+    replicas = mesh.shape[name]
     each = PartitionSpec(name)
     specs = state_specs(tx, params, name, replicas=replicas)
     state = jax.eval_shape(lambda p: stack_replicas(tx.init(p), replicas), params)
@@ -211,10 +271,9 @@ def traced(
         updates = jax.tree.map(lambda x: x[None], axes.to_varying(updates, (name,)))
         return updates, leave_replica(state)
 
-    mapped = jax.shard_map(
-        update, mesh=mesh, in_specs=(each, specs, PartitionSpec()), out_specs=(each, specs)
-    )
-    return jax.make_jaxpr(mapped)(jax.tree.map(own, params), state, params)
+    in_specs = each, specs, PartitionSpec()
+    mapped = jax.shard_map(update, mesh=mesh, in_specs=in_specs, out_specs=(each, specs))
+    return mapped, (jax.tree.map(own, params), state, params), in_specs
 
 
 def _rounds(found: Sequence[costs.Collective]) -> int:

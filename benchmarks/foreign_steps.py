@@ -1,0 +1,842 @@
+"""Train steps of public JAX repositories, told again in few lines, for `boostax.audit` to read.
+
+Each builder keeps the form of one public train step: the order in which it differentiates,
+accumulates, reduces, clips, updates and selects, what it donates, and how it shards. The models
+are small ones of this file; `Size` makes them as large as a caller wishes. No array is made:
+a builder takes a mesh, whose devices need not exist, and returns
+
+    (jitted, args, params)
+
+`jitted.lower(*args).compile()` gives the program. `args` are shapes with shardings. `params`
+holds the shapes of the parameters whose gradients the step reduces. A builder arranges the
+devices of the mesh anew, under the axis names of its source.
+
+`STEPS` names the steps, where each comes from, and what a reader found in the compiled programs
+by hand. In its texts N is the number of elements of `params`, K the number of micro-batches,
+L the number of layers and n the number of devices.
+"""
+
+import dataclasses
+import functools
+import math
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from flax import nnx
+from flax.training import dynamic_scale, train_state
+from jax import lax
+from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+Tree = Any
+Built = tuple[Any, tuple[Any, ...], Tree]
+
+
+@dataclasses.dataclass(frozen=True)
+class Size:
+    """How large a model and a batch are; `rows` counts sequences of a device and micro-batch."""
+
+    layers: int = 2
+    width: int = 128
+    hidden: int = 512
+    vocab: int = 1024
+    heads: int = 4
+    length: int = 32
+    rows: int = 2
+    micro: int = 4
+
+
+TINY = Size()
+LARGE = Size(layers=8, width=2048, hidden=8192, vocab=32768, heads=16, length=512, micro=8)
+
+
+@dataclasses.dataclass(frozen=True)
+class Step:
+    """One step: its builder, where its form comes from, and what an audit of it must find."""
+
+    build: Callable[..., Built]
+    source: str
+    what: str
+    expected: str
+    in_vain: tuple[str, ...] = ()  # dtypes and ranks of donated arguments that no result can use
+
+
+# --- what the builders share -----------------------------------------------------------------
+
+
+def _arranged(mesh: Mesh, shape: tuple[int, ...], names: tuple[str, ...]) -> Mesh:
+    """Arranges the devices of a mesh under other axis names."""
+    devices = mesh.devices.reshape(shape)
+    return Mesh(devices, names, axis_types=(AxisType.Auto,) * len(names))
+
+
+def _typed(tree: Tree, shardings: Tree) -> Tree:
+    """Gives each shape of a tree its sharding; one sharding stands for all leaves."""
+    if isinstance(shardings, NamedSharding):
+        one = shardings
+        shardings = jax.tree.map(lambda _: one, tree)
+    return jax.tree.map(
+        lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), tree, shardings
+    )
+
+
+def _decoder_shapes(size: Size, dtype: Any = jnp.float32) -> Tree:
+    """Returns the shapes of a decoder whose layers are stacked along the first dimension."""
+    count, wide, tall = size.layers, size.width, size.hidden
+    shapes = {
+        "embed": (size.vocab, wide),
+        "layers": {
+            "norm_in": (count, wide),
+            "qkv": (count, wide, 3 * wide),
+            "out": (count, wide, wide),
+            "norm_mlp": (count, wide),
+            "up": (count, wide, tall),
+            "down": (count, tall, wide),
+        },
+        "norm": (wide,),
+        "head": (wide, size.vocab),
+    }
+    return jax.tree.map(
+        lambda s: jax.ShapeDtypeStruct(s, dtype), shapes, is_leaf=lambda s: isinstance(s, tuple)
+    )
+
+
+def _norm(x: jax.Array, scale: jax.Array) -> jax.Array:
+    wide = x.astype(jnp.float32)
+    wide = wide * lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + 1e-6)
+    return (wide * scale).astype(x.dtype)
+
+
+def _block(x: jax.Array, layer: Tree, heads: int, dtype: Any) -> jax.Array:
+    """Applies attention and a two-matrix MLP to `x` of shape (..., length, width)."""
+    split = (*x.shape[:-1], heads, x.shape[-1] // heads)
+    each = jnp.split(_norm(x, layer["norm_in"]) @ layer["qkv"].astype(dtype), 3, axis=-1)
+    query, key, value = (y.reshape(split) for y in each)
+    scores = jnp.einsum("...qhd,...khd->...hqk", query, key).astype(jnp.float32)
+    seen = jnp.tril(jnp.ones((x.shape[-2], x.shape[-2]), bool))
+    weights = jax.nn.softmax(jnp.where(seen, scores / math.sqrt(split[-1]), -1e30)).astype(dtype)
+    mixed = jnp.einsum("...hqk,...khd->...qhd", weights, value).reshape(x.shape)
+    x = x + mixed @ layer["out"].astype(dtype)
+    y = _norm(x, layer["norm_mlp"])
+    inner = y @ layer["up"].astype(dtype)
+    if "low_in" in layer:
+        inner = inner + y @ layer["low_in"].astype(dtype) @ layer["low_out"].astype(dtype)
+    return x + jax.nn.gelu(inner) @ layer["down"].astype(dtype)
+
+
+def _trunk(
+    layers: Tree,
+    x: jax.Array,
+    heads: int,
+    dtype: Any,
+    constrain: Callable[[jax.Array], jax.Array] = lambda x: x,
+) -> jax.Array:
+    """Scans over the stacked layers and recomputes each in the backward pass."""
+
+    @jax.checkpoint
+    def layer_of(x: jax.Array, layer: Tree) -> tuple[jax.Array, None]:
+        return constrain(_block(x, layer, heads, dtype)), None
+
+    return lax.scan(layer_of, constrain(x), layers)[0]
+
+
+def _logits(
+    params: Tree,
+    tokens: jax.Array,
+    heads: int,
+    dtype: Any,
+    constrain: Callable[[jax.Array], jax.Array] = lambda x: x,
+) -> jax.Array:
+    x = params["embed"].astype(dtype)[tokens]
+    x = _norm(_trunk(params["layers"], x, heads, dtype, constrain), params["norm"])
+    return (x @ params["head"].astype(dtype)).astype(jnp.float32)
+
+
+def _moments_like(
+    tx: optax.GradientTransformation, params: Tree, shardings: Tree, rest: NamedSharding
+) -> Tree:
+    """Returns shardings of an optimizer state: a moment's is its parameter's, `rest` elsewhere."""
+    return optax.tree_utils.tree_map_params(
+        tx,
+        lambda _, sharding: sharding,
+        jax.eval_shape(tx.init, params),
+        shardings,
+        transform_non_params=lambda _: rest,
+    )
+
+
+# --- MaxText -----------------------------------------------------------------------------------
+
+
+def maxtext_accumulation(mesh: Mesh, size: Size = TINY) -> Built:
+    """MaxText: scan over micro-batches in plain jit, FSDP parameters in the carry of the scan.
+
+    The loss of a micro-batch is a sum over tokens, so that one division by the number of
+    tokens follows the scan. Clipping, AdamW and three norms for the log come after it. The jit
+    names the shardings of the state on both sides and donates the state.
+    """
+    mesh = _arranged(mesh, (1, mesh.size), ("data", "fsdp"))
+    rows = ("data", "fsdp")
+    place = functools.partial(NamedSharding, mesh)
+    params = _decoder_shapes(size)
+    # Its rules lay "embed", the width of the model, over the axis fsdp, in every matrix.
+    shardings = {
+        "embed": place(P(None, "fsdp")),
+        "layers": {
+            "norm_in": place(P()),
+            "qkv": place(P(None, "fsdp", None)),
+            "out": place(P(None, None, "fsdp")),
+            "norm_mlp": place(P()),
+            "up": place(P(None, "fsdp", None)),
+            "down": place(P(None, None, "fsdp")),
+        },
+        "norm": place(P()),
+        "head": place(P("fsdp", None)),
+    }
+    tx = optax.adamw(1e-3, b2=0.95)
+    clip = optax.clip_by_global_norm(1.0)
+
+    def constrain(x: jax.Array) -> jax.Array:
+        return lax.with_sharding_constraint(x, place(P(rows, None, None)))
+
+    def placed(tree: Tree) -> Tree:
+        return jax.tree.map(lax.with_sharding_constraint, tree, shardings)
+
+    def loss_fn(params: Tree, batch: Tree) -> tuple[jax.Array, Tree]:
+        logits = _logits(params, batch["inputs"], size.heads, jnp.bfloat16, constrain)
+        entropy = optax.softmax_cross_entropy_with_integer_labels(logits, batch["targets"])
+        real = batch["segments"] != 0
+        total = jnp.sum(entropy * real)
+        return total, {"total": total, "tokens": jnp.sum(real)}
+
+    def accumulated(params: Tree, batch: Tree) -> tuple[jax.Array, Tree]:
+        def in_turn(x: jax.Array) -> jax.Array:
+            parts = x.reshape(x.shape[0] // size.micro, size.micro, *x.shape[1:])
+            return jnp.swapaxes(parts, 0, 1)
+
+        def one(carry: Tree, batch: Tree) -> tuple[Tree, Tree]:
+            (_, aux), grads = jax.value_and_grad(loss_fn, has_aux=True)(carry["params"], batch)
+            carry = {
+                "params": carry["params"],
+                "grads": jax.tree.map(jnp.add, grads, carry["grads"]),
+                "total": carry["total"] + aux["total"],
+                "tokens": carry["tokens"] + aux["tokens"],
+            }
+            return carry, aux
+
+        params = placed(params)
+        start = {
+            "params": params,
+            "grads": placed(jax.tree.map(jnp.zeros_like, params)),
+            "total": jnp.zeros(()),
+            "tokens": jnp.zeros((), jnp.int32),
+        }
+        end, _ = lax.scan(one, start, jax.tree.map(in_turn, batch))
+        tokens = jnp.maximum(end["tokens"], 1)
+        some = end["tokens"] > 0
+        grads = jax.tree.map(
+            lambda g: jnp.where(some, g / tokens, jnp.zeros_like(g)), placed(end["grads"])
+        )
+        return jnp.where(some, end["total"] / tokens, 0.0), grads
+
+    def train_step(state: Tree, batch: Tree) -> tuple[Tree, Tree]:
+        loss, raw = accumulated(state["params"], batch)
+        grads, _ = clip.update(raw, clip.init(state["params"]))
+        updates, opt_state = tx.update(grads, state["opt_state"], state["params"])
+        params = optax.apply_updates(state["params"], updates)
+        metrics = {
+            "loss": loss,
+            "grad_norm": optax.tree.norm(grads),
+            "raw_grad_norm": optax.tree.norm(raw),
+            "param_norm": optax.tree.norm(params),
+        }
+        return {"step": state["step"] + 1, "params": params, "opt_state": opt_state}, metrics
+
+    state = {
+        "step": jax.ShapeDtypeStruct((), jnp.int32),
+        "params": params,
+        "opt_state": jax.eval_shape(tx.init, params),
+    }
+    state_shardings = {
+        "step": place(P()),
+        "params": shardings,
+        "opt_state": _moments_like(tx, params, shardings, place(P())),
+    }
+    tokens = jax.ShapeDtypeStruct((size.micro * size.rows * mesh.size, size.length), jnp.int32)
+    batch = {"inputs": tokens, "targets": tokens, "segments": tokens}
+    by_rows = place(P(rows))
+    jitted = jax.jit(
+        train_step,
+        in_shardings=(state_shardings, by_rows),
+        out_shardings=(state_shardings, None),
+        donate_argnums=0,
+    )
+    return jitted, (_typed(state, state_shardings), _typed(batch, by_rows)), params
+
+
+# --- midGPT ------------------------------------------------------------------------------------
+
+
+def midgpt_accumulation(mesh: Mesh, size: Size = TINY, shard_model: bool = False) -> Built:
+    """MidGPT: a bf16 copy of replicated f32 parameters, made once, and a scan that sums in f32.
+
+    The gradient of each micro-batch is constrained to the placement of the parameters inside
+    the scan. The jit names no shardings and donates every array, tokens and key too. One
+    decoder takes one sequence; `vmap` takes the rows.
+    """
+    mesh = _arranged(mesh, (1, mesh.size), ("replica", "data"))
+    place = functools.partial(NamedSharding, mesh)
+    params = _decoder_shapes(size)
+
+    def placement(x: Any) -> NamedSharding:
+        last = "data" if shard_model and x.ndim > 1 else None
+        return place(P(*(None,) * (x.ndim - 1), last))
+
+    shardings = jax.tree.map(placement, params)
+    tx = optax.chain(
+        optax.clip_by_global_norm(1.0),
+        optax.scale_by_adam(b2=0.95),
+        optax.add_decayed_weights(0.1),
+        optax.scale_by_schedule(optax.warmup_cosine_decay_schedule(0.0, 1e-3, 100, 1000)),
+        optax.scale(-1.0),
+    )
+
+    def loss_fn(params: Tree, inputs: jax.Array, targets: jax.Array) -> jax.Array:
+        logits = jax.vmap(lambda row: _logits(params, row, size.heads, jnp.bfloat16))(inputs)
+        return optax.softmax_cross_entropy_with_integer_labels(logits, targets).mean()
+
+    def step(
+        params: Tree, opt_state: Tree, inputs: jax.Array, targets: jax.Array, key: jax.Array
+    ) -> tuple[Tree, Tree, jax.Array]:
+        low = jax.tree.map(lambda x: x.astype(jnp.bfloat16), params)
+
+        def one(total: Tree, batch: Tree) -> tuple[Tree, jax.Array]:
+            inputs, targets, _ = batch  # the key of dropout, whose rate is 0
+            loss, grads = jax.value_and_grad(loss_fn)(low, inputs, targets)
+            grads = jax.tree.map(lax.with_sharding_constraint, grads, shardings)
+            return jax.tree.map(jnp.add, grads, total), loss
+
+        keys = jax.random.split(key, size.micro)
+        zeros = jax.tree.map(jnp.zeros_like, params)
+        total, losses = lax.scan(one, zeros, (inputs, targets, keys))
+        grads = jax.tree.map(lambda g: g / size.micro, total)
+        updates, opt_state = tx.update(grads, opt_state, params)
+        return optax.apply_updates(params, updates), opt_state, losses.mean()
+
+    opt_state = _typed(
+        jax.eval_shape(tx.init, params), _moments_like(tx, params, shardings, place(P()))
+    )
+    tokens = jax.ShapeDtypeStruct(
+        (size.micro, size.rows * mesh.size, size.length),
+        jnp.int32,
+        sharding=place(P(None, ("replica", "data"), None)),
+    )
+    key = jax.ShapeDtypeStruct((2,), jnp.uint32, sharding=place(P()))
+    jitted = jax.jit(step, donate_argnums=(0, 1, 2, 3, 4))
+    return jitted, (_typed(params, shardings), opt_state, tokens, tokens, key), params
+
+
+# --- Flax, the ImageNet example ---------------------------------------------------------------
+
+
+class _Normed(nn.Module):
+    """Residual layers with batch statistics that are means over the mapped axis."""
+
+    size: Size
+    dtype: Any
+
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        norm = functools.partial(
+            nn.BatchNorm, False, momentum=0.9, dtype=self.dtype, axis_name="batch"
+        )
+        dense = functools.partial(nn.Dense, dtype=self.dtype)
+        x = dense(self.size.width, use_bias=False)(x)
+        for _ in range(self.size.layers):
+            y = nn.relu(norm()(dense(self.size.hidden, use_bias=False)(x)))
+            y = norm()(dense(self.size.width, use_bias=False)(y))
+            x = nn.relu(x + y)
+        return dense(self.size.vocab)(x)
+
+
+class _ScaledState(train_state.TrainState):
+    batch_stats: Any
+    dynamic_scale: dynamic_scale.DynamicScale
+
+
+def flax_dynamic_scale(mesh: Mesh, size: Size = TINY, half: Any = jnp.float16) -> Built:
+    """Flax, ImageNet: pmap, `DynamicScale`, momentum SGD, then a select over the whole state.
+
+    `DynamicScale` divides the gradients by the scale in f32, takes their mean over the axis
+    and only then asks whether they are finite. The update is computed for each step and the
+    old state chosen leaf by leaf where it must not count. The state is replicated by
+    `in_axes=None` and nothing is donated. Batch statistics are means over the axis already in
+    the layers, and the step takes their mean over the axis once more.
+    """
+    devices = list(mesh.devices.flat)
+    model = _Normed(size, half)
+    tx = optax.sgd(0.1, momentum=0.9, nesterov=True)
+
+    def make() -> _ScaledState:
+        module = _Normed(size, half)
+        local = jnp.zeros((1, 1, size.width), half)
+        made = jax.vmap(
+            lambda x: module.init(jax.random.key(0), x), axis_name="batch", out_axes=None
+        )(local)
+        return _ScaledState.create(
+            apply_fn=model.apply,
+            params=made["params"],
+            tx=tx,
+            batch_stats=made["batch_stats"],
+            dynamic_scale=dynamic_scale.DynamicScale(),
+        )
+
+    def entropy(logits: jax.Array, labels: jax.Array) -> jax.Array:
+        known = jax.nn.one_hot(labels, size.vocab)
+        return optax.softmax_cross_entropy(logits, known).mean()
+
+    def train_step(state: _ScaledState, batch: Tree) -> tuple[_ScaledState, Tree]:
+        def loss_fn(params: Tree) -> tuple[jax.Array, Tree]:
+            logits, changed = state.apply_fn(
+                {"params": params, "batch_stats": state.batch_stats},
+                batch["image"],
+                mutable=["batch_stats"],
+            )
+            decay = sum(jnp.sum(x**2) for x in jax.tree.leaves(params) if x.ndim > 1)
+            return entropy(logits, batch["label"]) + 0.5e-4 * decay, (changed, logits)
+
+        scaled = state.dynamic_scale.value_and_grad(loss_fn, has_aux=True, axis_name="batch")
+        scale, finite, (_, (changed, logits)), grads = scaled(state.params)
+        metrics = lax.pmean(
+            {
+                "loss": entropy(logits, batch["label"]),
+                "accuracy": jnp.mean(jnp.argmax(logits, -1) == batch["label"]),
+            },
+            "batch",
+        )
+        new = state.apply_gradients(
+            grads=grads, batch_stats=lax.pmean(changed["batch_stats"], "batch")
+        )
+        choose = functools.partial(jnp.where, finite)
+        new = new.replace(
+            opt_state=jax.tree.map(choose, new.opt_state, state.opt_state),
+            params=jax.tree.map(choose, new.params, state.params),
+            dynamic_scale=scale,
+        )
+        return new, metrics | {"scale": scale.scale}
+
+    state = jax.eval_shape(make)
+    images = jax.ShapeDtypeStruct((len(devices), size.rows * size.length, size.width), half)
+    labels = jax.ShapeDtypeStruct(images.shape[:2], jnp.int32)
+    jitted = jax.pmap(
+        train_step, axis_name="batch", in_axes=(None, 0), out_axes=(None, 0), devices=devices
+    )
+    return jitted, (state, {"image": images, "label": labels}), state.params
+
+
+# --- openpi ------------------------------------------------------------------------------------
+
+
+class _EmaState(NamedTuple):
+    step: Any
+    params: Tree
+    opt_state: Tree
+    ema_params: Tree
+
+
+def openpi_ema(
+    mesh: Mesh, size: Size = TINY, fsdp_devices: int = 4, shard_from: int = 2**14
+) -> Built:
+    """Openpi: one batch a step, flow matching, a moving average of the parameters, HSDP.
+
+    A leaf of at least `shard_from` bytes (4 MiB in the source) and two dimensions is split
+    along its longest dimension over the axis fsdp; rows are split over both axes. The jit
+    names every sharding and donates the state, not the batch.
+    """
+    mesh = _arranged(mesh, (mesh.size // fsdp_devices, fsdp_devices), ("batch", "fsdp"))
+    place = functools.partial(NamedSharding, mesh)
+    data = place(P(("batch", "fsdp")))
+    actions, horizon = 32, 8
+    params = _decoder_shapes(size)
+    params = {name: params[name] for name in ("embed", "layers", "norm")} | {
+        "action_in": jax.ShapeDtypeStruct((actions, size.width), jnp.float32),
+        "action_out": jax.ShapeDtypeStruct((size.width, actions), jnp.float32),
+    }
+    tx = optax.chain(
+        optax.clip_by_global_norm(1.0),
+        optax.adamw(
+            optax.warmup_cosine_decay_schedule(1e-8, 2.5e-5, 100, 1000),
+            b2=0.95,
+            weight_decay=1e-10,
+        ),
+    )
+
+    def sharding_of(x: Any) -> NamedSharding:
+        small = math.prod(x.shape) * x.dtype.itemsize < shard_from
+        if fsdp_devices == 1 or len(x.shape) < 2 or small:
+            return place(P())
+        for i in np.argsort(x.shape)[::-1]:
+            if x.shape[i] % fsdp_devices == 0:
+                return place(P(*("fsdp" if j == i else None for j in range(len(x.shape)))))
+        return place(P())
+
+    def constrain(x: jax.Array) -> jax.Array:
+        return lax.with_sharding_constraint(x, data)
+
+    def loss_fn(params: Tree, key: jax.Array, tokens: jax.Array, goal: jax.Array) -> jax.Array:
+        noise_key, time_key = jax.random.split(key)
+        noise = jax.random.normal(noise_key, goal.shape)
+        time = jax.random.uniform(time_key, (goal.shape[0], 1, 1))
+        noisy = (time * noise + (1 - time) * goal).astype(jnp.bfloat16)
+        seen = params["embed"].astype(jnp.bfloat16)[tokens]
+        moved = noisy @ params["action_in"].astype(jnp.bfloat16)
+        x = jnp.concatenate([seen, moved + time.astype(jnp.bfloat16)], axis=1)
+        x = _norm(_trunk(params["layers"], x, size.heads, jnp.bfloat16, constrain), params["norm"])
+        speed = x[:, -horizon:] @ params["action_out"].astype(jnp.bfloat16)
+        return jnp.mean((speed.astype(jnp.float32) - (noise - goal)) ** 2)
+
+    def train_step(key: jax.Array, state: _EmaState, batch: Tree) -> tuple[_EmaState, Tree]:
+        key = jax.random.fold_in(key, state.step)
+        loss, grads = jax.value_and_grad(loss_fn)(state.params, key, *batch)
+        updates, opt_state = tx.update(grads, state.opt_state, state.params)
+        params = optax.apply_updates(state.params, updates)
+        ema = jax.tree.map(lambda old, new: 0.99 * old + 0.01 * new, state.ema_params, params)
+        kernels = [x for x in jax.tree.leaves(params) if x.ndim > 1]
+        info = {
+            "loss": loss,
+            "grad_norm": optax.tree.norm(grads),
+            "param_norm": optax.tree.norm(kernels),
+        }
+        return _EmaState(state.step + 1, params, opt_state, ema), info
+
+    step = jax.ShapeDtypeStruct((), jnp.int32)
+    state = _EmaState(step, params, jax.eval_shape(tx.init, params), params)
+    shardings = jax.tree.map(sharding_of, state)
+    rows = size.rows * mesh.size
+    batch = (
+        jax.ShapeDtypeStruct((rows, size.length - horizon), jnp.int32),
+        jax.ShapeDtypeStruct((rows, horizon, actions), jnp.float32),
+    )
+    jitted = jax.jit(
+        train_step,
+        in_shardings=(place(P()), shardings, data),
+        out_shardings=(shardings, place(P())),
+        donate_argnums=(1,),
+    )
+    key = jax.ShapeDtypeStruct((2,), jnp.uint32, sharding=place(P()))
+    return jitted, (key, _typed(state, shardings), _typed(batch, data)), params
+
+
+# --- Tunix -------------------------------------------------------------------------------------
+
+
+class _Network(nnx.Module):
+    """The decoder as an `nnx` module, with a low-rank addition to each layer where asked."""
+
+    def __init__(self, size: Size, rank: int, dtype: Any, rows: NamedSharding | None):
+        self.size, self.rows = size, rows
+        shapes = _decoder_shapes(size, dtype)
+        layers = shapes.pop("layers")
+        zeros = functools.partial(jax.tree.map, lambda x: nnx.Param(jnp.zeros(x.shape, x.dtype)))
+        self.outer = nnx.data(zeros(shapes))
+        self.layers = nnx.data(zeros(layers))
+        if rank:
+            first, second = (size.layers, size.width, rank), (size.layers, rank, size.hidden)
+            self.layers["low_in"] = nnx.LoRAParam(jnp.zeros(first, dtype))
+            self.layers["low_out"] = nnx.LoRAParam(jnp.zeros(second, dtype))
+
+    def __call__(self, tokens: jax.Array) -> jax.Array:
+        layers = {name: x[...] for name, x in self.layers.items()}
+        params = {name: x[...] for name, x in self.outer.items()} | {"layers": layers}
+        return _logits(params, tokens, self.size.heads, jnp.bfloat16, self._by_rows)
+
+    def _by_rows(self, x: jax.Array) -> jax.Array:
+        return x if self.rows is None else lax.with_sharding_constraint(x, self.rows)
+
+
+class _Sums(nnx.Module):
+    """Sums of gradients in f32 and how many were added."""
+
+    def __init__(self, model: nnx.Module, kind: type[nnx.Variable]):
+        state = nnx.state(model, kind)
+        self.total = nnx.data(jax.tree.map(lambda x: jnp.zeros_like(x, jnp.float32), state))
+        self.count = nnx.Variable(jnp.zeros((), jnp.float32))
+
+
+def _is_variable(x: Any) -> bool:
+    return isinstance(x, nnx.Variable)
+
+
+def tunix_micro_step(mesh: Mesh, size: Size = TINY, rank: int = 0, annotated: bool = True) -> Built:
+    """Tunix: one call a micro-batch; sums of gradients among the arguments; a cond updates.
+
+    Model, optimizer and sums are `nnx` modules and the jit is `nnx.jit`, which returns the
+    state of each. It donates optimizer and sums, but not the model. A flag among the arguments
+    says whether this call updates. Parameters are bf16 and FSDP. With `rank` above 0 only the
+    low-rank additions are differentiated and updated. Without `annotated` the activations
+    carry no sharding, which the source always gives them: the compiler then lays them along
+    the axis of the parameters and reduces activations.
+    """
+    mesh = _arranged(mesh, (mesh.size, 1), ("fsdp", "tp"))
+    place = functools.partial(NamedSharding, mesh)
+    kind = nnx.LoRAParam if rank else nnx.Param
+    tx = optax.adamw(1e-5)
+
+    def make() -> tuple[nnx.Module, nnx.Optimizer, _Sums]:
+        rows = place(P("fsdp", None, None)) if annotated else None
+        model = _Network(size, rank, jnp.bfloat16, rows)
+        return model, nnx.Optimizer(model, tx, wrt=kind), _Sums(model, kind)
+
+    def mean_loss(model: nnx.Module, tokens: jax.Array, targets: jax.Array) -> jax.Array:
+        return optax.softmax_cross_entropy_with_integer_labels(model(tokens), targets).mean()
+
+    def train_step(
+        model: nnx.Module,
+        optimizer: nnx.Optimizer,
+        sums: _Sums,
+        tokens: jax.Array,
+        targets: jax.Array,
+        update_now: jax.Array,
+    ) -> tuple[jax.Array, jax.Array]:
+        wrt = nnx.DiffState(0, kind) if rank else 0
+        loss, grads = nnx.value_and_grad(mean_loss, argnums=wrt)(model, tokens, targets)
+        jax.tree.map(
+            lambda total, g: total.set_value(total[...] + g[...]),
+            sums.total,
+            grads,
+            is_leaf=_is_variable,
+        )
+        sums.count.set_value(sums.count[...] + 1.0)
+
+        def update(model: nnx.Module, optimizer: nnx.Optimizer, sums: _Sums) -> jax.Array:
+            part = 1.0 / sums.count[...]
+            grads = jax.tree.map(
+                lambda total, x: type(total)((total[...] * part).astype(x.dtype)),
+                sums.total,
+                nnx.state(model, kind),
+                is_leaf=_is_variable,
+            )
+            norm = optax.tree.norm(jax.tree.map(lambda g: g.astype(jnp.float32), grads))
+            optimizer.update(model, grads)
+            jax.tree.map(
+                lambda total: total.set_value(jnp.zeros_like(total[...])),
+                sums.total,
+                is_leaf=_is_variable,
+            )
+            sums.count.set_value(jnp.zeros_like(sums.count[...]))
+            return norm
+
+        def keep(model: nnx.Module, optimizer: nnx.Optimizer, sums: _Sums) -> jax.Array:
+            return jnp.zeros((), jnp.float32)
+
+        update_now = lax.with_sharding_constraint(update_now, place(P()))
+        norm = nnx.cond(update_now, update, keep, model, optimizer, sums)
+        return loss, norm
+
+    def sharding_of(path: Any, x: Any) -> NamedSharding:
+        if len(x.shape) < 2 or "norm" in jax.tree_util.keystr(path):
+            return place(P())
+        wide = [*(i for i, d in enumerate(x.shape) if d == size.width), len(x.shape) - 1]
+        return place(P(*("fsdp" if j == wide[0] else None for j in range(len(x.shape)))))
+
+    graph, state = nnx.split(nnx.eval_shape(make))
+    state = _typed(state, jax.tree_util.tree_map_with_path(sharding_of, state))
+    model, optimizer, sums = nnx.merge(graph, state)
+    tokens = jax.ShapeDtypeStruct(
+        (size.rows * mesh.size, size.length), jnp.int32, sharding=place(P("fsdp"))
+    )
+    flag = jax.ShapeDtypeStruct((), jnp.bool_, sharding=place(P()))
+    jitted = nnx.jit(train_step, donate_argnames=("optimizer", "sums"))
+    params = jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), nnx.to_pure_dict(nnx.state(model, kind))
+    )
+    return jitted, (model, optimizer, sums, tokens, tokens, flag), params
+
+
+# --- Mesh Transformer JAX, the control ---------------------------------------------------------
+
+
+def mesh_transformer_accumulation(mesh: Mesh, size: Size = TINY) -> Built:
+    """Mesh Transformer JAX: a scan that sums on each device in bf16, and one mean after it.
+
+    The source maps with `xmap`, which JAX no longer has; `shard_map` over the same two axes
+    stands for it, with one device along the axis of the model. The mean over replicas is a
+    `pmean` of the bf16 sums, once a step. The state is donated. Each micro-batch computes the
+    norm of its own gradient, for the log alone.
+    """
+    mesh = _arranged(mesh, (mesh.size, 1), ("batch", "shard"))
+    place = functools.partial(NamedSharding, mesh)
+    params = _decoder_shapes(size)
+    tx = optax.chain(
+        optax.scale(1 / size.micro),
+        optax.clip_by_global_norm(1.0),
+        optax.scale_by_adam(),
+        optax.add_decayed_weights(0.1),
+        optax.scale(-1.0),
+        optax.scale_by_schedule(optax.warmup_cosine_decay_schedule(0.0, 1e-4, 100, 1000)),
+    )
+
+    def low(tree: Tree) -> Tree:
+        return jax.tree.map(lambda x: x.astype(jnp.bfloat16), tree)
+
+    def norm_of(tree: Tree) -> jax.Array:
+        squares = sum(jnp.sum(jnp.square(x.astype(jnp.float32))) for x in jax.tree.leaves(tree))
+        return jnp.sqrt(lax.psum(squares, "shard"))
+
+    def loss_fn(params: Tree, inputs: jax.Array, targets: jax.Array) -> jax.Array:
+        logits = _logits(params, inputs, size.heads, jnp.bfloat16)
+        return optax.softmax_cross_entropy_with_integer_labels(logits, targets).mean()
+
+    def train(state: Tree, inputs: jax.Array, targets: jax.Array) -> tuple[Any, ...]:
+        def one(total: Tree, batch: Tree) -> tuple[Tree, tuple[jax.Array, jax.Array]]:
+            loss, grads = jax.value_and_grad(loss_fn)(low(state["params"]), *batch)
+            return jax.tree.map(jnp.add, total, grads), (loss, norm_of(grads))
+
+        zeros = low(jax.tree.map(jnp.zeros_like, state["params"]))
+        grads, (losses, norms) = lax.scan(one, zeros, (inputs, targets))
+        norms = lax.pmean(norms, "batch")
+        grads = lax.pmean(grads, "batch")
+        norm = norm_of(grads)
+        updates, opt_state = tx.update(grads, state["opt_state"], state["params"])
+        updates = jax.tree.map(lambda u: u.astype(jnp.float32), updates)
+        new = {
+            "params": optax.apply_updates(state["params"], updates),
+            "step": state["step"] + 1,
+            "opt_state": opt_state,
+        }
+        return losses.mean()[None], norm[None], norms.mean()[None], new
+
+    each = P("batch")
+    mapped = jax.shard_map(
+        train,
+        mesh=mesh,
+        in_specs=(P(), P(None, "batch"), P(None, "batch")),
+        out_specs=(each, each, each, P()),
+        check_vma=False,
+    )
+    state = {
+        "params": params,
+        "step": jax.ShapeDtypeStruct((), jnp.int32),
+        "opt_state": jax.eval_shape(tx.init, params),
+    }
+    tokens = jax.ShapeDtypeStruct(
+        (size.micro, size.rows * mesh.size, size.length),
+        jnp.int32,
+        sharding=place(P(None, "batch")),
+    )
+    return jax.jit(mapped, donate_argnums=0), (_typed(state, place(P())), tokens, tokens), params
+
+
+# --- the table ---------------------------------------------------------------------------------
+#
+# Figures are of TINY on 8 devices: executions x elements over N, a reduction by its operand, an
+# all-gather by its result, trip counts multiplied out. CPU widens each bf16 reduction to f32
+# (`to_apply=..._promoted`), which is no fault of a step. One gradient is 0.8 N where the table
+# of tokens is split along the width: the rows' gradients then travel by all-to-all.
+
+STEPS: dict[str, Step] = {
+    "maxtext": Step(
+        build=maxtext_accumulation,
+        source=(
+            "AI-Hypercomputer/maxtext@e591f30cbbf217ed67ef71263ec0538239f9c3b8:"
+            "src/maxtext/utils/gradient_accumulation.py#L27-L194,"
+            "src/maxtext/trainers/pre_train/train.py#L422-L725,"
+            "src/maxtext/utils/maxtext_utils.py#L95-L108"
+        ),
+        what="plain jit, FSDP, scan over K micro-batches, state donated, shardings on both sides",
+        expected=(
+            "Gradient reduced K times: 3.2 N where 0.8 N suffice; layers inside two loops (K x L "
+            "executions), head inside one (K). CPU all-reduce f32, H100 reduce-scatter bf16, v5e "
+            "all-reduce and slice in one fusion, bf16. Weights gathered in each micro-batch though "
+            "the scan does not change them: 5.0 N on CPU, 5.6 N on H100, 6.2 N on v5e, whose "
+            "backward pass gathers qkv twice. No donation missing: 29 buffers aliased. At LARGE, "
+            "v5e holds no reduction of a gradient by name: loops of collective-permute, "
+            "`windowed_dot_general`, stand for it."
+        ),
+    ),
+    "midgpt": Step(
+        build=midgpt_accumulation,
+        source=(
+            "AllanYangZhou/midGPT@482be37b02f6b2a9116d09c081e427e17a507d91:"
+            "src/train.py#L69-L97,src/model.py#L140-L178,src/configs/openwebtext.py"
+        ),
+        what="jit without shardings, replicated, scan sums bf16 gradients in f32, all donated",
+        expected=(
+            "Gradient reduced K times on CPU: 4.0 N, f32. H100 and v5e move head and embedding "
+            "out of the scan by themselves (0.4 N, once; bf16 on H100, f32 on v5e) and leave the "
+            "layers in both loops (2.4 N bf16): 2.8 N where 1.0 N suffices. Parameters and "
+            "optimizer state aliased, 3.0 P; inputs and targets donated in vain (buffer_donor, "
+            "no result of their shape); the key is no argument of the program. v5e: every "
+            "reduction synchronous."
+        ),
+        in_vain=("s32[K, rows, length]", "s32[K, rows, length]"),
+    ),
+    "flax": Step(
+        build=flax_dynamic_scale,
+        source=(
+            "google/flax@18f8f311c275d57f46d95e41b15aa97b454754c0:"
+            "examples/imagenet/train.py#L112-L171,examples/imagenet/train.py#L360-L365,"
+            "flax/training/dynamic_scale.py#L117-L163"
+        ),
+        what="pmap, f16 loss scale, pmean of f32 gradients, where over the state, nothing donated",
+        expected=(
+            "Nothing aliased: parameters, momentum and statistics, 2.0 P, exist twice. Gradient "
+            "reduced once, 1.0 N in f32 for an f16 backward pass, on steps that are skipped too. "
+            "Update computed and old state chosen leaf by leaf: selects over 2 P, no conditional. "
+            "Means of batch statistics that are equal on all devices already (8 leaves of "
+            "0.006 N in all) travel in the same all-reduce. No loop, no gather."
+        ),
+    ),
+    "openpi": Step(
+        build=openpi_ema,
+        source=(
+            "Physical-Intelligence/openpi@15a9616a00943ada6c20a0f158e3adb39df2ccac:"
+            "scripts/train.py#L137-L191,scripts/train.py#L243-L248,"
+            "src/openpi/training/sharding.py#L48-L102,src/openpi/training/optimizer.py#L65-L85"
+        ),
+        what="jit with shardings, HSDP 2 x 4, one batch, moving average, state donated",
+        expected=(
+            "Nothing accumulates: each gradient is reduced once a step, over fsdp (0.8 N) and then "
+            "its part over batch (0.25 N). H100 reduce-scatters over fsdp; CPU all-reduces whole "
+            "leaves over fsdp and slices, twice the bytes; v5e does so for `up` alone "
+            "(0.12 N of 0.8 N). Loops have L trips, which are layers, not micro-batches: no "
+            "finding. Whole state aliased, 4 P / 4 (parameters, two moments, average)."
+        ),
+    ),
+    "tunix": Step(
+        build=tunix_micro_step,
+        source=(
+            "google/tunix@c7d8950f12a9c55a976bf2e1a0d8b447d71c20b3:"
+            "tunix/sft/peft_trainer.py#L201-L318,tunix/sft/peft_trainer.py#L493-L609,"
+            "tunix/sft/peft_trainer.py#L679-L721"
+        ),
+        what="nnx.jit, one call a micro-batch, sums among the arguments, cond update, FSDP bf16",
+        expected=(
+            "Model not donated but returned: its 9 bf16 leaves exist twice (0.125 of all bf16 "
+            "parameters on each device) and are copied by calls that do not update. Gradient "
+            "reduced in each call (0.8 N) outside the conditional that alone reads the sums: "
+            "K x 0.8 N an update. H100 holds no conditional: Adam and its selects run in each "
+            "call. CPU and v5e keep the conditional. With rank=8 the frozen weights too are "
+            "returned and copied in each call: 8 P of unaliased results, P the low-rank leaves."
+        ),
+    ),
+    "mesh_transformer": Step(
+        build=mesh_transformer_accumulation,
+        source=(
+            "kingoflolz/mesh-transformer-jax@f8315e3003033b23f21d78361b288953064e0e76:"
+            "mesh_transformer/transformer_shard.py#L134-L173,"
+            "mesh_transformer/transformer_shard.py#L232-L238,device_train.py#L176-L183"
+        ),
+        what="the control: shard_map, scan sums locally in bf16, one pmean, state donated",
+        expected=(
+            "One reduction a step: 1.0 N, bf16 (CPU f32), outside every loop. State aliased, "
+            "3.0 P. No gather, no conditional. Sums over micro-batches are bf16: a matter of "
+            "precision, not of bytes."
+        ),
+    ),
+}
