@@ -18,7 +18,7 @@ test: $(READY) lint
 	$(QUICK_CODE) $(TESTS)
 
 test-long: $(READY)
-	$(TESTS) -m long
+	$(TESTS) -m "(long or hypothesis) and not gpu" --hypothesis-profile=search
 
 bench: $(READY)
 	$(RUN) benchmarks/loss_scale.py

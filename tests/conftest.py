@@ -4,6 +4,7 @@ import gc
 import os
 import pathlib
 
+import drawing  # noqa: F401, its profile stands before any test is imported
 import jax
 import pytest
 

@@ -7,7 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from hypothesis import given, settings
+from drawing import draws
+from hypothesis import given
 from hypothesis import strategies as st
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from optax import microbatching
@@ -53,7 +54,7 @@ def window_updates(normalize, accumulator):
 
 @pytest.mark.parametrize("normalize", NORMALIZATIONS)
 @pytest.mark.parametrize("kind", ["float32", "float16", "bfloat16", "complex64", "in float16"])
-@settings(max_examples=25, deadline=None)
+@draws(25)
 @given(data=st.data())
 def test_a_window_equals_the_big_batch(normalize, kind, data):
     dtype, accumulator = ("float32", "float16") if kind == "in float16" else (kind, "float32")
@@ -149,7 +150,7 @@ def test_flush_of_a_step_over_replicas(mesh):
     assert float(step.flush(state).params) == -3.5
 
 
-@settings(max_examples=30, deadline=None)
+@draws(30)
 @given(bad=st.lists(st.booleans(), min_size=12, max_size=12), every=st.integers(1, 4))
 def test_bad_micro_batches_in_both_nestings(bad, every):
     """Scaler outside: one is dropped and the window takes one more. Inside: the window goes."""

@@ -8,7 +8,8 @@ import numpy as np
 import optax
 import pytest
 import reference
-from hypothesis import given, settings
+from drawing import draws
+from hypothesis import given
 from hypothesis import strategies as st
 from jax.sharding import PartitionSpec
 
@@ -16,7 +17,6 @@ import boostax
 
 WIDTH = 24
 seeds = st.integers(0, 2**32 - 1)
-laws = functools.partial(settings, deadline=None, derandomize=True)
 
 
 @functools.cache
@@ -197,7 +197,7 @@ def test_every_replica_gets_the_same_bits_in_every_mapping(mesh, mode):
 # Laws.
 
 
-@laws(max_examples=50)
+@draws(50)
 @given(seed=seeds, exponent=st.integers(-40, 40), factor=st.floats(-1e3, 1e3))
 def test_a_pair_is_symmetric_and_homogeneous(seed, exponent, factor):
     rows = np.float32(normal(seed, 2, WIDTH) * 10 ** normal([seed, 1], 2, 1))
@@ -209,7 +209,7 @@ def test_a_pair_is_symmetric_and_homogeneous(seed, exponent, factor):
         assert_near(combine(scaled), factor * reference.wide(result), scaled)
 
 
-@laws(max_examples=60)
+@draws(60)
 @given(seed=seeds, replicas=st.integers(2, 9), spread=st.integers(0, 30))
 def test_orthogonal_gradients_add(seed, replicas, spread):
     rng = np.random.default_rng(seed)
@@ -224,7 +224,7 @@ def test_orthogonal_gradients_add(seed, replicas, spread):
     assert_same(combine(rows), rows.sum(0))
 
 
-@laws(max_examples=60)
+@draws(60)
 @given(seed=seeds, replicas=st.sampled_from([2, 4, 8]), data=st.data())
 def test_parallel_gradients_average(seed, replicas, data):
     """Of whatever length and sign; and a leaf of one element is always parallel."""
@@ -241,7 +241,7 @@ def test_parallel_gradients_average(seed, replicas, data):
         assert error <= reference.adasum_error(given_rows.reshape(replicas, -1))
 
 
-@laws(max_examples=60)
+@draws(60)
 @given(seed=seeds, replicas=st.integers(2, 9), magnitude=st.integers(-30, 30))
 def test_identical_gradients_come_back_bit_for_bit(seed, replicas, magnitude):
     x = np.float32(normal(seed, WIDTH) * 10.0**magnitude)
@@ -261,7 +261,7 @@ def test_identical_trees_come_back_bit_for_bit(replicas, scope):
         jax.tree.map(assert_same, result, leaves)
 
 
-@laws(max_examples=30)
+@draws(30)
 @given(seed=seeds, swaps=st.lists(st.booleans(), min_size=7, max_size=7))
 def test_the_order_within_a_level_does_not_matter(seed, swaps):
     """Members of a pair, pairs of a level: whatever leaves the tree the same."""
@@ -277,7 +277,7 @@ def test_the_order_within_a_level_does_not_matter(seed, swaps):
     assert abs(combine(across) - combine(rows)).max() > 1e-4
 
 
-@laws(max_examples=80)
+@draws(80)
 @given(
     seed=seeds,
     replicas=st.integers(2, 9),
@@ -292,7 +292,7 @@ def test_magnitudes_from_1e_minus_30_to_1e20(seed, replicas, base, spread):
     assert_near(combine(rows), reference.adasum(rows), rows)
 
 
-@laws(max_examples=30)
+@draws(30)
 @given(seed=seeds, replicas=st.sampled_from([2, 5]), base=st.floats(-25, 18), gap=st.floats(0, 20))
 def test_a_tree_of_leaves_of_different_magnitude(seed, replicas, base, gap):
     """In scope "tree" each is as exact as its own entries are."""
@@ -305,7 +305,7 @@ def test_a_tree_of_leaves_of_different_magnitude(seed, replicas, base, gap):
         assert_near(actual, expected, rows)
 
 
-@laws(max_examples=40)
+@draws(40)
 @given(seed=seeds, replicas=st.sampled_from([2, 5]), magnitude=st.integers(-3, 4))
 def test_low_gradients_are_combined_in_f32(seed, replicas, magnitude):
     """Off by the rounding of the result, and nothing else; what f16 cannot hold saturates."""
@@ -321,7 +321,7 @@ def test_low_gradients_are_combined_in_f32(seed, replicas, magnitude):
         assert actual.dtype == given_rows.dtype
 
 
-@laws(max_examples=30)
+@draws(30)
 @given(seed=seeds, replicas=st.integers(2, 9), data=st.data())
 def test_zero_gradients_leave_the_others(seed, replicas, data):
     rows = np.float32(normal(seed, replicas, WIDTH))
@@ -334,7 +334,7 @@ def test_zero_gradients_leave_the_others(seed, replicas, data):
     assert not combine(np.zeros_like(rows)).any()
 
 
-@laws(max_examples=30)
+@draws(30)
 @given(seed=seeds, magnitude=st.floats(-30, 20))
 def test_opposite_gradients_cancel(seed, magnitude):
     x = np.float32(normal(seed, WIDTH) * 10**magnitude)

@@ -8,7 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import reference
-from hypothesis import given, settings
+from drawing import draws
+from hypothesis import given
 from hypothesis import strategies as st
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
@@ -21,7 +22,6 @@ WIDTH = 24
 SHAPES = [(16, 3), (5,), (), (3, 8)]
 HALVES = ("float16", "bfloat16")
 seeds = st.integers(0, 2**32 - 1)
-laws = functools.partial(settings, deadline=None, derandomize=True)
 
 
 def updating(tx):
@@ -147,7 +147,7 @@ def test_a_half_wire_sends_half_and_scattered_a_quarter(mesh, dtype):
 
 
 @pytest.mark.parametrize("dtype", HALVES)
-@laws(max_examples=60)
+@draws(60)
 @given(
     seed=seeds,
     replicas=st.sampled_from([2, 3, 8]),
@@ -182,7 +182,7 @@ def test_a_half_wire_holds_large_and_small_leaves_at_once(dtype):
 
 
 @pytest.mark.parametrize("dtype", [None, *HALVES])
-@laws(max_examples=60)
+@draws(60)
 @given(data=st.data())
 def test_finite_stays_finite_and_the_rest_does_not(dtype, data):
     """The mean of what is finite; a NaN or an infinity is still seen, clipped or not."""
@@ -213,7 +213,7 @@ def test_the_mean_of_the_largest_gradients_stays_finite(dtype, replicas):
 # Clipping.
 
 
-@laws(max_examples=40)
+@draws(40)
 @given(seed=seeds, clip=st.sampled_from([0.25, 1.0, 100.0]), magnitude=st.integers(-3, 3))
 def test_gradients_are_clipped_before_they_are_reduced(seed, clip, magnitude):
     rows = np.float32(normal(seed) * 10.0**magnitude)

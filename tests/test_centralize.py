@@ -11,8 +11,9 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from drawing import draws
 from flax import nnx
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 from jax.sharding import AxisType, NamedSharding
@@ -121,7 +122,7 @@ kernels = hnp.arrays(
 )
 
 
-@settings(max_examples=40, deadline=None, database=None)
+@draws(40)
 @given(kernels, finite)
 def test_projection_properties(g, factor):
     """Mean zero for each output unit, idempotent, linear, and blind to a constant per unit."""

@@ -6,13 +6,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from drawing import draws
+from hypothesis import given
 from hypothesis import strategies as st
 
 import boostax
 
 seeds = st.integers(0, 2**32 - 1)
-laws = functools.partial(settings, deadline=None, derandomize=True, max_examples=30)
 SPARSE = {
     "top_k": lambda **o: boostax.top_k_reduce("data", 0.2, **o),
     "top_k_count": lambda **o: boostax.top_k_reduce("data", count=3, **o),
@@ -70,7 +70,7 @@ def residual(state):
 
 
 @pytest.mark.parametrize("name", SPARSE)
-@laws(max_examples=15)
+@draws(15)
 @given(seed=seeds, replicas=st.sampled_from([2, 3, 8]))
 def test_sparse_reductions_hold_back_exactly_what_they_do_not_send(name, seed, replicas):
     """Entry by entry either all of gradient plus residual is sent, or all of it stays."""
@@ -86,7 +86,7 @@ def test_sparse_reductions_hold_back_exactly_what_they_do_not_send(name, seed, r
 
 
 @pytest.mark.parametrize("name", ROUNDED)
-@laws(max_examples=15)
+@draws(15)
 @given(seed=seeds, replicas=st.sampled_from([2, 3, 8]), power=st.integers(-20, 15))
 def test_nothing_is_lost(name, seed, replicas, power):
     """The mean of what is wanted is the mean sent and the mean held back."""
@@ -107,7 +107,7 @@ def test_nothing_is_lost(name, seed, replicas, power):
 
 # Of two shots, the second charges one replica for all, which bounds the mean but not that replica.
 @pytest.mark.parametrize("name", [n for n in ALL if n != "sign_two_shot"])
-@laws(max_examples=15)
+@draws(15)
 @given(seed=seeds)
 def test_what_is_held_back_is_smaller_than_what_was_wanted(name, seed):
     """Each codec contracts; the top k hold back no more than their share of the energy."""
@@ -130,7 +130,7 @@ def sharply(grads):
     return jax.vmap(lambda g: tx.update(g, tx.init(g)), axis_name="data")(grads)
 
 
-@laws(max_examples=10)
+@draws(10)
 @given(seed=seeds)
 def test_the_truly_largest_are_sent(seed):
     """Also of magnitudes below one, where SINGA's comparison takes the first."""
@@ -154,7 +154,7 @@ def many_draws(make, draws, **options):
     return jax.jit(lambda grads: jax.vmap(mean, (None, 0))(grads, np.arange(draws)))
 
 
-@laws(max_examples=5)
+@draws(5)
 @given(seed=seeds)
 def test_stochastic_rounding_is_right_on_average(seed):
     grads = np.float32(np.random.default_rng(seed).normal(size=(2, 64)))
@@ -166,7 +166,7 @@ def test_stochastic_rounding_is_right_on_average(seed):
     assert found.std(0).max() > 0
 
 
-@laws(max_examples=10)
+@draws(10)
 @given(seed=seeds)
 def test_without_feedback_random_choice_is_right_on_average(seed):
     grads = np.float32(np.random.default_rng(seed).normal(size=(2, 40)))

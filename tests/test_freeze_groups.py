@@ -12,9 +12,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from drawing import draws
 from flax import nnx
 from flax.core import FrozenDict
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from jax import lax
 from jax.sharding import PartitionSpec as P
@@ -192,7 +193,7 @@ modules = st.dictionaries(keys, st.sampled_from([DENSE, NORM, {"kernel": MATRIX}
 networks = st.dictionaries(keys, modules, min_size=1, max_size=5)
 
 
-@settings(max_examples=60, deadline=None, database=None)
+@draws(60)
 @given(networks, st.integers(1, 8), st.randoms(use_true_random=False), st.booleans())
 def test_every_leaf_is_in_one_group_and_groups_follow_the_order(params, n, rng, ordered):
     modules = [(key, name) for key, inner in params.items() for name in inner]

@@ -8,7 +8,8 @@ import time
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from drawing import draws
+from hypothesis import given
 from hypothesis import strategies as st
 
 from boostax.freeze.schedules import FreezeSchedule, freeze_schedule, mindspore_freeze_sequence
@@ -18,7 +19,6 @@ FRACTIONS = st.floats(0, 1, exclude_max=True) | st.sampled_from([0.0, 0.1, 0.3, 
 GROUPS = st.integers(1, 12)
 STEPS = st.integers(1, 400)
 SEEDS = st.integers(0, 2**32 - 1)
-few = settings(max_examples=60, deadline=None)
 
 
 @pytest.fixture(scope="module")
@@ -70,7 +70,7 @@ def drawn_one_by_one(groups, freeze_p, length, seed):
     return depths
 
 
-@few
+@draws(60)
 @given(st.integers(2, 40), st.floats(0, 1), STEPS, SEEDS)
 def test_draws_are_those_of_choice(groups, freeze_p, steps, seed):
     depths = mindspore_freeze_sequence(groups, 1, freeze_p, steps, seed=seed)
@@ -98,7 +98,7 @@ def table(kind, groups, steps, fraction, seed=0):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@few
+@draws(60)
 @given(GROUPS, STEPS, FRACTIONS, SEEDS)
 def test_depths_are_in_range_and_the_first_step_trains_all(kind, groups, steps, fraction, seed):
     depths, _ = table(kind, groups, steps, fraction, seed)
@@ -120,14 +120,14 @@ def test_a_cycle_longer_than_the_run_is_cut_off():
 
 
 @pytest.mark.parametrize("kind", ["interval", "progressive", "ramp"])
-@few
+@draws(60)
 @given(st.integers(2, 12), STEPS, FRACTIONS)
 def test_share_of_frozen_steps_is_the_fraction_to_a_step(kind, groups, steps, fraction):
     depths, _ = table(kind, groups, steps, fraction)
     assert abs(np.count_nonzero(depths) - fraction * steps) <= 1
 
 
-@few
+@draws(60)
 @given(st.integers(2, 12), st.floats(0.05, 1, exclude_max=True) | st.sampled_from([0.1, 0.5, 0.9]))
 def test_continuous_repeats_a_cycle_of_at_least_the_fraction(groups, fraction):
     steps = 500
@@ -151,7 +151,7 @@ def test_continuous_keeps_a_step_that_trains_all(groups):
 
 
 @pytest.mark.parametrize("kind", ["progressive", "ramp"])
-@few
+@draws(60)
 @given(st.integers(2, 12), STEPS, FRACTIONS)
 def test_what_freezes_for_good_never_thaws(kind, groups, steps, fraction):
     depths, _ = table(kind, groups, steps, fraction)

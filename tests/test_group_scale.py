@@ -10,8 +10,9 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from drawing import draws
 from flax import nnx
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from jax.sharding import PartitionSpec as P
 
@@ -66,7 +67,7 @@ def test_the_table_moves_as_in_mindspore(golden):
         assert float(state.scales[0]) == 2.0 ** np.floor(np.log2(value))
 
 
-@settings(max_examples=60, deadline=None)
+@draws(60)
 @given(st.floats(2.0**-60, 2.0**60, width=32))
 def test_the_scale_applied_is_the_power_of_two_below_the_table(entry):
     state = start()._replace(table=jnp.full(3, entry, jnp.float32))

@@ -10,7 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from hypothesis import given, settings
+from drawing import draws
+from hypothesis import given
 from hypothesis import strategies as st
 
 import boostax
@@ -115,7 +116,7 @@ def reference(overflow, options):
 traced = jax.jit(lambda overflow, options: trace(overflow, **options))
 
 
-@settings(max_examples=150, deadline=None)
+@draws(150)
 @given(
     overflow=st.lists(st.booleans(), min_size=32, max_size=32),
     scales=st.lists(st.integers(-20, 30), min_size=3, max_size=3).map(sorted),
@@ -137,7 +138,7 @@ def test_state_machine_equals_its_plain_reference(overflow, scales, options):
         assert actual == expected, (t, options)
 
 
-@settings(max_examples=15, deadline=None)
+@draws(15)
 @given(overflow=st.lists(st.booleans(), min_size=1, max_size=12))
 def test_a_skipped_step_never_happened(overflow):
     """Bit for bit: params, moments, counters, schedule and decay."""

@@ -7,7 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from hypothesis import given, settings
+from drawing import draws
+from hypothesis import given
 from hypothesis import strategies as st
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -300,7 +301,7 @@ def test_sharded_leaves_stay_where_they_are(kind, method):
         assert gap(flat(got.components, 4), reference(whole, 12)[1][:4]) < 1e-4
 
 
-@settings(max_examples=15, deadline=None)
+@draws(15)
 @given(
     coefficients=st.lists(st.floats(-100, 100, width=32), min_size=4, max_size=4),
     seed=st.integers(0, 3),
