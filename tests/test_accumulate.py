@@ -8,7 +8,7 @@ import numpy as np
 import optax
 import pytest
 from drawing import draws
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from optax import microbatching
@@ -18,6 +18,9 @@ import boostax
 NORMALIZATIONS = ("mean", "sum", "weight")
 assert_same = functools.partial(jax.tree.map, np.testing.assert_array_equal)
 MICRO_STEPS = 9
+NARROW = ("float16", "bfloat16")
+KINDS = ("float32", "complex64", *NARROW, *(f"in {dtype}" for dtype in NARROW))
+WEIGHTS = st.lists(st.integers(0, 50), min_size=MICRO_STEPS, max_size=MICRO_STEPS)
 
 
 def run(tx, grads, params=0.0, **each):
@@ -53,15 +56,15 @@ def window_updates(normalize, accumulator):
 
 
 @pytest.mark.parametrize("normalize", NORMALIZATIONS)
-@pytest.mark.parametrize("kind", ["float32", "float16", "bfloat16", "complex64", "in float16"])
+@pytest.mark.parametrize("kind", KINDS)
 @draws(25)
-@given(data=st.data())
-def test_a_window_equals_the_big_batch(normalize, kind, data):
-    dtype, accumulator = ("float32", "float16") if kind == "in float16" else (kind, "float32")
-    every = data.draw(st.integers(1, MICRO_STEPS), "every")
-    weights = data.draw(st.lists(st.integers(0, 50), min_size=9, max_size=9), "weights")
+@example(every=1, weights=[24, 0, 0, 0, 0, 0, 0, 0, 0], seed=12)
+@example(every=1, weights=[50, 0, 0, 0, 0, 0, 0, 0, 0], seed=19438)
+@given(every=st.integers(1, MICRO_STEPS), weights=WEIGHTS, seed=st.integers(0, 2**31))
+def test_a_window_equals_the_big_batch(normalize, kind, every, weights, seed):
+    dtype, accumulator = ("float32", kind[3:]) if kind[:3] == "in " else (kind, "float32")
     weights = np.array(weights, np.float32)
-    rng = np.random.default_rng(data.draw(st.integers(0, 2**31), "seed"))
+    rng = np.random.default_rng(seed)
     grads = (rng.normal(size=(MICRO_STEPS, 5)) * 10.0 ** rng.integers(-3, 2)).astype(dtype)
     if normalize == "weight":
         grads[weights == 0] = np.nan  # a mean over nothing is 0/0
@@ -70,13 +73,67 @@ def test_a_window_equals_the_big_batch(normalize, kind, data):
     factors = weights[:every, None] if normalize == "weight" else np.ones((every, 1))
     total = 1 if normalize == "sum" else factors.sum()
     error = abs(result[every - 1] - (wide * factors).sum(0) / (total or 1))
-    # Every addition rounds once, in the accumulator's dtype.
-    limits = np.finfo(accumulator)
-    bound = limits.eps * (abs(wide) * factors).sum(0) + limits.smallest_subnormal
+    # Every addition rounds once, in the accumulator's dtype: by eps / 2 of what it gives, or half
+    # of the smallest number. In f32 the product rounds too, and the two operations that normalise.
+    limits = jnp.finfo(accumulator)
+    eps, smallest = float(limits.eps), float(limits.smallest_subnormal)
+    bound = eps * (abs(wide) * factors).sum(0) + smallest
     assert (error <= (every + 2) * bound / (total or 1)).all()
     assert not result[: every - 1].any()
     assert applied[every - 1] == (total > 0) and not applied[: every - 1].any()
     assert result.dtype == ("complex64" if dtype == "complex64" else "float32")
+
+
+# Twelve bits each: in f32 their products with the weights are exact.
+DRAWN = np.float32([[1386, 2785, -4041], [-680, -2598, 3331], [-648, 1335, -996]]) * np.float32(
+    2**-22
+)
+
+
+def summed(grads, weights, dtype):
+    """The sums after each micro-batch, rounded once for each."""
+    total, history = np.zeros(grads.shape[1:], dtype), []
+    for grad, weight in zip(grads, weights, strict=True):
+        total = (np.float32(total) + np.float32(weight) * grad).astype(dtype)
+        history.append(total)
+    return history
+
+
+@pytest.mark.parametrize("dtype", NARROW)
+@pytest.mark.parametrize("normalize", NORMALIZATIONS)
+def test_a_narrow_sum_rounds_once_per_micro_step(normalize, dtype):
+    """A gradient was narrowed before it had its weight, which then multiplied the error."""
+    weights = [24, 50, 7] if normalize == "weight" else [1, 1, 1]
+    tx = boostax.accumulate(optax.sgd(1.0), 3, normalize=normalize, accumulator_dtype=dtype)
+    each = {"weight": weights} if normalize == "weight" else {}
+    expected = summed(DRAWN, weights, jnp.dtype(dtype))
+    for count in (1, 2, 3):
+        given = {name: values[:count] for name, values in each.items()}
+        _, state = run(tx, DRAWN[:count], np.zeros(3), **given)
+        assert state.window.grads.dtype == dtype
+        assert_same(np.float32(state.window.grads), np.float32(expected[count - 1]))
+
+
+@pytest.mark.parametrize("dtype", NARROW)
+def test_a_weight_lifts_what_a_narrow_sum_could_not_hold(dtype):
+    """2**-26 is nothing in f16, 2**20 times as much is a number; weights may be zero."""
+    options = {"normalize": "weight", "accumulator_dtype": dtype}
+    tx = boostax.accumulate(optax.sgd(1.0), 3, **options)
+    history, _ = run(tx, [2.0**-26, np.nan, 2.0**-26], weight=[2.0**20, 0.0, 2.0**20])
+    assert history[-1] == -(2.0**-26)
+    # The sum must fit. Of weights only the ratio counts.
+    weights = np.float32([2**14, 2**14, 2**15])
+    assert run(tx, [1.0] * 3, weight=weights)[0][-1] == (-np.inf if dtype == "float16" else -1.0)
+    assert run(tx, [1.0] * 3, weight=weights / 2**14)[0][-1] == -1.0
+
+
+@pytest.mark.parametrize("dtype", NARROW)
+def test_a_window_of_one_rounds_nothing(dtype):
+    """It keeps no buffer, so there is nothing to round to."""
+    for normalize in NORMALIZATIONS:
+        tx = boostax.accumulate(optax.sgd(1.0), 1, normalize=normalize, accumulator_dtype=dtype)
+        each = {"weight": [2.0**20]} if normalize == "weight" else {}
+        assert run(tx, [1.0 + 2.0**-20], **each)[0] == [-1.0 - 2.0**-20]
 
 
 def test_a_schedule_counts_applied_optimizer_steps():
@@ -231,6 +288,55 @@ def test_weights_make_a_mean_over_rows_that_count():
     (whole, _), whole_grads = f(PARAMS, (BATCH, mask))
     assert_close((loss, grads, aux.metrics["loss again"]), (whole, whole_grads, whole))
     assert int(aux.weight) == mask.sum() and int(aux.metrics["rows"]) == 24
+
+
+def token_loss(params, batch):
+    """Its gradient is ``x``, and its weight the second of the batch."""
+    x, tokens = batch
+    return (params * x[0]).sum(), boostax.Aux(tokens.sum(), metrics={"half": jnp.float16(0.5)})
+
+
+@pytest.mark.parametrize("dtype", NARROW)
+def test_a_narrow_sum_of_micro_batches_rounds_once_each(dtype):
+    x = np.concatenate([DRAWN, np.ones((1, 3), np.float32)])
+    tokens = np.float32([24, 50, 7, 0])
+    f = jax.value_and_grad(token_loss, has_aux=True)
+    sliced = boostax.microbatch(f, 4, has_aux=True, accumulator_dtype=dtype)
+    _, grads = jax.jit(sliced)(jnp.zeros(3), (x, tokens))
+    total = summed(x, tokens, jnp.dtype(dtype))[-1]
+    assert grads.dtype == dtype
+    assert_same(np.float32(grads), np.float32((np.float32(total) / 81).astype(dtype)))
+
+
+def test_a_number_of_tokens_beyond_f16_is_no_infinity():
+    """The total of the weights was narrowed before it divided."""
+    x, tokens = np.full((4, 3), 0.125, np.float32), np.float32([60000, 70000, 80000, 90000])
+    f = jax.value_and_grad(token_loss, has_aux=True)
+    sliced = boostax.microbatch(f, 4, has_aux=True, accumulator_dtype="float16")
+    (_, aux), grads = jax.jit(sliced)(jnp.zeros(3), (x, tokens))
+    assert_same(grads, np.full(3, 0.125, np.float16))
+    assert aux.metrics["half"] == 0.5 and aux.metrics["half"].dtype == jnp.float32
+
+
+def test_weights_of_replicas_do_not_overflow_f16_gradients(mesh):
+    """Gradients of f16 params, each times its replica's share of the tokens, stay f16."""
+    tokens = np.float32([1024, 3072] * 4)
+    x = np.float16(np.random.default_rng(4).normal(size=(8, 3)) * 1000)
+
+    @jax.jit
+    @functools.partial(
+        jax.shard_map,
+        mesh=mesh,
+        in_specs=(PartitionSpec(), PartitionSpec("data")),
+        out_specs=PartitionSpec("data"),
+    )
+    def local(params, batch):
+        oracle = boostax.value_and_grad(token_loss, axis_name="data", has_aux=True)
+        return oracle(params, (), batch)[1][None]
+
+    grads = local(jnp.zeros(3, jnp.float16), (x, tokens))
+    expected = (np.float32(x) * tokens[:, None] / 2048).astype(np.float16)
+    assert_same(grads, expected)
 
 
 def test_weights_over_micro_batches_windows_and_replicas(mesh):

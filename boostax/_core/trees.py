@@ -33,6 +33,17 @@ def buffer_dtype(x: Any, narrow: np.dtype[Any]) -> np.dtype[Any]:
     return narrow if wide == jnp.float32 else jnp.promote_types(wide, narrow)
 
 
+def addends(tree: PyTree, narrow: np.dtype[Any]) -> PyTree:
+    """Gradients in the dtype in which they are weighed and added up: f32, or that of a wider sum.
+
+    A sum of less than f32 then rounds once per addition. A gradient that was rounded to it first
+    would take that error times its weight, and lose what only the product lifts into its range.
+    """
+    return jax.tree.map(
+        lambda g: g.astype(jnp.promote_types(wide_dtype(g), buffer_dtype(g, narrow))), tree
+    )
+
+
 def clip_finite(x: jax.Array, limit: float | jax.Array) -> jax.Array:
     """Clip to ``-limit..limit``; what is infinite or NaN stays so, to be seen."""
     return jnp.where(jnp.isfinite(x), jnp.clip(x, -limit, limit), x)

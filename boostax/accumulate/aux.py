@@ -5,6 +5,8 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from boostax._core import trees
+
 PyTree = Any
 
 
@@ -19,7 +21,8 @@ class Aux(NamedTuple):
         windows and replicas are then averaged by it. ``None`` weighs all alike.
       model_state: the new state of the model (BatchNorm statistics), threaded through
         micro-batches and steps.
-      metrics: tree of arrays to report; floating ones are averaged like the loss, integers summed.
+      metrics: tree of arrays to report; floating ones are averaged like the loss, in f32 or wider,
+        integers summed.
 
     Example:
       >>> import boostax
@@ -38,24 +41,36 @@ def as_aux(aux: PyTree) -> Aux:
 
 
 def weigh(tree: PyTree, weight: jax.Array) -> PyTree:
-    """Floating leaves times ``weight``; integers, which are counts, as they are.
+    """Floating leaves times ``weight``, in f32 or wider; integers, which are counts, as they are.
 
-    A mean over nothing is 0/0: what has no weight counts as zero, whatever it is.
+    Weights are token counts: in f16 they overflow at 65504, and round from 2048 on. A mean over
+    nothing is 0/0: what has no weight counts as zero, whatever it is.
     """
-    return _map_floating(
-        lambda x: jnp.where(weight > 0, x * weight.astype(x.real.dtype), jnp.zeros_like(x)), tree
-    )
+
+    def product(x: jax.Array) -> jax.Array:
+        x = trees.at_least_float32(x)
+        return jnp.where(weight > 0, x * weight.astype(x.real.dtype), jnp.zeros_like(x))
+
+    return _map_floating(product, tree)
 
 
 def drop_empty(tree: PyTree, weight: jax.Array) -> PyTree:
     """Floating leaves, or zeros if ``weight`` is not positive."""
-    return weigh(tree, (weight > 0).astype(jnp.float32))
+    return _map_floating(lambda x: jnp.where(weight > 0, x, jnp.zeros_like(x)), tree)
 
 
 def divide(tree: PyTree, weight: jax.Array) -> PyTree:
-    """Floating leaves of weighted sums over the total weight; zero where there is none."""
+    """Floating leaves of weighted sums over the total weight; zero where there is none.
+
+    The quotient is computed in f32 or wider and rounded once, to the dtype of the sum.
+    """
     safe = jnp.where(weight > 0, weight, 1)
-    return _map_floating(lambda x: x / safe.astype(x.real.dtype), tree)
+
+    def quotient(x: jax.Array) -> jax.Array:
+        wide = trees.at_least_float32(x)
+        return (wide / safe.astype(wide.real.dtype)).astype(x.dtype)
+
+    return _map_floating(quotient, tree)
 
 
 def _map_floating(fn: Any, tree: PyTree) -> PyTree:

@@ -50,13 +50,15 @@ def microbatch(
         returns the function as it is.
       has_aux: as in ``jax.value_and_grad``.
       normalize: ``"mean"``, or ``"sum"`` for losses that are sums.
-      accumulator_dtype: of the gradient sum; f64 and complex gradients keep their kind.
+      accumulator_dtype: of the gradient sum; f64 and complex gradients keep their kind. Each
+        micro-batch rounds once, as in ``accumulate``, and so does the final division.
 
     Returns:
-      A function of the same signature and results, gradients in the accumulator dtype. A keyword
-      argument ``key`` is folded with the micro-batch's index; ``model_state`` is threaded from one
-      micro-batch to the next through ``Aux.model_state``. Cost: one copy of the gradients;
-      activations of one micro-batch; no collective.
+      A function of the same signature and results, gradients in the accumulator dtype, loss and
+      floating metrics in f32 or wider. A keyword argument ``key`` is folded with the micro-batch's
+      index; ``model_state`` is threaded from one micro-batch to the next through
+      ``Aux.model_state``. Cost: one copy of the gradients; activations of one micro-batch; no
+      collective.
 
     Raises:
       ValueError: a batch that does not divide, an argument out of range.
@@ -97,8 +99,8 @@ def microbatch(
             loss, returned = value if has_aux else (value, Aux())
             aux = as_aux(returned)
             weight = jnp.asarray(1.0 if aux.weight is None else aux.weight, jnp.float32)
-            grads = jax.tree.map(lambda g: g.astype(trees.buffer_dtype(g, narrow)), grads)
-            sums = _Sums(trees.at_least_float32(loss), grads, aux.metrics, weight)
+            loss, metrics = trees.at_least_float32((loss, aux.metrics))
+            sums = _Sums(loss, trees.addends(grads, narrow), metrics, weight)
             if normalize == "mean":
                 sums = weigh(sums, weight)._replace(weight=weight)
             return sums, state if aux.model_state is None else aux.model_state
@@ -109,11 +111,17 @@ def microbatch(
         if axes.types(state) != axes.types(model_state):
             # It comes out differing over replicas, so it must go in so.
             replay, (sums_like, _) = trees.trace_once(evaluate, first, state)
-        start = (jax.tree.map(jnp.zeros_like, sums_like), state)
+        zeros = jax.tree.map(jnp.zeros_like, sums_like._replace(grads=()))
+        buffers = jax.tree.map(
+            lambda g: jnp.zeros_like(g, trees.buffer_dtype(g, narrow)), sums_like.grads
+        )
+        start = (zeros._replace(grads=buffers), state)
 
         def body(carry: tuple[_Sums, PyTree], index: jax.Array) -> tuple[Any, None]:
-            new, state = replay(index, carry[1])
-            return (jax.tree.map(jnp.add, carry[0], new), state), None
+            sums, state = carry
+            new, state = replay(index, state)
+            sums = jax.tree.map(lambda a, g: (a.astype(g.dtype) + g).astype(a.dtype), sums, new)
+            return (sums, state), None
 
         (total, state), _ = lax.scan(body, start, jnp.arange(count, dtype=jnp.int32))
         mean = divide(total, total.weight) if normalize == "mean" else total

@@ -106,7 +106,9 @@ def accumulate(
     Args:
       inner: the optimizer, collectives included; it sees f32 (or wider) gradients.
       every: micro-steps per window, or a schedule of them by applied optimizer steps.
-      accumulator_dtype: of the sums; f64 and complex gradients keep their kind.
+      accumulator_dtype: of the sums; f64 and complex gradients keep their kind. What is added is
+        computed in f32 or wider and rounded once, with the sum. The sum of :math:`w_i g_i` must
+        fit: in f16 it overflows at 65504, though the mean may not.
       normalize: ``"mean"``, ``"sum"`` or ``"weight"``.
       axis_name: replica axis (or axes). The sums are then local to each replica (``PerReplica``)
         and gradients must be local: see ``boostax.local_params``.
@@ -209,7 +211,7 @@ def accumulate(
                 f"accumulate: weight must be left out with normalize={normalize!r}, got one. Use "
                 "normalize='weight' to average by it: boostax.Aux(weight=...) asks for that."
             )
-        added = jax.tree.map(lambda g: g.astype(trees.buffer_dtype(g, narrow)), grads.value())
+        added = trees.addends(grads.value(), narrow)
         new = _weighted(added, weight, names) if weighted else Window(added, None)
         count = state.micro_step + 1
         if state.window is None:
@@ -218,7 +220,11 @@ def accumulate(
         if "value_fn" in extra:
             extra["value_fn"] = _refused
         first = state.micro_step == 0
-        sums = jax.tree.map(lambda a, g: jnp.where(first, g, a + g), _local(state.window), new)
+        sums = jax.tree.map(
+            lambda a, g: jnp.where(first, g, a.astype(g.dtype) + g).astype(a.dtype),
+            _local(state.window),
+            new,
+        )
         length = every(state.optimizer_steps) if callable(every) else every
         ends = count >= jnp.maximum(length, 1)
         value, closed = gate(

@@ -206,7 +206,7 @@ def _over_replicas(
     if told.weight is not None:
         total = lax.psum(axes.to_varying(local, names), names)
         # Divided by the mean weight, so that the mean over replicas is the mean over all tokens.
-        grads = divide(weigh(grads, local), total / replicas)
+        grads = trees.cast_like(divide(weigh(grads, local), total / replicas), grads)
     loss, metrics = divide(lax.psum(weigh((loss, told.metrics), local), names), total)
     if not isinstance(aux, Aux):
         return loss, metrics, grads
