@@ -51,15 +51,9 @@ def all_reduce_half(model: Model, n: int) -> Cost:
 def sharded_optimizer(model: Model, n: int) -> Cost:
     """Gradients scattered, Adam on a part of each leaf that can be cut, the updates gathered."""
     cut, whole = uncut(model, n)
-    sends: list[Send] = []
-    for part in filter(None, (cut, whole)):
-        columns = sum(math.ceil(math.prod(shape) / n) for shape in part)
-        sends.append(flat(n)("reduce_scatter", FLOAT * n * columns))
-    if whole:
-        columns = sum(math.ceil(math.prod(shape) / n) for shape in whole)
-        sends.append(flat(n)("all_gather", FLOAT * columns))
-    _, gathered = _buckets([math.prod(shape) // n for shape in cut], _capacity(n), 1)
-    sends += [flat(n)("all_gather", FLOAT * columns) for columns in gathered]
+    sends = [flat(n)("reduce_scatter", FLOAT * math.prod(shape)) for shape in cut]
+    sends += [flat(n)("psum", FLOAT * math.prod(shape)) for shape in whole]
+    sends += [flat(n)("all_gather", FLOAT * math.prod(shape) // n) for shape in cut]
     moments = 2 * FLOAT * (entries(cut) // n + entries(whole)) + 4
     return Cost(sends, [sends[0], sends[-1]], moments, 0)
 
@@ -130,9 +124,14 @@ def int8(model: Model, n: int, block: int = 256) -> Cost:
 
 
 def int16(model: Model, n: int) -> Cost:
-    """A scale per leaf agreed, and a sum of integers."""
-    sends = [flat(n)("pmax", 4 * len(model)), flat(n)("psum", 2 * entries(model))]
-    return _coded(model, n, sends, before=sends[:1])
+    """A scale per leaf agreed, integers exchanged and their sums gathered."""
+    padded = _up(entries(model), n)
+    sends = [
+        flat(n)("pmax", 4 * len(model)),
+        flat(n)("all_to_all", 2 * padded),
+        flat(n)("all_gather", 2 * padded // n),
+    ]
+    return _coded(model, n, sends)._replace(chain=sends)
 
 
 def sign(model: Model, n: int, two_shot: bool, block: int = 1024) -> Cost:

@@ -12,7 +12,7 @@ import pytest
 import boostax
 from boostax._core import costs
 from boostax._core.alone import run_alone
-from boostax.train import break_even as module
+from boostax.inspect import break_even as module
 from boostax.inspect.break_even import BreakEven, break_even
 
 # The second leaf fills no block.
@@ -41,8 +41,9 @@ def int8(n):
 
 
 def int16(n):
-    reduce, _, _ = ring(n)
-    return reduce * (2 * ENTRIES + 4 * 2)
+    reduce, exchange, gather = ring(n)
+    message = 2 * math.ceil(ENTRIES / n) * n
+    return reduce * 4 * 2 + exchange * message + gather * message / n
 
 
 def sign(n):
@@ -71,7 +72,7 @@ def power_sgd(n):
 
 CODECS = {
     "int8": (boostax.int8_reduce("data"), int8, 5),
-    "int16": (boostax.int16_reduce("data"), int16, 2),
+    "int16": (boostax.int16_reduce("data"), int16, 4),
     "sign": (boostax.sign_reduce("data"), sign, 3),
     "sign, two shots": (boostax.sign_reduce("data", two_shot=True), sign_in_two_shots, 5),
     "top-k": (boostax.top_k_reduce("data"), lambda n: sparse(n, 1311, 1), 4),

@@ -124,7 +124,7 @@ def test_every_stage_of_a_warm_up_sends_its_own_share():
     ("tx", "expected"),
     [
         (boostax.int8_reduce("data"), {"all-to-all": "s8", "all-gather": "s8"}),
-        (boostax.int16_reduce("data"), {"all-reduce": "s16"}),
+        (boostax.int16_reduce("data"), {"all-to-all": "s16", "all-gather": "s16"}),
         (boostax.sign_reduce("data"), {"all-gather": "u8"}),
         (boostax.sign_reduce("data", two_shot=True), {"all-to-all": "u8", "all-gather": "u8"}),
         (boostax.top_k_reduce("data", block=1000), {"all-gather": "u16"}),

@@ -32,7 +32,7 @@ def test_public_names_are_the_documented_ones():
 
     expected = {
         "accumulate", "active_groups", "adasum", "adasum_delta", "all_finite", "all_reduce",
-        "apply_gradients", "auto", "break_even", "centralize_gradients", "check_boundaries",
+        "apply_gradients", "audit", "auto", "break_even", "centralize_gradients", "check_boundaries",
         "checkpoint_snapshots", "clip_by_global_norm",
         "dim_reduce",
         "dynamic_loss_scale",
@@ -46,11 +46,11 @@ def test_public_names_are_the_documented_ones():
         "random_basis", "random_k_reduce", "record_trajectory", "reestimate_model_state",
         "replace_basis", "reshard_state", "scale_boundary", "scale_loss", "scheduled_freeze",
         "shard_optimizer", "sign_reduce", "stack_replicas",
-        "state_specs", "static_loss_scale", "subspace_params", "threshold_reduce",
+        "state_specs", "static_loss_scale", "subspace_params", "target_devices", "threshold_reduce",
         "top_k_reduce", "trajectory", "trajectory_basis", "value_and_grad",
-        "AccumulateState", "AdasumDeltaState", "AdasumState", "Aux", "Basis",
+        "AccumulateState", "AdasumDeltaState", "AdasumState", "Audit", "Aux", "Basis",
         "Boost", "BoostConfig", "BreakEven", "CallCost",
-        "CompressedState", "DimReduceState", "Explanation", "Finding", "FreezeSchedule",
+        "CompiledCollective", "CompressedState", "DimReduceState", "Explanation", "Finding", "FreezeSchedule",
         "GroupLossScaleState", "PartCost",
         "GroupSignalState", "LessBNReport", "Measurement", "MigrationReport", "NormalizedDense",
         "HostTrajectory", "Int8Components",
