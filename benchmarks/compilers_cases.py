@@ -111,6 +111,7 @@ def decoder(layers: int, width: int, vocab: int, heads: int, length: int) -> Mod
     typed = lambda shape: jax.ShapeDtypeStruct(shape, jnp.float32)  # noqa: E731
     stack = {name: typed((layers, *shape)) for name, shape in block.items()}
     params = {"embed": typed((vocab, width)), "layers": stack, "norm": typed((width,))}
+    params["head"] = typed((width, vocab))
 
     def normed(x, weight):
         wide = x.astype(jnp.float32)
@@ -131,7 +132,7 @@ def decoder(layers: int, width: int, vocab: int, heads: int, length: int) -> Mod
     def loss(params, batch):
         table = params["embed"].astype(jnp.bfloat16)
         x, _ = lax.scan(jax.checkpoint(layer), table[batch[:, :-1]], params["layers"])
-        logits = (normed(x, params["norm"]) @ table.T).astype(jnp.float32)
+        logits = (normed(x, params["norm"]) @ params["head"].astype(x.dtype)).astype(jnp.float32)
         return optax.softmax_cross_entropy_with_integer_labels(logits, batch[:, 1:]).mean()
 
     return Model(params, loss, lambda rows: jax.ShapeDtypeStruct((rows, length + 1), jnp.int32))

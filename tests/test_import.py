@@ -32,8 +32,8 @@ def test_public_names_are_the_documented_ones():
 
     expected = {
         "accumulate", "active_groups", "adasum", "adasum_delta", "all_finite", "all_reduce",
-        "apply_gradients", "audit", "auto", "break_even", "centralize_gradients", "check_boundaries",
-        "checkpoint_snapshots", "clip_by_global_norm",
+        "apply_gradients", "audit", "auto", "break_even", "centralize_gradients",
+        "check_boundaries", "checkpoint_snapshots", "clip_by_global_norm",
         "dim_reduce",
         "dynamic_loss_scale",
         "enter_replica", "explain", "flush", "forward_order", "freeze_on_plateau",
@@ -50,7 +50,8 @@ def test_public_names_are_the_documented_ones():
         "top_k_reduce", "trajectory", "trajectory_basis", "value_and_grad",
         "AccumulateState", "AdasumDeltaState", "AdasumState", "Audit", "Aux", "Basis",
         "Boost", "BoostConfig", "BreakEven", "CallCost",
-        "CompiledCollective", "CompressedState", "DimReduceState", "Explanation", "Finding", "FreezeSchedule",
+        "CompiledCollective", "CompressedState", "DimReduceState", "Explanation", "Finding",
+        "FreezeSchedule",
         "GroupLossScaleState", "PartCost",
         "GroupSignalState", "LessBNReport", "Measurement", "MigrationReport", "NormalizedDense",
         "HostTrajectory", "Int8Components",

@@ -51,6 +51,7 @@ class Collective:
         that alternatives of one cond can be told from conds that follow each other. Conds that ask
         one after the other whether an index is 0, 1, ... are alternatives as well.
       scopes: the transformations of boostax's that it stands in, outermost first, by their names.
+      dtypes: of its operands.
     """
 
     primitive: str
@@ -61,6 +62,7 @@ class Collective:
     conditional: bool
     branches: tuple[tuple[int, int], ...] = ()
     scopes: tuple[str, ...] = ()
+    dtypes: tuple[str, ...] = ()
 
     @property
     def wire_bytes(self) -> float:
@@ -140,7 +142,9 @@ def _walk(
             names = tuple(x for x in (axes if isinstance(axes, tuple) else (axes,)) if x in sizes)
             nbytes = sum(_bytes(v.aval) for v in eqn.invars)
             replicas = math.prod(sizes[x] for x in names)
-            within = bool(branches), branches, scopes_of(here)
+            avals: list[Any] = [v.aval for v in eqn.invars]
+            dtypes = tuple(sorted({aval.dtype.name for aval in avals}))
+            within = bool(branches), branches, scopes_of(here), dtypes
             yield Collective(name, names, replicas, nbytes, count, *within)
         inner_sizes = sizes
         if eqn.primitive.name == "shard_map":
@@ -161,9 +165,10 @@ def _walk(
 
 def _question(cond: Any, made: dict[Any, Any]) -> tuple[Any, int] | None:
     """What a cond asks by: an integer variable and the number that it must be."""
-    eqn = made.get(cond.invars[0])
+    maker = lambda atom: None if isinstance(atom, jaxprs.Literal) else made.get(atom)  # noqa: E731
+    eqn = maker(cond.invars[0])
     while eqn is not None and eqn.primitive.name in _PASSED_ON:
-        eqn = made.get(eqn.invars[_PASSED_ON[eqn.primitive.name]])
+        eqn = maker(eqn.invars[_PASSED_ON[eqn.primitive.name]])
     if eqn is None or eqn.primitive.name != "eq":
         return None
     index, value = eqn.invars

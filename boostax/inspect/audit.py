@@ -12,10 +12,16 @@ from typing import Any, NamedTuple
 import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 
-from boostax._core import checks
+from boostax._core import checks, costs
 from boostax._core.replicas import PerReplica
 from boostax.inspect import hlo
-from boostax.inspect.collectives import REDUCES, CompiledCollective, along, compiled_collectives
+from boostax.inspect.collectives import (
+    REDUCES,
+    CompiledCollective,
+    along,
+    compiled_collectives,
+    slice_axes,
+)
 from boostax.inspect.hlo import Ways
 from boostax.inspect.targets import compiler_options, retargeted, target_devices
 from boostax.inspect.traffic import cycles, traffic
@@ -60,7 +66,7 @@ class Audit:
       reduced: elements that go into all-reduces and reduce-scatters.
       gathered: elements that come out of all-gathers.
       wire_bytes: that the device sends, by the formula of a ring.
-      crossing_bytes: of these, to another slice or host.
+      crossing_bytes: of these, to another slice; of a single slice, to another host.
       traffic: bytes that operations read and write in memory (HBM).
       cycles: that a TPU's compiler estimates, without the network; ``None`` of the others.
       flops: floating-point operations that XLA counts, the body of a loop once; NaN if it does not.
@@ -190,7 +196,7 @@ def audit(
     checks.positive_int(WHO, "calls", calls, "It is the number of calls per optimizer step.")
     made = _compiled(program, args, target, depth)
     parsed = hlo.parse(made.compiled.as_text())
-    listed = compiled_collectives(parsed, made.mesh)
+    listed = compiled_collectives(parsed, made.mesh, made.traced)
     memory: Any = made.compiled.memory_analysis()
     if params is None:
         params = _params_of(args)
@@ -198,6 +204,7 @@ def audit(
     in_vain, not_donated = _buffers(parsed, made.arguments)
     wire = along(parsed, listed, lambda c: c.wire_bytes / c.executions)
     hidden = along(parsed, listed, lambda c: c.overlapped * c.wire_bytes / c.executions)
+    border = "slice" if made.mesh is not None and slice_axes(made.mesh) else "host"
     found = Audit(
         target=target or made.described,
         devices=parsed.partitions,
@@ -215,7 +222,7 @@ def audit(
         gathered=along(parsed, listed, lambda c: c.elements * (c.does == "all-gather")),
         wire_bytes=wire,
         crossing_bytes=along(
-            parsed, listed, lambda c: bool(c.crosses) * c.wire_bytes / c.executions
+            parsed, listed, lambda c: (c.crosses == border) * c.wire_bytes / c.executions
         ),
         traffic=traffic(parsed),
         cycles=cycles(parsed),
@@ -261,6 +268,7 @@ class _Made(NamedTuple):
       described: the devices in words.
       arguments: in order.
       seconds: that compiling took.
+      traced: the collectives that JAX asked for, as far as they are known.
     """
 
     compiled: Any
@@ -268,6 +276,7 @@ class _Made(NamedTuple):
     described: str
     arguments: tuple[_Argument, ...]
     seconds: float
+    traced: Sequence[costs.Collective] = ()
 
 
 def _compiled(program: Any, args: tuple[Any, ...], target: str | None, depth: int | None) -> _Made:
@@ -292,12 +301,15 @@ def _compiled(program: Any, args: tuple[Any, ...], target: str | None, depth: in
     args = jax.tree.map(_shape, args)
     meant = {d for x in jax.tree.leaves(args) for d in getattr(x.sharding, "device_set", ())}
     devices = target_devices(target) if target is not None else tuple(meant)
+    traced = program.trace(*args)
     if meant <= set(devices) and (meant or target is None):
-        return _finish(program.lower(*args), devices)
-    return _moved(program, args, devices)
+        made = _finish(traced.lower(), devices)
+    else:
+        made = _moved(program, args, traced.args_info, devices)
+    return made._replace(traced=costs.collectives(traced.jaxpr))
 
 
-def _moved(program: Any, args: tuple[Any, ...], devices: Sequence[Any]) -> _Made:
+def _moved(program: Any, args: tuple[Any, ...], args_info: Any, devices: Sequence[Any]) -> _Made:
     """The program for other devices than those that its arguments are on."""
     platform: str = devices[0].platform
     platform = {"gpu": "cuda"}.get(platform, platform)
@@ -316,7 +328,7 @@ def _moved(program: Any, args: tuple[Any, ...], devices: Sequence[Any]) -> _Made
         sharding = NamedSharding(there, spec) if there else SingleDeviceSharding(devices[0])
         return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
 
-    infos = jax.tree.leaves(program.trace(*args).args_info, is_leaf=_is_info)
+    infos = jax.tree.leaves(args_info, is_leaf=_is_info)
     again = jax.jit(
         lambda *given: exported.call(*jax.tree.unflatten(treedef, given)),
         donate_argnums=tuple(i for i, info in enumerate(infos) if info.donated),

@@ -248,7 +248,9 @@ def _compiled_for(
         encode_seconds = extra / BANDWIDTH[target.partition(":")[0]]
     rounds = [math.ceil(sum(c.executions for c in each.collectives)) for each in (mine, dense)]
     sent = mine.wire_bytes.most, dense.wire_bytes.most
-    return BreakEven(replicas, *sent, *rounds, encode_seconds, latency, bandwidth)
+    return BreakEven(
+        replicas, sent[0], sent[1], rounds[0], rounds[1], encode_seconds, latency, bandwidth
+    )
 
 
 def _mapped(

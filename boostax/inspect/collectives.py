@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 from jax.sharding import Mesh
 
+from boostax._core import costs
 from boostax.inspect.hlo import Array, Instruction, Program, Site, Ways, bits
 
 # Bytes that one device sends on a ring, per byte of what it puts in, for n devices.
@@ -25,6 +26,16 @@ RING: Mapping[str, Callable[[int], float]] = {
     "send": lambda n: 1,
 }
 REDUCES = ("all-reduce", "reduce-scatter")
+# What JAX's collectives become.
+_KINDS = {
+    "psum": "all-reduce",
+    "pmax": "all-reduce",
+    "pmin": "all-reduce",
+    "reduce_scatter": "reduce-scatter",
+    "all_gather": "all-gather",
+    "all_to_all": "all-to-all",
+    "ppermute": "collective-permute",
+}
 # What computes, and can hide a transfer that is under way.
 _WORK = frozenset(
     "fusion custom-call reduce dot convolution sort while conditional call copy".split()
@@ -50,7 +61,8 @@ class CompiledCollective:
       crosses: ``"slice"`` or ``"host"`` if a group spans several, else ``""``.
       branches: branches it stands in, outermost first; empty if every call runs it.
       loops: loops it stands in.
-      widened: whether the compiler widened the dtype that the program asks for.
+      widened: whether the compiler widened the dtype that the program asks for. Of what was
+        compiled before, only widened sums of a CPU or GPU are known.
       overlapped: whether something is computed between its start and its end.
       source: ``file:line``, where the compiler kept it.
       name: of JAX's operation: ``jit(step)/shard_map/psum``.
@@ -80,9 +92,9 @@ class CompiledCollective:
 
 
 def compiled_collectives(
-    program: Program, mesh: Mesh | None = None
+    program: Program, mesh: Mesh | None = None, traced: Sequence[costs.Collective] = ()
 ) -> tuple[CompiledCollective, ...]:
-    """All collectives in the order of the schedule."""
+    """All collectives in the order of the schedule; ``traced`` are those that JAX asked for."""
     devices = None if mesh is None else list(mesh.devices.flat)
     listed: list[CompiledCollective] = []
     under_way: set[tuple[Any, ...]] = set()
@@ -98,7 +110,39 @@ def compiled_collectives(
             continue
         under_way |= {transfer} if carried else set()
         listed.append(_made(program, site, kind, mesh, devices, carried))
-    return tuple(listed)
+    return _compared(listed, traced)
+
+
+def _compared(
+    listed: Sequence[CompiledCollective], traced: Sequence[costs.Collective]
+) -> tuple[CompiledCollective, ...]:
+    """With ``widened`` where a kind of collective has lost a narrower dtype that JAX asked for."""
+    lost: dict[str, set[int]] = {}
+    for c in traced:
+        kind = _KINDS[c.primitive]
+        kept = {dtype for other in listed if other.kind == kind for dtype in other.dtypes}
+        lost.setdefault(kind, set()).update(
+            bits(name) for name in map(_hlo_dtype, c.dtypes) if name not in kept
+        )
+
+    def widened(c: CompiledCollective) -> bool:
+        asked = c.name.rpartition("/")[2].removesuffix("_invariant") in _KINDS
+        return asked and any(n < max(map(bits, c.dtypes)) for n in lost.get(c.kind, ()))
+
+    return tuple(dataclasses.replace(c, widened=c.widened or widened(c)) for c in listed)
+
+
+def _hlo_dtype(name: str) -> str:
+    """``float32`` as HLO writes it."""
+    if name == "bool":
+        return "pred"
+    for long, short in (("bfloat", "bf"), ("float8_", "f8"), ("complex", "c")):
+        if name.startswith(long):
+            return short + name.removeprefix(long)
+    for long, short in (("float", "f"), ("uint", "u"), ("int", "s")):
+        if name.startswith(long):
+            return short + name.removeprefix(long)
+    return name
 
 
 def kind_of(instruction: Instruction) -> str | None:
@@ -173,7 +217,7 @@ def _made(
     axes, crosses = _place(groups, mesh, devices)
     if kind == "send":
         crosses = "slice"
-        axes = _slice_axes(mesh)
+        axes = () if mesh is None else slice_axes(mesh)
     return CompiledCollective(
         kind=kind,
         dtypes=dtypes,
@@ -295,10 +339,8 @@ def _parts(mesh: Mesh, chosen: tuple[str, ...]) -> list[frozenset[int]]:
     return [frozenset(map(int, row)) for row in rows]
 
 
-def _slice_axes(mesh: Mesh | None) -> tuple[str, ...]:
+def slice_axes(mesh: Mesh) -> tuple[str, ...]:
     """The axes along which the slice changes."""
-    if mesh is None:
-        return ()
     slices = np.vectorize(lambda d: getattr(d, "slice_index", 0) or 0)(mesh.devices)
     return tuple(
         name

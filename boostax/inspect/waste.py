@@ -122,11 +122,11 @@ def _widened(found: Audit) -> Iterator[Waste]:
         dearest = max(wide, key=lambda c: c.wire_bytes)
         kinds = ", ".join(sorted({"/".join(c.dtypes) for c in wide}))
         yield Waste(
-            f"This compiler widens what is to be summed in a narrower dtype to {kinds}: "
+            f"This compiler widens what is to be sent in a narrower dtype to {kinds}: "
             f"{total:,.0f} bytes on the wire",
             dearest.source,
-            "Its all-to-all and all-gather keep narrow dtypes (boostax.all_reduce(dtype=...), "
-            "boostax.int8_reduce); other compilers may keep them in sums as well.",
+            "The compilers for TPU and GPU keep bf16; those for CPU and GPU keep integers in an "
+            "all-to-all and an all-gather, as boostax.int16_reduce and int8_reduce send them.",
         )
 
 
@@ -139,8 +139,11 @@ def _gradient_sizes(shapes: Sequence[tuple[int, ...]], mesh: Mesh | None) -> fro
     counts = [] if mesh is None else [n for n in mesh.devices.shape if n > 1]
     subsets = (x for n in range(len(counts) + 1) for x in itertools.combinations(counts, n))
     shares = sorted({math.prod(chosen) for chosen in subsets})
-    # XLA may also put all of them into one array.
+    # XLA may also put leaves into one array: all of them, or the matrices of a layer.
     found = {sum(map(math.prod, shapes))}
+    for count in {shape[0] for shape in shapes if len(shape) > 2}:
+        layer = sum(math.prod(x[1:]) for x in shapes if len(x) > 2 and x[0] == count)
+        found |= {layer // share for share in shares if layer % share == 0}
     for shape in shapes:
         whole = math.prod(shape)
         layer = whole // shape[0] if len(shape) > 1 and shape[0] else whole

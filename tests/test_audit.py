@@ -1,0 +1,448 @@
+"""What a compiled program does, read from its text: on the devices at hand, and of other compilers
+from lines that they wrote."""
+
+import json
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax import lax
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import boostax
+from boostax._core import costs
+from boostax.cli import main
+from boostax.inspect import hlo
+from boostax.inspect.collectives import compiled_collectives
+from boostax.inspect.traffic import traffic
+
+WIDTH, LAYERS = 64, 4
+PARAMS = {f"layer{i}": jnp.full((WIDTH, WIDTH), 0.01) for i in range(LAYERS)}
+COUNT = LAYERS * WIDTH**2
+
+
+def loss_fn(params, batch):
+    for weight in params.values():
+        batch = jnp.tanh(batch @ weight)
+    return jnp.mean(batch**2)
+
+
+def placed(mesh, tree, *spec):
+    sharding = NamedSharding(mesh, P(*spec))
+    typed = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)  # noqa: E731
+    return jax.tree.map(typed, tree)
+
+
+def scanned(mesh, turns, **options):
+    """Plain jit over micro-batches: XLA reduces the gradient at each turn."""
+
+    def step(params, batches):
+        add = lambda g, x: (jax.tree.map(jnp.add, g, jax.grad(loss_fn)(params, x)), None)  # noqa: E731
+        grads, _ = lax.scan(add, jax.tree.map(jnp.zeros_like, params), batches)
+        return jax.tree.map(lambda p, g: p - 0.1 * g, params, grads)
+
+    batches = jnp.ones((turns, 16, WIDTH))
+    given = placed(mesh, PARAMS), placed(mesh, batches, None, "data")
+    return jax.jit(step, **options), given
+
+
+# The whole.
+
+
+def test_a_reduction_in_a_loop_counts_at_each_turn(mesh):
+    step, given = scanned(mesh, 6, donate_argnums=0)
+    found = boostax.audit(step, *given)
+    assert (found.devices, found.params) == (8, COUNT)
+    assert found.reductions == 6.0
+    (waste,) = found.findings
+    assert "reduced 6.00 times per call, inside a loop that runs 6 times, over 'data'" in waste.what
+    assert waste.where.startswith(__file__) and "boostax.value_and_grad" in waste.mend
+    (reduction,) = found.collectives
+    assert (reduction.kind, reduction.dtypes, reduction.executions) == ("all-reduce", ("f32",), 6)
+    assert reduction.axes == ("data",) and reduction.loops and not reduction.branches
+    assert found.wire_bytes.most == 6 * 2 * 7 / 8 * 4 * COUNT
+
+
+def test_a_window_reduces_once_in_eight_calls(mesh):
+    inner = optax.chain(boostax.all_reduce("data"), optax.adam(1e-3))
+    tx = boostax.accumulate(inner, 8, axis_name="data")
+    step = boostax.make_train_step(loss_fn, tx, mesh=mesh, axis_name="data")
+    found = boostax.audit(step, step.init(PARAMS), jnp.ones((16, WIDTH)), calls=8)
+    # And the mean of the loss in each call.
+    assert found.reduced == (1, COUNT + 1) and found.per_step(found.reduced) == COUNT + 8
+    assert {len(c.branches) for c in found.collectives if c.elements > 1} == {1}
+    assert not found.findings
+    shapes = step.init(jax.eval_shape(lambda: PARAMS))
+    again = boostax.audit(step, shapes, jax.ShapeDtypeStruct((16, WIDTH), jnp.float32), calls=8)
+    assert again.to_dict() | {"compile_seconds": 0} == found.to_dict() | {"compile_seconds": 0}
+
+
+def test_multisteps_reduces_in_every_call(mesh):
+    tx = optax.MultiSteps(optax.adam(1e-3), 4).gradient_transformation()
+
+    def step(params, state, batch):
+        updates, state = tx.update(jax.grad(loss_fn)(params, batch), state, params)
+        return optax.apply_updates(params, updates), state
+
+    given = placed(mesh, (PARAMS, jax.eval_shape(tx.init, PARAMS)))
+    batch = placed(mesh, jnp.ones((16, WIDTH)), "data")
+    found = boostax.audit(jax.jit(step, donate_argnums=(0, 1)), *given, batch, calls=4)
+    assert found.reductions == 4.0
+    assert "Each of the 4 calls of an optimizer step reduces gradients" in found.findings[0].what
+
+
+def test_shapes_arrays_lowered_and_compiled_say_the_same(mesh):
+    step, given = scanned(mesh, 2)
+    arrays = jax.tree.map(lambda x: jax.device_put(jnp.ones(x.shape, x.dtype), x.sharding), given)
+    lowered = step.lower(*given)
+    texts = [
+        boostax.audit(step, *given).text,
+        boostax.audit(step, *arrays).text,
+        boostax.audit(lowered, params=PARAMS).text,
+        boostax.audit(lowered.compile(), params=PARAMS).text,
+    ]
+    assert len(set(texts)) == 1
+
+
+def test_donation_is_told(mesh):
+    def step(state, batch):
+        return {"w": state["w"] + batch.sum()}, state["b"].astype(jnp.float16)
+
+    state = {"w": jnp.ones((512, 512)), "b": jnp.ones((512, 512)), "unused": jnp.ones((64, 64))}
+    batch = jnp.ones(8)
+    found = boostax.audit(jax.jit(step, donate_argnums=0), state, batch)
+    assert {x.path for x in found.donated_in_vain} == {"[0]['b']", "[0]['unused']"}
+    assert "are donated in vain" in found.findings[0].what
+    found = boostax.audit(jax.jit(step), state, batch)
+    assert [x.path for x in found.not_donated] == ["[0]['w']"]
+    assert found.aliased_bytes == 0 and "are not donated" in found.findings[0].what
+    kept = lambda state, batch: {"w": state["w"] + batch.sum()}  # noqa: E731
+    found = boostax.audit(jax.jit(kept, donate_argnums=0), {"w": state["w"]}, batch)
+    assert found.aliased_bytes == state["w"].nbytes and not found.findings
+
+
+def test_wire_bytes_are_those_of_the_jaxpr_and_a_widened_dtype_is_named(mesh):
+    def local(x):
+        low = lax.psum(x.astype(jnp.bfloat16), "data").sum()
+        codes = lax.all_to_all(x.astype(jnp.int8), "data", 0, 0, tiled=True)
+        part = lax.psum_scatter(x, "data", tiled=True)
+        whole = lax.all_gather(part, "data", tiled=True)
+        return low.astype(jnp.float32) + codes.sum() + whole.sum()[None]
+
+    mapped = jax.shard_map(local, mesh=mesh, in_specs=P("data"), out_specs=P("data"))
+    x = placed(mesh, jnp.ones((8 * 256, 128)), "data")
+    found = boostax.audit(jax.jit(mapped), x, params=x)
+    declared = {c.primitive: c.wire_bytes for c in costs.collectives(mapped, x)}
+    compiled = {c.kind: c for c in found.collectives}
+    assert compiled["all-to-all"].wire_bytes == declared["all_to_all"]
+    assert compiled["reduce-scatter"].wire_bytes == declared["reduce_scatter"]
+    assert compiled["all-gather"].wire_bytes == declared["all_gather"]
+    # XLA:CPU adds bf16 up in f32.
+    assert compiled["all-reduce"].wire_bytes == 2 * declared["psum"]
+    assert [kind for kind, c in compiled.items() if c.widened] == ["all-reduce"]
+    assert any(
+        "widens what is to be sent in a narrower dtype to f32" in str(w) for w in found.findings
+    )
+
+
+def test_axes_are_named_from_the_groups():
+    mesh = jax.make_mesh((2, 2, 2), ("a", "b", "c"), axis_types=(AxisType.Auto,) * 3)
+    sums = (("a",), ("b",), ("c",), ("a", "c"), ("b", "c"), ("a", "b", "c"))
+
+    def local(x):
+        return sum(lax.pmax(x * n, names) for n, names in enumerate(sums, 1))
+
+    mapped = jax.shard_map(
+        local, mesh=mesh, in_specs=P(mesh.axis_names), out_specs=P(mesh.axis_names), check_vma=False
+    )
+    found = boostax.audit(jax.jit(mapped), placed(mesh, jnp.ones((8, 32)), mesh.axis_names))
+    assert sorted(c.axes for c in found.collectives) == sorted(sums)
+    assert sorted(c.devices for c in found.collectives) == [2, 2, 2, 4, 4, 8]
+
+
+def test_adam_moves_seven_times_the_params_where_all_is_fused():
+    """CPU recomputes a moment for the update: ten; the law of seven is of TPU and GPU."""
+    tx = optax.adam(1e-3)
+    params = jax.ShapeDtypeStruct((2048, 512), jnp.float32)
+
+    def step(params, state, grads):
+        updates, state = tx.update(grads, state, params)
+        return optax.apply_updates(params, updates), state
+
+    state = jax.eval_shape(tx.init, params)
+    found = boostax.audit(jax.jit(step, donate_argnums=(0, 1)), params, state, params)
+    assert 7.0 <= found.traffic.most / found.params_bytes <= 10.01
+    assert found.traffic.least == found.traffic.most
+
+
+def test_a_scan_reads_its_stack_once():
+    """Not once per layer, though the whole stack is the loop's operand."""
+
+    def run(stack, x):
+        return lax.scan(lambda x, w: (jnp.tanh(w * x), None), x, stack)[0]
+
+    stack = jax.ShapeDtypeStruct((64, 4096), jnp.float32)
+    found = boostax.audit(jax.jit(run), stack, jax.ShapeDtypeStruct((4096,), jnp.float32))
+    assert 1.0 <= found.traffic.most / (64 * 4096 * 4) <= 4.0
+
+
+# Texts of other compilers.
+
+HEADER = "HloModule jit_f, is_scheduled=true, num_partitions=8"
+
+
+def program(*body, before="", header=HEADER):
+    lines = "\n".join(f"  {line}" for line in body)
+    return hlo.parse(f"{header}\n{before}\nENTRY %main (p: f32[8]) -> f32[8] {{\n{lines}\n}}\n")
+
+
+GROUPS = {
+    "replica_groups={{0,1,2,3},{4,5,6,7}}": 4,
+    "replica_groups={}": 8,
+    "replica_groups=[2,4]<=[8]": 4,
+    "replica_groups=[4,2]<=[2,4]T(1,0)": 2,
+    "replica_groups=mesh['axis_0'=4,'axis_1'=2] {'axis_0'}": 4,
+    "replica_groups=mesh['axis_0'=4,'axis_1'=2] {'axis_0','axis_1'}": 8,
+    "replica_groups=mesh['axis_0'=4,'axis_1'=1,'axis_2'=2], device_ids=([2,4]T(1,0)) {'axis_2'}": 2,
+}
+
+
+@pytest.mark.parametrize("written", GROUPS)
+def test_groups_are_read_in_every_way_of_writing(written):
+    parsed = program(
+        "%p = f32[1024]{0} parameter(0)",
+        f"ROOT %r = f32[1024]{{0}} all-reduce(%p), channel_id=1, {written}, to_apply=%add",
+    )
+    (found,) = compiled_collectives(parsed)
+    n = GROUPS[written]
+    assert (found.devices, found.bytes) == (n, 4096)
+    assert found.wire_bytes == 4096 * 2 * (n - 1) / n
+
+
+def test_a_tpu_loop_without_a_trip_count_is_counted_by_its_counter():
+    """The condition compares a counter with a constant, which the loop may also carry."""
+    before = """
+%cond (c: (s32[], f32[8], s32[])) -> pred[] {
+  %c = (s32[], f32[8], s32[]) parameter(0)
+  %i = s32[] get-tuple-element(%c), index=0
+  %limit = s32[] get-tuple-element(%c), index=2
+  ROOT %lt = pred[] compare(%i, %limit), direction=LT
+}
+%body (b: (s32[], f32[8], s32[])) -> (s32[], f32[8], s32[]) {
+  %b = (s32[], f32[8], s32[]) parameter(0)
+  %j = s32[] get-tuple-element(%b), index=0
+  %x = f32[8] get-tuple-element(%b), index=1
+  %n = s32[] get-tuple-element(%b), index=2
+  %one = s32[] constant(STEP)
+  %next = s32[] add(%j, %one)
+  %r = f32[8] all-reduce(%x), channel_id=1, replica_groups={{0,1,2,3,4,5,6,7}}, to_apply=%add
+  ROOT %t = (s32[], f32[8], s32[]) tuple(%next, %r, %n)
+}
+"""
+    loop = "%w = (s32[], f32[8], s32[]) while(%init), condition=%cond, body=%body"
+    body = (
+        "%p = f32[8] parameter(0)",
+        "%zero = s32[] constant(2)",
+        "%ten = s32[] constant(12)",
+        "%init = (s32[], f32[8], s32[]) tuple(%zero, %p, %ten)",
+        loop,
+        "ROOT %out = f32[8] get-tuple-element(%w), index=1",
+    )
+    for step, turns in ((1, 10), (3, 4)):
+        parsed = program(*body, before=before.replace("STEP", str(step)))
+        (found,) = compiled_collectives(parsed)
+        assert found.executions == turns
+    unknown = program(*body, before=before.replace("direction=LT", "direction=NE"))
+    (site,) = (s for s in unknown.sites if s.instruction.op == "while")
+    assert unknown.trips(site.computation, site.instruction) is None
+
+
+def test_starts_ends_and_what_is_computed_between():
+    """Of a GPU: a pair with work in it, and one without."""
+    parsed = program(
+        "%p = f32[64]{0} parameter(0)",
+        "%s = f32[64]{0} all-reduce-start(%p), channel_id=1, replica_groups={{0,1,2,3,4,5,6,7}}",
+        "%f = f32[64]{0} fusion(%p), kind=kLoop, calls=%fused",
+        "%d = f32[64]{0} all-reduce-done(%s)",
+        "%g = ((f32[64]), f32[512]) all-gather-start(%d), channel_id=2, dimensions={0}, "
+        "replica_groups={{0,1,2,3,4,5,6,7}}",
+        "ROOT %e = f32[512]{0} all-gather-done(%g)",
+    )
+    reduced, gathered = compiled_collectives(parsed)
+    assert (reduced.overlapped, gathered.overlapped) == (True, False)
+    assert (gathered.elements, gathered.bytes) == (512, 256)
+
+
+def test_a_packed_sum_counts_its_own_elements():
+    """A TPU adds int16 up two at a time in u32: the bytes are those of int16."""
+    before = """
+%reducer (a: u32[], b: u32[]) -> u32[] {
+  %a = u32[] parameter(0)
+  %b = u32[] parameter(1)
+  %low = u16[] convert(%a)
+  ROOT %narrow = s16[] bitcast-convert(%low)
+}
+"""
+    parsed = program(
+        "%p = u32[512]{0} parameter(0)",
+        "ROOT %r = u32[512]{0} all-reduce(%p), channel_id=1, "
+        "replica_groups={{0,1,2,3,4,5,6,7}}, to_apply=%reducer",
+        before=before,
+    )
+    (found,) = compiled_collectives(parsed)
+    assert (found.dtypes, found.elements, found.bytes) == (("s16",), 1024, 2048)
+    assert not found.widened
+
+
+def test_a_transfer_carried_by_several_fusions_is_one():
+    config = 'backend_config={"async_collective_fusion_config":{"flag_start":"-1"}}'
+    gather = f"all-gather(%q), channel_id=7, replica_groups={{}}, dimensions={{0}}, {config}"
+    fused = "".join(
+        f"%fused{n} (q: f32[8]) -> f32[64] {{\n  %q = f32[8] parameter(0)\n"
+        f"  ROOT %g{n} = f32[64] {gather}\n}}\n"
+        for n in range(3)
+    )
+    parsed = program(
+        "%p = f32[8]{0} parameter(0)",
+        *(f"%f{n} = f32[64]{{0}} fusion(%p), kind=kCustom, calls=%fused{n}" for n in range(3)),
+        "ROOT %out = f32[64]{0} add(%f0, %f2)",
+        before=fused,
+    )
+    (found,) = compiled_collectives(parsed)
+    assert found.overlapped and found.elements == 64
+
+
+def test_vector_memory_is_no_traffic():
+    """Of a TPU: what a copy brings there is read once."""
+    parsed = program(
+        "%p = f32[1024]{0:T(1024)} parameter(0)",
+        "%s = (f32[1024]{0:T(1024)S(1)}, f32[1024]{0:T(1024)}, u32[]{:S(2)}) copy-start(%p)",
+        "%d = f32[1024]{0:T(1024)S(1)} copy-done(%s)",
+        "%a = f32[1024]{0:T(1024)S(1)} add(%d, %d)",
+        "ROOT %r = f32[1024]{0:T(1024)} multiply(%a, %a)",
+    )
+    assert traffic(parsed).most == 2 * 4096
+
+
+def test_branches_are_the_cheapest_and_the_dearest_way():
+    branches = """
+%hold (x: f32[64]) -> f32[64] {
+  ROOT %x = f32[64] parameter(0)
+}
+%work (y: f32[64]) -> f32[64] {
+  %y = f32[64] parameter(0)
+  ROOT %n = f32[64] negate(%y)
+}
+"""
+    parsed = program(
+        "%p = f32[64]{0} parameter(0)",
+        "%i = s32[] parameter(1)",
+        "ROOT %c = f32[64]{0} conditional(%i, %p, %p), branch_computations={%hold, %work}",
+        before=branches,
+    )
+    assert traffic(parsed) == (0.0, 2 * 256.0)
+
+
+def test_a_text_without_an_entry_is_refused():
+    with pytest.raises(ValueError, match=r"audit: program must be compiled to HLO text with an"):
+        hlo.parse("module @jit_f {}")
+
+
+# Errors.
+
+
+def test_what_cannot_be_audited_is_refused():
+    with pytest.raises(TypeError, match=r"audit: program must be a function, a TrainStep, .*got 3"):
+        boostax.audit(3)
+    with pytest.raises(ValueError, match=r"a lowered or compiled program must be given alone"):
+        boostax.audit(jax.jit(jnp.sin).lower(1.0), 1.0)
+    with pytest.raises(ValueError, match=r"audit: calls must be a positive integer, got 0"):
+        boostax.audit(jnp.sin, 1.0, calls=0)
+    with pytest.raises(ValueError, match=r"audit: depth must be left out, got 2"):
+        boostax.audit(jnp.sin, 1.0, depth=2)
+
+
+@pytest.mark.parametrize("target", ["v5e", "h100:8", "h100:1x1x8*2", "v5e:2x4x", "", "2x4"])
+def test_a_target_of_another_form_is_refused(target):
+    with pytest.raises(
+        ValueError, match=rf"target must be 'v5e:2x4'.*got {re.escape(repr(target))}"
+    ):
+        boostax.target_devices(target)
+
+
+# Words, pictures, the command.
+
+
+def test_the_words_name_what_matters(mesh):
+    step, given = scanned(mesh, 6)
+    said = str(boostax.audit(step, *given))
+    assert f"8 devices; {COUNT:,} params" in said and "6.00 N reduced per call" in said
+    assert re.search(r"all-reduce +f32 +6 +data +each", said) and "! Gradients are reduced" in said
+
+
+def test_the_picture_is_drawn(mesh, tmp_path):
+    step, given = scanned(mesh, 2)
+    boostax.audit(step, *given).save_picture(tmp_path / "audit.png")
+    assert (tmp_path / "audit.png").stat().st_size > 10_000
+
+
+PROGRAM = """
+import jax, jax.numpy as jnp, numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
+
+def program(devices):
+    mesh = Mesh(np.array(devices), ("data",))
+    typed = lambda shape, *spec: jax.ShapeDtypeStruct(
+        shape, jnp.float32, sharding=NamedSharding(mesh, P(*spec)))
+    def step(w, x):
+        return w - 0.1 * jax.grad(lambda w: ((x @ w) ** 2).mean())(w)
+    return jax.jit(step, donate_argnums=0), typed((128, 128)), typed((64, 128), "data")
+
+def alone():
+    return jax.jit(jnp.sin), jnp.ones(3)
+
+def no_tuple():
+    return jax.jit(jnp.sin)
+"""
+
+
+@pytest.fixture
+def written(tmp_path, monkeypatch):
+    (tmp_path / "audited_program.py").write_text(PROGRAM)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+
+
+def test_the_command_prints_and_judges(written, capsys):
+    assert main(["audit", "audited_program:program", "--max-reductions", "1.01"]) == 0
+    assert "1.00 N reduced per call" in capsys.readouterr().out
+    assert main(["audit", "audited_program:program", "--max-reductions", "0.5"]) == 1
+    assert "reductions 1.00, more than 0.5" in capsys.readouterr().err
+    assert main(["audit", "audited_program:program", "--json", "--max-findings", "0"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert told["reductions"] == 1.0 and told["findings"] == []
+    # What is not measured against params passes no limit.
+    assert main(["audit", "audited_program:alone", "--picture", "a.png"]) == 0
+
+
+@pytest.mark.parametrize(
+    ("argument", "said"),
+    [
+        ("audited_program", "must be module:function"),
+        ("audited_program:missing", "could not be imported"),
+        ("audited_program:no_tuple", "must return the program with its arguments"),
+    ],
+)
+def test_the_command_refuses_in_words(written, capsys, argument, said):
+    assert main(["audit", argument]) == 1
+    assert said in capsys.readouterr().err
+
+
+def test_np_is_a_stranger_here():
+    """An array of NumPy is an argument like any other."""
+    found = boostax.audit(lambda x: x + 1, np.ones((4, 4), np.float32))
+    assert found.params == 16
