@@ -11,19 +11,10 @@ from jax import lax
 
 from boostax._core import jaxprs
 from boostax._core.costs import RING, kind
+from boostax._core.programs import CALLS, CHECKPOINT, CUSTOM, body_of, scan_operands
 
-# Calls whose body takes the place of the equation, by the parameter that holds it.
-_CALLS = {
-    "jit": "jaxpr",
-    "pjit": "jaxpr",
-    "shard_map": "jaxpr",
-    "checkpoint": "jaxpr",
-    "remat2": "jaxpr",
-    "closed_call": "call_jaxpr",
-    "core_call": "call_jaxpr",
-    "custom_jvp_call": "call_jaxpr",
-    "custom_vjp_call": "call_jaxpr",
-}
+# Their body takes the place of the equation.
+_CALLS = (*CALLS, *CHECKPOINT, *CUSTOM, "shard_map")
 _CASTS = ("pvary", "pcast")
 
 
@@ -70,31 +61,31 @@ def _equation(eqn: Any, args: list[Any], real: jax.Array) -> Sequence[Any]:
     if kind(name) in RING:
         return [_received(x, v.aval, real) for x, v in zip(args, eqn.outvars, strict=True)]
     if name in _CALLS:
-        inner, consts = _open(params[_CALLS[name]])
-        kinds: list[Any] = [v.aval for v in inner.invars]
+        inner = body_of(eqn)
+        kinds: list[Any] = [v.aval for v in inner.jaxpr.invars]
         fitted = [fit(x, kind.shape) for x, kind in zip(args, kinds, strict=True)]
-        return _run(inner, consts, fitted, real)
+        return _run(inner.jaxpr, inner.consts, fitted, real)
     if name == "cond":
         branches = [_as_function(branch, real) for branch in params["branches"]]
         return lax.switch(args[0], branches, *args[1:])
     if name == "scan":
-        return _scan(params, args, real)
+        return _scan(eqn, args, real)
     if name == "while":
         return _while(params, args, real)
     outs = eqn.primitive.bind(*args, **params)
     return outs if eqn.primitive.multiple_results else [outs]
 
 
-def _scan(params: dict[str, Any], args: list[Any], real: jax.Array) -> Sequence[Any]:
-    consts, carried = params["num_consts"], params["num_consts"] + params["num_carry"]
-    body = _as_function(params["jaxpr"], real)
+def _scan(eqn: Any, args: list[Any], real: jax.Array) -> Sequence[Any]:
+    consts, carry, xs = scan_operands(eqn, args)
+    body = _as_function(eqn.params["jaxpr"], real)
 
     def step(carry: list[Any], x: list[Any]) -> tuple[list[Any], list[Any]]:
-        outs = body(*args[:consts], *carry, *x)
-        return outs[: params["num_carry"]], outs[params["num_carry"] :]
+        outs = body(*consts, *carry, *x)
+        return outs[: len(carry)], outs[len(carry) :]
 
-    options = {name: params[name] for name in ("length", "reverse", "unroll")}
-    carry, stacked = lax.scan(step, args[consts:carried], args[carried:], **options)
+    options = {name: eqn.params[name] for name in ("length", "reverse", "unroll")}
+    carry, stacked = lax.scan(step, carry, xs, **options)
     return [*carry, *stacked]
 
 
@@ -110,10 +101,6 @@ def _while(params: dict[str, Any], args: list[Any], real: jax.Array) -> Sequence
 
 def _as_function(closed: jaxprs.ClosedJaxpr, real: jax.Array) -> Callable[..., list[Any]]:
     return lambda *args: _run(closed.jaxpr, closed.consts, args, real)
-
-
-def _open(body: jaxprs.ClosedJaxpr | jaxprs.Jaxpr) -> tuple[jaxprs.Jaxpr, Sequence[Any]]:
-    return (body.jaxpr, body.consts) if isinstance(body, jaxprs.ClosedJaxpr) else (body, [])
 
 
 def _received(x: jax.Array, aval: Any, real: jax.Array) -> jax.Array:

@@ -16,7 +16,8 @@ import numpy as np
 from jax import lax
 
 from boostax._core import jaxprs
-from boostax.freeze.stages import CALLS, excerpt, seen
+from boostax._core.programs import JIT, body_of
+from boostax.freeze.stages import excerpt, seen
 
 # Up to so many entries constants of NumPy are the same if they are equal; all else if it is one
 # object.
@@ -134,8 +135,8 @@ class Joined:
             if seen(eqn):
                 raise Unlike
             inputs = tuple(map(read, eqn.invars))
-            if eqn.primitive.name in CALLS:
-                inner = eqn.params["jaxpr"]
+            if eqn.primitive.name in JIT:
+                inner = body_of(eqn)
                 found = self._add(inner.jaxpr, inner.consts, inputs)
             else:
                 node = self._operation(jaxpr, eqn, inputs)

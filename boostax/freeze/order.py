@@ -8,7 +8,7 @@ from typing import Any
 import jax
 
 from boostax._core import checks, jaxprs, trees
-from boostax._core.programs import called
+from boostax._core.programs import called, require_readable, scan_operands
 
 PyTree = Any
 # Which leaves of the params a value is computed from, or None once the data have a part in it.
@@ -62,6 +62,7 @@ def forward_order(
         # A result may hold what is no array: a name, None, a Python number.
         return [x for x in jax.tree.leaves(fn(params, *given, **named)) if isinstance(x, jax.Array)]
 
+    require_readable()
     jaxpr = jax.make_jaxpr(call)(params, data).jaxpr
     origins: list[Origin] = [frozenset([i]) for i in range(len(names))]
     read: dict[int, None] = {}
@@ -86,9 +87,7 @@ def _outputs(eqn: jaxprs.JaxprEqn, inputs: list[Origin], read: dict[int, None]) 
     options = eqn.params
     match eqn.primitive.name:
         case "scan":
-            first, count = options["num_consts"], options["num_carry"]
-            constants, xs = inputs[:first], inputs[first + count :]
-            carry = inputs[first : first + count]
+            constants, carry, xs = scan_operands(eqn, inputs)
             return _loop(options["jaxpr"].jaxpr, constants, carry, xs, read)
         case "while":
             first, count = options["cond_nconsts"], options["body_nconsts"]

@@ -16,10 +16,10 @@ import jax.numpy as jnp
 
 from boostax._core import axes, jaxprs
 from boostax._core.gate import branch
+from boostax._core.programs import JIT, body_of
 
 PyTree = Any
 NEVER = -1
-CALLS = ("jit", "pjit")
 
 
 class Choice(NamedTuple):
@@ -108,8 +108,8 @@ def _inlined(jaxpr: Any, consts: Sequence[Any], *given: Any) -> list[Any]:
     read = lambda atom: atom.val if isinstance(atom, jaxprs.Literal) else values[atom]  # noqa: E731
     for eqn in jaxpr.eqns:
         inputs = [read(atom) for atom in eqn.invars]
-        if eqn.primitive.name in CALLS:
-            inner = eqn.params["jaxpr"]
+        if eqn.primitive.name in JIT:
+            inner = body_of(eqn)
             found = _inlined(inner.jaxpr, inner.consts, *inputs)
         else:
             atoms = list(dict.fromkeys(_variables(eqn.invars)))
@@ -126,7 +126,7 @@ def excerpt(jaxpr: Any, inputs: list[Any], outputs: list[Any], eqns: list[Any]) 
     told = jaxpr.debug_info._replace(
         arg_names=("",) * len(inputs), result_paths=("",) * len(outputs)
     )
-    return jaxprs.Jaxpr((), inputs, outputs, eqns, jaxpr.effects, told)
+    return jaxpr.replace(constvars=[], invars=inputs, outvars=outputs, eqns=eqns, debug_info=told)
 
 
 def seen(eqn: Any) -> bool:

@@ -16,10 +16,11 @@ import numpy as np
 from jax import lax
 
 from boostax._core import jaxprs
+from boostax._core.programs import CUSTOM, require_readable
 
 _PRODUCTS = (lax.dot_general_p, lax.conv_general_dilated_p)
 # Their derivative rules are functions of their own, which a rewritten body would not fit.
-_OPAQUE = ("custom_jvp_call", "custom_vjp_call", "pallas_call")
+_OPAQUE = (*CUSTOM, "pallas_call")
 
 
 def autocast(fn: Callable[..., Any], dtype: np.dtype[Any]) -> Callable[..., Any]:
@@ -40,6 +41,7 @@ def autocast(fn: Callable[..., Any], dtype: np.dtype[Any]) -> Callable[..., Any]
             args, kwargs = jax.tree.unflatten(treedef, filled)
             return fn(*args, **kwargs)
 
+        require_readable()
         jaxpr, shapes = jax.make_jaxpr(on_arrays, return_shape=True)(*arrays)
         results = jaxprs.jaxpr_as_fun(_rewrite(jaxpr, dtype))(*arrays)
         return jax.tree.unflatten(jax.tree.structure(shapes), results)

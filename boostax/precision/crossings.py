@@ -16,15 +16,12 @@ import jax
 import jax.numpy as jnp
 
 from boostax._core import jaxprs
+from boostax._core.programs import CALLS, CHECKPOINT, body_of, require_readable
 from boostax.precision.boundary import crossed
 from boostax.precision.group_state import check_labels, group_numbers
 
 PyTree = Any
 Group = int | None
-
-# A function of their own, but no loop and no derivative rule: boundaries go inside.
-_CALLS = ("jit", "pjit", "closed_call", "core_call")
-_REMAT = ("checkpoint", "remat", "remat2")
 
 
 def group_boundaries(loss_fn: Callable[..., Any], labels: Any) -> Callable[..., Any]:
@@ -72,6 +69,7 @@ def group_boundaries(loss_fn: Callable[..., Any], labels: Any) -> Callable[..., 
     def wrapped(params: PyTree, *args: Any, scales: Any = None, **kwargs: Any) -> Any:
         if scales is None:
             return loss_fn(params, *args, **kwargs)
+        require_readable()
         numbers, count = group_numbers(who, labels, params)
         if scales.shape != (count,):
             raise ValueError(
@@ -140,7 +138,8 @@ class _Boundaries:
             entering = [group(var) for var in eqn.invars]
             present = {each for each in entering if each is not None}
             last = max(present, default=None)
-            if len(present) > 1 and eqn.primitive.name in (*_CALLS, *_REMAT):
+            # No loop and no derivative rule: boundaries go inside.
+            if len(present) > 1 and eqn.primitive.name in (*CALLS, *CHECKPOINT):
                 results, found = self._inside(eqn, list(map(read, eqn.invars)), entering)
             else:
                 variables = [var for var in eqn.invars if not isinstance(var, jaxprs.Literal)]
@@ -153,9 +152,8 @@ class _Boundaries:
         self, eqn: Any, args: Sequence[Any], groups: Sequence[Group]
     ) -> tuple[list[Any], list[Group]]:
         """An operation that is a function of several groups."""
-        body = eqn.params.get("jaxpr", eqn.params.get("call_jaxpr"))
-        closed = body if isinstance(body, jaxprs.ClosedJaxpr) else jaxprs.ClosedJaxpr(body, ())
-        if eqn.primitive.name in _CALLS:
+        closed = body_of(eqn)
+        if eqn.primitive.name in CALLS:
             return self.run(closed, args, groups)
         found: list[Group] = []
 

@@ -1,0 +1,40 @@
+"""Proof, at first use, that what JAX keeps to itself is read as it is meant.
+
+How JAX writes types and traced programs is no promise of its. Under another name a reader would
+see nothing, and a guard that sees nothing passes everything. So before it reads anything of a
+user's, each reader traces a small program to which it knows the answer, and raises if it reads
+another. Nothing is compiled, and nothing is added to the program that is being traced.
+"""
+
+from collections.abc import Generator
+from contextlib import contextmanager
+
+import jax
+from jax.sharding import AbstractMesh, AxisType
+
+# Of the mesh of a proof; no user's function is mapped over it.
+AXIS = "boostax_proof"
+
+
+@contextmanager
+def apart() -> Generator[AbstractMesh]:
+    """A mesh of two devices that need not exist, whatever the caller is being traced under."""
+    mesh = AbstractMesh((2,), (AXIS,), axis_types=(AxisType.Auto,))
+    # shard_map refuses a mesh beside the user's own, and disable_jit would write calls out.
+    with jax.sharding.use_abstract_mesh(AbstractMesh((), ())), jax.disable_jit(False):
+        yield mesh
+
+
+def unreadable(subject: str, allowed: str, got: object, danger: str) -> RuntimeError:
+    """What to raise where a JAX is not read as it is meant.
+
+    Args:
+      subject: what is read.
+      allowed: what it must be.
+      got: what was read.
+      danger: what would go wrong in silence.
+    """
+    return RuntimeError(
+        f"boostax: {subject} of JAX {jax.__version__} must be {allowed}, got {got!r}. {danger} "
+        "Install versions of both that were tested together: pip install --upgrade boostax jax."
+    )
