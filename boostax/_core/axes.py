@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from boostax._core import checks
+from boostax._core import checks, proof
 
 PyTree = Any
 AxisName = str | tuple[str, ...]
@@ -79,9 +79,43 @@ def size(names: tuple[str, ...]) -> int:
 
 
 def varying(x: Any) -> frozenset[str]:
-    """Axes over which ``x`` is known to differ; empty where JAX does not track it."""
+    """Axes over which ``x`` is known to differ; empty where JAX does not track it.
+
+    Raises:
+      RuntimeError: this JAX tracks it in a way that is not read here.
+    """
+    require_readable()
+    return _varying(x)
+
+
+def _varying(x: Any) -> frozenset[str]:
     kind = getattr(jax.typeof(x), "manual_axis_type", None)
     return frozenset() if kind is None else frozenset(kind.varying)
+
+
+@functools.cache
+def require_readable() -> None:
+    """Raise unless a value that varies is read as varying, and one that does not as equal."""
+    names, found = frozenset([proof.AXIS]), dict[str, frozenset[str]]()
+
+    def read(equal: jax.Array, local: jax.Array) -> jax.Array:
+        manual = frozenset(jax.sharding.get_abstract_mesh().manual_axes)
+        cast = lax.pcast(equal, proof.AXIS, to="varying")
+        found.update(manual=manual, local=_varying(local), cast=_varying(cast))
+        found.update(
+            equal=names - _varying(equal), summed=names - _varying(lax.psum(local, proof.AXIS))
+        )
+        return local
+
+    with proof.apart() as mesh:
+        specs: Any = {"in_specs": (jax.P(), jax.P(proof.AXIS)), "out_specs": jax.P(proof.AXIS)}
+        x = jax.ShapeDtypeStruct((2,), jnp.float32)
+        jax.eval_shape(jax.shard_map(read, mesh=mesh, **specs), x, x)
+    wrong = [name for name, axes in found.items() if axes != names]
+    if wrong or not found:
+        danger = "Gradients that are summed already, and replicas that part, would pass unseen."
+        allowed = f"readable for {', '.join(found)} values"
+        raise proof.unreadable("the axes over which values vary", allowed, wrong, danger)
 
 
 def types(tree: PyTree) -> list[frozenset[str]]:

@@ -7,6 +7,7 @@ merges the reductions of several leaves into one.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 import math
 import re
@@ -14,8 +15,9 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
+from jax import lax
 
-from boostax._core import jaxprs
+from boostax._core import jaxprs, programs, proof
 from boostax._core.about import SCOPE
 from boostax._core.programs import bodies
 
@@ -75,8 +77,45 @@ def collectives(fn: Callable[..., Any] | jaxprs.ClosedJaxpr, *args: Any) -> list
 
     A ``while`` body counts once: its trips are not known.
     """
+    require_readable()
     jaxpr = fn if isinstance(fn, jaxprs.ClosedJaxpr) else jax.make_jaxpr(fn)(*args)
     return list(_walk(jaxpr.jaxpr, {}, 1, (), "", itertools.count()))
+
+
+@functools.cache
+def require_readable() -> None:
+    """Raise unless each kind of collective is counted in a program that has one of each."""
+    programs.require_readable()
+    name = proof.AXIS
+    kinds: dict[str, Callable[[jax.Array], jax.Array]] = {
+        "psum": lambda x: lax.psum(x, name),
+        "pmax": lambda x: lax.pmax(x, name),
+        "pmin": lambda x: lax.pmin(x, name),
+        "all_gather": lambda x: lax.all_gather(x, name),
+        "reduce_scatter": lambda x: lax.psum_scatter(x, name, tiled=True),
+        "all_to_all": lambda x: lax.all_to_all(x, name, 0, 0),
+        "ppermute": lambda x: lax.ppermute(x, name, [(0, 1), (1, 0)]),
+    }
+
+    @jax.named_scope(SCOPE + "proof")
+    def sent(x: jax.Array) -> Any:
+        each = [send(x) for send in kinds.values()]
+        gathered = lax.all_gather(x, name, to="invarying")
+        looped = lax.scan(lambda _, y: (None, lax.psum(y, name)), None, lax.broadcast(x, (3,)))
+        return each, gathered, looped, lax.cond(x[0] < 1, kinds["ppermute"], lambda x: x, x)
+
+    wanted = {*((kind, 1, False) for kind in kinds), ("psum", 3, False), ("ppermute", 1, True)}
+    for check_vma in (True, False):
+        with proof.apart() as mesh:
+            alone: Any = {"in_specs": jax.P(name), "out_specs": jax.P(name), "mesh": mesh}
+            fn = jax.shard_map(lambda x: (sent(x), x)[1], check_vma=check_vma, **alone)
+            traced = jax.make_jaxpr(fn)(jax.ShapeDtypeStruct((4,), "float32"))
+        found = list(_walk(traced.jaxpr, {}, 1, (), "", itertools.count()))
+        got = {(c.primitive, c.count, c.conditional) for c in found}
+        common = {(c.axes, c.replicas, c.bytes, c.scopes) for c in found}
+        if (got, common, len(found)) != (wanted, {((name,), 2, 8, ("proof",))}, len(kinds) + 3):
+            danger = "What a program sends would be counted as nothing."
+            raise proof.unreadable("the collectives", str(wanted), found, danger)
 
 
 def wire_bytes(found: list[Collective], *, conditional: bool | None = None) -> float:

@@ -7,10 +7,16 @@ The jaxpr tells.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
 from typing import Any
 
-from boostax._core import jaxprs
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from boostax._core import costs, jaxprs, proof
 from boostax._core.costs import kind, scopes_of
 from boostax._core.programs import bodies
 
@@ -25,6 +31,35 @@ _ACROSS = (
 _WHOLE = ("psum", "pmax", "pmin", "all_gather")
 # Numbers drawn for a part are the same on every replica, and others than for the whole.
 _DRAWN = ("random_bits", "threefry2x32", "random_gamma")
+
+# Of these, and of numbers drawn, those in which an optimizer looks across entries.
+_KNOWN: dict[str, Callable[[jax.Array], Any]] = {
+    "argmax": lambda x: lax.argmax(x, 0, "int32"),
+    "cholesky": lax.linalg.cholesky,
+    "conv_general_dilated": lambda x: lax.conv(x[None, None], x[None, None], (1, 1), "SAME"),
+    "cummax": lax.cummax,
+    "cumprod": lax.cumprod,
+    "cumsum": lax.cumsum,
+    "dot_general": lambda x: lax.dot(x, x),
+    "eigh": lax.linalg.eigh,
+    "fft": lambda x: lax.fft(lax.convert_element_type(x, "complex64"), "fft", (2,)),
+    "gather": lambda x: jnp.take(x, np.array([0]), axis=0),
+    "lu": lax.linalg.lu,
+    "qr": lax.linalg.qr,
+    "reduce_and": lambda x: jnp.all(x > 0),
+    "reduce_max": jnp.max,
+    "reduce_min": jnp.min,
+    "reduce_or": lambda x: jnp.any(x > 0),
+    "reduce_prod": jnp.prod,
+    "reduce_sum": jnp.sum,
+    "reduce_window_sum": lambda x: lax.reduce_window(x, 0.0, lax.add, (2, 2), (1, 1), "SAME"),
+    "scatter_add": lambda x: x.at[np.array([0, 0])].add(x),
+    "sort": lax.sort,
+    "svd": lax.linalg.svd,
+    "top_k": lambda x: lax.top_k(x, 1),
+    "triangular_solve": lambda x: lax.linalg.triangular_solve(x, x),
+    "random_bits": lambda x: x + jax.random.uniform(jax.random.key(0), x.shape, x.dtype),
+}
 
 
 def across_entries(
@@ -44,9 +79,35 @@ def across_entries(
     Returns:
       Pairs of a primitive's name and the boostax transformations it stands in, outermost first.
     """
+    require_readable()
+    return _across_entries(jaxpr, parts, shapes, right)
+
+
+def _across_entries(
+    jaxpr: jaxprs.ClosedJaxpr,
+    parts: Sequence[bool],
+    shapes: frozenset[tuple[int, ...]],
+    right: frozenset[str],
+) -> list[tuple[str, tuple[str, ...]]]:
     walk = _Walk(shapes, right)
     walk.run(jaxpr.jaxpr, list(parts), [False] * len(jaxpr.jaxpr.constvars), "")
     return list(dict.fromkeys(walk.found))
+
+
+@functools.cache
+def require_readable() -> None:
+    """Raise unless operations that are known to look across entries are found to do so."""
+    # It counts collectives, whose results are equal on all again, and knows loops and branches.
+    costs.require_readable()
+    with proof.apart():
+        every = lambda x: [fn(x) for fn in _KNOWN.values()]  # noqa: E731
+        traced = jax.make_jaxpr(every)(jax.ShapeDtypeStruct((2, 2), "float32"))
+    found = [name for name, _ in _across_entries(traced, [True], frozenset(), frozenset())]
+    missed = sorted(_KNOWN.keys() - set(found))
+    if missed:
+        danger = "An optimizer that looks across the entries of a leaf would pass, and go wrong."
+        allowed = "written under the names " + ", ".join(_KNOWN)
+        raise proof.unreadable("operations across entries", allowed, found, danger)
 
 
 def require_entrywise(

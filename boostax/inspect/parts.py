@@ -57,6 +57,10 @@ class Part:
     apart: bool = False
 
 
+# What a combinator of Optax's holds, where its closure is not as it was: unknown, not nothing.
+_HIDDEN = Part("(hidden)", "", "This version of Optax does not show it")
+
+
 def read(tx: optax.GradientTransformation) -> Part:
     """A transformation as a tree of parts."""
     return _part(tx.update)
@@ -87,17 +91,24 @@ def _part(update: Callable[..., Any]) -> Part:
     part = Part(name, package, _first_line(made), settings=values)
     if package != "optax":
         return part
-    if name == "chain":
-        inner = tuple(((i,), _part(fn)) for i, fn in enumerate(values.get("update_fns", ())))
-    elif name == "named_chain":
-        inner = tuple(((label,), read(tx)) for label, tx in values.get("transforms", ()))
-    elif name == "partition":
-        found = values.get("transforms", {}).items()
-        inner = tuple((("inner_states", key, "inner_state"), read(tx)) for key, tx in found)
-    else:
-        route = _WRAPPERS.get(name)
-        inner = tuple((route, read(tx)) for tx in _transformations(values))
-    return dataclasses.replace(part, inner=inner, apart=name == "partition")
+    return dataclasses.replace(part, inner=_held(name, values), apart=name == "partition")
+
+
+def _held(name: str, values: Mapping[str, Any]) -> tuple[tuple[Route | None, Part], ...]:
+    """The parts inside one of Optax's, each with the way to its state."""
+    try:
+        if name == "chain":
+            return tuple(((i,), _part(fn)) for i, fn in enumerate(values["update_fns"]))
+        if name == "named_chain":
+            return tuple(((label,), read(tx)) for label, tx in values["transforms"])
+        if name == "partition":
+            found = values["transforms"].items()
+            return tuple((("inner_states", key, "inner_state"), read(tx)) for key, tx in found)
+    except KeyError:  # Optax calls it otherwise now
+        return ((None, _HIDDEN),)
+    route = _WRAPPERS.get(name)
+    inner = tuple((route, read(tx)) for tx in _transformations(values))
+    return inner if inner or name not in _WRAPPERS else ((None, _HIDDEN),)
 
 
 def follow(state: PyTree, route: Route | None) -> PyTree:

@@ -8,13 +8,15 @@ what an operand has beyond them is its branch. Nothing is matched by name, class
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 import jax
+from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
-from boostax._core import checks, jaxprs
+from boostax._core import checks, jaxprs, programs, proof
 from boostax._core.programs import called
 
 PyTree = Any
@@ -105,10 +107,41 @@ def examine(
         found = jax.tree.leaves(run(fixed, given, named))
         return [x for x in found if isinstance(x, jax.Array)]
 
-    jaxpr = jax.make_jaxpr(call)(fixed, data).jaxpr
+    require_readable()
+    return _judged(jax.make_jaxpr(call)(fixed, data).jaxpr, len(data))
+
+
+@functools.cache
+def require_readable() -> None:
+    """Raise unless the norms of two small residual blocks are judged as they must be."""
+    programs.require_readable()
+
+    def block(product: Callable[..., jax.Array], x: jax.Array, w: jax.Array, at: str) -> jax.Array:
+        return mark_norm(product(mark_norm(product(x, w), f"{at}/inner"), w), f"{at}/last")
+
+    def convolved(x: jax.Array, w: jax.Array) -> jax.Array:
+        return lax.conv(x[None, None], w[None, None], (1, 1), "SAME")[0, 0]
+
+    def model(w: jax.Array, x: jax.Array) -> jax.Array:
+        x = x + block(lax.dot, x, w, "sum")
+        x = lax.concatenate([x, block(convolved, x, w, "concatenation")], 0)
+        return mark_dense(lax.dot(x, w), "head")
+
+    with proof.apart():
+        x = jax.ShapeDtypeStruct((2, 2), "float32")
+        found = _judged(jax.make_jaxpr(model)(x, x).jaxpr, 1)
+    got = {norm.path for norm in found.norms if norm.removed}, len(found.norms), found.head
+    if got != ({"sum/inner", "concatenation/inner"}, 4, "head"):
+        allowed = "judged: of two residual blocks the inner norm goes"
+        danger = "less_bn would take out norms that must stay, or none."
+        raise proof.unreadable("the flow of data in programs", allowed, found, danger)
+
+
+def _judged(jaxpr: jaxprs.Jaxpr, data: int) -> Structure:
+    """The norms and the head of a program whose last inputs are the data."""
     graph = _Graph()
-    unknown = [None] * (len(jaxpr.invars) - len(data))
-    outputs = graph.walk(jaxpr, [*unknown, *(graph.source() for _ in data)])
+    unknown = [None] * (len(jaxpr.invars) - data)
+    outputs = graph.walk(jaxpr, [*unknown, *(graph.source() for _ in range(data))])
     near = frozenset[int]().union(*(flow.sites for flow in outputs if flow))
     heads = sorted(near & graph.heads.keys())
     return Structure(graph.norms(), graph.heads[heads[-1]] if heads else None)
