@@ -6,7 +6,8 @@ from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple, Protocol
 
 import jax
-from jax._src import distributed
+
+from boostax._core import proof
 
 # Each loop of a process has keys of its own: what an earlier one left would be read as news.
 _LOOPS = itertools.count()
@@ -96,14 +97,32 @@ def service_board() -> ServiceBoard | None:
 
     Every process must ask for its boards in the same order, one for each loop.
 
+    Raises:
+      RuntimeError: this JAX does not show its coordination service, and there are other processes.
+
     Example:
       >>> service_board() is None
       True
     """
-    client = distributed.global_state.client
-    if client is None or jax.process_count() == 1:
+    if not jax.distributed.is_initialized() or jax.process_count() == 1:
         return None
-    return ServiceBoard(client, jax.process_index(), jax.process_count(), next(_LOOPS))
+    return ServiceBoard(_client(), jax.process_index(), jax.process_count(), next(_LOOPS))
+
+
+def _client() -> Any:
+    """Of the coordination service. JAX has no public name for it, so only who has peers asks."""
+    try:
+        from jax._src import distributed
+
+        client = distributed.global_state.client
+        for name in ("key_value_set", "key_value_dir_get"):
+            getattr(client, name)
+    except (ImportError, AttributeError) as error:
+        allowed = "jax._src.distributed.global_state.client with a key-value store"
+        danger = "A hang of several processes could not be explained; fit(limit=None) does without."
+        what = "the coordination service"
+        raise proof.unreadable(what, allowed, str(error), danger) from error
+    return client
 
 
 class Heard(NamedTuple):

@@ -1,0 +1,337 @@
+"""Never blind: what reads JAX's own types and programs proves that it sees them, or raises."""
+
+import ast
+import contextlib
+import pathlib
+import subprocess
+import sys
+import types
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
+
+import boostax
+from boostax._core import axes, costs, entrywise, jaxprs, programs
+from boostax.cluster import board
+from boostax.inspect import parts
+from boostax.inspect.roles import UNKNOWN
+from boostax.inspect.rows import rows
+from boostax.model import branches
+
+PACKAGE = pathlib.Path(boostax.__file__).parent
+READERS = (axes, programs, costs, entrywise, branches)
+
+
+@pytest.fixture
+def unproved():
+    """As in a process in which nobody has read anything yet."""
+    clear = [reader.require_readable.cache_clear for reader in READERS]
+    for each in clear:
+        each()
+    yield
+    for each in clear:
+        each()
+
+
+def none_of(x):
+    del x
+    return frozenset()
+
+
+def everywhere(x):
+    del x
+    return frozenset(["boostax_proof"])
+
+
+# What is read, under another name or with another meaning: where, its name here, what is seen.
+BLIND = {
+    "nothing varies": (axes, "_varying", none_of, "axes over which values vary"),
+    "all varies": (axes, "_varying", everywhere, "axes over which values vary"),
+    "a jit of another name": (programs, "JIT", ("call",), "the name of call"),
+    "a checkpoint of another name": (programs, "CHECKPOINT", ("remat",), "the name of remat"),
+    "a custom rule of another name": (programs, "CUSTOM", ("rule",), "the name of rule"),
+    "no program inside": (programs, "bodies", lambda eqn: iter(()), "the name of jit"),
+    "a scan turned round": (
+        programs,
+        "scan_operands",
+        lambda scan, given: (given[1:2], given[:1], given[2:]),
+        "the operands of scan",
+    ),
+    "a sum of another name": (costs, "kind", lambda name: name.replace("psum", "x"), "collectives"),
+    "no transformation's name": (costs, "scopes_of", lambda stack: (), "the collectives"),
+    "another sum of entries": (entrywise, "_ACROSS", ("sort",), "operations across entries"),
+    "another noise": (entrywise, "_DRAWN", (), "operations across entries"),
+    "another product": (branches, "_PRODUCTS", ("dot",), "the flow of data"),
+    "no norm": (branches, "checkpoint_name", lambda x, name: x, "the flow of data"),
+}
+
+
+@pytest.mark.parametrize("case", BLIND)
+def test_who_sees_nothing_says_so(unproved, monkeypatch, case):
+    module, name, blind, words = BLIND[case]
+    monkeypatch.setattr(module, name, blind)
+    with pytest.raises(RuntimeError) as error:
+        module.require_readable()
+    assert words in str(error.value) and f"of JAX {jax.__version__} must be" in str(error.value)
+    assert "pip install --upgrade boostax jax" in str(error.value)
+    monkeypatch.undo()
+    module.require_readable()
+
+
+SQUARE = jnp.ones((2, 2))
+PARAMS = {"w": SQUARE}
+
+
+def loss(params, x):
+    return jnp.sum(params["w"] @ x)
+
+
+def sums_entries():
+    return entrywise.across_entries(
+        jax.make_jaxpr(jnp.sum)(SQUARE), [True], frozenset(), frozenset()
+    )
+
+
+def held_step():
+    tx = boostax.dynamic_loss_scale(optax.sgd(0.1))
+    return tx.update(PARAMS, tx.init(PARAMS), PARAMS)
+
+
+def boundaries():
+    return boostax.group_boundaries(loss, {"w": 0})(PARAMS, SQUARE, scales=jnp.ones(1))
+
+
+def explained():
+    return boostax.explain(boostax.all_reduce("data"), PARAMS, axis_sizes={"data": 2})
+
+
+WAYS_IN = [
+    ("boostax._core.axes", held_step),
+    ("boostax._core.costs", lambda: boostax.break_even(boostax.all_reduce("data"), PARAMS, 2)),
+    ("boostax._core.costs", explained),
+    ("boostax._core.entrywise", sums_entries),
+    ("boostax.freeze.order", lambda: boostax.forward_order(loss, PARAMS, SQUARE)),
+    ("boostax.precision.crossings", boundaries),
+    ("boostax.precision.autocast", lambda: boostax.policy("O1").wrap(loss)(PARAMS, SQUARE)),
+    (
+        "boostax.model.branches",
+        lambda: branches.examine(lambda w, x, _: x[0], SQUARE, (SQUARE,), {}),
+    ),
+]
+
+
+@pytest.mark.parametrize("module, call", WAYS_IN)
+def test_every_guard_and_count_asks_for_the_proof(monkeypatch, module, call):
+    def refuse():
+        raise RuntimeError("blind")
+
+    call()
+    monkeypatch.setattr(sys.modules[module], "require_readable", refuse)
+    with pytest.raises(RuntimeError, match="blind"):
+        call()
+
+
+def at_first_use(x):
+    """Reads everything there is to read, before anything was proved."""
+    for reader in READERS:
+        reader.require_readable.cache_clear()
+    for reader in READERS:
+        reader.require_readable()
+    return x
+
+
+def mapped(fn, mesh, **options):
+    return jax.shard_map(fn, mesh=mesh, in_specs=P("data"), out_specs=P("data"), **options)
+
+
+X = np.ones(8, np.float32)
+PLACES = {
+    "alone": lambda fn, mesh: fn,
+    "jit": lambda fn, mesh: jax.jit(fn),
+    "grad": lambda fn, mesh: jax.grad(lambda x: jnp.sum(fn(x))),
+    "checkpoint": lambda fn, mesh: jax.checkpoint(fn),
+    "scan": lambda fn, mesh: lambda x: jax.lax.scan(lambda c, y: (c, fn(y)), 0.0, x)[1],
+    "vmap": lambda fn, mesh: jax.vmap(fn, axis_name="data"),
+    "pmap": lambda fn, mesh: jax.pmap(fn, axis_name="data"),
+    "shard_map": mapped,
+    "shard_map without checking": lambda fn, mesh: mapped(fn, mesh, check_vma=False),
+    "shard_map inside jit": lambda fn, mesh: jax.jit(mapped(fn, mesh)),
+}
+CONTEXTS = {
+    "as it is": lambda mesh: contextlib.nullcontext(),
+    "x64": lambda mesh: jax.enable_x64(True),
+    "disable_jit": lambda mesh: jax.disable_jit(),
+    "checking_leaks": lambda mesh: jax.checking_leaks(),
+    "strict": lambda mesh: jax.numpy_dtype_promotion("strict"),
+}
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_it_is_proved_wherever_it_is_first_asked_for(unproved, mesh, place):
+    for name, context in CONTEXTS.items():
+        if place == "pmap" and name != "as it is":
+            continue  # its own workings are those of no context
+        with context(mesh):
+            found = PLACES[place](at_first_use, mesh)(X)
+        np.testing.assert_array_equal(found, X)
+
+
+@pytest.mark.parametrize("kind", AxisType)
+def test_it_is_proved_under_a_mesh_of_the_user(unproved, kind):
+    if kind == AxisType.Manual:
+        return  # no context of a user has it
+    mesh = jax.make_mesh((4, 2), ("data", "model"), axis_types=(kind, kind))
+    with jax.set_mesh(mesh):
+        x = jax.device_put(X, P("data"))
+        for fn in (at_first_use, jax.jit(at_first_use), mapped(at_first_use, None)):
+            np.testing.assert_array_equal(fn(x), X)
+        part = jax.jit(mapped(at_first_use, None, axis_names={"data"}))
+        np.testing.assert_array_equal(part(x), X)
+
+
+@pytest.mark.parametrize("place", ["jit", "scan", "shard_map", "shard_map without checking"])
+def test_it_adds_nothing_to_the_program(unproved, mesh, place):
+    plain = jax.make_jaxpr(PLACES[place](lambda x: x, mesh))(X)
+    proved = jax.make_jaxpr(PLACES[place](at_first_use, mesh))(X)
+    assert str(proved).replace("at_first_use", "<lambda>") == str(plain)
+
+
+def test_it_is_proved_once(unproved):
+    for _ in range(3):
+        axes.varying(X)
+    assert axes.require_readable.cache_info().misses == 1
+
+
+def scan(**params):
+    return types.SimpleNamespace(params=params)
+
+
+def sizes(*counts):
+    return types.SimpleNamespace(unpack=lambda: tuple((None,) * n for n in counts))
+
+
+@pytest.mark.parametrize(
+    "params", [{"num_consts": 1, "num_carry": 2}, {"ft_in": sizes(1, 2, 3)}], ids=["old", "new"]
+)
+def test_the_operands_of_a_scan_by_what_is_there(params):
+    assert programs.scan_operands(scan(**params), "cabxyz") == (["c"], ["a", "b"], ["x", "y", "z"])
+
+
+@pytest.mark.parametrize(
+    "params",
+    [
+        {},
+        {"num_consts": 1},
+        {"num_consts": 4, "num_carry": 9},
+        {"ft_in": sizes(1, 2)},
+        {"ft_in": sizes(1, 2, 4)},
+        {"ft_in": None},
+    ],
+)
+def test_a_scan_that_cannot_be_read_is_refused(params):
+    with pytest.raises(RuntimeError, match="the parameters of scan of JAX"):
+        programs.scan_operands(scan(**params), "cabxyz")
+
+
+def test_a_call_without_its_program_is_refused():
+    eqn = types.SimpleNamespace(
+        params={"body": 1}, primitive=types.SimpleNamespace(name="jit"), invars=(), outvars=()
+    )
+    with pytest.raises(RuntimeError, match="jaxpr or call_jaxpr, got \\['body'\\]"):
+        programs.body_of(eqn)
+
+
+def test_scans_of_jax_are_divided_as_they_were_written():
+    def fn(w, v, a, b, xs, ys):
+        step = lambda carry, each: ((carry[0] * w, carry[1] + v @ each[1]), each[0])  # noqa: E731
+        return jax.lax.scan(step, (a, b), (xs, ys))
+
+    shapes = [(2,), (3,), (2,), (), (5, 4), (5, 3)]
+    jaxpr = jax.make_jaxpr(fn)(*(jax.ShapeDtypeStruct(s, "float32") for s in shapes))
+    for program in (jaxpr, jax.make_jaxpr(lambda *args: jax.vjp(fn, *args)[0])(*jaxpr.in_avals)):
+        (eqn,) = (eqn for eqn in program.jaxpr.eqns if eqn.primitive.name == "scan")
+        consts, carry, xs = programs.scan_operands(eqn, [x.aval.shape for x in eqn.invars])
+        assert set(consts) <= {(2,), (3,)} and carry == [(2,), ()]
+        assert xs and all(shape[0] == 5 for shape in xs)
+
+
+OPTAX = {
+    "chain": optax.chain(optax.adam(0.1), optax.clip(1.0)),
+    "named_chain": optax.named_chain(("a", optax.adam(0.1))),
+    "partition": optax.partition({"a": optax.adam(0.1)}, {"w": "a"}),
+    "masked": optax.masked(optax.adam(0.1), {"w": True}),
+}
+
+
+@pytest.mark.parametrize("name", OPTAX)
+def test_what_optax_no_longer_shows_is_unknown_and_not_nothing(monkeypatch, name):
+    assert UNKNOWN not in [row.role for row in rows(parts.read(OPTAX[name]))]
+    original = parts._values
+    # Under other names, and no longer as they were.
+    renamed = lambda fn: {f"new_{name}": [value] for name, value in original(fn).items()}  # noqa: E731
+    monkeypatch.setattr(parts, "_values", renamed)
+    found = rows(parts.read(OPTAX[name]))
+    assert UNKNOWN in [row.role for row in found] and found[-1].part.name == "(hidden)"
+
+
+def test_only_who_has_peers_needs_what_jax_keeps_to_itself():
+    """No module of ours imports from ``jax._src`` where it is loaded."""
+    inside = []
+    for path in PACKAGE.rglob("*.py"):
+        tree = ast.parse(path.read_text())
+        for node in ast.walk(tree):
+            names = [node.module or ""] if isinstance(node, ast.ImportFrom) else []
+            names = [x.name for x in node.names] if isinstance(node, ast.Import) else names
+            if any(name.startswith(("jax._src", "jaxlib")) for name in names):
+                assert node not in tree.body, path
+                inside.append(path.name)
+    assert inside == ["board.py"]
+
+
+WITHOUT = """
+import sys
+import jax, jax._src
+del jax._src.distributed
+sys.modules["jax._src.distributed"] = None
+
+import jax.numpy as jnp, optax
+import boostax
+from boostax.train.loop import fit
+
+step = boostax.make_train_step(lambda w, x: jnp.mean((x * w) ** 2), optax.sgd(0.1))
+result = fit(step, step.init(jnp.float32(1.0)), lambda call: jnp.ones(4), steps=3, limit=600.0)
+print(result.step)
+"""
+
+
+def test_one_process_trains_where_jax_hides_its_coordination_service():
+    found = subprocess.run([sys.executable, "-c", WITHOUT], capture_output=True, text=True)
+    assert found.stdout == "3\n", found.stderr
+
+
+def test_several_processes_say_what_they_lack(monkeypatch):
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    monkeypatch.setattr(jax.distributed, "is_initialized", lambda: True)
+    words = "the coordination service of JAX .* must be jax._src.distributed.global_state.client"
+    # There is no client here, and so no store either.
+    with pytest.raises(RuntimeError, match=words):
+        board.service_board()
+    monkeypatch.setitem(sys.modules, "jax._src.distributed", None)
+    monkeypatch.delattr(jax._src, "distributed")
+    with pytest.raises(RuntimeError, match=words):
+        board.service_board()
+
+
+def test_an_excerpt_is_a_program_whatever_the_order_of_its_class():
+    from boostax.freeze.stages import excerpt
+
+    closed = jax.make_jaxpr(lambda x: jnp.sin(x) + jnp.cos(x))(1.0)
+    (first, *_), jaxpr = closed.jaxpr.eqns, closed.jaxpr
+    part = excerpt(jaxpr, list(jaxpr.invars), list(first.outvars), [first])
+    (found,) = jaxprs.jaxpr_as_fun(jaxprs.ClosedJaxpr(part, ()))(jnp.float32(0.5))
+    np.testing.assert_array_equal(found, jnp.sin(jnp.float32(0.5)))
