@@ -9,11 +9,8 @@ import sys
 import boostax
 
 PATIENCE = 240.0
-# As the Makefile does for the tests themselves.
-QUICK_CODE = (
-    "--xla_backend_optimization_level=0 "
-    "--xla_cpu_use_fusion_emitters=false --xla_cpu_parallel_codegen_split_count=1"
-)
+# As the Makefile does for the tests themselves; all versions of XLA know these.
+QUICK_CODE = "--xla_backend_optimization_level=0 --xla_cpu_parallel_codegen_split_count=1"
 
 
 def environment():

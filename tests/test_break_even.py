@@ -208,25 +208,56 @@ def test_one_device_alone_computes_what_one_of_one_computes(name):
         jax.tree.map(close, (updates, mine), (expected, theirs))
 
 
-@pytest.mark.parametrize("name", ["int8", "power-sgd"])
-def test_the_compiler_keeps_what_is_sent_and_received(name):
-    tx = CODECS[name][0]
-    traced = module.traced(tx, PARAMS, 8, "data")
+def compiled(tx, replicas):
+    """What one device is timed with, and how often it sends."""
+    traced = module.traced(tx, PARAMS, replicas, "data")
     shapes = [jax.ShapeDtypeStruct((1, *x.shape[1:]), x.dtype) for x in traced.in_avals]
     state = jax.tree.leaves(jax.eval_shape(tx.init, PARAMS))
     shapes[2:] = [*state, *jax.tree.leaves(PARAMS)]
     program = jax.jit(lambda args, real: run_alone(traced, args, real))
-    text = program.lower(shapes, jax.ShapeDtypeStruct((), bool)).compile().as_text()
-    assert text.count(" conditional(") >= len(costs.collectives(traced))
+    lowered = program.lower(shapes, jax.ShapeDtypeStruct((), bool))
+    return lowered.compile(), len(costs.collectives(traced))
 
 
-def test_the_work_is_measured_for_more_replicas_than_there_are_devices():
+@pytest.mark.parametrize("name", ["int8", "power-sgd"])
+def test_the_compiler_keeps_what_is_sent_and_received(name):
+    program, sends = compiled(CODECS[name][0], 8)
+    assert program.as_text().count(" conditional(") >= sends
+
+
+class Clock:
+    """In the place of ``time``: each stretch that is measured takes what the next number says."""
+
+    def __init__(self, *stretches):
+        self.now, self.stretches, self.begun = 0.0, iter(stretches), False
+
+    def perf_counter(self):
+        if self.begun:
+            self.now += next(self.stretches)
+        self.begun = not self.begun
+        return self.now
+
+
+def test_the_work_is_measured_for_more_replicas_than_there_are_devices(monkeypatch):
+    # Two steps of each at a time, by turns; the first compile, and of the others the least counts.
+    clock = Clock(100.0, 100.0, 8.0, 2.0, 6.0, 4.0)
+    monkeypatch.setattr(module, "time", clock)
     found = break_even(boostax.top_k_reduce("data"), PARAMS, 64, 12.5e9, repeats=2)
-    # Sorting 131,072 numbers and adding up what came from 64 is more than a division.
-    assert found.encode_seconds > 0 and 0 < found.bandwidth < math.inf
+    assert list(clock.stretches) == []
+    assert found.encode_seconds == (6.0 - 2.0) / 2 and 0 < found.bandwidth < math.inf
     assert found.seconds() == pytest.approx(found.wire_bytes / 12.5e9 + found.encode_seconds)
-    same = break_even(boostax.all_reduce("data"), PARAMS, 64, repeats=2)
-    assert same.bandwidth == 0 and abs(same.encode_seconds) < found.encode_seconds
+
+
+def test_what_is_measured_is_what_a_codec_does():
+    """Sorting 131,072 numbers and adding up what came from 64 is more than a division."""
+    flops = lambda tx: compiled(tx, 64)[0].cost_analysis()["flops"]  # noqa: E731
+    assert flops(boostax.top_k_reduce("data")) > 2 * flops(boostax.all_reduce("data"))
+
+
+def test_what_does_the_same_work_pays_nowhere(monkeypatch):
+    monkeypatch.setattr(module, "time", Clock(9.0, 9.0, 3.0, 3.0))
+    same = break_even(boostax.all_reduce("data"), PARAMS, 64, repeats=1)
+    assert same.bandwidth == same.encode_seconds == 0
 
 
 def test_state_that_is_sharded_or_gated_is_run_too():

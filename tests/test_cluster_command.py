@@ -191,15 +191,14 @@ def test_a_stopped_peer_is_named(tmp_path):
     with processes(output, tmp_path / "logs", *OFTEN, "--step-limit", str(limit)) as run:
         reach(run, output, 5)
         run.running[1].send_signal(signal.SIGSTOP)
-        begun = time.monotonic()
-        # A save that was under way may take ten times the limit, if it waits for the other.
-        assert run.running[0].wait(timeout=10 * limit + 8.0) == 75, run.printed()
-        seconds, printed = time.monotonic() - begun, run.printed()
-    assert "boostax watchdog: rank 0: no progress for" in printed
+        assert run.running[0].wait(timeout=PATIENCE) == 75, run.printed()
+        printed = run.printed()
     assert re.search(r"Rank 1 was last heard of \d+\.\d s ago", printed), printed
     assert "Rank 0 ends with exit code 75." in printed
-    allowed = float(re.search(r"the limit is (\S+) s\.", printed)[1])
-    assert seconds < allowed + 8.0
+    said = r"boostax watchdog: rank 0: no progress for (\S+) s .*; the limit is (\S+) s\."
+    quiet, allowed = map(float, re.search(said, printed).groups())
+    # A save that was under way may take ten times the limit, if it waits for the other.
+    assert allowed in (limit, 10 * limit) and quiet >= allowed
 
 
 @pytest.mark.long

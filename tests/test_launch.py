@@ -6,6 +6,7 @@ import re
 import signal
 import subprocess
 import sys
+import threading
 import time
 
 import pytest
@@ -120,17 +121,56 @@ def test_the_others_have_time_to_end_by_themselves(capfd):
     assert "rank 1 ended with exit code 6" in error and "sent" not in error
 
 
+class Clock:
+    """In the place of ``time``: only what the launcher sleeps counts, however long it takes."""
+
+    def __init__(self):
+        self.now = 0.0
+
+    def monotonic(self):
+        return self.now
+
+    def sleep(self, seconds):
+        self.now += seconds
+        time.sleep(seconds)
+
+    def notes(self, monkeypatch, module):
+        """When the launcher first did what to which rank, and first saw it ended."""
+        done = {}
+
+        def noting(name, note, original):
+            def call(rank):
+                result = original(rank)
+                if result or name != "look":
+                    done.setdefault((note, rank.rank), self.now)
+                return result
+
+            return call
+
+        for name, note in (("look", "ended"), ("terminate", "terminate"), ("kill", "kill")):
+            original = getattr(module._Rank, name)
+            monkeypatch.setattr(module._Rank, name, noting(name, note, original))
+        return done
+
+
 def test_who_does_not_end_gets_sigterm_and_who_ignores_it_sigkill(tmp_path, capfd, monkeypatch):
-    monkeypatch.setattr(sys.modules[launch.__module__], "_LAST_WORDS", 1.0)
+    module = sys.modules[launch.__module__]
+    monkeypatch.setattr(module, "_LAST_WORDS", 1.0)
+    clock = Clock()
+    monkeypatch.setattr(module, "time", clock)
+    done = clock.notes(monkeypatch, module)
     text = NOTE_PID + (
         "while rank == 0 and len(os.listdir(sys.argv[1])) < 3: time.sleep(0.01)\n"
         "if rank == 0: sys.exit(9)\n"
         "if rank == 1: os.kill(os.getpid(), signal.SIGSTOP)\n"
         "time.sleep(600)"
     )
-    begun = time.monotonic()
     assert launch([*program(text), str(tmp_path)], 3, grace=0.2) == 9
-    assert time.monotonic() - begun < 20.0
+    # By the launcher's own clock, to a look or two: the grace, then the time for last words.
+    few = 2.5 * module._POLL
+    assert done["terminate", 1] == done["terminate", 2]
+    assert done["terminate", 1] - done["ended", 0] == pytest.approx(0.2, abs=few)
+    assert done["kill", 1] - done["terminate", 1] == pytest.approx(1.0, abs=few)
     error = capfd.readouterr().err
     sent = "rank 1 was ended by SIGKILL (exit code 137), having been sent SIGTERM and SIGKILL"
     assert sent in error
@@ -141,14 +181,22 @@ def test_who_does_not_end_gets_sigterm_and_who_ignores_it_sigkill(tmp_path, capf
 def test_what_a_process_has_started_ends_with_it(tmp_path):
     text = """
 child = os.fork()
-if child == 0: time.sleep(600)
+while child == 0: time.sleep(600)
 open(f"{sys.argv[1]}/{rank}", "w").write(str(child))
 """
-    # The children hold the pipe open as well: the launcher must not wait for its end.
-    begun = time.monotonic()
-    assert launch([*program(text), str(tmp_path)], 2) == 0
-    assert time.monotonic() - begun < 20.0
-    assert all_gone(pids(tmp_path, 2))
+    # The children never end and hold the pipe open: a launcher that waited for them would hang.
+    found = []
+    thread = threading.Thread(
+        target=lambda: found.append(launch([*program(text), str(tmp_path)], 2)), daemon=True
+    )
+    thread.start()
+    started = pids(tmp_path, 2)
+    try:
+        thread.join(PATIENCE)
+        assert found == [0] and all_gone(started)
+    finally:
+        for pid in filter(running, started):
+            os.kill(pid, signal.SIGKILL)
 
 
 def test_a_process_that_cannot_be_started_leaves_no_others(tmp_path, monkeypatch):
