@@ -6,16 +6,36 @@ READY := $(VENV)/.ready
 # Without a cache of compiled programs: docs/faq.md says what one does to collectives on CPU devices.
 TESTS := $(RUN) -m pytest -n 2 --dist loadgroup
 # The programs of XLA are the same with plainer machine code, and compile three times as fast.
-QUICK_CODE := XLA_FLAGS="$(XLA_FLAGS) --xla_backend_optimization_level=0 \
- --xla_cpu_use_fusion_emitters=false --xla_cpu_parallel_codegen_split_count=1"
+PLAIN := --xla_backend_optimization_level=0 --xla_cpu_parallel_codegen_split_count=1
+QUICK_CODE := XLA_FLAGS="$(XLA_FLAGS) $(PLAIN) --xla_cpu_use_fusion_emitters=false"
+# The newest XLA knows no more of the last, and ends a process that asks for it.
+QUICK_NEWEST := XLA_FLAGS="$(XLA_FLAGS) $(PLAIN)"
+# The newest JAX wants a newer Python than the oldest that boostax runs on.
+NEWEST_PYTHON ?= $(firstword $(foreach python,python3.13 python3.12, \
+ $(shell $(python) -c "import sys; print(sys.executable)" 2>/dev/null)) \
+ $(shell pyenv prefix 3.13.0 2>/dev/null | sed 's,$$,/bin/python3,'))
+OLDEST_PYTHON ?= $(firstword $(shell python3.11 -c "import sys; print(sys.executable)" 2>/dev/null) \
+ $(PYTHON))
 
-.PHONY: demo test test-long bench bench-short docs release lint clean
+.PHONY: demo test test-long test-newest test-oldest bench bench-short docs release lint clean
 
 demo: $(READY)
 	$(VENV)/bin/boostax train text --dtype float16 --loss-scale dynamic --accumulate 4 --devices 4 --output runs/demo --resume
 
 test: $(READY) lint
 	$(QUICK_CODE) $(TESTS)
+
+# The same tests on what pip takes today, and on the oldest versions that pyproject.toml allows.
+test-newest:
+	@test -n "$(NEWEST_PYTHON)" || { echo "test-newest: NEWEST_PYTHON must be Python 3.12 or later," 	  "got none. Say where it is: make test-newest NEWEST_PYTHON=..."; exit 1; }
+	test -x .venv-newest/bin/python || $(NEWEST_PYTHON) -m venv .venv-newest
+	.venv-newest/bin/python -m pip install --quiet --upgrade pip
+	.venv-newest/bin/python -m pip install --quiet --upgrade --upgrade-strategy eager 	  --editable '.[dev]'
+	.venv-newest/bin/python -m pip list | grep -E '^(jax|jaxlib|flax|optax) '
+	$(QUICK_NEWEST) .venv-newest/bin/python -m pytest -n 2 --dist loadgroup
+
+test-oldest: .venv-oldest/.ready
+	$(QUICK_CODE) .venv-oldest/bin/python -m pytest -n 2 --dist loadgroup
 
 test-long: $(READY)
 	$(TESTS) -m "(long or hypothesis) and not gpu" --hypothesis-profile=search
@@ -75,5 +95,11 @@ $(READY): pyproject.toml constraints.txt
 	$(RUN) -m pip install --quiet --constraint constraints.txt --editable '.[dev]'
 	touch $@
 
+.venv-oldest/.ready: pyproject.toml constraints-oldest.txt
+	test -x .venv-oldest/bin/python || $(OLDEST_PYTHON) -m venv .venv-oldest
+	.venv-oldest/bin/python -m pip install --quiet --upgrade pip
+	.venv-oldest/bin/python -m pip install --quiet --constraint constraints-oldest.txt 	  --editable '.[dev]'
+	touch $@
+
 clean:
-	rm -rf $(VENV) .pytest_cache .ruff_cache runs
+	rm -rf $(VENV) .venv-newest .venv-oldest .pytest_cache .ruff_cache runs
