@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from jax.sharding import Mesh
 
-from boostax._core import costs
+from boostax._core import costs, proof
 from boostax.inspect.hlo import Array, Instruction, Program, Site, Ways, bits
 
 # Bytes that one device sends on a ring, per byte of what it puts in, for n devices.
@@ -226,7 +226,7 @@ def _made(
         does=_windowed(program, site) or kind,
         bytes=sum(x.bytes for x in given),
         executions=site.executions,
-        devices=len(groups[0]) if groups else program.partitions,
+        devices=len(groups[0]),
         axes=axes,
         crosses=crosses,
         branches=site.branches,
@@ -302,7 +302,11 @@ def _groups(instruction: Instruction, devices: int) -> list[tuple[int, ...]]:
         count = int(np.prod([sizes[k] for k in chosen]))
         rows = np.moveaxis(ids, chosen, range(-len(chosen), 0)).reshape(-1, count)
         return [tuple(map(int, row)) for row in rows]
-    return [tuple(range(devices))] if "replica_groups={}" in instruction.attributes else []
+    written = instruction.attribute(r"((?:replica_groups|source_target_pairs)=.{0,60})")
+    if written is not None and not written.startswith("replica_groups={}"):
+        danger = "Over which devices a collective runs would be unknown."
+        raise proof.unreadable("the groups of a collective", "of a known form", written, danger)
+    return [tuple(range(devices))]
 
 
 def _numbers(text: str | None) -> list[int]:
@@ -313,7 +317,7 @@ def _place(
     groups: Sequence[tuple[int, ...]], mesh: Mesh | None, devices: list[Any] | None
 ) -> tuple[tuple[str, ...], str]:
     """The mesh axes over which groups span, and whether they span slices or hosts."""
-    if mesh is None or devices is None or not groups:
+    if mesh is None or devices is None:
         return (), ""
     names = [x for x in mesh.axis_names if mesh.shape[x] > 1]
     here = frozenset(n for group in groups for n in group)

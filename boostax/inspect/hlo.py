@@ -13,6 +13,8 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
+from boostax._core import proof
+
 _ARRAY = re.compile(r"\b(pred|token|[a-z]+\d\w*)\[([\d,<=]*)\](?:\{([^}]*)\})?")
 _COMPUTATION = re.compile(r"(ENTRY )?%?([\w.\-]+) \(.*\{\s*$")
 _NAME = re.compile(r"\s*(ROOT )?%?([\w.\-]+) = ")
@@ -322,10 +324,10 @@ def parse(text: str) -> Program:
                 entry = found.group(2) if found.group(1) else entry
         elif line.startswith("}"):
             current = None
+        elif not line.strip():
+            continue
         else:
-            instruction = _instruction(line)
-            if instruction is not None:
-                current.append(instruction)
+            current.append(_instruction(line))
     if not entry:
         raise ValueError(
             "audit: program must be compiled to HLO text with an ENTRY computation, got "
@@ -359,10 +361,11 @@ def _either(branches: Sequence[Ways]) -> Ways:
     return Ways(min(b.least for b in branches), max(b.most for b in branches))
 
 
-def _instruction(line: str) -> Instruction | None:
+def _instruction(line: str) -> Instruction:
     found = _NAME.match(line)
     if found is None:
-        return None
+        danger = "What it does would be missed."
+        raise proof.unreadable("a line of a compiled program", "%name = type op(...)", line, danger)
     rest = line[found.end() :]
     shape = _balanced(rest, "(", ")") if rest.startswith("(") else rest.split(" ", 1)[0]
     rest = rest[len(shape) :].lstrip()
