@@ -12,9 +12,11 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from jax import lax
-from jax.sharding import AxisType, Mesh, SingleDeviceSharding
+from jax.sharding import AxisType, Mesh, NamedSharding, SingleDeviceSharding
+from jax.sharding import PartitionSpec as P
 
 import boostax
+from boostax._core import costs
 from boostax.inspect.audit import Audit
 
 AXIS = "data"
@@ -103,13 +105,18 @@ def perceptron(layers: int, width: int) -> Model:
     return Model(params, loss, lambda rows: jax.ShapeDtypeStruct((rows, width), jnp.float32))
 
 
-def decoder(layers: int, width: int, vocab: int, heads: int, length: int) -> Model:
-    """A decoder whose layers are stacked and scanned, as large models are written; bf16, remat."""
+def decoder(
+    layers: int, width: int, vocab: int, heads: int, length: int, stacked: bool = True
+) -> Model:
+    """A decoder in bf16 with remat; its layers stacked and scanned, as large models are written."""
     square, hidden = (width, width), 4 * width
     block = {"norm1": (width,), "norm2": (width,), "q": square, "k": square, "v": square}
     block |= {"o": square, "up": (width, hidden), "down": (hidden, width)}
     typed = lambda shape: jax.ShapeDtypeStruct(shape, jnp.float32)  # noqa: E731
-    stack = {name: typed((layers, *shape)) for name, shape in block.items()}
+    if stacked:
+        stack = {name: typed((layers, *shape)) for name, shape in block.items()}
+    else:
+        stack = {f"{i:02d}": {k: typed(s) for k, s in block.items()} for i in range(layers)}
     params = {"embed": typed((vocab, width)), "layers": stack, "norm": typed((width,))}
     params["head"] = typed((width, vocab))
 
@@ -131,7 +138,12 @@ def decoder(layers: int, width: int, vocab: int, heads: int, length: int) -> Mod
 
     def loss(params, batch):
         table = params["embed"].astype(jnp.bfloat16)
-        x, _ = lax.scan(jax.checkpoint(layer), table[batch[:, :-1]], params["layers"])
+        x = table[batch[:, :-1]]
+        if stacked:
+            x, _ = lax.scan(jax.checkpoint(layer), x, params["layers"])
+        else:
+            for name in sorted(params["layers"]):
+                x, _ = jax.checkpoint(layer)(x, params["layers"][name])
         logits = (normed(x, params["norm"]) @ params["head"].astype(x.dtype)).astype(jnp.float32)
         return optax.softmax_cross_entropy_with_integer_labels(logits, batch[:, 1:]).mean()
 
@@ -171,3 +183,82 @@ def leaf_by_leaf():
     """The peer: ``lax.pmean`` of each leaf."""
     reduce = lambda g, _: jax.tree.map(lambda x: lax.pmean(x, AXIS), g)  # noqa: E731
     return optax.chain(optax.stateless(reduce), adam())
+
+
+WIRES = {
+    "f32": (lambda: boostax.all_reduce(AXIS), 1.0),
+    "bf16": (lambda: boostax.all_reduce(AXIS, dtype="bfloat16"), 0.5),
+    "int16": (lambda: boostax.int16_reduce(AXIS), 0.5),
+    "int8": (lambda: boostax.int8_reduce(AXIS), 0.254),
+}
+SQUARES = {f"layer{i}": jax.ShapeDtypeStruct((512, 512), jnp.float32) for i in range(4)}
+
+
+def reduced(tx: optax.GradientTransformation, target: str | None) -> tuple[Audit, float]:
+    """A reduction alone over eight devices, and the bytes that its traced program sends."""
+    mesh = mesh_of(target)
+
+    def update(grads):
+        local = jax.tree.map(lambda x: x[0], grads)
+        return tx.update(local, tx.init(local), local)[0]
+
+    mapped = jax.shard_map(update, mesh=mesh, in_specs=P(AXIS), out_specs=P(), check_vma=False)
+    sharding = NamedSharding(mesh, P(AXIS))
+    grads = {
+        name: jax.ShapeDtypeStruct((8, *x.shape), x.dtype, sharding=sharding)
+        for name, x in SQUARES.items()
+    }
+    declared = costs.wire_bytes(costs.collectives(mapped, grads))
+    return boostax.audit(jax.jit(mapped), grads, target=target, params=SQUARES), declared
+
+
+ACCUMULATED = {
+    "scan": "jit and `lax.scan` over micro-batches",
+    "MultiSteps": "`optax.MultiSteps`",
+    "microbatch": "`optax.microbatch`",
+    "boostax": "boostax",
+}
+
+
+def accumulated(form, target):
+    """A transformer with a scanned stack, K = 8 micro-batches, in four forms."""
+    model = decoder(4, 256, 1024, 4, 64)
+    mesh = mesh_of(target)
+    if form == "boostax":
+        return trained(model, mean(), target, rows=2, microbatches=WINDOW)
+    replicated, split = NamedSharding(mesh, P()), NamedSharding(mesh, P(None, AXIS))
+    inner = adam()
+    tx = (
+        optax.MultiSteps(inner, WINDOW).gradient_transformation() if form == "MultiSteps" else inner
+    )
+    place = lambda tree: jax.tree.map(  # noqa: E731
+        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=replicated), tree
+    )
+    params, state = place(model.params), place(jax.eval_shape(tx.init, model.params))
+    rows = model.batch(2 * mesh.size)
+    batch = jax.ShapeDtypeStruct((WINDOW, *rows.shape), rows.dtype, sharding=split)
+    gradient = jax.grad(model.loss)
+
+    def scanned(params, batch):
+        zeros = jax.tree.map(jnp.zeros_like, params)
+        add = lambda g, x: (jax.tree.map(jnp.add, g, gradient(params, x)), None)  # noqa: E731
+        return lax.scan(add, zeros, batch)[0]
+
+    def step(params, state, batch):
+        if form == "scan":
+            grads = scanned(params, batch)
+        elif form == "microbatch":
+            batch = jnp.swapaxes(batch, 0, 1).reshape(-1, batch.shape[-1])
+            batch = lax.with_sharding_constraint(batch, NamedSharding(mesh, P(AXIS)))
+            split = optax.microbatching.microbatch(
+                gradient, 1, len(batch) // WINDOW, optax.microbatching.AccumulationType.SUM
+            )
+            grads = split(params, batch)
+        else:
+            grads = gradient(params, batch[0])
+        updates, state = tx.update(grads, state, params)
+        return optax.apply_updates(params, updates), state
+
+    calls = WINDOW if form == "MultiSteps" else 1
+    step = jax.jit(step, donate_argnums=(0, 1), out_shardings=replicated)
+    return boostax.audit(step, params, state, batch, target=target, calls=calls)

@@ -14,13 +14,12 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from compilers_cases import AXIS, BYTES, GATES, WINDOW, decoder, mean, perceptron, trained
+from compilers_cases import AXIS, BYTES, GATES, SQUARES, WINDOW, WIRES, mean, perceptron, trained
 from jax import lax
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import boostax
-from boostax._core import costs
 from boostax.inspect import hlo
 
 CPU, V5E, H100 = None, "v5e:2x4", "h100:1x1x8"
@@ -156,36 +155,13 @@ def test_gradients_are_reduced_once_a_step_and_in_the_branch(wrapped, target):
 
 # Bytes on the wire.
 
-WIRES = {
-    "f32": (lambda: boostax.all_reduce(AXIS), 1.0),
-    "bf16": (lambda: boostax.all_reduce(AXIS, dtype="bfloat16"), 0.5),
-    "int16": (lambda: boostax.int16_reduce(AXIS), 0.5),
-    "int8": (lambda: boostax.int8_reduce(AXIS), 0.254),
-}
-LEAVES = {f"layer{i}": jax.ShapeDtypeStruct((512, 512), jnp.float32) for i in range(4)}
-
 
 @everywhere
 @pytest.mark.parametrize("name", WIRES)
 def test_compiled_bytes_are_those_of_the_traced_program(name, target):
     """Narrow arrays are exchanged, not summed, so no compiler widens integers."""
     make, share = WIRES[name]
-    tx = make()
-    mesh = cases.mesh_of(target)
-
-    def update(grads):
-        local = jax.tree.map(lambda x: x[0], grads)
-        state = tx.init(local)
-        return tx.update(local, boostax.enter_replica(boostax.stack_replicas(state, 1)), local)[0]
-
-    mapped = jax.shard_map(update, mesh=mesh, in_specs=P(AXIS), out_specs=P(), check_vma=False)
-    sharding = NamedSharding(mesh, P(AXIS))
-    grads = {
-        key: jax.ShapeDtypeStruct((8, *x.shape), x.dtype, sharding=sharding)
-        for key, x in LEAVES.items()
-    }
-    found = boostax.audit(jax.jit(mapped), grads, target=target, params=LEAVES)
-    declared = costs.wire_bytes(costs.collectives(mapped, grads))
+    found, declared = cases.reduced(make(), target)
     dense = 2 * 7 / 8 * found.params_bytes
     print(f"{name}: {found.wire_bytes.most / dense:.4f} of an f32 mean")
     assert declared == pytest.approx(share * dense, rel=0.01)
@@ -229,54 +205,10 @@ def test_a_sharded_optimizer_sends_the_bytes_of_a_mean(target):
 # What the audit counts, in programs of others.
 
 
-def accumulated(form, target):
-    """A transformer with a scanned stack, K = 8 micro-batches, in four forms."""
-    model = decoder(4, 256, 1024, 4, 64)
-    mesh = cases.mesh_of(target)
-    if form == "boostax":
-        return trained(model, mean(), target, rows=2, microbatches=WINDOW)
-    replicated, split = NamedSharding(mesh, P()), NamedSharding(mesh, P(None, AXIS))
-    inner = cases.adam()
-    tx = (
-        optax.MultiSteps(inner, WINDOW).gradient_transformation() if form == "MultiSteps" else inner
-    )
-    place = lambda tree: jax.tree.map(  # noqa: E731
-        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=replicated), tree
-    )
-    params, state = place(model.params), place(jax.eval_shape(tx.init, model.params))
-    rows = model.batch(2 * mesh.size)
-    batch = jax.ShapeDtypeStruct((WINDOW, *rows.shape), rows.dtype, sharding=split)
-    gradient = jax.grad(model.loss)
-
-    def scanned(params, batch):
-        zeros = jax.tree.map(jnp.zeros_like, params)
-        add = lambda g, x: (jax.tree.map(jnp.add, g, gradient(params, x)), None)  # noqa: E731
-        return lax.scan(add, zeros, batch)[0]
-
-    def step(params, state, batch):
-        if form == "scan":
-            grads = scanned(params, batch)
-        elif form == "microbatch":
-            batch = jnp.swapaxes(batch, 0, 1).reshape(-1, batch.shape[-1])
-            batch = lax.with_sharding_constraint(batch, NamedSharding(mesh, P(AXIS)))
-            split = optax.microbatching.microbatch(
-                gradient, 1, len(batch) // WINDOW, optax.microbatching.AccumulationType.SUM
-            )
-            grads = split(params, batch)
-        else:
-            grads = gradient(params, batch[0])
-        updates, state = tx.update(grads, state, params)
-        return optax.apply_updates(params, updates), state
-
-    calls = WINDOW if form == "MultiSteps" else 1
-    step = jax.jit(step, donate_argnums=(0, 1), out_shardings=replicated)
-    return boostax.audit(step, params, state, batch, target=target, calls=calls)
-
-
 @on(CPU, V5E)
-@pytest.mark.parametrize("form", ["scan", "MultiSteps", "microbatch", "boostax"])
+@pytest.mark.parametrize("form", cases.ACCUMULATED)
 def test_reductions_of_an_optimizer_step(form, target):
-    found = accumulated(form, target)
+    found = cases.accumulated(form, target)
     print(f"{form}: {found.reductions:.3f} N reduced per optimizer step")
     if form == "boostax":
         assert found.reductions == pytest.approx(1.0, abs=0.002)
@@ -372,7 +304,7 @@ def test_explain_and_break_even_take_a_target(target):
     step = boostax.make_train_step(model.loss, mean(), mesh=cases.mesh_of(CPU), axis_name=AXIS)
     (call,) = boostax.explain(step, model.params, model.batch(64), target=target).calls
     assert call.wire_bytes["all-reduce"] == pytest.approx(2 * 7 / 8 * 4 * 8 * 512**2, rel=0.01)
-    told = boostax.break_even(boostax.int8_reduce(AXIS), LEAVES, 8, 12.5e9, target=target)
+    told = boostax.break_even(boostax.int8_reduce(AXIS), SQUARES, 8, 12.5e9, target=target)
     assert told.wire_bytes == pytest.approx(0.254 * told.dense_bytes, rel=0.01)
     with pytest.raises(ValueError, match="replicas must be 8, got 4"):
-        boostax.break_even(boostax.int8_reduce(AXIS), LEAVES, 4, target=target)
+        boostax.break_even(boostax.int8_reduce(AXIS), SQUARES, 4, target=target)

@@ -1,0 +1,358 @@
+"""What the compilers make of it: compiled programs of CPU, TPU v5e and H100, none of them run.
+
+``make bench-compilers`` runs it in the environment that has the compilers. Sections can be measured
+again one by one: ``python benchmarks/compilers.py "Gates"``; the others stay as recorded.
+"""
+
+import functools
+import json
+import re
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import compilers_cases as cases
+import harness
+import jax
+import optax
+from compilers_cases import AXIS, BYTES, WINDOW, decoder, mean, perceptron, trained
+from flax.training import dynamic_scale
+
+import boostax
+from boostax.inspect.audit import Audit
+
+CPU, V5E, H100 = None, "v5e:2x4", "h100:1x1x8"
+TARGETS = {"CPU": CPU, "v5e": V5E, "H100": H100}
+PAGE = harness.RESULTS.parents[1] / "docs" / "compilers.md"
+Rows = list[dict[str, Any]]
+
+INTRODUCTION = """\
+# What the compilers make of it
+
+Every figure on this page is counted in a compiled program: XLA's for CPU (8 emulated devices), for
+TPU v5e and for H100, compiled without the devices. Nothing is run, and no network is in it. A count
+is claimed for these compilers and no others. `boostax.audit` counts the same in a program of your
+own: see [audit](cards/audit.md).
+
+P is the params' bytes on one device, N the number of params. *Held* is a call with the cheapest
+branch of every conditional (a window that goes on, a step that is skipped), *applied* one with the
+dearest. Traffic is what operations read from memory and write to it. v5e cycles are its compiler's
+estimate.
+"""
+
+WORDS = {
+    "Gates": """\
+Adam on 268 M params, gradients given, params and state donated, through `boostax.apply_gradients`;
+*pure* through `tx.update`. Held and applied in multiples of P. Cycles on v5e are multiples of bare
+Adam's.""",
+    "Recording": """\
+The same for `record_trajectory(4, every=5)` before Adam; a call that records is *applied*.""",
+    "Train steps": """\
+A perceptron of 67 M params, computed in bf16, batch split over 8 devices, Adam. The wire is a
+multiple of what `lax.pmean` leaf by leaf sends. Freezing by its host driver has a program for each
+depth, of 4 groups; by its switch driver one program for all, whose conditions exclude each other:
+*applied* adds them all up.""",
+    "Reductions per optimizer step": """\
+A decoder whose layers are stacked and scanned, 8 micro-batches, 8 devices: elements that go into
+all-reduces, in multiples of N. A reduction in a loop counts at each turn.""",
+    "Wire formats": """\
+Four leaves of 512 x 512: bytes that a device sends, of an f32 mean's. XLA:CPU moves bf16 as
+f32.""",
+    "Size": """\
+A decoder of 1.07 billion params, whole on every device, by shapes alone: 256 TPU v5e chips, 256
+H100, and two slices of 16 TPU v5e. The wire is a multiple of an f32 mean's; *in the branch* is the
+share of reduced elements that only an applied call reduces. A v5e chip has 16 GB: a program that
+needs more is compiled as far as its compiler tells, which is how much it lacks.""",
+}
+
+
+def gates() -> Rows:
+    """Temporaries, traffic and cycles of each gate and of what one would use instead."""
+    bare = {name: cases.on_one_chip(cases.adam(), target) for name, target in TARGETS.items()}
+    forms: dict[str, tuple[Any, bool]] = {"Adam": (cases.adam, False)}
+    forms |= {name: (make, False) for name, make in cases.GATES.items()}
+    forms |= {f"{name}, pure": (make, True) for name, make in cases.GATES.items()}
+    forms |= {
+        "optax.MultiSteps": (
+            lambda: optax.MultiSteps(cases.adam(), WINDOW).gradient_transformation(),
+            True,
+        ),
+        "optax.apply_if_finite": (lambda: optax.apply_if_finite(cases.adam(), 5), True),
+        "Flax DynamicScale and select": (flax_scaler, True),
+    }
+    rows: Rows = []
+    for form, (make, pure) in forms.items():
+        row: dict[str, Any] = {"gate": form}
+        for name, target in TARGETS.items():
+            found = cases.on_one_chip(make(), target, pure)
+            row[f"{name} temporaries"] = found.temporary_bytes / BYTES
+            row[f"{name} held"] = found.traffic.least / BYTES
+            row[f"{name} applied"] = found.traffic.most / BYTES
+            if found.cycles is not None:
+                unit = bare[name].cycles.most
+                row["v5e cycles held"] = found.cycles.least / unit
+                row["v5e cycles applied"] = found.cycles.most / unit
+        rows.append(row)
+        print(row, flush=True)
+    return rows
+
+
+def flax_scaler() -> optax.GradientTransformation:
+    """Flax's own form: unscale, test, update, and choose old or new leaf by leaf."""
+    tx = cases.adam()
+
+    def init(params):
+        return tx.init(params), dynamic_scale.DynamicScale()
+
+    def update(grads, state, params=None):
+        inner, scaler = state
+        grads = jax.tree.map(lambda g: g / scaler.scale, grads)
+        finite = jax.numpy.array(True)
+        for g in jax.tree.leaves(grads):
+            finite &= jax.numpy.isfinite(g).all()
+        updates, new = tx.update(grads, inner, params)
+        keep = functools.partial(jax.numpy.where, finite)
+        updates = jax.tree.map(lambda u: keep(u, 0), updates)
+        scale = keep(scaler.scale, scaler.scale * 0.5)
+        return updates, (jax.tree.map(keep, new, inner), scaler.replace(scale=scale))
+
+    return optax.GradientTransformation(init, update)
+
+
+def recording() -> Rows:
+    rows: Rows = []
+    tx = optax.chain(boostax.record_trajectory(4, every=5), cases.adam())
+    for name, target in TARGETS.items():
+        found, bare = cases.on_one_chip(tx, target), cases.on_one_chip(cases.adam(), target)
+        rows.append(
+            {
+                "compiler": name,
+                "temporaries": found.temporary_bytes / BYTES,
+                "held": found.traffic.least / BYTES,
+                "applied": found.traffic.most / BYTES,
+                "bare Adam": bare.traffic.most / BYTES,
+            }
+        )
+    return rows
+
+
+def steps(model: cases.Model) -> dict[str, Callable[[Any], Audit]]:
+    """Train steps over all devices of a target."""
+    schedule = boostax.freeze_schedule("progressive", total_steps=100, frozen_fraction=0.3)
+    frozen = lambda: boostax.scheduled_freeze(mean(), cases.labels(model.params), schedule)  # noqa: E731
+    scaled = lambda: boostax.dynamic_loss_scale(mean(), axis_name=AXIS)  # noqa: E731
+    window = lambda: boostax.accumulate(mean(), WINDOW, axis_name=AXIS)  # noqa: E731
+    go = functools.partial(trained, model)
+    return {
+        "`lax.pmean` leaf by leaf": lambda t: go(cases.leaf_by_leaf(), t),
+        "`all_reduce`": lambda t: go(mean(), t),
+        '`all_reduce(dtype="bfloat16")`': lambda t: go(mean(dtype="bfloat16"), t),
+        "`shard_optimizer=True`": lambda t: go(mean(), t, shard_optimizer=True),
+        "`dynamic_loss_scale`": lambda t: go(scaled(), t),
+        "`accumulate`": lambda t: go(window(), t),
+        "`accumulate(dynamic_loss_scale)`": lambda t: go(
+            boostax.accumulate(scaled(), WINDOW, axis_name=AXIS), t
+        ),
+        "`dynamic_loss_scale(accumulate)`": lambda t: go(
+            boostax.dynamic_loss_scale(window(), axis_name=AXIS), t
+        ),
+        "freezing, depth 0": lambda t: go(frozen(), t, depth=0),
+        "freezing, depth 2 of 4": lambda t: go(frozen(), t, depth=2),
+        "freezing, one program": lambda t: go(frozen(), t, freeze_driver="switch"),
+    }
+
+
+def train_steps() -> Rows:
+    rows: Rows = []
+    peers: dict[str, Audit] = {}
+    for form, make in steps(perceptron(16, 2048)).items():
+        row: dict[str, Any] = {"step": form}
+        for name, target in TARGETS.items():
+            found = make(target)
+            peer = peers.setdefault(name, found)
+            row[f"{name} temporaries"] = found.temporaries
+            row[f"{name} wire"] = found.wire_bytes.most / peer.wire_bytes.most
+            row[f"{name} held"] = found.traffic.least / found.params_bytes
+            row[f"{name} applied"] = found.traffic.most / found.params_bytes
+            if found.cycles is not None:
+                row["v5e cycles"] = found.cycles.most / peer.cycles.most
+        rows.append(row)
+        print(row, flush=True)
+    return rows
+
+
+def reductions() -> Rows:
+    rows: Rows = []
+    for form, said in cases.ACCUMULATED.items():
+        row: dict[str, Any] = {"form": said}
+        for name, target in TARGETS.items():
+            row[name] = cases.accumulated(form, target).reductions
+        rows.append(row)
+        print(row, flush=True)
+    return rows
+
+
+def wires() -> Rows:
+    rows: Rows = []
+    for form, (make, _) in cases.WIRES.items():
+        row: dict[str, Any] = {"wire": form}
+        for name, target in TARGETS.items():
+            found, _ = cases.reduced(make(), target)
+            row[name] = found.wire_bytes.most / (2 * 7 / 8 * found.params_bytes)
+        rows.append(row)
+    return rows
+
+
+BILLION = functools.partial(decoder, 19, 2048, 27_904, 16, 512)
+LARGE = {"256 v5e": "v5e:16x16", "256 H100": "h100:1x32x8", "2 x 16 v5e": "v5e:4x4*2"}
+
+
+def size() -> Rows:
+    stacked = BILLION()
+    deep = BILLION(stacked=False)
+    layer = {f"{i:02d}": 1 + i * 3 // 19 for i in range(19)}
+    groups = {"embed": 0, "norm": 3, "head": 3}
+    groups["layers"] = {
+        name: jax.tree.map(lambda _, g=group: g, deep.params["layers"][name])
+        for name, group in layer.items()
+    }
+    schedule = boostax.freeze_schedule("progressive", total_steps=100, frozen_fraction=0.3)
+    scaled = boostax.dynamic_loss_scale(mean(), axis_name=AXIS)
+    forms: dict[str, Callable[[str], Audit]] = {
+        "`all_reduce`": lambda t: trained(stacked, mean(), t, rows=1),
+        "`accumulate(dynamic_loss_scale)`": lambda t: trained(
+            stacked, boostax.accumulate(scaled, WINDOW, axis_name=AXIS), t, rows=1
+        ),
+        "`shard_optimizer=True`": lambda t: trained(
+            stacked, mean(), t, rows=1, shard_optimizer=True
+        ),
+        "freezing, depth 2 of 4": lambda t: trained(
+            deep, boostax.scheduled_freeze(mean(), groups, schedule), t, rows=1, depth=2
+        ),
+    }
+    rows: Rows = []
+    for form, make in forms.items():
+        for machine, target in LARGE.items():
+            row: dict[str, Any] = {"step": form, "machine": machine}
+            try:
+                found = make(target)
+            except jax.errors.JaxRuntimeError as error:
+                row |= dict.fromkeys(SIZE_COLUMNS) | {"lacks": lacking(str(error))}
+            else:
+                n = found.devices if "*" not in target else 32
+                whole = 2 * (n - 1) / n * 4 * found.params
+                row |= {
+                    "compile seconds": found.compile_seconds,
+                    "arguments GB": found.argument_bytes / 1e9,
+                    "temporaries P": found.temporaries,
+                    "wire": found.wire_bytes.most / whole,
+                    "to another slice or host MB": found.crossing_bytes.most / 1e6,
+                    "collectives": sum(c.executions for c in found.collectives),
+                    "reduced N": found.reduced.most / found.params,
+                    "in the branch": 1 - found.reduced.least / found.reduced.most,
+                    "lacks": "",
+                }
+            rows.append(row)
+            print(row, flush=True)
+    return rows
+
+
+SIZE_COLUMNS = (
+    "compile seconds",
+    "arguments GB",
+    "temporaries P",
+    "wire",
+    "to another slice or host MB",
+    "collectives",
+    "reduced N",
+    "in the branch",
+)
+
+
+def lacking(error: str) -> str:
+    """What a compiler says of memory that is not there."""
+    found = re.search(r"Used ([\d.]+\w) of ([\d.]+\w) hbm", error)
+    return f"needs {found.group(1)} of {found.group(2)}" if found else error.splitlines()[0][:120]
+
+
+SECTIONS: dict[str, Callable[[], Rows]] = {
+    "Gates": gates,
+    "Recording": recording,
+    "Train steps": train_steps,
+    "Reductions per optimizer step": reductions,
+    "Wire formats": wires,
+    "Size": size,
+}
+
+
+def bars(sections: dict[str, Rows]) -> list[harness.Bar]:
+    """The claims of the documents."""
+    found: list[harness.Bar] = []
+    own = [row for row in sections["Gates"] if row["gate"] in cases.GATES]
+    for name in TARGETS:
+        worst = max(row[f"{name} temporaries"] for row in own)
+        found.append(harness.Bar(f"gates, temporaries on {name}, P", worst, 0.07))
+        for kind, limit in (("scalers", 1.1), ("windows", 3.1)):
+            held = max(
+                row[f"{name} held"]
+                for row in own
+                if row["gate"].startswith("accumulate") == (kind == "windows")
+            )
+            found.append(harness.Bar(f"{kind}, held call on {name}, P of traffic", held, limit))
+    held = max(row["v5e cycles held"] for row in own)
+    found.append(harness.Bar("gates, held call on v5e, of Adam's cycles", held, 0.42))
+    steps = {row["step"]: row for row in sections["Train steps"]}
+    for name in TARGETS:
+        plain = steps["`all_reduce`"]
+        for form in ("`dynamic_loss_scale`", "`accumulate`"):
+            added = steps[form][f"{name} temporaries"] - plain[f"{name} temporaries"]
+            claim = f"{form}, temporaries beside the mean's on {name}, P"
+            found.append(harness.Bar(claim, added, 1.1))
+        sharded = steps["`shard_optimizer=True`"][f"{name} wire"]
+        found.append(harness.Bar(f"`shard_optimizer`, of a mean's bytes on {name}", sharded, 1.02))
+    cycles = steps["`all_reduce`"]["v5e cycles"]
+    found.append(harness.Bar("`all_reduce`, of `lax.pmean`'s cycles on v5e", cycles, 1.05))
+    for row in sections["Reductions per optimizer step"]:
+        if row["form"] == "boostax":
+            for name in TARGETS:
+                claim = f"boostax, reductions of 8 micro-batches on {name}, N"
+                found.append(harness.Bar(claim, row[name], 1.01))
+    for row in sections["Recording"]:
+        claim = f"`record_trajectory`, temporaries on {row['compiler']}, P"
+        found.append(harness.Bar(claim, row["temporaries"], 0.13))
+    return found
+
+
+def page(sections: dict[str, Rows]) -> str:
+    """The document, from the record."""
+    lines = [INTRODUCTION]
+    for heading, rows in sections.items():
+        columns = list(rows[0])
+        lines += [f"## {heading}", "", WORDS[heading], ""]
+        lines += ["| " + " | ".join(columns) + " |", "|" + " --- |" * len(columns)]
+        lines += ["| " + " | ".join(_cell(row[c]) for c in columns) + " |" for row in rows]
+        lines += [""]
+    return "\n".join(lines).rstrip() + "\n"
+
+
+def _cell(value: Any) -> str:
+    if isinstance(value, float):
+        return f"{value:.0f}" if value >= 100 else f"{value:.2f}"
+    return "" if value is None else str(value)
+
+
+def main() -> None:
+    jax.config.update("jax_platforms", "cpu")
+    jax.config.update("jax_num_cpu_devices", 8)
+    path = harness.RESULTS / "compilers.json"
+    old = json.loads(path.read_text())["sections"] if path.exists() else {}
+    chosen = sys.argv[1:] or list(SECTIONS)
+    sections = {name: SECTIONS[name]() if name in chosen else old[name] for name in SECTIONS}
+    harness.report(
+        "compilers", "What the compilers make of it", list(sections.items()), bars(sections)
+    )
+    PAGE.write_text(page(sections))
+
+
+if __name__ == "__main__":
+    main()
