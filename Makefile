@@ -10,6 +10,8 @@ PLAIN := --xla_backend_optimization_level=0 --xla_cpu_parallel_codegen_split_cou
 QUICK_CODE := XLA_FLAGS="$(XLA_FLAGS) $(PLAIN) --xla_cpu_use_fusion_emitters=false"
 # The newest XLA knows no more of the last, and ends a process that asks for it.
 QUICK_NEWEST := XLA_FLAGS="$(XLA_FLAGS) $(PLAIN)"
+# Of compilers that look for their devices.
+QUIET := TF_CPP_MIN_LOG_LEVEL=3
 # The newest JAX wants a newer Python than the oldest that boostax runs on.
 NEWEST_PYTHON ?= $(firstword $(foreach python,python3.13 python3.12, \
  $(shell $(python) -c "import sys; print(sys.executable)" 2>/dev/null)) \
@@ -17,7 +19,7 @@ NEWEST_PYTHON ?= $(firstword $(foreach python,python3.13 python3.12, \
 OLDEST_PYTHON ?= $(firstword $(shell python3.11 -c "import sys; print(sys.executable)" 2>/dev/null) \
  $(PYTHON))
 
-.PHONY: demo test test-long test-newest test-oldest bench bench-short docs release lint clean
+.PHONY: demo test test-compilers test-long test-newest test-oldest bench bench-compilers bench-short docs release lint clean
 
 demo: $(READY)
 	$(VENV)/bin/boostax train text --dtype float16 --loss-scale dynamic --accumulate 4 --devices 4 --output runs/demo --resume
@@ -33,6 +35,10 @@ test-newest:
 	.venv-newest/bin/python -m pip install --quiet --upgrade --upgrade-strategy eager 	  --editable '.[dev]'
 	.venv-newest/bin/python -m pip list | grep -E '^(jax|jaxlib|flax|optax) '
 	$(QUICK_NEWEST) .venv-newest/bin/python -m pytest -n 2 --dist loadgroup
+
+# Laws of the compiled programs of CPU, TPU v5e and H100; no TPU or GPU is needed.
+test-compilers: .venv-aot/.ready
+	$(QUIET) .venv-aot/bin/python -m pytest -n 2 --dist loadgroup -m compilers tests/test_compilers.py
 
 test-oldest: .venv-oldest/.ready
 	$(QUICK_CODE) .venv-oldest/bin/python -m pytest -n 2 --dist loadgroup
@@ -66,6 +72,10 @@ bench: $(READY)
 	$(RUN) benchmarks/plots.py
 	$(RUN) tests/figures.py --write
 
+# docs/compilers.md, from compiled programs; an hour.
+bench-compilers: .venv-aot/.ready
+	$(QUIET) .venv-aot/bin/python benchmarks/compilers.py
+
 # Every technique beside what one would use instead, in a few rounds; prints a table, records nothing.
 bench-short: $(READY)
 	$(RUN) benchmarks/peers_jax.py --short
@@ -95,6 +105,13 @@ $(READY): pyproject.toml constraints.txt
 	$(RUN) -m pip install --quiet --constraint constraints.txt --editable '.[dev]'
 	touch $@
 
+.venv-aot/.ready: pyproject.toml constraints.txt
+	test -x .venv-aot/bin/python || $(PYTHON) -m venv .venv-aot
+	.venv-aot/bin/python -m pip install --quiet --upgrade pip
+	.venv-aot/bin/python -m pip install --quiet --constraint constraints.txt --editable '.[aot]' \
+	  flax hypothesis pytest pytest-xdist
+	touch $@
+
 .venv-oldest/.ready: pyproject.toml constraints-oldest.txt
 	test -x .venv-oldest/bin/python || $(OLDEST_PYTHON) -m venv .venv-oldest
 	.venv-oldest/bin/python -m pip install --quiet --upgrade pip
@@ -102,4 +119,4 @@ $(READY): pyproject.toml constraints.txt
 	touch $@
 
 clean:
-	rm -rf $(VENV) .venv-newest .venv-oldest .pytest_cache .ruff_cache runs
+	rm -rf $(VENV) .venv-aot .venv-newest .venv-oldest .pytest_cache .ruff_cache runs

@@ -4,6 +4,7 @@ import json
 import pathlib
 
 import combinations
+import compilers
 import peers_jax
 import PIL.Image
 import plots
@@ -38,6 +39,12 @@ def test_the_page_of_combinations_is_that_of_the_record():
     assert combinations.PAGE.read_text() == combinations.page(sections)
     asked = [each.title for each in combinations.everything_asked()]
     assert [row["configuration"] for rows in sections.values() for row in rows] == asked
+
+
+def test_the_page_of_compilers_is_that_of_the_record():
+    record = json.loads((compilers.harness.RESULTS / "compilers.json").read_text())
+    assert compilers.PAGE.read_text() == compilers.page(record["sections"])
+    assert list(record["sections"]) == list(compilers.SECTIONS)
 
 
 def test_the_page_of_peers_is_that_of_the_record():
