@@ -187,9 +187,9 @@ def audit(
     Example:
       >>> import boostax, jax, jax.numpy as jnp
       >>> step = jax.jit(lambda w, x: w - 0.1 * jax.grad(lambda w: ((x @ w) ** 2).mean())(w))
-      >>> found = boostax.audit(step, jnp.zeros((256, 8)), jnp.ones((32, 256)))
+      >>> found = boostax.audit(step, jnp.zeros((256, 64)), jnp.ones((32, 256)))
       >>> found.params, len(found.collectives), found.aliased_bytes
-      (2048, 0, 0)
+      (16384, 0, 0)
       >>> print(found.findings[0].mend)
       Donate them: jax.jit(step, donate_argnums=...).
     """

@@ -69,7 +69,7 @@ def target_devices(target: str) -> tuple[Any, ...]:
 
     Example:
       >>> import boostax
-      >>> boostax.target_devices("v5e")
+      >>> boostax.target_devices("v5e")  # doctest: +NORMALIZE_WHITESPACE
       Traceback (most recent call last):
         ...
       ValueError: target_devices: target must be 'v5e:2x4' (a TPU slice), 'v5e:4x4*2' (two of them)
