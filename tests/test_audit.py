@@ -4,11 +4,14 @@ from lines that they wrote."""
 import json
 import re
 
+import equinox
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from flax import linen, nnx
+from flax.training.train_state import TrainState
 from jax import lax
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -188,6 +191,81 @@ def test_a_scan_reads_its_stack_once():
     stack = jax.ShapeDtypeStruct((64, 4096), jnp.float32)
     found = boostax.audit(jax.jit(run), stack, jax.ShapeDtypeStruct((4096,), jnp.float32))
     assert 1.0 <= found.traffic.most / (64 * 4096 * 4) <= 4.0
+
+
+# Programs of others.
+
+
+def square(outputs):
+    return (outputs**2).mean()
+
+
+def by_pmap(mesh, x):
+    step = lambda w, x: w - lax.pmean(jax.grad(lambda w: square(x @ w))(w), "data")  # noqa: E731
+    stacked = jnp.ones((8, WIDTH, WIDTH)), jnp.ones((8, 2, WIDTH))
+    return jax.pmap(step, axis_name="data"), stacked, stacked[0][0]
+
+
+def by_nnx(mesh, x):
+    model = nnx.Linear(WIDTH, WIDTH, use_bias=False, rngs=nnx.Rngs(0))
+    optimizer = nnx.Optimizer(model, optax.sgd(0.1), wrt=nnx.Param)
+
+    @nnx.jit
+    def step(model, optimizer, x):
+        grads = nnx.grad(lambda model: square(model(x)))(model)
+        optimizer.update(model, grads)
+
+    return step, (model, optimizer, x), nnx.state(model, nnx.Param)
+
+
+def by_equinox(mesh, x):
+    model = equinox.nn.Linear(WIDTH, WIDTH, use_bias=False, key=jax.random.key(0))
+
+    @equinox.filter_jit
+    def step(model, x):
+        grads = equinox.filter_grad(lambda model: square(jax.vmap(model)(x)))(model)
+        return equinox.apply_updates(model, grads)
+
+    return step, (model, x), None
+
+
+def by_train_state(mesh, x):
+    module = linen.Dense(WIDTH, use_bias=False)
+    params = module.init(jax.random.key(0), jnp.ones((1, WIDTH)))["params"]
+    state = TrainState.create(apply_fn=module.apply, params=params, tx=optax.sgd(0.1))
+
+    @jax.jit
+    def step(state, x):
+        loss = lambda params: square(state.apply_fn({"params": params}, x))  # noqa: E731
+        return state.apply_gradients(grads=jax.grad(loss)(state.params))
+
+    return step, (state, x), None
+
+
+def on_explicit_axes(mesh, x):
+    mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Explicit,))
+    x = jax.device_put(np.ones((16, WIDTH), np.float32), NamedSharding(mesh, P("data")))
+    w = jax.device_put(np.ones((WIDTH, WIDTH), np.float32), NamedSharding(mesh, P()))
+    step = jax.jit(lambda w, x: w - jax.grad(lambda w: square(x @ w))(w))
+    return step, (w, x), None
+
+
+STRANGERS = (by_pmap, by_nnx, by_equinox, by_train_state, on_explicit_axes)
+
+
+@pytest.mark.parametrize("make", STRANGERS, ids=lambda make: make.__name__)
+def test_programs_of_others_are_audited_as_they_are(mesh, make):
+    x = jax.device_put(np.ones((16, WIDTH), np.float32), NamedSharding(mesh, P("data")))
+    program, args, params = make(mesh, x)
+    found = boostax.audit(program, *args, params=params)
+    assert (found.devices, found.params, found.reductions) == (8, WIDTH**2, 1.0)
+    (reduction,) = found.collectives
+    assert len(reduction.axes) == 1 and reduction.devices == 8
+
+
+def test_keys_and_static_arguments_are_arguments():
+    drawn = jax.jit(lambda key, x, n: n * x + jax.random.normal(key, x.shape), static_argnums=2)
+    assert boostax.audit(drawn, jax.random.key(0), jnp.ones(3), 4).devices == 1
 
 
 # Texts of other compilers.

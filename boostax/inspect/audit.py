@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import contextlib
 import dataclasses
 import math
 import time
@@ -10,6 +11,7 @@ from collections.abc import Collection, Sequence
 from typing import Any, NamedTuple
 
 import jax
+import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 
 from boostax._core import checks, costs
@@ -172,7 +174,8 @@ def audit(
       target: see ``boostax.target_devices``; ``None`` for the devices of the arguments, which may
         be those of a target as well. A program over a mesh at hand moves to a target of as many.
       params: a tree by whose size counts are measured; by default ``.params`` of the first argument
-        that has it, else the first argument.
+        if it has them, else the first argument. With ``jax.pmap``, whose params are stacked, pass
+        those of one replica.
       calls: per optimizer step: the window of ``boostax.accumulate`` or ``optax.MultiSteps``.
       depth: of a ``TrainStep`` with ``scheduled_freeze``: groups frozen; the coming one by default.
 
@@ -297,16 +300,24 @@ def _compiled(program: Any, args: tuple[Any, ...], target: str | None, depth: in
         allowed = "a function, a TrainStep, or what lower() or compile() returned"
         hint = "audit(jax.jit(step), state, batch)."
         raise TypeError(checks.message(WHO, "program", allowed, program, hint))
-    program = program if hasattr(program, "trace") else jax.jit(program)
-    args = jax.tree.map(_shape, args)
-    meant = {d for x in jax.tree.leaves(args) for d in getattr(x.sharding, "device_set", ())}
+    # Only jax.jit traces apart from lowering; jax.pmap lowers, and so do wrappers of both.
+    program = program if hasattr(program, "lower") else jax.jit(program)
+    given, args = args, jax.tree.map(_shape, args)
+    meant = {d for x in jax.tree.leaves(args) for d in _devices(x)}
     devices = target_devices(target) if target is not None else tuple(meant)
-    traced = program.trace(*args)
+    stage = program.trace(*args) if hasattr(program, "trace") else None
     if meant <= set(devices) and (meant or target is None):
-        made = _finish(traced.lower(), devices)
+        # What a wrapper takes for an array is its own affair.
+        made = _finish(program.lower(*given) if stage is None else stage.lower(), devices)
+    elif isinstance(stage, jax.stages.Traced):
+        made = _moved(program, args, stage.args_info, devices)
     else:
-        made = _moved(program, args, traced.args_info, devices)
-    return made._replace(traced=costs.collectives(traced.jaxpr))
+        hint = "Pass the jax.jit function inside, or build the program on the target's devices."
+        got = getattr(program, "__name__", type(program).__name__)
+        allowed = "a jax.jit function where it is to move to a target"
+        raise TypeError(checks.message(WHO, "program", allowed, got, hint))
+    known = isinstance(stage, jax.stages.Traced)
+    return made._replace(traced=costs.collectives(stage.jaxpr) if known else ())
 
 
 def _moved(program: Any, args: tuple[Any, ...], args_info: Any, devices: Sequence[Any]) -> _Made:
@@ -314,7 +325,7 @@ def _moved(program: Any, args: tuple[Any, ...], args_info: Any, devices: Sequenc
     platform: str = devices[0].platform
     platform = {"gpu": "cuda"}.get(platform, platform)
     exported = jax.export.export(program, platforms=[platform])(*args)
-    leaves, treedef = jax.tree.flatten(args)
+    leaves, treedef = jax.tree.flatten(jax.tree.map(_number, args))
     meshes = [mesh for x in leaves if (mesh := _mesh_of(x.sharding)) is not None]
     if exported.nr_devices > 1 and not meshes:
         raise ValueError(
@@ -333,7 +344,11 @@ def _moved(program: Any, args: tuple[Any, ...], args_info: Any, devices: Sequenc
         lambda *given: exported.call(*jax.tree.unflatten(treedef, given)),
         donate_argnums=tuple(i for i, info in enumerate(infos) if info.donated),
     )
-    made = _finish(again.lower(*map(place, leaves)), devices)
+    # The mesh that a program with explicit axes runs under.
+    under = jax.sharding.get_mesh()
+    there_too = contextlib.nullcontext() if under.empty or there is None else jax.set_mesh(there)
+    with there_too:
+        made = _finish(again.lower(*map(place, leaves)), devices)
     paths = [_name(path) for path, _ in jax.tree_util.tree_leaves_with_path(args)]
     pairs = zip(made.arguments, paths, strict=True)
     return made._replace(arguments=tuple(x._replace(path=path) for x, path in pairs))
@@ -344,6 +359,8 @@ def _finish(
 ) -> _Made:
     """Compile what is not compiled yet, for these devices."""
     begun = time.perf_counter()
+    # Flax's NNX wraps what JAX returns.
+    program = getattr(program, "lowered", program)
     compiled: Any = program
     if isinstance(program, jax.stages.Lowered):
         compiled = program.compile(compiler_options=compiler_options(devices))
@@ -431,13 +448,26 @@ def _local_bytes(x: Any, sharding: Any) -> int:
 
 
 def _shape(x: Any) -> Any:
-    """An argument without its values; what is no array stays."""
+    """An array without its values; what is none stays: it may be static."""
+    if isinstance(x, np.ndarray):
+        return jax.ShapeDtypeStruct(x.shape, jax.numpy.result_type(x))
+    if not isinstance(x, jax.Array):
+        return x
+    return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding if x.committed else None)
+
+
+def _number(x: Any) -> Any:
+    """The types of a number of Python's, to be placed elsewhere."""
     if isinstance(x, jax.ShapeDtypeStruct):
         return x
-    committed = getattr(x, "committed", False)
-    return jax.ShapeDtypeStruct(
-        jax.numpy.shape(x), jax.numpy.result_type(x), sharding=x.sharding if committed else None
-    )
+    if not isinstance(x, (bool, int, float, complex)):
+        hint = "Bind what is static with functools.partial before jax.jit."
+        raise TypeError(checks.message(WHO, "args", "arrays where a target is given", x, hint))
+    return jax.ShapeDtypeStruct((), jax.numpy.result_type(x))
+
+
+def _devices(x: Any) -> Collection[Any]:
+    return getattr(getattr(x, "sharding", None), "device_set", ())
 
 
 def _is_info(x: Any) -> bool:
