@@ -2,7 +2,11 @@
 from lines that they wrote."""
 
 import json
+import os
+import pathlib
 import re
+import subprocess
+import sys
 
 import equinox
 import jax
@@ -505,6 +509,22 @@ def test_the_command_prints_and_judges(written, capsys):
     assert told["reductions"] == 1.0 and told["findings"] == []
     # What is not measured against params passes no limit.
     assert main(["audit", "audited_program:alone", "--picture", "a.png"]) == 0
+
+
+def test_the_command_needs_nothing_but_the_runtime(written):
+    script = """
+import sys
+for name in ("flax", "matplotlib", "orbax", "rich", "sklearn", "tyro"):
+    sys.modules[name] = None
+from boostax.cli import main
+sys.exit(main(["audit", "audited_program:program", "--cpu-devices", "4"]))
+"""
+    env = {**os.environ, "PYTHONPATH": str(pathlib.Path(__file__).parents[1])}
+    told = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, check=False, env=env
+    )
+    assert told.returncode == 0, told.stderr
+    assert "4 devices; 16,384 params" in told.stdout
 
 
 @pytest.mark.parametrize(
