@@ -381,21 +381,25 @@ def test_a_packed_sum_counts_its_own_elements():
 
 
 def test_a_transfer_carried_by_several_fusions_is_one():
+    """Not so another one of the same channel: chains have numbers of their own."""
     config = 'backend_config={"async_collective_fusion_config":{"flag_start":"-1"}}'
-    gather = f"all-gather(%q), channel_id=7, replica_groups={{}}, dimensions={{0}}, {config}"
+    gather = f"all-gather(%q), channel_id=1, replica_groups={{}}, dimensions={{0}}, {config}"
+    chains = (0, 1, 0, 1, 0)
     fused = "".join(
         f"%fused{n} (q: f32[8]) -> f32[64] {{\n  %q = f32[8] parameter(0)\n"
-        f"  ROOT %g{n} = f32[64] {gather}\n}}\n"
-        for n in range(3)
+        f'  ROOT %g{n} = f32[64] {gather}, frontend_attributes={{chain_id="{chain}"}}\n}}\n'
+        for n, chain in enumerate(chains)
     )
+    carried = range(len(chains))
     parsed = program(
         "%p = f32[8]{0} parameter(0)",
-        *(f"%f{n} = f32[64]{{0}} fusion(%p), kind=kCustom, calls=%fused{n}" for n in range(3)),
-        "ROOT %out = f32[64]{0} add(%f0, %f2)",
+        *(f"%f{n} = f32[64]{{0}} fusion(%p), kind=kCustom, calls=%fused{n}" for n in carried),
+        "ROOT %out = f32[64]{0} add(%f3, %f4)",
         before=fused,
     )
-    (found,) = compiled_collectives(parsed)
-    assert found.overlapped and found.elements == 64
+    found = compiled_collectives(parsed)
+    assert len(found) == 2
+    assert all(c.overlapped and c.elements == 64 for c in found)
 
 
 def test_vector_memory_is_no_traffic():

@@ -105,7 +105,8 @@ def compiled_collectives(
         # On a TPU a transfer that is under way stands in each fusion that carries it on, of loops
         # inside as well.
         carried = "async_collective_fusion_config" in site.instruction.attributes
-        transfer = (site.instruction.attribute(r"channel_id=(\d+)"), site.branches)
+        names = (site.instruction.attribute(x) for x in (r"channel_id=(\d+)", r'chain_id="(\d+)"'))
+        transfer = (*names, site.branches)
         if carried and transfer in under_way:
             continue
         under_way |= {transfer} if carried else set()
