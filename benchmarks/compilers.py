@@ -61,9 +61,9 @@ f32.""",
     "Size": """\
 A decoder of 1.07 billion params, whole on every device, by shapes alone: 256 TPU v5e chips, 256
 H100, and two slices of 16 TPU v5e. SGD with a momentum in bf16 is what the 16 GB of a v5e hold
-beside params, gradients and a window in f32; with Adam the plain mean lacks 1.7 GB there. The wire is
-a multiple of an f32 mean's; *in the branch* is the share of reduced elements that only an applied
-call reduces. Of so many shards as here the compiler for TPU makes an all-reduce and a slice of a
+beside params, gradients and a window in f32; with Adam the plain mean lacks 1.7 GB there. The wire
+is a multiple of an f32 mean's; *in the branch* is the share of reduced elements that only an
+applied call reduces. Of so many shards as here the compiler for TPU makes an all-reduce and a slice of a
 reduce-scatter: 1.5 of a mean's bytes for the sharded optimizer, which on 8 chips sends 1.0.""",
 }
 
@@ -348,10 +348,11 @@ def main() -> None:
     jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_num_cpu_devices", 8)
     path = harness.RESULTS / "compilers.json"
-    known = json.loads(path.read_text())["sections"] if path.exists() else {}
     for name in sys.argv[1:] or SECTIONS:
-        known[name] = SECTIONS[name]()
-        # Hours may lie between the first and the last.
+        measured = SECTIONS[name]()
+        # What was recorded meanwhile stays.
+        known = json.loads(path.read_text())["sections"] if path.exists() else {}
+        known[name] = measured
         sections = {name: known[name] for name in SECTIONS if name in known}
         found = bars(sections) if len(sections) == len(SECTIONS) else []
         title = "What the compilers make of it"
