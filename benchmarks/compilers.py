@@ -63,7 +63,7 @@ A decoder of 1.07 billion params, whole on every device, by shapes alone: 256 TP
 H100, and two slices of 16 TPU v5e. SGD with a momentum in bf16 is what the 16 GB of a v5e hold
 beside params, gradients and a window in f32; with Adam the plain mean lacks 1.7 GB there. The wire
 is a multiple of an f32 mean's; *in the branch* is the share of reduced elements that only an
-applied call reduces. Of so many shards as here the compiler for TPU makes an all-reduce and a slice of a
+applied call reduces. Of so many shards the compiler for TPU makes an all-reduce and a slice of a
 reduce-scatter: 1.5 of a mean's bytes for the sharded optimizer, which on 8 chips sends 1.0.""",
 }
 
