@@ -1,7 +1,7 @@
 """Gradient accumulation over calls: ``inner`` runs once per window of micro-steps.
 
 The sum is never reset. The first micro-step of a window overwrites it and the others add to it, so
-no branch touches the buffer, XLA adds in place, and a NaN cannot survive its window the way it
+no branch resets the buffer, XLA (for CPU, TPU v5e and H100) adds in place, and a NaN cannot survive its window the way it
 survives a multiplication by zero. The inner transformation, its collectives included, is compiled
 into a branch that only the last micro-step takes.
 """

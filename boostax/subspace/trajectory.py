@@ -1,7 +1,7 @@
 """The path of the params in a ring buffer, beside any optimizer, and the subspace it spans.
 
 A snapshot is written into its slot and nothing else is touched: the gate compiles the write into a
-branch, and XLA does it in place. With each snapshot goes one row of its distances to the others, so
+branch, and the compilers for CPU, TPU v5e and H100 do it in place. With each snapshot goes one row of its distances to the others, so
 that a basis needs no pass over all pairs in the end.
 """
 
@@ -86,7 +86,7 @@ def record_trajectory(
       A transformation with a ``TrajectoryState``. Cost: ``size`` copies of the params in ``dtype``,
       sharded as they are; at a snapshot one read of them, and of sharded params ``4 * size`` bytes
       summed over the devices (under plain ``jit`` for each leaf); nothing at other calls. No copy
-      of the buffer; one of the params where the step writes to them in place.
+      of the buffer or of donated params on CPU, TPU v5e and H100.
 
     Raises:
       ValueError, TypeError: an argument out of range; at trace time, ``update`` without params.
