@@ -42,8 +42,8 @@ class Pending(NamedTuple):
     def value(self) -> PyTree:
         """The product, in f32 or wider.
 
-        Factors, not divisors: XLA does not duplicate a division into the several fusions that read
-        the result, and writes a copy of all gradients instead.
+        Factors, not divisors: XLA:CPU does not duplicate a division into the several fusions that
+        read the result, and writes a copy of all gradients instead.
         """
 
         def product(g: jax.Array) -> jax.Array:

@@ -1,8 +1,8 @@
 """Gradient accumulation over calls: ``inner`` runs once per window of micro-steps.
 
 The sum is never reset. The first micro-step of a window overwrites it and the others add to it, so
-no branch resets the buffer, XLA (for CPU, TPU v5e and H100) adds in place, and a NaN cannot survive its window the way it
-survives a multiplication by zero. The inner transformation, its collectives included, is compiled
+no branch resets the buffer, the compilers for CPU, TPU v5e and H100 add in place, and a NaN cannot
+survive its window the way it survives a multiplication by zero. The inner transformation, its collectives included, is compiled
 into a branch that only the last micro-step takes.
 """
 
@@ -117,7 +117,7 @@ def accumulate(
       A transformation with an ``AccumulateState``. Cost: one copy of the params in
       ``accumulator_dtype`` (none for ``every=1``); no collective in a micro-step but ``inner``'s
       own, once per window, and 4 bytes then for ``"weight"``; through ``boostax.apply_gradients``
-      no temporary, through the pure ``update`` one copy of the params.
+      no temporary copy on CPU, TPU v5e and H100, through the pure ``update`` one of the params.
 
     Raises:
       ValueError, TypeError: an argument out of range; at trace time, a missing or unused

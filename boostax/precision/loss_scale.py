@@ -121,7 +121,8 @@ def dynamic_loss_scale(
     Returns:
       A transformation with a ``LossScaleState``. Cost: 33 bytes; one read of the gradients; one
       4-byte collective with ``axis_name``; through ``boostax.apply_gradients`` no temporary copy
-      of the params (with f16 gradients, a copy of those), through the pure ``update`` one.
+      of the params on CPU, TPU v5e and H100 (with f16 gradients, on CPU, a copy of those), through
+      the pure ``update`` one.
 
     Raises:
       ValueError, TypeError: an argument out of range; at trace time, already reduced gradients,
