@@ -2,8 +2,8 @@
 
 The sum is never reset. The first micro-step of a window overwrites it and the others add to it, so
 no branch resets the buffer, the compilers for CPU, TPU v5e and H100 add in place, and a NaN cannot
-survive its window the way it survives a multiplication by zero. The inner transformation, its collectives included, is compiled
-into a branch that only the last micro-step takes.
+survive its window the way it survives a multiplication by zero. The inner transformation, its
+collectives included, is compiled into a branch that only the last micro-step takes.
 """
 
 from collections.abc import Callable

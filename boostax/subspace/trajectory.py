@@ -1,8 +1,8 @@
 """The path of the params in a ring buffer, beside any optimizer, and the subspace it spans.
 
 A snapshot is written into its slot and nothing else is touched: the gate compiles the write into a
-branch, and the compilers for CPU, TPU v5e and H100 do it in place. With each snapshot goes one row of its distances to the others, so
-that a basis needs no pass over all pairs in the end.
+branch, and the compilers for CPU, TPU v5e and H100 do it in place. With each snapshot goes one row
+of its distances to the others, so that a basis needs no pass over all pairs in the end.
 """
 
 from typing import Any, NamedTuple
