@@ -1,5 +1,6 @@
 """What the compiled programs contain: memory, collectives, FLOPs. Counts, not clocks."""
 
+import functools
 import re
 
 import jax
@@ -34,13 +35,25 @@ def temp_bytes(step, tx, grads=BIG):
     return program.memory_analysis().temp_size_in_bytes
 
 
+@functools.cache
+def reduction_bytes():
+    """What the largest magnitudes take by themselves, and so in a program with nothing of ours.
+
+    Nothing, but XLA:CPU before 0.10.2 writes out what a reduction reads.
+    """
+    largest = jax.jit(lambda grads: jax.tree.map(lambda g: jnp.max(jnp.abs(g)), grads))
+    return largest.lower(BIG).compile().memory_analysis().temp_size_in_bytes
+
+
 @pytest.mark.parametrize("name", CHAINS)
 def test_apply_gradients_needs_no_temporary_copy(name):
     """10.5M params, Adam, donated: the gate writes in place (the branch order and what crosses)."""
     tx = CHAINS[name]
     temp = temp_bytes(lambda p, s, g: boostax.apply_gradients(tx, g, s, p), tx)
     print(f"{name}: apply_gradients temp / params = {temp / BIG_BYTES:.4f}")
-    assert temp <= 0.05 * BIG_BYTES
+    # Only a scaler looks at magnitudes.
+    alone = reduction_bytes() if "loss_scale" in name else 0
+    assert temp - alone <= 0.05 * BIG_BYTES
 
 
 @pytest.mark.parametrize("name", CHAINS)

@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 
 import jax.numpy as jnp
@@ -35,19 +36,20 @@ class Run:
     def __init__(self, output, environment, *options):
         self.metrics = output / "metrics.jsonl"
         command = [sys.executable, "-m", "boostax.cli", "train", "digits", *OPTIONS, *options]
+        # No pipe: while nobody reads it, one that is full would hold the run.
+        self.printed = tempfile.TemporaryFile("w+")
         self.process = subprocess.Popen(
             [*command, "--output", str(output), "--resume"],
             env=environment,
-            stdout=subprocess.PIPE,
+            stdout=self.printed,
             stderr=subprocess.STDOUT,
-            text=True,
         )
 
     def reach(self, call):
         """Wait until a call has been reported."""
         deadline = time.monotonic() + PATIENCE
         while len(JsonLines.read(self.metrics)) < call:
-            assert self.process.poll() is None, self.process.stdout.read()
+            assert self.process.poll() is None, self.end()
             assert time.monotonic() < deadline
             time.sleep(0.005)
         return self
@@ -56,8 +58,10 @@ class Run:
         """Send a signal if one is given and wait: the exit code and what was printed."""
         if number is not None:
             self.process.send_signal(number)
-        printed, _ = self.process.communicate(timeout=PATIENCE)
-        return self.process.returncode, printed
+        code = self.process.wait(timeout=PATIENCE)
+        with self.printed:
+            self.printed.seek(0)
+            return code, self.printed.read()
 
 
 def results(output):
