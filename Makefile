@@ -29,10 +29,12 @@ test: $(READY) lint
 
 # The same tests on what pip takes today, and on the oldest versions that pyproject.toml allows.
 test-newest:
-	@test -n "$(NEWEST_PYTHON)" || { echo "test-newest: NEWEST_PYTHON must be Python 3.12 or later," 	  "got none. Say where it is: make test-newest NEWEST_PYTHON=..."; exit 1; }
+	@test -n "$(NEWEST_PYTHON)" || { echo "test-newest: NEWEST_PYTHON must be Python 3.12 or later," \
+	  "got none. Say where it is: make test-newest NEWEST_PYTHON=..."; exit 1; }
 	test -x .venv-newest/bin/python || $(NEWEST_PYTHON) -m venv .venv-newest
 	.venv-newest/bin/python -m pip install --quiet --upgrade pip
-	.venv-newest/bin/python -m pip install --quiet --upgrade --upgrade-strategy eager 	  --editable '.[dev]'
+	.venv-newest/bin/python -m pip install --quiet --upgrade --upgrade-strategy eager \
+	  --editable '.[dev]'
 	.venv-newest/bin/python -m pip list | grep -E '^(jax|jaxlib|flax|optax) '
 	$(QUICK_NEWEST) .venv-newest/bin/python -m pytest -n 2 --dist loadgroup
 
@@ -115,7 +117,8 @@ $(READY): pyproject.toml constraints.txt
 .venv-oldest/.ready: pyproject.toml constraints-oldest.txt
 	test -x .venv-oldest/bin/python || $(OLDEST_PYTHON) -m venv .venv-oldest
 	.venv-oldest/bin/python -m pip install --quiet --upgrade pip
-	.venv-oldest/bin/python -m pip install --quiet --constraint constraints-oldest.txt 	  --editable '.[dev]'
+	.venv-oldest/bin/python -m pip install --quiet --constraint constraints-oldest.txt \
+	  --editable '.[dev]'
 	touch $@
 
 clean:
