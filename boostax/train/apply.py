@@ -21,7 +21,7 @@ def apply_gradients(
     """``tx.update`` and ``optax.apply_updates`` in one call, skipping without a copy of the params.
 
     A skipped step, or a micro-step inside an accumulation window, writes no parameter: with donated
-    buffers the compiled programs of CPU, TPU v5e and H100 keep them in place. A gate hidden inside
+    buffers the compilers for CPU, TPU v5e and H100 leave them where they are. A gate hidden inside
     an Optax wrapper such as ``optax.chain`` cannot be seen from here; then this is the two calls it
     replaces.
 
