@@ -79,7 +79,7 @@ def centralize_gradients(
 
     Returns:
       A stateless transformation. Means are taken in f32 or wider, and the result has the gradient's
-      dtype, saturating there. Cost: no memory; the gradients are read once more. Of a leaf that is
+      dtype, saturating there. Cost: no state; the gradients are read once more. Of a leaf that is
       cut along its inputs one mean, f32 or wider, for each output unit travels; else nothing.
 
     Raises:

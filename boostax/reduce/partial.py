@@ -68,8 +68,8 @@ def partial_average(
       A transformation with a ``PartialAverageState``. Through ``boostax.apply_gradients`` what is
       averaged becomes bit-equal on all replicas; the pure ``update`` returns differences, and
       ``params + updates`` is off by a rounding of the larger of old and new value, which the next
-      round replaces. Cost: one all-reduce of a partition per step, in f32 or wider; no memory
-      beyond the inner state.
+      round replaces. Cost: one all-reduce of a partition per step, in f32 or wider; no state
+      beyond the inner one.
 
     Raises:
       ValueError, TypeError: an argument out of range; more partitions than leaves, or labels that

@@ -18,7 +18,7 @@ def apply_gradients(
     params: PyTree,
     **extra_args: Any,
 ) -> tuple[PyTree, PyTree]:
-    """``tx.update`` and ``optax.apply_updates`` in one call, skipping without a copy of the params.
+    """``tx.update`` and ``optax.apply_updates`` in one call, which skips by a branch.
 
     A skipped step, or a micro-step inside an accumulation window, writes no parameter: with donated
     buffers the compilers for CPU, TPU v5e and H100 leave them where they are. A gate hidden inside
