@@ -330,7 +330,7 @@ def page(sections: dict[str, Rows]) -> str:
     """The document, from the record."""
     lines = [INTRODUCTION]
     for heading, rows in sections.items():
-        columns = list(rows[0])
+        columns = [c for c in rows[0] if any(row[c] not in ("", None) for row in rows)]
         lines += [f"## {heading}", "", WORDS[heading], ""]
         lines += ["| " + " | ".join(columns) + " |", "|" + " --- |" * len(columns)]
         lines += ["| " + " | ".join(_cell(row[c]) for c in columns) + " |" for row in rows]
