@@ -50,7 +50,7 @@ def chosen(
 def _in_turn(
     index: jax.Array, changes: Sequence[Change], parts: Sequence[Part], whole: PyTree
 ) -> PyTree:
-    """A condition for each: XLA:CPU works in place, where it copies all that one switch returns.
+    """A condition for each: written in place, where XLA:CPU and XLA:GPU copy what a switch returns.
 
     What one of the parts has does not pass through the others' conditions.
     """

@@ -79,8 +79,9 @@ def centralize_gradients(
 
     Returns:
       A stateless transformation. Means are taken in f32 or wider, and the result has the gradient's
-      dtype, saturating there. Cost: no state; the gradients are read once more. Of a leaf that is
-      cut along its inputs one mean, f32 or wider, for each output unit travels; else nothing.
+      dtype, saturating there. Cost: no state; the gradients are read once more, and written once
+      before Adam by XLA:CPU, not by XLA for TPU v5e and H100. Of a leaf that is cut along its
+      inputs one mean, f32 or wider, for each output unit travels; else nothing.
 
     Raises:
       ValueError, TypeError: an argument out of range. At ``init``, a pattern that matches nothing,

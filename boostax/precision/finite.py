@@ -15,7 +15,7 @@ def largest_magnitudes(tree: PyTree) -> list[jax.Array]:
     """``max |x|`` of each inexact leaf; NaN and inf come through, empty leaves give 0.
 
     A reduction of the raw leaf fuses with whatever made it. Testing ``isfinite`` elementwise, or
-    testing the unscaled gradient, makes XLA write a temporary of the size of a leaf.
+    testing the unscaled gradient, makes XLA:CPU write a temporary of the size of a leaf.
     """
     return [
         jnp.max(magnitude(leaf), initial=0)

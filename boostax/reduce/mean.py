@@ -60,7 +60,9 @@ def all_reduce(
       A stateless transformation. The sum is taken in f32 or wider and cast back to the gradients'
       dtype, saturating there. Cost: ``jax.lax.pmean`` of each leaf as it is (4 bytes an element on
       the wire, times ``2 (n-1)/n`` on a ring); with ``dtype`` the same in 2 bytes an element as
-      an all-to-all and an all-gather, 4 bytes a leaf more, and about two copies of a bucket.
+      an all-to-all and an all-gather, 4 bytes a leaf more, and for a moment about a copy of the
+      gradients, without ``bucket_bytes`` two. A TPU copies a large leaf into another tiling to cut
+      it, which takes many times the cycles of the mean.
 
     Raises:
       ValueError, TypeError: an argument out of range; at trace time, an unbound axis, already

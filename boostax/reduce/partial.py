@@ -117,7 +117,7 @@ def partial_average(
         for k, group in enumerate(groups):
             part, value = [leaves[i] for i in group], [values[i] for i in group]
             heavy = functools.partial(average, part, value, apply)
-            # Not a switch over all leaves: its branches copy those that only pass through.
+            # Not a switch over all leaves: XLA:CPU and XLA:GPU copy those that only pass through.
             value, _ = gate(state.partition == k, heavy, value, (), apply=True, who=who)
             for i, x in zip(group, value, strict=True):
                 values[i] = x
