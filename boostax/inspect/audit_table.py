@@ -14,6 +14,8 @@ if TYPE_CHECKING:
 
 # Rows of collectives that are shown; the rest is added up in one.
 _ROWS = 16
+# Bytes of params below which a TPU's program needs hardly any temporaries in HBM.
+_IN_VECTOR_MEMORY = 100_000_000
 
 
 def text(found: Audit) -> str:
@@ -36,6 +38,8 @@ def headline(found: Audit) -> str:
         said += f", {found.gathers:.2f} N gathered" if found.gathered.most else ""
         unit = "optimizer step" if found.calls > 1 else "call"
         lines.append(f"{said} per {unit}; temporaries {found.temporaries:.2f} P")
+    if found.cycles is not None and found.params_bytes < _IN_VECTOR_MEMORY:
+        lines.append("So small a program keeps temporaries in a TPU's vector memory: none are seen")
     if found.unknown_loops:
         names = ", ".join(found.unknown_loops[:3])
         lines.append(f"Turns not known, counted once: {names}")

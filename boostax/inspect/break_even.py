@@ -231,6 +231,13 @@ def _compiled_for(
         raise ValueError(
             checks.message("break_even", "replicas", f"{len(devices)}", replicas, hint)
         )
+    chip = target.partition(":")[0]
+    if encode_seconds is None and chip not in BANDWIDTH:
+        hint = "The memory bandwidth of this chip is not known here."
+        allowed = "given for this target"
+        raise ValueError(
+            checks.message("break_even", "encode_seconds", allowed, encode_seconds, hint)
+        )
     mesh = Mesh(np.array(devices), (name,), axis_types=(AxisType.Auto,))
 
     def audited(tx: optax.GradientTransformationExtraArgs) -> Audit:
@@ -245,7 +252,7 @@ def _compiled_for(
     mine, dense = map(audited, parts)
     if encode_seconds is None:
         extra = mine.traffic.most - dense.traffic.most
-        encode_seconds = extra / BANDWIDTH[target.partition(":")[0]]
+        encode_seconds = extra / BANDWIDTH[chip]
     rounds = [math.ceil(sum(c.executions for c in each.collectives)) for each in (mine, dense)]
     sent = mine.wire_bytes.most, dense.wire_bytes.most
     return BreakEven(
