@@ -41,8 +41,8 @@ def row(name: str, n: int) -> dict[str, Any]:
     model = billion()
     cost = TECHNIQUES[name].cost(model, n)
     mean = formulas.all_reduce(model, n)
-    wires = sum(send.wire / speed(send, n) for send in cost.sends) / cost.every
-    ring = sum(send.share * ring_rounds(send) for send in cost.sends) / cost.every
+    wires = math.fsum(send.wire / speed(send, n) for send in cost.sends) / cost.every
+    ring = math.fsum(send.share * ring_rounds(send) for send in cost.sends) / cost.every
     chain = [sum(map(rounds, cost.chain)) for rounds in (ring_rounds, tree_rounds)]
     params = formulas.FLOAT * formulas.entries(model)
     return {

@@ -69,17 +69,17 @@ class Cost(NamedTuple):
     @property
     def wire(self) -> float:
         """Bytes that a device sends per step, the mean over many steps."""
-        return sum(send.wire for send in self.sends) / self.every
+        return math.fsum(send.wire for send in self.sends) / self.every
 
     @property
     def collectives(self) -> float:
         """How many run per step, the mean over many steps."""
-        return sum(send.share for send in self.sends) / self.every
+        return math.fsum(send.share for send in self.sends) / self.every
 
     @property
     def arrives(self) -> float:
         """Bytes of the results of the collectives of a step that sends."""
-        return sum(send.share * send.arrives for send in self.sends)
+        return math.fsum(send.share * send.arrives for send in self.sends)
 
 
 def ring_rounds(send: Send) -> int:
