@@ -19,7 +19,7 @@ from jax.sharding import PartitionSpec as P
 
 import boostax
 from boostax._core import axes, costs
-from boostax.reduce.layout import BLOCK
+from boostax.reduce.exchange import BLOCK
 from boostax.reduce.pairwise import Bucket, Rows, combine_replicas, exponent_of
 
 DEVICES = 8

@@ -5,7 +5,6 @@ those that wait for each other, and the bytes of the state. ``tests/test_scaling
 transformations and finds the same. Params and gradients are f32, the optimizer is Adam.
 """
 
-import itertools
 import math
 from collections.abc import Sequence
 
@@ -13,7 +12,9 @@ from scaling_sends import Cost, Over, Send
 
 Shape = tuple[int, ...]
 Model = Sequence[Shape]
-FLOAT, BUCKET, BLOCK = 4, 2**23, 256
+FLOAT, BLOCK = 4, 256
+# Leaves of less than 64 KiB are packed, up to 8 MiB together; or 4 and 64 KiB in each slice.
+SMALL, TOGETHER = 2**14, 2**21
 
 
 def entries(model: Model) -> int:
@@ -38,14 +39,12 @@ def all_reduce(model: Model, n: int) -> Cost:
 
 
 def all_reduce_half(model: Model, n: int) -> Cost:
-    """In 2 bytes: powers of two agreed, slices exchanged, and gathered with powers of their own."""
-    columns = sum(_blocked(model, n)[0])
-    sends = [
-        flat(n)("pmax", 4 * len(model)),
-        flat(n)("all_to_all", 2 * n * columns),
-        flat(n)("all_gather", 2 * (columns + len(model))),
-    ]
-    return Cost(sends, sends, adam(model), 0)
+    """In 2 bytes: the slices of each parcel exchanged, and those of the sum gathered."""
+    sends: list[Send] = []
+    for columns in map(math.prod, slices(model, n)):
+        chain = [flat(n)("all_to_all", 2 * n * columns), flat(n)("all_gather", 2 * columns)]
+        sends += chain
+    return Cost(sends, chain, adam(model), 0)
 
 
 def sharded_optimizer(model: Model, n: int) -> Cost:
@@ -72,8 +71,7 @@ def adasum(model: Model, n: int, within: int = 1) -> Cost:
     far = Over(("data",), across)
     if within > 1:
         total = Over(("data", "host"), n)
-    widths, block = _blocked(model, n)
-    exchanged, gathered = _buckets(widths, _capacity(n), block)
+    columns = [math.prod(shape) for shape in slices(model, n)]
     agreed = [host("pmax", 4 * leaves)] if within > 1 else []
     agreed.append(far("all_gather", 4 * leaves))
     sums: list[Send] = []
@@ -83,17 +81,14 @@ def adasum(model: Model, n: int, within: int = 1) -> Cost:
         sums.append(total("psum", FLOAT * leaves * (4 * (nodes // 2) + first + last)))
         nodes = math.ceil(nodes / 2)
     sends = [*agreed, *sums]
-    for columns in exchanged:
+    near: list[Send] = []
+    for size in columns:
+        near = [host("reduce_scatter", FLOAT * n * size)] if within > 1 else []
+        deliver = [far("all_gather", FLOAT * size)]
         if within > 1:
-            sends.append(host("reduce_scatter", FLOAT * n * columns))
-        sends.append(far("all_to_all", FLOAT * across * columns))
-    deliver: list[Send] = []
-    for columns in gathered:
-        deliver = [far("all_gather", FLOAT * columns)]
-        if within > 1:
-            deliver.append(host("all_gather", FLOAT * across * columns))
-        sends += deliver
-    return Cost(sends, [*agreed, *sums, *deliver], adam(model), 4)
+            deliver.append(host("all_gather", FLOAT * across * size))
+        sends += [*near, far("all_to_all", FLOAT * across * size), *deliver]
+    return Cost(sends, [*near, *agreed, *sums, *deliver], adam(model), 4)
 
 
 def sparse(model: Model, n: int, density: float) -> Cost:
@@ -114,35 +109,40 @@ def random_k(model: Model, n: int, density: float) -> Cost:
     return _coded(model, n, sends, kept=8)
 
 
-def int8(model: Model, n: int, block: int = 256) -> Cost:
-    """Codes and a scale per block, to who adds up and back."""
-    padded = _up(entries(model), n * block)
-    messages = padded, FLOAT * padded // block
-    there = [flat(n)("all_to_all", nbytes) for nbytes in messages]
-    back = [flat(n)("all_gather", nbytes // n) for nbytes in messages]
-    return _coded(model, n, there + back, before=there[:1])
+def int8(model: Model, n: int, block: int = 4096) -> Cost:
+    """Codes of each parcel, and all scales, one a row: to the replica that sums, and back."""
+    found = [rows(shape, block) for shape in slices(model, n, by_leaf=False)]
+    messages = [height * width for height, width in found]
+    return _coded(model, n, _two_shots(n, messages, FLOAT * sum(height for height, _ in found)))
 
 
 def int16(model: Model, n: int) -> Cost:
     """A scale per leaf agreed, integers exchanged and their sums gathered."""
-    padded = _up(entries(model), n)
-    sends = [
-        flat(n)("pmax", 4 * len(model)),
-        flat(n)("all_to_all", 2 * padded),
-        flat(n)("all_gather", 2 * padded // n),
-    ]
-    return _coded(model, n, sends)._replace(chain=sends)
+    agreed = flat(n)("pmax", 4 * len(model))
+    sends = [agreed]
+    for shape in slices(model, n, by_leaf=False):
+        size = 2 * math.prod(shape)
+        pair = [flat(n)("all_to_all", n * size), flat(n)("all_gather", size)]
+        sends += pair
+    return _coded(model, n, sends)._replace(chain=[agreed, *pair])
 
 
-def sign(model: Model, n: int, two_shot: bool, block: int = 1024) -> Cost:
-    """Bits and a magnitude per block: all to all replicas, or to who adds up and back."""
-    padded = _up(entries(model), n * block)
-    messages = padded // 8, FLOAT * padded // block
-    if not two_shot:
-        return _coded(model, n, [flat(n)("all_gather", nbytes) for nbytes in messages])
-    there = [flat(n)("all_to_all", nbytes) for nbytes in messages]
-    back = [flat(n)("all_gather", nbytes // n) for nbytes in messages]
-    return _coded(model, n, there + back, before=there[:1])
+def sign(model: Model, n: int, two_shot: bool, block: int = 4096) -> Cost:
+    """Bits and a magnitude per row: all to all replicas, or to the one that sums and back."""
+    cuts = slices(model, n if two_shot else 1, by_leaf=False)
+    found = [rows(shape, block, multiple=8) for shape in cuts]
+    messages = [height * width // 8 for height, width in found]
+    sizes = FLOAT * sum(height for height, _ in found)
+    if two_shot:
+        return _coded(model, n, _two_shots(n, messages, sizes))
+    return _coded(model, n, [flat(n)("all_gather", x) for x in [*messages, sizes]])
+
+
+def _two_shots(n: int, messages: Sequence[int], sizes: int) -> list[Send]:
+    """Of the slices of each parcel, and of all scales together."""
+    each = [*messages, sizes]
+    there = [flat(n)("all_to_all", n * nbytes) for nbytes in each]
+    return there + [flat(n)("all_gather", nbytes) for nbytes in each]
 
 
 def power_sgd(model: Model, n: int, rank: int) -> Cost:
@@ -211,14 +211,14 @@ def _coded(
     model: Model,
     n: int,
     sends: list[Send],
-    before: Sequence[Send] = (),
     kept: int = 0,
     residual: int | None = None,
 ) -> Cost:
-    """With the agreement of two numbers, a residual and the share held back."""
-    agreed = flat(n)("psum", 2 * FLOAT)
+    """With two sums of a number, a residual and the share held back."""
+    agreed = flat(n)("psum", FLOAT)
     residual = entries(model) if residual is None else residual
-    return Cost([*sends, agreed], [*before, agreed], adam(model), FLOAT * residual + kept + 4)
+    own = FLOAT * residual + kept + 4
+    return Cost([*sends, agreed, agreed], [agreed, agreed], adam(model), own)
 
 
 def _share(density: float, of: int) -> int:
@@ -229,41 +229,43 @@ def _up(size: int, multiple: int) -> int:
     return math.ceil(size / multiple) * multiple
 
 
-def _blocked(model: Model, n: int) -> tuple[list[int], int]:
-    """Columns of each leaf in whole blocks, the longest that add 0.4% or 64 columns, and those."""
-    widths = [math.ceil(math.prod(shape) / n) for shape in model]
+def slices(model: Model, n: int, by_leaf: bool = True) -> list[Shape]:
+    """The slice of each parcel: of a leaf in its own shape, or the columns of small ones packed."""
+    found: list[Shape] = []
+    packs: list[list[int]] = []
+    room = 0
+    small, together = max(SMALL, 2**10 * n), max(TOGETHER, 2**14 * n)
+    for shape in model:
+        size = math.prod(shape)
+        fits = [i for i, length in enumerate(shape) if _up(length, n) <= 1.01 * length]
+        if len(shape) > 1 and size >= small and fits:
+            dim = fits[0]
+            found.append((*shape[:dim], math.ceil(shape[dim] / n), *shape[dim + 1 :]))
+            continue
+        if size > room:
+            packs.append([])
+            room = together
+        packs[-1].append(math.ceil(size / n))
+        room -= size
+    return found + [(1, _blocked(widths) if by_leaf else sum(widths)) for widths in packs]
+
+
+def _blocked(widths: Sequence[int]) -> int:
+    """In whole blocks for each leaf, the longest that add 0.4% or 64 columns."""
     spare, block = max(sum(widths) // 256, 64), BLOCK
     while sum(_up(width, block) - width for width in widths) > spare and block > 1:
         block //= 2
-    return [_up(math.prod(shape), n * block) // n for shape in model], block
+    return sum(_up(width, block) for width in widths)
 
 
-def _capacity(n: int) -> float:
-    """Columns of a bucket."""
-    return max(BUCKET / (FLOAT * n), BLOCK)
-
-
-def _buckets(widths: Sequence[int], capacity: float, block: int) -> tuple[list[int], list[int]]:
-    """Columns of each exchange and of each gather: small leaves share both, large ones only this.
-
-    A leaf too large for a bucket is exchanged in several parts and gathered at once.
-    """
-    exchanged: list[int] = []
-    gathered: list[int] = []
-    room = 0.0
-    for width in widths:
-        if width > capacity:
-            parts = math.ceil(width / capacity)
-            ends = [width // block * i // parts * block for i in range(parts + 1)]
-            exchanged += [stop - start for start, stop in itertools.pairwise(ends)]
-            gathered.append(width)
-            room = 0
-        elif width > room:
-            exchanged.append(width)
-            gathered.append(width)
-            room = capacity - width
-        else:
-            exchanged[-1] += width
-            gathered[-1] += width
-            room -= width
-    return exchanged, gathered
+def rows(shape: Shape, block: int, multiple: int = 1) -> tuple[int, int]:
+    """Height and width of a slice as rows: a leaf's own, or made of what there is."""
+    size, last = math.prod(shape), shape[-1]
+    parts = math.ceil(last / block)
+    height = size // last * parts
+    if last >= 128 and 16 * (-height % multiple) <= height:
+        return _up(height, multiple), math.ceil(last / parts)
+    width = 256
+    while 2 * width <= min(block, 1024) and size >= 64 * multiple * width:
+        width *= 2
+    return _up(math.ceil(size / width), multiple), width

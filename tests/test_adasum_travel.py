@@ -106,9 +106,11 @@ def test_collectives_do_not_grow_with_the_leaves(replicas):
     expected = 3 + math.ceil(math.log2(replicas))
     for leaves in (1, 5, 64):
         assert len(sends(plain, [100] * leaves, mesh)) == expected
-    for options in ({"scope": "tree"}, {"wire_dtype": "float16"}):
+    # In f16 the powers of two of the slices on their way back are one more.
+    wires = ({"scope": "tree"}, 0), ({"wire_dtype": "bfloat16"}, 0), ({"wire_dtype": "float16"}, 1)
+    for options, more in wires:
         update = updating(boostax.adasum("data", **options))
-        assert len(sends(update, [100] * 5, mesh)) == expected
+        assert len(sends(update, [100] * 5, mesh)) == expected + more
 
 
 def test_buckets_bound_what_is_sent_at_once():
@@ -180,7 +182,9 @@ def test_stacked_gradients_are_moved_once_each_way(mesh, count, scatter):
     update = jax.jit(updating(tx))
     text = update.lower(placed).compile().as_text()
     assert len(hlo_sizes(text, "all-to-all")) == 1
-    assert len(hlo_sizes(text, "all-gather")) == (0 if scatter else 1)
+    # Besides the powers of two.
+    large = [sizes for sizes in hlo_sizes(text, "all-gather") if max(sizes) > total / 100]
+    assert len(large) == (0 if scatter else 1)
     assert not hlo_sizes(text, "collective-permute") and not hlo_sizes(text, "reduce-scatter")
     for sizes in hlo_sizes(text, "all-reduce"):
         assert max(sizes) < total / 100

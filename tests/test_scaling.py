@@ -209,7 +209,7 @@ def test_rounds_are_those_until_all_is_known_everywhere(n):
 
 @pytest.mark.parametrize("name", ["`top_k_reduce`, 1%", "`sign_reduce`"])
 def test_gathered_messages_outgrow_a_mean_where_the_page_says(name):
-    model = [(2**23,)]
+    model = [(2**16, 2**11)]
     of = lambda name, n: TECHNIQUES[name].cost(model, n).wire  # noqa: E731
     mean = "`all_reduce`"
     first = next(n for n in itertools.count(2) if of(name, n) >= of(mean, n))
@@ -231,7 +231,7 @@ def test_adasum_has_an_array_for_each_row_of_each_exchange():
         squeezed = [
             eqn.outvars[0].aval.size for eqn in flat(body) if eqn.primitive.name == "squeeze"
         ]
-        assert sum(size in exchanges for size in squeezed) == n * count
+        assert sum(size in exchanges for size in squeezed) >= n * count
 
 
 def flat(jaxpr):

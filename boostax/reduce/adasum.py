@@ -1,22 +1,29 @@
 """AdaSum: a reduction that adds orthogonal gradients and averages parallel ones."""
 
-from collections.abc import Sequence
+import functools
+import math
+from collections.abc import Callable, Sequence
 from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
-from jax.sharding import Mesh
+from jax import lax
+from jax.sharding import Mesh, PartitionSpec
 
 from boostax._core import axes, checks, trees
 from boostax._core.about import described
-from boostax._core.share import scattered
-from boostax.reduce import buckets, pairwise
+from boostax._core.replicas import split_dim
+from boostax._core.share import own_part, scattered
+from boostax.reduce import exchange, pairwise
+from boostax.reduce.exchange import Parcel
 from boostax.reduce.pairwise import Rows, combine_replicas, power_of_two
-from boostax.reduce.route import NamedRoute, StackedRoute
 
 PyTree = Any
 Scope = Literal["leaf", "tree"]
+# The axis of stacked gradients on a single device.
+_STACK = "stack"
 
 
 class AdasumState(NamedTuple):
@@ -46,7 +53,7 @@ def adasum(
     shard_axes: axes.AxisName | None = None,
     scope: Scope = "leaf",
     wire_dtype: Any = None,
-    bucket_bytes: int | None = buckets.DEFAULT_BYTES,
+    bucket_bytes: int | None = None,
     scatter: bool = False,
     leaf_metrics: bool = False,
     stacked: bool = False,
@@ -75,11 +82,10 @@ def adasum(
       shard_axes: axes over which leaves are sharded (FSDP, tensor parallel): dot products are
         summed over them. Leaves that are equal over them are not disturbed.
       scope: ``"leaf"``, or ``"tree"`` for one pair of coefficients for all leaves together.
-      wire_dtype: ``"bfloat16"`` or ``"float16"`` halves the bytes. The arithmetic stays f32, and
+      wire_dtype: ``"bfloat16"`` or ``"float16"`` halves the bytes. The arithmetic stays f32; in f16
         every leaf travels with a power of two of its own, so that nothing overflows.
-      bucket_bytes: leaves are sent together up to so many bytes (of f32), larger ones in several
-        parts; ``None`` for all at once. Small buckets need less memory, large ones fewer
-        collectives.
+      bucket_bytes: leaves of fewer bytes (of f32) are packed, up to so many together; ``None``
+        packs those below 64 KiB, up to 8 MiB together. Others travel each in its own shape.
       scatter: leave each leaf cut along its first dimension that the replicas divide: for
         ``shard_optimizer``. Saves the all-gather. Leaves without such a dimension come whole.
       leaf_metrics: record the orthogonality of each leaf too.
@@ -90,10 +96,11 @@ def adasum(
     Returns:
       A transformation with an ``AdasumState``. Reduced in f32 or wider, cast back to the dtype of
       the gradients. A leaf with a NaN anywhere becomes NaN. Integer leaves raise; a single replica
-      gets its own gradient back. Cost: an all-to-all and an all-gather per bucket, together the
-      bytes of a ring all-reduce; for all buckets, one gather of 4 bytes a leaf and
-      ``ceil(log2 n)`` sums of four scalars per pair and leaf; one more collective of 4 bytes a leaf
-      with ``within`` or ``shard_axes``. A copy of the gradient and about a bucket, for a moment.
+      gets its own gradient back. Cost: an all-to-all and an all-gather of each leaf, and of each
+      pack of small ones, together the bytes of a ring all-reduce; for all, one gather of 4 bytes a
+      leaf and ``ceil(log2 n)`` sums of four scalars per pair and leaf; one more collective of 4
+      bytes a leaf with ``within`` or ``shard_axes``, and another on the way back in f16. Compiled
+      for TPU v5e, a train step of 67 M params takes 1.73 of the cycles of a mean's.
 
     Raises:
       ValueError, TypeError: an argument out of range; at trace time, an unbound axis, already
@@ -118,7 +125,7 @@ def adasum(
     shards = axes.canonical(who, shard_axes)
     checks.choice(who, "scope", scope, ("leaf", "tree"), "The paper combines leaf by leaf.")
     wire = None if wire_dtype is None else checks.floating_dtype(who, "wire_dtype", wire_dtype)
-    bucket_bytes = buckets.check_bytes(who, bucket_bytes)
+    bucket_bytes = exchange.check_bytes(who, bucket_bytes)
     _check_axes(who, across, inside, shards)
     if shards and scope == "tree":
         raise ValueError(
@@ -127,6 +134,7 @@ def adasum(
         )
     if stacked:
         _check_stacked(who, across, inside + shards, wire, mesh)
+        across = across or (_STACK,)
     elif not across or mesh is not None:
         hint = "Try 'data'; None and mesh= are for stacked=True."
         raise ValueError(checks.message(who, "axis_name", "a mesh axis", axis_name, hint))
@@ -139,27 +147,111 @@ def adasum(
     def update_fn(
         updates: PyTree, state: Any, params: PyTree = None, **extra_args: Any
     ) -> tuple[PyTree, AdasumState]:
-        del state, params
+        del params
         trees.require_gradients(updates, who)
-        in_parts = scatter or scattered(who, extra_args, across + inside)
-        leaves, treedef = jax.tree.flatten(updates)
         if stacked:
-            _require_stacked(leaves, who)
-            route = StackedRoute(across, mesh)
-        else:
-            axes.require_local(updates, across + inside, who)
-            axes.require_bound(shards, who)
-            route = NamedRoute(across, inside, shards, wire)
-        sent = buckets.send(
-            leaves, route, bucket_bytes=bucket_bytes, scatter=in_parts, lead=int(stacked)
-        )
-        rows, alignment = _combine(sent.parcels, scope, route.total)
+            _require_stacked(jax.tree.leaves(updates), who)
+            return _of_stacked(combined, updates, across, mesh, scatter)
+        axes.require_local(updates, across + inside, who)
+        axes.require_bound(shards, who)
+        return combined(updates, scatter or scattered(who, extra_args, across + inside))
+
+    def combined(updates: PyTree, keep: bool) -> tuple[PyTree, AdasumState]:
+        leaves, treedef = jax.tree.flatten(updates)
+        kinds = exchange.kinds(leaves)
+        sent = [
+            _sent(
+                [leaves[i] for i in kind],
+                across,
+                inside,
+                shards,
+                wire,
+                bucket_bytes,
+                keep and not inside,
+            )
+            for kind in kinds
+        ]
+        total = functools.partial(axes.total, names=across + inside + shards)
+        parts, alignment = _combine([x.rows for x in sent], kinds, scope, total)
+        result = list(leaves)
+        for kind, (parcels, own, _), part in zip(kinds, sent, parts, strict=True):
+            levels = (across, inside) if inside else (across,)
+            done = exchange.delivered(parcels, part, levels, wire, own)
+            for i, x in zip(kind, done, strict=True):
+                x = exchange.like(x, leaves[i])
+                # The slices of a nested mean lie in another order than those of the params.
+                result[i] = own_part(x, across + inside) if keep and inside else x
         overall, each = _orthogonality(alignment, len(leaves))
-        return jax.tree.unflatten(treedef, sent.finish(rows)), AdasumState(
+        return jax.tree.unflatten(treedef, result), AdasumState(
             overall, jax.tree.unflatten(treedef, each) if leaf_metrics else None
         )
 
     return optax.GradientTransformationExtraArgs(init_fn, update_fn)
+
+
+class _Sent(NamedTuple):
+    """Leaves of one kind under way.
+
+    Attributes:
+      parcels: what travels together.
+      own: the leaves, real.
+      rows: this device's slice of what every replica has sent.
+    """
+
+    parcels: list[Parcel]
+    own: list[jax.Array]
+    rows: Rows
+
+
+def _sent(
+    leaves: Sequence[jax.Array],
+    across: tuple[str, ...],
+    within: tuple[str, ...],
+    shards: tuple[str, ...],
+    wire: np.dtype[Any] | None,
+    bucket_bytes: int | None,
+    keep: bool,
+) -> _Sent:
+    own = [exchange.real(x) for x in leaves]
+    slices = axes.size(across + within)
+    pairs = jnp.iscomplexobj(leaves[0])
+    parcels = exchange.parcels(own, slices, bucket_bytes, keep=keep, pairs=pairs)
+    arrays = [parcel.array(own) for parcel in parcels]
+    if within and wire is None:
+        arrays = [
+            lax.psum_scatter(x / axes.size(within), within, scatter_dimension=p.dim, tiled=True)
+            for p, x in zip(parcels, arrays, strict=True)
+        ]
+    elif within:
+        near = exchange.exchange(parcels, arrays, within, wire, shards, by_leaf=False)
+        arrays = exchange.mean(near, "before")
+    rows = exchange.exchange(parcels, arrays, across, wire, within + shards)
+    return _Sent(parcels, own, rows)
+
+
+def _of_stacked(
+    update: Callable[[PyTree, bool], tuple[PyTree, AdasumState]],
+    grads: PyTree,
+    names: tuple[str, ...],
+    mesh: Mesh | None,
+    keep: bool,
+) -> tuple[PyTree, AdasumState]:
+    """An update of local leaves, given those of all replicas on one device or on a mesh."""
+    if mesh is None:
+        mapped = jax.vmap(lambda g: update(g, False), axis_name=names[0])
+        return jax.tree.map(lambda x: x[0], mapped(grads))
+    count = math.prod(mesh.shape[name] for name in names)
+
+    def spec(x: jax.Array) -> PartitionSpec:
+        dim = split_dim(x.shape[1:], count) if keep and count > 1 else None
+        return PartitionSpec() if dim is None else PartitionSpec(*[None] * dim, names)
+
+    return jax.shard_map(
+        lambda g: update(jax.tree.map(lambda x: x[0], g), keep),
+        mesh=mesh,
+        in_specs=PartitionSpec(names),
+        out_specs=(jax.tree.map(spec, grads), PartitionSpec()),
+    )(grads)
 
 
 class _Alignment(NamedTuple):
@@ -171,9 +263,9 @@ class _Alignment(NamedTuple):
 
 
 def _combine(
-    parcels: list[buckets.Parcel], scope: Scope, total: pairwise.Total
+    kinds: Sequence[Rows], leaves: Sequence[list[int]], scope: Scope, total: pairwise.Total
 ) -> tuple[list[list[jax.Array]], list[_Alignment]]:
-    """A single row for every parcel, by buckets."""
+    """A single row for every kind, by buckets."""
     found: list[_Alignment] = []
 
     def run(rows: Rows, groups: Sequence[int], leaves: list[int]) -> list[jax.Array]:
@@ -181,11 +273,12 @@ def _combine(
         found.append(_Alignment(leaves, norms, rows.exponents.max(0)))
         return row
 
-    if scope == "leaf" or not parcels:
-        return [run(x.rows, range(len(x.leaves)), x.leaves) for x in parcels], found
-    every = [i for parcel in parcels for i in parcel.leaves]
-    rest = iter(run(pairwise.beside([x.rows for x in parcels]), [0] * len(every), every))
-    return [[next(rest) for _ in parcel.rows.buckets] for parcel in parcels], found
+    if scope == "leaf" or not kinds:
+        pairs = zip(kinds, leaves, strict=True)
+        return [run(rows, range(len(own)), own) for rows, own in pairs], found
+    every = [i for own in leaves for i in own]
+    rest = iter(run(pairwise.beside(kinds), [0] * len(every), every))
+    return [[next(rest) for _ in rows.buckets] for rows in kinds], found
 
 
 def _orthogonality(found: list[_Alignment], leaves: int) -> tuple[jax.Array, list[jax.Array]]:

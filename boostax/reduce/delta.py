@@ -9,7 +9,6 @@ from boostax._core.about import described
 from boostax._core.replicas import PerReplica
 from boostax._core.share import refuse
 from boostax.reduce.adasum import Scope, adasum
-from boostax.reduce.buckets import DEFAULT_BYTES
 
 PyTree = Any
 
@@ -34,7 +33,7 @@ def adasum_delta(
     shard_axes: axes.AxisName | None = None,
     scope: Scope = "leaf",
     wire_dtype: Any = None,
-    bucket_bytes: int | None = DEFAULT_BYTES,
+    bucket_bytes: int | None = None,
     leaf_metrics: bool = False,
 ) -> optax.GradientTransformationExtraArgs:
     r"""Run ``inner`` on every replica's own gradients, and combine the updates by AdaSum.

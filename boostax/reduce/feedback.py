@@ -1,7 +1,7 @@
 """Error feedback, once for all codecs: what is not sent now is sent later."""
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -13,8 +13,8 @@ from boostax._core import axes, checks, trees
 from boostax._core.about import described
 from boostax._core.replicas import PerReplica
 from boostax._core.share import own_part, scattered
-from boostax.reduce.codecs.base import Codec, Message, map_per_leaf
-from boostax.reduce.layout import real_dtype
+from boostax.reduce import exchange
+from boostax.reduce.codecs.base import Codec, Late, Message, map_per_leaf
 
 PyTree = Any
 Rule = Callable[[str, Any], bool]
@@ -90,7 +90,7 @@ def compressed(
         trees.require_gradients(params, who)
         leaves, treedef = jax.tree.flatten(params)
         chosen = coded(params)
-        shapes = [_real_shape(leaves[i]) for i in chosen]
+        shapes = [exchange.real_shape(leaves[i]) for i in chosen]
 
         spread = functools.partial(_spread, treedef, chosen)
 
@@ -118,7 +118,7 @@ def compressed(
         chosen = coded(updates)
         held = _kept(state.residual.local, treedef)
         moving = _kept(state.velocity.local, treedef)
-        flow = [_real(leaves[i]) for i in chosen]
+        flow = [exchange.real(leaves[i]) for i in chosen]
         if momentum is not None:
             flow = [momentum * moving[i] + g for i, g in zip(chosen, flow, strict=True)]
         wanted = flow
@@ -127,55 +127,76 @@ def compressed(
         spread = functools.partial(_spread, treedef, chosen)
         gathered = lambda tree: [_kept(tree, treedef)[i] for i in chosen]  # noqa: E731
         codec_state = map_per_leaf(gathered, state.codec)
+        rest = [i for i in range(len(leaves)) if i not in chosen]
+        whole = _squared_norm(wanted + [exchange.real(leaves[i]) for i in rest], names)
+        # Before anything is sent: what is kept is chosen where it is computed, in one pass.
+        finite = jnp.isfinite(whole)
         message = Message([], [], codec_state)
         if chosen:
             message = codec.reduce(wanted, codec_state, names)
-        means, sent, new_codec_state = message
-        residual = [a - s for a, s in zip(wanted, sent, strict=True)]
-        rest = [i for i in range(len(leaves)) if i not in chosen]
-        finite, unsent = _agreed(wanted, residual, [_real(leaves[i]) for i in rest], names)
+        means, residual, new_codec_state, late = message
+        late = late or [None] * len(residual)
         keep = lambda new, old: jnp.where(finite, new, old)  # noqa: E731
+        if error_feedback:
+            # Chosen first, so that one pass writes them and adds up their squares.
+            residual = [keep(new, held[i]) for i, new in zip(chosen, residual, strict=True)]
+        norm = _squared_norm(residual, names, late)
+        unsent = jnp.sqrt(norm / jnp.where(whole == 0, 1, whole))
         result: list[Any] = list(leaves)
         for i, mean in zip(chosen, means, strict=True):
             # A bad step must be seen by all; a codec could hide it.
-            result[i] = _like(jnp.where(finite, mean, jnp.nan), leaves[i])
+            result[i] = exchange.like(jnp.where(finite, mean, jnp.nan), leaves[i])
         for i in rest:
             wide = leaves[i].astype(trees.wide_dtype(leaves[i]))
             result[i] = trees.saturate(lax.pmean(wide, names), leaves[i].dtype)
-        for i, new, v, s in zip(chosen, residual, flow, sent, strict=True):
+        for i, new, more, v, all_of_it in zip(chosen, residual, late, flow, wanted, strict=True):
             if error_feedback:
-                held[i] = keep(new, held[i])
+                held[i] = _with_late(new, more, finite, names)
             if momentum is not None:
-                moving[i] = keep(jnp.where(s == 0, v, 0), moving[i])
+                moving[i] = keep(jnp.where(new == all_of_it, v, 0), moving[i])
         if in_parts:
             result = [own_part(x, names) for x in result]
         return jax.tree.unflatten(treedef, result), CompressedState(
             residual=PerReplica(jax.tree.unflatten(treedef, held)),
             velocity=PerReplica(jax.tree.unflatten(treedef, moving)),
             codec=map_per_leaf(spread, jax.tree.map(keep, new_codec_state, codec_state)),
-            unsent=keep(unsent, state.unsent),
+            unsent=keep(unsent.astype(jnp.float32), state.unsent),
         )
 
     return optax.GradientTransformationExtraArgs(init_fn, update_fn)
 
 
-def _agreed(
-    wanted: list[jax.Array],
-    residual: list[jax.Array],
-    rest: list[jax.Array],
-    names: tuple[str, ...],
-) -> tuple[jax.Array, jax.Array]:
-    """Whether all is finite on all replicas, and the share held back: one sum of two numbers.
+def _squared_norm(
+    leaves: list[jax.Array], names: tuple[str, ...], late: Sequence[Late | None] = ()
+) -> jax.Array:
+    """Over all replicas: not finite where an element of any is not, or its square is out of range.
 
-    A NaN, an infinity or squares out of range anywhere make a sum non-finite everywhere. What is
-    sent dense counts as sent.
+    With what is still to be added to the leaves.
     """
-    dtype = jnp.result_type(jnp.float32, *wanted, *rest)
-    norm = lambda xs: sum((jnp.sum(x * x).astype(dtype) for x in xs), jnp.zeros((), dtype))  # noqa: E731
-    norms = jnp.stack([norm(wanted + rest), norm(residual)])
-    whole, held = axes.total(axes.to_varying(norms, names), names)
-    unsent = jnp.sqrt(held / jnp.where(whole == 0, 1, whole))
-    return jnp.isfinite(whole + held), unsent.astype(jnp.float32)
+    dtype = jnp.result_type(jnp.float32, *leaves)
+    square = lambda x: jnp.sum(x * x).astype(dtype)  # noqa: E731
+    norm = sum((square(x) for x in leaves), jnp.zeros((), dtype))
+    for x, more in zip(leaves, late, strict=False):
+        if more is not None:
+            own = _own_slice(x, more, names)
+            norm += square(own + more.more) - square(own)
+    return axes.total(axes.to_varying(norm, names), names)
+
+
+def _own_slice(x: jax.Array, late: Late, names: tuple[str, ...]) -> jax.Array:
+    size = late.more.shape[late.dim]
+    return lax.dynamic_slice_in_dim(x, axes.index(names) * size, size, late.dim)
+
+
+def _with_late(
+    x: jax.Array, late: Late | None, finite: jax.Array, names: tuple[str, ...]
+) -> jax.Array:
+    """A residual and what is added to this replica's slice of it, in place."""
+    if late is None:
+        return x
+    more = _own_slice(x, late, names) + jnp.where(finite, late.more, 0)
+    start = axes.index(names) * late.more.shape[late.dim]
+    return lax.dynamic_update_slice_in_dim(x, more, start, late.dim)
 
 
 def _spread(treedef: Any, chosen: list[int], values: list[Any]) -> PyTree:
@@ -217,21 +238,3 @@ def _check_rule(who: str, rule: Any) -> None:
         hint = "Try lambda path, leaf: leaf.ndim < 2 for norms and biases."
         allowed = "a function of path and leaf, or a tree of bools"
         raise TypeError(checks.message(who, "dense", allowed, rule, hint))
-
-
-def _real_shape(x: Any) -> jax.ShapeDtypeStruct:
-    pair = (2,) if jnp.iscomplexobj(x) else ()
-    return jax.ShapeDtypeStruct((*x.shape, *pair), real_dtype(x.dtype))
-
-
-def _real(x: jax.Array) -> jax.Array:
-    """In f32 or wider; complex numbers as pairs."""
-    if jnp.iscomplexobj(x):
-        x = jnp.stack([x.real, x.imag], -1)
-    return x.astype(real_dtype(x.dtype))
-
-
-def _like(x: jax.Array, leaf: jax.Array) -> jax.Array:
-    return trees.saturate(
-        lax.complex(x[..., 0], x[..., 1]) if jnp.iscomplexobj(leaf) else x, leaf.dtype
-    )

@@ -43,7 +43,7 @@ def power_sgd_reduce(
     Returns:
       A transformation with a ``CompressedState``. Cost: for a matrix of ``m x k`` on average
       ``4 (n-1)/n * rank (m + k)`` bytes, at any number of replicas; three products with its basis
-      and a QR of that; a residual per replica, both factors; a sum of 8 bytes.
+      and a QR of that; a residual per replica, both factors; two sums of 4 bytes.
 
     Raises:
       ValueError, TypeError: as ``top_k_reduce``.

@@ -6,6 +6,7 @@ from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from jax import lax
 
@@ -13,10 +14,9 @@ from boostax._core import axes, checks, trees
 from boostax._core.about import described
 from boostax._core.replicas import split_dim
 from boostax._core.share import scattered
-from boostax.reduce import buckets, layout
+from boostax.reduce import exchange
 from boostax.reduce.codecs.base import packed, unpacked
-from boostax.reduce.layout import Leaf
-from boostax.reduce.route import Divide, NamedRoute
+from boostax.reduce.exchange import Divide
 
 PyTree = Any
 
@@ -38,9 +38,9 @@ def all_reduce(
     Stands first in the inner chain: ``accumulate(chain(all_reduce("data"), clip, adamw), 8)``
     reduces once per window.
 
-    With a half ``dtype`` the gradients travel in it and are summed in f32: every leaf goes with a
-    power of two common to the replicas, so neither a large gradient nor the sum of many overflows,
-    and small ones keep their digits.
+    With a half ``dtype`` the gradients travel in it and are summed in f32. bf16 has the range of
+    f32; in f16 every leaf goes with a power of two of its own, so neither a large gradient nor the
+    sum of many overflows, and small ones keep their digits.
 
     Args:
       axis_name: mesh axis, or a tuple of axes, of the surrounding ``shard_map`` or ``pmap``.
@@ -50,9 +50,10 @@ def all_reduce(
         not finite stays so, for the loss scaler to see. ``None`` for none.
       divide: a mean divides ``"after"`` the sum, or ``"before"`` it, which cannot overflow where
         n gradients of 1e38 / n can.
-      bucket_bytes: send leaves together up to so many bytes (of f32): fewer collectives for one
-        copy more. ``None`` leaves it to XLA, which merges the reductions of several leaves; with
-        ``dtype``, ``None`` sends all at once. What is scattered without a ``dtype`` goes by leaf.
+      bucket_bytes: leaves of fewer bytes (of f32) are packed, up to so many together: fewer
+        collectives for one copy more. ``None`` leaves it to XLA, which merges the reductions of
+        several leaves; with ``dtype``, ``None`` packs leaves below 64 KiB, up to 8 MiB together.
+        What is scattered without a ``dtype`` goes by leaf.
       scatter: leave each leaf cut along its first dimension that the replicas divide: for
         ``shard_optimizer``. Half the bytes. Leaves without such a dimension come whole.
 
@@ -60,9 +61,9 @@ def all_reduce(
       A stateless transformation. The sum is taken in f32 or wider and cast back to the gradients'
       dtype, saturating there. Cost: ``jax.lax.pmean`` of each leaf as it is (4 bytes an element on
       the wire, times ``2 (n-1)/n`` on a ring); with ``dtype`` the same in 2 bytes an element as
-      an all-to-all and an all-gather, 4 bytes a leaf more, and for a moment about a copy of the
-      gradients, without ``bucket_bytes`` two. A TPU copies a large leaf into another tiling to cut
-      it, which takes many times the cycles of the mean.
+      an all-to-all and an all-gather of each leaf, cut along a dimension of its own, and of each
+      pack of small ones; in f16 two gathers of 4 bytes a leaf more. Compiled for TPU v5e, a train
+      step of 67 M params takes 1.12 (bf16) and 1.56 (f16) of the cycles of the f32 mean's.
 
     Raises:
       ValueError, TypeError: an argument out of range; at trace time, an unbound axis, already
@@ -87,7 +88,7 @@ def all_reduce(
     if clip is not None:
         hint = "SINGA's default is 100; None does not clip."
         checks.number(who, "clip", clip, "greater than 0", lambda x: x > 0, hint)
-    bucket_bytes = buckets.check_bytes(who, bucket_bytes)
+    bucket_bytes = exchange.check_bytes(who, bucket_bytes)
     dividing: Divide = divide if op == "mean" else "never"
 
     @described(who, names)
@@ -105,9 +106,7 @@ def all_reduce(
         if wire is None:
             summed = _dense(leaves, names, dividing, bucket_bytes, in_parts)
         else:
-            route = NamedRoute((), names, (), wire, dividing)
-            sent = buckets.send(leaves, route, bucket_bytes=bucket_bytes, scatter=in_parts)
-            summed = sent.finish([parcel.rows.only_row() for parcel in sent.parcels])
+            summed = _narrow(leaves, names, dividing, wire, bucket_bytes, in_parts)
         return jax.tree.unflatten(treedef, summed), state
 
     def init_fn(params: PyTree) -> optax.EmptyState:
@@ -132,7 +131,6 @@ def _dense(
     """
     replicas = axes.size(names)
     dims = [split_dim(x.shape, replicas) if scatter and replicas > 1 else None for x in leaves]
-    abouts = [Leaf(x.shape, x.dtype, dim) for x, dim in zip(leaves, dims, strict=True)]
     # What has no entries is not sent, and the same everywhere.
     result = [jnp.zeros(x.shape, x.dtype) for x in leaves]
 
@@ -144,10 +142,11 @@ def _dense(
             x = lax.psum_scatter(x, names, scatter_dimension=dim, tiled=True)
         return x / replicas if divide == "after" else x
 
-    for kind in layout.kinds(leaves, abouts):
+    for kind in exchange.kinds(leaves):
         wide = {i: leaves[i].astype(trees.wide_dtype(leaves[i])) for i in kind}
-        cut = dims[kind[0]] is not None
-        for message in _messages(wide, None if cut else bucket_bytes):
+        whole = {i: x for i, x in wide.items() if dims[i] is None}
+        alone = [[i] for i in kind if dims[i] is not None]
+        for message in alone + _messages(whole, bucket_bytes):
             if len(message) == 1:
                 (i,) = message
                 result[i] = trees.saturate(reduce(wide[i], dims[i]), leaves[i].dtype)
@@ -155,6 +154,30 @@ def _dense(
             together = reduce(packed([wide[i] for i in message]), None)
             for i, x in zip(message, unpacked(together, [wide[i] for i in message]), strict=True):
                 result[i] = trees.saturate(x, leaves[i].dtype)
+    return result
+
+
+def _narrow(
+    leaves: Sequence[jax.Array],
+    names: tuple[str, ...],
+    divide: Divide,
+    wire: np.dtype[Any],
+    bucket_bytes: int | None,
+    scatter: bool,
+) -> list[jax.Array]:
+    """The mean or sum in f32 of what travels in half precision, there and back."""
+    replicas = axes.size(names)
+    result = list(leaves)
+    for kind in exchange.kinds(leaves):
+        own = [exchange.real(leaves[i]) for i in kind]
+        pairs = jnp.iscomplexobj(leaves[kind[0]])
+        sent = exchange.parcels(own, replicas, bucket_bytes, keep=scatter, pairs=pairs)
+        arrays = [parcel.array(own) for parcel in sent]
+        rows = exchange.exchange(sent, arrays, names, wire, by_leaf=False)
+        parts = exchange.mean(rows, divide)
+        done = exchange.delivered(sent, parts, (names,), wire, own)
+        for i, x in zip(kind, done, strict=True):
+            result[i] = exchange.like(x, leaves[i])
     return result
 
 

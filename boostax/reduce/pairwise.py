@@ -29,12 +29,11 @@ import numpy as np
 from jax import lax
 
 from boostax._core import trees
-from boostax.reduce import layout
 
 Total = Callable[[jax.Array], jax.Array]
 Owners = np.ndarray[Any, Any]
-# Where nothing is done by leaf: with blocks of one column they would be an entry for each param.
-NO_OWNERS: Owners = np.empty(0, np.int64)
+# Sums are taken of so many elements, then of those sums: a sum in sequence loses digits.
+RUN = 256
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,7 +42,7 @@ class Bucket:
 
     Attributes:
       rows: an array ``(..., columns)`` per replica, in f32 or wider.
-      owners: of every block of columns, the leaf it belongs to.
+      owners: of every block of columns, the leaf it belongs to; a single one for all of them.
     """
 
     rows: list[jax.Array]
@@ -147,9 +146,23 @@ def power_of_two(exponent: jax.Array, dtype: jnp.dtype) -> jax.Array:
 
 def grown(x: jax.Array, exponents: jax.Array, owners: Owners) -> jax.Array:
     """``x * 2**exponents`` by leaf; finite stays finite, though rounding may have led beyond."""
-    powers = _spread(power_of_two(exponents, x.dtype)[None], owners)[0]
-    bounded = trees.clip_finite(_blocks(x, owners), jnp.finfo(x.dtype).max / powers)
+    blocks, powers = leafwise(x, power_of_two(exponents, x.dtype), owners)
+    bounded = trees.clip_finite(blocks, jnp.finfo(x.dtype).max / powers)
     return (bounded * powers).reshape(x.shape)
+
+
+def leafwise(x: jax.Array, values: jax.Array, owners: Owners) -> tuple[jax.Array, jax.Array]:
+    """``x`` in blocks of columns, and what broadcasts to them of ``values`` ``(*lead, leaves)``.
+
+    With a lead, ``x`` begins with it.
+    """
+    if len(owners) == 1:
+        each = values[..., owners[0]]
+        return x, each.reshape(*each.shape, *[1] * (x.ndim - each.ndim))
+    blocks = _blocks(x, owners)
+    lead, each = values.shape[:-1], values[..., _distinct(owners)]
+    between = [1] * (blocks.ndim - 2 - len(lead))
+    return blocks, each.reshape(*lead, *between, each.shape[-1], 1)
 
 
 def combine_replicas(
@@ -211,13 +224,12 @@ def _together(total: Total, parts: Sequence[jax.Array]) -> list[jax.Array]:
 
 
 def _blocks(x: jax.Array, owners: Owners) -> jax.Array:
-    return x.reshape(*x.shape[:-1], len(owners), -1)
+    # A leaf alone keeps its shape: another is another tiling on a TPU.
+    return x if len(owners) == 1 else x.reshape(*x.shape[:-1], len(owners), -1)
 
 
-def _spread(x: jax.Array, owners: Owners) -> jax.Array:
-    """``(rows, blocks, 1)`` from ``(rows, leaves)``."""
-    alone = owners[:1] if (owners == owners[0]).all() else owners
-    return x[:, alone, None]
+def _distinct(owners: Owners) -> Owners:
+    return owners[:1] if (owners == owners[0]).all() else owners
 
 
 def _tree(bucket: Bucket, factors: Factors, level: int) -> list[jax.Array]:
@@ -225,9 +237,11 @@ def _tree(bucket: Bucket, factors: Factors, level: int) -> list[jax.Array]:
 
     Row by row: XLA:CPU then reads them where the exchange left them, without a copy.
     """
-    each = _spread(factors.above, bucket.owners) / _spread(factors.below, bucket.owners)
+    above, below = (x[:, _distinct(bucket.owners)] for x in factors)
+    each = above / below
+    shape = () if len(bucket.owners) == 1 else (each.shape[1], 1)
     nodes = [
-        _blocks(x, bucket.owners) * f.astype(x.dtype)
+        _blocks(x, bucket.owners) * f.astype(x.dtype).reshape(shape)
         for x, f in zip(bucket.rows, each, strict=True)
     ]
     for _ in range(level):
@@ -236,27 +250,33 @@ def _tree(bucket: Bucket, factors: Factors, level: int) -> list[jax.Array]:
     return nodes
 
 
-def _reduced(terms: Sequence[jax.Array]) -> jax.Array:
-    """``(terms, ..., blocks)`` from blocks.
+def _sums(terms: Sequence[jax.Array], owners: Owners) -> list[tuple[int, jax.Array]]:
+    """Pairs of a leaf and ``(terms,)``, what it adds to the sum of each term over its elements.
 
     One reduction with many results reads its operands once and adds to all of them side by side;
-    several reductions, or one over a stack, took XLA:CPU 2 to 5 times as long. It adds in sequence,
-    which the blocks keep short.
+    several reductions, or one over a stack, took XLA:CPU 2 to 5 times as long.
     """
     zero = jnp.zeros((), terms[0].dtype)
     add = lambda x, y: tuple(p + q for p, q in zip(x, y, strict=True))  # noqa: E731
-    return jnp.stack(lax.reduce(tuple(terms), (zero,) * len(terms), add, (terms[0].ndim - 1,)))
+    last = terms[0].ndim - 1
+    dims = tuple(range(last)) if len(owners) == 1 else (last,)
+    sums = jnp.stack(lax.reduce(tuple(terms), (zero,) * len(terms), add, dims))
+    if len(owners) == 1:
+        padded = jnp.pad(sums, [(0, 0), (0, -sums.shape[1] % RUN)])
+        return [(int(owners[0]), padded.reshape(len(sums), -1, RUN).sum(2).sum(1))]
+    begin = np.flatnonzero(np.diff(owners, prepend=-1))
+    runs = zip(begin, [*begin[1:], len(owners)], strict=True)
+    whole = lambda x: x.reshape(len(sums), -1).sum(1)  # noqa: E731
+    return [(int(owners[start]), whole(sums[..., start:stop])) for start, stop in runs]
 
 
-def _by_leaf(rows: Rows, sums: Sequence[jax.Array]) -> jax.Array:
-    """``(terms, leaves)`` from the ``(terms, ..., blocks)`` of every bucket."""
-    found: list[list[jax.Array]] = [[] for _ in range(rows.exponents.shape[1])]
-    for bucket, x in zip(rows.buckets, sums, strict=True):
-        starts = layout.starts(bucket.owners)
-        for start, stop in zip(starts, [*starts[1:], len(bucket.owners)], strict=True):
-            run = x[..., start:stop].reshape(len(x), -1).sum(1)
-            found[bucket.owners[start]].append(run)
-    return jnp.stack([functools.reduce(operator.add, parts) for parts in found], 1)
+def _by_leaf(rows: Rows, found: Sequence[list[tuple[int, jax.Array]]]) -> jax.Array:
+    """``(terms, leaves)`` from the sums of every bucket."""
+    leaves: list[list[jax.Array]] = [[] for _ in range(rows.exponents.shape[1])]
+    for sums in found:
+        for leaf, x in sums:
+            leaves[leaf].append(x)
+    return jnp.stack([functools.reduce(operator.add, parts) for parts in leaves], 1)
 
 
 def _read(rows: Rows, nodes: Nodes, units: jax.Array) -> tuple[Products, list[jax.Array]]:
@@ -267,7 +287,7 @@ def _read(rows: Rows, nodes: Nodes, units: jax.Array) -> tuple[Products, list[ja
     left, right = nodes.pairs
     last = len(nodes.exponents) == 2
     common = rows.factors(units)
-    sums: list[jax.Array] = []
+    sums: list[list[tuple[int, jax.Array]]] = []
     for bucket in rows.buckets:
         values = _tree(bucket, nodes.factors, nodes.level)
         terms: list[jax.Array] = []
@@ -275,7 +295,7 @@ def _read(rows: Rows, nodes: Nodes, units: jax.Array) -> tuple[Products, list[ja
             terms += [a * a, a * b, b * b, jnp.abs(a - b)]
         if last:
             terms.append(_tree(bucket, common, nodes.level + 1)[0] ** 2)
-        sums.append(_reduced(terms))
+        sums.append(_sums(terms, bucket.owners))
     by_leaf = _by_leaf(rows, sums)
     of_pairs = by_leaf[: 4 * len(left)].reshape(len(left), 4, -1)
     products = Products(jnp.moveaxis(of_pairs[:, :3], 0, 1), of_pairs[:, 3] + (left != right))
@@ -284,8 +304,9 @@ def _read(rows: Rows, nodes: Nodes, units: jax.Array) -> tuple[Products, list[ja
 
 def _squared_norms(rows: Rows, factors: Factors) -> jax.Array:
     """``(leaves,)``: of the last row."""
-    last = [_tree(bucket, factors, 0)[-1] for bucket in rows.buckets]
-    return _by_leaf(rows, [_reduced([x * x]) for x in last])[0]
+    squares = [_tree(bucket, factors, 0)[-1] ** 2 for bucket in rows.buckets]
+    pairs = zip(squares, rows.buckets, strict=True)
+    return _by_leaf(rows, [_sums([x], bucket.owners) for x, bucket in pairs])[0]
 
 
 def _sum_of_squares(rows: Rows, nodes: Nodes, products: Products, units: jax.Array) -> jax.Array:

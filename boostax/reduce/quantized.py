@@ -12,33 +12,38 @@ from boostax.reduce.feedback import Dense, compressed
 def int8_reduce(
     axis_name: axes.AxisName,
     *,
-    block: int = 256,
+    block: int = 4096,
     rounding: Literal["nearest", "stochastic"] = "nearest",
     seed: int = 0,
     error_feedback: bool = True,
     dense: Dense = None,
 ) -> optax.GradientTransformationExtraArgs:
-    r"""Send every entry as int8, with an f32 scale for each block, in two shots.
+    r"""Send every element as int8, with an f32 scale for each row, in two shots.
 
-    .. math:: q = \operatorname{round}(a / s), \qquad s = \max_{\text{block}} |a| / 127
+    .. math:: q = \operatorname{round}(a / s), \qquad s = \max_{\text{row}} |a| / 127
 
     An all-to-all takes the codes to the replica that adds them up, in f32; an all-gather brings the
     sum back, quantised again. A quarter of a mean's bytes at any number of replicas; gathering
     everybody's codes would save nothing from eight replicas on.
 
+    A leaf is cut along a dimension of its own, and its rows are those of its last dimension, so
+    that nothing is flattened; small leaves, and those with rows of fewer than 128 elements, are
+    made into rows of 256 to 1024.
+
     Args:
       axis_name: mesh axis, or a tuple of axes.
-      block: entries that share a scale.
+      block: the most elements that share a scale: longer rows are cut into equal parts, which on a
+        TPU is a copy in another tiling. 256 is finer.
       rounding: to the ``"nearest"``, or ``"stochastic"``: up or down by chance, right on average.
       seed: of the chance.
       error_feedback: keep what rounding lost, of both shots.
       dense: leaves that take a plain mean.
 
     Returns:
-      A transformation with a ``CompressedState``. Cost: ``2 (n-1)/n (1 + 4 / block)`` bytes an
-      entry (all leaves together are padded to a multiple of ``n * block``), four collectives, a
-      residual per replica, a sum of 8 bytes; for a moment one to four copies of the gradients, by
-      the compiler: least on an H100, most on a TPU.
+      A transformation with a ``CompressedState``. Cost: ``2 (n-1)/n (1 + 4 / row)`` bytes an
+      element; an all-to-all and an all-gather of each leaf, and of each pack of small ones, and the
+      same of all scales together; a residual per replica, two sums of 4 bytes. Compiled for TPU
+      v5e, a train step of 67 M params takes 1.93 of the cycles of the f32 mean's.
 
     Raises:
       ValueError, TypeError: as ``top_k_reduce``.
@@ -55,7 +60,7 @@ def int8_reduce(
       https://arxiv.org/abs/2506.17615, for the two shots.
     """
     who = "int8_reduce"
-    block = checks.positive_int(who, "block", block, "256 costs 1.6% in scales.")
+    block = checks.positive_int(who, "block", block, "4096 is the default; 256 is finer.")
     choices = ("nearest", "stochastic")
     checks.choice(who, "rounding", rounding, choices, "Error feedback mends either.")
     codec = Int8(block, rounding == "stochastic", seed)
@@ -83,9 +88,10 @@ def int16_reduce(
       dense: leaves that take a plain mean.
 
     Returns:
-      A transformation with a ``CompressedState``. Cost: ``2 (n-1)/n`` times 2 bytes an entry,
-      an all-reduce of 4 bytes a leaf, one to two copies of the gradients for a moment, a residual
-      per replica, a sum of 8 bytes.
+      A transformation with a ``CompressedState``. Cost: ``2 (n-1)/n`` times 2 bytes an element,
+      as an all-to-all and an all-gather of each leaf and of each pack of small ones; an all-reduce
+      of 4 bytes a leaf, a residual per replica, two sums of 4 bytes. Compiled for TPU v5e, a train
+      step of 67 M params takes 1.68 of the cycles of the f32 mean's.
 
     Raises:
       ValueError, TypeError: as ``top_k_reduce``; more than 32767 replicas.
@@ -107,14 +113,14 @@ def sign_reduce(
     *,
     form: Literal["mean", "majority"] = "mean",
     two_shot: bool = False,
-    block: int = 1024,
+    block: int = 4096,
     error_feedback: bool | None = None,
     dense: Dense = None,
 ) -> optax.GradientTransformationExtraArgs:
     r"""Send one bit per entry, its sign.
 
     .. math::
-      C(a) = \tfrac1B \|a\|_1 \operatorname{sign}(a) \ \text{(mean)}, \qquad
+      C(a) = \tfrac1B \|a\|_1 \operatorname{sign}(a) \ \text{(mean, by rows of } B), \qquad
       u = \operatorname{sign}\Bigl(\sum_r \operatorname{sign}(g_r)\Bigr) \ \text{(majority)}
 
     The coarsest of the codecs: what is held back is larger than what is sent, so take a smaller
@@ -122,19 +128,20 @@ def sign_reduce(
 
     Args:
       axis_name: mesh axis, or a tuple of axes.
-      form: ``"mean"`` of signs times the mean magnitude of their block; or ``"majority"``, signSGD,
+      form: ``"mean"`` of signs times the mean magnitude of their row; or ``"majority"``, signSGD,
         whose result is -1, 0 or 1 and asks for the learning rate of a sign method.
       two_shot: bits to who adds them up, and bits back: the same bytes at any number of replicas,
         and less to decode. Otherwise all bits go to all, which is exact and one collective, and
         sends more from three replicas on.
-      block: entries that share a magnitude; a multiple of 8.
+      block: the most elements that share a magnitude, as in ``int8_reduce``; a multiple of 8.
       error_feedback: keep what was not sent: as a rule with ``"mean"``, never with ``"majority"``.
       dense: leaves that take a plain mean.
 
     Returns:
-      A transformation with a ``CompressedState``. Cost: ``(n-1) / 8`` bytes an entry, with
-      ``two_shot`` ``(n-1) / 4n``, and ``4 / block`` as much again; a residual per replica; a sum of
-      8 bytes.
+      A transformation with a ``CompressedState``. Cost: ``(n-1) / 8`` bytes an element, with
+      ``two_shot`` ``(n-1) / 4n``, and 4 bytes a row as often; two, or four, collectives as in
+      ``int8_reduce``; a residual per replica; two sums of 4 bytes. Compiled for TPU v5e, a train
+      step of 67 M params in two shots takes 2.38 of the cycles of the f32 mean's.
 
     Raises:
       ValueError, TypeError: as ``top_k_reduce``; feedback with ``"majority"``.
@@ -152,7 +159,7 @@ def sign_reduce(
     """
     who = "sign_reduce"
     checks.choice(who, "form", form, ("mean", "majority"), "The mean takes error feedback.")
-    hint = "Bits travel in bytes: try 1024."
+    hint = "Bits travel in bytes: try 4096."
     block = checks.positive_int(who, "block", block, hint)
     if block % 8:
         raise ValueError(checks.message(who, "block", "a multiple of 8", block, hint))

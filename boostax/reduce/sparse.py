@@ -53,7 +53,7 @@ def top_k_reduce(
       block has up to 65536, 4 with a half ``value_dtype`` too), gathered from all: on a ring
       ``(n-1) k`` of them, which is less than a mean's ``8 (n-1)/n N`` bytes only while
       ``density < 1/n``; one residual of the size of the gradients in f32 per replica (two with
-      ``momentum``); a sum of 8 bytes.
+      ``momentum``); two sums of 4 bytes.
 
     Raises:
       ValueError, TypeError: an argument out of range; at trace time, an unbound axis, already
@@ -180,7 +180,7 @@ def random_k_reduce(
 
     Returns:
       A transformation with a ``CompressedState``. Cost: one all-reduce of ``density * N`` values, a
-      residual per replica, a sum of 8 bytes.
+      residual per replica, two sums of 4 bytes.
 
     Raises:
       ValueError, TypeError: as ``top_k_reduce``.

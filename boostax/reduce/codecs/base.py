@@ -14,19 +14,35 @@ from boostax._core import axes, checks
 PyTree = Any
 
 
+class Late(NamedTuple):
+    """What a replica holds back besides, of its own slice of a leaf.
+
+    Apart from the rest, so that the rest is computed, chosen and written in one pass over the leaf.
+
+    Attributes:
+      dim: the dimension along which the leaf is cut into a slice per replica.
+      more: shaped like the slice.
+    """
+
+    dim: int
+    more: jax.Array
+
+
 class Message(NamedTuple):
     """What became of the leaves.
 
     Attributes:
       means: for each leaf the mean over the replicas of what they sent, equal on all.
-      sent: for each leaf what this replica has sent, so that the mean of these over the replicas is
-        ``means``, up to rounding. What is not in it stays in the residual.
+      held: for each leaf what this replica has not sent, its residual: the mean over the replicas
+        of ``leaf - held`` is ``means``, up to rounding.
       state: the codec's own state, the same on all replicas.
+      late: for each leaf what is to be added to ``held``, or ``None``; nothing for none at all.
     """
 
     means: list[jax.Array]
-    sent: list[jax.Array]
+    held: list[jax.Array]
     state: PyTree
+    late: list[Late | None] | tuple[()] = ()
 
 
 class PerLeaf(NamedTuple):
@@ -89,8 +105,8 @@ class Staged:
         def run(codec: Codec) -> Any:
             message = codec.reduce(leaves, inner, names)
             # Branches must agree on the axes over which their results vary.
-            sent = axes.to_varying(message.sent, names)
-            return message._replace(sent=sent)
+            held, late = axes.to_varying((message.held, list(message.late)), names)
+            return message._replace(held=held, late=late)
 
         branches = [lambda codec=codec: run(codec) for codec in self.codecs]
         message = lax.switch(stage, branches)
@@ -118,6 +134,11 @@ def staged(
         check(who, f"{argument}[{start}]", value[start])
     widest = max(range(len(starts)), key=lambda i: value[starts[i]])
     return Staged(starts, tuple(make(value[start]) for start in starts), widest)
+
+
+def left(leaves: Sequence[jax.Array], sent: Sequence[jax.Array]) -> list[jax.Array]:
+    """What is held back of leaves of which so much was sent."""
+    return [x - y for x, y in zip(leaves, sent, strict=True)]
 
 
 def packed(leaves: Sequence[jax.Array]) -> jax.Array:

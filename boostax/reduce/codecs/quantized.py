@@ -1,28 +1,36 @@
-"""What quantised reductions send: every entry, in 16 bits, 8 or a single one."""
+"""What quantised reductions send: every element, in 16 bits, 8 or a single one."""
 
 import dataclasses
-from collections.abc import Sequence
-from typing import Any, Literal
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from boostax._core import axes
-from boostax.reduce.codecs.base import Message, packed, padded, unpacked
+from boostax.reduce import exchange
+from boostax.reduce.codecs.base import Late, Message, left
+from boostax.reduce.exchange import Alone, Parcel
 
 PyTree = Any
+Send = Callable[[jax.Array, tuple[str, ...]], jax.Array]
+# Rows of a TPU's vector register, and of what is packed.
+LANES, WIDTH = 128, 256
+_SHIFTS = np.arange(8, dtype=np.uint8).reshape(8, 1)
 
 
 @dataclasses.dataclass(frozen=True)
 class Int8:
-    """Two shots of blocks of int8 with a scale each: everyone's to who adds up, and the sum to all.
+    """Two shots of int8 with a scale per row: everyone's to the replica that sums, the sum to all.
 
     What the second rounding loses is known to the one who did it only, and goes into that replica's
     residual, times the number of replicas: the mean then loses nothing.
 
     Attributes:
-      block: entries that share a scale.
+      block: the most elements that share a scale.
       stochastic: round up or down by chance, right on average, instead of to the nearest.
       seed: of the chance.
     """
@@ -38,23 +46,23 @@ class Int8:
 
     def reduce(self, leaves: Sequence[jax.Array], state: PyTree, names: tuple[str, ...]) -> Message:
         """All-to-all, sum in f32, all-gather."""
-        replicas = axes.size(names)
         first = second = None
         if self.stochastic:
             state, now = jax.random.split(state)
             first, second = jax.random.split(jax.random.fold_in(now, axes.index(names)))
-        flat = packed(leaves)
-        blocks = padded(flat, replicas * self.block).reshape(replicas, -1, self.block)
-        codes, scales = quantize(blocks, first)
-        received = axes.exchange(codes, names), axes.exchange(scales, names)
-        mean = dequantize(*received, flat.dtype).mean(0)
-        codes_of_mean, scales_of_mean = quantize(mean, second)
+        dtypes = [x.dtype for x in leaves]
+        slices = _Slices.of(leaves, axes.size(names), self.block)
+        codes, scales = quantize(slices.arrays, first)
+        received = [axes.exchange(x, names) for x in codes], _together(scales, axes.exchange, names)
+        means = [x.mean(0) for x in dequantize(*received, dtypes)]
+        codes_of_mean, scales_of_mean = quantize(means, second)
+        gathered = _together(scales_of_mean, axes.gather, names)
         whole = dequantize(
-            axes.gather(codes_of_mean, names), axes.gather(scales_of_mean, names), flat.dtype
+            [_gathered(x, names) for x in codes_of_mean], [_merged(x) for x in gathered], dtypes
         )
-        lost = mean - dequantize(codes_of_mean, scales_of_mean, flat.dtype)
-        sent = _charged(dequantize(codes, scales, flat.dtype), lost, names)
-        return Message(unpacked(whole.ravel(), leaves), unpacked(sent.ravel(), leaves), state)
+        held = left(slices.arrays, dequantize(codes, scales, dtypes))
+        lost = left(means, dequantize(codes_of_mean, scales_of_mean, dtypes))
+        return Message(slices.joined(whole), *slices.charged(held, lost, state, names))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -82,26 +90,28 @@ class Int16:
         codes = [
             _rounded(x, unit, levels, jnp.int16) for x, unit in zip(leaves, units, strict=True)
         ]
-        rows = padded(packed(codes), replicas).reshape(replicas, -1)
-        summed = axes.exchange(rows, names).sum(0, dtype=jnp.int32).astype(jnp.int16)
-        sums = unpacked(axes.gather(summed, names).ravel(), codes)
+        parcels = exchange.parcels(codes, replicas, by_leaf=False)
+        cuts = [exchange.cut(parcel.array(codes), replicas, parcel.dim) for parcel in parcels]
+        received = [axes.exchange(x, names) for x in cuts]
+        summed = [x.sum(0, dtype=jnp.int32).astype(jnp.int16) for x in received]
+        sums = exchange.delivered(parcels, summed, (names,), None, codes)
         means = [
             s.astype(x.dtype) * (unit / replicas)
             for s, unit, x in zip(sums, units, leaves, strict=True)
         ]
         sent = [c.astype(x.dtype) * unit for c, unit, x in zip(codes, units, leaves, strict=True)]
-        return Message(means, sent, state)
+        return Message(means, left(leaves, sent), state)
 
 
 @dataclasses.dataclass(frozen=True)
 class Sign:
-    """A bit per entry: its sign.
+    """A bit per element: its sign.
 
     Attributes:
-      form: ``"mean"`` of signs times the mean magnitude of their block, or ``"majority"``: the sign
+      form: ``"mean"`` of signs times the mean magnitude of their row, or ``"majority"``: the sign
         of most, times one.
-      two_shot: the sums go to who adds up and back, as bits again; else everyone's bits to all.
-      block: entries that share a magnitude.
+      two_shot: the sums go to the replica that adds and back, as bits again; else all bits to all.
+      block: the most elements that share a magnitude.
     """
 
     form: Literal["mean", "majority"]
@@ -114,53 +124,230 @@ class Sign:
         return None
 
     def reduce(self, leaves: Sequence[jax.Array], state: PyTree, names: tuple[str, ...]) -> Message:
-        """Send bits, and a magnitude per block if they are wanted."""
-        replicas = axes.size(names)
-        flat = packed(leaves)
-        blocks = padded(flat, replicas * self.block).reshape(replicas, -1, self.block)
+        """Send bits, and a magnitude per row if they are wanted."""
+        # What goes to all need not be cut.
+        count = axes.size(names) if self.two_shot else 1
+        slices = _Slices.of(leaves, count, self.block, multiple=8)
+        blocks = slices.arrays
         bits, sizes = self._encode(blocks)
-        own = self._decode(bits, sizes, flat.dtype)
+        own = self._decode(bits, sizes, blocks)
         if self.two_shot:
-            mean = self._combine(axes.exchange(bits, names), self._exchanged(sizes, names), flat)
-            bits_of_mean, sizes_of_mean = self._encode(mean)
-            lost = mean - self._decode(bits_of_mean, sizes_of_mean, flat.dtype)
-            whole_sizes = None if sizes_of_mean is None else axes.gather(sizes_of_mean, names)
-            whole = self._decode(axes.gather(bits_of_mean, names), whole_sizes, flat.dtype)
-            own = _charged(own, lost, names)
-        else:
-            all_sizes = None if sizes is None else axes.gather(sizes, names)
-            whole = self._combine(axes.gather(bits, names), all_sizes, flat)
-        return Message(unpacked(whole.ravel(), leaves), unpacked(own.ravel(), leaves), state)
+            received = [axes.exchange(x, names) for x in bits]
+            means = self._combine(received, self._sent(sizes, axes.exchange, names), blocks)
+            bits_of_mean, sizes_of_mean = self._encode(means)
+            lost = left(means, self._decode(bits_of_mean, sizes_of_mean, means))
+            sizes_of_all = self._sent(sizes_of_mean, axes.gather, names)
+            whole = self._decode(
+                [_gathered(x, names) for x in bits_of_mean],
+                None if sizes_of_all is None else [_merged(x) for x in sizes_of_all],
+                means,
+            )
+            charged = slices.charged(left(blocks, own), lost, state, names)
+            return Message(slices.joined(whole), *charged)
+        gathered = [axes.gather(x, names) for x in bits]
+        whole = self._combine(gathered, self._sent(sizes, axes.gather, names), blocks)
+        merged = [_merged(x) for x in whole]
+        return Message(slices.joined(merged), slices.joined(left(blocks, own)), state)
 
-    def _exchanged(self, sizes: jax.Array | None, names: tuple[str, ...]) -> jax.Array | None:
-        return None if sizes is None else axes.exchange(sizes, names)
+    def _sent(
+        self, sizes: list[jax.Array] | None, send: Send, names: tuple[str, ...]
+    ) -> list[jax.Array] | None:
+        return None if sizes is None else _together(sizes, send, names)
 
-    def _encode(self, blocks: jax.Array) -> tuple[jax.Array, jax.Array | None]:
-        bits = jnp.packbits(blocks >= 0, axis=-1)
-        return bits, jnp.abs(blocks).mean(-1) if self.form == "mean" else None
+    def _encode(self, blocks: list[jax.Array]) -> tuple[list[jax.Array], list[jax.Array] | None]:
+        bits = [packed_bits(x >= 0) for x in blocks]
+        if self.form == "majority":
+            return bits, None
+        return bits, [jnp.abs(x).mean(-1, keepdims=True) for x in blocks]
 
-    def _decode(self, bits: jax.Array, sizes: jax.Array | None, dtype: Any) -> jax.Array:
-        signs = jnp.unpackbits(bits, axis=-1).astype(dtype) * 2 - 1
-        return signs if sizes is None else signs * sizes[..., None]
+    def _decode(
+        self, bits: list[jax.Array], sizes: list[jax.Array] | None, like: list[jax.Array]
+    ) -> list[jax.Array]:
+        signs = [unpacked_bits(b).astype(x.dtype) * 2 - 1 for b, x in zip(bits, like, strict=True)]
+        if sizes is None:
+            return signs
+        return [x * size for x, size in zip(signs, sizes, strict=True)]
 
-    def _combine(self, bits: jax.Array, sizes: jax.Array | None, like: jax.Array) -> jax.Array:
+    def _combine(
+        self, bits: list[jax.Array], sizes: list[jax.Array] | None, like: list[jax.Array]
+    ) -> list[jax.Array]:
         """Over the replicas, in the first dimension."""
         if sizes is not None:
-            return self._decode(bits, sizes, like.dtype).mean(0)
-        votes = jnp.unpackbits(bits, axis=-1).sum(0, dtype=jnp.int32)
-        return jnp.sign(2 * votes - bits.shape[0]).astype(like.dtype)
+            return [x.mean(0) for x in self._decode(bits, sizes, like)]
+        votes = [unpacked_bits(b).sum(0, dtype=jnp.int32) for b in bits]
+        return [
+            jnp.sign(2 * v - len(b)).astype(x.dtype)
+            for v, b, x in zip(votes, bits, like, strict=True)
+        ]
 
 
-def quantize(blocks: jax.Array, key: jax.Array | None) -> tuple[jax.Array, jax.Array]:
-    """``(codes, scales)``: int8 of the shape of the blocks, and an f32 scale for each block."""
-    scales = _unit(jnp.abs(blocks).max(-1), 127)
-    codes = _rounded(blocks, scales[..., None], 127, jnp.int8, key)
-    return codes, scales.astype(jnp.float32)
+@dataclasses.dataclass(frozen=True)
+class _Slices:
+    """Leaves cut into a slice per replica, as rows: ``(slices, rows, columns)``.
+
+    The rows are those of a leaf's last dimension, in equal parts where they are longer than a
+    block. Where they are shorter than a TPU's vector, or the leaf is packed with others, rows are
+    made of what there is.
+
+    Attributes:
+      leaves: what is cut.
+      parcels: what travels together.
+      shapes: of the slices of each.
+      grids: how they are made into rows.
+      arrays: those.
+    """
+
+    leaves: Sequence[jax.Array]
+    parcels: list[Parcel]
+    shapes: list[tuple[int, ...]]
+    grids: list["_Grid"]
+    arrays: list[jax.Array]
+
+    @classmethod
+    def of(
+        cls, leaves: Sequence[jax.Array], slices: int, block: int, multiple: int = 1
+    ) -> "_Slices":
+        """Of leaves: rows of up to ``block`` elements, their number a multiple."""
+        parcels = exchange.parcels(leaves, slices, by_leaf=False)
+        cuts = [exchange.cut(parcel.array(leaves), slices, parcel.dim) for parcel in parcels]
+        shapes = [x.shape for x in cuts]
+        grids = [_grid(shape, block, multiple) for shape in shapes]
+        arrays = [_rows(x, grid) for x, grid in zip(cuts, grids, strict=True)]
+        return cls(leaves, parcels, shapes, grids, arrays)
+
+    def joined(self, arrays: Sequence[jax.Array]) -> list[jax.Array]:
+        """The leaves again, of the rows of all slices."""
+        result = list(self.leaves)
+        each = zip(self.parcels, self.shapes, self.grids, arrays, strict=True)
+        for parcel, shape, grid, x in each:
+            rows = x.reshape(shape[0], -1, x.shape[-1])
+            array = exchange.joined(_of_rows(rows, shape, grid), parcel.dim)
+            for i, leaf in parcel.leaves(array).items():
+                result[i] = leaf.astype(self.leaves[i].dtype)
+        return result
+
+    def charged(
+        self,
+        held: Sequence[jax.Array],
+        lost: Sequence[jax.Array],
+        state: PyTree,
+        names: tuple[str, ...],
+    ) -> tuple[list[jax.Array], PyTree, list[Late | None]]:
+        """``(held, state, late)`` of a message: what was lost of this replica's slice of the mean.
+
+        Of the mean, so it counts for all replicas.
+        """
+        replicas, own = axes.size(names), axes.index(names)
+        late: list[Late | None] = [None] * len(self.leaves)
+        whole: list[jax.Array] = []
+        each = zip(self.parcels, self.shapes, self.grids, held, lost, strict=True)
+        for parcel, shape, grid, x, y in each:
+            more = replicas * y
+            if isinstance(parcel, Alone) and parcel.shape[parcel.dim] == parcel.length:
+                slice_ = _of_rows(more[None], (1, *shape[1:]), grid)
+                late[parcel.index] = Late(parcel.dim, exchange.joined(slice_, parcel.dim))
+                whole.append(x)
+            else:
+                more += lax.dynamic_index_in_dim(x, own, 0, keepdims=False)
+                whole.append(lax.dynamic_update_index_in_dim(x, more, own, 0))
+        return self.joined(whole), state, late
 
 
-def dequantize(codes: jax.Array, scales: jax.Array, dtype: Any) -> jax.Array:
+class _Grid(NamedTuple):
+    """How a slice is made into rows.
+
+    Attributes:
+      own: whether they are the rows of a leaf; else what there is, in order.
+      parts: into which each of those is cut.
+      width: elements of a row.
+      multiple: of which their number is one.
+    """
+
+    own: bool
+    parts: int
+    width: int
+    multiple: int
+
+
+def _grid(shape: tuple[int, ...], block: int, multiple: int) -> _Grid:
+    """For slices ``(slices, *shape)``."""
+    size, last = math.prod(shape[1:]), shape[-1]
+    parts = math.ceil(last / block)
+    height = size // last * parts
+    if last >= LANES and 16 * (-height % multiple) <= height:
+        return _Grid(True, parts, math.ceil(last / parts), multiple)
+    width, most = WIDTH, min(block, 4 * WIDTH)
+    while 2 * width <= most and size >= 64 * multiple * width:
+        width *= 2
+    return _Grid(False, 1, min(width, most), multiple)
+
+
+def _rows(x: jax.Array, grid: _Grid) -> jax.Array:
+    """``(slices, rows, width)``."""
+    lines = x.reshape(len(x), -1, x.shape[-1]) if grid.own else x.reshape(len(x), 1, -1)
+    lines = _padded(lines, 2, grid.parts if grid.own else grid.width)
+    return _padded(lines.reshape(len(x), -1, grid.width), 1, grid.multiple)
+
+
+def _of_rows(rows: jax.Array, shape: tuple[int, ...], grid: _Grid) -> jax.Array:
+    """The inverse of ``_rows``."""
+    if not grid.own:
+        return rows.reshape(len(rows), -1)[:, : math.prod(shape[1:])].reshape(shape)
+    height = math.prod(shape[1:-1])
+    lines = rows[:, : height * grid.parts].reshape(len(rows), height, -1)
+    return lines[..., : shape[-1]].reshape(shape)
+
+
+def _padded(x: jax.Array, dim: int, multiple: int) -> jax.Array:
+    missing = -x.shape[dim] % multiple
+    return jnp.pad(x, [(0, missing * (i == dim)) for i in range(x.ndim)]) if missing else x
+
+
+def _together(arrays: Sequence[jax.Array], send: Send, names: tuple[str, ...]) -> list[jax.Array]:
+    """Small arrays in one message. Where each goes to one replica, they lead with the replicas."""
+    lead = 1 if send is axes.exchange else 0
+    flat = [x.reshape(*x.shape[:lead], -1) for x in arrays]
+    whole = send(jnp.concatenate(flat, -1), names)
+    ends = np.cumsum([x.shape[-1] for x in flat])
+    return [
+        whole[:, end - x.shape[-1] : end].reshape(-1, *y.shape[lead:])
+        for end, x, y in zip(ends, flat, arrays, strict=True)
+    ]
+
+
+def packed_bits(x: jax.Array) -> jax.Array:
+    """u8 ``(..., rows / 8, columns)`` of bools ``(..., rows, columns)``: eight rows in a byte.
+
+    Not along a row, where it would move elements between the lanes of a TPU's vector.
+    """
+    eights = x.reshape(*x.shape[:-2], -1, 8, x.shape[-1]).astype(jnp.uint8)
+    return (eights << _SHIFTS).sum(-2, dtype=jnp.uint8)
+
+
+def unpacked_bits(x: jax.Array) -> jax.Array:
+    """The inverse of ``packed_bits``, as u8."""
+    bits = (x[..., None, :] >> _SHIFTS) & jnp.uint8(1)
+    return bits.reshape(*x.shape[:-2], -1, x.shape[-1])
+
+
+def quantize(
+    blocks: Sequence[jax.Array], key: jax.Array | None
+) -> tuple[list[jax.Array], list[jax.Array]]:
+    """``(codes, scales)``: int8 of the shapes of the blocks, and an f32 scale for each row."""
+    units = [_unit(jnp.abs(x).max(-1, keepdims=True), 127) for x in blocks]
+    keys = [None if key is None else jax.random.fold_in(key, i) for i in range(len(blocks))]
+    codes = [
+        _rounded(x, unit, 127, jnp.int8, k) for x, unit, k in zip(blocks, units, keys, strict=True)
+    ]
+    return codes, [unit.astype(jnp.float32) for unit in units]
+
+
+def dequantize(
+    codes: Sequence[jax.Array], scales: Sequence[jax.Array], dtypes: Sequence[Any]
+) -> list[jax.Array]:
     """The numbers that the codes stand for."""
-    return codes.astype(dtype) * scales.astype(dtype)[..., None]
+    dtype = jnp.result_type(*dtypes)
+    return [c.astype(dtype) * s.astype(dtype) for c, s in zip(codes, scales, strict=True)]
 
 
 def _unit(largest: jax.Array, levels: int) -> jax.Array:
@@ -182,9 +369,11 @@ def _rounded(
     return jnp.clip(scaled, -levels, levels).astype(dtype)
 
 
-def _charged(sent: jax.Array, lost: jax.Array, names: tuple[str, ...]) -> jax.Array:
-    """What was sent, less what was lost of this replica's slice of the mean, for all replicas."""
-    replicas = axes.size(names)
-    own = axes.index(names)
-    charged = lax.dynamic_index_in_dim(sent, own, 0, keepdims=False) - replicas * lost
-    return lax.dynamic_update_index_in_dim(sent, charged, own, 0)
+def _gathered(x: jax.Array, names: tuple[str, ...]) -> jax.Array:
+    """The rows of all slices, below one another."""
+    return axes.gather_along(x, names, 0)
+
+
+def _merged(x: jax.Array) -> jax.Array:
+    """``(slices * rows, columns)``."""
+    return x.reshape(-1, x.shape[-1])

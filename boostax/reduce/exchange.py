@@ -1,0 +1,402 @@
+"""How leaves travel: each replica receives its slice of everyone's, combines, and gathers the rest.
+
+An all-to-all and an all-gather together send the bytes of a ring all-reduce, and between the two
+each replica holds one slice of every replica's gradient, so that any sum of them can be computed in
+f32 while half precision, or codes, travel.
+
+A leaf is cut along a dimension of its own: to flatten it is to write it anew in another tiling on a
+TPU, which takes many times the cycles of the reduction. Only small leaves are packed together,
+which saves messages.
+"""
+
+import dataclasses
+import math
+from collections.abc import Sequence
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from boostax._core import axes, checks, trees
+from boostax._core.replicas import split_dim
+from boostax.reduce.pairwise import Bucket, Owners, Rows, exponent_of, grown, leafwise, power_of_two
+
+# Leaves of fewer bytes are packed, up to so many together; and of fewer in each slice, 4 KiB being
+# a tile of a TPU.
+SMALL, TOGETHER = 2**16, 2**23
+SMALL_SLICE, SLICE_TOGETHER = 2**12, 2**16
+# What a leaf may grow by to be cut evenly in its own shape; else it is cut flat.
+PADDING = 1.01
+# The longest run of columns that belongs to one leaf of a pack.
+BLOCK = 256
+
+
+@dataclasses.dataclass(frozen=True)
+class Alone:
+    """A leaf that travels in its own shape.
+
+    Attributes:
+      index: which of the leaves.
+      shape: its shape, real.
+      dim: the dimension that is cut.
+      length: of that dimension, with what pads it to equal slices.
+      stays: whether it is to be left cut.
+    """
+
+    index: int
+    shape: tuple[int, ...]
+    dim: int
+    length: int
+    stays: bool
+
+    @property
+    def owners(self) -> Owners:
+        """Of every block, the leaf that it belongs to: there is one block."""
+        return np.array([self.index])
+
+    def array(self, leaves: Sequence[jax.Array]) -> jax.Array:
+        """What is cut."""
+        return _padded(leaves[self.index], self.dim, self.length)
+
+    def leaves(self, array: jax.Array) -> dict[int, jax.Array]:
+        """The leaf again, by its index; of a single slice its slice."""
+        length = min(self.shape[self.dim], array.shape[self.dim])
+        return {self.index: jax.lax.slice_in_dim(array, 0, length, axis=self.dim)}
+
+
+@dataclasses.dataclass(frozen=True)
+class Packed:
+    """Small leaves that travel together, as ``(slices, columns)``.
+
+    Every slice holds the same columns of every leaf. Leaves begin at whole blocks of columns, so
+    that what is summed by leaf is summed by blocks first, in a few operations however many leaves
+    there are.
+
+    Attributes:
+      indices: which of the leaves.
+      shapes: their shapes, real.
+      dims: the dimension of each that is cut; ``None`` where it is cut flat.
+      slices: their number.
+      block: columns in a block.
+      stays: whether they are to be left cut.
+    """
+
+    indices: tuple[int, ...]
+    shapes: tuple[tuple[int, ...], ...]
+    dims: tuple[int | None, ...]
+    slices: int
+    block: int
+    stays: bool
+
+    dim = 0
+
+    @property
+    def widths(self) -> list[int]:
+        """Columns of each leaf."""
+        columns = [math.ceil(math.prod(shape) / self.slices) for shape in self.shapes]
+        return [math.ceil(n / self.block) * self.block for n in columns]
+
+    @property
+    def owners(self) -> Owners:
+        """Of every block of columns, the leaf that it belongs to."""
+        return np.repeat(self.indices, [width // self.block for width in self.widths])
+
+    def array(self, leaves: Sequence[jax.Array]) -> jax.Array:
+        """What is cut."""
+        parts: list[jax.Array] = []
+        for i, dim, width in zip(self.indices, self.dims, self.widths, strict=True):
+            if dim is None:
+                flat = _padded(leaves[i].ravel(), 0, self.slices * width)
+                parts.append(flat.reshape(self.slices, width))
+            else:
+                slices = cut(leaves[i], self.slices, dim).reshape(self.slices, -1)
+                parts.append(_padded(slices, 1, width))
+        return parts[0] if len(parts) == 1 else jnp.concatenate(parts, 1)
+
+    def leaves(self, array: jax.Array) -> dict[int, jax.Array]:
+        """The leaves again, by index; of a single slice their slices."""
+        found: dict[int, jax.Array] = {}
+        start, count = 0, len(array)
+        for i, shape, dim, width in zip(
+            self.indices, self.shapes, self.dims, self.widths, strict=True
+        ):
+            columns = array[:, start : start + width]
+            start += width
+            if dim is None:
+                found[i] = columns.ravel()[: math.prod(shape)].reshape(shape)
+                continue
+            size = shape[dim] // self.slices
+            part = (count, *shape[:dim], size, *shape[dim + 1 :])
+            found[i] = joined(columns[:, : math.prod(part[1:])].reshape(part), dim)
+        return found
+
+
+Parcel = Alone | Packed
+Divide = Literal["before", "after", "never"]
+
+
+def real_dtype(dtype: np.dtype[Any]) -> np.dtype[Any]:
+    """The real dtype, f32 or wider, in which a leaf is reduced."""
+    return np.dtype(jnp.promote_types(jnp.finfo(dtype).dtype, jnp.float32))
+
+
+def real(x: jax.Array) -> jax.Array:
+    """In f32 or wider; complex numbers as pairs."""
+    if jnp.iscomplexobj(x):
+        x = jnp.stack([x.real, x.imag], -1)
+    return x.astype(real_dtype(x.dtype))
+
+
+def real_shape(x: Any) -> jax.ShapeDtypeStruct:
+    """The type that ``real`` gives it."""
+    pair = (2,) if jnp.iscomplexobj(x) else ()
+    return jax.ShapeDtypeStruct((*x.shape, *pair), real_dtype(x.dtype))
+
+
+def like(x: jax.Array, leaf: jax.Array) -> jax.Array:
+    """Back in the dtype of a leaf, saturating."""
+    whole = jax.lax.complex(x[..., 0], x[..., 1]) if jnp.iscomplexobj(leaf) else x
+    return trees.saturate(whole, leaf.dtype)
+
+
+def kinds(leaves: Sequence[jax.Array]) -> list[list[int]]:
+    """Indices of the leaves that may be packed together; those without elements are in none.
+
+    They have one dtype, and vary over the same axes as far as JAX knows: a concatenation varies
+    over all of them.
+    """
+    found: dict[Any, list[int]] = {}
+    for i, x in enumerate(leaves):
+        if x.size:
+            found.setdefault((x.dtype, axes.varying(x)), []).append(i)
+    return list(found.values())
+
+
+def parcels(
+    leaves: Sequence[jax.Array],
+    slices: int,
+    bucket_bytes: int | None = None,
+    *,
+    keep: bool = False,
+    pairs: bool = False,
+    by_leaf: bool = True,
+) -> list[Parcel]:
+    """What travels together, of leaves of one kind.
+
+    Args:
+      leaves: real arrays.
+      slices: into how many each is cut.
+      bucket_bytes: leaves of fewer bytes of f32 are packed, up to so many together; ``None`` for
+        those of less than 64 KiB, up to 8 MiB, or 4 KiB and 64 KiB in a slice if that is more.
+      keep: leaves that can be cut evenly are to stay cut, and are not packed.
+      pairs: whether the last dimension is that of complex numbers, and not cut.
+      by_leaf: whether leaves begin at whole blocks.
+    """
+    small, together = bucket_bytes, bucket_bytes
+    if small is None or together is None:
+        small = max(SMALL, SMALL_SLICE * slices)
+        together = max(TOGETHER, SLICE_TOGETHER * slices)
+    result: list[Parcel] = []
+    packs: dict[bool, list[list[int]]] = {True: [], False: []}
+    room = {True: 0, False: 0}
+    even = [split_dim(x.shape[:-1] if pairs else x.shape, slices) for x in leaves]
+    for i, x in enumerate(leaves):
+        stays, nbytes = keep and even[i] is not None, 4 * x.size
+        lengths = [math.ceil(size / slices) * slices for size in x.shape]
+        # Cut along the first dimension that needs next to no padding.
+        fits = [d for d, size in enumerate(x.shape) if lengths[d] <= PADDING * size]
+        dim = even[i] if stays else next(iter(fits), None)
+        if x.ndim > 1 and nbytes >= small and dim is not None:
+            result.append(Alone(i, x.shape, dim, lengths[dim], stays))
+            continue
+        if nbytes > room[stays]:
+            packs[stays].append([])
+            room[stays] = together
+        packs[stays][-1].append(i)
+        room[stays] -= nbytes
+    for stays, packed in packs.items():
+        for pack in packed:
+            shapes = tuple(leaves[i].shape for i in pack)
+            dims = tuple(even[i] if stays else None for i in pack)
+            columns = [math.ceil(math.prod(shape) / slices) for shape in shapes]
+            block = block_size(columns) if by_leaf else 1
+            result.append(Packed(tuple(pack), shapes, dims, slices, block, stays))
+    return result
+
+
+def block_size(widths: Sequence[int]) -> int:
+    """The longest blocks of columns that add no more than 0.4% of padding."""
+    spare = max(sum(widths) // 256, 64)
+    block = BLOCK
+    while block > 1 and sum(-width % block for width in widths) > spare:
+        block //= 2
+    return block
+
+
+def cut(x: jax.Array, slices: int, dim: int) -> jax.Array:
+    """``(slices, *slice)``: a dimension cut into equal parts, which lead."""
+    shape = (*x.shape[:dim], slices, x.shape[dim] // slices, *x.shape[dim + 1 :])
+    return jnp.moveaxis(x.reshape(shape), dim, 0)
+
+
+def joined(x: jax.Array, dim: int) -> jax.Array:
+    """The inverse of ``cut``."""
+    x = jnp.moveaxis(x, 0, dim)
+    return x.reshape(*x.shape[:dim], -1, *x.shape[dim + 2 :])
+
+
+def exchange(
+    sent: Sequence[Parcel],
+    arrays: Sequence[jax.Array],
+    names: tuple[str, ...],
+    wire: np.dtype[Any] | None = None,
+    common: tuple[str, ...] = (),
+    by_leaf: bool = True,
+) -> Rows:
+    """This replica's slice of what everyone has.
+
+    Args:
+      sent: what travels together.
+      arrays: that, whole or the slices of an earlier exchange.
+      names: axes of the replicas.
+      wire: a half dtype, or ``None``. In f16 every leaf goes with a power of two of its own.
+      common: further axes over which a leaf is spread: its power of two is the same on all.
+      by_leaf: whether the powers of two are asked for on any wire.
+    """
+    near_one = _is_narrow(wire)
+    exponents, each = jnp.zeros(1, jnp.int32), jnp.zeros((axes.size(names), 1), jnp.int32)
+    if near_one or by_leaf:
+        exponents = _exponents(sent, arrays)
+        if not near_one:
+            # A reciprocal that is halved at each level of a tree of replicas is to stay normal.
+            exponents = jnp.minimum(exponents, 100)
+        exponents = axes.largest(exponents, common) if common else exponents
+        each = axes.gather(exponents, names)
+    buckets: list[Bucket] = []
+    for parcel, x in zip(sent, arrays, strict=True):
+        x = _shrunk(x, exponents, parcel.owners) if near_one else x
+        received = axes.exchange(cut(_half(x, wire), axes.size(names), parcel.dim), names)
+        rows = [received[i].astype(x.dtype) for i in range(len(received))]
+        buckets.append(Bucket(rows, parcel.owners))
+    return Rows(buckets, each, near_one)
+
+
+def mean(rows: Rows, divide: Divide) -> list[jax.Array]:
+    """The mean of the rows of every parcel, divided before the sum or after it; or the sum."""
+    count = len(rows.exponents)
+    units = rows.exponents.max(0)
+    result: list[jax.Array] = []
+    for bucket in rows.buckets:
+        x = jnp.stack(bucket.rows)
+        if rows.near_one:
+            x = _shrunk(x, units - rows.exponents, bucket.owners)
+        x = x / count if divide == "before" else x
+        x = x.sum(0)
+        x = x / count if divide == "after" else x
+        result.append(grown(x, units, bucket.owners) if rows.near_one else x)
+    return result
+
+
+def delivered(
+    sent: Sequence[Parcel],
+    parts: Sequence[jax.Array],
+    levels: Sequence[tuple[str, ...]],
+    wire: np.dtype[Any] | None,
+    leaves: Sequence[jax.Array],
+) -> list[jax.Array]:
+    """The leaves again: whole and equal everywhere, or as slices where they are left cut.
+
+    Args:
+      sent: what travels together.
+      parts: this replica's slices.
+      levels: see ``gather``.
+      wire: see ``gather``.
+      leaves: what was sent; those without elements are handed on.
+    """
+    result = list(leaves)
+    stay = [(parcel, x) for parcel, x in zip(sent, parts, strict=True) if parcel.stays]
+    go = [(parcel, x) for parcel, x in zip(sent, parts, strict=True) if not parcel.stays]
+    whole = gather([parcel for parcel, _ in go], [x for _, x in go], levels, wire)
+    for parcel, array in [*stay, *zip([parcel for parcel, _ in go], whole, strict=True)]:
+        for i, x in parcel.leaves(array).items():
+            result[i] = x
+    return result
+
+
+def gather(
+    sent: Sequence[Parcel],
+    parts: Sequence[jax.Array],
+    levels: Sequence[tuple[str, ...]],
+    wire: np.dtype[Any] | None = None,
+) -> list[jax.Array]:
+    """Whole arrays, equal everywhere, from every replica's slice of each.
+
+    Args:
+      sent: what travels together.
+      parts: this replica's slices.
+      levels: axes to gather over, one group after the other; the first varies fastest.
+      wire: a half dtype, or ``None``.
+    """
+
+    def along(x: jax.Array, dim: int) -> jax.Array:
+        for names in levels:
+            x = axes.gather_along(x, names, dim)
+        return x
+
+    if not sent or not _is_narrow(wire):
+        return [
+            along(_half(x, wire), parcel.dim).astype(x.dtype)
+            for parcel, x in zip(sent, parts, strict=True)
+        ]
+    # Each leaf of each slice has a power of two of its own, which travels too.
+    exponents = _exponents(sent, parts)
+    each = along(exponents[None], 0)
+    result: list[jax.Array] = []
+    for parcel, x in zip(sent, parts, strict=True):
+        whole = along(_half(_shrunk(x, exponents, parcel.owners), wire), parcel.dim)
+        slices = cut(whole.astype(x.dtype), len(each), parcel.dim)
+        result.append(joined(grown(slices, each, parcel.owners), parcel.dim))
+    return result
+
+
+def _exponents(sent: Sequence[Parcel], arrays: Sequence[jax.Array]) -> jax.Array:
+    """i32 ``(leaves,)``: the power of two just above the largest element of each."""
+    largest: dict[int, jax.Array] = {}
+    for parcel, x in zip(sent, arrays, strict=True):
+        if len(parcel.owners) == 1:
+            largest[int(parcel.owners[0])] = jnp.abs(x).max()
+            continue
+        blocks = jnp.abs(x).reshape(len(x), len(parcel.owners), -1).max((0, 2))
+        ends = np.flatnonzero(np.diff(parcel.owners, append=-1)) + 1
+        for end, part in zip(ends, jnp.split(blocks, ends[:-1]), strict=True):
+            largest[int(parcel.owners[end - 1])] = part.max()
+    none = jnp.zeros((), arrays[0].dtype)
+    return exponent_of(jnp.stack([largest.get(i, none) for i in range(max(largest) + 1)]))
+
+
+def _shrunk(x: jax.Array, exponents: jax.Array, owners: Owners) -> jax.Array:
+    """``x / 2**exponents`` by leaf."""
+    blocks, powers = leafwise(x, 1 / power_of_two(exponents, x.dtype), owners)
+    return (blocks * powers).reshape(x.shape)
+
+
+def _is_narrow(wire: np.dtype[Any] | None) -> bool:
+    """Whether it holds fewer magnitudes than f32, as f16 does and bf16 does not."""
+    return wire is not None and jnp.finfo(wire).maxexp < jnp.finfo(jnp.float32).maxexp
+
+
+def _half(x: jax.Array, wire: np.dtype[Any] | None) -> jax.Array:
+    return x if wire is None else trees.saturate(x, wire)
+
+
+def _padded(x: jax.Array, dim: int, length: int) -> jax.Array:
+    missing = length - x.shape[dim]
+    return jnp.pad(x, [(0, missing * (i == dim)) for i in range(x.ndim)]) if missing else x
+
+
+def check_bytes(who: str, bucket_bytes: Any) -> int | None:
+    """A positive number of bytes, or ``None`` for the default."""
+    if bucket_bytes is None:
+        return None
+    return checks.positive_int(who, "bucket_bytes", bucket_bytes, "2**23 is 8 MiB.")

@@ -1,0 +1,134 @@
+"""Leaves that are large enough to travel in their own shape: cut along a dimension, or cut flat."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import reference
+
+import boostax
+from boostax.reduce import exchange
+
+SHAPES = {
+    "rows": (256, 256),
+    "columns": (3, 130, 512),
+    "a kernel": (3, 3, 64, 256),
+    "padded": (331, 257),
+    "odd": (129, 131),
+    "short rows": (4096, 10),
+    "long rows": (16, 4100),
+    "a vector": (20000,),
+    "small": (7, 5),
+}
+REDUCTIONS = {
+    "bf16": functools.partial(boostax.all_reduce, dtype="bfloat16"),
+    "f16": functools.partial(boostax.all_reduce, dtype="float16"),
+    "int8": boostax.int8_reduce,
+    "int8 by blocks": functools.partial(boostax.int8_reduce, block=48),
+    "int8 by chance": functools.partial(boostax.int8_reduce, rounding="stochastic"),
+    "int16": boostax.int16_reduce,
+    "sign": boostax.sign_reduce,
+    "sign by blocks": functools.partial(boostax.sign_reduce, block=48),
+    "sign, two shots": functools.partial(boostax.sign_reduce, two_shot=True),
+}
+
+
+@functools.cache
+def gradients(replicas, seed=0):
+    """With a part in common, and rows of different magnitude."""
+    rng = np.random.default_rng(seed)
+
+    def draw(shape):
+        noise = rng.normal(size=shape) + rng.normal(size=(replicas, *shape))
+        return np.float32(noise * 10.0 ** rng.uniform(-3, 3, (shape[0], *[1] * (len(shape) - 1))))
+
+    return {name: draw(shape) for name, shape in SHAPES.items()}
+
+
+@functools.cache
+def reduced(name, replicas):
+    """Results of every replica, and the state; of two steps where there is a residual."""
+    tx, grads = REDUCTIONS[name]("data"), gradients(replicas)
+
+    def run(g):
+        state = tx.init(g)
+        first, state = tx.update(g, state)
+        return first, state
+
+    return jax.jit(jax.vmap(run, axis_name="data"))(grads)
+
+
+@pytest.mark.parametrize("replicas", [2, 3, 8])
+def test_leaves_travel_in_their_own_shape_where_they_can(replicas):
+    leaves = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in SHAPES.values()]
+    found = exchange.parcels(leaves, replicas)
+    names = list(SHAPES)
+    alone = {names[p.index]: p.dim for p in found if isinstance(p, exchange.Alone)}
+    packs = [{names[i] for i in p.indices} for p in found if isinstance(p, exchange.Packed)]
+    always = {"rows": 0, "columns": {3: 0}.get(replicas, 1), "a kernel": {3: 0}.get(replicas, 2)}
+    sometimes = {
+        2: {"padded": 0, "odd": 0, "short rows": 0, "long rows": 0},
+        3: {"padded": 0, "odd": 0, "short rows": 0, "long rows": 1, "rows": 0},
+        8: {"short rows": 0, "long rows": 0, "columns": 2},
+    }[replicas]
+    assert alone == always | sometimes
+    assert sum(map(len, packs)) == len(SHAPES) - len(alone) and len(packs) == 1
+
+
+@pytest.mark.parametrize("replicas", [2, 3, 8])
+@pytest.mark.parametrize("name", REDUCTIONS)
+def test_what_is_sent_and_what_is_held_back_is_all(name, replicas):
+    means, state = reduced(name, replicas)
+    for leaf, rows in gradients(replicas).items():
+        mean = np.asarray(means[leaf])
+        assert mean.dtype == np.float32 and all(np.array_equal(x, mean[0]) for x in mean)
+        whole, scale = reference.mean(rows), abs(rows).max()
+        if hasattr(state, "residual"):
+            held = np.float64(state.residual.local[leaf]).mean(0)
+            np.testing.assert_allclose((mean[0] + held) / scale, whole / scale, rtol=0, atol=3e-6)
+        else:
+            # Two roundings, each relative to the largest of what shares a power of two.
+            narrow = float(jnp.finfo({"bf16": jnp.bfloat16}.get(name, jnp.float16)).eps)
+            np.testing.assert_allclose(mean[0], whole, rtol=0, atol=2 * narrow * scale)
+
+
+@pytest.mark.parametrize("replicas", [2, 3, 8])
+def test_a_row_has_a_scale_of_its_own(replicas):
+    """Rows of 1e-3 beside rows of 1e3 keep their digits."""
+    means, _ = reduced("int8", replicas)
+    for leaf in ("rows", "a kernel", "long rows"):
+        rows = gradients(replicas)[leaf]
+        step = 2 * abs(rows).max((0, -1)) / 127
+        error = abs(np.asarray(means[leaf][0]) - reference.mean(rows)).max(-1)
+        assert (error <= step).all()
+
+
+@pytest.mark.parametrize("wire", [None, "bfloat16", "float16"])
+@pytest.mark.parametrize("replicas", [2, 3, 8])
+def test_adasum_is_that_of_the_leaves(replicas, wire):
+    tx = boostax.adasum("data", wire_dtype=wire)
+    found = jax.jit(jax.vmap(lambda g: tx.update(g, tx.init(g))[0], axis_name="data"))(
+        gradients(replicas)
+    )
+    tolerance = 2e-6 if wire is None else 8 * float(jnp.finfo(wire).eps)
+    for leaf, rows in gradients(replicas).items():
+        expected = reference.adasum(rows)
+        assert all(np.array_equal(x, found[leaf][0]) for x in np.asarray(found[leaf]))
+        largest = abs(rows).max()
+        np.testing.assert_allclose(found[leaf][0], expected, rtol=0, atol=tolerance * largest)
+
+
+@pytest.mark.parametrize("name", ["int8", "sign, two shots"])
+def test_a_step_that_is_not_finite_leaves_the_residual(name):
+    """Also what the second rounding would have added to a replica's slice."""
+    tx, grads = REDUCTIONS[name]("data"), gradients(8)
+    update = jax.jit(jax.vmap(tx.update, axis_name="data"))
+    _, state = reduced(name, 8)
+    bad = {leaf: rows.copy() for leaf, rows in grads.items()}
+    bad["small"][3, 0, 0] = np.nan
+    means, after = update(bad, state)
+    assert all(np.isnan(x).all() for x in jax.tree.leaves(means))
+    for old, new in zip(jax.tree.leaves(state), jax.tree.leaves(after), strict=True):
+        np.testing.assert_array_equal(old, new)
