@@ -132,3 +132,18 @@ def test_a_step_that_is_not_finite_leaves_the_residual(name):
     assert all(np.isnan(x).all() for x in jax.tree.leaves(means))
     for old, new in zip(jax.tree.leaves(state), jax.tree.leaves(after), strict=True):
         np.testing.assert_array_equal(old, new)
+
+
+def test_leaves_of_different_dtypes_travel_together():
+    with jax.enable_x64(True):
+        grads = {name: rows[:2].astype("float64") for name, rows in gradients(2).items()}
+        grads["rows"] = grads["rows"].astype("float32")
+        tx = boostax.int8_reduce("data")
+        update = jax.jit(jax.vmap(lambda g: tx.update(g, tx.init(g)), axis_name="data"))
+        means, state = jax.device_get(update(grads))
+    for leaf, rows in grads.items():
+        assert means[leaf].dtype == rows.dtype == state.residual.local[leaf].dtype
+        held = np.float64(state.residual.local[leaf]).mean(0)
+        scale = abs(rows).max()
+        whole = rows.astype("float64").mean(0)
+        np.testing.assert_allclose((means[leaf][0] + held) / scale, whole / scale, atol=3e-6)

@@ -28,7 +28,7 @@ SMALL, TOGETHER = 2**16, 2**23
 SMALL_SLICE, SLICE_TOGETHER = 2**12, 2**16
 # What a leaf may grow by to be cut evenly in its own shape; else it is cut flat.
 PADDING = 1.01
-# The longest run of columns that belongs to one leaf of a pack.
+# The longest block of columns of a pack.
 BLOCK = 256
 
 
@@ -189,7 +189,7 @@ def parcels(
       slices: into how many each is cut.
       bucket_bytes: leaves of fewer bytes of f32 are packed, up to so many together; ``None`` for
         those of less than 64 KiB, up to 8 MiB, or 4 KiB and 64 KiB in a slice if that is more.
-      keep: leaves that can be cut evenly are to stay cut, and are not packed.
+      keep: leaves that can be cut evenly are to stay cut.
       pairs: whether the last dimension is that of complex numbers, and not cut.
       by_leaf: whether leaves begin at whole blocks.
     """

@@ -180,7 +180,8 @@ def _squared_norm(
         if more is not None:
             own = _own_slice(x, more, names)
             norm += square(own + more.more) - square(own)
-    return axes.total(axes.to_varying(norm, names), names)
+    # What cancels may come out below zero by its rounding.
+    return jnp.maximum(axes.total(axes.to_varying(norm, names), names), 0)
 
 
 def _own_slice(x: jax.Array, late: Late, names: tuple[str, ...]) -> jax.Array:

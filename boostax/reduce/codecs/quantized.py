@@ -244,8 +244,10 @@ class _Slices:
         for parcel, shape, grid, x, y in each:
             more = replicas * y
             if isinstance(parcel, Alone) and parcel.shape[parcel.dim] == parcel.length:
-                slice_ = _of_rows(more[None], (1, *shape[1:]), grid)
-                late[parcel.index] = Late(parcel.dim, exchange.joined(slice_, parcel.dim))
+                own_slice = _of_rows(more[None], (1, *shape[1:]), grid)
+                more = exchange.joined(own_slice, parcel.dim)
+                # Leaves of different dtypes are computed in the widest.
+                late[parcel.index] = Late(parcel.dim, more.astype(self.leaves[parcel.index].dtype))
                 whole.append(x)
             else:
                 more += lax.dynamic_index_in_dim(x, own, 0, keepdims=False)
