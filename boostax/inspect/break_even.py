@@ -160,9 +160,9 @@ def break_even(
       >>> params = jax.ShapeDtypeStruct((2**20,), jnp.float32)
       >>> tx = boostax.int8_reduce("data")
       >>> print(boostax.break_even(tx, params, 64, 12.5e9, encode_seconds=1e-3))
-      pays below 6.16 GB/s; at 12.5 GB/s it does not (0.57x)
-      sends 2.1 MB, a dense mean 8.26 MB, per device and step over 64 replicas
-      1 ms more work per step; collectives: 5, of a dense mean 1
+      pays below 6.19 GB/s; at 12.5 GB/s it does not (0.57x)
+      sends 2.07 MB, a dense mean 8.26 MB, per device and step over 64 replicas
+      1 ms more work per step; collectives: 6, of a dense mean 1
 
     References:
       Agarwal et al., On the Utility of Gradient Compression in Distributed Training Systems,
