@@ -260,6 +260,10 @@ def _sums(terms: Sequence[jax.Array], owners: Owners) -> list[tuple[int, jax.Arr
     add = lambda x, y: tuple(p + q for p, q in zip(x, y, strict=True))  # noqa: E731
     last = terms[0].ndim - 1
     dims = tuple(range(last)) if len(owners) == 1 else (last,)
+    if len(owners) == 1 and terms[0].size == terms[0].shape[-1]:
+        # In runs: over a single line XLA:CPU of jaxlib 0.10.0 crashes.
+        terms = [jnp.pad(x.ravel(), (0, -x.size % RUN)).reshape(1, -1, RUN) for x in terms]
+        dims = (0, 1)
     sums = jnp.stack(lax.reduce(tuple(terms), (zero,) * len(terms), add, dims))
     if len(owners) == 1:
         padded = jnp.pad(sums, [(0, 0), (0, -sums.shape[1] % RUN)])
