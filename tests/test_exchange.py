@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import reference
+from jax.sharding import PartitionSpec as P
 
 import boostax
 from boostax.reduce import exchange
@@ -147,3 +148,17 @@ def test_leaves_of_different_dtypes_travel_together():
         scale = abs(rows).max()
         whole = rows.astype("float64").mean(0)
         np.testing.assert_allclose((means[leaf][0] + held) / scale, whole / scale, atol=3e-6)
+
+
+@pytest.mark.parametrize("make", [REDUCTIONS["bf16"], REDUCTIONS["int8"], boostax.adasum])
+def test_what_has_no_elements_comes_back_typed_equal(mesh, make):
+    """JAX checks it: a leaf that is handed on as it came would differ between replicas."""
+    tx = make("data")
+
+    def update(grads):
+        local = jax.tree.map(lambda x: x[0], grads)
+        return tx.update(local, tx.init(local))[0]
+
+    grads = {"full": jnp.ones((8, 3)), "empty": jnp.ones((8, 0, 4))}
+    mapped = jax.jit(jax.shard_map(update, mesh=mesh, in_specs=P("data"), out_specs=P()))
+    assert jax.tree.map(jnp.shape, mapped(grads)) == {"full": (3,), "empty": (0, 4)}

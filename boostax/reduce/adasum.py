@@ -85,7 +85,8 @@ def adasum(
       wire_dtype: ``"bfloat16"`` or ``"float16"`` halves the bytes. The arithmetic stays f32; in f16
         every leaf travels with a power of two of its own, so that nothing overflows.
       bucket_bytes: leaves of fewer bytes (of f32) are packed, up to so many together; ``None``
-        packs those below 64 KiB, up to 8 MiB together. Others travel each in its own shape.
+        packs those below 64 KiB (or 4 KiB in a replica's slice), up to 8 MiB together. Others
+        travel each in its own shape.
       scatter: leave each leaf cut along its first dimension that the replicas divide: for
         ``shard_optimizer``. Saves the all-gather. Leaves without such a dimension come whole.
       leaf_metrics: record the orthogonality of each leaf too.
@@ -134,7 +135,6 @@ def adasum(
         )
     if stacked:
         _check_stacked(who, across, inside + shards, wire, mesh)
-        across = across or (_STACK,)
     elif not across or mesh is not None:
         hint = "Try 'data'; None and mesh= are for stacked=True."
         raise ValueError(checks.message(who, "axis_name", "a mesh axis", axis_name, hint))
@@ -154,9 +154,12 @@ def adasum(
             return _of_stacked(combined, updates, across, mesh, scatter)
         axes.require_local(updates, across + inside, who)
         axes.require_bound(shards, who)
-        return combined(updates, scatter or scattered(who, extra_args, across + inside))
+        keep = scatter or scattered(who, extra_args, across + inside)
+        return combined(updates, across, keep)
 
-    def combined(updates: PyTree, keep: bool) -> tuple[PyTree, AdasumState]:
+    def combined(
+        updates: PyTree, across: tuple[str, ...], keep: bool
+    ) -> tuple[PyTree, AdasumState]:
         leaves, treedef = jax.tree.flatten(updates)
         kinds = exchange.kinds(leaves)
         sent = [
@@ -173,7 +176,8 @@ def adasum(
         ]
         total = functools.partial(axes.total, names=across + inside + shards)
         parts, alignment = _combine([x.rows for x in sent], kinds, scope, total)
-        result = list(leaves)
+        # What has no elements is not sent, and the same everywhere.
+        result = [jnp.zeros(x.shape, x.dtype) for x in leaves]
         for kind, (parcels, own, _), part in zip(kinds, sent, parts, strict=True):
             levels = (across, inside) if inside else (across,)
             done = exchange.delivered(parcels, part, levels, wire, own)
@@ -230,7 +234,7 @@ def _sent(
 
 
 def _of_stacked(
-    update: Callable[[PyTree, bool], tuple[PyTree, AdasumState]],
+    update: Callable[[PyTree, tuple[str, ...], bool], tuple[PyTree, AdasumState]],
     grads: PyTree,
     names: tuple[str, ...],
     mesh: Mesh | None,
@@ -238,7 +242,7 @@ def _of_stacked(
 ) -> tuple[PyTree, AdasumState]:
     """An update of local leaves, given those of all replicas on one device or on a mesh."""
     if mesh is None:
-        mapped = jax.vmap(lambda g: update(g, False), axis_name=names[0])
+        mapped = jax.vmap(lambda g: update(g, (_STACK,), False), axis_name=_STACK)
         return jax.tree.map(lambda x: x[0], mapped(grads))
     count = math.prod(mesh.shape[name] for name in names)
 
@@ -247,7 +251,7 @@ def _of_stacked(
         return PartitionSpec() if dim is None else PartitionSpec(*[None] * dim, names)
 
     return jax.shard_map(
-        lambda g: update(jax.tree.map(lambda x: x[0], g), keep),
+        lambda g: update(jax.tree.map(lambda x: x[0], g), names, keep),
         mesh=mesh,
         in_specs=PartitionSpec(names),
         out_specs=(jax.tree.map(spec, grads), PartitionSpec()),

@@ -57,7 +57,7 @@ class Alone:
 
     def array(self, leaves: Sequence[jax.Array]) -> jax.Array:
         """What is cut."""
-        return _padded(leaves[self.index], self.dim, self.length)
+        return padded(leaves[self.index], self.dim, self.length)
 
     def leaves(self, array: jax.Array) -> dict[int, jax.Array]:
         """The leaf again, by its index; of a single slice its slice."""
@@ -107,11 +107,11 @@ class Packed:
         parts: list[jax.Array] = []
         for i, dim, width in zip(self.indices, self.dims, self.widths, strict=True):
             if dim is None:
-                flat = _padded(leaves[i].ravel(), 0, self.slices * width)
+                flat = padded(leaves[i].ravel(), 0, self.slices * width)
                 parts.append(flat.reshape(self.slices, width))
             else:
                 slices = cut(leaves[i], self.slices, dim).reshape(self.slices, -1)
-                parts.append(_padded(slices, 1, width))
+                parts.append(padded(slices, 1, width))
         return parts[0] if len(parts) == 1 else jnp.concatenate(parts, 1)
 
     def leaves(self, array: jax.Array) -> dict[int, jax.Array]:
@@ -390,7 +390,8 @@ def _half(x: jax.Array, wire: np.dtype[Any] | None) -> jax.Array:
     return x if wire is None else trees.saturate(x, wire)
 
 
-def _padded(x: jax.Array, dim: int, length: int) -> jax.Array:
+def padded(x: jax.Array, dim: int, length: int) -> jax.Array:
+    """With zeros behind a dimension, up to a length."""
     missing = length - x.shape[dim]
     return jnp.pad(x, [(0, missing * (i == dim)) for i in range(x.ndim)]) if missing else x
 

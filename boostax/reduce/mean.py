@@ -52,8 +52,8 @@ def all_reduce(
         n gradients of 1e38 / n can.
       bucket_bytes: leaves of fewer bytes (of f32) are packed, up to so many together: fewer
         collectives for one copy more. ``None`` leaves it to XLA, which merges the reductions of
-        several leaves; with ``dtype``, ``None`` packs leaves below 64 KiB, up to 8 MiB together.
-        What is scattered without a ``dtype`` goes by leaf.
+        several leaves; with ``dtype``, ``None`` packs leaves below 64 KiB (or 4 KiB in a
+        replica's slice), up to 8 MiB together. What is scattered without a ``dtype`` goes by leaf.
       scatter: leave each leaf cut along its first dimension that the replicas divide: for
         ``shard_optimizer``. Half the bytes. Leaves without such a dimension come whole.
 
@@ -167,7 +167,8 @@ def _narrow(
 ) -> list[jax.Array]:
     """The mean or sum in f32 of what travels in half precision, there and back."""
     replicas = axes.size(names)
-    result = list(leaves)
+    # What has no elements is not sent, and the same everywhere.
+    result = [jnp.zeros(x.shape, x.dtype) for x in leaves]
     for kind in exchange.kinds(leaves):
         own = [exchange.real(leaves[i]) for i in kind]
         pairs = jnp.iscomplexobj(leaves[kind[0]])

@@ -136,7 +136,7 @@ def staged(
     return Staged(starts, tuple(make(value[start]) for start in starts), widest)
 
 
-def left(leaves: Sequence[jax.Array], sent: Sequence[jax.Array]) -> list[jax.Array]:
+def unsent(leaves: Sequence[jax.Array], sent: Sequence[jax.Array]) -> list[jax.Array]:
     """What is held back of leaves of which so much was sent."""
     return [x - y for x, y in zip(leaves, sent, strict=True)]
 

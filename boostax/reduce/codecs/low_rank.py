@@ -11,7 +11,7 @@ import optax
 from jax import lax
 
 from boostax._core.gate import branch
-from boostax.reduce.codecs.base import Message, PerLeaf, left, packed, unpacked
+from boostax.reduce.codecs.base import Message, PerLeaf, packed, unpacked, unsent
 
 PyTree = Any
 
@@ -83,14 +83,14 @@ class PowerSgd:
         # the matrix sent last that is here most seldom. Others may be left out now and then, in
         # every second step for instance, and with the steps counted would never see both sides.
         uses, side = jnp.stack(state.uses.values), jnp.stack(state.side.values)
-        is_left = side[uses.argmin()] == 1
-        means, sent, state = branch(is_left, send_left, send_right)
+        left = side[uses.argmin()] == 1
+        means, sent, state = branch(left, send_left, send_right)
         shaped = lambda xs: [x.reshape(y.shape) for x, y in zip(xs, leaves, strict=True)]  # noqa: E731
         state = state._replace(
             uses=PerLeaf([optax.safe_increment(n) for n in state.uses.values]),
-            side=PerLeaf([jnp.where(is_left, 0, 1).astype(jnp.int32) for _ in leaves]),
+            side=PerLeaf([jnp.where(left, 0, 1).astype(jnp.int32) for _ in leaves]),
         )
-        return Message(shaped(means), left(leaves, shaped(sent)), state)
+        return Message(shaped(means), unsent(leaves, shaped(sent)), state)
 
     def _bases(self, factors: list[jax.Array], like: list[jax.Array]) -> list[jax.Array]:
         """Orthonormal columns. Of zeros too: QR then completes them, and nothing becomes a NaN."""

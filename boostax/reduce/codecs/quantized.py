@@ -12,7 +12,7 @@ from jax import lax
 
 from boostax._core import axes
 from boostax.reduce import exchange
-from boostax.reduce.codecs.base import Late, Message, left
+from boostax.reduce.codecs.base import Late, Message, unsent
 from boostax.reduce.exchange import Alone, Parcel
 
 PyTree = Any
@@ -60,8 +60,8 @@ class Int8:
         whole = dequantize(
             [_gathered(x, names) for x in codes_of_mean], [_merged(x) for x in gathered], dtypes
         )
-        held = left(slices.arrays, dequantize(codes, scales, dtypes))
-        lost = left(means, dequantize(codes_of_mean, scales_of_mean, dtypes))
+        held = unsent(slices.arrays, dequantize(codes, scales, dtypes))
+        lost = unsent(means, dequantize(codes_of_mean, scales_of_mean, dtypes))
         return Message(slices.joined(whole), *slices.charged(held, lost, state, names))
 
 
@@ -100,7 +100,7 @@ class Int16:
             for s, unit, x in zip(sums, units, leaves, strict=True)
         ]
         sent = [c.astype(x.dtype) * unit for c, unit, x in zip(codes, units, leaves, strict=True)]
-        return Message(means, left(leaves, sent), state)
+        return Message(means, unsent(leaves, sent), state)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -135,19 +135,19 @@ class Sign:
             received = [axes.exchange(x, names) for x in bits]
             means = self._combine(received, self._sent(sizes, axes.exchange, names), blocks)
             bits_of_mean, sizes_of_mean = self._encode(means)
-            lost = left(means, self._decode(bits_of_mean, sizes_of_mean, means))
+            lost = unsent(means, self._decode(bits_of_mean, sizes_of_mean, means))
             sizes_of_all = self._sent(sizes_of_mean, axes.gather, names)
             whole = self._decode(
                 [_gathered(x, names) for x in bits_of_mean],
                 None if sizes_of_all is None else [_merged(x) for x in sizes_of_all],
                 means,
             )
-            charged = slices.charged(left(blocks, own), lost, state, names)
+            charged = slices.charged(unsent(blocks, own), lost, state, names)
             return Message(slices.joined(whole), *charged)
         gathered = [axes.gather(x, names) for x in bits]
         whole = self._combine(gathered, self._sent(sizes, axes.gather, names), blocks)
         merged = [_merged(x) for x in whole]
-        return Message(slices.joined(merged), slices.joined(left(blocks, own)), state)
+        return Message(slices.joined(merged), slices.joined(unsent(blocks, own)), state)
 
     def _sent(
         self, sizes: list[jax.Array] | None, send: Send, names: tuple[str, ...]
@@ -287,8 +287,8 @@ def _grid(shape: tuple[int, ...], block: int, multiple: int) -> _Grid:
 def _rows(x: jax.Array, grid: _Grid) -> jax.Array:
     """``(slices, rows, width)``."""
     lines = x.reshape(len(x), -1, x.shape[-1]) if grid.own else x.reshape(len(x), 1, -1)
-    lines = _padded(lines, 2, grid.parts if grid.own else grid.width)
-    return _padded(lines.reshape(len(x), -1, grid.width), 1, grid.multiple)
+    lines = _filled(lines, 2, grid.parts if grid.own else grid.width)
+    return _filled(lines.reshape(len(x), -1, grid.width), 1, grid.multiple)
 
 
 def _of_rows(rows: jax.Array, shape: tuple[int, ...], grid: _Grid) -> jax.Array:
@@ -300,9 +300,8 @@ def _of_rows(rows: jax.Array, shape: tuple[int, ...], grid: _Grid) -> jax.Array:
     return lines[..., : shape[-1]].reshape(shape)
 
 
-def _padded(x: jax.Array, dim: int, multiple: int) -> jax.Array:
-    missing = -x.shape[dim] % multiple
-    return jnp.pad(x, [(0, missing * (i == dim)) for i in range(x.ndim)]) if missing else x
+def _filled(x: jax.Array, dim: int, multiple: int) -> jax.Array:
+    return exchange.padded(x, dim, math.ceil(x.shape[dim] / multiple) * multiple)
 
 
 def _together(arrays: Sequence[jax.Array], send: Send, names: tuple[str, ...]) -> list[jax.Array]:

@@ -11,7 +11,7 @@ import numpy as np
 from jax import lax
 
 from boostax._core import axes, trees
-from boostax.reduce.codecs.base import Message, left, packed, padded, unpacked
+from boostax.reduce.codecs.base import Message, packed, padded, unpacked, unsent
 
 PyTree = Any
 
@@ -54,7 +54,7 @@ class Largest:
         cut = lambda x, leaf: x.ravel()[: leaf.size].reshape(leaf.shape).astype(leaf.dtype)  # noqa: E731
         return Message(
             [cut(x, leaf) for x, leaf in zip(means, leaves, strict=True)],
-            left(leaves, [cut(x, leaf) for x, leaf in zip(sent, leaves, strict=True)]),
+            unsent(leaves, [cut(x, leaf) for x, leaf in zip(sent, leaves, strict=True)]),
             state,
         )
 
@@ -113,7 +113,7 @@ class Random:
         mean = lax.pmean(values, names) * (width / count if self.unbiased else 1)
         return Message(
             unpacked(_put(rows.shape, mean, places).ravel(), leaves),
-            left(leaves, unpacked(_put(rows.shape, values, places).ravel(), leaves)),
+            unsent(leaves, unpacked(_put(rows.shape, values, places).ravel(), leaves)),
             key,
         )
 
