@@ -197,6 +197,20 @@ def total(x: jax.Array, names: tuple[str, ...]) -> jax.Array:
     return lax.psum(x, tuple(name for name in names if name in known) if known else names)
 
 
+def sum_over_shards(parts: list[jax.Array], names: tuple[str, ...], dtype: Any) -> jax.Array:
+    """The sum over the replicas of what single leaves contribute, and over the shards of each.
+
+    A leaf that is whole on all devices counts once. One collective for each set of axes over which
+    leaves are sharded.
+    """
+    sums: dict[frozenset[str], jax.Array] = {}
+    for part in parts or [jnp.zeros((), dtype)]:
+        over = varying(part) - frozenset(names)
+        sums[over] = sums[over] + part if over in sums else part
+    totals = [lax.psum(to_varying(x, names), (*names, *sorted(over))) for over, x in sums.items()]
+    return functools.reduce(jnp.add, totals)
+
+
 def shard_total(parts: list[jax.Array], names: tuple[str, ...], who: str) -> jax.Array:
     """The sum of what single leaves contribute, some of them sharded over ``names``.
 

@@ -5,6 +5,7 @@ replicas, sharded over the replica axis; inside, each replica sees its own slice
 ``Sharded``: outside, whole leaves shaped like the params; inside, each replica's part of them.
 """
 
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -162,8 +163,6 @@ def state_specs(
       P('data',)
     """
     names = axes.canonical("state_specs", axis_name)
-    replica_axis = names[0] if len(names) == 1 else names
-    owners: dict[tuple[Any, ...], tuple[tuple[int, ...], PartitionSpec]] = {}
     is_spec = lambda x: isinstance(x, PartitionSpec)  # noqa: E731
     param_leaves = jax.tree_util.tree_leaves_with_path(params)
     spec_leaves = (
@@ -177,8 +176,34 @@ def state_specs(
             f"{len(param_leaves)} param leaves, got {len(spec_leaves)}. Use PartitionSpec() for a "
             "replicated leaf, not None."
         )
-    for (path, leaf), spec in zip(param_leaves, spec_leaves, strict=True):
-        owners[path] = (leaf.shape, spec)
+    if shard_optimizer and replicas is None:
+        raise ValueError(
+            "state_specs: replicas must be the size of the replica axis with shard_optimizer, got "
+            "None. Pass replicas=mesh.shape['data']."
+        )
+    owners = {
+        path: (leaf.shape, spec)
+        for (path, leaf), spec in zip(param_leaves, spec_leaves, strict=True)
+    }
+    state = jax.eval_shape(tx.init, params)
+    return specs_like(owners, state, names, replicas if shard_optimizer else None)
+
+
+def specs_like(
+    owners: Mapping[tuple[Any, ...], tuple[tuple[int, ...], PartitionSpec]],
+    state: PyTree,
+    names: tuple[str, ...],
+    shared_out: int | None = None,
+) -> PyTree:
+    """The specs of a state of one replica, from those of the params by the end of their paths.
+
+    Args:
+      owners: of each param, by its path, the shape and spec.
+      state: as ``tx.init`` makes it, or its types.
+      names: the replica axes.
+      shared_out: their size, where all that is the same on all replicas is sharded over them.
+    """
+    lead = names[0] if len(names) == 1 else names
 
     def owner_spec(path: tuple[Any, ...], leaf: Any) -> PartitionSpec:
         for start in range(len(path) + 1):
@@ -190,50 +215,41 @@ def state_specs(
                 return PartitionSpec(None, *spec) if any(spec) else PartitionSpec()
         return PartitionSpec()
 
-    def shard_spec(path: tuple[Any, ...], leaf: Any) -> PartitionSpec:
-        for start in range(len(path) + 1):
-            shape, _ = owners.get(path[start:], (None, None))
-            # With one dimension more in front they are snapshots.
-            before = None if shape is None else {leaf.shape: 0, leaf.shape[1:]: 1}.get(shape)
-            if shape is not None and before is not None:
-                dim = split_dim(shape, _require_replicas(replicas))
-                lead = [None] * (before + dim) if dim is not None else []
-                return PartitionSpec() if dim is None else PartitionSpec(*lead, replica_axis)
-        return PartitionSpec()
-
-    def spec_of(path: tuple[Any, ...], node: Any, share: bool = shard_optimizer) -> PyTree:
+    def spec_of(path: tuple[Any, ...], node: Any) -> PyTree:
         if is_per_replica(node):
-            rule = lambda inner, x: PartitionSpec(replica_axis, *owner_spec(inner, x))  # noqa: E731
-        elif isinstance(node, Sharded):
-            rule = shard_spec
-        elif _keeps_whole(node):
             return jax.tree_util.tree_map_with_path(
-                lambda inner, x: spec_of(inner, x, False), node, is_leaf=is_per_replica
+                lambda inner, x: PartitionSpec(lead, *without(owner_spec(inner, x), names)), node
             )
-        else:
-            return shard_spec(path, node) if share else owner_spec(path, node)
-        return jax.tree_util.tree_map_with_path(rule, node)
+        spec = owner_spec(path, node)
+        return spec if shared_out is None else _shared_out(spec, node, lead, names, shared_out)
 
-    state = jax.eval_shape(tx.init, params)
-    return jax.tree_util.tree_map_with_path(
-        spec_of,
-        state,
-        is_leaf=lambda x: isinstance(x, (PerReplica, Sharded)) or _keeps_whole(x),
-    )
+    return jax.tree_util.tree_map_with_path(spec_of, state, is_leaf=is_per_replica)
 
 
-def _keeps_whole(node: Any) -> bool:
-    """Whether a state belongs to a reduction, which takes whole gradients, and says so."""
-    return bool(getattr(node, "keeps_whole", False))
+def _shared_out(
+    spec: PartitionSpec, leaf: Any, lead: Any, names: tuple[str, ...], replicas: int
+) -> PartitionSpec:
+    """The spec of a leaf that is sharded over the replicas besides: a dimension that is whole."""
+    if spec != without(spec, names) or not jnp.issubdtype(leaf.dtype, jnp.inexact):
+        return spec
+    entries = [*spec, *[None] * (len(leaf.shape) - len(spec))]
+    free = [size if entry is None else 0 for size, entry in zip(leaf.shape, entries, strict=True)]
+    dim = next((i for i, size in enumerate(free) if size and size % replicas == 0), None)
+    if dim is None:
+        return spec
+    return PartitionSpec(*entries[:dim], lead, *entries[dim + 1 :])
 
 
-def _require_replicas(replicas: int | None) -> int:
-    if replicas is None:
-        raise ValueError(
-            "state_specs: replicas must be the size of the replica axis for a state with a "
-            "shard_optimizer in it, got None. Pass replicas=mesh.shape['data']."
-        )
-    return replicas
+def without(spec: PartitionSpec, names: Sequence[str]) -> PartitionSpec:
+    """A spec with some axes left out."""
+
+    def kept(entry: Any) -> Any:
+        if not isinstance(entry, tuple):
+            return None if entry in names else entry
+        rest = tuple(name for name in entry if name not in names)
+        return rest if len(rest) > 1 else rest[0] if rest else None
+
+    return PartitionSpec(*map(kept, spec))
 
 
 def reshard_state(state: PyTree, replicas: int) -> PyTree:

@@ -1,6 +1,5 @@
 """AdaSum: a reduction that adds orthogonal gradients and averages parallel ones."""
 
-import functools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any, Literal, NamedTuple
@@ -14,6 +13,7 @@ from jax.sharding import Mesh, PartitionSpec
 
 from boostax._core import axes, checks, trees
 from boostax._core.about import described
+from boostax._core.placement import on_shards
 from boostax._core.replicas import split_dim
 from boostax._core.share import own_part, scattered
 from boostax.reduce import exchange, pairwise
@@ -129,10 +129,7 @@ def adasum(
     bucket_bytes = exchange.check_bytes(who, bucket_bytes)
     _check_axes(who, across, inside, shards)
     if shards and scope == "tree":
-        raise ValueError(
-            f"{who}: scope must be 'leaf' with shard_axes, got 'tree'. A sum over all leaves would "
-            "count those that are not sharded once for each shard."
-        )
+        raise ValueError(_OF_SHARDS.format(who=who, axes=shards))
     if stacked:
         _check_stacked(who, across, inside + shards, wire, mesh)
     elif not across or mesh is not None:
@@ -143,7 +140,6 @@ def adasum(
         unknown = lambda _: jnp.full((), -1.0, jnp.float32)  # noqa: E731
         return AdasumState(unknown(None), jax.tree.map(unknown, params) if leaf_metrics else None)
 
-    @described(who, across + inside)
     def update_fn(
         updates: PyTree, state: Any, params: PyTree = None, **extra_args: Any
     ) -> tuple[PyTree, AdasumState]:
@@ -162,19 +158,27 @@ def adasum(
     ) -> tuple[PyTree, AdasumState]:
         leaves, treedef = jax.tree.flatten(updates)
         kinds = exchange.kinds(leaves)
+        names = across + inside
+        # Where JAX tracks it, a leaf says itself over which axes it is sharded.
+        over = [
+            tuple(sorted(axes.varying(leaves[kind[0]]) - frozenset(names))) or shards
+            for kind in kinds
+        ]
+        if scope == "tree" and any(over):
+            raise ValueError(_OF_SHARDS.format(who=who, axes=max(over)))
         sent = [
             _sent(
                 [leaves[i] for i in kind],
                 across,
                 inside,
-                shards,
+                other,
                 wire,
                 bucket_bytes,
                 keep and not inside,
             )
-            for kind in kinds
+            for kind, other in zip(kinds, over, strict=True)
         ]
-        total = functools.partial(axes.total, names=across + inside + shards)
+        total = lambda x: axes.total(x, axes.with_shards(x, names) + shards)  # noqa: E731
         parts, alignment = _combine([x.rows for x in sent], kinds, scope, total)
         # What has no elements is not sent, and the same everywhere.
         result = [jnp.zeros(x.shape, x.dtype) for x in leaves]
@@ -190,7 +194,14 @@ def adasum(
             overall, jax.tree.unflatten(treedef, each) if leaf_metrics else None
         )
 
-    return optax.GradientTransformationExtraArgs(init_fn, update_fn)
+    update = described(who, across + inside)(on_shards(who, across + inside, update_fn))
+    return optax.GradientTransformationExtraArgs(init_fn, update)
+
+
+_OF_SHARDS = (
+    "{who}: scope must be 'leaf' where leaves are sharded over {axes}, got 'tree'. A sum over all "
+    "leaves would count those that are not sharded once for each shard."
+)
 
 
 class _Sent(NamedTuple):

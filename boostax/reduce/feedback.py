@@ -11,6 +11,7 @@ from jax import lax
 
 from boostax._core import axes, checks, trees
 from boostax._core.about import described
+from boostax._core.placement import on_shards
 from boostax._core.replicas import PerReplica
 from boostax._core.share import own_part, scattered
 from boostax.reduce import exchange
@@ -105,14 +106,15 @@ def compressed(
             unsent=jnp.full((), -1.0, jnp.float32),
         )
 
-    @described(who, names)
     def update_fn(
         updates: PyTree, state: Any, params: PyTree = None, **extra_args: Any
     ) -> tuple[PyTree, CompressedState]:
         del params
         trees.require_gradients(updates, who)
         axes.require_local(updates, names, who)
-        axes.require_whole(updates, names, who, "all_reduce and adasum take shards.")
+        if codec.whole:
+            hint = "boostax.on_mesh takes sharded params in plain jit."
+            axes.require_whole(updates, names, who, hint)
         in_parts = scattered(who, extra_args, names)
         leaves, treedef = jax.tree.flatten(updates)
         chosen = coded(updates)
@@ -163,7 +165,8 @@ def compressed(
             unsent=keep(unsent.astype(jnp.float32), state.unsent),
         )
 
-    return optax.GradientTransformationExtraArgs(init_fn, update_fn)
+    update = update_fn if codec.whole else on_shards(who, names, update_fn)
+    return optax.GradientTransformationExtraArgs(init_fn, described(who, names)(update))
 
 
 def _squared_norm(
@@ -175,13 +178,13 @@ def _squared_norm(
     """
     dtype = jnp.result_type(jnp.float32, *leaves)
     square = lambda x: jnp.sum(x * x).astype(dtype)  # noqa: E731
-    norm = sum((square(x) for x in leaves), jnp.zeros((), dtype))
+    parts = [square(x) for x in leaves]
     for x, more in zip(leaves, late, strict=False):
         if more is not None:
             own = _own_slice(x, more, names)
-            norm += square(own + more.more) - square(own)
+            parts.append(square(own + more.more) - square(own))
     # What cancels may come out below zero by its rounding.
-    return jnp.maximum(axes.total(axes.to_varying(norm, names), names), 0)
+    return jnp.maximum(axes.sum_over_shards(parts, names, dtype), 0)
 
 
 def _own_slice(x: jax.Array, late: Late, names: tuple[str, ...]) -> jax.Array:

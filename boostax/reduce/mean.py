@@ -12,6 +12,7 @@ from jax import lax
 
 from boostax._core import axes, checks, trees
 from boostax._core.about import described
+from boostax._core.placement import on_shards
 from boostax._core.replicas import split_dim
 from boostax._core.share import scattered
 from boostax.reduce import exchange
@@ -91,7 +92,6 @@ def all_reduce(
     bucket_bytes = exchange.check_bytes(who, bucket_bytes)
     dividing: Divide = divide if op == "mean" else "never"
 
-    @described(who, names)
     def update_fn(
         updates: PyTree, state: Any, params: PyTree = None, **extra_args: Any
     ) -> tuple[PyTree, Any]:
@@ -113,7 +113,9 @@ def all_reduce(
         del params
         return optax.EmptyState()
 
-    return optax.GradientTransformationExtraArgs(init_fn, update_fn)
+    # A mean of f32 is a sum, which XLA shards by itself.
+    update = update_fn if wire is None else on_shards(who, names, update_fn)
+    return optax.GradientTransformationExtraArgs(init_fn, described(who, names)(update))
 
 
 def _dense(

@@ -9,8 +9,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from boostax._core import axes, checks, trees
+from boostax._core.replicas import PerReplica, is_per_replica, without
 from boostax.accumulate.aux import Aux, as_aux, divide, drop_empty, weigh
 from boostax.accumulate.microbatch import microbatch
 from boostax.freeze.stages import Choice, staged
@@ -25,6 +27,7 @@ def value_and_grad(
     loss_fn: Callable[..., Any],
     *,
     axis_name: axes.AxisName | None = None,
+    mesh: Mesh | None = None,
     policy: Policy | str | None = None,
     microbatches: int = 1,
     has_aux: bool = False,
@@ -38,11 +41,18 @@ def value_and_grad(
     returns ``Aux(weight=...)``, replica :math:`r`'s gradient is multiplied by
     :math:`n\,w_r / \sum w`, so that the mean over replicas is the mean over all tokens.
 
+    Inside ``shard_map`` or ``pmap`` the axis is the surrounding one's. With ``mesh`` the oracle is
+    called in plain ``jit``, on global arrays: it maps the loss over the replica axes alone, the
+    other axes stay XLA's (or, on an Explicit mesh, the loss's), and gradients are ``PerReplica`` of
+    stacked arrays, for ``boostax.on_mesh``. Nothing is reduced but loss and metrics.
+
     Args:
       loss_fn: ``loss_fn(params, batch)``, and ``key=``, ``model_state=`` where they are given, and
         ``scales=`` where the state has a loss scale per group (see ``group_boundaries``).
         Returns a scalar loss, or ``(loss, aux)`` with ``has_aux``; see ``Aux``.
-      axis_name: replica axis (or axes) of the surrounding ``shard_map`` or ``pmap``.
+      axis_name: replica axis (or axes), of the surrounding ``shard_map`` or ``pmap`` or of
+        ``mesh``.
+      mesh: for plain ``jit``: the mesh over whose replica axes the loss is to be mapped.
       policy: precision policy applied to ``loss_fn``: see ``boostax.policy``.
       microbatches: split the batch and scan: see ``boostax.microbatch``.
       has_aux: as in ``jax.value_and_grad``.
@@ -93,18 +103,19 @@ def value_and_grad(
         params: PyTree, opt_state: PyTree, batch: PyTree, *, active: PyTree = True, **kwargs: Any
     ) -> tuple[Any, PyTree]:
         axes.require_bound(names, who)
+        scale, scales = loss_scale(opt_state), group_scales(opt_state)
+        return local(params, batch, scale, _given(kwargs | {"scales": scales}), active)
+
+    def local(
+        params: PyTree, batch: PyTree, scale: jax.Array, given: dict[str, Any], active: PyTree
+    ) -> tuple[Any, PyTree]:
         sliced = microbatch(
             functools.partial(evaluate, _active(active, params)),
             count,
             has_aux=True,
             accumulator_dtype=accumulator_dtype,
         )
-        (loss, aux), grads = sliced(
-            axes.to_varying(params, names),
-            batch,
-            loss_scale(opt_state),
-            **_given(kwargs | {"scales": group_scales(opt_state)}),
-        )
+        (loss, aux), grads = sliced(axes.to_varying(params, names), batch, scale, **given)
         if names:
             loss, aux, grads = _over_replicas(loss, aux, grads, names)
         return ((loss, aux) if has_aux else loss), grads
@@ -116,16 +127,17 @@ def value_and_grad(
             loss = drop_empty(loss, jnp.asarray(weight))
         return (loss, Aux(weight)), ()
 
+    def loss_of(params: PyTree, batch: PyTree, given: dict[str, Any]) -> jax.Array:
+        sliced = microbatch(forward, count, has_aux=True)
+        (loss, aux), _ = sliced(axes.to_varying(params, names), batch, **given)
+        return _over_replicas(loss, aux, (), names)[0] if names else loss
+
     def loss_at(batch: PyTree, **kwargs: Any) -> Callable[[PyTree], jax.Array]:
-        def value_fn(params: PyTree) -> jax.Array:
-            sliced = microbatch(forward, count, has_aux=True)
-            local = axes.to_varying(params, names)
-            (loss, aux), _ = sliced(local, batch, **_given(kwargs))
-            return _over_replicas(loss, aux, (), names)[0] if names else loss
+        return lambda params: loss_of(params, batch, _given(kwargs))
 
-        return value_fn
-
-    return Oracle(gradients, loss_at)
+    if mesh is None:
+        return Oracle(gradients, loss_at)
+    return _on_mesh(mesh, names, local, loss_of)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -143,6 +155,70 @@ class Oracle:
     def __call__(self, *args: Any, **kwargs: Any) -> tuple[Any, PyTree]:
         """``(loss, grads)``, or ``((loss, aux), grads)``."""
         return self.gradients(*args, **kwargs)
+
+
+def _on_mesh(
+    mesh: Mesh, names: tuple[str, ...], local: Callable[..., Any], loss_of: Callable[..., Any]
+) -> Oracle:
+    """The oracle of global arrays: its named-axis form, mapped over the replica axes alone."""
+    rows, whole = PartitionSpec(names), PartitionSpec()
+
+    def mapped(fn: Callable[..., Any], in_specs: Any, out_specs: Any) -> Callable[..., Any]:
+        how: Any = {"mesh": mesh, "axis_names": set(names)}
+        return jax.shard_map(fn, in_specs=in_specs, out_specs=out_specs, **how)
+
+    def of_one(params: PyTree, given: dict[str, Any]) -> tuple[PyTree, dict[str, Any]]:
+        """What a replica has of the params, and its own key."""
+        if is_per_replica(params):
+            params = jax.tree.map(lambda x: x[0], params.local)
+        if "key" in given:
+            given = given | {"key": jax.random.fold_in(given["key"], axes.index(names))}
+        return params, given
+
+    def gradients(
+        params: PyTree, opt_state: PyTree, batch: PyTree, *, active: PyTree = True, **kwargs: Any
+    ) -> tuple[Any, PyTree]:
+        given = _given(kwargs | {"scales": group_scales(opt_state)})
+        choice = active if isinstance(active, Choice) else None
+
+        def each(params: PyTree, batch: PyTree, scale: jax.Array, given: Any, at: Any) -> Any:
+            params, given = of_one(params, given)
+            chosen = active if choice is None else choice._replace(at=at)
+            value, grads = local(params, batch, scale, given, chosen)
+            return value, jax.tree.map(lambda g: g[None], grads)
+
+        at = None if choice is None else choice.at
+        params, spec = _gathered(mesh, names, params)
+        run = mapped(each, (spec, rows, whole, whole, whole), (whole, rows))
+        value, grads = run(params, batch, loss_scale(opt_state), given, at)
+        return value, PerReplica(grads)
+
+    def loss_at(batch: PyTree, **kwargs: Any) -> Callable[[PyTree], jax.Array]:
+        def value_fn(params: PyTree) -> jax.Array:
+            params, spec = _gathered(mesh, names, params)
+
+            def each(params: PyTree, batch: PyTree, given: dict[str, Any]) -> jax.Array:
+                params, given = of_one(params, given)
+                return loss_of(params, batch, given)
+
+            return mapped(each, (spec, rows, whole), whole)(params, batch, _given(kwargs))
+
+        return value_fn
+
+    return Oracle(gradients, loss_at)
+
+
+def _gathered(mesh: Mesh, names: tuple[str, ...], params: PyTree) -> tuple[PyTree, PartitionSpec]:
+    """Params that are whole on every replica, and how they enter the mapped loss.
+
+    XLA gathers those that are sharded over the replica axes; on an Explicit mesh that is said.
+    """
+    if is_per_replica(params):
+        return params, PartitionSpec(names)
+    if AxisType.Explicit in mesh.axis_types:
+        whole = lambda x: NamedSharding(mesh, without(jax.typeof(x).sharding.spec, names))  # noqa: E731
+        params = jax.tree.map(lambda x: jax.sharding.reshard(x, whole(x)), params)
+    return params, PartitionSpec()
 
 
 def _given(kwargs: dict[str, Any]) -> dict[str, Any]:

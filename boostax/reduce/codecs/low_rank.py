@@ -3,7 +3,7 @@
 import dataclasses
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -11,7 +11,7 @@ import optax
 from jax import lax
 
 from boostax._core.gate import branch
-from boostax.reduce.codecs.base import Message, PerLeaf, packed, unpacked, unsent
+from boostax.reduce.codecs.base import Message, PerLeaf, unsent
 
 PyTree = Any
 
@@ -46,6 +46,7 @@ class PowerSgd:
 
     rank: int
     seed: int
+    whole: ClassVar[bool] = True
 
     def init(self, leaves: Sequence[jax.ShapeDtypeStruct]) -> Factors:
         """Random factors, the same on all replicas."""
@@ -122,7 +123,7 @@ def _projected(
     """``(means, sent, factors)`` of one all-reduce of all factors."""
     product = lambda a, b: jnp.matmul(a, b, precision=lax.Precision.HIGHEST)  # noqa: E731
     own = [product(m, q) for m, q in zip(matrices, bases, strict=True)]
-    factors = unpacked(lax.pmean(packed(own), names), own)
+    factors = lax.pmean(own, names)
     means = [product(p, q.T) for p, q in zip(factors, bases, strict=True)]
     sent = [product(p, q.T) for p, q in zip(own, bases, strict=True)]
     return means, sent, factors

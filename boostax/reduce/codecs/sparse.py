@@ -3,7 +3,7 @@
 import dataclasses
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -33,6 +33,7 @@ class Largest:
     threshold: float | None = None
     relative: bool = False
     value_dtype: np.dtype[Any] | None = None
+    whole: ClassVar[bool] = False
 
     def init(self, leaves: Sequence[jax.ShapeDtypeStruct]) -> PyTree:
         """Nothing to keep."""
@@ -92,6 +93,7 @@ class Random:
     density: float
     unbiased: bool
     seed: int
+    whole: ClassVar[bool] = False
 
     def init(self, leaves: Sequence[jax.ShapeDtypeStruct]) -> jax.Array:
         """The key, the same on all replicas."""
@@ -142,7 +144,7 @@ def _at(x: jax.Array, places: jax.Array) -> Any:
 
 
 def _put(shape: tuple[int, ...], values: jax.Array, places: jax.Array) -> jax.Array:
-    zeros = jnp.zeros(shape, jnp.promote_types(values.dtype, jnp.float32))
+    zeros = _zeros(shape, values)
     return _at(zeros, places).set(values.astype(zeros.dtype), unique_indices=True)
 
 
@@ -152,10 +154,14 @@ def _added(shape: tuple[int, ...], values: jax.Array, places: jax.Array) -> jax.
     All at once would leave the order of equal places to the hardware, and the replicas would drift
     apart by rounding.
     """
-    zeros = jnp.zeros(shape, jnp.promote_types(values.dtype, jnp.float32))
 
     def add(total: jax.Array, theirs: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, None]:
         v, i = theirs
         return _at(total, i).add(v.astype(total.dtype), unique_indices=True), None
 
-    return lax.scan(add, zeros, (values, places))[0]
+    return lax.scan(add, _zeros(shape, values), (values, places))[0]
+
+
+def _zeros(shape: tuple[int, ...], values: jax.Array) -> jax.Array:
+    """In f32 or wider, and varying over the axes over which the values do."""
+    return axes.unify(jnp.zeros(shape, jnp.promote_types(values.dtype, jnp.float32)), values)

@@ -1,0 +1,277 @@
+"""Where arrays live on a mesh, and how what is written for one replica runs on global arrays.
+
+In plain ``jit`` the gradients that are local to a replica are a ``PerReplica`` of stacked arrays,
+``[n, ...]``, sharded over the replica axes. ``Placement.each`` maps code for one replica over that
+dimension by ``jax.vmap``: what differs per replica is batched, everything else is an ordinary
+global array, however XLA shards it. A sum over the replicas becomes a sum over the first dimension,
+which XLA makes an all-reduce or a reduce-scatter; a predicate that was agreed on is not batched, so
+a branch stays a branch. What exchanges more than sums leaves the mapping again and sees the shards
+of each device (``on_shards``).
+"""
+
+import contextlib
+import contextvars
+import dataclasses
+import functools
+import math
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.custom_batching import custom_vmap
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+
+from boostax._core import checks, trees
+from boostax._core.replicas import PerReplica, is_per_replica, specs_like, without
+
+PyTree = Any
+Path = tuple[Any, ...]
+
+_HERE: contextvars.ContextVar["Placement | None"] = contextvars.ContextVar("here", default=None)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Placement:
+    """A mesh, its replica axes, and how the params are sharded over the others.
+
+    Attributes:
+      mesh: all its devices.
+      names: the replica axes, over which the batch is split.
+      specs: of each param by its path.
+    """
+
+    mesh: Mesh
+    names: tuple[str, ...]
+    specs: Mapping[Path, PartitionSpec]
+
+    @property
+    def replicas(self) -> int:
+        """Their number."""
+        return math.prod(self.mesh.shape[name] for name in self.names)
+
+    @functools.cached_property
+    def auto_mesh(self) -> Mesh:
+        """The same devices with all sharding left to XLA."""
+        kinds = (AxisType.Auto,) * len(self.mesh.axis_names)
+        return Mesh(self.mesh.devices, self.mesh.axis_names, axis_types=kinds)
+
+    def each(self, fn: Callable[..., PyTree], *args: PyTree) -> PyTree:
+        """``fn`` for every replica at once, with the replica axes as named axes.
+
+        Args:
+          fn: sees every ``PerReplica`` in its arguments as one replica has it, all else whole, and
+            marks what of its result differs from replica to replica in the same way.
+          *args: global arrays.
+
+        Returns:
+          The result, its ``PerReplica`` stacked.
+
+        Raises:
+          ValueError: what is not marked differs from replica to replica.
+        """
+        stacked, shared, tree = _apart(args)
+        found: list[Any] = []
+
+        def one(stacked: PyTree, shared: PyTree) -> tuple[PyTree, PyTree]:
+            with _at(self):
+                local, common, result = _apart(fn(*_joined(stacked, shared, tree)))
+            _require_common(common)
+            found.append(result)
+            return local, common
+
+        sizes = [self.mesh.shape[name] for name in self.names]
+        for name in reversed(self.names):
+            one = jax.vmap(
+                one,
+                in_axes=(0, None),
+                out_axes=(0, None),
+                axis_name=name,
+                axis_size=self.mesh.shape[name],
+                spmd_axis_name=name,
+            )
+        split = lambda x: x.reshape(*sizes, *x.shape[1:])  # noqa: E731
+        merged = lambda x: x.reshape(-1, *x.shape[len(sizes) :])  # noqa: E731
+        local, common = one(jax.tree.map(split, stacked), shared)
+        return _joined(jax.tree.map(merged, local), common, found[-1])
+
+    def shards(self, path: Path, who: str) -> PartitionSpec:
+        """How the gradient of a param is sharded within a replica."""
+        if len(self.names) == len(self.mesh.axis_names):
+            return PartitionSpec()
+        if path not in self.specs:
+            raise ValueError(
+                f"{who}: gradients must have the params' paths where a mesh has axes besides "
+                f"{', '.join(self.names)}, got one at {trees.path_name(path)!r}. Put the reduction "
+                "outside whatever renames or flattens them."
+            )
+        return without(self.specs[path], self.names)
+
+    def pinned(self, fn: Callable[..., PyTree], specs: PyTree) -> Callable[..., PyTree]:
+        """``fn`` on arrays whose sharding is XLA's, with results that are sharded as said.
+
+        On an Explicit mesh code that knows nothing of shardings does not pass JAX's typing.
+        """
+        if AxisType.Explicit not in self.mesh.axis_types:
+            return lambda *args: _map_specs(
+                lambda spec, x: lax.with_sharding_constraint(x, NamedSharding(self.mesh, spec)),
+                specs,
+                fn(*args),
+            )
+        return jax.sharding.auto_axes(fn, out_sharding=self.shardings(specs))
+
+    def shardings(self, specs: PyTree) -> PyTree:
+        """Of arrays with these specs."""
+        return _map_specs(lambda spec: NamedSharding(self.mesh, spec), specs)
+
+
+def on_shards(
+    who: str, names: tuple[str, ...], update: Callable[..., tuple[PyTree, PyTree]]
+) -> Callable[..., tuple[PyTree, PyTree]]:
+    """A reduction's ``update`` that runs on the shards of every device.
+
+    In a named-axis region it is ``update`` itself. Within ``Placement.each`` it leaves the mapping,
+    as ``jax.shard_map`` over all axes of the mesh: nothing is gathered, and what it sends are
+    shards. Its updates have the types of the gradients, its state the types of the old one.
+    """
+
+    def placed(
+        updates: PyTree, state: PyTree, params: PyTree = None, **extra: Any
+    ) -> tuple[PyTree, PyTree]:
+        here = _HERE.get()
+        if here is None:
+            return update(updates, state, params, **extra)
+        if set(names) != set(here.names):
+            raise ValueError(
+                checks.message(who, "axis_name", f"all replica axes {here.names}", names, "")
+            )
+        leaves = jax.tree_util.tree_leaves_with_path(updates)
+        owners = {path: (x.shape, here.shards(path, who)) for path, x in leaves}
+        specs = jax.tree.unflatten(
+            jax.tree.structure(updates), [spec for _, spec in owners.values()]
+        )
+        own, shared, tree = _apart(state)
+        own_specs, shared_specs, _ = _apart(specs_like(owners, state, here.names))
+
+        def named(local: PyTree, shared: PyTree) -> tuple[PyTree, PyTree, PyTree]:
+            grads, own = local
+            with _at(None):
+                means, new = update(grads, _joined(own, shared, tree))
+            return means, *_apart(new)[:2]
+
+        def mapped(local: PyTree, shared: PyTree) -> tuple[PyTree, PyTree, PyTree]:
+            means, own, shared = named(jax.tree.map(lambda x: x[0], local), shared)
+            return means, jax.tree.map(lambda x: x[None], own), shared
+
+        lead = lambda spec: PartitionSpec(here.names, *spec)  # noqa: E731
+        island = jax.shard_map(
+            mapped,
+            mesh=here.auto_mesh,
+            in_specs=((_map_specs(lead, specs), own_specs), shared_specs),
+            out_specs=(specs, own_specs, shared_specs),
+        )
+
+        def stacked(local: PyTree, shared: PyTree) -> tuple[PyTree, PyTree, PyTree]:
+            rank = len(here.names)
+            merged = jax.tree.map(lambda x: x.reshape(-1, *x.shape[rank:]), local)
+            means, own, shared = island(merged, shared)
+            sizes = [here.mesh.shape[name] for name in here.names]
+            return means, jax.tree.map(lambda x: x.reshape(*sizes, *x.shape[1:]), own), shared
+
+        run = _lifted(list(reversed(here.names)), named, stacked)
+        means, own, shared = run((updates, own), shared)
+        return means, _joined(own, shared, tree)
+
+    return placed
+
+
+Run = Callable[[PyTree, PyTree], tuple[PyTree, PyTree, PyTree]]
+
+
+def _lifted(names: list[str], named: Run, stacked: Run) -> Run:
+    """``stacked`` of what all replicas have, called where each has its own.
+
+    Every ``jax.vmap``, the innermost first, hands its stacked arguments to the rule.
+    """
+    if not names:
+        return stacked
+    name, *rest = names
+
+    @custom_vmap
+    def call(local: PyTree, shared: PyTree) -> tuple[PyTree, PyTree, PyTree]:
+        return named(local, shared)
+
+    outer = jax.vmap(named, in_axes=(0, None), out_axes=(None, 0, None), axis_name=name)
+
+    @call.def_vmap
+    def rule(size: int, batched: Any, local: PyTree, shared: PyTree) -> tuple[PyTree, PyTree]:
+        whole = lambda x, b: x if b else jnp.broadcast_to(x[None], (size, *x.shape))  # noqa: E731
+        local = jax.tree.map(whole, local, batched[0])
+        assert not any(jax.tree.leaves(batched[1])), "what the replicas share differs"
+        result = _lifted(rest, outer, stacked)(local, shared)
+        marks = (False, True, False)
+        return result, tuple(
+            jax.tree.map(lambda _, mark=mark: mark, part)
+            for part, mark in zip(result, marks, strict=True)
+        )
+
+    return call
+
+
+def _map_specs(fn: Callable[..., Any], specs: PyTree, *others: PyTree) -> PyTree:
+    return jax.tree.map(fn, specs, *others, is_leaf=lambda x: isinstance(x, PartitionSpec))
+
+
+@contextlib.contextmanager
+def _at(placement: Placement | None) -> Iterator[None]:
+    token = _HERE.set(placement)
+    try:
+        yield
+    finally:
+        _HERE.reset(token)
+
+
+def _apart(tree: PyTree) -> tuple[list[PyTree], list[PyTree], Any]:
+    """What every ``PerReplica`` holds, all other leaves, and how they belong together."""
+    leaves, structure = jax.tree.flatten(tree, is_leaf=_marked)
+    own = [x.local if is_per_replica(x) else None for x in leaves]
+    return own, [None if is_per_replica(x) else x for x in leaves], structure
+
+
+def _marked(node: Any) -> bool:
+    return is_per_replica(node) or isinstance(node, PartitionSpec)
+
+
+def _joined(own: list[PyTree], shared: list[PyTree], structure: Any) -> PyTree:
+    pairs = zip(own, shared, strict=True)
+    return structure.unflatten([PerReplica(a) if b is None else b for a, b in pairs])
+
+
+def _require_common(shared: list[PyTree]) -> None:
+    """Refuse what differs from replica to replica and does not say so."""
+    for x in jax.tree.leaves(shared):
+        if _differs(x):
+            raise ValueError(
+                "on_mesh: params and updates must be the same on all replicas, got some that "
+                f"differ (shape {x.shape}). Put a reduction, such as boostax.all_reduce, first in "
+                "the innermost chain."
+            )
+
+
+def _differs(x: Any) -> bool:
+    """Whether a value is batched where it stands."""
+    seen: list[bool] = []
+
+    @custom_vmap
+    def look(x: jax.Array) -> jax.Array:
+        return x
+
+    @look.def_vmap
+    def rule(size: int, batched: Any, x: jax.Array) -> tuple[jax.Array, bool]:
+        del size
+        seen.append(batched[0])
+        return x, batched[0]
+
+    look(x)
+    return any(seen)
