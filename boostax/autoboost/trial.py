@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 import optax
-from jax.sharding import Mesh, PartitionSpec
+from jax.sharding import Mesh
 
 from boostax._core import axes, checks, costs, trees
 from boostax.autoboost.build import Boost
@@ -65,24 +65,13 @@ class Setting:
     def _loss(self) -> Callable[..., jax.Array]:
         plain = self.plain
 
-        def loss(params: PyTree, model_state: PyTree, key: Any, batch: PyTree) -> jax.Array:
-            if key is not None and plain.names:
-                key = jax.random.fold_in(key, jax.lax.axis_index(plain.names))
-            return plain.oracle.loss_at(batch, key=key, model_state=model_state)(params)
+        mesh = None if plain.placing is None else plain.placing.mesh
+        oracle = plain.oracle if mesh is None else plain.oracle.over(mesh)
 
-        if plain.placing is None:
-            return jax.jit(loss)
-        alike = PartitionSpec()
-        specs = plain.placing.of_params(own=False), alike, alike, PartitionSpec(plain.names)
-        return jax.jit(
-            jax.shard_map(
-                loss,
-                mesh=plain.placing.mesh,
-                in_specs=specs,
-                out_specs=alike,
-                check_vma=plain.check_vma,
-            )
-        )
+        def loss(params: PyTree, model_state: PyTree, key: Any, batch: PyTree) -> jax.Array:
+            return oracle.loss_at(batch, key=key, model_state=model_state)(params)
+
+        return jax.jit(loss)
 
 
 class Costs(NamedTuple):

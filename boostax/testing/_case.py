@@ -27,6 +27,7 @@ class Case:
       own_params: it keeps params of its own on every replica.
       skips: it skips steps whose gradients are not finite.
       distributed: it has a meaning inside a mapped function.
+      by_shard: it treats each shard of a leaf as a leaf by itself.
       calls: calls per change of the params.
       skip_calls: calls from a bad gradient to the moment when the skip is decided.
       skip_view: the part of the state that a skip must leave bit for bit alone.
@@ -39,6 +40,7 @@ class Case:
     own_params: bool = False
     skips: bool = False
     distributed: bool = True
+    by_shard: bool = False
     calls: int = 1
     skip_calls: int = 1
     skip_view: Callable[[Any], PyTree] = lambda state: state.inner_state

@@ -11,8 +11,9 @@ import optax
 from jax.core import Tracer
 from jax.sharding import Mesh, PartitionSpec
 
-from boostax._core import trees
+from boostax._core import axes, trees
 from boostax._core.gate import outermost_passed, passed
+from boostax._core.placement import Placement
 from boostax._core.replicas import (
     PerReplica,
     enter_replica,
@@ -25,9 +26,9 @@ from boostax.precision.finite import all_finite
 from boostax.precision.policy import Policy
 from boostax.train.apply import apply_gradients, metrics
 from boostax.train.depths import Depths
+from boostax.train.on_mesh import placed_on
 from boostax.train.oracle import Oracle
 from boostax.train.placing import Placing
-from boostax.train.sharing import run_shared
 from boostax.train.state import TrainState
 
 PyTree = Any
@@ -245,18 +246,23 @@ class TrainStep:
         key = kind, depth, structure
         if key not in self._compiled:
             specs: Any = None
+            placement: Placement | None = None
             if self.placing is not None:
                 specs = self.placing.specs(state)
+                placement = self.placing.placement(state.params)
                 if depth is not None:
                     each = jax.tree.broadcast(specs, state)
                     specs = self._depths(state, structure).part(depth).take(each)
-            inside = specs and specs.opt_state
             run: Any = functools.partial(
-                self._step if kind == "step" else self._flush, depth, inside
+                self._step if kind == "step" else self._flush, depth, placement
             )
-            if self.mesh is not None:
+            of_step = kind == "step"
+            where: Any = None
+            if placement is not None:
+                where = placement.shardings(jax.tree.broadcast(specs, state))
+                where = (where, None) if of_step else where
+            elif self.mesh is not None:
                 batch = PartitionSpec(self.names)
-                of_step = kind == "step"
                 run = jax.shard_map(
                     run,
                     mesh=self.mesh,
@@ -264,29 +270,29 @@ class TrainStep:
                     out_specs=(specs, PartitionSpec()) if of_step else specs,
                     check_vma=self.check_vma,
                 )
-            self._compiled[key] = jax.jit(run, donate_argnums=0)
+            self._compiled[key] = jax.jit(run, donate_argnums=0, out_shardings=where)
         return self._compiled[key]
 
     def _step(
-        self, depth: int | None, specs: PyTree, state: TrainState, batch: PyTree
+        self, depth: int | None, placement: Placement | None, state: TrainState, batch: PyTree
     ) -> tuple[TrainState, dict[str, jax.Array]]:
-        params, opt_state = _entered(state)
+        tx, oracle = self.tx, self.oracle
+        if placement is not None:
+            tx = placed_on(tx, placement, self.shard_optimizer)
+            oracle = oracle.over(placement.mesh)
+        params, opt_state = _entered(state, placement)
         active: PyTree = True
         extra: dict[str, Any] = {} if depth is None else {"depth": depth}
         if isinstance(self.tx, ScheduledFreeze):
             choice = depth is None
             active = self.tx.choice(params, opt_state) if choice else self.tx.active(params, depth)
-        given = {"key": self._call_key(state), "model_state": state.model_state}
-        value, grads = self.oracle(params, opt_state, batch, active=active, **given)
+        given = {"key": self._call_key(state, placement), "model_state": state.model_state}
+        value, grads = oracle(params, opt_state, batch, active=active, **given)
         loss, aux = (value[0], as_aux(value[1])) if self.has_aux else (value, Aux())
         # For line searches; where nobody calls it, nothing of it is compiled.
-        extra |= {"value": loss, "value_fn": self.oracle.loss_at(batch, **given)}
+        extra |= {"value": loss, "value_fn": oracle.loss_at(batch, **given)}
         extra |= {} if aux.weight is None else {"weight": aux.weight}
-
-        def run(params: PyTree, opt_state: PyTree, **more: Any) -> tuple[PyTree, PyTree]:
-            return apply_gradients(self.tx, grads, opt_state, params, **extra, **more)
-
-        params, opt_state = self._run(run, params, opt_state, specs)
+        params, opt_state = apply_gradients(tx, grads, opt_state, params, **extra)
         model_state = state.model_state
         if model_state is not None and aux.model_state is not None:
             # A skipped step never happened, and an overflow in the forward pass reaches the
@@ -295,34 +301,30 @@ class TrainStep:
             model_state = jax.tree.map(
                 lambda new, old: jnp.where(keep, new, old), aux.model_state, model_state
             )
-        new_state = _left(state, params, opt_state)._replace(
+        new_state = _left(state, params, opt_state, placement)._replace(
             step=optax.safe_increment(state.step), model_state=model_state
         )
         reported = {"loss": loss, "applied": passed(opt_state), **metrics(opt_state)}
         return new_state, _named(aux.metrics) | reported
 
-    def _flush(self, depth: int | None, specs: PyTree, state: TrainState) -> TrainState:
-        params, opt_state = _entered(state)
+    def _flush(
+        self, depth: int | None, placement: Placement | None, state: TrainState
+    ) -> TrainState:
+        tx = self.tx
+        if placement is not None:
+            tx = placed_on(tx, placement, self.shard_optimizer)
+        params, opt_state = _entered(state, placement)
         extra = {} if depth is None else {"depth": depth}
+        return _left(state, *flush(tx, opt_state, params, **extra), placement)
 
-        def run(params: PyTree, opt_state: PyTree, **more: Any) -> tuple[PyTree, PyTree]:
-            return flush(self.tx, opt_state, params, **extra, **more)
-
-        return _left(state, *self._run(run, params, opt_state, specs, always=True))
-
-    def _run(
-        self, run: Any, params: PyTree, opt_state: PyTree, specs: PyTree, always: bool = False
-    ) -> tuple[PyTree, PyTree]:
-        if not self.shard_optimizer:
-            return run(params, opt_state)
-        shared = lambda params, opt_state, share: run(params, opt_state, share=share)  # noqa: E731
-        return run_shared(shared, params, opt_state, specs, self.names, always)
-
-    def _call_key(self, state: TrainState) -> jax.Array | None:
+    def _call_key(self, state: TrainState, placement: Placement | None) -> jax.Array | None:
         if state.key is None:
             return None
         key = jax.random.fold_in(state.key, state.step)
-        return jax.random.fold_in(key, jax.lax.axis_index(self.names)) if self.names else key
+        if placement is not None or not self.names:
+            # On global arrays it is the oracle that gives every replica its own.
+            return key
+        return jax.random.fold_in(key, axes.index(self.names))
 
 
 @jax.jit
@@ -331,16 +333,21 @@ def _mean_of_replicas(params: PerReplica) -> PyTree:
     return jax.tree.map(lambda x: x[0] + (x - x[:1]).mean(0), params.local)
 
 
-def _entered(state: TrainState) -> tuple[PyTree, PyTree]:
-    """A replica's params and optimizer state."""
+def _entered(state: TrainState, placement: Placement | None) -> tuple[PyTree, PyTree]:
+    """Params and optimizer state as the step has them: where all of it is mapped, a replica's."""
+    if placement is not None:
+        return state.params, state.opt_state
     params, opt_state = enter_replica((state.params, state.opt_state))
     return (params.local if isinstance(params, PerReplica) else params), opt_state
 
 
-def _left(state: TrainState, params: PyTree, opt_state: PyTree) -> TrainState:
+def _left(
+    state: TrainState, params: PyTree, opt_state: PyTree, placement: Placement | None
+) -> TrainState:
     """The state with new ones."""
-    params = PerReplica(params) if isinstance(state.params, PerReplica) else params
-    params, opt_state = leave_replica((params, opt_state))
+    if placement is None:
+        params = PerReplica(params) if isinstance(state.params, PerReplica) else params
+        params, opt_state = leave_replica((params, opt_state))
     return state._replace(params=params, opt_state=opt_state)
 
 

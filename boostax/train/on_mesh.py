@@ -89,6 +89,7 @@ def placed_on(
         return {path: (x.shape, place.specs.get(path, PartitionSpec())) for path, x in leaves}
 
     def specs(params: PyTree, state: PyTree) -> tuple[PyTree, PyTree]:
+        params, state = _of_one((params, state))
         of_params = owners(params.local if is_per_replica(params) else params)
         like = functools.partial(specs_like, of_params, names=place.names)
         shared_out = place.replicas if shard_optimizer else None
@@ -96,7 +97,7 @@ def placed_on(
 
     def init_fn(params: PyTree) -> PyTree:
         make = lambda p: stack_replicas(tx.init(p), place.replicas)  # noqa: E731
-        of_state = specs(params, jax.eval_shape(tx.init, params))[1]
+        of_state = specs(params, jax.eval_shape(make, params))[1]
         where = place.shardings(of_state)
         return jax.jit(place.pinned(make, of_state), out_shardings=where)(params)
 
@@ -136,7 +137,7 @@ def placed_on(
         return run(close, params, state, state, params)
 
     def run(change: Any, params: PyTree, state: PyTree, *args: PyTree) -> tuple[PyTree, PyTree]:
-        of_params, of_state = specs(params, _of_one(state))
+        of_params, of_state = specs(params, state)
         mapped = functools.partial(place.each, change)
         return place.pinned(mapped, (of_params, of_state))(*args)
 

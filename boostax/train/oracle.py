@@ -135,9 +135,8 @@ def value_and_grad(
     def loss_at(batch: PyTree, **kwargs: Any) -> Callable[[PyTree], jax.Array]:
         return lambda params: loss_of(params, batch, _given(kwargs))
 
-    if mesh is None:
-        return Oracle(gradients, loss_at)
-    return _on_mesh(mesh, names, local, loss_of)
+    oracle = Oracle(gradients, loss_at, names, local, loss_of)
+    return oracle if mesh is None else oracle.over(mesh)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -147,78 +146,81 @@ class Oracle:
     Attributes:
       gradients: the function itself, which a call of the oracle calls.
       loss_at: from a batch to its loss as a function of the params.
+      names: the replica axes.
+      local: gradients and loss of one replica, from the scale and what the loss is given besides.
+      loss_of: the loss alone.
     """
 
     gradients: Callable[..., tuple[Any, PyTree]]
     loss_at: Callable[..., Callable[[PyTree], jax.Array]]
+    names: tuple[str, ...]
+    local: Callable[..., tuple[Any, PyTree]]
+    loss_of: Callable[..., jax.Array]
 
     def __call__(self, *args: Any, **kwargs: Any) -> tuple[Any, PyTree]:
         """``(loss, grads)``, or ``((loss, aux), grads)``."""
         return self.gradients(*args, **kwargs)
 
+    def over(self, mesh: Mesh) -> "Oracle":
+        """The same on global arrays, mapped over the replica axes of a mesh alone."""
+        rows, whole = PartitionSpec(self.names), PartitionSpec()
 
-def _on_mesh(
-    mesh: Mesh, names: tuple[str, ...], local: Callable[..., Any], loss_of: Callable[..., Any]
-) -> Oracle:
-    """The oracle of global arrays: its named-axis form, mapped over the replica axes alone."""
-    rows, whole = PartitionSpec(names), PartitionSpec()
+        def mapped(fn: Callable[..., Any], params: PyTree, out_specs: Any) -> Callable[..., Any]:
+            first = rows if is_per_replica(params) else whole
+            how: Any = {"mesh": mesh, "axis_names": set(self.names)}
+            specs = (first, rows, whole)
+            return jax.shard_map(fn, in_specs=specs, out_specs=out_specs, **how)
 
-    def mapped(fn: Callable[..., Any], in_specs: Any, out_specs: Any) -> Callable[..., Any]:
-        how: Any = {"mesh": mesh, "axis_names": set(names)}
-        return jax.shard_map(fn, in_specs=in_specs, out_specs=out_specs, **how)
+        def own(params: PyTree, given: dict[str, Any]) -> tuple[PyTree, dict[str, Any]]:
+            """What a replica has of the params, and its key."""
+            if is_per_replica(params):
+                params = jax.tree.map(lambda x: x[0], params.local)
+            if "key" in given:
+                key = jax.random.fold_in(given["key"], axes.index(self.names))
+                given = given | {"key": key}
+            return params, given
 
-    def of_one(params: PyTree, given: dict[str, Any]) -> tuple[PyTree, dict[str, Any]]:
-        """What a replica has of the params, and its own key."""
-        if is_per_replica(params):
-            params = jax.tree.map(lambda x: x[0], params.local)
-        if "key" in given:
-            given = given | {"key": jax.random.fold_in(given["key"], axes.index(names))}
-        return params, given
+        def gradients(
+            params: PyTree, opt_state: PyTree, batch: PyTree, *, active: PyTree = True, **kw: Any
+        ) -> tuple[Any, PyTree]:
+            given = _given(kw | {"scales": group_scales(opt_state)})
+            at = active.at if isinstance(active, Choice) else None
 
-    def gradients(
-        params: PyTree, opt_state: PyTree, batch: PyTree, *, active: PyTree = True, **kwargs: Any
-    ) -> tuple[Any, PyTree]:
-        given = _given(kwargs | {"scales": group_scales(opt_state)})
-        choice = active if isinstance(active, Choice) else None
+            def each(params: PyTree, batch: PyTree, more: Any) -> tuple[Any, PyTree]:
+                scale, at, given = more
+                params, given = own(params, given)
+                chosen = active if at is None else active._replace(at=at)
+                value, grads = self.local(params, batch, scale, given, chosen)
+                return value, jax.tree.map(lambda g: g[None], grads)
 
-        def each(params: PyTree, batch: PyTree, scale: jax.Array, given: Any, at: Any) -> Any:
-            params, given = of_one(params, given)
-            chosen = active if choice is None else choice._replace(at=at)
-            value, grads = local(params, batch, scale, given, chosen)
-            return value, jax.tree.map(lambda g: g[None], grads)
+            run = mapped(each, params, (whole, rows))
+            more = loss_scale(opt_state), at, given
+            value, grads = run(_gathered(mesh, self.names, params), batch, more)
+            return value, PerReplica(grads)
 
-        at = None if choice is None else choice.at
-        params, spec = _gathered(mesh, names, params)
-        run = mapped(each, (spec, rows, whole, whole, whole), (whole, rows))
-        value, grads = run(params, batch, loss_scale(opt_state), given, at)
-        return value, PerReplica(grads)
-
-    def loss_at(batch: PyTree, **kwargs: Any) -> Callable[[PyTree], jax.Array]:
-        def value_fn(params: PyTree) -> jax.Array:
-            params, spec = _gathered(mesh, names, params)
-
+        def loss_at(batch: PyTree, **kw: Any) -> Callable[[PyTree], jax.Array]:
             def each(params: PyTree, batch: PyTree, given: dict[str, Any]) -> jax.Array:
-                params, given = of_one(params, given)
-                return loss_of(params, batch, given)
+                params, given = own(params, given)
+                return self.loss_of(params, batch, given)
 
-            return mapped(each, (spec, rows, whole), whole)(params, batch, _given(kwargs))
+            def value_fn(params: PyTree) -> jax.Array:
+                run = mapped(each, params, whole)
+                return run(_gathered(mesh, self.names, params), batch, _given(kw))
 
-        return value_fn
+            return value_fn
 
-    return Oracle(gradients, loss_at)
+        return dataclasses.replace(self, gradients=gradients, loss_at=loss_at)
 
 
-def _gathered(mesh: Mesh, names: tuple[str, ...], params: PyTree) -> tuple[PyTree, PartitionSpec]:
-    """Params that are whole on every replica, and how they enter the mapped loss.
+def _gathered(mesh: Mesh, names: tuple[str, ...], params: PyTree) -> PyTree:
+    """Params that are whole on every replica.
 
     XLA gathers those that are sharded over the replica axes; on an Explicit mesh that is said.
     """
-    if is_per_replica(params):
-        return params, PartitionSpec(names)
-    if AxisType.Explicit in mesh.axis_types:
-        whole = lambda x: NamedSharding(mesh, without(jax.typeof(x).sharding.spec, names))  # noqa: E731
-        params = jax.tree.map(lambda x: jax.sharding.reshard(x, whole(x)), params)
-    return params, PartitionSpec()
+    if is_per_replica(params) or AxisType.Explicit not in mesh.axis_types:
+        return params
+    whole = lambda x: NamedSharding(mesh, without(jax.typeof(x).sharding.spec, names))  # noqa: E731
+    return jax.tree.map(lambda x: jax.sharding.reshard(x, whole(x)), params)
 
 
 def _given(kwargs: dict[str, Any]) -> dict[str, Any]:

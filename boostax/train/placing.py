@@ -12,7 +12,8 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from boostax._core import trees
 from boostax._core.place import on_host, own_rows, place, place_rows
-from boostax._core.replicas import PerReplica, owns_params, stack_replicas, state_specs
+from boostax._core.placement import Placement
+from boostax._core.replicas import PerReplica, owns_params, stack_replicas, state_specs, without
 from boostax.train.state import TrainState
 
 PyTree = Any
@@ -78,37 +79,57 @@ class Placing:
             return jax.tree.map(lambda _: NamedSharding(self.mesh, spec), part)
 
         # The specs are a prefix: one of them may stand for a whole tree of params.
-        return jax.tree.map(
-            of_part, self.specs(state), state, is_leaf=lambda x: isinstance(x, PartitionSpec)
-        )
+        return jax.tree.map(of_part, self.specs(state), state, is_leaf=_is_spec)
 
     def specs(self, state: TrainState) -> TrainState:
-        """Of a placed state, for ``jax.shard_map``."""
+        """Of a placed state."""
         replicated = PartitionSpec()
+        of_params = self.of_params(state.params)
         opt_state = state_specs(
             self.tx,
             local_shapes(state),
             self.names,
-            param_specs=self.param_specs,
+            param_specs=of_params,
             replicas=self.replicas,
             shard_optimizer=self.shard_optimizer,
         )
+        if isinstance(state.params, PerReplica):
+            lead = lambda spec: PartitionSpec(self.names, *without(spec, self.names))  # noqa: E731
+            of_params = PerReplica(jax.tree.map(lead, of_params, is_leaf=_is_spec))
         return TrainState(
             step=replicated,
-            params=self.of_params(isinstance(state.params, PerReplica)),
+            params=of_params,
             opt_state=opt_state,
             model_state=replicated,
             key=replicated,
         )
 
-    def of_params(self, own: bool) -> PyTree:
-        """Specs of the params, which may be each replica's own."""
-        specs = PartitionSpec() if self.param_specs is None else self.param_specs
-        if not own:
-            return specs
-        is_spec = lambda x: isinstance(x, PartitionSpec)  # noqa: E731
-        lead = lambda spec: PartitionSpec(self.names, *spec)  # noqa: E731
-        return PerReplica(jax.tree.map(lead, specs, is_leaf=is_spec))
+    def of_params(self, params: PyTree) -> PyTree:
+        """The spec of each param: as it was asked for, or else as they come."""
+        own = isinstance(params, PerReplica)
+        params = params.local if own else params
+        if self.param_specs is not None:
+            return self.param_specs
+
+        def found(x: Any) -> PartitionSpec:
+            sharding = getattr(x, "sharding", None)
+            if not isinstance(sharding, NamedSharding) or sharding.mesh.empty:
+                return PartitionSpec()
+            if sharding.mesh.axis_names != self.mesh.axis_names:
+                return PartitionSpec()
+            return PartitionSpec(*sharding.spec[1:]) if own else sharding.spec
+
+        return jax.tree.map(found, params)
+
+    def placement(self, params: PyTree) -> Placement | None:
+        """Of a step on global arrays; ``None`` where params are whole on every device.
+
+        Then all of the step is mapped, and its collectives are where the trace says.
+        """
+        specs = jax.tree_util.tree_leaves_with_path(self.of_params(params), is_leaf=_is_spec)
+        if not self.shard_optimizer and not any(any(spec) for _, spec in specs):
+            return None
+        return Placement(self.mesh, self.names, dict(specs))
 
     def rows(self, size: int) -> np.ndarray[Any, Any]:
         """Which rows of a batch belong to this process, ascending."""
@@ -139,6 +160,10 @@ class Placing:
             f"{getattr(leaf, 'shape', ())} at {trees.path_name(path) or 'the root'!r}. Pad the "
             "batch and give the padding no weight (boostax.Aux.weight)."
         )
+
+
+def _is_spec(x: Any) -> bool:
+    return isinstance(x, PartitionSpec)
 
 
 def local_shapes(state: TrainState) -> PyTree:

@@ -74,6 +74,7 @@ class Int16:
     same in any order. It goes as an all-to-all and an all-gather, which keep 16 bits everywhere:
     XLA:GPU widens an all-reduce of them to 32.
     """
+
     whole: ClassVar[bool] = False
 
     def init(self, leaves: Sequence[jax.ShapeDtypeStruct]) -> PyTree:
