@@ -6,7 +6,6 @@ from typing import TYPE_CHECKING
 from boostax._core.axes import local_params as local_params
 from boostax._core.groups import prefix_groups as prefix_groups
 from boostax._core.replicas import PerReplica as PerReplica
-from boostax._core.replicas import Sharded as Sharded
 from boostax._core.replicas import enter_replica as enter_replica
 from boostax._core.replicas import leave_replica as leave_replica
 from boostax._core.replicas import reshard_state as reshard_state
@@ -58,8 +57,6 @@ from boostax.reduce.partial import partial_average as partial_average
 from boostax.reduce.quantized import int8_reduce as int8_reduce
 from boostax.reduce.quantized import int16_reduce as int16_reduce
 from boostax.reduce.quantized import sign_reduce as sign_reduce
-from boostax.reduce.shard import ShardOptimizerState as ShardOptimizerState
-from boostax.reduce.shard import shard_optimizer as shard_optimizer
 from boostax.reduce.sparse import random_k_reduce as random_k_reduce
 from boostax.reduce.sparse import threshold_reduce as threshold_reduce
 from boostax.reduce.sparse import top_k_reduce as top_k_reduce

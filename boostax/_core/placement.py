@@ -14,7 +14,7 @@ import contextvars
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Generator, Mapping
 from typing import Any
 
 import jax
@@ -143,9 +143,9 @@ def on_shards(
         if here is None:
             return update(updates, state, params, **extra)
         if set(names) != set(here.names):
-            raise ValueError(
-                checks.message(who, "axis_name", f"all replica axes {here.names}", names, "")
-            )
+            hint = "One reduction serves all of them; adasum has within= for two levels."
+            allowed = f"all replica axes {here.names}"
+            raise ValueError(checks.message(who, "axis_name", allowed, names, hint))
         leaves = jax.tree_util.tree_leaves_with_path(updates)
         owners = {path: (x.shape, here.shards(path, who)) for path, x in leaves}
         specs = jax.tree.unflatten(
@@ -155,32 +155,37 @@ def on_shards(
         own_specs, shared_specs, _ = _apart(specs_like(owners, state, here.names))
 
         def named(local: PyTree, shared: PyTree) -> tuple[PyTree, PyTree, PyTree]:
-            grads, own = local
+            grads, own, _ = local
             with _at(None):
                 means, new = update(grads, _joined(own, shared, tree))
             return means, *_apart(new)[:2]
 
         def mapped(local: PyTree, shared: PyTree) -> tuple[PyTree, PyTree, PyTree]:
-            means, own, shared = named(jax.tree.map(lambda x: x[0], local), shared)
+            means, own, shared = named((*jax.tree.map(lambda x: x[0], local), ()), shared)
             return means, jax.tree.map(lambda x: x[None], own), shared
 
         lead = lambda spec: PartitionSpec(here.names, *spec)  # noqa: E731
         island = jax.shard_map(
             mapped,
             mesh=here.auto_mesh,
-            in_specs=((_map_specs(lead, specs), own_specs), shared_specs),
+            in_specs=(
+                (_map_specs(lead, specs), own_specs, PartitionSpec(here.names)),
+                shared_specs,
+            ),
             out_specs=(specs, own_specs, shared_specs),
         )
 
         def stacked(local: PyTree, shared: PyTree) -> tuple[PyTree, PyTree, PyTree]:
             rank = len(here.names)
-            merged = jax.tree.map(lambda x: x.reshape(-1, *x.shape[rank:]), local)
+            merged = jax.tree.map(lambda x: x.reshape(-1, *x.shape[rank:]), local[:2])
             means, own, shared = island(merged, shared)
             sizes = [here.mesh.shape[name] for name in here.names]
             return means, jax.tree.map(lambda x: x.reshape(*sizes, *x.shape[1:]), own), shared
 
-        run = _lifted(list(reversed(here.names)), named, stacked)
-        means, own, shared = run((updates, own), shared)
+        # What differs over every axis, so that each hands over its stacked arguments in turn.
+        marks = [lax.axis_index(name) for name in here.names]
+        run = _lifted(list(reversed(here.names)), named, stacked, who)
+        means, own, shared = run((updates, own, marks), shared)
         return means, _joined(own, shared, tree)
 
     return placed
@@ -189,7 +194,7 @@ def on_shards(
 Run = Callable[[PyTree, PyTree], tuple[PyTree, PyTree, PyTree]]
 
 
-def _lifted(names: list[str], named: Run, stacked: Run) -> Run:
+def _lifted(names: list[str], named: Run, stacked: Run, who: str) -> Run:
     """``stacked`` of what all replicas have, called where each has its own.
 
     Every ``jax.vmap``, the innermost first, hands its stacked arguments to the rule.
@@ -206,15 +211,20 @@ def _lifted(names: list[str], named: Run, stacked: Run) -> Run:
 
     @call.def_vmap
     def rule(size: int, batched: Any, local: PyTree, shared: PyTree) -> tuple[PyTree, PyTree]:
+        (grads, own, _), common = batched
+        for path, differs in jax.tree_util.tree_leaves_with_path(grads):
+            if not differs:
+                raise ValueError(
+                    f"{who}: gradients must be local to each replica, but the leaf "
+                    f"{trees.path_name(path)!r} is already equal over the axis {name!r}. Leave out "
+                    "what reduces it before."
+                )
+        assert not any(jax.tree.leaves(common)), "what replicas share differs"
         whole = lambda x, b: x if b else jnp.broadcast_to(x[None], (size, *x.shape))  # noqa: E731
-        local = jax.tree.map(whole, local, batched[0])
-        assert not any(jax.tree.leaves(batched[1])), "what the replicas share differs"
-        result = _lifted(rest, outer, stacked)(local, shared)
-        marks = (False, True, False)
-        return result, tuple(
-            jax.tree.map(lambda _, mark=mark: mark, part)
-            for part, mark in zip(result, marks, strict=True)
-        )
+        local = (local[0], jax.tree.map(whole, local[1], own), local[2])
+        means, own, shared = _lifted(rest, outer, stacked, who)(local, shared)
+        same = lambda tree, mark: jax.tree.map(lambda _: mark, tree)  # noqa: E731
+        return (means, own, shared), (same(means, False), same(own, True), same(shared, False))
 
     return call
 
@@ -224,7 +234,7 @@ def _map_specs(fn: Callable[..., Any], specs: PyTree, *others: PyTree) -> PyTree
 
 
 @contextlib.contextmanager
-def _at(placement: Placement | None) -> Iterator[None]:
+def _at(placement: Placement | None) -> Generator[None]:
     token = _HERE.set(placement)
     try:
         yield

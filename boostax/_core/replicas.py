@@ -1,8 +1,7 @@
-"""State that differs from replica to replica: two markers, and what follows from them.
+"""State that differs from replica to replica: its marker, and what follows from it.
 
 ``PerReplica``: outside a mapped function the leaves carry a leading dimension of the number of
 replicas, sharded over the replica axis; inside, each replica sees its own slice without it.
-``Sharded``: outside, whole leaves shaped like the params; inside, each replica's part of them.
 """
 
 from collections.abc import Mapping, Sequence
@@ -34,22 +33,6 @@ class PerReplica(NamedTuple):
     local: PyTree
 
 
-class Sharded(NamedTuple):
-    """Marks the part of an optimizer state that is shared out among the replicas.
-
-    A leaf shaped like a parameter is cut along the first dimension that the replicas divide
-    (``split_dim``); every other one is whole, and the same, on all. Outside a mapped function all
-    leaves are whole arrays, so a checkpoint fits any number of replicas.
-
-    Example:
-      >>> import boostax, jax.numpy as jnp
-      >>> boostax.Sharded(local=jnp.zeros(3)).local.shape
-      (3,)
-    """
-
-    local: PyTree
-
-
 def is_per_replica(node: Any) -> bool:
     """A leaf test for ``jax.tree`` functions."""
     return isinstance(node, PerReplica)
@@ -58,11 +41,6 @@ def is_per_replica(node: Any) -> bool:
 def owns_params(opt_state: PyTree) -> bool:
     """Whether each replica has params of its own, as a state in it says by ``own_params``."""
     return bool(trees.find(opt_state, lambda node: callable(getattr(node, "own_params", None))))
-
-
-def split_dim(shape: tuple[int, ...], parts: int) -> int | None:
-    """The first dimension that can be cut into so many equal parts; of an empty leaf none."""
-    return next((i for i, size in enumerate(shape) if 0 not in shape and size % parts == 0), None)
 
 
 def _map_local(fn: Any, state: PyTree) -> PyTree:
@@ -263,8 +241,7 @@ def reshard_state(state: PyTree, replicas: int) -> PyTree:
 
     Twice as many replicas: each state is copied. Half as many: neighbours are averaged. Integers,
     booleans and PRNG keys come from the old replica that covers the new one's beginning. Whatever
-    is not ``PerReplica`` stays: it is the same on all, or, in a ``Sharded``, shaped like the
-    params.
+    is not ``PerReplica`` stays: it is the same on all.
 
     Args:
       state: an optimizer state or a whole ``TrainState`` as it is outside a mapped function.

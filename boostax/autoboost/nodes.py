@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.tree_util import DictKey, GetAttrKey
 
-from boostax._core.replicas import PerReplica, Sharded
+from boostax._core.replicas import PerReplica
 from boostax.accumulate.window import AccumulateState
 from boostax.precision.loss_scale import LossScaleState
 
@@ -70,9 +70,8 @@ def read(tree: PyTree, params: PyTree) -> list[Node]:
         if made is not None:
             found.append(made)
             return
-        if isinstance(x, (PerReplica, Sharded)):
-            inside = own or isinstance(x, PerReplica)
-            visit((*path, GetAttrKey("local")), x.local, node, rel, inside)
+        if isinstance(x, PerReplica):
+            visit((*path, GetAttrKey("local")), x.local, node, rel, True)
             return
         children = _children(x)
         if children is None:

@@ -243,18 +243,6 @@ NESTINGS = (
         "Put {then} around {first}: {then}({first}(...)).",
     ),
     Rule(
-        ("shard",),
-        ("norm clip",),
-        "the norm is of one replica's part.",
-        "Put {then} before {first}.",
-    ),
-    Rule(
-        ("shard",),
-        ("centralize", "recorder", "subspace", "coordinates", "window", "scaler"),
-        "it gets one replica's part of each leaf.",
-        "Put {then} before or around {first}.",
-    ),
-    Rule(
         ("own params",),
         ("recorder",),
         "each replica would record params of its own.",

@@ -15,7 +15,7 @@ import jax
 import optax
 
 from boostax._core.about import About
-from boostax._core.replicas import PerReplica, Sharded
+from boostax._core.replicas import PerReplica
 
 PyTree = Any
 # How to get from a wrapper's state to that of a part in it: indices, keys and names of fields.
@@ -116,7 +116,7 @@ def follow(state: PyTree, route: Route | None) -> PyTree:
     if route is None:
         return None
     for step in route:
-        if isinstance(state, (PerReplica, Sharded)):
+        if isinstance(state, PerReplica):
             state = state.local
         try:
             state = getattr(state, step) if hasattr(state, "_fields") else state[step]

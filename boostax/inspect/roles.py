@@ -33,7 +33,6 @@ _NAMES: Mapping[str, tuple[str, ...]] = {
     ),
     "delta": ("adasum_delta",),
     "own params": ("partial_average", "local_updates"),
-    "shard": ("shard_optimizer",),
     "centralize": ("centralize_gradients", "centralize"),
     "norm clip": ("clip_by_global_norm", "adaptive_grad_clip"),
     "clip": ("clip", "clip_by_block_rms"),

@@ -16,7 +16,6 @@ from jax.tree_util import GetAttrKey
 from boostax._core import axes as mesh_axes
 from boostax._core import checks, trees
 from boostax._core.about import described
-from boostax._core.share import share_in
 
 PyTree = Any
 Path = tuple[Any, ...]
@@ -73,7 +72,7 @@ def centralize_gradients(
       multiple_of: only kernels whose last averaged axis, the input channels, divides by it.
         MindSpore's is 16.
       param_specs: inside ``jax.shard_map``, for params sharded over mesh axes: a tree of
-        ``PartitionSpec`` with one for each param, as ``make_train_step`` takes it. Where an
+        ``PartitionSpec`` with one for each param, as the ``in_specs`` have them. Where an
         averaged axis is cut, the means are averaged over the shards. Under plain ``jit`` it is not
         needed.
 
@@ -116,7 +115,7 @@ def centralize_gradients(
     def update_fn(
         updates: PyTree, state: Any, params: PyTree = None, **extra_args: Any
     ) -> tuple[PyTree, Any]:
-        share = share_in(extra_args)
+        del extra_args
         trees.require_gradients(updates, _WHO)
         shapes = {path: np.shape(p) for path, p in jax.tree_util.tree_leaves_with_path(params)}
 
@@ -126,9 +125,6 @@ def centralize_gradients(
                 return g
             _require_shape(path, g, shapes.get(path))
             cut = _cut(specs, path, g.ndim)
-            if share is not None:
-                shared = share.cut(path, _WHO)
-                cut = tuple(x + share.names * (i == shared) for i, x in enumerate(cut))
             sizes = [g.shape[dim] * mesh_axes.size(cut[dim]) for dim in dims]
             if math.prod(sizes) < 2 or (multiple_of is not None and sizes[-1] % multiple_of):
                 return g
@@ -216,8 +212,7 @@ def _require_shape(path: Path, g: Any, shape: tuple[int, ...] | None) -> None:
     if shape is not None and shape != g.shape:
         raise ValueError(
             f"{_WHO}: gradients must have the shapes of the params, got {g.shape} for {shape} at "
-            f"{trees.path_name(path) or 'the root'!r}. Put it before a reduction with "
-            "scatter=True, which leaves gradients cut; a mean gives the same in either order."
+            f"{trees.path_name(path) or 'the root'!r}. Put it before whatever cuts them."
         )
 
 

@@ -8,7 +8,6 @@ import optax
 
 from boostax._core import axes, checks, trees
 from boostax._core.about import described
-from boostax._core.share import share_in
 
 PyTree = Any
 
@@ -24,8 +23,8 @@ def clip_by_global_norm(
     Inside ``jax.shard_map`` a leaf that is sharded over an axis is there as one shard, and Optax's
     norm is that of the shards of one device: every device would clip by another factor. Here the
     squares are summed over the axes that a leaf is sharded over, those of whole leaves count once.
-    Behind the reduction, whose result is equal on all replicas. In a step with
-    ``shard_optimizer=True`` it knows by itself what each replica has.
+    Behind the reduction, whose result is equal on all replicas. In plain ``jit`` Optax's own is
+    right however params are sharded.
 
     Args:
       max_norm: the largest norm that stays.
@@ -58,21 +57,12 @@ def clip_by_global_norm(
     def update_fn(
         updates: PyTree, state: Any, params: PyTree = None, **extra_args: Any
     ) -> tuple[PyTree, Any]:
-        del params
+        del params, extra_args
         trees.require_gradients(updates, who)
-        share = share_in(extra_args)
-        if not jax.tree.leaves(updates) or (share is None and not names):
+        if not jax.tree.leaves(updates) or not names:
             return optax.clip_by_global_norm(max_norm).update(updates, optax.EmptyState())[0], state
-        squares = {
-            path: jnp.sum((g * g.conj()).real)
-            for path, g in jax.tree_util.tree_leaves_with_path(updates)
-        }
-        if share is None:
-            norm = jnp.sqrt(axes.shard_total([*squares.values()], names, who))
-        else:
-            cut = sum(x for path, x in squares.items() if share.cut(path, who) is not None)
-            whole = sum(x for path, x in squares.items() if share.cut(path, who) is None)
-            norm = jnp.sqrt(axes.total(jnp.asarray(cut), share.names) + whole)
+        squares = [jnp.sum((g * g.conj()).real) for g in jax.tree.leaves(updates)]
+        norm = jnp.sqrt(axes.shard_total(squares, names, who))
         clips = norm >= max_norm
 
         def clipped(g: jax.Array) -> jax.Array:

@@ -1,7 +1,6 @@
 """AdaSum: a reduction that adds orthogonal gradients and averages parallel ones."""
 
-import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, Literal, NamedTuple
 
 import jax
@@ -9,21 +8,16 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from jax import lax
-from jax.sharding import Mesh, PartitionSpec
 
 from boostax._core import axes, checks, trees
 from boostax._core.about import described
 from boostax._core.placement import on_shards
-from boostax._core.replicas import split_dim
-from boostax._core.share import own_part, scattered
 from boostax.reduce import exchange, pairwise
 from boostax.reduce.exchange import Parcel
 from boostax.reduce.pairwise import Rows, combine_replicas, power_of_two
 
 PyTree = Any
 Scope = Literal["leaf", "tree"]
-# The axis of stacked gradients on a single device.
-_STACK = "stack"
 
 
 class AdasumState(NamedTuple):
@@ -47,17 +41,14 @@ class AdasumState(NamedTuple):
 
 
 def adasum(
-    axis_name: axes.AxisName | None,
+    axis_name: axes.AxisName,
     *,
     within: axes.AxisName | None = None,
     shard_axes: axes.AxisName | None = None,
     scope: Scope = "leaf",
     wire_dtype: Any = None,
     bucket_bytes: int | None = None,
-    scatter: bool = False,
     leaf_metrics: bool = False,
-    stacked: bool = False,
-    mesh: Mesh | None = None,
 ) -> optax.GradientTransformationExtraArgs:
     r"""Replace local gradients by their AdaSum over the replicas.
 
@@ -87,12 +78,7 @@ def adasum(
       bucket_bytes: leaves of fewer bytes (of f32) are packed, up to so many together; ``None``
         packs those below 64 KiB (or 4 KiB in a replica's slice), up to 8 MiB together. Others
         travel each in its own shape.
-      scatter: leave each leaf cut along its first dimension that the replicas divide: for
-        ``shard_optimizer``. Saves the all-gather. Leaves without such a dimension come whole.
       leaf_metrics: record the orthogonality of each leaf too.
-      stacked: for plain ``jit``: gradients carry their replica in a first dimension, as
-        ``jax.vmap(jax.grad(loss), (None, 0))`` gives them. ``init`` takes the params as they are.
-      mesh: with ``stacked``, the mesh over whose ``axis_name`` that dimension is sharded.
 
     Returns:
       A transformation with an ``AdasumState``. Reduced in f32 or wider, cast back to the dtype of
@@ -121,20 +107,16 @@ def adasum(
       https://arxiv.org/abs/2006.02924, 2020. Results equal Horovod's for powers of two.
     """
     who = "adasum"
-    across = axes.canonical(who, axis_name)
+    across = axes.required(who, axis_name)
     inside = axes.canonical(who, within)
     shards = axes.canonical(who, shard_axes)
     checks.choice(who, "scope", scope, ("leaf", "tree"), "The paper combines leaf by leaf.")
+    names = across + inside
     wire = None if wire_dtype is None else checks.floating_dtype(who, "wire_dtype", wire_dtype)
     bucket_bytes = exchange.check_bytes(who, bucket_bytes)
     _check_axes(who, across, inside, shards)
     if shards and scope == "tree":
         raise ValueError(_OF_SHARDS.format(who=who, axes=shards))
-    if stacked:
-        _check_stacked(who, across, inside + shards, wire, mesh)
-    elif not across or mesh is not None:
-        hint = "Try 'data'; None and mesh= are for stacked=True."
-        raise ValueError(checks.message(who, "axis_name", "a mesh axis", axis_name, hint))
 
     def init_fn(params: PyTree) -> AdasumState:
         unknown = lambda _: jnp.full((), -1.0, jnp.float32)  # noqa: E731
@@ -143,22 +125,12 @@ def adasum(
     def update_fn(
         updates: PyTree, state: Any, params: PyTree = None, **extra_args: Any
     ) -> tuple[PyTree, AdasumState]:
-        del params
+        del params, extra_args
         trees.require_gradients(updates, who)
-        if stacked:
-            _require_stacked(jax.tree.leaves(updates), who)
-            return _of_stacked(combined, updates, across, mesh, scatter)
-        axes.require_local(updates, across + inside, who)
+        axes.require_local(updates, names, who)
         axes.require_bound(shards, who)
-        keep = scatter or scattered(who, extra_args, across + inside)
-        return combined(updates, across, keep)
-
-    def combined(
-        updates: PyTree, across: tuple[str, ...], keep: bool
-    ) -> tuple[PyTree, AdasumState]:
         leaves, treedef = jax.tree.flatten(updates)
         kinds = exchange.kinds(leaves)
-        names = across + inside
         # Where JAX tracks it, a leaf says itself over which axes it is sharded.
         over = [
             tuple(sorted(axes.varying(leaves[kind[0]]) - frozenset(names))) or shards
@@ -174,7 +146,6 @@ def adasum(
                 other,
                 wire,
                 bucket_bytes,
-                keep and not inside,
             )
             for kind, other in zip(kinds, over, strict=True)
         ]
@@ -186,15 +157,13 @@ def adasum(
             levels = (across, inside) if inside else (across,)
             done = exchange.delivered(parcels, part, levels, wire, own)
             for i, x in zip(kind, done, strict=True):
-                x = exchange.like(x, leaves[i])
-                # The slices of a nested mean lie in another order than those of the params.
-                result[i] = own_part(x, across + inside) if keep and inside else x
+                result[i] = exchange.like(x, leaves[i])
         overall, each = _orthogonality(alignment, len(leaves))
         return jax.tree.unflatten(treedef, result), AdasumState(
             overall, jax.tree.unflatten(treedef, each) if leaf_metrics else None
         )
 
-    update = described(who, across + inside)(on_shards(who, across + inside, update_fn))
+    update = described(who, names)(on_shards(who, names, update_fn))
     return optax.GradientTransformationExtraArgs(init_fn, update)
 
 
@@ -225,12 +194,10 @@ def _sent(
     shards: tuple[str, ...],
     wire: np.dtype[Any] | None,
     bucket_bytes: int | None,
-    keep: bool,
 ) -> _Sent:
     own = [exchange.real(x) for x in leaves]
     slices = axes.size(across + within)
-    pairs = jnp.iscomplexobj(leaves[0])
-    parcels = exchange.parcels(own, slices, bucket_bytes, keep=keep, pairs=pairs)
+    parcels = exchange.parcels(own, slices, bucket_bytes)
     arrays = [parcel.array(own) for parcel in parcels]
     if within and wire is None:
         arrays = [
@@ -242,31 +209,6 @@ def _sent(
         arrays = exchange.mean(near, "before")
     rows = exchange.exchange(parcels, arrays, across, wire, within + shards)
     return _Sent(parcels, own, rows)
-
-
-def _of_stacked(
-    update: Callable[[PyTree, tuple[str, ...], bool], tuple[PyTree, AdasumState]],
-    grads: PyTree,
-    names: tuple[str, ...],
-    mesh: Mesh | None,
-    keep: bool,
-) -> tuple[PyTree, AdasumState]:
-    """An update of local leaves, given those of all replicas on one device or on a mesh."""
-    if mesh is None:
-        mapped = jax.vmap(lambda g: update(g, (_STACK,), False), axis_name=_STACK)
-        return jax.tree.map(lambda x: x[0], mapped(grads))
-    count = math.prod(mesh.shape[name] for name in names)
-
-    def spec(x: jax.Array) -> PartitionSpec:
-        dim = split_dim(x.shape[1:], count) if keep and count > 1 else None
-        return PartitionSpec() if dim is None else PartitionSpec(*[None] * dim, names)
-
-    return jax.shard_map(
-        lambda g: update(jax.tree.map(lambda x: x[0], g), names, keep),
-        mesh=mesh,
-        in_specs=PartitionSpec(names),
-        out_specs=(jax.tree.map(spec, grads), PartitionSpec()),
-    )(grads)
 
 
 class _Alignment(NamedTuple):
@@ -327,31 +269,4 @@ def _check_axes(
             f"{who}: axis_name, within and shard_axes must be different axes, got "
             f"{', '.join(map(repr, twice))} twice. within averages first, axis_name is combined "
             "by AdaSum, shard_axes are those over which single leaves are sharded."
-        )
-
-
-def _check_stacked(
-    who: str, across: tuple[str, ...], others: tuple[str, ...], wire: Any, mesh: Mesh | None
-) -> None:
-    if others or wire is not None:
-        raise ValueError(
-            f"{who}: within, shard_axes and wire_dtype must be left out with stacked=True, got "
-            f"{others or wire!r}. There XLA places the collectives; use boostax.adasum inside "
-            "jax.shard_map for them."
-        )
-    missing = [name for name in across if mesh is None or name not in mesh.shape]
-    if missing or (mesh is not None and not across):
-        raise ValueError(
-            f"{who}: axis_name and mesh must be given together with stacked=True and fit, got "
-            f"axis_name={across!r} and mesh={mesh!r}. Leave out both on a single device."
-        )
-
-
-def _require_stacked(leaves: list[jax.Array], who: str) -> None:
-    counts = {x.shape[0] if x.ndim else 0 for x in leaves}
-    if leaves and (len(counts) != 1 or 0 in counts):
-        raise ValueError(
-            f"{who}: with stacked=True every gradient must lead with the same number of replicas, "
-            f"got shapes {[x.shape for x in leaves]}. Take them from "
-            "jax.vmap(jax.grad(loss), (None, 0))."
         )

@@ -7,7 +7,6 @@ import optax
 from boostax._core import axes, checks, trees
 from boostax._core.about import described
 from boostax._core.replicas import PerReplica
-from boostax._core.share import refuse
 from boostax.reduce.adasum import Scope, adasum
 
 PyTree = Any
@@ -99,7 +98,6 @@ def adasum_delta(
     def update_fn(
         updates: PyTree, state: Any, params: PyTree = None, **extra_args: Any
     ) -> tuple[PyTree, AdasumDeltaState]:
-        refuse(who, extra_args, "Its moments are each replica's own, and of whole leaves.")
         trees.require_gradients(updates, who)
         axes.require_local(updates, names, who)
         # As inside a gate: the inner optimizer was initialised with, and computes in, f32 or wider.

@@ -17,9 +17,9 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 
 from boostax._core import axes, checks, trees
-from boostax._core.replicas import split_dim
 from boostax.reduce.pairwise import Bucket, Owners, Rows, exponent_of, grown, leafwise, power_of_two
 
 # Leaves of fewer bytes are packed, up to so many together; and of fewer in each slice, 4 KiB being
@@ -41,14 +41,12 @@ class Alone:
       shape: its shape, real.
       dim: the dimension that is cut.
       length: of that dimension, with what pads it to equal slices.
-      stays: whether it is to be left cut.
     """
 
     index: int
     shape: tuple[int, ...]
     dim: int
     length: int
-    stays: bool
 
     @property
     def owners(self) -> Owners:
@@ -60,9 +58,8 @@ class Alone:
         return padded(leaves[self.index], self.dim, self.length)
 
     def leaves(self, array: jax.Array) -> dict[int, jax.Array]:
-        """The leaf again, by its index; of a single slice its slice."""
-        length = min(self.shape[self.dim], array.shape[self.dim])
-        return {self.index: jax.lax.slice_in_dim(array, 0, length, axis=self.dim)}
+        """The leaf again, by its index."""
+        return {self.index: lax.slice_in_dim(array, 0, self.shape[self.dim], axis=self.dim)}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -76,18 +73,14 @@ class Packed:
     Attributes:
       indices: which of the leaves.
       shapes: their shapes, real.
-      dims: the dimension of each that is cut; ``None`` where it is cut flat.
       slices: their number.
       block: columns in a block.
-      stays: whether they are to be left cut.
     """
 
     indices: tuple[int, ...]
     shapes: tuple[tuple[int, ...], ...]
-    dims: tuple[int | None, ...]
     slices: int
     block: int
-    stays: bool
 
     dim = 0
 
@@ -104,31 +97,20 @@ class Packed:
 
     def array(self, leaves: Sequence[jax.Array]) -> jax.Array:
         """What is cut."""
-        parts: list[jax.Array] = []
-        for i, dim, width in zip(self.indices, self.dims, self.widths, strict=True):
-            if dim is None:
-                flat = padded(leaves[i].ravel(), 0, self.slices * width)
-                parts.append(flat.reshape(self.slices, width))
-            else:
-                slices = cut(leaves[i], self.slices, dim).reshape(self.slices, -1)
-                parts.append(padded(slices, 1, width))
+        parts = [
+            padded(leaves[i].ravel(), 0, self.slices * width).reshape(self.slices, width)
+            for i, width in zip(self.indices, self.widths, strict=True)
+        ]
         return parts[0] if len(parts) == 1 else jnp.concatenate(parts, 1)
 
     def leaves(self, array: jax.Array) -> dict[int, jax.Array]:
-        """The leaves again, by index; of a single slice their slices."""
+        """The leaves again, by index."""
         found: dict[int, jax.Array] = {}
-        start, count = 0, len(array)
-        for i, shape, dim, width in zip(
-            self.indices, self.shapes, self.dims, self.widths, strict=True
-        ):
+        start = 0
+        for i, shape, width in zip(self.indices, self.shapes, self.widths, strict=True):
             columns = array[:, start : start + width]
+            found[i] = columns.ravel()[: math.prod(shape)].reshape(shape)
             start += width
-            if dim is None:
-                found[i] = columns.ravel()[: math.prod(shape)].reshape(shape)
-                continue
-            size = shape[dim] // self.slices
-            part = (count, *shape[:dim], size, *shape[dim + 1 :])
-            found[i] = joined(columns[:, : math.prod(part[1:])].reshape(part), dim)
         return found
 
 
@@ -156,7 +138,7 @@ def real_shape(x: Any) -> jax.ShapeDtypeStruct:
 
 def like(x: jax.Array, leaf: jax.Array) -> jax.Array:
     """Back in the dtype of a leaf, saturating."""
-    whole = jax.lax.complex(x[..., 0], x[..., 1]) if jnp.iscomplexobj(leaf) else x
+    whole = lax.complex(x[..., 0], x[..., 1]) if jnp.iscomplexobj(leaf) else x
     return trees.saturate(whole, leaf.dtype)
 
 
@@ -178,8 +160,6 @@ def parcels(
     slices: int,
     bucket_bytes: int | None = None,
     *,
-    keep: bool = False,
-    pairs: bool = False,
     by_leaf: bool = True,
 ) -> list[Parcel]:
     """What travels together, of leaves of one kind.
@@ -189,8 +169,6 @@ def parcels(
       slices: into how many each is cut.
       bucket_bytes: leaves of fewer bytes of f32 are packed, up to so many together; ``None`` for
         those of less than 64 KiB, up to 8 MiB, or 4 KiB and 64 KiB in a slice if that is more.
-      keep: leaves that can be cut evenly are to stay cut.
-      pairs: whether the last dimension is that of complex numbers, and not cut.
       by_leaf: whether leaves begin at whole blocks.
     """
     small, together = bucket_bytes, bucket_bytes
@@ -198,30 +176,25 @@ def parcels(
         small = max(SMALL, SMALL_SLICE * slices)
         together = max(TOGETHER, SLICE_TOGETHER * slices)
     result: list[Parcel] = []
-    packs: dict[bool, list[list[int]]] = {True: [], False: []}
-    room = {True: 0, False: 0}
-    even = [split_dim(x.shape[:-1] if pairs else x.shape, slices) for x in leaves]
+    packs: list[list[int]] = []
+    room = 0
     for i, x in enumerate(leaves):
-        stays, nbytes = keep and even[i] is not None, 4 * x.size
         lengths = [math.ceil(size / slices) * slices for size in x.shape]
         # Cut along the first dimension that needs next to no padding.
         fits = [d for d, size in enumerate(x.shape) if lengths[d] <= PADDING * size]
-        dim = even[i] if stays else next(iter(fits), None)
-        if x.ndim > 1 and nbytes >= small and dim is not None:
-            result.append(Alone(i, x.shape, dim, lengths[dim], stays))
+        if x.ndim > 1 and 4 * x.size >= small and fits:
+            result.append(Alone(i, x.shape, fits[0], lengths[fits[0]]))
             continue
-        if nbytes > room[stays]:
-            packs[stays].append([])
-            room[stays] = together
-        packs[stays][-1].append(i)
-        room[stays] -= nbytes
-    for stays, packed in packs.items():
-        for pack in packed:
-            shapes = tuple(leaves[i].shape for i in pack)
-            dims = tuple(even[i] if stays else None for i in pack)
-            columns = [math.ceil(math.prod(shape) / slices) for shape in shapes]
-            block = block_size(columns) if by_leaf else 1
-            result.append(Packed(tuple(pack), shapes, dims, slices, block, stays))
+        if 4 * x.size > room:
+            packs.append([])
+            room = together
+        packs[-1].append(i)
+        room -= 4 * x.size
+    for pack in packs:
+        shapes = tuple(leaves[i].shape for i in pack)
+        columns = [math.ceil(math.prod(shape) / slices) for shape in shapes]
+        block = block_size(columns) if by_leaf else 1
+        result.append(Packed(tuple(pack), shapes, slices, block))
     return result
 
 
@@ -305,7 +278,7 @@ def delivered(
     wire: np.dtype[Any] | None,
     leaves: Sequence[jax.Array],
 ) -> list[jax.Array]:
-    """The leaves again: whole and equal everywhere, or as slices where they are left cut.
+    """The leaves again, whole and equal everywhere.
 
     Args:
       sent: what travels together.
@@ -315,10 +288,8 @@ def delivered(
       leaves: what was sent; those without elements are handed on.
     """
     result = list(leaves)
-    stay = [(parcel, x) for parcel, x in zip(sent, parts, strict=True) if parcel.stays]
-    go = [(parcel, x) for parcel, x in zip(sent, parts, strict=True) if not parcel.stays]
-    whole = gather([parcel for parcel, _ in go], [x for _, x in go], levels, wire)
-    for parcel, array in [*stay, *zip([parcel for parcel, _ in go], whole, strict=True)]:
+    whole = gather(sent, parts, levels, wire)
+    for parcel, array in zip(sent, whole, strict=True):
         for i, x in parcel.leaves(array).items():
             result[i] = x
     return result

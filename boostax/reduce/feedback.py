@@ -13,7 +13,6 @@ from boostax._core import axes, checks, trees
 from boostax._core.about import described
 from boostax._core.placement import on_shards
 from boostax._core.replicas import PerReplica
-from boostax._core.share import own_part, scattered
 from boostax.reduce import exchange
 from boostax.reduce.codecs.base import Codec, Late, Message, map_per_leaf
 
@@ -40,9 +39,6 @@ class CompressedState(NamedTuple):
     codec: PyTree
     unsent: jax.Array
 
-    # Also where the optimizer's state is shared out over the replicas.
-    keeps_whole = True
-
     def metrics(self) -> dict[str, jax.Array]:
         """Named scalars for ``boostax.metrics``."""
         return {"unsent": self.unsent}
@@ -57,6 +53,7 @@ def compressed(
     dense: Dense,
     momentum: float | None = None,
     also_dense: Rule | None = None,
+    whole: bool = False,
 ) -> optax.GradientTransformationExtraArgs:
     r"""Replace local gradients by the mean of what a codec sends of them.
 
@@ -72,6 +69,8 @@ def compressed(
       momentum: of the momentum correction, ``v = momentum v + g`` standing for ``g`` and set to
         zero where it has been sent; or ``None``.
       also_dense: leaves besides, which the codec cannot serve.
+      whole: the codec takes whole leaves, of which XLA shards what it computes; others take the
+        shards of a device, each as a leaf by itself.
     """
     names = axes.required(who, axis_name)
     if dense is not None and not callable(dense):
@@ -109,13 +108,12 @@ def compressed(
     def update_fn(
         updates: PyTree, state: Any, params: PyTree = None, **extra_args: Any
     ) -> tuple[PyTree, CompressedState]:
-        del params
+        del params, extra_args
         trees.require_gradients(updates, who)
         axes.require_local(updates, names, who)
-        if codec.whole:
+        if whole:
             hint = "boostax.on_mesh takes sharded params in plain jit."
             axes.require_whole(updates, names, who, hint)
-        in_parts = scattered(who, extra_args, names)
         leaves, treedef = jax.tree.flatten(updates)
         chosen = coded(updates)
         held = _kept(state.residual.local, treedef)
@@ -130,9 +128,9 @@ def compressed(
         gathered = lambda tree: [_kept(tree, treedef)[i] for i in chosen]  # noqa: E731
         codec_state = map_per_leaf(gathered, state.codec)
         rest = [i for i in range(len(leaves)) if i not in chosen]
-        whole = _squared_norm(wanted + [exchange.real(leaves[i]) for i in rest], names)
+        total = _squared_norm(wanted + [exchange.real(leaves[i]) for i in rest], names)
         # Before anything is sent: what is kept is chosen where it is computed, in one pass.
-        finite = jnp.isfinite(whole)
+        finite = jnp.isfinite(total)
         message = Message([], [], codec_state)
         if chosen:
             message = codec.reduce(wanted, codec_state, names)
@@ -143,7 +141,7 @@ def compressed(
             # Chosen first, so that one pass writes them and adds up their squares.
             residual = [keep(new, held[i]) for i, new in zip(chosen, residual, strict=True)]
         norm = _squared_norm(residual, names, late)
-        unsent = jnp.sqrt(norm / jnp.where(whole == 0, 1, whole))
+        unsent = jnp.sqrt(norm / jnp.where(total == 0, 1, total))
         result: list[Any] = list(leaves)
         for i, mean in zip(chosen, means, strict=True):
             # A bad step must be seen by all; a codec could hide it.
@@ -156,8 +154,6 @@ def compressed(
                 held[i] = _with_late(new, more, finite, names)
             if momentum is not None:
                 moving[i] = keep(jnp.where(new == all_of_it, v, 0), moving[i])
-        if in_parts:
-            result = [own_part(x, names) for x in result]
         return jax.tree.unflatten(treedef, result), CompressedState(
             residual=PerReplica(jax.tree.unflatten(treedef, held)),
             velocity=PerReplica(jax.tree.unflatten(treedef, moving)),
@@ -165,7 +161,7 @@ def compressed(
             unsent=keep(unsent.astype(jnp.float32), state.unsent),
         )
 
-    update = update_fn if codec.whole else on_shards(who, names, update_fn)
+    update = update_fn if whole else on_shards(who, names, update_fn)
     return optax.GradientTransformationExtraArgs(init_fn, described(who, names)(update))
 
 

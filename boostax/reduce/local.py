@@ -11,7 +11,6 @@ from boostax._core import axes, checks, trees
 from boostax._core.about import described
 from boostax._core.gate import GatedTransformation, Pending, gate, run
 from boostax._core.replicas import PerReplica
-from boostax._core.share import refuse
 from boostax.reduce.mean import all_reduce
 from boostax.reduce.own import check, init_own, result, step_own, stepped
 
@@ -149,7 +148,6 @@ def local_updates(
     def step_fn(
         grads: Pending, state: LocalUpdatesState, params: PyTree, *, apply: bool, **extra: Any
     ) -> tuple[PyTree, LocalUpdatesState]:
-        refuse(who, extra, "Its params are each replica's own.")
         own, updates, inner_state = step_own(
             tx, grads, state.inner_state, params, names, who, extra
         )

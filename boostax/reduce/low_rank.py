@@ -73,5 +73,11 @@ def power_sgd_reduce(
     widest = max(rank.values()) if isinstance(rank, Mapping) else rank
     rule = worth_it(widest)
     return compressed(
-        who, axis_name, codec, error_feedback=error_feedback, dense=dense, also_dense=rule
+        who,
+        axis_name,
+        codec,
+        error_feedback=error_feedback,
+        dense=dense,
+        also_dense=rule,
+        whole=True,
     )

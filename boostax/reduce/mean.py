@@ -13,8 +13,6 @@ from jax import lax
 from boostax._core import axes, checks, trees
 from boostax._core.about import described
 from boostax._core.placement import on_shards
-from boostax._core.replicas import split_dim
-from boostax._core.share import scattered
 from boostax.reduce import exchange
 from boostax.reduce.codecs.base import packed, unpacked
 from boostax.reduce.exchange import Divide
@@ -30,7 +28,6 @@ def all_reduce(
     clip: float | None = None,
     divide: Literal["before", "after"] = "after",
     bucket_bytes: int | None = None,
-    scatter: bool = False,
 ) -> optax.GradientTransformationExtraArgs:
     r"""Replace local gradients by their mean (or sum) over the replicas.
 
@@ -54,9 +51,7 @@ def all_reduce(
       bucket_bytes: leaves of fewer bytes (of f32) are packed, up to so many together: fewer
         collectives for one copy more. ``None`` leaves it to XLA, which merges the reductions of
         several leaves; with ``dtype``, ``None`` packs leaves below 64 KiB (or 4 KiB in a
-        replica's slice), up to 8 MiB together. What is scattered without a ``dtype`` goes by leaf.
-      scatter: leave each leaf cut along its first dimension that the replicas divide: for
-        ``shard_optimizer``. Half the bytes. Leaves without such a dimension come whole.
+        replica's slice), up to 8 MiB together.
 
     Returns:
       A stateless transformation. The sum is taken in f32 or wider and cast back to the gradients'
@@ -95,18 +90,17 @@ def all_reduce(
     def update_fn(
         updates: PyTree, state: Any, params: PyTree = None, **extra_args: Any
     ) -> tuple[PyTree, Any]:
-        del params
+        del params, extra_args
         trees.require_gradients(updates, who)
         axes.require_local(updates, names, who)
-        in_parts = scatter or scattered(who, extra_args, names)
         leaves, treedef = jax.tree.flatten(updates)
         if clip is not None:
             _require_real(leaves, who)
             leaves = [trees.clip_finite(x, clip) for x in leaves]
         if wire is None:
-            summed = _dense(leaves, names, dividing, bucket_bytes, in_parts)
+            summed = _dense(leaves, names, dividing, bucket_bytes)
         else:
-            summed = _narrow(leaves, names, dividing, wire, bucket_bytes, in_parts)
+            summed = _narrow(leaves, names, dividing, wire, bucket_bytes)
         return jax.tree.unflatten(treedef, summed), state
 
     def init_fn(params: PyTree) -> optax.EmptyState:
@@ -123,37 +117,28 @@ def _dense(
     names: tuple[str, ...],
     divide: Divide,
     bucket_bytes: int | None,
-    scatter: bool,
 ) -> list[jax.Array]:
     """The mean or sum of every leaf as it is, in f32 or wider.
 
-    In its own shape: to flatten a leaf is to write it anew in another tiling on a TPU, and a
-    reduce-scatter exists there along a dimension of the leaf alone. Leaves that do not fill a
-    bucket share a message.
+    In its own shape: to flatten a leaf is to write it anew in another tiling on a TPU. Leaves that
+    do not fill a bucket share a message.
     """
     replicas = axes.size(names)
-    dims = [split_dim(x.shape, replicas) if scatter and replicas > 1 else None for x in leaves]
     # What has no entries is not sent, and the same everywhere.
     result = [jnp.zeros(x.shape, x.dtype) for x in leaves]
 
-    def reduce(x: jax.Array, dim: int | None) -> jax.Array:
-        x = x / replicas if divide == "before" else x
-        if dim is None:
-            x = lax.psum(x, names)
-        else:
-            x = lax.psum_scatter(x, names, scatter_dimension=dim, tiled=True)
+    def reduce(x: jax.Array) -> jax.Array:
+        x = lax.psum(x / replicas if divide == "before" else x, names)
         return x / replicas if divide == "after" else x
 
     for kind in exchange.kinds(leaves):
         wide = {i: leaves[i].astype(trees.wide_dtype(leaves[i])) for i in kind}
-        whole = {i: x for i, x in wide.items() if dims[i] is None}
-        alone = [[i] for i in kind if dims[i] is not None]
-        for message in alone + _messages(whole, bucket_bytes):
+        for message in _messages(wide, bucket_bytes):
             if len(message) == 1:
                 (i,) = message
-                result[i] = trees.saturate(reduce(wide[i], dims[i]), leaves[i].dtype)
+                result[i] = trees.saturate(reduce(wide[i]), leaves[i].dtype)
                 continue
-            together = reduce(packed([wide[i] for i in message]), None)
+            together = reduce(packed([wide[i] for i in message]))
             for i, x in zip(message, unpacked(together, [wide[i] for i in message]), strict=True):
                 result[i] = trees.saturate(x, leaves[i].dtype)
     return result
@@ -165,7 +150,6 @@ def _narrow(
     divide: Divide,
     wire: np.dtype[Any],
     bucket_bytes: int | None,
-    scatter: bool,
 ) -> list[jax.Array]:
     """The mean or sum in f32 of what travels in half precision, there and back."""
     replicas = axes.size(names)
@@ -173,8 +157,7 @@ def _narrow(
     result = [jnp.zeros(x.shape, x.dtype) for x in leaves]
     for kind in exchange.kinds(leaves):
         own = [exchange.real(leaves[i]) for i in kind]
-        pairs = jnp.iscomplexobj(leaves[kind[0]])
-        sent = exchange.parcels(own, replicas, bucket_bytes, keep=scatter, pairs=pairs)
+        sent = exchange.parcels(own, replicas, bucket_bytes)
         arrays = [parcel.array(own) for parcel in sent]
         rows = exchange.exchange(sent, arrays, names, wire, by_leaf=False)
         parts = exchange.mean(rows, divide)

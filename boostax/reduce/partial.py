@@ -14,7 +14,6 @@ from boostax._core import axes, checks, trees
 from boostax._core.about import described
 from boostax._core.gate import GatedTransformation, Pending, gate
 from boostax._core.replicas import PerReplica
-from boostax._core.share import refuse
 from boostax.reduce.mean import all_reduce
 from boostax.reduce.own import check, init_own, result, step_own, stepped
 
@@ -107,7 +106,6 @@ def partial_average(
     def step_fn(
         grads: Pending, state: PartialAverageState, params: PyTree, *, apply: bool, **extra: Any
     ) -> tuple[PyTree, PartialAverageState]:
-        refuse(who, extra, "Its params are each replica's own.")
         own, updates, inner_state = step_own(
             tx, grads, state.inner_state, params, names, who, extra
         )

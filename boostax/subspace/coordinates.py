@@ -9,7 +9,6 @@ import optax
 
 from boostax._core import axes, checks, trees
 from boostax._core.about import described
-from boostax._core.share import refuse
 from boostax.subspace import components
 from boostax.subspace.components import Components
 
@@ -109,7 +108,6 @@ def subspace_params(
         value_fn: Callable[[PyTree], jax.Array] | None = None,
         **extra: Any,
     ) -> tuple[PyTree, SubspaceParamsState]:
-        refuse(_WHO, extra, "It moves whole params along directions of its own.")
         trees.require_gradients(updates, _WHO)
         axes.require_local(updates, names, _WHO)
         here = state.coordinates

@@ -10,7 +10,6 @@ import optax
 from boostax._core import axes, checks, trees
 from boostax._core.about import described
 from boostax._core.gate import gate
-from boostax._core.share import refuse
 from boostax.subspace import components, gauss_newton, quasi_newton
 from boostax.subspace.components import Components
 from boostax.subspace.quasi_newton import Memory, SubspaceRule
@@ -224,7 +223,6 @@ def dim_reduce(
         output_loss: Any = None,
         **extra: Any,
     ) -> tuple[PyTree, DimReduceState]:
-        refuse(_WHO, extra, "It moves whole params along directions of its own.")
         given = {"params": params, "value": value, "value_fn": value_fn}
         if memory == "gauss-newton":
             given |= {"outputs_fn": outputs_fn, "output_loss": output_loss}

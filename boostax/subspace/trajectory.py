@@ -17,7 +17,6 @@ from jax.core import Tracer
 from boostax._core import axes, checks, trees
 from boostax._core.about import described
 from boostax._core.gate import gate
-from boostax._core.share import share_in
 from boostax.subspace.basis import Basis, Gram, pca_from_gram, updated_gram
 
 PyTree = Any
@@ -133,8 +132,7 @@ def record_trajectory(
     def update_fn(
         updates: PyTree, state: Any, params: PyTree = None, **extra_args: Any
     ) -> tuple[PyTree, TrajectoryState]:
-        share = share_in(extra_args)
-        over = shards if share is None else shards + share.names
+        del extra_args
         if params is None:
             raise ValueError(
                 f"{_WHO}: params must be given to update, got None. They are what is recorded."
@@ -142,7 +140,7 @@ def record_trajectory(
         ring = _Ring(state.recorded, state.snapshots, state.gram)
 
         def write() -> tuple[PyTree, _Ring]:
-            return (), _written(ring, params, over)
+            return (), _written(ring, params, shards)
 
         since = state.steps - start
         due = jnp.logical_and(since >= 0, since % every == 0)

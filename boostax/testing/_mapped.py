@@ -10,7 +10,6 @@ from jax.sharding import AxisType, Mesh, PartitionSpec
 from boostax._core.axes import local_params
 from boostax._core.replicas import (
     PerReplica,
-    Sharded,
     enter_replica,
     is_per_replica,
     leave_replica,
@@ -202,7 +201,7 @@ def an_unbound_axis_is_named(case: Case) -> None:
 
 def _shared(state: Any) -> PyTree:
     """The state without the parts that differ between the replicas."""
-    differs = lambda node: isinstance(node, (PerReplica, Sharded))  # noqa: E731
+    differs = lambda node: isinstance(node, PerReplica)  # noqa: E731
     return jax.tree.map(lambda node: None if differs(node) else node, state, is_leaf=differs)
 
 

@@ -65,15 +65,7 @@ def map_per_leaf(fn: Callable[[Any], Any], state: PyTree) -> PyTree:
 
 
 class Codec(Protocol):
-    """A lossy mean over the replicas, of real arrays of f32 or wider that are not empty.
-
-    Attributes:
-      whole: whether it takes whole leaves, of which XLA shards what it computes. Others take the
-        shards of a device, each as a leaf by itself.
-    """
-
-    @property
-    def whole(self) -> bool: ...
+    """A lossy mean over the replicas, of real arrays of f32 or wider that are not empty."""
 
     def init(self, leaves: Sequence[jax.ShapeDtypeStruct]) -> PyTree:
         """Its state, the same on all replicas; what it keeps for each leaf in a ``PerLeaf``."""
@@ -100,11 +92,6 @@ class Staged:
     starts: tuple[int, ...]
     codecs: tuple[Codec, ...]
     widest: int
-
-    @property
-    def whole(self) -> bool:
-        """As the stages do."""
-        return self.codecs[0].whole
 
     def init(self, leaves: Sequence[jax.ShapeDtypeStruct]) -> PyTree:
         """The step and the state of the widest stage."""

@@ -3,7 +3,7 @@
 import dataclasses
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -46,7 +46,6 @@ class PowerSgd:
 
     rank: int
     seed: int
-    whole: ClassVar[bool] = True
 
     def init(self, leaves: Sequence[jax.ShapeDtypeStruct]) -> Factors:
         """Random factors, the same on all replicas."""

@@ -3,7 +3,7 @@
 import dataclasses
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, ClassVar, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -38,7 +38,6 @@ class Int8:
     block: int
     stochastic: bool
     seed: int
-    whole: ClassVar[bool] = False
 
     def init(self, leaves: Sequence[jax.ShapeDtypeStruct]) -> PyTree:
         """The key, the same on all replicas, if there is any chance."""
@@ -74,8 +73,6 @@ class Int16:
     same in any order. It goes as an all-to-all and an all-gather, which keep 16 bits everywhere:
     XLA:GPU widens an all-reduce of them to 32.
     """
-
-    whole: ClassVar[bool] = False
 
     def init(self, leaves: Sequence[jax.ShapeDtypeStruct]) -> PyTree:
         """Nothing to keep."""
@@ -120,7 +117,6 @@ class Sign:
     form: Literal["mean", "majority"]
     two_shot: bool
     block: int
-    whole: ClassVar[bool] = False
 
     def init(self, leaves: Sequence[jax.ShapeDtypeStruct]) -> PyTree:
         """Nothing to keep."""

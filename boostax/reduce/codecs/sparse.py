@@ -3,7 +3,7 @@
 import dataclasses
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, ClassVar
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -33,7 +33,6 @@ class Largest:
     threshold: float | None = None
     relative: bool = False
     value_dtype: np.dtype[Any] | None = None
-    whole: ClassVar[bool] = False
 
     def init(self, leaves: Sequence[jax.ShapeDtypeStruct]) -> PyTree:
         """Nothing to keep."""
@@ -93,7 +92,6 @@ class Random:
     density: float
     unbiased: bool
     seed: int
-    whole: ClassVar[bool] = False
 
     def init(self, leaves: Sequence[jax.ShapeDtypeStruct]) -> jax.Array:
         """The key, the same on all replicas."""
