@@ -168,10 +168,7 @@ def on_shards(
         island = jax.shard_map(
             mapped,
             mesh=here.auto_mesh,
-            in_specs=(
-                (_map_specs(lead, specs), own_specs, PartitionSpec(here.names)),
-                shared_specs,
-            ),
+            in_specs=((_map_specs(lead, specs), own_specs), shared_specs),
             out_specs=(specs, own_specs, shared_specs),
         )
 
@@ -207,7 +204,8 @@ def _lifted(names: list[str], named: Run, stacked: Run, who: str) -> Run:
     def call(local: PyTree, shared: PyTree) -> tuple[PyTree, PyTree, PyTree]:
         return named(local, shared)
 
-    outer = jax.vmap(named, in_axes=(0, None), out_axes=(None, 0, None), axis_name=name)
+    in_axes = (0, 0, None), None
+    outer = jax.vmap(named, in_axes=in_axes, out_axes=(None, 0, None), axis_name=name)
 
     @call.def_vmap
     def rule(size: int, batched: Any, local: PyTree, shared: PyTree) -> tuple[PyTree, PyTree]:

@@ -14,7 +14,7 @@ from boostax._core.about import described
 from boostax._core.placement import on_shards
 from boostax._core.replicas import PerReplica
 from boostax.reduce import exchange
-from boostax.reduce.codecs.base import Codec, Late, Message, map_per_leaf
+from boostax.reduce.codecs.base import Codec, Late, Message, PerLeaf, map_per_leaf
 
 PyTree = Any
 Rule = Callable[[str, Any], bool]
@@ -131,11 +131,8 @@ def compressed(
         total = _squared_norm(wanted + [exchange.real(leaves[i]) for i in rest], names)
         # Before anything is sent: what is kept is chosen where it is computed, in one pass.
         finite = jnp.isfinite(total)
-        message = Message([], [], codec_state)
-        if chosen:
-            message = codec.reduce(wanted, codec_state, names)
+        message = _reduced(codec, wanted, codec_state, names)
         means, residual, new_codec_state, late = message
-        late = late or [None] * len(residual)
         keep = lambda new, old: jnp.where(finite, new, old)  # noqa: E731
         if error_feedback:
             # Chosen first, so that one pass writes them and adds up their squares.
@@ -163,6 +160,37 @@ def compressed(
 
     update = update_fn if whole else on_shards(who, names, update_fn)
     return optax.GradientTransformationExtraArgs(init_fn, described(who, names)(update))
+
+
+def _reduced(
+    codec: Codec, leaves: list[jax.Array], state: PyTree, names: tuple[str, ...]
+) -> Message:
+    """What the codec makes of leaves, apart by the axes over which they are sharded.
+
+    What leaves of different types share would vary wherever one of them does.
+    """
+    kinds: dict[frozenset[str], list[int]] = {}
+    for i, x in enumerate(leaves):
+        kinds.setdefault(axes.varying(x), []).append(i)
+    means: list[Any] = [None] * len(leaves)
+    held, late = list(means), list(means)
+    marked = lambda node: isinstance(node, PerLeaf)  # noqa: E731
+    kept, structure = jax.tree.flatten(state, is_leaf=marked)
+    for kind in kinds.values():
+        own = map_per_leaf(lambda values, kind=kind: [values[i] for i in kind], state)
+        message = codec.reduce([leaves[i] for i in kind], own, names)
+        late_ones = message.late or [None] * len(kind)
+        for place, i in enumerate(kind):
+            means[i], held[i] = message.means[place], message.held[place]
+            late[i] = late_ones[place]
+        for j, new in enumerate(jax.tree.leaves(message.state, is_leaf=marked)):
+            if marked(new):
+                all_of_them = list(kept[j].values)
+                for i, value in zip(kind, new.values, strict=True):
+                    all_of_them[i] = value
+                new = PerLeaf(all_of_them)
+            kept[j] = new
+    return Message(means, held, structure.unflatten(kept), late)
 
 
 def _squared_norm(
