@@ -32,11 +32,15 @@ def make_train_step(
 ) -> TrainStep:
     """A jitted, donating train step over one device or a mesh axis.
 
-    It is ``boostax.value_and_grad`` followed by ``boostax.apply_gradients``, inside
-    ``jax.shard_map`` when there is a mesh: batch split over ``axis_name``, params replicated (or
-    sharded by ``param_specs``), per-replica state kept apart, sharded state shared out. Give the
-    same ``axis_name`` to the transformations and put a reduction, ``all_reduce(axis_name)`` or
-    ``adasum(axis_name)``, first in the innermost chain.
+    It is ``boostax.value_and_grad`` followed by ``boostax.apply_gradients``: the batch is split
+    over ``axis_name``, per-replica state kept apart. Give the same ``axis_name`` to the
+    transformations and put a reduction, ``all_reduce(axis_name)`` or ``adasum(axis_name)``, first
+    in the innermost chain.
+
+    Params live where ``param_specs`` says, or where they come: whole on every device, or sharded
+    over any axes of the mesh, that of the batch included (FSDP, HSDP, tensor parallel). Whole ones
+    are trained in one ``jax.shard_map``; others by ``boostax.on_mesh``, where ``loss_fn`` is an
+    ordinary function of whole params that XLA shards.
 
     Args:
       loss_fn: ``loss_fn(params, batch)``, and ``key=``, ``model_state=`` if the state has them.
@@ -49,26 +53,19 @@ def make_train_step(
       accumulator_dtype: of the sum over micro-batches.
       check_vma: JAX's check of what is equal on all replicas; switch it off only for code that
         cannot be typed.
-      param_specs: for params sharded over further axes of the mesh (FSDP, tensor parallel): a tree
-        of ``PartitionSpec`` with one for each param. ``loss_fn`` sees its shards and gathers them
-        itself, ``jax.lax.all_gather(w, "fsdp", tiled=True, to="invarying")``; its loss must be
-        equal over those axes.
+      param_specs: how params are sharded: a tree of ``PartitionSpec`` with one for each param.
+        ``None`` leaves them as ``step.init`` gets them.
       freeze_driver: with ``scheduled_freeze``, ``"host"`` compiles a step for each depth when it is
         first drawn and chooses among them; ``"switch"`` compiles one program that serves all, and
         that is what runs inside ``jax.jit`` or ``jax.lax.scan`` in any case.
-      shard_optimizer: share out the optimizer's state and work over the replicas (ZeRO, stage 1).
-        Behind the reduction each replica has its part of every leaf, cut along the first dimension
-        that the replicas divide: gradients are scattered, moments are parts, new params are
-        gathered whenever they change. What would look across the entries of a leaf (a norm, a
-        matrix product) is found in the trace and refused; ``boostax.clip_by_global_norm`` and
-        ``centralize_gradients`` know of parts. The reduction must be one over ``axis_name``, the
-        params whole (no ``param_specs``) and the same on all.
+      shard_optimizer: shard the optimizer's state over the replicas besides (ZeRO, stage 1), each
+        leaf along its first dimension that they divide and that is whole. Any optimizer: it sees
+        global arrays.
 
     Returns:
-      A ``TrainStep``. Cost beside the transformations': one scalar collective for the loss. With
-      ``shard_optimizer`` the optimizer's state takes ``1/n`` of its memory, and scattered gradients
-      and gathered params together the bytes of the all-reduce (compiled for 8 devices of CPU,
-      TPU v5e and H100; for many TPU chips up to half as much again).
+      A ``TrainStep``. Cost beside the transformations': one scalar collective for the loss. Params
+      that are sharded over ``axis_name`` are gathered once per call. With ``shard_optimizer`` the
+      optimizer's state takes ``1/n`` of its memory, and new params are gathered when they change.
 
     Raises:
       ValueError, TypeError: an argument out of range, an axis that the mesh lacks.
@@ -106,12 +103,10 @@ def make_train_step(
                     "Make the mesh with jax.make_mesh((n,), ('data',)).",
                 )
             )
-    if shard_optimizer and (mesh is None or param_specs is not None):
-        got = "no mesh" if mesh is None else "param_specs"
+    if shard_optimizer and mesh is None:
         raise ValueError(
-            f"{who}: shard_optimizer must be False without a mesh and with param_specs, got True "
-            f"and {got}. A single device has nothing to share; the state of params sharded over an "
-            "axis of their own is sharded like them."
+            f"{who}: shard_optimizer must be False without a mesh, got True. A single device has "
+            "nothing to share."
         )
     hint = "'host' is the fastest and takes the least memory."
     checks.choice(who, "freeze_driver", freeze_driver, ("host", "switch"), hint)
