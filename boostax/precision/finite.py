@@ -4,6 +4,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 from boostax._core import axes
 from boostax._core.gate import Pending
@@ -18,10 +19,23 @@ def largest_magnitudes(tree: PyTree) -> list[jax.Array]:
     testing the unscaled gradient, makes XLA:CPU write a temporary of the size of a leaf.
     """
     return [
-        jnp.max(magnitude(leaf), initial=0)
+        _largest(magnitude(leaf))
         for leaf in jax.tree.leaves(tree)
         if jnp.issubdtype(jnp.result_type(leaf), jnp.inexact)
     ]
+
+
+def _largest(x: jax.Array) -> jax.Array:
+    """The maximum of what has no sign.
+
+    Together with the minimum: of a leaf that XLA shards, an all-reduce of maxima loses the NaN of a
+    shard (XLA:CPU; nothing defines it elsewhere). A reduction with two results has no all-reduce:
+    the results of all shards are gathered and compared.
+    """
+    zero = jnp.zeros((), x.dtype)
+    both = lambda a, b: (jnp.maximum(a[0], b[0]), jnp.minimum(a[1], b[1]))  # noqa: E731
+    most, least = lax.reduce((x, x), (zero, zero), both, tuple(range(x.ndim)))
+    return jnp.where(jnp.isnan(least), least, most)
 
 
 def magnitude(x: jax.Array) -> jax.Array:

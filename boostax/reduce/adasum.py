@@ -116,7 +116,11 @@ def adasum(
     bucket_bytes = exchange.check_bytes(who, bucket_bytes)
     _check_axes(who, across, inside, shards)
     if shards and scope == "tree":
-        raise ValueError(_OF_SHARDS.format(who=who, axes=shards))
+        raise ValueError(
+            f"{who}: scope must be 'leaf' with shard_axes, got 'tree'. A sum over all leaves would "
+            "count those that are not sharded once for each shard; where JAX tracks varying types "
+            "(check_vma), shard_axes can be left out."
+        )
 
     def init_fn(params: PyTree) -> AdasumState:
         unknown = lambda _: jnp.full((), -1.0, jnp.float32)  # noqa: E731
@@ -136,8 +140,8 @@ def adasum(
             tuple(sorted(axes.varying(leaves[kind[0]]) - frozenset(names))) or shards
             for kind in kinds
         ]
-        if scope == "tree" and any(over):
-            raise ValueError(_OF_SHARDS.format(who=who, axes=max(over)))
+        every = {name for other in over for name in other}
+        copies = [axes.size(tuple(every - set(other))) for other in over]
         sent = [
             _sent(
                 [leaves[i] for i in kind],
@@ -150,7 +154,7 @@ def adasum(
             for kind, other in zip(kinds, over, strict=True)
         ]
         total = lambda x: axes.total(x, axes.with_shards(x, names) + shards)  # noqa: E731
-        parts, alignment = _combine([x.rows for x in sent], kinds, scope, total)
+        parts, alignment = _combine([x.rows for x in sent], kinds, copies, scope, total)
         # What has no elements is not sent, and the same everywhere.
         result = [jnp.zeros(x.shape, x.dtype) for x in leaves]
         for kind, (parcels, own, _), part in zip(kinds, sent, parts, strict=True):
@@ -165,12 +169,6 @@ def adasum(
 
     update = described(who, names)(on_shards(who, names, update_fn))
     return optax.GradientTransformationExtraArgs(init_fn, update)
-
-
-_OF_SHARDS = (
-    "{who}: scope must be 'leaf' where leaves are sharded over {axes}, got 'tree'. A sum over all "
-    "leaves would count those that are not sharded once for each shard."
-)
 
 
 class _Sent(NamedTuple):
@@ -220,7 +218,11 @@ class _Alignment(NamedTuple):
 
 
 def _combine(
-    kinds: Sequence[Rows], leaves: Sequence[list[int]], scope: Scope, total: pairwise.Total
+    kinds: Sequence[Rows],
+    leaves: Sequence[list[int]],
+    copies: Sequence[int],
+    scope: Scope,
+    total: pairwise.Total,
 ) -> tuple[list[list[jax.Array]], list[_Alignment]]:
     """A single row for every kind, by buckets."""
     found: list[_Alignment] = []
@@ -234,7 +236,7 @@ def _combine(
         pairs = zip(kinds, leaves, strict=True)
         return [run(rows, range(len(own)), own) for rows, own in pairs], found
     every = [i for own in leaves for i in own]
-    rest = iter(run(pairwise.beside(kinds), [0] * len(every), every))
+    rest = iter(run(pairwise.beside(kinds, copies), [0] * len(every), every))
     return [[next(rest) for _ in rows.buckets] for rows in kinds], found
 
 

@@ -43,10 +43,12 @@ class Bucket:
     Attributes:
       rows: an array ``(..., columns)`` per replica, in f32 or wider.
       owners: of every block of columns, the leaf it belongs to; a single one for all of them.
+      copies: the devices that hold the same part of the rows, among those that ``total`` adds over.
     """
 
     rows: list[jax.Array]
     owners: Owners
+    copies: int = 1
 
 
 @dataclasses.dataclass(frozen=True)
@@ -205,12 +207,12 @@ def combine_replicas(
     return row, jnp.stack(alignment[::-1])
 
 
-def beside(parts: Sequence[Rows]) -> Rows:
-    """The leaves of several kinds as one."""
+def beside(parts: Sequence[Rows], copies: Sequence[int]) -> Rows:
+    """The leaves of several kinds as one, each held by so many devices alike."""
     buckets: list[Bucket] = []
     leaves = 0
-    for part in parts:
-        buckets += [Bucket(bucket.rows, bucket.owners + leaves) for bucket in part.buckets]
+    for part, held in zip(parts, copies, strict=True):
+        buckets += [Bucket(x.rows, x.owners + leaves, held) for x in part.buckets]
         leaves += part.exponents.shape[1]
     exponents = jnp.concatenate([part.exponents for part in parts], 1)
     return Rows(buckets, exponents, parts[0].near_one)
@@ -250,12 +252,13 @@ def _tree(bucket: Bucket, factors: Factors, level: int) -> list[jax.Array]:
     return nodes
 
 
-def _sums(terms: Sequence[jax.Array], owners: Owners) -> list[tuple[int, jax.Array]]:
+def _sums(terms: Sequence[jax.Array], bucket: Bucket) -> list[tuple[int, jax.Array]]:
     """Pairs of a leaf and ``(terms,)``, what it adds to the sum of each term over its elements.
 
     One reduction with many results reads its operands once and adds to all of them side by side;
     several reductions, or one over a stack, took XLA:CPU 2 to 5 times as long.
     """
+    owners = bucket.owners
     zero = jnp.zeros((), terms[0].dtype)
     add = lambda x, y: tuple(p + q for p, q in zip(x, y, strict=True))  # noqa: E731
     last = terms[0].ndim - 1
@@ -265,6 +268,7 @@ def _sums(terms: Sequence[jax.Array], owners: Owners) -> list[tuple[int, jax.Arr
         terms = [jnp.pad(x.ravel(), (0, -x.size % RUN)).reshape(1, -1, RUN) for x in terms]
         dims = (0, 1)
     sums = jnp.stack(lax.reduce(tuple(terms), (zero,) * len(terms), add, dims))
+    sums = sums if bucket.copies == 1 else sums / bucket.copies
     if len(owners) == 1:
         padded = jnp.pad(sums, [(0, 0), (0, -sums.shape[1] % RUN)])
         return [(int(owners[0]), padded.reshape(len(sums), -1, RUN).sum(2).sum(1))]
@@ -299,7 +303,7 @@ def _read(rows: Rows, nodes: Nodes, units: jax.Array) -> tuple[Products, list[ja
             terms += [a * a, a * b, b * b, jnp.abs(a - b)]
         if last:
             terms.append(_tree(bucket, common, nodes.level + 1)[0] ** 2)
-        sums.append(_sums(terms, bucket.owners))
+        sums.append(_sums(terms, bucket))
     by_leaf = _by_leaf(rows, sums)
     of_pairs = by_leaf[: 4 * len(left)].reshape(len(left), 4, -1)
     products = Products(jnp.moveaxis(of_pairs[:, :3], 0, 1), of_pairs[:, 3] + (left != right))
@@ -310,7 +314,7 @@ def _squared_norms(rows: Rows, factors: Factors) -> jax.Array:
     """``(leaves,)``: of the last row."""
     squares = [_tree(bucket, factors, 0)[-1] ** 2 for bucket in rows.buckets]
     pairs = zip(squares, rows.buckets, strict=True)
-    return _by_leaf(rows, [_sums([x], bucket.owners) for x, bucket in pairs])[0]
+    return _by_leaf(rows, [_sums([x], bucket) for x, bucket in pairs])[0]
 
 
 def _sum_of_squares(rows: Rows, nodes: Nodes, products: Products, units: jax.Array) -> jax.Array:

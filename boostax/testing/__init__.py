@@ -16,9 +16,10 @@ In pytest::
 from boostax.testing._case import Case as Case
 from boostax.testing._case import Law as Law
 from boostax.testing._mapped import MAPPED_LAWS as MAPPED_LAWS
+from boostax.testing._placed import PLACED_LAWS as PLACED_LAWS
 from boostax.testing._single import SINGLE_LAWS as SINGLE_LAWS
 
-LAWS: dict[str, Law] = {**SINGLE_LAWS, **MAPPED_LAWS}
+LAWS: dict[str, Law] = {**SINGLE_LAWS, **MAPPED_LAWS, **PLACED_LAWS}
 """Every law by name: a function of a ``Case`` that raises ``AssertionError``."""
 
 
@@ -32,5 +33,5 @@ def laws_for(case: Case) -> list[str]:
         for name in LAWS
         if (case.skips or "skip" not in name)
         and not (case.reduces and name in SINGLE_LAWS)
-        and (case.distributed or name not in MAPPED_LAWS)
+        and (case.distributed or name in SINGLE_LAWS)
     ]

@@ -5,12 +5,11 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-from boostax._core.replicas import PerReplica, stack_replicas
-from boostax.testing._case import Case, even_params
-from boostax.testing._mapped import AXIS
+from boostax._core.replicas import PerReplica, stack_replicas, without
+from boostax.testing._case import Case, Law, assert_close, assert_same, even_params, poison
+from boostax.testing._mapped import AXIS, replica_grads
 from boostax.train.apply import apply_gradients
 from boostax.train.on_mesh import on_mesh
 
@@ -25,90 +24,85 @@ class Placed:
     Attributes:
       name: as people call it.
       specs: of the params.
-      sizes: of the mesh's axes: replicas first, the other one if there is one.
+      mesh: the replica axis first, and perhaps another one.
       shard_optimizer: see ``on_mesh``.
-      kind: of all axes of the mesh.
     """
 
     name: str
-    specs: PyTree
-    sizes: tuple[int, ...]
+    specs: dict[str, PartitionSpec]
+    mesh: Mesh
     shard_optimizer: bool
-    kind: AxisType
 
     @property
-    def mesh(self) -> Mesh:
-        """Of the first devices."""
-        names, kinds = (AXIS, _OTHER)[: len(self.sizes)], (self.kind,) * len(self.sizes)
-        devices = jax.devices()[: int(np.prod(self.sizes))]
-        return jax.make_mesh(self.sizes, names, axis_types=kinds, devices=devices)
+    def replicas(self) -> int:
+        """Their number."""
+        return self.mesh.shape[AXIS]
 
-    def place(self, tree: PyTree) -> PyTree:
+    @property
+    def others(self) -> int:
+        """Shards of a replica's gradient."""
+        return self.mesh.shape.get(_OTHER, 1)
+
+    def place(self, params: PyTree) -> PyTree:
         """A tree like the params, on the mesh."""
         where = lambda x, spec: jax.device_put(x, NamedSharding(self.mesh, spec))  # noqa: E731
-        return jax.tree.map(where, tree, self.specs)
+        return jax.tree.map(where, params, self.specs)
 
-    @property
-    def cut(self) -> bool:
-        """Whether a replica's gradients are in shards."""
-        return any(_OTHER in spec for spec in self.specs.values())
+    def stack(self, stacked: PerReplica) -> PyTree:
+        """What every replica has of a tree like the params, on the mesh."""
+        lead = lambda spec: PartitionSpec(AXIS, *without(spec, (AXIS,)))  # noqa: E731
+        where = lambda x, spec: jax.device_put(x, NamedSharding(self.mesh, lead(spec)))  # noqa: E731
+        return jax.tree.map(where, stacked.local, self.specs)
+
+    def cut(self, name: str) -> int:
+        """The dimension of a param that is sharded within a replica."""
+        spec = without(self.specs[name], (AXIS,))
+        return next((i for i, entry in enumerate(spec) if entry == _OTHER), 0)
+
+    def shard(self, tree: PyTree, index: int, before: int = 0) -> PyTree:
+        """One of the shards of a replica; of arrays with so many dimensions before."""
+        part = lambda name, x: jnp.split(x, self.others, before + self.cut(name))[index]  # noqa: E731
+        return {name: part(name, x) for name, x in tree.items()}
 
 
-def placements(replicas: int, others: int) -> list[Placed]:
-    """Of a mesh of so many replicas, by another axis of some devices."""
+def placements(replicas: int, others: int, kind: AxisType) -> list[Placed]:
+    """Over so many replicas, by an axis of so many devices or without one."""
     whole = {"w": PartitionSpec(), "b": PartitionSpec()}
     over = lambda axis: {"w": PartitionSpec(axis), "b": PartitionSpec(axis)}  # noqa: E731
     columns = {"w": PartitionSpec(None, _OTHER), "b": PartitionSpec(_OTHER)}
     both = {"w": PartitionSpec(AXIS, _OTHER), "b": PartitionSpec((AXIS, _OTHER))}
-    flat, grid = (replicas * others,), (replicas, others)
+    flat = jax.make_mesh((replicas * others,), (AXIS,), axis_types=(kind,))
+    grid = jax.make_mesh((replicas, others), (AXIS, _OTHER), axis_types=(kind,) * 2)
     return [
-        Placed(name, specs, sizes, zero, kind)
-        for kind in (AxisType.Auto, AxisType.Explicit)
-        for name, specs, sizes, zero in (
-            ("replicated", whole, flat, False),
-            ("zero-1", whole, flat, True),
-            ("fsdp", over(AXIS), flat, False),
-            ("hsdp", over(_OTHER), grid, False),
-            ("tensor-parallel", columns, grid, False),
-            ("tensor-parallel zero-1", columns, grid, True),
-            ("tensor-parallel fsdp", both, grid, False),
-        )
+        Placed("replicated", whole, flat, False),
+        Placed("ZeRO-1", whole, flat, True),
+        Placed("FSDP", over(AXIS), flat, False),
+        Placed("HSDP", over(_OTHER), grid, False),
+        Placed("tensor parallel", columns, grid, False),
+        Placed("tensor parallel, ZeRO-1", columns, grid, True),
+        Placed("tensor parallel, FSDP", both, grid, False),
     ]
 
 
 def run(case: Case, placed: Placed, windows: list[PyTree]) -> tuple[PyTree, Any]:
-    """Train in plain ``jit`` on stacked local gradients."""
-    mesh, params = placed.mesh, placed.place(even_params())
+    """Train in plain ``jit`` on stacked local gradients; all stays where it was."""
+    params = placed.place(even_params())
     tx = on_mesh(case.mapped(AXIS), params, axis_name=AXIS, shard_optimizer=placed.shard_optimizer)
     state = tx.init(params)
-    where = jax.tree.map(lambda x: x.sharding, (params, state))
     if case.own_params:
-        lead = lambda x: NamedSharding(mesh, _stacked(x.sharding.spec))  # noqa: E731
-        stacked = stack_replicas(PerReplica(jax.tree.map(np.asarray, params)), placed.sizes[0])
         params = PerReplica(
-            jax.tree.map(lambda x, p: jax.device_put(x, lead(p)), stacked.local, params)
+            placed.stack(stack_replicas(PerReplica(even_params()), placed.replicas))
         )
-        where = jax.tree.map(lambda x: x.sharding, (params, state))
-
-    def step(params: PyTree, state: Any, grads: PyTree) -> tuple[PyTree, Any]:
-        return apply_gradients(tx, PerReplica(grads), state, params)
-
-    step = jax.jit(step, donate_argnums=(0, 1))
+    where = jax.tree.map(lambda x: x.sharding, (params, state))
+    step: Any = jax.jit(
+        lambda params, state, grads: apply_gradients(tx, PerReplica(grads), state, params),
+        donate_argnums=(0, 1),
+    )
     for grads in windows:
-        stacked = {
-            k: jax.device_put(g, NamedSharding(mesh, _stacked(placed.specs[k])))
-            for k, g in grads.items()
-        }
-        params, state = step(params, state, stacked)
+        params, state = step(params, state, placed.stack(PerReplica(grads)))
     for x, sharding in zip(jax.tree.leaves((params, state)), jax.tree.leaves(where), strict=True):
         assert x.sharding.is_equivalent_to(sharding, x.ndim), f"{x.sharding}, not {sharding}"
     return params, state
-
-
-def _stacked(spec: PartitionSpec) -> PartitionSpec:
-    from boostax._core.replicas import without
-
-    return PartitionSpec(AXIS, *without(spec, (AXIS,)))
 
 
 def reference(case: Case, placed: Placed, windows: list[PyTree]) -> PyTree:
@@ -122,17 +116,54 @@ def reference(case: Case, placed: Placed, windows: list[PyTree]) -> PyTree:
         return params
 
     mapped = jax.jit(jax.vmap(train, in_axes=(None, 0), axis_name=AXIS))
-    if not (placed.cut and case.by_shard):
+    if not case.by_shard:
         return mapped(even_params(), windows)
-    dims = {
-        k: list(spec).index(_OTHER) if _OTHER in spec else 0 for k, spec in placed.specs.items()
-    }
-    part = lambda x, dim, i: jnp.split(x, placed.sizes[1], dim)[i]  # noqa: E731
-    parts = [
-        mapped(
-            {k: part(x, dims[k], i) for k, x in even_params().items()},
-            [{k: part(x, 1 + dims[k], i) for k, x in g.items()} for g in windows],
-        )
-        for i in range(placed.sizes[1])
+    found = [
+        mapped(placed.shard(even_params(), i), [placed.shard(g, i, 1) for g in windows])
+        for i in range(placed.others)
     ]
-    return {k: jnp.concatenate([x[k] for x in parts], 1 + dims[k]) for k in parts[0]}
+    dims = {name: 1 + placed.cut(name) for name in placed.specs}
+    return {name: jnp.concatenate([x[name] for x in found], dims[name]) for name in dims}
+
+
+def any_placement_means_the_same(case: Case) -> None:
+    """Section 6: replicated, ZeRO, FSDP, HSDP, tensor parallel: as where params are whole."""
+    _means_the_same(case, AxisType.Auto)
+
+
+def any_placement_means_the_same_on_an_explicit_mesh(case: Case) -> None:
+    """Section 6: the same where JAX types every array by its sharding."""
+    _means_the_same(case, AxisType.Explicit)
+
+
+def _means_the_same(case: Case, kind: AxisType) -> None:
+    for placed in placements(jax.device_count() // 2, 2, kind):
+        windows = [replica_grads(seed, placed.replicas) for seed in range(2 * case.calls)]
+        params, _ = run(case, placed, windows)
+        expected = reference(case, placed, windows)
+        if case.own_params:
+            assert_close(params.local, expected, placed.name, 2e-6)
+        else:
+            assert_close(params, jax.tree.map(lambda x: x[0], expected), placed.name, 2e-6)
+
+
+def skip_is_agreed_in_any_placement(case: Case) -> None:
+    """Section 7: one NaN in one shard of one replica skips the step everywhere."""
+    for placed in placements(jax.device_count() // 2, 2, AxisType.Auto)[-2:]:
+        good = [replica_grads(seed, placed.replicas) for seed in range(case.calls)]
+        ruined = poison(replica_grads(99, placed.replicas), jnp.nan)
+        rest = [replica_grads(50 + i, placed.replicas) for i in range(case.skip_calls - 1)]
+        clean, dirty = run(case, placed, good), run(case, placed, [*good, ruined, *rest])
+        assert_same(dirty[0], clean[0], f"{placed.name}: params")
+        view = case.skip_view
+        assert_same(view(dirty[1]), view(clean[1]), f"{placed.name}: state")
+
+
+PLACED_LAWS: dict[str, Law] = {
+    law.__name__: law
+    for law in (
+        any_placement_means_the_same,
+        any_placement_means_the_same_on_an_explicit_mesh,
+        skip_is_agreed_in_any_placement,
+    )
+}
