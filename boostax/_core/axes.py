@@ -46,16 +46,19 @@ def _are_words(names: tuple[Any, ...]) -> bool:
     return all(isinstance(name, str) for name in names)
 
 
-def require_bound(names: tuple[str, ...], who: str) -> None:
+def require_bound(names: tuple[str, ...], who: str, argument: str = "axis_name") -> None:
     """Raise unless every axis exists where the code is being traced."""
+    hint = "let boostax.make_train_step(mesh=..., axis_name=...) do it."
+    if argument == "shard_axes":
+        hint = "leave shard_axes out in plain jit, where the shards are XLA's."
     for name in names:
         try:
             lax.axis_size(name)
         except NameError as error:
             raise ValueError(
-                f"{who}: axis_name must name an axis of the surrounding jax.shard_map, jax.pmap "
+                f"{who}: {argument} must name an axis of the surrounding jax.shard_map, jax.pmap "
                 f"or jax.vmap, got {name!r}, which is not bound here. Run the update inside "
-                "jax.shard_map, or let boostax.make_train_step(mesh=..., axis_name=...) do it."
+                f"jax.shard_map, or {hint}"
             ) from error
 
 
@@ -89,7 +92,9 @@ def varying(x: Any) -> frozenset[str]:
 
 
 def _varying(x: Any) -> frozenset[str]:
-    kind = getattr(jax.typeof(x), "manual_axis_type", None)
+    # A type of a partly manual region cannot be asked for its own type.
+    typed = x if isinstance(x, jax.ShapeDtypeStruct) else jax.typeof(x)
+    kind = getattr(typed, "manual_axis_type", None)
     return frozenset() if kind is None else frozenset(kind.varying)
 
 
@@ -102,6 +107,7 @@ def require_readable() -> None:
         manual = frozenset(jax.sharding.get_abstract_mesh().manual_axes)
         cast = lax.pcast(equal, proof.AXIS, to="varying")
         found.update(manual=manual, local=_varying(local), cast=_varying(cast))
+        found.update(typed=_varying(jax.eval_shape(jnp.abs, local)))
         found.update(
             equal=names - _varying(equal), summed=names - _varying(lax.psum(local, proof.AXIS))
         )
@@ -140,6 +146,12 @@ def to_varying(tree: PyTree, names: tuple[str, ...] | frozenset[str]) -> PyTree:
 def unify(tree: PyTree, like: PyTree) -> PyTree:
     """Cast each leaf to vary at least where its counterpart does, as branches of a cond must."""
     return jax.tree.map(lambda x, y: to_varying(x, varying(y)), tree, like)
+
+
+def zeros(like: Any, dtype: Any = None) -> jax.Array:
+    """Zeros of a type: its shape, its sharding on an Explicit mesh, its varying axes."""
+    made = jnp.zeros(like.shape, like.dtype if dtype is None else dtype, device=like.sharding)
+    return to_varying(made, varying(like))
 
 
 def agree(ok: jax.Array, names: tuple[str, ...]) -> jax.Array:
@@ -218,7 +230,7 @@ def shard_total(parts: list[jax.Array], names: tuple[str, ...], who: str) -> jax
     for each set of axes that leaves are sharded over.
     """
     if names and not varying(to_varying(jnp.zeros(()), names)):
-        require_bound(names, who)
+        require_bound(names, who, "shard_axes")
         raise ValueError(
             f"{who}: shard_axes must be left out where JAX does not track which leaves are "
             f"sharded, got {names!r}. Leave check_vma on."

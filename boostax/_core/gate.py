@@ -25,6 +25,7 @@ import optax
 from jax import lax
 
 from boostax._core import axes, trees
+from boostax._core.placement import settled
 
 PyTree = Any
 
@@ -108,7 +109,7 @@ def run(
     if isinstance(tx, GatedTransformation):
         return tx.step(grads, state, params, apply=apply, **extra)
     updates, state = tx.update(grads.value(), state, trees.at_least_float32(params), **extra)
-    return (optax.apply_updates(params, updates) if apply else updates), state
+    return (settled(optax.apply_updates(params, updates)) if apply else updates), state
 
 
 def flush_inner(
@@ -152,7 +153,7 @@ def gate(
     # Both branches need the result's types before either can be built.
     replay, types = trees.trace_once(heavy)
     # Zeros like the result itself: its dtype, its sharding and the axes over which it varies.
-    held = (params if apply else jax.tree.map(jnp.zeros_like, types[0]), state)
+    held = (params if apply else jax.tree.map(axes.zeros, types[0]), state)
     held = axes.unify(held, types)
 
     def work() -> tuple[PyTree, Any]:

@@ -40,11 +40,13 @@ class Placement:
       mesh: all its devices.
       names: the replica axes, over which the batch is split.
       specs: of each param by its path.
+      own: whether each replica has params of its own.
     """
 
     mesh: Mesh
     names: tuple[str, ...]
     specs: Mapping[Path, PartitionSpec]
+    own: bool = False
 
     @property
     def replicas(self) -> int:
@@ -124,6 +126,25 @@ class Placement:
     def shardings(self, specs: PyTree) -> PyTree:
         """Of arrays with these specs."""
         return _map_specs(lambda spec: NamedSharding(self.mesh, spec), specs)
+
+
+def settled(params: PyTree) -> PyTree:
+    """New params where the old ones are, said where they are computed.
+
+    In a branch, so that what an optimizer's sharded state has cut is gathered by a step that moves
+    the params, and by no other.
+    """
+    here = _HERE.get()
+    if here is None:
+        return params
+
+    def settle(path: Path, x: jax.Array) -> jax.Array:
+        if path not in here.specs:
+            return x
+        spec = without(here.specs[path], here.names) if here.own else here.specs[path]
+        return lax.with_sharding_constraint(x, NamedSharding(here.auto_mesh, spec))
+
+    return jax.tree_util.tree_map_with_path(settle, params)
 
 
 def on_shards(

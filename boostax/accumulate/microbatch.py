@@ -111,9 +111,9 @@ def microbatch(
         if axes.types(state) != axes.types(model_state):
             # It comes out differing over replicas, so it must go in so.
             replay, (sums_like, _) = trees.trace_once(evaluate, first, state)
-        zeros = jax.tree.map(jnp.zeros_like, sums_like._replace(grads=()))
+        zeros = jax.tree.map(axes.zeros, sums_like._replace(grads=()))
         buffers = jax.tree.map(
-            lambda g: jnp.zeros_like(g, trees.buffer_dtype(g, narrow)), sums_like.grads
+            lambda g: axes.zeros(g, trees.buffer_dtype(g, narrow)), sums_like.grads
         )
         start = (zeros._replace(grads=buffers), state)
 

@@ -1,4 +1,4 @@
-"""Clipping by the global norm, right on shards and on parts of leaves."""
+"""Clipping by the global norm, right on shards."""
 
 from typing import Any
 

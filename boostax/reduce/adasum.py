@@ -67,7 +67,7 @@ def adasum(
 
     Args:
       axis_name: mesh axis, or a tuple of axes, of the surrounding ``shard_map`` or ``pmap``; its
-        replicas are combined. With ``stacked``, the axis of ``mesh`` or ``None``.
+        replicas are combined.
       within: axes whose replicas are averaged first: the fast links of a node or a pod. Only
         ``1 / size(within)`` of the bytes then cross ``axis_name``.
       shard_axes: axes over which leaves are sharded (FSDP, tensor parallel): dot products are
@@ -132,7 +132,7 @@ def adasum(
         del params, extra_args
         trees.require_gradients(updates, who)
         axes.require_local(updates, names, who)
-        axes.require_bound(shards, who)
+        axes.require_bound(shards, who, "shard_axes")
         leaves, treedef = jax.tree.flatten(updates)
         kinds = exchange.kinds(leaves)
         # Where JAX tracks it, a leaf says itself over which axes it is sharded.
@@ -153,7 +153,8 @@ def adasum(
             )
             for kind, other in zip(kinds, over, strict=True)
         ]
-        total = lambda x: axes.total(x, axes.with_shards(x, names) + shards)  # noqa: E731
+        over_all = lambda found: tuple(dict.fromkeys((*found, *shards)))  # noqa: E731
+        total = lambda x: axes.total(x, over_all(axes.with_shards(x, names)))  # noqa: E731
         parts, alignment = _combine([x.rows for x in sent], kinds, copies, scope, total)
         # What has no elements is not sent, and the same everywhere.
         result = [jnp.zeros(x.shape, x.dtype) for x in leaves]

@@ -127,6 +127,8 @@ class TrainStep:
     def _shapes(self, *given: Any) -> TrainState:
         """What ``init`` returns, as types: nothing is computed and nothing placed."""
         state = jax.eval_shape(self._unplaced, *given)
+        typed = lambda x, p: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=p.sharding)  # noqa: E731
+        state = state._replace(params=jax.tree.map(typed, state.params, given[0]))
         return state if self.placing is None else self.placing.shapes(state)
 
     def shardings(self, state: PyTree) -> TrainState:

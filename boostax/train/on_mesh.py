@@ -1,5 +1,6 @@
 """An optimizer on global arrays: params in any placement, gradients local to each replica."""
 
+import dataclasses
 import functools
 from typing import Any
 
@@ -138,7 +139,8 @@ def placed_on(
 
     def run(change: Any, params: PyTree, state: PyTree, *args: PyTree) -> tuple[PyTree, PyTree]:
         of_params, of_state = specs(params, state)
-        mapped = functools.partial(place.each, change)
+        here = dataclasses.replace(place, own=is_per_replica(params))
+        mapped = functools.partial(here.each, change)
         return place.pinned(mapped, (of_params, of_state))(*args)
 
     return GatedTransformation(init_fn, step_fn, flush_fn)

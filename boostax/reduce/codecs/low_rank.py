@@ -119,7 +119,7 @@ def sides(shape: tuple[int, ...]) -> tuple[int, int]:
 def _projected(
     matrices: list[jax.Array], bases: list[jax.Array], names: tuple[str, ...]
 ) -> tuple[list[jax.Array], list[jax.Array], list[jax.Array]]:
-    """``(means, sent, factors)`` of one all-reduce of all factors."""
+    """``(means, sent, factors)`` of one mean of all factors, each in its own shape."""
     product = lambda a, b: jnp.matmul(a, b, precision=lax.Precision.HIGHEST)  # noqa: E731
     own = [product(m, q) for m, q in zip(matrices, bases, strict=True)]
     factors = lax.pmean(own, names)

@@ -1,0 +1,303 @@
+"""``on_mesh``: optimizers, reductions and gates on params that XLA shards, and what they cost."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import boostax
+
+WIDTH, DEPTH = 64, 2
+ROWS = 64
+
+
+def grid(replicas, others, kind=AxisType.Auto):
+    return jax.make_mesh((replicas, others), ("data", "model"), axis_types=(kind, kind))
+
+
+def placed(tree, mesh, specs):
+    where = lambda x, spec: jax.device_put(x, NamedSharding(mesh, spec))  # noqa: E731
+    return jax.tree.map(where, tree, specs)
+
+
+def initial():
+    random = np.random.default_rng(0)
+    normal = lambda *shape: random.normal(size=shape).astype(np.float32) / 8  # noqa: E731
+    return [{"up": normal(WIDTH, 128), "down": normal(128, WIDTH)} for _ in range(DEPTH)]
+
+
+def loss_fn(params, x):
+    for layer in params:
+        x = x + jnp.tanh(x @ layer["up"]) @ layer["down"]
+    return jnp.mean(x**2)
+
+
+def explicit_loss(params, x):
+    """As an Explicit mesh wants it: the sharding of a contraction of what is sharded is said."""
+    for layer in params:
+        hidden = jnp.tanh(x @ layer["up"])
+        x = x + jnp.matmul(hidden, layer["down"], out_sharding=P())
+    return jnp.mean(x**2)
+
+
+def rows(index):
+    return np.random.default_rng(index).normal(size=(ROWS, WIDTH)).astype(np.float32)
+
+
+PLACEMENTS = {
+    "replicated": {"up": P(), "down": P()},
+    "FSDP": {"up": P("data"), "down": P("data")},
+    "HSDP": {"up": P("model"), "down": P("model")},
+    "tensor parallel": {"up": P(None, "model"), "down": P("model")},
+    "tensor parallel, FSDP": {"up": P("data", "model"), "down": P("model", "data")},
+}
+
+
+def trained(tx, specs, *, kind=AxisType.Auto, share=False, steps=5, calls=1, window=1, micro=1):
+    """Losses, params and state of a loop of one's own."""
+    mesh = grid(4, 2, kind)
+    params = placed(initial(), mesh, [specs] * DEPTH)
+    tx = boostax.on_mesh(tx, params, axis_name="data", shard_optimizer=share)
+    loss = loss_fn if kind == AxisType.Auto else explicit_loss
+    oracle = boostax.value_and_grad(loss, mesh=mesh, axis_name="data", microbatches=micro)
+
+    @jax.jit
+    def step(params, state, x):
+        value, grads = oracle(params, state, x)
+        params, state = boostax.apply_gradients(tx, grads, state, params)
+        return params, state, value
+
+    state, losses = tx.init(params), []
+    for index in range(steps * calls):
+        x = jax.device_put(rows(index), NamedSharding(mesh, P("data")))
+        params, state, value = step(params, state, x)
+        losses.append(float(value))
+    return losses, params, state
+
+
+def alone(tx, steps, calls=1):
+    """The same on one device."""
+    oracle = boostax.value_and_grad(loss_fn)
+
+    @jax.jit
+    def step(params, state, x):
+        value, grads = oracle(params, state, x)
+        params, state = boostax.apply_gradients(tx, grads, state, params)
+        return params, state, value
+
+    params = jax.tree.map(jnp.asarray, initial())
+    state, losses = tx.init(params), []
+    for index in range(steps * calls):
+        params, state, value = step(params, state, rows(index))
+        losses.append(float(value))
+    return losses, params, state
+
+
+def scaled_window(axis, *inner):
+    """A scaler around a window of two calls."""
+    inner = [boostax.all_reduce(axis), *inner] if axis else inner
+    window = boostax.accumulate(optax.chain(*inner), 2, axis_name=axis)
+    return boostax.dynamic_loss_scale(window, axis_name=axis)
+
+
+def assert_near(found, wanted, tolerance):
+    for x, y in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):
+        np.testing.assert_allclose(np.asarray(x), np.asarray(y), rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=["auto", "explicit"])
+@pytest.mark.parametrize("share", [False, True], ids=["whole", "ZeRO-1"])
+@pytest.mark.parametrize("placement", PLACEMENTS)
+def test_a_loop_of_ones_own_is_one_device(placement, share, kind):
+    """Scaler and window included, five steps."""
+    rest = optax.clip_by_global_norm(1.0), optax.adamw(1e-3)
+    tx = scaled_window("data", *rest)
+    losses, params, state = trained(tx, PLACEMENTS[placement], kind=kind, share=share, calls=2)
+    wanted, whole, _ = alone(scaled_window(None, *rest), 5, 2)
+    np.testing.assert_allclose(losses, wanted, rtol=2e-6)
+    assert_near(params, whole, 2e-6)
+    assert int(boostax.metrics(state)["optimizer_steps"]) == 5
+    for x, spec in zip(params, [PLACEMENTS[placement]] * DEPTH, strict=True):
+        for name, leaf in x.items():
+            assert leaf.sharding.is_equivalent_to(NamedSharding(leaf.sharding.mesh, spec[name]), 2)
+
+
+def roll(learning_rate):
+    return optax.chain(
+        optax.stateless(lambda g, p: jax.tree.map(lambda x: jnp.roll(x, 1, 0), g)),
+        optax.sgd(learning_rate),
+    )
+
+
+def reverse(learning_rate):
+    return optax.chain(
+        optax.stateless(lambda g, p: jax.tree.map(lambda x: x[::-1], g)), optax.sgd(learning_rate)
+    )
+
+
+def fan_in(learning_rate):
+    return optax.chain(
+        optax.stateless(lambda g, p: jax.tree.map(lambda x: x / x.shape[0], g)),
+        optax.sgd(learning_rate),
+    )
+
+
+def by_position(learning_rate):
+    def scaled(g, p):
+        return jax.tree.map(lambda x: x * jnp.arange(1.0, 1 + len(x))[:, None] / len(x), g)
+
+    return optax.chain(optax.stateless(scaled), optax.sgd(learning_rate))
+
+
+def galore(learning_rate):
+    return optax.contrib.galore(learning_rate, rank=4)
+
+
+OPTIMIZERS = {
+    **{
+        name: getattr(optax, name)
+        for name in (
+            "adabelief adadelta adafactor adagrad adam adamax adamaxw adamw adan amsgrad fromage "
+            "lamb lars lion nadam nadamw novograd radam rmsprop rprop sgd sign_sgd sm3 "
+            "yogi"
+        ).split()
+        if hasattr(optax, name)
+    },
+    **{
+        name: getattr(optax.contrib, name)
+        for name in "ademamix dadapt_adamw dog dowg muon prodigy simplified_ademamix".split()
+        if hasattr(optax.contrib, name)
+    },
+    "roll": roll,
+    "reversal": reverse,
+    "fan-in": fan_in,
+    "by position": by_position,
+    **({"galore": galore} if hasattr(optax.contrib, "galore") else {}),
+}
+OPTIMIZERS["noise"] = lambda rate: optax.chain(optax.add_noise(0.1, 0.5, 0), optax.sgd(rate))
+QUICK = ("adafactor", "lamb", "muon", "roll")
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(x, marks=[] if x in QUICK else pytest.mark.long) for x in OPTIMIZERS]
+)
+def test_any_optimizer_with_a_sharded_state(name):
+    """As where all of it is whole: it sees global arrays."""
+    make = OPTIMIZERS[name]
+    tx = make(1e-3)
+    chain = optax.chain(boostax.all_reduce("data"), tx)
+    losses, params, state = trained(chain, PLACEMENTS["replicated"], share=True)
+    wanted, whole, _ = trained(chain, PLACEMENTS["replicated"])
+    np.testing.assert_allclose(losses, wanted, rtol=1e-5)
+    assert_near(params, whole, 1e-5)
+    for leaf in jax.tree.leaves(state):
+        divides = any(size and size % 4 == 0 for size in leaf.shape)
+        if divides and jnp.issubdtype(leaf.dtype, jnp.inexact):
+            assert leaf.addressable_data(0).nbytes * 4 == leaf.nbytes, leaf.sharding
+
+
+def test_there_are_at_least_34_of_them():
+    assert len(OPTIMIZERS) >= 34
+
+
+def test_a_nan_of_one_shard_is_seen_in_plain_jit():
+    """XLA:CPU's all-reduce of maxima drops a NaN."""
+    mesh = Mesh(np.array(jax.devices()), ("data",))
+    bad = np.ones((64, 8), np.float32)
+    for row in (0, 13, 63):
+        x = bad.copy()
+        x[row, 3] = np.nan
+        for spec in (P("data"), P(None, "data"), P()):
+            array = jax.device_put(x, NamedSharding(mesh, spec))
+            assert not jax.jit(boostax.all_finite)({"w": array})
+
+
+def test_gradients_that_are_reduced_already_are_refused():
+    mesh = grid(4, 2)
+    params = placed(initial(), mesh, [PLACEMENTS["HSDP"]] * DEPTH)
+    tx = boostax.on_mesh(scaled_window("data", optax.sgd(0.1)), params, axis_name="data")
+    state = tx.init(params)
+    with pytest.raises(TypeError, match=r"on_mesh: gradients must be boostax\.PerReplica"):
+        boostax.apply_gradients(tx, params, state, params)
+
+
+def test_updates_that_were_never_reduced_are_refused():
+    with pytest.raises(ValueError, match="on_mesh: params and updates must be the same on all"):
+        trained(optax.sgd(0.1), PLACEMENTS["HSDP"], steps=1)
+
+
+def test_a_second_reduction_is_refused():
+    tx = optax.chain(boostax.all_reduce("data"), boostax.int8_reduce("data"), optax.sgd(0.1))
+    with pytest.raises(ValueError, match="int8_reduce: gradients must be local to each replica"):
+        trained(tx, PLACEMENTS["HSDP"], steps=1)
+
+
+def test_params_that_are_nowhere_are_refused():
+    with pytest.raises(ValueError, match="on_mesh: params must be placed on one mesh"):
+        boostax.on_mesh(optax.sgd(0.1), initial(), axis_name="data")
+    mesh = grid(4, 2)
+    params = placed(initial(), mesh, [PLACEMENTS["HSDP"]] * DEPTH)
+    with pytest.raises(ValueError, match="on_mesh: axis_name must be among the mesh's axes"):
+        boostax.on_mesh(optax.sgd(0.1), params, axis_name="batch")
+
+
+def test_two_replica_axes():
+    """Slices and the devices in them; AdaSum between the slices, a mean within."""
+    mesh = jax.make_mesh((2, 2, 2), ("slice", "data", "model"), axis_types=(AxisType.Auto,) * 3)
+    names = ("slice", "data")
+    random = np.random.default_rng(1)
+    params = {"w": random.normal(size=(16, 8)).astype("f"), "b": np.ones(8, "f")}
+    sharded, whole = {"w": P(None, "model"), "b": P("model")}, {"w": P(), "b": P()}
+    grads = [{k: random.normal(size=(4, *x.shape)).astype("f") for k, x in params.items()}] * 4
+    for reduction, specs in (
+        (boostax.all_reduce(names), sharded),
+        (optax.chain(boostax.all_reduce("data"), boostax.all_reduce("slice")), sharded),
+        (boostax.adasum("slice", within="data"), sharded),
+        (boostax.int8_reduce(names), whole),
+        (boostax.power_sgd_reduce(names, 2), sharded),
+    ):
+        window = boostax.accumulate(optax.chain(reduction, optax.adam(1e-2)), 2, axis_name=names)
+        tx = boostax.dynamic_loss_scale(window, axis_name=names)
+
+        def train(params, grads, tx=tx):
+            state = tx.init(params)
+            for g in grads:
+                params, state = boostax.apply_gradients(tx, g, state, params)
+            return params
+
+        inner = jax.vmap(train, in_axes=(None, 0), axis_name="data")
+        outer = jax.vmap(inner, in_axes=(None, 0), axis_name="slice")
+        split = jax.tree.map(lambda x: x.reshape(2, 2, *x.shape[1:]), grads)
+        wanted = jax.jit(outer)(params, split)
+        there = placed(params, mesh, specs)
+        mine = boostax.on_mesh(tx, there, axis_name=names)
+        state = mine.init(there)
+        step = jax.jit(
+            lambda p, s, g, tx=mine: boostax.apply_gradients(tx, boostax.PerReplica(g), s, p)
+        )
+        for g in grads:
+            lead = {k: P(names, *spec) for k, spec in specs.items()}
+            there, state = step(there, state, placed(g, mesh, lead))
+        assert_near(there, jax.tree.map(lambda x: x[0, 0], wanted), 3e-6)
+
+
+def test_flush_closes_a_window():
+    mesh = grid(4, 2)
+    params = placed(initial(), mesh, [PLACEMENTS["tensor parallel"]] * DEPTH)
+    chain = optax.chain(boostax.all_reduce("data"), optax.sgd(0.1))
+    tx = boostax.on_mesh(boostax.accumulate(chain, 4, axis_name="data"), params, axis_name="data")
+    oracle = boostax.value_and_grad(loss_fn, mesh=mesh, axis_name="data")
+    x = jax.device_put(rows(0), NamedSharding(mesh, P("data")))
+
+    @jax.jit
+    def call(params, state):
+        return boostax.apply_gradients(tx, oracle(params, state, x)[1], state, params)
+
+    before, state = call(params, tx.init(params))
+    after, state = jax.jit(lambda s, p: boostax.flush(tx, s, p))(state, before)
+    _, grads = jax.value_and_grad(loss_fn)(jax.tree.map(jnp.asarray, initial()), rows(0))
+    assert_near(after, jax.tree.map(lambda p, g: p - 0.1 * g, initial(), grads), 2e-6)
+    assert int(boostax.metrics(state)["micro_step"]) == 0
