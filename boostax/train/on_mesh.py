@@ -126,7 +126,9 @@ def placed_on(
 
         arrays = {k: x for k, x in extra.items() if isinstance(x, jax.Array)}
         fixed = {k: x for k, x in extra.items() if k not in arrays}
-        return run(change, params, state, grads, state, params, arrays)
+        # In the shards of the params, which XLA then makes where gradients are computed.
+        raw = place.pinned(lambda g: g, specs(grads.raw, ())[0])(grads.raw)
+        return run(change, params, state, grads._replace(raw=raw), state, params, arrays)
 
     def flush_fn(state: PyTree, params: PyTree, **extra: Any) -> tuple[PyTree, PyTree]:
         def close(state: PyTree, params: PyTree) -> Any:
