@@ -40,7 +40,8 @@ test-newest:
 
 # Laws of the compiled programs of CPU, TPU v5e and H100; no TPU or GPU is needed.
 test-compilers: .venv-aot/.ready
-	$(QUIET) .venv-aot/bin/python -m pytest -n 2 --dist loadgroup -m compilers tests/test_compilers.py
+	$(QUIET) .venv-aot/bin/python -m pytest -n 2 --dist loadgroup -m compilers \
+	  tests/test_compilers.py tests/test_compiled_placements.py
 
 test-oldest: .venv-oldest/.ready
 	$(QUICK_CODE) .venv-oldest/bin/python -m pytest -n 2 --dist loadgroup

@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from flax import nnx
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -220,7 +221,7 @@ def test_gradients_that_are_reduced_already_are_refused():
     params = placed(initial(), mesh, [PLACEMENTS["HSDP"]] * DEPTH)
     tx = boostax.on_mesh(scaled_window("data", optax.sgd(0.1)), params, axis_name="data")
     state = tx.init(params)
-    with pytest.raises(TypeError, match=r"on_mesh: gradients must be boostax\.PerReplica"):
+    with pytest.raises(ValueError, match="on_mesh: gradients must be local to each replica"):
         boostax.apply_gradients(tx, params, state, params)
 
 
@@ -301,3 +302,106 @@ def test_flush_closes_a_window():
     _, grads = jax.value_and_grad(loss_fn)(jax.tree.map(jnp.asarray, initial()), rows(0))
     assert_near(after, jax.tree.map(lambda p, g: p - 0.1 * g, initial(), grads), 2e-6)
     assert int(boostax.metrics(state)["micro_step"]) == 0
+
+
+def steps_of(tx, devices, specs, share):
+    some = jax.devices()[:devices]
+    mesh = jax.make_mesh((devices,), ("data",), axis_types=(AxisType.Auto,), devices=some)
+    step = boostax.make_train_step(
+        loss_fn, tx, mesh=mesh, axis_name="data", param_specs=specs, shard_optimizer=share
+    )
+    return step
+
+
+@pytest.mark.parametrize("reduction", ["mean", "int8"])
+def test_a_run_moves_from_placement_to_placement(reduction):
+    """FSDP on eight devices, ZeRO-1 on four, replicated on two: as one device, windows open."""
+    first = boostax.all_reduce("data") if reduction == "mean" else boostax.int8_reduce("data")
+    chain = optax.chain(first, optax.adam(1e-3, eps=1e-3))
+    tx = boostax.dynamic_loss_scale(
+        boostax.accumulate(chain, 2, axis_name="data"), axis_name="data"
+    )
+    whole = [{"up": P(), "down": P()}] * DEPTH
+    fsdp = [{"up": P("data"), "down": P(None, "data")}] * DEPTH
+    places = [(8, fsdp, False), (4, whole, True), (2, whole, False)]
+    state, losses = None, []
+    for place, (devices, specs, share) in enumerate(places):
+        step = steps_of(tx, devices, specs, share)
+        if state is None:
+            state = step.init(jax.tree.map(jnp.asarray, initial()))
+        else:
+            before = mean_residuals(state)
+            saved = jax.tree.map(np.asarray, state)
+            state = boostax.reshard_state(saved, devices)
+            assert_near(mean_residuals(state), before, 1e-7)
+            state = jax.device_put(state, step.shardings(state))
+        # Three calls: the second move finds a window open.
+        for index in range(3):
+            state, metrics = step(state, rows(3 * place + index))
+            losses.append(float(metrics["loss"]))
+        for leaf, spec in zip(state.params, specs, strict=True):
+            wanted = NamedSharding(step.mesh, spec["up"])
+            assert leaf["up"].sharding.is_equivalent_to(wanted, 2)
+    rest = optax.adam(1e-3, eps=1e-3)
+    window = boostax.dynamic_loss_scale(boostax.accumulate(rest, 2))
+    wanted, params, _ = alone(window, 9)
+    tolerance = 2e-6 if reduction == "mean" else 2e-3
+    np.testing.assert_allclose(losses, wanted, rtol=tolerance)
+    assert_near(state.params, params, tolerance)
+
+
+def mean_residuals(state):
+    """Of what every replica holds: residuals and open windows."""
+    nodes = jax.tree.leaves(state.opt_state, is_leaf=lambda x: isinstance(x, boostax.PerReplica))
+    own = [x.local for x in nodes if isinstance(x, boostax.PerReplica)]
+    floating = [x for x in jax.tree.leaves(own) if jnp.issubdtype(x.dtype, jnp.floating)]
+    return [np.asarray(x).mean(0) for x in floating]
+
+
+class Model(nnx.Module):
+    def __init__(self, rngs):
+        self.up = nnx.Linear(16, 32, rngs=rngs)
+        self.down = nnx.Linear(32, 16, rngs=rngs)
+
+    def __call__(self, x):
+        return self.down(jnp.tanh(self.up(x)))
+
+
+def nnx_losses(mesh=None):
+    """A loop of NNX; on a mesh with three lines changed."""
+    model = Model(nnx.Rngs(0))
+    graph, params = nnx.split(model, nnx.Param)
+
+    def loss_fn(params, x):
+        return jnp.mean((nnx.merge(graph, params)(x) - x) ** 2)
+
+    axis = None if mesh is None else "data"
+    inner = optax.adam(1e-2)
+    if mesh is not None:
+        inner = optax.chain(boostax.all_reduce(axis), inner)
+    tx = boostax.dynamic_loss_scale(boostax.accumulate(inner, 2, axis_name=axis), axis_name=axis)
+    oracle = boostax.value_and_grad(loss_fn, mesh=mesh, axis_name=axis)
+    if mesh is not None:
+        spec = lambda x: P(None, "model") if x.ndim == 2 else P("model")  # noqa: E731
+        put = lambda x: jax.device_put(x, NamedSharding(mesh, spec(x)))  # noqa: E731
+        params = jax.tree.map(put, params)
+        nnx.update(model, params)
+        tx = boostax.on_mesh(tx, params, axis_name=axis)
+    optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
+
+    @nnx.jit
+    def step(model, optimizer, x):
+        loss, grads = oracle(nnx.state(model, nnx.Param), nnx.as_pure(optimizer.opt_state), x)
+        optimizer.update(model, grads if mesh is None else grads.local)
+        return loss
+
+    return [float(step(model, optimizer, rows(i)[:8, :16])) for i in range(6)], model
+
+
+def test_an_nnx_optimizer_on_a_mesh():
+    wanted, _ = nnx_losses()
+    mesh = grid(2, 4)
+    found, model = nnx_losses(mesh)
+    np.testing.assert_allclose(found, wanted, rtol=2e-6)
+    kernel = model.up.kernel[...]
+    assert kernel.sharding.is_equivalent_to(NamedSharding(mesh, P(None, "model")), 2)

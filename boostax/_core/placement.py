@@ -22,6 +22,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.custom_batching import custom_vmap
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+from jax.tree_util import GetAttrKey
 
 from boostax._core import checks, trees
 from boostax._core.replicas import PerReplica, is_per_replica, specs_like, without
@@ -39,7 +40,7 @@ class Placement:
     Attributes:
       mesh: all its devices.
       names: the replica axes, over which the batch is split.
-      specs: of each param by its path.
+      specs: of each param by its plain path.
       own: whether each replica has params of its own.
     """
 
@@ -98,17 +99,22 @@ class Placement:
         local, common = one(jax.tree.map(split, stacked), shared)
         return _joined(jax.tree.map(merged, local), common, found[-1])
 
+    def spec(self, path: Path) -> PartitionSpec | None:
+        """Of the param at a path; ``None`` if there is none."""
+        return self.specs.get(plain(path))
+
     def shards(self, path: Path, who: str) -> PartitionSpec:
         """How the gradient of a param is sharded within a replica."""
         if len(self.names) == len(self.mesh.axis_names):
             return PartitionSpec()
-        if path not in self.specs:
+        spec = self.spec(path)
+        if spec is None:
             raise ValueError(
                 f"{who}: gradients must have the params' paths where a mesh has axes besides "
                 f"{', '.join(self.names)}, got one at {trees.path_name(path)!r}. Put the reduction "
                 "outside whatever renames or flattens them."
             )
-        return without(self.specs[path], self.names)
+        return without(spec, self.names)
 
     def pinned(self, fn: Callable[..., PyTree], specs: PyTree) -> Callable[..., PyTree]:
         """``fn`` on arrays whose sharding is XLA's, with results that are sharded as said.
@@ -128,6 +134,11 @@ class Placement:
         return _map_specs(lambda spec: NamedSharding(self.mesh, spec), specs)
 
 
+def plain(path: Path) -> Path:
+    """A path without the variable of Flax that may be around a param."""
+    return path[:-1] if path[-1:] == (GetAttrKey("value"),) else path
+
+
 def settled(params: PyTree) -> PyTree:
     """New params where the old ones are, said where they are computed.
 
@@ -139,9 +150,10 @@ def settled(params: PyTree) -> PyTree:
         return params
 
     def settle(path: Path, x: jax.Array) -> jax.Array:
-        if path not in here.specs:
+        spec = here.spec(path)
+        if spec is None:
             return x
-        spec = without(here.specs[path], here.names) if here.own else here.specs[path]
+        spec = without(spec, here.names) if here.own else spec
         return lax.with_sharding_constraint(x, NamedSharding(here.auto_mesh, spec))
 
     return jax.tree_util.tree_map_with_path(settle, params)

@@ -10,7 +10,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from boostax._core import axes, checks, trees
 from boostax._core.gate import GatedTransformation, Pending, flush_inner
-from boostax._core.placement import Placement
+from boostax._core.placement import Placement, plain
 from boostax._core.replicas import PerReplica, is_per_replica, specs_like, stack_replicas
 
 PyTree = Any
@@ -45,12 +45,13 @@ def on_mesh(
     Returns:
       A gate like any of boostax's. ``init`` makes the state where it belongs: what is shaped like a
       param is sharded like it, what differs per replica leads with the replicas. ``update`` takes
-      ``PerReplica`` gradients. Cost: that of ``tx``; with ``shard_optimizer`` ``1/n`` of its state
-      and arithmetic, and an all-gather of new params whenever they change.
+      ``PerReplica`` gradients, or the stacked arrays that one holds. Cost: that of ``tx``; with
+      ``shard_optimizer`` ``1/n`` of its state and arithmetic, and an all-gather of new params
+      whenever they change.
 
     Raises:
       ValueError, TypeError: params that are not on one mesh, an axis that it lacks; at trace time,
-        gradients that are not ``PerReplica``, updates that were never reduced.
+        gradients that are reduced already, updates that never were.
 
     Example:
       >>> import boostax, jax, jax.numpy as jnp, optax
@@ -87,7 +88,17 @@ def placed_on(
 
     def owners(params: PyTree) -> dict[tuple[Any, ...], tuple[tuple[int, ...], PartitionSpec]]:
         leaves = jax.tree_util.tree_leaves_with_path(_of_one(params))
-        return {path: (x.shape, place.specs.get(path, PartitionSpec())) for path, x in leaves}
+        found: dict[tuple[Any, ...], tuple[tuple[int, ...], PartitionSpec]] = {}
+        for path, x in leaves:
+            spec = place.spec(path)
+            if spec is None:
+                raise ValueError(
+                    f"{_WHO}: params must have the paths of those that on_mesh was given, got "
+                    f"another, {trees.path_name(path) or 'the root'!r}. Hand it the tree that the "
+                    "optimizer is given."
+                )
+            found[path] = x.shape, spec
+        return found
 
     def specs(params: PyTree, state: PyTree) -> tuple[PyTree, PyTree]:
         params, state = _of_one((params, state))
@@ -105,12 +116,8 @@ def placed_on(
     def step_fn(
         grads: Pending, state: PyTree, params: PyTree, *, apply: bool, **extra: Any
     ) -> tuple[PyTree, PyTree]:
-        if not is_per_replica(grads.raw):
-            raise TypeError(
-                f"{_WHO}: gradients must be boostax.PerReplica, local to each replica, got "
-                f"{type(grads.raw).__name__}. boostax.value_and_grad(loss, mesh=mesh, "
-                f"axis_name={place.names}) returns such; those of jax.grad are reduced already."
-            )
+        raw = grads.raw if is_per_replica(grads.raw) else PerReplica(grads.raw)
+        _require_stacked(raw, params, place)
 
         def change(grads: Pending, state: PyTree, params: PyTree, given: Any) -> Any:
             own = params.local if is_per_replica(params) else params
@@ -127,7 +134,7 @@ def placed_on(
         arrays = {k: x for k, x in extra.items() if isinstance(x, jax.Array)}
         fixed = {k: x for k, x in extra.items() if k not in arrays}
         # In the shards of the params, which XLA then makes where gradients are computed.
-        raw = place.pinned(lambda g: g, specs(grads.raw, ())[0])(grads.raw)
+        raw = place.pinned(lambda g: g, specs(raw, ())[0])(raw)
         return run(change, params, state, grads._replace(raw=raw), state, params, arrays)
 
     def flush_fn(state: PyTree, params: PyTree, **extra: Any) -> tuple[PyTree, PyTree]:
@@ -167,7 +174,21 @@ def placed(
     if not meshes or not set(names) <= set(meshes[0].axis_names):
         allowed = f"among the mesh's axes {meshes and meshes[0].axis_names}"
         raise ValueError(checks.message(who, "axis_name", allowed, names, "The batch's."))
-    return meshes[0], {path: s.spec for path, s in shardings.items() if s is not None}
+    return meshes[0], {plain(path): s.spec for path, s in shardings.items() if s is not None}
+
+
+def _require_stacked(grads: PerReplica, params: PyTree, place: Placement) -> None:
+    """Refuse gradients that are reduced already: shaped like the params, without the replicas."""
+    params = _of_one(params)
+    shapes = [x.shape for x in jax.tree.leaves(params)]
+    for leaf, shape in zip(jax.tree.leaves(grads), shapes, strict=False):
+        if leaf.shape != (place.replicas, *shape):
+            raise ValueError(
+                f"{_WHO}: gradients must be local to each replica, shaped "
+                f"{(place.replicas, *shape)} for a param of {shape}, got {leaf.shape}. "
+                "boostax.value_and_grad(loss, mesh=mesh, axis_name=...) returns such; those of "
+                "jax.grad are reduced already."
+            )
 
 
 def _of_one(tree: PyTree) -> PyTree:

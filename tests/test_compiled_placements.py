@@ -1,0 +1,155 @@
+"""Laws of compiled programs whose params XLA shards: reductions per step, and their bytes.
+
+``make test-compilers`` runs them for CPU, TPU v5e and, over two slices of 16 chips, v5e again.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import boostax
+
+pytestmark = pytest.mark.compilers
+
+WINDOW, ROWS = 8, 1024
+PLACEMENTS = {
+    "replicated": {"up": P(), "down": P()},
+    "FSDP": {"up": P("data"), "down": P("data")},
+    "HSDP": {"up": P("model"), "down": P("model")},
+    "tensor parallel": {"up": P(None, "model"), "down": P("model")},
+    "tensor parallel, FSDP": {"up": P("data", "model"), "down": P("model", "data")},
+}
+targets = pytest.mark.parametrize(
+    "target",
+    [
+        pytest.param(None, id="cpu", marks=pytest.mark.xdist_group("cpu")),
+        pytest.param("v5e:2x4", id="v5e", marks=pytest.mark.xdist_group("v5e")),
+    ],
+)
+
+
+def loss_fn(params, x):
+    for layer in params:
+        x = x + jnp.tanh(x @ layer["up"]) @ layer["down"]
+    return jnp.mean(x**2)
+
+
+def audited(mesh, specs, tx, axis, *, width=512, depth=4, target=None, **options):
+    """The audit of a train step, from shapes alone."""
+
+    def typed(shape, spec):
+        return jax.ShapeDtypeStruct(shape, jnp.float32, sharding=NamedSharding(mesh, spec))
+
+    step = boostax.make_train_step(loss_fn, tx, mesh=mesh, axis_name=axis, **options)
+    layer = {
+        "up": typed((width, 4 * width), specs["up"]),
+        "down": typed((4 * width, width), specs["down"]),
+    }
+    state = step.init([layer] * depth)
+    kind = {} if target is None else {"target": target}
+    return boostax.audit(step, state, typed((ROWS, width), P(axis)), **kind)
+
+
+def over(found, axis, does, least=False):
+    """Elements per call that collectives over an axis take in or give out; of params: 1 is all."""
+    chosen = [x for x in found.collectives if x.does in does and axis in x.axes]
+    # What fewer devices hold is smaller: a loss, a norm.
+    chosen = [x for x in chosen if x.elements > 1000 and not (least and x.branches)]
+    return sum(x.elements * x.executions for x in chosen) / found.params
+
+
+@targets
+@pytest.mark.parametrize("share", [False, True], ids=["whole state", "ZeRO-1"])
+@pytest.mark.parametrize("form", ["micro-batches", "window"])
+@pytest.mark.parametrize("placement", PLACEMENTS)
+def test_gradients_are_reduced_once_per_optimizer_step(placement, form, share, target):
+    mesh = jax.make_mesh((4, 2), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
+    inner = optax.chain(boostax.all_reduce("data"), optax.adam(1e-3))
+    window = boostax.accumulate(inner, WINDOW, axis_name="data")
+    tx = boostax.dynamic_loss_scale(window if form == "window" else inner, axis_name="data")
+    more = {} if form == "window" else {"microbatches": WINDOW}
+    found = audited(
+        mesh, PLACEMENTS[placement], tx, "data", target=target, shard_optimizer=share, **more
+    )
+    reduced = over(found, "data", ("all-reduce", "reduce-scatter"))
+    held = over(found, "data", ("all-reduce", "reduce-scatter"), least=True)
+    gathered = over(found, "data", ("all-gather",))
+    print(
+        f"{placement}, {form}: {reduced:.3f} N reduced over the batch axis (held {held:.3f}), "
+        f"{gathered:.3f} N gathered; {found.wire_bytes.most / 4 / found.params:.2f} P sent"
+    )
+    assert held == 0
+    assert reduced <= 1.01
+    # Weights that are sharded over the batch axis are gathered once per call; new params where the
+    # optimizer's state is sharded, where they change.
+    assert gathered <= (1.01 if share or "FSDP" in placement else 0)
+
+
+@pytest.mark.xdist_group("v5e")
+def test_a_sharded_state_is_reduced_by_a_reduce_scatter():
+    """On v5e; gathered params included, the bytes are those of a mean."""
+    mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
+    tx = optax.chain(boostax.all_reduce("data"), optax.adam(1e-3))
+    whole, shared = (
+        audited(mesh, PLACEMENTS["replicated"], tx, "data", target="v5e:2x4", shard_optimizer=x)
+        for x in (False, True)
+    )
+    share = shared.wire_bytes.most / whole.wire_bytes.most
+    print(
+        f"wire {share:.3f} of a mean's; arguments {shared.argument_bytes / 2**20:.1f} MiB of "
+        f"{whole.argument_bytes / 2**20:.1f}"
+    )
+    assert share <= 1.02
+    assert over(shared, "data", ("reduce-scatter",)) >= 0.99
+    # Params whole, moments an eighth.
+    params = 4 * shared.params
+    assert shared.argument_bytes - params <= 1.02 * (whole.argument_bytes - params) / 8 + 2**20
+
+
+# What crosses the slices, of an f32 mean's bytes; temporaries more than its, in shards.
+BETWEEN_SLICES = {
+    "bf16": (lambda: boostax.all_reduce("slice", dtype="bfloat16"), 0.501),
+    "int8": (lambda: boostax.int8_reduce("slice"), 0.27),
+    "int16": (lambda: boostax.int16_reduce("slice"), 0.501),
+    "sign": (lambda: boostax.sign_reduce("slice", two_shot=True), 0.05),
+    "rank 2": (lambda: boostax.power_sgd_reduce("slice", 2), 0.011),
+    "AdaSum": (lambda: boostax.adasum("slice"), 1.01),
+}
+
+
+@functools.cache
+def between_slices(name):
+    devices = sorted(boostax.target_devices("v5e:4x4*2"), key=lambda x: (x.slice_index, x.id))
+    mesh = Mesh(np.array(devices).reshape(2, 16), ("slice", "fsdp"))
+    make = BETWEEN_SLICES[name][0] if name else lambda: boostax.all_reduce("slice")
+    chain = optax.chain(make(), optax.adam(1e-3))
+    tx = boostax.dynamic_loss_scale(chain, axis_name="slice")
+    specs = {"up": P("fsdp"), "down": P("fsdp")}
+    return audited(mesh, specs, tx, "slice", width=2048, depth=2)
+
+
+@pytest.mark.xdist_group("v5e")
+@pytest.mark.parametrize("name", BETWEEN_SLICES)
+def test_shards_cross_the_slices_narrow(name):
+    """Nothing of a gradient is gathered within a slice."""
+    found, plain = between_slices(name), between_slices(None)
+    crossing = found.crossing_bytes.most / plain.crossing_bytes.most
+    per_device = 4 * plain.params / 16
+    more = (found.temporary_bytes - plain.temporary_bytes) / per_device
+    gathered = [x for x in found.collectives if x.does == "all-gather" and x.branches]
+    within = sum(x.elements for x in gathered if "fsdp" in x.axes)
+    print(
+        f"{name}: {crossing:.3f} of the mean's bytes between slices, {more:.2f} P of temporaries "
+        f"more, {found.cycles.most / plain.cycles.most:.2f} of its cycles"
+    )
+    assert crossing <= BETWEEN_SLICES[name][1]
+    assert more <= 1.2
+    # A norm of each row of a low-rank factor may be; a gradient is not.
+    assert within <= 0.01 * plain.params
+    assert found.crossing_bytes.least <= 0.001 * plain.crossing_bytes.most
