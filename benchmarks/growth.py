@@ -174,10 +174,11 @@ def fixed(axis: str) -> str:
 
 
 def on_record(axes: Sequence[str]) -> dict[str, list[Row]]:
-    """The curves that were measured before."""
+    """The curves that were measured before, of techniques that are still there."""
     path = RESULTS / "growth.json"
     sections = json.loads(path.read_text())["sections"] if path.exists() else {}
-    return {axis: sections[f"Along {axis}"] for axis in axes if f"Along {axis}" in sections}
+    known = {axis: sections[f"Along {axis}"] for axis in axes if f"Along {axis}" in sections}
+    return {axis: [x for x in rows if x["technique"] in CASES] for axis, rows in known.items()}
 
 
 def main() -> None:

@@ -47,23 +47,6 @@ def all_reduce_half(model: Model, n: int) -> Cost:
     return Cost(sends, chain, adam(model), 0)
 
 
-def sharded_optimizer(model: Model, n: int) -> Cost:
-    """Gradients scattered, Adam on a part of each leaf that can be cut, the updates gathered."""
-    cut, whole = uncut(model, n)
-    sends = [flat(n)("reduce_scatter", FLOAT * math.prod(shape)) for shape in cut]
-    sends += [flat(n)("psum", FLOAT * math.prod(shape)) for shape in whole]
-    sends += [flat(n)("all_gather", FLOAT * math.prod(shape) // n) for shape in cut]
-    moments = 2 * FLOAT * (entries(cut) // n + entries(whole)) + 4
-    return Cost(sends, [sends[0], sends[-1]], moments, 0)
-
-
-def uncut(model: Model, n: int) -> tuple[list[Shape], list[Shape]]:
-    """The leaves with a dimension that the replicas divide, and those without."""
-    fits = [any(size % n == 0 for size in shape) for shape in model]
-    cut = [shape for shape, fit in zip(model, fits, strict=True) if fit]
-    return cut, [shape for shape, fit in zip(model, fits, strict=True) if not fit]
-
-
 def adasum(model: Model, n: int, within: int = 1) -> Cost:
     """Slices exchanged, a sum of scalars for each level of the tree, slices gathered."""
     leaves, across = len(model), n // within
@@ -146,14 +129,14 @@ def _two_shots(n: int, messages: Sequence[int], sizes: int) -> list[Send]:
 
 
 def power_sgd(model: Model, n: int, rank: int) -> Cost:
-    """One factor of every matrix, in turn; the rest as a mean."""
+    """One factor of every matrix, left and right in turn; the rest as a mean."""
     sides = [(math.prod(shape[:-1]), math.prod(shape[-1:])) for shape in model]
     coded = [
         len(shape) > 1 and 2 * rank * sum(side) <= math.prod(side)
         for shape, side in zip(model, sides, strict=True)
     ]
     chosen = [side for side, use in zip(sides, coded, strict=True) if use]
-    factors = [FLOAT * rank * sum(side[i] for side in chosen) for i in (0, 1)]
+    factors = [FLOAT * rank * side[i] for i in (0, 1) for side in chosen]
     sends = [flat(n)("psum", nbytes, 0.5) for nbytes in factors]
     dense = [math.prod(shape) for shape, use in zip(model, coded, strict=True) if not use]
     sends += [flat(n)("psum", FLOAT * size) for size in dense]

@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 import optax
 import scaling_formulas as formulas
+from jax.sharding import PartitionSpec
 from scaling_formulas import Model
 from scaling_sends import Cost
 
@@ -83,12 +84,6 @@ TECHNIQUES: dict[str, Technique] = {
     "`all_reduce`": Technique(formulas.all_reduce, before_adam(boostax.all_reduce("data"))),
     "`all_reduce`, bf16": Technique(
         formulas.all_reduce_half, before_adam(boostax.all_reduce("data", dtype="bfloat16"))
-    ),
-    "`all_reduce(scatter=True)`, `shard_optimizer`": Technique(
-        formulas.sharded_optimizer,
-        lambda model: optax.chain(
-            boostax.all_reduce("data", scatter=True), boostax.shard_optimizer(adam(), "data")
-        ),
     ),
     "`adasum`": Technique(formulas.adasum, before_adam(boostax.adasum("data"))),
     f"`adasum`, within hosts of {HOST}": on_hosts(HOST),
@@ -169,6 +164,23 @@ def counted(jaxpr: Any) -> collections.Counter[tuple[Any, ...]]:
 def written(cost: Cost) -> collections.Counter[tuple[Any, ...]]:
     """Those of a formula."""
     return collections.Counter(send[:4] for send in cost.sends)
+
+
+def sharded_moments(model: Model, n: int) -> tuple[int, int]:
+    """Of Adam's state sharded over so many replicas by ``make_train_step(shard_optimizer=True)``.
+
+    Read off the shardings of the state; what XLA sends for them stands in no traced program.
+
+    Returns:
+      Its bytes on a device, and the params whose moments are whole there.
+    """
+    params = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in model]
+    state = jax.eval_shape(adam().init, params)
+    specs = boostax.state_specs(adam(), params, "data", replicas=n, shard_optimizer=True)
+    flat = jax.tree.leaves(specs, is_leaf=lambda x: isinstance(x, PartitionSpec))
+    pairs = list(zip(jax.tree.leaves(state), flat, strict=True))
+    held = sum(x.size * x.dtype.itemsize // (n if any(spec) else 1) for x, spec in pairs)
+    return held, sum(x.size for x, spec in pairs if x.ndim and not any(spec)) // 2
 
 
 def fits(technique: Technique, n: int) -> bool:

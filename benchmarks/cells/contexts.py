@@ -9,8 +9,27 @@ from jax.sharding import AxisType, NamedSharding
 
 import boostax
 from boostax.testing._case import assert_close, assert_same, even_params
-from cells.programs import P, Program, alone, eager, mapped, on_devices, usual
-from cells.subject import AXIS, Cell, Subject, default, finite, moved, require, same_kind
+from cells.programs import (
+    P,
+    Program,
+    alone,
+    eager,
+    mapped,
+    on_devices,
+    on_global_arrays,
+    usual,
+)
+from cells.subject import (
+    AXIS,
+    Cell,
+    NoMeaning,
+    Subject,
+    default,
+    finite,
+    moved,
+    require,
+    same_kind,
+)
 
 PyTree = Any
 REPLICAS = 4
@@ -215,6 +234,23 @@ def fsdp(**specs: Any) -> Cell:
     return cell
 
 
+def placed(specs: PyTree, **options: Any) -> Cell:
+    """Global arrays in plain jit; a step means what it means where params are whole."""
+
+    def cell(subject: Subject) -> None:
+        if subject.peer:
+            raise NoMeaning(
+                "boostax.on_mesh takes transformations with a replica axis of boostax's"
+            )
+        program = on_global_arrays(subject, even_params(), REPLICAS, specs, **options)
+        carry = program.run(even_params(), range(2 * subject.calls))
+        same_kind(program.start(even_params()), carry, "params and state")
+        other, end = of_the_checked(subject, REPLICAS)
+        assert_close(program.common(carry)[0], other.common(end)[0], "on_mesh")
+
+    return cell
+
+
 def nan_checks(subject: Subject) -> None:
     program, end, grads = expected(subject)
     with jax.debug_nans(True):
@@ -240,6 +276,10 @@ CELLS: dict[str, Cell] = {
     "Explicit mesh": explicit,
     "FSDP": fsdp(w=P("fsdp"), b=P("fsdp")),
     "FSDP, one leaf whole": fsdp(w=P("fsdp"), b=P()),
+    "on_mesh, params whole": placed({"w": P(), "b": P()}),
+    "on_mesh, params sharded over the replicas": placed({"w": P(AXIS), "b": P(AXIS)}),
+    "on_mesh, optimizer state sharded": placed({"w": P(), "b": P()}, shard_optimizer=True),
+    "on_mesh, Explicit mesh": placed({"w": P(AXIS), "b": P()}, kind=AxisType.Explicit),
     "debug_nans": nan_checks,
     "disable_jit": disabled,
 }

@@ -9,7 +9,7 @@ import optax
 from jax.sharding import PartitionSpec as P
 
 import boostax
-from boostax._core.replicas import PerReplica, Sharded
+from boostax._core.replicas import PerReplica
 from boostax.testing._case import even_params, example_grads
 from cells.programs import AXIS, mesh_of
 from cells.subject import Cell, Subject, require
@@ -37,7 +37,7 @@ def on_every_replica(subject: Subject, replicas: int) -> tuple[PyTree, Any, PyTr
 def with_replicas(replicas: int) -> Cell:
     def cell(subject: Subject) -> None:
         params, state, grads = on_every_replica(subject, replicas)
-        differs = lambda node: isinstance(node, (PerReplica, Sharded))  # noqa: E731
+        differs = lambda node: isinstance(node, PerReplica)  # noqa: E731
         shared = jax.tree.map(lambda x: None if differs(x) else x, state, is_leaf=differs)
         for leaf in jax.tree.leaves((None if subject.own_params else params, shared)):
             equal = all(row.tobytes() == leaf[0].tobytes() for row in leaf)

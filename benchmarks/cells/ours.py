@@ -81,7 +81,6 @@ def reduction(name: str, make: Callable[[Any], Any], **options: Any) -> Subject:
 
 
 def compressed(name: str, make: Callable[[Any], Any], **options: Any) -> Subject:
-    options["unsupported"] = WHOLE | options.get("unsupported", {})
     return reduction(name, make, linear=False, accounts=True, **options)
 
 
@@ -138,21 +137,15 @@ SUBJECTS = [
         reduces=True,
         reference=adasum,
     ),
-    subject(
-        "shard_optimizer",
-        lambda inner, axis: optax.chain(
-            boostax.all_reduce(axis, scatter=True), boostax.shard_optimizer(inner, axis)
-        ),
-        reduces=True,
-        unsupported=WHOLE,
-    ),
     compressed("top_k_reduce", lambda axis: boostax.top_k_reduce(axis, 0.25)),
     compressed("threshold_reduce", lambda axis: boostax.threshold_reduce(axis, 0.5, relative=True)),
     compressed("random_k_reduce", lambda axis: boostax.random_k_reduce(axis, 0.25)),
     compressed("int8_reduce", lambda axis: boostax.int8_reduce(axis, error_feedback=True)),
     compressed("int16_reduce", lambda axis: boostax.int16_reduce(axis, error_feedback=True)),
     compressed("sign_reduce", lambda axis: boostax.sign_reduce(axis, form="mean")),
-    compressed("power_sgd_reduce", lambda axis: boostax.power_sgd_reduce(axis, 1)),
+    compressed(
+        "power_sgd_reduce", lambda axis: boostax.power_sgd_reduce(axis, 1), unsupported=WHOLE
+    ),
     subject(
         "local_updates",
         lambda inner, axis: boostax.local_updates(inner, axis, 2),

@@ -196,7 +196,8 @@ may run. C: on 1 to 8 replicas, each against NumPy in float64 where there is a r
 against each other, bit by bit. D: traces, wrappers of Optax's, files, resumption. E: NaN for a
 hundred steps or on one replica only, a scale at its limits, a damaged file. F: mistakes, each of
 which must be refused with the argument, what is allowed and what came. G: two runs, and the order
-of the leaves. A reduction runs on two devices of a `jax.shard_map`, eagerly under `jax.vmap`."""
+of the leaves. A reduction runs on two devices of a `jax.shard_map`, eagerly under `jax.vmap`, and
+in B also in plain `jit` on global arrays (`boostax.on_mesh`)."""
 
 PEERS = """\
 The same cells through small adapters, which do what the peers' documentation says: gradients are

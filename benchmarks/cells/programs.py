@@ -250,6 +250,45 @@ def on_devices(
     )
 
 
+def on_global_arrays(
+    subject: Subject,
+    params: PyTree,
+    replicas: int,
+    specs: PyTree,
+    *,
+    shard_optimizer: bool = False,
+    kind: Any = AxisType.Auto,
+) -> Program:
+    """``boostax.on_mesh``: params where ``specs`` says, gradients stacked, plain jit."""
+    mesh = mesh_of(replicas, kind)
+    where = jax.tree.map(
+        lambda s: NamedSharding(mesh, s), specs, is_leaf=lambda x: isinstance(x, P)
+    )
+    rows = NamedSharding(mesh, P(AXIS))
+    tx = boostax.on_mesh(
+        subject.mapped(),
+        jax.device_put(params, where),
+        axis_name=AXIS,
+        shard_optimizer=shard_optimizer,
+    )
+
+    def start(params: PyTree) -> Any:
+        own = boostax.stack_replicas(boostax.PerReplica(params), replicas)
+        state = tx.init(jax.device_put(params, where))
+        held = jax.device_put(own, rows) if subject.own_params else jax.device_put(params, where)
+        return held, state
+
+    def step(carry: Any, grads: PyTree) -> Any:
+        grads = boostax.PerReplica(jax.device_put(grads, rows))
+        return boostax.apply_gradients(tx, grads, carry[1], carry[0])
+
+    def common(carry: Any) -> Any:
+        own = subject.own_params
+        return (jax.tree.map(first_row, carry[0].local) if own else carry[0]), carry[1]
+
+    return Program(start, step, replicas, common)
+
+
 def first_row(x: Any) -> Any:
     """Of what may be sharded, whatever the mesh says of indexing."""
     return x[0] if isinstance(x, Tracer) else jnp.asarray(np.asarray(x)[0])
