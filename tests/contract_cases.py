@@ -140,8 +140,6 @@ CASES = [
             (lambda: boostax.adasum("data", scope="layer"), "scope"),
             (lambda: boostax.adasum("data", wire_dtype="int8"), "wire_dtype"),
             (lambda: boostax.adasum("data", bucket_bytes=-1), "bucket_bytes"),
-            (lambda: boostax.adasum("data", stacked=True), "mesh"),
-            (lambda: boostax.adasum(None, stacked=True, wire_dtype="float16"), "wire_dtype"),
         ),
     ),
     Case(
@@ -152,35 +150,6 @@ CASES = [
         ),
         reduces=True,
         skips=True,
-    ),
-    Case(
-        "adasum_scattered_to_a_sharded_optimizer",
-        lambda inner, axis: optax.chain(
-            boostax.adasum(axis, scatter=True),
-            boostax.shard_optimizer(optax.adamw(1e-2), axis),
-        ),
-        reduces=True,
-        bad_arguments=(
-            (lambda: boostax.shard_optimizer(3.0, "data"), "inner"),
-            (lambda: boostax.shard_optimizer(OPT, None), "axis_name"),
-        ),
-    ),
-    Case(
-        "mean_scattered_to_a_sharded_optimizer_inside_gates",
-        lambda inner, axis: boostax.dynamic_loss_scale(
-            boostax.accumulate(
-                optax.chain(
-                    boostax.all_reduce(axis, scatter=True),
-                    boostax.shard_optimizer(optax.adamw(1e-2), axis),
-                ),
-                2,
-                axis_name=axis,
-            ),
-            axis_name=axis,
-        ),
-        reduces=True,
-        skips=True,
-        calls=2,
     ),
     Case(
         "adasum_delta",
@@ -195,6 +164,7 @@ CASES = [
         "top_k_reduce",
         lambda inner, axis: optax.chain(boostax.top_k_reduce(axis, 0.25), inner),
         reduces=True,
+        by_shard=True,
         bad_arguments=(
             (lambda: boostax.top_k_reduce(None), "axis_name"),
             (lambda: boostax.top_k_reduce("data", 0.0), "density"),
@@ -218,6 +188,7 @@ CASES = [
             boostax.top_k_reduce(axis, {0: 0.5, 2: 0.1}, block=16, momentum=0.9), inner
         ),
         reduces=True,
+        by_shard=True,
     ),
     Case(
         "top_k_reduce_inside_gates",
@@ -232,6 +203,7 @@ CASES = [
             axis_name=axis,
         ),
         reduces=True,
+        by_shard=True,
         skips=True,
         calls=2,
     ),
@@ -241,6 +213,7 @@ CASES = [
             boostax.threshold_reduce(axis, 0.5, relative=True, value_dtype="bfloat16"), inner
         ),
         reduces=True,
+        by_shard=True,
         bad_arguments=(
             (lambda: boostax.threshold_reduce("data", -0.1), "threshold"),
             (lambda: boostax.threshold_reduce("data", capacity=0), "capacity"),
@@ -251,6 +224,7 @@ CASES = [
         "random_k_reduce",
         lambda inner, axis: optax.chain(boostax.random_k_reduce(axis, 0.1), inner),
         reduces=True,
+        by_shard=True,
         bad_arguments=((lambda: boostax.random_k_reduce("data", -0.1), "density"),),
     ),
     Case(
@@ -259,6 +233,7 @@ CASES = [
             optax.chain(boostax.int8_reduce(axis, rounding="stochastic"), inner), axis_name=axis
         ),
         reduces=True,
+        by_shard=True,
         skips=True,
         bad_arguments=(
             (lambda: boostax.int8_reduce("data", block=0), "block"),
@@ -269,11 +244,13 @@ CASES = [
         "int16_reduce",
         lambda inner, axis: optax.chain(boostax.int16_reduce(axis), inner),
         reduces=True,
+        by_shard=True,
     ),
     Case(
         "sign_reduce",
         lambda inner, axis: optax.chain(boostax.sign_reduce(axis, two_shot=True, block=8), inner),
         reduces=True,
+        by_shard=True,
         bad_arguments=(
             (lambda: boostax.sign_reduce("data", form="most"), "form"),
             (lambda: boostax.sign_reduce("data", block=12), "block"),
@@ -287,6 +264,7 @@ CASES = [
         "sign_reduce_by_majority",
         lambda inner, axis: optax.chain(boostax.sign_reduce(axis, form="majority"), inner),
         reduces=True,
+        by_shard=True,
     ),
     Case(
         "power_sgd_reduce",

@@ -17,8 +17,6 @@ VARIANTS = {
     "all_reduce_half",
     "all_reduce_in_buckets",
     "adasum_half_inside_the_scaler",
-    "mean_scattered_to_a_sharded_optimizer_inside_gates",
-    "adasum_scattered_to_a_sharded_optimizer",
     "top_k_reduce_warming_up_in_blocks_with_momentum",
     "top_k_reduce_inside_gates",
     "threshold_reduce",
@@ -56,12 +54,17 @@ OF_THEIR_OWN = {
 
 
 # How their results are typed is told by what they consist of.
-COMPOSED = ("inside", "around", "scattered", "warming")
+COMPOSED = ("inside", "around", "warming")
+
+
+# An Explicit mesh differs by how arrays enter and leave, not by what is done to them.
+EXPLICIT = {"dynamic_loss_scale", "adasum", "top_k_reduce"}
 
 
 def marks(case, law):
     late = case.name in VARIANTS and law not in ALWAYS
     late |= law == "results_are_typed_equal" and any(word in case.name for word in COMPOSED)
+    late |= law == "any_placement_means_the_same_on_an_explicit_mesh" and case.name not in EXPLICIT
     return [pytest.mark.long] if late or (case.name in GATED and law not in OF_THEIR_OWN) else []
 
 

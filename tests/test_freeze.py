@@ -593,13 +593,16 @@ def test_stages_run_what_is_wanted_and_compile_it_once():
             np.testing.assert_allclose(a, b if index <= level else jnp.zeros_like(b), rtol=1e-6)
 
 
-def test_sharded_optimizer_state_is_frozen_alike(mesh):
+@pytest.mark.parametrize("driver", ["host", "switch"])
+def test_sharded_optimizer_state_is_frozen_alike(mesh, driver):
     ends = []
-    # Clipping inside shard_optimizer would see a part of the leaves' entries.
-    for inner in (optax.adamw(1e-2), boostax.shard_optimizer(optax.adamw(1e-2), "data")):
-        inner = optax.chain(boostax.all_reduce("data"), inner)
+    for share in (False, True):
+        inner = optax.chain(
+            boostax.all_reduce("data"), optax.clip_by_global_norm(1.0), optax.adamw(1e-2)
+        )
         tx = boostax.scheduled_freeze(inner, GROUPS, DEPTHS)
-        *_, (_, state, _) = run(tx, len(DEPTHS), mesh, "data")
+        how = {"freeze_driver": driver, "shard_optimizer": share}
+        *_, (_, state, _) = run(tx, len(DEPTHS), mesh, "data", **how)
         ends.append(state.params)
     jax.tree.map(functools.partial(np.testing.assert_allclose, atol=2e-6), *ends)
 

@@ -47,10 +47,10 @@ def test_public_names_are_the_documented_ones():
         "leave_replica", "less_bn",
         "local_params", "local_updates", "loss_scale",
         "make_train_step", "measure", "metrics", "microbatch", "migrate_state", "partial_average",
-        "pca_basis", "policy", "power_sgd_reduce", "prefix_groups",
+        "on_mesh", "pca_basis", "policy", "power_sgd_reduce", "prefix_groups",
         "random_basis", "random_k_reduce", "record_trajectory", "reestimate_model_state",
         "replace_basis", "reshard_state", "scale_boundary", "scale_loss", "scheduled_freeze",
-        "shard_optimizer", "sign_reduce", "stack_replicas",
+        "sign_reduce", "stack_replicas",
         "state_specs", "static_loss_scale", "subspace_params", "target_devices", "threshold_reduce",
         "top_k_reduce", "trajectory", "trajectory_basis", "value_and_grad",
         "AccumulateState", "AdasumDeltaState", "AdasumState", "Audit", "Aux", "Basis",
@@ -61,8 +61,8 @@ def test_public_names_are_the_documented_ones():
         "GroupSignalState", "LessBNReport", "Measurement", "MigrationReport", "NormalizedDense",
         "HostTrajectory", "Int8Components",
         "LocalUpdatesState", "LossScaleState", "PartialAverageState",
-        "PerReplica", "Policy", "ScheduledFreeze", "ScheduledFreezeState", "ShardOptimizerState",
-        "Sharded", "SubspaceParamsState", "SubspaceRule", "TrainState", "TrainStep",
+        "PerReplica", "Policy", "ScheduledFreeze", "ScheduledFreezeState",
+        "SubspaceParamsState", "SubspaceRule", "TrainState", "TrainStep",
         "TrajectoryState", "Trial",
     }  # fmt: skip
     public = {

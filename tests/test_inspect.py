@@ -274,18 +274,6 @@ WRONG = {
         "dynamic_loss_scale inside adasum_delta",
         "Put dynamic_loss_scale around adasum_delta",
     ),
-    "a norm of a part": (
-        boostax.shard_optimizer(chain(clip, adam), "data"),
-        chain(clip, boostax.shard_optimizer(adam, "data")),
-        "clip_by_global_norm inside shard_optimizer",
-        "Put clip_by_global_norm before",
-    ),
-    "centralized parts": (
-        boostax.shard_optimizer(chain(boostax.centralize_gradients(), adam), "data"),
-        chain(boostax.centralize_gradients(), boostax.shard_optimizer(adam, "data")),
-        "centralize_gradients inside shard_optimizer",
-        "before or around shard_optimizer",
-    ),
     "freezing inside a scaler": (
         boostax.dynamic_loss_scale(frozen),
         boostax.scheduled_freeze(scaled(sgd), GROUPS, [0, 1]),
@@ -497,7 +485,6 @@ CHAINS = {
     "top-k": chain(top_k, sgd),
     "int8": chain(boostax.int8_reduce("data"), optax.sgd(0.1, momentum=0.9)),
     "power-sgd": chain(boostax.power_sgd_reduce("data", rank=2), record, adam),
-    "shared out": chain(mean, boostax.shard_optimizer(adam, "data")),
     "delta": boostax.dynamic_loss_scale(delta, **AXIS),
     "local": boostax.local_updates(adam, "data", every=3),
     "masked": chain(mean, optax.masked(adam, {"a": True, "b": False})),
@@ -506,7 +493,7 @@ CHAINS = {
 }
 
 
-QUICK = ("window", "top-k", "shared out", "local", "frozen")
+QUICK = ("window", "top-k", "local", "frozen")
 
 
 @pytest.mark.parametrize(
@@ -560,8 +547,11 @@ def test_each_part_has_what_it_keeps_and_sends():
     assert parts["scale_by_adam"].collectives == {} and parts["scale_by_adam"].wire_bytes == 0
 
 
-def test_optimizer_state_that_is_shared_out_is_counted_once_over_all():
-    parts = boostax.explain(CHAINS["shared out"], PARAMS, axis_sizes={"data": 8}).parts
+def test_optimizer_state_that_is_sharded_is_counted_once_over_all(mesh):
+    step = boostax.make_train_step(
+        loss, chain(mean, adam), mesh=mesh, axis_name="data", shard_optimizer=True
+    )
+    parts = boostax.explain(step, PARAMS).parts
     by_name = {part.name: part for part in parts}
     assert by_name["scale_by_adam"].state_bytes == 2 * 4 * ENTRIES / 8 + 4
 
@@ -580,7 +570,6 @@ def test_every_reduction_is_found_in_its_trace():
         "power_sgd_reduce": boostax.power_sgd_reduce("data", rank=1),
         "partial_average": boostax.partial_average(sgd, "data", 2),
         "local_updates": boostax.local_updates(sgd, "data", every=2),
-        "shard_optimizer": boostax.shard_optimizer(sgd, "data"),
         "dim_reduce": boostax.dim_reduce(basis, axis_name="data"),
         "subspace_params": boostax.subspace_params(sgd, basis, axis_name="data"),
     }

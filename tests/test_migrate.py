@@ -497,7 +497,6 @@ UNCHANGED = {
     "power_sgd": lambda: optax.chain(boostax.power_sgd_reduce("data", rank=1), ADAM()),
     "int8": lambda: optax.chain(boostax.int8_reduce("data"), ADAM()),
     "partial": lambda: boostax.partial_average(ADAM(), "data", 2),
-    "shard": lambda: boostax.shard_optimizer(ADAM(), "data"),
     "weighted": lambda: boostax.accumulate(ADAM(), 3, axis_name="data", normalize="weight"),
     "dim_reduce": lambda: boostax.dim_reduce(boostax.random_basis(make_params(), 2)),
     "per group": lambda: freeze(ADAM(), schedule=[0, 1], moments="per_group"),

@@ -16,7 +16,7 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 import boostax
-from boostax._core import axes, costs, entrywise, jaxprs, programs
+from boostax._core import axes, costs, jaxprs, programs
 from boostax.cluster import board
 from boostax.inspect import parts
 from boostax.inspect.roles import UNKNOWN
@@ -24,7 +24,7 @@ from boostax.inspect.rows import rows
 from boostax.model import branches
 
 PACKAGE = pathlib.Path(boostax.__file__).parent
-READERS = (axes, programs, costs, entrywise, branches)
+READERS = (axes, programs, costs, branches)
 
 
 @pytest.fixture
@@ -64,8 +64,6 @@ BLIND = {
     ),
     "a sum of another name": (costs, "kind", lambda name: name.replace("psum", "x"), "collectives"),
     "no transformation's name": (costs, "scopes_of", lambda stack: (), "the collectives"),
-    "another sum of entries": (entrywise, "_ACROSS", ("sort",), "operations across entries"),
-    "another noise": (entrywise, "_DRAWN", (), "operations across entries"),
     "another product": (branches, "_PRODUCTS", ("dot",), "the flow of data"),
     "no norm": (branches, "checkpoint_name", lambda x, name: x, "the flow of data"),
 }
@@ -91,12 +89,6 @@ def loss(params, x):
     return jnp.sum(params["w"] @ x)
 
 
-def sums_entries():
-    return entrywise.across_entries(
-        jax.make_jaxpr(jnp.sum)(SQUARE), [True], frozenset(), frozenset()
-    )
-
-
 def held_step():
     tx = boostax.dynamic_loss_scale(optax.sgd(0.1))
     return tx.update(PARAMS, tx.init(PARAMS), PARAMS)
@@ -114,7 +106,6 @@ WAYS_IN = [
     ("boostax._core.axes", held_step),
     ("boostax._core.costs", lambda: boostax.break_even(boostax.all_reduce("data"), PARAMS, 2)),
     ("boostax._core.costs", explained),
-    ("boostax._core.entrywise", sums_entries),
     ("boostax.freeze.order", lambda: boostax.forward_order(loss, PARAMS, SQUARE)),
     ("boostax.precision.crossings", boundaries),
     ("boostax.precision.autocast", lambda: boostax.policy("O1").wrap(loss)(PARAMS, SQUARE)),

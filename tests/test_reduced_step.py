@@ -59,20 +59,15 @@ REDUCTIONS = {
 
 @pytest.mark.parametrize("reduction", REDUCTIONS)
 def test_sharded_optimizer_state_gives_the_replicated_result(mesh, reduction):
-    reduce = REDUCTIONS[reduction]
-    optimizer = optax.adamw(1e-2, weight_decay=0.1)
-    whole = train(optax.chain(reduce("data"), optimizer), mesh, "data")[1]
-    for scatter in (False, True):
-        tx = optax.chain(
-            reduce("data", scatter=scatter), boostax.shard_optimizer(optimizer, "data")
-        )
-        state = train(tx, mesh, "data")[1]
-        assert_params_close(state, whole)
-        mu = state.opt_state[1].inner_state.local[0].mu
-        assert mu["w"].shape == (INPUTS, 8) and mu["w"].sharding.spec == P("data")
-        assert mu["w"].addressable_shards[0].data.shape == (INPUTS // 8, 8)
-        assert mu["b"].sharding.is_fully_replicated
-        np.testing.assert_allclose(mu["w"], whole.opt_state[1][0].mu["w"], atol=1e-6)
+    tx = optax.chain(REDUCTIONS[reduction]("data"), optax.adamw(1e-2, weight_decay=0.1))
+    whole = train(tx, mesh, "data")[1]
+    state = train(tx, mesh, "data", shard_optimizer=True)[1]
+    assert_params_close(state, whole)
+    mu = state.opt_state[1][0].mu
+    assert mu["w"].shape == (INPUTS, 8) and mu["w"].sharding.spec == P("data", None)
+    assert mu["w"].addressable_shards[0].data.shape == (INPUTS // 8, 8)
+    assert mu["b"].sharding.is_fully_replicated
+    np.testing.assert_allclose(mu["w"], whole.opt_state[1][0].mu["w"], atol=1e-6)
 
 
 def test_two_axes_average_within_and_combine_across():
@@ -83,14 +78,11 @@ def test_two_axes_average_within_and_combine_across():
     state = train(hierarchical, mesh, both)[1]
     flat = optax.chain(boostax.all_reduce("ici"), boostax.adasum("dcn"), optimizer)
     assert_params_close(state, train(flat, mesh, both, check_vma=False)[1])
-    sharded = optax.chain(
-        boostax.adasum("dcn", within="ici", scatter=True),
-        boostax.shard_optimizer(optimizer, both),
-    )
-    step, cut, _ = train(sharded, mesh, both)
+    step, cut, _ = train(hierarchical, mesh, both, shard_optimizer=True)
     assert_params_close(state, cut)
-    trace = cut.opt_state[1].inner_state.local[0].trace["w"]
+    trace = cut.opt_state[1][0].trace["w"]
     np.testing.assert_allclose(trace, state.opt_state[1][0].trace["w"], atol=1e-6)
+    assert trace.addressable_shards[0].data.shape == (INPUTS // 8, 8)
     assert step.replicas == 8
     over_both = train(optax.chain(boostax.adasum(both), optimizer), mesh, both)[1]
     one_axis = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
@@ -99,24 +91,18 @@ def test_two_axes_average_within_and_combine_across():
 
 
 def test_params_sharded_over_a_second_axis_train_alike():
-    def gathering_loss(params, batch):
-        w = jax.lax.all_gather(params["w"], "fsdp", tiled=True, to="invarying")
-        return loss_fn({**params, "w": w}, batch)
-
     mesh = two_axes(("data", "fsdp"))
     specs = {"w": P("fsdp"), "v": P(), "b": P()}
-    tx = optax.chain(boostax.adasum("data", shard_axes="fsdp"), optax.adam(1e-2))
-    step = boostax.make_train_step(
-        gathering_loss, tx, mesh=mesh, axis_name="data", param_specs=specs
-    )
-    state = step.init(start())
-    for batch in batches(4):
-        state, _ = step(state, batch)
+    tx = optax.chain(boostax.adasum("data"), optax.adam(1e-2))
+    state = train(tx, mesh, "data", param_specs=specs)[1]
     small = jax.make_mesh((4,), ("data",), axis_types=(AxisType.Auto,), devices=jax.devices()[:4])
     plain = optax.chain(boostax.adasum("data"), optax.adam(1e-2))
     assert_params_close(state, train(plain, small, "data")[1])
     assert state.params["w"].sharding.spec == P("fsdp")
     assert state.opt_state[1][0].mu["w"].sharding.spec == P("fsdp")
+    told = optax.chain(boostax.adasum("data", shard_axes="fsdp"), optax.adam(1e-2))
+    with pytest.raises(ValueError, match="'fsdp', which is not bound"):
+        train(told, mesh, "data", param_specs=specs)
 
 
 @pytest.mark.parametrize("inner", ["accumulate", pytest.param("scaler", marks=pytest.mark.long)])
@@ -202,55 +188,47 @@ def test_resharding_keeps_the_mean(old, new):
 
 
 def test_a_sharded_state_needs_no_resharding(mesh):
-    tx = optax.chain(
-        boostax.all_reduce("data", scatter=True),
-        boostax.shard_optimizer(optax.adam(1e-2), "data"),
-    )
-    _, state, _ = train(tx, mesh, "data")
+    tx = optax.chain(boostax.all_reduce("data"), optax.adam(1e-2))
+    eight, state, _ = train(tx, mesh, "data", shard_optimizer=True)
     small = jax.make_mesh((4,), ("data",), (AxisType.Auto,), devices=jax.devices()[:4])
-    step = boostax.make_train_step(loss_fn, tx, mesh=small, axis_name="data")
+    step = boostax.make_train_step(loss_fn, tx, mesh=small, axis_name="data", shard_optimizer=True)
     moved = boostax.reshard_state(jax.device_get(state), 4)
     moved = jax.device_put(moved, step.shardings(moved))
     batch = list(batches(5))[4]
     after = step(moved, batch)[0]
-    eight = boostax.make_train_step(loss_fn, tx, mesh=mesh, axis_name="data")
     assert_params_close(after, eight(jax.device_put(state, eight.shardings(state)), batch)[0])
 
 
 def test_moments_on_a_device_shrink_by_the_number_of_replicas(mesh):
-    whole = optax.chain(boostax.all_reduce("data"), optax.adam(1e-2))
-    cut = optax.chain(
-        boostax.all_reduce("data", scatter=True),
-        boostax.shard_optimizer(optax.adam(1e-2), "data"),
-    )
+    tx = optax.chain(boostax.all_reduce("data"), optax.adam(1e-2))
 
-    def bytes_on_a_device(tx):
-        state = train(tx, mesh, "data", steps=1)[1].opt_state
+    def bytes_on_a_device(share):
+        state = train(tx, mesh, "data", steps=1, shard_optimizer=share)[1].opt_state
         leaves = [x for x in jax.tree.leaves(state) if x.ndim > 1]
         return sum(x.addressable_shards[0].data.nbytes for x in leaves)
 
-    assert bytes_on_a_device(cut) * 8 == bytes_on_a_device(whole)
+    assert bytes_on_a_device(True) * 8 == bytes_on_a_device(False)
 
 
-def test_scattered_gradients_of_another_shape_are_refused(mesh):
-    tx = boostax.shard_optimizer(optax.sgd(0.1), "data")
-
-    def update(g):
-        return tx.update(g, tx.init(jnp.zeros(16)), jnp.zeros(16))[0]
-
-    mapped = jax.shard_map(update, mesh=mesh, in_specs=P(), out_specs=P(), check_vma=False)
-    with pytest.raises(ValueError, match="whole like the params or scattered"):
-        jax.eval_shape(mapped, jnp.zeros(4))
-    with pytest.raises(ValueError, match="params must be given"):
-        jax.eval_shape(
-            jax.shard_map(
-                lambda g: tx.update(g, tx.init(g))[0], mesh=mesh, in_specs=P(), out_specs=P()
-            ),
-            jnp.zeros(16),
-        )
+def test_specs_of_a_sharded_state():
+    params = start() | {"s": jnp.zeros((6, 16)), "t": jnp.zeros((16, 8))}
+    given = {"w": P(), "v": P(), "b": P(), "s": P(), "t": P("fsdp")}
+    tx = optax.chain(boostax.top_k_reduce("data"), optax.adam(0.1))
+    specs = boostax.state_specs(
+        tx, params, "data", param_specs=given, replicas=8, shard_optimizer=True
+    )
+    assert specs[1][0].mu == {
+        "w": P("data", None),
+        "v": P("data", None),
+        "b": P(),
+        # Along the first dimension that they divide and that is whole.
+        "s": P(None, "data"),
+        "t": P("fsdp", "data"),
+    }
+    assert specs[1][0].count == P()
+    assert specs[0].residual.local["w"] == P("data")
     with pytest.raises(ValueError, match="replicas must be the size"):
-        tx = boostax.shard_optimizer(optax.adam(0.1), "data")
-        boostax.state_specs(tx, jnp.zeros(16), "data")
+        boostax.state_specs(optax.adam(0.1), jnp.zeros(16), "data", shard_optimizer=True)
 
 
 def test_param_specs_need_a_mesh():

@@ -24,7 +24,6 @@ RECORD = scaling.RESULTS / "scaling.json"
 # These send their leaves together, where padding and buckets depend on the number of replicas.
 PACKED = [
     "`all_reduce`, bf16",
-    "`all_reduce(scatter=True)`, `shard_optimizer`",
     "`top_k_reduce`, 1%",
     "`random_k_reduce`, 1%",
     "`int8_reduce`",

@@ -34,11 +34,6 @@ def loss_fn(params, batch):
     return jnp.mean((jnp.tanh(x @ params["w"]) @ params["v"] + params["b"] - y) ** 2)
 
 
-def gathering_loss(params, batch):
-    w = jax.lax.all_gather(params["w"], "fsdp", tiled=True, to="invarying")
-    return loss_fn({**params, "w": w}, batch)
-
-
 def batches(count, rows=48):
     rng = np.random.default_rng(1)
     x = rng.normal(size=(count, rows, ROWS)).astype(np.float32)
@@ -107,14 +102,42 @@ def test_same_run_on_any_number_of_devices(residual, k, layout):
         assert_close(state.params, alone(residual, k).params)
         return
     specs = {"w": P("fsdp"), "v": P(), "b": P()}
-    tx = boostax.dim_reduce(basis_of(k), residual=rest, axis_name="data", shard_axes="fsdp")
     mesh = mesh_of(layout, ("data", "fsdp"))
-    state, _ = train(tx, gathering_loss, mesh=mesh, axis_name="data", param_specs=specs)
+    state, _ = train(tx, mesh=mesh, axis_name="data", param_specs=specs)
     assert_close(state.params, alone(residual, k).params)
     rows = state.opt_state.basis["w"]
     assert rows.sharding.spec == P(None, "fsdp")
     assert rows.addressable_shards[0].data.nbytes == 4 * k * ROWS * WIDTH // layout[1]
     assert state.opt_state.basis["v"].sharding.is_fully_replicated
+
+
+@pytest.mark.parametrize(
+    "layout", [(2, 2), *(pytest.param(x, marks=pytest.mark.long) for x in [(1, 3), (2, 4)])]
+)
+def test_same_run_in_a_shard_map_of_ones_own(layout):
+    """Whose loss gathers what is sharded."""
+    mesh, specs = mesh_of(layout, ("data", "fsdp")), {"w": P("fsdp"), "v": P(), "b": P()}
+    rest = RESIDUALS["sgd"](boostax.all_reduce("data"))
+    tx = boostax.dim_reduce(basis_of(5), residual=rest, axis_name="data", shard_axes="fsdp")
+
+    def gathering_loss(params, batch):
+        w = jax.lax.all_gather(params["w"], "fsdp", tiled=True, to="invarying")
+        return loss_fn({**params, "w": w}, batch)
+
+    oracle = boostax.value_and_grad(gathering_loss, axis_name="data")
+
+    def step(params, state, batch):
+        value, grads = oracle(params, state, batch)
+        told = {"value": value, "value_fn": oracle.loss_at(batch)}
+        return boostax.apply_gradients(tx, grads, state, params, **told)
+
+    kept = specs, boostax.state_specs(tx, start(), "data", param_specs=specs)
+    step = jax.jit(jax.shard_map(step, mesh=mesh, in_specs=(*kept, P("data")), out_specs=kept))
+    params, state = start(), tx.init(start())
+    for batch in batches(6):
+        params, state = step(params, state, batch)
+    assert_close(params, alone("sgd", 5).params)
+    assert state.basis["w"].sharding.spec == P(None, "fsdp")
 
 
 @pytest.mark.parametrize(

@@ -92,7 +92,6 @@ class Placement:
                 out_axes=(0, None),
                 axis_name=name,
                 axis_size=self.mesh.shape[name],
-                spmd_axis_name=name,
             )
         split = lambda x: x.reshape(*sizes, *x.shape[1:])  # noqa: E731
         merged = lambda x: x.reshape(-1, *x.shape[len(sizes) :])  # noqa: E731
@@ -169,6 +168,7 @@ def on_shards(
     shards. Its updates have the types of the gradients, its state the types of the old one.
     """
 
+    @functools.wraps(update)
     def placed(
         updates: PyTree, state: PyTree, params: PyTree = None, **extra: Any
     ) -> tuple[PyTree, PyTree]:

@@ -73,12 +73,14 @@ class Place:
     Attributes:
       names: axes over which state is each replica's own.
       sizes: of all axes of the mesh.
-      param_specs: how params are cut, or ``None``.
+      param_specs: how params are sharded, or ``None``.
+      shard_optimizer: see ``make_train_step``.
     """
 
     names: tuple[str, ...] = ()
     sizes: Mapping[str, int] = dataclasses.field(default_factory=dict)
     param_specs: PyTree = None
+    shard_optimizer: bool = False
 
     @property
     def replicas(self) -> int:
@@ -187,7 +189,12 @@ def _kept_bytes(tx: optax.GradientTransformation, params: PyTree, place: Place) 
         return _on_device(state, jax.tree.map(lambda _: PartitionSpec(), state), {})
     state = jax.eval_shape(lambda p: stack_replicas(tx.init(p), place.replicas), params)
     specs = state_specs(
-        tx, params, place.names, param_specs=place.param_specs, replicas=place.replicas
+        tx,
+        params,
+        place.names,
+        param_specs=place.param_specs,
+        replicas=place.replicas,
+        shard_optimizer=place.shard_optimizer,
     )
     return _on_device(state, specs, place.sizes)
 

@@ -214,13 +214,16 @@ def _of_step(
         if batch is None:
             return (), None
         calls = call_costs(step, state, batch, depths, target)
-        if step.mesh is None:
+        if step.placing is None or step.placing.placement(state.params) is not None:
+            # On global arrays collectives are XLA's, and not in the trace.
             return calls, None
         fresh = dataclasses.replace(step, _compiled={}, _frozen={})
         return calls, fresh.jaxpr(state, batch, depth=calls[0].depth)
 
     params = jax.eval_shape(step.common_params, state)
-    return _explained(step.tx, params, Place(step.names, sizes, step.param_specs), count, step)
+    specs = None if step.placing is None else step.placing.of_params(state.params)
+    place = Place(step.names, sizes, specs, step.shard_optimizer)
+    return _explained(step.tx, params, place, count, step)
 
 
 def _explained(

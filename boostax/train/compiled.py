@@ -250,18 +250,17 @@ class TrainStep:
             specs: Any = None
             placement: Placement | None = None
             if self.placing is not None:
-                specs = self.placing.specs(state)
+                specs = jax.tree.broadcast(self.placing.specs(state), state)
                 placement = self.placing.placement(state.params)
                 if depth is not None:
-                    each = jax.tree.broadcast(specs, state)
-                    specs = self._depths(state, structure).part(depth).take(each)
+                    specs = self._depths(state, structure).part(depth).take(specs)
             run: Any = functools.partial(
                 self._step if kind == "step" else self._flush, depth, placement
             )
             of_step = kind == "step"
             where: Any = None
             if placement is not None:
-                where = placement.shardings(jax.tree.broadcast(specs, state))
+                where = placement.shardings(specs)
                 where = (where, None) if of_step else where
             elif self.mesh is not None:
                 batch = PartitionSpec(self.names)

@@ -180,8 +180,10 @@ def placed(
 def _require_stacked(grads: PerReplica, params: PyTree, place: Placement) -> None:
     """Refuse gradients that are reduced already: shaped like the params, without the replicas."""
     params = _of_one(params)
-    shapes = [x.shape for x in jax.tree.leaves(params)]
-    for leaf, shape in zip(jax.tree.leaves(grads), shapes, strict=False):
+    params = params.local if is_per_replica(params) else params
+    shapes = {path: x.shape for path, x in jax.tree_util.tree_leaves_with_path(params)}
+    for path, leaf in jax.tree_util.tree_leaves_with_path(grads.local):
+        shape = shapes.get(path, leaf.shape[1:])
         if leaf.shape != (place.replicas, *shape):
             raise ValueError(
                 f"{_WHO}: gradients must be local to each replica, shaped "

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.custom_batching import custom_vmap
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from boostax._core import axes, checks, trees
@@ -203,11 +204,22 @@ class Oracle:
                 params, given = own(params, given)
                 return self.loss_of(params, batch, given)
 
-            def value_fn(params: PyTree) -> jax.Array:
+            # A line search calls it where the replica axes are mapped once more; its params are the
+            # same on all, and so it is called outside.
+            @custom_vmap
+            def value_fn(params: PyTree, batch: PyTree, given: dict[str, Any]) -> jax.Array:
                 run = mapped(each, params, whole)
-                return run(_gathered(mesh, self.names, params), batch, _given(kw))
+                return run(_gathered(mesh, self.names, params), batch, given)
 
-            return value_fn
+            @value_fn.def_vmap
+            def rule(size: int, batched: Any, *args: PyTree) -> Any:
+                del size, batched, args
+                raise ValueError(
+                    "value_and_grad: loss_at must be given params that are the same on all "
+                    "replicas, got some that differ. Reduce what moves them first."
+                )
+
+            return lambda params: value_fn(params, batch, _given(kw))
 
         return dataclasses.replace(self, gradients=gradients, loss_at=loss_at)
 

@@ -53,10 +53,7 @@ TECHNIQUES = {
     "window": lambda: boostax.dynamic_loss_scale(
         boostax.accumulate(chained(boostax.all_reduce(AXIS))(), 3, axis_name=AXIS), axis_name=AXIS
     ),
-    "shared out": lambda: optax.chain(
-        boostax.all_reduce(AXIS, scatter=True),
-        boostax.shard_optimizer(optax.adamw(3e-2), AXIS),
-    ),
+    "shared out": chained(boostax.all_reduce(AXIS)),
 }
 
 
@@ -89,7 +86,10 @@ def main(out, devices, names):
     mesh = jax.make_mesh((processes.count * devices,), (AXIS,), (jax.sharding.AxisType.Auto,))
     found = {}
     for name in names or TECHNIQUES:
-        step = boostax.make_train_step(loss_fn, TECHNIQUES[name](), mesh=mesh, axis_name=AXIS)
+        share = name == "shared out"
+        step = boostax.make_train_step(
+            loss_fn, TECHNIQUES[name](), mesh=mesh, axis_name=AXIS, shard_optimizer=share
+        )
         rows = step.rows(ROWS)
         read = functools.partial(batch, rows=rows)
         result = fit(step, step.init(initial()), read, steps=CALLS)
