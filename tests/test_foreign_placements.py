@@ -1,0 +1,164 @@
+"""Loops that others would write, with params that XLA shards, before and after boostax."""
+
+import difflib
+import inspect
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import boostax
+from boostax import all_reduce, on_mesh, value_and_grad
+
+MICRO = 8
+
+
+def loss_fn(params, batch):
+    hidden = jnp.tanh(batch["x"] @ params["up"])
+    return jnp.mean((hidden @ params["down"] - batch["x"]) ** 2)
+
+
+def placed(mesh):
+    """Params of a layer, sharded over the batch's axis and the model's."""
+    random = np.random.default_rng(0)
+    specs = {"up": P("data", "model"), "down": P("model", "data")}
+    arrays = {
+        "up": random.normal(size=(512, 1024)).astype("f") / 32,
+        "down": random.normal(size=(1024, 512)).astype("f") / 32,
+    }
+    return {k: jax.device_put(x, NamedSharding(mesh, specs[k])) for k, x in arrays.items()}
+
+
+def batches(mesh):
+    for seed in range(3):
+        x = np.random.default_rng(seed).normal(size=(8 * MICRO, 512)).astype("f")
+        yield {"x": jax.device_put(x, NamedSharding(mesh, P("data")))}
+
+
+# A plain jitted loop with FSDP params; no shard_map in it.
+
+
+def plain(mesh, params):
+    tx = optax.adamw(1e-3)
+    oracle = jax.value_and_grad(loss_fn)
+    state = tx.init(params)
+
+    def step(params, state, batch):
+        loss, grads = oracle(params, batch)
+        updates, state = tx.update(grads, state, params)
+        return optax.apply_updates(params, updates), state, loss
+
+    return step, state
+
+
+def plain_with_boostax(mesh, params):
+    tx = on_mesh(optax.chain(all_reduce("data"), optax.adamw(1e-3)), params, axis_name="data")
+    oracle = value_and_grad(loss_fn, mesh=mesh, axis_name="data", microbatches=MICRO)
+    state = tx.init(params)
+
+    def step(params, state, batch):
+        loss, grads = oracle(params, state, batch)
+        updates, state = tx.update(grads, state, params)
+        return optax.apply_updates(params, updates), state, loss
+
+    return step, state
+
+
+# A train step with a function for gradient accumulation, in the manner of large-model trainers: a
+# scan over micro-batches that adds up gradients with the shardings of the params.
+
+
+def accumulating(mesh, params):
+    tx = optax.adamw(1e-3)
+    state = tx.init(params)
+    shardings = jax.tree.map(lambda x: x.sharding, params)
+
+    def gradient_accumulation(params, batch):
+        def micro(carry, data):
+            total, grads = carry
+            loss, new = jax.value_and_grad(loss_fn)(params, data)
+            grads = jax.tree.map(jnp.add, grads, new)
+            grads = jax.lax.with_sharding_constraint(grads, shardings)
+            return (total + loss, grads), None
+
+        split = lambda x: x.reshape(len(x) // MICRO, MICRO, *x.shape[1:]).swapaxes(0, 1)  # noqa: E731
+        zeros = jax.tree.map(jnp.zeros_like, params)
+        (loss, grads), _ = jax.lax.scan(micro, (0.0, zeros), jax.tree.map(split, batch))
+        return loss / MICRO, jax.tree.map(lambda g: g / MICRO, grads)
+
+    def step(params, state, batch):
+        loss, grads = gradient_accumulation(params, batch)
+        updates, state = tx.update(grads, state, params)
+        return optax.apply_updates(params, updates), state, loss
+
+    return step, state
+
+
+def accumulating_with_boostax(mesh, params):
+    tx = optax.chain(boostax.all_reduce("data"), optax.adamw(1e-3))
+    tx = boostax.on_mesh(tx, params, axis_name="data")
+    state = tx.init(params)
+    oracle = boostax.value_and_grad(loss_fn, mesh=mesh, axis_name="data", microbatches=MICRO)
+
+    def step(params, state, batch):
+        loss, grads = oracle(params, state, batch)
+        updates, state = tx.update(grads, state, params)
+        return optax.apply_updates(params, updates), state, loss
+
+    return step, state
+
+
+PAIRS = {
+    "plain": (plain, plain_with_boostax, 3),
+    "accumulating": (accumulating, accumulating_with_boostax, 20),
+}
+
+
+def added(before, after):
+    """Lines of the second that the first has not."""
+    one, other = (inspect.getsource(x).splitlines()[1:] for x in (before, after))
+    return [x for x in difflib.ndiff(one, other) if x.startswith("+ ")]
+
+
+def run(make):
+    mesh = jax.make_mesh((4, 2), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
+    params = placed(mesh)
+    step, state = make(mesh, params)
+    program = jax.jit(step)
+    found = boostax.audit(program, params, state, next(batches(mesh)))
+    losses = []
+    for batch in batches(mesh):
+        params, state, loss = program(params, state, batch)
+        losses.append(float(loss))
+    return losses, params, found
+
+
+@pytest.mark.parametrize("name", PAIRS)
+def test_few_lines_and_the_same_training(name):
+    before, after, lines = PAIRS[name]
+    assert len(added(before, after)) <= lines, "\n".join(added(before, after))
+    wanted, whole, _ = run(before)
+    losses, params, _ = run(after)
+    np.testing.assert_allclose(losses, wanted, rtol=2e-6)
+    for key, x in params.items():
+        np.testing.assert_allclose(np.asarray(x), np.asarray(whole[key]), atol=3e-6)
+        assert x.sharding.is_equivalent_to(whole[key].sharding, 2)
+
+
+def test_a_gradient_is_reduced_once_instead_of_once_a_micro_batch():
+    def over_the_batch(found):
+        sums = [
+            x.elements * x.executions
+            for x in found.collectives
+            if x.does in ("all-reduce", "reduce-scatter") and "data" in x.axes and x.elements > 1000
+        ]
+        return sum(sums) / found.params
+
+    before, after = (over_the_batch(run(make)[2]) for make in PAIRS["accumulating"][:2])
+    print(f"reduced over the batch's axis: {before:.2f} N before, {after:.2f} N after")
+    assert after <= 0.51
+    assert before >= MICRO / 2
