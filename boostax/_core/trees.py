@@ -112,11 +112,7 @@ def _walk(tree: PyTree, wanted: Callable[[Any], bool]) -> Iterator[Any]:
                 yield from _walk(child, wanted)
 
 
-def trace_once(
-    fn: Callable[..., PyTree],
-    *args: PyTree,
-    check: Callable[[jaxprs.ClosedJaxpr], None] | None = None,
-) -> tuple[Callable[..., PyTree], PyTree]:
+def trace_once(fn: Callable[..., PyTree], *args: PyTree) -> tuple[Callable[..., PyTree], PyTree]:
     """``fn`` as a replayable trace, and the types of its result.
 
     ``jax.eval_shape(fn)`` followed by ``fn`` would run the Python code of the inner transformation
@@ -125,15 +121,12 @@ def trace_once(
     Args:
       fn: what to trace.
       *args: its arguments.
-      check: looks at the trace, and may raise.
 
     Returns:
       A function that acts like ``fn`` on arguments of these types, and the result as
       ``jax.ShapeDtypeStruct`` with sharding and varying axes.
     """
     traced, types = jax.make_jaxpr(fn, return_shape=True)(*args)
-    if check is not None:
-        check(traced)
 
     def replay(*replayed: PyTree) -> PyTree:
         leaves = jaxprs.jaxpr_as_fun(traced)(*jax.tree.leaves(replayed))
