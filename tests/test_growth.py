@@ -19,7 +19,8 @@ SMALL = Point(params=1_000_000, leaves=8, replicas=2, window=16, groups=2)
 RECORD = growth.RESULTS / "growth.json"
 SECTIONS = json.loads(RECORD.read_text())["sections"]
 STEPS = {
-    "params": (1_000_000, 4_000_000),
+    # Of fewer, a few percent are what fills up the rows of a leaf, more or less by chance.
+    "params": (4_000_000, 16_000_000),
     "leaves": (8, 16),
     "replicas": (4, 8),
     "window": (16, 32),
