@@ -32,6 +32,11 @@ def flat(n: int) -> Over:
     return Over(("data",), n)
 
 
+def exchanged(over: Over, nbytes: int) -> Send:
+    """A slice to everyone; of two replicas each sends the other its half alone."""
+    return over("ppermute", nbytes // 2) if over.replicas == 2 else over("all_to_all", nbytes)
+
+
 def all_reduce(model: Model, n: int) -> Cost:
     """A sum for each leaf."""
     sends = [flat(n)("psum", FLOAT * math.prod(shape)) for shape in model]
@@ -42,7 +47,7 @@ def all_reduce_half(model: Model, n: int) -> Cost:
     """In 2 bytes: the slices of each parcel exchanged, and those of the sum gathered."""
     sends: list[Send] = []
     for columns in map(math.prod, slices(model, n)):
-        chain = [flat(n)("all_to_all", 2 * n * columns), flat(n)("all_gather", 2 * columns)]
+        chain = [exchanged(flat(n), 2 * n * columns), flat(n)("all_gather", 2 * columns)]
         sends += chain
     return Cost(sends, chain, adam(model), 0)
 
@@ -70,7 +75,7 @@ def adasum(model: Model, n: int, within: int = 1) -> Cost:
         deliver = [far("all_gather", FLOAT * size)]
         if within > 1:
             deliver.append(host("all_gather", FLOAT * across * size))
-        sends += [*near, far("all_to_all", FLOAT * across * size), *deliver]
+        sends += [*near, exchanged(far, FLOAT * across * size), *deliver]
     return Cost(sends, [*near, *agreed, *sums, *deliver], adam(model), 4)
 
 
@@ -105,7 +110,7 @@ def int16(model: Model, n: int) -> Cost:
     sends = [agreed]
     for shape in slices(model, n, by_leaf=False):
         size = 2 * math.prod(shape)
-        pair = [flat(n)("all_to_all", n * size), flat(n)("all_gather", size)]
+        pair = [exchanged(flat(n), n * size), flat(n)("all_gather", size)]
         sends += pair
     return _coded(model, n, sends)._replace(chain=[agreed, *pair])
 
@@ -124,19 +129,19 @@ def sign(model: Model, n: int, two_shot: bool, block: int = 4096) -> Cost:
 def _two_shots(n: int, messages: Sequence[int], sizes: int) -> list[Send]:
     """Of the slices of each parcel, and of all scales together."""
     each = [*messages, sizes]
-    there = [flat(n)("all_to_all", n * nbytes) for nbytes in each]
+    there = [exchanged(flat(n), n * nbytes) for nbytes in each]
     return there + [flat(n)("all_gather", nbytes) for nbytes in each]
 
 
 def power_sgd(model: Model, n: int, rank: int) -> Cost:
-    """One factor of every matrix, left and right in turn; the rest as a mean."""
+    """One factor of every matrix, in turn; the rest as a mean."""
     sides = [(math.prod(shape[:-1]), math.prod(shape[-1:])) for shape in model]
     coded = [
         len(shape) > 1 and 2 * rank * sum(side) <= math.prod(side)
         for shape, side in zip(model, sides, strict=True)
     ]
     chosen = [side for side, use in zip(sides, coded, strict=True) if use]
-    factors = [FLOAT * rank * side[i] for i in (0, 1) for side in chosen]
+    factors = [FLOAT * rank * sum(side[i] for side in chosen) for i in (0, 1)]
     sends = [flat(n)("psum", nbytes, 0.5) for nbytes in factors]
     dense = [math.prod(shape) for shape, use in zip(model, coded, strict=True) if not use]
     sends += [flat(n)("psum", FLOAT * size) for size in dense]

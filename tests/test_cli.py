@@ -237,7 +237,7 @@ def test_explain_prints_what_each_depth_costs_and_writes_nothing(here, capsys):
     assert sum(float(row[1]) for row in rows) == pytest.approx(100, abs=0.2)
     ratios = [float(row[4]) for row in rows]
     assert ratios[0] == 1 > ratios[1] > ratios[2]
-    assert re.search(r"Bytes sent by kind, first row: psum .*, all_to_all [\d,]+, ", printed)
+    assert re.search(r"Bytes sent by kind, first row: psum .*, ppermute [\d,]+, ", printed)
     assert [path.name for path in here.iterdir()] == ["corpus.txt"]
     assert main(["explain", "digits", "--freeze-groups", "2"]) == 1
     assert "left out without --freeze" in capsys.readouterr().err

@@ -11,7 +11,7 @@ import optax
 from jax import lax
 
 from boostax._core.gate import branch
-from boostax.reduce.codecs.base import Message, PerLeaf, unsent
+from boostax.reduce.codecs.base import Message, PerLeaf, packed, unpacked, unsent
 
 PyTree = Any
 
@@ -119,10 +119,10 @@ def sides(shape: tuple[int, ...]) -> tuple[int, int]:
 def _projected(
     matrices: list[jax.Array], bases: list[jax.Array], names: tuple[str, ...]
 ) -> tuple[list[jax.Array], list[jax.Array], list[jax.Array]]:
-    """``(means, sent, factors)`` of one mean of all factors, each in its own shape."""
+    """``(means, sent, factors)`` of one all-reduce of all factors."""
     product = lambda a, b: jnp.matmul(a, b, precision=lax.Precision.HIGHEST)  # noqa: E731
     own = [product(m, q) for m, q in zip(matrices, bases, strict=True)]
-    factors = lax.pmean(own, names)
+    factors = unpacked(lax.pmean(packed(own), names), own)
     means = [product(p, q.T) for p, q in zip(factors, bases, strict=True)]
     sent = [product(p, q.T) for p, q in zip(own, bases, strict=True)]
     return means, sent, factors
