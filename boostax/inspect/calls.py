@@ -82,7 +82,7 @@ def _cost(
     """Of one program, as if it were the only one."""
     found = audit(step, state, batch, depth=depth, target=target)
     sent: dict[str, float] = {}
-    if target is not None:
+    if target is not None or step.is_global(state):
         for c in found.collectives:
             sent[c.kind] = sent.get(c.kind, 0.0) + c.wire_bytes
     elif step.mesh is not None:

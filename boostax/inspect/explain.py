@@ -214,8 +214,7 @@ def _of_step(
         if batch is None:
             return (), None
         calls = call_costs(step, state, batch, depths, target)
-        if step.placing is None or step.placing.placement(state.params) is not None:
-            # On global arrays collectives are XLA's, and not in the trace.
+        if step.mesh is None or step.is_global(state):
             return calls, None
         fresh = dataclasses.replace(step, _compiled={}, _frozen={})
         return calls, fresh.jaxpr(state, batch, depth=calls[0].depth)
@@ -223,7 +222,11 @@ def _of_step(
     params = jax.eval_shape(step.common_params, state)
     specs = None if step.placing is None else step.placing.of_params(state.params)
     place = Place(step.names, sizes, specs, step.shard_optimizer)
-    return _explained(step.tx, params, place, count, step)
+    found = _explained(step.tx, params, place, count, step)
+    if found.calls and not found.problem and step.is_global(state):
+        problem = "on global arrays XLA places it. Below are the bytes of the whole program."
+        return dataclasses.replace(found, problem=problem)
+    return found
 
 
 def _explained(

@@ -78,6 +78,10 @@ class TrainStep:
         how = self.microbatches, self.param_specs, self.shard_optimizer
         return Placing(self.tx, self.mesh, self.names, *how)
 
+    def is_global(self, state: TrainState) -> bool:
+        """Whether the step of a state runs on global arrays, with collectives that XLA places."""
+        return self.placing is not None and self.placing.placement(state.params) is not None
+
     @property
     def replicas(self) -> int:
         """Number of replicas; 1 without a mesh."""
