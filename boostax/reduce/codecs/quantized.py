@@ -1,9 +1,8 @@
 """What quantised reductions send: every element, in 16 bits, 8 or a single one."""
 
 import dataclasses
-import math
 from collections.abc import Callable, Sequence
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -13,12 +12,11 @@ from jax import lax
 from boostax._core import axes
 from boostax.reduce import exchange
 from boostax.reduce.codecs.base import Late, Message, unsent
+from boostax.reduce.codecs.rows import Grid
 from boostax.reduce.exchange import Alone, Parcel
 
 PyTree = Any
 Send = Callable[[jax.Array, tuple[str, ...]], jax.Array]
-# Rows of a TPU's vector register, and of what is packed.
-LANES, WIDTH = 128, 256
 _SHIFTS = np.arange(8, dtype=np.uint8).reshape(8, 1)
 
 
@@ -192,15 +190,13 @@ class _Slices:
     Attributes:
       leaves: what is cut.
       parcels: what travels together.
-      shapes: of the slices of each.
-      grids: how they are made into rows.
+      grids: how the slices of each are made into rows.
       arrays: those.
     """
 
     leaves: Sequence[jax.Array]
     parcels: list[Parcel]
-    shapes: list[tuple[int, ...]]
-    grids: list["_Grid"]
+    grids: list[Grid]
     arrays: list[jax.Array]
 
     @classmethod
@@ -210,18 +206,16 @@ class _Slices:
         """Of leaves: rows of up to ``block`` elements, their number a multiple."""
         parcels = exchange.parcels(leaves, slices, by_leaf=False)
         cuts = [exchange.cut(parcel.array(leaves), slices, parcel.dim) for parcel in parcels]
-        shapes = [x.shape for x in cuts]
-        grids = [_grid(shape, block, multiple) for shape in shapes]
-        arrays = [_rows(x, grid) for x, grid in zip(cuts, grids, strict=True)]
-        return cls(leaves, parcels, shapes, grids, arrays)
+        grids = [Grid.of(x.shape, block, multiple) for x in cuts]
+        arrays = [grid.rows(x) for x, grid in zip(cuts, grids, strict=True)]
+        return cls(leaves, parcels, grids, arrays)
 
     def joined(self, arrays: Sequence[jax.Array]) -> list[jax.Array]:
         """The leaves again, of the rows of all slices."""
         result = list(self.leaves)
-        each = zip(self.parcels, self.shapes, self.grids, arrays, strict=True)
-        for parcel, shape, grid, x in each:
-            rows = x.reshape(shape[0], -1, x.shape[-1])
-            array = exchange.joined(_of_rows(rows, shape, grid), parcel.dim)
+        for parcel, grid, x in zip(self.parcels, self.grids, arrays, strict=True):
+            rows = x.reshape(grid.shape[0], -1, x.shape[-1])
+            array = exchange.joined(grid.slices(rows), parcel.dim)
             for i, leaf in parcel.leaves(array).items():
                 result[i] = leaf.astype(self.leaves[i].dtype)
         return result
@@ -240,12 +234,10 @@ class _Slices:
         replicas, own = axes.size(names), axes.index(names)
         late: list[Late | None] = [None] * len(self.leaves)
         whole: list[jax.Array] = []
-        each = zip(self.parcels, self.shapes, self.grids, held, lost, strict=True)
-        for parcel, shape, grid, x, y in each:
+        for parcel, grid, x, y in zip(self.parcels, self.grids, held, lost, strict=True):
             more = replicas * y
             if isinstance(parcel, Alone) and parcel.shape[parcel.dim] == parcel.length:
-                own_slice = _of_rows(more[None], (1, *shape[1:]), grid)
-                more = exchange.joined(own_slice, parcel.dim)
+                more = exchange.joined(grid.slices(more[None]), parcel.dim)
                 # Leaves of different dtypes are computed in the widest.
                 late[parcel.index] = Late(parcel.dim, more.astype(self.leaves[parcel.index].dtype))
                 whole.append(x)
@@ -253,55 +245,6 @@ class _Slices:
                 more += lax.dynamic_index_in_dim(x, own, 0, keepdims=False)
                 whole.append(lax.dynamic_update_index_in_dim(x, more, own, 0))
         return self.joined(whole), state, late
-
-
-class _Grid(NamedTuple):
-    """How a slice is made into rows.
-
-    Attributes:
-      own: whether they are the rows of a leaf; else what there is, in order.
-      parts: into which each of those is cut.
-      width: elements of a row.
-      multiple: of which their number is one.
-    """
-
-    own: bool
-    parts: int
-    width: int
-    multiple: int
-
-
-def _grid(shape: tuple[int, ...], block: int, multiple: int) -> _Grid:
-    """For slices ``(slices, *shape)``."""
-    size, last = math.prod(shape[1:]), shape[-1]
-    parts = math.ceil(last / block)
-    height = size // last * parts
-    if last >= LANES and 16 * (-height % multiple) <= height:
-        return _Grid(True, parts, math.ceil(last / parts), multiple)
-    width, most = WIDTH, min(block, 4 * WIDTH)
-    while 2 * width <= most and size >= 64 * multiple * width:
-        width *= 2
-    return _Grid(False, 1, min(width, most), multiple)
-
-
-def _rows(x: jax.Array, grid: _Grid) -> jax.Array:
-    """``(slices, rows, width)``."""
-    lines = x.reshape(len(x), -1, x.shape[-1]) if grid.own else x.reshape(len(x), 1, -1)
-    lines = _filled(lines, 2, grid.parts if grid.own else grid.width)
-    return _filled(lines.reshape(len(x), -1, grid.width), 1, grid.multiple)
-
-
-def _of_rows(rows: jax.Array, shape: tuple[int, ...], grid: _Grid) -> jax.Array:
-    """The inverse of ``_rows``."""
-    if not grid.own:
-        return rows.reshape(len(rows), -1)[:, : math.prod(shape[1:])].reshape(shape)
-    height = math.prod(shape[1:-1])
-    lines = rows[:, : height * grid.parts].reshape(len(rows), height, -1)
-    return lines[..., : shape[-1]].reshape(shape)
-
-
-def _filled(x: jax.Array, dim: int, multiple: int) -> jax.Array:
-    return exchange.padded(x, dim, math.ceil(x.shape[dim] / multiple) * multiple)
 
 
 def _together(arrays: Sequence[jax.Array], send: Send, names: tuple[str, ...]) -> list[jax.Array]:

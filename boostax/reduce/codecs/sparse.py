@@ -1,9 +1,10 @@
 """What sparse reductions send: a few entries of every leaf, chosen by magnitude or by chance."""
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -11,9 +12,13 @@ import numpy as np
 from jax import lax
 
 from boostax._core import axes, trees
+from boostax.reduce.codecs import selection
 from boostax.reduce.codecs.base import Message, packed, padded, unpacked, unsent
+from boostax.reduce.codecs.rows import Grid
 
 PyTree = Any
+# Leaves of so many elements may be written anew, and sorted.
+SMALL = 2**14
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,47 +46,118 @@ class Largest:
 
     def reduce(self, leaves: Sequence[jax.Array], state: PyTree, names: tuple[str, ...]) -> Message:
         """Gather everybody's choice, and add up."""
-        rows = [self._rows(x) for x in leaves]
-        places = [self._places(x) for x in rows]
-        chosen = zip(rows, places, leaves, strict=True)
-        values = [self._values(x, i, leaf.size) for x, i, leaf in chosen]
+        views = [self._view(x.shape) for x in leaves]
+        places = [view.largest(x) for view, x in zip(views, leaves, strict=True)]
+        chosen = zip(views, leaves, places, strict=True)
+        values = [self._sent(x, view.taken(x, i)) for view, x, i in chosen]
         all_values, all_places = _gathered(values, names), _gathered(places, names)
-        sent = [_put(x.shape, v, i) for x, v, i in zip(rows, values, places, strict=True)]
-        means = [
-            _added(x.shape, v, i) / axes.size(names)
-            for x, v, i in zip(rows, all_values, all_places, strict=True)
-        ]
-        cut = lambda x, leaf: x.ravel()[: leaf.size].reshape(leaf.shape).astype(leaf.dtype)  # noqa: E731
-        return Message(
-            [cut(x, leaf) for x, leaf in zip(means, leaves, strict=True)],
-            unsent(leaves, [cut(x, leaf) for x, leaf in zip(sent, leaves, strict=True)]),
-            state,
-        )
+        means, sent = [], []
+        for k, (view, x) in enumerate(zip(views, leaves, strict=True)):
+            total = _added(view, all_values[k], all_places[k])
+            means.append(view.leaf(total / axes.size(names)).astype(x.dtype))
+            sent.append(view.leaf(view.put(values[k], places[k])).astype(x.dtype))
+        return Message(means, unsent(leaves, sent), state)
 
-    def _rows(self, x: jax.Array) -> jax.Array:
-        width = x.size if self.block is None else min(self.block, x.size)
-        return padded(x.ravel(), width).reshape(-1, width)
+    def _view(self, shape: tuple[int, ...]) -> "_Runs | _Whole":
+        size = math.prod(shape)
+        if self.block is None and size > SMALL:
+            return _Whole(Grid.of((1, *shape), size, selection.BITS), self.count(size))
+        block = min(self.block or size, size)
+        own = Grid.of((1, *shape), block, 1)
+        runs = size // shape[-1] * own.parts if shape else 1
+        # Of short runs more is sent, as every one sends its share rounded up.
+        if own.own and runs * self.count(own.width) <= 1.1 * size / block * self.count(block):
+            return _Runs(own, min(self.count(own.width), own.width))
+        return _Runs(Grid((1, *shape), False, 1, block, 1), min(self.count(block), block))
 
-    def _places(self, rows: jax.Array) -> jax.Array:
-        """``(blocks, k)``, all different."""
-        width = rows.shape[1]
-        places = lax.top_k(jnp.abs(rows), min(self.count(width), width))[1]
-        return places.astype(jnp.uint16 if width <= 2**16 else jnp.int32)
-
-    def _values(self, rows: jax.Array, places: jax.Array, size: int) -> jax.Array:
-        values = jnp.take_along_axis(rows, places.astype(jnp.int32), 1)
+    def _sent(self, leaf: jax.Array, values: jax.Array) -> jax.Array:
         if self.threshold is not None:
-            unit = jnp.sqrt(jnp.sum(rows * rows) / size) if self.relative else 1
+            unit = jnp.sqrt(jnp.sum(leaf * leaf) / leaf.size) if self.relative else 1
             values = jnp.where(jnp.abs(values) >= self.threshold * unit, values, 0)
         return values if self.value_dtype is None else trees.saturate(values, self.value_dtype)
+
+
+class _Runs(NamedTuple):
+    """A leaf from whose rows some elements each are chosen.
+
+    Attributes:
+      grid: its rows.
+      count: how many.
+    """
+
+    grid: Grid
+    count: int
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """In which places are indices."""
+        return self.grid.one
+
+    def largest(self, leaf: jax.Array) -> jax.Array:
+        """``(rows, count)``, all of a row different."""
+        places = lax.top_k(jnp.abs(self.grid.rows(leaf[None])[0]), self.count)[1]
+        return _narrow(places, self.grid.width)
+
+    def taken(self, leaf: jax.Array, places: jax.Array) -> jax.Array:
+        """The elements at their places."""
+        return _at(self.grid.rows(leaf[None])[0], places).get(mode="promise_in_bounds")
+
+    def put(self, values: jax.Array, places: jax.Array, into: jax.Array | None = None) -> jax.Array:
+        """Added to an array, or to zeros."""
+        into = _zeros(self.shape, values) if into is None else into
+        return _at(into, places).add(values.astype(into.dtype), unique_indices=True)
+
+    def leaf(self, array: jax.Array) -> jax.Array:
+        """Such an array in the leaf's shape."""
+        return self.grid.slices(array[None])[0]
+
+
+class _Whole(NamedTuple):
+    """A leaf of whose elements some are chosen.
+
+    Attributes:
+      grid: its rows.
+      count: how many.
+    """
+
+    grid: Grid
+    count: int
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """In which places are indices, one after the other."""
+        return selection.shape(self.grid.one)
+
+    def largest(self, leaf: jax.Array) -> jax.Array:
+        """``(count,)``, ascending."""
+        places = selection.largest(self.grid.rows(leaf[None])[0], self.count)
+        return _narrow(places, math.prod(self.grid.one))
+
+    def taken(self, leaf: jax.Array, places: jax.Array) -> jax.Array:
+        """The elements at their places."""
+        word, column, bit = selection.at(places, self.grid.width)
+        rows = self.grid.rows(leaf[None])[0]
+        return rows.at[word * selection.BITS + bit, column].get(mode="promise_in_bounds")
+
+    def put(self, values: jax.Array, places: jax.Array, into: jax.Array | None = None) -> jax.Array:
+        """Added to an array, or to zeros."""
+        into = _zeros(self.shape, values) if into is None else into
+        spot = into.at[selection.at(places, self.grid.width)]
+        # Sorted, or a TPU's compiler sorts them.
+        return spot.add(values.astype(into.dtype), unique_indices=True, indices_are_sorted=True)
+
+    def leaf(self, array: jax.Array) -> jax.Array:
+        """Such an array in the leaf's shape."""
+        return self.grid.slices(selection.rows(array)[None])[0]
 
 
 @dataclasses.dataclass(frozen=True)
 class Random:
     """The same entries of every replica, chosen by chance, so that their places need not be sent.
 
-    Every run of 1000 entries or more gives its share, spread evenly from a random beginning: each
-    entry has the same chance, and one all-reduce of the values is all that travels.
+    Of a large leaf whole rows, spread evenly from a random beginning; of the others, packed, entries
+    of each run in the same way. Each entry has the same chance, and all-reduces of the values are
+    all that travels.
 
     Attributes:
       density: the share.
@@ -102,20 +178,47 @@ class Random:
         self, leaves: Sequence[jax.Array], state: jax.Array, names: tuple[str, ...]
     ) -> Message:
         """Reduce the chosen ones."""
-        flat = packed(leaves)
-        width = min(max(1000, round(1 / self.density)), flat.size)
-        count = share(self.density, width)
-        rows = padded(flat, width).reshape(-1, width)
         key, now = jax.random.split(state)
-        begin = jax.random.randint(now, (len(rows), 1), 0, width)
-        places = (begin + np.arange(count) * width // count) % width
-        values = jnp.take_along_axis(rows, places, 1)
-        mean = lax.pmean(values, names) * (width / count if self.unbiased else 1)
-        return Message(
-            unpacked(_put(rows.shape, mean, places).ravel(), leaves),
-            unsent(leaves, unpacked(_put(rows.shape, values, places).ravel(), leaves)),
-            key,
-        )
+        own = [self._is_own(x.shape) for x in leaves]
+        small = [x for x, alone in zip(leaves, own, strict=True) if not alone]
+        views = [x.reshape(1, -1, x.shape[-1]) for x, o in zip(leaves, own, strict=True) if o]
+        if small:
+            flat = packed(small)
+            width = min(max(1000, round(1 / self.density)), flat.size)
+            views.append(padded(flat, width).reshape(-1, width, 1))
+        places = [self._places(jax.random.fold_in(now, i), x) for i, x in enumerate(views)]
+        values = [_at(x, i).get(mode="promise_in_bounds") for x, i in zip(views, places, strict=True)]
+        means, sent = [], []
+        for x, i, value, mean in zip(views, places, values, lax.pmean(values, names), strict=True):
+            chance = i.shape[1] / x.shape[1] if self.unbiased else 1
+            means.append(_put(x.shape, mean / chance, i))
+            sent.append(_put(x.shape, value, i))
+        as_leaves = functools.partial(_spread, leaves, own)
+        return Message(as_leaves(means), unsent(leaves, as_leaves(sent)), key)
+
+    def _is_own(self, shape: tuple[int, ...]) -> bool:
+        """Whether rows of it are chosen: it is large, and a share of its rows is near the density."""
+        wanted = self.density * math.prod(shape[:-1])
+        return math.prod(shape) > SMALL and abs(max(1, round(wanted)) - wanted) <= 0.1 * wanted
+
+    def _places(self, key: jax.Array, x: jax.Array) -> jax.Array:
+        """``(runs, count)``, ascending: every place has the chance ``count / length``."""
+        runs, length = x.shape[:2]
+        count = share(self.density, length) if x.shape[2] == 1 else round(self.density * length)
+        whole, rest = np.divmod(np.arange(count) * length, count)
+        begin = jax.random.randint(key, (runs, 1), 0, length)
+        return whole.astype(np.int32) + (rest.astype(np.int32) + begin) // count
+
+
+def _spread(leaves: Sequence[jax.Array], own: list[bool], views: list[jax.Array]) -> list[jax.Array]:
+    """The leaves again: those by themselves first, the others from the last."""
+    small = [x for x, alone in zip(leaves, own, strict=True) if not alone]
+    rest = iter(unpacked(views[-1].ravel(), small) if small else [])
+    alone = iter(views)
+    return [
+        next(alone).reshape(x.shape).astype(x.dtype) if o else next(rest)
+        for x, o in zip(leaves, own, strict=True)
+    ]
 
 
 def share(density: float, of: int) -> int:
@@ -146,7 +249,7 @@ def _put(shape: tuple[int, ...], values: jax.Array, places: jax.Array) -> jax.Ar
     return _at(zeros, places).set(values.astype(zeros.dtype), unique_indices=True)
 
 
-def _added(shape: tuple[int, ...], values: jax.Array, places: jax.Array) -> jax.Array:
+def _added(view: _Runs | _Whole, values: jax.Array, places: jax.Array) -> jax.Array:
     """The sum over the replicas, one after the other.
 
     All at once would leave the order of equal places to the hardware, and the replicas would drift
@@ -154,10 +257,13 @@ def _added(shape: tuple[int, ...], values: jax.Array, places: jax.Array) -> jax.
     """
 
     def add(total: jax.Array, theirs: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, None]:
-        v, i = theirs
-        return _at(total, i).add(v.astype(total.dtype), unique_indices=True), None
+        return view.put(*theirs, into=total), None
 
-    return lax.scan(add, _zeros(shape, values), (values, places))[0]
+    return lax.scan(add, _zeros(view.shape, values), (values, places))[0]
+
+
+def _narrow(places: jax.Array, size: int) -> jax.Array:
+    return places.astype(jnp.uint16 if size <= 2**16 else jnp.uint32)
 
 
 def _zeros(shape: tuple[int, ...], values: jax.Array) -> jax.Array:
