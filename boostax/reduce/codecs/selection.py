@@ -16,28 +16,35 @@ from boostax._core import axes
 BITS = 32
 
 
-def largest(x: jax.Array, count: int) -> jax.Array:
-    """Places of the largest magnitudes.
+def largest(x: jax.Array, count: int) -> tuple[jax.Array, jax.Array]:
+    """The largest magnitudes: where they are.
 
     Args:
       x: real, ``(rows, columns)``, rows a multiple of ``BITS``.
       count: how many, up to all.
 
     Returns:
-      u32 ``(count,)``, ascending; ``at`` says where they are. Of equal magnitudes the first.
+      Places, u32 ``(count,)``, ascending, which ``at`` reads; and bools like ``x``. Of equal
+      magnitudes the first.
     """
-    unsigned = {4: jnp.uint32, 8: jnp.uint64}[x.dtype.itemsize]
-    # Without their signs, floats are in the order of their bits.
-    sizes = lax.bitcast_convert_type(jnp.abs(x), unsigned)
-    least = _last(sizes, count)
-    above, equal = _words(sizes > least), _words(sizes == least)
-    chosen = above | _first(equal, count - _ones(above).sum())
-    ends = _running(chosen)
+    size, least = jnp.abs(x), _last(x, count)
+    above, equal = _words(size > least, size == least)
+    # Of those that equal the last one, what stands before a place.
+    cut = _cut(equal, count - _ones(above).sum())
+    word = lax.iota(jnp.uint32, above.size).reshape(above.shape)
+    part = (np.uint32(1) << cut % BITS) - np.uint32(1)
+    part = jnp.where(word == cut // BITS, part, 0)
+    chosen = above | equal & jnp.where(word < cut // BITS, ~np.uint32(0), part)
+    ends = _running(chosen).ravel()
     slots = np.arange(count, dtype=np.int32)
-    cells = jnp.searchsorted(ends.ravel(), slots, side="right").astype(jnp.int32)
-    words = chosen.ravel()[cells]
-    rank = slots - (ends.ravel()[cells] - _ones(words))
-    return cells.astype(jnp.uint32) * BITS + _one(words, rank)
+    words = jnp.searchsorted(ends, slots, side="right").astype(jnp.int32)
+    ones = chosen.ravel()[words]
+    bit = _one(ones, slots - (ends[words] - _ones(ones)))
+    # Not from the words, which XLA would write out for each of their bits.
+    row, column = (lax.broadcasted_iota(jnp.uint32, x.shape, dim) for dim in (0, 1))
+    place = (row // BITS * np.uint32(x.shape[1]) + column) * BITS + row % BITS
+    mask = (size > least) | ((size == least) & (place < cut))
+    return words.astype(jnp.uint32) * BITS + bit, mask
 
 
 def shape(x: tuple[int, int]) -> tuple[int, int, int]:
@@ -57,30 +64,36 @@ def at(places: jax.Array, columns: int) -> tuple[jax.Array, jax.Array, jax.Array
     return words // columns, words % columns, places % BITS
 
 
-def _last(sizes: jax.Array, count: int) -> jax.Array:
-    """The largest number that so many are not below."""
-    bits = 8 * sizes.dtype.itemsize
-    zero = axes.unify(jnp.zeros((), sizes.dtype), sizes)
+def _last(x: jax.Array, count: int) -> jax.Array:
+    """The magnitude that so many reach and no larger one: its bits, from the first."""
+    unsigned = {4: jnp.uint32, 8: jnp.uint64}[x.dtype.itemsize]
+    bits = 8 * x.dtype.itemsize
+    # Without their signs, floats are in the order of their bits.
+    as_float = lambda found: lax.bitcast_convert_type(found, x.dtype)  # noqa: E731
 
     def narrower(i: jax.Array, found: jax.Array) -> jax.Array:
-        unit = jnp.ones((), sizes.dtype) << (bits - 2 - 2 * i).astype(sizes.dtype)
-        fits = [_reaching(sizes, found + step * unit) >= count for step in (1, 2, 3)]
-        return found + unit * sum(fit.astype(sizes.dtype) for fit in fits)
+        unit = jnp.ones((), unsigned) << (bits - 2 - 2 * i).astype(unsigned)
+        fits = [_reaching(x, as_float(found + step * unit)) >= count for step in (1, 2, 3)]
+        return found + unit * sum(fit.astype(unsigned) for fit in fits)
 
-    return lax.fori_loop(0, bits // 2, narrower, zero)
+    zero = axes.unify(jnp.zeros((), unsigned), x)
+    return as_float(lax.fori_loop(0, bits // 2, narrower, zero))
 
 
-def _reaching(sizes: jax.Array, least: jax.Array) -> jax.Array:
-    """How many are not below."""
+def _reaching(x: jax.Array, least: jax.Array) -> jax.Array:
+    """How many are of that magnitude or larger; of no magnitude, below zero or NaN, none."""
+    # Not of the absolute values, of which XLA would write an array before the loop.
+    reached = ((x >= least) | (x <= -least)) & (least >= 0)
     # By row in f32, which is exact there: XLA:CPU adds up integers with a copy of the array.
-    return (sizes >= least).astype(jnp.float32).sum(1).astype(jnp.int32).sum()
+    return reached.astype(jnp.float32).sum(1).astype(jnp.int32).sum()
 
 
-def _words(chosen: jax.Array) -> jax.Array:
-    """u32 ``(rows / BITS, columns)`` of bools ``(rows, columns)``."""
+def _words(*chosen: jax.Array) -> list[jax.Array]:
+    """u32 ``(rows / BITS, columns)`` of bools ``(rows, columns)``, of all in one reading."""
     bit = (np.uint32(1) << np.arange(BITS, dtype=np.uint32)).reshape(BITS, 1)
-    bits = jnp.where(chosen.reshape(-1, BITS, chosen.shape[1]), bit, np.uint32(0))
-    return lax.reduce(bits, np.uint32(0), lax.bitwise_or, (1,))
+    bits = [jnp.where(x.reshape(-1, BITS, x.shape[1]), bit, np.uint32(0)) for x in chosen]
+    merge = lambda a, b: tuple(map(lax.bitwise_or, a, b))  # noqa: E731
+    return lax.reduce(bits, [np.uint32(0)] * len(bits), merge, (1,))
 
 
 def _ones(words: jax.Array) -> jax.Array:
@@ -94,12 +107,13 @@ def _running(words: jax.Array) -> jax.Array:
     return along + (jnp.cumsum(rows) - rows)[:, None]
 
 
-def _first(words: jax.Array, count: jax.Array) -> jax.Array:
-    """The words with no more than so many of all their ones."""
-    ones = _ones(words)
-    left = jnp.clip(count - (_running(words) - ones), 0, ones)
-    below = (np.uint32(1) << _one(words, left)) - np.uint32(1)
-    return jnp.where(left == ones, words, words & below)
+def _cut(words: jax.Array, count: jax.Array) -> jax.Array:
+    """The place of the first one after so many; behind all, if there is none."""
+    ends = _running(words)
+    word = (ends <= count).sum()
+    ones = words.ravel()[word]
+    rank = count - (ends.ravel()[word] - _ones(ones))
+    return word.astype(jnp.uint32) * BITS + jnp.where(word < words.size, _one(ones, rank), 0)
 
 
 def _one(words: jax.Array, rank: jax.Array) -> jax.Array:

@@ -19,6 +19,7 @@ from boostax.reduce.codecs.rows import Grid
 PyTree = Any
 # Leaves of so many elements may be written anew, and sorted.
 SMALL = 2**14
+TILE = 2048
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,15 +48,25 @@ class Largest:
     def reduce(self, leaves: Sequence[jax.Array], state: PyTree, names: tuple[str, ...]) -> Message:
         """Gather everybody's choice, and add up."""
         views = [self._view(x.shape) for x in leaves]
-        places = [view.largest(x) for view, x in zip(views, leaves, strict=True)]
-        chosen = zip(views, leaves, places, strict=True)
-        values = [self._sent(x, view.taken(x, i)) for view, x, i in chosen]
-        all_values, all_places = _gathered(values, names), _gathered(places, names)
-        means, sent = [], []
-        for k, (view, x) in enumerate(zip(views, leaves, strict=True)):
-            total = _added(view, all_values[k], all_places[k])
-            means.append(view.leaf(total / axes.size(names)).astype(x.dtype))
-            sent.append(view.leaf(view.put(values[k], places[k])).astype(x.dtype))
+        chosen = [view.largest(x) for view, x in zip(views, leaves, strict=True)]
+        places = [i for i, _ in chosen]
+        least = [self._least(x) for x in leaves]
+        sent = [
+            jnp.where(mask, self._coded(x, t).astype(x.dtype), 0)
+            for x, t, (_, mask) in zip(leaves, least, chosen, strict=True)
+        ]
+        values = [
+            self._coded(view.taken(x, i), t)
+            for view, x, t, i in zip(views, leaves, least, places, strict=True)
+        ]
+        everyones = zip(views, _gathered(values, names), _gathered(places, names), strict=True)
+        # Written as it is: what reads it would be moved before the transposition by a TPU's
+        # compiler, and every result written too.
+        totals = [lax.optimization_barrier(view.leaf(_added(view, v, i))) for view, v, i in everyones]
+        means = [
+            (total / axes.size(names)).astype(x.dtype)
+            for total, x in zip(totals, leaves, strict=True)
+        ]
         return Message(means, unsent(leaves, sent), state)
 
     def _view(self, shape: tuple[int, ...]) -> "_Runs | _Whole":
@@ -66,14 +77,19 @@ class Largest:
         own = Grid.of((1, *shape), block, 1)
         runs = size // shape[-1] * own.parts if shape else 1
         # Of short runs more is sent, as every one sends its share rounded up.
-        if own.own and runs * self.count(own.width) <= 1.1 * size / block * self.count(block):
-            return _Runs(own, min(self.count(own.width), own.width))
-        return _Runs(Grid((1, *shape), False, 1, block, 1), min(self.count(block), block))
+        if not own.own or runs * self.count(own.width) > 1.1 * size / block * self.count(block):
+            own = Grid((1, *shape), False, 1, block, 1)
+        return _Runs(own, min(self.count(own.width), own.width))
 
-    def _sent(self, leaf: jax.Array, values: jax.Array) -> jax.Array:
+    def _least(self, leaf: jax.Array) -> jax.Array | float:
+        """The smallest magnitude that is sent."""
+        if self.threshold is None or not self.relative:
+            return self.threshold or 0.0
+        return self.threshold * jnp.sqrt(jnp.sum(leaf * leaf) / leaf.size)
+
+    def _coded(self, values: jax.Array, least: jax.Array | float) -> jax.Array:
         if self.threshold is not None:
-            unit = jnp.sqrt(jnp.sum(leaf * leaf) / leaf.size) if self.relative else 1
-            values = jnp.where(jnp.abs(values) >= self.threshold * unit, values, 0)
+            values = jnp.where(jnp.abs(values) >= least, values, 0)
         return values if self.value_dtype is None else trees.saturate(values, self.value_dtype)
 
 
@@ -82,7 +98,7 @@ class _Runs(NamedTuple):
 
     Attributes:
       grid: its rows.
-      count: how many.
+      count: how many of each.
     """
 
     grid: Grid
@@ -93,18 +109,19 @@ class _Runs(NamedTuple):
         """In which places are indices."""
         return self.grid.one
 
-    def largest(self, leaf: jax.Array) -> jax.Array:
-        """``(rows, count)``, all of a row different."""
-        places = lax.top_k(jnp.abs(self.grid.rows(leaf[None])[0]), self.count)[1]
-        return _narrow(places, self.grid.width)
+    def largest(self, leaf: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """Places ``(rows, count)``, all of a row different; and bools like the leaf."""
+        rows = jnp.abs(self.grid.rows(leaf[None])[0])
+        places = _narrow(lax.top_k(rows, self.count)[1], self.grid.width)
+        mask = _at(axes.unify(jnp.zeros(rows.shape, bool), rows), places)
+        return places, self.leaf(mask.set(True, unique_indices=True))
 
     def taken(self, leaf: jax.Array, places: jax.Array) -> jax.Array:
         """The elements at their places."""
         return _at(self.grid.rows(leaf[None])[0], places).get(mode="promise_in_bounds")
 
-    def put(self, values: jax.Array, places: jax.Array, into: jax.Array | None = None) -> jax.Array:
-        """Added to an array, or to zeros."""
-        into = _zeros(self.shape, values) if into is None else into
+    def put(self, into: jax.Array, values: jax.Array, places: jax.Array) -> jax.Array:
+        """Added to an array."""
         return _at(into, places).add(values.astype(into.dtype), unique_indices=True)
 
     def leaf(self, array: jax.Array) -> jax.Array:
@@ -128,10 +145,10 @@ class _Whole(NamedTuple):
         """In which places are indices, one after the other."""
         return selection.shape(self.grid.one)
 
-    def largest(self, leaf: jax.Array) -> jax.Array:
-        """``(count,)``, ascending."""
-        places = selection.largest(self.grid.rows(leaf[None])[0], self.count)
-        return _narrow(places, math.prod(self.grid.one))
+    def largest(self, leaf: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """Places ``(count,)``, ascending; and bools like the leaf."""
+        places, mask = selection.largest(self.grid.rows(leaf[None])[0], self.count)
+        return _narrow(places, math.prod(self.grid.one)), self.grid.slices(mask[None])[0]
 
     def taken(self, leaf: jax.Array, places: jax.Array) -> jax.Array:
         """The elements at their places."""
@@ -139,9 +156,8 @@ class _Whole(NamedTuple):
         rows = self.grid.rows(leaf[None])[0]
         return rows.at[word * selection.BITS + bit, column].get(mode="promise_in_bounds")
 
-    def put(self, values: jax.Array, places: jax.Array, into: jax.Array | None = None) -> jax.Array:
-        """Added to an array, or to zeros."""
-        into = _zeros(self.shape, values) if into is None else into
+    def put(self, into: jax.Array, values: jax.Array, places: jax.Array) -> jax.Array:
+        """Added to an array."""
         spot = into.at[selection.at(places, self.grid.width)]
         # Sorted, or a TPU's compiler sorts them.
         return spot.add(values.astype(into.dtype), unique_indices=True, indices_are_sorted=True)
@@ -231,7 +247,10 @@ def _gathered(arrays: Sequence[jax.Array], names: tuple[str, ...]) -> list[jax.A
     result: dict[int, jax.Array] = {}
     for dtype in sorted({x.dtype for x in arrays}, key=str):
         index = [i for i, x in enumerate(arrays) if x.dtype == dtype]
-        whole = axes.gather(packed([arrays[i] for i in index]), names)
+        flat = packed([arrays[i] for i in index])
+        # A TPU's compiler makes an all-reduce of what does not end with a tile: twice the bytes.
+        flat = padded(flat, TILE) if flat.size >= 32 * TILE else flat
+        whole = axes.gather(flat, names)
         ends = np.cumsum([arrays[i].size for i in index])
         for i, end in zip(index, ends, strict=True):
             part = whole[:, end - arrays[i].size : end]
@@ -257,7 +276,7 @@ def _added(view: _Runs | _Whole, values: jax.Array, places: jax.Array) -> jax.Ar
     """
 
     def add(total: jax.Array, theirs: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, None]:
-        return view.put(*theirs, into=total), None
+        return view.put(total, *theirs), None
 
     return lax.scan(add, _zeros(view.shape, values), (values, places))[0]
 
