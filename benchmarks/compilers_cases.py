@@ -199,6 +199,8 @@ NARROW = {
     "`int8_reduce`": (lambda: boostax.int8_reduce(AXIS), 2.0),
     "`sign_reduce(two_shot=True)`": (lambda: boostax.sign_reduce(AXIS, two_shot=True), 3.5),
     "`adasum`": (lambda: boostax.adasum(AXIS), 3.0),
+    "`top_k_reduce(density=0.01)`": (lambda: boostax.top_k_reduce(AXIS, 0.01), 9.5),
+    "`random_k_reduce(density=0.01)`": (lambda: boostax.random_k_reduce(AXIS, 0.01), 3.0),
 }
 SQUARES = {f"layer{i}": jax.ShapeDtypeStruct((512, 512), jnp.float32) for i in range(4)}
 

@@ -118,6 +118,8 @@ BETWEEN_SLICES = {
     "int8": (lambda: boostax.int8_reduce("slice"), 0.27),
     "int16": (lambda: boostax.int16_reduce("slice"), 0.501),
     "sign": (lambda: boostax.sign_reduce("slice", two_shot=True), 0.05),
+    "top-k 1%": (lambda: boostax.top_k_reduce("slice", 0.01), 0.085),
+    "random-k 1%": (lambda: boostax.random_k_reduce("slice", 0.01), 0.011),
     "rank 2": (lambda: boostax.power_sgd_reduce("slice", 2), 0.011),
     "AdaSum": (lambda: boostax.adasum("slice"), 1.01),
 }

@@ -1,8 +1,8 @@
 """The largest elements of an array, without sorting it.
 
-Counting finds the magnitude of the last one chosen, two bits in each reading of the array. A word of
-32 bits says for 32 rows of a column which elements are chosen; running sums of the words' ones lead
-from the place in the choice back to the element. Nothing of the array's size is written but words.
+Counting finds the magnitude of the last one chosen, two bits in each reading of the array. A word
+of 32 bits says for 32 rows of a column which elements are chosen; running sums of the words' ones
+lead from the place in the choice back to the element. Nothing of the array's size is written.
 """
 
 import jax

@@ -62,7 +62,9 @@ class Largest:
         everyones = zip(views, _gathered(values, names), _gathered(places, names), strict=True)
         # Written as it is: what reads it would be moved before the transposition by a TPU's
         # compiler, and every result written too.
-        totals = [lax.optimization_barrier(view.leaf(_added(view, v, i))) for view, v, i in everyones]
+        totals = [
+            lax.optimization_barrier(view.leaf(_added(view, v, i))) for view, v, i in everyones
+        ]
         means = [
             (total / axes.size(names)).astype(x.dtype)
             for total, x in zip(totals, leaves, strict=True)
@@ -171,9 +173,9 @@ class _Whole(NamedTuple):
 class Random:
     """The same entries of every replica, chosen by chance, so that their places need not be sent.
 
-    Of a large leaf whole rows, spread evenly from a random beginning; of the others, packed, entries
-    of each run in the same way. Each entry has the same chance, and all-reduces of the values are
-    all that travels.
+    Of a large leaf whole rows, spread evenly from a random beginning; of the others, packed,
+    entries of each run in the same way. Each entry has the same chance, and all-reduces of the
+    values are all that travels.
 
     Attributes:
       density: the share.
@@ -202,31 +204,40 @@ class Random:
             flat = packed(small)
             width = min(max(1000, round(1 / self.density)), flat.size)
             views.append(padded(flat, width).reshape(-1, width, 1))
-        places = [self._places(jax.random.fold_in(now, i), x) for i, x in enumerate(views)]
-        values = [_at(x, i).get(mode="promise_in_bounds") for x, i in zip(views, places, strict=True)]
-        means, sent = [], []
-        for x, i, value, mean in zip(views, places, values, lax.pmean(values, names), strict=True):
+        # One draw for all, which compiles faster.
+        runs, lengths = zip(*(x.shape[:2] for x in views), strict=True)
+        begin = jax.random.randint(now, (sum(runs), 1), 0, np.repeat(lengths, runs)[:, None])
+        begins = jnp.split(begin, np.cumsum(runs)[:-1])
+        places = [self._places(x.shape, begin) for x, begin in zip(views, begins, strict=True)]
+        taken = zip(views, places, strict=True)
+        values = [_at(x, i).get(mode="promise_in_bounds") for x, i in taken]
+        # Flat where they are single: a TPU sends what ends a shape as whole vectors.
+        flat = [v.ravel() if v.shape[2] == 1 else v for v in values]
+        means, held = [], []
+        for x, i, value, mean in zip(views, places, values, lax.pmean(flat, names), strict=True):
             chance = i.shape[1] / x.shape[1] if self.unbiased else 1
-            means.append(_put(x.shape, mean / chance, i))
-            sent.append(_put(x.shape, value, i))
+            means.append(_put(x.shape, mean.reshape(value.shape) / chance, i))
+            chosen = _at(axes.unify(jnp.zeros(x.shape[:2], bool), i), i).set(True)
+            held.append(jnp.where(chosen[..., None], 0, x))
         as_leaves = functools.partial(_spread, leaves, own)
-        return Message(as_leaves(means), unsent(leaves, as_leaves(sent)), key)
+        return Message(as_leaves(means), as_leaves(held), key)
 
     def _is_own(self, shape: tuple[int, ...]) -> bool:
-        """Whether rows of it are chosen: it is large, and a share of its rows is near the density."""
+        """Whether rows of it are chosen: it is large, and some of its rows are near the density."""
         wanted = self.density * math.prod(shape[:-1])
         return math.prod(shape) > SMALL and abs(max(1, round(wanted)) - wanted) <= 0.1 * wanted
 
-    def _places(self, key: jax.Array, x: jax.Array) -> jax.Array:
+    def _places(self, shape: tuple[int, ...], begin: jax.Array) -> jax.Array:
         """``(runs, count)``, ascending: every place has the chance ``count / length``."""
-        runs, length = x.shape[:2]
-        count = share(self.density, length) if x.shape[2] == 1 else round(self.density * length)
+        length, single = shape[1], shape[2] == 1
+        count = share(self.density, length) if single else round(self.density * length)
         whole, rest = np.divmod(np.arange(count) * length, count)
-        begin = jax.random.randint(key, (runs, 1), 0, length)
         return whole.astype(np.int32) + (rest.astype(np.int32) + begin) // count
 
 
-def _spread(leaves: Sequence[jax.Array], own: list[bool], views: list[jax.Array]) -> list[jax.Array]:
+def _spread(
+    leaves: Sequence[jax.Array], own: list[bool], views: list[jax.Array]
+) -> list[jax.Array]:
     """The leaves again: those by themselves first, the others from the last."""
     small = [x for x, alone in zip(leaves, own, strict=True) if not alone]
     rest = iter(unpacked(views[-1].ravel(), small) if small else [])
