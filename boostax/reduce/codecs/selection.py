@@ -25,7 +25,7 @@ def largest(x: jax.Array, count: int) -> tuple[jax.Array, jax.Array]:
 
     Returns:
       Places, u32 ``(count,)``, ascending, which ``at`` reads; and bools like ``x``. Of equal
-      magnitudes the first.
+      magnitudes the first; subnormal ones are equal where a device takes them for zero.
     """
     size, least = jnp.abs(x), _last(x, count)
     above, equal = _words(size > least, size == least)
@@ -73,7 +73,9 @@ def _last(x: jax.Array, count: int) -> jax.Array:
 
     def narrower(i: jax.Array, found: jax.Array) -> jax.Array:
         unit = jnp.ones((), unsigned) << (bits - 2 - 2 * i).astype(unsigned)
-        fits = [_reaching(x, as_float(found + step * unit)) >= count for step in (1, 2, 3)]
+        more = [found + step * unit for step in (1, 2, 3)]
+        # The first bit is the sign.
+        fits = [(_reaching(x, as_float(m)) >= count) & (m >> (bits - 1) == 0) for m in more]
         return found + unit * sum(fit.astype(unsigned) for fit in fits)
 
     zero = axes.unify(jnp.zeros((), unsigned), x)
@@ -81,9 +83,9 @@ def _last(x: jax.Array, count: int) -> jax.Array:
 
 
 def _reaching(x: jax.Array, least: jax.Array) -> jax.Array:
-    """How many are of that magnitude or larger; of no magnitude, below zero or NaN, none."""
+    """How many are of that magnitude or larger."""
     # Not of the absolute values, of which XLA would write an array before the loop.
-    reached = ((x >= least) | (x <= -least)) & (least >= 0)
+    reached = (x >= least) | (x <= -least)
     # By row in f32, which is exact there: XLA:CPU adds up integers with a copy of the array.
     return reached.astype(jnp.float32).sum(1).astype(jnp.int32).sum()
 

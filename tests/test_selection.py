@@ -1,0 +1,136 @@
+"""The largest elements, found by counting: the same as by sorting."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import boostax
+from boostax.reduce.codecs import selection
+
+SHAPES = [(32, 1), (32, 128), (96, 40), (1024, 33)]
+
+
+def drawn(kind, shape, seed):
+    """Distinct, with many equal magnitudes, all of one, mostly zero, or of every size."""
+    rng = np.random.default_rng(seed)
+    x = rng.normal(size=shape).astype(np.float32)
+    if kind == "rounded":
+        return np.round(x, 1)
+    if kind == "one magnitude":
+        return np.where(x > 0, np.float32(0.5), np.float32(-0.5))
+    if kind == "sparse":
+        return np.where(np.abs(x) > 2.5, x, 0)
+    if kind == "wide":
+        return x * np.exp2(rng.integers(-100, 100, shape)).astype(np.float32)
+    return x
+
+
+@pytest.mark.parametrize("kind", ["distinct", "rounded", "one magnitude", "sparse", "wide"])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_the_largest_are_chosen_in_order(kind, shape):
+    size = np.prod(shape)
+    find = jax.jit(selection.largest, static_argnums=1)
+    for seed, count in enumerate({1, 2, int(size // 100) or 1, int(size) - 1, int(size)}):
+        x = drawn(kind, shape, seed)
+        places, mask = map(np.asarray, find(x, count))
+        word, column, bit = map(np.asarray, selection.at(places, shape[1]))
+        chosen = np.zeros(shape, bool)
+        chosen[word * selection.BITS + bit, column] = True
+        assert (np.diff(places.astype(np.int64)) > 0).all()
+        assert chosen.sum() == count
+        np.testing.assert_array_equal(chosen, mask)
+        largest = np.sort(np.abs(x), axis=None)[size - count :]
+        np.testing.assert_array_equal(np.sort(np.abs(x[chosen])), largest)
+        # Of equal ones the first.
+        cells = np.abs(x).reshape(-1, selection.BITS, shape[1]).transpose(0, 2, 1).ravel()
+        taken = chosen.reshape(-1, selection.BITS, shape[1]).transpose(0, 2, 1).ravel()
+        equal = cells == largest[0]
+        assert (np.diff(taken[equal].astype(np.int8)) <= 0).all()
+
+
+def test_in_double_precision():
+    with jax.enable_x64(True):
+        x = np.random.default_rng(0).normal(size=(64, 20))
+        x[3, 4] = x[40, 2] * (1 + 1e-12)
+        _, mask = selection.largest(jnp.asarray(x), 100)
+        np.testing.assert_array_equal(
+            np.sort(np.abs(x[np.asarray(mask)])), np.sort(np.abs(x), None)[-100:]
+        )
+
+
+def test_places_and_shape_belong_together():
+    x = jnp.arange(64.0 * 6).reshape(64, 6)
+    places, mask = selection.largest(x, 50)
+    word, column, bit = selection.at(places, 6)
+    cells = (
+        jnp.zeros(selection.shape(x.shape))
+        .at[word, column, bit]
+        .set(x[word * selection.BITS + bit, column])
+    )
+    np.testing.assert_array_equal(selection.rows(cells), jnp.where(mask, x, 0))
+
+
+SHAPED = {
+    "rows of the leaf": (300, 130),
+    "three dimensions": (7, 50, 260),
+    "short rows": (9000, 3),
+    "a vector": (40_000,),
+    "rows that are no multiple": (129, 300),
+}
+
+
+@pytest.mark.parametrize("shape", SHAPED.values(), ids=SHAPED)
+@pytest.mark.parametrize("block", [None, 1000])
+def test_top_k_of_a_large_leaf_is_that_of_sorting(shape, block):
+    """One replica: what is sent is the mean, and the rest is held back."""
+    x = jnp.asarray(drawn("distinct", shape, 1))
+    tx = boostax.top_k_reduce("data", 0.01, block=block)
+    update = lambda g: tx.update({"w": g}, tx.init({"w": g}))  # noqa: E731
+    sent, state = jax.jit(jax.vmap(update, axis_name="data"))(x[None])
+    sent, held = np.asarray(sent["w"][0]), np.asarray(state.residual.local["w"][0])
+    np.testing.assert_array_equal(sent + held, x)
+    assert not ((sent != 0) & (held != 0)).any()
+    count = np.count_nonzero(sent)
+    assert abs(count - 0.01 * x.size) <= (1 if block is None else 0.2 * 0.01 * x.size)
+    if block is None:
+        assert np.abs(sent[sent != 0]).min() >= np.abs(held).max()
+
+
+@pytest.mark.parametrize("shape", SHAPED.values(), ids=SHAPED)
+def test_every_element_of_a_large_leaf_has_the_same_chance(shape):
+    """Without feedback the mean is right on average, whichever rows are drawn."""
+    tx = boostax.random_k_reduce("data", 0.05, error_feedback=False)
+    ones = jnp.ones(shape)
+
+    def draw(state, _):
+        sent, state = tx.update({"w": ones}, state)
+        return state, sent["w"]
+
+    def draws(_):
+        _, sent = jax.lax.scan(draw, tx.init({"w": ones}), length=400)
+        return sent.mean(0), sent.mean()
+
+    mean, share = jax.jit(jax.vmap(draws, axis_name="data"))(jnp.zeros(1))
+    # A chance of p, 400 times, over p: its standard error is sqrt((1 - p) / (400 p)).
+    error = np.sqrt(0.95 / (400 * 0.05))
+    assert abs(float(share[0]) - 1) < 0.01
+    assert np.abs(np.asarray(mean) - 1).max() < 6 * error
+
+
+def test_equal_magnitudes_do_not_starve():
+    """All of one size: as many are sent as travel, and over the steps each of them."""
+    tx = optax.chain(boostax.top_k_reduce("data", 0.1), optax.identity())
+    ones = jnp.ones((200, 130))
+
+    def step(state, _):
+        sent, state = tx.update({"w": ones}, state)
+        return state, sent["w"]
+
+    def steps(_):
+        return jax.lax.scan(step, tx.init({"w": ones}), length=12)[1]
+
+    sent = np.asarray(jax.jit(jax.vmap(steps, axis_name="data"))(jnp.zeros(1)))[0]
+    assert (np.count_nonzero(sent, axis=(1, 2)) == 2600).all()
+    assert (sent.sum(0) > 0).all()
