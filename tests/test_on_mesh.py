@@ -416,3 +416,42 @@ def test_explain_counts_what_xla_places():
     assert "global arrays" in found.problem
     size = 4 * sum(x.size for x in jax.tree.leaves(initial()))
     assert sum(found.calls[0].wire_bytes.values()) >= 2 * 7 / 8 * size
+
+
+@pytest.mark.parametrize("shape", [(8,), (4, 2)], ids=["data", "data and model"])
+@pytest.mark.parametrize("make", [boostax.all_reduce, boostax.int8_reduce], ids=["mean", "int8"])
+def test_gradients_that_jax_left_unreduced_are_taken(shape, make):
+    """On an Explicit mesh, from ``jax.grad`` of params that are said to be reduced."""
+    names = ("data", "model")[: len(shape)]
+    mesh = jax.make_mesh(shape, names, axis_types=(AxisType.Explicit,) * len(shape))
+    spec = P(None, "model") if len(shape) == 2 else P()
+    rng = np.random.default_rng(0)
+    x = rng.normal(size=(16, 4)).astype("f")
+    with jax.set_mesh(mesh):
+        params = {"w": jax.device_put(jnp.asarray(rng.normal(size=(4, 6)).astype("f")), spec)}
+        batch = jax.device_put(x, P("data"))
+        tx = boostax.on_mesh(optax.chain(make("data"), optax.sgd(0.1)), params, axis_name="data")
+        traced = []
+
+        def loss(params, batch):
+            return jnp.mean((batch @ params["w"]) ** 2)
+
+        @jax.jit
+        def unreduced(params, state, batch):
+            said = jax.reshard(params, P(*spec, reduced={"data"}))
+            grads = jax.grad(loss)(said, batch)
+            traced.append(jax.typeof(grads["w"]).sharding.spec.unreduced)
+            return boostax.apply_gradients(tx, grads, state, params)
+
+        oracle = boostax.value_and_grad(loss, mesh=mesh, axis_name="data")
+
+        @jax.jit
+        def local(params, state, batch):
+            _, grads = oracle(params, state, batch)
+            return boostax.apply_gradients(tx, grads, state, params)
+
+        found, _ = unreduced(params, tx.init(params), batch)
+        expected, _ = local(params, tx.init(params), batch)
+    assert traced == [frozenset({"data"})]
+    np.testing.assert_allclose(found["w"], expected["w"], rtol=1e-6, atol=1e-7)
+    assert found["w"].sharding.is_equivalent_to(params["w"].sharding, 2)

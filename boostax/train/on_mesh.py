@@ -45,7 +45,8 @@ def on_mesh(
     Returns:
       A gate like any of boostax's. ``init`` makes the state where it belongs: what is shaped like a
       param is sharded like it, what differs per replica leads with the replicas. ``update`` takes
-      ``PerReplica`` gradients, or the stacked arrays that one holds. Cost: that of ``tx``; with
+      ``PerReplica`` gradients, or the stacked arrays that one holds; or, on an Explicit mesh, those
+      of the mean loss that JAX has left unreduced over the replica axes. Cost: that of ``tx``; with
       ``shard_optimizer`` ``1/n`` of its state and arithmetic, and an all-gather of new params
       whenever they change.
 
@@ -116,7 +117,7 @@ def placed_on(
     def step_fn(
         grads: Pending, state: PyTree, params: PyTree, *, apply: bool, **extra: Any
     ) -> tuple[PyTree, PyTree]:
-        raw = grads.raw if is_per_replica(grads.raw) else PerReplica(grads.raw)
+        raw = grads.raw if is_per_replica(grads.raw) else PerReplica(_stacked(grads.raw, place))
         _require_stacked(raw, params, place)
 
         def change(grads: Pending, state: PyTree, params: PyTree, given: Any) -> Any:
@@ -175,6 +176,35 @@ def placed(
         allowed = f"among the mesh's axes {meshes and meshes[0].axis_names}"
         raise ValueError(checks.message(who, "axis_name", allowed, names, "The batch's."))
     return meshes[0], {plain(path): s.spec for path, s in shardings.items() if s is not None}
+
+
+def _stacked(grads: PyTree, place: Placement) -> PyTree:
+    """Gradients that JAX left unreduced as stacked ones, by their types; others as they are.
+
+    What a device holds is its part of the sum over the replicas, and so ``1/n`` of the gradient of
+    its own mean loss.
+    """
+
+    def stacked(x: jax.Array) -> jax.Array:
+        spec = getattr(jax.typeof(x).sharding, "spec", PartitionSpec())
+        if not spec.unreduced:
+            return x
+        if set(spec.unreduced) != set(place.names):
+            allowed = f"unreduced over all of {place.names}, or over none"
+            hint = "jax.reshard over the others first."
+            raise ValueError(checks.message(_WHO, "gradients", allowed, spec, hint))
+        # JAX 0.10.0 lets them be iterated instead.
+        parts = spec.partitions if hasattr(spec, "partitions") else tuple(spec)
+        lead = jax.shard_map(
+            lambda part: place.replicas * part[None],
+            mesh=place.mesh,
+            in_specs=spec,
+            out_specs=PartitionSpec(place.names, *parts),
+            check_vma=False,  # There an unreduced value cannot be said to vary.
+        )
+        return lead(x)
+
+    return jax.tree.map(stacked, grads)
 
 
 def _require_stacked(grads: PerReplica, params: PyTree, place: Placement) -> None:
