@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from flax import nnx
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -114,6 +115,46 @@ def accumulating_with_boostax(mesh, params):
     return step, state
 
 
+# A loop of NNX whose model is sharded.
+
+
+class Layer(nnx.Module):
+    def __init__(self, params):
+        self.up, self.down = nnx.Param(params["up"]), nnx.Param(params["down"])
+
+
+def loss_of(model, batch):
+    return loss_fn({"up": model.up[...], "down": model.down[...]}, batch)
+
+
+def of_nnx(mesh, model):
+    tx = OPTIMIZER
+    oracle = nnx.value_and_grad(loss_of)
+    optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
+
+    @nnx.jit
+    def step(model, optimizer, batch):
+        loss, grads = oracle(model, batch)
+        optimizer.update(model, grads)
+        return loss
+
+    return step, optimizer
+
+
+def of_nnx_with_boostax(mesh, model):
+    tx = on_mesh(optax.chain(all_reduce("data"), OPTIMIZER), model, axis_name="data")
+    oracle = value_and_grad(loss_of, mesh=mesh, axis_name="data")
+    optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
+
+    @nnx.jit
+    def step(model, optimizer, batch):
+        loss, (grads,) = oracle(model, optimizer.opt_state, batch)
+        optimizer.update(model, grads)
+        return loss
+
+    return step, optimizer
+
+
 PAIRS = {
     "plain": (plain, plain_with_boostax, 3),
     "accumulating": (accumulating, accumulating_with_boostax, 20),
@@ -149,6 +190,24 @@ def test_few_lines_and_the_same_training(name):
     for key, x in params.items():
         np.testing.assert_allclose(np.asarray(x), np.asarray(whole[key]), atol=3e-6)
         assert x.sharding.is_equivalent_to(whole[key].sharding, 2)
+
+
+def test_an_nnx_loop_changes_in_few_lines():
+    lines = added(of_nnx, of_nnx_with_boostax)
+    assert len(lines) <= 3, "\n".join(lines)
+    trained = []
+    for make in (of_nnx, of_nnx_with_boostax):
+        mesh = jax.make_mesh((2, 4), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
+        model = Layer(placed(mesh))
+        step, optimizer = make(mesh, model)
+        losses = [float(step(model, optimizer, batch)) for batch in batches(mesh)]
+        trained.append((losses, model))
+    (wanted, whole), (found, model) = trained
+    np.testing.assert_allclose(found, wanted, rtol=2e-6)
+    for key in ("up", "down"):
+        mine, theirs = getattr(model, key)[...], getattr(whole, key)[...]
+        np.testing.assert_allclose(np.asarray(mine), np.asarray(theirs), atol=3e-6)
+        assert mine.sharding.is_equivalent_to(theirs.sharding, 2)
 
 
 def test_a_gradient_is_reduced_once_instead_of_once_a_micro_batch():

@@ -46,7 +46,7 @@ class Placement:
 
     mesh: Mesh
     names: tuple[str, ...]
-    specs: Mapping[Path, PartitionSpec]
+    specs: Mapping[tuple[str, ...], PartitionSpec]
     own: bool = False
 
     @property
@@ -133,9 +133,10 @@ class Placement:
         return _map_specs(lambda spec: NamedSharding(self.mesh, spec), specs)
 
 
-def plain(path: Path) -> Path:
-    """A path without the variable of Flax that may be around a param."""
-    return path[:-1] if path[-1:] == (GetAttrKey("value"),) else path
+def plain(path: Path) -> tuple[str, ...]:
+    """The names on a path: the same for a module of NNX, its state and the arrays alone."""
+    path = path[:-1] if path[-1:] == (GetAttrKey("value"),) else path
+    return tuple(trees.path_name((key,)) for key in path)
 
 
 def settled(params: PyTree) -> PyTree:

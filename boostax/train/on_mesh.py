@@ -158,7 +158,7 @@ def placed_on(
 
 def placed(
     who: str, params: PyTree, names: tuple[str, ...]
-) -> tuple[Mesh, dict[tuple[Any, ...], PartitionSpec]]:
+) -> tuple[Mesh, dict[tuple[str, ...], PartitionSpec]]:
     """The mesh that params are on, and the spec of each by its path."""
     found = jax.tree_util.tree_leaves_with_path(params)
     shardings = {path: getattr(x, "sharding", None) for path, x in found}
