@@ -455,3 +455,48 @@ def test_gradients_that_jax_left_unreduced_are_taken(shape, make):
     assert traced == [frozenset({"data"})]
     np.testing.assert_allclose(found["w"], expected["w"], rtol=1e-6, atol=1e-7)
     assert found["w"].sharding.is_equivalent_to(params["w"].sharding, 2)
+
+
+@pytest.mark.parametrize("placement", ["FSDP", "tensor parallel, FSDP"])
+def test_a_configuration_means_the_same_in_any_placement(placement):
+    asked = {"loss_scale": "dynamic", "accumulate": 2, "clip": 1.0}
+    make = lambda axis: boostax.auto(asked).optimizer(optax.adam(1e-3), axis_name=axis)  # noqa: E731
+    losses, params, _ = trained(make("data"), PLACEMENTS[placement], calls=2)
+    wanted, whole, _ = alone(make(None), 5, 2)
+    assert_near(losses, wanted, 2e-6)
+    assert_near(params, whole, 2e-6)
+
+
+@pytest.mark.parametrize("placement", PLACEMENTS)
+@pytest.mark.parametrize("share", [False, True], ids=["whole", "ZeRO-1"])
+def test_a_state_moves_to_another_chain_where_it_is(placement, share):
+    """A scaler is put around a reduction with residuals, in mid-run: as on replicated params."""
+    mesh = grid(4, 2)
+    inner = optax.chain(boostax.int8_reduce("data"), optax.adam(1e-3))
+    chains = inner, boostax.dynamic_loss_scale(inner, axis_name="data")
+
+    def run(specs, **options):
+        old, new = (
+            boostax.make_train_step(loss_fn, tx, mesh=mesh, axis_name="data", **options)
+            for tx in chains
+        )
+        state = old.init(placed(initial(), mesh, [specs] * DEPTH))
+        for index in range(3):
+            state, _ = old(state, rows(index))
+        moved, report = boostax.migrate_state(state.opt_state, chains[1], state.params)
+        state = state._replace(opt_state=moved)
+        state = jax.device_put(state, new.shardings(state))
+        for index in range(3, 6):
+            state, metrics = new(state, rows(index))
+        return state, report, metrics
+
+    state, report, metrics = run(PLACEMENTS[placement], shard_optimizer=share)
+    wanted, _, _ = run(PLACEMENTS["replicated"])
+    assert "residual" in str(report).split("made anew")[0]
+    assert int(metrics["skipped_steps"]) == 0
+    # A shard has scales of its own.
+    exact = placement == "replicated"
+    assert_near(state.params, wanted.params, 2e-6 if exact else 2e-3)
+    for x, spec in zip(state.params, [PLACEMENTS[placement]] * DEPTH, strict=True):
+        for key, leaf in x.items():
+            assert leaf.sharding.is_equivalent_to(NamedSharding(mesh, spec[key]), 2)
