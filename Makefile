@@ -66,6 +66,7 @@ bench: $(READY)
 	$(RUN) benchmarks/scaling.py
 	$(RUN) benchmarks/growth.py
 	$(RUN) benchmarks/scorecard.py
+	$(RUN) benchmarks/placements.py
 	$(RUN) benchmarks/soak.py
 	$(RUN) benchmarks/newcomer.py
 	$(RUN) benchmarks/recipes.py

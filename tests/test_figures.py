@@ -13,6 +13,7 @@ GENERATED = {
     "docs/combinations.md",
     "docs/compilers.md",
     "docs/peers.md",
+    "docs/placement_matrix.md",
     "docs/recipes.md",
     "docs/scaling.md",
     "docs/scorecard.md",

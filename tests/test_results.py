@@ -7,6 +7,7 @@ import combinations
 import compilers
 import peers_jax
 import PIL.Image
+import placements
 import plots
 import pytest
 import recipes
@@ -52,6 +53,13 @@ def test_the_page_of_peers_is_that_of_the_record():
     assert peers_jax.PAGE.read_text() == peers_jax.page(record)
     behind = [row for row in record["sections"]["Pairs"] if row["ahead"] == "the other"]
     assert behind and peers_jax.PAGE.read_text().count("| the other |") == 2 * len(behind)
+
+
+def test_the_page_of_placements_is_that_of_the_record():
+    sections = json.loads((placements.RESULTS / "placements.json").read_text())["sections"]
+    assert placements.PAGE.read_text() == placements.page(sections)
+    names = [case.name for case in placements.CASES]
+    assert all([row["technique"] for row in rows] == names for rows in sections.values())
 
 
 def test_the_page_of_recipes_is_that_of_the_record():
