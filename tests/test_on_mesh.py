@@ -500,3 +500,21 @@ def test_a_state_moves_to_another_chain_where_it_is(placement, share):
     for x, spec in zip(state.params, [PLACEMENTS[placement]] * DEPTH, strict=True):
         for key, leaf in x.items():
             assert leaf.sharding.is_equivalent_to(NamedSharding(mesh, spec[key]), 2)
+
+
+def test_a_sum_behind_a_reduction_is_refused():
+    """It would be as many times too large as there are replicas; a mean is the same again."""
+    mesh = grid(4, 2)
+    params = placed(initial(), mesh, [PLACEMENTS["replicated"]] * DEPTH)
+    grads = boostax.PerReplica(jax.tree.map(lambda x: jnp.stack([x] * 4), params))
+    mean, total = boostax.all_reduce("data"), boostax.all_reduce("data", op="sum")
+
+    def moved(*parts):
+        tx = boostax.on_mesh(optax.chain(*parts, optax.sgd(1.0)), params, axis_name="data")
+        return tx.update(grads, tx.init(params), params)[0]
+
+    assert_near(moved(mean, mean), moved(mean), 0)
+    assert_near(moved(total), jax.tree.map(lambda x: -4 * x, params), 1e-6)
+    for before in (mean, total):
+        with pytest.raises(ValueError, match="all_reduce: gradients must be local"):
+            moved(before, total)

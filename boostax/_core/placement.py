@@ -159,6 +159,19 @@ def settled(params: PyTree) -> PyTree:
     return jax.tree_util.tree_map_with_path(settle, params)
 
 
+def require_local(grads: PyTree, names: tuple[str, ...], who: str) -> None:
+    """Refuse to add up over the replicas what is equal on all of them, where that can be seen.
+
+    Some leaves may be: zeros in the place of gradients.
+    """
+    here, leaves = _HERE.get(), jax.tree.leaves(grads)
+    if here and set(names) == set(here.names) and leaves and not any(map(_differs, leaves)):
+        raise ValueError(
+            f"{who}: gradients must be local to each replica, got some that are already equal over "
+            f"{', '.join(names)}. Leave out what reduces them before."
+        )
+
+
 def on_shards(
     who: str, names: tuple[str, ...], update: Callable[..., tuple[PyTree, PyTree]]
 ) -> Callable[..., tuple[PyTree, PyTree]]:

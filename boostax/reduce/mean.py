@@ -12,7 +12,7 @@ from jax import lax
 
 from boostax._core import axes, checks, trees
 from boostax._core.about import described
-from boostax._core.placement import on_shards
+from boostax._core.placement import on_shards, require_local
 from boostax.reduce import exchange
 from boostax.reduce.codecs.base import packed, unpacked
 from boostax.reduce.exchange import Divide
@@ -93,6 +93,8 @@ def all_reduce(
         del params, extra_args
         trees.require_gradients(updates, who)
         axes.require_local(updates, names, who)
+        if op == "sum":  # A mean of what is equal is the same again.
+            require_local(updates, names, who)
         leaves, treedef = jax.tree.flatten(updates)
         if clip is not None:
             _require_real(leaves, who)
