@@ -58,7 +58,8 @@ def sparse(n, of_matrix, of_vector):
 
 
 def random_k(n):
-    return ring(n)[0] * 4 * math.ceil(ENTRIES / 1000) * 10
+    """Five of the matrix's 512 rows, and an entry of the vector."""
+    return ring(n)[0] * 4 * (5 * 256 + 1)
 
 
 def power_sgd(n):

@@ -258,10 +258,10 @@ OPTAX = {
 @pytest.mark.parametrize("name", OPTAX)
 def test_what_optax_no_longer_shows_is_unknown_and_not_nothing(monkeypatch, name):
     assert UNKNOWN not in [row.role for row in rows(parts.read(OPTAX[name]))]
-    original = parts._values
+    original = parts.closure
     # Under other names, and no longer as they were.
     renamed = lambda fn: {f"new_{name}": [value] for name, value in original(fn).items()}  # noqa: E731
-    monkeypatch.setattr(parts, "_values", renamed)
+    monkeypatch.setattr(parts, "closure", renamed)
     found = rows(parts.read(OPTAX[name]))
     assert UNKNOWN in [row.role for row in found] and found[-1].part.name == "(hidden)"
 

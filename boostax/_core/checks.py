@@ -1,8 +1,9 @@
 """Argument checks: who refuses what, what is allowed, and what to do instead."""
 
+import contextlib
 import math
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 from typing import Any, TypeVar
 
 import jax.numpy as jnp
@@ -17,6 +18,16 @@ def message(who: str, argument: str, allowed: str, got: object, hint: str) -> st
     return f"{who}: {argument} must be {allowed}, got {got!r}. {hint}"
 
 
+@contextlib.contextmanager
+def needing(who: str, package: str, extra: str) -> Generator[None]:
+    """Let the import of a package that is not installed say which extra of boostax has it."""
+    try:
+        yield
+    except ImportError as error:
+        install = f"pip install 'boostax[{extra}]'"
+        raise ImportError(f"{who} needs {package}, which is not installed: {install}") from error
+
+
 def positive_int(who: str, argument: str, value: Any, hint: str) -> Any:
     """Python, NumPy and concrete JAX integers from 1 to the largest i32; a bool is a mistake.
 
@@ -24,11 +35,8 @@ def positive_int(who: str, argument: str, value: Any, hint: str) -> Any:
     """
     if isinstance(value, Tracer):
         return value
-    allowed = "a positive integer"
-    try:
-        number = 0 if isinstance(value, (bool, np.bool_)) else operator.index(value)
-    except TypeError as error:
-        raise TypeError(message(who, argument, allowed, value, hint)) from error
+    allowed, flag = "a positive integer", isinstance(value, (bool, np.bool_))
+    number = 0 if flag else integer(who, argument, value, allowed, hint)
     if not 1 <= number < 2**31:
         allowed = "below 2**31" if number > 0 else allowed
         raise ValueError(message(who, argument, allowed, value, hint))
@@ -37,14 +45,19 @@ def positive_int(who: str, argument: str, value: Any, hint: str) -> Any:
 
 def natural(who: str, argument: str, value: Any, hint: str) -> int:
     """An integer that is not negative; a bool is a mistake."""
-    allowed = "an integer that is not negative"
-    try:
-        number = -1 if isinstance(value, (bool, np.bool_)) else operator.index(value)
-    except TypeError as error:
-        raise TypeError(message(who, argument, allowed, value, hint)) from error
+    allowed, flag = "an integer that is not negative", isinstance(value, (bool, np.bool_))
+    number = -1 if flag else integer(who, argument, value, allowed, hint)
     if number < 0:
         raise ValueError(message(who, argument, allowed, value, hint))
     return number
+
+
+def integer(who: str, argument: str, value: Any, allowed: str, hint: str) -> int:
+    """Any integer of Python's, NumPy's or a concrete one of JAX's."""
+    try:
+        return operator.index(value)
+    except TypeError as error:
+        raise TypeError(message(who, argument, allowed, value, hint)) from error
 
 
 def number(
@@ -72,6 +85,12 @@ def choice(
         words = " or ".join(repr(word) for word in allowed)
         raise ValueError(message(who, argument, words, value, hint))
     return value
+
+
+def absent(who: str, argument: str, value: object, allowed: str, hint: str) -> None:
+    """Nothing, where nothing could be meant by it."""
+    if value is not None:
+        raise ValueError(message(who, argument, allowed, value, hint))
 
 
 def floating_dtype(who: str, argument: str, value: Any) -> np.dtype[Any]:

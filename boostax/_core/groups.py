@@ -250,7 +250,7 @@ def _matched(who: str, groups: Any, names: list[str]) -> list[int]:
             if not isinstance(pattern, str):
                 hint = "A pattern is a path name in which * stands for anything."
                 raise TypeError(checks.message(who, "groups", "a list of patterns", pattern, hint))
-            hits = [x for x in names if _matches(x, pattern)]
+            hits = [x for x in names if matches(x, pattern)]
             if not hits:
                 hint = f"It matches none; there are {_few(names)}."
                 allowed = "patterns that match params"
@@ -265,7 +265,8 @@ def _matched(who: str, groups: Any, names: list[str]) -> list[int]:
     return [labels.get(name, len(groups)) for name in names]
 
 
-def _matches(name: str, pattern: str) -> bool:
+def matches(name: str, pattern: str) -> bool:
+    """Whether a path, or a module on its way, has a name of this ``fnmatch`` pattern."""
     return fnmatch.fnmatchcase(name, pattern) or fnmatch.fnmatchcase(name, f"{pattern}/*")
 
 

@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 import jax
 from jax import lax
 
-from boostax._core import jaxprs, proof
+from boostax._core import checks, jaxprs, proof
 
 Operand = TypeVar("Operand")
 
@@ -50,6 +50,32 @@ def scan_operands(
         raise proof.unreadable("the parameters of scan", allowed, sorted(params), danger)
     consts, carry, _ = sizes
     return given[:consts], given[consts : consts + carry], given[consts + carry :]
+
+
+def of_data(
+    who: str,
+    fn: Callable[[Any, Any, Any], Any],
+    fixed: Any,
+    data: tuple[Any, Any],
+    allowed: str,
+    hint: str,
+) -> tuple[jaxprs.Jaxpr, int]:
+    """The program of ``fn(fixed, args, kwargs)``, and how many arrays are among its data.
+
+    Its inputs are the leaves of ``fixed``, then the arrays of ``data``, which are ``args`` and
+    ``kwargs``; what else is in them is handed on as it is. Without an array ``who`` refuses them.
+    """
+    leaves, treedef = jax.tree.flatten(data)
+    arrays = {i: x for i, x in enumerate(leaves) if hasattr(x, "shape") and hasattr(x, "dtype")}
+    if not arrays:
+        raise ValueError(checks.message(who, "args", allowed, data, hint))
+
+    def call(fixed: Any, arrays: dict[int, Any]) -> list[jax.Array]:
+        given, named = treedef.unflatten([arrays.get(i, x) for i, x in enumerate(leaves)])
+        # A result may hold what is no array: a name, None, a Python number.
+        return [x for x in jax.tree.leaves(fn(fixed, given, named)) if isinstance(x, jax.Array)]
+
+    return jax.make_jaxpr(call)(fixed, arrays).jaxpr, len(arrays)
 
 
 def called(eqn: jaxprs.JaxprEqn) -> jaxprs.Jaxpr | None:

@@ -80,9 +80,8 @@ def auto(spec: Any, *args: Any, level: str | None = None, **options: Any) -> Boo
     """
     who = "auto"
     if isinstance(spec, str) and spec == "measure":
-        if level is not None:
-            hint = "base= is what the candidates change: boostax.auto(level).config."
-            raise ValueError(checks.message(who, "level", "left out here", level, hint))
+        hint = "base= is what the candidates change: boostax.auto(level).config."
+        checks.absent(who, "level", level, "left out here", hint)
         return measure(*args, **options)
     if args or options:
         got = [*(type(x).__name__ for x in args), *options]
@@ -91,9 +90,8 @@ def auto(spec: Any, *args: Any, level: str | None = None, **options: Any) -> Boo
     given = _loaded(spec) if _is_file(spec) else spec
     if isinstance(given, Mapping):
         return _from_dictionary(dict(given), "O0" if level is None else level)
-    if level is not None:
-        hint = "It is where a dictionary or a file starts from."
-        raise ValueError(checks.message(who, "level", "left out here", level, hint))
+    hint = "It is where a dictionary or a file starts from."
+    checks.absent(who, "level", level, "left out here", hint)
     if isinstance(given, BoostConfig):
         return Boost(given)
     allowed = "a level, a dictionary, the path of a .json file, or a BoostConfig"

@@ -108,14 +108,7 @@ class Boost:
         part = self.config.less_bn
         if part is None:
             return module, None
-        return less_bn(
-            module,
-            *args,
-            normalized_head=part.normalized_head,
-            remove=part.remove,
-            multiplier=part.multiplier,
-            **kwargs,
-        )
+        return less_bn(module, *args, **vars(part), **kwargs)
 
     def make_train_step(
         self,

@@ -1,5 +1,6 @@
 """The changes that ``auto("measure", ...)`` tries unless it is told others."""
 
+import contextlib
 from collections.abc import Mapping
 from typing import Any
 
@@ -47,16 +48,12 @@ def _freeze(setting: Setting) -> Change | None:
     params, order = setting.params, None
     given = {"key": setting.key, "model_state": setting.model_state}
     given = {name: value for name, value in given.items() if value is not None}
-    try:
+    # A loss that names an axis cannot be traced here; then the tree's own order has to do.
+    with contextlib.suppress(ValueError, TypeError, NameError):
         order = tuple(forward_order(setting.loss_fn, params, setting.batch(0), **given))
-    except (ValueError, TypeError, NameError):
-        # A loss that names an axis cannot be traced here; then the tree's own order has to do.
-        pass
     for groups in (4, 3, 2):
-        try:
+        with contextlib.suppress(ValueError):
             ordered = prefix_groups(params, groups, order=order)
-        except ValueError:
-            continue
-        told = {} if ordered == prefix_groups(params, groups) else {"order": order}
-        return {"kind": "interval", "groups": groups, **told}
+            told = {} if ordered == prefix_groups(params, groups) else {"order": order}
+            return {"kind": "interval", "groups": groups, **told}
     return None

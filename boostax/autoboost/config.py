@@ -8,7 +8,7 @@ from typing import Any
 import jax.numpy as jnp
 
 from boostax._core import checks
-from boostax.autoboost.part import nearest
+from boostax.autoboost.part import known
 from boostax.autoboost.parts import (
     Accumulate,
     Centralize,
@@ -110,7 +110,7 @@ class BoostConfig:
             together.
         """
         base = BoostConfig() if base is None else base
-        _known(data, (*_PARTS, "microbatches"), "keys")
+        known(_WHO, data, (*_PARTS, "microbatches"), "keys", "JSON gives one.")
         changed: dict[str, Any] = {}
         for name, value in data.items():
             if name == "microbatches":
@@ -146,20 +146,9 @@ def _read(name: str, value: Any, base: Any) -> Any:
     if not isinstance(value, Mapping):
         value = {fields[0]: value}
     given = typing.cast("Mapping[str, Any]", value)
-    _known(given, fields, f"keys of {name}")
+    known(_WHO, given, fields, f"keys of {name}", "JSON gives one.")
     other = base is not None and "kind" in given and given["kind"] != getattr(base, "kind", None)
     return kind(**given) if base is None or other else dataclasses.replace(base, **given)
-
-
-def _known(data: Any, allowed: tuple[str, ...], what: str) -> None:
-    if not isinstance(data, Mapping):
-        hint = "JSON gives one."
-        raise TypeError(checks.message(_WHO, what, "those of a dictionary", data, hint))
-    for key in typing.cast("Mapping[str, Any]", data):
-        if key not in allowed:
-            words = ", ".join(repr(x) for x in allowed)
-            hint = nearest(key, allowed)
-            raise ValueError(checks.message(_WHO, what, f"among {words}", key, hint))
 
 
 def _plain(value: Any) -> Any:
@@ -170,41 +159,22 @@ def _plain(value: Any) -> Any:
 
 def _check_together(config: BoostConfig) -> None:
     freezes, own = config.freeze is not None, config.reduce.keeps_own_params
-    records = config.dim_reduce is not None and config.dim_reduce.every is not None
-    narrow = config.policy is not None and config.policy.policy().compute_dtype == jnp.float16
-    elsewhere = (
-        "boostax.HostTrajectory records between steps, and finish takes its basis: "
-        "dim_reduce.every = None."
-    )
-    for wrong, field, allowed, got, hint in (
-        (
-            narrow and config.loss_scale is None,
-            "loss_scale",
-            "given where policy computes in float16",
-            None,
-            "Small gradients vanish without: 'dynamic' scales, and bfloat16 needs none.",
-        ),
-        (
-            freezes and own,
-            "reduce",
-            "no 'partial' or 'local' with freeze",
-            config.reduce.kind,
-            "What is frozen between two meetings would stay different on every replica.",
-        ),
-        (
-            freezes and records,
-            "dim_reduce.every",
-            "None with freeze",
-            config.dim_reduce and config.dim_reduce.every,
-            f"A frozen layer is not recorded. {elsewhere}",
-        ),
-        (
-            own and records,
-            "dim_reduce.every",
-            f"None with reduce {config.reduce.kind!r}",
-            config.dim_reduce and config.dim_reduce.every,
-            f"Each replica has params of its own. {elsewhere}",
-        ),
-    ):
-        if wrong:
-            raise ValueError(checks.message(_WHO, field, allowed, got, hint))
+    if config.policy is not None and config.policy.policy().compute_dtype == jnp.float16:
+        if config.loss_scale is None:
+            allowed = "given where policy computes in float16"
+            hint = "Small gradients vanish without: 'dynamic' scales, and bfloat16 needs none."
+            raise ValueError(checks.message(_WHO, "loss_scale", allowed, None, hint))
+    if freezes and own:
+        allowed = "no 'partial' or 'local' with freeze"
+        hint = "What is frozen between two meetings would stay different on every replica."
+        raise ValueError(checks.message(_WHO, "reduce", allowed, config.reduce.kind, hint))
+    if config.dim_reduce is not None and (freezes or own):
+        allowed, why = "None with freeze", "A frozen layer is not recorded."
+        if own:
+            allowed = f"None with reduce {config.reduce.kind!r}"
+            why = "Each replica has params of its own."
+        hint = (
+            f"{why} boostax.HostTrajectory records between steps, and finish takes its basis: "
+            "dim_reduce.every = None."
+        )
+        checks.absent(_WHO, "dim_reduce.every", config.dim_reduce.every, allowed, hint)

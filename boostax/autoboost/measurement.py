@@ -6,8 +6,10 @@ from typing import Any, Literal, NamedTuple
 
 from boostax.autoboost.build import Boost
 from boostax.autoboost.config import BoostConfig
-from boostax.inspect.tables import aligned
+from boostax.inspect.tables import aligned, columns
+from boostax.train.writers import plain
 
+# The best first.
 Verdict = Literal["recommended", "baseline", "no difference", "not recommended", "refused"]
 
 
@@ -67,12 +69,7 @@ class Trial(NamedTuple):
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data for JSON; ``None`` for what is no finite number."""
-        found = self._asdict()
-        plain = {
-            name: None if isinstance(value, float) and not math.isfinite(value) else value
-            for name, value in found.items()
-        }
-        return plain | {"config": None if self.config is None else self.config.to_dict()}
+        return plain(self._asdict()) | {"config": self.config and self.config.to_dict()}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -116,9 +113,10 @@ class Measurement:
     def cells(self) -> list[tuple[str, ...]]:
         """The table, headings first; without a column for what nobody sends."""
         sends = any(row.wire_bytes > 0 for row in self.rows)
-        headings = ("", "ms", "time", "compile s", "MB", *(("sent MB",) if sends else ()))
-        headings = (*headings, "calls", "loss", "difference", "")
-        return [headings, *(_cells(row, sends) for row in self.rows if row.steps)]
+        costs = ("ms", "time", "compile s", "MB", "sent MB")
+        headings = ("", *costs, "calls", "loss", "difference", "")
+        table = [headings, *(_cells(row) for row in self.rows if row.steps)]
+        return columns(table, [sends or heading != "sent MB" for heading in headings])
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data for JSON; ``BoostConfig.from_dict`` reads each ``config``."""
@@ -134,15 +132,14 @@ class Measurement:
         return "\n".join((aligned(self.cells(), words=True), *reasons, self.note))
 
 
-def _cells(row: Trial, sends: bool) -> tuple[str, ...]:
-    sent = (f"{row.wire_bytes / 1e6:,.3g}",) if sends else ()
+def _cells(row: Trial) -> tuple[str, ...]:
     return (
         row.name,
         f"{1e3 * row.step_seconds:,.3g}",
         f"{row.time_ratio:.2f}",
         f"{row.compile_seconds:.1f}",
         f"{row.memory_bytes / 1e6:,.3g}",
-        *sent,
+        f"{row.wire_bytes / 1e6:,.3g}",
         str(row.steps),
         f"{row.loss:.4g}",
         "" if row.verdict == "baseline" else f"{row.loss_difference:+.2g} ± {row.loss_error:.1g}",

@@ -1,6 +1,7 @@
 """A saved optimizer state for a chain that has changed since."""
 
 import dataclasses
+from collections.abc import Container
 from typing import Any
 
 import jax
@@ -219,36 +220,26 @@ def _given(node: Node, rel: Path) -> bool:
 def _report(
     carried: Carried, olds: list[Node], news: list[Node], notes: list[str]
 ) -> MigrationReport:
+    origins = {path: source.node.path for path, source in carried.taken.items()}
     kept: list[str] = []
-    anew: list[str] = []
     for node in news:
         sources = [carried.taken.get(leaf.path) for leaf in node.leaves.values()]
         # A dict, for its order; nodes are told apart by where they lie.
         places = dict.fromkeys((x.node.path, x.node.source) for x in sources if x is not None)
         for path, source in places:
-            words = fields(
-                node,
-                lambda _, leaf, path=path: _came_from(carried, leaf, path),
-                trees.path_name,
-            )
+            words = fields(node, lambda leaf, path=path: origins.get(leaf.path) == path)
             origin = "" if source == node.source else f" from {source}"
             way = spot(path) if path == node.path else f"{spot(path)} -> {spot(node.path)}"
             kept.append(f"{node.source} {words}{origin}: {way}")
-        words = fields(node, lambda _, leaf: leaf.path not in carried.taken, trees.path_name)
-        if words:
-            anew.append(f"{node.source} {words}: {spot(node.path)}")
     used = {source.leaf.path for source in carried.taken.values()}
-    dropped: list[str] = []
-    for node in olds:
-        words = fields(node, lambda _, leaf: leaf.path not in used, trees.path_name)
-        if words:
-            dropped.append(f"{node.source} {words}: {spot(node.path)}")
-    return MigrationReport(tuple(kept), tuple(anew), tuple(dropped), tuple(notes))
+    anew, dropped = _without(origins, news), _without(used, olds)
+    return MigrationReport(tuple(kept), anew, dropped, tuple(notes))
 
 
-def _came_from(carried: Carried, leaf: Leaf, path: Path) -> bool:
-    source = carried.taken.get(leaf.path)
-    return source is not None and source.node.path == path
+def _without(paths: Container[Path], nodes: list[Node]) -> tuple[str, ...]:
+    """What of each state is not among these arrays."""
+    found = [(node, fields(node, lambda leaf: leaf.path not in paths)) for node in nodes]
+    return tuple(f"{node.source} {words}: {spot(node.path)}" for node, words in found if words)
 
 
 def _lines(lines: tuple[str, ...]) -> list[str]:

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from boostax._core import checks
 from boostax.autoboost.config import BoostConfig
-from boostax.autoboost.part import flag, nearest, word
+from boostax.autoboost.part import flag, known, word
 from boostax.autoboost.parts import Accumulate, Centralize, DimReduce, Freeze, LessBN, LossScale
 from boostax.autoboost.reduction import Reduce
 
@@ -28,6 +28,7 @@ LEVELS: dict[str, tuple[str, ...]] = {
 }
 _MODES = ("auto", "manual", "enable_all", "disable_all")
 _WHO = "mindspore"
+_HINT = "It is a dictionary in MindSpore's."
 
 
 class Setting(NamedTuple):
@@ -72,10 +73,7 @@ def _splits(name: str, value: Any) -> Any:
 
 
 def _switch(name: str, value: Any) -> Any:
-    try:
-        flag(name, value)
-    except TypeError as error:
-        raise TypeError(f"{_WHO}{error}") from error
+    flag(name, value, _WHO)
 
 
 _PROPER = _real("in (0, 1)", lambda x: 0 < x < 1)
@@ -165,25 +163,25 @@ def from_mindspore(data: Mapping[str, Any], level: str = "O0") -> Read:
       MindSpore 2.10, ``mindspore/boost/boost.py``.
     """
     word(level, tuple(LEVELS), "level", "auto")
-    _known(data, ("boost", *GROUPS), "keys")
+    known(_WHO, data, ("boost", *GROUPS), "keys", _HINT)
     on = _switched(data.get("boost", {}), level)
     settings: dict[str, dict[str, Any]] = {}
     notes: list[str] = []
-    for group, known in GROUPS.items():
+    for group, keys in GROUPS.items():
         given = data.get(group, {})
-        _known(given, tuple(known), f"keys of {group}")
-        settings[group] = {key: found.default for key, found in known.items()} | dict(given)
+        known(_WHO, given, tuple(keys), f"keys of {group}", _HINT)
+        settings[group] = {key: found.default for key, found in keys.items()} | dict(given)
         for key, value in given.items():
-            known[key].check(f"{group}.{key}", value)
+            keys[key].check(f"{group}.{key}", value)
             name = f"{group}.{key}"
-            if name in _UNUSED and value != known[key].default and on.get(group, True):
+            if name in _UNUSED and value != keys[key].default and on.get(group, True):
                 notes.append(f"{name} = {value!r} has no effect: {_UNUSED[name]}.")
     return Read(_config(on, settings), tuple(notes))
 
 
 def _switched(boost: Any, level: str) -> dict[str, bool]:
     """The six switches."""
-    _known(boost, ("mode", *SWITCHES), "keys of boost")
+    known(_WHO, boost, ("mode", *SWITCHES), "keys of boost", _HINT)
     asked: dict[str, Any] = dict(boost)
     mode = asked.pop("mode", "auto")
     word(mode, _MODES, "boost.mode", _WHO)
@@ -234,16 +232,3 @@ def _config(on: dict[str, bool], settings: dict[str, dict[str, Any]]) -> BoostCo
         less_bn=LessBN(norms["fn_flag"]) if on["less_bn"] else None,
         dim_reduce=finish if on["dim_reduce"] else None,
     )
-
-
-def _known(data: Any, allowed: tuple[str, ...], what: str) -> None:
-    if not isinstance(data, Mapping):
-        hint = "It is a dictionary in MindSpore's."
-        raise TypeError(checks.message(_WHO, what, "those of a dictionary", data, hint))
-    found: Any = data
-    for key in found:
-        if key not in allowed:
-            words = ", ".join(repr(x) for x in allowed)
-            raise ValueError(
-                checks.message(_WHO, what, f"among {words}", key, nearest(key, allowed))
-            )

@@ -1,7 +1,7 @@
 """An optimizer state as a list of the states in it, each with the arrays that are its own."""
 
 import dataclasses
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.tree_util import DictKey, GetAttrKey
 
+from boostax._core import trees
 from boostax._core.replicas import PerReplica
 from boostax.accumulate.window import AccumulateState
 from boostax.precision.loss_scale import LossScaleState
@@ -61,7 +62,7 @@ def read(tree: PyTree, params: PyTree) -> list[Node]:
     A state is a NamedTuple. The containers of the params are none, nor are the parts of which
     boostax's own states are made, nor Optax's ``MaskedNode`` and ``WrappedScheduleState``.
     """
-    containers = {type(node) for _, node in _inner_nodes((), params)}
+    containers = set(map(type, trees.find(params, lambda _: True)))
     rest = Node(None, (), {}, None, "no state")
     found = [rest]
 
@@ -95,14 +96,6 @@ def _children(x: Any) -> list[tuple[Any, Any]] | None:
     if len(pairs) == 1 and not pairs[0][0]:
         return None
     return [(path[0], child) for path, child in pairs]
-
-
-def _inner_nodes(path: Path, x: Any) -> Iterable[tuple[Path, Any]]:
-    children = _children(x)
-    if children is not None:
-        yield path, x
-        for key, child in children:
-            yield from _inner_nodes((*path, key), child)
 
 
 def _is_state(x: Any) -> bool:
@@ -198,12 +191,13 @@ def owner(path: Path, x: Any, params: dict[Path, Any]) -> Path | None:
     return found
 
 
-def fields(node: Node, wanted: Callable[[Path, Leaf], bool], name: Callable[[Path], str]) -> str:
+def fields(node: Node, wanted: Callable[[Leaf], bool]) -> str:
     """The fields whose arrays are all wanted, and of the others those that are."""
+    name = trees.path_name
     groups: dict[str, list[tuple[Path, bool]]] = {}
     for rel, leaf in node.leaves.items():
         head = name(rel[:1]) if node.cls is not None else name(rel)
-        groups.setdefault(head, []).append((rel, wanted(rel, leaf)))
+        groups.setdefault(head, []).append((rel, wanted(leaf)))
     words: list[str] = []
     for head, members in groups.items():
         chosen = [rel for rel, yes in members if yes]

@@ -9,7 +9,7 @@ import contextlib
 import dataclasses
 import difflib
 from collections.abc import Callable, Generator, Mapping
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias, cast
 
 import optax
 
@@ -77,10 +77,10 @@ def speaking_of(who: str, renamed: Mapping[str, str] | None = None) -> Generator
         raise type(error)(f"{who}: {text}") from error
 
 
-def flag(name: str, value: Any) -> None:
+def flag(name: str, value: Any, who: str = "") -> None:
     """Refuse what is no bool."""
     if not isinstance(value, bool):
-        raise TypeError(checks.message("", name, "True or False", value, "JSON: true or false."))
+        raise TypeError(checks.message(who, name, "True or False", value, "JSON: true or false."))
 
 
 def chosen(part: Any, kinds: Kinds, needed: Mapping[str, str]) -> dict[str, Any]:
@@ -111,9 +111,17 @@ def chosen(part: Any, kinds: Kinds, needed: Mapping[str, str]) -> dict[str, Any]
 
 def word(value: Any, words: tuple[str, ...], name: str, who: str = "") -> None:
     """Refuse what is none of the words, and name the one that was perhaps meant."""
-    if value not in words:
-        allowed = " or ".join(repr(x) for x in words)
-        raise ValueError(checks.message(who, name, allowed, value, nearest(value, words)))
+    checks.choice(who, name, value, words, nearest(value, words))
+
+
+def known(who: str, data: Any, allowed: tuple[str, ...], what: str, hint: str) -> None:
+    """Refuse what is no dictionary, and keys that are not there to be given."""
+    if not isinstance(data, Mapping):
+        raise TypeError(checks.message(who, what, "those of a dictionary", data, hint))
+    for key in cast("Mapping[str, Any]", data):
+        if key not in allowed:
+            words = "among " + ", ".join(repr(x) for x in allowed)
+            raise ValueError(checks.message(who, what, words, key, nearest(key, allowed)))
 
 
 def nearest(word: Any, words: tuple[str, ...]) -> str:

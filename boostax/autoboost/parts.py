@@ -27,8 +27,7 @@ from boostax.model.centralize import centralize_gradients
 from boostax.precision.group_scale import group_loss_scale
 from boostax.precision.loss_scale import dynamic_loss_scale, static_loss_scale
 from boostax.precision.policy import Policy, policy
-from boostax.subspace import quasi_newton
-from boostax.subspace.quasi_newton import SubspaceRule
+from boostax.subspace.quasi_newton import RULES, SubspaceRule
 from boostax.subspace.trajectory import record_trajectory
 
 PyTree = Any
@@ -298,7 +297,7 @@ class DimReduce(Part):
         """What can be known without a basis."""
         hint = "It counts directions; 20 are usual."
         checks.positive_int("", "n_components", self.n_components, hint)
-        word(self.rule, ("boostax", "mindspore", "p-bfgs"), "rule")
+        word(self.rule, tuple(RULES), "rule")
         for name in ("shrink", "slope", "residual_rate"):
             value = getattr(self, name)
             if value is not None:
@@ -318,11 +317,9 @@ class DimReduce(Part):
 
     def subspace_rule(self) -> SubspaceRule:
         """The rule, with the line search that is asked for."""
-        rules = {"mindspore": quasi_newton.MINDSPORE, "p-bfgs": quasi_newton.P_BFGS}
         given = {"shrink": self.shrink, "slope": self.slope}
-        rule = rules.get(self.rule, SubspaceRule())
         given = {name: value for name, value in given.items() if value is not None}
-        return dataclasses.replace(rule, **given)
+        return dataclasses.replace(RULES[self.rule], **given)
 
     def residual(self) -> optax.GradientTransformation | None:
         """The optimizer of what lies outside the span, or none."""

@@ -49,8 +49,13 @@ class Setting:
     @functools.cached_property
     def plain(self) -> TrainStep:
         """The step without any technique, whose loss judges all."""
-        place = {"mesh": self.mesh, "axis_name": self.axis_name, "has_aux": self.has_aux}
-        return make_train_step(self.loss_fn, self.inner, **place, **self.options)
+        return make_train_step(self.loss_fn, self.inner, **self.of_step)
+
+    @property
+    def of_step(self) -> dict[str, Any]:
+        """What ``make_train_step`` is told, whatever the configuration."""
+        given = {"mesh": self.mesh, "axis_name": self.axis_name, "has_aux": self.has_aux}
+        return given | dict(self.options)
 
     def losses(self, params: PyTree, model_state: PyTree) -> Losses:
         """The held-out losses, in f32."""
@@ -83,7 +88,6 @@ class Costs(NamedTuple):
     wire_bytes: float
 
 
-@dataclasses.dataclass(eq=False)
 class Candidate:
     """A configuration that was built and trained for ``setting.steps`` calls.
 
@@ -98,35 +102,19 @@ class Candidate:
       skipped: windows of calls that a loss scaler skipped at the start, and that do not count.
     """
 
-    name: str
-    config: BoostConfig
-    setting: Setting
-    step: TrainStep = dataclasses.field(init=False)
-    depths: dict[int, float] = dataclasses.field(init=False)
-    costs: Costs = dataclasses.field(init=False)
-    losses: Losses = dataclasses.field(init=False)
-    skipped: int = 0
-
-    def __post_init__(self) -> None:
-        given = self.setting
-        if self.window > given.steps:
+    def __init__(self, name: str, config: BoostConfig, setting: Setting):
+        self.name, self.config, self.setting, self.skipped = name, config, setting, 0
+        if self.window > setting.steps:
             allowed = f"at least a window of {self.window} calls"
             hint = "Some optimizer steps must be made."
-            raise ValueError(checks.message("auto", "steps", allowed, given.steps, hint))
-        self.step = Boost(self.config).make_train_step(
-            given.loss_fn,
-            given.inner,
-            given.params,
-            mesh=given.mesh,
-            axis_name=given.axis_name,
-            has_aux=given.has_aux,
-            **given.options,
-        )
+            raise ValueError(checks.message("auto", "steps", allowed, setting.steps, hint))
+        make = Boost(self.config).make_train_step
+        self.step = make(setting.loss_fn, setting.inner, setting.params, **setting.of_step)
         state = self._init()
         self.depths = self._drawn()
         self.costs = self._costs(state)
         del state
-        state = self._trained(self._begun(), self.window, given.steps)
+        state = self._trained(self._begun(), self.window, setting.steps)
         self._kept = fetched(state)
         self.losses = self._losses(state)
 

@@ -3,7 +3,7 @@
 import math
 import statistics
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 
@@ -11,13 +11,6 @@ from boostax.autoboost.config import BoostConfig
 from boostax.autoboost.measurement import Trial, Verdict
 from boostax.autoboost.trial import Costs, Losses
 
-_ORDER: tuple[Verdict, ...] = (
-    "recommended",
-    "baseline",
-    "no difference",
-    "not recommended",
-    "refused",
-)
 _SAVES, _SLOWER = 0.9, 1.1
 
 
@@ -129,7 +122,7 @@ def _ratio(mine: float, its: float) -> float:
 def ranked(rows: Sequence[Trial], noise: float) -> list[Trial]:
     """Best first: by verdict, then by loss, and among equal losses by what is saved."""
     found: list[Trial] = []
-    for verdict in _ORDER:
+    for verdict in get_args(Verdict):
         rest = [row for row in rows if row.verdict == verdict]
         while rest:
             least = min(rest, key=_loss)

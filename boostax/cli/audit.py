@@ -54,29 +54,18 @@ def _run(given: argparse.Namespace) -> int:
     print(json.dumps(found.to_dict()) if given.json else found)
     if given.picture:
         found.save_picture(given.picture)
-    values = {
-        "reductions": found.reductions,
-        "gathers": found.gathers,
-        "temporaries": found.temporaries,
-        "findings": len(found.findings),
-    }
+    values = {"findings": len(found.findings)}
+    values |= {name: getattr(found, name) for name in ("reductions", "gathers", "temporaries")}
+    limits = {name: getattr(given, f"max_{name}") for name in values}
     passed = [
-        f"{name} {values[name]:.2f}, more than {limit:g}"
-        for name, limit in (("findings", given.max_findings), *_limits(given))
+        f"{name} {value:.2f}, more than {limits[name]:g}"
+        for name, value in values.items()
         # What is not known (NaN) passes no limit.
-        if limit is not None and not values[name] <= limit
+        if limits[name] is not None and not value <= limits[name]
     ]
     for line in passed:
         print(f"boostax: audit: {line}", file=sys.stderr)
     return 1 if passed else 0
-
-
-def _limits(given: argparse.Namespace) -> list[tuple[str, float | None]]:
-    return [
-        ("reductions", given.max_reductions),
-        ("gathers", given.max_gathers),
-        ("temporaries", given.max_temporaries),
-    ]
 
 
 def _function(name: str) -> Any:
@@ -104,8 +93,10 @@ def _built(build: Any, devices: Any) -> tuple[Any, ...]:
 
 
 def _parser() -> argparse.ArgumentParser:
+    # It keeps the line breaks of the text.
+    form = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(
-        "boostax audit", description=__doc__, epilog=_USAGE, formatter_class=_Help
+        "boostax audit", description=__doc__, epilog=_USAGE, formatter_class=form
     )
     add = parser.add_argument
     add("program", metavar="module:function", help="a function that builds the program")
@@ -119,7 +110,3 @@ def _parser() -> argparse.ArgumentParser:
     add("--json", action="store_true", help="plain data on one line")
     add("--picture", help="a file to draw to; needs matplotlib")
     return parser
-
-
-class _Help(argparse.RawDescriptionHelpFormatter):
-    """Keeps the line breaks of the text."""

@@ -11,7 +11,7 @@ import optax
 
 import boostax
 from boostax._core import checks
-from boostax._core.place import here
+from boostax.autoboost.reduction import vectors
 from boostax.cli.finish import check_finish, recorder
 from boostax.cli.freezing import check_freezing, freeze_by_schedule, layer_groups, signal
 from boostax.cli.recipe import CODECS, Recipe
@@ -49,7 +49,7 @@ class Built:
 
     def evaluate(self, state: boostax.TrainState) -> dict[str, float]:
         """Held-out scalars under names of their own."""
-        found = self.workload.evaluate(*here((state.params, state.model_state)))
+        found = self.workload.evaluate(state.params, state.model_state)
         return {f"held_out_{name}": value for name, value in found.items()}
 
 
@@ -159,18 +159,18 @@ def reduction(recipe: Recipe) -> optax.GradientTransformation:
     """What makes one gradient of the devices' own; of adasum-delta, adasum."""
     match recipe.reduce:
         case "top-k":
-            return boostax.top_k_reduce(AXIS, density(recipe), dense=_vectors)
+            return boostax.top_k_reduce(AXIS, density(recipe), dense=vectors)
         case "threshold":
-            return boostax.threshold_reduce(AXIS, 2.0, relative=True, dense=_vectors)
+            return boostax.threshold_reduce(AXIS, 2.0, relative=True, dense=vectors)
         case "random-k":
-            return boostax.random_k_reduce(AXIS, density(recipe), dense=_vectors)
+            return boostax.random_k_reduce(AXIS, density(recipe), dense=vectors)
         case "int8":
             return boostax.int8_reduce(AXIS)
         case "int16":
             return boostax.int16_reduce(AXIS)
         case "sign":
             # Everyone's bits to all are exact, but grow with the devices.
-            return boostax.sign_reduce(AXIS, two_shot=recipe.devices > 4, dense=_vectors)
+            return boostax.sign_reduce(AXIS, two_shot=recipe.devices > 4, dense=vectors)
         case "power-sgd":
             return boostax.power_sgd_reduce(AXIS, rank(recipe))
         case "mean":
@@ -193,12 +193,6 @@ def _wire(recipe: Recipe) -> str | None:
     return None if recipe.wire == "float32" else recipe.wire
 
 
-def _vectors(path: str, leaf: Any) -> bool:
-    """Norms and biases: few bytes, and thinned out they cost more than they save."""
-    del path
-    return leaf.ndim < 2
-
-
 def _matrices(params: Any) -> Any:
     return jax.tree.map(lambda leaf: leaf.ndim > 1, params)
 
@@ -210,22 +204,10 @@ def _check(workload: Workload, recipe: Recipe) -> None:
         ("microbatches", "1 passes each batch through the model as a whole."),
     ):
         checks.positive_int("boostax", f"--{name}", getattr(recipe, name), hint)
-    for name, allowed, hint in (
-        ("learning_rate", "greater than 0", "0.002 is the default."),
-        ("weight_decay", "at least 0", "0 turns it off."),
-        ("clip", "at least 0", "0 turns it off."),
-    ):
-        option = "--" + name.replace("_", "-")
-        least = name == "learning_rate"
-        value = getattr(recipe, name)
-        checks.number(
-            "boostax",
-            option,
-            value,
-            allowed,
-            lambda x, least=least: x > 0 if least else x >= 0,
-            hint,
-        )
+    rate, hint = recipe.learning_rate, "0.002 is the default."
+    checks.number("boostax", "--learning-rate", rate, "greater than 0", lambda x: x > 0, hint)
+    for option, value in (("--weight-decay", recipe.weight_decay), ("--clip", recipe.clip)):
+        checks.number("boostax", option, value, "at least 0", lambda x: x >= 0, "0 turns it off.")
     for name, alone in (("reduce", "mean"), ("wire", "float32")):
         if recipe.devices == 1 and getattr(recipe, name) != alone:
             raise ValueError(
@@ -251,12 +233,10 @@ def _check_reduction(recipe: Recipe) -> None:
             f"{recipe.reduce} decides itself what travels."
         )
     for name, users in (("density", ("top-k", "random-k")), ("rank", ("power-sgd",))):
-        value = getattr(recipe, name)
-        if value is not None and recipe.reduce not in users:
-            raise ValueError(
-                f"boostax: --{name} must be left out with --reduce {recipe.reduce}, got {value}. "
-                f"It is for --reduce {' and '.join(users)}."
-            )
+        if recipe.reduce not in users:
+            allowed = f"left out with --reduce {recipe.reduce}"
+            hint = f"It is for --reduce {' and '.join(users)}."
+            checks.absent("boostax", f"--{name}", getattr(recipe, name), allowed, hint)
     share, hint = density(recipe), "0.01 sends one entry in a hundred."
     checks.number("boostax", "--density", share, "in (0, 1]", lambda x: 0 < x <= 1, hint)
     checks.positive_int("boostax", "--rank", rank(recipe), "1, 2 or 4 are usual.")

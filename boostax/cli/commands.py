@@ -17,27 +17,45 @@ from boostax.workloads import DigitsConfig, TextConfig, digits, text
 
 
 @dataclass(frozen=True)
-class TrainText:
+class ExplainText:
+    """Say what a call of the train step costs on the character transformer.
+
+    Nothing is trained, and nothing is written.
+    """
+
+    task: TextConfig = field(default_factory=TextConfig)
+    recipe: Recipe = field(default_factory=lambda: Recipe(steps=1000, learning_rate=4e-3))
+
+
+@dataclass(frozen=True)
+class ExplainDigits:
+    """Say what a call of the train step costs on handwritten digits.
+
+    Nothing is trained, and nothing is written.
+    """
+
+    task: DigitsConfig = field(default_factory=DigitsConfig)
+    recipe: Recipe = field(default_factory=lambda: Recipe(steps=300))
+
+
+@dataclass(frozen=True)
+class TrainText(ExplainText):
     """Train a small transformer to predict the next character of a text.
 
     Without --paths it learns the sources of Python's standard library. The seed also selects the
     initial parameters and the dropout.
     """
 
-    task: TextConfig = field(default_factory=TextConfig)
-    recipe: Recipe = field(default_factory=lambda: Recipe(steps=1000, learning_rate=4e-3))
     run: RunOptions = field(default_factory=RunOptions)
 
 
 @dataclass(frozen=True)
-class TrainDigits:
+class TrainDigits(ExplainDigits):
     """Train a perceptron or a small convolutional network on handwritten digits.
 
     The seed also selects the initial parameters.
     """
 
-    task: DigitsConfig = field(default_factory=DigitsConfig)
-    recipe: Recipe = field(default_factory=lambda: Recipe(steps=300))
     run: RunOptions = field(default_factory=RunOptions)
 
 
@@ -63,28 +81,6 @@ class CompareDigits:
 
     task: DigitsConfig = field(default_factory=lambda: DigitsConfig(dtype="float16"))
     plan: ComparePlan = field(default_factory=ComparePlan)
-
-
-@dataclass(frozen=True)
-class ExplainText:
-    """Say what a call of the train step costs on the character transformer.
-
-    Nothing is trained, and nothing is written.
-    """
-
-    task: TextConfig = field(default_factory=TextConfig)
-    recipe: Recipe = field(default_factory=lambda: Recipe(steps=1000, learning_rate=4e-3))
-
-
-@dataclass(frozen=True)
-class ExplainDigits:
-    """Say what a call of the train step costs on handwritten digits.
-
-    Nothing is trained, and nothing is written.
-    """
-
-    task: DigitsConfig = field(default_factory=DigitsConfig)
-    recipe: Recipe = field(default_factory=lambda: Recipe(steps=300))
 
 
 @dataclass(frozen=True)
@@ -183,22 +179,14 @@ def _launch(command: Launch, words: list[str]) -> int:
         )
 
 
-def _dispatch(workload: Any, argv: list[str]) -> None:
-    match workload:
-        case TrainText(task, recipe, options):
-            train(text, task, recipe, options, argv)
-        case TrainDigits(task, recipe, options):
-            train(digits, task, recipe, options, argv)
-        case CompareText(task, plan):
-            compare(text, task, plan)
-        case CompareDigits(task, plan):
-            compare(digits, task, plan)
-        case ExplainText(task, recipe):
-            explain(text, task, recipe)
-        case ExplainDigits(task, recipe):
-            explain(digits, task, recipe)
-        case _:
-            raise AssertionError(workload)
+def _dispatch(asked: Any, argv: list[str]) -> None:
+    make = text if isinstance(asked.task, TextConfig) else digits
+    if isinstance(asked, (TrainText, TrainDigits)):
+        train(make, asked.task, asked.recipe, asked.run, argv)
+    elif isinstance(asked, (CompareText, CompareDigits)):
+        compare(make, asked.task, asked.plan)
+    else:
+        explain(make, asked.task, asked.recipe)
 
 
 def _say(error: Exception) -> None:

@@ -20,7 +20,9 @@ from boostax._core import checks, costs
 from boostax.cli.build import AXIS, Built, Refusal, build, reduction, refusing, require_devices
 from boostax.cli.recipe import CODECS, ComparePlan, Recipe
 from boostax.inspect.break_even import BreakEven, break_even
+from boostax.inspect.tables import Cells, columns
 from boostax.train.loop import fit
+from boostax.train.writers import plain
 from boostax.workloads import Workload
 
 MakeWorkload = Callable[[Any], Workload]
@@ -197,34 +199,31 @@ def _summarize(runs: list[dict[str, Any]], costs_of: dict[str, float]) -> dict[s
 
 
 def _table(report: dict[str, dict[str, Any]], plan: ComparePlan) -> Table:
-    table = Table(
-        title=", ".join(
-            (
-                counted(plan.steps, "optimizer step"),
-                counted(plan.seeds, "seed"),
-                counted(plan.devices, "device"),
-            )
-        ),
-        padding=(0, 0, 0, 1),
-        caption="±: half the range over the seeds; ms and sent: per optimizer step (sent: by each "
-        "device); temp: working memory of one call",
-        box=rich.box.SIMPLE_HEAD,
-    )
-    table.add_column("variant", no_wrap=True)
-    sent = ("sent",) if plan.devices > 1 else ()
-    for heading in ("held-out loss", "accuracy", "ms", "temp", *sent, "skips"):
-        table.add_column(heading, justify="right", no_wrap=True)
+    cells: Cells = [("variant", "held-out loss", "accuracy", "ms", "temp", "sent", "skips")]
     for name, row in report.items():
         loss, spread = row["held_out_loss"], row["held_out_loss_spread"]
-        cells = [
-            f"{loss:.4f} ± {spread / 2:.4f}" if math.isfinite(loss) else "diverged",
-            f"{row['held_out_accuracy']:.1%}",
-            f"{row['ms_per_step']:.3g}",
-            _size(row["temporary_bytes"]),
-        ]
-        if plan.devices > 1:
-            cells.append(_size(row["wire_bytes"]))
-        table.add_row(name, *cells, str(row["skipped"]))
+        judged = f"{loss:.4f} ± {spread / 2:.4f}" if math.isfinite(loss) else "diverged"
+        costs = f"{row['ms_per_step']:.3g}", _size(row["temporary_bytes"]), _size(row["wire_bytes"])
+        cells.append((name, judged, f"{row['held_out_accuracy']:.1%}", *costs, str(row["skipped"])))
+    counts = {"optimizer step": plan.steps, "seed": plan.seeds, "device": plan.devices}
+    return grid(
+        columns(cells, [plan.devices > 1 or heading != "sent" for heading in cells[0]]),
+        left=1,
+        title=", ".join(counted(count, what) for what, count in counts.items()),
+        caption="±: half the range over the seeds; ms and sent: per optimizer step (sent: by each "
+        "device); temp: working memory of one call",
+    )
+
+
+def grid(cells: Cells, left: int = 0, **look: Any) -> Table:
+    """Cells under their headings: to the right, but for the first ``left`` columns."""
+    headings, *rows = cells
+    table = Table(box=rich.box.SIMPLE_HEAD, padding=(0, 0, 0, 1), **look)
+    for i, heading in enumerate(headings):
+        wraps = heading == "collectives"
+        table.add_column(heading, justify="left" if i < left else "right", no_wrap=not wraps)
+    for row in rows:
+        table.add_row(*row)
     return table
 
 
@@ -260,7 +259,7 @@ def _write(
         "variants": report,
         "runs": runs,
     }
-    (output / "compare.json").write_text(json.dumps(_plain(record), indent=1) + "\n")
+    (output / "compare.json").write_text(json.dumps(plain(record), indent=1) + "\n")
     curves = {name: (_mean(of, "training"), _mean(of, "held_out")) for name, of in runs.items()}
     bars = {
         "ms per step": {name: row["ms_per_step"] for name, row in report.items()},
@@ -277,12 +276,3 @@ def _write(
 def _mean(runs: list[dict[str, Any]], which: str) -> tuple[list[float], list[float]]:
     steps = runs[0][which][0]
     return steps, np.mean([run[which][1] for run in runs], axis=0).tolist()
-
-
-def _plain(value: Any) -> Any:
-    """The same with null for what is not finite, which JSON has no word for."""
-    if isinstance(value, dict):
-        return {name: _plain(item) for name, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_plain(item) for item in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value

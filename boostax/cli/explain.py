@@ -3,15 +3,14 @@
 from collections.abc import Callable
 from typing import Any
 
-import rich.box
 from rich.console import Console
-from rich.table import Table
 
 from boostax.cli.build import build, refusing, require_devices
+from boostax.cli.compare import grid
 from boostax.cli.recipe import Recipe
 from boostax.cli.train import plan_table
 from boostax.inspect.explain import explain as explain_step
-from boostax.inspect.tables import Cells, call_cells, part_cells
+from boostax.inspect.tables import call_cells, part_cells
 from boostax.workloads import Workload
 
 
@@ -23,19 +22,8 @@ def explain(make_workload: Callable[[Any], Workload], task: Any, recipe: Recipe)
         built = build(make_workload(task), recipe)
         console.print(plan_table(built, task, recipe))
         found = explain_step(built.step, built.init(task.seed), built.workload.batch(0))
-    console.print(_table(part_cells(found.parts, words=False), left=1))
+    console.print(grid(part_cells(found.parts, words=False), left=1))
     for finding in found.findings:
         console.print(f"! {finding}", soft_wrap=True)
-    console.print(_table(call_cells(found.calls)))
+    console.print(grid(call_cells(found.calls)))
     console.print(found.note, soft_wrap=True)
-
-
-def _table(cells: Cells, left: int = 0) -> Table:
-    headings, *rows = cells
-    table = Table(box=rich.box.SIMPLE_HEAD, padding=(0, 0, 0, 1))
-    for i, heading in enumerate(headings):
-        wraps = heading == "collectives"
-        table.add_column(heading, justify="left" if i < left else "right", no_wrap=not wraps)
-    for row in rows:
-        table.add_row(*row)
-    return table

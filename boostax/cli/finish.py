@@ -58,14 +58,12 @@ def check_finish(recipe: Recipe, optimizer_steps: int) -> None:
         ("--finish-steps", recipe.finish_steps),
         ("--finish-components", recipe.finish_components),
     ):
-        if value is None:
-            continue
         if off:
-            raise ValueError(
-                f"boostax: {option} must be left out without --finish, got {value}. "
-                "--finish dim_reduce takes quasi-Newton steps after the run."
-            )
-        checks.positive_int("boostax", option, value, "10 steps in 20 directions are the default.")
+            hint = "--finish dim_reduce takes quasi-Newton steps after the run."
+            checks.absent("boostax", option, value, "left out without --finish", hint)
+        elif value is not None:
+            hint = "10 steps in 20 directions are the default."
+            checks.positive_int("boostax", option, value, hint)
     if off:
         return
     if recipe.freeze != "none":

@@ -8,6 +8,7 @@ import jax
 import optax
 
 import boostax
+from boostax._core import checks
 from boostax._core.groups import group_count
 from boostax.cli.recipe import Recipe
 from boostax.freeze.scheduled import ScheduledFreeze
@@ -80,27 +81,20 @@ def check_freezing(recipe: Recipe) -> None:
         ("--freeze-groups", recipe.freeze_groups),
         ("--freeze-fraction", recipe.freeze_fraction),
     ):
-        if value is not None and recipe.freeze == "none":
-            raise ValueError(
-                f"boostax: {option} must be left out without --freeze, got {value}. "
-                "--freeze interval freezes some of the layers on some of the steps."
-            )
-    if recipe.freeze_groups is not None and recipe.freeze_groups < 2:
-        raise ValueError(
-            f"boostax: --freeze-groups must be at least 2, got {recipe.freeze_groups}. "
-            "The last group always trains."
-        )
-    fraction = recipe.freeze_fraction
-    if fraction is not None and recipe.freeze == "plateau":
-        raise ValueError(
-            f"boostax: --freeze-fraction must be left out with --freeze plateau, got {fraction}. "
-            "It freezes a group when its gradients have settled."
-        )
-    if fraction is not None and not 0 <= fraction < 1:
-        raise ValueError(
-            f"boostax: --freeze-fraction must be in [0, 1), got {fraction}. "
-            "0.3 freezes something on about 30% of the steps."
-        )
+        if recipe.freeze == "none":
+            hint = "--freeze interval freezes some of the layers on some of the steps."
+            checks.absent("boostax", option, value, "left out without --freeze", hint)
+    groups, fraction = recipe.freeze_groups, recipe.freeze_fraction
+    if groups is not None and groups < 2:
+        hint = "The last group always trains."
+        raise ValueError(checks.message("boostax", "--freeze-groups", "at least 2", groups, hint))
+    option = "--freeze-fraction"
+    if recipe.freeze == "plateau":
+        hint = "It freezes a group when its gradients have settled."
+        checks.absent("boostax", option, fraction, "left out with --freeze plateau", hint)
+    if fraction is not None:
+        hint = "0.3 freezes something on about 30% of the steps."
+        checks.number("boostax", option, fraction, "in [0, 1)", lambda x: 0 <= x < 1, hint)
     if recipe.freeze == "plateau" and recipe.reduce == "adasum-delta":
         raise ValueError(
             "boostax: --freeze must not be plateau with --reduce adasum-delta, got plateau. Its "

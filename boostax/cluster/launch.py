@@ -10,10 +10,10 @@ import threading
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from types import FrameType
-from typing import Any, Self
+from typing import Any
 
 from boostax._core import checks
+from boostax._core.signals import handled
 
 _POLL = 0.02
 _LAST_WORDS = 5.0
@@ -94,7 +94,9 @@ def launch(
     # What a process has in its buffer when it is killed is what one wants to read.
     given.setdefault("PYTHONUNBUFFERED", "1")
     ranks: list[_Rank] = []
-    with _Wishes() as wishes:
+    wishes: list[int] = []
+    # To be acted upon where it is safe.
+    with handled(wishes.append):
         try:
             for rank in range(processes):
                 ranks.append(_Rank(rank, command, {**given, "JAX_PROCESS_ID": str(rank)}))
@@ -192,29 +194,7 @@ class _Rank:
                     sys.stderr.flush()
 
 
-class _Wishes:
-    """Notes SIGINT and SIGTERM, to be acted upon where it is safe."""
-
-    def __init__(self) -> None:
-        self.received: list[int] = []
-        self._before: dict[signal.Signals, Any] = {}
-
-    def __enter__(self) -> Self:
-        # Python lets only the main thread set handlers.
-        if threading.current_thread() is threading.main_thread():
-            for number in (signal.SIGINT, signal.SIGTERM):
-                self._before[number] = signal.signal(number, self._note)
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        for number, handler in self._before.items():
-            signal.signal(number, signal.SIG_DFL if handler is None else handler)
-
-    def _note(self, number: int, frame: FrameType | None) -> None:
-        self.received.append(number)
-
-
-def _wait(ranks: Sequence[_Rank], wishes: _Wishes, grace: float) -> _Rank | None:
+def _wait(ranks: Sequence[_Rank], wishes: list[int], grace: float) -> _Rank | None:
     """Until all have ended; the first that failed."""
     first: _Rank | None = None
     deadline = 0.0
@@ -226,11 +206,11 @@ def _wait(ranks: Sequence[_Rank], wishes: _Wishes, grace: float) -> _Rank | None
             deadline = time.monotonic() + grace
         if not running:
             return first
-        if wishes.received and not asked:
+        if wishes and not asked:
             asked = True
             for rank in running:
                 rank.terminate()
-        if wishes.received.count(signal.SIGINT) > 1:
+        if wishes.count(signal.SIGINT) > 1:
             for rank in running:
                 rank.kill()
         elif first is not None and time.monotonic() >= deadline:

@@ -83,8 +83,9 @@ def conclude(
             "as old."
         )
     known = {v.rank: v.standing for v in views if v.standing is not None}
+    left = [rank for rank, s in known.items() if s.left]
     silent = [
-        v for v in views if v.silence is None or (v.silence > limit / 2 and not _left(v.standing))
+        v for v in views if v.silence is None or (v.silence > limit / 2 and v.rank not in left)
     ]
     sentences = [_silence(view) for view in silent]
     sentences += [
@@ -171,10 +172,6 @@ def _silence(view: View) -> str:
         f"Rank {view.rank} was last heard of {view.silence:.1f} s ago, {_where(view.standing)}: "
         "stopped, frozen machine or cut network."
     )
-
-
-def _left(standing: Standing | None) -> bool:
-    return standing is not None and standing.left
 
 
 def _where(standing: Standing) -> str:

@@ -130,22 +130,22 @@ class Watchdog:
         """The host has all for call number ``step`` and makes it next."""
         with self._lock:
             finished = self._standing.finished
-            self._standing = self._standing._replace(
-                begun=step, finished=step - 1 if finished is None else finished, calling=True
-            )
-            self._moved = self._clock()
+            finished = step - 1 if finished is None else finished
+            self._move(begun=step, finished=finished, calling=True)
 
     def between(self) -> None:
         """The host is out of the call and makes the next one ready; `done` says so as well."""
-        with self._lock:
-            self._standing = self._standing._replace(calling=False)
-            self._moved = self._clock()
+        self._move(calling=False)
 
     def done(self, step: int) -> None:
         """The device has finished call number ``step``, and the host waits for none."""
         with self._lock:
-            self._standing = self._standing._replace(finished=step, calling=False)
             self._warm = True
+            self._move(finished=step, calling=False)
+
+    def _move(self, **standing: Any) -> None:
+        with self._lock:
+            self._standing = self._standing._replace(**standing)
             self._moved = self._clock()
 
     @contextmanager
@@ -162,13 +162,13 @@ class Watchdog:
         entry = (self._first_limit if seconds is None else seconds, what)
         with self._lock:
             self._long.append(entry)
-            self._moved = self._clock()
+            self._move()
         try:
             yield
         finally:
             with self._lock:
                 self._long.remove(entry)
-                self._moved = self._clock()
+                self._move()
 
     def due(self) -> bool:
         """Whether it is time to give up; to be asked more often than four times in a limit."""

@@ -7,8 +7,8 @@ from typing import Any
 
 import jax
 
-from boostax._core import checks, jaxprs, trees
-from boostax._core.programs import called, require_readable, scan_operands
+from boostax._core import jaxprs, trees
+from boostax._core.programs import called, of_data, require_readable, scan_operands
 
 PyTree = Any
 # Which leaves of the params a value is computed from, or None once the data have a part in it.
@@ -51,22 +51,13 @@ def forward_order(
       ['stem', 'body', 'head']
     """
     names = [trees.path_name(path) for path, _ in jax.tree_util.tree_leaves_with_path(params)]
-    leaves, treedef = jax.tree.flatten((args, kwargs))
-    data = {i: x for i, x in enumerate(leaves) if hasattr(x, "shape") and hasattr(x, "dtype")}
-    if not data:
-        hint = "Pass the batch to forward_order; do not let the function close over it."
-        raise ValueError(checks.message("forward_order", "args", "arrays", (args, kwargs), hint))
-
-    def call(params: PyTree, data: dict[int, Any]) -> list[jax.Array]:
-        given, named = treedef.unflatten([data.get(i, x) for i, x in enumerate(leaves)])
-        # A result may hold what is no array: a name, None, a Python number.
-        return [x for x in jax.tree.leaves(fn(params, *given, **named)) if isinstance(x, jax.Array)]
-
+    call = lambda params, given, named: fn(params, *given, **named)  # noqa: E731
+    hint = "Pass the batch to forward_order; do not let the function close over it."
     require_readable()
-    jaxpr = jax.make_jaxpr(call)(params, data).jaxpr
+    jaxpr, data = of_data("forward_order", call, params, (args, kwargs), "arrays", hint)
     origins: list[Origin] = [frozenset([i]) for i in range(len(names))]
     read: dict[int, None] = {}
-    _walk(jaxpr, [*origins, *[None] * (len(jaxpr.invars) - len(names))], read)
+    _walk(jaxpr, [*origins, *[None] * data], read)
     return [names[i] for i in [*read, *(i for i in range(len(names)) if i not in read)]]
 
 

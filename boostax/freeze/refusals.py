@@ -1,6 +1,5 @@
 """What ``scheduled_freeze`` refuses, and why."""
 
-import operator
 from typing import Any
 
 import jax
@@ -52,10 +51,7 @@ def drawn(depth: Any, plan: Plan) -> int:
     """The depth as an integer; refuse one that the schedule never draws."""
     allowed = f"a depth that the schedule draws, one of {list(plan.drawn)}, as a Python integer"
     hint = "Make it a static argument of your jitted step."
-    try:
-        number = operator.index(depth)
-    except TypeError as error:
-        raise TypeError(checks.message(_WHO, "depth", allowed, depth, hint)) from error
+    number = checks.integer(_WHO, "depth", depth, allowed, hint)
     if number not in plan.drawn:
         raise ValueError(checks.message(_WHO, "depth", allowed, depth, hint))
     return number

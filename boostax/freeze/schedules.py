@@ -5,7 +5,7 @@ can be compiled for each depth that occurs, and replicas agree on the next one w
 """
 
 import dataclasses
-import operator
+import functools
 from collections.abc import Callable
 from typing import Any, Literal, TypeAlias
 
@@ -78,7 +78,9 @@ def _table(schedule: FreezeSchedule, groups: int) -> Depths:
     kind, length, fraction = schedule.kind, schedule.total_steps, schedule.frozen_fraction
     if fraction is None:
         assert callable(kind)
-        asked = (_depth(kind(step), step, groups) for step in range(length))
+        hint = "Depth d freezes groups 0 to d-1, and the last group always trains."
+        depth = functools.partial(_below, groups, "freeze_schedule", hint=hint)
+        asked = (depth(f"the depth at step {step}", kind(step)) for step in range(length))
         return np.fromiter(asked, np.int32, length)
     freeze_p = 1.0 - fraction
     if groups == 1 or freeze_p == 1.0:
@@ -133,21 +135,12 @@ def _one_by_one(groups: int, freeze_p: float, length: int, power: int) -> Depths
     return np.searchsorted(begins, np.arange(length), side="right").astype(np.int32)
 
 
-def _depth(value: Any, step: int, groups: int) -> int:
-    """What a callable gave, if it is a depth."""
-    hint = "Depth d freezes groups 0 to d-1, and the last group always trains."
-    return _below(groups, "freeze_schedule", f"the depth at step {step}", value, hint)
-
-
 def _below(limit: int, who: str, argument: str, value: Any, hint: str) -> int:
     """Python, NumPy and JAX integers from 0 to below ``limit``; a bool is a mistake."""
     allowed = f"an integer in [0, {limit})"
-    try:
-        number = None if isinstance(value, (bool, np.bool_)) else operator.index(value)
-    except TypeError:
-        number = None
-    if number is None:
+    if isinstance(value, bool):
         raise TypeError(checks.message(who, argument, allowed, value, hint))
+    number = checks.integer(who, argument, value, allowed, hint)
     if not 0 <= number < limit:
         raise ValueError(checks.message(who, argument, allowed, value, hint))
     return number
@@ -220,10 +213,8 @@ def freeze_schedule(
     total_steps = checks.positive_int(who, "total_steps", total_steps, _STEPS)
     if callable(kind):
         for argument, value in (("frozen_fraction", frozen_fraction), ("seed", seed)):
-            if value is not None:
-                hint = "It is given the step and nothing else."
-                allowed = "left out with a callable kind"
-                raise ValueError(checks.message(who, argument, allowed, value, hint))
+            hint = "It is given the step and nothing else."
+            checks.absent(who, argument, value, "left out with a callable kind", hint)
         return FreezeSchedule(kind, total_steps, None, None)
     name: Any = kind
     hint = "A callable from the step to the depth is a schedule too."

@@ -13,9 +13,10 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
+from jax.tree_util import keystr
 
 from boostax._core import checks, costs
-from boostax._core.replicas import PerReplica
+from boostax._core.replicas import is_per_replica
 from boostax.inspect import hlo
 from boostax.inspect.collectives import (
     REDUCES,
@@ -202,7 +203,7 @@ def audit(
     listed = compiled_collectives(parsed, made.mesh, made.traced)
     memory: Any = made.compiled.memory_analysis()
     if params is None:
-        params = _params_of(args)
+        params = getattr(args[0], "params", args[0]) if args else None
     sizes = _sizes(params)
     in_vain, not_donated = _buffers(parsed, made.arguments)
     wire = along(parsed, listed, lambda c: c.wire_bytes / c.executions)
@@ -293,9 +294,8 @@ def _compiled(program: Any, args: tuple[Any, ...], target: str | None, depth: in
         return _finish(program)
     if isinstance(program, TrainStep):
         program, args = program.jitted(*args, depth=depth)
-    elif depth is not None:
-        hint = "Only a TrainStep has any."
-        raise ValueError(checks.message(WHO, "depth", "left out", depth, hint))
+    else:
+        checks.absent(WHO, "depth", depth, "left out", "Only a TrainStep has any.")
     if not callable(program):
         allowed = "a function, a TrainStep, or what lower() or compile() returned"
         hint = "audit(jax.jit(step), state, batch)."
@@ -349,7 +349,7 @@ def _moved(program: Any, args: tuple[Any, ...], args_info: Any, devices: Sequenc
     there_too = contextlib.nullcontext() if under.empty or there is None else jax.set_mesh(there)
     with there_too:
         made = _finish(again.lower(*map(place, leaves)), devices)
-    paths = [_name(path) for path, _ in jax.tree_util.tree_leaves_with_path(args)]
+    paths = [keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(args)]
     pairs = zip(made.arguments, paths, strict=True)
     return made._replace(arguments=tuple(x._replace(path=path) for x, path in pairs))
 
@@ -370,7 +370,7 @@ def _finish(
     shardings = structure.flatten_up_to(compiled.input_shardings)
     arguments = tuple(
         # The first key tells positional arguments from named ones.
-        _Argument(_name(path[1:]), info.donated, info, sharding)
+        _Argument(keystr(path[1:]), info.donated, info, sharding)
         for (path, info), sharding in zip(infos, shardings, strict=True)
     )
     known = [x for x in shardings if x is not None]
@@ -415,22 +415,15 @@ def _mesh_of(sharding: Any) -> Mesh | None:
     return found if isinstance(found, Mesh) else None
 
 
-def _params_of(args: tuple[Any, ...]) -> PyTree:
-    if not args:
-        return None
-    return getattr(args[0], "params", args[0])
-
-
 def _sizes(params: PyTree) -> list[_Size]:
     """Of every leaf; of params that each replica has to itself, those of one."""
-    own = lambda x: isinstance(x, PerReplica)  # noqa: E731
     found: list[_Size] = []
-    for node in jax.tree.leaves(params, is_leaf=own):
+    for node in jax.tree.leaves(params, is_leaf=is_per_replica):
         for x in jax.tree.leaves(node):
             if not hasattr(x, "shape"):
                 continue
             sharding = getattr(x, "sharding", None)
-            shape = x.shape[1:] if own(node) else x.shape
+            shape = x.shape[1:] if is_per_replica(node) else x.shape
             found.append(_Size(shape, _local_bytes(x, sharding)))
     return found
 
@@ -472,7 +465,3 @@ def _devices(x: Any) -> Collection[Any]:
 
 def _is_info(x: Any) -> bool:
     return hasattr(x, "donated")
-
-
-def _name(path: tuple[Any, ...]) -> str:
-    return jax.tree_util.keystr(path)

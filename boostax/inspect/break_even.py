@@ -186,21 +186,31 @@ def break_even(
         checks.number(who, "encode_seconds", encode_seconds, "a number", lambda _: True, hint)
     parts = [optax.with_extra_args_support(part) for part in (tx, baseline)]
     if target is not None:
-        return _compiled_for(
-            target, parts, params, replicas, name, encode_seconds, latency, bandwidth
-        )
-    programs = [traced(part, params, replicas, name) for part in parts]
-    found = [costs.collectives(program) for program in programs]
-    if not found[0] and jax.tree.leaves(params):
-        raise ValueError(
-            f"{who}: tx must send something over the axis {name!r}, got a transformation without "
-            "collectives. Pass a reduction such as boostax.int8_reduce('data')."
-        )
-    if encode_seconds is None:
-        runs = [alone(part, x, params) for part, x in zip(parts, programs, strict=True)]
-        encode_seconds = _extra_seconds(runs, repeats)
-    sent, dense_sent = (costs.expected(each) for each in found)
-    rounds, dense_rounds = (_rounds(each) for each in found)
+        chip = target.partition(":")[0]
+        if encode_seconds is None and chip not in BANDWIDTH:
+            argument, allowed = "encode_seconds", "given for this target"
+            hint = "The memory bandwidth of this chip is not known here."
+            raise ValueError(checks.message(who, argument, allowed, None, hint))
+        audits = [_audited(target, part, params, replicas, name) for part in parts]
+        sent, dense_sent = (found.wire_bytes.most for found in audits)
+        counts = (sum(c.executions for c in found.collectives) for found in audits)
+        rounds, dense_rounds = map(math.ceil, counts)
+        if encode_seconds is None:
+            mine, dense = (found.traffic.most for found in audits)
+            encode_seconds = (mine - dense) / BANDWIDTH[chip]
+    else:
+        programs = [traced(part, params, replicas, name) for part in parts]
+        found = [costs.collectives(program) for program in programs]
+        if not found[0] and jax.tree.leaves(params):
+            raise ValueError(
+                f"{who}: tx must send something over the axis {name!r}, got a transformation "
+                "without collectives. Pass a reduction such as boostax.int8_reduce('data')."
+            )
+        sent, dense_sent = map(costs.expected, found)
+        rounds, dense_rounds = map(_rounds, found)
+        if encode_seconds is None:
+            runs = [alone(part, x, params) for part, x in zip(parts, programs, strict=True)]
+            encode_seconds = _extra_seconds(runs, repeats)
     return BreakEven(
         replicas, sent, dense_sent, rounds, dense_rounds, encode_seconds, latency, bandwidth
     )
@@ -215,49 +225,25 @@ def traced(
     return jax.make_jaxpr(update)(*given)
 
 
-def _compiled_for(
+def _audited(
     target: str,
-    parts: Sequence[optax.GradientTransformationExtraArgs],
+    tx: optax.GradientTransformationExtraArgs,
     params: PyTree,
     replicas: int,
     name: str,
-    encode_seconds: float | None,
-    latency: float,
-    bandwidth: float | None,
-) -> BreakEven:
+) -> Audit:
+    """The update on a target, whose devices are the replicas."""
     devices = target_devices(target)
     if len(devices) != replicas:
-        hint = "A target's devices are the replicas."
-        raise ValueError(
-            checks.message("break_even", "replicas", f"{len(devices)}", replicas, hint)
-        )
-    chip = target.partition(":")[0]
-    if encode_seconds is None and chip not in BANDWIDTH:
-        hint = "The memory bandwidth of this chip is not known here."
-        allowed = "given for this target"
-        raise ValueError(
-            checks.message("break_even", "encode_seconds", allowed, encode_seconds, hint)
-        )
+        allowed, hint = f"{len(devices)}", "A target's devices are the replicas."
+        raise ValueError(checks.message("break_even", "replicas", allowed, replicas, hint))
     mesh = Mesh(np.array(devices), (name,), axis_types=(AxisType.Auto,))
-
-    def audited(tx: optax.GradientTransformationExtraArgs) -> Audit:
-        update, given, specs = _mapped(tx, params, mesh, name)
-        place = lambda spec, tree: jax.tree.map(  # noqa: E731
-            lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(mesh, spec)),
-            tree,
-        )
-        placed = jax.tree.map(place, specs, given, is_leaf=lambda x: isinstance(x, PartitionSpec))
-        return audit(jax.jit(update, donate_argnums=1), *placed, target=target)
-
-    mine, dense = map(audited, parts)
-    if encode_seconds is None:
-        extra = mine.traffic.most - dense.traffic.most
-        encode_seconds = extra / BANDWIDTH[chip]
-    rounds = [math.ceil(sum(c.executions for c in each.collectives)) for each in (mine, dense)]
-    sent = mine.wire_bytes.most, dense.wire_bytes.most
-    return BreakEven(
-        replicas, sent[0], sent[1], rounds[0], rounds[1], encode_seconds, latency, bandwidth
+    update, given, specs = _mapped(tx, params, mesh, name)
+    place = lambda spec, tree: jax.tree.map(  # noqa: E731
+        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(mesh, spec)), tree
     )
+    placed = jax.tree.map(place, specs, given, is_leaf=lambda x: isinstance(x, PartitionSpec))
+    return audit(jax.jit(update, donate_argnums=1), *placed, target=target)
 
 
 def _mapped(

@@ -56,21 +56,21 @@ def call_costs(
     # What is built here is no part of what the step was used for.
     step = dataclasses.replace(step, _compiled={}, _frozen={})
     if not isinstance(step.tx, ScheduledFreeze):
-        if depths is not None:
-            hint = "Only scheduled_freeze, outermost, has any."
-            allowed = "left out where nothing freezes by schedule"
-            raise ValueError(checks.message(_WHO, "depths", allowed, depths, hint))
+        hint = "Only scheduled_freeze, outermost, has any."
+        allowed = "left out where nothing freezes by schedule"
+        checks.absent(_WHO, "depths", depths, allowed, hint)
         return (_cost(step, state, batch, None, target),)
     freezing, params = step.tx.freezing, jax.eval_shape(step.common_params, state)
     drawn = freezing.plan(params).drawn
     chosen = _chosen(drawn, depths)
     shares = _shares(freezing, params)
     found = {d: _cost(step, state, batch, d, target) for d in dict.fromkeys((drawn[0], *chosen))}
+    least = found[drawn[0]].flops
     return tuple(
         found[depth]._replace(
             share=None if shares is None else shares[depth],
             frozen_entries=_frozen_entries(freezing, params, depth),
-            flops_ratio=_ratio(found[depth].flops, found[drawn[0]].flops),
+            flops_ratio=found[depth].flops / least if least else math.nan,
         )
         for depth in chosen
     )
@@ -100,10 +100,6 @@ def _cost(
         temporary_bytes=float(found.temporary_bytes),
         wire_bytes=sent,
     )
-
-
-def _ratio(flops: float, least_frozen: float) -> float:
-    return flops / least_frozen if least_frozen else math.nan
 
 
 def _chosen(drawn: tuple[int, ...], depths: Any) -> tuple[int, ...]:

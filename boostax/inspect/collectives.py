@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import math
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -14,17 +15,6 @@ from jax.sharding import Mesh
 from boostax._core import costs, proof
 from boostax.inspect.hlo import Array, Instruction, Program, Site, Ways, bits
 
-# Bytes that one device sends on a ring, per byte of what it puts in, for n devices.
-RING: Mapping[str, Callable[[int], float]] = {
-    "all-reduce": lambda n: 2 * (n - 1) / n,
-    "all-gather": lambda n: n - 1,
-    "reduce-scatter": lambda n: (n - 1) / n,
-    "all-to-all": lambda n: (n - 1) / n,
-    "ragged-all-to-all": lambda n: (n - 1) / n,
-    "collective-permute": lambda n: 1,
-    "collective-broadcast": lambda n: 1,
-    "send": lambda n: 1,
-}
 REDUCES = ("all-reduce", "reduce-scatter")
 # What JAX's collectives become.
 _KINDS = {
@@ -36,6 +26,15 @@ _KINDS = {
     "all_to_all": "all-to-all",
     "ppermute": "collective-permute",
 }
+# Bytes that one device sends on a ring, per byte of what it puts in, for n devices.
+RING: Mapping[str, Callable[[int], float]] = {
+    **{kind: costs.RING[primitive] for primitive, kind in _KINDS.items()},
+    "ragged-all-to-all": costs.RING["all_to_all"],
+    "collective-broadcast": costs.RING["ppermute"],
+    "send": costs.RING["ppermute"],
+}
+# How HLO begins the names of dtypes; the first that fits.
+_DTYPES = {"bfloat": "bf", "float8_": "f8", "complex": "c", "float": "f", "uint": "u", "int": "s"}
 # What computes, and can hide a transfer that is under way.
 _WORK = frozenset(
     "fusion custom-call reduce dot convolution sort while conditional call copy".split()
@@ -95,7 +94,6 @@ def compiled_collectives(
     program: Program, mesh: Mesh | None = None, traced: Sequence[costs.Collective] = ()
 ) -> tuple[CompiledCollective, ...]:
     """All collectives in the order of the schedule; ``traced`` are those that JAX asked for."""
-    devices = None if mesh is None else list(mesh.devices.flat)
     listed: list[CompiledCollective] = []
     under_way: set[tuple[Any, ...]] = set()
     for site in program.sites:
@@ -110,7 +108,7 @@ def compiled_collectives(
         if carried and transfer in under_way:
             continue
         under_way |= {transfer} if carried else set()
-        listed.append(_made(program, site, kind, mesh, devices, carried))
+        listed.append(_made(program, site, kind, mesh, carried))
     return _compared(listed, traced)
 
 
@@ -137,10 +135,7 @@ def _hlo_dtype(name: str) -> str:
     """``float32`` as HLO writes it."""
     if name == "bool":
         return "pred"
-    for long, short in (("bfloat", "bf"), ("float8_", "f8"), ("complex", "c")):
-        if name.startswith(long):
-            return short + name.removeprefix(long)
-    for long, short in (("float", "f"), ("uint", "u"), ("int", "s")):
+    for long, short in _DTYPES.items():
         if name.startswith(long):
             return short + name.removeprefix(long)
     return name
@@ -187,12 +182,7 @@ def _branch_count(program: Program, conditional: str) -> int:
 
 
 def _made(
-    program: Program,
-    site: Site,
-    kind: str,
-    mesh: Mesh | None,
-    devices: list[Any] | None,
-    carried: bool,
+    program: Program, site: Site, kind: str, mesh: Mesh | None, carried: bool
 ) -> CompiledCollective:
     i = site.instruction
     given = program.reads(site.computation, i)
@@ -215,7 +205,7 @@ def _made(
     if outer is not None and site.fused:
         source = source or program.source(outer[1])
         name = name or outer[1].attribute(r'op_name="([^"]*)"') or ""
-    axes, crosses = _place(groups, mesh, devices)
+    axes, crosses = _place(groups, mesh)
     if kind == "send":
         crosses = "slice"
         axes = () if mesh is None else slice_axes(mesh)
@@ -285,9 +275,7 @@ def _groups(instruction: Instruction, devices: int) -> list[tuple[int, ...]]:
     )
     if iota:
         shape, dims, order = (_numbers(x) for x in iota.groups())
-        ids = np.arange(np.prod(dims)).reshape(dims)
-        ids = ids.transpose(order) if order else ids
-        return [tuple(map(int, row)) for row in ids.reshape(shape)]
+        return _tuples(_ids(dims, order).reshape(shape))
     named = re.search(
         r"replica_groups=mesh\[([^\]]*)\](?:, device_ids=\(\[([\d,]+)\](?:T\(([\d,]+)\))?\))? "
         r"\{([^}]*)\}",
@@ -297,12 +285,8 @@ def _groups(instruction: Instruction, devices: int) -> list[tuple[int, ...]]:
         sizes = [int(x) for x in re.findall(r"=(\d+)", named.group(1))]
         names = re.findall(r"'([^']*)'=", named.group(1))
         dims, order = _numbers(named.group(2)) or sizes, _numbers(named.group(3))
-        ids = np.arange(np.prod(dims)).reshape(dims)
-        ids = (ids.transpose(order) if order else ids).reshape(sizes)
         chosen = [names.index(x) for x in re.findall(r"'([^']*)'", named.group(4))]
-        count = int(np.prod([sizes[k] for k in chosen]))
-        rows = np.moveaxis(ids, chosen, range(-len(chosen), 0)).reshape(-1, count)
-        return [tuple(map(int, row)) for row in rows]
+        return _tuples(_along(_ids(dims, order).reshape(sizes), chosen))
     written = instruction.attribute(r"((?:replica_groups|source_target_pairs)=.{0,60})")
     if written is not None and not written.startswith("replica_groups={}"):
         danger = "Over which devices a collective runs would be unknown."
@@ -310,16 +294,31 @@ def _groups(instruction: Instruction, devices: int) -> list[tuple[int, ...]]:
     return [tuple(range(devices))]
 
 
+def _ids(dims: list[int], order: list[int]) -> np.ndarray[Any, Any]:
+    """All numbers in a box, its dimensions in another order."""
+    ids = np.arange(math.prod(dims)).reshape(dims)
+    return ids.transpose(order) if order else ids
+
+
+def _along(ids: np.ndarray[Any, Any], dims: list[int]) -> np.ndarray[Any, Any]:
+    """A row for each group that lies along some dimensions."""
+    count = math.prod(ids.shape[dim] for dim in dims)
+    return np.moveaxis(ids, dims, range(-len(dims), 0)).reshape(-1, count)
+
+
+def _tuples(rows: np.ndarray[Any, Any]) -> list[tuple[int, ...]]:
+    return [tuple(map(int, row)) for row in rows]
+
+
 def _numbers(text: str | None) -> list[int]:
     return [int(x) for x in text.split(",")] if text else []
 
 
-def _place(
-    groups: Sequence[tuple[int, ...]], mesh: Mesh | None, devices: list[Any] | None
-) -> tuple[tuple[str, ...], str]:
+def _place(groups: Sequence[tuple[int, ...]], mesh: Mesh | None) -> tuple[tuple[str, ...], str]:
     """The mesh axes over which groups span, and whether they span slices or hosts."""
-    if mesh is None or devices is None:
+    if mesh is None:
         return (), ""
+    devices = list(mesh.devices.flat)
     names = [x for x in mesh.axis_names if mesh.shape[x] > 1]
     here = frozenset(n for group in groups for n in group)
     wanted = frozenset(frozenset(group) for group in groups)
@@ -339,9 +338,7 @@ def _place(
 def _parts(mesh: Mesh, chosen: tuple[str, ...]) -> list[frozenset[int]]:
     ids = np.arange(mesh.size).reshape(mesh.devices.shape)
     dims = [mesh.axis_names.index(x) for x in chosen]
-    count = int(np.prod([mesh.shape[x] for x in chosen]))
-    rows = np.moveaxis(ids, dims, range(-len(dims), 0)).reshape(-1, count)
-    return [frozenset(map(int, row)) for row in rows]
+    return [frozenset(row) for row in _tuples(_along(ids, dims))]
 
 
 def slice_axes(mesh: Mesh) -> tuple[str, ...]:

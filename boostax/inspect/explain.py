@@ -178,18 +178,16 @@ def explain(
       freezing could save at most.
     """
     if isinstance(tx, TrainStep):
-        if axis_sizes is not None:
-            allowed, hint = "left out with a train step", "Its mesh has them."
-            raise ValueError(checks.message(_WHO, "axis_sizes", allowed, axis_sizes, hint))
+        allowed, hint = "left out with a train step", "Its mesh has them."
+        checks.absent(_WHO, "axis_sizes", axis_sizes, allowed, hint)
         return _of_step(tx, params, batch, depths, target)
     if not isinstance(cast(Any, tx), optax.GradientTransformation):
         allowed = "a transformation or a TrainStep"
         hint = "boostax.make_train_step(loss_fn, tx) makes the latter."
         raise TypeError(checks.message(_WHO, "tx", allowed, tx, hint))
+    hint = "boostax.make_train_step makes one."
     for argument, given in (("batch", batch), ("depths", depths), ("target", target)):
-        if given is not None:
-            allowed, hint = "left out without a train step", "boostax.make_train_step makes one."
-            raise ValueError(checks.message(_WHO, argument, allowed, given, hint))
+        checks.absent(_WHO, argument, given, "left out without a train step", hint)
     sizes = {
         name: checks.positive_int(_WHO, f"axis_sizes[{name!r}]", size, "8 is eight devices.")
         for name, size in (axis_sizes or {}).items()

@@ -1,6 +1,6 @@
 """What is in wrong order in a chain, why, and where it belongs."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from boostax.inspect.roles import CLIPS, GATES, MEMORIES, RATES, REDUCTIONS
@@ -42,28 +42,32 @@ _INTO = "Put {then} inside {first}: {first}(optax.chain(..., {then}(...)))."
 _INTO_FRONT = "Put {then} first inside {first}: {first}(optax.chain({then}(...), ...))."
 _HELD = "it runs at every call, also where {first} holds the step back:"
 
+
+def _before(
+    then: tuple[str, ...], mend: str, whys: Mapping[tuple[str, ...], str]
+) -> Iterator[Rule]:
+    """What must not stand before the same parts."""
+    return (Rule(first, then, why, mend) for first, why in whys.items())
+
+
+def _after_gates(mend: str, whys: Mapping[tuple[str, ...], str]) -> Iterator[Rule]:
+    """What must not come after a gate that it does not stand in."""
+    return (Rule(GATES, then, f"{_HELD} {why}", mend) for then, why in whys.items())
+
+
 # The first kind stands before the second in a chain, and not around it.
 SEQUENCES = (
-    Rule(
-        CLIPS,
+    *_before(
         ("scaler",),
-        f"{_SCALED} the bound means something else at every scale.",
         _INSIDE,
-    ),
-    Rule(
-        MEMORIES,
-        ("scaler",),
-        f"{_SCALED} its moments jump with the scale, and one NaN stays in them.",
-        _INSIDE,
-    ),
-    Rule(("decay",), ("scaler",), "the decay is divided by the scale with the gradients.", _INSIDE),
-    Rule(("noise",), ("scaler",), "the noise is divided by the scale.", _INSIDE),
-    Rule(
-        (*REDUCTIONS, "delta", "own params"),
-        ("scaler",),
-        f"{_SCALED} one replica's overflow goes to all, and residuals are kept in a "
-        "unit that changes.",
-        _INSIDE,
+        {
+            CLIPS: f"{_SCALED} the bound means something else at every scale.",
+            MEMORIES: f"{_SCALED} its moments jump with the scale, and one NaN stays in them.",
+            ("decay",): "the decay is divided by the scale with the gradients.",
+            ("noise",): "the noise is divided by the scale.",
+            (*REDUCTIONS, "delta", "own params"): f"{_SCALED} one replica's overflow goes to all, "
+            "and residuals are kept in a unit that changes.",
+        },
     ),
     Rule(
         ("zero NaN",),
@@ -71,55 +75,31 @@ SEQUENCES = (
         "it hides what the scaler looks for: the scale never falls, and zeros train.",
         "Leave {first} out: {then} skips such steps.",
     ),
-    Rule(
-        CLIPS,
+    *_before(
         ("window", "peer window"),
-        "every micro-gradient is clipped, not their mean.",
         _INSIDE,
+        {
+            CLIPS: "every micro-gradient is clipped, not their mean.",
+            MEMORIES: "its moments are of micro-gradients, and it takes a step for each.",
+            REDUCTIONS: "every micro-gradient is sent; their sum would be sent once.",
+            ("noise",): "the noise adds up in the window.",
+        },
     ),
-    Rule(
-        MEMORIES,
-        ("window", "peer window"),
-        "its moments are of micro-gradients, and it takes a step for each.",
-        _INSIDE,
-    ),
-    Rule(
-        REDUCTIONS,
-        ("window", "peer window"),
-        "every micro-gradient is sent; their sum would be sent once.",
-        _INSIDE,
-    ),
-    Rule(("noise",), ("window", "peer window"), "the noise adds up in the window.", _INSIDE),
-    Rule(GATES, ("decay",), f"{_HELD} weights decay without a step.", _INTO),
-    Rule(
-        GATES,
-        MEMORIES,
-        f"{_HELD} its moments fade, and params coast on them.",
+    *_after_gates(
         _INTO,
+        {
+            ("decay",): "weights decay without a step.",
+            MEMORIES: "its moments fade, and params coast on them.",
+            ("schedule",): "the schedule counts calls, not steps.",
+            ("noise",): "params move by noise alone.",
+        },
     ),
-    Rule(
-        GATES,
-        ("schedule",),
-        f"{_HELD} the schedule counts calls, not steps.",
-        _INTO,
-    ),
-    Rule(
-        GATES,
-        ("noise",),
-        f"{_HELD} params move by noise alone.",
-        _INTO,
-    ),
-    Rule(
-        GATES,
-        ("recorder",),
-        f"{_HELD} it records the same params again.",
+    *_after_gates(
         _INTO_FRONT,
-    ),
-    Rule(
-        GATES,
-        REDUCTIONS,
-        f"{_HELD} it sends zeros, and what came to the optimizer was not reduced.",
-        _INTO_FRONT,
+        {
+            ("recorder",): "it records the same params again.",
+            REDUCTIONS: "it sends zeros, and what came to the optimizer was not reduced.",
+        },
     ),
     Rule(
         CLIPS,

@@ -8,7 +8,7 @@ import dataclasses
 import functools
 import importlib
 import inspect
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -71,14 +71,14 @@ def _part(update: Callable[..., Any]) -> Part:
     if about is not None:
         what = _first_line(getattr(importlib.import_module("boostax"), about.who, None))
         inner = tuple(((field,), read(tx)) for field, tx in about.inner.items())
-        settings = _values(inspect.unwrap(update))
+        settings = closure(inspect.unwrap(update))
         return Part(about.who, "boostax", what, about, settings, inner)
     if isinstance(update, functools.partial):
         return _part(update.func)
     if isinstance(update, jax.stages.Wrapped):  # by jax.jit
         return _part(inspect.unwrap(update))
     owner = getattr(update, "__self__", None)
-    values = _values(update) if owner is None else dict(getattr(owner, "__dict__", {}))
+    values = closure(update) if owner is None else dict(getattr(owner, "__dict__", {}))
     kind = owner if isinstance(owner, type) else type(owner)
     name = _factory(update) if owner is None else kind.__name__
     if name == "with_extra_args_support" and "tx" in values:
@@ -107,7 +107,8 @@ def _held(name: str, values: Mapping[str, Any]) -> tuple[tuple[Route | None, Par
     except KeyError:  # Optax calls it otherwise now
         return ((None, _HIDDEN),)
     route = _WRAPPERS.get(name)
-    inner = tuple((route, read(tx)) for tx in _transformations(values))
+    held = (x for x in values.values() if isinstance(x, optax.GradientTransformation))
+    inner = tuple((route, read(tx)) for tx in held)
     return inner if inner or name not in _WRAPPERS else ((None, _HIDDEN),)
 
 
@@ -132,7 +133,7 @@ def _factory(update: Callable[..., Any]) -> str:
     return (type(update).__name__ if code is None else code.co_qualname).partition(".")[0]
 
 
-def _values(fn: Callable[..., Any]) -> dict[str, Any]:
+def closure(fn: Callable[..., Any]) -> dict[str, Any]:
     """What a function's closure holds, by name."""
     found: dict[str, Any] = {}
     code, cells = getattr(fn, "__code__", None), getattr(fn, "__closure__", None)
@@ -142,12 +143,6 @@ def _values(fn: Callable[..., Any]) -> dict[str, Any]:
         except ValueError:  # not yet assigned
             continue
     return found
-
-
-def _transformations(values: Mapping[str, Any]) -> Iterator[optax.GradientTransformation]:
-    for value in values.values():
-        if isinstance(value, optax.GradientTransformation):
-            yield value
 
 
 def _first_line(thing: Any) -> str:

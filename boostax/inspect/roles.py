@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-from boostax.inspect.parts import Part
+from boostax.inspect.parts import Part, closure
 
 UNKNOWN = "unknown"
 # What holds others together and does nothing itself.
@@ -104,11 +104,8 @@ def _sign(value: Any) -> int | None:
 
 def _of_schedule(fn: Any) -> int | None:
     """Optax writes a falling step as ``lambda count: m * schedule(count)``, with ``m`` -1."""
-    code, cells = getattr(fn, "__code__", None), getattr(fn, "__closure__", None)
     ours = getattr(fn, "__globals__", {}).get("__name__", "").startswith("optax.")
-    if not ours or code is None or cells is None or "m" not in code.co_freevars:
-        return None
-    return _sign(cells[code.co_freevars.index("m")].cell_contents)
+    return _sign(closure(fn).get("m")) if ours else None
 
 
 def weight_decay(part: Part) -> float:

@@ -1,5 +1,6 @@
 """What an explanation says, as cells of tables."""
 
+import itertools
 from collections.abc import Sequence
 
 from boostax.inspect.calls import CallCost
@@ -12,31 +13,37 @@ def part_cells(parts: Sequence[PartCost], words: bool = True) -> Cells:
     """The chain, headings first; columns that would hold nothing are left out."""
     sends = any(part.collectives for part in parts)
     owns = any(part.own_bytes for part in parts)
-    heads = ("part", "state bytes", "copies")
-    more = ("own bytes",) * owns + ("collectives", "sent bytes") * sends
-    table: Cells = [(*heads, *more, *("what it does",) * words)]
+    heads = ("part", "state bytes", "copies", "own bytes")
+    table: Cells = [(*heads, "collectives", "sent bytes", "what it does")]
     for part in parts:
         kept = ("in the row above", "") if part.state_bytes is None else ("", "")
         if part.state_bytes is not None and part.copies is not None:
             kept = (f"{part.state_bytes:,.0f}", f"{part.copies:.2f}")
-        own = (f"{part.own_bytes:,.0f}",) * owns
+        own = f"{part.own_bytes:,.0f}"
         kinds = ", ".join(f"{n:g} {kind}" for kind, n in part.collectives.items())
         sent = "above" if part.wire_bytes is None else f"{part.wire_bytes:,.0f}"
         name = "  " * part.depth + part.name + " (unknown)" * (part.role == "unknown")
-        what = (part.what.replace("`", ""),) * words
-        table.append((name, *kept, *own, *((kinds, sent) if sends else ()), *what))
-    return table
+        table.append((name, *kept, own, kinds, sent, part.what.replace("`", "")))
+    return columns(table, (True, True, True, owns, sends, sends, words))
 
 
 def call_cells(calls: Sequence[CallCost]) -> Cells:
     """The programs of a step, headings first; columns that would hold nothing are left out."""
     freezes = calls[0].depth is not None
     sends = bool(calls[0].wire_bytes)
-    frozen = ("depth", "share", "frozen") if freezes else ()
-    compared = ("ratio",) if freezes else ()
-    sent = ("sent bytes",) if sends else ()
-    headings = (*frozen, "FLOPs", *compared, "temp bytes", *sent)
-    return [headings, *(_call(call, freezes, sends) for call in calls)]
+    table: Cells = [("depth", "share", "frozen", "FLOPs", "ratio", "temp bytes", "sent bytes")]
+    for call in calls:
+        share = "?" if call.share is None else f"{call.share:.1%}"
+        frozen = (str(call.depth), share, f"{call.frozen_entries:.1%}")
+        compared = (f"{call.flops:,.0f}", f"{call.flops_ratio:.3f}")
+        sent = f"{sum(call.wire_bytes.values()):,.0f}"
+        table.append((*frozen, *compared, f"{call.temporary_bytes:,.0f}", sent))
+    return columns(table, (freezes, freezes, freezes, True, freezes, True, sends))
+
+
+def columns(table: Cells, shown: Sequence[bool]) -> Cells:
+    """The columns that are to be shown."""
+    return [tuple(itertools.compress(row, shown)) for row in table]
 
 
 def aligned(table: Cells, words: bool = False) -> str:
@@ -51,11 +58,3 @@ def aligned(table: Cells, words: bool = False) -> str:
         for row in table
     )
     return "\n".join(lines)
-
-
-def _call(call: CallCost, freezes: bool, sends: bool) -> tuple[str, ...]:
-    share = "?" if call.share is None else f"{call.share:.1%}"
-    frozen = (str(call.depth), share, f"{call.frozen_entries:.1%}") if freezes else ()
-    compared = (f"{call.flops_ratio:.3f}",) if freezes else ()
-    sent = (f"{sum(call.wire_bytes.values()):,.0f}",) if sends else ()
-    return (*frozen, f"{call.flops:,.0f}", *compared, f"{call.temporary_bytes:,.0f}", *sent)

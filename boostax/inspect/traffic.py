@@ -8,9 +8,12 @@ reads the stack once. Of an Adam step on P bytes of params that is 7 P, as it is
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 from boostax.inspect.hlo import FREE, Instruction, Program, Ways
 
 _PIECES = frozenset(("dynamic-slice", "slice", "gather"))
+_SETS = ("dynamic-update-slice",)
 
 
 def traffic(program: Program) -> Ways:
@@ -58,9 +61,9 @@ def _fusion(program: Program, computation: str, i: Instruction) -> float:
     for place, operand in enumerate(i.operands):
         used = users.get(place, [])
         whole = _size(program, computation, operand)
-        if whole and used and all(_is_piece_of(x, names[place]) for x in used):
+        if whole and used and all(_of_pieces(x, names[place], _PIECES) for x in used):
             total += min(whole, sum(x.result[0].bytes for x in used))
-        elif whole and used and all(_sets_piece_of(x, names[place]) for x in used):
+        elif whole and used and all(_of_pieces(x, names[place], _SETS) for x in used):
             named = program.named[i.called[0]]
             pieces = sum(x.result[0].bytes for u in used for x in [named[u.operands[1]]])
             total += min(whole, pieces)
@@ -71,13 +74,9 @@ def _fusion(program: Program, computation: str, i: Instruction) -> float:
     return total + max(0.0, _written(i) - in_place)
 
 
-def _is_piece_of(user: Instruction, name: str) -> bool:
-    return user.op in _PIECES and user.operands[0] == name and name not in user.operands[1:]
-
-
-def _sets_piece_of(user: Instruction, name: str) -> bool:
-    sets = user.op == "dynamic-update-slice"
-    return sets and user.operands[0] == name and name not in user.operands[1:]
+def _of_pieces(user: Instruction, name: str, kinds: Collection[str]) -> bool:
+    """Whether an instruction of these kinds reads or sets a piece of an array, and no more."""
+    return user.op in kinds and user.operands[0] == name and name not in user.operands[1:]
 
 
 def _written(i: Instruction) -> float:

@@ -13,10 +13,11 @@ from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
-from boostax._core import checks, jaxprs, programs, proof
+from boostax._core import jaxprs, programs, proof
 from boostax._core.programs import called
 
 PyTree = Any
@@ -60,6 +61,15 @@ def mark_norm(x: jax.Array, path: str) -> jax.Array:
     return checkpoint_name(x, f"{_PREFIX}:norm:{path}")
 
 
+def stand_in(norm: Any, x: Any, path: str) -> jax.Array:
+    """The input of a BatchNorm of Flax, marked, in the dtype of its result.
+
+    Nothing is computed: a norm over a named axis would ask for that axis.
+    """
+    x = jnp.asarray(x)
+    return mark_norm(x.astype(norm.dtype or jnp.promote_types(x.dtype, norm.param_dtype)), path)
+
+
 def mark_dense(y: jax.Array, path: str) -> jax.Array:
     """Name the Dense at ``path``, whose result ``y`` is, in a model handed to ``examine``."""
     return checkpoint_name(y, f"{_PREFIX}:dense:{path}")
@@ -95,20 +105,10 @@ def examine(
     Raises:
       ValueError: no array in ``args`` and ``kwargs``.
     """
-    leaves, treedef = jax.tree.flatten((args, kwargs))
-    data = {i: x for i, x in enumerate(leaves) if hasattr(x, "shape") and hasattr(x, "dtype")}
-    if not data:
-        allowed = "a sample of what the module takes"
-        hint = "Pass a batch of inputs, or its jax.ShapeDtypeStruct."
-        raise ValueError(checks.message("less_bn", "args", allowed, (args, kwargs), hint))
-
-    def call(fixed: PyTree, data: dict[int, Any]) -> list[jax.Array]:
-        given, named = treedef.unflatten([data.get(i, x) for i, x in enumerate(leaves)])
-        found = jax.tree.leaves(run(fixed, given, named))
-        return [x for x in found if isinstance(x, jax.Array)]
-
+    allowed = "a sample of what the module takes"
+    hint = "Pass a batch of inputs, or its jax.ShapeDtypeStruct."
     require_readable()
-    return _judged(jax.make_jaxpr(call)(fixed, data).jaxpr, len(data))
+    return _judged(*programs.of_data("less_bn", run, fixed, (args, kwargs), allowed, hint))
 
 
 @functools.cache

@@ -1,6 +1,5 @@
 """Gradient centralization: every output unit moves without its mean over the inputs."""
 
-import fnmatch
 import math
 import operator
 from collections.abc import Callable, Mapping, Sequence
@@ -16,6 +15,7 @@ from jax.tree_util import GetAttrKey
 from boostax._core import axes as mesh_axes
 from boostax._core import checks, trees
 from boostax._core.about import described
+from boostax._core.groups import matches
 
 PyTree = Any
 Path = tuple[Any, ...]
@@ -162,7 +162,7 @@ def _averaged(rules: Any, path: Path, leaf: Any) -> tuple[int, ...]:
     elif ndim < 2 or parts[-1].endswith(_WITHOUT_INPUTS):
         return ()
     else:
-        rule = next((rule for pattern, rule in rules if _matches(name, pattern)), "auto")
+        rule = next((rule for pattern, rule in rules if matches(name, pattern)), "auto")
     if rule is None:
         return ()
     if isinstance(rule, str):
@@ -190,10 +190,6 @@ def _parts(path: Path) -> list[str]:
     return [trees.path_name((key,)) for key in keys] or [""]
 
 
-def _matches(name: str, pattern: str) -> bool:
-    return fnmatch.fnmatchcase(name, pattern) or fnmatch.fnmatchcase(name, f"{pattern}/*")
-
-
 def _require_matches(rules: list[tuple[str, Any]], params: PyTree) -> None:
     """Refuse patterns that match no param, unless some params are masked."""
     found = jax.tree_util.tree_leaves_with_path(params)
@@ -201,7 +197,7 @@ def _require_matches(rules: list[tuple[str, Any]], params: PyTree) -> None:
         return
     names = [trees.path_name(path) for path, _ in found]
     for pattern, _ in rules:
-        if not any(_matches(name, pattern) for name in names):
+        if not any(matches(name, pattern) for name in names):
             shown = ", ".join(map(repr, names[:6])) + (", ..." if len(names) > 6 else "")
             hint = f"It matches none; there are {shown}."
             allowed = "patterns that match params"

@@ -49,10 +49,6 @@ def clip_by_global_norm(
     checks.number(who, "max_norm", max_norm, "greater than 0", lambda x: x > 0, "1.0 is usual.")
     names = axes.canonical(who, shard_axes)
 
-    def init_fn(params: PyTree) -> optax.EmptyState:
-        del params
-        return optax.EmptyState()
-
     @described(who, names)
     def update_fn(
         updates: PyTree, state: Any, params: PyTree = None, **extra_args: Any
@@ -70,4 +66,4 @@ def clip_by_global_norm(
 
         return jax.tree.map(clipped, updates), state
 
-    return optax.GradientTransformationExtraArgs(init_fn, update_fn)
+    return optax.GradientTransformationExtraArgs(optax.init_empty_state, update_fn)

@@ -6,11 +6,11 @@ without that. It is another architecture, to be trained from scratch: kernels ar
 """
 
 import dataclasses
-import fnmatch
 from collections.abc import Callable, Sequence
 from typing import Any
 
 from boostax._core import checks
+from boostax._core.groups import matches
 from boostax.model.branches import Norm, Structure
 
 Remove = Sequence[str] | Callable[[str, bool], bool] | None
@@ -115,13 +115,9 @@ def less_bn(
       MindSpore's ``mindspore.boost.LessBN``. It matches patterns in the compiled
       graph; see ``docs/cards/less_bn.md`` for where the two differ.
     """
-    try:
+    with checks.needing("less_bn", "Flax", "workloads"):
         import flax.linen as nn
         from flax import nnx
-    except ImportError as error:
-        raise ImportError(
-            "less_bn needs Flax, which is not installed: pip install 'boostax[workloads]'"
-        ) from error
     hint = "It starts the multiplier of the head, 1 by default."
     checks.number("less_bn", "multiplier", multiplier, "positive", lambda m: m > 0, hint)
     if isinstance(module, nn.Module):
@@ -171,7 +167,7 @@ def _by_user(norms: tuple[Norm, ...], remove: Any) -> tuple[Norm, ...]:
         raise TypeError(checks.message("less_bn", "remove", allowed, remove, hint))
     reasons: dict[str, str] = {}
     for pattern in remove:
-        hits = [x.path for x in norms if _matches(x.path, pattern)]
+        hits = [x.path for x in norms if matches(x.path, str(pattern))]
         if not hits:
             hint = f"BatchNorms: {', '.join(x.path for x in norms) or 'none'}."
             allowed = "patterns that match BatchNorms"
@@ -179,8 +175,3 @@ def _by_user(norms: tuple[Norm, ...], remove: Any) -> tuple[Norm, ...]:
         for path in hits:
             reasons.setdefault(path, f"matches {pattern!r}")
     return tuple(Norm(x.path, x.path in reasons, reasons.get(x.path, "no match")) for x in norms)
-
-
-def _matches(path: str, pattern: Any) -> bool:
-    pattern = str(pattern)
-    return fnmatch.fnmatchcase(path, pattern) or fnmatch.fnmatchcase(path, f"{pattern}/*")

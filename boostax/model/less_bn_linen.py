@@ -6,9 +6,8 @@ from typing import Any
 
 import flax.linen as nn
 import jax
-import jax.numpy as jnp
 
-from boostax.model.branches import Structure, complete, examine, mark_dense, mark_norm
+from boostax.model.branches import Structure, complete, examine, mark_dense, stand_in
 from boostax.model.normalized_dense import NormalizedDense
 
 
@@ -84,10 +83,7 @@ def _marks(paths: list[str]) -> Generator[None]:
         if context.method_name == "__call__":
             if isinstance(module, nn.BatchNorm):
                 paths.append("/".join(module.path))
-                x = jnp.asarray(_first(args, kwargs, "x"))
-                # Not computed, only its dtype: a norm over a named axis would ask for that axis.
-                dtype = module.dtype or jnp.promote_types(x.dtype, module.param_dtype)
-                return mark_norm(x.astype(dtype), paths[-1])
+                return stand_in(module, _first(args, kwargs, "x"), paths[-1])
             if isinstance(module, nn.Dense):
                 return mark_dense(next_fun(*args, **kwargs), "/".join(module.path))
         return next_fun(*args, **kwargs)

@@ -5,10 +5,9 @@ from typing import Any
 
 import flax.linen as nn
 import jax
-import jax.numpy as jnp
 from flax import nnx
 
-from boostax.model.branches import Structure, complete, examine, mark_dense, mark_norm
+from boostax.model.branches import Structure, complete, examine, mark_dense, stand_in
 from boostax.model.normalized_dense import NormalizedLinear
 
 
@@ -74,9 +73,7 @@ def _marking_class(cls: Any) -> Any:
 
     def norm(self: Any, x: Any, *args: Any, **kwargs: Any) -> Any:
         del args, kwargs
-        x = jnp.asarray(x)
-        dtype = self.dtype or jnp.promote_types(x.dtype, self.param_dtype)
-        return mark_norm(x.astype(dtype), self.boostax_path)
+        return stand_in(self, x, self.boostax_path)
 
     def linear(self: Any, *args: Any, **kwargs: Any) -> Any:
         return mark_dense(cls.__call__(self, *args, **kwargs), self.boostax_path)

@@ -9,16 +9,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from boostax._core import trees
+from boostax._core import checks, trees
 
-try:
+with checks.needing("boostax.model.normalized_dense", "Flax", "workloads"):
     import flax.linen as nn
     from flax import nnx
-except ImportError as error:
-    raise ImportError(
-        "boostax.model.normalized_dense needs Flax. "
-        "Install it with: pip install 'boostax[workloads]'"
-    ) from error
 
 Initializer = nn.initializers.Initializer
 

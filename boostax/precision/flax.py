@@ -18,13 +18,9 @@ from boostax._core import checks
 from boostax.precision.autocast import autocast
 from boostax.precision.policy import Policy, as_policy
 
-try:
+with checks.needing("boostax.precision.flax", "Flax", "workloads"):
     import flax.linen as nn
     from flax import nnx
-except ImportError as error:
-    raise ImportError(
-        "boostax.precision.flax needs Flax. Install it with: pip install 'boostax[workloads]'"
-    ) from error
 
 
 def layer_dtype(rules: Policy, class_name: str) -> Any:

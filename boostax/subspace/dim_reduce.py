@@ -169,14 +169,9 @@ def dim_reduce(
       Li et al., Low Dimensional Trajectory Hypothesis is True: DNNs Can Be Trained in Tiny
       Subspaces, https://arxiv.org/abs/2103.11154, 2021. MindSpore 2.10, ``boost.dim_reduce``.
     """
-    rules = {
-        "boostax": SubspaceRule(),
-        "mindspore": quasi_newton.MINDSPORE,
-        "p-bfgs": quasi_newton.P_BFGS,
-    }
     if not isinstance(rule, SubspaceRule):
-        checks.choice(_WHO, "rule", rule, tuple(rules), "'boostax' is the default.")
-    how = rule if isinstance(rule, SubspaceRule) else rules[rule]
+        checks.choice(_WHO, "rule", rule, tuple(quasi_newton.RULES), "'boostax' is the default.")
+    how = rule if isinstance(rule, SubspaceRule) else quasi_newton.RULES[rule]
     checks.choice(_WHO, "memory", memory, ("bfgs", "gauss-newton"), "'bfgs' is the default.")
     names = axes.canonical(_WHO, axis_name)
     shards = axes.canonical(_WHO, shard_axes)

@@ -9,6 +9,7 @@ import numpy as np
 
 from boostax._core import checks, trees
 from boostax.subspace.basis import Basis, pca_basis
+from boostax.subspace.trajectory import recorded_dtype
 
 PyTree = Any
 
@@ -43,13 +44,8 @@ class HostTrajectory:
     """
 
     def __init__(self, size: int, *, every: int = 1, start: int = 0, dtype: Any = "float32"):
-        who, hint = "HostTrajectory", "It counts snapshots in memory; 40 are usual."
-        if checks.positive_int(who, "size", size, hint) < 2:
-            raise ValueError(checks.message(who, "size", "at least 2", size, hint))
-        checks.positive_int(who, "every", every, "It counts calls from one snapshot to the next.")
-        checks.natural(who, "start", start, "It counts calls before the first snapshot.")
+        self._dtype = recorded_dtype("HostTrajectory", size, every, start, dtype)
         self._size, self._every, self._start = size, every, start
-        self._dtype = checks.floating_dtype(who, "dtype", dtype)
         self._kept: list[PyTree] = []
 
     def record(self, call: int, params: PyTree) -> bool:
@@ -136,12 +132,8 @@ def checkpoint_snapshots(
 def _read(
     who: str, steps: list[pathlib.Path], params: PyTree, item: str | None, inside: str | None
 ) -> Iterator[PyTree]:
-    try:
+    with checks.needing(who, "orbax", "checkpoint"):
         import orbax.checkpoint as ocp
-    except ImportError as error:
-        raise ImportError(
-            f"{who} needs orbax, which is not installed: pip install 'boostax[checkpoint]'"
-        ) from error
     like = jax.tree.map(lambda x: np.zeros(np.shape(x), x.dtype) if np.size(x) else None, params)
     kinds = jax.tree.map(lambda _: ocp.RestoreArgs(restore_type=np.ndarray), like)
     nest = lambda tree: tree if inside is None else {inside: tree}  # noqa: E731
@@ -161,10 +153,11 @@ def _read(
         _require_saved(who, path, nest(like), saved)
         restored = handler.restore(path, args=wanted)
         tree = restored if inside is None else restored[inside]
-        leaves = jax.tree.structure(params).flatten_up_to(tree)
-        empty = [np.zeros(np.shape(p), p.dtype) for p in jax.tree.leaves(params)]
-        full = [e if x is None else np.asarray(x) for x, e in zip(leaves, empty, strict=True)]
-        yield jax.tree.unflatten(jax.tree.structure(params), full)
+        yield jax.tree.map(_filled, params, tree)
+
+
+def _filled(param: Any, saved: Any) -> np.ndarray[Any, Any]:
+    return np.zeros(np.shape(param), param.dtype) if saved is None else np.asarray(saved)
 
 
 def _require_saved(who: str, path: pathlib.Path, wanted: PyTree, saved: PyTree) -> None:

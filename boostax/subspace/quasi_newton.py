@@ -45,6 +45,8 @@ MINDSPORE = SubspaceRule(2, 0.55, 0.4, 0.0, 0.0, 1e-20, False, "rollback", False
 # The authors' own code (https://github.com/nblt/DLDR): twenty, and then the last one is taken.
 P_BFGS = SubspaceRule(20, 0.4, 0.4, 0.0, 0.0, 1e-20, False, "keep", True, False)
 
+RULES = {"boostax": SubspaceRule(), "mindspore": MINDSPORE, "p-bfgs": P_BFGS}
+
 
 class Memory(NamedTuple):
     """What is known of the curvature in k coordinates.
@@ -157,13 +159,10 @@ def conclude(
             step=step,
         )
     # Too long by as much as the search went back: the next direction is shorter.
-    shorter = jnp.eye(step.size, dtype=step.dtype) * _size(memory.inverse) * found.last
+    size = jnp.trace(memory.inverse) / step.size
+    shorter = jnp.eye(step.size, dtype=step.dtype) * size * found.last
     return memory._replace(
         inverse=jnp.where(ok, memory.inverse, shorter),
         step=jnp.where(ok, step, 0.0),
         paired=memory.paired & ok,
     )
-
-
-def _size(inverse: jax.Array) -> jax.Array:
-    return jnp.trace(inverse) / inverse.shape[0]

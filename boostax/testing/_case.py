@@ -1,6 +1,7 @@
 """What a law needs to know of a transformation, and the trees and gradients that laws use."""
 
 import dataclasses
+import inspect
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -60,6 +61,17 @@ class Case:
 
 
 Law = Callable[[Case], None]
+
+
+def laws_in(names: dict[str, Any]) -> dict[str, Law]:
+    """The laws that a module states: its functions of a ``Case`` alone, in their order."""
+    return {
+        name: value
+        for name, value in names.items()
+        if inspect.isfunction(value)
+        and value.__module__ == names["__name__"]
+        and list(inspect.signature(value).parameters) == ["case"]
+    }
 
 
 def optimizer() -> optax.GradientTransformationExtraArgs:

@@ -1,10 +1,12 @@
 """Laws inside mapped functions: shard_map with checking on and off, pmap, and vmap with a name."""
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import optax
 from jax.sharding import AxisType, Mesh, PartitionSpec
 
 from boostax._core.axes import local_params
@@ -18,11 +20,11 @@ from boostax._core.replicas import (
 )
 from boostax.testing._case import (
     Case,
-    Law,
     assert_close,
     assert_same,
     even_params,
     example_grads,
+    laws_in,
     poison,
 )
 from boostax.train.apply import apply_gradients
@@ -40,15 +42,17 @@ def replica_grads(seed: int, replicas: int) -> PyTree:
 
 def run(case: Case, mode: str, windows: list[PyTree]) -> tuple[PyTree, Any]:
     """Train on stacked local gradients; everything comes back with a leading replica dimension."""
-    tx = case.mapped(AXIS)
+    return on_replicas(functools.partial(train, case.mapped(AXIS)), mode, windows)
 
-    def train(params: PyTree, grads: list[PyTree]) -> tuple[PyTree, Any]:
-        state = tx.init(params)
-        for g in grads:
-            params, state = apply_gradients(tx, g, state, params)
-        return params, state
 
-    return on_replicas(train, mode, windows)
+def train(
+    tx: optax.GradientTransformation, params: PyTree, windows: list[PyTree]
+) -> tuple[PyTree, Any]:
+    """Params and state after a step for each of these gradients."""
+    state = tx.init(params)
+    for grads in windows:
+        params, state = apply_gradients(tx, grads, state, params)
+    return params, state
 
 
 def on_replicas(train: Callable[..., Any], mode: str, grads: PyTree) -> Any:
@@ -201,8 +205,8 @@ def an_unbound_axis_is_named(case: Case) -> None:
 
 def _shared(state: Any) -> PyTree:
     """The state without the parts that differ between the replicas."""
-    differs = lambda node: isinstance(node, PerReplica)  # noqa: E731
-    return jax.tree.map(lambda node: None if differs(node) else node, state, is_leaf=differs)
+    shared = lambda node: None if is_per_replica(node) else node  # noqa: E731
+    return jax.tree.map(shared, state, is_leaf=is_per_replica)
 
 
 def _raises(fn: Callable[[], Any], part: str) -> None:
@@ -214,15 +218,4 @@ def _raises(fn: Callable[[], Any], part: str) -> None:
         raise AssertionError("nothing raised")
 
 
-MAPPED_LAWS: dict[str, Law] = {
-    law.__name__: law
-    for law in (
-        replicas_stay_equal_in_every_mode,
-        results_are_typed_equal,
-        skip_is_agreed_when_one_replica_is_bad,
-        skip_holds_for_a_hundred_bad_steps_on_every_replica,
-        reduced_gradients_are_refused,
-        local_params_give_local_gradients,
-        an_unbound_axis_is_named,
-    )
-}
+MAPPED_LAWS = laws_in(globals())

@@ -8,8 +8,15 @@ import jax.numpy as jnp
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from boostax._core.replicas import PerReplica, stack_replicas, without
-from boostax.testing._case import Case, Law, assert_close, assert_same, even_params, poison
-from boostax.testing._mapped import AXIS, replica_grads
+from boostax.testing._case import (
+    Case,
+    assert_close,
+    assert_same,
+    even_params,
+    laws_in,
+    poison,
+)
+from boostax.testing._mapped import AXIS, replica_grads, train
 from boostax.train.apply import apply_gradients
 from boostax.train.on_mesh import on_mesh
 
@@ -107,15 +114,8 @@ def run(case: Case, placed: Placed, windows: list[PyTree]) -> tuple[PyTree, Any]
 
 def reference(case: Case, placed: Placed, windows: list[PyTree]) -> PyTree:
     """The params of every replica where they are whole, by ``vmap`` with a name."""
-    tx = case.mapped(AXIS)
-
-    def train(params: PyTree, grads: list[PyTree]) -> PyTree:
-        state = tx.init(params)
-        for g in grads:
-            params, state = apply_gradients(tx, g, state, params)
-        return params
-
-    mapped = jax.jit(jax.vmap(train, in_axes=(None, 0), axis_name=AXIS))
+    last = lambda *given: train(case.mapped(AXIS), *given)[0]  # noqa: E731
+    mapped = jax.jit(jax.vmap(last, in_axes=(None, 0), axis_name=AXIS))
     if not case.by_shard:
         return mapped(even_params(), windows)
     found = [
@@ -159,11 +159,4 @@ def skip_is_agreed_in_any_placement(case: Case) -> None:
         assert_same(view(dirty[1]), view(clean[1]), f"{placed.name}: state")
 
 
-PLACED_LAWS: dict[str, Law] = {
-    law.__name__: law
-    for law in (
-        any_placement_means_the_same,
-        any_placement_means_the_same_on_an_explicit_mesh,
-        skip_is_agreed_in_any_placement,
-    )
-}
+PLACED_LAWS = laws_in(globals())

@@ -10,12 +10,12 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from boostax.testing._case import (
     Case,
-    Law,
     assert_close,
     assert_same,
     even_params,
     example_grads,
     example_params,
+    laws_in,
     optimizer,
     poison,
     steps,
@@ -46,11 +46,7 @@ def forwards_unknown_extra_arguments(case: Case) -> None:
         seen.append(extra.get("marker"))
         return updates, state
 
-    def init(params: PyTree) -> Any:
-        del params
-        return optax.EmptyState()
-
-    spy = optax.GradientTransformationExtraArgs(init, update)
+    spy = optax.GradientTransformationExtraArgs(optax.init_empty_state, update)
     tx = case.single(spy)
     params = example_params()
     state = tx.init(params)
@@ -297,25 +293,4 @@ def bad_arguments_raise_and_explain(case: Case) -> None:
             raise AssertionError(f"nothing raised for {part!r}")
 
 
-SINGLE_LAWS: dict[str, Law] = {
-    law.__name__: law
-    for law in (
-        is_a_transformation_with_array_state,
-        forwards_unknown_extra_arguments,
-        keeps_types_and_traces_once,
-        works_in_float64,
-        passes_masked_nodes,
-        init_can_be_donated_at_once,
-        works_in_every_optax_wrapper,
-        apply_gradients_equals_update_and_apply,
-        scan_eager_and_disabled_jit_agree,
-        vmap_over_an_ensemble,
-        meta_gradients_are_finite,
-        sharded_arrays_under_plain_jit,
-        skip_is_as_if_the_step_never_was,
-        skip_holds_for_a_hundred_bad_steps,
-        survives_serialisation_at_every_step,
-        metrics_are_flat_scalars,
-        bad_arguments_raise_and_explain,
-    )
-}
+SINGLE_LAWS = laws_in(globals())

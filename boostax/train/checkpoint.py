@@ -18,12 +18,8 @@ from boostax.cluster.end import PeerLost
 from boostax.train.checksums import Leaves, describe, text_checksum
 from boostax.train.resharding import as_saved, resharded, typed
 
-try:
+with checks.needing("Checkpointer", "orbax", "checkpoint"):
     import orbax.checkpoint as ocp
-except ImportError as error:
-    raise ImportError(
-        "Checkpointer needs orbax, which is not installed: pip install 'boostax[checkpoint]'"
-    ) from error
 
 PyTree = Any
 

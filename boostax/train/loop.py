@@ -3,14 +3,13 @@
 import contextlib
 import dataclasses
 import signal
-import threading
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
-from types import FrameType
 from typing import TYPE_CHECKING, Any, Self
 
 import jax
 
 from boostax._core import checks
+from boostax._core.signals import handled
 from boostax.cluster.board import service_board
 from boostax.cluster.end import PeerLost
 from boostax.cluster.watchdog import Watchdog
@@ -108,7 +107,16 @@ def fit(
 
     **Cost**: one fetch of the scalars per call.
     """
-    _check(steps, start, checkpoint_every, evaluate_every, keep)
+    checks.positive_int("fit", "steps", steps, "It counts the calls of the whole run.")
+    for name, value in (("checkpoint_every", checkpoint_every), ("evaluate_every", evaluate_every)):
+        if value is not None:
+            checks.positive_int("fit", name, value, "It counts calls; None leaves it to the end.")
+    if keep is not None:
+        checks.positive_int("fit", "keep", keep, "It counts rows; None keeps all.")
+    if not 0 <= start <= steps:
+        allowed = f"from 0 to steps, {steps}"
+        hint = "It is how many calls are done already."
+        raise ValueError(checks.message("fit", "start", allowed, start, hint))
     close_window = _flusher(step, state) if flush else None
     rows = _Rows(tuple(writers), History(keep))
     done, saved, stopped_by = start, start, None
@@ -142,7 +150,7 @@ def fit(
             f"one printed.{where}"
         )
 
-    with watchdog or contextlib.nullcontext(), _losing_peers(lost), _Signals() as signals:
+    with watchdog or contextlib.nullcontext(), _losing_peers(lost), _Signals().heard() as signals:
         while done < steps:
             data = batch(done)
             if watchdog is not None:
@@ -216,19 +224,13 @@ class _Signals:
 
     def __init__(self) -> None:
         self._name: str | None = None
-        self._before: dict[signal.Signals, Any] = {}
         self._several = jax.process_count() > 1
 
-    def __enter__(self) -> Self:
-        # Python lets only the main thread set handlers.
-        if threading.current_thread() is threading.main_thread() and not self._several:
-            for number in (signal.SIGINT, signal.SIGTERM):
-                self._before[number] = signal.signal(number, self._note)
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        for number, handler in self._before.items():
-            signal.signal(number, signal.SIG_DFL if handler is None else handler)
+    @contextlib.contextmanager
+    def heard(self) -> Generator[Self]:
+        """Meanwhile; of several processes JAX listens, so that all stop at one call."""
+        with contextlib.nullcontext() if self._several else handled(self._note):
+            yield self
 
     def received(self, done: int) -> str | None:
         if self._several:
@@ -237,7 +239,7 @@ class _Signals:
             return "SIGTERM" if multihost_utils.reached_preemption_sync_point(done) else None
         return self._name
 
-    def _note(self, number: int, frame: FrameType | None) -> None:
+    def _note(self, number: int) -> None:
         if number == signal.SIGINT and self._name == "SIGINT":
             raise KeyboardInterrupt
         self._name = signal.Signals(number).name
@@ -253,22 +255,3 @@ def _flusher(step: Any, state: PyTree) -> Callable[[PyTree], PyTree] | None:
     except ValueError as error:
         raise ValueError(f"fit: {error} Or pass flush=False and drop a partial window.") from error
     return close_window
-
-
-def _check(
-    steps: int,
-    start: int,
-    checkpoint_every: int | None,
-    evaluate_every: int | None,
-    keep: int | None,
-) -> None:
-    checks.positive_int("fit", "steps", steps, "It counts the calls of the whole run.")
-    for name, value in (("checkpoint_every", checkpoint_every), ("evaluate_every", evaluate_every)):
-        if value is not None:
-            checks.positive_int("fit", name, value, "It counts calls; None leaves it to the end.")
-    if keep is not None:
-        checks.positive_int("fit", "keep", keep, "It counts rows; None keeps all.")
-    if not 0 <= start <= steps:
-        allowed = f"from 0 to steps, {steps}"
-        hint = "It is how many calls are done already."
-        raise ValueError(checks.message("fit", "start", allowed, start, hint))

@@ -5,8 +5,8 @@ import math
 import os
 import pathlib
 import time
-from collections.abc import Mapping
-from typing import IO, Any, Protocol
+from collections.abc import Mapping, Sequence
+from typing import IO, Any, Protocol, cast
 
 from boostax._core import checks
 
@@ -55,8 +55,7 @@ class JsonLines:
 
     def write(self, step: int, scalars: Mapping[str, float]) -> None:
         """Append one line."""
-        finite = {name: x if math.isfinite(x) else None for name, x in scalars.items()}
-        self._file.write(json.dumps({"step": step, **finite}) + "\n")
+        self._file.write(json.dumps(plain({"step": step, **scalars})) + "\n")
 
     def close(self) -> None:
         """Close the file."""
@@ -69,6 +68,15 @@ class JsonLines:
             {name: math.nan if x is None else x for name, x in json.loads(line).items()}
             for line in _lines(pathlib.Path(path))
         ]
+
+
+def plain(value: Any) -> Any:
+    """The same with null for what is not finite, which JSON has no word for."""
+    if isinstance(value, dict):
+        return {name: plain(item) for name, item in cast("dict[str, Any]", value).items()}
+    if isinstance(value, (list, tuple)):
+        return [plain(item) for item in cast("Sequence[Any]", value)]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _lines(path: pathlib.Path) -> list[str]:
@@ -88,13 +96,8 @@ class TensorBoard:
     """
 
     def __init__(self, directory: str | os.PathLike[str], *, start: int = 0):
-        try:
+        with checks.needing("TensorBoard", "tensorboardX", "tensorboard"):
             from tensorboardX import SummaryWriter
-        except ImportError as error:
-            raise ImportError(
-                "TensorBoard needs tensorboardX, which is not installed: "
-                "pip install 'boostax[tensorboard]'"
-            ) from error
         self._writer = SummaryWriter(
             os.fspath(directory), purge_step=start + 1 if start else None, write_to_disk=True
         )
@@ -123,14 +126,10 @@ class Progress:
     """
 
     def __init__(self, steps: int, *, start: int = 0, console: Any = None, every: float = 10.0):
-        try:
+        with checks.needing("Progress", "rich", "cli"):
             from rich.console import Console
             from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
             from rich.progress import Progress as Bar
-        except ImportError as error:
-            raise ImportError(
-                "Progress needs rich, which is not installed: pip install 'boostax[cli]'"
-            ) from error
         checks.positive_int("Progress", "steps", steps, "It is the calls of the whole run.")
         self._steps, self._every = steps, every
         self._console = Console() if console is None else console

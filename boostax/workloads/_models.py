@@ -6,19 +6,17 @@ and XLA on CPU is an order of magnitude slower at a float16 softmax.
 """
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-try:
-    import flax.linen as nn
-except ImportError as error:
-    raise ImportError(
-        "boostax.workloads needs Flax, which is not installed: pip install 'boostax[workloads]'"
-    ) from error
-
 from boostax._core import checks
+from boostax.workloads._resnet import convolution, norm
+
+with checks.needing("boostax.workloads", "Flax", "workloads"):
+    import flax.linen as nn
 
 _COMPUTE_DTYPES = ("float32", "float16", "bfloat16")
 
@@ -110,40 +108,37 @@ class CharacterTransformer(nn.Module):
 
 
 class DigitsMLP(nn.Module):
-    """A perceptron with two hidden layers over flattened images."""
+    """A perceptron over flattened images.
+
+    Attributes:
+      width: of each hidden layer.
+      dtype: of the products.
+      layers: hidden ones.
+      activation: behind each.
+      kernel_init: of all weights.
+    """
 
     width: int
     dtype: jnp.dtype
+    layers: int = 2
+    activation: Callable[[jax.Array], jax.Array] = nn.relu
+    kernel_init: nn.initializers.Initializer = nn.initializers.lecun_normal()
 
     @nn.compact
     def __call__(self, images: jax.Array, train: bool = False) -> jax.Array:
         """Logits in float32, ``[batch, 10]``, of ``images``, ``[batch, 8, 8, 1]``."""
         del train
+        dense = functools.partial(nn.Dense, dtype=self.dtype, kernel_init=self.kernel_init)
         hidden = images.reshape(images.shape[0], -1)
-        for layer in range(2):
-            hidden = nn.relu(nn.Dense(self.width, dtype=self.dtype, name=f"hidden_{layer}")(hidden))
-        return nn.Dense(10, dtype=self.dtype, name="head")(hidden).astype(jnp.float32)
+        for layer in range(self.layers):
+            hidden = self.activation(dense(self.width, name=f"hidden_{layer}")(hidden))
+        return dense(10, name="head")(hidden).astype(jnp.float32)
 
 
-class DigitsSigmoid(nn.Module):
-    """Five hidden sigmoid layers with small weights, whose gradients vanish on the way down."""
-
-    width: int
-    dtype: jnp.dtype
-
-    @nn.compact
-    def __call__(self, images: jax.Array, train: bool = False) -> jax.Array:
-        """Logits in float32, ``[batch, 10]``, of ``images``, ``[batch, 8, 8, 1]``."""
-        del train
-        small = nn.initializers.normal(0.02)
-        hidden = images.reshape(images.shape[0], -1)
-        for layer in range(5):
-            dense = nn.Dense(
-                self.width, dtype=self.dtype, kernel_init=small, name=f"hidden_{layer}"
-            )
-            hidden = nn.sigmoid(dense(hidden))
-        head = nn.Dense(10, dtype=self.dtype, kernel_init=small, name="head")
-        return head(hidden).astype(jnp.float32)
+# Five sigmoid layers with small weights, whose gradients vanish on the way down.
+DigitsSigmoid = functools.partial(
+    DigitsMLP, layers=5, activation=nn.sigmoid, kernel_init=nn.initializers.normal(0.02)
+)
 
 
 class DigitsConv(nn.Module):
@@ -157,19 +152,7 @@ class DigitsConv(nn.Module):
         """Logits in float32, ``[batch, 10]``, of ``images``, ``[batch, 8, 8, 1]``."""
         hidden = images
         for layer, channels in enumerate((self.width // 4, self.width // 2)):
-            # BatchNorm has its own offset, so a bias would have no gradient.
-            hidden = nn.Conv(
-                channels,
-                (3, 3),
-                strides=(1 + layer, 1 + layer),
-                use_bias=False,
-                dtype=self.dtype,
-                name=f"conv_{layer}",
-            )(hidden)
-            # An epoch has some twenty batches: a slower average would lag behind the weights.
-            hidden = nn.BatchNorm(
-                use_running_average=not train, momentum=0.9, dtype=jnp.float32, name=f"norm_{layer}"
-            )(hidden)
-            hidden = nn.relu(hidden)
+            hidden = convolution(channels, 3, 1 + layer, self.dtype, f"conv_{layer}")(hidden)
+            hidden = nn.relu(norm(train, f"norm_{layer}")(hidden))
         hidden = hidden.mean(axis=(1, 2))
         return nn.Dense(10, dtype=self.dtype, name="head")(hidden).astype(jnp.float32)

@@ -5,12 +5,10 @@ from typing import Literal
 import jax
 import jax.numpy as jnp
 
-try:
+from boostax._core import checks
+
+with checks.needing("boostax.workloads", "Flax", "workloads"):
     import flax.linen as nn
-except ImportError as error:
-    raise ImportError(
-        "boostax.workloads needs Flax, which is not installed: pip install 'boostax[workloads]'"
-    ) from error
 
 
 class ResidualBlock(nn.Module):

@@ -11,6 +11,7 @@ import numpy as np
 import optax
 
 from boostax._core import checks
+from boostax._core.place import here
 from boostax.accumulate.aux import Aux
 
 PyTree = Any
@@ -62,15 +63,11 @@ def generator(seed: int, index: int) -> np.random.Generator:
     return np.random.Generator(np.random.Philox(key=np.array([seed, index], np.uint64)))
 
 
-def check_seed(who: str, seed: Any) -> None:
-    """Refuse what is no Philox key: anything but whole numbers from 0 to 2**64 - 1."""
+def check_drawing(who: str, seed: Any, holdout: Any) -> None:
+    """Refuse what is no Philox key, and shares that leave nothing to train on or to judge by."""
     if not isinstance(seed, (int, np.integer)) or not 0 <= seed < 2**64:
         hint = "It selects the batches."
         raise ValueError(checks.message(who, "seed", "an integer in [0, 2**64)", seed, hint))
-
-
-def check_holdout(who: str, holdout: Any) -> None:
-    """Refuse shares that leave nothing to train on or nothing to judge by."""
     hint = "0.1 holds a tenth of the data out."
     checks.number(who, "holdout", holdout, "in (0, 1)", lambda share: 0 < share < 1, hint)
 
@@ -111,13 +108,7 @@ def evaluator(
 
     def evaluate(params: PyTree, model_state: PyTree | None = None) -> dict[str, float]:
         # Where parameters are replicated, every device would evaluate the same split.
-        params, model_state = jax.tree.map(_one_copy, (params, model_state))
-        found = means(params, model_state, stacked, weights)
+        found = means(*here((params, model_state)), stacked, weights)
         return {name: float(found[name]) for name in ("loss", "accuracy")}
 
     return evaluate
-
-
-def _one_copy(leaf: Any) -> Any:
-    replicated = isinstance(leaf, jax.Array) and leaf.is_fully_replicated
-    return leaf.addressable_data(0) if replicated else leaf

@@ -14,8 +14,7 @@ from boostax.workloads._workload import (
     PyTree,
     Rows,
     Workload,
-    check_holdout,
-    check_seed,
+    check_drawing,
     cross_entropy,
     evaluator,
     generator,
@@ -145,13 +144,8 @@ def digits(config: DigitsConfig = DigitsConfig()) -> Workload:
 
 
 def _load() -> tuple[Array, Array]:
-    try:
+    with checks.needing("boostax.workloads.digits", "scikit-learn", "workloads"):
         from sklearn.datasets import load_digits
-    except ImportError as error:
-        raise ImportError(
-            "boostax.workloads.digits needs scikit-learn, which is not installed: "
-            "pip install 'boostax[workloads]'"
-        ) from error
     data: Any = load_digits()
     images = (data.images / 16).astype(np.float32)[..., None]
     return images, data.target.astype(np.int32)
@@ -180,5 +174,4 @@ def _check(config: DigitsConfig) -> None:
         hint = "The channels of its convolutions are fractions of it."
         allowed = f"a multiple of {divisor} for the {config.model} model"
         raise ValueError(checks.message("digits", "width", allowed, config.width, hint))
-    check_seed("digits", config.seed)
-    check_holdout("digits", config.holdout)
+    check_drawing("digits", config.seed, config.holdout)

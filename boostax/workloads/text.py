@@ -14,8 +14,7 @@ from boostax.workloads._workload import (
     PyTree,
     Rows,
     Workload,
-    check_holdout,
-    check_seed,
+    check_drawing,
     cross_entropy,
     evaluator,
     generator,
@@ -158,7 +157,6 @@ def _check(config: TextConfig) -> None:
         allowed = f"a multiple of heads, {config.heads}"
         hint = "Every head takes an equal share of it."
         raise ValueError(checks.message("text", "width", allowed, config.width, hint))
-    check_seed("text", config.seed)
-    check_holdout("text", config.holdout)
+    check_drawing("text", config.seed, config.holdout)
     hint = "0 turns it off."
     checks.number("text", "dropout", config.dropout, "in [0, 1)", lambda p: 0 <= p < 1, hint)

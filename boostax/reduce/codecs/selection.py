@@ -36,7 +36,7 @@ def largest(x: jax.Array, count: int) -> tuple[jax.Array, jax.Array]:
     part = jnp.where(word == cut // BITS, part, 0)
     chosen = above | equal & jnp.where(word < cut // BITS, ~np.uint32(0), part)
     ends = _running(chosen).ravel()
-    slots = np.arange(count, dtype=np.int32)
+    slots = lax.iota(jnp.int32, count)
     words = jnp.searchsorted(ends, slots, side="right").astype(jnp.int32)
     ones = chosen.ravel()[words]
     bit = _one(ones, slots - (ends[words] - _ones(ones)))

@@ -100,11 +100,11 @@ class _Runs(NamedTuple):
 
     Attributes:
       grid: its rows.
-      count: how many of each.
+      sent: how many of each.
     """
 
     grid: Grid
-    count: int
+    sent: int
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -114,7 +114,7 @@ class _Runs(NamedTuple):
     def largest(self, leaf: jax.Array) -> tuple[jax.Array, jax.Array]:
         """Places ``(rows, count)``, all of a row different; and bools like the leaf."""
         rows = jnp.abs(self.grid.rows(leaf[None])[0])
-        places = _narrow(lax.top_k(rows, self.count)[1], self.grid.width)
+        places = _narrow(lax.top_k(rows, self.sent)[1], self.grid.width)
         mask = _at(axes.unify(jnp.zeros(rows.shape, bool), rows), places)
         return places, self.leaf(mask.set(True, unique_indices=True))
 
@@ -136,11 +136,11 @@ class _Whole(NamedTuple):
 
     Attributes:
       grid: its rows.
-      count: how many.
+      sent: how many.
     """
 
     grid: Grid
-    count: int
+    sent: int
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -149,7 +149,7 @@ class _Whole(NamedTuple):
 
     def largest(self, leaf: jax.Array) -> tuple[jax.Array, jax.Array]:
         """Places ``(count,)``, ascending; and bools like the leaf."""
-        places, mask = selection.largest(self.grid.rows(leaf[None])[0], self.count)
+        places, mask = selection.largest(self.grid.rows(leaf[None])[0], self.sent)
         return _narrow(places, math.prod(self.grid.one)), self.grid.slices(mask[None])[0]
 
     def taken(self, leaf: jax.Array, places: jax.Array) -> jax.Array:
@@ -232,7 +232,7 @@ class Random:
         length, single = shape[1], shape[2] == 1
         count = share(self.density, length) if single else round(self.density * length)
         whole, rest = np.divmod(np.arange(count) * length, count)
-        return whole.astype(np.int32) + (rest.astype(np.int32) + begin) // count
+        return jnp.asarray(whole, jnp.int32) + (rest.astype(np.int32) + begin) // count
 
 
 def _spread(
