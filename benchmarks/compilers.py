@@ -68,10 +68,6 @@ H100, and two slices of 16 TPU v5e. SGD with a momentum in bf16 is what the 16 G
 beside params, gradients and a window in f32; with Adam the plain mean lacks 1.7 GB there. The wire
 is a multiple of an f32 mean's; *in the branch* is the share of reduced elements that only an
 applied call reduces.""",
-    "Size, sharded": """\
-The same decoder with params, residuals and Adam's moments sharded over 16 chips, and 2 or 16 such
-groups as replicas. P is what a chip holds of the params. *Between replicas* is what the reduction
-sends over the replica axis, *crossing* what leaves the slice: multiples of the f32 mean's.""",
 }
 
 
@@ -303,44 +299,6 @@ SIZE_COLUMNS = (
 )
 
 
-REDUCTIONS = {
-    "`all_reduce`": lambda: boostax.all_reduce(AXIS),
-    "`int8_reduce`": lambda: boostax.int8_reduce(AXIS),
-    "`top_k_reduce`, 1%": lambda: boostax.top_k_reduce(AXIS, 0.01),
-    "`power_sgd_reduce`, rank 2": lambda: boostax.power_sgd_reduce(AXIS, 2),
-    "`adasum`": lambda: boostax.adasum(AXIS),
-}
-
-
-def sharded_size() -> Rows:
-    rows: Rows = []
-    for machine, target in {"2 x 16 v5e": "v5e:4x4*2", "256 v5e": "v5e:16x16"}.items():
-        plain: Audit | None = None
-        for form, make in REDUCTIONS.items():
-            found = cases.sharded(BILLION(), optax.chain(make(), cases.adam()), target)
-            plain = plain or found
-            crossing = plain.crossing_bytes.most
-            row = {
-                "reduction": form,
-                "machine": machine,
-                "compile seconds": found.compile_seconds,
-                "arguments GB": found.argument_bytes / 1e9,
-                "temporaries GB": found.temporary_bytes / 1e9,
-                "temporaries beside the mean's, P": (found.temporary_bytes - plain.temporary_bytes)
-                / (4 * found.params / 16),
-                "between replicas": _between(found) / _between(plain),
-                "crossing": found.crossing_bytes.most / crossing if "*" in target else None,
-            }
-            rows.append(row)
-            print(row, flush=True)
-    return rows
-
-
-def _between(found: Audit) -> float:
-    """Bytes that a device sends over the replica axis."""
-    return sum(c.wire_bytes for c in found.collectives if AXIS in c.axes)
-
-
 def lacking(error: str) -> str:
     """What a compiler says of memory that is not there."""
     found = re.search(r"temporaries \(([\d.]+\w)\) exceeds available HBM \(([\d.]+\w)\)", error)
@@ -355,7 +313,6 @@ SECTIONS: dict[str, Callable[[], Rows]] = {
     "Wire formats": wires,
     "Reductions beside the mean": narrow,
     "Size": size,
-    "Size, sharded": sharded_size,
 }
 
 
@@ -398,10 +355,6 @@ def bars(sections: dict[str, Rows]) -> list[harness.Bar]:
     for form, (_, limit) in cases.NARROW.items():
         claim = f"{form}, of the f32 mean's cycles on v5e"
         found.append(harness.Bar(claim, beside[form], limit))
-    for row in sections["Size, sharded"]:
-        beside_mean = row["temporaries beside the mean's, P"]
-        claim = f"{row['reduction']} on {row['machine']}, temporaries beside the mean's, P"
-        found.append(harness.Bar(claim, beside_mean, 1.2))
     for row in sections["Recording"]:
         claim = f"`record_trajectory`, temporaries on {row['compiler']}, P"
         found.append(harness.Bar(claim, row["temporaries"], 0.13))
