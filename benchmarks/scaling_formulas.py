@@ -90,11 +90,21 @@ def sparse(model: Model, n: int, density: float) -> Cost:
 
 
 def random_k(model: Model, n: int, density: float) -> Cost:
-    """One sum of the values: their places are known. The state has a key."""
-    width = min(max(1000, round(1 / density)), entries(model))
-    values = math.ceil(entries(model) / width) * _share(density, width)
-    sends = [flat(n)("psum", FLOAT * values)]
-    return _coded(model, n, sends, kept=8)
+    """One sum of the values, whose places are known: rows of large leaves, entries of the others.
+
+    The state has a key.
+    """
+    values = rest = 0
+    for shape in model:
+        size, wanted = math.prod(shape), density * math.prod(shape[:-1])
+        if size > SMALL and abs(max(1, round(wanted)) - wanted) <= 0.1 * wanted:
+            values += round(wanted) * shape[-1]
+        else:
+            rest += size
+    if rest:
+        width = min(max(1000, round(1 / density)), rest)
+        values += math.ceil(rest / width) * _share(density, width)
+    return _coded(model, n, [flat(n)("psum", FLOAT * values)], kept=8)
 
 
 def int8(model: Model, n: int, block: int = 4096) -> Cost:

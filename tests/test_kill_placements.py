@@ -100,12 +100,10 @@ class Run:
             return dict(found)
 
 
-@pytest.fixture(
-    scope="module",
-    params=[
-        pytest.param(name, marks=[] if name == "top-k" else pytest.mark.long) for name in REDUCTIONS
-    ],
-)
+pytestmark = pytest.mark.long
+
+
+@pytest.fixture(scope="module", params=REDUCTIONS)
 def run(request, tmp_path_factory):
     folder = tmp_path_factory.mktemp("run")
     return Run(folder, request.param)

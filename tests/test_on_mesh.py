@@ -467,8 +467,10 @@ def test_a_configuration_means_the_same_in_any_placement(placement):
     assert_near(params, whole, 2e-6)
 
 
-@pytest.mark.parametrize("placement", PLACEMENTS)
-@pytest.mark.parametrize("share", [False, True], ids=["whole", "ZeRO-1"])
+@pytest.mark.parametrize(
+    ("placement", "share"),
+    [("replicated", True), ("FSDP", False), ("HSDP", True), ("tensor parallel, FSDP", False)],
+)
 def test_a_state_moves_to_another_chain_where_it_is(placement, share):
     """A scaler is put around a reduction with residuals, in mid-run: as on replicated params."""
     mesh = grid(4, 2)

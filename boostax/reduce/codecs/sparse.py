@@ -174,8 +174,8 @@ class Random:
     """The same entries of every replica, chosen by chance, so that their places need not be sent.
 
     Of a large leaf whole rows, spread evenly from a random beginning; of the others, packed,
-    entries of each run in the same way. Each entry has the same chance, and all-reduces of the
-    values are all that travels.
+    entries of each run in the same way. Each entry has the same chance, and one all-reduce of the
+    values is all that travels.
 
     Attributes:
       density: the share.
@@ -211,12 +211,11 @@ class Random:
         places = [self._places(x.shape, begin) for x, begin in zip(views, begins, strict=True)]
         taken = zip(views, places, strict=True)
         values = [_at(x, i).get(mode="promise_in_bounds") for x, i in taken]
-        # Flat where they are single: a TPU sends what ends a shape as whole vectors.
-        flat = [v.ravel() if v.shape[2] == 1 else v for v in values]
+        summed = unpacked(lax.pmean(packed(values), names), values)
         means, held = [], []
-        for x, i, value, mean in zip(views, places, values, lax.pmean(flat, names), strict=True):
+        for x, i, mean in zip(views, places, summed, strict=True):
             chance = i.shape[1] / x.shape[1] if self.unbiased else 1
-            means.append(_put(x.shape, mean.reshape(value.shape) / chance, i))
+            means.append(_put(x.shape, mean / chance, i))
             chosen = _at(axes.unify(jnp.zeros(x.shape[:2], bool), i), i).set(True)
             held.append(jnp.where(chosen[..., None], 0, x))
         as_leaves = functools.partial(_spread, leaves, own)
