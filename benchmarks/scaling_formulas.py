@@ -84,9 +84,14 @@ def sparse(model: Model, n: int, density: float) -> Cost:
     chosen = [_share(density, math.prod(shape)) for shape in model]
     narrow = [math.prod(shape) <= 2**16 for shape in model]
     few = sum(k for k, small in zip(chosen, narrow, strict=True) if small)
-    messages = (FLOAT * sum(chosen), 2 * few, 4 * (sum(chosen) - few))
-    sends = [flat(n)("all_gather", nbytes) for nbytes in messages if nbytes]
+    messages = ((FLOAT, sum(chosen)), (2, few), (4, sum(chosen) - few))
+    sends = [flat(n)("all_gather", size * _tiles(count)) for size, count in messages if count]
     return _coded(model, n, sends)
+
+
+def _tiles(count: int) -> int:
+    """A long message ends with a tile of a TPU."""
+    return _up(count, 2048) if count >= 2**16 else count
 
 
 def random_k(model: Model, n: int, density: float) -> Cost:
