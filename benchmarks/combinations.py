@@ -4,7 +4,6 @@ Each configuration trains small models on digits and text over emulated devices,
 the way. Makes ``docs/combinations.md``, beside the results.
 """
 
-import argparse
 import functools
 import itertools
 import json
@@ -23,7 +22,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from harness import RESULTS, Bar, report
+from harness import RESULTS, Bar, report, resumable
 
 import boostax
 from boostax._core import trees
@@ -560,12 +559,7 @@ does not raise the loss. "no" is refused by name when the configuration is made.
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--workers", type=int, default=2)
-    parser.add_argument("--work", type=pathlib.Path, help="folder of a run to go on with")
-    parser.add_argument("--only", default="", help="part of the names to try; publishes nothing")
-    parser.add_argument("--page", action="store_true", help="write the page anew from the results")
-    options = parser.parse_args()
+    options = resumable(__doc__, "part of the names to try").parse_args()
     if options.page:
         data = json.loads((RESULTS / "combinations.json").read_text())
         PAGE.write_text(page(data["sections"]))

@@ -3,6 +3,7 @@
 A figure is the median over rounds of the ratio, within one round, of a form to its baseline.
 """
 
+import argparse
 import dataclasses
 import json
 import os
@@ -46,6 +47,16 @@ class Bar:
     def met(self) -> bool:
         """Whether it stays within."""
         return self.figure <= self.limit
+
+
+def resumable(description: str | None, only: str) -> argparse.ArgumentParser:
+    """Arguments of a benchmark of many cells that can be interrupted."""
+    parser = argparse.ArgumentParser(description=description)
+    parser.add_argument("--workers", type=int, default=2)
+    parser.add_argument("--work", type=pathlib.Path, help="folder of a run to go on with")
+    parser.add_argument("--only", default="", help=f"{only}; publishes nothing")
+    parser.add_argument("--page", action="store_true", help="write the page anew from the results")
+    return parser
 
 
 def by_update(tx: Any) -> Callable[..., tuple[Any, Any]]:

@@ -4,7 +4,6 @@ Runs the laws of ``boostax.testing`` cell by cell over ``tests/contract_cases.py
 ``docs/placement_matrix.md``, beside the results.
 """
 
-import argparse
 import dataclasses
 import json
 import multiprocessing
@@ -20,7 +19,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from harness import RESULTS, Bar, report
+from harness import RESULTS, Bar, report, resumable
 from jax.sharding import AxisType, PartitionSpec
 from scorecard import prepare, quick
 
@@ -334,12 +333,7 @@ ABOUT_MISTAKES = (
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--workers", type=int, default=2)
-    parser.add_argument("--work", type=pathlib.Path, help="folder of a run to go on with")
-    parser.add_argument("--only", default="", help="names, by comma; publishes nothing")
-    parser.add_argument("--page", action="store_true", help="write the page anew from the results")
-    options = parser.parse_args()
+    options = resumable(__doc__, "names, by comma").parse_args()
     if options.page:
         data = json.loads((RESULTS / "placements.json").read_text())
         PAGE.write_text(page(data["sections"]))

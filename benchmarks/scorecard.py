@@ -3,7 +3,6 @@
 Makes ``docs/scorecard.md``, beside the results.
 """
 
-import argparse
 import itertools
 import json
 import multiprocessing
@@ -14,7 +13,7 @@ from concurrent.futures import ProcessPoolExecutor, as_completed
 from typing import Any
 
 import jax
-from harness import RESULTS, Bar, report
+from harness import RESULTS, Bar, report, resumable
 
 PAGE = pathlib.Path(__file__).parents[1] / "docs" / "scorecard.md"
 Found = dict[str, Any]
@@ -83,14 +82,10 @@ def run_all(names: list[str], letters: str, record: pathlib.Path, workers: int) 
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--workers", type=int, default=2)
-    parser.add_argument("--work", type=pathlib.Path, help="folder of a run to go on with")
-    parser.add_argument("--only", default="", help="sections, such as AB; publishes nothing")
+    parser = resumable(__doc__, "sections, such as AB")
     parser.add_argument("--subject", default="", help="names, by comma; publishes nothing")
     parser.add_argument("--without-laws", action="store_true", help="leave section H out")
     parser.add_argument("--laws", action="store_true", help="section H alone, into the record")
-    parser.add_argument("--page", action="store_true", help="write the page anew from the results")
     options = parser.parse_args()
     prepare()
     quick()

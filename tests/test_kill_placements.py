@@ -213,10 +213,11 @@ def test_no_gradient_is_lost_or_counted_twice(run):
 
 @pytest.mark.parametrize("name", [name for name in SPOILT if name != "nothing"])
 def test_a_move_that_loses_or_repeats_is_seen(run, name):
-    if "residual" in name and run.reduction == "mean":
-        pytest.skip("a mean holds nothing back")
     history = lines(run.folder / name / "log.jsonl")
     state = run.state(f"{name}/final.npz")
     off, bound = missing(history, state), rounding(history, state)
     print(f"{run.reduction}, {name}: off by {off:.1e}, rounding explains {bound:.1e}")
-    assert off > 10 * bound
+    if "residual" in name and run.reduction == "mean":
+        assert off <= bound  # A mean holds nothing back.
+    else:
+        assert off > 10 * bound

@@ -99,6 +99,29 @@ def test_top_k_of_a_large_leaf_is_that_of_sorting(shape, block):
 
 
 @pytest.mark.parametrize("shape", SHAPED.values(), ids=SHAPED)
+def test_a_count_beyond_a_leaf_is_all_of_it(shape):
+    x = jnp.asarray(drawn("distinct", shape, 2))
+    tx = boostax.top_k_reduce("data", count=100_000)
+    sent, state = jax.vmap(lambda g: tx.update(g, tx.init(g)), axis_name="data")(x[None])
+    np.testing.assert_array_equal(sent[0], x)
+    assert not np.asarray(state.residual.local).any()
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf])
+@pytest.mark.parametrize("share", [1e-4, 1.0])
+def test_what_is_not_finite_moves_nothing(bad, share):
+    """However much of a large leaf it is: places are then beyond the leaf."""
+    x = drawn("distinct", (200, 130), 3)
+    x[np.random.default_rng(0).random(x.shape) < share] = bad
+    x[0, 0] = bad
+    tx = boostax.top_k_reduce("data", 0.01)
+    before = tx.init(jnp.asarray(x))
+    sent, state = jax.vmap(lambda g: tx.update(g, before), axis_name="data")(x[None])
+    assert np.isnan(sent).all()
+    assert not np.asarray(state.residual.local).any()
+
+
+@pytest.mark.parametrize("shape", SHAPED.values(), ids=SHAPED)
 def test_every_element_of_a_large_leaf_has_the_same_chance(shape):
     """Without feedback the mean is right on average, whichever rows are drawn."""
     tx = boostax.random_k_reduce("data", 0.05, error_feedback=False)

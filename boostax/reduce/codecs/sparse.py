@@ -74,7 +74,8 @@ class Largest:
     def _view(self, shape: tuple[int, ...]) -> "_Runs | _Whole":
         size = math.prod(shape)
         if self.block is None and size > SMALL:
-            return _Whole(Grid.of((1, *shape), size, selection.BITS), self.count(size))
+            grid = Grid.of((1, *shape), size, selection.BITS)
+            return _Whole(grid, min(self.count(size), size))
         block = min(self.block or size, size)
         own = Grid.of((1, *shape), block, 1)
         runs = size // shape[-1] * own.parts if shape else 1
