@@ -7,6 +7,7 @@ again one by one: ``python benchmarks/compilers.py "Gates"``; the others stay as
 import functools
 import json
 import re
+import statistics
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -60,14 +61,19 @@ Four leaves of 512 x 512: bytes that a device sends, of an f32 mean's. XLA:CPU m
 f32.""",
     "Reductions beside the mean": """\
 The perceptron of 67 M params again, in 4 leaves, with another reduction before Adam: temporaries in
-multiples of P, and on v5e the cycles, the instructions of the program and the seconds in which it
-compiled, all multiples of the step with `all_reduce`. Cycles are without the network.""",
+multiples of P; the cycles and the instructions of the program for v5e, and the seconds in which it
+compiled for v5e and H100 (the median of three pairs), all multiples of the step with `all_reduce`,
+which compiled in 1.6 to 2.5 s and 0.6 to 1 s. Cycles are without the network.""",
     "Size": """\
 A decoder of 1.07 billion params, whole on every device, by shapes alone: 256 TPU v5e chips, 256
 H100, and two slices of 16 TPU v5e. SGD with a momentum in bf16 is what the 16 GB of a v5e hold
 beside params, gradients and a window in f32; with Adam the plain mean lacks 1.7 GB there. The wire
 is a multiple of an f32 mean's; *in the branch* is the share of reduced elements that only an
 applied call reduces.""",
+    "Size, sharded": """\
+The same decoder with params, residuals and Adam's moments sharded over 16 chips, and 2 or 16 such
+groups as replicas. P is what a chip holds of the params. *Between replicas* is what the reduction
+sends over the replica axis, *crossing* what leaves the slice: multiples of the f32 mean's.""",
 }
 
 
@@ -209,18 +215,25 @@ def wires() -> Rows:
 
 def narrow() -> Rows:
     rows: Rows = []
-    whole: dict[str, Audit] = {}
-    forms = {"`all_reduce`": lambda: boostax.all_reduce(AXIS)}
-    for form, make in (forms | {name: make for name, (make, _) in cases.NARROW.items()}).items():
+    plain = lambda: boostax.all_reduce(AXIS)  # noqa: E731
+    step = lambda make, target: trained(  # noqa: E731
+        perceptron(4, 4096), optax.chain(make(), cases.adam()), target
+    )
+    whole = {name: step(plain, target) for name, target in TARGETS.items()}
+    forms = {name: make for name, (make, _) in cases.NARROW.items()}
+    for form, make in ({"`all_reduce`": plain} | forms).items():
         row: dict[str, Any] = {"reduction": form}
         for name, target in TARGETS.items():
-            found = trained(perceptron(4, 4096), optax.chain(make(), cases.adam()), target)
-            peer = whole.setdefault(name, found)
+            found, peer = step(make, target), whole[name]
             row[f"{name} temporaries"] = found.temporaries
             if found.cycles is not None:
                 row["v5e cycles"] = found.cycles.most / peer.cycles.most
                 row["v5e instructions"] = instructions(found) / instructions(peer)
-                row["v5e compile"] = found.compile_seconds / peer.compile_seconds
+            if target is not None:
+                # In pairs, as the machine's pace changes.
+                pairs = [(step(make, target), step(plain, target)) for _ in range(3)]
+                ratios = [one.compile_seconds / other.compile_seconds for one, other in pairs]
+                row[f"{name} compile"] = statistics.median(ratios)
         rows.append(row)
         print(row, flush=True)
     return rows
@@ -305,6 +318,44 @@ def lacking(error: str) -> str:
     return f"needs {found.group(1)} of {found.group(2)}" if found else error.splitlines()[0][:120]
 
 
+REDUCTIONS = {
+    "`all_reduce`": lambda: boostax.all_reduce(AXIS),
+    "`int8_reduce`": lambda: boostax.int8_reduce(AXIS),
+    "`top_k_reduce`, 1%": lambda: boostax.top_k_reduce(AXIS, 0.01),
+    "`power_sgd_reduce`, rank 2": lambda: boostax.power_sgd_reduce(AXIS, 2),
+    "`adasum`": lambda: boostax.adasum(AXIS),
+}
+
+
+def sharded_size() -> Rows:
+    rows: Rows = []
+    for machine, target in {"2 x 16 v5e": "v5e:4x4*2", "256 v5e": "v5e:16x16"}.items():
+        plain: Audit | None = None
+        for form, make in REDUCTIONS.items():
+            found = cases.sharded(BILLION(), optax.chain(make(), cases.adam()), target)
+            plain = plain or found
+            crossing = plain.crossing_bytes.most
+            row = {
+                "reduction": form,
+                "machine": machine,
+                "compile seconds": found.compile_seconds,
+                "arguments GB": found.argument_bytes / 1e9,
+                "temporaries GB": found.temporary_bytes / 1e9,
+                "temporaries beside the mean's, P": (found.temporary_bytes - plain.temporary_bytes)
+                / (4 * found.params / 16),
+                "between replicas": _between(found) / _between(plain),
+                "crossing": found.crossing_bytes.most / crossing if "*" in target else None,
+            }
+            rows.append(row)
+            print(row, flush=True)
+    return rows
+
+
+def _between(found: Audit) -> float:
+    """Bytes that a device sends over the replica axis."""
+    return sum(c.wire_bytes for c in found.collectives if AXIS in c.axes)
+
+
 SECTIONS: dict[str, Callable[[], Rows]] = {
     "Gates": gates,
     "Recording": recording,
@@ -313,6 +364,7 @@ SECTIONS: dict[str, Callable[[], Rows]] = {
     "Wire formats": wires,
     "Reductions beside the mean": narrow,
     "Size": size,
+    "Size, sharded": sharded_size,
 }
 
 
@@ -355,6 +407,9 @@ def bars(sections: dict[str, Rows]) -> list[harness.Bar]:
     for form, (_, limit) in cases.NARROW.items():
         claim = f"{form}, of the f32 mean's cycles on v5e"
         found.append(harness.Bar(claim, beside[form], limit))
+    for row in sections["Size, sharded"]:
+        claim = f"{row['reduction']} on {row['machine']}, temporaries beside the mean's, P"
+        found.append(harness.Bar(claim, row["temporaries beside the mean's, P"], 1.2))
     for row in sections["Recording"]:
         claim = f"`record_trajectory`, temporaries on {row['compiler']}, P"
         found.append(harness.Bar(claim, row["temporaries"], 0.13))

@@ -175,6 +175,27 @@ def trained(
     return boostax.audit(step, state, batch, target=target, depth=depth, calls=calls)
 
 
+def sharded(model: Model, tx: optax.GradientTransformation, target: str, chips: int = 16) -> Audit:
+    """A train step whose params are sharded over so many chips, the others being replicas (HSDP).
+
+    The reductions of ``tx`` go over ``AXIS``: between slices, where there are several.
+    """
+    devices = sorted(devices_of(target), key=lambda x: (getattr(x, "slice_index", 0), x.id))
+    mesh = Mesh(np.array(devices).reshape(-1, chips), (AXIS, "fsdp"))
+
+    def typed(x, spec):
+        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(mesh, spec))
+
+    def split(x):
+        dim = next((i for i, size in enumerate(x.shape) if size % chips == 0), None)
+        return typed(x, P() if dim is None else P(*[None] * dim, "fsdp"))
+
+    step = boostax.make_train_step(model.loss, tx, mesh=mesh, axis_name=AXIS)
+    state = step.init(jax.tree.map(split, model.params))
+    batch = jax.tree.map(lambda x: typed(x, P((AXIS, "fsdp"))), model.batch(mesh.size))
+    return boostax.audit(step, state, batch, target=target)
+
+
 def mean(**options):
     return optax.chain(boostax.all_reduce(AXIS, **options), adam())
 
