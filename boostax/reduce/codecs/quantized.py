@@ -50,16 +50,16 @@ class Int8:
             first, second = jax.random.split(jax.random.fold_in(now, axes.index(names)))
         dtypes = [x.dtype for x in leaves]
         slices = _Slices.of(leaves, axes.size(names), self.block)
-        steps, scales = quantize(slices.arrays, first)
-        received = [axes.exchange(x.astype(jnp.int8), names) for x in steps]
-        everyones = _together(scales, axes.exchange, names)
-        means = [x.mean(0) for x in dequantize(received, everyones, dtypes)]
-        steps_of_mean, scales_of_mean = quantize(means, second)
-        gathered = [_gathered(x.astype(jnp.int8), names) for x in steps_of_mean]
-        everyones = [_merged(x) for x in _together(scales_of_mean, axes.gather, names)]
-        whole = dequantize(gathered, everyones, dtypes)
-        held = unsent(slices.arrays, dequantize(steps, scales, dtypes))
-        lost = unsent(means, dequantize(steps_of_mean, scales_of_mean, dtypes))
+        codes, scales = quantize(slices.arrays, first)
+        received = [axes.exchange(x, names) for x in codes], _together(scales, axes.exchange, names)
+        means = [x.mean(0) for x in dequantize(*received, dtypes)]
+        codes_of_mean, scales_of_mean = quantize(means, second)
+        gathered = _together(scales_of_mean, axes.gather, names)
+        whole = dequantize(
+            [_gathered(x, names) for x in codes_of_mean], [_merged(x) for x in gathered], dtypes
+        )
+        held = unsent(slices.arrays, dequantize(codes, scales, dtypes))
+        lost = unsent(means, dequantize(codes_of_mean, scales_of_mean, dtypes))
         return Message(slices.joined(whole), *slices.charged(held, lost, state, names))
 
 
@@ -85,8 +85,9 @@ class Int16:
         tops = lax.stop_gradient(jnp.stack([jnp.abs(x).max() for x in leaves]))
         largest = axes.largest(tops, names)
         units = [_unit(top.astype(x.dtype), levels) for top, x in zip(largest, leaves, strict=True)]
-        steps = [_rounded(x, unit, levels) for x, unit in zip(leaves, units, strict=True)]
-        codes = [x.astype(jnp.int16) for x in steps]
+        codes = [
+            _rounded(x, unit, levels, jnp.int16) for x, unit in zip(leaves, units, strict=True)
+        ]
         parcels = exchange.parcels(codes, replicas, by_leaf=False)
         cuts = [exchange.cut(parcel.array(codes), replicas, parcel.dim) for parcel in parcels]
         received = [axes.exchange(x, names) for x in cuts]
@@ -96,7 +97,7 @@ class Int16:
             s.astype(x.dtype) * (unit / replicas)
             for s, unit, x in zip(sums, units, leaves, strict=True)
         ]
-        sent = [x * unit for x, unit in zip(steps, units, strict=True)]
+        sent = [c.astype(x.dtype) * unit for c, unit, x in zip(codes, units, leaves, strict=True)]
         return Message(means, unsent(leaves, sent), state)
 
 
@@ -149,11 +150,12 @@ class Sign:
         self, blocks: list[jax.Array]
     ) -> tuple[list[jax.Array], list[jax.Array] | None, list[jax.Array]]:
         """Bits, a magnitude for each row if one is sent, and what they leave unsent."""
-        signs = [x >= 0 for x in blocks]
+        bits = [packed_bits(x >= 0) for x in blocks]
         mean = self.form == "mean"
         sizes = [jnp.abs(x).mean(-1, keepdims=True) for x in blocks] if mean else None
-        held = unsent(blocks, _signed(signs, sizes, blocks))
-        return [packed_bits(x) for x in signs], sizes, held
+        # Of what was sent, not of the signs again: XLA may round twice what is next to zero.
+        sent = _signed([unpacked_bits(b) for b in bits], sizes, blocks)
+        return bits, sizes, unsent(blocks, sent)
 
     def _combined(
         self, bits: list[jax.Array], sizes: list[jax.Array] | None, like: list[jax.Array]
@@ -275,22 +277,21 @@ def unpacked_bits(x: jax.Array) -> jax.Array:
 def quantize(
     blocks: Sequence[jax.Array], key: jax.Array | None
 ) -> tuple[list[jax.Array], list[jax.Array]]:
-    """``(steps, scales)``: whole numbers up to 127, and the f32 size of a step of each row.
-
-    The numbers are floats, as a TPU's compiler takes long to read integers of 8 bits again.
-    """
+    """``(codes, scales)``: int8 of the shapes of the blocks, and an f32 scale for each row."""
     units = [_unit(jnp.abs(x).max(-1, keepdims=True), 127) for x in blocks]
     keys = [None if key is None else jax.random.fold_in(key, i) for i in range(len(blocks))]
-    steps = [_rounded(x, unit, 127, k) for x, unit, k in zip(blocks, units, keys, strict=True)]
-    return steps, [unit.astype(jnp.float32) for unit in units]
+    codes = [
+        _rounded(x, unit, 127, jnp.int8, k) for x, unit, k in zip(blocks, units, keys, strict=True)
+    ]
+    return codes, [unit.astype(jnp.float32) for unit in units]
 
 
 def dequantize(
-    steps: Sequence[jax.Array], scales: Sequence[jax.Array], dtypes: Sequence[Any]
+    codes: Sequence[jax.Array], scales: Sequence[jax.Array], dtypes: Sequence[Any]
 ) -> list[jax.Array]:
-    """The numbers that those, or integers of them, stand for."""
+    """The numbers that the codes stand for."""
     dtype = jnp.result_type(*dtypes)
-    return [x.astype(dtype) * s.astype(dtype) for x, s in zip(steps, scales, strict=True)]
+    return [c.astype(dtype) * s.astype(dtype) for c, s in zip(codes, scales, strict=True)]
 
 
 def _unit(largest: jax.Array, levels: int) -> jax.Array:
@@ -301,13 +302,15 @@ def _unit(largest: jax.Array, levels: int) -> jax.Array:
     return jnp.maximum(largest / levels, jnp.finfo(jnp.float32).tiny)
 
 
-def _rounded(x: jax.Array, unit: jax.Array, levels: int, key: jax.Array | None = None) -> jax.Array:
+def _rounded(
+    x: jax.Array, unit: jax.Array, levels: int, dtype: Any, key: jax.Array | None = None
+) -> jax.Array:
     scaled = x / unit
     if key is not None:
         scaled = jnp.floor(scaled + jax.random.uniform(key, x.shape, x.dtype))
     else:
         scaled = jnp.round(scaled)
-    return jnp.clip(scaled, -levels, levels)
+    return jnp.clip(scaled, -levels, levels).astype(dtype)
 
 
 def _gathered(x: jax.Array, names: tuple[str, ...]) -> jax.Array:
