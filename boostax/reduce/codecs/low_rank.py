@@ -66,18 +66,25 @@ class PowerSgd:
         self, leaves: Sequence[jax.Array], state: Factors, names: tuple[str, ...]
     ) -> Message:
         """Send one side."""
-        matrices = [x.reshape(sides(x.shape)) for x in leaves]
+        # In the leaves' own dimensions: XLA would gather a sharded one to make a matrix of it.
+        heights = [x.shape[:-1] for x in leaves]
 
         def send_left() -> tuple[Any, Any, Factors]:
-            bases = self._bases(state.right.values, matrices)
-            means, sent, factors = _projected(matrices, bases, names)
-            return means, sent, state._replace(left=_stored(factors, state.left))
+            bases = self._bases(state.right.values, leaves)
+            own = [_product(x, q, 1) for x, q in zip(leaves, bases, strict=True)]
+            factors = _mean(own, names)
+            tall = [f.reshape(-1, f.shape[-1]) for f in factors]
+            new = state._replace(left=_stored(tall, state.left))
+            return _spanned(factors, bases), _spanned(own, bases), new
 
         def send_right() -> tuple[Any, Any, Factors]:
-            bases = self._bases(state.left.values, matrices)
-            means, sent, factors = _projected([m.T for m in matrices], bases, names)
-            right = _stored(factors, state.right)
-            return [m.T for m in means], [s.T for s in sent], state._replace(right=right)
+            flat = self._bases(state.left.values, leaves)
+            bases = [q.reshape(*h, -1) for q, h in zip(flat, heights, strict=True)]
+            rows = [tuple(range(len(h))) for h in heights]
+            own = [_product(x, q, (r, r)) for x, q, r in zip(leaves, bases, rows, strict=True)]
+            factors = _mean(own, names)
+            new = state._replace(right=_stored(factors, state.right))
+            return _spanned(bases, factors), _spanned(bases, own), new
 
         # All send the same side, so that one reduction of one shape suffices: the other one than
         # the matrix sent last that is here most seldom. Others may be left out now and then, in
@@ -85,16 +92,15 @@ class PowerSgd:
         uses, side = jnp.stack(state.uses.values), jnp.stack(state.side.values)
         left = side[uses.argmin()] == 1
         means, sent, state = branch(left, send_left, send_right)
-        shaped = lambda xs: [x.reshape(y.shape) for x, y in zip(xs, leaves, strict=True)]  # noqa: E731
         state = state._replace(
             uses=PerLeaf([optax.safe_increment(n) for n in state.uses.values]),
             side=PerLeaf([jnp.where(left, 0, 1).astype(jnp.int32) for _ in leaves]),
         )
-        return Message(shaped(means), unsent(leaves, shaped(sent)), state)
+        return Message(means, unsent(leaves, sent), state)
 
-    def _bases(self, factors: list[jax.Array], like: list[jax.Array]) -> list[jax.Array]:
+    def _bases(self, factors: list[jax.Array], like: Sequence[jax.Array]) -> list[jax.Array]:
         """Orthonormal columns. Of zeros too: QR then completes them, and nothing becomes a NaN."""
-        ranks = [min(self.rank, *m.shape) for m in like]
+        ranks = [min(self.rank, *sides(x.shape)) for x in like]
         return [jnp.linalg.qr(f[:, :r])[0] for f, r in zip(factors, ranks, strict=True)]
 
 
@@ -116,16 +122,19 @@ def sides(shape: tuple[int, ...]) -> tuple[int, int]:
     return math.prod(shape[:-1]), shape[-1]
 
 
-def _projected(
-    matrices: list[jax.Array], bases: list[jax.Array], names: tuple[str, ...]
-) -> tuple[list[jax.Array], list[jax.Array], list[jax.Array]]:
-    """``(means, sent, factors)`` of one all-reduce of all factors."""
-    product = lambda a, b: jnp.matmul(a, b, precision=lax.Precision.HIGHEST)  # noqa: E731
-    own = [product(m, q) for m, q in zip(matrices, bases, strict=True)]
-    factors = unpacked(lax.pmean(packed(own), names), own)
-    means = [product(p, q.T) for p, q in zip(factors, bases, strict=True)]
-    sent = [product(p, q.T) for p, q in zip(own, bases, strict=True)]
-    return means, sent, factors
+def _product(a: jax.Array, b: jax.Array, dims: Any) -> jax.Array:
+    """Over these dimensions of each, or so many last ones of one and first ones of the other."""
+    return jnp.tensordot(a, b, dims, precision=lax.Precision.HIGHEST)
+
+
+def _mean(own: list[jax.Array], names: tuple[str, ...]) -> list[jax.Array]:
+    """By one all-reduce of all factors."""
+    return unpacked(lax.pmean(packed(own), names), own)
+
+
+def _spanned(left: list[jax.Array], right: list[jax.Array]) -> list[jax.Array]:
+    """What two factors stand for, in the shape of the leaf."""
+    return [_product(a, b.T, 1) for a, b in zip(left, right, strict=True)]
 
 
 def _stored(factors: list[jax.Array], old: PerLeaf) -> PerLeaf:
