@@ -363,3 +363,18 @@ def test_explain_and_break_even_take_a_target(target):
     assert told.wire_bytes == pytest.approx(0.254 * told.dense_bytes, rel=0.01)
     with pytest.raises(ValueError, match="replicas must be 8, got 4"):
         boostax.break_even(boostax.int8_reduce(AXIS), SQUARES, 4, target=target)
+
+
+@pytest.mark.xdist_group("v5e")
+def test_a_stack_of_sharded_layers_is_not_gathered_for_its_factors():
+    """Low rank reads a leaf in its own dimensions: as a matrix XLA would gather the sharded one."""
+    model = cases.decoder(4, 1024, 4096, 8, 64)
+    make = {"mean": boostax.all_reduce(AXIS), "rank": boostax.power_sgd_reduce(AXIS, 2)}
+    found = {
+        name: cases.sharded(model, optax.chain(tx, cases.adam()), "v5e:4x4*2")
+        for name, tx in make.items()
+    }
+    more = found["rank"].temporary_bytes - found["mean"].temporary_bytes
+    more /= 4 * found["mean"].params / 16
+    print(f"rank 2, temporaries beside the mean's: {more:.2f} P")
+    assert more <= 1.2
