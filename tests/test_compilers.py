@@ -374,7 +374,13 @@ def test_a_stack_of_sharded_layers_is_not_gathered_for_its_factors():
         name: cases.sharded(model, optax.chain(tx, cases.adam()), "v5e:4x4*2")
         for name, tx in make.items()
     }
-    more = found["rank"].temporary_bytes - found["mean"].temporary_bytes
-    more /= 4 * found["mean"].params / 16
-    print(f"rank 2, temporaries beside the mean's: {more:.2f} P")
+    params = found["mean"].params
+    more = (found["rank"].temporary_bytes - found["mean"].temporary_bytes) / (4 * params / 16)
+    moved = {
+        name: sum(x.elements * x.executions for x in audit.collectives if x.does != "send") / params
+        for name, audit in found.items()
+    }
+    added = moved["rank"] - moved["mean"]
+    print(f"rank 2: {more:.2f} P of temporaries and {added:.3f} N within a slice beside the mean's")
     assert more <= 1.2
+    assert added <= 0.01
