@@ -17,7 +17,7 @@ from boostax.reduce.exchange import Alone, Parcel
 
 PyTree = Any
 Send = Callable[[jax.Array, tuple[str, ...]], jax.Array]
-_BITS = np.uint8(1) << np.arange(8, dtype=np.uint8).reshape(8, 1, 1)
+_SHIFTS = np.arange(8, dtype=np.uint8).reshape(8, 1)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -127,56 +127,56 @@ class Sign:
         count = axes.size(names) if self.two_shot else 1
         slices = _Slices.of(leaves, count, self.block, multiple=8)
         blocks = slices.arrays
-        bits, sizes, held = self._encode(blocks)
+        bits, sizes = self._encode(blocks)
+        own = self._decode(bits, sizes, blocks)
         if self.two_shot:
             received = [axes.exchange(x, names) for x in bits]
-            means = self._combined(received, self._sent(sizes, axes.exchange, names), blocks)
-            bits, sizes, lost = self._encode(means)
-            gathered = [axes.gather(x, names) for x in bits]
-            signs = [unpacked_bits(x) for x in gathered]
-            whole = _signed(signs, self._sent(sizes, axes.gather, names), blocks)
-            merged = [_merged(x) for x in whole]
-            return Message(slices.joined(merged), *slices.charged(held, lost, state, names))
+            means = self._combine(received, self._sent(sizes, axes.exchange, names), blocks)
+            bits_of_mean, sizes_of_mean = self._encode(means)
+            lost = unsent(means, self._decode(bits_of_mean, sizes_of_mean, means))
+            sizes_of_all = self._sent(sizes_of_mean, axes.gather, names)
+            whole = self._decode(
+                [_gathered(x, names) for x in bits_of_mean],
+                None if sizes_of_all is None else [_merged(x) for x in sizes_of_all],
+                means,
+            )
+            charged = slices.charged(unsent(blocks, own), lost, state, names)
+            return Message(slices.joined(whole), *charged)
         gathered = [axes.gather(x, names) for x in bits]
-        whole = self._combined(gathered, self._sent(sizes, axes.gather, names), blocks)
-        return Message(slices.joined([_merged(x) for x in whole]), slices.joined(held), state)
+        whole = self._combine(gathered, self._sent(sizes, axes.gather, names), blocks)
+        merged = [_merged(x) for x in whole]
+        return Message(slices.joined(merged), slices.joined(unsent(blocks, own)), state)
 
     def _sent(
         self, sizes: list[jax.Array] | None, send: Send, names: tuple[str, ...]
     ) -> list[jax.Array] | None:
-        return sizes and _together(sizes, send, names)
+        return None if sizes is None else _together(sizes, send, names)
 
-    def _encode(
-        self, blocks: list[jax.Array]
-    ) -> tuple[list[jax.Array], list[jax.Array] | None, list[jax.Array]]:
-        """Bits, a magnitude for each row if one is sent, and what they leave unsent."""
+    def _encode(self, blocks: list[jax.Array]) -> tuple[list[jax.Array], list[jax.Array] | None]:
         bits = [packed_bits(x >= 0) for x in blocks]
-        mean = self.form == "mean"
-        sizes = [jnp.abs(x).mean(-1, keepdims=True) for x in blocks] if mean else None
-        # Of what was sent, not of the signs again: XLA may round twice what is next to zero.
-        sent = _signed([unpacked_bits(b) for b in bits], sizes, blocks)
-        return bits, sizes, unsent(blocks, sent)
+        if self.form == "majority":
+            return bits, None
+        return bits, [jnp.abs(x).mean(-1, keepdims=True) for x in blocks]
 
-    def _combined(
+    def _decode(
+        self, bits: list[jax.Array], sizes: list[jax.Array] | None, like: list[jax.Array]
+    ) -> list[jax.Array]:
+        signs = [unpacked_bits(b).astype(x.dtype) * 2 - 1 for b, x in zip(bits, like, strict=True)]
+        if sizes is None:
+            return signs
+        return [x * size for x, size in zip(signs, sizes, strict=True)]
+
+    def _combine(
         self, bits: list[jax.Array], sizes: list[jax.Array] | None, like: list[jax.Array]
     ) -> list[jax.Array]:
         """Over the replicas, in the first dimension."""
-        signs = [unpacked_bits(b) for b in bits]
         if sizes is not None:
-            return [x.mean(0) for x in _signed(signs, sizes, like)]
-        votes = [x.sum(0, dtype=jnp.int32) for x in signs]
+            return [x.mean(0) for x in self._decode(bits, sizes, like)]
+        votes = [unpacked_bits(b).sum(0, dtype=jnp.int32) for b in bits]
         return [
             jnp.sign(2 * v - len(b)).astype(x.dtype)
             for v, b, x in zip(votes, bits, like, strict=True)
         ]
-
-
-def _signed(
-    positive: Sequence[jax.Array], sizes: Sequence[jax.Array] | None, like: Sequence[jax.Array]
-) -> list[jax.Array]:
-    """Numbers of these signs and sizes; of one, if there are none."""
-    sizes = sizes or [jnp.ones((), x.dtype) for x in like]
-    return [jnp.where(up, size, -size) for up, size in zip(positive, sizes, strict=True)]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -260,18 +260,18 @@ def _together(arrays: Sequence[jax.Array], send: Send, names: tuple[str, ...]) -
 
 
 def packed_bits(x: jax.Array) -> jax.Array:
-    """u8 ``(..., rows / 8, columns)`` of bools ``(..., rows, columns)``.
+    """u8 ``(..., rows / 8, columns)`` of bools ``(..., rows, columns)``: eight rows in a byte.
 
-    A byte has the bits of a row of each eighth: no element moves within a TPU's vector.
+    Not along a row, where it would move elements between the lanes of a TPU's vector.
     """
-    eighths = x.reshape(*x.shape[:-2], 8, -1, x.shape[-1])
-    bits = jnp.where(eighths, _BITS, np.uint8(0))
-    return lax.reduce(bits, np.uint8(0), lax.bitwise_or, (x.ndim - 2,))
+    eights = x.reshape(*x.shape[:-2], -1, 8, x.shape[-1]).astype(jnp.uint8)
+    return (eights << _SHIFTS).sum(-2, dtype=jnp.uint8)
 
 
 def unpacked_bits(x: jax.Array) -> jax.Array:
-    """The inverse of ``packed_bits``."""
-    return ((x[..., None, :, :] & _BITS) != 0).reshape(*x.shape[:-2], -1, x.shape[-1])
+    """The inverse of ``packed_bits``, as u8."""
+    bits = (x[..., None, :] >> _SHIFTS) & jnp.uint8(1)
+    return bits.reshape(*x.shape[:-2], -1, x.shape[-1])
 
 
 def quantize(
