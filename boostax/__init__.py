@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING
 
 from boostax._core.axes import local_params as local_params
 from boostax._core.groups import prefix_groups as prefix_groups
+from boostax._core.handshake import assume_scaled as assume_scaled
 from boostax._core.replicas import PerReplica as PerReplica
 from boostax._core.replicas import enter_replica as enter_replica
 from boostax._core.replicas import leave_replica as leave_replica

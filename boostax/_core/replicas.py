@@ -13,7 +13,7 @@ import numpy as np
 import optax
 from jax.sharding import PartitionSpec
 
-from boostax._core import axes, checks, trees
+from boostax._core import axes, checks, handshake, trees
 
 PyTree = Any
 
@@ -85,7 +85,9 @@ def enter_replica(opt_state: PyTree) -> PyTree:
       >>> boostax.enter_replica(boostax.PerReplica(jnp.zeros((1, 3)))).local.shape
       (3,)
     """
-    return _map_local(lambda x: x[0], opt_state)
+    entered = _map_local(lambda x: x[0], opt_state)
+    handshake.hand_on_state(opt_state, entered)
+    return entered
 
 
 def leave_replica(opt_state: PyTree) -> PyTree:

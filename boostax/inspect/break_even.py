@@ -22,6 +22,7 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionS
 
 from boostax._core import axes, checks, costs, jaxprs, trees
 from boostax._core.alone import fit, run_alone
+from boostax._core.handshake import assume_scaled
 from boostax._core.replicas import enter_replica, leave_replica, stack_replicas, state_specs
 from boostax.inspect.audit import Audit, audit
 from boostax.inspect.targets import BANDWIDTH, target_devices
@@ -261,7 +262,8 @@ def _mapped(
 
     def update(grads: PyTree, state: PyTree, params: PyTree) -> tuple[PyTree, PyTree]:
         grads = jax.tree.map(lambda x: x[0], grads)
-        updates, state = tx.update(grads, enter_replica(state), params)
+        state = enter_replica(state)
+        updates, state = tx.update(assume_scaled(grads, state), state, params)
         # Whatever it returns, equal on all or not.
         updates = jax.tree.map(lambda x: x[None], axes.to_varying(updates, (name,)))
         return updates, leave_replica(state)

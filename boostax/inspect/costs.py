@@ -13,6 +13,7 @@ import optax
 from jax.sharding import AbstractMesh, AxisType, PartitionSpec
 
 from boostax._core import axes, costs, jaxprs
+from boostax._core.handshake import assume_scaled
 from boostax._core.replicas import (
     PerReplica,
     enter_replica,
@@ -171,7 +172,9 @@ def traced(tx: optax.GradientTransformation, params: PyTree, place: Place) -> ja
         given: dict[str, Any] = {"value": value, "grad": grads, "value_fn": lambda _: value}
         if isinstance(tx, ScheduledFreeze):
             given["depth"] = tx.freezing.plan(params).drawn[0]
-        updates, state = extra_tx.update(grads, enter_replica(state), params, **given)
+        state = enter_replica(state)
+        grads = assume_scaled(grads, state)
+        updates, state = extra_tx.update(grads, state, params, **given)
         # Whatever it returns, equal on all or not.
         result = axes.to_varying((updates, state), place.names)
         return jax.tree.map(lambda x: x[None], result)

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 
-from boostax._core import checks, trees
+from boostax._core import checks, handshake, trees
 from boostax.precision.group_state import group_numbers, group_scales
 
 PyTree = Any
@@ -82,6 +82,7 @@ def scale_boundary(x: PyTree, opt_state_or_scales: PyTree, outer: Any, inner: An
         return x
     for argument, group in (("outer", outer), ("inner", inner)):
         _known(who, argument, group, scales.shape[0])
+    handshake.crossed(scales)
     ratio = jnp.asarray(scales, jnp.float32)[outer] / jnp.asarray(scales, jnp.float32)[inner]
     return crossed(x, ratio)
 

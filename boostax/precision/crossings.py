@@ -15,7 +15,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from boostax._core import jaxprs
+from boostax._core import handshake, jaxprs
 from boostax._core.programs import CALLS, CHECKPOINT, body_of, require_readable
 from boostax.precision.boundary import crossed
 from boostax.precision.group_state import check_labels, group_numbers
@@ -76,6 +76,7 @@ def group_boundaries(loss_fn: Callable[..., Any], labels: Any) -> Callable[..., 
                 f"{who}: scales must be one for each group, {count}, got shape {scales.shape}. "
                 "Give group_boundaries and group_loss_scale the same labels."
             )
+        handshake.crossed(scales, handshake.by_path(params, numbers))
         on_params = lambda params: loss_fn(params, *args, **kwargs)  # noqa: E731
         traced, shapes = jax.make_jaxpr(on_params, return_shape=True)(params)
         boundaries = _Boundaries(scales)

@@ -19,7 +19,7 @@ import optax
 from jax import lax
 from jax.core import Tracer
 
-from boostax._core import axes, checks, trees
+from boostax._core import axes, checks, handshake, trees
 from boostax._core.about import described
 from boostax._core.gate import GatedTransformation, Pending, branch, gate, run
 from boostax.precision.finite import largest_magnitudes, magnitude, usable
@@ -184,6 +184,7 @@ def group_loss_scale(
         trees.require_gradients(grads.raw, who)
         axes.require_local(grads.raw, names, who)
         numbers, _ = group_numbers(who, labels, grads.raw)
+        handshake.require(who, state.table, handshake.by_path(grads.raw, numbers))
         leaves, treedef = jax.tree.flatten(grads.raw)
         parts = [
             grads._replace(raw=[x for x, k in zip(leaves, numbers, strict=True) if k == group])

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import optax
 from jax import lax
 
-from boostax._core import checks, trees
+from boostax._core import checks, handshake, trees
 from boostax._core.groups import as_groups, group_count
 
 PyTree = Any
@@ -59,6 +59,10 @@ class GroupLossScaleState(NamedTuple):
     def scale(self) -> jax.Array:
         """f32, the scale of the last group, by which the loss is multiplied."""
         return self.scales[..., -1]
+
+    def known_by(self) -> jax.Array:
+        """The array by which a trace tells this scaler from others."""
+        return self.table
 
     def passed(self) -> jax.Array:
         """Whether the last call ran the inner transformation."""
@@ -114,7 +118,11 @@ def group_scales(opt_state: PyTree) -> jax.Array | None:
             f"group_scales: opt_state must hold one loss scaler, got {len(found)}. Put one scaler "
             "around the whole optimizer, outside optax.partition."
         )
-    return found[0].scales if found else None
+    if not found:
+        return None
+    scales = found[0].scales
+    handshake.hand_on(found[0].table, scales)
+    return scales
 
 
 def group_numbers(who: str, labels: Any, params: PyTree) -> tuple[list[int], int]:

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import optax
 from jax.core import Tracer
 
-from boostax._core import axes, checks, trees
+from boostax._core import axes, checks, handshake, trees
 from boostax._core.about import described
 from boostax._core.gate import GatedTransformation, Pending, gate, run
 from boostax.precision.finite import usable
@@ -54,6 +54,10 @@ class LossScaleState(NamedTuple):
     backoffs: jax.Array
     floor_hits: jax.Array
     inner_state: Any
+
+    def known_by(self) -> jax.Array:
+        """The array by which a trace tells this scaler from others."""
+        return self.scale
 
     def passed(self) -> jax.Array:
         """Whether the last call ran the inner transformation."""
@@ -103,7 +107,8 @@ def dynamic_loss_scale(
     weight decay. It never gives up and applies a bad step; watch ``skipped_in_a_row``.
 
     Put everything that must be skipped *inside*: ``dynamic_loss_scale(chain(clip, adamw))``. Pass
-    ``scale_loss(loss, opt_state)`` to ``jax.grad``, or use ``boostax.value_and_grad``, which does.
+    ``scale_loss(loss, opt_state)`` to ``jax.grad``, or use ``boostax.value_and_grad``, which does:
+    while it is traced, a scaler refuses gradients of a loss that nobody scaled.
 
     Args:
       inner: the rest of the optimizer; it sees f32 (or wider) gradients and params.
@@ -125,8 +130,9 @@ def dynamic_loss_scale(
       the pure ``update`` one.
 
     Raises:
-      ValueError, TypeError: an argument out of range; at trace time, already reduced gradients,
-        an unbound axis, integer gradients, or a decision that replicas could take differently.
+      ValueError, TypeError: an argument out of range; at trace time, gradients of a loss that was
+        not scaled (see ``assume_scaled``), already reduced ones, an unbound axis, integer
+        gradients, or a decision that replicas could take differently.
 
     Example:
       >>> import boostax, jax.numpy as jnp, optax
@@ -179,7 +185,8 @@ def dynamic_loss_scale(
             floor_hits=count(state.floor_hits, backs_off & (state.scale <= min_scale)),
         )
 
-    return _scaled(inner, init_scale, hysteresis, adjust, axis_name=axis_name, skip=True, who=who)
+    asks, skip = True, True
+    return _scaled(inner, init_scale, hysteresis, adjust, axis_name, skip=skip, asks=asks, who=who)
 
 
 def static_loss_scale(
@@ -221,7 +228,8 @@ def static_loss_scale(
     def adjust(state: LossScaleState, ok: jax.Array) -> LossScaleState:
         return state._replace(clean_steps=jnp.where(ok, count(state.clean_steps, ok), 0))
 
-    return _scaled(inner, scale, 1, adjust, axis_name=axis_name, skip=skip_nonfinite, who=who)
+    asks, skip = isinstance(scale, Tracer) or bool(scale != 1), skip_nonfinite
+    return _scaled(inner, scale, 1, adjust, axis_name, skip=skip, asks=asks, who=who)
 
 
 def _scaled(
@@ -229,9 +237,10 @@ def _scaled(
     init_scale: float,
     tolerance: int,
     adjust: Callable[[LossScaleState, jax.Array], LossScaleState],
-    *,
     axis_name: axes.AxisName | None,
+    *,
     skip: bool,
+    asks: bool,
     who: str,
 ) -> GatedTransformation:
     checks.transformation(who, "inner", inner)
@@ -256,6 +265,8 @@ def _scaled(
     ) -> tuple[PyTree, LossScaleState]:
         trees.require_gradients(grads.raw, who)
         axes.require_local(grads.raw, names, who)
+        if asks:
+            handshake.require(who, state.scale)
         unscaled = grads.times(*_reciprocal(state.scale))
 
         def heavy() -> tuple[PyTree, Any]:
@@ -311,6 +322,9 @@ def scale_loss(loss: jax.Array, opt_state: PyTree) -> jax.Array:
     Returns:
       Scalar, f32 or f64.
 
+    Raises:
+      ValueError: a loss that is scaled already, or inside ``boostax.value_and_grad``, which scales.
+
     Example:
       >>> import boostax, jax.numpy as jnp, optax
       >>> state = boostax.static_loss_scale(optax.sgd(0.1), 2.0**15).init(jnp.zeros(3))
@@ -318,7 +332,8 @@ def scale_loss(loss: jax.Array, opt_state: PyTree) -> jax.Array:
       81920.0
     """
     wide = trees.at_least_float32(jnp.asarray(loss))
-    return wide * loss_scale(opt_state).astype(wide.dtype)
+    product = wide * loss_scale(opt_state).astype(wide.dtype)
+    return handshake.scaled_once(loss, product, opt_state)
 
 
 def _reciprocal(scale: jax.Array) -> tuple[jax.Array, jax.Array]:

@@ -11,7 +11,9 @@ import numpy as np
 import optax
 
 from boostax._core.axes import AxisName
+from boostax._core.handshake import assume_scaled
 from boostax.reduce.mean import all_reduce
+from boostax.train.apply import apply_gradients
 
 PyTree = Any
 
@@ -133,6 +135,13 @@ def poison(grads: PyTree, value: float) -> PyTree:
     return jax.tree.unflatten(treedef, leaves)
 
 
+def apply_scaled(
+    tx: optax.GradientTransformation, grads: PyTree, state: Any, params: PyTree
+) -> tuple[PyTree, Any]:
+    """A step with drawn gradients, taken as scaled already."""
+    return apply_gradients(tx, assume_scaled(grads, state), state, params)
+
+
 def assert_same(left: PyTree, right: PyTree, what: str) -> None:
     """Bit for bit: structure, dtypes, values."""
     assert jax.tree.structure(left) == jax.tree.structure(right), f"{what}: structure differs"
@@ -164,7 +173,7 @@ def steps(
 
     @jax.jit
     def step(params: PyTree, state: Any, grads: PyTree) -> tuple[PyTree, Any]:
-        updates, state = tx.update(grads, state, params)
+        updates, state = tx.update(assume_scaled(grads, state), state, params)
         return optax.apply_updates(params, updates), state
 
     for seed in seeds:

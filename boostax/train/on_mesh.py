@@ -8,7 +8,7 @@ import jax
 import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from boostax._core import axes, checks, trees
+from boostax._core import axes, checks, handshake, trees
 from boostax._core.gate import GatedTransformation, Pending, flush_inner
 from boostax._core.placement import Placement, plain
 from boostax._core.replicas import PerReplica, is_per_replica, specs_like, stack_replicas
@@ -120,7 +120,10 @@ def placed_on(
         raw = grads.raw if is_per_replica(grads.raw) else PerReplica(_stacked(grads.raw, place))
         _require_stacked(raw, params, place)
 
+        outside = state
+
         def change(grads: Pending, state: PyTree, params: PyTree, given: Any) -> Any:
+            handshake.hand_on_state(outside, state)
             own = params.local if is_per_replica(params) else params
             pending = grads._replace(raw=grads.raw.local)
             more = given | fixed

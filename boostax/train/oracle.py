@@ -12,7 +12,7 @@ from jax import lax
 from jax.custom_batching import custom_vmap
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-from boostax._core import axes, checks, trees
+from boostax._core import axes, checks, handshake, trees
 from boostax._core.replicas import PerReplica, is_per_replica, without
 from boostax.accumulate.aux import Aux, as_aux, divide, drop_empty, weigh
 from boostax.accumulate.microbatch import microbatch
@@ -105,7 +105,9 @@ def value_and_grad(
     ) -> tuple[Any, PyTree]:
         axes.require_bound(names, who)
         scale, scales = loss_scale(opt_state), group_scales(opt_state)
-        return local(params, batch, scale, _given(kwargs | {"scales": scales}), active)
+        handshake.multiplied(opt_state)
+        with handshake.scaling(opt_state):
+            return local(params, batch, scale, _given(kwargs | {"scales": scales}), active)
 
     def local(
         params: PyTree, batch: PyTree, scale: jax.Array, given: dict[str, Any], active: PyTree
@@ -184,11 +186,14 @@ class Oracle:
         def gradients(
             params: PyTree, opt_state: PyTree, batch: PyTree, *, active: PyTree = True, **kw: Any
         ) -> tuple[Any, PyTree]:
-            given = _given(kw | {"scales": group_scales(opt_state)})
+            scales = group_scales(opt_state)
+            given = _given(kw | {"scales": scales})
+            handshake.multiplied(opt_state)
             at = active.at if isinstance(active, Choice) else None
 
             def each(params: PyTree, batch: PyTree, more: Any) -> tuple[Any, PyTree]:
                 scale, at, given = more
+                handshake.hand_on(scales, given.get("scales"))
                 params, given = own(params, given)
                 chosen = active if at is None else active._replace(at=at)
                 value, grads = self.local(params, batch, scale, given, chosen)
@@ -196,7 +201,8 @@ class Oracle:
 
             run = mapped(each, params, (whole, rows))
             more = loss_scale(opt_state), at, given
-            value, grads = run(_gathered(mesh, self.names, params), batch, more)
+            with handshake.scaling(opt_state):
+                value, grads = run(_gathered(mesh, self.names, params), batch, more)
             return value, PerReplica(grads)
 
         def loss_at(batch: PyTree, **kw: Any) -> Callable[[PyTree], jax.Array]:

@@ -1,0 +1,373 @@
+"""Scalers refuse, while they are traced, gradients of a loss that nobody scaled."""
+
+import copy
+import functools
+import gc
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import boostax
+
+W = {"body": jnp.ones(3), "head": jnp.full(3, 0.5)}
+X = jnp.arange(24.0).reshape(8, 3) / 10
+LABELS = {"body": 0, "head": 1}
+
+
+def loss_fn(params, x):
+    return jnp.mean((jnp.tanh(x * params["body"]) @ params["head"] - 1) ** 2)
+
+
+def unscaled(params, state, x):
+    del state
+    return jax.value_and_grad(loss_fn)(params, x)
+
+
+def by_oracle(params, state, x):
+    return boostax.value_and_grad(loss_fn)(params, state, x)
+
+
+def by_scale_loss(params, state, x):
+    return jax.value_and_grad(lambda p: boostax.scale_loss(loss_fn(p, x), state))(params)
+
+
+def vouched(params, state, x):
+    loss, grads = jax.value_and_grad(lambda p: loss_fn(p, x) * 2.0**16)(params)
+    return loss, boostax.assume_scaled(grads, state)
+
+
+def in_a_scan(params, state, x):
+    def slice_of(total, rows):
+        loss, grads = by_scale_loss(params, state, rows)
+        return jax.tree.map(jnp.add, total, grads), loss
+
+    zeros = jax.tree.map(jnp.zeros_like, params)
+    total, losses = jax.lax.scan(slice_of, zeros, x.reshape(2, 4, 3))
+    return losses.mean(), boostax.assume_scaled(jax.tree.map(lambda g: g / 2, total), state)
+
+
+def checkpointed(params, state, x):
+    loss = jax.checkpoint(lambda p: boostax.scale_loss(loss_fn(p, x), state))
+    return jax.value_and_grad(loss)(params)
+
+
+SCALED = [by_oracle, by_scale_loss, vouched, in_a_scan, checkpointed]
+SCALERS = {
+    "dynamic": boostax.dynamic_loss_scale,
+    "static": functools.partial(boostax.static_loss_scale, scale=2.0**16),
+    "chained": lambda tx: optax.chain(boostax.dynamic_loss_scale(tx), optax.scale(1.0)),
+    "window inside": lambda tx: boostax.dynamic_loss_scale(boostax.accumulate(tx, every=2)),
+    "window outside": lambda tx: boostax.accumulate(boostax.dynamic_loss_scale(tx), every=2),
+    "MultiSteps": lambda tx: optax.MultiSteps(
+        boostax.dynamic_loss_scale(tx), 2
+    ).gradient_transformation(),
+    "apply_if_finite": lambda tx: optax.apply_if_finite(boostax.dynamic_loss_scale(tx), 3),
+    "hyperparams": lambda tx: optax.inject_hyperparams(
+        lambda rate: boostax.dynamic_loss_scale(optax.chain(tx, optax.scale(rate)))
+    )(rate=1.0),
+    "flattened": lambda tx: optax.flatten(boostax.dynamic_loss_scale(tx)),
+    "partition": lambda tx: optax.partition(
+        {"all": boostax.dynamic_loss_scale(tx)}, lambda p: jax.tree.map(lambda _: "all", p)
+    ),
+    "conditional": lambda tx: optax.conditionally_transform(
+        boostax.dynamic_loss_scale(tx), lambda step, **_: step >= 0
+    ),
+}
+
+
+def step_of(tx, gradients):
+    def step(params, state, x):
+        _, grads = gradients(params, state, x)
+        return boostax.apply_gradients(tx, grads, state, params)
+
+    return step
+
+
+def jitted(step):
+    return jax.jit(step)
+
+
+def mapped(step, check):
+    mesh = jax.make_mesh((2,), ("data",), axis_types=(AxisType.Auto,))
+    return jax.jit(
+        jax.shard_map(step, mesh=mesh, in_specs=(P(), P(), P()), out_specs=P(), check_vma=check)
+    )
+
+
+def looped(step):
+    @jax.jit
+    def run(params, state, x):
+        return jax.lax.fori_loop(0, 2, lambda _, carry: step(*carry, x), (params, state))
+
+    return run
+
+
+def pmapped(step):
+    run = jax.pmap(step, in_axes=(None, None, 0), axis_name="data")
+    return lambda params, state, x: jax.tree.map(
+        lambda a: a[0], run(params, state, jnp.stack([x, x]))
+    )
+
+
+CONTEXTS = {
+    "jit": jitted,
+    "scan": looped,
+    "shard_map": functools.partial(mapped, check=True),
+    "shard_map, unchecked": functools.partial(mapped, check=False),
+    "pmap": pmapped,
+}
+
+
+@pytest.mark.parametrize("name", SCALERS)
+@pytest.mark.parametrize("gradients", SCALED, ids=lambda fn: fn.__name__)
+def test_a_scaled_loss_is_taken_through_every_wrapper(name, gradients):
+    tx = SCALERS[name](optax.sgd(0.1))
+    jax.eval_shape(step_of(tx, gradients), W, tx.init(W), X)
+
+
+@pytest.mark.parametrize("name", SCALERS)
+def test_a_plain_loss_is_refused_through_every_wrapper(name):
+    tx = SCALERS[name](optax.sgd(0.1))
+    with pytest.raises(ValueError, match=r"boostax\.value_and_grad\(loss_fn\)"):
+        jax.eval_shape(step_of(tx, unscaled), W, tx.init(W), X)
+
+
+@pytest.mark.parametrize("name", CONTEXTS)
+def test_a_plain_loss_is_refused_in_every_context(name):
+    tx = boostax.dynamic_loss_scale(optax.sgd(0.1))
+    run = CONTEXTS[name]
+    with pytest.raises(ValueError, match=r"assume_scaled\(grads, opt_state\)"):
+        run(step_of(tx, unscaled))(W, tx.init(W), X)
+    for gradients in (by_oracle, by_scale_loss):
+        params, _ = run(step_of(tx, gradients))(W, tx.init(W), X)
+        assert float(jnp.abs(params["head"] - W["head"]).max()) > 1e-3
+
+
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+def test_a_plain_loss_is_refused_on_global_arrays(kind):
+    mesh = jax.make_mesh((4,), ("data",), axis_types=(kind,))
+    params = jax.device_put(W, NamedSharding(mesh, P()))
+    tx = optax.chain(boostax.all_reduce("data"), optax.sgd(0.1))
+    tx = boostax.dynamic_loss_scale(tx, axis_name="data")
+    tx = boostax.on_mesh(tx, params, axis_name="data")
+    oracle = boostax.value_and_grad(loss_fn, mesh=mesh, axis_name="data")
+    state, x = tx.init(params), jax.device_put(X, NamedSharding(mesh, P("data")))
+
+    def plain(params, state, x):
+        loss, grads = oracle(params, optax.EmptyState(), x)
+        return loss, grads
+
+    with pytest.raises(ValueError, match="got some of a loss that was not"):
+        jax.jit(step_of(tx, plain))(params, state, x)
+    jax.jit(step_of(tx, oracle))(params, state, x)
+
+
+def test_another_optimizers_state_is_no_scale():
+    """Two optimizers in one step: the scale of the one says nothing of the other's."""
+    one, two = (boostax.dynamic_loss_scale(optax.sgd(r)) for r in (0.1, 0.2))
+
+    def step(params, states, x, swapped):
+        _, grads = by_oracle(params, states[0], x)
+        params, _ = boostax.apply_gradients(one, grads, states[0], params)
+        _, grads = by_oracle(params, states[0 if swapped else 1], x)
+        return boostax.apply_gradients(two, grads, states[1], params)[0]
+
+    states = one.init(W), two.init(W)
+    jax.eval_shape(functools.partial(step, swapped=False), W, states, X)
+    with pytest.raises(ValueError, match="the scale in this opt_state"):
+        jax.eval_shape(functools.partial(step, swapped=True), W, states, X)
+
+
+@pytest.mark.parametrize("gradients", [by_oracle, by_scale_loss])
+def test_params_in_the_place_of_the_state_are_refused(gradients):
+    tx = boostax.dynamic_loss_scale(optax.sgd(0.1))
+    wrong = lambda params, state, x: gradients(params, params, x)  # noqa: E731
+    with pytest.raises(ValueError, match="got some of a loss that was not"):
+        jax.eval_shape(step_of(tx, wrong), W, tx.init(W), X)
+
+
+def test_the_scale_of_the_last_call_is_no_longer_good():
+    tx = boostax.dynamic_loss_scale(optax.sgd(0.1))
+
+    def two_steps(params, state, x):
+        _, grads = by_oracle(params, state, x)
+        params, state = boostax.apply_gradients(tx, grads, state, params)
+        _, grads = unscaled(params, state, x)
+        return boostax.apply_gradients(tx, grads, state, params)
+
+    with pytest.raises(ValueError, match="got some of a loss that was not"):
+        jax.eval_shape(two_steps, W, tx.init(W), X)
+
+
+def test_reading_a_scale_to_log_it_is_not_scaling():
+    tx = boostax.dynamic_loss_scale(optax.sgd(0.1))
+
+    def logged(params, state, x):
+        loss, grads = unscaled(params, state, x)
+        return (loss, boostax.loss_scale(state), boostax.metrics(state)), grads
+
+    with pytest.raises(ValueError, match="got some of a loss that was not"):
+        jax.eval_shape(step_of(tx, logged), W, tx.init(W), X)
+
+
+@pytest.mark.parametrize("context", ["eager", "jit"])
+def test_a_loss_is_scaled_once(context):
+    run = jax.eval_shape if context == "jit" else lambda fn, *args: fn(*args)
+    state = boostax.dynamic_loss_scale(optax.sgd(0.1)).init(W)
+
+    def by_both(params, state, x):
+        scaled = lambda p, x: boostax.scale_loss(loss_fn(p, x), state)  # noqa: E731
+        return boostax.value_and_grad(scaled)(params, state, x)
+
+    def by_hand(params, state, x):
+        return boostax.scale_loss(boostax.scale_loss(loss_fn(params, x), state), state)
+
+    for fn in (by_both, by_hand):
+        with pytest.raises(ValueError, match="must be multiplied by the scale once"):
+            run(fn, W, state, X)
+    run(by_oracle, W, state, X)  # A refusal leaves nothing behind.
+    plain = optax.sgd(0.1).init(W)
+    run(by_hand, W, plain, X)
+
+
+def test_two_losses_of_one_state_are_scaled_each():
+    tx = boostax.dynamic_loss_scale(optax.sgd(0.1))
+
+    def both(params, state, x):
+        def total(p):
+            halves = jnp.split(x, 2)
+            return sum(boostax.scale_loss(loss_fn(p, half), state) for half in halves)
+
+        return jax.value_and_grad(total)(params)
+
+    jax.eval_shape(step_of(tx, both), W, tx.init(W), X)
+
+
+def test_a_scale_of_one_asks_for_nothing():
+    tx = boostax.static_loss_scale(optax.sgd(0.1), 1.0)
+    jax.eval_shape(step_of(tx, unscaled), W, tx.init(W), X)
+
+
+def test_gradients_of_another_jit_need_a_word():
+    tx = boostax.dynamic_loss_scale(optax.sgd(0.1))
+    gradients = jax.jit(by_oracle)
+    state = tx.init(W)
+    _, grads = gradients(W, state, X)
+    with pytest.raises(ValueError, match="assume_scaled"):
+        jax.jit(tx.update)(grads, state, W)
+    told = jax.jit(lambda g, s, p: tx.update(boostax.assume_scaled(g, s), s, p)[0])
+    updates = told(grads, state, W)
+    expected = tx.update(grads, state, W)[0]
+    jax.tree.map(np.testing.assert_array_equal, updates, expected)
+
+
+def test_an_inner_jit_of_the_update_is_within_the_step():
+    tx = boostax.dynamic_loss_scale(optax.sgd(0.1))
+    inner = jax.jit(functools.partial(boostax.apply_gradients, tx))
+
+    @jax.jit
+    def step(params, state, x):
+        _, grads = by_oracle(params, state, x)
+        return inner(grads, state, params)
+
+    step(W, tx.init(W), X)
+
+
+def scaled_groups(loss, params, state, x):
+    return boostax.value_and_grad(loss)(params, state, x)
+
+
+def crossing_by_hand(params, x, *, scales=None):
+    hidden = jnp.tanh(x * params["body"])
+    if scales is not None:
+        hidden = boostax.scale_boundary(hidden, scales, 0, 1)
+    return jnp.mean((hidden @ params["head"] - 1) ** 2)
+
+
+def ignoring(params, x, *, scales=None):
+    del scales
+    return loss_fn(params, x)
+
+
+def group_step(loss, tx, microbatches=1):
+    oracle = boostax.value_and_grad(loss, microbatches=microbatches)
+    return step_of(tx, oracle)
+
+
+@pytest.mark.parametrize("microbatches", [1, 2])
+def test_groups_need_their_boundaries(microbatches):
+    tx = boostax.group_loss_scale(optax.sgd(0.1), LABELS)
+    state = tx.init(W)
+    found = boostax.group_boundaries(loss_fn, LABELS)
+    for loss in (crossing_by_hand, found):
+        jax.eval_shape(group_step(loss, tx, microbatches), W, state, X)
+    with pytest.raises(ValueError, match="leaves scales= alone"):
+        jax.eval_shape(group_step(ignoring, tx, microbatches), W, state, X)
+    swapped = boostax.group_boundaries(loss_fn, {"body": 1, "head": 0})
+    with pytest.raises(ValueError, match="labels must be those of group_boundaries"):
+        jax.eval_shape(group_step(swapped, tx, microbatches), W, state, X)
+    single = boostax.group_loss_scale(optax.sgd(0.1), {"body": 0, "head": 0})
+    jax.eval_shape(group_step(ignoring, single, microbatches), W, single.init(W), X)
+
+
+def test_groups_on_global_arrays_need_their_boundaries():
+    mesh = jax.make_mesh((4,), ("data",), axis_types=(AxisType.Auto,))
+    params = jax.device_put(W, NamedSharding(mesh, P()))
+    tx = optax.chain(boostax.all_reduce("data"), optax.sgd(0.1))
+    tx = boostax.group_loss_scale(tx, LABELS, axis_name="data")
+    tx = boostax.on_mesh(tx, params, axis_name="data")
+    state = tx.init(params)
+    for loss in (crossing_by_hand, boostax.group_boundaries(loss_fn, LABELS)):
+        oracle = boostax.value_and_grad(loss, mesh=mesh, axis_name="data")
+        jax.eval_shape(step_of(tx, oracle), params, state, X)
+    oracle = boostax.value_and_grad(ignoring, mesh=mesh, axis_name="data")
+    with pytest.raises(ValueError, match="leaves scales= alone"):
+        jax.eval_shape(step_of(tx, oracle), params, state, X)
+
+
+def test_groups_scaled_by_hand():
+    tx = boostax.group_loss_scale(optax.sgd(0.1), LABELS)
+
+    def by_hand(loss, params, state, x):
+        scales = boostax.group_scales(state)
+        scaled = lambda p: boostax.scale_loss(loss(p, x, scales=scales), state)  # noqa: E731
+        return jax.value_and_grad(scaled)(params)
+
+    run = lambda loss: jax.eval_shape(  # noqa: E731
+        step_of(tx, functools.partial(by_hand, loss)), W, tx.init(W), X
+    )
+    run(crossing_by_hand)
+    with pytest.raises(ValueError, match="leaves scales= alone"):
+        run(ignoring)
+
+
+def test_the_program_is_the_same_with_and_without_a_word():
+    """The handshake is Python's: not an equation more."""
+    tx = boostax.dynamic_loss_scale(optax.adam(0.1))
+
+    def text(gradients):
+        step = jax.jit(step_of(tx, gradients), donate_argnums=(0, 1))
+        return step.lower(copy.copy(W), tx.init(W), X).as_text()
+
+    def twice_vouched(params, state, x):
+        loss, grads = by_oracle(params, state, x)
+        return loss, boostax.assume_scaled(grads, state)
+
+    assert text(by_oracle) == text(twice_vouched)
+
+
+def test_marks_do_not_outlive_their_trace():
+    from boostax._core import handshake
+
+    tx = boostax.dynamic_loss_scale(optax.sgd(0.1))
+    gc.collect()
+    before = len(handshake._MARKS), len(handshake._SCALED)
+    for _ in range(3):
+        jax.jit(step_of(tx, by_scale_loss)).lower(W, tx.init(W), X)
+    gc.collect()
+    assert (len(handshake._MARKS), len(handshake._SCALED)) == before
