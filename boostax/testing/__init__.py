@@ -15,6 +15,7 @@ In pytest::
 
 from boostax.testing._case import Case as Case
 from boostax.testing._case import Law as Law
+from boostax.testing._case import drawn as drawn
 from boostax.testing._mapped import MAPPED_LAWS as MAPPED_LAWS
 from boostax.testing._placed import PLACED_LAWS as PLACED_LAWS
 from boostax.testing._single import SINGLE_LAWS as SINGLE_LAWS

@@ -11,9 +11,9 @@ import numpy as np
 import optax
 
 from boostax._core.axes import AxisName
+from boostax._core.gate import GatedTransformation
 from boostax._core.handshake import assume_scaled
 from boostax.reduce.mean import all_reduce
-from boostax.train.apply import apply_gradients
 
 PyTree = Any
 
@@ -51,15 +51,40 @@ class Case:
 
     def single(self, inner: Any = None) -> optax.GradientTransformationExtraArgs:
         """The transformation on one device."""
-        made = self.make(optimizer() if inner is None else inner, None)
-        return optax.with_extra_args_support(made)
+        return drawn(self.make(optimizer() if inner is None else inner, None))
 
     def mapped(self, axis_name: AxisName) -> optax.GradientTransformationExtraArgs:
         """The transformation inside a mapped function, with a mean over replicas if it has none."""
         inner = optimizer()
         if not self.reduces:
             inner = optax.chain(all_reduce(axis_name), inner)
-        return optax.with_extra_args_support(self.make(inner, axis_name))
+        return drawn(self.make(inner, axis_name))
+
+
+def drawn(tx: optax.GradientTransformation) -> optax.GradientTransformationExtraArgs:
+    """A transformation for gradients that a test draws: a scaler takes them as scaled.
+
+    Example:
+      >>> import boostax, jax, jax.numpy as jnp, optax
+      >>> tx = boostax.testing.drawn(boostax.static_loss_scale(optax.sgd(1.0), 8.0))
+      >>> w = jnp.float32(1.0)
+      >>> float(jax.jit(tx.update)(jnp.float32(2.0), tx.init(w), w)[0])
+      -0.25
+    """
+    if isinstance(tx, GatedTransformation):
+
+        def step(grads: Any, state: Any, *args: Any, **kwargs: Any) -> tuple[PyTree, Any]:
+            return tx.step(assume_scaled(grads, state), state, *args, **kwargs)
+
+        return GatedTransformation(tx.init, step, tx.flush)
+
+    def update(
+        grads: PyTree, state: Any, params: PyTree = None, **extra: Any
+    ) -> tuple[PyTree, Any]:
+        given = assume_scaled(grads, state)
+        return optax.with_extra_args_support(tx).update(given, state, params, **extra)
+
+    return optax.GradientTransformationExtraArgs(tx.init, update)
 
 
 Law = Callable[[Case], None]
@@ -135,13 +160,6 @@ def poison(grads: PyTree, value: float) -> PyTree:
     return jax.tree.unflatten(treedef, leaves)
 
 
-def apply_scaled(
-    tx: optax.GradientTransformation, grads: PyTree, state: Any, params: PyTree
-) -> tuple[PyTree, Any]:
-    """A step with drawn gradients, taken as scaled already."""
-    return apply_gradients(tx, assume_scaled(grads, state), state, params)
-
-
 def assert_same(left: PyTree, right: PyTree, what: str) -> None:
     """Bit for bit: structure, dtypes, values."""
     assert jax.tree.structure(left) == jax.tree.structure(right), f"{what}: structure differs"
@@ -173,7 +191,7 @@ def steps(
 
     @jax.jit
     def step(params: PyTree, state: Any, grads: PyTree) -> tuple[PyTree, Any]:
-        updates, state = tx.update(assume_scaled(grads, state), state, params)
+        updates, state = tx.update(grads, state, params)
         return optax.apply_updates(params, updates), state
 
     for seed in seeds:

@@ -20,7 +20,6 @@ from boostax._core.replicas import (
 )
 from boostax.testing._case import (
     Case,
-    apply_scaled,
     assert_close,
     assert_same,
     even_params,
@@ -28,6 +27,7 @@ from boostax.testing._case import (
     laws_in,
     poison,
 )
+from boostax.train.apply import apply_gradients
 
 PyTree = Any
 AXIS = "data"
@@ -51,7 +51,7 @@ def train(
     """Params and state after a step for each of these gradients."""
     state = tx.init(params)
     for grads in windows:
-        params, state = apply_scaled(tx, grads, state, params)
+        params, state = apply_gradients(tx, grads, state, params)
     return params, state
 
 
@@ -111,7 +111,7 @@ def results_are_typed_equal(case: Case) -> None:
     def local(params: PyTree, state: Any, grads: PyTree) -> tuple[PyTree, Any]:
         grads = jax.tree.map(lambda g: g[0], grads)
         own = enter_replica(params).local if case.own_params else params
-        new, new_state = apply_scaled(tx, grads, enter_replica(state), own)
+        new, new_state = apply_gradients(tx, grads, enter_replica(state), own)
         new = leave_replica(PerReplica(new)) if case.own_params else new
         return new, leave_replica(new_state)
 
@@ -157,7 +157,7 @@ def skip_holds_for_a_hundred_bad_steps_on_every_replica(case: Case) -> None:
     def train(params: PyTree, grads: PyTree) -> Any:
         own = local_params(params, AXIS) if case.own_params else params
         start = (own, tx.init(params))
-        step = lambda _, carry: apply_scaled(tx, grads, carry[1], carry[0])  # noqa: E731
+        step = lambda _, carry: apply_gradients(tx, grads, carry[1], carry[0])  # noqa: E731
         return start, jax.lax.fori_loop(0, 100, step, start)
 
     for mode in MODES:
@@ -183,7 +183,7 @@ def _trace_step(case: Case, prepare: Callable[[PyTree], PyTree]) -> None:
     def local(params: PyTree, x: jax.Array) -> PyTree:
         loss = lambda p: jnp.mean(x @ p["w"]) + jnp.sum(p["b"]) * x.mean()  # noqa: E731
         grads = jax.grad(loss)(prepare(params))
-        new = apply_scaled(tx, grads, tx.init(params), params)[0]
+        new = apply_gradients(tx, grads, tx.init(params), params)[0]
         return jax.tree.map(lambda x: x[None], new) if case.own_params else new
 
     mapped = jax.shard_map(
@@ -198,7 +198,9 @@ def _trace_step(case: Case, prepare: Callable[[PyTree], PyTree]) -> None:
 def an_unbound_axis_is_named(case: Case) -> None:
     """Section 9: outside a mapped function the error names the axis."""
     tx, params = case.mapped(AXIS), even_params()
-    _raises(lambda: apply_scaled(tx, example_grads(params, 0), tx.init(params), params), repr(AXIS))
+    _raises(
+        lambda: apply_gradients(tx, example_grads(params, 0), tx.init(params), params), repr(AXIS)
+    )
 
 
 def _shared(state: Any) -> PyTree:

@@ -10,7 +10,6 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from boostax._core.replicas import PerReplica, stack_replicas, without
 from boostax.testing._case import (
     Case,
-    apply_scaled,
     assert_close,
     assert_same,
     even_params,
@@ -18,6 +17,7 @@ from boostax.testing._case import (
     poison,
 )
 from boostax.testing._mapped import AXIS, replica_grads, train
+from boostax.train.apply import apply_gradients
 from boostax.train.on_mesh import on_mesh
 
 PyTree = Any
@@ -102,7 +102,7 @@ def run(case: Case, placed: Placed, windows: list[PyTree]) -> tuple[PyTree, Any]
         )
     where = jax.tree.map(lambda x: x.sharding, (params, state))
     step: Any = jax.jit(
-        lambda params, state, grads: apply_scaled(tx, PerReplica(grads), state, params),
+        lambda params, state, grads: apply_gradients(tx, PerReplica(grads), state, params),
         donate_argnums=(0, 1),
     )
     for grads in windows:

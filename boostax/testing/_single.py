@@ -8,10 +8,8 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-from boostax._core.handshake import assume_scaled
 from boostax.testing._case import (
     Case,
-    apply_scaled,
     assert_close,
     assert_same,
     even_params,
@@ -23,7 +21,7 @@ from boostax.testing._case import (
     steps,
     types_of,
 )
-from boostax.train.apply import metrics
+from boostax.train.apply import apply_gradients, metrics
 
 PyTree = Any
 
@@ -68,7 +66,7 @@ def keeps_types_and_traces_once(case: Case) -> None:
         def step(params: PyTree, state: Any, grads: PyTree, tx: Any = tx) -> tuple[PyTree, Any]:
             nonlocal traces
             traces += 1
-            return apply_scaled(tx, grads, state, params)
+            return apply_gradients(tx, grads, state, params)
 
         before = types_of((params, state))
         for seed in range(2 * case.calls + 1):
@@ -85,7 +83,7 @@ def works_in_float64(case: Case) -> None:
         state = tx.init(params)
         for _ in range(case.calls):
             grads = {"w": jnp.asarray([1.0 / 3.0, 1.0], jnp.float64)}
-            params, state = apply_scaled(tx, grads, state, params)
+            params, state = apply_gradients(tx, grads, state, params)
         moved: Any = jax.tree.leaves(params)[0]
         assert moved.dtype == jnp.float64
         assert abs(float(moved[0] / moved[1]) - 1.0 / 3.0) < 1e-15, "rounded to f32"
@@ -106,7 +104,7 @@ def init_can_be_donated_at_once(case: Case) -> None:
     state = tx.init(params)
     pointers = [x.unsafe_buffer_pointer() for x in jax.tree.leaves((params, state)) if x.size]
     assert len(pointers) == len(set(pointers)), "two leaves share a buffer"
-    step = jax.jit(lambda p, s, g: apply_scaled(tx, g, s, p), donate_argnums=(0, 1))
+    step = jax.jit(lambda p, s, g: apply_gradients(tx, g, s, p), donate_argnums=(0, 1))
     for seed in range(2):
         params, state = step(params, state, example_grads(params, seed))
     abstract = jax.eval_shape(tx.init, params)
@@ -147,7 +145,7 @@ def apply_gradients_equals_update_and_apply(case: Case) -> None:
     tx, params = case.single(), example_params()
     expected, expected_state = steps(tx, params, tx.init(params), range(2 * case.calls))
     state = tx.init(params)
-    step = jax.jit(lambda p, s, g: apply_scaled(tx, g, s, p))
+    step = jax.jit(lambda p, s, g: apply_gradients(tx, g, s, p))
     for seed in range(2 * case.calls):
         params, state = step(params, state, example_grads(params, seed))
     assert_close(params, expected, "params")
@@ -164,7 +162,7 @@ def scan_eager_and_disabled_jit_agree(case: Case) -> None:
     )
 
     def body(carry: Any, grads: PyTree) -> tuple[Any, None]:
-        return apply_scaled(tx, grads, carry[1], carry[0]), None
+        return apply_gradients(tx, grads, carry[1], carry[0]), None
 
     scanned, _ = jax.lax.scan(body, (params, tx.init(params)), stacked)
     assert_close(scanned, expected, "scan")
@@ -172,9 +170,9 @@ def scan_eager_and_disabled_jit_agree(case: Case) -> None:
     with jax.disable_jit():
         disabled = (params, tx.init(params))
         for seed in range(case.calls):
-            disabled = apply_scaled(tx, example_grads(params, seed), disabled[1], disabled[0])
+            disabled = apply_gradients(tx, example_grads(params, seed), disabled[1], disabled[0])
     for seed in range(case.calls):
-        eager = apply_scaled(tx, example_grads(params, seed), eager[1], eager[0])
+        eager = apply_gradients(tx, example_grads(params, seed), eager[1], eager[0])
     assert_close(disabled, eager, "disable_jit")
 
 
@@ -183,7 +181,7 @@ def vmap_over_an_ensemble(case: Case) -> None:
     tx, members = case.single(), [example_params(), jax.tree.map(lambda p: 2 * p, example_params())]
     stack = lambda trees: jax.tree.map(lambda *x: jnp.stack(x), *trees)  # noqa: E731
     params, state = stack(members), jax.vmap(tx.init)(stack(members))
-    step = jax.jit(jax.vmap(lambda p, s, g: apply_scaled(tx, g, s, p)))
+    step = jax.jit(jax.vmap(lambda p, s, g: apply_gradients(tx, g, s, p)))
     for seed in range(case.calls):
         grads = stack([example_grads(members[0], seed), example_grads(members[1], seed + 50)])
         params, state = step(params, state, grads)
@@ -199,7 +197,7 @@ def meta_gradients_are_finite(case: Case) -> None:
         p: PyTree = params
         state = tx.init(params)
         for _ in range(case.calls):
-            updates, state = tx.update(assume_scaled(grads, state), state, p)
+            updates, state = tx.update(grads, state, p)
             p = optax.apply_updates(p, updates)
         return jnp.sum(p["w"] ** 2)
 
@@ -217,7 +215,7 @@ def sharded_arrays_under_plain_jit(case: Case) -> None:
             params = jax.device_put(even_params(), sharding)
             tx = case.single()
             state = tx.init(params)
-            step = jax.jit(lambda p, s, g, tx=tx: apply_scaled(tx, g, s, p))
+            step = jax.jit(lambda p, s, g, tx=tx: apply_gradients(tx, g, s, p))
             for seed in range(2 * case.calls):
                 grads = jax.device_put(example_grads(even_params(), seed), sharding)
                 params, state = step(params, state, grads)
@@ -231,7 +229,7 @@ def skip_is_as_if_the_step_never_was(case: Case) -> None:
     """Section 5: params and inner state bit-equal, for every way of being bad."""
     bad = {"nan": jnp.nan, "inf": jnp.inf, "-inf": -jnp.inf, "overflowing square": 1e36}
     tx = case.single()
-    step = jax.jit(lambda p, s, g: apply_scaled(tx, g, s, p))
+    step = jax.jit(lambda p, s, g: apply_gradients(tx, g, s, p))
     params, state = steps(tx, example_params(), tx.init(example_params()), range(case.calls))
     for name, value in bad.items():
         ruined = poison(example_grads(params, 99), value)
@@ -250,7 +248,7 @@ def skip_holds_for_a_hundred_bad_steps(case: Case) -> None:
 
     @jax.jit
     def hundred(params: PyTree, state: Any) -> tuple[PyTree, Any]:
-        body = lambda _, carry: apply_scaled(tx, nan, carry[1], carry[0])  # noqa: E731
+        body = lambda _, carry: apply_gradients(tx, nan, carry[1], carry[0])  # noqa: E731
         return jax.lax.fori_loop(0, 100, body, (params, state))
 
     after, state_after = hundred(params, state)
