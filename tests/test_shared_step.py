@@ -7,6 +7,7 @@ import optax
 import pytest
 
 import boostax
+from boostax._core.gate import gate_of
 
 AXIS = "data"
 DEVICES = 8
@@ -132,7 +133,7 @@ def trained(tx, share, steps=6, **options):
         # One batch overflows: a scaler skips it.
         state, metrics = step(state, batch(index, 1e38 if index == 3 and "scale" in str(tx) else 1))
         losses.append(float(metrics["loss"]))
-    return step, step.flush(state) if hasattr(tx, "step") else state, losses
+    return step, step.flush(state) if gate_of(tx) else state, losses
 
 
 def assert_near(x, y, where=""):

@@ -10,14 +10,15 @@ What the compilers for CPU, TPU and GPU make of it gives it its form (``docs/com
   its branches in their order, and no compiler copies.
 * A pure ``update`` has to hand out updates, so it needs one buffer of the size of the params.
 
-A gated transformation therefore carries, beside the pure ``update`` of Optax, a ``step`` that can
-also apply the result. Nested ones pass the wish to apply down, so that only the innermost branch
+The ``update`` of a gated transformation is therefore an object, which has a ``step`` that can also
+apply the result. Nested ones pass the wish to apply down, so that only the innermost branch
 touches the params; and they pass gradients down raw, with the factors still to be multiplied in
 (``Pending``), because whatever is computed from a gradient before a branch is written to memory.
 """
 
+import dataclasses
 from collections.abc import Callable
-from typing import Any, NamedTuple, Protocol, Self
+from typing import Any, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -69,27 +70,43 @@ class Flush(Protocol):
     def __call__(self, state: Any, params: PyTree, **extra: Any) -> tuple[PyTree, Any]: ...
 
 
-class GatedTransformation(optax.GradientTransformationExtraArgs):
-    """A gradient transformation that may hold its inner one back.
+@dataclasses.dataclass(frozen=True, eq=False)
+class GatedUpdate:
+    """The pure ``update`` of a gate, with the ``step`` and ``flush`` of the same gate.
 
-    To Optax it is an ordinary ``GradientTransformationExtraArgs``. A wrapper that rebuilds the pair
-    (``optax.chain``, ``optax.masked``, ...) drops ``step``; then the pure ``update`` is used.
+    To Optax an ordinary function. Who rebuilds the pair of ``init`` and ``update`` (``copy``,
+    ``jax.tree.map``, Equinox, Keras) keeps the gate with it. Who puts another function in its place
+    (``optax.chain``, ``optax.masked``, ...) has the pure ``update`` alone; and so has one to which
+    ``functools.wraps`` or ``jax.jit`` gave its attributes, for it is of another class.
+
+    Attributes:
+      step: see ``Step``.
+      flush: see ``Flush``.
     """
 
     step: Step
     flush: Flush
 
-    def __new__(cls, init: Any, step: Step, flush: Flush) -> Self:
-        def update(
-            updates: PyTree, state: Any, params: PyTree = None, **extra_args: Any
-        ) -> tuple[PyTree, Any]:
-            return step(Pending(updates), state, params, apply=False, **extra_args)
+    @property
+    def about(self) -> Any:
+        """What the gate says of itself."""
+        return getattr(self.step, "about", None)
 
-        update.about = getattr(step, "about", None)  # type: ignore[attr-defined]
-        self = super().__new__(cls, init, update)
-        self.step = step
-        self.flush = flush
-        return self
+    def __call__(
+        self, updates: PyTree, state: Any, params: PyTree = None, **extra_args: Any
+    ) -> tuple[PyTree, Any]:
+        """Updates in the dtypes of the params, if they are given, else in f32 or wider."""
+        return self.step(Pending(updates), state, params, apply=False, **extra_args)
+
+
+def gated(init: Any, step: Step, flush: Flush) -> optax.GradientTransformationExtraArgs:
+    """A transformation from its ``init``, and the ``step`` and ``flush`` of its gate."""
+    return optax.GradientTransformationExtraArgs(init, GatedUpdate(step, flush))
+
+
+def gate_of(tx: optax.GradientTransformation) -> GatedUpdate | None:
+    """The gate of a transformation, however the pair was rebuilt; ``None`` if it has none."""
+    return tx.update if isinstance(tx.update, GatedUpdate) else None
 
 
 def run(
@@ -106,10 +123,13 @@ def run(
     It was initialised with params of f32 or wider and computes in them, whatever the params are
     stored in: moments and weight decay would otherwise round with them.
     """
-    if isinstance(tx, GatedTransformation):
-        return tx.step(grads, state, params, apply=apply, **extra)
+    own = gate_of(tx)
+    if own is not None:
+        return own.step(grads, state, params, apply=apply, **extra)
     updates, state = tx.update(grads.value(), state, trees.at_least_float32(params), **extra)
-    return (settled(optax.apply_updates(params, updates)) if apply else updates), state
+    if apply:
+        return settled(optax.apply_updates(params, updates)), state
+    return trees.as_updates(updates, params), state
 
 
 def flush_inner(
@@ -119,8 +139,9 @@ def flush_inner(
 
     A state that holds gradients back says so by a method ``held()``.
     """
-    if isinstance(tx, GatedTransformation):
-        return tx.flush(state, params, **extra)
+    own = gate_of(tx)
+    if own is not None:
+        return own.flush(state, params, **extra)
     if trees.find(state, lambda node: callable(getattr(node, "held", None))):
         raise ValueError(
             "flush: tx must be a boostax gate such as accumulate(...) or "

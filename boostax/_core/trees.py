@@ -16,8 +16,17 @@ PyTree = Any
 
 
 def at_least_float32(tree: PyTree) -> PyTree:
-    """Widen f16 and bf16 leaves to f32; f32, f64, complex and everything else stay as they are."""
-    return jax.tree.map(lambda x: jnp.asarray(x, wide_dtype(x)), tree)
+    """Widen f16 and bf16 leaves to f32; f32, f64, complex and everything else stay as they are.
+
+    Of types (``jax.ShapeDtypeStruct``) the types.
+    """
+
+    def widened(x: Any) -> Any:
+        if isinstance(x, jax.ShapeDtypeStruct):
+            return x.update(dtype=wide_dtype(x))
+        return jnp.asarray(x, wide_dtype(x)) if _is_number(x) else x
+
+    return jax.tree.map(widened, tree)
 
 
 def wide_dtype(x: Any) -> np.dtype[Any]:
@@ -59,6 +68,20 @@ def saturate(x: jax.Array, dtype: np.dtype[Any]) -> jax.Array:
 def cast_like(tree: PyTree, like: PyTree) -> PyTree:
     """Give each leaf the (strong) dtype of its counterpart."""
     return jax.tree.map(lambda x, y: jnp.asarray(x).astype(jnp.result_type(y)), tree, like)
+
+
+def as_updates(tree: PyTree, params: PyTree) -> PyTree:
+    """What ``update`` hands out: in the dtypes of the params, where they are given."""
+    if params is None:
+        return tree
+    absent = lambda node: node is None or isinstance(node, optax.MaskedNode)  # noqa: E731
+    cast = lambda x, p: x if absent(x) or not _is_number(p) else cast_like(x, p)  # noqa: E731
+    return jax.tree.map(cast, tree, params, is_leaf=absent)
+
+
+def _is_number(x: Any) -> bool:
+    """Whether a leaf is an array or a scalar; in a module there may be functions besides."""
+    return hasattr(x, "dtype") or isinstance(x, (bool, int, float, complex))
 
 
 def masked(tree: PyTree, active: PyTree) -> PyTree:

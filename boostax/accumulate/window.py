@@ -16,10 +16,10 @@ import optax
 from boostax._core import axes, checks, trees
 from boostax._core.about import described
 from boostax._core.gate import (
-    GatedTransformation,
     Pending,
     flush_inner,
     gate,
+    gated,
     outermost_passed,
     passed,
     run,
@@ -258,7 +258,7 @@ def accumulate(
         closed = closed._replace(inner_state=inner_state)
         return params, _next(state, jnp.zeros_like(state.micro_step), closed)
 
-    return GatedTransformation(init_fn, step_fn, flush_fn)
+    return gated(init_fn, step_fn, flush_fn)
 
 
 class _Closed(NamedTuple):

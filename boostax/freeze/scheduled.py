@@ -1,5 +1,6 @@
 """Freezing by schedule: what is frozen leaves the optimizer, the wire and the backward pass."""
 
+import dataclasses
 import functools
 from collections.abc import Callable
 from typing import Any, Literal, NamedTuple
@@ -11,7 +12,7 @@ import optax
 from boostax._core import axes, checks, trees
 from boostax._core.about import described
 from boostax._core.gate import (
-    GatedTransformation,
+    GatedUpdate,
     Pending,
     flush_inner,
     has_gate,
@@ -56,8 +57,9 @@ class ScheduledFreezeState(NamedTuple):
         return {"frozen_groups": self.depth, "freeze_steps": self.steps}
 
 
-class ScheduledFreeze(GatedTransformation):
-    """What ``scheduled_freeze`` returns.
+@dataclasses.dataclass(frozen=True, eq=False)
+class FreezingUpdate(GatedUpdate):
+    """The ``update`` of ``scheduled_freeze``.
 
     Attributes:
       freezing: what is frozen when.
@@ -66,6 +68,27 @@ class ScheduledFreeze(GatedTransformation):
 
     freezing: Freezing
     cut: Callable[[PyTree, int], Pruning]
+
+
+class ScheduledFreeze(optax.GradientTransformationExtraArgs):
+    """What ``scheduled_freeze`` returns."""
+
+    @property
+    def freezing(self) -> Freezing:
+        """What is frozen when."""
+        return self._own.freezing
+
+    @property
+    def cut(self) -> Callable[[PyTree, int], Pruning]:
+        """From params and a depth, where the inner state of that depth lies in the whole one."""
+        return self._own.cut
+
+    @property
+    def _own(self) -> FreezingUpdate:
+        if isinstance(self.update, FreezingUpdate):
+            return self.update
+        allowed, hint = "the one that it was made with", "Wrap what is inside scheduled_freeze."
+        raise TypeError(checks.message(_WHO, "update", allowed, self.update, hint))
 
     def active(self, params: PyTree, depth: int) -> PyTree:
         """Which leaves are trained while so many groups are frozen: a tree of bools."""
@@ -279,8 +302,7 @@ def scheduled_freeze(
             found, new = run(tx, pending, state.inner_state, old, apply=apply, extra=more)
             return found, following(state, params, depth, passed(new), new)
 
-        # Updates come in f32 or wider, whatever the params are stored in.
-        value = params if apply else jax.tree.map(jnp.zeros_like, trees.at_least_float32(params))
+        value = params if apply else jax.tree.map(jnp.zeros_like, params)
         return changed(depth, step, (value, state), params)
 
     def flush_fn(
@@ -296,9 +318,7 @@ def scheduled_freeze(
 
         return changed(depth, close, (params, state), params)
 
-    frozen = ScheduledFreeze(init_fn, step_fn, flush_fn)
-    frozen.freezing, frozen.cut = freezing, cut
-    return frozen
+    return ScheduledFreeze(init_fn, FreezingUpdate(step_fn, flush_fn, freezing, cut))
 
 
 def active_groups(opt_state: PyTree) -> jax.Array:

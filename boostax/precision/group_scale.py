@@ -21,7 +21,7 @@ from jax.core import Tracer
 
 from boostax._core import axes, checks, handshake, trees
 from boostax._core.about import described
-from boostax._core.gate import GatedTransformation, Pending, branch, gate, run
+from boostax._core.gate import Pending, branch, gate, gated, run
 from boostax.precision.finite import largest_magnitudes, magnitude, usable
 from boostax.precision.group_state import GroupLossScaleState, check_labels, group_numbers
 from boostax.precision.skips import count, decided, flush_of
@@ -215,7 +215,7 @@ def group_loss_scale(
         )
         return value, decided(state, ok, inner_state)
 
-    return GatedTransformation(init_fn, step_fn, flush_of(tx))
+    return gated(init_fn, step_fn, flush_of(tx))
 
 
 class _Seen(NamedTuple):

@@ -20,7 +20,7 @@ from jax.core import Tracer
 
 from boostax._core import axes, checks, handshake, trees
 from boostax._core.about import described
-from boostax._core.gate import GatedTransformation, Pending, gate, run
+from boostax._core.gate import Pending, gate, gated, run
 from boostax.precision.finite import usable
 from boostax.precision.group_state import GroupLossScaleState
 from boostax.precision.skips import count, decided, flush_of
@@ -242,7 +242,7 @@ def _scaled(
     skip: bool,
     asks: bool,
     who: str,
-) -> GatedTransformation:
+) -> optax.GradientTransformationExtraArgs:
     checks.transformation(who, "inner", inner)
     names = axes.canonical(who, axis_name)
     tx = optax.with_extra_args_support(inner)
@@ -280,7 +280,7 @@ def _scaled(
             value, inner_state = heavy()
         return value, decided(adjust(state, ok), ok, inner_state)
 
-    return GatedTransformation(init_fn, step_fn, flush_of(tx))
+    return gated(init_fn, step_fn, flush_of(tx))
 
 
 def loss_scale(opt_state: PyTree) -> jax.Array:

@@ -9,7 +9,7 @@ import optax
 
 from boostax._core import axes, checks, trees
 from boostax._core.about import described
-from boostax._core.gate import GatedTransformation, Pending, gate, run
+from boostax._core.gate import Pending, gate, gated, run
 from boostax._core.replicas import PerReplica
 from boostax.reduce.mean import all_reduce
 from boostax.reduce.own import check, init_own, result, step_own, stepped
@@ -115,7 +115,11 @@ def local_updates(
 
     def init_fn(params: PyTree) -> LocalUpdatesState:
         _require_common(params, names, who)
-        copy = lambda p: jnp.array(p, dtype=jnp.result_type(p), copy=True)  # noqa: E731
+
+        def copy(p: Any) -> Any:
+            types = isinstance(p, jax.ShapeDtypeStruct)
+            return p if types else jnp.array(p, dtype=jnp.result_type(p), copy=True)
+
         return LocalUpdatesState(
             since_sync=jnp.zeros((), jnp.int32),
             syncs=jnp.zeros((), jnp.int32),
@@ -156,7 +160,7 @@ def local_updates(
         held = state._replace(since_sync=state.since_sync + 1, inner_state=None)
         heavy = functools.partial(meet, held, own, value, apply)
         value, new = gate(held.since_sync >= every, heavy, value, held, apply=True, who=who)
-        return value, new._replace(inner_state=inner_state)
+        return trees.as_updates(value, own), new._replace(inner_state=inner_state)
 
     def flush_fn(
         state: LocalUpdatesState, params: PyTree, **extra: Any
@@ -168,7 +172,7 @@ def local_updates(
         value, new = gate(state.since_sync > 0, heavy, own, held, apply=True, who=who)
         return value, new._replace(inner_state=state.inner_state)
 
-    return GatedTransformation(init_fn, step_fn, flush_fn)
+    return gated(init_fn, step_fn, flush_fn)
 
 
 def _require_common(params: PyTree, names: tuple[str, ...], who: str) -> None:

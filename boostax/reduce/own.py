@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import optax
 
 from boostax._core import axes, checks, trees
-from boostax._core.gate import GatedTransformation, Pending, has_gate, run
+from boostax._core.gate import Pending, gate_of, has_gate, run
 from boostax._core.replicas import PerReplica
 
 PyTree = Any
@@ -20,7 +20,7 @@ PyTree = Any
 def check(who: str, inner: Any, axis_name: axes.AxisName) -> tuple[str, ...]:
     """The axes, if the arguments that both have are sound."""
     checks.transformation(who, "inner", inner)
-    if isinstance(inner, GatedTransformation):
+    if gate_of(inner) is not None:
         _refuse_gate(who)
     names = axes.required(who, axis_name)
     return names
@@ -61,7 +61,9 @@ def step_own(
             f"{who}: params must be given to update, got None. They are what is averaged."
         )
     own = axes.to_varying(params, names)
-    updates, new = run(tx, grads, state.local, own, apply=False, extra=extra)
+    # What the wide params get is wide: they may be the start of a sum in f32.
+    wide = trees.at_least_float32(own)
+    updates, new = run(tx, grads, state.local, wide, apply=False, extra=extra)
     new = axes.unify(trees.cast_like(new, state.local), state.local)
     return own, axes.unify(updates, own), PerReplica(new)
 

@@ -12,7 +12,7 @@ import optax
 
 from boostax._core import axes, checks, trees
 from boostax._core.about import described
-from boostax._core.gate import GatedTransformation, Pending, gate
+from boostax._core.gate import Pending, gate, gated
 from boostax._core.replicas import PerReplica
 from boostax.reduce.mean import all_reduce
 from boostax.reduce.own import check, init_own, result, step_own, stepped
@@ -120,7 +120,8 @@ def partial_average(
             for i, x in zip(group, value, strict=True):
                 values[i] = x
         following = (state.partition + 1) % len(groups)
-        return treedef.unflatten(values), PartialAverageState(following, inner_state)
+        value = trees.as_updates(treedef.unflatten(values), own)
+        return value, PartialAverageState(following, inner_state)
 
     def flush_fn(
         state: PartialAverageState, params: PyTree, **extra: Any
@@ -130,7 +131,7 @@ def partial_average(
         own = axes.to_varying(params, names)
         return average(own, own, True)[0], state
 
-    return GatedTransformation(init_fn, step_fn, flush_fn)
+    return gated(init_fn, step_fn, flush_fn)
 
 
 def _partitioning(who: str, partitions: Any) -> Callable[[PyTree], list[list[int]]]:

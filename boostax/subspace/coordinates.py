@@ -131,7 +131,7 @@ def subspace_params(
         after: Any = optax.apply_updates(here, move)
         # What the coordinates really moved by, so that no rounding parts them from the params.
         total = components.lift(state.basis, after - here)
-        return total, SubspaceParamsState(
+        return trees.as_updates(total, params), SubspaceParamsState(
             state.basis, after, trees.cast_like(inner_state, state.inner_state)
         )
 

@@ -290,7 +290,7 @@ def dim_reduce(
                 length=found.length.astype(jnp.float32),
                 residual_state=residual_state,
             )
-            return total, moved
+            return trees.as_updates(total, params), moved
 
         # A gradient whose square overflows counts as one that is not finite.
         finite = jnp.isfinite(now) & jnp.isfinite(inside).all() & jnp.isfinite(squares).all()

@@ -6,7 +6,7 @@ import jax
 import optax
 
 from boostax._core import trees
-from boostax._core.gate import GatedTransformation, Pending
+from boostax._core.gate import Pending, gate_of
 
 PyTree = Any
 
@@ -43,8 +43,9 @@ def apply_gradients(
       >>> float(w)
       0.5
     """
-    if isinstance(tx, GatedTransformation):
-        return tx.step(Pending(grads), opt_state, params, apply=True, **extra_args)
+    gate = gate_of(tx)
+    if gate is not None:
+        return gate.step(Pending(grads), opt_state, params, apply=True, **extra_args)
     updates, opt_state = optax.with_extra_args_support(tx).update(
         grads, opt_state, params, **extra_args
     )

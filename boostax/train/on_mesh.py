@@ -9,7 +9,7 @@ import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from boostax._core import axes, checks, handshake, trees
-from boostax._core.gate import GatedTransformation, Pending, flush_inner
+from boostax._core.gate import Pending, flush_inner, gate_of, gated
 from boostax._core.placement import Placement, plain
 from boostax._core.replicas import PerReplica, is_per_replica, specs_like, stack_replicas
 
@@ -23,7 +23,7 @@ def on_mesh(
     *,
     axis_name: axes.AxisName,
     shard_optimizer: bool = False,
-) -> GatedTransformation:
+) -> optax.GradientTransformationExtraArgs:
     """``tx`` in plain ``jit``, on params that XLA shards over the mesh in any way.
 
     For a loop of one's own in which params are global arrays: replicated, sharded over the axis of
@@ -83,7 +83,7 @@ def on_mesh(
 
 def placed_on(
     tx: optax.GradientTransformation, place: Placement, shard_optimizer: bool
-) -> GatedTransformation:
+) -> optax.GradientTransformationExtraArgs:
     """``on_mesh`` of a known placement."""
     inner = optax.with_extra_args_support(tx)
 
@@ -127,8 +127,9 @@ def placed_on(
             own = params.local if is_per_replica(params) else params
             pending = grads._replace(raw=grads.raw.local)
             more = given | fixed
-            if isinstance(tx, GatedTransformation):
-                value, state = tx.step(pending, state, own, apply=apply, **more)
+            gate = gate_of(tx)
+            if gate is not None:
+                value, state = gate.step(pending, state, own, apply=apply, **more)
             else:
                 raw = pending.value() if pending.factors else pending.raw
                 value, state = inner.update(raw, state, own, **more)
@@ -156,7 +157,7 @@ def placed_on(
         mapped = functools.partial(here.each, change)
         return place.pinned(mapped, (of_params, of_state))(*args)
 
-    return GatedTransformation(init_fn, step_fn, flush_fn)
+    return gated(init_fn, step_fn, flush_fn)
 
 
 def placed(
