@@ -3,7 +3,7 @@
 import pytest
 from contract_cases import CASES
 
-from boostax.testing import LAWS, laws_for
+from boostax.testing import INIT_LAWS, LAWS, OPTAX_LAWS, laws_for
 
 # Settings and siblings of a transformation that stands there once already: of them only what is
 # told of their arguments and of replicas is worth every run.
@@ -37,7 +37,7 @@ VARIANTS = {
     "centralize_gradients",
     "clip_by_global_norm",
 }
-ALWAYS = {"bad_arguments_raise_and_explain", "results_are_typed_equal"}
+ALWAYS = {"bad_arguments_raise_and_explain", "results_are_typed_equal", *INIT_LAWS}
 
 # Of those that share the gate with the scalers: what is not the gate's.
 GATED = {"dim_reduce", "group_loss_scale", "scheduled_freeze"}
@@ -50,6 +50,7 @@ OF_THEIR_OWN = {
     "metrics_are_flat_scalars",
     "reduced_gradients_are_refused",
     *ALWAYS,
+    *OPTAX_LAWS,
 }
 
 

@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, TypeVar, cast
 
 import jax
+import jax.numpy as jnp
 import optax
 
 Update = TypeVar("Update", bound=Callable[..., Any])
@@ -35,11 +36,15 @@ class About:
 def described(
     who: str, axes: tuple[str, ...] = (), **inner: optax.GradientTransformation
 ) -> Callable[[Update], Update]:
-    """Mark an ``update`` (or a gate's ``step``) with what it is, in the trace as well."""
+    """Mark an ``update`` (or a gate's ``step``) with what it is, in the trace as well.
+
+    It is given arrays where its caller has Python's own numbers.
+    """
 
     def decorate(update: Update) -> Update:
         @functools.wraps(update)
         def scoped(*args: Any, **kwargs: Any) -> Any:
+            args = jax.tree.map(_as_array, args)
             with jax.named_scope(SCOPE + who):
                 return update(*args, **kwargs)
 
@@ -47,3 +52,7 @@ def described(
         return cast(Update, scoped)
 
     return decorate
+
+
+def _as_array(x: Any) -> Any:
+    return jnp.asarray(x) if isinstance(x, (float, complex)) else x

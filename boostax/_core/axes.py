@@ -248,7 +248,7 @@ def shard_total(parts: list[jax.Array], names: tuple[str, ...], who: str) -> jax
         over = varying(part) & frozenset(names)
         sums[over] = sums[over] + part if over in sums else part
     totals = [lax.psum(x, tuple(sorted(over))) if over else x for over, x in sums.items()]
-    return functools.reduce(jnp.add, totals)
+    return functools.reduce(jnp.add, totals) if totals else jnp.zeros(())
 
 
 def mean(x: jax.Array, names: tuple[str, ...]) -> jax.Array:

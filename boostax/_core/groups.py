@@ -95,10 +95,12 @@ def as_groups(who: str, groups: Any, params: PyTree) -> PyTree:
       params: the params.
     """
     found, treedef = jax.tree_util.tree_flatten_with_path(params)
+    if not found:
+        return params
     names = _names(params)
     if _are_patterns(groups):
         labels = _matched(who, groups, names)
-    elif callable(groups) and jax.tree_util.all_leaves([groups]):
+    elif _is_function(groups):
         labels = [groups(name, leaf) for name, (_, leaf) in zip(names, found, strict=True)]
     else:
         try:
@@ -119,9 +121,18 @@ def as_groups(who: str, groups: Any, params: PyTree) -> PyTree:
     return treedef.unflatten(numbers)
 
 
-def group_count(groups: PyTree) -> int:
-    """The number of groups in a tree that ``as_groups`` made."""
-    return max(jax.tree.leaves(groups), default=-1) + 1
+def group_count(labels: PyTree, groups: Any) -> int:
+    """The number of groups in a tree that ``as_groups`` made of ``groups``.
+
+    Of no params, with which ``optax.tree.map_params`` asks for the structure of a state, what
+    ``groups`` says alone. A function says nothing: then it is a number that every schedule takes.
+    """
+    numbers = jax.tree.leaves(labels)
+    if numbers:
+        return max(numbers) + 1
+    if _are_patterns(groups):
+        return len(groups) + 1
+    return 64 if _is_function(groups) else max(jax.tree.leaves(groups), default=0) + 1
 
 
 def mindspore_groups(names: Sequence[str], n: int) -> list[list[str]]:
@@ -234,6 +245,11 @@ def _with_norms(layers: dict[Any, list[int]], leaves: list[Any]) -> dict[Any, li
         else:
             last = kept[path] = [*members, *([] if kept else last)]
     return kept or layers
+
+
+def _is_function(groups: Any) -> bool:
+    # An Equinox module may be called too.
+    return callable(groups) and jax.tree_util.all_leaves([groups])
 
 
 def _are_patterns(groups: Any) -> bool:

@@ -39,7 +39,7 @@ class Freezing(NamedTuple):
 
     def count(self, params: PyTree) -> int:
         """The number of groups."""
-        return group_count(self.labels(params))
+        return group_count(self.labels(params), self.groups)
 
     def plan(self, params: PyTree) -> "Plan":
         """The schedule, for the groups of these params."""

@@ -206,19 +206,11 @@ def scheduled_freeze(
             return pruning(tx, fewer(wide, plan.drawn[0]), fewer(wide, depth), _WHO)
         leaves, treedef = jax.tree.flatten(wide)
         types = tuple((leaf.shape, leaf.dtype) for leaf in leaves)
-        structures = each_depth(treedef, types, plan.drawn)
+        structures = _each_depth(tx.init, fewer, treedef, types, plan.drawn)
         index = plan.drawn.index(depth)
         start = sum(structure.num_leaves for structure in structures[:index])
         places = tuple(range(start, start + structures[index].num_leaves))
         return Pruning(jax.tree_util.treedef_tuple(structures), structures[index], places)
-
-    # Every depth asks for those of all depths: without a memory, the square of their number.
-    @functools.lru_cache(maxsize=4)
-    def each_depth(treedef: Any, types: tuple[Any, ...], drawn: tuple[int, ...]) -> tuple[Any, ...]:
-        """The structures of the inner states."""
-        wide = jax.tree.unflatten(treedef, [jax.ShapeDtypeStruct(*each) for each in types])
-        states = [jax.eval_shape(tx.init, fewer(wide, depth)) for depth in drawn]
-        return tuple(jax.tree.structure(state) for state in states)
 
     def following(
         state: ScheduledFreezeState, params: PyTree, depth: int, ok: jax.Array, inner_state: PyTree
@@ -319,6 +311,17 @@ def scheduled_freeze(
         return changed(depth, close, (params, state), params)
 
     return ScheduledFreeze(init_fn, FreezingUpdate(step_fn, flush_fn, freezing, cut))
+
+
+# Every depth asks for those of all depths: without a memory, the square of their number.
+@functools.lru_cache(maxsize=16)
+def _each_depth(
+    init: Any, fewer: Any, treedef: Any, types: tuple[Any, ...], drawn: tuple[int, ...]
+) -> tuple[Any, ...]:
+    """The structures of the inner states."""
+    wide = jax.tree.unflatten(treedef, [jax.ShapeDtypeStruct(*each) for each in types])
+    states = [jax.eval_shape(init, fewer(wide, depth)) for depth in drawn]
+    return tuple(jax.tree.structure(state) for state in states)
 
 
 def active_groups(opt_state: PyTree) -> jax.Array:

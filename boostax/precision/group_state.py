@@ -141,7 +141,7 @@ def group_numbers(who: str, labels: Any, params: PyTree) -> tuple[list[int], int
         raise type(error)(words) from error
     numbers = jax.tree.leaves(groups)
     kept = [number for number, x in zip(numbers, leaves, strict=True) if not masked(x)]
-    return kept, max(group_count(groups), 1)
+    return kept, group_count(groups, labels)
 
 
 def check_labels(who: str, labels: Any) -> None:

@@ -152,8 +152,10 @@ def _partitioning(who: str, partitions: Any) -> Callable[[PyTree], list[list[int
 
     def members(params: PyTree) -> list[list[int]]:
         leaves = jax.tree.leaves(params)
+        if not leaves:
+            return [[] for _ in range(count)]
         if jax.tree.structure(partitions) == jax.tree.structure(0):
-            if count > max(len(leaves), 1):
+            if count > len(leaves):
                 allowed = f"at most the number of param leaves, {len(leaves)}"
                 raise ValueError(checks.message(who, "partitions", allowed, count, hint))
             labels = _even_runs([x.size * trees.wide_dtype(x).itemsize for x in leaves], count)

@@ -87,8 +87,8 @@ def project(
         product = p.wide() * rows.conj()
         return product.real.sum(tuple(range(1, product.ndim)))
 
-    parts = _map(part, components, tree)
-    return axes.shard_total(jax.tree.leaves(parts), shard_axes, who)
+    parts = jax.tree.leaves(_map(part, components, tree))
+    return axes.shard_total(parts, shard_axes, who) if parts else jnp.zeros(1)
 
 
 def lift(components: Components, coefficients: jax.Array) -> PyTree:
@@ -127,8 +127,8 @@ def row(components: Components, index: jax.Array) -> PyTree:
 
 
 def count(components: Components) -> int:
-    """How many there are."""
-    return jax.tree.leaves(shapes(components))[0].shape[0]
+    """How many there are; of no params one, whose coordinate stays 0."""
+    return next((x.shape[0] for x in jax.tree.leaves(shapes(components))), 1)
 
 
 def random_basis(params: PyTree, n_components: int, *, seed: int = 0) -> PyTree:
@@ -187,6 +187,12 @@ def given(who: str, basis: Any, params: PyTree, dtype: Any) -> Opened:
     Raises:
       ValueError: they do not fit the params.
     """
+    if not jax.tree.leaves(params):
+        # optax.tree.map_params asks with no params for the structure of the state.
+        rows, explained, _ = _opened(params if callable(basis) else basis)
+        coded = isinstance(rows, Int8Components)
+        rows = Int8Components(params, params) if coded else stored(params, dtype)
+        return Opened(rows, explained, None)
     rows, explained, mean = _opened(basis(params) if callable(basis) else basis)
     hidden = lambda node: isinstance(node, optax.MaskedNode)  # noqa: E731
     if any(map(hidden, jax.tree.leaves(params, is_leaf=hidden))):

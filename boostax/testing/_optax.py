@@ -5,7 +5,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 
 from boostax.testing._case import (
@@ -15,6 +14,7 @@ from boostax.testing._case import (
     example_grads,
     example_params,
     laws_in,
+    optimizer,
 )
 from boostax.train.apply import apply_gradients
 
@@ -22,7 +22,7 @@ PyTree = Any
 
 
 def survives_what_python_does_to_objects(case: Case) -> None:
-    """Section 1: mapped, copied, rebuilt from its fields, held by an object: the same to the bit."""
+    """Section 1: mapped, copied, pickled, rebuilt from its fields: the same program."""
     tx, params = case.single(), even_params()
     grads = [example_grads(params, seed) for seed in range(case.calls)]
 
@@ -54,17 +54,14 @@ def updates_have_the_dtypes_of_the_params(case: Case) -> None:
         finite = optax.apply_if_finite(tx, 3)
         for name, each in {"alone": tx, "apply_if_finite": finite}.items():
             state = each.init(params)
-            for seed in range(case.calls):
-                grads = example_grads(params, seed)
-                updates, state = jax.jit(each.update)(grads, state, params)
-                assert [x.dtype for x in jax.tree.leaves(updates)] == [
-                    x.dtype for x in jax.tree.leaves(params)
-                ], f"{dtype.__name__}, {name}: updates have other dtypes than the params"
+            updates, _ = jax.eval_shape(each.update, example_grads(params, 0), state, params)
+            found, wanted = ([x.dtype for x in jax.tree.leaves(y)] for y in (updates, params))
+            assert found == wanted, f"{dtype.__name__}, {name}: updates have other dtypes"
 
 
 def init_takes_shapes(case: Case) -> None:
     """Section 1: of ``jax.ShapeDtypeStruct`` it makes a state like that of arrays."""
-    tx, params = case.single(), example_params(jnp.bfloat16)
+    tx, params = _made(case), example_params(jnp.bfloat16)
     shapes = jax.eval_shape(lambda: params)
     kinds = lambda state: [(x.shape, x.dtype) for x in jax.tree.leaves(state)]  # noqa: E731
     made, expected = tx.init(shapes), tx.init(params)
@@ -74,31 +71,39 @@ def init_takes_shapes(case: Case) -> None:
 
 def tree_map_params_finds_what_is_like_the_params(case: Case) -> None:
     """Section 1: ``optax.tree.map_params`` goes through the state and leaves the rest alone."""
-    tx, params = case.single(optax.sgd(0.1, momentum=0.9)), even_params()
+    tx, params = _made(case, optax.sgd(0.1, momentum=0.9)), even_params()
     state = tx.init(params)
-    same = optax.tree.map_params(tx, lambda x: x, state)
-    assert_same(same, state, "mapped by the identity")
     seen: list[Any] = []
-    optax.tree.map_params(tx, lambda x: seen.append(np.shape(x)) or x, state)
-    assert all(any(x[-len(p.shape) :] == p.shape for p in params.values()) for x in seen), seen
+    same = optax.tree.map_params(tx, lambda x: seen.append(x) or x, state)
+    assert_same(same, state, "mapped by the identity")
+    assert len(seen) >= len(params), f"{len(seen)} leaves"
 
 
 def takes_trees_without_arrays(case: Case) -> None:
     """Section 3: an empty tree, ``None``, and Python's own numbers."""
     tx = case.single()
-    for params in ({}, {"a": None, "b": ()}):
+    empty: tuple[PyTree, ...] = ({}, {"a": None, "b": ()})
+    for params in empty:
         state, updates = tx.init(params), params
         for _ in range(case.calls):
             updates, state = tx.update(params, state, params)
         assert jax.tree.structure(updates) == jax.tree.structure(params)
-    plain, arrays = {"a": 1.0, "b": -2.0}, {"a": jnp.float32(1.0), "b": jnp.float32(-2.0)}
-    results = []
-    for params in (plain, arrays):
+
+    def updated(params: PyTree) -> Any:
         state, updates = tx.init(params), params
         for _ in range(case.calls):
             updates, state = tx.update(params, state, params)
-        results.append((updates, state))
-    assert_same(*results, "Python's numbers and arrays")
+        return updates, state
+
+    plain = {"a": 1.0, "b": -2.0}
+    arrays = jax.tree.map(jnp.float32, plain)
+    assert_same(updated(plain), updated(arrays), "Python's numbers and arrays")
+
+
+def _made(case: Case, inner: Any = None) -> optax.GradientTransformation:
+    """For laws of ``init``, which needs no mapped function: as it is within one."""
+    return case.make(inner or optimizer(), "data" if case.distributed else None)
 
 
 OPTAX_LAWS = laws_in(globals())
+INIT_LAWS = {init_takes_shapes.__name__, tree_map_params_finds_what_is_like_the_params.__name__}
