@@ -11,7 +11,7 @@ import numpy as np
 import optax
 
 from boostax._core.axes import AxisName
-from boostax._core.gate import GatedTransformation
+from boostax._core.gate import gate_of, gated
 from boostax._core.handshake import assume_scaled
 from boostax.reduce.mean import all_reduce
 
@@ -71,12 +71,13 @@ def drawn(tx: optax.GradientTransformation) -> optax.GradientTransformationExtra
       >>> float(jax.jit(tx.update)(jnp.float32(2.0), tx.init(w), w)[0])
       -0.25
     """
-    if isinstance(tx, GatedTransformation):
+    gate = gate_of(tx)
+    if gate is not None:
 
         def step(grads: Any, state: Any, *args: Any, **kwargs: Any) -> tuple[PyTree, Any]:
-            return tx.step(assume_scaled(grads, state), state, *args, **kwargs)
+            return gate.step(assume_scaled(grads, state), state, *args, **kwargs)
 
-        return GatedTransformation(tx.init, step, tx.flush)
+        return gated(tx.init, step, gate.flush)
 
     def update(
         grads: PyTree, state: Any, params: PyTree = None, **extra: Any
