@@ -4,6 +4,7 @@ import importlib
 from typing import TYPE_CHECKING
 
 from boostax._core.axes import local_params as local_params
+from boostax._core.finite import all_finite as all_finite
 from boostax._core.groups import prefix_groups as prefix_groups
 from boostax._core.handshake import assume_scaled as assume_scaled
 from boostax._core.replicas import PerReplica as PerReplica
@@ -33,7 +34,6 @@ from boostax.model.clip import clip_by_global_norm as clip_by_global_norm
 from boostax.precision.boundary import check_boundaries as check_boundaries
 from boostax.precision.boundary import scale_boundary as scale_boundary
 from boostax.precision.crossings import group_boundaries as group_boundaries
-from boostax.precision.finite import all_finite as all_finite
 from boostax.precision.group_scale import group_loss_scale as group_loss_scale
 from boostax.precision.group_state import GroupLossScaleState as GroupLossScaleState
 from boostax.precision.group_state import group_scales as group_scales

@@ -15,11 +15,13 @@ import optax
 
 from boostax._core import axes, checks, trees
 from boostax._core.about import described
+from boostax._core.finite import all_finite
 from boostax._core.gate import (
     Pending,
     flush_inner,
     gate,
     gated,
+    has_gate,
     outermost_passed,
     passed,
     run,
@@ -29,6 +31,10 @@ from boostax.accumulate.aux import weigh
 
 PyTree = Any
 Normalize = Literal["mean", "sum", "weight"]
+
+# Gradients that a scaler lets pass are below 2**48: their products with weights below _MOST add up
+# in f32, and the reciprocal of _LEAST is finite.
+_LEAST, _MOST = 2.0**-64, 2.0**64
 
 
 class Window(NamedTuple):
@@ -49,6 +55,8 @@ class AccumulateState(NamedTuple):
     Attributes:
       micro_step: i32, micro-steps in the open window; 0 when it is closed.
       optimizer_steps: i32, windows whose result was applied: the argument of an ``every`` schedule.
+      dropped_windows: i32, windows that closed and were not applied: their weights or sums could
+        not be used, or ``inner`` held them back.
       applied: bool, whether the last call closed a window and its result was applied.
       window: the sums; a ``PerReplica`` of them with ``axis_name``, ``None`` for ``every=1``.
       inner_state: state of the inner transformation.
@@ -56,6 +64,7 @@ class AccumulateState(NamedTuple):
 
     micro_step: jax.Array
     optimizer_steps: jax.Array
+    dropped_windows: jax.Array
     applied: jax.Array
     window: PerReplica | Window | None
     inner_state: Any
@@ -74,7 +83,11 @@ class AccumulateState(NamedTuple):
 
     def metrics(self) -> dict[str, jax.Array]:
         """Named scalars for ``boostax.metrics``."""
-        return {"micro_step": self.micro_step, "optimizer_steps": self.optimizer_steps}
+        return {
+            "micro_step": self.micro_step,
+            "optimizer_steps": self.optimizer_steps,
+            "dropped_windows": self.dropped_windows,
+        }
 
 
 def accumulate(
@@ -96,8 +109,12 @@ def accumulate(
 
     where ``weight`` is the extra argument ``weight=`` of ``update``: the number of tokens, say,
     that the mean loss of the micro-batch was taken over. The weights of all replicas count, so
-    that a following *mean* over ``axis_name`` is the mean over all tokens; a window of no weight
-    at all is not applied. Between windows the updates are zero, and nothing of ``inner`` runs.
+    that a following *mean* over ``axis_name`` is the mean over all tokens. Between windows the
+    updates are zero, and nothing of ``inner`` runs.
+
+    Dropped as a whole, and counted in ``dropped_windows``, is a window with a weight that is not in
+    [0, 2**64), with weights of less than 2**-64 in all, or with a sum that overflowed in an
+    ``accumulator_dtype`` of f16's range (a gate inside judges such a sum itself).
 
     Around or inside a loss scaler, both right (see ``docs/cards/accumulate.md``):
     ``dynamic_loss_scale(accumulate(opt, 8))`` drops a bad micro-batch alone and the window takes
@@ -108,7 +125,7 @@ def accumulate(
       every: micro-steps per window, or a schedule of them by applied optimizer steps.
       accumulator_dtype: of the sums; f64 and complex gradients keep their kind. What is added is
         computed in f32 or wider and rounded once, with the sum. The sum of :math:`w_i g_i` must
-        fit: in f16 it overflows at 65504, though the mean may not.
+        fit: in f16 it overflows at 65504, though the mean may not, and the window is dropped.
       normalize: ``"mean"``, ``"sum"`` or ``"weight"``.
       axis_name: replica axis (or axes). The sums are then local to each replica (``PerReplica``)
         and gradients must be local: see ``boostax.local_params``.
@@ -116,8 +133,9 @@ def accumulate(
     Returns:
       A transformation with an ``AccumulateState``. Cost: one copy of the params in
       ``accumulator_dtype`` (none for ``every=1``); no collective in a micro-step but ``inner``'s
-      own, once per window, and 4 bytes then for ``"weight"``; through ``boostax.apply_gradients``
-      no temporary copy on CPU, TPU v5e and H100, through the pure ``update`` one of the params.
+      own, once per window, and 4 bytes then for ``"weight"`` and for f16 sums, which are also
+      read once more then; through ``boostax.apply_gradients`` no temporary copy on CPU, TPU v5e
+      and H100, through the pure ``update`` one of the params.
 
     Raises:
       ValueError, TypeError: an argument out of range; at trace time, a missing or unused
@@ -154,6 +172,8 @@ def accumulate(
     names = axes.canonical(who, axis_name)
     tx = optax.with_extra_args_support(inner)
     weighted = normalize == "weight"
+    # The range of f16: what a scaler lets pass does not add up in it.
+    overflows = float(jnp.finfo(narrow).max) < _MOST
     # Only a plain 1 does without a buffer: a schedule or a traced value may change its mind.
     buffered = not (isinstance(every, int) and every == 1)
 
@@ -168,6 +188,7 @@ def accumulate(
         return AccumulateState(
             micro_step=jnp.zeros((), jnp.int32),
             optimizer_steps=jnp.zeros((), jnp.int32),
+            dropped_windows=jnp.zeros((), jnp.int32),
             applied=jnp.asarray(False),
             window=window,
             inner_state=tx.init(trees.at_least_float32(params)),
@@ -176,23 +197,27 @@ def accumulate(
     def close(
         window: Window, count: jax.Array, state: Any, params: PyTree, apply: bool, extra: Any
     ) -> tuple[PyTree, _Closed]:
-        """Normalise the sums and run ``inner`` on them."""
+        """Normalise the sums and, if they can be used, run ``inner`` on them."""
+        # A gate inside judges them itself: a scaler has to see what overflows, to lower the scale.
+        judged = overflows and not has_gate(state)
+        ok = all_finite(window.grads) if judged else jnp.asarray(True)
+        factors = (1.0 / count.astype(jnp.float32),) if normalize == "mean" else ()
+        if weighted:
+            assert window.weight is not None
+            weight = jnp.where(ok, window.weight, jnp.nan) if judged else window.weight
+            total = jax.lax.psum(weight, names) if names else weight
+            ok, factors = total >= _LEAST, ((axes.size(names) if names else 1) / total,)
+        elif judged:
+            ok = axes.agree(ok, names)
 
-        def run_on(*factors: jax.Array) -> tuple[PyTree, _Closed]:
+        def run_on() -> tuple[PyTree, _Closed]:
             grads = Pending(window.grads, factors)
             value, new_state = run(tx, grads, state, params, apply=apply, extra=extra)
             return value, _Closed(new_state, passed(new_state))
 
-        if normalize == "sum":
+        if not (weighted or judged):
             return run_on()
-        if not weighted:
-            return run_on(1.0 / count.astype(jnp.float32))
-        assert window.weight is not None
-        total = jax.lax.psum(window.weight, names) if names else window.weight
-        replicas = axes.size(names) if names else 1
-        return gate(
-            total > 0, lambda: run_on(replicas / total), params, _held(state), apply=apply, who=who
-        )
+        return gate(ok, run_on, params, _held(state), apply=apply, who=who)
 
     @described(who, names, inner_state=tx)
     def step_fn(
@@ -216,7 +241,7 @@ def accumulate(
         count = state.micro_step + 1
         if state.window is None:
             value, closed = close(new, count, state.inner_state, params, apply, extra)
-            return value, _next(state, jnp.zeros_like(count), closed)
+            return value, _next(state, jnp.zeros_like(count), closed, jnp.asarray(True))
         if "value_fn" in extra:
             extra["value_fn"] = _refused
         first = state.micro_step == 0
@@ -236,7 +261,7 @@ def accumulate(
             who=who,
         )
         state = state._replace(window=PerReplica(sums) if names else sums)
-        return value, _next(state, jnp.where(ends, 0, count), closed)
+        return value, _next(state, jnp.where(ends, 0, count), closed, ends)
 
     def flush_fn(
         state: AccumulateState, params: PyTree, **extra: Any
@@ -246,7 +271,7 @@ def accumulate(
             return params, state._replace(inner_state=inner_state)
         sums = _local(state.window)
         params, closed = gate(
-            state.micro_step > 0,
+            state.held(),
             lambda: close(sums, state.micro_step, state.inner_state, params, True, extra),
             params,
             _held(state.inner_state),
@@ -256,7 +281,7 @@ def accumulate(
         # What the inner transformation holds open in its turn.
         params, inner_state = flush_inner(tx, closed.inner_state, params, extra)
         closed = closed._replace(inner_state=inner_state)
-        return params, _next(state, jnp.zeros_like(state.micro_step), closed)
+        return params, _next(state, jnp.zeros_like(state.micro_step), closed, state.held())
 
     return gated(init_fn, step_fn, flush_fn)
 
@@ -286,11 +311,15 @@ def _local(window: PerReplica | Window) -> Window:
     return window.local if isinstance(window, PerReplica) else window
 
 
-def _next(state: AccumulateState, count: jax.Array, closed: _Closed) -> AccumulateState:
-    steps = state.optimizer_steps
+def _next(
+    state: AccumulateState, count: jax.Array, closed: _Closed, ended: jax.Array
+) -> AccumulateState:
+    steps, dropped = state.optimizer_steps, state.dropped_windows
+    drops = ended & ~closed.applied
     return state._replace(
         micro_step=count,
         optimizer_steps=jnp.where(closed.applied, optax.safe_increment(steps), steps),
+        dropped_windows=jnp.where(drops, optax.safe_increment(dropped), dropped),
         applied=closed.applied,
         inner_state=closed.inner_state,
     )
@@ -304,6 +333,8 @@ def _weighted(grads: PyTree, weight: Any, names: tuple[str, ...]) -> Window:
             "from the loss."
         )
     weight = axes.to_varying(jnp.asarray(weight, jnp.float32), names)
+    # NaN stays in the sum of the weights, and out of that of the gradients.
+    weight = jnp.where((weight >= 0) & (weight < _MOST), weight, jnp.nan)
     return Window(weigh(grads, weight), weight)
 
 

@@ -21,8 +21,8 @@ from jax.core import Tracer
 
 from boostax._core import axes, checks, handshake, trees
 from boostax._core.about import described
+from boostax._core.finite import largest_magnitudes, magnitude, usable
 from boostax._core.gate import Pending, branch, gate, gated, run
-from boostax.precision.finite import largest_magnitudes, magnitude, usable
 from boostax.precision.group_state import GroupLossScaleState, check_labels, group_numbers
 from boostax.precision.skips import count, decided, flush_of
 

@@ -20,8 +20,8 @@ from jax.core import Tracer
 
 from boostax._core import axes, checks, handshake, trees
 from boostax._core.about import described
+from boostax._core.finite import usable
 from boostax._core.gate import Pending, gate, gated, run
-from boostax.precision.finite import usable
 from boostax.precision.group_state import GroupLossScaleState
 from boostax.precision.skips import count, decided, flush_of
 

@@ -66,7 +66,7 @@ def metrics(opt_state: PyTree) -> dict[str, jax.Array]:
       >>> import boostax, jax.numpy as jnp, optax
       >>> tx = boostax.accumulate(optax.sgd(0.1), every=4)
       >>> sorted(boostax.metrics(tx.init(jnp.zeros(3))))
-      ['micro_step', 'optimizer_steps']
+      ['dropped_windows', 'micro_step', 'optimizer_steps']
     """
     found: dict[str, jax.Array] = {}
     for node in trees.find(opt_state, _reports):

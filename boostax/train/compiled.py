@@ -12,6 +12,7 @@ from jax.core import Tracer
 from jax.sharding import Mesh, PartitionSpec
 
 from boostax._core import axes, trees
+from boostax._core.finite import all_finite
 from boostax._core.gate import outermost_passed, passed
 from boostax._core.placement import Placement
 from boostax._core.replicas import (
@@ -22,7 +23,6 @@ from boostax._core.replicas import (
 from boostax.accumulate.aux import Aux, as_aux
 from boostax.accumulate.window import flush
 from boostax.freeze.scheduled import ScheduledFreeze, ScheduledFreezeState
-from boostax.precision.finite import all_finite
 from boostax.precision.policy import Policy
 from boostax.train.apply import apply_gradients, metrics
 from boostax.train.depths import Depths
