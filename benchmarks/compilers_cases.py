@@ -56,22 +56,26 @@ def devices_of(target: str | None) -> tuple[Any, ...]:
 
 
 def on_one_chip(
-    tx: optax.GradientTransformation, target: str | None, pure: bool = False, params: Any = None
+    tx: optax.GradientTransformation,
+    target: str | None,
+    pure: bool = False,
+    params: Any = None,
+    **extra: jax.ShapeDtypeStruct,
 ) -> Audit:
     """The optimizer's part of a step: gradients given, params and state donated."""
     params = LEAVES if params is None else params
     tx = optax.with_extra_args_support(tx)
 
-    def applied(params, state, grads):
-        return boostax.apply_gradients(tx, grads, state, params)
+    def applied(params, state, grads, extra):
+        return boostax.apply_gradients(tx, grads, state, params, **extra)
 
-    def updated(params, state, grads):
-        updates, state = tx.update(grads, state, params)
+    def updated(params, state, grads, extra):
+        updates, state = tx.update(grads, state, params, **extra)
         return optax.apply_updates(params, updates), state
 
     chip = SingleDeviceSharding(devices_of(target)[0])
     place = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=chip)  # noqa: E731
-    given = jax.tree.map(place, (params, jax.eval_shape(tx.init, params), params))
+    given = jax.tree.map(place, (params, jax.eval_shape(tx.init, params), params, extra))
     step = jax.jit(updated if pure else applied, donate_argnums=(0, 1))
     return boostax.audit(step, *given, target=target)
 

@@ -210,14 +210,15 @@ def accumulate(
         elif judged:
             ok = axes.agree(ok, names)
 
-        def run_on() -> tuple[PyTree, _Closed]:
+        def run_on() -> tuple[PyTree, Any]:
             grads = Pending(window.grads, factors)
-            value, new_state = run(tx, grads, state, params, apply=apply, extra=extra)
-            return value, _Closed(new_state, passed(new_state))
+            return run(tx, grads, state, params, apply=apply, extra=extra)
 
         if not (weighted or judged):
-            return run_on()
-        return gate(ok, run_on, params, _held(state), apply=apply, who=who)
+            value, new_state = run_on()
+        else:
+            value, new_state = gate(ok, run_on, params, state, apply=apply, who=who)
+        return value, _Closed(new_state, ok & passed(new_state))
 
     @described(who, names, inner_state=tx)
     def step_fn(
