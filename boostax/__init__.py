@@ -44,6 +44,8 @@ from boostax.precision.loss_scale import scale_loss as scale_loss
 from boostax.precision.loss_scale import static_loss_scale as static_loss_scale
 from boostax.precision.policy import Policy as Policy
 from boostax.precision.policy import policy as policy
+from boostax.precision.updates import CheckUpdatesState as CheckUpdatesState
+from boostax.precision.updates import check_updates as check_updates
 from boostax.reduce.adasum import AdasumState as AdasumState
 from boostax.reduce.adasum import adasum as adasum
 from boostax.reduce.delta import AdasumDeltaState as AdasumDeltaState

@@ -78,6 +78,17 @@ def all_finite(tree: PyTree, axis_name: axes.AxisName | None = None) -> jax.Arra
     return axes.agree(all_true([jnp.isfinite(m) for m in largest_magnitudes(tree)]), names)
 
 
+def stays_finite(old: PyTree, new: PyTree) -> jax.Array:
+    """Whether no entry that was finite became NaN or infinite, in trees of the same types."""
+
+    def news(before: jax.Array, after: jax.Array) -> jax.Array:
+        if not jnp.issubdtype(jnp.result_type(after), jnp.inexact):
+            return jnp.zeros(())
+        return jnp.where(jnp.isfinite(before), after, jnp.zeros_like(after))
+
+    return all_finite(jax.tree.map(news, old, new))
+
+
 def usable(grads: Pending) -> jax.Array:
     """Whether gradients are finite, and the sum of their squares is too.
 
