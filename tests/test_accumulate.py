@@ -378,9 +378,10 @@ def test_keys_and_model_state_go_through_the_micro_batches():
     assert_close((grads["b"], aux.metrics, aux.model_state), (mean, mean, state))
 
 
-def test_low_gradients_are_summed_in_f32_and_plain_aux_is_averaged():
+def test_low_gradients_are_summed_in_f32_and_metrics_are_averaged():
     def loss(params, x):
-        return loss_fn(params, x), {"mean": x.mean(), "n": jnp.int32(len(x)), "any": x[0, 0] > -99}
+        told = {"mean": x.mean(), "n": jnp.int32(len(x)), "any": x[0, 0] > -99}
+        return loss_fn(params, x), boostax.Aux(metrics=told)
 
     params = jax.tree.map(lambda p: p.astype(jnp.bfloat16), PARAMS)
     f = jax.value_and_grad(loss, has_aux=True)
@@ -388,7 +389,7 @@ def test_low_gradients_are_summed_in_f32_and_plain_aux_is_averaged():
     parts = [f(params, BATCH[i::4])[1] for i in range(4)]
     assert_close(grads, jax.tree.map(lambda *g: np.mean(np.float32(g), axis=0), *parts))
     assert {g.dtype for g in jax.tree.leaves(grads)} == {jnp.dtype("float32")}
-    assert_close(aux, {"mean": BATCH.mean(), "n": 24, "any": 4})
+    assert_close(aux.metrics, {"mean": BATCH.mean(), "n": 24, "any": 4})
 
 
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])

@@ -127,7 +127,8 @@ def test_keys_differ_by_call_micro_batch_and_replica_and_repeat_by_seed(mesh, mi
     seen = []
 
     def record(params, batch, *, key):
-        return plain_loss(params, batch), {"bits": jax.random.normal(key, (64,))}
+        noise = jax.random.normal(key, (64,))
+        return plain_loss(params, batch), boostax.Aux(metrics={"bits": noise})
 
     tx = optimizer("data")
     step = boostax.make_train_step(

@@ -13,8 +13,8 @@ PyTree = Any
 class Aux(NamedTuple):
     """What a loss function may return beside the loss, understood by boostax.
 
-    Return ``(loss, Aux(...))`` with ``has_aux=True``. Any other auxiliary tree is treated as
-    ``metrics``.
+    Return ``(loss, Aux(...))`` with ``has_aux=True``. It is combined over micro-batches and
+    replicas; any other auxiliary tree passes through as in ``jax.value_and_grad``.
 
     Attributes:
       weight: scalar, what the loss is a mean over (tokens, unmasked examples): micro-batches,
@@ -36,8 +36,23 @@ class Aux(NamedTuple):
 
 
 def as_aux(aux: PyTree) -> Aux:
-    """``aux`` itself, or one that holds it as metrics."""
-    return aux if isinstance(aux, Aux) else Aux(metrics=aux)
+    """``aux`` itself, or one that says nothing."""
+    return aux if isinstance(aux, Aux) else Aux()
+
+
+def as_metrics(aux: PyTree, who: str) -> Aux:
+    """``aux`` itself, or one with its scalars as metrics: what a step can report of a loss."""
+    if isinstance(aux, Aux):
+        return aux
+    for path, leaf in jax.tree_util.tree_leaves_with_path(aux):
+        if jnp.shape(leaf):
+            raise TypeError(
+                f"{who}: aux must be boostax.Aux or a tree of scalars, which are averaged, got "
+                f"shape {jnp.shape(leaf)} at {trees.path_name(path) or 'the root'!r}. "
+                "boostax.Aux(metrics=...) averages arrays too; boostax.value_and_grad hands out "
+                "any aux as it is."
+            )
+    return Aux(metrics=aux)
 
 
 def weigh(tree: PyTree, weight: jax.Array) -> PyTree:

@@ -26,6 +26,12 @@ class _Sums(NamedTuple):
     weight: jax.Array
 
 
+class _Plain(NamedTuple):
+    """An aux that is no ``Aux``, and passes through."""
+
+    aux: PyTree
+
+
 def microbatch(
     value_and_grad_fn: Callable[..., tuple[PyTree, PyTree]],
     microbatches: int,
@@ -48,7 +54,9 @@ def microbatch(
         ``(loss, grads)``, or ``((loss, aux), grads)`` with ``has_aux``.
       microbatches: number of slices; must divide the leading dimension of every batch leaf. 1
         returns the function as it is.
-      has_aux: as in ``jax.value_and_grad``.
+      has_aux: as in ``jax.value_and_grad``. ``boostax.Aux`` is combined: see there. Any other aux
+        is stacked: its leaves lead with ``[microbatches]``. Of one entry per row,
+        ``aux.swapaxes(0, 1).reshape(-1, *aux.shape[2:])`` is in the order of the batch.
       normalize: ``"mean"``, or ``"sum"`` for losses that are sums.
       accumulator_dtype: of the gradient sum; f64 and complex gradients keep their kind. Each
         micro-batch rounds once, as in ``accumulate``, and so does the final division.
@@ -86,51 +94,52 @@ def microbatch(
         **kwargs: Any,
     ) -> tuple[PyTree, PyTree]:
         slices = split(batch, count, who)
-        returned: PyTree = Aux()
+        told: Aux = Aux()
 
-        def evaluate(index: jax.Array, state: PyTree) -> tuple[_Sums, PyTree]:
-            nonlocal returned
+        def evaluate(index: jax.Array, state: PyTree) -> tuple[_Sums, PyTree, PyTree]:
+            nonlocal told
             given = dict(kwargs)
             if key is not None:
                 given["key"] = jax.random.fold_in(key, index)
             if state is not None:
                 given["model_state"] = state
             value, grads = value_and_grad_fn(params, take(slices, index), *args, **given)
-            loss, returned = value if has_aux else (value, Aux())
-            aux = as_aux(returned)
-            weight = jnp.asarray(1.0 if aux.weight is None else aux.weight, jnp.float32)
-            loss, metrics = trees.at_least_float32((loss, aux.metrics))
+            loss, aux = value if has_aux else (value, Aux())
+            told = as_aux(aux)
+            weight = jnp.asarray(1.0 if told.weight is None else told.weight, jnp.float32)
+            loss, metrics = trees.at_least_float32((loss, told.metrics))
             sums = _Sums(loss, trees.addends(grads, narrow), metrics, weight)
             if normalize == "mean":
                 sums = weigh(sums, weight)._replace(weight=weight)
-            return sums, state if aux.model_state is None else aux.model_state
+            state = state if told.model_state is None else told.model_state
+            return sums, state, None if told is aux else _Plain(aux)
 
         first = jnp.int32(0)
-        replay, (sums_like, state_like) = trees.trace_once(evaluate, first, model_state)
+        replay, (sums_like, state_like, plain) = trees.trace_once(evaluate, first, model_state)
         state = axes.unify(model_state, state_like)
         if axes.types(state) != axes.types(model_state):
             # It comes out differing over replicas, so it must go in so.
-            replay, (sums_like, _) = trees.trace_once(evaluate, first, state)
+            replay, (sums_like, _, _) = trees.trace_once(evaluate, first, state)
         zeros = jax.tree.map(axes.zeros, sums_like._replace(grads=()))
         buffers = jax.tree.map(
             lambda g: axes.zeros(g, trees.buffer_dtype(g, narrow)), sums_like.grads
         )
         start = (zeros._replace(grads=buffers), state)
 
-        def body(carry: tuple[_Sums, PyTree], index: jax.Array) -> tuple[Any, None]:
+        def body(carry: tuple[_Sums, PyTree], index: jax.Array) -> tuple[Any, PyTree]:
             sums, state = carry
-            new, state = replay(index, state)
+            new, state, aux = replay(index, state)
             sums = jax.tree.map(lambda a, g: (a.astype(g.dtype) + g).astype(a.dtype), sums, new)
-            return (sums, state), None
+            return (sums, state), aux
 
-        (total, state), _ = lax.scan(body, start, jnp.arange(count, dtype=jnp.int32))
+        (total, state), stacked = lax.scan(body, start, jnp.arange(count, dtype=jnp.int32))
         mean = divide(total, total.weight) if normalize == "mean" else total
         if not has_aux:
             return mean.loss, mean.grads
-        aux = mean.metrics
-        if isinstance(returned, Aux):
-            aux = Aux(None if returned.weight is None else total.weight, state, mean.metrics)
-        return (mean.loss, aux), mean.grads
+        if plain is not None:
+            return (mean.loss, stacked.aux), mean.grads
+        weight = None if told.weight is None else total.weight
+        return (mean.loss, Aux(weight, state, mean.metrics)), mean.grads
 
     return wrapped
 

@@ -20,7 +20,7 @@ from boostax._core.replicas import (
     enter_replica,
     leave_replica,
 )
-from boostax.accumulate.aux import Aux, as_aux
+from boostax.accumulate.aux import Aux
 from boostax.accumulate.window import flush
 from boostax.freeze.scheduled import ScheduledFreeze, ScheduledFreezeState
 from boostax.precision.policy import Policy
@@ -293,7 +293,7 @@ class TrainStep:
             active = self.tx.choice(params, opt_state) if choice else self.tx.active(params, depth)
         given = {"key": self._call_key(state, placement), "model_state": state.model_state}
         value, grads = oracle(params, opt_state, batch, active=active, **given)
-        loss, aux = (value[0], as_aux(value[1])) if self.has_aux else (value, Aux())
+        loss, aux = value if self.has_aux else (value, Aux())
         # For line searches; where nobody calls it, nothing of it is compiled.
         extra |= {"value": loss, "value_fn": oracle.loss_at(batch, **given)}
         extra |= {} if aux.weight is None else {"weight": aux.weight}

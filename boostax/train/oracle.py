@@ -38,14 +38,14 @@ def value_and_grad(
 
     The loss is multiplied by the scale found in ``opt_state`` (in f32), so the gradients come out
     multiplied by it; the loss itself is returned unscaled. With ``axis_name`` the gradients are
-    *local* to each replica, and loss and metrics are averaged over the replicas. Where the loss
+    *local* to each replica, and loss and ``Aux.metrics`` are averaged over the replicas. Where the loss
     returns ``Aux(weight=...)``, replica :math:`r`'s gradient is multiplied by
     :math:`n\,w_r / \sum w`, so that the mean over replicas is the mean over all tokens.
 
     Inside ``shard_map`` or ``pmap`` the axis is the surrounding one's. With ``mesh`` the oracle is
     called in plain ``jit``, on global arrays: it maps the loss over the replica axes alone, the
     other axes stay XLA's (or, on an Explicit mesh, the loss's), and gradients are ``PerReplica`` of
-    stacked arrays, for ``boostax.on_mesh``. Nothing is reduced but loss and metrics.
+    stacked arrays, for ``boostax.on_mesh``. Nothing is reduced but loss and ``Aux``.
 
     Args:
       loss_fn: ``loss_fn(params, batch)``, and ``key=``, ``model_state=`` where they are given, and
@@ -56,7 +56,10 @@ def value_and_grad(
       mesh: for plain ``jit``: the mesh over whose replica axes the loss is to be mapped.
       policy: precision policy applied to ``loss_fn``: see ``boostax.policy``.
       microbatches: split the batch and scan: see ``boostax.microbatch``.
-      has_aux: as in ``jax.value_and_grad``.
+      has_aux: as in ``jax.value_and_grad``. ``boostax.Aux`` is combined over micro-batches and
+        replicas. Any other aux passes through: micro-batches stack its leaves, which then lead with
+        ``[microbatches]``; inside ``shard_map`` or ``pmap`` it is the replica's own; with ``mesh``
+        it is a ``PerReplica`` of stacked arrays, as the gradients are.
       accumulator_dtype: of the sum over micro-batches.
 
     Returns:
@@ -65,7 +68,7 @@ def value_and_grad(
       like the params, or a prefix of one: what is not active is not differentiated, and in the
       gradients ``optax.MaskedNode`` stands for it; or ``tx.choice(params, opt_state)`` of a
       ``scheduled_freeze``, by which it is found out in the program. Cost: with ``axis_name`` one
-      scalar collective for the loss and one per leaf of ``aux``; see ``boostax.microbatch``.
+      scalar collective for the loss and one per leaf of ``Aux``; see ``boostax.microbatch``.
       ``fn.loss_at(batch, *, key=None, model_state=None)`` is a function of the params alone: the
       same loss, without a gradient and with the model's state left as it is, for line searches.
 
@@ -138,7 +141,7 @@ def value_and_grad(
     def loss_at(batch: PyTree, **kwargs: Any) -> Callable[[PyTree], jax.Array]:
         return lambda params: loss_of(params, batch, _given(kwargs))
 
-    oracle = Oracle(gradients, loss_at, names, local, loss_of)
+    oracle = Oracle(gradients, loss_at, names, local, loss_of, has_aux)
     return oracle if mesh is None else oracle.over(mesh)
 
 
@@ -152,6 +155,7 @@ class Oracle:
       names: the replica axes.
       local: gradients and loss of one replica, from the scale and what the loss is given besides.
       loss_of: the loss alone.
+      has_aux: see ``value_and_grad``.
     """
 
     gradients: Callable[..., tuple[Any, PyTree]]
@@ -159,6 +163,7 @@ class Oracle:
     names: tuple[str, ...]
     local: Callable[..., tuple[Any, PyTree]]
     loss_of: Callable[..., jax.Array]
+    has_aux: bool
 
     def __call__(self, *args: Any, **kwargs: Any) -> tuple[Any, PyTree]:
         """``(loss, grads)``, or ``((loss, aux), grads)``."""
@@ -197,13 +202,17 @@ class Oracle:
                 params, given = own(params, given)
                 chosen = active if at is None else active._replace(at=at)
                 value, grads = self.local(params, batch, scale, given, chosen)
-                return value, jax.tree.map(lambda g: g[None], grads)
+                loss, aux = value if self.has_aux else (value, Aux())
+                told, own_aux = (aux, ()) if isinstance(aux, Aux) else (None, aux)
+                return (loss, told), jax.tree.map(_stackable, (own_aux, grads))
 
             run = mapped(each, params, (whole, rows))
             more = loss_scale(opt_state), at, given
+            args = _gathered(mesh, self.names, params), batch, more
             with handshake.scaling(opt_state):
-                value, grads = run(_gathered(mesh, self.names, params), batch, more)
-            return value, PerReplica(grads)
+                (loss, told), (aux, grads) = run(*args)
+            aux = PerReplica(aux) if told is None else told
+            return ((loss, aux) if self.has_aux else loss), PerReplica(grads)
 
         def loss_at(batch: PyTree, **kw: Any) -> Callable[[PyTree], jax.Array]:
             def each(params: PyTree, batch: PyTree, given: dict[str, Any]) -> jax.Array:
@@ -239,6 +248,11 @@ def _gathered(mesh: Mesh, names: tuple[str, ...], params: PyTree) -> PyTree:
         return params
     whole = lambda x: NamedSharding(mesh, without(jax.typeof(x).sharding.spec, names))  # noqa: E731
     return jax.tree.map(lambda x: jax.sharding.reshard(x, whole(x)), params)
+
+
+def _stackable(x: Any) -> jax.Array:
+    """One replica's part of a stacked array."""
+    return jnp.expand_dims(x, 0)
 
 
 def _given(kwargs: dict[str, Any]) -> dict[str, Any]:
@@ -294,7 +308,7 @@ def _loss_and_aux(result: Any, has_aux: bool) -> tuple[jax.Array, PyTree]:
 def _over_replicas(
     loss: jax.Array, aux: PyTree, grads: PyTree, names: tuple[str, ...]
 ) -> tuple[jax.Array, PyTree, PyTree]:
-    """Loss and metrics averaged over the replicas; gradients stay local, weighted."""
+    """Loss and ``Aux`` averaged over the replicas; gradients stay local, weighted."""
     told = as_aux(aux)
     replicas = axes.size(names)
     local = jnp.asarray(1.0 if told.weight is None else told.weight, jnp.float32)
@@ -305,7 +319,7 @@ def _over_replicas(
         grads = trees.cast_like(divide(weigh(grads, local), total / replicas), grads)
     loss, metrics = divide(lax.psum(weigh((loss, told.metrics), local), names), total)
     if not isinstance(aux, Aux):
-        return loss, metrics, grads
+        return loss, aux, grads
     # Alike on all replicas, so that windows of mean weights add up to the mean over all tokens.
     weight = None if told.weight is None else total / replicas
     return loss, Aux(weight, _mean_state(told.model_state, names), metrics), grads

@@ -1,5 +1,6 @@
 """The train step from its parts: what is asked of them, and how they are put together."""
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -8,6 +9,7 @@ import optax
 from jax.sharding import Mesh
 
 from boostax._core import axes, checks
+from boostax.accumulate.aux import as_metrics
 from boostax.precision.policy import Policy, as_policy
 from boostax.train.compiled import FreezeDriver, TrainStep
 from boostax.train.oracle import value_and_grad
@@ -49,7 +51,8 @@ def make_train_step(
       axis_name: its axis, or axes, over which the batch is split; required with a mesh.
       policy: precision policy applied to ``loss_fn``, its ``param_dtype`` to the params.
       microbatches: slices per replica and call: see ``boostax.microbatch``.
-      has_aux: ``loss_fn`` returns ``(loss, aux)``; see ``boostax.Aux``.
+      has_aux: ``loss_fn`` returns ``(loss, aux)``: a ``boostax.Aux``, or a tree of scalars, which
+        are reported as its ``metrics`` are.
       accumulator_dtype: of the sum over micro-batches.
       check_vma: JAX's check of what is equal on all replicas; switch it off only for code that
         cannot be typed.
@@ -68,7 +71,8 @@ def make_train_step(
       optimizer's state takes ``1/n`` of its memory, and new params are gathered when they change.
 
     Raises:
-      ValueError, TypeError: an argument out of range, an axis that the mesh lacks.
+      ValueError, TypeError: an argument out of range, an axis that the mesh lacks; at trace time,
+        an array in an aux that is no ``boostax.Aux``.
 
     Example:
       >>> import boostax, jax.numpy as jnp, optax
@@ -112,7 +116,7 @@ def make_train_step(
     checks.choice(who, "freeze_driver", freeze_driver, ("host", "switch"), hint)
     rules = as_policy(who, policy)
     oracle = value_and_grad(
-        loss_fn,
+        _reporting(loss_fn) if has_aux else loss_fn,
         axis_name=axis_name,
         policy=rules,
         microbatches=microbatches,
@@ -132,3 +136,16 @@ def make_train_step(
         freeze_driver=freeze_driver,
         shard_optimizer=shard_optimizer,
     )
+
+
+def _reporting(loss_fn: Callable[..., Any]) -> Callable[..., Any]:
+    """The loss with an aux of which a step can report: what a step returns is the same on all."""
+
+    @functools.wraps(loss_fn)
+    def reported(*args: Any, **kwargs: Any) -> Any:
+        result = loss_fn(*args, **kwargs)
+        if not isinstance(result, tuple) or len(result) != 2:
+            return result
+        return result[0], as_metrics(result[1], "make_train_step")
+
+    return reported
