@@ -14,6 +14,8 @@ from boostax._core.replicas import reshard_state as reshard_state
 from boostax._core.replicas import stack_replicas as stack_replicas
 from boostax._core.replicas import state_specs as state_specs
 from boostax.accumulate.aux import Aux as Aux
+from boostax.accumulate.carried import CarryState as CarryState
+from boostax.accumulate.carried import carry as carry
 from boostax.accumulate.microbatch import microbatch as microbatch
 from boostax.accumulate.window import AccumulateState as AccumulateState
 from boostax.accumulate.window import accumulate as accumulate

@@ -213,6 +213,14 @@ def outermost_passed(state: PyTree) -> jax.Array:
     return gates[0].taken() if gates else jnp.asarray(True)
 
 
+def held(state: PyTree) -> jax.Array:
+    """Whether a window is open anywhere."""
+    result = jnp.asarray(False)
+    for node in trees.find(state, lambda node: callable(getattr(node, "held", None))):
+        result = jnp.logical_or(result, node.held())
+    return result
+
+
 def has_gate(state: PyTree) -> bool:
     """Whether a transformation with this state may hold its inner one back."""
     return bool(trees.find(state, _is_gate))

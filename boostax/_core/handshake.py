@@ -77,12 +77,6 @@ def assume_scaled(grads: Grads, opt_state: PyTree) -> Grads:
     return grads
 
 
-def multiplied(opt_state: PyTree) -> None:
-    """Mark the scales in a state: a loss is multiplied by them."""
-    for scale in _scales(opt_state):
-        _mark(scale).loss = True
-
-
 def crossed(scales: Any, groups: Mapping[str, int] | None = None) -> None:
     """Mark the scales of groups: cotangents change from one to another."""
     for mark in [_mark(scales), *_enclosing(scales)]:
@@ -147,8 +141,11 @@ def hand_on_state(old: PyTree, new: PyTree) -> None:
 
 @contextlib.contextmanager
 def scaling(opt_state: PyTree) -> Generator[None]:
-    """The oracle's own part: a loss that is traced within is multiplied outside."""
-    token = _INSIDE.set((*_INSIDE.get(), *_scales(opt_state)))
+    """Mark the scales in a state: a loss that is traced within is multiplied by them outside."""
+    scales = _scales(opt_state)
+    for scale in scales:
+        _mark(scale).loss = True
+    token = _INSIDE.set((*_INSIDE.get(), *scales))
     try:
         yield
     finally:
@@ -167,7 +164,8 @@ def scaled_once(loss: jax.Array, product: jax.Array, opt_state: PyTree) -> jax.A
         )
     key = id(product)
     _SCALED[key] = weakref.ref(product, lambda _: _SCALED.pop(key, None))
-    multiplied(opt_state)
+    for scale in scales:
+        _mark(scale).loss = True
     return product
 
 

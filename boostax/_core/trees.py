@@ -13,6 +13,8 @@ import optax
 from boostax._core import jaxprs
 
 PyTree = Any
+# Flax's collection of leaves whose cotangent is their new value.
+OVERWRITE = "_overwrite_with_gradient"
 
 
 def at_least_float32(tree: PyTree) -> PyTree:
@@ -104,9 +106,20 @@ def path_name(path: tuple[Any, ...]) -> str:
     return jax.tree_util.keystr(path, simple=True, separator="/")
 
 
-def require_gradients(tree: PyTree, who: str) -> None:
-    """Refuse leaves that cannot be scaled or summed: integers, bools and float0."""
+def overwritten(path: tuple[Any, ...]) -> bool:
+    """Whether a leaf is in Flax's collection of those."""
+    return OVERWRITE in path_name(path).split("/")
+
+
+def require_gradients(tree: PyTree, who: str, *, carried: bool = False) -> None:
+    """Refuse leaves that cannot be scaled or summed: integers, bools, float0, new values."""
     for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
+        if overwritten(path) and not carried:
+            raise ValueError(
+                f"{who}: gradients must be gradients, got the new value of a leaf at "
+                f"{path_name(path)!r}. Put boostax.carry around the whole optimizer: it sets such "
+                "leaves and hands on the others."
+            )
         dtype = getattr(leaf, "dtype", None)
         if dtype is None or not jnp.issubdtype(dtype, jnp.inexact):
             kind = "float0" if dtype == jax.dtypes.float0 else dtype or type(leaf).__name__

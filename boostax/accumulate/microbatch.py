@@ -12,13 +12,17 @@ import jax.numpy as jnp
 from jax import lax
 
 from boostax._core import axes, checks, trees
+from boostax.accumulate import carried
 from boostax.accumulate.aux import Aux, as_aux, divide, weigh
 
 PyTree = Any
 
 
 class _Sums(NamedTuple):
-    """Weighted sums over micro-batches; ``weight`` is the sum of the weights."""
+    """Weighted sums over micro-batches; ``weight`` is the sum of the weights.
+
+    What is carried has no part in it.
+    """
 
     loss: jax.Array
     grads: PyTree
@@ -39,6 +43,7 @@ def microbatch(
     has_aux: bool = False,
     normalize: Literal["mean", "sum"] = "mean",
     accumulator_dtype: Any = jnp.float32,
+    rules: carried.Rules = carried.FLAX,
 ) -> Callable[..., tuple[PyTree, PyTree]]:
     r"""Evaluate a ``value_and_grad`` function in slices of the batch and combine the results.
 
@@ -60,6 +65,8 @@ def microbatch(
       normalize: ``"mean"``, or ``"sum"`` for losses that are sums.
       accumulator_dtype: of the gradient sum; f64 and complex gradients keep their kind. Each
         micro-batch rounds once, as in ``accumulate``, and so does the final division.
+      rules: of leaves whose gradient is their new value, as in ``boostax.carry``: they are combined
+        by it and not averaged.
 
     Returns:
       A function of the same signature and results, gradients in the accumulator dtype, loss and
@@ -95,9 +102,12 @@ def microbatch(
     ) -> tuple[PyTree, PyTree]:
         slices = split(batch, count, who)
         told: Aux = Aux()
+        found: carried.Rules = {}
 
-        def evaluate(index: jax.Array, state: PyTree) -> tuple[_Sums, PyTree, PyTree]:
-            nonlocal told
+        def evaluate(
+            index: jax.Array, state: PyTree
+        ) -> tuple[_Sums, carried.Carried, PyTree, PyTree]:
+            nonlocal told, found
             given = dict(kwargs)
             if key is not None:
                 given["key"] = jax.random.fold_in(key, index)
@@ -108,38 +118,48 @@ def microbatch(
             told = as_aux(aux)
             weight = jnp.asarray(1.0 if told.weight is None else told.weight, jnp.float32)
             loss, metrics = trees.at_least_float32((loss, told.metrics))
-            sums = _Sums(loss, trees.addends(grads, narrow), metrics, weight)
+            found = carried.resolve(rules, grads)
+            new = carried.values(grads, found)
+            grads = trees.addends(carried.without(grads, found), narrow)
+            sums = _Sums(loss, grads, metrics, weight)
             if normalize == "mean":
                 sums = weigh(sums, weight)._replace(weight=weight)
             state = state if told.model_state is None else told.model_state
-            return sums, state, None if told is aux else _Plain(aux)
+            return sums, new, state, None if told is aux else _Plain(aux)
 
         first = jnp.int32(0)
-        replay, (sums_like, state_like, plain) = trees.trace_once(evaluate, first, model_state)
+        replay, (sums_like, new_like, state_like, plain) = trees.trace_once(
+            evaluate, first, model_state
+        )
         state = axes.unify(model_state, state_like)
         if axes.types(state) != axes.types(model_state):
             # It comes out differing over replicas, so it must go in so.
-            replay, (sums_like, _, _) = trees.trace_once(evaluate, first, state)
+            replay, (sums_like, new_like, _, _) = trees.trace_once(evaluate, first, state)
         zeros = jax.tree.map(axes.zeros, sums_like._replace(grads=()))
         buffers = jax.tree.map(
             lambda g: axes.zeros(g, trees.buffer_dtype(g, narrow)), sums_like.grads
         )
-        start = (zeros._replace(grads=buffers), state)
+        none = {k: carried.nothing(found[k], axes.zeros(x)) for k, x in new_like.items()}
+        start = (zeros._replace(grads=buffers), none, state)
 
-        def body(carry: tuple[_Sums, PyTree], index: jax.Array) -> tuple[Any, PyTree]:
-            sums, state = carry
-            new, state, aux = replay(index, state)
-            sums = jax.tree.map(lambda a, g: (a.astype(g.dtype) + g).astype(a.dtype), sums, new)
-            return (sums, state), aux
+        def body(
+            carry: tuple[_Sums, carried.Carried, PyTree], index: jax.Array
+        ) -> tuple[Any, PyTree]:
+            sums, old, state = carry
+            added, new, state, aux = replay(index, state)
+            sums = jax.tree.map(lambda a, g: (a.astype(g.dtype) + g).astype(a.dtype), sums, added)
+            new = {k: carried.combine(found[k], old[k], x) for k, x in new.items()}
+            return (sums, new, state), aux
 
-        (total, state), stacked = lax.scan(body, start, jnp.arange(count, dtype=jnp.int32))
+        (total, new, state), stacked = lax.scan(body, start, jnp.arange(count, dtype=jnp.int32))
         mean = divide(total, total.weight) if normalize == "mean" else total
+        grads = carried.put(mean.grads, new)
         if not has_aux:
-            return mean.loss, mean.grads
+            return mean.loss, grads
         if plain is not None:
-            return (mean.loss, stacked.aux), mean.grads
+            return (mean.loss, stacked.aux), grads
         weight = None if told.weight is None else total.weight
-        return (mean.loss, Aux(weight, state, mean.metrics)), mean.grads
+        return (mean.loss, Aux(weight, state, mean.metrics)), grads
 
     return wrapped
 

@@ -286,7 +286,7 @@ def scheduled_freeze(
             active = freezing.active(params, depth)
             require_present(grads.raw, active, depth)
             pending = Pending(trees.masked(grads.raw, active), grads.factors)
-            trees.require_gradients(pending.raw, _WHO)
+            trees.require_gradients(pending.raw, _WHO, carried=True)
             more = dict(extra)
             if "value_fn" in extra:
                 more["value_fn"] = lambda trial: extra["value_fn"](trees.unmasked(trial, params))
@@ -302,7 +302,7 @@ def scheduled_freeze(
     ) -> tuple[PyTree, ScheduledFreezeState]:
         def close(depth: int, part: Whole) -> Whole:
             value, state = part
-            before = _windows(state.inner_state)
+            before = held(state.inner_state)
             found, new = flush_inner(tx, state.inner_state, value, extra)
             # What was open and is closed now was applied, unless an inner scaler skipped it.
             ok = before & passed(new)
@@ -349,11 +349,3 @@ def active_groups(opt_state: PyTree) -> jax.Array:
             "optimizer in boostax.scheduled_freeze."
         )
     return jnp.arange(found[0].trained_steps.size) >= found[0].next_depth
-
-
-def _windows(state: PyTree) -> jax.Array:
-    """Whether a window is open anywhere."""
-    result = jnp.asarray(False)
-    for node in trees.find(state, lambda node: callable(getattr(node, "held", None))):
-        result = jnp.logical_or(result, node.held())
-    return result

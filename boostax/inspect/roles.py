@@ -10,7 +10,7 @@ UNKNOWN = "unknown"
 COMBINATOR = "combinator"
 
 _NAMES: Mapping[str, tuple[str, ...]] = {
-    COMBINATOR: ("chain", "named_chain", "partition", "masked", "flatten"),
+    COMBINATOR: ("chain", "named_chain", "partition", "masked", "flatten", "carry"),
     "scaler": ("dynamic_loss_scale", "static_loss_scale", "group_loss_scale"),
     "window": ("accumulate",),
     "peer window": ("MultiSteps",),

@@ -84,14 +84,16 @@ class Policy:
             return _cast(params, jnp.dtype(jnp.float32))
 
         def cast(path: tuple[Any, ...], leaf: Any) -> Any:
-            kept = self.keeps(trees.path_name(path))
+            kept = trees.overwritten(path) or self.keeps(trees.path_name(path))
             return _cast(leaf, jnp.dtype(jnp.float32) if kept else self.compute_dtype)
 
         return jax.tree_util.tree_map_with_path(cast, params)
 
     def store_params(self, params: PyTree) -> PyTree:
-        """Params as they are stored and updated: ``param_dtype``."""
-        return _cast(params, self.param_dtype)
+        """Params as they are stored and updated: ``param_dtype``; fp8 metadata of Flax as it is."""
+        return jax.tree_util.tree_map_with_path(
+            lambda path, x: x if trees.overwritten(path) else _cast(x, self.param_dtype), params
+        )
 
     def cast_inputs(self, tree: PyTree) -> PyTree:
         """Floating inputs in the dtype that the model starts from."""

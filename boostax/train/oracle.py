@@ -14,6 +14,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from boostax._core import axes, checks, handshake, trees
 from boostax._core.replicas import PerReplica, is_per_replica, without
+from boostax.accumulate import carried
 from boostax.accumulate.aux import Aux, as_aux, divide, drop_empty, weigh
 from boostax.accumulate.microbatch import microbatch
 from boostax.freeze.stages import Choice, staged
@@ -38,9 +39,10 @@ def value_and_grad(
 
     The loss is multiplied by the scale found in ``opt_state`` (in f32), so the gradients come out
     multiplied by it; the loss itself is returned unscaled. With ``axis_name`` the gradients are
-    *local* to each replica, and loss and ``Aux.metrics`` are averaged over the replicas. Where the loss
-    returns ``Aux(weight=...)``, replica :math:`r`'s gradient is multiplied by
-    :math:`n\,w_r / \sum w`, so that the mean over replicas is the mean over all tokens.
+    *local* to each replica, and loss and ``Aux.metrics`` are averaged over the replicas. Where the
+    loss returns ``Aux(weight=...)``, replica :math:`r`'s gradient is multiplied by
+    :math:`n\,w_r / \sum w`, so that the mean over replicas is the mean over all tokens. Leaves that
+    ``boostax.carry`` names are as the loss hands them out; micro-batches are combined by its rules.
 
     Inside ``shard_map`` or ``pmap`` the axis is the surrounding one's. With ``mesh`` the oracle is
     called in plain ``jit``, on global arrays: it maps the loss over the replica axes alone, the
@@ -86,11 +88,16 @@ def value_and_grad(
     who = "value_and_grad"
     names = axes.canonical(who, axis_name)
     count = checks.positive_int(who, "microbatches", microbatches, "1 takes the batch whole.")
-    rules = as_policy(who, policy)
-    fn = loss_fn if rules is None else rules.compute(loss_fn)
+    precision = as_policy(who, policy)
+    fn = loss_fn if precision is None else precision.compute(loss_fn)
 
     def evaluate(
-        active: PyTree, params: PyTree, batch: PyTree, scale: jax.Array, **kwargs: Any
+        active: PyTree,
+        rules: carried.Rules,
+        params: PyTree,
+        batch: PyTree,
+        scale: jax.Array,
+        **kwargs: Any,
     ) -> tuple[PyTree, PyTree]:
         def scaled_loss(trained: PyTree) -> tuple[jax.Array, tuple[jax.Array, PyTree]]:
             whole = trees.unmasked(trained, params)
@@ -98,9 +105,12 @@ def value_and_grad(
             return loss * scale.astype(loss.dtype), (loss, aux)
 
         grads, (loss, aux) = _grad(scaled_loss, params, active)
-        if as_aux(aux).weight is not None:
+        weight = as_aux(aux).weight
+        if weight is not None:
             # A mean over no tokens is 0/0: no overflow, and no reason to lower the scale.
-            loss, grads = drop_empty((loss, grads), jnp.asarray(aux.weight))
+            new = carried.unless_empty(grads, params, rules, weight)
+            loss, grads = drop_empty((loss, carried.without(grads, new)), jnp.asarray(weight))
+            grads = carried.put(grads, new)
         return (loss, aux), grads
 
     def gradients(
@@ -108,22 +118,37 @@ def value_and_grad(
     ) -> tuple[Any, PyTree]:
         axes.require_bound(names, who)
         scale, scales = loss_scale(opt_state), group_scales(opt_state)
-        handshake.multiplied(opt_state)
+        rules = carried.declared(opt_state, params, who)
+        given = _given(kwargs | {"scales": scales})
         with handshake.scaling(opt_state):
-            return local(params, batch, scale, _given(kwargs | {"scales": scales}), active)
+            return local(params, batch, scale, given, active, rules)
 
     def local(
-        params: PyTree, batch: PyTree, scale: jax.Array, given: dict[str, Any], active: PyTree
+        params: PyTree,
+        batch: PyTree,
+        scale: jax.Array,
+        given: dict[str, Any],
+        active: PyTree,
+        rules: carried.Rules,
     ) -> tuple[Any, PyTree]:
         sliced = microbatch(
-            functools.partial(evaluate, _active(active, params)),
+            functools.partial(evaluate, _active(active, params), rules),
             count,
             has_aux=True,
             accumulator_dtype=accumulator_dtype,
+            rules=rules,
         )
+        # What a model records of cotangents is to be that of the whole batch, however it is cut.
+        parts = count * (axes.size(names) if names else 1) if rules else 1
+        scale = scale / parts if parts > 1 else scale
         (loss, aux), grads = sliced(axes.to_varying(params, names), batch, scale, **given)
+        new = carried.values(grads, carried.resolve(rules, grads))
+        grads = carried.without(grads, new)
+        if parts > 1:
+            grads = jax.tree.map(lambda g: g * parts, grads)
         if names:
             loss, aux, grads = _over_replicas(loss, aux, grads, names)
+        grads = carried.put(grads, new)
         return ((loss, aux) if has_aux else loss), grads
 
     def forward(params: PyTree, batch: PyTree, **kwargs: Any) -> tuple[PyTree, tuple[()]]:
@@ -193,15 +218,15 @@ class Oracle:
         ) -> tuple[Any, PyTree]:
             scales = group_scales(opt_state)
             given = _given(kw | {"scales": scales})
-            handshake.multiplied(opt_state)
             at = active.at if isinstance(active, Choice) else None
+            rules = carried.declared(opt_state, params, "value_and_grad")
 
             def each(params: PyTree, batch: PyTree, more: Any) -> tuple[Any, PyTree]:
                 scale, at, given = more
                 handshake.hand_on(scales, given.get("scales"))
                 params, given = own(params, given)
                 chosen = active if at is None else active._replace(at=at)
-                value, grads = self.local(params, batch, scale, given, chosen)
+                value, grads = self.local(params, batch, scale, given, chosen, rules)
                 loss, aux = value if self.has_aux else (value, Aux())
                 told, own_aux = (aux, ()) if isinstance(aux, Aux) else (None, aux)
                 return (loss, told), jax.tree.map(_stackable, (own_aux, grads))

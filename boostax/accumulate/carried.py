@@ -1,0 +1,297 @@
+"""Carried leaves: params whose "gradient" is their new value, and what becomes of it.
+
+A ``custom_vjp`` can hand out anything as the cotangent of an argument. Flax's fp8 layers hand out
+the new amax histories and scales (collection ``_overwrite_with_gradient``), routers new biases. To
+an optimizer they are gradients, and it destroys them.
+
+References:
+  Micikevicius et al., FP8 Formats for Deep Learning, https://arxiv.org/abs/2209.05433, 2022.
+  Flax, ``flax.linen.fp8_ops`` and ``flax.training.train_state.TrainState``.
+"""
+
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+from typing import Any, Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax import lax
+
+from boostax._core import axes, checks, trees
+from boostax._core.about import described
+from boostax._core.gate import (
+    GatedTransformation,
+    Pending,
+    flush_inner,
+    held,
+    outermost_passed,
+    passed,
+    run,
+)
+
+PyTree = Any
+Rule = Literal["max", "sum", "last"]
+# Of each carried leaf, by the name of its path.
+Rules = Mapping[str, Rule]
+Carried = dict[str, jax.Array]
+
+FLAX: Rules = MappingProxyType({trees.OVERWRITE: "max"})
+
+_WHO = "carry"
+
+
+class CarryState(NamedTuple):
+    """State of ``carry``.
+
+    Attributes:
+      open: bool, whether ``window`` holds the values of an open window.
+      window: new values that are not yet set, by rule: trees like the params with
+        ``optax.MaskedNode`` for all that the rule is not for.
+      inner_state: state of the inner transformation, which knows nothing of carried leaves.
+    """
+
+    open: jax.Array
+    window: dict[Rule, PyTree]
+    inner_state: Any
+
+
+def carry(
+    inner: optax.GradientTransformation,
+    rules: Rules = FLAX,
+    *,
+    axis_name: axes.AxisName | None = None,
+) -> GatedTransformation:
+    r"""Set carried leaves to their "gradients", and hand ``inner`` all others.
+
+    A carried leaf's cotangent :math:`v` is its new value. Over the micro-steps :math:`i` of a
+    window and the replicas :math:`r` it becomes, by its rule,
+
+    .. math:: \max_{i,r} v_{i,r}, \qquad \sum_{i,r} v_{i,r}, \qquad v_{\text{last}},
+
+    when ``inner`` moves the params, and stays as it was when a gate in ``inner`` skips the step.
+    It is neither scaled, clipped, decayed, averaged nor compressed, and has no moments.
+    ``boostax.value_and_grad`` reads from the state which leaves are carried and combines
+    micro-batches by the same rules.
+
+    It stands outermost (inside a ``scheduled_freeze`` alone), and wants
+    ``boostax.apply_gradients``, which sets params; updates, which are added, would round.
+
+    Args:
+      inner: the optimizer, its gates included.
+      rules: ``"max"``, ``"sum"`` or ``"last"`` by path: ``"router/bias"`` is any leaf, or all below
+        any node, whose path has these words in a row. The first that fits counts. The default is
+        Flax's collection of fp8 metadata.
+      axis_name: replica axis (or axes) over which values are combined; ``"last"`` is the last
+        replica's.
+
+    Returns:
+      A gate with a ``CarryState``. A value that is not finite is never set; where ``inner`` has a
+      loss scaler, that step overflowed and is skipped. Cost: one copy of the carried leaves; one
+      collective per carried leaf and call with ``axis_name``, each of a few bytes.
+
+    Raises:
+      ValueError, TypeError: an argument out of range, an axis that is not bound; at ``init``, rules
+        that fit no leaf; at trace time, values multiplied by a gate around it, a pure ``update``.
+
+    Example:
+      >>> import boostax, jax.numpy as jnp, optax
+      >>> tx = boostax.carry(boostax.dynamic_loss_scale(optax.sgd(1.0)), {"amax": "max"})
+      >>> params = {"w": jnp.float32(1.0), "amax": jnp.float32(0.5)}
+      >>> grads = {"w": jnp.float32(65536.0), "amax": jnp.float32(9.886)}
+      >>> params, state = boostax.apply_gradients(tx, grads, tx.init(params), params)
+      >>> float(params["w"]), params["amax"].item() == jnp.float32(9.886)
+      (0.0, True)
+    """
+    checks.transformation(_WHO, "inner", inner)
+    names = axes.canonical(_WHO, axis_name)
+    rules = _checked(rules)
+    tx = optax.with_extra_args_support(inner)
+
+    def init_fn(params: PyTree) -> CarryState:
+        found = resolve(rules, params)
+        # Where scheduled_freeze asks for the state of some params, others are not there.
+        if not found and not any(map(_masked, jax.tree.leaves(params, is_leaf=_masked))):
+            hint = "Give words of a path, such as 'router/bias'; flax.linen's fp8 is the default."
+            allowed = "paths that are among the params'"
+            raise ValueError(checks.message(_WHO, "rules", allowed, dict(rules), hint))
+
+        def window(rule: Rule) -> PyTree:
+            mine = lambda name, x: x if found.get(name) == rule else optax.MaskedNode()  # noqa: E731
+            return jax.tree.map(jnp.zeros_like, _map(mine, params))
+
+        return CarryState(
+            open=jnp.asarray(False),
+            window={rule: window(rule) for rule in sorted(set(rules.values()))},
+            inner_state=tx.init(trees.at_least_float32(without(params, found))),
+        )
+
+    @described(_WHO, names, inner_state=tx)
+    def step_fn(
+        grads: Pending, state: CarryState, params: PyTree, *, apply: bool, **extra: Any
+    ) -> tuple[PyTree, CarryState]:
+        if not apply or grads.factors:
+            raise ValueError(
+                f"{_WHO}: carried leaves must be set by boostax.apply_gradients with carry "
+                "outermost, got what multiplies gradients or adds updates around it. Write "
+                "boostax.carry(dynamic_loss_scale(optax.chain(...))), and "
+                "boostax.apply_gradients(tx, grads, opt_state, params) for tx.update."
+            )
+        found = resolve(rules, params)
+        new = _over_replicas(values(grads.raw, found), found, names)
+        finite = jnp.stack([jnp.isfinite(x).all() for x in new.values()] or [jnp.asarray(True)])
+        over = jnp.stack([~(x < jnp.inf).all() for x in new.values()] or [jnp.asarray(False)])
+        pending = Pending(without(grads.raw, found))
+        if trees.find(state.inner_state, lambda node: hasattr(node, "last_finite")):
+            # fp8 clips what overflows, so that the gradients themselves may not show it.
+            pending = pending.times(jnp.where(over.any(), jnp.nan, 1.0).astype(jnp.float32))
+        if "value_fn" in extra:
+            value_fn = extra["value_fn"]
+            extra["value_fn"] = lambda trial: value_fn(trees.unmasked(trial, params))
+        trained, inner_state = run(
+            tx, pending, state.inner_state, without(params, found), apply=True, extra=extra
+        )
+        took = outermost_passed(inner_state) & finite.all()
+
+        def merged(name: str, old: jax.Array) -> jax.Array:
+            x = new[name].astype(old.dtype)
+            both = jnp.where(state.open, combine(found[name], old, x), x)
+            return jnp.where(took, both, old)
+
+        window = {rule: _map(merged, tree) for rule, tree in state.window.items()}
+        have = state.open | took
+        params = _settled(trained, params, window, passed(inner_state) & have)
+        return params, CarryState(have & held(inner_state), window, inner_state)
+
+    def flush_fn(state: CarryState, params: PyTree, **extra: Any) -> tuple[PyTree, CarryState]:
+        found = resolve(rules, params)
+        trained, inner_state = flush_inner(tx, state.inner_state, without(params, found), extra)
+        closed = state.open & passed(inner_state)
+        params = _settled(trained, params, state.window, closed)
+        still = state.open & held(inner_state)
+        return params, state._replace(open=still, inner_state=inner_state)
+
+    return GatedTransformation(init_fn, step_fn, flush_fn)
+
+
+def declared(opt_state: PyTree, params: PyTree, who: str) -> Rules:
+    """The rules of a state that ``carry`` made, by whole paths; none without one.
+
+    Raises:
+      ValueError: there are leaves of Flax's collection that the optimizer would take for gradients.
+    """
+    found = trees.find(opt_state, lambda node: isinstance(node, CarryState))
+    windows = [(rule, tree) for state in found for rule, tree in state.window.items()]
+    rules = {name: rule for rule, tree in windows for name in _named(tree)}
+    for name in resolve(FLAX, params).keys() - resolve(rules, params).keys():
+        raise ValueError(
+            f"{who}: opt_state must be one of boostax.carry, as the gradient of {name!r} is its "
+            "new value, got one that takes it for a gradient. Wrap the optimizer: "
+            "tx = boostax.carry(tx)."
+        )
+    return rules
+
+
+def resolve(rules: Rules, tree: PyTree) -> dict[str, Rule]:
+    """The rule of each leaf that is carried."""
+    found: dict[str, Rule] = {}
+    for name in _named(tree):
+        rule = next((rule for words, rule in rules.items() if f"/{words}/" in f"/{name}/"), None)
+        if rule is not None:
+            found[name] = rule
+    return found
+
+
+def without(tree: PyTree, found: Mapping[str, Any]) -> PyTree:
+    """A tree with ``optax.MaskedNode`` for what is carried."""
+    return _map(lambda name, x: optax.MaskedNode() if name in found else x, tree)
+
+
+def values(tree: PyTree, found: Mapping[str, Any]) -> Carried:
+    """What is carried of a tree."""
+    return {name: x for name, x in _named(tree).items() if name in found}
+
+
+def put(tree: PyTree, carried: Carried) -> PyTree:
+    """A tree of ``without`` with carried leaves in it."""
+    return _map(lambda name, x: carried.get(name, x) if _masked(x) else x, tree, is_leaf=_masked)
+
+
+def combine(rule: Rule, old: jax.Array, new: jax.Array) -> jax.Array:
+    """Of two micro-batches, the later one second."""
+    return _COMBINE[rule](old, new)
+
+
+def nothing(rule: Rule, like: jax.Array) -> jax.Array:
+    """What adds nothing to others."""
+    return jnp.full_like(like, -jnp.inf if rule == "max" else 0)
+
+
+def unless_empty(grads: PyTree, params: PyTree, rules: Rules, weight: Any) -> Carried:
+    """What is carried of gradients; of a batch that weighs nothing, whose loss is 0/0, nothing."""
+    found = resolve(rules, grads)
+    old, new = values(params, found), values(grads, found)
+
+    def kept(name: str, x: jax.Array) -> jax.Array:
+        none = old[name] if found[name] == "last" else nothing(found[name], x)
+        return jnp.where(jnp.asarray(weight) > 0, x, none)
+
+    return {name: kept(name, x) for name, x in new.items()}
+
+
+_COMBINE: Mapping[Rule, Callable[[jax.Array, jax.Array], jax.Array]] = {
+    "max": jnp.maximum,
+    "sum": jnp.add,
+    "last": lambda old, new: new,
+}
+
+
+def _over_replicas(new: Carried, found: Rules, names: tuple[str, ...]) -> Carried:
+    if not names:
+        return new
+    axes.require_bound(names, _WHO)
+
+    def reduced(rule: Rule, x: jax.Array) -> jax.Array:
+        if rule == "max":
+            # The maximum of XLA:CPU's all-reduce loses a NaN.
+            return axes.largest(jnp.where(jnp.isnan(x), jnp.inf, x), names)
+        if rule == "last":
+            x = jnp.where(axes.index(names) == axes.size(names) - 1, x, 0)
+        return lax.psum(axes.to_varying(x, names), names)
+
+    return {name: reduced(found[name], x) for name, x in new.items()}
+
+
+def _settled(
+    trained: PyTree, params: PyTree, window: Mapping[Rule, PyTree], done: jax.Array
+) -> PyTree:
+    """The params with ``trained`` ones, and the carried ones of a window that is done."""
+    new = {name: x for tree in window.values() for name, x in _named(tree).items()}
+    old = values(params, new)
+    chosen = {name: jnp.where(done, x, old[name]) for name, x in new.items()}
+    # Params that are each replica's own are typed so.
+    return put(trained, axes.unify(chosen, old))
+
+
+def _named(tree: PyTree) -> Carried:
+    return {trees.path_name(path): x for path, x in jax.tree_util.tree_leaves_with_path(tree)}
+
+
+def _map(fn: Callable[[str, Any], Any], tree: PyTree, is_leaf: Any = None) -> PyTree:
+    named = lambda path, x: fn(trees.path_name(path), x)  # noqa: E731
+    return jax.tree_util.tree_map_with_path(named, tree, is_leaf=is_leaf)
+
+
+def _masked(x: Any) -> bool:
+    return isinstance(x, optax.MaskedNode)
+
+
+def _checked(rules: Rules) -> Rules:
+    hint = "Try {'router/bias': 'last'}."
+    if not isinstance(rules, Mapping) or not rules:  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise TypeError(checks.message(_WHO, "rules", "a mapping of paths to rules", rules, hint))
+    for words, rule in rules.items():
+        if not isinstance(words, str) or not words.strip("/"):  # pyright: ignore
+            raise TypeError(checks.message(_WHO, "rules", "paths by name", words, hint))
+        checks.choice(_WHO, "rules", rule, ("max", "sum", "last"), hint)
+    return {words.strip("/"): rule for words, rule in rules.items()}
