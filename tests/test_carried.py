@@ -96,3 +96,279 @@ def test_histories_of_micro_batches_and_replicas_are_those_of_one_batch(
     assert min(jax.tree.leaves(moved)) > 0
     amax = after[OWG]["Dense_0"]["Fp8DirectDotGeneralOp_0"]["input_amax_history"]
     np.testing.assert_allclose(amax[0], np.abs(BATCHES[2]["x"]).max(), 1e-2 if low else 0)
+
+
+@jax.custom_vjp
+def seen(x, amax, count, bias):
+    """Hands out as gradients: the largest magnitude, the rows, the last row's sum."""
+    return x
+
+
+def _seen_fwd(x, *others):
+    return x, (x, *others)
+
+
+def _seen_bwd(kept, g):
+    x, amax, count, bias = kept
+    new = jnp.abs(x).max(), len(x) + 0 * x[0, 0], x[-1].sum()
+    return g, *(n.astype(old.dtype) for n, old in zip(new, (amax, count, bias), strict=True))
+
+
+seen.defvjp(_seen_fwd, _seen_bwd)
+
+RULES = {"router/bias": "last", "count": "sum", "amax": "max"}
+PLAIN = {
+    "w": jnp.float32([1.0, -1.0]),
+    "carried": {"amax": jnp.float32(0.25), "count": jnp.float32(1.5)},
+    "router": {"bias": jnp.float32(0.5)},
+}
+DATA = np.random.default_rng(1).normal(size=(9, 8, 2)).astype(np.float32)
+
+
+def watched(params, x):
+    kept = params["carried"]
+    x = seen(x, kept["amax"], kept["count"], params["router"]["bias"])
+    return jnp.mean((x @ params["w"] - 1) ** 2)
+
+
+def expected(calls):
+    """Of all rows of some calls: the rules as they read."""
+    rows = np.concatenate(calls)
+    return float(np.abs(rows).max()), float(len(rows)), calls[-1][-1].sum()
+
+
+def of(params):
+    kept = params["carried"]
+    return tuple(float(x) for x in (kept["amax"], kept["count"], params["router"]["bias"]))
+
+
+def assert_of(params, numbers):
+    np.testing.assert_allclose(of(params), numbers, rtol=1e-6)
+
+
+NESTINGS = {
+    "plain": (1, lambda opt, a: opt),
+    "scaler": (1, lambda opt, a: boostax.dynamic_loss_scale(opt, axis_name=a)),
+    "window": (3, lambda opt, a: boostax.accumulate(opt, 3, axis_name=a)),
+    "window in scaler": (
+        3,
+        lambda opt, a: boostax.dynamic_loss_scale(
+            boostax.accumulate(opt, 3, axis_name=a), axis_name=a
+        ),
+    ),
+    "scaler in window": (
+        3,
+        lambda opt, a: boostax.accumulate(
+            boostax.dynamic_loss_scale(opt, axis_name=a), 3, axis_name=a
+        ),
+    ),
+}
+
+
+@pytest.mark.parametrize("nesting", NESTINGS)
+@pytest.mark.parametrize("axis", [None, "data"])
+def test_rules_hold_over_windows_micro_batches_and_replicas(nesting, axis):
+    every, build = NESTINGS[nesting]
+    tx = boostax.carry(build(chain(axis, optax.adamw(0.1)), axis), RULES, axis_name=axis)
+    where = {"mesh": mesh_of(2), "axis_name": axis} if axis else {}
+    step = boostax.make_train_step(watched, tx, microbatches=2, **where)
+    state, calls = step.init(PLAIN), []
+    for x in DATA[: 2 * every + 1]:
+        state, metrics, before, after = opened(step, state, x)
+        calls.append(x)
+        assert bool(metrics["applied"]) == (len(calls) == every)
+        if len(calls) < every:
+            same(before, after)
+        else:
+            assert_of(after, expected(calls))
+            calls = []
+    if calls:
+        for _ in range(2):
+            state = step.flush(state)
+            assert_of(state.params, expected(calls))
+
+
+@pytest.mark.parametrize("nesting", [x for x in NESTINGS if "scaler" in x])
+@pytest.mark.parametrize("bad", [np.nan, np.inf, "overflow"])
+def test_a_skipped_step_leaves_carried_leaves(nesting, bad):
+    """Also where only a carried value overflowed: fp8 clips what its gradients would show."""
+    every, build = NESTINGS[nesting]
+    tx = boostax.carry(build(optax.adamw(0.1), None), RULES)
+
+    @jax.jit
+    def call(params, state, x, ruin):
+        _, grads = boostax.value_and_grad(watched)(params, state, x)
+        if bad == "overflow":
+            amax = grads["carried"]["amax"]
+            grads["carried"]["amax"] = jnp.where(ruin, jnp.inf, amax)
+        else:
+            grads["w"] = jnp.where(ruin, bad, grads["w"])
+        return boostax.apply_gradients(tx, grads, state, params)
+
+    params, state = PLAIN, tx.init(PLAIN)
+    for x in DATA[:every]:
+        params, state = call(params, state, x, False)
+    assert_of(params, expected(list(DATA[:every])))
+    kept = params
+    for i, x in enumerate(DATA[3 : 3 + every]):
+        params, state = call(params, state, 100 * x, i == 0)
+    assert int(boostax.metrics(state)["skipped_steps"]) == 1
+    same(params, kept)
+    # The window that drops one takes one more; the one that is dropped begins anew.
+    rest = list(DATA[6:9])[: every if nesting != "window in scaler" else 1]
+    for x in rest:
+        params, state = call(params, state, x, False)
+    taken = [100 * x for x in DATA[4:6]] + rest if nesting == "window in scaler" else rest
+    assert_of(params, expected(taken))
+
+
+def test_a_value_that_is_not_finite_is_not_set_without_a_scaler():
+    tx = boostax.carry(optax.sgd(0.1), RULES)
+    grads = {"w": jnp.ones(2), "carried": {"amax": jnp.inf, "count": 2.0}, "router": {"bias": 1.0}}
+    grads = jax.tree.map(jnp.float32, grads)
+    params, state = jax.jit(functools.partial(boostax.apply_gradients, tx))(
+        grads, tx.init(PLAIN), PLAIN
+    )
+    assert of(params) == of(PLAIN) and np.isfinite(params["w"]).all()
+    np.testing.assert_allclose(params["w"], PLAIN["w"] - 0.1, rtol=1e-6)
+
+
+def test_a_batch_that_weighs_nothing_says_nothing():
+    def weighed(params, batch):
+        x, mask = batch
+        x = seen(x, *PLAIN["carried"].values(), PLAIN["router"]["bias"]) * 0 + x
+        kept = params["carried"]
+        x = seen(x, kept["amax"], kept["count"], params["router"]["bias"])
+        loss = ((x @ params["w"]) ** 2 * mask).sum() / mask.sum()
+        return loss, boostax.Aux(weight=mask.sum())
+
+    mask = np.float32([1, 0] * 4)  # the second micro-batch has none
+    tx = boostax.carry(boostax.dynamic_loss_scale(optax.sgd(0.1)), RULES)
+    step = boostax.make_train_step(weighed, tx, microbatches=2, has_aux=True)
+    state, metrics = step(step.init(PLAIN), (DATA[0], mask))
+    assert bool(metrics["applied"])
+    assert_of(state.params, (np.abs(DATA[0][::2]).max(), 4, 0.5))
+
+
+@pytest.mark.parametrize("driver", ["host", "switch"])
+def test_carried_leaves_of_frozen_layers_rest(driver):
+    layers = {"a": PLAIN, "b": PLAIN}
+
+    def loss(params, x):
+        return watched(params["a"], x) + watched(params["b"], 2 * x)
+
+    groups = {"a": jax.tree.map(lambda _: 0, PLAIN), "b": jax.tree.map(lambda _: 1, PLAIN)}
+    inner = boostax.carry(boostax.dynamic_loss_scale(optax.adamw(0.1)), RULES)
+    tx = boostax.scheduled_freeze(inner, groups, 1)
+    step = boostax.make_train_step(loss, tx, freeze_driver=driver)
+    state, _ = step(step.init(layers), DATA[0])
+    same(state.params["a"], PLAIN)
+    assert_of(state.params["b"], expected([2 * DATA[0]]))
+
+
+@pytest.mark.parametrize("checked", [True, False, "pmap"])
+def test_a_loop_of_ones_own(checked):
+    """Plain ``jax.grad``, micro-batches by ``microbatch``, replicas by any mapping."""
+    tx = boostax.carry(chain("data", optax.sgd(0.1)), RULES, axis_name="data")
+    oracle = boostax.microbatch(jax.value_and_grad(watched), 2, rules=RULES)
+
+    def call(params, state, x):
+        _, grads = oracle(boostax.local_params(params, "data"), x)
+        return boostax.apply_gradients(tx, grads, state, params)
+
+    if checked == "pmap":
+        mapped = jax.pmap(
+            call, axis_name="data", in_axes=(None, None, 0), out_axes=None,
+            devices=jax.devices()[:2],
+        )  # fmt: skip
+        params, _ = mapped(PLAIN, tx.init(PLAIN), DATA[0].reshape(2, 4, 2))
+    else:
+        how = {"mesh": mesh_of(2), "in_specs": (P(), P(), P("data")), "out_specs": P()}
+        mapped = jax.jit(jax.shard_map(call, check_vma=checked, **how))
+        params, _ = mapped(PLAIN, tx.init(PLAIN), DATA[0])
+    assert_of(params, expected([DATA[0]]))
+
+
+def test_params_of_each_replicas_own_have_the_same_carried_leaves():
+    tx = boostax.carry(
+        boostax.local_updates(optax.sgd(0.1), axis_name="data", every=2), RULES, axis_name="data"
+    )
+    step = boostax.make_train_step(watched, tx, mesh=mesh_of(2), axis_name="data")
+    state, _ = step(step.init(PLAIN), DATA[0])
+    assert np.ptp(np.asarray(state.params.local["w"]), axis=0).max() > 0
+    for replica in range(2):
+        assert_of(jax.tree.map(lambda x: x[replica], state.params.local), expected([DATA[0]]))  # noqa: B023
+
+
+def test_stored_low_fp8_metadata_stays_f32():
+    tx = boostax.carry(boostax.dynamic_loss_scale(optax.sgd(0.1)))
+    step = boostax.make_train_step(loss_fn, tx, policy=boostax.policy("O3", dtype="bfloat16"))
+    state = step.init(START)
+    assert {x.dtype for x in jax.tree.leaves(state.params["params"])} == {jnp.dtype("bfloat16")}
+    assert {x.dtype for x in jax.tree.leaves(state.params[OWG])} == {jnp.dtype("float32")}
+
+
+@pytest.mark.parametrize(
+    ("tx", "words"),
+    [
+        (optax.sgd(0.1), "value_and_grad: opt_state .*tx = boostax.carry"),
+        (boostax.dynamic_loss_scale(optax.sgd(0.1)), "value_and_grad: opt_state .*boostax.carry"),
+        (boostax.dynamic_loss_scale(boostax.carry(optax.sgd(0.1))), "dynamic_.*boostax.carry"),
+        (optax.chain(boostax.carry(optax.sgd(0.1))), "carry: .*apply_gradients"),
+    ],
+)
+def test_what_would_take_a_value_for_a_gradient_is_refused(tx, words):
+    step = boostax.make_train_step(loss_fn, tx)
+    with pytest.raises(ValueError, match=words):
+        step(step.init(START), BATCHES[0])
+
+
+@pytest.mark.parametrize(
+    ("wrap", "words"),
+    [
+        (boostax.dynamic_loss_scale, "carry: .*outermost"),
+        (functools.partial(boostax.accumulate, every=2), "accumulate: inner .*outermost"),
+        (
+            functools.partial(boostax.accumulate, every=2, normalize="sum"),
+            "accumulate: inner .*outermost",
+        ),
+    ],
+)
+def test_carry_inside_what_multiplies_or_adds_is_refused(wrap, words):
+    """Also by names of one's own, which no other part knows."""
+    step = boostax.make_train_step(watched, wrap(boostax.carry(optax.sgd(0.1), RULES)))
+    with pytest.raises(ValueError, match=words):
+        step(step.init(PLAIN), DATA[0])
+
+
+@pytest.mark.parametrize(
+    "gate",
+    [
+        lambda: boostax.dynamic_loss_scale(optax.sgd(0.1)),
+        lambda: boostax.accumulate(optax.sgd(0.1), 2),
+        lambda: boostax.clip_by_global_norm(1.0),
+    ],
+)
+def test_a_loop_that_forgot_carry_is_refused(gate):
+    tx, grads = gate(), jax.jit(jax.grad(loss_fn))(START, BATCHES[0])
+    with pytest.raises(ValueError, match=r"got the new value of a leaf at '_over.*boostax\.carry"):
+        boostax.apply_gradients(tx, grads, tx.init(START), START)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "words"),
+    [
+        (({"amax": "mean"},), ValueError, "rules must be 'max' or 'sum' or 'last'"),
+        (("amax",), TypeError, "rules must be a mapping"),
+        (({},), TypeError, "rules must be a mapping"),
+        (({"": "max"},), TypeError, "paths by name"),
+    ],
+)
+def test_bad_rules(arguments, error, words):
+    with pytest.raises(error, match=f"carry: .*{words}"):
+        boostax.carry(optax.sgd(0.1), *arguments)
+
+
+def test_a_rule_that_fits_nothing():
+    with pytest.raises(ValueError, match=r"carry: rules must be paths of params, got \['amaks'\]"):
+        boostax.carry(optax.sgd(0.1), {"amax": "max", "amaks": "max"}).init(PLAIN)

@@ -109,12 +109,12 @@ def carry(
     tx = optax.with_extra_args_support(inner)
 
     def init_fn(params: PyTree) -> CarryState:
-        found = resolve(rules, params)
+        found, every = resolve(rules, params), _named(params)
+        idle = [words for words in rules if not any(_within(words, name) for name in every)]
         # Where scheduled_freeze asks for the state of some params, others are not there.
-        if not found and not any(map(_masked, jax.tree.leaves(params, is_leaf=_masked))):
+        if idle and not any(map(_masked, jax.tree.leaves(params, is_leaf=_masked))):
             hint = "Give words of a path, such as 'router/bias'; flax.linen's fp8 is the default."
-            allowed = "paths that are among the params'"
-            raise ValueError(checks.message(_WHO, "rules", allowed, dict(rules), hint))
+            raise ValueError(checks.message(_WHO, "rules", "paths of params", idle, hint))
 
         def window(rule: Rule) -> PyTree:
             mine = lambda name, x: x if found.get(name) == rule else optax.MaskedNode()  # noqa: E731
@@ -158,7 +158,9 @@ def carry(
             both = jnp.where(state.open, combine(found[name], old, x), x)
             return jnp.where(took, both, old)
 
-        window = {rule: _map(merged, tree) for rule, tree in state.window.items()}
+        window: dict[Rule, PyTree] = {
+            rule: _map(merged, tree) for rule, tree in state.window.items()
+        }
         have = state.open | took
         params = _settled(trained, params, window, passed(inner_state) & have)
         return params, CarryState(have & held(inner_state), window, inner_state)
@@ -172,6 +174,15 @@ def carry(
         return params, state._replace(open=still, inner_state=inner_state)
 
     return GatedTransformation(init_fn, step_fn, flush_fn)
+
+
+def require_outside(inner_state: PyTree, who: str) -> None:
+    """Refuse ``carry`` inside what adds up gradients."""
+    if trees.find(inner_state, lambda node: isinstance(node, CarryState)):
+        raise ValueError(
+            f"{who}: inner must be without carry, which must stand outermost, got one that adds "
+            f"new values up. Write boostax.carry({who}(...))."
+        )
 
 
 def declared(opt_state: PyTree, params: PyTree, who: str) -> Rules:
@@ -196,9 +207,9 @@ def resolve(rules: Rules, tree: PyTree) -> dict[str, Rule]:
     """The rule of each leaf that is carried."""
     found: dict[str, Rule] = {}
     for name in _named(tree):
-        rule = next((rule for words, rule in rules.items() if f"/{words}/" in f"/{name}/"), None)
-        if rule is not None:
-            found[name] = rule
+        fits: list[Rule] = [rule for words, rule in rules.items() if _within(words, name)]
+        if fits:
+            found[name] = fits[0]
     return found
 
 
@@ -271,6 +282,10 @@ def _settled(
     chosen = {name: jnp.where(done, x, old[name]) for name, x in new.items()}
     # Params that are each replica's own are typed so.
     return put(trained, axes.unify(chosen, old))
+
+
+def _within(words: str, name: str) -> bool:
+    return f"/{words}/" in f"/{name}/"
 
 
 def _named(tree: PyTree) -> Carried:

@@ -28,6 +28,7 @@ from boostax._core.gate import (
 )
 from boostax._core.replicas import PerReplica
 from boostax.accumulate.aux import weigh
+from boostax.accumulate.carried import require_outside
 
 PyTree = Any
 Normalize = Literal["mean", "sum", "weight"]
@@ -185,13 +186,15 @@ def accumulate(
             )
             window = Window(sums, jnp.zeros((), jnp.float32) if weighted else None)
             window = PerReplica(axes.to_varying(window, names)) if names else window
+        inner_state = tx.init(trees.at_least_float32(params))
+        require_outside(inner_state, who)
         return AccumulateState(
             micro_step=jnp.zeros((), jnp.int32),
             optimizer_steps=jnp.zeros((), jnp.int32),
             dropped_windows=jnp.zeros((), jnp.int32),
             applied=jnp.asarray(False),
             window=window,
-            inner_state=tx.init(trees.at_least_float32(params)),
+            inner_state=inner_state,
         )
 
     def close(
