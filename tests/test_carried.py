@@ -226,7 +226,7 @@ def test_a_value_that_is_not_finite_is_not_set_without_a_scaler():
     tx = boostax.carry(optax.sgd(0.1), RULES)
     grads = {"w": jnp.ones(2), "carried": {"amax": jnp.inf, "count": 2.0}, "router": {"bias": 1.0}}
     grads = jax.tree.map(jnp.float32, grads)
-    params, state = jax.jit(functools.partial(boostax.apply_gradients, tx))(
+    params, _ = jax.jit(functools.partial(boostax.apply_gradients, tx))(
         grads, tx.init(PLAIN), PLAIN
     )
     assert of(params) == of(PLAIN) and np.isfinite(params["w"]).all()

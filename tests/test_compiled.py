@@ -69,6 +69,19 @@ def test_pure_update_needs_one_copy(name):
     assert temp <= 1.1 * BIG_BYTES
 
 
+@pytest.mark.parametrize("name", CHAINS)
+def test_carried_leaves_cost_their_own_size(name):
+    """``carry`` around a gate: no copy of what it hands on."""
+    small = {"amax": jax.ShapeDtypeStruct((1024,), jnp.float32)}
+    tx = boostax.carry(CHAINS[name], {"amax": "max"})
+    params = {**BIG, **small}
+    state = jax.eval_shape(tx.init, params)
+    step = jax.jit(lambda p, s, g: boostax.apply_gradients(tx, g, s, p), donate_argnums=(0, 1))
+    program = step.lower(params, state, params).compile()
+    alone = reduction_bytes() if "loss_scale" in name else 0
+    assert program.memory_analysis().temp_size_in_bytes - alone <= 0.05 * BIG_BYTES
+
+
 def test_every_one_keeps_no_buffer():
     state = jax.eval_shape(boostax.accumulate(ADAM, 1).init, BIG)
     bare = jax.eval_shape(ADAM.init, BIG)

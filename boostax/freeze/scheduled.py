@@ -16,6 +16,7 @@ from boostax._core.gate import (
     Pending,
     flush_inner,
     has_gate,
+    held,
     passed,
     run,
 )
@@ -267,9 +268,9 @@ def scheduled_freeze(
         return chosen(index, changes, parts, whole, alike)
 
     # One inner state for each depth is not where its own would lie.
-    held = {"inner_state" if moments == "shared" else "inner_states": tx}
+    inside = {"inner_state" if moments == "shared" else "inner_states": tx}
 
-    @described(_WHO, (), **held)
+    @described(_WHO, (), **inside)
     def step_fn(
         grads: Pending,
         state: ScheduledFreezeState,
