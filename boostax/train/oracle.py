@@ -39,10 +39,13 @@ def value_and_grad(
 
     The loss is multiplied by the scale found in ``opt_state`` (in f32), so the gradients come out
     multiplied by it; the loss itself is returned unscaled. With ``axis_name`` the gradients are
-    *local* to each replica, and loss and ``Aux.metrics`` are averaged over the replicas. Where the
-    loss returns ``Aux(weight=...)``, replica :math:`r`'s gradient is multiplied by
-    :math:`n\,w_r / \sum w`, so that the mean over replicas is the mean over all tokens. Leaves that
-    ``boostax.carry`` names are as the loss hands them out; micro-batches are combined by its rules.
+    *local* to each replica, and loss and ``Aux.metrics`` are averaged over the replicas: the mean of
+    the local gradients is the gradient of the mean of what ``loss_fn`` returns on each, also where
+    it averages or sums over the replicas itself (``lax.pmean``: batch statistics, the whole loss),
+    with JAX's checking on or off. Where the loss returns ``Aux(weight=...)``, replica :math:`r`'s
+    gradient is multiplied by :math:`n\,w_r / \sum w`, so that the mean over replicas is the mean
+    over all tokens. Leaves that ``boostax.carry`` names are as the loss hands them out;
+    micro-batches are combined by its rules.
 
     Inside ``shard_map`` or ``pmap`` the axis is the surrounding one's. With ``mesh`` the oracle is
     called in plain ``jit``, on global arrays: it maps the loss over the replica axes alone, the
@@ -102,6 +105,10 @@ def value_and_grad(
         def scaled_loss(trained: PyTree) -> tuple[jax.Array, tuple[jax.Array, PyTree]]:
             whole = trees.unmasked(trained, params)
             loss, aux = _loss_and_aux(fn(whole, batch, **kwargs), has_aux)
+            # One that the replicas have averaged themselves is equal on all by type. Its gradient
+            # would be that of one replica's copy of it, 1/n of what JAX makes where nothing is
+            # typed: each replica has a copy, and their mean is what is differentiated.
+            loss = axes.to_varying(loss, names)
             return loss * scale.astype(loss.dtype), (loss, aux)
 
         grads, (loss, aux) = _grad(scaled_loss, params, active)

@@ -1,0 +1,82 @@
+"""Losses that speak with the other replicas: the gradient is that of the mean of what they return."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax import lax
+from jax.sharding import PartitionSpec
+
+import boostax
+
+X = jnp.sin(jnp.arange(32.0)).reshape(16, 2)
+W = jnp.array([1.0, 2.0])
+MODES = ["checked", "unchecked", "pmap", "global"]
+
+
+def local(w, x):
+    return jnp.mean(jnp.tanh(x @ w) ** 2)
+
+
+def normalized(w, x, mean):
+    """With statistics of all replicas, as BatchNorm over a mesh axis has them."""
+    h = x @ w
+    centre = mean(jnp.mean(h))
+    return jnp.mean(jnp.tanh(h - centre) ** 2)
+
+
+def total(w, x):
+    count = lax.psum(jnp.float32(len(x)), "data")
+    return lax.psum(jnp.sum(jnp.tanh(x @ w) ** 2), "data") / count
+
+
+pmean = lambda x: lax.pmean(x, "data")  # noqa: E731
+# What is mapped, and what one device computes of the whole batch.
+LOSSES = {
+    "local": (local, local),
+    "pmean": (lambda w, x: pmean(local(w, x)), local),
+    "psum": (lambda w, x: lax.psum(local(w, x), "data"), lambda w, x: 8 * local(w, x)),
+    "sum over count": (total, local),
+    "gathered": (lambda w, x: jnp.mean(lax.all_gather(local(w, x), "data")), local),
+    "statistics": (
+        lambda w, x: normalized(w, x, pmean),
+        lambda w, x: normalized(w, x, lambda mean: mean),
+    ),
+    "a part": (
+        lambda w, x: local(w, x) + pmean(jnp.mean(x @ w)) ** 2,
+        lambda w, x: local(w, x) + jnp.mean(x @ w) ** 2,
+    ),
+}
+
+
+def mapped(loss, mode, mesh, scale):
+    """Loss and mean gradient over eight replicas, as each mode has them."""
+    state = boostax.static_loss_scale(optax.sgd(1.0), scale).init(W)
+    place = {"mesh": mesh} if mode == "global" else {}
+    oracle = boostax.value_and_grad(loss, axis_name="data", **place)
+    if mode == "global":
+        value, grads = jax.jit(oracle)(W, state, X)
+        return value, jnp.mean(grads.local, 0) / scale
+
+    def run(w, x):
+        value, grads = oracle(w, state, x)
+        return value, pmean(grads) / scale
+
+    if mode == "pmap":
+        mapping = jax.pmap(run, axis_name="data", in_axes=(None, 0))
+        return jax.tree.map(lambda x: x[0], mapping(W, X.reshape(8, 2, 2)))
+    specs = {"in_specs": (PartitionSpec(), PartitionSpec("data")), "out_specs": PartitionSpec()}
+    return jax.jit(jax.shard_map(run, mesh=mesh, check_vma=mode == "checked", **specs))(W, X)
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("name", LOSSES)
+def test_the_gradient_is_that_of_the_mean_of_what_replicas_return(name, mode, mesh):
+    """A loss averaged inside gave 1/8 of its gradient with checking, and all of it without."""
+    loss, whole = LOSSES[name]
+    expected = jax.value_and_grad(whole)(W, X)
+    for scale in (1.0, 1024.0):
+        value, grads = mapped(loss, mode, mesh, scale)
+        np.testing.assert_allclose(value, expected[0], rtol=2e-6)
+        np.testing.assert_allclose(grads, expected[1], rtol=2e-5, atol=1e-7)
