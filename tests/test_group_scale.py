@@ -21,6 +21,7 @@ from boostax.precision.boundary import check_boundaries, scale_boundary
 from boostax.precision.crossings import group_boundaries
 from boostax.precision.group_scale import group_loss_scale
 from boostax.precision.group_state import GroupLossScaleState, group_scales
+from boostax.testing import drawn
 
 SGD = optax.sgd(1.0)
 THREE = {"a": 0, "b": 1, "c": 2}
@@ -44,7 +45,7 @@ def updated(state, *values, **options):
 @functools.cache
 def compiled_update(options):
     tx = group_loss_scale(SGD, THREE, **dict(options))
-    return jax.jit(lambda state, grads: tx.update(grads, state, grads_of(0, 0, 0))[1])
+    return jax.jit(lambda state, grads: drawn(tx).update(grads, state, grads_of(0, 0, 0))[1])
 
 
 def start(**options):
@@ -145,7 +146,7 @@ def by_hand(tx, loss_fn, params, state, batch):
     """A step as ``boostax.value_and_grad`` takes it."""
     scales = group_scales(state)
     scaled = lambda p: scales[-1] * loss_fn(p, batch, scales=scales).astype(jnp.float32)  # noqa: E731
-    return boostax.apply_gradients(tx, jax.grad(scaled)(params), state, params)
+    return boostax.apply_gradients(drawn(tx), jax.grad(scaled)(params), state, params)
 
 
 # Skips
@@ -157,7 +158,7 @@ def test_any_overflow_skips_the_whole_step_bit_for_bit():
         optax.adamw(optax.linear_schedule(0.1, 0.01, 9), weight_decay=0.1),
     )
     tx = group_loss_scale(inner, THREE)
-    step = jax.jit(lambda p, s, g: boostax.apply_gradients(tx, g, s, p))
+    step = jax.jit(lambda p, s, g: boostax.apply_gradients(drawn(tx), g, s, p))
     params = grads_of(1.0, 2.0, 3.0)
     params, state = step(params, tx.init(params), grads_of(4.0, 5.0, 6.0))
     for place in range(3):
@@ -203,7 +204,7 @@ def test_entries_that_underflow_are_counted_per_group():
         "a": jnp.array([0.0, low, 2.0**-14, 1.0], jnp.float16),
         "b": [jnp.array([1 + 0j, 2.0**-20 + 2.0**-20 * 1j]), jnp.zeros((0, 2))],
     }
-    state, update = tx.init(grads), jax.jit(tx.update)
+    state, update = tx.init(grads), jax.jit(drawn(tx).update)
     _, state = update(grads, state, grads)
     assert (state.underflow.tolist(), state.entries.tolist()) == ([2, 1], [4, 2])
     told = boostax.metrics(state)
@@ -545,7 +546,7 @@ def test_one_bad_replica_skips_the_step_on_all(mesh, mode):
             bad = (jax.lax.axis_index("data") == 5) & (call == 1)
             ruined = {k: jnp.where(bad & (k != "c"), jnp.nan, g) for k, g in grads.items()}
             before = params
-            params, state = boostax.apply_gradients(tx, ruined, state, params)
+            params, state = boostax.apply_gradients(drawn(tx), ruined, state, params)
             if call == 1:
                 moved = jax.tree.map(lambda a, b: jnp.any(a != b), params, before)
         return params, state, moved
@@ -593,7 +594,9 @@ def test_it_takes_no_more_memory_than_one_scale():
     def temp(tx, dtype):
         given = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, dtype), shapes)
         state = jax.eval_shape(tx.init, shapes)
-        step = jax.jit(lambda p, s, g: boostax.apply_gradients(tx, g, s, p), donate_argnums=(0, 1))
+        step = jax.jit(
+            lambda p, s, g: boostax.apply_gradients(drawn(tx), g, s, p), donate_argnums=(0, 1)
+        )
         compiled = step.lower(shapes, state, given).compile()
         return compiled.memory_analysis().temp_size_in_bytes
 
@@ -645,7 +648,7 @@ def test_groups_keep_gradients_that_every_single_scale_loses():
 def grads_by_hand(tx, loss_fn, params, state, batch):
     scales = group_scales(state)
     scaled = lambda p: scales[-1] * loss_fn(p, batch, scales=scales).astype(jnp.float32)  # noqa: E731
-    return tx.update(jax.grad(scaled)(params), state, params)
+    return drawn(tx).update(jax.grad(scaled)(params), state, params)
 
 
 # Errors

@@ -15,6 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import boostax
+from boostax.testing import drawn
 
 POWERS_OF_TWO = [(65536, 2, 4), (2**24, 2, 2000), (128, 4, 3), (4, 2, 1), (1, 2, 5)]
 F32 = jnp.finfo(jnp.float32)
@@ -28,7 +29,7 @@ def trace(overflow, **options):
     def step(carry, bad):
         params, state, odd = carry
         grads = jnp.where(bad, jnp.where(odd, jnp.inf, jnp.nan), 0.0).astype(jnp.float32)
-        params, state = boostax.apply_gradients(tx, grads, state, params)
+        params, state = boostax.apply_gradients(drawn(tx), grads, state, params)
         return (params, state, ~odd), state
 
     start = (params, tx.init(params), jnp.asarray(False))
@@ -165,7 +166,7 @@ def skipping():
     def step(tx, params, state, grads, bad):
         scale = boostax.loss_scale(state)
         grads = jax.tree.map(lambda g: jnp.where(bad, jnp.nan, g * scale), grads)
-        return boostax.apply_gradients(tx, grads, state, params)
+        return boostax.apply_gradients(drawn(tx), grads, state, params)
 
     return [(each, jax.jit(functools.partial(step, each))) for each in (tx, optax.chain(tx))]
 
@@ -180,13 +181,13 @@ def test_static_scale_stays_and_skips_only_when_asked(skip):
         assert float(boostax.loss_scale(state)) == 128.0
     told = boostax.metrics(state)
     assert (int(told["skipped_steps"]), bool(told["last_finite"])) == (skip, not skip)
-    assert ("cond" in str(jax.make_jaxpr(tx.update)(params, state, params))) == skip
+    assert ("cond" in str(jax.make_jaxpr(drawn(tx).update)(params, state, params))) == skip
 
 
 @jax.jit
 def identity_inside(grads, scale):
     tx = boostax.static_loss_scale(optax.identity(), scale)
-    return tx.update(grads, tx.init(grads), grads)
+    return drawn(tx).update(grads, tx.init(grads), grads)
 
 
 def unscaled(grads, scale):

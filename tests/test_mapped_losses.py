@@ -1,4 +1,4 @@
-"""Losses that speak with the other replicas: the gradient is that of the mean of what they return."""
+"""Losses with collectives: the gradient is that of the mean of what the replicas return."""
 
 import jax
 import jax.numpy as jnp

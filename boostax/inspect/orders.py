@@ -14,11 +14,15 @@ class Finding(NamedTuple):
       what: which part, and where it stands.
       why: what it does there.
       mend: what to write instead.
+      certain: whether no run of it can be right: replicas part or hang, gradients stay multiplied
+        by the scale, a step that is held back moves params. ``make_train_step`` refuses such a
+        chain, and warns of what else is found.
     """
 
     what: str
     why: str
     mend: str
+    certain: bool = False
 
     def __str__(self) -> str:
         return f"{self.what}: {self.why} {self.mend}"
@@ -31,6 +35,7 @@ class Rule(NamedTuple):
     then: tuple[str, ...]
     why: str
     mend: str
+    certain: bool = False
 
 
 _SCALED = (
@@ -40,14 +45,18 @@ _SCALED = (
 _INSIDE = "Put {first} inside {then}: {then}(optax.chain({first}(...), ...))."
 _INTO = "Put {then} inside {first}: {first}(optax.chain(..., {then}(...)))."
 _INTO_FRONT = "Put {then} first inside {first}: {first}(optax.chain({then}(...), ...))."
+_AROUND = "Put {then} around {first}: {then}({first}(...), ...)."
 _HELD = "it runs at every call, also where {first} holds the step back:"
 
 
 def _before(
-    then: tuple[str, ...], mend: str, whys: Mapping[tuple[str, ...], str]
+    then: tuple[str, ...],
+    mend: str,
+    whys: Mapping[tuple[str, ...], str],
+    certain: tuple[tuple[str, ...], ...] = (),
 ) -> Iterator[Rule]:
     """What must not stand before the same parts."""
-    return (Rule(first, then, why, mend) for first, why in whys.items())
+    return (Rule(first, then, why, mend, first in certain) for first, why in whys.items())
 
 
 def _after_gates(mend: str, whys: Mapping[tuple[str, ...], str]) -> Iterator[Rule]:
@@ -68,6 +77,7 @@ SEQUENCES = (
             (*REDUCTIONS, "delta", "own params"): f"{_SCALED} one replica's overflow goes to all, "
             "and residuals are kept in a unit that changes.",
         },
+        certain=(CLIPS, MEMORIES, ("decay",), ("noise",)),
     ),
     Rule(
         ("zero NaN",),
@@ -90,7 +100,7 @@ SEQUENCES = (
         {
             ("decay",): "weights decay without a step.",
             MEMORIES: "its moments fade, and params coast on them.",
-            ("schedule",): "the schedule counts calls, not steps.",
+            ("schedule", "call schedule"): "the schedule counts calls, not steps.",
             ("noise",): "params move by noise alone.",
         },
     ),
@@ -115,6 +125,7 @@ SEQUENCES = (
         "the moments are of one replica's gradients, but kept as if all had the same.",
         "Put {then} before {first}, or keep an optimizer on each replica: boostax.adasum_delta, "
         "boostax.local_updates.",
+        certain=True,
     ),
     Rule(
         ("centralize",),
@@ -185,6 +196,7 @@ NESTINGS = (
         ("scaler",),
         "gradients are divided by both scales, the loss multiplied by one.",
         "Leave one of them out.",
+        certain=True,
     ),
     Rule(
         ("window", "peer window"),
@@ -209,6 +221,35 @@ NESTINGS = (
         (*REDUCTIONS, "delta", "own params"),
         "it keeps local gradients, or decides, on each replica by itself, and marks nothing so.",
         "Use boostax.accumulate or boostax.dynamic_loss_scale with axis_name=.",
+        certain=True,
+    ),
+    Rule(
+        ("call schedule",),
+        ("scaler", "window", "peer window", "hold"),
+        "its schedules count calls, also those that {then} holds back.",
+        _AROUND,
+    ),
+    Rule(
+        ("average",),
+        ("scaler", "window", "peer window", "hold"),
+        "it counts and averages at every call: params move where {then} holds the step back.",
+        _AROUND,
+        certain=True,
+    ),
+    Rule(
+        ("outer optimizer",),
+        ("scaler", "window", "peer window", "hold"),
+        "it takes the gradient of every call itself: what {then} skips reaches params, what it "
+        "divides by a scale is not divided.",
+        _AROUND,
+        certain=True,
+    ),
+    Rule(
+        ("condition",),
+        ("scaler",),
+        "in calls that it leaves out, gradients stay multiplied by the scale.",
+        _AROUND,
+        certain=True,
     ),
     Rule(
         ("delta", "own params"),
@@ -264,4 +305,4 @@ def _rule(rules: Sequence[Rule], a: Row, b: Row) -> Rule | None:
 
 def _finding(rule: Rule, a: Row, b: Row, what: str) -> Finding:
     names = {"first": a.part.name, "then": b.part.name}
-    return Finding(what, rule.why.format(**names), rule.mend.format(**names))
+    return Finding(what, rule.why.format(**names), rule.mend.format(**names), rule.certain)

@@ -30,6 +30,9 @@ _WRAPPERS: dict[str, Route] = {
     "conditionally_mask": ("inner_state",),
     "lookahead": ("fast_state",),
     "schedule_free": ("base_optimizer_state",),
+    "mechanize": ("base_optimizer_state",),
+    "sam": ("opt_state",),
+    "inject_hyperparams": ("inner_state",),
     "flatten": (),
 }
 
@@ -45,7 +48,7 @@ class Part:
       about: what one of boostax's says of itself.
       settings: the values in the closure of its ``update``.
       inner: parts inside, each with the way to its state, or ``None`` if that is not known.
-      apart: whether those inside get different params, and not one the other's result.
+      apart: whether those inside work beside each other, and not one on the other's result.
     """
 
     name: str
@@ -91,7 +94,9 @@ def _part(update: Callable[..., Any]) -> Part:
     part = Part(name, package, _first_line(made), settings=values)
     if package != "optax":
         return part
-    return dataclasses.replace(part, inner=_held(name, values), apart=name == "partition")
+    # The second optimizer of sam gets the first one's gradients, and its updates are subtracted.
+    apart = name in ("partition", "sam")
+    return dataclasses.replace(part, inner=_held(name, values), apart=apart)
 
 
 def _held(name: str, values: Mapping[str, Any]) -> tuple[tuple[Route | None, Part], ...]:
@@ -107,9 +112,31 @@ def _held(name: str, values: Mapping[str, Any]) -> tuple[tuple[Route | None, Par
     except KeyError:  # Optax calls it otherwise now
         return ((None, _HIDDEN),)
     route = _WRAPPERS.get(name)
-    held = (x for x in values.values() if isinstance(x, optax.GradientTransformation))
-    inner = tuple((route, read(tx)) for tx in held)
+    if name == "inject_hyperparams":
+        values = {"made": _injected(values)}
+    held = {x: tx for x, tx in values.items() if isinstance(tx, optax.GradientTransformation)}
+    routes = {x: ("adv_state",) if x == "adv_optimizer" else route for x in held}
+    inner = tuple((routes[x], read(tx)) for x, tx in held.items())
     return inner if inner or name not in _WRAPPERS else ((None, _HIDDEN),)
+
+
+def _injected(values: Mapping[str, Any]) -> Any:
+    """A transformation like that of ``optax.inject_hyperparams``, which makes one at every call.
+
+    Its numbers are in its state: here each is its default, or 1.
+    """
+    given = {**values.get("other_hps", {}), **values.get("sched_hps", {})}
+    try:
+        scheduled = {name: fn(fn.init()) for name, fn in values["sched_hps"].items()}
+        parameters = inspect.signature(values["inner_factory"]).parameters.items()
+        numbers = {
+            name: 1 if x.default is inspect.Parameter.empty else x.default
+            for name, x in parameters
+            if name not in given
+        }
+        return values["inner_factory"](**values["other_hps"], **numbers, **scheduled)
+    except Exception:  # A factory is anyone's: what cannot be made here is unknown.
+        return None
 
 
 def follow(state: PyTree, route: Route | None) -> PyTree:

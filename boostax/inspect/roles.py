@@ -19,6 +19,9 @@ _NAMES: Mapping[str, tuple[str, ...]] = {
     # By the step's number; the first lets gradients pass, the second makes them zero.
     "condition": ("conditionally_transform",),
     "mask": ("conditionally_mask",),
+    # Around an optimizer, at work in every call.
+    "average": ("schedule_free", "lookahead"),
+    "outer optimizer": ("mechanize", "sam"),
     "freeze": ("scheduled_freeze",),
     "mean": ("all_reduce",),
     "adasum": ("adasum",),
@@ -74,6 +77,8 @@ def role(part: Part) -> str:
     """What kind of part it is; never guessed of other packages' own."""
     if part.package not in ("boostax", "optax"):
         return UNKNOWN
+    if part.name == "inject_hyperparams" and part.inner:
+        return "call schedule" if part.settings.get("sched_hps") else COMBINATOR
     found = _ROLES.get(part.name)
     if found is None and part.package == "optax" and part.name.startswith("scale_by_"):
         return "moments"

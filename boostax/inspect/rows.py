@@ -5,6 +5,9 @@ import dataclasses
 from boostax.inspect.parts import Part, Route
 from boostax.inspect.roles import COMBINATOR, role
 
+# Of Optax's combinators, those that hand only some of the params on.
+_MASKS = ("masked", "partition")
+
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Row:
@@ -16,6 +19,7 @@ class Row:
       holders: the rows that it stands in, outermost first, without those that only combine.
       routes: the way to its state from that of the whole, wrapper by wrapper.
       sides: for each partition around it, which one and which side of it.
+      masks: the names of what lets only some of the params come to it, outermost first.
     """
 
     part: Part
@@ -23,6 +27,7 @@ class Row:
     holders: tuple["Row", ...]
     routes: tuple[Route | None, ...]
     sides: tuple[tuple[int, int], ...]
+    masks: tuple[str, ...] = ()
 
     @property
     def axes(self) -> tuple[str, ...]:
@@ -48,15 +53,17 @@ def rows(part: Part) -> list[Row]:
         holders: tuple[Row, ...],
         routes: tuple[Route | None, ...],
         sides: tuple[tuple[int, int], ...],
+        masks: tuple[str, ...],
     ) -> None:
-        row = Row(part, role(part), holders, routes, sides)
+        row = Row(part, role(part), holders, routes, sides, masks)
         # One that cannot be looked into stands for what it holds.
         if row.role != COMBINATOR or not part.inner:
             found.append(row)
             holders = (*holders, row)
+        masks = (*masks, part.name) if part.name in _MASKS else masks
         for i, (route, inner) in enumerate(part.inner):
             side = (*sides, (id(part), i)) if part.apart else sides
-            visit(inner, holders, (*routes, route), side)
+            visit(inner, holders, (*routes, route), side, masks)
 
-    visit(part, (), (), ())
+    visit(part, (), (), (), ())
     return found

@@ -2,20 +2,35 @@
 
 import math
 from collections.abc import Iterator, Sequence
+from typing import Protocol
 
 import jax.numpy as jnp
 
 from boostax.inspect.orders import Finding, nestings, sequences
 from boostax.inspect.roles import CLIPS, MEMORIES, REDUCTIONS, UNKNOWN, sign, weight_decay
 from boostax.inspect.rows import Row
-from boostax.train.compiled import TrainStep
+from boostax.precision.policy import Policy
 
 _REDUCING = (*REDUCTIONS, "delta", "own params", "subspace", "coordinates")
 
 
-def findings(found: Sequence[Row], step: TrainStep | None = None) -> list[Finding]:
+class Around(Protocol):
+    """What of a train step its chain is judged by."""
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The replica axes."""
+        ...
+
+    @property
+    def policy(self) -> Policy | None:
+        """The precision policy."""
+        ...
+
+
+def findings(found: Sequence[Row], step: Around | None = None) -> list[Finding]:
     """All that is in wrong order or does not fit, of a chain and of the step around it."""
-    checks = (sequences, nestings, freezing, agreements, directions, feedback)
+    checks = (sequences, nestings, freezing, agreements, reach, directions, feedback)
     of_chain = [finding for check in checks for finding in check(found)]
     return of_chain if step is None else of_chain + list(of_step(found, step))
 
@@ -50,7 +65,21 @@ def agreements(found: Sequence[Row]) -> Iterator[Finding]:
                 f"{row.part.name} without the axis {words}",
                 "its replicas do not agree on what to skip, or share one window.",
                 f"Give it axis_name= as the reduction inside has it: {words}.",
+                certain=True,
             )
+
+
+def reach(found: Sequence[Row]) -> Iterator[Finding]:
+    """Gates that see only some of the params."""
+    for row in found:
+        if row.role not in ("scaler", "window", "peer window", "hold") or not row.masks:
+            continue
+        mask, name = row.masks[-1], row.part.name
+        why = "the params that it does not hold back move at every call."
+        if row.role == "scaler":
+            why = "the loss is multiplied by its scale as a whole, and only a part of it divided."
+        mend = f"Put {name} around {mask}: {name}(optax.{mask}(...), ...)."
+        yield Finding(f"{name} in {mask}", why, mend, certain=row.role == "scaler")
 
 
 def directions(found: Sequence[Row]) -> Iterator[Finding]:
@@ -95,7 +124,7 @@ def feedback(found: Sequence[Row]) -> Iterator[Finding]:
                 )
 
 
-def of_step(found: Sequence[Row], step: TrainStep) -> Iterator[Finding]:
+def of_step(found: Sequence[Row], step: Around) -> Iterator[Finding]:
     """What the chain lacks for the step that it is in."""
     scales = any(row.role == "scaler" for row in found)
     if step.policy is not None and step.policy.compute_dtype == jnp.float16 and not scales:
@@ -113,4 +142,5 @@ def of_step(found: Sequence[Row], step: TrainStep) -> Iterator[Finding]:
                 f"nothing that reduces over the axis {name!r}",
                 "each replica takes a step of its own, and their params part.",
                 f"Put boostax.all_reduce({name!r}) first in the chain.",
+                certain=True,
             )

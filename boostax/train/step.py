@@ -1,6 +1,7 @@
 """The train step from its parts: what is asked of them, and how they are put together."""
 
 import functools
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -71,8 +72,11 @@ def make_train_step(
       optimizer's state takes ``1/n`` of its memory, and new params are gathered when they change.
 
     Raises:
-      ValueError, TypeError: an argument out of range, an axis that the mesh lacks; at trace time,
-        an array in an aux that is no ``boostax.Aux``.
+      ValueError, TypeError: an argument out of range, an axis that the mesh lacks; a chain of which
+        no run can be right: nothing that reduces over an axis, a gate without the axis of what is
+        inside it, a scaler for a part of the params, ...: see ``boostax.explain``. What else
+        ``explain`` finds in it is a warning. At trace time, an array in an aux that is no
+        ``boostax.Aux``.
 
     Example:
       >>> import boostax, jax.numpy as jnp, optax
@@ -123,7 +127,7 @@ def make_train_step(
         has_aux=has_aux,
         accumulator_dtype=accumulator_dtype,
     )
-    return TrainStep(
+    step = TrainStep(
         tx,
         oracle,
         mesh,
@@ -136,6 +140,25 @@ def make_train_step(
         freeze_driver=freeze_driver,
         shard_optimizer=shard_optimizer,
     )
+    _judge(step)
+    return step
+
+
+def _judge(step: TrainStep) -> None:
+    """Refuse a chain of which no run can be right; warn, once, of what else is wrong in it."""
+    # What reads chains is loaded with the first step, not with the library.
+    from boostax.inspect.parts import read
+    from boostax.inspect.rows import rows
+    from boostax.inspect.settings import findings
+
+    for finding in sorted(findings(rows(read(step.tx)), step), key=lambda x: not x.certain):
+        if finding.certain:
+            allowed = "a chain whose parts fit each other and the step"
+            raise ValueError(
+                f"make_train_step: tx must be {allowed}, got {finding.what}: {finding.why} "
+                f"{finding.mend}"
+            )
+        warnings.warn(f"make_train_step: {finding}", stacklevel=3)
 
 
 def _reporting(loss_fn: Callable[..., Any]) -> Callable[..., Any]:
