@@ -687,8 +687,9 @@ def wrong_scales():
         (
             two_scalers,
             ValueError,
-            "group_scales: opt_state must hold one loss scaler, got 2. Put one scaler around the "
-            "whole optimizer, outside optax.partition.",
+            "group_scales: opt_state must hold one loss scaler that all gradients pass, got 2. Put "
+            "one around the whole optimizer, outside optax.partition, optax.masked and "
+            "optax.conditionally_transform.",
         ),
         (
             wrong_labels,

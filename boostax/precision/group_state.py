@@ -104,7 +104,7 @@ def group_scales(opt_state: PyTree) -> jax.Array | None:
       f32 ``[groups]``, powers of two; ``None`` when the state has no scaler by groups.
 
     Raises:
-      ValueError: there are several of them.
+      ValueError: there are several of them, or one that not all gradients pass.
 
     Example:
       >>> import boostax, jax.numpy as jnp, optax
@@ -112,17 +112,31 @@ def group_scales(opt_state: PyTree) -> jax.Array | None:
       >>> boostax.group_scales(tx.init({"body": jnp.ones(3), "head": jnp.ones(2)})).tolist()
       [2048.0, 2048.0]
     """
-    found = trees.find(opt_state, lambda x: isinstance(x, GroupLossScaleState))
-    if len(found) > 1:
-        raise ValueError(
-            f"group_scales: opt_state must hold one loss scaler, got {len(found)}. Put one scaler "
-            "around the whole optimizer, outside optax.partition."
-        )
+    found = scalers("group_scales", opt_state, GroupLossScaleState)
     if not found:
         return None
     scales = found[0].scales
     handshake.hand_on(found[0].table, scales)
     return scales
+
+
+def scalers(who: str, opt_state: PyTree, *kinds: type) -> list[Any]:
+    """The state of the one scaler of these kinds, or none; refuse several, and one for a part.
+
+    The loss is multiplied as a whole: what goes past a scaler stays multiplied.
+    """
+    scaler = lambda x: isinstance(x, kinds)  # noqa: E731
+    found = trees.find(opt_state, scaler)
+    apart = optax.MaskedState, optax.ConditionallyTransformState
+    partial = trees.find(opt_state, lambda x: isinstance(x, apart) and bool(trees.find(x, scaler)))
+    if len(found) > 1 or partial:
+        got = f"one in a {type(partial[0]).__name__}" if len(found) == 1 else len(found)
+        raise ValueError(
+            f"{who}: opt_state must hold one loss scaler that all gradients pass, got {got}. Put "
+            "one around the whole optimizer, outside optax.partition, optax.masked and "
+            "optax.conditionally_transform."
+        )
+    return found
 
 
 def group_numbers(who: str, labels: Any, params: PyTree) -> tuple[list[int], int]:

@@ -22,7 +22,7 @@ from boostax._core import axes, checks, handshake, trees
 from boostax._core.about import described
 from boostax._core.finite import usable
 from boostax._core.gate import Pending, gate, gated, run
-from boostax.precision.group_state import GroupLossScaleState
+from boostax.precision.group_state import GroupLossScaleState, scalers
 from boostax.precision.skips import count, decided, flush_of
 
 PyTree = Any
@@ -287,13 +287,16 @@ def loss_scale(opt_state: PyTree) -> jax.Array:
     """The scale by which the next loss must be multiplied.
 
     Args:
-      opt_state: any optimizer state; the scaler may be nested anywhere in it.
+      opt_state: any optimizer state; the scaler may be nested anywhere in it where all gradients
+        pass it.
 
     Returns:
       f32 scalar; 1 when the state has no scaler.
 
     Raises:
-      ValueError: there are several scalers, so which loss scale is meant is not known.
+      ValueError: there are several scalers, so which loss scale is meant is not known; or one
+        inside ``optax.masked``, ``optax.partition`` or ``optax.conditionally_transform``, past
+        which gradients go that would stay multiplied by it.
 
     Example:
       >>> import boostax, jax.numpy as jnp, optax
@@ -301,13 +304,7 @@ def loss_scale(opt_state: PyTree) -> jax.Array:
       >>> float(boostax.loss_scale(tx.init(jnp.zeros(3))))
       65536.0
     """
-    scalers = (LossScaleState, GroupLossScaleState)
-    found: list[Any] = trees.find(opt_state, lambda x: isinstance(x, scalers))
-    if len(found) > 1:
-        raise ValueError(
-            f"loss_scale: opt_state must hold one loss scaler, got {len(found)}. Put one scaler "
-            "around the whole optimizer, outside optax.partition."
-        )
+    found = scalers("loss_scale", opt_state, LossScaleState, GroupLossScaleState)
     return found[0].scale if found else jnp.ones((), jnp.float32)
 
 
