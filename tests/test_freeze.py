@@ -651,7 +651,13 @@ def test_what_does_not_fit_is_refused():
         lambda: init(adamw(), GROUPS, plateau, moments="per_group"), ValueError, "moments must be"
     )
     refused(
-        lambda: boostax.make_train_step(loss_fn, boostax.dynamic_loss_scale(tx)).init(params),
+        lambda: boostax.make_train_step(loss_fn, boostax.dynamic_loss_scale(tx)),
+        ValueError,
+        "Put it outermost",
+    )
+    hidden = optax.GradientTransformation(tx.init, lambda *args: tx.update(*args))
+    refused(
+        lambda: boostax.make_train_step(loss_fn, hidden).init(params),
         ValueError,
         "must stand outermost",
     )

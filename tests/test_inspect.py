@@ -39,6 +39,7 @@ top_k = boostax.top_k_reduce("data", 0.1)
 record = boostax.record_trajectory(4, every=1)
 frozen = boostax.scheduled_freeze(sgd, GROUPS, [0, 1])
 half = {"a": "stays", "b": "goes"}
+falling = optax.linear_schedule(1.0, 0.1, 9)
 basis = boostax.random_basis(PARAMS, 3)
 finish = boostax.dim_reduce(basis)
 
@@ -317,6 +318,69 @@ WRONG = {
         "the whole chain",
         "End the chain with optax.scale_by_learning_rate",
     ),
+    "a schedule around a scaler": (
+        optax.inject_hyperparams(lambda rate: scaled(optax.adam(rate)))(falling),
+        scaled(optax.inject_hyperparams(optax.adam)(falling)),
+        "dynamic_loss_scale inside inject_hyperparams",
+        "Put dynamic_loss_scale around inject_hyperparams",
+    ),
+    "a schedule around a window": (
+        optax.inject_hyperparams(lambda rate: window(optax.sgd(rate)))(rate=falling),
+        window(optax.inject_hyperparams(optax.sgd)(learning_rate=falling)),
+        "accumulate inside inject_hyperparams",
+        "Put accumulate around inject_hyperparams",
+    ),
+    "an injected schedule behind a scaler": (
+        chain(
+            scaled(optax.scale_by_adam()),
+            optax.inject_hyperparams(optax.scale_by_learning_rate)(falling),
+        ),
+        scaled(optax.adam(falling)),
+        "inject_hyperparams after dynamic_loss_scale",
+        "Put inject_hyperparams inside dynamic_loss_scale",
+    ),
+    "an average around a scaler": (
+        optax.contrib.schedule_free(scaled(sgd), 0.1),
+        scaled(optax.contrib.schedule_free(sgd, 0.1)),
+        "dynamic_loss_scale inside schedule_free",
+        "Put dynamic_loss_scale around schedule_free",
+    ),
+    "mechanize around a scaler": (
+        optax.contrib.mechanize(scaled(sgd)),
+        scaled(optax.contrib.mechanize(sgd)),
+        "dynamic_loss_scale inside mechanize",
+        "Put dynamic_loss_scale around mechanize",
+    ),
+    "sam around a scaler": (
+        optax.contrib.sam(scaled(sgd), sgd),
+        scaled(optax.contrib.sam(sgd, sgd)),
+        "dynamic_loss_scale inside sam",
+        "Put dynamic_loss_scale around sam",
+    ),
+    "sam around a window": (
+        optax.contrib.sam(sgd, window(sgd)),
+        window(optax.contrib.sam(sgd, sgd)),
+        "accumulate inside sam",
+        "Put accumulate around sam",
+    ),
+    "a scaler on one side": (
+        optax.partition({"stays": scaled(sgd), "goes": sgd}, half),
+        scaled(optax.partition({"stays": sgd, "goes": sgd}, half)),
+        "dynamic_loss_scale in partition",
+        "Put dynamic_loss_scale around partition",
+    ),
+    "a window under a mask": (
+        optax.masked(window(sgd), {"a": True, "b": False}),
+        window(optax.masked(sgd, {"a": True, "b": False})),
+        "accumulate in masked",
+        "Put accumulate around masked",
+    ),
+    "a scaler now and then": (
+        optax.conditionally_transform(scaled(sgd), lambda step: step % 2 == 0),
+        scaled(optax.conditionally_transform(sgd, lambda step: step % 2 == 0)),
+        "dynamic_loss_scale inside conditionally_transform",
+        "Put dynamic_loss_scale around conditionally_transform",
+    ),
     "lost for good": (
         chain(boostax.top_k_reduce("data", 0.1, error_feedback=False), sgd),
         chain(top_k, sgd),
@@ -341,19 +405,53 @@ def test_a_wrong_order_is_named_with_its_mend_and_the_mended_is_not(wrong, right
     assert list(seen.findings) == found_in(wrong)
 
 
-def test_a_step_lacks_what_its_policy_and_its_mesh_ask_for(mesh):
-    loss = lambda p, x: jnp.mean((x @ p["a"]["kernel"]) ** 2)  # noqa: E731
+def square(params, x):
+    return jnp.mean((x @ params["a"]["kernel"]) ** 2)
+
+
+LACKING = [
+    (adam, "nothing that reduces over the axis 'data'"),
+    (scaled(mean, adam), "dynamic_loss_scale without the axis 'data'"),
+    (window(mean, adam), "accumulate without the axis 'data'"),
+    (multi(mean, adam), "all_reduce inside MultiSteps"),
+    (chain(adam, mean), "all_reduce after scale_by_adam"),
+    (boostax.all_reduce("other"), "nothing that reduces over the axis 'data'"),
+]
+
+
+@pytest.mark.parametrize("check_vma", [True, False])
+@pytest.mark.parametrize(("tx", "lack"), LACKING, ids=[lack for _, lack in LACKING])
+def test_a_step_whose_replicas_would_part_or_hang_is_refused(mesh, tx, lack, check_vma):
+    """Without JAX's checking each of them ran, and was wrong in silence."""
+    options = {"mesh": mesh, "axis_name": "data", "check_vma": check_vma}
+    with pytest.raises(ValueError, match="make_train_step: tx must be a chain whose ") as error:
+        boostax.make_train_step(square, tx, **options)
+    assert f", got {lack}: " in str(error.value)
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_a_step_refuses_what_is_certainly_wrong_and_warns_once_of_the_rest(name):
+    tx = WRONG[name][0]
+    found = found_in(tx)
+    certain = [finding for finding in found if finding.certain]
+    if certain:
+        with pytest.raises(ValueError) as error:
+            boostax.make_train_step(square, tx)
+        assert str(certain[0]) in str(error.value)
+        return
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        step = boostax.make_train_step(square, tx)
+    assert [str(each.message) for each in said] == [f"make_train_step: {x}" for x in found]
+    assert {each.filename for each in said} == {__file__}
+    assert list(boostax.explain(step, PARAMS).findings) == found
+
+
+def test_f16_without_a_scale_is_a_warning(mesh):
     options = {"mesh": mesh, "axis_name": "data", "policy": "O2"}
-    step = boostax.make_train_step(loss, adam, **options)
-    lacks = ["a policy that computes in float16, and no loss scale"]
-    lacks += ["nothing that reduces over the axis 'data'"]
-    assert [finding.what for finding in boostax.explain(step, PARAMS).findings] == lacks
-    # Such a step does not even trace, which is no reason to be silent.
-    found = boostax.explain(step, PARAMS, jnp.ones((16, 16)))
-    assert [finding.what for finding in found.findings] == lacks
-    assert "replication" in found.problem and found.problem in str(found)
-    assert found.calls == () and found.to_dict()["problem"] == found.problem
-    step = boostax.make_train_step(loss, scaled(mean, adam, **AXIS), **options)
+    with pytest.warns(UserWarning, match="make_train_step: a policy that computes in float16"):
+        boostax.make_train_step(square, chain(mean, adam), **options)
+    step = boostax.make_train_step(square, scaled(mean, adam, **AXIS), **options)
     assert boostax.explain(step, PARAMS).findings == ()
 
 
@@ -440,6 +538,14 @@ def test_jitted_wrapped_and_bound_updates_are_read_or_unknown():
     assert (part.name, part.role) == ("Plain", "unknown")
 
 
+def test_slow_weights_around_a_gate_are_named():
+    """Their params are pairs, which ``PARAMS`` is not."""
+    for gated in (scaled(sgd), window(sgd), multi(sgd)):
+        (finding,) = found_in(optax.lookahead(gated, 5, 0.5))
+        assert finding.what.endswith(" inside lookahead") and finding.certain
+    assert found_in(scaled(optax.lookahead(sgd, 5, 0.5))) == []
+
+
 def test_what_auto_builds_is_right():
     parts = {
         "loss_scale": [None, "dynamic"],
@@ -469,8 +575,14 @@ def test_a_part_of_another_package_is_unknown_and_not_judged():
     # What it may do to the sign is unknown too.
     assert found_in(chain(mine(), optax.scale_by_adam())) == []
     injected = optax.inject_hyperparams(optax.adam)(1e-3)
-    (part,) = boostax.explain(injected, PARAMS).parts
-    assert part.role == "unknown" and part.copies == pytest.approx(2, abs=0.1)
+    parts = boostax.explain(injected, PARAMS).parts
+    assert [part.name for part in parts] == ["scale_by_adam", "scale"]
+    assert parts[0].copies == pytest.approx(2, abs=0.1)
+
+    # Its numbers are in its state, and this one does not do with another in their place.
+    asks = optax.inject_hyperparams(lambda rates: optax.sgd(rates[0]))
+    (part,) = boostax.explain(asks(jnp.array([0.1, 0.2])), PARAMS).parts
+    assert (part.name, part.role) == ("(hidden)", "unknown")
 
 
 def loss(params, x):

@@ -14,9 +14,9 @@ class Finding(NamedTuple):
       what: which part, and where it stands.
       why: what it does there.
       mend: what to write instead.
-      certain: whether no run of it can be right: replicas part or hang, gradients stay multiplied
-        by the scale, a step that is held back moves params. ``make_train_step`` refuses such a
-        chain, and warns of what else is found.
+      certain: whether it is wrong in every run: replicas part or hang, gradients stay multiplied
+        by the scale, a step that is held back moves params, nothing is frozen.
+        ``make_train_step`` refuses it, and warns of the others.
     """
 
     what: str

@@ -43,6 +43,7 @@ def freezing(found: Sequence[Row]) -> Iterator[Finding]:
                 f"{row.part.name} inside the chain",
                 "the whole backward pass is paid for, and nothing is saved.",
                 "Put it outermost: scheduled_freeze(tx, ...).",
+                certain=True,
             )
         if row.role == "zero" and row.sides:
             yield Finding(
