@@ -5,6 +5,7 @@ import itertools
 import math
 from typing import NamedTuple
 
+import equinox as eqx
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
@@ -290,6 +291,116 @@ def test_a_scanned_stack_is_centralized_layer_by_layer():
         layer = jax.tree.map(lambda x, i=i: x[i], grads)
         alone = update(centralize_gradients(), layer)
         jax.tree.map(lambda a, b, i=i: np.testing.assert_allclose(a[i], b, atol=1e-6), whole, alone)
+
+
+def modules_of_equinox(scan):
+    keys = iter(jax.random.split(jax.random.key(0), 20))
+    return {
+        "embed": eqx.nn.Embedding(7, 6, key=next(keys)),
+        "norm": eqx.nn.LayerNorm((3, 4)),
+        "mix": eqx.nn.MultiheadAttention(2, 6, key=next(keys)),
+        "conv": eqx.nn.Conv2d(3, 5, (2, 3), key=next(keys)),
+        "up": eqx.nn.ConvTranspose1d(3, 5, 2, key=next(keys)),
+        "cell": eqx.nn.LSTMCell(3, 4, key=next(keys)),
+        "normed": eqx.nn.WeightNorm(eqx.nn.Linear(3, 4, key=next(keys))),
+        "mlp": eqx.nn.MLP(3, 4, 5, 3, key=next(keys), scan=scan),
+    }
+
+
+def test_equinox_modules_are_known_by_their_classes():
+    """Defect guarded against: the mean over the outputs of (out, in) was taken away."""
+    params = eqx.filter(modules_of_equinox(scan=False), eqx.is_inexact_array)
+    grads = jax.tree.map(lambda x: jnp.asarray(wave(*x.shape)), params)
+    found = {name: axes for name, axes in averaged(centralize_gradients(), grads).items() if axes}
+    linear = {f"mix/{name}_proj/weight" for name in ("query", "key", "value", "output")}
+    linear |= {f"mlp/layers/{i}/weight" for i in range(4)}
+    linear |= {"cell/weight_ih", "cell/weight_hh", "normed/layer/weight"}
+    assert found == dict.fromkeys(linear, (1,)) | {"conv/weight": (1, 2, 3), "up/weight": (1, 2)}
+    # Masked and partitioned trees keep the classes; so do those of a wrapper.
+    tx = centralize_gradients(mask=lambda p: jax.tree.map(lambda x: x.ndim == 4, p))
+    assert {name for name, axes in averaged(tx, grads).items() if axes} == {"conv/weight"}
+
+
+def test_stacked_modules_of_equinox_are_centralized_layer_by_layer():
+    params = eqx.filter(modules_of_equinox(scan=True)["mlp"], eqx.is_inexact_array)
+    grads = jax.tree.map(lambda x: jnp.asarray(wave(*x.shape)), params)
+    made = eqx.filter_vmap(lambda key: eqx.nn.Conv2d(3, 5, 2, key=key))(
+        jax.random.split(jax.random.key(0), 2)
+    )
+    for rule in ("auto", {"*": "stacked"}):
+        found = averaged(centralize_gradients(axes=rule), (grads, made))
+        stacked = [axes for name, axes in found.items() if name.endswith("weight")]
+        assert sorted(stacked) == [(1,), (1,), (2,), (2, 3, 4)]
+
+
+def test_what_may_be_of_several_layouts_is_refused():
+    """Its outputs may be first or last, and the wrong mean is no error of any kind."""
+
+    class Mine(eqx.Module):
+        weight: jax.Array
+        tokens: jax.Array
+
+    state_dict = {"0.weight": jnp.ones((4, 3)), "0.bias": jnp.ones(4)}
+    up = {"net/~/conv2_d_transpose": {"w": jnp.ones((3, 3, 4, 5))}}
+    for params in (state_dict, up, {"weight": jnp.ones((4, 3))}, Mine(jnp.eye(3), jnp.eye(3))):
+        with pytest.raises(ValueError, match="layout must be given where a kernel"):
+            centralize_gradients().init(params)
+        with pytest.raises(ValueError, match="layout must be given where a kernel"):
+            centralize_gradients().update(params, optax.EmptyState())
+    mine = Mine(jnp.asarray(wave(3, 3)), jnp.asarray(wave(3, 3)))
+    for options in ({"layout": "equinox"}, {"axes": {"weight": 1}}):
+        found = averaged(centralize_gradients(**options), mine)
+        assert found == {"weight": (1,), "tokens": ()}
+    assert averaged(centralize_gradients(layout="linen"), mine)["weight"] == (0,)
+    with pytest.raises(ValueError, match=r"layout must be 'linen' or .* got 'keras'"):
+        centralize_gradients(layout="keras")
+
+
+def test_layouts_of_haiku_and_torch():
+    haiku = {
+        "net/~/linear": {"w": wave(5, 4), "b": wave(4)},
+        "net/~/conv2_d": {"w": wave(3, 2, 5, 4), "b": wave(4, 1, 2)},
+        "net/~/conv2_d_transpose": {"w": wave(3, 2, 5, 4)},
+        "net/~/embed": {"embeddings": wave(7, 4)},
+        "net/~/layer_norm": {"scale": wave(3, 4), "offset": wave(3, 4)},
+    }
+    assert averaged(centralize_gradients(layout="haiku"), haiku) == {
+        "net/~/linear/w": (0,),
+        "net/~/linear/b": (),
+        "net/~/conv2_d/w": (0, 1, 2),
+        "net/~/conv2_d/b": (),
+        "net/~/conv2_d_transpose/w": (0, 1, 3),
+        "net/~/embed/embeddings": (),
+        "net/~/layer_norm/scale": (),
+        "net/~/layer_norm/offset": (),
+    }
+    torch = {
+        "embed_tokens.weight": wave(7, 4),
+        "patch_embed.proj.weight": wave(5, 3, 2, 2),
+        "pos_embed": wave(1, 6, 4),
+        "mix.in_proj_weight": wave(12, 4),
+        "lstm.weight_ih_l0": wave(8, 3),
+        "up.conv_transpose.weight": wave(4, 5, 2, 2),
+        "norm.weight": wave(4),
+        "fc.weight": wave(3, 4),
+        "fc.bias": wave(3),
+    }
+    expected = {"patch_embed.proj.weight": (1, 2, 3), "up.conv_transpose.weight": (0, 2, 3)}
+    for name in ("mix.in_proj_weight", "lstm.weight_ih_l0", "fc.weight"):
+        expected[name] = (1,)
+    found = averaged(centralize_gradients(layout="torch"), torch)
+    assert {name: axes for name, axes in found.items() if axes} == expected
+    stacked = averaged(
+        centralize_gradients(layout="torch", axes={"fc": "stacked"}),
+        {"fc": {"weight": wave(2, 3, 4)}},
+    )
+    assert stacked == {"fc/weight": (2,)}
+
+
+def test_input_channels_are_those_of_the_layout():
+    grads = {"a": {"weight": wave(4, 16, 3, 3)}, "b": {"weight": wave(16, 3, 16, 16)}}
+    found = averaged(centralize_gradients(layout="torch", multiple_of=16), grads)
+    assert found == {"a/weight": (1, 2, 3), "b/weight": ()}
 
 
 def test_rules_for_another_layout():

@@ -6,6 +6,7 @@ from typing import Any, Literal
 import optax
 
 from boostax._core import checks
+from boostax._core.layouts import LayoutName
 from boostax.accumulate.window import accumulate
 from boostax.autoboost.part import (
     Groups,
@@ -78,13 +79,15 @@ class Centralize(Part):
 
     Attributes:
       multiple_of: only kernels whose input channels divide by it; MindSpore's is 16.
+      layout: whose kernels they are, such as ``"torch"``; ``None`` for Flax's and Equinox's.
     """
 
     multiple_of: int | None = None
+    layout: LayoutName | None = None
 
     def layer(self, place: Place) -> Layer:
         """In front of clipping."""
-        return centralize_gradients(multiple_of=self.multiple_of)
+        return centralize_gradients(multiple_of=self.multiple_of, layout=self.layout)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -10,12 +10,12 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from jax.sharding import PartitionSpec
-from jax.tree_util import GetAttrKey
 
 from boostax._core import axes as mesh_axes
 from boostax._core import checks, trees
 from boostax._core.about import described
 from boostax._core.groups import matches
+from boostax._core.layouts import Kernels, LayoutName, checked
 
 PyTree = Any
 Path = tuple[Any, ...]
@@ -28,10 +28,6 @@ Axes = (
 )
 
 _WHO = "centralize_gradients"
-_WITHOUT_INPUTS = ("bias", "scale")
-_TABLES = ("embedding",)
-# Flax splits the outputs of these into heads: (in, heads, head_dim).
-_PROJECTIONS = ("query", "key", "value")
 _RULES = "'auto', rules of a path pattern and its axes, or a function of path and leaf"
 _RULE = "an int, a tuple of ints, 'auto', 'stacked' or None"
 
@@ -39,6 +35,7 @@ _RULE = "an int, a tuple of ints, 'auto', 'stacked' or None"
 def centralize_gradients(
     *,
     axes: Axes = "auto",
+    layout: LayoutName | None = None,
     mask: PyTree | Callable[[PyTree], PyTree] | None = None,
     multiple_of: int | None = None,
     param_specs: PyTree | None = None,
@@ -54,11 +51,15 @@ def centralize_gradients(
     choice: ``chain(add_decayed_weights(w), centralize_gradients(), ...)`` centralizes the decay
     too, as MindSpore does; the other order leaves the decay whole, and so does a decoupled one.
 
-    ``"auto"`` goes by Flax's layouts. All axes but the last are inputs: ``(in, out)``, ``HWIO``
+    ``"auto"`` goes by a layout. In Flax's all axes but the last are inputs: ``(in, out)``, ``HWIO``
     and the attention's ``out`` of ``(heads, head_dim, out)``; of kernels of three axes named
-    ``query``, ``key`` and ``value`` only the first is. Vectors, scalars, and what is called
-    ``bias``, ``scale`` or ``embedding`` (or ends so) stay as they are. So does every leaf, under
-    any rule, with a single input, which would never move again.
+    ``query``, ``key`` and ``value`` only the first is. In Haiku's a module named after a
+    ``transpose`` has ``(H, W, out, in)``. In Equinox's and PyTorch's kernels are called ``weight``,
+    and all axes but the first are inputs: ``(out, in)``, ``OIHW``; PyTorch's transposed
+    convolutions have ``(in, out, H, W)``. Modules of ``equinox.nn`` are known by their classes,
+    stacked ones too. Vectors, scalars, tables of embeddings, and what is called ``bias`` or
+    ``scale`` (or ends so) stay as they are. So does every leaf, under any rule, with a single
+    input, which would never move again.
 
     Args:
       axes: which axes to average over. ``"auto"``; a dict, or a list of pairs, of a pattern and a
@@ -67,6 +68,10 @@ def centralize_gradients(
         that matches decides, what matches none goes by ``"auto"``, and biases, scales and vectors
         stay under all of them. A rule is an axis or a tuple of them, ``None`` for none, ``"auto"``,
         or ``"stacked"``: the same behind one leading axis of layers (``flax.linen.scan``).
+      layout: whose kernels these are, ``"linen"``, ``"nnx"``, ``"equinox"``, ``"haiku"`` or
+        ``"torch"``. ``None`` finds Equinox's modules and reads other trees as Flax's; a matrix
+        called ``weight`` outside of ``equinox.nn``, which may have its outputs first or last, it
+        refuses.
       mask: as in ``optax.masked``: a tree of bools like the params, or a function that makes it;
         what is ``False`` stays as it is.
       multiple_of: only kernels whose last averaged axis, the input channels, divides by it.
@@ -84,8 +89,8 @@ def centralize_gradients(
 
     Raises:
       ValueError, TypeError: an argument out of range. At ``init``, a pattern that matches nothing,
-        or an axis that a leaf lacks. At trace time, gradients that are integers or cut otherwise
-        than the params.
+        an axis that a leaf lacks, or a kernel that may be of several layouts. At trace time,
+        gradients that are integers or cut otherwise than the params.
 
     Example:
       >>> import boostax, jax.numpy as jnp
@@ -105,6 +110,7 @@ def centralize_gradients(
       first, in Flax's layouts over the outputs.
     """
     rules = _as_rules(axes)
+    checked(_WHO, layout)
     if mask is not None:
         _check_mask(mask)
     if multiple_of is not None:
@@ -117,10 +123,11 @@ def centralize_gradients(
     ) -> tuple[PyTree, Any]:
         del extra_args
         trees.require_gradients(updates, _WHO)
+        kernels = Kernels(_WHO, layout, updates)
         shapes = {path: np.shape(p) for path, p in jax.tree_util.tree_leaves_with_path(params)}
 
         def one(path: Path, g: Any) -> Any:
-            dims = _averaged(rules, path, g)
+            dims = _averaged(rules, kernels, path, g)
             if not dims:
                 return g
             _require_shape(path, g, shapes.get(path))
@@ -135,8 +142,9 @@ def centralize_gradients(
     def init_fn(params: PyTree) -> optax.EmptyState:
         if not callable(rules):
             _require_matches(rules, params)
+        kernels = Kernels(_WHO, layout, params)
         for path, leaf in jax.tree_util.tree_leaves_with_path(params):
-            _averaged(rules, path, leaf)
+            _averaged(rules, kernels, path, leaf)
         return optax.EmptyState()
 
     tx = optax.GradientTransformationExtraArgs(init_fn, update_fn)
@@ -152,42 +160,26 @@ def centralized(g: Any, dims: tuple[int, ...], names: tuple[str, ...] = ()) -> j
     return trees.saturate(wide - mean, g.dtype)
 
 
-def _averaged(rules: Any, path: Path, leaf: Any) -> tuple[int, ...]:
-    """The axes to average over, in order; none for a leaf that stays."""
+def _averaged(rules: Any, kernels: Kernels, path: Path, leaf: Any) -> tuple[int, ...]:
+    """The axes to average over, the input channels last; none for a leaf that stays."""
     name, ndim = trees.path_name(path), np.ndim(leaf)
-    parts = _parts(path)
     if callable(rules):
         rule = rules(name, leaf)
         _check_rule(rule)
-    elif ndim < 2 or parts[-1].endswith(_WITHOUT_INPUTS):
+    elif kernels.is_vector(path, ndim):
         return ()
     else:
         rule = next((rule for pattern, rule in rules if matches(name, pattern)), "auto")
     if rule is None:
         return ()
     if isinstance(rule, str):
-        lead = int(rule == "stacked")
-        return tuple(dim + lead for dim in _auto(parts, ndim - lead))
+        return kernels.inputs(path, ndim, int(rule == "stacked"))
     given: list[Any] = [*rule] if isinstance(rule, (tuple, list)) else [rule]
     dims = tuple(sorted({dim + ndim if dim < 0 else dim for dim in given}))
     if len(dims) < len(given) or any(not 0 <= dim < ndim for dim in dims):
         allowed = f"different axes of {name or 'the root'!r}, which has {ndim}"
         raise ValueError(checks.message(_WHO, "axes", allowed, rule, "None leaves a leaf alone."))
-    return dims
-
-
-def _auto(parts: list[str], ndim: int) -> tuple[int, ...]:
-    if ndim < 2 or parts[-1].endswith((*_WITHOUT_INPUTS, *_TABLES)):
-        return ()
-    if ndim == 3 and parts[-1] == "kernel" and parts[-2:-1] and parts[-2] in _PROJECTIONS:
-        return (0,)
-    return tuple(range(ndim - 1))
-
-
-def _parts(path: Path) -> list[str]:
-    """The components of a path; without the ``value`` of an NNX variable or a partitioned param."""
-    keys = path[:-1] if path[-1:] == (GetAttrKey("value"),) else path
-    return [trees.path_name((key,)) for key in keys] or [""]
+    return kernels.ordered(dims)
 
 
 def _require_matches(rules: list[tuple[str, Any]], params: PyTree) -> None:
