@@ -292,6 +292,24 @@ def test_a_rank_that_shrinks_goes_on_from_the_same_basis():
     np.testing.assert_allclose(means["w"], grads["w"], rtol=1e-4, atol=1e-5)
 
 
+def test_low_rank_of_kernels_with_their_outputs_first():
+    """Defect guarded against: (out, in, H, W) as a matrix of W columns hardly shrinks."""
+    rng = np.random.default_rng(0)
+    kernel = np.einsum("o,ihw->oihw", rng.normal(size=32), rng.normal(size=(16, 3, 3)))
+    grads = {"weight": np.float32(np.stack([kernel] * 2))}
+    tx = boostax.power_sgd_reduce("data", 2, layout="torch", error_feedback=False)
+    state = jax.vmap(tx.init, axis_name="data")(grads)
+    left, right = state.codec.left.values["weight"], state.codec.right.values["weight"]
+    assert left.shape[1:] == (32, 2) and right.shape[1:] == (16 * 3 * 3, 2)
+    for _ in range(3):
+        means, state = jax.vmap(tx.update, axis_name="data")(grads, state)
+    np.testing.assert_allclose(means["weight"], grads["weight"], rtol=1e-4, atol=1e-5)
+    plain = boostax.power_sgd_reduce("data", 2)
+    assert jax.vmap(plain.init, axis_name="data")(grads).codec.left.values["weight"] is None
+    with pytest.raises(ValueError, match="power_sgd_reduce: layout must be 'linen'"):
+        boostax.power_sgd_reduce("data", layout="keras")
+
+
 def test_low_rank_of_zeros_is_zero():
     tx = boostax.power_sgd_reduce("data", 2)
     grads = {"w": jnp.zeros((2, 16, 16))}

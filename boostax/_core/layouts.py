@@ -126,11 +126,11 @@ class Kernels:
         return node
 
 
-def checked(who: str, name: LayoutName | None) -> None:
-    """Refuse what is no row of the table."""
+def named(who: str, name: LayoutName | None) -> Layout:
+    """The row of that name; without one Flax's."""
     if name is not None:
-        hint = "None tells Equinox's modules from Flax's params."
-        checks.choice(who, "layout", name, tuple(LAYOUTS), hint)
+        checks.choice(who, "layout", name, tuple(LAYOUTS), "None reads kernels as Flax's.")
+    return LAYOUTS[name or "linen"]
 
 
 def _classes(node: Any, within: str) -> set[str]:

@@ -4,6 +4,7 @@ import dataclasses
 from typing import Any, Literal, NamedTuple
 
 from boostax._core import axes, checks
+from boostax._core.layouts import LayoutName
 from boostax.autoboost.part import Layer, Part, Place, around, chosen, flag
 from boostax.reduce.adasum import adasum
 from boostax.reduce.delta import adasum_delta
@@ -62,7 +63,7 @@ _KINDS: dict[str, _Reduction] = {
     "int8": _Reduction(int8_reduce, ("block", "rounding", "seed", *_CODEC)),
     "int16": _Reduction(int16_reduce, _CODEC),
     "sign": _Reduction(sign_reduce, ("form", "two_shot", "block", *_CODEC)),
-    "power-sgd": _Reduction(power_sgd_reduce, ("rank", "seed", *_CODEC)),
+    "power-sgd": _Reduction(power_sgd_reduce, ("rank", "seed", "layout", *_CODEC)),
     "partial": _Reduction(partial_average, ("partitions",), around=True),
     "local": _Reduction(local_updates, ("every",), around=True),
 }
@@ -96,6 +97,7 @@ class Reduce(Part):
       two_shot: see ``sign_reduce``.
       rank: of the approximation.
       seed: of what is drawn.
+      layout: of the kernels: ``"torch"`` or ``"equinox"`` for outputs first.
       error_feedback: keep what was not sent.
       dense: ``"vectors"`` sends norms and biases whole.
       partitions: of ``"partial"``, which needs it: one of so many is averaged at each step.
@@ -119,6 +121,7 @@ class Reduce(Part):
     two_shot: bool | None = None
     rank: int | None = None
     seed: int | None = None
+    layout: LayoutName | None = None
     error_feedback: bool | None = None
     dense: Literal["vectors"] | None = None
     partitions: int | None = None

@@ -15,7 +15,7 @@ from boostax._core import axes as mesh_axes
 from boostax._core import checks, trees
 from boostax._core.about import described
 from boostax._core.groups import matches
-from boostax._core.layouts import Kernels, LayoutName, checked
+from boostax._core.layouts import Kernels, LayoutName, named
 
 PyTree = Any
 Path = tuple[Any, ...]
@@ -110,7 +110,7 @@ def centralize_gradients(
       first, in Flax's layouts over the outputs.
     """
     rules = _as_rules(axes)
-    checked(_WHO, layout)
+    named(_WHO, layout)
     if mask is not None:
         _check_mask(mask)
     if multiple_of is not None:

@@ -6,6 +6,7 @@ from typing import Any
 import optax
 
 from boostax._core import axes, checks
+from boostax._core.layouts import LayoutName, named
 from boostax.reduce.codecs.base import staged
 from boostax.reduce.codecs.low_rank import PowerSgd, worth_it
 from boostax.reduce.feedback import Dense, compressed
@@ -16,6 +17,7 @@ def power_sgd_reduce(
     rank: int | Mapping[int, int] = 2,
     *,
     seed: int = 0,
+    layout: LayoutName | None = None,
     error_feedback: bool = True,
     dense: Dense = None,
 ) -> optax.GradientTransformationExtraArgs:
@@ -30,13 +32,16 @@ def power_sgd_reduce(
     where sending both factors takes two, one waiting for the other. Where ``scheduled_freeze``
     leaves matrices out, the side is the one that the least used of those present needs.
 
-    A leaf of more than two dimensions is a matrix with its last one as columns. Vectors, and leaves
-    of which two factors would be half or more, take a plain mean.
+    A leaf of more than two dimensions is a matrix of its outputs, the last dimension in Flax's
+    layout, and all others. Vectors, and leaves of which two factors would be half or more, take a
+    plain mean.
 
     Args:
       axis_name: mesh axis, or a tuple of axes.
       rank: of the approximation, or a warm-up of it, ``{0: 8, 500: 2}``.
       seed: of the first basis.
+      layout: ``"equinox"`` or ``"torch"`` where kernels have their outputs first, ``(out, in, H,
+        W)``. With Flax's layout such a convolution would hardly shrink.
       error_feedback: keep what was not sent. Without it most of a gradient is never seen.
       dense: leaves that take a plain mean besides those.
 
@@ -69,9 +74,10 @@ def power_sgd_reduce(
     def check(who: str, argument: str, value: Any) -> None:
         checks.positive_int(who, argument, value, "1, 2 or 4 are usual.")
 
-    codec = staged(who, "rank", rank, lambda r: PowerSgd(r, seed), check)
+    outputs = named(who, layout).outputs
+    codec = staged(who, "rank", rank, lambda r: PowerSgd(r, seed, outputs), check)
     widest = max(rank.values()) if isinstance(rank, Mapping) else rank
-    rule = worth_it(widest)
+    rule = worth_it(widest, outputs)
     return compressed(
         who,
         axis_name,

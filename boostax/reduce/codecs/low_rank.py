@@ -42,10 +42,12 @@ class PowerSgd:
     Attributes:
       rank: of the approximation.
       seed: of the first basis.
+      outputs: the dimension of the outputs of a kernel, the first or the last.
     """
 
     rank: int
     seed: int
+    outputs: int = -1
 
     def init(self, leaves: Sequence[jax.ShapeDtypeStruct]) -> Factors:
         """Random factors, the same on all replicas."""
@@ -54,9 +56,9 @@ class PowerSgd:
         key = jax.random.PRNGKey(self.seed)
         for i, leaf in enumerate(leaves):
             for side, (found, length) in enumerate(
-                zip((left, right), sides(leaf.shape), strict=True)
+                zip((left, right), sides(leaf.shape, self.outputs), strict=True)
             ):
-                shape = (length, min(self.rank, *sides(leaf.shape)))
+                shape = (length, min(self.rank, *sides(leaf.shape, self.outputs)))
                 now = jax.random.fold_in(key, 2 * i + side)
                 found.append(jax.random.normal(now, shape, leaf.dtype))
         counts, ones = ([jnp.full((), n, jnp.int32) for _ in leaves] for n in (0, 1))
@@ -67,20 +69,23 @@ class PowerSgd:
     ) -> Message:
         """Send one side."""
         # In the leaves' own dimensions: XLA would gather a sharded one to make a matrix of it.
-        heights = [x.shape[:-1] for x in leaves]
+        cuts = [_cut(x.ndim, self.outputs) for x in leaves]
 
         def send_left() -> tuple[Any, Any, Factors]:
-            bases = self._bases(state.right.values, leaves)
-            own = [_product(x, q, 1) for x, q in zip(leaves, bases, strict=True)]
+            flat = self._bases(state.right.values, leaves)
+            split = zip(leaves, flat, cuts, strict=True)
+            bases = [q.reshape(*x.shape[cut:], -1) for x, q, cut in split]
+            split = zip(leaves, bases, cuts, strict=True)
+            own = [_product(x, q, x.ndim - cut) for x, q, cut in split]
             factors = _mean(own, names)
-            tall = [f.reshape(-1, f.shape[-1]) for f in factors]
-            new = state._replace(left=_stored(tall, state.left))
+            new = state._replace(left=_stored(factors, state.left))
             return _spanned(factors, bases), _spanned(own, bases), new
 
         def send_right() -> tuple[Any, Any, Factors]:
             flat = self._bases(state.left.values, leaves)
-            bases = [q.reshape(*h, -1) for q, h in zip(flat, heights, strict=True)]
-            rows = [tuple(range(len(h))) for h in heights]
+            split = zip(leaves, flat, cuts, strict=True)
+            bases = [q.reshape(*x.shape[:cut], -1) for x, q, cut in split]
+            rows = [tuple(range(cut)) for cut in cuts]
             own = [_product(x, q, (r, r)) for x, q, r in zip(leaves, bases, rows, strict=True)]
             factors = _mean(own, names)
             new = state._replace(right=_stored(factors, state.right))
@@ -100,26 +105,32 @@ class PowerSgd:
 
     def _bases(self, factors: list[jax.Array], like: Sequence[jax.Array]) -> list[jax.Array]:
         """Orthonormal columns. Of zeros too: QR then completes them, and nothing becomes a NaN."""
-        ranks = [min(self.rank, *sides(x.shape)) for x in like]
+        ranks = [min(self.rank, *sides(x.shape, self.outputs)) for x in like]
         return [jnp.linalg.qr(f[:, :r])[0] for f, r in zip(factors, ranks, strict=True)]
 
 
-def worth_it(rank: int) -> Callable[[str, Any], bool]:
+def worth_it(rank: int, outputs: int = -1) -> Callable[[str, Any], bool]:
     """The rule of what travels dense: vectors, and where two factors are half a matrix or more."""
 
     def dense(path: str, leaf: Any) -> bool:
         del path
         if leaf.ndim < 2 or jnp.iscomplexobj(leaf):
             return True
-        rows, columns = sides(leaf.shape)
+        rows, columns = sides(leaf.shape, outputs)
         return 2 * rank * (rows + columns) > rows * columns
 
     return dense
 
 
-def sides(shape: tuple[int, ...]) -> tuple[int, int]:
-    """A leaf as a matrix: its last dimension, which Flax gives to features, and all before it."""
-    return math.prod(shape[:-1]), shape[-1]
+def sides(shape: tuple[int, ...], outputs: int = -1) -> tuple[int, int]:
+    """A leaf as a matrix: the dimension of its outputs, and all others."""
+    cut = _cut(len(shape), outputs)
+    return math.prod(shape[:cut]), math.prod(shape[cut:])
+
+
+def _cut(ndim: int, outputs: int) -> int:
+    """How many leading dimensions are the matrix's rows."""
+    return ndim - 1 if outputs else 1
 
 
 def _product(a: jax.Array, b: jax.Array, dims: Any) -> jax.Array:
@@ -134,10 +145,11 @@ def _mean(own: list[jax.Array], names: tuple[str, ...]) -> list[jax.Array]:
 
 def _spanned(left: list[jax.Array], right: list[jax.Array]) -> list[jax.Array]:
     """What two factors stand for, in the shape of the leaf."""
-    return [_product(a, b.T, 1) for a, b in zip(left, right, strict=True)]
+    return [_product(a, jnp.moveaxis(b, -1, 0), 1) for a, b in zip(left, right, strict=True)]
 
 
 def _stored(factors: list[jax.Array], old: PerLeaf) -> PerLeaf:
     """In place of the first columns; a later stage of a warm-up may have more."""
-    pairs = zip(factors, old.values, strict=True)
+    flat = [f.reshape(-1, f.shape[-1]) for f in factors]
+    pairs = zip(flat, old.values, strict=True)
     return PerLeaf([f if f.shape == o.shape else o.at[:, : f.shape[1]].set(f) for f, o in pairs])
