@@ -175,6 +175,9 @@ def gate(
     replay, types = trees.trace_once(heavy)
     # Zeros like the result itself: its dtype, its sharding and the axes over which it varies.
     held = (params if apply else jax.tree.map(axes.zeros, types[0]), state)
+    hint = "tx.init(params) makes a state for these gradients."
+    for what, mine, theirs in zip(("params", "state"), held, types, strict=True):
+        trees.require_shapes(who, what, mine, theirs, hint)
     held = axes.unify(held, types)
 
     def work() -> tuple[PyTree, Any]:

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from boostax._core import jaxprs
+from boostax._core import checks, jaxprs
 
 PyTree = Any
 # Flax's collection of leaves whose cotangent is their new value.
@@ -35,13 +35,21 @@ def wide_dtype(x: Any) -> np.dtype[Any]:
     """The dtype in which boostax computes with a gradient like ``x``: f32 or wider."""
     # Not x.dtype: without x64 a NumPy array of f64 becomes f32.
     dtype = jnp.result_type(x)
-    return jnp.promote_types(dtype, jnp.float32) if jnp.issubdtype(dtype, jnp.inexact) else dtype
+    return jnp.promote_types(dtype, jnp.float32) if is_inexact(dtype) else dtype
+
+
+def is_inexact(dtype: Any) -> bool:
+    """Whether it is floating or complex: what has a gradient."""
+    return bool(jnp.issubdtype(dtype, jnp.inexact))
 
 
 def buffer_dtype(x: Any, narrow: np.dtype[Any]) -> np.dtype[Any]:
     """Dtype of a sum of gradients: ``narrow`` for those of f32 or less, else their own kind."""
     wide = wide_dtype(x)
-    return narrow if wide == jnp.float32 else jnp.promote_types(wide, narrow)
+    # What has no gradient may be frozen; a PRNG key's dtype meets no other.
+    return (
+        narrow if wide == jnp.float32 or not is_inexact(wide) else jnp.promote_types(wide, narrow)
+    )
 
 
 def addends(tree: PyTree, narrow: np.dtype[Any]) -> PyTree:
@@ -121,13 +129,24 @@ def require_gradients(tree: PyTree, who: str, *, carried: bool = False) -> None:
                 "leaves and hands on the others."
             )
         dtype = getattr(leaf, "dtype", None)
-        if dtype is None or not jnp.issubdtype(dtype, jnp.inexact):
+        if dtype is None or not is_inexact(dtype):
             kind = "float0" if dtype == jax.dtypes.float0 else dtype or type(leaf).__name__
             raise TypeError(
                 f"{who}: gradients must be floating or complex arrays, got {kind} at "
                 f"{path_name(path) or 'the root'!r}. Take integer leaves out of the trained "
                 "params, or wrap the transformation in optax.masked."
             )
+
+
+def require_shapes(who: str, what: str, got: PyTree, wanted: PyTree, hint: str) -> None:
+    """Refuse a tree with a leaf of another shape, which may broadcast without a word."""
+    if jax.tree.structure(got) != jax.tree.structure(wanted):
+        return
+    leaves = jax.tree_util.tree_leaves_with_path(got)
+    for (path, x), y in zip(leaves, jax.tree.leaves(wanted), strict=True):
+        if jnp.shape(x) != jnp.shape(y):
+            allowed = f"shaped {jnp.shape(y)} at {path_name(path) or 'the root'!r}"
+            raise ValueError(checks.message(who, what, allowed, jnp.shape(x), hint))
 
 
 def find(tree: PyTree, wanted: Callable[[Any], bool]) -> list[Any]:

@@ -249,6 +249,8 @@ def accumulate(
         if "value_fn" in extra:
             extra["value_fn"] = _refused
         first = state.micro_step == 0
+        hint = "tx.init(params) makes a window for these gradients."
+        trees.require_shapes(who, "the window", _local(state.window), new, hint)
         sums = jax.tree.map(
             lambda a, g: jnp.where(first, g, a.astype(g.dtype) + g).astype(a.dtype),
             _local(state.window),

@@ -11,7 +11,7 @@ import optax
 from jax.core import Tracer
 from jax.sharding import Mesh, PartitionSpec
 
-from boostax._core import axes, trees
+from boostax._core import axes, checks, trees
 from boostax._core.finite import all_finite
 from boostax._core.gate import outermost_passed, passed
 from boostax._core.placement import Placement
@@ -19,6 +19,7 @@ from boostax._core.replicas import (
     PerReplica,
     enter_replica,
     leave_replica,
+    stack_replicas,
 )
 from boostax.accumulate.aux import Aux
 from boostax.accumulate.window import flush
@@ -28,7 +29,7 @@ from boostax.train.apply import apply_gradients, metrics
 from boostax.train.depths import Depths
 from boostax.train.on_mesh import placed_on
 from boostax.train.oracle import Oracle
-from boostax.train.placing import Placing
+from boostax.train.placing import Placing, local_shapes
 from boostax.train.state import TrainState
 
 PyTree = Any
@@ -221,6 +222,7 @@ class TrainStep:
     def _depths(self, state: TrainState, structure: Any) -> Depths:
         assert isinstance(self.tx, ScheduledFreeze)
         if structure not in self._frozen:
+            self._require_fit(state)
             self._frozen[structure] = Depths(self.tx, state, structure)
         return self._frozen[structure]
 
@@ -275,8 +277,21 @@ class TrainStep:
                     out_specs=(specs, PartitionSpec()) if of_step else specs,
                     check_vma=self.check_vma,
                 )
-            self._compiled[key] = jax.jit(run, donate_argnums=0, out_shardings=where)
+            whole = functools.partial(self._checked, run) if depth is None else run
+            self._compiled[key] = jax.jit(whole, donate_argnums=0, out_shardings=where)
         return self._compiled[key]
+
+    def _checked(self, run: Any, state: TrainState, *batch: PyTree) -> Any:
+        """``run``, traced for a state that fits."""
+        self._require_fit(state)
+        return run(state, *batch)
+
+    def _require_fit(self, state: TrainState) -> None:
+        """Refuse an optimizer state of other params or replicas, which may broadcast unseen."""
+        make = lambda p: stack_replicas(self._unplaced(p, None, None).opt_state, self.replicas)  # noqa: E731
+        wanted = jax.eval_shape(make, local_shapes(state))
+        hint = "It is of other params or another number of replicas: step.init makes one."
+        trees.require_shapes("TrainStep", "opt_state", state.opt_state, wanted, hint)
 
     def _step(
         self, depth: int | None, placement: Placement | None, state: TrainState, batch: PyTree
@@ -310,7 +325,12 @@ class TrainStep:
             step=optax.safe_increment(state.step), model_state=model_state
         )
         reported = {"loss": loss, "applied": passed(opt_state), **metrics(opt_state)}
-        return new_state, _named(aux.metrics) | reported
+        given_by_loss = _named(aux.metrics)
+        for name in sorted(given_by_loss.keys() & reported.keys()):
+            allowed = "by names that the step's report does not have"
+            hint = f"Call it {name + '_of_mine'!r}; the report has {', '.join(sorted(reported))}."
+            raise ValueError(checks.message("make_train_step", "metrics", allowed, name, hint))
+        return new_state, given_by_loss | reported
 
     def _flush(
         self, depth: int | None, placement: Placement | None, state: TrainState

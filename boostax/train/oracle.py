@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -23,6 +24,12 @@ from boostax.precision.loss_scale import loss_scale
 from boostax.precision.policy import Policy, as_policy
 
 PyTree = Any
+# By argument, what to do about a loss that does not take it.
+_TAKEN = {
+    "scales": "boostax.group_boundaries(loss_fn, labels) takes them for a loss that does not.",
+    "key": "Add key=None to its arguments, or start the state without a key.",
+    "model_state": "Add model_state=None to its arguments, or start the state without one.",
+}
 
 
 def value_and_grad(
@@ -104,6 +111,7 @@ def value_and_grad(
     ) -> tuple[PyTree, PyTree]:
         def scaled_loss(trained: PyTree) -> tuple[jax.Array, tuple[jax.Array, PyTree]]:
             whole = trees.unmasked(trained, params)
+            _require_taken(loss_fn, kwargs)
             loss, aux = _loss_and_aux(fn(whole, batch, **kwargs), has_aux)
             # One that the replicas have averaged themselves is equal on all by type. Its gradient
             # would be that of one replica's copy of it, 1/n of what JAX makes where nothing is
@@ -138,8 +146,10 @@ def value_and_grad(
         active: PyTree,
         rules: carried.Rules,
     ) -> tuple[Any, PyTree]:
+        active = _active(active, params)
+        _require_trainable(params, active)
         sliced = microbatch(
-            functools.partial(evaluate, _active(active, params), rules),
+            functools.partial(evaluate, active, rules),
             count,
             has_aux=True,
             accumulator_dtype=accumulator_dtype,
@@ -320,6 +330,40 @@ def _active(active: PyTree, params: PyTree) -> PyTree:
             "value_and_grad: active must be a tree of bools like the params, or a prefix of one, "
             f"got {active!r}. {error}"
         ) from error
+
+
+def _require_trainable(params: PyTree, active: Any) -> None:
+    """Refuse what is differentiated and cannot be: integers, bools, PRNG keys, functions."""
+    trained = params if isinstance(active, Choice) else trees.masked(params, active)
+    for path, x in jax.tree_util.tree_leaves_with_path(trained):
+        dtype = getattr(x, "dtype", None)
+        if not (isinstance(x, (float, complex)) if dtype is None else trees.is_inexact(dtype)):
+            allowed = "floating or complex arrays where they are trained"
+            name = f"{dtype or type(x).__name__} at {trees.path_name(path) or 'the root'!r}"
+            raise TypeError(
+                f"value_and_grad: params must be {allowed}, got {name}. Keep it apart from them "
+                "(in model_state, or by equinox.partition or nnx.split), or pass active= with "
+                "False for it."
+            )
+
+
+def _require_taken(loss_fn: Callable[..., Any], kwargs: dict[str, Any]) -> None:
+    """Refuse a loss that has no use for what it is handed by name."""
+    try:
+        # A wrapper may take what the function in it does not.
+        takes = inspect.signature(loss_fn, follow_wrapped=False)
+    except (TypeError, ValueError):
+        # Of some callables Python knows none.
+        return
+    for name in kwargs:
+        try:
+            takes.bind_partial(**{name: None})
+        except TypeError as error:
+            allowed = f"a function that takes {name}="
+            hint = _TAKEN.get(name, f"Leave {name}= out of the call.")
+            raise TypeError(
+                checks.message("value_and_grad", "loss_fn", allowed, loss_fn, hint)
+            ) from error
 
 
 def _loss_and_aux(result: Any, has_aux: bool) -> tuple[jax.Array, PyTree]:

@@ -1,0 +1,172 @@
+"""What a step or a gate is given that it cannot take: refused by name, before anything is run."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import boostax
+
+X = jnp.ones((8, 4))
+PARAMS = {"w": jnp.ones((4, 2))}
+GATES = {
+    "plain": lambda tx: tx,
+    "scaler": boostax.dynamic_loss_scale,
+    "window": lambda tx: boostax.accumulate(tx, every=2),
+    "both": lambda tx: boostax.dynamic_loss_scale(boostax.accumulate(tx, every=2)),
+}
+each_gate = pytest.mark.parametrize("gate", GATES)
+
+
+def loss(params, x):
+    return jnp.mean((x @ params["w"]) ** 2)
+
+
+def like(*shape):
+    return {"w": jnp.ones(shape)}
+
+
+# Leaves without a gradient
+
+
+NO_GRADIENT = {
+    "int32": jnp.arange(3),
+    "bool": jnp.ones(3, bool),
+    "key<fry>": jax.random.key(0),
+    "uint32": jax.random.PRNGKey(0),
+}
+
+
+@each_gate
+@pytest.mark.parametrize("kind", NO_GRADIENT)
+def test_params_without_a_gradient_are_refused_by_name(gate, kind):
+    """Defect guarded against: JAX's words, which name no leaf, and for keys already at init."""
+    tx = GATES[gate](optax.adam(0.1))
+    step = boostax.make_train_step(loss, tx)
+    state = step.init(PARAMS | {"n": NO_GRADIENT[kind]})
+    with pytest.raises(TypeError, match=f"params must be floating .* got {kind} at 'n'"):
+        step(state, X)
+    grads = PARAMS | {"n": np.zeros((), jax.dtypes.float0)}
+    if gate != "plain":
+        with pytest.raises(TypeError, match=r"gradients must be floating .* got float0 at 'n'"):
+            tx.update(grads, tx.init(grads), grads)
+
+
+@pytest.mark.parametrize("kind", NO_GRADIENT)
+def test_params_without_a_gradient_may_be_inactive(kind):
+    params = PARAMS | {"n": NO_GRADIENT[kind]}
+    oracle = boostax.value_and_grad(loss)
+    value, grads = oracle(params, (), X, active={"w": True, "n": False})
+    expected = jax.value_and_grad(loss)(PARAMS, X)
+    np.testing.assert_array_equal(value, expected[0])
+    np.testing.assert_array_equal(grads["w"], expected[1]["w"])
+    assert isinstance(grads["n"], optax.MaskedNode)
+
+
+def test_python_floats_train_as_arrays_do():
+    fitted = lambda p, x: jnp.mean((x * p["w"] - 1) ** 2)  # noqa: E731
+    step = boostax.make_train_step(fitted, boostax.dynamic_loss_scale(optax.sgd(0.1)))
+    moved = [step(step.init({"w": w}), X)[0].params["w"] for w in (0.5, jnp.float32(0.5))]
+    np.testing.assert_array_equal(*moved)
+
+
+# States of other params
+
+
+@each_gate
+def test_a_step_refuses_a_state_of_other_shapes(gate):
+    """Defect guarded against: of (4, 1) for (4, 2) moments broadcast, and training goes on."""
+    step = boostax.make_train_step(loss, GATES[gate](optax.adam(0.1)))
+    state, other = step.init(PARAMS), step.init(like(4, 1))
+    with pytest.raises(ValueError, match=r"opt_state must be shaped \(4, 2\) at '.*w', got \(4, 1"):
+        step(state._replace(opt_state=other.opt_state), X)
+    # Also where a program of that structure was built before.
+    state, _ = step(step.init(PARAMS), X)
+    with pytest.raises(ValueError, match=r"opt_state must be shaped \(4, 2\) at '.*w', got \(4, 1"):
+        step(state._replace(opt_state=step.init(like(4, 1)).opt_state), X)
+    assert step(step.init(like(4, 3)), X)[1]["loss"] == loss(like(4, 3), X)
+
+
+def test_a_step_that_freezes_refuses_a_state_of_other_shapes():
+    tx = boostax.scheduled_freeze(optax.adam(0.1), {"w": 0}, [0, 0])
+    step = boostax.make_train_step(loss, tx)
+    mixed = step.init(PARAMS)._replace(opt_state=step.init(like(4, 1)).opt_state)
+    with pytest.raises(ValueError, match=r"opt_state must be shaped \(4, 2\) at 'inner_state/0/mu"):
+        step(mixed, X)
+
+
+def test_a_step_refuses_a_state_of_other_replicas():
+    tx = optax.chain(boostax.int8_reduce("data"), optax.sgd(0.1))
+    states = {}
+    for n in (2, 4):
+        mesh = jax.make_mesh((n,), ("data",), devices=jax.devices()[:n])
+        step = boostax.make_train_step(loss, tx, mesh=mesh, axis_name="data")
+        states[n] = step.init(like(4, 16))
+    stale = jax.tree.map(np.asarray, states[2].opt_state)
+    with pytest.raises(ValueError, match=r"opt_state must be shaped \(4, 4, 16\) at .* got \(2, 4"):
+        step(states[4]._replace(opt_state=stale), X)
+
+
+@pytest.mark.parametrize("other", [(4, 1), (3, 2)])
+def test_a_window_refuses_gradients_of_other_shapes(other):
+    """Defect guarded against: without moments inside, sums of (4, 1) broadcast and nothing said."""
+    tx = boostax.accumulate(optax.sgd(0.1), every=2)
+    with pytest.raises(ValueError, match=r"window must be shaped \(4, 2\) at 'grads/w', got"):
+        tx.update(PARAMS, tx.init(like(*other)), PARAMS)
+
+
+def test_a_gate_names_the_leaf_that_does_not_fit():
+    tx = boostax.dynamic_loss_scale(optax.adam(0.1))
+    with pytest.raises(ValueError, match=r"scale: state must be shaped \(4, 2\) at '0/mu/w', got"):
+        tx.update(PARAMS, tx.init(like(4, 1)), PARAMS)
+    tx = boostax.dynamic_loss_scale(optax.sgd(0.1))
+    with pytest.raises(ValueError, match=r"params must be shaped \(4, 2\) at 'w', got \(4, 1\)"):
+        boostax.apply_gradients(tx, PARAMS, tx.init(like(4, 1)), like(4, 1))
+
+
+# Losses
+
+
+def test_a_loss_without_scales_is_refused_by_name():
+    """Defect guarded against: Python's own TypeError, which says nothing of boundaries."""
+    params = {"w": jnp.ones((4, 2)), "v": jnp.ones(2)}
+    plain = lambda p, x: jnp.mean((x @ p["w"] @ p["v"]) ** 2)  # noqa: E731
+    labels = {"w": 0, "v": 1}
+    tx = boostax.group_loss_scale(optax.sgd(0.1), labels)
+    step = boostax.make_train_step(plain, tx)
+    with pytest.raises(
+        TypeError, match=r"loss_fn must be a function that takes scales=, .*group_b"
+    ):
+        step(step.init(params), X)
+    whole = boostax.make_train_step(boostax.group_boundaries(plain, labels), tx)
+    assert whole(whole.init(params), X)[1]["loss"] == plain(params, X)
+
+
+@pytest.mark.parametrize("given", ["key", "model_state"])
+def test_a_loss_refuses_what_it_does_not_take(given):
+    step = boostax.make_train_step(loss, optax.sgd(0.1), policy="O2")
+    state = step.init(PARAMS, **{given: jax.random.key(0) if given == "key" else jnp.ones(2)})
+    with pytest.raises(TypeError, match=f"loss_fn must be a function that takes {given}="):
+        step(state, X)
+    takes_any = lambda p, x, **given: loss(p, x)  # noqa: E731
+    step = boostax.make_train_step(takes_any, optax.sgd(0.1))
+    step(step.init(PARAMS, **{given: jax.random.key(0) if given == "key" else jnp.ones(2)}), X)
+
+
+@pytest.mark.parametrize("name", ["loss", "applied", "skipped_steps"])
+def test_a_metric_by_a_name_of_the_report_is_refused(name):
+    """Defect guarded against: the step's own overwrote the user's."""
+
+    def told(params, x):
+        value = loss(params, x)
+        return value, boostax.Aux(metrics={name: value + 1, "mine": value + 2})
+
+    tx = boostax.dynamic_loss_scale(optax.sgd(0.1))
+    step = boostax.make_train_step(told, tx, has_aux=True)
+    with pytest.raises(ValueError, match=f"metrics must be by names .* got '{name}'"):
+        step(step.init(PARAMS), X)
+    if name == "skipped_steps":
+        step = boostax.make_train_step(told, optax.sgd(0.1), has_aux=True)
+        reported = step(step.init(PARAMS), X)[1]
+        assert float(reported[name]) == float(reported["loss"]) + 1
