@@ -38,6 +38,30 @@ def is_per_replica(node: Any) -> bool:
     return isinstance(node, PerReplica)
 
 
+def shares(opt_state: PyTree) -> list[PerReplica]:
+    """The parts of a state that are added up over the replicas, as states say by ``shares``.
+
+    All other per-replica parts are averaged.
+    """
+    nodes = trees.find(opt_state, lambda node: callable(getattr(node, "shares", None)))
+    return [part for node in nodes for part in node.shares()]
+
+
+def require_replicas(who: str, state: PyTree, replicas: int) -> None:
+    """Refuse a state whose per-replica parts do not lead with this number of replicas."""
+    for path, node in jax.tree_util.tree_leaves_with_path(state, is_leaf=is_per_replica):
+        if not is_per_replica(node):
+            continue
+        for rest, x in jax.tree_util.tree_leaves_with_path(node):
+            if x.shape[:1] != (replicas,):
+                raise ValueError(
+                    f"{who}: state must have a leading dimension of {replicas} in what differs per "
+                    f"replica, got shape {x.shape} at {trees.path_name((*path, *rest))!r}. "
+                    "boostax.reshard_state(state, n) takes a state to n replicas, "
+                    "boostax.stack_replicas(tx.init(params), n) makes a new one for them."
+                )
+
+
 def owns_params(opt_state: PyTree) -> bool:
     """Whether each replica has params of its own, as a state in it says by ``own_params``."""
     return bool(trees.find(opt_state, lambda node: callable(getattr(node, "own_params", None))))
@@ -80,11 +104,15 @@ def stack_replicas(opt_state: PyTree, replicas: int) -> PyTree:
 def enter_replica(opt_state: PyTree) -> PyTree:
     """First thing inside ``shard_map``: drop the leading dimension, of size 1 there.
 
+    Raises:
+      ValueError: it is of another size: the state was made for another number of replicas.
+
     Example:
       >>> import boostax, jax.numpy as jnp
       >>> boostax.enter_replica(boostax.PerReplica(jnp.zeros((1, 3)))).local.shape
       (3,)
     """
+    require_replicas("enter_replica", opt_state, 1)
     entered = _map_local(lambda x: x[0], opt_state)
     handshake.hand_on_state(opt_state, entered)
     return entered
@@ -241,12 +269,19 @@ def reshard_state(state: PyTree, replicas: int) -> PyTree:
 
     .. math:: \tfrac1m \sum_{j=1}^{m} y_j = \tfrac1n \sum_{i=1}^{n} x_i
 
-    Twice as many replicas: each state is copied. Half as many: neighbours are averaged. Integers,
-    booleans and PRNG keys come from the old replica that covers the new one's beginning. Whatever
-    is not ``PerReplica`` stays: it is the same on all.
+    Twice as many replicas: each state is copied. Half as many: neighbours are averaged. What is
+    added up over the replicas is multiplied by ``n / m`` besides, so that its sum stays: an open
+    window with ``normalize="weight"``, or before ``all_reduce(op="sum")``. Integers, booleans and
+    PRNG keys come from the old replica that covers the new one's beginning. Whatever is not
+    ``PerReplica`` stays: it is the same on all.
+
+    A state of one's own says which of its ``PerReplica`` parts are added up by a method
+    ``shares()`` that returns them. A sum by ``jax.lax.psum`` is not seen: take such a window to
+    another number of replicas where it is closed.
 
     Args:
-      state: an optimizer state or a whole ``TrainState`` as it is outside a mapped function.
+      state: an optimizer state or a whole ``TrainState`` as it is outside a mapped function; not
+        a part of one, which does not know what is inside the window around it.
       replicas: their new number.
 
     Returns:
@@ -263,8 +298,20 @@ def reshard_state(state: PyTree, replicas: int) -> PyTree:
       [[2.0], [6.0]]
     """
     checks.positive_int("reshard_state", "replicas", replicas, "It is the new number of replicas.")
+    summed = shares(state)
 
-    def shared_out(x: jax.Array) -> jax.Array:
+    def moved(node: Any) -> Any:
+        if not is_per_replica(node):
+            return node
+        return spread_anew(node, replicas, any(node is part for part in summed))
+
+    return jax.tree.map(moved, state, is_leaf=is_per_replica)
+
+
+def spread_anew(part: PerReplica, replicas: int, summed: bool) -> PerReplica:
+    """A per-replica part by the rule of ``reshard_state``; its mean stays, or its sum."""
+
+    def spread(x: jax.Array) -> jax.Array:
         old = x.shape[0]
         if not jnp.issubdtype(x.dtype, jnp.inexact):
             return x[np.arange(replicas) * old // replicas]
@@ -280,6 +327,7 @@ def reshard_state(state: PyTree, replicas: int) -> PyTree:
             else x[index[0]]
             for row, index in zip(cover, taken, strict=True)
         ]
-        return jnp.stack(means)
+        result = jnp.stack(means)
+        return result * jnp.asarray(old / replicas, x.real.dtype) if summed else result
 
-    return _map_local(shared_out, state)
+    return jax.tree.map(spread, part)

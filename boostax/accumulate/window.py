@@ -82,6 +82,14 @@ class AccumulateState(NamedTuple):
         """Whether a window is open: gradients are summed up and not applied."""
         return self.micro_step > 0
 
+    def shares(self) -> list[PerReplica]:
+        """What replicas add up and do not average: weighed sums, and those before a sum."""
+        window = self.window
+        if not isinstance(window, PerReplica):
+            return []
+        before_sum = trees.find(self.inner_state, lambda x: callable(getattr(x, "sums", None)))
+        return [window] if window.local.weight is not None or before_sum else []
+
     def metrics(self) -> dict[str, jax.Array]:
         """Named scalars for ``boostax.metrics``."""
         return {

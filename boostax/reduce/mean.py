@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -18,6 +18,13 @@ from boostax.reduce.codecs.base import packed, unpacked
 from boostax.reduce.exchange import Divide
 
 PyTree = Any
+
+
+class SumState(NamedTuple):
+    """State of ``all_reduce(op="sum")``: no arrays, but it says what becomes of what is before."""
+
+    def sums(self) -> None:
+        """Marks that a window around it holds shares of a sum, not terms of a mean."""
 
 
 def all_reduce(
@@ -105,9 +112,9 @@ def all_reduce(
             summed = _narrow(leaves, names, dividing, wire, bucket_bytes)
         return jax.tree.unflatten(treedef, summed), state
 
-    def init_fn(params: PyTree) -> optax.EmptyState:
+    def init_fn(params: PyTree) -> SumState | optax.EmptyState:
         del params
-        return optax.EmptyState()
+        return SumState() if op == "sum" else optax.EmptyState()
 
     # A mean of f32 is a sum, which XLA shards by itself.
     update = update_fn if wire is None else on_shards(who, names, update_fn)

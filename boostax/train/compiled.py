@@ -19,6 +19,7 @@ from boostax._core.replicas import (
     PerReplica,
     enter_replica,
     leave_replica,
+    require_replicas,
     stack_replicas,
 )
 from boostax.accumulate.aux import Aux
@@ -283,14 +284,15 @@ class TrainStep:
 
     def _checked(self, run: Any, state: TrainState, *batch: PyTree) -> Any:
         """``run``, traced for a state that fits."""
+        require_replicas("make_train_step", state, self.replicas)
         self._require_fit(state)
         return run(state, *batch)
 
     def _require_fit(self, state: TrainState) -> None:
-        """Refuse an optimizer state of other params or replicas, which may broadcast unseen."""
+        """Refuse an optimizer state of other params, which may broadcast unseen."""
         make = lambda p: stack_replicas(self._unplaced(p, None, None).opt_state, self.replicas)  # noqa: E731
         wanted = jax.eval_shape(make, local_shapes(state))
-        hint = "It is of other params or another number of replicas: step.init makes one."
+        hint = "It is of other params: step.init makes one."
         trees.require_shapes("TrainStep", "opt_state", state.opt_state, wanted, hint)
 
     def _step(

@@ -11,7 +11,13 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from boostax._core import axes, checks, handshake, trees
 from boostax._core.gate import Pending, flush_inner, gate_of, gated
 from boostax._core.placement import Placement, plain
-from boostax._core.replicas import PerReplica, is_per_replica, specs_like, stack_replicas
+from boostax._core.replicas import (
+    PerReplica,
+    is_per_replica,
+    require_replicas,
+    specs_like,
+    stack_replicas,
+)
 
 PyTree = Any
 _WHO = "on_mesh"
@@ -152,6 +158,7 @@ def placed_on(
         return run(close, params, state, state, params)
 
     def run(change: Any, params: PyTree, state: PyTree, *args: PyTree) -> tuple[PyTree, PyTree]:
+        require_replicas(_WHO, (params, state), place.replicas)
         of_params, of_state = specs(params, state)
         here = dataclasses.replace(place, own=is_per_replica(params))
         mapped = functools.partial(here.each, change)

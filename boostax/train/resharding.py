@@ -7,7 +7,7 @@ import jax
 from jax.sharding import NamedSharding, PartitionSpec, Sharding
 
 from boostax._core import trees
-from boostax._core.replicas import is_per_replica, reshard_state
+from boostax._core.replicas import is_per_replica, shares, spread_anew
 
 PyTree = Any
 
@@ -50,6 +50,8 @@ def typed(leaf: Any) -> jax.ShapeDtypeStruct:
 def resharded(state: PyTree, target: PyTree) -> PyTree:
     """``state`` by the rule of ``reshard_state``, with the replicas and places of ``target``."""
 
+    summed = shares(state)
+
     def node(old: Any, new: Any) -> Any:
         if not is_per_replica(old):
             return old
@@ -59,7 +61,7 @@ def resharded(state: PyTree, target: PyTree) -> PyTree:
             return old
         # The rule reads replica after replica; compiled, only what a device keeps is made on it.
         rule = jax.jit(
-            lambda x: reshard_state(x, leaves[0].shape[0]),
+            lambda x: spread_anew(x, leaves[0].shape[0], any(old is part for part in summed)),
             out_shardings=jax.tree.map(lambda x: typed(x).sharding, new),
         )
         return rule(old)
