@@ -74,7 +74,7 @@ def only_a(state):
 freeze = functools.partial(boostax.scheduled_freeze, groups={"a": 0, "b": {"w": 1}})
 clip = lambda: optax.clip_by_global_norm(1.0)  # noqa: E731
 scaled = functools.partial(boostax.dynamic_loss_scale, init_scale=8.0)
-window = functools.partial(boostax.accumulate, every=2)
+window = lambda tx, every=2: boostax.accumulate(tx, every)  # noqa: E731
 record = functools.partial(boostax.record_trajectory, 3)
 
 # Old and new transformation, and the new state by hand from the old one and a fresh one.
@@ -91,12 +91,14 @@ CHANGES = {
     "scaler moved": (
         lambda: scaled(window(ADAM())),
         lambda: window(scaled(ADAM())),
+        # The open window is now of gradients that the scale still multiplies.
         lambda old, new: old.inner_state._replace(
-            inner_state=old._replace(inner_state=old.inner_state.inner_state)
+            window=jax.tree.map(lambda x: x * old.scale, old.inner_state.window),
+            inner_state=old._replace(inner_state=old.inner_state.inner_state),
         ),
     ),
     "window added": (ADAM, lambda: window(ADAM()), lambda old, new: new._replace(inner_state=old)),
-    "window removed": (lambda: window(ADAM()), ADAM, lambda old, new: old.inner_state),
+    "window removed": (lambda: window(ADAM(), 3), ADAM, lambda old, new: old.inner_state),
     "trajectory added": (
         ADAM,
         lambda: optax.chain(record(), ADAM()),
@@ -335,14 +337,12 @@ def test_the_report_says_what_was_kept_made_and_dropped():
     )
 
 
-def test_an_open_window_that_does_not_fit_is_dropped_as_a_whole():
+def test_an_open_window_goes_on_in_another_precision():
     params, old = trained(boostax.accumulate(ADAM(), 4), 2)
     new_tx = boostax.accumulate(ADAM(), 4, accumulator_dtype="bfloat16")
     state, report = migrate_state(old, new_tx, params)
-    assert int(state.micro_step) == 0
-    assert report.notes == ("The open window of 2 micro-steps does not fit and is dropped.",)
-    weighted = boostax.accumulate(ADAM(), 4, normalize="weight")
-    assert int(migrate_state(old, weighted, params)[0].micro_step) == 0
+    assert int(state.micro_step) == 2 and not report.dropped
+    assert_same(state.window, jax.tree.map(lambda x: x.astype(jnp.bfloat16), old.window))
 
 
 def test_a_trajectory_of_another_size_begins_anew():

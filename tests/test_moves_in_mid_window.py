@@ -203,3 +203,243 @@ def test_on_mesh_refuses_a_state_of_other_replicas():
     grads = boostax.PerReplica(jax.tree.map(lambda p: jnp.ones((2, *p.shape)), params))
     with pytest.raises(ValueError, match=r"on_mesh: state .* of 2 .* got shape \(4,"):
         jax.jit(functools.partial(boostax.apply_gradients, few))(grads, state, params)
+
+
+def scaling(inner):
+    """Its scale is another after every other call."""
+    return boostax.dynamic_loss_scale(inner, init_scale=2.0**8, growth_interval=2)
+
+
+def multi_steps(inner):
+    return optax.MultiSteps(inner, scheduled).gradient_transformation()
+
+
+def accumulated(inner, **options):
+    return boostax.accumulate(inner, scheduled, **options)
+
+
+def optimizer():
+    return optax.sgd(1e-2, 0.9)
+
+
+CHAINS = {
+    "window": lambda: accumulated(optimizer()),
+    "scaler(window)": lambda: scaling(accumulated(optimizer())),
+    "window(scaler)": lambda: accumulated(scaling(optimizer())),
+    "half window(scaler)": lambda: accumulated(scaling(optimizer()), accumulator_dtype="bfloat16"),
+    "MultiSteps": lambda: multi_steps(optimizer()),
+    "scaler(MultiSteps)": lambda: scaling(multi_steps(optimizer())),
+    "MultiSteps(scaler)": lambda: multi_steps(scaling(optimizer())),
+    "partition(window(scaler))": lambda: optax.partition(
+        {"all": accumulated(scaling(optimizer()))}, {"w": "all", "b": "all"}
+    ),
+}
+
+
+def waves(params, call):
+    return sum(jnp.sum(jnp.sin(3.0 * p + call) / 3 + 0.25 * p) for p in jax.tree.leaves(params))
+
+
+def calls(tx, params, state, numbers, **extra):
+    oracle = boostax.value_and_grad(waves)
+    for call in numbers:
+        grads = oracle(params, state, jnp.float32(call))[1]
+        params, state = boostax.apply_gradients(tx, grads, state, params, **extra)
+    return params, state
+
+
+@functools.cache
+def chain(kind):
+    """A transformation, and its calls in compiled steps."""
+    tx = CHAINS[kind]()
+    step = jax.jit(lambda params, state, call: calls(tx, params, state, [call]))
+
+    def run(params, state, numbers):
+        for call in numbers:
+            params, state = step(params, state, jnp.float32(call))
+        return params, state
+
+    return tx, run
+
+
+@pytest.fixture(scope="module")
+def undisturbed():
+    tx, run = chain("window")
+    return run(initial(), tx.init(initial()), range(9))[0]
+
+
+@pytest.mark.parametrize("new", CHAINS)
+@pytest.mark.parametrize("old", CHAINS)
+def test_an_open_window_moves_to_another_chain_and_back(old, new, undisturbed):
+    (old_tx, old_run), (new_tx, new_run) = chain(old), chain(new)
+    params, state = old_run(initial(), old_tx.init(initial()), range(2))
+    state, _ = boostax.migrate_state(state, new_tx, params)
+    params, state = new_run(params, state, range(2, 5))
+    state, report = boostax.migrate_state(state, old_tx, params)
+    assert not any("window" in line or "acc_grads" in line for line in report.dropped)
+    params, state = old_run(params, state, range(5, 9))
+    assert_close(params, undisturbed, rtol=1e-3 if "half" in old + new else 2e-6)
+
+
+def test_the_report_says_what_was_converted():
+    old_tx, new_tx = CHAINS["window(scaler)"](), CHAINS["window"]()
+    params, state = calls(old_tx, initial(), old_tx.init(initial()), range(2))
+    state, report = boostax.migrate_state(state, new_tx, params)
+    assert report.notes == (
+        "AccumulateState at the root of gradients times 256, which at the root come times 1: "
+        "converted.",
+    )
+
+
+def test_a_window_that_a_scaler_would_have_skipped_is_dropped_with_it():
+    old_tx, new_tx = CHAINS["window(scaler)"](), CHAINS["scaler(window)"]()
+    params, state = calls(old_tx, initial(), old_tx.init(initial()), range(1))
+    bad = jax.tree.map(lambda p: p * jnp.inf, params)
+    params, state = boostax.apply_gradients(old_tx, bad, state, params)
+    moved, report = boostax.migrate_state(state, new_tx, params)
+    assert int(moved.inner_state.micro_step) == 0
+    assert "is not finite and is dropped" in report.notes[-1]
+    params, _ = calls(new_tx, params, moved, range(3))
+    assert all(jnp.isfinite(x).all() for x in jax.tree.leaves(params))
+    # Where a scaler is still to come it skips the window itself.
+    again, _ = boostax.migrate_state(state, old_tx, params)
+    assert int(again.micro_step) == 2
+
+
+LOST = {
+    "no window": (CHAINS["window"], optimizer),
+    "every call": (CHAINS["window"], lambda: boostax.accumulate(optimizer(), 1)),
+    "no weights": (lambda: accumulated(optimizer(), normalize="weight"), CHAINS["window"]),
+    "weights": (CHAINS["window"], lambda: accumulated(optimizer(), normalize="weight")),
+    "MultiSteps for weights": (
+        lambda: accumulated(optimizer(), normalize="weight"),
+        CHAINS["MultiSteps"],
+    ),
+    "no MultiSteps": (CHAINS["MultiSteps"], optimizer),
+    "of a part": (
+        CHAINS["window"],
+        lambda: optax.masked(CHAINS["window"](), {"w": True, "b": False}),
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", LOST)
+def test_an_open_window_is_never_lost(kind):
+    old_tx, new_tx = (make() for make in LOST[kind])
+    params, state = initial(), old_tx.init(initial())
+    extra = {"weight": 2.0} if "weight" in kind and kind != "weights" else {}
+    params, state = calls(old_tx, params, state, range(2), **extra)
+    message = r"no open window that does not fit new_tx, got one of 2 micro-steps at the root\. App"
+    with pytest.raises(ValueError, match=message):
+        boostax.migrate_state(state, new_tx, params)
+    params, state = calls(old_tx, params, state, [2], **extra)
+    boostax.migrate_state(state, new_tx, params)  # It is closed now.
+
+
+def test_a_window_out_of_the_range_of_its_new_precision_is_refused():
+    old_tx = CHAINS["window"]()
+    params, state = calls(old_tx, initial(), old_tx.init(initial()), range(2))
+    new_tx = accumulated(
+        boostax.static_loss_scale(optimizer(), 2.0**20), accumulator_dtype="float16"
+    )
+    with pytest.raises(ValueError, match=r"new_tx must be able to hold the open window.*float16"):
+        boostax.migrate_state(state, new_tx, params)
+
+
+def by_groups(**options):
+    return functools.partial(boostax.group_loss_scale, labels={"w": 0, "b": 1}, **options)
+
+
+def test_scales_by_group_convert_where_they_are_one_and_are_refused_otherwise():
+    scale = by_groups(init_scale=8.0)
+    old_tx, new_tx = accumulated(scale(optimizer())), scale(accumulated(optimizer()))
+    params, state = initial(), old_tx.init(initial())
+    sums = jax.tree.map(jnp.ones_like, state.window)
+    state = state._replace(window=sums, micro_step=jnp.int32(2))
+    moved, _ = boostax.migrate_state(state, new_tx, params)
+    assert_close(moved.inner_state.window.grads["w"] * 8, state.window.grads["w"])
+    inner = state.inner_state._replace(table=jnp.array([8.0, 4.0]))
+    state = state._replace(inner_state=inner)
+    with pytest.raises(
+        ValueError, match=r"alike in new_tx, got .*\[8\.0, 4\.0\] of .*boostax\.flush"
+    ):
+        boostax.migrate_state(state, new_tx, params)
+    assert_close(boostax.migrate_state(state, old_tx, params)[0].window, state.window)
+
+
+def test_a_scaler_of_a_part_is_not_taken_for_one_of_the_whole():
+    def make(part):
+        parts = {"w": part(optimizer()), "b": optimizer()}
+        return accumulated(optax.partition(parts, {"w": "w", "b": "b"}))
+
+    old_tx = make(functools.partial(boostax.static_loss_scale, scale=8.0))
+    _, state = initial(), old_tx.init(initial())
+    state = state._replace(micro_step=jnp.int32(1))
+    with pytest.raises(ValueError, match=r"8\.0 of inner_state/inner_states/w/inner_state"):
+        boostax.migrate_state(state, make(lambda tx: tx), initial())
+    assert int(boostax.migrate_state(state, old_tx, initial())[0].micro_step) == 1
+
+
+def test_momentum_outside_of_a_scaler_is_converted_and_squares_are_refused():
+    scale = functools.partial(boostax.static_loss_scale, scale=8.0)
+    around = lambda first: optax.chain(first, scale(optax.sgd(1e-2)))  # noqa: E731
+    inside = lambda first: scale(optax.chain(first, optax.sgd(1e-2)))  # noqa: E731
+    old_tx, new_tx = (make(optax.trace(0.9)) for make in (around, inside))
+    params, state = calls(old_tx, initial(), old_tx.init(initial()), range(3))
+    wanted = calls(old_tx, params, state, range(3, 6))[0]
+    moved, _ = boostax.migrate_state(state, new_tx, params)
+    assert_close(calls(new_tx, params, moved, range(3, 6))[0], wanted)
+    back, _ = boostax.migrate_state(moved, old_tx, params)
+    assert_close(back, state)
+    old_tx, new_tx = (make(optax.scale_by_adam()) for make in (around, inside))
+    params, state = calls(old_tx, initial(), old_tx.init(initial()), range(3))
+    with pytest.raises(
+        ValueError, match=r"got ScaleByAdamState at 0 .* times 8.*Put the loss scal"
+    ):
+        boostax.migrate_state(state, new_tx, params)
+
+
+def test_residuals_outside_of_a_scaler_are_converted():
+    scale = functools.partial(boostax.static_loss_scale, scale=8.0)
+    codec = boostax.top_k_reduce(AXIS, 0.5)
+    old_tx, new_tx = optax.chain(codec, scale(optimizer())), scale(optax.chain(codec, optimizer()))
+    old = boostax.stack_replicas(jax.tree.map(jnp.ones_like, old_tx.init(initial())), 2)
+    old = (old[0], old[1]._replace(scale=jnp.float32(8.0)))
+    moved, _ = boostax.migrate_state(old, new_tx, initial())
+    assert moved.inner_state[0].residual.local["w"].tolist() == [[0.125] * 3] * 2
+
+
+SHARED = {
+    "by weight": (token_loss, "mean", {"normalize": "weight"}, {"has_aux": True}),
+    "mean": (mean_loss, "mean", {}, {}),
+    "before a sum": (sum_loss, "sum", {}, {}),
+}
+
+
+@pytest.mark.parametrize("kind", SHARED)
+def test_a_window_of_one_device_is_shared_out_among_replicas(kind):
+    loss, op, normalize, options = SHARED[kind]
+    alone = boostax.make_train_step(loss, accumulated(optimizer(), **normalize), **options)
+    state = alone.init(initial())
+    for call in range(2):
+        state, _ = alone(state, batch(call))
+    tx = window(scaled(reduced(op)), **normalize)
+    step = boostax.make_train_step(loss, tx, mesh=mesh_of(4), axis_name=AXIS, **options)
+    if kind != "mean":
+        with pytest.raises(ValueError, match="migrate_state: replicas must be given, got None"):
+            boostax.migrate_state(state.opt_state, tx, state.params)
+    opt_state, _ = boostax.migrate_state(state.opt_state, tx, state.params, replicas=4)
+    moved = jax.tree.map(jnp.copy, state._replace(opt_state=opt_state))
+    moved = jax.device_put(moved, step.shardings(moved))
+    with pytest.raises(ValueError, match=r"boostax\.reshard_state\(old_state, 1\)"):
+        boostax.migrate_state(moved.opt_state, alone.tx, state.params)
+    moved, _ = step(moved, batch(2))
+    moved, _ = step(moved, batch(3))
+    one = boostax.reshard_state(moved.opt_state, 1)
+    opt_state, _ = boostax.migrate_state(one, alone.tx, moved.params)
+    moved = jax.tree.map(np.asarray, moved._replace(opt_state=opt_state))
+    for call in range(2, 9):
+        state, _ = alone(state, batch(call))
+    for call in range(4, 9):
+        moved, _ = alone(moved, batch(call))
+    assert_close(moved.params, state.params, rtol=1e-5, atol=1e-6)

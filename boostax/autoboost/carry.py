@@ -5,10 +5,24 @@ from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
 
 from boostax._core import checks, trees
 from boostax.accumulate.window import AccumulateState
-from boostax.autoboost.nodes import Leaf, Node, Path, cast, owner, shape_dtype, translated
+from boostax.autoboost.nodes import (
+    WINDOWS,
+    Leaf,
+    Node,
+    Path,
+    cast,
+    opened,
+    owner,
+    shape_dtype,
+    translated,
+)
+from boostax.autoboost.units import Unit, measured, unit_at
 from boostax.freeze.scheduled import ScheduledFreezeState
 from boostax.precision.group_state import GroupLossScaleState
 from boostax.reduce.feedback import CompressedState
@@ -17,11 +31,13 @@ from boostax.subspace.dim_reduce import DimReduceState
 from boostax.subspace.trajectory import TrajectoryState
 
 PyTree = Any
+Values = dict[Path, Any]
 WHO = "migrate_state"
 
 # Fields that mean something together alone: kept if all of them fit, or none.
-_BOUND: dict[type, tuple[str, ...]] = {
+_BOUND: dict[Any, tuple[str, ...]] = {
     AccumulateState: ("micro_step", "window"),
+    optax.MultiStepsState: ("mini_step", "acc_grads"),
     TrajectoryState: ("recorded", "snapshots", "gram"),
     DimReduceState: ("basis", "explained", "memory", "to_mean"),
     SubspaceParamsState: ("basis", "coordinates"),
@@ -52,6 +68,7 @@ class Carried:
       taken: for the path of an array in the new state, its source in the old one.
       primary: for a new state, the old one from which its counts are.
       notes: choices that were made.
+      spoilt: where windows stood that the old chain would have skipped.
     """
 
     owners: dict[Path, Any]
@@ -59,15 +76,16 @@ class Carried:
     taken: dict[Path, Taken] = dataclasses.field(default_factory=dict[Path, Taken])
     primary: dict[Node, Node] = dataclasses.field(default_factory=dict[Node, Node])
     notes: list[str] = dataclasses.field(default_factory=list[str])
+    spoilt: set[Path] = dataclasses.field(default_factory=set[Path])
 
     def owner(self, rel: Path, leaf: Leaf) -> Path | None:
         """The param to which an array of a state belongs."""
         return owner(rel, leaf.value, self.owners)
 
-    def fits(self, old: Leaf, new: Leaf) -> bool:
-        """Whether an old array can stand for a new one."""
+    def fits(self, old: Leaf, new: Leaf, casts: bool = False) -> bool:
+        """Whether an old array can stand for a new one, in another precision if it ``casts``."""
         shape, dtype = shape_dtype(old.value)
-        if dtype != shape_dtype(new.value)[1]:
+        if dtype != shape_dtype(new.value)[1] and not (casts and _same_kind(old, new)):
             return False
         wanted: tuple[int, ...] = new.value.shape
         if not old.own or self.replicas is None:
@@ -90,14 +108,15 @@ class Carried:
 
     def _score(self, old: Node, new: Node) -> tuple[int, int, int]:
         both = [rel for rel in new.leaves if rel in old.leaves]
-        good = sum(self.fits(old.leaves[rel], new.leaves[rel]) for rel in both)
+        casts = new.cls in WINDOWS
+        good = sum(self.fits(old.leaves[rel], new.leaves[rel], casts) for rel in both)
         return good, good - len(old.leaves), len(old.labels & new.labels)
 
     def take(self, old: Node, new: Node, counts_alone: bool = False) -> None:
         """Every array that fits, or those that belong to no param."""
         for rel, leaf in new.leaves.items():
             other = old.leaves.get(rel)
-            if other is None or not self.fits(other, leaf):
+            if other is None or not self.fits(other, leaf, new.cls in WINDOWS):
                 continue
             if not counts_alone or self.owner(rel, leaf) is None:
                 self.taken[leaf.path] = Taken(old, other)
@@ -126,12 +145,10 @@ class Carried:
 
     def _note_merge(self, old: Node, new: Node) -> None:
         origin = f"{spot(old.path)}, not counts."
-        note = f"{new.source} at {spot(new.path)} also takes moments from {origin}"
-        if note not in self.notes:
-            self.notes.append(note)
+        self._note(f"{new.source} at {spot(new.path)} also takes moments from {origin}")
 
     def translate(self, olds: list[Node], news: list[Node]) -> None:
-        """States of other libraries to those of boostax that have no source."""
+        """States of other libraries to those of boostax that have no source; windows back, too."""
         seen: dict[tuple[str, Any], int] = {}
         for old in olds:
             made = translated(old)
@@ -142,14 +159,15 @@ class Carried:
             places = [node for node in news if node.cls is made.cls]
             if number < len(places):
                 new = places[number]
-                made = cast(made, new)
+                made = made if made.cls in WINDOWS else cast(made, new)
                 # Several may feed one: a scale from here, the skipped steps from there.
                 self.primary.setdefault(new, made)
                 self.take(made, new)
-                if old.source == "MultiStepsState" and int(old.value.mini_step):
+                if count := opened(old, {}):
+                    peer = new if old.cls is AccumulateState else old
                     self.notes.append(
-                        f"acc_grads of MultiStepsState at {spot(old.path)} is taken as a mean over "
-                        f"{int(old.value.mini_step)} micro-steps (use_grad_mean=True)."
+                        f"acc_grads of MultiStepsState at {spot(peer.path)} is taken as a mean "
+                        f"over {count} micro-steps (use_grad_mean=True)."
                     )
 
     def settle(self, old: Node, new: Node) -> None:
@@ -175,12 +193,97 @@ class Carried:
         if theirs.keys() == set(mine) and all(new.leaves[rel].path in self.taken for rel in mine):
             return
         self._drop(new, mine)
-        if new.cls is AccumulateState:
-            count = sum(int(x.value) for rel, x in theirs.items() if rel[0].name == "micro_step")
-            if count:
-                self.notes.append(
-                    f"The open window of {count} micro-steps does not fit and is dropped."
-                )
+
+    def measure(self, olds: list[Node], news: list[Node]) -> None:
+        """Multiply what is a sum of gradients by what makes it one of those at its new place."""
+        values: Values = {path: source.leaf.value for path, source in self.taken.items()}
+        for new in news:
+            sources = {
+                rel: self.taken[leaf.path]
+                for rel, leaf in new.leaves.items()
+                if leaf.path in self.taken
+            }
+            old_paths = {source.node.path for source in sources.values()}
+            before = {path: unit_at(path, olds, {}) for path in old_paths}
+            after = unit_at(new.path, news, values)
+            closed = new.cls in WINDOWS and not opened(new, values)
+            if new.cls in WINDOWS and not closed and self._spoilt(new, sources, before, after):
+                continue
+            for rel, source in sources.items():
+                leaf, factor = new.leaves[rel], 1.0
+                if not closed:
+                    factor = self._ratio(new, rel, source, before[source.node.path], after)
+                    factor /= self._shares(new, rel, source)
+                self.taken[leaf.path] = _multiplied(source, leaf, factor, stale=closed)
+
+    def _ratio(self, new: Node, rel: Path, source: Taken, before: Unit, after: Unit) -> float:
+        """Of the loss scales in which an array is to be measured, and was."""
+        how = measured(new, rel, self.owner(rel, new.leaves[rel]))
+        if how is None or (before.scale, before.rest) == (after.scale, after.rest):
+            return 1.0
+        words = (
+            f"{new.source} at {spot(source.node.path)} of gradients times {before}, which at "
+            f"{spot(new.path)} come times {after}"
+        )
+        if how == "moment" or before.rest != after.rest:
+            hint = "Put the loss scaler where it was, around the whole optimizer at best."
+            if new.cls in WINDOWS:
+                hint = "Apply the window before: boostax.flush(old_tx, state, params)."
+            allowed = "of gradients that the loss scale multiplies alike in new_tx"
+            raise ValueError(f"{WHO}: old_state must be {allowed}, got {words}. {hint}")
+        self._note(f"{words}: {'converted' if how == 'sum' else 'kept as it is'}.")
+        return after.scale / before.scale if how == "sum" else 1.0
+
+    def _shares(self, new: Node, rel: Path, source: Taken) -> int:
+        """Among how many replicas an array that all had is shared out; 1 where each gets it all."""
+        spreads = new.leaves[rel].own and not source.leaf.own and new.cls is AccumulateState
+        if not spreads or not new.value.shares():
+            return 1
+        if self.replicas is None:
+            hint = "They add up their windows: of the open one each gets a part."
+            raise ValueError(checks.message(WHO, "replicas", "given", None, hint))
+        return self.replicas
+
+    def _spoilt(
+        self, new: Node, sources: dict[Path, Taken], before: dict[Path, Unit], after: Unit
+    ) -> bool:
+        """Drop a window that is not finite where a scaler would have, and none does any more."""
+        bound = {rel: x for rel, x in sources.items() if rel[0].name in _BOUND[new.cls]}
+        paths = {source.node.path for source in bound.values()}
+        guarded = any(before[path].scalers for path in paths) and not after.scalers
+        if not guarded or all(_finite(source.leaf.value) for source in bound.values()):
+            return False
+        self._drop(new, bound)
+        self.spoilt |= paths
+        self._note(
+            f"The open window at {', '.join(map(spot, paths))} is not finite and is dropped, as "
+            "its loss scaler would have done."
+        )
+        return True
+
+    def require_windows(self, olds: list[Node]) -> None:
+        """Refuse to lose what an open window holds."""
+        used = {source.leaf.path for source in self.taken.values()}
+        for old in olds:
+            count = opened(old, {})
+            if not count or old.path in self.spoilt:
+                continue
+            bound = _BOUND[old.cls]
+            sums = [leaf for rel, leaf in old.leaves.items() if rel[0].name in bound]
+            if any(leaf.path in used for leaf in sums):
+                continue
+            own = any(leaf.own for leaf in sums)
+            got = f"{count} micro-steps at {spot(old.path)}"
+            hint = "Apply them before: boostax.flush(old_tx, state, params)."
+            hint += " Or make one window of all: boostax.reshard_state(old_state, 1)." * own
+            raise ValueError(
+                f"{WHO}: old_state must have no open window that does not fit new_tx, got one of "
+                f"{got}. {hint}"
+            )
+
+    def _note(self, note: str) -> None:
+        if note not in self.notes:
+            self.notes.append(note)
 
     def _drop(self, new: Node, rels: Iterable[Path]) -> None:
         for rel in rels:
@@ -259,7 +362,36 @@ def carry(olds: list[Node], news: list[Node], params: PyTree, replicas: int | No
             carried.settle_bound(old, new, _BOUND[new.cls])
         else:
             carried.settle(old, new)
+    carried.measure(olds, news)
+    carried.require_windows(olds)
     return carried
+
+
+def _multiplied(source: Taken, like: Leaf, factor: float, stale: bool) -> Taken:
+    """An array times a factor, in the dtype of another; as it is where nothing changes."""
+    x, dtype = source.leaf.value, shape_dtype(like.value)[1]
+    if factor == 1 and dtype == shape_dtype(x)[1]:
+        return source
+    value = (trees.at_least_float32(x) * np.float32(factor)).astype(dtype)
+    if not stale and _finite(x) and not _finite(value):
+        name = trees.path_name(like.path)
+        hint = "accumulator_dtype='float32' holds it."
+        allowed = f"able to hold the open window, times {factor:g}"
+        raise ValueError(checks.message(WHO, "new_tx", allowed, f"{dtype} at {name}", hint))
+    return source._replace(leaf=source.leaf._replace(value=value))
+
+
+def _finite(x: Any) -> bool:
+    return bool(jnp.isfinite(x).all())
+
+
+def _same_kind(old: Leaf, new: Leaf) -> bool:
+    """Whether both are real, or both complex, in whatever precision."""
+    dtypes = [shape_dtype(leaf.value)[1] for leaf in (old, new)]
+    return any(
+        all(jnp.issubdtype(dtype, kind) for dtype in dtypes)
+        for kind in (jnp.floating, jnp.complexfloating)
+    )
 
 
 def count_replicas(olds: list[Node], news: list[Node], params: PyTree, asked: int | None) -> Any:

@@ -1,12 +1,13 @@
 """An optimizer state as a list of the states in it, each with the arrays that are its own."""
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 from jax.tree_util import DictKey, GetAttrKey
 
 from boostax._core import trees
@@ -16,6 +17,8 @@ from boostax.precision.loss_scale import LossScaleState
 
 PyTree = Any
 Path = tuple[Any, ...]
+# States that hold an open window, and where they count its micro-steps.
+WINDOWS: dict[Any, str] = {AccumulateState: "micro_step", optax.MultiStepsState: "mini_step"}
 
 
 class Leaf(NamedTuple):
@@ -130,7 +133,10 @@ def _foreign_scaler(path: Path, x: Any) -> Node | None:
 
 
 def translated(node: Node) -> Node | None:
-    """A state of another library as the one of boostax that does its work, or ``None``."""
+    """A state of another library as the one of boostax that does its work, or ``None``.
+
+    A window of boostax as that of ``MultiSteps``, which has no weights.
+    """
     name, renamed = node.source, _SCALERS.get(node.source)
     if name == "ApplyIfFiniteState":
         renamed = _IF_FINITE
@@ -143,6 +149,8 @@ def translated(node: Node) -> Node | None:
         return dataclasses.replace(node, cls=LossScaleState, leaves=leaves)
     if name == "MultiStepsState":
         return dataclasses.replace(node, cls=AccumulateState, leaves=_window(node))
+    if node.cls is AccumulateState:
+        return dataclasses.replace(node, cls=optax.MultiStepsState, leaves=_means(node))
     return None
 
 
@@ -153,7 +161,7 @@ def _window(node: Node) -> dict[Path, Leaf]:
     for rel, leaf in node.leaves.items():
         name = rel[0].name
         if name == "acc_grads":
-            total = jnp.asarray(leaf.value) * state.mini_step
+            total = trees.at_least_float32(leaf.value) * state.mini_step
             place = (GetAttrKey("window"), GetAttrKey("grads"), *rel[1:])
             leaves[place] = leaf._replace(value=total)
         elif name == "mini_step":
@@ -163,6 +171,35 @@ def _window(node: Node) -> dict[Path, Leaf]:
             closed = jnp.logical_and(state.mini_step == 0, state.gradient_step > 0)
             leaves[(GetAttrKey("applied"),)] = leaf._replace(value=closed)
     return leaves
+
+
+def _means(node: Node) -> dict[Path, Leaf]:
+    """The other way: the mean of what ``accumulate`` has summed up without weights."""
+    leaves: dict[Path, Leaf] = {}
+    for rel, leaf in node.leaves.items():
+        names = [trees.path_name((key,)) for key in rel[:2]]
+        if (
+            names == ["window", "grads"]
+            and (GetAttrKey("window"), GetAttrKey("weight")) not in node.leaves
+        ):
+            mean = trees.at_least_float32(leaf.value) / jnp.maximum(node.value.micro_step, 1)
+            leaves[(GetAttrKey("acc_grads"), *rel[2:])] = leaf._replace(value=mean)
+        elif names == ["micro_step"]:
+            leaves[(GetAttrKey("mini_step"),)] = leaf
+        elif names == ["optimizer_steps"]:
+            leaves[(GetAttrKey("gradient_step"),)] = leaf
+    return leaves
+
+
+def opened(node: Node, values: Mapping[Path, Any]) -> int:
+    """How many micro-steps are in the open window of a state; 0 for one that has none.
+
+    Args:
+      node: the state.
+      values: arrays that stand in the place of its own, by their paths.
+    """
+    leaf = node.leaves.get((GetAttrKey(WINDOWS.get(node.cls, "")),))
+    return 0 if leaf is None else int(values.get(leaf.path, leaf.value))
 
 
 def shape_dtype(x: Any) -> tuple[tuple[int, ...], Any]:
