@@ -62,11 +62,18 @@ def migrate_state(
     the k-th goes to the k-th, the outermost first. Within a state an array is kept where path,
     shape and dtype agree, so that leaves that are newly masked or trained change nothing for the
     others. The moments of a leaf are kept together or not at all, counts only with moments, and
-    an open window, a trajectory and a basis only whole.
+    a trajectory and a basis only whole.
 
-    Some states of others are understood: ``optax.MultiSteps`` and ``optax.apply_if_finite``, and,
-    anywhere in the tree, Flax's ``DynamicScale`` and jmp's ``DynamicLossScale`` and
-    ``StaticLossScale``: ``migrate_state((opt_state, dynamic_scale), new_tx, params)``.
+    What stands around a loss scaler, or before it, sums up gradients times the scale. Where the
+    scaler moves, comes or goes, open windows, residuals and momentum are multiplied by the new
+    scale over the old one, and a note says so. An open window goes on in any precision; one for
+    which ``new_tx`` has no place is refused. One that is not finite is dropped where its scaler
+    would have skipped it, with a note.
+
+    Some states of others are understood: ``optax.MultiSteps``, in both directions,
+    ``optax.apply_if_finite``, and, anywhere in the tree, Flax's ``DynamicScale`` and jmp's
+    ``DynamicLossScale`` and ``StaticLossScale``:
+    ``migrate_state((opt_state, dynamic_scale), new_tx, params)``.
 
     The saved value wins over a new argument wherever the state holds it: loss scales,
     ``inject_hyperparams`` and bases. The report notes where they differ.
@@ -77,6 +84,7 @@ def migrate_state(
       new_tx: the transformation that goes on.
       params: the params that it trains; ``TrainState.params`` as they are.
       replicas: their number, for a ``new_tx`` with per-replica state where the old state has none.
+        They share an open window out among them where they will add it up.
 
     Returns:
       The new state, no buffer of it shared with ``old_state`` or ``params``, in the dtypes and
@@ -86,7 +94,8 @@ def migrate_state(
 
     Raises:
       ValueError: params of other shapes than those of ``old_state`` (it names the leaf); numbers of
-        replicas that differ.
+        replicas that differ; an open window that does not fit; moments of scaled gradients, or
+        scales by group, that the new place of a scaler makes wrong.
       TypeError: ``new_tx`` is no transformation, or ``old_state`` is a whole ``TrainState``.
 
     Example:
