@@ -278,14 +278,15 @@ class TrainStep:
                     out_specs=(specs, PartitionSpec()) if of_step else specs,
                     check_vma=self.check_vma,
                 )
-            whole = functools.partial(self._checked, run) if depth is None else run
-            self._compiled[key] = jax.jit(whole, donate_argnums=0, out_shardings=where)
+            checked = functools.partial(self._checked, run, depth)
+            self._compiled[key] = jax.jit(checked, donate_argnums=0, out_shardings=where)
         return self._compiled[key]
 
-    def _checked(self, run: Any, state: TrainState, *batch: PyTree) -> Any:
+    def _checked(self, run: Any, depth: int | None, state: TrainState, *batch: PyTree) -> Any:
         """``run``, traced for a state that fits."""
         require_replicas("make_train_step", state, self.replicas)
-        self._require_fit(state)
+        if depth is None:
+            self._require_fit(state)
         return run(state, *batch)
 
     def _require_fit(self, state: TrainState) -> None:
