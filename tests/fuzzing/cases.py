@@ -1,0 +1,226 @@
+"""What a random run consists of, as data: drawn from a seed, shrunk field by field, printed."""
+
+import dataclasses
+from typing import Any, Literal
+
+import ml_dtypes
+import numpy as np
+
+SHAPES = {"a": (8, 3), "b": (8,), "c": ()}
+GROUPS = {"a": 0, "b": 1, "c": 2}
+DTYPES = {"float32": np.float32, "float16": np.float16, "bfloat16": ml_dtypes.bfloat16}
+MAPPED = ("checked", "unchecked", "pmap")
+MESHES = ("mesh", "zero", "fsdp", "hsdp")
+# Codecs of which it is checked that nothing is lost: what has moved and what waits are the sum.
+CONSERVING = ("int8", "sign", "random_k", "power_sgd")
+Move = tuple[int, Literal["save", "reshard", "nest", "flush"], int]
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """A run. The defaults are the plainest one.
+
+    Attributes:
+      seed: of gradients, weights and first params.
+      calls: of the step.
+      placement: ``"single"``, one of ``MAPPED`` or of ``MESHES``.
+      replicas: at first.
+      gates: from the outside in, of ``"scale"`` and ``"window"``.
+      dynamic: whether the scale moves.
+      scale: the first one.
+      growth: ``(growth_interval, growth_factor)``.
+      backoff: ``(hysteresis, backoff_factor, min_scale)``.
+      every: lengths of the windows, the last for good.
+      schedule: whether they are given as a function of the applied steps.
+      normalize: see ``boostax.accumulate``.
+      dtype: of gradients, or of what the loss computes in.
+      loss: whether gradients come from a loss, or are handed over.
+      microbatches: of the loss.
+      face: ``"step"`` for ``apply_gradients``, ``"update"``, or ``"chain"`` that hides the gate.
+      reduction: of the replicas' gradients.
+      clip: the largest norm, or ``None``.
+      decay: ``"none"``, ``"coupled"`` or ``"decoupled"``.
+      optimizer: ``"sgd"``, ``"momentum"``, ``"nesterov"`` or ``"adam"``.
+      rates: learning rates at the first and at the tenth applied step, linear between.
+      frozen: depth of every applied step, the last for good; ``()`` without freezing.
+      magnitude: of the gradients.
+      bad: ``(call, replica, value)``; values that make a gradient unusable.
+      moves: ``(call, kind, argument)``: what happens before that call.
+    """
+
+    seed: int = 0
+    calls: int = 4
+    placement: str = "single"
+    replicas: int = 1
+    gates: tuple[str, ...] = ()
+    dynamic: bool = True
+    scale: float = 1.0
+    growth: tuple[int, float] = (2000, 2.0)
+    backoff: tuple[int, float, float] = (1, 0.5, 1.0)
+    every: tuple[int, ...] = (2,)
+    schedule: bool = False
+    normalize: str = "mean"
+    dtype: str = "float32"
+    loss: bool = False
+    microbatches: int = 1
+    face: str = "step"
+    reduction: str = "mean"
+    clip: float | None = None
+    decay: str = "none"
+    optimizer: str = "sgd"
+    rates: tuple[float, float] = (0.1, 0.1)
+    frozen: tuple[int, ...] = ()
+    magnitude: float = 1.0
+    bad: tuple[tuple[int, int, float], ...] = ()
+    moves: tuple[Move, ...] = ()
+
+    @property
+    def weighted(self) -> bool:
+        """Whether calls have weights."""
+        return "window" in self.gates and self.normalize == "weight"
+
+    @property
+    def quadratic(self) -> bool:
+        """Whether gradients depend on the params."""
+        return self.loss and self.dtype == "float32" and self.reduction == "mean"
+
+    @property
+    def conserving(self) -> bool:
+        """Whether what waits in the residuals is counted as moved."""
+        by_shard = self.reduction == "top_k" and self.placement == "hsdp"
+        return self.reduction in CONSERVING or by_shard
+
+    def rate(self, step: int) -> float:
+        """Of the optimizer's step of this number, from 0."""
+        first, last = self.rates
+        return first + (last - first) * min(step, 10) / 10
+
+    def script(self, found: str) -> str:
+        """A program that runs it."""
+        plain = Case()
+        given = [
+            f"    {field.name}={getattr(self, field.name)!r},"
+            for field in dataclasses.fields(Case)
+            if getattr(self, field.name) != getattr(plain, field.name)
+        ]
+        head = [
+            "# PYTHONPATH=.:tests python this.py",
+            *(f"# {line}" for line in found.splitlines()),
+            "import jax",
+            "",
+            'jax.config.update("jax_num_cpu_devices", 16)',
+            "from math import inf, nan",
+            "",
+            "from fuzzing.compare import check",
+            "from fuzzing.cases import Case",
+            "",
+            "case = Case(",
+        ]
+        return "\n".join([*head, *given, ")", "check(case)", 'print("no difference")', ""])
+
+
+def draw(seed: int) -> Case:
+    """The run of a seed."""
+    rng = np.random.default_rng(seed)
+
+    def one_of(*options: Any) -> Any:
+        return options[int(rng.integers(len(options)))]
+
+    def chance(share: float) -> bool:
+        return bool(rng.random() < share)
+
+    calls = int(rng.integers(5, 10))
+    placement = one_of("single", "single", *MAPPED, *MESHES)
+    replicas = {
+        "single": 1,
+        "fsdp": one_of(2, 4, 8),
+        "hsdp": one_of(2, 4),
+    }.get(placement, int(rng.integers(2, 9)))
+    gates = one_of(
+        ("scale", "window"), ("window", "scale"), ("scale", "window"), ("window", "scale"),
+        ("scale",), ("window",), (),
+    )  # fmt: skip
+    scaled = "scale" in gates
+    loss = chance(0.4)
+    # Without a gate an optimizer computes in the dtype of what it is given.
+    dtype = one_of("float32", "float32", "float16", "bfloat16") if gates or loss else "float32"
+    # A scale near the end of f16 overflows in a program or does not, as its compiler fuses.
+    most = 8 if loss and dtype == "float16" else 15
+    reduction = "mean"
+    if placement != "single" and chance(0.4):
+        reduction = one_of("bfloat16", "top_k", *CONSERVING)
+    case = Case(
+        seed=seed,
+        calls=calls,
+        placement=placement,
+        replicas=replicas,
+        gates=gates,
+        dynamic=chance(0.8),
+        scale=2.0 ** int(rng.integers(0, most)) if scaled else 1.0,
+        growth=(one_of(2, 3, 2000), one_of(2.0, 4.0)),
+        backoff=(one_of(1, 2), one_of(0.5, 0.25), one_of(0.125, 1.0)),
+        every=tuple(int(x) for x in rng.integers(1, 4, one_of(1, 1, 3))),
+        schedule=chance(0.3),
+        normalize=one_of("mean", "mean", "sum", "weight", "weight"),
+        dtype="float32" if reduction == "top_k" else dtype,
+        loss=loss,
+        microbatches=one_of(1, 2),
+        face=one_of("step", "step", "update", "chain"),
+        reduction=reduction,
+        clip=one_of(None, 0.5, 5.0),
+        decay=one_of("none", "coupled", "decoupled"),
+        optimizer=one_of("sgd", "momentum", "nesterov", "adam", "adam"),
+        rates=one_of((0.1, 0.1), (0.1, 0.01), (0.3, 0.3)),
+        frozen=tuple(int(x) for x in rng.integers(0, 3, 3)) if chance(0.2) else (),
+        magnitude=one_of(0.1, 1.0, 10.0),
+    )
+    if case.conserving:
+        case = dataclasses.replace(
+            case, clip=None, decay="none", optimizer="sgd", rates=(0.1, 0.1), frozen=()
+        )
+    if case.frozen and placement not in ("single", "checked", "unchecked"):
+        case = dataclasses.replace(case, frozen=())
+    if len(case.every) > 1:
+        case = dataclasses.replace(case, schedule=True)
+    if scaled:
+        bad = {
+            (int(rng.integers(calls)), int(rng.integers(replicas)), one_of(np.nan, np.inf, -np.inf, 1e36))
+            for _ in range(one_of(0, 1, 1, 2, 4))
+        }  # fmt: skip
+        case = dataclasses.replace(case, bad=tuple(sorted(bad, key=str)))
+    kinds: list[Move] = [(int(rng.integers(1, calls)), "save", 0)] if chance(0.3) else []
+    if placement != "single" and not case.frozen and chance(0.35):
+        others = {"fsdp": (2, 4, 8), "hsdp": (2, 4)}.get(placement, (1, 2, 3, 4, 6, 8))
+        kinds.append((int(rng.integers(1, calls)), "reshard", one_of(*others)))
+    if len(gates) == 2 and case.face == "step" and not case.frozen and chance(0.3):
+        kinds.append((int(rng.integers(1, calls)), "nest", 0))
+    if case.face == "step" and not case.frozen and chance(0.3):
+        kinds.append((calls, "flush", 0))
+    return dataclasses.replace(case, moves=tuple(sorted(kinds)))
+
+
+def inputs(case: Case, call: int, replicas: int) -> tuple[dict[str, np.ndarray], np.ndarray]:
+    """``(x, weights)`` of a call: leaves ``[replicas, microbatches, *shape]`` in the dtype."""
+    rng = np.random.default_rng([case.seed, 1, call])
+    count = case.microbatches if case.loss else 1
+    dtype = DTYPES[case.dtype]
+    with np.errstate(over="ignore"):
+        x = {
+            name: np.asarray(
+                case.magnitude * rng.standard_normal((replicas, count, *shape)), dtype
+            )
+            for name, shape in SHAPES.items()
+        }
+        for at, replica, value in case.bad:
+            if at == call:
+                name = list(SHAPES)[at % len(SHAPES)]
+                x[name].reshape(replicas, -1)[replica % replicas, 0] = dtype(value)
+    # Some have no weight at all.
+    weights = rng.integers(0, 5, (replicas, count)).astype(np.float32)
+    return x, weights
+
+
+def first_params(case: Case) -> dict[str, np.ndarray]:
+    """In f32."""
+    rng = np.random.default_rng([case.seed, 0])
+    return {name: rng.standard_normal(shape).astype(np.float32) for name, shape in SHAPES.items()}

@@ -1,0 +1,245 @@
+"""A run of a case with boostax."""
+
+import dataclasses
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+import boostax
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from fuzzing.cases import GROUPS, MAPPED, MESHES, Case
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
+
+Tree = Any
+AXIS = "data"
+scaled = getattr(boostax, "assume_scaled", lambda grads, state: grads)
+
+REDUCTIONS: dict[str, Callable[[], Any]] = {
+    "mean": lambda: boostax.all_reduce(AXIS),
+    "bfloat16": lambda: boostax.all_reduce(AXIS, dtype="bfloat16"),
+    "top_k": lambda: boostax.top_k_reduce(AXIS, 0.25),
+    "int8": lambda: boostax.int8_reduce(AXIS, rounding="stochastic"),
+    "sign": lambda: boostax.sign_reduce(AXIS),
+    "random_k": lambda: boostax.random_k_reduce(AXIS, 0.3),
+    "power_sgd": lambda: boostax.power_sgd_reduce(AXIS, 1),
+}
+
+
+def chain(case: Case) -> optax.GradientTransformationExtraArgs:
+    """The chain of a case."""
+    axis = None if case.placement == "single" else AXIS
+    parts = [] if axis is None else [REDUCTIONS[case.reduction]()]
+    if case.clip is not None:
+        parts.append(optax.clip_by_global_norm(case.clip))
+    if case.decay == "coupled":
+        parts.append(optax.add_decayed_weights(0.1))
+    if case.optimizer == "adam":
+        parts.append(optax.scale_by_adam(b1=0.9, b2=0.99, eps=1e-2))
+    elif case.optimizer != "sgd":
+        parts.append(optax.trace(0.9, nesterov=case.optimizer == "nesterov"))
+    if case.decay == "decoupled":
+        parts.append(optax.add_decayed_weights(0.1))
+    rate = optax.linear_schedule(*case.rates, 10)
+    tx = optax.chain(*parts, optax.scale_by_learning_rate(rate))
+    for gate in reversed(case.gates):
+        tx = _window(case, tx, axis) if gate == "window" else _scaler(case, tx, axis)
+    if case.frozen:
+        tx = boostax.scheduled_freeze(tx, GROUPS, case.frozen)
+    return optax.chain(tx) if case.face == "chain" else optax.with_extra_args_support(tx)
+
+
+def _window(case: Case, tx: Any, axis: str | None) -> Any:
+    table = jnp.asarray(case.every)
+    every = case.every[-1]
+    if case.schedule:
+        every = lambda step: table[jnp.minimum(step, len(case.every) - 1)]  # noqa: E731
+    return boostax.accumulate(tx, every, normalize=case.normalize, axis_name=axis)
+
+
+def _scaler(case: Case, tx: Any, axis: str | None) -> Any:
+    if not case.dynamic:
+        return boostax.static_loss_scale(tx, case.scale, axis_name=axis)
+    interval, growth = case.growth
+    hysteresis, backoff, least = case.backoff
+    return boostax.dynamic_loss_scale(
+        tx, init_scale=case.scale, growth_factor=growth, backoff_factor=backoff,
+        growth_interval=interval, hysteresis=hysteresis, min_scale=least, axis_name=axis,
+    )  # fmt: skip
+
+
+class Library:
+    """A run: every call changes what ``params`` and ``reported`` say."""
+
+    def __init__(self, case: Case, params: Tree):
+        self._prepare(case)
+        params = jax.tree.map(jnp.asarray, params)
+        local = chain(dataclasses.replace(case)).init(params)
+        self._put(params, boostax.stack_replicas(local, case.replicas))
+
+    def _prepare(self, case: Case) -> None:
+        self.case, self.tx = case, chain(case)
+        self.oracle = None
+        self.mesh = None
+        if case.placement in ("checked", "unchecked", *MESHES):
+            axes = {AXIS: case.replicas} | ({"other": 2} if case.placement == "hsdp" else {})
+            kinds = (AxisType.Auto,) * len(axes)
+            self.mesh = jax.make_mesh(tuple(axes.values()), tuple(axes), axis_types=kinds)
+        if case.loss:
+            axis = None if case.placement == "single" else AXIS
+            mesh = self.mesh if case.placement in MESHES else None
+            self.oracle = boostax.value_and_grad(
+                self._loss, axis_name=axis, mesh=mesh, microbatches=case.microbatches, has_aux=True
+            )
+        self.step = None
+
+    def _loss(self, params: Tree, batch: Tree) -> tuple[jax.Array, boostax.Aux]:
+        total = jnp.float32(0.0)
+        for name, p in params.items():
+            x = batch["x"][name][0]
+            if self.case.quadratic:
+                total += 0.5 * jnp.sum((p - x) ** 2)
+            else:
+                total += jnp.sum((p.astype(x.dtype) * x).astype(jnp.float32))
+        return total, boostax.Aux(weight=batch["w"][0] if self.case.weighted else None)
+
+    def _specs(self, params: Tree) -> Tree:
+        axis = {"fsdp": AXIS, "hsdp": "other"}.get(self.case.placement)
+        return {n: PartitionSpec(axis) if p.ndim else PartitionSpec() for n, p in params.items()}
+
+    def _put(self, params: Tree, state: Tree) -> None:
+        """Params and state, whole and outside of any map, to where the step wants them."""
+        case = self.case
+        if case.placement in MESHES:
+            specs = self._specs(params)
+            place = lambda x, spec: jax.device_put(x, NamedSharding(self.mesh, spec))  # noqa: E731
+            params = jax.tree.map(place, params, specs)
+            self.placed = boostax.on_mesh(
+                self.tx, params, axis_name=AXIS, shard_optimizer=case.placement == "zero"
+            )
+            where = jax.tree.map(lambda x: x.sharding, self.placed.init(params))
+            state = jax.device_put(state, where)
+        if case.placement == "pmap":
+            params = jax.tree.map(lambda x: jnp.stack([x] * case.replicas), params)
+            lead = lambda x: x if _own(x) else jnp.stack([x] * case.replicas)  # noqa: E731
+            state = jax.tree.map(lead, state, is_leaf=_own)
+        self.carry = params, state
+
+    def _taken(self) -> tuple[Tree, Tree]:
+        """What ``_put`` was given, as it is now, on the host."""
+        params, state = self.carry
+        if self.case.placement == "pmap":
+            params = jax.tree.map(lambda x: x[0], params)
+            state = jax.tree.map(lambda x: x if _own(x) else x[0], state, is_leaf=_own)
+        return jax.device_get((params, state))
+
+    def call(self, x: Tree, weights: Any) -> None:
+        """One step."""
+        case, given = self.case, {"x": x, "w": weights}
+        if not case.loss:
+            scale = float(np.max(boostax.loss_scale(self.carry[1])))
+            with np.errstate(over="ignore", invalid="ignore"):
+                rounded = lambda v: (v[:, 0].astype(np.float64) * scale).astype(v.dtype)  # noqa: E731
+                given = {"x": {n: rounded(v) for n, v in x.items()}, "w": weights[:, 0]}
+        if case.placement == "single":
+            given = jax.tree.map(lambda v: v[0], given)
+        elif case.placement in MESHES and case.loss:
+            given = jax.tree.map(lambda v: v.reshape(-1, *v.shape[2:]), given)
+        if self.step is None:
+            self.step = self._compiled(self._one)
+        self.carry = self.step(*self.carry, given)
+
+    def _one(self, params: Tree, state: Tree, given: Tree) -> tuple[Tree, Tree]:
+        tx, weight = self.tx, given["w"]
+        if self.case.placement in MESHES:
+            tx = self.placed
+        if self.oracle is not None:
+            (_, aux), grads = self.oracle(params, state, given)
+            weight = aux.weight
+        else:
+            grads = given["x"]
+            if self.case.placement in MESHES:
+                # Windows of global arrays have one weight for all replicas.
+                grads, weight = boostax.PerReplica(grads), weight.mean()
+            grads = scaled(grads, state)
+        extra = {"weight": weight} if self.case.weighted else {}
+        if self.case.face == "update":
+            tx = optax.with_extra_args_support(tx)
+            updates, state = tx.update(grads, state, params, **extra)
+            return optax.apply_updates(params, updates), state
+        return boostax.apply_gradients(tx, grads, state, params, **extra)
+
+    def _compiled(self, step: Any) -> Any:
+        case = self.case
+        if case.placement == "pmap":
+            return jax.pmap(step, axis_name=AXIS, devices=jax.devices()[: case.replicas])
+        if case.placement in ("single", *MESHES):
+            return jax.jit(step, donate_argnums=(0, 1))
+        params, state = self.carry
+        local = jax.tree.map(lambda x: x, params)
+        specs = boostax.state_specs(self.tx, local, AXIS, replicas=case.replicas)
+
+        def mapped(params: Tree, state: Tree, *given: Tree) -> tuple[Tree, Tree]:
+            given = jax.tree.map(lambda v: v[0], given)
+            params, state = step(params, boostax.enter_replica(state), *given)
+            return params, boostax.leave_replica(state)
+
+        whole = PartitionSpec()
+        wraps = jax.shard_map(
+            mapped,
+            mesh=self.mesh,
+            in_specs=(whole, specs) + (PartitionSpec(AXIS),) * (step == self._one),
+            out_specs=(whole, specs),
+            check_vma=case.placement == "checked",
+        )
+        return jax.jit(wraps, donate_argnums=(0, 1))
+
+    def move(self, kind: str, argument: int) -> None:
+        """What happens between two calls."""
+        if kind == "flush":
+            tx = self.placed if self.case.placement in MESHES else self.tx
+            close = self._compiled(lambda params, state: boostax.flush(tx, state, params))
+            self.carry = close(*self.carry)
+            return
+        params, state = self._taken()
+        if kind == "save":
+            params, state = pickle.loads(pickle.dumps((params, state)))
+        params, state = jax.tree.map(jnp.asarray, (params, state))
+        if kind == "reshard":
+            state = boostax.reshard_state(state, argument)
+            self._prepare(dataclasses.replace(self.case, replicas=argument))
+        if kind == "nest":
+            case = dataclasses.replace(self.case, gates=self.case.gates[::-1])
+            count = None if case.placement == "single" else case.replicas
+            state, _ = boostax.migrate_state(state, chain(case), params, replicas=count)
+            self._prepare(case)
+        self._put(params, state)
+
+    @property
+    def params(self) -> dict[str, np.ndarray]:
+        """As the reference has them."""
+        params, state = self._taken()
+        waits = {n: 0.0 for n in params}
+        if self.case.conserving:
+            found = jax.tree.leaves(state, is_leaf=_compressed)
+            (own,) = [x.residual.local for x in found if _compressed(x)]
+            waits = {n: 0.0 if e is None else np.float64(e).mean(0) for n, e in own.items()}
+        return {n: np.float64(p) - 0.1 * waits[n] for n, p in params.items()}
+
+    def reported(self) -> dict[str, float]:
+        """The metrics."""
+        found = boostax.metrics(self.carry[1])
+        return {name: float(np.max(np.asarray(value))) for name, value in found.items()}
+
+
+def _own(node: Any) -> bool:
+    return isinstance(node, boostax.PerReplica)
+
+
+def _compressed(node: Any) -> bool:
+    return isinstance(node, boostax.CompressedState)
+
+
+__all__ = ["MAPPED", "Library", "chain"]

@@ -1,0 +1,234 @@
+"""The documented meaning of a chain, in float64 NumPy."""
+
+import math
+from typing import Any
+
+import numpy as np
+from fuzzing.cases import DTYPES, GROUPS, Case
+
+Tree = dict[str, np.ndarray]
+# Beyond it the squares of gradients do not add up in f32.
+USABLE = 2.0**48
+
+
+class Reference:
+    """A run: every call changes ``params`` and what is reported."""
+
+    def __init__(self, case: Case, params: Tree):
+        self.case, self.replicas, self.gates = case, case.replicas, case.gates
+        self.params = {name: x.astype(np.float64) for name, x in params.items()}
+        self.scale, self.clean, self.tolerance = case.scale, 0, case.backoff[0]
+        self.last_finite, self.skipped, self.growths, self.backoffs = False, 0, 0, 0
+        self.count, self.windows = 0, 0
+        self.sums: list[Tree] = []
+        self.weights = np.zeros(case.replicas)
+        zeros = lambda: {name: np.zeros_like(x) for name, x in self.params.items()}  # noqa: E731
+        self.steps, self.first, self.second = 0, zeros(), zeros()
+        self.residual = [zeros() for _ in range(case.replicas)]
+
+    def reported(self) -> dict[str, float]:
+        """Of the metrics of the library those that it must agree with."""
+        found: dict[str, float] = {}
+        if "scale" in self.gates:
+            found |= {"loss_scale": self.scale, "last_finite": self.last_finite}
+            found |= {"skipped_steps": self.skipped, "scale_growths": self.growths}
+            found |= {"scale_backoffs": self.backoffs}
+        if "window" in self.gates:
+            found |= {"micro_step": self.count, "optimizer_steps": self.windows}
+        return found
+
+    def received(self, x: Tree, weights: np.ndarray) -> tuple[list[Tree], list[float] | None]:
+        """The scaled gradients of each replica, and its weight: of a loss, or as handed over."""
+        case = self.case
+        if not case.loss:
+            grads = [
+                {name: self._rounded(v[r, 0].astype(np.float64) * self.scale) for name, v in x.items()}
+                for r in range(self.replicas)
+            ]  # fmt: skip
+            return grads, list(weights[:, 0]) if case.weighted else None
+        grads = [
+            [
+                {name: self._slope(name, v[r, i].astype(np.float64)) for name, v in x.items()}
+                for i in range(case.microbatches)
+            ]
+            for r in range(self.replicas)
+        ]
+        if not case.weighted:
+            return [_mean(of_one, np.ones(len(of_one))) for of_one in grads], None
+        # Weighted by tokens within a replica, and over replicas so that their mean is that of all.
+        total = weights.sum()
+        own = [_mean(g, w) for g, w in zip(grads, weights, strict=True)]
+        share = weights.sum(1) * self.replicas / (total or 1)
+        scaled = [
+            {name: v * s if s else np.zeros_like(v) for name, v in g.items()}
+            for g, s in zip(own, share, strict=True)
+        ]
+        return scaled, [total / self.replicas] * self.replicas
+
+    def _slope(self, name: str, x: np.ndarray) -> np.ndarray:
+        if self.case.quadratic:
+            return (self.params[name] - x) * self.scale
+        return self._rounded(x * self.scale)
+
+    def _rounded(self, x: np.ndarray) -> np.ndarray:
+        with np.errstate(over="ignore", invalid="ignore"):
+            return x.astype(DTYPES[self.case.dtype]).astype(np.float64)
+
+    def call(self, x: Tree, weights: np.ndarray) -> None:
+        """One step."""
+        with np.errstate(all="ignore"):
+            grads, own = self.received(x, weights)
+            depth = self.depth()
+            active = [n for n in self.params if GROUPS[n] >= depth]
+            self._enter(self.gates, [{n: g[n] for n in active} for g in grads], own)
+
+    def depth(self) -> int:
+        """How many groups are frozen."""
+        frozen = self.case.frozen
+        return frozen[min(self.steps, len(frozen) - 1)] if frozen else 0
+
+    def _enter(self, gates: tuple[str, ...], grads: list[Tree], weights: Any) -> bool:
+        """Through these gates; whether a step was taken."""
+        if not gates:
+            self._optimize(grads)
+            return True
+        if gates[0] == "scale":
+            grads = [{n: g / self.scale for n, g in own.items()} for own in grads]
+            fine = all(np.all(np.abs(g) < USABLE) for own in grads for g in own.values())
+            taken = fine and self._enter(gates[1:], grads, weights)
+            self._adjust(fine)
+            return taken
+        if not self.count:
+            self.sums = [{n: np.zeros_like(g) for n, g in own.items()} for own in grads]
+            self.weights = np.zeros(self.replicas)
+        for r, own in enumerate(grads):
+            weight = weights[r] if self.case.weighted else 1.0
+            self.weights[r] += weight
+            for n, g in own.items():
+                if weight:
+                    self.sums[r][n] = self.sums[r][n] + weight * g
+        self.count += 1
+        every = self.case.every
+        if self.count < every[min(self.windows, len(every) - 1)]:
+            return False
+        return self._close(gates[1:])
+
+    def _close(self, gates: tuple[str, ...]) -> bool:
+        count, self.count = self.count, 0
+        factor = {"mean": 1 / count, "sum": 1.0}.get(self.case.normalize)
+        if factor is None:
+            if not self.weights.sum():
+                return False
+            factor = self.replicas / self.weights.sum()
+        grads = [{n: s * factor for n, s in own.items()} for own in self.sums]
+        taken = self._enter(gates, grads, None)
+        self.windows += taken
+        return taken
+
+    def _adjust(self, fine: bool) -> None:
+        self.last_finite = fine
+        self.skipped += not fine
+        if not self.case.dynamic:
+            return
+        interval, growth = self.case.growth
+        hysteresis, backoff, least = self.case.backoff
+        if not fine:
+            self.clean, self.tolerance = 0, max(self.tolerance - 1, 0)
+            if not self.tolerance:
+                lower = max(self.scale * backoff, least)
+                self.backoffs += lower < self.scale
+                self.scale = lower
+            return
+        self.clean += 1
+        if self.clean >= interval:
+            self.clean, self.tolerance = 0, hysteresis
+            if self.scale * growth <= 2.0**24:
+                self.scale *= growth
+                self.growths += 1
+
+    def _reduced(self, grads: list[Tree]) -> Tree:
+        case = self.case
+        if case.reduction == "top_k" and not case.conserving:
+            sent = []
+            for own, held in zip(grads, self.residual, strict=True):
+                sent.append({})
+                for n, g in own.items():
+                    wanted = g + held[n]
+                    largest = np.argsort(-np.abs(wanted.ravel()), kind="stable")
+                    chosen = np.zeros(wanted.size, bool)
+                    chosen[largest[: math.ceil(0.25 * wanted.size)]] = True
+                    sent[-1][n] = np.where(chosen.reshape(wanted.shape), wanted, 0)
+                    held[n] = wanted - sent[-1][n]
+            grads = sent
+        if case.reduction == "bfloat16":
+            narrow = DTYPES["bfloat16"]
+            grads = [{n: g.astype(narrow).astype(np.float64) for n, g in o.items()} for o in grads]
+        return _mean(grads, np.ones(self.replicas))
+
+    def _optimize(self, grads: list[Tree]) -> None:
+        case = self.case
+        g = self._reduced(grads)
+        if case.clip is not None:
+            norm = math.sqrt(sum(float((x * x).sum()) for x in g.values()))
+            g = {n: x * min(1.0, case.clip / norm) if norm else x for n, x in g.items()}
+        if case.decay == "coupled":
+            g = {n: x + 0.1 * self.params[n] for n, x in g.items()}
+        rate, step = case.rate(self.steps), self.steps + 1
+        for n, x in g.items():
+            self.first[n], self.second[n], change = self._direction(n, x, step)
+            if case.decay == "decoupled":
+                change = change + 0.1 * self.params[n]
+            self.params[n] = self.params[n] - rate * change
+        self.steps += 1
+
+    def _direction(self, n: str, g: np.ndarray, step: int) -> tuple[np.ndarray, ...]:
+        first, second, kind = self.first[n], self.second[n], self.case.optimizer
+        if kind == "sgd":
+            return first, second, g
+        if kind in ("momentum", "nesterov"):
+            first = 0.9 * first + g
+            return first, second, first if kind == "momentum" else g + 0.9 * first
+        first, second = 0.9 * first + 0.1 * g, 0.99 * second + 0.01 * g * g
+        mean, square = first / (1 - 0.9**step), second / (1 - 0.99**step)
+        return first, second, mean / (np.sqrt(square) + 1e-2)
+
+    def move(self, kind: str, argument: int) -> None:
+        """What happens between two calls."""
+        if kind == "reshard":
+            share = _cover(self.replicas, argument)
+            spread = lambda trees: [  # noqa: E731
+                {n: sum(c * t[n] for c, t in zip(row, trees, strict=True) if c) for n in trees[0]}
+                for row in share
+            ]
+            self.residual = spread(self.residual)
+            if self.sums and self.count:
+                self.sums, self.weights = spread(self.sums), share @ self.weights
+                if self.case.weighted:
+                    # All tokens count alike, on however many replicas they were summed.
+                    more = self.replicas / argument
+                    self.sums = [{n: s * more for n, s in own.items()} for own in self.sums]
+                    self.weights = self.weights * more
+            self.replicas = argument
+        elif kind == "nest":
+            self.gates = self.gates[::-1]
+            factor = 1 / self.scale if self.gates[0] == "scale" else self.scale
+            self.sums = [{n: s * factor for n, s in own.items()} for own in self.sums]
+        elif kind == "flush" and self.count and "window" in self.gates:
+            with np.errstate(all="ignore"):
+                self._close(self.gates[self.gates.index("window") + 1 :])
+
+
+def _mean(trees: list[Tree], weights: np.ndarray) -> Tree:
+    total = weights.sum() or 1
+    return {
+        n: sum(w * t[n] if w else 0 * np.zeros_like(t[n]) for w, t in zip(weights, trees, strict=True)) / total
+        for n in trees[0]
+    }  # fmt: skip
+
+
+def _cover(old: int, new: int) -> np.ndarray:
+    """``[new, old]``: how much of each new replica's part of the interval the old ones have."""
+    low = np.maximum(np.arange(new)[:, None] / new, np.arange(old)[None] / old)
+    high = np.minimum(np.arange(1, new + 1)[:, None] / new, np.arange(1, old + 1)[None] / old)
+    share = np.maximum(high - low, 0) * new
+    return np.where(share > 1e-9, share, 0)
