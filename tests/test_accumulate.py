@@ -198,6 +198,17 @@ def test_flush_applies_what_a_partial_window_holds(nesting, normalize):
     assert not boostax.has_updated(last)
 
 
+@pytest.mark.parametrize("every", [None, 1, 2])
+def test_flush_of_nothing_leaves_a_skipped_step_skipped(every):
+    """It was told to have run where no window was open, or by the flag of an earlier call."""
+    inner = optax.adamw(0.1) if every is None else boostax.accumulate(optax.adamw(0.1), every)
+    history, state = run(scaled(inner), [1.0, 2.0, np.nan], 1.0)
+    assert not state.last_finite
+    params, flushed = boostax.flush(scaled(inner), state, jnp.float32(history[-1]))
+    assert not flushed.last_finite and params == history[-1]
+    assert not boostax.metrics(flushed)["last_finite"]
+
+
 def test_flush_of_a_step_over_replicas(mesh):
     inner = optax.chain(boostax.all_reduce("data"), optax.sgd(1.0))
     tx = boostax.accumulate(inner, 4, axis_name="data")

@@ -1,5 +1,6 @@
 """What every loss scaler keeps of its skips, and how it closes a window inside it."""
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -7,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from boostax._core import trees
 from boostax._core.gate import flush_inner, passed
 
 PyTree = Any
@@ -31,9 +33,11 @@ def flush_of(tx: optax.GradientTransformationExtraArgs) -> Callable[..., tuple[P
     """The ``flush`` of a scaler around ``tx``."""
 
     def flush_fn(state: Any, params: PyTree, **extra: Any) -> tuple[PyTree, Any]:
+        windows = trees.find(state.inner_state, lambda x: callable(getattr(x, "held", None)))
+        held = functools.reduce(jnp.logical_or, [x.held() for x in windows], jnp.asarray(False))
         params, inner_state = flush_inner(tx, state.inner_state, params, extra)
         # A window that was closed now ran, whatever became of the last gradient.
-        ran = state.last_finite | passed(inner_state)
+        ran = state.last_finite | (held & passed(inner_state))
         return params, state._replace(last_finite=ran, inner_state=inner_state)
 
     return flush_fn

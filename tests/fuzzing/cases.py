@@ -131,72 +131,90 @@ def draw(seed: int) -> Case:
 
     calls = int(rng.integers(5, 10))
     placement = one_of("single", "single", *MAPPED, *MESHES)
-    replicas = {
-        "single": 1,
-        "fsdp": one_of(2, 4, 8),
-        "hsdp": one_of(2, 4),
-    }.get(placement, int(rng.integers(2, 9)))
-    gates = one_of(
-        ("scale", "window"), ("window", "scale"), ("scale", "window"), ("window", "scale"),
-        ("scale",), ("window",), (),
-    )  # fmt: skip
-    scaled = "scale" in gates
-    loss = chance(0.4)
-    # Without a gate an optimizer computes in the dtype of what it is given.
-    dtype = one_of("float32", "float32", "float16", "bfloat16") if gates or loss else "float32"
-    # A scale near the end of f16 overflows in a program or does not, as its compiler fuses.
-    most = 8 if loss and dtype == "float16" else 15
-    reduction = "mean"
-    if placement != "single" and chance(0.4):
-        reduction = one_of("bfloat16", "top_k", *CONSERVING)
-    case = Case(
-        seed=seed,
-        calls=calls,
-        placement=placement,
-        replicas=replicas,
-        gates=gates,
-        dynamic=chance(0.8),
-        scale=2.0 ** int(rng.integers(0, most)) if scaled else 1.0,
-        growth=(one_of(2, 3, 2000), one_of(2.0, 4.0)),
-        backoff=(one_of(1, 2), one_of(0.5, 0.25), one_of(0.125, 1.0)),
-        every=tuple(int(x) for x in rng.integers(1, 4, one_of(1, 1, 3))),
-        schedule=chance(0.3),
-        normalize=one_of("mean", "mean", "sum", "weight", "weight"),
-        dtype="float32" if reduction == "top_k" else dtype,
-        loss=loss,
-        microbatches=one_of(1, 2),
-        face=one_of("step", "step", "update", "chain"),
-        reduction=reduction,
-        clip=one_of(None, 0.5, 5.0),
-        decay=one_of("none", "coupled", "decoupled"),
-        optimizer=one_of("sgd", "momentum", "nesterov", "adam", "adam"),
-        rates=one_of((0.1, 0.1), (0.1, 0.01), (0.3, 0.3)),
-        frozen=tuple(int(x) for x in rng.integers(0, 3, 3)) if chance(0.2) else (),
-        magnitude=one_of(0.1, 1.0, 10.0),
-    )
-    if case.conserving:
-        case = dataclasses.replace(
-            case, clip=None, decay="none", optimizer="sgd", rates=(0.1, 0.1), frozen=()
+    inside, around = ("scale", "window"), ("window", "scale")
+    gates = one_of(inside, around, inside, around, inside, around, ("scale",), ("window",), ())
+    moves: list[Move] = []
+    for kind, share in (("save", 0.3), ("reshard", 0.35), ("nest", 0.3)):
+        if chance(share):
+            moves.append((int(rng.integers(1, calls)), kind, one_of(1, 2, 3, 4, 6, 8)))
+    if chance(0.3):
+        moves.append((calls, "flush", 0))
+    values = (np.nan, np.inf, -np.inf, 1e36)
+    bad = [
+        (int(rng.integers(calls)), int(rng.integers(8)), one_of(*values))
+        for _ in range(one_of(0, 1, 1, 2, 4))
+    ]
+    return tidy(
+        Case(
+            seed=seed,
+            calls=calls,
+            placement=placement,
+            replicas=one_of(2, 3, 4, 5, 6, 7, 8),
+            gates=gates,
+            dynamic=chance(0.8),
+            scale=2.0 ** int(rng.integers(0, 15)),
+            growth=(one_of(2, 3, 2000), one_of(2.0, 4.0)),
+            backoff=(one_of(1, 2), one_of(0.5, 0.25), one_of(0.125, 1.0)),
+            every=tuple(int(x) for x in rng.integers(1, 4, one_of(1, 1, 3))),
+            schedule=chance(0.3),
+            normalize=one_of("mean", "mean", "sum", "weight", "weight"),
+            dtype=one_of("float32", "float32", "float16", "bfloat16"),
+            loss=chance(0.4),
+            microbatches=one_of(1, 2),
+            face=one_of("step", "step", "update", "chain"),
+            reduction=one_of("mean", "mean", "mean", "bfloat16", "top_k", *CONSERVING),
+            clip=one_of(None, 0.5, 5.0),
+            decay=one_of("none", "coupled", "decoupled"),
+            optimizer=one_of("sgd", "momentum", "nesterov", "adam", "adam"),
+            rates=one_of((0.1, 0.1), (0.1, 0.01), (0.3, 0.3)),
+            frozen=tuple(int(x) for x in rng.integers(0, 3, 3)) if chance(0.2) else (),
+            magnitude=one_of(0.1, 1.0, 10.0),
+            bad=tuple(bad),
+            moves=tuple(sorted(moves)),
         )
-    if case.frozen and placement not in ("single", "checked", "unchecked"):
-        case = dataclasses.replace(case, frozen=())
+    )
+
+
+def tidy(case: Case) -> Case:
+    """The same without what has no meaning in it."""
+    new: dict[str, Any] = {}
+    single, placement = case.placement == "single", case.placement
+    scaled, windows = "scale" in case.gates, "window" in case.gates
+    counts = {"single": (1,), "fsdp": (2, 4, 8), "hsdp": (2, 4)}.get(placement, tuple(range(1, 9)))
+    nearest = lambda n: min(counts, key=lambda x: abs(x - n))  # noqa: E731
+    new["replicas"] = nearest(case.replicas)
+    if not scaled:
+        new |= {"scale": 1.0, "bad": ()}
+    elif case.loss and case.dtype == "float16":
+        # Near the end of f16 a program overflows or does not, as its compiler fuses.
+        new["scale"] = min(case.scale, 256.0)
+    if single:
+        new["reduction"] = "mean"
+    if (not case.gates and not case.loss) or case.reduction == "top_k":
+        # Without a gate an optimizer computes in the dtype of what it is given; and half of the
+        # entries of a tie would be sent.
+        new["dtype"] = "float32"
     if len(case.every) > 1:
-        case = dataclasses.replace(case, schedule=True)
-    if scaled:
-        bad = {
-            (int(rng.integers(calls)), int(rng.integers(replicas)), one_of(np.nan, np.inf, -np.inf, 1e36))
-            for _ in range(one_of(0, 1, 1, 2, 4))
-        }  # fmt: skip
-        case = dataclasses.replace(case, bad=tuple(sorted(bad, key=str)))
-    kinds: list[Move] = [(int(rng.integers(1, calls)), "save", 0)] if chance(0.3) else []
-    if placement != "single" and not case.frozen and chance(0.35):
-        others = {"fsdp": (2, 4, 8), "hsdp": (2, 4)}.get(placement, (1, 2, 3, 4, 6, 8))
-        kinds.append((int(rng.integers(1, calls)), "reshard", one_of(*others)))
-    if len(gates) == 2 and case.face == "step" and not case.frozen and chance(0.3):
-        kinds.append((int(rng.integers(1, calls)), "nest", 0))
-    if case.face == "step" and not case.frozen and chance(0.3):
-        kinds.append((calls, "flush", 0))
-    return dataclasses.replace(case, moves=tuple(sorted(kinds)))
+        new["schedule"] = True
+    if placement not in ("single", "checked", "unchecked"):
+        new["frozen"] = ()
+    case = dataclasses.replace(case, **new)
+    if case.conserving:
+        plain = {"clip": None, "decay": "none", "optimizer": "sgd", "rates": (0.1, 0.1)}
+        case = dataclasses.replace(case, **plain, frozen=())
+    allowed = {
+        "save": True,
+        "reshard": not single and not case.frozen,
+        "nest": scaled and windows and case.face == "step" and not case.frozen,
+        "flush": windows and case.face == "step" and not case.frozen,
+    }
+    moves = [
+        (min(at, case.calls), kind, nearest(argument) if kind == "reshard" else 0)
+        for at, kind, argument in case.moves
+        if allowed[kind]
+    ]
+    bad = {x for x in case.bad if x[0] < case.calls}
+    return dataclasses.replace(case, moves=tuple(moves), bad=tuple(sorted(bad, key=str)))
 
 
 def inputs(case: Case, call: int, replicas: int) -> tuple[dict[str, np.ndarray], np.ndarray]:
@@ -217,6 +235,9 @@ def inputs(case: Case, call: int, replicas: int) -> tuple[dict[str, np.ndarray],
                 x[name].reshape(replicas, -1)[replica % replicas, 0] = dtype(value)
     # Some have no weight at all.
     weights = rng.integers(0, 5, (replicas, count)).astype(np.float32)
+    if case.placement in MESHES and not case.loss:
+        # Handed to global arrays, a weight is that of all replicas.
+        weights[:] = weights[:1]
     return x, weights
 
 

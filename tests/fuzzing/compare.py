@@ -1,11 +1,10 @@
 """Both runs of a case, call by call; and what becomes of a case that differs."""
 
 import dataclasses
-import math
 from typing import Any
 
 import numpy as np
-from fuzzing.cases import Case, draw, first_params, inputs
+from fuzzing.cases import Case, draw, first_params, inputs, tidy
 from fuzzing.library import Library
 from fuzzing.reference import Reference
 
@@ -60,7 +59,8 @@ def _compare(case: Case, when: str, ours: Library, theirs: Reference) -> None:
     step = 1e-2 if case.reduction == "bfloat16" else 2e-6
     limit = step * case.calls * (1 + case.magnitude * len(case.every) * max(case.rates))
     for name, value in theirs.params.items():
-        off = np.abs(ours.params[name] - value) / (1 + np.abs(value))
+        with np.errstate(invalid="ignore"):
+            off = np.abs(ours.params[name] - value) / (1 + np.abs(value))
         if not np.all(off <= limit):
             raise Difference(
                 f"{when}: {name} is off by {np.max(off):.3g}, of {limit:.3g}: "
@@ -73,8 +73,12 @@ def failure(case: Case) -> str | None:
     try:
         check(case)
     except Exception as error:
-        return f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
+        return _line(error)
     return None
+
+
+def _line(error: Exception) -> str:
+    return f"{type(error).__name__}: {next(iter(str(error).splitlines()), '')}"
 
 
 def shrunk(case: Case, found: str) -> tuple[Case, str]:
@@ -82,7 +86,9 @@ def shrunk(case: Case, found: str) -> tuple[Case, str]:
     kind, again = found.split(":")[0], True
     while again:
         again = False
-        for simpler in _simpler(case):
+        for simpler in map(tidy, _simpler(case)):
+            if simpler == case:
+                continue
             new = failure(simpler)
             if new is not None and new.split(":")[0] == kind:
                 case, found, again = simpler, new, True
@@ -119,8 +125,8 @@ def fuzz(seed: int) -> str:
       Difference: with the script of the plainest case that goes wrong.
     """
     case = draw(seed)
-    found = failure(case)
-    if found is None:
-        return check(case) if case.moves and math.isfinite(case.scale) else "equal"
-    case, found = shrunk(case, found)
-    raise Difference(f"seed {seed}: {found}\n\n{case.script(found)}")
+    try:
+        return check(case)
+    except Exception as error:
+        case, found = shrunk(case, _line(error))
+        raise Difference(f"seed {seed}: {found}\n\n{case.script(found)}") from error

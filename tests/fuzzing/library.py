@@ -162,7 +162,7 @@ class Library:
             grads = given["x"]
             if self.case.placement in MESHES:
                 # Windows of global arrays have one weight for all replicas.
-                grads, weight = boostax.PerReplica(grads), weight.mean()
+                grads, weight = boostax.PerReplica(grads), weight[0]
             grads = scaled(grads, state)
         extra = {"weight": weight} if self.case.weighted else {}
         if self.case.face == "update":
