@@ -3,12 +3,12 @@
 import dataclasses
 from typing import Any, Literal
 
-import ml_dtypes
+import jax.numpy as jnp
 import numpy as np
 
 SHAPES = {"a": (8, 3), "b": (8,), "c": ()}
 GROUPS = {"a": 0, "b": 1, "c": 2}
-DTYPES = {"float32": np.float32, "float16": np.float16, "bfloat16": ml_dtypes.bfloat16}
+DTYPES = {"float32": np.float32, "float16": np.float16, "bfloat16": jnp.bfloat16}
 MAPPED = ("checked", "unchecked", "pmap")
 MESHES = ("mesh", "zero", "fsdp", "hsdp")
 # Codecs of which it is checked that nothing is lost: what has moved and what waits are the sum.
@@ -106,13 +106,14 @@ class Case:
         head = [
             "# PYTHONPATH=.:tests python this.py",
             *(f"# {line}" for line in found.splitlines()),
-            "import jax",
-            "",
-            'jax.config.update("jax_num_cpu_devices", 16)',
             "from math import inf, nan",
             "",
-            "from fuzzing.compare import check",
+            "import jax",
+            "",
+            'jax.config.update("jax_num_cpu_devices", 8)',
+            "",
             "from fuzzing.cases import Case",
+            "from fuzzing.compare import check",
             "",
             "case = Case(",
         ]
@@ -224,15 +225,13 @@ def inputs(case: Case, call: int, replicas: int) -> tuple[dict[str, np.ndarray],
     dtype = DTYPES[case.dtype]
     with np.errstate(over="ignore"):
         x = {
-            name: np.asarray(
-                case.magnitude * rng.standard_normal((replicas, count, *shape)), dtype
-            )
+            name: np.asarray(case.magnitude * rng.standard_normal((replicas, count, *shape)), dtype)
             for name, shape in SHAPES.items()
         }
         for at, replica, value in case.bad:
             if at == call:
                 name = list(SHAPES)[at % len(SHAPES)]
-                x[name].reshape(replicas, -1)[replica % replicas, 0] = dtype(value)
+                x[name].reshape(replicas, -1)[replica % replicas, 0] = value
     # Some have no weight at all.
     weights = rng.integers(0, 5, (replicas, count)).astype(np.float32)
     if case.placement in MESHES and not case.loss:

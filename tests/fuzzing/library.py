@@ -5,13 +5,14 @@ import pickle
 from collections.abc import Callable
 from typing import Any
 
-import boostax
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from fuzzing.cases import GROUPS, MAPPED, MESHES, Case
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
+
+import boostax
+from fuzzing.cases import GROUPS, MESHES, Case
 
 Tree = Any
 AXIS = "data"
@@ -76,7 +77,7 @@ class Library:
     def __init__(self, case: Case, params: Tree):
         self._prepare(case)
         params = jax.tree.map(jnp.asarray, params)
-        local = chain(dataclasses.replace(case)).init(params)
+        local = self.tx.init(params)
         self._put(params, boostax.stack_replicas(local, case.replicas))
 
     def _prepare(self, case: Case) -> None:
@@ -148,7 +149,7 @@ class Library:
         elif case.placement in MESHES and case.loss:
             given = jax.tree.map(lambda v: v.reshape(-1, *v.shape[2:]), given)
         if self.step is None:
-            self.step = self._compiled(self._one)
+            self.step = self._compiled(self._one, given=1)
         self.carry = self.step(*self.carry, given)
 
     def _one(self, params: Tree, state: Tree, given: Tree) -> tuple[Tree, Tree]:
@@ -171,26 +172,24 @@ class Library:
             return optax.apply_updates(params, updates), state
         return boostax.apply_gradients(tx, grads, state, params, **extra)
 
-    def _compiled(self, step: Any) -> Any:
+    def _compiled(self, step: Any, given: int = 0) -> Any:
         case = self.case
         if case.placement == "pmap":
             return jax.pmap(step, axis_name=AXIS, devices=jax.devices()[: case.replicas])
         if case.placement in ("single", *MESHES):
             return jax.jit(step, donate_argnums=(0, 1))
-        params, state = self.carry
-        local = jax.tree.map(lambda x: x, params)
-        specs = boostax.state_specs(self.tx, local, AXIS, replicas=case.replicas)
+        specs = boostax.state_specs(self.tx, self.carry[0], AXIS, replicas=case.replicas)
 
-        def mapped(params: Tree, state: Tree, *given: Tree) -> tuple[Tree, Tree]:
-            given = jax.tree.map(lambda v: v[0], given)
-            params, state = step(params, boostax.enter_replica(state), *given)
+        def mapped(params: Tree, state: Tree, *rest: Tree) -> tuple[Tree, Tree]:
+            rest = jax.tree.map(lambda v: v[0], rest)
+            params, state = step(params, boostax.enter_replica(state), *rest)
             return params, boostax.leave_replica(state)
 
         whole = PartitionSpec()
         wraps = jax.shard_map(
             mapped,
             mesh=self.mesh,
-            in_specs=(whole, specs) + (PartitionSpec(AXIS),) * (step == self._one),
+            in_specs=(whole, specs) + (PartitionSpec(AXIS),) * given,
             out_specs=(whole, specs),
             check_vma=case.placement == "checked",
         )
@@ -226,6 +225,7 @@ class Library:
             found = jax.tree.leaves(state, is_leaf=_compressed)
             (own,) = [x.residual.local for x in found if _compressed(x)]
             waits = {n: 0.0 if e is None else np.float64(e).mean(0) for n, e in own.items()}
+        # At the rate of all of them.
         return {n: np.float64(p) - 0.1 * waits[n] for n, p in params.items()}
 
     def reported(self) -> dict[str, float]:
@@ -240,6 +240,3 @@ def _own(node: Any) -> bool:
 
 def _compressed(node: Any) -> bool:
     return isinstance(node, boostax.CompressedState)
-
-
-__all__ = ["MAPPED", "Library", "chain"]

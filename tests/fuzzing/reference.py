@@ -4,6 +4,7 @@ import math
 from typing import Any
 
 import numpy as np
+
 from fuzzing.cases import DTYPES, GROUPS, Case
 
 Tree = dict[str, np.ndarray]
@@ -41,10 +42,11 @@ class Reference:
         """The scaled gradients of each replica, and its weight: of a loss, or as handed over."""
         case = self.case
         if not case.loss:
+            wide = {name: v[:, 0].astype(np.float64) * self.scale for name, v in x.items()}
             grads = [
-                {name: self._rounded(v[r, 0].astype(np.float64) * self.scale) for name, v in x.items()}
+                {name: self._rounded(v[r]) for name, v in wide.items()}
                 for r in range(self.replicas)
-            ]  # fmt: skip
+            ]
             return grads, list(weights[:, 0]) if case.weighted else None
         grads = [
             [
@@ -215,15 +217,16 @@ class Reference:
             self.sums = [{n: s * factor for n, s in own.items()} for own in self.sums]
         elif kind == "flush" and self.count and "window" in self.gates:
             with np.errstate(all="ignore"):
-                self._close(self.gates[self.gates.index("window") + 1 :])
+                taken = self._close(self.gates[self.gates.index("window") + 1 :])
+                if self.gates[0] == "scale":
+                    self.last_finite |= taken
 
 
 def _mean(trees: list[Tree], weights: np.ndarray) -> Tree:
-    total = weights.sum() or 1
-    return {
-        n: sum(w * t[n] if w else 0 * np.zeros_like(t[n]) for w, t in zip(weights, trees, strict=True)) / total
-        for n in trees[0]
-    }  # fmt: skip
+    """Weighted; what has no weight counts as nothing, whatever it is."""
+    shares = weights / (weights.sum() or 1)
+    counted = [(share, tree) for share, tree in zip(shares, trees, strict=True) if share]
+    return {n: sum((s * t[n] for s, t in counted), np.zeros_like(x)) for n, x in trees[0].items()}
 
 
 def _cover(old: int, new: int) -> np.ndarray:
