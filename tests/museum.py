@@ -283,8 +283,8 @@ def divided_by_the_next_scale():
     "Params of 1 after a NaN on the second of 2 replicas",
     "ecmwf/WeatherGenerator/pull/2718",
     "2026-08",
-    "Rank 0 alone decided whether to skip: a NaN of any other rank went into the all-reduce and "
-    "from there into the params.",
+    "Rank 0 alone decided whether to skip: a NaN of any other rank went through the all-reduce "
+    "into the gradients of all.",
 )
 def decided_by_the_first_replica():
     grads = jnp.array([1.0, jnp.nan])
