@@ -152,9 +152,23 @@ def require_shapes(who: str, what: str, got: PyTree, wanted: PyTree, hint: str) 
 def find(tree: PyTree, wanted: Callable[[Any], bool]) -> list[Any]:
     """Every node that ``wanted`` accepts, outermost first, those inside such a node included.
 
-    A chain keeps the order of its parts, so the first of two nested states is the outer one.
+    A chain keeps the order of its parts, so the first of two nested states is the outer one. Of a
+    state whose leaves are variables of NNX the nodes come with the arrays that these hold.
     """
+    if any(map(_is_variable, jax.tree.leaves(tree, is_leaf=_is_variable))):
+        tree = jax.tree.map(_held, tree, is_leaf=_is_variable)
     return list(_walk(tree, wanted))
+
+
+def _is_variable(node: Any) -> bool:
+    return hasattr(node, "__jax_array__") and not isinstance(node, jax.Array)
+
+
+def _held(leaf: Any) -> Any:
+    if not _is_variable(leaf):
+        return leaf
+    (held,), _ = jax.tree_util.default_registry.flatten_one_level(leaf)
+    return held
 
 
 def _walk(tree: PyTree, wanted: Callable[[Any], bool]) -> Iterator[Any]:

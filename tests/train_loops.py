@@ -1,0 +1,392 @@
+"""Train loops in the form in which others write them, with a technique put in as a user would.
+
+A loop builds a model, an optimizer and a step the way its framework's guides do; what boostax adds
+are three lines: the chain, the oracle and, over replicas, the mesh. ``Put`` says which technique,
+and which of the lines was forgotten.
+"""
+
+import dataclasses
+import os
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import equinox as eqx
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from contract_cases import half
+from flax import jax_utils, nnx
+from flax.training.train_state import TrainState
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import boostax
+from boostax import PerReplica
+from boostax.testing import Case
+from boostax.testing._case import optimizer
+
+PyTree = Any
+AXIS, REPLICAS, ROWS = "data", 2, 8
+SCALE, NAME, REDUCTION = "scale", "axis_name", "reduction"
+PLAIN = Case("plain Optax", lambda inner, axis: inner)
+
+
+class Run(NamedTuple):
+    """What a loop started with and where it ended."""
+
+    params: PyTree
+    loss: Callable[[PyTree, PyTree], jax.Array]
+    trained: PyTree
+    metrics: dict[str, jax.Array]
+
+
+@dataclasses.dataclass(frozen=True)
+class Put:
+    """A technique put into a loop.
+
+    Attributes:
+      case: the technique.
+      forgotten: the line that the user forgot: the scaled loss, the axis of the gates, or the
+        reduction over the replicas.
+      calls: calls of the step.
+      replicated: whether the loop has replicas; on one device, reductions bring their own mesh.
+    """
+
+    case: Case
+    forgotten: str = ""
+    calls: int = 0
+    replicated: bool = False
+
+    @property
+    def replicas(self) -> int:
+        """Over which the batch is split."""
+        return REPLICAS if self.replicated or self.case.reduces else 1
+
+    @property
+    def batches(self) -> list[PyTree]:
+        """One for each call."""
+        random = np.random.default_rng(0)
+        draw = lambda width: random.normal(size=(ROWS, width)).astype("f")  # noqa: E731
+        calls = self.calls or 2 * self.case.calls
+        return [{"x": draw(8), "y": draw(4)} for _ in range(calls)]
+
+    def chain(self) -> optax.GradientTransformationExtraArgs:
+        """Technique and optimizer."""
+        inner = optimizer()
+        if self.replicas > 1 and not self.case.reduces and self.forgotten != REDUCTION:
+            inner = optax.chain(boostax.all_reduce(AXIS), inner)
+        axis = AXIS if self.replicas > 1 and self.forgotten != NAME else None
+        return optax.with_extra_args_support(self.case.make(inner, axis))
+
+    def loss(self, fn: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
+        """The loss; scales per group need boundaries in it."""
+        grouped = self.case.name.startswith("group_loss_scale")
+        return boostax.group_boundaries(fn, half) if grouped else fn
+
+    def oracle(self, fn: Callable[..., jax.Array], grad: Any = None, **how: Any) -> Any:
+        """boostax's, or that of the loop where the user forgot to scale the loss."""
+        if self.forgotten == SCALE:
+            plain = (grad or jax.value_and_grad)(fn)
+            return lambda params, state, batch: plain(params, batch)
+        return boostax.value_and_grad(self.loss(fn), **how)
+
+    # What stands in a loop for one device whose user wants a reduction: `on_mesh`.
+
+    @property
+    def mesh(self) -> Any:
+        """Replicas, and where the loop shards params a second axis."""
+        return jax.make_mesh((REPLICAS,), (AXIS,), axis_types=(AxisType.Auto,))
+
+    def on_mesh(self, params: PyTree) -> tuple[optax.GradientTransformation, PyTree, PyTree, dict]:
+        """Optimizer, its state, params and how the oracle is made, on the mesh if it has one."""
+        chain = self.chain()
+        if self.replicas == 1:
+            return chain, chain.init(params), params, {}
+        if not isinstance(jax.tree.leaves(params)[0].sharding, NamedSharding):
+            params = jax.device_put(params, NamedSharding(self.mesh, P()))
+        mesh = jax.tree.leaves(params)[0].sharding.mesh
+        tx = boostax.on_mesh(chain, params, axis_name=AXIS)
+        state = tx.init(params)
+        if self.case.own_params:
+            params = boostax.stack_replicas(PerReplica(params), REPLICAS)
+            params = jax.device_put(params, NamedSharding(mesh, P(AXIS)))
+        return tx, state, params, {"mesh": mesh, "axis_name": AXIS}
+
+
+def mse(prediction: jax.Array, batch: PyTree) -> jax.Array:
+    """The loss of all loops."""
+    return jnp.mean((prediction - batch["y"]) ** 2)
+
+
+# Flax linen.
+
+
+class Net(nn.Module):
+    """Two layers."""
+
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """A prediction."""
+        return nn.Dense(4, name="block")(jnp.tanh(nn.Dense(8, name="a")(x)))
+
+
+def linen_model() -> tuple[nn.Module, PyTree, Callable[[PyTree, PyTree], jax.Array]]:
+    """Module, params and loss."""
+    model = Net()
+    params = model.init(jax.random.key(0), jnp.ones((1, 8)))["params"]
+    return model, params, lambda p, batch: mse(model.apply({"params": p}, batch["x"]), batch)
+
+
+def linen_pmap(put: Put) -> Run:
+    """``TrainState``, replicated, in ``pmap``."""
+    model, params, loss = linen_model()
+    devices = jax.devices()[:REPLICAS]
+    state = TrainState.create(apply_fn=model.apply, params=params, tx=put.chain())
+    state = jax_utils.replicate(state, devices)
+    oracle = put.oracle(loss, axis_name=AXIS)
+
+    def train_step(state: Any, batch: PyTree) -> tuple[Any, jax.Array]:
+        value, grads = oracle(state.params, state.opt_state, batch)
+        return state.apply_gradients(grads=grads), value
+
+    step = jax.pmap(train_step, axis_name=AXIS, devices=devices)
+    for batch in put.batches:
+        batch = jax.tree.map(lambda x: x.reshape(REPLICAS, -1, *x.shape[1:]), batch)
+        state, _ = step(state, batch)
+    first = jax.tree.map(lambda x: x[0], state)
+    return Run(params, loss, first.params, boostax.metrics(first.opt_state))
+
+
+def linen_jit(put: Put) -> Run:
+    """``TrainState`` in ``jit``, params sharded over a model axis by ``NamedSharding``."""
+    model, params, loss = linen_model()
+    mesh = jax.make_mesh((REPLICAS, 2), (AXIS, "model"), axis_types=(AxisType.Auto,) * 2)
+    # A codec sees the shards of each device: as one device does where each has the whole.
+    spec = lambda x: P() if put.case.by_shard else P(*[None] * (x.ndim - 1), "model")  # noqa: E731
+    sharded = jax.tree.map(lambda x: jax.device_put(x, NamedSharding(mesh, spec(x))), params)
+    tx, opt_state, sharded, how = put.on_mesh(sharded)
+    state = TrainState(0, model.apply, sharded, tx, opt_state)
+    oracle = put.oracle(loss, **how)
+
+    @jax.jit
+    def train_step(state: Any, batch: PyTree) -> tuple[Any, jax.Array]:
+        value, grads = oracle(state.params, state.opt_state, batch)
+        return state.apply_gradients(grads=grads), value
+
+    for batch in put.batches:
+        batch = jax.device_put(batch, NamedSharding(mesh, P(AXIS)))
+        state, _ = train_step(state, batch)
+    return Run(params, loss, state.params, boostax.metrics(state.opt_state))
+
+
+# Flax NNX.
+
+
+class NnxNet(nnx.Module):
+    """Two layers."""
+
+    def __init__(self, rngs: nnx.Rngs):
+        self.a, self.block = nnx.Linear(8, 8, rngs=rngs), nnx.Linear(8, 4, rngs=rngs)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """A prediction."""
+        return self.block(jnp.tanh(self.a(x)))
+
+
+def nnx_optimizer(put: Put) -> Run:
+    """``nnx.Optimizer`` in ``nnx.jit``."""
+    model = NnxNet(nnx.Rngs(0))
+    graph, params = nnx.split(model)
+    loss = lambda model, batch: mse(model(batch["x"]), batch)  # noqa: E731
+    tx, _, params, how = put.on_mesh(params)
+    model = nnx.merge(graph, params)
+    optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
+    oracle = put.oracle(loss, nnx.value_and_grad, **how)
+
+    @nnx.jit
+    def train_step(model: Any, optimizer: Any, batch: PyTree) -> jax.Array:
+        value, grads = oracle(model, optimizer.opt_state, batch)
+        optimizer.update(model, grads.local if isinstance(grads, PerReplica) else grads)
+        return value
+
+    for batch in put.batches:
+        train_step(model, optimizer, batch)
+    pure = lambda params, batch: loss(nnx.merge(graph, params), batch)  # noqa: E731
+    start = nnx.state(NnxNet(nnx.Rngs(0)))
+    found = boostax.metrics(nnx.as_pure(optimizer.opt_state))
+    return Run(nnx.as_pure(start), pure, nnx.as_pure(nnx.state(model)), found)
+
+
+# Equinox.
+
+
+class EqxNet(eqx.Module):
+    """Two layers."""
+
+    a: eqx.nn.Linear
+    block: eqx.nn.Linear
+
+    def __init__(self, key: jax.Array):
+        one, other = jax.random.split(key)
+        self.a = eqx.nn.Linear(8, 8, key=one)
+        self.block = eqx.nn.Linear(8, 4, key=other)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """A prediction for one row."""
+        return self.block(jnp.tanh(self.a(x)))
+
+
+def equinox_filter_jit(put: Put) -> Run:
+    """A module for params, in ``eqx.filter_jit``."""
+    start = EqxNet(jax.random.key(0))
+    loss = lambda model, batch: mse(jax.vmap(model)(batch["x"]), batch)  # noqa: E731
+    tx, opt_state, model, how = put.on_mesh(eqx.filter(start, eqx.is_inexact_array))
+    oracle = put.oracle(loss, eqx.filter_value_and_grad, **how)
+
+    @eqx.filter_jit
+    def make_step(model: Any, opt_state: Any, batch: PyTree) -> tuple[Any, Any, jax.Array]:
+        value, grads = oracle(model, opt_state, batch)
+        updates, opt_state = tx.update(grads, opt_state, model)
+        return eqx.apply_updates(model, updates), opt_state, value
+
+    for batch in put.batches:
+        model, opt_state, _ = make_step(model, opt_state, batch)
+    return Run(start, loss, model, boostax.metrics(opt_state))
+
+
+# Haiku.
+
+
+def haiku_jit(put: Put) -> Run:
+    """``hk.transform`` and a jitted update."""
+    import haiku as hk
+
+    def forward(x: jax.Array) -> jax.Array:
+        return hk.Linear(4, name="block")(jnp.tanh(hk.Linear(8, name="a")(x)))
+
+    net = hk.without_apply_rng(hk.transform(forward))
+    start = net.init(jax.random.key(0), jnp.ones((1, 8)))
+    loss = lambda params, batch: mse(net.apply(params, batch["x"]), batch)  # noqa: E731
+    tx, opt_state, params, how = put.on_mesh(start)
+    oracle = put.oracle(loss, **how)
+
+    @jax.jit
+    def update(params: Any, opt_state: Any, batch: PyTree) -> tuple[Any, Any]:
+        _, grads = oracle(params, opt_state, batch)
+        updates, opt_state = tx.update(grads, opt_state, params)
+        return optax.apply_updates(params, updates), opt_state
+
+    for batch in put.batches:
+        params, opt_state = update(params, opt_state, batch)
+    return Run(start, loss, params, boostax.metrics(opt_state))
+
+
+# Keras 3.
+
+
+def keras_stateless(put: Put) -> Run:
+    """``stateless_call`` on the JAX backend, as in Keras's guide to loops of one's own."""
+    os.environ["KERAS_BACKEND"] = "jax"
+    import keras
+
+    keras.utils.set_random_seed(0)
+    layers = [keras.layers.Dense(8, "tanh", name="a"), keras.layers.Dense(4, name="block")]
+    model = keras.Sequential([keras.Input((8,)), *layers])
+    variables = {f"{each.name}/{v.name}": v for each in layers for v in each.trainable_variables}
+    start = {path: v.value for path, v in variables.items()}
+    fixed = [v.value for v in model.non_trainable_variables]
+
+    def loss(params: PyTree, batch: PyTree) -> jax.Array:
+        prediction, _ = model.stateless_call([params[path] for path in variables], fixed, batch["x"])
+        return mse(prediction, batch)
+
+    tx, opt_state, params, how = put.on_mesh(start)
+    oracle = put.oracle(loss, **how)
+
+    @jax.jit
+    def train_step(state: Any, batch: PyTree) -> tuple[jax.Array, Any]:
+        params, opt_state = state
+        value, grads = oracle(params, opt_state, batch)
+        updates, opt_state = tx.update(grads, opt_state, params)
+        return value, (optax.apply_updates(params, updates), opt_state)
+
+    state = params, opt_state
+    for batch in put.batches:
+        _, state = train_step(state, batch)
+    return Run(start, loss, state[0], boostax.metrics(state[1]))
+
+
+# Optax alone.
+
+
+def optax_jit(put: Put) -> Run:
+    """A dict of arrays and a jitted step, donated."""
+    one, other = jax.random.split(jax.random.key(0))
+    start = {
+        "a": {"w": jax.random.normal(one, (8, 8)) / 3, "b": jnp.zeros(8)},
+        "block": {"w": jax.random.normal(other, (8, 4)) / 3, "b": jnp.zeros(4)},
+    }
+
+    def loss(params: PyTree, batch: PyTree) -> jax.Array:
+        hidden = jnp.tanh(batch["x"] @ params["a"]["w"] + params["a"]["b"])
+        return mse(hidden @ params["block"]["w"] + params["block"]["b"], batch)
+
+    tx, opt_state, params, how = put.on_mesh(jax.tree.map(jnp.copy, start))
+    oracle = put.oracle(loss, **how)
+
+    def step(params: Any, opt_state: Any, batch: PyTree) -> tuple[Any, Any, jax.Array]:
+        value, grads = oracle(params, opt_state, batch)
+        updates, opt_state = tx.update(grads, opt_state, params)
+        return optax.apply_updates(params, updates), opt_state, value
+
+    step = jax.jit(step, donate_argnums=(0, 1))
+    for batch in put.batches:
+        params, opt_state, _ = step(params, opt_state, batch)
+    return Run(start, loss, params, boostax.metrics(opt_state))
+
+
+REPLICATED = {"Flax linen, pmap": linen_pmap, "Flax linen, jit and NamedSharding": linen_jit}
+LOOPS = REPLICATED | {
+    "Flax NNX": nnx_optimizer,
+    "Equinox": equinox_filter_jit,
+    "Haiku": haiku_jit,
+    "Keras 3": keras_stateless,
+    "Optax": optax_jit,
+}
+
+
+def put_into(loop: str, case: Case, **how: Any) -> Put:
+    """A technique for a loop."""
+    return Put(case, replicated=loop in REPLICATED, **how)
+
+
+def reference(put: Put, run: Run) -> PyTree:
+    """The params of every replica after the same training without anybody's loop, under ``vmap``."""
+    axis = AXIS if put.replicas > 1 else None
+    tx, loss = put.chain(), boostax.value_and_grad(put.loss(run.loss), axis_name=axis)
+
+    def train(params: PyTree, batches: list[PyTree]) -> PyTree:
+        state = tx.init(params)
+        for batch in batches:
+            _, grads = loss(params, state, batch)
+            params, state = boostax.apply_gradients(tx, grads, state, params)
+        return params
+
+    split = lambda x: x.reshape(put.replicas, -1, *x.shape[1:])  # noqa: E731
+    batches = jax.tree.map(split, put.batches)
+    mapped = jax.vmap(train, in_axes=(None, 0), axis_name=axis)
+    return jax.jit(mapped)(run.params, batches)
+
+
+def difference(put: Put, run: Run) -> float:
+    """The largest of an element, relative to one: params are about 1."""
+    wanted = reference(put, run)
+    trained = run.trained
+    if isinstance(trained, PerReplica):
+        trained = trained.local
+    else:
+        wanted = jax.tree.map(lambda x: x[0], wanted)
+    pairs = zip(jax.tree.leaves(trained), jax.tree.leaves(wanted), strict=True)
+    return max(float(np.abs(np.asarray(x) - np.asarray(y)).max()) for x, y in pairs)
