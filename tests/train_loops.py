@@ -299,7 +299,9 @@ def keras_stateless(put: Put) -> Run:
     fixed = [v.value for v in model.non_trainable_variables]
 
     def loss(params: PyTree, batch: PyTree) -> jax.Array:
-        prediction, _ = model.stateless_call([params[path] for path in variables], fixed, batch["x"])
+        prediction, _ = model.stateless_call(
+            [params[path] for path in variables], fixed, batch["x"]
+        )
         return mse(prediction, batch)
 
     tx, opt_state, params, how = put.on_mesh(start)

@@ -21,9 +21,9 @@ from jax import lax
 from boostax._core import axes, checks, trees
 from boostax._core.about import described
 from boostax._core.gate import (
-    GatedTransformation,
     Pending,
     flush_inner,
+    gated,
     held,
     outermost_passed,
     passed,
@@ -61,7 +61,7 @@ def carry(
     rules: Rules = FLAX,
     *,
     axis_name: axes.AxisName | None = None,
-) -> GatedTransformation:
+) -> optax.GradientTransformationExtraArgs:
     r"""Set carried leaves to their "gradients", and hand ``inner`` all others.
 
     A carried leaf's cotangent :math:`v` is its new value. Over the micro-steps :math:`i` of a
@@ -173,7 +173,7 @@ def carry(
         still = state.open & held(inner_state)
         return params, state._replace(open=still, inner_state=inner_state)
 
-    return GatedTransformation(init_fn, step_fn, flush_fn)
+    return gated(init_fn, step_fn, flush_fn)
 
 
 def require_outside(inner_state: PyTree, who: str) -> None:

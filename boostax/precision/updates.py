@@ -15,10 +15,10 @@ from boostax._core import axes, checks, trees
 from boostax._core.about import described
 from boostax._core.finite import stays_finite
 from boostax._core.gate import (
-    GatedTransformation,
     Pending,
     flush_inner,
     gate,
+    gated,
     outermost_passed,
     run,
 )
@@ -144,4 +144,4 @@ def check_updates(
             (params, state) if new is state.inner_state else judged(value, new, state, params, True)
         )
 
-    return GatedTransformation(init_fn, step_fn, flush_fn)
+    return gated(init_fn, step_fn, flush_fn)

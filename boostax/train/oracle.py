@@ -46,10 +46,10 @@ def value_and_grad(
 
     The loss is multiplied by the scale found in ``opt_state`` (in f32), so the gradients come out
     multiplied by it; the loss itself is returned unscaled. With ``axis_name`` the gradients are
-    *local* to each replica, and loss and ``Aux.metrics`` are averaged over the replicas: the mean of
-    the local gradients is the gradient of the mean of what ``loss_fn`` returns on each, also where
-    it averages or sums over the replicas itself (``lax.pmean``: batch statistics, the whole loss),
-    with JAX's checking on or off. Where the loss returns ``Aux(weight=...)``, replica :math:`r`'s
+    *local* to each replica, and loss and ``Aux.metrics`` are averaged over the replicas: the mean
+    of the local gradients is the gradient of the mean of what ``loss_fn`` returns on each, also
+    where it averages or sums over the replicas itself (``lax.pmean``: batch statistics, the whole
+    loss), with JAX's checking on or off. Where the loss returns ``Aux(weight=...)``, replica :math:`r`'s
     gradient is multiplied by :math:`n\,w_r / \sum w`, so that the mean over replicas is the mean
     over all tokens. Leaves that ``boostax.carry`` names are as the loss hands them out;
     micro-batches are combined by its rules.
