@@ -71,6 +71,14 @@ CASES = [
         ),
     ),
     Case(
+        "check_updates",
+        lambda inner, axis: boostax.check_updates(inner, axis_name=axis),
+        bad_arguments=(
+            (lambda: boostax.check_updates(3.0), "inner"),
+            (lambda: boostax.check_updates(OPT, axis_name=()), "axis_name"),
+        ),
+    ),
+    Case(
         "accumulate",
         lambda inner, axis: boostax.accumulate(inner, 2, axis_name=axis),
         calls=2,

@@ -1,6 +1,7 @@
 """What leaves a gate is as finite as what went in, or was never taken."""
 
 import functools
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -102,3 +103,151 @@ def test_replicas_drop_a_window_together(mesh, normalize, check_vma):
         state, metrics = step(state, batch)
     assert not metrics["applied"] and metrics["dropped_windows"] == 1
     assert_same(jax.device_get((state.params, state.opt_state.inner_state.inner_state)), before)
+
+
+# What an optimizer makes of good gradients.
+
+
+class Norms(NamedTuple):
+    """How often it was asked, and the last norm."""
+
+    count: jax.Array
+    norm: jax.Array
+
+
+def normalized():
+    """Divides by the norm, with nothing to keep it from zero."""
+
+    def init(params):
+        del params
+        return Norms(jnp.zeros((), jnp.int32), jnp.ones(()))
+
+    def update(updates, state, params=None):
+        norm = optax.tree.norm(updates)
+        divided = jax.tree.map(lambda u: u / norm, updates)
+        return divided, Norms(state.count + 1, norm)
+
+    return optax.chain(
+        optax.GradientTransformation(init, update), optax.trace(0.9), optax.scale(-1)
+    )
+
+
+checked = boostax.check_updates
+decayed = optax.chain(optax.add_decayed_weights(0.1), optax.clip_by_global_norm(1.0), ADAM)
+# Optimizer, params, a good gradient, and one of which the optimizer makes what is not finite.
+FAULTS = {
+    "0/0": (normalized(), jnp.ones(2), jnp.float32([3.0, 4.0]), jnp.zeros(2)),
+    "beyond the dtype": (
+        optax.sgd(1.0),
+        jnp.ones(2, jnp.float16),
+        ONE[:2],
+        jnp.float32([1.0, 1e6]),
+    ),
+    "into the state": (
+        optax.chain(optax.trace(0.0, accumulator_dtype="float16"), optax.clip(1.0)),
+        jnp.ones(2),
+        ONE[:2],
+        jnp.float32([1.0, 1e6]),
+    ),
+}
+NESTINGS = {
+    "alone": checked,
+    "scaler": lambda opt: safe(checked(opt)),
+    "window": lambda opt: boostax.accumulate(checked(opt), 1),
+    "both": lambda opt: safe(boostax.accumulate(checked(opt), 1)),
+    "in a chain": lambda opt: optax.chain(optax.identity(), checked(opt)),
+    "around a window": lambda opt: checked(boostax.accumulate(opt, 1)),
+    "group scales": lambda opt: boostax.group_loss_scale(checked(opt), 0, init_scale=1.0),
+}
+
+
+def innermost(state):
+    """Moments and counters of the optimizer."""
+    inside = [x for x in jax.tree.leaves(state, is_leaf=is_check) if is_check(x)]
+    state = inside[0].inner_state
+    return state.inner_state if isinstance(state, boostax.AccumulateState) else state
+
+
+def is_check(x):
+    return isinstance(x, boostax.CheckUpdatesState)
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.parametrize("nesting", NESTINGS)
+def test_a_step_that_would_not_stay_finite_never_happened(nesting, fault):
+    opt, params, good, bad = FAULTS[fault]
+    tx = NESTINGS[nesting](opt)
+    without = run(tx, [(good, {}), (good, {})], params)
+    found = run(tx, [(good, {}), (bad, {})], params)
+    once = run(tx, [(good, {})], params)
+    assert_same((found[0], innermost(found[1])), (once[0], innermost(once[1])))
+    metrics = boostax.metrics(found[1])
+    assert metrics["held_updates"] == 1 and not metrics["last_update_finite"]
+    between = run(tx, [(bad, {}), (good, {}), (bad, {}), (good, {})], params)
+    assert_same((between[0], innermost(between[1])), (without[0], innermost(without[1])))
+    metrics = boostax.metrics(between[1])
+    assert metrics["held_updates"] == 2 and metrics["last_update_finite"]
+    assert boostax.all_finite((between[0], innermost(between[1])))
+    # Nothing is wrong with the gradient, so the scale is not to blame.
+    assert metrics.get("skipped_steps", 0) == 0
+
+
+def test_what_was_infinite_before_holds_nothing_back():
+    """A masked param, the best loss before the first; but it may not spread."""
+    params = {"mask": jnp.float32([-jnp.inf, 1.0]), "w": jnp.float32(1.0)}
+    grads = {"mask": jnp.ones(2), "w": jnp.float32(1.0)}
+    tx = safe(checked(optax.chain(optax.sgd(0.5), optax.contrib.reduce_on_plateau())))
+    params_after, state = run(tx, [(grads, {"value": jnp.float32(2.0)})], params)
+    assert params_after["mask"].tolist() == [-np.inf, 0.5] and float(params_after["w"]) == 0.5
+    assert boostax.metrics(state)["held_updates"] == 0
+    tx = safe(checked(decayed))
+    params_after, state = run(tx, [(grads, {}), (grads, {})], params)
+    assert_same(params_after, params)
+    assert boostax.metrics(state)["held_updates"] == 2 and boostax.all_finite(innermost(state))
+
+
+def test_a_held_update_of_a_window_is_a_dropped_window():
+    """Of 1 and -1 the mean is zero, and so is its norm."""
+    tx = boostax.accumulate(checked(normalized()), 2)
+    opposite = [(jnp.float32([x, 0.0]), {}) for x in (1.0, -1.0)]
+    alike = [(jnp.float32([x, 0.0]), {}) for x in (1.0, 1.0)]
+    params, state = run(tx, [*opposite, *alike], jnp.zeros(2))
+    assert params.tolist() == [-1.0, 0.0]
+    metrics = boostax.metrics(state)
+    assert metrics["dropped_windows"] == metrics["held_updates"] == metrics["optimizer_steps"] == 1
+    params, state = run(tx, opposite[:1], jnp.zeros(2), flush=True)
+    assert params.tolist() == [-1.0, 0.0]
+    outside = checked(boostax.accumulate(normalized(), 4))
+    params, state = run(outside, opposite, jnp.zeros(2), flush=True)
+    assert params.tolist() == [0.0, 0.0] and state.held_updates == 1
+    # As never flushed: the window is open still.
+    assert state.inner_state.micro_step == 2
+
+
+@pytest.mark.parametrize("check_vma", [True, False])
+def test_replicas_hold_back_together(mesh, check_vma):
+    """The sum of one of eight overflows, and with it the state: none takes the micro-batch."""
+    window = boostax.accumulate(
+        optax.chain(boostax.all_reduce("data"), ADAM),
+        2,
+        accumulator_dtype="float16",
+        axis_name="data",
+    )
+    tx = safe(checked(window, axis_name="data"), axis_name="data")
+    step = boostax.make_train_step(
+        lambda w, x: jnp.mean(w * x), tx, mesh=mesh, axis_name="data", check_vma=check_vma
+    )
+    good, bad = jnp.ones(8), jnp.ones(8).at[3].set(6e4)
+    state, _ = step(step.init(jnp.float32(1.0)), bad)
+    before = jax.device_get((state.params, state.opt_state.inner_state.inner_state))
+    state, metrics = step(state, bad)
+    assert not metrics["applied"] and metrics["held_updates"] == 1
+    assert_same(jax.device_get((state.params, state.opt_state.inner_state.inner_state)), before)
+    state, metrics = step(state, good)
+    assert metrics["applied"] and metrics["held_updates"] == 1
+
+
+def test_state_per_replica_wants_the_axis():
+    tx = checked(optax.chain(boostax.top_k_reduce("data", density=0.5), optax.sgd(1.0)))
+    with pytest.raises(ValueError, match=r"check_updates: axis_name must be .* got None"):
+        tx.init(jnp.ones(4))

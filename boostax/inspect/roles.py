@@ -16,6 +16,7 @@ _NAMES: Mapping[str, tuple[str, ...]] = {
     "peer window": ("MultiSteps",),
     "adder": ("apply_every",),
     "hold": ("apply_if_finite",),
+    "check": ("check_updates",),
     # By the step's number; the first lets gradients pass, the second makes them zero.
     "condition": ("conditionally_transform",),
     "mask": ("conditionally_mask",),
@@ -66,7 +67,7 @@ _NAMES: Mapping[str, tuple[str, ...]] = {
 _ROLES = {name: role for role, names in _NAMES.items() for name in names}
 
 # Names for several roles at once.
-GATES = ("scaler", "window", "peer window", "hold", "mask")
+GATES = ("scaler", "window", "peer window", "hold", "check", "mask")
 REDUCTIONS = ("mean", "adasum", "compressed")
 CLIPS = ("norm clip", "clip")
 RATES = ("rate", "schedule")
