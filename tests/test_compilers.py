@@ -94,6 +94,28 @@ def test_a_window_that_may_be_dropped_writes_in_place(options, target):
     assert applied <= 3.1
 
 
+CHECKED = {
+    "alone": boostax.check_updates,
+    "in both gates": lambda tx: boostax.dynamic_loss_scale(
+        boostax.accumulate(boostax.check_updates(tx), WINDOW)
+    ),
+}
+
+
+@everywhere
+@pytest.mark.parametrize("name", CHECKED)
+def test_a_checked_update_keeps_one_copy_until_it_is_known(name, target):
+    """Params and two moments; a call that an outer gate holds back pays nothing of it."""
+    found = cases.on_one_chip(CHECKED[name](cases.adam()), target)
+    temporaries, held = found.temporary_bytes / BYTES, found.traffic.least / BYTES
+    applied = found.traffic.most / bare(target).traffic.most
+    print(f"{name}: temporaries {temporaries:.3f} P, held {held:.3f} P, {applied:.2f} of Adam's")
+    assert temporaries <= 3.1
+    assert name == "alone" or held <= 1.1
+    if name == "alone":
+        assert applied <= 2.6
+
+
 @everywhere
 @pytest.mark.parametrize("name", GATES)
 def test_the_pure_update_takes_one_copy(name, target):

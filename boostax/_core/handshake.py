@@ -124,7 +124,7 @@ def by_path(tree: PyTree, numbers: list[int]) -> dict[str, int]:
     return dict(zip(paths, numbers, strict=True))
 
 
-def hand_on(old: jax.Array, new: jax.Array) -> None:
+def hand_on(old: jax.Array | None, new: jax.Array | None) -> None:
     """Make two arrays one to whoever asks: what marks either marks both."""
     if isinstance(old, Tracer) and isinstance(new, Tracer):
         mark = _mark(old)

@@ -27,7 +27,7 @@ class GroupLossScaleState(NamedTuple):
       overflow_group: i32, the group to blame for the last skipped step; -1 before the first.
       backoffs: i32 ``[G]``, how often the entry of the table was lowered for an overflow.
       floor_hits: i32 ``[G]``, how often it should have been and was at ``min_scale`` already.
-      last_finite: bool, whether the last step ran; False before the first.
+      last_finite: bool, whether the last gradients were finite; False before the first.
       skipped_steps: i32, steps skipped since the start.
       skipped_in_a_row: i32, steps skipped since the last one that ran.
       inner_state: state of the inner transformation.

@@ -35,7 +35,7 @@ class LossScaleState(NamedTuple):
       scale: f32 scalar, the scale that the next loss is to be multiplied by.
       clean_steps: i32, steps since the last overflow or growth.
       tolerance: i32, overflows still tolerated before the scale is lowered (``hysteresis``).
-      last_finite: bool, whether the last step ran; False before the first.
+      last_finite: bool, whether the last gradients were finite; False before the first.
       skipped_steps: i32, steps skipped since the start.
       skipped_in_a_row: i32, steps skipped since the last one that ran.
       growths: i32, how often the scale was raised.
@@ -104,7 +104,8 @@ def dynamic_loss_scale(
     ``growth_factor`` (unless that would pass ``max_scale``); at the ``hysteresis``-th overflow
     since the last such run, and at every one after it, it shrinks by ``backoff_factor``, not below
     ``min_scale``. A skipped step leaves ``inner`` bit for bit as it was: moments, schedules,
-    weight decay. It never gives up and applies a bad step; watch ``skipped_in_a_row``.
+    weight decay. It never gives up and applies a bad step; watch ``skipped_in_a_row``. It looks at
+    gradients: what ``inner`` makes of good ones is the business of ``check_updates``.
 
     Put everything that must be skipped *inside*: ``dynamic_loss_scale(chain(clip, adamw))``. Pass
     ``scale_loss(loss, opt_state)`` to ``jax.grad``, or use ``boostax.value_and_grad``, which does:

@@ -80,9 +80,9 @@ def drawn(tx: optax.GradientTransformation) -> optax.GradientTransformationExtra
         return gated(tx.init, step, gate.flush)
 
     def update(
-        grads: PyTree, state: Any, params: PyTree = None, **extra: Any
+        updates: PyTree, state: Any, params: PyTree = None, **extra: Any
     ) -> tuple[PyTree, Any]:
-        given = assume_scaled(grads, state)
+        given = assume_scaled(updates, state)
         return optax.with_extra_args_support(tx).update(given, state, params, **extra)
 
     return optax.GradientTransformationExtraArgs(tx.init, update)
