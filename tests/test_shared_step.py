@@ -221,14 +221,24 @@ def test_a_run_that_is_flushed_is_that_of_the_whole():
         assert_near(x, y)
 
 
+def hidden(tx):
+    """A transformation in which nobody can read what it holds."""
+    return optax.GradientTransformation(tx.init, lambda *args: tx.update(*args))
+
+
 def test_a_part_that_decides_for_each_replica_is_refused():
-    step = made(optax.apply_if_finite(optax.chain(mean(), optax.sgd(0.1)), 3), True)
+    tx = optax.apply_if_finite(optax.chain(mean(), optax.sgd(0.1)), 3)
+    with pytest.raises(ValueError, match="all_reduce inside apply_if_finite: it keeps local"):
+        made(tx, True)
+    step = made(hidden(tx), True)
     with pytest.raises(ValueError, match="must be the same on all replicas, got some that differ"):
         step.lower(step.init(initial()), batch(0))
 
 
 def test_gradients_that_were_never_reduced_are_refused():
-    step = made(optax.adam(1e-2), True)
+    with pytest.raises(ValueError, match=r"Put boostax\.all_reduce\('data'\) first in the chain"):
+        made(optax.adam(1e-2), True)
+    step = made(hidden(optax.adam(1e-2)), True)
     with pytest.raises(ValueError, match=r"Put a reduction, such as boostax\.all_reduce, first"):
         step.lower(step.init(initial()), batch(0))
 

@@ -82,6 +82,26 @@ def collectives(fn: Callable[..., Any] | jaxprs.ClosedJaxpr, *args: Any) -> list
     return list(_walk(jaxpr.jaxpr, {}, 1, (), "", itertools.count()))
 
 
+def axes_of(program: jaxprs.ClosedJaxpr) -> frozenset[str]:
+    """The named axes, bound around a program or in it, over which it communicates."""
+    require_readable()
+    return frozenset(_axes(program.jaxpr))
+
+
+def _axes(jaxpr: jaxprs.Jaxpr) -> Iterator[str]:
+    for eqn in jaxpr.eqns:
+        if kind(eqn.primitive.name) in RING:
+            yield from (x for x in _named(eqn) if isinstance(x, str))
+        for inner in bodies(eqn):
+            yield from _axes(inner)
+
+
+def _named(eqn: jaxprs.JaxprEqn) -> tuple[Any, ...]:
+    """The axes of a collective; of several, some may be positions that ``vmap`` has given."""
+    axes = eqn.params.get("axes", eqn.params.get("axis_name", ()))
+    return axes if isinstance(axes, tuple) else (axes,)
+
+
 @functools.cache
 def require_readable() -> None:
     """Raise unless each kind of collective is counted in a program that has one of each."""
@@ -176,9 +196,8 @@ def _walk(
     for eqn in jaxpr.eqns:
         here = f"{stack}/{eqn.source_info.name_stack}"
         name = kind(eqn.primitive.name)
-        axes = eqn.params.get("axes", eqn.params.get("axis_name"))
-        if name in RING and axes is not None:
-            names = tuple(x for x in (axes if isinstance(axes, tuple) else (axes,)) if x in sizes)
+        if name in RING and _named(eqn):
+            names = tuple(x for x in _named(eqn) if x in sizes)
             nbytes = sum(_bytes(v.aval) for v in eqn.invars)
             replicas = math.prod(sizes[x] for x in names)
             avals: list[Any] = [v.aval for v in eqn.invars]

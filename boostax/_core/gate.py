@@ -25,7 +25,7 @@ import jax.numpy as jnp
 import optax
 from jax import lax
 
-from boostax._core import axes, trees
+from boostax._core import axes, costs, trees
 from boostax._core.placement import settled
 
 PyTree = Any
@@ -159,6 +159,7 @@ def gate(
     *,
     apply: bool,
     who: str,
+    names: tuple[str, ...] | None = None,
 ) -> tuple[PyTree, Any]:
     """``heavy()`` where the predicate holds; else params (or zero updates) and state untouched.
 
@@ -169,10 +170,14 @@ def gate(
       state: the old state; ``heavy``'s is cast to its dtypes, so that a step never changes them.
       apply: see ``heavy``.
       who: the transformation's name, for errors.
+      names: axes over which the predicate was agreed, or by which local gradients are known;
+        ``None`` where it does not depend on gradients.
     """
     axes.require_invariant(predicate, who)
     # Both branches need the result's types before either can be built.
     replay, types = trees.trace_once(heavy)
+    if names is not None:
+        _require_agreed(replay, names, who)
     # Zeros like the result itself: its dtype, its sharding and the axes over which it varies.
     held = (params if apply else jax.tree.map(axes.zeros, types[0]), state)
     hint = "tx.init(params) makes a state for these gradients."
@@ -185,6 +190,25 @@ def gate(
         return axes.unify((value, trees.cast_like(new_state, state)), held)
 
     return branch(predicate, work, lambda: held)
+
+
+def _require_agreed(heavy: trees.Replay, names: tuple[str, ...], who: str) -> None:
+    """Refuse collectives in a branch that each replica takes by itself, where no type tells.
+
+    With checking on, the predicate's type has told.
+    """
+    missing = sorted(
+        name
+        for name in costs.axes_of(heavy.program) - frozenset(names)
+        if not axes.varying(axes.to_varying(jnp.zeros(()), (name,)))
+    )
+    if missing:
+        words = ", ".join(repr(name) for name in missing)
+        raise ValueError(
+            f"{who}: axis_name must name all axes over which what is inside communicates, got "
+            f"{names or None}, and inside something is sent over {words}. Replicas that decide "
+            "alone wait for each other for ever, and share what differs. Pass them in axis_name."
+        )
 
 
 def branch(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -181,7 +181,18 @@ def _walk(tree: PyTree, wanted: Callable[[Any], bool]) -> Iterator[Any]:
                 yield from _walk(child, wanted)
 
 
-def trace_once(fn: Callable[..., PyTree], *args: PyTree) -> tuple[Callable[..., PyTree], PyTree]:
+class Replay(NamedTuple):
+    """A function as its traced program; a call runs that, on arguments of the same types."""
+
+    program: jaxprs.ClosedJaxpr
+    structure: Any
+
+    def __call__(self, *args: PyTree) -> PyTree:
+        leaves = jaxprs.jaxpr_as_fun(self.program)(*jax.tree.leaves(args))
+        return jax.tree.unflatten(self.structure, leaves)
+
+
+def trace_once(fn: Callable[..., PyTree], *args: PyTree) -> tuple[Replay, PyTree]:
     """``fn`` as a replayable trace, and the types of its result.
 
     ``jax.eval_shape(fn)`` followed by ``fn`` would run the Python code of the inner transformation
@@ -196,9 +207,4 @@ def trace_once(fn: Callable[..., PyTree], *args: PyTree) -> tuple[Callable[..., 
       ``jax.ShapeDtypeStruct`` with sharding and varying axes.
     """
     traced, types = jax.make_jaxpr(fn, return_shape=True)(*args)
-
-    def replay(*replayed: PyTree) -> PyTree:
-        leaves = jaxprs.jaxpr_as_fun(traced)(*jax.tree.leaves(replayed))
-        return jax.tree.unflatten(jax.tree.structure(types), leaves)
-
-    return replay, types
+    return Replay(traced, jax.tree.structure(types)), types

@@ -228,7 +228,8 @@ def accumulate(
         if not (weighted or judged):
             value, new_state = run_on()
         else:
-            value, new_state = gate(ok, run_on, params, state, apply=apply, who=who)
+            how: Any = {"apply": apply, "who": who, "names": names}
+            value, new_state = gate(ok, run_on, params, state, **how)
         return value, _Closed(new_state, ok & passed(new_state))
 
     @described(who, names, inner_state=tx)
@@ -273,6 +274,7 @@ def accumulate(
             _held(state.inner_state),
             apply=apply,
             who=who,
+            names=names,
         )
         state = state._replace(window=PerReplica(sums) if names else sums)
         return value, _next(state, jnp.where(ends, 0, count), closed, ends)
@@ -291,6 +293,7 @@ def accumulate(
             _held(state.inner_state),
             apply=True,
             who=who,
+            names=names,
         )
         # What the inner transformation holds open in its turn.
         params, inner_state = flush_inner(tx, closed.inner_state, params, extra)

@@ -58,7 +58,9 @@ def agreements(found: Sequence[Row]) -> Iterator[Finding]:
     for row in found:
         if row.role not in ("scaler", "window"):
             continue
-        inner = {axis for other in found if other.inside(row) for axis in other.axes}
+        # A clip's axes are those of shards, which a gate sees by their types.
+        inside = (other for other in found if other.inside(row) and other.role not in CLIPS)
+        inner = {axis for other in inside for axis in other.axes}
         missing = inner - set(row.axes)
         if missing:
             words = ", ".join(repr(x) for x in sorted(missing))

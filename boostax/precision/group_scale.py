@@ -203,7 +203,8 @@ def group_loss_scale(
             pending = Pending(treedef.unflatten(unscaled))
             return run(tx, pending, state.inner_state, params, apply=apply, extra=extra)
 
-        value, inner_state = gate(ok, heavy, params, state.inner_state, apply=apply, who=who)
+        held = params, state.inner_state
+        value, inner_state = gate(ok, heavy, *held, apply=apply, who=who, names=names)
         due = ~ok | (state.until_count <= 0)
         old = jnp.stack([state.nonfinite, state.underflow, state.entries])
         nonfinite, underflow, entries = branch(due, lambda: _counts(parts, names), lambda: old)

@@ -275,7 +275,8 @@ def _scaled(
 
         if skip:
             ok = axes.agree(usable(unscaled), names)
-            value, inner_state = gate(ok, heavy, params, state.inner_state, apply=apply, who=who)
+            held = params, state.inner_state
+            value, inner_state = gate(ok, heavy, *held, apply=apply, who=who, names=names)
         else:
             ok = jnp.asarray(True)
             value, inner_state = heavy()

@@ -1,0 +1,83 @@
+"""Gates without the axis of a collective inside them, also where no type tells replicas apart."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax import lax
+from jax.sharding import PartitionSpec
+
+import boostax
+
+W = jnp.ones(3)
+SGD = optax.sgd(0.1)
+GATES = {
+    "dynamic": boostax.dynamic_loss_scale,
+    "static": lambda tx, **axis: boostax.static_loss_scale(tx, 8.0, **axis),
+    "group": lambda tx, **axis: boostax.group_loss_scale(tx, 0, **axis),
+    "window": lambda tx, **axis: boostax.accumulate(tx, 2, **axis),
+    "weighted": lambda tx, **axis: boostax.accumulate(tx, 2, normalize="weight", **axis),
+    "scaler in a window": lambda tx, **axis: boostax.accumulate(
+        boostax.dynamic_loss_scale(tx, **axis), 2, axis_name="data"
+    ),
+}
+pmean = optax.stateless(lambda updates, params: lax.pmean(updates, "data"))
+INSIDE = {"all_reduce": boostax.all_reduce("data"), "a mean by hand": pmean}
+
+
+def weighted(name):
+    return {"weight": jnp.float32(1)} if name == "weighted" else {}
+
+
+def mapped(mode, mesh, fn):
+    x = jnp.ones((8, 3))
+    if mode == "pmap":
+        return jax.pmap(fn, axis_name="data")(x)
+    if mode == "vmap":
+        return jax.vmap(fn, axis_name="data")(x)
+    specs = {"in_specs": PartitionSpec("data"), "out_specs": PartitionSpec("data")}
+    each = lambda x: fn(x[0])[None]  # noqa: E731
+    return jax.jit(jax.shard_map(each, mesh=mesh, check_vma=mode == "checked", **specs))(x)
+
+
+def update(tx, name):
+    state = tx.init(W)
+    return lambda g: tx.update(g, state, W, **weighted(name))[0]
+
+
+def trained(mode, mesh, tx, name):
+    """One call on each replica, with a state that is equal on all; JAX checks that it stays so."""
+    fn = update(tx, name)
+    if mode != "checked" or name not in ("window", "weighted"):
+        return mapped(mode, mesh, fn)
+    specs = {"in_specs": (PartitionSpec("data"), PartitionSpec()), "out_specs": PartitionSpec()}
+    run = lambda g, state: tx.update(g[0], state, W, **weighted(name))[1]  # noqa: E731
+    return jax.jit(jax.shard_map(run, mesh=mesh, **specs))(jnp.ones((8, 3)), tx.init(W))
+
+
+@pytest.mark.parametrize("mode", ["checked", "unchecked", "pmap", "vmap"])
+@pytest.mark.parametrize("inside", INSIDE)
+@pytest.mark.parametrize("name", GATES)
+def test_a_gate_without_the_axis_of_what_it_holds_is_refused(mesh, name, inside, mode):
+    """A scaler hung at the first overflow on one replica; a window was each replica's own."""
+    tx = GATES[name](optax.chain(INSIDE[inside], SGD))
+    said = ": axis_name must name all axes over which what is inside communicates, got None"
+    if mode == "checked":
+        said = "replicat" if name in ("window", "weighted") else "must be the same on all replicas"
+    with pytest.raises(ValueError, match=said):
+        trained(mode, mesh, tx, name)
+    right = GATES[name](optax.chain(INSIDE[inside], SGD), axis_name="data")
+    found = mapped(mode, mesh, update(right, name))
+    assert np.isfinite(found).all()
+
+
+def test_a_gate_needs_no_axis_where_nothing_is_sent():
+    """Gradients that a loop of one's own has averaged before, as in Flax's examples under pmap."""
+    for name, make in GATES.items():
+        if name == "scaler in a window":
+            continue
+        tx = make(SGD)
+        for mode in ("pmap", "vmap"):
+            run = lambda g: update(tx, name)(lax.pmean(g, "data"))  # noqa: B023, E731
+            assert np.isfinite(mapped(mode, None, run)).all()
