@@ -35,6 +35,9 @@ def apply_gradients(
     Returns:
       ``(params, opt_state)``, params in their own dtypes.
 
+    Raises:
+      ValueError: a ``weight`` for ``optax.MultiSteps``, whose mean is that of the micro-steps.
+
     Example:
       >>> import boostax, jax.numpy as jnp, optax
       >>> tx = boostax.static_loss_scale(optax.sgd(0.5), 2.0)
@@ -43,6 +46,13 @@ def apply_gradients(
       >>> float(w)
       0.5
     """
+    peers = trees.find(opt_state, lambda node: isinstance(node, optax.MultiStepsState))
+    if peers and "weight" in extra_args:
+        raise ValueError(
+            "apply_gradients: weight must be left out around optax.MultiSteps, got one: its "
+            "windows are means over micro-steps, whatever each of them weighs. Use "
+            "boostax.accumulate(..., normalize='weight')."
+        )
     gate = gate_of(tx)
     if gate is not None:
         return gate.step(Pending(grads), opt_state, params, apply=True, **extra_args)
