@@ -429,6 +429,22 @@ def test_a_step_whose_replicas_would_part_or_hang_is_refused(mesh, tx, lack, che
     assert f", got {lack}: " in str(error.value)
 
 
+@pytest.mark.parametrize("check_vma", [True, False])
+def test_a_step_whose_chain_cannot_be_read_must_reduce_too(mesh, check_vma):
+    """Without JAX's checking the params of eight replicas parted."""
+    options = {"mesh": mesh, "axis_name": "data", "check_vma": check_vma}
+    pmean = optax.stateless(lambda updates, params: jax.lax.pmean(updates, "data"))
+    hidden = optax.GradientTransformation(adam.init, lambda *args: adam.update(*args))
+    batch = jnp.ones((16, 16))
+    step = boostax.make_train_step(square, hidden, **options)
+    said = "replicat" if check_vma else "got one that sends nothing over data. Put a reduction"
+    with pytest.raises(ValueError, match=said):
+        step(step.init(PARAMS), batch)
+    step = boostax.make_train_step(square, chain(pmean, hidden), **options)
+    state, reported = step(step.init(PARAMS), batch)
+    assert bool(reported["applied"]) and int(state.step) == 1
+
+
 @pytest.mark.parametrize("name", WRONG)
 def test_a_step_refuses_what_is_certainly_wrong_and_warns_once_of_the_rest(name):
     tx = WRONG[name][0]

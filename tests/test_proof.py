@@ -104,6 +104,7 @@ def explained():
 
 WAYS_IN = [
     ("boostax._core.axes", held_step),
+    ("boostax._core.costs", held_step),
     ("boostax._core.costs", lambda: boostax.break_even(boostax.all_reduce("data"), PARAMS, 2)),
     ("boostax._core.costs", explained),
     ("boostax.freeze.order", lambda: boostax.forward_order(loss, PARAMS, SQUARE)),

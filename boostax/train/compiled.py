@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+from collections.abc import Callable
 from typing import Any, Literal
 
 import jax
@@ -11,7 +12,7 @@ import optax
 from jax.core import Tracer
 from jax.sharding import Mesh, PartitionSpec
 
-from boostax._core import axes, checks, trees
+from boostax._core import axes, checks, costs, trees
 from boostax._core.finite import all_finite
 from boostax._core.gate import outermost_passed, passed
 from boostax._core.placement import Placement
@@ -315,7 +316,10 @@ class TrainStep:
         # For line searches; where nobody calls it, nothing of it is compiled.
         extra |= {"value": loss, "value_fn": oracle.loss_at(batch, **given)}
         extra |= {} if aux.weight is None else {"weight": aux.weight}
-        params, opt_state = apply_gradients(tx, grads, opt_state, params, **extra)
+        apply = lambda: apply_gradients(tx, grads, opt_state, params, **extra)  # noqa: E731
+        if placement is None and self.names and not self.check_vma:
+            apply = _reducing(apply, self.names)
+        params, opt_state = apply()
         model_state = state.model_state
         if model_state is not None and aux.model_state is not None:
             # A skipped step never happened, and an overflow in the forward pass reaches the
@@ -359,6 +363,22 @@ class TrainStep:
 def _mean_of_replicas(params: PerReplica) -> PyTree:
     # Equal ones give themselves, without a rounding.
     return jax.tree.map(lambda x: x[0] + (x - x[:1]).mean(0), params.local)
+
+
+def _reducing(apply: Callable[[], Any], names: tuple[str, ...]) -> Callable[[], Any]:
+    """The same, once its program is seen to communicate over all replica axes.
+
+    Where JAX does not check what is equal on all replicas, nobody else sees that they part.
+    """
+    replay, _ = trees.trace_once(apply)
+    missing = sorted(set(names) - costs.axes_of(replay.program))
+    if missing:
+        raise ValueError(
+            f"make_train_step: tx must reduce over all replica axes {names}, got one that sends "
+            f"nothing over {', '.join(missing)}. Put a reduction, such as boostax.all_reduce, "
+            "first in the chain."
+        )
+    return replay
 
 
 def _entered(state: TrainState, placement: Placement | None) -> tuple[PyTree, PyTree]:
