@@ -44,6 +44,8 @@ from boostax.precision.loss_scale import dynamic_loss_scale as dynamic_loss_scal
 from boostax.precision.loss_scale import loss_scale as loss_scale
 from boostax.precision.loss_scale import scale_loss as scale_loss
 from boostax.precision.loss_scale import static_loss_scale as static_loss_scale
+from boostax.precision.lost_updates import LostUpdatesState as LostUpdatesState
+from boostax.precision.lost_updates import count_lost_updates as count_lost_updates
 from boostax.precision.policy import Policy as Policy
 from boostax.precision.policy import policy as policy
 from boostax.precision.updates import CheckUpdatesState as CheckUpdatesState

@@ -61,7 +61,7 @@ _NAMES: Mapping[str, tuple[str, ...]] = {
     "coordinates": ("subspace_params",),
     "zero NaN": ("zero_nans",),
     "zero": ("set_to_zero",),
-    "watch": ("group_signal", "snapshot", "monitor", "measure_with_ema"),
+    "watch": ("group_signal", "count_lost_updates", "snapshot", "monitor", "measure_with_ema"),
     "nothing": ("identity", "keep_params_nonnegative"),
 }
 _ROLES = {name: role for role, names in _NAMES.items() for name in names}

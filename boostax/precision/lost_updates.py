@@ -1,0 +1,135 @@
+"""Updates that params of low precision round away.
+
+A bf16 number has 8 significant bits: what is added to it and is less than half a unit in its last
+place leaves it as it was. Late in training, or at a small learning rate, most of a bf16 tensor may
+stop learning so, while loss and gradients look healthy.
+
+References:
+  Zamirai et al., Revisiting BFloat16 Training, https://arxiv.org/abs/2010.06192, 2020.
+"""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax import lax
+
+from boostax._core import axes, checks, trees
+from boostax._core.about import described
+from boostax._core.gate import GatedTransformation, Pending, has_gate
+from boostax._core.placement import settled
+
+PyTree = Any
+
+_WHO = "count_lost_updates"
+
+
+class LostUpdatesState(NamedTuple):
+    """State of ``count_lost_updates``.
+
+    Attributes:
+      lost: f32 scalar, the share at the last applied step; 0 before the first.
+      inner_state: state of the inner transformation.
+    """
+
+    lost: jax.Array
+    inner_state: Any
+
+    def metrics(self) -> dict[str, jax.Array]:
+        """Named scalars for ``boostax.metrics``."""
+        return {"lost_updates": self.lost}
+
+
+def count_lost_updates(inner: optax.GradientTransformation) -> GatedTransformation:
+    r"""Count the updates that bf16 and f16 params round away.
+
+    Of all elements stored in less than 32 bits whose update :math:`u` is not zero,
+
+    .. math::
+      \text{lost} = \frac{\#\{u \ne 0,\ \mathrm{round}(p + u) = p\}}{\#\{u \ne 0\}},
+
+    as ``lost_updates`` in ``boostax.metrics``. A share near 1 says that training has stopped in the
+    stored precision; f32 params (``policy(..., "params=float32")``) or a larger rate mend it.
+
+    It wraps the optimizer itself, inside all gates, which compute in f32 and would hide the dtype
+    that params are stored in: ``dynamic_loss_scale(count_lost_updates(adamw(1e-3)))``.
+
+    Args:
+      inner: the optimizer, without gates.
+
+    Returns:
+      A gate that never holds anything back, with a ``LostUpdatesState``. Cost: 4 bytes; nothing
+      more where no param is stored low. Not free on CPU, which does not count in the loop that
+      writes: inside a scaler, an applied step of bf16 params moves 2.3 times (SGD) or 1.6 times
+      (AdamW) the bytes, and holds a copy of the low params (SGD) or three (AdamW).
+
+    Raises:
+      ValueError, TypeError: ``inner`` is no transformation, or has a gate.
+
+    Example:
+      >>> import boostax, jax.numpy as jnp, optax
+      >>> tx = boostax.count_lost_updates(optax.sgd(1.0))
+      >>> w = jnp.bfloat16([1.0, 1.0, 1.0, 1.0])
+      >>> grads = jnp.float32([0.0, 0.5, 1e-3, 1e-4])
+      >>> w, state = boostax.apply_gradients(tx, grads, tx.init(w), w)
+      >>> round(float(boostax.metrics(state)["lost_updates"]), 3)
+      0.667
+    """
+    checks.transformation(_WHO, "inner", inner)
+    tx = optax.with_extra_args_support(inner)
+
+    def init_fn(params: PyTree) -> LostUpdatesState:
+        inner_state = tx.init(trees.at_least_float32(params))
+        if has_gate(inner_state):
+            raise ValueError(
+                f"{_WHO}: inner must be an optimizer without gates, got one that may hold a step "
+                "back. Put it inside them: dynamic_loss_scale(count_lost_updates(adamw(...)))."
+            )
+        return LostUpdatesState(jnp.zeros((), jnp.float32), inner_state)
+
+    @described(_WHO, (), inner_state=tx)
+    def step_fn(
+        grads: Pending, state: LostUpdatesState, params: PyTree, *, apply: bool, **extra: Any
+    ) -> tuple[PyTree, LostUpdatesState]:
+        if params is None:
+            raise ValueError(
+                f"{_WHO}: params must be given to update, got None. Call tx.update(grads, state, "
+                "params)."
+            )
+        updates, inner_state = tx.update(
+            grads.value(), state.inner_state, trees.at_least_float32(params), **extra
+        )
+        new = optax.apply_updates(params, updates)
+        state = LostUpdatesState(_lost(params, updates, new), inner_state)
+        return (settled(new) if apply else updates), state
+
+    def flush_fn(
+        state: LostUpdatesState, params: PyTree, **extra: Any
+    ) -> tuple[PyTree, LostUpdatesState]:
+        del extra
+        return params, state
+
+    return GatedTransformation(init_fn, step_fn, flush_fn)
+
+
+def _lost(params: PyTree, updates: PyTree, new: PyTree) -> jax.Array:
+    """The share of updates that are not zero and changed nothing, where params are stored low."""
+    triples = zip(*map(jax.tree.leaves, (params, updates, new)), strict=True)
+    parts = [_counts(p, u, x) for p, u, x in triples if trees.wide_dtype(p) != p.dtype]
+    if not parts:
+        return jnp.zeros((), jnp.float32)
+    lost, all_of_them = axes.sum_over_shards(parts, (), jnp.float32)
+    return lost / jnp.maximum(all_of_them, 1)
+
+
+def _counts(old: jax.Array, update: jax.Array, new: jax.Array) -> jax.Array:
+    some = update != 0
+    # Both in one loop: XLA:CPU would write the operand of a plain sum to memory.
+    sums = lax.reduce(
+        ((some & (new == old)).astype(jnp.int32), some.astype(jnp.int32)),
+        (jnp.int32(0), jnp.int32(0)),
+        lambda a, b: (a[0] + b[0], a[1] + b[1]),
+        tuple(range(old.ndim)),
+    )
+    return jnp.stack(sums).astype(jnp.float32)
