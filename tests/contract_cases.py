@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import optax
 
 import boostax
+from boostax._core import trees
 from boostax.testing import Case
 
 OPT = optax.sgd(0.1)
@@ -39,6 +40,13 @@ def half(path, leaf):
 def by_group(inner, axis, **options):
     """A loss scale for each half."""
     return boostax.group_loss_scale(inner, half, axis_name=axis, **options)
+
+
+def scaled_by_group(grads, state):
+    """What a loss with boundaries between the halves gives."""
+    scales = boostax.group_scales(state)
+    by = lambda path, g: g * scales[half(trees.path_name(path), g)]  # noqa: E731
+    return jax.tree_util.tree_map_with_path(by, grads)
 
 
 CASES = [
@@ -416,6 +424,7 @@ CASES = [
         "group_loss_scale",
         by_group,
         skips=True,
+        scaled=scaled_by_group,
         bad_arguments=(
             (lambda: boostax.group_loss_scale(OPT, {}), "labels"),
             (lambda: boostax.group_loss_scale(OPT, {"a": 0, "b": 2}), "labels"),
@@ -438,6 +447,7 @@ CASES = [
             boostax.accumulate(inner, 2, axis_name=axis), axis, rule="measure"
         ),
         skips=True,
+        scaled=scaled_by_group,
         calls=2,
     ),
 ]

@@ -19,11 +19,22 @@ from boostax.testing._case import drawn as drawn
 from boostax.testing._mapped import MAPPED_LAWS as MAPPED_LAWS
 from boostax.testing._optax import INIT_LAWS as INIT_LAWS
 from boostax.testing._optax import OPTAX_LAWS as OPTAX_LAWS
+from boostax.testing._pairs import MAPPED_PAIRS
+from boostax.testing._pairs import PAIR_LAWS as PAIR_LAWS
 from boostax.testing._placed import PLACED_LAWS as PLACED_LAWS
 from boostax.testing._single import SINGLE_LAWS as SINGLE_LAWS
 
-LAWS: dict[str, Law] = {**SINGLE_LAWS, **OPTAX_LAWS, **MAPPED_LAWS, **PLACED_LAWS}
-"""Every law by name: a function of a ``Case`` that raises ``AssertionError``."""
+LAWS: dict[str, Law] = {
+    **SINGLE_LAWS,
+    **OPTAX_LAWS,
+    **MAPPED_LAWS,
+    **PLACED_LAWS,
+    **PAIR_LAWS,
+}
+"""Every law by name: a function of a ``Case`` that raises ``AssertionError``.
+
+Those in ``PAIR_LAWS`` also take a seed, from which they draw what they compare.
+"""
 
 
 def laws_for(case: Case) -> list[str]:
@@ -32,10 +43,11 @@ def laws_for(case: Case) -> list[str]:
     A reduction has none on a single device; "skips" laws need a transformation that skips.
     """
     single = (SINGLE_LAWS.keys() | OPTAX_LAWS.keys()) - INIT_LAWS
+    anywhere = {name for name, law in PAIR_LAWS.items() if law not in MAPPED_PAIRS}
     return [
         name
         for name in LAWS
         if (case.skips or "skip" not in name)
         and not (case.reduces and name in single)
-        and (case.distributed or name in single | INIT_LAWS)
+        and (case.distributed or name in single | INIT_LAWS | anywhere)
     ]

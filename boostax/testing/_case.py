@@ -34,6 +34,8 @@ class Case:
       calls: calls per change of the params.
       skip_calls: calls from a bad gradient to the moment when the skip is decided.
       skip_view: the part of the state that a skip must leave bit for bit alone.
+      scaled: ``scaled(grads, state)`` multiplies gradients as its loss would, for scales other
+        than one for all.
       bad_arguments: functions that must raise, each with a part of its message.
     """
 
@@ -47,6 +49,7 @@ class Case:
     calls: int = 1
     skip_calls: int = 1
     skip_view: Callable[[Any], PyTree] = lambda state: state.inner_state
+    scaled: Callable[[PyTree, Any], PyTree] | None = None
     bad_arguments: tuple[tuple[Callable[[], Any], str], ...] = ()
 
     def single(self, inner: Any = None) -> optax.GradientTransformationExtraArgs:
@@ -88,17 +91,17 @@ def drawn(tx: optax.GradientTransformation) -> optax.GradientTransformationExtra
     return optax.GradientTransformationExtraArgs(tx.init, update)
 
 
-Law = Callable[[Case], None]
+Law = Callable[..., None]
 
 
 def laws_in(names: dict[str, Any]) -> dict[str, Law]:
-    """The laws that a module states: its functions of a ``Case`` alone, in their order."""
+    """The laws that a module states: its functions of a case, or of one and a seed, in order."""
     return {
         name: value
         for name, value in names.items()
         if inspect.isfunction(value)
         and value.__module__ == names["__name__"]
-        and list(inspect.signature(value).parameters) == ["case"]
+        and list(inspect.signature(value).parameters) in (["case"], ["case", "seed"])
     }
 
 

@@ -1,0 +1,283 @@
+"""Laws of pairs of programs: what is written differently and means the same, drawn from a seed."""
+
+import dataclasses
+import functools
+import pickle
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax.sharding import AxisType
+
+import boostax
+from boostax._core import trees
+from boostax._core.replicas import PerReplica, is_per_replica, reshard_state, stack_replicas
+from boostax.accumulate.window import accumulate
+from boostax.autoboost.migrate import migrate_state
+from boostax.precision.group_state import GroupLossScaleState
+from boostax.precision.loss_scale import LossScaleState, dynamic_loss_scale, static_loss_scale
+from boostax.testing import _mapped, _placed
+from boostax.testing._case import Case, assert_close, assert_same, even_params, laws_in
+from boostax.testing._mapped import AXIS
+from boostax.train.apply import apply_gradients
+
+PyTree = Any
+Carry = tuple[PyTree, Any]
+Grads = list[PyTree]
+_assume_scaled = getattr(boostax, "assume_scaled", lambda grads, opt_state: grads)
+BAD = (np.nan, np.inf, -np.inf, 1e36)
+
+
+@dataclasses.dataclass(frozen=True)
+class Drawn:
+    """What a law draws of: a case, and a generator of its own.
+
+    Attributes:
+      case: the transformation.
+      rng: of everything that is drawn.
+      replicas: ``None`` on one device, else their number under ``jax.vmap`` with a named axis.
+    """
+
+    case: Case
+    rng: np.random.Generator
+    replicas: int | None
+
+    @classmethod
+    def of(cls, case: Case, seed: int) -> "Drawn":
+        """On one device, unless the case takes local gradients."""
+        rng = np.random.default_rng(seed)
+        replicas = int(rng.integers(2, 5)) if case.distributed else None
+        return cls(case, rng, replicas if case.reduces or rng.random() < 0.3 else None)
+
+    @property
+    def axis(self) -> str | None:
+        """Of the replicas."""
+        return None if self.replicas is None else AXIS
+
+    def tx(self) -> optax.GradientTransformationExtraArgs:
+        """The transformation."""
+        return self.case.single() if self.replicas is None else self.case.mapped(AXIS)
+
+    def grads(self, count: int) -> Grads:
+        """Gradients of so many calls, in eighths: their sums and halves are exact."""
+        lead = () if self.replicas is None else (self.replicas,)
+        draw = lambda p: np.round(8 * self.rng.standard_normal((*lead, *p.shape))) / 8  # noqa: E731
+        whole = lambda p: jnp.asarray(draw(p), jnp.float32)  # noqa: E731
+        return [jax.tree.map(whole, even_params()) for _ in range(count)]
+
+    def poisoned(self, grads: PyTree) -> PyTree:
+        """With one entry that is none, anywhere in the first leaf."""
+        leaves, treedef = jax.tree.flatten(grads)
+        at = tuple(int(self.rng.integers(size)) for size in leaves[0].shape)
+        leaves[0] = leaves[0].at[at].set(BAD[int(self.rng.integers(len(BAD)))])
+        return treedef.unflatten(leaves)
+
+    def start(self, tx: optax.GradientTransformation) -> Carry:
+        """Params and state as they are outside of a map."""
+        state = tx.init(even_params())
+        if self.replicas is None:
+            return even_params(), state
+        params = even_params()
+        if self.case.own_params:
+            params = stack_replicas(PerReplica(params), self.replicas)
+        return params, stack_replicas(state, self.replicas)
+
+    def step(self, tx: optax.GradientTransformation) -> Callable[..., Carry]:
+        """One call of it, compiled: ``step(params, state, grads)``."""
+
+        def one(params: PyTree, state: Any, grads: PyTree) -> Carry:
+            given = _assume_scaled(self._scaled(grads, state), state)
+            own = params.local if is_per_replica(params) else params
+            new, state = apply_gradients(tx, given, state, own)
+            return (PerReplica(new) if is_per_replica(params) else new), state
+
+        if self.replicas is None:
+            return jax.jit(one)
+        lead = lambda x: 0 if is_per_replica(x) else None  # noqa: E731
+        axes = jax.tree.map(lead, self.start(tx), is_leaf=is_per_replica)
+        return jax.jit(jax.vmap(one, in_axes=(*axes, 0), out_axes=axes, axis_name=AXIS))
+
+    def _scaled(self, grads: PyTree, state: Any) -> PyTree:
+        """As if their loss had been scaled: exactly, by powers of two."""
+        if self.case.scaled is not None:
+            return self.case.scaled(grads, state)
+        product = functools.reduce(jnp.multiply, [x.scale for x in _scalers(state)], 1.0)
+        return jax.tree.map(lambda g: g * product, grads)
+
+    def run(self, tx: optax.GradientTransformation, grads: Grads) -> Carry:
+        """From the beginning."""
+        return follow(self.step(tx), self.start(tx), grads)
+
+
+def follow(step: Callable[..., Carry], carry: Carry, grads: Sequence[PyTree]) -> Carry:
+    """A step for each of these gradients."""
+    for each in grads:
+        carry = step(*carry, each)
+    return carry
+
+
+def _scalers(state: Any) -> list[Any]:
+    return trees.find(state, lambda x: isinstance(x, (LossScaleState, GroupLossScaleState)))
+
+
+def skip_inserted_anywhere_never_was(case: Case, seed: int = 0) -> None:
+    """Bad calls between good ones: to the end of the run as if nobody had made them."""
+    drawn = Drawn.of(case, seed)
+    good = drawn.grads(3 * case.calls)
+    step = drawn.step(drawn.tx())
+    expected = follow(step, drawn.start(drawn.tx()), good)
+    # A window that holds its scaler is dropped whole.
+    places = range(0, len(good) + 1, case.skip_calls)
+    calls: Grads = []
+    chosen = {int(drawn.rng.choice(places)) for _ in range(2)}
+    for index in range(len(good) + 1):
+        if index in chosen:
+            block = drawn.grads(case.skip_calls)
+            bad = int(drawn.rng.integers(len(block)))
+            calls += [drawn.poisoned(g) if i == bad else g for i, g in enumerate(block)]
+        calls += good[index : index + 1]
+    found = follow(step, drawn.start(drawn.tx()), calls)
+    assert_same(found[0], expected[0], "params")
+    assert_same(case.skip_view(found[1]), case.skip_view(expected[1]), "state")
+
+
+def scale_changes_nothing(case: Case, seed: int = 0) -> None:
+    """Any power of two, around the transformation or in its own scaler, gives the same params."""
+    drawn = Drawn.of(case, seed)
+    tx, grads = drawn.tx(), drawn.grads(2 * case.calls)
+    scale = 2.0 ** int(drawn.rng.integers(1, 16))
+    expected = drawn.run(tx, grads)
+    if _scalers(expected[1]):
+        params, state = drawn.start(tx)
+        start = params, _with_scale(state, scale)
+        found = follow(drawn.step(tx), start, grads)
+    else:
+        found = drawn.run(static_loss_scale(tx, scale, axis_name=drawn.axis), grads)
+    assert_close(found[0], expected[0], "params")
+
+
+def _with_scale(state: Any, scale: float) -> Any:
+    def node(x: Any) -> Any:
+        if isinstance(x, LossScaleState):
+            return x._replace(scale=jnp.full_like(x.scale, scale))
+        if isinstance(x, GroupLossScaleState):
+            return x._replace(table=jnp.full_like(x.table, scale))
+        return x
+
+    kinds = (LossScaleState, GroupLossScaleState)
+    return jax.tree.map(node, state, is_leaf=lambda x: isinstance(x, kinds))
+
+
+def window_is_one_big_batch(case: Case, seed: int = 0) -> None:
+    """A window of micro-batches around it does what one call with their mean does."""
+    drawn = Drawn.of(case, seed)
+    every = int(drawn.rng.choice([2, 4]))
+    grads = drawn.grads(2 * case.calls * every)
+    means = [
+        jax.tree.map(lambda *g: sum(g) / every, *grads[i : i + every])
+        for i in range(0, len(grads), every)
+    ]
+    expected = drawn.run(drawn.tx(), means)
+    found = drawn.run(accumulate(drawn.tx(), every, axis_name=drawn.axis), grads)
+    assert_close(found[0], expected[0], "params")
+
+
+def nestings_of_scaler_and_window_agree(case: Case, seed: int = 0) -> None:
+    """Around it, a window in a scaler and a scaler in a window: the same on clean gradients."""
+    drawn = Drawn.of(case, seed)
+    every = int(drawn.rng.integers(2, 4))
+    scale = functools.partial(
+        dynamic_loss_scale, init_scale=2.0 ** int(drawn.rng.integers(16)), axis_name=drawn.axis
+    )
+    window = functools.partial(accumulate, every=every, axis_name=drawn.axis)
+    grads = drawn.grads(2 * case.calls * every)
+    inside = drawn.run(scale(window(drawn.tx())), grads)
+    around = drawn.run(window(scale(drawn.tx())), grads)
+    assert_close(inside[0], around[0], "params")
+
+
+def cut_anywhere_is_whole(case: Case, seed: int = 0) -> None:
+    """Saved at any call, in an open window too, and loaded: the run ends with the same bits."""
+    drawn = Drawn.of(case, seed)
+    tx, grads = drawn.tx(), drawn.grads(3 * case.calls)
+    step = drawn.step(tx)
+    whole = follow(step, drawn.start(tx), grads)
+    at = int(drawn.rng.integers(1, len(grads)))
+    half = follow(step, drawn.start(tx), grads[:at])
+    loaded = jax.tree.map(jnp.asarray, pickle.loads(pickle.dumps(jax.device_get(half))))
+    assert_same(follow(step, loaded, grads[at:]), whole, f"cut at call {at}")
+
+
+def migrated_there_and_back_never_moved(case: Case, seed: int = 0) -> None:
+    """To a chain with a wrapper more and back again: the same state, to the bit."""
+    drawn = Drawn.of(case, seed)
+    tx = drawn.tx()
+    others = [optax.chain(tx), optax.named_chain(("it", tx)), accumulate(tx, 1)]
+    params, state = drawn.start(tx)
+    if not _scalers(state):
+        others.append(static_loss_scale(tx, 8.0, axis_name=drawn.axis))
+    calls = case.calls * int(drawn.rng.integers(1, 4))
+    params, state = follow(drawn.step(tx), (params, state), drawn.grads(calls))
+    other = others[int(drawn.rng.integers(len(others)))]
+    there, report = migrate_state(state, other, params, replicas=drawn.replicas)
+    assert not report.dropped, str(report)
+    back, _ = migrate_state(there, tx, params, replicas=drawn.replicas)
+    assert_same(back, state, "state")
+
+
+def replicas_there_and_back_never_moved(case: Case, seed: int = 0) -> None:
+    """To some times as many replicas and back again: the same state, to the bit."""
+    drawn = dataclasses.replace(Drawn.of(case, seed), replicas=2)
+    tx = drawn.tx()
+    calls = int(drawn.rng.integers(1, 3 * case.calls))
+    carry = follow(drawn.step(tx), drawn.start(tx), drawn.grads(calls))
+    more = dataclasses.replace(drawn, replicas=int(drawn.rng.choice([4, 8])))
+    there = reshard_state(carry, more.replicas or 0)
+    assert_same(reshard_state(there, 2), carry, "there and back")
+    # And it goes on there.
+    _, on = follow(more.step(tx), there, more.grads(case.calls))
+    assert all(bool(jnp.isfinite(x).all()) for x in jax.tree.leaves(on) if _inexact(x)), "there"
+
+
+def _inexact(x: Any) -> bool:
+    return jnp.issubdtype(x.dtype, jnp.inexact)
+
+
+def checked_and_unchecked_agree(case: Case, seed: int = 0) -> None:
+    """What JAX is told to check of a mapped function changes nothing of it."""
+    _agree(case, seed, ("checked", "unchecked"))
+
+
+def pmap_shard_map_and_plain_jit_agree(case: Case, seed: int = 0) -> None:
+    """The same step, mapped in either way or on global arrays."""
+    windows, (mapped, _) = _agree(case, seed, ("checked", "pmap"))
+    devices = jax.device_count()
+    placed = _placed.placements(devices, 1, AxisType.Auto)[seed % 3]
+    params, _ = _placed.run(case, placed, windows)
+    assert_close(params.local if case.own_params else params, _one(case, mapped), "jit", 2e-6)
+
+
+def _agree(case: Case, seed: int, modes: tuple[str, str]) -> tuple[Grads, Carry]:
+    drawn = dataclasses.replace(Drawn.of(case, seed), replicas=jax.device_count())
+    windows = drawn.grads(2 * case.calls)
+    if case.skips:
+        bad = int(drawn.rng.integers(len(windows)))
+        windows[bad] = drawn.poisoned(windows[bad])
+    first, second = (_mapped.run(case, mode, windows) for mode in modes)
+    assert_close(second[0], first[0], f"{modes[1]}, not {modes[0]}")
+    return windows, first
+
+
+def _one(case: Case, params: PyTree) -> PyTree:
+    return params if case.own_params else jax.tree.map(lambda x: x[0], params)
+
+
+PAIR_LAWS = laws_in(globals())
+MAPPED_PAIRS = (
+    replicas_there_and_back_never_moved,
+    checked_and_unchecked_agree,
+    pmap_shard_map_and_plain_jit_agree,
+)
