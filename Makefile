@@ -68,6 +68,7 @@ bench: $(READY)
 	$(RUN) benchmarks/scorecard.py
 	$(RUN) benchmarks/placements.py
 	$(RUN) benchmarks/soak.py
+	$(QUICK_CODE) $(RUN) benchmarks/fuzz.py
 	$(RUN) benchmarks/newcomer.py
 	$(RUN) benchmarks/recipes.py
 	$(RUN) benchmarks/peers_jax.py

@@ -1,0 +1,166 @@
+"""Random chains against a float64 reference, and laws of pairs of programs, drawn from seeds.
+
+Runs add up: each goes on from the seeds and draws that are on record.
+"""
+
+import argparse
+import collections
+import json
+import multiprocessing
+import pathlib
+import sys
+from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from typing import Any
+
+import jax
+from harness import RESULTS, Bar, report
+
+TESTS = pathlib.Path(__file__).parents[1] / "tests"
+if str(TESTS) not in sys.path:
+    sys.path.insert(0, str(TESTS))
+
+from contract_cases import CASES  # noqa: E402
+from fuzzing.cases import Case, draw  # noqa: E402
+from fuzzing.compare import fuzz  # noqa: E402
+
+from boostax.testing import PAIR_LAWS, laws_for  # noqa: E402
+
+RUNS, DREW, LAWS = "Runs", "What was drawn", "Laws of pairs of programs"
+ASKED_CASES, ASKED_DRAWS = 1000, 100
+# As many to a job, so that a process has compiled little when it ends.
+CHUNK = 25
+Outcomes = dict[int, str]
+
+
+def prepare() -> None:
+    """Eight emulated devices in every process."""
+    jax.config.update("jax_platforms", "cpu")
+    jax.config.update("jax_num_cpu_devices", 8)
+
+
+def cases(seeds: list[int]) -> Outcomes:
+    """What became of the cases of these seeds."""
+    found: Outcomes = {}
+    for seed in seeds:
+        try:
+            found[seed] = fuzz(seed)
+        except AssertionError as error:
+            print(error, flush=True)
+            found[seed] = "different"
+    jax.clear_caches()
+    return found
+
+
+def draws(law: str, seeds: list[int]) -> Outcomes:
+    """What became of a law, of a transformation after the other."""
+    ours = [case for case in CASES if law in laws_for(case)]
+    found: Outcomes = {}
+    for seed in seeds:
+        case = ours[seed % len(ours)]
+        try:
+            PAIR_LAWS[law](case, seed)
+            found[seed] = "kept"
+        except Exception as error:
+            print(f"{law} of {case.name}, seed {seed}: {error}", flush=True)
+            found[seed] = "broken"
+    jax.clear_caches()
+    return found
+
+
+def tally(seeds: str, outcomes: list[str], **more: Any) -> dict[str, Any]:
+    """A row of a table."""
+    counts = collections.Counter(outcomes)
+    names = ("equal", "refused", "different") if not more else ("kept", "broken")
+    return {**more, "seeds": seeds, "number": len(outcomes), **{n: counts[n] for n in names}}
+
+
+def drawn(seeds: Iterator[int]) -> list[dict[str, Any]]:
+    """How often each choice came up."""
+    found: dict[tuple[str, str], int] = collections.Counter()
+    for case in map(draw, seeds):
+        for name, value in choices(case).items():
+            found[name, value] += 1
+    return [{"choice": n, "of": v, "cases": count} for (n, v), count in sorted(found.items())]
+
+
+def choices(case: Case) -> dict[str, str]:
+    """What a reader may ask after."""
+    moves = ", ".join(sorted({kind for _, kind, _ in case.moves})) or "none"
+    return {
+        "placement": case.placement,
+        "gates, from the outside": ", ".join(case.gates) or "none",
+        "window": case.normalize if "window" in case.gates else "none",
+        "gradients": f"{case.dtype}, {'of a loss' if case.loss else 'handed over'}",
+        "reduction": "none" if case.placement == "single" else case.reduction,
+        "optimizer": f"{case.optimizer}, decay {case.decay}",
+        "freezing": "yes" if case.frozen else "no",
+        "moved in mid-run": moves,
+        "bad gradients": "yes" if case.bad else "no",
+    }
+
+
+def go_on(rows: list[dict[str, Any]]) -> int:
+    """The first seed that is not on record."""
+    return sum(row["number"] for row in rows)
+
+
+def publish(runs: list[dict[str, Any]], laws: list[dict[str, Any]]) -> None:
+    """The record, and its bars."""
+    done = go_on(runs)
+    fewest = min((row["number"] for row in laws), default=0)
+    open_ones = sum(row["different"] for row in runs) + sum(row["broken"] for row in laws)
+    bars = [
+        Bar("cases short of 1,000", max(ASKED_CASES - done, 0), 0),
+        Bar("draws short of 100, of any law", max(ASKED_DRAWS - fewest, 0), 0),
+        Bar("open differences", open_ones, 0),
+    ]
+    sections = [(RUNS, runs), (DREW, drawn(iter(range(done)))), (LAWS, laws)]
+    title = "Random chains and pairs of programs"
+    report("fuzz", title, [(name, rows) for name, rows in sections if rows], bars)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--cases", type=int, default=ASKED_CASES, help="so many cases more")
+    parser.add_argument("--draws", type=int, default=ASKED_DRAWS, help="so many of each law more")
+    parser.add_argument("--workers", type=int, default=2)
+    parser.add_argument("--anew", action="store_true", help="forget what is on record")
+    options = parser.parse_args()
+    record = RESULTS / "fuzz.json"
+    kept = {} if options.anew or not record.exists() else json.loads(record.read_text())
+    sections = kept.get("sections", {})
+    runs, laws = list(sections.get(RUNS, [])), {x["law"]: x for x in sections.get(LAWS, [])}
+    prepare()
+    with ProcessPoolExecutor(
+        options.workers, multiprocessing.get_context("spawn"), prepare, max_tasks_per_child=4
+    ) as pool:
+        first = go_on(runs)
+        seeds = list(range(first, first + options.cases))
+        jobs = [pool.submit(cases, seeds[i : i + CHUNK]) for i in range(0, len(seeds), CHUNK)]
+        asked = {
+            pool.submit(draws, law, list(range(begin, begin + options.draws)[i : i + CHUNK])): law
+            for law in PAIR_LAWS
+            for begin in [laws.get(law, {"number": 0})["number"]]
+            for i in range(0, options.draws, CHUNK)
+        }
+        outcomes: Outcomes = {}
+        for number, job in enumerate(as_completed(jobs), 1):
+            outcomes |= job.result()
+            print(f"{number * CHUNK} of {len(seeds)} cases", flush=True)
+        if seeds:
+            runs.append(tally(f"{first} to {seeds[-1]}", list(outcomes.values())))
+        fates: dict[str, list[str]] = collections.defaultdict(list)
+        for job in as_completed(asked):
+            fates[asked[job]] += job.result().values()
+            print(f"{asked[job]}: {len(fates[asked[job]])} draws", flush=True)
+    for law, found in fates.items():
+        before = laws.get(law, {"number": 0, "kept": 0, "broken": 0})
+        total = before["number"] + len(found)
+        row = tally(f"0 to {total - 1}", found, law=law)
+        laws[law] = row | {name: row[name] + before[name] for name in ("number", "kept", "broken")}
+    publish(runs, [laws[law] for law in PAIR_LAWS if law in laws])
+
+
+if __name__ == "__main__":
+    main()
