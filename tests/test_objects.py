@@ -61,11 +61,15 @@ WAYS = {
 }
 
 
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("name", GATES)
+# An NNX optimizer has params of its own, which these labels do not fit.
+LABELLED = ("group_loss_scale", "scheduled_freeze")
+
+
+@pytest.mark.parametrize(
+    ("name", "way"),
+    [(n, w) for n in GATES for w in WAYS if n not in LABELLED or "NNX" not in w],
+)
 def test_the_gate_goes_where_the_pair_goes(name, way):
-    if name in ("group_loss_scale", "scheduled_freeze") and "NNX" in way:
-        pytest.skip("its labels are those of other params")
     tx = GATES[name]()
     again = WAYS[way](tx)
     assert type(again) is type(tx)
@@ -138,3 +142,82 @@ def test_a_rebuilt_schedule_still_freezes_and_another_update_is_refused():
     jax.tree.map(np.testing.assert_array_equal, results[0], results[2])
     with pytest.raises(TypeError, match="scheduled_freeze: update must be the one"):
         tx._replace(update=jax.jit(tx.update)).active(PARAMS, 1)
+
+
+MLP = eqx.nn.MLP(4, 2, 8, 1, key=jax.random.key(0))
+BATCH = jnp.linspace(-1.0, 1.0, 32).reshape(8, 4)
+
+
+def mlp_loss(model, batch):
+    return jnp.mean(jax.vmap(model)(batch) ** 2)
+
+
+@pytest.mark.parametrize("name", ["dynamic_loss_scale", "accumulate", "none"])
+def test_equinox_modules_are_params_as_they_are(name):
+    tx = GATES[name]() if name in GATES else optax.adam(0.1)
+    arrays = eqx.filter(MLP, eqx.is_inexact_array)
+
+    @eqx.filter_value_and_grad
+    def scaled(model, state):
+        return boostax.scale_loss(mlp_loss(model, BATCH), state)
+
+    @eqx.filter_jit
+    def by_update(model, state):
+        updates, state = tx.update(scaled(model, state)[1], state, model)
+        return eqx.apply_updates(model, updates), state
+
+    @eqx.filter_jit
+    def by_apply(model, state):
+        return boostax.apply_gradients(tx, scaled(model, state)[1], state, model)
+
+    ends = []
+    for step in (by_update, by_apply):
+        model, state = MLP, tx.init(arrays)
+        for _ in range(4):
+            model, state = step(model, state)
+        assert model.activation is MLP.activation
+        ends.append(eqx.filter(model, eqx.is_array))
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6, atol=1e-6), *ends)
+    assert float(mlp_loss(model, BATCH)) < 0.9 * float(mlp_loss(MLP, BATCH))
+
+
+def test_a_module_with_functions_is_refused_by_a_step():
+    step = boostax.make_train_step(mlp_loss, GATES["dynamic_loss_scale"]())
+    with pytest.raises(TypeError, match="got custom_jvp at 'activation'"):
+        step.init(MLP)
+
+
+class Network(nnx.Module):
+    """Layers in a list, in the order of the forward pass."""
+
+    def __init__(self):
+        rngs = nnx.Rngs(0)
+        self.layers = nnx.List([nnx.Linear(2, 2, rngs=rngs) for _ in range(12)])
+
+    def __call__(self, x):
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+@pytest.mark.parametrize("boxed", [True, False])
+@pytest.mark.parametrize("name", ["group_loss_scale", "scheduled_freeze", "group_signal"])
+def test_groups_of_an_nnx_state_fit_the_arrays_of_its_optimizer(name, boxed):
+    model = Network()
+    variables = nnx.state(model, nnx.Param)
+    groups = boostax.prefix_groups(variables if boxed else nnx.to_pure_dict(variables), 3)
+    tx = {
+        "group_loss_scale": lambda: boostax.group_loss_scale(optax.sgd(0.1), groups, init_scale=1),
+        "scheduled_freeze": lambda: boostax.scheduled_freeze(optax.sgd(0.1), groups, 1),
+        "group_signal": lambda: optax.chain(boostax.group_signal(groups), optax.sgd(0.1)),
+    }[name]()
+    before = jax.tree.map(jnp.copy, nnx.to_pure_dict(variables))
+    optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
+    for _ in range(2):
+        grads = nnx.grad(lambda m: jnp.sum(m(jnp.ones((1, 2)))))(model)
+        optimizer.update(model, grads)
+    after = nnx.to_pure_dict(nnx.state(model, nnx.Param))
+    moved = jax.tree.map(lambda a, b: bool((a != b).any()), before, after)["layers"]
+    assert [moved[i]["kernel"] for i in range(12)] == [
+        i >= 4 or name != "scheduled_freeze" for i in range(12)
+    ]

@@ -8,6 +8,8 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
+import optax
 from jax.tree_util import DictKey, GetAttrKey
 
 from boostax._core import checks, trees
@@ -103,14 +105,7 @@ def as_groups(who: str, groups: Any, params: PyTree) -> PyTree:
     elif _is_function(groups):
         labels = [groups(name, leaf) for name, (_, leaf) in zip(names, found, strict=True)]
     else:
-        try:
-            labels = jax.tree.leaves(jax.tree.broadcast(groups, params))
-        except ValueError as error:
-            allowed = (
-                "a tree of integers like the params or a prefix of one, a list of patterns, or a "
-                "function of path and leaf"
-            )
-            raise ValueError(checks.message(who, "groups", allowed, groups, str(error))) from error
+        labels = _spread(who, groups, params)
     numbers = [_number(who, label, name) for label, name in zip(labels, names, strict=True)]
     present = set(numbers)
     if present != set(range(len(present))):
@@ -119,6 +114,21 @@ def as_groups(who: str, groups: Any, params: PyTree) -> PyTree:
         hint = f"No leaf is in group {missing}; boostax.prefix_groups(params, n) makes n groups."
         raise ValueError(checks.message(who, "groups", allowed, sorted(present), hint))
     return treedef.unflatten(numbers)
+
+
+def leaf_groups(who: str, groups: Any, params: PyTree) -> tuple[list[int], int]:
+    """The group of each leaf that is not masked, and the number of groups.
+
+    A leaf that is masked keeps its label, so that the groups do not depend on what trains.
+    """
+    masked = lambda x: isinstance(x, optax.MaskedNode)  # noqa: E731
+    leaves, treedef = jax.tree.flatten(params, is_leaf=masked)
+    stand_in = jax.ShapeDtypeStruct((), jnp.float32)
+    whole = treedef.unflatten([stand_in if masked(x) else x for x in leaves])
+    labels = as_groups(who, groups, whole)
+    numbers = jax.tree.leaves(labels)
+    kept = [number for number, x in zip(numbers, leaves, strict=True) if not masked(x)]
+    return kept, group_count(labels, groups)
 
 
 def group_count(labels: PyTree, groups: Any) -> int:
@@ -169,6 +179,23 @@ def mindspore_groups(names: Sequence[str], n: int) -> list[list[str]]:
         buckets[-1].append(name)
     stride = len(buckets) // n
     return [[name for bucket in buckets[i * stride :] for name in bucket] for i in range(n)]
+
+
+def _spread(who: str, groups: PyTree, params: PyTree) -> list[Any]:
+    """The label of each leaf, from a tree like the params or a prefix of one."""
+    try:
+        return jax.tree.leaves(jax.tree.broadcast(groups, params))
+    except ValueError as error:
+        # By their paths: an optimizer of NNX has bare arrays where a state has them in boxes.
+        labels = {trees.plain_path(p): x for p, x in jax.tree_util.tree_leaves_with_path(groups)}
+        paths = [trees.plain_path(path) for path, _ in jax.tree_util.tree_leaves_with_path(params)]
+        if labels.keys() == set(paths):
+            return [labels[path] for path in paths]
+        allowed = (
+            "a tree of integers like the params or a prefix of one, a list of patterns, or a "
+            "function of path and leaf"
+        )
+        raise ValueError(checks.message(who, "groups", allowed, groups, str(error))) from error
 
 
 def _own_order(node: PyTree, path: tuple[Any, ...] = ()) -> Iterator[tuple[tuple[Any, ...], int]]:

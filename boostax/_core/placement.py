@@ -22,7 +22,6 @@ import jax.numpy as jnp
 from jax import lax
 from jax.custom_batching import custom_vmap
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
-from jax.tree_util import GetAttrKey
 
 from boostax._core import checks, trees
 from boostax._core.replicas import PerReplica, is_per_replica, specs_like, without
@@ -100,7 +99,7 @@ class Placement:
 
     def spec(self, path: Path) -> PartitionSpec | None:
         """Of the param at a path; ``None`` if there is none."""
-        return self.specs.get(plain(path))
+        return self.specs.get(trees.plain_path(path))
 
     def shards(self, path: Path, who: str) -> PartitionSpec:
         """How the gradient of a param is sharded within a replica."""
@@ -131,12 +130,6 @@ class Placement:
     def shardings(self, specs: PyTree) -> PyTree:
         """Of arrays with these specs."""
         return _map_specs(lambda spec: NamedSharding(self.mesh, spec), specs)
-
-
-def plain(path: Path) -> tuple[str, ...]:
-    """The names on a path: the same for a module of NNX, its state and the arrays alone."""
-    path = path[:-1] if path[-1:] == (GetAttrKey("value"),) else path
-    return tuple(trees.path_name((key,)) for key in path)
 
 
 def settled(params: PyTree) -> PyTree:

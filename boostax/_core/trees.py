@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from jax.tree_util import GetAttrKey
 
 from boostax._core import checks, jaxprs
 
@@ -112,6 +113,23 @@ def unmasked(part: PyTree, whole: PyTree) -> PyTree:
 def path_name(path: tuple[Any, ...]) -> str:
     """``layers/0/kernel``: a tree path as people write it."""
     return jax.tree_util.keystr(path, simple=True, separator="/")
+
+
+def plain_path(path: tuple[Any, ...]) -> tuple[str, ...]:
+    """The names on a path: the same for a module of NNX, its state and the arrays alone."""
+    path = path[:-1] if path[-1:] == (GetAttrKey("value"),) else path
+    return tuple(path_name((key,)) for key in path)
+
+
+def require_arrays(params: PyTree, who: str) -> None:
+    """Refuse what no compiled step can take: functions in a module, say."""
+    for path, leaf in jax.tree_util.tree_leaves_with_path(params):
+        if not _is_number(leaf):
+            raise TypeError(
+                f"{who}: params must be arrays, got {type(leaf).__name__} at {path_name(path)!r}. "
+                "params, static = eqx.partition(model, eqx.is_inexact_array), and eqx.combine in "
+                "the loss."
+            )
 
 
 def overwritten(path: tuple[Any, ...]) -> bool:

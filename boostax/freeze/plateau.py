@@ -11,6 +11,7 @@ import optax
 
 from boostax._core import axes, checks, trees
 from boostax._core.about import described
+from boostax._core.groups import leaf_groups
 from boostax.freeze.plan import Plan
 
 PyTree = Any
@@ -65,7 +66,7 @@ def group_signal(groups: PyTree, *, horizon: int = 100) -> optax.GradientTransfo
     if not labels or set(labels) != set(range(max(labels) + 1)):
         allowed = "a tree of the integers 0, 1, ... without a gap"
         raise ValueError(checks.message(who, "groups", allowed, groups, hint))
-    number, structure = max(labels) + 1, jax.tree.structure(groups)
+    number = max(labels) + 1
     rates = 1 / horizon, 1 / (_SLOWER * horizon)
 
     def init_fn(params: PyTree) -> GroupSignalState:
@@ -81,13 +82,12 @@ def group_signal(groups: PyTree, *, horizon: int = 100) -> optax.GradientTransfo
         trees.require_gradients(updates, "group_signal")
         hint = "Its norms are those of whole leaves, behind the reduction."
         axes.require_whole(updates, (), "group_signal", hint)
-        squares: dict[int, list[jax.Array]] = {}
-        for label, part in zip(labels, structure.flatten_up_to(updates), strict=True):
-            found = squares.setdefault(label, [])
-            for leaf in jax.tree.leaves(trees.at_least_float32(part)):
-                found.append(jnp.sum(jnp.real(leaf * jnp.conj(leaf))).astype(jnp.float32))
-        seen = jnp.asarray([bool(squares[k]) for k in range(number)])
-        norms = jnp.sqrt(jnp.stack([sum(squares[k], jnp.float32(0)) for k in range(number)]))
+        squares: list[list[jax.Array]] = [[] for _ in range(number)]
+        numbers, _ = leaf_groups(who, groups, updates)
+        for k, leaf in zip(numbers, jax.tree.leaves(trees.at_least_float32(updates)), strict=True):
+            squares[k].append(jnp.sum(jnp.real(leaf * jnp.conj(leaf))).astype(jnp.float32))
+        seen = jnp.asarray([bool(found) for found in squares])
+        norms = jnp.sqrt(jnp.stack([sum(found, jnp.float32(0)) for found in squares]))
         new = [
             jnp.where(seen, old + rate * (norms - old), old)
             for old, rate in zip(state, rates, strict=True)

@@ -8,7 +8,7 @@ import optax
 from jax import lax
 
 from boostax._core import checks, handshake, trees
-from boostax._core.groups import as_groups, group_count
+from boostax._core.groups import leaf_groups
 
 PyTree = Any
 
@@ -140,22 +140,12 @@ def scalers(who: str, opt_state: PyTree, *kinds: type) -> list[Any]:
 
 
 def group_numbers(who: str, labels: Any, params: PyTree) -> tuple[list[int], int]:
-    """The group of each leaf of ``params``, and the number of groups.
-
-    A leaf that is masked keeps its label, so that the groups do not depend on what trains.
-    """
-    masked = lambda x: isinstance(x, optax.MaskedNode)  # noqa: E731
-    leaves, treedef = jax.tree.flatten(params, is_leaf=masked)
-    stand_in = jax.ShapeDtypeStruct((), jnp.float32)
-    whole = treedef.unflatten([stand_in if masked(x) else x for x in leaves])
+    """The group of each leaf of ``params`` that is not masked, and the number of groups."""
     try:
-        groups = as_groups(who, labels, whole)
+        return leaf_groups(who, labels, params)
     except (TypeError, ValueError) as error:
         words = str(error).replace(f"{who}: groups must", f"{who}: labels must", 1)
         raise type(error)(words) from error
-    numbers = jax.tree.leaves(groups)
-    kept = [number for number, x in zip(numbers, leaves, strict=True) if not masked(x)]
-    return kept, group_count(groups, labels)
 
 
 def check_labels(who: str, labels: Any) -> None:

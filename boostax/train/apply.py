@@ -7,6 +7,7 @@ import optax
 
 from boostax._core import trees
 from boostax._core.gate import Pending, gate_of
+from boostax._core.replicas import is_per_replica
 
 PyTree = Any
 
@@ -29,7 +30,8 @@ def apply_gradients(
       tx: any Optax transformation; the gain is with boostax's gates outermost.
       grads: gradients as ``tx`` wants them (scaled and local for the scaling and reducing ones).
       opt_state: state of ``tx``.
-      params: the params.
+      params: the params; what has no gradient (``None``) stays, the functions in an Equinox module
+        among it.
       **extra_args: handed to ``tx.update``: ``weight=``, ``value=``, ...
 
     Returns:
@@ -53,12 +55,28 @@ def apply_gradients(
             "windows are means over micro-steps, whatever each of them weighs. Use "
             "boostax.accumulate(..., normalize='weight')."
         )
+    absent = lambda node: node is None  # noqa: E731
+    if not is_per_replica(grads) and any(map(absent, jax.tree.leaves(grads, is_leaf=absent))):
+        # What Equinox filters out has no gradient; in its modules there are functions besides.
+        pick = lambda g, p: None if g is None else p  # noqa: E731
+        put = lambda new, p: p if new is None else new  # noqa: E731
+        own = jax.tree.map(pick, grads, params, is_leaf=absent)
+        new, opt_state = _applied(tx, grads, opt_state, own, extra_args)
+        return jax.tree.map(put, new, params, is_leaf=absent), opt_state
+    return _applied(tx, grads, opt_state, params, extra_args)
+
+
+def _applied(
+    tx: optax.GradientTransformation,
+    grads: PyTree,
+    opt_state: PyTree,
+    params: PyTree,
+    extra: dict[str, Any],
+) -> tuple[PyTree, PyTree]:
     gate = gate_of(tx)
     if gate is not None:
-        return gate.step(Pending(grads), opt_state, params, apply=True, **extra_args)
-    updates, opt_state = optax.with_extra_args_support(tx).update(
-        grads, opt_state, params, **extra_args
-    )
+        return gate.step(Pending(grads), opt_state, params, apply=True, **extra)
+    updates, opt_state = optax.with_extra_args_support(tx).update(grads, opt_state, params, **extra)
     return optax.apply_updates(params, updates), opt_state
 
 

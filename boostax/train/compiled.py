@@ -119,6 +119,7 @@ class TrainStep:
         return state if self.placing is None else self.placing.state(state)
 
     def _unplaced(self, params: PyTree, key: jax.Array | None, model_state: PyTree) -> TrainState:
+        trees.require_arrays(params, "make_train_step")
         if self.policy is not None:
             params = self.policy.store_params(params)
         opt_state = self.tx.init(params)

@@ -10,7 +10,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from boostax._core import axes, checks, handshake, trees
 from boostax._core.gate import Pending, flush_inner, gate_of, gated
-from boostax._core.placement import Placement, plain
+from boostax._core.placement import Placement
 from boostax._core.replicas import (
     PerReplica,
     is_per_replica,
@@ -186,7 +186,9 @@ def placed(
     if not meshes or not set(names) <= set(meshes[0].axis_names):
         allowed = f"among the mesh's axes {meshes and meshes[0].axis_names}"
         raise ValueError(checks.message(who, "axis_name", allowed, names, "The batch's."))
-    return meshes[0], {plain(path): s.spec for path, s in shardings.items() if s is not None}
+    return meshes[0], {
+        trees.plain_path(path): s.spec for path, s in shardings.items() if s is not None
+    }
 
 
 def _stacked(grads: PyTree, place: Placement) -> PyTree:

@@ -12,7 +12,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from boostax._core import trees
 from boostax._core.place import on_host, own_rows, place, place_rows
-from boostax._core.placement import Placement, plain
+from boostax._core.placement import Placement
 from boostax._core.replicas import PerReplica, owns_params, stack_replicas, state_specs, without
 from boostax.train.state import TrainState
 
@@ -131,7 +131,9 @@ class Placing:
         specs = jax.tree_util.tree_leaves_with_path(self.of_params(params), is_leaf=_is_spec)
         if not self.shard_optimizer and not any(any(spec) for _, spec in specs):
             return None
-        return Placement(self.mesh, self.names, {plain(path): spec for path, spec in specs})
+        return Placement(
+            self.mesh, self.names, {trees.plain_path(path): spec for path, spec in specs}
+        )
 
     def rows(self, size: int) -> np.ndarray[Any, Any]:
         """Which rows of a batch belong to this process, ascending."""
