@@ -126,6 +126,8 @@ def run(
     own = gate_of(tx)
     if own is not None:
         return own.step(grads, state, params, apply=apply, **extra)
+    if "grad" in extra:
+        extra = extra | {"grad": grads._replace(raw=extra["grad"]).value()}
     updates, state = tx.update(grads.value(), state, trees.at_least_float32(params), **extra)
     if apply:
         return settled(optax.apply_updates(params, updates)), state

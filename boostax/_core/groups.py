@@ -131,7 +131,7 @@ def leaf_groups(who: str, groups: Any, params: PyTree) -> tuple[list[int], int]:
     return kept, group_count(labels, groups)
 
 
-def group_count(labels: PyTree, groups: Any) -> int:
+def group_count(labels: PyTree, groups: Any = 0) -> int:
     """The number of groups in a tree that ``as_groups`` made of ``groups``.
 
     Of no params, with which ``optax.tree.map_params`` asks for the structure of a state, what

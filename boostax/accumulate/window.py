@@ -15,6 +15,7 @@ import optax
 
 from boostax._core import axes, checks, trees
 from boostax._core.about import described
+from boostax._core.extras import elsewhere
 from boostax._core.finite import all_finite
 from boostax._core.gate import (
     Pending,
@@ -255,8 +256,9 @@ def accumulate(
         if state.window is None:
             value, closed = close(new, count, state.inner_state, params, apply, extra)
             return value, _next(state, jnp.zeros_like(count), closed, jnp.asarray(True))
-        if "value_fn" in extra:
-            extra["value_fn"] = _refused
+        if "grad" in extra:
+            _refused(extra["grad"])
+        extra = elsewhere(extra, _refused)
         first = state.micro_step == 0
         hint = "tx.init(params) makes a window for these gradients."
         trees.require_shapes(who, "the window", _local(state.window), new, hint)
@@ -310,9 +312,9 @@ class _Closed(NamedTuple):
     applied: jax.Array
 
 
-def _refused(params: PyTree) -> jax.Array:
-    """In the place of the last micro-batch's loss, whose gradient is not the window's."""
-    del params
+def _refused(given: PyTree) -> PyTree:
+    """What is asked of the last micro-batch's loss, whose gradient is not the window's."""
+    del given
     raise ValueError(
         "accumulate: every must be 1 around a line search, got a window of several calls, whose "
         "other micro-batches are gone. make_train_step(microbatches=...) keeps them: there the "

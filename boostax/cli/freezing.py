@@ -66,7 +66,7 @@ def freeze_by_schedule(
         recipe.freeze, total_steps=optimizer_steps, frozen_fraction=recipe.freeze_fraction
     )
     with _speaking_of("freeze_schedule: frozen_fraction", "--freeze-fraction"):
-        schedule.depths(group_count(groups, groups))
+        schedule.depths(group_count(groups))
     return boostax.scheduled_freeze(tx, groups, schedule)
 
 

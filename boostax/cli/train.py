@@ -228,7 +228,7 @@ def _freezing(built: Built) -> str:
     tx = built.step.tx
     if not isinstance(tx, ScheduledFreeze):
         return "off"
-    schedule, groups = tx.freezing.schedule, group_count(tx.freezing.groups, tx.freezing.groups)
+    schedule, groups = tx.freezing.schedule, group_count(tx.freezing.groups)
     if isinstance(schedule, FreezeOnPlateau):
         looks = counted(schedule.every, "optimizer step")
         return f"plateau, {groups} groups, a look every {looks}"

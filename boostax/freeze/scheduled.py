@@ -11,6 +11,7 @@ import optax
 
 from boostax._core import axes, checks, trees
 from boostax._core.about import described
+from boostax._core.extras import elsewhere
 from boostax._core.gate import (
     GatedUpdate,
     Pending,
@@ -288,9 +289,9 @@ def scheduled_freeze(
             require_present(grads.raw, active, depth)
             pending = Pending(trees.masked(grads.raw, active), grads.factors)
             trees.require_gradients(pending.raw, _WHO, carried=True)
-            more = dict(extra)
-            if "value_fn" in extra:
-                more["value_fn"] = lambda trial: extra["value_fn"](trees.unmasked(trial, params))
+            more = elsewhere(extra, lambda trial: trees.unmasked(trial, params))
+            if "grad" in extra:
+                more["grad"] = trees.masked(extra["grad"], active)
             old = value if apply else trees.masked(params, active)
             found, new = run(tx, pending, state.inner_state, old, apply=apply, extra=more)
             return found, following(state, params, depth, passed(new), new)

@@ -13,6 +13,7 @@ import optax
 from jax.sharding import AbstractMesh, AxisType, PartitionSpec
 
 from boostax._core import axes, costs, jaxprs
+from boostax._core.extras import asked
 from boostax._core.handshake import assume_scaled
 from boostax._core.replicas import (
     PerReplica,
@@ -169,7 +170,8 @@ def traced(tx: optax.GradientTransformation, params: PyTree, place: Place) -> ja
     def update(grads: PyTree, state: PyTree, params: PyTree) -> tuple[PyTree, PyTree]:
         grads = jax.tree.map(lambda x: x[0], grads)
         value = axes.to_varying(jnp.zeros(()), place.names)
-        given: dict[str, Any] = {"value": value, "grad": grads, "value_fn": lambda _: value}
+        given: dict[str, Any] = {"value": value, "value_fn": lambda _: value}
+        given |= {"grad": grads} if asked(tx).get("grad") else {}
         if isinstance(tx, ScheduledFreeze):
             given["depth"] = tx.freezing.plan(params).drawn[0]
         state = enter_replica(state)

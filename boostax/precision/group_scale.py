@@ -195,13 +195,16 @@ def group_loss_scale(
         seen = _look(parts, inverse, names)
         ok = ~seen.bad.any()
 
+        def unscaled(pending: Pending) -> PyTree:
+            wide = zip(jax.tree.leaves(pending.value()), numbers, strict=True)
+            return treedef.unflatten([g * inverse[k].astype(g.real.dtype) for g, k in wide])
+
         def heavy() -> tuple[PyTree, Any]:
-            wide = jax.tree.leaves(grads.value())
-            unscaled = [
-                g * inverse[k].astype(g.real.dtype) for g, k in zip(wide, numbers, strict=True)
-            ]
-            pending = Pending(treedef.unflatten(unscaled))
-            return run(tx, pending, state.inner_state, params, apply=apply, extra=extra)
+            more = extra
+            if "grad" in extra:
+                more = extra | {"grad": unscaled(grads._replace(raw=extra["grad"]))}
+            pending = Pending(unscaled(grads))
+            return run(tx, pending, state.inner_state, params, apply=apply, extra=more)
 
         held = params, state.inner_state
         value, inner_state = gate(ok, heavy, *held, apply=apply, who=who, names=names)

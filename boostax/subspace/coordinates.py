@@ -1,6 +1,5 @@
 """Training the coordinates in a subspace with any Optax optimizer."""
 
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -9,6 +8,7 @@ import optax
 
 from boostax._core import axes, checks, trees
 from boostax._core.about import described
+from boostax._core.extras import elsewhere
 from boostax.subspace import components
 from boostax.subspace.components import Components
 
@@ -100,13 +100,7 @@ def subspace_params(
 
     @described(_WHO, names, inner_state=tx)
     def update_fn(
-        updates: PyTree,
-        state: Any,
-        params: PyTree = None,
-        *,
-        value: Any = None,
-        value_fn: Callable[[PyTree], jax.Array] | None = None,
-        **extra: Any,
+        updates: PyTree, state: Any, params: PyTree = None, **extra: Any
     ) -> tuple[PyTree, SubspaceParamsState]:
         trees.require_gradients(updates, _WHO)
         axes.require_local(updates, names, _WHO)
@@ -114,19 +108,22 @@ def subspace_params(
         gradient = components.project(state.basis, trees.at_least_float32(updates), shards, _WHO)
         gradient = axes.mean(gradient.astype(here.dtype), names)
 
-        def loss(a: jax.Array) -> jax.Array:
-            assert value_fn is not None
+        def lifted(a: jax.Array) -> PyTree:
             # Varying from here on: a gradient in the coordinates is summed as one of k numbers.
             step = components.lift(state.basis, axes.to_varying(a - here, names))
-            trial = jax.tree.map(
+            return jax.tree.map(
                 lambda p, d: (trees.at_least_float32(p) + d).astype(p.dtype), params, step
             )
-            return axes.mean(trees.at_least_float32(value_fn(trial)), names)
 
-        extra.pop("grad", None)
-        if value is not None and value_fn is not None and params is not None:
-            now = axes.mean(trees.at_least_float32(jnp.asarray(value)), names)
-            extra |= {"value": now, "grad": gradient, "value_fn": loss}
+        def mean(value: Any) -> jax.Array:
+            return axes.mean(trees.at_least_float32(jnp.asarray(value)), names)
+
+        if extra.get("value") is not None:
+            extra["value"] = mean(extra["value"])
+        if "grad" in extra or extra.get("value_fn") is not None:
+            extra["grad"] = gradient
+        if params is not None:
+            extra = elsewhere(extra, lifted, mean)
         move, inner_state = tx.update(gradient, state.inner_state, here, **extra)
         after: Any = optax.apply_updates(here, move)
         # What the coordinates really moved by, so that no rounding parts them from the params.

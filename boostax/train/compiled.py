@@ -13,6 +13,7 @@ from jax.core import Tracer
 from jax.sharding import Mesh, PartitionSpec
 
 from boostax._core import axes, checks, costs, trees
+from boostax._core.extras import asked
 from boostax._core.finite import all_finite
 from boostax._core.gate import outermost_passed, passed
 from boostax._core.placement import Placement
@@ -314,8 +315,11 @@ class TrainStep:
         given = {"key": self._call_key(state, placement), "model_state": state.model_state}
         value, grads = oracle(params, opt_state, batch, active=active, **given)
         loss, aux = value if self.has_aux else (value, Aux())
-        # For line searches; where nobody calls it, nothing of it is compiled.
-        extra |= {"value": loss, "value_fn": oracle.loss_at(batch, **given)}
+        # For line searches and the like; where nobody calls it, nothing of it is compiled.
+        value_fn, wanted = oracle.loss_at(batch, **given), asked(self.tx)
+        extra |= {"value": loss, "value_fn": value_fn}
+        extra |= {"obj_fn": value_fn} if "obj_fn" in wanted else {}
+        extra |= {"grad": _mean_gradient(grads, self.names)} if wanted.get("grad") else {}
         extra |= {} if aux.weight is None else {"weight": aux.weight}
         apply = lambda: apply_gradients(tx, grads, opt_state, params, **extra)  # noqa: E731
         if placement is None and self.names and not self.check_vma:
@@ -358,6 +362,14 @@ class TrainStep:
             # On global arrays it is the oracle that gives every replica its own.
             return key
         return jax.random.fold_in(key, axes.index(self.names))
+
+
+def _mean_gradient(grads: PyTree, names: tuple[str, ...]) -> PyTree:
+    """The gradient of the mean loss, in the units of the local ones."""
+    wide = trees.at_least_float32(grads)
+    if isinstance(wide, PerReplica):
+        return jax.tree.map(lambda g: g.mean(0), wide.local)
+    return jax.tree.map(lambda g: axes.mean(g, names), wide)
 
 
 @jax.jit

@@ -142,7 +142,7 @@ def placed_on(
                 value = optax.apply_updates(own, value) if apply else value
             return (PerReplica(value) if is_per_replica(params) else value), state
 
-        arrays = {k: x for k, x in extra.items() if isinstance(x, jax.Array)}
+        arrays = {k: x for k, x in extra.items() if _of_arrays(x)}
         fixed = {k: x for k, x in extra.items() if k not in arrays}
         # In the shards of the params, which XLA then makes where gradients are computed.
         raw = place.pinned(lambda g: g, specs(raw, ())[0])(raw)
@@ -165,6 +165,10 @@ def placed_on(
         return place.pinned(mapped, (of_params, of_state))(*args)
 
     return gated(init_fn, step_fn, flush_fn)
+
+
+def _of_arrays(tree: PyTree) -> bool:
+    return all(isinstance(x, jax.Array) for x in jax.tree.leaves(tree))
 
 
 def placed(

@@ -261,24 +261,50 @@ class Oracle:
                 params, given = own(params, given)
                 return self.loss_of(params, batch, given)
 
-            # A line search calls it where the replica axes are mapped once more; its params are the
-            # same on all, and so it is called outside.
-            @custom_vmap
-            def value_fn(params: PyTree, batch: PyTree, given: dict[str, Any]) -> jax.Array:
+            def value(params: PyTree, batch: PyTree, given: dict[str, Any]) -> jax.Array:
                 run = mapped(each, params, whole)
                 return run(_gathered(mesh, self.names, params), batch, given)
 
-            @value_fn.def_vmap
-            def rule(size: int, batched: Any, *args: PyTree) -> Any:
-                del size, batched, args
-                raise ValueError(
-                    "value_and_grad: loss_at must be given params that are the same on all "
-                    "replicas, got some that differ. Reduce what moves them first."
-                )
-
-            return lambda params: value_fn(params, batch, _given(kw))
+            args = batch, _given(kw)
+            return _differentiable(_outside(value), _outside(jax.grad(value)), args)
 
         return dataclasses.replace(self, gradients=gradients, loss_at=loss_at)
+
+
+def _outside(fn: Callable[..., PyTree]) -> Callable[..., PyTree]:
+    """``fn``, called outside the mapping of the replica axes in which a line search calls it.
+
+    Its params are the same on all replicas.
+    """
+    called = custom_vmap(fn)
+
+    @called.def_vmap
+    def rule(size: int, batched: Any, *args: PyTree) -> Any:
+        del size, batched, args
+        raise ValueError(
+            "value_and_grad: loss_at must be given params that are the same on all "
+            "replicas, got some that differ. Reduce what moves them first."
+        )
+
+    return called
+
+
+def _differentiable(value: Any, gradient: Any, args: tuple[Any, ...]) -> Callable[..., jax.Array]:
+    """A function of params whose gradient is given: JAX does not transpose a ``custom_vmap``."""
+
+    @jax.custom_jvp
+    def loss(params: PyTree) -> jax.Array:
+        return value(params, *args)
+
+    @loss.defjvp
+    def rule(primals: Any, tangents: Any) -> tuple[jax.Array, jax.Array]:
+        slopes = jax.tree.leaves(gradient(*primals, *args))
+        moves = zip(slopes, jax.tree.leaves(tangents), strict=True)
+        change = sum(jnp.sum((g * move).real) for g, move in moves)
+        out = value(*primals, *args)
+        return out, jnp.asarray(change, out.dtype)
+
+    return loss
 
 
 def _gathered(mesh: Mesh, names: tuple[str, ...], params: PyTree) -> PyTree:

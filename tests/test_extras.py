@@ -1,0 +1,179 @@
+"""What an optimizer asks for beside gradients reaches it through whatever is around it."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import NamedSharding, PartitionSpec
+
+import boostax
+from boostax._core.extras import asked
+
+WEIGHTS = {"a": jnp.array([2.0, 0.5, 1.0]), "b": jnp.array([[1.0, 3.0]])}
+START = {"a": jnp.array([1.0, -1.0, 2.0]), "b": jnp.array([[0.5, -2.0]])}
+BATCH = 1.0 + jnp.arange(8.0) / 10
+
+
+def loss_fn(params, batch, scales=None):
+    """Not quadratic, so that a line search has something to search."""
+    del scales
+    each = jax.tree.map(lambda w, p: jnp.sum(w * (p**2 + 0.1 * p**4)), WEIGHTS, params)
+    return jnp.mean(batch) * (each["a"] + each["b"])
+
+
+OPTIMIZERS = {
+    "lbfgs": lambda: optax.lbfgs(),
+    "backtracking": lambda: optax.chain(
+        optax.sgd(1.0), optax.scale_by_backtracking_linesearch(max_backtracking_steps=15)
+    ),
+    "zoom": lambda: optax.chain(optax.sgd(1.0), optax.scale_by_zoom_linesearch(15)),
+    "polyak": lambda: optax.polyak_sgd(),
+    "momo": lambda: optax.contrib.momo(0.1),
+    "sophia": lambda: optax.contrib.sophia(0.1, update_interval=1),
+    "plateau": lambda: optax.chain(optax.sgd(0.05), optax.contrib.reduce_on_plateau()),
+}
+
+
+def wanted(name, value, grad, fn):
+    """What Optax's documentation gives to each; a line search takes no more."""
+    if name == "sophia":
+        return {"obj_fn": fn}
+    if name in ("polyak", "momo", "plateau"):
+        return {"value": value}
+    return {"value": value, "grad": grad, "value_fn": fn}
+
+
+def by_hand(name, calls=3, params=START):
+    """What Optax's documentation writes."""
+    fn, tx = lambda p: loss_fn(p, BATCH), OPTIMIZERS[name]()
+
+    @jax.jit
+    def step(params, state):
+        value, grad = jax.value_and_grad(fn)(params)
+        updates, state = tx.update(grad, state, params, **wanted(name, value, grad, fn))
+        return optax.apply_updates(params, updates), state
+
+    state = tx.init(params)
+    for _ in range(calls):
+        params, state = step(params, state)
+    return params
+
+
+def by_step(tx, calls=3, params=START, **options):
+    step = boostax.make_train_step(loss_fn, tx, **options)
+    state = step.init(params)
+    for _ in range(calls):
+        state, _ = step(state, BATCH)
+    return state.params
+
+
+def assert_near(left, right):
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-4, atol=2e-5), left, right)
+
+
+AROUND = {
+    "bare": lambda tx: tx,
+    "dynamic_loss_scale": lambda tx: boostax.dynamic_loss_scale(tx, init_scale=2.0**10),
+    "group_loss_scale": lambda tx: boostax.group_loss_scale(tx, {"a": 0, "b": 0}),
+    "accumulate": lambda tx: boostax.accumulate(tx, 1),
+    "both": lambda tx: boostax.dynamic_loss_scale(boostax.accumulate(tx, 1), init_scale=8.0),
+    "scheduled_freeze": lambda tx: boostax.scheduled_freeze(
+        boostax.dynamic_loss_scale(tx, init_scale=4.0), {"a": 0, "b": 1}, [0]
+    ),
+}
+
+
+@pytest.mark.parametrize("around", AROUND)
+@pytest.mark.parametrize("name", ["backtracking", "sophia"])
+def test_a_step_supplies_what_an_optimizer_asks_for(name, around):
+    assert_near(by_step(AROUND[around](OPTIMIZERS[name]())), by_hand(name))
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_optimizers_are_driven_as_their_documentation_drives_them(name):
+    scaled = boostax.dynamic_loss_scale(OPTIMIZERS[name](), init_scale=2.0**10)
+    assert_near(by_step(scaled), by_hand(name))
+
+
+@pytest.mark.parametrize("checked", [True, False])
+@pytest.mark.parametrize("name", ["backtracking", "sophia"])
+def test_replicas_search_as_one(mesh, name, checked):
+    inner = optax.chain(boostax.all_reduce("data"), OPTIMIZERS[name]())
+    tx = boostax.dynamic_loss_scale(inner, init_scale=4.0, axis_name="data")
+    found = by_step(tx, mesh=mesh, axis_name="data", check_vma=checked)
+    assert_near(found, by_hand(name))
+
+
+@pytest.mark.parametrize("name", ["lbfgs", "sophia"])
+def test_sharded_params_search_as_whole_ones(mesh, name):
+    where = NamedSharding(mesh, PartitionSpec())
+    params = jax.device_put(START, where)
+    inner = optax.chain(boostax.all_reduce("data"), OPTIMIZERS[name]())
+    tx = boostax.dynamic_loss_scale(inner, init_scale=4.0, axis_name="data")
+    found = by_step(tx, params=params, mesh=mesh, axis_name="data", shard_optimizer=True)
+    assert_near(found, by_hand(name))
+
+
+@pytest.mark.parametrize("name", ["backtracking", "sophia"])
+def test_what_is_frozen_is_searched_around(name):
+    """The same as an optimizer of the trained leaves alone."""
+    tx = boostax.scheduled_freeze(OPTIMIZERS[name](), {"a": 0, "b": 1}, 1)
+    fn = lambda b: loss_fn({"a": START["a"], "b": b}, BATCH)  # noqa: E731
+    bare, alone = OPTIMIZERS[name](), START["b"]
+    state = bare.init({"a": optax.MaskedNode(), "b": alone})
+    for _ in range(2):
+        value, grad = jax.value_and_grad(fn)(alone)
+        hide = lambda x: {"a": optax.MaskedNode(), "b": x}  # noqa: E731
+        at = lambda p: fn(p["b"])  # noqa: E731
+        given = wanted(name, value, hide(grad), at)
+        updates, state = bare.update(hide(grad), state, hide(alone), **given)
+        alone = alone + updates["b"]
+    found = by_step(tx, calls=2)
+    np.testing.assert_array_equal(found["a"], START["a"])
+    np.testing.assert_allclose(found["b"], alone, rtol=2e-4)
+
+
+def test_a_subspace_is_searched_in_its_coordinates():
+    basis = jax.tree.map(
+        lambda rows, p: rows.reshape(-1, *p.shape),
+        {"a": jnp.eye(5)[:, :3], "b": jnp.eye(5)[:, 3:]},
+        START,
+    )
+    for name in ("backtracking", "sophia"):
+        # A basis of everything: the coordinates are the params, up to where they begin.
+        tx = boostax.dynamic_loss_scale(boostax.subspace_params(OPTIMIZERS[name](), basis))
+        flat = lambda p: jnp.concatenate([p["a"], p["b"].ravel()])  # noqa: E731
+        whole = lambda x: {"a": START["a"] + x[:3], "b": START["b"] + x[3:].reshape(1, 2)}  # noqa: E731
+        fn = lambda x: loss_fn(whole(x), BATCH)  # noqa: E731, B023
+        bare, here = OPTIMIZERS[name](), jnp.zeros(5)
+        state = bare.init(here)
+        for _ in range(2):
+            value, grad = jax.value_and_grad(fn)(here)
+            updates, state = bare.update(grad, state, here, **wanted(name, value, grad, fn))
+            here = here + updates
+        found = by_step(tx, calls=2)
+        np.testing.assert_allclose(flat(found), flat(whole(here)), rtol=2e-4, atol=2e-5)
+
+
+@pytest.mark.parametrize("name", ["lbfgs", "backtracking", "zoom", "sophia"])
+def test_a_window_of_several_calls_has_no_loss_to_search(name):
+    tx = boostax.accumulate(OPTIMIZERS[name](), 2)
+    with pytest.raises(ValueError, match="accumulate: every must be 1 around a line search"):
+        by_step(tx)
+
+
+def test_what_is_asked_for_is_read_through_wrappers():
+    inner = optax.chain(optax.clip(1.0), optax.lbfgs())
+    scaled = boostax.dynamic_loss_scale(boostax.accumulate(inner, 1))
+    wrapped = [
+        inner,
+        scaled,
+        optax.masked(scaled, {"a": True, "b": False}),
+        optax.partition({"x": inner, "y": optax.sgd(0.1)}, {"a": "x", "b": "y"}),
+        optax.MultiSteps(inner, 2).gradient_transformation(),
+        boostax.scheduled_freeze(scaled, {"a": 0, "b": 1}, [0, 1]),
+    ]
+    assert all(asked(tx)["grad"] for tx in wrapped)
+    assert not any(asked(optax.adamw(0.1)).get(name) for name in ("grad", "value", "obj_fn"))
+    assert "obj_fn" in asked(boostax.static_loss_scale(optax.contrib.sophia(0.1), 2.0))
