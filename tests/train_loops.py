@@ -365,7 +365,7 @@ def put_into(loop: str, case: Case, **how: Any) -> Put:
 
 
 def reference(put: Put, run: Run) -> PyTree:
-    """The params of every replica after the same training without anybody's loop, under ``vmap``."""
+    """The params of every replica after the same training by ``vmap``, in nobody's loop."""
     axis = AXIS if put.replicas > 1 else None
     tx, loss = put.chain(), boostax.value_and_grad(put.loss(run.loss), axis_name=axis)
 

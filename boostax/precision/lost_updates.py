@@ -17,7 +17,7 @@ from jax import lax
 
 from boostax._core import axes, checks, trees
 from boostax._core.about import described
-from boostax._core.gate import GatedTransformation, Pending, has_gate
+from boostax._core.gate import Pending, gated, has_gate
 from boostax._core.placement import settled
 
 PyTree = Any
@@ -41,7 +41,9 @@ class LostUpdatesState(NamedTuple):
         return {"lost_updates": self.lost}
 
 
-def count_lost_updates(inner: optax.GradientTransformation) -> GatedTransformation:
+def count_lost_updates(
+    inner: optax.GradientTransformation,
+) -> optax.GradientTransformationExtraArgs:
     r"""Count the updates that bf16 and f16 params round away.
 
     Of all elements stored in less than 32 bits whose update :math:`u` is not zero,
@@ -110,7 +112,7 @@ def count_lost_updates(inner: optax.GradientTransformation) -> GatedTransformati
         del extra
         return params, state
 
-    return GatedTransformation(init_fn, step_fn, flush_fn)
+    return gated(init_fn, step_fn, flush_fn)
 
 
 def _lost(params: PyTree, updates: PyTree, new: PyTree) -> jax.Array:

@@ -49,9 +49,9 @@ def value_and_grad(
     *local* to each replica, and loss and ``Aux.metrics`` are averaged over the replicas: the mean
     of the local gradients is the gradient of the mean of what ``loss_fn`` returns on each, also
     where it averages or sums over the replicas itself (``lax.pmean``: batch statistics, the whole
-    loss), with JAX's checking on or off. Where the loss returns ``Aux(weight=...)``, replica :math:`r`'s
-    gradient is multiplied by :math:`n\,w_r / \sum w`, so that the mean over replicas is the mean
-    over all tokens. Leaves that ``boostax.carry`` names are as the loss hands them out;
+    loss), with JAX's checking on or off. Where the loss returns ``Aux(weight=...)``, replica
+    :math:`r`'s gradient is multiplied by :math:`n\,w_r / \sum w`, so that the mean over replicas is
+    the mean over all tokens. Leaves that ``boostax.carry`` names are as the loss hands them out;
     micro-batches are combined by its rules.
 
     Inside ``shard_map`` or ``pmap`` the axis is the surrounding one's. With ``mesh`` the oracle is
