@@ -92,20 +92,19 @@ class Put:
             return lambda params, state, batch: plain(params, batch)
         return boostax.value_and_grad(self.loss(fn), **how)
 
-    # What stands in a loop for one device whose user wants a reduction: `on_mesh`.
+    def on_mesh(
+        self, params: PyTree
+    ) -> tuple[optax.GradientTransformation, PyTree, PyTree, dict[str, Any]]:
+        """Optimizer, its state, params, and how the oracle is made: on a mesh if there are replicas.
 
-    @property
-    def mesh(self) -> Any:
-        """Replicas, and where the loop shards params a second axis."""
-        return jax.make_mesh((REPLICAS,), (AXIS,), axis_types=(AxisType.Auto,))
-
-    def on_mesh(self, params: PyTree) -> tuple[optax.GradientTransformation, PyTree, PyTree, dict]:
-        """Optimizer, its state, params and how the oracle is made, on the mesh if it has one."""
+        Params are replicated unless the loop has placed them.
+        """
         chain = self.chain()
         if self.replicas == 1:
             return chain, chain.init(params), params, {}
         if not isinstance(jax.tree.leaves(params)[0].sharding, NamedSharding):
-            params = jax.device_put(params, NamedSharding(self.mesh, P()))
+            mesh = jax.make_mesh((REPLICAS,), (AXIS,), axis_types=(AxisType.Auto,))
+            params = jax.device_put(params, NamedSharding(mesh, P()))
         mesh = jax.tree.leaves(params)[0].sharding.mesh
         tx = boostax.on_mesh(chain, params, axis_name=AXIS)
         state = tx.init(params)
@@ -200,8 +199,9 @@ def nnx_optimizer(put: Put) -> Run:
     model = NnxNet(nnx.Rngs(0))
     graph, params = nnx.split(model)
     loss = lambda model, batch: mse(model(batch["x"]), batch)  # noqa: E731
-    tx, _, params, how = put.on_mesh(params)
-    model = nnx.merge(graph, params)
+    tx, _, placed, how = put.on_mesh(params)
+    # A module has no place for params of each replica's own: it keeps one of each.
+    model = nnx.merge(graph, params if isinstance(placed, PerReplica) else placed)
     optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
     oracle = put.oracle(loss, nnx.value_and_grad, **how)
 
@@ -215,7 +215,7 @@ def nnx_optimizer(put: Put) -> Run:
         train_step(model, optimizer, batch)
     pure = lambda params, batch: loss(nnx.merge(graph, params), batch)  # noqa: E731
     start = nnx.state(NnxNet(nnx.Rngs(0)))
-    found = boostax.metrics(nnx.as_pure(optimizer.opt_state))
+    found = boostax.metrics(optimizer.opt_state)
     return Run(nnx.as_pure(start), pure, nnx.as_pure(nnx.state(model)), found)
 
 
@@ -361,34 +361,38 @@ LOOPS = REPLICATED | {
 
 def put_into(loop: str, case: Case, **how: Any) -> Put:
     """A technique for a loop."""
-    return Put(case, replicated=loop in REPLICATED, **how)
+    return Put(case, **{"replicated": loop in REPLICATED} | how)
 
 
 def reference(put: Put, run: Run) -> PyTree:
-    """The params of every replica after the same training by ``vmap``, in nobody's loop."""
+    """The params of every replica after the same training in nobody's loop, under ``vmap``."""
     axis = AXIS if put.replicas > 1 else None
     tx, loss = put.chain(), boostax.value_and_grad(put.loss(run.loss), axis_name=axis)
 
-    def train(params: PyTree, batches: list[PyTree]) -> PyTree:
-        state = tx.init(params)
-        for batch in batches:
-            _, grads = loss(params, state, batch)
-            params, state = boostax.apply_gradients(tx, grads, state, params)
-        return params
+    def step(params: PyTree, state: PyTree, batch: PyTree) -> tuple[PyTree, PyTree]:
+        _, grads = loss(params, state, batch)
+        return boostax.apply_gradients(tx, grads, state, params)
 
-    split = lambda x: x.reshape(put.replicas, -1, *x.shape[1:])  # noqa: E731
-    batches = jax.tree.map(split, put.batches)
-    mapped = jax.vmap(train, in_axes=(None, 0), axis_name=axis)
-    return jax.jit(mapped)(run.params, batches)
+    step = jax.jit(jax.vmap(step, axis_name=axis))
+    repeat = lambda x: jnp.repeat(x[None], put.replicas, 0)  # noqa: E731
+    params = jax.tree.map(repeat, run.params)
+    state = jax.vmap(tx.init, axis_name=axis)(params)
+    for batch in put.batches:
+        split = jax.tree.map(lambda x: x.reshape(put.replicas, -1, *x.shape[1:]), batch)
+        params, state = step(params, state, split)
+    return params
 
 
-def difference(put: Put, run: Run) -> float:
-    """The largest of an element, relative to one: params are about 1."""
-    wanted = reference(put, run)
-    trained = run.trained
-    if isinstance(trained, PerReplica):
-        trained = trained.local
-    else:
-        wanted = jax.tree.map(lambda x: x[0], wanted)
-    pairs = zip(jax.tree.leaves(trained), jax.tree.leaves(wanted), strict=True)
-    return max(float(np.abs(np.asarray(x) - np.asarray(y)).max()) for x, y in pairs)
+def difference(put: Put) -> Callable[[str], float]:
+    """Of a loop the largest difference of a param from the reference; params are about 1."""
+
+    def of(loop: str) -> float:
+        run = LOOPS[loop](put)
+        wanted = reference(dataclasses.replace(put, forgotten=""), run)
+        own = isinstance(run.trained, PerReplica)
+        trained = run.trained.local if own else run.trained
+        wanted = wanted if own else jax.tree.map(lambda x: x[0], wanted)
+        pairs = zip(jax.tree.leaves(trained), jax.tree.leaves(wanted), strict=True)
+        return max(float(np.abs(np.asarray(x) - np.asarray(y)).max()) for x, y in pairs)
+
+    return of

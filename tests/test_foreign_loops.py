@@ -1,0 +1,66 @@
+"""Techniques in the loops of other frameworks, and the lines that users forget there."""
+
+import dataclasses
+
+import jax
+import pytest
+import train_loops
+from contract_cases import CASES
+from flax import nnx
+from train_loops import LOOPS, NAME, REDUCTION, SCALE, put_into
+
+TECHNIQUES = {case.name: case for case in CASES}
+TOLERANCE = 2e-6
+
+
+@pytest.mark.parametrize("loop", LOOPS)
+@pytest.mark.parametrize("name", ["accumulate_inside_the_scaler"])
+def test_a_loop_trains_as_the_technique_alone(loop, name):
+    case = TECHNIQUES[name]
+    assert train_loops.difference(put_into(loop, case))(loop) <= TOLERANCE
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("loop", LOOPS)
+@pytest.mark.parametrize("name", TECHNIQUES)
+def test_every_technique_trains_in_every_loop(loop, name):
+    case = TECHNIQUES[name]
+    if case.own_params and loop == "Flax NNX":
+        with pytest.raises(ValueError, match="on_mesh: params"):
+            LOOPS[loop](put_into(loop, case))
+        return
+    assert train_loops.difference(put_into(loop, case))(loop) <= TOLERANCE
+
+
+@pytest.mark.parametrize("loop", LOOPS)
+def test_a_loss_that_nobody_scaled_is_refused(loop):
+    for name in ("dynamic_loss_scale", "group_loss_scale"):
+        with pytest.raises(ValueError, match=r"boostax\.value_and_grad"):
+            LOOPS[loop](put_into(loop, TECHNIQUES[name], forgotten=SCALE))
+
+
+@pytest.mark.parametrize("loop", [x for x in LOOPS if "pmap" not in x])
+@pytest.mark.parametrize("name", ["dynamic_loss_scale", "accumulate"])
+def test_gradients_that_nobody_reduced_are_refused(loop, name):
+    put = put_into(loop, TECHNIQUES[name], forgotten=REDUCTION, replicated=True)
+    with pytest.raises(ValueError, match=r"boostax\.all_reduce"):
+        LOOPS[loop](put)
+
+
+@pytest.mark.parametrize("loop", [x for x in LOOPS if "pmap" not in x])
+def test_a_scaler_without_its_axis_is_refused(loop):
+    put = put_into(loop, TECHNIQUES["dynamic_loss_scale"], forgotten=NAME, replicated=True)
+    with pytest.raises(ValueError, match="axis_name"):
+        LOOPS[loop](put)
+
+
+@pytest.mark.parametrize("loop", LOOPS)
+def test_a_window_left_open_says_so(loop):
+    put = put_into(loop, TECHNIQUES["accumulate"], calls=3)
+    assert int(LOOPS[loop](put).metrics["micro_step"]) == 1
+
+
+def test_metrics_of_nnx_are_arrays():
+    put = put_into("Flax NNX", TECHNIQUES["dynamic_loss_scale"])
+    found = train_loops.nnx_optimizer(dataclasses.replace(put, calls=1)).metrics
+    assert all(isinstance(x, jax.Array) and not isinstance(x, nnx.Variable) for x in found.values())
