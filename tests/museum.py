@@ -484,6 +484,36 @@ def one_key_for_all():
     return float(sum(wanted)) / count, float(sum(grads)) / count, float(ours)
 
 
+@exhibit(
+    "An amax over micro-batches with values up to 10 and up to 1",
+    "marin-community/marin/issues/7659",
+    "2026-07",
+    "Of the fp8 histories that travel as gradients the last micro-batch's replaced the others', so "
+    "the next step's scale was too large and activations were clipped.",
+)
+def an_amax_of_the_last_micro_batch():
+    @jax.custom_vjp
+    def product(w, amax, x):
+        return w * x
+
+    forward = lambda w, amax, x: (w * x, (w, x))  # noqa: E731
+    backward = lambda kept, g: (g * kept[1], jnp.abs(kept[1]), g * kept[0])  # noqa: E731
+    product.defvjp(forward, backward)
+    loss = lambda p, x: product(p["w"], p["amax"], x)  # noqa: E731
+    params, batches = {"w": jnp.float32(1.0), "amax": jnp.float32(0.0)}, jnp.float32([10.0, 1.0])
+    summed = jax.tree.map(jnp.zeros_like, params)
+    for x in batches:
+        grads = jax.grad(loss)(params, x)
+        summed = {"w": summed["w"] + grads["w"], "amax": grads["amax"]}
+
+    tx = boostax.carry(boostax.accumulate(optax.sgd(1.0), 2), {"amax": "max"})
+    ours, state, oracle = params, tx.init(params), boostax.value_and_grad(loss)
+    for x in batches:
+        _, grads = oracle(ours, state, x)
+        ours, state = boostax.apply_gradients(tx, grads, state, ours)
+    return 10.0, float(summed["amax"]), float(ours["amax"])
+
+
 def refusal(run: Callable[[], object]) -> Number:
     """The message with which it is refused, or the number that comes out."""
     try:

@@ -95,7 +95,7 @@ class Put:
     def on_mesh(
         self, params: PyTree
     ) -> tuple[optax.GradientTransformation, PyTree, PyTree, dict[str, Any]]:
-        """Optimizer, its state, params, and how the oracle is made: on a mesh if there are replicas.
+        """Optimizer, its state, params, and how the oracle is made, on a mesh if it has replicas.
 
         Params are replicated unless the loop has placed them.
         """
