@@ -50,7 +50,7 @@ def test_gradients_that_nobody_reduced_are_refused(loop, name):
 @pytest.mark.parametrize("loop", [x for x in LOOPS if "pmap" not in x])
 def test_a_scaler_without_its_axis_is_refused(loop):
     put = put_into(loop, TECHNIQUES["dynamic_loss_scale"], forgotten=NAME, replicated=True)
-    with pytest.raises(ValueError, match="give every scaler and window around it the axis_name"):
+    with pytest.raises(ValueError, match="axis_name"):
         LOOPS[loop](put)
 
 

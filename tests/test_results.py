@@ -5,6 +5,7 @@ import pathlib
 
 import combinations
 import compilers
+import foreign_loops
 import peers_jax
 import PIL.Image
 import placements
@@ -46,6 +47,13 @@ def test_the_page_of_compilers_is_that_of_the_record():
     record = json.loads((compilers.harness.RESULTS / "compilers.json").read_text())
     assert compilers.PAGE.read_text() == compilers.page(record["sections"])
     assert list(record["sections"]) == list(compilers.SECTIONS)
+
+
+def test_the_page_of_foreign_loops_is_that_of_the_record():
+    sections = json.loads((foreign_loops.RESULTS / "foreign_loops.json").read_text())["sections"]
+    assert foreign_loops.PAGE.read_text() == foreign_loops.page(sections)
+    names = [row["technique"] for row in sections[foreign_loops.TRAINED]]
+    assert names == list(foreign_loops.ALL)
 
 
 def test_the_page_of_peers_is_that_of_the_record():
