@@ -3,11 +3,16 @@
 import dataclasses
 
 import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
 import pytest
 import train_loops
 from contract_cases import CASES
 from flax import nnx
 from train_loops import LOOPS, NAME, REDUCTION, SCALE, put_into
+
+import boostax
 
 TECHNIQUES = {case.name: case for case in CASES}
 TOLERANCE = 2e-6
@@ -64,3 +69,15 @@ def test_metrics_of_nnx_are_arrays():
     put = put_into("Flax NNX", TECHNIQUES["dynamic_loss_scale"])
     found = train_loops.nnx_optimizer(dataclasses.replace(put, calls=1)).metrics
     assert all(isinstance(x, jax.Array) and not isinstance(x, nnx.Variable) for x in found.values())
+
+
+def test_a_window_in_an_nnx_optimizer_is_flushed():
+    tx, model = boostax.accumulate(optax.sgd(1.0), 2), nnx.Linear(2, 2, rngs=nnx.Rngs(0))
+    before = model.bias[...]
+    optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
+    optimizer.update(model, jax.tree.map(jnp.ones_like, nnx.state(model)))
+    params, state = boostax.flush(tx, optimizer.opt_state, nnx.state(model))
+    nnx.update(model, params)
+    nnx.update(optimizer.opt_state, state)
+    np.testing.assert_array_equal(model.bias[...], before - 1)
+    assert bool(boostax.has_updated(optimizer.opt_state))

@@ -170,12 +170,17 @@ def require_shapes(who: str, what: str, got: PyTree, wanted: PyTree, hint: str) 
 def find(tree: PyTree, wanted: Callable[[Any], bool]) -> list[Any]:
     """Every node that ``wanted`` accepts, outermost first, those inside such a node included.
 
-    A chain keeps the order of its parts, so the first of two nested states is the outer one. Of a
-    state whose leaves are variables of NNX the nodes come with the arrays that these hold.
+    A chain keeps the order of its parts, so the first of two nested states is the outer one. Nodes
+    come with arrays: see ``arrays``.
     """
+    return list(_walk(arrays(tree), wanted))
+
+
+def arrays(tree: PyTree) -> PyTree:
+    """The tree with the arrays that NNX's variables hold in the place of these; else as it is."""
     if any(map(_is_variable, jax.tree.leaves(tree, is_leaf=_is_variable))):
-        tree = jax.tree.map(_held, tree, is_leaf=_is_variable)
-    return list(_walk(tree, wanted))
+        return jax.tree.map(_held, tree, is_leaf=_is_variable)
+    return tree
 
 
 def _is_variable(node: Any) -> bool:

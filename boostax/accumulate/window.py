@@ -396,12 +396,12 @@ def flush(
 
     Args:
       tx: the transformation that made the state; a window must not be inside an Optax wrapper.
-      opt_state: its state.
+      opt_state: its state, that of an ``nnx.Optimizer`` too.
       params: the params.
       **extra_args: handed to the inner transformation.
 
     Returns:
-      ``(params, opt_state)``.
+      ``(params, opt_state)``, arrays for NNX's variables.
 
     Raises:
       ValueError: ``tx`` hides a window behind an Optax wrapper.
@@ -416,4 +416,4 @@ def flush(
       -2.0
     """
     tx = optax.with_extra_args_support(tx)
-    return flush_inner(tx, opt_state, params, extra_args)
+    return flush_inner(tx, trees.arrays(opt_state), trees.arrays(params), extra_args)
