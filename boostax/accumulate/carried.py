@@ -20,6 +20,7 @@ from jax import lax
 
 from boostax._core import axes, checks, trees
 from boostax._core.about import described
+from boostax._core.extras import elsewhere
 from boostax._core.gate import (
     Pending,
     flush_inner,
@@ -145,9 +146,9 @@ def carry(
         if trees.find(state.inner_state, lambda node: hasattr(node, "last_finite")):
             # fp8 clips what overflows, so that the gradients themselves may not show it.
             pending = pending.times(jnp.where(over.any(), jnp.nan, 1.0).astype(jnp.float32))
-        if "value_fn" in extra:
-            value_fn = extra["value_fn"]
-            extra["value_fn"] = lambda trial: value_fn(trees.unmasked(trial, params))
+        extra = elsewhere(extra, lambda trial: trees.unmasked(trial, params))
+        if "grad" in extra:
+            extra["grad"] = without(extra["grad"], found)
         trained, inner_state = run(
             tx, pending, state.inner_state, without(params, found), apply=True, extra=extra
         )
