@@ -443,3 +443,39 @@ def test_a_window_of_one_device_is_shared_out_among_replicas(kind):
     for call in range(4, 9):
         moved, _ = alone(moved, batch(call))
     assert_close(moved.params, state.params, rtol=1e-5, atol=1e-6)
+
+
+KEPT = {
+    "window": lambda: window(reduced()),
+    "residual": lambda: optax.chain(boostax.top_k_reduce(AXIS, 0.5), optimizer()),
+    "residual and momentum": lambda: optax.chain(
+        boostax.top_k_reduce(AXIS, 0.5, momentum=0.9), optimizer()
+    ),
+}
+FORGOTTEN = {"stack": (0, True), "stack and enter": (0, False), "enter": (2, False)}
+
+
+@pytest.mark.parametrize("forgotten", FORGOTTEN)
+@pytest.mark.parametrize("kind", KEPT)
+def test_a_forgotten_dimension_of_replicas_does_not_broadcast(kind, forgotten):
+    """Its first dimension is the number of replicas: such params look like a state of them."""
+    tx, params, (stacked, enters) = KEPT[kind](), {"w": jnp.ones((2, 3))}, FORGOTTEN[forgotten]
+    spec, specs = jax.sharding.PartitionSpec, boostax.state_specs(tx, params, AXIS)
+
+    def local_step(params, state, grads):
+        state = boostax.enter_replica(state) if enters else state
+        return boostax.apply_gradients(tx, grads, state, params)[0]
+
+    step = jax.shard_map(
+        local_step,
+        mesh=mesh_of(2),
+        in_specs=(spec(), specs, spec()),
+        out_specs=spec(),
+        check_vma=False,
+    )
+    state = tx.init(params)
+    state = boostax.stack_replicas(state, stacked) if stacked else state
+    kept = kind.split()[0]
+    message = rf"state must have a {kept} of the gradients' shapes, got \(.*\) for \(2, 3\) at 'w'"
+    with pytest.raises(ValueError, match=message):
+        jax.jit(step)(params, state, params)

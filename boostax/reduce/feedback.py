@@ -12,7 +12,7 @@ from jax import lax
 from boostax._core import axes, checks, trees
 from boostax._core.about import described
 from boostax._core.placement import on_shards
-from boostax._core.replicas import PerReplica
+from boostax._core.replicas import PerReplica, require_like
 from boostax.reduce import exchange
 from boostax.reduce.codecs.base import Codec, Late, Message, PerLeaf, map_per_leaf
 
@@ -119,6 +119,12 @@ def compressed(
         held = _kept(state.residual.local, treedef)
         moving = _kept(state.velocity.local, treedef)
         flow = [exchange.real(leaves[i]) for i in chosen]
+        if error_feedback:
+            names_of = [
+                trees.path_name(path) for path, _ in jax.tree_util.tree_leaves_with_path(updates)
+            ]
+            kept = {names_of[i]: held[i] for i in chosen}
+            require_like(who, "residual", kept, dict(zip(kept, flow, strict=True)))
         if momentum is not None:
             flow = [momentum * moving[i] + g for i, g in zip(chosen, flow, strict=True)]
         wanted = flow
