@@ -164,10 +164,12 @@ class Carried:
                 self.primary.setdefault(new, made)
                 self.take(made, new)
                 if count := opened(old, {}):
-                    peer = new if old.cls is AccumulateState else old
+                    peer, more = (old, "")
+                    if old.cls is AccumulateState:
+                        peer, more = (new, f"; its windows must be longer than {count}")
                     self.notes.append(
                         f"acc_grads of MultiStepsState at {spot(peer.path)} is taken as a mean "
-                        f"over {count} micro-steps (use_grad_mean=True)."
+                        f"over {count} micro-steps (use_grad_mean=True){more}."
                     )
 
     def settle(self, old: Node, new: Node) -> None:

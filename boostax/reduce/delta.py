@@ -6,7 +6,7 @@ import optax
 
 from boostax._core import axes, checks, trees
 from boostax._core.about import described
-from boostax._core.replicas import PerReplica
+from boostax._core.replicas import PerReplica, require_like
 from boostax.reduce.adasum import Scope, adasum
 
 PyTree = Any
@@ -104,6 +104,8 @@ def adasum_delta(
         own = None if params is None else axes.to_varying(trees.at_least_float32(params), names)
         wide = trees.at_least_float32(updates)
         deltas, inner_state = tx.update(wide, state.inner_state.local, own, **extra_args)
+        kept, given = (state.inner_state.local, deltas), (inner_state, updates)
+        require_like(who, "moment", kept, given)
         inner_state = trees.cast_like(inner_state, state.inner_state.local)
         inner_state = axes.unify(inner_state, state.inner_state.local)
         deltas = axes.unify(trees.cast_like(deltas, updates), updates)
