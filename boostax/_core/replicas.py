@@ -64,16 +64,13 @@ def require_replicas(who: str, state: PyTree, replicas: int) -> None:
 
 def require_like(who: str, what: str, kept: PyTree, grads: PyTree) -> None:
     """Refuse kept arrays that are not shaped like the gradients: they would broadcast."""
-    leaves = jax.tree_util.tree_leaves_with_path(grads)
-    for x, (path, g) in zip(jax.tree.leaves(kept), leaves, strict=True):
-        if x.shape != g.shape:
-            name = trees.path_name(path) or "the root"
-            raise ValueError(
-                f"{who}: state must have a {what} of the gradients' shapes, got {x.shape} for "
-                f"{g.shape} at {name!r}. Make it by tx.init(params); "
-                "what differs per replica leads with the replicas outside of a mapped function, "
-                "boostax.stack_replicas(state, n), and not inside, boostax.enter_replica(state)."
-            )
+    hint = (
+        "tx.init(params) makes it. What differs per replica leads with the replicas outside of a "
+        "mapped function, boostax.stack_replicas(state, n), and not inside, "
+        "boostax.enter_replica(state)."
+    )
+    kept = jax.tree.unflatten(jax.tree.structure(grads), jax.tree.leaves(kept))
+    trees.require_shapes(who, what, kept, grads, hint)
 
 
 def owns_params(opt_state: PyTree) -> bool:

@@ -27,7 +27,7 @@ from boostax._core.gate import (
     passed,
     run,
 )
-from boostax._core.replicas import PerReplica
+from boostax._core.replicas import PerReplica, require_like
 from boostax.accumulate.aux import weigh
 from boostax.accumulate.carried import require_outside
 
@@ -260,8 +260,7 @@ def accumulate(
             _refused(extra["grad"])
         extra = elsewhere(extra, _refused)
         first = state.micro_step == 0
-        hint = "tx.init(params) makes a window for these gradients."
-        trees.require_shapes(who, "the window", _local(state.window), new, hint)
+        require_like(who, "the window", _local(state.window), new)
         sums = jax.tree.map(
             lambda a, g: jnp.where(first, g, a.astype(g.dtype) + g).astype(a.dtype),
             _local(state.window),

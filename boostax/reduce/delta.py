@@ -105,7 +105,7 @@ def adasum_delta(
         wide = trees.at_least_float32(updates)
         deltas, inner_state = tx.update(wide, state.inner_state.local, own, **extra_args)
         kept, given = (state.inner_state.local, deltas), (inner_state, updates)
-        require_like(who, "moment", kept, given)
+        require_like(who, "the moment", kept, given)
         inner_state = trees.cast_like(inner_state, state.inner_state.local)
         inner_state = axes.unify(inner_state, state.inner_state.local)
         deltas = axes.unify(trees.cast_like(deltas, updates), updates)

@@ -124,7 +124,7 @@ def compressed(
                 trees.path_name(path) for path, _ in jax.tree_util.tree_leaves_with_path(updates)
             ]
             kept = {names_of[i]: held[i] for i in chosen}
-            require_like(who, "residual", kept, dict(zip(kept, flow, strict=True)))
+            require_like(who, "the residual", kept, dict(zip(kept, flow, strict=True)))
         if momentum is not None:
             flow = [momentum * moving[i] + g for i, g in zip(chosen, flow, strict=True)]
         wanted = flow
