@@ -80,3 +80,68 @@ def test_the_gradient_is_that_of_the_mean_of_what_replicas_return(name, mode, me
         value, grads = mapped(loss, mode, mesh, scale)
         np.testing.assert_allclose(value, expected[0], rtol=2e-6)
         np.testing.assert_allclose(grads, expected[1], rtol=2e-5, atol=1e-7)
+
+
+MASK = jnp.arange(16) % 5 < 3
+
+
+def masked(w, batch, total):
+    """The mean over what the mask leaves, with a mean of all under it."""
+    x, mask = batch
+    h = x @ w
+    h = h - total(jnp.sum(h * mask)) / total(jnp.sum(mask))
+    return jnp.sum(mask * jnp.tanh(h) ** 2), jnp.sum(mask)
+
+
+def of_replica(w, batch):
+    part, count = masked(w, batch, lambda x: lax.psum(x, "data"))
+    return part / count, boostax.Aux(weight=count, metrics={"mean": pmean(part / count)})
+
+
+def of_all(w, batch):
+    parts = masked(w, batch, lambda x: lax.psum(x, "data"))
+    part, count = (lax.psum(x, "data") for x in parts)
+    return part / count, boostax.Aux(metrics={"count": count})
+
+
+def apart(w, batch):
+    """Its metrics know of other replicas, and so does a factor without a gradient."""
+    part, count = masked(w, batch, lambda x: x)
+    other = pmean(lax.stop_gradient(w[0]))
+    return other * part / count, boostax.Aux(weight=count, metrics={"mean": pmean(part)})
+
+
+def looped(loss):
+    """The same with the params out of a scan that has a checkpoint in it."""
+
+    def run(w, batch):
+        turn = jax.checkpoint(lambda carry, row: (carry + row * (1 + pmean(row * 0)), None))
+        rows = lax.stop_gradient(w)[None] * jnp.zeros((3, 1))
+        return loss(lax.scan(turn, w, rows)[0], batch)
+
+    return run
+
+
+@pytest.mark.parametrize("wrapped", [lambda fn: fn, jax.jit, jax.checkpoint, looped])
+@pytest.mark.parametrize("check_vma", [True, False])
+def test_weights_of_gradients_that_cross_replicas_are_refused(mesh, check_vma, wrapped):
+    """Batch statistics over the replicas under token weights gave a third too much."""
+
+    def gradient(loss, microbatches=1):
+        options = {"axis_name": "data", "has_aux": True, "microbatches": microbatches}
+        oracle = boostax.value_and_grad(wrapped(loss), **options)
+        run = lambda w, batch: pmean(oracle(w, (), batch)[1])  # noqa: E731
+        specs = {"in_specs": (PartitionSpec(), PartitionSpec("data"))}
+        specs |= {"out_specs": PartitionSpec(), "mesh": mesh, "check_vma": check_vma}
+        return jax.jit(jax.shard_map(run, **specs))(W, (X, MASK.astype(jnp.float32)))
+
+    for microbatches in (1, 2):
+        with pytest.raises(ValueError, match=r"value_and_grad: Aux.weight must be left out"):
+            gradient(of_replica, microbatches)
+
+    def whole(w):
+        part, count = masked(w, (X, MASK), lambda x: x)
+        return part / count
+
+    np.testing.assert_allclose(gradient(of_all), jax.grad(whole)(W), rtol=2e-5)
+    assert np.isfinite(gradient(apart)).all()

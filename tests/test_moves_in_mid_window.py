@@ -490,6 +490,6 @@ def test_a_forgotten_dimension_of_replicas_does_not_broadcast(kind, forgotten):
     state = tx.init(params)
     state = boostax.stack_replicas(state, stacked) if stacked else state
     kept = kind.split()[0]
-    message = rf"state must have a {kept} of the gradients' shapes, got \(.*\) for \(.*3\) at '.*w'"
+    message = rf"the {kept} must be shaped \(.*\) at '.*w', got \(.*\)"
     with pytest.raises(ValueError, match=message):
         jax.jit(step)(params, state, params)

@@ -88,12 +88,56 @@ def axes_of(program: jaxprs.ClosedJaxpr) -> frozenset[str]:
     return frozenset(_axes(program.jaxpr))
 
 
+def axes_fed(program: jaxprs.ClosedJaxpr) -> frozenset[str]:
+    """Those over which it communicates what depends on its arguments, and not on constants alone.
+
+    Of a tangent program, whose constants are what was computed before or, under a checkpoint, is
+    computed again: those over which gradients go.
+    """
+    require_readable()
+    jaxpr = program.jaxpr
+    return frozenset(_fed(jaxpr, [True] * len(jaxpr.invars))[0])
+
+
+def _fed(jaxpr: jaxprs.Jaxpr, given: Sequence[bool]) -> tuple[set[str], list[bool]]:
+    """The axes, and which results depend on the given inputs."""
+    fed = {var for var, flag in zip(jaxpr.invars, given, strict=True) if flag}
+    found: set[str] = set()
+    for eqn in jaxpr.eqns:
+        flags = [not isinstance(x, jaxprs.Literal) and x in fed for x in eqn.invars]
+        if not any(flags):
+            continue
+        body = None if eqn.primitive.name == "while" else programs.called(eqn)
+        results = [True] * len(eqn.outvars)
+        if body is None:
+            found.update(_sent_by(eqn))
+        while body is not None:
+            more, results = _fed(body, flags)
+            found |= more
+            again = _carried(eqn, flags, results)
+            body, flags = (body, again) if again != flags else (None, flags)
+        fed.update(var for var, flag in zip(eqn.outvars, results, strict=True) if flag)
+    return found, [not isinstance(x, jaxprs.Literal) and x in fed for x in jaxpr.outvars]
+
+
+def _carried(eqn: jaxprs.JaxprEqn, flags: list[bool], results: list[bool]) -> list[bool]:
+    """What a scan's body is given at the next turn; of other calls, the same again."""
+    if eqn.primitive.name != "scan":
+        return flags
+    consts, carry, xs = programs.scan_operands(eqn, flags)
+    return consts + [a or b for a, b in zip(carry, results, strict=False)] + xs
+
+
 def _axes(jaxpr: jaxprs.Jaxpr) -> Iterator[str]:
     for eqn in jaxpr.eqns:
-        if kind(eqn.primitive.name) in RING:
-            yield from (x for x in _named(eqn) if isinstance(x, str))
-        for inner in bodies(eqn):
-            yield from _axes(inner)
+        yield from _sent_by(eqn)
+
+
+def _sent_by(eqn: jaxprs.JaxprEqn) -> Iterator[str]:
+    if kind(eqn.primitive.name) in RING:
+        yield from (x for x in _named(eqn) if isinstance(x, str))
+    for inner in bodies(eqn):
+        yield from _axes(inner)
 
 
 def _named(eqn: jaxprs.JaxprEqn) -> tuple[Any, ...]:

@@ -13,7 +13,7 @@ from jax import lax
 from jax.custom_batching import custom_vmap
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-from boostax._core import axes, checks, handshake, trees
+from boostax._core import axes, checks, costs, handshake, trees
 from boostax._core.replicas import PerReplica, is_per_replica, without
 from boostax.accumulate import carried
 from boostax.accumulate.aux import Aux, as_aux, divide, drop_empty, weigh
@@ -86,7 +86,8 @@ def value_and_grad(
 
     Raises:
       ValueError, TypeError: an argument out of range; at trace time, a loss that is no floating
-        scalar, a batch that does not divide, an unbound axis.
+        scalar, a batch that does not divide, an unbound axis, a weight for a loss that is
+        differentiated through a collective over the replicas.
 
     Example:
       >>> import boostax, jax.numpy as jnp, optax
@@ -122,6 +123,7 @@ def value_and_grad(
         grads, (loss, aux) = _grad(scaled_loss, params, active)
         weight = as_aux(aux).weight
         if weight is not None:
+            _require_uncrossed(lambda trained: scaled_loss(trained)[0], params, active, names)
             # A mean over no tokens is 0/0: no overflow, and no reason to lower the scale.
             new = carried.unless_empty(grads, params, rules, weight)
             loss, grads = drop_empty((loss, carried.without(grads, new)), jnp.asarray(weight))
@@ -336,6 +338,32 @@ def _grad(fn: Callable[[PyTree], Any], params: PyTree, active: Any) -> tuple[PyT
     backward = lambda: jax.tree.leaves(pullback(jnp.ones_like(value)))  # noqa: E731
     grads = staged(backward, active.levels(), active.at)
     return jax.tree.unflatten(jax.tree.structure(params), grads), more
+
+
+def _require_uncrossed(
+    fn: Callable[[PyTree], jax.Array], params: PyTree, active: Any, names: tuple[str, ...]
+) -> None:
+    """Refuse weights of replicas for gradients in which those of several are mixed.
+
+    Part of such a gradient belongs to another replica's loss, and would be given this one's weight.
+    """
+    if not names:
+        return
+    crossed: frozenset[str] = frozenset()
+
+    def look(trained: PyTree) -> tuple[()]:
+        nonlocal crossed
+        _, tangent = jax.linearize(fn, trained)
+        crossed = costs.axes_fed(jax.make_jaxpr(tangent)(trained)) & frozenset(names)
+        return ()
+
+    jax.eval_shape(look, params if isinstance(active, Choice) else trees.masked(params, active))
+    if crossed:
+        raise ValueError(
+            "value_and_grad: Aux.weight must be left out of a loss through which gradients go from "
+            f"replica to replica, got one and a collective over {', '.join(sorted(crossed))}. "
+            "Return the mean over all as the loss: lax.psum(sum, axis) / lax.psum(count, axis)."
+        )
 
 
 def _active(active: PyTree, params: PyTree) -> PyTree:
