@@ -195,21 +195,24 @@ def gate(
 
 
 def _require_agreed(heavy: trees.Replay, names: tuple[str, ...], who: str) -> None:
-    """Refuse collectives in a branch that each replica takes by itself, where no type tells.
+    """Refuse, where no type tells, axes that do not fit the collectives in a branch.
 
-    With checking on, the predicate's type has told.
+    With checking on, the types of the predicate and of what comes out have told.
     """
-    missing = sorted(
-        name
-        for name in costs.axes_of(heavy.program) - frozenset(names)
-        if not axes.varying(axes.to_varying(jnp.zeros(()), (name,)))
-    )
+    sent = costs.axes_of(heavy.program)
+    unseen = lambda name: not axes.varying(axes.to_varying(jnp.zeros(()), (name,)))  # noqa: E731
+    missing = ", ".join(repr(x) for x in sorted(sent - frozenset(names)) if unseen(x))
     if missing:
-        words = ", ".join(repr(name) for name in missing)
         raise ValueError(
             f"{who}: axis_name must name all axes over which what is inside communicates, got "
-            f"{names or None}, and inside something is sent over {words}. Replicas that decide "
+            f"{names or None}, and inside something is sent over {missing}. Replicas that decide "
             "alone wait for each other for ever, and share what differs. Pass them in axis_name."
+        )
+    if names and sent.isdisjoint(names) and unseen(names[0]):
+        raise ValueError(
+            f"{who}: axis_name must be left out where nothing inside reduces, got {names}. Local "
+            f"gradients want a reduction inside, such as boostax.all_reduce({names[0]!r}), or "
+            "replicas part; gradients that are reduced before want no axis_name."
         )
 
 
