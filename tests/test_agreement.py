@@ -81,3 +81,14 @@ def test_a_gate_needs_no_axis_where_nothing_is_sent():
         for mode in ("pmap", "vmap"):
             run = lambda g: update(tx, name)(lax.pmean(g, "data"))  # noqa: B023, E731
             assert np.isfinite(mapped(mode, None, run)).all()
+
+
+@pytest.mark.parametrize("mode", ["unchecked", "pmap", "vmap"])
+@pytest.mark.parametrize("name", GATES)
+def test_a_gate_of_local_gradients_that_nobody_reduces_is_refused(mesh, name, mode):
+    """Its axis says that gradients are local; each replica trained by its own."""
+    tx = GATES[name](SGD, axis_name="data")
+    with pytest.raises(
+        ValueError, match=r"axis_name must be left out where nothing inside reduces"
+    ):
+        mapped(mode, mesh, update(tx, name))

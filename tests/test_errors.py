@@ -160,7 +160,8 @@ PARAMS = {"w": jnp.ones(3)}
 
 @pytest.mark.parametrize("who", REDUCING)
 def test_an_unbound_axis_is_named(who):
-    tx = REDUCING[who](SGD, axis_name="data")
+    inner = SGD if who == "all_reduce" else optax.chain(boostax.all_reduce("data"), SGD)
+    tx = REDUCING[who](inner, axis_name="data")
     state = tx.init(PARAMS)
     with pytest.raises(ValueError, match=rf"{who}: axis_name must name an axis .* got 'data'"):
         tx.update(PARAMS, state, PARAMS)
