@@ -37,8 +37,9 @@ def test_public_names_are_the_documented_ones():
 
     expected = {
         "accumulate", "active_groups", "adasum", "adasum_delta", "all_finite", "all_reduce",
-        "apply_gradients", "audit", "auto", "break_even", "centralize_gradients",
-        "check_boundaries", "check_updates", "checkpoint_snapshots", "clip_by_global_norm",
+        "apply_gradients", "assume_scaled", "audit", "auto", "break_even", "carry",
+        "centralize_gradients", "check_boundaries", "check_updates", "checkpoint_snapshots",
+        "clip_by_global_norm", "count_lost_updates",
         "dim_reduce",
         "dynamic_loss_scale",
         "enter_replica", "explain", "flush", "forward_order", "freeze_on_plateau",
@@ -54,7 +55,8 @@ def test_public_names_are_the_documented_ones():
         "state_specs", "static_loss_scale", "subspace_params", "target_devices", "threshold_reduce",
         "top_k_reduce", "trajectory", "trajectory_basis", "value_and_grad",
         "AccumulateState", "AdasumDeltaState", "AdasumState", "Audit", "Aux", "Basis",
-        "Boost", "BoostConfig", "BreakEven", "CallCost", "CheckUpdatesState",
+        "Boost", "BoostConfig", "BreakEven", "CallCost", "CarryState", "CheckUpdatesState",
+        "LostUpdatesState",
         "CompiledCollective", "CompressedState", "DimReduceState", "Explanation", "Finding",
         "FreezeSchedule",
         "GroupLossScaleState", "PartCost",
