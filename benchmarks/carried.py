@@ -39,6 +39,7 @@ class Net(nn.Module):
 
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
+        """``[rows, features]`` to the same."""
         dot = functools.partial(fp8_ops.Fp8DirectDotGeneralOp, amax_history_length=HISTORY)
         x = nn.relu(nn.Dense(FEATURES, dot_general_cls=dot)(x))
         return nn.Dense(FEATURES, dot_general_cls=dot)(x)
@@ -89,7 +90,7 @@ def mapped(update: Callable[..., Variables]) -> Form:
             grads = lax.map(lambda part: jax.grad(loss_fn)(own, part), parts)
             return update(variables, lax.pmean(grads, "data"))
 
-        specs = {"in_specs": (P(), P("data")), "out_specs": P()}
+        specs: Any = {"in_specs": (P(), P("data")), "out_specs": P()}
         return jax.jit(jax.shard_map(local, mesh=mesh_of(replicas), **specs))(variables, batch)
 
     return run

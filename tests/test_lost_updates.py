@@ -11,7 +11,9 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 import boostax
+from boostax.testing import LAWS, Case, laws_for
 
+CASE = Case("count_lost_updates", lambda inner, axis: boostax.count_lost_updates(inner))
 RNG = np.random.default_rng(0)
 LOW = {
     "a": jnp.asarray(RNG.normal(size=(64, 16)), jnp.bfloat16),
@@ -102,6 +104,11 @@ def test_replicas_and_shards_count_as_one(form):
     _, metrics = step(step.init(LOW), batch)
     # bf16 gradients round, and their mean besides.
     np.testing.assert_allclose(metrics["lost_updates"], reference(LOW, GRADS, 0.25), rtol=5e-3)
+
+
+@pytest.mark.parametrize("law", laws_for(CASE))
+def test_contract(law):
+    LAWS[law](CASE)
 
 
 def test_gates_inside_and_updates_without_params_are_refused():
