@@ -372,3 +372,23 @@ def test_bad_rules(arguments, error, words):
 def test_a_rule_that_fits_nothing():
     with pytest.raises(ValueError, match=r"carry: rules must be paths of params, got \['amaks'\]"):
         boostax.carry(optax.sgd(0.1), {"amax": "max", "amaks": "max"}).init(PLAIN)
+
+
+def test_replicas_that_would_part_are_refused():
+    tx = boostax.carry(chain("data", optax.sgd(0.1)), RULES)
+    step = boostax.make_train_step(watched, tx, mesh=mesh_of(2), axis_name="data")
+    with pytest.raises(ValueError, match=r"carry: axis_name must be .*axis_name='data'"):
+        step(step.init(PLAIN), DATA[0])
+
+
+def test_a_window_that_was_moved_out_of_a_state_is_not_gone_on_with():
+    """Its values came with params that nobody has any more."""
+    short = boostax.carry(boostax.accumulate(optax.sgd(0.1), 3), RULES)
+    bare = boostax.carry(optax.sgd(0.1), RULES)
+    call = lambda tx: jax.jit(functools.partial(boostax.apply_gradients, tx))  # noqa: E731
+    gradient = jax.jit(jax.grad(watched))
+    params, state = call(short)(gradient(PLAIN, 100 * DATA[0]), short.init(PLAIN), PLAIN)
+    same(params, PLAIN)
+    state = state._replace(inner_state=bare.init(PLAIN).inner_state)
+    params, _ = call(bare)(gradient(PLAIN, DATA[1]), state, PLAIN)
+    assert_of(params, expected([DATA[1]]))

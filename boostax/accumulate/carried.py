@@ -140,6 +140,9 @@ def carry(
             )
         found = resolve(rules, params)
         new = _over_replicas(values(grads.raw, found), found, names)
+        _require_agreed(new, values(params, found))
+        # A window that another hand has taken out of the state is none.
+        opened = state.open & held(state.inner_state)
         finite = jnp.stack([jnp.isfinite(x).all() for x in new.values()] or [jnp.asarray(True)])
         over = jnp.stack([~(x < jnp.inf).all() for x in new.values()] or [jnp.asarray(False)])
         pending = Pending(without(grads.raw, found))
@@ -156,13 +159,13 @@ def carry(
 
         def merged(name: str, old: jax.Array) -> jax.Array:
             x = new[name].astype(old.dtype)
-            both = jnp.where(state.open, combine(found[name], old, x), x)
+            both = jnp.where(opened, combine(found[name], old, x), x)
             return jnp.where(took, both, old)
 
         window: dict[Rule, PyTree] = {
             rule: _map(merged, tree) for rule, tree in state.window.items()
         }
-        have = state.open | took
+        have = opened | took
         params = _settled(trained, params, window, passed(inner_state) & have)
         return params, CarryState(have & held(inner_state), window, inner_state)
 
@@ -272,6 +275,16 @@ def _over_replicas(new: Carried, found: Rules, names: tuple[str, ...]) -> Carrie
         return lax.psum(axes.to_varying(x, names), names)
 
     return {name: reduced(found[name], x) for name, x in new.items()}
+
+
+def _require_agreed(new: Carried, old: Carried) -> None:
+    """Refuse values by which replicas would part, where that can be seen."""
+    for name, x in new.items():
+        apart = sorted(axes.varying(x) - axes.varying(old[name]))
+        if apart:
+            hint = f"The values of {name!r} differ over it: carry(..., axis_name={apart[0]!r})."
+            allowed = f"of all replica axes, {', '.join(apart)} too"
+            raise ValueError(checks.message(_WHO, "axis_name", allowed, None, hint))
 
 
 def _settled(

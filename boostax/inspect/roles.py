@@ -10,7 +10,7 @@ UNKNOWN = "unknown"
 COMBINATOR = "combinator"
 
 _NAMES: Mapping[str, tuple[str, ...]] = {
-    COMBINATOR: ("chain", "named_chain", "partition", "masked", "flatten", "carry"),
+    COMBINATOR: ("chain", "named_chain", "partition", "masked", "flatten"),
     "scaler": ("dynamic_loss_scale", "static_loss_scale", "group_loss_scale"),
     "window": ("accumulate",),
     "peer window": ("MultiSteps",),
@@ -61,6 +61,7 @@ _NAMES: Mapping[str, tuple[str, ...]] = {
     "coordinates": ("subspace_params",),
     "zero NaN": ("zero_nans",),
     "zero": ("set_to_zero",),
+    "carry": ("carry",),
     "watch": ("group_signal", "count_lost_updates", "snapshot", "monitor", "measure_with_ema"),
     "nothing": ("identity", "keep_params_nonnegative"),
 }
