@@ -392,3 +392,21 @@ def test_a_window_that_was_moved_out_of_a_state_is_not_gone_on_with():
     state = state._replace(inner_state=bare.init(PLAIN).inner_state)
     params, _ = call(bare)(gradient(PLAIN, DATA[1]), state, PLAIN)
     assert_of(params, expected([DATA[1]]))
+
+
+def test_a_window_has_the_histories_of_its_rows():
+    """Those of cotangents as of one call, whose mean loss is over half of the rows."""
+    tx = boostax.carry(
+        boostax.accumulate(chain("data", optax.sgd(0.1)), 2, axis_name="data"), axis_name="data"
+    )
+    step = boostax.make_train_step(loss_fn, tx, mesh=mesh_of(2), axis_name="data", microbatches=2)
+    state = step.init(START)
+    for batch in BATCHES[:2]:
+        state, _ = step(state, batch)
+    both = jax.tree.map(lambda *x: np.concatenate(x), *BATCHES[:2])
+    wanted = jax.jit(jax.grad(loss_fn))(START, both)[OWG]
+    for (path, found), big in zip(
+        jax.tree.leaves_with_path(state.params[OWG]), jax.tree.leaves(wanted), strict=True
+    ):
+        history_of_cotangents = "output_grad_amax" in jax.tree_util.keystr(path)
+        np.testing.assert_array_equal(found, (2 if history_of_cotangents else 1) * big)
