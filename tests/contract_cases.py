@@ -79,11 +79,6 @@ CASES = [
         ),
     ),
     Case(
-        "count_lost_updates",
-        lambda inner, axis: boostax.count_lost_updates(inner),
-        bad_arguments=((lambda: boostax.count_lost_updates(3.0), "inner"),),
-    ),
-    Case(
         "check_updates",
         lambda inner, axis: boostax.check_updates(inner, axis_name=axis),
         bad_arguments=(
