@@ -1,6 +1,8 @@
 """A checkpoint comes back bit for bit or not at all, and never takes another one with it."""
 
+import asyncio
 import json
+import logging
 import pathlib
 import pickle
 import re
@@ -14,6 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import orbax.checkpoint as ocp
 import pytest
 from jax.experimental import multihost_utils
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
@@ -207,6 +210,25 @@ def test_a_flipped_bit_in_the_numbers_names_a_leaf(copied):
     biggest.write_bytes(data)
     with Checkpointer(copied) as checkpointer, pytest.raises(RuntimeError, match="kernel"):
         checkpointer.restore(make_state())
+
+
+def test_restoring_leaves_the_rest_of_the_process_alone(copied, monkeypatch):
+    """Defect guarded against: other threads got its event loops, and absl's logger was silent."""
+    restore, seen = ocp.CheckpointManager.restore, []
+    now = lambda: (asyncio.new_event_loop, logging.getLogger("absl").disabled)  # noqa: E731
+
+    def spied(self, *args, **kwargs):
+        seen.append(now())
+        return restore(self, *args, **kwargs)
+
+    monkeypatch.setattr(ocp.CheckpointManager, "restore", spied)
+    before = now()
+    with Checkpointer(copied) as checkpointer:
+        checkpointer.restore(make_state())
+        shutil.rmtree(copied / "20" / "state")
+        with pytest.raises(RuntimeError, match=r"step 20 .* is damaged"):
+            checkpointer.restore(make_state())
+    assert len(seen) >= 3 and set(seen) == {before}
 
 
 def test_altered_meta_is_damage(copied):

@@ -1,8 +1,8 @@
 """Checkpoints of a train state through orbax, each leaf checked when it comes back."""
 
 import asyncio
+import copy
 import json
-import logging
 import pathlib
 import shutil
 from types import TracebackType
@@ -22,8 +22,6 @@ with checks.needing("Checkpointer", "orbax", "checkpoint"):
     import orbax.checkpoint as ocp
 
 PyTree = Any
-
-_ITEMS = ("state", "record")
 
 
 class Checkpointer:
@@ -70,7 +68,10 @@ class Checkpointer:
             options=ocp.CheckpointManagerOptions(
                 preservation_policy=ocp.checkpoint_managers.LatestN(keep)
             ),
-            item_names=_ITEMS,
+            item_handlers={
+                "state": ocp.PyTreeCheckpointHandler(type_handler_registry=_arrays()),
+                "record": ocp.JsonCheckpointHandler(),
+            },
         )
 
     def __enter__(self) -> Self:
@@ -117,7 +118,7 @@ class Checkpointer:
         self._manager.save(
             step,
             args=ocp.args.Composite(
-                state=ocp.args.StandardSave(_without_empty(state)),
+                state=ocp.args.PyTreeSave(_without_empty(state)),
                 record=ocp.args.JsonSave(record),
             ),
             force=True,
@@ -187,7 +188,9 @@ class Checkpointer:
         record = self._record(step)
         saved = as_saved(target, record["leaves"]) if reshard else jax.tree.map(typed, target)
         self._require_fit(step, record["leaves"], _named(saved))
-        state = self._read(step, state=ocp.args.StandardRestore(_without_empty(saved)))["state"]
+        wanted = _without_empty(saved)
+        how = ocp.checkpoint_utils.construct_restore_args(wanted)
+        state = self._read(step, state=ocp.args.PyTreeRestore(wanted, restore_args=how))["state"]
         state = jax.tree.map(_or_empty, saved, state, is_leaf=lambda x: x is None)
         found = describe(_named(state))
         altered = [name for name in found if found[name] != record["leaves"][name]]
@@ -220,17 +223,10 @@ class Checkpointer:
         return record
 
     def _read(self, step: int, **items: Any) -> Any:
-        # orbax logs pages of traceback before it raises, and one error is enough.
-        logger = logging.getLogger("absl")
-        new_loop, disabled = asyncio.new_event_loop, logger.disabled
         try:
-            logger.disabled = True
-            asyncio.new_event_loop = _FinishingLoop
             return self._manager.restore(step, args=ocp.args.Composite(**items))
         except Exception as error:
             raise self._damaged(step, _first_line(error)) from error
-        finally:
-            logger.disabled, asyncio.new_event_loop = disabled, new_loop
 
     def _require_fit(self, step: int, saved: Leaves, wanted: dict[str, Any]) -> None:
         where = f"Checkpointer: target must fit step {step} in {self._directory}"
@@ -275,18 +271,25 @@ class _Manager(ocp.CheckpointManager):
         return False
 
 
-class _FinishingLoop(asyncio.SelectorEventLoop):
-    """A loop that ends its tasks before it closes.
+def _arrays() -> Any:
+    """orbax's own handler of arrays, which here ends all reads before it raises.
 
-    After the first failed read orbax closes its loop under the others, which then warn of
-    coroutines never awaited and raise in TensorStore's threads. orbax makes its loops by
-    ``asyncio.new_event_loop``, and an event loop policy, the other way in, is deprecated.
+    After the first failed one orbax closes its event loop under the others, which then warn of
+    coroutines never awaited and raise in TensorStore's threads.
     """
+    handler: Any = copy.copy(ocp.type_handlers.get_type_handler(jax.Array))
+    read = handler.deserialize
 
-    def close(self) -> None:
-        if not self.is_closed() and (tasks := asyncio.all_tasks(self)):
-            self.run_until_complete(asyncio.gather(*tasks, return_exceptions=True))
-        super().close()
+    async def deserialize(*args: Any) -> Any:
+        others = asyncio.all_tasks()
+        try:
+            return await read(*args)
+        except Exception:
+            await asyncio.gather(*asyncio.all_tasks() - others, return_exceptions=True)
+            raise
+
+    handler.deserialize = deserialize
+    return ocp.type_handlers.create_type_handler_registry((jax.Array, handler))
 
 
 def _named(state: PyTree) -> dict[str, Any]:
