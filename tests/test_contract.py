@@ -1,9 +1,15 @@
 """Every registered transformation keeps the contract, law by law."""
 
+import inspect
+import subprocess
+import sys
+import textwrap
+
 import pytest
 from contract_cases import CASES
 
-from boostax.testing import INIT_LAWS, LAWS, OPTAX_LAWS, laws_for
+import boostax.testing
+from boostax.testing import INIT_LAWS, OPTAX_LAWS, laws_for
 
 # Settings and siblings of a transformation that stands there once already: of them only what is
 # told of their arguments and of replicas is worth every run.
@@ -72,10 +78,25 @@ def marks(case, law):
 @pytest.mark.parametrize(
     ("case", "law"),
     [
-        pytest.param(c, LAWS[n], id=f"{c.name}-{n}", marks=marks(c, n))
+        pytest.param(c, law, id=f"{c.name}-{n}", marks=marks(c, n))
         for c in CASES
-        for n in laws_for(c)
+        for n, law in laws_for(c).items()
     ],
 )
 def test_contract(case, law):
     law(case)
+
+
+def test_the_usage_in_the_docstring_runs(tmp_path):
+    """Defect guarded against: it called the names of laws."""
+    text = inspect.getdoc(boostax.testing)
+    example = [line.strip() for line in text.splitlines() if line.strip().startswith(">>> ")][:-1]
+    usage = textwrap.dedent(text.partition("In pytest::\n")[2])
+    lines = ["import pytest", *(line.removeprefix(">>> ") for line in example), usage]
+    file = tmp_path / "test_usage.py"
+    file.write_text("\n".join(lines))
+    run = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--rootdir", tmp_path]
+    told = subprocess.run(
+        [*map(str, run), "-k", "flat_scalars", str(file)], capture_output=True, text=True
+    )
+    assert told.returncode == 0 and "1 passed" in told.stdout, told.stdout + told.stderr

@@ -4,11 +4,11 @@ Example:
   >>> import boostax.testing, optax
   >>> make = lambda inner, axis_name: optax.chain(optax.ema(0.9), inner)
   >>> case = boostax.testing.Case("ema", make)
-  >>> boostax.testing.LAWS["metrics_are_flat_scalars"](case)
+  >>> boostax.testing.laws_for(case)["metrics_are_flat_scalars"](case)
 
 In pytest::
 
-  @pytest.mark.parametrize("law", boostax.testing.laws_for(case))
+  @pytest.mark.parametrize("law", boostax.testing.laws_for(case).values())
   def test_contract(law):
     law(case)
 """
@@ -37,17 +37,17 @@ Those in ``PAIR_LAWS`` also take a seed, from which they draw what they compare.
 """
 
 
-def laws_for(case: Case) -> list[str]:
-    """Names of the laws that have a meaning for a case.
+def laws_for(case: Case) -> dict[str, Law]:
+    """The laws that have a meaning for a case, by name.
 
     A reduction has none on a single device; "skips" laws need a transformation that skips.
     """
     single = (SINGLE_LAWS.keys() | OPTAX_LAWS.keys()) - INIT_LAWS
     anywhere = {name for name, law in PAIR_LAWS.items() if law not in MAPPED_PAIRS}
-    return [
-        name
-        for name in LAWS
+    return {
+        name: law
+        for name, law in LAWS.items()
         if (case.skips or "skip" not in name)
         and not (case.reduces and name in single)
         and (case.distributed or name in single | INIT_LAWS | anywhere)
-    ]
+    }
