@@ -68,10 +68,15 @@ COMPOSED = ("inside", "around", "warming")
 EXPLICIT = {"dynamic_loss_scale", "adasum", "top_k_reduce"}
 
 
+# As `replicas_stay_equal_in_every_mode` and `any_placement_means_the_same`, from seeds.
+DRAWN = {"checked_and_unchecked_agree", "pmap_shard_map_and_plain_jit_agree"}
+
+
 def marks(case, law):
     late = case.name in VARIANTS and law not in ALWAYS
     late |= law == "results_are_typed_equal" and any(word in case.name for word in COMPOSED)
     late |= law == "any_placement_means_the_same_on_an_explicit_mesh" and case.name not in EXPLICIT
+    late |= law in DRAWN
     return [pytest.mark.long] if late or (case.name in GATED and law not in OF_THEIR_OWN) else []
 
 

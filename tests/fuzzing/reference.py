@@ -213,7 +213,13 @@ class Reference:
             self.replicas = argument
         elif kind == "nest":
             self.gates = self.gates[::-1]
-            factor = 1 / self.scale if self.gates[0] == "scale" else self.scale
+            outside = self.gates[0] == "scale"
+            factor = 1 / self.scale if outside else self.scale
+            if outside and not all(
+                np.all(np.isfinite(s)) for own in self.sums for s in own.values()
+            ):
+                # Its scaler would have dropped it; the new one never sees it.
+                self.count, self.sums = 0, []
             self.sums = [{n: s * factor for n, s in own.items()} for own in self.sums]
         elif kind == "flush" and self.count and "window" in self.gates:
             with np.errstate(all="ignore"):
