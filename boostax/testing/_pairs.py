@@ -32,8 +32,8 @@ BAD = (np.nan, np.inf, -np.inf, 1e36)
 
 
 @dataclasses.dataclass(frozen=True)
-class Drawn:
-    """What a law draws of: a case, and a generator of its own.
+class Setting:
+    """Where a law holds a case to itself, and what it draws by.
 
     Attributes:
       case: the transformation.
@@ -46,7 +46,7 @@ class Drawn:
     replicas: int | None
 
     @classmethod
-    def of(cls, case: Case, seed: int) -> "Drawn":
+    def of(cls, case: Case, seed: int) -> "Setting":
         """On one device, unless the case takes local gradients."""
         rng = np.random.default_rng(seed)
         replicas = int(rng.integers(2, 5)) if case.distributed else None
@@ -125,37 +125,37 @@ def _scalers(state: Any) -> list[Any]:
 
 def skip_inserted_anywhere_never_was(case: Case, seed: int = 0) -> None:
     """Bad calls between good ones: to the end of the run as if nobody had made them."""
-    drawn = Drawn.of(case, seed)
-    good = drawn.grads(3 * case.calls)
-    step = drawn.step(drawn.tx())
-    expected = follow(step, drawn.start(drawn.tx()), good)
+    setting = Setting.of(case, seed)
+    good = setting.grads(3 * case.calls)
+    step = setting.step(setting.tx())
+    expected = follow(step, setting.start(setting.tx()), good)
     # A window that holds its scaler is dropped whole.
     places = range(0, len(good) + 1, case.skip_calls)
     calls: Grads = []
-    chosen = {int(drawn.rng.choice(places)) for _ in range(2)}
+    chosen = {int(setting.rng.choice(places)) for _ in range(2)}
     for index in range(len(good) + 1):
         if index in chosen:
-            block = drawn.grads(case.skip_calls)
-            bad = int(drawn.rng.integers(len(block)))
-            calls += [drawn.poisoned(g) if i == bad else g for i, g in enumerate(block)]
+            block = setting.grads(case.skip_calls)
+            bad = int(setting.rng.integers(len(block)))
+            calls += [setting.poisoned(g) if i == bad else g for i, g in enumerate(block)]
         calls += good[index : index + 1]
-    found = follow(step, drawn.start(drawn.tx()), calls)
+    found = follow(step, setting.start(setting.tx()), calls)
     assert_same(found[0], expected[0], "params")
     assert_same(case.skip_view(found[1]), case.skip_view(expected[1]), "state")
 
 
 def scale_changes_nothing(case: Case, seed: int = 0) -> None:
     """Any power of two, around the transformation or in its own scaler, gives the same params."""
-    drawn = Drawn.of(case, seed)
-    tx, grads = drawn.tx(), drawn.grads(2 * case.calls)
-    scale = 2.0 ** int(drawn.rng.integers(1, 16))
-    expected = drawn.run(tx, grads)
+    setting = Setting.of(case, seed)
+    tx, grads = setting.tx(), setting.grads(2 * case.calls)
+    scale = 2.0 ** int(setting.rng.integers(1, 16))
+    expected = setting.run(tx, grads)
     if _scalers(expected[1]):
-        params, state = drawn.start(tx)
+        params, state = setting.start(tx)
         start = params, _with_scale(state, scale)
-        found = follow(drawn.step(tx), start, grads)
+        found = follow(setting.step(tx), start, grads)
     else:
-        found = drawn.run(static_loss_scale(tx, scale, axis_name=drawn.axis), grads)
+        found = setting.run(static_loss_scale(tx, scale, axis_name=setting.axis), grads)
     assert_close(found[0], expected[0], "params")
 
 
@@ -173,68 +173,68 @@ def _with_scale(state: Any, scale: float) -> Any:
 
 def window_is_one_big_batch(case: Case, seed: int = 0) -> None:
     """A window of micro-batches around it does what one call with their mean does."""
-    drawn = Drawn.of(case, seed)
-    every = int(drawn.rng.choice([2, 4]))
-    grads = drawn.grads(2 * case.calls * every)
+    setting = Setting.of(case, seed)
+    every = int(setting.rng.choice([2, 4]))
+    grads = setting.grads(2 * case.calls * every)
     means = [
         jax.tree.map(lambda *g: sum(g) / every, *grads[i : i + every])
         for i in range(0, len(grads), every)
     ]
-    expected = drawn.run(drawn.tx(), means)
-    found = drawn.run(accumulate(drawn.tx(), every, axis_name=drawn.axis), grads)
+    expected = setting.run(setting.tx(), means)
+    found = setting.run(accumulate(setting.tx(), every, axis_name=setting.axis), grads)
     assert_close(found[0], expected[0], "params")
 
 
 def nestings_of_scaler_and_window_agree(case: Case, seed: int = 0) -> None:
     """Around it, a window in a scaler and a scaler in a window: the same on clean gradients."""
-    drawn = Drawn.of(case, seed)
-    every = int(drawn.rng.integers(2, 4))
+    setting = Setting.of(case, seed)
+    every = int(setting.rng.integers(2, 4))
     scale = functools.partial(
-        dynamic_loss_scale, init_scale=2.0 ** int(drawn.rng.integers(16)), axis_name=drawn.axis
+        dynamic_loss_scale, init_scale=2.0 ** int(setting.rng.integers(16)), axis_name=setting.axis
     )
-    window = functools.partial(accumulate, every=every, axis_name=drawn.axis)
-    grads = drawn.grads(2 * case.calls * every)
-    inside = drawn.run(scale(window(drawn.tx())), grads)
-    around = drawn.run(window(scale(drawn.tx())), grads)
+    window = functools.partial(accumulate, every=every, axis_name=setting.axis)
+    grads = setting.grads(2 * case.calls * every)
+    inside = setting.run(scale(window(setting.tx())), grads)
+    around = setting.run(window(scale(setting.tx())), grads)
     assert_close(inside[0], around[0], "params")
 
 
 def cut_anywhere_is_whole(case: Case, seed: int = 0) -> None:
     """Saved at any call, in an open window too, and loaded: the run ends with the same bits."""
-    drawn = Drawn.of(case, seed)
-    tx, grads = drawn.tx(), drawn.grads(3 * case.calls)
-    step = drawn.step(tx)
-    whole = follow(step, drawn.start(tx), grads)
-    at = int(drawn.rng.integers(1, len(grads)))
-    half = follow(step, drawn.start(tx), grads[:at])
+    setting = Setting.of(case, seed)
+    tx, grads = setting.tx(), setting.grads(3 * case.calls)
+    step = setting.step(tx)
+    whole = follow(step, setting.start(tx), grads)
+    at = int(setting.rng.integers(1, len(grads)))
+    half = follow(step, setting.start(tx), grads[:at])
     loaded = jax.tree.map(jnp.asarray, pickle.loads(pickle.dumps(jax.device_get(half))))
     assert_same(follow(step, loaded, grads[at:]), whole, f"cut at call {at}")
 
 
 def migrated_there_and_back_never_moved(case: Case, seed: int = 0) -> None:
     """To a chain with a wrapper more and back again: the same state, to the bit."""
-    drawn = Drawn.of(case, seed)
-    tx = drawn.tx()
+    setting = Setting.of(case, seed)
+    tx = setting.tx()
     others = [optax.chain(tx), optax.named_chain(("it", tx)), accumulate(tx, 1)]
-    params, state = drawn.start(tx)
+    params, state = setting.start(tx)
     if not _scalers(state):
-        others.append(static_loss_scale(tx, 8.0, axis_name=drawn.axis))
-    calls = case.calls * int(drawn.rng.integers(1, 4))
-    params, state = follow(drawn.step(tx), (params, state), drawn.grads(calls))
-    other = others[int(drawn.rng.integers(len(others)))]
-    there, report = migrate_state(state, other, params, replicas=drawn.replicas)
+        others.append(static_loss_scale(tx, 8.0, axis_name=setting.axis))
+    calls = case.calls * int(setting.rng.integers(1, 4))
+    params, state = follow(setting.step(tx), (params, state), setting.grads(calls))
+    other = others[int(setting.rng.integers(len(others)))]
+    there, report = migrate_state(state, other, params, replicas=setting.replicas)
     assert not report.dropped, str(report)
-    back, _ = migrate_state(there, tx, params, replicas=drawn.replicas)
+    back, _ = migrate_state(there, tx, params, replicas=setting.replicas)
     assert_same(back, state, "state")
 
 
 def replicas_there_and_back_never_moved(case: Case, seed: int = 0) -> None:
     """To some times as many replicas and back again: the same state, to the bit."""
-    drawn = dataclasses.replace(Drawn.of(case, seed), replicas=2)
-    tx = drawn.tx()
-    calls = int(drawn.rng.integers(1, 3 * case.calls))
-    carry = follow(drawn.step(tx), drawn.start(tx), drawn.grads(calls))
-    more = dataclasses.replace(drawn, replicas=int(drawn.rng.choice([4, 8])))
+    setting = dataclasses.replace(Setting.of(case, seed), replicas=2)
+    tx = setting.tx()
+    calls = int(setting.rng.integers(1, 3 * case.calls))
+    carry = follow(setting.step(tx), setting.start(tx), setting.grads(calls))
+    more = dataclasses.replace(setting, replicas=int(setting.rng.choice([4, 8])))
     there = reshard_state(carry, more.replicas or 0)
     assert_same(reshard_state(there, 2), carry, "there and back")
     # And it goes on there.
@@ -261,11 +261,11 @@ def pmap_shard_map_and_plain_jit_agree(case: Case, seed: int = 0) -> None:
 
 
 def _agree(case: Case, seed: int, modes: tuple[str, str]) -> tuple[Grads, Carry]:
-    drawn = dataclasses.replace(Drawn.of(case, seed), replicas=jax.device_count())
-    windows = drawn.grads(2 * case.calls)
+    setting = dataclasses.replace(Setting.of(case, seed), replicas=jax.device_count())
+    windows = setting.grads(2 * case.calls)
     if case.skips:
-        bad = int(drawn.rng.integers(len(windows)))
-        windows[bad] = drawn.poisoned(windows[bad])
+        bad = int(setting.rng.integers(len(windows)))
+        windows[bad] = setting.poisoned(windows[bad])
     first, second = (_mapped.run(case, mode, windows) for mode in modes)
     assert_close(second[0], first[0], f"{modes[1]}, not {modes[0]}")
     return windows, first
