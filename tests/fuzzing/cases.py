@@ -36,7 +36,8 @@ class Case:
       dtype: of gradients, or of what the loss computes in.
       loss: whether gradients come from a loss, or are handed over.
       microbatches: of the loss.
-      face: ``"step"`` for ``apply_gradients``, ``"update"``, or ``"chain"`` that hides the gate.
+      face: ``"step"`` for ``apply_gradients``, ``"update"``, ``"chain"`` that hides the gate, or
+        ``"train"`` for ``make_train_step``.
       reduction: of the replicas' gradients.
       clip: the largest norm, or ``None``.
       decay: ``"none"``, ``"coupled"`` or ``"decoupled"``.
@@ -160,15 +161,15 @@ def draw(seed: int) -> Case:
             schedule=chance(0.3),
             normalize=one_of("mean", "mean", "sum", "weight", "weight"),
             dtype=one_of("float32", "float32", "float16", "bfloat16"),
-            loss=chance(0.4),
+            loss=chance(0.5),
             microbatches=one_of(1, 2),
-            face=one_of("step", "step", "update", "chain"),
+            face=one_of("step", "train", "train", "update", "chain"),
             reduction=one_of("mean", "mean", "mean", "bfloat16", "top_k", *CONSERVING),
             clip=one_of(None, 0.5, 5.0),
             decay=one_of("none", "coupled", "decoupled"),
             optimizer=one_of("sgd", "momentum", "nesterov", "adam", "adam"),
             rates=one_of((0.1, 0.1), (0.1, 0.01), (0.3, 0.3)),
-            frozen=tuple(int(x) for x in rng.integers(0, 3, 3)) if chance(0.2) else (),
+            frozen=tuple(int(x) for x in rng.integers(0, 3, 10)) if chance(0.2) else (),
             magnitude=one_of(0.1, 1.0, 10.0),
             bad=tuple(bad),
             moves=tuple(sorted(moves)),
@@ -180,6 +181,8 @@ def tidy(case: Case) -> Case:
     """The same without what has no meaning in it."""
     new: dict[str, Any] = {}
     single, placement = case.placement == "single", case.placement
+    if case.face == "train" and (placement == "pmap" or not case.loss):
+        new["face"] = "step"
     scaled, windows = "scale" in case.gates, "window" in case.gates
     counts = {"single": (1,), "fsdp": (2, 4, 8), "hsdp": (2, 4)}.get(placement, tuple(range(1, 9)))
     nearest = lambda n: min(counts, key=lambda x: abs(x - n))  # noqa: E731
@@ -200,14 +203,15 @@ def tidy(case: Case) -> Case:
     if placement not in ("single", "checked", "unchecked"):
         new["frozen"] = ()
     case = dataclasses.replace(case, **new)
+    whole = case.face in ("step", "train") and not case.frozen
     if case.conserving:
         plain = {"clip": None, "decay": "none", "optimizer": "sgd", "rates": (0.1, 0.1)}
         case = dataclasses.replace(case, **plain, frozen=())
     allowed = {
         "save": True,
         "reshard": not single and not case.frozen,
-        "nest": scaled and windows and case.face == "step" and not case.frozen,
-        "flush": windows and case.face == "step" and not case.frozen,
+        "nest": scaled and windows and whole,
+        "flush": windows and whole,
     }
     moves = [
         (min(at, case.calls), kind, nearest(argument) if kind == "reshard" else 0)

@@ -40,6 +40,12 @@ def check(case: Case) -> str:
             x, weights = inputs(case, call, theirs.replicas)
             ours.call(x, weights)
             theirs.call(x, weights)
+            if case.quadratic and ours.loss is not None and np.isfinite(theirs.loss):
+                loss = float(ours.loss)
+                if not np.isclose(loss, theirs.loss, rtol=1e-4):
+                    raise Difference(
+                        f"call {call}: loss is {loss}, and {theirs.loss} in the reference"
+                    )
             _compare(case, f"call {call}", ours, theirs)
     return "equal"
 

@@ -12,7 +12,7 @@ import optax
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import boostax
-from fuzzing.cases import GROUPS, MESHES, Case
+from fuzzing.cases import GROUPS, MESHES, SHAPES, Case
 
 Tree = Any
 AXIS = "data"
@@ -82,14 +82,20 @@ class Library:
 
     def _prepare(self, case: Case) -> None:
         self.case, self.tx = case, chain(case)
-        self.oracle = None
-        self.mesh = None
+        self.oracle = self.mesh = self.loss = None
         if case.placement in ("checked", "unchecked", *MESHES):
             axes = {AXIS: case.replicas} | ({"other": 2} if case.placement == "hsdp" else {})
             kinds = (AxisType.Auto,) * len(axes)
             self.mesh = jax.make_mesh(tuple(axes.values()), tuple(axes), axis_types=kinds)
-        if case.loss:
-            axis = None if case.placement == "single" else AXIS
+        axis = None if case.placement == "single" else AXIS
+        if case.face == "train":
+            specs = self._specs() if case.placement in MESHES else None
+            self.train = boostax.make_train_step(
+                self._loss, self.tx, mesh=self.mesh, axis_name=axis, has_aux=True,
+                microbatches=case.microbatches, check_vma=case.placement != "unchecked",
+                param_specs=specs, shard_optimizer=case.placement == "zero",
+            )  # fmt: skip
+        elif case.loss:
             mesh = self.mesh if case.placement in MESHES else None
             self.oracle = boostax.value_and_grad(
                 self._loss, axis_name=axis, mesh=mesh, microbatches=case.microbatches, has_aux=True
@@ -106,15 +112,20 @@ class Library:
                 total += jnp.sum((p.astype(x.dtype) * x).astype(jnp.float32))
         return total, boostax.Aux(weight=batch["w"][0] if self.case.weighted else None)
 
-    def _specs(self, params: Tree) -> Tree:
+    def _specs(self) -> Tree:
         axis = {"fsdp": AXIS, "hsdp": "other"}.get(self.case.placement)
-        return {n: PartitionSpec(axis) if p.ndim else PartitionSpec() for n, p in params.items()}
+        return {n: PartitionSpec(axis) if shape else PartitionSpec() for n, shape in SHAPES.items()}
 
     def _put(self, params: Tree, state: Tree) -> None:
         """Params and state, whole and outside of any map, to where the step wants them."""
         case = self.case
+        if case.face == "train":
+            state = self.train.init(params)._replace(opt_state=state)
+            self.state = jax.device_put(state, self.train.shardings(state))
+            self.carry = self.state.params, self.state.opt_state
+            return
         if case.placement in MESHES:
-            specs = self._specs(params)
+            specs = self._specs()
             place = lambda x, spec: jax.device_put(x, NamedSharding(self.mesh, spec))  # noqa: E731
             params = jax.tree.map(place, params, specs)
             self.placed = boostax.on_mesh(
@@ -144,13 +155,20 @@ class Library:
             with np.errstate(over="ignore", invalid="ignore"):
                 rounded = lambda v: (v[:, 0].astype(np.float64) * scale).astype(v.dtype)  # noqa: E731
                 given = {"x": {n: rounded(v) for n, v in x.items()}, "w": weights[:, 0]}
-        if case.placement == "single":
+        if case.placement == "single" and case.face != "train":
             given = jax.tree.map(lambda v: v[0], given)
-        elif case.placement in MESHES and case.loss:
+        elif (case.placement in MESHES and case.loss) or case.face == "train":
             given = jax.tree.map(lambda v: v.reshape(-1, *v.shape[2:]), given)
+        if case.face == "train":
+            self._trained(*self.train(self.state, given))
+            return
         if self.step is None:
             self.step = self._compiled(self._one, given=1)
         self.carry = self.step(*self.carry, given)
+
+    def _trained(self, state: Any, metrics: Tree) -> None:
+        self.state, self.loss = state, metrics.get("loss")
+        self.carry = state.params, state.opt_state
 
     def _one(self, params: Tree, state: Tree, given: Tree) -> tuple[Tree, Tree]:
         tx, weight = self.tx, given["w"]
@@ -197,6 +215,9 @@ class Library:
 
     def move(self, kind: str, argument: int) -> None:
         """What happens between two calls."""
+        if kind == "flush" and self.case.face == "train":
+            self._trained(self.train.flush(self.state), {})
+            return
         if kind == "flush":
             tx = self.placed if self.case.placement in MESHES else self.tx
             close = self._compiled(lambda params, state: boostax.flush(tx, state, params))

@@ -79,10 +79,21 @@ class Reference:
     def call(self, x: Tree, weights: np.ndarray) -> None:
         """One step."""
         with np.errstate(all="ignore"):
+            self.loss = self._loss(x, weights)
             grads, own = self.received(x, weights)
             depth = self.depth()
             active = [n for n in self.params if GROUPS[n] >= depth]
             self._enter(self.gates, [{n: g[n] for n in active} for g in grads], own)
+
+    def _loss(self, x: Tree, weights: np.ndarray) -> float:
+        """The mean over all rows, or over all tokens."""
+        squares = [
+            ((self.params[n] - v.astype(np.float64)) ** 2).reshape(*v.shape[:2], -1).sum(-1)
+            for n, v in x.items()
+        ]
+        of_rows, counts = sum(squares) / 2, weights if self.case.weighted else np.ones_like(weights)
+        kept = np.where(counts > 0, counts * of_rows, 0)
+        return float(kept.sum() / (counts.sum() or 1))
 
     def depth(self) -> int:
         """How many groups are frozen."""
