@@ -47,7 +47,7 @@ def window_updates(normalize, accumulator):
         def step(state, given):
             grad, weight = given
             extra = {"weight": weight} if normalize == "weight" else {}
-            result, state = tx.update(grad, state, grad, **extra)
+            result, state = tx.update(grad, state, **extra)
             return state, (result, boostax.has_updated(state))
 
         return jax.lax.scan(step, tx.init(grads[0]), (grads, weights))[1]

@@ -187,7 +187,7 @@ def test_static_scale_stays_and_skips_only_when_asked(skip):
 @jax.jit
 def identity_inside(grads, scale):
     tx = boostax.static_loss_scale(optax.identity(), scale)
-    return drawn(tx).update(grads, tx.init(grads), grads)
+    return drawn(tx).update(grads, tx.init(grads))
 
 
 def unscaled(grads, scale):

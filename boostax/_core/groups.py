@@ -131,15 +131,15 @@ def leaf_groups(who: str, groups: Any, params: PyTree) -> tuple[list[int], int]:
     return kept, group_count(labels, groups)
 
 
-def group_count(labels: PyTree, groups: Any = 0) -> int:
+def group_count(labels: PyTree, groups: Any = None) -> int:
     """The number of groups in a tree that ``as_groups`` made of ``groups``.
 
     Of no params, with which ``optax.tree.map_params`` asks for the structure of a state, what
     ``groups`` says alone. A function says nothing: then it is a number that every schedule takes.
     """
     numbers = jax.tree.leaves(labels)
-    if numbers:
-        return max(numbers) + 1
+    if numbers or groups is None:
+        return max(numbers, default=-1) + 1
     if _are_patterns(groups):
         return len(groups) + 1
     return 64 if _is_function(groups) else max(jax.tree.leaves(groups), default=0) + 1

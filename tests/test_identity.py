@@ -1,0 +1,132 @@
+"""A wrapper that is set to do nothing equals the bare optimizer, for every one that Optax has."""
+
+import inspect
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import boostax
+from boostax._core import trees
+from boostax._core.extras import asked
+
+# Beside ``learning_rate=1e-2``, or in its place.
+SETTINGS = {
+    "adafactor": {"min_dim_size_to_factor": 2},
+    "galore": {"rank": 2},
+    "lbfgs": {"linesearch": None},
+    "noisy_sgd": {"key": 0},
+    "schedule_free_adamw": {"warmup_steps": 2},
+    "schedule_free_sgd": {"warmup_steps": 2},
+    "sophia": {"update_interval": 1},
+}
+# Gradients of each example for itself, with a dimension more than the params; and old names.
+LEFT_OUT = {"dpsgd", "_deprecated_dpsgd", "optimistic_adam"}
+SHAPES = {"kernel": (4, 3), "bias": (3,), "scale": (1,)}
+
+
+def optimizers():
+    """Every factory of Optax's and of contrib's that takes a learning rate."""
+    found = {}
+    for module in (optax.contrib, optax):
+        for name, factory in inspect.getmembers(module, inspect.isfunction):
+            parts = name.startswith(("scale_by", "schedule_free")) and name not in SETTINGS
+            takes = "learning_rate" in inspect.signature(factory).parameters
+            if takes and not parts and name not in LEFT_OUT:
+                found[name] = factory
+    return found
+
+
+OPTIMIZERS = optimizers()
+
+
+def made(name):
+    return OPTIMIZERS[name](**{"learning_rate": 1e-2} | SETTINGS.get(name, {}))
+
+
+def labelled(inner):
+    groups = {"kernel": 0, "bias": 1, "scale": 1}
+    return boostax.scheduled_freeze(inner, groups, [0])
+
+
+WRAPPERS = {
+    "dynamic_loss_scale": lambda tx: boostax.dynamic_loss_scale(tx, init_scale=1.0),
+    "static_loss_scale": lambda tx: boostax.static_loss_scale(tx, 1.0, skip_nonfinite=False),
+    "group_loss_scale": lambda tx: boostax.group_loss_scale(
+        tx, dict.fromkeys(SHAPES, 0), init_scale=1.0
+    ),
+    "accumulate": lambda tx: boostax.accumulate(tx, 1),
+    "scheduled_freeze": labelled,
+}
+
+
+def all_of_them(tx):
+    for wrap in WRAPPERS.values():
+        # Two scales of 1 are no scale.
+        tx = wrap(tx)
+    return tx
+
+
+def arrays(seed, dtype):
+    rng = np.random.default_rng(seed)
+    return {name: jnp.asarray(rng.normal(size=shape), dtype) for name, shape in SHAPES.items()}
+
+
+def objective(params):
+    return sum(jnp.sum(x**2) + jnp.sum(x) for x in jax.tree.leaves(params))
+
+
+def trained(tx, dtype, wide, steps=3):
+    """Params after some steps; ``wide`` keeps the optimizer in f32 by hand."""
+    names = asked(tx)
+    given = {"value": jnp.float32(2.0)} if "value" in names else {}
+    given |= {"obj_fn": objective} if "obj_fn" in names else {}
+    up = trees.at_least_float32 if wide else lambda tree: tree
+
+    @jax.jit
+    def step(params, state, grads):
+        inner = optax.with_extra_args_support(tx)
+        updates, state = inner.update(up(grads), state, up(params), **given)
+        updates = jax.tree.map(lambda u, p: u.astype(p.dtype), updates, params)
+        return optax.apply_updates(params, updates), state, updates
+
+    params = arrays(0, dtype)
+    state = jax.jit(lambda p: tx.init(up(p)))(params)
+    for seed in range(1, steps + 1):
+        params, state, updates = step(params, state, arrays(seed, dtype))
+    return params, updates
+
+
+def hold(name, wrap, dtype):
+    bare = trained(made(name), dtype, wide=True)
+    wrapped = trained(wrap(made(name)), dtype, wide=False)
+    # What fuses otherwise rounds otherwise, and some updates are differences of params around 1.
+    rtol, atol = (2e-6, 3e-7) if dtype == jnp.float32 else (2.0**-7, 1e-4)
+    for x, y in zip(jax.tree.leaves(wrapped), jax.tree.leaves(bare), strict=True):
+        assert x.dtype == y.dtype == dtype
+        np.testing.assert_allclose(np.float32(x), np.float32(y), rtol=rtol, atol=atol)
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_all_wrappers_at_once_change_nothing(name):
+    hold(name, all_of_them, jnp.float32)
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_low_params_get_the_optimizer_of_f32(name):
+    hold(name, WRAPPERS["dynamic_loss_scale"], jnp.bfloat16)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("wrapper", WRAPPERS)
+@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.float16])
+def test_a_wrapper_that_does_nothing_changes_nothing(name, wrapper, dtype):
+    hold(name, WRAPPERS[wrapper], dtype)
+
+
+def test_all_that_optax_has_are_held():
+    assert {"adamw", "lbfgs", "muon", "prodigy", "momo", "sophia", "lion"} < OPTIMIZERS.keys()
+    assert len(OPTIMIZERS) >= 45
