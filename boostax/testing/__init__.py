@@ -10,7 +10,7 @@ In pytest::
 
   @pytest.mark.parametrize("law", boostax.testing.laws_for(case).values())
   def test_contract(law):
-    boostax.testing.LAWS[law](case)
+    law(case)
 """
 
 from boostax.testing._case import Case as Case
