@@ -231,6 +231,7 @@ def accumulate(
         else:
             how: Any = {"apply": apply, "who": who, "names": names}
             value, new_state = gate(ok, run_on, params, state, **how)
+        # Not in the branch: XLA:GPU copies what passes through one that returns a constant flag.
         return value, _Closed(new_state, ok & passed(new_state))
 
     @described(who, names, inner_state=tx)
