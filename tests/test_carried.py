@@ -410,3 +410,11 @@ def test_a_window_has_the_histories_of_its_rows():
     ):
         history_of_cotangents = "output_grad_amax" in jax.tree_util.keystr(path)
         np.testing.assert_array_equal(found, (2 if history_of_cotangents else 1) * big)
+
+
+def test_explain_finds_a_carry_without_the_axis_of_the_reduction():
+    """Where checking is off, nothing else sees it."""
+    for axis in ("data", None):
+        tx = boostax.carry(chain("data", optax.sgd(0.1)), RULES, axis_name=axis)
+        found = [str(finding) for finding in boostax.explain(tx, PLAIN).findings]
+        assert any("carry without the axis 'data'" in x for x in found) == (axis is None)

@@ -56,7 +56,7 @@ def freezing(found: Sequence[Row]) -> Iterator[Finding]:
 def agreements(found: Sequence[Row]) -> Iterator[Finding]:
     """Gates that decide for each replica of a reduction inside them alone."""
     for row in found:
-        if row.role not in ("scaler", "window"):
+        if row.role not in ("scaler", "window", "carry"):
             continue
         # A clip's axes are those of shards, which a gate sees by their types.
         inside = (other for other in found if other.inside(row) and other.role not in CLIPS)
@@ -66,7 +66,7 @@ def agreements(found: Sequence[Row]) -> Iterator[Finding]:
             words = ", ".join(repr(x) for x in sorted(missing))
             yield Finding(
                 f"{row.part.name} without the axis {words}",
-                "its replicas do not agree on what to skip, or share one window.",
+                "its replicas do not agree on what to skip or to carry, or share one window.",
                 f"Give it axis_name= as the reduction inside has it: {words}.",
                 certain=True,
             )
