@@ -368,6 +368,11 @@ def test_a_dictionary_changes_its_level_field_by_field():
             {"dist_option": "sparseThreshold", "spars": 0.1, "capacity": 0.2},
             Reduce("threshold", threshold=0.1, capacity=0.2),
         ),
+        (
+            # Without a residual what has no place would be lost.
+            {"dist_option": "sparseThreshold", "corr": False},
+            Reduce("threshold", threshold=0.05, capacity=1.0, error_feedback=False),
+        ),
     ],
 )
 def test_singas_modes_are_reductions(options, expected):

@@ -73,7 +73,12 @@ CODECS = {
     "sign": (boostax.sign_reduce("data"), sign, 5),
     "sign, two shots": (boostax.sign_reduce("data", two_shot=True), sign_in_two_shots, 8),
     "top-k": (boostax.top_k_reduce("data"), lambda n: sparse(n, 1311, 1), 5),
-    "threshold": (boostax.threshold_reduce("data"), lambda n: sparse(n, 6554, 5), 5),
+    # In the second of the two sums goes the count of what has no place.
+    "threshold": (
+        boostax.threshold_reduce("data"),
+        lambda n: sparse(n, 6554, 5) + ring(n)[0] * 4,
+        5,
+    ),
     "random-k": (boostax.random_k_reduce("data"), random_k, 1),
     "power-sgd": (boostax.power_sgd_reduce("data"), power_sgd, 3),
 }

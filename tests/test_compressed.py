@@ -310,6 +310,34 @@ def test_low_rank_of_kernels_with_their_outputs_first():
         boostax.power_sgd_reduce("data", layout="keras")
 
 
+@pytest.mark.parametrize("size", [40, 2**15])
+@pytest.mark.parametrize("feedback", [True, False])
+def test_what_has_no_place_is_counted(size, feedback):
+    """Defect guarded against: of 100 above the threshold 5 arrived, and nothing said so."""
+    tx = boostax.threshold_reduce("data", 0.5, capacity=0.05, error_feedback=feedback)
+    update = jax.jit(jax.vmap(tx.update, axis_name="data"))
+    grads = np.zeros((2, size), np.float32)
+    grads[0, : size // 2] = np.linspace(1.0, 2.0, size // 2)
+    grads[1, 0] = 1.0
+    state = jax.vmap(tx.init, axis_name="data")({"w": grads})
+    assert state.metrics()["over_capacity"].tolist() == [-1, -1]
+    means, state = update({"w": grads}, state)
+    places = -(-size // 20)
+    sent = np.count_nonzero(np.asarray(means["w"][0]))
+    assert sent == places + 1
+    assert state.metrics()["over_capacity"].tolist() == [size // 2 - places] * 2
+    # A step that is no step counts nothing; one in which all fits counts none.
+    _, held = update({"w": grads * np.nan}, state)
+    assert held.metrics()["over_capacity"].tolist() == state.metrics()["over_capacity"].tolist()
+    few = jax.vmap(tx.init, axis_name="data")({"w": grads})
+    assert update({"w": grads * (grads == 2)}, few)[1].metrics()["over_capacity"].tolist() == [0, 0]
+    whole = boostax.threshold_reduce("data", 0.5, capacity=1.0, error_feedback=feedback)
+    state = jax.vmap(whole.init, axis_name="data")({"w": grads})
+    means, state = jax.vmap(whole.update, axis_name="data")({"w": grads}, state)
+    np.testing.assert_allclose(means["w"][0], grads.mean(0), rtol=1e-6)
+    assert state.metrics()["over_capacity"].tolist() == [0, 0]
+
+
 def test_low_rank_of_zeros_is_zero():
     tx = boostax.power_sgd_reduce("data", 2)
     grads = {"w": jnp.zeros((2, 16, 16))}

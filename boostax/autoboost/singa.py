@@ -25,7 +25,8 @@ def singa(options: dict[str, Any]) -> Reduce:
       options: ``dist_option`` is ``"plain"``, ``"half"``, ``"partialUpdate"``, ``"sparseTopK"`` or
         ``"sparseThreshold"``; the others are SINGA's own, under its names, with its defaults:
         ``spars``, ``corr``, ``clipping``, ``clip_Value``; and ``partitions`` and ``capacity``,
-        which SINGA finds out while it runs.
+        which SINGA finds out while it runs. Without ``corr`` the capacity is 1.0 unless it is
+        given: nothing that reaches the threshold is lost.
 
     Returns:
       A ``Reduce``.
@@ -53,6 +54,7 @@ def singa(options: dict[str, Any]) -> Reduce:
     if mode == "sparseTopK":
         return Reduce("top-k", density=spars, error_feedback=feedback)
     if mode == "sparseThreshold":
-        capacity = given.get("capacity")
+        # SINGA sends all that reaches the threshold: without a residual what has no place is lost.
+        capacity = given.get("capacity", 1.0 if feedback is False else None)
         return Reduce("threshold", threshold=spars, capacity=capacity, error_feedback=feedback)
     return Reduce("mean")

@@ -32,16 +32,20 @@ class CompressedState(NamedTuple):
       codec: what the codec keeps, the same on all replicas.
       unsent: f32 scalar, ``sqrt(sum_r |residual_r|**2 / sum_r |g_r + old residual_r|**2)``: the
         share that was held back last time, 0 for an exact reduction. -1 before the first.
+      over_capacity: f32 scalar, elements of all replicas that reached the threshold last time and
+        had no place on the wire; -1 before the first. ``None`` without a threshold.
     """
 
     residual: PerReplica
     velocity: PerReplica
     codec: PyTree
     unsent: jax.Array
+    over_capacity: Any = None
 
     def metrics(self) -> dict[str, jax.Array]:
         """Named scalars for ``boostax.metrics``."""
-        return {"unsent": self.unsent}
+        over = {} if self.over_capacity is None else {"over_capacity": self.over_capacity}
+        return {"unsent": self.unsent} | over
 
 
 def compressed(
@@ -54,6 +58,7 @@ def compressed(
     momentum: float | None = None,
     also_dense: Rule | None = None,
     whole: bool = False,
+    overflows: bool = False,
 ) -> optax.GradientTransformationExtraArgs:
     r"""Replace local gradients by the mean of what a codec sends of them.
 
@@ -69,6 +74,7 @@ def compressed(
       momentum: of the momentum correction, ``v = momentum v + g`` standing for ``g`` and set to
         zero where it has been sent; or ``None``.
       also_dense: leaves besides, which the codec cannot serve.
+      overflows: elements that should travel may have no place; the codec's messages count them.
       whole: the codec takes whole leaves, of which XLA shards what it computes; others take the
         shards of a device, each as a leaf by itself.
     """
@@ -103,6 +109,7 @@ def compressed(
             velocity=zeros(momentum is not None),
             codec=map_per_leaf(spread, codec.init(shapes)),
             unsent=jnp.full((), -1.0, jnp.float32),
+            over_capacity=jnp.full((), -1.0, jnp.float32) if overflows else None,
         )
 
     def update_fn(
@@ -138,12 +145,17 @@ def compressed(
         # Before anything is sent: what is kept is chosen where it is computed, in one pass.
         finite = jnp.isfinite(total)
         message = _reduced(codec, wanted, codec_state, names)
-        means, residual, new_codec_state, late = message
+        means, residual, new_codec_state, late, over = message
         keep = lambda new, old: jnp.where(finite, new, old)  # noqa: E731
         if error_feedback:
             # Chosen first, so that one pass writes them and adds up their squares.
             residual = [keep(new, held[i]) for i, new in zip(chosen, residual, strict=True)]
-        norm = _squared_norm(residual, names, late)
+        norm = _squared_norm(residual, names, late, over if overflows else ())
+        over_capacity = state.over_capacity
+        if overflows:
+            # Of no leaves the sum is a scalar.
+            norm, lost = norm if over else (norm, jnp.zeros_like(norm))
+            over_capacity = keep(lost.astype(jnp.float32), over_capacity)
         unsent = jnp.sqrt(norm / jnp.where(total == 0, 1, total))
         result: list[Any] = list(leaves)
         for i, mean in zip(chosen, means, strict=True):
@@ -162,6 +174,7 @@ def compressed(
             velocity=PerReplica(jax.tree.unflatten(treedef, moving)),
             codec=map_per_leaf(spread, jax.tree.map(keep, new_codec_state, codec_state)),
             unsent=keep(unsent.astype(jnp.float32), state.unsent),
+            over_capacity=over_capacity,
         )
 
     update = update_fn if whole else on_shards(who, names, update_fn)
@@ -179,7 +192,7 @@ def _reduced(
     for i, x in enumerate(leaves):
         kinds.setdefault(axes.varying(x), []).append(i)
     means: list[Any] = [None] * len(leaves)
-    held, late = list(means), list(means)
+    held, late, over = list(means), list(means), list(means)
     marked = lambda node: isinstance(node, PerLeaf)  # noqa: E731
     kept, structure = jax.tree.flatten(state, is_leaf=marked)
     for kind in kinds.values():
@@ -189,6 +202,7 @@ def _reduced(
         for place, i in enumerate(kind):
             means[i], held[i] = message.means[place], message.held[place]
             late[i] = late_ones[place]
+            over[i] = message.over[place] if message.over else None
         for j, new in enumerate(jax.tree.leaves(message.state, is_leaf=marked)):
             if marked(new):
                 all_of_them = list(kept[j].values)
@@ -196,15 +210,19 @@ def _reduced(
                     all_of_them[i] = value
                 new = PerLeaf(all_of_them)
             kept[j] = new
-    return Message(means, held, structure.unflatten(kept), late)
+    return Message(means, held, structure.unflatten(kept), late, over)
 
 
 def _squared_norm(
-    leaves: list[jax.Array], names: tuple[str, ...], late: Sequence[Late | None] = ()
+    leaves: list[jax.Array],
+    names: tuple[str, ...],
+    late: Sequence[Late | None] = (),
+    over: Sequence[jax.Array] = (),
 ) -> jax.Array:
     """Over all replicas: not finite where an element of any is not, or its square is out of range.
 
-    With what is still to be added to the leaves.
+    With what is still to be added to the leaves. Beside it, in the same sum, the elements that had
+    no place.
     """
     dtype = jnp.result_type(jnp.float32, *leaves)
     square = lambda x: jnp.sum(x * x).astype(dtype)  # noqa: E731
@@ -213,6 +231,8 @@ def _squared_norm(
         if more is not None:
             own = _own_slice(x, more, names)
             parts.append(square(own + more.more) - square(own))
+    if over:
+        parts = [jnp.stack([x, n.astype(dtype)]) for x, n in zip(parts, over, strict=True)]
     # What cancels may come out below zero by its rounding.
     return jnp.maximum(axes.sum_over_shards(parts, names, dtype), 0)
 

@@ -112,13 +112,15 @@ def threshold_reduce(
     .. math:: u = \tfrac1n \sum_r a_r \, [\, |a_r| \ge t \,], \qquad a_r = g_r + e_r
 
     Shapes are static: ``capacity`` is what travels, used or not. Of more entries than that the
-    largest go, and the others wait. It costs what ``top_k_reduce(density=capacity)`` costs; it
-    differs in sending nothing small.
+    largest go, and the others wait, or are lost without ``error_feedback``;
+    ``boostax.metrics`` counts them as ``over_capacity``. It costs what
+    ``top_k_reduce(density=capacity)`` costs; it differs in sending nothing small.
 
     Args:
       axis_name: mesh axis, or a tuple of axes.
       threshold: magnitude from which an entry is sent.
-      capacity: share of each leaf that has a place on the wire.
+      capacity: share of each leaf that has a place on the wire; at 1.0 all that reaches the
+        threshold travels.
       relative: take the threshold in units of the root mean square of gradient plus residual, so
         that less is sent the more is held back.
       block: see ``top_k_reduce``.
@@ -127,7 +129,8 @@ def threshold_reduce(
       dense: leaves that take a plain mean.
 
     Returns:
-      A transformation with a ``CompressedState``; cost as ``top_k_reduce``.
+      A transformation with a ``CompressedState``; cost as ``top_k_reduce``, and 4 bytes for the
+      count.
 
     Raises:
       ValueError, TypeError: as ``top_k_reduce``.
@@ -152,7 +155,9 @@ def threshold_reduce(
         block = checks.positive_int(who, "block", block, "Try 1000.")
     wire = None if value_dtype is None else checks.floating_dtype(who, "value_dtype", value_dtype)
     codec = Largest(lambda size: share(capacity, size), block, threshold, relative, wire)
-    return compressed(who, axis_name, codec, error_feedback=error_feedback, dense=dense)
+    return compressed(
+        who, axis_name, codec, error_feedback=error_feedback, dense=dense, overflows=True
+    )
 
 
 def random_k_reduce(

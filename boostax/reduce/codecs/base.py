@@ -37,12 +37,15 @@ class Message(NamedTuple):
         of ``leaf - held`` is ``means``, up to rounding.
       state: the codec's own state, the same on all replicas.
       late: for each leaf what is to be added to ``held``, or ``None``; nothing for none at all.
+      over: for each leaf how many elements this replica should have sent and had no place for;
+        nothing where every element has one.
     """
 
     means: list[jax.Array]
     held: list[jax.Array]
     state: PyTree
     late: list[Late | None] | tuple[()] = ()
+    over: list[jax.Array] | tuple[()] = ()
 
 
 class PerLeaf(NamedTuple):

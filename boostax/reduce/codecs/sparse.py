@@ -69,7 +69,13 @@ class Largest:
             (total / axes.size(names)).astype(x.dtype)
             for total, x in zip(totals, leaves, strict=True)
         ]
-        return Message(means, unsent(leaves, sent), state)
+        over = []
+        if self.threshold is not None:
+            over = [
+                jnp.sum((jnp.abs(x) >= t) & ~mask, dtype=jnp.float32)
+                for x, t, (_, mask) in zip(leaves, least, chosen, strict=True)
+            ]
+        return Message(means, unsent(leaves, sent), state, over=over)
 
     def _view(self, shape: tuple[int, ...]) -> "_Runs | _Whole":
         size = math.prod(shape)
