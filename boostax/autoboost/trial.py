@@ -17,6 +17,7 @@ from boostax.autoboost.build import Boost
 from boostax.autoboost.config import BoostConfig
 from boostax.autoboost.kept import fetched, placed
 from boostax.freeze.scheduled import ScheduledFreeze
+from boostax.reduce.mean import all_reduce
 from boostax.train.compiled import TrainStep
 from boostax.train.state import TrainState
 from boostax.train.step import make_train_step
@@ -49,7 +50,10 @@ class Setting:
     @functools.cached_property
     def plain(self) -> TrainStep:
         """The step without any technique, whose loss judges all."""
-        return make_train_step(self.loss_fn, self.inner, **self.of_step)
+        tx = self.inner
+        if self.axis_name is not None:
+            tx = optax.chain(all_reduce(self.axis_name), tx)
+        return make_train_step(self.loss_fn, tx, **self.of_step)
 
     @property
     def of_step(self) -> dict[str, Any]:
