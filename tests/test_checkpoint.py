@@ -19,8 +19,9 @@ import optax
 import orbax.checkpoint as ocp
 import pytest
 from jax.experimental import multihost_utils
-from jax.sharding import AxisType, NamedSharding, PartitionSpec
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
+import boostax
 from boostax.train.checkpoint import Checkpointer
 
 
@@ -295,6 +296,47 @@ def test_missing_steps_are_named(saved, tmp_path):
 def test_keep_must_be_a_positive_integer(tmp_path, keep):
     with pytest.raises((ValueError, TypeError), match="Checkpointer: keep must be"):
         Checkpointer(tmp_path, keep=keep)
+
+
+@pytest.mark.parametrize("mapped", ["pmap", "shard_map"])
+def test_per_replica_state_that_is_said_to_be_replicated_is_refused(tmp_path, mapped):
+    """Defect guarded against: in_axes=None kept each device's window, and one of them was saved."""
+    n, params = 4, {"w": jnp.ones((16, 4))}
+    inner = optax.chain(boostax.all_reduce("data"), optax.sgd(0.1))
+    tx = boostax.accumulate(inner, every=2, axis_name="data")
+
+    def step(state, x):
+        return tx.update({"w": x}, state, params)[1]
+
+    def stacked(state, x):
+        return boostax.leave_replica(step(boostax.enter_replica(state), x))
+
+    x = jax.random.normal(jax.random.key(0), (n, 16, 4))
+    state, mesh = tx.init(params), Mesh(np.array(jax.devices()[:n]), ("data",))
+    if mapped == "pmap":
+        how = {"axis_name": "data", "devices": jax.devices()[:n]}
+        bad = jax.pmap(step, in_axes=(None, 0), out_axes=None, **how)(state, x)
+        whole = jax.tree.map(lambda leaf: jnp.stack([leaf] * n), state)
+        good = jax.pmap(step, **how)(whole, x)
+    else:
+        one, rows = PartitionSpec(), PartitionSpec("data")
+        unchecked = {"mesh": mesh, "check_vma": False}
+        each = lambda state, x: step(state, x[0])  # noqa: E731
+        bad = jax.shard_map(each, in_specs=(one, rows), out_specs=one, **unchecked)(state, x)
+        specs = boostax.state_specs(tx, params, "data", replicas=n)
+        each = lambda state, x: stacked(state, x[0])  # noqa: E731
+        given = jax.shard_map(each, in_specs=(specs, rows), out_specs=specs, **unchecked)
+        good = given(boostax.stack_replicas(state, n), x)
+    with Checkpointer(tmp_path) as checkpointer:
+        with pytest.raises(
+            ValueError, match=r"must lead with the replicas .* 'window/local/grads/w'"
+        ):
+            checkpointer.save(1, bad)
+        checkpointer.save(1, good)
+        back, _ = checkpointer.restore(good)
+    np.testing.assert_array_equal(back.window.local.grads["w"], x)
+    with pytest.raises(ValueError, match="reshard_state: state must lead with the replicas"):
+        boostax.reshard_state(bad, 2)
 
 
 @pytest.mark.parametrize("leaf", [1.0, np.float32(1), np.zeros(3)])

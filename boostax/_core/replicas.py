@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from jax.core import Tracer
 from jax.sharding import PartitionSpec
 
 from boostax._core import axes, checks, handshake, trees
@@ -59,6 +60,30 @@ def require_replicas(who: str, state: PyTree, replicas: int) -> None:
                     f"replica, got shape {x.shape} at {trees.path_name((*path, *rest))!r}. "
                     "boostax.reshard_state(state, n) takes a state to n replicas, "
                     "boostax.stack_replicas(tx.init(params), n) makes a new one for them."
+                )
+
+
+def require_stacked(who: str, state: PyTree) -> None:
+    """Refuse what differs per replica under a sharding that says it is the same everywhere.
+
+    Devices that have arrays of their own under one name (``out_axes=None``, unchecked out_specs)
+    are read as the first of them: what the others hold would be lost.
+    """
+    for path, node in jax.tree_util.tree_leaves_with_path(state, is_leaf=is_per_replica):
+        for rest, x in jax.tree_util.tree_leaves_with_path(node) if is_per_replica(node) else ():
+            concrete = isinstance(x, jax.Array) and not isinstance(x, Tracer)
+            if not concrete or jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
+                continue
+            if not x.is_fully_replicated:
+                continue
+            first, *others = (np.asarray(shard.data) for shard in x.addressable_shards)
+            if any(not np.array_equal(first, other, equal_nan=True) for other in others):
+                raise ValueError(
+                    f"{who}: state must lead with the replicas where it differs per replica, got "
+                    f"an array of another value on each device at "
+                    f"{trees.path_name((*path, *rest))!r}. Under jax.pmap stack the state for all "
+                    "devices, with in_axes and out_axes 0; in jax.shard_map give it "
+                    "boostax.state_specs."
                 )
 
 
@@ -300,7 +325,8 @@ def reshard_state(state: PyTree, replicas: int) -> PyTree:
       ``jax.device_put(state, step.shardings(state))``. Cost: a read of the per-replica arrays.
 
     Raises:
-      ValueError, TypeError: ``replicas`` is not a positive integer.
+      ValueError, TypeError: ``replicas`` is not a positive integer; devices hold values of their
+        own in what is said to be the same on all.
 
     Example:
       >>> import boostax, jax.numpy as jnp
@@ -309,6 +335,7 @@ def reshard_state(state: PyTree, replicas: int) -> PyTree:
       [[2.0], [6.0]]
     """
     checks.positive_int("reshard_state", "replicas", replicas, "It is the new number of replicas.")
+    require_stacked("reshard_state", state)
     summed = shares(state)
 
     def moved(node: Any) -> Any:

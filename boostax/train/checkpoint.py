@@ -14,6 +14,7 @@ import numpy as np
 
 from boostax._core import checks, trees
 from boostax._core.place import place
+from boostax._core.replicas import require_stacked
 from boostax.cluster.end import PeerLost
 from boostax.train.checksums import Leaves, describe, text_checksum
 from boostax.train.resharding import as_saved, resharded, typed
@@ -100,6 +101,7 @@ class Checkpointer:
 
         Raises:
           TypeError: if a leaf is no JAX array, or ``meta`` is not JSON.
+          ValueError: if devices hold values of their own in what is said to be the same on all.
           RuntimeError: if the save before this one failed in the background.
         """
         leaves = _named(state)
@@ -109,6 +111,7 @@ class Checkpointer:
                     f"Checkpointer: state must be a tree of JAX arrays, got "
                     f"{type(leaf).__name__} at {name!r}. Make it one with jnp.asarray."
                 )
+        require_stacked("Checkpointer", state)
         record: dict[str, Any] = {"leaves": describe(leaves), "meta": meta or {}}
         # What JSON changes (tuples, integer keys) must change before it is summed.
         record = json.loads(json.dumps(record))
