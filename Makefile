@@ -19,7 +19,7 @@ NEWEST_PYTHON ?= $(firstword $(foreach python,python3.13 python3.12, \
 OLDEST_PYTHON ?= $(firstword $(shell python3.11 -c "import sys; print(sys.executable)" 2>/dev/null) \
  $(PYTHON))
 
-.PHONY: demo test test-compilers test-long test-newest test-oldest bench bench-compilers bench-short docs release lint clean
+.PHONY: demo test test-compilers test-long test-newest test-oldest test-foreign bench bench-compilers bench-short docs release lint clean
 
 demo: $(READY)
 	$(VENV)/bin/boostax train text --dtype float16 --loss-scale dynamic --accumulate 4 --devices 4 --output runs/demo --resume
@@ -42,6 +42,10 @@ test-newest:
 test-compilers: .venv-aot/.ready
 	$(QUIET) .venv-aot/bin/python -m pytest -n 2 --dist loadgroup -m compilers \
 	  tests/test_compilers.py tests/test_compiled_placements.py
+
+# The suites of Optax, Flax, jmp and mixed_precision_for_JAX, with boostax put in.
+test-foreign: $(READY)
+	$(RUN) tests/foreign/run.py --write
 
 test-oldest: .venv-oldest/.ready
 	$(QUICK_CODE) .venv-oldest/bin/python -m pytest -n 2 --dist loadgroup

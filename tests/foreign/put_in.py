@@ -1,0 +1,106 @@
+"""A pytest plugin that puts boostax into what a suite of others imports, before it is collected.
+
+``FOREIGN`` says how: ``scaler`` and ``window`` wrap every optimizer that Optax makes in one that is
+set to do nothing; ``jmp`` and ``mpx`` let boostax's scaler do what their scale does.
+"""
+
+import dataclasses
+import functools
+import inspect
+import os
+import sys
+
+import jax
+import jax.numpy as jnp
+import optax
+from optax import contrib
+
+import boostax
+
+WRAPPERS = {
+    "scaler": lambda tx: boostax.static_loss_scale(tx, 1.0),
+    "window": lambda tx: boostax.accumulate(tx, 1),
+}
+
+
+def into_optax(wrap):
+    """In every namespace in which its suites, and others', look for optimizers."""
+    for space in (optax, contrib, sys.modules["optax._src.alias"]):
+        for name, factory in inspect.getmembers(space, inspect.isfunction):
+            takes = "learning_rate" in inspect.signature(factory).parameters
+            if takes and not name.startswith("scale_by"):
+                setattr(space, name, _wrapped(factory, wrap))
+
+
+def _wrapped(factory, wrap):
+    @functools.wraps(factory)
+    def made(*args, **kwargs):
+        tx = factory(*args, **kwargs)
+        return wrap(tx) if isinstance(tx, optax.GradientTransformation) else tx
+
+    return made
+
+
+def _adjusted(scale, clean, finite, period, factor, floor, ceiling):
+    """The scale after a step, as a dynamic scaler has it in its state."""
+    tx = boostax.dynamic_loss_scale(
+        optax.identity(),
+        init_scale=1.0,
+        growth_interval=int(period),
+        growth_factor=float(factor),
+        backoff_factor=1 / float(factor),
+        min_scale=max(float(floor), 2.0**-120),
+        max_scale=float(ceiling),
+    )
+    state = tx.init(jnp.float32(0.0))._replace(scale=jnp.float32(scale), clean_steps=clean)
+    _, state = tx.update(jnp.where(finite, 0.0, jnp.inf), state)
+    return state.scale, state.clean_steps
+
+
+def _unscaled(tree, scale):
+    tx = boostax.static_loss_scale(optax.identity(), float(scale), skip_nonfinite=False)
+    return tx.update(tree, tx.init(tree))[0]
+
+
+def _scaled(tree, scale):
+    tx = boostax.static_loss_scale(optax.identity(), float(scale))
+    return jax.tree.map(lambda x: boostax.scale_loss(x, tx.init(x)), tree)
+
+
+def into_jmp():
+    """``DynamicLossScale`` and ``all_finite``."""
+    from jmp._src import loss_scale as jmp
+
+    def adjust(self, finite):
+        args = self.period, self.factor, self.min_loss_scale, 2.0**24
+        scale, clean = _adjusted(self.loss_scale, self.counter, finite, *args)
+        return dataclasses.replace(self, loss_scale=scale, counter=clean)
+
+    for kind in (jmp.DynamicLossScale, jmp.StaticLossScale):
+        kind.scale = lambda self, tree: _scaled(tree, self.loss_scale)
+        kind.unscale = lambda self, tree: _unscaled(tree, self.loss_scale)
+    jmp.DynamicLossScale.adjust = adjust
+    jmp.all_finite = boostax.all_finite
+
+
+def into_mpx():
+    """``DynamicLossScaling`` and ``all_finite``."""
+    import equinox as eqx
+    import mpx
+
+    def adjust(self, finite):
+        top = float(jnp.finfo(jnp.float16).max)
+        args = self.period, self.factor, self.min_loss_scaling, top
+        new = _adjusted(self.loss_scaling, self.counter, finite, *args)
+        return eqx.tree_at(lambda x: (x.loss_scaling, x.counter), self, new)
+
+    mpx.DynamicLossScaling.unscale = lambda self, tree: _unscaled(tree, self.loss_scaling)
+    mpx.DynamicLossScaling.adjust = adjust
+    mpx.all_finite = boostax.all_finite
+
+
+how = os.environ.get("FOREIGN", "")
+if how in WRAPPERS:
+    into_optax(WRAPPERS[how])
+elif how:
+    {"jmp": into_jmp, "mpx": into_mpx}[how]()

@@ -1,0 +1,182 @@
+"""The test suites of others, as they are, with boostax put in: ``make test-foreign``.
+
+Optax's and jmp's come with their wheels. Those of Flax and mixed_precision_for_JAX are taken from a
+folder (``--source flax=DIR``), or fetched by git at the tag of the version that is installed. What
+fails is run once more without boostax: what fails there too is not ours.
+"""
+
+import argparse
+import dataclasses
+import fnmatch
+import importlib.metadata
+import importlib.util
+import os
+import pathlib
+import subprocess
+import sys
+import tempfile
+import xml.etree.ElementTree as ElementTree
+
+HERE = pathlib.Path(__file__).parent
+sys.path.insert(0, str(HERE.parents[1] / "benchmarks"))
+from harness import report  # noqa: E402
+
+
+@dataclasses.dataclass(frozen=True)
+class Suite:
+    """Test files of a package.
+
+    Attributes:
+      package: whose version is named.
+      files: in the installed package, or in its source.
+      ways: of putting boostax in: see ``put_in.py``.
+      origin: where its source is, if the wheel has no tests, and the form of its tags.
+      slow: what ``--whole`` runs besides, as pytest's ``-k`` selects it.
+    """
+
+    package: str
+    files: tuple[str, ...]
+    ways: tuple[str, ...] = ("scaler", "window")
+    origin: tuple[str, str] | None = None
+    slow: str = ""
+
+
+SUITES = {
+    "optax contrib": Suite(
+        "optax",
+        ("contrib/_common_test.py",),
+        slow="test_optimizers and not accept and not wrapped",
+    ),
+    "optax sharding": Suite("optax", ("_src/sharding_test.py",)),
+    "optax accumulation": Suite("optax", ("transforms/_accumulation_test.py",)),
+    "optax masking": Suite("optax", ("transforms/_masking_test.py",)),
+    "optax combining": Suite("optax", ("transforms/_combining_test.py",)),
+    "flax nnx optimizer": Suite(
+        "flax",
+        ("tests/nnx/optimizer_test.py",),
+        origin=("https://github.com/google/flax", "v{}"),
+    ),
+    "jmp loss scale": Suite("jmp", ("_src/loss_scale_test.py",), ways=("jmp",)),
+    "mixed_precision_for_JAX loss scale": Suite(
+        "mixed_precision_for_jax",
+        ("tests/test_loss_scaling.py",),
+        ways=("mpx",),
+        origin=(
+            "https://github.com/Data-Science-in-Mechanical-Engineering/mixed_precision_for_JAX",
+            "v{}",
+        ),
+    ),
+}
+
+# What fails with boostax alone, and why that is no fault.
+REASONS = {
+    "*test_adjust_finite_grads*": (
+        "boostax does not grow past its maximum; mpx clips to 65504, which is no power of two"
+    ),
+    "*test_scaling_clipping*": "boostax refuses a scale above its maximum; mpx clips it later",
+    "*test_masked_state_structure": "it reads fields of the bare state, now in inner_state",
+    "*test_optimizers*schedule_free*": "it reads fields of the bare state, now in inner_state",
+}
+
+
+def source(suite: Suite, folders: dict[str, str]) -> pathlib.Path:
+    """Where the files of a suite are."""
+    if suite.origin is None:
+        spec = importlib.util.find_spec(suite.package)
+        assert spec is not None and spec.origin is not None
+        return pathlib.Path(spec.origin).parent
+    if suite.package in folders:
+        return pathlib.Path(folders[suite.package])
+    address, tag = suite.origin
+    folder = pathlib.Path(tempfile.mkdtemp(prefix="foreign-"))
+    version = tag.format(importlib.metadata.version(suite.package))
+    command = ["git", "clone", "--quiet", "--depth", "1", "--branch", version, address, folder]
+    subprocess.run(command, check=True)
+    return folder
+
+
+def run(files: list[str], way: str, only: str = "") -> dict[str, str]:
+    """The outcome of each test: passed, failed or skipped."""
+    with tempfile.TemporaryDirectory() as folder:
+        log = pathlib.Path(folder) / "log.xml"
+        command = [sys.executable, "-m", "pytest", "-q", "--import-mode=importlib", *files]
+        command += ["-p", "put_in", "-p", "no:cacheprovider", "-c", os.devnull]
+        command += [f"--rootdir={folder}", f"--junitxml={log}"]
+        command += ["-k", only] if only else []
+        paths = [str(HERE), str(HERE.parents[1]), os.environ.get("PYTHONPATH", "")]
+        more = {"FOREIGN": way, "PYTHONPATH": os.pathsep.join(filter(None, paths))}
+        done = subprocess.run(command, env=os.environ | more, capture_output=True, text=True)
+        if not log.exists():
+            raise RuntimeError(done.stdout + done.stderr)
+        outcomes: dict[str, str] = {}
+        for case in ElementTree.parse(log).iter("testcase"):
+            kinds = {child.tag for child in case}
+            failed, skipped = kinds & {"failure", "error"}, "skipped" in kinds
+            name = f"{case.get('classname')}.{case.get('name')}"
+            outcomes[name] = "failed" if failed else "skipped" if skipped else "passed"
+        return outcomes
+
+
+def main() -> int:
+    """Run, print and, with ``--write``, publish."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--only", default="", help="suites whose name holds this")
+    parser.add_argument("--source", action="append", default=[], metavar="PACKAGE=DIR")
+    parser.add_argument("--whole", action="store_true", help="with what takes an hour")
+    parser.add_argument("--write", action="store_true", help="publish the counts")
+    given = parser.parse_args()
+    folders = dict(each.split("=", 1) for each in given.source)
+    rows, failures, ours = [], [], 0
+    for name, suite in SUITES.items():
+        if given.only not in name:
+            continue
+        where = source(suite, folders)
+        files = [str(where / each) for each in suite.files]
+        only = f"not ({suite.slow})" if suite.slow and not given.whole else ""
+        bare: dict[str, str] | None = None
+        for way in suite.ways:
+            found = run(files, way, only)
+            failed = [test for test, outcome in found.items() if outcome == "failed"]
+            if failed and bare is None:
+                bare = run(files, "", only)
+            theirs = [test for test in failed if (bare or {}).get(test) == "failed"]
+            mine = [test for test in failed if test not in theirs]
+            named = {
+                test: reason
+                for test in mine
+                for pattern, reason in REASONS.items()
+                if fnmatch.fnmatch(test, pattern)
+            }
+            open_ones = [test for test in mine if test not in named]
+            ours += len(open_ones)
+            rows.append(
+                {
+                    "suite": name,
+                    "version": importlib.metadata.version(suite.package),
+                    "boostax": way,
+                    "tests": len(found),
+                    "passed": sum(outcome == "passed" for outcome in found.values()),
+                    "skipped by itself": sum(x == "skipped" for x in found.values()),
+                    "fails without boostax": len(theirs),
+                    "named": len(named),
+                    "ours": len(open_ones),
+                    "left out": only or "nothing",
+                }
+            )
+            print(rows[-1], flush=True)
+            reasons = dict.fromkeys(theirs, "it fails without boostax too") | named
+            reasons |= dict.fromkeys(open_ones, "a fault of boostax")
+            failures += [
+                {"suite": name, "boostax": way, "test": test, "reason": reason}
+                for test, reason in reasons.items()
+            ]
+            for failure in failures[len(failures) - len(reasons) :]:
+                print("  ", failure["test"], "-", failure["reason"], flush=True)
+    if given.write:
+        sections = [("Counts", rows), ("Failures", failures)]
+        report("foreign", "The suites of others with boostax put in", sections, [])
+    return int(ours > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
