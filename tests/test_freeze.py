@@ -7,6 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
 
 import boostax
 from boostax._core import costs
@@ -716,3 +718,26 @@ def test_a_partial_window_is_applied_at_its_depth():
         assert moved == [False, False, True, True]
         before = jax.tree.map(np.asarray, state)
         jax.tree.map(np.testing.assert_array_equal, before.params, step.flush(state).params)
+
+
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+@pytest.mark.parametrize("sharded", [False, True])
+def test_low_rank_freezes_in_one_program_over_sharded_params_and_state(kind, sharded):
+    """Defect guarded against: zeros of a stage that does not run had not the shards' types."""
+    mesh = jax.make_mesh((2, 2), ("data", "model"), (kind,) * 2, devices=jax.devices()[:4])
+    wave = lambda *shape: jnp.sin(jnp.arange(float(np.prod(shape)))).reshape(shape) / 10  # noqa: E731
+    params = {"a": wave(16, 16), "b": wave(16, 16), "c": wave(16, 4)}
+    params = jax.device_put(params, NamedSharding(mesh, P(None, "model")))
+    loss = lambda p, x: jnp.mean((jnp.tanh(jnp.tanh(x @ p["a"]) @ p["b"]) @ p["c"]) ** 2)  # noqa: E731
+    chain = optax.chain(boostax.power_sgd_reduce("data", 1), optax.adam(0.1))
+    tx = boostax.scheduled_freeze(chain, {"a": 0, "b": 1, "c": 2}, [0, 1, 2])
+    losses = {}
+    for driver in ("host", "switch"):
+        step = boostax.make_train_step(
+            loss, tx, mesh=mesh, axis_name="data", shard_optimizer=sharded, freeze_driver=driver
+        )
+        state, losses[driver] = step.init(params), []
+        for i in range(3):
+            state, metrics = step(state, wave(8, 16) + i)
+            losses[driver].append(float(metrics["loss"]))
+    np.testing.assert_allclose(losses["switch"], losses["host"], rtol=1e-4)

@@ -75,7 +75,7 @@ def staged(
 
     def result(var: Any, level: int, kind: Any, old: jax.Array | None) -> jax.Array:
         if level == NEVER:
-            return axes.unify(jnp.zeros_like(kind), kind) if old is None else old
+            return axes.zeros(kind) if old is None else old
         literal = isinstance(var, jaxprs.Literal)
         found = jnp.asarray(var.val, kind.dtype) if literal else values[var]
         if old is None or level == max(levels) or (not literal and held.get(var) is old):
@@ -143,7 +143,7 @@ def _branch(
 ) -> Sequence[jax.Array]:
     types = jax.eval_shape(run, *given)
     held = [
-        axes.unify(jnp.zeros_like(kind) if old is None else old, kind)
+        axes.zeros(kind) if old is None else axes.unify(old, kind)
         for old, kind in zip(instead, types, strict=True)
     ]
     return branch(predicate, lambda: axes.unify(list(run(*given)), held), lambda: held)
