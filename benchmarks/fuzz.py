@@ -68,11 +68,27 @@ def draws(law: str, seeds: list[int]) -> Outcomes:
     return found
 
 
-def tally(seeds: str, outcomes: list[str], **more: Any) -> dict[str, Any]:
-    """A row of a table."""
-    counts = collections.Counter(outcomes)
-    names = ("equal", "refused", "different") if not more else ("kept", "broken")
-    return {**more, "seeds": seeds, "number": len(outcomes), **{n: counts[n] for n in names}}
+def run_of(outcomes: Outcomes) -> dict[str, Any]:
+    """A row of the cases of neighbouring seeds."""
+    counts = collections.Counter(outcomes.values())
+    open_ones = [str(seed) for seed, found in sorted(outcomes.items()) if found == "different"]
+    return {
+        "seeds": f"{min(outcomes)} to {max(outcomes)}",
+        "number": len(outcomes),
+        "equal": counts["equal"],
+        "refused": counts["refused"],
+        "different": counts["different"],
+        "which": ", ".join(open_ones),
+    }
+
+
+def again(row: dict[str, Any]) -> dict[str, Any]:
+    """A row of the record, its differences run anew."""
+    if not row["which"]:
+        return row
+    new = run_of(cases([int(seed) for seed in row["which"].split(", ")]))
+    total = {name: row[name] + new[name] for name in ("equal", "refused")}
+    return row | total | {name: new[name] for name in ("different", "which")}
 
 
 def drawn(seeds: Iterator[int]) -> list[dict[str, Any]]:
@@ -130,8 +146,9 @@ def main() -> None:
     record = RESULTS / "fuzz.json"
     kept = {} if options.anew or not record.exists() else json.loads(record.read_text())
     sections = kept.get("sections", {})
-    runs, laws = list(sections.get(RUNS, [])), {x["law"]: x for x in sections.get(LAWS, [])}
     prepare()
+    runs = [again(row) for row in sections.get(RUNS, [])]
+    laws = {row["law"]: row for row in sections.get(LAWS, [])}
     with ProcessPoolExecutor(
         options.workers, multiprocessing.get_context("spawn"), prepare, max_tasks_per_child=4
     ) as pool:
@@ -149,16 +166,22 @@ def main() -> None:
             outcomes |= job.result()
             print(f"{number * CHUNK} of {len(seeds)} cases", flush=True)
         if seeds:
-            runs.append(tally(f"{first} to {seeds[-1]}", list(outcomes.values())))
+            runs.append(run_of(outcomes))
         fates: dict[str, list[str]] = collections.defaultdict(list)
         for job in as_completed(asked):
             fates[asked[job]] += job.result().values()
             print(f"{asked[job]}: {len(fates[asked[job]])} draws", flush=True)
     for law, found in fates.items():
         before = laws.get(law, {"number": 0, "kept": 0, "broken": 0})
-        total = before["number"] + len(found)
-        row = tally(f"0 to {total - 1}", found, law=law)
-        laws[law] = row | {name: row[name] + before[name] for name in ("number", "kept", "broken")}
+        counts = collections.Counter(found) + collections.Counter(kept=before["kept"])
+        number = before["number"] + len(found)
+        laws[law] = {
+            "law": law,
+            "seeds": f"0 to {number - 1}",
+            "number": number,
+            "kept": counts["kept"],
+            "broken": number - counts["kept"],
+        }
     publish(runs, [laws[law] for law in PAIR_LAWS if law in laws])
 
 
