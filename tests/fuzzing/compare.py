@@ -11,6 +11,8 @@ from fuzzing.reference import Reference
 
 # Whether what is summed up in an open window is carried over, in its units, or refused by name.
 OPEN_WINDOWS_MOVE = False
+# What a loss in f32 can be.
+LARGEST = float(np.finfo(np.float32).max)
 
 
 class Difference(AssertionError):
@@ -40,7 +42,7 @@ def check(case: Case) -> str:
             x, weights = inputs(case, call, theirs.replicas)
             ours.call(x, weights)
             theirs.call(x, weights)
-            if case.quadratic and ours.loss is not None and theirs.loss < np.finfo(np.float32).max:
+            if case.quadratic and ours.loss is not None and theirs.loss < LARGEST:
                 loss = float(ours.loss)
                 if not np.isclose(loss, theirs.loss, rtol=1e-4):
                     raise Difference(
