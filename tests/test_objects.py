@@ -12,6 +12,7 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
+from jax.sharding import NamedSharding, PartitionSpec
 
 import boostax
 from boostax._core.gate import GatedUpdate, gate_of
@@ -221,3 +222,13 @@ def test_groups_of_an_nnx_state_fit_the_arrays_of_its_optimizer(name, boxed):
     assert [moved[i]["kernel"] for i in range(12)] == [
         i >= 4 or name != "scheduled_freeze" for i in range(12)
     ]
+
+
+def test_a_state_on_a_mesh_is_made_of_shapes(mesh):
+    where = NamedSharding(mesh, PartitionSpec("data"))
+    params = jax.device_put({"w": jnp.zeros((8, 2), jnp.bfloat16)}, where)
+    shapes = {"w": jax.ShapeDtypeStruct((8, 2), jnp.bfloat16, sharding=where)}
+    tx = boostax.dynamic_loss_scale(optax.adam(0.1), axis_name="data")
+    tx = boostax.on_mesh(tx, params, axis_name="data")
+    kinds = lambda tree: [(x.shape, x.dtype, x.sharding) for x in jax.tree.leaves(tree)]  # noqa: E731
+    assert kinds(tx.init(shapes)) == kinds(tx.init(params))

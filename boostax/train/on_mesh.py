@@ -116,8 +116,11 @@ def placed_on(
 
     def init_fn(params: PyTree) -> PyTree:
         make = lambda p: stack_replicas(tx.init(p), place.replicas)  # noqa: E731
-        of_state = specs(params, jax.eval_shape(make, params))[1]
+        shapes = jax.eval_shape(make, params)
+        of_state = specs(params, shapes)[1]
         where = place.shardings(of_state)
+        if any(isinstance(x, jax.ShapeDtypeStruct) for x in jax.tree.leaves(params)):
+            return jax.tree.map(lambda x, at: x.update(sharding=at), shapes, where)
         return jax.jit(place.pinned(make, of_state), out_shardings=where)(params)
 
     def step_fn(
