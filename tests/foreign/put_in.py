@@ -41,20 +41,30 @@ def _wrapped(factory, wrap):
     return made
 
 
-def _adjusted(scale, clean, finite, period, factor, floor, ceiling):
-    """The scale after a step, as a dynamic scaler has it in its state."""
+@functools.cache
+def _adjust(period, factor, floor, ceiling):
+    """The scale and its counter after a step, as a dynamic scaler has them in its state."""
     tx = boostax.dynamic_loss_scale(
         optax.identity(),
-        init_scale=1.0,
+        init_scale=max(1.0, floor),
         growth_interval=int(period),
-        growth_factor=float(factor),
-        backoff_factor=1 / float(factor),
-        min_scale=max(float(floor), 2.0**-120),
-        max_scale=float(ceiling),
+        growth_factor=factor,
+        backoff_factor=1 / factor,
+        min_scale=max(floor, 2.0**-120),
+        max_scale=ceiling,
     )
-    state = tx.init(jnp.float32(0.0))._replace(scale=jnp.float32(scale), clean_steps=clean)
-    _, state = tx.update(jnp.where(finite, 0.0, jnp.inf), state)
-    return state.scale, state.clean_steps
+
+    def step(scale, clean, finite):
+        # By hand: the finiteness is all that there is of gradients.
+        state = tx.init(jnp.float32(0.0))._replace(scale=scale, clean_steps=clean)
+        _, state = tx.update(jnp.where(finite, 0.0, jnp.inf), state)
+        return state.scale, state.clean_steps
+
+    return jax.jit(step)
+
+
+def _adjusted(scale, clean, finite, *settings):
+    return _adjust(*map(float, settings))(jnp.float32(scale), jnp.int32(clean), finite)
 
 
 def _unscaled(tree, scale):
