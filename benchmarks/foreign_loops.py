@@ -130,14 +130,15 @@ def written(row: Row | None) -> str:
 def counted(section: list[Row]) -> dict[str, int]:
     """Cells by outcome."""
     every = [row[loop] for row in section for loop in LOOPS]
-    return {each: sum(x.startswith(each) for x in every) for each in (PASSES, REFUSED, FAILS)}
+    outcomes = {PASSES: PASSES, REFUSED: REFUSED, FAILS: FAILS, NONE: "not run"}
+    return {name: sum(x.startswith(each) for x in every) for each, name in outcomes.items()}
 
 
 def page(sections: dict[str, list[Row]]) -> str:
     """The document, from the sections on record."""
     lines = ["# Techniques in other people's loops", "", INTRODUCTION]
     for title, there in sections.items():
-        count = ", ".join(f"{n} {name}" for name, n in counted(there).items())
+        count = ", ".join(f"{n} {name}" for name, n in counted(there).items() if n)
         columns = [each for each in there[0] if each not in ("technique", "line")]
         lines += ["", f"## {title}", "", ABOUT[title], "", f"Cells: {count}.", ""]
         lines += ["| | " + " | ".join(columns) + " |", "|---" * (len(columns) + 1) + "|"]

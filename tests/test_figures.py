@@ -12,6 +12,8 @@ ROOT = figures.ROOT
 GENERATED = {
     "docs/combinations.md",
     "docs/compilers.md",
+    "docs/foreign_loops.md",
+    "docs/museum.md",
     "docs/peers.md",
     "docs/placement_matrix.md",
     "docs/recipes.md",
