@@ -12,8 +12,8 @@ import numpy as np
 import optax
 from jax.sharding import AxisType
 
-import boostax
 from boostax._core import trees
+from boostax._core.handshake import assume_scaled
 from boostax._core.replicas import PerReplica, is_per_replica, reshard_state, stack_replicas
 from boostax.accumulate.window import accumulate
 from boostax.autoboost.migrate import migrate_state
@@ -28,7 +28,6 @@ from boostax.train.apply import apply_gradients
 PyTree = Any
 Carry = tuple[PyTree, Any]
 Grads = list[PyTree]
-_assume_scaled = getattr(boostax, "assume_scaled", lambda grads, opt_state: grads)
 BAD = (np.nan, np.inf, -np.inf, 1e36)
 
 
@@ -90,7 +89,7 @@ class Setting:
         """One call of it, compiled: ``step(params, state, grads)``."""
 
         def one(params: PyTree, state: Any, grads: PyTree) -> Carry:
-            given = _assume_scaled(self._scaled(grads, state), state)
+            given = assume_scaled(self._scaled(grads, state), state)
             own = params.local if is_per_replica(params) else params
             new, state = apply_gradients(tx, given, state, own)
             return (PerReplica(new) if is_per_replica(params) else new), state

@@ -9,8 +9,6 @@ from fuzzing.cases import Case, draw, first_params, inputs, tidy
 from fuzzing.library import Library
 from fuzzing.reference import Reference
 
-# Whether what is summed up in an open window is carried over, in its units, or refused by name.
-OPEN_WINDOWS_MOVE = False
 # What a loss in f32 can be.
 LARGEST = float(np.finfo(np.float32).max)
 
@@ -32,7 +30,7 @@ def check(case: Case) -> str:
     ours, theirs = Library(case, params), Reference(case, params)
     for call in range(case.calls + 1):
         for at, kind, argument in case.moves:
-            if at != call or not (OPEN_WINDOWS_MOVE or _closed(case, theirs, kind)):
+            if at != call:
                 continue
             if not _moved(ours, kind, argument):
                 return "refused"
@@ -50,11 +48,6 @@ def check(case: Case) -> str:
                     )
             _compare(case, f"call {call}", ours, theirs)
     return "equal"
-
-
-def _closed(case: Case, run: Reference, kind: str) -> bool:
-    """Whether a move leaves alone what an open window has summed up, or there is none open."""
-    return not run.count or kind in ("save", "flush") or (kind == "reshard" and not case.weighted)
 
 
 def _moved(ours: Library, kind: str, argument: int) -> bool:

@@ -16,7 +16,6 @@ from fuzzing.cases import GROUPS, MESHES, SHAPES, Case
 
 Tree = Any
 AXIS = "data"
-scaled = getattr(boostax, "assume_scaled", lambda grads, state: grads)
 
 REDUCTIONS: dict[str, Callable[[], Any]] = {
     "mean": lambda: boostax.all_reduce(AXIS),
@@ -182,7 +181,7 @@ class Library:
             if self.case.placement in MESHES:
                 # Windows of global arrays have one weight for all replicas.
                 grads, weight = boostax.PerReplica(grads), weight[0]
-            grads = scaled(grads, state)
+            grads = boostax.assume_scaled(grads, state)
         extra = {"weight": weight} if self.case.weighted else {}
         if self.case.face == "update":
             tx = optax.with_extra_args_support(tx)
