@@ -14,6 +14,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from optax import microbatching
 
 import boostax
+from boostax.testing import drawn
 
 NORMALIZATIONS = ("mean", "sum", "weight")
 assert_same = functools.partial(jax.tree.map, np.testing.assert_array_equal)
@@ -27,7 +28,7 @@ def run(tx, grads, params=0.0, **each):
     """Params after each gradient, and the last state."""
     params = jnp.asarray(params, jnp.float32)
     state, history = tx.init(params), []
-    step = jax.jit(functools.partial(boostax.apply_gradients, tx))
+    step = jax.jit(functools.partial(boostax.apply_gradients, drawn(tx)))
     for t, grad in enumerate(grads):
         extra = {name: values[t] for name, values in each.items()}
         params, state = step(jnp.asarray(grad, jnp.float32), state, params, **extra)
@@ -247,7 +248,7 @@ def window_params(nesting):
 
         def step(carry, given):
             grad = jnp.where(given[1], jnp.nan, given[0] * boostax.loss_scale(carry[1]))
-            params, state = boostax.apply_gradients(tx, grad, carry[1], carry[0])
+            params, state = boostax.apply_gradients(drawn(tx), grad, carry[1], carry[0])
             return (params, state), params
 
         start = jnp.float32(0.0), tx.init(jnp.float32(0.0))

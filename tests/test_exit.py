@@ -10,6 +10,7 @@ import optax
 import pytest
 
 import boostax
+from boostax.testing import drawn
 
 ADAM = optax.adamw(0.1, weight_decay=0.5)
 assert_same = functools.partial(jax.tree.map, np.testing.assert_array_equal)
@@ -19,7 +20,7 @@ safe = functools.partial(boostax.static_loss_scale, scale=1.0)
 def run(tx, calls, params, flush=False):
     """Params and state after ``(grads, extra)`` of each call."""
     state = tx.init(params)
-    step = jax.jit(lambda p, s, g, extra: boostax.apply_gradients(tx, g, s, p, **extra))
+    step = jax.jit(lambda p, s, g, extra: boostax.apply_gradients(drawn(tx), g, s, p, **extra))
     for grads, extra in calls:
         params, state = step(params, state, grads, extra)
     return boostax.flush(tx, state, params) if flush else (params, state)

@@ -16,6 +16,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 import boostax
 from boostax._core.gate import GatedUpdate, gate_of
+from boostax.testing import drawn
 
 PARAMS = {"a": jnp.ones(3), "b": jnp.ones((2, 2))}
 GRADS = jax.tree.map(jnp.ones_like, PARAMS)
@@ -76,7 +77,7 @@ def test_the_gate_goes_where_the_pair_goes(name, way):
     assert type(again) is type(tx)
     assert isinstance(gate_of(again), GatedUpdate)
     run = lambda tx: jax.make_jaxpr(  # noqa: E731
-        lambda p, g: boostax.apply_gradients(tx, g, tx.init(p), p)
+        lambda p, g: boostax.apply_gradients(drawn(tx), g, tx.init(p), p)
     )(PARAMS, GRADS)
     assert str(run(again)) == str(run(tx))
     close = lambda tx: boostax.flush(tx, tx.init(PARAMS), PARAMS)[0]  # noqa: E731
@@ -118,7 +119,7 @@ def test_a_gate_is_an_argument_of_filter_jit():
     @eqx.filter_jit
     def step(tx, params, state, grads):
         traces.append(1)
-        return boostax.apply_gradients(tx, grads, state, params)
+        return boostax.apply_gradients(drawn(tx), grads, state, params)
 
     params, state = PARAMS, tx.init(PARAMS)
     for _ in range(4):
