@@ -27,6 +27,7 @@ from boostax._core.gate import (
     passed,
     run,
 )
+from boostax._core.handshake import assume_scaled
 from boostax._core.replicas import PerReplica, require_like
 from boostax.accumulate.aux import weigh
 from boostax.accumulate.carried import require_outside
@@ -287,7 +288,8 @@ def accumulate(
         if state.window is None:
             params, inner_state = flush_inner(tx, state.inner_state, params, extra)
             return params, state._replace(inner_state=inner_state)
-        sums = _local(state.window)
+        # A scaler inside asked for their scale when they came.
+        sums = assume_scaled(_local(state.window), state.inner_state)
         params, closed = gate(
             state.held(),
             lambda: close(sums, state.micro_step, state.inner_state, params, True, extra),
