@@ -9,6 +9,7 @@ import re
 import subprocess
 import sys
 import textwrap
+import types
 
 import nbclient
 import nbformat
@@ -42,9 +43,12 @@ def snippets(path):
 
 
 @pytest.mark.parametrize("path", [p for p in DOCUMENTS if any(snippets(p))], ids=relative)
-def test_snippets_run(path):
-    """The blocks of a document, in order, in one namespace; those with a prompt as doctests."""
-    namespace = {"__name__": path.stem}
+def test_snippets_run(path, monkeypatch):
+    """The blocks of a document, in order, in one module; those with a prompt as doctests."""
+    module = types.ModuleType(path.stem)
+    # What a document defines is pickled by its module's name.
+    monkeypatch.setitem(sys.modules, path.stem, module)
+    namespace = vars(module)
     for line, code in snippets(path):
         if code.startswith(">>>"):
             examples = doctest.DocTestParser().get_doctest(
