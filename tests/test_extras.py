@@ -97,7 +97,7 @@ def test_optimizers_are_driven_as_their_documentation_drives_them(name):
 
 
 @pytest.mark.parametrize("checked", [True, False])
-@pytest.mark.parametrize("name", ["backtracking", "sophia"])
+@pytest.mark.parametrize("name", ["zoom", "sophia"])
 def test_replicas_search_as_one(mesh, name, checked):
     inner = optax.chain(boostax.all_reduce("data"), OPTIMIZERS[name]())
     tx = boostax.dynamic_loss_scale(inner, init_scale=4.0, axis_name="data")

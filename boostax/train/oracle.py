@@ -182,10 +182,17 @@ def value_and_grad(
         (loss, aux), _ = sliced(axes.to_varying(params, names), batch, **given)
         return _over_replicas(loss, aux, (), names)[0] if names else loss
 
-    def loss_at(batch: PyTree, **kwargs: Any) -> Callable[[PyTree], jax.Array]:
-        return lambda params: loss_of(params, batch, _given(kwargs))
+    def slope_of(params: PyTree, batch: PyTree, given: dict[str, Any]) -> PyTree:
+        _, grads = local(params, batch, jnp.ones(()), given, True, {})
+        return jax.tree.map(lambda g: axes.mean(g, names), trees.at_least_float32(grads))
 
-    oracle = Oracle(gradients, loss_at, names, local, loss_of, has_aux)
+    def loss_at(batch: PyTree, **kwargs: Any) -> Callable[[PyTree], jax.Array]:
+        args = batch, _given(kwargs)
+        if not names:
+            return lambda params: loss_of(params, *args)
+        return _differentiable(loss_of, slope_of, args)
+
+    oracle = Oracle(gradients, loss_at, names, local, loss_of, slope_of, has_aux)
     return oracle if mesh is None else oracle.over(mesh)
 
 
@@ -199,6 +206,7 @@ class Oracle:
       names: the replica axes.
       local: gradients and loss of one replica, from the scale and what the loss is given besides.
       loss_of: the loss alone.
+      slope_of: its gradient, the mean over the replicas.
       has_aux: see ``value_and_grad``.
     """
 
@@ -207,6 +215,7 @@ class Oracle:
     names: tuple[str, ...]
     local: Callable[..., tuple[Any, PyTree]]
     loss_of: Callable[..., jax.Array]
+    slope_of: Callable[..., PyTree]
     has_aux: bool
 
     def __call__(self, *args: Any, **kwargs: Any) -> tuple[Any, PyTree]:
@@ -259,16 +268,19 @@ class Oracle:
             return ((loss, aux) if self.has_aux else loss), PerReplica(grads)
 
         def loss_at(batch: PyTree, **kw: Any) -> Callable[[PyTree], jax.Array]:
-            def each(params: PyTree, batch: PyTree, given: dict[str, Any]) -> jax.Array:
-                params, given = own(params, given)
-                return self.loss_of(params, batch, given)
+            def over_all(fn: Callable[..., PyTree]) -> Callable[..., PyTree]:
+                def each(params: PyTree, batch: PyTree, given: dict[str, Any]) -> PyTree:
+                    params, given = own(params, given)
+                    return fn(params, batch, given)
 
-            def value(params: PyTree, batch: PyTree, given: dict[str, Any]) -> jax.Array:
-                run = mapped(each, params, whole)
-                return run(_gathered(mesh, self.names, params), batch, given)
+                def run(params: PyTree, batch: PyTree, given: dict[str, Any]) -> PyTree:
+                    whole_params = _gathered(mesh, self.names, params)
+                    return mapped(each, params, whole)(whole_params, batch, given)
+
+                return _outside(run)
 
             args = batch, _given(kw)
-            return _differentiable(_outside(value), _outside(jax.grad(value)), args)
+            return _differentiable(over_all(self.loss_of), over_all(self.slope_of), args)
 
         return dataclasses.replace(self, gradients=gradients, loss_at=loss_at)
 
@@ -292,7 +304,11 @@ def _outside(fn: Callable[..., PyTree]) -> Callable[..., PyTree]:
 
 
 def _differentiable(value: Any, gradient: Any, args: tuple[Any, ...]) -> Callable[..., jax.Array]:
-    """A function of params whose gradient is given: JAX does not transpose a ``custom_vmap``."""
+    """A function of params whose gradient is given.
+
+    JAX does not transpose a ``custom_vmap``, and without checking it sums the cotangents of a
+    ``psum`` once more.
+    """
 
     @jax.custom_jvp
     def loss(params: PyTree) -> jax.Array:
