@@ -25,6 +25,8 @@ from train_loops import LOOPS, NAME, PLAIN, REDUCTION, SCALE, put_into  # noqa: 
 
 PAGE = pathlib.Path(__file__).parents[1] / "docs" / "foreign_loops.md"
 TOLERANCE = 2e-6
+# Compiled elsewhere, a gradient's last bit may round to the next integer of the wire.
+ROUNDED = {"int16_reduce": 2.0**-15}
 FLUSH = "flush"
 TRAINED, FORGOTTEN = "Techniques", "Forgotten lines"
 ALL = {case.name: case for case in (PLAIN, *CASES)}
@@ -69,7 +71,7 @@ def cell(forgotten: str, name: str, loop: str) -> float | None:
     of_replicas = {"replicated": True} if forgotten in (NAME, REDUCTION) else {}
     put = put_into(loop, case, forgotten=forgotten, **of_replicas)
     found = train_loops.difference(put)(loop)
-    if found > TOLERANCE:
+    if found > ROUNDED.get(name, TOLERANCE):
         raise AssertionError(f"params differ by {found:.0e}")
     if forgotten == NAME and case.skips:
         raise AssertionError("one replica that overflows would skip, and the others wait for ever")
@@ -161,8 +163,9 @@ ABOUT = {
         "The first two loops train on two replicas; the others on one device, and by `on_mesh` on "
         "two replicas where the technique is a reduction. A cell shows the largest difference of a "
         "param from the same training under `jax.vmap`, in nobody's loop, and passes within "
-        f"{TOLERANCE:g}. A module of NNX cannot hold params of each replica's own, and `on_mesh` "
-        "says so."
+        f"{TOLERANCE:g}, `int16_reduce` within a unit of its integers, 2^-15: compiled in another "
+        "context, a gradient may round to the next. A module of NNX cannot hold params of each "
+        "replica's own, and `on_mesh` says so."
     ),
     FORGOTTEN: (
         "Each row leaves out one line. A cell is right if it trains as if the line were there, "
