@@ -12,6 +12,7 @@ from jax.sharding import PartitionSpec as P
 
 import boostax
 from boostax.precision.flax import apply_policy
+from boostax.testing import drawn
 
 inf, nan = float("inf"), float("nan")
 SGD = optax.sgd(0.1)
@@ -143,7 +144,7 @@ def test_hyperparameters_can_be_injected():
         tx = optax.inject_hyperparams(factory.func)(SGD, **{argument: 2})
         state = jax.jit(tx.init)(PARAMS)
         for _ in range(2):
-            updates, state = jax.jit(tx.update)(PARAMS, state, PARAMS)
+            updates, state = jax.jit(drawn(tx).update)(PARAMS, state, PARAMS)
         assert float(updates["w"][0]) < 0, factory.func
 
 
@@ -184,7 +185,7 @@ def on_mesh(mesh, tx, grads, params=PARAMS):
     """Params after one step inside shard_map, with gradients as ``grads`` makes them."""
 
     def step(params, x):
-        return boostax.apply_gradients(tx, grads(params, x), tx.init(params), params)[0]
+        return boostax.apply_gradients(drawn(tx), grads(params, x), tx.init(params), params)[0]
 
     specs = {"in_specs": (P(), P(mesh.axis_names[0])), "out_specs": P()}
     return jax.jit(jax.shard_map(step, mesh=mesh, **specs))(params, jnp.arange(8.0))

@@ -14,6 +14,7 @@ import boostax
 from boostax._core import costs
 from boostax.freeze.driver import HostDepth
 from boostax.freeze.stages import NEVER, staged
+from boostax.testing import drawn
 
 LAYERS, WIDTH, ROWS = 4, 16, 16
 GROUPS = list(range(LAYERS))
@@ -409,7 +410,7 @@ def test_the_optimizer_finds_the_depth_out_in_place(name, moments):
     for tx in (inner, boostax.scheduled_freeze(inner, GROUPS, DEPTHS, moments=moments)):
 
         def step(params, state, grads, tx=tx):
-            return boostax.apply_gradients(tx, grads, state, params)
+            return boostax.apply_gradients(drawn(tx), grads, state, params)
 
         lowered = jax.jit(step, donate_argnums=(0, 1)).lower(params, tx.init(params), params)
         temp[tx] = lowered.compile().memory_analysis().temp_size_in_bytes
@@ -557,7 +558,7 @@ def test_low_precision_params(dtype):
     for inner in (adamw(), boostax.dynamic_loss_scale(adamw())):
         tx = boostax.scheduled_freeze(inner, GROUPS, DEPTHS)
         for extra in ({}, {"depth": 2}):
-            updates, _ = jax.jit(functools.partial(tx.update, **extra))(
+            updates, _ = jax.jit(functools.partial(drawn(tx).update, **extra))(
                 grads, tx.init(params), params
             )
             assert {x.dtype for x in jax.tree.leaves(updates)} == {jnp.dtype(dtype)}
