@@ -10,7 +10,6 @@ import json
 import multiprocessing
 import os
 import pathlib
-import tempfile
 import time
 import warnings
 from collections.abc import Callable, Iterator
@@ -22,7 +21,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from harness import RESULTS, Bar, report, resumable
+from harness import Bar, report, resumable, sections_of, work_of
 
 import boostax
 from boostax._core import trees
@@ -561,12 +560,9 @@ does not raise the loss. "no" is refused by name when the configuration is made.
 def main() -> None:
     options = resumable(__doc__, "part of the names to try").parse_args()
     if options.page:
-        data = json.loads((RESULTS / "combinations.json").read_text())
-        PAGE.write_text(page(data["sections"]))
+        PAGE.write_text(page(sections_of("combinations")))
         return
-    work = options.work or pathlib.Path(tempfile.mkdtemp(prefix="combinations-"))
-    work.mkdir(parents=True, exist_ok=True)
-    print(f"to go on after an interruption: --work {work}", flush=True)
+    work = work_of(options, "combinations")
     wanted = [asked for asked in everything_asked() if options.only in asked.title]
     done = run_all(wanted, work / "outcomes.jsonl", options.workers)
     if options.only:

@@ -7,11 +7,10 @@ import json
 import multiprocessing
 import pathlib
 import sys
-import tempfile
 from concurrent.futures import ProcessPoolExecutor, as_completed
 
 import jax
-from harness import RESULTS, Bar, report, resumable
+from harness import Bar, report, resumable, sections_of, work_of
 from placements import FAILS, NONE, PASSES, REFUSED, Row, judged
 from scorecard import prepare, quick
 
@@ -178,14 +177,11 @@ ABOUT = {
 def main() -> None:
     options = resumable(__doc__, "techniques, by comma").parse_args()
     if options.page:
-        data = json.loads((RESULTS / "foreign_loops.json").read_text())
-        PAGE.write_text(page(data["sections"]))
+        PAGE.write_text(page(sections_of("foreign_loops")))
         return
     prepare()
     quick()
-    work = options.work or pathlib.Path(tempfile.mkdtemp(prefix="foreign-loops-"))
-    work.mkdir(parents=True, exist_ok=True)
-    print(f"to go on after an interruption: --work {work}", flush=True)
+    work = work_of(options, "foreign_loops")
     only = options.only.split(",") if options.only else list(ALL)
     wanted = [row for row in rows() if row[1] in only]
     sections = tables(wanted, run_all(wanted, work / "cells.jsonl", options.workers))

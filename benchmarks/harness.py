@@ -11,6 +11,7 @@ import pathlib
 import platform
 import random
 import statistics
+import tempfile
 import time
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
@@ -57,6 +58,19 @@ def resumable(description: str | None, only: str) -> argparse.ArgumentParser:
     parser.add_argument("--only", default="", help=f"{only}; publishes nothing")
     parser.add_argument("--page", action="store_true", help="write the page anew from the results")
     return parser
+
+
+def sections_of(name: str) -> Any:
+    """The tables on record."""
+    return json.loads((RESULTS / f"{name}.json").read_text())["sections"]
+
+
+def work_of(options: argparse.Namespace, name: str) -> pathlib.Path:
+    """The folder of a run, a new one or that of an interrupted one."""
+    work = options.work or pathlib.Path(tempfile.mkdtemp(prefix=f"{name}-"))
+    work.mkdir(parents=True, exist_ok=True)
+    print(f"to go on after an interruption: --work {work}", flush=True)
+    return work
 
 
 def by_update(tx: Any) -> Callable[..., tuple[Any, Any]]:

@@ -10,7 +10,6 @@ import multiprocessing
 import pathlib
 import re
 import sys
-import tempfile
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from typing import Any
@@ -19,7 +18,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from harness import RESULTS, Bar, report, resumable
+from harness import Bar, report, resumable, sections_of, work_of
 from jax.sharding import AxisType, PartitionSpec
 from scorecard import prepare, quick
 
@@ -335,14 +334,11 @@ ABOUT_MISTAKES = (
 def main() -> None:
     options = resumable(__doc__, "names, by comma").parse_args()
     if options.page:
-        data = json.loads((RESULTS / "placements.json").read_text())
-        PAGE.write_text(page(data["sections"]))
+        PAGE.write_text(page(sections_of("placements")))
         return
     prepare()
     quick()
-    work = options.work or pathlib.Path(tempfile.mkdtemp(prefix="placements-"))
-    work.mkdir(parents=True, exist_ok=True)
-    print(f"to go on after an interruption: --work {work}", flush=True)
+    work = work_of(options, "placements")
     names = options.only.split(",") if options.only else [case.name for case in CASES]
     found = run_all(names, work / "cells.jsonl", options.workers)
     sections = tables(names, found)

@@ -8,12 +8,11 @@ import json
 import multiprocessing
 import os
 import pathlib
-import tempfile
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from typing import Any
 
 import jax
-from harness import RESULTS, Bar, report, resumable
+from harness import Bar, report, resumable, sections_of, work_of
 
 PAGE = pathlib.Path(__file__).parents[1] / "docs" / "scorecard.md"
 Found = dict[str, Any]
@@ -94,17 +93,13 @@ def main() -> None:
     from cells.subjects import EVERYONE
 
     if options.page:
-        data = json.loads((RESULTS / "scorecard.json").read_text())
-        PAGE.write_text(page.page(data["sections"]))
+        PAGE.write_text(page.page(sections_of("scorecard")))
         return
     if options.laws:
-        work = options.work or pathlib.Path(tempfile.mkdtemp(prefix="scorecard-"))
-        kept = json.loads((RESULTS / "scorecard.json").read_text())["sections"]
-        publish(kept | {"laws": laws(work), "elsewhere": page.told_elsewhere()})
+        new = {"laws": laws(work_of(options, "scorecard")), "elsewhere": page.told_elsewhere()}
+        publish(sections_of("scorecard") | new)
         return
-    work = options.work or pathlib.Path(tempfile.mkdtemp(prefix="scorecard-"))
-    work.mkdir(parents=True, exist_ok=True)
-    print(f"to go on after an interruption: --work {work}", flush=True)
+    work = work_of(options, "scorecard")
     names = [each.name for each in EVERYONE if options.subject in ("", each.name)]
     if options.subject:
         names = options.subject.split(",")
