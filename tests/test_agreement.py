@@ -9,6 +9,7 @@ from jax import lax
 from jax.sharding import PartitionSpec
 
 import boostax
+from boostax.testing import drawn
 
 W = jnp.ones(3)
 SGD = optax.sgd(0.1)
@@ -43,7 +44,7 @@ def mapped(mode, mesh, fn):
 
 def update(tx, name):
     state = tx.init(W)
-    return lambda g: tx.update(g, state, W, **weighted(name))[0]
+    return lambda g: drawn(tx).update(g, state, W, **weighted(name))[0]
 
 
 def trained(mode, mesh, tx, name):

@@ -12,6 +12,7 @@ from jax.sharding import PartitionSpec as P
 
 import boostax
 from boostax._core.costs import collectives, expected, wire_bytes
+from boostax.testing import drawn
 
 ADAM = optax.adam(1e-3)
 BIG = {f"layer{i}": jax.ShapeDtypeStruct((1024, 1024), jnp.float32) for i in range(10)}
@@ -49,7 +50,7 @@ def reduction_bytes():
 def test_apply_gradients_needs_no_temporary_copy(name):
     """10.5M params, Adam, donated: the gate writes in place (the branch order and what crosses)."""
     tx = CHAINS[name]
-    temp = temp_bytes(lambda p, s, g: boostax.apply_gradients(tx, g, s, p), tx)
+    temp = temp_bytes(lambda p, s, g: boostax.apply_gradients(drawn(tx), g, s, p), tx)
     print(f"{name}: apply_gradients temp / params = {temp / BIG_BYTES:.4f}")
     # Only a scaler looks at magnitudes.
     alone = reduction_bytes() if "loss_scale" in name else 0
@@ -61,7 +62,7 @@ def test_pure_update_needs_one_copy(name):
     tx = CHAINS[name]
 
     def step(params, state, grads):
-        updates, state = tx.update(grads, state, params)
+        updates, state = drawn(tx).update(grads, state, params)
         return optax.apply_updates(params, updates), state
 
     temp = temp_bytes(step, tx)
@@ -76,7 +77,9 @@ def test_carried_leaves_cost_their_own_size(name):
     tx = boostax.carry(CHAINS[name], {"amax": "max"})
     params = {**BIG, **small}
     state = jax.eval_shape(tx.init, params)
-    step = jax.jit(lambda p, s, g: boostax.apply_gradients(tx, g, s, p), donate_argnums=(0, 1))
+    step = jax.jit(
+        lambda p, s, g: boostax.apply_gradients(drawn(tx), g, s, p), donate_argnums=(0, 1)
+    )
     program = step.lower(params, state, params).compile()
     alone = reduction_bytes() if "loss_scale" in name else 0
     assert program.memory_analysis().temp_size_in_bytes - alone <= 0.05 * BIG_BYTES
