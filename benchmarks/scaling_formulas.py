@@ -89,6 +89,15 @@ def sparse(model: Model, n: int, density: float) -> Cost:
     return _coded(model, n, sends)
 
 
+def threshold(model: Model, n: int, capacity: float) -> Cost:
+    """The same, and how many had no place: beside the share held back, and kept."""
+    cost = sparse(model, n, capacity)
+    told = flat(n)("psum", 2 * FLOAT)
+    return cost._replace(
+        sends=[*cost.sends[:-1], told], chain=[cost.chain[0], told], own=cost.own + 4
+    )
+
+
 def _tiles(count: int) -> int:
     """A long message ends with a tile of a TPU."""
     return _up(count, 2048) if count >= 2**16 else count
@@ -203,7 +212,7 @@ def group_loss_scale(model: Model, n: int, groups: int, count_every: int = 100) 
 
 def accumulate(model: Model, n: int, every: int) -> Cost:
     """The mean of a window; the sums are each replica's own."""
-    return all_reduce(model, n)._replace(own=FLOAT * entries(model) + 9, batches=every)
+    return all_reduce(model, n)._replace(own=FLOAT * entries(model) + 13, batches=every)
 
 
 def _before(cost: Cost, first: list[Send], own: int) -> Cost:

@@ -94,7 +94,7 @@ TECHNIQUES: dict[str, Technique] = {
         F(formulas.sparse, density=0.01), before_adam(boostax.top_k_reduce("data", 0.01))
     ),
     "`threshold_reduce`, capacity 1%": Technique(
-        F(formulas.sparse, density=0.01),
+        F(formulas.threshold, capacity=0.01),
         before_adam(boostax.threshold_reduce("data", capacity=0.01)),
     ),
     "`random_k_reduce`, 1%": Technique(

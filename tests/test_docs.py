@@ -45,9 +45,9 @@ def snippets(path):
 @pytest.mark.parametrize("path", [p for p in DOCUMENTS if any(snippets(p))], ids=relative)
 def test_snippets_run(path, monkeypatch):
     """The blocks of a document, in order, in one module; those with a prompt as doctests."""
-    module = types.ModuleType(path.stem)
     # What a document defines is pickled by its module's name.
-    monkeypatch.setitem(sys.modules, path.stem, module)
+    module = types.ModuleType(f"document_{path.stem}")
+    monkeypatch.setitem(sys.modules, module.__name__, module)
     namespace = vars(module)
     for line, code in snippets(path):
         if code.startswith(">>>"):

@@ -13,6 +13,7 @@ from jax.sharding import PartitionSpec as P
 import boostax
 from boostax._core import costs
 from boostax.reduce.partial import _even_runs
+from boostax.testing import drawn
 
 RATE, MOMENTUM = 0.1, 0.9
 SGD = optax.sgd(RATE, momentum=MOMENTUM)
@@ -260,7 +261,7 @@ class Loop:
             self.traces += 1
             own, opt_state = boostax.enter_replica((own, opt_state))
             g = gradient(own.local, jax.tree.map(lambda x: x[0], noise))
-            local, opt_state = boostax.apply_gradients(tx, g, opt_state, own.local)
+            local, opt_state = boostax.apply_gradients(drawn(tx), g, opt_state, own.local)
             return boostax.leave_replica((boostax.PerReplica(local), opt_state))
 
         mapped = jax.shard_map(
@@ -352,7 +353,7 @@ def test_flush_lets_the_replicas_meet(kind):
 
     def train(params, noise):
         own, state = boostax.local_params(params, "data"), tx.init(params)
-        own, state = boostax.apply_gradients(tx, gradient(own, noise), state, own)
+        own, state = boostax.apply_gradients(drawn(tx), gradient(own, noise), state, own)
         return own, boostax.flush(tx, state, own)
 
     noise = jax.tree.map(lambda x: x[:, 0], draw(17, replicas, 1))

@@ -11,7 +11,7 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 import boostax
-from boostax.testing import LAWS, Case, laws_for
+from boostax.testing import LAWS, Case, drawn, laws_for
 
 CASE = Case("count_lost_updates", lambda inner, axis: boostax.count_lost_updates(inner))
 RNG = np.random.default_rng(0)
@@ -38,7 +38,7 @@ def reference(params, grads, rate):
 
 
 def plain(tx, params=LOW, grads=GRADS, state=None, steps=1):
-    call = jax.jit(functools.partial(boostax.apply_gradients, tx))
+    call = jax.jit(functools.partial(boostax.apply_gradients, drawn(tx)))
     state = tx.init(params) if state is None else state
     for _ in range(steps):
         params, state = call(grads, state, params)
@@ -128,7 +128,7 @@ def test_the_cost_is_what_the_docstring_says(optimizer, traffic, copies):
     moved, held = [], []
     for inner in (optimizer, boostax.count_lost_updates(optimizer)):
         tx = boostax.dynamic_loss_scale(inner)
-        step = jax.jit(functools.partial(boostax.apply_gradients, tx), donate_argnums=(1, 2))
+        step = jax.jit(functools.partial(boostax.apply_gradients, drawn(tx)), donate_argnums=(1, 2))
         given = params, jax.eval_shape(tx.init, params), params
         program = step.lower(*given).compile()
         moved.append(program.cost_analysis()["bytes accessed"])

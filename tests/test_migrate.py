@@ -12,6 +12,7 @@ from flax.training.dynamic_scale import DynamicScale
 
 import boostax
 from boostax.autoboost.migrate import migrate_state
+from boostax.testing import drawn
 from boostax.train.checkpoint import Checkpointer
 
 ADAM = functools.partial(optax.adamw, 1e-2)
@@ -200,9 +201,9 @@ def test_a_saved_state_goes_on_after_a_change_of_the_chain(change, tmp_path):
     assert_same(migrated, expected)
     assert not buffers(migrated) & buffers((old, params))
     grads = grads_of(params, 9, boostax.loss_scale(expected))
-    wanted = boostax.apply_gradients(new_tx, grads, expected, params)
-    step = jax.jit(functools.partial(boostax.apply_gradients, new_tx), donate_argnums=(1,))
-    again = boostax.apply_gradients(new_tx, grads, migrated, params)
+    wanted = boostax.apply_gradients(drawn(new_tx), grads, expected, params)
+    step = jax.jit(functools.partial(boostax.apply_gradients, drawn(new_tx)), donate_argnums=(1,))
+    again = boostax.apply_gradients(drawn(new_tx), grads, migrated, params)
     jax.tree.map(np.testing.assert_array_equal, again, wanted)
     step(grads, migrated, params)
     # Donated or not, the old state is still there.
@@ -485,7 +486,7 @@ def test_placement_and_keys_follow_the_new_state():
     state, _ = migrate_state(old, scaled(ADAM()), params)
     assert state.inner_state[0].mu["a"].devices() == {jax.devices()[1]}
     assert not state.inner_state[0].count.committed
-    step = jax.jit(functools.partial(boostax.apply_gradients, scaled(ADAM())))
+    step = jax.jit(functools.partial(boostax.apply_gradients, drawn(scaled(ADAM()))))
     step(params, state, params)
     noisy = optax.add_noise(0.1, 0.5, jax.random.key(1))
     params, old = trained(noisy)

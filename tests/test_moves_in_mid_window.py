@@ -6,6 +6,7 @@ out is compared with the run that nothing disturbed.
 
 import functools
 import itertools
+import re
 
 import jax
 import jax.numpy as jnp
@@ -231,8 +232,8 @@ CHAINS = {
     "MultiSteps": lambda: multi_steps(optimizer()),
     "scaler(MultiSteps)": lambda: scaling(multi_steps(optimizer())),
     "MultiSteps(scaler)": lambda: multi_steps(scaling(optimizer())),
-    "partition(window(scaler))": lambda: optax.partition(
-        {"all": accumulated(scaling(optimizer()))}, {"w": "all", "b": "all"}
+    "partition(window)": lambda: optax.partition(
+        {"all": accumulated(optimizer())}, {"w": "all", "b": "all"}
     ),
 }
 
@@ -277,7 +278,7 @@ def test_an_open_window_moves_to_another_chain_and_back(old, new, undisturbed):
     state, _ = boostax.migrate_state(state, new_tx, params)
     params, state = new_run(params, state, range(2, 5))
     state, report = boostax.migrate_state(state, old_tx, params)
-    assert not any("window" in line or "acc_grads" in line for line in report.dropped)
+    assert not any(re.search(r"\b(window|acc_grads)\b", line) for line in report.dropped)
     params, state = old_run(params, state, range(5, 9))
     assert_close(params, undisturbed, rtol=1e-3 if "half" in old + new else 2e-6)
 

@@ -10,6 +10,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import boostax
+from boostax.testing import drawn
 
 WIDTH, DEPTH = 64, 2
 ROWS = 64
@@ -266,7 +267,7 @@ def test_two_replica_axes():
         def train(params, grads, tx=tx):
             state = tx.init(params)
             for g in grads:
-                params, state = boostax.apply_gradients(tx, g, state, params)
+                params, state = boostax.apply_gradients(drawn(tx), g, state, params)
             return params
 
         inner = jax.vmap(train, in_axes=(None, 0), axis_name="data")
@@ -277,7 +278,7 @@ def test_two_replica_axes():
         mine = boostax.on_mesh(tx, there, axis_name=names)
         state = mine.init(there)
         step = jax.jit(
-            lambda p, s, g, tx=mine: boostax.apply_gradients(tx, boostax.PerReplica(g), s, p)
+            lambda p, s, g, tx=drawn(mine): boostax.apply_gradients(tx, boostax.PerReplica(g), s, p)
         )
         for g in grads:
             lead = {k: P(names, *spec) for k, spec in specs.items()}

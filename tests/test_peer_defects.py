@@ -12,6 +12,7 @@ from flax.training import dynamic_scale
 from jax.sharding import PartitionSpec as P
 
 import boostax
+from boostax.testing import drawn
 
 inf, nan = float("inf"), float("nan")
 
@@ -20,7 +21,7 @@ def run(tx, grads, params=0.0, dtype=jnp.float32):
     """Params after each of a list of scalar gradients, and the last state."""
     params = jnp.asarray(params, dtype)
     state, history = tx.init(params), []
-    step = jax.jit(functools.partial(boostax.apply_gradients, tx))
+    step = jax.jit(functools.partial(boostax.apply_gradients, drawn(tx)))
     for grad in grads:
         params, state = step(jnp.asarray(grad, dtype), state, params)
         history.append(float(params))
@@ -117,7 +118,7 @@ def test_the_step_is_traced_once():
     scaler = boostax.dynamic_loss_scale(optax.adam(0.1))
     for tx in (scaler, boostax.accumulate(scaler, 2), boostax.static_loss_scale(scaler, 2.0)):
         params = {"w": jnp.zeros(3), "b": jnp.float16(0.0)}
-        step = lambda carry, tx=tx: boostax.apply_gradients(tx, carry[0], carry[1], carry[0])  # noqa: E731
+        step = lambda carry, tx=tx: boostax.apply_gradients(drawn(tx), carry[0], carry[1], carry[0])  # noqa: E731
         assert traces((params, tx.init(params)), step) == 1
 
 
@@ -165,7 +166,7 @@ def one_bad_device(mesh):
     def run_step(tx):
         def step(params, grads):
             local = boostax.local_params(params, "data")
-            result = boostax.apply_gradients(tx, grads[0], tx.init(local), local)
+            result = boostax.apply_gradients(drawn(tx), grads[0], tx.init(local), local)
             return jax.tree.map(lambda x: x[None], result)
 
         step = jax.shard_map(step, mesh=mesh, in_specs=(P(), P("data")), out_specs=P("data"))
@@ -280,16 +281,23 @@ def test_low_params_accumulate_into_adam(window, dtype):
 
 def test_the_sum_and_the_params_reach_the_inner_optimizer_in_f32():
     """MultiSteps casts the f32 mean back to bf16: the small micro-gradients vanish."""
-    grads, decay = [1.0] + [2.0**-9] * 3, optax.add_decayed_weights(0.1)
-    ours = boostax.accumulate(decay, 4, normalize="sum")
-    peer = optax.MultiSteps(decay, 4, use_grad_mean=False)
+
+    def decay(updates, state, params=None):
+        del state
+        decayed = updates + 0.1 * params
+        return decayed, {"seen": jnp.asarray(decayed, jnp.float32)}
+
+    inner = optax.GradientTransformation(lambda _: {"seen": jnp.float32(0.0)}, decay)
+    grads = [1.0] + [2.0**-9] * 3
+    ours = boostax.accumulate(inner, 4, normalize="sum")
+    peer = optax.MultiSteps(inner, 4, use_grad_mean=False)
     seen = []
     for tx in (peer.gradient_transformation(), ours):
         params = jnp.bfloat16(3.0)
         state = tx.init(params)
         for grad in grads:
             updates, state = tx.update(jnp.bfloat16(grad), state, params)
-        seen.append(updates)
-    assert [x.dtype for x in seen] == [jnp.bfloat16, jnp.float32]
+        assert updates.dtype == jnp.bfloat16
+        seen.append(optax.tree.get(state, "seen"))
     np.testing.assert_allclose(seen[1], 1.3 + 3 * 2.0**-9, rtol=2e-7)
     assert abs(float(seen[0]) - float(seen[1])) > 2.0**-9

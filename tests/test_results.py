@@ -6,6 +6,7 @@ import pathlib
 import combinations
 import compilers
 import foreign_loops
+import harness
 import peers_jax
 import PIL.Image
 import placements
@@ -50,7 +51,7 @@ def test_the_page_of_compilers_is_that_of_the_record():
 
 
 def test_the_page_of_foreign_loops_is_that_of_the_record():
-    sections = json.loads((foreign_loops.RESULTS / "foreign_loops.json").read_text())["sections"]
+    sections = harness.sections_of("foreign_loops")
     assert foreign_loops.PAGE.read_text() == foreign_loops.page(sections)
     names = [row["technique"] for row in sections[foreign_loops.TRAINED]]
     assert names == list(foreign_loops.ALL)
@@ -64,7 +65,7 @@ def test_the_page_of_peers_is_that_of_the_record():
 
 
 def test_the_page_of_placements_is_that_of_the_record():
-    sections = json.loads((placements.RESULTS / "placements.json").read_text())["sections"]
+    sections = harness.sections_of("placements")
     assert placements.PAGE.read_text() == placements.page(sections)
     names = [case.name for case in placements.CASES]
     assert all([row["technique"] for row in rows] == names for rows in sections.values())

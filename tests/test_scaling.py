@@ -18,6 +18,7 @@ import boostax
 from boostax._core import costs
 from boostax._core.programs import bodies
 from boostax._core.replicas import stack_replicas, state_specs
+from boostax.testing import drawn
 
 TECHNIQUES, MODELS = techniques.TECHNIQUES, techniques.MODELS
 RECORD = scaling.RESULTS / "scaling.json"
@@ -173,7 +174,7 @@ def test_shares_are_how_often_the_transformations_send():
             state, kept = tx.init(w), []
             for _ in range(calls):
                 kept.append(state)
-                state = tx.update(w, state, w)[1]
+                state = drawn(tx).update(w, state, w)[1]
             return [*kept, state]
 
         lead = lambda x: x[0]  # noqa: E731

@@ -8,6 +8,7 @@ import optax
 from jax.sharding import AxisType, NamedSharding
 
 import boostax
+from boostax.testing import drawn
 from boostax.testing._case import assert_close, assert_same, even_params
 from cells.programs import (
     P,
@@ -165,7 +166,7 @@ def in_pmap(subject: Subject) -> None:
     def train(params: PyTree, grads: list[PyTree]) -> Any:
         state = tx.init(params)
         for g in grads:
-            params, state = boostax.apply_gradients(tx, g, state, params)
+            params, state = boostax.apply_gradients(drawn(tx), g, state, params)
         return params
 
     windows = [program.grads(params, seed) for seed in range(2 * subject.calls)]

@@ -10,6 +10,7 @@ from jax.sharding import PartitionSpec as P
 
 import boostax
 from boostax._core.replicas import PerReplica
+from boostax.testing import drawn
 from boostax.testing._case import even_params, example_grads
 from cells.programs import AXIS, mesh_of
 from cells.subject import Cell, Subject, require
@@ -27,7 +28,7 @@ def on_every_replica(subject: Subject, replicas: int) -> tuple[PyTree, Any, PyTr
     def local(params: PyTree, grads: PyTree) -> Any:
         grads, state = jax.tree.map(lambda g: g[0], grads), tx.init(params)
         for _ in range(subject.calls):
-            params, state = boostax.apply_gradients(tx, grads, state, params)
+            params, state = boostax.apply_gradients(drawn(tx), grads, state, params)
         return jax.tree.map(lambda x: x[None], (params, state))
 
     step = jax.shard_map(local, mesh=mesh_of(replicas), in_specs=(P(), P(AXIS)), out_specs=P(AXIS))

@@ -13,6 +13,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 import boostax
 from boostax._core.place import place as spread
+from boostax.testing import drawn
 from boostax.testing._case import example_grads
 from cells.subject import AXIS, Subject, strong
 
@@ -67,7 +68,7 @@ def alone(tx: Any) -> Program:
     """One device."""
 
     def step(carry: Any, grads: PyTree) -> Any:
-        return boostax.apply_gradients(tx, grads, carry[1], carry[0])
+        return boostax.apply_gradients(drawn(tx), grads, carry[1], carry[0])
 
     return Program(lambda params: (params, tx.init(params)), step, 0, lambda carry: carry)
 
@@ -80,7 +81,7 @@ def under_vmap(tx: Any, replicas: int = 2) -> Program:
         return stacked, jax.vmap(tx.init, axis_name=AXIS)(stacked)
 
     def local(params: PyTree, state: Any, grads: PyTree) -> Any:
-        return boostax.apply_gradients(tx, grads, state, params)
+        return boostax.apply_gradients(drawn(tx), grads, state, params)
 
     def step(carry: Any, grads: PyTree) -> Any:
         return jax.vmap(local, axis_name=AXIS)(*carry, grads)
@@ -97,7 +98,7 @@ def stacked(tx: Any, replicas: int = 2) -> Program:
 
     def local(carry: Any, grads: PyTree) -> Any:
         (params, state), grads = jax.tree.map(lambda x: x[0], (carry, grads))
-        new = boostax.apply_gradients(tx, grads, state, params)
+        new = boostax.apply_gradients(drawn(tx), grads, state, params)
         return jax.tree.map(lambda x: x[None], new)
 
     specs = {"in_specs": P(AXIS), "out_specs": P(AXIS), "check_vma": False}
@@ -156,7 +157,7 @@ def mapped(
     def local(params: PyTree, state: Any, grads: PyTree) -> Any:
         grads = jax.tree.map(lambda g: g[0], grads)
         inside = boostax.enter_replica(params).local if own else params
-        new, state = boostax.apply_gradients(tx, grads, boostax.enter_replica(state), inside)
+        new, state = boostax.apply_gradients(drawn(tx), grads, boostax.enter_replica(state), inside)
         new = boostax.leave_replica(boostax.PerReplica(new)) if own else new
         return new, boostax.leave_replica(state)
 
@@ -280,7 +281,7 @@ def on_global_arrays(
 
     def step(carry: Any, grads: PyTree) -> Any:
         grads = boostax.PerReplica(jax.device_put(grads, rows))
-        return boostax.apply_gradients(tx, grads, carry[1], carry[0])
+        return boostax.apply_gradients(drawn(tx), grads, carry[1], carry[0])
 
     def common(carry: Any) -> Any:
         own = subject.own_params

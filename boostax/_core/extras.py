@@ -7,9 +7,10 @@ gradients beside it: what multiplies, masks or projects those does so with it. A
 several calls has none of the last three.
 """
 
+import contextlib
 import functools
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import optax
@@ -58,7 +59,7 @@ def asked(tx: optax.GradientTransformation) -> dict[str, bool]:
             ).parameters.items():
                 required = parameter.default is inspect.Parameter.empty
                 found[name] = found.get(name, False) or required
-            stack.extend(inspect.getclosurevars(thing).nonlocals.values())
+            stack.extend(_held_by(thing))
         elif callable(thing) and not inspect.isclass(thing):
             # A gate, a bound method, a jitted function.
             stack.extend(
@@ -68,3 +69,10 @@ def asked(tx: optax.GradientTransformation) -> dict[str, bool]:
         elif isinstance(thing, optax.MultiSteps):
             stack.extend(vars(thing).values())
     return found
+
+
+def _held_by(fn: Any) -> Iterator[Any]:
+    """What a function closes over; a name that is bound later holds nothing yet."""
+    for cell in fn.__closure__ or ():
+        with contextlib.suppress(ValueError):
+            yield cell.cell_contents

@@ -104,7 +104,7 @@ def count_lost_updates(
         )
         new = optax.apply_updates(params, updates)
         state = LostUpdatesState(_lost(params, updates, new), inner_state)
-        return (settled(new) if apply else updates), state
+        return (settled(new) if apply else trees.as_updates(updates, params)), state
 
     def flush_fn(
         state: LostUpdatesState, params: PyTree, **extra: Any

@@ -195,7 +195,7 @@ def steps(
 
     @jax.jit
     def step(params: PyTree, state: Any, grads: PyTree) -> tuple[PyTree, Any]:
-        updates, state = tx.update(grads, state, params)
+        updates, state = drawn(tx).update(grads, state, params)
         return optax.apply_updates(params, updates), state
 
     for seed in seeds:
