@@ -268,6 +268,19 @@ def test_gradients_of_another_jit_need_a_word():
     jax.tree.map(np.testing.assert_array_equal, updates, expected)
 
 
+@pytest.mark.parametrize("context", ["eager", "jit"])
+def test_freezing_in_one_program_asks_as_its_caller_does(context):
+    """The depths are traced inside: eagerly nothing is asked, and under jit what jit would ask."""
+    tx = boostax.scheduled_freeze(boostax.dynamic_loss_scale(optax.sgd(0.1)), LABELS, [0, 1])
+    run = jax.jit if context == "jit" else lambda fn: fn
+    run(step_of(tx, by_oracle))(W, tx.init(W), X)
+    if context == "eager":
+        run(step_of(tx, unscaled))(W, tx.init(W), X)
+        return
+    with pytest.raises(ValueError, match="got some of a loss that was not"):
+        run(step_of(tx, unscaled))(W, tx.init(W), X)
+
+
 def test_an_inner_jit_of_the_update_is_within_the_step():
     tx = boostax.dynamic_loss_scale(optax.sgd(0.1))
     inner = jax.jit(functools.partial(boostax.apply_gradients, tx))

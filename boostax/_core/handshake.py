@@ -125,12 +125,16 @@ def by_path(tree: PyTree, numbers: list[int]) -> dict[str, int]:
 
 
 def hand_on(old: jax.Array | None, new: jax.Array | None) -> None:
-    """Make two arrays one to whoever asks: what marks either marks both."""
-    if isinstance(old, Tracer) and isinstance(new, Tracer):
-        mark = _mark(old)
-        if not mark.loss and any(m.loss for m in _enclosing(old)):
-            mark.loss = mark.crossed = True
-        _keep(new, mark)
+    """Make two arrays one to whoever asks: what marks either marks both.
+
+    Of one outside all traces nothing was asked, and nothing is inside.
+    """
+    if not isinstance(new, Tracer):
+        return
+    mark = _mark(old)
+    if not isinstance(old, Tracer) or any(m.loss for m in _enclosing(old)):
+        mark.loss = mark.crossed = True
+    _keep(new, mark)
 
 
 def hand_on_state(old: PyTree, new: PyTree) -> None:

@@ -21,6 +21,7 @@ from boostax._core.gate import (
     passed,
     run,
 )
+from boostax._core.handshake import hand_on_state
 from boostax._core.prune import Pruning, pruning
 from boostax.freeze.chosen import Part, chosen
 from boostax.freeze.plan import Freezing, as_schedule
@@ -283,8 +284,11 @@ def scheduled_freeze(
     ) -> tuple[PyTree, ScheduledFreezeState]:
         require_params(params)
 
+        outside = state
+
         def step(depth: int, part: Whole) -> Whole:
             value, state = part
+            hand_on_state(outside, state)
             active = freezing.active(params, depth)
             require_present(grads.raw, active, depth)
             pending = Pending(trees.masked(grads.raw, active), grads.factors)
