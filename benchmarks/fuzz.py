@@ -124,60 +124,6 @@ def go_on(rows: list[dict[str, Any]]) -> int:
 def publish(runs: list[dict[str, Any]], laws: list[dict[str, Any]]) -> None:
     """The record, and its bars."""
     done = go_on(runs)
-    open_ones = [str(seed) for seed, found in sorted(outcomes.items()) if found == "different"]
-    return {
-        "seeds": f"{min(outcomes)} to {max(outcomes)}",
-        "number": len(outcomes),
-        "equal": counts["equal"],
-        "refused": counts["refused"],
-        "different": counts["different"],
-        "which": ", ".join(open_ones),
-    }
-
-
-def again(row: dict[str, Any]) -> dict[str, Any]:
-    """A row of the record, its differences run anew."""
-    if not row["which"]:
-        return row
-    new = run_of(cases([int(seed) for seed in row["which"].split(", ")]))
-    total = {name: row[name] + new[name] for name in ("equal", "refused")}
-    return row | total | {name: new[name] for name in ("different", "which")}
-
-
-def drawn(seeds: Iterator[int]) -> list[dict[str, Any]]:
-    """How often each choice came up."""
-    found: dict[tuple[str, str], int] = collections.Counter()
-    for case in map(draw, seeds):
-        for name, value in choices(case).items():
-            found[name, value] += 1
-    return [{"choice": n, "of": v, "cases": count} for (n, v), count in sorted(found.items())]
-
-
-def choices(case: Case) -> dict[str, str]:
-    """What a reader may ask after."""
-    moves = ", ".join(sorted({kind for _, kind, _ in case.moves})) or "none"
-    return {
-        "placement": case.placement,
-        "gates, from the outside": ", ".join(case.gates) or "none",
-        "window": case.normalize if "window" in case.gates else "none",
-        "gradients": f"{case.dtype}, {'of a loss' if case.loss else 'handed over'}",
-        "reduction": "none" if case.placement == "single" else case.reduction,
-        "optimizer": f"{case.optimizer}, decay {case.decay}",
-        "freezing": "yes" if case.frozen else "no",
-        "moved in mid-run": moves,
-        "bad gradients": "yes" if case.bad else "no",
-    }
-
-
-def go_on(rows: list[dict[str, Any]]) -> int:
-    """The first seed that is not on record."""
-    return sum(row["number"] for row in rows)
-
-
-def publish(runs: list[dict[str, Any]], laws: list[dict[str, Any]]) -> None:
-    """The record, and its bars."""
-    done = go_on(runs)
-    fewest = min((row["number"] for row in laws), default=0)
     open_ones = sum(row["different"] for row in runs) + sum(row["broken"] for row in laws)
     bars = [Bar("open differences", open_ones, 0)]
     sections = [(RUNS, runs), (DREW, drawn(iter(range(done)))), (LAWS, laws)]
