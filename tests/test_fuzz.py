@@ -1,4 +1,4 @@
-"""Random chains mean what the documents say: a thousand more are on record."""
+"""Random chains mean what the documents say; more of them are on record."""
 
 import fuzzing.library
 import pytest

@@ -16,6 +16,7 @@ import optax
 from optax import contrib
 
 import boostax
+from boostax.testing import drawn
 
 WRAPPERS = {
     "scaler": lambda tx: boostax.static_loss_scale(tx, 1.0),
@@ -57,7 +58,7 @@ def _adjust(period, factor, floor, ceiling):
     def step(scale, clean, finite):
         # By hand: the finiteness is all that there is of gradients.
         state = tx.init(jnp.float32(0.0))._replace(scale=scale, clean_steps=clean)
-        _, state = tx.update(jnp.where(finite, 0.0, jnp.inf), state)
+        _, state = drawn(tx).update(jnp.where(finite, 0.0, jnp.inf), state)
         return state.scale, state.clean_steps
 
     return jax.jit(step)
