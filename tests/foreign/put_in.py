@@ -70,7 +70,7 @@ def _adjusted(scale, clean, finite, *settings):
 
 def _unscaled(tree, scale):
     tx = boostax.static_loss_scale(optax.identity(), float(scale), skip_nonfinite=False)
-    return tx.update(tree, tx.init(tree))[0]
+    return drawn(tx).update(tree, tx.init(tree))[0]
 
 
 def _scaled(tree, scale):
