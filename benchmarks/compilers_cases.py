@@ -18,6 +18,7 @@ from jax.sharding import PartitionSpec as P
 import boostax
 from boostax._core import costs
 from boostax.inspect.audit import Audit
+from boostax.testing import drawn
 
 AXIS = "data"
 WINDOW = 8
@@ -64,7 +65,7 @@ def on_one_chip(
 ) -> Audit:
     """The optimizer's part of a step: gradients given, params and state donated."""
     params = LEAVES if params is None else params
-    tx = optax.with_extra_args_support(tx)
+    tx = drawn(tx)
 
     def applied(params, state, grads, extra):
         return boostax.apply_gradients(tx, grads, state, params, **extra)

@@ -20,6 +20,7 @@ from digits_replicas import Split, data, standard_error
 from harness import Bar, by_apply, compiled_form, paired, ratio, report
 
 import boostax
+from boostax.testing import drawn
 
 PyTree = Any
 WIDTH, BATCH = 32, 64
@@ -101,7 +102,7 @@ def make_step(variant: Variant, tx: Any, labels: PyTree) -> Callable[..., Any]:
                 return scales[-1] * bounded(params, batch, scales=scales)
             return boostax.scale_loss(fn(params, batch), state)
 
-        return boostax.apply_gradients(tx, jax.grad(scaled)(params), state, params)
+        return boostax.apply_gradients(drawn(tx), jax.grad(scaled)(params), state, params)
 
     return step
 

@@ -22,6 +22,7 @@ from boostax._core.replicas import (
     stack_replicas,
     state_specs,
 )
+from boostax.testing import drawn
 
 PyTree = Any
 AXIS, ROWS = "data", 8
@@ -86,7 +87,7 @@ def step_of(tx: Any, point: Point, **given: Any) -> Program:
     if not point.replicas:
 
         def alone(params: PyTree, state: PyTree, grads: PyTree) -> tuple[PyTree, PyTree]:
-            return boostax.apply_gradients(tx, grads, state, params, **given)
+            return boostax.apply_gradients(drawn(tx), grads, state, params, **given)
 
         return Program(alone, (params, jax.eval_shape(tx.init, params), params), 2, tx.init)
     n = point.replicas
@@ -100,7 +101,7 @@ def step_of(tx: Any, point: Point, **given: Any) -> Program:
     def local(params: PyTree, state: PyTree, grads: PyTree) -> tuple[PyTree, PyTree]:
         grads = jax.tree.map(lambda x: x[0], grads)
         mine = enter_replica(PerReplica(params)).local if own else params
-        new, state = boostax.apply_gradients(tx, grads, enter_replica(state), mine, **given)
+        new, state = boostax.apply_gradients(drawn(tx), grads, enter_replica(state), mine, **given)
         new = leave_replica(PerReplica(new)).local if own else new
         return new, leave_replica(state)
 

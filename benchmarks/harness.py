@@ -21,6 +21,7 @@ import jax
 import optax
 
 import boostax
+from boostax.testing import drawn
 
 RESULTS = pathlib.Path(__file__).parent / "results"
 
@@ -77,7 +78,7 @@ def by_update(tx: Any) -> Callable[..., tuple[Any, Any]]:
     """A step that uses only the Optax interface."""
 
     def step(params: Any, state: Any, grads: Any) -> tuple[Any, Any]:
-        updates, state = tx.update(grads, state, params)
+        updates, state = drawn(tx).update(grads, state, params)
         return optax.apply_updates(params, updates), state
 
     return step
@@ -85,7 +86,7 @@ def by_update(tx: Any) -> Callable[..., tuple[Any, Any]]:
 
 def by_apply(tx: Any) -> Callable[..., tuple[Any, Any]]:
     """A step through ``boostax.apply_gradients``."""
-    return lambda params, state, grads: boostax.apply_gradients(tx, grads, state, params)
+    return lambda params, state, grads: boostax.apply_gradients(drawn(tx), grads, state, params)
 
 
 def compiled_form(
