@@ -1,6 +1,7 @@
 """Eight emulated devices for every test, and shared fixtures."""
 
 import gc
+import itertools
 import os
 import pathlib
 
@@ -14,6 +15,10 @@ jax.config.update("jax_num_cpu_devices", 8)
 # Traces make and drop millions of small objects beside the thousands of programs that stay.
 gc.set_threshold(100_000, 50, 100)
 
+# JAX keeps 8192 compiled calls of all functions of a process together, and then no new one: what
+# counts them in a later test would read none.
+TESTS_BETWEEN_CLEARINGS = 500
+
 GOLDEN = pathlib.Path(__file__).parent / "golden"
 
 
@@ -25,3 +30,10 @@ def golden():
 @pytest.fixture(scope="session")
 def mesh():
     return jax.make_mesh((8,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+
+
+def pytest_runtest_logfinish(nodeid, location, done=itertools.count(1)):
+    """Programs of tests that are over do not pile up."""
+    del nodeid, location
+    if next(done) % TESTS_BETWEEN_CLEARINGS == 0:
+        jax.clear_caches()
