@@ -10,7 +10,6 @@ import multiprocessing
 import pathlib
 import sys
 from collections.abc import Iterator
-from concurrent.futures import ProcessPoolExecutor, as_completed
 from typing import Any
 
 import jax
@@ -68,6 +67,18 @@ def draws(law: str, seeds: list[int]) -> Outcomes:
     return found
 
 
+def job(asked: tuple[str, list[int]]) -> tuple[str, Outcomes]:
+    """Some cases, or some draws of a law."""
+    law, seeds = asked
+    return law, draws(law, seeds) if law else cases(seeds)
+
+
+def chunks(first: int, count: int) -> list[list[int]]:
+    """So many seeds from the first on, job by job."""
+    seeds = list(range(first, first + count))
+    return [seeds[i : i + CHUNK] for i in range(0, count, CHUNK)]
+
+
 def run_of(outcomes: Outcomes) -> dict[str, Any]:
     """A row of the cases of neighbouring seeds."""
     counts = collections.Counter(outcomes.values())
@@ -93,10 +104,7 @@ def again(row: dict[str, Any]) -> dict[str, Any]:
 
 def drawn(seeds: Iterator[int]) -> list[dict[str, Any]]:
     """How often each choice came up."""
-    found: dict[tuple[str, str], int] = collections.Counter()
-    for case in map(draw, seeds):
-        for name, value in choices(case).items():
-            found[name, value] += 1
+    found = collections.Counter(each for seed in seeds for each in choices(draw(seed)).items())
     return [{"choice": n, "of": v, "cases": count} for (n, v), count in sorted(found.items())]
 
 
@@ -127,8 +135,7 @@ def publish(runs: list[dict[str, Any]], laws: list[dict[str, Any]]) -> None:
     open_ones = sum(row["different"] for row in runs) + sum(row["broken"] for row in laws)
     bars = [Bar("open differences", open_ones, 0)]
     sections = [(RUNS, runs), (DREW, drawn(iter(range(done)))), (LAWS, laws)]
-    title = "Random chains and pairs of programs"
-    report("fuzz", title, [(name, rows) for name, rows in sections if rows], bars)
+    report("fuzz", "Random chains and pairs of programs", sections, bars)
 
 
 def main() -> None:
@@ -144,28 +151,22 @@ def main() -> None:
     prepare()
     runs = [again(row) for row in sections.get(RUNS, [])]
     laws = {row["law"]: row for row in sections.get(LAWS, [])}
-    with ProcessPoolExecutor(
-        options.workers, multiprocessing.get_context("spawn"), prepare, max_tasks_per_child=4
-    ) as pool:
-        first = go_on(runs)
-        seeds = list(range(first, first + options.cases))
-        jobs = [pool.submit(cases, seeds[i : i + CHUNK]) for i in range(0, len(seeds), CHUNK)]
-        asked = {
-            pool.submit(draws, law, list(range(begin, begin + options.draws)[i : i + CHUNK])): law
-            for law in PAIR_LAWS
-            for begin in [laws.get(law, {"number": 0})["number"]]
-            for i in range(0, options.draws, CHUNK)
-        }
-        outcomes: Outcomes = {}
-        for number, job in enumerate(as_completed(jobs), 1):
-            outcomes |= job.result()
-            print(f"{number * CHUNK} of {len(seeds)} cases", flush=True)
-        if seeds:
-            runs.append(run_of(outcomes))
-        fates: dict[str, list[str]] = collections.defaultdict(list)
-        for job in as_completed(asked):
-            fates[asked[job]] += job.result().values()
-            print(f"{asked[job]}: {len(fates[asked[job]])} draws", flush=True)
+    first = go_on(runs)
+    begins = {law: laws.get(law, {"number": 0})["number"] for law in PAIR_LAWS}
+    jobs = [("", seeds) for seeds in chunks(first, options.cases)]
+    jobs += [(law, seeds) for law, at in begins.items() for seeds in chunks(at, options.draws)]
+    outcomes: Outcomes = {}
+    fates: dict[str, list[str]] = collections.defaultdict(list)
+    # A pool of concurrent.futures hangs once its processes have done the tasks allowed to each.
+    with multiprocessing.get_context("spawn").Pool(options.workers, prepare, (), 4) as pool:
+        for number, (law, found) in enumerate(pool.imap_unordered(job, jobs), 1):
+            if law:
+                fates[law] += found.values()
+            else:
+                outcomes |= found
+            print(f"{number} of {len(jobs)} jobs", flush=True)
+    if outcomes:
+        runs.append(run_of(outcomes))
     for law, found in fates.items():
         before = laws.get(law, {"number": 0, "kept": 0, "broken": 0})
         counts = collections.Counter(found) + collections.Counter(kept=before["kept"])

@@ -146,6 +146,7 @@ def report(
         "optax": optax.__version__,
     }
     lines = [f"# {title}", "", ", ".join(f"{k} {v}" for k, v in machine.items()), ""]
+    sections = [(heading, rows) for heading, rows in sections if rows]
     for heading, rows in sections:
         columns = list(rows[0])
         lines += [f"## {heading}", ""]

@@ -92,12 +92,9 @@ def main() -> None:
     from cells.laws import laws
     from cells.subjects import EVERYONE
 
-    if options.page:
-        PAGE.write_text(page.page(sections_of("scorecard")))
-        return
-    if options.laws:
-        new = {"laws": laws(work_of(options, "scorecard")), "elsewhere": page.told_elsewhere()}
-        publish(sections_of("scorecard") | new)
+    if options.page or options.laws:
+        new = {"laws": laws(work_of(options, "scorecard"))} if options.laws else {}
+        publish(sections_of("scorecard") | new | {"elsewhere": page.told_elsewhere()})
         return
     work = work_of(options, "scorecard")
     names = [each.name for each in EVERYONE if options.subject in ("", each.name)]

@@ -119,6 +119,11 @@ SUBJECTS = [
         scale=(limits(by_group, growth_factor=2.0, backoff_factor=0.5), lambda state: state.scales),
     ),
     subject(
+        "check_updates",
+        lambda inner, axis: boostax.check_updates(inner, axis_name=axis),
+        any_leaf=True,
+    ),
+    subject(
         "accumulate",
         lambda inner, axis: boostax.accumulate(inner, 2, axis_name=axis),
         calls=2,

@@ -1,5 +1,6 @@
 """The tables of the record, and the page made of them."""
 
+import collections
 import json
 import pathlib
 from typing import Any
@@ -9,13 +10,16 @@ from cells.subject import FAIL, NONE, PASS, UNSUPPORTED
 from cells.subjects import EVERYONE
 
 Row = dict[str, Any]
-FAULTS = pathlib.Path(__file__).parents[1] / "results" / "faults"
+RESULTS = pathlib.Path(__file__).parents[1] / "results"
+FAULTS = RESULTS / "faults"
 ORDER = ("passes", "cells", "laws", "elsewhere")
 ELSEWHERE = {
     "kills": ("A run killed at random moments and resumed", "tests/test_kills.py"),
     "rank_deaths": ("A process of several that dies or stalls", "tests/test_cluster_command.py"),
 }
 FUNCTIONS = "other functions"
+# The last columns of a table of train loops.
+LOOPS = 7
 
 
 def tables(found: list[Row], laws: list[Row]) -> dict[str, list[Row]]:
@@ -50,6 +54,40 @@ def told_elsewhere() -> list[Row]:
         told = json.loads(record.read_text()) if record.exists() else None
         result = f"{told['passed']} of {told['of']} pass" if told else "see the test"
         rows.append({"what": what, "result": result, "test": test})
+    return rows + in_silence()
+
+
+def in_silence() -> list[Row]:
+    """What would go wrong without a word, from the records of those that look for it."""
+    rows = []
+
+    def row(what: str, counts: dict[str, int], test: str) -> None:
+        result = ", ".join(f"{count} {name}" for name, count in counts.items())
+        rows.append({"what": what, "result": result, "test": test})
+
+    def of(record: str) -> Any:
+        return json.loads((RESULTS / f"{record}.json").read_text())["sections"]
+
+    random, loops, suites = of("fuzz"), of("foreign_loops"), of("foreign")
+    sums = lambda there, names: {x: sum(each[x] for each in there) for x in names}  # noqa: E731
+    counts = sums(random["Runs"], ("number", "refused", "different"))
+    row("Random chains against float64", counts, "benchmarks/fuzz.py")
+    counts = sums(random["Laws of pairs of programs"], ("number", "broken"))
+    row("Random draws of the laws of pairs of programs", counts, "benchmarks/fuzz.py")
+    for section in ("Techniques", "Forgotten lines"):
+        cells = [x for each in loops[section] for x in list(each.values())[-LOOPS:]]
+        outcomes = collections.Counter(each.split(",")[0].split(":")[0] for each in cells)
+        what = f"Other people's train loops: {section.lower()}"
+        row(what, dict(outcomes), "benchmarks/foreign_loops.py")
+    counts = sums(suites["Counts"], ("tests", "named", "ours"))
+    row("Tests of Optax, Flax, jmp and mpx, with boostax put in", counts, "tests/foreign/run.py")
+    rows.append(
+        {
+            "what": "Silent bugs met in public: wrong elsewhere, right or refused here",
+            "result": "see the test",
+            "test": "tests/test_museum.py",
+        }
+    )
     return rows
 
 
