@@ -133,7 +133,12 @@ def publish(runs: list[dict[str, Any]], laws: list[dict[str, Any]]) -> None:
     """The record, and its bars."""
     done = go_on(runs)
     open_ones = sum(row["different"] for row in runs) + sum(row["broken"] for row in laws)
-    bars = [Bar("open differences", open_ones, 0)]
+    fewest = min((row["number"] for row in laws), default=0)
+    bars = [
+        Bar("open differences", open_ones, 0),
+        Bar(f"cases that lack to {ASKED_CASES}", max(0, ASKED_CASES - done), 0),
+        Bar(f"draws that the law with the fewest lacks to {ASKED_DRAWS}", ASKED_DRAWS - fewest, 0),
+    ]
     sections = [(RUNS, runs), (DREW, drawn(iter(range(done)))), (LAWS, laws)]
     report("fuzz", "Random chains and pairs of programs", sections, bars)
 

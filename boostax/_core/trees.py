@@ -151,8 +151,8 @@ def require_gradients(tree: PyTree, who: str, *, carried: bool = False) -> None:
             kind = "float0" if dtype == jax.dtypes.float0 else dtype or type(leaf).__name__
             raise TypeError(
                 f"{who}: gradients must be floating or complex arrays, got {kind} at "
-                f"{path_name(path) or 'the root'!r}. Take integer leaves out of the trained "
-                "params, or wrap the transformation in optax.masked."
+                f"{path_name(path) or 'the root'!r}. Take such leaves out of the params that are "
+                "trained: eqx.partition, wrt= of nnx.Optimizer, or a tree without them."
             )
 
 

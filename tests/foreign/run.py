@@ -74,6 +74,8 @@ REASONS = {
         "boostax does not grow past its maximum; mpx clips to 65504, which is no power of two"
     ),
     "*test_scaling_clipping*": "boostax refuses a scale above its maximum; mpx clips it later",
+    "*ExtraArgsTest.test_extra_args": "its gradients are integers, which boostax refuses",
+    "*test_sharding_propagation": "it reads fields of the bare state, now in inner_state",
     "*test_masked_state_structure": "it reads fields of the bare state, now in inner_state",
     "*test_optimizers*schedule_free*": "it reads fields of the bare state, now in inner_state",
 }
