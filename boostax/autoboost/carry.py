@@ -10,6 +10,8 @@ import numpy as np
 import optax
 
 from boostax._core import checks, trees
+from boostax._core.finite import usable
+from boostax._core.gate import Pending
 from boostax.accumulate.window import AccumulateState
 from boostax.autoboost.nodes import (
     WINDOWS,
@@ -249,17 +251,22 @@ class Carried:
     def _spoilt(
         self, new: Node, sources: dict[Path, Taken], before: dict[Path, Unit], after: Unit
     ) -> bool:
-        """Drop a window that is not finite where a scaler would have, and none does any more."""
+        """Drop a window that cannot be used, as a scaler would have, where none does any more."""
         bound = {rel: x for rel, x in sources.items() if rel[0].name in _BOUND[new.cls]}
         paths = {source.node.path for source in bound.values()}
         guarded = any(before[path].scalers for path in paths) and not after.scalers
-        if not guarded or all(_finite(source.leaf.value) for source in bound.values()):
+
+        def fine(source: Taken) -> bool:
+            unscaled = (jnp.float32(1 / before[source.node.path].scale),)
+            return bool(usable(Pending(source.leaf.value, unscaled)))
+
+        if not guarded or all(map(fine, bound.values())):
             return False
         self._drop(new, bound)
         self.spoilt |= paths
         self._note(
-            f"The open window at {', '.join(map(spot, paths))} is not finite and is dropped, as "
-            "its loss scaler would have done."
+            f"The open window at {', '.join(map(spot, paths))} cannot be used and is "
+            "dropped, as its loss scaler would have done."
         )
         return True
 

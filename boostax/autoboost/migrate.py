@@ -67,8 +67,8 @@ def migrate_state(
     What stands around a loss scaler, or before it, sums up gradients times the scale. Where the
     scaler moves, comes or goes, open windows, residuals and momentum are multiplied by the new
     scale over the old one, and a note says so. An open window goes on in any precision; one for
-    which ``new_tx`` has no place is refused. One that is not finite is dropped where its scaler
-    would have skipped it, with a note.
+    which ``new_tx`` has no place is refused. One that the old scaler would have skipped (not
+    finite, or beyond 2**48) is dropped, with a note.
 
     Some states of others are understood: ``optax.MultiSteps``, in both directions,
     ``optax.apply_if_finite``, and, anywhere in the tree, Flax's ``DynamicScale`` and jmp's

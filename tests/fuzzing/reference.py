@@ -227,7 +227,7 @@ class Reference:
             outside = self.gates[0] == "scale"
             factor = 1 / self.scale if outside else self.scale
             if outside and not all(
-                np.all(np.isfinite(s)) for own in self.sums for s in own.values()
+                np.all(np.abs(s * factor) < USABLE) for own in self.sums for s in own.values()
             ):
                 # Its scaler would have dropped it; the new one never sees it.
                 self.count, self.sums = 0, []
