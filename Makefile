@@ -45,7 +45,7 @@ test-compilers: .venv-aot/.ready
 
 # The suites of Optax, Flax, jmp and mixed_precision_for_JAX, with boostax put in.
 test-foreign: $(READY)
-	$(RUN) tests/foreign/run.py --write
+	$(QUICK_CODE) $(RUN) tests/foreign/run.py --write
 
 test-oldest: .venv-oldest/.ready
 	$(QUICK_CODE) .venv-oldest/bin/python -m pytest -n 2 --dist loadgroup

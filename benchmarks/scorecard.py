@@ -83,7 +83,7 @@ def run_all(names: list[str], letters: str, record: pathlib.Path, workers: int) 
 def main() -> None:
     parser = resumable(__doc__, "sections, such as AB")
     parser.add_argument("--subject", default="", help="names, by comma; publishes nothing")
-    parser.add_argument("--without-laws", action="store_true", help="leave section H out")
+    parser.add_argument("--without-laws", action="store_true", help="section H as on record")
     parser.add_argument("--laws", action="store_true", help="section H alone, into the record")
     options = parser.parse_args()
     prepare()
@@ -106,8 +106,8 @@ def main() -> None:
         if "H" in options.only:
             print(laws(work))
         return
-    sections = page.tables(found, [] if options.without_laws else laws(work))
-    publish(sections)
+    kept = sections_of("scorecard").get("laws", []) if options.without_laws else laws(work)
+    publish(page.tables(found, kept))
 
 
 def publish(sections: dict[str, list[Found]]) -> None:
