@@ -17,9 +17,9 @@ from jax import lax
 import boostax
 from boostax._core import costs
 from boostax.inspect.break_even import alone, traced
-from boostax.reduce.codecs.base import Message, packed, unpacked
-from boostax.reduce.codecs.low_rank import sides
-from boostax.reduce.feedback import compressed
+from boostax.reduce.codec import Codec, Message, packed, unpacked, unsent
+from boostax.reduce.feedback import compress
+from boostax.reduce.low_rank import sides
 
 AXIS, REPLICAS = "data", 8
 SHAPES = {"1M": (1024, 1024), "10M": (2048, 5120)}
@@ -28,7 +28,7 @@ POWER, BOTH_SIDES = "PowerSGD rank 4", "PowerSGD rank 4, both sides in every ste
 
 
 @dataclasses.dataclass(frozen=True)
-class BothSides:
+class BothSides(Codec):
     """PowerSGD as PyTorch's hook has it: two all-reduces a step, the second after the first."""
 
     rank: int
@@ -49,12 +49,12 @@ class BothSides:
         right = unpacked(lax.pmean(packed(own), names), own)
         means = [p @ q.T for p, q in zip(bases, right, strict=True)]
         sent = [p @ q.T for p, q in zip(bases, own, strict=True)]
-        return Message(means, sent, right)
+        return Message(means, unsent(leaves, sent), right)
 
 
 def forms() -> dict[str, optax.GradientTransformationExtraArgs]:
     """The dense mean first."""
-    both = compressed("both_sides", AXIS, BothSides(4), error_feedback=True, dense=None)
+    both = compress(BothSides(4), AXIS)
     return {
         "dense f32": boostax.all_reduce(AXIS),
         "bf16": boostax.all_reduce(AXIS, dtype="bfloat16"),

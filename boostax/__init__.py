@@ -4,7 +4,11 @@ import importlib
 from typing import TYPE_CHECKING
 
 from boostax._core.axes import local_params as local_params
+from boostax._core.describe import describe as describe
 from boostax._core.finite import all_finite as all_finite
+from boostax._core.gate import GateState as GateState
+from boostax._core.gate import Pending as Pending
+from boostax._core.gate import gate as gate
 from boostax._core.groups import prefix_groups as prefix_groups
 from boostax._core.handshake import assume_scaled as assume_scaled
 from boostax._core.replicas import PerReplica as PerReplica
@@ -99,6 +103,7 @@ if TYPE_CHECKING:
     from boostax.autoboost.measurement import Trial as Trial
     from boostax.autoboost.migrate import MigrationReport as MigrationReport
     from boostax.autoboost.migrate import migrate_state as migrate_state
+    from boostax.chain.orders import Finding as Finding
     from boostax.inspect.audit import Audit as Audit
     from boostax.inspect.audit import audit as audit
     from boostax.inspect.break_even import BreakEven as BreakEven
@@ -108,7 +113,6 @@ if TYPE_CHECKING:
     from boostax.inspect.costs import PartCost as PartCost
     from boostax.inspect.explain import Explanation as Explanation
     from boostax.inspect.explain import explain as explain
-    from boostax.inspect.orders import Finding as Finding
     from boostax.inspect.targets import target_devices as target_devices
     from boostax.model.less_bn import LessBNReport as LessBNReport
     from boostax.model.less_bn import less_bn as less_bn
@@ -127,7 +131,7 @@ _LATE = {
     "CompiledCollective": "boostax.inspect.collectives",
     "CallCost": "boostax.inspect.calls",
     "Explanation": "boostax.inspect.explain",
-    "Finding": "boostax.inspect.orders",
+    "Finding": "boostax.chain.orders",
     "HostTrajectory": "boostax.subspace.host",
     "LessBNReport": "boostax.model.less_bn",
     "Measurement": "boostax.autoboost.measurement",

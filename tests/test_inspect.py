@@ -14,10 +14,10 @@ import pytest
 import boostax
 from boostax._core import costs
 from boostax.autoboost.auto import auto
-from boostax.inspect.parts import read
-from boostax.inspect.roles import role
-from boostax.inspect.rows import rows
-from boostax.inspect.settings import findings
+from boostax.chain.parts import read
+from boostax.chain.roles import role
+from boostax.chain.rows import rows
+from boostax.chain.settings import findings
 
 AXIS = {"axis_name": "data"}
 PARAMS = {

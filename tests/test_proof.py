@@ -17,10 +17,10 @@ from jax.sharding import PartitionSpec as P
 
 import boostax
 from boostax._core import axes, costs, jaxprs, programs
+from boostax.chain.roles import UNKNOWN
+from boostax.chain.rows import rows
 from boostax.cluster import board
 from boostax.inspect import parts
-from boostax.inspect.roles import UNKNOWN
-from boostax.inspect.rows import rows
 from boostax.model import branches
 
 PACKAGE = pathlib.Path(boostax.__file__).parent

@@ -7,7 +7,7 @@ import optax
 import pytest
 
 import boostax
-from boostax.reduce.codecs import selection
+from boostax.reduce import selection
 
 SHAPES = [(32, 1), (32, 128), (96, 40), (1024, 33)]
 

@@ -18,7 +18,7 @@ import jax
 from jax import lax
 
 from boostax._core import jaxprs, programs, proof
-from boostax._core.about import SCOPE
+from boostax._core.describe import SCOPE
 from boostax._core.programs import bodies
 
 # Bytes that one device sends on a ring, per byte of operand, for n devices.

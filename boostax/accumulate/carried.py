@@ -19,13 +19,13 @@ import optax
 from jax import lax
 
 from boostax._core import axes, checks, trees
-from boostax._core.about import described
+from boostax._core.describe import describe
 from boostax._core.extras import elsewhere
 from boostax._core.gate import (
     Pending,
     flush_inner,
     gated,
-    held,
+    held_open,
     outermost_passed,
     passed,
     run,
@@ -127,7 +127,7 @@ def carry(
             inner_state=tx.init(trees.at_least_float32(without(params, found))),
         )
 
-    @described(_WHO, names, inner_state=tx)
+    @describe(_WHO, "carry", names, inner={"inner_state": tx})
     def step_fn(
         grads: Pending, state: CarryState, params: PyTree, *, apply: bool, **extra: Any
     ) -> tuple[PyTree, CarryState]:
@@ -142,7 +142,7 @@ def carry(
         new = _over_replicas(values(grads.raw, found), found, names)
         _require_agreed(new, values(params, found))
         # A window that another hand has taken out of the state is none.
-        opened = state.open & held(state.inner_state)
+        opened = state.open & held_open(state.inner_state)
         finite = jnp.stack([jnp.isfinite(x).all() for x in new.values()] or [jnp.asarray(True)])
         over = jnp.stack([~(x < jnp.inf).all() for x in new.values()] or [jnp.asarray(False)])
         pending = Pending(without(grads.raw, found))
@@ -167,14 +167,14 @@ def carry(
         }
         have = opened | took
         params = _settled(trained, params, window, passed(inner_state) & have)
-        return params, CarryState(have & held(inner_state), window, inner_state)
+        return params, CarryState(have & held_open(inner_state), window, inner_state)
 
     def flush_fn(state: CarryState, params: PyTree, **extra: Any) -> tuple[PyTree, CarryState]:
         found = resolve(rules, params)
         trained, inner_state = flush_inner(tx, state.inner_state, without(params, found), extra)
         closed = state.open & passed(inner_state)
         params = _settled(trained, params, state.window, closed)
-        still = state.open & held(inner_state)
+        still = state.open & held_open(inner_state)
         return params, state._replace(open=still, inner_state=inner_state)
 
     return gated(init_fn, step_fn, flush_fn)

@@ -14,18 +14,18 @@ import jax.numpy as jnp
 import optax
 
 from boostax._core import axes, checks, trees
-from boostax._core.about import described
+from boostax._core.describe import describe
 from boostax._core.extras import elsewhere
 from boostax._core.finite import all_finite
 from boostax._core.gate import (
     Pending,
     flush_inner,
-    gate,
     gated,
     has_gate,
     outermost_passed,
     passed,
     run,
+    run_or_hold,
 )
 from boostax._core.handshake import assume_scaled
 from boostax._core.replicas import PerReplica, require_like
@@ -231,11 +231,11 @@ def accumulate(
             value, new_state = run_on()
         else:
             how: Any = {"apply": apply, "who": who, "names": names}
-            value, new_state = gate(ok, run_on, params, state, **how)
+            value, new_state = run_or_hold(ok, run_on, params, state, **how)
         # Not in the branch: XLA:GPU copies what passes through one that returns a constant flag.
         return value, _Closed(new_state, ok & passed(new_state))
 
-    @described(who, names, inner_state=tx)
+    @describe(who, "window", names, inner={"inner_state": tx})
     def step_fn(
         grads: Pending,
         state: AccumulateState,
@@ -270,7 +270,7 @@ def accumulate(
         )
         length = every(state.optimizer_steps) if callable(every) else every
         ends = count >= jnp.maximum(length, 1)
-        value, closed = gate(
+        value, closed = run_or_hold(
             ends,
             lambda: close(sums, count, state.inner_state, params, apply, extra),
             params,
@@ -290,7 +290,7 @@ def accumulate(
             return params, state._replace(inner_state=inner_state)
         # A scaler inside asked for their scale when they came.
         sums = assume_scaled(_local(state.window), state.inner_state)
-        params, closed = gate(
+        params, closed = run_or_hold(
             state.held(),
             lambda: close(sums, state.micro_step, state.inner_state, params, True, extra),
             params,

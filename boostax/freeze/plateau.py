@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import optax
 
 from boostax._core import axes, checks, trees
-from boostax._core.about import described
+from boostax._core.describe import describe
 from boostax._core.groups import leaf_groups
 from boostax.freeze.plan import Plan
 
@@ -74,7 +74,7 @@ def group_signal(groups: PyTree, *, horizon: int = 100) -> optax.GradientTransfo
         zeros = functools.partial(jnp.zeros, number, jnp.float32)
         return GroupSignalState(zeros(), zeros())
 
-    @described(who)
+    @describe(who, "watch")
     def update_fn(
         updates: PyTree, state: Any, params: PyTree = None, **extra: Any
     ) -> tuple[PyTree, GroupSignalState]:

@@ -10,14 +10,14 @@ import jax.numpy as jnp
 import optax
 
 from boostax._core import axes, checks, trees
-from boostax._core.about import described
+from boostax._core.describe import describe
 from boostax._core.extras import elsewhere
 from boostax._core.gate import (
     GatedUpdate,
     Pending,
     flush_inner,
     has_gate,
-    held,
+    held_open,
     passed,
     run,
 )
@@ -272,7 +272,7 @@ def scheduled_freeze(
     # One inner state for each depth is not where its own would lie.
     inside = {"inner_state" if moments == "shared" else "inner_states": tx}
 
-    @described(_WHO, (), **inside)
+    @describe(_WHO, "freeze", inner=inside)
     def step_fn(
         grads: Pending,
         state: ScheduledFreezeState,
@@ -308,7 +308,7 @@ def scheduled_freeze(
     ) -> tuple[PyTree, ScheduledFreezeState]:
         def close(depth: int, part: Whole) -> Whole:
             value, state = part
-            before = held(state.inner_state)
+            before = held_open(state.inner_state)
             found, new = flush_inner(tx, state.inner_state, value, extra)
             # What was open and is closed now was applied, unless an inner scaler skipped it.
             ok = before & passed(new)

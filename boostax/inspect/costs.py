@@ -22,10 +22,10 @@ from boostax._core.replicas import (
     stack_replicas,
     state_specs,
 )
+from boostax.chain.parts import follow
+from boostax.chain.roles import UNKNOWN
+from boostax.chain.rows import Row
 from boostax.freeze.scheduled import ScheduledFreeze
-from boostax.inspect.parts import follow
-from boostax.inspect.roles import UNKNOWN
-from boostax.inspect.rows import Row
 
 PyTree = Any
 
@@ -102,7 +102,7 @@ def part_costs(
     states = [_states_of(row, kept) for row in found]
     whole = params_bytes(params, place)
     sent = [] if program is None else costs.collectives(program)
-    paths = [tuple(x.part.name for x in (*row.holders, row) if x.part.about) for row in found]
+    paths = [tuple(x.part.name for x in (*row.holders, row) if x.part.description) for row in found]
     senders = [_sender(c.scopes, paths) for c in sent]
     result: list[PartCost] = []
     for i, (row, state) in enumerate(zip(found, states, strict=True)):
@@ -114,7 +114,7 @@ def part_costs(
         total, own = _total(state)
         for other in inside:
             total, own = total - _total(other)[0], own - _total(other)[1]
-        first = row.part.about is None or paths.index(paths[i]) == i
+        first = row.part.description is None or paths.index(paths[i]) == i
         mine = [c for c, sender in zip(sent, senders, strict=True) if sender == i]
         result.append(
             PartCost(

@@ -11,12 +11,12 @@ import jax
 import optax
 
 from boostax._core import axes, checks, jaxprs
+from boostax.chain.orders import Finding
+from boostax.chain.parts import read
+from boostax.chain.rows import rows
+from boostax.chain.settings import findings
 from boostax.inspect.calls import CallCost, call_costs
 from boostax.inspect.costs import PartCost, Place, params_bytes, part_costs, traced
-from boostax.inspect.orders import Finding
-from boostax.inspect.parts import read
-from boostax.inspect.rows import rows
-from boostax.inspect.settings import findings
 from boostax.inspect.tables import aligned, call_cells, part_cells
 from boostax.train.compiled import TrainStep
 from boostax.train.state import TrainState

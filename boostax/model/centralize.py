@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec
 
 from boostax._core import axes as mesh_axes
 from boostax._core import checks, trees
-from boostax._core.about import described
+from boostax._core.describe import describe
 from boostax._core.groups import matches
 from boostax._core.layouts import Kernels, LayoutName, named
 
@@ -117,7 +117,7 @@ def centralize_gradients(
         checks.positive_int(_WHO, "multiple_of", multiple_of, "MindSpore's is 16.")
     specs = None if param_specs is None else _by_path(param_specs)
 
-    @described(_WHO)
+    @describe(_WHO, "centralize")
     def update_fn(
         updates: PyTree, state: Any, params: PyTree = None, **extra_args: Any
     ) -> tuple[PyTree, Any]:

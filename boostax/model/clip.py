@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import optax
 
 from boostax._core import axes, checks, trees
-from boostax._core.about import described
+from boostax._core.describe import describe
 
 PyTree = Any
 
@@ -49,7 +49,7 @@ def clip_by_global_norm(
     checks.number(who, "max_norm", max_norm, "greater than 0", lambda x: x > 0, "1.0 is usual.")
     names = axes.canonical(who, shard_axes)
 
-    @described(who, names)
+    @describe(who, "norm clip", names)
     def update_fn(
         updates: PyTree, state: Any, params: PyTree = None, **extra_args: Any
     ) -> tuple[PyTree, Any]:

@@ -20,11 +20,11 @@ from jax import lax
 from jax.core import Tracer
 
 from boostax._core import axes, checks, handshake, trees
-from boostax._core.about import described
+from boostax._core.describe import describe
 from boostax._core.finite import largest_magnitudes, magnitude, usable
-from boostax._core.gate import Pending, branch, gate, gated, run
+from boostax._core.gate import Pending, branch, flush_of, gated, run, run_or_hold
 from boostax.precision.group_state import GroupLossScaleState, check_labels, group_numbers
-from boostax.precision.skips import count, decided, flush_of
+from boostax.precision.skips import count, decided
 
 PyTree = Any
 
@@ -177,7 +177,7 @@ def group_loss_scale(
             floor_hits=count(state.floor_hits, at_floor),
         )
 
-    @described(who, names, inner_state=tx)
+    @describe(who, "scaler", names, inner={"inner_state": tx})
     def step_fn(
         grads: Pending, state: GroupLossScaleState, params: PyTree, *, apply: bool, **extra: Any
     ) -> tuple[PyTree, GroupLossScaleState]:
@@ -207,7 +207,7 @@ def group_loss_scale(
             return run(tx, pending, state.inner_state, params, apply=apply, extra=more)
 
         held = params, state.inner_state
-        value, inner_state = gate(ok, heavy, *held, apply=apply, who=who, names=names)
+        value, inner_state = run_or_hold(ok, heavy, *held, apply=apply, who=who, names=names)
         due = ~ok | (state.until_count <= 0)
         old = jnp.stack([state.nonfinite, state.underflow, state.entries])
         nonfinite, underflow, entries = branch(due, lambda: _counts(parts, names), lambda: old)
@@ -219,7 +219,7 @@ def group_loss_scale(
         )
         return value, decided(state, ok, inner_state)
 
-    return gated(init_fn, step_fn, flush_of(tx))
+    return gated(init_fn, step_fn, flush_of(tx, "last_finite"))
 
 
 class _Seen(NamedTuple):

@@ -19,11 +19,11 @@ import optax
 from jax.core import Tracer
 
 from boostax._core import axes, checks, handshake, trees
-from boostax._core.about import described
+from boostax._core.describe import describe
 from boostax._core.finite import usable
-from boostax._core.gate import Pending, gate, gated, run
+from boostax._core.gate import Pending, flush_of, gated, run, run_or_hold
 from boostax.precision.group_state import GroupLossScaleState, scalers
-from boostax.precision.skips import count, decided, flush_of
+from boostax.precision.skips import count, decided
 
 PyTree = Any
 
@@ -260,7 +260,7 @@ def _scaled(
             inner_state=tx.init(trees.at_least_float32(params)),
         )
 
-    @described(who, names, inner_state=tx)
+    @describe(who, "scaler", names, inner={"inner_state": tx})
     def step_fn(
         grads: Pending, state: LossScaleState, params: PyTree, *, apply: bool, **extra: Any
     ) -> tuple[PyTree, LossScaleState]:
@@ -276,13 +276,13 @@ def _scaled(
         if skip:
             ok = axes.agree(usable(unscaled), names)
             held = params, state.inner_state
-            value, inner_state = gate(ok, heavy, *held, apply=apply, who=who, names=names)
+            value, inner_state = run_or_hold(ok, heavy, *held, apply=apply, who=who, names=names)
         else:
             ok = jnp.asarray(True)
             value, inner_state = heavy()
         return value, decided(adjust(state, ok), ok, inner_state)
 
-    return gated(init_fn, step_fn, flush_of(tx))
+    return gated(init_fn, step_fn, flush_of(tx, "last_finite"))
 
 
 def loss_scale(opt_state: PyTree) -> jax.Array:

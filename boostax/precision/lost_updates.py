@@ -16,7 +16,7 @@ import optax
 from jax import lax
 
 from boostax._core import axes, checks, trees
-from boostax._core.about import described
+from boostax._core.describe import describe
 from boostax._core.gate import Pending, gated, has_gate
 from boostax._core.placement import settled
 
@@ -90,7 +90,7 @@ def count_lost_updates(
             )
         return LostUpdatesState(jnp.zeros((), jnp.float32), inner_state)
 
-    @described(_WHO, (), inner_state=tx)
+    @describe(_WHO, "watch", inner={"inner_state": tx})
     def step_fn(
         grads: Pending, state: LostUpdatesState, params: PyTree, *, apply: bool, **extra: Any
     ) -> tuple[PyTree, LostUpdatesState]:

@@ -1,15 +1,10 @@
 """What every loss scaler keeps of its skips, and how it closes a window inside it."""
 
-import functools
-from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import optax
-
-from boostax._core import trees
-from boostax._core.gate import flush_inner, passed
 
 PyTree = Any
 
@@ -27,17 +22,3 @@ def decided(state: Any, ok: jax.Array, inner_state: Any) -> Any:
         skipped_in_a_row=jnp.where(ok, 0, count(state.skipped_in_a_row, ~ok)),
         inner_state=inner_state,
     )
-
-
-def flush_of(tx: optax.GradientTransformationExtraArgs) -> Callable[..., tuple[PyTree, Any]]:
-    """The ``flush`` of a scaler around ``tx``."""
-
-    def flush_fn(state: Any, params: PyTree, **extra: Any) -> tuple[PyTree, Any]:
-        windows = trees.find(state.inner_state, lambda x: callable(getattr(x, "held", None)))
-        held = functools.reduce(jnp.logical_or, [x.held() for x in windows], jnp.asarray(False))
-        params, inner_state = flush_inner(tx, state.inner_state, params, extra)
-        # A window that was closed now ran, whatever became of the last gradient.
-        ran = state.last_finite | (held & passed(inner_state))
-        return params, state._replace(last_finite=ran, inner_state=inner_state)
-
-    return flush_fn

@@ -12,15 +12,15 @@ import jax.numpy as jnp
 import optax
 
 from boostax._core import axes, checks, trees
-from boostax._core.about import described
+from boostax._core.describe import describe
 from boostax._core.finite import stays_finite
 from boostax._core.gate import (
     Pending,
     flush_inner,
-    gate,
     gated,
     outermost_passed,
     run,
+    run_or_hold,
 )
 from boostax._core.replicas import is_per_replica
 from boostax.precision.skips import count
@@ -125,10 +125,12 @@ def check_updates(
             before, after = params, optax.apply_updates(params, value)
         ok = stays_finite((before, old), (after, new))
         ok = axes.agree(axes.to_varying(ok, names), names)
-        value, inner_state = gate(ok, lambda: (value, new), params, old, apply=apply, who=who)
+        value, inner_state = run_or_hold(
+            ok, lambda: (value, new), params, old, apply=apply, who=who
+        )
         return value, CheckUpdatesState(ok, count(state.held_updates, ~ok), inner_state)
 
-    @described(who, names, inner_state=tx)
+    @describe(who, "check", names, inner={"inner_state": tx})
     def step_fn(
         grads: Pending, state: CheckUpdatesState, params: PyTree, *, apply: bool, **extra: Any
     ) -> tuple[PyTree, CheckUpdatesState]:

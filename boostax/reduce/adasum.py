@@ -10,7 +10,7 @@ import optax
 from jax import lax
 
 from boostax._core import axes, checks, trees
-from boostax._core.about import described
+from boostax._core.describe import describe
 from boostax._core.placement import on_shards
 from boostax.reduce import exchange, pairwise
 from boostax.reduce.exchange import Parcel
@@ -168,7 +168,7 @@ def adasum(
             overall, jax.tree.unflatten(treedef, each) if leaf_metrics else None
         )
 
-    update = described(who, names)(on_shards(who, names, update_fn))
+    update = describe(who, "adasum", names)(on_shards(who, names, update_fn))
     return optax.GradientTransformationExtraArgs(init_fn, update)
 
 

@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 import optax
 
 from boostax._core import axes, checks, trees
-from boostax._core.about import described
+from boostax._core.describe import describe
 from boostax._core.replicas import PerReplica, require_like
 from boostax.reduce.adasum import Scope, adasum
 
@@ -94,7 +94,7 @@ def adasum_delta(
         own = tx.init(trees.at_least_float32(params))
         return AdasumDeltaState(PerReplica(axes.to_varying(own, names)), combine.init(params))
 
-    @described(who, names, inner_state=tx)
+    @describe(who, "delta", names, inner={"inner_state": tx})
     def update_fn(
         updates: PyTree, state: Any, params: PyTree = None, **extra_args: Any
     ) -> tuple[PyTree, AdasumDeltaState]:

@@ -10,11 +10,11 @@ import optax
 from jax import lax
 
 from boostax._core import axes, checks, trees
-from boostax._core.about import described
+from boostax._core.describe import describe, first_line
 from boostax._core.placement import on_shards
 from boostax._core.replicas import PerReplica, require_like
 from boostax.reduce import exchange
-from boostax.reduce.codecs.base import Codec, Late, Message, PerLeaf, map_per_leaf
+from boostax.reduce.codec import Codec, Late, Message, PerLeaf, map_per_leaf
 
 PyTree = Any
 Rule = Callable[[str, Any], bool]
@@ -48,49 +48,70 @@ class CompressedState(NamedTuple):
         return {"unsent": self.unsent} | over
 
 
-def compressed(
-    who: str,
-    axis_name: axes.AxisName,
+def compress(
     codec: Codec,
+    axis_name: axes.AxisName,
     *,
-    error_feedback: bool,
-    dense: Dense,
+    error_feedback: bool = True,
+    dense: Dense = None,
     momentum: float | None = None,
-    also_dense: Rule | None = None,
-    whole: bool = False,
-    overflows: bool = False,
+    name: str | None = None,
 ) -> optax.GradientTransformationExtraArgs:
-    r"""Replace local gradients by the mean of what a codec sends of them.
+    r"""Replace local gradients by the mean over the replicas of what a codec sends of them.
 
     .. math::
       a_r = g_r + e_r, \qquad u = \tfrac1n \sum_r C(a_r), \qquad e_r \leftarrow a_r - C(a_r)
 
+    ``top_k_reduce``, ``int8_reduce`` and the other compressed reductions are this with a codec of
+    boostax's; a codec of your own gets the same: error feedback, warm-ups
+    (``boostax.reduce.staged``), dense leaves, shards, agreement on what is finite, resharding.
+
     Args:
-      who: the public transformation, for errors.
-      axis_name: mesh axis or axes.
-      codec: what it sends.
-      error_feedback: whether there is an ``e``.
-      dense: leaves that take a plain mean instead: see ``_rules``.
+      codec: a ``boostax.reduce.Codec``.
+      axis_name: mesh axis, or a tuple of axes.
+      error_feedback: keep what was not sent, ``e``, for the next step.
+      dense: leaves that take a plain mean instead: a function of the leaf's path
+        (``"layers/0/bias"``) and the leaf, or a tree of bools, which may stand for whole branches.
       momentum: of the momentum correction, ``v = momentum v + g`` standing for ``g`` and set to
         zero where it has been sent; or ``None``.
-      also_dense: leaves besides, which the codec cannot serve.
-      overflows: elements that should travel may have no place; the codec's messages count them.
-      whole: the codec takes whole leaves, of which XLA shards what it computes; others take the
-        shards of a device, each as a leaf by itself.
+      name: of the factory, in errors, traces and ``explain``; the codec's class by default.
+
+    Returns:
+      A transformation with a ``CompressedState``. Cost: what the codec sends; a residual per
+      replica, with ``momentum`` a velocity too; two sums of 4 bytes.
+
+    Raises:
+      ValueError, TypeError: an argument out of range; at trace time, gradients that are summed
+        already, or an axis that is not bound.
+
+    Example:
+      A codec that sends half of each element, exactly:
+
+      >>> import boostax, jax, jax.numpy as jnp
+      >>> class Half(boostax.reduce.Codec):
+      ...   def reduce(self, leaves, state, names):
+      ...     means = [jax.lax.pmean(x / 2, names) for x in leaves]
+      ...     return boostax.reduce.Message(means, [x / 2 for x in leaves], state)
+      >>> tx = boostax.reduce.compress(Half(), "data")
+      >>> step = jax.vmap(lambda g: tx.update(g, tx.init(g))[0], axis_name="data")
+      >>> step(jnp.array([[4.0], [8.0]]))[0].tolist()
+      [3.0]
+
+    References:
+      Karimireddy et al., Error Feedback Fixes SignSGD, https://arxiv.org/abs/1901.09847, 2019.
     """
+    who = name or type(codec).__name__
     names = axes.required(who, axis_name)
+    if momentum is not None:
+        _check_momentum(who, momentum, error_feedback)
     if dense is not None and not callable(dense):
         jax.tree.map(lambda x: _check_rule(who, x), dense)
+    whole, overflows = codec.whole, codec.counts_over
 
     def coded(tree: PyTree) -> list[int]:
         """Which leaves the codec sends."""
-        paths = jax.tree_util.tree_leaves_with_path(tree)
-        rules = _rules(who, dense, tree)
-        return [
-            i
-            for i, ((path, x), rule) in enumerate(zip(paths, rules, strict=True))
-            if x.size and not rule and not (also_dense and also_dense(trees.path_name(path), x))
-        ]
+        leaves = zip(jax.tree.leaves(tree), _rules(who, dense, tree), strict=True)
+        return [i for i, (x, rule) in enumerate(leaves) if x.size and not rule and codec.serves(x)]
 
     def init_fn(params: PyTree) -> CompressedState:
         trees.require_gradients(params, who)
@@ -178,7 +199,9 @@ def compressed(
         )
 
     update = update_fn if whole else on_shards(who, names, update_fn)
-    return optax.GradientTransformationExtraArgs(init_fn, described(who, names)(update))
+    lossy = codec.lossy and not error_feedback
+    described = describe(who, "compressed", names, what=first_line(codec), lossy=lossy)
+    return optax.GradientTransformationExtraArgs(init_fn, described(update))
 
 
 def _reduced(
@@ -292,3 +315,13 @@ def _check_rule(who: str, rule: Any) -> None:
         hint = "Try lambda path, leaf: leaf.ndim < 2 for norms and biases."
         allowed = "a function of path and leaf, or a tree of bools"
         raise TypeError(checks.message(who, "dense", allowed, rule, hint))
+
+
+def _check_momentum(who: str, momentum: float, error_feedback: bool) -> None:
+    hint = "That of the optimizer, which then goes without: try 0.9."
+    checks.number(who, "momentum", momentum, "in [0, 1)", lambda x: 0 <= x < 1, hint)
+    if not error_feedback:
+        raise ValueError(
+            f"{who}: momentum must be None without error_feedback, got {momentum!r}. It is "
+            "corrected for what the residual delays; without one, give it to the optimizer."
+        )

@@ -8,8 +8,8 @@ import jax.numpy as jnp
 import optax
 
 from boostax._core import axes, checks, trees
-from boostax._core.about import described
-from boostax._core.gate import Pending, gate, gated, run
+from boostax._core.describe import describe
+from boostax._core.gate import Pending, gated, run, run_or_hold
 from boostax._core.replicas import PerReplica
 from boostax.reduce.mean import all_reduce
 from boostax.reduce.own import check, init_own, result, step_own, stepped
@@ -148,7 +148,7 @@ def local_updates(
         )
         return result(anchor, own, value, apply), new
 
-    @described(who, names, inner_state=tx)
+    @describe(who, "own params", names, inner={"inner_state": tx})
     def step_fn(
         grads: Pending, state: LocalUpdatesState, params: PyTree, *, apply: bool, **extra: Any
     ) -> tuple[PyTree, LocalUpdatesState]:
@@ -159,7 +159,7 @@ def local_updates(
         # The inner state need not pass the gate.
         held = state._replace(since_sync=state.since_sync + 1, inner_state=None)
         heavy = functools.partial(meet, held, own, value, apply)
-        value, new = gate(held.since_sync >= every, heavy, value, held, apply=True, who=who)
+        value, new = run_or_hold(held.since_sync >= every, heavy, value, held, apply=True, who=who)
         return trees.as_updates(value, own), new._replace(inner_state=inner_state)
 
     def flush_fn(
@@ -169,7 +169,7 @@ def local_updates(
         axes.require_bound(names, who)
         own, held = axes.to_varying(params, names), state._replace(inner_state=None)
         heavy = functools.partial(meet, held, own, own, True)
-        value, new = gate(state.since_sync > 0, heavy, own, held, apply=True, who=who)
+        value, new = run_or_hold(state.since_sync > 0, heavy, own, held, apply=True, who=who)
         return value, new._replace(inner_state=state.inner_state)
 
     return gated(init_fn, step_fn, flush_fn)

@@ -1,15 +1,158 @@
 """The low-rank reduction: of every matrix, two thin factors travel, in turn."""
 
-from collections.abc import Mapping
-from typing import Any
+import dataclasses
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
 
+import jax
+import jax.numpy as jnp
 import optax
+from jax import lax
 
 from boostax._core import axes, checks
+from boostax._core.gate import branch
 from boostax._core.layouts import LayoutName, named
-from boostax.reduce.codecs.base import staged
-from boostax.reduce.codecs.low_rank import PowerSgd, worth_it
-from boostax.reduce.feedback import Dense, compressed
+from boostax.reduce.codec import Codec, Message, PerLeaf, packed, staged, unpacked, unsent
+from boostax.reduce.feedback import Dense, compress
+
+PyTree = Any
+
+
+class Factors(NamedTuple):
+    """What the replicas have in common.
+
+    Attributes:
+      uses: for each matrix an i32 scalar, how often it was sent.
+      side: for each matrix an i32 scalar, what was sent last: 0 for the left factor, 1 the right.
+      left: for each matrix ``(rows, rank)``, the last left factor.
+      right: for each matrix ``(columns, rank)``, the last right one.
+    """
+
+    uses: PerLeaf
+    side: PerLeaf
+    left: PerLeaf
+    right: PerLeaf
+
+
+@dataclasses.dataclass(frozen=True)
+class PowerSgd(Codec):
+    """A step of the power method at each call, warm-started, one side after the other.
+
+    With an orthonormal basis ``Q`` of the columns that all know, ``P = mean(M) Q`` travels and
+    ``P Q^T`` is the result. The next call takes a basis of ``P`` and sends ``mean(M)^T`` times it.
+
+    Attributes:
+      rank: of the approximation.
+      seed: of the first basis.
+      outputs: the dimension of the outputs of a kernel, the first or the last.
+    """
+
+    rank: int
+    seed: int
+    outputs: int = -1
+
+    whole = True
+    lossy = True
+
+    def serves(self, leaf: Any) -> bool:
+        """Real matrices of which two factors are less than half."""
+        if leaf.ndim < 2 or jnp.iscomplexobj(leaf):
+            return False
+        rows, columns = sides(leaf.shape, self.outputs)
+        return 2 * self.rank * (rows + columns) <= rows * columns
+
+    def init(self, leaves: Sequence[jax.ShapeDtypeStruct]) -> Factors:
+        """Random factors, the same on all replicas."""
+        left: list[jax.Array] = []
+        right: list[jax.Array] = []
+        key = jax.random.PRNGKey(self.seed)
+        for i, leaf in enumerate(leaves):
+            for side, (found, length) in enumerate(
+                zip((left, right), sides(leaf.shape, self.outputs), strict=True)
+            ):
+                shape = (length, min(self.rank, *sides(leaf.shape, self.outputs)))
+                now = jax.random.fold_in(key, 2 * i + side)
+                found.append(jax.random.normal(now, shape, leaf.dtype))
+        counts, ones = ([jnp.full((), n, jnp.int32) for _ in leaves] for n in (0, 1))
+        return Factors(PerLeaf(counts), PerLeaf(ones), PerLeaf(left), PerLeaf(right))
+
+    def reduce(
+        self, leaves: Sequence[jax.Array], state: Factors, names: tuple[str, ...]
+    ) -> Message:
+        """Send one side."""
+        # In the leaves' own dimensions: XLA would gather a sharded one to make a matrix of it.
+        cuts = [_cut(x.ndim, self.outputs) for x in leaves]
+
+        def send_left() -> tuple[Any, Any, Factors]:
+            flat = self._bases(state.right.values, leaves)
+            split = zip(leaves, flat, cuts, strict=True)
+            bases = [q.reshape(*x.shape[cut:], -1) for x, q, cut in split]
+            split = zip(leaves, bases, cuts, strict=True)
+            own = [_product(x, q, x.ndim - cut) for x, q, cut in split]
+            factors = _mean(own, names)
+            new = state._replace(left=_stored(factors, state.left))
+            return _spanned(factors, bases), _spanned(own, bases), new
+
+        def send_right() -> tuple[Any, Any, Factors]:
+            flat = self._bases(state.left.values, leaves)
+            split = zip(leaves, flat, cuts, strict=True)
+            bases = [q.reshape(*x.shape[:cut], -1) for x, q, cut in split]
+            rows = [tuple(range(cut)) for cut in cuts]
+            own = [_product(x, q, (r, r)) for x, q, r in zip(leaves, bases, rows, strict=True)]
+            factors = _mean(own, names)
+            new = state._replace(right=_stored(factors, state.right))
+            return _spanned(bases, factors), _spanned(bases, own), new
+
+        # All send the same side, so that one reduction of one shape suffices: the other one than
+        # the matrix sent last that is here most seldom. Others may be left out now and then, in
+        # every second step for instance, and with the steps counted would never see both sides.
+        uses, side = jnp.stack(state.uses.values), jnp.stack(state.side.values)
+        left = side[uses.argmin()] == 1
+        means, sent, state = branch(left, send_left, send_right)
+        state = state._replace(
+            uses=PerLeaf([optax.safe_increment(n) for n in state.uses.values]),
+            side=PerLeaf([jnp.where(left, 0, 1).astype(jnp.int32) for _ in leaves]),
+        )
+        return Message(means, unsent(leaves, sent), state)
+
+    def _bases(self, factors: list[jax.Array], like: Sequence[jax.Array]) -> list[jax.Array]:
+        """Orthonormal columns. Of zeros too: QR then completes them, and nothing becomes a NaN."""
+        ranks = [min(self.rank, *sides(x.shape, self.outputs)) for x in like]
+        return [jnp.linalg.qr(f[:, :r])[0] for f, r in zip(factors, ranks, strict=True)]
+
+
+def sides(shape: tuple[int, ...], outputs: int = -1) -> tuple[int, int]:
+    """A leaf as a matrix: the dimension of its outputs, and all others."""
+    cut = _cut(len(shape), outputs)
+    return math.prod(shape[:cut]), math.prod(shape[cut:])
+
+
+def _cut(ndim: int, outputs: int) -> int:
+    """How many leading dimensions are the matrix's rows."""
+    return ndim - 1 if outputs else 1
+
+
+def _product(a: jax.Array, b: jax.Array, dims: Any) -> jax.Array:
+    """Over these dimensions of each, or so many last ones of one and first ones of the other."""
+    return jnp.tensordot(a, b, dims, precision=lax.Precision.HIGHEST)
+
+
+def _mean(own: list[jax.Array], names: tuple[str, ...]) -> list[jax.Array]:
+    """By one all-reduce of all factors."""
+    return unpacked(lax.pmean(packed(own), names), own)
+
+
+def _spanned(left: list[jax.Array], right: list[jax.Array]) -> list[jax.Array]:
+    """What two factors stand for, in the shape of the leaf."""
+    return [_product(a, jnp.moveaxis(b, -1, 0), 1) for a, b in zip(left, right, strict=True)]
+
+
+def _stored(factors: list[jax.Array], old: PerLeaf) -> PerLeaf:
+    """In place of the first columns; a later stage of a warm-up may have more."""
+    flat = [f.reshape(-1, f.shape[-1]) for f in factors]
+    pairs = zip(flat, old.values, strict=True)
+    return PerLeaf([f if f.shape == o.shape else o.at[:, : f.shape[1]].set(f) for f, o in pairs])
 
 
 def power_sgd_reduce(
@@ -76,14 +219,4 @@ def power_sgd_reduce(
 
     outputs = named(who, layout).outputs
     codec = staged(who, "rank", rank, lambda r: PowerSgd(r, seed, outputs), check)
-    widest = max(rank.values()) if isinstance(rank, Mapping) else rank
-    rule = worth_it(widest, outputs)
-    return compressed(
-        who,
-        axis_name,
-        codec,
-        error_feedback=error_feedback,
-        dense=dense,
-        also_dense=rule,
-        whole=True,
-    )
+    return compress(codec, axis_name, error_feedback=error_feedback, dense=dense, name=who)

@@ -11,10 +11,10 @@ import optax
 from jax import lax
 
 from boostax._core import axes, checks, trees
-from boostax._core.about import described
+from boostax._core.describe import describe
 from boostax._core.placement import on_shards, require_local
 from boostax.reduce import exchange
-from boostax.reduce.codecs.base import packed, unpacked
+from boostax.reduce.codec import packed, unpacked
 from boostax.reduce.exchange import Divide
 
 PyTree = Any
@@ -118,7 +118,7 @@ def all_reduce(
 
     # A mean of f32 is a sum, which XLA shards by itself.
     update = update_fn if wire is None else on_shards(who, names, update_fn)
-    return optax.GradientTransformationExtraArgs(init_fn, described(who, names)(update))
+    return optax.GradientTransformationExtraArgs(init_fn, describe(who, "mean", names)(update))
 
 
 def _dense(

@@ -11,8 +11,8 @@ import jax.numpy as jnp
 import optax
 
 from boostax._core import axes, checks, trees
-from boostax._core.about import described
-from boostax._core.gate import Pending, gate, gated
+from boostax._core.describe import describe
+from boostax._core.gate import Pending, gated, run_or_hold
 from boostax._core.replicas import PerReplica
 from boostax.reduce.mean import all_reduce
 from boostax.reduce.own import check, init_own, result, step_own, stepped
@@ -102,7 +102,7 @@ def partial_average(
         members(params)
         return PartialAverageState(jnp.zeros((), jnp.int32), init_own(tx, params, names, who))
 
-    @described(who, names, inner_state=tx)
+    @describe(who, "own params", names, inner={"inner_state": tx})
     def step_fn(
         grads: Pending, state: PartialAverageState, params: PyTree, *, apply: bool, **extra: Any
     ) -> tuple[PyTree, PartialAverageState]:
@@ -116,7 +116,7 @@ def partial_average(
             part, value = [leaves[i] for i in group], [values[i] for i in group]
             heavy = functools.partial(average, part, value, apply)
             # Not a switch over all leaves: XLA:CPU and XLA:GPU copy those that only pass through.
-            value, _ = gate(state.partition == k, heavy, value, (), apply=True, who=who)
+            value, _ = run_or_hold(state.partition == k, heavy, value, (), apply=True, who=who)
             for i, x in zip(group, value, strict=True):
                 values[i] = x
         following = (state.partition + 1) % len(groups)

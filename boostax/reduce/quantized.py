@@ -1,12 +1,318 @@
-"""Quantised reductions: every entry travels, in 16 bits, 8 or a single one."""
+"""Quantised reductions: every element travels, in 16 bits, 8 or a single one."""
 
-from typing import Literal
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any, Literal
 
+import jax
+import jax.numpy as jnp
+import numpy as np
 import optax
+from jax import lax
 
 from boostax._core import axes, checks
-from boostax.reduce.codecs.quantized import Int8, Int16, Sign
-from boostax.reduce.feedback import Dense, compressed
+from boostax.reduce import exchange
+from boostax.reduce.codec import Codec, Late, Message, unsent
+from boostax.reduce.exchange import Alone, Parcel
+from boostax.reduce.feedback import Dense, compress
+from boostax.reduce.rows import Grid
+
+PyTree = Any
+Send = Callable[[jax.Array, tuple[str, ...]], jax.Array]
+_SHIFTS = np.arange(8, dtype=np.uint8).reshape(8, 1)
+
+
+@dataclasses.dataclass(frozen=True)
+class Int8(Codec):
+    """Two shots of int8 with a scale per row: everyone's to the replica that sums, the sum to all.
+
+    What the second rounding loses is known to the one who did it only, and goes into that replica's
+    residual, times the number of replicas: the mean then loses nothing.
+
+    Attributes:
+      block: the most elements that share a scale.
+      stochastic: round up or down by chance, right on average, instead of to the nearest.
+      seed: of the chance.
+    """
+
+    block: int
+    stochastic: bool
+    seed: int
+
+    def init(self, leaves: Sequence[jax.ShapeDtypeStruct]) -> PyTree:
+        """The key, the same on all replicas, if there is any chance."""
+        del leaves
+        return jax.random.PRNGKey(self.seed) if self.stochastic else None
+
+    def reduce(self, leaves: Sequence[jax.Array], state: PyTree, names: tuple[str, ...]) -> Message:
+        """All-to-all, sum in f32, all-gather."""
+        first = second = None
+        if self.stochastic:
+            state, now = jax.random.split(state)
+            first, second = jax.random.split(jax.random.fold_in(now, axes.index(names)))
+        dtypes = [x.dtype for x in leaves]
+        slices = _Slices.of(leaves, axes.size(names), self.block)
+        codes, scales = quantize(slices.arrays, first)
+        received = [axes.exchange(x, names) for x in codes], _together(scales, axes.exchange, names)
+        means = [x.mean(0) for x in dequantize(*received, dtypes)]
+        codes_of_mean, scales_of_mean = quantize(means, second)
+        gathered = _together(scales_of_mean, axes.gather, names)
+        whole = dequantize(
+            [_gathered(x, names) for x in codes_of_mean], [_merged(x) for x in gathered], dtypes
+        )
+        held = unsent(slices.arrays, dequantize(codes, scales, dtypes))
+        lost = unsent(means, dequantize(codes_of_mean, scales_of_mean, dtypes))
+        return Message(slices.joined(whole), *slices.charged(held, lost, state, names))
+
+
+@dataclasses.dataclass(frozen=True)
+class Int16(Codec):
+    """A sum of integers with a scale per leaf that is common to the replicas.
+
+    Each replica uses ``32767 // n`` levels, so the sum cannot wrap; being of integers, it is the
+    same in any order. It goes as an all-to-all and an all-gather, which keep 16 bits everywhere:
+    XLA:GPU widens an all-reduce of them to 32.
+    """
+
+    def reduce(self, leaves: Sequence[jax.Array], state: PyTree, names: tuple[str, ...]) -> Message:
+        """Agree on the scales, exchange, add up, gather."""
+        replicas = axes.size(names)
+        levels = 32767 // replicas
+        # A maximum over replicas has no derivative in JAX, and the scale needs none.
+        tops = lax.stop_gradient(jnp.stack([jnp.abs(x).max() for x in leaves]))
+        largest = axes.largest(tops, names)
+        units = [_unit(top.astype(x.dtype), levels) for top, x in zip(largest, leaves, strict=True)]
+        codes = [
+            _rounded(x, unit, levels, jnp.int16) for x, unit in zip(leaves, units, strict=True)
+        ]
+        parcels = exchange.parcels(codes, replicas, by_leaf=False)
+        cuts = [exchange.cut(parcel.array(codes), replicas, parcel.dim) for parcel in parcels]
+        received = [axes.exchange(x, names) for x in cuts]
+        summed = [x.sum(0, dtype=jnp.int32).astype(jnp.int16) for x in received]
+        sums = exchange.delivered(parcels, summed, (names,), None, codes)
+        means = [
+            s.astype(x.dtype) * (unit / replicas)
+            for s, unit, x in zip(sums, units, leaves, strict=True)
+        ]
+        sent = [c.astype(x.dtype) * unit for c, unit, x in zip(codes, units, leaves, strict=True)]
+        return Message(means, unsent(leaves, sent), state)
+
+
+@dataclasses.dataclass(frozen=True)
+class Sign(Codec):
+    """A bit per element: its sign.
+
+    Attributes:
+      form: ``"mean"`` of signs times the mean magnitude of their row, or ``"majority"``: the sign
+        of most, times one.
+      two_shot: the sums go to the replica that adds and back, as bits again; else all bits to all.
+      block: the most elements that share a magnitude.
+    """
+
+    form: Literal["mean", "majority"]
+    two_shot: bool
+    block: int
+
+    def reduce(self, leaves: Sequence[jax.Array], state: PyTree, names: tuple[str, ...]) -> Message:
+        """Send bits, and a magnitude per row if they are wanted."""
+        # What goes to all need not be cut.
+        count = axes.size(names) if self.two_shot else 1
+        slices = _Slices.of(leaves, count, self.block, multiple=8)
+        blocks = slices.arrays
+        bits, sizes = self._encode(blocks)
+        own = self._decode(bits, sizes, blocks)
+        if self.two_shot:
+            received = [axes.exchange(x, names) for x in bits]
+            means = self._combine(received, self._sent(sizes, axes.exchange, names), blocks)
+            bits_of_mean, sizes_of_mean = self._encode(means)
+            lost = unsent(means, self._decode(bits_of_mean, sizes_of_mean, means))
+            sizes_of_all = self._sent(sizes_of_mean, axes.gather, names)
+            whole = self._decode(
+                [_gathered(x, names) for x in bits_of_mean],
+                None if sizes_of_all is None else [_merged(x) for x in sizes_of_all],
+                means,
+            )
+            charged = slices.charged(unsent(blocks, own), lost, state, names)
+            return Message(slices.joined(whole), *charged)
+        gathered = [axes.gather(x, names) for x in bits]
+        whole = self._combine(gathered, self._sent(sizes, axes.gather, names), blocks)
+        merged = [_merged(x) for x in whole]
+        return Message(slices.joined(merged), slices.joined(unsent(blocks, own)), state)
+
+    def _sent(
+        self, sizes: list[jax.Array] | None, send: Send, names: tuple[str, ...]
+    ) -> list[jax.Array] | None:
+        return None if sizes is None else _together(sizes, send, names)
+
+    def _encode(self, blocks: list[jax.Array]) -> tuple[list[jax.Array], list[jax.Array] | None]:
+        bits = [packed_bits(x >= 0) for x in blocks]
+        if self.form == "majority":
+            return bits, None
+        return bits, [jnp.abs(x).mean(-1, keepdims=True) for x in blocks]
+
+    def _decode(
+        self, bits: list[jax.Array], sizes: list[jax.Array] | None, like: list[jax.Array]
+    ) -> list[jax.Array]:
+        signs = [unpacked_bits(b).astype(x.dtype) * 2 - 1 for b, x in zip(bits, like, strict=True)]
+        if sizes is None:
+            return signs
+        return [x * size for x, size in zip(signs, sizes, strict=True)]
+
+    def _combine(
+        self, bits: list[jax.Array], sizes: list[jax.Array] | None, like: list[jax.Array]
+    ) -> list[jax.Array]:
+        """Over the replicas, in the first dimension."""
+        if sizes is not None:
+            return [x.mean(0) for x in self._decode(bits, sizes, like)]
+        votes = [unpacked_bits(b).sum(0, dtype=jnp.int32) for b in bits]
+        return [
+            jnp.sign(2 * v - len(b)).astype(x.dtype)
+            for v, b, x in zip(votes, bits, like, strict=True)
+        ]
+
+
+@dataclasses.dataclass(frozen=True)
+class _Slices:
+    """Leaves cut into a slice per replica, as rows: ``(slices, rows, columns)``.
+
+    The rows are those of a leaf's last dimension, in equal parts where they are longer than a
+    block. Where they are shorter than a TPU's vector, or the leaf is packed with others, rows are
+    made of what there is.
+
+    Attributes:
+      leaves: what is cut.
+      parcels: what travels together.
+      grids: how the slices of each are made into rows.
+      arrays: those.
+    """
+
+    leaves: Sequence[jax.Array]
+    parcels: list[Parcel]
+    grids: list[Grid]
+    arrays: list[jax.Array]
+
+    @classmethod
+    def of(
+        cls, leaves: Sequence[jax.Array], slices: int, block: int, multiple: int = 1
+    ) -> "_Slices":
+        """Of leaves: rows of up to ``block`` elements, their number a multiple."""
+        parcels = exchange.parcels(leaves, slices, by_leaf=False)
+        cuts = [exchange.cut(parcel.array(leaves), slices, parcel.dim) for parcel in parcels]
+        grids = [Grid.of(x.shape, block, multiple) for x in cuts]
+        arrays = [grid.rows(x) for x, grid in zip(cuts, grids, strict=True)]
+        return cls(leaves, parcels, grids, arrays)
+
+    def joined(self, arrays: Sequence[jax.Array]) -> list[jax.Array]:
+        """The leaves again, of the rows of all slices."""
+        result = list(self.leaves)
+        for parcel, grid, x in zip(self.parcels, self.grids, arrays, strict=True):
+            rows = x.reshape(grid.shape[0], -1, x.shape[-1])
+            array = exchange.joined(grid.slices(rows), parcel.dim)
+            for i, leaf in parcel.leaves(array).items():
+                result[i] = leaf.astype(self.leaves[i].dtype)
+        return result
+
+    def charged(
+        self,
+        held: Sequence[jax.Array],
+        lost: Sequence[jax.Array],
+        state: PyTree,
+        names: tuple[str, ...],
+    ) -> tuple[list[jax.Array], PyTree, list[Late | None]]:
+        """``(held, state, late)`` of a message: what was lost of this replica's slice of the mean.
+
+        Of the mean, so it counts for all replicas.
+        """
+        replicas, own = axes.size(names), axes.index(names)
+        late: list[Late | None] = [None] * len(self.leaves)
+        whole: list[jax.Array] = []
+        for parcel, grid, x, y in zip(self.parcels, self.grids, held, lost, strict=True):
+            more = replicas * y
+            if isinstance(parcel, Alone) and parcel.shape[parcel.dim] == parcel.length:
+                more = exchange.joined(grid.slices(more[None]), parcel.dim)
+                # Leaves of different dtypes are computed in the widest.
+                late[parcel.index] = Late(parcel.dim, more.astype(self.leaves[parcel.index].dtype))
+                whole.append(x)
+            else:
+                more += lax.dynamic_index_in_dim(x, own, 0, keepdims=False)
+                whole.append(lax.dynamic_update_index_in_dim(x, more, own, 0))
+        return self.joined(whole), state, late
+
+
+def _together(arrays: Sequence[jax.Array], send: Send, names: tuple[str, ...]) -> list[jax.Array]:
+    """Small arrays in one message. Where each goes to one replica, they lead with the replicas."""
+    lead = 1 if send is axes.exchange else 0
+    flat = [x.reshape(*x.shape[:lead], -1) for x in arrays]
+    whole = send(jnp.concatenate(flat, -1), names)
+    ends = np.cumsum([x.shape[-1] for x in flat])
+    return [
+        whole[:, end - x.shape[-1] : end].reshape(-1, *y.shape[lead:])
+        for end, x, y in zip(ends, flat, arrays, strict=True)
+    ]
+
+
+def packed_bits(x: jax.Array) -> jax.Array:
+    """u8 ``(..., rows / 8, columns)`` of bools ``(..., rows, columns)``: eight rows in a byte.
+
+    Not along a row, where it would move elements between the lanes of a TPU's vector.
+    """
+    eights = x.reshape(*x.shape[:-2], -1, 8, x.shape[-1]).astype(jnp.uint8)
+    return (eights << _SHIFTS).sum(-2, dtype=jnp.uint8)
+
+
+def unpacked_bits(x: jax.Array) -> jax.Array:
+    """The inverse of ``packed_bits``, as u8."""
+    bits = (x[..., None, :] >> _SHIFTS) & jnp.uint8(1)
+    return bits.reshape(*x.shape[:-2], -1, x.shape[-1])
+
+
+def quantize(
+    blocks: Sequence[jax.Array], key: jax.Array | None
+) -> tuple[list[jax.Array], list[jax.Array]]:
+    """``(codes, scales)``: int8 of the shapes of the blocks, and an f32 scale for each row."""
+    units = [_unit(jnp.abs(x).max(-1, keepdims=True), 127) for x in blocks]
+    keys = [None if key is None else jax.random.fold_in(key, i) for i in range(len(blocks))]
+    codes = [
+        _rounded(x, unit, 127, jnp.int8, k) for x, unit, k in zip(blocks, units, keys, strict=True)
+    ]
+    return codes, [unit.astype(jnp.float32) for unit in units]
+
+
+def dequantize(
+    codes: Sequence[jax.Array], scales: Sequence[jax.Array], dtypes: Sequence[Any]
+) -> list[jax.Array]:
+    """The numbers that the codes stand for."""
+    dtype = jnp.result_type(*dtypes)
+    return [c.astype(dtype) * s.astype(dtype) for c, s in zip(codes, scales, strict=True)]
+
+
+def _unit(largest: jax.Array, levels: int) -> jax.Array:
+    """The size of a step, so that the largest takes ``levels``; of zeros, any.
+
+    No smaller than a normal number: its reciprocal is finite.
+    """
+    return jnp.maximum(largest / levels, jnp.finfo(jnp.float32).tiny)
+
+
+def _rounded(
+    x: jax.Array, unit: jax.Array, levels: int, dtype: Any, key: jax.Array | None = None
+) -> jax.Array:
+    scaled = x / unit
+    if key is not None:
+        scaled = jnp.floor(scaled + jax.random.uniform(key, x.shape, x.dtype))
+    else:
+        scaled = jnp.round(scaled)
+    return jnp.clip(scaled, -levels, levels).astype(dtype)
+
+
+def _gathered(x: jax.Array, names: tuple[str, ...]) -> jax.Array:
+    """The rows of all slices, below one another."""
+    return axes.gather_along(x, names, 0)
+
+
+def _merged(x: jax.Array) -> jax.Array:
+    """``(slices * rows, columns)``."""
+    return x.reshape(-1, x.shape[-1])
 
 
 def int8_reduce(
@@ -64,7 +370,7 @@ def int8_reduce(
     choices = ("nearest", "stochastic")
     checks.choice(who, "rounding", rounding, choices, "Error feedback mends either.")
     codec = Int8(block, rounding == "stochastic", seed)
-    return compressed(who, axis_name, codec, error_feedback=error_feedback, dense=dense)
+    return compress(codec, axis_name, error_feedback=error_feedback, dense=dense, name=who)
 
 
 def int16_reduce(
@@ -103,8 +409,8 @@ def int16_reduce(
       >>> step(jnp.array([[16383.0, 2.0], [1.0, 4.0]]))[0].tolist()
       [8192.0, 3.0]
     """
-    return compressed(
-        "int16_reduce", axis_name, Int16(), error_feedback=error_feedback, dense=dense
+    return compress(
+        Int16(), axis_name, error_feedback=error_feedback, dense=dense, name="int16_reduce"
     )
 
 
@@ -170,4 +476,4 @@ def sign_reduce(
         )
     feedback = form == "mean" if error_feedback is None else error_feedback
     codec = Sign(form, two_shot, block)
-    return compressed(who, axis_name, codec, error_feedback=feedback, dense=dense)
+    return compress(codec, axis_name, error_feedback=feedback, dense=dense, name=who)

@@ -1,14 +1,313 @@
-"""Sparse reductions: a few entries of every leaf travel, the rest waits."""
+"""Sparse reductions: a few elements of every leaf travel, the rest waits."""
 
-from collections.abc import Callable, Mapping
-from typing import Any
+import dataclasses
+import functools
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
 
+import jax
+import jax.numpy as jnp
+import numpy as np
 import optax
+from jax import lax
 
-from boostax._core import axes, checks
-from boostax.reduce.codecs.base import Codec, staged
-from boostax.reduce.codecs.sparse import Largest, Random, share
-from boostax.reduce.feedback import Dense, compressed
+from boostax._core import axes, checks, trees
+from boostax.reduce import selection
+from boostax.reduce.codec import Codec, Message, packed, padded, staged, unpacked, unsent
+from boostax.reduce.feedback import Dense, compress
+from boostax.reduce.rows import Grid
+
+PyTree = Any
+# Leaves of so many elements may be written anew, and sorted.
+SMALL = 2**14
+TILE = 2048
+
+
+@dataclasses.dataclass(frozen=True)
+class Largest(Codec):
+    """The entries of largest magnitude of every leaf, with their places.
+
+    Attributes:
+      count: of so many entries, how many are sent.
+      block: choose from each run of so many entries by itself; ``None`` for a leaf as a whole.
+      threshold: what is smaller is not sent, though its place on the wire is taken; or ``None``.
+      relative: whether the threshold is in units of the leaf's root mean square.
+      value_dtype: of the values on the wire; ``None`` for their own.
+      lossy: see ``Codec``.
+      counts_over: what reaches the threshold may have no place, and is counted.
+    """
+
+    count: Callable[[int], int]
+    block: int | None = None
+    threshold: float | None = None
+    relative: bool = False
+    value_dtype: np.dtype[Any] | None = None
+
+    lossy: bool = True
+    counts_over: bool = False
+
+    def reduce(self, leaves: Sequence[jax.Array], state: PyTree, names: tuple[str, ...]) -> Message:
+        """Gather everybody's choice, and add up."""
+        views = [self._view(x.shape) for x in leaves]
+        chosen = [view.largest(x) for view, x in zip(views, leaves, strict=True)]
+        places = [i for i, _ in chosen]
+        least = [self._least(x) for x in leaves]
+        sent = [
+            jnp.where(mask, self._coded(x, t).astype(x.dtype), 0)
+            for x, t, (_, mask) in zip(leaves, least, chosen, strict=True)
+        ]
+        values = [
+            self._coded(view.taken(x, i), t)
+            for view, x, t, i in zip(views, leaves, least, places, strict=True)
+        ]
+        everyones = zip(views, _gathered(values, names), _gathered(places, names), strict=True)
+        # Written as it is: what reads it would be moved before the transposition by a TPU's
+        # compiler, and every result written too.
+        totals = [
+            lax.optimization_barrier(view.leaf(_added(view, v, i))) for view, v, i in everyones
+        ]
+        means = [
+            (total / axes.size(names)).astype(x.dtype)
+            for total, x in zip(totals, leaves, strict=True)
+        ]
+        over = []
+        if self.counts_over:
+            over = [
+                jnp.sum((jnp.abs(x) >= t) & ~mask, dtype=jnp.float32)
+                for x, t, (_, mask) in zip(leaves, least, chosen, strict=True)
+            ]
+        return Message(means, unsent(leaves, sent), state, over=over)
+
+    def _view(self, shape: tuple[int, ...]) -> "_Runs | _Whole":
+        size = math.prod(shape)
+        if self.block is None and size > SMALL:
+            grid = Grid.of((1, *shape), size, selection.BITS)
+            return _Whole(grid, min(self.count(size), size))
+        block = min(self.block or size, size)
+        own = Grid.of((1, *shape), block, 1)
+        runs = size // shape[-1] * own.parts if shape else 1
+        # Of short runs more is sent, as every one sends its share rounded up.
+        if not own.own or runs * self.count(own.width) > 1.1 * size / block * self.count(block):
+            own = Grid((1, *shape), False, 1, block, 1)
+        return _Runs(own, min(self.count(own.width), own.width))
+
+    def _least(self, leaf: jax.Array) -> jax.Array | float:
+        """The smallest magnitude that is sent."""
+        if self.threshold is None or not self.relative:
+            return self.threshold or 0.0
+        return self.threshold * jnp.sqrt(jnp.sum(leaf * leaf) / leaf.size)
+
+    def _coded(self, values: jax.Array, least: jax.Array | float) -> jax.Array:
+        if self.threshold is not None:
+            values = jnp.where(jnp.abs(values) >= least, values, 0)
+        return values if self.value_dtype is None else trees.saturate(values, self.value_dtype)
+
+
+class _Runs(NamedTuple):
+    """A leaf from whose rows some elements each are chosen.
+
+    Attributes:
+      grid: its rows.
+      sent: how many of each.
+    """
+
+    grid: Grid
+    sent: int
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """In which places are indices."""
+        return self.grid.one
+
+    def largest(self, leaf: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """Places ``(rows, count)``, all of a row different; and bools like the leaf."""
+        rows = jnp.abs(self.grid.rows(leaf[None])[0])
+        places = _narrow(lax.top_k(rows, self.sent)[1], self.grid.width)
+        mask = _at(axes.unify(jnp.zeros(rows.shape, bool), rows), places)
+        return places, self.leaf(mask.set(True, unique_indices=True))
+
+    def taken(self, leaf: jax.Array, places: jax.Array) -> jax.Array:
+        """The elements at their places."""
+        return _at(self.grid.rows(leaf[None])[0], places).get(mode="promise_in_bounds")
+
+    def put(self, into: jax.Array, values: jax.Array, places: jax.Array) -> jax.Array:
+        """Added to an array."""
+        return _at(into, places).add(values.astype(into.dtype), unique_indices=True)
+
+    def leaf(self, array: jax.Array) -> jax.Array:
+        """Such an array in the leaf's shape."""
+        return self.grid.slices(array[None])[0]
+
+
+class _Whole(NamedTuple):
+    """A leaf of whose elements some are chosen.
+
+    Attributes:
+      grid: its rows.
+      sent: how many.
+    """
+
+    grid: Grid
+    sent: int
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """In which places are indices, one after the other."""
+        return selection.shape(self.grid.one)
+
+    def largest(self, leaf: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """Places ``(count,)``, ascending; and bools like the leaf."""
+        places, mask = selection.largest(self.grid.rows(leaf[None])[0], self.sent)
+        return _narrow(places, math.prod(self.grid.one)), self.grid.slices(mask[None])[0]
+
+    def taken(self, leaf: jax.Array, places: jax.Array) -> jax.Array:
+        """The elements at their places."""
+        word, column, bit = selection.at(places, self.grid.width)
+        rows = self.grid.rows(leaf[None])[0]
+        return rows.at[word * selection.BITS + bit, column].get(mode="promise_in_bounds")
+
+    def put(self, into: jax.Array, values: jax.Array, places: jax.Array) -> jax.Array:
+        """Added to an array."""
+        spot = into.at[selection.at(places, self.grid.width)]
+        # Sorted, or a TPU's compiler sorts them.
+        return spot.add(values.astype(into.dtype), unique_indices=True, indices_are_sorted=True)
+
+    def leaf(self, array: jax.Array) -> jax.Array:
+        """Such an array in the leaf's shape."""
+        return self.grid.slices(selection.rows(array)[None])[0]
+
+
+@dataclasses.dataclass(frozen=True)
+class Random(Codec):
+    """The same entries of every replica, chosen by chance, so that their places need not be sent.
+
+    Of a large leaf whole rows, spread evenly from a random beginning; of the others, packed,
+    entries of each run in the same way. Each entry has the same chance, and one all-reduce of the
+    values is all that travels.
+
+    Attributes:
+      density: the share.
+      unbiased: whether the mean is divided by the chance of an entry.
+      seed: of the choice.
+    """
+
+    density: float
+    unbiased: bool
+    seed: int
+
+    def init(self, leaves: Sequence[jax.ShapeDtypeStruct]) -> jax.Array:
+        """The key, the same on all replicas."""
+        del leaves
+        return jax.random.PRNGKey(self.seed)
+
+    def reduce(
+        self, leaves: Sequence[jax.Array], state: jax.Array, names: tuple[str, ...]
+    ) -> Message:
+        """Reduce the chosen ones."""
+        key, now = jax.random.split(state)
+        own = [self._is_own(x.shape) for x in leaves]
+        small = [x for x, alone in zip(leaves, own, strict=True) if not alone]
+        views = [x.reshape(1, -1, x.shape[-1]) for x, o in zip(leaves, own, strict=True) if o]
+        if small:
+            flat = packed(small)
+            width = min(max(1000, round(1 / self.density)), flat.size)
+            views.append(padded(flat, width).reshape(-1, width, 1))
+        # One draw for all, which compiles faster.
+        runs, lengths = zip(*(x.shape[:2] for x in views), strict=True)
+        begin = jax.random.randint(now, (sum(runs), 1), 0, np.repeat(lengths, runs)[:, None])
+        begins = jnp.split(begin, np.cumsum(runs)[:-1])
+        places = [self._places(x.shape, begin) for x, begin in zip(views, begins, strict=True)]
+        taken = zip(views, places, strict=True)
+        values = [_at(x, i).get(mode="promise_in_bounds") for x, i in taken]
+        summed = unpacked(lax.pmean(packed(values), names), values)
+        means, held = [], []
+        for x, i, mean in zip(views, places, summed, strict=True):
+            chance = i.shape[1] / x.shape[1] if self.unbiased else 1
+            means.append(_put(x.shape, mean / chance, i))
+            chosen = _at(axes.unify(jnp.zeros(x.shape[:2], bool), i), i).set(True)
+            held.append(jnp.where(chosen[..., None], 0, x))
+        as_leaves = functools.partial(_spread, leaves, own)
+        return Message(as_leaves(means), as_leaves(held), key)
+
+    def _is_own(self, shape: tuple[int, ...]) -> bool:
+        """Whether rows of it are chosen: it is large, and some of its rows are near the density."""
+        wanted = self.density * math.prod(shape[:-1])
+        return math.prod(shape) > SMALL and abs(max(1, round(wanted)) - wanted) <= 0.1 * wanted
+
+    def _places(self, shape: tuple[int, ...], begin: jax.Array) -> jax.Array:
+        """``(runs, count)``, ascending: every place has the chance ``count / length``."""
+        length, single = shape[1], shape[2] == 1
+        count = share(self.density, length) if single else round(self.density * length)
+        whole, rest = np.divmod(np.arange(count) * length, count)
+        return jnp.asarray(whole, jnp.int32) + (rest.astype(np.int32) + begin) // count
+
+
+def _spread(
+    leaves: Sequence[jax.Array], own: list[bool], views: list[jax.Array]
+) -> list[jax.Array]:
+    """The leaves again: those by themselves first, the others from the last."""
+    small = [x for x, alone in zip(leaves, own, strict=True) if not alone]
+    rest = iter(unpacked(views[-1].ravel(), small) if small else [])
+    alone = iter(views)
+    return [
+        next(alone).reshape(x.shape).astype(x.dtype) if o else next(rest)
+        for x, o in zip(leaves, own, strict=True)
+    ]
+
+
+def share(density: float, of: int) -> int:
+    """``ceil(density * of)``, at least one, not misled by rounding."""
+    return max(1, min(of, math.ceil(density * of - 1e-6)))
+
+
+def _gathered(arrays: Sequence[jax.Array], names: tuple[str, ...]) -> list[jax.Array]:
+    """``(replicas, *shape)`` of each, with one collective for each dtype."""
+    result: dict[int, jax.Array] = {}
+    for dtype in sorted({x.dtype for x in arrays}, key=str):
+        index = [i for i, x in enumerate(arrays) if x.dtype == dtype]
+        flat = packed([arrays[i] for i in index])
+        # A TPU's compiler makes an all-reduce of what does not end with a tile: twice the bytes.
+        flat = padded(flat, TILE) if flat.size >= 32 * TILE else flat
+        whole = axes.gather(flat, names)
+        ends = np.cumsum([arrays[i].size for i in index])
+        for i, end in zip(index, ends, strict=True):
+            part = whole[:, end - arrays[i].size : end]
+            result[i] = part.reshape(-1, *arrays[i].shape)
+    return [result[i] for i in range(len(arrays))]
+
+
+def _at(x: jax.Array, places: jax.Array) -> Any:
+    """The entries of each row at its places; a flat index would not fit i32 in a large model."""
+    return x.at[jnp.arange(len(x), dtype=jnp.int32)[:, None], places.astype(jnp.int32)]
+
+
+def _put(shape: tuple[int, ...], values: jax.Array, places: jax.Array) -> jax.Array:
+    zeros = _zeros(shape, values)
+    return _at(zeros, places).set(values.astype(zeros.dtype), unique_indices=True)
+
+
+def _added(view: _Runs | _Whole, values: jax.Array, places: jax.Array) -> jax.Array:
+    """The sum over the replicas, one after the other.
+
+    All at once would leave the order of equal places to the hardware, and the replicas would drift
+    apart by rounding.
+    """
+
+    def add(total: jax.Array, theirs: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, None]:
+        return view.put(total, *theirs), None
+
+    return lax.scan(add, _zeros(view.shape, values), (values, places))[0]
+
+
+def _narrow(places: jax.Array, size: int) -> jax.Array:
+    return places.astype(jnp.uint16 if size <= 2**16 else jnp.uint32)
+
+
+def _zeros(shape: tuple[int, ...], values: jax.Array) -> jax.Array:
+    """In f32 or wider, and varying over the axes over which the values do."""
+    return axes.unify(jnp.zeros(shape, jnp.promote_types(values.dtype, jnp.float32)), values)
+
 
 Density = float | Mapping[int, float]
 
@@ -77,8 +376,6 @@ def top_k_reduce(
     who = "top_k_reduce"
     if block is not None:
         block = checks.positive_int(who, "block", block, "Try 1000.")
-    if momentum is not None:
-        _check_momentum(who, momentum, error_feedback)
     wire = None if value_dtype is None else checks.floating_dtype(who, "value_dtype", value_dtype)
 
     def largest(counter: Callable[[int], int]) -> Codec:
@@ -91,9 +388,8 @@ def top_k_reduce(
     else:
         checks.positive_int(who, "count", count, "It is a number of entries; density is a share.")
         codec = largest(lambda size: count)
-    return compressed(
-        who, axis_name, codec, error_feedback=error_feedback, dense=dense, momentum=momentum
-    )
+    feedback: Any = {"error_feedback": error_feedback, "momentum": momentum}
+    return compress(codec, axis_name, **feedback, dense=dense, name=who)
 
 
 def threshold_reduce(
@@ -154,10 +450,9 @@ def threshold_reduce(
     if block is not None:
         block = checks.positive_int(who, "block", block, "Try 1000.")
     wire = None if value_dtype is None else checks.floating_dtype(who, "value_dtype", value_dtype)
-    codec = Largest(lambda size: share(capacity, size), block, threshold, relative, wire)
-    return compressed(
-        who, axis_name, codec, error_feedback=error_feedback, dense=dense, overflows=True
-    )
+    count = lambda size: share(capacity, size)  # noqa: E731
+    codec = Largest(count, block, threshold, relative, wire, counts_over=True)
+    return compress(codec, axis_name, error_feedback=error_feedback, dense=dense, name=who)
 
 
 def random_k_reduce(
@@ -207,25 +502,10 @@ def random_k_reduce(
     def codec(d: float) -> Codec:
         return Random(d, unbiased=not error_feedback, seed=seed)
 
-    return compressed(
-        who,
-        axis_name,
-        staged(who, "density", density, codec, _check_density),
-        error_feedback=error_feedback,
-        dense=dense,
-    )
+    chosen = staged(who, "density", density, codec, _check_density)
+    return compress(chosen, axis_name, error_feedback=error_feedback, dense=dense, name=who)
 
 
 def _check_density(who: str, argument: str, value: Any) -> None:
     hint = "0.01 sends one entry in a hundred."
     checks.number(who, argument, value, "in (0, 1]", lambda x: 0 < x <= 1, hint)
-
-
-def _check_momentum(who: str, momentum: float, error_feedback: bool) -> None:
-    hint = "That of the optimizer, which then goes without: try 0.9."
-    checks.number(who, "momentum", momentum, "in [0, 1)", lambda x: 0 <= x < 1, hint)
-    if not error_feedback:
-        raise ValueError(
-            f"{who}: momentum must be None without error_feedback, got {momentum!r}. It is "
-            "corrected for what the residual delays; without one, give it to the optimizer."
-        )

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import optax
 
 from boostax._core import axes, checks, trees
-from boostax._core.about import described
+from boostax._core.describe import describe
 from boostax._core.extras import elsewhere
 from boostax.subspace import components
 from boostax.subspace.components import Components
@@ -98,7 +98,7 @@ def subspace_params(
         )
         return SubspaceParamsState(rows, zeros(), tx.init(zeros()))
 
-    @described(_WHO, names, inner_state=tx)
+    @describe(_WHO, "coordinates", names, inner={"inner_state": tx})
     def update_fn(
         updates: PyTree, state: Any, params: PyTree = None, **extra: Any
     ) -> tuple[PyTree, SubspaceParamsState]:

@@ -8,8 +8,8 @@ import jax.numpy as jnp
 import optax
 
 from boostax._core import axes, checks, trees
-from boostax._core.about import described
-from boostax._core.gate import gate
+from boostax._core.describe import describe
+from boostax._core.gate import run_or_hold
 from boostax.subspace import components, gauss_newton, quasi_newton
 from boostax.subspace.components import Components
 from boostax.subspace.quasi_newton import Memory, SubspaceRule
@@ -205,7 +205,7 @@ def dim_reduce(
 
     kept = {} if outside is None else {"residual_state": outside}
 
-    @described(_WHO, names, **kept)
+    @describe(_WHO, "subspace", names, inner=kept)
     def update_fn(
         updates: PyTree,
         state: Any,
@@ -295,7 +295,7 @@ def dim_reduce(
         # A gradient whose square overflows counts as one that is not finite.
         finite = jnp.isfinite(now) & jnp.isfinite(inside).all() & jnp.isfinite(squares).all()
         held = _Moved(*(getattr(state, name) for name in _Moved._fields))
-        total, moved = gate(finite, step, params, held, apply=False, who=_WHO)
+        total, moved = run_or_hold(finite, step, params, held, apply=False, who=_WHO)
         skipped = state.skipped + ~finite
         return total, state._replace(skipped=skipped, finite=finite, **moved._asdict())
 

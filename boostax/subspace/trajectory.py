@@ -15,8 +15,8 @@ from jax import lax
 from jax.core import Tracer
 
 from boostax._core import axes, checks, trees
-from boostax._core.about import described
-from boostax._core.gate import gate
+from boostax._core.describe import describe
+from boostax._core.gate import run_or_hold
 from boostax.subspace.basis import Basis, Gram, pca_from_gram, updated_gram
 
 PyTree = Any
@@ -122,7 +122,7 @@ def record_trajectory(
             gram=Gram(jnp.zeros((size, size), widest)),
         )
 
-    @described(_WHO)
+    @describe(_WHO, "recorder")
     def update_fn(
         updates: PyTree, state: Any, params: PyTree = None, **extra_args: Any
     ) -> tuple[PyTree, TrajectoryState]:
@@ -138,7 +138,7 @@ def record_trajectory(
 
         since = state.steps - start
         due = jnp.logical_and(since >= 0, since % every == 0)
-        _, ring = gate(due, write, (), ring, apply=True, who=_WHO)
+        _, ring = run_or_hold(due, write, (), ring, apply=True, who=_WHO)
         # XLA may otherwise want to overwrite donated params before the branch reads them, and
         # copies them. The count is never negative, which no compiler knows.
         unknown = ring.recorded < 0

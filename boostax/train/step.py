@@ -147,9 +147,9 @@ def make_train_step(
 def _judge(step: TrainStep) -> None:
     """Refuse a chain of which no run can be right; warn, once, of what else is wrong in it."""
     # What reads chains is loaded with the first step, not with the library.
-    from boostax.inspect.parts import read
-    from boostax.inspect.rows import rows
-    from boostax.inspect.settings import findings
+    from boostax.chain.parts import read
+    from boostax.chain.rows import rows
+    from boostax.chain.settings import findings
 
     for finding in sorted(findings(rows(read(step.tx)), step), key=lambda x: not x.certain):
         if finding.certain:

@@ -6,9 +6,9 @@ from typing import Protocol
 
 import jax.numpy as jnp
 
-from boostax.inspect.orders import Finding, nestings, sequences
-from boostax.inspect.roles import CLIPS, MEMORIES, REDUCTIONS, UNKNOWN, sign, weight_decay
-from boostax.inspect.rows import Row
+from boostax.chain.orders import Finding, nestings, sequences
+from boostax.chain.roles import CLIPS, MEMORIES, REDUCTIONS, UNKNOWN, sign, weight_decay
+from boostax.chain.rows import Row
 from boostax.precision.policy import Policy
 
 _REDUCING = (*REDUCTIONS, "delta", "own params", "subspace", "coordinates")
@@ -118,13 +118,12 @@ def directions(found: Sequence[Row]) -> Iterator[Finding]:
 def feedback(found: Sequence[Row]) -> Iterator[Finding]:
     """Compressed reductions that lose for good what they do not send."""
     for row in found:
-        if row.role == "compressed" and row.part.settings.get("error_feedback") is False:
-            if row.part.name in ("top_k_reduce", "threshold_reduce", "power_sgd_reduce"):
-                yield Finding(
-                    f"{row.part.name} without error feedback",
-                    "what it does not send is lost at every step, and the same again at the next.",
-                    "error_feedback=True keeps it for later, in one more copy of the gradients.",
-                )
+        if row.part.description is not None and row.part.description.lossy:
+            yield Finding(
+                f"{row.part.name} without error feedback",
+                "what it does not send is lost at every step, and the same again at the next.",
+                "error_feedback=True keeps it for later, in one more copy of the gradients.",
+            )
 
 
 def of_step(found: Sequence[Row], step: Around) -> Iterator[Finding]:

@@ -3,8 +3,8 @@
 from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
-from boostax.inspect.roles import CLIPS, GATES, MEMORIES, RATES, REDUCTIONS
-from boostax.inspect.rows import Row
+from boostax.chain.roles import CLIPS, GATES, MEMORIES, RATES, REDUCTIONS
+from boostax.chain.rows import Row
 
 
 class Finding(NamedTuple):

@@ -3,41 +3,25 @@
 from collections.abc import Mapping
 from typing import Any
 
-from boostax.inspect.parts import Part, closure
+from boostax.chain.parts import Part, closure
 
 UNKNOWN = "unknown"
 # What holds others together and does nothing itself.
 COMBINATOR = "combinator"
 
-_NAMES: Mapping[str, tuple[str, ...]] = {
+# Of Optax's, which describe themselves nowhere.
+_OPTAX: Mapping[str, tuple[str, ...]] = {
     COMBINATOR: ("chain", "named_chain", "partition", "masked", "flatten"),
-    "scaler": ("dynamic_loss_scale", "static_loss_scale", "group_loss_scale"),
-    "window": ("accumulate",),
     "peer window": ("MultiSteps",),
     "adder": ("apply_every",),
     "hold": ("apply_if_finite",),
-    "check": ("check_updates",),
     # By the step's number; the first lets gradients pass, the second makes them zero.
     "condition": ("conditionally_transform",),
     "mask": ("conditionally_mask",),
     # Around an optimizer, at work in every call.
     "average": ("schedule_free", "lookahead"),
     "outer optimizer": ("mechanize", "sam"),
-    "freeze": ("scheduled_freeze",),
-    "mean": ("all_reduce",),
-    "adasum": ("adasum",),
-    "compressed": (
-        "top_k_reduce",
-        "threshold_reduce",
-        "random_k_reduce",
-        "int8_reduce",
-        "int16_reduce",
-        "sign_reduce",
-        "power_sgd_reduce",
-    ),
-    "delta": ("adasum_delta",),
-    "own params": ("partial_average", "local_updates"),
-    "centralize": ("centralize_gradients", "centralize"),
+    "centralize": ("centralize",),
     "norm clip": ("clip_by_global_norm", "adaptive_grad_clip"),
     "clip": ("clip", "clip_by_block_rms"),
     "decay": ("add_decayed_weights",),
@@ -56,16 +40,12 @@ _NAMES: Mapping[str, tuple[str, ...]] = {
         "scale_by_param_block_rms",
     ),
     "schedule": ("scale_by_schedule",),
-    "recorder": ("record_trajectory",),
-    "subspace": ("dim_reduce",),
-    "coordinates": ("subspace_params",),
     "zero NaN": ("zero_nans",),
     "zero": ("set_to_zero",),
-    "carry": ("carry",),
-    "watch": ("group_signal", "count_lost_updates", "snapshot", "monitor", "measure_with_ema"),
+    "watch": ("snapshot", "monitor", "measure_with_ema"),
     "nothing": ("identity", "keep_params_nonnegative"),
 }
-_ROLES = {name: role for role, names in _NAMES.items() for name in names}
+_ROLES = {name: role for role, names in _OPTAX.items() for name in names}
 
 # Names for several roles at once.
 GATES = ("scaler", "window", "peer window", "hold", "check", "mask")
@@ -76,13 +56,15 @@ MEMORIES = ("momentum", "moments")
 
 
 def role(part: Part) -> str:
-    """What kind of part it is; never guessed of other packages' own."""
-    if part.package not in ("boostax", "optax"):
+    """What kind of part it is: what it says itself, or what is known of Optax's."""
+    if part.description is not None:
+        return part.description.role
+    if part.package != "optax":
         return UNKNOWN
     if part.name == "inject_hyperparams" and part.inner:
         return "call schedule" if part.settings.get("sched_hps") else COMBINATOR
     found = _ROLES.get(part.name)
-    if found is None and part.package == "optax" and part.name.startswith("scale_by_"):
+    if found is None and part.name.startswith("scale_by_"):
         return "moments"
     return UNKNOWN if found is None else found
 

@@ -2,8 +2,8 @@
 
 import dataclasses
 
-from boostax.inspect.parts import Part, Route
-from boostax.inspect.roles import COMBINATOR, role
+from boostax.chain.parts import Part, Route
+from boostax.chain.roles import COMBINATOR, role
 
 # Of Optax's combinators, those that hand only some of the params on.
 _MASKS = ("masked", "partition")
@@ -32,7 +32,7 @@ class Row:
     @property
     def axes(self) -> tuple[str, ...]:
         """Mesh axes over which it reduces or agrees."""
-        return () if self.part.about is None else self.part.about.axes
+        return () if self.part.description is None else self.part.description.axes
 
     def inside(self, other: "Row") -> bool:
         """Whether it stands in the other."""

@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -67,20 +67,41 @@ def map_per_leaf(fn: Callable[[Any], Any], state: PyTree) -> PyTree:
     )
 
 
-class Codec(Protocol):
-    """A lossy mean over the replicas, of real arrays of f32 or wider that are not empty."""
+class Codec:
+    """What travels in a compressed reduction: a lossy mean over the replicas.
+
+    Its leaves are real arrays of f32 or wider that are not empty; complex ones come as pairs. A
+    subclass is as a rule a frozen dataclass of its settings. ``boostax.reduce.compress`` makes a
+    transformation of it.
+
+    Attributes:
+      whole: it takes whole leaves, of which XLA shards what it computes; others take the shards of
+        a device, each as a leaf by itself.
+      lossy: without error feedback most of a gradient is lost, at every step the same.
+      counts_over: its messages say how many elements had no place (``Message.over``).
+    """
+
+    whole: bool = False
+    lossy: bool = False
+    counts_over: bool = False
+
+    def serves(self, leaf: Any) -> bool:
+        """Whether it can send such a leaf, as it comes; others take a plain mean."""
+        del leaf
+        return True
 
     def init(self, leaves: Sequence[jax.ShapeDtypeStruct]) -> PyTree:
         """Its state, the same on all replicas; what it keeps for each leaf in a ``PerLeaf``."""
-        ...
+        del leaves
+        return None
 
     def reduce(self, leaves: Sequence[jax.Array], state: PyTree, names: tuple[str, ...]) -> Message:
         """Send the leaves over the axes, as far as it does."""
-        ...
+        raise NotImplementedError
 
 
 @dataclasses.dataclass(frozen=True)
-class Staged:
+class Staged(Codec):
     """One codec after the other, such as a warm-up of the density.
 
     Every stage has shapes of its own, so the stages are branches of one ``lax.switch``: each step
@@ -90,11 +111,19 @@ class Staged:
       starts: the step at which each begins, ascending from 0.
       codecs: the stages.
       widest: which of them has the largest state.
+      whole: see ``Codec``; as all stages are.
+      lossy: see ``Codec``.
     """
 
     starts: tuple[int, ...]
     codecs: tuple[Codec, ...]
     widest: int
+    whole: bool
+    lossy: bool
+
+    def serves(self, leaf: Any) -> bool:
+        """As the widest stage does."""
+        return self.codecs[self.widest].serves(leaf)
 
     def init(self, leaves: Sequence[jax.ShapeDtypeStruct]) -> PyTree:
         """The step and the state of the widest stage."""
@@ -136,7 +165,8 @@ def staged(
     for start in starts:
         check(who, f"{argument}[{start}]", value[start])
     widest = max(range(len(starts)), key=lambda i: value[starts[i]])
-    return Staged(starts, tuple(make(value[start]) for start in starts), widest)
+    codecs = tuple(make(value[start]) for start in starts)
+    return Staged(starts, codecs, widest, codecs[widest].whole, codecs[widest].lossy)
 
 
 def unsent(leaves: Sequence[jax.Array], sent: Sequence[jax.Array]) -> list[jax.Array]:

@@ -1,12 +1,12 @@
 """Of what a transformation is made: its parts in the order in which a gradient passes them.
 
-boostax's own say so themselves (``_core/about.py``). Optax's combinators are read from the closures
-of their functions, by the name of the factory that made them; what hides in any other is unknown.
+Those that are described say so themselves (``boostax.describe``). Optax's combinators are read from
+the closures of their functions, by the name of the factory that made them; what hides in any other
+is unknown.
 """
 
 import dataclasses
 import functools
-import importlib
 import inspect
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -14,7 +14,7 @@ from typing import Any
 import jax
 import optax
 
-from boostax._core.about import About
+from boostax._core.describe import Description, first_line
 from boostax._core.replicas import PerReplica
 
 PyTree = Any
@@ -43,9 +43,9 @@ class Part:
 
     Attributes:
       name: of the factory that made it.
-      package: where that comes from: ``"boostax"``, ``"optax"``, or another module's name.
+      package: where that comes from, of one that is not described.
       what: the first line of the factory's docstring.
-      about: what one of boostax's says of itself.
+      description: what it says of itself, if it does.
       settings: the values in the closure of its ``update``.
       inner: parts inside, each with the way to its state, or ``None`` if that is not known.
       apart: whether those inside work beside each other, and not one on the other's result.
@@ -54,7 +54,7 @@ class Part:
     name: str
     package: str
     what: str
-    about: About | None = None
+    description: Description | None = None
     settings: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     inner: tuple[tuple[Route | None, "Part"], ...] = ()
     apart: bool = False
@@ -70,12 +70,10 @@ def read(tx: optax.GradientTransformation) -> Part:
 
 
 def _part(update: Callable[..., Any]) -> Part:
-    about: About | None = getattr(update, "about", None)
-    if about is not None:
-        what = _first_line(getattr(importlib.import_module("boostax"), about.who, None))
-        inner = tuple(((field,), read(tx)) for field, tx in about.inner.items())
-        settings = closure(inspect.unwrap(update))
-        return Part(about.who, "boostax", what, about, settings, inner)
+    own: Description | None = getattr(update, "description", None)
+    if own is not None:
+        inner = tuple(((field,), read(tx)) for field, tx in own.inner.items())
+        return Part(own.name, "", own.what, own, inner=inner)
     if isinstance(update, functools.partial):
         return _part(update.func)
     if isinstance(update, jax.stages.Wrapped):  # by jax.jit
@@ -91,7 +89,7 @@ def _part(update: Callable[..., Any]) -> Part:
     module = space.get("__name__", getattr(update, "__module__", ""))
     package = str(module).partition(".")[0]
     made = space.get(name) if owner is None else kind
-    part = Part(name, package, _first_line(made), settings=values)
+    part = Part(name, package, first_line(made), settings=values)
     if package != "optax":
         return part
     # The second optimizer of sam gets the first one's gradients, and its updates are subtracted.
@@ -170,8 +168,3 @@ def closure(fn: Callable[..., Any]) -> dict[str, Any]:
         except ValueError:  # not yet assigned
             continue
     return found
-
-
-def _first_line(thing: Any) -> str:
-    lines = (inspect.getdoc(thing) or "").strip().splitlines() if thing is not None else []
-    return lines[0].rstrip(".") if lines else ""

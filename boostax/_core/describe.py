@@ -1,0 +1,155 @@
+"""What a part of a chain says of itself: its name, its role, its axes, and what it holds inside.
+
+To Optax a transformation is two functions. Their names and closures tell much of it, but not in
+which field of the state an inner one keeps its own, nor over which axes it reduces, nor what it
+does to a gradient. ``boostax.chain`` reads what is said here, and so ``explain``, the rules of
+order, ``make_train_step`` and ``migrate_state`` know a part without a list of names.
+"""
+
+import dataclasses
+import functools
+import inspect
+import types
+from collections.abc import Callable, Mapping
+from typing import Any, Literal, TypeVar, cast, get_args
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from boostax._core import checks
+
+Update = TypeVar("Update", bound=Callable[..., Any])
+# Before its name in the name stack of a trace, and so in profiles.
+SCOPE = "boostax."
+
+# What a part does to a gradient, as far as its place in a chain depends on it.
+Role = Literal[
+    # Gates: each may hold back what is inside.
+    "scaler",
+    "window",
+    "check",
+    # Around an optimizer.
+    "carry",
+    "freeze",
+    # Reductions: of gradients, of updates, of params.
+    "mean",
+    "adasum",
+    "compressed",
+    "delta",
+    "own params",
+    # Of gradients that are reduced.
+    "centralize",
+    "norm clip",
+    "clip",
+    "decay",
+    "noise",
+    "momentum",
+    "moments",
+    "sign",
+    "rate",
+    "schedule",
+    "subspace",
+    "coordinates",
+    # What passes everything through.
+    "recorder",
+    "watch",
+    "nothing",
+    # Its place is not judged.
+    "unknown",
+]
+ROLES: tuple[str, ...] = get_args(Role)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Description:
+    """What ``describe`` keeps.
+
+    Attributes:
+      name: of the factory.
+      what: the first line of the factory's docstring.
+      role: see ``Role``.
+      axes: mesh axes over which it reduces or agrees.
+      inner: transformations inside, by the field of the state in which theirs lies.
+      lossy: what it does not send is lost for good.
+    """
+
+    name: str
+    what: str
+    role: Role
+    axes: tuple[str, ...]
+    inner: Mapping[str, optax.GradientTransformation]
+    lossy: bool
+
+
+def describe(
+    name: str,
+    role: Role = "unknown",
+    axes: tuple[str, ...] = (),
+    *,
+    inner: Mapping[str, optax.GradientTransformation] = types.MappingProxyType({}),
+    what: str = "",
+    lossy: bool = False,
+) -> Callable[[Update], Update]:
+    """Mark an ``update`` (or a gate's ``step``) with what it is, in the trace as well.
+
+    A decorator. ``explain``, the rules of order, ``make_train_step`` and ``migrate_state`` treat a
+    transformation whose ``update`` is so described like one of boostax's own. Its calls stand under
+    ``boostax.<name>`` in the name stack of a trace, so its collectives are counted as its own.
+
+    Args:
+      name: of the factory.
+      role: what it does to a gradient, as far as its place in a chain depends on it: ``"scaler"``,
+        ``"window"``, ``"check"``, ``"carry"``, ``"freeze"``, ``"mean"``, ``"adasum"``,
+        ``"compressed"``, ``"delta"``, ``"own params"``, ``"centralize"``, ``"norm clip"``,
+        ``"clip"``, ``"decay"``, ``"noise"``, ``"momentum"``, ``"moments"``, ``"sign"``, ``"rate"``,
+        ``"schedule"``, ``"subspace"``, ``"coordinates"``, ``"recorder"``, ``"watch"``,
+        ``"nothing"``; ``"unknown"`` is not judged.
+      axes: mesh axes over which it reduces or agrees.
+      inner: each transformation inside, by the field of the state in which its own state lies.
+      what: in a few words; as a rule the first line of the factory's docstring.
+      lossy: what it does not send is lost for good.
+
+    Returns:
+      The decorator. Cost: none; the compiled program is the same.
+
+    Raises:
+      ValueError: a role that there is not.
+
+    Example:
+      >>> import boostax, jax.numpy as jnp, optax
+      >>> def halve():
+      ...   @boostax.describe("halve", "rate")
+      ...   def update(updates, state, params=None):
+      ...     return optax.tree.scale(0.5, updates), state
+      ...   return optax.GradientTransformation(lambda params: (), update)
+      >>> tx = optax.chain(halve(), boostax.dynamic_loss_scale(optax.adam(1e-3)))
+      >>> boostax.explain(tx, jnp.zeros(2)).parts[0].role
+      'rate'
+    """
+    checks.choice("describe", "role", role, ROLES, "'unknown' is counted and not judged.")
+
+    def decorate(update: Update) -> Update:
+        @functools.wraps(update)
+        def scoped(*args: Any, **kwargs: Any) -> Any:
+            # Whoever calls it may have Python's own numbers among the leaves.
+            args = jax.tree.map(_as_array, args)
+            with jax.named_scope(SCOPE + name):
+                return update(*args, **kwargs)
+
+        factory = getattr(inspect.unwrap(update), "__globals__", {}).get(name)
+        found = Description(name, what or first_line(factory), role, axes, inner, lossy)
+        scoped.description = found  # type: ignore[attr-defined]
+        return cast(Update, scoped)
+
+    return decorate
+
+
+def first_line(thing: Any) -> str:
+    """Of a docstring, without its period."""
+    lines = (inspect.getdoc(thing) or "").strip().splitlines() if thing is not None else []
+    return lines[0].rstrip(".") if lines else ""
+
+
+def _as_array(x: Any) -> Any:
+    return jnp.asarray(x) if isinstance(x, (float, complex)) else x

@@ -1,1 +1,0 @@
-"""What compressed reductions send, a codec each."""

@@ -1,0 +1,105 @@
+"""A codec, a gate and a schedule of a user's: one file and one line each, and treated like ours."""
+
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+from contract_cases import half
+from extensions.skip_spikes import skip_spikes
+from extensions.ternary import ternary_reduce
+from extensions.thaw import thaw
+
+import boostax
+import boostax.testing
+from boostax.testing import PAIR_LAWS, Case, laws_for
+
+THAWING = boostax.freeze_schedule(thaw, total_steps=12)
+TWO = boostax.freeze_schedule(lambda step: min(thaw(step), 1), total_steps=12)
+REDUCES = {"reduces": True, "by_shard": True}
+CASES = [
+    Case("ternary", lambda inner, axis: optax.chain(ternary_reduce(axis), inner), **REDUCES),
+    Case("skip_spikes", lambda inner, axis: skip_spikes(inner, axis_name=axis), skips=True),
+    Case("thaw", lambda inner, axis: boostax.scheduled_freeze(inner, half, TWO, repeat=True)),
+]
+
+
+def marks(case, law):
+    """Freezing by a table of one's own is that of any other: once in the quick run."""
+    late = case.name == "thaw" and law != "keeps_types_and_traces_once"
+    return [pytest.mark.long] if late or law in {*PAIR_LAWS, *SLOW} else []
+
+
+# Of a single leaf nothing can be frozen.
+SINGLE_LEAF = ("works_in_float64", "passes_masked_nodes", "meta_gradients_are_finite")
+SLOW = ("any_placement_means_the_same_on_an_explicit_mesh", "results_are_typed_equal")
+
+
+@pytest.mark.parametrize(
+    ("case", "law"),
+    [
+        pytest.param(c, law, id=f"{c.name}-{n}", marks=marks(c, n))
+        for c in CASES
+        for n, law in laws_for(c).items()
+        if c.name != "thaw" or n not in SINGLE_LEAF
+    ],
+)
+def test_it_keeps_the_contract(case, law):
+    law(case)
+
+
+def test_explain_knows_them():
+    """Name, role, place, what is kept and what is sent, of parts that it has never seen."""
+    inner = optax.chain(ternary_reduce("data"), optax.adam(1e-3))
+    tx = optax.chain(optax.clip(1.0), skip_spikes(inner, axis_name="data"))
+    found = boostax.explain(tx, jnp.zeros(256), axis_sizes={"data": 8})
+    parts = {part.name: part for part in found.parts}
+    assert parts["ternary_reduce"].role == "compressed"
+    assert parts["ternary_reduce"].own_bytes == 256 * 4
+    # A byte an element on a ring, and the three numbers that are agreed.
+    assert 2 * 7 / 8 * 256 < parts["ternary_reduce"].wire_bytes < 2 * 7 / 8 * (256 + 16)
+    assert parts["skip_spikes"].role == "check"
+    assert "Ternary" not in parts
+
+
+def test_the_rules_of_order_hold_for_them():
+    late = optax.chain(skip_spikes(optax.sgd(0.1)), optax.add_decayed_weights(0.1))
+    (finding, *_) = boostax.explain(late, jnp.zeros(4)).findings
+    assert finding.what == "add_decayed_weights after skip_spikes"
+    twice = optax.chain(ternary_reduce("data"), boostax.all_reduce("data"), optax.sgd(0.1))
+    (finding,) = boostax.explain(twice, jnp.zeros(4), axis_sizes={"data": 2}).findings
+    assert finding.what == "all_reduce after ternary_reduce"
+
+
+def test_a_step_takes_them_together():
+    mesh = jax.make_mesh((4,), ("data",))
+    inner = optax.chain(ternary_reduce("data"), optax.sgd(0.05))
+    gated = skip_spikes(inner, axis_name="data")
+    tx = boostax.scheduled_freeze(gated, {"w": 0, "v": 1, "b": 2}, THAWING)
+
+    def loss_fn(params, batch):
+        return jnp.mean((batch @ params["w"] @ params["v"] + params["b"] - 1.0) ** 2)
+
+    params = {"w": jnp.ones((3, 3)), "v": jnp.ones(3), "b": jnp.zeros(())}
+    step = boostax.make_train_step(loss_fn, tx, mesh=mesh, axis_name="data")
+    state, losses = step.init(params), []
+    batch = jax.random.normal(jax.random.key(0), (16, 3)) * 0.1
+    for call in range(12):
+        bad = jnp.where(call == 5, jnp.nan, 1.0)
+        state, report = step(state, batch * bad)
+        losses.append(float(report["loss"]))
+        if call == 3:
+            assert bool((state.params["w"] == params["w"]).all())
+    assert int(boostax.metrics(state.opt_state)["held_calls"]) == 1
+    assert losses[-1] < losses[0] / 2
+    assert not bool((state.params["w"] == params["w"]).any())
+
+
+def test_a_rule_that_says_no_bool_is_refused():
+    tx = boostax.gate(optax.sgd(0.1), lambda grads, own, params: (1.0, own), name="always")
+    with pytest.raises(TypeError, match=r"always: run must be a bool scalar, got .*"):
+        tx.update(jnp.ones(2), tx.init(jnp.ones(2)), jnp.ones(2))
+
+
+def test_a_role_that_there_is_not_is_refused():
+    with pytest.raises(ValueError, match=r"describe: role must be 'scaler' or .*, got 'clipper'"):
+        boostax.describe("mine", "clipper")
