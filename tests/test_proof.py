@@ -17,10 +17,10 @@ from jax.sharding import PartitionSpec as P
 
 import boostax
 from boostax._core import axes, costs, jaxprs, programs
+from boostax.chain import parts
 from boostax.chain.roles import UNKNOWN
 from boostax.chain.rows import rows
 from boostax.cluster import board
-from boostax.inspect import parts
 from boostax.model import branches
 
 PACKAGE = pathlib.Path(boostax.__file__).parent
@@ -38,14 +38,12 @@ def unproved():
         each()
 
 
-def none_of(x):
-    del x
-    return frozenset()
+def none_of(*values):
+    return [frozenset()] * len(values)
 
 
-def everywhere(x):
-    del x
-    return frozenset(["boostax_proof"])
+def everywhere(*values):
+    return [frozenset(["boostax_proof"])] * len(values)
 
 
 # What is read, under another name or with another meaning: where, its name here, what is seen.

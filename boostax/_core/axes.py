@@ -8,7 +8,6 @@ differentiate, then reduce) is the only one that means the same with checking on
 """
 
 import functools
-import math
 from typing import Any
 
 import jax
@@ -78,7 +77,7 @@ def of_the_mesh() -> tuple[str, ...]:
 
 def size(names: tuple[str, ...]) -> int:
     """Number of replicas over all the axes."""
-    return math.prod(lax.axis_size(name) for name in names)
+    return lax.axis_size(names)
 
 
 def varying(x: Any) -> frozenset[str]:
@@ -88,14 +87,17 @@ def varying(x: Any) -> frozenset[str]:
       RuntimeError: this JAX tracks it in a way that is not read here.
     """
     require_readable()
-    return _varying(x)
+    return _varying(x)[0]
 
 
-def _varying(x: Any) -> frozenset[str]:
-    # A type of a partly manual region cannot be asked for its own type.
-    typed = x if isinstance(x, jax.ShapeDtypeStruct) else jax.typeof(x)
-    kind = getattr(typed, "manual_axis_type", None)
-    return frozenset() if kind is None else frozenset(kind.varying)
+def _varying(*values: Any) -> list[frozenset[str]]:
+    found: list[frozenset[str]] = []
+    for x in values:
+        # A type of a partly manual region cannot be asked for its own type.
+        typed = x if isinstance(x, jax.ShapeDtypeStruct) else jax.typeof(x)
+        kind = getattr(typed, "manual_axis_type", None)
+        found.append(frozenset() if kind is None else frozenset(kind.varying))
+    return found
 
 
 @functools.cache
@@ -105,12 +107,10 @@ def require_readable() -> None:
 
     def read(equal: jax.Array, local: jax.Array) -> jax.Array:
         manual = frozenset(jax.sharding.get_abstract_mesh().manual_axes)
-        cast = lax.pcast(equal, proof.AXIS, to="varying")
-        found.update(manual=manual, local=_varying(local), cast=_varying(cast))
-        found.update(typed=_varying(jax.eval_shape(jnp.abs, local)))
-        found.update(
-            equal=names - _varying(equal), summed=names - _varying(lax.psum(local, proof.AXIS))
-        )
+        cast, typed = lax.pcast(equal, proof.AXIS, to="varying"), jax.eval_shape(jnp.abs, local)
+        values = _varying(local, cast, typed, equal, lax.psum(local, proof.AXIS))
+        found.update(manual=manual, local=values[0], cast=values[1], typed=values[2])
+        found.update(equal=names - values[3], summed=names - values[4])
         return local
 
     with proof.apart() as mesh:
@@ -126,7 +126,8 @@ def require_readable() -> None:
 
 def types(tree: PyTree) -> list[frozenset[str]]:
     """``varying`` of every leaf."""
-    return [varying(x) for x in jax.tree.leaves(tree)]
+    require_readable()
+    return _varying(*jax.tree.leaves(tree))
 
 
 def to_varying(tree: PyTree, names: tuple[str, ...] | frozenset[str]) -> PyTree:
@@ -290,9 +291,13 @@ def require_local(grads: PyTree, names: tuple[str, ...], who: str) -> None:
     if not names:
         return
     require_bound(names, who)
+    wanted = frozenset(names).intersection(jax.sharding.get_abstract_mesh().manual_axes)
+    if wanted.intersection(*types(grads)) == wanted:
+        return
+    # Without checking nothing varies, whatever is cast.
     probe = varying(to_varying(jnp.zeros(()), names))
     for path, leaf in jax.tree_util.tree_leaves_with_path(grads):
-        missing = sorted((frozenset(names) & probe) - varying(leaf))
+        missing = sorted((wanted & probe) - varying(leaf))
         if missing:
             raise ValueError(
                 f"{who}: gradients must be local to each replica, but the leaf "

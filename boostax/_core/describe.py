@@ -133,7 +133,8 @@ def describe(
         @functools.wraps(update)
         def scoped(*args: Any, **kwargs: Any) -> Any:
             # Whoever calls it may have Python's own numbers among the leaves.
-            args = jax.tree.map(_as_array, args)
+            if {float, complex} & set(map(type, jax.tree.leaves(args))):
+                args = jax.tree.map(_as_array, args)
             with jax.named_scope(SCOPE + name):
                 return update(*args, **kwargs)
 

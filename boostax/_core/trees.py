@@ -140,20 +140,27 @@ def overwritten(path: tuple[Any, ...]) -> bool:
 def require_gradients(tree: PyTree, who: str, *, carried: bool = False) -> None:
     """Refuse leaves that cannot be scaled or summed: integers, bools, float0, new values."""
     for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
-        if overwritten(path) and not carried:
-            raise ValueError(
-                f"{who}: gradients must be gradients, got the new value of a leaf at "
-                f"{path_name(path)!r}. Put boostax.carry around the whole optimizer: it sets such "
-                "leaves and hands on the others."
-            )
-        dtype = getattr(leaf, "dtype", None)
-        if dtype is None or not is_inexact(dtype):
-            kind = "float0" if dtype == jax.dtypes.float0 else dtype or type(leaf).__name__
-            raise TypeError(
-                f"{who}: gradients must be floating or complex arrays, got {kind} at "
-                f"{path_name(path) or 'the root'!r}. Take such leaves out of the params that are "
-                "trained: eqx.partition, wrt= of nnx.Optimizer, or a tree without them."
-            )
+        dtype = getattr(leaf, "dtype", jax.dtypes.float0)
+        if not jnp.issubdtype(dtype, jnp.inexact) or (not carried and OVERWRITE in str(path)):
+            _refuse(who, path, leaf, carried)
+
+
+def _refuse(who: str, path: tuple[Any, ...], leaf: Any, carried: bool) -> None:
+    """Say why a leaf is no gradient, if it is none."""
+    if overwritten(path) and not carried:
+        raise ValueError(
+            f"{who}: gradients must be gradients, got the new value of a leaf at "
+            f"{path_name(path)!r}. Put boostax.carry around the whole optimizer: it sets such "
+            "leaves and hands on the others."
+        )
+    dtype = getattr(leaf, "dtype", None)
+    if dtype is None or not is_inexact(dtype):
+        kind = "float0" if dtype == jax.dtypes.float0 else dtype or type(leaf).__name__
+        raise TypeError(
+            f"{who}: gradients must be floating or complex arrays, got {kind} at "
+            f"{path_name(path) or 'the root'!r}. Take such leaves out of the params that are "
+            "trained: eqx.partition, wrt= of nnx.Optimizer, or a tree without them."
+        )
 
 
 def require_shapes(who: str, what: str, got: PyTree, wanted: PyTree, hint: str) -> None:

@@ -106,11 +106,14 @@ def all_reduce(
         if clip is not None:
             _require_real(leaves, who)
             leaves = [trees.clip_finite(x, clip) for x in leaves]
-        if wire is None:
-            summed = _dense(leaves, names, dividing, bucket_bytes)
+        if wire is not None:
+            reduced = _narrow(leaves, names, dividing, wire, bucket_bytes)
+        elif bucket_bytes is not None:
+            reduced = _packed(leaves, names, dividing, bucket_bytes)
         else:
-            summed = _narrow(leaves, names, dividing, wire, bucket_bytes)
-        return jax.tree.unflatten(treedef, summed), state
+            # In its own shape: to flatten a leaf is to write it anew in another tiling on a TPU.
+            reduced = [_reduced(x, names, dividing) for x in leaves]
+        return jax.tree.unflatten(treedef, reduced), state
 
     def init_fn(params: PyTree) -> SumState | optax.EmptyState:
         del params
@@ -121,34 +124,31 @@ def all_reduce(
     return optax.GradientTransformationExtraArgs(init_fn, describe(who, "mean", names)(update))
 
 
-def _dense(
-    leaves: Sequence[jax.Array],
-    names: tuple[str, ...],
-    divide: Divide,
-    bucket_bytes: int | None,
+def _reduced(x: jax.Array, names: tuple[str, ...], divide: Divide) -> jax.Array:
+    """The mean or sum of a leaf over the replicas: taken in f32 or wider, in the leaf's dtype."""
+    if not x.size:  # not sent, and the same everywhere
+        return jnp.zeros(x.shape, x.dtype)
+    replicas = lax.axis_size(names)
+    wide = x.astype(jnp.promote_types(x.dtype, jnp.float32))
+    total = lax.psum(wide / replicas if divide == "before" else wide, names)
+    total = total / replicas if divide == "after" else total
+    return total if total.dtype == x.dtype else trees.saturate(total, x.dtype)
+
+
+def _packed(
+    leaves: Sequence[jax.Array], names: tuple[str, ...], divide: Divide, bucket_bytes: int
 ) -> list[jax.Array]:
-    """The mean or sum of every leaf as it is, in f32 or wider.
-
-    In its own shape: to flatten a leaf is to write it anew in another tiling on a TPU. Leaves that
-    do not fill a bucket share a message.
-    """
-    replicas = axes.size(names)
-    # What has no entries is not sent, and the same everywhere.
-    result = [jnp.zeros(x.shape, x.dtype) for x in leaves]
-
-    def reduce(x: jax.Array) -> jax.Array:
-        x = lax.psum(x / replicas if divide == "before" else x, names)
-        return x / replicas if divide == "after" else x
-
+    """The same of every leaf; those that do not fill a bucket share a message."""
+    result = list(leaves)
     for kind in exchange.kinds(leaves):
         wide = {i: leaves[i].astype(trees.wide_dtype(leaves[i])) for i in kind}
         for message in _messages(wide, bucket_bytes):
             if len(message) == 1:
-                (i,) = message
-                result[i] = trees.saturate(reduce(wide[i]), leaves[i].dtype)
+                (alone,) = message
+                result[alone] = _reduced(leaves[alone], names, divide)
                 continue
-            together = reduce(packed([wide[i] for i in message]))
-            for i, x in zip(message, unpacked(together, [wide[i] for i in message]), strict=True):
+            whole = _reduced(packed([wide[i] for i in message]), names, divide)
+            for i, x in zip(message, unpacked(whole, [wide[i] for i in message]), strict=True):
                 result[i] = trees.saturate(x, leaves[i].dtype)
     return result
 
@@ -176,13 +176,13 @@ def _narrow(
     return result
 
 
-def _messages(leaves: Mapping[int, jax.Array], bucket_bytes: int | None) -> list[list[int]]:
+def _messages(leaves: Mapping[int, jax.Array], bucket_bytes: int) -> list[list[int]]:
     """Neighbouring leaves that travel together: up to so many bytes, or one larger leaf alone."""
     found: list[list[int]] = []
     filled = math.inf
     for i, x in leaves.items():
         filled += x.nbytes
-        if bucket_bytes is None or filled > bucket_bytes:
+        if filled > bucket_bytes:
             found.append([])
             filled = x.nbytes
         found[-1].append(i)
