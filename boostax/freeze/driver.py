@@ -4,7 +4,6 @@ from typing import Any
 
 from boostax._core.gate import has_gate
 from boostax.freeze.plan import Plan
-from boostax.freeze.scheduled import ScheduledFreezeState
 
 PyTree = Any
 
@@ -25,7 +24,7 @@ class HostDepth:
         self._last: Any = None
         self._most = self._until = self._depth = 0
 
-    def __call__(self, state: ScheduledFreezeState) -> int:
+    def __call__(self, state: Any) -> int:
         """Groups to freeze in a call with this state.
 
         Raises:
@@ -42,7 +41,7 @@ class HostDepth:
             self._last = state.steps
         return self._depth
 
-    def follow(self, state: ScheduledFreezeState) -> None:
+    def follow(self, state: Any) -> None:
         """Take note of what the call returned."""
         self._last = state.steps
         self._most += 1

@@ -24,6 +24,7 @@ from boostax._core.gate import (
 from boostax._core.handshake import hand_on_state
 from boostax._core.prune import Pruning, pruning
 from boostax.freeze.chosen import Part, chosen
+from boostax.freeze.driver import HostDepth
 from boostax.freeze.plan import Freezing, as_schedule
 from boostax.freeze.refusals import check_inner, drawn, require_params, require_present
 from boostax.freeze.stages import Choice
@@ -59,10 +60,14 @@ class ScheduledFreezeState(NamedTuple):
         """Named scalars for ``boostax.metrics``."""
         return {"frozen_groups": self.depth, "freeze_steps": self.steps}
 
+    def coming(self) -> jax.Array:
+        """The variant of the next call: its depth."""
+        return self.next_depth
+
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class FreezingUpdate(GatedUpdate):
-    """The ``update`` of ``scheduled_freeze``.
+class Depths:
+    """The variants of ``scheduled_freeze``: see ``boostax._core.variants``.
 
     Attributes:
       freezing: what is frozen when.
@@ -72,6 +77,41 @@ class FreezingUpdate(GatedUpdate):
     freezing: Freezing
     cut: Callable[[PyTree, int], Pruning]
 
+    def drawn(self, params: PyTree) -> tuple[int, ...]:
+        """The depths that the schedule draws."""
+        return self.freezing.plan(params).drawn
+
+    def active(self, params: PyTree, variant: int) -> PyTree:
+        """Which leaves are trained while so many groups are frozen."""
+        return self.freezing.active(params, variant)
+
+    def choice(self, params: PyTree, state: ScheduledFreezeState) -> Choice:
+        """The same for what the schedule says, found out in the program."""
+        plan = self.freezing.plan(params)
+        options = tuple(self.freezing.active(params, depth) for depth in plan.drawn)
+        return Choice(plan.index(state.next_depth), options)
+
+    def part(
+        self, params: PyTree, state: ScheduledFreezeState, variant: int
+    ) -> ScheduledFreezeState:
+        """Without the moments of what is frozen."""
+        return state._replace(inner_state=self.cut(params, variant).take(state.inner_state))
+
+    def on_host(self, params: PyTree) -> HostDepth:
+        """The schedule, followed from call to call."""
+        return HostDepth(self.freezing.plan(params))
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class FreezingUpdate(GatedUpdate):
+    """The ``update`` of ``scheduled_freeze``.
+
+    Attributes:
+      variants: the depths.
+    """
+
+    variants: Depths
+
 
 class ScheduledFreeze(optax.GradientTransformationExtraArgs):
     """What ``scheduled_freeze`` returns."""
@@ -79,29 +119,22 @@ class ScheduledFreeze(optax.GradientTransformationExtraArgs):
     @property
     def freezing(self) -> Freezing:
         """What is frozen when."""
-        return self._own.freezing
+        return self._depths.freezing
 
     @property
-    def cut(self) -> Callable[[PyTree, int], Pruning]:
-        """From params and a depth, where the inner state of that depth lies in the whole one."""
-        return self._own.cut
-
-    @property
-    def _own(self) -> FreezingUpdate:
+    def _depths(self) -> Depths:
         if isinstance(self.update, FreezingUpdate):
-            return self.update
+            return self.update.variants
         allowed, hint = "the one that it was made with", "Wrap what is inside scheduled_freeze."
         raise TypeError(checks.message(_WHO, "update", allowed, self.update, hint))
 
     def active(self, params: PyTree, depth: int) -> PyTree:
         """Which leaves are trained while so many groups are frozen: a tree of bools."""
-        return self.freezing.active(params, depth)
+        return self._depths.active(params, depth)
 
     def choice(self, params: PyTree, opt_state: ScheduledFreezeState) -> Choice:
         """The same for what the schedule says, found out in the program."""
-        plan = self.freezing.plan(params)
-        options = tuple(self.freezing.active(params, depth) for depth in plan.drawn)
-        return Choice(plan.index(opt_state.next_depth), options)
+        return self._depths.choice(params, opt_state)
 
 
 _WHO = "scheduled_freeze"
@@ -316,7 +349,7 @@ def scheduled_freeze(
 
         return changed(depth, close, (params, state), params)
 
-    return ScheduledFreeze(init_fn, FreezingUpdate(step_fn, flush_fn, freezing, cut))
+    return ScheduledFreeze(init_fn, FreezingUpdate(step_fn, flush_fn, Depths(freezing, cut)))
 
 
 # Every depth asks for those of all depths: without a memory, the square of their number.

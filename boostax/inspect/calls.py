@@ -54,7 +54,7 @@ def call_costs(
 ) -> tuple[CallCost, ...]:
     """One for each program of a step; with ``scheduled_freeze``, for each depth that it draws."""
     # What is built here is no part of what the step was used for.
-    step = dataclasses.replace(step, _compiled={}, _frozen={})
+    step = dataclasses.replace(step, _compiled={}, _parts={})
     if not isinstance(step.tx, ScheduledFreeze):
         hint = "Only scheduled_freeze, outermost, has any."
         allowed = "left out where nothing freezes by schedule"

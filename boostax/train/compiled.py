@@ -24,16 +24,16 @@ from boostax._core.replicas import (
     require_replicas,
     stack_replicas,
 )
+from boostax._core.variants import variants_of
 from boostax.accumulate.aux import Aux
 from boostax.accumulate.window import flush
-from boostax.freeze.scheduled import ScheduledFreeze, ScheduledFreezeState
 from boostax.precision.policy import Policy
 from boostax.train.apply import apply_gradients, metrics
-from boostax.train.depths import Depths
 from boostax.train.on_mesh import placed_on
 from boostax.train.oracle import Oracle
 from boostax.train.placing import Placing, local_shapes
 from boostax.train.state import TrainState
+from boostax.train.variants import Parts
 
 PyTree = Any
 FreezeDriver = Literal["host", "switch"]
@@ -72,7 +72,7 @@ class TrainStep:
     freeze_driver: FreezeDriver = "host"
     shard_optimizer: bool = False
     _compiled: dict[tuple[Kind, int | None, Any], Any] = dataclasses.field(default_factory=dict)
-    _frozen: dict[Any, Depths] = dataclasses.field(default_factory=dict)
+    _parts: dict[Any, Parts] = dataclasses.field(default_factory=dict)
 
     @functools.cached_property
     def placing(self) -> Placing | None:
@@ -124,8 +124,8 @@ class TrainStep:
         if self.policy is not None:
             params = self.policy.store_params(params)
         opt_state = self.tx.init(params)
-        freezes = trees.find(opt_state, lambda node: isinstance(node, ScheduledFreezeState))
-        if freezes and not isinstance(self.tx, ScheduledFreeze):
+        varies = trees.find(opt_state, lambda node: callable(getattr(node, "coming", None)))
+        if varies and variants_of(self.tx) is None:
             raise ValueError(
                 "make_train_step: scheduled_freeze must stand outermost, got it inside another "
                 "transformation, where the whole backward pass would be paid for. Wrap the scaler "
@@ -160,15 +160,15 @@ class TrainStep:
         """
         batch = self.place(batch)
         leaves, structure = jax.tree.flatten(state)
-        if not self._freezes_on_host(state):
+        if not self._varies_on_host(state):
             return self._program("step", state, structure, None)(state, batch)
-        depths = self._depths(state, structure)
-        depth = depths.coming(state.opt_state)
-        part = depths.part(depth)
+        parts = self._parts_of(state, structure)
+        depth = parts.coming(state.opt_state)
+        part = parts.part(depth)
         program = self._program("step", state, structure, depth)
         small, reported = program(part.take_of(leaves), batch)
         state = part.put_among(leaves, small)
-        depths.coming.follow(state.opt_state)
+        parts.coming.follow(state.opt_state)
         return state, reported
 
     def flush(self, state: TrainState) -> TrainState:
@@ -177,7 +177,7 @@ class TrainStep:
         program = self._program("flush", state, structure, depth)
         if depth is None:
             return program(state)
-        part = self._depths(state, structure).part(depth)
+        part = self._parts_of(state, structure).part(depth)
         return part.put(state, program(part.take(state)))
 
     def jitted(
@@ -217,18 +217,17 @@ class TrainStep:
         """A batch where the step wants it; it does so itself."""
         return batch if self.placing is None else self.placing.batch(batch)
 
-    def _freezes_on_host(self, state: TrainState) -> bool:
-        if not isinstance(self.tx, ScheduledFreeze) or self.freeze_driver != "host":
+    def _varies_on_host(self, state: TrainState) -> bool:
+        if variants_of(self.tx) is None or self.freeze_driver != "host":
             return False
         # Inside another program there is nothing to read.
-        return not isinstance(state.opt_state.steps, Tracer)
+        return not isinstance(state.opt_state.coming(), Tracer)
 
-    def _depths(self, state: TrainState, structure: Any) -> Depths:
-        assert isinstance(self.tx, ScheduledFreeze)
-        if structure not in self._frozen:
+    def _parts_of(self, state: TrainState, structure: Any) -> Parts:
+        if structure not in self._parts:
             self._require_fit(state)
-            self._frozen[structure] = Depths(self.tx, state, structure)
-        return self._frozen[structure]
+            self._parts[structure] = Parts(variants_of(self.tx), state, structure)
+        return self._parts[structure]
 
     def _coming(self, state: TrainState) -> int | None:
         """Groups to freeze, for a look at the state after which the run goes on as if undisturbed.
@@ -236,14 +235,15 @@ class TrainStep:
         ``None`` if the program itself finds out. It raises nothing at the end of a schedule: there
         may be a window left to flush.
         """
-        if not self._freezes_on_host(state):
+        if not self._varies_on_host(state):
             return None
-        if isinstance(state.opt_state.next_depth, jax.ShapeDtypeStruct):
+        coming = state.opt_state.coming()
+        if isinstance(coming, jax.ShapeDtypeStruct):
             raise ValueError(
                 "TrainStep: depth must be given with a state of shapes alone, got None. A state "
                 "with values says itself what is frozen next."
             )
-        return int(state.opt_state.next_depth)
+        return int(coming)
 
     def _looked_at(self, state: TrainState, depth: int | None) -> tuple[Any, TrainState]:
         """The program of a call's step, and the state that it is given."""
@@ -251,7 +251,7 @@ class TrainStep:
         program = self._program("step", state, structure, depth)
         if depth is None:
             return program, state
-        return program, self._depths(state, structure).part(depth).take(state)
+        return program, self._parts_of(state, structure).part(depth).take(state)
 
     def _program(self, kind: Kind, state: TrainState, structure: Any, depth: int | None) -> Any:
         """The jitted step or flush for states of this structure."""
@@ -263,7 +263,7 @@ class TrainStep:
                 specs = jax.tree.broadcast(self.placing.specs(state), state)
                 placement = self.placing.placement(state.params)
                 if depth is not None:
-                    specs = self._depths(state, structure).part(depth).take(specs)
+                    specs = self._parts_of(state, structure).part(depth).take(specs)
             run: Any = functools.partial(
                 self._step if kind == "step" else self._flush, depth, placement
             )
@@ -309,9 +309,12 @@ class TrainStep:
         params, opt_state = _entered(state, placement)
         active: PyTree = True
         extra: dict[str, Any] = {} if depth is None else {"depth": depth}
-        if isinstance(self.tx, ScheduledFreeze):
-            choice = depth is None
-            active = self.tx.choice(params, opt_state) if choice else self.tx.active(params, depth)
+        variants = variants_of(self.tx)
+        if variants is not None:
+            found_out = depth is None
+            active = (
+                variants.choice(params, opt_state) if found_out else variants.active(params, depth)
+            )
         given = {"key": self._call_key(state, placement), "model_state": state.model_state}
         value, grads = oracle(params, opt_state, batch, active=active, **given)
         loss, aux = value if self.has_aux else (value, Aux())
