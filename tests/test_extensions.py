@@ -2,6 +2,7 @@
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 import pytest
 from contract_cases import half
@@ -103,3 +104,16 @@ def test_a_rule_that_says_no_bool_is_refused():
 def test_a_role_that_there_is_not_is_refused():
     with pytest.raises(ValueError, match=r"describe: role must be 'scaler' or .*, got 'clipper'"):
         boostax.describe("mine", "clipper")
+
+
+def test_a_saved_state_of_theirs_moves_to_another_chain():
+    """What they keep goes along, by class, as that of ours does."""
+    old = skip_spikes(optax.adam(1e-2))
+    params = {"w": jnp.ones(3)}
+    state = old.init(params)
+    for size in (1.0, 2.0):
+        params, state = boostax.apply_gradients(old, {"w": jnp.full(3, size)}, state, params)
+    new = boostax.dynamic_loss_scale(skip_spikes(optax.adam(1e-2)))
+    moved, report = boostax.migrate_state(state, new, params)
+    jax.tree.map(np.testing.assert_array_equal, moved.inner_state, state)
+    assert "dropped:\n  nothing" in str(report)

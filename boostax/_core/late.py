@@ -1,0 +1,38 @@
+"""Names of a package that are loaded when first asked for."""
+
+import importlib
+import sys
+import warnings
+from collections.abc import Callable, Mapping
+from typing import Any
+
+
+def late(
+    package: str, names: Mapping[str, str], moved: Mapping[str, str] | None = None
+) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
+    """The ``__getattr__`` and ``__dir__`` of a package.
+
+    Args:
+      package: its name.
+      names: of each name the module that has it; of a package inside this one ``""``.
+      moved: old names, which work for one release more, and the package that each is in now.
+    """
+    old = moved or {}
+
+    def load(name: str) -> Any:
+        if name in names:
+            module = importlib.import_module(names[name] or f"{package}.{name}")
+            value = getattr(module, name) if names[name] else module
+            setattr(sys.modules[package], name, value)
+            return value
+        if name in old:
+            now = f"{package}.{old[name]}"
+            text = f"{package}.{name} is {now}.{name} now; the old name goes with the next release."
+            warnings.warn(text, DeprecationWarning, stacklevel=2)
+            return getattr(importlib.import_module(now), name)
+        raise AttributeError(f"module {package!r} has no attribute {name!r}")
+
+    def listed() -> list[str]:
+        return sorted({*vars(sys.modules[package]), *names})
+
+    return load, listed
