@@ -26,9 +26,9 @@ from harness import Bar, report, resumable, sections_of, work_of
 import boostax
 from boostax._core import trees
 from boostax.autoboost.build import Boost
-from boostax.workloads import DigitsConfig, TextConfig, digits, text
-from boostax.workloads._resnet import ResidualBlock, convolution
-from boostax.workloads._workload import cross_entropy
+from boostax.run.workloads import DigitsConfig, TextConfig, digits, text
+from boostax.run.workloads._resnet import ResidualBlock, convolution
+from boostax.run.workloads._workload import cross_entropy
 
 PyTree = Any
 Spec = dict[str, Any]

@@ -14,7 +14,7 @@ import optax
 from harness import Bar, Form, paired, ratio, report
 
 import boostax
-from boostax.workloads import TextConfig, text
+from boostax.run.workloads import TextConfig, text
 
 PyTree = Any
 CONFIG = TextConfig(depth=8, heads=8, sequence_length=64)

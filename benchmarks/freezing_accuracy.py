@@ -19,7 +19,7 @@ from digits_replicas import Split, accuracy, data, init, loss, standard_error
 from harness import report
 
 import boostax
-from boostax.workloads import TextConfig, text
+from boostax.run.workloads import TextConfig, text
 
 PyTree = Any
 GROUPS, FRACTION = 10, 0.3

@@ -10,10 +10,10 @@ import optax
 from harness import Bar, report
 
 import boostax
-from boostax.cli.build import build
-from boostax.cli.recipe import Recipe
-from boostax.train.loop import fit
-from boostax.workloads import DigitsConfig, TextConfig, Workload, digits, text
+from boostax.run.cli.build import build
+from boostax.run.cli.recipe import Recipe
+from boostax.run.loop import fit
+from boostax.run.workloads import DigitsConfig, TextConfig, Workload, digits, text
 
 VARIANTS = {
     "f32": ("float32", "none"),

@@ -18,8 +18,8 @@ import optax
 from harness import RESULTS, Bar, report
 
 import boostax
-from boostax.cluster import initialize, launch
-from boostax.workloads import TextConfig, text
+from boostax.run.cluster import initialize, launch
+from boostax.run.workloads import TextConfig, text
 
 DOCS = pathlib.Path(__file__).parents[1] / "docs"
 Row = dict[str, Any]

@@ -20,7 +20,7 @@ from jax.sharding import PartitionSpec as P
 import boostax
 from boostax._core import costs
 from boostax._core.replicas import is_per_replica, owns_params
-from boostax.workloads import TextConfig, Workload, text
+from boostax.run.workloads import TextConfig, Workload, text
 
 PyTree = Any
 AXIS, REPLICAS = "data", 8

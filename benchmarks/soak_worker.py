@@ -16,10 +16,10 @@ import optax
 
 import boostax
 from boostax._core import trees
-from boostax.train.checkpoint import Checkpointer
-from boostax.train.loop import fit
-from boostax.train.writers import JsonLines
-from boostax.workloads import TextConfig, text
+from boostax.run.checkpoint import Checkpointer
+from boostax.run.loop import fit
+from boostax.run.workloads import TextConfig, text
+from boostax.run.writers import JsonLines
 
 PyTree = Any
 AXIS, REPLICAS, WINDOW = "data", 2, 2

@@ -22,10 +22,10 @@ from jax.sharding import PartitionSpec as P
 
 import boostax
 from boostax._core import costs
-from boostax.cli import main
 from boostax.inspect import hlo
 from boostax.inspect.collectives import compiled_collectives
 from boostax.inspect.traffic import traffic
+from boostax.run.cli import main
 
 WIDTH, LAYERS = 64, 4
 PARAMS = {f"layer{i}": jnp.full((WIDTH, WIDTH), 0.01) for i in range(LAYERS)}
@@ -520,7 +520,7 @@ def test_the_command_needs_nothing_but_the_runtime(written):
 import sys
 for name in ("flax", "matplotlib", "orbax", "rich", "sklearn", "tyro"):
     sys.modules[name] = None
-from boostax.cli import main
+from boostax.run.cli import main
 sys.exit(main(["audit", "audited_program:program", "--cpu-devices", "4"]))
 """
     env = {**os.environ, "PYTHONPATH": str(pathlib.Path(__file__).parents[1])}

@@ -23,7 +23,7 @@ from jax.sharding import PartitionSpec as P
 import boostax
 from boostax._core import costs, trees
 from boostax.model.centralize import centralize_gradients
-from boostax.workloads import DigitsConfig, TextConfig, digits, text
+from boostax.run.workloads import DigitsConfig, TextConfig, digits, text
 
 
 def wave(*shape, dtype=np.float32, seed=0):

@@ -11,14 +11,14 @@ import jax
 import pytest
 from jax.experimental.compilation_cache import compilation_cache
 
-from boostax.cli import main
-from boostax.cli.build import build, reduction
-from boostax.cli.compare import Variant
-from boostax.cli.freezing import layer_groups
-from boostax.cli.recipe import CODECS, Recipe, Reduction
 from boostax.inspect.break_even import break_even
-from boostax.train.writers import JsonLines
-from boostax.workloads import DigitsConfig, TextConfig, digits, text
+from boostax.run.cli import main
+from boostax.run.cli.build import build, reduction
+from boostax.run.cli.compare import Variant
+from boostax.run.cli.freezing import layer_groups
+from boostax.run.cli.recipe import CODECS, Recipe, Reduction
+from boostax.run.workloads import DigitsConfig, TextConfig, digits, text
+from boostax.run.writers import JsonLines
 
 SMALL_TEXT = (
     "--paths ./corpus.txt --width 16 --depth 1 --heads 2 --sequence-length 8 --batch-size 8 "
@@ -373,7 +373,7 @@ def test_compare_sets_the_variants_side_by_side(here, capsys):
 @pytest.mark.long
 def test_compare_says_at_which_bandwidth_a_codec_pays(here, capsys, monkeypatch):
     last = Variant("+ loss scale", "float16", "dynamic", 1)
-    monkeypatch.setattr("boostax.cli.compare._variants", lambda *_: [last])
+    monkeypatch.setattr("boostax.run.cli.compare._variants", lambda *_: [last])
     reduce = "--reduce random-k --density 0.1"
     options = f"--steps 2 --seeds 1 --devices 2 --accumulate 1 {reduce}".split()
     assert main(["compare", "digits", *SMALL_DIGITS, *options]) == 0
@@ -424,7 +424,7 @@ def test_what_is_missing_is_named(monkeypatch, capsys):
 
 def test_importing_boostax_loads_no_optional_package():
     code = (
-        "import sys, boostax, boostax.cli, boostax.train.loop, boostax.train.writers\n"
+        "import sys, boostax, boostax.run.cli, boostax.run.loop, boostax.run.writers\n"
         "extras = 'flax orbax tyro rich matplotlib tensorboardX sklearn'.split()\n"
         "print([name for name in extras if name in sys.modules])"
     )

@@ -9,8 +9,8 @@ import pytest
 from processes import Processes
 
 import boostax
-from boostax.cluster import initialize
-from boostax.cluster.start import detect
+from boostax.run.cluster import initialize
+from boostax.run.cluster.start import detect
 
 WORKER = pathlib.Path(__file__).parent / "workers" / "techniques.py"
 

@@ -16,9 +16,9 @@ import pytest
 import yaml
 from processes import Processes, environment
 
-from boostax.cli import main
-from boostax.cluster.launch import launch
-from boostax.train.writers import JsonLines
+from boostax.run.cli import main
+from boostax.run.cluster.launch import launch
+from boostax.run.writers import JsonLines
 
 EXAMPLES = pathlib.Path(__file__).parents[1] / "docs" / "examples"
 PATIENCE = 180.0
@@ -41,7 +41,7 @@ def arguments(output, *more):
 def processes(output, logs, *more, count=2):
     """The command as processes that a test can signal one by one."""
     logs.mkdir(exist_ok=True)
-    return Processes(["-m", "boostax.cli", *arguments(output, *more)], count, logs)
+    return Processes(["-m", "boostax.run.cli", *arguments(output, *more)], count, logs)
 
 
 def reach(run, output, call):
@@ -88,7 +88,7 @@ def whole(tmp_path_factory):
     """A run of two processes that nothing interrupts, and what it printed."""
     output = tmp_path_factory.mktemp("whole") / "run"
     printed = subprocess.run(
-        [sys.executable, "-m", "boostax.cli", "launch", "-n", "2", "--", *arguments(output)],
+        [sys.executable, "-m", "boostax.run.cli", "launch", "-n", "2", "--", *arguments(output)],
         env=environment(),
         capture_output=True,
         text=True,

@@ -69,7 +69,7 @@ def test_documents_show_commands():
 def test_a_command_that_is_shown_runs(tmp_path, command):
     (tmp_path / "corpus.txt").write_text("the quick brown fox jumps over the lazy dog\n" * 200)
     run = subprocess.run(
-        [sys.executable, "-m", "boostax.cli", *small(command)],
+        [sys.executable, "-m", "boostax.run.cli", *small(command)],
         cwd=tmp_path,
         env=processes.environment(),
         capture_output=True,

@@ -23,7 +23,7 @@ DOCUMENTS = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")])
 MODULES = [
     name
     for _, name, _ in pkgutil.walk_packages(boostax.__path__, "boostax.")
-    if not name.startswith("boostax.cli")
+    if not name.startswith("boostax.run.cli")
 ]
 
 FENCE = re.compile(r"^(?P<indent> *)```(?P<info>.*)\n(?P<code>(?:.*\n)*?)(?P=indent)```$", re.M)

@@ -1,7 +1,12 @@
 """Importing boostax is cheap and pulls in nothing that the runtime does not need."""
 
+import importlib
+import pathlib
+import re
 import subprocess
 import sys
+
+import boostax
 
 SCRIPT = """
 import sys
@@ -17,7 +22,7 @@ print(*traced)
 jax.config.update("jax_num_cpu_devices", 3)
 """
 # What is loaded when it is first asked for.
-LATE = {"autoboost", "cli", "cluster", "inspect", "testing", "workloads"}
+LATE = {"autoboost", "cli", "cluster", "inspect", "run", "testing", "workloads"}
 
 
 def test_import_adds_to_optax_nothing_but_its_own_modules():
@@ -33,8 +38,6 @@ def test_import_adds_to_optax_nothing_but_its_own_modules():
 
 
 def test_public_names_are_the_documented_ones():
-    import boostax
-
     expected = {
         "accumulate", "active_groups", "adasum", "adasum_delta", "all_finite", "all_reduce",
         "apply_gradients", "assume_scaled", "audit", "auto", "break_even", "carry",
@@ -76,3 +79,21 @@ def test_public_names_are_the_documented_ones():
     }
     assert public == expected
     assert all(getattr(boostax, name).__doc__ for name in public)
+
+
+def test_names_of_0_1_are_those_of_run():
+    """Modules that moved to ``boostax.run`` are still found where 0.1 had them."""
+    for name in ("cluster", "workloads", "cli", "train.loop", "train.checkpoint", "train.writers"):
+        old = importlib.import_module(f"boostax.{name}")
+        new = importlib.import_module(f"boostax.run.{name.removeprefix('train.')}")
+        public = [each for each in vars(old) if not each.startswith("_") and each != "sys"]
+        assert public and all(getattr(old, each) is getattr(new, each) for each in public)
+
+
+def test_what_transforms_imports_nothing_of_what_trains():
+    run = re.compile(r"^\s*(?:from|import) boostax\.(?:run|cli|cluster|workloads)\b", re.M)
+    root = pathlib.Path(boostax.__file__).parent
+    aliases = {root / f"{name}.py" for name in ("cli", "cluster", "workloads")}
+    aliases |= {root / "train" / f"{name}.py" for name in ("loop", "checkpoint", "writers")}
+    others = {path for path in root.rglob("*.py") if (root / "run") not in path.parents} - aliases
+    assert not [path for path in others if run.search(path.read_text())]

@@ -13,8 +13,8 @@ import numpy as np
 import processes
 import pytest
 
-from boostax.train.checkpoint import Checkpointer
-from boostax.train.writers import JsonLines
+from boostax.run.checkpoint import Checkpointer
+from boostax.run.writers import JsonLines
 
 # Everything with a state: a scale, an open window that 151 calls do not fill, two replicas.
 OPTIONS = (
@@ -35,7 +35,7 @@ class Run:
 
     def __init__(self, output, environment, *options):
         self.metrics = output / "metrics.jsonl"
-        command = [sys.executable, "-m", "boostax.cli", "train", "digits", *OPTIONS, *options]
+        command = [sys.executable, "-m", "boostax.run.cli", "train", "digits", *OPTIONS, *options]
         # No pipe: while nobody reads it, one that is full would hold the run.
         self.printed = tempfile.TemporaryFile("w+")
         self.process = subprocess.Popen(
@@ -113,7 +113,7 @@ def test_signals_save_exit_cleanly_and_resume(tmp_path, environment, uninterrupt
 SAVER = """
 import sys
 import jax.numpy as jnp, numpy as np
-from boostax.train.checkpoint import Checkpointer
+from boostax.run.checkpoint import Checkpointer
 
 with Checkpointer(sys.argv[1], keep=2) as checkpointer:
     for step in range(1, 100):

@@ -12,12 +12,12 @@ import numpy as np
 import pytest
 from processes import Processes
 
-from boostax.cli.build import build
-from boostax.cli.recipe import Recipe
-from boostax.cluster.start import ADDRESS, COUNT, INDEX
-from boostax.train.checkpoint import Checkpointer
-from boostax.train.writers import JsonLines
-from boostax.workloads import DigitsConfig, digits
+from boostax.run.checkpoint import Checkpointer
+from boostax.run.cli.build import build
+from boostax.run.cli.recipe import Recipe
+from boostax.run.cluster.start import ADDRESS, COUNT, INDEX
+from boostax.run.workloads import DigitsConfig, digits
+from boostax.run.writers import JsonLines
 
 KILLS = 10
 CALLS = 25
@@ -52,7 +52,7 @@ class Job(Processes):
         options = [
             f"--{name.replace('_', '-')}={value}" for name, value in (TASK | RECIPE | OFTEN).items()
         ]
-        command = ["-m", "boostax.cli", "train", "digits", *options, "--resume"]
+        command = ["-m", "boostax.run.cli", "train", "digits", *options, "--resume"]
         super().__init__(
             [*command, f"--output={output}"],
             count,

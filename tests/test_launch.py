@@ -12,7 +12,7 @@ import time
 import pytest
 
 import boostax
-from boostax.cluster.launch import launch
+from boostax.run.cluster.launch import launch
 
 PATIENCE = 60.0
 VARIABLES = ("JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID")
@@ -216,7 +216,7 @@ def test_a_process_that_cannot_be_started_leaves_no_others(tmp_path, monkeypatch
 
 LAUNCHER = """
 import sys
-from boostax.cluster.launch import launch
+from boostax.run.cluster.launch import launch
 sys.exit(launch(sys.argv[1:], 2))
 """
 

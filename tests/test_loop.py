@@ -13,10 +13,10 @@ import optax
 import pytest
 
 import boostax
-from boostax.train.checkpoint import Checkpointer
-from boostax.train.history import History
-from boostax.train.loop import fit
-from boostax.train.writers import JsonLines, Progress, TensorBoard
+from boostax.run.checkpoint import Checkpointer
+from boostax.run.history import History
+from boostax.run.loop import fit
+from boostax.run.writers import JsonLines, Progress, TensorBoard
 
 EVERY = 3
 

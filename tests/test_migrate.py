@@ -12,8 +12,8 @@ from flax.training.dynamic_scale import DynamicScale
 
 import boostax
 from boostax.autoboost.migrate import migrate_state
+from boostax.run.checkpoint import Checkpointer
 from boostax.testing import drawn
-from boostax.train.checkpoint import Checkpointer
 
 ADAM = functools.partial(optax.adamw, 1e-2)
 LABELS = {"a": "left", "b": "right"}

@@ -20,8 +20,8 @@ from boostax._core import axes, costs, jaxprs, programs
 from boostax.chain import parts
 from boostax.chain.roles import UNKNOWN
 from boostax.chain.rows import rows
-from boostax.cluster import board
 from boostax.model import branches
+from boostax.run.cluster import board
 
 PACKAGE = pathlib.Path(boostax.__file__).parent
 READERS = (axes, programs, costs, branches)
@@ -287,7 +287,7 @@ sys.modules["jax._src.distributed"] = None
 
 import jax.numpy as jnp, optax
 import boostax
-from boostax.train.loop import fit
+from boostax.run.loop import fit
 
 step = boostax.make_train_step(lambda w, x: jnp.mean((x * w) ** 2), optax.sgd(0.1))
 result = fit(step, step.init(jnp.float32(1.0)), lambda call: jnp.ones(4), steps=3, limit=600.0)

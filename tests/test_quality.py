@@ -5,7 +5,7 @@ import optax
 import pytest
 
 import boostax
-from boostax.workloads import DigitsConfig, TextConfig, digits, text
+from boostax.run.workloads import DigitsConfig, TextConfig, digits, text
 
 
 def train(workload, scaler, steps, seed, learning_rate=2e-3):

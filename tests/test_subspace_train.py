@@ -14,8 +14,8 @@ from jax.sharding import PartitionSpec as P
 
 import boostax
 from boostax._core import costs
+from boostax.run.checkpoint import Checkpointer
 from boostax.subspace.components import project
-from boostax.train.checkpoint import Checkpointer
 
 ROWS, WIDTH = 24, 10
 

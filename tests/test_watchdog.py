@@ -14,9 +14,9 @@ import time
 import pytest
 
 import boostax
-from boostax.cluster.board import Standing
-from boostax.cluster.verdict import View, conclude, report
-from boostax.cluster.watchdog import Watchdog
+from boostax.run.cluster.board import Standing
+from boostax.run.cluster.verdict import View, conclude, report
+from boostax.run.cluster.watchdog import Watchdog
 
 LIMIT = 10.0
 PATIENCE = 60.0
@@ -387,7 +387,7 @@ def test_an_error_meanwhile_waits_for_the_exit():
 
 HANGING = """
 import sys, time
-from boostax.cluster.watchdog import Watchdog
+from boostax.run.cluster.watchdog import Watchdog
 
 def load_the_next_batch():
     time.sleep(600)
@@ -432,8 +432,8 @@ def test_a_process_alone_that_hangs_ends_with_a_message():
 WORKER = """
 import os, sys, threading, time
 import jax, jax.numpy as jnp
-from boostax.cluster.board import service_board
-from boostax.cluster.watchdog import Watchdog
+from boostax.run.cluster.board import service_board
+from boostax.run.cluster.watchdog import Watchdog
 
 address, rank, stuck = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
 jax.distributed.initialize(address, 2, rank)

@@ -12,7 +12,7 @@ import numpy as np
 import optax
 import pytest
 
-from boostax.workloads import DigitsConfig, TextConfig, Workload, _corpus, _models, digits, text
+from boostax.run.workloads import DigitsConfig, TextConfig, Workload, _corpus, _models, digits, text
 
 SMALL_TEXT = TextConfig(
     max_chars=120_000, sequence_length=32, batch_size=16, width=32, depth=1, heads=2

@@ -22,8 +22,8 @@ from jax_lenet import loss_fn, to_batches, to_params  # noqa: E402
 
 import boostax  # noqa: E402
 from boostax._core import costs  # noqa: E402
-from boostax.cluster import initialize  # noqa: E402
 from boostax.inspect.costs import Place, traced  # noqa: E402
+from boostax.run.cluster import initialize  # noqa: E402
 
 AXIS = "data"
 

@@ -4,10 +4,10 @@ import dataclasses
 import math
 from typing import Any, Literal, NamedTuple
 
+from boostax._core.plain import plain
 from boostax.autoboost.build import Boost
 from boostax.autoboost.config import BoostConfig
 from boostax.inspect.tables import aligned, columns
-from boostax.train.writers import plain
 
 # The best first.
 Verdict = Literal["recommended", "baseline", "no difference", "not recommended", "refused"]

@@ -11,9 +11,9 @@ import numpy as np
 import optax
 
 import boostax
-from boostax.cluster import ending_at_once, initialize
-from boostax.train.checkpoint import Checkpointer
-from boostax.train.loop import fit
+from boostax.run.checkpoint import Checkpointer
+from boostax.run.cluster import ending_at_once, initialize
+from boostax.run.loop import fit
 
 BATCH = 48
 

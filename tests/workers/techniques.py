@@ -1,6 +1,6 @@
 """One process of several: trains a small model by every technique that communicates.
 
-Usage: techniques.py OUT DEVICES [NAME ...], with the variables that boostax.cluster.initialize
+Usage: techniques.py OUT DEVICES [NAME ...], with the variables that boostax.run.cluster.initialize
 reads; process 0 writes the params of each technique, or of those named, to OUT.
 """
 
@@ -13,8 +13,8 @@ import numpy as np
 import optax
 
 import boostax
-from boostax.cluster import ending_at_once, initialize
-from boostax.train.loop import fit
+from boostax.run.cluster import ending_at_once, initialize
+from boostax.run.loop import fit
 
 AXIS = "data"
 CALLS = 12

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from boostax.cluster.board import Standing
+from boostax.run.cluster.board import Standing
 
 # A run of a thousand would print a million lines.
 _ROWS = 32

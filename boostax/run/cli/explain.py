@@ -5,13 +5,13 @@ from typing import Any
 
 from rich.console import Console
 
-from boostax.cli.build import build, refusing, require_devices
-from boostax.cli.compare import grid
-from boostax.cli.recipe import Recipe
-from boostax.cli.train import plan_table
 from boostax.inspect.explain import explain as explain_step
 from boostax.inspect.tables import call_cells, part_cells
-from boostax.workloads import Workload
+from boostax.run.cli.build import build, refusing, require_devices
+from boostax.run.cli.compare import grid
+from boostax.run.cli.recipe import Recipe
+from boostax.run.cli.train import plan_table
+from boostax.run.workloads import Workload
 
 
 def explain(make_workload: Callable[[Any], Workload], task: Any, recipe: Recipe) -> None:

@@ -20,7 +20,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     given = list(sys.argv[1:] if argv is None else argv)
     if given[:1] == ["audit"]:
-        from boostax.cli.audit import main as audit
+        from boostax.run.cli.audit import main as audit
 
         return audit(given[1:])
 
@@ -32,6 +32,6 @@ def main(argv: Sequence[str] | None = None) -> int:
             file=sys.stderr,
         )
         return 1
-    from boostax.cli.commands import run
+    from boostax.run.cli.commands import run
 
     return run(given)

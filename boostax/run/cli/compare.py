@@ -17,13 +17,13 @@ from rich.table import Table
 
 import boostax
 from boostax._core import checks, costs
-from boostax.cli.build import AXIS, Built, Refusal, build, reduction, refusing, require_devices
-from boostax.cli.recipe import CODECS, ComparePlan, Recipe
+from boostax._core.plain import plain
 from boostax.inspect.break_even import BreakEven, break_even
 from boostax.inspect.tables import Cells, columns
-from boostax.train.loop import fit
-from boostax.train.writers import plain
-from boostax.workloads import Workload
+from boostax.run.cli.build import AXIS, Built, Refusal, build, reduction, refusing, require_devices
+from boostax.run.cli.recipe import CODECS, ComparePlan, Recipe
+from boostax.run.loop import fit
+from boostax.run.workloads import Workload
 
 MakeWorkload = Callable[[Any], Workload]
 
@@ -248,7 +248,7 @@ def _write(
     report: dict[str, dict[str, Any]],
     runs: dict[str, list[dict[str, Any]]],
 ) -> None:
-    from boostax.cli.plot import plot_comparison
+    from boostax.run.cli.plot import plot_comparison
 
     record = {
         "workload": name,

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 
 from boostax._core import checks
 
-with checks.needing("boostax.workloads", "Flax", "workloads"):
+with checks.needing("boostax.run.workloads", "Flax", "workloads"):
     import flax.linen as nn
 
 

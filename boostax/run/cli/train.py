@@ -18,7 +18,10 @@ from rich.table import Table
 import boostax
 from boostax._core import checks
 from boostax._core.groups import group_count
-from boostax.cli.build import (
+from boostax.freeze.plateau import FreezeOnPlateau
+from boostax.freeze.scheduled import ScheduledFreeze
+from boostax.run.checkpoint import Checkpointer
+from boostax.run.cli.build import (
     Built,
     Refusal,
     build,
@@ -27,16 +30,13 @@ from boostax.cli.build import (
     refusing,
     require_devices,
 )
-from boostax.cli.compare import counted
-from boostax.cli.finish import Finish, finish, finish_steps, show
-from boostax.cli.recipe import CODECS, Recipe, RunOptions
-from boostax.cluster.start import Processes, initialize
-from boostax.freeze.plateau import FreezeOnPlateau
-from boostax.freeze.scheduled import ScheduledFreeze
-from boostax.train.checkpoint import Checkpointer
-from boostax.train.loop import FitResult, fit
-from boostax.train.writers import JsonLines, Progress, TensorBoard, Writer
-from boostax.workloads import Workload
+from boostax.run.cli.compare import counted
+from boostax.run.cli.finish import Finish, finish, finish_steps, show
+from boostax.run.cli.recipe import CODECS, Recipe, RunOptions
+from boostax.run.cluster.start import Processes, initialize
+from boostax.run.loop import FitResult, fit
+from boostax.run.workloads import Workload
+from boostax.run.writers import JsonLines, Progress, TensorBoard, Writer
 
 # What of a task's configuration only says how it is judged.
 _JUDGING = frozenset(("eval_batches",))
@@ -252,7 +252,7 @@ def _finish(
     seconds: float,
     finished: Finish | None,
 ) -> None:
-    from boostax.cli.plot import plot_run
+    from boostax.run.cli.plot import plot_run
 
     rows = JsonLines.read(output / "metrics.jsonl")
     # A run that was killed between its end and its finish has no calls of its own.

@@ -6,14 +6,14 @@ from typing import Annotated, Any
 
 import tyro
 
-from boostax.cli.build import Refusal, refusing
-from boostax.cli.compare import compare
-from boostax.cli.explain import explain
-from boostax.cli.recipe import ComparePlan, Recipe, RunOptions
-from boostax.cli.train import train
-from boostax.cluster.end import ending_at_once, say
-from boostax.cluster.launch import launch
-from boostax.workloads import DigitsConfig, TextConfig, digits, text
+from boostax.run.cli.build import Refusal, refusing
+from boostax.run.cli.compare import compare
+from boostax.run.cli.explain import explain
+from boostax.run.cli.recipe import ComparePlan, Recipe, RunOptions
+from boostax.run.cli.train import train
+from boostax.run.cluster.end import ending_at_once, say
+from boostax.run.cluster.launch import launch
+from boostax.run.workloads import DigitsConfig, TextConfig, digits, text
 
 
 @dataclass(frozen=True)
@@ -172,7 +172,7 @@ def _launch(command: Launch, words: list[str]) -> int:
     own = words[0] in ("train", "compare", "explain")
     with refusing():
         return launch(
-            [sys.executable, "-m", "boostax.cli", *words] if own else words,
+            [sys.executable, "-m", "boostax.run.cli", *words] if own else words,
             command.processes,
             port=command.port,
             grace=command.grace,

@@ -8,9 +8,9 @@ import numpy as np
 
 from boostax._core import checks
 from boostax.accumulate.aux import Aux
-from boostax.workloads import _corpus
-from boostax.workloads._models import CharacterTransformer, compute_dtype, initial
-from boostax.workloads._workload import (
+from boostax.run.workloads import _corpus
+from boostax.run.workloads._models import CharacterTransformer, compute_dtype, initial
+from boostax.run.workloads._workload import (
     PyTree,
     Rows,
     Workload,

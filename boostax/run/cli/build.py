@@ -12,10 +12,10 @@ import optax
 import boostax
 from boostax._core import checks
 from boostax.autoboost.reduction import vectors
-from boostax.cli.finish import check_finish, recorder
-from boostax.cli.freezing import check_freezing, freeze_by_schedule, layer_groups, signal
-from boostax.cli.recipe import CODECS, Recipe
-from boostax.workloads import Workload
+from boostax.run.cli.finish import check_finish, recorder
+from boostax.run.cli.freezing import check_freezing, freeze_by_schedule, layer_groups, signal
+from boostax.run.cli.recipe import CODECS, Recipe
+from boostax.run.workloads import Workload
 
 AXIS = "data"
 

@@ -3,8 +3,8 @@
 They need Flax and scikit-learn: ``pip install 'boostax[workloads]'``.
 """
 
-from boostax.workloads._workload import Workload
-from boostax.workloads.digits import DigitsConfig, digits
-from boostax.workloads.text import TextConfig, text
+from boostax.run.workloads._workload import Workload
+from boostax.run.workloads.digits import DigitsConfig, digits
+from boostax.run.workloads.text import TextConfig, text
 
 __all__ = ["DigitsConfig", "TextConfig", "Workload", "digits", "text"]

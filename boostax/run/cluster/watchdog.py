@@ -11,8 +11,8 @@ from types import TracebackType
 from typing import Any, Self, TextIO
 
 from boostax._core import checks
-from boostax.cluster.board import Board, Peers, Standing
-from boostax.cluster.verdict import View, report
+from boostax.run.cluster.board import Board, Peers, Standing
+from boostax.run.cluster.verdict import View, report
 
 # How long one that gives up waits for the others to write their messages: once it is gone, JAX
 # aborts them. The last of them is rank 0, which keeps the service.
@@ -51,7 +51,7 @@ class Watchdog:
         none.
 
     Example:
-      >>> from boostax.cluster.watchdog import Watchdog
+      >>> from boostax.run.cluster.watchdog import Watchdog
       >>> with Watchdog(limit=600.0) as watchdog:
       ...     for step in (1, 2):
       ...         watchdog.begin(step)

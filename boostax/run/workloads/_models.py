@@ -13,9 +13,9 @@ import jax
 import jax.numpy as jnp
 
 from boostax._core import checks
-from boostax.workloads._resnet import convolution, norm
+from boostax.run.workloads._resnet import convolution, norm
 
-with checks.needing("boostax.workloads", "Flax", "workloads"):
+with checks.needing("boostax.run.workloads", "Flax", "workloads"):
     import flax.linen as nn
 
 _COMPUTE_DTYPES = ("float32", "float16", "bfloat16")

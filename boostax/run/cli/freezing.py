@@ -10,9 +10,9 @@ import optax
 import boostax
 from boostax._core import checks
 from boostax._core.groups import group_count
-from boostax.cli.recipe import Recipe
 from boostax.freeze.scheduled import ScheduledFreeze
-from boostax.workloads import Workload
+from boostax.run.cli.recipe import Recipe
+from boostax.run.workloads import Workload
 
 PyTree = Any
 _GROUPS = 4

@@ -13,7 +13,7 @@ from contextlib import suppress
 from typing import Any
 
 from boostax._core import checks
-from boostax._core.signals import handled
+from boostax.run.signals import handled
 
 _POLL = 0.02
 _LAST_WORDS = 5.0
@@ -68,7 +68,7 @@ def launch(
       ValueError, TypeError: for a program that is not there, or numbers out of range.
 
     Example:
-      >>> from boostax.cluster.launch import launch
+      >>> from boostax.run.cluster.launch import launch
       >>> launch(["sh", "-c", 'test "$JAX_NUM_PROCESSES" = 2'], processes=2)
       0
 

@@ -8,9 +8,15 @@ import numpy as np
 
 from boostax._core import checks
 from boostax.accumulate.aux import Aux
-from boostax.workloads._models import DigitsConv, DigitsMLP, DigitsSigmoid, compute_dtype, initial
-from boostax.workloads._resnet import DigitsResNet
-from boostax.workloads._workload import (
+from boostax.run.workloads._models import (
+    DigitsConv,
+    DigitsMLP,
+    DigitsSigmoid,
+    compute_dtype,
+    initial,
+)
+from boostax.run.workloads._resnet import DigitsResNet
+from boostax.run.workloads._workload import (
     PyTree,
     Rows,
     Workload,
@@ -144,7 +150,7 @@ def digits(config: DigitsConfig = DigitsConfig()) -> Workload:
 
 
 def _load() -> tuple[Array, Array]:
-    with checks.needing("boostax.workloads.digits", "scikit-learn", "workloads"):
+    with checks.needing("boostax.run.workloads.digits", "scikit-learn", "workloads"):
         from sklearn.datasets import load_digits
     data: Any = load_digits()
     images = (data.images / 16).astype(np.float32)[..., None]

@@ -13,8 +13,8 @@ from rich.table import Table
 import boostax
 from boostax._core import checks
 from boostax._core.place import here, place
-from boostax.cli.recipe import Recipe
-from boostax.workloads import Workload
+from boostax.run.cli.recipe import Recipe
+from boostax.run.workloads import Workload
 
 PyTree = Any
 _STEPS, _COMPONENTS, _BATCHES, _JUDGED = 10, 20, 8, 16

@@ -1,8 +1,0 @@
-"""``python -m boostax.cli``."""
-
-import sys
-
-from boostax.cli import main
-
-if __name__ == "__main__":
-    sys.exit(main())

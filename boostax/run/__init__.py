@@ -1,0 +1,4 @@
+"""What trains, apart from what transforms: the loop, checkpoints, clusters, workloads, the command.
+
+No transformation and no train step imports from here.
+"""

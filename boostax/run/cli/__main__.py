@@ -1,0 +1,8 @@
+"""``python -m boostax.run.cli``."""
+
+import sys
+
+from boostax.run.cli import main
+
+if __name__ == "__main__":
+    sys.exit(main())
