@@ -2,7 +2,6 @@
 
 import contextlib
 import dataclasses
-import math
 from collections.abc import Generator
 from typing import Any
 
@@ -10,11 +9,9 @@ import jax
 import optax
 
 import boostax
-from boostax._core import checks
 from boostax.autoboost.reduction import vectors
-from boostax.run.cli.finish import check_finish, recorder
-from boostax.run.cli.freezing import check_freezing, freeze_by_schedule, layer_groups, signal
-from boostax.run.cli.recipe import CODECS, Recipe
+from boostax.run.cli.freezing import freeze_by_schedule, layer_groups, signal
+from boostax.run.cli.recipe import Recipe, check
 from boostax.run.workloads import Workload
 
 AXIS = "data"
@@ -35,11 +32,10 @@ def refusing() -> Generator[None]:
 
 @dataclasses.dataclass(frozen=True)
 class Built:
-    """A train step and what came in: ``init(seed)`` makes its first state."""
+    """A workload and the train step of a recipe for it."""
 
     workload: Workload
     step: boostax.TrainStep
-    optimizer_steps: int
 
     def init(self, seed: int) -> boostax.TrainState:
         """The first state; parameters and the key of the step come from ``seed``."""
@@ -62,7 +58,6 @@ def require_devices(count: int, processes: int = 1) -> int:
     Raises:
       ValueError: if there are fewer, or the processes cannot have equally many.
     """
-    checks.positive_int("boostax", "--devices", count, "1 trains on a single device.")
     if processes > 1 and count == 1:
         return len(jax.devices())
     if count % processes:
@@ -97,28 +92,20 @@ def _devices(count: int) -> list[Any]:
 
 def build(workload: Workload, recipe: Recipe) -> Built:
     """The train step of a recipe; raises ValueError or TypeError where it makes no sense."""
-    _check(workload, recipe)
+    check(recipe)
+    _check_devices(workload, recipe)
+    axis = AXIS if recipe.devices > 1 else None
     mesh = None
-    axis = None
-    if recipe.devices > 1:
-        axis = AXIS
-        mesh = jax.make_mesh(
-            (recipe.devices,),
-            (axis,),
-            (jax.sharding.AxisType.Auto,),
-            devices=_devices(recipe.devices),
-        )
-    optimizer_steps = math.ceil(recipe.steps / recipe.accumulate)
+    if axis is not None:
+        auto, devices = (jax.sharding.AxisType.Auto,), _devices(recipe.devices)
+        mesh = jax.make_mesh((recipe.devices,), (axis,), auto, devices=devices)
     groups = None if recipe.freeze == "none" else layer_groups(workload, recipe)
-    tx = _optimizer(recipe, optimizer_steps, groups)
+    tx = _optimizer(recipe, groups)
     if recipe.accumulate > 1:
         tx = boostax.accumulate(tx, every=recipe.accumulate, axis_name=axis)
-    if recipe.loss_scale == "dynamic":
-        tx = boostax.dynamic_loss_scale(tx, axis_name=axis)
-    elif recipe.loss_scale != "none":
-        tx = boostax.static_loss_scale(tx, recipe.loss_scale, axis_name=axis)
+    tx = scaled(tx, recipe, axis)
     if groups is not None:
-        tx = freeze_by_schedule(tx, groups, recipe, optimizer_steps)
+        tx = freeze_by_schedule(tx, groups, recipe)
     step = boostax.make_train_step(
         workload.loss_fn,
         tx,
@@ -127,23 +114,35 @@ def build(workload: Workload, recipe: Recipe) -> Built:
         microbatches=recipe.microbatches,
         has_aux=True,
     )
-    return Built(workload, step, optimizer_steps)
+    return Built(workload, step)
 
 
-def _optimizer(recipe: Recipe, optimizer_steps: int, groups: Any) -> optax.GradientTransformation:
-    warmup = max(1, optimizer_steps // 10)
+def scaled(
+    tx: optax.GradientTransformation, recipe: Recipe, axis: Any
+) -> optax.GradientTransformation:
+    """Inside the loss scaler that the recipe asks for, if any."""
+    if recipe.loss_scale == "none":
+        return tx
+    if recipe.loss_scale == "dynamic":
+        return boostax.dynamic_loss_scale(tx, axis_name=axis)
+    return boostax.static_loss_scale(tx, recipe.loss_scale, axis_name=axis)
+
+
+def _optimizer(recipe: Recipe, groups: Any) -> optax.GradientTransformation:
+    steps = recipe.optimizer_steps
+    warmup = max(1, steps // 10)
     # A schedule counts optimizer steps. The first is not at zero: it would be a step for nothing.
     schedule = optax.warmup_cosine_decay_schedule(
         init_value=recipe.learning_rate / (warmup + 1),
         peak_value=recipe.learning_rate,
         warmup_steps=warmup,
-        decay_steps=max(optimizer_steps, warmup + 1),
+        decay_steps=max(steps, warmup + 1),
         end_value=recipe.learning_rate / 10,
     )
+    path = [] if recipe.finish == "none" else [recorder(recipe)]
     parts: list[optax.GradientTransformation] = []
-    path = [] if recipe.finish == "none" else [recorder(recipe, optimizer_steps)]
     if recipe.freeze == "plateau":
-        parts.append(signal(groups, optimizer_steps))
+        parts.append(signal(groups, steps))
     if recipe.clip:
         parts.append(optax.clip_by_global_norm(recipe.clip))
     parts.append(optax.adamw(schedule, weight_decay=recipe.weight_decay, mask=_matrices))
@@ -155,15 +154,23 @@ def _optimizer(recipe: Recipe, optimizer_steps: int, groups: Any) -> optax.Gradi
     return optax.chain(*path, reduction(recipe), *parts)
 
 
+def recorder(recipe: Recipe) -> optax.GradientTransformation:
+    """For ``--finish``: one snapshot more than directions, over the second half of the run."""
+    steps = recipe.optimizer_steps
+    size = min(recipe.value("finish_components") + 1, steps // 2)
+    every = steps // 2 // size
+    return boostax.record_trajectory(size, every=every, start=steps - every * size)
+
+
 def reduction(recipe: Recipe) -> optax.GradientTransformation:
     """What makes one gradient of the devices' own; of adasum-delta, adasum."""
     match recipe.reduce:
         case "top-k":
-            return boostax.top_k_reduce(AXIS, density(recipe), dense=vectors)
+            return boostax.top_k_reduce(AXIS, recipe.value("density"), dense=vectors)
         case "threshold":
             return boostax.threshold_reduce(AXIS, 2.0, relative=True, dense=vectors)
         case "random-k":
-            return boostax.random_k_reduce(AXIS, density(recipe), dense=vectors)
+            return boostax.random_k_reduce(AXIS, recipe.value("density"), dense=vectors)
         case "int8":
             return boostax.int8_reduce(AXIS)
         case "int16":
@@ -172,21 +179,11 @@ def reduction(recipe: Recipe) -> optax.GradientTransformation:
             # Everyone's bits to all are exact, but grow with the devices.
             return boostax.sign_reduce(AXIS, two_shot=recipe.devices > 4, dense=vectors)
         case "power-sgd":
-            return boostax.power_sgd_reduce(AXIS, rank(recipe))
+            return boostax.power_sgd_reduce(AXIS, recipe.value("rank"))
         case "mean":
             return boostax.all_reduce(AXIS, dtype=_wire(recipe))
         case "adasum" | "adasum-delta":
             return boostax.adasum(AXIS, wire_dtype=_wire(recipe))
-
-
-def density(recipe: Recipe) -> float:
-    """What ``--density`` is where nobody says."""
-    return 0.01 if recipe.density is None else recipe.density
-
-
-def rank(recipe: Recipe) -> int:
-    """What ``--rank`` is where nobody says."""
-    return 2 if recipe.rank is None else recipe.rank
 
 
 def _wire(recipe: Recipe) -> str | None:
@@ -197,26 +194,14 @@ def _matrices(params: Any) -> Any:
     return jax.tree.map(lambda leaf: leaf.ndim > 1, params)
 
 
-def _check(workload: Workload, recipe: Recipe) -> None:
-    for name, hint in (
-        ("steps", "It counts calls of the train step."),
-        ("accumulate", "1 takes an optimizer step at every call."),
-        ("microbatches", "1 passes each batch through the model as a whole."),
-    ):
-        checks.positive_int("boostax", f"--{name}", getattr(recipe, name), hint)
-    rate, hint = recipe.learning_rate, "0.002 is the default."
-    checks.number("boostax", "--learning-rate", rate, "greater than 0", lambda x: x > 0, hint)
-    for option, value in (("--weight-decay", recipe.weight_decay), ("--clip", recipe.clip)):
-        checks.number("boostax", option, value, "at least 0", lambda x: x >= 0, "0 turns it off.")
+def _check_devices(workload: Workload, recipe: Recipe) -> None:
     for name, alone in (("reduce", "mean"), ("wire", "float32")):
-        if recipe.devices == 1 and getattr(recipe, name) != alone:
+        value = getattr(recipe, name)
+        if recipe.devices == 1 and value != alone:
             raise ValueError(
-                f"boostax: --{name} must be {alone} on a single device, got "
-                f"{getattr(recipe, name)}. --devices 4 has gradients to reduce."
+                f"boostax: --{name} must be {alone} on a single device, got {value}. --devices 4 "
+                "has gradients to reduce."
             )
-    _check_reduction(recipe)
-    check_freezing(recipe)
-    check_finish(recipe, math.ceil(recipe.steps / recipe.accumulate))
     slices = recipe.devices * recipe.microbatches
     if workload.batch_size % slices:
         raise ValueError(
@@ -224,19 +209,3 @@ def _check(workload: Workload, recipe: Recipe) -> None:
             f"{recipe.devices} x {recipe.microbatches}, got {workload.batch_size}. "
             f"{slices * max(1, round(workload.batch_size / slices))} is the nearest that is."
         )
-
-
-def _check_reduction(recipe: Recipe) -> None:
-    if recipe.wire != "float32" and recipe.reduce in CODECS:
-        raise ValueError(
-            f"boostax: --wire must be float32 with --reduce {recipe.reduce}, got {recipe.wire}. "
-            f"{recipe.reduce} decides itself what travels."
-        )
-    for name, users in (("density", ("top-k", "random-k")), ("rank", ("power-sgd",))):
-        if recipe.reduce not in users:
-            allowed = f"left out with --reduce {recipe.reduce}"
-            hint = f"It is for --reduce {' and '.join(users)}."
-            checks.absent("boostax", f"--{name}", getattr(recipe, name), allowed, hint)
-    share, hint = density(recipe), "0.01 sends one entry in a hundred."
-    checks.number("boostax", "--density", share, "in (0, 1]", lambda x: 0 < x <= 1, hint)
-    checks.positive_int("boostax", "--rank", rank(recipe), "1, 2 or 4 are usual.")

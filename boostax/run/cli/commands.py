@@ -9,7 +9,7 @@ import tyro
 from boostax.run.cli.build import Refusal, refusing
 from boostax.run.cli.compare import compare
 from boostax.run.cli.explain import explain
-from boostax.run.cli.recipe import ComparePlan, Recipe, RunOptions
+from boostax.run.cli.recipe import ComparePlan, Recipe, RunOptions, check
 from boostax.run.cli.train import train
 from boostax.run.cluster.end import ending_at_once, say
 from boostax.run.cluster.launch import launch
@@ -181,6 +181,9 @@ def _launch(command: Launch, words: list[str]) -> int:
 
 def _dispatch(asked: Any, argv: list[str]) -> None:
     make = text if isinstance(asked.task, TextConfig) else digits
+    with refusing():
+        for options in vars(asked).values():
+            check(options)
     if isinstance(asked, (TrainText, TrainDigits)):
         train(make, asked.task, asked.recipe, asked.run, argv)
     elif isinstance(asked, (CompareText, CompareDigits)):

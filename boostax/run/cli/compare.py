@@ -1,7 +1,6 @@
 """``boostax compare``: the same workload with and without each technique, side by side."""
 
 import dataclasses
-import json
 import math
 import pathlib
 import statistics
@@ -11,17 +10,15 @@ from typing import Any
 
 import jax
 import numpy as np
-import rich.box
 from rich.console import Console
 from rich.table import Table
 
-import boostax
-from boostax._core import checks, costs
-from boostax._core.plain import plain
-from boostax.inspect.break_even import BreakEven, break_even
+from boostax._core import costs
+from boostax.inspect.break_even import break_even
 from boostax.inspect.tables import Cells, columns
 from boostax.run.cli.build import AXIS, Built, Refusal, build, reduction, refusing, require_devices
-from boostax.run.cli.recipe import CODECS, ComparePlan, Recipe
+from boostax.run.cli.recipe import CODECS, ComparePlan, Optimization, Recipe
+from boostax.run.cli.report import counted, grid, save, size
 from boostax.run.loop import fit
 from boostax.run.workloads import Workload
 
@@ -55,30 +52,38 @@ def compare(make_workload: MakeWorkload, task: Any, plan: ComparePlan) -> None:
     """Run every variant with every seed and report."""
     console = Console(highlight=False)
     with refusing():
-        checks.positive_int("boostax", "--seeds", plan.seeds, "2 shows how much runs differ.")
         require_devices(plan.devices)
         variants = _variants(task, plan)
         built = {v.name: _build(make_workload, task, plan, v) for v in variants}
-        name = next(iter(built.values())).workload.name
-        output = plan.output or pathlib.Path("runs") / f"compare-{name}"
+        workload = built[variants[0].name].workload
+        output = plan.output or pathlib.Path("runs") / f"compare-{workload.name}"
         output.mkdir(parents=True, exist_ok=True)
-    console.print(f"{name}: {built[variants[0].name].workload.summary}")
+    console.print(f"{workload.name}: {workload.summary}")
     runs: dict[str, list[dict[str, Any]]] = {v.name: [] for v in variants}
     # Seeds outside, so that what else the machine does falls on all variants alike.
     for seed in range(task.seed, task.seed + plan.seeds):
         for variant in variants:
             console.print(f"  seed {seed}: {variant.name} ...")
-            workload = make_workload(dataclasses.replace(task, seed=seed, dtype=variant.dtype))
-            runs[variant.name].append(_run(built[variant.name], workload, plan, variant, seed))
-    costs_of = {v.name: _costs(built[v.name], v, task.seed) for v in variants}
-    report = {v.name: _summarize(runs[v.name], costs_of[v.name]) for v in variants}
+            seeded = make_workload(dataclasses.replace(task, seed=seed, dtype=variant.dtype))
+            runs[variant.name].append(_run(built[variant.name], seeded, plan, variant, seed))
+    report = {v.name: _summary(runs[v.name], built[v.name], v, task.seed) for v in variants}
     console.print(_table(report, plan))
     if plan.reduce in CODECS:
         # Params, and with them gradients, are of the same shape in all variants.
-        verdict = _break_even(built[variants[0].name], plan)
+        params = jax.eval_shape(workload.init, jax.random.key(0))[0]
+        sent = reduction(_recipe(plan, variants[0]))
+        verdict = break_even(sent, params, plan.devices, axis_name=AXIS)
         console.print(f"{plan.reduce} {verdict}", soft_wrap=True)
         report = {name: row | {"pays_below": verdict.bandwidth} for name, row in report.items()}
-    _write(output, name, task, plan, report, runs)
+    record = {
+        "workload": workload.name,
+        "task": dataclasses.asdict(task),
+        "plan": dataclasses.asdict(plan) | {"output": str(output)},
+        "variants": report,
+        "runs": runs,
+    }
+    save(record, output / "compare.json")
+    _plot(output, workload.name, plan, report, runs)
     console.print(f"plot: {output / 'compare.png'}", soft_wrap=True)
     console.print(f"numbers: {output / 'compare.json'}", soft_wrap=True)
 
@@ -96,18 +101,9 @@ def _variants(task: Any, plan: ComparePlan) -> list[Variant]:
 
 
 def _recipe(plan: ComparePlan, variant: Variant) -> Recipe:
-    return Recipe(
-        steps=plan.steps * variant.parts,
-        learning_rate=plan.learning_rate,
-        weight_decay=plan.weight_decay,
-        clip=plan.clip,
-        loss_scale=variant.loss_scale,
-        accumulate=variant.parts,
-        devices=plan.devices,
-        reduce=plan.reduce,
-        density=plan.density,
-        rank=plan.rank,
-    )
+    common = {each.name: getattr(plan, each.name) for each in dataclasses.fields(Optimization)}
+    steps, scale = plan.steps * variant.parts, variant.loss_scale
+    return Recipe(**common, steps=steps, loss_scale=scale, accumulate=variant.parts)
 
 
 def _build(make_workload: MakeWorkload, task: Any, plan: ComparePlan, variant: Variant) -> Built:
@@ -124,11 +120,9 @@ def _build(make_workload: MakeWorkload, task: Any, plan: ComparePlan, variant: V
 def _part(workload: Workload, parts: int, index: int) -> Any:
     """The ``index``-th call's batch: one part of a whole batch."""
     whole, part = divmod(index, parts)
-    size = workload.batch_size // parts
-    return {
-        name: array[part * size : (part + 1) * size]
-        for name, array in workload.batch(whole).items()
-    }
+    length = workload.batch_size // parts
+    rows = slice(part * length, (part + 1) * length)
+    return {name: array[rows] for name, array in workload.batch(whole).items()}
 
 
 def _run(
@@ -165,28 +159,16 @@ def _run(
     }
 
 
-def _costs(built: Built, variant: Variant, seed: int) -> dict[str, float]:
-    state = built.init(seed)
-    batch = _part(built.workload, variant.parts, 0)
+def _summary(
+    runs: list[dict[str, Any]], built: Built, variant: Variant, seed: int
+) -> dict[str, Any]:
+    """What the runs of a variant come to, and what a call of its step costs."""
+    state, batch = built.init(seed), _part(built.workload, variant.parts, 0)
     memory = built.step.lower(state, batch).compile().memory_analysis()
     found = costs.collectives(built.step.jaxpr(state, batch))
     # What stands in a branch is sent once per optimizer step, the rest at every call. Branches that
     # both send, such as the two sides of power-sgd, take turns.
     each_call = costs.wire_bytes(found, conditional=False)
-    return {
-        "temporary_bytes": math.nan if memory is None else memory.temp_size_in_bytes,
-        "wire_bytes": variant.parts * each_call + costs.expected(found, conditional=True),
-    }
-
-
-def _break_even(built: Built, plan: ComparePlan) -> BreakEven:
-    """Where the reduction pays, by its work on these devices."""
-    params = jax.eval_shape(built.workload.init, jax.random.key(0))[0]
-    recipe = Recipe(devices=plan.devices, reduce=plan.reduce, density=plan.density, rank=plan.rank)
-    return break_even(reduction(recipe), params, plan.devices, axis_name=AXIS)
-
-
-def _summarize(runs: list[dict[str, Any]], costs_of: dict[str, float]) -> dict[str, Any]:
     losses = [run["held_out_loss"] for run in runs]
     return {
         "held_out_loss": statistics.fmean(losses),
@@ -194,7 +176,8 @@ def _summarize(runs: list[dict[str, Any]], costs_of: dict[str, float]) -> dict[s
         "held_out_accuracy": statistics.fmean(run["held_out_accuracy"] for run in runs),
         "ms_per_step": statistics.median(run["ms_per_step"] for run in runs),
         "skipped": sum(run["skipped"] for run in runs),
-        **costs_of,
+        "temporary_bytes": math.nan if memory is None else memory.temp_size_in_bytes,
+        "wire_bytes": variant.parts * each_call + costs.expected(found, conditional=True),
     }
 
 
@@ -203,7 +186,7 @@ def _table(report: dict[str, dict[str, Any]], plan: ComparePlan) -> Table:
     for name, row in report.items():
         loss, spread = row["held_out_loss"], row["held_out_loss_spread"]
         judged = f"{loss:.4f} ± {spread / 2:.4f}" if math.isfinite(loss) else "diverged"
-        costs = f"{row['ms_per_step']:.3g}", _size(row["temporary_bytes"]), _size(row["wire_bytes"])
+        costs = f"{row['ms_per_step']:.3g}", size(row["temporary_bytes"]), size(row["wire_bytes"])
         cells.append((name, judged, f"{row['held_out_accuracy']:.1%}", *costs, str(row["skipped"])))
     counts = {"optimizer step": plan.steps, "seed": plan.seeds, "device": plan.devices}
     return grid(
@@ -215,60 +198,26 @@ def _table(report: dict[str, dict[str, Any]], plan: ComparePlan) -> Table:
     )
 
 
-def grid(cells: Cells, left: int = 0, **look: Any) -> Table:
-    """Cells under their headings: to the right, but for the first ``left`` columns."""
-    headings, *rows = cells
-    table = Table(box=rich.box.SIMPLE_HEAD, padding=(0, 0, 0, 1), **look)
-    for i, heading in enumerate(headings):
-        wraps = heading == "collectives"
-        table.add_column(heading, justify="left" if i < left else "right", no_wrap=not wraps)
-    for row in rows:
-        table.add_row(*row)
-    return table
-
-
-def counted(count: int, what: str) -> str:
-    """``1 seed``, ``2 seeds``."""
-    return f"{count} {what}" + ("" if count == 1 else "s")
-
-
-def _size(count: float) -> str:
-    for unit in ("B", "kB", "MB"):
-        if count < 1000:
-            return f"{count:.3g} {unit}"
-        count /= 1000
-    return f"{count:.3g} GB"
-
-
-def _write(
+def _plot(
     output: pathlib.Path,
     name: str,
-    task: Any,
     plan: ComparePlan,
     report: dict[str, dict[str, Any]],
     runs: dict[str, list[dict[str, Any]]],
 ) -> None:
     from boostax.run.cli.plot import plot_comparison
 
-    record = {
-        "workload": name,
-        "task": dataclasses.asdict(task),
-        "plan": dataclasses.asdict(plan) | {"output": str(output)},
-        "device": jax.devices()[0].device_kind,
-        "versions": {"boostax": boostax.__version__, "jax": jax.__version__},
-        "variants": report,
-        "runs": runs,
-    }
-    (output / "compare.json").write_text(json.dumps(plain(record), indent=1) + "\n")
     curves = {name: (_mean(of, "training"), _mean(of, "held_out")) for name, of in runs.items()}
-    bars = {
-        "ms per step": {name: row["ms_per_step"] for name, row in report.items()},
-        "temporary memory, MB": {n: row["temporary_bytes"] / 1e6 for n, row in report.items()},
+    measures = {
+        "ms per step": ("ms_per_step", 1.0),
+        "temporary memory, MB": ("temporary_bytes", 1e6),
     }
     if plan.devices > 1:
-        bars["sent per step and device, MB"] = {
-            name: row["wire_bytes"] / 1e6 for name, row in report.items()
-        }
+        measures["sent per step and device, MB"] = ("wire_bytes", 1e6)
+    bars = {
+        title: {variant: row[field] / unit for variant, row in report.items()}
+        for title, (field, unit) in measures.items()
+    }
     title = f"{name}, {counted(plan.seeds, 'seed')}"
     plot_comparison(curves, bars, output / "compare.png", title)
 

@@ -6,18 +6,18 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 from rich.console import Console
-from rich.table import Table
 
 import boostax
-from boostax._core import checks
 from boostax._core.place import here, place
+from boostax.inspect.tables import Cells
+from boostax.run.cli.build import scaled
 from boostax.run.cli.recipe import Recipe
+from boostax.run.cli.report import grid
 from boostax.run.workloads import Workload
 
 PyTree = Any
-_STEPS, _COMPONENTS, _BATCHES, _JUDGED = 10, 20, 8, 16
+_BATCHES, _JUDGED = 8, 16
 
 
 class Finish(NamedTuple):
@@ -32,64 +32,13 @@ class Finish(NamedTuple):
     report: dict[str, Any]
 
 
-def finish_steps(recipe: Recipe) -> int:
-    """How many steps follow the run."""
-    if recipe.finish == "none":
-        return 0
-    return _STEPS if recipe.finish_steps is None else recipe.finish_steps
-
-
-def _components(recipe: Recipe) -> int:
-    return _COMPONENTS if recipe.finish_components is None else recipe.finish_components
-
-
-def recorder(recipe: Recipe, optimizer_steps: int) -> optax.GradientTransformation:
-    """One snapshot more than directions, over the second half of the run."""
-    half = optimizer_steps // 2
-    size = min(_components(recipe) + 1, half)
-    every = half // size
-    return boostax.record_trajectory(size, every=every, start=optimizer_steps - every * size)
-
-
-def check_finish(recipe: Recipe, optimizer_steps: int) -> None:
-    """Refuse options of ``--finish`` that make no sense."""
-    off = recipe.finish == "none"
-    for option, value in (
-        ("--finish-steps", recipe.finish_steps),
-        ("--finish-components", recipe.finish_components),
-    ):
-        if off:
-            hint = "--finish dim_reduce takes quasi-Newton steps after the run."
-            checks.absent("boostax", option, value, "left out without --finish", hint)
-        elif value is not None:
-            hint = "10 steps in 20 directions are the default."
-            checks.positive_int("boostax", option, value, hint)
-    if off:
-        return
-    if recipe.freeze != "none":
-        raise ValueError(
-            "boostax: --finish must be none with --freeze, got dim_reduce. While layers stand "
-            "still the path of the params is not recorded."
-        )
-    if optimizer_steps < 8:
-        raise ValueError(
-            f"boostax: --steps must give at least 8 optimizer steps with --finish, got "
-            f"{optimizer_steps}. The second half of them is what the directions come from."
-        )
-
-
 def finish(
     workload: Workload, main: boostax.TrainStep, recipe: Recipe, state: boostax.TrainState
 ) -> Finish:
     """Go on from the last state of a run; each step takes eight batches as one."""
-    basis = _basis(state.opt_state, _components(recipe), main.common_params(state))
+    basis = _basis(state.opt_state, recipe.value("finish_components"), main.common_params(state))
     axis = main.names[0] if main.names else None
-    tx = boostax.dim_reduce(basis, axis_name=axis)
-    scale = recipe.loss_scale
-    if scale == "dynamic":
-        tx = boostax.dynamic_loss_scale(tx, axis_name=axis)
-    elif scale != "none":
-        tx = boostax.static_loss_scale(tx, scale, axis_name=axis)
+    tx = scaled(boostax.dim_reduce(basis, axis_name=axis), recipe, axis)
     step = boostax.make_train_step(
         workload.loss_fn,
         tx,
@@ -101,7 +50,7 @@ def finish(
     start = main.common_params(state)
     key = None if state.key is None else jax.random.fold_in(state.key, recipe.steps)
     begun = step.init(start, key=key, model_state=state.model_state)
-    if scale == "dynamic":
+    if recipe.loss_scale == "dynamic":
         # The one that the run has settled on, in a buffer of its own.
         settled = jax.tree.map(jnp.copy, boostax.loss_scale(state.opt_state))
         begun = begun._replace(opt_state=begun.opt_state._replace(scale=settled))
@@ -111,7 +60,7 @@ def finish(
     mean = jax.tree.map(lambda x, p: x.astype(p.dtype), basis.mean, start)
     report["mean_of_snapshots"] = judge(mean)
     rows: list[dict[str, float]] = []
-    for index in range(finish_steps(recipe)):
+    for index in range(recipe.value("finish_steps")):
         begun, metrics = step(begun, _batch(workload, step, recipe.steps + index * _BATCHES))
         rows.append({name: float(value) for name, value in metrics.items()})
     report |= {"after": judge(begun.params), "steps": rows}
@@ -127,20 +76,13 @@ def finish(
 
 def show(console: Console, report: dict[str, Any]) -> None:
     """The report as a table, and in a line what it says."""
-    table = Table(
-        title=f"finish: {len(report['steps'])} steps in {report['components']} directions"
-    )
-    for column in ("", "train loss", "held-out loss", "held-out accuracy"):
-        table.add_column(column, justify="left" if not column else "right")
+    cells: Cells = [("", "train loss", "held-out loss", "held-out accuracy")]
     for name in ("before", "mean_of_snapshots", "after"):
         row = report[name]
-        table.add_row(
-            name.replace("_", " "),
-            f"{row['train_loss']:.4f}",
-            f"{row['held_out_loss']:.4f}",
-            f"{row['held_out_accuracy']:.1%}",
-        )
-    console.print(table)
+        losses = f"{row['train_loss']:.4f}", f"{row['held_out_loss']:.4f}"
+        cells.append((name.replace("_", " "), *losses, f"{row['held_out_accuracy']:.1%}"))
+    title = f"finish: {len(report['steps'])} steps in {report['components']} directions"
+    console.print(grid(cells, left=1, title=title))
     last = report["steps"][-1]
     console.print(
         f"gradient in the span {last['subspace_energy']:.1%}, snapshots' variance "

@@ -1,35 +1,31 @@
-"""How a run trains (what changes its numbers), and how it is run (what does not)."""
+"""How a run trains (what changes its numbers), how it is run (what does not), what is refused."""
 
 import dataclasses
+import math
 import pathlib
-from typing import Literal
+from collections.abc import Callable
+from typing import Any, Literal, NamedTuple
 
+from boostax._core import checks
 from boostax.autoboost.reduction import Equal
 
 Reduction = Equal
-Freezing = Literal["none", "interval", "continuous", "progressive", "ramp", "plateau"]
 # Reductions that decide themselves what travels.
 CODECS = ("top-k", "threshold", "random-k", "int8", "int16", "sign", "power-sgd")
+# What options stand for that are left out, where something uses them.
+_DEFAULTS = {"density": 0.01, "rank": 2, "finish_steps": 10, "finish_components": 20}
 
 
 @dataclasses.dataclass(frozen=True)
-class Recipe:
-    """How to train. Everything here changes the numbers."""
+class Optimization:
+    """What a run and a comparison have in common."""
 
-    steps: int = 500
-    """Calls of the train step; each takes one batch."""
     learning_rate: float = 2e-3
     """Peak; warmed up over a tenth of the optimizer steps, then a cosine down to a tenth."""
     weight_decay: float = 0.01
     """Decoupled weight decay, on matrices only."""
     clip: float = 1.0
     """Largest global norm of the gradient; 0 turns clipping off."""
-    loss_scale: Literal["dynamic", "none"] | float = "dynamic"
-    """dynamic adapts and skips steps that overflow; a number is fixed; none is not for float16."""
-    accumulate: int = 1
-    """Calls averaged into one optimizer step: an effective batch that many times as large."""
-    microbatches: int = 1
-    """Slices of a batch passed through the model in turn: less memory for the same result."""
     devices: int = 1
     """Devices to split each batch over, of all processes together; 1 with several processes: all
     they have. On CPU they are emulated."""
@@ -40,9 +36,28 @@ class Recipe:
     """Share of the entries that top-k and random-k send; 0.01 by default."""
     rank: int | None = None
     """Rank of what power-sgd sends of each matrix; 2 by default."""
+
+    def value(self, name: str) -> Any:
+        """An option, or what it stands for where it is left out."""
+        given = getattr(self, name)
+        return _DEFAULTS[name] if given is None else given
+
+
+@dataclasses.dataclass(frozen=True)
+class Recipe(Optimization):
+    """How to train. Everything here changes the numbers."""
+
+    steps: int = 500
+    """Calls of the train step; each takes one batch."""
+    loss_scale: Literal["dynamic", "none"] | float = "dynamic"
+    """dynamic adapts and skips steps that overflow; a number is fixed; none is not for float16."""
+    accumulate: int = 1
+    """Calls averaged into one optimizer step: an effective batch that many times as large."""
+    microbatches: int = 1
+    """Slices of a batch passed through the model in turn: less memory for the same result."""
     wire: Literal["float32", "bfloat16", "float16"] = "float32"
     """Dtype in which gradients travel between the devices, for mean and adasum."""
-    freeze: Freezing = "none"
+    freeze: Literal["none", "interval", "continuous", "progressive", "ramp", "plateau"] = "none"
     """When the first layers stand still, which saves their backward pass: now and then, to a random
     depth (interval) or to each in turn (continuous); or for good, one after the other, at even
     distances (progressive), early ones sooner (ramp), or when their gradients settle (plateau)."""
@@ -60,6 +75,16 @@ class Recipe:
     """How many; 10 by default."""
     finish_components: int | None = None
     """Directions; 20 by default. The device holds one snapshot more of the params."""
+
+    @property
+    def optimizer_steps(self) -> int:
+        """Steps of the optimizer: the last window may be cut short."""
+        return math.ceil(self.steps / self.accumulate)
+
+    @property
+    def calls(self) -> int:
+        """Calls of the run and of what follows it."""
+        return self.steps + (self.value("finish_steps") if self.finish != "none" else 0)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -84,29 +109,132 @@ class RunOptions:
 
 
 @dataclasses.dataclass(frozen=True)
-class ComparePlan:
-    """What is the same for all variants, and how often they are run."""
+class ComparePlan(Optimization):
+    """What is the same for all variants, and how often they are run.
+
+    With several devices the bytes on the wire are counted; of a reduction that sends less, the
+    bandwidth below which it pays is measured.
+    """
 
     steps: int = 200
     """Optimizer steps of each run; each takes one batch, whole or in parts."""
     seeds: int = 2
     """Runs of each variant, from different initial parameters and with different batches."""
-    learning_rate: float = 2e-3
-    """Peak of the schedule."""
-    weight_decay: float = 0.01
-    """Decoupled weight decay, on matrices only."""
-    clip: float = 1.0
-    """Largest global norm of the gradient; 0 turns clipping off."""
     accumulate: int = 4
     """Parts into which the last variant cuts each batch, one call for each."""
-    devices: int = 1
-    """Devices to split each batch over; with more than one the bytes on the wire are counted."""
-    reduce: Reduction = "mean"
-    """How the devices' gradients become one. Of those from top-k on, which send less, the bandwidth
-    below which they pay is measured."""
-    density: float | None = None
-    """Share of the entries that top-k and random-k send; 0.01 by default."""
-    rank: int | None = None
-    """Rank of what power-sgd sends of each matrix; 2 by default."""
     output: pathlib.Path | None = None
     """Directory for the results; runs/compare-<workload> by default."""
+
+
+# What whole numbers from 1 on count.
+_COUNTS = {
+    "steps": "It counts calls of the train step.",
+    "seeds": "2 shows how much runs differ.",
+    "accumulate": "1 takes an optimizer step at every call.",
+    "microbatches": "1 passes each batch through the model as a whole.",
+    "devices": "1 trains on a single device.",
+    "rank": "1, 2 or 4 are usual.",
+    "finish_steps": "10 steps in 20 directions are the default.",
+    "finish_components": "10 steps in 20 directions are the default.",
+    "checkpoint_every": "It counts calls.",
+    "evaluate_every": "It counts calls.",
+}
+_Range = tuple[str, Callable[[float], bool], str]
+_RANGES: dict[str, _Range] = {
+    "learning_rate": ("greater than 0", lambda x: x > 0, "0.002 is the default."),
+    "weight_decay": ("at least 0", lambda x: x >= 0, "0 turns it off."),
+    "clip": ("at least 0", lambda x: x >= 0, "0 turns it off."),
+    "density": ("in (0, 1]", lambda x: 0 < x <= 1, "0.01 sends one entry in a hundred."),
+    "freeze_groups": ("at least 2", lambda x: x >= 2, "The last group always trains."),
+    "freeze_fraction": (
+        "in [0, 1)",
+        lambda x: 0 <= x < 1,
+        "0.3 freezes something on about 30% of the steps.",
+    ),
+    "step_limit": ("> 0", lambda x: x > 0, "It is several times what a call takes, in seconds."),
+}
+
+
+class _Belongs(NamedTuple):
+    """An option that only means something with some choices of another.
+
+    Attributes:
+      option: which.
+      other: of which option.
+      choices: with which it is used.
+      hint: what it is for.
+    """
+
+    option: str
+    other: str
+    choices: tuple[str, ...]
+    hint: str
+
+
+_SCHEDULED = ("interval", "continuous", "progressive", "ramp")
+_FREEZES = "--freeze interval freezes some of the layers on some of the steps."
+_FINISHES = "--finish dim_reduce takes quasi-Newton steps after the run."
+_SETTLES = "It freezes a group when its gradients have settled."
+_BELONGS = (
+    _Belongs("density", "reduce", ("top-k", "random-k"), "It is for --reduce top-k and random-k."),
+    _Belongs("rank", "reduce", ("power-sgd",), "It is for --reduce power-sgd."),
+    _Belongs("freeze_groups", "freeze", (*_SCHEDULED, "plateau"), _FREEZES),
+    _Belongs("freeze_fraction", "freeze", (*_SCHEDULED, "plateau"), _FREEZES),
+    _Belongs("freeze_fraction", "freeze", _SCHEDULED, _SETTLES),
+    _Belongs("finish_steps", "finish", ("dim_reduce",), _FINISHES),
+    _Belongs("finish_components", "finish", ("dim_reduce",), _FINISHES),
+)
+
+
+def check(options: Any) -> None:
+    """Refuse options that are out of range or do not go together.
+
+    Raises:
+      ValueError, TypeError: in the words of the command line.
+    """
+    given = {name: value for name, value in vars(options).items() if value is not None}
+    for rule in _BELONGS:
+        choice = given.get(rule.other)
+        if choice is not None and choice not in rule.choices:
+            without = choice == "none"
+            allowed = "left out without" if without else "left out with"
+            allowed += f" --{rule.other}" + ("" if without else f" {choice}")
+            value = given.get(rule.option)
+            checks.absent("boostax", flag(rule.option), value, allowed, rule.hint)
+    for name, value in given.items():
+        if name in _COUNTS:
+            checks.positive_int("boostax", flag(name), value, _COUNTS[name])
+        if name in _RANGES:
+            checks.number("boostax", flag(name), value, *_RANGES[name])
+    if isinstance(options, Recipe):
+        _check_together(options)
+
+
+def flag(name: str) -> str:
+    """What an option is called on the command line."""
+    return "--" + name.replace("_", "-")
+
+
+def _check_together(recipe: Recipe) -> None:
+    if recipe.wire != "float32" and recipe.reduce in CODECS:
+        raise ValueError(
+            f"boostax: --wire must be float32 with --reduce {recipe.reduce}, got {recipe.wire}. "
+            f"{recipe.reduce} decides itself what travels."
+        )
+    if recipe.freeze == "plateau" and recipe.reduce == "adasum-delta":
+        raise ValueError(
+            "boostax: --freeze must not be plateau with --reduce adasum-delta, got plateau. Its "
+            "gradients stay each device's own, and all must freeze alike; --reduce adasum does."
+        )
+    if recipe.finish == "none":
+        return
+    if recipe.freeze != "none":
+        raise ValueError(
+            "boostax: --finish must be none with --freeze, got dim_reduce. While layers stand "
+            "still the path of the params is not recorded."
+        )
+    if recipe.optimizer_steps < 8:
+        raise ValueError(
+            f"boostax: --steps must give at least 8 optimizer steps with --finish, got "
+            f"{recipe.optimizer_steps}. The second half of them is what the directions come from."
+        )

@@ -13,27 +13,15 @@ from typing import Any
 import jax
 import numpy as np
 from rich.console import Console
-from rich.table import Table
 
 import boostax
-from boostax._core import checks
-from boostax._core.groups import group_count
-from boostax.freeze.plateau import FreezeOnPlateau
 from boostax.freeze.scheduled import ScheduledFreeze
 from boostax.run.checkpoint import Checkpointer
-from boostax.run.cli.build import (
-    Built,
-    Refusal,
-    build,
-    density,
-    rank,
-    refusing,
-    require_devices,
-)
-from boostax.run.cli.compare import counted
-from boostax.run.cli.finish import Finish, finish, finish_steps, show
-from boostax.run.cli.recipe import CODECS, Recipe, RunOptions
-from boostax.run.cluster.start import Processes, initialize
+from boostax.run.cli.build import Built, Refusal, build, refusing, require_devices
+from boostax.run.cli.finish import Finish, finish, show
+from boostax.run.cli.recipe import Recipe, RunOptions
+from boostax.run.cli.report import counted, plan_table, save
+from boostax.run.cluster.start import initialize
 from boostax.run.loop import FitResult, fit
 from boostax.run.workloads import Workload
 from boostax.run.writers import JsonLines, Progress, TensorBoard, Writer
@@ -51,14 +39,6 @@ def train(
 ) -> None:
     """Train, or go on training, one workload; ``argv`` is what the user typed."""
     with refusing():
-        for name in ("checkpoint_every", "evaluate_every"):
-            option = "--" + name.replace("_", "-")
-            checks.positive_int("boostax", option, getattr(options, name), "It counts calls.")
-        if options.step_limit is not None:
-            hint = "It is several times what a call takes, in seconds."
-            checks.number(
-                "boostax", "--step-limit", options.step_limit, "> 0", lambda x: x > 0, hint
-            )
         processes = initialize(heartbeat=options.heartbeat)
         devices = require_devices(recipe.devices, processes.count)
         recipe = dataclasses.replace(recipe, devices=devices)
@@ -72,8 +52,7 @@ def train(
     with checkpointer:
         with refusing():
             start = _calls_done(checkpointer, options, output, numbers)
-            written = (output / "summary.json").exists()
-            if start == recipe.steps + finish_steps(recipe) and written:
+            if start == recipe.calls and (output / "summary.json").exists():
                 console.print(f"This run is finished: {start} calls done, results in {output}.")
                 console.print("Longer training needs a run of its own: other --steps, --output.")
                 return
@@ -87,11 +66,14 @@ def train(
         writers: list[Writer] = []
         if processes.first:
             with refusing():
-                writers = _writers(recipe, options, output, start, console)
+                writers.append(JsonLines(output / "metrics.jsonl", start=start))
+                if options.tensorboard:
+                    writers.append(TensorBoard(output / "tensorboard", start=start))
+                writers.append(Progress(recipe.steps, start=start, console=console))
         begun = time.monotonic()
-        meta = {"numbers": numbers}
-        finished = None
-        rows = built.step.rows(workload.batch_size)
+        meta, rows, finished = {"numbers": numbers}, built.step.rows(workload.batch_size), None
+        # A process alone keeps nobody waiting.
+        unlimited = options.step_limit is None and processes.count == 1
         try:
             result = fit(
                 built.step,
@@ -105,11 +87,11 @@ def train(
                 meta=meta,
                 evaluate=built.evaluate,
                 evaluate_every=options.evaluate_every,
-                limit=_limit(options, processes),
+                limit=None if unlimited else options.step_limit or 600.0,
             )
             if recipe.finish != "none" and not result.stopped_by:
                 finished = finish(workload, built.step, recipe, result.state)
-                checkpointer.save(recipe.steps + finish_steps(recipe), finished.state, meta)
+                checkpointer.save(recipe.calls, finished.state, meta)
                 result = dataclasses.replace(result, state=finished.state)
         finally:
             for writer in writers:
@@ -118,20 +100,12 @@ def train(
         again = shlex.join(["boostax", *_without(argv, "--resume"), "--resume"])
         console.print(f"Stopped by {result.stopped_by} after call {result.step}; state saved.")
         console.print(f"Go on with: {again}", soft_wrap=True)
-        return
-    if not processes.first:
-        return
-    seconds = time.monotonic() - begun
-    _finish(console, built, output, result, numbers, seconds, finished)
-    console.print("[bold]Next[/bold]")
-    for line in _next(built.workload.name, task, recipe, output, argv):
-        console.print(f"  {line}", soft_wrap=True)
-
-
-def _limit(options: RunOptions, processes: Processes) -> float | None:
-    """Seconds for a call. A process alone keeps nobody waiting."""
-    alone = options.step_limit is None and processes.count == 1
-    return None if alone else options.step_limit or 600.0
+    elif processes.first:
+        seconds = time.monotonic() - begun
+        _report(console, built, output, result, numbers, seconds, finished)
+        console.print("[bold]Next[/bold]")
+        for line in _next(built.workload.name, task, recipe, output, argv):
+            console.print(f"  {line}", soft_wrap=True)
 
 
 def _say_resharded(console: Console, was: int, now: int) -> None:
@@ -178,64 +152,6 @@ def _calls_done(
     return latest
 
 
-def _writers(
-    recipe: Recipe, options: RunOptions, output: pathlib.Path, start: int, console: Console
-) -> list[Writer]:
-    writers: list[Writer] = [JsonLines(output / "metrics.jsonl", start=start)]
-    if options.tensorboard:
-        writers.append(TensorBoard(output / "tensorboard", start=start))
-    return [*writers, Progress(recipe.steps, start=start, console=console)]
-
-
-def plan_table(built: Built, task: Any, recipe: Recipe, start: int = 0) -> Table:
-    """What is about to happen, in a row for each thing that a recipe decides."""
-    batch = built.workload.batch_size
-    scale = recipe.loss_scale
-    scale = scale if isinstance(scale, str) else f"{scale:g}, fixed"
-    one = f"{batch} per call"
-    table = Table(show_header=False, box=None, title=None, padding=(0, 2, 0, 0))
-    rows = {
-        "workload": f"{built.workload.name}: {built.workload.summary}",
-        "steps": f"{recipe.steps} calls, {built.optimizer_steps} optimizer steps"
-        + (f", resuming after call {start}" if start else ""),
-        "effective batch": f"{batch * recipe.accumulate}"
-        + (f" ({one}, {recipe.accumulate} calls accumulated)" if recipe.accumulate > 1 else ""),
-        "devices": f"{recipe.devices} x {jax.devices()[0].device_kind}"
-        + (f", {batch // recipe.devices} examples each" if recipe.devices > 1 else ""),
-        "reduction": _reduction(recipe),
-        "micro-batches": "off" if recipe.microbatches == 1 else f"{recipe.microbatches} per call",
-        "computes in": task.dtype,
-        "loss scale": "off" if scale == "none" else scale,
-        "freezing": _freezing(built),
-        "finish": f"{finish_steps(recipe)} steps" if recipe.finish != "none" else "none",
-    }
-    for name, value in rows.items():
-        table.add_row(f"[bold]{name}[/bold]", value)
-    return table
-
-
-def _reduction(recipe: Recipe) -> str:
-    if recipe.devices == 1:
-        return "none"
-    if recipe.reduce in ("top-k", "random-k"):
-        return f"{recipe.reduce}, {density(recipe):.3g} of the entries sent"
-    if recipe.reduce == "power-sgd":
-        return f"{recipe.reduce}, rank {rank(recipe)} sent"
-    return recipe.reduce if recipe.reduce in CODECS else f"{recipe.reduce}, {recipe.wire} sent"
-
-
-def _freezing(built: Built) -> str:
-    tx = built.step.tx
-    if not isinstance(tx, ScheduledFreeze):
-        return "off"
-    schedule, groups = tx.freezing.schedule, group_count(tx.freezing.groups)
-    if isinstance(schedule, FreezeOnPlateau):
-        looks = counted(schedule.every, "optimizer step")
-        return f"plateau, {groups} groups, a look every {looks}"
-    share = np.mean(schedule.depths(groups) > 0)
-    return f"{schedule.kind}, {groups} groups, on {share:.0%} of the optimizer steps"
-
-
 def _digest(params: Any) -> str:
     total = hashlib.sha256()
     for leaf in jax.tree.leaves(params):
@@ -243,7 +159,7 @@ def _digest(params: Any) -> str:
     return total.hexdigest()
 
 
-def _finish(
+def _report(
     console: Console,
     built: Built,
     output: pathlib.Path,
@@ -261,7 +177,6 @@ def _finish(
         last = last | {k: v for k, v in finished.report["after"].items() if k in last}
     skipped = int(last.get("skipped_steps", 0))
     plot_run(rows, output / "loss.png", built.workload.name)
-    held_out = {name: value for name, value in last.items() if name.startswith("held_out_")}
     frozen = _frozen(built.step, result)
     summary = {
         "configuration": numbers,
@@ -270,14 +185,12 @@ def _finish(
         "skipped_steps": skipped,
         "parameters": sum(leaf.size for leaf in jax.tree.leaves(result.state.params)),
         "params_sha256": _digest(result.state.params),
-        **held_out,
+        **{name: value for name, value in last.items() if name.startswith("held_out_")},
         **({"freeze": frozen} if frozen else {}),
         **({"finish": finished.report} if finished else {}),
         "seconds": seconds,
-        "device": jax.devices()[0].device_kind,
-        "versions": {"boostax": boostax.__version__, "jax": jax.__version__},
     }
-    (output / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
+    save(summary, output / "summary.json")
     if finished is not None:
         show(console, finished.report)
     console.print(
@@ -300,18 +213,18 @@ def _frozen(step: boostax.TrainStep, result: FitResult) -> dict[str, Any]:
 
 
 def _next(name: str, task: Any, recipe: Recipe, output: pathlib.Path, argv: list[str]) -> list[str]:
-    tries = [
-        (task.dtype == "float32", "--dtype", "float16"),
-        (recipe.accumulate == 1, "--accumulate", "4"),
-        (recipe.devices == 1, "--devices", "2"),
-    ]
+    """Commands that are worth a try after this one."""
+    tries = {
+        ("--dtype", "float16"): task.dtype == "float32",
+        ("--accumulate", "4"): recipe.accumulate == 1,
+        ("--devices", "2"): recipe.devices == 1,
+    }
     lines: list[str] = []
-    for sensible, option, value in tries:
-        if sensible:
-            other = f"{output}-{option.strip('-')}-{value}"
-            kept = _without(argv, "--resume", "--output", option)
-            lines.append(shlex.join(["boostax", *kept, option, value, "--output", other]))
-    return [*lines[:2], f"boostax compare {name}"]
+    for option, value in [words for words, sensible in tries.items() if sensible][:2]:
+        other = f"{output}-{option.strip('-')}-{value}"
+        kept = _without(argv, "--resume", "--output", option)
+        lines.append(shlex.join(["boostax", *kept, option, value, "--output", other]))
+    return [*lines, f"boostax compare {name}"]
 
 
 def _without(argv: list[str], *options: str) -> list[str]:
