@@ -18,14 +18,6 @@ from boostax.run.workloads._resnet import convolution, norm
 with checks.needing("boostax.run.workloads", "Flax", "workloads"):
     import flax.linen as nn
 
-_COMPUTE_DTYPES = ("float32", "float16", "bfloat16")
-
-
-def compute_dtype(who: str, name: str) -> jnp.dtype:
-    """The dtype called ``name``; raises ValueError on behalf of ``who`` for any other name."""
-    hint = "The model computes in it; parameters are float32 whatever it is."
-    return jnp.dtype(checks.choice(who, "dtype", name, _COMPUTE_DTYPES, hint))
-
 
 def initial(model: nn.Module, key: jax.Array, inputs: Any) -> dict[str, Any]:
     """What ``model.init`` returns, but the same whatever ``model.dtype`` is, and compiled."""

@@ -13,9 +13,12 @@ import optax
 from boostax._core import checks
 from boostax._core.place import here
 from boostax.accumulate.aux import Aux
+from boostax.run.workloads._models import initial
 
 PyTree = Any
 Rows = np.ndarray[Any, Any] | None
+
+_COMPUTE_DTYPES = ("float32", "float16", "bfloat16")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,19 +66,98 @@ def generator(seed: int, index: int) -> np.random.Generator:
     return np.random.Generator(np.random.Philox(key=np.array([seed, index], np.uint64)))
 
 
-def check_drawing(who: str, seed: Any, holdout: Any) -> None:
-    """Refuse what is no Philox key, and shares that leave nothing to train on or to judge by."""
+def checked(who: str, config: Any, counts: dict[str, str]) -> jnp.dtype:
+    """What the model of a configuration computes in; refuses what all configurations refuse.
+
+    Args:
+      who: the workload.
+      config: with ``dtype``, ``seed`` and ``holdout``.
+      counts: its fields that count something, each with a hint.
+    """
+    for name, hint in counts.items():
+        checks.positive_int(who, name, getattr(config, name), hint)
+    seed, hint = config.seed, "It selects the batches."
+    # What is no key of Philox.
     if not isinstance(seed, (int, np.integer)) or not 0 <= seed < 2**64:
-        hint = "It selects the batches."
         raise ValueError(checks.message(who, "seed", "an integer in [0, 2**64)", seed, hint))
     hint = "0.1 holds a tenth of the data out."
-    checks.number(who, "holdout", holdout, "in (0, 1)", lambda share: 0 < share < 1, hint)
+    checks.number(who, "holdout", config.holdout, "in (0, 1)", lambda share: 0 < share < 1, hint)
+    hint = "The model computes in it; parameters are float32 whatever it is."
+    return jnp.dtype(checks.choice(who, "dtype", config.dtype, _COMPUTE_DTYPES, hint))
 
 
-def parameter_count(init: Callable[[jax.Array], tuple[PyTree, PyTree | None]]) -> int:
-    """The number of trainable parameters, without computing any."""
-    params, _ = jax.eval_shape(init, jax.random.key(0))
-    return sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(params))
+def supervised(
+    name: str,
+    model: Any,
+    batch: Callable[..., PyTree],
+    held_out: dict[str, np.ndarray[Any, Any]],
+    batch_size: int,
+    sizes: str,
+    *,
+    dropout: bool = False,
+) -> Workload:
+    """The workload of a Flax model that maps inputs to logits.
+
+    Args:
+      name: of the workload.
+      model: ``model(inputs, train=False)`` gives logits; BatchNorm is all the state it may have.
+      batch: as in `Workload`.
+      held_out: the split to judge by.
+      batch_size: as in `Workload`.
+      sizes: of the splits, for the summary.
+      dropout: whether training draws.
+    """
+
+    def init(key: jax.Array) -> tuple[PyTree, PyTree | None]:
+        variables = initial(model, key, held_out["inputs"][:1])
+        params = variables.pop("params")
+        return params, variables or None
+
+    params, model_state = jax.eval_shape(init, jax.random.key(0))
+    stateful = model_state is not None
+    count = sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(params))
+
+    def variables(params: PyTree, model_state: PyTree | None) -> PyTree:
+        if stateful and model_state is None:
+            allowed = f"the BatchNorm statistics of {type(model).__name__}"
+            hint = "Pass on the second result of init, or the last Aux.model_state."
+            raise ValueError(checks.message(name, "model_state", allowed, None, hint))
+        return {"params": params, **(model_state if model_state and stateful else {})}
+
+    def loss_fn(
+        params: PyTree,
+        batch: PyTree,
+        *,
+        key: jax.Array | None = None,
+        model_state: PyTree | None = None,
+    ) -> tuple[jax.Array, Aux]:
+        if dropout and key is None:
+            hint = "Give the step a key, or set dropout to 0."
+            raise ValueError(checks.message(name, "key", "a key for dropout", key, hint))
+        rngs = {"dropout": key} if dropout else {}
+        logits, updated = model.apply(
+            variables(params, model_state),
+            batch["inputs"],
+            train=True,
+            mutable="batch_stats",
+            rngs=rngs,
+        )
+        losses, hits = cross_entropy(logits, batch["targets"])
+        aux = Aux(metrics={"accuracy": hits.mean()}, model_state=updated if stateful else None)
+        return losses.mean(), aux
+
+    def predict(params: PyTree, model_state: PyTree | None, inputs: jax.Array) -> jax.Array:
+        return model.apply(variables(params, model_state), inputs)
+
+    return Workload(
+        name=name,
+        init=init,
+        loss_fn=loss_fn,
+        batch=batch,
+        evaluate=evaluator(predict, held_out, batch_size),
+        batch_size=batch_size,
+        summary=f"{count:,} parameters, {sizes}",
+    )
 
 
 def evaluator(

@@ -3,35 +3,26 @@
 import dataclasses
 from typing import Any, Literal
 
-import jax
+import jax.numpy as jnp
 import numpy as np
 
 from boostax._core import checks
-from boostax.accumulate.aux import Aux
-from boostax.run.workloads._models import (
-    DigitsConv,
-    DigitsMLP,
-    DigitsSigmoid,
-    compute_dtype,
-    initial,
-)
+from boostax.run.workloads._models import DigitsConv, DigitsMLP, DigitsSigmoid
 from boostax.run.workloads._resnet import DigitsResNet
 from boostax.run.workloads._workload import (
     PyTree,
     Rows,
     Workload,
-    check_drawing,
-    cross_entropy,
-    evaluator,
+    checked,
     generator,
-    parameter_count,
+    supervised,
 )
 
 Array = np.ndarray[Any, Any]
 
 _MODELS = {"mlp": DigitsMLP, "conv": DigitsConv, "sigmoid": DigitsSigmoid, "resnet": DigitsResNet}
-# With BatchNorm, and what their width must be a multiple of.
-_STATEFUL = {"conv": 4, "resnet": 8}
+# What the width of convolutions must be a multiple of.
+_DIVISORS = {"conv": 4, "resnet": 8}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -82,39 +73,9 @@ def digits(config: DigitsConfig = DigitsConfig()) -> Workload:
     The images are a copy of the test set of E. Alpaydin and C. Kaynak, "Optical Recognition of
     Handwritten Digits", UCI Machine Learning Repository (1998).
     """
-    dtype = compute_dtype("digits", config.dtype)
-    _check(config)
+    dtype = _checked(config)
     images, labels = _load()
     training, held_out = _split(labels, config.holdout)
-    stateful = config.model in _STATEFUL
-    model = _MODELS[config.model](config.width, dtype)
-
-    def init(key: jax.Array) -> tuple[PyTree, PyTree | None]:
-        variables = dict(initial(model, key, images[:1]))
-        params = variables.pop("params")
-        return params, variables or None
-
-    def require_state(model_state: PyTree | None) -> PyTree:
-        if stateful and model_state is None:
-            allowed = f"the BatchNorm statistics of the {config.model} model"
-            hint = "Pass on the second result of init, or the last Aux.model_state."
-            raise ValueError(checks.message("digits", "model_state", allowed, None, hint))
-        return model_state if stateful else {}
-
-    def loss_fn(
-        params: PyTree,
-        batch: PyTree,
-        *,
-        key: jax.Array | None = None,
-        model_state: PyTree | None = None,
-    ) -> tuple[jax.Array, Aux]:
-        del key
-        variables = {"params": params, **require_state(model_state)}
-        logits: Any
-        logits, updated = model.apply(variables, batch["inputs"], train=True, mutable="batch_stats")
-        losses, hits = cross_entropy(logits, batch["targets"])
-        aux = Aux(metrics={"accuracy": hits.mean()}, model_state=updated if stateful else None)
-        return losses.mean(), aux
 
     def batch(index: int, rows: Rows = None) -> PyTree:
         positions = np.arange(index * config.batch_size, (index + 1) * config.batch_size)
@@ -129,23 +90,13 @@ def digits(config: DigitsConfig = DigitsConfig()) -> Workload:
         )
         return {"inputs": images[drawn], "targets": labels[drawn]}
 
-    def predict(params: PyTree, model_state: PyTree | None, inputs: jax.Array) -> jax.Array:
-        logits: Any = model.apply({"params": params, **require_state(model_state)}, inputs)
-        return logits
-
-    return Workload(
-        name="digits",
-        init=init,
-        loss_fn=loss_fn,
-        batch=batch,
-        evaluate=evaluator(
-            predict, {"inputs": images[held_out], "targets": labels[held_out]}, config.batch_size
-        ),
-        batch_size=config.batch_size,
-        summary=(
-            f"{parameter_count(init):,} parameters, {len(training):,} training and "
-            f"{len(held_out):,} held-out images, 10 classes"
-        ),
+    return supervised(
+        "digits",
+        _MODELS[config.model](config.width, dtype),
+        batch,
+        {"inputs": images[held_out], "targets": labels[held_out]},
+        config.batch_size,
+        f"{len(training):,} training and {len(held_out):,} held-out images, 10 classes",
     )
 
 
@@ -168,16 +119,17 @@ def _split(labels: Array, holdout: float) -> tuple[Array, Array]:
     return np.setdiff1d(np.arange(len(labels)), chosen), chosen
 
 
-def _check(config: DigitsConfig) -> None:
+def _checked(config: DigitsConfig) -> jnp.dtype:
     hint = "mlp is the fastest, conv and resnet have BatchNorm, sigmoid has vanishing gradients."
     checks.choice("digits", "model", config.model, tuple(_MODELS), hint)
-    hint = "It is the images per batch, 64 by default."
-    checks.positive_int("digits", "batch_size", config.batch_size, hint)
-    hint = "It is the hidden units per layer, 128 by default."
-    checks.positive_int("digits", "width", config.width, hint)
-    divisor = _STATEFUL.get(config.model, 1)
+    counts = {
+        "batch_size": "It is the images per batch, 64 by default.",
+        "width": "It is the hidden units per layer, 128 by default.",
+    }
+    dtype = checked("digits", config, counts)
+    divisor = _DIVISORS.get(config.model, 1)
     if config.width % divisor:
         hint = "The channels of its convolutions are fractions of it."
         allowed = f"a multiple of {divisor} for the {config.model} model"
         raise ValueError(checks.message("digits", "width", allowed, config.width, hint))
-    check_drawing("digits", config.seed, config.holdout)
+    return dtype

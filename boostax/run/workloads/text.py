@@ -3,22 +3,19 @@
 import dataclasses
 from typing import Any
 
-import jax
+import jax.numpy as jnp
 import numpy as np
 
 from boostax._core import checks
-from boostax.accumulate.aux import Aux
 from boostax.run.workloads import _corpus
-from boostax.run.workloads._models import CharacterTransformer, compute_dtype, initial
+from boostax.run.workloads._models import CharacterTransformer
 from boostax.run.workloads._workload import (
     PyTree,
     Rows,
     Workload,
-    check_drawing,
-    cross_entropy,
-    evaluator,
+    checked,
     generator,
-    parameter_count,
+    supervised,
 )
 
 # 127 characters cover source code and most European prose; token 0 is any other one.
@@ -77,8 +74,7 @@ def text(config: TextConfig = TextConfig()) -> Workload:
         and for sizes out of range or that do not fit together.
       TypeError: for sizes that are no numbers.
     """
-    dtype = compute_dtype("text", config.dtype)
-    _check(config)
+    dtype = _checked(config)
     length, batch_size = config.sequence_length, config.batch_size
     characters = _corpus.read(config.paths, config.max_chars)
     training, held_out = _corpus.split(characters, length, config.holdout)
@@ -87,25 +83,6 @@ def text(config: TextConfig = TextConfig()) -> Workload:
         _VOCABULARY, length, config.width, config.depth, config.heads, config.dropout, dtype
     )
 
-    def init(key: jax.Array) -> tuple[PyTree, None]:
-        return initial(model, key, np.zeros((1, length), np.int32))["params"], None
-
-    def loss_fn(
-        params: PyTree,
-        batch: PyTree,
-        *,
-        key: jax.Array | None = None,
-        model_state: PyTree | None = None,
-    ) -> tuple[jax.Array, Aux]:
-        del model_state
-        if config.dropout > 0 and key is None:
-            hint = "Give the step a key, or set dropout to 0."
-            raise ValueError(checks.message("text", "key", "a key for dropout", key, hint))
-        rngs = {} if key is None else {"dropout": key}
-        logits: Any = model.apply({"params": params}, batch["inputs"], train=True, rngs=rngs)
-        losses, hits = cross_entropy(logits, batch["targets"])
-        return losses.mean(), Aux(metrics={"accuracy": hits.mean()})
-
     def batch(index: int, rows: Rows = None) -> PyTree:
         random = generator(config.seed, index)
         blocks = random.integers(len(training), size=(batch_size, 1))
@@ -113,27 +90,17 @@ def text(config: TextConfig = TextConfig()) -> Workload:
         chosen = slice(None) if rows is None else rows
         return _shifted(training[blocks[chosen], starts[chosen] + np.arange(length + 1)])
 
-    def predict(params: PyTree, model_state: PyTree | None, inputs: jax.Array) -> jax.Array:
-        del model_state
-        logits: Any = model.apply({"params": params}, inputs)
-        return logits
-
     windows = held_out.reshape(-1, length + 1)
     judged = min(len(windows), config.eval_batches * batch_size)
-    return Workload(
-        name="text",
-        init=init,
-        loss_fn=loss_fn,
-        batch=batch,
-        evaluate=evaluator(
-            predict, _shifted(windows[_corpus.spread(judged, len(windows))]), batch_size
-        ),
-        batch_size=batch_size,
-        summary=(
-            f"{parameter_count(init):,} parameters, {training.size:,} training and "
-            f"{held_out.size:,} held-out characters ({judged * length:,} judged), "
-            f"vocabulary {_VOCABULARY}"
-        ),
+    return supervised(
+        "text",
+        model,
+        batch,
+        _shifted(windows[_corpus.spread(judged, len(windows))]),
+        batch_size,
+        f"{training.size:,} training and {held_out.size:,} held-out characters "
+        f"({judged * length:,} judged), vocabulary {_VOCABULARY}",
+        dropout=config.dropout > 0,
     )
 
 
@@ -142,21 +109,21 @@ def _shifted(windows: np.ndarray[Any, Any]) -> dict[str, np.ndarray[Any, Any]]:
     return {"inputs": tokens[:, :-1], "targets": tokens[:, 1:]}
 
 
-def _check(config: TextConfig) -> None:
-    for name, hint in (
-        ("max_chars", "It limits how much text is read."),
-        ("sequence_length", "It is the characters per window, 64 by default."),
-        ("batch_size", "It is the windows per batch, 32 by default."),
-        ("width", "It is the width of the model, 96 by default."),
-        ("depth", "It is the number of transformer blocks, 2 by default."),
-        ("heads", "It is the attention heads per block, 4 by default."),
-        ("eval_batches", "It limits what one evaluation reads, 32 by default."),
-    ):
-        checks.positive_int("text", name, getattr(config, name), hint)
+def _checked(config: TextConfig) -> jnp.dtype:
+    counts = {
+        "max_chars": "It limits how much text is read.",
+        "sequence_length": "It is the characters per window, 64 by default.",
+        "batch_size": "It is the windows per batch, 32 by default.",
+        "width": "It is the width of the model, 96 by default.",
+        "depth": "It is the number of transformer blocks, 2 by default.",
+        "heads": "It is the attention heads per block, 4 by default.",
+        "eval_batches": "It limits what one evaluation reads, 32 by default.",
+    }
+    dtype = checked("text", config, counts)
     if config.width % config.heads:
         allowed = f"a multiple of heads, {config.heads}"
         hint = "Every head takes an equal share of it."
         raise ValueError(checks.message("text", "width", allowed, config.width, hint))
-    check_drawing("text", config.seed, config.holdout)
     hint = "0 turns it off."
     checks.number("text", "dropout", config.dropout, "in [0, 1)", lambda p: 0 <= p < 1, hint)
+    return dtype
