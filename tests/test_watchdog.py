@@ -14,8 +14,8 @@ import time
 import pytest
 
 import boostax
-from boostax.run.cluster.board import Standing
-from boostax.run.cluster.verdict import View, conclude, report
+from boostax.run.cluster.board import Standing, View
+from boostax.run.cluster.verdict import conclude, report
 from boostax.run.cluster.watchdog import Watchdog
 
 LIMIT = 10.0

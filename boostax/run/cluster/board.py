@@ -2,7 +2,8 @@
 
 import itertools
 import json
-from collections.abc import Iterator, Mapping
+import math
+from collections.abc import Mapping
 from typing import Any, NamedTuple, Protocol
 
 import jax
@@ -48,6 +49,54 @@ class Standing(NamedTuple):
     def from_text(cls, text: str) -> "Standing":
         """What ``to_text`` wrote."""
         return cls(*json.loads(text))
+
+
+class View(NamedTuple):
+    """A rank as this process sees it.
+
+    Attributes:
+      rank: whose.
+      standing: the last one heard of.
+      silence: seconds since it was heard of, infinite if never.
+    """
+
+    rank: int
+    standing: Standing = Standing()
+    silence: float = math.inf
+
+
+class Peers:
+    """What was heard of the other ranks.
+
+    The clocks of hosts differ, so no time of another host is compared with one of this host: a rank
+    is heard of when its beat is seen to have changed.
+
+    Args:
+      rank: of this process, which is no peer of itself.
+      count: of processes.
+    """
+
+    def __init__(self, rank: int, count: int):
+        self._standings = {other: Standing() for other in range(count) if other != rank}
+        self._heard = dict.fromkeys(self._standings, -math.inf)
+
+    def views(self, now: float) -> list[View]:
+        """All of them."""
+        return [
+            View(other, standing, now - self._heard[other])
+            for other, standing in self._standings.items()
+        ]
+
+    def hear(self, lines: Mapping[int, str], now: float) -> None:
+        """Take in what the board says now."""
+        for other in self._standings.keys() & lines.keys():
+            standing = Standing.from_text(lines[other])
+            if standing.beat != self._standings[other].beat:
+                self._standings[other], self._heard[other] = standing, now
+
+    def shift(self, seconds: float, now: float) -> None:
+        """Leave out a time in which this process itself stood still."""
+        self._heard = {other: min(now, at + seconds) for other, at in self._heard.items()}
 
 
 class Board(Protocol):
@@ -123,47 +172,3 @@ def _client() -> Any:
         what = "the coordination service"
         raise proof.unreadable(what, allowed, str(error), danger) from error
     return client
-
-
-class Heard(NamedTuple):
-    """A standing, and when it came by the clock of the reader."""
-
-    standing: Standing
-    at: float
-
-    def silence(self, now: float) -> float:
-        """Seconds since it came."""
-        return now - self.at
-
-
-class Peers:
-    """What was heard of the other ranks.
-
-    The clocks of hosts differ, so no time of another host is compared with one of this host: a rank
-    is heard of when its beat is seen to have changed.
-
-    Args:
-      rank: of this process, which is no peer of itself.
-      count: of processes.
-    """
-
-    def __init__(self, rank: int, count: int):
-        self._others = [other for other in range(count) if other != rank]
-        self._heard: dict[int, Heard] = {}
-
-    def __iter__(self) -> Iterator[tuple[int, Heard | None]]:
-        return ((other, self._heard.get(other)) for other in self._others)
-
-    def hear(self, lines: Mapping[int, str], now: float) -> None:
-        """Take in what the board says now."""
-        for other in self._others:
-            if other not in lines:
-                continue
-            standing, before = Standing.from_text(lines[other]), self._heard.get(other)
-            if before is None or before.standing.beat != standing.beat:
-                self._heard[other] = Heard(standing, now)
-
-    def shift(self, seconds: float, now: float) -> None:
-        """Leave out a time in which this process itself stood still."""
-        for other, heard in list(self._heard.items()):
-            self._heard[other] = heard._replace(at=min(now, heard.at + seconds))

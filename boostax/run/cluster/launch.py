@@ -1,5 +1,6 @@
 """Several processes of one command on this machine, which start, stop and end together."""
 
+import math
 import os
 import shutil
 import signal
@@ -9,8 +10,7 @@ import sys
 import threading
 import time
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
-from typing import Any
+from contextlib import nullcontext, suppress
 
 from boostax._core import checks
 from boostax.run.signals import handled
@@ -117,21 +117,20 @@ class _Rank:
 
     def __init__(self, rank: int, command: Sequence[str], environment: Mapping[str, str]):
         tied = [sys.executable, "-I", "-S", "-c", _TIED, str(os.getpid())]
-        piped: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
         self.rank = rank
-        self.ended = False
-        self.seconds = 0.0
+        self.seconds: float | None = None
         self._sent: list[str] = []
         self._begun = time.monotonic()
         self._process = subprocess.Popen(
             [*(tied if sys.platform == "linux" else []), *command],
             env=environment,
             stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE if rank else None,
+            stderr=subprocess.STDOUT if rank else None,
             start_new_session=True,
             text=True,
             encoding="utf-8",
             errors="replace",
-            **(piped if rank else {}),
         )
         self._reader = threading.Thread(target=self._pass_on, daemon=True)
         self._reader.start()
@@ -143,24 +142,22 @@ class _Rank:
         return 128 - code if code < 0 else code
 
     def __str__(self) -> str:
-        code = self._process.returncode
-        if code >= 0:
-            how = f"ended with exit code {code}"
-        else:
-            how = f"was ended by {_signal_name(-code)} (exit code {self.code})"
+        how = f"ended with exit code {self.code}"
+        if self._process.returncode < 0:
+            how = f"was ended by {_signal_name(self.code - 128)} (exit code {self.code})"
         if self._sent:
             how += f", having been sent {' and '.join(self._sent)}"
         return f"rank {self.rank} {how}"
 
     def look(self) -> bool:
-        """Whether it has ended."""
-        if not self.ended and self._process.poll() is not None:
-            self.ended, self.seconds = True, time.monotonic() - self._begun
+        """Whether it has ended; what it had started then ends as well."""
+        if self.seconds is None and self._process.poll() is not None:
+            self.seconds = time.monotonic() - self._begun
             self._kill_session()
-        return self.ended
+        return self.seconds is not None
 
     def terminate(self) -> None:
-        """SIGTERM to the process alone: what it has started is its to stop."""
+        """SIGTERM to the process alone, once: what it has started is its to stop."""
         if not self.look() and "SIGTERM" not in self._sent:
             self._sent.append("SIGTERM")
             self._process.terminate()
@@ -183,10 +180,7 @@ class _Rank:
             os.killpg(self._process.pid, signal.SIGKILL)
 
     def _pass_on(self) -> None:
-        lines = self._process.stdout
-        if lines is None:
-            return
-        with lines:
+        with self._process.stdout or nullcontext(()) as lines:
             for line in lines:
                 # Where nobody listens any more, it must still not stand before a full pipe.
                 with suppress(OSError, ValueError):
@@ -197,26 +191,24 @@ class _Rank:
 def _wait(ranks: Sequence[_Rank], wishes: list[int], grace: float) -> _Rank | None:
     """Until all have ended; the first that failed."""
     first: _Rank | None = None
-    deadline = 0.0
-    asked = terminated = False
+    deadline, late = math.inf, _Rank.terminate
     while True:
         running = [rank for rank in ranks if not rank.look()]
-        if first is None:
-            first = next((rank for rank in ranks if rank.ended and rank.code), None)
-            deadline = time.monotonic() + grace
+        failed = [rank for rank in ranks if rank not in running and rank.code]
+        if first is None and failed:
+            first, deadline = failed[0], time.monotonic() + grace
         if not running:
             return first
-        if wishes and not asked:
-            asked = True
-            for rank in running:
-                rank.terminate()
-        if wishes.count(signal.SIGINT) > 1:
-            for rank in running:
+        over = time.monotonic() >= deadline
+        for rank in running:
+            if wishes.count(signal.SIGINT) > 1:
                 rank.kill()
-        elif first is not None and time.monotonic() >= deadline:
-            for rank in running:
-                rank.kill() if terminated else rank.terminate()
-            terminated, deadline = True, time.monotonic() + _LAST_WORDS
+            elif wishes:
+                rank.terminate()
+            if over:
+                late(rank)
+        if over:
+            deadline, late = time.monotonic() + _LAST_WORDS, _Rank.kill
         time.sleep(_POLL)
 
 

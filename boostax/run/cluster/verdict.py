@@ -1,27 +1,13 @@
 """What the standings of all ranks say: a table, and whom the others wait for."""
 
-from collections.abc import Sequence
-from typing import NamedTuple
+import math
+from collections.abc import Callable, Sequence
 
-from boostax.run.cluster.board import Standing
+from boostax.run.cluster.board import Standing, View
 
 # A run of a thousand would print a million lines.
 _ROWS = 32
 _NAMES = 8
-
-
-class View(NamedTuple):
-    """A rank as this process sees it.
-
-    Attributes:
-      rank: whose.
-      standing: the last one heard of, ``None`` if there was none.
-      silence: seconds since it was heard of, ``None`` if never.
-    """
-
-    rank: int
-    standing: Standing | None
-    silence: float | None
 
 
 def report(
@@ -46,8 +32,7 @@ def report(
       Lines without the last line break.
     """
     own = next(view.standing for view in views if view.rank == rank)
-    assert own is not None
-    over = [v.rank for v in views if v.rank != rank and v.standing and v.standing.over]
+    over = [view.rank for view in views if view.rank != rank and view.standing.over]
     first = f"rank {rank}: no progress for {own.quiet:.1f} s {_where(own)}; the limit is "
     first += f"{allowed:g} s."
     if over:
@@ -82,79 +67,67 @@ def conclude(
             f"s{said}: stopped, frozen machine or cut network. What is said of the other ranks is "
             "as old."
         )
-    known = {v.rank: v.standing for v in views if v.standing is not None}
-    left = [rank for rank, s in known.items() if s.left]
-    silent = [
-        v for v in views if v.silence is None or (v.silence > limit / 2 and v.rank not in left)
+    sentences = [
+        _silence(view) for view in views if view.silence > limit / 2 and not view.standing.left
     ]
-    sentences = [_silence(view) for view in silent]
     sentences += [
-        f"Rank {rank} has left the loop by {s.place}, {_where(s)}."
-        for rank, s in known.items()
-        if s.left and s.place
+        f"Rank {rank} has left the loop by {standing.place}, {_where(standing)}."
+        for rank, standing, _ in views
+        if standing.left and standing.place
     ]
-    if sentences:
-        return " ".join(sentences)
-    return _waiting(known)
+    return " ".join(sentences or _waiting({view.rank: view.standing for view in views}))
 
 
-def _waiting(known: dict[int, Standing]) -> str:
-    """Of ranks that all speak: who is not in a call while others are."""
-    calling = {rank: s for rank, s in known.items() if s.calling and not (s.left or s.place)}
+def _waiting(known: dict[int, Standing]) -> list[str]:
+    """Of ranks that all speak: who is not in a call while others are, or who is in what else."""
+    here = {rank: s for rank, s in known.items() if not s.left}
+    calling = {rank: s for rank, s in here.items() if s.calling and not s.place}
+    between = _by({rank: s for rank, s in here.items() if not (s.calling or s.place)}, _next)
+    places = _by({rank: s for rank, s in here.items() if s.place}, lambda s: s.place)
+    if not calling and not places:
+        who = "No rank is in a call" if len(known) > 1 else _ranks(list(here)) + " is in no call"
+        return [f"{who}: {_stuck('their' if len(known) > 1 else 'its')}"]
     if not calling:
-        return _nobody(known)
+        sentences = [f"{_ranks(ranks)} {_be(ranks)} in {place}." for place, ranks in places]
+        others = [rank for _, ranks in between for rank in ranks]
+        if others:
+            sentences.append(f"{_ranks(others)} {_be(others)} not: {_stuck('the')}")
+        return sentences
+    sentences = [
+        f"{_ranks(ranks)} {'has' if len(ranks) == 1 else 'have'} not begun {call}: "
+        + _stuck("its" if len(ranks) == 1 else "their")
+        for call, ranks in between
+    ]
     furthest = max(s.begun or 0 for s in calling.values())
     # Who has seen a call finish was past all its collectives, and so was everybody in them.
     call = 1 + max(s.finished for s in known.values() if s.finished is not None)
-    sentences: list[str] = []
-    between = [rank for rank, s in known.items() if not (s.calling or s.left or s.place)]
-    for name in sorted({_next(known[rank]) for rank in between}):
-        ranks = [rank for rank in between if _next(known[rank]) == name]
-        verb, its = ("has", "its") if len(ranks) == 1 else ("have", "their")
-        sentences.append(
-            f"{_ranks(ranks)} {verb} not begun {name}: stuck between calls, in {its} data or on "
-            f"{its} host."
-        )
-    for rank, standing in known.items():
-        begun = standing.begun
-        if standing.left and (begun is None or begun < furthest):
+    for rank, s in known.items():
+        behind = s.begun is None or s.begun < furthest
+        if s.left and behind:
             sentences.append(f"Rank {rank} has left the loop and does not make call {furthest}.")
-        elif standing.place and (begun is None or begun < furthest):
-            sentences.append(
-                f"Rank {rank} has not begun {_next(standing)}: it is in {standing.place}."
-            )
-        elif rank in calling and begun is not None and begun < call:
-            sentences.append(f"Rank {rank} is still in call {begun}, which others have finished.")
+        elif s.place and behind:
+            sentences.append(f"Rank {rank} has not begun {_next(s)}: it is in {s.place}.")
+        elif rank in calling and s.begun is not None and s.begun < call:
+            sentences.append(f"Rank {rank} is still in call {s.begun}, which others have finished.")
     if sentences:
-        return " ".join(sentences)
+        return sentences
     if len(known) == 1:
-        return (
-            f"Call {call} has begun and not finished: the device hangs, or the call takes longer "
-            "than the limit."
-        )
-    return (
-        f"All have begun call {call} and none has seen it finish: a collective hangs on the "
-        "network or a device."
-    )
+        hangs = "the device hangs, or the call takes longer than the limit."
+        return [f"Call {call} has begun and not finished: {hangs}"]
+    hangs = "a collective hangs on the network or a device."
+    return [f"All have begun call {call} and none has seen it finish: {hangs}"]
 
 
-def _nobody(known: dict[int, Standing]) -> str:
-    """Of ranks none of which is in a call: who is in what else."""
-    here = {rank: s for rank, s in known.items() if not s.left}
-    places = sorted({s.place for s in here.values() if s.place})
-    between = [rank for rank, s in here.items() if not s.place]
-    if not places:
-        who = "No rank is in a call" if len(known) > 1 else _ranks(between) + " is in no call"
-        its = "their" if len(known) > 1 else "its"
-        return f"{who}: stuck between calls, in {its} data or on {its} host."
-    sentences: list[str] = []
-    for place in places:
-        inside = [rank for rank, s in here.items() if s.place == place]
-        sentences.append(f"{_ranks(inside)} {_be(inside)} in {place}.")
-    if between:
-        stuck = "stuck between calls, in the data or on the host"
-        sentences.append(f"{_ranks(between)} {_be(between)} not: {stuck}.")
-    return " ".join(sentences)
+def _by(
+    standings: dict[int, Standing], key: Callable[[Standing], str]
+) -> list[tuple[str, list[int]]]:
+    """The ranks of each key, in the order of the keys."""
+    keys = {rank: key(standing) for rank, standing in standings.items()}
+    return [(name, [r for r in keys if keys[r] == name]) for name in sorted(set(keys.values()))]
+
+
+def _stuck(its: str) -> str:
+    return f"stuck between calls, in {its} data or on {its} host."
 
 
 def _next(standing: Standing) -> str:
@@ -166,7 +139,7 @@ def _be(ranks: Sequence[int]) -> str:
 
 
 def _silence(view: View) -> str:
-    if view.standing is None or view.silence is None:
+    if view.silence == math.inf:
         return f"Rank {view.rank} was never heard of: it has not come to the loop."
     return (
         f"Rank {view.rank} was last heard of {view.silence:.1f} s ago, {_where(view.standing)}: "
@@ -196,33 +169,25 @@ def _table(views: Sequence[View], rank: int) -> list[str]:
     if len(rows) > _ROWS:
         # Those that are furthest behind come first: they are what one looks for.
         rows = sorted(rows, key=_progress)
-    titles = ("rank", "begun", "finished", "no progress for", "heard of", "")
-    cells = [titles, *(_row(view, rank) for view in rows[:_ROWS])]
-    widths = [max(len(row[column]) for row in cells) for column in range(len(titles))]
-    lines = [
-        "  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
-        for row in cells
-    ]
+    cells = [("rank", "begun", "finished", "no progress for", "heard of", "")]
+    cells += [_row(view, rank) for view in rows[:_ROWS]]
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    lines = ["  ".join(map(str.rjust, row, widths)).rstrip() for row in cells]
     hidden = len(rows) - _ROWS
     return [f"  {line}" for line in lines] + ([f"  and {hidden} more"] if hidden > 0 else [])
 
 
 def _progress(view: View) -> tuple[int, int]:
-    standing = view.standing
-    if standing is None or standing.begun is None:
-        return (-1, -1)
-    return (standing.begun, -1 if standing.finished is None else standing.finished)
+    begun, finished = view.standing.begun, view.standing.finished
+    return (-1 if begun is None else begun, -1 if finished is None else finished)
 
 
 def _row(view: View, rank: int) -> tuple[str, ...]:
     standing = view.standing
-    if standing is None or view.silence is None:
+    if view.silence == math.inf:
         return (str(view.rank), "-", "-", "-", "never", "")
-    return (
-        str(view.rank),
-        "-" if standing.begun is None else str(standing.begun),
-        "-" if standing.finished is None else str(standing.finished),
-        f"{standing.quiet + view.silence:.1f} s",
-        "itself" if view.rank == rank else f"{view.silence:.1f} s ago",
-        " ".join(["left"] * standing.left + [standing.place] * bool(standing.place)),
-    )
+    calls = ("-" if call is None else str(call) for call in (standing.begun, standing.finished))
+    quiet = f"{standing.quiet + view.silence:.1f} s"
+    heard = "itself" if view.rank == rank else f"{view.silence:.1f} s ago"
+    left = " ".join(["left"] * standing.left + [standing.place] * bool(standing.place))
+    return (str(view.rank), *calls, quiet, heard, left)

@@ -11,8 +11,8 @@ from types import TracebackType
 from typing import Any, Self, TextIO
 
 from boostax._core import checks
-from boostax.run.cluster.board import Board, Peers, Standing
-from boostax.run.cluster.verdict import View, report
+from boostax.run.cluster.board import Board, Peers, Standing, View
+from boostax.run.cluster.verdict import report
 
 # How long one that gives up waits for the others to write their messages: once it is gone, JAX
 # aborts them. The last of them is rank 0, which keeps the service.
@@ -115,10 +115,7 @@ class Watchdog:
         if self._standing.over:
             # An error here is a peer's exit seen from the loop; the exit code says what it was.
             self._timer.join()
-        with self._lock:
-            self._standing = self._standing._replace(
-                left=True, place="" if kind is None else kind.__name__
-            )
+        self._say(left=True, place="" if kind is None else kind.__name__)
         self._stopping.set()
         self._wake.set()
         self._timer.join()
@@ -129,8 +126,8 @@ class Watchdog:
     def begin(self, step: int) -> None:
         """The host has all for call number ``step`` and makes it next."""
         with self._lock:
-            finished = self._standing.finished
-            finished = step - 1 if finished is None else finished
+            before = self._standing.finished
+            finished = step - 1 if before is None else before
             self._move(begun=step, finished=finished, calling=True)
 
     def between(self) -> None:
@@ -143,9 +140,13 @@ class Watchdog:
             self._warm = True
             self._move(finished=step, calling=False)
 
-    def _move(self, **standing: Any) -> None:
+    def _say(self, **standing: Any) -> None:
         with self._lock:
             self._standing = self._standing._replace(**standing)
+
+    def _move(self, **standing: Any) -> None:
+        with self._lock:
+            self._say(**standing)
             self._moved = self._clock()
 
     @contextmanager
@@ -180,20 +181,20 @@ class Watchdog:
                 self._answered = min(now, self._answered + stopped)
                 self._peers.shift(stopped, now)
             self._looked = now
-            others = [heard for _, heard in self._peers if heard is not None]
-            if any(heard.standing.over for heard in others):
+            others = self._peers.views(now)
+            if any(other.standing.over for other in others):
                 return True
             return now - self._moved >= self._allowed() and not any(
-                heard.silence(now) < min(self._limit, heard.standing.allowance)
-                for heard in others
-                if not heard.standing.left
+                other.silence < min(self._limit, other.standing.allowance)
+                for other in others
+                if not other.standing.left
             )
 
     def exchange(self) -> None:
         """Tell the board where this rank stands and read where the others do."""
         assert self._board is not None
         with self._lock:
-            self._standing = self._standing._replace(beat=self._standing.beat + 1)
+            self._say(beat=self._standing.beat + 1)
             line = self._now().to_text()
         try:
             self._board.publish(line)
@@ -210,14 +211,10 @@ class Watchdog:
         """Where all ranks stand, what follows from it, and where the loop of this one is."""
         with self._lock:
             now = self._clock()
-            views = [View(self._rank, self._now(), 0.0)] + [
-                View(other, heard and heard.standing, heard.silence(now) if heard else None)
-                for other, heard in self._peers
-            ]
+            views = [View(self._rank, self._now(), 0.0), *self._peers.views(now)]
             unanswered = now - self._answered if self._count > 1 else 0.0
-            text = report(
-                views, self._rank, self._limit, self._allowed(), unanswered, self._trouble
-            )
+            allowed, trouble = self._allowed(), self._trouble
+            text = report(views, self._rank, self._limit, allowed, unanswered, trouble)
         frame = sys._current_frames().get(self._loop)
         where = "".join(traceback.format_stack(frame)) if frame else "  (it has ended)\n"
         return (
@@ -231,15 +228,11 @@ class Watchdog:
 
     def _now(self) -> Standing:
         quiet = self._clock() - self._moved
-        standing = self._standing
-        if standing.left:
-            return standing._replace(quiet=quiet)
-        long = bool(self._long) or not self._warm
-        return standing._replace(
-            quiet=quiet,
-            allowance=max(0.0, self._allowed() - quiet) if long else 0.0,
-            place=self._long[-1][1] if self._long else "",
-        )
+        standing = self._standing._replace(quiet=quiet)
+        if standing.left or (self._warm and not self._long):
+            return standing
+        place = self._long[-1][1] if self._long else ""
+        return standing._replace(allowance=max(0.0, self._allowed() - quiet), place=place)
 
     def _watch(self) -> None:
         while not self._stopping.wait(self._tick):
@@ -259,8 +252,7 @@ class Watchdog:
         resort.daemon = True
         resort.start()
         text = self.message()
-        with self._lock:
-            self._standing = self._standing._replace(over=True)
+        self._say(over=True)
         self._wake.set()
         with suppress(OSError, ValueError):
             stream = sys.stderr if self._stream is None else self._stream
@@ -285,8 +277,6 @@ class Watchdog:
             if now - self._answered > self._limit / 2:
                 return False
             return any(
-                heard is not None
-                and heard.silence(now) < self._limit / 2
-                and not (heard.standing.over or heard.standing.left)
-                for _, heard in self._peers
+                other.silence < self._limit / 2 and not (other.standing.over or other.standing.left)
+                for other in self._peers.views(now)
             )
