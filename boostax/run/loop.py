@@ -4,7 +4,7 @@ import contextlib
 import dataclasses
 import signal
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any
 
 import jax
 
@@ -119,11 +119,9 @@ def fit(
         hint = "It is how many calls are done already."
         raise ValueError(checks.message("fit", "start", allowed, start, hint))
     close_window = _flusher(step, state) if flush else None
-    rows = _Rows(tuple(writers), History(keep))
-    done, saved, stopped_by = start, start, None
-
     watchdog = None if limit is None else Watchdog(limit, board=service_board())
-    rows.watchdog = watchdog
+    rows = _Rows(tuple(writers), History(keep), watchdog)
+    done, saved, stopped_by = start, start, None
 
     def allow(what: str) -> contextlib.AbstractContextManager[None]:
         return contextlib.nullcontext() if watchdog is None else watchdog.allow(None, what)
@@ -142,16 +140,16 @@ def fit(
             with allow("evaluation"):
                 rows.settle(evaluate(state))
 
-    def lost(error: Exception) -> PeerLost:
+    def lost(error: Exception) -> str:
         where = "" if checkpointer is None else f" {checkpointer.remaining()}"
         line = str(error).splitlines()[0][:300]
-        return PeerLost(
+        return (
             f"fit: call {done + 1} failed in process {jax.process_index()} of "
             f"{jax.process_count()}: {line}. It does when another process has ended: see what that "
             f"one printed.{where}"
         )
 
-    with watchdog or contextlib.nullcontext(), _losing_peers(lost), _Signals().heard() as signals:
+    with watchdog or contextlib.nullcontext(), _losing_peers(lost), _signals() as received:
         while done < steps:
             data = batch(done)
             if watchdog is not None:
@@ -161,7 +159,7 @@ def fit(
             rows.take(done, metrics)
             if watchdog is not None:
                 watchdog.between()
-            stopped_by = signals.received(done)
+            stopped_by = received(done)
             if done == steps or stopped_by:
                 break
             if evaluate_every and done % evaluate_every == 0:
@@ -183,23 +181,43 @@ def fit(
 
 
 @contextlib.contextmanager
-def _losing_peers(lost: Callable[[Exception], PeerLost]) -> Generator[None]:
+def _losing_peers(lost: Callable[[Exception], str]) -> Generator[None]:
     """With several processes, a failed collective means that one of them is gone."""
     try:
         yield
     except jax.errors.JaxRuntimeError as error:
         if jax.process_count() == 1:
             raise
-        raise lost(error) from error
+        raise PeerLost(lost(error)) from error
+
+
+@contextlib.contextmanager
+def _signals() -> Generator[Callable[[int], str | None]]:
+    """Note SIGINT and SIGTERM instead of dying of them: which came, to be asked after each call."""
+    if jax.process_count() > 1:
+        from jax.experimental import multihost_utils
+
+        # JAX listens, so that all processes stop at one call.
+        stops = multihost_utils.reached_preemption_sync_point
+        yield lambda done: "SIGTERM" if stops(done) else None
+        return
+    came: list[str] = []
+
+    def note(number: int) -> None:
+        if number == signal.SIGINT and came[-1:] == ["SIGINT"]:
+            raise KeyboardInterrupt
+        came.append(signal.Signals(number).name)
+
+    with handled(note):
+        yield lambda done: came[-1] if came else None
 
 
 class _Rows:
     """Turns the metrics of calls into rows, one call late."""
 
-    def __init__(self, writers: tuple[Writer, ...], history: History):
+    def __init__(self, writers: tuple[Writer, ...], history: History, watchdog: Watchdog | None):
         self.history = history
-        self.watchdog: Watchdog | None = None
-        self._writers = writers
+        self._writers, self._watchdog = writers, watchdog
         self._pending: tuple[int, Mapping[str, Any]] | None = None
 
     def take(self, done: int, metrics: Mapping[str, Any]) -> None:
@@ -212,38 +230,12 @@ class _Rows:
         done, metrics = self._pending
         self._pending = None
         scalars = {name: float(value) for name, value in jax.device_get(dict(metrics)).items()}
-        if self.watchdog is not None:
-            self.watchdog.done(done)
+        if self._watchdog is not None:
+            self._watchdog.done(done)
         scalars |= more or {}
         self.history.append({"step": done, **scalars})
         for writer in self._writers:
             writer.write(done, scalars)
-
-
-class _Signals:
-    """Notes SIGINT and SIGTERM instead of dying of them."""
-
-    def __init__(self) -> None:
-        self._name: str | None = None
-        self._several = jax.process_count() > 1
-
-    @contextlib.contextmanager
-    def heard(self) -> Generator[Self]:
-        """Meanwhile; of several processes JAX listens, so that all stop at one call."""
-        with contextlib.nullcontext() if self._several else handled(self._note):
-            yield self
-
-    def received(self, done: int) -> str | None:
-        if self._several:
-            from jax.experimental import multihost_utils
-
-            return "SIGTERM" if multihost_utils.reached_preemption_sync_point(done) else None
-        return self._name
-
-    def _note(self, number: int) -> None:
-        if number == signal.SIGINT and self._name == "SIGINT":
-            raise KeyboardInterrupt
-        self._name = signal.Signals(number).name
 
 
 def _flusher(step: Any, state: PyTree) -> Callable[[PyTree], PyTree] | None:
