@@ -3,6 +3,8 @@
 import sys
 from collections.abc import Sequence
 
+from boostax.run.cli.refusal import Refusal, complain
+
 _NEEDED = ("flax", "matplotlib", "orbax.checkpoint", "rich", "sklearn", "tyro")
 
 
@@ -16,22 +18,27 @@ def main(argv: Sequence[str] | None = None) -> int:
       The exit code: 0 done or stopped by a signal with everything saved, 1 refused with a message
       on stderr. Arguments that do not parse exit with 2.
     """
+    given = list(sys.argv[1:] if argv is None else argv)
+    try:
+        return _run(given)
+    except Refusal as refusal:
+        complain(refusal)
+        return 1
+
+
+def _run(given: list[str]) -> int:
     from importlib.util import find_spec
 
-    given = list(sys.argv[1:] if argv is None else argv)
     if given[:1] == ["audit"]:
-        from boostax.run.cli.audit import main as audit
+        from boostax.run.cli.audit import run as audit
 
         return audit(given[1:])
-
     missing = [name for name in _NEEDED if find_spec(name.split(".")[0]) is None]
     if missing:
-        print(
-            f"boostax: the command line needs {', '.join(missing)}, which is not installed: "
-            "pip install 'boostax[cli]'",
-            file=sys.stderr,
+        raise Refusal(
+            f"the command line needs {', '.join(missing)}, which is not installed: "
+            "pip install 'boostax[cli]'"
         )
-        return 1
     from boostax.run.cli.commands import run
 
     return run(given)

@@ -14,6 +14,8 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
+from boostax.run.cli.refusal import Refusal, complain, refusing
+
 _USAGE = """\
 The function builds the program: it returns it with its arguments, which may be
 jax.ShapeDtypeStruct, such as (step, state, batch). With a parameter it is given the devices to
@@ -21,21 +23,22 @@ build it for: those of the target, or those at hand.
 """
 
 
-class _Refused(Exception):
-    """A message for people."""
+# What may be limited, and in which units.
+_LIMITS = {
+    "reductions": "per optimizer step, in multiples of the params",
+    "gathers": "likewise",
+    "temporaries": "in multiples of a device's params",
+    "findings": "0: nothing may be wasted",
+}
 
 
-def main(argv: Sequence[str]) -> int:
-    """Print the audit; 1 if it is refused or a limit is passed."""
+def run(argv: Sequence[str]) -> int:
+    """Print the audit; 1 if a limit is passed.
+
+    Raises:
+      Refusal: there is no such program, or it cannot be audited.
+    """
     given = _parser().parse_args(argv)
-    try:
-        return _run(given)
-    except _Refused as error:
-        print(f"boostax: {error}", file=sys.stderr)
-        return 1
-
-
-def _run(given: argparse.Namespace) -> int:
     if given.cpu_devices:
         import jax
 
@@ -45,38 +48,33 @@ def _run(given: argparse.Namespace) -> int:
     from boostax.inspect.targets import target_devices
 
     build = _function(given.program)
-    try:
+    with refusing():
         devices = target_devices(given.target) if given.target else None
         program, *args = _built(build, devices)
         found = audit(program, *args, target=given.target, calls=given.calls)
-    except (ValueError, TypeError, RuntimeError) as error:
-        raise _Refused(str(error)) from error
     print(json.dumps(found.to_dict()) if given.json else found)
     if given.picture:
         found.save_picture(given.picture)
-    values = {"findings": len(found.findings)}
-    values |= {name: getattr(found, name) for name in ("reductions", "gathers", "temporaries")}
-    limits = {name: getattr(given, f"max_{name}") for name in values}
-    passed = [
-        f"{name} {value:.2f}, more than {limits[name]:g}"
-        for name, value in values.items()
+    passed = 0
+    for name in _LIMITS:
+        value, limit = getattr(found, name), getattr(given, f"max_{name}")
+        value = len(value) if name == "findings" else value
         # What is not known (NaN) passes no limit.
-        if limits[name] is not None and not value <= limits[name]
-    ]
-    for line in passed:
-        print(f"boostax: audit: {line}", file=sys.stderr)
-    return 1 if passed else 0
+        if limit is not None and not value <= limit:
+            complain(f"boostax: audit: {name} {value:.2f}, more than {limit:g}")
+            passed = 1
+    return passed
 
 
 def _function(name: str) -> Any:
     module, _, function = name.partition(":")
     if not module or not function:
-        raise _Refused(f"audit: program must be module:function, got {name!r}. train:program.")
+        raise Refusal(f"audit: program must be module:function, got {name!r}. train:program.")
     sys.path.insert(0, os.getcwd())
     try:
         return getattr(importlib.import_module(module), function)
     except (ImportError, AttributeError) as error:
-        raise _Refused(f"audit: {name} could not be imported: {error}") from error
+        raise Refusal(f"audit: {name} could not be imported: {error}") from error
 
 
 def _built(build: Any, devices: Any) -> tuple[Any, ...]:
@@ -85,7 +83,7 @@ def _built(build: Any, devices: Any) -> tuple[Any, ...]:
     wanted = inspect.signature(build).parameters if callable(build) else {}
     made: Any = build(devices or tuple(jax.devices())) if wanted else build()
     if not isinstance(made, tuple):
-        raise _Refused(
+        raise Refusal(
             "audit: the function must return the program with its arguments, got "
             f"{type(made).__name__}. Return (step, state, batch)."
         )
@@ -102,10 +100,8 @@ def _parser() -> argparse.ArgumentParser:
     add("program", metavar="module:function", help="a function that builds the program")
     add("--target", help="v5e:2x4, v5e:4x4*2 (two slices), h100:1x1x8; by default what is at hand")
     add("--calls", type=int, default=1, help="calls per optimizer step: the window's length")
-    add("--max-reductions", type=float, help="per optimizer step, in multiples of the params")
-    add("--max-gathers", type=float, help="likewise")
-    add("--max-temporaries", type=float, help="in multiples of a device's params")
-    add("--max-findings", type=int, help="0: nothing may be wasted")
+    for name, meaning in _LIMITS.items():
+        add(f"--max-{name}", type=int if name == "findings" else float, help=meaning)
     add("--cpu-devices", type=int, default=0, help="emulate so many devices at hand")
     add("--json", action="store_true", help="plain data on one line")
     add("--picture", help="a file to draw to; needs matplotlib")

@@ -2,7 +2,6 @@
 
 import contextlib
 import dataclasses
-from collections.abc import Generator
 from typing import Any
 
 import jax
@@ -15,19 +14,6 @@ from boostax.run.cli.recipe import Recipe, check
 from boostax.run.workloads import Workload
 
 AXIS = "data"
-
-
-class Refusal(Exception):
-    """Something in the arguments or on the disk does not allow the run; the message says what."""
-
-
-@contextlib.contextmanager
-def refusing() -> Generator[None]:
-    """Turn the errors of argument checks and files into a `Refusal`, which shows no traceback."""
-    try:
-        yield
-    except (ValueError, TypeError, OSError, ImportError, RuntimeError) as error:
-        raise Refusal(str(error)) from error
 
 
 @dataclasses.dataclass(frozen=True)

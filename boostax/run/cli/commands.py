@@ -6,10 +6,10 @@ from typing import Annotated, Any
 
 import tyro
 
-from boostax.run.cli.build import Refusal, refusing
 from boostax.run.cli.compare import compare
 from boostax.run.cli.explain import explain
 from boostax.run.cli.recipe import ComparePlan, Recipe, RunOptions, check
+from boostax.run.cli.refusal import Refusal, complain, refusing
 from boostax.run.cli.train import train
 from boostax.run.cluster.end import ending_at_once, say
 from boostax.run.cluster.launch import launch
@@ -151,15 +151,11 @@ def run(argv: list[str]) -> int:
         args=given,
         config=(tyro.conf.OmitArgPrefixes, tyro.conf.OmitSubcommandPrefixes),
     )
-    try:
-        if isinstance(command, Launch):
-            return _launch(command, launched)
-        # With peers, nothing that is raised leaves this block.
-        with ending_at_once(_say):
-            _dispatch(command.workload, argv)
-    except Refusal as refusal:
-        _say(refusal)
-        return 1
+    if isinstance(command, Launch):
+        return _launch(command, launched)
+    # With peers, nothing that is raised leaves this block.
+    with ending_at_once(_say):
+        _dispatch(command.workload, argv)
     return 0
 
 
@@ -194,6 +190,6 @@ def _dispatch(asked: Any, argv: list[str]) -> None:
 
 def _say(error: Exception) -> None:
     if isinstance(error, Refusal):
-        print(f"boostax: {str(error).removeprefix('boostax: ')}", file=sys.stderr, flush=True)
+        complain(error)
     else:
         say(error)

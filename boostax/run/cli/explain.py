@@ -7,8 +7,9 @@ from rich.console import Console
 
 from boostax.inspect.explain import explain as explain_step
 from boostax.inspect.tables import call_cells, part_cells
-from boostax.run.cli.build import build, refusing, require_devices
+from boostax.run.cli.build import build, require_devices
 from boostax.run.cli.recipe import Recipe
+from boostax.run.cli.refusal import refusing
 from boostax.run.cli.report import grid, plan_table
 from boostax.run.workloads import Workload
 

@@ -104,11 +104,9 @@ def column(rows: Sequence[Mapping[str, float]], name: str) -> tuple[list[float],
 
 def smooth(values: Sequence[float]) -> list[float]:
     """A running mean over a thirtieth of the values to either side."""
-    reach = len(values) // 30
-    sums = np.concatenate([[0.0], np.cumsum(values)])
-    index = np.arange(len(values))
-    low, high = np.maximum(index - reach, 0), np.minimum(index + reach + 1, len(values))
-    return ((sums[high] - sums[low]) / (high - low)).tolist()
+    window = np.ones(2 * (len(values) // 30) + 1)
+    counts = np.convolve(np.ones(len(values)), window, "same")
+    return (np.convolve(values, window, "same") / counts).tolist()
 
 
 def _skips(rows: Sequence[Mapping[str, float]]) -> tuple[list[float], list[float]]:

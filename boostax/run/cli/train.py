@@ -17,9 +17,10 @@ from rich.console import Console
 import boostax
 from boostax.freeze.scheduled import ScheduledFreeze
 from boostax.run.checkpoint import Checkpointer
-from boostax.run.cli.build import Built, Refusal, build, refusing, require_devices
+from boostax.run.cli.build import Built, build, require_devices
 from boostax.run.cli.finish import Finish, finish, show
 from boostax.run.cli.recipe import Recipe, RunOptions
+from boostax.run.cli.refusal import Refusal, refusing
 from boostax.run.cli.report import counted, plan_table, save
 from boostax.run.cluster.start import initialize
 from boostax.run.loop import FitResult, fit
