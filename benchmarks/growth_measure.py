@@ -14,7 +14,7 @@ from jax.extend.core import Jaxpr
 from scaling_techniques import counted, written
 
 from boostax._core import costs
-from boostax._core.programs import bodies
+from boostax._core.interpret import bodies
 
 # A program of more leaves is traced and lowered: to compile it takes minutes each.
 MOST_COMPILED = 100

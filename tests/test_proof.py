@@ -16,7 +16,7 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 import boostax
-from boostax._core import axes, costs, jaxprs, programs
+from boostax._core import axes, costs, interpret, jaxprs
 from boostax.chain import parts
 from boostax.chain.roles import UNKNOWN
 from boostax.chain.rows import rows
@@ -24,7 +24,7 @@ from boostax.model import branches
 from boostax.run.cluster import board
 
 PACKAGE = pathlib.Path(boostax.__file__).parent
-READERS = (axes, programs, costs, branches)
+READERS = (axes, interpret, costs, branches)
 
 
 @pytest.fixture
@@ -46,16 +46,27 @@ def everywhere(*values):
     return [frozenset(["boostax_proof"])] * len(values)
 
 
+def without(*names):
+    return tuple(name for name in interpret.THROUGH if name not in names)
+
+
 # What is read, under another name or with another meaning: where, its name here, what is seen.
 BLIND = {
     "nothing varies": (axes, "_varying", none_of, "axes over which values vary"),
     "all varies": (axes, "_varying", everywhere, "axes over which values vary"),
-    "a jit of another name": (programs, "JIT", ("call",), "the name of call"),
-    "a checkpoint of another name": (programs, "CHECKPOINT", ("remat",), "the name of remat"),
-    "a custom rule of another name": (programs, "CUSTOM", ("rule",), "the name of rule"),
-    "no program inside": (programs, "bodies", lambda eqn: iter(()), "the name of jit"),
+    **{
+        f"a {kind} of another name": (interpret, "THROUGH", without(*names), f"the name of {kind}")
+        for kind, names in {
+            "jit": interpret.JIT,
+            "checkpoint": interpret.CHECKPOINT,
+            "custom_jvp": interpret.CUSTOM[:1],
+            "custom_vjp": interpret.CUSTOM[1:],
+            "shard_map": ("shard_map",),
+        }.items()
+    },
+    "no program inside": (interpret, "bodies", lambda eqn: iter(()), "inside equations"),
     "a scan turned round": (
-        programs,
+        interpret,
         "scan_operands",
         lambda scan, given: (given[1:2], given[:1], given[2:]),
         "the operands of scan",
@@ -205,7 +216,7 @@ def sizes(*counts):
     "params", [{"num_consts": 1, "num_carry": 2}, {"ft_in": sizes(1, 2, 3)}], ids=["old", "new"]
 )
 def test_the_operands_of_a_scan_by_what_is_there(params):
-    assert programs.scan_operands(scan(**params), "cabxyz") == (["c"], ["a", "b"], ["x", "y", "z"])
+    assert interpret.scan_operands(scan(**params), "cabxyz") == (["c"], ["a", "b"], ["x", "y", "z"])
 
 
 @pytest.mark.parametrize(
@@ -221,15 +232,15 @@ def test_the_operands_of_a_scan_by_what_is_there(params):
 )
 def test_a_scan_that_cannot_be_read_is_refused(params):
     with pytest.raises(RuntimeError, match="the parameters of scan of JAX"):
-        programs.scan_operands(scan(**params), "cabxyz")
+        interpret.scan_operands(scan(**params), "cabxyz")
 
 
 def test_a_call_without_its_program_is_refused():
     eqn = types.SimpleNamespace(
         params={"body": 1}, primitive=types.SimpleNamespace(name="jit"), invars=(), outvars=()
     )
-    with pytest.raises(RuntimeError, match="jaxpr or call_jaxpr, got \\['body'\\]"):
-        programs.body_of(eqn)
+    with pytest.raises(RuntimeError, match="jaxpr, call_jaxpr or call, got \\['body'\\]"):
+        interpret.body_of(eqn)
 
 
 def test_scans_of_jax_are_divided_as_they_were_written():
@@ -241,7 +252,7 @@ def test_scans_of_jax_are_divided_as_they_were_written():
     jaxpr = jax.make_jaxpr(fn)(*(jax.ShapeDtypeStruct(s, "float32") for s in shapes))
     for program in (jaxpr, jax.make_jaxpr(lambda *args: jax.vjp(fn, *args)[0])(*jaxpr.in_avals)):
         (eqn,) = (eqn for eqn in program.jaxpr.eqns if eqn.primitive.name == "scan")
-        consts, carry, xs = programs.scan_operands(eqn, [x.aval.shape for x in eqn.invars])
+        consts, carry, xs = interpret.scan_operands(eqn, [x.aval.shape for x in eqn.invars])
         assert set(consts) <= {(2,), (3,)} and carry == [(2,), ()]
         assert xs and all(shape[0] == 5 for shape in xs)
 
@@ -314,10 +325,8 @@ def test_several_processes_say_what_they_lack(monkeypatch):
 
 
 def test_an_excerpt_is_a_program_whatever_the_order_of_its_class():
-    from boostax.freeze.stages import excerpt
-
     closed = jax.make_jaxpr(lambda x: jnp.sin(x) + jnp.cos(x))(1.0)
     (first, *_), jaxpr = closed.jaxpr.eqns, closed.jaxpr
-    part = excerpt(jaxpr, list(jaxpr.invars), list(first.outvars), [first])
+    part = interpret.excerpt(jaxpr.invars, first.outvars, [first])
     (found,) = jaxprs.jaxpr_as_fun(jaxprs.ClosedJaxpr(part, ()))(jnp.float32(0.5))
     np.testing.assert_array_equal(found, jnp.sin(jnp.float32(0.5)))

@@ -16,7 +16,7 @@ from scaling_sends import Over, ring_rounds, tree_rounds
 
 import boostax
 from boostax._core import costs
-from boostax._core.programs import bodies
+from boostax._core.interpret import bodies
 from boostax._core.replicas import stack_replicas, state_specs
 from boostax.testing import drawn
 

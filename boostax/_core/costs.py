@@ -17,9 +17,8 @@ from typing import Any
 import jax
 from jax import lax
 
-from boostax._core import jaxprs, programs, proof
+from boostax._core import interpret, jaxprs, proof
 from boostax._core.describe import SCOPE
-from boostax._core.programs import bodies
 
 # Bytes that one device sends on a ring, per byte of operand, for n devices.
 RING: dict[str, Callable[[int], float]] = {
@@ -79,13 +78,14 @@ def collectives(fn: Callable[..., Any] | jaxprs.ClosedJaxpr, *args: Any) -> list
     """
     require_readable()
     jaxpr = fn if isinstance(fn, jaxprs.ClosedJaxpr) else jax.make_jaxpr(fn)(*args)
-    return list(_walk(jaxpr.jaxpr, {}, 1, (), "", itertools.count()))
+    return list(_listed(jaxpr.jaxpr))
 
 
 def axes_of(program: jaxprs.ClosedJaxpr) -> frozenset[str]:
     """The named axes, bound around a program or in it, over which it communicates."""
     require_readable()
-    return frozenset(_axes(program.jaxpr))
+    found = interpret.equations(program.jaxpr)
+    return frozenset(name for eqn, _ in found for name in _axes(eqn))
 
 
 def axes_fed(program: jaxprs.ClosedJaxpr) -> frozenset[str]:
@@ -95,49 +95,25 @@ def axes_fed(program: jaxprs.ClosedJaxpr) -> frozenset[str]:
     computed again: those over which gradients go.
     """
     require_readable()
-    jaxpr = program.jaxpr
-    return frozenset(_fed(jaxpr, [True] * len(jaxpr.invars))[0])
-
-
-def _fed(jaxpr: jaxprs.Jaxpr, given: Sequence[bool]) -> tuple[set[str], list[bool]]:
-    """The axes, and which results depend on the given inputs."""
-    fed = {var for var, flag in zip(jaxpr.invars, given, strict=True) if flag}
     found: set[str] = set()
-    for eqn in jaxpr.eqns:
-        flags = [not isinstance(x, jaxprs.Literal) and x in fed for x in eqn.invars]
-        if not any(flags):
-            continue
-        body = None if eqn.primitive.name == "while" else programs.called(eqn)
-        results = [True] * len(eqn.outvars)
-        if body is None:
-            found.update(_sent_by(eqn))
-        while body is not None:
-            more, results = _fed(body, flags)
-            found |= more
-            again = _carried(eqn, flags, results)
-            body, flags = (body, again) if again != flags else (None, flags)
-        fed.update(var for var, flag in zip(eqn.outvars, results, strict=True) if flag)
-    return found, [not isinstance(x, jaxprs.Literal) and x in fed for x in jaxpr.outvars]
+
+    def transfer(eqn: jaxprs.JaxprEqn, fed: list[bool]) -> list[bool]:
+        if any(fed):
+            # Whatever a body that is not known does, it may do to its operands.
+            found.update(name for inner, _ in interpret.within(eqn) for name in _axes(inner))
+        return [any(fed)] * len(eqn.outvars)
+
+    interpret.flow(program, [True] * len(program.jaxpr.invars), transfer, any, nothing=False)
+    return frozenset(found)
 
 
-def _carried(eqn: jaxprs.JaxprEqn, flags: list[bool], results: list[bool]) -> list[bool]:
-    """What a scan's body is given at the next turn; of other calls, the same again."""
-    if eqn.primitive.name != "scan":
-        return flags
-    consts, carry, xs = programs.scan_operands(eqn, flags)
-    return consts + [a or b for a, b in zip(carry, results, strict=False)] + xs
+def _axes(eqn: jaxprs.JaxprEqn) -> list[str]:
+    """The axes over which an equation communicates."""
+    return [x for x in _named(eqn) if isinstance(x, str)] if _sends(eqn) else []
 
 
-def _axes(jaxpr: jaxprs.Jaxpr) -> Iterator[str]:
-    for eqn in jaxpr.eqns:
-        yield from _sent_by(eqn)
-
-
-def _sent_by(eqn: jaxprs.JaxprEqn) -> Iterator[str]:
-    if kind(eqn.primitive.name) in RING:
-        yield from (x for x in _named(eqn) if isinstance(x, str))
-    for inner in bodies(eqn):
-        yield from _axes(inner)
+def _sends(eqn: jaxprs.JaxprEqn) -> bool:
+    return kind(eqn.primitive.name) in RING and bool(_named(eqn))
 
 
 def _named(eqn: jaxprs.JaxprEqn) -> tuple[Any, ...]:
@@ -149,7 +125,7 @@ def _named(eqn: jaxprs.JaxprEqn) -> tuple[Any, ...]:
 @functools.cache
 def require_readable() -> None:
     """Raise unless each kind of collective is counted in a program that has one of each."""
-    programs.require_readable()
+    interpret.require_readable()
     name = proof.AXIS
     kinds: dict[str, Callable[[jax.Array], jax.Array]] = {
         "psum": lambda x: lax.psum(x, name),
@@ -174,7 +150,7 @@ def require_readable() -> None:
             alone: Any = {"in_specs": jax.P(name), "out_specs": jax.P(name), "mesh": mesh}
             fn = jax.shard_map(lambda x: (sent(x), x)[1], check_vma=check_vma, **alone)
             traced = jax.make_jaxpr(fn)(jax.ShapeDtypeStruct((4,), "float32"))
-        found = list(_walk(traced.jaxpr, {}, 1, (), "", itertools.count()))
+        found = list(_listed(traced.jaxpr))
         got = {(c.primitive, c.count, c.conditional) for c in found}
         common = {(c.axes, c.replicas, c.bytes, c.scopes) for c in found}
         if (got, common, len(found)) != (wanted, {((name,), 2, 8, ("proof",))}, len(kinds) + 3):
@@ -227,42 +203,74 @@ def _expected(found: Sequence[Collective], of: Callable[[Collective], float], de
     )
 
 
-def _walk(
-    jaxpr: jaxprs.Jaxpr,
-    sizes: dict[str, int],
-    count: int,
-    branches: tuple[tuple[int, int], ...],
-    stack: str,
-    conds: Iterator[int],
-) -> Iterator[Collective]:
-    made = {var: eqn for eqn in jaxpr.eqns for var in eqn.outvars}
-    asked: dict[Any, int] = {}
-    for eqn in jaxpr.eqns:
-        here = f"{stack}/{eqn.source_info.name_stack}"
-        name = kind(eqn.primitive.name)
-        if name in RING and _named(eqn):
-            names = tuple(x for x in _named(eqn) if x in sizes)
-            nbytes = sum(_bytes(v.aval) for v in eqn.invars)
-            replicas = math.prod(sizes[x] for x in names)
-            avals: list[Any] = [v.aval for v in eqn.invars]
-            dtypes = tuple(sorted({aval.dtype.name for aval in avals}))
-            within = bool(branches), branches, scopes_of(here), dtypes
-            yield Collective(name, names, replicas, nbytes, count, *within)
-        inner_sizes = sizes
-        if eqn.primitive.name == "shard_map":
-            inner_sizes = {**sizes, **dict(eqn.params["mesh"].shape)}
-        trips = eqn.params["length"] if eqn.primitive.name == "scan" else 1
-        cond = next(conds) if eqn.primitive.name == "cond" else None
-        question = None if cond is None else _question(eqn, made)
-        for i, inner in enumerate(bodies(eqn)):
-            within = branches
-            if cond is not None and question is None:
-                within = (*branches, (cond, i))
-            elif cond is not None and question is not None:
+@dataclasses.dataclass
+class _Place:
+    """Where the equations of a body stand.
+
+    Attributes:
+      sizes: of the mesh axes around them.
+      count: how often they run.
+      branches: as in ``Collective``.
+      stack: the names around them.
+      made: the equation that each variable comes from.
+      asked: the number of the first cond that asks about a variable.
+    """
+
+    sizes: dict[str, int]
+    count: int
+    branches: tuple[tuple[int, int], ...]
+    stack: str
+    made: dict[Any, Any] = dataclasses.field(default_factory=dict)
+    asked: dict[Any, int] = dataclasses.field(default_factory=dict)
+
+
+def _listed(jaxpr: jaxprs.Jaxpr) -> Iterator[Collective]:
+    """The collectives of a program."""
+    conds = itertools.count()
+
+    def enter(eqn: jaxprs.JaxprEqn, place: _Place) -> Iterator[_Place]:
+        name, sizes, count = eqn.primitive.name, place.sizes, place.count
+        if name == "shard_map":
+            sizes = {**sizes, **dict(eqn.params["mesh"].shape)}
+        if name == "scan":
+            count *= eqn.params["length"]
+        stack = _stack(eqn, place)
+        if name != "cond":
+            while True:
+                yield _Place(sizes, count, place.branches, stack)
+        cond, question = next(conds), _question(eqn, place.made)
+        for branch in itertools.count():
+            taken = cond, branch
+            if question is not None:
                 index, value = question
                 # Where it is another number, another question may be answered by yes.
-                within = (*branches, (asked.setdefault(index, cond), value if i else -1))
-            yield from _walk(inner, inner_sizes, count * trips, within, here, conds)
+                taken = place.asked.setdefault(index, cond), value if branch else -1
+            yield _Place(sizes, count, (*place.branches, taken), stack)
+
+    for eqn, place in interpret.equations(jaxpr, _Place({}, 1, (), ""), enter):
+        place.made.update(dict.fromkeys(eqn.outvars, eqn))
+        if _sends(eqn):
+            yield _collective(eqn, place)
+
+
+def _collective(eqn: jaxprs.JaxprEqn, place: _Place) -> Collective:
+    avals: list[Any] = [v.aval for v in eqn.invars]
+    names = tuple(x for x in _named(eqn) if x in place.sizes)
+    return Collective(
+        kind(eqn.primitive.name),
+        names,
+        replicas=math.prod(place.sizes[x] for x in names),
+        bytes=sum(math.prod(aval.shape) * aval.dtype.itemsize for aval in avals),
+        count=place.count,
+        conditional=bool(place.branches),
+        branches=place.branches,
+        scopes=scopes_of(_stack(eqn, place)),
+        dtypes=tuple(sorted({aval.dtype.name for aval in avals})),
+    )
+
+
+def _stack(eqn: jaxprs.JaxprEqn, place: _Place) -> str:
+    return f"{place.stack}/{eqn.source_info.name_stack}"
 
 
 def _question(cond: Any, made: dict[Any, Any]) -> tuple[Any, int] | None:
@@ -276,7 +284,3 @@ def _question(cond: Any, made: dict[Any, Any]) -> tuple[Any, int] | None:
     index, value = eqn.invars
     numbered = isinstance(value, jaxprs.Literal) and not isinstance(index, jaxprs.Literal)
     return (index, int(value.val)) if numbered else None
-
-
-def _bytes(aval: Any) -> int:
-    return math.prod(aval.shape) * aval.dtype.itemsize

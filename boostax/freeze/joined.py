@@ -16,8 +16,8 @@ import numpy as np
 from jax import lax
 
 from boostax._core import jaxprs
-from boostax._core.programs import JIT, body_of
-from boostax.freeze.stages import excerpt, seen
+from boostax._core.interpret import JIT, evaluate, replay
+from boostax.freeze.stages import seen
 
 # Up to so many entries constants of NumPy are the same if they are equal; all else if it is one
 # object.
@@ -51,17 +51,12 @@ class _Operation(NamedTuple):
     """An equation of a program, applied to what may stem from several."""
 
     types: tuple[Any, ...]
-    jaxpr: Any
     eqn: Any
     inputs: tuple[Atom, ...]
 
     def run(self, inputs: Sequence[Any], index: jax.Array) -> Sequence[Any]:
         del index
-        name = jaxprs.gensym()
-        given = [name(atom.aval) for atom in self.eqn.invars]
-        eqn = self.eqn.replace(invars=given)
-        part = excerpt(self.jaxpr, given, list(eqn.outvars), [eqn])
-        return jaxprs.jaxpr_as_fun(jaxprs.ClosedJaxpr(part, ()))(*inputs)
+        return replay(self.eqn, inputs)
 
 
 class _Choice(NamedTuple):
@@ -93,7 +88,15 @@ class Joined:
         Raises:
           Unlike: it does more than its results say; who would do it once for all programs?
         """
-        return self._add(closed.jaxpr, closed.consts, [self._given(x) for x in given])
+
+        def operation(eqn: Any, inputs: Sequence[Atom]) -> list[Atom]:
+            if seen(eqn):
+                raise Unlike
+            node = self._operation(eqn, tuple(inputs))
+            return [Atom(node, place) for place in range(len(eqn.outvars))]
+
+        atoms = [self._given(x, jax.typeof(x)) for x in given]
+        return evaluate(closed, atoms, operation, self._given, inline=JIT)
 
     def common(self, atoms: tuple[Atom, ...]) -> Atom:
         """What is the atom of a place when the index is that place.
@@ -123,35 +126,13 @@ class Joined:
             values[number] = node.run([values[a.node][a.place] for a in node.inputs], index)
         return [values[atom.node][atom.place] for atom in wanted]
 
-    def _add(self, jaxpr: Any, consts: Sequence[Any], given: Sequence[Atom]) -> list[Atom]:
-        atoms = dict(zip(jaxpr.constvars, map(self._given, consts), strict=True))
-        atoms.update(zip(jaxpr.invars, given, strict=True))
-
-        def read(atom: Any) -> Atom:
-            literal = isinstance(atom, jaxprs.Literal)
-            return self._given(atom.val, atom.aval) if literal else atoms[atom]
-
-        for eqn in jaxpr.eqns:
-            if seen(eqn):
-                raise Unlike
-            inputs = tuple(map(read, eqn.invars))
-            if eqn.primitive.name in JIT:
-                inner = body_of(eqn)
-                found = self._add(inner.jaxpr, inner.consts, inputs)
-            else:
-                node = self._operation(jaxpr, eqn, inputs)
-                found = [Atom(node, place) for place in range(len(eqn.outvars))]
-            atoms.update(zip(eqn.outvars, found, strict=True))
-        return [read(atom) for atom in jaxpr.outvars]
-
     def _node(self, key: Any, node: _Node) -> int:
         if key not in self._known:
             self._known[key] = len(self._nodes)
             self._nodes.append(node)
         return self._known[key]
 
-    def _given(self, x: Any, aval: Any = None) -> Atom:
-        aval = jax.typeof(x) if aval is None else aval
+    def _given(self, x: Any, aval: Any) -> Atom:
         key: Any = id(x)
         # Arrays of JAX may lie elsewhere, or be those of a trace.
         if not isinstance(x, jax.Array) and aval.size <= _SMALL:
@@ -159,9 +140,9 @@ class Joined:
             key = str(aval), np.asarray(x, aval.dtype).tobytes()
         return Atom(self._node((_Given, key), _Given((aval,), x)))
 
-    def _operation(self, jaxpr: Any, eqn: Any, inputs: tuple[Atom, ...]) -> int:
+    def _operation(self, eqn: Any, inputs: tuple[Atom, ...]) -> int:
         types = tuple(var.aval for var in eqn.outvars)
-        return self._node((_sort(eqn), inputs), _Operation(types, jaxpr, eqn, inputs))
+        return self._node((_sort(eqn), inputs), _Operation(types, eqn, inputs))
 
     def _common(self, atoms: tuple[Atom, ...]) -> Atom | None:
         nodes = [self._nodes[atom.node] for atom in atoms]
@@ -179,8 +160,7 @@ class Joined:
             inputs = tuple(map(self.common, columns))
         except Unlike:
             return None
-        first = operations[0]
-        return Atom(self._operation(first.jaxpr, first.eqn, inputs), atoms[0].place)
+        return Atom(self._operation(operations[0].eqn, inputs), atoms[0].place)
 
 
 def _sort(eqn: Any) -> tuple[Any, Any]:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 
-from boostax._core import jaxprs, trees
-from boostax._core.programs import called, of_data, require_readable, scan_operands
+from boostax._core import trees
+from boostax._core.interpret import flow, of_data, require_readable
 
 PyTree = Any
 # Which leaves of the params a value is computed from, or None once the data have a part in it.
@@ -54,70 +54,19 @@ def forward_order(
     call = lambda params, given, named: fn(params, *given, **named)  # noqa: E731
     hint = "Pass the batch to forward_order; do not let the function close over it."
     require_readable()
-    jaxpr, data = of_data("forward_order", call, params, (args, kwargs), "arrays", hint)
-    origins: list[Origin] = [frozenset([i]) for i in range(len(names))]
+    program, data = of_data("forward_order", call, params, (args, kwargs), "arrays", hint)
     read: dict[int, None] = {}
-    _walk(jaxpr, [*origins, *[None] * data], read)
+
+    def meet(origins: Sequence[Origin]) -> Origin:
+        """The origin of what is computed from all these; params are read if data are among them."""
+        leaves = frozenset[int]().union(*(x for x in origins if x is not None))
+        if None not in origins:
+            return leaves
+        read.update(dict.fromkeys(sorted(leaves)))
+        return None
+
+    # Which weights a branch takes is data too, and a carry of zeros soon depends on data.
+    origins: list[Origin] = [frozenset([i]) for i in range(len(names))]
+    computed = lambda eqn, found: [meet(found)] * len(eqn.outvars)  # noqa: E731
+    flow(program, [*origins, *[None] * data], computed, meet, nothing=frozenset())
     return [names[i] for i in [*read, *(i for i in range(len(names)) if i not in read)]]
-
-
-def _walk(jaxpr: jaxprs.Jaxpr, inputs: list[Origin], read: dict[int, None]) -> list[Origin]:
-    """The origins of a program's outputs; notes in ``read`` the leaves it reads, in order."""
-    known: dict[Any, Origin] = dict(zip(jaxpr.invars, inputs, strict=True))
-
-    def origin(atom: Any) -> Origin:
-        return frozenset() if isinstance(atom, jaxprs.Literal) else known.get(atom, frozenset())
-
-    for eqn in jaxpr.eqns:
-        found = _outputs(eqn, [origin(x) for x in eqn.invars], read)
-        known.update(zip(eqn.outvars, found, strict=True))
-    return [origin(x) for x in jaxpr.outvars]
-
-
-def _outputs(eqn: jaxprs.JaxprEqn, inputs: list[Origin], read: dict[int, None]) -> list[Origin]:
-    options = eqn.params
-    match eqn.primitive.name:
-        case "scan":
-            constants, carry, xs = scan_operands(eqn, inputs)
-            return _loop(options["jaxpr"].jaxpr, constants, carry, xs, read)
-        case "while":
-            first, count = options["cond_nconsts"], options["body_nconsts"]
-            constants, carry = inputs[first : first + count], inputs[first + count :]
-            carry = _loop(options["body_jaxpr"].jaxpr, constants, carry, [], read)
-            again = _walk(options["cond_jaxpr"].jaxpr, [*inputs[:first], *carry], read)
-            return [_meet([*again, x], read) for x in carry]
-        case "cond":
-            branch, *operands = inputs
-            found = [_walk(body.jaxpr, operands, read) for body in options["branches"]]
-            # Which weights to take is data too: their choice reads them.
-            return [_meet([branch, *each], read) for each in zip(*found, strict=True)]
-        case _:
-            body = called(eqn)
-            if body is not None:
-                return _walk(body, inputs, read)
-            return [_meet(inputs, read)] * len(eqn.outvars)
-
-
-def _loop(
-    body: jaxprs.Jaxpr,
-    constants: list[Origin],
-    carry: list[Origin],
-    xs: list[Origin],
-    read: dict[int, None],
-) -> list[Origin]:
-    """Go round until the carry's origins no longer grow: a state of zeros soon depends on data."""
-    while True:
-        found = _walk(body, [*constants, *carry, *xs], read)
-        grown = [_meet([old, new], read) for old, new in zip(carry, found, strict=False)]
-        if grown == carry:
-            return [*carry, *found[len(carry) :]]
-        carry = grown
-
-
-def _meet(origins: list[Origin], read: dict[int, None]) -> Origin:
-    """The origin of what is computed from all these; params are read if data are among them."""
-    leaves = frozenset[int]().union(*(x for x in origins if x is not None))
-    if None not in origins:
-        return leaves
-    read.update(dict.fromkeys(sorted(leaves)))
-    return None

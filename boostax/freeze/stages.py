@@ -16,7 +16,7 @@ import jax.numpy as jnp
 
 from boostax._core import axes, jaxprs
 from boostax._core.gate import branch
-from boostax._core.programs import JIT, body_of
+from boostax._core.interpret import JIT, demand, evaluate, excerpt, replay
 
 PyTree = Any
 NEVER = -1
@@ -54,17 +54,16 @@ def staged(
       otherwise: what stands in the place of those that are not wanted, of the same types; without
         it zeros, or what had to be computed anyway.
     """
-    closed, types = jax.make_jaxpr(fn, return_shape=True)()
-    closed = jax.make_jaxpr(lambda: _inlined(closed.jaxpr, closed.consts))()
+    traced, types = jax.make_jaxpr(fn, return_shape=True)()
+    # Operations one by one, not calls of jitted functions: a loss may be one.
+    closed = jax.make_jaxpr(lambda: evaluate(traced, (), replay, inline=JIT))()
     jaxpr: Any = closed.jaxpr
     stages = _stages(jaxpr, levels)
     values: dict[Any, Any] = dict(zip(jaxpr.constvars, closed.consts, strict=True))
     held = {} if otherwise is None else _held(jaxpr, stages, levels, otherwise)
     for level in sorted(stages, reverse=True):
         inputs, outputs = _boundary(jaxpr, stages, levels, level)
-        run = jaxprs.jaxpr_as_fun(
-            jaxprs.ClosedJaxpr(excerpt(jaxpr, inputs, outputs, stages[level]), ())
-        )
+        run = jaxprs.jaxpr_as_fun(jaxprs.ClosedJaxpr(excerpt(inputs, outputs, stages[level]), ()))
         given = [values[var] for var in inputs]
         if level == max(levels):
             # What is needed at every depth stands outside.
@@ -101,34 +100,6 @@ def _held(
     return held
 
 
-def _inlined(jaxpr: Any, consts: Sequence[Any], *given: Any) -> list[Any]:
-    """The same operations one by one, not as calls of jitted functions: a loss may be one."""
-    values: dict[Any, Any] = dict(zip(jaxpr.constvars, consts, strict=True))
-    values.update(zip(jaxpr.invars, given, strict=True))
-    read = lambda atom: atom.val if isinstance(atom, jaxprs.Literal) else values[atom]  # noqa: E731
-    for eqn in jaxpr.eqns:
-        inputs = [read(atom) for atom in eqn.invars]
-        if eqn.primitive.name in JIT:
-            inner = body_of(eqn)
-            found = _inlined(inner.jaxpr, inner.consts, *inputs)
-        else:
-            atoms = list(dict.fromkeys(_variables(eqn.invars)))
-            part = excerpt(jaxpr, atoms, list(eqn.outvars), [eqn])
-            found = jaxprs.jaxpr_as_fun(jaxprs.ClosedJaxpr(part, ()))(
-                *[read(atom) for atom in atoms]
-            )
-        values.update(zip(eqn.outvars, found, strict=True))
-    return [read(atom) for atom in jaxpr.outvars]
-
-
-def excerpt(jaxpr: Any, inputs: list[Any], outputs: list[Any], eqns: list[Any]) -> jaxprs.Jaxpr:
-    """Some of the operations of a program as a program."""
-    told = jaxpr.debug_info._replace(
-        arg_names=("",) * len(inputs), result_paths=("",) * len(outputs)
-    )
-    return jaxpr.replace(constvars=[], invars=inputs, outvars=outputs, eqns=eqns, debug_info=told)
-
-
 def seen(eqn: Any) -> bool:
     """Whether an operation does something besides its results, such as printing."""
     # That a collective names an axis is an effect to JAX, but nobody sees it.
@@ -151,25 +122,19 @@ def _branch(
 
 def _stages(jaxpr: Any, levels: Sequence[int]) -> dict[int, list[Any]]:
     """The operations by the largest index at which they are needed, in their order."""
-    wanted: dict[Any, int] = {}
-
-    def want(var: Any, level: int) -> None:
-        if not isinstance(var, jaxprs.Literal):
-            wanted[var] = max(level, wanted.get(var, NEVER))
-
-    for var, level in zip(jaxpr.outvars, levels, strict=True):
-        want(var, level)
     stages: dict[int, list[Any]] = {}
-    for eqn in reversed(jaxpr.eqns):
-        level = max((wanted.get(var, NEVER) for var in eqn.outvars), default=NEVER)
+
+    def needed(eqn: Any, wanted: list[int]) -> int:
+        level = max(wanted, default=NEVER)
         # There is no zero of what is not a number, and an effect is wanted whatever comes of it.
         special = any(jnp.issubdtype(var.aval.dtype, jax.dtypes.extended) for var in eqn.outvars)
         if seen(eqn) or (special and level > NEVER):
             level = max(levels)
         if level > NEVER:
             stages.setdefault(level, []).insert(0, eqn)
-            for var in eqn.invars:
-                want(var, level)
+        return level
+
+    demand(jaxpr, levels, needed, max, nothing=NEVER)
     return stages
 
 

@@ -17,8 +17,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
-from boostax._core import jaxprs, programs, proof
-from boostax._core.programs import called
+from boostax._core import interpret, jaxprs, proof
 
 PyTree = Any
 
@@ -108,13 +107,13 @@ def examine(
     allowed = "a sample of what the module takes"
     hint = "Pass a batch of inputs, or its jax.ShapeDtypeStruct."
     require_readable()
-    return _judged(*programs.of_data("less_bn", run, fixed, (args, kwargs), allowed, hint))
+    return _judged(*interpret.of_data("less_bn", run, fixed, (args, kwargs), allowed, hint))
 
 
 @functools.cache
 def require_readable() -> None:
     """Raise unless the norms of two small residual blocks are judged as they must be."""
-    programs.require_readable()
+    interpret.require_readable()
 
     def block(product: Callable[..., jax.Array], x: jax.Array, w: jax.Array, at: str) -> jax.Array:
         return mark_norm(product(mark_norm(product(x, w), f"{at}/inner"), w), f"{at}/last")
@@ -129,7 +128,7 @@ def require_readable() -> None:
 
     with proof.apart():
         x = jax.ShapeDtypeStruct((2, 2), "float32")
-        found = _judged(jax.make_jaxpr(model)(x, x).jaxpr, 1)
+        found = _judged(jax.make_jaxpr(model)(x, x), 1)
     got = {norm.path for norm in found.norms if norm.removed}, len(found.norms), found.head
     if got != ({"sum/inner", "concatenation/inner"}, 4, "head"):
         allowed = "judged: of two residual blocks the inner norm goes"
@@ -137,11 +136,12 @@ def require_readable() -> None:
         raise proof.unreadable("the flow of data in programs", allowed, found, danger)
 
 
-def _judged(jaxpr: jaxprs.Jaxpr, data: int) -> Structure:
+def _judged(program: jaxprs.ClosedJaxpr, data: int) -> Structure:
     """The norms and the head of a program whose last inputs are the data."""
     graph = _Graph()
-    unknown = [None] * (len(jaxpr.invars) - data)
-    outputs = graph.walk(jaxpr, [*unknown, *(graph.source() for _ in range(data))])
+    fixed: list[Flow | None] = [None] * (len(program.jaxpr.invars) - data)
+    inputs = [*fixed, *(graph.source() for _ in range(data))]
+    outputs = interpret.flow(program, inputs, graph.results, _union, nothing=None, once=True)
     near = frozenset[int]().union(*(flow.sites for flow in outputs if flow))
     heads = sorted(near & graph.heads.keys())
     return Structure(graph.norms(), graph.heads[heads[-1]] if heads else None)
@@ -178,29 +178,9 @@ class _Graph:
         node = frozenset([self._new()])
         return Flow(node, frozenset(), node)
 
-    def walk(self, jaxpr: jaxprs.Jaxpr, inputs: list[Flow | None]) -> list[Flow | None]:
-        """The flows of a program's outputs; ``None`` for what the data have no part in."""
-        known: dict[Any, Flow | None] = dict(zip(jaxpr.invars, inputs, strict=True))
-
-        def flow(atom: Any) -> Flow | None:
-            return None if isinstance(atom, jaxprs.Literal) else known.get(atom)
-
-        for eqn in jaxpr.eqns:
-            found = self._outputs(eqn, [flow(x) for x in eqn.invars])
-            known.update(zip(eqn.outvars, found, strict=True))
-        return [flow(x) for x in jaxpr.outvars]
-
-    def _outputs(self, eqn: jaxprs.JaxprEqn, inputs: list[Flow | None]) -> list[Flow | None]:
+    def results(self, eqn: jaxprs.JaxprEqn, inputs: list[Flow | None]) -> list[Flow | None]:
+        """The flows of an equation's results; ``None`` for what the data have no part in."""
         name, options = eqn.primitive.name, eqn.params
-        if name == "while":
-            inputs = inputs[options["cond_nconsts"] :]
-            return self.walk(options["body_jaxpr"].jaxpr, inputs)
-        if name == "cond":
-            found = [self.walk(body.jaxpr, inputs[1:]) for body in options["branches"]]
-            return [_union(each) for each in zip(*found, strict=True)]
-        body = called(eqn)
-        if body is not None:
-            return self.walk(body, inputs)
         if name in ("add", "concatenate"):
             self._meet(name, [flow for flow in inputs if flow])
         result = _union(inputs)

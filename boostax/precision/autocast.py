@@ -7,7 +7,8 @@ so the bodies of loops, branches and ``shard_map`` are rewritten where they are,
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -16,7 +17,7 @@ import numpy as np
 from jax import lax
 
 from boostax._core import jaxprs
-from boostax._core.programs import CUSTOM, require_readable
+from boostax._core.interpret import CUSTOM, require_readable, rewrite
 
 _PRODUCTS = (lax.dot_general_p, lax.conv_general_dilated_p)
 # Their derivative rules are functions of their own, which a rewritten body would not fit.
@@ -43,43 +44,28 @@ def autocast(fn: Callable[..., Any], dtype: np.dtype[Any]) -> Callable[..., Any]
 
         require_readable()
         jaxpr, shapes = jax.make_jaxpr(on_arrays, return_shape=True)(*arrays)
-        results = jaxprs.jaxpr_as_fun(_rewrite(jaxpr, dtype))(*arrays)
+        lowered = rewrite(jaxpr, functools.partial(_lowered, dtype=dtype))
+        results = jaxprs.jaxpr_as_fun(lowered)(*arrays)
         return jax.tree.unflatten(jax.tree.structure(shapes), results)
 
     return wrapped
 
 
-def _rewrite(value: Any, dtype: np.dtype[Any]) -> Any:
-    """A parameter of an equation, with every jaxpr in it rewritten."""
-    if type(value) in (tuple, list):
-        return type(value)(_rewrite(item, dtype) for item in value)
-    # Jaxpr first: from jax 0.11 on the two are one class, whose consts this keeps.
-    if isinstance(value, jaxprs.Jaxpr):
-        return value.replace(eqns=[new for eqn in value.eqns for new in _lowered(eqn, dtype)])
-    if isinstance(value, jaxprs.ClosedJaxpr):
-        return value.replace(jaxpr=_rewrite(value.jaxpr, dtype))
-    return value
-
-
-def _lowered(eqn: Any, dtype: np.dtype[Any]) -> Iterator[Any]:
-    """The equations that stand for one."""
-    if eqn.primitive.name in _OPAQUE:
-        yield eqn
-    elif eqn.primitive not in _PRODUCTS:
-        params = {name: _rewrite(value, dtype) for name, value in eqn.params.items()}
-        yield eqn.replace(params=params)
-    elif any(var.aval.dtype != jnp.float32 for var in (*eqn.invars, *eqn.outvars)):
-        yield eqn
-    else:
-        new_var = jaxprs.gensym()
-        low = lambda var: new_var(var.aval.update(dtype=dtype, weak_type=False))  # noqa: E731
-        operands = [low(var) for var in eqn.invars]
-        result = low(eqn.outvars[0])
-        for wide, narrow in zip(eqn.invars, operands, strict=True):
-            yield _cast(eqn, wide, narrow)
-        params = {**eqn.params, "preferred_element_type": None}
-        yield eqn.replace(invars=operands, outvars=[result], params=params)
-        yield _cast(eqn, result, eqn.outvars[0])
+def _lowered(eqn: Any, dtype: np.dtype[Any]) -> list[Any] | None:
+    """The equations that stand for one; ``None`` where only its bodies may have products."""
+    if eqn.primitive not in _PRODUCTS:
+        return [eqn] if eqn.primitive.name in _OPAQUE else None
+    if any(var.aval.dtype != jnp.float32 for var in (*eqn.invars, *eqn.outvars)):
+        return [eqn]
+    new_var = jaxprs.gensym()
+    low = lambda var: new_var(var.aval.update(dtype=dtype, weak_type=False))  # noqa: E731
+    operands, result = [low(var) for var in eqn.invars], low(eqn.outvars[0])
+    params = {**eqn.params, "preferred_element_type": None}
+    return [
+        *(_cast(eqn, wide, narrow) for wide, narrow in zip(eqn.invars, operands, strict=True)),
+        eqn.replace(invars=operands, outvars=[result], params=params),
+        _cast(eqn, result, eqn.outvars[0]),
+    ]
 
 
 def _cast(eqn: Any, source: Any, target: Any) -> Any:

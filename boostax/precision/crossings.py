@@ -16,7 +16,14 @@ import jax
 import jax.numpy as jnp
 
 from boostax._core import handshake, jaxprs
-from boostax._core.programs import CALLS, CHECKPOINT, body_of, require_readable
+from boostax._core.interpret import (
+    CALLS,
+    CHECKPOINT,
+    body_of,
+    evaluate,
+    replay,
+    require_readable,
+)
 from boostax.precision.boundary import crossed
 from boostax.precision.group_state import check_labels, group_numbers
 
@@ -79,102 +86,79 @@ def group_boundaries(loss_fn: Callable[..., Any], labels: Any) -> Callable[..., 
         handshake.crossed(scales, handshake.by_path(params, numbers))
         on_params = lambda params: loss_fn(params, *args, **kwargs)  # noqa: E731
         traced, shapes = jax.make_jaxpr(on_params, return_shape=True)(params)
-        boundaries = _Boundaries(scales)
         values = [jnp.asarray(x) for x in jax.tree.leaves(params)]
-        results, found = boundaries.run(traced, values, numbers)
+        found = _run(traced, _grouped(values, numbers), scales)
         # The loss is in the last group, whatever it depends on.
-        last = [None if group is None else count - 1 for group in found]
-        results = boundaries.bring(results, found, last)
+        results = [x.entering(count - 1, scales) for x in found]
         return jax.tree.unflatten(jax.tree.structure(shapes), results)
 
     return wrapped
 
 
-class _Boundaries:
-    """Evaluates jaxprs whose values have groups."""
+class _Grouped:
+    """A value of a group, and what it is in other groups."""
 
-    def __init__(self, scales: jax.Array):
-        self._scales = scales
+    def __init__(self, value: Any, group: Group):
+        # Nothing flows back through what is not a real or complex number.
+        dtype = getattr(value, "dtype", None)
+        inexact = dtype is not None and jnp.issubdtype(dtype, jnp.inexact)
+        self.group = group if inexact else None
+        self._known: dict[Group, Any] = {self.group: value}
 
-    def bring(
-        self, values: Sequence[Any], groups: Sequence[Group], targets: Sequence[Group]
-    ) -> list[Any]:
-        """Each value from its group to another."""
-        return [
-            x if here is None or there is None or here == there else self._cross(x, here, there)
-            for x, here, there in zip(values, groups, targets, strict=True)
-        ]
+    def own(self) -> Any:
+        """The value where it was computed."""
+        return self._known[self.group]
 
-    def _cross(self, x: Any, outer: int, inner: int) -> Any:
-        return crossed(x, self._scales[outer] / self._scales[inner])
-
-    def run(
-        self, jaxpr: jaxprs.ClosedJaxpr, args: Sequence[Any], groups: Sequence[Group]
-    ) -> tuple[list[Any], list[Group]]:
-        """The results of a jaxpr, and their groups."""
-        inner = jaxpr.jaxpr
-        # By variable and group: what several operations of a group read crosses once for all.
-        values: dict[tuple[Any, Group], Any] = {}
-        group_of: dict[Any, Group] = {}
-
-        def write(variables: Sequence[Any], results: Sequence[Any], found: Sequence[Group]) -> None:
-            for var, value, group in zip(variables, results, found, strict=True):
-                # Nothing flows back through what is not a real or complex number.
-                group_of[var] = group if _differentiable(var) else None
-                values[var, group_of[var]] = value
-
-        def read(var: Any, target: Group = None) -> Any:
-            if isinstance(var, jaxprs.Literal):
-                return var.val
-            here = group_of[var]
-            wanted = here if here is None or target is None else target
-            if (var, wanted) not in values:
-                (values[var, wanted],) = self.bring([values[var, here]], [here], [wanted])
-            return values[var, wanted]
-
-        group = lambda var: None if isinstance(var, jaxprs.Literal) else group_of[var]  # noqa: E731
-        write(inner.constvars, jaxpr.consts, [None] * len(jaxpr.consts))
-        write(inner.invars, args, groups)
-        for eqn in inner.eqns:
-            entering = [group(var) for var in eqn.invars]
-            present = {each for each in entering if each is not None}
-            last = max(present, default=None)
-            # No loop and no derivative rule: boundaries go inside.
-            if len(present) > 1 and eqn.primitive.name in (*CALLS, *CHECKPOINT):
-                results, found = self._inside(eqn, list(map(read, eqn.invars)), entering)
-            else:
-                variables = [var for var in eqn.invars if not isinstance(var, jaxprs.Literal)]
-                results = _evaluated(inner, eqn, {var: read(var, last) for var in variables})
-                found = [last] * len(results)
-            write(eqn.outvars, results, found)
-        return [read(var) for var in inner.outvars], [group(var) for var in inner.outvars]
-
-    def _inside(
-        self, eqn: Any, args: Sequence[Any], groups: Sequence[Group]
-    ) -> tuple[list[Any], list[Group]]:
-        """An operation that is a function of several groups."""
-        closed = body_of(eqn)
-        if eqn.primitive.name in CALLS:
-            return self.run(closed, args, groups)
-        found: list[Group] = []
-
-        def rematerialised(*args: Any) -> list[Any]:
-            results, found[:] = self.run(closed, args, groups)
-            return results
-
-        policy, cse = eqn.params["policy"], eqn.params["prevent_cse"]
-        results = jax.checkpoint(rematerialised, policy=policy, prevent_cse=cse)(*args)
-        return results, found
+    def entering(self, group: Group, scales: jax.Array) -> Any:
+        """The value in a group: what several operations of it read crosses once for all."""
+        if self.group is None or group is None:
+            return self.own()
+        if group not in self._known:
+            self._known[group] = crossed(self.own(), scales[self.group] / scales[group])
+        return self._known[group]
 
 
-def _evaluated(jaxpr: jaxprs.Jaxpr, eqn: Any, operands: dict[Any, Any]) -> Any:
-    """The results of one equation, by JAX's own evaluation: names, contexts and all."""
-    alone = jaxpr.replace(
-        constvars=[], invars=list(operands), outvars=eqn.outvars, eqns=[eqn], effects=eqn.effects
-    )
-    return jaxprs.jaxpr_as_fun(jaxprs.ClosedJaxpr(alone, ()))(*operands.values())
+def _grouped(values: Sequence[Any], groups: Sequence[Group]) -> list[_Grouped]:
+    return [_Grouped(value, group) for value, group in zip(values, groups, strict=True)]
 
 
-def _differentiable(var: Any) -> bool:
-    dtype = getattr(var.aval, "dtype", None)
-    return dtype is not None and jnp.issubdtype(dtype, jnp.inexact)
+def _run(
+    program: jaxprs.ClosedJaxpr, args: Sequence[_Grouped], scales: jax.Array
+) -> list[_Grouped]:
+    """The results of a program, with boundaries on the edges between groups."""
+
+    def rule(eqn: Any, operands: list[_Grouped]) -> list[_Grouped]:
+        name, groups = eqn.primitive.name, [x.group for x in operands]
+        present = {group for group in groups if group is not None}
+        # No loop and no derivative rule: boundaries go inside.
+        if len(present) > 1 and name in (*CALLS, *CHECKPOINT):
+            inside = functools.partial(_inside, body_of(eqn), groups, scales)
+            if name in CHECKPOINT:
+                inside = _rematerialised(inside, eqn.params)
+            return _grouped(*inside(*(x.own() for x in operands)))
+        last = max(present, default=None)
+        results = replay(eqn, [x.entering(last, scales) for x in operands])
+        return _grouped(results, [last] * len(results))
+
+    return evaluate(program, args, rule, lambda value, aval: _Grouped(value, None))
+
+
+def _inside(
+    body: jaxprs.ClosedJaxpr, groups: Sequence[Group], scales: jax.Array, *args: Any
+) -> tuple[list[Any], list[Group]]:
+    """The results of a body and their groups."""
+    found = _run(body, _grouped(args, groups), scales)
+    return [x.own() for x in found], [x.group for x in found]
+
+
+def _rematerialised(inside: Callable[..., Any], params: dict[str, Any]) -> Callable[..., Any]:
+    """The same under the checkpoint that the body was under."""
+    groups: list[Group] = []
+
+    def rematerialised(*args: Any) -> list[Any]:
+        values, groups[:] = inside(*args)
+        return values
+
+    policy, cse = params["policy"], params["prevent_cse"]
+    again = jax.checkpoint(rematerialised, policy=policy, prevent_cse=cse)
+    return lambda *args: (again(*args), groups)

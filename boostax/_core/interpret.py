@@ -1,0 +1,395 @@
+"""The one interpreter of traced programs: what has a program inside, and the walks through it.
+
+Everything that reads or replays a jaxpr is a rule on one of five walks; the names under which JAX
+writes calls, loops and branches, and what their operands are to their bodies, stand here alone.
+
+- ``equations`` lists all equations, those in bodies too, each with a context of the caller's.
+- ``evaluate`` replays a program on values of any kind: arrays, or what stands for them.
+- ``flow`` carries facts of a lattice forward through all bodies, to a fixed point in loops.
+- ``demand`` carries them backward, from results to operands.
+- ``rewrite`` replaces equations where they are, so that nothing is traced again.
+
+No walk passes over what it does not know. An equation whose body is not in the table is handed to
+the caller's rule, which must expect the worst of it.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, TypeVar
+
+import jax
+from jax import lax
+
+from boostax._core import checks, jaxprs, proof
+
+Operand = TypeVar("Operand")
+Fact = TypeVar("Fact")
+
+# All names that JAX has had for each.
+JIT = ("jit", "pjit")
+CALLS = (*JIT, "call", "closed_call", "core_call")
+CHECKPOINT = ("checkpoint", "remat", "remat2")
+CUSTOM = ("custom_jvp_call", "custom_vjp_call")
+_WRAPPERS = ("custom_vmap_call", "custom_partitioning", "composite")
+_MAPS = ("shard_map", "pmap", "xla_pmap")
+# Their body takes the operands of the equation and gives its results.
+THROUGH = (*CALLS, *CHECKPOINT, *CUSTOM, *_WRAPPERS, *_MAPS)
+
+
+def opened(
+    eqn: jaxprs.JaxprEqn,
+    operands: list[Any],
+    run: Callable[[jaxprs.ClosedJaxpr, list[Any]], list[Any]],
+    domain: Any,
+) -> Sequence[Any] | None:
+    """The results of an equation by those of its bodies, or ``None`` of what is not in the table.
+
+    Args:
+      eqn: an equation.
+      operands: values of the domain.
+      run: the results of a body for its inputs.
+      domain: what branches and loops are to its values, all bodies being functions of them:
+        ``choose(index, branches, operands)``, ``scan(eqn, body, carry, xs)``, whose body takes the
+        carry and what is next of ``xs``, and ``loop(test, body, carry)``.
+    """
+    name, params = eqn.primitive.name, eqn.params
+    if name in THROUGH:
+        return run(body_of(eqn), operands)
+    body = lambda program, *first: lambda *rest: run(program, [*first, *rest])  # noqa: E731
+    if name == "cond":
+        index, *rest = operands
+        return domain.choose(index, [body(branch) for branch in params["branches"]], rest)
+    if name == "scan":
+        consts, carry, xs = scan_operands(eqn, operands)
+        return domain.scan(eqn, body(params["jaxpr"], *consts), carry, xs)
+    if name == "while":
+        first, second = params["cond_nconsts"], params["cond_nconsts"] + params["body_nconsts"]
+        test = body(params["cond_jaxpr"], *operands[:first])
+        turn = body(params["body_jaxpr"], *operands[first:second])
+        return domain.loop(test, turn, operands[second:])
+    return None
+
+
+def body_of(eqn: jaxprs.JaxprEqn) -> jaxprs.ClosedJaxpr:
+    """The program that one of ``THROUGH`` calls."""
+    given = (eqn.params.get(name) for name in ("jaxpr", "call_jaxpr", "call"))
+    found = next((x for x in given if x is not None), None)
+    if isinstance(found, jaxprs.ClosedJaxpr):
+        return found
+    if isinstance(found, jaxprs.Jaxpr):
+        return jaxprs.ClosedJaxpr(found, ())
+    what = f"the parameter of {eqn.primitive.name} that holds its program"
+    got, danger = sorted(eqn.params), "What it computes would be missed."
+    raise proof.unreadable(what, "jaxpr, call_jaxpr or call", got, danger)
+
+
+def scan_operands(
+    scan: jaxprs.JaxprEqn, operands: Sequence[Operand]
+) -> tuple[list[Operand], list[Operand], list[Operand]]:
+    """The operands of a scan (or what is known of each): constants, carry, what it goes through."""
+    params, given = scan.params, list(operands)
+    sizes: list[int] = []
+    if "num_consts" in params and "num_carry" in params:
+        sizes = [params["num_consts"], params["num_carry"]]
+        sizes.append(len(given) - sum(sizes))
+    elif hasattr(params.get("ft_in"), "unpack"):
+        sizes = [len(part) for part in params["ft_in"].unpack()]
+    if len(sizes) != 3 or min(sizes) < 0 or sum(sizes) != len(given):
+        allowed = "num_consts and num_carry, or ft_in"
+        danger = "Constants would be taken for what is carried."
+        raise proof.unreadable("the parameters of scan", allowed, sorted(params), danger)
+    consts, carry, _ = sizes
+    return given[:consts], given[consts : consts + carry], given[consts + carry :]
+
+
+def of_data(
+    who: str,
+    fn: Callable[[Any, Any, Any], Any],
+    fixed: Any,
+    data: tuple[Any, Any],
+    allowed: str,
+    hint: str,
+) -> tuple[jaxprs.ClosedJaxpr, int]:
+    """The program of ``fn(fixed, args, kwargs)``, and how many arrays are among its data.
+
+    Its inputs are the leaves of ``fixed``, then the arrays of ``data``, which are ``args`` and
+    ``kwargs``; what else is in them is handed on as it is. Without an array ``who`` refuses them.
+    """
+    leaves, treedef = jax.tree.flatten(data)
+    arrays = {i: x for i, x in enumerate(leaves) if hasattr(x, "shape") and hasattr(x, "dtype")}
+    if not arrays:
+        raise ValueError(checks.message(who, "args", allowed, data, hint))
+
+    def call(fixed: Any, arrays: dict[int, Any]) -> list[jax.Array]:
+        given, named = treedef.unflatten([arrays.get(i, x) for i, x in enumerate(leaves)])
+        # A result may hold what is no array: a name, None, a Python number.
+        return [x for x in jax.tree.leaves(fn(fixed, given, named)) if isinstance(x, jax.Array)]
+
+    return jax.make_jaxpr(call)(fixed, arrays), len(arrays)
+
+
+def bodies(eqn: jaxprs.JaxprEqn) -> Iterator[jaxprs.Jaxpr]:
+    """All programs inside an equation: what it calls, its branches, the parts of a loop."""
+    return _inside(eqn.params.values())
+
+
+def _inside(values: Any) -> Iterator[jaxprs.Jaxpr]:
+    for value in values:
+        if isinstance(value, jaxprs.ClosedJaxpr):
+            yield value.jaxpr
+        elif isinstance(value, jaxprs.Jaxpr):
+            yield value
+        elif isinstance(value, (tuple, list)):
+            yield from _inside(value)
+
+
+def equations(
+    jaxpr: jaxprs.Jaxpr,
+    context: Any = None,
+    enter: Callable[[Any, Any], Iterable[Any]] = lambda eqn, context: itertools.repeat(context),
+) -> Iterator[tuple[jaxprs.JaxprEqn, Any]]:
+    """All equations of a program in its order, an equation before those of its bodies.
+
+    Args:
+      jaxpr: a program.
+      context: comes with each of its equations.
+      enter: the context of each of the bodies of an equation, by that of the equation.
+    """
+    for eqn in jaxpr.eqns:
+        yield from within(eqn, context, enter)
+
+
+def within(
+    eqn: jaxprs.JaxprEqn,
+    context: Any = None,
+    enter: Callable[[Any, Any], Iterable[Any]] = lambda eqn, context: itertools.repeat(context),
+) -> Iterator[tuple[jaxprs.JaxprEqn, Any]]:
+    """An equation and all in its bodies; see ``equations``."""
+    yield eqn, context
+    for body, inner in zip(bodies(eqn), enter(eqn, context), strict=False):
+        yield from equations(body, inner, enter)
+
+
+def evaluate(
+    program: jaxprs.ClosedJaxpr,
+    args: Sequence[Any],
+    rule: Callable[[Any, list[Any]], Sequence[Any]],
+    constant: Callable[[Any, Any], Any] = lambda value, aval: value,
+    inline: Sequence[str] = (),
+) -> list[Any]:
+    """The results of a program, equation by equation.
+
+    Args:
+      program: a traced program.
+      args: of its inputs, arrays or whatever stands for them.
+      rule: ``rule(eqn, operands)``, the results of an equation. ``replay`` is JAX's own.
+      constant: ``constant(value, aval)``, what stands for a constant.
+      inline: names of ``THROUGH`` whose bodies take the place of their equations.
+    """
+    jaxpr, avals = program.jaxpr, [var.aval for var in program.jaxpr.constvars]
+    values: dict[Any, Any] = dict(
+        zip(jaxpr.constvars, map(constant, program.consts, avals), strict=True)
+    )
+    values.update(zip(jaxpr.invars, args, strict=True))
+
+    def read(atom: Any) -> Any:
+        literal = isinstance(atom, jaxprs.Literal)
+        return constant(atom.val, atom.aval) if literal else values[atom]
+
+    for eqn in jaxpr.eqns:
+        operands = [read(atom) for atom in eqn.invars]
+        if eqn.primitive.name in inline:
+            found = evaluate(body_of(eqn), operands, rule, constant, inline)
+        else:
+            found = rule(eqn, operands)
+        values.update(zip(eqn.outvars, found, strict=True))
+    return [read(atom) for atom in jaxpr.outvars]
+
+
+def replay(eqn: jaxprs.JaxprEqn, operands: Sequence[Any]) -> list[Any]:
+    """The results of one equation, by JAX's own evaluation: names, contexts and all."""
+    name = jaxprs.gensym()
+    # A literal, too, may be given another value.
+    given: Any = [name(atom.aval) for atom in eqn.invars]
+    part = excerpt(given, eqn.outvars, [eqn.replace(invars=given)])
+    return jaxprs.jaxpr_as_fun(jaxprs.ClosedJaxpr(part, ()))(*operands)
+
+
+def excerpt(inputs: Sequence[Any], outputs: Sequence[Any], eqns: Sequence[Any]) -> jaxprs.Jaxpr:
+    """Some of the equations of a program as a program."""
+    told = _nothing().debug_info._replace(
+        arg_names=("",) * len(inputs), result_paths=("",) * len(outputs)
+    )
+    effects: Any = set().union(*(eqn.effects for eqn in eqns))
+    parts: dict[str, Any] = {"invars": list(inputs), "outvars": list(outputs), "eqns": list(eqns)}
+    return _nothing().replace(**parts, effects=effects, debug_info=told)
+
+
+@functools.cache
+def _nothing() -> Any:
+    """A program without equations. ``replace`` makes others of it, whatever its class takes."""
+    return jax.make_jaxpr(lambda: ())().jaxpr
+
+
+def flow(
+    program: jaxprs.ClosedJaxpr,
+    inputs: Sequence[Fact],
+    transfer: Callable[[Any, list[Fact]], Sequence[Fact]],
+    join: Callable[[Sequence[Fact]], Fact],
+    nothing: Fact,
+    *,
+    once: bool = False,
+) -> list[Fact]:
+    """What is known of the results of a program, by what is known of its inputs.
+
+    Args:
+      program: a traced program.
+      inputs: a fact for each of its inputs.
+      transfer: ``transfer(eqn, facts)``, what is known of the results of an equation that has no
+        body, or one that the table does not know: of that it must expect the worst.
+      join: what is known of a value that is one of several, or is decided by them.
+      nothing: what is known of constants.
+      once: go through each loop once, and give what comes out of that turn. What chooses a branch
+        or ends a loop is then left out of account.
+    """
+    lattice = _Lattice(join, once)
+
+    def run(body: jaxprs.ClosedJaxpr, facts: Sequence[Fact]) -> list[Fact]:
+        return evaluate(body, facts, rule, lambda value, aval: nothing)
+
+    def rule(eqn: jaxprs.JaxprEqn, facts: list[Fact]) -> Sequence[Fact]:
+        found = opened(eqn, facts, run, lattice)
+        return transfer(eqn, facts) if found is None else found
+
+    return run(program, inputs)
+
+
+class _Lattice:
+    """Branches and loops of facts."""
+
+    def __init__(self, join: Callable[[Sequence[Any]], Any], once: bool):
+        self._join = join
+        self._once = once
+
+    def choose(self, index: Any, branches: Any, operands: list[Any]) -> list[Any]:
+        deciding = [] if self._once else [index]
+        found = [branch(*operands) for branch in branches]
+        return [self._join([*deciding, *each]) for each in zip(*found, strict=True)]
+
+    def scan(self, eqn: Any, body: Any, carry: list[Any], xs: list[Any]) -> list[Any]:
+        while True:
+            found = body(*carry, *xs)
+            if self._once:
+                return found
+            grown = [self._join(pair) for pair in zip(carry, found, strict=False)]
+            if grown == carry:
+                return [*carry, *found[len(carry) :]]
+            carry = grown
+
+    def loop(self, test: Any, body: Any, carry: list[Any]) -> list[Any]:
+        carry = self.scan(None, body, carry, [])
+        deciding = [] if self._once else test(*carry)
+        return [self._join([*deciding, x]) for x in carry]
+
+
+def demand(
+    jaxpr: jaxprs.Jaxpr,
+    wanted: Sequence[Fact],
+    transfer: Callable[[Any, list[Fact]], Fact],
+    join: Callable[[Fact, Fact], Fact],
+    nothing: Fact,
+) -> None:
+    """Carry what is wanted of the results of a program back to what they are computed from.
+
+    Args:
+      jaxpr: a program.
+      wanted: a fact for each of its results.
+      transfer: ``transfer(eqn, facts)``, what is wanted of all operands of an equation, by what is
+        wanted of its results. It is called once for each equation, the last first.
+      join: what is wanted of a value that two others want.
+      nothing: what is wanted of a value that none wants.
+    """
+    known: dict[Any, Fact] = {}
+
+    def want(atom: Any, fact: Fact) -> None:
+        if not isinstance(atom, jaxprs.Literal):
+            known[atom] = join(known.get(atom, nothing), fact)
+
+    for atom, fact in zip(jaxpr.outvars, wanted, strict=True):
+        want(atom, fact)
+    for eqn in reversed(jaxpr.eqns):
+        fact = transfer(eqn, [known.get(var, nothing) for var in eqn.outvars])
+        for atom in eqn.invars:
+            want(atom, fact)
+
+
+def rewrite(value: Any, rule: Callable[[Any], Sequence[Any] | None]) -> Any:
+    """A program, or a parameter of an equation that holds some, with equations replaced in place.
+
+    Args:
+      value: a program, open or closed, a tuple or list of such, or anything else.
+      rule: the equations that stand for one, or ``None``: its bodies are rewritten.
+    """
+    if type(value) in (tuple, list):
+        return type(value)(rewrite(item, rule) for item in value)
+    # Jaxpr first: from jax 0.11 on the two are one class, whose consts this keeps.
+    if isinstance(value, jaxprs.Jaxpr):
+        return value.replace(eqns=[new for eqn in value.eqns for new in _replaced(eqn, rule)])
+    if isinstance(value, jaxprs.ClosedJaxpr):
+        return value.replace(jaxpr=rewrite(value.jaxpr, rule))
+    return value
+
+
+def _replaced(eqn: Any, rule: Callable[[Any], Sequence[Any] | None]) -> Sequence[Any]:
+    found = rule(eqn)
+    if found is not None:
+        return found
+    return [eqn.replace(params={name: rewrite(x, rule) for name, x in eqn.params.items()})]
+
+
+@functools.cache
+def require_readable() -> None:
+    """Raise unless this JAX writes calls, loops and branches as the table has them."""
+    with proof.apart() as mesh:
+        traced, types = jax.make_jaxpr(_all_kinds(mesh), return_shape=True)(
+            jax.ShapeDtypeStruct((2,), "float32")
+        )
+    unite = lambda names: frozenset[str]().union(*names)  # noqa: E731
+    noted = lambda eqn, found: [unite([*found, [eqn.primitive.name]])] * len(eqn.outvars)  # noqa: E731
+    found = flow(traced, [frozenset()], noted, unite, frozenset())
+    # An equation that is not in the table is handed out whole, and its sine is not seen.
+    for kind, met in jax.tree.unflatten(jax.tree.structure(types), found).items():
+        if "sin" not in met:
+            danger = "What it computes would be missed."
+            raise proof.unreadable(f"the name of {kind}", "in the table", sorted(met), danger)
+    inside = [eqn.primitive.name for eqn, _ in equations(traced.jaxpr)].count("sin")
+    if inside != len(types):
+        allowed = f"{len(types)}, one for each kind of equation"
+        danger = "What they compute would be missed."
+        raise proof.unreadable("the programs inside equations", allowed, inside, danger)
+    scanned: Any = next(x for x, _ in equations(traced.jaxpr) if x.primitive.name == "scan")
+    parts = scan_operands(scanned, [x.aval.shape for x in scanned.invars])
+    if parts != ([(2,)], [()], [(3,)]):
+        danger = "Constants would be taken for what is carried."
+        raise proof.unreadable("the operands of scan", "constants, carry, xs", parts, danger)
+
+
+def _all_kinds(mesh: Any) -> Callable[[jax.Array], dict[str, Any]]:
+    """A function with one equation of each kind, and a sine in the body of each."""
+    by_jvp, by_vjp = jax.custom_jvp(lax.sin), jax.custom_vjp(lax.sin)
+    by_jvp.defjvp(lambda primals, tangents: (lax.sin(*primals), *tangents))
+    by_vjp.defvjp(lambda x: (lax.sin(x), None), lambda _, cotangent: (cotangent,))
+    step = lambda x: lambda carry, each: (carry + each + lax.sin(x)[0], None)  # noqa: E731
+    return lambda x: {
+        "jit": jax.jit(lax.sin)(x),
+        "checkpoint": jax.checkpoint(lax.sin)(x),
+        "custom_jvp": by_jvp(x),
+        "custom_vjp": by_vjp(x),
+        "scan": lax.scan(step(x), x[0], lax.full((3,), 1.0, x.dtype))[0],
+        "while": lax.while_loop(lambda carry: carry[0] < 1, lax.sin, x),
+        "cond": lax.cond(x[0] < 1, lax.sin, lax.cos, x),
+        "shard_map": jax.shard_map(lax.sin, mesh=mesh, in_specs=jax.P(), out_specs=jax.P())(x),
+    }
