@@ -7,7 +7,7 @@ program, in which those scalars are chosen by the depth.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -35,43 +35,20 @@ class Atom(NamedTuple):
     place: int = 0
 
 
-class _Given(NamedTuple):
-    """An argument or a constant."""
+class _Node(NamedTuple):
+    """What is computed once, in however many programs it stands.
 
-    types: tuple[Any]
-    value: Any
-    inputs: tuple[Atom, ...] = ()
-
-    def run(self, inputs: Sequence[Any], index: jax.Array) -> Sequence[Any]:
-        del inputs, index
-        return [self.value]
-
-
-class _Operation(NamedTuple):
-    """An equation of a program, applied to what may stem from several."""
+    Attributes:
+      types: of its results.
+      inputs: whose results it takes.
+      compute: its results, by those of its inputs and by the index.
+      eqn: the equation that it stems from, if it does.
+    """
 
     types: tuple[Any, ...]
-    eqn: Any
     inputs: tuple[Atom, ...]
-
-    def run(self, inputs: Sequence[Any], index: jax.Array) -> Sequence[Any]:
-        del index
-        return replay(self.eqn, inputs)
-
-
-class _Choice(NamedTuple):
-    """Of scalars the one at the index."""
-
-    types: tuple[Any]
-    inputs: tuple[Atom, ...]
-
-    def run(self, inputs: Sequence[Any], index: jax.Array) -> Sequence[Any]:
-        # Not selections: XLA would put all of them into every operation that uses the scalar.
-        last = jnp.minimum(index, len(inputs) - 1)
-        return [lax.switch(last, [lambda x=x: jnp.asarray(x) for x in inputs])]
-
-
-_Node = _Given | _Operation | _Choice
+    compute: Callable[[Sequence[Any], jax.Array], Sequence[Any]]
+    eqn: Any = None
 
 
 class Joined:
@@ -123,7 +100,8 @@ class Joined:
         # Inputs were there before what uses them.
         for number in sorted(needed):
             node = self._nodes[number]
-            values[number] = node.run([values[a.node][a.place] for a in node.inputs], index)
+            inputs = [values[atom.node][atom.place] for atom in node.inputs]
+            values[number] = node.compute(inputs, index)
         return [values[atom.node][atom.place] for atom in wanted]
 
     def _node(self, key: Any, node: _Node) -> int:
@@ -138,11 +116,12 @@ class Joined:
         if not isinstance(x, jax.Array) and aval.size <= _SMALL:
             # By their bits: zeros have a sign.
             key = str(aval), np.asarray(x, aval.dtype).tobytes()
-        return Atom(self._node((_Given, key), _Given((aval,), x)))
+        return Atom(self._node(("given", key), _Node((aval,), (), lambda inputs, index: [x])))
 
     def _operation(self, eqn: Any, inputs: tuple[Atom, ...]) -> int:
         types = tuple(var.aval for var in eqn.outvars)
-        return self._node((_sort(eqn), inputs), _Operation(types, eqn, inputs))
+        compute = lambda inputs, index: replay(eqn, inputs)  # noqa: E731
+        return self._node((_sort(eqn), inputs), _Node(types, inputs, compute, eqn))
 
     def _common(self, atoms: tuple[Atom, ...]) -> Atom | None:
         nodes = [self._nodes[atom.node] for atom in atoms]
@@ -150,17 +129,25 @@ class Joined:
         if len({(kind.shape, kind.dtype) for kind in types}) > 1:
             return None
         if types[0].shape == ():
-            return Atom(self._node((_Choice, atoms), _Choice((types[0],), atoms)))
-        operations = [node for node in nodes if isinstance(node, _Operation)]
-        sorts = {(*_sort(op.eqn), atom.place) for op, atom in zip(operations, atoms, strict=False)}
-        if len(operations) < len(nodes) or len(sorts) > 1:
+            return Atom(self._node(("choice", atoms), _Node((types[0],), atoms, _at_index)))
+        if any(node.eqn is None for node in nodes):
             return None
-        columns = zip(*(op.inputs for op in operations), strict=True)
+        sorts = {(*_sort(node.eqn), atom.place) for node, atom in zip(nodes, atoms, strict=True)}
+        if len(sorts) > 1:
+            return None
+        columns = zip(*(node.inputs for node in nodes), strict=True)
         try:
             inputs = tuple(map(self.common, columns))
         except Unlike:
             return None
-        return Atom(self._operation(operations[0].eqn, inputs), atoms[0].place)
+        return Atom(self._operation(nodes[0].eqn, inputs), atoms[0].place)
+
+
+def _at_index(scalars: Sequence[Any], index: jax.Array) -> Sequence[Any]:
+    """Selects the scalar at ``index``, the last beyond them."""
+    # Not selections: XLA would put all of them into every operation that uses the scalar.
+    last = jnp.minimum(index, len(scalars) - 1)
+    return [lax.switch(last, [lambda x=x: jnp.asarray(x) for x in scalars])]
 
 
 def _sort(eqn: Any) -> tuple[Any, Any]:

@@ -58,19 +58,24 @@ def staged(
     # Operations one by one, not calls of jitted functions: a loss may be one.
     closed = jax.make_jaxpr(lambda: evaluate(traced, (), replay, inline=JIT))()
     jaxpr: Any = closed.jaxpr
+    olds: Sequence[jax.Array | None] = [None] * len(levels) if otherwise is None else otherwise
     stages = _stages(jaxpr, levels)
+    # What the branch of a stage gives in the place of results that are wanted just as long.
+    held: dict[Any, jax.Array | None] = {}
+    for var, level, old in zip(jaxpr.outvars, levels, olds, strict=True):
+        if level in stages and var in stages[level].outputs:
+            held.setdefault(var, old)
     values: dict[Any, Any] = dict(zip(jaxpr.constvars, closed.consts, strict=True))
-    held = {} if otherwise is None else _held(jaxpr, stages, levels, otherwise)
     for level in sorted(stages, reverse=True):
-        inputs, outputs = _boundary(jaxpr, stages, levels, level)
-        run = jaxprs.jaxpr_as_fun(jaxprs.ClosedJaxpr(excerpt(inputs, outputs, stages[level]), ()))
-        given = [values[var] for var in inputs]
+        stage = stages[level]
+        run = jaxprs.jaxpr_as_fun(jaxprs.ClosedJaxpr(excerpt(*stage), ()))
+        given = [values[var] for var in stage.inputs]
         if level == max(levels):
             # What is needed at every depth stands outside.
             found = run(*given)
         else:
-            found = _branch(index <= level, run, given, [held.get(var) for var in outputs])
-        values.update(zip(outputs, found, strict=True))
+            found = _branch(index <= level, run, given, [held.get(var) for var in stage.outputs])
+        values.update(zip(stage.outputs, found, strict=True))
 
     def result(var: Any, level: int, kind: Any, old: jax.Array | None) -> jax.Array:
         if level == NEVER:
@@ -81,23 +86,7 @@ def staged(
             return found
         return jnp.where(index <= level, found, old)
 
-    olds: Sequence[jax.Array | None] = [None] * len(levels) if otherwise is None else otherwise
     return [result(*each) for each in zip(jaxpr.outvars, levels, types, olds, strict=True)]
-
-
-def _held(
-    jaxpr: Any,
-    stages: dict[int, list[Any]],
-    levels: Sequence[int],
-    otherwise: Sequence[jax.Array],
-) -> dict[Any, jax.Array]:
-    """What the branch of a stage gives in the place of results that are wanted just as long."""
-    stage_of = {var: at for at, eqns in stages.items() for eqn in eqns for var in eqn.outvars}
-    held: dict[Any, jax.Array] = {}
-    for var, level, old in zip(jaxpr.outvars, levels, otherwise, strict=True):
-        if not isinstance(var, jaxprs.Literal) and stage_of.get(var) == level:
-            held.setdefault(var, old)
-    return held
 
 
 def seen(eqn: Any) -> bool:
@@ -120,9 +109,17 @@ def _branch(
     return branch(predicate, lambda: axes.unify(list(run(*given)), held), lambda: held)
 
 
-def _stages(jaxpr: Any, levels: Sequence[int]) -> dict[int, list[Any]]:
-    """The operations by the largest index at which they are needed, in their order."""
-    stages: dict[int, list[Any]] = {}
+class _Stage(NamedTuple):
+    """What is needed just as long: the variables that it takes and gives, and its operations."""
+
+    inputs: list[Any]
+    outputs: list[Any]
+    operations: list[Any]
+
+
+def _stages(jaxpr: Any, levels: Sequence[int]) -> dict[int, _Stage]:
+    """The stages of a program by the largest index at which they are needed."""
+    operations: dict[int, list[Any]] = {}
 
     def needed(eqn: Any, wanted: list[int]) -> int:
         level = max(wanted, default=NEVER)
@@ -131,30 +128,21 @@ def _stages(jaxpr: Any, levels: Sequence[int]) -> dict[int, list[Any]]:
         if seen(eqn) or (special and level > NEVER):
             level = max(levels)
         if level > NEVER:
-            stages.setdefault(level, []).insert(0, eqn)
+            operations.setdefault(level, []).insert(0, eqn)
         return level
 
     demand(jaxpr, levels, needed, max, nothing=NEVER)
-    return stages
-
-
-def _boundary(
-    jaxpr: Any, stages: dict[int, list[Any]], levels: Sequence[int], level: int
-) -> tuple[list[Any], list[Any]]:
-    """What a stage takes from before, and what it makes for later or for the result."""
-    made = dict.fromkeys(var for eqn in stages[level] for var in eqn.outvars)
-    used = dict.fromkeys(var for eqn in stages[level] for var in _variables(eqn.invars))
-    later = {
-        var
-        for other, eqns in stages.items()
-        if other < level
-        for eqn in eqns
-        for var in _variables(eqn.invars)
+    made = {level: [x for eqn in eqns for x in eqn.outvars] for level, eqns in operations.items()}
+    taken: dict[int, dict[Any, None]] = {}
+    for level, eqns in operations.items():
+        own = set(made[level])
+        used = (x for eqn in eqns for x in eqn.invars if not isinstance(x, jaxprs.Literal))
+        taken[level] = dict.fromkeys(x for x in used if x not in own)
+    # Results that nobody wants are not handed on.
+    wanted = zip(jaxpr.outvars, levels, strict=True)
+    results = {x for x, level in wanted if level > NEVER and not isinstance(x, jaxprs.Literal)}
+    handed_on = results.union(*taken.values())
+    return {
+        level: _Stage(list(taken[level]), [x for x in made[level] if x in handed_on], eqns)
+        for level, eqns in operations.items()
     }
-    kept = zip(jaxpr.outvars, levels, strict=True)
-    later |= {var for var, wanted in kept if wanted > NEVER and not isinstance(var, jaxprs.Literal)}
-    return [var for var in used if var not in made], [var for var in made if var in later]
-
-
-def _variables(atoms: Sequence[Any]) -> list[Any]:
-    return [atom for atom in atoms if not isinstance(atom, jaxprs.Literal)]
