@@ -33,10 +33,9 @@ JIT = ("jit", "pjit")
 CALLS = (*JIT, "call", "closed_call", "core_call")
 CHECKPOINT = ("checkpoint", "remat", "remat2")
 CUSTOM = ("custom_jvp_call", "custom_vjp_call")
-_WRAPPERS = ("custom_vmap_call", "custom_partitioning", "composite")
-_MAPS = ("shard_map", "pmap", "xla_pmap")
+_OTHERS = ("shard_map", "custom_vmap_call", "custom_partitioning", "composite")
 # Their body takes the operands of the equation and gives its results.
-THROUGH = (*CALLS, *CHECKPOINT, *CUSTOM, *_WRAPPERS, *_MAPS)
+THROUGH = (*CALLS, *CHECKPOINT, *CUSTOM, *_OTHERS)
 
 
 def opened(
@@ -131,19 +130,11 @@ def of_data(
     return jax.make_jaxpr(call)(fixed, arrays), len(arrays)
 
 
-def bodies(eqn: jaxprs.JaxprEqn) -> Iterator[jaxprs.Jaxpr]:
+def bodies(eqn: jaxprs.JaxprEqn) -> list[jaxprs.Jaxpr]:
     """All programs inside an equation: what it calls, its branches, the parts of a loop."""
-    return _inside(eqn.params.values())
-
-
-def _inside(values: Any) -> Iterator[jaxprs.Jaxpr]:
-    for value in values:
-        if isinstance(value, jaxprs.ClosedJaxpr):
-            yield value.jaxpr
-        elif isinstance(value, jaxprs.Jaxpr):
-            yield value
-        elif isinstance(value, (tuple, list)):
-            yield from _inside(value)
+    held: Any = jax.tree.leaves(list(eqn.params.values()))
+    found = [x.jaxpr if isinstance(x, jaxprs.ClosedJaxpr) else x for x in held]
+    return [x for x in found if isinstance(x, jaxprs.Jaxpr)]
 
 
 def equations(

@@ -132,33 +132,19 @@ def _run(
         present = {group for group in groups if group is not None}
         # No loop and no derivative rule: boundaries go inside.
         if len(present) > 1 and name in (*CALLS, *CHECKPOINT):
-            inside = functools.partial(_inside, body_of(eqn), groups, scales)
+            found: list[Group] = []
+
+            def inside(*args: Any) -> list[Any]:
+                results = _run(body_of(eqn), _grouped(args, groups), scales)
+                found[:] = [x.group for x in results]
+                return [x.own() for x in results]
+
             if name in CHECKPOINT:
-                inside = _rematerialised(inside, eqn.params)
-            return _grouped(*inside(*(x.own() for x in operands)))
+                policy, cse = eqn.params["policy"], eqn.params["prevent_cse"]
+                inside = jax.checkpoint(inside, policy=policy, prevent_cse=cse)
+            return _grouped(inside(*(x.own() for x in operands)), found)
         last = max(present, default=None)
         results = replay(eqn, [x.entering(last, scales) for x in operands])
         return _grouped(results, [last] * len(results))
 
     return evaluate(program, args, rule, lambda value, aval: _Grouped(value, None))
-
-
-def _inside(
-    body: jaxprs.ClosedJaxpr, groups: Sequence[Group], scales: jax.Array, *args: Any
-) -> tuple[list[Any], list[Group]]:
-    """The results of a body and their groups."""
-    found = _run(body, _grouped(args, groups), scales)
-    return [x.own() for x in found], [x.group for x in found]
-
-
-def _rematerialised(inside: Callable[..., Any], params: dict[str, Any]) -> Callable[..., Any]:
-    """The same under the checkpoint that the body was under."""
-    groups: list[Group] = []
-
-    def rematerialised(*args: Any) -> list[Any]:
-        values, groups[:] = inside(*args)
-        return values
-
-    policy, cse = params["policy"], params["prevent_cse"]
-    again = jax.checkpoint(rematerialised, policy=policy, prevent_cse=cse)
-    return lambda *args: (again(*args), groups)
