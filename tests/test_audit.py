@@ -340,7 +340,7 @@ def test_a_tpu_loop_without_a_trip_count_is_counted_by_its_counter():
         assert found.executions == turns
     unknown = program(*body, before=before.replace("direction=LT", "direction=NE"))
     (site,) = (s for s in unknown.sites if s.instruction.op == "while")
-    assert unknown.trips(site.computation, site.instruction) is None
+    assert unknown.trips(site) is None
 
 
 def test_starts_ends_and_what_is_computed_between():

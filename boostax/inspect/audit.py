@@ -7,7 +7,7 @@ import contextlib
 import dataclasses
 import math
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -21,7 +21,6 @@ from boostax.inspect import hlo
 from boostax.inspect.collectives import (
     REDUCES,
     CompiledCollective,
-    along,
     compiled_collectives,
     slice_axes,
 )
@@ -206,8 +205,12 @@ def audit(
         params = getattr(args[0], "params", args[0]) if args else None
     sizes = _sizes(params)
     in_vain, not_donated = _buffers(parsed, made.arguments)
-    wire = along(parsed, listed, lambda c: c.wire_bytes / c.executions)
-    hidden = along(parsed, listed, lambda c: c.overlapped * c.wire_bytes / c.executions)
+
+    def total(of: Callable[[CompiledCollective], float]) -> Ways:
+        return parsed.total((c.branches, of(c)) for c in listed)
+
+    wire = total(lambda c: c.wire_bytes)
+    hidden = total(lambda c: c.overlapped * c.wire_bytes)
     border = "slice" if made.mesh is not None and slice_axes(made.mesh) else "host"
     found = Audit(
         target=target or made.described,
@@ -222,12 +225,10 @@ def audit(
         donated_in_vain=in_vain,
         not_donated=not_donated,
         collectives=listed,
-        reduced=along(parsed, listed, lambda c: c.elements * (c.does in REDUCES)),
-        gathered=along(parsed, listed, lambda c: c.elements * (c.does == "all-gather")),
+        reduced=total(lambda c: c.elements * c.executions * (c.does in REDUCES)),
+        gathered=total(lambda c: c.elements * c.executions * (c.does == "all-gather")),
         wire_bytes=wire,
-        crossing_bytes=along(
-            parsed, listed, lambda c: (c.crosses == border) * c.wire_bytes / c.executions
-        ),
+        crossing_bytes=total(lambda c: c.wire_bytes * (c.crosses == border)),
         traffic=traffic(parsed),
         cycles=cycles(parsed),
         flops=float((made.compiled.cost_analysis() or {}).get("flops", math.nan)),
@@ -235,8 +236,7 @@ def audit(
         unknown_loops=tuple(
             site.instruction.name
             for site in parsed.sites
-            if site.instruction.op == "while"
-            and parsed.trips(site.computation, site.instruction) is None
+            if site.instruction.op == "while" and parsed.trips(site) is None
         ),
         compile_seconds=made.seconds,
         findings=(),
@@ -385,7 +385,7 @@ def _buffers(
 ) -> tuple[tuple[Buffer, ...], tuple[Buffer, ...]]:
     """Arguments donated in vain, and those that could be donated and are not."""
     used = [x for x in arguments if x.sharding is not None]
-    body = program.computations[program.entry]
+    body = program.computations[program.entry].values()
     types = {int(i.literal): i.result[0] for i in body if i.op == "parameter"}
     if len(types) != len(used):
         raise RuntimeError(
@@ -393,7 +393,7 @@ def _buffers(
             f"arguments, got {len(types)}. This version of JAX ({jax.__version__}) tells otherwise "
             "which arguments a program uses; please report it."
         )
-    taken = program.aliased()
+    taken = program.aliased
     local = lambda x: Buffer(x.path, _local_bytes(x.types, x.sharding))  # noqa: E731
     kept = {used[i].path for i in taken}
     in_vain = (x for x in arguments if x.donated and x.path not in kept and 0 not in x.types.shape)

@@ -6,14 +6,14 @@ import dataclasses
 import itertools
 import math
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 from jax.sharding import Mesh
 
 from boostax._core import costs, proof
-from boostax.inspect.hlo import Array, Instruction, Program, Site, Ways, bits
+from boostax.inspect.hlo import Array, Instruction, Program, Site, bits
 
 REDUCES = ("all-reduce", "reduce-scatter")
 # What JAX's collectives become.
@@ -33,8 +33,21 @@ RING: Mapping[str, Callable[[int], float]] = {
     "collective-broadcast": costs.RING["ppermute"],
     "send": costs.RING["ppermute"],
 }
-# How HLO begins the names of dtypes; the first that fits.
-_DTYPES = {"bfloat": "bf", "float8_": "f8", "complex": "c", "float": "f", "uint": "u", "int": "s"}
+# How HLO abbreviates the names of dtypes.
+_DTYPES = {
+    "bfloat": "bf",
+    "float8_": "f8",
+    "float": "f",
+    "complex": "c",
+    "uint": "u",
+    "int": "s",
+    "bool": "pred",
+}
+# Of what a permute in such a computation is a part.
+_WINDOWED = {
+    "windowed_dot_general_body_ag": "all-gather",
+    "windowed_dot_general_body_rs": "reduce-scatter",
+}
 # What computes, and can hide a transfer that is under way.
 _WORK = frozenset(
     "fusion custom-call reduce dot convolution sort while conditional call copy".split()
@@ -97,124 +110,77 @@ def compiled_collectives(
     listed: list[CompiledCollective] = []
     under_way: set[tuple[Any, ...]] = set()
     for site in program.sites:
-        kind = kind_of(site.instruction)
-        if kind is None:
+        i = site.instruction
+        kind = i.op.removesuffix("-start")
+        if kind not in RING or (kind == "send" and "megascale" not in i.attributes):
             continue
         # On a TPU a transfer that is under way stands in each fusion that carries it on, of loops
         # inside as well.
-        carried = "async_collective_fusion_config" in site.instruction.attributes
-        names = (site.instruction.attribute(x) for x in (r"channel_id=(\d+)", r'chain_id="(\d+)"'))
-        transfer = (*names, site.branches)
-        if carried and transfer in under_way:
-            continue
-        under_way |= {transfer} if carried else set()
-        listed.append(_made(program, site, kind, mesh, carried))
-    return _compared(listed, traced)
+        carried = "async_collective_fusion_config" in i.attributes
+        channel, chain = i.attribute(r"channel_id=(\d+)"), i.attribute(r'chain_id="(\d+)"')
+        transfer = (channel, chain, site.branches)
+        if not (carried and transfer in under_way):
+            listed.append(_collective(program, site, kind, mesh, carried))
+        if carried:
+            under_way.add(transfer)
+    lost = _lost_dtypes(listed, traced)
+    return tuple(dataclasses.replace(c, widened=c.widened or _lost(c, lost)) for c in listed)
 
 
-def _compared(
+def _lost_dtypes(
     listed: Sequence[CompiledCollective], traced: Sequence[costs.Collective]
-) -> tuple[CompiledCollective, ...]:
-    """With ``widened`` where a kind of collective has lost a narrower dtype that JAX asked for."""
-    lost: dict[str, set[int]] = {}
-    for c in traced:
-        kind = _KINDS[c.primitive]
-        kept = {dtype for other in listed if other.kind == kind for dtype in other.dtypes}
-        lost.setdefault(kind, set()).update(
-            bits(name) for name in map(_hlo_dtype, c.dtypes) if name not in kept
-        )
+) -> set[tuple[str, int]]:
+    """Kinds of collectives that JAX asked for in dtypes that none has now, with the bits of one."""
+    kept = {(c.kind, dtype) for c in listed for dtype in c.dtypes}
+    asked = {(_KINDS[c.primitive], _hlo_dtype(dtype)) for c in traced for dtype in c.dtypes}
+    return {(kind, bits(dtype)) for kind, dtype in asked - kept}
 
-    def widened(c: CompiledCollective) -> bool:
-        asked = c.name.rpartition("/")[2].removesuffix("_invariant") in _KINDS
-        return asked and any(n < max(map(bits, c.dtypes)) for n in lost.get(c.kind, ()))
 
-    return tuple(dataclasses.replace(c, widened=c.widened or widened(c)) for c in listed)
+def _lost(c: CompiledCollective, lost: set[tuple[str, int]]) -> bool:
+    """Whether one of JAX's own collectives has a wider dtype than one that was lost."""
+    asked = c.name.rpartition("/")[2].removesuffix("_invariant") in _KINDS
+    widest = max(map(bits, c.dtypes), default=0)
+    return asked and any(kind == c.kind and narrow < widest for kind, narrow in lost)
 
 
 def _hlo_dtype(name: str) -> str:
     """``float32`` as HLO writes it."""
-    if name == "bool":
-        return "pred"
-    for long, short in _DTYPES.items():
-        if name.startswith(long):
-            return short + name.removeprefix(long)
-    return name
+    return re.sub(f"^({'|'.join(_DTYPES)})", lambda found: _DTYPES[found[0]], name)
 
 
-def kind_of(instruction: Instruction) -> str | None:
-    """The kind of collective that an instruction is or begins."""
-    base = instruction.op.removesuffix("-start")
-    if base == "send" and "megascale" not in instruction.attributes:
-        return None
-    return base if base in RING else None
-
-
-def along(
-    program: Program,
-    listed: Sequence[CompiledCollective],
-    of: Callable[[CompiledCollective], float],
-) -> Ways:
-    """The sum of ``of(collective)`` per call on the cheapest and the dearest way."""
-
-    def way(chosen: Sequence[CompiledCollective], depth: int) -> Ways:
-        always = sum(of(c) * c.executions for c in chosen if len(c.branches) == depth)
-        total = Ways(always, always)
-        deeper = [c for c in chosen if len(c.branches) > depth]
-        key = lambda c: c.branches[depth].rpartition(":")[0]  # noqa: E731
-        for conditional, inside in itertools.groupby(sorted(deeper, key=key), key):
-            branches: dict[str, list[CompiledCollective]] = {}
-            for c in inside:
-                branches.setdefault(c.branches[depth], []).append(c)
-            each = [way(x, depth + 1) for x in branches.values()]
-            # A branch without collectives costs nothing.
-            quiet = len(branches) < _branch_count(program, conditional)
-            least = 0.0 if quiet else min(w.least for w in each)
-            total = total.plus(Ways(least, max(w.most for w in each)))
-        return total
-
-    return way(listed, 0)
-
-
-def _branch_count(program: Program, conditional: str) -> int:
-    return next(
-        len(body[conditional].called) for body in program.named.values() if conditional in body
-    )
-
-
-def _made(
+def _collective(
     program: Program, site: Site, kind: str, mesh: Mesh | None, carried: bool
 ) -> CompiledCollective:
     i = site.instruction
-    given = program.reads(site.computation, i)
+    does = kind
+    given = program.operands(site)
+    sent = given
     if kind == "send":
-        given = given[:1] or i.result[:1]
-    outer = program.callers.get(site.computation)
-    scattered = site.fused and kind == "all-reduce" and "all-reduce-scatter" in site.computation
-    if scattered:
-        kind = "reduce-scatter"
-    counted = given
-    if kind == "all-gather":
-        counted = i.result[len(given) :] if i.op.endswith("-start") else i.result
+        given = sent = given[:1] or i.result[:1]
+    elif kind == "all-gather":
+        # The results of a start name its operands first.
+        sent = i.result[len(given) :] if i.op.endswith("-start") else i.result
+    elif kind == "all-reduce" and site.fused and "all-reduce-scatter" in site.computation:
+        kind = does = "reduce-scatter"
+    elif kind == "collective-permute":
+        does = next((x for name, x in _WINDOWED.items() if name in site.computation), kind)
     reducer = i.attribute(r"to_apply=%([\w.\-]+)") or ""
     packed = _packed(program, reducer, given)
     factor = 1 if packed is None else 32 // bits(packed)
-    dtypes = (packed,) if packed else tuple(sorted({x.dtype for x in given if x.bytes > 0}))
     groups = _groups(i, program.partitions)
-    name = i.attribute(r'op_name="([^"]*)"') or ""
-    source = program.source(i)
-    if outer is not None and site.fused:
-        source = source or program.source(outer[1])
-        name = name or outer[1].attribute(r'op_name="([^"]*)"') or ""
-    axes, crosses = _place(groups, mesh)
+    axes, crosses = ((), "") if mesh is None else _place(groups, mesh)
     if kind == "send":
         crosses = "slice"
         axes = () if mesh is None else slice_axes(mesh)
+    # Of a part of a fusion the compiler may name and place the fusion alone.
+    said = (i, site.caller.instruction) if site.caller is not None and site.fused else (i,)
+    names = (x.attribute(r'op_name="([^"]*)"') for x in said)
     return CompiledCollective(
         kind=kind,
-        dtypes=dtypes,
-        elements=factor * sum(x.elements for x in counted),
-        operands=tuple(factor * x.elements for x in counted),
-        does=_windowed(program, site) or kind,
+        dtypes=(packed,) if packed else tuple(sorted({x.dtype for x in given if x.bytes > 0})),
+        elements=factor * sum(x.elements for x in sent),
+        operands=tuple(factor * x.elements for x in sent),
+        does=does,
         bytes=sum(x.bytes for x in given),
         executions=site.executions,
         devices=len(groups[0]),
@@ -224,44 +190,37 @@ def _made(
         loops=site.loops,
         widened="promoted" in reducer,
         overlapped=carried or _overlapped(program, site),
-        source=source,
-        name=name,
+        source=next(filter(None, map(program.source, said)), ""),
+        name=next(filter(None, names), ""),
     )
-
-
-def _windowed(program: Program, site: Site) -> str | None:
-    """What a permute is a part of."""
-    if site.instruction.op.removesuffix("-start") != "collective-permute":
-        return None
-    for name, does in (("_body_ag", "all-gather"), ("_body_rs", "reduce-scatter")):
-        if "windowed_dot_general" + name in site.computation:
-            return does
-    return None
 
 
 def _packed(program: Program, reducer: str, given: Sequence[Array]) -> str | None:
     """The narrow dtype that a TPU adds up two or four at a time in u32."""
     if any(x.dtype != "u32" for x in given):
         return None
-    inside = program.computations.get(reducer, ())
-    narrow = [i for i in inside if i.op == "bitcast-convert" and bits(i.result[0].dtype) < 32]
-    return narrow[0].result[0].dtype if narrow else None
+    inside = program.computations.get(reducer, {}).values()
+    dtypes = (i.result[0].dtype for i in inside if i.op == "bitcast-convert")
+    return next((dtype for dtype in dtypes if bits(dtype) < 32), None)
 
 
 def _overlapped(program: Program, site: Site) -> bool:
-    computation, i = site.computation, site.instruction
-    if computation in program.callers and program.callers[computation][1].op == "async-start":
-        computation, i = program.callers[computation]
-    if not (i.op.endswith("-start") or i.op == "send"):
+    """Whether something is computed between a start and its end."""
+    if site.caller is not None and site.caller.instruction.op == "async-start":
+        site = site.caller
+    begun = site.instruction
+    if not (begun.op.endswith("-start") or begun.op == "send"):
         return False
-    body = program.computations[computation]
-    begun = next(place for place, x in enumerate(body) if x.name == i.name)
-    for x in body[begun + 1 :]:
-        if x.op.endswith("-done") and i.name in x.operands:
-            return False
-        if x.op in _WORK:
+    schedule = iter(program.computations[site.computation].values())
+    for i in itertools.dropwhile(lambda i: i is not begun, schedule):
+        if i is not begun and i.op in _WORK:
             return True
+        if i.op.endswith("-done") and begun.name in i.operands:
+            return False
     return False
+
+
+_IOTA = r"\[([\d,]+)\](?:T\(([\d,]+)\))?"
 
 
 def _groups(instruction: Instruction, devices: int) -> list[tuple[int, ...]]:
@@ -269,24 +228,21 @@ def _groups(instruction: Instruction, devices: int) -> list[tuple[int, ...]]:
     pairs = instruction.attribute(r"source_target_pairs=\{((?:\{\d+,\d+\},?)+)\}")
     listed = pairs or instruction.attribute(r"replica_groups=\{((?:\{[\d,]+\},?)+)\}")
     if listed:
-        return [tuple(map(int, x.split(","))) for x in re.findall(r"\{([\d,]+)\}", listed)]
-    iota = re.search(
-        r"replica_groups=\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?", instruction.attributes
-    )
+        return [tuple(_numbers(group)) for group in re.findall(r"\{([\d,]+)\}", listed)]
+    iota = re.search(r"replica_groups=\[([\d,]+)\]<=" + _IOTA, instruction.attributes)
     if iota:
         shape, dims, order = (_numbers(x) for x in iota.groups())
-        return _tuples(_ids(dims, order).reshape(shape))
+        return _rows(dims, order, shape, [1])
     named = re.search(
-        r"replica_groups=mesh\[([^\]]*)\](?:, device_ids=\(\[([\d,]+)\](?:T\(([\d,]+)\))?\))? "
-        r"\{([^}]*)\}",
+        r"replica_groups=mesh\[([^\]]*)\](?:, device_ids=\(" + _IOTA + r"\))? \{([^}:]*)\}",
         instruction.attributes,
     )
-    if named and ":" not in named.group(4):
-        sizes = [int(x) for x in re.findall(r"=(\d+)", named.group(1))]
-        names = re.findall(r"'([^']*)'=", named.group(1))
-        dims, order = _numbers(named.group(2)) or sizes, _numbers(named.group(3))
-        chosen = [names.index(x) for x in re.findall(r"'([^']*)'", named.group(4))]
-        return _tuples(_along(_ids(dims, order).reshape(sizes), chosen))
+    if named:
+        mesh, dims, order, axes = named.groups()
+        names, shape = zip(*re.findall(r"'([^']*)'=(\d+)", mesh), strict=True)
+        along = [names.index(axis) for axis in re.findall(r"'([^']*)'", axes)]
+        shape = [int(size) for size in shape]
+        return _rows(_numbers(dims) or shape, _numbers(order), shape, along)
     written = instruction.attribute(r"((?:replica_groups|source_target_pairs)=.{0,60})")
     if written is not None and not written.startswith("replica_groups={}"):
         danger = "Over which devices a collective runs would be unknown."
@@ -294,63 +250,41 @@ def _groups(instruction: Instruction, devices: int) -> list[tuple[int, ...]]:
     return [tuple(range(devices))]
 
 
-def _ids(dims: list[int], order: list[int]) -> np.ndarray[Any, Any]:
-    """All numbers in a box, its dimensions in another order."""
-    ids = np.arange(math.prod(dims)).reshape(dims)
-    return ids.transpose(order) if order else ids
-
-
-def _along(ids: np.ndarray[Any, Any], dims: list[int]) -> np.ndarray[Any, Any]:
-    """A row for each group that lies along some dimensions."""
-    count = math.prod(ids.shape[dim] for dim in dims)
-    return np.moveaxis(ids, dims, range(-len(dims), 0)).reshape(-1, count)
-
-
-def _tuples(rows: np.ndarray[Any, Any]) -> list[tuple[int, ...]]:
-    return [tuple(map(int, row)) for row in rows]
+def _rows(
+    dims: list[int], order: list[int], shape: list[int], along: list[int]
+) -> list[tuple[int, ...]]:
+    """Devices numbered in a box of ``dims``, transposed and reshaped, in groups along axes."""
+    numbers = np.arange(math.prod(dims)).reshape(dims)
+    box = (numbers.transpose(order) if order else numbers).reshape(shape)
+    size = math.prod(shape[axis] for axis in along)
+    rows = np.moveaxis(box, along, range(-len(along), 0)).reshape(-1, size)
+    return [tuple(row) for row in rows.tolist()]
 
 
 def _numbers(text: str | None) -> list[int]:
     return [int(x) for x in text.split(",")] if text else []
 
 
-def _place(groups: Sequence[tuple[int, ...]], mesh: Mesh | None) -> tuple[tuple[str, ...], str]:
+def _place(groups: Sequence[tuple[int, ...]], mesh: Mesh) -> tuple[tuple[str, ...], str]:
     """The mesh axes over which groups span, and whether they span slices or hosts."""
-    if mesh is None:
-        return (), ""
-    devices = list(mesh.devices.flat)
-    names = [x for x in mesh.axis_names if mesh.shape[x] > 1]
-    here = frozenset(n for group in groups for n in group)
-    wanted = frozenset(frozenset(group) for group in groups)
-    axes: tuple[str, ...] = ()
-    for chosen in _subsets(names):
-        # A program of one slice of several names the devices of that slice alone.
-        parts = (frozenset(part) & here for part in _parts(mesh, chosen))
-        if wanted <= frozenset(parts):
-            axes = chosen
-            break
+    devices = mesh.devices.flat
     spans = lambda key: any(len({key(devices[n]) for n in group}) > 1 for group in groups)  # noqa: E731
-    if spans(lambda d: getattr(d, "slice_index", 0)):
-        return axes, "slice"
-    return axes, "host" if spans(lambda d: d.process_index) else ""
-
-
-def _parts(mesh: Mesh, chosen: tuple[str, ...]) -> list[frozenset[int]]:
-    ids = np.arange(mesh.size).reshape(mesh.devices.shape)
-    dims = [mesh.axis_names.index(x) for x in chosen]
-    return [frozenset(row) for row in _tuples(_along(ids, dims))]
+    at = [np.transpose(np.unravel_index(group, mesh.devices.shape)) for group in groups]
+    varies = np.any([(place != place[0]).any(axis=0) for place in at], axis=0)
+    # Groups over axes are all that is there along these: no two lie in the same place beside them.
+    apart = {tuple(place[0][~varies]) for place in at}
+    whole = len(apart) == len(set(map(frozenset, groups)))
+    axes = tuple(itertools.compress(mesh.axis_names, varies)) if whole else ()
+    crosses = "host" if spans(lambda d: d.process_index) else ""
+    return axes, "slice" if spans(_slice) else crosses
 
 
 def slice_axes(mesh: Mesh) -> tuple[str, ...]:
     """The axes along which the slice changes."""
-    slices = np.vectorize(lambda d: getattr(d, "slice_index", 0) or 0)(mesh.devices)
-    return tuple(
-        name
-        for dim, name in enumerate(mesh.axis_names)
-        if (slices != slices.take([0], axis=dim)).any()
-    )
+    slices = np.vectorize(_slice)(mesh.devices)
+    changes = ((slices != slices.take([0], axis)).any() for axis in range(slices.ndim))
+    return tuple(itertools.compress(mesh.axis_names, changes))
 
 
-def _subsets(names: Sequence[str]) -> Iterator[tuple[str, ...]]:
-    for count in range(1, len(names) + 1):
-        yield from itertools.combinations(names, count)
+def _slice(device: Any) -> int:
+    return getattr(device, "slice_index", 0) or 0

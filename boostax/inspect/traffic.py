@@ -8,81 +8,90 @@ reads the stack once. Of an Adam step on P bytes of params that is 7 P, as it is
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Callable, Iterable, Mapping
 
-from boostax.inspect.hlo import FREE, Instruction, Program, Ways
+from boostax.inspect.hlo import Array, Instruction, Program, Site, Ways
 
-_PIECES = frozenset(("dynamic-slice", "slice", "gather"))
-_SETS = ("dynamic-update-slice",)
+# Instructions that name what is there already, or begin what is counted by itself.
+_FREE = frozenset(
+    "parameter constant tuple get-tuple-element bitcast after-all partition-id replica-id iota "
+    "opt-barrier add-dependency conditional while call async-start".split()
+)
+_CUTS = frozenset(("dynamic-slice", "slice", "gather"))
+_SETS = "dynamic-update-slice"
 
 
 def traffic(program: Program) -> Ways:
     """Bytes per call on the cheapest and the dearest way through the branches."""
-    return program.ways(lambda computation, i: _bytes(program, computation, i))
+    return _scheduled(program, lambda site: _bytes(program, site))
 
 
 def cycles(program: Program) -> Ways | None:
     """Cycles that the compiler for TPU estimates, without the network; ``None`` of the others."""
-    estimates = any(i.cycles is not None for body in program.computations.values() for i in body)
-    return program.ways(lambda _, i: i.cycles or 0) if estimates else None
+    estimate = r'"estimated_cycles":"(-?\d+)"'
+    if not any(x.instruction.attribute(estimate) for x in program.sites):
+        return None
+    return _scheduled(program, lambda x: max(0, int(x.instruction.attribute(estimate) or 0)))
 
 
-def _bytes(program: Program, computation: str, i: Instruction) -> float:
-    if i.op in FREE or i.op.endswith("-done") or i.op == "async-start":
-        return 0.0
+def _scheduled(program: Program, of: Callable[[Site], float]) -> Ways:
+    """The sum over all that the schedule runs; a fusion is one operation."""
+    sites = (site for site in program.sites if not site.fused)
+    return program.total((site.branches, site.executions * of(site)) for site in sites)
+
+
+def _bytes(program: Program, site: Site) -> float:
+    """What one execution of an instruction reads and writes."""
+    i = site.instruction
+    if i.op in _FREE or i.op.endswith("-done"):
+        return 0
+    body = program.computations[site.computation]
+    sizes = {name: _in_memory(body[name].result) for name in i.operands if name in body}
     if i.op == "fusion":
-        return _fusion(program, computation, i)
-    read = sum(_size(program, computation, o) for o in dict.fromkeys(i.operands))
-    if i.op in _PIECES:
-        return 2.0 * _written(i)
-    if i.op == "dynamic-update-slice":
-        return 2.0 * _size(program, computation, i.operands[1])
-    if i.op == "copy-start":
-        return read + sum(x.bytes for x in i.result[:1] if not x.on_chip)
+        return _fusion(program.computations.get(i.called[0], {}), i, sizes)
+    if i.op in _CUTS:
+        return 2 * _in_memory(i.result)
+    if i.op == _SETS:
+        return 2 * sizes.get(i.operands[1], 0)
+    read, written = sum(sizes.values()), i.result
     if i.op == "slice-start":
-        piece = i.result[len(i.operands)]
-        return piece.bytes * ((read > 0) + (not piece.on_chip))
-    # A start's results name its operands as well; what arrives is as much as what the last is.
-    written = sum(x.bytes for x in i.result[-1:] if not x.on_chip)
-    return read + (written if i.op.endswith("-start") else _written(i))
+        # The results of a start name its operands, then what arrives.
+        written = i.result[len(i.operands) : len(i.operands) + 1]
+        read = written[0].bytes * (read > 0)
+    elif i.op.endswith("-start"):
+        written = i.result[:1] if i.op == "copy-start" else i.result[-1:]
+    return read + _in_memory(written)
 
 
-def _fusion(program: Program, computation: str, i: Instruction) -> float:
-    inside = program.computations.get(i.called[0], ()) if i.called else ()
-    parameters = {x.name: int(x.literal) for x in inside if x.op == "parameter"}
-    users: dict[int, list[Instruction]] = {}
-    for x in inside:
-        for operand in x.operands:
-            if operand in parameters:
-                users.setdefault(parameters[operand], []).append(x)
-    names = {place: name for name, place in parameters.items()}
-    total, in_place = 0.0, 0.0
+def _fusion(
+    inside: Mapping[str, Instruction], fusion: Instruction, sizes: Mapping[str, float]
+) -> float:
+    """A fusion reads the pieces of its operands that it uses, and writes those that it sets."""
+    parameters = {int(x.literal): x.name for x in inside.values() if x.op == "parameter"}
+    read, in_place = 0.0, 0.0
     counted: set[str] = set()
-    for place, operand in enumerate(i.operands):
-        used = users.get(place, [])
-        whole = _size(program, computation, operand)
-        if whole and used and all(_of_pieces(x, names[place], _PIECES) for x in used):
-            total += min(whole, sum(x.result[0].bytes for x in used))
-        elif whole and used and all(_of_pieces(x, names[place], _SETS) for x in used):
-            named = program.named[i.called[0]]
-            pieces = sum(x.result[0].bytes for u in used for x in [named[u.operands[1]]])
-            total += min(whole, pieces)
-            in_place += whole
+    for place, operand in enumerate(fusion.operands):
+        name, size = parameters.get(place, ""), sizes.get(operand, 0)
+        used = [_piece(inside, x, name) for x in inside.values() if name in x.operands]
+        kinds = {kind for kind, _ in used}
+        if size and kinds in ({"cut"}, {"set"}):
+            read += min(size, sum(piece for _, piece in used))
+            in_place += size * (kinds == {"set"})
         elif operand not in counted:
-            total += whole
+            read += size
         counted.add(operand)
-    return total + max(0.0, _written(i) - in_place)
+    return read + max(0.0, _in_memory(fusion.result) - in_place)
 
 
-def _of_pieces(user: Instruction, name: str, kinds: Collection[str]) -> bool:
-    """Whether an instruction of these kinds reads or sets a piece of an array, and no more."""
-    return user.op in kinds and user.operands[0] == name and name not in user.operands[1:]
+def _piece(inside: Mapping[str, Instruction], user: Instruction, name: str) -> tuple[str, float]:
+    """Whether an instruction cuts a piece out of an array or sets one, and the bytes of it."""
+    alone = user.operands[0] == name and name not in user.operands[1:]
+    if alone and user.op in _CUTS:
+        return "cut", user.result[0].bytes
+    if alone and user.op == _SETS:
+        return "set", inside[user.operands[1]].result[0].bytes
+    return "whole", 0.0
 
 
-def _written(i: Instruction) -> float:
-    return float(sum(x.bytes for x in i.result if not x.on_chip))
-
-
-def _size(program: Program, computation: str, name: str) -> float:
-    made = program.named[computation].get(name)
-    return 0.0 if made is None else _written(made)
+def _in_memory(arrays: Iterable[Array]) -> int:
+    return sum(x.bytes for x in arrays if not x.on_chip)
