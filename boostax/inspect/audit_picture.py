@@ -6,7 +6,6 @@ import pathlib
 from typing import TYPE_CHECKING, Any
 
 from boostax.inspect.audit_table import headline
-from boostax.inspect.collectives import CompiledCollective
 
 if TYPE_CHECKING:
     from boostax.inspect.audit import Audit
@@ -35,35 +34,37 @@ def draw(found: Audit, path: Any) -> None:
     with plt.rc_context(style):
         figure, (memory, wire) = plt.subplots(2, 1, figsize=(9, 5.5), height_ratios=[1, 2.2])
         figure.suptitle(headline(found), fontsize=10)
-        _memory(memory, found)
-        _wire(wire, found)
+        unit = found.params_bytes or 2**20
+        _memory(memory, found, unit)
+        _wire(wire, found, unit)
+        for axes in (memory, wire):
+            if axes.get_legend_handles_labels()[0]:
+                axes.legend(
+                    loc="center left", bbox_to_anchor=(1.0, 0.5), frameon=False, labelcolor=_TEXT
+                )
         figure.savefig(pathlib.Path(path), transparent=True, dpi=150)
         plt.close(figure)
 
 
-def _memory(axes: Any, found: Audit) -> None:
-    held = {
-        "arguments": found.argument_bytes,
-        "results beside them": found.output_bytes - found.aliased_bytes,
-        "temporaries": found.temporary_bytes,
-    }
-    unit = found.params_bytes or 2**20
+def _memory(axes: Any, found: Audit, unit: float) -> None:
     left = 0.0
-    for (name, value), color in zip(held.items(), ("#3d85c6", "#d9762b", "#b0413e"), strict=True):
-        axes.barh(0, value / unit, left=left, color=color, label=f"{name} {value / unit:.2f}")
-        left += value / unit
+    for name, color, held in (
+        ("arguments", "#3d85c6", found.argument_bytes),
+        ("results beside them", "#d9762b", found.output_bytes - found.aliased_bytes),
+        ("temporaries", "#b0413e", found.temporary_bytes),
+    ):
+        axes.barh(0, held / unit, left=left, color=color, label=f"{name} {held / unit:.2f}")
+        left += held / unit
     axes.set_yticks([])
     axes.set_xlabel("memory of a device, in multiples of its params" if found.params else "MiB")
-    _legend(axes)
 
 
-def _wire(axes: Any, found: Audit) -> None:
+def _wire(axes: Any, found: Audit, unit: float) -> None:
     """One bar a collective, in the order of the schedule; hatched where only some calls run it."""
-    shown = sorted(found.collectives, key=lambda c: -c.wire_bytes)[:40]
-    ordered = [c for c in found.collectives if any(c is x for x in shown)]
-    unit = found.params_bytes or 2**20
-    for place, c in enumerate(ordered):
-        axes.bar(
+    dearest = sorted(found.collectives, key=lambda c: -c.wire_bytes)[:40]
+    shown = [c for c in found.collectives if any(c is x for x in dearest)]
+    for place, c in enumerate(shown):
+        bars = axes.bar(
             place,
             c.wire_bytes / unit,
             color=_KINDS.get(c.kind, _OTHER),
@@ -72,24 +73,12 @@ def _wire(axes: Any, found: Audit) -> None:
             edgecolor="white" if c.branches else "none",
         )
         if c.executions > 1:
-            axes.annotate(
-                f"{c.executions}x", (place, c.wire_bytes / unit), ha="center", va="bottom"
-            )
+            axes.bar_label(bars, [f"{c.executions}x"])
     axes.set_xticks([])
-    sent = "sent per call, of the params' bytes" if found.params else "sent per call, MiB"
-    axes.set_ylabel(sent)
+    axes.set_ylabel("sent per call, of the params' bytes" if found.params else "sent per call, MiB")
     axes.set_xlabel("collectives as scheduled; pale: nothing computed meanwhile")
-    _name_kinds(axes, ordered)
-
-
-def _name_kinds(axes: Any, shown: list[CompiledCollective]) -> None:
+    # Bars without height, for the legend.
     for kind in dict.fromkeys(c.kind for c in shown):
         axes.bar(0, 0, color=_KINDS.get(kind, _OTHER), label=kind)
     if any(c.branches for c in shown):
         axes.bar(0, 0, color="none", edgecolor=_TEXT, hatch="///", label="in a branch")
-    if shown:
-        _legend(axes)
-
-
-def _legend(axes: Any) -> None:
-    axes.legend(loc="center left", bbox_to_anchor=(1.0, 0.5), frameon=False, labelcolor=_TEXT)

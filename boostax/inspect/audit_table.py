@@ -3,19 +3,34 @@
 from __future__ import annotations
 
 import pathlib
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from boostax.inspect.collectives import CompiledCollective
+from boostax.inspect.hlo import Ways
 from boostax.inspect.tables import Cells, aligned
 
 if TYPE_CHECKING:
     from boostax.inspect.audit import Audit
-    from boostax.inspect.hlo import Ways
 
 # Rows of collectives that are shown; the rest is added up in one.
 _ROWS = 16
 # Bytes of params below which a TPU's program needs hardly any temporaries in HBM.
 _IN_VECTOR_MEMORY = 100_000_000
+# What is added up: in words, its field, and the field of which it is printed as a multiple.
+_TOTALS = (
+    ("elements reduced", "reduced", "params"),
+    ("elements gathered", "gathered", "params"),
+    ("bytes sent", "wire_bytes", "params_bytes"),
+    ("bytes to another slice or host", "crossing_bytes", "params_bytes"),
+    ("bytes of memory traffic", "traffic", "params_bytes"),
+    ("cycles, without network", "cycles", ""),
+    ("temporary bytes", "temporary_bytes", "params_bytes"),
+    ("bytes of arguments", "argument_bytes", "params_bytes"),
+    ("bytes of results", "output_bytes", "params_bytes"),
+    ("of these in arguments' buffers", "aliased_bytes", "params_bytes"),
+    ("share of sent bytes with work meanwhile", "overlap", ""),
+)
 
 
 def text(found: Audit) -> str:
@@ -49,30 +64,18 @@ def headline(found: Audit) -> str:
 def total_cells(found: Audit) -> Cells:
     """Per call and device: the cheapest way through the branches, and the dearest."""
     cells: Cells = [("per call and device", "held", "applied", "of the params")]
-
-    def row(name: str, ways: Ways, unit: float) -> None:
-        if ways.most:
-            share = f"{ways.most / unit:.2f}" if unit else ""
-            cells.append((name, f"{ways.least:,.0f}", f"{ways.most:,.0f}", share))
-
-    elements, size = found.params, found.params_bytes
-    row("elements reduced", found.reduced, elements)
-    row("elements gathered", found.gathered, elements)
-    row("bytes sent", found.wire_bytes, size)
-    row("bytes to another slice or host", found.crossing_bytes, size)
-    row("bytes of memory traffic", found.traffic, size)
-    if found.cycles is not None:
-        row("cycles, without network", found.cycles, 0)
-    for name, value in (
-        ("temporary bytes", found.temporary_bytes),
-        ("bytes of arguments", found.argument_bytes),
-        ("bytes of results", found.output_bytes),
-        ("of these in arguments' buffers", found.aliased_bytes),
-    ):
-        share = f"{value / size:.2f}" if size else ""
-        cells.append((name, "", f"{value:,}", share))
-    if found.overlap is not None:
-        cells.append(("share of sent bytes with work meanwhile", "", f"{found.overlap:.2f}", ""))
+    for words, field, unit in _TOTALS:
+        value, whole = getattr(found, field), getattr(found, unit) if unit else 0
+        if not isinstance(value, Ways):
+            held, applied = "", value
+        elif value.most:
+            held, applied = f"{value.least:,.0f}", value.most
+        else:
+            continue
+        if applied is not None:
+            share = f"{applied / whole:.2f}" if whole else ""
+            decimals = 2 if field == "overlap" else 0
+            cells.append((words, held, f"{applied:,.{decimals}f}", share))
     return cells
 
 
@@ -84,30 +87,28 @@ def collective_cells(found: Audit) -> Cells:
         groups.setdefault(alike, []).append(c)
     rows = sorted(groups.values(), key=lambda each: -sum(c.wire_bytes for c in each))
     heads = ("collective", "dtype", "times", "over", "call", "elements", "bytes sent", "hidden")
-    cells: Cells = [(*heads, "source")]
-    for each in rows[:_ROWS]:
-        c = each[0]
-        over = "x".join(c.axes) or f"{c.devices} devices"
-        over += f" ({c.crosses}s)" if c.crosses else ""
-        call = "applied" if c.branches else "each"
-        times = f"{len(each)} x {c.executions}" if len(each) > 1 else f"{c.executions}"
-        dtype = "+".join(c.dtypes) + " (widened)" * c.widened
-        sent = sum(x.wire_bytes for x in each)
-        hidden = sum(x.wire_bytes * x.overlapped for x in each) / sent if sent else 0.0
-        elements = f"{sum(x.elements for x in each):,}"
-        sent_cell = f"{sent:,.0f}"
-        place = _short(c.source)
-        cells.append(
-            (c.kind, dtype, times, over, call, elements, sent_cell, f"{hidden:.0%}", place)
-        )
-    if len(rows) > _ROWS:
-        rest = [c for each in rows[_ROWS:] for c in each]
-        sent_cell = f"{sum(c.wire_bytes for c in rest):,.0f}"
-        elements = f"{sum(c.elements for c in rest):,}"
-        cells.append((f"{len(rest)} more", "", "", "", "", elements, sent_cell, "", ""))
+    cells: Cells = [(*heads, "source"), *map(_row, rows[:_ROWS])]
+    rest = [c for each in rows[_ROWS:] for c in each]
+    if rest:
+        cells.append((f"{len(rest)} more", "", "", "", "", *_sums(rest)[:2], "", ""))
     return cells
 
 
-def _short(source: str) -> str:
-    """The last folder, the file and the line."""
-    return "/".join(pathlib.PurePath(source).parts[-2:])
+def _row(each: Sequence[CompiledCollective]) -> tuple[str, ...]:
+    """Collectives that are alike: how many, and what they send together."""
+    c = each[0]
+    times = f"{len(each)} x {c.executions}" if len(each) > 1 else f"{c.executions}"
+    over = "x".join(c.axes) or f"{c.devices} devices"
+    over += f" ({c.crosses}s)" if c.crosses else ""
+    call = "applied" if c.branches else "each"
+    # The last folder, the file and the line.
+    source = "/".join(pathlib.PurePath(c.source).parts[-2:])
+    dtype = "+".join(c.dtypes) + " (widened)" * c.widened
+    return (c.kind, dtype, times, over, call, *_sums(each), source)
+
+
+def _sums(each: Sequence[CompiledCollective]) -> tuple[str, str, str]:
+    """Elements, bytes on the wire, and the share of these with work meanwhile."""
+    sent = sum(c.wire_bytes for c in each)
+    hidden = sum(c.wire_bytes * c.overlapped for c in each) / sent if sent else 0.0
+    return f"{sum(c.elements for c in each):,}", f"{sent:,.0f}", f"{hidden:.0%}"

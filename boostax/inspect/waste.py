@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, NamedTuple
@@ -32,8 +31,6 @@ class Waste(NamedTuple):
         return f"{self.what}{f' ({self.where})' if self.where else ''}. {self.mend}"
 
 
-# More than one reduction of everything, and more than a gather forwards and one backwards.
-_ONCE, _TWICE = 1.5, 2.5
 # Shares of the params, or of what is sent, below which nobody would look for a mend.
 _SMALL = 0.01
 
@@ -43,56 +40,50 @@ def wastes(found: Audit, shapes: Sequence[tuple[int, ...]], mesh: Mesh | None) -
     if found.params:
         sizes = _gradient_sizes(shapes, mesh)
         gradients = [c for c in found.collectives if c.does in REDUCES and _is_gradient(c, sizes)]
-        yield from _reduced_in_loops(found, gradients)
-        yield from _reduced_at_held_calls(found, gradients)
-        yield from _gathered_in_loops(found)
+        yield from _repeated(found, gradients)
     yield from _not_donated(found)
     yield from _widened(found)
 
 
-def _reduced_in_loops(found: Audit, gradients: Sequence[CompiledCollective]) -> Iterator[Waste]:
-    inside = [c for c in gradients if c.loops]
-    times = sum(c.elements * c.executions for c in inside) / found.params
-    if times > _ONCE:
-        dearest = max(inside, key=lambda c: c.wire_bytes)
-        yield Waste(
-            f"Gradients are reduced {times:.2f} times per call, inside a loop that runs "
-            f"{dearest.executions} times{_over(dearest)}",
-            dearest.source,
+def _repeated(found: Audit, gradients: Sequence[CompiledCollective]) -> Iterator[Waste]:
+    """The same sent again and again: more often than ``limit`` times the params."""
+    # One reduction of everything is needed, and a gather forwards and one backwards.
+    for among, calls, limit, what, mend in (
+        (
+            [c for c in gradients if c.loops],
+            1,
+            1.5,
+            "Gradients are reduced {times:.2f} times per call, inside a loop that runs {turns} "
+            "times",
             "Add up the local gradients of the micro-batches and reduce once: "
             "boostax.value_and_grad(loss, microbatches=...) inside jax.shard_map, or "
             "boostax.make_train_step(..., microbatches=...), with boostax.all_reduce in the chain.",
-        )
-
-
-def _reduced_at_held_calls(
-    found: Audit, gradients: Sequence[CompiledCollective]
-) -> Iterator[Waste]:
-    always = [c for c in gradients if not c.branches]
-    times = sum(c.elements * c.executions for c in always) / found.params
-    if found.calls > 1 and times * found.calls > _ONCE:
-        dearest = max(always, key=lambda c: c.wire_bytes)
-        yield Waste(
-            f"Each of the {found.calls} calls of an optimizer step reduces gradients, "
-            f"{times * found.calls:.2f} times the params in all{_over(dearest)}",
-            dearest.source,
+        ),
+        (
+            [c for c in gradients if not c.branches and found.calls > 1],
+            found.calls,
+            1.5,
+            "Each of the {calls} calls of an optimizer step reduces gradients, {times:.2f} times "
+            "the params in all",
             "Keep the window's sum local and reduce where it closes: boostax.accumulate("
             "optax.chain(boostax.all_reduce(axis), optimizer), every, axis_name=axis).",
-        )
-
-
-def _gathered_in_loops(found: Audit) -> Iterator[Waste]:
-    inside = [c for c in found.collectives if c.does == "all-gather" and c.loops]
-    times = sum(c.elements * c.executions for c in inside) / found.params
-    if times > _TWICE:
-        dearest = max(inside, key=lambda c: c.wire_bytes)
-        yield Waste(
-            f"{times:.2f} times the params are gathered per call inside loops, the largest part "
-            f"{dearest.executions} times{_over(dearest)}",
-            dearest.source,
+        ),
+        (
+            [c for c in found.collectives if c.does == "all-gather" and c.loops],
+            1,
+            2.5,
+            "{times:.2f} times the params are gathered per call inside loops, the largest part "
+            "{turns} times",
             "If these are sharded weights and the loop is one over micro-batches: gather them "
             "once before it, where memory allows.",
-        )
+        ),
+    ):
+        times = calls * sum(c.elements * c.executions for c in among) / found.params
+        if times > limit:
+            dearest = max(among, key=lambda c: c.wire_bytes)
+            said = what.format(times=times, calls=calls, turns=dearest.executions)
+            over = f", over {' and '.join(map(repr, dearest.axes))}" if dearest.axes else ""
+            yield Waste(said + over, dearest.source, mend)
 
 
 def _not_donated(found: Audit) -> Iterator[Waste]:
@@ -130,25 +121,21 @@ def _widened(found: Audit) -> Iterator[Waste]:
         )
 
 
-def _over(c: CompiledCollective) -> str:
-    return f", over {' and '.join(map(repr, c.axes))}" if c.axes else ""
-
-
 def _gradient_sizes(shapes: Sequence[tuple[int, ...]], mesh: Mesh | None) -> frozenset[int]:
     """How many elements a gradient of a leaf can have on a device: whole, of one layer, sharded."""
-    counts = [] if mesh is None else [n for n in mesh.devices.shape if n > 1]
-    subsets = (x for n in range(len(counts) + 1) for x in itertools.combinations(counts, n))
-    shares = sorted({math.prod(chosen) for chosen in subsets})
+    shards = {1}
+    for axis_size in () if mesh is None else mesh.devices.shape:
+        shards |= {n * axis_size for n in shards}
+    stacks = [shape for shape in shapes if len(shape) > 2]
     # XLA may also put leaves into one array: all of them, or the matrices of a layer.
-    found = {sum(map(math.prod, shapes))}
-    for count in {shape[0] for shape in shapes if len(shape) > 2}:
-        layer = sum(math.prod(x[1:]) for x in shapes if len(x) > 2 and x[0] == count)
-        found |= {layer // share for share in shares if layer % share == 0}
-    for shape in shapes:
-        whole = math.prod(shape)
-        layer = whole // shape[0] if len(shape) > 1 and shape[0] else whole
-        found |= {n // share for n in (whole, layer) for share in shares if n % share == 0}
-    return frozenset(found)
+    layers = [
+        sum(math.prod(shape[1:]) for shape in stacks if shape[0] == count)
+        for count in {shape[0] for shape in stacks}
+    ]
+    layers += [math.prod(shape[1:]) for shape in shapes if len(shape) > 1]
+    whole = [math.prod(shape) for shape in shapes]
+    sharded = {n // count for n in whole + layers for count in shards if n % count == 0}
+    return frozenset({sum(whole)} | sharded)
 
 
 def _is_gradient(c: CompiledCollective, sizes: frozenset[int]) -> bool:
