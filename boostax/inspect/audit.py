@@ -5,9 +5,10 @@ from __future__ import annotations
 import collections
 import contextlib
 import dataclasses
+import itertools
 import math
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -32,7 +33,6 @@ from boostax.train.compiled import TrainStep
 
 PyTree = Any
 WHO = "audit"
-_BUFFERS = ("donated_in_vain", "not_donated")
 
 
 class Buffer(NamedTuple):
@@ -126,20 +126,9 @@ class Audit:
 
     def to_dict(self) -> dict[str, Any]:
         """The same as plain data for JSON, without the text."""
-        plain = {
-            f.name: getattr(self, f.name)
-            for f in dataclasses.fields(self)
-            if f.name not in ("collectives", "findings", *_BUFFERS, "text")
-        }
-        plain = {k: list(v) if isinstance(v, tuple) else v for k, v in plain.items()}
-        return plain | {
-            "collectives": [dataclasses.asdict(c) for c in self.collectives],
-            **{name: [x._asdict() for x in getattr(self, name)] for name in _BUFFERS},
-            "findings": [x._asdict() for x in self.findings],
-            "reductions": self.reductions,
-            "gathers": self.gathers,
-            "temporaries": self.temporaries,
-        }
+        names = [field.name for field in dataclasses.fields(self) if field.name != "text"]
+        names += ["reductions", "gathers", "temporaries"]
+        return {name: _plain(getattr(self, name)) for name in names}
 
     def save_picture(self, path: Any) -> None:
         """Draw memory and collectives to a file; needs matplotlib."""
@@ -215,8 +204,8 @@ def audit(
     found = Audit(
         target=target or made.described,
         devices=parsed.partitions,
-        params=sum(math.prod(x.shape) for x in sizes),
-        params_bytes=sum(x.local_bytes for x in sizes),
+        params=sum(math.prod(shape) for shape, _ in sizes),
+        params_bytes=sum(local for _, local in sizes),
         calls=calls,
         argument_bytes=memory.argument_size_in_bytes,
         temporary_bytes=memory.temp_size_in_bytes,
@@ -242,9 +231,16 @@ def audit(
         findings=(),
         text=made.compiled.as_text(),
     )
-    return dataclasses.replace(
-        found, findings=tuple(wastes(found, [x.shape for x in sizes], made.mesh))
-    )
+    findings = wastes(found, [shape for shape, _ in sizes], made.mesh)
+    return dataclasses.replace(found, findings=tuple(findings))
+
+
+def _plain(value: Any) -> Any:
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return dataclasses.asdict(value)
+    if isinstance(value, (Buffer, Waste)):
+        return value._asdict()
+    return [_plain(x) for x in value] if isinstance(value, tuple) else value
 
 
 class _Argument(NamedTuple):
@@ -264,23 +260,31 @@ class _Argument(NamedTuple):
 
 
 class _Made(NamedTuple):
-    """A compiled program and its arguments.
+    """A compiled program.
 
     Attributes:
       compiled: what XLA made.
-      mesh: over which it runs, if over one.
-      described: the devices in words.
       arguments: in order.
       seconds: that compiling took.
       traced: the collectives that JAX asked for, as far as they are known.
     """
 
     compiled: Any
-    mesh: Mesh | None
-    described: str
     arguments: tuple[_Argument, ...]
     seconds: float
     traced: Sequence[costs.Collective] = ()
+
+    @property
+    def mesh(self) -> Mesh | None:
+        """Over which it runs, if over one."""
+        return next(_meshes(x.sharding for x in self.arguments), None)
+
+    @property
+    def described(self) -> str:
+        """The devices in words."""
+        used = (x.sharding for x in self.arguments if x.sharding is not None)
+        devices = [d for sharding in itertools.islice(used, 1) for d in sharding.device_set]
+        return f"{len(devices)} x {devices[0].device_kind}" if devices else "unknown"
 
 
 def _compiled(program: Any, args: tuple[Any, ...], target: str | None, depth: int | None) -> _Made:
@@ -302,15 +306,16 @@ def _compiled(program: Any, args: tuple[Any, ...], target: str | None, depth: in
         raise TypeError(checks.message(WHO, "program", allowed, program, hint))
     # Only jax.jit traces apart from lowering; jax.pmap lowers, and so do wrappers of both.
     program = program if hasattr(program, "lower") else jax.jit(program)
-    given, args = args, jax.tree.map(_shape, args)
-    meant = {d for x in jax.tree.leaves(args) for d in _devices(x)}
+    shapes = jax.tree.map(_shape, args)
+    shardings = [getattr(x, "sharding", None) for x in jax.tree.leaves(shapes)]
+    meant = {device for x in shardings if x is not None for device in x.device_set}
     devices = target_devices(target) if target is not None else tuple(meant)
-    stage = program.trace(*args) if hasattr(program, "trace") else None
+    stage = program.trace(*shapes) if hasattr(program, "trace") else None
     if meant <= set(devices) and (meant or target is None):
         # What a wrapper takes for an array is its own affair.
-        made = _finish(program.lower(*given) if stage is None else stage.lower(), devices)
+        made = _finish(program.lower(*args) if stage is None else stage.lower(), devices)
     elif isinstance(stage, jax.stages.Traced):
-        made = _moved(program, args, stage.args_info, devices)
+        made = _moved(program, shapes, stage.args_info, devices)
     else:
         hint = "Pass the jax.jit function inside, or build the program on the target's devices."
         got = getattr(program, "__name__", type(program).__name__)
@@ -325,33 +330,27 @@ def _moved(program: Any, args: tuple[Any, ...], args_info: Any, devices: Sequenc
     platform: str = devices[0].platform
     platform = {"gpu": "cuda"}.get(platform, platform)
     exported = jax.export.export(program, platforms=[platform])(*args)
-    leaves, treedef = jax.tree.flatten(jax.tree.map(_number, args))
-    meshes = [mesh for x in leaves if (mesh := _mesh_of(x.sharding)) is not None]
-    if exported.nr_devices > 1 and not meshes:
+    args = jax.tree.map(_number, args)
+    mesh = next(_meshes(x.sharding for x in jax.tree.leaves(args)), None)
+    if exported.nr_devices > 1 and mesh is None:
         raise ValueError(
             f"{WHO}: args must have shardings over the program's mesh where a target is given, "
             "got none. Pass jax.ShapeDtypeStruct(shape, dtype, sharding=...) or placed arrays."
         )
-    there = retargeted(meshes[0], devices, WHO) if meshes else None
+    there = None if mesh is None else retargeted(mesh, devices, WHO)
 
     def place(x: Any) -> Any:
         spec = x.sharding.spec if isinstance(x.sharding, NamedSharding) else PartitionSpec()
         sharding = NamedSharding(there, spec) if there else SingleDeviceSharding(devices[0])
         return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
 
-    infos = jax.tree.leaves(args_info, is_leaf=_is_info)
-    again = jax.jit(
-        lambda *given: exported.call(*jax.tree.unflatten(treedef, given)),
-        donate_argnums=tuple(i for i, info in enumerate(infos) if info.donated),
-    )
+    donated = (jax.tree.leaves(info, is_leaf=_is_info) for info in args_info[0])
+    donate = tuple(i for i, infos in enumerate(donated) if any(x.donated for x in infos))
+    again = jax.jit(lambda *args: exported.call(*args), donate_argnums=donate)
     # The mesh that a program with explicit axes runs under.
-    under = jax.sharding.get_mesh()
-    there_too = contextlib.nullcontext() if under.empty or there is None else jax.set_mesh(there)
-    with there_too:
-        made = _finish(again.lower(*map(place, leaves)), devices)
-    paths = [keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(args)]
-    pairs = zip(made.arguments, paths, strict=True)
-    return made._replace(arguments=tuple(x._replace(path=path) for x, path in pairs))
+    plain = jax.sharding.get_mesh().empty or there is None
+    with contextlib.nullcontext() if plain else jax.set_mesh(there):
+        return _finish(again.lower(*jax.tree.map(place, args)), devices)
 
 
 def _finish(
@@ -373,11 +372,7 @@ def _finish(
         _Argument(keystr(path[1:]), info.donated, info, sharding)
         for (path, info), sharding in zip(infos, shardings, strict=True)
     )
-    known = [x for x in shardings if x is not None]
-    mesh = next((mesh for x in known if (mesh := _mesh_of(x)) is not None), None)
-    devices = [d for x in known[:1] for d in x.device_set]
-    kind = f"{len(devices)} x {devices[0].device_kind}" if devices else "unknown"
-    return _Made(compiled, mesh, kind, arguments, seconds)
+    return _Made(compiled, arguments, seconds)
 
 
 def _buffers(
@@ -386,53 +381,44 @@ def _buffers(
     """Arguments donated in vain, and those that could be donated and are not."""
     used = [x for x in arguments if x.sharding is not None]
     body = program.computations[program.entry].values()
-    types = {int(i.literal): i.result[0] for i in body if i.op == "parameter"}
+    types = {int(i.literal): i.result[0][:2] for i in body if i.op == "parameter"}
     if len(types) != len(used):
         raise RuntimeError(
             f"{WHO}: the compiled program must have a parameter for each of its {len(used)} "
             f"arguments, got {len(types)}. This version of JAX ({jax.__version__}) tells otherwise "
             "which arguments a program uses; please report it."
         )
-    taken = program.aliased
-    local = lambda x: Buffer(x.path, _local_bytes(x.types, x.sharding))  # noqa: E731
-    kept = {used[i].path for i in taken}
-    in_vain = (x for x in arguments if x.donated and x.path not in kept and 0 not in x.types.shape)
+    kept = {used[i].path for i in program.aliased}
+    in_vain = [x for x in arguments if x.donated and x.path not in kept and 0 not in x.types.shape]
     # Results that stand in buffers of their own, by type: some argument might have given its own.
-    results = [(x.dtype, x.elements) for i in body if i.root for x in i.result]
-    free = collections.Counter(results)
-    free.subtract((types[i].dtype, types[i].elements) for i in taken)
-    not_donated: list[Buffer] = []
+    free = collections.Counter(x[:2] for i in body if i.root for x in i.result)
+    free.subtract(types[i] for i in program.aliased)
+    not_donated: list[_Argument] = []
     for i, x in enumerate(used):
-        kind = types[i].dtype, types[i].elements
-        if not x.donated and free[kind] > 0:
-            free[kind] -= 1
-            not_donated.append(local(x))
-    return tuple(map(local, in_vain)), tuple(not_donated)
+        if not x.donated and free[types[i]] > 0:
+            free[types[i]] -= 1
+            not_donated.append(x)
+    told = lambda x: Buffer(x.path, _local_bytes(x.types, x.sharding))  # noqa: E731
+    return tuple(map(told, in_vain)), tuple(map(told, not_donated))
 
 
-def _mesh_of(sharding: Any) -> Mesh | None:
-    found = sharding.mesh if isinstance(sharding, NamedSharding) else None
-    return found if isinstance(found, Mesh) else None
+def _meshes(shardings: Iterable[Any]) -> Iterator[Mesh]:
+    """Of shardings, the meshes of devices that they are over."""
+    meshes = (x.mesh for x in shardings if isinstance(x, NamedSharding))
+    return (mesh for mesh in meshes if isinstance(mesh, Mesh))
 
 
-def _sizes(params: PyTree) -> list[_Size]:
-    """Of every leaf; of params that each replica has to itself, those of one."""
-    found: list[_Size] = []
-    for node in jax.tree.leaves(params, is_leaf=is_per_replica):
-        for x in jax.tree.leaves(node):
-            if not hasattr(x, "shape"):
-                continue
-            sharding = getattr(x, "sharding", None)
-            shape = x.shape[1:] if is_per_replica(node) else x.shape
-            found.append(_Size(shape, _local_bytes(x, sharding)))
-    return found
-
-
-class _Size(NamedTuple):
-    """A leaf of the params: its shape, and its bytes on one device."""
-
-    shape: tuple[int, ...]
-    local_bytes: int
+def _sizes(params: PyTree) -> list[tuple[tuple[int, ...], int]]:
+    """Of every leaf its shape, without the replicas', and its bytes on one device."""
+    return [
+        (
+            x.shape[1:] if is_per_replica(node) else x.shape,
+            _local_bytes(x, getattr(x, "sharding", None)),
+        )
+        for node in jax.tree.leaves(params, is_leaf=is_per_replica)
+        for x in jax.tree.leaves(node)
+        if hasattr(x, "shape")
+    ]
 
 
 def _local_bytes(x: Any, sharding: Any) -> int:
@@ -457,10 +443,6 @@ def _number(x: Any) -> Any:
         hint = "Bind what is static with functools.partial before jax.jit."
         raise TypeError(checks.message(WHO, "args", "arrays where a target is given", x, hint))
     return jax.ShapeDtypeStruct((), jax.numpy.result_type(x))
-
-
-def _devices(x: Any) -> Collection[Any]:
-    return getattr(getattr(x, "sharding", None), "device_set", ())
 
 
 def _is_info(x: Any) -> bool:
