@@ -13,9 +13,21 @@ from combinations import REDUCTIONS
 
 import boostax
 from boostax.autoboost.auto import auto
-from boostax.autoboost.config import BoostConfig
+from boostax.autoboost.config import FACTORIES, BoostConfig
 from boostax.autoboost.mindspore import SWITCHES, from_mindspore
-from boostax.autoboost.parts import Accumulate, Clip, DimReduce, Freeze, LossScale, Precision
+from boostax.autoboost.parts import (
+    Accumulate,
+    Carry,
+    Centralize,
+    CheckUpdates,
+    Clip,
+    CountLostUpdates,
+    DimReduce,
+    Freeze,
+    LessBN,
+    LossScale,
+    Precision,
+)
 from boostax.autoboost.reduction import Reduce
 
 LAYERS = ("layer_0", "layer_1", "layer_2")
@@ -176,8 +188,12 @@ def test_the_documented_template_is_read_as_it_is_and_says_what_has_no_effect():
 
 
 KEYS = (
-    "'policy', 'loss_scale', 'accumulate', 'freeze', 'reduce', 'centralize', 'clip', 'less_bn', "
-    "'dim_reduce', 'microbatches'"
+    "'policy', 'loss_scale', 'accumulate', 'microbatches', 'freeze', 'reduce', 'centralize', "
+    "'clip', 'less_bn', 'dim_reduce', 'carry', 'check_updates', 'count_lost_updates', "
+    "'clip_by_global_norm', 'centralize_gradients', 'all_reduce', 'adasum', 'adasum_delta', "
+    "'top_k_reduce', 'threshold_reduce', 'random_k_reduce', 'int8_reduce', 'int16_reduce', "
+    "'sign_reduce', 'power_sgd_reduce', 'partial_average', 'local_updates', 'dynamic_loss_scale', "
+    "'static_loss_scale', 'group_loss_scale', 'scheduled_freeze'"
 )
 MISTAKES = {
     "key": (
@@ -211,6 +227,31 @@ MISTAKES = {
         {"reduce": {"wire": "int3"}},
         "Reduce: wire must be a floating dtype, got 'int3'. Try 'float32', 'bfloat16' or "
         "'float16'.",
+    ),
+    "factory": (
+        {"top_k_reducee": True},
+        f"BoostConfig: keys must be among {KEYS}, got 'top_k_reducee'. Did you mean "
+        "'top_k_reduce'?",
+    ),
+    "argument of a factory": (
+        {"top_k_reduce": {"densty": 0.1}},
+        "BoostConfig: keys of top_k_reduce must be among 'density', 'count', 'block', 'momentum', "
+        "'value_dtype', 'error_feedback', 'dense', got 'densty'. Did you mean 'density'?",
+    ),
+    "value of a factory": (
+        {"top_k_reduce": {"value_dtype": "int3"}},
+        "top_k_reduce: value_dtype must be a floating dtype, got 'int3'. Try 'float32', "
+        "'bfloat16' or 'float16'.",
+    ),
+    "argument that a factory needs": (
+        {"partial_average": True},
+        "partial_average: partitions must be given with kind 'partial', got None. It has no "
+        "default.",
+    ),
+    "two of one part": (
+        {"reduce": "mean", "int8_reduce": True},
+        "BoostConfig: int8_reduce must be left out beside another reduce, got True. A chain has "
+        "one of them.",
     ),
     "flag": (
         {"less_bn": {"normalized_head": 3}},
@@ -333,6 +374,48 @@ def test_a_configuration_goes_to_json_and_back(config, tmp_path):
     assert hash(auto(file).config) == hash(config)
 
 
+# A factory under its own name with its own arguments, and what it is as a part.
+NAMED = {
+    "all_reduce": ({"dtype": "bfloat16", "clip": 1.0}, Reduce("mean", wire="bfloat16", clip=1.0)),
+    "adasum": ({"wire_dtype": "float16"}, Reduce("adasum", wire="float16")),
+    "adasum_delta": (True, Reduce("adasum-delta")),
+    "top_k_reduce": ({"count": 3, "dense": "vectors"}, Reduce("top-k", count=3, dense="vectors")),
+    "threshold_reduce": (0.5, Reduce("threshold", threshold=0.5)),
+    "random_k_reduce": ({"seed": 3}, Reduce("random-k", seed=3)),
+    "int8_reduce": ({"rounding": "stochastic"}, Reduce("int8", rounding="stochastic")),
+    "int16_reduce": (False, Reduce()),
+    "sign_reduce": ("majority", Reduce("sign", form="majority")),
+    "power_sgd_reduce": ({"rank": 1}, Reduce("power-sgd", rank=1)),
+    "partial_average": (2, Reduce("partial", partitions=2)),
+    "local_updates": ({"every": 2}, Reduce("local", every=2)),
+    "dynamic_loss_scale": ({"hysteresis": 2}, LossScale(hysteresis=2)),
+    "static_loss_scale": (8.0, LossScale("static", scale=8.0)),
+    "group_loss_scale": ({"groups": 3}, LossScale("group", groups=3)),
+    "clip_by_global_norm": (0.5, Clip(0.5)),
+    "centralize_gradients": ({"multiple_of": 2}, Centralize(2)),
+    "scheduled_freeze": (
+        {"kind": "ramp", "total_steps": 9, "groups": 3},
+        Freeze("ramp", total_steps=9, groups=3),
+    ),
+    "accumulate": ({"every": 2, "normalize": "sum"}, Accumulate(2, "sum")),
+    "check_updates": (True, CheckUpdates()),
+    "count_lost_updates": (True, CountLostUpdates()),
+    "carry": ({"rules": {"layer_0/bias": "last"}}, Carry({"layer_0/bias": "last"})),
+    "less_bn": ({"normalized_head": False}, LessBN(False)),
+    "policy": ("O1", Precision("O1")),
+}
+
+
+@pytest.mark.parametrize("name", FACTORIES)
+def test_every_factory_is_a_key_with_its_own_arguments(name):
+    value, part = NAMED[name]
+    role, _ = FACTORIES[name]
+    scaled = {} if role == "loss_scale" else {"loss_scale": "dynamic"}
+    config = BoostConfig.from_dict({name: value} | scaled)
+    assert getattr(config, role) == part
+    assert BoostConfig.from_dict(json.loads(json.dumps(config.to_dict()))) == config
+
+
 def test_a_file_of_mindspores_is_read_and_a_broken_one_is_named(tmp_path):
     file = tmp_path / "boost.json"
     file.write_text(json.dumps({"boost": {"mode": "manual", "adasum": True}}))
@@ -429,6 +512,21 @@ EVERYTHING = {
         (
             {"reduce": {"kind": "local", "every": 2}},
             ["LossScaleState", "AccumulateState", "LocalUpdatesState", TAIL[1:]],
+        ),
+        (
+            {
+                "carry": {"rules": {"layer_0/bias": "last"}},
+                "check_updates": True,
+                "count_lost_updates": True,
+                "freeze": {"groups": 3},
+            },
+            [
+                "ScheduledFreezeState",
+                "CarryState",
+                "LossScaleState",
+                "AccumulateState",
+                [*TAIL[:3], "CheckUpdatesState"],
+            ],
         ),
     ],
 )

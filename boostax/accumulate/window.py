@@ -105,8 +105,8 @@ def accumulate(
     inner: optax.GradientTransformation,
     every: int | Callable[[jax.Array], jax.Array | int],
     *,
-    accumulator_dtype: Any = "float32",
     normalize: Normalize = "mean",
+    accumulator_dtype: Any = "float32",
     axis_name: axes.AxisName | None = None,
 ) -> optax.GradientTransformationExtraArgs:
     r"""Sum gradients over ``every`` calls, then run ``inner`` once on the result.
@@ -134,10 +134,10 @@ def accumulate(
     Args:
       inner: the optimizer, collectives included; it sees f32 (or wider) gradients.
       every: micro-steps per window, or a schedule of them by applied optimizer steps.
+      normalize: ``"mean"``, ``"sum"`` or ``"weight"``.
       accumulator_dtype: of the sums; f64 and complex gradients keep their kind. What is added is
         computed in f32 or wider and rounded once, with the sum. The sum of :math:`w_i g_i` must
         fit: in f16 it overflows at 65504, though the mean may not, and the window is dropped.
-      normalize: ``"mean"``, ``"sum"`` or ``"weight"``.
       axis_name: replica axis (or axes). The sums are then local to each replica (``PerReplica``)
         and gradients must be local: see ``boostax.local_params``.
 

@@ -8,7 +8,7 @@ import optax
 from jax.sharding import Mesh
 
 from boostax._core import axes, checks
-from boostax.autoboost.config import BoostConfig
+from boostax.autoboost.config import ORDER, BoostConfig
 from boostax.autoboost.part import Place
 from boostax.model.less_bn import LessBNReport, less_bn
 from boostax.precision.crossings import group_boundaries
@@ -21,11 +21,6 @@ from boostax.train.compiled import TrainStep
 from boostax.train.step import make_train_step
 
 PyTree = Any
-
-# From the optimizer outwards: the one order. A part stands in front of all before it, or around.
-ORDER = ("clip", "centralize", "reduce", "dim_reduce", "accumulate", "loss_scale", "freeze")
-# With the scaler inside the window, which then drops as a whole.
-_DROPS_WINDOWS = (*ORDER[:4], "loss_scale", "accumulate", "freeze")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,10 +49,10 @@ class Boost:
     ) -> optax.GradientTransformationExtraArgs:
         """The whole chain around an optimizer, in the one right order.
 
-        Outermost first: freezing, loss scaling, the window (or the window, then scaling), the
-        recorder of snapshots, the reduction, centralization, clipping, ``inner``. A reduction that
-        stands around the optimizer (``"adasum-delta"``, ``"partial"``, ``"local"``) is around
-        centralization and clipping too.
+        Outermost first: freezing, carried leaves, loss scaling, the window (or the window, then
+        scaling), the recorder of snapshots, the reduction, centralization, clipping, the check of
+        updates, the count of lost ones, ``inner``. A reduction that stands around the optimizer
+        (``"adasum-delta"``, ``"partial"``, ``"local"``) is around centralization and clipping too.
 
         Args:
           inner: any optimizer, without collectives.
@@ -71,8 +66,11 @@ class Boost:
           ValueError, TypeError: no params where groups are a number; fewer layers than groups.
         """
         checks.transformation("Boost.optimizer", "inner", inner)
-        window = self.config.accumulate
-        order = ORDER if window is None or window.drop == "micro-batch" else _DROPS_WINDOWS
+        order, window = list(ORDER), self.config.accumulate
+        if window is not None and window.drop == "window":
+            # The scaler inside, so that the window drops as a whole.
+            order.remove("loss_scale")
+            order.insert(order.index("accumulate"), "loss_scale")
         return self._stacked(order, inner, Place(axis_name, params))
 
     def loss(self, loss_fn: Callable[..., Any], params: PyTree = None) -> Callable[..., Any]:
@@ -189,10 +187,10 @@ class Boost:
         if outside is not None and axis_name is not None:
             outside = optax.chain(all_reduce(axis_name), outside)
         tx = dim_reduce(basis, residual=outside, rule=part.subspace_rule(), axis_name=axis_name)
-        return self._stacked(("loss_scale",), tx, Place(axis_name, params))
+        return self._stacked(["loss_scale"], tx, Place(axis_name, params))
 
     def _stacked(
-        self, order: tuple[str, ...], inner: optax.GradientTransformation, place: Place
+        self, order: list[str], inner: optax.GradientTransformation, place: Place
     ) -> optax.GradientTransformationExtraArgs:
         """The one mechanism: each part of the order in front of, or around, what there is."""
         parts = [inner]

@@ -8,11 +8,14 @@ from typing import Any
 import jax.numpy as jnp
 
 from boostax._core import checks
-from boostax.autoboost.part import known
+from boostax.autoboost.part import Part, known, speaking_of
 from boostax.autoboost.parts import (
     Accumulate,
+    Carry,
     Centralize,
+    CheckUpdates,
     Clip,
+    CountLostUpdates,
     DimReduce,
     Freeze,
     LessBN,
@@ -22,6 +25,27 @@ from boostax.autoboost.parts import (
 from boostax.autoboost.reduction import Reduce
 
 _WHO = "BoostConfig"
+# The roles in a chain, from the optimizer outwards: the one order. A part stands in front of all
+# before it, or around.
+ORDER: dict[str, type[Part]] = {
+    "count_lost_updates": CountLostUpdates,
+    "check_updates": CheckUpdates,
+    "clip": Clip,
+    "centralize": Centralize,
+    "reduce": Reduce,
+    "dim_reduce": DimReduce,
+    "accumulate": Accumulate,
+    "loss_scale": LossScale,
+    "carry": Carry,
+    "freeze": Freeze,
+}
+_PARTS = ORDER | {"policy": Precision, "less_bn": LessBN}
+# Of each public factory the role, and the kind that it is there.
+FACTORIES: dict[str, tuple[str, str]] = {
+    factory.__name__: (role, kind)
+    for role, part in _PARTS.items()
+    for kind, factory in part.kinds.items()
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,6 +63,9 @@ class BoostConfig:
       clip: by global norm.
       less_bn: fewer BatchNorms and a normalised head.
       dim_reduce: a finish in the subspace of the run.
+      carry: leaves whose "gradient" is their new value.
+      check_updates: what the optimizer makes of good gradients is good too, or held back.
+      count_lost_updates: what the stored precision rounds away is counted.
 
     Raises:
       ValueError, TypeError: a value out of range, or parts that do not go together.
@@ -65,6 +92,9 @@ class BoostConfig:
     clip: Clip | None = None
     less_bn: LessBN | None = None
     dim_reduce: DimReduce | None = None
+    carry: Carry | None = None
+    check_updates: CheckUpdates | None = None
+    count_lost_updates: CountLostUpdates | None = None
 
     def __post_init__(self) -> None:
         hint = "1 takes each batch whole."
@@ -81,24 +111,22 @@ class BoostConfig:
         """Plain data for JSON: what is on, without the fields that were left to the defaults."""
         found = {"microbatches": self.microbatches}
         return found | {
-            name: {
-                field.name: _plain(getattr(part, field.name))
-                for field in dataclasses.fields(part)
-                if field.default is not None or getattr(part, field.name) is not None
-            }
+            name: {field: _plain(value) for field, value in part.stated().items()}
             for name in _PARTS
             if (part := getattr(self, name)) is not None
         }
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any], base: "BoostConfig | None" = None) -> "BoostConfig":
-        """Read what ``to_dict`` gives, and shorter forms of it.
+        """Read what ``to_dict`` gives, shorter forms of it, and factories by their own names.
 
         For a part, ``None`` or ``False`` turns it off, ``True`` takes its defaults, and a single
-        value is that of its first field: ``{"accumulate": 8, "reduce": "adasum"}``.
+        value is that of its first field: ``{"accumulate": 8, "reduce": "adasum"}``. Under the name
+        of a public factory stand its arguments: ``{"top_k_reduce": {"density": 0.01}}``. A number
+        of ``groups`` stands for a tree of them, a ``kind`` and ``total_steps`` for a schedule.
 
         Args:
-          data: by the names of the fields.
+          data: by the names of the fields, or of factories.
           base: what stands where ``data`` says nothing, field by field; a part whose ``kind`` is
             another starts from its defaults.
 
@@ -106,49 +134,60 @@ class BoostConfig:
           A ``BoostConfig``.
 
         Raises:
-          ValueError, TypeError: an unknown key, a value out of range, parts that do not go
-            together.
+          ValueError, TypeError: an unknown key, two for the same part, a value out of range, parts
+            that do not go together.
         """
         base = BoostConfig() if base is None else base
-        known(_WHO, data, (*_PARTS, "microbatches"), "keys", "JSON gives one.")
+        fields = tuple(field.name for field in dataclasses.fields(base))
+        known(_WHO, data, tuple(dict.fromkeys((*fields, *FACTORIES))), "keys", "JSON gives one.")
         changed: dict[str, Any] = {}
         for name, value in data.items():
+            role = name if name in fields else FACTORIES[name][0]
+            if role in changed:
+                allowed, hint = f"left out beside another {role}", "A chain has one of them."
+                raise ValueError(checks.message(_WHO, name, allowed, value, hint))
             if name == "microbatches":
-                changed[name] = value
+                changed[role] = value
+            elif name == role:
+                changed[role] = _read(name, value, getattr(base, role))
             else:
-                changed[name] = _read(name, value, getattr(base, name))
+                changed[role] = _read_factory(name, value)
         return dataclasses.replace(base, **changed)
 
 
-_PARTS: dict[str, type[Any]] = {
-    "policy": Precision,
-    "loss_scale": LossScale,
-    "accumulate": Accumulate,
-    "freeze": Freeze,
-    "reduce": Reduce,
-    "centralize": Centralize,
-    "clip": Clip,
-    "less_bn": LessBN,
-    "dim_reduce": DimReduce,
-}
-
-
-def _read(name: str, value: Any, base: Any) -> Any:
+def _read(name: str, value: Any, base: Part | None) -> Part | None:
     kind = _PARTS[name]
-    fields = tuple(field.name for field in dataclasses.fields(kind))
-    if value is None or value is False:
-        # Replicas always agree somehow.
-        return Reduce() if name == "reduce" else None
     if isinstance(value, kind):
         return value
+    given = _given(name, value, tuple(field.name for field in dataclasses.fields(kind)))
+    if given is None:
+        # Replicas always agree somehow.
+        return Reduce() if name == "reduce" else None
+    other = base is not None and "kind" in given and given["kind"] != getattr(base, "kind", None)
+    return kind(**given) if base is None or other else dataclasses.replace(base, **given)
+
+
+def _read_factory(name: str, value: Any) -> Part | None:
+    role, kind = FACTORIES[name]
+    part = _PARTS[role]
+    given = _given(name, value, tuple(part.parameters(part.kinds[kind])))
+    if given is None:
+        return _read(role, None, None)
+    fields = {part.renamed.get(key, key): x for key, x in given.items()}
+    with speaking_of(name, {part.renamed[key]: key for key in given if key in part.renamed}):
+        return part(**fields, **({"kind": kind} if kind else {}))
+
+
+def _given(name: str, value: Any, keys: tuple[str, ...]) -> dict[str, Any] | None:
+    """What is said of a part, in whatever form; ``None`` where it is turned off."""
+    if value is None or value is False:
+        return None
     if value is True:
         value = {}
     if not isinstance(value, Mapping):
-        value = {fields[0]: value}
-    given = typing.cast("Mapping[str, Any]", value)
-    known(_WHO, given, fields, f"keys of {name}", "JSON gives one.")
-    other = base is not None and "kind" in given and given["kind"] != getattr(base, "kind", None)
-    return kind(**given) if base is None or other else dataclasses.replace(base, **given)
+        value = {keys[0]: value} if keys else value
+    known(_WHO, value, keys, f"keys of {name}", "JSON gives one.")
+    return dict(typing.cast("Mapping[str, Any]", value))
 
 
 def _plain(value: Any) -> Any:

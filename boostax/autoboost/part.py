@@ -1,15 +1,17 @@
-"""What all parts of a configuration share: checks at construction, and errors that name the field.
+"""A part of a configuration: the arguments of a public factory as data that goes to JSON and back.
 
-A part is a frozen dataclass of plain values that go to JSON and back. It is checked when it is made
-by the factory that it will be handed to. ``layer`` gives what stands in the chain: a transformation
-to put in front of what there is, or a function that puts one around it.
+The fields of a part are the parameters of its factories, with their types and defaults; the factory
+checks the values when the part is made. What no data can say is not among them: the optimizer
+inside, the replica axes, the params.
 """
 
 import contextlib
 import dataclasses
 import difflib
+import inspect
+import typing
 from collections.abc import Callable, Generator, Mapping
-from typing import Any, NamedTuple, TypeAlias, cast
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, TypeAlias, cast
 
 import optax
 
@@ -17,13 +19,18 @@ from boostax._core import axes, checks
 from boostax._core.groups import prefix_groups
 
 PyTree = Any
-Kinds: TypeAlias = Mapping[str, tuple[str, ...]]
-Wrap: TypeAlias = Callable[[optax.GradientTransformation], optax.GradientTransformation]
-Layer: TypeAlias = optax.GradientTransformation | Wrap | None
+Factory: TypeAlias = Callable[..., Any]
+Layer: TypeAlias = (
+    optax.GradientTransformation
+    | Callable[[optax.GradientTransformation], optax.GradientTransformation]
+    | None
+)
 Pattern: TypeAlias = str | tuple[str, ...]
 Groups: TypeAlias = int | tuple[Pattern, ...]
 
 _GROUPS = "a number of groups, or a list of patterns of paths"
+# Parameters that the place in a chain gives.
+_PLACE = ("axis_name", "params")
 
 
 class Place(NamedTuple):
@@ -38,39 +45,173 @@ class Place(NamedTuple):
     params: PyTree
 
 
+# Stands for params while a part is checked that has none yet.
+_LATER = object()
+
+
+@dataclasses.dataclass(frozen=True)
 class Part:
-    """What all parts share: lists become tuples, and errors name the part and its field."""
+    """What all parts share: fields from signatures, lists become tuples, errors name the field.
+
+    A class is declared with its ``factory``, or a factory for each word of its field ``kind``.
+    Defaults in its body take the place of the signature's; other fields in it come last. Where a
+    part has kinds, ``None`` is the default of the factory.
+
+    Attributes:
+      kinds: the factories, by kind; one that has no kinds is under ``""``.
+      made: arguments that are no data, by functions that make them of fields.
+      renamed: the field of an argument that has another name.
+    """
+
+    kinds: ClassVar[Mapping[str, Factory]] = {}
+    made: ClassVar[Mapping[str, Factory]] = {}
+    renamed: ClassVar[Mapping[str, str]] = {}
+
+    if TYPE_CHECKING:
+
+        def __init__(self, *args: Any, **fields: Any): ...
+
+        def __getattr__(self, name: str) -> Any: ...
+
+    def __init_subclass__(cls, factory: Factory | Mapping[str, Factory] | None = None) -> None:
+        if factory is not None:
+            cls.kinds = factory if isinstance(factory, Mapping) else {"": factory}
+        fields: dict[str, Any] = {"kind": str} if len(cls.kinds) > 1 else {}
+        defaults: dict[str, Any] = {"kind": next(iter(cls.kinds), "")} if fields else {}
+        for one in cls.kinds.values():
+            for name, parameter in cls.parameters(one).items():
+                field = cls.renamed.get(name, name)
+                fields[field] = parameter.annotation
+                shared = len(cls.kinds) > 1 or parameter.default.__hash__ is None
+                defaults.setdefault(field, None if shared else parameter.default)
+        if "kind" in fields:
+            fields = {"kind": fields["kind"], **fields}
+        for name, default in defaults.items():
+            if name not in vars(cls) and default is not inspect.Parameter.empty:
+                setattr(cls, name, default)
+        cls.__annotations__ = fields | vars(cls).get("__annotations__", {})
+        dataclasses.dataclass(frozen=True, repr=False)(cls)
+
+    @classmethod
+    def parameters(cls, factory: Factory) -> dict[str, inspect.Parameter]:
+        """What data can say to a factory: its parameters, and those of what makes the others."""
+        found: dict[str, inspect.Parameter] = {}
+        for name, parameter in signature(factory).items():
+            told = signature(cls.made[name]) if name in cls.made else {name: parameter}
+            found |= {name: parameter for name, parameter in told.items() if is_data(parameter)}
+        return found
 
     def __post_init__(self) -> None:
         for name, value in list(vars(self).items()):
             object.__setattr__(self, name, _frozen(value))
-        with speaking_of(type(self).__name__, self.renamed):
+        with self._named():
+            if len(self.kinds) > 1:
+                self._require_kind()
+            for field in dataclasses.fields(self):
+                value = getattr(self, field.name)
+                if bool in (field.type, *typing.get_args(field.type)) and value is not None:
+                    flag(field.name, value)
             self.check()
 
-    @property
-    def renamed(self) -> dict[str, str]:
-        """Arguments of the factory that are fields of another name."""
-        return {}
+    def __repr__(self) -> str:
+        words = (f"{name}={value!r}" for name, value in self.stated().items())
+        return f"{type(self).__name__}({', '.join(words)})"
+
+    def stated(self) -> dict[str, Any]:
+        """The fields and their values, without those that are left to the factory."""
+        return {
+            field.name: getattr(self, field.name)
+            for field in dataclasses.fields(self)
+            if field.default is not None or getattr(self, field.name) is not None
+        }
 
     def check(self) -> None:
-        """Raise if a value is out of range."""
-        self.layer(Place("axis", None))
+        """Raise if a value is out of range: where it can be, as the factory does."""
+        self.layer(Place("axis", _LATER))
 
     def layer(self, place: Place) -> Layer:
-        """What stands in the chain; ``None`` for nothing."""
-        del place
-        return None
+        """What stands in the chain: in front of what there is, or a function that goes around it.
+
+        Args:
+          place: where the chain will run.
+
+        Returns:
+          A transformation; a function of one, if the factory takes one; or ``None`` for nothing.
+        """
+        factory = self._factory()
+        with self._named():
+            options = self.arguments(place)
+        if "inner" not in signature(factory):
+            return factory(**options)
+        # Raises at once.
+        factory(optax.identity(), **options)
+        return lambda inner: factory(inner, **options)
+
+    def arguments(self, place: Place) -> dict[str, Any]:
+        """What the factory is called with; what was left out is left to it."""
+        given = self._given() | {"axis_name": place.axis_name, "params": place.params}
+        names = signature(self._factory())
+        made = {
+            name: make(**{field: given[field] for field in signature(make) if field in given})
+            for name, make in self.made.items()
+            if name in names
+        }
+        fields = {name: self.renamed.get(name, name) for name in names}
+        return {name: given[field] for name, field in fields.items() if field in given} | made
+
+    def _given(self) -> dict[str, Any]:
+        return {name: value for name, value in vars(self).items() if value is not None}
+
+    def _require_kind(self) -> None:
+        """All that is given belongs to the kind, and what it cannot do without is given."""
+        word(self.kind, tuple(self.kinds), "kind")
+        given = self._given()
+        fields = {
+            kind: {self.renamed.get(name, name): x for name, x in self.parameters(one).items()}
+            for kind, one in self.kinds.items()
+        }
+        for name, value in given.items():
+            if name not in ("kind", *fields[self.kind]):
+                users = " and ".join(repr(kind) for kind in fields if name in fields[kind])
+                allowed = f"left out with kind {self.kind!r}"
+                raise ValueError(checks.message("", name, allowed, value, f"It is for {users}."))
+        for name, parameter in fields[self.kind].items():
+            if parameter.default is inspect.Parameter.empty and name not in given:
+                allowed = f"given with kind {self.kind!r}"
+                raise ValueError(checks.message("", name, allowed, None, "It has no default."))
+
+    def _factory(self) -> Factory:
+        return self.kinds[self.kind if len(self.kinds) > 1 else ""]
+
+    def _named(self) -> contextlib.AbstractContextManager[None]:
+        return speaking_of(type(self).__name__, self.renamed)
+
+
+def signature(factory: Factory) -> dict[str, inspect.Parameter]:
+    """The parameters of a factory, their annotations evaluated."""
+    hints = typing.get_type_hints(factory)
+    return {
+        name: parameter.replace(annotation=hints.get(name, Any))
+        for name, parameter in inspect.signature(factory).parameters.items()
+    }
+
+
+def is_data(parameter: inspect.Parameter) -> bool:
+    """Whether a value of JSON can be meant for it: no transformation, and not the chain's place."""
+    named = parameter.kind in (parameter.KEYWORD_ONLY, parameter.POSITIONAL_OR_KEYWORD)
+    hints = (parameter.annotation, *typing.get_args(parameter.annotation))
+    return named and parameter.name not in _PLACE and optax.GradientTransformation not in hints
 
 
 @contextlib.contextmanager
-def speaking_of(who: str, renamed: Mapping[str, str] | None = None) -> Generator[None]:
+def speaking_of(who: str, renamed: Mapping[str, str]) -> Generator[None]:
     """Let an error of a factory speak of the part, and of the field that became its argument."""
     try:
         yield
     except (ValueError, TypeError) as error:
-        # What a factory raises begins with its name; what ``check`` raises, with none.
-        text = str(error).partition(": ")[2]
-        for argument, field in (renamed or {}).items():
+        # What a factory raises begins with its name; what a part raises, with its own or none.
+        text = str(error).partition(": ")[2] or str(error)
+        for argument, field in renamed.items():
             if text.startswith(f"{argument} "):
                 text = field + text.removeprefix(argument)
                 break
@@ -81,32 +222,6 @@ def flag(name: str, value: Any, who: str = "") -> None:
     """Refuse what is no bool."""
     if not isinstance(value, bool):
         raise TypeError(checks.message(who, name, "True or False", value, "JSON: true or false."))
-
-
-def chosen(part: Any, kinds: Kinds, needed: Mapping[str, str]) -> dict[str, Any]:
-    """Of a part with kinds: the fields that were given, all of which belong to its kind.
-
-    Args:
-      part: with a field ``kind``.
-      kinds: the fields of each kind.
-      needed: the field that a kind cannot do without.
-    """
-    word(part.kind, tuple(kinds), "kind")
-    given = {
-        field.name: getattr(part, field.name)
-        for field in dataclasses.fields(part)
-        if field.name != "kind" and getattr(part, field.name) is not None
-    }
-    for name, value in given.items():
-        if name not in kinds[part.kind]:
-            users = " and ".join(repr(kind) for kind in kinds if name in kinds[kind])
-            allowed = f"left out with kind {part.kind!r}"
-            raise ValueError(checks.message("", name, allowed, value, f"It is for {users}."))
-    name = needed.get(part.kind)
-    if name is not None and name not in given:
-        allowed = f"given with kind {part.kind!r}"
-        raise ValueError(checks.message("", name, allowed, None, "It has no default."))
-    return given
 
 
 def word(value: Any, words: tuple[str, ...], name: str, who: str = "") -> None:
@@ -130,32 +245,34 @@ def nearest(word: Any, words: tuple[str, ...]) -> str:
     return f"Did you mean {found[0]!r}?" if found else "Nothing there is close to it."
 
 
-def check_groups(groups: Any) -> None:
-    """A number, or patterns."""
+def labels(
+    params: PyTree, groups: Groups, order: tuple[str, ...] | None = None, level: int | None = None
+) -> Any:
+    """The groups of layers as ``scheduled_freeze`` and ``group_loss_scale`` take them.
+
+    Args:
+      params: the params or their shapes.
+      groups: so many groups of layers; or patterns of paths, one entry for each group.
+      order: of a number of groups: see ``boostax.prefix_groups``, as is ``level``.
+      level: leading components of a path that make a layer.
+
+    Returns:
+      A tree of numbers, or the patterns.
+    """
     hint = "4 cuts the layers into quarters; ['embed', 'block_*'] names groups by patterns."
     if isinstance(groups, tuple) and groups and all(are_texts(x) for x in groups):
-        return
+        return groups
     if isinstance(groups, (tuple, str)):
         raise TypeError(checks.message("", "groups", _GROUPS, groups, hint))
     checks.positive_int("", "groups", groups, hint)
-
-
-def labels(who: str, groups: Any, params: PyTree, **options: Any) -> Any:
-    """What ``scheduled_freeze`` and ``group_loss_scale`` take: a tree, or patterns."""
-    if isinstance(groups, tuple):
-        return groups
+    if params is _LATER:
+        return {"any": 0}
     if params is None:
         hint = "Pass them to optimizer or make_train_step, or name the groups by patterns."
         allowed = f"given where groups is a number, {groups}"
-        raise ValueError(checks.message(who, "params", allowed, None, hint))
-    with speaking_of(who, {"n": "groups"}):
-        return prefix_groups(params, groups, **options)
-
-
-def around(factory: Callable[..., Any], **options: Any) -> Wrap:
-    """A function that puts a transformation around another; checks the options at once."""
-    factory(optax.identity(), **options)
-    return lambda inner: factory(inner, **options)
+        raise ValueError(checks.message("", "params", allowed, None, hint))
+    with speaking_of("", {"n": "groups"}):
+        return prefix_groups(params, groups, order=order, level=level)
 
 
 def are_texts(value: Any) -> bool:

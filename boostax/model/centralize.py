@@ -34,10 +34,10 @@ _RULE = "an int, a tuple of ints, 'auto', 'stacked' or None"
 
 def centralize_gradients(
     *,
-    axes: Axes = "auto",
-    layout: LayoutName | None = None,
-    mask: PyTree | Callable[[PyTree], PyTree] | None = None,
     multiple_of: int | None = None,
+    layout: LayoutName | None = None,
+    axes: Axes = "auto",
+    mask: PyTree | Callable[[PyTree], PyTree] | None = None,
     param_specs: PyTree | None = None,
 ) -> optax.GradientTransformationExtraArgs:
     r"""Take from the gradient of each kernel its mean over the inputs, for every output unit.
@@ -62,20 +62,20 @@ def centralize_gradients(
     input, which would never move again.
 
     Args:
+      multiple_of: only kernels whose last averaged axis, the input channels, divides by it.
+        MindSpore's is 16.
+      layout: whose kernels these are, ``"linen"``, ``"nnx"``, ``"equinox"``, ``"haiku"`` or
+        ``"torch"``. ``None`` finds Equinox's modules and reads other trees as Flax's; a matrix
+        called ``weight`` outside of ``equinox.nn``, which may have its outputs first or last, it
+        refuses.
       axes: which axes to average over. ``"auto"``; a dict, or a list of pairs, of a pattern and a
         rule; or a function of a leaf's path name and the leaf that gives a rule. A pattern is an
         ``fnmatch`` on path names (the name of a module stands for all that is in it); the first
         that matches decides, what matches none goes by ``"auto"``, and biases, scales and vectors
         stay under all of them. A rule is an axis or a tuple of them, ``None`` for none, ``"auto"``,
         or ``"stacked"``: the same behind one leading axis of layers (``flax.linen.scan``).
-      layout: whose kernels these are, ``"linen"``, ``"nnx"``, ``"equinox"``, ``"haiku"`` or
-        ``"torch"``. ``None`` finds Equinox's modules and reads other trees as Flax's; a matrix
-        called ``weight`` outside of ``equinox.nn``, which may have its outputs first or last, it
-        refuses.
       mask: as in ``optax.masked``: a tree of bools like the params, or a function that makes it;
         what is ``False`` stays as it is.
-      multiple_of: only kernels whose last averaged axis, the input channels, divides by it.
-        MindSpore's is 16.
       param_specs: inside ``jax.shard_map``, for params sharded over mesh axes: a tree of
         ``PartitionSpec`` with one for each param, as the ``in_specs`` have them. Where an
         averaged axis is cut, the means are averaged over the shards. Under plain ``jit`` it is not
