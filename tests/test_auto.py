@@ -257,6 +257,11 @@ MISTAKES = {
         {"less_bn": {"normalized_head": 3}},
         "LessBN: normalized_head must be True or False, got 3. JSON: true or false.",
     ),
+    "nothing where something is needed": (
+        {"accumulate": {"every": 2, "normalize": None}},
+        "Accumulate: normalize must be 'mean' or 'sum' or 'weight', got None. Losses that are "
+        "means over a varying number of tokens want 'weight'.",
+    ),
     "end": (
         {"freeze": "ramp"},
         "Freeze: total_steps must be the optimizer steps of the run for 'ramp', got None. It "
@@ -341,6 +346,9 @@ def test_what_params_alone_can_tell_is_refused_when_the_chain_is_built():
         ValueError, match=r"^Freeze: groups must be at most the number of layers, 3"
     ):
         boost.optimizer(inner, mlp())
+    many = auto({"loss_scale": {"kind": "group", "groups": 4}})
+    with pytest.raises(ValueError, match=r"^LossScale: groups must be at most the number of laye"):
+        many.loss(loss_fn, mlp())
     within = auto({"reduce": {"kind": "adasum", "within": "cores"}})
     with pytest.raises(ValueError, match=r"^Reduce: within must be one of several axes"):
         within.optimizer(inner, axis_name="data")

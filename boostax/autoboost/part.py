@@ -107,10 +107,10 @@ class Part:
         with self._named():
             if len(self.kinds) > 1:
                 self._require_kind()
-            for field in dataclasses.fields(self):
-                value = getattr(self, field.name)
-                if bool in (field.type, *typing.get_args(field.type)) and value is not None:
-                    flag(field.name, value)
+            types = {field.name: field.type for field in dataclasses.fields(self)}
+            for name, value in self.stated().items():
+                if bool in (types[name], *typing.get_args(types[name])):
+                    flag(name, value)
             self.check()
 
     def __repr__(self) -> str:
@@ -138,9 +138,7 @@ class Part:
         Returns:
           A transformation; a function of one, if the factory takes one; or ``None`` for nothing.
         """
-        factory = self._factory()
-        with self._named():
-            options = self.arguments(place)
+        factory, options = self._factory(), self.arguments(place)
         if "inner" not in signature(factory):
             return factory(**options)
         # Raises at once.
@@ -149,23 +147,21 @@ class Part:
 
     def arguments(self, place: Place) -> dict[str, Any]:
         """What the factory is called with; what was left out is left to it."""
-        given = self._given() | {"axis_name": place.axis_name, "params": place.params}
+        given = self.stated() | {"axis_name": place.axis_name, "params": place.params}
         names = signature(self._factory())
-        made = {
-            name: make(**{field: given[field] for field in signature(make) if field in given})
-            for name, make in self.made.items()
-            if name in names
-        }
+        with self._named():
+            made = {
+                name: make(**{field: given[field] for field in signature(make) if field in given})
+                for name, make in self.made.items()
+                if name in names
+            }
         fields = {name: self.renamed.get(name, name) for name in names}
         return {name: given[field] for name, field in fields.items() if field in given} | made
-
-    def _given(self) -> dict[str, Any]:
-        return {name: value for name, value in vars(self).items() if value is not None}
 
     def _require_kind(self) -> None:
         """All that is given belongs to the kind, and what it cannot do without is given."""
         word(self.kind, tuple(self.kinds), "kind")
-        given = self._given()
+        given = self.stated()
         fields = {
             kind: {self.renamed.get(name, name): x for name, x in self.parameters(one).items()}
             for kind, one in self.kinds.items()
