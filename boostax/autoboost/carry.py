@@ -7,50 +7,26 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 
 from boostax._core import checks, trees
 from boostax._core.finite import usable
 from boostax._core.gate import Pending
 from boostax.accumulate.window import AccumulateState
 from boostax.autoboost.nodes import (
-    WINDOWS,
     Leaf,
     Node,
     Path,
     cast,
-    opened,
     owner,
     shape_dtype,
     translated,
 )
+from boostax.autoboost.states import holds
 from boostax.autoboost.units import Unit, measured, unit_at
-from boostax.freeze.scheduled import ScheduledFreezeState
-from boostax.precision.group_state import GroupLossScaleState
-from boostax.reduce.feedback import CompressedState
-from boostax.subspace.coordinates import SubspaceParamsState
-from boostax.subspace.dim_reduce import DimReduceState
-from boostax.subspace.trajectory import TrajectoryState
 
 PyTree = Any
 Values = dict[Path, Any]
 WHO = "migrate_state"
-
-# Fields that mean something together alone: kept if all of them fit, or none.
-_BOUND: dict[Any, tuple[str, ...]] = {
-    AccumulateState: ("micro_step", "window"),
-    optax.MultiStepsState: ("mini_step", "acc_grads"),
-    TrajectoryState: ("recorded", "snapshots", "gram"),
-    DimReduceState: ("basis", "explained", "memory", "to_mean"),
-    SubspaceParamsState: ("basis", "coordinates"),
-    ScheduledFreezeState: ("depth", "next_depth", "schedule_state"),
-    GroupLossScaleState: (
-        *("table", "measured", "largest", "nonfinite", "underflow", "entries"),
-        *("until_count", "overflow_group", "backoffs", "floor_hits"),
-    ),
-    # Each of its fields stands for itself.
-    CompressedState: (),
-}
 
 
 class Taken(NamedTuple):
@@ -110,7 +86,7 @@ class Carried:
 
     def _score(self, old: Node, new: Node) -> tuple[int, int, int]:
         both = [rel for rel in new.leaves if rel in old.leaves]
-        casts = new.cls in WINDOWS
+        casts = bool(new.holds.opened)
         good = sum(self.fits(old.leaves[rel], new.leaves[rel], casts) for rel in both)
         return good, good - len(old.leaves), len(old.labels & new.labels)
 
@@ -118,7 +94,7 @@ class Carried:
         """Every array that fits, or those that belong to no param."""
         for rel, leaf in new.leaves.items():
             other = old.leaves.get(rel)
-            if other is None or not self.fits(other, leaf, new.cls in WINDOWS):
+            if other is None or not self.fits(other, leaf, bool(new.holds.opened)):
                 continue
             if not counts_alone or self.owner(rel, leaf) is None:
                 self.taken[leaf.path] = Taken(old, other)
@@ -161,11 +137,11 @@ class Carried:
             places = [node for node in news if node.cls is made.cls]
             if number < len(places):
                 new = places[number]
-                made = made if made.cls in WINDOWS else cast(made, new)
+                made = made if made.holds.opened else cast(made, new)
                 # Several may feed one: a scale from here, the skipped steps from there.
                 self.primary.setdefault(new, made)
                 self.take(made, new)
-                if count := opened(old, {}):
+                if count := old.opened({}):
                     peer, more = (old, "")
                     if old.cls is AccumulateState:
                         peer, more = (new, f"; its windows must be longer than {count}")
@@ -176,6 +152,13 @@ class Carried:
 
     def settle(self, old: Node, new: Node) -> None:
         """Give up what would be wrong without the rest of it."""
+        bound = new.holds.bound
+        if bound is not None:
+            mine = [rel for rel in new.leaves if rel[0].name in bound]
+            theirs = {rel for rel in old.leaves if rel[0].name in bound}
+            if theirs != set(mine) or not all(new.leaves[rel].path in self.taken for rel in mine):
+                self._drop(new, mine)
+            return
         groups: dict[Path, list[Path]] = {}
         for rel, leaf in new.leaves.items():
             belongs = self.owner(rel, leaf)
@@ -190,14 +173,6 @@ class Carried:
             # Counts without their moments: the bias correction would be wrong.
             self._drop(new, new.leaves)
 
-    def settle_bound(self, old: Node, new: Node, bound: tuple[str, ...]) -> None:
-        """Give up all of what means something together alone, unless all of it fits."""
-        mine = [rel for rel in new.leaves if rel[0].name in bound]
-        theirs = {rel: leaf for rel, leaf in old.leaves.items() if rel[0].name in bound}
-        if theirs.keys() == set(mine) and all(new.leaves[rel].path in self.taken for rel in mine):
-            return
-        self._drop(new, mine)
-
     def measure(self, olds: list[Node], news: list[Node]) -> None:
         """Multiply what is a sum of gradients by what makes it one of those at its new place."""
         values: Values = {path: source.leaf.value for path, source in self.taken.items()}
@@ -210,8 +185,9 @@ class Carried:
             old_paths = {source.node.path for source in sources.values()}
             before = {path: unit_at(path, olds, {}) for path in old_paths}
             after = unit_at(new.path, news, values)
-            closed = new.cls in WINDOWS and not opened(new, values)
-            if new.cls in WINDOWS and not closed and self._spoilt(new, sources, before, after):
+            is_window = bool(new.holds.opened)
+            closed = is_window and not new.opened(values)
+            if is_window and not closed and self._spoilt(new, sources, before, after):
                 continue
             for rel, source in sources.items():
                 leaf, factor = new.leaves[rel], 1.0
@@ -231,7 +207,7 @@ class Carried:
         )
         if how == "moment" or before.rest != after.rest:
             hint = "Put the loss scaler where it was, around the whole optimizer at best."
-            if new.cls in WINDOWS:
+            if new.holds.opened:
                 hint = "Apply the window before: boostax.flush(old_tx, state, params)."
             allowed = "of gradients that the loss scale multiplies alike in new_tx"
             raise ValueError(f"{WHO}: old_state must be {allowed}, got {words}. {hint}")
@@ -252,7 +228,7 @@ class Carried:
         self, new: Node, sources: dict[Path, Taken], before: dict[Path, Unit], after: Unit
     ) -> bool:
         """Drop a window that cannot be used, as a scaler would have, where none does any more."""
-        bound = {rel: x for rel, x in sources.items() if rel[0].name in _BOUND[new.cls]}
+        bound = {rel: x for rel, x in sources.items() if rel[0].name in (new.holds.bound or ())}
         paths = {source.node.path for source in bound.values()}
         guarded = any(before[path].scalers for path in paths) and not after.scalers
 
@@ -274,10 +250,10 @@ class Carried:
         """Refuse to lose what an open window holds."""
         used = {source.leaf.path for source in self.taken.values()}
         for old in olds:
-            count = opened(old, {})
+            count = old.opened({})
             if not count or old.path in self.spoilt:
                 continue
-            bound = _BOUND[old.cls]
+            bound = old.holds.bound or ()
             sums = [leaf for rel, leaf in old.leaves.items() if rel[0].name in bound]
             if any(leaf.path in used for leaf in sums):
                 continue
@@ -360,17 +336,14 @@ def carry(olds: list[Node], news: list[Node], params: PyTree, replicas: int | No
             carried.primary[new] = old
             matched.update((old, new))
             carried.take(old, new)
-        if cls is not None and cls not in _BOUND:
+        if cls is not None and holds(cls).bound is None:
             carried.share(mine, target)
         if len(mine) > 1 or len(target) > 1:
             carried.note_choice(mine, target)
     rest = [[node for node in nodes if node not in matched] for nodes in (olds, news)]
     carried.translate(*rest)
     for new, old in carried.primary.items():
-        if new.cls in _BOUND:
-            carried.settle_bound(old, new, _BOUND[new.cls])
-        else:
-            carried.settle(old, new)
+        carried.settle(old, new)
     carried.measure(olds, news)
     carried.require_windows(olds)
     return carried

@@ -15,8 +15,6 @@ from boostax._core.replicas import PerReplica, is_per_replica
 from boostax.autoboost.carry import WHO, Carried, Taken, carry, count_replicas, spot
 from boostax.autoboost.nodes import Leaf, Node, Path, fields, read
 from boostax.freeze.scheduled import ScheduledFreeze, ScheduledFreezeState
-from boostax.precision.group_state import GroupLossScaleState
-from boostax.precision.loss_scale import LossScaleState
 from boostax.train.state import TrainState
 
 PyTree = Any
@@ -219,11 +217,9 @@ def _saved_wins(carried: Carried, news: list[Node]) -> list[str]:
 def _given(node: Node, rel: Path) -> bool:
     """Whether an array holds an argument of the factory."""
     name = trees.path_name(rel[:1])
-    if isinstance(node.value, (LossScaleState, GroupLossScaleState)):
-        return name in ("scale", "table")
     if name == "hyperparams":
         return rel[1].key not in getattr(node.value, "hyperparams_states", {})
-    return name == "basis"
+    return name in {node.holds.scale, node.holds.basis}
 
 
 def _report(

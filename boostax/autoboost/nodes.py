@@ -7,18 +7,15 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 from jax.tree_util import DictKey, GetAttrKey
 
 from boostax._core import trees
 from boostax._core.replicas import PerReplica
 from boostax.accumulate.window import AccumulateState
-from boostax.precision.loss_scale import LossScaleState
+from boostax.autoboost.states import EQUIVALENTS, Holds, holds
 
 PyTree = Any
 Path = tuple[Any, ...]
-# States that hold an open window, and where they count its micro-steps.
-WINDOWS: dict[Any, str] = {AccumulateState: "micro_step", optax.MultiStepsState: "mini_step"}
 
 
 class Leaf(NamedTuple):
@@ -58,6 +55,20 @@ class Node:
         """The names on the way to it, by which ``partition`` and ``named_chain`` tell parts."""
         return frozenset(str(key.key) for key in self.path if isinstance(key, DictKey))
 
+    @property
+    def holds(self) -> Holds:
+        """What its fields are."""
+        return holds(self.cls)
+
+    def opened(self, values: Mapping[Path, Any]) -> int:
+        """How many micro-steps are in its open window; 0 for one that has none.
+
+        Args:
+          values: arrays that stand in the place of its own, by their paths.
+        """
+        leaf = self.leaves.get((GetAttrKey(self.holds.opened),))
+        return 0 if leaf is None else int(values.get(leaf.path, leaf.value))
+
 
 def read(tree: PyTree, params: PyTree) -> list[Node]:
     """The states of a tree, outermost first.
@@ -70,9 +81,10 @@ def read(tree: PyTree, params: PyTree) -> list[Node]:
     found = [rest]
 
     def visit(path: Path, x: Any, node: Node, rel: Path, own: bool) -> None:
-        made = _foreign_scaler(path, x)
-        if made is not None:
-            found.append(made)
+        if _is_foreign_scaler(x):
+            keys = [GetAttrKey(name) for name in EQUIVALENTS[type(x).__name__].fields]
+            leaves = {(key,): Leaf((*path, key), getattr(x, key.name), False) for key in keys}
+            found.append(Node(type(x), path, leaves, x, type(x).__name__))
             return
         if isinstance(x, PerReplica):
             visit((*path, GetAttrKey("local")), x.local, node, rel, True)
@@ -110,96 +122,43 @@ def _is_state(x: Any) -> bool:
     return name not in ("MaskedNode", "WrappedScheduleState")
 
 
-# By name and fields, so that neither Flax nor jmp is imported: what they call what is ours.
-_SCALERS: dict[str, dict[str, str]] = {
-    "DynamicScale": {"scale": "scale", "fin_steps": "clean_steps"},
-    "DynamicLossScale": {"loss_scale": "scale", "counter": "clean_steps"},
-    "StaticLossScale": {"loss_scale": "scale"},
-}
-_IF_FINITE = {
-    "notfinite_count": "skipped_in_a_row",
-    "total_notfinite": "skipped_steps",
-    "last_finite": "last_finite",
-}
-
-
-def _foreign_scaler(path: Path, x: Any) -> Node | None:
-    fields = _SCALERS.get(type(x).__name__)
-    if fields is None or not all(hasattr(x, name) for name in fields):
-        return None
-    keys = [GetAttrKey(name) for name in fields]
-    leaves = {(key,): Leaf((*path, key), getattr(x, key.name), False) for key in keys}
-    return Node(type(x), path, leaves, x, type(x).__name__)
+def _is_foreign_scaler(x: Any) -> bool:
+    """Whether it is one of Flax's or jmp's, which are no NamedTuples."""
+    found = EQUIVALENTS.get(type(x).__name__)
+    return (
+        found is not None
+        and not isinstance(x, tuple)
+        and all(hasattr(x, name) for name in found.fields)
+    )
 
 
 def translated(node: Node) -> Node | None:
     """A state of another library as the one of boostax that does its work, or ``None``.
 
-    A window of boostax as that of ``MultiSteps``, which has no weights.
+    A window of boostax as that of ``MultiSteps``, which has no weights. That holds the mean of the
+    gradients so far, ``accumulate`` their sum.
     """
-    name, renamed = node.source, _SCALERS.get(node.source)
-    if name == "ApplyIfFiniteState":
-        renamed = _IF_FINITE
-    if renamed is not None:
-        leaves = {
-            (GetAttrKey(renamed[rel[0].name]),): leaf
-            for rel, leaf in node.leaves.items()
-            if rel[0].name in renamed
-        }
-        return dataclasses.replace(node, cls=LossScaleState, leaves=leaves)
-    if name == "MultiStepsState":
-        return dataclasses.replace(node, cls=AccumulateState, leaves=_window(node))
-    if node.cls is AccumulateState:
-        return dataclasses.replace(node, cls=optax.MultiStepsState, leaves=_means(node))
-    return None
-
-
-def _window(node: Node) -> dict[Path, Leaf]:
-    """``MultiSteps`` holds the mean of the gradients so far, ``accumulate`` their sum."""
-    state = node.value
+    found = EQUIVALENTS.get(node.source)
+    if found is None:
+        return None
+    count, ours = node.opened({}), node.cls is AccumulateState
+    weighted = ours and (GetAttrKey("window"), GetAttrKey("weight")) in node.leaves
     leaves: dict[Path, Leaf] = {}
-    for rel, leaf in node.leaves.items():
-        name = rel[0].name
-        if name == "acc_grads":
-            total = trees.at_least_float32(leaf.value) * state.mini_step
-            place = (GetAttrKey("window"), GetAttrKey("grads"), *rel[1:])
-            leaves[place] = leaf._replace(value=total)
-        elif name == "mini_step":
-            leaves[(GetAttrKey("micro_step"),)] = leaf
-        elif name == "gradient_step":
-            leaves[(GetAttrKey("optimizer_steps"),)] = leaf
-            closed = jnp.logical_and(state.mini_step == 0, state.gradient_step > 0)
-            leaves[(GetAttrKey("applied"),)] = leaf._replace(value=closed)
-    return leaves
-
-
-def _means(node: Node) -> dict[Path, Leaf]:
-    """The other way: the mean of what ``accumulate`` has summed up without weights."""
-    leaves: dict[Path, Leaf] = {}
-    for rel, leaf in node.leaves.items():
-        names = [trees.path_name((key,)) for key in rel[:2]]
-        if (
-            names == ["window", "grads"]
-            and (GetAttrKey("window"), GetAttrKey("weight")) not in node.leaves
-        ):
-            mean = trees.at_least_float32(leaf.value) / jnp.maximum(node.value.micro_step, 1)
-            leaves[(GetAttrKey("acc_grads"), *rel[2:])] = leaf._replace(value=mean)
-        elif names == ["micro_step"]:
-            leaves[(GetAttrKey("mini_step"),)] = leaf
-        elif names == ["optimizer_steps"]:
-            leaves[(GetAttrKey("gradient_step"),)] = leaf
-    return leaves
-
-
-def opened(node: Node, values: Mapping[Path, Any]) -> int:
-    """How many micro-steps are in the open window of a state; 0 for one that has none.
-
-    Args:
-      node: the state.
-      values: arrays that stand in the place of its own, by their paths.
-    """
-    leaf = node.leaves.get((GetAttrKey(WINDOWS.get(node.cls, "")),))
-    return 0 if leaf is None else int(values.get(leaf.path, leaf.value))
+    for old, new in found.fields.items():
+        place, length = tuple(map(GetAttrKey, new.split("/"))), old.count("/") + 1
+        for rel, leaf in node.leaves.items():
+            if trees.path_name(rel[:length]) != old:
+                continue
+            if old in node.holds.sums:
+                if weighted:
+                    continue
+                x = trees.at_least_float32(leaf.value)
+                leaf = leaf._replace(value=x / max(count, 1) if ours else x * count)
+            leaves[(*place, *rel[length:])] = leaf
+            if new == "optimizer_steps":
+                closed = jnp.asarray(leaf.value > 0 and not count)
+                leaves[(GetAttrKey("applied"),)] = leaf._replace(value=closed)
+    return dataclasses.replace(node, cls=found.cls, leaves=leaves)
 
 
 def shape_dtype(x: Any) -> tuple[tuple[int, ...], Any]:

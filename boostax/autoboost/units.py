@@ -10,27 +10,11 @@ from typing import Any, Literal, NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
-import optax
 from jax.tree_util import DictKey, GetAttrKey, SequenceKey
 
 from boostax._core import trees
-from boostax.accumulate.window import AccumulateState
 from boostax.autoboost.nodes import Node, Path
 from boostax.precision.group_state import GroupLossScaleState
-from boostax.precision.loss_scale import LossScaleState
-from boostax.reduce.feedback import CompressedState
-from boostax.subspace.trajectory import TrajectoryState
-
-_SCALES: dict[Any, str] = {LossScaleState: "scale", GroupLossScaleState: "table"}
-# What is proportional to the gradients that a state sees, by the beginning of its path.
-_SUMS: dict[Any, tuple[str, ...]] = {
-    AccumulateState: ("window/grads",),
-    optax.MultiStepsState: ("acc_grads",),
-    CompressedState: ("residual", "velocity"),
-    optax.TraceState: ("trace",),
-}
-# States that stand around or before a scaler and keep params, not gradients.
-_FREE = (None, TrajectoryState, optax.contrib.ScheduleFreeState)
 
 
 class Unit(NamedTuple):
@@ -61,8 +45,8 @@ def unit_at(path: Path, nodes: list[Node], values: Mapping[Path, Any]) -> Unit:
     """
     scale, rest, scalers = 1.0, list[Any](), 0
     for node in nodes:
-        name, way = _SCALES.get(node.cls), _way(path, node.path)
-        if name is None or way is None:
+        name, way = node.holds.scale, _way(path, node.path)
+        if not name or way is None:
             continue
         scalers += 1
         leaf = node.leaves[(GetAttrKey(name),)]
@@ -90,11 +74,12 @@ def measured(
       ``None`` for what has nothing to do with their scale; ``"sum"`` for what is proportional to
       it, ``"moment"`` for other powers, ``"unknown"`` for states of which nothing is known.
     """
-    if node.cls in _SUMS:
-        return "sum" if trees.path_name(rel).startswith(_SUMS[node.cls]) else None
+    if node.holds.sums:
+        return "sum" if trees.path_name(rel).startswith(node.holds.sums) else None
     value = node.leaves[rel].value
     number = owner == () and not np.shape(value)  # To a lone scalar all scalars seem to belong.
-    if owner is None or number or node.cls in _FREE or not jnp.issubdtype(value.dtype, jnp.inexact):
+    real = jnp.issubdtype(value.dtype, jnp.inexact)
+    if owner is None or number or node.holds.params or not real:
         return None
     ours = node.cls.__module__.startswith("optax.") and node.source.startswith("ScaleBy")
     return "moment" if ours else "unknown"
