@@ -15,6 +15,7 @@ import boostax
 from boostax.autoboost.auto import auto
 from boostax.autoboost.config import FACTORIES, BoostConfig
 from boostax.autoboost.mindspore import SWITCHES, from_mindspore
+from boostax.autoboost.part import Place
 from boostax.autoboost.parts import (
     Accumulate,
     Carry,
@@ -150,7 +151,7 @@ def assert_settings(config, attrs):
     if config.accumulate is not None:
         assert config.accumulate.every == attrs["grad_accumulation_step"]
     if config.dim_reduce is not None:
-        rule = config.dim_reduce.subspace_rule()
+        rule = config.dim_reduce.arguments(Place(None, None))["rule"]
         assert (rule.tries, rule.failure) == (2, "rollback")
         assert (rule.shrink, rule.slope) == (attrs["rho"], attrs["sigma"])
         assert config.dim_reduce.residual_rate == attrs["alpha"]
@@ -410,6 +411,10 @@ NAMED = {
     "count_lost_updates": (True, CountLostUpdates()),
     "carry": ({"rules": {"layer_0/bias": "last"}}, Carry({"layer_0/bias": "last"})),
     "less_bn": ({"normalized_head": False}, LessBN(False)),
+    "dim_reduce": (
+        {"memory": "gauss-newton", "start": 2},
+        DimReduce(memory="gauss-newton", start=2),
+    ),
     "policy": ("O1", Precision("O1")),
 }
 

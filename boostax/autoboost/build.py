@@ -183,11 +183,13 @@ class Boost:
         basis: Any = source
         if not isinstance(source, Basis):
             basis = trajectory_basis(source, part.n_components, params=params)
-        outside = part.residual() if residual is None else residual
+        place = Place(axis_name, params)
+        told: dict[str, Any] = part.arguments(place)
+        outside: Any = told["residual"] if residual is None else residual
         if outside is not None and axis_name is not None:
             outside = optax.chain(all_reduce(axis_name), outside)
-        tx = dim_reduce(basis, residual=outside, rule=part.subspace_rule(), axis_name=axis_name)
-        return self._stacked(["loss_scale"], tx, Place(axis_name, params))
+        told |= {"basis": basis, "residual": outside}
+        return self._stacked(["loss_scale"], dim_reduce(**told), place)
 
     def _stacked(
         self, order: list[str], inner: optax.GradientTransformation, place: Place

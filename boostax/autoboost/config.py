@@ -1,5 +1,6 @@
 """The configuration of a run: frozen data that goes to JSON and back."""
 
+import contextlib
 import dataclasses
 import typing
 from collections.abc import Mapping
@@ -146,48 +147,36 @@ class BoostConfig:
             if role in changed:
                 allowed, hint = f"left out beside another {role}", "A chain has one of them."
                 raise ValueError(checks.message(_WHO, name, allowed, value, hint))
-            if name == "microbatches":
-                changed[role] = value
-            elif name == role:
-                changed[role] = _read(name, value, getattr(base, role))
-            else:
-                changed[role] = _read_factory(name, value)
+            changed[role] = value if name == "microbatches" else _read(name, value, base)
         return dataclasses.replace(base, **changed)
 
 
-def _read(name: str, value: Any, base: Part | None) -> Part | None:
-    kind = _PARTS[name]
-    if isinstance(value, kind):
-        return value
-    given = _given(name, value, tuple(field.name for field in dataclasses.fields(kind)))
-    if given is None:
-        # Replicas always agree somehow.
-        return Reduce() if name == "reduce" else None
-    other = base is not None and "kind" in given and given["kind"] != getattr(base, "kind", None)
-    return kind(**given) if base is None or other else dataclasses.replace(base, **given)
-
-
-def _read_factory(name: str, value: Any) -> Part | None:
-    role, kind = FACTORIES[name]
-    part = _PARTS[role]
-    given = _given(name, value, tuple(part.parameters(part.kinds[kind])))
-    if given is None:
-        return _read(role, None, None)
-    fields = {part.renamed.get(key, key): x for key, x in given.items()}
-    with speaking_of(name, {part.renamed[key]: key for key in given if key in part.renamed}):
-        return part(**fields, **({"kind": kind} if kind else {}))
-
-
-def _given(name: str, value: Any, keys: tuple[str, ...]) -> dict[str, Any] | None:
-    """What is said of a part, in whatever form; ``None`` where it is turned off."""
+def _read(name: str, value: Any, base: BoostConfig) -> Part | None:
+    """The part that is meant by a role, or by a factory, and what is said of it."""
+    by_role = name in _PARTS
+    role, kind = (name, "") if by_role else FACTORIES[name]
+    part, before = _PARTS[role], getattr(base, role)
     if value is None or value is False:
-        return None
+        # Replicas always agree somehow.
+        return Reduce() if role == "reduce" else None
+    if isinstance(value, part):
+        return value
+    keys = [field.name for field in dataclasses.fields(part)]
+    if not by_role:
+        keys = list(part.parameters(part.kinds[kind]))
     if value is True:
         value = {}
-    if not isinstance(value, Mapping):
-        value = {keys[0]: value} if keys else value
-    known(_WHO, value, keys, f"keys of {name}", "JSON gives one.")
-    return dict(typing.cast("Mapping[str, Any]", value))
+    if not isinstance(value, Mapping) and keys:
+        value = {keys[0]: value}
+    known(_WHO, value, tuple(keys), f"keys of {name}", "JSON gives one.")
+    data = typing.cast("Mapping[str, Any]", value)
+    renamed = {} if by_role else {key: part.renamed.get(key, key) for key in data}
+    given = {renamed.get(key, key): x for key, x in data.items()}
+    given |= {"kind": kind} if kind else {}
+    other = "kind" in given and given["kind"] != getattr(before, "kind", None)
+    speaking = {field: key for key, field in renamed.items()}
+    with contextlib.nullcontext() if by_role else speaking_of(name, speaking):
+        return part(**given) if before is None or other else dataclasses.replace(before, **given)
 
 
 def _plain(value: Any) -> Any:

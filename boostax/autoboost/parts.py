@@ -19,6 +19,7 @@ from boostax.precision.loss_scale import dynamic_loss_scale, static_loss_scale
 from boostax.precision.lost_updates import count_lost_updates
 from boostax.precision.policy import Policy, policy
 from boostax.precision.updates import check_updates
+from boostax.subspace.dim_reduce import dim_reduce
 from boostax.subspace.quasi_newton import RULES, SubspaceRule
 from boostax.subspace.trajectory import record_trajectory
 
@@ -141,61 +142,58 @@ class LessBN(Part, factory=less_bn):
             raise TypeError(checks.message("", "remove", "a list of patterns", self.remove, hint))
 
 
-class DimReduce(Part):
+def _recorder(
+    n_components: int = 20, every: int | None = 10, start: int = 0
+) -> optax.GradientTransformation | None:
+    """What records the snapshots of the basis; ``None`` if that comes from elsewhere."""
+    hint = "It counts directions; 20 are usual."
+    checks.positive_int("", "n_components", n_components, hint)
+    return None if every is None else record_trajectory(n_components + 1, every=every, start=start)
+
+
+def _residual(
+    residual_rate: float | None = None, residual_momentum: float = 0.0
+) -> optax.GradientTransformation | None:
+    """The optimizer of what lies outside the span, or none."""
+    value, hint = residual_momentum, "0.9 is usual."
+    checks.number("", "residual_momentum", value, "in [0, 1)", lambda x: 0 <= x < 1, hint)
+    if residual_rate is None:
+        return None
+    value, hint = residual_rate, "Leave it out for the default."
+    checks.number("", "residual_rate", value, "greater than 0", lambda x: x > 0, hint)
+    return optax.sgd(residual_rate, residual_momentum or None)
+
+
+def _rule(
+    rule: Literal["boostax", "mindspore", "p-bfgs"] = "boostax",
+    shrink: float | None = None,
+    slope: float | None = None,
+) -> SubspaceRule:
+    """A rule, with another line search if one is asked for."""
+    word(rule, tuple(RULES), "rule")
+    search = {name: x for name, x in (("shrink", shrink), ("slope", slope)) if x is not None}
+    hint = "Leave it out for the default."
+    for name, value in search.items():
+        checks.number("", name, value, "in (0, 1)", lambda x: 0 < x < 1, hint)
+    return dataclasses.replace(RULES[rule], **search)
+
+
+class DimReduce(Part, factory=dim_reduce):
     """``boostax.dim_reduce``, after the run; and the recorder of its snapshots, during it.
 
-    Attributes:
-      n_components: directions.
-      every: optimizer steps from one snapshot to the next; ``None`` records none, and the basis
-        comes from elsewhere. The last ``n_components + 1`` are kept.
-      start: optimizer steps before the first one.
-      rule: ``"boostax"``, ``"mindspore"`` or ``"p-bfgs"``.
-      shrink: of the line search, in (0, 1); ``None`` is the rule's. MindSpore's ``rho``.
-      slope: of the line search, in (0, 1); ``None`` is the rule's. MindSpore's ``sigma``.
-      residual_rate: learning rate of an ``optax.sgd`` for what lies outside the span; ``None`` for
-        none. MindSpore's ``alpha``.
-      residual_momentum: of it. MindSpore's ``gamma``.
+    ``n_components`` are directions, ``every`` the optimizer steps from one snapshot to the next
+    (``None`` records none, and the basis comes from elsewhere), ``start`` those before the first;
+    the last ``n_components + 1`` are kept. ``shrink`` and ``slope`` are of the line search of
+    ``rule``, ``residual_rate`` and ``residual_momentum`` of an ``optax.sgd`` for what lies outside
+    the span. MindSpore calls these four ``rho``, ``sigma``, ``alpha`` and ``gamma``.
     """
 
-    n_components: int = 20
-    every: int | None = 10
-    start: int = 0
-    rule: Literal["boostax", "mindspore", "p-bfgs"] = "boostax"
-    shrink: float | None = None
-    slope: float | None = None
-    residual_rate: float | None = None
-    residual_momentum: float = 0.0
+    made: ClassVar = {"basis": _recorder, "residual": _residual, "rule": _rule}
 
     def check(self) -> None:
         """What can be known without a basis."""
-        hint = "It counts directions; 20 are usual."
-        checks.positive_int("", "n_components", self.n_components, hint)
-        word(self.rule, tuple(RULES), "rule")
-        for name in ("shrink", "slope", "residual_rate"):
-            value = getattr(self, name)
-            if value is not None:
-                over = (lambda x: 0 < x) if name == "residual_rate" else (lambda x: 0 < x < 1)
-                allowed = "greater than 0" if name == "residual_rate" else "in (0, 1)"
-                checks.number("", name, value, allowed, over, "Leave it out for the default.")
-        value, hint = self.residual_momentum, "0.9 is usual."
-        checks.number("", "residual_momentum", value, "in [0, 1)", lambda x: 0 <= x < 1, hint)
-        super().check()
+        self.arguments(Place("axis", None))
 
     def layer(self, place: Place) -> Layer:
         """The recorder, in front of the reduction."""
-        del place
-        if self.every is None:
-            return None
-        return record_trajectory(self.n_components + 1, every=self.every, start=self.start)
-
-    def subspace_rule(self) -> SubspaceRule:
-        """The rule, with the line search that is asked for."""
-        given = {"shrink": self.shrink, "slope": self.slope}
-        given = {name: value for name, value in given.items() if value is not None}
-        return dataclasses.replace(RULES[self.rule], **given)
-
-    def residual(self) -> optax.GradientTransformation | None:
-        """The optimizer of what lies outside the span, or none."""
-        if self.residual_rate is None:
-            return None
-        return optax.sgd(self.residual_rate, self.residual_momentum or None)
+        return self.arguments(place)["basis"]
