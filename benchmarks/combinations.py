@@ -27,7 +27,7 @@ import boostax
 from boostax._core import trees
 from boostax.autoboost.build import Boost
 from boostax.run.workloads import DigitsConfig, TextConfig, digits, text
-from boostax.run.workloads._resnet import ResidualBlock, convolution
+from boostax.run.workloads._models import ResidualBlock, convolution
 from boostax.run.workloads._workload import cross_entropy
 
 PyTree = Any

@@ -18,7 +18,7 @@ from harness import Bar, Form, compiled_form, paired, ratio, report
 
 from boostax.model.centralize import centralize_gradients
 from boostax.model.less_bn import LessBNReport, less_bn
-from boostax.run.workloads._resnet import DigitsResNet
+from boostax.run.workloads._models import DigitsResNet
 
 PyTree = Any
 BATCH, EPOCHS, DECAY, CALLS = 64, 8, 5e-4, 5

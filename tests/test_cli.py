@@ -13,9 +13,8 @@ from jax.experimental.compilation_cache import compilation_cache
 
 from boostax.inspect.break_even import break_even
 from boostax.run.cli import main
-from boostax.run.cli.build import build, reduction
+from boostax.run.cli.build import build, layer_groups, reduction
 from boostax.run.cli.compare import Variant
-from boostax.run.cli.freezing import layer_groups
 from boostax.run.cli.recipe import CODECS, Recipe, Reduction
 from boostax.run.workloads import DigitsConfig, TextConfig, digits, text
 from boostax.run.writers import JsonLines

@@ -1,7 +1,7 @@
 """``--finish dim_reduce``: a few quasi-Newton steps after the run, in the span of its last part."""
 
 import contextlib
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -11,7 +11,7 @@ from rich.console import Console
 import boostax
 from boostax._core.place import here, place
 from boostax.inspect.tables import Cells
-from boostax.run.cli.build import scaled
+from boostax.run.cli.build import Built, scaled, train_step
 from boostax.run.cli.recipe import Recipe
 from boostax.run.cli.report import grid
 from boostax.run.workloads import Workload
@@ -20,33 +20,19 @@ PyTree = Any
 _BATCHES, _JUDGED = 8, 16
 
 
-class Finish(NamedTuple):
-    """What a finish came to.
-
-    Attributes:
-      state: the last state, with the params and statistics after the finish.
-      report: numbers for the summary.
-    """
-
-    state: boostax.TrainState
-    report: dict[str, Any]
-
-
 def finish(
-    workload: Workload, main: boostax.TrainStep, recipe: Recipe, state: boostax.TrainState
-) -> Finish:
-    """Go on from the last state of a run; each step takes eight batches as one."""
+    built: Built, recipe: Recipe, state: boostax.TrainState
+) -> tuple[boostax.TrainState, dict[str, Any]]:
+    """Go on from the last state of a run; each step takes eight batches as one.
+
+    Returns:
+      The last state, with the params and statistics after the finish; numbers for the summary.
+    """
+    workload, main = built.workload, built.step
     basis = _basis(state.opt_state, recipe.value("finish_components"), main.common_params(state))
     axis = main.names[0] if main.names else None
     tx = scaled(boostax.dim_reduce(basis, axis_name=axis), recipe, axis)
-    step = boostax.make_train_step(
-        workload.loss_fn,
-        tx,
-        mesh=main.mesh,
-        axis_name=axis,
-        microbatches=_BATCHES * recipe.microbatches,
-        has_aux=True,
-    )
+    step = train_step(workload, tx, main.mesh, _BATCHES * recipe.microbatches)
     start = main.common_params(state)
     key = None if state.key is None else jax.random.fold_in(state.key, recipe.steps)
     begun = step.init(start, key=key, model_state=state.model_state)
@@ -71,7 +57,7 @@ def finish(
     if isinstance(state.params, boostax.PerReplica):
         params = boostax.stack_replicas(boostax.PerReplica(params), main.replicas)
     done = state._replace(params=params, model_state=model_state)
-    return Finish(place(done, main.shardings(done)), report)
+    return place(done, main.shardings(done)), report
 
 
 def show(console: Console, report: dict[str, Any]) -> None:

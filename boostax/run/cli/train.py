@@ -18,7 +18,7 @@ import boostax
 from boostax.freeze.scheduled import ScheduledFreeze
 from boostax.run.checkpoint import Checkpointer
 from boostax.run.cli.build import Built, build, require_devices
-from boostax.run.cli.finish import Finish, finish, show
+from boostax.run.cli.finish import finish, show
 from boostax.run.cli.recipe import Recipe, RunOptions
 from boostax.run.cli.refusal import Refusal, refusing
 from boostax.run.cli.report import counted, plan_table, save
@@ -91,9 +91,9 @@ def train(
                 limit=None if unlimited else options.step_limit or 600.0,
             )
             if recipe.finish != "none" and not result.stopped_by:
-                finished = finish(workload, built.step, recipe, result.state)
-                checkpointer.save(recipe.calls, finished.state, meta)
-                result = dataclasses.replace(result, state=finished.state)
+                state, finished = finish(built, recipe, result.state)
+                checkpointer.save(recipe.calls, state, meta)
+                result = dataclasses.replace(result, state=state)
         finally:
             for writer in writers:
                 writer.close()
@@ -167,7 +167,7 @@ def _report(
     result: FitResult,
     numbers: dict[str, Any],
     seconds: float,
-    finished: Finish | None,
+    finished: dict[str, Any] | None,
 ) -> None:
     from boostax.run.cli.plot import plot_run
 
@@ -175,7 +175,7 @@ def _report(
     # A run that was killed between its end and its finish has no calls of its own.
     last = result.history[-1] if result.history else rows[-1]
     if finished is not None:
-        last = last | {k: v for k, v in finished.report["after"].items() if k in last}
+        last = last | {k: v for k, v in finished["after"].items() if k in last}
     skipped = int(last.get("skipped_steps", 0))
     plot_run(rows, output / "loss.png", built.workload.name)
     frozen = _frozen(built.step, result)
@@ -188,12 +188,12 @@ def _report(
         "params_sha256": _digest(result.state.params),
         **{name: value for name, value in last.items() if name.startswith("held_out_")},
         **({"freeze": frozen} if frozen else {}),
-        **({"finish": finished.report} if finished else {}),
+        **({"finish": finished} if finished else {}),
         "seconds": seconds,
     }
     save(summary, output / "summary.json")
     if finished is not None:
-        show(console, finished.report)
+        show(console, finished)
     console.print(
         f"held-out loss [bold]{last['held_out_loss']:.4f}[/bold], "
         f"accuracy [bold]{last['held_out_accuracy']:.1%}[/bold], in {seconds:.1f} s"

@@ -7,8 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from boostax._core import checks
-from boostax.run.workloads._models import DigitsConv, DigitsMLP, DigitsSigmoid
-from boostax.run.workloads._resnet import DigitsResNet
+from boostax.run.workloads._models import DigitsConv, DigitsMLP, DigitsResNet, DigitsSigmoid
 from boostax.run.workloads._workload import (
     PyTree,
     Rows,
