@@ -1,5 +1,6 @@
 """Where a run's scalars go: JSON lines, TensorBoard, a progress bar."""
 
+import datetime
 import json
 import math
 import os
@@ -123,56 +124,46 @@ class Progress:
             from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
             from rich.progress import Progress as Bar
         checks.positive_int("Progress", "steps", steps, "It is the calls of the whole run.")
-        self._steps, self._every = steps, every
+        self._steps, self._every, self._printed = steps, every, -math.inf
         self._console = Console() if console is None else console
-        self._first: tuple[int, float] | None = None
-        self._printed = -math.inf
-        self._bar = None
-        if self._console.is_terminal:
-            self._bar = Bar(
-                BarColumn(bar_width=None),
-                MofNCompleteColumn(),
-                TextColumn("{task.fields[status]}"),
-                TimeRemainingColumn(),
-                console=self._console,
-                transient=True,
-            )
-            self._task = self._bar.add_task("", total=steps, completed=start, status="compiling")
-            self._bar.start()
+        # Where it is not shown, it still keeps the time.
+        self._bar = Bar(
+            BarColumn(bar_width=None),
+            MofNCompleteColumn(),
+            TextColumn("{task.fields[status]}"),
+            TimeRemainingColumn(),
+            console=self._console,
+            transient=True,
+            speed_estimate_period=math.inf,
+            disable=not self._console.is_terminal,
+        )
+        self._task = self._bar.add_task("", total=steps, completed=start, status="compiling")
+        self._bar.start()
 
     def write(self, step: int, scalars: Mapping[str, float]) -> None:
         """Show the step, if it is time to."""
+        self._bar.update(self._task, completed=step)
+        # The first call compiles: rich counts the rate from its end.
+        speed, seconds = self._bar.tasks[0].speed, self._bar.tasks[0].time_remaining
+        left = f"  {datetime.timedelta(seconds=round(seconds or 0.0))} left" if speed else ""
+        status = _status(scalars, speed)
+        self._bar.update(self._task, status=status)
         now = time.monotonic()
-        if self._first is None:
-            # The first call compiles, so the rate is counted from its end.
-            self._first = (step, now)
-        first_step, first_time = self._first
-        rate = (step - first_step) / (now - first_time) if now > first_time else 0.0
-        status = _status(scalars, rate)
-        if self._bar is not None:
-            self._bar.update(self._task, completed=step, status=status)
-        elif step == self._steps or now - self._printed >= self._every:
+        if self._bar.disable and (step == self._steps or now - self._printed >= self._every):
             self._printed = now
-            left = f"  {_clock((self._steps - step) / rate)} left" if rate else ""
             self._console.print(f"step {step}/{self._steps}  {status}{left}", highlight=False)
 
     def close(self) -> None:
         """Take the bar away."""
-        if self._bar is not None:
-            self._bar.stop()
+        self._bar.stop()
 
 
-def _status(scalars: Mapping[str, float], rate: float) -> str:
+def _status(scalars: Mapping[str, float], speed: float | None) -> str:
     shown = [f"loss {scalars['loss']:.4f}"] if "loss" in scalars else []
     if "loss_scale" in scalars:
         shown.append(f"scale {scalars['loss_scale']:g}")
     if scalars.get("skipped_steps"):
         shown.append(f"skipped {scalars['skipped_steps']:.0f}")
-    if rate:
-        shown.append(f"{rate:.1f} steps/s")
+    if speed:
+        shown.append(f"{speed:.1f} steps/s")
     return "  ".join(shown)
-
-
-def _clock(seconds: float) -> str:
-    minutes, rest = divmod(round(seconds), 60)
-    return f"{minutes // 60}:{minutes % 60:02d}:{rest:02d}"

@@ -23,9 +23,10 @@ _GROUPS = 4
 
 @dataclasses.dataclass(frozen=True)
 class Built:
-    """A workload and the train step of a recipe for it."""
+    """A workload, and a recipe as a train step for it."""
 
     workload: Workload
+    recipe: Recipe
     step: boostax.TrainStep
 
     def init(self, seed: int) -> boostax.TrainState:
@@ -97,7 +98,7 @@ def build(workload: Workload, recipe: Recipe) -> Built:
     tx = scaled(tx, recipe, axis)
     if groups is not None:
         tx = freeze_by_schedule(tx, groups, recipe)
-    return Built(workload, train_step(workload, tx, mesh, recipe.microbatches))
+    return Built(workload, recipe, train_step(workload, tx, mesh, recipe.microbatches))
 
 
 def train_step(

@@ -13,7 +13,7 @@ from boostax.run.cli.refusal import Refusal, complain, refusing
 from boostax.run.cli.train import train
 from boostax.run.cluster.end import ending_at_once, say
 from boostax.run.cluster.launch import launch
-from boostax.run.workloads import DigitsConfig, TextConfig, digits, text
+from boostax.run.workloads import DigitsConfig, TextConfig
 
 
 @dataclass(frozen=True)
@@ -176,16 +176,15 @@ def _launch(command: Launch, words: list[str]) -> int:
 
 
 def _dispatch(asked: Any, argv: list[str]) -> None:
-    make = text if isinstance(asked.task, TextConfig) else digits
     with refusing():
         for options in vars(asked).values():
             check(options)
     if isinstance(asked, (TrainText, TrainDigits)):
-        train(make, asked.task, asked.recipe, asked.run, argv)
+        train(asked.task, asked.recipe, asked.run, argv)
     elif isinstance(asked, (CompareText, CompareDigits)):
-        compare(make, asked.task, asked.plan)
+        compare(asked.task, asked.plan)
     else:
-        explain(make, asked.task, asked.recipe)
+        explain(asked.task, asked.recipe)
 
 
 def _say(error: Exception) -> None:

@@ -5,7 +5,7 @@ import math
 import pathlib
 import statistics
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -21,9 +21,7 @@ from boostax.run.cli.recipe import CODECS, ComparePlan, Optimization, Recipe
 from boostax.run.cli.refusal import Refusal, refusing
 from boostax.run.cli.report import counted, grid, save, size
 from boostax.run.loop import fit
-from boostax.run.workloads import Workload
-
-MakeWorkload = Callable[[Any], Workload]
+from boostax.run.workloads import Workload, make
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,13 +47,13 @@ class _Clock:
         pass
 
 
-def compare(make_workload: MakeWorkload, task: Any, plan: ComparePlan) -> None:
+def compare(task: Any, plan: ComparePlan) -> None:
     """Run every variant with every seed and report."""
     console = Console(highlight=False)
     with refusing():
         require_devices(plan.devices)
         variants = _variants(task, plan)
-        built = {v.name: _build(make_workload, task, plan, v) for v in variants}
+        built = {v.name: _build(task, plan, v) for v in variants}
         workload = built[variants[0].name].workload
         output = plan.output or pathlib.Path("runs") / f"compare-{workload.name}"
         output.mkdir(parents=True, exist_ok=True)
@@ -65,14 +63,14 @@ def compare(make_workload: MakeWorkload, task: Any, plan: ComparePlan) -> None:
     for seed in range(task.seed, task.seed + plan.seeds):
         for variant in variants:
             console.print(f"  seed {seed}: {variant.name} ...")
-            seeded = make_workload(dataclasses.replace(task, seed=seed, dtype=variant.dtype))
-            runs[variant.name].append(_run(built[variant.name], seeded, plan, variant, seed))
-    report = {v.name: _summary(runs[v.name], built[v.name], v, task.seed) for v in variants}
+            seeded = make(dataclasses.replace(task, seed=seed, dtype=variant.dtype))
+            runs[variant.name].append(_run(built[variant.name], seeded, seed))
+    report = {v.name: _summary(runs[v.name], built[v.name], task.seed) for v in variants}
     console.print(_table(report, plan))
     if plan.reduce in CODECS:
         # Params, and with them gradients, are of the same shape in all variants.
         params = jax.eval_shape(workload.init, jax.random.key(0))[0]
-        sent = reduction(_recipe(plan, variants[0]))
+        sent = reduction(built[variants[0].name].recipe)
         verdict = break_even(sent, params, plan.devices, axis_name=AXIS)
         console.print(f"{plan.reduce} {verdict}", soft_wrap=True)
         report = {name: row | {"pays_below": verdict.bandwidth} for name, row in report.items()}
@@ -101,21 +99,18 @@ def _variants(task: Any, plan: ComparePlan) -> list[Variant]:
     return variants
 
 
-def _recipe(plan: ComparePlan, variant: Variant) -> Recipe:
-    common = {each.name: getattr(plan, each.name) for each in dataclasses.fields(Optimization)}
-    steps, scale = plan.steps * variant.parts, variant.loss_scale
-    return Recipe(**common, steps=steps, loss_scale=scale, accumulate=variant.parts)
-
-
-def _build(make_workload: MakeWorkload, task: Any, plan: ComparePlan, variant: Variant) -> Built:
-    workload = make_workload(dataclasses.replace(task, dtype=variant.dtype))
+def _build(task: Any, plan: ComparePlan, variant: Variant) -> Built:
+    workload = make(dataclasses.replace(task, dtype=variant.dtype))
     slices = variant.parts * plan.devices
     if workload.batch_size % slices:
         raise ValueError(
             f"boostax: --batch-size must be divisible by accumulate x devices = {variant.parts} x "
             f"{plan.devices}, got {workload.batch_size}. Every variant takes the same batches."
         )
-    return build(workload, _recipe(plan, variant))
+    common = {each.name: getattr(plan, each.name) for each in dataclasses.fields(Optimization)}
+    steps, scale = plan.steps * variant.parts, variant.loss_scale
+    recipe = Recipe(**common, steps=steps, loss_scale=scale, accumulate=variant.parts)
+    return build(workload, recipe)
 
 
 def _part(workload: Workload, parts: int, index: int) -> Any:
@@ -126,45 +121,42 @@ def _part(workload: Workload, parts: int, index: int) -> Any:
     return {name: array[rows] for name, array in workload.batch(whole).items()}
 
 
-def _run(
-    built: Built, workload: Workload, plan: ComparePlan, variant: Variant, seed: int
-) -> dict[str, Any]:
-    clock = _Clock()
-    every = max(1, plan.steps // 10)
+def _run(built: Built, workload: Workload, seed: int) -> dict[str, Any]:
+    clock, recipe = _Clock(), built.recipe
+    steps, parts = recipe.optimizer_steps, recipe.accumulate
     result = fit(
         built.step,
         built.init(seed),
-        lambda index: _part(workload, variant.parts, index),
-        steps=plan.steps * variant.parts,
+        lambda index: _part(workload, parts, index),
+        steps=recipe.steps,
         writers=[clock],
         evaluate=built.evaluate,
-        evaluate_every=every * variant.parts,
+        evaluate_every=max(1, steps // 10) * parts,
     )
     if result.stopped_by:
         raise Refusal(f"stopped by {result.stopped_by}; an unfinished comparison is not kept.")
     rows = result.history
     # By optimizer step: the mean over the parts of each batch.
-    losses = np.reshape([row["loss"] for row in rows], (plan.steps, variant.parts)).mean(1)
+    losses = np.reshape([row["loss"] for row in rows], (steps, parts)).mean(1)
     held_out = [row for row in rows if "held_out_loss" in row]
     return {
         "seed": seed,
         "held_out_loss": rows[-1]["held_out_loss"],
         "held_out_accuracy": rows[-1]["held_out_accuracy"],
-        "ms_per_step": 1e3 * float(np.median(np.diff(clock.times[:: variant.parts]))),
+        "ms_per_step": 1e3 * float(np.median(np.diff(clock.times[::parts]))),
         "skipped": int(rows[-1].get("skipped_steps", 0)),
-        "training": (list(range(1, plan.steps + 1)), losses.tolist()),
+        "training": (list(range(1, steps + 1)), losses.tolist()),
         "held_out": (
-            [row["step"] // variant.parts for row in held_out],
+            [row["step"] // parts for row in held_out],
             [row["held_out_loss"] for row in held_out],
         ),
     }
 
 
-def _summary(
-    runs: list[dict[str, Any]], built: Built, variant: Variant, seed: int
-) -> dict[str, Any]:
+def _summary(runs: list[dict[str, Any]], built: Built, seed: int) -> dict[str, Any]:
     """What the runs of a variant come to, and what a call of its step costs."""
-    state, batch = built.init(seed), _part(built.workload, variant.parts, 0)
+    parts = built.recipe.accumulate
+    state, batch = built.init(seed), _part(built.workload, parts, 0)
     memory = built.step.lower(state, batch).compile().memory_analysis()
     found = costs.collectives(built.step.jaxpr(state, batch))
     # What stands in a branch is sent once per optimizer step, the rest at every call. Branches that
@@ -178,7 +170,7 @@ def _summary(
         "ms_per_step": statistics.median(run["ms_per_step"] for run in runs),
         "skipped": sum(run["skipped"] for run in runs),
         "temporary_bytes": math.nan if memory is None else memory.temp_size_in_bytes,
-        "wire_bytes": variant.parts * each_call + costs.expected(found, conditional=True),
+        "wire_bytes": parts * each_call + costs.expected(found, conditional=True),
     }
 
 

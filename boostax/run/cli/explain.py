@@ -1,6 +1,5 @@
 """``boostax explain``: what a call of the train step costs, before anything is trained."""
 
-from collections.abc import Callable
 from typing import Any
 
 from rich.console import Console
@@ -11,16 +10,16 @@ from boostax.run.cli.build import build, require_devices
 from boostax.run.cli.recipe import Recipe
 from boostax.run.cli.refusal import refusing
 from boostax.run.cli.report import grid, plan_table
-from boostax.run.workloads import Workload
+from boostax.run.workloads import make
 
 
-def explain(make_workload: Callable[[Any], Workload], task: Any, recipe: Recipe) -> None:
+def explain(task: Any, recipe: Recipe) -> None:
     """Print what the recipe decides, its chain, and what a call costs; write nothing."""
     console = Console(highlight=False)
     with refusing():
         require_devices(recipe.devices)
-        built = build(make_workload(task), recipe)
-        console.print(plan_table(built, task, recipe))
+        built = build(make(task), recipe)
+        console.print(plan_table(built, task.dtype))
         found = explain_step(built.step, built.init(task.seed), built.workload.batch(0))
     console.print(grid(part_cells(found.parts, words=False), left=1))
     for finding in found.findings:

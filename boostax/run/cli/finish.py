@@ -12,7 +12,6 @@ import boostax
 from boostax._core.place import here, place
 from boostax.inspect.tables import Cells
 from boostax.run.cli.build import Built, scaled, train_step
-from boostax.run.cli.recipe import Recipe
 from boostax.run.cli.report import grid
 from boostax.run.workloads import Workload
 
@@ -20,15 +19,13 @@ PyTree = Any
 _BATCHES, _JUDGED = 8, 16
 
 
-def finish(
-    built: Built, recipe: Recipe, state: boostax.TrainState
-) -> tuple[boostax.TrainState, dict[str, Any]]:
+def finish(built: Built, state: boostax.TrainState) -> tuple[boostax.TrainState, dict[str, Any]]:
     """Go on from the last state of a run; each step takes eight batches as one.
 
     Returns:
       The last state, with the params and statistics after the finish; numbers for the summary.
     """
-    workload, main = built.workload, built.step
+    workload, recipe, main = built.workload, built.recipe, built.step
     basis = _basis(state.opt_state, recipe.value("finish_components"), main.common_params(state))
     axis = main.names[0] if main.names else None
     tx = scaled(boostax.dim_reduce(basis, axis_name=axis), recipe, axis)

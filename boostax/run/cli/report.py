@@ -54,9 +54,10 @@ def size(count: float) -> str:
     return f"{count:.3g} GB"
 
 
-def plan_table(built: Built, task: Any, recipe: Recipe, start: int = 0) -> Table:
+def plan_table(built: Built, dtype: str, start: int = 0) -> Table:
     """What is about to happen, in a row for each thing that a recipe decides."""
-    batch, scale = built.workload.batch_size, recipe.loss_scale
+    recipe, batch = built.recipe, built.workload.batch_size
+    scale = recipe.loss_scale
     scale = scale if isinstance(scale, str) else f"{scale:g}, fixed"
     steps = f"{recipe.steps} calls, {recipe.optimizer_steps} optimizer steps"
     effective = f"{batch * recipe.accumulate}"
@@ -74,7 +75,7 @@ def plan_table(built: Built, task: Any, recipe: Recipe, start: int = 0) -> Table
         "devices": devices,
         "reduction": _reduction(recipe),
         "micro-batches": "off" if recipe.microbatches == 1 else f"{recipe.microbatches} per call",
-        "computes in": task.dtype,
+        "computes in": dtype,
         "loss scale": "off" if scale == "none" else scale,
         "freezing": _freezing(built),
         "finish": f"{recipe.calls - recipe.steps} steps" if recipe.finish != "none" else "none",

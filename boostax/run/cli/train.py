@@ -7,7 +7,6 @@ import json
 import pathlib
 import shlex
 import time
-from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -24,32 +23,26 @@ from boostax.run.cli.refusal import Refusal, refusing
 from boostax.run.cli.report import counted, plan_table, save
 from boostax.run.cluster.start import initialize
 from boostax.run.loop import FitResult, fit
-from boostax.run.workloads import Workload
+from boostax.run.workloads import make
 from boostax.run.writers import JsonLines, Progress, TensorBoard, Writer
 
 # What of a task's configuration only says how it is judged.
 _JUDGING = frozenset(("eval_batches",))
 
 
-def train(
-    make_workload: Callable[[Any], Workload],
-    task: Any,
-    recipe: Recipe,
-    options: RunOptions,
-    argv: list[str],
-) -> None:
+def train(task: Any, recipe: Recipe, options: RunOptions, argv: list[str]) -> None:
     """Train, or go on training, one workload; ``argv`` is what the user typed."""
     with refusing():
         processes = initialize(heartbeat=options.heartbeat)
         devices = require_devices(recipe.devices, processes.count)
         recipe = dataclasses.replace(recipe, devices=devices)
-        workload = make_workload(task)
+        workload = make(task)
         built = build(workload, recipe)
         output = options.output or pathlib.Path("runs") / workload.name
         output.mkdir(parents=True, exist_ok=True)
         checkpointer = Checkpointer(output / "checkpoints")
     console = Console(highlight=False, quiet=not processes.first)
-    numbers = _numbers(workload, task, recipe)
+    numbers = _numbers(built, task)
     with checkpointer:
         with refusing():
             start = _calls_done(checkpointer, options, output, numbers)
@@ -63,7 +56,7 @@ def train(
             if start:
                 state, saved = checkpointer.restore(state, start, reshard=True)
                 _say_resharded(console, saved["numbers"]["devices"], recipe.devices)
-        console.print(plan_table(built, task, recipe, start))
+        console.print(plan_table(built, task.dtype, start))
         writers: list[Writer] = []
         if processes.first:
             with refusing():
@@ -91,7 +84,7 @@ def train(
                 limit=None if unlimited else options.step_limit or 600.0,
             )
             if recipe.finish != "none" and not result.stopped_by:
-                state, finished = finish(built, recipe, result.state)
+                state, finished = finish(built, result.state)
                 checkpointer.save(recipe.calls, state, meta)
                 result = dataclasses.replace(result, state=state)
         finally:
@@ -105,7 +98,7 @@ def train(
         seconds = time.monotonic() - begun
         _report(console, built, output, result, numbers, seconds, finished)
         console.print("[bold]Next[/bold]")
-        for line in _next(built.workload.name, task, recipe, output, argv):
+        for line in _next(built, task.dtype, output, argv):
             console.print(f"  {line}", soft_wrap=True)
 
 
@@ -119,13 +112,14 @@ def _say_resharded(console: Console, was: int, now: int) -> None:
         )
 
 
-def _numbers(workload: Workload, task: Any, recipe: Recipe) -> dict[str, Any]:
+def _numbers(built: Built, task: Any) -> dict[str, Any]:
     """All that decides the numbers of a run, as JSON gives it back."""
+    workload = built.workload
     fields = {
         name: value for name, value in dataclasses.asdict(task).items() if name not in _JUDGING
     }
     fields |= {"workload": workload.name, "data": workload.summary.split(" (")[0]}
-    return json.loads(json.dumps(fields | dataclasses.asdict(recipe)))
+    return json.loads(json.dumps(fields | dataclasses.asdict(built.recipe)))
 
 
 def _calls_done(
@@ -213,19 +207,19 @@ def _frozen(step: boostax.TrainStep, result: FitResult) -> dict[str, Any]:
     return {"depths": dict(sorted(depths.items())), "compiled": list(step.depths)}
 
 
-def _next(name: str, task: Any, recipe: Recipe, output: pathlib.Path, argv: list[str]) -> list[str]:
+def _next(built: Built, dtype: str, output: pathlib.Path, argv: list[str]) -> list[str]:
     """Commands that are worth a try after this one."""
     tries = {
-        ("--dtype", "float16"): task.dtype == "float32",
-        ("--accumulate", "4"): recipe.accumulate == 1,
-        ("--devices", "2"): recipe.devices == 1,
+        ("--dtype", "float16"): dtype == "float32",
+        ("--accumulate", "4"): built.recipe.accumulate == 1,
+        ("--devices", "2"): built.recipe.devices == 1,
     }
     lines: list[str] = []
     for option, value in [words for words, sensible in tries.items() if sensible][:2]:
         other = f"{output}-{option.strip('-')}-{value}"
         kept = _without(argv, "--resume", "--output", option)
         lines.append(shlex.join(["boostax", *kept, option, value, "--output", other]))
-    return [*lines, f"boostax compare {name}"]
+    return [*lines, f"boostax compare {built.workload.name}"]
 
 
 def _without(argv: list[str], *options: str) -> list[str]:
