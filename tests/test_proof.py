@@ -328,5 +328,5 @@ def test_an_excerpt_is_a_program_whatever_the_order_of_its_class():
     closed = jax.make_jaxpr(lambda x: jnp.sin(x) + jnp.cos(x))(1.0)
     (first, *_), jaxpr = closed.jaxpr.eqns, closed.jaxpr
     part = interpret.excerpt(jaxpr.invars, first.outvars, [first])
-    (found,) = jaxprs.jaxpr_as_fun(jaxprs.ClosedJaxpr(part, ()))(jnp.float32(0.5))
+    (found,) = jaxprs.jaxpr_as_fun(part)(jnp.float32(0.5))
     np.testing.assert_array_equal(found, jnp.sin(jnp.float32(0.5)))

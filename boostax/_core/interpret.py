@@ -27,6 +27,7 @@ from boostax._core import checks, jaxprs, proof
 
 Operand = TypeVar("Operand")
 Fact = TypeVar("Fact")
+Enter = Callable[[Any, Any], Iterable[Any]]
 
 # All names that JAX has had for each.
 JIT = ("jit", "pjit")
@@ -138,29 +139,26 @@ def bodies(eqn: jaxprs.JaxprEqn) -> list[jaxprs.Jaxpr]:
 
 
 def equations(
-    jaxpr: jaxprs.Jaxpr,
-    context: Any = None,
-    enter: Callable[[Any, Any], Iterable[Any]] = lambda eqn, context: itertools.repeat(context),
+    jaxpr: jaxprs.Jaxpr, context: Any = None, enter: Enter | None = None
 ) -> Iterator[tuple[jaxprs.JaxprEqn, Any]]:
     """All equations of a program in its order, an equation before those of its bodies.
 
     Args:
       jaxpr: a program.
       context: comes with each of its equations.
-      enter: the context of each of the bodies of an equation, by that of the equation.
+      enter: ``enter(eqn, context)``, the context of each of its bodies; ``None`` for the same.
     """
     for eqn in jaxpr.eqns:
         yield from within(eqn, context, enter)
 
 
 def within(
-    eqn: jaxprs.JaxprEqn,
-    context: Any = None,
-    enter: Callable[[Any, Any], Iterable[Any]] = lambda eqn, context: itertools.repeat(context),
+    eqn: jaxprs.JaxprEqn, context: Any = None, enter: Enter | None = None
 ) -> Iterator[tuple[jaxprs.JaxprEqn, Any]]:
     """An equation and all in its bodies; see ``equations``."""
     yield eqn, context
-    for body, inner in zip(bodies(eqn), enter(eqn, context), strict=False):
+    inside = itertools.repeat(context) if enter is None else enter(eqn, context)
+    for body, inner in zip(bodies(eqn), inside, strict=False):
         yield from equations(body, inner, enter)
 
 
@@ -205,18 +203,19 @@ def replay(eqn: jaxprs.JaxprEqn, operands: Sequence[Any]) -> list[Any]:
     name = jaxprs.gensym()
     # A literal, too, may be given another value.
     given: Any = [name(atom.aval) for atom in eqn.invars]
-    part = excerpt(given, eqn.outvars, [eqn.replace(invars=given)])
-    return jaxprs.jaxpr_as_fun(jaxprs.ClosedJaxpr(part, ()))(*operands)
+    return jaxprs.jaxpr_as_fun(excerpt(given, eqn.outvars, [eqn.replace(invars=given)]))(*operands)
 
 
-def excerpt(inputs: Sequence[Any], outputs: Sequence[Any], eqns: Sequence[Any]) -> jaxprs.Jaxpr:
+def excerpt(
+    inputs: Sequence[Any], outputs: Sequence[Any], eqns: Sequence[Any]
+) -> jaxprs.ClosedJaxpr:
     """Some of the equations of a program as a program."""
     told = _nothing().debug_info._replace(
         arg_names=("",) * len(inputs), result_paths=("",) * len(outputs)
     )
     effects: Any = set().union(*(eqn.effects for eqn in eqns))
     parts: dict[str, Any] = {"invars": list(inputs), "outvars": list(outputs), "eqns": list(eqns)}
-    return _nothing().replace(**parts, effects=effects, debug_info=told)
+    return jaxprs.ClosedJaxpr(_nothing().replace(**parts, effects=effects, debug_info=told), ())
 
 
 @functools.cache

@@ -39,6 +39,14 @@ class Choice(NamedTuple):
         return [sum(column) + NEVER for column in columns]
 
 
+class _Stage(NamedTuple):
+    """What is needed just as long: the variables that it takes and gives, and its operations."""
+
+    inputs: list[Any]
+    outputs: list[Any]
+    operations: list[Any]
+
+
 def staged(
     fn: Callable[[], Sequence[jax.Array]],
     levels: Sequence[int],
@@ -62,13 +70,14 @@ def staged(
     stages = _stages(jaxpr, levels)
     # What the branch of a stage gives in the place of results that are wanted just as long.
     held: dict[Any, jax.Array | None] = {}
+    made = {var: level for level, stage in stages.items() for var in stage.outputs}
     for var, level, old in zip(jaxpr.outvars, levels, olds, strict=True):
-        if level in stages and var in stages[level].outputs:
+        if not isinstance(var, jaxprs.Literal) and made.get(var) == level:
             held.setdefault(var, old)
     values: dict[Any, Any] = dict(zip(jaxpr.constvars, closed.consts, strict=True))
     for level in sorted(stages, reverse=True):
         stage = stages[level]
-        run = jaxprs.jaxpr_as_fun(jaxprs.ClosedJaxpr(excerpt(*stage), ()))
+        run = jaxprs.jaxpr_as_fun(excerpt(*stage))
         given = [values[var] for var in stage.inputs]
         if level == max(levels):
             # What is needed at every depth stands outside.
@@ -107,14 +116,6 @@ def _branch(
         for old, kind in zip(instead, types, strict=True)
     ]
     return branch(predicate, lambda: axes.unify(list(run(*given)), held), lambda: held)
-
-
-class _Stage(NamedTuple):
-    """What is needed just as long: the variables that it takes and gives, and its operations."""
-
-    inputs: list[Any]
-    outputs: list[Any]
-    operations: list[Any]
 
 
 def _stages(jaxpr: Any, levels: Sequence[int]) -> dict[int, _Stage]:

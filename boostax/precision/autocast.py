@@ -16,9 +16,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from boostax._core import jaxprs
+from boostax._core import jaxprs, trees
 from boostax._core.interpret import CUSTOM, require_readable, rewrite
 
+_ARRAYS = (jax.Array, np.ndarray, np.generic)
 _PRODUCTS = (lax.dot_general_p, lax.conv_general_dilated_p)
 # Their derivative rules are functions of their own, which a rewritten body would not fit.
 _OPAQUE = (*CUSTOM, "pallas_call")
@@ -33,20 +34,16 @@ def autocast(fn: Callable[..., Any], dtype: np.dtype[Any]) -> Callable[..., Any]
 
     def wrapped(*args: Any, **kwargs: Any) -> Any:
         leaves, treedef = jax.tree.flatten((args, kwargs))
-        traced = [isinstance(x, (jax.Array, np.ndarray, np.generic)) for x in leaves]
-        arrays = [jnp.asarray(x) for x, yes in zip(leaves, traced, strict=True) if yes]
+        given = {i: jnp.asarray(x) for i, x in enumerate(leaves) if isinstance(x, _ARRAYS)}
 
-        def on_arrays(*given: Any) -> Any:
-            rest = iter(given)
-            filled = [next(rest) if yes else x for x, yes in zip(leaves, traced, strict=True)]
-            args, kwargs = jax.tree.unflatten(treedef, filled)
+        def on_arrays(given: dict[int, jax.Array]) -> Any:
+            args, kwargs = treedef.unflatten([given.get(i, x) for i, x in enumerate(leaves)])
             return fn(*args, **kwargs)
 
         require_readable()
-        jaxpr, shapes = jax.make_jaxpr(on_arrays, return_shape=True)(*arrays)
-        lowered = rewrite(jaxpr, functools.partial(_lowered, dtype=dtype))
-        results = jaxprs.jaxpr_as_fun(lowered)(*arrays)
-        return jax.tree.unflatten(jax.tree.structure(shapes), results)
+        replay, _ = trees.trace_once(on_arrays, given)
+        lowered = rewrite(replay.program, functools.partial(_lowered, dtype=dtype))
+        return replay._replace(program=lowered)(given)
 
     return wrapped
 

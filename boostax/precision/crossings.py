@@ -15,7 +15,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from boostax._core import handshake, jaxprs
+from boostax._core import handshake, jaxprs, trees
 from boostax._core.interpret import (
     CALLS,
     CHECKPOINT,
@@ -85,12 +85,12 @@ def group_boundaries(loss_fn: Callable[..., Any], labels: Any) -> Callable[..., 
             )
         handshake.crossed(scales, handshake.by_path(params, numbers))
         on_params = lambda params: loss_fn(params, *args, **kwargs)  # noqa: E731
-        traced, shapes = jax.make_jaxpr(on_params, return_shape=True)(params)
+        replay, _ = trees.trace_once(on_params, params)
         values = [jnp.asarray(x) for x in jax.tree.leaves(params)]
-        found = _run(traced, _grouped(values, numbers), scales)
+        found = _run(replay.program, _grouped(values, numbers), scales)
         # The loss is in the last group, whatever it depends on.
         results = [x.entering(count - 1, scales) for x in found]
-        return jax.tree.unflatten(jax.tree.structure(shapes), results)
+        return jax.tree.unflatten(replay.structure, results)
 
     return wrapped
 
