@@ -16,7 +16,8 @@ from jax import lax
 
 import boostax
 from boostax._core import costs
-from boostax.inspect.break_even import alone, traced
+from boostax.inspect.break_even import alone
+from boostax.inspect.costs import Place, traced
 from boostax.reduce.codec import Codec, Message, packed, unpacked, unsent
 from boostax.reduce.feedback import compress
 from boostax.reduce.low_rank import sides
@@ -80,7 +81,7 @@ def measure(size: str, rounds: int) -> tuple[list[dict[str, Any]], list[Bar]]:
     rows: list[dict[str, Any]] = []
     timed: dict[str, Form] = {}
     for name, tx in forms().items():
-        program = traced(tx, params, REPLICAS, AXIS)
+        program = traced(tx, params, Place((AXIS,), {AXIS: REPLICAS}), returns_state=True)
         found = costs.collectives(program)
         run = alone(tx, program, params)
         timed[name] = Form(lambda run=run: (run(), None)[1])

@@ -14,6 +14,7 @@ from boostax._core import costs
 from boostax._core.alone import run_alone
 from boostax.inspect import break_even as module
 from boostax.inspect.break_even import BreakEven, break_even
+from boostax.inspect.costs import Place, traced
 
 # The second leaf fills no row.
 PARAMS = {
@@ -178,13 +179,18 @@ def test_the_verdict_reads_as_a_sentence():
 # The work.
 
 
+def update_of(tx, params, replicas):
+    """The traced update of one of so many devices."""
+    return traced(tx, params, Place(("data",), {"data": replicas}), returns_state=True)
+
+
 @pytest.mark.parametrize("name", ["int8", "top-k", "random-k", "power-sgd"])
 def test_one_device_alone_computes_what_one_of_one_computes(name):
     """With a single replica, local copies are what a network would bring."""
     tx = CODECS[name][0]
     rng = np.random.default_rng(0)
     grads = {"w": jnp.float32(rng.normal(size=(40, 30))), "b": jnp.float32(rng.normal(size=7))}
-    traced = module.traced(tx, grads, 1, "data")
+    update = update_of(tx, grads, 1)
     params = jax.tree.map(jnp.zeros_like, grads)
     leaves, treedef = jax.tree.flatten(grads)
 
@@ -192,7 +198,7 @@ def test_one_device_alone_computes_what_one_of_one_computes(name):
     def alone(grads, state, real):
         state, structure = jax.tree.flatten(state)
         args = [*jax.tree.leaves(grads), *state, *jax.tree.leaves(params)]
-        outs = run_alone(traced, args, real)
+        outs = run_alone(update, args, real)
         shaped = [x.reshape(y.shape) for x, y in zip(outs, leaves + state, strict=True)]
         return treedef.unflatten(shaped[: len(leaves)]), structure.unflatten(shaped[len(leaves) :])
 
@@ -212,13 +218,13 @@ def test_one_device_alone_computes_what_one_of_one_computes(name):
 
 def compiled(tx, replicas):
     """What one device is timed with, and how often it sends."""
-    traced = module.traced(tx, PARAMS, replicas, "data")
-    shapes = [jax.ShapeDtypeStruct((1, *x.shape[1:]), x.dtype) for x in traced.in_avals]
+    update = update_of(tx, PARAMS, replicas)
+    shapes = [jax.ShapeDtypeStruct((1, *x.shape[1:]), x.dtype) for x in update.in_avals]
     state = jax.tree.leaves(jax.eval_shape(tx.init, PARAMS))
     shapes[2:] = [*state, *jax.tree.leaves(PARAMS)]
-    program = jax.jit(lambda args, real: run_alone(traced, args, real))
+    program = jax.jit(lambda args, real: run_alone(update, args, real))
     lowered = program.lower(shapes, jax.ShapeDtypeStruct((), bool))
-    return lowered.compile(), len(costs.collectives(traced))
+    return lowered.compile(), len(costs.collectives(update))
 
 
 @pytest.mark.parametrize("name", ["int8", "power-sgd"])

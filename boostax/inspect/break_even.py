@@ -18,13 +18,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from boostax._core import axes, checks, costs, jaxprs, trees
 from boostax._core.alone import fit, run_alone
-from boostax._core.handshake import assume_scaled
-from boostax._core.replicas import enter_replica, leave_replica, stack_replicas, state_specs
 from boostax.inspect.audit import Audit, audit
+from boostax.inspect.costs import Place, mapped_update, traced
 from boostax.inspect.targets import BANDWIDTH, target_devices
 from boostax.reduce.mean import all_reduce
 
@@ -200,7 +199,8 @@ def break_even(
             mine, dense = (found.traffic.most for found in audits)
             encode_seconds = (mine - dense) / BANDWIDTH[chip]
     else:
-        programs = [traced(part, params, replicas, name) for part in parts]
+        place = Place((name,), {name: replicas})
+        programs = [traced(part, params, place, returns_state=True) for part in parts]
         found = [costs.collectives(program) for program in programs]
         if not found[0] and jax.tree.leaves(params):
             raise ValueError(
@@ -217,21 +217,8 @@ def break_even(
     )
 
 
-def traced(
-    tx: optax.GradientTransformationExtraArgs, params: PyTree, replicas: int, name: str
-) -> jaxprs.ClosedJaxpr:
-    """The update of one of so many devices, as ``make_train_step`` would run it."""
-    mesh = AbstractMesh((replicas,), (name,), axis_types=(AxisType.Auto,))
-    update, given, _ = _mapped(tx, params, mesh, name)
-    return jax.make_jaxpr(update)(*given)
-
-
 def _audited(
-    target: str,
-    tx: optax.GradientTransformationExtraArgs,
-    params: PyTree,
-    replicas: int,
-    name: str,
+    target: str, tx: optax.GradientTransformation, params: PyTree, replicas: int, name: str
 ) -> Audit:
     """The update on a target, whose devices are the replicas."""
     devices = target_devices(target)
@@ -239,38 +226,12 @@ def _audited(
         allowed, hint = f"{len(devices)}", "A target's devices are the replicas."
         raise ValueError(checks.message("break_even", "replicas", allowed, replicas, hint))
     mesh = Mesh(np.array(devices), (name,), axis_types=(AxisType.Auto,))
-    update, given, specs = _mapped(tx, params, mesh, name)
+    update, given, specs = mapped_update(tx, params, mesh, (name,), returns_state=True)
     place = lambda spec, tree: jax.tree.map(  # noqa: E731
         lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(mesh, spec)), tree
     )
     placed = jax.tree.map(place, specs, given, is_leaf=lambda x: isinstance(x, PartitionSpec))
     return audit(jax.jit(update, donate_argnums=1), *placed, target=target)
-
-
-def _mapped(
-    tx: optax.GradientTransformationExtraArgs,
-    params: PyTree,
-    mesh: Mesh | AbstractMesh,
-    name: str,
-) -> tuple[Callable[..., Any], tuple[PyTree, ...], tuple[PyTree, ...]]:
-    """The mapped update, types to call it with, and their specs."""
-    replicas = mesh.shape[name]
-    each = PartitionSpec(name)
-    specs = state_specs(tx, params, name, replicas=replicas)
-    state = jax.eval_shape(lambda p: stack_replicas(tx.init(p), replicas), params)
-    own = lambda x: jax.ShapeDtypeStruct((replicas, *x.shape), x.dtype)  # noqa: E731
-
-    def update(grads: PyTree, state: PyTree, params: PyTree) -> tuple[PyTree, PyTree]:
-        grads = jax.tree.map(lambda x: x[0], grads)
-        state = enter_replica(state)
-        updates, state = tx.update(assume_scaled(grads, state), state, params)
-        # Whatever it returns, equal on all or not.
-        updates = jax.tree.map(lambda x: x[None], axes.to_varying(updates, (name,)))
-        return updates, leave_replica(state)
-
-    in_specs = each, specs, PartitionSpec()
-    mapped = jax.shard_map(update, mesh=mesh, in_specs=in_specs, out_specs=(each, specs))
-    return mapped, (jax.tree.map(own, params), state, params), in_specs
 
 
 def _rounds(found: Sequence[costs.Collective]) -> int:

@@ -13,6 +13,7 @@ from boostax.freeze.plan import Freezing
 from boostax.freeze.scheduled import ScheduledFreeze
 from boostax.freeze.schedules import FreezeSchedule
 from boostax.inspect.audit import audit
+from boostax.inspect.costs import by_kind
 from boostax.train.compiled import TrainStep
 from boostax.train.state import TrainState
 
@@ -86,20 +87,8 @@ def _cost(
         for c in found.collectives:
             sent[c.kind] = sent.get(c.kind, 0.0) + c.wire_bytes
     elif step.mesh is not None:
-        declared = costs.collectives(step.jaxpr(state, batch, depth=depth))
-        for kind in dict.fromkeys(c.primitive for c in declared):
-            # All at once, so that the branches of a cond stay alternatives.
-            of = lambda c, kind=kind: c.wire_bytes * (c.primitive == kind)  # noqa: E731
-            sent[kind] = costs.expected(declared, of)
-    return CallCost(
-        depth=depth,
-        share=1.0,
-        frozen_entries=0.0,
-        flops=found.flops,
-        flops_ratio=1.0,
-        temporary_bytes=float(found.temporary_bytes),
-        wire_bytes=sent,
-    )
+        sent = by_kind(costs.collectives(step.jaxpr(state, batch, depth=depth)))
+    return CallCost(depth, 1.0, 0.0, found.flops, 1.0, float(found.temporary_bytes), sent)
 
 
 def _chosen(drawn: tuple[int, ...], depths: Any) -> tuple[int, ...]:

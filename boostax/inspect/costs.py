@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import optax
-from jax.sharding import AbstractMesh, AxisType, PartitionSpec
+from jax.sharding import AbstractMesh, AxisType, Mesh, PartitionSpec
 
 from boostax._core import axes, costs, jaxprs
 from boostax._core.extras import asked
@@ -19,6 +20,7 @@ from boostax._core.replicas import (
     PerReplica,
     enter_replica,
     is_per_replica,
+    leave_replica,
     stack_replicas,
     state_specs,
 )
@@ -99,21 +101,17 @@ def part_costs(
 ) -> tuple[PartCost, ...]:
     """One for each row, and one more for what a program sends beside them."""
     kept = _kept_bytes(tx, params, place)
-    states = [_states_of(row, kept) for row in found]
+    states = [_state_of(row, kept) for row in found]
     whole = params_bytes(params, place)
     sent = [] if program is None else costs.collectives(program)
     paths = [tuple(x.part.name for x in (*row.holders, row) if x.part.description) for row in found]
     senders = [_sender(c.scopes, paths) for c in sent]
     result: list[PartCost] = []
     for i, (row, state) in enumerate(zip(found, states, strict=True)):
-        inside = [
-            x
-            for other, x in zip(found, states, strict=True)
-            if other.holders[-1:] == (row,) and x is not None
-        ]
         total, own = _total(state)
-        for other in inside:
-            total, own = total - _total(other)[0], own - _total(other)[1]
+        for other, inside in zip(found, states, strict=True):
+            if other.holders[-1:] == (row,):
+                total, own = total - _total(inside)[0], own - _total(inside)[1]
         first = row.part.description is None or paths.index(paths[i]) == i
         mine = [c for c, sender in zip(sent, senders, strict=True) if sender == i]
         result.append(
@@ -125,7 +123,7 @@ def part_costs(
                 state_bytes=None if state is None else total,
                 copies=None if state is None else total / whole if whole else 0.0,
                 own_bytes=own,
-                collectives=_counts(mine, sent) if first else {},
+                collectives=by_kind(sent, lambda c: c.count, mine) if first else {},
                 wire_bytes=_bytes(mine, sent) if first else None,
             )
         )
@@ -134,8 +132,8 @@ def part_costs(
         name, what = "(the step)", "Averages the loss and what is reported with it"
         if any(row.role == UNKNOWN for row in found):
             name, what = "(unknown parts)", "What they send, and a step for its loss and metrics"
-        counts, sends = _counts(rest, sent), _bytes(rest, sent)
-        result.append(PartCost(name, 0, "step", what, 0.0, 0.0, 0.0, counts, sends))
+        counts = by_kind(sent, lambda c: c.count, rest)
+        result.append(PartCost(name, 0, "step", what, 0.0, 0.0, 0.0, counts, _bytes(rest, sent)))
     return tuple(result)
 
 
@@ -150,48 +148,93 @@ def params_bytes(params: PyTree, place: Place) -> float:
     params = jax.eval_shape(lambda p: p, params)
     specs: Any = place.param_specs
     if specs is None:
-        specs = jax.tree.map(lambda _: PartitionSpec(), params)
-    return sum(x.bytes for x in jax.tree.leaves(_on_device(params, specs, place.sizes)))
+        specs = _replicated(params)
+    return _total(_on_device(params, specs, place.sizes))[0]
 
 
-def traced(tx: optax.GradientTransformation, params: PyTree, place: Place) -> jaxprs.ClosedJaxpr:
-    """The update of one device among others, which need not exist, as a train step runs it."""
-    mesh = AbstractMesh(
-        tuple(place.sizes.values()),
-        tuple(place.sizes),
-        axis_types=(AxisType.Auto,) * len(place.sizes),
-    )
+def traced(
+    tx: optax.GradientTransformation, params: PyTree, place: Place, *, returns_state: bool = False
+) -> jaxprs.ClosedJaxpr:
+    """The update of one device among others, which need not exist: see ``mapped_update``."""
+    types = (AxisType.Auto,) * len(place.sizes)
+    mesh = AbstractMesh(tuple(place.sizes.values()), tuple(place.sizes), axis_types=types)
+    update, given, _ = mapped_update(tx, params, mesh, place.names, returns_state=returns_state)
+    return jax.make_jaxpr(update)(*given)
+
+
+def mapped_update(
+    tx: optax.GradientTransformation,
+    params: PyTree,
+    mesh: Mesh | AbstractMesh,
+    names: tuple[str, ...],
+    *,
+    returns_state: bool,
+) -> tuple[Callable[..., Any], tuple[PyTree, ...], tuple[PyTree, ...]]:
+    """The update as a train step runs it: mapped over replicas, each with gradients of its own.
+
+    Args:
+      tx: a transformation.
+      params: arrays or types.
+      mesh: its devices need not exist.
+      names: the axes over which gradients differ.
+      returns_state: whether the state comes back as it came, so that it can be donated and given
+        again. Otherwise that of each replica does, and none is refused that differs from another's.
+
+    Returns:
+      The mapped function of gradients, state and params, the types to call it with, their specs.
+    """
     extra_tx = optax.with_extra_args_support(tx)
-    each = PartitionSpec(place.names)
-    specs = state_specs(tx, params, place.names, replicas=place.replicas)
-    state = jax.eval_shape(lambda p: stack_replicas(tx.init(p), place.replicas), params)
-    own = lambda x: jax.ShapeDtypeStruct((place.replicas, *x.shape), x.dtype)  # noqa: E731
+    replicas = math.prod(mesh.shape[name] for name in names)
+    each = PartitionSpec(names)
+    specs = state_specs(tx, params, names, replicas=replicas)
+    state = jax.eval_shape(lambda p: stack_replicas(tx.init(p), replicas), params)
+    own = lambda x: jax.ShapeDtypeStruct((replicas, *x.shape), x.dtype)  # noqa: E731
+    # Whatever it is, equal on all or not.
+    stacked = lambda tree: jax.tree.map(lambda x: x[None], axes.to_varying(tree, names))  # noqa: E731
 
     def update(grads: PyTree, state: PyTree, params: PyTree) -> tuple[PyTree, PyTree]:
         grads = jax.tree.map(lambda x: x[0], grads)
-        value = axes.to_varying(jnp.zeros(()), place.names)
+        value = axes.to_varying(jnp.zeros(()), names)
         given: dict[str, Any] = {"value": value, "value_fn": lambda _: value}
         given |= {"grad": grads} if asked(tx).get("grad") else {}
         if isinstance(tx, ScheduledFreeze):
             given["depth"] = tx.freezing.plan(params).drawn[0]
         state = enter_replica(state)
-        grads = assume_scaled(grads, state)
-        updates, state = extra_tx.update(grads, state, params, **given)
-        # Whatever it returns, equal on all or not.
-        result = axes.to_varying((updates, state), place.names)
-        return jax.tree.map(lambda x: x[None], result)
+        updates, state = extra_tx.update(assume_scaled(grads, state), state, params, **given)
+        return stacked(updates), leave_replica(state) if returns_state else stacked(state)
 
-    mapped = jax.shard_map(
-        update, mesh=mesh, in_specs=(each, specs, PartitionSpec()), out_specs=each
-    )
-    return jax.make_jaxpr(mapped)(jax.tree.map(own, params), state, params)
+    in_specs = each, specs, PartitionSpec()
+    out_specs = each, specs if returns_state else each
+    mapped = jax.shard_map(update, mesh=mesh, in_specs=in_specs, out_specs=out_specs)
+    return mapped, (jax.tree.map(own, params), state, params), in_specs
+
+
+def by_kind(
+    found: Sequence[costs.Collective],
+    of: Callable[[costs.Collective], float] = lambda c: c.wire_bytes,
+    among: Sequence[costs.Collective] | None = None,
+) -> dict[str, float]:
+    """What a call sends by kind of collective: ``costs.expected`` of those ``among`` all found."""
+    chosen = found if among is None else among
+    # All at once, so that the branches of a cond stay alternatives.
+    return {
+        kind: costs.expected(
+            found,
+            lambda c, kind=kind: of(c) * (c.primitive == kind and any(c is x for x in chosen)),
+        )
+        for kind in dict.fromkeys(c.primitive for c in chosen)
+    }
+
+
+def _bytes(mine: Sequence[costs.Collective], sent: Sequence[costs.Collective]) -> float:
+    return costs.expected(sent, lambda c: c.wire_bytes * any(c is x for x in mine))
 
 
 def _kept_bytes(tx: optax.GradientTransformation, params: PyTree, place: Place) -> PyTree:
     """The state, with the bytes of each array in its place."""
     if not place.names:
         state = jax.eval_shape(tx.init, params)
-        return _on_device(state, jax.tree.map(lambda _: PartitionSpec(), state), {})
+        return _on_device(state, _replicated(state), {})
     state = jax.eval_shape(lambda p: stack_replicas(tx.init(p), place.replicas), params)
     specs = state_specs(
         tx,
@@ -204,45 +247,32 @@ def _kept_bytes(tx: optax.GradientTransformation, params: PyTree, place: Place) 
     return _on_device(state, specs, place.sizes)
 
 
-def _on_device(tree: PyTree, specs: PyTree, sizes: Mapping[str, int]) -> PyTree:
-    def one(x: Any, spec: PartitionSpec, own: bool) -> _Kept:
-        cut = [name for entry in spec for name in (entry if isinstance(entry, tuple) else (entry,))]
-        parts = math.prod(sizes[name] for name in cut if name is not None)
-        return _Kept(math.prod(x.shape) * x.dtype.itemsize / parts, own)
+def _replicated(tree: PyTree) -> PyTree:
+    return jax.tree.map(lambda _: PartitionSpec(), tree)
 
+
+def _on_device(tree: PyTree, specs: PyTree, sizes: Mapping[str, int]) -> PyTree:
     def node(x: Any, spec: Any) -> Any:
+        def kept(x: Any, spec: PartitionSpec) -> _Kept:
+            axes = itertools.chain(*(y if isinstance(y, tuple) else (y,) for y in spec))
+            shards = math.prod(sizes[name] for name in axes if name is not None)
+            return _Kept(math.prod(x.shape) * x.dtype.itemsize / shards, own)
+
         own = is_per_replica(x)
-        return jax.tree.map(lambda a, b: one(a, b, own), x, spec)
+        return jax.tree.map(kept, x, spec)
 
     return jax.tree.map(node, tree, specs, is_leaf=is_per_replica)
 
 
-def _states_of(row: Row, kept: PyTree) -> PyTree:
+def _state_of(row: Row, kept: PyTree) -> PyTree:
     """The part of the whole state that is this row's; ``None`` if it cannot be told."""
     for route in row.routes:
-        if kept is None:
-            return None
-        kept = follow(kept, route)
+        kept = None if kept is None else follow(kept, route)
     return kept
 
 
 def _total(kept: PyTree) -> tuple[float, float]:
-    if isinstance(kept, PerReplica):
-        kept = kept.local
+    """Bytes, and those of them that each replica has to itself."""
+    kept = kept.local if isinstance(kept, PerReplica) else kept
     leaves = [x for x in jax.tree.leaves(kept) if isinstance(x, _Kept)]
     return sum(x.bytes for x in leaves), sum(x.bytes for x in leaves if x.own)
-
-
-def _bytes(mine: Sequence[costs.Collective], sent: Sequence[costs.Collective]) -> float:
-    return costs.expected(sent, lambda c: c.wire_bytes * any(c is x for x in mine))
-
-
-def _counts(mine: Sequence[costs.Collective], sent: Sequence[costs.Collective]) -> dict[str, float]:
-    kinds = dict.fromkeys(c.primitive for c in mine)
-    return {
-        kind: costs.expected(
-            sent,
-            lambda c, kind=kind: c.count * (c.primitive == kind) * any(c is x for x in mine),
-        )
-        for kind in kinds
-    }
