@@ -5,7 +5,6 @@ from __future__ import annotations
 import collections
 import contextlib
 import dataclasses
-import itertools
 import math
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
@@ -282,8 +281,8 @@ class _Made(NamedTuple):
     @property
     def described(self) -> str:
         """The devices in words."""
-        used = (x.sharding for x in self.arguments if x.sharding is not None)
-        devices = [d for sharding in itertools.islice(used, 1) for d in sharding.device_set]
+        used = [x.sharding for x in self.arguments if x.sharding is not None]
+        devices = list(used[0].device_set) if used else []
         return f"{len(devices)} x {devices[0].device_kind}" if devices else "unknown"
 
 

@@ -55,8 +55,8 @@ def _memory(axes: Any, found: Audit, unit: float) -> None:
     ):
         axes.barh(0, held / unit, left=left, color=color, label=f"{name} {held / unit:.2f}")
         left += held / unit
-    axes.set_yticks([])
-    axes.set_xlabel("memory of a device, in multiples of its params" if found.params else "MiB")
+    measured = "memory of a device, in multiples of its params" if found.params else "MiB"
+    axes.set(yticks=[], xlabel=measured)
 
 
 def _wire(axes: Any, found: Audit, unit: float) -> None:
@@ -74,9 +74,9 @@ def _wire(axes: Any, found: Audit, unit: float) -> None:
         )
         if c.executions > 1:
             axes.bar_label(bars, [f"{c.executions}x"])
-    axes.set_xticks([])
-    axes.set_ylabel("sent per call, of the params' bytes" if found.params else "sent per call, MiB")
-    axes.set_xlabel("collectives as scheduled; pale: nothing computed meanwhile")
+    measured = "sent per call, of the params' bytes" if found.params else "sent per call, MiB"
+    order = "collectives as scheduled; pale: nothing computed meanwhile"
+    axes.set(xticks=[], ylabel=measured, xlabel=order)
     # Bars without height, for the legend.
     for kind in dict.fromkeys(c.kind for c in shown):
         axes.bar(0, 0, color=_KINDS.get(kind, _OTHER), label=kind)

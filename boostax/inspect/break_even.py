@@ -97,9 +97,7 @@ class BreakEven:
         )
 
     def _at(self, bandwidth: float | None) -> float:
-        who, hint = "BreakEven", "In bytes per second: 12.5e9 is 100 Gbit/s."
-        bandwidth = self.at if bandwidth is None else bandwidth
-        return checks.number(who, "bandwidth", bandwidth, "greater than 0", lambda x: x > 0, hint)
+        return _bandwidth("BreakEven", self.at if bandwidth is None else bandwidth)
 
 
 def break_even(
@@ -176,9 +174,8 @@ def break_even(
     trees.require_gradients(params, who)
     replicas = checks.positive_int(who, "replicas", replicas, "It is the size of the axis.")
     repeats = checks.positive_int(who, "repeats", repeats, "10 is the default.")
-    hint = "In bytes per second: 12.5e9 is 100 Gbit/s."
     if bandwidth is not None:
-        checks.number(who, "bandwidth", bandwidth, "greater than 0", lambda x: x > 0, hint)
+        _bandwidth(who, bandwidth)
     hint = "In seconds per collective: 1e-5 is usual in a data centre."
     checks.number(who, "latency", latency, "0 or more", lambda x: x >= 0, hint)
     if encode_seconds is not None:
@@ -284,6 +281,11 @@ def _extra_seconds(runs: Sequence[Callable[[], float]], repeats: int) -> float:
     times = [[run() for run in runs] for _ in range(repeats)]
     mine, dense = map(min, zip(*times, strict=True))
     return mine - dense
+
+
+def _bandwidth(who: str, value: float | None) -> float:
+    hint = "In bytes per second: 12.5e9 is 100 Gbit/s."
+    return checks.number(who, "bandwidth", value, "greater than 0", lambda x: x > 0, hint)
 
 
 def _units(value: float, unit: str) -> str:

@@ -113,7 +113,7 @@ def part_costs(
             if other.holders[-1:] == (row,):
                 total, own = total - _total(inside)[0], own - _total(inside)[1]
         first = row.part.description is None or paths.index(paths[i]) == i
-        mine = [c for c, sender in zip(sent, senders, strict=True) if sender == i]
+        counts, wire_bytes = _sends(sent, senders, i) if first else ({}, None)
         result.append(
             PartCost(
                 row.part.name,
@@ -123,17 +123,16 @@ def part_costs(
                 state_bytes=None if state is None else total,
                 copies=None if state is None else total / whole if whole else 0.0,
                 own_bytes=own,
-                collectives=by_kind(sent, lambda c: c.count, mine) if first else {},
-                wire_bytes=_bytes(mine, sent) if first else None,
+                collectives=counts,
+                wire_bytes=wire_bytes,
             )
         )
-    rest = [c for c, sender in zip(sent, senders, strict=True) if sender is None]
-    if rest:
+    if None in senders:
         name, what = "(the step)", "Averages the loss and what is reported with it"
         if any(row.role == UNKNOWN for row in found):
             name, what = "(unknown parts)", "What they send, and a step for its loss and metrics"
-        counts = by_kind(sent, lambda c: c.count, rest)
-        result.append(PartCost(name, 0, "step", what, 0.0, 0.0, 0.0, counts, _bytes(rest, sent)))
+        rest = _sends(sent, senders, None)
+        result.append(PartCost(name, 0, "step", what, 0.0, 0.0, 0.0, *rest))
     return tuple(result)
 
 
@@ -226,8 +225,13 @@ def by_kind(
     }
 
 
-def _bytes(mine: Sequence[costs.Collective], sent: Sequence[costs.Collective]) -> float:
-    return costs.expected(sent, lambda c: c.wire_bytes * any(c is x for x in mine))
+def _sends(
+    sent: Sequence[costs.Collective], senders: Sequence[int | None], sender: int | None
+) -> tuple[dict[str, float], float]:
+    """What one of the senders sends: how many collectives by kind, and bytes."""
+    mine = [c for c, other in zip(sent, senders, strict=True) if other == sender]
+    counts = by_kind(sent, lambda c: c.count, mine)
+    return counts, sum(by_kind(sent, among=mine).values(), 0.0)
 
 
 def _kept_bytes(tx: optax.GradientTransformation, params: PyTree, place: Place) -> PyTree:

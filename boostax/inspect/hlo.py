@@ -17,7 +17,7 @@ from boostax._core import proof
 
 _ARRAY = re.compile(r"\b(pred|token|[a-z]+\d\w*)\[([\d,<=]*)\](?:\{([^}]*)\})?")
 _COMPUTATION = re.compile(r"(ENTRY )?%?([\w.\-]+) \(.*\{\s*$")
-_NAME = re.compile(r"\s*(ROOT )?%?([\w.\-]+) = ")
+_INSTRUCTION = re.compile(r"\s*(ROOT )?%?([\w.\-]+) = (.*?) ([a-z][\w\-]*)(?=\()")
 _REFERENCE = re.compile(r"%([\w.\-]+)")
 # In whose attributes computations stand that run when they do.
 _CALLS = {
@@ -78,11 +78,10 @@ class Instruction:
     @property
     def called(self) -> tuple[str, ...]:
         """The computations it runs: of a conditional its branches, by their index."""
-        names: list[str] = []
-        for key in _CALLS.get(self.op, ()):
-            found = self.attribute(key + r"=\{([^}]*)\}") or self.attribute(key + r"=(%[\w.\-]+)")
-            names += _REFERENCE.findall(found or "")
-        return tuple(names)
+        listed = (
+            self.attribute(key + r"=(\{[^}]*\}|%[\w.\-]+)") for key in _CALLS.get(self.op, ())
+        )
+        return tuple(name for names in listed for name in _REFERENCE.findall(names or ""))
 
 
 class Site(NamedTuple):
@@ -119,10 +118,16 @@ class Ways(NamedTuple):
     most: float
 
 
-class _Carried(NamedTuple):
-    """An element of the tuple that a loop carries."""
+class _Value(NamedTuple):
+    """A number in the computation of a loop: an element of what it carries plus a constant.
 
-    element: int
+    Attributes:
+      element: its index in the tuple; ``None`` of a constant.
+      offset: the constant.
+    """
+
+    element: int | None
+    offset: int
 
 
 @dataclasses.dataclass(frozen=True)
@@ -229,52 +234,47 @@ class Program:
         test = self.root(condition)
         if test is None or "direction=LT" not in test.attributes:
             return None
-        counter, limit = (self._origin(condition, name) for name in test.operands)
-        if not isinstance(counter, _Carried):
+        counter, limit = (self._value(condition, name) for name in test.operands)
+        result = self.root(loop.called[0])
+        if counter is None or counter.element is None or result is None or result.op != "tuple":
             return None
+        turned = self._value(loop.called[0], result.operands[counter.element])
         start, stop = self._initial(site, counter), self._initial(site, limit)
-        step = self._added(loop.called[0], counter)
-        if start is None or stop is None or not step:
+        if start is None or stop is None or turned is None or turned.element != counter.element:
             return None
-        return max(0, -(-(stop - start) // step))
+        return max(0, -(-(stop - start) // turned.offset)) if turned.offset > 0 else None
 
-    def _origin(self, computation: str, name: str) -> _Carried | int | None:
-        """What a value in the computation of a loop is a copy of: an element, or a constant."""
+    def _value(self, computation: str, name: str) -> _Value | None:
+        """What an instruction gives, as far as copies, constants and sums of these tell."""
         body = self.computations.get(computation, {})
-        while name in body:
-            i = body[name]
-            if i.op == "constant" and i.literal.lstrip("-").isdigit():
-                return int(i.literal)
-            if i.op == "get-tuple-element" and body[i.operands[0]].op == "parameter":
-                return _Carried(int(i.attribute(r"index=(\d+)") or 0))
-            if i.op not in ("copy", "bitcast", "convert"):
-                return None
-            name = i.operands[0]
+        i = body.get(name)
+        if i is None:
+            return None
+        if i.op == "constant" and i.literal.lstrip("-").isdigit():
+            return _Value(None, int(i.literal))
+        if i.op == "get-tuple-element" and body[i.operands[0]].op == "parameter":
+            return _Value(int(i.attribute(r"index=(\d+)") or 0), 0)
+        if i.op in ("copy", "bitcast", "convert"):
+            return self._value(computation, i.operands[0])
+        if i.op == "add":
+            first, second = (self._value(computation, operand) for operand in i.operands)
+            if first is not None and second is not None and None in (first.element, second.element):
+                element = second.element if first.element is None else first.element
+                return _Value(element, first.offset + second.offset)
         return None
 
-    def _initial(self, site: Site | None, value: _Carried | int | None) -> int | None:
+    def _initial(self, site: Site | None, value: _Value | None) -> int | None:
         """A value when a loop begins, which a loop around it may carry as well."""
-        if not isinstance(value, _Carried):
-            return value
+        if value is None or value.element is None:
+            return None if value is None else value.offset
         if site is None or site.instruction.op != "while":
             return None
         given = self.computations[site.computation].get(site.instruction.operands[0])
         if given is None or given.op != "tuple":
             return None
-        return self._initial(
-            site.caller, self._origin(site.computation, given.operands[value.element])
-        )
-
-    def _added(self, body: str, counter: _Carried) -> int | None:
-        """The constant by which each turn of a loop increases its counter."""
-        result = self.root(body)
-        if result is None or result.op != "tuple":
-            return None
-        added = self.computations[body].get(result.operands[counter.element])
-        if added is None or added.op != "add":
-            return None
-        pair = [self._origin(body, name) for name in added.operands]
-        return next((x for x in pair if isinstance(x, int)), None) if counter in pair else None
+        outside = self._value(site.computation, given.operands[value.element])
+        start = self._initial(site.caller, outside)
+        return None if start is None else start + value.offset
 
     def source(self, instruction: Instruction) -> str:
         """``file:line`` of the code that asked for it; empty where the compiler lost it."""
@@ -332,26 +332,22 @@ def arrays(shape: str) -> tuple[Array, ...]:
 
 
 def _instruction(line: str) -> Instruction:
-    found = _NAME.match(line)
+    found = _INSTRUCTION.match(line)
     if found is None:
         danger = "What it does would be missed."
         raise proof.unreadable("a line of a compiled program", "%name = type op(...)", line, danger)
-    rest = line[found.end() :]
-    shape = _bracketed(rest) if rest.startswith("(") else rest.split(" ", 1)[0]
-    op, _, after = rest[len(shape) :].lstrip().partition("(")
-    inner = _bracketed("(" + after)
-    attributes = after[len(inner) - 1 :]
+    root, name, shape, op = found.groups()
+    inner = _bracketed(line[found.end() :])
+    attributes = line[found.end() + len(inner) :]
     operands = tuple(_REFERENCE.findall(inner))
     literal = "" if operands else inner[1:-1]
-    root = found.group(1) is not None
-    return Instruction(found.group(2), op, arrays(shape), operands, literal, attributes, root)
+    return Instruction(name, op, arrays(shape), operands, literal, attributes, root is not None)
 
 
 def _bracketed(text: str) -> str:
     """From the bracket that ``text`` begins with to the one that closes it."""
-    opens, closes = ("{", "}") if text.startswith("{") else ("(", ")")
-    depth = 0
-    for found in re.finditer(rf"[{re.escape(opens + closes)}]", text):
+    opens, depth = text[:1], 0
+    for found in re.finditer(r"[{}]" if opens == "{" else r"[()]", text):
         depth += 1 if found.group() == opens else -1
         if depth == 0:
             return text[: found.end()]
