@@ -14,11 +14,10 @@ from jax.sharding import PartitionSpec as P
 import boostax
 from boostax.autoboost.candidates import default_candidates
 from boostax.autoboost.config import BoostConfig
-from boostax.autoboost.kept import fetched, placed
 from boostax.autoboost.measure import measure
 from boostax.autoboost.measurement import Measurement, Trial
 from boostax.autoboost.parts import Accumulate, Freeze, LossScale, Precision
-from boostax.autoboost.trial import Candidate, Setting
+from boostax.autoboost.trial import Candidate, Setting, fetched, placed
 from boostax.autoboost.verdict import judged, ranked, together, with_losses, with_times
 from boostax.train.compiled import TrainStep
 
@@ -168,11 +167,12 @@ def test_a_turn_holds_whole_windows_and_meetings(mesh):
     assert Candidate("c", BoostConfig(), setting()).calls == 2
 
 
-def setting(**changed):
+def setting(key=None, model_state=None, mesh=None, axis_name=None, **changed):
     given = dict(
         loss_fn=loss_fn, inner=optax.adam(1e-2), params=mlp(), batch=batch_of,
-        held_out=BATCHES[:2], mesh=None, axis_name=None, has_aux=False, key=None,
-        model_state=None, steps=4, clock=itertools.count().__next__, options={},
+        held_out=BATCHES[:2], steps=4, clock=itertools.count().__next__,
+        of_step={"mesh": mesh, "axis_name": axis_name},
+        of_init={"key": key, "model_state": model_state},
     )  # fmt: skip
     return Setting(**(given | changed))
 

@@ -46,8 +46,7 @@ def _is_on(change: Change, base: BoostConfig) -> bool:
 def _freeze(setting: Setting) -> Change | None:
     """Four groups in the order of the forward pass, or fewer; ``None`` with a single layer."""
     params, order = setting.params, None
-    given = {"key": setting.key, "model_state": setting.model_state}
-    given = {name: value for name, value in given.items() if value is not None}
+    given = {name: value for name, value in setting.of_init.items() if value is not None}
     # A loss that names an axis cannot be traced here; then the tree's own order has to do.
     with contextlib.suppress(ValueError, TypeError, NameError):
         order = tuple(forward_order(setting.loss_fn, params, setting.batch(0), **given))

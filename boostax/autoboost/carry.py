@@ -77,12 +77,11 @@ class Carried:
             for i, old in enumerate(olds)
             for j, new in enumerate(news)
         )
-        pairs: list[tuple[int, int]] = []
+        partner: dict[int, int] = {}
         for score, i, j in ranked:
-            free = all(i != a and j != b for a, b in pairs)
-            if free and score[0] < 0:
-                pairs.append((i, j))
-        return [(olds[i], news[j]) for i, j in sorted(pairs)]
+            if score[0] < 0 and i not in partner and j not in partner.values():
+                partner[i] = j
+        return [(olds[i], news[j]) for i, j in sorted(partner.items())]
 
     def _score(self, old: Node, new: Node) -> tuple[int, int, int]:
         both = [rel for rel in new.leaves if rel in old.leaves]
@@ -109,21 +108,20 @@ class Carried:
             for rel, leaf in new.leaves.items():
                 if leaf.path in self.taken or self.owner(rel, leaf) is None:
                     continue
-                for old in olds:
-                    other = old.leaves.get(rel)
-                    if other and other.path not in used and self.fits(other, leaf):
-                        self.taken[leaf.path] = Taken(old, other)
-                        used.add(other.path)
-                        if new not in self.primary:
-                            self.primary[new] = old
-                            self.take(old, new, counts_alone=True)
-                        elif self.primary[new] is not old:
-                            self._note_merge(old, new)
-                        break
-
-    def _note_merge(self, old: Node, new: Node) -> None:
-        origin = f"{spot(old.path)}, not counts."
-        self._note(f"{new.source} at {spot(new.path)} also takes moments from {origin}")
+                found = (Taken(old, old.leaves[rel]) for old in olds if rel in old.leaves)
+                free = (x for x in found if x.leaf.path not in used and self.fits(x.leaf, leaf))
+                source = next(free, None)
+                if source is None:
+                    continue
+                self.taken[leaf.path] = source
+                used.add(source.leaf.path)
+                if new not in self.primary:
+                    self.primary[new] = source.node
+                    self.take(source.node, new, counts_alone=True)
+                elif self.primary[new] is not source.node:
+                    origin = f"{spot(source.node.path)}, not counts."
+                    place = f"{new.source} at {spot(new.path)}"
+                    self._note(f"{place} also takes moments from {origin}")
 
     def translate(self, olds: list[Node], news: list[Node]) -> None:
         """States of other libraries to those of boostax that have no source; windows back, too."""
@@ -385,9 +383,10 @@ def count_replicas(olds: list[Node], news: list[Node], params: PyTree, asked: in
             if not leaf.own:
                 continue
             belongs = owner(leaf.path, leaf.value, owners)
-            likes = [owners[belongs].shape] if belongs is not None else []
-            likes += [x.leaves[rel].value.shape for x in news if rel in x.leaves]
-            shapes += [(shape_dtype(leaf.value)[0], tuple(like)) for like in likes[:1]]
+            likes = [x.leaves[rel].value for x in news if rel in x.leaves]
+            like = next(iter(likes), None) if belongs is None else owners[belongs]
+            if like is not None:
+                shapes.append((shape_dtype(leaf.value)[0], tuple(like.shape)))
     counts = {shape[0] for shape, like in shapes if shape[1:] == like and shape}
     counts |= {None for shape, like in shapes if shape == like}
     if asked is not None:

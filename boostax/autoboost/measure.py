@@ -133,14 +133,10 @@ def measure(
         params=params,
         batch=batch,
         held_out=held_out,
-        mesh=mesh,
-        axis_name=axis_name,
-        has_aux=has_aux,
-        key=key,
-        model_state=model_state,
         steps=calls,
         clock=clock,
-        options=options,
+        of_step={"mesh": mesh, "axis_name": axis_name, "has_aux": has_aux, **options},
+        of_init={"key": key, "model_state": model_state},
     )
     if candidates is None:
         candidates = default_candidates(setting, base)

@@ -10,8 +10,6 @@ from typing import Any, NamedTuple
 from boostax._core import checks
 from boostax.autoboost.config import BoostConfig
 from boostax.autoboost.part import flag, known, word
-from boostax.autoboost.parts import Accumulate, Centralize, DimReduce, Freeze, LessBN, LossScale
-from boostax.autoboost.reduction import Reduce
 
 SWITCHES = (
     "less_bn",
@@ -37,10 +35,16 @@ class Setting(NamedTuple):
     Attributes:
       default: MindSpore's.
       check: raises if a value is none; takes the key's name and the value.
+      field: of the part that the group is here; empty where there is none.
+      unused: why it has no effect.
+      read: the field's value, from MindSpore's.
     """
 
     default: Any
     check: Callable[[str, Any], Any]
+    field: str = ""
+    unused: str = ""
+    read: Callable[[Any], Any] = lambda value: value
 
 
 def _count(name: str, value: Any) -> Any:
@@ -77,37 +81,44 @@ def _switch(name: str, value: Any) -> Any:
 
 
 _PROPER = _real("in (0, 1)", lambda x: 0 < x < 1)
+_SHARE = _real("in (0, 1]", lambda x: 0 < x <= 1)
+_MOMENTUM = _real("in [0, 1)", lambda x: 0 <= x < 1)
+_RATE = _real("greater than 0", lambda x: x > 0)
 GROUPS: dict[str, dict[str, Setting]] = {
-    "less_bn": {"fn_flag": Setting(True, _switch), "gc_flag": Setting(True, _switch)},
-    "grad_freeze": {
-        "param_groups": Setting(10, _count),
-        "freeze_type": Setting(1, _type),
-        "freeze_p": Setting(0.7, _real("in (0, 1]", lambda x: 0 < x <= 1)),
-        "total_steps": Setting(65536, _count),
+    "less_bn": {
+        "fn_flag": Setting(True, _switch, "normalized_head"),
+        "gc_flag": Setting(True, _switch, "centralize"),
     },
-    "grad_accumulation": {"grad_accumulation_step": Setting(1, _count)},
+    "grad_freeze": {
+        "param_groups": Setting(10, _count, "groups"),
+        "freeze_type": Setting(1, _type, "kind", read=("continuous", "interval").__getitem__),
+        # MindSpore's is the share of the steps that train all. Rounded, 1 - 0.7 is 0.3.
+        "freeze_p": Setting(0.7, _SHARE, "frozen_fraction", read=lambda p: round(1 - p, 12)),
+        "total_steps": Setting(65536, _count, "total_steps"),
+    },
+    "grad_accumulation": {"grad_accumulation_step": Setting(1, _count, "every")},
     "dim_reduce": {
-        "rho": Setting(0.55, _PROPER),
-        "gamma": Setting(0.9, _real("in [0, 1)", lambda x: 0 <= x < 1)),
-        "alpha": Setting(0.001, _real("greater than 0", lambda x: x > 0)),
-        "sigma": Setting(0.4, _PROPER),
-        "n_components": Setting(32, _count),
-        "pca_mat_path": Setting(None, _text),
-        "weight_load_dir": Setting(None, _text),
-        "timeout": Setting(1800, _count),
+        "rho": Setting(0.55, _PROPER, "shrink"),
+        "gamma": Setting(0.9, _MOMENTUM, "residual_momentum"),
+        "alpha": Setting(0.001, _RATE, "residual_rate"),
+        "sigma": Setting(0.4, _PROPER, "slope"),
+        "n_components": Setting(32, _count, "n_components"),
+        "pca_mat_path": Setting(None, _text, unused="pass a boostax.Basis to finish"),
+        "weight_load_dir": Setting(
+            None, _text, unused="pass the boostax.pca_basis of the checkpoints to finish"
+        ),
+        "timeout": Setting(1800, _count, unused="no process waits for another's files"),
     },
     "common": {
-        "gradient_split_groups": Setting(None, _splits),
-        "device_number": Setting(8, _count),
+        "gradient_split_groups": Setting(
+            None, _splits, unused="XLA decides what travels together; reduce.bucket_bytes may"
+        ),
+        "device_number": Setting(
+            8,
+            _count,
+            unused="the mesh says how many devices a node has; reduce.within names them",
+        ),
     },
-}
-# What takes no part here, and why.
-_UNUSED = {
-    "common.gradient_split_groups": "XLA decides what travels together; reduce.bucket_bytes may",
-    "common.device_number": "the mesh says how many devices a node has; reduce.within names them",
-    "dim_reduce.pca_mat_path": "pass a boostax.Basis to finish",
-    "dim_reduce.weight_load_dir": "pass the boostax.pca_basis of the checkpoints to finish",
-    "dim_reduce.timeout": "no process waits for another's files",
 }
 
 
@@ -165,18 +176,22 @@ def from_mindspore(data: Mapping[str, Any], level: str = "O0") -> Read:
     word(level, tuple(LEVELS), "level", "auto")
     known(_WHO, data, ("boost", *GROUPS), "keys", _HINT)
     on = _switched(data.get("boost", {}), level)
-    settings: dict[str, dict[str, Any]] = {}
+    parts: dict[str, dict[str, Any]] = {}
     notes: list[str] = []
     for group, keys in GROUPS.items():
         given = data.get(group, {})
         known(_WHO, given, tuple(keys), f"keys of {group}", _HINT)
-        settings[group] = {key: found.default for key, found in keys.items()} | dict(given)
         for key, value in given.items():
-            keys[key].check(f"{group}.{key}", value)
-            name = f"{group}.{key}"
-            if name in _UNUSED and value != keys[key].default and on.get(group, True):
-                notes.append(f"{name} = {value!r} has no effect: {_UNUSED[name]}.")
-    return Read(_config(on, settings), tuple(notes))
+            name, setting = f"{group}.{key}", keys[key]
+            setting.check(name, value)
+            if setting.unused and value != setting.default and on.get(group, True):
+                notes.append(f"{name} = {value!r} has no effect: {setting.unused}.")
+        parts[group] = {
+            setting.field: setting.read(given.get(key, setting.default))
+            for key, setting in keys.items()
+            if setting.field
+        }
+    return Read(_config(on, parts), tuple(notes))
 
 
 def _switched(boost: Any, level: str) -> dict[str, bool]:
@@ -201,34 +216,20 @@ def _switched(boost: Any, level: str) -> dict[str, bool]:
     return on
 
 
-def _config(on: dict[str, bool], settings: dict[str, dict[str, Any]]) -> BoostConfig:
-    norms, freezing = settings["less_bn"], settings["grad_freeze"]
-    subspace = settings["dim_reduce"]
-    freeze = Freeze(
-        kind="interval" if freezing["freeze_type"] else "continuous",
-        # MindSpore's is the share of the steps that train all. Rounded, 1 - 0.7 is 0.3.
-        frozen_fraction=round(1 - freezing["freeze_p"], 12),
-        total_steps=freezing["total_steps"],
-        groups=freezing["param_groups"],
-    )
-    finish = DimReduce(
-        n_components=subspace["n_components"],
-        every=None,
-        rule="mindspore",
-        shrink=subspace["rho"],
-        slope=subspace["sigma"],
-        residual_rate=subspace["alpha"],
-        residual_momentum=subspace["gamma"],
-    )
-    window = Accumulate(settings["grad_accumulation"]["grad_accumulation_step"])
-    return BoostConfig(
-        # MindSpore's managers are told apart from the dictionary, by layers; groups are like those.
-        loss_scale=LossScale("group", groups=freeze.groups) if on["loss_scale_group"] else None,
-        accumulate=window if on["grad_accumulation"] else None,
-        freeze=freeze if on["grad_freeze"] else None,
-        # MindSpore combines what the optimizer has made of the gradients.
-        reduce=Reduce("adasum-delta") if on["adasum"] else Reduce(),
-        centralize=Centralize() if on["less_bn"] and norms["gc_flag"] else None,
-        less_bn=LessBN(norms["fn_flag"]) if on["less_bn"] else None,
-        dim_reduce=finish if on["dim_reduce"] else None,
+def _config(on: dict[str, bool], parts: dict[str, dict[str, Any]]) -> BoostConfig:
+    freeze, norms = parts["grad_freeze"], parts["less_bn"]
+    centralize = norms.pop("centralize")
+    finish = parts["dim_reduce"] | {"every": None, "rule": "mindspore"}
+    return BoostConfig.from_dict(
+        {
+            # MindSpore's managers are told apart from the dictionary, by layers, as groups are.
+            "group_loss_scale": on["loss_scale_group"] and {"groups": freeze["groups"]},
+            "accumulate": on["grad_accumulation"] and parts["grad_accumulation"],
+            "freeze": on["grad_freeze"] and freeze,
+            # MindSpore combines what the optimizer has made of the gradients.
+            "adasum_delta": on["adasum"],
+            "centralize": on["less_bn"] and centralize,
+            "less_bn": on["less_bn"] and norms,
+            "dim_reduce": on["dim_reduce"] and finish,
+        }
     )

@@ -8,14 +8,13 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
-from jax.sharding import Mesh
 
-from boostax._core import axes, checks, costs, trees
+from boostax._core import checks, costs, trees
 from boostax.autoboost.build import Boost
 from boostax.autoboost.config import BoostConfig
-from boostax.autoboost.kept import fetched, placed
 from boostax.freeze.scheduled import ScheduledFreeze
 from boostax.reduce.mean import all_reduce
 from boostax.train.compiled import TrainStep
@@ -31,42 +30,43 @@ _TRIES = 32
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Setting:
-    """What all candidates have in common: arguments of ``measure``, and ``batch`` by index."""
+    """What all candidates have in common.
+
+    Attributes:
+      loss_fn: as in ``measure``.
+      inner: as there.
+      params: to start from.
+      batch: the batch of a call, by its index.
+      held_out: batches to judge by.
+      steps: calls of the baseline.
+      clock: seconds.
+      of_step: what ``make_train_step`` is told, whatever the configuration.
+      of_init: what ``TrainStep.init`` is told: ``key`` and ``model_state``.
+    """
 
     loss_fn: Callable[..., Any]
     inner: optax.GradientTransformation
     params: PyTree
     batch: Callable[[int], PyTree]
     held_out: Sequence[PyTree]
-    mesh: Mesh | None
-    axis_name: axes.AxisName | None
-    has_aux: bool
-    key: jax.Array | None
-    model_state: PyTree
     steps: int
     clock: Callable[[], float]
-    options: Mapping[str, Any]
+    of_step: Mapping[str, Any]
+    of_init: Mapping[str, Any]
 
     @functools.cached_property
     def plain(self) -> TrainStep:
         """The step without any technique, whose loss judges all."""
-        tx = self.inner
-        if self.axis_name is not None:
-            tx = optax.chain(all_reduce(self.axis_name), tx)
+        axis_name = self.of_step["axis_name"]
+        tx = self.inner if axis_name is None else optax.chain(all_reduce(axis_name), self.inner)
         return make_train_step(self.loss_fn, tx, **self.of_step)
-
-    @property
-    def of_step(self) -> dict[str, Any]:
-        """What ``make_train_step`` is told, whatever the configuration."""
-        given = {"mesh": self.mesh, "axis_name": self.axis_name, "has_aux": self.has_aux}
-        return given | dict(self.options)
 
     def losses(self, params: PyTree, model_state: PyTree) -> Losses:
         """The held-out losses, in f32."""
         found: list[float] = []
-        params = trees.at_least_float32(params)
+        params, run_key = trees.at_least_float32(params), self.of_init["key"]
         for index, batch in enumerate(self.held_out):
-            key = None if self.key is None else jax.random.fold_in(self.key, index)
+            key = None if run_key is None else jax.random.fold_in(run_key, index)
             found.append(float(self._loss(params, model_state, key, self.plain.place(batch))))
         return np.asarray(found, np.float64)
 
@@ -190,8 +190,7 @@ class Candidate:
         return (clock() - begun) / len(batches)
 
     def _init(self) -> TrainState:
-        given = self.setting
-        return self.step.init(given.params, key=given.key, model_state=given.model_state)
+        return self.step.init(self.setting.params, **self.setting.of_init)
 
     def _begun(self) -> TrainState:
         """After the first window; one that a loss scaler skips is made again, and not counted."""
@@ -276,3 +275,33 @@ def _rewound(kept: TrainState, depth: int) -> TrainState:
         for name, value in (("steps", 0), ("next_depth", depth))
     }
     return kept._replace(opt_state=kept.opt_state._replace(**start))
+
+
+class Kept(NamedTuple):
+    """An array on the host, and what it takes to make it one of the device's again."""
+
+    data: Any
+    sharding: Any
+    key: Any
+
+
+def fetched(tree: PyTree) -> PyTree:
+    """A copy on the host, where it takes none of the device's memory from the other candidates."""
+
+    def fetch(x: jax.Array) -> Kept:
+        typed = jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
+        data = jax.random.key_data(x) if typed else x
+        return Kept(np.array(data), x.sharding, jax.random.key_impl(x) if typed else None)
+
+    return jax.tree.map(fetch, tree)
+
+
+def placed(tree: PyTree) -> PyTree:
+    """A new copy on the device, to be donated."""
+
+    def place(x: Kept) -> jax.Array:
+        if x.key is not None:
+            return jax.device_put(jax.random.wrap_key_data(x.data, impl=x.key), x.sharding)
+        return jax.device_put(x.data, x.sharding, may_alias=False)
+
+    return jax.tree.map(place, tree, is_leaf=lambda x: isinstance(x, Kept))
