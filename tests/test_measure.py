@@ -3,6 +3,7 @@
 import itertools
 import json
 import math
+import statistics
 
 import jax
 import jax.numpy as jnp
@@ -18,7 +19,7 @@ from boostax.autoboost.measure import measure
 from boostax.autoboost.measurement import Measurement, Trial
 from boostax.autoboost.parts import Accumulate, Freeze, LossScale, Precision
 from boostax.autoboost.trial import Candidate, Setting, fetched, placed
-from boostax.autoboost.verdict import judged, ranked, together, with_losses, with_times
+from boostax.autoboost.verdict import against, compared, judged, ranked, time_ratio, together
 from boostax.train.compiled import TrainStep
 
 SIZES = (4, 16, 16, 2)
@@ -142,20 +143,33 @@ def test_what_is_faster_makes_at_most_four_times_the_calls():
 
 def test_a_ratio_is_the_median_within_rounds():
     """A machine that slows down for a round does so for both."""
-    start = Trial("a", None, "baseline", "")
-    found = with_times(start, [2.0, 200.0, 2.0, 2.2], [1.0, 100.0, 1.0, 1.0])
-    assert found.time_ratio == 2.0 and found.step_seconds == 2.1
-    assert found.time_error == pytest.approx(0.1 * math.sqrt(math.pi / 8))
+    ratio, error = time_ratio([2.0, 200.0, 2.0, 2.2], [1.0, 100.0, 1.0, 1.0])
+    assert ratio == 2.0
+    assert error == pytest.approx(0.1 * math.sqrt(math.pi / 8))
 
 
 def test_a_time_in_doubt_is_a_loss_in_doubt():
-    """A ratio of 2 give or take 0.2 is ten calls give or take one, and so much loss."""
-    start = Trial("a", None, "baseline", "", steps=10, time_ratio=2.0, time_error=0.2)
     losses, base = np.array([1.0, 3.0]), np.array([2.0, 3.0])
-    found = with_losses(start, losses, base, slope=1.2)
-    assert (found.loss, found.loss_difference) == (2.0, -0.5)
-    assert found.loss_error == pytest.approx(math.hypot(0.5, 1.2))
-    assert with_losses(start, losses, base, slope=0.0).loss_error == pytest.approx(0.5)
+    loss, difference, error = against(losses, base, in_doubt=1.2)
+    assert (loss, difference) == (2.0, -0.5)
+    assert error == pytest.approx(math.hypot(0.5, 1.2))
+    assert against(losses, base, in_doubt=0.0)[2] == pytest.approx(0.5)
+
+
+def test_a_ratio_in_doubt_is_a_number_of_calls_in_doubt():
+    """A ratio of 2 give or take 0.2 is ten calls give or take one, and so much loss."""
+    baseline = Candidate("a", BoostConfig(), setting(steps=20))
+    slow = Candidate("b", BoostConfig(), setting(steps=20))
+    seconds = {baseline: itertools.cycle([1.0]), slow: itertools.cycle([1.8, 2.0, 2.2, 2.0])}
+    for candidate, times in seconds.items():
+        candidate.seconds = times.__next__
+    _, row = compared([baseline, slow], noise=1.2, repeats=4)
+    error = math.sqrt(math.pi / 8) * statistics.stdev([2.0, 2.2, 2.0, 1.8])
+    losses = slow.after(10) - baseline.losses
+    batches = losses.std(ddof=1) / math.sqrt(len(losses))
+    assert (row.steps, row.time_ratio) == (10, 2.0)
+    assert row.time_error == pytest.approx(error)
+    assert row.loss_error == pytest.approx(math.hypot(batches, 1.2 * 10 * error / 2))
 
 
 def test_a_turn_holds_whole_windows_and_meetings(mesh):

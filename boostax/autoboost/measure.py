@@ -5,7 +5,6 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
-import numpy as np
 import optax
 from jax.sharding import Mesh
 
@@ -14,7 +13,7 @@ from boostax.autoboost import verdict
 from boostax.autoboost.candidates import Change, default_candidates
 from boostax.autoboost.config import BoostConfig
 from boostax.autoboost.measurement import Measurement, Trial
-from boostax.autoboost.trial import Candidate, Setting, timed
+from boostax.autoboost.trial import Candidate, Setting
 
 PyTree = Any
 
@@ -144,13 +143,13 @@ def measure(
     near = calls - window, min(calls + window, baseline.most)
     noise = verdict.noise_of(baseline.losses, *map(baseline.after, near))
     built, refused = _built(setting, base, {name: {name: x} for name, x in candidates.items()})
-    rows = _compared([baseline, *built], noise, repeats)
+    rows = verdict.compared([baseline, *built], noise, repeats)
     best = [x.name for x in verdict.ranked(rows, noise) if x.verdict == "recommended"]
     joined = verdict.together(best, candidates, base)
     if len(joined) > 1:
         built, more = _built(setting, base, {" + ".join(joined): joined})
         refused += more
-        rows += _compared([baseline, *built], noise, repeats)[1:] if built else []
+        rows += verdict.compared([baseline, *built], noise, repeats)[1:] if built else []
     return Measurement(tuple(verdict.ranked([*rows, *refused], noise)), noise, calls)
 
 
@@ -173,28 +172,6 @@ def _built(
             reason, *_ = str(error).splitlines() or [type(error).__name__]
             refused.append(Trial(name, config, "refused", reason.rstrip(".")))
     return built, refused
-
-
-def _compared(candidates: Sequence[Candidate], noise: float, repeats: int) -> list[Trial]:
-    """Rows for the baseline, which is the first, and for the others."""
-    baseline, times = candidates[0], timed(candidates, repeats)
-    rows: list[Trial] = []
-    for candidate, mine in zip(candidates, times, strict=True):
-        row = Trial(candidate.name, candidate.config, "baseline", "what the others are compared to")
-        row = verdict.with_costs(row, candidate.costs, baseline.costs)
-        row = verdict.with_times(row, mine, times[0])
-        steps = baseline.setting.steps
-        calls = steps if candidate is baseline else candidate.equal_calls(row.time_ratio)
-        row = row._replace(
-            steps=calls,
-            equal_steps_loss=float(np.mean(candidate.losses)),
-            skipped=candidate.skipped,
-        )
-        slope = noise / baseline.window
-        row = verdict.with_losses(row, candidate.after(calls), baseline.losses, slope)
-        judge = candidate is not baseline
-        rows.append(verdict.judged(row, rows[0], noise, candidate.note) if judge else row)
-    return rows
 
 
 def _split(

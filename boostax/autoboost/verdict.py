@@ -9,50 +9,64 @@ import numpy as np
 
 from boostax.autoboost.config import BoostConfig
 from boostax.autoboost.measurement import Trial, Verdict
-from boostax.autoboost.trial import Costs, Losses
+from boostax.autoboost.trial import Candidate, Losses, timed
 
 _SAVES, _SLOWER = 0.9, 1.1
 
 
-def with_costs(row: Trial, found: Costs, base: Costs) -> Trial:
-    """The row with what its programs cost, and the baseline's."""
-    return row._replace(
-        **found._asdict(),
-        memory_ratio=_ratio(found.memory_bytes, base.memory_bytes),
-        wire_ratio=_ratio(found.wire_bytes, base.wire_bytes),
-    )
+def compared(candidates: Sequence[Candidate], noise: float, repeats: int) -> list[Trial]:
+    """Rows for the baseline, which is the first, and for the others."""
+    baseline, turns = candidates[0], timed(candidates, repeats)
+    rows: list[Trial] = []
+    for candidate, times in zip(candidates, turns, strict=True):
+        ratio, error = time_ratio(times, turns[0])
+        found, base = candidate.costs, baseline.costs
+        calls = candidate.setting.steps if candidate is baseline else candidate.equal_calls(ratio)
+        # A wrong time is a wrong number of calls.
+        in_doubt = noise / baseline.window * calls * error / ratio
+        loss, difference, loss_error = against(candidate.after(calls), baseline.losses, in_doubt)
+        row = Trial(
+            name=candidate.name,
+            config=candidate.config,
+            verdict="baseline",
+            reason="what the others are compared to",
+            step_seconds=statistics.median(times),
+            time_ratio=ratio,
+            time_error=error,
+            **found._asdict(),
+            memory_ratio=_ratio(found.memory_bytes, base.memory_bytes),
+            wire_ratio=_ratio(found.wire_bytes, base.wire_bytes),
+            steps=calls,
+            loss=loss,
+            loss_difference=difference,
+            loss_error=loss_error,
+            equal_steps_loss=float(np.mean(candidate.losses)),
+            skipped=candidate.skipped,
+        )
+        rows.append(judged(row, rows[0], noise, candidate.note) if rows else row)
+    return rows
 
 
-def with_times(row: Trial, times: Sequence[float], base: Sequence[float]) -> Trial:
-    """The row with its times, index by index in the same round as the baseline's."""
+def time_ratio(times: Sequence[float], base: Sequence[float]) -> tuple[float, float]:
+    """The median of the ratios to the baseline's, round by round, and its standard error."""
     ratios = [_ratio(mine, its) for mine, its in zip(times, base, strict=True)]
-    # Of a median, which is less sure than a mean by the root of pi / 2.
-    return row._replace(
-        step_seconds=statistics.median(times),
-        time_ratio=statistics.median(ratios),
-        time_error=math.sqrt(math.pi / 2 / len(ratios)) * statistics.stdev(ratios),
-    )
+    # A median is less sure than a mean by the root of pi / 2.
+    error = math.sqrt(math.pi / 2 / len(ratios)) * statistics.stdev(ratios)
+    return statistics.median(ratios), error
 
 
-def with_losses(row: Trial, losses: Losses, base: Losses, slope: float) -> Trial:
-    """The row with its losses, batch by batch against the baseline's.
+def against(losses: Losses, base: Losses, in_doubt: float) -> tuple[float, float, float]:
+    """The mean loss, that of its difference to the baseline's, and the error of this.
 
     Args:
-      row: with its calls and times.
-      losses: after these calls.
+      losses: by held-out batch.
       base: the baseline's.
-      slope: what a call more or less changes.
+      in_doubt: another error, which the batches do not tell.
     """
-    # A wrong time is a wrong number of calls.
-    in_doubt = slope * row.steps * row.time_error / row.time_ratio
     with np.errstate(all="ignore"):
         differences = losses - base
         error = float(differences.std(ddof=1) / math.sqrt(len(differences)))
-        return row._replace(
-            loss=float(losses.mean()),
-            loss_difference=float(differences.mean()),
-            loss_error=math.hypot(error, in_doubt),
-        )
+        return float(losses.mean()), float(differences.mean()), math.hypot(error, in_doubt)
 
 
 def judged(row: Trial, base: Trial, noise: float, note: str = "") -> Trial:
