@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Iterable
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -29,13 +29,6 @@ Values = dict[Path, Any]
 WHO = "migrate_state"
 
 
-class Taken(NamedTuple):
-    """Where an array of the new state comes from."""
-
-    node: Node
-    leaf: Leaf
-
-
 @dataclasses.dataclass
 class Carried:
     """What is carried over.
@@ -51,7 +44,7 @@ class Carried:
 
     owners: dict[Path, Any]
     replicas: int | None
-    taken: dict[Path, Taken] = dataclasses.field(default_factory=dict[Path, Taken])
+    taken: dict[Path, Leaf] = dataclasses.field(default_factory=dict[Path, Leaf])
     primary: dict[Node, Node] = dataclasses.field(default_factory=dict[Node, Node])
     notes: list[str] = dataclasses.field(default_factory=list[str])
     spoilt: set[Path] = dataclasses.field(default_factory=set[Path])
@@ -96,25 +89,25 @@ class Carried:
             if other is None or not self.fits(other, leaf, bool(new.holds.opened)):
                 continue
             if not counts_alone or self.owner(rel, leaf) is None:
-                self.taken[leaf.path] = Taken(old, other)
+                self.taken[leaf.path] = other
 
     def share(self, olds: list[Node], news: list[Node]) -> None:
         """One state that became several, or several that became one, by what belongs to a param.
 
         A state that gets moments so and has no source of its own takes their counts as well.
         """
-        used = {taken.leaf.path for taken in self.taken.values()}
+        used = {taken.path for taken in self.taken.values()}
         for new in news:
             for rel, leaf in new.leaves.items():
                 if leaf.path in self.taken or self.owner(rel, leaf) is None:
                     continue
-                found = (Taken(old, old.leaves[rel]) for old in olds if rel in old.leaves)
-                free = (x for x in found if x.leaf.path not in used and self.fits(x.leaf, leaf))
+                found = (old.leaves[rel] for old in olds if rel in old.leaves)
+                free = (x for x in found if x.path not in used and self.fits(x, leaf))
                 source = next(free, None)
                 if source is None:
                     continue
                 self.taken[leaf.path] = source
-                used.add(source.leaf.path)
+                used.add(source.path)
                 if new not in self.primary:
                     self.primary[new] = source.node
                     self.take(source.node, new, counts_alone=True)
@@ -173,7 +166,7 @@ class Carried:
 
     def measure(self, olds: list[Node], news: list[Node]) -> None:
         """Multiply what is a sum of gradients by what makes it one of those at its new place."""
-        values: Values = {path: source.leaf.value for path, source in self.taken.items()}
+        values: Values = {path: source.value for path, source in self.taken.items()}
         for new in news:
             sources = {
                 rel: self.taken[leaf.path]
@@ -194,7 +187,7 @@ class Carried:
                     factor /= self._shares(new, rel, source)
                 self.taken[leaf.path] = _multiplied(source, leaf, factor, stale=closed)
 
-    def _ratio(self, new: Node, rel: Path, source: Taken, before: Unit, after: Unit) -> float:
+    def _ratio(self, new: Node, rel: Path, source: Leaf, before: Unit, after: Unit) -> float:
         """Of the loss scales in which an array is to be measured, and was."""
         how = measured(new, rel, self.owner(rel, new.leaves[rel]))
         if how is None or (before.scale, before.rest) == (after.scale, after.rest):
@@ -212,9 +205,9 @@ class Carried:
         self._note(f"{words}: {'converted' if how == 'sum' else 'kept as it is'}.")
         return after.scale / before.scale if how == "sum" else 1.0
 
-    def _shares(self, new: Node, rel: Path, source: Taken) -> int:
+    def _shares(self, new: Node, rel: Path, source: Leaf) -> int:
         """Among how many replicas an array that all had is shared out; 1 where each gets it all."""
-        spreads = new.leaves[rel].own and not source.leaf.own and new.cls is AccumulateState
+        spreads = new.leaves[rel].own and not source.own and new.cls is AccumulateState
         if not spreads or not new.value.shares():
             return 1
         if self.replicas is None:
@@ -223,16 +216,16 @@ class Carried:
         return self.replicas
 
     def _spoilt(
-        self, new: Node, sources: dict[Path, Taken], before: dict[Path, Unit], after: Unit
+        self, new: Node, sources: dict[Path, Leaf], before: dict[Path, Unit], after: Unit
     ) -> bool:
         """Drop a window that cannot be used, as a scaler would have, where none does any more."""
         bound = {rel: x for rel, x in sources.items() if rel[0].name in (new.holds.bound or ())}
         paths = {source.node.path for source in bound.values()}
         guarded = any(before[path].scalers for path in paths) and not after.scalers
 
-        def fine(source: Taken) -> bool:
+        def fine(source: Leaf) -> bool:
             unscaled = (jnp.float32(1 / before[source.node.path].scale),)
-            return bool(usable(Pending(source.leaf.value, unscaled)))
+            return bool(usable(Pending(source.value, unscaled)))
 
         if not guarded or all(map(fine, bound.values())):
             return False
@@ -246,7 +239,7 @@ class Carried:
 
     def require_windows(self, olds: list[Node]) -> None:
         """Refuse to lose what an open window holds."""
-        used = {source.leaf.path for source in self.taken.values()}
+        used = {source.path for source in self.taken.values()}
         for old in olds:
             count = old.opened({})
             if not count or old.path in self.spoilt:
@@ -347,9 +340,9 @@ def carry(olds: list[Node], news: list[Node], params: PyTree, replicas: int | No
     return carried
 
 
-def _multiplied(source: Taken, like: Leaf, factor: float, stale: bool) -> Taken:
+def _multiplied(source: Leaf, like: Leaf, factor: float, stale: bool) -> Leaf:
     """An array times a factor, in the dtype of another; as it is where nothing changes."""
-    x, dtype = source.leaf.value, shape_dtype(like.value)[1]
+    x, dtype = source.value, shape_dtype(like.value)[1]
     if factor == 1 and dtype == shape_dtype(x)[1]:
         return source
     value = (trees.at_least_float32(x) * np.float32(factor)).astype(dtype)
@@ -358,7 +351,7 @@ def _multiplied(source: Taken, like: Leaf, factor: float, stale: bool) -> Taken:
         hint = "accumulator_dtype='float32' holds it."
         allowed = f"able to hold the open window, times {factor:g}"
         raise ValueError(checks.message(WHO, "new_tx", allowed, f"{dtype} at {name}", hint))
-    return source._replace(leaf=source.leaf._replace(value=value))
+    return source._replace(value=value)
 
 
 def _finite(x: Any) -> bool:

@@ -12,7 +12,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from boostax._core import checks, trees
 from boostax._core.replicas import PerReplica, is_per_replica
-from boostax.autoboost.carry import WHO, Carried, Taken, carry, count_replicas, spot
+from boostax.autoboost.carry import WHO, Carried, carry, count_replicas, spot
 from boostax.autoboost.nodes import Leaf, Node, Path, fields, read
 from boostax.freeze.scheduled import ScheduledFreeze, ScheduledFreezeState
 from boostax.train.state import TrainState
@@ -145,17 +145,17 @@ def _entered(params: PyTree) -> PyTree:
     )
 
 
-def _placed(leaf: Leaf, source: Taken | None, replicas: int | None, axis: Any) -> jax.Array:
+def _placed(leaf: Leaf, source: Leaf | None, replicas: int | None, axis: Any) -> jax.Array:
     """A buffer of its own for an array of the new state."""
     like = leaf.value
     if source is None:
         value = _copy(like, like)
-    elif leaf.own and source.leaf.own:
+    elif leaf.own and source.own:
         # Only the old one knows how it lies on the replicas.
-        return _copy(source.leaf.value, source.leaf.value)
+        return _copy(source.value, source.value)
     else:
-        given = source.leaf.value
-        value = _copy(given[0] if source.leaf.own and replicas else given, like)
+        given = source.value
+        value = _copy(given[0] if source.own and replicas else given, like)
     if leaf.own and replicas is not None:
         value = jnp.broadcast_to(value[None], (replicas, *value.shape)).copy()
         value = value if axis is None else jax.device_put(value, axis)
@@ -207,7 +207,7 @@ def _saved_wins(carried: Carried, news: list[Node]) -> list[str]:
             source = carried.taken.get(leaf.path)
             if source is None or not _given(node, rel):
                 continue
-            saved, given = np.asarray(source.leaf.value), np.asarray(leaf.value)
+            saved, given = np.asarray(source.value), np.asarray(leaf.value)
             if saved.shape == given.shape and not np.array_equal(saved, given):
                 words = f"{saved!s}, not {given!s}" if not saved.ndim else "the saved one"
                 notes.append(f"{trees.path_name(leaf.path)} is {words}: the saved value stays.")
@@ -236,7 +236,7 @@ def _report(
             origin = "" if source == node.source else f" from {source}"
             way = spot(path) if path == node.path else f"{spot(path)} -> {spot(node.path)}"
             kept.append(f"{node.source} {words}{origin}: {way}")
-    used = {source.leaf.path for source in carried.taken.values()}
+    used = {source.path for source in carried.taken.values()}
     anew, dropped = _without(origins, news), _without(used, olds)
     return MigrationReport(tuple(kept), anew, dropped, tuple(notes))
 

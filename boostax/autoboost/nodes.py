@@ -25,11 +25,13 @@ class Leaf(NamedTuple):
       path: where it lies in the whole tree.
       value: the array, or a number in its place.
       own: whether each replica has one to itself.
+      node: the state to which it belongs.
     """
 
     path: Path
     value: Any
     own: bool
+    node: "Node"
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -83,15 +85,17 @@ def read(tree: PyTree, params: PyTree) -> list[Node]:
     def visit(path: Path, x: Any, node: Node, rel: Path, own: bool) -> None:
         if _is_foreign_scaler(x):
             keys = [GetAttrKey(name) for name in EQUIVALENTS[type(x).__name__].fields]
-            leaves = {(key,): Leaf((*path, key), getattr(x, key.name), False) for key in keys}
-            found.append(Node(type(x), path, leaves, x, type(x).__name__))
+            scaler = Node(type(x), path, {}, x, type(x).__name__)
+            for key in keys:
+                scaler.leaves[(key,)] = Leaf((*path, key), getattr(x, key.name), False, scaler)
+            found.append(scaler)
             return
         if isinstance(x, PerReplica):
             visit((*path, GetAttrKey("local")), x.local, node, rel, True)
             return
         children = _children(x)
         if children is None:
-            node.leaves[rel] = Leaf(path, x, own)
+            node.leaves[rel] = Leaf(path, x, own, node)
             return
         if _is_state(x) and type(x) not in containers:
             node, rel = Node(type(x), path, {}, x, type(x).__name__), ()

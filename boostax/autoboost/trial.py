@@ -129,17 +129,15 @@ class Candidate:
 
     @property
     def meeting(self) -> int:
-        """Steps of the optimizer from one meeting of the replicas to the next."""
-        reduce = self.config.reduce
-        return reduce.every or 1 if reduce.kind == "local" and self.step.names else 1
+        """Steps of the optimizer from one synchronisation of the replicas' params to the next."""
+        return self.config.reduce.every or 1 if self.step.names else 1
 
     @property
     def calls(self) -> int:
         """Calls of a turn: whole rounds of whatever does not do the same each time."""
         if self.depths:
             return self.setting.steps
-        reduce = self.config.reduce
-        parts = reduce.partitions or 1 if reduce.kind == "partial" and self.step.names else 1
+        parts = self.config.reduce.partitions or 1 if self.step.names else 1
         period = self.window * self.meeting * parts
         # At least two: a codec may do one thing at even and another at odd steps.
         return period * math.ceil(2 / period)
