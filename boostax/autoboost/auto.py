@@ -88,20 +88,21 @@ def auto(spec: Any, *args: Any, level: str | None = None, **options: Any) -> Boo
         hint = 'Only "measure" takes more than a level.'
         raise TypeError(checks.message(who, "further arguments", "left out here", got, hint))
     given = _loaded(spec) if _is_file(spec) else spec
-    if isinstance(given, Mapping):
-        return _from_dictionary(dict(given), "O0" if level is None else level)
-    hint = "It is where a dictionary or a file starts from."
-    checks.absent(who, "level", level, "left out here", hint)
+    if not isinstance(given, Mapping):
+        hint = "It is where a dictionary or a file starts from."
+        checks.absent(who, "level", level, "left out here", hint)
     if isinstance(given, BoostConfig):
         return Boost(given)
+    if isinstance(given, str) and given in LEVELS:
+        given, level = {}, given
+    if isinstance(given, Mapping):
+        return _from_dictionary(dict(given), "O0" if level is None else level)
     allowed = "a level, a dictionary, the path of a .json file, or a BoostConfig"
-    if not isinstance(given, str):
-        hint = "'O1' is what mindspore.boost switches on at O1."
-        raise TypeError(checks.message(who, "spec", allowed, given, hint))
-    if given not in LEVELS:
+    if isinstance(given, str):
         hint = nearest(given, tuple(LEVELS))
         raise ValueError(checks.message(who, "spec", allowed, given, hint))
-    return Boost(from_mindspore({}, given).config)
+    hint = "'O1' is what mindspore.boost switches on at O1."
+    raise TypeError(checks.message(who, "spec", allowed, given, hint))
 
 
 def _from_dictionary(data: dict[str, Any], level: str) -> Boost:

@@ -8,6 +8,7 @@ inside, the replica axes, the params.
 import contextlib
 import dataclasses
 import difflib
+import functools
 import inspect
 import typing
 from collections.abc import Callable, Generator, Mapping
@@ -183,6 +184,7 @@ class Part:
         return speaking_of(type(self).__name__, self.renamed)
 
 
+@functools.cache
 def signature(factory: Factory) -> dict[str, inspect.Parameter]:
     """The parameters of a factory, their annotations evaluated."""
     hints = typing.get_type_hints(factory)

@@ -79,27 +79,26 @@ def judged(row: Trial, base: Trial, noise: float, note: str = "") -> Trial:
       note: what else the reader must know.
     """
     verdict, reason = _verdict(row, base, noise)
-    notes = [note] if note else []
+    notes = [_costs(row)] + ([note] if note else [])
     if row.skipped:
         notes.append(f"{row.skipped} skipped while the loss scale settled, not counted")
     return row._replace(verdict=verdict, reason="; ".join([reason, *notes]))
 
 
 def _verdict(row: Trial, base: Trial, noise: float) -> tuple[Verdict, str]:
-    costs = _costs(row)
     if not math.isfinite(row.loss):
-        return "not recommended", f"the loss is not finite; {costs}"
+        return "not recommended", "the loss is not finite"
     if not math.isfinite(base.loss):
-        return "recommended", f"the loss is finite, and the baseline's is not; {costs}"
+        return "recommended", "the loss is finite, and the baseline's is not"
     difference, limit = row.loss_difference, _limit(noise, row)
     by = f"by {abs(difference):.3g} ± {row.loss_error:.2g} in equal time"
     if difference < -limit:
-        return "recommended", f"the loss is lower {by}; {costs}"
+        return "recommended", f"the loss is lower {by}"
     if difference > limit:
-        return "not recommended", f"the loss is higher {by}; {costs}"
+        return "not recommended", f"the loss is higher {by}"
     # The baseline ran, so memory and wire are there: nobody has to buy them for time.
     if row.time_ratio - 2 * row.time_error > _SLOWER:
-        return "not recommended", f"slower, and the loss is no lower; {costs}"
+        return "not recommended", "slower, and the loss is no lower"
     ratios = {
         "time": row.time_ratio + 2 * row.time_error,
         "memory": row.memory_ratio,
@@ -107,13 +106,10 @@ def _verdict(row: Trial, base: Trial, noise: float) -> tuple[Verdict, str]:
     }
     saved = " and ".join(word for word, ratio in ratios.items() if ratio <= _SAVES)
     if not saved:
-        return "no difference", f"the loss is as good, and it saves less than 10%; {costs}"
+        return "no difference", "the loss is as good, and it saves less than 10%"
     if row.time_ratio > _SLOWER:
-        return (
-            "no difference",
-            f"the loss is as good, and it saves {saved}, but may be slower; {costs}",
-        )
-    return "recommended", f"the loss is as good, and it saves {saved}; {costs}"
+        return "no difference", f"the loss is as good, and it saves {saved}, but may be slower"
+    return "recommended", f"the loss is as good, and it saves {saved}"
 
 
 def _costs(row: Trial) -> str:
