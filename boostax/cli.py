@@ -1,8 +1,10 @@
-"""The public name of ``boostax.run.cli`` in 0.1, also for ``python -m``."""
+"""Where 0.1 had what is in ``boostax.run.cli``, also for ``python -m``."""
 
 import sys
 
-from boostax.run.cli import main as main
+from boostax._core.late import renamed
+
+__getattr__ = renamed("boostax.cli", "boostax.run.cli")
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(__getattr__("main")())

@@ -1,3 +1,5 @@
-"""The public name of ``boostax.run.cluster`` in 0.1."""
+"""Where 0.1 had what is in ``boostax.run.cluster``."""
 
-from boostax.run.cluster import *  # noqa: F403  # a package of public names alone
+from boostax._core.late import renamed
+
+__getattr__ = renamed(__name__, "boostax.run.cluster")

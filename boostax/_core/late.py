@@ -36,3 +36,16 @@ def late(
         return sorted({*vars(sys.modules[package]), *names})
 
     return load, listed
+
+
+def renamed(module: str, now: str) -> Callable[[str], Any]:
+    """The ``__getattr__`` of a module that is another one now; it works for one release more."""
+
+    def load(name: str) -> Any:
+        if name.startswith("__"):  # What Python asks every module for.
+            raise AttributeError(f"module {module!r} has no attribute {name!r}")
+        text = f"{module} is {now} now; the old name goes with the next release."
+        warnings.warn(text, DeprecationWarning, stacklevel=2)
+        return getattr(importlib.import_module(now), name)
+
+    return load

@@ -1,3 +1,5 @@
-"""The public name of ``boostax.run.checkpoint`` in 0.1."""
+"""Where 0.1 had what is in ``boostax.run.checkpoint``."""
 
-from boostax.run.checkpoint import Checkpointer as Checkpointer
+from boostax._core.late import renamed
+
+__getattr__ = renamed(__name__, "boostax.run.checkpoint")

@@ -1,4 +1,5 @@
-"""The public name of ``boostax.run.loop`` in 0.1."""
+"""Where 0.1 had what is in ``boostax.run.loop``."""
 
-from boostax.run.loop import FitResult as FitResult
-from boostax.run.loop import fit as fit
+from boostax._core.late import renamed
+
+__getattr__ = renamed(__name__, "boostax.run.loop")

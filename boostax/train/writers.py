@@ -1,6 +1,5 @@
-"""The public name of ``boostax.run.writers`` in 0.1."""
+"""Where 0.1 had what is in ``boostax.run.writers``."""
 
-from boostax.run.writers import JsonLines as JsonLines
-from boostax.run.writers import Progress as Progress
-from boostax.run.writers import TensorBoard as TensorBoard
-from boostax.run.writers import Writer as Writer
+from boostax._core.late import renamed
+
+__getattr__ = renamed(__name__, "boostax.run.writers")

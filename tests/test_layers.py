@@ -1,0 +1,77 @@
+"""Imports run one way, and nothing is imported by a name looked up from below."""
+
+import ast
+import pathlib
+
+import boostax
+
+ROOT = pathlib.Path(boostax.__file__).parent
+# Each may import those before it; those of one row know nothing of each other.
+LAYERS = (
+    ("_core",),
+    ("precision", "reduce", "subspace", "model"),
+    ("accumulate", "freeze"),
+    ("chain",),
+    ("train",),
+    ("states",),
+    ("inspect",),
+    ("autoboost",),
+    ("testing", "run"),
+)
+RANK = {name: rank for rank, row in enumerate(LAYERS) for name in row}
+
+
+def imported(path):
+    """The modules of boostax that a module imports, wherever in it."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("boostax"):
+            yield from (
+                f"{node.module}.{alias.name}" if node.module.count(".") < 2 else node.module
+                for alias in node.names
+            )
+        elif isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names if alias.name.startswith("boostax"))
+
+
+def package(module):
+    return module.split(".")[1] if "." in module else ""
+
+
+def edges():
+    found = {}
+    for path in sorted(ROOT.rglob("*.py")):
+        name = path.relative_to(ROOT).with_suffix("").parts
+        if len(name) > 1 or name[0] == "states":
+            for module in imported(path):
+                found.setdefault((name[0], package(module)), []).append(
+                    f"{'/'.join(name)}: {module}"
+                )
+    return found
+
+
+def test_imports_run_one_way():
+    wrong = {
+        where: lines
+        for where, lines in edges().items()
+        if where[1] and where[0] != where[1] and not RANK.get(where[1], 99) < RANK[where[0]]
+    }
+    assert not wrong, wrong
+
+
+def test_the_drawing_of_the_packages_is_that_of_the_imports():
+    """ARCHITECTURE.md names the order; packages that are not in it would be outside of it."""
+    packages = {path.parent.name for path in ROOT.glob("*/__init__.py")}
+    assert packages | {"states"} == set(RANK)
+    drawn = (ROOT.parent / "ARCHITECTURE.md").read_text()
+    assert all(f"`{name}`" in drawn for name in packages)
+
+
+def test_only_what_loads_late_looks_modules_up_by_name():
+    """A package's ``__init__`` by ``late``; the command, the user's own program."""
+    allowed = {"__init__.py", "_core/late.py", "run/cli/audit.py"}
+    found = {
+        str(path.relative_to(ROOT))
+        for path in ROOT.rglob("*.py")
+        if "import_module(" in path.read_text()
+    }
+    assert found <= allowed, found - allowed
