@@ -136,9 +136,11 @@ def microbatches(count: int, total: int, rounds: int) -> tuple[list[dict[str, An
                 accumulator=optax.microbatching.AccumulationType.MEAN,
             )
         ),
-        "boostax.microbatch": jax.jit(boostax.microbatch(jax.value_and_grad(loss), count)),
-        "boostax.microbatch, weighted": jax.jit(
-            boostax.microbatch(jax.value_and_grad(masked, has_aux=True), count, has_aux=True)
+        "boostax.train.microbatch": jax.jit(
+            boostax.train.microbatch(jax.value_and_grad(loss), count)
+        ),
+        "boostax.train.microbatch, weighted": jax.jit(
+            boostax.train.microbatch(jax.value_and_grad(masked, has_aux=True), count, has_aux=True)
         ),
     }
     made = {}

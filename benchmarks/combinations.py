@@ -271,7 +271,7 @@ def check_programs(step: Any, freezes: bool) -> None:
 
 
 def scaler(state: PyTree) -> Any:
-    kinds = (boostax.LossScaleState, boostax.GroupLossScaleState)
+    kinds = (boostax.states.LossScaleState, boostax.states.GroupLossScaleState)
     found = trees.find(state.opt_state, lambda node: isinstance(node, kinds))
     return found[0] if found else None
 
@@ -346,7 +346,7 @@ def trained(boost: Boost, small: Task) -> list[float]:
     )
     state = step.init(small.params, model_state=small.model_state)
     part, told = boost.config.dim_reduce, []
-    path = boostax.HostTrajectory(part.n_components + 1) if part else None
+    path = boostax.subspace.HostTrajectory(part.n_components + 1) if part else None
     for call in range(CALLS):
         state, each = advance(step, state, small.batch)
         told += each
@@ -536,7 +536,7 @@ def page(sections: dict[str, list[dict[str, Any]]]) -> str:
         "What `boostax.auto` was given; a pair has the keys of both. O1 and O2 start from the "
         "level, whose ten groups are more than the layers here. `dim_reduce` and `host basis` "
         "also make a finish: of snapshots in the state, and of snapshots that a "
-        "`boostax.HostTrajectory` recorded.",
+        "`boostax.subspace.HostTrajectory` recorded.",
         "",
         "| name | configuration |",
         "|---|---|",

@@ -132,7 +132,7 @@ def flax_scaler() -> optax.GradientTransformation:
 
 def recording() -> Rows:
     rows: Rows = []
-    tx = optax.chain(boostax.record_trajectory(4, every=5), cases.adam())
+    tx = optax.chain(boostax.subspace.record_trajectory(4, every=5), cases.adam())
     for name, target in TARGETS.items():
         found, bare = cases.on_one_chip(tx, target), cases.on_one_chip(cases.adam(), target)
         rows.append(
@@ -322,7 +322,7 @@ REDUCTIONS = {
     "`all_reduce`": lambda: boostax.all_reduce(AXIS),
     "`int8_reduce`": lambda: boostax.int8_reduce(AXIS),
     "`top_k_reduce`, 1%": lambda: boostax.top_k_reduce(AXIS, 0.01),
-    "`power_sgd_reduce`, rank 2": lambda: boostax.power_sgd_reduce(AXIS, 2),
+    "`power_sgd_reduce`, rank 2": lambda: boostax.reduce.power_sgd_reduce(AXIS, 2),
     "`adasum`": lambda: boostax.adasum(AXIS),
 }
 

@@ -65,7 +65,7 @@ def either(name: str, make: Callable[..., Any], *args: Any, **options: Any) -> I
 def local(name: str, outer: optax.GradientTransformation, every: int) -> Method:
     """Replicas on their own between meetings."""
     return Method(
-        name, None, lambda tx: boostax.local_updates(tx, AXIS, every, outer), share=1 / every
+        name, None, lambda tx: boostax.reduce.local_updates(tx, AXIS, every, outer), share=1 / every
     )
 
 
@@ -78,7 +78,7 @@ def on_both() -> list[Method]:
         *either(TOP_K, boostax.top_k_reduce, 0.01, dense=vectors),
         Method("top-k 1%, vectors too", True, first(boostax.top_k_reduce(AXIS, 0.01))),
         Method("top-k 1%, momentum in the reduction", True, first(corrected), None),
-        *either(POWER, boostax.power_sgd_reduce, 2),
+        *either(POWER, boostax.reduce.power_sgd_reduce, 2),
         local("local SGD, every 16", optax.sgd(1.0), 16),
         local("DiLoCo, every 16", optax.sgd(0.7, momentum=0.9, nesterov=True), 16),
     ]
@@ -86,27 +86,27 @@ def on_both() -> list[Method]:
 
 def on_digits() -> list[Method]:
     """All that is tried."""
-    votes = first(boostax.sign_reduce(AXIS, form="majority", dense=vectors))
+    votes = first(boostax.reduce.sign_reduce(AXIS, form="majority", dense=vectors))
     scarce = functools.partial(boostax.top_k_reduce, AXIS, dense=vectors, momentum=0.9)
     warming = scarce({0: 0.25, 17: 0.0625, 34: 0.016, 51: 0.004, 68: 0.001})
-    signs = boostax.sign_reduce(AXIS, dense=vectors)
+    signs = boostax.reduce.sign_reduce(AXIS, dense=vectors)
     return [
         *on_both(),
-        *either("int16", boostax.int16_reduce),
+        *either("int16", boostax.reduce.int16_reduce),
         *either("top-k 1%, blocks of 1000", boostax.top_k_reduce, 0.01, block=1000, dense=vectors),
         *either(
             "threshold 3 r.m.s., 1% at most",
-            boostax.threshold_reduce,
+            boostax.reduce.threshold_reduce,
             3.0,
             relative=True,
             capacity=0.01,
             dense=vectors,
         ),
-        *either("random-k 1%", boostax.random_k_reduce, 0.01, dense=vectors),
+        *either("random-k 1%", boostax.reduce.random_k_reduce, 0.01, dense=vectors),
         Method("DGC 0.1%", True, first(scarce(0.001)), None),
         Method("DGC 0.1%, warm-up", True, first(warming), None, final=first(scarce(0.001))),
-        *either("PowerSGD rank 1", boostax.power_sgd_reduce, 1),
-        *either(SIGN, boostax.sign_reduce, dense=vectors),
+        *either("PowerSGD rank 1", boostax.reduce.power_sgd_reduce, 1),
+        *either(SIGN, boostax.reduce.sign_reduce, dense=vectors),
         Method("sign, no momentum", True, first(signs), None),
         Method("majority sign", None, votes, rates=VOTE_RATES),
         Method("majority sign, no momentum", None, votes, None, VOTE_RATES),

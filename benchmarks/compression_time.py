@@ -59,18 +59,18 @@ def forms() -> dict[str, optax.GradientTransformationExtraArgs]:
     return {
         "dense f32": boostax.all_reduce(AXIS),
         "bf16": boostax.all_reduce(AXIS, dtype="bfloat16"),
-        "int16": boostax.int16_reduce(AXIS),
+        "int16": boostax.reduce.int16_reduce(AXIS),
         "int8": boostax.int8_reduce(AXIS),
         "int8, stochastic": boostax.int8_reduce(AXIS, rounding="stochastic"),
-        "sign, gathered": boostax.sign_reduce(AXIS),
-        "sign, two shots": boostax.sign_reduce(AXIS, two_shot=True),
+        "sign, gathered": boostax.reduce.sign_reduce(AXIS),
+        "sign, two shots": boostax.reduce.sign_reduce(AXIS, two_shot=True),
         EXACT: boostax.top_k_reduce(AXIS, 0.01),
         BLOCKS: boostax.top_k_reduce(AXIS, 0.01, block=1000),
-        "threshold, 1% at most, blocks": boostax.threshold_reduce(
+        "threshold, 1% at most, blocks": boostax.reduce.threshold_reduce(
             AXIS, 3.0, relative=True, capacity=0.01, block=1000
         ),
-        "random-k 1%": boostax.random_k_reduce(AXIS, 0.01),
-        POWER: boostax.power_sgd_reduce(AXIS, 4),
+        "random-k 1%": boostax.reduce.random_k_reduce(AXIS, 0.01),
+        POWER: boostax.reduce.power_sgd_reduce(AXIS, 4),
         BOTH_SIDES: both,
     }
 

@@ -100,7 +100,9 @@ def variants() -> list[Variant]:
         Variant("no freezing, FLOPs of progressive", compute_of="progressive"),
         Variant("progressive, reversed order", named("progressive"), backwards),
         Variant("ramp", named("ramp")),
-        Variant("plateau", lambda steps: boostax.freeze_on_plateau(every=max(1, steps // 32))),
+        Variant(
+            "plateau", lambda steps: boostax.freeze.freeze_on_plateau(every=max(1, steps // 32))
+        ),
     ]
 
 
@@ -169,7 +171,7 @@ def text_task(steps: int) -> Task:
     )
 
 
-def make_step(task: Task, variant: Variant, rate: float, steps: int) -> boostax.TrainStep:
+def make_step(task: Task, variant: Variant, rate: float, steps: int) -> boostax.train.TrainStep:
     schedule = optax.warmup_cosine_decay_schedule(0.0, rate, max(1, steps // 10), steps)
     optimizer = task.optimizer(schedule)
     if variant.schedule is None:
@@ -178,12 +180,14 @@ def make_step(task: Task, variant: Variant, rate: float, steps: int) -> boostax.
     groups = jax.tree.map(lambda group: variant.order[group], task.groups(shapes))
     if variant.name == "plateau":
         horizon = max(1, steps // 64)
-        optimizer = optax.chain(boostax.group_signal(groups, horizon=horizon), optimizer)
+        optimizer = optax.chain(boostax.freeze.group_signal(groups, horizon=horizon), optimizer)
     tx = boostax.scheduled_freeze(optimizer, groups, variant.schedule(steps))
     return boostax.make_train_step(task.loss_fn, tx)
 
 
-def run(task: Task, step: boostax.TrainStep, seed: int, steps: int) -> tuple[dict[str, float], Any]:
+def run(
+    task: Task, step: boostax.train.TrainStep, seed: int, steps: int
+) -> tuple[dict[str, float], Any]:
     """``(figures, (seconds, depth of each call))``."""
     params = task.init(seed)
     batches = list(task.batches(seed, steps))
@@ -199,13 +203,13 @@ def run(task: Task, step: boostax.TrainStep, seed: int, steps: int) -> tuple[dic
     return task.judge(state.params), (seconds, [int(depth) for depth in jax.device_get(depths)])
 
 
-def flops_of(task: Task, step: boostax.TrainStep, depths: set[int]) -> dict[int, float]:
+def flops_of(task: Task, step: boostax.train.TrainStep, depths: set[int]) -> dict[int, float]:
     """FLOPs of a call at each depth."""
     state = step.init(task.init(0))
     batch = next(iter(task.batches(0, 1)))
 
     def of(depth: int) -> float:
-        freezes = isinstance(step.tx, boostax.ScheduledFreeze)
+        freezes = isinstance(step.tx, boostax.freeze.ScheduledFreeze)
         compiled = step.lower(state, batch, depth=depth if freezes else None).compile()
         return float(dict(compiled.cost_analysis() or {})["flops"])
 
@@ -229,7 +233,7 @@ def trained(task: Task, seeds: int) -> tuple[dict[str, list[Run]], dict[str, int
     jax.config.update("jax_enable_compilation_cache", False)
     found: dict[str, list[Run]] = {}
     steps: dict[str, int] = {}
-    made: dict[str, boostax.TrainStep] = {}
+    made: dict[str, boostax.train.TrainStep] = {}
     flops: dict[str, dict[int, float]] = {}
     for seed in range(seeds):
         for variant in variants():

@@ -49,7 +49,7 @@ def variants() -> list[Variant]:
     half, high = jnp.float16, 2.0**60
     constant = lambda scale: lambda tx, labels: boostax.static_loss_scale(tx, scale)  # noqa: E731
     grouped = lambda **options: (  # noqa: E731
-        lambda tx, labels: boostax.group_loss_scale(tx, labels, max_scale=high, **options)
+        lambda tx, labels: boostax.precision.group_loss_scale(tx, labels, max_scale=high, **options)
     )
     return [
         Variant("f32", jnp.float32, constant(1.0)),
@@ -92,15 +92,15 @@ def labels_of(params: PyTree) -> PyTree:
 def make_step(variant: Variant, tx: Any, labels: PyTree) -> Callable[..., Any]:
     """``(params, state, batch) -> (params, state)``, the loss scaled as the state says."""
     fn = functools.partial(loss, dtype=variant.dtype)
-    bounded = boostax.group_boundaries(fn, labels) if variant.by_group else None
+    bounded = boostax.precision.group_boundaries(fn, labels) if variant.by_group else None
 
     def step(params: PyTree, state: Any, batch: Split) -> tuple[PyTree, Any]:
-        scales = boostax.group_scales(state)
+        scales = boostax.precision.group_scales(state)
 
         def scaled(params: PyTree) -> jax.Array:
             if bounded is not None and scales is not None:
                 return scales[-1] * bounded(params, batch, scales=scales)
-            return boostax.scale_loss(fn(params, batch), state)
+            return boostax.precision.scale_loss(fn(params, batch), state)
 
         return boostax.apply_gradients(drawn(tx), jax.grad(scaled)(params), state, params)
 
@@ -126,7 +126,7 @@ def trained(
 
         keys = jax.random.split(jax.random.fold_in(key, 1), steps)
         (params, state), _ = jax.lax.scan(body, (params, tx.init(params)), keys)
-        grouped = isinstance(state, boostax.GroupLossScaleState)
+        grouped = isinstance(state, boostax.states.GroupLossScaleState)
         judge = functools.partial(loss, params, dtype=jnp.float32)
         return {
             "validation": judge(validation),
@@ -149,11 +149,13 @@ def vanished(depth: int, spread: float) -> list[dict[str, Any]]:
         shares = {f"layer {i}": float((g["w"] == 0).mean()) for i, g in enumerate(grads)}
         rows.append({"one scale": f"{scale:g}", **shares})
     labels = labels_of(params)
-    tx = boostax.group_loss_scale(optax.identity(), labels, rule="measure", max_scale=2.0**60)
+    tx = boostax.precision.group_loss_scale(
+        optax.identity(), labels, rule="measure", max_scale=2.0**60
+    )
     state = tx.init(params)
-    bounded = boostax.group_boundaries(functools.partial(loss, dtype=jnp.float16), labels)
+    bounded = boostax.precision.group_boundaries(functools.partial(loss, dtype=jnp.float16), labels)
     for _ in range(40):
-        scales = boostax.group_scales(state)
+        scales = boostax.precision.group_scales(state)
         assert scales is not None
         scaled = lambda p, s=scales: s[-1] * bounded(p, batch, scales=s)  # noqa: E731
         grads = jax.jit(jax.grad(scaled))(params)
@@ -173,7 +175,7 @@ def overhead(rounds: int) -> tuple[list[dict[str, Any]], float]:
     batch = Split(jax.random.normal(keys[0], (256, 512)), jnp.zeros(256, jnp.int32))
     adam, forms = optax.adam(1e-3), {}
     one = Variant("one dynamic scale", jnp.float32, lambda tx, _: boostax.dynamic_loss_scale(tx))
-    many = Variant("six, by group", jnp.float32, boostax.group_loss_scale, True)
+    many = Variant("six, by group", jnp.float32, boostax.precision.group_loss_scale, True)
     for variant in (one, many):
         tx = variant.wrap(adam, labels_of(params))
         step = make_step(variant, tx, labels_of(params))

@@ -101,7 +101,7 @@ def freezing(make: Callable[[Point], Program]) -> Case:
 
 
 def by_group(tx: Any, point: Point, axis_name: Any = None) -> Any:
-    return boostax.group_loss_scale(tx, labels(point), axis_name=axis_name)
+    return boostax.precision.group_loss_scale(tx, labels(point), axis_name=axis_name)
 
 
 def principal(find: Callable[..., Any]) -> Case:
@@ -109,7 +109,7 @@ def principal(find: Callable[..., Any]) -> Case:
 
     def make(point: Point) -> Program:
         count = min(COMPONENTS, point.window - 1)
-        state = jax.eval_shape(boostax.record_trajectory(point.window).init, model(point))
+        state = jax.eval_shape(boostax.subspace.record_trajectory(point.window).init, model(point))
         return Program(lambda state: find(state, count), (state,))
 
     return Case(SUBSPACE, make, ("window",), least=2 * COMPONENTS)
@@ -119,7 +119,7 @@ def finish(point: Point) -> Program:
     """A step in a subspace of as many directions as the window says."""
 
     def of(params: PyTree) -> jax.Array:
-        mine = boostax.local_params(params, AXIS) if point.replicas else params
+        mine = boostax.train.local_params(params, AXIS) if point.replicas else params
         return jnp.sum(jnp.stack([jnp.vdot(x, x) for x in mine]))
 
     def basis(params: PyTree) -> PyTree:
@@ -186,15 +186,21 @@ CASES: dict[str, Case] = {
         for name in TECHNIQUES
         if name.startswith(("`all_reduce", "`adasum", *CODECS)) and "hosts" not in name
     },
-    "`local_updates`": reducing(boostax.local_updates, formulas.local_updates, "window"),
-    "`partial_average`": reducing(boostax.partial_average, formulas.partial_average, "groups"),
-    "`record_trajectory`": before(
-        lambda point: boostax.record_trajectory(point.window), "window", least=2
+    "`local_updates`": reducing(boostax.reduce.local_updates, formulas.local_updates, "window"),
+    "`partial_average`": reducing(
+        boostax.reduce.partial_average, formulas.partial_average, "groups"
     ),
-    "`trajectory_basis`": principal(boostax.trajectory_basis),
-    "`pca_basis`": principal(lambda state, k: boostax.pca_basis(state.snapshots, k, stacked=True)),
+    "`record_trajectory`": before(
+        lambda point: boostax.subspace.record_trajectory(point.window), "window", least=2
+    ),
+    "`trajectory_basis`": principal(boostax.subspace.trajectory_basis),
+    "`pca_basis`": principal(
+        lambda state, k: boostax.subspace.pca_basis(state.snapshots, k, stacked=True)
+    ),
     "`pca_basis(method='randomized')`": principal(
-        lambda state, k: boostax.pca_basis(state.snapshots, k, method="randomized", stacked=True)
+        lambda state, k: boostax.subspace.pca_basis(
+            state.snapshots, k, method="randomized", stacked=True
+        )
     ),
     "`dim_reduce`": Case(
         SUBSPACE,
@@ -203,5 +209,5 @@ CASES: dict[str, Case] = {
         cost=lambda m, point: formulas.dim_reduce(m, point.replicas, point.window),
     ),
     "`centralize_gradients`": before(lambda point: boostax.centralize_gradients()),
-    "`clip_by_global_norm`": before(lambda point: boostax.clip_by_global_norm(1.0)),
+    "`clip_by_global_norm`": before(lambda point: boostax.model.clip_by_global_norm(1.0)),
 }

@@ -128,7 +128,7 @@ def training(
 ) -> Program:
     """A step with its backward pass, on one device."""
     params = model(point)
-    scaled = loss if boundaries is None else boostax.group_boundaries(loss, boundaries)
+    scaled = loss if boundaries is None else boostax.precision.group_boundaries(loss, boundaries)
     oracle = boostax.value_and_grad(scaled, microbatches=slices)
 
     def step(params: PyTree, state: PyTree, x: jax.Array) -> tuple[PyTree, PyTree]:

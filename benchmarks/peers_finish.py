@@ -23,15 +23,15 @@ def loss(params: PyTree, batch: PyTree) -> jax.Array:
     return workload().loss_fn(params, batch)[0]
 
 
-def run_before(seed: int) -> tuple[PyTree, boostax.Basis]:
+def run_before(seed: int) -> tuple[PyTree, boostax.subspace.Basis]:
     """Params after a run of Adam, and the directions of its last part."""
     start, _ = workload().init(jax.random.key(seed))
-    recorder = boostax.record_trajectory(COMPONENTS + 1, every=4, start=200)
+    recorder = boostax.subspace.record_trajectory(COMPONENTS + 1, every=4, start=200)
     step = boostax.make_train_step(loss, optax.chain(optax.adam(1e-3), recorder))
     state = step.init(start)
     for index in range(BEFORE):
         state, _ = step(state, workload().batch(index))
-    basis = boostax.trajectory_basis(state.opt_state, COMPONENTS, params=state.params)
+    basis = boostax.subspace.trajectory_basis(state.opt_state, COMPONENTS, params=state.params)
     return state.params, basis
 
 

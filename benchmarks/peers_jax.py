@@ -154,7 +154,7 @@ def shaping(rounds: int) -> Iterable[Pair]:
         return compiled_form(by_update(tx), p, tx.init(p), g)
 
     made = {
-        "ours": chained(boostax.clip_by_global_norm(1.0)),
+        "ours": chained(boostax.model.clip_by_global_norm(1.0)),
         "optax.clip_by_global_norm": chained(clip),
     }
     others = {"optax.clip_by_global_norm": "with Adam; ours is right on shards too"}

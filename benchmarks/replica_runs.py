@@ -124,7 +124,7 @@ def train(
         unsent = boostax.metrics(carry[1]).get("unsent", jnp.float32(0))
         return carry, (value, jnp.asarray(unsent))
 
-    stacked = boostax.stack_replicas(carry, REPLICAS)
+    stacked = boostax.states.stack_replicas(carry, REPLICAS)
     (params, _), (losses, unsent) = jax.lax.scan(step, stacked, batches)
     if owns_params(state):
         params = jax.tree.map(lambda p: p.mean(0), params.local)

@@ -88,35 +88,38 @@ TECHNIQUES: dict[str, Technique] = {
     "`adasum`": Technique(formulas.adasum, before_adam(boostax.adasum("data"))),
     f"`adasum`, within hosts of {HOST}": on_hosts(HOST),
     "`adasum_delta`": Technique(
-        formulas.adasum, lambda model: boostax.adasum_delta(adam(), "data")
+        formulas.adasum, lambda model: boostax.reduce.adasum_delta(adam(), "data")
     ),
     "`top_k_reduce`, 1%": Technique(
         F(formulas.sparse, density=0.01), before_adam(boostax.top_k_reduce("data", 0.01))
     ),
     "`threshold_reduce`, capacity 1%": Technique(
         F(formulas.threshold, capacity=0.01),
-        before_adam(boostax.threshold_reduce("data", capacity=0.01)),
+        before_adam(boostax.reduce.threshold_reduce("data", capacity=0.01)),
     ),
     "`random_k_reduce`, 1%": Technique(
-        F(formulas.random_k, density=0.01), before_adam(boostax.random_k_reduce("data", 0.01))
+        F(formulas.random_k, density=0.01),
+        before_adam(boostax.reduce.random_k_reduce("data", 0.01)),
     ),
     "`int8_reduce`": Technique(formulas.int8, before_adam(boostax.int8_reduce("data"))),
-    "`int16_reduce`": Technique(formulas.int16, before_adam(boostax.int16_reduce("data"))),
+    "`int16_reduce`": Technique(formulas.int16, before_adam(boostax.reduce.int16_reduce("data"))),
     "`sign_reduce`": Technique(
-        F(formulas.sign, two_shot=False), before_adam(boostax.sign_reduce("data"))
+        F(formulas.sign, two_shot=False), before_adam(boostax.reduce.sign_reduce("data"))
     ),
     "`sign_reduce`, two shots": Technique(
-        F(formulas.sign, two_shot=True), before_adam(boostax.sign_reduce("data", two_shot=True))
+        F(formulas.sign, two_shot=True),
+        before_adam(boostax.reduce.sign_reduce("data", two_shot=True)),
     ),
     "`power_sgd_reduce`, rank 2": Technique(
-        F(formulas.power_sgd, rank=2), before_adam(boostax.power_sgd_reduce("data", 2))
+        F(formulas.power_sgd, rank=2), before_adam(boostax.reduce.power_sgd_reduce("data", 2))
     ),
     "`partial_average`, 4 partitions": Technique(
         F(formulas.partial_average, partitions=4),
-        lambda model: boostax.partial_average(adam(), "data", 4),
+        lambda model: boostax.reduce.partial_average(adam(), "data", 4),
     ),
     "`local_updates`, every 8": Technique(
-        F(formulas.local_updates, every=8), lambda model: boostax.local_updates(adam(), "data", 8)
+        F(formulas.local_updates, every=8),
+        lambda model: boostax.reduce.local_updates(adam(), "data", 8),
     ),
     "`accumulate`, every 8": Technique(
         F(formulas.accumulate, every=8),
@@ -129,7 +132,9 @@ TECHNIQUES: dict[str, Technique] = {
     "`group_loss_scale`, 4 groups": Technique(
         F(formulas.group_loss_scale, groups=4),
         around_mean(
-            lambda tx, model: boostax.group_loss_scale(tx, groups_of(model, 4), axis_name="data")
+            lambda tx, model: boostax.precision.group_loss_scale(
+                tx, groups_of(model, 4), axis_name="data"
+            )
         ),
     ),
     "`dim_reduce`, k = 20": Technique(F(formulas.dim_reduce, k=20), in_a_subspace(None)),
@@ -176,7 +181,7 @@ def sharded_moments(model: Model, n: int) -> tuple[int, int]:
     """
     params = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in model]
     state = jax.eval_shape(adam().init, params)
-    specs = boostax.state_specs(adam(), params, "data", replicas=n, shard_optimizer=True)
+    specs = boostax.states.state_specs(adam(), params, "data", replicas=n, shard_optimizer=True)
     flat = jax.tree.leaves(specs, is_leaf=lambda x: isinstance(x, PartitionSpec))
     pairs = list(zip(jax.tree.leaves(state), flat, strict=True))
     held = sum(x.size * x.dtype.itemsize // (n if any(spec) else 1) for x, spec in pairs)

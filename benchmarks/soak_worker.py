@@ -45,7 +45,7 @@ def poisoned(calls: int) -> int:
     return sum(not np.isfinite(factors(index)).all() for index in range(calls))
 
 
-def train_step(loss_fn: Callable[..., Any]) -> boostax.TrainStep:
+def train_step(loss_fn: Callable[..., Any]) -> boostax.train.TrainStep:
     """A window in a loss scale, around a compressed reduction with residuals."""
 
     def weighed(params: PyTree, batch: PyTree, **kwargs: Any) -> Any:

@@ -150,7 +150,7 @@ class Run:
     def __init__(self, task: Task, seed: int, programs: dict[str, Any]):
         self.task, self.workload, self.programs = task, task.workload(seed), programs
         params, _ = self.workload.init(jax.random.key(seed))
-        recorder = boostax.record_trajectory(
+        recorder = boostax.subspace.record_trajectory(
             SNAPSHOTS, every=task.every, start=task.steps - task.every * SNAPSHOTS
         )
         tx = optax.chain(recorder, task.base())
@@ -162,8 +162,8 @@ class Run:
             )
             self.ema = self.averaged(self.ema, params)
         self.params, self.state = params, state[1]
-        self.basis = boostax.trajectory_basis(state, COMPONENTS, params=params)
-        self.late = jax.tree.map(lambda x: x[-10:].mean(0), boostax.trajectory(state)[0])
+        self.basis = boostax.subspace.trajectory_basis(state, COMPONENTS, params=params)
+        self.late = jax.tree.map(lambda x: x[-10:].mean(0), boostax.subspace.trajectory(state)[0])
         self.batches = [self._together(index) for index in range(max(LENGTHS))]
         judged = [self.workload.batch(10**6 + index) for index in range(task.judged)]
         self._judged = jax.tree.map(lambda *x: np.stack(x), *judged)
@@ -242,14 +242,14 @@ def _with_moments(state: PyTree, base: PyTree) -> PyTree:
     structure = jax.tree.structure(base)
     if jax.tree.structure(state) == structure:
         return base
-    if isinstance(state, boostax.DimReduceState):
+    if isinstance(state, boostax.states.DimReduceState):
         if jax.tree.structure(state.residual_state) == structure:
             return state._replace(residual_state=base)
     return state
 
 
 def _reported(state: PyTree) -> dict[str, float]:
-    if not isinstance(state, boostax.DimReduceState):
+    if not isinstance(state, boostax.states.DimReduceState):
         return {}
     return {name: float(value) for name, value in state.metrics().items()}
 
@@ -263,7 +263,7 @@ def finishes(run: Run) -> dict[str, dict[int, dict[str, float]]]:
     """Every way to finish."""
     task, basis = run.task, run.basis
     base = task.base()
-    random = boostax.random_basis(run.params, COMPONENTS, seed=1)
+    random = boostax.subspace.random_basis(run.params, COMPONENTS, seed=1)
     zero = {n: run.judge(run.params) for n in LENGTHS}
     found: dict[str, dict[int, dict[str, float]]] = {
         "no finish": zero,
@@ -276,7 +276,9 @@ def finishes(run: Run) -> dict[str, dict[int, dict[str, float]]]:
     found["tuned decay"] = _best(list(decays.values()))
     reduce = boostax.dim_reduce
     found["random basis"] = run.finish("random", reduce(random))
-    p_sgd = boostax.subspace_params(optax.chain(optax.trace(0.9), falling_rate(1.0)), basis)
+    p_sgd = boostax.subspace.subspace_params(
+        optax.chain(optax.trace(0.9), falling_rate(1.0)), basis
+    )
     found["P-SGD"] = _best([run.finish("P-SGD", p_sgd, peak=rate) for rate in P_SGD_RATES])
     found["P-BFGS"] = run.finish("P-BFGS", reduce(basis, rule="p-bfgs"))
     mindspore = reduce(basis, rule="mindspore", residual=optax.sgd(1e-3, 0.9))
@@ -337,7 +339,7 @@ def step_times(rounds: int) -> tuple[list[dict[str, Any]], list[Bar]]:
     workload = text()
     params, _ = workload.init(jax.random.key(0))
     batch = workload.batch(0)
-    rows = boostax.random_basis(params, COMPONENTS)
+    rows = boostax.subspace.random_basis(params, COMPONENTS)
     forms: dict[str, Form] = {}
     tries: dict[str, Callable[[], float]] = {}
 

@@ -28,7 +28,7 @@ def given_a_loss(tx):
 
 def two(params):
     """Two directions for the params of any law."""
-    return boostax.random_basis(params, 2)
+    return boostax.subspace.random_basis(params, 2)
 
 
 def half(path, leaf):
@@ -39,12 +39,12 @@ def half(path, leaf):
 
 def by_group(inner, axis, **options):
     """A loss scale for each half."""
-    return boostax.group_loss_scale(inner, half, axis_name=axis, **options)
+    return boostax.precision.group_loss_scale(inner, half, axis_name=axis, **options)
 
 
 def scaled_by_group(grads, state):
     """What a loss with boundaries between the halves gives."""
-    scales = boostax.group_scales(state)
+    scales = boostax.precision.group_scales(state)
     by = lambda path, g: g * scales[half(trees.path_name(path), g)]  # noqa: E731
     return jax.tree_util.tree_map_with_path(by, grads)
 
@@ -80,10 +80,10 @@ CASES = [
     ),
     Case(
         "check_updates",
-        lambda inner, axis: boostax.check_updates(inner, axis_name=axis),
+        lambda inner, axis: boostax.precision.check_updates(inner, axis_name=axis),
         bad_arguments=(
-            (lambda: boostax.check_updates(3.0), "inner"),
-            (lambda: boostax.check_updates(OPT, axis_name=()), "axis_name"),
+            (lambda: boostax.precision.check_updates(3.0), "inner"),
+            (lambda: boostax.precision.check_updates(OPT, axis_name=()), "axis_name"),
         ),
     ),
     Case(
@@ -169,11 +169,11 @@ CASES = [
     ),
     Case(
         "adasum_delta",
-        lambda inner, axis: boostax.adasum_delta(inner, axis),
+        lambda inner, axis: boostax.reduce.adasum_delta(inner, axis),
         reduces=True,
         bad_arguments=(
-            (lambda: boostax.adasum_delta(3.0, "data"), "inner"),
-            (lambda: boostax.adasum_delta(OPT, "data", scope="all"), "scope"),
+            (lambda: boostax.reduce.adasum_delta(3.0, "data"), "inner"),
+            (lambda: boostax.reduce.adasum_delta(OPT, "data", scope="all"), "scope"),
         ),
     ),
     Case(
@@ -226,22 +226,22 @@ CASES = [
     Case(
         "threshold_reduce",
         lambda inner, axis: optax.chain(
-            boostax.threshold_reduce(axis, 0.5, relative=True, value_dtype="bfloat16"), inner
+            boostax.reduce.threshold_reduce(axis, 0.5, relative=True, value_dtype="bfloat16"), inner
         ),
         reduces=True,
         by_shard=True,
         bad_arguments=(
-            (lambda: boostax.threshold_reduce("data", -0.1), "threshold"),
-            (lambda: boostax.threshold_reduce("data", capacity=0), "capacity"),
-            (lambda: boostax.threshold_reduce("data", block=-1), "block"),
+            (lambda: boostax.reduce.threshold_reduce("data", -0.1), "threshold"),
+            (lambda: boostax.reduce.threshold_reduce("data", capacity=0), "capacity"),
+            (lambda: boostax.reduce.threshold_reduce("data", block=-1), "block"),
         ),
     ),
     Case(
         "random_k_reduce",
-        lambda inner, axis: optax.chain(boostax.random_k_reduce(axis, 0.1), inner),
+        lambda inner, axis: optax.chain(boostax.reduce.random_k_reduce(axis, 0.1), inner),
         reduces=True,
         by_shard=True,
-        bad_arguments=((lambda: boostax.random_k_reduce("data", -0.1), "density"),),
+        bad_arguments=((lambda: boostax.reduce.random_k_reduce("data", -0.1), "density"),),
     ),
     Case(
         "int8_reduce",
@@ -258,59 +258,63 @@ CASES = [
     ),
     Case(
         "int16_reduce",
-        lambda inner, axis: optax.chain(boostax.int16_reduce(axis), inner),
+        lambda inner, axis: optax.chain(boostax.reduce.int16_reduce(axis), inner),
         reduces=True,
         by_shard=True,
     ),
     Case(
         "sign_reduce",
-        lambda inner, axis: optax.chain(boostax.sign_reduce(axis, two_shot=True, block=8), inner),
+        lambda inner, axis: optax.chain(
+            boostax.reduce.sign_reduce(axis, two_shot=True, block=8), inner
+        ),
         reduces=True,
         by_shard=True,
         bad_arguments=(
-            (lambda: boostax.sign_reduce("data", form="most"), "form"),
-            (lambda: boostax.sign_reduce("data", block=12), "block"),
+            (lambda: boostax.reduce.sign_reduce("data", form="most"), "form"),
+            (lambda: boostax.reduce.sign_reduce("data", block=12), "block"),
             (
-                lambda: boostax.sign_reduce("data", form="majority", error_feedback=True),
+                lambda: boostax.reduce.sign_reduce("data", form="majority", error_feedback=True),
                 "error_feedback",
             ),
         ),
     ),
     Case(
         "sign_reduce_by_majority",
-        lambda inner, axis: optax.chain(boostax.sign_reduce(axis, form="majority"), inner),
+        lambda inner, axis: optax.chain(boostax.reduce.sign_reduce(axis, form="majority"), inner),
         reduces=True,
         by_shard=True,
     ),
     Case(
         "power_sgd_reduce",
-        lambda inner, axis: optax.chain(boostax.power_sgd_reduce(axis, {0: 1, 3: 2}), inner),
+        lambda inner, axis: optax.chain(boostax.reduce.power_sgd_reduce(axis, {0: 1, 3: 2}), inner),
         reduces=True,
         bad_arguments=(
-            (lambda: boostax.power_sgd_reduce("data", 0), "rank"),
-            (lambda: boostax.power_sgd_reduce("data", {0: 2, 5: 0}), "rank"),
+            (lambda: boostax.reduce.power_sgd_reduce("data", 0), "rank"),
+            (lambda: boostax.reduce.power_sgd_reduce("data", {0: 2, 5: 0}), "rank"),
         ),
     ),
     Case(
         "partial_average",
         lambda inner, axis: boostax.dynamic_loss_scale(
-            boostax.partial_average(inner, axis, 2), axis_name=axis
+            boostax.reduce.partial_average(inner, axis, 2), axis_name=axis
         ),
         reduces=True,
         own_params=True,
         skips=True,
         bad_arguments=(
-            (lambda: boostax.partial_average(OPT, None, 2), "axis_name"),
-            (lambda: boostax.partial_average(OPT, "data", 0), "partitions"),
-            (lambda: boostax.partial_average(OPT, "data", {"a": 0, "b": 2}), "partitions"),
-            (lambda: boostax.partial_average(3.0, "data", 2), "inner"),
+            (lambda: boostax.reduce.partial_average(OPT, None, 2), "axis_name"),
+            (lambda: boostax.reduce.partial_average(OPT, "data", 0), "partitions"),
+            (lambda: boostax.reduce.partial_average(OPT, "data", {"a": 0, "b": 2}), "partitions"),
+            (lambda: boostax.reduce.partial_average(3.0, "data", 2), "inner"),
         ),
     ),
     Case(
         "local_updates",
         lambda inner, axis: boostax.dynamic_loss_scale(
             boostax.accumulate(
-                boostax.local_updates(inner, axis, 2, optax.sgd(0.7, momentum=0.9, nesterov=True)),
+                boostax.reduce.local_updates(
+                    inner, axis, 2, optax.sgd(0.7, momentum=0.9, nesterov=True)
+                ),
                 2,
                 axis_name=axis,
             ),
@@ -321,9 +325,9 @@ CASES = [
         skips=True,
         calls=2,
         bad_arguments=(
-            (lambda: boostax.local_updates(OPT, None, 2), "axis_name"),
-            (lambda: boostax.local_updates(OPT, "data", 0), "every"),
-            (lambda: boostax.local_updates(OPT, "data", 2, 3.0), "outer"),
+            (lambda: boostax.reduce.local_updates(OPT, None, 2), "axis_name"),
+            (lambda: boostax.reduce.local_updates(OPT, "data", 0), "every"),
+            (lambda: boostax.reduce.local_updates(OPT, "data", 2, 3.0), "outer"),
         ),
     ),
     Case(
@@ -336,11 +340,11 @@ CASES = [
             (lambda: boostax.scheduled_freeze(OPT, half, 1).init({"a": 1.0}), "schedule"),
             (lambda: boostax.scheduled_freeze(OPT, half, []).init({"a": 1.0}), "schedule"),
             (lambda: boostax.freeze_schedule("interval", total_steps=9, frozen_fraction=1.0), "in"),
-            (lambda: boostax.freeze_on_plateau(tolerance=0.0), "tolerance"),
-            (lambda: boostax.freeze_on_plateau(every=0), "every"),
-            (lambda: boostax.freeze_on_plateau(patience=0), "patience"),
-            (lambda: boostax.group_signal({"a": 0, "b": 2}), "without a gap"),
-            (lambda: boostax.group_signal({"a": 0}, horizon=0), "horizon"),
+            (lambda: boostax.freeze.freeze_on_plateau(tolerance=0.0), "tolerance"),
+            (lambda: boostax.freeze.freeze_on_plateau(every=0), "every"),
+            (lambda: boostax.freeze.freeze_on_plateau(patience=0), "patience"),
+            (lambda: boostax.freeze.group_signal({"a": 0, "b": 2}), "without a gap"),
+            (lambda: boostax.freeze.group_signal({"a": 0}, horizon=0), "horizon"),
         ),
     ),
     Case(
@@ -359,16 +363,18 @@ CASES = [
     ),
     Case(
         "record_trajectory",
-        lambda inner, axis: optax.chain(boostax.record_trajectory(3, every=2, start=1), inner),
+        lambda inner, axis: optax.chain(
+            boostax.subspace.record_trajectory(3, every=2, start=1), inner
+        ),
         bad_arguments=(
-            (lambda: boostax.record_trajectory(0), "size"),
-            (lambda: boostax.record_trajectory(1), "size"),
-            (lambda: boostax.record_trajectory(3, every=0), "every"),
-            (lambda: boostax.record_trajectory(3, start=-1), "start"),
-            (lambda: boostax.record_trajectory(3, start=0.5), "start"),
-            (lambda: boostax.record_trajectory(3, dtype="int8"), "dtype"),
-            (lambda: boostax.HostTrajectory(1), "size"),
-            (lambda: boostax.HostTrajectory(3, start=-1), "start"),
+            (lambda: boostax.subspace.record_trajectory(0), "size"),
+            (lambda: boostax.subspace.record_trajectory(1), "size"),
+            (lambda: boostax.subspace.record_trajectory(3, every=0), "every"),
+            (lambda: boostax.subspace.record_trajectory(3, start=-1), "start"),
+            (lambda: boostax.subspace.record_trajectory(3, start=0.5), "start"),
+            (lambda: boostax.subspace.record_trajectory(3, dtype="int8"), "dtype"),
+            (lambda: boostax.subspace.HostTrajectory(1), "size"),
+            (lambda: boostax.subspace.HostTrajectory(3, start=-1), "start"),
         ),
     ),
     Case(
@@ -382,7 +388,7 @@ CASES = [
             (lambda: boostax.dim_reduce(two, dtype="int4"), "dtype"),
             (lambda: boostax.dim_reduce(two, residual=3.0), "residual"),
             (lambda: boostax.dim_reduce(two, axis_name=()), "axis_name"),
-            (lambda: boostax.random_basis(1.0, 2), "n_components"),
+            (lambda: boostax.subspace.random_basis(1.0, 2), "n_components"),
         ),
     ),
     Case(
@@ -395,18 +401,18 @@ CASES = [
     ),
     Case(
         "subspace_params",
-        lambda inner, axis: boostax.subspace_params(inner, two),
+        lambda inner, axis: boostax.subspace.subspace_params(inner, two),
         bad_arguments=(
-            (lambda: boostax.subspace_params(3.0, two), "inner"),
-            (lambda: boostax.subspace_params(OPT, two, dtype="int16"), "dtype"),
+            (lambda: boostax.subspace.subspace_params(3.0, two), "inner"),
+            (lambda: boostax.subspace.subspace_params(OPT, two, dtype="int16"), "dtype"),
         ),
     ),
     Case(
         "clip_by_global_norm",
-        lambda inner, axis: optax.chain(boostax.clip_by_global_norm(0.5), inner),
+        lambda inner, axis: optax.chain(boostax.model.clip_by_global_norm(0.5), inner),
         bad_arguments=(
-            (lambda: boostax.clip_by_global_norm(0.0), "max_norm"),
-            (lambda: boostax.clip_by_global_norm("1"), "max_norm"),
+            (lambda: boostax.model.clip_by_global_norm(0.0), "max_norm"),
+            (lambda: boostax.model.clip_by_global_norm("1"), "max_norm"),
         ),
     ),
     Case(
@@ -426,19 +432,25 @@ CASES = [
         skips=True,
         scaled=scaled_by_group,
         bad_arguments=(
-            (lambda: boostax.group_loss_scale(OPT, {}), "labels"),
-            (lambda: boostax.group_loss_scale(OPT, {"a": 0, "b": 2}), "labels"),
-            (lambda: boostax.group_loss_scale(OPT, {"a": 0.5}), "labels"),
-            (lambda: boostax.group_loss_scale(OPT, half, init_scale=0.5), "init_scale"),
-            (lambda: boostax.group_loss_scale(OPT, half, min_scale=0.0), "min_scale"),
-            (lambda: boostax.group_loss_scale(OPT, half, max_scale=2.0**61), "max_scale"),
-            (lambda: boostax.group_loss_scale(OPT, half, growth_factor=1.0), "growth_factor"),
-            (lambda: boostax.group_loss_scale(OPT, half, backoff_factor=1.0), "backoff_factor"),
-            (lambda: boostax.group_loss_scale(OPT, half, rule="guess"), "rule"),
-            (lambda: boostax.group_loss_scale(OPT, half, headroom=0.5), "headroom"),
-            (lambda: boostax.group_loss_scale(OPT, half, count_every=0), "count_every"),
-            (lambda: boostax.group_loss_scale(OPT, half, axis_name=()), "axis_name"),
-            (lambda: boostax.group_loss_scale(3.0, half), "inner"),
+            (lambda: boostax.precision.group_loss_scale(OPT, {}), "labels"),
+            (lambda: boostax.precision.group_loss_scale(OPT, {"a": 0, "b": 2}), "labels"),
+            (lambda: boostax.precision.group_loss_scale(OPT, {"a": 0.5}), "labels"),
+            (lambda: boostax.precision.group_loss_scale(OPT, half, init_scale=0.5), "init_scale"),
+            (lambda: boostax.precision.group_loss_scale(OPT, half, min_scale=0.0), "min_scale"),
+            (lambda: boostax.precision.group_loss_scale(OPT, half, max_scale=2.0**61), "max_scale"),
+            (
+                lambda: boostax.precision.group_loss_scale(OPT, half, growth_factor=1.0),
+                "growth_factor",
+            ),
+            (
+                lambda: boostax.precision.group_loss_scale(OPT, half, backoff_factor=1.0),
+                "backoff_factor",
+            ),
+            (lambda: boostax.precision.group_loss_scale(OPT, half, rule="guess"), "rule"),
+            (lambda: boostax.precision.group_loss_scale(OPT, half, headroom=0.5), "headroom"),
+            (lambda: boostax.precision.group_loss_scale(OPT, half, count_every=0), "count_every"),
+            (lambda: boostax.precision.group_loss_scale(OPT, half, axis_name=()), "axis_name"),
+            (lambda: boostax.precision.group_loss_scale(3.0, half), "inner"),
         ),
     ),
     Case(

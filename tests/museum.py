@@ -369,7 +369,7 @@ def averaged_in_every_micro_batch():
         state = opt.init(w)
         for grad in [-1.0] * 4 + [0.0] * 3:
             w, state = boostax.apply_gradients(opt, jnp.float32(grad), state, w)
-            due = True if opt is peer else boostax.has_updated(state)
+            due = True if opt is peer else boostax.train.has_updated(state)
             average = jnp.where(due, optax.incremental_update(w, average, 0.5), average)
         averages.append(float(average))
     return 0.5, *averages

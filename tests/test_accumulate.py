@@ -49,7 +49,7 @@ def window_updates(normalize, accumulator):
             grad, weight = given
             extra = {"weight": weight} if normalize == "weight" else {}
             result, state = tx.update(grad, state, **extra)
-            return state, (result, boostax.has_updated(state))
+            return state, (result, boostax.train.has_updated(state))
 
         return jax.lax.scan(step, tx.init(grads[0]), (grads, weights))[1]
 
@@ -167,7 +167,9 @@ def test_a_window_without_weight_is_not_applied():
     before = run(tx, [1.0, 2.0], 1.0, weight=[1.0, 1.0])
     assert history[1:] == [before[0][-1]] * 3
     assert_same(state.inner_state, before[1].inner_state)
-    assert (state.optimizer_steps, state.micro_step) == (1, 0) and not boostax.has_updated(state)
+    assert (state.optimizer_steps, state.micro_step) == (1, 0) and not boostax.train.has_updated(
+        state
+    )
 
 
 scaled = functools.partial(boostax.dynamic_loss_scale, init_scale=4.0)
@@ -193,10 +195,10 @@ def test_flush_applies_what_a_partial_window_holds(nesting, normalize):
     expected, expected_state = run(short, grads, [1.0, 2.0], **each)
     assert params.tolist() == expected[-1] != history[-1]
     assert_same(moments(flushed), moments(expected_state))
-    assert bool(boostax.has_updated(flushed))
+    assert bool(boostax.train.has_updated(flushed))
     again, last = flush(flushed, params)
     assert_same((again, moments(last)), (params, moments(flushed)))
-    assert not boostax.has_updated(last)
+    assert not boostax.train.has_updated(last)
 
 
 @pytest.mark.parametrize("every", [None, 1, 2])
@@ -247,7 +249,7 @@ def window_params(nesting):
         tx = NESTINGS[nesting](optax.sgd(1.0), lambda _: every, normalize="sum")
 
         def step(carry, given):
-            grad = jnp.where(given[1], jnp.nan, given[0] * boostax.loss_scale(carry[1]))
+            grad = jnp.where(given[1], jnp.nan, given[0] * boostax.precision.loss_scale(carry[1]))
             params, state = boostax.apply_gradients(drawn(tx), grad, carry[1], carry[0])
             return (params, state), params
 
@@ -283,13 +285,13 @@ def assert_close(actual, expected):
 @pytest.mark.parametrize("count", [1, 3, 24])
 def test_micro_batches_equal_the_big_batch(count):
     plain = jax.value_and_grad(loss_fn)
-    result = jax.jit(boostax.microbatch(plain, count))(PARAMS, BATCH)
+    result = jax.jit(boostax.train.microbatch(plain, count))(PARAMS, BATCH)
     assert_close(result, plain(PARAMS, BATCH))
     options = {"microbatch_size": 24 // count, "accumulator": microbatching.AccumulationType.MEAN}
     peer = microbatching.microbatch(plain, argnums=1, **options)
     assert_close(result, jax.jit(peer)(PARAMS, BATCH))
     total = jax.value_and_grad(lambda params, x: len(x) * loss_fn(params, x))
-    summed = boostax.microbatch(total, count, normalize="sum")
+    summed = boostax.train.microbatch(total, count, normalize="sum")
     assert_close(jax.jit(summed)(PARAMS, BATCH), total(PARAMS, BATCH))
 
 
@@ -298,7 +300,7 @@ def test_weights_make_a_mean_over_rows_that_count():
     mask = np.float32(np.random.default_rng(2).random(24) < 0.4)
     mask[1::4] = 0
     f = jax.value_and_grad(masked_loss, has_aux=True)
-    (loss, aux), grads = boostax.microbatch(f, 4, has_aux=True)(PARAMS, (BATCH, mask))
+    (loss, aux), grads = boostax.train.microbatch(f, 4, has_aux=True)(PARAMS, (BATCH, mask))
     (whole, _), whole_grads = f(PARAMS, (BATCH, mask))
     assert_close((loss, grads, aux.metrics["loss again"]), (whole, whole_grads, whole))
     assert int(aux.weight) == mask.sum() and int(aux.metrics["rows"]) == 24
@@ -315,7 +317,7 @@ def test_a_narrow_sum_of_micro_batches_rounds_once_each(dtype):
     x = np.concatenate([DRAWN, np.ones((1, 3), np.float32)])
     tokens = np.float32([24, 50, 7, 0])
     f = jax.value_and_grad(token_loss, has_aux=True)
-    sliced = boostax.microbatch(f, 4, has_aux=True, accumulator_dtype=dtype)
+    sliced = boostax.train.microbatch(f, 4, has_aux=True, accumulator_dtype=dtype)
     _, grads = jax.jit(sliced)(jnp.zeros(3), (x, tokens))
     total = summed(x, tokens, jnp.dtype(dtype))[-1]
     assert grads.dtype == dtype
@@ -326,7 +328,7 @@ def test_a_number_of_tokens_beyond_f16_is_no_infinity():
     """The total of the weights was narrowed before it divided."""
     x, tokens = np.full((4, 3), 0.125, np.float32), np.float32([60000, 70000, 80000, 90000])
     f = jax.value_and_grad(token_loss, has_aux=True)
-    sliced = boostax.microbatch(f, 4, has_aux=True, accumulator_dtype="float16")
+    sliced = boostax.train.microbatch(f, 4, has_aux=True, accumulator_dtype="float16")
     (_, aux), grads = jax.jit(sliced)(jnp.zeros(3), (x, tokens))
     assert_same(grads, np.full(3, 0.125, np.float16))
     assert aux.metrics["half"] == 0.5 and aux.metrics["half"].dtype == jnp.float32
@@ -379,7 +381,7 @@ def test_keys_and_model_state_go_through_the_micro_batches():
         return params["b"] * noise, boostax.Aux(model_state=new_state, metrics=noise)
 
     key = jax.random.key(7)
-    f = boostax.microbatch(jax.value_and_grad(loss, has_aux=True), 3, has_aux=True)
+    f = boostax.train.microbatch(jax.value_and_grad(loss, has_aux=True), 3, has_aux=True)
     (_, aux), grads = jax.jit(f)(PARAMS, BATCH, key=key, model_state=jnp.float32(1.0))
     noise = [float(jax.random.uniform(jax.random.fold_in(key, i))) for i in range(3)]
     state = 1.0
@@ -397,7 +399,7 @@ def test_low_gradients_are_summed_in_f32_and_metrics_are_averaged():
 
     params = jax.tree.map(lambda p: p.astype(jnp.bfloat16), PARAMS)
     f = jax.value_and_grad(loss, has_aux=True)
-    (_, aux), grads = boostax.microbatch(f, 4, has_aux=True)(params, BATCH)
+    (_, aux), grads = boostax.train.microbatch(f, 4, has_aux=True)(params, BATCH)
     parts = [f(params, BATCH[i::4])[1] for i in range(4)]
     assert_close(grads, jax.tree.map(lambda *g: np.mean(np.float32(g), axis=0), *parts))
     assert {g.dtype for g in jax.tree.leaves(grads)} == {jnp.dtype("float32")}
@@ -413,7 +415,7 @@ def test_a_sharded_batch_stays_where_it_is(kind):
             np.ones((64, 3), np.float32), NamedSharding(mesh, PartitionSpec("data"))
         )
         params = jax.device_put(PARAMS, NamedSharding(mesh, PartitionSpec()))
-        f = jax.jit(boostax.microbatch(jax.value_and_grad(loss_fn), 4))
+        f = jax.jit(boostax.train.microbatch(jax.value_and_grad(loss_fn), 4))
         text = f.lower(params, batch).compile().as_text()
         assert_close(f(params, batch), jax.value_and_grad(loss_fn)(params, batch))
     assert not any(word in text for word in ("all-gather", "all-to-all", "collective-permute"))

@@ -267,7 +267,7 @@ def test_gradients_that_are_already_reduced_are_refused(mesh):
     tx = boostax.adasum("data")
 
     def step(params, x, local):
-        local = boostax.local_params if local else lambda params, _: params
+        local = boostax.train.local_params if local else lambda params, _: params
         grads = jax.grad(lambda w: jnp.mean(w * x))(local(params, "data"))
         return tx.update(grads, tx.init(params))[0]
 

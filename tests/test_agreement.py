@@ -16,7 +16,7 @@ SGD = optax.sgd(0.1)
 GATES = {
     "dynamic": boostax.dynamic_loss_scale,
     "static": lambda tx, **axis: boostax.static_loss_scale(tx, 8.0, **axis),
-    "group": lambda tx, **axis: boostax.group_loss_scale(tx, 0, **axis),
+    "group": lambda tx, **axis: boostax.precision.group_loss_scale(tx, 0, **axis),
     "window": lambda tx, **axis: boostax.accumulate(tx, 2, **axis),
     "weighted": lambda tx, **axis: boostax.accumulate(tx, 2, normalize="weight", **axis),
     "scaler in a window": lambda tx, **axis: boostax.accumulate(

@@ -457,7 +457,7 @@ def test_a_target_of_another_form_is_refused(target):
     with pytest.raises(
         ValueError, match=rf"target must be 'v5e:2x4'.*got {re.escape(repr(target))}"
     ):
-        boostax.target_devices(target)
+        boostax.inspect.target_devices(target)
 
 
 # Words, pictures, the command.

@@ -181,8 +181,8 @@ def test_the_documented_template_is_read_as_it_is_and_says_what_has_no_effect():
     }
     boost = auto(data)
     assert boost.notes == (
-        "dim_reduce.weight_load_dir = 'checkpoints' has no effect: pass the boostax.pca_basis of "
-        "the checkpoints to finish.",
+        "dim_reduce.weight_load_dir = 'checkpoints' has no effect: pass the "
+        "boostax.subspace.pca_basis of the checkpoints to finish.",
         "common.gradient_split_groups = [50, 100] has no effect: XLA decides what travels "
         "together; reduce.bucket_bytes may.",
     )
@@ -287,14 +287,14 @@ MISTAKES = {
     "freeze and a recorder": (
         {"freeze": True, "dim_reduce": True},
         "BoostConfig: dim_reduce.every must be None with freeze, got 10. A frozen layer is not "
-        "recorded. boostax.HostTrajectory records between steps, and finish takes its basis: "
-        "dim_reduce.every = None.",
+        "recorded. boostax.subspace.HostTrajectory records between steps, and finish takes its "
+        "basis: dim_reduce.every = None.",
     ),
     "local and a recorder": (
         {"reduce": {"kind": "local", "every": 4}, "dim_reduce": True},
         "BoostConfig: dim_reduce.every must be None with reduce 'local', got 10. Each replica has "
-        "params of its own. boostax.HostTrajectory records between steps, and finish takes its "
-        "basis: dim_reduce.every = None.",
+        "params of its own. boostax.subspace.HostTrajectory records between steps, and finish "
+        "takes its basis: dim_reduce.every = None.",
     ),
     "level": (
         "01",
@@ -641,7 +641,9 @@ def by_hand(axis):
     tx = boostax.accumulate(tx, 2, axis_name=axis)
     tx = boostax.dynamic_loss_scale(tx, init_scale=2.0**10, axis_name=axis)
     schedule = boostax.freeze_schedule("interval", total_steps=8, frozen_fraction=0.5)
-    return boostax.scheduled_freeze(tx, boostax.prefix_groups(mlp(), 2), schedule, repeat=True)
+    return boostax.scheduled_freeze(
+        tx, boostax.freeze.prefix_groups(mlp(), 2), schedule, repeat=True
+    )
 
 
 @pytest.mark.parametrize("devices", [pytest.param(1, marks=pytest.mark.long), 8])
@@ -677,7 +679,7 @@ def test_a_finish_lowers_the_loss_with_an_optimizer_outside_the_span(mesh):
         state, _ = main(state, batch)
     params = main.common_params(state)
     tx = boost.finish(state.opt_state, params, residual=optax.adam(1e-3), axis_name="data")
-    assert isinstance(tx.init(params).inner_state, boostax.DimReduceState)
+    assert isinstance(tx.init(params).inner_state, boostax.states.DimReduceState)
     step = boostax.make_train_step(boost.loss(loss_fn), tx, policy=boost.policy, **axis)
     begun, losses = step.init(params), []
     batch = next(batches(1))
@@ -686,7 +688,7 @@ def test_a_finish_lowers_the_loss_with_an_optimizer_outside_the_span(mesh):
         losses.append(float(metrics["loss"]))
     assert losses[-1] < 0.9 * losses[0]
     # A basis from elsewhere does as well, and MindSpore's own residual is a momentum SGD.
-    basis = boostax.trajectory_basis(state.opt_state, 2)
+    basis = boostax.subspace.trajectory_basis(state.opt_state, 2)
     mindspore = auto({"boost": {"mode": "manual", "dim_reduce": True}})
     state = mindspore.finish(basis, params).init(params)
     assert isinstance(state.residual_state[0], optax.TraceState)

@@ -70,18 +70,18 @@ def power_sgd(n):
 
 CODECS = {
     "int8": (boostax.int8_reduce("data"), int8, 8),
-    "int16": (boostax.int16_reduce("data"), int16, 7),
-    "sign": (boostax.sign_reduce("data"), sign, 5),
-    "sign, two shots": (boostax.sign_reduce("data", two_shot=True), sign_in_two_shots, 8),
+    "int16": (boostax.reduce.int16_reduce("data"), int16, 7),
+    "sign": (boostax.reduce.sign_reduce("data"), sign, 5),
+    "sign, two shots": (boostax.reduce.sign_reduce("data", two_shot=True), sign_in_two_shots, 8),
     "top-k": (boostax.top_k_reduce("data"), lambda n: sparse(n, 1311, 1), 5),
     # In the second of the two sums goes the count of what has no place.
     "threshold": (
-        boostax.threshold_reduce("data"),
+        boostax.reduce.threshold_reduce("data"),
         lambda n: sparse(n, 6554, 5) + ring(n)[0] * 4,
         5,
     ),
-    "random-k": (boostax.random_k_reduce("data"), random_k, 1),
-    "power-sgd": (boostax.power_sgd_reduce("data"), power_sgd, 3),
+    "random-k": (boostax.reduce.random_k_reduce("data"), random_k, 1),
+    "power-sgd": (boostax.reduce.power_sgd_reduce("data"), power_sgd, 3),
 }
 OF_TWO_SUMS = 8
 
@@ -98,7 +98,7 @@ def test_bytes_are_those_of_the_formulas_without_the_devices(name, replicas):
 
 
 def test_a_gate_and_an_optimizer_send_nothing_more_than_what_is_in_them():
-    tx = boostax.power_sgd_reduce("data")
+    tx = boostax.reduce.power_sgd_reduce("data")
     alone = break_even(tx, PARAMS, 8, encode_seconds=0)
     chain = optax.chain(tx, optax.adam(1e-3))
     gated = boostax.dynamic_loss_scale(chain, axis_name="data")

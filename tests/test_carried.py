@@ -270,10 +270,10 @@ def test_carried_leaves_of_frozen_layers_rest(driver):
 def test_a_loop_of_ones_own(checked):
     """Plain ``jax.grad``, micro-batches by ``microbatch``, replicas by any mapping."""
     tx = boostax.carry(chain("data", optax.sgd(0.1)), RULES, axis_name="data")
-    oracle = boostax.microbatch(jax.value_and_grad(watched), 2, rules=RULES)
+    oracle = boostax.train.microbatch(jax.value_and_grad(watched), 2, rules=RULES)
 
     def call(params, state, x):
-        _, grads = oracle(boostax.local_params(params, "data"), x)
+        _, grads = oracle(boostax.train.local_params(params, "data"), x)
         return boostax.apply_gradients(tx, grads, state, params)
 
     if checked == "pmap":
@@ -291,7 +291,9 @@ def test_a_loop_of_ones_own(checked):
 
 def test_params_of_each_replicas_own_have_the_same_carried_leaves():
     tx = boostax.carry(
-        boostax.local_updates(optax.sgd(0.1), axis_name="data", every=2), RULES, axis_name="data"
+        boostax.reduce.local_updates(optax.sgd(0.1), axis_name="data", every=2),
+        RULES,
+        axis_name="data",
     )
     step = boostax.make_train_step(watched, tx, mesh=mesh_of(2), axis_name="data")
     state, _ = step(step.init(PLAIN), DATA[0])
@@ -346,7 +348,7 @@ def test_carry_inside_what_multiplies_or_adds_is_refused(wrap, words):
     [
         lambda: boostax.dynamic_loss_scale(optax.sgd(0.1)),
         lambda: boostax.accumulate(optax.sgd(0.1), 2),
-        lambda: boostax.clip_by_global_norm(1.0),
+        lambda: boostax.model.clip_by_global_norm(1.0),
     ],
 )
 def test_a_loop_that_forgot_carry_is_refused(gate):

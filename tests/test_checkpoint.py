@@ -309,7 +309,7 @@ def test_per_replica_state_that_is_said_to_be_replicated_is_refused(tmp_path, ma
         return tx.update({"w": x}, state, params)[1]
 
     def stacked(state, x):
-        return boostax.leave_replica(step(boostax.enter_replica(state), x))
+        return boostax.states.leave_replica(step(boostax.states.enter_replica(state), x))
 
     x = jax.random.normal(jax.random.key(0), (n, 16, 4))
     state, mesh = tx.init(params), Mesh(np.array(jax.devices()[:n]), ("data",))
@@ -323,10 +323,10 @@ def test_per_replica_state_that_is_said_to_be_replicated_is_refused(tmp_path, ma
         unchecked = {"mesh": mesh, "check_vma": False}
         each = lambda state, x: step(state, x[0])  # noqa: E731
         bad = jax.shard_map(each, in_specs=(one, rows), out_specs=one, **unchecked)(state, x)
-        specs = boostax.state_specs(tx, params, "data", replicas=n)
+        specs = boostax.states.state_specs(tx, params, "data", replicas=n)
         each = lambda state, x: stacked(state, x[0])  # noqa: E731
         given = jax.shard_map(each, in_specs=(specs, rows), out_specs=specs, **unchecked)
-        good = given(boostax.stack_replicas(state, n), x)
+        good = given(boostax.states.stack_replicas(state, n), x)
     with Checkpointer(tmp_path) as checkpointer:
         with pytest.raises(
             ValueError, match=r"must lead with the replicas .* 'window/local/grads/w'"

@@ -24,7 +24,7 @@ def test_whole_leaves_are_clipped_as_by_optax(max_norm, dtype):
     grads = jax.tree.map(cast, GRADS)
     ours, theirs = (
         tx(max_norm).update(grads, optax.EmptyState())[0]
-        for tx in (boostax.clip_by_global_norm, optax.clip_by_global_norm)
+        for tx in (boostax.model.clip_by_global_norm, optax.clip_by_global_norm)
     )
     jax.tree.map(np.testing.assert_array_equal, ours, theirs)
 
@@ -42,23 +42,23 @@ def test_shards_are_clipped_by_the_norm_of_the_whole(max_norm, shards):
         return jax.jit(mapped)({name: GRADS[name] for name in names})
 
     expected = optax.clip_by_global_norm(max_norm).update(GRADS, optax.EmptyState())[0]
-    found = clipped(boostax.clip_by_global_norm(max_norm, shard_axes="fsdp"))
+    found = clipped(boostax.model.clip_by_global_norm(max_norm, shard_axes="fsdp"))
     for name, value in found.items():
         np.testing.assert_allclose(value, expected[name], rtol=1e-6)
     if shards > 1 and max_norm < 1:
         # The trap: Optax's norm is that of the shards of each device.
-        wrong = clipped(boostax.clip_by_global_norm(max_norm), ("w", "c"))
+        wrong = clipped(boostax.model.clip_by_global_norm(max_norm), ("w", "c"))
         assert abs(np.asarray(wrong["w"]) / np.asarray(expected["w"]) - 1).max() > 0.1
 
 
 def test_nothing_is_clipped_where_there_is_nothing():
-    tx = boostax.clip_by_global_norm(1.0)
+    tx = boostax.model.clip_by_global_norm(1.0)
     assert tx.update({}, tx.init({})) == ({}, optax.EmptyState())
 
 
 def test_shards_need_types():
     mesh = jax.make_mesh((2,), ("fsdp",), (jax.sharding.AxisType.Auto,), devices=jax.devices()[:2])
-    tx = boostax.clip_by_global_norm(1.0, shard_axes="fsdp")
+    tx = boostax.model.clip_by_global_norm(1.0, shard_axes="fsdp")
     update = lambda g: tx.update(g, optax.EmptyState())[0]  # noqa: E731
     mapped = jax.shard_map(update, mesh=mesh, in_specs=(SPECS,), out_specs=SPECS, check_vma=False)
     with pytest.raises(ValueError, match="Leave check_vma on"):

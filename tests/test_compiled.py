@@ -186,7 +186,7 @@ def test_sharded_batch_is_split_where_it_is():
     rows, slices = 1024, 4
     batch = jax.device_put(mlp_batch(rows), jax.NamedSharding(auto, P("x")))
     params = jax.device_put(PARAMS, jax.NamedSharding(auto, P()))
-    sliced = jax.jit(boostax.microbatch(jax.value_and_grad(mlp_loss), slices))
+    sliced = jax.jit(boostax.train.microbatch(jax.value_and_grad(mlp_loss), slices))
     program = sliced.lower(params, batch).compile()
     whole = jax.jit(jax.value_and_grad(mlp_loss)).lower(PARAMS, mlp_batch(rows)).compile()
     share = slices * program.cost_analysis()["flops"] / (whole.cost_analysis()["flops"] / 8)

@@ -116,18 +116,20 @@ def test_a_sharded_state_is_reduced_by_a_reduce_scatter():
 BETWEEN_SLICES = {
     "bf16": (lambda: boostax.all_reduce("slice", dtype="bfloat16"), 0.501),
     "int8": (lambda: boostax.int8_reduce("slice"), 0.27),
-    "int16": (lambda: boostax.int16_reduce("slice"), 0.501),
-    "sign": (lambda: boostax.sign_reduce("slice", two_shot=True), 0.05),
+    "int16": (lambda: boostax.reduce.int16_reduce("slice"), 0.501),
+    "sign": (lambda: boostax.reduce.sign_reduce("slice", two_shot=True), 0.05),
     "top-k 1%": (lambda: boostax.top_k_reduce("slice", 0.01), 0.085),
-    "random-k 1%": (lambda: boostax.random_k_reduce("slice", 0.01), 0.011),
-    "rank 2": (lambda: boostax.power_sgd_reduce("slice", 2), 0.011),
+    "random-k 1%": (lambda: boostax.reduce.random_k_reduce("slice", 0.01), 0.011),
+    "rank 2": (lambda: boostax.reduce.power_sgd_reduce("slice", 2), 0.011),
     "AdaSum": (lambda: boostax.adasum("slice"), 1.01),
 }
 
 
 @functools.cache
 def between_slices(name):
-    devices = sorted(boostax.target_devices("v5e:4x4*2"), key=lambda x: (x.slice_index, x.id))
+    devices = sorted(
+        boostax.inspect.target_devices("v5e:4x4*2"), key=lambda x: (x.slice_index, x.id)
+    )
     mesh = Mesh(np.array(devices).reshape(2, 16), ("slice", "fsdp"))
     make = BETWEEN_SLICES[name][0] if name else lambda: boostax.all_reduce("slice")
     chain = optax.chain(make(), optax.adam(1e-3))

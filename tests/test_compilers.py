@@ -95,9 +95,9 @@ def test_a_window_that_may_be_dropped_writes_in_place(options, target):
 
 
 CHECKED = {
-    "alone": boostax.check_updates,
+    "alone": boostax.precision.check_updates,
     "in both gates": lambda tx: boostax.dynamic_loss_scale(
-        boostax.accumulate(boostax.check_updates(tx), WINDOW)
+        boostax.accumulate(boostax.precision.check_updates(tx), WINDOW)
     ),
 }
 
@@ -127,7 +127,7 @@ def test_the_pure_update_takes_one_copy(name, target):
 @everywhere
 def test_recording_copies_nothing(target):
     """Temporaries as on CPU; a call that records nothing moves what Adam moves."""
-    tx = optax.chain(boostax.record_trajectory(4, every=5), cases.adam())
+    tx = optax.chain(boostax.subspace.record_trajectory(4, every=5), cases.adam())
     found = cases.on_one_chip(tx, target)
     print(f"temporaries {found.temporary_bytes / BYTES:.4f} P, held {found.traffic.least / BYTES}")
     assert found.temporary_bytes <= 0.13 * BYTES
@@ -399,17 +399,17 @@ def test_explain_and_break_even_take_a_target(target):
     step = boostax.make_train_step(model.loss, mean(), mesh=cases.mesh_of(CPU), axis_name=AXIS)
     (call,) = boostax.explain(step, model.params, model.batch(64), target=target).calls
     assert call.wire_bytes["all-reduce"] == pytest.approx(2 * 7 / 8 * 4 * 8 * 512**2, rel=0.01)
-    told = boostax.break_even(boostax.int8_reduce(AXIS), SQUARES, 8, 12.5e9, target=target)
+    told = boostax.inspect.break_even(boostax.int8_reduce(AXIS), SQUARES, 8, 12.5e9, target=target)
     assert told.wire_bytes == pytest.approx(0.254 * told.dense_bytes, rel=0.01)
     with pytest.raises(ValueError, match="replicas must be 8, got 4"):
-        boostax.break_even(boostax.int8_reduce(AXIS), SQUARES, 4, target=target)
+        boostax.inspect.break_even(boostax.int8_reduce(AXIS), SQUARES, 4, target=target)
 
 
 @pytest.mark.xdist_group("v5e")
 def test_a_stack_of_sharded_layers_is_not_gathered_for_its_factors():
     """Low rank reads a leaf in its own dimensions: as a matrix XLA would gather the sharded one."""
     model = cases.decoder(4, 1024, 4096, 8, 64)
-    make = {"mean": boostax.all_reduce(AXIS), "rank": boostax.power_sgd_reduce(AXIS, 2)}
+    make = {"mean": boostax.all_reduce(AXIS), "rank": boostax.reduce.power_sgd_reduce(AXIS, 2)}
     found = {
         name: cases.sharded(model, optax.chain(tx, cases.adam()), "v5e:4x4*2")
         for name, tx in make.items()

@@ -17,21 +17,21 @@ SPARSE = {
     "top_k": lambda **o: boostax.top_k_reduce("data", 0.2, **o),
     "top_k_count": lambda **o: boostax.top_k_reduce("data", count=3, **o),
     "top_k_blocks": lambda **o: boostax.top_k_reduce("data", 0.2, block=7, **o),
-    "threshold": lambda **o: boostax.threshold_reduce("data", 0.8, capacity=0.3, **o),
-    "threshold_relative": lambda **o: boostax.threshold_reduce(
+    "threshold": lambda **o: boostax.reduce.threshold_reduce("data", 0.8, capacity=0.3, **o),
+    "threshold_relative": lambda **o: boostax.reduce.threshold_reduce(
         "data", 1.5, capacity=0.9, relative=True, **o
     ),
-    "random_k": lambda **o: boostax.random_k_reduce("data", 0.2, **o),
+    "random_k": lambda **o: boostax.reduce.random_k_reduce("data", 0.2, **o),
 }
 ROUNDED = {
     "top_k_bf16": lambda **o: boostax.top_k_reduce("data", 0.2, value_dtype="bfloat16", **o),
     "top_k_f16": lambda **o: boostax.top_k_reduce("data", 0.2, value_dtype="float16", **o),
     "int8": lambda **o: boostax.int8_reduce("data", block=16, **o),
     "int8_stochastic": lambda **o: boostax.int8_reduce("data", rounding="stochastic", **o),
-    "int16": lambda **o: boostax.int16_reduce("data", **o),
-    "sign": lambda **o: boostax.sign_reduce("data", block=8, **o),
-    "sign_two_shot": lambda **o: boostax.sign_reduce("data", two_shot=True, block=8, **o),
-    "power_sgd": lambda **o: boostax.power_sgd_reduce("data", 1, **o),
+    "int16": lambda **o: boostax.reduce.int16_reduce("data", **o),
+    "sign": lambda **o: boostax.reduce.sign_reduce("data", block=8, **o),
+    "sign_two_shot": lambda **o: boostax.reduce.sign_reduce("data", two_shot=True, block=8, **o),
+    "power_sgd": lambda **o: boostax.reduce.power_sgd_reduce("data", 1, **o),
 }
 ALL = SPARSE | ROUNDED
 SHAPES = {"kernel": (12, 9), "bias": (9,), "scalar": ()}
@@ -174,7 +174,7 @@ def test_stochastic_rounding_is_right_on_average(seed):
 @given(seed=seeds)
 def test_without_feedback_random_choice_is_right_on_average(seed):
     grads = np.float32(np.random.default_rng(seed).normal(size=(2, 40)))
-    found = np.float64(many_draws(boostax.random_k_reduce, 2000, density=0.25)(grads))
+    found = np.float64(many_draws(boostax.reduce.random_k_reduce, 2000, density=0.25)(grads))
     # Each entry is there with chance 1/4, times 4: a variance of 3 squares.
     error = 5 * abs(grads.mean(0)) * np.sqrt(3 / 2000)
     np.testing.assert_array_less(abs(found.mean(0) - grads.mean(0)), error + 1e-6)
@@ -222,11 +222,11 @@ def test_another_number_of_replicas_keeps_the_mean_of_the_residuals(replicas):
 def test_a_relative_threshold_is_in_units_of_the_leaf_not_of_its_padding():
     """Ten entries in blocks of eight: six zeros behind them change nothing."""
     grads = jnp.array([[3.0, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0]])
-    tx = boostax.threshold_reduce("data", 2.2, relative=True, capacity=1.0, block=8)
+    tx = boostax.reduce.threshold_reduce("data", 2.2, relative=True, capacity=1.0, block=8)
     found = jax.vmap(lambda g: tx.update(g, tx.init(g))[0], axis_name="data")(grads)
     # The root mean square is 1.34: 3 is 2.24 of them. With the padding it would be 2.83.
     assert found[0].tolist() == [3.0, *[0.0] * 9]
-    tx = boostax.threshold_reduce("data", 2.3, relative=True, capacity=1.0, block=8)
+    tx = boostax.reduce.threshold_reduce("data", 2.3, relative=True, capacity=1.0, block=8)
     found = jax.vmap(lambda g: tx.update(g, tx.init(g))[0], axis_name="data")(grads)
     assert not np.any(found)
 
@@ -284,7 +284,7 @@ def test_a_rank_that_shrinks_goes_on_from_the_same_basis():
     rng = np.random.default_rng(0)
     matrix = rng.normal(size=(16, 1)) @ rng.normal(size=(1, 12))
     grads = {"w": np.float32(np.stack([matrix] * 2))}
-    tx = boostax.power_sgd_reduce("data", {0: 2, 2: 1}, error_feedback=False)
+    tx = boostax.reduce.power_sgd_reduce("data", {0: 2, 2: 1}, error_feedback=False)
     update = jax.jit(jax.vmap(tx.update, axis_name="data"))
     state = jax.vmap(tx.init, axis_name="data")(grads)
     for _ in range(5):
@@ -297,24 +297,24 @@ def test_low_rank_of_kernels_with_their_outputs_first():
     rng = np.random.default_rng(0)
     kernel = np.einsum("o,ihw->oihw", rng.normal(size=32), rng.normal(size=(16, 3, 3)))
     grads = {"weight": np.float32(np.stack([kernel] * 2))}
-    tx = boostax.power_sgd_reduce("data", 2, layout="torch", error_feedback=False)
+    tx = boostax.reduce.power_sgd_reduce("data", 2, layout="torch", error_feedback=False)
     state = jax.vmap(tx.init, axis_name="data")(grads)
     left, right = state.codec.left.values["weight"], state.codec.right.values["weight"]
     assert left.shape[1:] == (32, 2) and right.shape[1:] == (16 * 3 * 3, 2)
     for _ in range(3):
         means, state = jax.vmap(tx.update, axis_name="data")(grads, state)
     np.testing.assert_allclose(means["weight"], grads["weight"], rtol=1e-4, atol=1e-5)
-    plain = boostax.power_sgd_reduce("data", 2)
+    plain = boostax.reduce.power_sgd_reduce("data", 2)
     assert jax.vmap(plain.init, axis_name="data")(grads).codec.left.values["weight"] is None
     with pytest.raises(ValueError, match="power_sgd_reduce: layout must be 'linen'"):
-        boostax.power_sgd_reduce("data", layout="keras")
+        boostax.reduce.power_sgd_reduce("data", layout="keras")
 
 
 @pytest.mark.parametrize("size", [40, 2**15])
 @pytest.mark.parametrize("feedback", [True, False])
 def test_what_has_no_place_is_counted(size, feedback):
     """Defect guarded against: of 100 above the threshold 5 arrived, and nothing said so."""
-    tx = boostax.threshold_reduce("data", 0.5, capacity=0.05, error_feedback=feedback)
+    tx = boostax.reduce.threshold_reduce("data", 0.5, capacity=0.05, error_feedback=feedback)
     update = jax.jit(jax.vmap(tx.update, axis_name="data"))
     grads = np.zeros((2, size), np.float32)
     grads[0, : size // 2] = np.linspace(1.0, 2.0, size // 2)
@@ -331,7 +331,7 @@ def test_what_has_no_place_is_counted(size, feedback):
     assert held.metrics()["over_capacity"].tolist() == state.metrics()["over_capacity"].tolist()
     few = jax.vmap(tx.init, axis_name="data")({"w": grads})
     assert update({"w": grads * (grads == 2)}, few)[1].metrics()["over_capacity"].tolist() == [0, 0]
-    whole = boostax.threshold_reduce("data", 0.5, capacity=1.0, error_feedback=feedback)
+    whole = boostax.reduce.threshold_reduce("data", 0.5, capacity=1.0, error_feedback=feedback)
     state = jax.vmap(whole.init, axis_name="data")({"w": grads})
     means, state = jax.vmap(whole.update, axis_name="data")({"w": grads}, state)
     np.testing.assert_allclose(means["w"][0], grads.mean(0), rtol=1e-6)
@@ -339,7 +339,7 @@ def test_what_has_no_place_is_counted(size, feedback):
 
 
 def test_low_rank_of_zeros_is_zero():
-    tx = boostax.power_sgd_reduce("data", 2)
+    tx = boostax.reduce.power_sgd_reduce("data", 2)
     grads = {"w": jnp.zeros((2, 16, 16))}
     state = jax.vmap(tx.init, axis_name="data")(grads)
     for _ in range(3):

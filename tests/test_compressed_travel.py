@@ -51,7 +51,7 @@ def updating(tx):
     [
         ("bf16", boostax.all_reduce("data", dtype="bfloat16"), 0.49, 0.505),
         ("f16", boostax.all_reduce("data", dtype="float16"), 0.49, 0.505),
-        ("int16", boostax.int16_reduce("data"), 0.49, 0.505),
+        ("int16", boostax.reduce.int16_reduce("data"), 0.49, 0.505),
         ("int8", boostax.int8_reduce("data"), 0.24, 0.27),
         ("top-k 1%", boostax.top_k_reduce("data", 0.01), 0.07, 0.085),
         ("top-k 1%, blocks", boostax.top_k_reduce("data", 0.01, block=1000), 0.05, 0.065),
@@ -61,11 +61,11 @@ def updating(tx):
             0.03,
             0.045,
         ),
-        ("threshold", boostax.threshold_reduce("data", capacity=0.01), 0.07, 0.085),
-        ("random-k 1%", boostax.random_k_reduce("data", 0.01), 0.009, 0.011),
-        ("sign, gathered", boostax.sign_reduce("data"), 0.12, 0.13),
-        ("sign, two shots", boostax.sign_reduce("data", two_shot=True), 0.03, 0.07),
-        ("majority", boostax.sign_reduce("data", form="majority"), 0.12, 0.13),
+        ("threshold", boostax.reduce.threshold_reduce("data", capacity=0.01), 0.07, 0.085),
+        ("random-k 1%", boostax.reduce.random_k_reduce("data", 0.01), 0.009, 0.011),
+        ("sign, gathered", boostax.reduce.sign_reduce("data"), 0.12, 0.13),
+        ("sign, two shots", boostax.reduce.sign_reduce("data", two_shot=True), 0.03, 0.07),
+        ("majority", boostax.reduce.sign_reduce("data", form="majority"), 0.12, 0.13),
     ],
 )
 def test_bytes_on_the_wire(name, tx, least, most):
@@ -75,7 +75,7 @@ def test_bytes_on_the_wire(name, tx, least, most):
 
 
 def test_low_rank_sends_little_of_a_classifier():
-    share = share_of_a_mean(boostax.power_sgd_reduce("data", 1), shapes=MLP)
+    share = share_of_a_mean(boostax.reduce.power_sgd_reduce("data", 1), shapes=MLP)
     print(f"PowerSGD of rank 1 on the digits MLP: {share:.4f}")
     assert 0.02 <= share <= 0.04
 
@@ -83,7 +83,7 @@ def test_low_rank_sends_little_of_a_classifier():
 @pytest.mark.parametrize("replicas", [2, 4, 16, 64])
 def test_two_shots_cost_the_same_with_any_number_of_replicas(replicas):
     assert share_of_a_mean(boostax.int8_reduce("data"), replicas) <= 0.27
-    assert share_of_a_mean(boostax.sign_reduce("data", two_shot=True), replicas) <= 0.07
+    assert share_of_a_mean(boostax.reduce.sign_reduce("data", two_shot=True), replicas) <= 0.07
 
 
 def test_a_mask_before_a_dense_sum_saves_nothing():
@@ -100,11 +100,11 @@ def test_a_mask_before_a_dense_sum_saves_nothing():
 def test_collectives_do_not_grow_with_the_leaves():
     for make in (
         boostax.top_k_reduce,
-        boostax.random_k_reduce,
+        boostax.reduce.random_k_reduce,
         boostax.int8_reduce,
-        boostax.int16_reduce,
-        boostax.sign_reduce,
-        boostax.power_sgd_reduce,
+        boostax.reduce.int16_reduce,
+        boostax.reduce.sign_reduce,
+        boostax.reduce.power_sgd_reduce,
     ):
         few, many = (
             costs.collectives(traced(updating(make("data")), [(64, 64)] * count, 8))
@@ -114,7 +114,7 @@ def test_collectives_do_not_grow_with_the_leaves():
 
 
 def test_every_stage_of_a_warm_up_sends_its_own_share():
-    tx = boostax.random_k_reduce("data", {0: 0.5, 100: 0.1, 200: 0.01})
+    tx = boostax.reduce.random_k_reduce("data", {0: 0.5, 100: 0.1, 200: 0.01})
     found = costs.collectives(traced(updating(tx), [(MILLION,)], 8))
     stages = sorted(c.bytes for c in found if c.conditional)
     assert [round(b / 4 / MILLION, 3) for b in stages] == [0.01, 0.1, 0.5]
@@ -124,9 +124,12 @@ def test_every_stage_of_a_warm_up_sends_its_own_share():
     ("tx", "expected"),
     [
         (boostax.int8_reduce("data"), {"all-to-all": "s8", "all-gather": "s8"}),
-        (boostax.int16_reduce("data"), {"all-to-all": "s16", "all-gather": "s16"}),
-        (boostax.sign_reduce("data"), {"all-gather": "u8"}),
-        (boostax.sign_reduce("data", two_shot=True), {"all-to-all": "u8", "all-gather": "u8"}),
+        (boostax.reduce.int16_reduce("data"), {"all-to-all": "s16", "all-gather": "s16"}),
+        (boostax.reduce.sign_reduce("data"), {"all-gather": "u8"}),
+        (
+            boostax.reduce.sign_reduce("data", two_shot=True),
+            {"all-to-all": "u8", "all-gather": "u8"},
+        ),
         (boostax.top_k_reduce("data", block=1000), {"all-gather": "u16"}),
     ],
 )
@@ -148,10 +151,10 @@ def test_results_are_those_of_one_device():
     grads = np.float32(np.random.default_rng(0).normal(size=(8, 40, 30)))
     for tx in (
         boostax.top_k_reduce("data", 0.1, momentum=0.9),
-        boostax.random_k_reduce("data", 0.1),
+        boostax.reduce.random_k_reduce("data", 0.1),
         boostax.int8_reduce("data", rounding="stochastic"),
-        boostax.sign_reduce("data", two_shot=True),
-        boostax.power_sgd_reduce("data"),
+        boostax.reduce.sign_reduce("data", two_shot=True),
+        boostax.reduce.power_sgd_reduce("data"),
     ):
         start = jax.vmap(tx.init, axis_name="data")(grads)
         expected, _ = jax.vmap(tx.update, axis_name="data")(grads, start)

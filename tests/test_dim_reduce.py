@@ -172,11 +172,11 @@ def test_first_step_goes_to_the_mean_if_that_is_downhill():
     angles = np.linspace(0.2, 5.0, 7)
     path = np.stack([np.cos(angles), 30 * np.sin(angles)], 1) + np.array([5.0, -40.0])
     centre = path.mean(0)
-    basis = boostax.pca_basis(jnp.asarray(path, jnp.float32), 2)
+    basis = boostax.subspace.pca_basis(jnp.asarray(path, jnp.float32), 2)
     loss = lambda w: jnp.sum(((w - centre) * jnp.array([30.0, 1.0])) ** 2)  # noqa: E731
     ends = {}
     for towards in (True, False):
-        rule = dataclasses.replace(boostax.SubspaceRule(), towards_mean=towards)
+        rule = dataclasses.replace(boostax.subspace.SubspaceRule(), towards_mean=towards)
         tx = boostax.dim_reduce(basis, rule=rule)
         w = jnp.asarray(path[-1], jnp.float32)
         state = tx.init(w)
@@ -190,4 +190,4 @@ def test_first_step_goes_to_the_mean_if_that_is_downhill():
     value, grad = jax.value_and_grad(uphill)(w)
     updates, _ = tx.update(grad, tx.init(w), w, value=value, value_fn=uphill)
     assert float(uphill(w + updates)) < float(uphill(w))
-    assert not boostax.replace_basis(tx.init(w), basis).to_mean.any()
+    assert not boostax.subspace.replace_basis(tx.init(w), basis).to_mean.any()

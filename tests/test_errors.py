@@ -20,7 +20,7 @@ AUTO = jax.sharding.AxisType.Auto
 accumulate = functools.partial(boostax.accumulate, SGD)
 dynamic = functools.partial(boostax.dynamic_loss_scale, SGD)
 static = functools.partial(boostax.static_loss_scale, SGD)
-microbatch = functools.partial(boostax.microbatch, jax.value_and_grad(jnp.sum))
+microbatch = functools.partial(boostax.train.microbatch, jax.value_and_grad(jnp.sum))
 value_and_grad = functools.partial(boostax.value_and_grad, jnp.sum)
 make_train_step = functools.partial(boostax.make_train_step, jnp.sum, SGD)
 
@@ -67,9 +67,9 @@ REFUSED = {
         functools.partial(boostax.all_reduce, axis_name="data"),
         {"axis_name": (*AXES, None), "op": ("max",)},
     ),
-    "all_finite": (functools.partial(boostax.all_finite, {}), {"axis_name": AXES}),
+    "all_finite": (functools.partial(boostax.precision.all_finite, {}), {"axis_name": AXES}),
     "Policy": (
-        boostax.Policy,
+        boostax.precision.Policy,
         {
             **dict.fromkeys(("param_dtype", "compute_dtype", "output_dtype"), DTYPES),
             "keep_f32": ("LayerNorm", ("(",), (3,), 3),
@@ -173,8 +173,8 @@ def test_an_unbound_axis_is_named(who):
 def test_functions_name_an_unbound_axis():
     oracle = value_and_grad(axis_name="data")
     for who, call in {
-        "local_params": lambda: boostax.local_params(PARAMS, "data"),
-        "all_finite": lambda: boostax.all_finite(PARAMS, "data"),
+        "local_params": lambda: boostax.train.local_params(PARAMS, "data"),
+        "all_finite": lambda: boostax.precision.all_finite(PARAMS, "data"),
         "value_and_grad": lambda: oracle(PARAMS["w"], (), jnp.ones(3)),
     }.items():
         with pytest.raises(ValueError, match=f"{who}: axis_name must name an axis"):
@@ -196,7 +196,7 @@ def summed(params, x):
 
 
 def local(params, x, axis_name="data"):
-    return summed(boostax.local_params(params, axis_name), x)
+    return summed(boostax.train.local_params(params, axis_name), x)
 
 
 @pytest.mark.parametrize("who", REDUCING)
@@ -225,7 +225,7 @@ def test_shards_agree_besides_the_replicas(bad):
     tx = boostax.static_loss_scale(inner, 1.0, axis_name="data")
 
     def step(w, whole):
-        w, whole = boostax.local_params((w, whole), "data")
+        w, whole = boostax.train.local_params((w, whole), "data")
         # One shard on one replica.
         here = (jax.lax.axis_index("model") == 2) & (jax.lax.axis_index("data") == 1)
         grads = {"w": jnp.where(here & bad, jnp.nan, w), "whole": whole}
@@ -267,7 +267,7 @@ def test_a_batch_that_does_not_divide(mesh, batch):
     loss = lambda w, batch: jnp.sum(w) * jnp.mean(batch["x"])  # noqa: E731
     got = "got shape " + re.escape(f"{batch.shape} at 'x'")
     for f in (
-        lambda: boostax.microbatch(jax.value_and_grad(loss), 4)(jnp.ones(2), {"x": batch}),
+        lambda: boostax.train.microbatch(jax.value_and_grad(loss), 4)(jnp.ones(2), {"x": batch}),
         lambda: boostax.value_and_grad(loss, microbatches=4)(jnp.ones(2), (), {"x": batch}),
     ):
         with pytest.raises(ValueError, match=f"microbatch: .* divisible by microbatches=4, {got}"):
@@ -294,7 +294,10 @@ def test_a_loss_that_is_no_floating_scalar(result, has_aux):
 def test_two_scalers_have_no_one_scale():
     tx = optax.partition({"a": dynamic(), "b": static(2.0)}, {"w": "a", "v": "b"})
     state = tx.init({"w": jnp.ones(3), "v": jnp.ones(3)})
-    for read in (boostax.loss_scale, functools.partial(boostax.scale_loss, jnp.float32(1.0))):
+    for read in (
+        boostax.precision.loss_scale,
+        functools.partial(boostax.precision.scale_loss, jnp.float32(1.0)),
+    ):
         with pytest.raises(ValueError, match=r"loss_scale: opt_state must hold one .* got 2"):
             read(state)
 
@@ -302,7 +305,7 @@ def test_two_scalers_have_no_one_scale():
 def test_what_nothing_accumulates_has_not_updated():
     for tx in (SGD, dynamic()):
         with pytest.raises(ValueError, match=r"has_updated: opt_state must hold .* got none"):
-            boostax.has_updated(tx.init(PARAMS))
+            boostax.train.has_updated(tx.init(PARAMS))
 
 
 def test_flush_needs_the_gate_in_sight():

@@ -29,10 +29,10 @@ REDUCTIONS = {
     "int8": boostax.int8_reduce,
     "int8 by blocks": functools.partial(boostax.int8_reduce, block=48),
     "int8 by chance": functools.partial(boostax.int8_reduce, rounding="stochastic"),
-    "int16": boostax.int16_reduce,
-    "sign": boostax.sign_reduce,
-    "sign by blocks": functools.partial(boostax.sign_reduce, block=48),
-    "sign, two shots": functools.partial(boostax.sign_reduce, two_shot=True),
+    "int16": boostax.reduce.int16_reduce,
+    "sign": boostax.reduce.sign_reduce,
+    "sign by blocks": functools.partial(boostax.reduce.sign_reduce, block=48),
+    "sign, two shots": functools.partial(boostax.reduce.sign_reduce, two_shot=True),
 }
 
 

@@ -52,7 +52,7 @@ def test_a_window_whose_narrow_sum_overflows_is_dropped(normalize, flush):
     before = run(tx, weigh(window), ONE)
     after = run(tx, weigh([*window, (bad, {}), (bad, {})]), ONE, flush)
     same_but_for_the_drop(after, before)
-    assert not boostax.has_updated(after[1])
+    assert not boostax.train.has_updated(after[1])
     if not flush:
         last = run(tx, weigh([*window, (bad, {}), (bad, {}), *GOOD]), ONE)
         same_but_for_the_drop(last, run(tx, weigh([*window, *GOOD]), ONE))
@@ -77,7 +77,7 @@ def test_a_window_with_an_unusable_weight_is_dropped(weight):
     same_but_for_the_drop(run(tx, weighted([1, 3, weight, second]), ONE), before)
     found = run(tx, weighted([1, 3, second, weight, 4, 5]), ONE)
     same_but_for_the_drop(found, run(tx, weighted([1, 3, 4, 5]), ONE))
-    assert boostax.all_finite(found[1])
+    assert boostax.precision.all_finite(found[1])
 
 
 @pytest.mark.parametrize("check_vma", [True, False])
@@ -133,7 +133,7 @@ def normalized():
     )
 
 
-checked = boostax.check_updates
+checked = boostax.precision.check_updates
 decayed = optax.chain(optax.add_decayed_weights(0.1), optax.clip_by_global_norm(1.0), ADAM)
 # Optimizer, params, a good gradient, and one of which the optimizer makes what is not finite.
 FAULTS = {
@@ -158,7 +158,7 @@ NESTINGS = {
     "both": lambda opt: safe(boostax.accumulate(checked(opt), 1)),
     "in a chain": lambda opt: optax.chain(optax.identity(), checked(opt)),
     "around a window": lambda opt: checked(boostax.accumulate(opt, 1)),
-    "group scales": lambda opt: boostax.group_loss_scale(checked(opt), 0, init_scale=1.0),
+    "group scales": lambda opt: boostax.precision.group_loss_scale(checked(opt), 0, init_scale=1.0),
 }
 
 
@@ -166,11 +166,11 @@ def innermost(state):
     """Moments and counters of the optimizer."""
     inside = [x for x in jax.tree.leaves(state, is_leaf=is_check) if is_check(x)]
     state = inside[0].inner_state
-    return state.inner_state if isinstance(state, boostax.AccumulateState) else state
+    return state.inner_state if isinstance(state, boostax.states.AccumulateState) else state
 
 
 def is_check(x):
-    return isinstance(x, boostax.CheckUpdatesState)
+    return isinstance(x, boostax.states.CheckUpdatesState)
 
 
 @pytest.mark.parametrize("fault", FAULTS)
@@ -188,7 +188,7 @@ def test_a_step_that_would_not_stay_finite_never_happened(nesting, fault):
     assert_same((between[0], innermost(between[1])), (without[0], innermost(without[1])))
     metrics = boostax.metrics(between[1])
     assert metrics["held_updates"] == 2 and metrics["last_update_finite"]
-    assert boostax.all_finite((between[0], innermost(between[1])))
+    assert boostax.precision.all_finite((between[0], innermost(between[1])))
     # Nothing is wrong with the gradient, so the scale is not to blame.
     assert metrics.get("skipped_steps", 0) == 0
 
@@ -204,7 +204,9 @@ def test_what_was_infinite_before_holds_nothing_back():
     tx = safe(checked(decayed))
     params_after, state = run(tx, [(grads, {}), (grads, {})], params)
     assert_same(params_after, params)
-    assert boostax.metrics(state)["held_updates"] == 2 and boostax.all_finite(innermost(state))
+    assert boostax.metrics(state)["held_updates"] == 2 and boostax.precision.all_finite(
+        innermost(state)
+    )
 
 
 def test_a_held_update_of_a_window_is_a_dropped_window():

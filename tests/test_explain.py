@@ -32,7 +32,9 @@ def perceptron():
 def explained(tx, *, mesh=None, schedule=None, **options):
     """The step, its state, and what they cost."""
     if schedule is not None:
-        tx = boostax.scheduled_freeze(tx, boostax.prefix_groups(perceptron(), GROUPS), schedule)
+        tx = boostax.scheduled_freeze(
+            tx, boostax.freeze.prefix_groups(perceptron(), GROUPS), schedule
+        )
     axis = None if mesh is None else "data"
     step = boostax.make_train_step(loss, tx, mesh=mesh, axis_name=axis)
     state = step.init(perceptron())
@@ -118,16 +120,18 @@ def test_what_is_frozen_is_not_sent(mesh):
 
 
 def test_a_step_whose_params_are_each_replicas_own_is_explained_too(mesh):
-    _, _, found = explained(boostax.local_updates(optax.sgd(0.1), "data", every=4), mesh=mesh)
+    _, _, found = explained(
+        boostax.reduce.local_updates(optax.sgd(0.1), "data", every=4), mesh=mesh
+    )
     (row,) = found.calls
     entries = sum(x.size for x in jax.tree.leaves(perceptron()))
     assert row.wire_bytes["psum"] == pytest.approx(2 * 7 / 8 * 4 * entries, abs=50)
 
 
 def test_on_a_plateau_the_run_decides_the_shares():
-    groups = boostax.prefix_groups(perceptron(), GROUPS)
-    inner = optax.chain(boostax.group_signal(groups), optax.sgd(0.1))
-    schedule = boostax.freeze_on_plateau(every=10)
+    groups = boostax.freeze.prefix_groups(perceptron(), GROUPS)
+    inner = optax.chain(boostax.freeze.group_signal(groups), optax.sgd(0.1))
+    schedule = boostax.freeze.freeze_on_plateau(every=10)
     _, _, found = explained(inner, schedule=schedule, depths=[0, 3])
     assert of_each(found, "share") == [None, None] and found.mean_flops_ratio is None
     assert calls_of(found)[1].split()[:2] == ["0", "?"]

@@ -75,7 +75,7 @@ def assert_near(left, right):
 AROUND = {
     "bare": lambda tx: tx,
     "dynamic_loss_scale": lambda tx: boostax.dynamic_loss_scale(tx, init_scale=2.0**10),
-    "group_loss_scale": lambda tx: boostax.group_loss_scale(tx, {"a": 0, "b": 0}),
+    "group_loss_scale": lambda tx: boostax.precision.group_loss_scale(tx, {"a": 0, "b": 0}),
     "accumulate": lambda tx: boostax.accumulate(tx, 1),
     "both": lambda tx: boostax.dynamic_loss_scale(boostax.accumulate(tx, 1), init_scale=8.0),
     "scheduled_freeze": lambda tx: boostax.scheduled_freeze(
@@ -142,7 +142,7 @@ def test_a_subspace_is_searched_in_its_coordinates():
     )
     for name in ("backtracking", "sophia"):
         # A basis of everything: the coordinates are the params, up to where they begin.
-        tx = boostax.dynamic_loss_scale(boostax.subspace_params(OPTIMIZERS[name](), basis))
+        tx = boostax.dynamic_loss_scale(boostax.subspace.subspace_params(OPTIMIZERS[name](), basis))
         flat = lambda p: jnp.concatenate([p["a"], p["b"].ravel()])  # noqa: E731
         whole = lambda x: {"a": START["a"] + x[:3], "b": START["b"] + x[3:].reshape(1, 2)}  # noqa: E731
         fn = lambda x: loss_fn(whole(x), BATCH)  # noqa: E731, B023

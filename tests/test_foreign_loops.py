@@ -83,4 +83,4 @@ def test_a_window_in_an_nnx_optimizer_is_flushed():
     nnx.update(model, params)
     nnx.update(optimizer.opt_state, nnx.state(state))
     np.testing.assert_array_equal(model.bias[...], before - 1)
-    assert bool(boostax.has_updated(optimizer.opt_state))
+    assert bool(boostax.train.has_updated(optimizer.opt_state))

@@ -100,7 +100,7 @@ def test_states_are_traced_as_often_as_there_are_depths(moments):
     params = {f"{index:02}": jnp.ones(2) for index in range(count)}
     tx = boostax.scheduled_freeze(
         optax.GradientTransformation(init, adam.update),
-        boostax.prefix_groups(params, count),
+        boostax.freeze.prefix_groups(params, count),
         list(range(count)),
         moments=moments,
     )
@@ -265,9 +265,9 @@ REDUCTIONS = {
     "adasum": lambda: boostax.adasum("data"),
     "top-k": lambda: boostax.top_k_reduce("data", 0.1),
     "int8": lambda: boostax.int8_reduce("data"),
-    "sign": lambda: boostax.sign_reduce("data"),
-    "power-sgd": lambda: boostax.power_sgd_reduce("data", 1),
-    "random-k": lambda: boostax.random_k_reduce("data", 0.1),
+    "sign": lambda: boostax.reduce.sign_reduce("data"),
+    "power-sgd": lambda: boostax.reduce.power_sgd_reduce("data", 1),
+    "random-k": lambda: boostax.reduce.random_k_reduce("data", 0.1),
 }
 
 
@@ -380,10 +380,10 @@ def test_groups_may_be_said_in_any_way(groups):
 def test_what_trains_is_told():
     tx = boostax.scheduled_freeze(adamw(), GROUPS, [1, 3])
     state = tx.init(start())
-    assert boostax.active_groups(state).tolist() == [False, True, True, True]
+    assert boostax.freeze.active_groups(state).tolist() == [False, True, True, True]
     grads = jax.tree.map(jnp.ones_like, start())
     _, state = tx.update(grads, state, start())
-    assert boostax.active_groups((state,)).tolist() == [False, False, False, True]
+    assert boostax.freeze.active_groups((state,)).tolist() == [False, False, False, True]
     found = boostax.metrics(state)
     assert found["frozen_groups"] == 1 and found["freeze_steps"] == 1
 
@@ -422,8 +422,8 @@ def test_the_optimizer_finds_the_depth_out_in_place(name, moments):
 def plateau_run(scale, steps=60):
     """Depths of a run in which the gradient norm of group i at step t is ``scale(i, t)``."""
     groups = [0, 1, 2]
-    inner = optax.chain(boostax.group_signal(groups, horizon=3), optax.sgd(1e-3))
-    schedule = boostax.freeze_on_plateau(every=5, patience=2, tolerance=0.05)
+    inner = optax.chain(boostax.freeze.group_signal(groups, horizon=3), optax.sgd(1e-3))
+    schedule = boostax.freeze.freeze_on_plateau(every=5, patience=2, tolerance=0.05)
     tx = boostax.scheduled_freeze(inner, groups, schedule)
     params = [jnp.ones(4) for _ in groups]
 
@@ -528,7 +528,7 @@ def test_power_sgd_sees_both_sides_whatever_the_period(depths):
     """
     groups = {"b": 0, "a": 1}  # not the order of the leaves
     tx = boostax.scheduled_freeze(
-        optax.chain(boostax.power_sgd_reduce("data", 1), optax.sgd(1.0)),
+        optax.chain(boostax.reduce.power_sgd_reduce("data", 1), optax.sgd(1.0)),
         groups,
         depths,
         repeat=True,
@@ -642,14 +642,14 @@ def test_what_does_not_fit_is_refused():
     flat = optax.flatten(optax.adam(1e-3))
     refused(lambda: init(flat, GROUPS, [0, 1]), ValueError, "keep its state leaf by leaf")
     refused(
-        lambda: init(boostax.local_updates(adamw(), "data", 2), GROUPS, [0, 1]),
+        lambda: init(boostax.reduce.local_updates(adamw(), "data", 2), GROUPS, [0, 1]),
         ValueError,
         "params equal on all replicas",
     )
     refused(
         lambda: init(optax.MultiSteps(adamw(), 2), GROUPS, [0, 1]), ValueError, "optax.MultiSteps"
     )
-    plateau = boostax.freeze_on_plateau()
+    plateau = boostax.freeze.freeze_on_plateau()
     refused(
         lambda: init(adamw(), GROUPS, plateau, moments="per_group"), ValueError, "moments must be"
     )
@@ -667,13 +667,17 @@ def test_what_does_not_fit_is_refused():
     refused(
         lambda: tx.update(grads[:2], state, params, depth=0), ValueError, "tree like the params"
     )
-    lonely = boostax.scheduled_freeze(adamw(), GROUPS, boostax.freeze_on_plateau())
+    lonely = boostax.scheduled_freeze(adamw(), GROUPS, boostax.freeze.freeze_on_plateau())
     refused(
         lambda: lonely.update(grads, lonely.init(params), params, depth=0),
         ValueError,
         "one group_signal",
     )
-    refused(lambda: boostax.active_groups(adamw().init(params)), ValueError, "ScheduledFreezeState")
+    refused(
+        lambda: boostax.freeze.active_groups(adamw().init(params)),
+        ValueError,
+        "ScheduledFreezeState",
+    )
     oracle = boostax.value_and_grad(loss_fn)
     batch = next(batches(1))
     refused(lambda: oracle(params, (), batch, active=[1, 2]), TypeError, "active must be")
@@ -686,8 +690,8 @@ def test_what_does_not_fit_is_refused():
 
 
 def test_a_signal_before_the_reduction_is_refused(mesh):
-    inner = optax.chain(boostax.group_signal(GROUPS), boostax.all_reduce("data"), adamw())
-    tx = boostax.scheduled_freeze(inner, GROUPS, boostax.freeze_on_plateau(every=2))
+    inner = optax.chain(boostax.freeze.group_signal(GROUPS), boostax.all_reduce("data"), adamw())
+    tx = boostax.scheduled_freeze(inner, GROUPS, boostax.freeze.freeze_on_plateau(every=2))
     step = boostax.make_train_step(loss_fn, tx, mesh=mesh, axis_name="data")
     refused(lambda: step(step.init(start()), next(batches(1))), ValueError, "behind the reduction")
 
@@ -730,7 +734,7 @@ def test_low_rank_freezes_in_one_program_over_sharded_params_and_state(kind, sha
     params = {"a": wave(16, 16), "b": wave(16, 16), "c": wave(16, 4)}
     params = jax.device_put(params, NamedSharding(mesh, P(None, "model")))
     loss = lambda p, x: jnp.mean((jnp.tanh(jnp.tanh(x @ p["a"]) @ p["b"]) @ p["c"]) ** 2)  # noqa: E731
-    chain = optax.chain(boostax.power_sgd_reduce("data", 1), optax.adam(0.1))
+    chain = optax.chain(boostax.reduce.power_sgd_reduce("data", 1), optax.adam(0.1))
     tx = boostax.scheduled_freeze(chain, {"a": 0, "b": 1, "c": 2}, [0, 1, 2])
     losses = {}
     for driver in ("host", "switch"):

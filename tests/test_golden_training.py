@@ -151,7 +151,7 @@ def test_gradient_accumulation_equals_mindspore(golden, optimizer, every):
     for t in range(len(run["gw"])):
         params, state = step({"w": run["gw"][t], "b": run["gb"][t]}, state, params)
         assert int(state.micro_step) == run[f"{name}_step"][t]
-        assert bool(boostax.has_updated(state)) == (run[f"{name}_step"][t] == 0)
+        assert bool(boostax.train.has_updated(state)) == (run[f"{name}_step"][t] == 0)
         for leaf in "wb":
             np.testing.assert_allclose(params[leaf], run[f"{name}_{leaf}"][t], **CLOSE)
         if state.micro_step:

@@ -540,7 +540,7 @@ def test_one_bad_replica_skips_the_step_on_all(mesh, mode):
         state = tx.init(params)
         for call in range(3):
             scales = group_scales(state)
-            local = boostax.local_params(params, "data")
+            local = boostax.train.local_params(params, "data")
             grads = jax.grad(lambda p, s=scales: s[-1] * bounded(p, x, scales=s))(local)
             # Replica 5 loses group 1 and those before it.
             bad = (jax.lax.axis_index("data") == 5) & (call == 1)
@@ -574,7 +574,7 @@ def test_boundaries_keep_the_varying_types(mesh):
 
     def local(params, x):
         f = lambda p, s: s[-1] * bounded(p, x, scales=s)  # noqa: E731
-        one = jax.grad(f)(boostax.local_params(params, "data"), SCALES)
+        one = jax.grad(f)(boostax.train.local_params(params, "data"), SCALES)
         return jax.tree.map(lambda g: jax.lax.pmean(g, "data"), one), jax.grad(f)(params, SCALES)
 
     mapped = jax.shard_map(local, mesh=mesh, in_specs=(P(), P("data")), out_specs=P())
@@ -701,7 +701,7 @@ def wrong_scales():
             lambda: group_loss_scale(SGD, {"a": 0, "b": 2}),
             ValueError,
             "group_loss_scale: labels must be the integers 0, 1, ... without a gap, got [0, 2]. No "
-            "leaf is in group 1; boostax.prefix_groups(params, n) makes n groups.",
+            "leaf is in group 1; boostax.freeze.prefix_groups(params, n) makes n groups.",
         ),
         (
             lambda: group_loss_scale(SGD, half, init_scale=0.5),

@@ -33,12 +33,12 @@ def by_oracle(params, state, x):
 
 
 def by_scale_loss(params, state, x):
-    return jax.value_and_grad(lambda p: boostax.scale_loss(loss_fn(p, x), state))(params)
+    return jax.value_and_grad(lambda p: boostax.precision.scale_loss(loss_fn(p, x), state))(params)
 
 
 def vouched(params, state, x):
     loss, grads = jax.value_and_grad(lambda p: loss_fn(p, x) * 2.0**16)(params)
-    return loss, boostax.assume_scaled(grads, state)
+    return loss, boostax.precision.assume_scaled(grads, state)
 
 
 def in_a_scan(params, state, x):
@@ -48,11 +48,13 @@ def in_a_scan(params, state, x):
 
     zeros = jax.tree.map(jnp.zeros_like, params)
     total, losses = jax.lax.scan(slice_of, zeros, x.reshape(2, 4, 3))
-    return losses.mean(), boostax.assume_scaled(jax.tree.map(lambda g: g / 2, total), state)
+    return losses.mean(), boostax.precision.assume_scaled(
+        jax.tree.map(lambda g: g / 2, total), state
+    )
 
 
 def checkpointed(params, state, x):
-    loss = jax.checkpoint(lambda p: boostax.scale_loss(loss_fn(p, x), state))
+    loss = jax.checkpoint(lambda p: boostax.precision.scale_loss(loss_fn(p, x), state))
     return jax.value_and_grad(loss)(params)
 
 
@@ -211,7 +213,7 @@ def test_reading_a_scale_to_log_it_is_not_scaling():
 
     def logged(params, state, x):
         loss, grads = unscaled(params, state, x)
-        return (loss, boostax.loss_scale(state), boostax.metrics(state)), grads
+        return (loss, boostax.precision.loss_scale(state), boostax.metrics(state)), grads
 
     with pytest.raises(ValueError, match="got some of a loss that was not"):
         jax.eval_shape(step_of(tx, logged), W, tx.init(W), X)
@@ -223,11 +225,13 @@ def test_a_loss_is_scaled_once(context):
     state = boostax.dynamic_loss_scale(optax.sgd(0.1)).init(W)
 
     def by_both(params, state, x):
-        scaled = lambda p, x: boostax.scale_loss(loss_fn(p, x), state)  # noqa: E731
+        scaled = lambda p, x: boostax.precision.scale_loss(loss_fn(p, x), state)  # noqa: E731
         return boostax.value_and_grad(scaled)(params, state, x)
 
     def by_hand(params, state, x):
-        return boostax.scale_loss(boostax.scale_loss(loss_fn(params, x), state), state)
+        return boostax.precision.scale_loss(
+            boostax.precision.scale_loss(loss_fn(params, x), state), state
+        )
 
     for fn in (by_both, by_hand):
         with pytest.raises(ValueError, match="must be multiplied by the scale once"):
@@ -243,7 +247,7 @@ def test_two_losses_of_one_state_are_scaled_each():
     def both(params, state, x):
         def total(p):
             halves = jnp.split(x, 2)
-            return sum(boostax.scale_loss(loss_fn(p, half), state) for half in halves)
+            return sum(boostax.precision.scale_loss(loss_fn(p, half), state) for half in halves)
 
         return jax.value_and_grad(total)(params)
 
@@ -262,7 +266,7 @@ def test_gradients_of_another_jit_need_a_word():
     _, grads = gradients(W, state, X)
     with pytest.raises(ValueError, match="assume_scaled"):
         jax.jit(tx.update)(grads, state, W)
-    told = jax.jit(lambda g, s, p: tx.update(boostax.assume_scaled(g, s), s, p)[0])
+    told = jax.jit(lambda g, s, p: tx.update(boostax.precision.assume_scaled(g, s), s, p)[0])
     updates = told(grads, state, W)
     expected = tx.update(grads, state, W)[0]
     jax.tree.map(np.testing.assert_array_equal, updates, expected)
@@ -300,7 +304,7 @@ def scaled_groups(loss, params, state, x):
 def crossing_by_hand(params, x, *, scales=None):
     hidden = jnp.tanh(x * params["body"])
     if scales is not None:
-        hidden = boostax.scale_boundary(hidden, scales, 0, 1)
+        hidden = boostax.precision.scale_boundary(hidden, scales, 0, 1)
     return jnp.mean((hidden @ params["head"] - 1) ** 2)
 
 
@@ -316,17 +320,17 @@ def group_step(loss, tx, microbatches=1):
 
 @pytest.mark.parametrize("microbatches", [1, 2])
 def test_groups_need_their_boundaries(microbatches):
-    tx = boostax.group_loss_scale(optax.sgd(0.1), LABELS)
+    tx = boostax.precision.group_loss_scale(optax.sgd(0.1), LABELS)
     state = tx.init(W)
-    found = boostax.group_boundaries(loss_fn, LABELS)
+    found = boostax.precision.group_boundaries(loss_fn, LABELS)
     for loss in (crossing_by_hand, found):
         jax.eval_shape(group_step(loss, tx, microbatches), W, state, X)
     with pytest.raises(ValueError, match="leaves scales= alone"):
         jax.eval_shape(group_step(ignoring, tx, microbatches), W, state, X)
-    swapped = boostax.group_boundaries(loss_fn, {"body": 1, "head": 0})
+    swapped = boostax.precision.group_boundaries(loss_fn, {"body": 1, "head": 0})
     with pytest.raises(ValueError, match="labels must be those of group_boundaries"):
         jax.eval_shape(group_step(swapped, tx, microbatches), W, state, X)
-    single = boostax.group_loss_scale(optax.sgd(0.1), {"body": 0, "head": 0})
+    single = boostax.precision.group_loss_scale(optax.sgd(0.1), {"body": 0, "head": 0})
     jax.eval_shape(group_step(ignoring, single, microbatches), W, single.init(W), X)
 
 
@@ -334,10 +338,10 @@ def test_groups_on_global_arrays_need_their_boundaries():
     mesh = jax.make_mesh((4,), ("data",), axis_types=(AxisType.Auto,))
     params = jax.device_put(W, NamedSharding(mesh, P()))
     tx = optax.chain(boostax.all_reduce("data"), optax.sgd(0.1))
-    tx = boostax.group_loss_scale(tx, LABELS, axis_name="data")
+    tx = boostax.precision.group_loss_scale(tx, LABELS, axis_name="data")
     tx = boostax.on_mesh(tx, params, axis_name="data")
     state = tx.init(params)
-    for loss in (crossing_by_hand, boostax.group_boundaries(loss_fn, LABELS)):
+    for loss in (crossing_by_hand, boostax.precision.group_boundaries(loss_fn, LABELS)):
         oracle = boostax.value_and_grad(loss, mesh=mesh, axis_name="data")
         jax.eval_shape(step_of(tx, oracle), params, state, X)
     oracle = boostax.value_and_grad(ignoring, mesh=mesh, axis_name="data")
@@ -346,11 +350,11 @@ def test_groups_on_global_arrays_need_their_boundaries():
 
 
 def test_groups_scaled_by_hand():
-    tx = boostax.group_loss_scale(optax.sgd(0.1), LABELS)
+    tx = boostax.precision.group_loss_scale(optax.sgd(0.1), LABELS)
 
     def by_hand(loss, params, state, x):
-        scales = boostax.group_scales(state)
-        scaled = lambda p: boostax.scale_loss(loss(p, x, scales=scales), state)  # noqa: E731
+        scales = boostax.precision.group_scales(state)
+        scaled = lambda p: boostax.precision.scale_loss(loss(p, x, scales=scales), state)  # noqa: E731
         return jax.value_and_grad(scaled)(params)
 
     run = lambda loss: jax.eval_shape(  # noqa: E731
@@ -371,7 +375,7 @@ def test_the_program_is_the_same_with_and_without_a_word():
 
     def twice_vouched(params, state, x):
         loss, grads = by_oracle(params, state, x)
-        return loss, boostax.assume_scaled(grads, state)
+        return loss, boostax.precision.assume_scaled(grads, state)
 
     assert text(by_oracle) == text(twice_vouched)
 

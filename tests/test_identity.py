@@ -55,7 +55,7 @@ def labelled(inner):
 WRAPPERS = {
     "dynamic_loss_scale": lambda tx: boostax.dynamic_loss_scale(tx, init_scale=1.0),
     "static_loss_scale": lambda tx: boostax.static_loss_scale(tx, 1.0, skip_nonfinite=False),
-    "group_loss_scale": lambda tx: boostax.group_loss_scale(
+    "group_loss_scale": lambda tx: boostax.precision.group_loss_scale(
         tx, dict.fromkeys(SHAPES, 0), init_scale=1.0
     ),
     "accumulate": lambda tx: boostax.accumulate(tx, 1),

@@ -25,7 +25,7 @@ PARAMS = {
     "b": {"kernel": jnp.full((24, 8), 0.1), "bias": jnp.zeros(8)},
 }
 ENTRIES = sum(x.size for x in jax.tree.leaves(PARAMS))
-GROUPS = boostax.prefix_groups(PARAMS, 2)
+GROUPS = boostax.freeze.prefix_groups(PARAMS, 2)
 
 adam, sgd, chain = optax.adam(1e-3), optax.sgd(0.1), optax.chain
 clip, decay = optax.clip_by_global_norm(1.0), optax.add_decayed_weights(1e-2)
@@ -33,14 +33,14 @@ noise = optax.add_noise(0.1, 0.55, key=0)
 mean, adasum, delta = (
     boostax.all_reduce("data"),
     boostax.adasum("data"),
-    boostax.adasum_delta(adam, "data"),
+    boostax.reduce.adasum_delta(adam, "data"),
 )
 top_k = boostax.top_k_reduce("data", 0.1)
-record = boostax.record_trajectory(4, every=1)
+record = boostax.subspace.record_trajectory(4, every=1)
 frozen = boostax.scheduled_freeze(sgd, GROUPS, [0, 1])
 half = {"a": "stays", "b": "goes"}
 falling = optax.linear_schedule(1.0, 0.1, 9)
-basis = boostax.random_basis(PARAMS, 3)
+basis = boostax.subspace.random_basis(PARAMS, 3)
 finish = boostax.dim_reduce(basis)
 
 
@@ -258,19 +258,19 @@ WRONG = {
         "Use boostax.accumulate",
     ),
     "a mean inside a delta": (
-        boostax.adasum_delta(chain(mean, adam), "data"),
+        boostax.reduce.adasum_delta(chain(mean, adam), "data"),
         delta,
         "all_reduce inside adasum_delta",
         "Leave all_reduce out",
     ),
     "a mean inside local updates": (
-        boostax.local_updates(chain(mean, sgd), "data", every=4),
-        boostax.local_updates(sgd, "data", every=4),
+        boostax.reduce.local_updates(chain(mean, sgd), "data", every=4),
+        boostax.reduce.local_updates(sgd, "data", every=4),
         "all_reduce inside local_updates",
         "Leave all_reduce out",
     ),
     "a scaler on each replica": (
-        boostax.adasum_delta(scaled(adam), "data"),
+        boostax.reduce.adasum_delta(scaled(adam), "data"),
         boostax.dynamic_loss_scale(delta, **AXIS),
         "dynamic_loss_scale inside adasum_delta",
         "Put dynamic_loss_scale around adasum_delta",
@@ -494,7 +494,7 @@ def test_optaxs_own_optimizers_are_known_and_right(name):
         chain(optax.conditionally_transform(clip, lambda s: s % 10 == 0), adam),
         optax.conditionally_mask(chain(mean, adam), lambda s: s % 2 == 0),
         chain(clip, sgd, optax.apply_every(4)),
-        chain(mean, clip, boostax.subspace_params(sgd, basis, axis_name="data")),
+        chain(mean, clip, boostax.subspace.subspace_params(sgd, basis, axis_name="data")),
         chain(optax.scale_by_sign(), mean, optax.scale(-0.1)),
         chain(optax.trace(0.9), boostax.centralize_gradients(), optax.scale(-0.1)),
         chain(clip, top_k, sgd),
@@ -521,7 +521,7 @@ def test_the_sign_is_followed_through_odd_chains():
         (finding,) = found_in(chain(sgd, wrong))
         assert finding.what.endswith("after the learning rate")
     assert found_in(chain(sgd, sgd))[0].mend == "Leave one learning rate out."
-    climbing = boostax.subspace_params(optax.scale_by_adam(), basis)
+    climbing = boostax.subspace.subspace_params(optax.scale_by_adam(), basis)
     assert [finding.what for finding in found_in(climbing)] == ["the whole chain"]
 
 
@@ -612,9 +612,9 @@ CHAINS = {
     "window": boostax.dynamic_loss_scale(window(adasum, adam, **AXIS), **AXIS),
     "top-k": chain(top_k, sgd),
     "int8": chain(boostax.int8_reduce("data"), optax.sgd(0.1, momentum=0.9)),
-    "power-sgd": chain(boostax.power_sgd_reduce("data", rank=2), record, adam),
+    "power-sgd": chain(boostax.reduce.power_sgd_reduce("data", rank=2), record, adam),
     "delta": boostax.dynamic_loss_scale(delta, **AXIS),
-    "local": boostax.local_updates(adam, "data", every=3),
+    "local": boostax.reduce.local_updates(adam, "data", every=3),
     "masked": chain(mean, optax.masked(adam, {"a": True, "b": False})),
     "partition": chain(mean, optax.partition({"stays": sgd, "goes": adam}, half)),
     "frozen": boostax.scheduled_freeze(chain(mean, adam), GROUPS, [0, 1]),
@@ -690,16 +690,16 @@ def test_every_reduction_is_found_in_its_trace():
         "adasum": adasum,
         "adasum_delta": delta,
         "top_k_reduce": top_k,
-        "threshold_reduce": boostax.threshold_reduce("data", 0.1),
-        "random_k_reduce": boostax.random_k_reduce("data", 0.1, seed=0),
+        "threshold_reduce": boostax.reduce.threshold_reduce("data", 0.1),
+        "random_k_reduce": boostax.reduce.random_k_reduce("data", 0.1, seed=0),
         "int8_reduce": boostax.int8_reduce("data"),
-        "int16_reduce": boostax.int16_reduce("data"),
-        "sign_reduce": boostax.sign_reduce("data"),
-        "power_sgd_reduce": boostax.power_sgd_reduce("data", rank=1),
-        "partial_average": boostax.partial_average(sgd, "data", 2),
-        "local_updates": boostax.local_updates(sgd, "data", every=2),
+        "int16_reduce": boostax.reduce.int16_reduce("data"),
+        "sign_reduce": boostax.reduce.sign_reduce("data"),
+        "power_sgd_reduce": boostax.reduce.power_sgd_reduce("data", rank=1),
+        "partial_average": boostax.reduce.partial_average(sgd, "data", 2),
+        "local_updates": boostax.reduce.local_updates(sgd, "data", every=2),
         "dim_reduce": boostax.dim_reduce(basis, axis_name="data"),
-        "subspace_params": boostax.subspace_params(sgd, basis, axis_name="data"),
+        "subspace_params": boostax.subspace.subspace_params(sgd, basis, axis_name="data"),
     }
     for name, tx in made.items():
         first, *rest = boostax.explain(tx, PARAMS, axis_sizes={"data": 8}).parts
@@ -716,7 +716,7 @@ def test_the_same_name_twice_is_counted_with_the_first():
 
 
 def test_a_reduction_that_hides_in_another_is_not_taken_for_one_of_its_name():
-    tx = chain(boostax.all_reduce("fast"), boostax.local_updates(sgd, "slow", every=2))
+    tx = chain(boostax.all_reduce("fast"), boostax.reduce.local_updates(sgd, "slow", every=2))
     sizes = {"slow": 2, "fast": 4}
     first, second, *_ = boostax.explain(tx, PARAMS, axis_sizes=sizes).parts
     assert (first.name, first.wire_bytes) == ("all_reduce", 2 * 3 / 4 * 4 * ENTRIES)

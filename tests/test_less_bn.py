@@ -718,7 +718,7 @@ def test_head_under_vmap_and_shard_map(mesh):
     jax.tree.map(lambda a, b: close(a.mean(0), b), rows, expected)
 
     def local(params, x):
-        found = value_and_grad(boostax.local_params(params, "data"), x)
+        found = value_and_grad(boostax.train.local_params(params, "data"), x)
         return jax.lax.pmean(found, "data")
 
     for check in (True, False):

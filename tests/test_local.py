@@ -60,7 +60,9 @@ def trajectory(tx, noise, mode="vmap", pure=False):
             return (params, state), params
 
         state = tx.init(params)
-        (_, state), each = jax.lax.scan(step, (boostax.local_params(params, "data"), state), noise)
+        (_, state), each = jax.lax.scan(
+            step, (boostax.train.local_params(params, "data"), state), noise
+        )
         return each, state
 
     return on_replicas(train, mode, noise)
@@ -151,7 +153,7 @@ CASES = [(2, "vmap"), (3, "checked"), (8, "unchecked")]
 def test_partial_average_is_singas(replicas, mode):
     noise = draw(1, replicas, 7)
     labels = {"a": 0, "b": 2, "c": 1}
-    each, state = trajectory(boostax.partial_average(SGD, "data", labels), noise, mode)
+    each, state = trajectory(boostax.reduce.partial_average(SGD, "data", labels), noise, mode)
     assert_follows(each, noise, rotating([0, 2, 1, 1]))
     assert np.asarray(state.partition).tolist() == [7 % 3] * replicas
     assert not equal_on_all(state.inner_state.local[0].trace["a"])
@@ -159,7 +161,7 @@ def test_partial_average_is_singas(replicas, mode):
 
 def test_every_partition_is_averaged_once_in_a_round():
     noise = draw(2, 8, 8)
-    each, _ = trajectory(boostax.partial_average(SGD, "data", 4), noise, "checked")
+    each, _ = trajectory(boostax.reduce.partial_average(SGD, "data", 4), noise, "checked")
     for t in range(8):
         equal = [equal_on_all(x[:, t]) for x in jax.tree.leaves(each)]
         assert equal == [k == t % 4 for k in range(4)]
@@ -167,7 +169,7 @@ def test_every_partition_is_averaged_once_in_a_round():
 
 def test_one_partition_averages_all_at_every_step():
     noise = draw(3, 3, 4)
-    each, _ = trajectory(boostax.partial_average(SGD, "data", 1), noise)
+    each, _ = trajectory(boostax.reduce.partial_average(SGD, "data", 1), noise)
     assert_follows(each, noise, rotating([0] * 4))
     assert all(map(equal_on_all, jax.tree.leaves(each)))
 
@@ -192,7 +194,7 @@ def test_consecutive_leaves_are_shared_out_evenly():
 @pytest.mark.parametrize(("replicas", "mode"), CASES)
 def test_local_updates_are_diloco(replicas, mode):
     noise = draw(4, replicas, 10)
-    each, state = trajectory(boostax.local_updates(SGD, "data", 4, NESTEROV), noise, mode)
+    each, state = trajectory(boostax.reduce.local_updates(SGD, "data", 4, NESTEROV), noise, mode)
     assert_follows(each, noise, diloco(4))
     for t in range(10):
         assert all(equal_on_all(x[:, t]) == (t in (3, 7)) for x in jax.tree.leaves(each))
@@ -203,14 +205,14 @@ def test_local_updates_are_diloco(replicas, mode):
 
 def test_local_sgd_averages_params_by_default():
     noise = draw(5, 3, 6)
-    each, _ = trajectory(boostax.local_updates(SGD, "data", 3), noise)
+    each, _ = trajectory(boostax.reduce.local_updates(SGD, "data", 3), noise)
     assert_follows(each, noise, diloco(3, rate=1.0, momentum=0.0))
 
 
 @pytest.mark.parametrize("replicas", [1, 8])
 def test_meeting_at_every_step_is_data_parallel_sgd(replicas):
     noise = draw(6, replicas, 5)
-    each, _ = trajectory(boostax.local_updates(optax.sgd(RATE), "data", 1), noise)
+    each, _ = trajectory(boostax.reduce.local_updates(optax.sgd(RATE), "data", 1), noise)
     plain = optax.chain(boostax.all_reduce("data"), optax.sgd(RATE))
     expected, _ = trajectory(plain, noise)
     for a, b in zip(jax.tree.leaves(each), jax.tree.leaves(expected), strict=True):
@@ -220,8 +222,8 @@ def test_meeting_at_every_step_is_data_parallel_sgd(replicas):
 @pytest.mark.parametrize(
     "make",
     [
-        lambda: boostax.partial_average(SGD, "data", 2),
-        lambda: boostax.local_updates(SGD, "data", 3, NESTEROV),
+        lambda: boostax.reduce.partial_average(SGD, "data", 2),
+        lambda: boostax.reduce.local_updates(SGD, "data", 3, NESTEROV),
     ],
 )
 def test_pure_updates_lead_there_up_to_a_rounding(make):
@@ -234,7 +236,7 @@ def test_pure_updates_lead_there_up_to_a_rounding(make):
 
 def test_another_reduction_may_make_the_outer_gradient():
     noise = draw(8, 2, 2)
-    adasum = boostax.local_updates(SGD, "data", 2, reduction=boostax.adasum("data"))
+    adasum = boostax.reduce.local_updates(SGD, "data", 2, reduction=boostax.adasum("data"))
     each, state = trajectory(adasum, noise, "checked")
     assert all(equal_on_all(x[:, 1]) for x in jax.tree.leaves(each))
     assert 1 <= float(boostax.metrics(state)["orthogonality"][0]) <= 2
@@ -248,7 +250,7 @@ class Loop:
 
     def __init__(self, tx, mesh, params):
         self.traces = 0
-        self.specs = (P("data"), boostax.state_specs(tx, params, "data"))
+        self.specs = (P("data"), boostax.states.state_specs(tx, params, "data"))
         self.place = lambda tree: jax.device_put(
             tree,
             tuple(
@@ -259,17 +261,17 @@ class Loop:
 
         def step(own, opt_state, noise):
             self.traces += 1
-            own, opt_state = boostax.enter_replica((own, opt_state))
+            own, opt_state = boostax.states.enter_replica((own, opt_state))
             g = gradient(own.local, jax.tree.map(lambda x: x[0], noise))
             local, opt_state = boostax.apply_gradients(drawn(tx), g, opt_state, own.local)
-            return boostax.leave_replica((boostax.PerReplica(local), opt_state))
+            return boostax.states.leave_replica((boostax.PerReplica(local), opt_state))
 
         mapped = jax.shard_map(
             step, mesh=mesh, in_specs=(*self.specs, P("data")), out_specs=self.specs
         )
         self.step = jax.jit(mapped, donate_argnums=(0, 1))
         both = lambda p: (boostax.PerReplica(p), tx.init(p))  # noqa: E731
-        stacked = jax.jit(lambda p: boostax.stack_replicas(both(p), mesh.shape["data"]))
+        stacked = jax.jit(lambda p: boostax.states.stack_replicas(both(p), mesh.shape["data"]))
         self.state = self.place(stacked(params))
 
     def run(self, noise):
@@ -283,8 +285,8 @@ def same(left, right):
 
 
 WRAPPED = {
-    "partial": lambda: boostax.partial_average(optax.adam(0.1), "data", 3),
-    "local": lambda: boostax.local_updates(optax.adam(0.1), "data", 2, NESTEROV),
+    "partial": lambda: boostax.reduce.partial_average(optax.adam(0.1), "data", 3),
+    "local": lambda: boostax.reduce.local_updates(optax.adam(0.1), "data", 2, NESTEROV),
 }
 
 
@@ -352,7 +354,7 @@ def test_flush_lets_the_replicas_meet(kind):
     replicas = 8
 
     def train(params, noise):
-        own, state = boostax.local_params(params, "data"), tx.init(params)
+        own, state = boostax.train.local_params(params, "data"), tx.init(params)
         own, state = boostax.apply_gradients(drawn(tx), gradient(own, noise), state, own)
         return own, boostax.flush(tx, state, own)
 
@@ -372,19 +374,19 @@ def test_flush_lets_the_replicas_meet(kind):
 
 def sent_by_branch(tx, params):
     """For every cond with a collective in it: bytes sent in each branch; and those outside."""
-    specs = boostax.state_specs(tx, params, "data")
+    specs = boostax.states.state_specs(tx, params, "data")
 
     def step(own, opt_state, grads):
-        own, opt_state, grads = boostax.enter_replica((own, opt_state, grads))
+        own, opt_state, grads = boostax.states.enter_replica((own, opt_state, grads))
         local, opt_state = boostax.apply_gradients(tx, grads.local, opt_state, own.local)
-        return boostax.leave_replica((boostax.PerReplica(local), opt_state))
+        return boostax.states.leave_replica((boostax.PerReplica(local), opt_state))
 
     own = P("data")
     mapped = jax.shard_map(
         step, mesh=mesh_of(8), in_specs=(own, specs, own), out_specs=(own, specs)
     )
-    each = boostax.stack_replicas(boostax.PerReplica(params), 8)
-    jaxpr = jax.make_jaxpr(mapped)(each, boostax.stack_replicas(tx.init(params), 8), each)
+    each = boostax.states.stack_replicas(boostax.PerReplica(params), 8)
+    jaxpr = jax.make_jaxpr(mapped)(each, boostax.states.stack_replicas(tx.init(params), 8), each)
     found = costs.collectives(jaxpr)
     conds = [eqn for eqn in equations(jaxpr.jaxpr) if eqn.primitive.name == "cond"]
     branches = [
@@ -404,17 +406,19 @@ def equations(jaxpr):
 def test_a_step_sends_one_partition():
     """The False branch of each holds, and exactly one is True."""
     params = [jnp.zeros(100), jnp.zeros(300), jnp.zeros(200), jnp.zeros(200)]
-    branches, always = sent_by_branch(boostax.partial_average(optax.adam(0.1), "data", 2), params)
+    branches, always = sent_by_branch(
+        boostax.reduce.partial_average(optax.adam(0.1), "data", 2), params
+    )
     assert branches == [(0, 4 * 400), (0, 4 * 400)] and always == 0
     half = jax.tree.map(lambda p: p.astype(jnp.bfloat16), params)
-    branches, _ = sent_by_branch(boostax.partial_average(SGD, "data", [0, 1, 2, 3]), half)
+    branches, _ = sent_by_branch(boostax.reduce.partial_average(SGD, "data", [0, 1, 2, 3]), half)
     assert branches == [(0, 4 * size) for size in (100, 300, 200, 200)]
 
 
 def test_nothing_is_sent_between_meetings():
     params = {"w": jnp.zeros((20, 10)), "b": jnp.zeros(10)}
     branches, always = sent_by_branch(
-        boostax.local_updates(optax.adam(0.1), "data", 4, NESTEROV), params
+        boostax.reduce.local_updates(optax.adam(0.1), "data", 4, NESTEROV), params
     )
     assert branches == [(0, 4 * 210)] and always == 0
 
@@ -453,7 +457,7 @@ def test_trees_and_dtypes(kind, dtype):
 
 def test_float64_stays():
     with jax.enable_x64(True):
-        tx = boostax.local_updates(optax.sgd(1.0), "data", 1)
+        tx = boostax.reduce.local_updates(optax.sgd(1.0), "data", 1)
         step = lambda g: boostax.apply_gradients(tx, g, tx.init(g), jnp.zeros_like(g))[0]  # noqa: E731
         tx_of_zero = jax.vmap(step, axis_name="data")(jnp.asarray([1.0, 2.0]) / 3)
         assert tx_of_zero.dtype == jnp.float64
@@ -470,11 +474,13 @@ def test_init_shares_no_buffer(kind):
 def test_optax_wrappers():
     """Pure updates, so equal up to a rounding, in the leaves that are not masked."""
     noise, seen = draw(18, 2, 4), {"a": True, "b": True, "c": False}
-    injected = optax.inject_hyperparams(boostax.local_updates, ("inner", "axis_name", "every"))
+    injected = optax.inject_hyperparams(
+        boostax.reduce.local_updates, ("inner", "axis_name", "every")
+    )
     for tx, met in (
-        (optax.chain(optax.clip(1.0), boostax.local_updates(SGD, "data", 2)), 3),
-        (optax.masked(boostax.local_updates(SGD, "data", 2), seen), 3),
-        (optax.masked(boostax.partial_average(SGD, "data", 2), seen), 2),
+        (optax.chain(optax.clip(1.0), boostax.reduce.local_updates(SGD, "data", 2)), 3),
+        (optax.masked(boostax.reduce.local_updates(SGD, "data", 2), seen), 3),
+        (optax.masked(boostax.reduce.partial_average(SGD, "data", 2), seen), 2),
         (injected(SGD, "data", 2), 3),
     ):
         each, _ = trajectory(tx, noise, "checked", pure=True)
@@ -483,9 +489,9 @@ def test_optax_wrappers():
 
 
 def test_metrics():
-    state = boostax.local_updates(SGD, "data", 4).init(start())
+    state = boostax.reduce.local_updates(SGD, "data", 4).init(start())
     assert {k: int(v) for k, v in boostax.metrics(state).items()} == {"since_sync": 0, "syncs": 0}
-    state = boostax.partial_average(SGD, "data", 4).init(start())
+    state = boostax.reduce.partial_average(SGD, "data", 4).init(start())
     assert {k: int(v) for k, v in boostax.metrics(state).items()} == {"partition": 0}
 
 
@@ -497,7 +503,10 @@ def test_extra_arguments_reach_the_inner_optimizer():
         return updates, state
 
     spy = optax.GradientTransformationExtraArgs(optax.init_empty_state, update)
-    for tx in (boostax.partial_average(spy, "data", 1), boostax.local_updates(spy, "data", 1)):
+    for tx in (
+        boostax.reduce.partial_average(spy, "data", 1),
+        boostax.reduce.local_updates(spy, "data", 1),
+    ):
         update_all = jax.vmap(
             lambda g, tx=tx: tx.update(g, tx.init(g), g, marker=7)[0], axis_name="data"
         )
@@ -511,43 +520,48 @@ def test_extra_arguments_reach_the_inner_optimizer():
 @pytest.mark.parametrize(
     ("make", "part"),
     [
-        (lambda: boostax.partial_average(3.0, "data", 1), "partial_average: inner"),
-        (lambda: boostax.partial_average(SGD, None, 1), "partial_average: axis_name"),
-        (lambda: boostax.partial_average(SGD, "data", 0), "partial_average: partitions"),
-        (lambda: boostax.partial_average(SGD, "data", "two"), "partial_average: partitions"),
-        (lambda: boostax.partial_average(SGD, "data", None), "partial_average: partitions"),
-        (lambda: boostax.partial_average(SGD, "data", {"a": 0, "b": 2}), "without a gap"),
-        (lambda: boostax.partial_average(SGD, "data", {"a": 0, "b": 1.0}), "without a gap"),
+        (lambda: boostax.reduce.partial_average(3.0, "data", 1), "partial_average: inner"),
+        (lambda: boostax.reduce.partial_average(SGD, None, 1), "partial_average: axis_name"),
+        (lambda: boostax.reduce.partial_average(SGD, "data", 0), "partial_average: partitions"),
+        (lambda: boostax.reduce.partial_average(SGD, "data", "two"), "partial_average: partitions"),
+        (lambda: boostax.reduce.partial_average(SGD, "data", None), "partial_average: partitions"),
+        (lambda: boostax.reduce.partial_average(SGD, "data", {"a": 0, "b": 2}), "without a gap"),
+        (lambda: boostax.reduce.partial_average(SGD, "data", {"a": 0, "b": 1.0}), "without a gap"),
         (
-            lambda: boostax.partial_average(SGD, "data", 5).init(start()),
+            lambda: boostax.reduce.partial_average(SGD, "data", 5).init(start()),
             "number of param leaves, 4",
         ),
         (
-            lambda: boostax.partial_average(SGD, "data", {"a": 0, "x": 1}).init(start()),
+            lambda: boostax.reduce.partial_average(SGD, "data", {"a": 0, "x": 1}).init(start()),
             "a prefix of one",
         ),
-        (lambda: boostax.local_updates(3.0, "data", 1), "local_updates: inner"),
-        (lambda: boostax.local_updates(SGD, "data", 0), "local_updates: every"),
-        (lambda: boostax.local_updates(SGD, "data", 2.5), "local_updates: every"),
-        (lambda: boostax.local_updates(SGD, "data", 1, 0.7), "local_updates: outer"),
+        (lambda: boostax.reduce.local_updates(3.0, "data", 1), "local_updates: inner"),
+        (lambda: boostax.reduce.local_updates(SGD, "data", 0), "local_updates: every"),
+        (lambda: boostax.reduce.local_updates(SGD, "data", 2.5), "local_updates: every"),
+        (lambda: boostax.reduce.local_updates(SGD, "data", 1, 0.7), "local_updates: outer"),
         (
-            lambda: boostax.local_updates(SGD, "data", 1, reduction="mean"),
+            lambda: boostax.reduce.local_updates(SGD, "data", 1, reduction="mean"),
             "local_updates: reduction",
         ),
-        (lambda: boostax.local_updates(boostax.accumulate(SGD, 2), "data", 1), "gate outside"),
         (
-            lambda: boostax.local_updates(optax.chain(boostax.accumulate(SGD, 2)), "data", 1).init(
-                start()
+            lambda: boostax.reduce.local_updates(boostax.accumulate(SGD, 2), "data", 1),
+            "gate outside",
+        ),
+        (
+            lambda: boostax.reduce.local_updates(
+                optax.chain(boostax.accumulate(SGD, 2)), "data", 1
+            ).init(start()),
+            "gate outside",
+        ),
+        (
+            lambda: boostax.reduce.partial_average(
+                boostax.reduce.local_updates(SGD, "data", 1), "data", 1
             ),
             "gate outside",
         ),
         (
-            lambda: boostax.partial_average(boostax.local_updates(SGD, "data", 1), "data", 1),
-            "gate outside",
-        ),
-        (
-            lambda: boostax.local_updates(SGD, "data", 1).update(
-                start(), boostax.local_updates(SGD, "data", 1).init(start()), start()
+            lambda: boostax.reduce.local_updates(SGD, "data", 1).update(
+                start(), boostax.reduce.local_updates(SGD, "data", 1).init(start()), start()
             ),
             "which is not bound here",
         ),
@@ -578,7 +592,7 @@ def test_reduced_gradients_missing_params_and_own_params_are_refused(mesh, kind)
     reduced = mapped(lambda p, x: tx.update(jax.grad(loss)(p, x), tx.init(p), p)[0])
     with pytest.raises(ValueError, match="local_params"):
         reduced()
-    local = lambda p: boostax.local_params(p, "data")  # noqa: E731
+    local = lambda p: boostax.train.local_params(p, "data")  # noqa: E731
     no_params = mapped(lambda p, x: tx.update(jax.grad(loss)(local(p), x), tx.init(p))[0])
     with pytest.raises(ValueError, match="params must be given"):
         no_params()

@@ -151,7 +151,7 @@ def test_a_skipped_step_never_happened(overflow):
             now, state = params, tx.init(params)
             for t in given_steps:
                 now, state = one_step(now, state, grads[t], overflow[t])
-            scaler = state if isinstance(state, boostax.LossScaleState) else state[0]
+            scaler = state if isinstance(state, boostax.states.LossScaleState) else state[0]
             runs.append((now, scaler.inner_state))
         jax.tree.map(np.testing.assert_array_equal, *runs)
 
@@ -164,7 +164,7 @@ def skipping():
     tx = boostax.dynamic_loss_scale(inner, growth_interval=2)
 
     def step(tx, params, state, grads, bad):
-        scale = boostax.loss_scale(state)
+        scale = boostax.precision.loss_scale(state)
         grads = jax.tree.map(lambda g: jnp.where(bad, jnp.nan, g * scale), grads)
         return boostax.apply_gradients(drawn(tx), grads, state, params)
 
@@ -178,7 +178,7 @@ def test_static_scale_stays_and_skips_only_when_asked(skip):
     for grads, expected in ((64.0, -0.5), (math.inf, -0.5 if skip else -math.inf)):
         params, state = boostax.apply_gradients(tx, jnp.float32(grads), state, params)
         assert float(params) == expected
-        assert float(boostax.loss_scale(state)) == 128.0
+        assert float(boostax.precision.loss_scale(state)) == 128.0
     told = boostax.metrics(state)
     assert (int(told["skipped_steps"]), bool(told["last_finite"])) == (skip, not skip)
     assert ("cond" in str(jax.make_jaxpr(drawn(tx).update)(params, state, params))) == skip
@@ -253,7 +253,7 @@ def test_scaler_operations_equal_mindspore_where_it_keeps_f32(golden, dtype):
     arrays = np.load(golden / "loss_scaler_ops.npz")
     x = jnp.asarray(arrays["x"], dtype)
     state = boostax.static_loss_scale(optax.sgd(0.1), 1024.0).init(x)
-    scaled = np.array([boostax.scale_loss(value, state) for value in x])
+    scaled = np.array([boostax.precision.scale_loss(value, state) for value in x])
     np.testing.assert_array_equal(scaled, np.asarray(x, np.float32) * 1024)
     np.testing.assert_array_equal(unscaled(x, 1024.0), np.asarray(x, np.float32) / 1024)
     if dtype == jnp.float32:
@@ -268,7 +268,10 @@ def test_scaler_operations_equal_mindspore_where_it_keeps_f32(golden, dtype):
 def test_all_finite_equals_mindspore(golden):
     arrays = np.load(golden / "loss_scaler_ops.npz")
     for row, expected in zip(arrays["all_finite_inputs"], arrays["all_finite"], strict=True):
-        assert bool(boostax.all_finite([jnp.asarray(row[0]), jnp.asarray(row[1])])) == expected
+        assert (
+            bool(boostax.precision.all_finite([jnp.asarray(row[0]), jnp.asarray(row[1])]))
+            == expected
+        )
 
 
 @pytest.mark.parametrize(
@@ -289,13 +292,13 @@ def test_all_finite_equals_mindspore(golden):
     ids=str,
 )
 def test_all_finite_of_any_tree(tree, finite):
-    result = jax.jit(lambda: boostax.all_finite(tree))()
+    result = jax.jit(lambda: boostax.precision.all_finite(tree))()
     assert (result.shape, result.dtype, bool(result)) == ((), jnp.bool_, finite)
 
 
 def test_all_finite_agrees_over_an_axis():
     x = jnp.ones((4, 3)).at[2, 1].set(jnp.nan)
-    local = jax.vmap(boostax.all_finite)(x)
-    agreed = jax.vmap(lambda row: boostax.all_finite(row, "i"), axis_name="i")(x)
+    local = jax.vmap(boostax.precision.all_finite)(x)
+    agreed = jax.vmap(lambda row: boostax.precision.all_finite(row, "i"), axis_name="i")(x)
     assert local.tolist() == [True, True, False, True]
     assert agreed.tolist() == [False] * 4

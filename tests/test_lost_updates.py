@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec as P
 import boostax
 from boostax.testing import LAWS, Case, drawn, laws_for
 
-CASE = Case("count_lost_updates", lambda inner, axis: boostax.count_lost_updates(inner))
+CASE = Case("count_lost_updates", lambda inner, axis: boostax.precision.count_lost_updates(inner))
 RNG = np.random.default_rng(0)
 LOW = {
     "a": jnp.asarray(RNG.normal(size=(64, 16)), jnp.bfloat16),
@@ -46,7 +46,7 @@ def plain(tx, params=LOW, grads=GRADS, state=None, steps=1):
 
 
 def test_the_share_is_that_of_numpy_and_steps_are_those_of_the_bare_optimizer():
-    tx = boostax.count_lost_updates(optax.sgd(0.1))
+    tx = boostax.precision.count_lost_updates(optax.sgd(0.1))
     assert float(boostax.metrics(tx.init(LOW))["lost_updates"]) == 0
     params, state = plain(tx)
     expected = reference(LOW, GRADS, 0.1)
@@ -56,7 +56,9 @@ def test_the_share_is_that_of_numpy_and_steps_are_those_of_the_bare_optimizer():
     _, state = plain(tx, params, GRADS, state)
     np.testing.assert_allclose(boostax.metrics(state)["lost_updates"], expected, rtol=1e-6)
 
-    wrapped, _ = plain(boostax.dynamic_loss_scale(boostax.count_lost_updates(ADAM)), steps=3)
+    wrapped, _ = plain(
+        boostax.dynamic_loss_scale(boostax.precision.count_lost_updates(ADAM)), steps=3
+    )
     bare, _ = plain(boostax.dynamic_loss_scale(ADAM), steps=3)
     jax.tree.map(np.testing.assert_array_equal, wrapped, bare)
 
@@ -65,7 +67,7 @@ ADAM = optax.adamw(1e-2)
 
 
 def test_updates_of_nothing_are_none_that_are_lost_and_a_skipped_step_counts_nothing():
-    tx = boostax.static_loss_scale(boostax.count_lost_updates(optax.sgd(0.1)), 1.0)
+    tx = boostax.static_loss_scale(boostax.precision.count_lost_updates(optax.sgd(0.1)), 1.0)
     params, state = plain(tx)
     before = boostax.metrics(state)["lost_updates"]
     ruined = GRADS | {"c": jnp.full(8, jnp.nan)}
@@ -78,7 +80,7 @@ def test_updates_of_nothing_are_none_that_are_lost_and_a_skipped_step_counts_not
 def test_f32_params_cost_nothing():
     wide = jax.tree.map(lambda x: x.astype(jnp.float32), LOW)
     texts = []
-    for tx in (optax.identity(), boostax.count_lost_updates(optax.identity())):
+    for tx in (optax.identity(), boostax.precision.count_lost_updates(optax.identity())):
         state = tx.init(wide)
 
         def call(grads, params, tx=tx, state=state):
@@ -97,7 +99,9 @@ def test_replicas_and_shards_count_as_one(form):
         pairs = zip(params.values(), GRADS.values(), strict=True)
         return x.mean() * sum(jnp.vdot(p.astype(jnp.float32), g) for p, g in pairs)
 
-    counted = boostax.count_lost_updates(optax.chain(boostax.all_reduce("data"), optax.sgd(0.1)))
+    counted = boostax.precision.count_lost_updates(
+        optax.chain(boostax.all_reduce("data"), optax.sgd(0.1))
+    )
     specs = {"a": P("data"), "b": P(), "c": P()} if form == "sharded" else None
     how = {"param_specs": specs, "shard_optimizer": form == "zero"}
     step = boostax.make_train_step(loss, counted, mesh=mesh, axis_name="data", **how)
@@ -113,8 +117,8 @@ def test_contract(law):
 
 def test_gates_inside_and_updates_without_params_are_refused():
     with pytest.raises(ValueError, match=r"count_lost_updates: inner must be .* without gates"):
-        boostax.count_lost_updates(boostax.accumulate(optax.sgd(0.1), 2)).init(LOW)
-    tx = boostax.count_lost_updates(optax.sgd(0.1))
+        boostax.precision.count_lost_updates(boostax.accumulate(optax.sgd(0.1), 2)).init(LOW)
+    tx = boostax.precision.count_lost_updates(optax.sgd(0.1))
     with pytest.raises(ValueError, match="count_lost_updates: params must be given"):
         tx.update(GRADS, tx.init(LOW))
 
@@ -126,7 +130,7 @@ def test_the_cost_is_what_the_docstring_says(optimizer, traffic, copies):
     """Of 6.3M bf16 params, inside a scaler, in the program compiled for CPU."""
     params = {f"layer{i}": jax.ShapeDtypeStruct((1024, 1024), jnp.bfloat16) for i in range(6)}
     moved, held = [], []
-    for inner in (optimizer, boostax.count_lost_updates(optimizer)):
+    for inner in (optimizer, boostax.precision.count_lost_updates(optimizer)):
         tx = boostax.dynamic_loss_scale(inner)
         step = jax.jit(functools.partial(boostax.apply_gradients, drawn(tx)), donate_argnums=(1, 2))
         given = params, jax.eval_shape(tx.init, params), params

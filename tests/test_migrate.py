@@ -32,7 +32,7 @@ def trained(tx, steps=3):
     params = make_params()
     state = tx.init(params)
     for step in range(steps):
-        grads = grads_of(params, step, boostax.loss_scale(state))
+        grads = grads_of(params, step, boostax.precision.loss_scale(state))
         params, state = boostax.apply_gradients(tx, grads, state, params)
     return params, state
 
@@ -76,7 +76,7 @@ freeze = functools.partial(boostax.scheduled_freeze, groups={"a": 0, "b": {"w": 
 clip = lambda: optax.clip_by_global_norm(1.0)  # noqa: E731
 scaled = functools.partial(boostax.dynamic_loss_scale, init_scale=8.0)
 window = lambda tx, every=2: boostax.accumulate(tx, every)  # noqa: E731
-record = functools.partial(boostax.record_trajectory, 3)
+record = functools.partial(boostax.subspace.record_trajectory, 3)
 
 # Old and new transformation, and the new state by hand from the old one and a fresh one.
 CHANGES = {
@@ -200,7 +200,7 @@ def test_a_saved_state_goes_on_after_a_change_of_the_chain(change, tmp_path):
     expected = assemble(state, new_tx.init(params))
     assert_same(migrated, expected)
     assert not buffers(migrated) & buffers((old, params))
-    grads = grads_of(params, 9, boostax.loss_scale(expected))
+    grads = grads_of(params, 9, boostax.precision.loss_scale(expected))
     wanted = boostax.apply_gradients(drawn(new_tx), grads, expected, params)
     step = jax.jit(functools.partial(boostax.apply_gradients, drawn(new_tx)), donate_argnums=(1,))
     again = boostax.apply_gradients(drawn(new_tx), grads, migrated, params)
@@ -237,7 +237,7 @@ def test_multi_steps_becomes_accumulate(steps):
     new_tx = boostax.accumulate(ADAM(), 4)
     state, report = migrate_state(old, new_tx, params)
     assert int(state.micro_step) == steps % 4 and int(state.optimizer_steps) == steps // 4
-    assert bool(boostax.has_updated(state)) == (steps == 4)
+    assert bool(boostax.train.has_updated(state)) == (steps == 4)
     expected = jax.tree.map(lambda x: x * old.mini_step, old.acc_grads)
     assert_same(state.window.grads, expected)
     assert_same(state.inner_state, old.inner_opt_state)
@@ -347,8 +347,8 @@ def test_an_open_window_goes_on_in_another_precision():
 
 
 def test_a_trajectory_of_another_size_begins_anew():
-    params, old = trained(boostax.record_trajectory(3))
-    state, report = migrate_state(old, boostax.record_trajectory(4), params)
+    params, old = trained(boostax.subspace.record_trajectory(3))
+    state, report = migrate_state(old, boostax.subspace.record_trajectory(4), params)
     assert (int(state.steps), int(state.recorded)) == (3, 0)
     assert report.anew == ("TrajectoryState recorded, snapshots, gram: the root",)
 
@@ -460,9 +460,9 @@ def test_residuals_of_a_train_state_are_kept_per_replica(mesh):
 
 def test_shared_moments_become_those_of_each_replica_and_not_the_other_way():
     params, old = trained(ADAM())
-    new_tx = boostax.adasum_delta(ADAM(), "data")
+    new_tx = boostax.reduce.adasum_delta(ADAM(), "data")
     state, _ = migrate_state(old, new_tx, params, replicas=4)
-    assert_same(state.inner_state, boostax.stack_replicas(boostax.PerReplica(old), 4))
+    assert_same(state.inner_state, boostax.states.stack_replicas(boostax.PerReplica(old), 4))
     back, report = migrate_state(state, ADAM(), params)
     assert_same(back, ADAM().init(params))
     assert report.dropped
@@ -474,10 +474,10 @@ def test_shared_moments_become_those_of_each_replica_and_not_the_other_way():
 
 def test_params_of_each_replica_give_the_number_of_replicas():
     params, old = trained(ADAM())
-    tx = boostax.local_updates(ADAM(), "data", every=2)
+    tx = boostax.reduce.local_updates(ADAM(), "data", every=2)
     own = boostax.PerReplica(jax.tree.map(lambda p: jnp.stack([p] * 3), params))
     state, _ = migrate_state(old, tx, own)
-    assert_same(state.inner_state, boostax.stack_replicas(boostax.PerReplica(old), 3))
+    assert_same(state.inner_state, boostax.states.stack_replicas(boostax.PerReplica(old), 3))
 
 
 def test_placement_and_keys_follow_the_new_state():
@@ -495,12 +495,12 @@ def test_placement_and_keys_follow_the_new_state():
 
 
 UNCHANGED = {
-    "group scale": lambda: boostax.group_loss_scale(ADAM(), {"a": 0, "b": 1}),
-    "power_sgd": lambda: optax.chain(boostax.power_sgd_reduce("data", rank=1), ADAM()),
+    "group scale": lambda: boostax.precision.group_loss_scale(ADAM(), {"a": 0, "b": 1}),
+    "power_sgd": lambda: optax.chain(boostax.reduce.power_sgd_reduce("data", rank=1), ADAM()),
     "int8": lambda: optax.chain(boostax.int8_reduce("data"), ADAM()),
-    "partial": lambda: boostax.partial_average(ADAM(), "data", 2),
+    "partial": lambda: boostax.reduce.partial_average(ADAM(), "data", 2),
     "weighted": lambda: boostax.accumulate(ADAM(), 3, axis_name="data", normalize="weight"),
-    "dim_reduce": lambda: boostax.dim_reduce(boostax.random_basis(make_params(), 2)),
+    "dim_reduce": lambda: boostax.dim_reduce(boostax.subspace.random_basis(make_params(), 2)),
     "per group": lambda: freeze(ADAM(), schedule=[0, 1], moments="per_group"),
     "factored": lambda: optax.adafactor(1e-2),
     "lbfgs": optax.lbfgs,
@@ -513,7 +513,7 @@ def test_the_same_chain_keeps_everything(name, replicas):
     tx, params = UNCHANGED[name](), make_params()
     old = jax.tree.map(jnp.ones_like, tx.init(params))
     if replicas:
-        old = boostax.stack_replicas(old, replicas)
+        old = boostax.states.stack_replicas(old, replicas)
     state, report = migrate_state(old, tx, params)
     assert_same(state, old)
     assert report.anew == report.dropped == ()

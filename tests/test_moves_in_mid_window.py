@@ -172,13 +172,13 @@ def test_a_step_refuses_a_state_of_other_replicas(counts, options):
 def test_a_loop_by_hand_refuses_a_state_of_other_replicas():
     tx, params = window(reduced()), initial()
     mesh, spec = mesh_of(2), jax.sharding.PartitionSpec
-    specs = boostax.state_specs(tx, params, AXIS)
+    specs = boostax.states.state_specs(tx, params, AXIS)
 
     def local_step(params, state, given):
-        state = boostax.enter_replica(state)
+        state = boostax.states.enter_replica(state)
         _, grads = boostax.value_and_grad(mean_loss, axis_name=AXIS)(params, state, given)
         params, state = boostax.apply_gradients(tx, grads, state, params)
-        return params, boostax.leave_replica(state)
+        return params, boostax.states.leave_replica(state)
 
     step = jax.jit(
         jax.shard_map(
@@ -188,7 +188,7 @@ def test_a_loop_by_hand_refuses_a_state_of_other_replicas():
             out_specs=(spec(), specs),
         )
     )
-    state = boostax.stack_replicas(tx.init(params), 4)
+    state = boostax.states.stack_replicas(tx.init(params), 4)
     with pytest.raises(ValueError, match=r"enter_replica: state .* of 1 .* got shape \(2,.*resha"):
         step(params, state, batch(0))
     params, state = step(params, boostax.reshard_state(state, 2), batch(0))
@@ -362,7 +362,7 @@ def test_a_window_out_of_the_range_of_its_new_precision_is_refused():
 
 
 def by_groups(**options):
-    return functools.partial(boostax.group_loss_scale, labels={"w": 0, "b": 1}, **options)
+    return functools.partial(boostax.precision.group_loss_scale, labels={"w": 0, "b": 1}, **options)
 
 
 def test_scales_by_group_convert_where_they_are_one_and_are_refused_otherwise():
@@ -418,7 +418,7 @@ def test_residuals_outside_of_a_scaler_are_converted():
     scale = functools.partial(boostax.static_loss_scale, scale=8.0)
     codec = boostax.top_k_reduce(AXIS, 0.5)
     old_tx, new_tx = optax.chain(codec, scale(optimizer())), scale(optax.chain(codec, optimizer()))
-    old = boostax.stack_replicas(jax.tree.map(jnp.ones_like, old_tx.init(initial())), 2)
+    old = boostax.states.stack_replicas(jax.tree.map(jnp.ones_like, old_tx.init(initial())), 2)
     old = (old[0], old[1]._replace(scale=jnp.float32(8.0)))
     moved, _ = boostax.migrate_state(old, new_tx, initial())
     assert moved.inner_state[0].residual.local["w"].tolist() == [[0.125] * 3] * 2
@@ -466,7 +466,7 @@ KEPT = {
     "residual and momentum": lambda: optax.chain(
         boostax.top_k_reduce(AXIS, 0.5, momentum=0.9), optimizer()
     ),
-    "moment": lambda: boostax.adasum_delta(optimizer(), AXIS),
+    "moment": lambda: boostax.reduce.adasum_delta(optimizer(), AXIS),
 }
 FORGOTTEN = {"stack": (0, True), "stack and enter": (0, False), "enter": (2, False)}
 
@@ -476,10 +476,10 @@ FORGOTTEN = {"stack": (0, True), "stack and enter": (0, False), "enter": (2, Fal
 def test_a_forgotten_dimension_of_replicas_does_not_broadcast(kind, forgotten):
     """Its first dimension is the number of replicas: such params look like a state of them."""
     tx, params, (stacked, enters) = KEPT[kind](), {"w": jnp.ones((2, 3))}, FORGOTTEN[forgotten]
-    spec, specs = jax.sharding.PartitionSpec, boostax.state_specs(tx, params, AXIS)
+    spec, specs = jax.sharding.PartitionSpec, boostax.states.state_specs(tx, params, AXIS)
 
     def local_step(params, state, grads):
-        state = boostax.enter_replica(state) if enters else state
+        state = boostax.states.enter_replica(state) if enters else state
         return boostax.apply_gradients(tx, grads, state, params)[0]
 
     step = jax.shard_map(
@@ -490,7 +490,7 @@ def test_a_forgotten_dimension_of_replicas_does_not_broadcast(kind, forgotten):
         check_vma=False,
     )
     state = tx.init(params)
-    state = boostax.stack_replicas(state, stacked) if stacked else state
+    state = boostax.states.stack_replicas(state, stacked) if stacked else state
     kept = kind.split()[0]
     message = rf"the {kept} must be shaped \(.*\) at '.*w', got \(.*\)"
     with pytest.raises(ValueError, match=message):

@@ -23,7 +23,9 @@ GRADS = jax.tree.map(jnp.ones_like, PARAMS)
 GATES = {
     "dynamic_loss_scale": lambda: boostax.dynamic_loss_scale(optax.adam(0.1), init_scale=1.0),
     "accumulate": lambda: boostax.accumulate(optax.sgd(0.1), 2),
-    "group_loss_scale": lambda: boostax.group_loss_scale(optax.adam(0.1), {"a": 0, "b": 1}),
+    "group_loss_scale": lambda: boostax.precision.group_loss_scale(
+        optax.adam(0.1), {"a": 0, "b": 1}
+    ),
     "scheduled_freeze": lambda: boostax.scheduled_freeze(optax.adam(0.1), {"a": 0, "b": 1}, [0, 1]),
     "around a window": lambda: boostax.dynamic_loss_scale(boostax.accumulate(optax.sgd(0.1), 2)),
 }
@@ -123,7 +125,7 @@ def test_a_gate_is_an_argument_of_filter_jit():
 
     params, state = PARAMS, tx.init(PARAMS)
     for _ in range(4):
-        grads = jax.tree.map(lambda g, s=state: g * boostax.loss_scale(s), GRADS)
+        grads = jax.tree.map(lambda g, s=state: g * boostax.precision.loss_scale(s), GRADS)
         params, state = step(tx, params, state, grads)
     assert len(traces) == 1
     np.testing.assert_allclose(params["a"], 1.0 - 0.2, rtol=1e-6)
@@ -161,7 +163,7 @@ def test_equinox_modules_are_params_as_they_are(name):
 
     @eqx.filter_value_and_grad
     def scaled(model, state):
-        return boostax.scale_loss(mlp_loss(model, BATCH), state)
+        return boostax.precision.scale_loss(mlp_loss(model, BATCH), state)
 
     @eqx.filter_jit
     def by_update(model, state):
@@ -220,11 +222,13 @@ class Network(nnx.Module):
 def test_groups_of_an_nnx_state_fit_the_arrays_of_its_optimizer(name, boxed):
     model = Network()
     variables = nnx.state(model, nnx.Param)
-    groups = boostax.prefix_groups(variables if boxed else nnx.to_pure_dict(variables), 3)
+    groups = boostax.freeze.prefix_groups(variables if boxed else nnx.to_pure_dict(variables), 3)
     tx = {
-        "group_loss_scale": lambda: boostax.group_loss_scale(optax.sgd(0.1), groups, init_scale=1),
+        "group_loss_scale": lambda: boostax.precision.group_loss_scale(
+            optax.sgd(0.1), groups, init_scale=1
+        ),
         "scheduled_freeze": lambda: boostax.scheduled_freeze(optax.sgd(0.1), groups, 1),
-        "group_signal": lambda: optax.chain(boostax.group_signal(groups), optax.sgd(0.1)),
+        "group_signal": lambda: optax.chain(boostax.freeze.group_signal(groups), optax.sgd(0.1)),
     }[name]()
     before = jax.tree.map(jnp.copy, nnx.to_pure_dict(variables))
     optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)

@@ -214,7 +214,7 @@ def test_a_nan_of_one_shard_is_seen_in_plain_jit():
         x[row, 3] = np.nan
         for spec in (P("data"), P(None, "data"), P()):
             array = jax.device_put(x, NamedSharding(mesh, spec))
-            assert not jax.jit(boostax.all_finite)({"w": array})
+            assert not jax.jit(boostax.precision.all_finite)({"w": array})
 
 
 def test_gradients_that_are_reduced_already_are_refused():
@@ -259,7 +259,7 @@ def test_two_replica_axes():
         (optax.chain(boostax.all_reduce("data"), boostax.all_reduce("slice")), sharded),
         (boostax.adasum("slice", within="data"), sharded),
         (boostax.int8_reduce(names), whole),
-        (boostax.power_sgd_reduce(names, 2), sharded),
+        (boostax.reduce.power_sgd_reduce(names, 2), sharded),
     ):
         window = boostax.accumulate(optax.chain(reduction, optax.adam(1e-2)), 2, axis_name=names)
         tx = boostax.dynamic_loss_scale(window, axis_name=names)

@@ -21,7 +21,7 @@ def skipping_by_hand(inner, axis):
     """Of a bad step it keeps the params, and lets the optimizer have zeros."""
 
     def update(grads, state, params=None, **extra):
-        fine = boostax.all_finite(grads)
+        fine = boostax.precision.all_finite(grads)
         grads = jax.tree.map(lambda g: jnp.where(fine, g, 0), grads)
         updates, state = inner.update(grads, state, params, **extra)
         return jax.tree.map(lambda u: jnp.where(fine, u, 0), updates), state

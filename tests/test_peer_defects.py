@@ -165,7 +165,7 @@ def one_bad_device(mesh):
 
     def run_step(tx):
         def step(params, grads):
-            local = boostax.local_params(params, "data")
+            local = boostax.train.local_params(params, "data")
             result = boostax.apply_gradients(drawn(tx), grads[0], tx.init(local), local)
             return jax.tree.map(lambda x: x[None], result)
 
@@ -216,9 +216,12 @@ def test_the_scale_recovers_from_one_bad_window():
     scaler = boostax.dynamic_loss_scale(optax.sgd(0.0), init_scale=1024.0, growth_interval=3)
     grads = [nan] + [1.0] * 7
     _, peer = run(optax.MultiSteps(scaler, 2).gradient_transformation(), grads)
-    assert float(boostax.loss_scale(peer)) == 64.0
+    assert float(boostax.precision.loss_scale(peer)) == 64.0
     _, state = run(boostax.accumulate(scaler, 2), grads)
-    assert float(boostax.loss_scale(state)) == 1024.0 and int(state.inner_state.backoffs) == 1
+    assert (
+        float(boostax.precision.loss_scale(state)) == 1024.0
+        and int(state.inner_state.backoffs) == 1
+    )
 
 
 def test_extra_arguments_pass_through_a_chain():

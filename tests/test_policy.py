@@ -23,11 +23,13 @@ LEVELS = ("O0", "O1", "O2", "O3")
 @pytest.mark.parametrize("low", [f16, bf16])
 def test_policies_by_name(low):
     level = functools.partial(boostax.policy, dtype=low.name)
-    assert level("O0") == boostax.Policy()
-    assert level("O1") == boostax.Policy(f32, low, f32, "all but matmuls")
-    assert level("O2") == boostax.Policy(f32, low, f32, boostax.policy("O2").keep_f32)
-    assert level("O3") == boostax.Policy(low, low, low)
-    assert level(f" output={low.name} , params=bfloat16") == boostax.Policy(bf16, f32, low)
+    assert level("O0") == boostax.precision.Policy()
+    assert level("O1") == boostax.precision.Policy(f32, low, f32, "all but matmuls")
+    assert level("O2") == boostax.precision.Policy(f32, low, f32, boostax.policy("O2").keep_f32)
+    assert level("O3") == boostax.precision.Policy(low, low, low)
+    assert level(f" output={low.name} , params=bfloat16") == boostax.precision.Policy(
+        bf16, f32, low
+    )
 
 
 def test_o2_keeps_norms_and_nothing_else():
@@ -44,7 +46,7 @@ def test_o2_keeps_norms_and_nothing_else():
         (boostax.policy("O1"), f32, f32, f32, f32),
         (boostax.policy("O2"), f16, f32, f16, f32),
         (boostax.policy("O3"), f16, f16, f16, f16),
-        (boostax.Policy(compute_dtype=f16, keep_f32=("kernel$",)), f32, f16, f16, f32),
+        (boostax.precision.Policy(compute_dtype=f16, keep_f32=("kernel$",)), f32, f16, f16, f32),
     ],
 )
 def test_dtypes_inside_a_wrapped_function(rules, kernel, scale, inputs, output):
@@ -295,5 +297,5 @@ def test_flax_training(model, level):
 
 
 def test_a_class_name_keeps_a_flax_layer_in_f32(make):
-    given = make(boostax.Policy(compute_dtype=f16, keep_f32=("^(Dense|Linear)$",)))[-1]
+    given = make(boostax.precision.Policy(compute_dtype=f16, keep_f32=("^(Dense|Linear)$",)))[-1]
     assert given["dense"] == f32 and given["conv"] == f16

@@ -104,7 +104,7 @@ def held_step():
 
 
 def boundaries():
-    return boostax.group_boundaries(loss, {"w": 0})(PARAMS, SQUARE, scales=jnp.ones(1))
+    return boostax.precision.group_boundaries(loss, {"w": 0})(PARAMS, SQUARE, scales=jnp.ones(1))
 
 
 def explained():
@@ -114,9 +114,12 @@ def explained():
 WAYS_IN = [
     ("boostax._core.axes", held_step),
     ("boostax._core.costs", held_step),
-    ("boostax._core.costs", lambda: boostax.break_even(boostax.all_reduce("data"), PARAMS, 2)),
+    (
+        "boostax._core.costs",
+        lambda: boostax.inspect.break_even(boostax.all_reduce("data"), PARAMS, 2),
+    ),
     ("boostax._core.costs", explained),
-    ("boostax.freeze.order", lambda: boostax.forward_order(loss, PARAMS, SQUARE)),
+    ("boostax.freeze.order", lambda: boostax.freeze.forward_order(loss, PARAMS, SQUARE)),
     ("boostax.precision.crossings", boundaries),
     ("boostax.precision.autocast", lambda: boostax.policy("O1").wrap(loss)(PARAMS, SQUARE)),
     (

@@ -22,7 +22,7 @@ def loss(params, x):
 SCALERS = {
     "dynamic": boostax.dynamic_loss_scale,
     "static": lambda tx: boostax.static_loss_scale(tx, 1024.0),
-    "group": lambda tx: boostax.group_loss_scale(tx, GROUPS),
+    "group": lambda tx: boostax.precision.group_loss_scale(tx, GROUPS),
     "in a chain": lambda tx: optax.chain(optax.identity(), boostax.dynamic_loss_scale(tx)),
     "in a window": lambda tx: boostax.accumulate(boostax.dynamic_loss_scale(tx), 1),
 }
@@ -48,7 +48,7 @@ def test_a_scaler_of_a_part_is_refused_before_a_loss_is_multiplied(kind, where):
             r"loss_scale: opt_state must hold one loss scaler that all .*, got one in a \w+State\."
         )
         with pytest.raises(ValueError, match=said):
-            boostax.scale_loss(jnp.float32(1.0), state)
+            boostax.precision.scale_loss(jnp.float32(1.0), state)
         with pytest.raises(ValueError, match=said):
             jax.eval_shape(boostax.value_and_grad(loss), PARAMS, state, jnp.ones(2))
         with pytest.raises(ValueError, match=r"make_train_step: tx .*\. Put \w+_scale around \w+:"):
@@ -69,14 +69,14 @@ def trained(tx, loss=loss):
 @pytest.mark.parametrize("kind", SCALERS)
 def test_the_mended_is_bit_for_bit_as_without_a_scaler(kind, where):
     alone, mended = PARTIAL[where](SGD), SCALERS[kind](PARTIAL[where](SGD))
-    crossing = boostax.group_boundaries(loss, GROUPS) if kind == "group" else loss
+    crossing = boostax.precision.group_boundaries(loss, GROUPS) if kind == "group" else loss
     jax.tree.map(np.testing.assert_array_equal, trained(mended, crossing), trained(alone))
 
 
 def test_leaves_that_nobody_gives_are_no_part():
     """What is frozen around a scaler, or masked for the whole optimizer, has no gradient."""
     tx = boostax.dynamic_loss_scale(SGD)
-    assert float(boostax.loss_scale(tx.init(PARAMS | {"n": optax.MaskedNode()}))) == 2**16
+    assert float(boostax.precision.loss_scale(tx.init(PARAMS | {"n": optax.MaskedNode()}))) == 2**16
     frozen = boostax.scheduled_freeze(tx, {"a": 1, "b": 1, "n": 0}, 1)
     step = boostax.make_train_step(loss, frozen)
     state, _ = step(step.init(PARAMS), jnp.full(2, 0.1))

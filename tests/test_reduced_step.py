@@ -127,7 +127,7 @@ def test_metrics_report_the_orthogonality(mesh):
 
 
 def test_delta_state_is_per_replica_and_carries_on_with_another_replica_count(mesh):
-    tx = boostax.adasum_delta(optax.adam(1e-2), "data")
+    tx = boostax.reduce.adasum_delta(optax.adam(1e-2), "data")
     _, state, _ = train(tx, mesh, "data")
     mu = state.opt_state.inner_state.local[0].mu["w"]
     assert mu.shape == (8, INPUTS, 8) and mu.sharding.spec == P("data")
@@ -162,7 +162,7 @@ def on_four(tx, state, path):
 
 
 def test_a_checkpoint_of_eight_replicas_goes_on_with_four(mesh, tmp_path):
-    tx = boostax.adasum_delta(optax.adam(1e-2), "data")
+    tx = boostax.reduce.adasum_delta(optax.adam(1e-2), "data")
     _, state, _ = train(tx, mesh, "data")
     expected = boostax.reshard_state(jax.device_get(state), 4)
     step, moved = on_four(tx, state, tmp_path)
@@ -214,7 +214,7 @@ def test_specs_of_a_sharded_state():
     params = start() | {"s": jnp.zeros((6, 16)), "t": jnp.zeros((16, 8))}
     given = {"w": P(), "v": P(), "b": P(), "s": P(), "t": P("fsdp")}
     tx = optax.chain(boostax.top_k_reduce("data"), optax.adam(0.1))
-    specs = boostax.state_specs(
+    specs = boostax.states.state_specs(
         tx, params, "data", param_specs=given, replicas=8, shard_optimizer=True
     )
     assert specs[1][0].mu == {
@@ -228,7 +228,7 @@ def test_specs_of_a_sharded_state():
     assert specs[1][0].count == P()
     assert specs[0].residual.local["w"] == P("data")
     with pytest.raises(ValueError, match="replicas must be the size"):
-        boostax.state_specs(optax.adam(0.1), jnp.zeros(16), "data", shard_optimizer=True)
+        boostax.states.state_specs(optax.adam(0.1), jnp.zeros(16), "data", shard_optimizer=True)
 
 
 def test_param_specs_need_a_mesh():
@@ -255,7 +255,9 @@ def test_pmap_trains_like_shard_map(mesh):
 
 
 def test_specs_of_a_per_replica_state():
-    specs = boostax.state_specs(boostax.adasum_delta(optax.adam(1.0), "data"), start(), "data")
+    specs = boostax.states.state_specs(
+        boostax.reduce.adasum_delta(optax.adam(1.0), "data"), start(), "data"
+    )
     assert specs.inner_state.local[0].mu["w"] == P("data")
     assert specs.adasum.orthogonality == P()
 
@@ -280,7 +282,7 @@ def test_residuals_are_per_replica_and_go_on_with_another_replica_count(mesh, tm
 def test_params_of_each_replica_meet_when_they_should(mesh, check_vma):
     """DiLoCo through the train step: apart between meetings, equal after one and after a flush."""
     tx = boostax.accumulate(
-        boostax.local_updates(optax.adam(1e-2), "data", every=2), 2, axis_name="data"
+        boostax.reduce.local_updates(optax.adam(1e-2), "data", every=2), 2, axis_name="data"
     )
     step = boostax.make_train_step(loss_fn, tx, mesh=mesh, axis_name="data", check_vma=check_vma)
     state = step.init(start())
@@ -300,7 +302,7 @@ def test_params_of_each_replica_meet_when_they_should(mesh, check_vma):
 
 
 def test_params_of_each_replica_go_on_with_another_replica_count(mesh, tmp_path):
-    tx = boostax.partial_average(optax.sgd(0.1, momentum=0.9), "data", 2)
+    tx = boostax.reduce.partial_average(optax.sgd(0.1, momentum=0.9), "data", 2)
     _, state, _ = train(tx, mesh, "data", steps=3)
     step, moved = on_four(tx, state, tmp_path)
     for name, value in state.params.local.items():

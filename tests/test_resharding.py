@@ -30,15 +30,15 @@ KINDS = {
         boostax.top_k_reduce(AXIS, 0.1, momentum=0.5), adam()
     ),
     "rounded both ways": lambda: optax.chain(boostax.int8_reduce(AXIS), adam()),
-    "low rank": lambda: optax.chain(boostax.power_sgd_reduce(AXIS, 2), adam()),
-    "signs": lambda: optax.chain(boostax.sign_reduce(AXIS), adam()),
+    "low rank": lambda: optax.chain(boostax.reduce.power_sgd_reduce(AXIS, 2), adam()),
+    "signs": lambda: optax.chain(boostax.reduce.sign_reduce(AXIS), adam()),
     "window": lambda: boostax.accumulate(dense(), 3, axis_name=AXIS),
     "window in a scaler": lambda: boostax.dynamic_loss_scale(
         boostax.accumulate(dense(), 3, axis_name=AXIS), axis_name=AXIS
     ),
-    "moments": lambda: boostax.adasum_delta(adam(), AXIS),
-    "params": lambda: boostax.local_updates(adam(), AXIS, 3),
-    "params by parts": lambda: boostax.partial_average(adam(), AXIS, 2),
+    "moments": lambda: boostax.reduce.adasum_delta(adam(), AXIS),
+    "params": lambda: boostax.reduce.local_updates(adam(), AXIS, 3),
+    "params by parts": lambda: boostax.reduce.partial_average(adam(), AXIS, 2),
     "shared out": dense,
 }
 

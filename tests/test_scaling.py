@@ -181,13 +181,13 @@ def test_shares_are_how_often_the_transformations_send():
         run = jax.vmap(run, axis_name="data", axis_size=2, in_axes=None)
         return jax.tree.map(lead, jax.jit(run)(w))
 
-    met = states(boostax.local_updates(techniques.adam(), "data", 4), 9)
+    met = states(boostax.reduce.local_updates(techniques.adam(), "data", 4), 9)
     assert [state.syncs for state in met] == [0, 0, 0, 0, 1, 1, 1, 1, 2, 2]
-    turns = states(boostax.partial_average(techniques.adam(), "data", 2), 4)
+    turns = states(boostax.reduce.partial_average(techniques.adam(), "data", 2), 4)
     assert [state.partition for state in turns] == [0, 1, 0, 1, 0]
     windows = states(boostax.accumulate(boostax.all_reduce("data"), 4, axis_name="data"), 8)
     assert [state.optimizer_steps for state in windows] == [0, 0, 0, 0, 1, 1, 1, 1, 2]
-    tx = boostax.group_loss_scale(boostax.all_reduce("data"), [0, 1], axis_name="data")
+    tx = boostax.precision.group_loss_scale(boostax.all_reduce("data"), [0, 1], axis_name="data")
     assert [state.until_count for state in states(tx, 3)] == [0, 99, 98, 97]
 
 
@@ -247,7 +247,7 @@ def flat(jaxpr):
 def test_int16_has_as_many_levels_as_the_page_says():
     levels = {row["what"]: row for row in scaling.growing()}
     (found,) = (row["256 replicas"] for what, row in levels.items() if "int16" in what)
-    tx = boostax.int16_reduce("data")
+    tx = boostax.reduce.int16_reduce("data")
     mean = jax.vmap(lambda g: tx.update(g, tx.init(g))[0], axis_name="data", axis_size=256)
     g = jnp.broadcast_to(jnp.array([found, 3.0, 0.4]), (256, 3))
     np.testing.assert_allclose(mean(g)[0], [found, 3.0, 0.0], rtol=1e-6)

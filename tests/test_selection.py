@@ -124,7 +124,7 @@ def test_what_is_not_finite_moves_nothing(bad, share):
 @pytest.mark.parametrize("shape", SHAPED.values(), ids=SHAPED)
 def test_every_element_of_a_large_leaf_has_the_same_chance(shape):
     """Without feedback the mean is right on average, whichever rows are drawn."""
-    tx = boostax.random_k_reduce("data", 0.05, error_feedback=False)
+    tx = boostax.reduce.random_k_reduce("data", 0.05, error_feedback=False)
     ones = jnp.ones(shape)
 
     def draw(state, _):

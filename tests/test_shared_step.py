@@ -50,7 +50,7 @@ def made(tx, share, **options):
 
 
 def rest():
-    return (boostax.clip_by_global_norm(0.3), optax.adamw(1e-2, weight_decay=0.1))
+    return (boostax.model.clip_by_global_norm(0.3), optax.adamw(1e-2, weight_decay=0.1))
 
 
 def mean():
@@ -75,7 +75,7 @@ CHAINS = {
     "top-k": lambda: optax.chain(boostax.top_k_reduce(AXIS, 0.1), *rest()),
     # Without clipping, whose last bit a coarser rounding would make large.
     "int8": lambda: optax.chain(boostax.int8_reduce(AXIS), optax.adamw(1e-2)),
-    "low rank": lambda: optax.chain(boostax.power_sgd_reduce(AXIS, 2), *rest()),
+    "low rank": lambda: optax.chain(boostax.reduce.power_sgd_reduce(AXIS, 2), *rest()),
     "centralized": lambda: optax.chain(mean(), boostax.centralize_gradients(), *rest()),
     "lion": lambda: optax.chain(mean(), optax.lion(1e-3)),
     "momentum": lambda: optax.chain(mean(), optax.sgd(1e-2, momentum=0.9, nesterov=True)),
@@ -85,7 +85,7 @@ CHAINS = {
     ),
     "masked": lambda: optax.chain(
         mean(),
-        boostax.clip_by_global_norm(0.3),
+        boostax.model.clip_by_global_norm(0.3),
         optax.masked(
             optax.add_decayed_weights(0.1), lambda p: jax.tree.map(lambda x: x.ndim > 1, p)
         ),
@@ -106,7 +106,9 @@ CHAINS = {
     "peer window": lambda: optax.chain(mean(), optax.MultiSteps(optax.adam(1e-2), 2)),
     "frozen": lambda: frozen(optax.chain(mean(), optax.adamw(1e-2))),
     "frozen and scaled": lambda: frozen(CHAINS["scaler"]()),
-    "recorded": lambda: optax.chain(boostax.record_trajectory(3), mean(), optax.adam(1e-2)),
+    "recorded": lambda: optax.chain(
+        boostax.subspace.record_trajectory(3), mean(), optax.adam(1e-2)
+    ),
     "half wire": lambda: optax.chain(boostax.all_reduce(AXIS, dtype="bfloat16"), *rest()),
     # What looks across the entries of a leaf, or across leaves.
     "clipped": lambda: optax.chain(mean(), optax.clip_by_global_norm(0.3), optax.adam(1e-2)),
@@ -117,10 +119,12 @@ CHAINS = {
     "muon": lambda: optax.chain(mean(), optax.contrib.muon(1e-2)),
     "factored": lambda: optax.chain(mean(), optax.adafactor(1e-2, min_dim_size_to_factor=8)),
     # What each replica has to itself.
-    "local updates": lambda: boostax.local_updates(optax.adam(1e-2), AXIS, 2),
-    "average of parts": lambda: boostax.partial_average(optax.adam(1e-2), AXIS, 2),
-    "adasum of changes": lambda: boostax.adasum_delta(optax.sgd(0.1), AXIS),
-    "subspace": lambda: boostax.dim_reduce(boostax.random_basis(initial(), 2), axis_name=AXIS),
+    "local updates": lambda: boostax.reduce.local_updates(optax.adam(1e-2), AXIS, 2),
+    "average of parts": lambda: boostax.reduce.partial_average(optax.adam(1e-2), AXIS, 2),
+    "adasum of changes": lambda: boostax.reduce.adasum_delta(optax.sgd(0.1), AXIS),
+    "subspace": lambda: boostax.dim_reduce(
+        boostax.subspace.random_basis(initial(), 2), axis_name=AXIS
+    ),
 }
 SHORT = ("centralized", "scaler around a window", "clipped", "lamb", "muon", "subspace")
 

@@ -521,7 +521,7 @@ def test_states_of_a_reduction_travel_too(mesh):
     """DistOpt has no get_states: what differs per rank is lost when a run of SINGA's stops."""
     optimizer = optax.chain(CASES["sgd all scheduled"][1])
     step = boostax.make_train_step(
-        loss_fn, boostax.adasum_delta(optimizer, "data"), mesh=mesh, axis_name="data"
+        loss_fn, boostax.reduce.adasum_delta(optimizer, "data"), mesh=mesh, axis_name="data"
     )
     batch = {"x": jnp.asarray(normal(2, 8)["kernel"][:, 0, :3], "float32")}
     batch["y"] = jnp.asarray(normal(3, 8)["bias"], "float32")

@@ -115,7 +115,7 @@ def test_half(replicas, clip):
 @pytest.mark.parametrize("corr", [True, False])
 def test_threshold(replicas, corr):
     grads = gradients(replicas)
-    tx = boostax.threshold_reduce("data", 0.9, capacity=1.0, error_feedback=corr)
+    tx = boostax.reduce.threshold_reduce("data", 0.9, capacity=1.0, error_feedback=corr)
     assert_equal(ours(tx, grads), run(lambda: Sparse(threshold(0.9), corr), grads), 1e-6)
 
 

@@ -244,7 +244,7 @@ def test_missing_directions_are_named_and_zero_inside_jit():
         (
             lambda x: trajectory(OPT.init(x)),
             "trajectory: opt_state must hold a TrajectoryState, got none. Put "
-            "boostax.record_trajectory into the chain.",
+            "boostax.subspace.record_trajectory into the chain.",
         ),
         (
             lambda x: record_trajectory(3).update(x, record_trajectory(3).init(x)),

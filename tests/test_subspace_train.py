@@ -42,7 +42,7 @@ def batches(count, rows=48):
 
 
 def basis_of(k, params=None):
-    return boostax.random_basis(start() if params is None else params, k)
+    return boostax.subspace.random_basis(start() if params is None else params, k)
 
 
 def mesh_of(shape, names):
@@ -131,7 +131,7 @@ def test_same_run_in_a_shard_map_of_ones_own(layout):
         told = {"value": value, "value_fn": oracle.loss_at(batch)}
         return boostax.apply_gradients(tx, grads, state, params, **told)
 
-    kept = specs, boostax.state_specs(tx, start(), "data", param_specs=specs)
+    kept = specs, boostax.states.state_specs(tx, start(), "data", param_specs=specs)
     step = jax.jit(jax.shard_map(step, mesh=mesh, in_specs=(*kept, P("data")), out_specs=kept))
     params, state = start(), tx.init(start())
     for batch in batches(6):
@@ -251,7 +251,9 @@ def test_traced_once_and_no_copy_of_the_basis():
     batch = batches(1)[0]
     state, _ = step(state, batch)
     once = traces
-    state = state._replace(opt_state=boostax.replace_basis(state.opt_state, basis_of(20, params)))
+    state = state._replace(
+        opt_state=boostax.subspace.replace_basis(state.opt_state, basis_of(20, params))
+    )
     for _ in range(3):
         state, _ = step(state, batch)
     assert traces == once
@@ -435,16 +437,18 @@ def test_residual_is_told_the_loss():
 
 
 def test_a_trajectory_is_not_recorded_while_layers_freeze():
-    inner = optax.chain(boostax.record_trajectory(3), optax.sgd(0.1))
+    inner = optax.chain(boostax.subspace.record_trajectory(3), optax.sgd(0.1))
     tx = boostax.scheduled_freeze(inner, {"w": 0, "v": 1, "b": 1}, [0, 1, 0])
     with pytest.raises(ValueError, match="inner must not record a trajectory for a schedule that"):
         tx.init(start())
 
 
 def test_another_basis_leaves_no_moments_of_old_coordinates():
-    tx = boostax.subspace_params(optax.adam(0.1), basis_of(3))
+    tx = boostax.subspace.subspace_params(optax.adam(0.1), basis_of(3))
     state, _ = train(tx, steps=3)
-    fresh = boostax.replace_basis(state.opt_state, boostax.random_basis(start(), 3, seed=5))
+    fresh = boostax.subspace.replace_basis(
+        state.opt_state, boostax.subspace.random_basis(start(), 3, seed=5)
+    )
     assert not fresh.coordinates.any() and not fresh.inner_state[0].mu.any()
     assert int(fresh.inner_state[0].count) == 3
     assert jax.tree.map(jnp.shape, fresh) == jax.tree.map(jnp.shape, state.opt_state)
@@ -455,7 +459,7 @@ def test_another_basis_leaves_no_moments_of_old_coordinates():
 
 def test_sgd_on_coordinates_is_p_sgd():
     rows, w = basis_of(5), start()
-    tx = boostax.subspace_params(optax.sgd(0.1, 0.9), rows)
+    tx = boostax.subspace.subspace_params(optax.sgd(0.1, 0.9), rows)
     state, _ = train(tx, data=batches(4))
     flat = lambda tree: np.concatenate(  # noqa: E731
         [np.asarray(x, np.float64).ravel() for x in jax.tree.leaves(tree)]
@@ -477,7 +481,7 @@ def test_sgd_on_coordinates_is_p_sgd():
 
 
 def test_weight_decay_pulls_coordinates_to_where_the_run_began():
-    tx = boostax.subspace_params(
+    tx = boostax.subspace.subspace_params(
         optax.chain(optax.add_decayed_weights(1.0), optax.sgd(0.5)), basis_of(3)
     )
     w = start()
@@ -489,7 +493,7 @@ def test_weight_decay_pulls_coordinates_to_where_the_run_began():
 
 def test_l_bfgs_runs_on_coordinates_as_it_is():
     batch = batches(1)[0]
-    tx = boostax.subspace_params(optax.lbfgs(), basis_of(7))
+    tx = boostax.subspace.subspace_params(optax.lbfgs(), basis_of(7))
     _, seen = train(tx, data=[batch] * 15)
     newton = boostax.dim_reduce(basis_of(7))
     _, ours = train(newton, data=[batch] * 40)
@@ -499,9 +503,9 @@ def test_l_bfgs_runs_on_coordinates_as_it_is():
 @pytest.mark.parametrize("inner", ["adam", pytest.param("lbfgs", marks=pytest.mark.long)])
 def test_coordinates_on_any_number_of_devices(inner):
     make = {"adam": lambda: optax.adam(0.05), "lbfgs": lambda: optax.lbfgs()}[inner]
-    expected, _ = train(boostax.subspace_params(make(), basis_of(7)))
+    expected, _ = train(boostax.subspace.subspace_params(make(), basis_of(7)))
     for n in (2, 3, 8):
-        tx = boostax.subspace_params(make(), basis_of(7), axis_name="data")
+        tx = boostax.subspace.subspace_params(make(), basis_of(7), axis_name="data")
         mesh = mesh_of((n,), ("data",))
         state, _ = train(tx, mesh=mesh, axis_name="data")
         assert_close(state.params, expected.params, atol=2e-5)
@@ -514,7 +518,7 @@ def test_gauss_newton_solves_least_squares_at_once():
     rng = np.random.default_rng(0)
     x, y = rng.normal(size=(64, ROWS)).astype(np.float32), rng.normal(size=64).astype(np.float32)
     w = jnp.zeros(ROWS)
-    rows = boostax.random_basis(w, 6)
+    rows = boostax.subspace.random_basis(w, 6)
     outputs = lambda w: x @ w  # noqa: E731
     output_loss = lambda z: jnp.mean((z - y) ** 2)  # noqa: E731
     value_fn = lambda w: output_loss(outputs(w))  # noqa: E731
@@ -571,18 +575,18 @@ def path_of(count, seed=0):
 
 
 def test_host_memory_keeps_what_the_ring_keeps():
-    tx = boostax.record_trajectory(4, every=2, start=1)
-    host = boostax.HostTrajectory(4, every=2, start=1)
+    tx = boostax.subspace.record_trajectory(4, every=2, start=1)
+    host = boostax.subspace.HostTrajectory(4, every=2, start=1)
     path = path_of(12)
     state = tx.init(path[0])
     for call, w in enumerate(path):
         _, state = tx.update(w, state, w)
         assert host.record(call, w) == (call % 2 == 1)
-    snapshots, _ = boostax.trajectory(state)
+    snapshots, _ = boostax.subspace.trajectory(state)
     jax.tree.map(np.testing.assert_array_equal, host.snapshots(), snapshots)
     for got, expected in zip(
         jax.tree.leaves(host.basis(3)),
-        jax.tree.leaves(boostax.trajectory_basis(state, 3)),
+        jax.tree.leaves(boostax.subspace.trajectory_basis(state, 3)),
         strict=True,
     ):
         np.testing.assert_allclose(got, expected, atol=2e-5)
@@ -598,23 +602,23 @@ def test_checkpoints_on_disk_become_snapshots(tmp_path):
             path.append(jax.tree.map(np.array, state.params))
             checkpointer.save(i, state)
     shapes = jax.eval_shape(start)
-    read = list(boostax.checkpoint_snapshots(tmp_path, shapes))
+    read = list(boostax.subspace.checkpoint_snapshots(tmp_path, shapes))
     assert len(read) == 11
     for got, expected in zip(read, path, strict=True):
         jax.tree.map(np.testing.assert_array_equal, got, expected)
-    last = list(boostax.checkpoint_snapshots(tmp_path, shapes, last=3))
+    last = list(boostax.subspace.checkpoint_snapshots(tmp_path, shapes, last=3))
     jax.tree.map(np.testing.assert_array_equal, last, path[-3:])
-    got = boostax.pca_basis(boostax.checkpoint_snapshots(tmp_path, shapes), 4)
-    expected = boostax.pca_basis(path, 4)
+    got = boostax.subspace.pca_basis(boostax.subspace.checkpoint_snapshots(tmp_path, shapes), 4)
+    expected = boostax.subspace.pca_basis(path, 4)
     assert_close(got.components, expected.components)
     with pytest.raises(ValueError, match=r"\(2, 2\) at 'params/w', where there is the shape"):
-        list(boostax.checkpoint_snapshots(tmp_path, {**start(), "w": jnp.zeros((2, 2))}))
+        list(boostax.subspace.checkpoint_snapshots(tmp_path, {**start(), "w": jnp.zeros((2, 2))}))
     with pytest.raises(ValueError, match="at 'params/other', where there is nothing"):
-        list(boostax.checkpoint_snapshots(tmp_path, {"other": jnp.zeros(3)}))
+        list(boostax.subspace.checkpoint_snapshots(tmp_path, {"other": jnp.zeros(3)}))
     with pytest.raises(ValueError, match="item must be the part of a checkpoint"):
-        list(boostax.checkpoint_snapshots(tmp_path, start(), item="default"))
+        list(boostax.subspace.checkpoint_snapshots(tmp_path, start(), item="default"))
     with pytest.raises(FileNotFoundError, match="a subdirectory for each step"):
-        boostax.checkpoint_snapshots(tmp_path / "none", shapes)
+        boostax.subspace.checkpoint_snapshots(tmp_path / "none", shapes)
 
 
 def test_statistics_made_anew_are_the_mean_over_batches():
@@ -626,11 +630,11 @@ def test_statistics_made_anew_are_the_mean_over_batches():
 
     state = {"mean": jnp.full(3, 7.0), "count": jnp.int32(4), "still": jnp.float32(2.0)}
     data = [np.float32(np.random.default_rng(i).normal(size=(5, 3))) for i in range(4)]
-    got = boostax.reestimate_model_state(loss, 2.0, state, data, key=jax.random.key(0))
+    got = boostax.train.reestimate_model_state(loss, 2.0, state, data, key=jax.random.key(0))
     np.testing.assert_allclose(got["mean"], 2 * np.mean(data, (0, 1)), rtol=1e-5, atol=1e-6)
     assert int(got["count"]) == 4 and float(got["still"]) == 2.0
     with pytest.raises(ValueError, match="batches must not be empty"):
-        boostax.reestimate_model_state(loss, 2.0, state, [], key=jax.random.key(0))
+        boostax.train.reestimate_model_state(loss, 2.0, state, [], key=jax.random.key(0))
 
 
 @pytest.mark.parametrize(
@@ -643,7 +647,7 @@ def test_statistics_made_anew_are_the_mean_over_batches():
         (
             lambda: boostax.dim_reduce(jnp.eye(3)).init(jnp.zeros(4)),
             "dim_reduce: basis must have the shape (k, 4) at 'the root', got (3, 3). "
-            "boostax.pca_basis(snapshots, k) of the same params is one.",
+            "boostax.subspace.pca_basis(snapshots, k) of the same params is one.",
         ),
         (
             lambda: boostax.dim_reduce(jnp.eye(3)).update(jnp.ones(3), None, jnp.ones(3)),
@@ -665,11 +669,11 @@ def test_statistics_made_anew_are_the_mean_over_batches():
             "got no outputs_fn.",
         ),
         (
-            lambda: boostax.replace_basis(optax.adam(1.0).init(jnp.ones(3)), jnp.eye(3)),
+            lambda: boostax.subspace.replace_basis(optax.adam(1.0).init(jnp.ones(3)), jnp.eye(3)),
             "replace_basis: opt_state must hold a state of dim_reduce or subspace_params, got",
         ),
         (
-            lambda: boostax.replace_basis(
+            lambda: boostax.subspace.replace_basis(
                 boostax.dim_reduce(jnp.eye(3)).init(jnp.ones(3)), jnp.eye(3)[:2]
             ),
             "replace_basis: basis must be of the shapes (3, 3), got (2, 3).",
@@ -679,11 +683,11 @@ def test_statistics_made_anew_are_the_mean_over_batches():
             "dim_reduce: dtype must be a floating one with shard_axes, got 'int8'. Blocks would",
         ),
         (
-            lambda: boostax.random_basis(jnp.ones(3), 4),
+            lambda: boostax.subspace.random_basis(jnp.ones(3), 4),
             "random_basis: n_components must be at most the number of params, 3, got 4.",
         ),
         (
-            lambda: boostax.HostTrajectory(3).snapshots(),
+            lambda: boostax.subspace.HostTrajectory(3).snapshots(),
             "HostTrajectory: record must have kept a snapshot, got none.",
         ),
         (
@@ -712,7 +716,9 @@ def test_reduced_gradients_are_refused_where_local_ones_are_meant(mesh):
 
 
 def test_snapshots_keep_their_sharding_and_the_step_is_compiled_once(mesh, caplog):
-    tx = optax.chain(boostax.record_trajectory(3), boostax.all_reduce("data"), optax.sgd(0.1))
+    tx = optax.chain(
+        boostax.subspace.record_trajectory(3), boostax.all_reduce("data"), optax.sgd(0.1)
+    )
     loss = lambda w, x: jnp.mean((x @ w) ** 2)  # noqa: E731
     step = boostax.make_train_step(loss, tx, mesh=mesh, axis_name="data")
     state = step.init(jnp.ones((4, 2)))

@@ -121,13 +121,13 @@ def test_a_loss_without_scales_is_refused_by_name():
     params = {"w": jnp.ones((4, 2)), "v": jnp.ones(2)}
     plain = lambda p, x: jnp.mean((x @ p["w"] @ p["v"]) ** 2)  # noqa: E731
     labels = {"w": 0, "v": 1}
-    tx = boostax.group_loss_scale(optax.sgd(0.1), labels)
+    tx = boostax.precision.group_loss_scale(optax.sgd(0.1), labels)
     step = boostax.make_train_step(plain, tx)
     with pytest.raises(
         TypeError, match=r"loss_fn must be a function that takes scales=, .*group_b"
     ):
         step(step.init(params), X)
-    whole = boostax.make_train_step(boostax.group_boundaries(plain, labels), tx)
+    whole = boostax.make_train_step(boostax.precision.group_boundaries(plain, labels), tx)
     assert whole(whole.init(params), X)[1]["loss"] == plain(params, X)
 
 

@@ -83,7 +83,7 @@ class Put:
     def loss(self, fn: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
         """The loss; scales per group need boundaries in it."""
         grouped = self.case.name.startswith("group_loss_scale")
-        return boostax.group_boundaries(fn, half) if grouped else fn
+        return boostax.precision.group_boundaries(fn, half) if grouped else fn
 
     def oracle(self, fn: Callable[..., jax.Array], grad: Any = None, **how: Any) -> Any:
         """boostax's, or that of the loop where the user forgot to scale the loss."""
@@ -109,7 +109,7 @@ class Put:
         tx = boostax.on_mesh(chain, params, axis_name=AXIS)
         state = tx.init(params)
         if self.case.own_params:
-            params = boostax.stack_replicas(PerReplica(params), REPLICAS)
+            params = boostax.states.stack_replicas(PerReplica(params), REPLICAS)
             params = jax.device_put(params, NamedSharding(mesh, P(AXIS)))
         return tx, state, params, {"mesh": mesh, "axis_name": AXIS}
 

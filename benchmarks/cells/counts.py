@@ -47,9 +47,9 @@ def with_replicas(replicas: int) -> Cell:
         waits: dict[str, Any] = {}
         if subject.accounts:
             found = jax.tree.leaves(
-                state, is_leaf=lambda node: isinstance(node, boostax.CompressedState)
+                state, is_leaf=lambda node: isinstance(node, boostax.states.CompressedState)
             )
-            node = next(x for x in found if isinstance(x, boostax.CompressedState))
+            node = next(x for x in found if isinstance(x, boostax.states.CompressedState))
             # A leaf that travels as it is has none.
             held = node.residual.local.items()
             waits = {name: wide(x).mean(0) for name, x in held if x is not None}

@@ -100,14 +100,14 @@ def limits(factory: Callable[..., Any], **more: Any) -> Any:
 
 
 def by_group(inner: Any, *, axis_name: Any = None, **options: Any) -> Any:
-    return boostax.group_loss_scale(inner, group, axis_name=axis_name, **options)
+    return boostax.precision.group_loss_scale(inner, group, axis_name=axis_name, **options)
 
 
 SUBJECTS = [
     scaler(
         "dynamic_loss_scale",
         lambda inner, axis: boostax.dynamic_loss_scale(inner, init_scale=1.0, axis_name=axis),
-        scale=(limits(boostax.dynamic_loss_scale, growth_interval=1), boostax.loss_scale),
+        scale=(limits(boostax.dynamic_loss_scale, growth_interval=1), boostax.precision.loss_scale),
     ),
     scaler(
         "static_loss_scale",
@@ -120,7 +120,7 @@ SUBJECTS = [
     ),
     subject(
         "check_updates",
-        lambda inner, axis: boostax.check_updates(inner, axis_name=axis),
+        lambda inner, axis: boostax.precision.check_updates(inner, axis_name=axis),
         any_leaf=True,
     ),
     subject(
@@ -137,29 +137,31 @@ SUBJECTS = [
     ),
     subject(
         "adasum_delta",
-        lambda inner, axis: boostax.adasum_delta(inner, axis),
-        fsdp=lambda inner, _: boostax.adasum_delta(inner, "data", shard_axes="fsdp"),
+        lambda inner, axis: boostax.reduce.adasum_delta(inner, axis),
+        fsdp=lambda inner, _: boostax.reduce.adasum_delta(inner, "data", shard_axes="fsdp"),
         reduces=True,
         reference=adasum,
     ),
     compressed("top_k_reduce", lambda axis: boostax.top_k_reduce(axis, 0.25)),
-    compressed("threshold_reduce", lambda axis: boostax.threshold_reduce(axis, 0.5, relative=True)),
-    compressed("random_k_reduce", lambda axis: boostax.random_k_reduce(axis, 0.25)),
-    compressed("int8_reduce", lambda axis: boostax.int8_reduce(axis, error_feedback=True)),
-    compressed("int16_reduce", lambda axis: boostax.int16_reduce(axis, error_feedback=True)),
-    compressed("sign_reduce", lambda axis: boostax.sign_reduce(axis, form="mean")),
     compressed(
-        "power_sgd_reduce", lambda axis: boostax.power_sgd_reduce(axis, 1), unsupported=WHOLE
+        "threshold_reduce", lambda axis: boostax.reduce.threshold_reduce(axis, 0.5, relative=True)
+    ),
+    compressed("random_k_reduce", lambda axis: boostax.reduce.random_k_reduce(axis, 0.25)),
+    compressed("int8_reduce", lambda axis: boostax.int8_reduce(axis, error_feedback=True)),
+    compressed("int16_reduce", lambda axis: boostax.reduce.int16_reduce(axis, error_feedback=True)),
+    compressed("sign_reduce", lambda axis: boostax.reduce.sign_reduce(axis, form="mean")),
+    compressed(
+        "power_sgd_reduce", lambda axis: boostax.reduce.power_sgd_reduce(axis, 1), unsupported=WHOLE
     ),
     subject(
         "local_updates",
-        lambda inner, axis: boostax.local_updates(inner, axis, 2),
+        lambda inner, axis: boostax.reduce.local_updates(inner, axis, 2),
         reduces=True,
         own_params=True,
     ),
     subject(
         "partial_average",
-        lambda inner, axis: boostax.partial_average(inner, axis, 1),
+        lambda inner, axis: boostax.reduce.partial_average(inner, axis, 1),
         reduces=True,
         own_params=True,
     ),
@@ -174,17 +176,21 @@ SUBJECTS = [
     ),
     subject(
         "group_signal",
-        lambda inner, axis: optax.chain(averaged(axis), boostax.group_signal(0), inner),
+        lambda inner, axis: optax.chain(averaged(axis), boostax.freeze.group_signal(0), inner),
         averages=True,
         unsupported=WHOLE,
     ),
     subject(
         "clip_by_global_norm",
-        lambda inner, axis: optax.chain(averaged(axis), boostax.clip_by_global_norm(0.5), inner),
+        lambda inner, axis: optax.chain(
+            averaged(axis), boostax.model.clip_by_global_norm(0.5), inner
+        ),
         averages=True,
         linear=False,
         fsdp=lambda inner, _: optax.chain(
-            boostax.all_reduce(AXIS), boostax.clip_by_global_norm(0.5, shard_axes="fsdp"), inner
+            boostax.all_reduce(AXIS),
+            boostax.model.clip_by_global_norm(0.5, shard_axes="fsdp"),
+            inner,
         ),
     ),
     subject(
@@ -197,10 +203,12 @@ SUBJECTS = [
     ),
     subject(
         "record_trajectory",
-        lambda inner, axis: optax.chain(boostax.record_trajectory(3, every=2, start=1), inner),
+        lambda inner, axis: optax.chain(
+            boostax.subspace.record_trajectory(3, every=2, start=1), inner
+        ),
         any_leaf=True,
         fsdp=lambda inner, _: optax.chain(
-            boostax.record_trajectory(3, every=2, start=1, shard_axes="fsdp"), inner
+            boostax.subspace.record_trajectory(3, every=2, start=1, shard_axes="fsdp"), inner
         ),
     ),
     scaler(
@@ -215,9 +223,9 @@ SUBJECTS = [
     ),
     subject(
         "subspace_params",
-        lambda inner, axis: boostax.subspace_params(inner, two),
+        lambda inner, axis: boostax.subspace.subspace_params(inner, two),
         linear=False,
         meaningless=dict.fromkeys(("around masked", "around partition"), NO_TREE) | DRAWN,
-        fsdp=lambda inner, _: boostax.subspace_params(inner, two, shard_axes="fsdp"),
+        fsdp=lambda inner, _: boostax.subspace.subspace_params(inner, two, shard_axes="fsdp"),
     ),
 ]

@@ -131,7 +131,9 @@ def mapped(
     if whole:
         specs: PyTree = P()
     else:
-        specs = boostax.state_specs(tx, params, AXIS, replicas=replicas, param_specs=param_specs)
+        specs = boostax.states.state_specs(
+            tx, params, AXIS, replicas=replicas, param_specs=param_specs
+        )
     kept: PyTree = P() if param_specs is None else param_specs
     if own:
         by_replica = jax.tree.map(lambda s: P(AXIS, *s), kept, is_leaf=is_spec)
@@ -150,16 +152,20 @@ def mapped(
         )
 
     def start(params: PyTree) -> Any:
-        state = boostax.stack_replicas(tx.init(params), replicas)
-        held = boostax.stack_replicas(boostax.PerReplica(params), replicas) if own else params
+        state = boostax.states.stack_replicas(tx.init(params), replicas)
+        held = (
+            boostax.states.stack_replicas(boostax.PerReplica(params), replicas) if own else params
+        )
         return place(held, kept), place(state, specs)
 
     def local(params: PyTree, state: Any, grads: PyTree) -> Any:
         grads = jax.tree.map(lambda g: g[0], grads)
-        inside = boostax.enter_replica(params).local if own else params
-        new, state = boostax.apply_gradients(drawn(tx), grads, boostax.enter_replica(state), inside)
-        new = boostax.leave_replica(boostax.PerReplica(new)) if own else new
-        return new, boostax.leave_replica(state)
+        inside = boostax.states.enter_replica(params).local if own else params
+        new, state = boostax.apply_gradients(
+            drawn(tx), grads, boostax.states.enter_replica(state), inside
+        )
+        new = boostax.states.leave_replica(boostax.PerReplica(new)) if own else new
+        return new, boostax.states.leave_replica(state)
 
     fed = P(AXIS)
     if param_specs is not None:
@@ -274,7 +280,7 @@ def on_global_arrays(
     )
 
     def start(params: PyTree) -> Any:
-        own = boostax.stack_replicas(boostax.PerReplica(params), replicas)
+        own = boostax.states.stack_replicas(boostax.PerReplica(params), replicas)
         state = tx.init(jax.device_put(params, where))
         held = jax.device_put(own, rows) if subject.own_params else jax.device_put(params, where)
         return held, state

@@ -143,8 +143,8 @@ def together(work):
         "plain": plain(cycle(rows, rank, replicas)),
         "mean": before(boostax.all_reduce(AXIS, bucket_bytes=lenet.BUCKET)),
         "float16": before(boostax.all_reduce(AXIS, dtype="float16")),
-        "PowerSGD": before(boostax.power_sgd_reduce(AXIS, lenet.RANK)),
-        "AdaSum": reduced(boostax.adasum_delta(sgd(), AXIS)),
+        "PowerSGD": before(boostax.reduce.power_sgd_reduce(AXIS, lenet.RANK)),
+        "AdaSum": reduced(boostax.reduce.adasum_delta(sgd(), AXIS)),
     }
 
 

@@ -305,7 +305,7 @@ def require_local(grads: PyTree, names: tuple[str, ...], who: str) -> None:
                 f"the axes {', '.join(missing)}: under check_vma=True jax.grad sums the gradient "
                 "of replicated params over the replicas, and a mean over it would multiply the "
                 "learning rate by their number. Differentiate with respect to "
-                "boostax.local_params(params, axis_name), or use boostax.value_and_grad."
+                "boostax.train.local_params(params, axis_name), or use boostax.value_and_grad."
             )
 
 
@@ -343,7 +343,7 @@ def local_params(params: PyTree, axis_name: AxisName) -> PyTree:
       >>> from jax.sharding import PartitionSpec as P
       >>> mesh = jax.make_mesh((1,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
       >>> def local_gradient(w, x):
-      ...   return jax.grad(lambda w: jnp.mean(x * w))(boostax.local_params(w, "data"))[None]
+      ...   return jax.grad(lambda w: jnp.mean(x * w))(boostax.train.local_params(w, "data"))[None]
       >>> specs = {"in_specs": (P(), P("data")), "out_specs": P("data")}
       >>> f = jax.shard_map(local_gradient, mesh=mesh, **specs)
       >>> f(jnp.float32(1.0), jnp.ones(4)).shape

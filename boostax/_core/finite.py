@@ -41,7 +41,7 @@ def _largest(x: jax.Array) -> jax.Array:
 
 
 def magnitude(x: jax.Array) -> jax.Array:
-    """Of each entry; of a complex one the larger of its parts."""
+    """Of each element; of a complex one the larger of its parts."""
     if jnp.iscomplexobj(x):
         # |z| of a finite z can overflow; its parts cannot.
         return jnp.maximum(jnp.abs(x.real), jnp.abs(x.imag))
@@ -70,7 +70,7 @@ def all_finite(tree: PyTree, axis_name: axes.AxisName | None = None) -> jax.Arra
 
     Example:
       >>> import boostax, jax.numpy as jnp
-      >>> bool(boostax.all_finite({"w": jnp.array([1.0, jnp.inf])}))
+      >>> bool(boostax.precision.all_finite({"w": jnp.array([1.0, jnp.inf])}))
       False
     """
     names = axes.canonical("all_finite", axis_name)
@@ -79,7 +79,7 @@ def all_finite(tree: PyTree, axis_name: axes.AxisName | None = None) -> jax.Arra
 
 
 def stays_finite(old: PyTree, new: PyTree) -> jax.Array:
-    """Whether no entry that was finite became NaN or infinite, in trees of the same types."""
+    """Whether no element that was finite became NaN or infinite, in trees of the same types."""
 
     def news(before: jax.Array, after: jax.Array) -> jax.Array:
         if not jnp.issubdtype(jnp.result_type(after), jnp.inexact):
@@ -94,7 +94,7 @@ def usable(grads: Pending) -> jax.Array:
 
     Adam squares gradients and clipping sums the squares: a finite f32 gradient of 1e25 makes
     Adam's second moment infinite for good. Below ``2**((maxexp - 32) / 2)`` (2**48 in f32) the
-    squares of up to 2**32 entries add up without overflow.
+    squares of up to 2**32 elements add up without overflow.
     """
     flags: list[jax.Array] = []
     for magnitude in largest_magnitudes(grads.raw):

@@ -54,7 +54,7 @@ def prefix_groups(
       >>> import boostax, jax.numpy as jnp
       >>> dense = {"kernel": jnp.ones((2, 2)), "bias": jnp.ones(2)}
       >>> params = {"layer_10": dense, "layer_2": dense, "layer_2_norm": {"scale": jnp.ones(2)}}
-      >>> groups = boostax.prefix_groups(params, 2)
+      >>> groups = boostax.freeze.prefix_groups(params, 2)
       >>> groups["layer_2"], groups["layer_2_norm"], groups["layer_10"]
       ({'bias': 0, 'kernel': 0}, {'scale': 0}, {'bias': 1, 'kernel': 1})
 
@@ -111,7 +111,8 @@ def as_groups(who: str, groups: Any, params: PyTree) -> PyTree:
     if present != set(range(len(present))):
         missing = next(i for i in range(len(present)) if i not in present)
         allowed = "the integers 0, 1, ... without a gap"
-        hint = f"No leaf is in group {missing}; boostax.prefix_groups(params, n) makes n groups."
+        makes = "boostax.freeze.prefix_groups(params, n) makes n groups."
+        hint = f"No leaf is in group {missing}; {makes}"
         raise ValueError(checks.message(who, "groups", allowed, sorted(present), hint))
     return treedef.unflatten(numbers)
 
@@ -239,7 +240,7 @@ def _reordered(
     """The layers by the first entry of ``order`` that matches one of their leaves."""
     allowed = "path names or prefixes of them, in the order of the forward pass"
     if isinstance(order, str) or not all(isinstance(entry, str) for entry in order):
-        hint = "boostax.forward_order(loss_fn, params, batch) finds them."
+        hint = "boostax.freeze.forward_order(loss_fn, params, batch) finds them."
         raise TypeError(checks.message(who, "order", allowed, order, hint))
     places: dict[str, int] = {}
     for i, entry in enumerate(order):

@@ -66,7 +66,8 @@ def assume_scaled(grads: Grads, opt_state: PyTree) -> Grads:
       >>> tx = boostax.static_loss_scale(optax.sgd(1.0), 8.0)
       >>> @jax.jit
       ... def step(w, state, grads):
-      ...   return boostax.apply_gradients(tx, boostax.assume_scaled(grads, state), state, w)
+      ...   given = boostax.precision.assume_scaled(grads, state)
+      ...   return boostax.apply_gradients(tx, given, state, w)
       >>> w, state = step(jnp.float32(1.0), tx.init(jnp.float32(1.0)), jnp.float32(2.0))
       >>> float(w)
       0.75
@@ -99,15 +100,16 @@ def require(who: str, scale: jax.Array, groups: Mapping[str, int] | None = None)
         raise ValueError(
             f"{who}: gradients must be those of a loss multiplied by the scale in this opt_state, "
             "got some of a loss that was not. Take them from boostax.value_and_grad(loss_fn)("
-            "params, opt_state, batch), or differentiate boostax.scale_loss(loss, opt_state); "
-            "boostax.assume_scaled(grads, opt_state) vouches for gradients of another jax.jit."
+            "params, opt_state, batch), or differentiate boostax.precision.scale_loss(loss, "
+            "opt_state); boostax.precision.assume_scaled(grads, opt_state) vouches for gradients "
+            "of another jax.jit."
         )
     if groups is None or len(set(groups.values())) < 2:
         return
     if not any(m.crossed for m in marks):
         raise ValueError(
             f"{who}: loss_fn must use the scales of the groups, got one that leaves scales= alone. "
-            "Wrap it: boostax.group_boundaries(loss_fn, labels)."
+            "Wrap it: boostax.precision.group_boundaries(loss_fn, labels)."
         )
     for theirs in (m.groups for m in marks if m.groups is not None):
         for path in sorted(theirs.keys() & groups.keys()):

@@ -59,7 +59,7 @@ def require_replicas(who: str, state: PyTree, replicas: int) -> None:
                     f"{who}: state must have a leading dimension of {replicas} in what differs per "
                     f"replica, got shape {x.shape} at {trees.path_name((*path, *rest))!r}. "
                     "boostax.reshard_state(state, n) takes a state to n replicas, "
-                    "boostax.stack_replicas(tx.init(params), n) makes a new one for them."
+                    "boostax.states.stack_replicas(tx.init(params), n) makes a new one for them."
                 )
 
 
@@ -83,7 +83,7 @@ def require_stacked(who: str, state: PyTree) -> None:
                     f"an array of another value on each device at "
                     f"{trees.path_name((*path, *rest))!r}. Under jax.pmap stack the state for all "
                     "devices, with in_axes and out_axes 0; in jax.shard_map give it "
-                    "boostax.state_specs."
+                    "boostax.states.state_specs."
                 )
 
 
@@ -91,8 +91,8 @@ def require_like(who: str, what: str, kept: PyTree, grads: PyTree) -> None:
     """Refuse kept arrays that are not shaped like the gradients: they would broadcast."""
     hint = (
         "tx.init(params) makes it. What differs per replica leads with the replicas outside of a "
-        "mapped function, boostax.stack_replicas(state, n), and not inside, "
-        "boostax.enter_replica(state)."
+        "mapped function, boostax.states.stack_replicas(state, n), and not inside, "
+        "boostax.states.enter_replica(state)."
     )
     kept = jax.tree.unflatten(jax.tree.structure(grads), jax.tree.leaves(kept))
     trees.require_shapes(who, what, kept, grads, hint)
@@ -125,7 +125,7 @@ def stack_replicas(opt_state: PyTree, replicas: int) -> PyTree:
 
     Example:
       >>> import boostax, jax.numpy as jnp
-      >>> boostax.stack_replicas(boostax.PerReplica(jnp.zeros(3)), 8).local.shape
+      >>> boostax.states.stack_replicas(boostax.PerReplica(jnp.zeros(3)), 8).local.shape
       (8, 3)
     """
 
@@ -145,7 +145,7 @@ def enter_replica(opt_state: PyTree) -> PyTree:
 
     Example:
       >>> import boostax, jax.numpy as jnp
-      >>> boostax.enter_replica(boostax.PerReplica(jnp.zeros((1, 3)))).local.shape
+      >>> boostax.states.enter_replica(boostax.PerReplica(jnp.zeros((1, 3)))).local.shape
       (3,)
     """
     require_replicas("enter_replica", opt_state, 1)
@@ -159,7 +159,7 @@ def leave_replica(opt_state: PyTree) -> PyTree:
 
     Example:
       >>> import boostax, jax.numpy as jnp
-      >>> boostax.leave_replica(boostax.PerReplica(jnp.zeros(3))).local.shape
+      >>> boostax.states.leave_replica(boostax.PerReplica(jnp.zeros(3))).local.shape
       (1, 3)
     """
     return _map_local(lambda x: x[None], opt_state)
@@ -202,7 +202,7 @@ def state_specs(
     Example:
       >>> import boostax, jax, jax.numpy as jnp, optax
       >>> tx = boostax.accumulate(optax.sgd(0.1), every=4, axis_name="data")
-      >>> specs = boostax.state_specs(tx, {"w": jnp.zeros(3)}, "data")
+      >>> specs = boostax.states.state_specs(tx, {"w": jnp.zeros(3)}, "data")
       >>> specs.window.local.grads["w"]
       P('data',)
     """

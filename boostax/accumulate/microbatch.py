@@ -60,7 +60,7 @@ def microbatch(
       microbatches: number of slices; must divide the leading dimension of every batch leaf. 1
         returns the function as it is.
       has_aux: as in ``jax.value_and_grad``. ``boostax.Aux`` is combined: see there. Any other aux
-        is stacked: its leaves lead with ``[microbatches]``. Of one entry per row,
+        is stacked: its leaves lead with ``[microbatches]``. Of one element per row,
         ``aux.swapaxes(0, 1).reshape(-1, *aux.shape[2:])`` is in the order of the batch.
       normalize: ``"mean"``, or ``"sum"`` for losses that are sums.
       accumulator_dtype: of the gradient sum; f64 and complex gradients keep their kind. Each
@@ -81,7 +81,7 @@ def microbatch(
     Example:
       >>> import boostax, jax, jax.numpy as jnp
       >>> loss = lambda w, x: jnp.mean(w * x)
-      >>> f = boostax.microbatch(jax.value_and_grad(loss), 2)
+      >>> f = boostax.train.microbatch(jax.value_and_grad(loss), 2)
       >>> f(jnp.float32(1.0), jnp.arange(4.0))
       (Array(1.5, dtype=float32), Array(1.5, dtype=float32))
     """

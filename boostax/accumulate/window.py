@@ -139,7 +139,7 @@ def accumulate(
         computed in f32 or wider and rounded once, with the sum. The sum of :math:`w_i g_i` must
         fit: in f16 it overflows at 65504, though the mean may not, and the window is dropped.
       axis_name: replica axis (or axes). The sums are then local to each replica (``PerReplica``)
-        and gradients must be local: see ``boostax.local_params``.
+        and gradients must be local: see ``boostax.train.local_params``.
 
     Returns:
       A transformation with an ``AccumulateState``. Cost: one copy of the params in
@@ -160,7 +160,7 @@ def accumulate(
       >>> state = tx.init(w)
       >>> for g in (1.0, 3.0):
       ...   w, state = boostax.apply_gradients(tx, jnp.float32(g), state, w)
-      >>> float(w), bool(boostax.has_updated(state))
+      >>> float(w), bool(boostax.train.has_updated(state))
       (-2.0, True)
 
     References:
@@ -377,7 +377,7 @@ def has_updated(opt_state: PyTree) -> jax.Array:
       >>> import boostax, jax.numpy as jnp, optax
       >>> tx = boostax.accumulate(optax.sgd(1.0), every=2)
       >>> _, state = tx.update(jnp.ones(3), tx.init(jnp.zeros(3)), jnp.zeros(3))
-      >>> bool(boostax.has_updated(state))
+      >>> bool(boostax.train.has_updated(state))
       False
     """
     if not trees.find(opt_state, lambda x: isinstance(x, AccumulateState)):

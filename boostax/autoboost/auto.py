@@ -49,16 +49,16 @@ def auto(spec: Any, *args: Any, level: str | None = None, **options: Any) -> Boo
 
     ``auto("measure", loss_fn, optimizer, params, batches, ...)`` asks for nothing: it tries the
     techniques on this model, these batches and these devices for a few steps each, and ranks them
-    by the loss after equal time. See ``boostax.Measurement``, and ``help(boostax.measure)`` for
-    its arguments.
+    by the loss after equal time. See ``boostax.autoboost.Measurement``, and
+    ``help(boostax.autoboost.measure)`` for its arguments.
 
     Args:
       spec: a ``BoostConfig``; ``"O0"``, ``"O1"`` or ``"O2"``; a dictionary like
         ``BoostConfig.to_dict()`` gives, MindSpore's, or one with ``"singa"``; the path of a JSON
         file of one; or ``"measure"``.
-      *args: those of ``boostax.measure``.
+      *args: those of ``boostax.autoboost.measure``.
       level: of a dictionary or a file: where they start from; ``None`` is ``"O0"``.
-      **options: those of ``boostax.measure``.
+      **options: those of ``boostax.autoboost.measure``.
 
     Returns:
       A ``Boost``, at no cost: nothing is global, and nothing in the file is executed. Of

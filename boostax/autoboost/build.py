@@ -161,7 +161,7 @@ class Boost:
         Give it to ``boostax.make_train_step``, with ``loss``, ``policy`` and larger batches.
 
         Args:
-          source: an optimizer state that recorded snapshots, or a ``boostax.Basis``.
+          source: an optimizer state that recorded snapshots, or a ``boostax.subspace.Basis``.
           params: the params now; with a state, taken in as the latest snapshot.
           residual: an optimizer for what lies outside the span; ``None`` for the one of the
             configuration, if any. Behind a mean over ``axis_name``.

@@ -284,7 +284,7 @@ class Carried:
                     continue
                 shape: tuple[int, ...] = leaf.value.shape
                 same = [old.leaves[rel] for old in olds if rel in old.leaves]
-                # Arrays of one entry stand in for what an optimizer does without.
+                # Arrays of one element stand in for what an optimizer does without.
                 odd = [x for x in same if self._local_shape(x) not in (shape, (1,))]
                 if odd and not self._has_shape(every, belongs, shape):
                     got, path = self._local_shape(odd[0]), trees.path_name(odd[0].path)

@@ -76,11 +76,13 @@ class BoostConfig:
     Example:
       >>> import boostax
       >>> asked = {"loss_scale": "dynamic", "accumulate": {"every": 4}}
-      >>> config = boostax.BoostConfig.from_dict(asked)
+      >>> config = boostax.autoboost.BoostConfig.from_dict(asked)
       >>> config.accumulate
       Accumulate(every=4, normalize='mean', accumulator_dtype='float32', drop='micro-batch')
-      >>> config.to_dict()["loss_scale"], boostax.BoostConfig.from_dict(config.to_dict()) == config
-      ({'kind': 'dynamic'}, True)
+      >>> config.to_dict()["loss_scale"]
+      {'kind': 'dynamic'}
+      >>> boostax.autoboost.BoostConfig.from_dict(config.to_dict()) == config
+      True
     """
 
     policy: Precision | None = None
@@ -202,7 +204,7 @@ def _check_together(config: BoostConfig) -> None:
             allowed = f"None with reduce {config.reduce.kind!r}"
             why = "Each replica has params of its own."
         hint = (
-            f"{why} boostax.HostTrajectory records between steps, and finish takes its basis: "
-            "dim_reduce.every = None."
+            f"{why} boostax.subspace.HostTrajectory records between steps, and finish takes its "
+            "basis: dim_reduce.every = None."
         )
         checks.absent(_WHO, "dim_reduce.every", config.dim_reduce.every, allowed, hint)

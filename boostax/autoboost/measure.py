@@ -64,7 +64,7 @@ def measure(
     harshly, what harms late too mildly; and the best of many is partly the luckiest. Compiling does
     not count as time. Steps that a loss scaler skips before its first do not count either: a run
     makes them once. Bytes cost what they cost on these links; for others see
-    ``boostax.break_even``.
+    ``boostax.inspect.break_even``.
 
     Args:
       loss_fn: as in ``make_train_step``.

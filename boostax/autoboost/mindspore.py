@@ -103,9 +103,9 @@ GROUPS: dict[str, dict[str, Setting]] = {
         "alpha": Setting(0.001, _RATE, "residual_rate"),
         "sigma": Setting(0.4, _PROPER, "slope"),
         "n_components": Setting(32, _count, "n_components"),
-        "pca_mat_path": Setting(None, _text, unused="pass a boostax.Basis to finish"),
+        "pca_mat_path": Setting(None, _text, unused="pass a boostax.subspace.Basis to finish"),
         "weight_load_dir": Setting(
-            None, _text, unused="pass the boostax.pca_basis of the checkpoints to finish"
+            None, _text, unused="pass the boostax.subspace.pca_basis of the checkpoints to finish"
         ),
         "timeout": Setting(1800, _count, unused="no process waits for another's files"),
     },

@@ -251,7 +251,7 @@ def labels(
     Args:
       params: the params or their shapes.
       groups: so many groups of layers; or patterns of paths, one entry for each group.
-      order: of a number of groups: see ``boostax.prefix_groups``, as is ``level``.
+      order: of a number of groups: see ``boostax.freeze.prefix_groups``, as is ``level``.
       level: leading components of a path that make a layer.
 
     Returns:

@@ -44,15 +44,15 @@ class Precision(Part, factory=policy):
 
 
 class CountLostUpdates(Part, factory=count_lost_updates):
-    """``boostax.count_lost_updates``, directly around the optimizer."""
+    """``boostax.precision.count_lost_updates``, directly around the optimizer."""
 
 
 class CheckUpdates(Part, factory=check_updates):
-    """``boostax.check_updates``, directly around the optimizer."""
+    """``boostax.precision.check_updates``, directly around the optimizer."""
 
 
 class Clip(Part, factory=clip_by_global_norm):
-    """``boostax.clip_by_global_norm``, behind the reduction."""
+    """``boostax.model.clip_by_global_norm``, behind the reduction."""
 
     max_norm: float = 1.0
 

@@ -123,8 +123,8 @@ SEQUENCES = (
         MEMORIES,
         REDUCTIONS,
         "the moments are of one replica's gradients, but kept as if all had the same.",
-        "Put {then} before {first}, or keep an optimizer on each replica: boostax.adasum_delta, "
-        "boostax.local_updates.",
+        "Put {then} before {first}, or keep an optimizer on each replica: "
+        "boostax.reduce.adasum_delta, boostax.reduce.local_updates.",
         certain=True,
     ),
     Rule(
@@ -267,7 +267,7 @@ NESTINGS = (
         ("own params",),
         ("recorder",),
         "each replica would record params of its own.",
-        "Record between steps: boostax.HostTrajectory.",
+        "Record between steps: boostax.subspace.HostTrajectory.",
     ),
 )
 

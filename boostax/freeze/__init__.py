@@ -1,1 +1,11 @@
-"""Freezing: a prefix of the layers stands still on some steps, and its backward pass is saved."""
+"""Freezing by schedule: the transformation, its groups, its schedules."""
+
+from boostax._core.groups import prefix_groups as prefix_groups
+from boostax.freeze.order import forward_order as forward_order
+from boostax.freeze.plateau import freeze_on_plateau as freeze_on_plateau
+from boostax.freeze.plateau import group_signal as group_signal
+from boostax.freeze.scheduled import ScheduledFreeze as ScheduledFreeze
+from boostax.freeze.scheduled import active_groups as active_groups
+from boostax.freeze.scheduled import scheduled_freeze as scheduled_freeze
+from boostax.freeze.schedules import FreezeSchedule as FreezeSchedule
+from boostax.freeze.schedules import freeze_schedule as freeze_schedule

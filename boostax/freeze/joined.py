@@ -19,7 +19,7 @@ from boostax._core import jaxprs
 from boostax._core.interpret import JIT, evaluate, replay
 from boostax.freeze.stages import seen
 
-# Up to so many entries constants of NumPy are the same if they are equal; all else if it is one
+# Up to so many elements constants of NumPy are the same if they are equal; all else if it is one
 # object.
 _SMALL = 4096
 

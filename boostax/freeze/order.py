@@ -47,7 +47,7 @@ def forward_order(
       >>> import boostax, jax.numpy as jnp
       >>> params = {"head": jnp.ones((4, 1)), "body": jnp.ones((2, 4)), "stem": jnp.ones((3, 2))}
       >>> f = lambda p, x: jnp.tanh(jnp.tanh(x @ p["stem"]) @ p["body"]) @ p["head"]
-      >>> boostax.forward_order(f, params, jnp.ones((8, 3)))
+      >>> boostax.freeze.forward_order(f, params, jnp.ones((8, 3)))
       ['stem', 'body', 'head']
     """
     names = [trees.path_name(path) for path, _ in jax.tree_util.tree_leaves_with_path(params)]

@@ -50,14 +50,14 @@ def group_signal(groups: PyTree, *, horizon: int = 100) -> optax.GradientTransfo
 
     Example:
       >>> import boostax, jax.numpy as jnp
-      >>> tx = boostax.group_signal({"a": 0, "b": 1}, horizon=1)
+      >>> tx = boostax.freeze.group_signal({"a": 0, "b": 1}, horizon=1)
       >>> _, state = tx.update({"a": jnp.array([3.0, 4.0]), "b": jnp.ones(1)}, tx.init({}))
       >>> state.fast.tolist()
       [5.0, 1.0]
     """
     who = "group_signal"
     horizon = checks.positive_int(who, "horizon", horizon, "100 averages over a hundred steps.")
-    hint = "boostax.prefix_groups makes them."
+    hint = "boostax.freeze.prefix_groups makes them."
     try:
         labels = [operator.index(label) for label in jax.tree.leaves(groups)]
     except TypeError as error:
@@ -182,8 +182,8 @@ def freeze_on_plateau(
     Example:
       >>> import boostax, optax
       >>> groups = {"body": 0, "head": 1}
-      >>> inner = optax.chain(boostax.group_signal(groups), optax.adamw(1e-3))
-      >>> tx = boostax.scheduled_freeze(inner, groups, boostax.freeze_on_plateau(every=200))
+      >>> inner = optax.chain(boostax.freeze.group_signal(groups), optax.adamw(1e-3))
+      >>> tx = boostax.scheduled_freeze(inner, groups, boostax.freeze.freeze_on_plateau(every=200))
 
     References:
       After Liu et al., AutoFreeze, https://arxiv.org/abs/2102.01386, 2021, which compares gradient

@@ -38,7 +38,7 @@ def check_inner(states: tuple[Any, ...], plan: Plan, moments: str) -> None:
         raise ValueError(
             f"{_WHO}: inner must not record a trajectory for a schedule that changes, got "
             "record_trajectory: what is frozen would be missing from its snapshots. "
-            "boostax.HostTrajectory records outside."
+            "boostax.subspace.HostTrajectory records outside."
         )
     if changes and trees.find(states, lambda node: isinstance(node, optax.MultiStepsState)):
         raise ValueError(

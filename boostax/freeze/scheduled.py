@@ -378,7 +378,7 @@ def active_groups(opt_state: PyTree) -> jax.Array:
     Example:
       >>> import boostax, jax.numpy as jnp, optax
       >>> tx = boostax.scheduled_freeze(optax.sgd(1.0), {"a": 0, "b": 1}, 1)
-      >>> boostax.active_groups(tx.init({"a": jnp.zeros(3), "b": jnp.zeros(3)})).tolist()
+      >>> boostax.freeze.active_groups(tx.init({"a": jnp.zeros(3), "b": jnp.zeros(3)})).tolist()
       [False, True]
     """
     found = trees.find(opt_state, lambda x: isinstance(x, ScheduledFreezeState))

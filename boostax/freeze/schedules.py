@@ -52,7 +52,7 @@ class FreezeSchedule:
           groups: number of groups.
 
         Returns:
-          ``i32[total_steps]`` with entries in ``[0, groups)``, read-only. Cost: 4 bytes per step
+          ``i32[total_steps]`` with elements in ``[0, groups)``, read-only. Cost: 4 bytes per step
           on the host, built once per number of groups; 65536 steps take some 10 ms.
 
         Raises:

@@ -1,1 +1,13 @@
-"""What a transformation or a train step consists of, what it costs, and what is in wrong order."""
+"""What a transformation, a train step or any compiled program consists of and costs."""
+
+from boostax.chain.orders import Finding as Finding
+from boostax.inspect.audit import Audit as Audit
+from boostax.inspect.audit import audit as audit
+from boostax.inspect.break_even import BreakEven as BreakEven
+from boostax.inspect.break_even import break_even as break_even
+from boostax.inspect.calls import CallCost as CallCost
+from boostax.inspect.collectives import CompiledCollective as CompiledCollective
+from boostax.inspect.costs import PartCost as PartCost
+from boostax.inspect.explain import Explanation as Explanation
+from boostax.inspect.explain import explain as explain
+from boostax.inspect.targets import target_devices as target_devices

@@ -159,8 +159,9 @@ def audit(
     Args:
       program: see above.
       *args: its arguments; none with what is lowered or compiled already.
-      target: see ``boostax.target_devices``; ``None`` for the devices of the arguments, which may
-        be those of a target as well. A program over a mesh at hand moves to a target of as many.
+      target: see ``boostax.inspect.target_devices``; ``None`` for the devices of the arguments,
+        which may be those of a target as well. A program over a mesh at hand moves to a target of
+        as many.
       params: a tree by whose size counts are measured; by default ``.params`` of the first argument
         if it has them, else the first argument. With ``jax.pmap``, whose params are stacked, pass
         those of one replica.

@@ -135,9 +135,9 @@ def break_even(
       params: arrays or ``jax.ShapeDtypeStruct``; they are the shapes of the gradients.
       replicas: size of the axis.
       bandwidth: bytes per second that a device can send, to be judged; or ``None``.
-      target: compile for another machine, of ``replicas`` devices: see ``boostax.target_devices``.
-        Nothing is run then: the work is the memory traffic beyond the baseline's at the chip's
-        bandwidth, less than what it will be.
+      target: compile for another machine, of ``replicas`` devices: see
+        ``boostax.inspect.target_devices``. Nothing is run then: the work is the memory traffic
+        beyond the baseline's at the chip's bandwidth, less than what it will be.
       baseline: what it is compared with; ``None`` for ``all_reduce(axis_name)``, in f32.
       axis_name: the axis that ``tx`` names.
       latency: seconds that a collective takes whatever it sends, some 1e-5 in a data centre.
@@ -157,7 +157,7 @@ def break_even(
       >>> import boostax, jax, jax.numpy as jnp
       >>> params = jax.ShapeDtypeStruct((2**20,), jnp.float32)
       >>> tx = boostax.int8_reduce("data")
-      >>> print(boostax.break_even(tx, params, 64, 12.5e9, encode_seconds=1e-3))
+      >>> print(boostax.inspect.break_even(tx, params, 64, 12.5e9, encode_seconds=1e-3))
       pays below 6.19 GB/s; at 12.5 GB/s it does not (0.57x)
       sends 2.07 MB, a dense mean 8.26 MB, per device and step over 64 replicas
       1 ms more work per step; collectives: 6, of a dense mean 1

@@ -147,7 +147,7 @@ def explain(
         ``freeze_driver="switch"`` they are the branches of one program, of which each call runs
         one.
       target: what a call costs when compiled for another machine, of as many devices as the step's
-        mesh: see ``boostax.target_devices``.
+        mesh: see ``boostax.inspect.target_devices``.
 
     Returns:
       An ``Explanation``. Cost: a trace; with a batch, for each depth one trace and one

@@ -69,7 +69,7 @@ def target_devices(target: str) -> tuple[Any, ...]:
 
     Example:
       >>> import boostax
-      >>> boostax.target_devices("v5e")  # doctest: +NORMALIZE_WHITESPACE
+      >>> boostax.inspect.target_devices("v5e")  # doctest: +NORMALIZE_WHITESPACE
       Traceback (most recent call last):
         ...
       ValueError: target_devices: target must be 'v5e:2x4' (a TPU slice), 'v5e:4x4*2' (two of them)
@@ -109,7 +109,8 @@ def retargeted(mesh: Mesh, devices: Sequence[Any], who: str) -> Mesh:
         raise ValueError(
             f"{who}: target must have as many devices as the program's mesh, {mesh.size}, got "
             f"{len(devices)}. Build the program over a mesh of the target: "
-            "jax.sharding.Mesh(numpy.array(boostax.target_devices(target)).reshape(...), names)."
+            "jax.sharding.Mesh(numpy.array(boostax.inspect.target_devices(target)).reshape(...), "
+            "names)."
         )
     return Mesh(
         np.array(devices).reshape(mesh.devices.shape), mesh.axis_names, axis_types=mesh.axis_types

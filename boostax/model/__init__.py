@@ -1,1 +1,20 @@
-"""What depends on the layout of a model: its kernels, their inputs and outputs."""
+"""What concerns the model: gradient centralization, clipping, LessBN."""
+
+from typing import TYPE_CHECKING
+
+from boostax._core.late import late as _late
+from boostax.model.centralize import centralize_gradients as centralize_gradients
+from boostax.model.clip import clip_by_global_norm as clip_by_global_norm
+
+if TYPE_CHECKING:
+    from boostax.model.less_bn import LessBNReport as LessBNReport
+    from boostax.model.normalized_dense import NormalizedDense as NormalizedDense
+
+# One needs Flax, the other is much code.
+_LATE = {
+    "LessBNReport": "boostax.model.less_bn",
+    "NormalizedDense": "boostax.model.normalized_dense",
+}
+
+if not TYPE_CHECKING:
+    __getattr__, __dir__ = _late(__name__, _LATE)

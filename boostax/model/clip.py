@@ -40,7 +40,7 @@ def clip_by_global_norm(
 
     Example:
       >>> import boostax, jax.numpy as jnp
-      >>> tx = boostax.clip_by_global_norm(1.0)
+      >>> tx = boostax.model.clip_by_global_norm(1.0)
       >>> g = {"a": jnp.array([3.0]), "b": jnp.array([4.0])}
       >>> [x.tolist() for x in tx.update(g, tx.init(g))[0].values()]
       [[0.6000000238418579], [0.800000011920929]]

@@ -84,7 +84,7 @@ class NormalizedDense(nn.Module):
       >>> import boostax, jax, jax.numpy as jnp
       >>> x = jnp.array([[3.0, 4.0], [0.0, 0.0]])
       >>> params = {"kernel": jnp.eye(2), "multiplier": jnp.array(2.0)}
-      >>> boostax.NormalizedDense(2).apply({"params": params}, x).round(1).tolist()
+      >>> boostax.model.NormalizedDense(2).apply({"params": params}, x).round(1).tolist()
       [[1.2000000476837158, 1.600000023841858], [0.0, 0.0]]
 
     References:

@@ -1,1 +1,17 @@
-"""Lower precision without lost gradients: policies, loss scaling, finiteness."""
+"""Half precision: loss scales, boundaries between them, policies, checks of what is finite."""
+
+from boostax._core.finite import all_finite as all_finite
+from boostax._core.handshake import assume_scaled as assume_scaled
+from boostax.precision.boundary import check_boundaries as check_boundaries
+from boostax.precision.boundary import scale_boundary as scale_boundary
+from boostax.precision.crossings import group_boundaries as group_boundaries
+from boostax.precision.group_scale import group_loss_scale as group_loss_scale
+from boostax.precision.group_state import group_scales as group_scales
+from boostax.precision.loss_scale import dynamic_loss_scale as dynamic_loss_scale
+from boostax.precision.loss_scale import loss_scale as loss_scale
+from boostax.precision.loss_scale import scale_loss as scale_loss
+from boostax.precision.loss_scale import static_loss_scale as static_loss_scale
+from boostax.precision.lost_updates import count_lost_updates as count_lost_updates
+from boostax.precision.policy import Policy as Policy
+from boostax.precision.policy import policy as policy
+from boostax.precision.updates import check_updates as check_updates

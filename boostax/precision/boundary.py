@@ -60,7 +60,7 @@ def scale_boundary(x: PyTree, opt_state_or_scales: PyTree, outer: Any, inner: An
       inner: the group that it goes to.
 
     Returns:
-      ``x``. Cost: one product per entry in the backward pass, which fuses with its neighbours; no
+      ``x``. Cost: one product per element in the backward pass, which fuses with its neighbours; no
       memory, no collective.
 
     Raises:
@@ -69,7 +69,7 @@ def scale_boundary(x: PyTree, opt_state_or_scales: PyTree, outer: Any, inner: An
     Example:
       >>> import boostax, jax, jax.numpy as jnp
       >>> scales = jnp.array([64.0, 8.0])
-      >>> jax.grad(lambda x: 8.0 * boostax.scale_boundary(x, scales, 0, 1))(1.0)
+      >>> jax.grad(lambda x: 8.0 * boostax.precision.scale_boundary(x, scales, 0, 1))(1.0)
       Array(64., dtype=float32, weak_type=True)
 
     References:
@@ -120,7 +120,7 @@ def check_boundaries(
       batch: handed to the loss.
       labels: as in ``group_loss_scale``.
       has_aux: the loss returns ``(loss, aux)``.
-      rtol: difference allowed, as a share of the largest entry of the leaf.
+      rtol: difference allowed, as a share of the largest element of the leaf.
       draws: how often scales are drawn, from fixed seeds.
       **kwargs: handed to the loss: ``key=``, ``model_state=``.
 
@@ -133,10 +133,11 @@ def check_boundaries(
     Example:
       >>> import boostax, jax.numpy as jnp
       >>> def loss_fn(params, x, *, scales):
-      ...   hidden = boostax.scale_boundary(jnp.tanh(x * params["body"]), scales, 0, 1)
+      ...   hidden = boostax.precision.scale_boundary(jnp.tanh(x * params["body"]), scales, 0, 1)
       ...   return jnp.mean(hidden * params["head"])
       >>> params = {"body": jnp.float32(0.5), "head": jnp.float32(2.0)}
-      >>> boostax.check_boundaries(loss_fn, params, jnp.arange(4.0), {"body": 0, "head": 1})
+      >>> labels = {"body": 0, "head": 1}
+      >>> boostax.precision.check_boundaries(loss_fn, params, jnp.arange(4.0), labels)
       0.0
     """
     who = "check_boundaries"
@@ -181,7 +182,7 @@ def _drawn(seed: int, count: int) -> np.ndarray[Any, Any]:
 
 
 def _difference(one: np.ndarray[Any, Any], other: np.ndarray[Any, Any]) -> float:
-    """The largest difference as a share of the largest entry; infinite where one is NaN."""
+    """The largest difference as a share of the largest element; infinite where one is NaN."""
     if not one.size:
         return 0.0
     size, off = np.max(np.abs(one)), np.max(np.abs(one - other))

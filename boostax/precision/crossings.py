@@ -63,7 +63,7 @@ def group_boundaries(loss_fn: Callable[..., Any], labels: Any) -> Callable[..., 
       >>> import boostax, jax, jax.numpy as jnp
       >>> loss = lambda p, x: jnp.mean(jnp.tanh(x * p["body"]) * p["head"])
       >>> params, x = {"body": jnp.float32(0.0), "head": jnp.float32(1.0)}, jnp.ones(4)
-      >>> scaled = boostax.group_boundaries(loss, {"body": 0, "head": 1})
+      >>> scaled = boostax.precision.group_boundaries(loss, {"body": 0, "head": 1})
       >>> scales = jnp.array([64.0, 8.0])
       >>> grads = jax.grad(lambda p: scales[-1] * scaled(p, x, scales=scales))(params)
       >>> float(jax.grad(loss)(params, x)["body"]), float(grads["body"])

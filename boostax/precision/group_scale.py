@@ -79,8 +79,8 @@ def group_loss_scale(
     Args:
       inner: the rest of the optimizer; it sees f32 (or wider) gradients and params.
       labels: the group of each leaf, 0 for the first in the forward pass: a tree of ints like the
-        params (``boostax.prefix_groups``), a list of patterns, or a function of path and leaf; as
-        the groups of ``boostax.scheduled_freeze``.
+        params (``boostax.freeze.prefix_groups``), a list of patterns, or a function of path and
+        leaf; as the groups of ``boostax.scheduled_freeze``.
       init_scale: first entry of the table for all groups.
       growth_factor: > 1, per clean step.
       backoff_factor: in (0, 1), per overflow.
@@ -90,10 +90,10 @@ def group_loss_scale(
       rule: ``"trial"``, MindSpore's, or ``"measure"``.
       headroom: >= 1, for ``"measure"``: how far below 2**16 the largest gradient is to stay, for
         the noise of batches, and for activations whose cotangents are larger than the gradients.
-      count_every: steps from one count of the entries that underflow to the next; they are also
+      count_every: steps from one count of the elements that underflow to the next; they are also
         counted at every overflow.
       axis_name: replica axis (or axes) over which finiteness is agreed. Gradients must then be
-        *local*: see ``boostax.local_params``. Counts are then of the replica that has most.
+        *local*: see ``boostax.train.local_params``. Counts are then of the replica that has most.
 
     Returns:
       A transformation with a ``GroupLossScaleState``. Cost: 29 bytes per group; one read of the
@@ -105,7 +105,8 @@ def group_loss_scale(
 
     Example:
       >>> import boostax, jax.numpy as jnp, optax
-      >>> tx = boostax.group_loss_scale(optax.sgd(1.0), {"body": 0, "head": 1}, init_scale=8.0)
+      >>> labels = {"body": 0, "head": 1}
+      >>> tx = boostax.precision.group_loss_scale(optax.sgd(1.0), labels, init_scale=8.0)
       >>> params = {"body": jnp.float32(1.0), "head": jnp.float32(1.0)}
       >>> grads = {"body": jnp.float16(2.0), "head": jnp.float16(jnp.inf)}
       >>> updates, state = tx.update(grads, tx.init(params), params)

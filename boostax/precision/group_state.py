@@ -20,8 +20,8 @@ class GroupLossScaleState(NamedTuple):
       table: f32 ``[G]``, what the factors move; the next scales are the powers of two below.
       measured: bool ``[G]``, whether a gradient that is not zero was seen (rule ``"measure"``).
       largest: f32 ``[G]``, largest magnitude in the group's last finite gradient, unscaled.
-      nonfinite: f32 ``[G]``, entries that were not finite when last counted.
-      underflow: f32 ``[G]``, entries that were zero or subnormal in f16 when last counted.
+      nonfinite: f32 ``[G]``, elements that were not finite when last counted.
+      underflow: f32 ``[G]``, elements that were zero or subnormal in f16 when last counted.
       entries: f32 ``[G]``, entries that were counted.
       until_count: i32, steps before the next count.
       overflow_group: i32, the group to blame for the last skipped step; -1 before the first.
@@ -73,7 +73,7 @@ class GroupLossScaleState(NamedTuple):
         return self.last_finite
 
     def metrics(self) -> dict[str, jax.Array]:
-        """Named scalars for ``boostax.metrics``; the underflow as a share of the entries."""
+        """Named scalars for ``boostax.metrics``; the underflow as a share of the elements."""
         found = {
             "loss_scale": self.scale,
             "last_finite": self.last_finite,
@@ -108,8 +108,10 @@ def group_scales(opt_state: PyTree) -> jax.Array | None:
 
     Example:
       >>> import boostax, jax.numpy as jnp, optax
-      >>> tx = boostax.group_loss_scale(optax.sgd(0.1), {"body": 0, "head": 1}, init_scale=3000.0)
-      >>> boostax.group_scales(tx.init({"body": jnp.ones(3), "head": jnp.ones(2)})).tolist()
+      >>> labels = {"body": 0, "head": 1}
+      >>> tx = boostax.precision.group_loss_scale(optax.sgd(0.1), labels, init_scale=3000.0)
+      >>> state = tx.init({"body": jnp.ones(3), "head": jnp.ones(2)})
+      >>> boostax.precision.group_scales(state).tolist()
       [2048.0, 2048.0]
     """
     found = scalers("group_scales", opt_state, GroupLossScaleState)
@@ -152,7 +154,7 @@ def check_labels(who: str, labels: Any) -> None:
     """Refuse what is wrong with labels whatever the params are."""
     found = jax.tree.leaves(labels)
     if not found:
-        hint = "boostax.prefix_groups(params, n) makes n groups."
+        hint = "boostax.freeze.prefix_groups(params, n) makes n groups."
         allowed = "a tree of integers, a list of patterns, or a function of path and leaf"
         raise ValueError(checks.message(who, "labels", allowed, labels, hint))
     if not callable(labels) and not any(isinstance(label, str) for label in found):

@@ -122,7 +122,7 @@ def dynamic_loss_scale(
       max_scale: finite; a growth past it is refused.
       hysteresis: overflows before the scale is lowered; each still skips its step.
       axis_name: replica axis (or axes) over which finiteness is agreed. Gradients must then be
-        *local*: see ``boostax.local_params``.
+        *local*: see ``boostax.train.local_params``.
 
     Returns:
       A transformation with a ``LossScaleState``. Cost: 33 bytes; one read of the gradients; one
@@ -144,7 +144,7 @@ def dynamic_loss_scale(
       >>> float(params["w"])
       0.75
       >>> params, state = boostax.apply_gradients(tx, {"w": jnp.float16("inf")}, state, params)
-      >>> float(params["w"]), float(boostax.loss_scale(state))
+      >>> float(params["w"]), float(boostax.precision.loss_scale(state))
       (0.75, 4.0)
 
     References:
@@ -303,7 +303,7 @@ def loss_scale(opt_state: PyTree) -> jax.Array:
     Example:
       >>> import boostax, jax.numpy as jnp, optax
       >>> tx = optax.chain(boostax.dynamic_loss_scale(optax.adam(1e-3)))
-      >>> float(boostax.loss_scale(tx.init(jnp.zeros(3))))
+      >>> float(boostax.precision.loss_scale(tx.init(jnp.zeros(3))))
       65536.0
     """
     found = scalers("loss_scale", opt_state, LossScaleState, GroupLossScaleState)
@@ -327,7 +327,7 @@ def scale_loss(loss: jax.Array, opt_state: PyTree) -> jax.Array:
     Example:
       >>> import boostax, jax.numpy as jnp, optax
       >>> state = boostax.static_loss_scale(optax.sgd(0.1), 2.0**15).init(jnp.zeros(3))
-      >>> float(boostax.scale_loss(jnp.float16(2.5), state))
+      >>> float(boostax.precision.scale_loss(jnp.float16(2.5), state))
       81920.0
     """
     wide = trees.at_least_float32(jnp.asarray(loss))

@@ -71,7 +71,7 @@ def count_lost_updates(
 
     Example:
       >>> import boostax, jax.numpy as jnp, optax
-      >>> tx = boostax.count_lost_updates(optax.sgd(1.0))
+      >>> tx = boostax.precision.count_lost_updates(optax.sgd(1.0))
       >>> w = jnp.bfloat16([1.0, 1.0, 1.0, 1.0])
       >>> grads = jnp.float32([0.0, 0.5, 1e-3, 1e-4])
       >>> w, state = boostax.apply_gradients(tx, grads, tx.init(w), w)

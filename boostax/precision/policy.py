@@ -39,7 +39,7 @@ class Policy:
 
     Example:
       >>> import boostax, jax.numpy as jnp
-      >>> half = boostax.Policy(compute_dtype="float16")
+      >>> half = boostax.precision.Policy(compute_dtype="float16")
       >>> half.wrap(lambda w, x: w * x)(jnp.float32(2.0), jnp.float32(3.0)).dtype
       dtype('float32')
     """

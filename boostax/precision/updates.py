@@ -59,15 +59,15 @@ def check_updates(
 ) -> optax.GradientTransformationExtraArgs:
     r"""Run ``inner``, and take its result only if all that was finite stays so.
 
-    With params :math:`p` and inner state :math:`m`, entry by entry, :math:`p + u` in the dtype of
-    the params,
+    With params :math:`p` and inner state :math:`m`, element by element, :math:`p + u` in the dtype
+    of the params,
 
     .. math::
       u, m' = \text{inner}(g, m, p), \qquad
       \text{ok} = \text{all}\bigl(\text{finite}(p + u, m') \text{ or not } \text{finite}(p, m)\bigr)
 
     and what is not ok is as if it had never been: params, moments, schedules and decay stay bit for
-    bit, and ``held_updates`` counts. An entry that is infinite before (a mask, the best loss so
+    bit, and ``held_updates`` counts. An element that is infinite before (a mask, the best loss so
     far) holds nothing back.
 
     A scaler looks at gradients, before ``inner``, for one read of them. This looks at the result,
@@ -92,7 +92,7 @@ def check_updates(
 
     Example:
       >>> import boostax, jax.numpy as jnp, optax
-      >>> tx = boostax.check_updates(optax.sgd(1.0))
+      >>> tx = boostax.precision.check_updates(optax.sgd(1.0))
       >>> w = jnp.float16(1.0)
       >>> w, state = boostax.apply_gradients(tx, jnp.float32(1e6), tx.init(w), w)
       >>> float(w), int(boostax.metrics(state)["held_updates"])

@@ -175,7 +175,7 @@ def unsent(leaves: Sequence[jax.Array], sent: Sequence[jax.Array]) -> list[jax.A
 
 
 def packed(leaves: Sequence[jax.Array]) -> jax.Array:
-    """All entries in one vector; leaves of different dtypes meet in the widest."""
+    """All elements in one vector; leaves of different dtypes meet in the widest."""
     return jnp.concatenate([x.ravel() for x in leaves])
 
 

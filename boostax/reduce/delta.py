@@ -67,7 +67,7 @@ def adasum_delta(
 
     Example:
       >>> import boostax, jax, jax.numpy as jnp, optax
-      >>> tx = boostax.adasum_delta(optax.sgd(0.5), "data")
+      >>> tx = boostax.reduce.adasum_delta(optax.sgd(0.5), "data")
       >>> combine = jax.vmap(lambda g: tx.update(g, tx.init(g))[0], axis_name="data")
       >>> combine(jnp.array([[1.0, 0.0], [0.0, 1.0]]))[0].tolist()
       [-0.5, -0.5]

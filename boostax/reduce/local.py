@@ -90,7 +90,7 @@ def local_updates(
 
     Example:
       >>> import boostax, jax, jax.numpy as jnp, optax
-      >>> tx = boostax.local_updates(optax.sgd(1.0), "data", every=2)
+      >>> tx = boostax.reduce.local_updates(optax.sgd(1.0), "data", every=2)
       >>> def train(grads, w):
       ...   state = tx.init(w)
       ...   for g in grads:

@@ -198,7 +198,7 @@ def power_sgd_reduce(
 
     Example:
       >>> import boostax, jax, jax.numpy as jnp
-      >>> tx = boostax.power_sgd_reduce("data", rank=1)
+      >>> tx = boostax.reduce.power_sgd_reduce("data", rank=1)
       >>> rows, columns = jnp.arange(1.0, 9.0), jnp.arange(1.0, 7.0)
       >>> grads = jnp.stack([jnp.outer(rows, columns)] * 2)  # of rank one
       >>> def two_steps(g):

@@ -51,8 +51,8 @@ def all_reduce(
       axis_name: mesh axis, or a tuple of axes, of the surrounding ``shard_map`` or ``pmap``.
       op: ``"mean"`` or ``"sum"``.
       dtype: of the wire: ``"bfloat16"`` or ``"float16"``; ``None`` for f32 or wider.
-      clip: bound on the magnitude of every entry of a local gradient, before anything else; what is
-        not finite stays so, for the loss scaler to see. ``None`` for none.
+      clip: bound on the magnitude of every element of a local gradient, before anything else; what
+        is not finite stays so, for the loss scaler to see. ``None`` for none.
       divide: a mean divides ``"after"`` the sum, or ``"before"`` it, which cannot overflow where
         n gradients of 1e38 / n can.
       bucket_bytes: leaves of fewer bytes (of f32) are packed, up to so many together: fewer

@@ -8,9 +8,9 @@ Orthogonal gradients add, parallel ones average. The operator is not associative
 part of the definition: neighbours first, ((0,1),(2,3)), then neighbours of those; an odd one out
 passes up as it is. Only arrays here; how they travel is the subject of ``route.py``.
 
-Every row has a power of two of its own, ``value = row * 2**exponent`` with the largest entry of the
-row just below one. Products with powers of two are exact, so nothing over- or underflows in f32,
-whatever the magnitude of the gradients, and even where one replica's are 1e30 times another's.
+Every row has a power of two of its own, ``value = row * 2**exponent`` with the largest element of
+the row just below one. Products with powers of two are exact, so nothing over- or underflows in
+f32, whatever the magnitude of the gradients, and even where one replica's are 1e30 times another's.
 
 References:
   Maleki et al., Scaling Distributed Training with Adaptive Summation,
@@ -85,7 +85,7 @@ class Factors(NamedTuple):
     """Factors ``above / below``, each ``(rows, leaves)``.
 
     The division is the last thing done to a factor before it meets its row: XLA:CPU computes a
-    division once, where it computes anything cheaper anew for every entry (4 to 8 times as long).
+    division once, where it computes anything cheaper anew for every element (4 to 8 times as long).
     """
 
     above: jax.Array

@@ -77,7 +77,7 @@ def partial_average(
 
     Example:
       >>> import boostax, jax, jax.numpy as jnp, optax
-      >>> tx = boostax.partial_average(optax.sgd(1.0), "data", partitions=2)
+      >>> tx = boostax.reduce.partial_average(optax.sgd(1.0), "data", partitions=2)
       >>> own = [jnp.array([1.0, 3.0]), jnp.array([1.0, 3.0])]  # two leaves, on two replicas
       >>> g = jax.tree.map(jnp.ones_like, own)
       >>> step = lambda g, w: boostax.apply_gradients(tx, g, tx.init(w), w)[0]

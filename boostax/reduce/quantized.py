@@ -376,7 +376,7 @@ def int8_reduce(
 def int16_reduce(
     axis_name: axes.AxisName, *, error_feedback: bool = True, dense: Dense = None
 ) -> optax.GradientTransformationExtraArgs:
-    r"""Send every entry as int16 of a scale common to the replicas, in two shots.
+    r"""Send every element as int16 of a scale common to the replicas, in two shots.
 
     .. math::
       q_r = \operatorname{round}(a_r / s), \qquad
@@ -385,7 +385,7 @@ def int16_reduce(
     An all-to-all takes the codes to the replica that adds them up, exactly; an all-gather brings
     the sum back. Half the bytes of f32 on CPU, TPU v5e and H100: XLA:GPU would widen an all-reduce
     of int16. A sum of integers is the same in any order, so the result is the same on
-    any hardware, and it cannot overflow. Closer to the mean than bf16 while a leaf's entries are
+    any hardware, and it cannot overflow. Closer to the mean than bf16 while a leaf's elements are
     within a few orders of magnitude.
 
     Args:
@@ -404,7 +404,7 @@ def int16_reduce(
 
     Example:
       >>> import boostax, jax, jax.numpy as jnp
-      >>> tx = boostax.int16_reduce("data")
+      >>> tx = boostax.reduce.int16_reduce("data")
       >>> step = jax.vmap(lambda g: tx.update(g, tx.init(g))[0], axis_name="data")
       >>> step(jnp.array([[16383.0, 2.0], [1.0, 4.0]]))[0].tolist()
       [8192.0, 3.0]
@@ -423,7 +423,7 @@ def sign_reduce(
     error_feedback: bool | None = None,
     dense: Dense = None,
 ) -> optax.GradientTransformationExtraArgs:
-    r"""Send one bit per entry, its sign.
+    r"""Send one bit per element, its sign.
 
     .. math::
       C(a) = \tfrac1B \|a\|_1 \operatorname{sign}(a) \ \text{(mean, by rows of } B), \qquad
@@ -454,7 +454,7 @@ def sign_reduce(
 
     Example:
       >>> import boostax, jax, jax.numpy as jnp
-      >>> tx = boostax.sign_reduce("data", form="majority")
+      >>> tx = boostax.reduce.sign_reduce("data", form="majority")
       >>> step = jax.vmap(lambda g: tx.update(g, tx.init(g))[0], axis_name="data")
       >>> step(jnp.array([[3.0, -1.0], [1.0, -1.0], [-1.0, 9.0]]))[0].tolist()
       [1.0, -1.0]

@@ -26,11 +26,11 @@ TILE = 2048
 
 @dataclasses.dataclass(frozen=True)
 class Largest(Codec):
-    """The entries of largest magnitude of every leaf, with their places.
+    """The elements of largest magnitude of every leaf, with their places.
 
     Attributes:
       count: of so many entries, how many are sent.
-      block: choose from each run of so many entries by itself; ``None`` for a leaf as a whole.
+      block: choose from each run of so many elements by itself; ``None`` for a leaf as a whole.
       threshold: what is smaller is not sent, though its place on the wire is taken; or ``None``.
       relative: whether the threshold is in units of the leaf's root mean square.
       value_dtype: of the values on the wire; ``None`` for their own.
@@ -180,15 +180,15 @@ class _Whole(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Random(Codec):
-    """The same entries of every replica, chosen by chance, so that their places need not be sent.
+    """The same elements of every replica, chosen by chance, so that their places need not be sent.
 
     Of a large leaf whole rows, spread evenly from a random beginning; of the others, packed,
-    entries of each run in the same way. Each entry has the same chance, and one all-reduce of the
-    values is all that travels.
+    elements of each run in the same way. Each element has the same chance, and one all-reduce of
+    the values is all that travels.
 
     Attributes:
       density: the share.
-      unbiased: whether the mean is divided by the chance of an entry.
+      unbiased: whether the mean is divided by the chance of an element.
       seed: of the choice.
     """
 
@@ -278,7 +278,7 @@ def _gathered(arrays: Sequence[jax.Array], names: tuple[str, ...]) -> list[jax.A
 
 
 def _at(x: jax.Array, places: jax.Array) -> Any:
-    """The entries of each row at its places; a flat index would not fit i32 in a large model."""
+    """The elements of each row at its places; a flat index would not fit i32 in a large model."""
     return x.at[jnp.arange(len(x), dtype=jnp.int32)[:, None], places.astype(jnp.int32)]
 
 
@@ -323,7 +323,7 @@ def top_k_reduce(
     error_feedback: bool = True,
     dense: Dense = None,
 ) -> optax.GradientTransformationExtraArgs:
-    r"""Send the entries of largest magnitude of every leaf; the rest waits.
+    r"""Send the elements of largest magnitude of every leaf; the rest waits.
 
     .. math::
       a_r = g_r + e_r, \quad u = \tfrac1n \sum_r \operatorname{top}_k(a_r), \quad
@@ -334,22 +334,22 @@ def top_k_reduce(
 
     Args:
       axis_name: mesh axis, or a tuple of axes.
-      density: share of each leaf that travels, ``ceil(density * size)`` entries; or a warm-up of
+      density: share of each leaf that travels, ``ceil(density * size)`` elements; or a warm-up of
         it, ``{0: 0.25, 200: 0.05, 400: 0.01}``, by calls that were not skipped.
-      count: so many entries of each leaf (or block) instead.
-      block: choose among each run of so many entries by itself, along the last dimension where it
+      count: so many elements of each leaf (or block) instead.
+      block: choose among each run of so many elements by itself, along the last dimension where it
         is long. Places take 2 bytes; keeps 87 to 99% of the energy. Try 1000. Runs are sorted,
         whole leaves are not: on a TPU leave it out.
       momentum: correct for the momentum of the optimizer (DGC): momentum is applied here, before
-        the choice, and stops where an entry has been sent. The optimizer then goes without.
+        the choice, and stops where an element has been sent. The optimizer then goes without.
       value_dtype: of values on the wire, such as ``"bfloat16"``; ``None`` for f32. Rounding stays
         in the residual.
-      error_feedback: keep what was not sent. Without it most entries never move.
+      error_feedback: keep what was not sent. Without it most elements never move.
       dense: leaves that take a plain mean: ``lambda path, leaf: leaf.ndim < 2`` for norms and
         biases, or a tree of bools.
 
     Returns:
-      A transformation with a ``CompressedState``. Cost: 8 bytes an entry sent (6 where a leaf or
+      A transformation with a ``CompressedState``. Cost: 8 bytes an element sent (6 where a leaf or
       block has up to 65536, 4 with a half ``value_dtype`` too), gathered from all: on a ring
       ``(n-1) k`` of them, which is less than a mean's ``8 (n-1)/n N`` bytes only while
       ``density < 1/n``; one residual of the size of the gradients in f32 per replica (two with
@@ -386,7 +386,7 @@ def top_k_reduce(
             who, "density", density, lambda d: largest(lambda size: share(d, size)), _check_density
         )
     else:
-        checks.positive_int(who, "count", count, "It is a number of entries; density is a share.")
+        checks.positive_int(who, "count", count, "It is a number of elements; density is a share.")
         codec = largest(lambda size: count)
     feedback: Any = {"error_feedback": error_feedback, "momentum": momentum}
     return compress(codec, axis_name, **feedback, dense=dense, name=who)
@@ -403,18 +403,18 @@ def threshold_reduce(
     error_feedback: bool = True,
     dense: Dense = None,
 ) -> optax.GradientTransformationExtraArgs:
-    r"""Send the entries of every leaf that reach a threshold, as far as they fit.
+    r"""Send the elements of every leaf that reach a threshold, as far as they fit.
 
     .. math:: u = \tfrac1n \sum_r a_r \, [\, |a_r| \ge t \,], \qquad a_r = g_r + e_r
 
-    Shapes are static: ``capacity`` is what travels, used or not. Of more entries than that the
+    Shapes are static: ``capacity`` is what travels, used or not. Of more elements than that the
     largest go, and the others wait, or are lost without ``error_feedback``;
     ``boostax.metrics`` counts them as ``over_capacity``. It costs what
     ``top_k_reduce(density=capacity)`` costs; it differs in sending nothing small.
 
     Args:
       axis_name: mesh axis, or a tuple of axes.
-      threshold: magnitude from which an entry is sent.
+      threshold: magnitude from which an element is sent.
       capacity: share of each leaf that has a place on the wire; at 1.0 all that reaches the
         threshold travels.
       relative: take the threshold in units of the root mean square of gradient plus residual, so
@@ -433,7 +433,7 @@ def threshold_reduce(
 
     Example:
       >>> import boostax, jax, jax.numpy as jnp
-      >>> tx = boostax.threshold_reduce("data", 0.5, capacity=0.5)
+      >>> tx = boostax.reduce.threshold_reduce("data", 0.5, capacity=0.5)
       >>> step = jax.vmap(lambda g: tx.update(g, tx.init(g)), axis_name="data")
       >>> step(jnp.array([[1.0, 0.4, 0.0, 0.0]]))[0].tolist()
       [[1.0, 0.0, 0.0, 0.0]]
@@ -463,7 +463,7 @@ def random_k_reduce(
     error_feedback: bool = True,
     dense: Dense = None,
 ) -> optax.GradientTransformationExtraArgs:
-    r"""Send entries chosen by chance, the same on all replicas; of a large leaf whole rows.
+    r"""Send elements chosen by chance, the same on all replicas; of a large leaf whole rows.
 
     .. math:: u = \tfrac1n \sum_r m \odot a_r, \qquad m \text{ common to all, new at each step}
 
@@ -488,7 +488,7 @@ def random_k_reduce(
 
     Example:
       >>> import boostax, jax, jax.numpy as jnp
-      >>> tx = boostax.random_k_reduce("data", density=0.5)
+      >>> tx = boostax.reduce.random_k_reduce("data", density=0.5)
       >>> step = jax.vmap(lambda g: tx.update(g, tx.init(g)), axis_name="data")
       >>> mean, state = step(jnp.ones((2, 4)))
       >>> mean[0].sum().item(), state.residual.local[0].sum().item()
@@ -507,5 +507,5 @@ def random_k_reduce(
 
 
 def _check_density(who: str, argument: str, value: Any) -> None:
-    hint = "0.01 sends one entry in a hundred."
+    hint = "0.01 sends one element in a hundred."
     checks.number(who, argument, value, "in (0, 1]", lambda x: 0 < x <= 1, hint)

@@ -36,7 +36,7 @@ def orthonormal(rows: PyTree, times: int = 2) -> PyTree:
 
 @jax.jit
 def signed(components: PyTree) -> PyTree:
-    """Each row turned so that its largest entry is positive."""
+    """Each row turned so that its largest element is positive."""
 
     def ends(p: jax.Array) -> jax.Array:
         axes = tuple(range(1, p.ndim))

@@ -31,7 +31,7 @@ class Basis(NamedTuple):
 
     Attributes:
       components: tree like the params of ``(k, *leaf.shape)``, the widest first. Together a row of
-        all leaves has norm 1, and its largest entry is positive.
+        all leaves has norm 1, and its largest element is positive.
       mean: tree like the params, f32 or wider: the mean of the snapshots.
       explained: f32 ``(k,)``, the share of the variance along each.
     """
@@ -99,7 +99,7 @@ def pca_basis(
     Example:
       >>> import boostax, jax.numpy as jnp
       >>> line = [{"w": jnp.array([5.0 + 3.0 * t, 4.0 * t])} for t in range(4)]
-      >>> basis = boostax.pca_basis(line, 1)
+      >>> basis = boostax.subspace.pca_basis(line, 1)
       >>> basis.components["w"].round(3).tolist(), basis.mean["w"].tolist()
       ([[0.6000000238418579, 0.800000011920929]], [9.5, 6.0])
 

@@ -21,12 +21,12 @@ BLOCK = 64
 
 
 class Int8Components(NamedTuple):
-    """Components in one byte an entry.
+    """Components in one byte an element.
 
     Attributes:
       codes: tree like the params of i8 ``(k, *leaf.shape)``.
       scales: the same of f32 ``(k, *leaf.shape[:-1], blocks)``: what 1 stands for in each block of
-        64 entries of the last dimension.
+        64 elements of the last dimension.
     """
 
     codes: PyTree
@@ -147,7 +147,7 @@ def random_basis(params: PyTree, n_components: int, *, seed: int = 0) -> PyTree:
 
     Example:
       >>> import boostax, jax.numpy as jnp
-      >>> boostax.random_basis({"w": jnp.zeros((3, 4))}, 2)["w"].shape
+      >>> boostax.subspace.random_basis({"w": jnp.zeros((3, 4))}, 2)["w"].shape
       (2, 3, 4)
     """
     who, hint = "random_basis", "It is the dimension of the subspace; 32 to 40 are usual."
@@ -245,7 +245,7 @@ def replace_basis(opt_state: PyTree, basis: Any) -> PyTree:
     Example:
       >>> import boostax, jax.numpy as jnp
       >>> state = boostax.dim_reduce(jnp.eye(2, 4)).init(jnp.zeros(4))
-      >>> boostax.replace_basis(state, jnp.eye(4)[2:]).basis.tolist()
+      >>> boostax.subspace.replace_basis(state, jnp.eye(4)[2:]).basis.tolist()
       [[0.0, 0.0, 1.0, 0.0], [0.0, 0.0, 0.0, 1.0]]
     """
     who = "replace_basis"
@@ -327,7 +327,7 @@ def _decoded(codes: jax.Array, scales: jax.Array) -> jax.Array:
 
 
 def _spread(scales: jax.Array, like: Any) -> jax.Array:
-    """The scale of each entry."""
+    """The scale of each element."""
     if like.ndim == 1:
         return scales[..., 0]
     last = like.shape[-1]
@@ -337,7 +337,7 @@ def _spread(scales: jax.Array, like: Any) -> jax.Array:
 
 def _check(who: str, components: Components, params: PyTree) -> None:
     """Refuse components that do not fit the params."""
-    hint = "boostax.pca_basis(snapshots, k) of the same params is one."
+    hint = "boostax.subspace.pca_basis(snapshots, k) of the same params is one."
     tree = shapes(components)
     if jax.tree.structure(tree) != jax.tree.structure(params):
         raise ValueError(

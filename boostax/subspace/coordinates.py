@@ -75,7 +75,7 @@ def subspace_params(
 
     Example:
       >>> import boostax, jax, jax.numpy as jnp, optax
-      >>> tx = boostax.subspace_params(optax.sgd(0.5), jnp.eye(2, 4))
+      >>> tx = boostax.subspace.subspace_params(optax.sgd(0.5), jnp.eye(2, 4))
       >>> w = jnp.zeros(4)
       >>> updates, state = tx.update(-jnp.ones(4), tx.init(w), w)
       >>> updates.tolist(), state.coordinates.tolist()

@@ -131,7 +131,7 @@ def dim_reduce(
       memory: ``"bfgs"`` learns the curvature from step to step; ``"gauss-newton"`` computes it at
         each, from ``outputs_fn=`` and ``output_loss=`` (see ``update`` below).
       dtype: in which the basis is kept: a floating dtype, or ``"int8"`` with a scale for each 64
-        entries of a last dimension (not with ``shard_axes``). ``None`` keeps it as it is.
+        elements of a last dimension (not with ``shard_axes``). ``None`` keeps it as it is.
       axis_name: replica axis, or axes, over which gradients are local: coordinates and losses are
         averaged over them, and a ``residual`` has to reduce what is left of the local gradients,
         :math:`g_r - P^\top P \bar g`: ``residual=chain(all_reduce("data"), adamw(...))``. ``None``

@@ -31,7 +31,7 @@ class HostTrajectory:
 
     Example:
       >>> import boostax, jax.numpy as jnp
-      >>> path = boostax.HostTrajectory(3)
+      >>> path = boostax.subspace.HostTrajectory(3)
       >>> for call in range(5):
       ...   _ = path.record(call, {"w": jnp.array([3.0 * call, 4.0 * call])})
       >>> path.snapshots()["w"][:, 0].tolist()
@@ -70,7 +70,7 @@ class HostTrajectory:
         return jax.tree.map(lambda *each: np.stack(each), *self._kept)
 
     def basis(self, n_components: int, *, dtype: Any = None) -> Basis:
-        """``boostax.pca_basis`` of the snapshots."""
+        """``boostax.subspace.pca_basis`` of the snapshots."""
         return pca_basis(self.snapshots(), n_components, dtype=dtype, stacked=True)
 
 
@@ -111,7 +111,8 @@ def checkpoint_snapshots(
       >>> with Checkpointer(folder) as checkpointer:
       ...   for step in range(3):
       ...     checkpointer.save(step, {"params": jnp.array([3.0 * step, 4.0 * step])})
-      >>> basis = boostax.pca_basis(boostax.checkpoint_snapshots(folder, jnp.zeros(2)), 1)
+      >>> snapshots = boostax.subspace.checkpoint_snapshots(folder, jnp.zeros(2))
+      >>> basis = boostax.subspace.pca_basis(snapshots, 1)
       >>> basis.components.round(3).tolist()
       [[0.6000000238418579, 0.800000011920929]]
     """

@@ -92,13 +92,13 @@ def record_trajectory(
 
     Example:
       >>> import boostax, jax.numpy as jnp, optax
-      >>> tx = optax.chain(boostax.record_trajectory(2), optax.sgd(1.0))
+      >>> tx = optax.chain(boostax.subspace.record_trajectory(2), optax.sgd(1.0))
       >>> w = jnp.float32(0.0)
       >>> state = tx.init(w)
       >>> for _ in range(4):
       ...   updates, state = tx.update(jnp.float32(-1.0), state, w)
       ...   w = optax.apply_updates(w, updates)
-      >>> boostax.trajectory(state)[0].tolist()
+      >>> boostax.subspace.trajectory(state)[0].tolist()
       [2.0, 3.0]
 
     References:
@@ -214,11 +214,11 @@ def trajectory_basis(
 
     Example:
       >>> import boostax, jax.numpy as jnp
-      >>> tx = boostax.record_trajectory(3)
+      >>> tx = boostax.subspace.record_trajectory(3)
       >>> state = tx.init(jnp.zeros(2))
       >>> for t in range(3):
       ...   _, state = tx.update(jnp.zeros(2), state, jnp.array([3.0 * t, 4.0 * t]))
-      >>> boostax.trajectory_basis(state, 1).components.round(3).tolist()
+      >>> boostax.subspace.trajectory_basis(state, 1).components.round(3).tolist()
       [[0.6000000238418579, 0.800000011920929]]
     """
     state = _state("trajectory_basis", opt_state)
@@ -239,7 +239,7 @@ def _state(who: str, opt_state: PyTree) -> TrajectoryState:
     if not found:
         raise ValueError(
             f"{who}: opt_state must hold a TrajectoryState, got none. Put "
-            "boostax.record_trajectory into the chain."
+            "boostax.subspace.record_trajectory into the chain."
         )
     return found[0]
 

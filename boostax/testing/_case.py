@@ -158,7 +158,7 @@ def _wave(shape: tuple[int, ...], phase: float, dtype: Any) -> jax.Array:
 
 
 def poison(grads: PyTree, value: float) -> PyTree:
-    """One entry of one leaf replaced."""
+    """One element of one leaf replaced."""
     leaves, treedef = jax.tree.flatten(grads)
     leaves[0] = leaves[0].at[(0,) * leaves[0].ndim].set(value)
     return jax.tree.unflatten(treedef, leaves)

@@ -69,7 +69,7 @@ class Setting:
         return [jax.tree.map(whole, even_params()) for _ in range(count)]
 
     def poisoned(self, grads: PyTree) -> PyTree:
-        """With one entry that is none, anywhere in the first leaf."""
+        """With one element that is none, anywhere in the first leaf."""
         leaves, treedef = jax.tree.flatten(grads)
         at = tuple(int(self.rng.integers(size)) for size in leaves[0].shape)
         leaves[0] = leaves[0].at[at].set(BAD[int(self.rng.integers(len(BAD)))])

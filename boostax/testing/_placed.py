@@ -64,7 +64,7 @@ class Placed:
     def cut(self, name: str) -> int:
         """The dimension of a param that is sharded within a replica."""
         spec = without(self.specs[name], (AXIS,))
-        return next((i for i, entry in enumerate(spec) if entry == _OTHER), 0)
+        return next((i for i, element in enumerate(spec) if element == _OTHER), 0)
 
     def shard(self, tree: PyTree, index: int, before: int = 0) -> PyTree:
         """One of the shards of a replica; of arrays with so many dimensions before."""

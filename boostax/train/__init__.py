@@ -1,1 +1,15 @@
-"""From a loss function to a compiled train step, and the loop around it."""
+"""Train steps: the oracle, what applies its gradients, the compiled step and its state."""
+
+from boostax._core.axes import local_params as local_params
+from boostax.accumulate.aux import Aux as Aux
+from boostax.accumulate.microbatch import microbatch as microbatch
+from boostax.accumulate.window import flush as flush
+from boostax.accumulate.window import has_updated as has_updated
+from boostax.train.apply import apply_gradients as apply_gradients
+from boostax.train.apply import metrics as metrics
+from boostax.train.compiled import TrainStep as TrainStep
+from boostax.train.model_state import reestimate_model_state as reestimate_model_state
+from boostax.train.on_mesh import on_mesh as on_mesh
+from boostax.train.oracle import value_and_grad as value_and_grad
+from boostax.train.state import TrainState as TrainState
+from boostax.train.step import make_train_step as make_train_step

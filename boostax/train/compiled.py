@@ -105,7 +105,7 @@ class TrainStep:
         Args:
           params: initial params; copied, so that donation never takes the caller's arrays. Of
             ``jax.ShapeDtypeStruct`` it becomes a state of such, with shardings: to lower the step
-            for a mesh of devices that are not there (``boostax.target_devices``).
+            for a mesh of devices that are not there (``boostax.inspect.target_devices``).
           key: PRNG key handed to the loss as ``key=``, different at each call, micro-batch and
             replica.
           model_state: handed to the loss as ``model_state=`` and replaced by ``Aux.model_state``.

@@ -46,7 +46,8 @@ def reestimate_model_state(
       ...   new = 0.9 * model_state + 0.1 * x.mean()
       ...   return jnp.mean((x - w) ** 2), boostax.Aux(model_state=new)
       >>> batches = [jnp.array([1.0, 3.0]), jnp.array([5.0, 7.0])]
-      >>> round(float(boostax.reestimate_model_state(loss, 0.0, jnp.float32(9.0), batches)), 4)
+      >>> new = boostax.train.reestimate_model_state(loss, 0.0, jnp.float32(9.0), batches)
+      >>> round(float(new), 4)
       4.0
     """
     who = "reestimate_model_state"

@@ -26,7 +26,8 @@ from boostax.precision.policy import Policy, as_policy
 PyTree = Any
 # By argument, what to do about a loss that does not take it.
 _TAKEN = {
-    "scales": "boostax.group_boundaries(loss_fn, labels) takes them for a loss that does not.",
+    "scales": "boostax.precision.group_boundaries(loss_fn, labels) takes them for a loss that does "
+    "not.",
     "key": "Add key=None to its arguments, or start the state without a key.",
     "model_state": "Add model_state=None to its arguments, or start the state without one.",
 }
@@ -67,7 +68,7 @@ def value_and_grad(
         ``mesh``.
       mesh: for plain ``jit``: the mesh over whose replica axes the loss is to be mapped.
       policy: precision policy applied to ``loss_fn``: see ``boostax.policy``.
-      microbatches: split the batch and scan: see ``boostax.microbatch``.
+      microbatches: split the batch and scan: see ``boostax.train.microbatch``.
       has_aux: as in ``jax.value_and_grad``. ``boostax.Aux`` is combined over micro-batches and
         replicas. Any other aux passes through: micro-batches stack its leaves, which then lead with
         ``[microbatches]``; inside ``shard_map`` or ``pmap`` it is the replica's own; with ``mesh``
@@ -80,7 +81,7 @@ def value_and_grad(
       like the params, or a prefix of one: what is not active is not differentiated, and in the
       gradients ``optax.MaskedNode`` stands for it; or ``tx.choice(params, opt_state)`` of a
       ``scheduled_freeze``, by which it is found out in the program. Cost: with ``axis_name`` one
-      scalar collective for the loss and one per leaf of ``Aux``; see ``boostax.microbatch``.
+      scalar collective for the loss and one per leaf of ``Aux``; see ``boostax.train.microbatch``.
       ``fn.loss_at(batch, *, key=None, model_state=None)`` is a function of the params alone: the
       same loss, without a gradient and with the model's state left as it is, for line searches.
 

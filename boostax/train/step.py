@@ -51,7 +51,7 @@ def make_train_step(
       mesh: device mesh; ``None`` for one device.
       axis_name: its axis, or axes, over which the batch is split; required with a mesh.
       policy: precision policy applied to ``loss_fn``, its ``param_dtype`` to the params.
-      microbatches: slices per replica and call: see ``boostax.microbatch``.
+      microbatches: slices per replica and call: see ``boostax.train.microbatch``.
       has_aux: ``loss_fn`` returns ``(loss, aux)``: a ``boostax.Aux``, or a tree of scalars, which
         are reported as its ``metrics`` are.
       accumulator_dtype: of the sum over micro-batches.

@@ -76,7 +76,7 @@ def _unscaled(tree, scale):
 
 def _scaled(tree, scale):
     tx = boostax.static_loss_scale(optax.identity(), float(scale))
-    return jax.tree.map(lambda x: boostax.scale_loss(x, tx.init(x)), tree)
+    return jax.tree.map(lambda x: boostax.precision.scale_loss(x, tx.init(x)), tree)
 
 
 def into_jmp():
@@ -92,7 +92,7 @@ def into_jmp():
         kind.scale = lambda self, tree: _scaled(tree, self.loss_scale)
         kind.unscale = lambda self, tree: _unscaled(tree, self.loss_scale)
     jmp.DynamicLossScale.adjust = adjust
-    jmp.all_finite = boostax.all_finite
+    jmp.all_finite = boostax.precision.all_finite
 
 
 def into_mpx():
@@ -108,7 +108,7 @@ def into_mpx():
 
     mpx.DynamicLossScaling.unscale = lambda self, tree: _unscaled(tree, self.loss_scaling)
     mpx.DynamicLossScaling.adjust = adjust
-    mpx.all_finite = boostax.all_finite
+    mpx.all_finite = boostax.precision.all_finite
 
 
 class Comparable(str):

@@ -22,9 +22,9 @@ REDUCTIONS: dict[str, Callable[[], Any]] = {
     "bfloat16": lambda: boostax.all_reduce(AXIS, dtype="bfloat16"),
     "top_k": lambda: boostax.top_k_reduce(AXIS, 0.25),
     "int8": lambda: boostax.int8_reduce(AXIS, rounding="stochastic"),
-    "sign": lambda: boostax.sign_reduce(AXIS),
-    "random_k": lambda: boostax.random_k_reduce(AXIS, 0.3),
-    "power_sgd": lambda: boostax.power_sgd_reduce(AXIS, 1),
+    "sign": lambda: boostax.reduce.sign_reduce(AXIS),
+    "random_k": lambda: boostax.reduce.random_k_reduce(AXIS, 0.3),
+    "power_sgd": lambda: boostax.reduce.power_sgd_reduce(AXIS, 1),
 }
 
 
@@ -77,7 +77,7 @@ class Library:
         self._prepare(case)
         params = jax.tree.map(jnp.asarray, params)
         local = self.tx.init(params)
-        self._put(params, boostax.stack_replicas(local, case.replicas))
+        self._put(params, boostax.states.stack_replicas(local, case.replicas))
 
     def _prepare(self, case: Case) -> None:
         self.case, self.tx = case, chain(case)
@@ -150,7 +150,7 @@ class Library:
         """One step."""
         case, given = self.case, {"x": x, "w": weights}
         if not case.loss:
-            scale = float(np.max(boostax.loss_scale(self.carry[1])))
+            scale = float(np.max(boostax.precision.loss_scale(self.carry[1])))
             with np.errstate(over="ignore", invalid="ignore"):
                 rounded = lambda v: (v[:, 0].astype(np.float64) * scale).astype(v.dtype)  # noqa: E731
                 given = {"x": {n: rounded(v) for n, v in x.items()}, "w": weights[:, 0]}
@@ -181,7 +181,7 @@ class Library:
             if self.case.placement in MESHES:
                 # Windows of global arrays have one weight for all replicas.
                 grads, weight = boostax.PerReplica(grads), weight[0]
-            grads = boostax.assume_scaled(grads, state)
+            grads = boostax.precision.assume_scaled(grads, state)
         extra = {"weight": weight} if self.case.weighted else {}
         if self.case.face == "update":
             tx = optax.with_extra_args_support(tx)
@@ -195,12 +195,12 @@ class Library:
             return jax.pmap(step, axis_name=AXIS, devices=jax.devices()[: case.replicas])
         if case.placement in ("single", *MESHES):
             return jax.jit(step, donate_argnums=(0, 1))
-        specs = boostax.state_specs(self.tx, self.carry[0], AXIS, replicas=case.replicas)
+        specs = boostax.states.state_specs(self.tx, self.carry[0], AXIS, replicas=case.replicas)
 
         def mapped(params: Tree, state: Tree, *rest: Tree) -> tuple[Tree, Tree]:
             rest = jax.tree.map(lambda v: v[0], rest)
-            params, state = step(params, boostax.enter_replica(state), *rest)
-            return params, boostax.leave_replica(state)
+            params, state = step(params, boostax.states.enter_replica(state), *rest)
+            return params, boostax.states.leave_replica(state)
 
         whole = PartitionSpec()
         wraps = jax.shard_map(
@@ -259,4 +259,4 @@ def _own(node: Any) -> bool:
 
 
 def _compressed(node: Any) -> bool:
-    return isinstance(node, boostax.CompressedState)
+    return isinstance(node, boostax.states.CompressedState)

@@ -41,36 +41,36 @@ assert_type(boostax.accumulate(optax.sgd(0.1), every), optax.GradientTransformat
 def own_loop(params: Params, batch: dict[str, jax.Array]) -> Params:
     opt_state = window.init(params)
     loss, grads = boostax.value_and_grad(loss_fn)(params, opt_state, batch)
-    assert_type(boostax.loss_scale(opt_state), jax.Array)
-    assert_type(boostax.has_updated(opt_state), jax.Array)
+    assert_type(boostax.precision.loss_scale(opt_state), jax.Array)
+    assert_type(boostax.train.has_updated(opt_state), jax.Array)
     assert_type(boostax.metrics(opt_state), dict[str, jax.Array])
-    assert_type(boostax.all_finite(grads), jax.Array)
+    assert_type(boostax.precision.all_finite(grads), jax.Array)
     del loss
     params, opt_state = boostax.apply_gradients(window, grads, opt_state, params)
     return params
 
 
-def train_step(params: Params, batch: dict[str, jax.Array]) -> boostax.TrainState:
+def train_step(params: Params, batch: dict[str, jax.Array]) -> boostax.train.TrainState:
     step = boostax.make_train_step(loss_fn, window, microbatches=2)
-    assert_type(step, boostax.TrainStep)
+    assert_type(step, boostax.train.TrainStep)
     state = step.init(params)
     state, metrics = step(state, batch)
-    assert_type(state, boostax.TrainState)
+    assert_type(state, boostax.train.TrainState)
     assert_type(metrics, dict[str, jax.Array])
     return state
 
 
-def configured(path: str) -> boostax.Boost:
+def configured(path: str) -> boostax.autoboost.Boost:
     boost = boostax.auto(path)
-    assert_type(boost, boostax.Boost)
-    assert_type(boost.config, boostax.BoostConfig)
-    assert_type(boost.policy, boostax.Policy | None)
+    assert_type(boost, boostax.autoboost.Boost)
+    assert_type(boost.config, boostax.autoboost.BoostConfig)
+    assert_type(boost.policy, boostax.precision.Policy | None)
     return boost
 
 
 def explained(params: Params) -> list[str]:
     found = boostax.explain(reduced, params, axis_sizes={"data": 8})
-    assert_type(found, boostax.Explanation)
+    assert_type(found, boostax.inspect.Explanation)
     return [finding.mend for finding in found.findings]
 
 

@@ -44,8 +44,8 @@ REDUCTIONS = {
     "mean": lambda: boostax.all_reduce(AXIS),
     "top-k": lambda: boostax.top_k_reduce(AXIS, 0.1),
     "int8": lambda: boostax.int8_reduce(AXIS),
-    "signs": lambda: boostax.sign_reduce(AXIS),
-    "rank 2": lambda: boostax.power_sgd_reduce(AXIS, 2),
+    "signs": lambda: boostax.reduce.sign_reduce(AXIS),
+    "rank 2": lambda: boostax.reduce.power_sgd_reduce(AXIS, 2),
 }
 
 
@@ -159,12 +159,18 @@ def times(factor, field):
 
 SPOILT = {
     "nothing": lambda state: state,
-    "residuals lost": lambda state: nodes(state, boostax.CompressedState, times(0.0, "residual")),
-    "residuals added up": lambda state: nodes(
-        state, boostax.CompressedState, times(2.0, "residual")
+    "residuals lost": lambda state: nodes(
+        state, boostax.states.CompressedState, times(0.0, "residual")
     ),
-    "windows lost": lambda state: nodes(state, boostax.AccumulateState, times(0.0, "window")),
-    "windows twice": lambda state: nodes(state, boostax.AccumulateState, times(2.0, "window")),
+    "residuals added up": lambda state: nodes(
+        state, boostax.states.CompressedState, times(2.0, "residual")
+    ),
+    "windows lost": lambda state: nodes(
+        state, boostax.states.AccumulateState, times(0.0, "window")
+    ),
+    "windows twice": lambda state: nodes(
+        state, boostax.states.AccumulateState, times(2.0, "window")
+    ),
 }
 
 

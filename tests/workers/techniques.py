@@ -30,14 +30,14 @@ def chained(reduction):
 
 
 def frozen():
-    groups = boostax.prefix_groups(initial(), 3, order=["first", "second", "last"])
+    groups = boostax.freeze.prefix_groups(initial(), 3, order=["first", "second", "last"])
     schedule = boostax.freeze_schedule("continuous", total_steps=CALLS, frozen_fraction=0.5)
     inner = optax.chain(boostax.all_reduce(AXIS), optax.adamw(3e-2))
     return boostax.scheduled_freeze(inner, groups, schedule)
 
 
 def subspace():
-    basis = boostax.random_basis(initial(), 6)
+    basis = boostax.subspace.random_basis(initial(), 6)
     return boostax.dynamic_loss_scale(boostax.dim_reduce(basis, axis_name=AXIS), axis_name=AXIS)
 
 
@@ -46,8 +46,8 @@ TECHNIQUES = {
     "adasum": chained(boostax.adasum(AXIS)),
     "int8": chained(boostax.int8_reduce(AXIS)),
     "top-k": chained(boostax.top_k_reduce(AXIS, 0.1)),
-    "delta": lambda: boostax.adasum_delta(optimizer(), AXIS),
-    "local updates": lambda: boostax.local_updates(optimizer(), AXIS, 3),
+    "delta": lambda: boostax.reduce.adasum_delta(optimizer(), AXIS),
+    "local updates": lambda: boostax.reduce.local_updates(optimizer(), AXIS, 3),
     "freezing": frozen,
     "dim_reduce": subspace,
     "window": lambda: boostax.dynamic_loss_scale(

@@ -27,15 +27,15 @@ class Built:
 
     workload: Workload
     recipe: Recipe
-    step: boostax.TrainStep
+    step: boostax.train.TrainStep
 
-    def init(self, seed: int) -> boostax.TrainState:
+    def init(self, seed: int) -> boostax.train.TrainState:
         """The first state; parameters and the key of the step come from ``seed``."""
         params_key, step_key = jax.random.split(jax.random.key(seed))
         params, model_state = jax.jit(self.workload.init)(params_key)
         return self.step.init(params, key=step_key, model_state=model_state)
 
-    def evaluate(self, state: boostax.TrainState) -> dict[str, float]:
+    def evaluate(self, state: boostax.train.TrainState) -> dict[str, float]:
         """Held-out scalars under names of their own."""
         found = self.workload.evaluate(state.params, state.model_state)
         return {f"held_out_{name}": value for name, value in found.items()}
@@ -103,7 +103,7 @@ def build(workload: Workload, recipe: Recipe) -> Built:
 
 def train_step(
     workload: Workload, tx: optax.GradientTransformation, mesh: Any, microbatches: int
-) -> boostax.TrainStep:
+) -> boostax.train.TrainStep:
     """One call of an optimizer on the loss of a workload."""
     axis = None if mesh is None else AXIS
     return boostax.make_train_step(
@@ -143,7 +143,7 @@ def _optimizer(recipe: Recipe, groups: Any) -> optax.GradientTransformation:
     if recipe.devices == 1:
         return optax.chain(*path, *parts)
     if recipe.reduce == "adasum-delta":
-        delta = boostax.adasum_delta(optax.chain(*parts), AXIS, wire_dtype=_wire(recipe))
+        delta = boostax.reduce.adasum_delta(optax.chain(*parts), AXIS, wire_dtype=_wire(recipe))
         return optax.chain(*path, delta) if path else delta
     return optax.chain(*path, reduction(recipe), *parts)
 
@@ -153,7 +153,7 @@ def recorder(recipe: Recipe) -> optax.GradientTransformation:
     steps = recipe.optimizer_steps
     size = min(recipe.value("finish_components") + 1, steps // 2)
     every = steps // 2 // size
-    return boostax.record_trajectory(size, every=every, start=steps - every * size)
+    return boostax.subspace.record_trajectory(size, every=every, start=steps - every * size)
 
 
 def reduction(recipe: Recipe) -> optax.GradientTransformation:
@@ -162,18 +162,18 @@ def reduction(recipe: Recipe) -> optax.GradientTransformation:
         case "top-k":
             return boostax.top_k_reduce(AXIS, recipe.value("density"), dense=vectors)
         case "threshold":
-            return boostax.threshold_reduce(AXIS, 2.0, relative=True, dense=vectors)
+            return boostax.reduce.threshold_reduce(AXIS, 2.0, relative=True, dense=vectors)
         case "random-k":
-            return boostax.random_k_reduce(AXIS, recipe.value("density"), dense=vectors)
+            return boostax.reduce.random_k_reduce(AXIS, recipe.value("density"), dense=vectors)
         case "int8":
             return boostax.int8_reduce(AXIS)
         case "int16":
-            return boostax.int16_reduce(AXIS)
+            return boostax.reduce.int16_reduce(AXIS)
         case "sign":
             # Everyone's bits to all are exact, but grow with the devices.
-            return boostax.sign_reduce(AXIS, two_shot=recipe.devices > 4, dense=vectors)
+            return boostax.reduce.sign_reduce(AXIS, two_shot=recipe.devices > 4, dense=vectors)
         case "power-sgd":
-            return boostax.power_sgd_reduce(AXIS, recipe.value("rank"))
+            return boostax.reduce.power_sgd_reduce(AXIS, recipe.value("rank"))
         case "mean":
             return boostax.all_reduce(AXIS, dtype=_wire(recipe))
         case "adasum" | "adasum-delta":
@@ -213,7 +213,7 @@ def layer_groups(workload: Workload, recipe: Recipe) -> PyTree:
     """
     shapes: Any = jax.eval_shape(workload.init, jax.random.key(0))
     params, model_state = shapes
-    order = boostax.forward_order(
+    order = boostax.freeze.forward_order(
         workload.loss_fn,
         params,
         workload.batch(0),
@@ -227,9 +227,9 @@ def layer_groups(workload: Workload, recipe: Recipe) -> PyTree:
     *others, last = ((n, level) for n in counts for level in (1, None))
     for n, level in others:
         with contextlib.suppress(ValueError):
-            return boostax.prefix_groups(params, n, order=order, level=level)
+            return boostax.freeze.prefix_groups(params, n, order=order, level=level)
     with _speaking_of("prefix_groups: n", "--freeze-groups"):
-        return boostax.prefix_groups(params, last[0], order=order, level=last[1])
+        return boostax.freeze.prefix_groups(params, last[0], order=order, level=last[1])
 
 
 def freeze_by_schedule(
@@ -245,7 +245,7 @@ def freeze_by_schedule(
         # Both averages start at zero, and the slow one takes 12 horizons, a fifth of the run, to
         # come within 5% of a norm that does not move. A group freezes at three looks in a row, a
         # tenth of the run: that leaves time for 8 groups, one after the other.
-        schedule = boostax.freeze_on_plateau(every=max(1, steps // 32))
+        schedule = boostax.freeze.freeze_on_plateau(every=max(1, steps // 32))
         return boostax.scheduled_freeze(tx, groups, schedule)
     assert recipe.freeze != "none"
     # Exactly as long as the run: a step that is skipped or still gathers a window does not count,
@@ -260,7 +260,7 @@ def freeze_by_schedule(
 
 def signal(groups: PyTree, optimizer_steps: int) -> optax.GradientTransformation:
     """What ``--freeze plateau`` looks at, averaged over a sixty-fourth of the run."""
-    return boostax.group_signal(groups, horizon=max(1, optimizer_steps // 64))
+    return boostax.freeze.group_signal(groups, horizon=max(1, optimizer_steps // 64))
 
 
 @contextlib.contextmanager

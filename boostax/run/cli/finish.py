@@ -19,7 +19,9 @@ PyTree = Any
 _BATCHES, _JUDGED = 8, 16
 
 
-def finish(built: Built, state: boostax.TrainState) -> tuple[boostax.TrainState, dict[str, Any]]:
+def finish(
+    built: Built, state: boostax.train.TrainState
+) -> tuple[boostax.train.TrainState, dict[str, Any]]:
     """Go on from the last state of a run; each step takes eight batches as one.
 
     Returns:
@@ -35,7 +37,7 @@ def finish(built: Built, state: boostax.TrainState) -> tuple[boostax.TrainState,
     begun = step.init(start, key=key, model_state=state.model_state)
     if recipe.loss_scale == "dynamic":
         # The one that the run has settled on, in a buffer of its own.
-        settled = jax.tree.map(jnp.copy, boostax.loss_scale(state.opt_state))
+        settled = jax.tree.map(jnp.copy, boostax.precision.loss_scale(state.opt_state))
         begun = begun._replace(opt_state=begun.opt_state._replace(scale=settled))
     judge = _Judge(workload, state.model_state)
     report = {"components": int(jax.tree.leaves(basis.components)[0].shape[0])}
@@ -52,7 +54,7 @@ def finish(built: Built, state: boostax.TrainState) -> tuple[boostax.TrainState,
         shardings = jax.tree.map(lambda old: old.sharding, model_state)
         model_state = place(judge.statistics(params), shardings)
     if isinstance(state.params, boostax.PerReplica):
-        params = boostax.stack_replicas(boostax.PerReplica(params), main.replicas)
+        params = boostax.states.stack_replicas(boostax.PerReplica(params), main.replicas)
     done = state._replace(params=params, model_state=model_state)
     return place(done, main.shardings(done)), report
 
@@ -100,7 +102,7 @@ class _Judge:
     def statistics(self, params: PyTree) -> PyTree:
         """BatchNorm statistics that belong to the params."""
         params, state = here((params, self._model_state))
-        return boostax.reestimate_model_state(
+        return boostax.train.reestimate_model_state(
             self._workload.loss_fn, params, state, self._batches, key=self._key
         )
 
@@ -113,17 +115,17 @@ class _Judge:
         return {"train_loss": float(np.mean(losses)), **found}
 
 
-def _basis(opt_state: PyTree, components: int, params: PyTree) -> boostax.Basis:
+def _basis(opt_state: PyTree, components: int, params: PyTree) -> boostax.subspace.Basis:
     """As many directions as the snapshots really have, at most those asked for."""
-    count = min(components, int(boostax.trajectory(opt_state)[1]) - 1)
+    count = min(components, int(boostax.subspace.trajectory(opt_state)[1]) - 1)
     while count > 1:
         with contextlib.suppress(ValueError):
-            return boostax.trajectory_basis(opt_state, count, params=params)
+            return boostax.subspace.trajectory_basis(opt_state, count, params=params)
         count //= 2
-    return boostax.trajectory_basis(opt_state, 1, params=params)
+    return boostax.subspace.trajectory_basis(opt_state, 1, params=params)
 
 
-def _batch(workload: Workload, step: boostax.TrainStep, first: int) -> PyTree:
+def _batch(workload: Workload, step: boostax.train.TrainStep, first: int) -> PyTree:
     """Several batches as one, or this process's rows of it.
 
     Micro-batch i takes the rows i, i + their number, ...

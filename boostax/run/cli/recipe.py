@@ -33,7 +33,7 @@ class Optimization:
     """How the devices' gradients become one; adasum-delta combines the updates of an AdamW each.
     Those from top-k on send less of the matrices at a time and keep the rest for later steps."""
     density: float | None = None
-    """Share of the entries that top-k and random-k send; 0.01 by default."""
+    """Share of the elements that top-k and random-k send; 0.01 by default."""
     rank: int | None = None
     """Rank of what power-sgd sends of each matrix; 2 by default."""
 
@@ -144,7 +144,7 @@ _RANGES: dict[str, _Range] = {
     "learning_rate": ("greater than 0", lambda x: x > 0, "0.002 is the default."),
     "weight_decay": ("at least 0", lambda x: x >= 0, "0 turns it off."),
     "clip": ("at least 0", lambda x: x >= 0, "0 turns it off."),
-    "density": ("in (0, 1]", lambda x: 0 < x <= 1, "0.01 sends one entry in a hundred."),
+    "density": ("in (0, 1]", lambda x: 0 < x <= 1, "0.01 sends one element in a hundred."),
     "freeze_groups": ("at least 2", lambda x: x >= 2, "The last group always trains."),
     "freeze_fraction": (
         "in [0, 1)",

@@ -90,7 +90,7 @@ def _reduction(recipe: Recipe) -> str:
     if recipe.devices == 1:
         return "none"
     if recipe.reduce in ("top-k", "random-k"):
-        return f"{recipe.reduce}, {recipe.value('density'):.3g} of the entries sent"
+        return f"{recipe.reduce}, {recipe.value('density'):.3g} of the elements sent"
     if recipe.reduce == "power-sgd":
         return f"{recipe.reduce}, rank {recipe.value('rank')} sent"
     return recipe.reduce if recipe.reduce in CODECS else f"{recipe.reduce}, {recipe.wire} sent"

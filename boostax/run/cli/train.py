@@ -199,7 +199,7 @@ def _report(
     console.print(f"plot: {output / 'loss.png'}", soft_wrap=True)
 
 
-def _frozen(step: boostax.TrainStep, result: FitResult) -> dict[str, Any]:
+def _frozen(step: boostax.train.TrainStep, result: FitResult) -> dict[str, Any]:
     """How many calls of this process froze how many groups; nothing if none ever do."""
     if not isinstance(step.tx, ScheduledFreeze):
         return {}

@@ -1,0 +1,26 @@
+"""States of the transformations by class, and what differs from replica to replica in them."""
+
+from boostax._core.gate import GateState as GateState
+from boostax._core.replicas import PerReplica as PerReplica
+from boostax._core.replicas import enter_replica as enter_replica
+from boostax._core.replicas import leave_replica as leave_replica
+from boostax._core.replicas import reshard_state as reshard_state
+from boostax._core.replicas import stack_replicas as stack_replicas
+from boostax._core.replicas import state_specs as state_specs
+from boostax.accumulate.carried import CarryState as CarryState
+from boostax.accumulate.window import AccumulateState as AccumulateState
+from boostax.freeze.plateau import GroupSignalState as GroupSignalState
+from boostax.freeze.scheduled import ScheduledFreezeState as ScheduledFreezeState
+from boostax.precision.group_state import GroupLossScaleState as GroupLossScaleState
+from boostax.precision.loss_scale import LossScaleState as LossScaleState
+from boostax.precision.lost_updates import LostUpdatesState as LostUpdatesState
+from boostax.precision.updates import CheckUpdatesState as CheckUpdatesState
+from boostax.reduce.adasum import AdasumState as AdasumState
+from boostax.reduce.delta import AdasumDeltaState as AdasumDeltaState
+from boostax.reduce.feedback import CompressedState as CompressedState
+from boostax.reduce.local import LocalUpdatesState as LocalUpdatesState
+from boostax.reduce.partial import PartialAverageState as PartialAverageState
+from boostax.subspace.coordinates import SubspaceParamsState as SubspaceParamsState
+from boostax.subspace.dim_reduce import DimReduceState as DimReduceState
+from boostax.subspace.trajectory import TrajectoryState as TrajectoryState
+from boostax.train.apply import metrics as metrics
