@@ -242,7 +242,7 @@ def test_a_call_without_its_program_is_refused():
     eqn = types.SimpleNamespace(
         params={"body": 1}, primitive=types.SimpleNamespace(name="jit"), invars=(), outvars=()
     )
-    with pytest.raises(RuntimeError, match="jaxpr, call_jaxpr or call, got \\['body'\\]"):
+    with pytest.raises(RuntimeError, match="one program of its operands, got \\['body'\\]"):
         interpret.body_of(eqn)
 
 

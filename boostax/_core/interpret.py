@@ -74,16 +74,17 @@ def opened(
 
 
 def body_of(eqn: jaxprs.JaxprEqn) -> jaxprs.ClosedJaxpr:
-    """The program that one of ``THROUGH`` calls."""
-    given = (eqn.params.get(name) for name in ("jaxpr", "call_jaxpr", "call"))
-    found = next((x for x in given if x is not None), None)
-    if isinstance(found, jaxprs.ClosedJaxpr):
-        return found
-    if isinstance(found, jaxprs.Jaxpr):
-        return jaxprs.ClosedJaxpr(found, ())
-    what = f"the parameter of {eqn.primitive.name} that holds its program"
+    """The program that one of ``THROUGH`` calls: it takes its operands and gives its results."""
+    for found in eqn.params.values():
+        if isinstance(found, (jaxprs.ClosedJaxpr, jaxprs.Jaxpr)):
+            closed = isinstance(found, jaxprs.ClosedJaxpr)
+            body = found if closed else jaxprs.ClosedJaxpr(found, ())
+            sizes = len(body.jaxpr.invars), len(body.jaxpr.outvars)
+            if sizes == (len(eqn.invars), len(eqn.outvars)):
+                return body
+    what, allowed = f"the parameters of {eqn.primitive.name}", "one program of its operands"
     got, danger = sorted(eqn.params), "What it computes would be missed."
-    raise proof.unreadable(what, "jaxpr, call_jaxpr or call", got, danger)
+    raise proof.unreadable(what, allowed, got, danger)
 
 
 def scan_operands(
