@@ -12,7 +12,7 @@ import boostax
 from boostax._core.groups import group_count
 from boostax.autoboost.reduction import vectors
 from boostax.freeze.scheduled import ScheduledFreeze
-from boostax.run.cli.recipe import Recipe, check
+from boostax.run.cli.recipe import Recipe, check_options
 from boostax.run.workloads import Workload
 
 PyTree = Any
@@ -84,7 +84,7 @@ def _devices(count: int) -> list[Any]:
 
 def build(workload: Workload, recipe: Recipe) -> Built:
     """The train step of a recipe; raises ValueError or TypeError where it makes no sense."""
-    check(recipe)
+    check_options(recipe)
     _check_devices(workload, recipe)
     axis = AXIS if recipe.devices > 1 else None
     mesh = None

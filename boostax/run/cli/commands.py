@@ -8,7 +8,7 @@ import tyro
 
 from boostax.run.cli.compare import compare
 from boostax.run.cli.explain import explain
-from boostax.run.cli.recipe import ComparePlan, Recipe, RunOptions, check
+from boostax.run.cli.recipe import ComparePlan, Recipe, RunOptions, check_options
 from boostax.run.cli.refusal import Refusal, complain, refusing
 from boostax.run.cli.train import train
 from boostax.run.cluster.end import ending_at_once, say
@@ -178,7 +178,7 @@ def _launch(command: Launch, words: list[str]) -> int:
 def _dispatch(asked: Any, argv: list[str]) -> None:
     with refusing():
         for options in vars(asked).values():
-            check(options)
+            check_options(options)
     if isinstance(asked, (TrainText, TrainDigits)):
         train(asked.task, asked.recipe, asked.run, argv)
     elif isinstance(asked, (CompareText, CompareDigits)):

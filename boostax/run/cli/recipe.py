@@ -3,57 +3,76 @@
 import dataclasses
 import math
 import pathlib
-from collections.abc import Callable
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
-from boostax._core import checks
 from boostax.autoboost.reduction import Equal
+from boostax.run.options import Use, check, left_out, option
 
 Reduction = Equal
 # Reductions that decide themselves what travels.
 CODECS = ("top-k", "threshold", "random-k", "int8", "int16", "sign", "power-sgd")
-# What options stand for that are left out, where something uses them.
-_DEFAULTS = {"density": 0.01, "rank": 2, "finish_steps": 10, "finish_components": 20}
+_SCHEDULED = ("interval", "continuous", "progressive", "ramp")
+
+
+_FREEZES = Use(
+    "freeze",
+    (*_SCHEDULED, "plateau"),
+    "--freeze interval freezes some of the layers on some of the steps.",
+)
+_SETTLES = Use("freeze", _SCHEDULED, "It freezes a group when its gradients have settled.")
+_FINISHES = Use(
+    "finish", ("dim_reduce",), "--finish dim_reduce takes quasi-Newton steps after the run."
+)
+_SPARSE = Use("reduce", ("top-k", "random-k"), "It is for --reduce top-k and random-k.")
+_LOW_RANK = Use("reduce", ("power-sgd",), "It is for --reduce power-sgd.")
+_FEW = "10 steps in 20 directions are the default."
 
 
 @dataclasses.dataclass(frozen=True)
 class Optimization:
     """What a run and a comparison have in common."""
 
-    learning_rate: float = 2e-3
+    learning_rate: float = option(2e-3, "0.002 is the default.", "greater than 0", lambda x: x > 0)
     """Peak; warmed up over a tenth of the optimizer steps, then a cosine down to a tenth."""
-    weight_decay: float = 0.01
+    weight_decay: float = option(0.01, "0 turns it off.", "at least 0", lambda x: x >= 0)
     """Decoupled weight decay, on matrices only."""
-    clip: float = 1.0
+    clip: float = option(1.0, "0 turns it off.", "at least 0", lambda x: x >= 0)
     """Largest global norm of the gradient; 0 turns clipping off."""
-    devices: int = 1
+    devices: int = option(1, "1 trains on a single device.")
     """Devices to split each batch over, of all processes together; 1 with several processes: all
     they have. On CPU they are emulated."""
     reduce: Reduction = "mean"
     """How the devices' gradients become one; adasum-delta combines the updates of an AdamW each.
     Those from top-k on send less of the matrices at a time and keep the rest for later steps."""
-    density: float | None = None
+    density: float | None = option(
+        None,
+        "0.01 sends one element in a hundred.",
+        "in (0, 1]",
+        lambda x: 0 < x <= 1,
+        left_out=0.01,
+        uses=(_SPARSE,),
+    )
     """Share of the elements that top-k and random-k send; 0.01 by default."""
-    rank: int | None = None
+    rank: int | None = option(None, "1, 2 or 4 are usual.", left_out=2, uses=(_LOW_RANK,))
     """Rank of what power-sgd sends of each matrix; 2 by default."""
 
     def value(self, name: str) -> Any:
         """An option, or what it stands for where it is left out."""
         given = getattr(self, name)
-        return _DEFAULTS[name] if given is None else given
+        return left_out(self, name) if given is None else given
 
 
 @dataclasses.dataclass(frozen=True)
 class Recipe(Optimization):
     """How to train. Everything here changes the numbers."""
 
-    steps: int = 500
+    steps: int = option(500, "It counts calls of the train step.")
     """Calls of the train step; each takes one batch."""
     loss_scale: Literal["dynamic", "none"] | float = "dynamic"
     """dynamic adapts and skips steps that overflow; a number is fixed; none is not for float16."""
-    accumulate: int = 1
+    accumulate: int = option(1, "1 takes an optimizer step at every call.")
     """Calls averaged into one optimizer step: an effective batch that many times as large."""
-    microbatches: int = 1
+    microbatches: int = option(1, "1 passes each batch through the model as a whole.")
     """Slices of a batch passed through the model in turn: less memory for the same result."""
     wire: Literal["float32", "bfloat16", "float16"] = "float32"
     """Dtype in which gradients travel between the devices, for mean and adasum."""
@@ -61,19 +80,27 @@ class Recipe(Optimization):
     """When the first layers stand still, which saves their backward pass: now and then, to a random
     depth (interval) or to each in turn (continuous); or for good, one after the other, at even
     distances (progressive), early ones sooner (ramp), or when their gradients settle (plateau)."""
-    freeze_groups: int | None = None
+    freeze_groups: int | None = option(
+        None, "The last group always trains.", "at least 2", lambda x: x >= 2, uses=(_FREEZES,)
+    )
     """Groups of layers, in forward order, that freeze together; the last always trains. 4 by
     default, or the number of layers if there are fewer."""
-    freeze_fraction: float | None = None
+    freeze_fraction: float | None = option(
+        None,
+        "0.3 freezes something on about 30% of the steps.",
+        "in [0, 1)",
+        lambda x: 0 <= x < 1,
+        uses=(_FREEZES, _SETTLES),
+    )
     """Share of the optimizer steps on which something is frozen; 0.3 by default. Plateau measures
     instead."""
 
     finish: Literal["none", "dim_reduce"] = "none"
     """What follows the run: quasi-Newton steps in the principal directions of its second half, on
     eight batches at a time."""
-    finish_steps: int | None = None
+    finish_steps: int | None = option(None, _FEW, left_out=10, uses=(_FINISHES,))
     """How many; 10 by default."""
-    finish_components: int | None = None
+    finish_components: int | None = option(None, _FEW, left_out=20, uses=(_FINISHES,))
     """Directions; 20 by default. The device holds one snapshot more of the params."""
 
     @property
@@ -95,13 +122,15 @@ class RunOptions:
     """Directory for everything the run writes; runs/<workload> by default."""
     resume: bool = False
     """Go on from the latest checkpoint in the output directory, if there is one."""
-    checkpoint_every: int = 100
+    checkpoint_every: int = option(100, "It counts calls.")
     """Calls between two checkpoints; one more is saved at the end and when a signal comes."""
-    evaluate_every: int = 50
+    evaluate_every: int = option(50, "It counts calls.")
     """Calls between two evaluations on the held-out split."""
     tensorboard: bool = False
     """Also write TensorBoard events to the output directory."""
-    step_limit: float | None = None
+    step_limit: float | None = option(
+        None, "It is several times what a call takes, in seconds.", "> 0", lambda x: x > 0
+    )
     """Seconds that a call may take before the run ends and says who is stuck: 600 by default with
     several processes, no limit with one. The first call, evaluations and saves get ten times it."""
     heartbeat: int = 100
@@ -116,103 +145,21 @@ class ComparePlan(Optimization):
     bandwidth below which it pays is measured.
     """
 
-    steps: int = 200
+    steps: int = option(200, "It counts optimizer steps.")
     """Optimizer steps of each run; each takes one batch, whole or in parts."""
-    seeds: int = 2
+    seeds: int = option(2, "2 shows how much runs differ.")
     """Runs of each variant, from different initial parameters and with different batches."""
-    accumulate: int = 4
+    accumulate: int = option(4, "1 leaves the last variant out.")
     """Parts into which the last variant cuts each batch, one call for each."""
     output: pathlib.Path | None = None
     """Directory for the results; runs/compare-<workload> by default."""
 
 
-# What whole numbers from 1 on count.
-_COUNTS = {
-    "steps": "It counts calls of the train step.",
-    "seeds": "2 shows how much runs differ.",
-    "accumulate": "1 takes an optimizer step at every call.",
-    "microbatches": "1 passes each batch through the model as a whole.",
-    "devices": "1 trains on a single device.",
-    "rank": "1, 2 or 4 are usual.",
-    "finish_steps": "10 steps in 20 directions are the default.",
-    "finish_components": "10 steps in 20 directions are the default.",
-    "checkpoint_every": "It counts calls.",
-    "evaluate_every": "It counts calls.",
-}
-_Range = tuple[str, Callable[[float], bool], str]
-_RANGES: dict[str, _Range] = {
-    "learning_rate": ("greater than 0", lambda x: x > 0, "0.002 is the default."),
-    "weight_decay": ("at least 0", lambda x: x >= 0, "0 turns it off."),
-    "clip": ("at least 0", lambda x: x >= 0, "0 turns it off."),
-    "density": ("in (0, 1]", lambda x: 0 < x <= 1, "0.01 sends one element in a hundred."),
-    "freeze_groups": ("at least 2", lambda x: x >= 2, "The last group always trains."),
-    "freeze_fraction": (
-        "in [0, 1)",
-        lambda x: 0 <= x < 1,
-        "0.3 freezes something on about 30% of the steps.",
-    ),
-    "step_limit": ("> 0", lambda x: x > 0, "It is several times what a call takes, in seconds."),
-}
-
-
-class _Belongs(NamedTuple):
-    """An option that only means something with some choices of another.
-
-    Attributes:
-      option: which.
-      other: of which option.
-      choices: with which it is used.
-      hint: what it is for.
-    """
-
-    option: str
-    other: str
-    choices: tuple[str, ...]
-    hint: str
-
-
-_SCHEDULED = ("interval", "continuous", "progressive", "ramp")
-_FREEZES = "--freeze interval freezes some of the layers on some of the steps."
-_FINISHES = "--finish dim_reduce takes quasi-Newton steps after the run."
-_SETTLES = "It freezes a group when its gradients have settled."
-_BELONGS = (
-    _Belongs("density", "reduce", ("top-k", "random-k"), "It is for --reduce top-k and random-k."),
-    _Belongs("rank", "reduce", ("power-sgd",), "It is for --reduce power-sgd."),
-    _Belongs("freeze_groups", "freeze", (*_SCHEDULED, "plateau"), _FREEZES),
-    _Belongs("freeze_fraction", "freeze", (*_SCHEDULED, "plateau"), _FREEZES),
-    _Belongs("freeze_fraction", "freeze", _SCHEDULED, _SETTLES),
-    _Belongs("finish_steps", "finish", ("dim_reduce",), _FINISHES),
-    _Belongs("finish_components", "finish", ("dim_reduce",), _FINISHES),
-)
-
-
-def check(options: Any) -> None:
-    """Refuse options that are out of range or do not go together.
-
-    Raises:
-      ValueError, TypeError: in the words of the command line.
-    """
-    given = {name: value for name, value in vars(options).items() if value is not None}
-    for rule in _BELONGS:
-        choice = given.get(rule.other)
-        if choice is not None and choice not in rule.choices:
-            without = choice == "none"
-            allowed = "left out without" if without else "left out with"
-            allowed += f" --{rule.other}" + ("" if without else f" {choice}")
-            value = given.get(rule.option)
-            checks.absent("boostax", flag(rule.option), value, allowed, rule.hint)
-    for name, value in given.items():
-        if name in _COUNTS:
-            checks.positive_int("boostax", flag(name), value, _COUNTS[name])
-        if name in _RANGES:
-            checks.number("boostax", flag(name), value, *_RANGES[name])
+def check_options(options: Any) -> None:
+    """Refuse options that are out of range or do not go together, in the command's words."""
+    check("boostax", options, lambda name: "--" + name.replace("_", "-"))
     if isinstance(options, Recipe):
         _check_together(options)
-
-
-def flag(name: str) -> str:
-    """What an option is called on the command line."""
-    return "--" + name.replace("_", "-")
 
 
 def _check_together(recipe: Recipe) -> None:

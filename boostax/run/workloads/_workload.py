@@ -13,12 +13,15 @@ import optax
 from boostax._core import checks
 from boostax._core.place import here
 from boostax.accumulate.aux import Aux
+from boostax.run.options import check
 from boostax.run.workloads._models import initial
 
 PyTree = Any
 Rows = np.ndarray[Any, Any] | None
 
 _COMPUTE_DTYPES = ("float32", "float16", "bfloat16")
+# The rule of the share that is held out.
+HOLDOUT: Any = ("0.1 holds a tenth of the data out.", "in (0, 1)", lambda share: 0 < share < 1)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,22 +69,13 @@ def generator(seed: int, index: int) -> np.random.Generator:
     return np.random.Generator(np.random.Philox(key=np.array([seed, index], np.uint64)))
 
 
-def checked(who: str, config: Any, counts: dict[str, str]) -> jnp.dtype:
-    """What the model of a configuration computes in; refuses what all configurations refuse.
-
-    Args:
-      who: the workload.
-      config: with ``dtype``, ``seed`` and ``holdout``.
-      counts: its fields that count something, each with a hint.
-    """
-    for name, hint in counts.items():
-        checks.positive_int(who, name, getattr(config, name), hint)
+def checked(who: str, config: Any) -> jnp.dtype:
+    """What the model of a configuration computes in; refuses what all configurations refuse."""
+    check(who, config)
     seed, hint = config.seed, "It selects the batches."
     # What is no key of Philox.
     if not isinstance(seed, (int, np.integer)) or not 0 <= seed < 2**64:
         raise ValueError(checks.message(who, "seed", "an integer in [0, 2**64)", seed, hint))
-    hint = "0.1 holds a tenth of the data out."
-    checks.number(who, "holdout", config.holdout, "in (0, 1)", lambda share: 0 < share < 1, hint)
     hint = "The model computes in it; parameters are float32 whatever it is."
     return jnp.dtype(checks.choice(who, "dtype", config.dtype, _COMPUTE_DTYPES, hint))
 

@@ -3,12 +3,13 @@
 import dataclasses
 from typing import Any, Literal
 
-import jax.numpy as jnp
 import numpy as np
 
 from boostax._core import checks
+from boostax.run.options import option
 from boostax.run.workloads._models import DigitsConv, DigitsMLP, DigitsResNet, DigitsSigmoid
 from boostax.run.workloads._workload import (
+    HOLDOUT,
     PyTree,
     Rows,
     Workload,
@@ -30,15 +31,15 @@ class DigitsConfig:
 
     model: Literal["mlp", "conv", "sigmoid", "resnet"] = "mlp"
     """mlp: two layers; conv, resnet: with BatchNorm; sigmoid: five layers, vanishing gradients."""
-    batch_size: int = 64
+    batch_size: int = option(64, "It is the images per batch, 64 by default.")
     """Images per batch."""
-    width: int = 128
+    width: int = option(128, "It is the hidden units per layer, 128 by default.")
     """Hidden units per layer; the channels of convolutions are fractions of it."""
     dtype: str = "float32"
     """What the model computes in: float32, float16 or bfloat16. Parameters stay float32."""
     seed: int = 0
     """Seed of the batches. The held-out split is the same for every seed."""
-    holdout: float = 0.2
+    holdout: float = option(0.2, *HOLDOUT)
     """Share of each class held out."""
 
 
@@ -72,7 +73,14 @@ def digits(config: DigitsConfig = DigitsConfig()) -> Workload:
     The images are a copy of the test set of E. Alpaydin and C. Kaynak, "Optical Recognition of
     Handwritten Digits", UCI Machine Learning Repository (1998).
     """
-    dtype = _checked(config)
+    hint = "mlp is the fastest, conv and resnet have BatchNorm, sigmoid has vanishing gradients."
+    checks.choice("digits", "model", config.model, tuple(_MODELS), hint)
+    dtype = checked("digits", config)
+    divisor = _DIVISORS.get(config.model, 1)
+    if config.width % divisor:
+        hint = "The channels of its convolutions are fractions of it."
+        allowed = f"a multiple of {divisor} for the {config.model} model"
+        raise ValueError(checks.message("digits", "width", allowed, config.width, hint))
     images, labels = _load()
     training, held_out = _split(labels, config.holdout)
 
@@ -116,19 +124,3 @@ def _split(labels: Array, holdout: float) -> tuple[Array, Array]:
         held_out.append(rows[: min(max(1, round(holdout * len(rows))), len(rows) - 1)])
     chosen = np.sort(np.concatenate(held_out))
     return np.setdiff1d(np.arange(len(labels)), chosen), chosen
-
-
-def _checked(config: DigitsConfig) -> jnp.dtype:
-    hint = "mlp is the fastest, conv and resnet have BatchNorm, sigmoid has vanishing gradients."
-    checks.choice("digits", "model", config.model, tuple(_MODELS), hint)
-    counts = {
-        "batch_size": "It is the images per batch, 64 by default.",
-        "width": "It is the hidden units per layer, 128 by default.",
-    }
-    dtype = checked("digits", config, counts)
-    divisor = _DIVISORS.get(config.model, 1)
-    if config.width % divisor:
-        hint = "The channels of its convolutions are fractions of it."
-        allowed = f"a multiple of {divisor} for the {config.model} model"
-        raise ValueError(checks.message("digits", "width", allowed, config.width, hint))
-    return dtype

@@ -3,13 +3,14 @@
 import dataclasses
 from typing import Any
 
-import jax.numpy as jnp
 import numpy as np
 
 from boostax._core import checks
+from boostax.run.options import option
 from boostax.run.workloads import _corpus
 from boostax.run.workloads._models import CharacterTransformer
 from boostax.run.workloads._workload import (
+    HOLDOUT,
     PyTree,
     Rows,
     Workload,
@@ -28,27 +29,27 @@ class TextConfig:
 
     paths: tuple[str, ...] = ()
     """Text files, or folders of them; empty means the sources of Python's standard library."""
-    max_chars: int = 4_000_000
+    max_chars: int = option(4_000_000, "It limits how much text is read.")
     """Characters read at most, in the order of the paths."""
-    sequence_length: int = 64
+    sequence_length: int = option(64, "It is the characters per window, 64 by default.")
     """Characters per training window."""
-    batch_size: int = 32
+    batch_size: int = option(32, "It is the windows per batch, 32 by default.")
     """Windows per batch."""
-    width: int = 96
+    width: int = option(96, "It is the width of the model, 96 by default.")
     """Width of the model; a multiple of heads."""
-    depth: int = 2
+    depth: int = option(2, "It is the number of transformer blocks, 2 by default.")
     """Transformer blocks."""
-    heads: int = 4
+    heads: int = option(4, "It is the attention heads per block, 4 by default.")
     """Attention heads per block."""
-    dropout: float = 0.0
+    dropout: float = option(0.0, "0 turns it off.", "in [0, 1)", lambda p: 0 <= p < 1)
     """Share of activations dropped in training."""
     dtype: str = "float32"
     """What the model computes in: float32, float16 or bfloat16. Parameters stay float32."""
     seed: int = 0
     """Seed of the batches. The held-out split is the same for every seed."""
-    holdout: float = 0.05
+    holdout: float = option(0.05, *HOLDOUT)
     """Share of the text held out, in contiguous blocks spread evenly over it."""
-    eval_batches: int = 32
+    eval_batches: int = option(32, "It limits what one evaluation reads, 32 by default.")
     """Batches of held-out windows read by one evaluation at most, spread evenly over the split."""
 
 
@@ -74,7 +75,11 @@ def text(config: TextConfig = TextConfig()) -> Workload:
         and for sizes out of range or that do not fit together.
       TypeError: for sizes that are no numbers.
     """
-    dtype = _checked(config)
+    dtype = checked("text", config)
+    if config.width % config.heads:
+        allowed = f"a multiple of heads, {config.heads}"
+        hint = "Every head takes an equal share of it."
+        raise ValueError(checks.message("text", "width", allowed, config.width, hint))
     length, batch_size = config.sequence_length, config.batch_size
     characters = _corpus.read(config.paths, config.max_chars)
     training, held_out = _corpus.split(characters, length, config.holdout)
@@ -107,23 +112,3 @@ def text(config: TextConfig = TextConfig()) -> Workload:
 def _shifted(windows: np.ndarray[Any, Any]) -> dict[str, np.ndarray[Any, Any]]:
     tokens = windows.astype(np.int32)
     return {"inputs": tokens[:, :-1], "targets": tokens[:, 1:]}
-
-
-def _checked(config: TextConfig) -> jnp.dtype:
-    counts = {
-        "max_chars": "It limits how much text is read.",
-        "sequence_length": "It is the characters per window, 64 by default.",
-        "batch_size": "It is the windows per batch, 32 by default.",
-        "width": "It is the width of the model, 96 by default.",
-        "depth": "It is the number of transformer blocks, 2 by default.",
-        "heads": "It is the attention heads per block, 4 by default.",
-        "eval_batches": "It limits what one evaluation reads, 32 by default.",
-    }
-    dtype = checked("text", config, counts)
-    if config.width % config.heads:
-        allowed = f"a multiple of heads, {config.heads}"
-        hint = "Every head takes an equal share of it."
-        raise ValueError(checks.message("text", "width", allowed, config.width, hint))
-    hint = "0 turns it off."
-    checks.number("text", "dropout", config.dropout, "in [0, 1)", lambda p: 0 <= p < 1, hint)
-    return dtype
