@@ -433,6 +433,93 @@ def test_branches_are_the_cheapest_and_the_dearest_way():
     assert traffic(parsed) == (0.0, 2 * 256.0)
 
 
+def test_sums_follow_branches_in_branches_and_the_turns_of_loops_around_them():
+    """A branch without any amount costs nothing; alternatives do not add up."""
+    before = """
+%none (x: f32[64]) -> f32[64] {
+  ROOT %x = f32[64] parameter(0)
+}
+%small (y: f32[64]) -> f32[64] {
+  %y = f32[64] parameter(0)
+  ROOT %n = f32[64] negate(%y)
+}
+%either (z: f32[64]) -> f32[64] {
+  %z = f32[64] parameter(0)
+  %which = s32[] constant(1)
+  ROOT %inner = f32[64] conditional(%which, %z, %z), branch_computations={%none, %small}
+}
+%body (b: f32[64]) -> f32[64] {
+  %b = f32[64] parameter(0)
+  %index = s32[] constant(0)
+  ROOT %outer = f32[64] conditional(%index, %b, %b), branch_computations={%either, %either}
+}
+"""
+    loop = 'while(%p), condition=%cond, body=%body, backend_config={"known_trip_count":{"n":"5"}}'
+    parsed = program("%p = f32[64]{0} parameter(0)", f"ROOT %w = f32[64] {loop}", before=before)
+    amounts = {("outer:0",): 3.0, ("outer:0", "inner:1"): 10.0, ("outer:1",): 4.0, (): 100.0}
+    assert parsed.total(amounts.items()) == (103.0, 113.0)
+    (small, again) = (s for s in parsed.sites if s.instruction.op == "negate")
+    assert small.executions == 5 and small.loops == ("w",)
+    assert small.branches == ("outer:0", "inner:1") and again.branches == ("outer:1", "inner:1")
+    assert small.caller.instruction.name == "inner" and small.caller.caller.computation == "body"
+    assert traffic(parsed) == (0.0, 5 * 2 * 256.0)
+
+
+def test_the_limit_of_an_inner_loop_may_be_carried_by_the_outer_one():
+    before = """
+%test (t: (s32[], s32[])) -> pred[] {
+  %t = (s32[], s32[]) parameter(0)
+  %i = s32[] get-tuple-element(%t), index=0
+  %n = s32[] get-tuple-element(%t), index=1
+  ROOT %lt = pred[] compare(%i, %n), direction=LT
+}
+%turn (u: (s32[], s32[])) -> (s32[], s32[]) {
+  %u = (s32[], s32[]) parameter(0)
+  %j = s32[] get-tuple-element(%u), index=0
+  %one = s32[] constant(1)
+  %next = s32[] add(%j, %one)
+  %limit = s32[] get-tuple-element(%u), index=1
+  ROOT %r = (s32[], s32[]) tuple(%next, %limit)
+}
+%around (v: (s32[], s32[])) -> (s32[], s32[]) {
+  %v = (s32[], s32[]) parameter(0)
+  %k = s32[] get-tuple-element(%v), index=0
+  %two = s32[] constant(2)
+  %later = s32[] add(%two, %k)
+  %limit2 = s32[] get-tuple-element(%v), index=1
+  %zero = s32[] constant(0)
+  %begin = (s32[], s32[]) tuple(%zero, %limit2)
+  %in = (s32[], s32[]) while(%begin), condition=%test, body=%turn
+  ROOT %r2 = (s32[], s32[]) tuple(%later, %limit2)
+}
+"""
+    parsed = program(
+        "%p = f32[8] parameter(0)",
+        "%zero = s32[] constant(0)",
+        "%seven = s32[] constant(7)",
+        "%init = (s32[], s32[]) tuple(%zero, %seven)",
+        "ROOT %out = (s32[], s32[]) while(%init), condition=%test, body=%around",
+        before=before,
+    )
+    turns = {
+        s.instruction.name: parsed.trips(s) for s in parsed.sites if s.instruction.op == "while"
+    }
+    assert turns == {"out": 4, "in": 7}
+    assert {s.executions for s in parsed.sites if s.computation == "turn"} == {28}
+
+
+def test_what_cannot_be_read_is_an_error():
+    with pytest.raises(
+        RuntimeError, match=r"a line of a compiled program .* got '  %p <- f32\[8\]"
+    ):
+        program("%p <- f32[8] parameter(0)")
+    reduce = "ROOT %r = f32[8] all-reduce(%p), replica_groups=ring(8), to_apply=%add"
+    with pytest.raises(
+        RuntimeError, match=r"the groups of a collective .* got 'replica_groups=ring"
+    ):
+        compiled_collectives(program("%p = f32[8] parameter(0)", reduce))
+
+
 def test_a_text_without_an_entry_is_refused():
     with pytest.raises(ValueError, match=r"audit: program must be compiled to HLO text with an"):
         hlo.parse("module @jit_f {}")

@@ -3,19 +3,14 @@
 from __future__ import annotations
 
 import collections
-import contextlib
 import dataclasses
 import math
-import time
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
-import numpy as np
-from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
-from jax.tree_util import keystr
 
-from boostax._core import checks, costs
+from boostax._core import checks
 from boostax._core.replicas import is_per_replica
 from boostax.inspect import hlo
 from boostax.inspect.collectives import (
@@ -25,10 +20,9 @@ from boostax.inspect.collectives import (
     slice_axes,
 )
 from boostax.inspect.hlo import Ways
-from boostax.inspect.targets import compiler_options, retargeted, target_devices
+from boostax.inspect.targets import Argument, compile_program
 from boostax.inspect.traffic import cycles, traffic
 from boostax.inspect.waste import Waste, wastes
-from boostax.train.compiled import TrainStep
 
 PyTree = Any
 WHO = "audit"
@@ -186,7 +180,7 @@ def audit(
       Donate them: jax.jit(step, donate_argnums=...).
     """
     checks.positive_int(WHO, "calls", calls, "It is the number of calls per optimizer step.")
-    made = _compiled(program, args, target, depth)
+    made = compile_program(program, args, target, depth)
     parsed = hlo.parse(made.compiled.as_text())
     listed = compiled_collectives(parsed, made.mesh, made.traced)
     memory: Any = made.compiled.memory_analysis()
@@ -220,7 +214,7 @@ def audit(
         crossing_bytes=total(lambda c: c.wire_bytes * (c.crosses == border)),
         traffic=traffic(parsed),
         cycles=cycles(parsed),
-        flops=float((made.compiled.cost_analysis() or {}).get("flops", math.nan)),
+        flops=made.flops,
         overlap=hidden.most / wire.most if wire.most else None,
         unknown_loops=tuple(
             site.instruction.name
@@ -243,140 +237,8 @@ def _plain(value: Any) -> Any:
     return [_plain(x) for x in value] if isinstance(value, tuple) else value
 
 
-class _Argument(NamedTuple):
-    """An argument of a compiled program.
-
-    Attributes:
-      path: where it stands.
-      donated: whether its buffer may be taken over.
-      types: its shape and dtype.
-      sharding: ``None`` if the program does not use it, and XLA never sees it.
-    """
-
-    path: str
-    donated: bool
-    types: Any
-    sharding: Any
-
-
-class _Made(NamedTuple):
-    """A compiled program.
-
-    Attributes:
-      compiled: what XLA made.
-      arguments: in order.
-      seconds: that compiling took.
-      traced: the collectives that JAX asked for, as far as they are known.
-    """
-
-    compiled: Any
-    arguments: tuple[_Argument, ...]
-    seconds: float
-    traced: Sequence[costs.Collective] = ()
-
-    @property
-    def mesh(self) -> Mesh | None:
-        """Over which it runs, if over one."""
-        return next(_meshes(x.sharding for x in self.arguments), None)
-
-    @property
-    def described(self) -> str:
-        """The devices in words."""
-        used = [x.sharding for x in self.arguments if x.sharding is not None]
-        devices = list(used[0].device_set) if used else []
-        return f"{len(devices)} x {devices[0].device_kind}" if devices else "unknown"
-
-
-def _compiled(program: Any, args: tuple[Any, ...], target: str | None, depth: int | None) -> _Made:
-    if isinstance(program, (jax.stages.Lowered, jax.stages.Compiled)):
-        if args or target is not None:
-            raise ValueError(
-                f"{WHO}: a lowered or compiled program must be given alone, got "
-                f"{len(args)} arguments and target={target!r}. Pass the jax.jit function itself, "
-                "with its arguments, to compile it for another target."
-            )
-        return _finish(program)
-    if isinstance(program, TrainStep):
-        program, args = program.jitted(*args, depth=depth)
-    else:
-        checks.absent(WHO, "depth", depth, "left out", "Only a TrainStep has any.")
-    if not callable(program):
-        allowed = "a function, a TrainStep, or what lower() or compile() returned"
-        hint = "audit(jax.jit(step), state, batch)."
-        raise TypeError(checks.message(WHO, "program", allowed, program, hint))
-    # Only jax.jit traces apart from lowering; jax.pmap lowers, and so do wrappers of both.
-    program = program if hasattr(program, "lower") else jax.jit(program)
-    shapes = jax.tree.map(_shape, args)
-    shardings = [getattr(x, "sharding", None) for x in jax.tree.leaves(shapes)]
-    meant = {device for x in shardings if x is not None for device in x.device_set}
-    devices = target_devices(target) if target is not None else tuple(meant)
-    stage = program.trace(*shapes) if hasattr(program, "trace") else None
-    if meant <= set(devices) and (meant or target is None):
-        # What a wrapper takes for an array is its own affair.
-        made = _finish(program.lower(*args) if stage is None else stage.lower(), devices)
-    elif isinstance(stage, jax.stages.Traced):
-        made = _moved(program, shapes, stage.args_info, devices)
-    else:
-        hint = "Pass the jax.jit function inside, or build the program on the target's devices."
-        got = getattr(program, "__name__", type(program).__name__)
-        allowed = "a jax.jit function where it is to move to a target"
-        raise TypeError(checks.message(WHO, "program", allowed, got, hint))
-    known = isinstance(stage, jax.stages.Traced)
-    return made._replace(traced=costs.collectives(stage.jaxpr) if known else ())
-
-
-def _moved(program: Any, args: tuple[Any, ...], args_info: Any, devices: Sequence[Any]) -> _Made:
-    """The program for other devices than those that its arguments are on."""
-    platform: str = devices[0].platform
-    platform = {"gpu": "cuda"}.get(platform, platform)
-    exported = jax.export.export(program, platforms=[platform])(*args)
-    args = jax.tree.map(_number, args)
-    mesh = next(_meshes(x.sharding for x in jax.tree.leaves(args)), None)
-    if exported.nr_devices > 1 and mesh is None:
-        raise ValueError(
-            f"{WHO}: args must have shardings over the program's mesh where a target is given, "
-            "got none. Pass jax.ShapeDtypeStruct(shape, dtype, sharding=...) or placed arrays."
-        )
-    there = None if mesh is None else retargeted(mesh, devices, WHO)
-
-    def place(x: Any) -> Any:
-        spec = x.sharding.spec if isinstance(x.sharding, NamedSharding) else PartitionSpec()
-        sharding = NamedSharding(there, spec) if there else SingleDeviceSharding(devices[0])
-        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
-
-    donated = (jax.tree.leaves(info, is_leaf=_is_info) for info in args_info[0])
-    donate = tuple(i for i, infos in enumerate(donated) if any(x.donated for x in infos))
-    again = jax.jit(lambda *args: exported.call(*args), donate_argnums=donate)
-    # The mesh that a program with explicit axes runs under.
-    plain = jax.sharding.get_mesh().empty or there is None
-    with contextlib.nullcontext() if plain else jax.set_mesh(there):
-        return _finish(again.lower(*jax.tree.map(place, args)), devices)
-
-
-def _finish(
-    program: jax.stages.Lowered | jax.stages.Compiled, devices: Collection[Any] = ()
-) -> _Made:
-    """Compile what is not compiled yet, for these devices."""
-    begun = time.perf_counter()
-    # Flax's NNX wraps what JAX returns.
-    program = getattr(program, "lowered", program)
-    compiled: Any = program
-    if isinstance(program, jax.stages.Lowered):
-        compiled = program.compile(compiler_options=compiler_options(devices))
-    seconds = time.perf_counter() - begun if compiled is not program else math.nan
-    infos = jax.tree_util.tree_leaves_with_path(compiled.args_info, is_leaf=_is_info)
-    structure = jax.tree.structure(compiled.args_info, is_leaf=_is_info)
-    shardings = structure.flatten_up_to(compiled.input_shardings)
-    arguments = tuple(
-        # The first key tells positional arguments from named ones.
-        _Argument(keystr(path[1:]), info.donated, info, sharding)
-        for (path, info), sharding in zip(infos, shardings, strict=True)
-    )
-    return _Made(compiled, arguments, seconds)
-
-
 def _buffers(
-    program: hlo.Program, arguments: Sequence[_Argument]
+    program: hlo.Program, arguments: Sequence[Argument]
 ) -> tuple[tuple[Buffer, ...], tuple[Buffer, ...]]:
     """Arguments donated in vain, and those that could be donated and are not."""
     used = [x for x in arguments if x.sharding is not None]
@@ -392,20 +254,14 @@ def _buffers(
     in_vain = [x for x in arguments if x.donated and x.path not in kept and 0 not in x.types.shape]
     # Results that stand in buffers of their own, by type: some argument might have given its own.
     free = collections.Counter(x[:2] for i in body if i.root for x in i.result)
-    free.subtract(types[i] for i in program.aliased)
-    not_donated: list[_Argument] = []
+    free -= collections.Counter(types[i] for i in program.aliased)
+    not_donated: list[Argument] = []
     for i, x in enumerate(used):
         if not x.donated and free[types[i]] > 0:
             free[types[i]] -= 1
             not_donated.append(x)
     told = lambda x: Buffer(x.path, _local_bytes(x.types, x.sharding))  # noqa: E731
     return tuple(map(told, in_vain)), tuple(map(told, not_donated))
-
-
-def _meshes(shardings: Iterable[Any]) -> Iterator[Mesh]:
-    """Of shardings, the meshes of devices that they are over."""
-    meshes = (x.mesh for x in shardings if isinstance(x, NamedSharding))
-    return (mesh for mesh in meshes if isinstance(mesh, Mesh))
 
 
 def _sizes(params: PyTree) -> list[tuple[tuple[int, ...], int]]:
@@ -424,26 +280,3 @@ def _sizes(params: PyTree) -> list[tuple[tuple[int, ...], int]]:
 def _local_bytes(x: Any, sharding: Any) -> int:
     shape = x.shape if sharding is None else sharding.shard_shape(x.shape)
     return math.prod(shape) * x.dtype.itemsize
-
-
-def _shape(x: Any) -> Any:
-    """An array without its values; what is none stays: it may be static."""
-    if isinstance(x, np.ndarray):
-        return jax.ShapeDtypeStruct(x.shape, jax.numpy.result_type(x))
-    if not isinstance(x, jax.Array):
-        return x
-    return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding if x.committed else None)
-
-
-def _number(x: Any) -> Any:
-    """The types of a number of Python's, to be placed elsewhere."""
-    if isinstance(x, jax.ShapeDtypeStruct):
-        return x
-    if not isinstance(x, (bool, int, float, complex)):
-        hint = "Bind what is static with functools.partial before jax.jit."
-        raise TypeError(checks.message(WHO, "args", "arrays where a target is given", x, hint))
-    return jax.ShapeDtypeStruct((), jax.numpy.result_type(x))
-
-
-def _is_info(x: Any) -> bool:
-    return hasattr(x, "donated")

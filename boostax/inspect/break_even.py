@@ -169,7 +169,7 @@ def break_even(
     who = "break_even"
     (name,) = axes.canonical(who, (axis_name,))
     baseline = all_reduce(name) if baseline is None else baseline
-    for argument, part in (("tx", tx), ("baseline", baseline)):
+    for argument, part in {"tx": tx, "baseline": baseline}.items():
         checks.transformation(who, argument, part)
     trees.require_gradients(params, who)
     replicas = checks.positive_int(who, "replicas", replicas, "It is the size of the axis.")
@@ -181,7 +181,7 @@ def break_even(
     if encode_seconds is not None:
         hint = "In seconds per step beyond the baseline's; None measures."
         checks.number(who, "encode_seconds", encode_seconds, "a number", lambda _: True, hint)
-    parts = [optax.with_extra_args_support(part) for part in (tx, baseline)]
+    parts = (tx, baseline)
     if target is not None:
         chip = target.partition(":")[0]
         if encode_seconds is None and chip not in BANDWIDTH:
@@ -243,7 +243,7 @@ def _rounds(found: Sequence[costs.Collective]) -> int:
 
 
 def alone(
-    tx: optax.GradientTransformationExtraArgs, program: jaxprs.ClosedJaxpr, params: PyTree
+    tx: optax.GradientTransformation, program: jaxprs.ClosedJaxpr, params: PyTree
 ) -> Callable[[], float]:
     """A function that runs two steps of one device by itself and returns the seconds of one.
 

@@ -8,12 +8,14 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from boostax._core import checks, costs
+from boostax._core import checks
 from boostax.freeze.plan import Freezing
 from boostax.freeze.scheduled import ScheduledFreeze
 from boostax.freeze.schedules import FreezeSchedule
-from boostax.inspect.audit import audit
+from boostax.inspect import hlo
+from boostax.inspect.collectives import compiled_collectives
 from boostax.inspect.costs import by_kind
+from boostax.inspect.targets import compile_program
 from boostax.train.compiled import TrainStep
 from boostax.train.state import TrainState
 
@@ -81,14 +83,15 @@ def _cost(
     step: TrainStep, state: TrainState, batch: PyTree, depth: int | None, target: str | None
 ) -> CallCost:
     """Of one program, as if it were the only one."""
-    found = audit(step, state, batch, depth=depth, target=target)
+    made = compile_program(step, (state, batch), target, depth)
     sent: dict[str, float] = {}
     if target is not None or step.is_global(state):
-        for c in found.collectives:
+        for c in compiled_collectives(hlo.parse(made.compiled.as_text())):
             sent[c.kind] = sent.get(c.kind, 0.0) + c.wire_bytes
     elif step.mesh is not None:
-        sent = by_kind(costs.collectives(step.jaxpr(state, batch, depth=depth)))
-    return CallCost(depth, 1.0, 0.0, found.flops, 1.0, float(found.temporary_bytes), sent)
+        sent = by_kind(made.traced)
+    temporary_bytes = float(made.compiled.memory_analysis().temp_size_in_bytes)
+    return CallCost(depth, 1.0, 0.0, made.flops, 1.0, temporary_bytes, sent)
 
 
 def _chosen(drawn: tuple[int, ...], depths: Any) -> tuple[int, ...]:

@@ -130,7 +130,7 @@ def compiled_collectives(
 def _lost_dtypes(
     listed: Sequence[CompiledCollective], traced: Sequence[costs.Collective]
 ) -> set[tuple[str, int]]:
-    """Kinds of collectives that JAX asked for in dtypes that none has now, with the bits of one."""
+    """Kinds that JAX asked for in a dtype that no collective of the kind has now, with its bits."""
     kept = {(c.kind, dtype) for c in listed for dtype in c.dtypes}
     asked = {(_KINDS[c.primitive], _hlo_dtype(dtype)) for c in traced for dtype in c.dtypes}
     return {(kind, bits(dtype)) for kind, dtype in asked - kept}
@@ -253,7 +253,7 @@ def _groups(instruction: Instruction, devices: int) -> list[tuple[int, ...]]:
 def _rows(
     dims: list[int], order: list[int], shape: list[int], along: list[int]
 ) -> list[tuple[int, ...]]:
-    """Devices numbered in a box of ``dims``, transposed and reshaped, in groups along axes."""
+    """Groups along axes of a mesh: devices numbered in ``dims``, transposed, then reshaped."""
     numbers = np.arange(math.prod(dims)).reshape(dims)
     box = (numbers.transpose(order) if order else numbers).reshape(shape)
     size = math.prod(shape[axis] for axis in along)
@@ -271,7 +271,7 @@ def _place(groups: Sequence[tuple[int, ...]], mesh: Mesh) -> tuple[tuple[str, ..
     spans = lambda key: any(len({key(devices[n]) for n in group}) > 1 for group in groups)  # noqa: E731
     at = [np.transpose(np.unravel_index(group, mesh.devices.shape)) for group in groups]
     varies = np.any([(place != place[0]).any(axis=0) for place in at], axis=0)
-    # Groups over axes are all that is there along these: no two lie in the same place beside them.
+    # A group over mesh axes holds every device along them: no two groups share the other axes.
     apart = {tuple(place[0][~varies]) for place in at}
     whole = len(apart) == len(set(map(frozenset, groups)))
     axes = tuple(itertools.compress(mesh.axis_names, varies)) if whole else ()

@@ -17,7 +17,6 @@ from boostax._core import axes, costs, jaxprs
 from boostax._core.extras import asked
 from boostax._core.handshake import assume_scaled
 from boostax._core.replicas import (
-    PerReplica,
     enter_replica,
     is_per_replica,
     leave_replica,
@@ -106,12 +105,12 @@ def part_costs(
     sent = [] if program is None else costs.collectives(program)
     paths = [tuple(x.part.name for x in (*row.holders, row) if x.part.description) for row in found]
     senders = [_sender(c.scopes, paths) for c in sent]
+    # Of nested parts the innermost keeps an array.
+    keepers = {id(x): i for i, state in enumerate(states) for x in jax.tree.leaves(state)}
     result: list[PartCost] = []
     for i, (row, state) in enumerate(zip(found, states, strict=True)):
-        total, own = _total(state)
-        for other, inside in zip(found, states, strict=True):
-            if other.holders[-1:] == (row,):
-                total, own = total - _total(inside)[0], own - _total(inside)[1]
+        mine = [x for x in jax.tree.leaves(state) if keepers[id(x)] == i]
+        total = sum(x.bytes for x in mine)
         first = row.part.description is None or paths.index(paths[i]) == i
         counts, wire_bytes = _sends(sent, senders, i) if first else ({}, None)
         result.append(
@@ -122,7 +121,7 @@ def part_costs(
                 row.part.what,
                 state_bytes=None if state is None else total,
                 copies=None if state is None else total / whole if whole else 0.0,
-                own_bytes=own,
+                own_bytes=sum(x.bytes for x in mine if x.own),
                 collectives=counts,
                 wire_bytes=wire_bytes,
             )
@@ -145,10 +144,8 @@ def _sender(scopes: tuple[str, ...], paths: Sequence[tuple[str, ...]]) -> int | 
 def params_bytes(params: PyTree, place: Place) -> float:
     """Of the params, on one device."""
     params = jax.eval_shape(lambda p: p, params)
-    specs: Any = place.param_specs
-    if specs is None:
-        specs = _replicated(params)
-    return _total(_on_device(params, specs, place.sizes))[0]
+    specs = _replicated(params) if place.param_specs is None else place.param_specs
+    return sum(x.bytes for x in jax.tree.leaves(_on_device(params, specs, place.sizes)))
 
 
 def traced(
@@ -236,10 +233,9 @@ def _sends(
 
 def _kept_bytes(tx: optax.GradientTransformation, params: PyTree, place: Place) -> PyTree:
     """The state, with the bytes of each array in its place."""
-    if not place.names:
-        state = jax.eval_shape(tx.init, params)
-        return _on_device(state, _replicated(state), {})
     state = jax.eval_shape(lambda p: stack_replicas(tx.init(p), place.replicas), params)
+    if not place.names:
+        return _on_device(state, _replicated(state), {})
     specs = state_specs(
         tx,
         params,
@@ -273,10 +269,3 @@ def _state_of(row: Row, kept: PyTree) -> PyTree:
     for route in row.routes:
         kept = None if kept is None else follow(kept, route)
     return kept
-
-
-def _total(kept: PyTree) -> tuple[float, float]:
-    """Bytes, and those of them that each replica has to itself."""
-    kept = kept.local if isinstance(kept, PerReplica) else kept
-    leaves = [x for x in jax.tree.leaves(kept) if isinstance(x, _Kept)]
-    return sum(x.bytes for x in leaves), sum(x.bytes for x in leaves if x.own)

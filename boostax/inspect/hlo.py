@@ -55,11 +55,11 @@ class Instruction:
     Attributes:
       name: unique in the program.
       op: ``fusion``, ``all-reduce-start``, ...
-      result: the arrays it gives.
-      operands: names of what it reads.
-      literal: what stands in the place of operands: of a constant its value.
+      result: the arrays that it returns.
+      operands: names of the instructions whose results it reads.
+      literal: what stands in the place of operands: the value of a constant.
       attributes: the rest of the line.
-      root: whether it is what its computation gives.
+      root: whether its computation returns its result.
     """
 
     name: str
@@ -88,9 +88,9 @@ class Site(NamedTuple):
     """An instruction where it stands.
 
     Attributes:
-      instruction: it.
+      instruction: the instruction.
       computation: the name of its computation.
-      caller: whose instruction runs the computation; ``None`` in the entry.
+      caller: the site that runs the computation; ``None`` in the entry.
       executions: how often a call of the program runs it, as a multiple of its branches' runs.
       branches: the branches it stands in, outermost first, as ``conditional:index``.
       loops: the loops it stands in, outermost first.
@@ -245,7 +245,7 @@ class Program:
         return max(0, -(-(stop - start) // turned.offset)) if turned.offset > 0 else None
 
     def _value(self, computation: str, name: str) -> _Value | None:
-        """What an instruction gives, as far as copies, constants and sums of these tell."""
+        """The result of an instruction, where it is a copy, a constant or a sum of these."""
         body = self.computations.get(computation, {})
         i = body.get(name)
         if i is None:
@@ -318,7 +318,7 @@ def parse(text: str) -> Program:
 
 @functools.cache
 def bits(dtype: str) -> int:
-    """Of an element."""
+    """Bits of an element."""
     found = re.match(r"[a-z]+(\d+)", dtype)
     return int(found.group(1)) if found else 8 * (dtype == "pred")
 
@@ -355,7 +355,7 @@ def _bracketed(text: str) -> str:
 
 
 def _frames(tables: Mapping[str, Mapping[str, str]]) -> dict[int, str]:
-    """Source locations by the number of their frame, which leads through two tables more."""
+    """Source locations by the number of their frame, through the tables of locations and files."""
 
     def row(table: str, before: str, key: str) -> str:
         found = re.search(key + r"=(\d+)", before)

@@ -49,12 +49,6 @@ def columns(table: Cells, shown: Sequence[bool]) -> Cells:
 def aligned(table: Cells, words: bool = False) -> str:
     """Cells under each other, to the right; with ``words`` the first and the last to the left."""
     widths = [max(map(len, column)) for column in zip(*table, strict=True)]
-    last = len(widths) - 1
-    lines = (
-        "  ".join(
-            cell.ljust(width) if words and i in (0, last) else cell.rjust(width)
-            for i, (cell, width) in enumerate(zip(row, widths, strict=True))
-        ).rstrip()
-        for row in table
-    )
-    return "\n".join(lines)
+    left = (0, len(widths) - 1) if words else ()
+    line = "  ".join(f"{{:{'<' if i in left else '>'}{n}}}" for i, n in enumerate(widths))
+    return "\n".join(line.format(*row).rstrip() for row in table)

@@ -1,23 +1,34 @@
-"""Machines to compile for without having them: the devices of a TPU slice or of GPU hosts.
+"""Machines to compile for without having them, and any program compiled for them.
 
 JAX's compilers run without their devices: ``jax.experimental.topologies`` describes them, and a
 program lowered for shapes on a mesh of such devices compiles as it would there. A TPU needs the
 package ``libtpu``, a GPU ``jax-cuda12-plugin`` (no driver, no CUDA): ``pip install boostax[aot]``.
+A program over a mesh at hand moves: ``jax.export`` lowers it for the platform of the target, and
+its call is compiled over the same mesh of the target's devices, with the same specs and donation.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import math
 import os
 import re
-from collections.abc import Collection, Sequence
-from typing import Any
+import time
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
-from jax.sharding import Mesh
+from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
+from jax.tree_util import keystr
+
+from boostax._core import checks, costs
+from boostax.train.compiled import TrainStep
 
 WHO = "target_devices"
+# Who compiles for them.
+_AUDIT = "audit"
 _FORM = re.compile(r"(?P<chip>[a-z0-9]+):(?P<shape>\d+(?:x\d+)*)(?:\*(?P<slices>\d+))?")
 _ALLOWED = (
     "'v5e:2x4' (a TPU slice), 'v5e:4x4*2' (two of them) or 'h100:1x1x8' (slices, hosts, GPUs)"
@@ -86,15 +97,16 @@ def target_devices(target: str) -> tuple[Any, ...]:
     from jax.experimental import topologies
 
     slices = int(found["slices"] or 1)
+    given: dict[str, Any] = {
+        "platform": "tpu",
+        "topology_name": f"{found['chip']}:{found['shape']}",
+    }
+    if gpu:
+        given = {"platform": "cuda", "topology": found["shape"], "target_config": _H100}
+    elif slices > 1:
+        given["num_slices"] = slices
     try:
-        if gpu:
-            described = topologies.get_topology_desc(
-                platform="cuda", target_config=_H100, topology=found["shape"]
-            )
-        else:
-            more = {"num_slices": slices} if slices > 1 else {}
-            name = f"{found['chip']}:{found['shape']}"
-            described = topologies.get_topology_desc(platform="tpu", topology_name=name, **more)
+        described = topologies.get_topology_desc(**given)
     except Exception as error:
         raise RuntimeError(
             f"{WHO}: target must be one that the installed compilers know, got {target!r}: "
@@ -103,11 +115,159 @@ def target_devices(target: str) -> tuple[Any, ...]:
     return tuple(sorted(described.devices, key=lambda d: (getattr(d, "slice_index", 0) or 0, d.id)))
 
 
-def retargeted(mesh: Mesh, devices: Sequence[Any], who: str) -> Mesh:
+class Argument(NamedTuple):
+    """An argument of a compiled program.
+
+    Attributes:
+      path: where it stands.
+      donated: whether its buffer may be taken over.
+      types: its shape and dtype.
+      sharding: ``None`` if the program does not use it, and XLA never sees it.
+    """
+
+    path: str
+    donated: bool
+    types: Any
+    sharding: Any
+
+
+class CompiledProgram(NamedTuple):
+    """A compiled program.
+
+    Attributes:
+      compiled: what XLA made.
+      arguments: in order.
+      seconds: that compiling took; NaN of a program that was compiled before.
+      traced: the collectives that JAX asked for, as far as they are known.
+    """
+
+    compiled: Any
+    arguments: tuple[Argument, ...]
+    seconds: float
+    traced: Sequence[costs.Collective] = ()
+
+    @property
+    def mesh(self) -> Mesh | None:
+        """Over which it runs, if over one."""
+        return next(_meshes(x.sharding for x in self.arguments), None)
+
+    @property
+    def flops(self) -> float:
+        """That XLA counts, the body of a loop once; NaN if it does not."""
+        return float((self.compiled.cost_analysis() or {}).get("flops", math.nan))
+
+    @property
+    def described(self) -> str:
+        """The devices in words."""
+        used = [x.sharding for x in self.arguments if x.sharding is not None]
+        devices = list(used[0].device_set) if used else []
+        return f"{len(devices)} x {devices[0].device_kind}" if devices else "unknown"
+
+
+def compile_program(
+    program: Any, args: tuple[Any, ...], target: str | None, depth: int | None
+) -> CompiledProgram:
+    """Compile any program for any devices: see ``boostax.audit``, whose arguments these are."""
+    if isinstance(program, (jax.stages.Lowered, jax.stages.Compiled)):
+        if args or target is not None:
+            raise ValueError(
+                f"{_AUDIT}: a lowered or compiled program must be given alone, got "
+                f"{len(args)} arguments and target={target!r}. Pass the jax.jit function itself, "
+                "with its arguments, to compile it for another target."
+            )
+        return _finished(program)
+    if isinstance(program, TrainStep):
+        program, args = program.jitted(*args, depth=depth)
+    else:
+        checks.absent(_AUDIT, "depth", depth, "left out", "Only a TrainStep has any.")
+    if not callable(program):
+        allowed = "a function, a TrainStep, or what lower() or compile() returned"
+        hint = "audit(jax.jit(step), state, batch)."
+        raise TypeError(checks.message(_AUDIT, "program", allowed, program, hint))
+    # Only jax.jit traces apart from lowering; jax.pmap lowers, and so do wrappers of both.
+    program = program if hasattr(program, "lower") else jax.jit(program)
+    shapes = jax.tree.map(_shape, args)
+    shardings = [getattr(x, "sharding", None) for x in jax.tree.leaves(shapes)]
+    meant = {device for x in shardings for device in getattr(x, "device_set", ())}
+    devices = target_devices(target) if target is not None else tuple(meant)
+    stage = program.trace(*shapes) if hasattr(program, "trace") else None
+    if meant <= set(devices) and (meant or target is None):
+        # What a wrapper takes for an array is its own affair.
+        made = _finished(program.lower(*args) if stage is None else stage.lower(), devices)
+    elif isinstance(stage, jax.stages.Traced):
+        made = _moved(program, shapes, stage.args_info, devices)
+    else:
+        hint = "Pass the jax.jit function inside, or build the program on the target's devices."
+        got = getattr(program, "__name__", type(program).__name__)
+        allowed = "a jax.jit function where it is to move to a target"
+        raise TypeError(checks.message(_AUDIT, "program", allowed, got, hint))
+    known = isinstance(stage, jax.stages.Traced)
+    return made._replace(traced=costs.collectives(stage.jaxpr) if known else ())
+
+
+def _moved(
+    program: Any, args: tuple[Any, ...], args_info: Any, devices: Sequence[Any]
+) -> CompiledProgram:
+    """The program for other devices than those that its arguments are on."""
+    platform: str = devices[0].platform
+    platform = {"gpu": "cuda"}.get(platform, platform)
+    exported = jax.export.export(program, platforms=[platform])(*args)
+    args = jax.tree.map(_number, args)
+    mesh = next(_meshes(x.sharding for x in jax.tree.leaves(args)), None)
+    if exported.nr_devices > 1 and mesh is None:
+        raise ValueError(
+            f"{_AUDIT}: args must have shardings over the program's mesh where a target is given, "
+            "got none. Pass jax.ShapeDtypeStruct(shape, dtype, sharding=...) or placed arrays."
+        )
+    there = None if mesh is None else _retargeted(mesh, devices)
+
+    def place(x: Any) -> Any:
+        spec = x.sharding.spec if isinstance(x.sharding, NamedSharding) else PartitionSpec()
+        sharding = NamedSharding(there, spec) if there else SingleDeviceSharding(devices[0])
+        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
+
+    donated = (jax.tree.leaves(info, is_leaf=_is_info) for info in args_info[0])
+    donate = tuple(i for i, infos in enumerate(donated) if any(x.donated for x in infos))
+    again = jax.jit(lambda *args: exported.call(*args), donate_argnums=donate)
+    # The mesh that a program with explicit axes runs under.
+    plain = jax.sharding.get_mesh().empty or there is None
+    with contextlib.nullcontext() if plain else jax.set_mesh(there):
+        return _finished(again.lower(*jax.tree.map(place, args)), devices)
+
+
+def _finished(
+    program: jax.stages.Lowered | jax.stages.Compiled, devices: Collection[Any] = ()
+) -> CompiledProgram:
+    """Compile what is not compiled yet, for these devices."""
+    begun = time.perf_counter()
+    # Flax's NNX wraps what JAX returns.
+    program = getattr(program, "lowered", program)
+    compiled: Any = program
+    if isinstance(program, jax.stages.Lowered):
+        compiled = program.compile(compiler_options=_compiler_options(devices))
+    seconds = time.perf_counter() - begun if compiled is not program else math.nan
+    infos = jax.tree_util.tree_leaves_with_path(compiled.args_info, is_leaf=_is_info)
+    structure = jax.tree.structure(compiled.args_info, is_leaf=_is_info)
+    shardings = structure.flatten_up_to(compiled.input_shardings)
+    arguments = tuple(
+        # The first key tells positional arguments from named ones.
+        Argument(keystr(path[1:]), info.donated, info, sharding)
+        for (path, info), sharding in zip(infos, shardings, strict=True)
+    )
+    return CompiledProgram(compiled, arguments, seconds)
+
+
+def _meshes(shardings: Iterable[Any]) -> Iterator[Mesh]:
+    """The meshes of devices among some shardings."""
+    meshes = (x.mesh for x in shardings if isinstance(x, NamedSharding))
+    return (mesh for mesh in meshes if isinstance(mesh, Mesh))
+
+
+def _retargeted(mesh: Mesh, devices: Sequence[Any]) -> Mesh:
     """The same mesh over other devices."""
     if mesh.size != len(devices):
         raise ValueError(
-            f"{who}: target must have as many devices as the program's mesh, {mesh.size}, got "
+            f"{_AUDIT}: target must have as many devices as the program's mesh, {mesh.size}, got "
             f"{len(devices)}. Build the program over a mesh of the target: "
             "jax.sharding.Mesh(numpy.array(boostax.inspect.target_devices(target)).reshape(...), "
             "names)."
@@ -117,9 +277,32 @@ def retargeted(mesh: Mesh, devices: Sequence[Any], who: str) -> Mesh:
     )
 
 
-def compiler_options(devices: Collection[Any]) -> dict[str, Any]:
+def _compiler_options(devices: Collection[Any]) -> dict[str, Any]:
     """What to tell a compiler that has no devices."""
     if any(d.platform == "gpu" for d in devices) and jax.default_backend() != "gpu":
         # Kernels cannot be timed, and XLA chooses them by its cost model.
         return {"xla_gpu_autotune_level": 0}
     return {}
+
+
+def _shape(x: Any) -> Any:
+    """An array without its values; any other leaf stays: it may be static."""
+    if isinstance(x, np.ndarray):
+        return jax.ShapeDtypeStruct(x.shape, jax.numpy.result_type(x))
+    if not isinstance(x, jax.Array):
+        return x
+    return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding if x.committed else None)
+
+
+def _number(x: Any) -> Any:
+    """Types as they are, or those of a Python number, to be placed elsewhere."""
+    if isinstance(x, jax.ShapeDtypeStruct):
+        return x
+    if not isinstance(x, (bool, int, float, complex)):
+        hint = "Bind what is static with functools.partial before jax.jit."
+        raise TypeError(checks.message(_AUDIT, "args", "arrays where a target is given", x, hint))
+    return jax.ShapeDtypeStruct((), jax.numpy.result_type(x))
+
+
+def _is_info(x: Any) -> bool:
+    return hasattr(x, "donated")
