@@ -427,7 +427,8 @@ def test_every_factory_is_a_key_with_its_own_arguments(name):
     scaled = {} if role == "loss_scale" else {"loss_scale": "dynamic"}
     config = BoostConfig.from_dict({name: value} | scaled)
     assert getattr(config, role) == part
-    assert BoostConfig.from_dict(json.loads(json.dumps(config.to_dict()))) == config
+    again = BoostConfig.from_dict(json.loads(json.dumps(config.to_dict())))
+    assert again == config and hash(again) == hash(config)
 
 
 def test_the_commands_reductions_are_those_that_keep_replicas_equal():

@@ -17,8 +17,6 @@ from boostax.autoboost.nodes import (
     Node,
     Path,
     cast,
-    owner,
-    shape_dtype,
     translated,
 )
 from boostax.autoboost.states import holds
@@ -49,19 +47,13 @@ class Carried:
     notes: list[str] = dataclasses.field(default_factory=list[str])
     spoilt: set[Path] = dataclasses.field(default_factory=set[Path])
 
-    def owner(self, rel: Path, leaf: Leaf) -> Path | None:
-        """The param to which an array of a state belongs."""
-        return owner(rel, leaf.value, self.owners)
-
     def fits(self, old: Leaf, new: Leaf, casts: bool = False) -> bool:
         """Whether an old array can stand for a new one, in another precision if it ``casts``."""
-        shape, dtype = shape_dtype(old.value)
-        if dtype != shape_dtype(new.value)[1] and not (casts and _same_kind(old, new)):
+        if old.dtype != new.dtype and not (casts and _same_kind(old, new)):
             return False
-        wanted: tuple[int, ...] = new.value.shape
         if not old.own or self.replicas is None:
-            return shape == wanted
-        return shape == (self.replicas, *wanted) and (new.own or self.replicas == 1)
+            return old.shape == new.shape
+        return old.shape == (self.replicas, *new.shape) and (new.own or self.replicas == 1)
 
     def pairs(self, olds: list[Node], news: list[Node]) -> list[tuple[Node, Node]]:
         """The best fit first; of equal ones those of the lowest numbers."""
@@ -88,7 +80,7 @@ class Carried:
             other = old.leaves.get(rel)
             if other is None or not self.fits(other, leaf, bool(new.holds.opened)):
                 continue
-            if not counts_alone or self.owner(rel, leaf) is None:
+            if not counts_alone or leaf.owner is None:
                 self.taken[leaf.path] = other
 
     def share(self, olds: list[Node], news: list[Node]) -> None:
@@ -99,7 +91,7 @@ class Carried:
         used = {taken.path for taken in self.taken.values()}
         for new in news:
             for rel, leaf in new.leaves.items():
-                if leaf.path in self.taken or self.owner(rel, leaf) is None:
+                if leaf.path in self.taken or leaf.owner is None:
                     continue
                 found = (old.leaves[rel] for old in olds if rel in old.leaves)
                 free = (x for x in found if x.path not in used and self.fits(x, leaf))
@@ -152,9 +144,8 @@ class Carried:
             return
         groups: dict[Path, list[Path]] = {}
         for rel, leaf in new.leaves.items():
-            belongs = self.owner(rel, leaf)
-            if belongs is not None:
-                groups.setdefault(belongs, []).append(rel)
+            if leaf.owner is not None:
+                groups.setdefault(leaf.owner, []).append(rel)
         for rels in groups.values():
             # A second moment of zero beside an old first one would make a huge step.
             if any(new.leaves[rel].path not in self.taken and rel in old.leaves for rel in rels):
@@ -189,7 +180,7 @@ class Carried:
 
     def _ratio(self, new: Node, rel: Path, source: Leaf, before: Unit, after: Unit) -> float:
         """Of the loss scales in which an array is to be measured, and was."""
-        how = measured(new, rel, self.owner(rel, new.leaves[rel]))
+        how = measured(rel, new.leaves[rel])
         if how is None or (before.scale, before.rest) == (after.scale, after.rest):
             return 1.0
         words = (
@@ -277,35 +268,27 @@ class Carried:
 
     def require_same_params(self, olds: list[Node], news: list[Node], every: list[Node]) -> None:
         """Refuse a state that was made for params of other shapes."""
+        kept = {
+            (leaf.owner, self._local_shape(leaf)) for node in every for leaf in node.leaves.values()
+        }
         for new in news:
             for rel, leaf in new.leaves.items():
-                belongs = self.owner(rel, leaf)
-                if belongs is None or leaf.value.shape != self.owners[belongs].shape:
+                if leaf.owner is None or leaf.shape != self.owners[leaf.owner].shape:
                     continue
-                shape: tuple[int, ...] = leaf.value.shape
                 same = [old.leaves[rel] for old in olds if rel in old.leaves]
                 # Arrays of one element stand in for what an optimizer does without.
-                odd = [x for x in same if self._local_shape(x) not in (shape, (1,))]
-                if odd and not self._has_shape(every, belongs, shape):
+                odd = [x for x in same if self._local_shape(x) not in (leaf.shape, (1,))]
+                if odd and (leaf.owner, leaf.shape) not in kept:
                     got, path = self._local_shape(odd[0]), trees.path_name(odd[0].path)
                     raise ValueError(
                         f"{WHO}: params must be of the shapes that old_state was made for, got "
-                        f"{trees.path_name(belongs) or 'a leaf'!r} of {shape}, where old_state has "
-                        f"{got} at {path!r}. A changed layer needs a new state: mask it out, or "
-                        "use new_tx.init(params)."
+                        f"{trees.path_name(leaf.owner) or 'a leaf'!r} of {leaf.shape}, where "
+                        f"old_state has {got} at {path!r}. A changed layer needs a new state: mask "
+                        "it out, or use new_tx.init(params)."
                     )
 
     def _local_shape(self, leaf: Leaf) -> tuple[int, ...]:
-        shape = shape_dtype(leaf.value)[0]
-        return shape[1:] if leaf.own and self.replicas is not None else shape
-
-    def _has_shape(self, nodes: list[Node], belongs: Path, shape: tuple[int, ...]) -> bool:
-        return any(
-            leaf.path[len(leaf.path) - len(belongs) :] == belongs
-            and self._local_shape(leaf) == shape
-            for node in nodes
-            for leaf in node.leaves.values()
-        )
+        return leaf.shape[1:] if leaf.own and self.replicas is not None else leaf.shape
 
 
 def carry(olds: list[Node], news: list[Node], params: PyTree, replicas: int | None) -> Carried:
@@ -342,8 +325,8 @@ def carry(olds: list[Node], news: list[Node], params: PyTree, replicas: int | No
 
 def _multiplied(source: Leaf, like: Leaf, factor: float, stale: bool) -> Leaf:
     """An array times a factor, in the dtype of another; as it is where nothing changes."""
-    x, dtype = source.value, shape_dtype(like.value)[1]
-    if factor == 1 and dtype == shape_dtype(x)[1]:
+    x, dtype = source.value, like.dtype
+    if factor == 1 and dtype == source.dtype:
         return source
     value = (trees.at_least_float32(x) * np.float32(factor)).astype(dtype)
     if not stale and _finite(x) and not _finite(value):
@@ -360,9 +343,8 @@ def _finite(x: Any) -> bool:
 
 def _same_kind(old: Leaf, new: Leaf) -> bool:
     """Whether both are real, or both complex, in whatever precision."""
-    dtypes = [shape_dtype(leaf.value)[1] for leaf in (old, new)]
     return any(
-        all(jnp.issubdtype(dtype, kind) for dtype in dtypes)
+        all(jnp.issubdtype(leaf.dtype, kind) for leaf in (old, new))
         for kind in (jnp.floating, jnp.complexfloating)
     )
 
@@ -375,11 +357,10 @@ def count_replicas(olds: list[Node], news: list[Node], params: PyTree, asked: in
         for rel, leaf in old.leaves.items():
             if not leaf.own:
                 continue
-            belongs = owner(leaf.path, leaf.value, owners)
-            likes = [x.leaves[rel].value for x in news if rel in x.leaves]
-            like = next(iter(likes), None) if belongs is None else owners[belongs]
+            likes = [x.leaves[rel] for x in news if rel in x.leaves]
+            like = next(iter(likes), None) if leaf.owner is None else owners[leaf.owner]
             if like is not None:
-                shapes.append((shape_dtype(leaf.value)[0], tuple(like.shape)))
+                shapes.append((leaf.shape, like.shape))
     counts = {shape[0] for shape, like in shapes if shape[1:] == like and shape}
     counts |= {None for shape, like in shapes if shape == like}
     if asked is not None:

@@ -25,13 +25,25 @@ class Leaf(NamedTuple):
       path: where it lies in the whole tree.
       value: the array, or a number in its place.
       own: whether each replica has one to itself.
-      node: the state to which it belongs.
+      node: the state in which it is.
+      owner: path of the param to which it belongs, if it belongs to one.
     """
 
     path: Path
     value: Any
     own: bool
     node: "Node"
+    owner: Path | None
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of the array, with the dimension of replicas if it has one."""
+        return np.shape(self.value)
+
+    @property
+    def dtype(self) -> Any:
+        """Of the array, or of the one that a number stands for."""
+        return getattr(self.value, "dtype", None) or jnp.result_type(self.value)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -79,6 +91,7 @@ def read(tree: PyTree, params: PyTree) -> list[Node]:
     boostax's own states are made, nor Optax's ``MaskedNode`` and ``WrappedScheduleState``.
     """
     containers = set(map(type, trees.find(params, lambda _: True)))
+    owners = dict(jax.tree_util.tree_leaves_with_path(params))
     rest = Node(None, (), {}, None, "no state")
     found = [rest]
 
@@ -87,7 +100,8 @@ def read(tree: PyTree, params: PyTree) -> list[Node]:
             keys = [GetAttrKey(name) for name in EQUIVALENTS[type(x).__name__].fields]
             scaler = Node(type(x), path, {}, x, type(x).__name__)
             for key in keys:
-                scaler.leaves[(key,)] = Leaf((*path, key), getattr(x, key.name), False, scaler)
+                value = getattr(x, key.name)
+                scaler.leaves[(key,)] = Leaf((*path, key), value, False, scaler, None)
             found.append(scaler)
             return
         if isinstance(x, PerReplica):
@@ -95,7 +109,7 @@ def read(tree: PyTree, params: PyTree) -> list[Node]:
             return
         children = _children(x)
         if children is None:
-            node.leaves[rel] = Leaf(path, x, own, node)
+            node.leaves[rel] = Leaf(path, x, own, node, _owner(rel, x, owners))
             return
         if _is_state(x) and type(x) not in containers:
             node, rel = Node(type(x), path, {}, x, type(x).__name__), ()
@@ -165,22 +179,17 @@ def translated(node: Node) -> Node | None:
     return dataclasses.replace(node, cls=found.cls, leaves=leaves)
 
 
-def shape_dtype(x: Any) -> tuple[tuple[int, ...], Any]:
-    """Of an array, or of the array that a number stands for."""
-    return np.shape(x), getattr(x, "dtype", None) or jnp.result_type(x)
-
-
 def cast(node: Node, like: Node) -> Node:
     """The arrays of a translated state in the dtypes of the one that they are for."""
     leaves = {
-        rel: leaf._replace(value=jnp.asarray(leaf.value).astype(like.leaves[rel].value.dtype))
+        rel: leaf._replace(value=jnp.asarray(leaf.value).astype(like.leaves[rel].dtype))
         for rel, leaf in node.leaves.items()
         if rel in like.leaves
     }
     return dataclasses.replace(node, leaves=node.leaves | leaves)
 
 
-def owner(path: Path, x: Any, params: dict[Path, Any]) -> Path | None:
+def _owner(path: Path, x: Any, params: dict[Path, Any]) -> Path | None:
     """The param to which an array belongs: the one whose path ends its own.
 
     A lone param has an empty path, which ends every other: there the shape decides.

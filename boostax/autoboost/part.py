@@ -280,5 +280,14 @@ def are_texts(value: Any) -> bool:
     )
 
 
+class _Hashable(dict[str, Any]):
+    """A dictionary in frozen data."""
+
+    def __hash__(self) -> int:  # type: ignore[override]
+        return hash(frozenset(self.items()))
+
+
 def _frozen(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return _Hashable({key: _frozen(x) for key, x in value.items()})
     return tuple(_frozen(x) for x in value) if isinstance(value, (list, tuple)) else value

@@ -13,7 +13,7 @@ import numpy as np
 from jax.tree_util import DictKey, GetAttrKey, SequenceKey
 
 from boostax._core import trees
-from boostax.autoboost.nodes import Node, Path
+from boostax.autoboost.nodes import Leaf, Node, Path
 from boostax.precision.group_state import GroupLossScaleState
 
 
@@ -60,26 +60,23 @@ def unit_at(path: Path, nodes: list[Node], values: Mapping[Path, Any]) -> Unit:
     return Unit(scale, tuple(rest), scalers)
 
 
-def measured(
-    node: Node, rel: Path, owner: Path | None
-) -> Literal["sum", "moment", "unknown"] | None:
+def measured(rel: Path, leaf: Leaf) -> Literal["sum", "moment", "unknown"] | None:
     """What an array of a state is in terms of the gradients that the state sees.
 
     Args:
-      node: the state.
-      rel: the array's path in it.
-      owner: the param to which it belongs.
+      rel: its path in the state.
+      leaf: the array.
 
     Returns:
       ``None`` for what has nothing to do with their scale; ``"sum"`` for what is proportional to
       it, ``"moment"`` for other powers, ``"unknown"`` for states of which nothing is known.
     """
+    node = leaf.node
     if node.holds.sums:
         return "sum" if trees.path_name(rel).startswith(node.holds.sums) else None
-    value = node.leaves[rel].value
-    number = owner == () and not np.shape(value)  # To a lone scalar all scalars seem to belong.
-    real = jnp.issubdtype(value.dtype, jnp.inexact)
-    if owner is None or number or node.holds.params or not real:
+    number = leaf.owner == () and not leaf.shape  # To a lone scalar all scalars seem to belong.
+    real = jnp.issubdtype(leaf.dtype, jnp.inexact)
+    if leaf.owner is None or number or node.holds.params or not real:
         return None
     ours = node.cls.__module__.startswith("optax.") and node.source.startswith("ScaleBy")
     return "moment" if ours else "unknown"
