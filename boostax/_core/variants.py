@@ -30,6 +30,10 @@ class Variants(Protocol):
     method ``coming()``: the variant of the next call, an i32 scalar.
     """
 
+    def summary(self) -> str:
+        """When which occurs, in a few words."""
+        ...
+
     def drawn(self, params: PyTree) -> tuple[int, ...]:
         """All that can occur, ascending."""
         ...
@@ -40,6 +44,17 @@ class Variants(Protocol):
 
     def choice(self, params: PyTree, state: Any) -> Any:
         """The same, found out in the program: ``active`` of ``value_and_grad``."""
+        ...
+
+    def shares(self, params: PyTree, steps: int | None = None) -> dict[int, float] | None:
+        """How often each occurs, as shares of the applied steps: of all, or of the first ``steps``.
+
+        In the order in which they occur. ``None`` if the run decides.
+        """
+        ...
+
+    def resumed(self, params: PyTree, state: Any) -> Any:
+        """A state of another such transformation, with the variant that comes next here."""
         ...
 
     def part(self, params: PyTree, state: Any, variant: int) -> Any:

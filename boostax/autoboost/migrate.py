@@ -12,9 +12,9 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from boostax._core import checks, trees
 from boostax._core.replicas import PerReplica, is_per_replica
+from boostax._core.variants import variants_of
 from boostax.autoboost.carry import WHO, Carried, carry, count_replicas, spot
 from boostax.autoboost.nodes import Leaf, Node, Path, fields, read
-from boostax.freeze.scheduled import ScheduledFreeze, ScheduledFreezeState
 from boostax.train.state import TrainState
 
 PyTree = Any
@@ -186,17 +186,14 @@ def _replica_sharding(olds: list[Node]) -> Any:
 
 def _scheduled(state: PyTree, tx: Any, params: PyTree, notes: list[str]) -> PyTree:
     """The next depth as the new schedule has it, after the steps that were taken."""
-    if not (isinstance(tx, ScheduledFreeze) and isinstance(state, ScheduledFreezeState)):
+    variants = variants_of(tx)
+    new = state if variants is None else variants.resumed(params, state)
+    if new is state or int(new.coming()) == int(state.coming()):
         return state
-    if jax.tree.leaves(state.schedule_state):
-        # What the run decides is in the state.
-        return state
-    plan = tx.freezing.plan(params)
-    depth, _ = plan.follow((), state.steps, state.depth, state.inner_state)
-    if int(depth) == int(state.next_depth):
-        return state
-    notes.append(f"next_depth is {int(depth)}, not {int(state.next_depth)}: the schedule's own.")
-    return state._replace(next_depth=_copy(depth, state.next_depth))
+    notes.append(
+        f"next_depth is {int(new.coming())}, not {int(state.coming())}: the schedule's own."
+    )
+    return jax.tree.map(lambda x, old: old if x is old else _copy(x, old), new, state)
 
 
 def _saved_wins(carried: Carried, news: list[Node]) -> list[str]:

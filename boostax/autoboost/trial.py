@@ -13,9 +13,9 @@ import numpy as np
 import optax
 
 from boostax._core import checks, costs, trees
+from boostax._core.variants import variants_of
 from boostax.autoboost.build import Boost
 from boostax.autoboost.config import BoostConfig
-from boostax.freeze.scheduled import ScheduledFreeze
 from boostax.reduce.mean import all_reduce
 from boostax.train.compiled import TrainStep
 from boostax.train.state import TrainState
@@ -213,12 +213,11 @@ class Candidate:
         return self.setting.losses(self.step.common_params(state), state.model_state)
 
     def _drawn(self) -> dict[int, float]:
-        if not isinstance(self.step.tx, ScheduledFreeze):
+        variants = variants_of(self.step.tx)
+        if variants is None:
             return {}
-        plan = self.step.tx.freezing.plan(self.setting.params)
-        steps = range(math.ceil(self.setting.steps / self.window))
-        drawn = [plan.known(index) or 0 for index in steps]
-        return {depth: drawn.count(depth) / len(drawn) for depth in dict.fromkeys(drawn)}
+        steps = math.ceil(self.setting.steps / self.window)
+        return variants.shares(self.setting.params, steps) or {0: 1.0}
 
     def _costs(self, state: TrainState) -> Costs:
         """Memory is that of the largest program, compiling all of them; the rest is the mean."""

@@ -81,6 +81,10 @@ class Plan(Protocol):
         """On the host: the first count of applied steps at which another depth could follow."""
         ...
 
+    def table(self) -> np.ndarray[Any, Any] | None:
+        """On the host: the depth of every step, once through; ``None`` if the run decides."""
+        return None
+
 
 class Table(Plan):
     """A depth for every step, known beforehand.
@@ -132,6 +136,10 @@ class Table(Plan):
         ahead = np.searchsorted(self._changes, steps - start, side="right")
         # The end of the table may bring another depth, or none any more.
         return start + int(self._changes[ahead] if ahead < len(self._changes) else length)
+
+    def table(self) -> np.ndarray[Any, Any]:
+        """The table itself."""
+        return self._depths
 
 
 def as_schedule(who: str, schedule: Any) -> Any:

@@ -106,6 +106,11 @@ class FreezeOnPlateau:
     patience: int
     start: int
 
+    def summary(self, groups: int) -> str:
+        """In a few words."""
+        looks = f"{self.every} optimizer step" + ("" if self.every == 1 else "s")
+        return f"plateau, {groups} groups, a look every {looks}"
+
     def plan(self, who: str, groups: int) -> Plan:
         """For so many groups."""
         return _Plateau(self, who, groups)

@@ -1,5 +1,6 @@
 """Freezing by schedule: what is frozen leaves the optimizer, the wire and the backward pass."""
 
+import collections
 import dataclasses
 import functools
 from collections.abc import Callable
@@ -21,6 +22,7 @@ from boostax._core.gate import (
     passed,
     run,
 )
+from boostax._core.groups import group_count
 from boostax._core.handshake import hand_on_state
 from boostax._core.prune import Pruning, pruning
 from boostax.freeze.chosen import Part, chosen
@@ -77,6 +79,11 @@ class Depths:
     freezing: Freezing
     cut: Callable[[PyTree, int], Pruning]
 
+    def summary(self) -> str:
+        """The schedule in a few words."""
+        schedule, groups = self.freezing.schedule, group_count(self.freezing.groups)
+        return schedule.summary(groups) if hasattr(schedule, "summary") else f"{groups} groups"
+
     def drawn(self, params: PyTree) -> tuple[int, ...]:
         """The depths that the schedule draws."""
         return self.freezing.plan(params).drawn
@@ -90,6 +97,25 @@ class Depths:
         plan = self.freezing.plan(params)
         options = tuple(self.freezing.active(params, depth) for depth in plan.drawn)
         return Choice(plan.index(state.next_depth), options)
+
+    def shares(self, params: PyTree, steps: int | None = None) -> dict[int, float] | None:
+        """How often each depth occurs; ``None`` for a schedule that the run decides."""
+        plan = self.freezing.plan(params)
+        table = plan.table()
+        if table is None:
+            return None
+        known = map(int, table) if steps is None else (plan.known(i) or 0 for i in range(steps))
+        depths = list(known)
+        return {depth: count / len(depths) for depth, count in collections.Counter(depths).items()}
+
+    def resumed(self, params: PyTree, state: Any) -> Any:
+        """With the next depth as this schedule has it, after the steps that were taken."""
+        # What the run decides is in the state.
+        if not isinstance(state, ScheduledFreezeState) or jax.tree.leaves(state.schedule_state):
+            return state
+        plan = self.freezing.plan(params)
+        depth, _ = plan.follow((), state.steps, state.depth, state.inner_state)
+        return state._replace(next_depth=depth)
 
     def part(
         self, params: PyTree, state: ScheduledFreezeState, variant: int

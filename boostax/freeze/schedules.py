@@ -73,6 +73,11 @@ class FreezeSchedule:
             self._tables[groups] = table
         return self._tables[groups]
 
+    def summary(self, groups: int) -> str:
+        """In a few words."""
+        share = np.mean(self.depths(groups) > 0)
+        return f"{self.kind}, {groups} groups, on {share:.0%} of the optimizer steps"
+
 
 def _table(schedule: FreezeSchedule, groups: int) -> Depths:
     kind, length, fraction = schedule.kind, schedule.total_steps, schedule.frozen_fraction

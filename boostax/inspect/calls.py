@@ -6,12 +6,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
-import numpy as np
 
 from boostax._core import checks
-from boostax.freeze.plan import Freezing
-from boostax.freeze.scheduled import ScheduledFreeze
-from boostax.freeze.schedules import FreezeSchedule
+from boostax._core.variants import variants_of
 from boostax.inspect import hlo
 from boostax.inspect.collectives import compiled_collectives
 from boostax.inspect.costs import by_kind
@@ -58,21 +55,21 @@ def call_costs(
     """One for each program of a step; with ``scheduled_freeze``, for each depth that it draws."""
     # What is built here is no part of what the step was used for.
     step = dataclasses.replace(step, _compiled={}, _parts={})
-    if not isinstance(step.tx, ScheduledFreeze):
+    variants = variants_of(step.tx)
+    if variants is None:
         hint = "Only scheduled_freeze, outermost, has any."
         allowed = "left out where nothing freezes by schedule"
         checks.absent(_WHO, "depths", depths, allowed, hint)
         return (_cost(step, state, batch, None, target),)
-    freezing, params = step.tx.freezing, jax.eval_shape(step.common_params, state)
-    drawn = freezing.plan(params).drawn
+    params = jax.eval_shape(step.common_params, state)
+    drawn, shares = variants.drawn(params), variants.shares(params)
     chosen = _chosen(drawn, depths)
-    shares = _shares(freezing, params)
     found = {d: _cost(step, state, batch, d, target) for d in dict.fromkeys((drawn[0], *chosen))}
     least = found[drawn[0]].flops
     return tuple(
         found[depth]._replace(
             share=None if shares is None else shares[depth],
-            frozen_entries=_frozen_entries(freezing, params, depth),
+            frozen_entries=_frozen_entries(variants.active(params, depth), params),
             flops_ratio=found[depth].flops / least if least else math.nan,
         )
         for depth in chosen
@@ -106,19 +103,8 @@ def _chosen(drawn: tuple[int, ...], depths: Any) -> tuple[int, ...]:
     return tuple(dict.fromkeys(int(depth) for depth in depths))
 
 
-def _shares(freezing: Freezing, params: PyTree) -> dict[int, float] | None:
-    """The share of the steps at each depth; ``None`` if it is not known beforehand."""
-    if freezing.plan(params).known(0) is None:
-        return None
-    schedule = freezing.schedule
-    if isinstance(schedule, FreezeSchedule):
-        schedule = schedule.depths(freezing.count(params))
-    depths, counts = np.unique(np.ravel(schedule), return_counts=True)
-    return {int(d): float(n / counts.sum()) for d, n in zip(depths, counts, strict=True)}
-
-
-def _frozen_entries(freezing: Freezing, params: PyTree, depth: int) -> float:
-    active = jax.tree.leaves(freezing.active(params, depth))
+def _frozen_entries(trained: PyTree, params: PyTree) -> float:
+    active = jax.tree.leaves(trained)
     sizes = [math.prod(leaf.shape) for leaf in jax.tree.leaves(params)]
     frozen = sum(size for size, trains in zip(sizes, active, strict=True) if not trains)
     return frozen / max(1, sum(sizes))

@@ -23,10 +23,10 @@ from boostax._core.replicas import (
     stack_replicas,
     state_specs,
 )
+from boostax._core.variants import variants_of
 from boostax.chain.parts import follow
 from boostax.chain.roles import UNKNOWN
 from boostax.chain.rows import Row
-from boostax.freeze.scheduled import ScheduledFreeze
 
 PyTree = Any
 
@@ -193,8 +193,8 @@ def mapped_update(
         value = axes.to_varying(jnp.zeros(()), names)
         given: dict[str, Any] = {"value": value, "value_fn": lambda _: value}
         given |= {"grad": grads} if asked(tx).get("grad") else {}
-        if isinstance(tx, ScheduledFreeze):
-            given["depth"] = tx.freezing.plan(params).drawn[0]
+        if (variants := variants_of(tx)) is not None:
+            given["depth"] = variants.drawn(params)[0]
         state = enter_replica(state)
         updates, state = extra_tx.update(assume_scaled(grads, state), state, params, **given)
         return stacked(updates), leave_replica(state) if returns_state else stacked(state)

@@ -5,15 +5,12 @@ import pathlib
 from typing import Any
 
 import jax
-import numpy as np
 import rich.box
 from rich.table import Table
 
 import boostax
-from boostax._core.groups import group_count
 from boostax._core.plain import plain
-from boostax.freeze.plateau import FreezeOnPlateau
-from boostax.freeze.scheduled import ScheduledFreeze
+from boostax._core.variants import variants_of
 from boostax.inspect.tables import Cells
 from boostax.run.cli.build import Built
 from boostax.run.cli.recipe import CODECS, Recipe
@@ -97,12 +94,5 @@ def _reduction(recipe: Recipe) -> str:
 
 
 def _freezing(built: Built) -> str:
-    tx = built.step.tx
-    if not isinstance(tx, ScheduledFreeze):
-        return "off"
-    schedule, groups = tx.freezing.schedule, group_count(tx.freezing.groups)
-    if isinstance(schedule, FreezeOnPlateau):
-        looks = counted(schedule.every, "optimizer step")
-        return f"plateau, {groups} groups, a look every {looks}"
-    share = np.mean(schedule.depths(groups) > 0)
-    return f"{schedule.kind}, {groups} groups, on {share:.0%} of the optimizer steps"
+    variants = variants_of(built.step.tx)
+    return "off" if variants is None else variants.summary()

@@ -14,7 +14,7 @@ import numpy as np
 from rich.console import Console
 
 import boostax
-from boostax.freeze.scheduled import ScheduledFreeze
+from boostax._core.variants import variants_of
 from boostax.run.checkpoint import Checkpointer
 from boostax.run.cli.build import Built, build, require_devices
 from boostax.run.cli.finish import finish, show
@@ -201,7 +201,7 @@ def _report(
 
 def _frozen(step: boostax.train.TrainStep, result: FitResult) -> dict[str, Any]:
     """How many calls of this process froze how many groups; nothing if none ever do."""
-    if not isinstance(step.tx, ScheduledFreeze):
+    if variants_of(step.tx) is None:
         return {}
     depths = collections.Counter(int(row["frozen_groups"]) for row in result.history)
     return {"depths": dict(sorted(depths.items())), "compiled": list(step.depths)}
