@@ -209,8 +209,7 @@ def _moved(
     program: Any, args: tuple[Any, ...], args_info: Any, devices: Sequence[Any]
 ) -> CompiledProgram:
     """The program for other devices than those that its arguments are on."""
-    platform: str = devices[0].platform
-    platform = {"gpu": "cuda"}.get(platform, platform)
+    platform = "cuda" if devices[0].platform == "gpu" else devices[0].platform
     exported = jax.export.export(program, platforms=[platform])(*args)
     args = jax.tree.map(_number, args)
     mesh = next(_meshes(x.sharding for x in jax.tree.leaves(args)), None)
@@ -222,7 +221,7 @@ def _moved(
     there = None if mesh is None else _retargeted(mesh, devices)
 
     def place(x: Any) -> Any:
-        spec = x.sharding.spec if isinstance(x.sharding, NamedSharding) else PartitionSpec()
+        spec = getattr(x.sharding, "spec", PartitionSpec())
         sharding = NamedSharding(there, spec) if there else SingleDeviceSharding(devices[0])
         return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
 
