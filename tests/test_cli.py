@@ -1,6 +1,7 @@
 """The command trains, compares, explains, resumes, and refuses in plain words."""
 
 import json
+import math
 import re
 import shutil
 import subprocess
@@ -15,6 +16,7 @@ from boostax.inspect.break_even import break_even
 from boostax.run.cli import main
 from boostax.run.cli.build import build, layer_groups, reduction
 from boostax.run.cli.compare import Variant
+from boostax.run.cli.plot import plot_run, smooth
 from boostax.run.cli.recipe import CODECS, Recipe, Reduction
 from boostax.run.workloads import DigitsConfig, TextConfig, digits, text
 from boostax.run.writers import JsonLines
@@ -85,6 +87,12 @@ def test_train_digits_writes_everything_and_says_what_it_did(here, capsys):
         "boostax compare digits",
     ):
         assert words in printed
+
+
+def test_a_run_without_a_finite_loss_is_still_plotted(here):
+    plot_run([{"step": 1, "loss": math.nan}], here / "loss.png", "digits")
+    assert is_png(here / "loss.png")
+    assert smooth([1.0] * 90) == pytest.approx([1.0] * 90)
 
 
 def test_text_in_parallel_with_micro_batches_and_a_fixed_scale_then_other_data(here, capsys):

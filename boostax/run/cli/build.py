@@ -37,7 +37,11 @@ class Built:
 
     def evaluate(self, state: boostax.train.TrainState) -> dict[str, float]:
         """Held-out scalars under names of their own."""
-        found = self.workload.evaluate(state.params, state.model_state)
+        return self.judge(state.params, state.model_state)
+
+    def judge(self, params: PyTree, model_state: PyTree) -> dict[str, float]:
+        """The same of parts of a state."""
+        found = self.workload.evaluate(params, model_state)
         return {f"held_out_{name}": value for name, value in found.items()}
 
 

@@ -39,7 +39,7 @@ def finish(
         # The one that the run has settled on, in a buffer of its own.
         settled = jax.tree.map(jnp.copy, boostax.precision.loss_scale(state.opt_state))
         begun = begun._replace(opt_state=begun.opt_state._replace(scale=settled))
-    judge = _Judge(workload, state.model_state)
+    judge = _Judge(built, state.model_state)
     report = {"components": int(jax.tree.leaves(basis.components)[0].shape[0])}
     report |= {"explained": float(np.sum(basis.explained)), "before": judge(start)}
     mean = jax.tree.map(lambda x, p: x.astype(p.dtype), basis.mean, start)
@@ -88,31 +88,25 @@ def show(console: Console, report: dict[str, Any]) -> None:
 class _Judge:
     """The loss on training batches and on the held-out split, with statistics of these params."""
 
-    def __init__(self, workload: Workload, model_state: PyTree):
-        self._workload, self._model_state = workload, model_state
-        self._batches = [workload.batch(index) for index in range(_JUDGED)]
+    def __init__(self, built: Built, model_state: PyTree):
+        self._built, self._model_state = built, model_state
+        self._batches = [built.workload.batch(index) for index in range(_JUDGED)]
         self._key = jax.random.key(0)
-
-        def loss(params: PyTree, batch: PyTree, model_state: PyTree) -> jax.Array:
-            given = {} if model_state is None else {"model_state": model_state}
-            return workload.loss_fn(params, batch, key=self._key, **given)[0]
-
-        self._loss = jax.jit(loss)
+        self._loss = jax.jit(built.workload.loss_fn)
 
     def statistics(self, params: PyTree) -> PyTree:
         """BatchNorm statistics that belong to the params."""
         params, state = here((params, self._model_state))
         return boostax.train.reestimate_model_state(
-            self._workload.loss_fn, params, state, self._batches, key=self._key
+            self._built.workload.loss_fn, params, state, self._batches, key=self._key
         )
 
     def __call__(self, params: PyTree) -> dict[str, float]:
         params = here(params)
         state = None if self._model_state is None else self.statistics(params)
-        losses = [float(self._loss(params, batch, state)) for batch in self._batches]
-        held_out = self._workload.evaluate(params, state)
-        found = {f"held_out_{name}": value for name, value in held_out.items()}
-        return {"train_loss": float(np.mean(losses)), **found}
+        given = {"key": self._key, "model_state": state}
+        losses = [float(self._loss(params, batch, **given)[0]) for batch in self._batches]
+        return {"train_loss": float(np.mean(losses)), **self._built.judge(params, state)}
 
 
 def _basis(opt_state: PyTree, components: int, params: PyTree) -> boostax.subspace.Basis:

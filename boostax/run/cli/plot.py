@@ -36,9 +36,8 @@ def plot_run(rows: Sequence[Mapping[str, float]], path: pathlib.Path, title: str
     scaled = column(rows, "loss_scale")
     with _figure(path, 8) as figure:
         heights = [3, 1] if scaled[0] else [1]
-        axes = figure.subplots(len(heights), 1, sharex=True, height_ratios=heights, squeeze=False)[
-            :, 0
-        ]
+        look: Any = {"sharex": True, "squeeze": False, "height_ratios": heights}
+        axes = figure.subplots(len(heights), 1, **look)[:, 0]
         axes[0].plot(steps, losses, color=_FIRST, alpha=0.3, linewidth=0.8)
         axes[0].plot(steps, smooth(losses), color=_FIRST, label="training, smoothed")
         axes[0].plot(*column(rows, "held_out_loss"), "o-", color=_SECOND, label="held out")
@@ -104,6 +103,8 @@ def column(rows: Sequence[Mapping[str, float]], name: str) -> tuple[list[float],
 
 def smooth(values: Sequence[float]) -> list[float]:
     """A running mean over a thirtieth of the values to either side."""
+    if not values:
+        return []
     window = np.ones(2 * (len(values) // 30) + 1)
     counts = np.convolve(np.ones(len(values)), window, "same")
     return (np.convolve(values, window, "same") / counts).tolist()

@@ -54,14 +54,14 @@ def detect(environment: Mapping[str, str] | None = None) -> str | None:
       'ompi'
     """
     given = os.environ if environment is None else environment
-    by_hand = [name for name in (COUNT, INDEX) if given.get(name)]
-    if by_hand:
-        wanted = (ADDRESS, COUNT, INDEX)
-        if not all(given.get(name) for name in wanted):
-            missing = ", ".join(name for name in wanted if not given.get(name))
+    missing = [name for name in (ADDRESS, COUNT, INDEX) if not given.get(name)]
+    # An address alone may be there for somebody else.
+    if given.get(COUNT) or given.get(INDEX):
+        if missing:
             raise ValueError(
-                f"initialize: {', '.join(wanted)} must be set together, got no {missing}. The "
-                "address is host:port of process 0, the others are numbers."
+                f"initialize: {ADDRESS}, {COUNT}, {INDEX} must be set together, got no "
+                f"{', '.join(missing)}. The address is host:port of process 0, the others are "
+                "numbers."
             )
         return "variables"
     if "OMPI_MCA_orte_hnp_uri" in given:
