@@ -106,32 +106,6 @@ def scan_operands(
     return given[:consts], given[consts : consts + carry], given[consts + carry :]
 
 
-def of_data(
-    who: str,
-    fn: Callable[[Any, Any, Any], Any],
-    fixed: Any,
-    data: tuple[Any, Any],
-    allowed: str,
-    hint: str,
-) -> tuple[jaxprs.ClosedJaxpr, int]:
-    """The program of ``fn(fixed, args, kwargs)``, and how many arrays are among its data.
-
-    Its inputs are the leaves of ``fixed``, then the arrays of ``data``, which are ``args`` and
-    ``kwargs``; what else is in them is handed on as it is. Without an array ``who`` refuses them.
-    """
-    leaves, treedef = jax.tree.flatten(data)
-    arrays = {i: x for i, x in enumerate(leaves) if hasattr(x, "shape") and hasattr(x, "dtype")}
-    if not arrays:
-        raise ValueError(checks.message(who, "args", allowed, data, hint))
-
-    def call(fixed: Any, arrays: dict[int, Any]) -> list[jax.Array]:
-        given, named = treedef.unflatten([arrays.get(i, x) for i, x in enumerate(leaves)])
-        # A result may hold what is no array: a name, None, a Python number.
-        return [x for x in jax.tree.leaves(fn(fixed, given, named)) if isinstance(x, jax.Array)]
-
-    return jax.make_jaxpr(call)(fixed, arrays), len(arrays)
-
-
 def bodies(eqn: jaxprs.JaxprEqn) -> list[jaxprs.Jaxpr]:
     """All programs inside an equation: what it calls, its branches, the parts of a loop."""
     held: Any = jax.tree.leaves(list(eqn.params.values()))
@@ -339,6 +313,32 @@ def _replaced(eqn: Any, rule: Callable[[Any], Sequence[Any] | None]) -> Sequence
     if found is not None:
         return found
     return [eqn.replace(params={name: rewrite(x, rule) for name, x in eqn.params.items()})]
+
+
+def of_data(
+    who: str,
+    fn: Callable[[Any, Any, Any], Any],
+    fixed: Any,
+    data: tuple[Any, Any],
+    allowed: str,
+    hint: str,
+) -> tuple[jaxprs.ClosedJaxpr, int]:
+    """The program of ``fn(fixed, args, kwargs)``, and how many arrays are among its data.
+
+    Its inputs are the leaves of ``fixed``, then the arrays of ``data``, which are ``args`` and
+    ``kwargs``; what else is in them is handed on as it is. Without an array ``who`` refuses them.
+    """
+    leaves, treedef = jax.tree.flatten(data)
+    arrays = {i: x for i, x in enumerate(leaves) if hasattr(x, "shape") and hasattr(x, "dtype")}
+    if not arrays:
+        raise ValueError(checks.message(who, "args", allowed, data, hint))
+
+    def call(fixed: Any, arrays: dict[int, Any]) -> list[jax.Array]:
+        given, named = treedef.unflatten([arrays.get(i, x) for i, x in enumerate(leaves)])
+        # A result may hold what is no array: a name, None, a Python number.
+        return [x for x in jax.tree.leaves(fn(fixed, given, named)) if isinstance(x, jax.Array)]
+
+    return jax.make_jaxpr(call)(fixed, arrays), len(arrays)
 
 
 @functools.cache
