@@ -117,3 +117,40 @@ def test_a_saved_state_of_theirs_moves_to_another_chain():
     moved, report = boostax.migrate_state(state, new, params)
     jax.tree.map(np.testing.assert_array_equal, moved.inner_state, state)
     assert "dropped:\n  nothing" in str(report)
+
+
+def test_a_configuration_names_them():
+    """By the names of their factories; where they stand follows from what they say they are."""
+    told = {"loss_scale": "dynamic", "accumulate": 2, "ternary_reduce": True, "clip": 1.0}
+    own = (ternary_reduce, skip_spikes)
+    boost = boostax.auto(told | {"skip_spikes": {"factor": 4.0}}, factories=own)
+    tx = boost.optimizer(optax.sgd(0.1), axis_name="data")
+    found = boostax.explain(tx, jnp.zeros(8), axis_sizes={"data": 2})
+    chain = ["dynamic_loss_scale", "accumulate", "skip_spikes", "ternary_reduce"]
+    assert [part.name for part in found.parts][:5] == [*chain, "clip_by_global_norm"]
+    assert not found.findings
+    single = boost.optimizer(optax.sgd(0.1))
+    assert "ternary_reduce" not in str(boostax.explain(single, jnp.zeros(8)))
+
+
+def test_what_a_configuration_cannot_place_is_refused():
+    def rate(size):
+        return optax.scale(size)
+
+    def mine():
+        return optax.GradientTransformation(
+            lambda params: (), lambda g, state, params=None: (g, state)
+        )
+
+    with pytest.raises(
+        ValueError, match=r"auto: rate must be described .*, got 'rate'\. .*optimizer"
+    ):
+        boostax.auto({"rate": {"size": 0.1}}, factories=(rate,))
+    with pytest.raises(ValueError, match=r"auto: mine must be described .*, got 'unknown'"):
+        boostax.auto({"mine": True}, factories=(mine,))
+    with pytest.raises(ValueError, match="keys of skip_spikes must be among 'factor'"):
+        boostax.auto({"skip_spikes": {"faktor": 4.0}}, factories=(skip_spikes,))
+    with pytest.raises(ValueError, match="reduce must be left out here, got 'adasum'"):
+        boostax.auto({"reduce": "adasum", "ternary_reduce": True}, factories=(ternary_reduce,))
+    with pytest.raises(ValueError, match="factories must be functions of your own"):
+        boostax.auto({"accumulate": 2}, factories=(boostax.accumulate,))

@@ -1,5 +1,6 @@
 """The entry: from whatever names a configuration to what it builds, or to a trial of many."""
 
+import dataclasses
 import json
 import pathlib
 from collections.abc import Callable, Mapping, Sequence
@@ -13,7 +14,9 @@ from boostax.autoboost.config import BoostConfig
 from boostax.autoboost.measure import measure
 from boostax.autoboost.measurement import Measurement
 from boostax.autoboost.mindspore import LEVELS, from_mindspore, is_mindspore
+from boostax.autoboost.own import owned
 from boostax.autoboost.part import nearest
+from boostax.autoboost.reduction import Reduce
 from boostax.autoboost.singa import singa
 
 
@@ -29,10 +32,18 @@ def auto(
 
 
 @overload
-def auto(spec: Any, *, level: str | None = None) -> Boost: ...
+def auto(
+    spec: Any, *, level: str | None = None, factories: Sequence[Callable[..., Any]] = ()
+) -> Boost: ...
 
 
-def auto(spec: Any, *args: Any, level: str | None = None, **options: Any) -> Boost | Measurement:
+def auto(
+    spec: Any,
+    *args: Any,
+    level: str | None = None,
+    factories: Sequence[Callable[..., Any]] = (),
+    **options: Any,
+) -> Boost | Measurement:
     """What a level, a dictionary, a JSON file or a ``BoostConfig`` asks for, ready to build.
 
     ===== ====================================================================================
@@ -58,6 +69,9 @@ def auto(spec: Any, *args: Any, level: str | None = None, **options: Any) -> Boo
         file of one; or ``"measure"``.
       *args: those of ``boostax.autoboost.measure``.
       level: of a dictionary or a file: where they start from; ``None`` is ``"O0"``.
+      factories: functions of your own that make transformations, whose names are keys of the
+        dictionary, too. They are to be described (``boostax.describe``): their role says where they
+        stand. A reduction takes the place of the mean.
       **options: those of ``boostax.autoboost.measure``.
 
     Returns:
@@ -91,12 +105,19 @@ def auto(spec: Any, *args: Any, level: str | None = None, **options: Any) -> Boo
     if not isinstance(given, Mapping):
         hint = "It is where a dictionary or a file starts from."
         checks.absent(who, "level", level, "left out here", hint)
+        hint = "A dictionary or a file says what they are called with."
+        checks.absent(who, "factories", factories or None, "left out here", hint)
     if isinstance(given, BoostConfig):
         return Boost(given)
     if isinstance(given, str) and given in LEVELS:
         given, level = {}, given
     if isinstance(given, Mapping):
-        return _from_dictionary(dict(given), "O0" if level is None else level)
+        data, own = owned(dict(given), factories)
+        boost = _from_dictionary(data, "O0" if level is None else level)
+        if boost.config.reduce != Reduce() and any(part.place == "reduce" for part in own):
+            got, hint = boost.config.reduce.kind, "One of factories is a reduction."
+            raise ValueError(checks.message(who, "reduce", "left out here", got, hint))
+        return dataclasses.replace(boost, own=own)
     allowed = "a level, a dictionary, the path of a .json file, or a BoostConfig"
     if isinstance(given, str):
         hint = nearest(given, tuple(LEVELS))

@@ -9,6 +9,7 @@ from jax.sharding import Mesh
 
 from boostax._core import axes, checks
 from boostax.autoboost.config import ORDER, BoostConfig
+from boostax.autoboost.own import Own
 from boostax.autoboost.part import Place
 from boostax.model.less_bn import LessBNReport, less_bn
 from boostax.precision.crossings import group_boundaries
@@ -30,10 +31,12 @@ class Boost:
     Attributes:
       config: the configuration.
       notes: what of a foreign dictionary has no effect, and why.
+      own: parts that boostax has not, in the order in which they were given.
     """
 
     config: BoostConfig
     notes: tuple[str, ...] = ()
+    own: tuple[Own, ...] = ()
 
     @property
     def policy(self) -> Policy | None:
@@ -197,12 +200,14 @@ class Boost:
         """The one mechanism: each part of the order in front of, or around, what there is."""
         parts = [inner]
         for name in order:
-            part = getattr(self.config, name)
-            layer = None if part is None else part.layer(place)
-            if isinstance(layer, optax.GradientTransformation):
-                parts.insert(0, layer)
-            elif layer is not None:
-                parts = [layer(_chained(parts))]
+            own = [part for part in self.own if part.place == name]
+            # Another reduction stands in the place of the mean.
+            here = [] if own and name == "reduce" else [getattr(self.config, name)]
+            for layer in [part.layer(place) for part in (*here, *own) if part is not None]:
+                if isinstance(layer, optax.GradientTransformation):
+                    parts.insert(0, layer)
+                elif layer is not None:
+                    parts = [layer(_chained(parts))]
         return optax.with_extra_args_support(_chained(parts))
 
 

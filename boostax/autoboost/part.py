@@ -31,7 +31,7 @@ Groups: TypeAlias = int | tuple[Pattern, ...]
 
 _GROUPS = "a number of groups, or a list of patterns of paths"
 # Parameters that the place in a chain gives.
-_PLACE = ("axis_name", "params")
+_PLACE = ("axis_name", "params", "inner")
 
 
 class Place(NamedTuple):

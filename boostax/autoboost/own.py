@@ -1,0 +1,79 @@
+"""Parts of a user's own in a configuration: factories by name, in the place of their role."""
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import optax
+
+from boostax._core import checks
+from boostax.autoboost.config import FACTORIES
+from boostax.autoboost.part import Layer, Part, Place, known
+from boostax.chain.parts import read
+from boostax.chain.roles import REDUCTIONS, UNKNOWN, role
+
+# Of each role the part of the configuration in whose place it stands; those of gates, around the
+# reduction and inside the window.
+_PLACES: Mapping[str, str] = {
+    **dict.fromkeys((*REDUCTIONS, "delta", "own params"), "reduce"),
+    **dict.fromkeys(("decay", "noise", "watch", "nothing", "norm clip", "clip"), "clip"),
+    "centralize": "centralize",
+    "check": "dim_reduce",
+    "recorder": "dim_reduce",
+    "window": "accumulate",
+    "scaler": "loss_scale",
+    "carry": "carry",
+    "freeze": "freeze",
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Own:
+    """A part that boostax has not.
+
+    Attributes:
+      place: the part of the configuration behind which it is put, or in whose place it stands.
+      part: its arguments.
+    """
+
+    place: str
+    part: Part
+
+    def layer(self, place: Place) -> Layer:
+        """As that of a part of the configuration; a reduction needs an axis."""
+        without = self.place == "reduce" and place.axis_name is None
+        return None if without else self.part.layer(place)
+
+
+def owned(
+    data: dict[str, Any], factories: Sequence[Callable[..., Any]]
+) -> tuple[dict[str, Any], tuple[Own, ...]]:
+    """What a dictionary says of these factories, and the rest of it."""
+    found: list[Own] = []
+    for factory in factories:
+        name = getattr(factory, "__name__", repr(factory))
+        if not callable(factory) or name in FACTORIES:
+            allowed, hint = "functions of your own", "Keys name boostax's own without it."
+            raise ValueError(checks.message("auto", "factories", allowed, factory, hint))
+        given = data.pop(name, None)
+        if given is None or given is False:
+            continue
+        part: Any = type(name, (Part,), {}, factory=factory)
+        options = {} if given is True else given
+        known("auto", options, tuple(part.parameters(factory)), f"keys of {name}", "true for none.")
+        made = part(**options)
+        found.append(Own(_place(name, made), made))
+    return data, tuple(found)
+
+
+def _place(name: str, part: Part) -> str:
+    layer = part.layer(Place("axis", None))
+    made: Any = layer(optax.identity()) if callable(layer) else layer
+    what = role(read(made))
+    if what not in _PLACES:
+        hint = f'@boostax.describe({name!r}, "clip") on its update says what it is.'
+        if what != UNKNOWN:
+            hint = "What is of the optimizer belongs into it."
+        allowed = "described with a role that has a place in a chain"
+        raise ValueError(checks.message("auto", name, allowed, what, hint))
+    return _PLACES[what]
