@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+import sys
 
 import jax
 import jax.numpy as jnp
@@ -12,7 +13,6 @@ import pytest
 import boostax
 from boostax._core import costs
 from boostax._core.alone import run_alone
-from boostax.inspect import break_even as module
 from boostax.inspect.break_even import BreakEven, break_even
 from boostax.inspect.costs import Place, traced
 
@@ -249,7 +249,7 @@ class Clock:
 def test_the_work_is_measured_for_more_replicas_than_there_are_devices(monkeypatch):
     # Two steps of each at a time, by turns; the first compile, and of the others the least counts.
     clock = Clock(100.0, 100.0, 8.0, 2.0, 6.0, 4.0)
-    monkeypatch.setattr(module, "time", clock)
+    monkeypatch.setattr(sys.modules["boostax.inspect.break_even"], "time", clock)
     found = break_even(boostax.top_k_reduce("data"), PARAMS, 64, 12.5e9, repeats=2)
     assert list(clock.stretches) == []
     assert found.encode_seconds == (6.0 - 2.0) / 2 and 0 < found.bandwidth < math.inf
@@ -263,7 +263,9 @@ def test_what_is_measured_is_what_a_codec_does():
 
 
 def test_what_does_the_same_work_pays_nowhere(monkeypatch):
-    monkeypatch.setattr(module, "time", Clock(9.0, 9.0, 3.0, 3.0))
+    monkeypatch.setattr(
+        sys.modules["boostax.inspect.break_even"], "time", Clock(9.0, 9.0, 3.0, 3.0)
+    )
     same = break_even(boostax.all_reduce("data"), PARAMS, 64, repeats=1)
     assert same.bandwidth == same.encode_seconds == 0
 
