@@ -223,7 +223,7 @@ MISTAKES = {
     ),
     "value, by its factory": (
         {"reduce": {"kind": "top-k", "density": 3}},
-        "Reduce: density must be in (0, 1], got 3. 0.01 sends one entry in a hundred.",
+        "Reduce: density must be in (0, 1], got 3. 0.01 sends one element in a hundred.",
     ),
     "value under another name": (
         {"reduce": {"wire": "int3"}},

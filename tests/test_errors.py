@@ -202,7 +202,7 @@ def local(params, x, axis_name="data"):
 @pytest.mark.parametrize("who", REDUCING)
 def test_gradients_that_autodiff_has_summed_are_refused(mesh, who):
     """A mean over them would multiply the learning rate by the number of replicas."""
-    message = rf"{who}: gradients must be local .*'w'.* data: .*boostax\.local_params"
+    message = rf"{who}: gradients must be local .*'w'.* data: .*boostax\.train\.local_params"
     reduced = SGD if who == "all_reduce" else optax.chain(boostax.all_reduce("data"), SGD)
     # Only where it stands outermost can it be seen: everything inside makes them local again.
     for inner in (SGD, reduced, boostax.accumulate(reduced, 1, axis_name="data")):

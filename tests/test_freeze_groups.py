@@ -518,7 +518,7 @@ REFUSED = {
     "order as text": (
         lambda: prefix(2, order="z"),
         "order",
-        r"path names .+, got 'z'\. boostax\.forward_order",
+        r"path names .+, got 'z'\. boostax\.freeze\.forward_order",
     ),
     "order of numbers": (lambda: prefix(2, order=[0]), "order", r"path names .+, got \[0\]\. "),
     "order that matches nothing": (
@@ -569,7 +569,7 @@ REFUSED = {
     "a count": (
         lambda: as_groups("prefix_groups", 4, ZMA),
         "groups",
-        r"the integers .+, got \[4\]\. .+ boostax\.prefix_groups\(params, n\) makes n",
+        r"the integers .+, got \[4\]\. .+ boostax\.freeze\.prefix_groups\(params, n\) makes n",
     ),
     "an empty entry": (
         lambda: as_groups("prefix_groups", [[], "a"], ZMA),
