@@ -5,6 +5,7 @@ import itertools
 import json
 import typing
 
+import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -318,7 +319,7 @@ MISTAKES = {
     ),
     "two reductions": (
         {"singa": {"dist_option": "plain"}, "reduce": "mean"},
-        "auto: reduce must be left out beside singa, got 'mean'. singa names a reduction.",
+        "auto: reduce must be left out beside singa, got 'mean'. singa names one already.",
     ),
     "key of MindSpore's": (
         {"boost": {"mode": "manual"}, "grad_freeze": {"freez_p": 0.5}},
@@ -623,7 +624,7 @@ def test_every_pair_with_a_reduction_trains_on_eight_devices(mesh, one, other):
 def test_what_mindspore_cannot_combine_trains_in_one_step(mesh):
     """Freezing with accumulation, a loss scale and AdaSum: there the first excludes the others."""
     config = auto({"boost": {"mode": "enable_all"}, "grad_freeze": {"param_groups": 3}}).config
-    config = dataclasses.replace(config, accumulate=Accumulate(2), clip=Clip(1.0))
+    config = dataclasses.replace(config, accumulate=Accumulate(2), clip=Clip(1.0), less_bn=None)
     step, state, metrics = train(config, calls=6, mesh=mesh)
     assert_trained(step, state, metrics)
     assert int(metrics["optimizer_steps"]) == 3
@@ -696,17 +697,6 @@ def test_a_finish_lowers_the_loss_with_an_optimizer_outside_the_span(mesh):
 
 
 def test_the_model_is_changed_if_less_bn_is_on():
-    nn = pytest.importorskip("flax.linen")
-
-    class Net(nn.Module):
-        @nn.compact
-        def __call__(self, x):
-            y = x
-            for name in ("norm_1", "norm_2"):
-                y = nn.Conv(2, (3, 3), use_bias=False)(nn.relu(y))
-                y = nn.BatchNorm(use_running_average=True, name=name)(y)
-            return nn.Dense(3, name="head")(nn.relu(x + y).mean((1, 2)))
-
     sample = jnp.ones((1, 4, 4, 2))
     _, report = auto("O1").model(Net(), sample)
     assert (report.removed, report.head) == (("norm_1",), "head")
@@ -716,12 +706,61 @@ def test_the_model_is_changed_if_less_bn_is_on():
     assert auto({}).model(net, sample) == (net, None)
 
 
-def test_on_one_device_nothing_is_reduced():
+class Net(nn.Module):
+    """A residual branch of two norms, and a head."""
+
+    @nn.compact
+    def __call__(self, x):
+        y = x
+        for name in ("norm_1", "norm_2"):
+            y = nn.Conv(2, (3, 3), use_bias=False)(nn.relu(y))
+            y = nn.BatchNorm(use_running_average=True, name=name)(y)
+        return nn.Dense(3, name="head")(nn.relu(x + y).mean((1, 2)))
+
+
+def test_a_step_wants_the_model_that_less_bn_changed():
+    """One line forgotten, and MindSpore's O1 would train without it."""
+    boost, x = auto({"less_bn": True}), jnp.ones((2, 4, 4, 2))
+    model, report = boost.model(Net(), x)
+    before, after = (m.init(jax.random.key(0), x) for m in (Net(), model))
+    inner = optax.sgd(0.1)
+
+    def loss(params, batch):
+        return jnp.mean(model.apply({**after, "params": params}, batch) ** 2)
+
+    step = boost.make_train_step(loss, inner, after["params"], less_bn=report)
+    _, metrics = step(step.init(after["params"]), x)
+    assert np.isfinite(metrics["loss"])
+    assert boost.make_train_step(loss, inner, less_bn=report) is not None
+    with pytest.raises(ValueError, match=r"less_bn must be the report of the changed model, got N"):
+        boost.make_train_step(loss, inner, after["params"])
+    with pytest.raises(ValueError, match=r"params must be of the changed .* as it was at 'norm_1'"):
+        boost.make_train_step(loss, inner, before["params"], less_bn=report)
+    with pytest.raises(ValueError, match="less_bn must be left out where it is off"):
+        auto({}).make_train_step(loss, inner, less_bn=report)
+    kept = dataclasses.replace(report, norms=())
+    with pytest.raises(ValueError, match=r"params of the model as it was at 'head'"):
+        boost.make_train_step(loss, inner, before["params"], less_bn=kept)
+
+
+def test_a_reduction_wants_an_axis():
+    """A step that does not reduce is not what the configuration says."""
     inner = optax.sgd(0.1)
     assert auto("O0").optimizer(inner) is not None
     for kind in ("adasum-delta", "int8"):
-        tx = auto({"reduce": kind}).optimizer(inner)
-        assert jax.tree.structure(tx.init(mlp())) == jax.tree.structure(inner.init(mlp()))
+        boost = auto({"reduce": kind})
+        text = rf"^Boost.optimizer: axis_name must be given with the reduction '{kind}', got None"
+        with pytest.raises(ValueError, match=text):
+            boost.optimizer(inner)
+        with pytest.raises(ValueError, match=text):
+            boost.make_train_step(loss_fn, inner)
+
+
+def test_mindspores_own_reading_reduces_nothing_on_one_device():
+    inner = optax.sgd(0.1)
+    data = {"boost": {"mode": "manual", "adasum": True}}
+    tx = auto(data, strict=False).optimizer(inner)
+    assert jax.tree.structure(tx.init(mlp())) == jax.tree.structure(inner.init(mlp()))
 
 
 @pytest.mark.parametrize(
@@ -733,3 +772,174 @@ def test_a_hostile_or_truncated_file_is_refused(tmp_path, content):
     path.write_bytes(content)
     with pytest.raises(ValueError, match="auto: spec must be a file of JSON, got"):
         auto(path)
+
+
+# MindSpore's own reading
+
+PAGE = {
+    "boost": {"mode": "auto", **dict.fromkeys(SWITCHES, False)},
+    "common": {"gradient_split_groups": [50, 100], "device_number": 8},
+    "less_bn": {"fn_flag": True, "gc_flag": True},
+    "grad_freeze": {"param_groups": 10, "freeze_type": 1, "freeze_p": 0.7, "total_steps": 65536},
+    "grad_accumulation": {"grad_accumulation_step": 1},
+    "dim_reduce": {
+        "rho": 0.55,
+        "gamma": 0.9,
+        "alpha": 0.001,
+        "sigma": 0.4,
+        "n_components": 32,
+        "pca_mat_path": None,
+        "weight_load_dir": None,
+        "timeout": 1800,
+    },
+}
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_the_dictionary_of_the_page_runs_as_it_is(level):
+    """Its switches say no, in a mode that takes what the level says."""
+    with pytest.raises(ValueError, match=r"boost\.less_bn must be True or left out"):
+        auto(PAGE, level=level)
+    boost = auto(PAGE, level=level, strict=False)
+    config = boost.config
+    on = {"less_bn": True, "grad_freeze": True}
+    # AdaSum is on at O2 and never reached beside freezing.
+    assert switches(config) == dict.fromkeys(SWITCHES, False) | on
+    assert config.centralize == Centralize(multiple_of=16, after_decay=True)
+    assert (config.freeze.moments, config.freeze.level) == ("per_group", "bucket")
+    text = "\n".join(boost.notes)
+    assert "boost.less_bn = False has no effect: mode 'auto' takes what level" in text
+    assert ("boost.adasum = True has no effect: grad_freeze" in text) == (level == "O2")
+    assert "common.gradient_split_groups = [50, 100] has no effect" in text
+
+
+def test_every_row_is_read_as_mindspore_reads_it(golden):
+    *rows, _ = json.loads((golden / "autoboost_configs.json").read_text())
+    for i, row in enumerate(rows):
+        data = row["dict"] or {}
+        if "error" in row:
+            with pytest.raises((ValueError, TypeError)):
+                auto(data, level=row["level"], strict=False)
+            continue
+        boost = auto(data, level=row["level"], strict=False)
+        expected = dict(row["config"], loss_scale_group=False)
+        if expected["grad_freeze"]:
+            expected |= {"adasum": False, "grad_accumulation": False}
+        if expected["dim_reduce"]:
+            expected = dict.fromkeys(expected, False) | {"dim_reduce": True}
+        assert switches(boost.config) == expected, i
+        assert_settings(boost.config, row["attrs"])
+        # Each switch that says otherwise than what is built has a note.
+        said = "\n".join(boost.notes)
+        for name, value in {**data.get("boost", {}), **row["config"]}.items():
+            if name in expected and value != expected[name]:
+                assert f"boost.{name} = " in said, (i, name)
+
+
+def test_what_mindspore_ignores_is_noted():
+    data = {
+        "boost": {"mode": "manual", "les_bn": True, "grad_accumulation": True},
+        "grad_acumulation": {},
+        "grad_accumulation": {"grad_accumulation_step": 4, "steps": 3},
+        "grad_freeze": {"freeze_p": "never looked at"},
+    }
+    boost = auto(data, level="O3", strict=False)
+    assert boost.config == BoostConfig(accumulate=Accumulate(4))
+    assert boost.notes == (
+        "level = 'O3' has no effect: MindSpore takes it for 'O0'.",
+        "keys: grad_acumulation = {} has no effect: Did you mean 'grad_accumulation'?",
+        "keys of boost: les_bn = True has no effect: Did you mean 'less_bn'?",
+        "keys of grad_accumulation: steps = 3 has no effect: Nothing there is close to it.",
+    )
+    with pytest.raises(ValueError, match=r"boost\.mode must be 'auto' or 'manual'"):
+        auto({"boost": {"mode": "all"}}, strict=False)
+    with pytest.raises(TypeError, match="keys of boost must be those of a dictionary"):
+        auto({"boost": 3}, strict=False)
+
+
+def test_what_holds_together_here_alone_is_noted():
+    data = {"boost": {"mode": "manual", "grad_accumulation": True, "grad_freeze": True}}
+    assert auto(data).notes == (
+        "grad_freeze and grad_accumulation hold together here; MindSpore leaves out the latter: "
+        "strict=False does.",
+    )
+
+
+def test_a_shallow_net_is_never_frozen_there(golden):
+    """LeNet5 at O1: ten groups of five layers, whose moments are those of each depth all the same.
+
+    Strictly it is refused.
+    """
+    layers = {f"layer_{i}": {"kernel": jnp.ones((2, 2)), "bias": jnp.zeros(2)} for i in range(5)}
+    inner = optax.sgd(0.1, momentum=0.9)
+    with pytest.raises(ValueError, match="groups must be at most the number of layers, 5, got 10"):
+        auto("O1").optimizer(inner, layers)
+    tx = auto("O1", strict=False).optimizer(inner, layers)
+    grads = jax.tree.map(jnp.ones_like, layers)
+    state, params, depths = tx.init(layers), layers, set()
+    for _ in range(12):
+        depths.add(int(state.coming()))
+        before = params
+        params, state = boostax.apply_gradients(tx, grads, state, params)
+        assert all(jax.tree.leaves(jax.tree.map(lambda a, b: bool((a != b).any()), before, params)))
+    assert len(depths) > 1
+
+
+def test_centralization_stands_behind_the_decay_that_moments_take_in():
+    rng = np.random.default_rng(0)
+    w, g = (jnp.asarray(rng.normal(size=(16, 4)), jnp.float32) for _ in range(2))
+    inner = optax.chain(optax.add_decayed_weights(0.1), optax.sgd(0.5, momentum=0.9))
+
+    def update(config, inner=inner):
+        tx = auto(config).optimizer(inner)
+        return np.asarray(tx.update(g, tx.init(w), w)[0])
+
+    whole = np.asarray(g + 0.1 * w)
+    np.testing.assert_allclose(
+        update({"centralize": {"after_decay": True}}), -0.5 * (whole - whole.mean(0)), atol=1e-6
+    )
+    alone = np.asarray(g) - np.asarray(g).mean(0)
+    before = -0.5 * (alone + 0.1 * np.asarray(w))
+    np.testing.assert_allclose(update({"centralize": True}), before, atol=1e-6)
+    # A decoupled decay stays whole, as there.
+    decoupled = optax.chain(optax.sgd(0.5), optax.add_decayed_weights(0.1))
+    expected = -0.5 * alone + 0.1 * np.asarray(w)
+    np.testing.assert_allclose(
+        update({"centralize": {"after_decay": True}}, decoupled), expected, atol=1e-6
+    )
+
+
+def test_one_file_is_a_job(tmp_path):
+    """MindSpore's dictionary beside its loss-scale manager and a precision, and its level."""
+    job = {
+        "level": "O1",
+        "strict": False,
+        "boost": {"mode": "manual", "less_bn": False, "grad_freeze": False},
+        "grad_accumulation": {"grad_accumulation_step": 2},
+        "loss_scale": {"kind": "dynamic", "init_scale": 65536.0},
+        "policy": "O2",
+        "reduce": {"kind": "mean", "wire": "float16"},
+    }
+    job["boost"]["grad_accumulation"] = True
+    file = tmp_path / "job.json"
+    file.write_text(json.dumps(job))
+    boost = auto(file)
+    assert boost.config == BoostConfig.from_dict(
+        {
+            "policy": "O2",
+            "loss_scale": {"init_scale": 65536.0},
+            "accumulate": 2,
+            "reduce": job["reduce"],
+        }
+    )
+    assert boost == auto(job) == auto(job, level="O1", strict=False)
+    with pytest.raises(ValueError, match="level must be 'O1' or left out, got 'O2'"):
+        auto(file, level="O2")
+    with pytest.raises(ValueError, match="accumulate must be left out beside MindSpore's dict"):
+        auto(job | {"accumulate": 3})
+    singas = auto({"singa": {"dist_option": "half"}, "boost": {"mode": "disable_all"}, "clip": 1.0})
+    assert singas.config == BoostConfig(reduce=Reduce("mean", wire="float16"), clip=Clip(1.0))
+    with pytest.raises(ValueError, match="strict must be left out here, got True"):
+        auto(BoostConfig(), strict=True)
+    with pytest.raises(TypeError, match="strict must be True or False, got 1"):
+        auto({"strict": 1})

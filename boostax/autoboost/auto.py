@@ -10,12 +10,13 @@ import optax
 
 from boostax._core import checks
 from boostax.autoboost.build import Boost
-from boostax.autoboost.config import BoostConfig
+from boostax.autoboost.config import KEYS as OWN_KEYS
+from boostax.autoboost.config import BoostConfig, role_of
 from boostax.autoboost.measure import measure
 from boostax.autoboost.measurement import Measurement
-from boostax.autoboost.mindspore import LEVELS, from_mindspore, is_mindspore
+from boostax.autoboost.mindspore import KEYS, LEVELS, from_mindspore, is_mindspore
 from boostax.autoboost.own import owned
-from boostax.autoboost.part import nearest
+from boostax.autoboost.part import flag, nearest
 from boostax.autoboost.reduction import Reduce
 from boostax.autoboost.singa import singa
 
@@ -33,7 +34,11 @@ def auto(
 
 @overload
 def auto(
-    spec: Any, *, level: str | None = None, factories: Sequence[Callable[..., Any]] = ()
+    spec: Any,
+    *,
+    level: str | None = None,
+    strict: bool | None = None,
+    factories: Sequence[Callable[..., Any]] = (),
 ) -> Boost: ...
 
 
@@ -41,6 +46,7 @@ def auto(
     spec: Any,
     *args: Any,
     level: str | None = None,
+    strict: bool | None = None,
     factories: Sequence[Callable[..., Any]] = (),
     **options: Any,
 ) -> Boost | Measurement:
@@ -55,8 +61,13 @@ def auto(
     ===== ====================================================================================
 
     The levels are those of ``mindspore.boost``, not of precision. Its own dictionary is read as it
-    is; what it would ignore is an error. So is ``{"singa": {"dist_option": "sparseTopK"}}``, which
-    names a mode of Apache SINGA's, beside fields of a ``BoostConfig``.
+    is, and what it would ignore is an error; with ``strict=False`` it is run as MindSpore runs it,
+    and ``notes`` say what has no effect. So is ``{"singa": {"dist_option": "sparseTopK"}}``, which
+    names a mode of Apache SINGA's. Beside either stand fields of a ``BoostConfig``, and ``level``
+    and ``strict``: a file holds all of a job.
+
+    What is on is in what is built, or refused there: a reduction other than the mean wants an axis,
+    LessBN the report of the model that it changed.
 
     ``auto("measure", loss_fn, optimizer, params, batches, ...)`` asks for nothing: it tries the
     techniques on this model, these batches and these devices for a few steps each, and ranks them
@@ -69,6 +80,8 @@ def auto(
         file of one; or ``"measure"``.
       *args: those of ``boostax.autoboost.measure``.
       level: of a dictionary or a file: where they start from; ``None`` is ``"O0"``.
+      strict: of MindSpore's dictionary or level: ``False`` reads it as MindSpore does, the default
+        as it is written.
       factories: functions of your own that make transformations, whose names are keys of the
         dictionary, too. They are to be described (``boostax.describe``): their role says where they
         stand. A reduction takes the place of the mean.
@@ -96,24 +109,27 @@ def auto(
     if isinstance(spec, str) and spec == "measure":
         hint = "base= is what the candidates change: boostax.auto(level).config."
         checks.absent(who, "level", level, "left out here", hint)
+        checks.absent(who, "strict", strict, "left out here", hint)
         return measure(*args, **options)
     if args or options:
         got = [*(type(x).__name__ for x in args), *options]
         hint = 'Only "measure" takes more than a level.'
         raise TypeError(checks.message(who, "further arguments", "left out here", got, hint))
     given = _loaded(spec) if _is_file(spec) else spec
+    if isinstance(given, str) and given in LEVELS and level is None:
+        given, level = {}, given
     if not isinstance(given, Mapping):
         hint = "It is where a dictionary or a file starts from."
         checks.absent(who, "level", level, "left out here", hint)
+        hint = "False reads MindSpore's dictionary as MindSpore does."
+        checks.absent(who, "strict", strict, "left out here", hint)
         hint = "A dictionary or a file says what they are called with."
         checks.absent(who, "factories", factories or None, "left out here", hint)
     if isinstance(given, BoostConfig):
         return Boost(given)
-    if isinstance(given, str) and given in LEVELS:
-        given, level = {}, given
     if isinstance(given, Mapping):
         data, own = owned(dict(given), factories)
-        boost = _from_dictionary(data, "O0" if level is None else level)
+        boost = _from_dictionary(data, level, strict)
         if boost.config.reduce != Reduce() and any(part.place == "reduce" for part in own):
             got, hint = boost.config.reduce.kind, "One of factories is a reduction."
             raise ValueError(checks.message(who, "reduce", "left out here", got, hint))
@@ -126,16 +142,44 @@ def auto(
     raise TypeError(checks.message(who, "spec", allowed, given, hint))
 
 
-def _from_dictionary(data: dict[str, Any], level: str) -> Boost:
-    if is_mindspore(data):
-        return Boost(*from_mindspore(data, level))
-    base = from_mindspore({}, level).config
+def _from_dictionary(data: dict[str, Any], level: str | None, strict: bool | None) -> Boost:
+    """MindSpore's or SINGA's part of a dictionary, and then the rest of it."""
+    level = _once("level", level, data)
+    strict = _once("strict", strict, data)
+    if strict is not None:
+        flag("strict", strict, "auto")
+    # Read as there, what nothing knows is MindSpore's to ignore.
+    theirs = KEYS if is_mindspore(data) else ()
+    if strict is False:
+        theirs = (*theirs, *(key for key in data if key not in (*OWN_KEYS, "singa")))
+    foreign = {key: data.pop(key) for key in theirs if key in data}
+    level = "O0" if level is None else level
+    read = from_mindspore(foreign, level, strict=strict is not False)
     if "singa" in data:
-        if "reduce" in data:
-            got, hint = data["reduce"], "singa names a reduction."
-            raise ValueError(checks.message("auto", "reduce", "left out beside singa", got, hint))
-        data["reduce"] = singa(data.pop("singa"))
-    return Boost(BoostConfig.from_dict(data, base))
+        data["reduce"] = _beside("reduce", data, singa(data.pop("singa")), "singa")
+    if foreign:
+        for role, part in read.config.changed().items():
+            _beside(role, data, part, "MindSpore's dictionary")
+    config = BoostConfig.from_dict(data, read.config)
+    return Boost(config, read.notes, strict=strict is not False)
+
+
+def _once(name: str, given: Any, data: dict[str, Any]) -> Any:
+    """What is said of it as an argument or in the dictionary, from which it is taken."""
+    there = data.pop(name, None)
+    if given is not None and there is not None and given != there:
+        hint = "The dictionary says it, too."
+        raise ValueError(checks.message("auto", name, f"{there!r} or left out", given, hint))
+    return there if given is None else given
+
+
+def _beside(role: str, data: Mapping[str, Any], part: Any, whose: str) -> Any:
+    """The part, if nothing else in the dictionary says what takes its role."""
+    for key in data:
+        if role_of(key) == role:
+            got, hint = data[key], f"{whose} names one already."
+            raise ValueError(checks.message("auto", key, f"left out beside {whose}", got, hint))
+    return part
 
 
 def _is_file(spec: Any) -> bool:

@@ -4,13 +4,15 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any
 
+import jax
 import optax
 from jax.sharding import Mesh
 
-from boostax._core import axes, checks
+from boostax._core import axes, checks, trees
 from boostax.autoboost.config import ORDER, BoostConfig
 from boostax.autoboost.own import Own
 from boostax.autoboost.part import Place
+from boostax.autoboost.reduction import Reduce
 from boostax.model.less_bn import LessBNReport, less_bn
 from boostax.precision.crossings import group_boundaries
 from boostax.precision.policy import Policy
@@ -30,13 +32,16 @@ class Boost:
 
     Attributes:
       config: the configuration.
-      notes: what of a foreign dictionary has no effect, and why.
+      notes: what of a foreign dictionary has no effect or another one, and why.
       own: parts that boostax has not, in the order in which they were given.
+      strict: whether what is on must be in what is built; MindSpore's own reading leaves out a
+        reduction where there are no replicas.
     """
 
     config: BoostConfig
     notes: tuple[str, ...] = ()
     own: tuple[Own, ...] = ()
+    strict: bool = True
 
     @property
     def policy(self) -> Policy | None:
@@ -60,15 +65,24 @@ class Boost:
         Args:
           inner: any optimizer, without collectives.
           params: the params or their shapes, where groups of layers are given by a number.
-          axis_name: replica axis (or axes); without one nothing is reduced.
+          axis_name: replica axis (or axes); without one there is one replica.
 
         Returns:
-          A transformation. Cost: what its parts cost.
+          A transformation. Cost: what its parts cost. The policy, micro-batches, the boundaries of
+          group scales (``loss``) and LessBN (``model``) are not in it.
 
         Raises:
-          ValueError, TypeError: no params where groups are a number; fewer layers than groups.
+          ValueError, TypeError: no params where groups are a number; fewer layers than groups; a
+            reduction other than the mean without an axis.
         """
-        checks.transformation("Boost.optimizer", "inner", inner)
+        who = "Boost.optimizer"
+        checks.transformation(who, "inner", inner)
+        own = [part for part in self.own if part.place == "reduce"]
+        if self.strict and axis_name is None and (own or self.config.reduce != Reduce()):
+            what = type(own[0].part).__name__ if own else repr(self.config.reduce.kind)
+            allowed = f"given with the reduction {what}"
+            hint = "It is an axis of the mesh; on one device take the reduction out."
+            raise ValueError(checks.message(who, "axis_name", allowed, None, hint))
         order, window = list(ORDER), self.config.accumulate
         if window is not None and window.drop == "window":
             # The scaler inside, so that the window drops as a whole.
@@ -120,6 +134,7 @@ class Boost:
         mesh: Mesh | None = None,
         axis_name: axes.AxisName | None = None,
         has_aux: bool = False,
+        less_bn: LessBNReport | None = None,
         **options: Any,
     ) -> TrainStep:
         """``boostax.make_train_step`` with the chain, the policy, the micro-batches and the loss.
@@ -131,14 +146,17 @@ class Boost:
           mesh: as there.
           axis_name: as there, and of the chain.
           has_aux: as there.
+          less_bn: where LessBN is on, the report that came with the ``model`` of the loss.
           **options: further ones of ``boostax.make_train_step``.
 
         Returns:
           A ``TrainStep``. Cost: as there.
 
         Raises:
-          ValueError, TypeError: as there and as ``optimizer``.
+          ValueError, TypeError: as there and as ``optimizer``; no ``less_bn`` where it is on, or
+            params that are not of that model.
         """
+        self._require_less_bn(less_bn, params)
         return make_train_step(
             self.loss(loss_fn, params),
             self.optimizer(inner, params, axis_name=axis_name),
@@ -193,6 +211,25 @@ class Boost:
             outside = optax.chain(all_reduce(axis_name), outside)
         told |= {"basis": basis, "residual": outside}
         return self._stacked(["loss_scale"], dim_reduce(**told), place)
+
+    def _require_less_bn(self, report: LessBNReport | None, params: PyTree) -> None:
+        """Refuse a loss of which nothing says that its model was changed."""
+        who, hint = "Boost.make_train_step", "model, report = boost.model(model, x) changes it."
+        if self.config.less_bn is None:
+            checks.absent(who, "less_bn", report, "left out where it is off", hint)
+            return
+        if not isinstance(report, LessBNReport):
+            allowed = "the report of the changed model"
+            hint += ' Without a Flax model, {"less_bn": False} switches it off.'
+            raise ValueError(checks.message(who, "less_bn", allowed, report, hint))
+        paths = [f"/{trees.path_name(x)}/" for x, _ in jax.tree_util.tree_leaves_with_path(params)]
+        there = [norm for norm in report.removed if any(f"/{norm}/" in path for path in paths)]
+        if paths and report.head and not any(f"/{report.head}/multiplier/" in x for x in paths):
+            there.append(report.head)
+        if there:
+            allowed = "of the changed model, where less_bn is on"
+            got = f"params of the model as it was at {there[0]!r}"
+            raise ValueError(f"{who}: params must be {allowed}, got {got}. {hint}")
 
     def _stacked(
         self, order: list[str], inner: optax.GradientTransformation, place: Place

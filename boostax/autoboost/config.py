@@ -49,6 +49,11 @@ FACTORIES: dict[str, tuple[str, str]] = {
 }
 
 
+def role_of(key: str) -> str:
+    """The part that a key of a dictionary says something of."""
+    return key if key in _FIELDS else FACTORIES.get(key, (key, ""))[0]
+
+
 @dataclasses.dataclass(frozen=True)
 class BoostConfig:
     """Which techniques are on, and how; all are off but the mean over replicas.
@@ -119,6 +124,12 @@ class BoostConfig:
             if (part := getattr(self, name)) is not None
         }
 
+    def changed(self) -> dict[str, Any]:
+        """What is not as it is by default, by its field."""
+        default = BoostConfig()
+        now = {name: getattr(self, name) for name in _FIELDS}
+        return {name: value for name, value in now.items() if value != getattr(default, name)}
+
     @classmethod
     def from_dict(cls, data: Mapping[str, Any], base: "BoostConfig | None" = None) -> "BoostConfig":
         """Read what ``to_dict`` gives, shorter forms of it, and factories by their own names.
@@ -141,16 +152,20 @@ class BoostConfig:
             that do not go together.
         """
         base = BoostConfig() if base is None else base
-        fields = tuple(field.name for field in dataclasses.fields(base))
-        known(_WHO, data, tuple(dict.fromkeys((*fields, *FACTORIES))), "keys", "JSON gives one.")
+        known(_WHO, data, KEYS, "keys", "JSON gives one.")
         changed: dict[str, Any] = {}
         for name, value in data.items():
-            role = name if name in fields else FACTORIES[name][0]
+            role = role_of(name)
             if role in changed:
                 allowed, hint = f"left out beside another {role}", "A chain has one of them."
                 raise ValueError(checks.message(_WHO, name, allowed, value, hint))
             changed[role] = value if name == "microbatches" else _read(name, value, base)
         return dataclasses.replace(base, **changed)
+
+
+_FIELDS = tuple(field.name for field in dataclasses.fields(BoostConfig))
+# All that a dictionary may say.
+KEYS = tuple(dict.fromkeys((*_FIELDS, *FACTORIES)))
 
 
 def _read(name: str, value: Any, base: BoostConfig) -> Part | None:

@@ -1,7 +1,9 @@
 """Reading the dictionary of ``mindspore.boost``: its levels, modes, switches and settings.
 
-What MindSpore 2.10 ignores without a word is refused here: an unknown level or key, and a switch
-that contradicts the level in a mode that does not look at switches. Nothing is global.
+Strictly, what MindSpore 2.10 ignores without a word is refused: an unknown level or key, and a
+switch that contradicts the level in a mode that does not look at switches; and all that is on is
+on. Otherwise it is read as MindSpore reads it, and each thing that has no effect is noted. Nothing
+is global.
 """
 
 from collections.abc import Callable, Mapping
@@ -9,7 +11,7 @@ from typing import Any, NamedTuple
 
 from boostax._core import checks
 from boostax.autoboost.config import BoostConfig
-from boostax.autoboost.part import flag, known, word
+from boostax.autoboost.part import flag, known, nearest, word
 
 SWITCHES = (
     "less_bn",
@@ -23,6 +25,12 @@ LEVELS: dict[str, tuple[str, ...]] = {
     "O0": (),
     "O1": ("less_bn", "grad_freeze"),
     "O2": ("less_bn", "grad_freeze", "adasum"),
+}
+# What is on and leaves out others, the first first: dim_reduce is applied alone, and the train step
+# takes the way of freezing before it looks at others.
+_INSTEAD = {
+    "dim_reduce": ("less_bn", "grad_freeze", "adasum", "grad_accumulation"),
+    "grad_freeze": ("adasum", "grad_accumulation"),
 }
 _MODES = ("auto", "manual", "enable_all", "disable_all")
 _WHO = "mindspore"
@@ -127,24 +135,28 @@ class Read(NamedTuple):
 
     Attributes:
       config: the configuration.
-      notes: what of the dictionary has no effect, and why.
+      notes: what of the dictionary has no effect or another one, and why.
     """
 
     config: BoostConfig
     notes: tuple[str, ...]
 
 
+# Keys of MindSpore's that are fields of a BoostConfig, too.
+_SHARED = ("less_bn", "dim_reduce")
+KEYS = ("boost", *GROUPS)
+
+
 def is_mindspore(data: Mapping[str, Any]) -> bool:
     """Whether a dictionary is MindSpore's: it has a key that a ``BoostConfig`` has not."""
-    own = {"less_bn", "dim_reduce"}
-    keys = set(data) & ({"boost", "common", *GROUPS, *SWITCHES} - own)
-    for name in own & set(data):
+    keys = set(data) & ({*KEYS, *SWITCHES} - set(_SHARED))
+    for name in set(_SHARED) & set(data):
         if isinstance(data[name], Mapping):
             keys |= set(data[name]) & (set(GROUPS[name]) - {"n_components"})
     return bool(keys)
 
 
-def from_mindspore(data: Mapping[str, Any], level: str = "O0") -> Read:
+def from_mindspore(data: Mapping[str, Any], level: str = "O0", *, strict: bool = True) -> Read:
     """The configuration that MindSpore's dictionary and level stand for.
 
     Modes are MindSpore's: ``"auto"`` takes the level's techniques, ``"manual"`` these as changed by
@@ -152,16 +164,24 @@ def from_mindspore(data: Mapping[str, Any], level: str = "O0") -> Read:
     checked and have no effect. Of ``dim_reduce`` no snapshots are recorded, as MindSpore reads them
     from checkpoints.
 
+    ``strict=False`` is MindSpore's own reading. An unknown level is ``"O0"``; unknown keys, and
+    switches that the mode does not look at, have no effect; settings of what is off are not looked
+    at. Of techniques that are on, one can take another's place: ``dim_reduce`` that of all others,
+    ``grad_freeze`` that of AdaSum and of accumulation. Freezing goes by buckets of three params
+    with moments for each depth, centralization stands behind weight decay and leaves alone what
+    does not divide by 16, and ``loss_scale_group`` switches nothing on.
+
     Args:
       data: what ``mindspore.boost.AutoBoost`` takes as ``boost_config_dict``; ``{}`` for nothing.
       level: ``"O0"``, ``"O1"`` or ``"O2"``.
+      strict: whether what MindSpore ignores is an error.
 
     Returns:
       A ``BoostConfig`` and notes. Cost: none.
 
     Raises:
-      ValueError, TypeError: an unknown level, mode or key; a switch that the mode would ignore; a
-        value out of range.
+      ValueError, TypeError: a mode that there is not, or a value out of range; strictly, also an
+        unknown level or key, and a switch that the mode would ignore.
 
     Example:
       >>> from boostax.autoboost.mindspore import from_mindspore
@@ -169,35 +189,38 @@ def from_mindspore(data: Mapping[str, Any], level: str = "O0") -> Read:
       >>> config, notes = from_mindspore(data, "O1")
       >>> config.reduce.kind, config.freeze, config.less_bn.normalized_head, notes
       ('adasum-delta', None, True, ())
+      >>> from_mindspore({"boost": {"adasum": True}}, "O1", strict=False).notes[0]
+      "boost.adasum = True has no effect: mode 'auto' takes what level 'O1' says."
 
     References:
-      MindSpore 2.10, ``mindspore/boost/boost.py``.
+      MindSpore 2.10, ``mindspore/boost/boost.py``, ``boost_cell_wrapper.py``.
     """
-    word(level, tuple(LEVELS), "level", "auto")
-    known(_WHO, data, ("boost", *GROUPS), "keys", _HINT)
-    on = _switched(data.get("boost", {}), level)
+    reader = _Strict() if strict else _AsThere()
+    if level not in LEVELS:
+        reader.unknown_level(level)
+        level = "O0"
+    known_keys = reader.known(data, KEYS, "keys")
+    on = reader.together(_switched(reader, known_keys.get("boost", {}), level))
     parts: dict[str, dict[str, Any]] = {}
-    notes: list[str] = []
     for group, keys in GROUPS.items():
-        given = data.get(group, {})
-        known(_WHO, given, tuple(keys), f"keys of {group}", _HINT)
+        given = reader.known(known_keys.get(group, {}), tuple(keys), f"keys of {group}")
         for key, value in given.items():
             name, setting = f"{group}.{key}", keys[key]
-            setting.check(name, value)
+            if strict or on.get(group, True):
+                setting.check(name, value)
             if setting.unused and value != setting.default and on.get(group, True):
-                notes.append(f"{name} = {value!r} has no effect: {setting.unused}.")
+                reader.no_effect(name, value, f"{setting.unused}.")
         parts[group] = {
             setting.field: setting.read(given.get(key, setting.default))
             for key, setting in keys.items()
-            if setting.field
+            if setting.field and (on.get(group, True) or strict)
         }
-    return Read(_config(on, parts), tuple(notes))
+    return Read(BoostConfig.from_dict(reader.config(on, parts)), tuple(reader.notes))
 
 
-def _switched(boost: Any, level: str) -> dict[str, bool]:
+def _switched(reader: "_Strict", boost: Any, level: str) -> dict[str, bool]:
     """The six switches."""
-    known(_WHO, boost, ("mode", *SWITCHES), "keys of boost", _HINT)
-    asked: dict[str, Any] = dict(boost)
+    asked = reader.known(boost, ("mode", *SWITCHES), "keys of boost")
     mode = asked.pop("mode", "auto")
     word(mode, _MODES, "boost.mode", _WHO)
     for name, value in asked.items():
@@ -207,23 +230,61 @@ def _switched(boost: Any, level: str) -> dict[str, bool]:
         return level_on | asked
     every = {"enable_all": True, "disable_all": False}
     on = {name: every.get(mode, level_on[name]) for name in SWITCHES}
+    what = "mode 'auto'" if mode == "auto" else f"mode {mode!r}"
     for name, value in asked.items():
         if value != on[name]:
-            what = f"mode 'auto' at level {level!r}" if mode == "auto" else f"mode {mode!r}"
-            hint = "MindSpore ignores the switch; mode 'manual' obeys it."
-            allowed = f"{on[name]} or left out with {what}"
-            raise ValueError(checks.message(_WHO, f"boost.{name}", allowed, value, hint))
+            reader.ignored(name, value, on[name], what, level if mode == "auto" else "")
     return on
 
 
-def _config(on: dict[str, bool], parts: dict[str, dict[str, Any]]) -> BoostConfig:
-    freeze, norms = parts["grad_freeze"], parts["less_bn"]
-    centralize = norms.pop("centralize")
-    finish = parts["dim_reduce"] | {"every": None, "rule": "mindspore"}
-    return BoostConfig.from_dict(
-        {
+class _Strict:
+    """All that is on is on; what MindSpore would ignore is an error.
+
+    Attributes:
+      notes: so far.
+    """
+
+    def __init__(self) -> None:
+        self.notes: list[str] = []
+
+    def no_effect(self, name: str, value: Any, why: str) -> None:
+        """Note it."""
+        self.notes.append(f"{name} = {value!r} has no effect: {why}")
+
+    def unknown_level(self, level: Any) -> None:
+        """One that MindSpore takes for O0."""
+        word(level, tuple(LEVELS), "level", "auto")
+
+    def known(self, data: Any, allowed: tuple[str, ...], what: str) -> dict[str, Any]:
+        """What of a dictionary there is a use for."""
+        known(_WHO, data, allowed, what, _HINT)
+        return dict(data)
+
+    def ignored(self, name: str, value: bool, on: bool, mode: str, level: str) -> None:
+        """A switch that the mode does not look at."""
+        what = f"{mode} at level {level!r}" if level else mode
+        hint = "MindSpore ignores the switch; mode 'manual' obeys it."
+        allowed = f"{on} or left out with {what}"
+        raise ValueError(checks.message(_WHO, f"boost.{name}", allowed, value, hint))
+
+    def together(self, on: dict[str, bool]) -> dict[str, bool]:
+        """The switches that hold, where MindSpore's exclude each other."""
+        winner, losers = _excluded(on)
+        if losers:
+            self.notes.append(
+                f"{winner} and {', '.join(losers)} hold together here; MindSpore leaves out "
+                f"the latter: strict=False does."
+            )
+        return on
+
+    def config(self, on: dict[str, bool], parts: dict[str, dict[str, Any]]) -> dict[str, Any]:
+        """The configuration as a dictionary of boostax's own."""
+        freeze, norms = parts["grad_freeze"], parts["less_bn"]
+        centralize = norms.pop("centralize", False)
+        finish = parts["dim_reduce"] | {"every": None, "rule": "mindspore"}
+        return {
             # MindSpore's managers are told apart from the dictionary, by layers, as groups are.
-            "group_loss_scale": on["loss_scale_group"] and {"groups": freeze["groups"]},
+            "group_loss_scale": on["loss_scale_group"] and {"groups": freeze.get("groups")},
             "accumulate": on["grad_accumulation"] and parts["grad_accumulation"],
             "freeze": on["grad_freeze"] and freeze,
             # MindSpore combines what the optimizer has made of the gradients.
@@ -232,4 +293,62 @@ def _config(on: dict[str, bool], parts: dict[str, dict[str, Any]]) -> BoostConfi
             "less_bn": on["less_bn"] and norms,
             "dim_reduce": on["dim_reduce"] and finish,
         }
-    )
+
+
+class _AsThere(_Strict):
+    """As MindSpore reads it, and a note of all that it passes over."""
+
+    def unknown_level(self, level: Any) -> None:
+        """It is O0."""
+        self.no_effect("level", level, "MindSpore takes it for 'O0'.")
+
+    def known(self, data: Any, allowed: tuple[str, ...], what: str) -> dict[str, Any]:
+        """Keys that nothing reads are noted, and left out."""
+        if not isinstance(data, Mapping):
+            return super().known(data, allowed, what)
+        given: dict[str, Any] = dict(data)
+        for key in given.keys() - set(allowed):
+            self.no_effect(f"{what}: {key}", given.pop(key), nearest(key, allowed))
+        return given
+
+    def ignored(self, name: str, value: bool, on: bool, mode: str, level: str) -> None:
+        """The switch has no effect."""
+        why = f"{mode} takes what level {level!r} says." if level else f"{mode} does not look."
+        self.no_effect(f"boost.{name}", value, why)
+
+    def together(self, on: dict[str, bool]) -> dict[str, bool]:
+        """One takes the other's place, as in MindSpore's train step."""
+        winner, losers = _excluded(on)
+        for name in losers:
+            self.no_effect(f"boost.{name}", True, f"{winner} takes its place.")
+        if on["loss_scale_group"]:
+            why = "nothing in MindSpore reads the switch: group_loss_scale is a key of its own."
+            self.no_effect("boost.loss_scale_group", True, why)
+        return on | dict.fromkeys((*losers, "loss_scale_group"), False)
+
+    def config(self, on: dict[str, bool], parts: dict[str, dict[str, Any]]) -> dict[str, Any]:
+        """With MindSpore's groups and moments, and its rule of 16."""
+        found = super().config(on, parts)
+        if found["freeze"]:
+            found["freeze"] |= {"level": "bucket", "moments": "per_group"}
+            self.notes.append(
+                "grad_freeze: groups are buckets of three params, and a network with fewer of them "
+                "than param_groups is not frozen; depths are drawn with seed 0, MindSpore's from "
+                "NumPy's global generator."
+            )
+        if found["centralize"]:
+            found["centralize"] = {"multiple_of": 16, "after_decay": True}
+            self.notes.append(
+                "less_bn.gc_flag: embeddings are not centralized; in MindSpore, whose operator "
+                "exists on Ascend alone, they are where their features divide by 16."
+            )
+        return found
+
+
+def _excluded(on: dict[str, bool]) -> tuple[str, list[str]]:
+    """Of what MindSpore's train step does not do together: what it does, and what it leaves out."""
+    for winner, losers in _INSTEAD.items():
+        found = [name for name in losers if on[name]]
+        if on[winner] and found:
+            return winner, found
+    return "", []

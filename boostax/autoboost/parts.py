@@ -1,6 +1,7 @@
 """The parts of a configuration: one for each technique, but for the reductions."""
 
 import dataclasses
+import functools
 from typing import Any, ClassVar, Literal
 
 import optax
@@ -9,6 +10,8 @@ from boostax._core import checks
 from boostax.accumulate.carried import carry
 from boostax.accumulate.window import accumulate
 from boostax.autoboost.part import Layer, Part, Place, are_texts, labels, word
+from boostax.chain.parts import opened, read
+from boostax.chain.roles import role
 from boostax.freeze.scheduled import scheduled_freeze
 from boostax.freeze.schedules import FreezeSchedule, freeze_schedule
 from boostax.model.centralize import centralize_gradients
@@ -58,7 +61,33 @@ class Clip(Part, factory=clip_by_global_norm):
 
 
 class Centralize(Part, factory=centralize_gradients):
-    """``boostax.centralize_gradients``, behind the reduction and before clipping."""
+    """``boostax.centralize_gradients``, behind the reduction and before clipping.
+
+    Attributes:
+      after_decay: behind the ``optax.add_decayed_weights`` with which the optimizer begins, which
+        is then centralized too, as MindSpore does.
+    """
+
+    after_decay: bool = False
+
+    def layer(self, place: Place) -> Layer:
+        """In front; or around the optimizer, that is taken apart behind its decay."""
+        centralize: Any = super().layer(place)
+        return functools.partial(_after_decay, centralize) if self.after_decay else centralize
+
+
+def _after_decay(
+    centralize: optax.GradientTransformation, inner: optax.GradientTransformation
+) -> optax.GradientTransformation:
+    """``inner`` with centralization behind the decay that its moments take in."""
+    parts, place = opened(inner), 0
+    for i, part in enumerate(parts):
+        what = role(read(part))
+        if what == "decay":
+            place = i + 1
+        elif what not in ("clip", "norm clip"):
+            break
+    return optax.chain(*parts[:place], centralize, *parts[place:])
 
 
 class Accumulate(Part, factory=accumulate):

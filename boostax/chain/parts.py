@@ -69,6 +69,15 @@ def read(tx: optax.GradientTransformation) -> Part:
     return _part(tx.update)
 
 
+def opened(tx: optax.GradientTransformation) -> list[optax.GradientTransformation]:
+    """The transformations of an ``optax.chain``, those of chains in it too; else the one given."""
+    inits, updates = closure(tx.init).get("init_fns"), closure(tx.update).get("update_fns")
+    if inits is None or updates is None:
+        return [tx]
+    pairs = zip(inits, updates, strict=True)
+    return [x for pair in pairs for x in opened(optax.GradientTransformationExtraArgs(*pair))]
+
+
 def _part(update: Callable[..., Any]) -> Part:
     own: Description | None = getattr(update, "description", None)
     if own is not None:
