@@ -21,7 +21,7 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 from boostax._core import trees
-from boostax._core.groups import BucketGroups, as_groups, group_count, prefix_groups
+from boostax._core.groups import as_groups, group_count, mindspore_groups, prefix_groups
 from boostax.freeze.order import forward_order
 
 MATRIX = jax.ShapeDtypeStruct((4, 4), jnp.float32)
@@ -616,38 +616,25 @@ def test_refusals_name_what_came_and_what_is_allowed(call, argument, text):
 # MindSpore's
 
 
-def as_tree(names):
-    """MindSpore's names as modules of leaves, and the order of the modules."""
-    layers: dict = {}
-    for name in names:
-        module, leaf = name.rsplit(".", 1)
-        layers.setdefault(module, {})[leaf] = MATRIX if leaf == "weight" else VECTOR
-    return layers, list(layers)
-
-
 @pytest.mark.parametrize("network", ["lenet", "convbn12"])
 @pytest.mark.parametrize("n", [1, 2, 3, 5, 10])
-def test_buckets_are_those_of_mindspore(golden, network, n):
+def test_mindspore_groups_are_those_of_mindspore(golden, network, n):
     found = json.loads((golden / "grad_freeze.json").read_text())["groups"]
-    names = found[f"{network}_params"]
-    layers, order = as_tree(names)
-    groups = BucketGroups(layers, n, order)
-    label = {name: groups("/".join(name.rsplit(".", 1)), None) for name in names}
-    trained = [[name for name in names if label[name] >= depth] for depth in range(n)]
-    assert trained == found[f"{network}_g{n}"]
-    labels = as_groups("prefix_groups", groups, layers)
-    assert (group_count(labels, groups), group_count({}, groups)) == (n, n)
+    assert mindspore_groups(found[f"{network}_params"], n) == found[f"{network}_g{n}"]
 
 
 def test_mindspore_freezes_nothing_where_prefix_groups_refuses(golden):
     names = json.loads((golden / "grad_freeze.json").read_text())["groups"]["lenet_params"]
-    layers, order = as_tree(names)
-    groups = BucketGroups(layers, 10, order)
-    assert {groups("/".join(name.rsplit(".", 1)), None) for name in names} == {9}
+    assert mindspore_groups(names, 10) == [names] * 10
+    layers: dict = {}
+    for name in names:
+        module, leaf = name.split(".")
+        layers.setdefault(module, {})[leaf] = VECTOR if leaf == "bias" else MATRIX
     with pytest.raises(ValueError, match="number of layers, 5, got 10"):
         prefix_groups(layers, 10)
     with pytest.raises(ValueError, match="n must be a positive integer, got 0"):
-        BucketGroups(layers, 0)
+        mindspore_groups(names, 0)
+    assert mindspore_groups([], 2) == [[], []]
 
 
 class Model(NamedTuple):

@@ -67,7 +67,12 @@ def prefix_groups(
     if level is not None:
         checks.positive_int(who, "level", level, "1 makes a layer of every top-level module.")
     leaves, treedef = jax.tree.flatten(params)
-    kept = _with_norms(_layers(who, params, order, level), leaves)
+    layers: dict[tuple[Any, ...], list[int]] = {}
+    for path, leaf in _own_order(treedef.unflatten(range(len(leaves)))):
+        layers.setdefault(path[:-1][:level] or path, []).append(leaf)
+    if order is not None:
+        layers = _reordered(who, layers, _names(params), order)
+    kept = _with_norms(layers, leaves)
     if n > len(kept):
         allowed = f"at most the number of layers, {len(kept)}"
         words = _few([trees.path_name(path) for path in kept])
@@ -78,17 +83,6 @@ def prefix_groups(
         for leaf in members:
             labels[leaf] = i * n // len(kept)
     return treedef.unflatten(labels)
-
-
-def _layers(
-    who: str, params: PyTree, order: Sequence[str] | None, level: int | None
-) -> dict[Any, list[int]]:
-    """The leaves of each layer, by its path, in the order of the forward pass."""
-    treedef = jax.tree.structure(params)
-    layers: dict[Any, list[int]] = {}
-    for path, leaf in _own_order(treedef.unflatten(range(treedef.num_leaves))):
-        layers.setdefault(path[:-1][:level] or path, []).append(leaf)
-    return layers if order is None else _reordered(who, layers, _names(params), order)
 
 
 def as_groups(who: str, groups: Any, params: PyTree) -> PyTree:
@@ -114,7 +108,7 @@ def as_groups(who: str, groups: Any, params: PyTree) -> PyTree:
         labels = _spread(who, groups, params)
     numbers = [_number(who, label, name) for label, name in zip(labels, names, strict=True)]
     present = set(numbers)
-    if present != set(range(len(present))) and not isinstance(groups, BucketGroups):
+    if present != set(range(len(present))):
         missing = next(i for i in range(len(present)) if i not in present)
         allowed = "the integers 0, 1, ... without a gap"
         makes = "boostax.freeze.prefix_groups(params, n) makes n groups."
@@ -145,8 +139,6 @@ def group_count(labels: PyTree, groups: Any = None) -> int:
     ``groups`` says alone. A function says nothing: then it is a number that every schedule takes.
     """
     numbers = jax.tree.leaves(labels)
-    if isinstance(groups, BucketGroups):
-        return groups.count
     if numbers or groups is None:
         return max(numbers, default=-1) + 1
     if _are_patterns(groups):
@@ -154,64 +146,40 @@ def group_count(labels: PyTree, groups: Any = None) -> int:
     return 64 if _is_function(groups) else max(jax.tree.leaves(groups), default=0) + 1
 
 
-class BucketGroups:
-    """What ``mindspore.boost.GradientFreeze`` trains at each depth, as a function of a leaf's path.
+def mindspore_groups(names: Sequence[str], n: int) -> list[list[str]]:
+    """What ``mindspore.boost.GradientFreeze`` trains at each depth, for comparison.
 
     Params go into buckets in their order. A new bucket starts where the last holds three or more,
     unless the name contains ``bn`` or ``bias``. Depth ``i`` trains the buckets from
-    ``i * (buckets // n)`` on. With fewer buckets than ``n`` every depth trains everything, as in
-    the original: all leaves are then in the last group.
-
-    The order is that of the layers, a layer's weights before its vectors, and a ``BatchNorm`` is a
-    ``bn``.
+    ``i * (buckets // n)`` on: unlike a group of ``prefix_groups`` it holds all deeper ones. With
+    fewer buckets than ``n`` every depth trains everything, as in the original.
 
     Args:
-      params: any tree of arrays or of ``jax.ShapeDtypeStruct``.
+      names: the names of the trained params, in order.
       n: MindSpore's ``param_groups``.
-      order: as of ``prefix_groups``.
+
+    Returns:
+      The names trained at each of the ``n`` depths. Cost: none.
 
     Raises:
       ValueError, TypeError: ``n`` is not a positive integer.
 
-    Cost: none.
-
     Example:
-      >>> import jax.numpy as jnp
-      >>> from boostax._core.groups import BucketGroups
-      >>> layer = {"kernel": jnp.ones((2, 2)), "bias": jnp.ones(2)}
-      >>> groups = BucketGroups({"a": layer, "b": layer, "c": layer}, 2)
-      >>> groups("b/kernel", None), groups("c/kernel", None)
-      (0, 1)
+      >>> from boostax._core.groups import mindspore_groups
+      >>> mindspore_groups(["a", "a.bias", "b", "c", "c.bias"], 2)
+      [['a', 'a.bias', 'b', 'c', 'c.bias'], ['c', 'c.bias']]
 
     References:
       MindSpore 2.10, ``mindspore/boost/grad_freeze.py``, ``split_parameters_groups``.
     """
-
-    def __init__(self, params: PyTree, n: int, order: Sequence[str] | None = None):
-        checks.positive_int("BucketGroups", "n", n, "10 is MindSpore's default.")
-        leaves, names = jax.tree.leaves(params), _names(params)
-        layers = _layers("BucketGroups", params, order, None)
-        placed = [
-            leaf
-            for members in layers.values()
-            for leaf in sorted(members, key=lambda i: leaves[i].ndim < 2)
-        ]
-        buckets: list[list[int]] = [[]]
-        for leaf in placed:
-            name = names[leaf].lower()
-            if len(buckets[-1]) >= 3 and not any(x in name for x in ("bn", "batchnorm", "bias")):
-                buckets.append([])
-            buckets[-1].append(leaf)
-        self.count, stride = n, len(buckets) // n
-        self._labels = {
-            names[leaf]: min(i // stride, n - 1) if stride else n - 1
-            for i, bucket in enumerate(buckets)
-            for leaf in bucket
-        }
-
-    def __call__(self, name: str, leaf: Any) -> int:
-        """The group of a leaf."""
-        return self._labels[name]
+    checks.positive_int("mindspore_groups", "n", n, "10 is MindSpore's default.")
+    buckets: list[list[str]] = [[]]
+    for name in names:
+        if len(buckets[-1]) >= 3 and not ("bn" in name or "bias" in name):
+            buckets.append([])
+        buckets[-1].append(name)
+    stride = len(buckets) // n
+    return [[name for bucket in buckets[i * stride :] for name in bucket] for i in range(n)]
 
 
 def _spread(who: str, groups: PyTree, params: PyTree) -> list[Any]:

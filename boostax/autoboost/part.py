@@ -12,12 +12,12 @@ import functools
 import inspect
 import typing
 from collections.abc import Callable, Generator, Mapping
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple, TypeAlias, cast
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, TypeAlias, cast
 
 import optax
 
 from boostax._core import axes, checks
-from boostax._core.groups import BucketGroups, prefix_groups
+from boostax._core.groups import prefix_groups
 
 PyTree = Any
 Factory: TypeAlias = Callable[..., Any]
@@ -244,10 +244,7 @@ def nearest(word: Any, words: tuple[str, ...]) -> str:
 
 
 def labels(
-    params: PyTree,
-    groups: Groups,
-    order: tuple[str, ...] | None = None,
-    level: int | Literal["bucket"] | None = None,
+    params: PyTree, groups: Groups, order: tuple[str, ...] | None = None, level: int | None = None
 ) -> Any:
     """The groups of layers as ``scheduled_freeze`` and ``group_loss_scale`` take them.
 
@@ -255,10 +252,10 @@ def labels(
       params: the params or their shapes.
       groups: so many groups of layers; or patterns of paths, one entry for each group.
       order: of a number of groups: see ``boostax.freeze.prefix_groups``, as is ``level``.
-      level: leading components of a path that make a layer; ``"bucket"`` makes MindSpore's groups.
+      level: leading components of a path that make a layer.
 
     Returns:
-      A tree of numbers, the patterns, or a function.
+      A tree of numbers, or the patterns.
     """
     hint = "4 cuts the layers into quarters; ['embed', 'block_*'] names groups by patterns."
     if isinstance(groups, tuple) and groups and all(are_texts(x) for x in groups):
@@ -273,8 +270,6 @@ def labels(
         allowed = f"given where groups is a number, {groups}"
         raise ValueError(checks.message("", "params", allowed, None, hint))
     with speaking_of("", {"n": "groups"}):
-        if level == "bucket":
-            return BucketGroups(params, groups, order)
         return prefix_groups(params, groups, order=order, level=level)
 
 
