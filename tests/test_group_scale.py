@@ -111,6 +111,52 @@ def test_only_the_group_where_the_overflow_began_is_to_blame(bad):
         assert state.backoffs.tolist() == [int(x < 0) for x in expected]
 
 
+MOVES = {
+    # What overflowed in each step, and MindSpore's table after the last: (1, 1, 1) lowers all.
+    ((0, 0, 0), (0, 0, 1), (1, 1, 1)): [2900.3, 2900.3, 2049.4],
+    ((1, 1, 1),): [2896.3, 2896.3, 2896.3],
+    ((1, 0, 1), (0, 1, 0)): [2898.3, 2898.3, 2898.3],
+}
+
+
+@pytest.mark.parametrize("steps", MOVES)
+def test_each_group_moves_by_its_own_overflow(steps):
+    """As ``GroupLossScaleManager``'s, float by float; the step is skipped if any overflows."""
+    state, table = start(overflow="each"), np.full(3, 4096, np.float32)
+    for flags in steps:
+        values = [jnp.inf if flag else 1.0 for flag in flags]
+        state = updated(state, *values, overflow="each")
+        factors = np.where(flags, np.float32(2**-0.5), np.float32(2 ** (1 / 1000)))
+        table = (table * factors).astype(np.float32)
+        np.testing.assert_array_equal(state.table, table)
+        assert bool(state.last_finite) == (not any(flags))
+    np.testing.assert_allclose(table, MOVES[steps], atol=0.05)
+    backoffs = np.sum(steps, axis=0)
+    np.testing.assert_array_equal(state.backoffs, backoffs)
+
+
+def test_blame_lowers_one_group_where_each_lowers_all():
+    for overflow, moved in (("blame", [0, 0, -1]), ("each", [-1, -1, -1])):
+        state = updated(start(overflow=overflow), jnp.inf, jnp.inf, jnp.inf, overflow=overflow)
+        np.testing.assert_array_equal(np.sign(np.asarray(state.table) - 4096.0), moved)
+        assert int(state.overflow_group) == 2
+
+
+def test_a_skip_that_no_group_of_its_own_explains_still_ends():
+    """The third group's cotangent overflows and only the first one's gradients show it."""
+    state = start(overflow="each", init_scale=2.0**20)
+    for _ in range(24):
+        state = updated(state, jnp.inf, 1.0, 1.0, overflow="each")
+    table = np.asarray(state.table)
+    assert (table[:2] < 2.0**20).all() and state.backoffs.tolist() == [24, 16, 8]
+
+
+def test_every_group_can_start_at_a_scale_of_its_own():
+    state = start(init_scale=(64.0, 8.0, 2.0))
+    assert state.scales.tolist() == [64.0, 8.0, 2.0] and float(state.scale) == 2.0
+    assert start(init_scale=[64.0, 8.0, 2.0]).scales.tolist() == [64.0, 8.0, 2.0]
+
+
 def test_blame_spreads_towards_the_loss_while_skips_go_on():
     """A cotangent can overflow without a trace in the gradients of its own group."""
     state, lowered = start(init_scale=2.0**20), []
@@ -708,6 +754,18 @@ def wrong_scales():
             ValueError,
             "group_loss_scale: init_scale must be from 1.0 to 16777216.0, got 0.5. It lies between "
             "min_scale and max_scale; 4096 is the default.",
+        ),
+        (
+            lambda: start(init_scale=(1.0, 2.0)),
+            ValueError,
+            "group_loss_scale: init_scale must be a number or one for each group, 3, got (1.0, "
+            "2.0). The first is group 0's.",
+        ),
+        (
+            lambda: start(overflow="all"),
+            ValueError,
+            "group_loss_scale: overflow must be 'blame' or 'each', got 'all'. 'each' is "
+            "MindSpore's.",
         ),
         (
             wrong_scales,

@@ -17,7 +17,6 @@ import jax
 import jax.numpy as jnp
 import optax
 from jax import lax
-from jax.core import Tracer
 
 from boostax._core import axes, checks, handshake, trees
 from boostax._core.describe import describe
@@ -42,11 +41,12 @@ def group_loss_scale(
     inner: optax.GradientTransformation,
     labels: Any,
     *,
-    init_scale: float = 4096.0,
+    init_scale: float | tuple[float, ...] = 4096.0,
     growth_factor: float = 2 ** (1 / 1000),
     backoff_factor: float = 2**-0.5,
     min_scale: float = 1.0,
     max_scale: float = 2.0**24,
+    overflow: Literal["blame", "each"] = "blame",
     rule: Literal["trial", "measure"] = "trial",
     headroom: float = 16.0,
     count_every: int = 100,
@@ -69,6 +69,10 @@ def group_loss_scale(
     after it grow. An activation's cotangent can overflow without any trace in the gradients of its
     own group: so after every eight skips in a row one group more, towards the loss, is lowered too.
 
+    ``overflow="each"`` is MindSpore's rule instead: every group whose own gradients are not finite
+    is lowered, :math:`t_k \leftarrow \max(t_k \cdot \text{backoff}, \text{min})`, however many they
+    are; the others grow.
+
     ``rule="measure"`` does not feel its way: the first gradient of a group sets its scale, so that
     the largest magnitude :math:`m_k` of the scaled gradient comes to ``2**16 / headroom``; from
     then on :math:`t_k \le s_k\, 2^{16} / (\text{headroom} \cdot m_k)` holds beside the rule above.
@@ -81,12 +85,13 @@ def group_loss_scale(
       labels: the group of each leaf, 0 for the first in the forward pass: a tree of ints like the
         params (``boostax.freeze.prefix_groups``), a list of patterns, or a function of path and
         leaf; as the groups of ``boostax.scheduled_freeze``.
-      init_scale: first entry of the table for all groups.
+      init_scale: first entry of the table, for all groups or one for each.
       growth_factor: > 1, per clean step.
       backoff_factor: in (0, 1), per overflow.
       min_scale: from 2**-60.
       max_scale: up to 2**60. Where gradients vanish on the way down, early groups want more than
         the default.
+      overflow: ``"blame"`` lowers the group where an overflow began, ``"each"`` all that show one.
       rule: ``"trial"``, MindSpore's, or ``"measure"``.
       headroom: >= 1, for ``"measure"``: how far below 2**16 the largest gradient is to stay, for
         the noise of batches, and for activations whose cotangents are larger than the gradients.
@@ -120,13 +125,15 @@ def group_loss_scale(
     check_labels(who, labels)
     _between(who, "min_scale", min_scale, _LOW, _HIGH, "1 is the default.")
     _between(who, "max_scale", max_scale, _LOW, _HIGH, "2**24 is the default.")
-    if not isinstance(init_scale, Tracer):
-        hint = "It lies between min_scale and max_scale; 4096 is the default."
-        _between(who, "init_scale", init_scale, min_scale, max_scale, hint)
+    hint = "It lies between min_scale and max_scale; 4096 is the default."
+    for first in init_scale if isinstance(init_scale, (list, tuple)) else [init_scale]:
+        _between(who, "init_scale", first, min_scale, max_scale, hint)
     hint = "2**(1/1000) doubles the scale in 1000 steps."
     checks.number(who, "growth_factor", growth_factor, "greater than 1", lambda x: x > 1, hint)
     hint = "2**-0.5 halves the scale at every other overflow."
     checks.number(who, "backoff_factor", backoff_factor, "in (0, 1)", lambda x: 0 < x < 1, hint)
+    hint = "'each' is MindSpore's."
+    checks.choice(who, "overflow", overflow, ("blame", "each"), hint)
     checks.choice(who, "rule", rule, ("trial", "measure"), "'trial' is MindSpore's.")
     hint = "16 keeps the largest gradient below 2**12."
     allowed = "from 1 to 2**16"
@@ -139,10 +146,14 @@ def group_loss_scale(
 
     def init_fn(params: PyTree) -> GroupLossScaleState:
         _, count = group_numbers(who, labels, params)
+        table = jnp.asarray(init_scale, jnp.float32)
+        if table.shape not in ((), (count,)):
+            allowed, hint = f"a number or one for each group, {count}", "The first is group 0's."
+            raise ValueError(checks.message(who, "init_scale", allowed, init_scale, hint))
         zeros = [jnp.zeros(count, jnp.float32) for _ in range(4)]
         counters = [jnp.zeros((), jnp.int32) for _ in range(3)]
         return GroupLossScaleState(
-            jnp.full(count, init_scale, jnp.float32),
+            jnp.full(count, table),
             jnp.zeros(count, bool),
             *zeros,
             until_count=counters[0],
@@ -160,6 +171,7 @@ def group_loss_scale(
         blamed = jnp.max(jnp.where(seen.bad, groups, -1))
         last = blamed + state.skipped_in_a_row // _PATIENCE
         lowers = (groups >= blamed) & (groups <= last) & (blamed >= 0)
+        lowers |= seen.bad if overflow == "each" else False
         clean = seen.present & ~seen.bad & ~lowers
         grown = jnp.minimum(state.table * growth_factor, max_scale)
         if rule == "measure":
