@@ -21,7 +21,13 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 from boostax._core import trees
-from boostax._core.groups import as_groups, group_count, mindspore_groups, prefix_groups
+from boostax._core.groups import (
+    as_groups,
+    group_count,
+    mindspore_groups,
+    param_groups,
+    prefix_groups,
+)
 from boostax.freeze.order import forward_order
 
 MATRIX = jax.ShapeDtypeStruct((4, 4), jnp.float32)
@@ -616,25 +622,90 @@ def test_refusals_name_what_came_and_what_is_allowed(call, argument, text):
 # MindSpore's
 
 
+def layers_of(names):
+    """A tree of MindSpore's params, in their order."""
+    layers: dict = collections.OrderedDict()
+    for name in names:
+        module, leaf = name.rsplit(".", 1)
+        vector = "bn" in name or "bias" in name
+        layers.setdefault(module, collections.OrderedDict())[leaf] = VECTOR if vector else MATRIX
+    return layers
+
+
 @pytest.mark.parametrize("network", ["lenet", "convbn12"])
 @pytest.mark.parametrize("n", [1, 2, 3, 5, 10])
 def test_mindspore_groups_are_those_of_mindspore(golden, network, n):
+    """Depth i trains what index i of ``GradientFreeze`` does: empty groups, nothing frozen."""
     found = json.loads((golden / "grad_freeze.json").read_text())["groups"]
-    assert mindspore_groups(found[f"{network}_params"], n) == found[f"{network}_g{n}"]
+    params = layers_of(found[f"{network}_params"])
+    groups = mindspore_groups(params, n)
+    labels = jax.tree.leaves(as_groups("scheduled_freeze", groups, params))
+    names = [f"{module}.{leaf}" for module, leaves in params.items() for leaf in leaves]
+    trained = [[x for x, k in zip(names, labels, strict=True) if k >= i] for i in range(n)]
+    assert trained == found[f"{network}_g{n}"]
+    assert group_count(labels, groups) == n
+
+
+def test_mindspore_groups_put_the_matrices_of_a_module_first():
+    """JAX sorts "bias" before "kernel"; and an order says which layer comes first."""
+    layer = {"bias": VECTOR, "kernel": MATRIX}
+    params = {name: layer for name in "dcba"}
+    # c.kernel, c.bias, d.kernel, d.bias and then, in a bucket of their own, a and b.
+    groups = mindspore_groups(params, 2, order=["c", "d", "a", "b"])
+    assert [groups.tree[x]["kernel"] for x in "cdab"] == [0, 0, 1, 1]
+    assert [groups.tree[x]["bias"] for x in "cdab"] == [0, 0, 1, 1]
 
 
 def test_mindspore_freezes_nothing_where_prefix_groups_refuses(golden):
     names = json.loads((golden / "grad_freeze.json").read_text())["groups"]["lenet_params"]
-    assert mindspore_groups(names, 10) == [names] * 10
-    layers: dict = {}
-    for name in names:
-        module, leaf = name.split(".")
-        layers.setdefault(module, {})[leaf] = VECTOR if leaf == "bias" else MATRIX
+    layers = layers_of(names)
+    assert set(jax.tree.leaves(mindspore_groups(layers, 10).tree)) == {9}
     with pytest.raises(ValueError, match="number of layers, 5, got 10"):
         prefix_groups(layers, 10)
     with pytest.raises(ValueError, match="n must be a positive integer, got 0"):
-        mindspore_groups(names, 0)
-    assert mindspore_groups([], 2) == [[], []]
+        mindspore_groups(layers, 0)
+    assert mindspore_groups({}, 2).tree == {}
+
+
+# Lists of params
+
+
+def listed():
+    return {
+        "conv1": {"kernel": jnp.ones((2, 2)), "bias": jnp.ones(2)},
+        "fc[0]": {"kernel": jnp.ones((2, 2))},
+        "fc*": jnp.ones(3),
+    }
+
+
+def test_lists_of_params_are_groups_by_name():
+    """The names serve where the arrays are others: for gradients, and after an update."""
+    params = listed()
+    lists = [[params["fc*"], params["conv1"]["bias"]], params["conv1"]["kernel"], [params["fc[0]"]]]
+    groups = param_groups(params, lists)
+    assert [len(group) for group in groups] == [2, 1, 1]
+    others = jax.tree.map(lambda x: x + 1, params)
+    assert as_groups("scheduled_freeze", groups, others) == {
+        "conv1": {"kernel": 1, "bias": 0},
+        "fc[0]": {"kernel": 2},
+        "fc*": 0,
+    }
+
+
+def test_params_that_are_listed_twice_or_not_at_all_are_refused():
+    params = listed()
+    first, rest = params["conv1"], [params["fc*"], params["fc[0]"]]
+    shared = jnp.ones(2)
+    for lists, words in (
+        ([first], r"none with 'fc\*', 'fc\[0\]/kernel'"),
+        ([first, rest, first["bias"]], "an array that is none, in group 2"),
+        ([first, rest, jnp.ones(3)], "an array that is none, in group 2"),
+        (["conv1", rest], "an array that is none, in group 0"),
+    ):
+        with pytest.raises(ValueError, match=f"^param_groups: groups must be .*, got {words}"):
+            param_groups(params, lists)
+    with pytest.raises(ValueError, match=r"got \['a', 'b'\] as one array"):
+        param_groups({"a": shared, "b": shared}, [[shared]])
 
 
 class Model(NamedTuple):

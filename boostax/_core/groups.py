@@ -1,7 +1,9 @@
 """Groups of layers, in the order of the forward pass: what is frozen together."""
 
 import collections
+import dataclasses
 import fnmatch
+import glob
 import operator
 import re
 from collections.abc import Iterator, Sequence
@@ -67,12 +69,7 @@ def prefix_groups(
     if level is not None:
         checks.positive_int(who, "level", level, "1 makes a layer of every top-level module.")
     leaves, treedef = jax.tree.flatten(params)
-    layers: dict[tuple[Any, ...], list[int]] = {}
-    for path, leaf in _own_order(treedef.unflatten(range(len(leaves)))):
-        layers.setdefault(path[:-1][:level] or path, []).append(leaf)
-    if order is not None:
-        layers = _reordered(who, layers, _names(params), order)
-    kept = _with_norms(layers, leaves)
+    kept = _with_norms(_layers(who, params, order, level), leaves)
     if n > len(kept):
         allowed = f"at most the number of layers, {len(kept)}"
         words = _few([trees.path_name(path) for path in kept])
@@ -93,13 +90,15 @@ def as_groups(who: str, groups: Any, params: PyTree) -> PyTree:
       groups: a tree of ints like the params, or a prefix of one; a function of a leaf's path name
         and the leaf; or a list whose entry ``i`` holds the pattern, or the patterns, of group ``i``
         (``fnmatch`` on path names; the name of a module stands for all that is in it), where leaves
-        that match none make the last group.
+        that match none make the last group; or what ``mindspore_groups`` returns.
       params: the params.
     """
     found, treedef = jax.tree_util.tree_flatten_with_path(params)
     if not found:
         return params
     names = _names(params)
+    if isinstance(groups, Labels):
+        return treedef.unflatten(_spread(who, groups.tree, params))
     if _are_patterns(groups):
         labels = _matched(who, groups, names)
     elif _is_function(groups):
@@ -138,6 +137,8 @@ def group_count(labels: PyTree, groups: Any = None) -> int:
     Of no params, with which ``optax.tree.map_params`` asks for the structure of a state, what
     ``groups`` says alone. A function says nothing: then it is a number that every schedule takes.
     """
+    if isinstance(groups, Labels):
+        return groups.count
     numbers = jax.tree.leaves(labels)
     if numbers or groups is None:
         return max(numbers, default=-1) + 1
@@ -146,40 +147,115 @@ def group_count(labels: PyTree, groups: Any = None) -> int:
     return 64 if _is_function(groups) else max(jax.tree.leaves(groups), default=0) + 1
 
 
-def mindspore_groups(names: Sequence[str], n: int) -> list[list[str]]:
-    """What ``mindspore.boost.GradientFreeze`` trains at each depth, for comparison.
+@dataclasses.dataclass(frozen=True, eq=False)
+class Labels:
+    """Labels of groups of which some may be empty.
 
-    Params go into buckets in their order. A new bucket starts where the last holds three or more,
-    unless the name contains ``bn`` or ``bias``. Depth ``i`` trains the buckets from
-    ``i * (buckets // n)`` on: unlike a group of ``prefix_groups`` it holds all deeper ones. With
-    fewer buckets than ``n`` every depth trains everything, as in the original.
+    Attributes:
+      tree: ints like the params.
+      count: the number of groups.
+    """
+
+    tree: PyTree
+    count: int
+
+
+def mindspore_groups(params: PyTree, n: int, *, order: Sequence[str] | None = None) -> Labels:
+    """Groups of which depth ``i`` trains what ``mindspore.boost.GradientFreeze`` trains at index i.
+
+    Params go into buckets in their order, the matrices of a module before its vectors. A matrix
+    opens a new bucket where the last holds three or more; a vector stays in the bucket. Depth ``i``
+    trains the buckets from ``i * (buckets // n)`` on. With fewer buckets than ``n`` every depth
+    trains everything, as in the original: all leaves are in the last group. ``prefix_groups``
+    refuses that, and its groups are even in layers.
 
     Args:
-      names: the names of the trained params, in order.
+      params: any tree of arrays or of ``jax.ShapeDtypeStruct``.
       n: MindSpore's ``param_groups``.
+      order: as of ``prefix_groups``.
 
     Returns:
-      The names trained at each of the ``n`` depths. Cost: none.
+      What ``scheduled_freeze`` takes as ``groups``; depths go from 0 to ``n - 1``. With
+      ``moments="per_group"`` each has its optimizer state, which makes a difference even where all
+      depths train everything. Cost: none; no array is read.
 
     Raises:
-      ValueError, TypeError: ``n`` is not a positive integer.
+      ValueError, TypeError: ``n`` is not a positive integer; an ``order`` that misses a layer.
 
     Example:
-      >>> from boostax._core.groups import mindspore_groups
-      >>> mindspore_groups(["a", "a.bias", "b", "c", "c.bias"], 2)
-      [['a', 'a.bias', 'b', 'c', 'c.bias'], ['c', 'c.bias']]
+      >>> import boostax, jax.numpy as jnp
+      >>> params = [{"kernel": jnp.ones((2, 2)), "bias": jnp.ones(2)} for _ in range(4)]
+      >>> groups = boostax.freeze.mindspore_groups(params, 2)
+      >>> [layer["kernel"] for layer in groups.tree], groups.count
+      ([0, 0, 1, 1], 2)
 
     References:
-      MindSpore 2.10, ``mindspore/boost/grad_freeze.py``, ``split_parameters_groups``.
+      MindSpore 2.10, ``mindspore/boost/grad_freeze.py``, ``split_parameters_groups``. It tells
+      vectors by ``bn`` and ``bias`` in their names.
     """
-    checks.positive_int("mindspore_groups", "n", n, "10 is MindSpore's default.")
-    buckets: list[list[str]] = [[]]
-    for name in names:
-        if len(buckets[-1]) >= 3 and not ("bn" in name or "bias" in name):
+    who = "mindspore_groups"
+    checks.positive_int(who, "n", n, "10 is MindSpore's default.")
+    leaves, treedef = jax.tree.flatten(params)
+    layers = _layers(who, params, order)
+    vector = [getattr(leaf, "ndim", 0) < 2 for leaf in leaves]
+    buckets: list[list[int]] = [[]]
+    for leaf in (x for members in layers.values() for x in sorted(members, key=vector.__getitem__)):
+        if len(buckets[-1]) >= 3 and not vector[leaf]:
             buckets.append([])
-        buckets[-1].append(name)
+        buckets[-1].append(leaf)
     stride = len(buckets) // n
-    return [[name for bucket in buckets[i * stride :] for name in bucket] for i in range(n)]
+    labels = [0] * len(leaves)
+    for place, bucket in enumerate(buckets):
+        for leaf in bucket:
+            labels[leaf] = min(place // stride, n - 1) if stride else n - 1
+    return Labels(treedef.unflatten(labels), n)
+
+
+def param_groups(params: PyTree, groups: Sequence[Any]) -> list[list[str]]:
+    """The names of params that are given as lists, one for each group.
+
+    Args:
+      params: the params.
+      groups: for each group the arrays themselves, as they are in ``params``: a list of them, or
+        any tree, such as a list of the layers. Together they hold all, and none twice.
+
+    Returns:
+      The path names, what every argument of groups takes: ``group_loss_scale``,
+      ``group_boundaries``, ``scheduled_freeze`` and a configuration.
+      Cost: none; no array is read.
+
+    Raises:
+      ValueError: an array that is none of the params, or is in two groups; params in no group.
+
+    Example:
+      >>> import boostax, jax.numpy as jnp
+      >>> params = {"conv1": jnp.ones((2, 2)), "conv2": jnp.ones((2, 2)), "fc": jnp.ones(2)}
+      >>> convs = [p for name, p in params.items() if "conv" in name]
+      >>> boostax.freeze.param_groups(params, [convs, [params["fc"]]])
+      [['conv1', 'conv2'], ['fc']]
+
+    References:
+      ``mindspore.boost.GroupLossScaleManager``, whose ``loss_scale_groups`` are such lists.
+    """
+    who, allowed = "param_groups", "lists that together hold every param once"
+    names: dict[int, list[str]] = {}
+    for path, leaf in jax.tree_util.tree_leaves_with_path(params):
+        names.setdefault(id(leaf), []).append(trees.path_name(path))
+    found: list[list[str]] = []
+    for i, group in enumerate(groups):
+        found.append([])
+        for leaf in jax.tree.leaves(group):
+            known = names.pop(id(leaf), [])
+            if len(known) != 1:
+                got = f"{known} as one array" if known else f"an array that is none, in group {i}"
+                hint = "Give the arrays of these params, each once; or patterns of their names."
+                raise ValueError(f"{who}: groups must be {allowed}, got {got}. {hint}")
+            # What a pattern would read as "any" is a letter of the name here.
+            found[-1].append(glob.escape(known[0]))
+    if names:
+        left = _few([name for known in names.values() for name in known])
+        raise ValueError(f"{who}: groups must be {allowed}, got none with {left}. Add them to one.")
+    return found
 
 
 def _spread(who: str, groups: PyTree, params: PyTree) -> list[Any]:
@@ -197,6 +273,17 @@ def _spread(who: str, groups: PyTree, params: PyTree) -> list[Any]:
             "function of path and leaf"
         )
         raise ValueError(checks.message(who, "groups", allowed, groups, str(error))) from error
+
+
+def _layers(
+    who: str, params: PyTree, order: Sequence[str] | None, level: int | None = None
+) -> dict[tuple[Any, ...], list[int]]:
+    """The leaves of each layer, by their numbers, in the order of the forward pass."""
+    treedef = jax.tree.structure(params)
+    layers: dict[tuple[Any, ...], list[int]] = {}
+    for path, leaf in _own_order(treedef.unflatten(range(treedef.num_leaves))):
+        layers.setdefault(path[:-1][:level] or path, []).append(leaf)
+    return layers if order is None else _reordered(who, layers, _names(params), order)
 
 
 def _own_order(node: PyTree, path: tuple[Any, ...] = ()) -> Iterator[tuple[tuple[Any, ...], int]]:

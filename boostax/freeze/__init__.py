@@ -1,5 +1,7 @@
 """Freezing by schedule: the transformation, its groups, its schedules."""
 
+from boostax._core.groups import mindspore_groups as mindspore_groups
+from boostax._core.groups import param_groups as param_groups
 from boostax._core.groups import prefix_groups as prefix_groups
 from boostax.freeze.order import forward_order as forward_order
 from boostax.freeze.plateau import freeze_on_plateau as freeze_on_plateau

@@ -81,7 +81,7 @@ class Depths:
 
     def summary(self) -> str:
         """The schedule in a few words."""
-        schedule, groups = self.freezing.schedule, group_count(self.freezing.groups)
+        schedule, groups = self.freezing.schedule, group_count({}, self.freezing.groups)
         return schedule.summary(groups) if hasattr(schedule, "summary") else f"{groups} groups"
 
     def drawn(self, params: PyTree) -> tuple[int, ...]:
