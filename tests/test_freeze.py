@@ -398,6 +398,80 @@ def test_moments_of_each_depth():
     assert sizes == [8, 6, 4, 2]
 
 
+def momenta(depths, trains, rate=0.05, momentum=0.9):
+    """NumPy, float64: params after an optimizer for each depth, with buffers of its own."""
+    params = [np.float64(p) for p in jax.tree.leaves(start())]
+    treedef = jax.tree.structure(start())
+    buffers = {depth: [np.zeros_like(p) for p in params] for depth in set(depths)}
+    grad = jax.jit(jax.grad(loss_fn))
+    for depth, batch in zip(depths, batches(len(depths)), strict=True):
+        given = treedef.unflatten([np.float32(p) for p in params])
+        grads = [np.float64(g) for g in jax.tree.leaves(grad(given, batch))]
+        for i, g in enumerate(grads):
+            if trains(i, depth):
+                buffers[depth][i] = momentum * buffers[depth][i] + g
+                params[i] = params[i] - rate * buffers[depth][i]
+    return params
+
+
+@pytest.mark.parametrize("n", [2, 10])
+def test_a_configuration_freezes_as_mindspore_with_moments_per_group(n):
+    """Two groups; and ten of four layers, where every depth trains all by its own optimizer."""
+    options = {"groups": n, "cut": "mindspore", "kind": "interval", "freeze_p": 0.3, "seed": 3}
+    options |= {"total_steps": 12, "moments": "per_group"}
+    boost = boostax.auto({"freeze": options})
+    step = boost.make_train_step(loss_fn, optax.sgd(0.05, 0.9), start())
+    state, depths = step.init(start()), []
+    for batch in batches(12):
+        state, told = step(state, batch)
+        depths.append(int(told["frozen_groups"]))
+    schedule = boostax.freeze_schedule("interval", total_steps=12, freeze_p=0.3, seed=3)
+    assert depths == schedule.depths(n).tolist() and len(set(depths)) > 1
+    # Two buckets of two layers; of ten depths none has any.
+    expected = momenta(depths, lambda leaf, depth: n == 10 or leaf >= 4 * depth)
+    for ours, theirs in zip(jax.tree.leaves(state.params), expected, strict=True):
+        np.testing.assert_allclose(ours, theirs, atol=1e-6)
+    shared = momenta([0] * 12, lambda leaf, depth: True)
+    off = [np.abs(a - b).max() for a, b in zip(jax.tree.leaves(state.params), shared, strict=True)]
+    assert max(off) > 1e-3
+
+
+def test_a_function_of_the_step_is_a_schedule():
+    """In the transformation, in a configuration, in one program: as the sequence that it gives."""
+
+    def thaw(step):
+        return 2 if step < 2 else 1 if step < 4 else 0
+
+    depths = [thaw(step) for step in range(6)]
+    ends = []
+    for schedule, driver in ((depths, "host"), (thaw, "host"), (thaw, "switch")):
+        tx = boostax.scheduled_freeze(adamw(), GROUPS, schedule)
+        *_, (_, state, _) = run(tx, 6, freeze_driver=driver)
+        assert state.opt_state.trained_steps.tolist() == [2, 4, 6, 6]
+        ends.append(state.params)
+    boost = boostax.auto({"freeze": {"groups": 4, "kind": thaw}})
+    step = boost.make_train_step(loss_fn, adamw(), start())
+    state = step.init(start())
+    for batch in batches(6):
+        state, _ = step(state, batch)
+    ends.append(jax.device_get(state.params))
+    jax.tree.map(np.testing.assert_array_equal, ends[0], ends[1])
+    jax.tree.map(np.testing.assert_array_equal, ends[0], ends[3])
+    jax.tree.map(functools.partial(np.testing.assert_allclose, atol=1e-6), ends[0], ends[2])
+
+
+def test_a_function_is_asked_for_so_many_steps_and_no_more():
+    plan = boostax.scheduled_freeze(adamw(), GROUPS, lambda step: step % 4).freezing.plan(start())
+    assert [plan.known(step) for step in (0, 5, 65535)] == [0, 1, 3]
+    with pytest.raises(ValueError, match="got 65536 steps and one more .* total_steps that of the"):
+        plan.known(65536)
+    tx = boostax.scheduled_freeze(adamw(), GROUPS, lambda step: step)
+    with pytest.raises(
+        ValueError, match=r"the depth at step 4 must be an integer in \[0, 4\), got"
+    ):
+        tx.init(start())
+
+
 @pytest.mark.parametrize(
     "name, moments",
     [("adamw", "shared"), ("adamw", "per_group"), ("scaled(accumulated)", "shared")],

@@ -583,9 +583,14 @@ REFUSED = {
         r"the integers .+, got \[1, 2\]\. No leaf is in group 0;",
     ),
     "another tree": (
+        lambda: as_groups("prefix_groups", {"a": {"kernel": 0}}, ZMA),
+        "groups",
+        r"a tree of integers like the params .+ a function .+\. pytree structure error",
+    ),
+    "names that leave some out": (
         lambda: as_groups("prefix_groups", {"a": 0}, ZMA),
         "groups",
-        r"a tree of integers like the params .+, got \{'a': 0\}\. pytree structure error",
+        r"a dictionary whose names match every leaf, got \{'a': 0\}\. It says nothing of 'm/bias'",
     ),
     "a list of the wrong length": (
         lambda: as_groups("prefix_groups", [0, 1, 1], [1.0, 2.0]),
@@ -667,7 +672,22 @@ def test_mindspore_freezes_nothing_where_prefix_groups_refuses(golden):
     assert mindspore_groups({}, 2).tree == {}
 
 
-# Lists of params
+# Dictionaries of names, and lists of params
+
+
+def test_a_dictionary_of_names_is_groups():
+    """By path names where the params are no dictionary of those keys; JSON has no other keys."""
+    params = [listed(), listed()]
+    groups = {"0": 0, "1/conv1": 2, "1/fc*": 1}
+    labels = as_groups("scheduled_freeze", groups, params)
+    assert jax.tree.leaves(labels[0]) == [0] * 4
+    assert labels[1] == {"conv1": {"kernel": 2, "bias": 2}, "fc[0]": {"kernel": 1}, "fc*": 1}
+    with pytest.raises(ValueError, match=r"match every leaf, got .* nothing of '1/fc\*', '1/fc\[0"):
+        as_groups("scheduled_freeze", {"0": 0, "1/conv1": 1}, params)
+    with pytest.raises(ValueError, match="match no leaf twice, got"):
+        as_groups("scheduled_freeze", {"0": 0, "*": 1}, params)
+    with pytest.raises(ValueError, match=r"without a gap, got \[0, 2\]"):
+        as_groups("scheduled_freeze", {"0": 0, "1": 2}, params)
 
 
 def listed():

@@ -11,13 +11,20 @@ from drawing import draws
 from hypothesis import given
 from hypothesis import strategies as st
 
-from boostax.freeze.schedules import FreezeSchedule, freeze_schedule, mindspore_freeze_sequence
+from boostax.freeze.schedules import FreezeSchedule, freeze_schedule
 
 KINDS = ("interval", "continuous", "progressive", "ramp")
 FRACTIONS = st.floats(0, 1, exclude_max=True) | st.sampled_from([0.0, 0.1, 0.3, 0.5, 0.9])
 GROUPS = st.integers(1, 12)
 STEPS = st.integers(1, 400)
 SEEDS = st.integers(0, 2**32 - 1)
+
+
+def sequence(groups=4, freeze_type=1, freeze_p=0.7, total_steps=10, seed=0):
+    """The depths that ``GradientFreeze`` makes after ``np.random.seed(seed)``."""
+    kind = ("continuous", "interval")[freeze_type]
+    schedule = freeze_schedule(kind, total_steps=total_steps, freeze_p=freeze_p, seed=seed)
+    return schedule.depths(groups)
 
 
 @pytest.fixture(scope="module")
@@ -29,7 +36,7 @@ def test_golden_sequences_of_mindspore(sequences):
     assert len(sequences) == 14
     for name, golden in sequences.items():
         arguments = (golden[k] for k in ("groups", "freeze_type", "freeze_p", "total_steps"))
-        depths = mindspore_freeze_sequence(*arguments, seed=42)
+        depths = sequence(*arguments, seed=42)
         assert depths.dtype == np.int32 and depths.shape == (golden["length"],), name
         counts = np.bincount(depths, minlength=golden["groups"])
         assert counts.tolist() == golden["counts"], name
@@ -72,7 +79,7 @@ def drawn_one_by_one(groups, freeze_p, length, seed):
 @draws(60)
 @given(st.integers(2, 40), st.floats(0, 1), STEPS, SEEDS)
 def test_draws_are_those_of_choice(groups, freeze_p, steps, seed):
-    depths = mindspore_freeze_sequence(groups, 1, freeze_p, steps, seed=seed)
+    depths = sequence(groups, 1, freeze_p, steps, seed=seed)
     assert depths.tolist() == drawn_one_by_one(groups, freeze_p, int(1.01 * steps), seed)
 
 
@@ -158,7 +165,7 @@ def test_continuous_keeps_a_step_that_trains_all(groups):
     """MindSpore's rule rounds 1 - 0.9 down and leaves ten groups without: group 0 never trains."""
     depths, _ = table("continuous", groups, 3 * groups, (groups - 1) / groups)
     assert depths.tolist() == [*range(groups)] * 3
-    assert 0 not in mindspore_freeze_sequence(10, 0, 1 - 0.9, 100, seed=0)
+    assert 0 not in sequence(10, 0, 1 - 0.9, 100)
 
 
 @pytest.mark.parametrize("kind", ["progressive", "ramp"])
@@ -245,9 +252,6 @@ def test_what_is_no_depth_is_named_with_its_step(depth):
 COUNTS = (0, -1, 2**31, True, 2.5, "4", None)
 SEEDS_REFUSED = (-1, 2**32, True, 0.5, "0")
 schedule = functools.partial(freeze_schedule, "interval", total_steps=10)
-sequence = functools.partial(
-    mindspore_freeze_sequence, groups=4, freeze_type=1, freeze_p=0.7, total_steps=10, seed=0
-)
 REFUSED = {
     "freeze_schedule": (
         schedule,
@@ -255,6 +259,7 @@ REFUSED = {
             "total_steps": COUNTS,
             "frozen_fraction": (1.2, 1, -0.1, float("nan"), float("inf"), "0.3", True),
             "seed": SEEDS_REFUSED,
+            "freeze_p": (1.2, -0.1, float("nan"), "0.7", True),
         },
     ),
     "freeze_schedule ": (
@@ -262,16 +267,6 @@ REFUSED = {
         {"kind": ("Interval", "", None, 1, [0, 1], np.arange(3))},
     ),
     "FreezeSchedule.depths": (schedule().depths, {"groups": COUNTS}),
-    "mindspore_freeze_sequence": (
-        sequence,
-        {
-            "groups": COUNTS,
-            "freeze_type": (2, -1, True, "interval", None),
-            "freeze_p": (1.2, -0.1, float("nan"), "0.7", None),
-            "total_steps": COUNTS,
-            "seed": (*SEEDS_REFUSED, None),
-        },
-    ),
 }
 
 
@@ -285,8 +280,7 @@ REFUSED = {
     ],
 )
 def test_arguments_out_of_range(who, factory, argument, value):
-    error = (TypeError, ValueError) if argument != "freeze_type" else ValueError
-    with pytest.raises(error) as raised:
+    with pytest.raises((TypeError, ValueError)) as raised:
         factory(**{argument: value})
     message = str(raised.value)
     assert re.match(rf"{who}: {argument} must be .+, got {re.escape(repr(value))}\. .+\.$", message)
@@ -314,9 +308,22 @@ def test_messages():
             "freeze_schedule: frozen_fraction must be at most 0.75 for 'continuous' over 4 groups, "
             "got 0.8. A cycle has a step that trains all; 'interval' freezes more often."
         ),
+        lambda: freeze_schedule(abs, total_steps=1, freeze_p=0.7): (
+            "freeze_schedule: freeze_p must be left out with a callable kind, got 0.7. "
+            "It is given the step and nothing else."
+        ),
+        lambda: schedule(freeze_p=0.7, frozen_fraction=0.3): (
+            "freeze_schedule: frozen_fraction must be left out with freeze_p, got 0.3. "
+            "It is the share of the steps that train all, 1 - frozen_fraction."
+        ),
+        lambda: freeze_schedule("ramp", total_steps=9, freeze_p=0.7): (
+            "freeze_schedule: kind with freeze_p must be 'interval' or 'continuous', got 'ramp'. "
+            "MindSpore has no other kind."
+        ),
         lambda: sequence(freeze_type=0, freeze_p=1): (
-            "mindspore_freeze_sequence: freeze_p must be below 1 for freeze_type 0, got 1.0. "
-            "A cycle would train all for ever, where MindSpore divides by zero; use type 1."
+            "freeze_schedule: freeze_p must be below 1 for 'continuous', MindSpore's freeze_type "
+            "0, got 1.0. A cycle would train all for ever, where MindSpore divides by zero; "
+            "'interval' with freeze_p=1 never freezes."
         ),
     }.items():
         with pytest.raises(ValueError) as raised:

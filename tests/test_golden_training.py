@@ -1,5 +1,7 @@
 """Training runs recorded from MindSpore come out of boostax step for step."""
 
+import json
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -197,3 +199,19 @@ def test_freezing_equals_mindspore(golden, train, name):
         # Ours counts in how many steps each group was trained; theirs are those of each depth.
         trained = states[-1][0].opt_state.trained_steps
         assert trained.tolist() == np.cumsum(run[f"{name}_opt_global_step"]).tolist()
+
+
+def test_a_configuration_freezes_equal_to_mindspore(golden, train):
+    """``FreezeOpt`` with its strategy, from a file: names, depths, moments per group."""
+    run, params, batches = load(golden / "freeze_training_graph.npz")
+    freeze = {"groups": {"0": 0, "1": 1, "2": 2}, "moments": "per_group"}
+    config = json.loads(json.dumps({"freeze": freeze | {"kind": run["strategy"].tolist()}}))
+
+    def make_tx(reduced, axis):
+        del axis
+        return boostax.auto(config).optimizer(reduced(MOMENTUM), params)
+
+    states = [state for state, _ in train(make_tx, params, batches)]
+    assert len(states) == len(run["freeze_momentum_w"])
+    for state, expected in zip(states, run["freeze_momentum_w"], strict=True):
+        np.testing.assert_allclose(flat(state.params), expected, rtol=0, atol=CLOSE["atol"])

@@ -87,7 +87,8 @@ def as_groups(who: str, groups: Any, params: PyTree) -> PyTree:
 
     Args:
       who: on whose behalf to raise.
-      groups: a tree of ints like the params, or a prefix of one; a function of a leaf's path name
+      groups: a tree of ints like the params, or a prefix of one; a dictionary of ints by path
+        names or patterns of them, such as JSON has, which match every leaf; a function of a leaf's path name
         and the leaf; or a list whose entry ``i`` holds the pattern, or the patterns, of group ``i``
         (``fnmatch`` on path names; the name of a module stands for all that is in it), where leaves
         that match none make the last group; or what ``mindspore_groups`` returns.
@@ -268,6 +269,8 @@ def _spread(who: str, groups: PyTree, params: PyTree) -> list[Any]:
         paths = [trees.plain_path(path) for path, _ in jax.tree_util.tree_leaves_with_path(params)]
         if labels.keys() == set(paths):
             return [labels[path] for path in paths]
+        if _are_names(groups):
+            return _named(who, groups, _names(params))
         allowed = (
             "a tree of integers like the params or a prefix of one, a list of patterns, or a "
             "function of path and leaf"
@@ -371,6 +374,24 @@ def _are_patterns(groups: Any) -> bool:
     # [0, 1] is a tree, of params that are a list.
     found = jax.tree.leaves(groups)
     return isinstance(groups, (list, tuple)) and any(isinstance(x, str) for x in found)
+
+
+def _are_names(groups: Any) -> bool:
+    pairs = groups.items() if isinstance(groups, dict) else ()
+    return bool(pairs) and all(isinstance(k, str) and isinstance(x, int) for k, x in pairs)
+
+
+def _named(who: str, groups: dict[str, int], names: list[str]) -> list[int]:
+    """The labels of a dictionary of patterns, which together match every leaf."""
+    numbers = sorted(set(groups.values()))
+    patterns = [[name for name, k in groups.items() if k == number] for number in numbers]
+    found = _matched(who, patterns, names)
+    missed = [name for name, i in zip(names, found, strict=True) if i == len(numbers)]
+    if missed:
+        hint = f"It says nothing of {_few(missed)}."
+        allowed = "a dictionary whose names match every leaf"
+        raise ValueError(checks.message(who, "groups", allowed, groups, hint))
+    return [numbers[i] for i in found]
 
 
 def _matched(who: str, groups: Any, names: list[str]) -> list[int]:

@@ -27,9 +27,9 @@ Layer: TypeAlias = (
     | None
 )
 Pattern: TypeAlias = str | tuple[str, ...]
-Groups: TypeAlias = int | tuple[Pattern, ...]
+Groups: TypeAlias = int | tuple[Pattern, ...] | Mapping[str, Any]
 
-_GROUPS = "a number of groups, or a list of patterns of paths"
+_GROUPS = "a number of groups, a list of patterns of paths, or a dictionary of names and groups"
 # Parameters that the place in a chain gives.
 _PLACE = ("axis_name", "params", "inner")
 
@@ -47,7 +47,7 @@ class Place(NamedTuple):
 
 
 # Stands for params while a part is checked that has none yet.
-_LATER = object()
+LATER = object()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -128,7 +128,7 @@ class Part:
 
     def check(self) -> None:
         """Raise if a value is out of range: where it can be, as the factory does."""
-        self.layer(Place("axis", _LATER))
+        self.layer(Place("axis", LATER))
 
     def layer(self, place: Place) -> Layer:
         """What stands in the chain: in front of what there is, or a function that goes around it.
@@ -250,7 +250,8 @@ def labels(
 
     Args:
       params: the params or their shapes.
-      groups: so many groups of layers; or patterns of paths, one entry for each group.
+      groups: so many groups of layers; patterns of paths, one entry for each group; or, by the
+        names in the params, the number of the group of each.
       order: of a number of groups: see ``boostax.freeze.prefix_groups``, as is ``level``.
       level: leading components of a path that make a layer.
 
@@ -260,10 +261,13 @@ def labels(
     hint = "4 cuts the layers into quarters; ['embed', 'block_*'] names groups by patterns."
     if isinstance(groups, tuple) and groups and all(are_texts(x) for x in groups):
         return groups
-    if isinstance(groups, (tuple, str)):
+    if isinstance(groups, Mapping) and groups:
+        # A dictionary that JAX reads as a tree.
+        return dict(groups)
+    if isinstance(groups, (tuple, str, Mapping)):
         raise TypeError(checks.message("", "groups", _GROUPS, groups, hint))
     checks.positive_int("", "groups", groups, hint)
-    if params is _LATER:
+    if params is LATER:
         return {"any": 0}
     if params is None:
         hint = "Pass them to optimizer or make_train_step, or name the groups by patterns."

@@ -2,18 +2,29 @@
 
 import dataclasses
 import functools
+from collections.abc import Callable
 from typing import Any, ClassVar, Literal
 
 import optax
 
 from boostax._core import checks
+from boostax._core.groups import mindspore_groups
 from boostax.accumulate.carried import carry
 from boostax.accumulate.window import accumulate
-from boostax.autoboost.part import Layer, Part, Place, are_texts, labels, word
+from boostax.autoboost.part import (
+    LATER,
+    Groups,
+    Layer,
+    Part,
+    Place,
+    are_texts,
+    labels,
+    word,
+)
 from boostax.chain.parts import opened, read
 from boostax.chain.roles import role
 from boostax.freeze.scheduled import scheduled_freeze
-from boostax.freeze.schedules import FreezeSchedule, freeze_schedule
+from boostax.freeze.schedules import CYCLE, FreezeSchedule, freeze_schedule
 from boostax.model.centralize import centralize_gradients
 from boostax.model.clip import clip_by_global_norm
 from boostax.model.less_bn import less_bn
@@ -27,7 +38,6 @@ from boostax.subspace.quasi_newton import RULES, SubspaceRule
 from boostax.subspace.trajectory import record_trajectory
 
 PyTree = Any
-_CYCLE = 65536
 Freezing = Literal["interval", "continuous", "progressive", "ramp"]
 
 
@@ -125,37 +135,63 @@ class Carry(Part, factory=carry):
 
 
 def _schedule(
-    kind: Freezing = "interval",
-    frozen_fraction: float = 0.3,
+    kind: Freezing | tuple[int, ...] | Callable[[int], int] = "interval",
+    frozen_fraction: float | None = None,
     total_steps: int | None = None,
-    seed: int = 0,
-) -> FreezeSchedule:
+    seed: int | None = None,
+    freeze_p: float | None = None,
+) -> FreezeSchedule | tuple[int, ...]:
     """``boostax.freeze_schedule``; of 65536 steps where it starts anew at the end."""
-    word(kind, ("interval", "continuous", "progressive", "ramp"), "kind")
-    if total_steps is None and _starts_anew(kind):
-        total_steps = _CYCLE
+    given = {"frozen_fraction": frozen_fraction, "seed": seed, "freeze_p": freeze_p}
+    if isinstance(kind, tuple):
+        for name, value in (given | {"total_steps": total_steps}).items():
+            hint = "It starts anew at its end."
+            checks.absent("", name, value, "left out with a sequence of depths", hint)
+        return kind
+    if not callable(kind):
+        word(kind, ("interval", "continuous", "progressive", "ramp"), "kind")
+    if total_steps is None and (callable(kind) or _starts_anew(kind)):
+        total_steps = CYCLE
     if total_steps is None:
         allowed = f"the optimizer steps of the run for {kind!r}"
         hint = "It freezes for good: without them nobody knows when."
         raise ValueError(checks.message("", "total_steps", allowed, None, hint))
-    return freeze_schedule(
-        kind, total_steps=total_steps, frozen_fraction=frozen_fraction, seed=seed
-    )
+    return freeze_schedule(kind, total_steps=total_steps, **given)
 
 
-def _starts_anew(kind: Freezing = "interval") -> bool:
-    return kind in ("interval", "continuous")
+def _starts_anew(kind: Any = "interval") -> bool:
+    return isinstance(kind, tuple) or kind in ("interval", "continuous")
+
+
+def _groups(
+    params: PyTree,
+    groups: Groups,
+    order: tuple[str, ...] | None = None,
+    level: int | None = None,
+    cut: Literal["layers", "mindspore"] = "layers",
+) -> Any:
+    """As of all parts with groups; a number of them may be cut as MindSpore cuts."""
+    word(cut, ("layers", "mindspore"), "cut")
+    if cut == "layers" or not isinstance(groups, int) or params is LATER or params is None:
+        return labels(params, groups, order, level)
+    checks.absent("", "level", level, "left out with cut 'mindspore'", "Its buckets are of params.")
+    return mindspore_groups(params, groups, order=order)
 
 
 class Freeze(Part, factory=scheduled_freeze):
     """``boostax.scheduled_freeze`` by a ``boostax.freeze_schedule``, outermost.
 
-    ``total_steps`` are optimizer steps of the run. ``None`` is 65536, for ``"interval"`` and
-    ``"continuous"`` alone, which start anew at the end; the others freeze for good and have to know
-    it. ``groups`` are a number of groups of layers, or patterns of paths.
+    ``kind`` is a word, a sequence of depths, which starts anew at its end, or a function of the
+    step. ``total_steps`` are optimizer steps of the run. ``None`` is 65536, for functions and for
+    ``"interval"`` and ``"continuous"``, which start anew at the end; the others freeze for good and
+    have to know it. ``freeze_p`` instead of ``frozen_fraction`` makes MindSpore's own sequence.
+    ``groups`` are a number of groups of layers, patterns of paths, or a dictionary of names; a
+    number is cut in layers (``boostax.freeze.prefix_groups``), or with ``cut="mindspore"`` as there
+    (``boostax.freeze.mindspore_groups``).
     """
 
-    made: ClassVar = {"groups": labels, "schedule": _schedule, "repeat": _starts_anew}
+    made: ClassVar = {"groups": _groups, "schedule": _schedule, "repeat": _starts_anew}
+    renamed: ClassVar = {"schedule": "kind"}
     groups: Any = 4
 
 

@@ -9,7 +9,7 @@ import numpy as np
 
 from boostax._core import checks
 from boostax._core.groups import as_groups, group_count
-from boostax.freeze.schedules import FreezeSchedule
+from boostax.freeze.schedules import CYCLE, FreezeSchedule, freeze_schedule
 
 PyTree = Any
 
@@ -149,12 +149,17 @@ def as_schedule(who: str, schedule: Any) -> Any:
       A ``FreezeSchedule``, something with a ``plan`` method, or a table of depths.
     """
     hint = "boostax.freeze_schedule makes one; 2 keeps the first two groups frozen for good."
-    allowed = "a FreezeSchedule, freeze_on_plateau(...), a depth, or a sequence of depths"
+    allowed = (
+        "a FreezeSchedule, freeze_on_plateau(...), a function of the step, a depth, or a sequence "
+        "of depths"
+    )
     if isinstance(schedule, FreezeSchedule) or callable(getattr(schedule, "plan", None)):
         return schedule
+    if callable(schedule):
+        return freeze_schedule(schedule, total_steps=CYCLE)
     given: Any = [schedule] if isinstance(schedule, (int, np.integer)) else schedule
     try:
-        if isinstance(schedule, (str, bytes, bool)) or callable(schedule):
+        if isinstance(schedule, (str, bytes, bool)):
             raise TypeError
         depths = [operator.index(depth) for depth in given]
     except TypeError as error:

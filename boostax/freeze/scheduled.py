@@ -198,11 +198,14 @@ def scheduled_freeze(
 
     Args:
       inner: the optimizer, gates and reductions included; its state must be kept leaf by leaf.
-      groups: from ``prefix_groups``; any tree of integers 0, 1, ... like the params, or a prefix of
-        one; a function ``(path, leaf) -> group``; or a list of patterns of paths, one entry (or
-        list of them) for each group, all other leaves forming the last.
-      schedule: from ``freeze_schedule`` or ``freeze_on_plateau``; a sequence of depths; or one
-        depth, which freezes those groups for good and keeps no moments for them.
+      groups: from ``prefix_groups``, ``param_groups`` or ``mindspore_groups``; any tree of integers
+        0, 1, ... like the params, or a prefix of one; a function ``(path, leaf) -> group``; or a
+        list of patterns of paths, one entry (or list of them) for each group, all other leaves
+        forming the last.
+      schedule: from ``freeze_schedule`` or ``freeze_on_plateau``; a function from the step, a
+        Python int, to the depth, which is asked for 65536 steps (for more, ``freeze_schedule(f,
+        total_steps=)``); a sequence of depths; or one depth, which freezes those groups for good
+        and keeps no moments for them.
       moments: ``"per_group"`` keeps an optimizer state for each depth, as MindSpore does: its
         counters and moments move only in steps of that depth. Not for optimizers that keep a copy
         of the params (schedule-free ones): it would be that of long ago.

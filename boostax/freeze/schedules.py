@@ -17,6 +17,8 @@ Kind = Literal["interval", "continuous", "progressive", "ramp"]
 Depths: TypeAlias = np.ndarray[Any, np.dtype[np.int32]]
 
 _KINDS: tuple[Kind, ...] = ("interval", "continuous", "progressive", "ramp")
+# Of a schedule that is not told the length of the run; MindSpore's default.
+CYCLE = 65536
 _STEPS = "It counts the optimizer steps of the whole training."
 _SAME = "The same seed draws the same depths on all hosts."
 
@@ -30,14 +32,17 @@ class FreezeSchedule:
     Attributes:
       kind: ``"interval"``, ``"continuous"``, ``"progressive"``, ``"ramp"`` or a callable.
       total_steps: optimizer steps that it is made for.
-      frozen_fraction: share of them on which something is frozen; ``None`` for a callable.
+      frozen_fraction: share of them on which something is frozen; ``None`` for a callable, and
+        beside ``freeze_p``.
       seed: of the draws of ``"interval"``; ``None`` where nothing is drawn.
+      freeze_p: MindSpore's share of steps that train all; ``None`` if it was not given.
     """
 
     kind: Kind | Callable[[int], int]
     total_steps: int
     frozen_fraction: float | None
     seed: int | None
+    freeze_p: float | None = None
     _tables: dict[int, Depths] = dataclasses.field(
         default_factory=dict[int, Depths], init=False, repr=False, compare=False
     )
@@ -52,12 +57,13 @@ class FreezeSchedule:
           groups: number of groups.
 
         Returns:
-          ``i32[total_steps]`` with elements in ``[0, groups)``, read-only. Cost: 4 bytes per step
-          on the host, built once per number of groups; 65536 steps take some 10 ms.
+          ``i32[total_steps]`` (with ``freeze_p`` more) with elements in ``[0, groups)``, read-only.
+          Cost: 4 bytes per step on the host, built once per number of groups; 65536 steps take some
+          10 ms.
 
         Raises:
           ValueError, TypeError: ``groups`` is no positive integer, or too few for the fraction of
-            ``"continuous"``; a callable gave what is no depth.
+            ``"continuous"``, whose ``freeze_p`` is below 1; a callable gave what is no depth.
 
         Example:
           >>> import boostax
@@ -81,6 +87,8 @@ class FreezeSchedule:
 
 def _table(schedule: FreezeSchedule, groups: int) -> Depths:
     kind, length, fraction = schedule.kind, schedule.total_steps, schedule.frozen_fraction
+    if schedule.freeze_p is not None:
+        return _mindspore(groups, kind == "interval", schedule.freeze_p, length, schedule.seed)
     if fraction is None:
         assert callable(kind)
         hint = "Depth d freezes groups 0 to d-1, and the last group always trains."
@@ -103,6 +111,28 @@ def _table(schedule: FreezeSchedule, groups: int) -> Depths:
         # 1 - 0.9 is below 0.1, which would leave ten groups without that step.
         return _continuous(groups, max(1, _whole_steps(groups, freeze_p)), length)
     return _one_by_one(groups, freeze_p, length, power=3 if kind == "ramp" else 1)
+
+
+def _mindspore(
+    groups: int, interval: bool, freeze_p: float, steps: int, seed: int | None
+) -> Depths:
+    """Number by number: a hundredth longer than the run, and to the end of a cycle."""
+    length = int(steps * 1.01)
+    if groups == 1:
+        return np.zeros(length, np.int32)
+    if interval:
+        assert seed is not None
+        return _interval(groups, freeze_p, length, seed)
+    if freeze_p == 1:
+        hint = (
+            "A cycle would train all for ever, where MindSpore divides by zero; 'interval' with "
+            "freeze_p=1 never freezes."
+        )
+        allowed = "below 1 for 'continuous', MindSpore's freeze_type 0"
+        raise ValueError(checks.message("freeze_schedule", "freeze_p", allowed, freeze_p, hint))
+    whole = _whole_steps(groups, freeze_p)
+    cycle = whole + groups - 1
+    return _continuous(groups, whole, -(-length // cycle) * cycle)
 
 
 def _interval(groups: int, freeze_p: float, length: int, seed: int) -> Depths:
@@ -157,6 +187,7 @@ def freeze_schedule(
     total_steps: int,
     frozen_fraction: float | None = None,
     seed: int | None = None,
+    freeze_p: float | None = None,
 ) -> FreezeSchedule:
     r"""Say for every optimizer step how many of the first groups are frozen.
 
@@ -184,7 +215,9 @@ def freeze_schedule(
       it freezes; here the optimizer's own schedule stands.
 
     The first two are MindSpore's freeze types 1 and 0 with ``freeze_p = 1 - f``, cut off at ``T``.
-    One group, or ``f = 0``, never freezes.
+    One group, or ``f = 0``, never freezes. ``freeze_p`` itself, instead of ``f``, makes MindSpore's
+    sequence number by number: ``int(1.01 T)`` steps, to the end of its cycle for ``"continuous"``,
+    whose cycle may have no step that trains all (``freeze_p < 1 / G``).
 
     Args:
       kind: one of these, or a callable from the step, a Python int, to the depth, an integer in
@@ -193,7 +226,11 @@ def freeze_schedule(
       frozen_fraction: share of the steps on which something is frozen, in ``[0, 1)``; ``None`` is
         0.3. Not for a callable.
       seed: of the draws of ``"interval"``, in ``[0, 2**32)``; ``None`` is 0. The other kinds draw
-        nothing and ignore it. Not for a callable. NumPy's global generator is not touched.
+        nothing and ignore it. Not for a callable. NumPy's global generator is not touched: what
+        MindSpore draws after ``np.random.seed(seed)`` is drawn from a generator of its own.
+      freeze_p: share of the steps that train *all*, in ``[0, 1]``; MindSpore's default is 0.7. For
+        ``"interval"`` and ``"continuous"``. With 0 only the first step of ``"interval"`` trains
+        all; 1 is none of ``"continuous"``, where MindSpore divides by zero.
 
     Returns:
       A ``FreezeSchedule``. Cost: none before ``depths``; nothing on the device.
@@ -206,6 +243,8 @@ def freeze_schedule(
       >>> schedule = boostax.freeze_schedule("interval", total_steps=16, frozen_fraction=0.5)
       >>> schedule.depths(4).tolist()
       [0, 1, 0, 1, 0, 1, 0, 1, 0, 2, 0, 1, 0, 2, 0, 1]
+      >>> boostax.freeze_schedule("interval", total_steps=8, freeze_p=0.0).depths(4).tolist()
+      [0, 1, 2, 1, 1, 1, 1, 1]
       >>> warm_up = boostax.freeze_schedule(lambda step: 2 if step < 3 else 0, total_steps=5)
       >>> warm_up.depths(4).tolist()
       [2, 2, 2, 0, 0]
@@ -217,7 +256,8 @@ def freeze_schedule(
     who = "freeze_schedule"
     total_steps = checks.positive_int(who, "total_steps", total_steps, _STEPS)
     if callable(kind):
-        for argument, value in (("frozen_fraction", frozen_fraction), ("seed", seed)):
+        given = {"frozen_fraction": frozen_fraction, "seed": seed, "freeze_p": freeze_p}
+        for argument, value in given.items():
             hint = "It is given the step and nothing else."
             checks.absent(who, argument, value, "left out with a callable kind", hint)
         return FreezeSchedule(kind, total_steps, None, None)
@@ -226,6 +266,17 @@ def freeze_schedule(
     if not isinstance(name, str):
         raise TypeError(checks.message(who, "kind", "a name or a callable", name, hint))
     checks.choice(who, "kind", kind, _KINDS, hint)
+    seed = _below(2**32, who, "seed", 0 if seed is None else seed, _SAME)
+    seed = seed if kind == "interval" else None
+    if freeze_p is not None:
+        hint = "MindSpore has no other kind."
+        checks.choice(who, "kind with freeze_p", kind, _KINDS[:2], hint)
+        hint = "It is the share of the steps that train all, 1 - frozen_fraction."
+        allowed = "left out with freeze_p"
+        checks.absent(who, "frozen_fraction", frozen_fraction, allowed, hint)
+        hint = "It is the share of steps that train all: 0.7 freezes a prefix on about 30%."
+        share = checks.number(who, "freeze_p", freeze_p, "in [0, 1]", lambda p: 0 <= p <= 1, hint)
+        return FreezeSchedule(kind, total_steps, None, seed, float(share))
     fraction = checks.number(
         who,
         "frozen_fraction",
@@ -234,61 +285,4 @@ def freeze_schedule(
         lambda share: 0 <= share < 1,
         "0.3 freezes a prefix on about 30% of steps.",
     )
-    seed = _below(2**32, who, "seed", 0 if seed is None else seed, _SAME)
-    return FreezeSchedule(kind, total_steps, float(fraction), seed if kind == "interval" else None)
-
-
-def mindspore_freeze_sequence(
-    groups: int, freeze_type: int, freeze_p: float, total_steps: int, *, seed: int
-) -> Depths:
-    """The depths that MindSpore's ``GradientFreeze`` makes, number by number.
-
-    Mind the name: ``freeze_p`` is the share of the steps that train *all*; on ``1 - freeze_p`` of
-    them something is frozen. What MindSpore draws after ``np.random.seed(seed)`` is drawn here from
-    a generator of its own. Like MindSpore's, a cycle of type 0 may have no step that trains all
-    (``freeze_p < 1 / groups``). ``scheduled_freeze`` takes the result as its schedule.
-
-    Args:
-      groups: number of groups, MindSpore's ``param_groups`` (10 there).
-      freeze_type: 0, continuous, or 1, interval (1 there): see ``freeze_schedule``.
-      freeze_p: in ``[0, 1]``, for type 0 below 1 (0.7 there).
-      total_steps: optimizer steps (65536 there).
-      seed: in ``[0, 2**32)``; type 0 draws nothing.
-
-    Returns:
-      ``i32[int(1.01 * total_steps)]``, longer for type 0, which ends its cycle. Cost: host memory.
-
-    Raises:
-      ValueError, TypeError: an argument out of range; type 0 with ``freeze_p=1``, where MindSpore
-        divides by zero.
-
-    Example:
-      >>> from boostax.freeze.schedules import mindspore_freeze_sequence
-      >>> mindspore_freeze_sequence(10, 1, 0.7, 2000, seed=42)[:12].tolist()
-      [0, 4, 0, 0, 1, 0, 0, 2, 0, 0, 3, 0]
-
-    References:
-      MindSpore 2.10, ``mindspore.boost.GradientFreeze``.
-    """
-    who = "mindspore_freeze_sequence"
-    groups = checks.positive_int(who, "groups", groups, "MindSpore's default is 10.")
-    if isinstance(freeze_type, bool) or freeze_type not in (0, 1):
-        hint = "MindSpore knows no other; freeze_schedule does."
-        allowed = "0 (continuous) or 1 (interval)"
-        raise ValueError(checks.message(who, "freeze_type", allowed, freeze_type, hint))
-    hint = "It is the share of steps that train all: 0.7 freezes a prefix on about 30% of steps."
-    freeze_p = float(
-        checks.number(who, "freeze_p", freeze_p, "in [0, 1]", lambda p: 0 <= p <= 1, hint)
-    )
-    length = int(checks.positive_int(who, "total_steps", total_steps, _STEPS) * 1.01)
-    seed = _below(2**32, who, "seed", seed, _SAME)
-    if groups == 1:
-        return np.zeros(length, np.int32)
-    if freeze_type == 1:
-        return _interval(groups, freeze_p, length, seed)
-    if freeze_p == 1:
-        hint = "A cycle would train all for ever, where MindSpore divides by zero; use type 1."
-        raise ValueError(checks.message(who, "freeze_p", "below 1 for freeze_type 0", 1.0, hint))
-    whole = _whole_steps(groups, freeze_p)
-    cycle = whole + groups - 1
-    return _continuous(groups, whole, -(-length // cycle) * cycle)
+    return FreezeSchedule(kind, total_steps, float(fraction), seed)
