@@ -463,7 +463,7 @@ def test_a_function_of_the_step_is_a_schedule():
 def test_a_function_is_asked_for_so_many_steps_and_no_more():
     plan = boostax.scheduled_freeze(adamw(), GROUPS, lambda step: step % 4).freezing.plan(start())
     assert [plan.known(step) for step in (0, 5, 65535)] == [0, 1, 3]
-    with pytest.raises(ValueError, match="got 65536 steps and one more .* total_steps that of the"):
+    with pytest.raises(ValueError, match=r"got 65536 steps and one more .* total_steps"):
         plan.known(65536)
     tx = boostax.scheduled_freeze(adamw(), GROUPS, lambda step: step)
     with pytest.raises(

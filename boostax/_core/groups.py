@@ -88,10 +88,10 @@ def as_groups(who: str, groups: Any, params: PyTree) -> PyTree:
     Args:
       who: on whose behalf to raise.
       groups: a tree of ints like the params, or a prefix of one; a dictionary of ints by path
-        names or patterns of them, such as JSON has, which match every leaf; a function of a leaf's path name
-        and the leaf; or a list whose entry ``i`` holds the pattern, or the patterns, of group ``i``
-        (``fnmatch`` on path names; the name of a module stands for all that is in it), where leaves
-        that match none make the last group; or what ``mindspore_groups`` returns.
+        names or patterns of them, such as JSON has, which match every leaf; a function of a leaf's
+        path name and the leaf; a list whose entry ``i`` holds the pattern, or the patterns, of
+        group ``i`` (``fnmatch`` on path names; the name of a module stands for all that is in it),
+        where leaves that match none make the last group; or what ``mindspore_groups`` returns.
       params: the params.
     """
     found, treedef = jax.tree_util.tree_flatten_with_path(params)
