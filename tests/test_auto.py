@@ -149,7 +149,7 @@ def assert_settings(config, attrs):
         assert found.groups == attrs["_param_groups"]
         assert found.total_steps == attrs["_total_steps"]
         assert (found.kind == "interval") == (attrs["_freeze_type"] == 1)
-        assert 1 - found.frozen_fraction == pytest.approx(attrs["_freeze_p"], abs=1e-12)
+        assert found.freeze_p == attrs["_freeze_p"]
     if config.accumulate is not None:
         assert config.accumulate.every == attrs["grad_accumulation_step"]
     if config.dim_reduce is not None:
@@ -327,8 +327,8 @@ MISTAKES = {
         "'total_steps', got 'freez_p'. Did you mean 'freeze_p'?",
     ),
     "value of MindSpore's": (
-        {"grad_freeze": {"freeze_p": 0}},
-        "mindspore: grad_freeze.freeze_p must be in (0, 1], got 0. It is a number in MindSpore's "
+        {"grad_freeze": {"freeze_p": 2}},
+        "mindspore: grad_freeze.freeze_p must be in [0, 1], got 2. It is a number in MindSpore's "
         "dictionary.",
     ),
 }
@@ -806,7 +806,7 @@ def test_the_dictionary_of_the_page_runs_as_it_is(level):
     # AdaSum is on at O2 and never reached beside freezing.
     assert switches(config) == dict.fromkeys(SWITCHES, False) | on
     assert config.centralize == Centralize(multiple_of=16, after_decay=True)
-    assert (config.freeze.moments, config.freeze.level) == ("per_group", "bucket")
+    assert (config.freeze.moments, config.freeze.cut) == ("per_group", "mindspore")
     text = "\n".join(boost.notes)
     assert "boost.less_bn = False has no effect: mode 'auto' takes what level" in text
     assert ("boost.adasum = True has no effect: grad_freeze" in text) == (level == "O2")

@@ -89,7 +89,7 @@ def _switch(name: str, value: Any) -> Any:
 
 
 _PROPER = _real("in (0, 1)", lambda x: 0 < x < 1)
-_SHARE = _real("in (0, 1]", lambda x: 0 < x <= 1)
+_SHARE = _real("in [0, 1]", lambda x: 0 <= x <= 1)
 _MOMENTUM = _real("in [0, 1)", lambda x: 0 <= x < 1)
 _RATE = _real("greater than 0", lambda x: x > 0)
 GROUPS: dict[str, dict[str, Setting]] = {
@@ -100,8 +100,7 @@ GROUPS: dict[str, dict[str, Setting]] = {
     "grad_freeze": {
         "param_groups": Setting(10, _count, "groups"),
         "freeze_type": Setting(1, _type, "kind", read=("continuous", "interval").__getitem__),
-        # MindSpore's is the share of the steps that train all. Rounded, 1 - 0.7 is 0.3.
-        "freeze_p": Setting(0.7, _SHARE, "frozen_fraction", read=lambda p: round(1 - p, 12)),
+        "freeze_p": Setting(0.7, _SHARE, "freeze_p"),
         "total_steps": Setting(65536, _count, "total_steps"),
     },
     "grad_accumulation": {"grad_accumulation_step": Setting(1, _count, "every")},
@@ -330,7 +329,7 @@ class _AsThere(_Strict):
         """With MindSpore's groups and moments, and its rule of 16."""
         found = super().config(on, parts)
         if found["freeze"]:
-            found["freeze"] |= {"level": "bucket", "moments": "per_group"}
+            found["freeze"] |= {"cut": "mindspore", "moments": "per_group"}
             self.notes.append(
                 "grad_freeze: groups are buckets of three params, and a network with fewer of them "
                 "than param_groups is not frozen; depths are drawn with seed 0, MindSpore's from "
