@@ -429,8 +429,8 @@ def attempt(case: Case, folder: pathlib.Path, told: dict[str, Any], arrays: dict
         arrays["strategy"] = optimizer.train_strategy.asnumpy()[:STEPS].astype(np.int8)
         told["strategy_length"] = len(optimizer.train_strategy)
     told["stage"] = "train"
-    if cell is not None:
-        told["adasum_enabled"] = getattr(cell, "enable_adasum", False)
+    if case.way == "ranks":
+        told["adasum_enabled"] = cell.enable_adasum
     losses, kept, scales = [], [], []
     for t, (x, y) in enumerate(zip(*batches(case.network), strict=True), 1):
         if manager:
