@@ -61,8 +61,8 @@ OPTIMIZERS: dict[str, dict[str, Any]] = {
         "learning_rate": [0.1 * 0.9**t for t in range(STEPS)],
         "momentum": 0.9,
     },
-    "adam": {"class": "Adam", "learning_rate": 0.01},
-    "adam_decay": {"class": "AdamWeightDecay", "learning_rate": 0.01, "weight_decay": 0.01},
+    "adam": {"class": "Adam", "learning_rate": 0.002},
+    "adam_decay": {"class": "AdamWeightDecay", "learning_rate": 0.002, "weight_decay": 0.01},
 }
 # At the other's rate float32 and float64 part in the network without its normalisations.
 USUAL = {"mlp": "momentum", "resnet": "slow"}
