@@ -220,7 +220,8 @@ MISTAKES = {
     ),
     "field that is needed": (
         {"reduce": "partial"},
-        "Reduce: partitions must be given with kind 'partial', got None. It has no default.",
+        "Reduce: partitions must be given, or bucket_bytes, got None. 4 averages a quarter of the "
+        "params per step; {'head': 0, 'body': 1} names them.",
     ),
     "value, by its factory": (
         {"reduce": {"kind": "top-k", "density": 3}},
@@ -238,8 +239,9 @@ MISTAKES = {
     ),
     "argument of a factory": (
         {"top_k_reduce": {"densty": 0.1}},
-        "BoostConfig: keys of top_k_reduce must be among 'density', 'count', 'block', 'momentum', "
-        "'value_dtype', 'error_feedback', 'dense', got 'densty'. Did you mean 'density'?",
+        "BoostConfig: keys of top_k_reduce must be among 'density', 'count', 'block', "
+        "'bucket_bytes', 'momentum', 'value_dtype', 'error_feedback', 'dense', got 'densty'. Did you "
+        "mean 'density'?",
     ),
     "value of a factory": (
         {"top_k_reduce": {"value_dtype": "int3"}},
@@ -248,8 +250,8 @@ MISTAKES = {
     ),
     "argument that a factory needs": (
         {"partial_average": True},
-        "partial_average: partitions must be given with kind 'partial', got None. It has no "
-        "default.",
+        "partial_average: partitions must be given, or bucket_bytes, got None. 4 averages a quarter "
+        "of the params per step; {'head': 0, 'body': 1} names them.",
     ),
     "two of one part": (
         {"reduce": "mean", "int8_reduce": True},
@@ -314,8 +316,51 @@ MISTAKES = {
     ),
     "option of SINGA's": (
         {"singa": {"dist_option": "sparseTopK", "spar": 0.1}},
-        "singa: the options of 'sparseTopK' must be 'spars' or 'corr', got 'spar'. Did you mean "
-        "'spars'?",
+        "singa: the options of 'sparseTopK' must be 'threshold' or 'spars' or 'corr' or 'topK', got "
+        "'spar'. Did you mean 'spars'?",
+    ),
+    "option of another mode of SINGA's": (
+        {"singa": {"dist_option": "plain", "topK": True}},
+        "singa: topK must be left out with 'plain', got True. It is for 'sparseTopK' and "
+        "'sparseThreshold'.",
+    ),
+    "buffer of SINGA's": (
+        {"singa": {"dist_option": "half", "buffSize": 4194304}},
+        "singa: buffSize must be left out, got 4194304. XLA makes the buffers; 'threshold' says how "
+        "many elements are fused.",
+    ),
+    "counter of SINGA's": (
+        {"singa": {"dist_option": "partialUpdate", "partial": 0}},
+        "singa: partial must be left out, got 0. It is SINGA's counter, which the state has here; "
+        "'threshold' or 'partitions' says what a partition is.",
+    ),
+    "topK of SINGA's that contradicts": (
+        {"singa": {"dist_option": "sparseThreshold", "topK": True}},
+        "singa: topK must be False or left out with 'sparseThreshold', got True. The two say the "
+        "same; 'dist_option' is enough.",
+    ),
+    "clip_Value of SINGA's alone": (
+        {"singa": {"dist_option": "half", "clip_Value": 1.0}},
+        "singa: clip_Value must be left out without clipping, got 1.0. 'clipping': True clips; SINGA "
+        "ignores it.",
+    ),
+    "spars of SINGA's": (
+        {"singa": {"dist_option": "sparseTopK", "spars": 2.0}},
+        "singa: spars must be in (0, 1], got 2.0. 0.01 sends one element in a hundred.",
+    ),
+    "threshold of SINGA's": (
+        {"singa": {"dist_option": "plain", "threshold": -1}},
+        "singa: threshold must be an integer that is not negative, got -1. So many elements are "
+        "fused; SINGA's default is 2097152.",
+    ),
+    "two partitions of SINGA's": (
+        {"singa": {"dist_option": "partialUpdate", "partitions": 2, "threshold": 10}},
+        "singa: partitions must be left out beside bucket_bytes, got 2. One of the two says what a "
+        "partition is.",
+    ),
+    "section of SINGA's": (
+        {"singa": "half"},
+        "auto: singa must be a dictionary, got 'half'. Such as {'dist_option': 'half'}.",
     ),
     "two reductions": (
         {"singa": {"dist_option": "plain"}, "reduce": "mean"},
@@ -461,20 +506,23 @@ def test_a_dictionary_changes_its_level_field_by_field():
         ({"dist_option": "plain"}, Reduce("mean")),
         ({"dist_option": "half"}, Reduce("mean", wire="float16")),
         ({"dist_option": "half", "clipping": True}, Reduce("mean", wire="float16", clip=100.0)),
+        ({"dist_option": "plain", "threshold": 10}, Reduce("mean", bucket_bytes=40)),
+        ({"dist_option": "half", "threshold": 0}, Reduce("mean", wire="float16", bucket_bytes=1)),
         ({"dist_option": "partialUpdate", "partitions": 3}, Reduce("partial", partitions=3)),
-        ({"dist_option": "sparseTopK"}, Reduce("top-k", density=0.05)),
+        ({"dist_option": "partialUpdate"}, Reduce("partial", bucket_bytes=2**23)),
+        ({"dist_option": "partialUpdate", "threshold": 10}, Reduce("partial", bucket_bytes=40)),
+        ({"dist_option": "sparseTopK"}, Reduce("top-k", density=0.05, bucket_bytes=2**23)),
         (
-            {"dist_option": "sparseTopK", "spars": 0.1, "corr": False},
-            Reduce("top-k", density=0.1, error_feedback=False),
+            {"dist_option": "sparseTopK", "spars": 0.1, "corr": False, "topK": True},
+            Reduce("top-k", density=0.1, error_feedback=False, bucket_bytes=2**23),
         ),
         (
-            {"dist_option": "sparseThreshold", "spars": 0.1, "capacity": 0.2},
-            Reduce("threshold", threshold=0.1, capacity=0.2),
+            {"dist_option": "sparseThreshold", "spars": 0.1, "capacity": [0.2], "threshold": 8},
+            Reduce("threshold", threshold=0.1, capacity=(0.2,), bucket_bytes=32),
         ),
         (
-            # Without a residual what has no place would be lost.
-            {"dist_option": "sparseThreshold", "corr": False},
-            Reduce("threshold", threshold=0.05, capacity=1.0, error_feedback=False),
+            {"dist_option": "sparseThreshold", "corr": False, "topK": False},
+            Reduce("threshold", threshold=0.05, error_feedback=False, bucket_bytes=2**23),
         ),
     ],
 )

@@ -82,7 +82,7 @@ def choice(
 ) -> Choice:
     """One of a few words."""
     if value not in allowed:
-        words = " or ".join(repr(word) for word in allowed)
+        words = " or ".join(repr(word) for word in allowed) or "left out"
         raise ValueError(message(who, argument, words, value, hint))
     return value
 

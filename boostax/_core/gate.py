@@ -17,7 +17,7 @@ touches the params; and they pass gradients down raw, with the factors still to 
 """
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import jax
@@ -249,7 +249,17 @@ def branch(
 
     For every branch that carries state. Both are to return the same types.
     """
-    return lax.switch(predicate.astype(jnp.int32), [hold, work], *operands)
+    return alternatives(predicate.astype(jnp.int32), [hold, work], *operands)
+
+
+def alternatives(
+    index: jax.Array, branches: Sequence[Callable[..., PyTree]], *operands: Any
+) -> PyTree:
+    """What the branch at an index returns of the operands; all are to return the same types.
+
+    A switch, as an index keeps its branches in their order.
+    """
+    return lax.switch(index.astype(jnp.int32), branches, *operands)
 
 
 def passed(state: PyTree) -> jax.Array:

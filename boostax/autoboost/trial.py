@@ -17,6 +17,7 @@ from boostax._core.variants import variants_of
 from boostax.autoboost.build import Boost
 from boostax.autoboost.config import BoostConfig
 from boostax.reduce.mean import all_reduce
+from boostax.reduce.partial import partitioning
 from boostax.train.compiled import TrainStep
 from boostax.train.state import TrainState
 from boostax.train.step import make_train_step
@@ -137,7 +138,10 @@ class Candidate:
         """Calls of a turn: whole rounds of whatever does not do the same each time."""
         if self.depths:
             return self.setting.steps
-        parts = self.config.reduce.partitions or 1 if self.step.names else 1
+        reduce, parts = self.config.reduce, 1
+        if reduce.kind == "partial" and self.step.names:
+            members = partitioning("auto", reduce.partitions, reduce.bucket_bytes)
+            parts = len(members(self.setting.params))
         period = self.window * self.meeting * parts
         # At least two: a codec may do one thing at even and another at odd steps.
         return period * math.ceil(2 / period)

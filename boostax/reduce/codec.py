@@ -1,15 +1,16 @@
 """A codec says what travels in a compressed reduction; the rest is ``feedback.py``."""
 
 import dataclasses
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
 
 from boostax._core import axes, checks
+from boostax._core.gate import alternatives
 
 PyTree = Any
 
@@ -39,6 +40,8 @@ class Message(NamedTuple):
       late: for each leaf what is to be added to ``held``, or ``None``; nothing for none at all.
       over: for each leaf how many elements this replica should have sent and had no place for;
         nothing where every element has one.
+      capacity: f32 scalar, equal on all replicas: which share of the elements had a place; nothing
+        where that is not chosen at each step.
     """
 
     means: list[jax.Array]
@@ -46,6 +49,7 @@ class Message(NamedTuple):
     state: PyTree
     late: list[Late | None] | tuple[()] = ()
     over: list[jax.Array] | tuple[()] = ()
+    capacity: jax.Array | tuple[()] = ()
 
 
 class PerLeaf(NamedTuple):
@@ -79,11 +83,13 @@ class Codec:
         a device, each as a leaf by itself.
       lossy: without error feedback most of a gradient is lost, at every step the same.
       counts_over: its messages say how many elements had no place (``Message.over``).
+      chooses: its messages say which share of the elements had one (``Message.capacity``).
     """
 
     whole: bool = False
     lossy: bool = False
     counts_over: bool = False
+    chooses: bool = False
 
     def serves(self, leaf: Any) -> bool:
         """Whether it can send such a leaf, as it comes; others take a plain mean."""
@@ -133,17 +139,28 @@ class Staged(Codec):
         """As the stage of this step does."""
         step, inner = state
         stage = jnp.searchsorted(jnp.array(self.starts), step, side="right") - 1
-
-        def run(codec: Codec) -> Any:
-            message = codec.reduce(leaves, inner, names)
-            # Branches must agree on the axes over which their results vary.
-            held, late = axes.to_varying((message.held, list(message.late)), names)
-            return message._replace(held=held, late=late)
-
-        branches = [lambda codec=codec: run(codec) for codec in self.codecs]
-        message = lax.switch(stage, branches)
+        message = switched(stage, self.codecs, leaves, inner, names)
         later = jnp.minimum(step, jnp.iinfo(jnp.int32).max - 1) + 1
         return message._replace(state=(later, message.state))
+
+
+def switched(
+    index: jax.Array,
+    codecs: Sequence[Codec],
+    leaves: Sequence[jax.Array],
+    state: PyTree,
+    names: tuple[str, ...],
+) -> Message:
+    """What the codec at an index sends, which is equal on all replicas."""
+    axes.require_invariant(index, "switched")
+
+    def run(codec: Codec) -> Message:
+        message = codec.reduce(leaves, state, names)
+        # Branches must agree on the axes over which their results vary.
+        held, late = axes.to_varying((message.held, list(message.late)), names)
+        return message._replace(held=held, late=late)
+
+    return alternatives(index, [functools.partial(run, codec) for codec in codecs])
 
 
 def staged(

@@ -198,6 +198,24 @@ def parcels(
     return result
 
 
+def fused(sizes: Sequence[int], most: int) -> list[list[int]]:
+    """Which of the items stand together, from the last to the first, as gradients come.
+
+    They are added until they are more than ``most``; an item that is larger stands alone.
+    """
+    found: list[list[int]] = []
+    small: list[int] = []
+    for i in reversed(range(len(sizes))):
+        if sizes[i] > most:
+            found.append([i])
+            continue
+        small.append(i)
+        if sum(sizes[j] for j in small) > most:
+            found.append(small)
+            small = []
+    return [*found, small] if small else found
+
+
 def block_size(widths: Sequence[int]) -> int:
     """The longest blocks of columns that add no more than 0.4% of padding."""
     spare = max(sum(widths) // 256, 64)

@@ -33,7 +33,10 @@ class CompressedState(NamedTuple):
       unsent: f32 scalar, ``sqrt(sum_r |residual_r|**2 / sum_r |g_r + old residual_r|**2)``: the
         share that was held back last time, 0 for an exact reduction. -1 before the first.
       over_capacity: f32 scalar, elements of all replicas that reached the threshold last time and
-        had no place on the wire; -1 before the first. ``None`` without a threshold.
+        had no place in the largest capacity below 1.0; -1 before the first. ``None`` without a
+        threshold.
+      capacity: f32 scalar, the share of the elements that had a place last time, 1.0 for a dense
+        step; -1 before the first. ``None`` without a threshold.
     """
 
     residual: PerReplica
@@ -41,11 +44,13 @@ class CompressedState(NamedTuple):
     codec: PyTree
     unsent: jax.Array
     over_capacity: Any = None
+    capacity: Any = None
 
     def metrics(self) -> dict[str, jax.Array]:
         """Named scalars for ``boostax.metrics``."""
-        over = {} if self.over_capacity is None else {"over_capacity": self.over_capacity}
-        return {"unsent": self.unsent} | over
+        optional = {"over_capacity": self.over_capacity, "capacity": self.capacity}
+        kept = {name: value for name, value in optional.items() if value is not None}
+        return {"unsent": self.unsent} | kept
 
 
 def compress(
@@ -131,6 +136,7 @@ def compress(
             codec=map_per_leaf(spread, codec.init(shapes)),
             unsent=jnp.full((), -1.0, jnp.float32),
             over_capacity=jnp.full((), -1.0, jnp.float32) if overflows else None,
+            capacity=jnp.full((), -1.0, jnp.float32) if codec.chooses else None,
         )
 
     def update_fn(
@@ -166,7 +172,7 @@ def compress(
         # Before anything is sent: what is kept is chosen where it is computed, in one pass.
         finite = jnp.isfinite(total)
         message = _reduced(codec, wanted, codec_state, names)
-        means, residual, new_codec_state, late, over = message
+        means, residual, new_codec_state, late, over, capacity = message
         keep = lambda new, old: jnp.where(finite, new, old)  # noqa: E731
         if error_feedback:
             # Chosen first, so that one pass writes them and adds up their squares.
@@ -196,6 +202,7 @@ def compress(
             codec=map_per_leaf(spread, jax.tree.map(keep, new_codec_state, codec_state)),
             unsent=keep(unsent.astype(jnp.float32), state.unsent),
             over_capacity=over_capacity,
+            capacity=keep(capacity, state.capacity) if codec.chooses else None,
         )
 
     update = update_fn if whole else on_shards(who, names, update_fn)
@@ -216,6 +223,8 @@ def _reduced(
         kinds.setdefault(axes.varying(x), []).append(i)
     means: list[Any] = [None] * len(leaves)
     held, late, over = list(means), list(means), list(means)
+    # Of leaves apart, the largest; of none, none had a place.
+    capacity: Any = jnp.zeros((), jnp.float32)
     marked = lambda node: isinstance(node, PerLeaf)  # noqa: E731
     kept, structure = jax.tree.flatten(state, is_leaf=marked)
     for kind in kinds.values():
@@ -226,6 +235,8 @@ def _reduced(
             means[i], held[i] = message.means[place], message.held[place]
             late[i] = late_ones[place]
             over[i] = message.over[place] if message.over else None
+        if codec.chooses:
+            capacity = jnp.maximum(capacity, message.capacity)
         for j, new in enumerate(jax.tree.leaves(message.state, is_leaf=marked)):
             if marked(new):
                 all_of_them = list(kept[j].values)
@@ -233,7 +244,7 @@ def _reduced(
                     all_of_them[i] = value
                 new = PerLeaf(all_of_them)
             kept[j] = new
-    return Message(means, held, structure.unflatten(kept), late, over)
+    return Message(means, held, structure.unflatten(kept), late, over, capacity)
 
 
 def _squared_norm(

@@ -14,6 +14,7 @@ from boostax._core import axes, checks, trees
 from boostax._core.describe import describe
 from boostax._core.gate import Pending, gated, run_or_hold
 from boostax._core.replicas import PerReplica
+from boostax.reduce import exchange
 from boostax.reduce.mean import all_reduce
 from boostax.reduce.own import check, init_own, result, step_own, stepped
 
@@ -40,7 +41,11 @@ class PartialAverageState(NamedTuple):
 
 
 def partial_average(
-    inner: optax.GradientTransformation, axis_name: axes.AxisName, partitions: int | PyTree
+    inner: optax.GradientTransformation,
+    axis_name: axes.AxisName,
+    partitions: int | PyTree = None,
+    *,
+    bucket_bytes: int | None = None,
 ) -> optax.GradientTransformationExtraArgs:
     r"""Train every replica on its own gradients; average one partition of the params per step.
 
@@ -62,6 +67,9 @@ def partial_average(
       partitions: their number, at most one for each leaf: runs of consecutive leaves, the largest
         run as small as it can be. Or the number of each leaf's partition, from 0: a tree of
         integers like the params, or a prefix of one.
+      bucket_bytes: in the place of ``partitions``, how much makes one, as SINGA cuts them: from
+        the last leaf to the first leaves are added until they have more than so many bytes (of
+        f32), and a leaf of more is one by itself. ``2**23`` is SINGA's default.
 
     Returns:
       A transformation with a ``PartialAverageState``. Through ``boostax.apply_gradients`` what is
@@ -86,12 +94,12 @@ def partial_average(
 
     References:
       Apache SINGA's ``DistOpt.backward_and_partial_update``, which numbers the partitions in the
-      order of the backward pass and loses their state in a checkpoint.
+      order of the backward pass (``bucket_bytes``) and loses their state in a checkpoint.
     """
     who = "partial_average"
     names = check(who, inner, axis_name)
     tx = optax.with_extra_args_support(inner)
-    members = _partitioning(who, partitions)
+    members = partitioning(who, partitions, bucket_bytes)
     mean = all_reduce(names)
 
     def average(own: PyTree, value: PyTree, apply: bool) -> tuple[PyTree, tuple[()]]:
@@ -134,9 +142,19 @@ def partial_average(
     return gated(init_fn, step_fn, flush_fn)
 
 
-def _partitioning(who: str, partitions: Any) -> Callable[[PyTree], list[list[int]]]:
+def partitioning(
+    who: str, partitions: Any, bucket_bytes: int | None
+) -> Callable[[PyTree], list[list[int]]]:
     """A function from params to the numbers of the leaves of each partition."""
     hint = "4 averages a quarter of the params per step; {'head': 0, 'body': 1} names them."
+    if exchange.check_bytes(who, bucket_bytes) is not None:
+        why = "One of the two says what a partition is."
+        checks.absent(who, "partitions", partitions, "left out beside bucket_bytes", why)
+        return lambda params: exchange.fused(
+            [4 * x.size for x in jax.tree.leaves(params)], bucket_bytes
+        )
+    if partitions is None:
+        raise ValueError(checks.message(who, "partitions", "given, or bucket_bytes", None, hint))
     given = jax.tree.leaves(partitions)
     if jax.tree.structure(partitions) == jax.tree.structure(0):
         count = checks.positive_int(who, "partitions", partitions, hint)

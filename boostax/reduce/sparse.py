@@ -13,8 +13,17 @@ import optax
 from jax import lax
 
 from boostax._core import axes, checks, trees
-from boostax.reduce import selection
-from boostax.reduce.codec import Codec, Message, packed, padded, staged, unpacked, unsent
+from boostax.reduce import exchange, selection
+from boostax.reduce.codec import (
+    Codec,
+    Message,
+    packed,
+    padded,
+    staged,
+    switched,
+    unpacked,
+    unsent,
+)
 from boostax.reduce.feedback import Dense, compress
 from boostax.reduce.rows import Grid
 
@@ -25,41 +34,62 @@ TILE = 2048
 
 
 @dataclasses.dataclass(frozen=True)
-class Largest(Codec):
-    """The elements of largest magnitude of every leaf, with their places.
+class Cut:
+    """Which elements are sent at all, and as what.
 
     Attributes:
-      count: of so many entries, how many are sent.
-      block: choose from each run of so many elements by itself; ``None`` for a leaf as a whole.
-      threshold: what is smaller is not sent, though its place on the wire is taken; or ``None``.
+      threshold: smaller magnitudes are not sent; ``None`` sends any.
       relative: whether the threshold is in units of the leaf's root mean square.
       value_dtype: of the values on the wire; ``None`` for their own.
-      lossy: see ``Codec``.
-      counts_over: what reaches the threshold may have no place, and is counted.
     """
 
-    count: Callable[[int], int]
-    block: int | None = None
     threshold: float | None = None
     relative: bool = False
     value_dtype: np.dtype[Any] | None = None
 
+    def least(self, leaf: jax.Array) -> jax.Array | float:
+        """The smallest magnitude that is sent."""
+        if self.threshold is None or not self.relative:
+            return self.threshold or 0.0
+        return self.threshold * jnp.sqrt(jnp.sum(leaf * leaf) / leaf.size)
+
+    def coded(self, values: jax.Array, least: jax.Array | float) -> jax.Array:
+        """What is sent of the values."""
+        if self.threshold is not None:
+            values = jnp.where(jnp.abs(values) >= least, values, 0)
+        return values if self.value_dtype is None else trees.saturate(values, self.value_dtype)
+
+
+@dataclasses.dataclass(frozen=True)
+class Largest(Codec):
+    """The elements of largest magnitude of every leaf, or bucket of leaves, with their places.
+
+    Attributes:
+      count: of so many elements, how many are sent.
+      block: choose from each run of so many elements by itself; ``None`` for a leaf as a whole.
+      cut: what is below it is not sent, though its place on the wire is taken.
+      bucket_bytes: see ``top_k_reduce``.
+      lossy: see ``Codec``.
+    """
+
+    count: Callable[[int], int]
+    block: int | None = None
+    cut: Cut = Cut()
+    bucket_bytes: int | None = None
+
     lossy: bool = True
-    counts_over: bool = False
 
     def reduce(self, leaves: Sequence[jax.Array], state: PyTree, names: tuple[str, ...]) -> Message:
         """Gather everybody's choice, and add up."""
-        views = [self._view(x.shape) for x in leaves]
-        chosen = [view.largest(x) for view, x in zip(views, leaves, strict=True)]
+        least = [self.cut.least(x) for x in leaves]
+        buckets = self._buckets(leaves)
+        arrays = [self._bucket(leaves, least, bucket) for bucket in buckets]
+        views = [self._view(x.shape) for x, _ in arrays]
+        chosen = [view.largest(x) for view, (x, _) in zip(views, arrays, strict=True)]
         places = [i for i, _ in chosen]
-        least = [self._least(x) for x in leaves]
-        sent = [
-            jnp.where(mask, self._coded(x, t).astype(x.dtype), 0)
-            for x, t, (_, mask) in zip(leaves, least, chosen, strict=True)
-        ]
         values = [
-            self._coded(view.taken(x, i), t)
-            for view, x, t, i in zip(views, leaves, least, places, strict=True)
+            self.cut.coded(view.taken(x, i), t)
+            for view, (x, t), i in zip(views, arrays, places, strict=True)
         ]
         everyones = zip(views, _gathered(values, names), _gathered(places, names), strict=True)
         # Written as it is: what reads it would be moved before the transposition by a TPU's
@@ -67,17 +97,47 @@ class Largest(Codec):
         totals = [
             lax.optimization_barrier(view.leaf(_added(view, v, i))) for view, v, i in everyones
         ]
+        masks = _apart(leaves, buckets, [mask for _, mask in chosen])
+        sent = [
+            jnp.where(mask, self.cut.coded(x, t).astype(x.dtype), 0)
+            for x, t, mask in zip(leaves, least, masks, strict=True)
+        ]
         means = [
             (total / axes.size(names)).astype(x.dtype)
-            for total, x in zip(totals, leaves, strict=True)
+            for total, x in zip(_apart(leaves, buckets, totals), leaves, strict=True)
         ]
-        over = []
-        if self.counts_over:
-            over = [
-                jnp.sum((jnp.abs(x) >= t) & ~mask, dtype=jnp.float32)
-                for x, t, (_, mask) in zip(leaves, least, chosen, strict=True)
-            ]
-        return Message(means, unsent(leaves, sent), state, over=over)
+        return Message(means, unsent(leaves, sent), state)
+
+    def over(self, leaves: Sequence[jax.Array]) -> list[jax.Array]:
+        """i32: how many elements have to be sent and have no place, at a bucket's first leaf."""
+        least = [self.cut.least(x) for x in leaves]
+        found = [axes.unify(jnp.zeros((), jnp.int32), x) for x in leaves]
+        for bucket in self._buckets(leaves):
+            x, t = self._bucket(leaves, least, bucket)
+            view = self._view(x.shape)
+            reached = view.grid.rows(((jnp.abs(x) >= t) & (x != 0))[None])[0]
+            # By row in f32, which is exact there: XLA:CPU adds up integers with a copy.
+            found[bucket[0]] = view.over(reached.astype(jnp.float32).sum(1).astype(jnp.int32))
+        return found
+
+    def _buckets(self, leaves: Sequence[jax.Array]) -> list[list[int]]:
+        """Indices of the leaves from which is chosen together; they have one dtype."""
+        if self.bucket_bytes is None:
+            return [[i] for i in range(len(leaves))]
+        found: list[list[int]] = []
+        for kind in exchange.kinds(leaves):
+            fused = exchange.fused([4 * leaves[i].size for i in kind], self.bucket_bytes)
+            found += [[kind[i] for i in bucket] for bucket in fused]
+        return found
+
+    def _bucket(
+        self, leaves: Sequence[jax.Array], least: Sequence[jax.Array | float], bucket: list[int]
+    ) -> tuple[jax.Array, jax.Array | float]:
+        """A leaf and its threshold; or several in a vector without what is below theirs, and 0."""
+        if len(bucket) == 1:
+            return leaves[bucket[0]], least[bucket[0]]
+        reaching = lambda x, t: jnp.where(jnp.abs(x) >= t, x, 0)  # noqa: E731
+        return packed([reaching(leaves[i], least[i]) for i in bucket]), 0.0
 
     def _view(self, shape: tuple[int, ...]) -> "_Runs | _Whole":
         size = math.prod(shape)
@@ -92,16 +152,62 @@ class Largest(Codec):
             own = Grid((1, *shape), False, 1, block, 1)
         return _Runs(own, min(self.count(own.width), own.width))
 
-    def _least(self, leaf: jax.Array) -> jax.Array | float:
-        """The smallest magnitude that is sent."""
-        if self.threshold is None or not self.relative:
-            return self.threshold or 0.0
-        return self.threshold * jnp.sqrt(jnp.sum(leaf * leaf) / leaf.size)
 
-    def _coded(self, values: jax.Array, least: jax.Array | float) -> jax.Array:
-        if self.threshold is not None:
-            values = jnp.where(jnp.abs(values) >= least, values, 0)
-        return values if self.value_dtype is None else trees.saturate(values, self.value_dtype)
+@dataclasses.dataclass(frozen=True)
+class Reaching(Codec):
+    """What reaches a threshold, as a plain mean in which the rest is zero.
+
+    Attributes:
+      cut: the threshold.
+      lossy: see ``Codec``.
+    """
+
+    cut: Cut
+    lossy: bool = True
+
+    def reduce(self, leaves: Sequence[jax.Array], state: PyTree, names: tuple[str, ...]) -> Message:
+        """Average."""
+        sent = [self.cut.coded(x, self.cut.least(x)).astype(x.dtype) for x in leaves]
+        return Message([lax.pmean(x, names) for x in sent], unsent(leaves, sent), state)
+
+
+@dataclasses.dataclass(frozen=True)
+class Ladder(Codec):
+    """The elements that reach a threshold, by the least capacity that has a place for all of them.
+
+    Shapes are static, so every capacity is a branch with shapes of its own, and the replicas agree
+    on one before anything is sent. Where even the last has too few places the largest go.
+
+    Attributes:
+      capacities: shares of a leaf, ascending.
+      codecs: one for each: ``Largest``, or ``Reaching`` for a share of one.
+      lossy: see ``Codec``.
+      counts_over: what has no place is counted, in the largest share below one.
+      chooses: see ``Codec``.
+    """
+
+    capacities: tuple[float, ...]
+    codecs: tuple[Codec, ...]
+    lossy: bool = True
+    counts_over: bool = True
+    chooses: bool = True
+
+    def reduce(self, leaves: Sequence[jax.Array], state: PyTree, names: tuple[str, ...]) -> Message:
+        """By the capacity of this step."""
+        over = [codec.over(leaves) for codec in self.codecs if isinstance(codec, Largest)]
+        last = len(self.codecs) - 1
+        # Of each but the last, whether there is a place for all, everywhere.
+        fits = [sum(counts, start=jnp.zeros((), jnp.int32)) == 0 for counts in over[:last]]
+        if fits:
+            lacking = ~axes.agree(jnp.stack(fits), names)
+            rung = jnp.cumprod(lacking.astype(jnp.int32)).sum(dtype=jnp.int32)
+            message = switched(rung, self.codecs, leaves, state, names)
+        else:
+            rung = jnp.zeros((), jnp.int32)
+            message = self.codecs[0].reduce(leaves, state, names)
+        none = [axes.unify(jnp.zeros((), jnp.int32), x) for x in leaves]
+        capacity = jnp.asarray(self.capacities, jnp.float32)[rung]
+        return message._replace(over=over[-1] if over else none, capacity=capacity)
 
 
 class _Runs(NamedTuple):
@@ -138,6 +244,10 @@ class _Runs(NamedTuple):
     def leaf(self, array: jax.Array) -> jax.Array:
         """Such an array in the leaf's shape."""
         return self.grid.slices(array[None])[0]
+
+    def over(self, counts: jax.Array) -> jax.Array:
+        """How many have no place, of so many in each row."""
+        return jnp.maximum(counts - self.sent, 0).sum(dtype=jnp.int32)
 
 
 class _Whole(NamedTuple):
@@ -176,6 +286,10 @@ class _Whole(NamedTuple):
     def leaf(self, array: jax.Array) -> jax.Array:
         """Such an array in the leaf's shape."""
         return self.grid.slices(selection.rows(array)[None])[0]
+
+    def over(self, counts: jax.Array) -> jax.Array:
+        """How many have no place, of so many in each row."""
+        return jnp.maximum(counts.sum(dtype=jnp.int32) - self.sent, 0)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -256,6 +370,19 @@ def _spread(
     ]
 
 
+def _apart(
+    leaves: Sequence[jax.Array], buckets: list[list[int]], arrays: Sequence[jax.Array]
+) -> list[jax.Array]:
+    """What there is of each leaf, in its shape, from what there is of each bucket."""
+    found: dict[int, jax.Array] = {}
+    for bucket, array in zip(buckets, arrays, strict=True):
+        ends = np.cumsum([leaves[i].size for i in bucket])
+        parts = jnp.split(array, ends[:-1]) if len(bucket) > 1 else [array]
+        for i, part in zip(bucket, parts, strict=True):
+            found[i] = part.reshape(leaves[i].shape)
+    return [found[i] for i in range(len(leaves))]
+
+
 def share(density: float, of: int) -> int:
     """``ceil(density * of)``, at least one, not misled by rounding."""
     return max(1, min(of, math.ceil(density * of - 1e-6)))
@@ -318,6 +445,7 @@ def top_k_reduce(
     *,
     count: int | None = None,
     block: int | None = None,
+    bucket_bytes: int | None = None,
     momentum: float | None = None,
     value_dtype: Any = None,
     error_feedback: bool = True,
@@ -340,6 +468,10 @@ def top_k_reduce(
       block: choose among each run of so many elements by itself, along the last dimension where it
         is long. Places take 2 bytes; keeps 87 to 99% of the energy. Try 1000. Runs are sorted,
         whole leaves are not: on a TPU leave it out.
+      bucket_bytes: choose among several leaves together. From the last leaf to the first they are
+        fused until they have more than so many bytes (of f32); a leaf of more is chosen from by
+        itself. The same number of elements travels, from where they are largest, for one copy of
+        the leaves that are fused. ``2**23`` is SINGA's default. ``None`` chooses from every leaf.
       momentum: correct for the momentum of the optimizer (DGC): momentum is applied here, before
         the choice, and stops where an element has been sent. The optimizer then goes without.
       value_dtype: of values on the wire, such as ``"bfloat16"``; ``None`` for f32. Rounding stays
@@ -376,10 +508,11 @@ def top_k_reduce(
     who = "top_k_reduce"
     if block is not None:
         block = checks.positive_int(who, "block", block, "Try 1000.")
+    bucket_bytes = exchange.check_bytes(who, bucket_bytes)
     wire = None if value_dtype is None else checks.floating_dtype(who, "value_dtype", value_dtype)
 
     def largest(counter: Callable[[int], int]) -> Codec:
-        return Largest(counter, block, value_dtype=wire)
+        return Largest(counter, block, Cut(value_dtype=wire), bucket_bytes)
 
     if count is None:
         codec = staged(
@@ -396,47 +529,58 @@ def threshold_reduce(
     axis_name: axes.AxisName,
     threshold: float = 0.05,
     *,
-    capacity: float = 0.05,
+    capacity: float | Sequence[float] = (0.01, 0.05, 1.0),
     relative: bool = False,
     block: int | None = None,
+    bucket_bytes: int | None = 2**16,
     value_dtype: Any = None,
     error_feedback: bool = True,
     dense: Dense = None,
 ) -> optax.GradientTransformationExtraArgs:
-    r"""Send the elements of every leaf that reach a threshold, as far as they fit.
+    r"""Send the elements of every leaf that reach a threshold, however many they are.
 
     .. math:: u = \tfrac1n \sum_r a_r \, [\, |a_r| \ge t \,], \qquad a_r = g_r + e_r
 
-    Shapes are static: ``capacity`` is what travels, used or not. Of more elements than that the
-    largest go, and the others wait, or are lost without ``error_feedback``;
-    ``boostax.metrics`` counts them as ``over_capacity``. It costs what
-    ``top_k_reduce(density=capacity)`` costs; it differs in sending nothing small.
+    Shapes are static, so there is a ladder of capacities, each compiled with shapes of its own. At
+    every step the replicas count what reaches the threshold and agree on the first capacity in
+    which all of it has a place, in every leaf of every replica. A last capacity of 1.0 is a plain
+    mean of what reaches the threshold, so nothing is lost, with error feedback or without.
 
     Args:
       axis_name: mesh axis, or a tuple of axes.
       threshold: magnitude from which an element is sent.
-      capacity: share of each leaf that has a place on the wire; at 1.0 all that reaches the
-        threshold travels.
+      capacity: shares of each leaf that have a place on the wire, ascending; or one, for a fixed
+        size. Without 1.0 among them, of more elements than the last has places for the largest
+        go, and the others wait, or are lost without ``error_feedback``.
       relative: take the threshold in units of the root mean square of gradient plus residual, so
         that less is sent the more is held back.
       block: see ``top_k_reduce``.
-      value_dtype: see ``top_k_reduce``.
+      bucket_bytes: leaves share their places as in ``top_k_reduce``, or a short one that is full
+        would make a step dense. What is sent is the same. ``None`` for places of each leaf.
+      value_dtype: see ``top_k_reduce``; a dense step sends such values in f32.
       error_feedback: keep what was not sent.
       dense: leaves that take a plain mean.
 
     Returns:
-      A transformation with a ``CompressedState``; cost as ``top_k_reduce``, and 4 bytes for the
-      count.
+      A transformation with a ``CompressedState``. Cost by the capacity ``c`` of a step: below one
+      as ``top_k_reduce(density=c)``, on a ring ``8 (n-1) c N`` bytes; at 1.0 those of a mean,
+      ``8 (n-1)/n N``; before it 4 bytes for each capacity but the last, and one reading of the
+      gradients. ``boostax.metrics`` has ``capacity``, that of the last step, and
+      ``over_capacity``, the elements that had no place in the largest capacity below 1.0.
 
     Raises:
       ValueError, TypeError: as ``top_k_reduce``.
 
     Example:
       >>> import boostax, jax, jax.numpy as jnp
-      >>> tx = boostax.reduce.threshold_reduce("data", 0.5, capacity=0.5)
+      >>> tx = boostax.reduce.threshold_reduce("data", 0.5, capacity=(0.25, 1.0))
       >>> step = jax.vmap(lambda g: tx.update(g, tx.init(g)), axis_name="data")
-      >>> step(jnp.array([[1.0, 0.4, 0.0, 0.0]]))[0].tolist()
-      [[1.0, 0.0, 0.0, 0.0]]
+      >>> mean, state = step(jnp.array([[1.0, 0.4, 0.0, 0.0]]))
+      >>> mean.tolist(), state.metrics()["capacity"].item()
+      ([[1.0, 0.0, 0.0, 0.0]], 0.25)
+      >>> mean, state = step(jnp.array([[1.0, 0.4, 1.0, 1.0]]))
+      >>> mean.tolist(), state.metrics()["capacity"].item()
+      ([[1.0, 0.0, 1.0, 1.0]], 1.0)
 
     References:
       Strom, Scalable distributed DNN training using commodity GPU cloud computing, 2015. Apache
@@ -446,12 +590,19 @@ def threshold_reduce(
     who = "threshold_reduce"
     hint = "SINGA's default is 0.05."
     checks.number(who, "threshold", threshold, "0 or more", lambda x: x >= 0, hint)
-    _check_density(who, "capacity", capacity)
+    capacities = _capacities(who, capacity)
     if block is not None:
         block = checks.positive_int(who, "block", block, "Try 1000.")
+    bucket_bytes = exchange.check_bytes(who, bucket_bytes)
     wire = None if value_dtype is None else checks.floating_dtype(who, "value_dtype", value_dtype)
-    count = lambda size: share(capacity, size)  # noqa: E731
-    codec = Largest(count, block, threshold, relative, wire, counts_over=True)
+    cut = Cut(threshold, relative, wire)
+
+    def rung(capacity: float) -> Codec:
+        if capacity == 1:
+            return Reaching(cut)
+        return Largest(functools.partial(share, capacity), block, cut, bucket_bytes)
+
+    codec = Ladder(capacities, tuple(map(rung, capacities)))
     return compress(codec, axis_name, error_feedback=error_feedback, dense=dense, name=who)
 
 
@@ -509,3 +660,16 @@ def random_k_reduce(
 def _check_density(who: str, argument: str, value: Any) -> None:
     hint = "0.01 sends one element in a hundred."
     checks.number(who, argument, value, "in (0, 1]", lambda x: 0 < x <= 1, hint)
+
+
+def _capacities(who: str, value: Any) -> tuple[float, ...]:
+    """One share, or several in ascending order."""
+    if not isinstance(value, Sequence) or isinstance(value, str):
+        _check_density(who, "capacity", value)
+        return (value,)
+    for each in value:
+        _check_density(who, "capacity", each)
+    if not value or list(value) != sorted(set(value)):
+        allowed, hint = "ascending shares", "(0.01, 0.05, 1.0) sends all, in the least that fits."
+        raise ValueError(checks.message(who, "capacity", allowed, value, hint))
+    return tuple(value)

@@ -1,0 +1,371 @@
+"""Apache SINGA's ``DistOpt`` over four replicas and twenty steps, against its formulas in float64.
+
+A replica's gradient is exact in f32 (a quadratic with centres on a grid), so both round to f16
+alike. SINGA's modes: plain, half, half clipped, partial update, sparse top-k, sparse threshold.
+"""
+
+import contextlib
+import functools
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import AbstractMesh, AxisType
+from jax.sharding import PartitionSpec as P
+
+import boostax
+from boostax._core import costs
+from boostax.reduce import exchange
+
+REPLICAS, STEPS, RATE, MOMENTUM = 4, 20, 0.125, 0.5
+# In forward order, as SINGA's tape has them; it goes through them from the last to the first.
+SHAPES = [(40,), (5, 7), (3,), (30, 4), (11,)]
+# In elements: the fourth alone, the last and the third with the second, the first by itself.
+THRESHOLD = 45
+
+
+def grid(seed, *lead):
+    rng = np.random.default_rng(seed)
+    return [rng.integers(-96, 97, (*lead, *shape)) / 64 for shape in SHAPES]
+
+
+START, CENTRES = grid(0), grid(1, STEPS, REPLICAS)
+
+
+def loss_fn(params, batch):
+    """Half the squared distance from the replica's centres, of which it has one."""
+    return sum(jnp.sum((p - c[0]) ** 2) / 2 for p, c in zip(params, batch, strict=True))
+
+
+# SINGA.
+
+
+def buckets(threshold):
+    """``backward_and_update`` and its kin: small tensors are fused until they are more."""
+    found, small, filled = [], [], 0
+    for i in reversed(range(len(SHAPES))):
+        size = int(np.prod(SHAPES[i]))
+        if size > threshold:
+            found.append([i])
+            continue
+        small.append(i)
+        filled += size
+        if filled > threshold:
+            found.append(small)
+            small, filled = [], 0
+    return [*found, small] if small else found
+
+
+def half(row):
+    return row.astype(np.float16).astype(np.float64)
+
+
+def synch(rows):
+    return [x.sum(0) for x in rows]
+
+
+def synch_half(rows, clip=np.inf):
+    """The sum is f16 again; SINGA also rounds after each addition, in the order of its ring."""
+    return [half(half(np.clip(x, -clip, clip)).sum(0)) for x in rows]
+
+
+class Sparse:
+    """``fusedSparsification``: of each bucket add what was left, choose, keep the rest, add up."""
+
+    def __init__(self, choose, corr, threshold=THRESHOLD):
+        self.choose, self.corr, self.buckets = choose, corr, buckets(threshold)
+        self.left = [0.0] * len(self.buckets)
+
+    def __call__(self, rows):
+        result = list(rows)
+        for k, bucket in enumerate(self.buckets):
+            wanted = np.concatenate([rows[i].reshape(REPLICAS, -1) for i in bucket], 1)
+            wanted = wanted + self.left[k] if self.corr else wanted
+            sent = np.stack([self.choose(row) for row in wanted])
+            self.left[k] = wanted - sent
+            ends = np.cumsum([np.prod(SHAPES[i], dtype=int) for i in bucket])
+            for i, part in zip(bucket, np.split(sent.sum(0), ends[:-1]), strict=True):
+                result[i] = part.reshape(SHAPES[i])
+        return result
+
+
+def top_k(share, row):
+    """The largest magnitudes, as SINGA means it; its comparison truncates them to integers."""
+    largest = np.argsort(-abs(row), kind="stable")[: int(np.ceil(share * row.size))]
+    return np.where(np.isin(np.arange(row.size), largest), row, 0)
+
+
+def reaching(limit, row):
+    return np.where(abs(row) >= limit, row, 0)
+
+
+class SGD:
+    """``opt.SGD(lr, momentum)``, whose moments begin as zeros."""
+
+    def __init__(self):
+        self.moments = {}
+
+    def apply(self, name, param, grad):
+        self.moments[name] = MOMENTUM * self.moments.get(name, 0.0) + grad
+        return param - RATE * self.moments[name]
+
+
+def synchronous(reduce):
+    """``update``: divide what was added up by the replicas, then the optimizer."""
+    opt, params = SGD(), [np.array(p) for p in START]
+    for step in range(STEPS):
+        grads = [p - c[step] for p, c in zip(params, CENTRES, strict=True)]
+        mean = [x / REPLICAS for x in reduce(grads)]
+        params = [opt.apply(i, p, g) for i, (p, g) in enumerate(zip(params, mean, strict=True))]
+    return [np.stack([p] * REPLICAS) for p in params]
+
+
+def partial_update(partitions):
+    """Every replica its own step; then one partition of the params is averaged."""
+    opts = [SGD() for _ in range(REPLICAS)]
+    own = [np.stack([p] * REPLICAS) for p in START]
+    for step in range(STEPS):
+        for i, r in itertools.product(range(len(own)), range(REPLICAS)):
+            own[i][r] = opts[r].apply(i, own[i][r], own[i][r] - CENTRES[i][step, r])
+        for i in partitions[step % len(partitions)]:
+            own[i][:] = own[i].sum(0) / REPLICAS
+    return own
+
+
+# boostax.
+
+
+@functools.cache
+def batches():
+    return [[jnp.asarray(c[step], jnp.float32) for c in CENTRES] for step in range(STEPS)]
+
+
+def mesh():
+    devices = jax.devices()[:REPLICAS]
+    return jax.make_mesh((REPLICAS,), ("data",), (AxisType.Auto,), devices=devices)
+
+
+def trained(step):
+    """Params of every replica after all steps."""
+    state = step.init([jnp.asarray(p, jnp.float32) for p in START])
+    for batch in batches():
+        state, _ = step(state, batch)
+    own = state.params
+    if isinstance(own, boostax.PerReplica):
+        return [np.asarray(p) for p in own.local]
+    return [np.stack([p] * REPLICAS) for p in own]
+
+
+def configured(boost):
+    optimizer = optax.sgd(RATE, MOMENTUM)
+    like = [jnp.asarray(p, jnp.float32) for p in START]
+    return boost.make_train_step(loss_fn, optimizer, like, mesh=mesh(), axis_name="data")
+
+
+def by_hand(tx):
+    return boostax.make_train_step(loss_fn, tx, mesh=mesh(), axis_name="data")
+
+
+def before(reduction):
+    return optax.chain(reduction, optax.sgd(RATE, MOMENTUM))
+
+
+SMALL = {"threshold": THRESHOLD}
+BUCKET = {"bucket_bytes": 4 * THRESHOLD}
+MODES = {
+    "plain": (
+        {"dist_option": "plain"},
+        lambda: before(boostax.all_reduce("data")),
+        lambda: synchronous(synch),
+    ),
+    "plain, fused": (
+        {"dist_option": "plain"} | SMALL,
+        lambda: before(boostax.all_reduce("data", **BUCKET)),
+        lambda: synchronous(synch),
+    ),
+    "half": (
+        {"dist_option": "half"} | SMALL,
+        lambda: before(boostax.all_reduce("data", dtype="float16", **BUCKET)),
+        lambda: synchronous(synch_half),
+    ),
+    "half, clipped": (
+        {"dist_option": "half", "clipping": True, "clip_Value": 0.75},
+        lambda: before(boostax.all_reduce("data", dtype="float16", clip=0.75)),
+        lambda: synchronous(functools.partial(synch_half, clip=0.75)),
+    ),
+    "partial update": (
+        {"dist_option": "partialUpdate"} | SMALL,
+        lambda: boostax.reduce.partial_average(optax.sgd(RATE, MOMENTUM), "data", **BUCKET),
+        lambda: partial_update(buckets(THRESHOLD)),
+    ),
+    "partial update, whole": (
+        {"dist_option": "partialUpdate"},
+        lambda: boostax.reduce.partial_average(
+            optax.sgd(RATE, MOMENTUM), "data", bucket_bytes=2**23
+        ),
+        lambda: partial_update([range(len(SHAPES))]),
+    ),
+    "sparse top-k": (
+        {"dist_option": "sparseTopK", "spars": 0.1, "topK": True} | SMALL,
+        lambda: before(boostax.top_k_reduce("data", 0.1, **BUCKET)),
+        lambda: synchronous(Sparse(functools.partial(top_k, 0.1), corr=True)),
+    ),
+    "sparse top-k, one bucket": (
+        {"dist_option": "sparseTopK"},
+        lambda: before(boostax.top_k_reduce("data", 0.05, bucket_bytes=2**23)),
+        lambda: synchronous(Sparse(functools.partial(top_k, 0.05), corr=True, threshold=2097152)),
+    ),
+    "sparse top-k, corr off": (
+        {"dist_option": "sparseTopK", "spars": 0.1, "corr": False} | SMALL,
+        lambda: before(boostax.top_k_reduce("data", 0.1, error_feedback=False, **BUCKET)),
+        lambda: synchronous(Sparse(functools.partial(top_k, 0.1), corr=False)),
+    ),
+    "sparse threshold": (
+        {"dist_option": "sparseThreshold", "spars": 0.9},
+        lambda: before(boostax.reduce.threshold_reduce("data", 0.9)),
+        lambda: synchronous(Sparse(functools.partial(reaching, 0.9), corr=True)),
+    ),
+    "sparse threshold, corr off": (
+        {"dist_option": "sparseThreshold", "spars": 0.9, "corr": False} | SMALL,
+        lambda: before(
+            boostax.reduce.threshold_reduce("data", 0.9, error_feedback=False, **BUCKET)
+        ),
+        lambda: synchronous(Sparse(functools.partial(reaching, 0.9), corr=False)),
+    ),
+}
+
+
+# Of a linear optimizer it is the same when params are averaged.
+SAME = {"plain", "plain, fused", "partial update, whole"}
+
+
+@functools.cache
+def formula(name):
+    return MODES[name][2]()
+
+
+@pytest.mark.parametrize("name", MODES)
+@pytest.mark.parametrize("way", ["configured", "by hand"])
+def test_a_mode_is_its_formula(name, way):
+    options, make, _ = MODES[name]
+    boost = boostax.auto({"singa": options})
+    with warned(boost.config.reduce):
+        step = configured(boost) if way == "configured" else by_hand(make())
+    found = trained(step)
+    for x, expected in zip(found, formula(name), strict=True):
+        np.testing.assert_allclose(x, expected, rtol=0, atol=1e-6)
+
+
+def test_the_formulas_differ():
+    """A test of one would not pass with another."""
+    for one, other in itertools.combinations(MODES, 2):
+        if not {one, other} <= SAME:
+            pairs = zip(formula(one), formula(other), strict=True)
+            assert max(abs(a - b).max() for a, b in pairs) > 3e-5, (one, other)
+
+
+def test_buckets_are_singas():
+    for threshold in (0, 2, 3, 10, 45, 74, 120, 200, 10**6):
+        sizes = [int(np.prod(shape)) for shape in SHAPES]
+        assert exchange.fused(sizes, threshold) == buckets(threshold)
+    assert buckets(THRESHOLD) == [[3], [4, 2, 1], [0]]
+
+
+# Nothing that reaches the threshold is lost.
+
+
+@pytest.mark.parametrize("size", [2000, 2**15])
+@pytest.mark.parametrize("corr", [True, False])
+def test_a_thousand_equal_elements_over_the_threshold_all_arrive(size, corr):
+    """Defect guarded against: 5% had a place, and of what was equal the first were sent."""
+    rows = np.full((REPLICAS, size), 0.3, np.float32)
+    places = np.random.default_rng(0).permutation(size)[:1000]
+    rows[1, places] = 0.75
+    options = {"dist_option": "sparseThreshold", "spars": 0.5, "corr": corr}
+    boost = boostax.auto({"singa": options})
+    linear = lambda params, batch: jnp.sum(params * batch[0])  # noqa: E731
+    with warned(boost.config.reduce):
+        step = boost.make_train_step(linear, optax.sgd(1.0), mesh=mesh(), axis_name="data")
+    state = step.init(jnp.zeros(size))
+    state, metrics = step(state, rows)
+    expected = np.zeros(size)
+    expected[places] = -0.75 / REPLICAS
+    np.testing.assert_array_equal(state.params, expected)
+    fits = size >= 20 * 1000
+    assert metrics["capacity"] == np.float32(0.05 if fits else 1.0)
+    assert metrics["over_capacity"] == (0 if fits else 1000 - size // 20)
+    # What was below it is kept and reaches it, on all replicas; or it is dropped, as SINGA does.
+    state, metrics = step(state, rows)
+    rest = np.float64(np.float32(0.3))
+    kept = 2 * rest * np.where(np.isin(np.arange(size), places), 3, 4) / REPLICAS
+    np.testing.assert_allclose(state.params, 2 * expected - kept * corr, atol=1e-6)
+    assert metrics["capacity"] == np.float32(1.0 if corr or not fits else 0.05)
+
+
+def test_a_few_over_the_threshold_take_the_least_capacity():
+    """And the replica that has most decides for all."""
+    size = 2**15
+    tx = boostax.reduce.threshold_reduce("data", 0.5, capacity=(0.001, 0.01, 0.1))
+    update = jax.jit(jax.vmap(tx.update, axis_name="data"))
+    for count, capacity, over in ((32, 0.001, 0), (300, 0.01, 0), (3000, 0.1, 0), (4000, 0.1, 723)):
+        rows = np.zeros((REPLICAS, size), np.float32)
+        rows[0, :30], rows[2, :count] = 1.0, np.linspace(1.0, 2.0, count)
+        mean, state = update(rows, jax.vmap(tx.init, axis_name="data")(rows))
+        assert state.metrics()["capacity"].tolist() == [np.float32(capacity)] * REPLICAS
+        assert state.metrics()["over_capacity"].tolist() == [over] * REPLICAS
+        held = np.asarray(state.residual.local)
+        assert np.count_nonzero(held) == over
+        np.testing.assert_allclose(mean[0], (rows - held).sum(0) / REPLICAS, rtol=1e-6)
+
+
+def test_zeros_need_no_place():
+    tx = boostax.reduce.threshold_reduce("data", 0.0, capacity=(0.25, 1.0))
+    rows = jnp.zeros((2, 8)).at[:, 3].set(1.0)
+    mean, state = jax.vmap(lambda g: tx.update(g, tx.init(g)), axis_name="data")(rows)
+    assert mean[0].tolist() == rows[0].tolist()
+    assert state.metrics()["capacity"].tolist() == [0.25, 0.25]
+
+
+def test_short_leaves_share_their_places():
+    """Two of nine reach it: a leaf's own places would be one of nine."""
+    rows = [np.zeros((2, size), np.float32) for size in (9, 300)]
+    rows[0][0, :2] = 1.0
+    for bucket_bytes, capacity in ((2**16, 0.01), (None, 1.0)):
+        tx = boostax.reduce.threshold_reduce(
+            "data", 0.5, capacity=(0.01, 1.0), bucket_bytes=bucket_bytes
+        )
+        mean, state = jax.vmap(lambda g, tx=tx: tx.update(g, tx.init(g)), axis_name="data")(rows)
+        assert mean[0][0].tolist() == [0.5, 0.5, *[0.0] * 7]
+        assert state.metrics()["capacity"].tolist() == [np.float32(capacity)] * 2
+
+
+def test_the_ladder_sends_what_its_capacity_says():
+    """Counted from the jaxpr: 8 bytes a place, gathered; those of a mean in a dense step."""
+    size = 2**20
+    tx = boostax.reduce.threshold_reduce("data", capacity=(0.01, 0.05, 1.0))
+    devices = AbstractMesh((REPLICAS,), ("data",), axis_types=(AxisType.Auto,))
+    inside = lambda g: tx.update(g[0], tx.init(g[0]))[0]  # noqa: E731
+    mapped = jax.shard_map(inside, mesh=devices, in_specs=P("data"), out_specs=P())
+    jaxpr = jax.make_jaxpr(mapped)(jax.ShapeDtypeStruct((REPLICAS, size), jnp.float32))
+    found = costs.collectives(jaxpr)
+    rungs = {}
+    for one in found:
+        if one.conditional:
+            rungs.setdefault(one.branches[-1][-1], []).append(one)
+    sent = [costs.wire_bytes(rungs[branch]) for branch in sorted(rungs)]
+    sparse = [(REPLICAS - 1) * 8 * share * size for share in (0.01, 0.05)]
+    dense = 2 * (REPLICAS - 1) / REPLICAS * 4 * size
+    np.testing.assert_allclose(sent, [*sparse, dense], rtol=0.02)
+    # The counts: one of four bytes for each capacity but the last; and two sums.
+    rest = [one for one in found if not one.conditional]
+    assert sorted(one.bytes for one in rest) == [4, 8, 8]
+
+
+def warned(reduce):
+    """A warning where nothing is kept, which is meant here."""
+    if reduce.error_feedback is False:
+        return pytest.warns(UserWarning, match="without error feedback")
+    return contextlib.nullcontext()
