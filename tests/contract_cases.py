@@ -189,6 +189,7 @@ CASES = [
             (lambda: boostax.top_k_reduce("data", {0: 2.0}), "density"),
             (lambda: boostax.top_k_reduce("data", count=0), "count"),
             (lambda: boostax.top_k_reduce("data", block=0), "block"),
+            (lambda: boostax.top_k_reduce("data", bucket_bytes=0), "bucket_bytes"),
             (lambda: boostax.top_k_reduce("data", momentum=1.0), "momentum"),
             (
                 lambda: boostax.top_k_reduce("data", momentum=0.9, error_feedback=False),
@@ -201,7 +202,8 @@ CASES = [
     Case(
         "top_k_reduce_warming_up_in_blocks_with_momentum",
         lambda inner, axis: optax.chain(
-            boostax.top_k_reduce(axis, {0: 0.5, 2: 0.1}, block=16, momentum=0.9), inner
+            boostax.top_k_reduce(axis, {0: 0.5, 2: 0.1}, block=16, bucket_bytes=2**8, momentum=0.9),
+            inner,
         ),
         reduces=True,
         by_shard=True,
@@ -233,6 +235,9 @@ CASES = [
         bad_arguments=(
             (lambda: boostax.reduce.threshold_reduce("data", -0.1), "threshold"),
             (lambda: boostax.reduce.threshold_reduce("data", capacity=0), "capacity"),
+            (lambda: boostax.reduce.threshold_reduce("data", capacity=(0.5, 0.1)), "capacity"),
+            (lambda: boostax.reduce.threshold_reduce("data", capacity=()), "capacity"),
+            (lambda: boostax.reduce.threshold_reduce("data", bucket_bytes=0), "bucket_bytes"),
             (lambda: boostax.reduce.threshold_reduce("data", block=-1), "block"),
         ),
     ),
@@ -304,6 +309,9 @@ CASES = [
         bad_arguments=(
             (lambda: boostax.reduce.partial_average(OPT, None, 2), "axis_name"),
             (lambda: boostax.reduce.partial_average(OPT, "data", 0), "partitions"),
+            (lambda: boostax.reduce.partial_average(OPT, "data"), "partitions"),
+            (lambda: boostax.reduce.partial_average(OPT, "data", 2, bucket_bytes=9), "partitions"),
+            (lambda: boostax.reduce.partial_average(OPT, "data", bucket_bytes=0), "bucket_bytes"),
             (lambda: boostax.reduce.partial_average(OPT, "data", {"a": 0, "b": 2}), "partitions"),
             (lambda: boostax.reduce.partial_average(3.0, "data", 2), "inner"),
         ),

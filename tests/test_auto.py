@@ -240,8 +240,8 @@ MISTAKES = {
     "argument of a factory": (
         {"top_k_reduce": {"densty": 0.1}},
         "BoostConfig: keys of top_k_reduce must be among 'density', 'count', 'block', "
-        "'bucket_bytes', 'momentum', 'value_dtype', 'error_feedback', 'dense', got 'densty'. Did you "
-        "mean 'density'?",
+        "'bucket_bytes', 'momentum', 'value_dtype', 'error_feedback', 'dense', got 'densty'. Did "
+        "you mean 'density'?",
     ),
     "value of a factory": (
         {"top_k_reduce": {"value_dtype": "int3"}},
@@ -250,8 +250,8 @@ MISTAKES = {
     ),
     "argument that a factory needs": (
         {"partial_average": True},
-        "partial_average: partitions must be given, or bucket_bytes, got None. 4 averages a quarter "
-        "of the params per step; {'head': 0, 'body': 1} names them.",
+        "partial_average: partitions must be given, or bucket_bytes, got None. 4 averages a "
+        "quarter of the params per step; {'head': 0, 'body': 1} names them.",
     ),
     "two of one part": (
         {"reduce": "mean", "int8_reduce": True},
@@ -316,8 +316,8 @@ MISTAKES = {
     ),
     "option of SINGA's": (
         {"singa": {"dist_option": "sparseTopK", "spar": 0.1}},
-        "singa: the options of 'sparseTopK' must be 'threshold' or 'spars' or 'corr' or 'topK', got "
-        "'spar'. Did you mean 'spars'?",
+        "singa: the options of 'sparseTopK' must be 'threshold' or 'spars' or 'corr' or 'topK', "
+        "got 'spar'. Did you mean 'spars'?",
     ),
     "option of another mode of SINGA's": (
         {"singa": {"dist_option": "plain", "topK": True}},
@@ -326,8 +326,8 @@ MISTAKES = {
     ),
     "buffer of SINGA's": (
         {"singa": {"dist_option": "half", "buffSize": 4194304}},
-        "singa: buffSize must be left out, got 4194304. XLA makes the buffers; 'threshold' says how "
-        "many elements are fused.",
+        "singa: buffSize must be left out, got 4194304. XLA makes the buffers; 'threshold' says "
+        "how many elements are fused.",
     ),
     "counter of SINGA's": (
         {"singa": {"dist_option": "partialUpdate", "partial": 0}},
@@ -341,8 +341,8 @@ MISTAKES = {
     ),
     "clip_Value of SINGA's alone": (
         {"singa": {"dist_option": "half", "clip_Value": 1.0}},
-        "singa: clip_Value must be left out without clipping, got 1.0. 'clipping': True clips; SINGA "
-        "ignores it.",
+        "singa: clip_Value must be left out without clipping, got 1.0. 'clipping': True clips; "
+        "SINGA ignores it.",
     ),
     "spars of SINGA's": (
         {"singa": {"dist_option": "sparseTopK", "spars": 2.0}},

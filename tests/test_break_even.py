@@ -58,6 +58,12 @@ def sparse(n, of_matrix, of_vector):
     return ring(n)[2] * (8 * of_matrix + 6 * of_vector)
 
 
+def ladder(n):
+    """Any of three capacities, the last as a mean; and two counts of whether all has a place."""
+    rungs = (sparse(n, 1311, 1), sparse(n, 6554, 5), ring(n)[0] * 4 * ENTRIES)
+    return sum(rungs) / 3 + ring(n)[0] * (4 + 8)
+
+
 def random_k(n):
     """Five of the matrix's 512 rows, and an entry of the vector."""
     return ring(n)[0] * 4 * (5 * 256 + 1)
@@ -76,10 +82,11 @@ CODECS = {
     "top-k": (boostax.top_k_reduce("data"), lambda n: sparse(n, 1311, 1), 5),
     # In the second of the two sums goes the count of what has no place.
     "threshold": (
-        boostax.reduce.threshold_reduce("data"),
+        boostax.reduce.threshold_reduce("data", capacity=0.05),
         lambda n: sparse(n, 6554, 5) + ring(n)[0] * 4,
         5,
     ),
+    "threshold, any number": (boostax.reduce.threshold_reduce("data"), ladder, 6),
     "random-k": (boostax.reduce.random_k_reduce("data"), random_k, 1),
     "power-sgd": (boostax.reduce.power_sgd_reduce("data"), power_sgd, 3),
 }

@@ -40,8 +40,8 @@ class Message(NamedTuple):
       late: for each leaf what is to be added to ``held``, or ``None``; nothing for none at all.
       over: for each leaf how many elements this replica should have sent and had no place for;
         nothing where every element has one.
-      capacity: f32 scalar, equal on all replicas: which share of the elements had a place; nothing
-        where that is not chosen at each step.
+      capacity: f32 scalar, equal on all replicas: which share of the elements had a place;
+        ``None`` where that is not chosen at each step.
     """
 
     means: list[jax.Array]
@@ -49,7 +49,7 @@ class Message(NamedTuple):
     state: PyTree
     late: list[Late | None] | tuple[()] = ()
     over: list[jax.Array] | tuple[()] = ()
-    capacity: jax.Array | tuple[()] = ()
+    capacity: Any = None
 
 
 class PerLeaf(NamedTuple):

@@ -127,7 +127,7 @@ def partial_average(
             value, _ = run_or_hold(state.partition == k, heavy, value, (), apply=True, who=who)
             for i, x in zip(group, value, strict=True):
                 values[i] = x
-        following = (state.partition + 1) % len(groups)
+        following = (state.partition + 1) % max(len(groups), 1)
         value = trees.as_updates(treedef.unflatten(values), own)
         return value, PartialAverageState(following, inner_state)
 
@@ -147,12 +147,11 @@ def partitioning(
 ) -> Callable[[PyTree], list[list[int]]]:
     """A function from params to the numbers of the leaves of each partition."""
     hint = "4 averages a quarter of the params per step; {'head': 0, 'body': 1} names them."
-    if exchange.check_bytes(who, bucket_bytes) is not None:
+    bucket = exchange.check_bytes(who, bucket_bytes)
+    if bucket is not None:
         why = "One of the two says what a partition is."
         checks.absent(who, "partitions", partitions, "left out beside bucket_bytes", why)
-        return lambda params: exchange.fused(
-            [4 * x.size for x in jax.tree.leaves(params)], bucket_bytes
-        )
+        return lambda params: exchange.fused([4 * x.size for x in jax.tree.leaves(params)], bucket)
     if partitions is None:
         raise ValueError(checks.message(who, "partitions", "given, or bucket_bytes", None, hint))
     given = jax.tree.leaves(partitions)

@@ -664,12 +664,11 @@ def _check_density(who: str, argument: str, value: Any) -> None:
 
 def _capacities(who: str, value: Any) -> tuple[float, ...]:
     """One share, or several in ascending order."""
-    if not isinstance(value, Sequence) or isinstance(value, str):
-        _check_density(who, "capacity", value)
-        return (value,)
-    for each in value:
+    one = not isinstance(value, Sequence) or isinstance(value, str)
+    shares: tuple[Any, ...] = (value,) if one else tuple(value)
+    for each in shares:
         _check_density(who, "capacity", each)
-    if not value or list(value) != sorted(set(value)):
+    if not shares or list(shares) != sorted(set(shares)):
         allowed, hint = "ascending shares", "(0.01, 0.05, 1.0) sends all, in the least that fits."
         raise ValueError(checks.message(who, "capacity", allowed, value, hint))
-    return tuple(value)
+    return shares
