@@ -95,7 +95,7 @@ TECHNIQUES: dict[str, Technique] = {
     ),
     "`threshold_reduce`, capacity 1%": Technique(
         F(formulas.threshold, capacity=0.01),
-        before_adam(boostax.reduce.threshold_reduce("data", capacity=0.01)),
+        before_adam(boostax.reduce.threshold_reduce("data", capacity=0.01, bucket_bytes=None)),
     ),
     "`random_k_reduce`, 1%": Technique(
         F(formulas.random_k, density=0.01),

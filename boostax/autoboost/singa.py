@@ -25,8 +25,6 @@ _INSTEAD = {
     "buffSize": "XLA makes the buffers; 'threshold' says how many elements are fused.",
     "partial": "It is SINGA's counter, which the state has here; 'threshold' or 'partitions' says "
     "what a partition is.",
-    "use_sparse": "'dist_option' 'sparseTopK' or 'sparseThreshold' sends sparsely.",
-    "loss": "Give it to make_train_step.",
 }
 
 

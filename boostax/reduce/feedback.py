@@ -36,7 +36,7 @@ class CompressedState(NamedTuple):
         had no place in the largest capacity below 1.0; -1 before the first. ``None`` without a
         threshold.
       capacity: f32 scalar, the share of the elements that had a place last time, 1.0 for a dense
-        step; -1 before the first. ``None`` without a threshold.
+        step; -1 before the first. ``None`` where it is not chosen at each step.
     """
 
     residual: PerReplica

@@ -183,7 +183,7 @@ class Ladder(Codec):
       codecs: one for each: ``Largest``, or ``Reaching`` for a share of one.
       lossy: see ``Codec``.
       counts_over: what has no place is counted, in the largest share below one.
-      chooses: see ``Codec``.
+      chooses: whether there are several.
     """
 
     capacities: tuple[float, ...]
@@ -197,16 +197,15 @@ class Ladder(Codec):
         over = [codec.over(leaves) for codec in self.codecs if isinstance(codec, Largest)]
         last = len(self.codecs) - 1
         # Of each but the last, whether there is a place for all, everywhere.
-        fits = [sum(counts, start=jnp.zeros((), jnp.int32)) == 0 for counts in over[:last]]
+        fits = [jnp.stack(counts).max() == 0 for counts in over[:last]]
         if fits:
             lacking = ~axes.agree(jnp.stack(fits), names)
             rung = jnp.cumprod(lacking.astype(jnp.int32)).sum(dtype=jnp.int32)
             message = switched(rung, self.codecs, leaves, state, names)
+            capacity = jnp.asarray(self.capacities, jnp.float32)[rung]
         else:
-            rung = jnp.zeros((), jnp.int32)
-            message = self.codecs[0].reduce(leaves, state, names)
+            message, capacity = self.codecs[0].reduce(leaves, state, names), None
         none = [axes.unify(jnp.zeros((), jnp.int32), x) for x in leaves]
-        capacity = jnp.asarray(self.capacities, jnp.float32)[rung]
         return message._replace(over=over[-1] if over else none, capacity=capacity)
 
 
@@ -565,8 +564,8 @@ def threshold_reduce(
       A transformation with a ``CompressedState``. Cost by the capacity ``c`` of a step: below one
       as ``top_k_reduce(density=c)``, on a ring ``8 (n-1) c N`` bytes; at 1.0 those of a mean,
       ``8 (n-1)/n N``; before it 4 bytes for each capacity but the last, and one reading of the
-      gradients. ``boostax.metrics`` has ``capacity``, that of the last step, and
-      ``over_capacity``, the elements that had no place in the largest capacity below 1.0.
+      gradients. ``boostax.metrics`` has ``capacity``, that of the last step where there are
+      several, and ``over_capacity``, the elements without a place in the largest below 1.0.
 
     Raises:
       ValueError, TypeError: as ``top_k_reduce``.
@@ -602,7 +601,7 @@ def threshold_reduce(
             return Reaching(cut)
         return Largest(functools.partial(share, capacity), block, cut, bucket_bytes)
 
-    codec = Ladder(capacities, tuple(map(rung, capacities)))
+    codec = Ladder(capacities, tuple(map(rung, capacities)), chooses=len(capacities) > 1)
     return compress(codec, axis_name, error_feedback=error_feedback, dense=dense, name=who)
 
 
