@@ -179,6 +179,10 @@ def test_a_turn_holds_whole_windows_and_meetings(mesh):
     # On one device there is nobody to meet.
     assert Candidate("b", config, setting(steps=3)).calls == 3
     assert Candidate("c", BoostConfig(), setting()).calls == 2
+    # A partition for each leaf.
+    leaves = len(jax.tree.leaves(setting().params))
+    apart = BoostConfig.from_dict({"reduce": {"kind": "partial", "bucket_bytes": 1}})
+    assert Candidate("d", apart, setting(steps=3, **place)).calls == leaves > 2
 
 
 def setting(key=None, model_state=None, mesh=None, axis_name=None, **changed):

@@ -364,6 +364,31 @@ def test_the_ladder_sends_what_its_capacity_says():
     assert sorted(one.bytes for one in rest) == [4, 8, 8]
 
 
+def test_the_ladder_takes_no_more_memory_than_one_capacity():
+    """Branches share what they compute in, and residuals are written in place."""
+    grads = jax.ShapeDtypeStruct((REPLICAS, 1024, 1024), jnp.float32)
+
+    def temporary(tx):
+        specs = boostax.states.state_specs(tx, jnp.zeros(grads.shape[1:]), "data")
+        mapped = functools.partial(jax.shard_map, mesh=mesh())
+
+        def begin(g):
+            return boostax.states.leave_replica(tx.init(g[0]))
+
+        def step(g, state):
+            mean, state = tx.update(g[0], boostax.states.enter_replica(state))
+            return mean, boostax.states.leave_replica(state)
+
+        state = jax.eval_shape(mapped(begin, in_specs=P("data"), out_specs=specs), grads)
+        both = mapped(step, in_specs=(P("data"), specs), out_specs=(P(), specs))
+        compiled = jax.jit(both, donate_argnums=1).lower(grads, state).compile()
+        return compiled.memory_analysis().temp_size_in_bytes
+
+    one = temporary(boostax.top_k_reduce("data", 0.05))
+    assert temporary(boostax.reduce.threshold_reduce("data", capacity=0.05)) <= 1.001 * one
+    assert temporary(boostax.reduce.threshold_reduce("data")) <= 1.001 * one
+
+
 def warned(reduce):
     """A warning where nothing is kept, which is meant here."""
     if reduce.error_feedback is False:

@@ -53,6 +53,10 @@ class Cut:
             return self.threshold or 0.0
         return self.threshold * jnp.sqrt(jnp.sum(leaf * leaf) / leaf.size)
 
+    def reach(self, values: jax.Array, least: jax.Array | float) -> jax.Array:
+        """Which are to be sent; zeros need no place."""
+        return (jnp.abs(values) >= least) & (values != 0)
+
     def coded(self, values: jax.Array, least: jax.Array | float) -> jax.Array:
         """What is sent of the values."""
         if self.threshold is not None:
@@ -115,7 +119,7 @@ class Largest(Codec):
         for bucket in self._buckets(leaves):
             x, t = self._bucket(leaves, least, bucket)
             view = self._view(x.shape)
-            reached = view.grid.rows(((jnp.abs(x) >= t) & (x != 0))[None])[0]
+            reached = view.grid.rows(self.cut.reach(x, t)[None])[0]
             # By row in f32, which is exact there: XLA:CPU adds up integers with a copy.
             found[bucket[0]] = view.over(reached.astype(jnp.float32).sum(1).astype(jnp.int32))
         return found
@@ -181,6 +185,7 @@ class Ladder(Codec):
     Attributes:
       capacities: shares of a leaf, ascending.
       codecs: one for each: ``Largest``, or ``Reaching`` for a share of one.
+      cut: the threshold, of all of them.
       lossy: see ``Codec``.
       counts_over: what has no place is counted, in the largest share below one.
       chooses: whether there are several.
@@ -188,25 +193,29 @@ class Ladder(Codec):
 
     capacities: tuple[float, ...]
     codecs: tuple[Codec, ...]
+    cut: Cut
     lossy: bool = True
     counts_over: bool = True
     chooses: bool = True
 
     def reduce(self, leaves: Sequence[jax.Array], state: PyTree, names: tuple[str, ...]) -> Message:
         """By the capacity of this step."""
+        if not self.chooses:
+            message = self.codecs[0].reduce(leaves, state, names)
+            # In the pass that writes what is held: a count by itself is a copy more on XLA:CPU.
+            reach = [self.cut.reach(x, self.cut.least(x)) for x in leaves]
+            held = zip(reach, leaves, message.held, strict=True)
+            return message._replace(
+                over=[jnp.sum(r & (x == h), dtype=jnp.float32) for r, x, h in held]
+            )
         over = [codec.over(leaves) for codec in self.codecs if isinstance(codec, Largest)]
-        last = len(self.codecs) - 1
         # Of each but the last, whether there is a place for all, everywhere.
-        fits = [jnp.stack(counts).max() == 0 for counts in over[:last]]
-        if fits:
-            lacking = ~axes.agree(jnp.stack(fits), names)
-            rung = jnp.cumprod(lacking.astype(jnp.int32)).sum(dtype=jnp.int32)
-            message = switched(rung, self.codecs, leaves, state, names)
-            capacity = jnp.asarray(self.capacities, jnp.float32)[rung]
-        else:
-            message, capacity = self.codecs[0].reduce(leaves, state, names), None
-        none = [axes.unify(jnp.zeros((), jnp.int32), x) for x in leaves]
-        return message._replace(over=over[-1] if over else none, capacity=capacity)
+        fits = [jnp.stack(counts).max() == 0 for counts in over[: len(self.codecs) - 1]]
+        lacking = ~axes.agree(jnp.stack(fits), names)
+        rung = jnp.cumprod(lacking.astype(jnp.int32)).sum(dtype=jnp.int32)
+        message = switched(rung, self.codecs, leaves, state, names)
+        capacity = jnp.asarray(self.capacities, jnp.float32)[rung]
+        return message._replace(over=over[-1], capacity=capacity)
 
 
 class _Runs(NamedTuple):
@@ -601,7 +610,7 @@ def threshold_reduce(
             return Reaching(cut)
         return Largest(functools.partial(share, capacity), block, cut, bucket_bytes)
 
-    codec = Ladder(capacities, tuple(map(rung, capacities)), chooses=len(capacities) > 1)
+    codec = Ladder(capacities, tuple(map(rung, capacities)), cut, chooses=len(capacities) > 1)
     return compress(codec, axis_name, error_feedback=error_feedback, dense=dense, name=who)
 
 
