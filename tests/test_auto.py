@@ -3,7 +3,6 @@
 import dataclasses
 import itertools
 import json
-import typing
 
 import flax.linen as nn
 import jax
@@ -31,7 +30,7 @@ from boostax.autoboost.parts import (
     LossScale,
     Precision,
 )
-from boostax.autoboost.reduction import Equal, Reduce
+from boostax.autoboost.reduction import Reduce
 
 LAYERS = ("layer_0", "layer_1", "layer_2")
 SIZES = (4, 4, 4, 2)
@@ -475,10 +474,6 @@ def test_every_factory_is_a_key_with_its_own_arguments(name):
     assert getattr(config, role) == part
     again = BoostConfig.from_dict(json.loads(json.dumps(config.to_dict())))
     assert again == config and hash(again) == hash(config)
-
-
-def test_the_commands_reductions_are_those_that_keep_replicas_equal():
-    assert (*typing.get_args(Equal), "partial", "local") == tuple(Reduce.kinds)
 
 
 def test_a_file_of_mindspores_is_read_and_a_broken_one_is_named(tmp_path):

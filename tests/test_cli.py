@@ -12,12 +12,13 @@ import jax
 import pytest
 from jax.experimental.compilation_cache import compilation_cache
 
+from boostax.autoboost.reduction import CODECS
 from boostax.inspect.break_even import break_even
 from boostax.run.cli import main
 from boostax.run.cli.build import build, layer_groups, reduction
 from boostax.run.cli.compare import Variant
 from boostax.run.cli.plot import plot_run, smooth
-from boostax.run.cli.recipe import CODECS, Recipe, Reduction
+from boostax.run.cli.recipe import Recipe, Reduction
 from boostax.run.workloads import DigitsConfig, TextConfig, digits, text
 from boostax.run.writers import JsonLines
 

@@ -1,6 +1,6 @@
 """The part that says how gradients of several replicas become one."""
 
-from typing import Any, Literal
+from typing import Any
 
 from boostax._core import axes, checks
 from boostax.autoboost.part import Layer, Part, Place
@@ -13,39 +13,24 @@ from boostax.reduce.partial import partial_average
 from boostax.reduce.quantized import int8_reduce, int16_reduce, sign_reduce
 from boostax.reduce.sparse import random_k_reduce, threshold_reduce, top_k_reduce
 
-# Those that keep the replicas equal.
-Equal = Literal[
-    "mean",
-    "adasum",
-    "adasum-delta",
-    "top-k",
-    "threshold",
-    "random-k",
-    "int8",
-    "int16",
-    "sign",
-    "power-sgd",
-]
+# All reductions that a configuration and the command know, each entered once, by what is sent.
+# Gradients, or an optimizer's updates, element by element:
+DENSE = {"mean": all_reduce, "adasum": adasum, "adasum-delta": adasum_delta}
+# what a codec makes of gradients:
+CODECS = {
+    "top-k": top_k_reduce,
+    "threshold": threshold_reduce,
+    "random-k": random_k_reduce,
+    "int8": int8_reduce,
+    "int16": int16_reduce,
+    "sign": sign_reduce,
+    "power-sgd": power_sgd_reduce,
+}
+# params, which differ between the replicas:
+OWN_PARAMS = {"partial": partial_average, "local": local_updates}
 
 
-class Reduce(
-    Part,
-    factory={
-        "mean": all_reduce,
-        "adasum": adasum,
-        "adasum-delta": adasum_delta,
-        "top-k": top_k_reduce,
-        "threshold": threshold_reduce,
-        "random-k": random_k_reduce,
-        "int8": int8_reduce,
-        "int16": int16_reduce,
-        "sign": sign_reduce,
-        "power-sgd": power_sgd_reduce,
-        # Their params differ between replicas.
-        "partial": partial_average,
-        "local": local_updates,
-    },
-):
+class Reduce(Part, factory=DENSE | CODECS | OWN_PARAMS):
     """How replicas agree. Without an ``axis_name`` there are none, and it stands nowhere.
 
     ``wire`` is the dtype in which gradients, or values of a sparse one, travel. ``dense`` is
@@ -58,7 +43,7 @@ class Reduce(
     @property
     def keeps_own_params(self) -> bool:
         """Whether params differ between replicas."""
-        return self.kind in ("partial", "local")
+        return self.kind in OWN_PARAMS
 
     def check(self) -> None:
         """As the factory does."""

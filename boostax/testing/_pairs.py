@@ -17,8 +17,8 @@ from boostax._core.handshake import assume_scaled
 from boostax._core.replicas import PerReplica, is_per_replica, reshard_state, stack_replicas
 from boostax.accumulate.window import accumulate
 from boostax.autoboost.migrate import migrate_state
-from boostax.precision.group_state import GroupLossScaleState
-from boostax.precision.loss_scale import LossScaleState, dynamic_loss_scale, static_loss_scale
+from boostax.autoboost.states import holds
+from boostax.precision.loss_scale import dynamic_loss_scale, static_loss_scale
 from boostax.reduce.mean import all_reduce
 from boostax.testing import _mapped, _placed
 from boostax.testing._case import Case, assert_close, assert_same, even_params, laws_in
@@ -133,7 +133,7 @@ def follow(step: Callable[..., Carry], carry: Carry, grads: Sequence[PyTree]) ->
 
 
 def _scalers(state: Any) -> list[Any]:
-    return trees.find(state, lambda x: isinstance(x, (LossScaleState, GroupLossScaleState)))
+    return trees.find(state, lambda x: bool(holds(type(x)).scale))
 
 
 def skip_inserted_anywhere_never_was(case: Case, seed: int = 0) -> None:
@@ -174,18 +174,17 @@ def scale_changes_nothing(case: Case, seed: int = 0) -> None:
 
 def _with_scale(state: Any, scale: float) -> Any:
     def node(x: Any) -> Any:
-        if isinstance(x, LossScaleState):
-            return x._replace(scale=jnp.full_like(x.scale, scale))
-        if isinstance(x, GroupLossScaleState):
-            return x._replace(table=jnp.full_like(x.table, scale))
-        return x
+        name = holds(type(x)).scale
+        return x._replace(**{name: jnp.full_like(getattr(x, name), scale)}) if name else x
 
-    kinds = (LossScaleState, GroupLossScaleState)
-    return jax.tree.map(node, state, is_leaf=lambda x: isinstance(x, kinds))
+    return jax.tree.map(node, state, is_leaf=lambda x: bool(holds(type(x)).scale))
 
 
 def window_is_one_big_batch(case: Case, seed: int = 0) -> None:
-    """A window of micro-batches around it does what one call with their mean does."""
+    """A window of micro-batches around it does what one call with the mean of their gradients does.
+
+    Not their sum: the losses of micro-batches are means, as the loss of the big batch is.
+    """
     setting = Setting.of(case, seed)
     every = int(setting.rng.choice([2, 4]))
     grads = setting.grads(2 * case.calls * every)

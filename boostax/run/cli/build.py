@@ -10,7 +10,8 @@ import optax
 
 import boostax
 from boostax._core.groups import group_count
-from boostax.autoboost.reduction import vectors
+from boostax.autoboost.part import Place
+from boostax.autoboost.reduction import Reduce
 from boostax.freeze.scheduled import ScheduledFreeze
 from boostax.run.cli.recipe import Recipe, check_options
 from boostax.run.workloads import Workload
@@ -162,26 +163,20 @@ def recorder(recipe: Recipe) -> optax.GradientTransformation:
 
 def reduction(recipe: Recipe) -> optax.GradientTransformation:
     """What makes one gradient of the devices' own; of adasum-delta, adasum."""
-    match recipe.reduce:
-        case "top-k":
-            return boostax.top_k_reduce(AXIS, recipe.value("density"), dense=vectors)
-        case "threshold":
-            return boostax.reduce.threshold_reduce(AXIS, 2.0, relative=True, dense=vectors)
-        case "random-k":
-            return boostax.reduce.random_k_reduce(AXIS, recipe.value("density"), dense=vectors)
-        case "int8":
-            return boostax.int8_reduce(AXIS)
-        case "int16":
-            return boostax.reduce.int16_reduce(AXIS)
-        case "sign":
-            # Everyone's bits to all are exact, but grow with the devices.
-            return boostax.reduce.sign_reduce(AXIS, two_shot=recipe.devices > 4, dense=vectors)
-        case "power-sgd":
-            return boostax.reduce.power_sgd_reduce(AXIS, recipe.value("rank"))
-        case "mean":
-            return boostax.all_reduce(AXIS, dtype=_wire(recipe))
-        case "adasum" | "adasum-delta":
-            return boostax.adasum(AXIS, wire_dtype=_wire(recipe))
+    # Norms and biases are few bytes: they travel whole.
+    large = {"dense": "vectors"}
+    settings: dict[str, dict[str, Any]] = {
+        "top-k": large | {"density": recipe.value("density")},
+        "threshold": large | {"threshold": 2.0, "relative": True},
+        "random-k": large | {"density": recipe.value("density")},
+        # Everyone's bits to all are exact, but grow with the devices.
+        "sign": large | {"two_shot": recipe.devices > 4},
+        "power-sgd": {"rank": recipe.value("rank")},
+    }
+    # Of a codec that is not named here, its defaults.
+    kind = recipe.reduce.removesuffix("-delta")
+    layer: Any = Reduce(kind, wire=_wire(recipe), **settings.get(kind, {})).layer(Place(AXIS, None))
+    return layer
 
 
 def _wire(recipe: Recipe) -> str | None:

@@ -14,10 +14,11 @@ from rich.console import Console
 from rich.table import Table
 
 from boostax._core import costs
+from boostax.autoboost.reduction import CODECS
 from boostax.inspect.break_even import break_even
 from boostax.inspect.tables import Cells, columns
 from boostax.run.cli.build import AXIS, Built, build, reduction, require_devices
-from boostax.run.cli.recipe import CODECS, ComparePlan, Optimization, Recipe
+from boostax.run.cli.recipe import ComparePlan, Optimization, Recipe
 from boostax.run.cli.refusal import Refusal, refusing
 from boostax.run.cli.report import counted, grid, save, size
 from boostax.run.loop import fit

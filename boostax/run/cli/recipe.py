@@ -3,14 +3,16 @@
 import dataclasses
 import math
 import pathlib
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
-from boostax.autoboost.reduction import Equal
+from boostax.autoboost.reduction import CODECS, DENSE
 from boostax.run.options import Use, check, left_out, option
 
-Reduction = Equal
-# Reductions that decide themselves what travels.
-CODECS = ("top-k", "threshold", "random-k", "int8", "int16", "sign", "power-sgd")
+if TYPE_CHECKING:
+    Reduction: TypeAlias = str
+else:
+    # Those that keep the replicas equal; a codec decides itself what travels.
+    Reduction = Literal[(*DENSE, *CODECS)]
 _SCHEDULED = ("interval", "continuous", "progressive", "ramp")
 
 

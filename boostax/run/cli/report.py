@@ -11,9 +11,10 @@ from rich.table import Table
 import boostax
 from boostax._core.plain import plain
 from boostax._core.variants import variants_of
+from boostax.autoboost.reduction import CODECS
 from boostax.inspect.tables import Cells
 from boostax.run.cli.build import Built
-from boostax.run.cli.recipe import CODECS, Recipe
+from boostax.run.cli.recipe import Recipe
 
 
 def save(record: dict[str, Any], path: pathlib.Path) -> None:
