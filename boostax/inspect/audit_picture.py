@@ -10,14 +10,14 @@ from boostax.inspect.audit_table import headline
 if TYPE_CHECKING:
     from boostax.inspect.audit import Audit
 
-# Tones between black and white pages.
-_TEXT = "#797979"
+STYLE = pathlib.Path(__file__).with_name("boostax.mplstyle")
+# Colours of the style's cycle.
 _KINDS = {
-    "all-reduce": "#3d85c6",
-    "reduce-scatter": "#2f9e6b",
-    "all-gather": "#d9762b",
-    "all-to-all": "#a667c2",
-    "send": "#b8862b",
+    "all-reduce": "C0",
+    "reduce-scatter": "C2",
+    "all-gather": "C1",
+    "all-to-all": "C3",
+    "send": "C4",
 }
 _OTHER = "#999999"
 
@@ -29,9 +29,7 @@ def draw(found: Audit, path: Any) -> None:
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    style: Any = {"text.color": _TEXT, "axes.labelcolor": _TEXT, "xtick.color": _TEXT}
-    style |= {"ytick.color": _TEXT, "axes.edgecolor": _TEXT, "figure.constrained_layout.use": True}
-    with plt.rc_context(style):
+    with plt.style.context(STYLE):
         figure, (memory, wire) = plt.subplots(2, 1, figsize=(9, 5.5), height_ratios=[1, 2.2])
         figure.suptitle(headline(found), fontsize=10)
         unit = found.params_bytes or 2**20
@@ -39,18 +37,16 @@ def draw(found: Audit, path: Any) -> None:
         _wire(wire, found, unit)
         for axes in (memory, wire):
             if axes.get_legend_handles_labels()[0]:
-                axes.legend(
-                    loc="center left", bbox_to_anchor=(1.0, 0.5), frameon=False, labelcolor=_TEXT
-                )
-        figure.savefig(pathlib.Path(path), transparent=True, dpi=150)
+                axes.legend(loc="center left", bbox_to_anchor=(1.0, 0.5))
+        figure.savefig(pathlib.Path(path))
         plt.close(figure)
 
 
 def _memory(axes: Any, found: Audit, unit: float) -> None:
     left = 0.0
     for name, color, held in (
-        ("arguments", "#3d85c6", found.argument_bytes),
-        ("results beside them", "#d9762b", found.output_bytes - found.aliased_bytes),
+        ("arguments", "C0", found.argument_bytes),
+        ("results beside them", "C1", found.output_bytes - found.aliased_bytes),
         ("temporaries", "#b0413e", found.temporary_bytes),
     ):
         axes.barh(0, held / unit, left=left, color=color, label=f"{name} {held / unit:.2f}")
@@ -81,4 +77,4 @@ def _wire(axes: Any, found: Audit, unit: float) -> None:
     for kind in dict.fromkeys(c.kind for c in shown):
         axes.bar(0, 0, color=_KINDS.get(kind, _OTHER), label=kind)
     if any(c.branches for c in shown):
-        axes.bar(0, 0, color="none", edgecolor=_TEXT, hatch="///", label="in a branch")
+        axes.bar(0, 0, color="none", edgecolor="gray", hatch="///", label="in a branch")

@@ -1,4 +1,4 @@
-"""Plots of runs and comparisons, in the style of ``boostax.mplstyle``."""
+"""Plots of runs and comparisons, in the style of ``inspect/boostax.mplstyle``."""
 
 import contextlib
 import math
@@ -13,7 +13,8 @@ matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 import numpy as np
 
-_STYLE = pathlib.Path(__file__).with_name("boostax.mplstyle")
+from boostax.inspect.audit_picture import STYLE
+
 # Colours of the style's cycle.
 _FIRST, _SECOND, _THIRD = "C0", "C1", "C2"
 
@@ -23,7 +24,7 @@ Points = tuple[Sequence[float], Sequence[float]]
 @contextlib.contextmanager
 def _figure(path: pathlib.Path, width: float) -> Generator[Any]:
     """An empty figure in our style, which is saved and closed."""
-    with plt.style.context(_STYLE):
+    with plt.style.context(STYLE):
         figure = plt.figure(figsize=(width, 5.2))
         yield figure
         figure.savefig(path)
