@@ -54,11 +54,10 @@ def mapped(update, mesh, in_specs=P("data"), out_specs=P(), **options):
 
 
 def sends(mesh, leaves, **options):
-    """Collectives of a reduction of leaves of so many entries each."""
+    """Collectives of a reduction of leaves of these sizes or shapes."""
     update = updating(boostax.all_reduce("data", **options))
-    shapes = [jax.ShapeDtypeStruct((8, size), jnp.float32) for size in leaves]
-    out_specs = P("data") if options.get("scatter") else P()
-    return costs.collectives(mapped(update, mesh, out_specs=out_specs), shapes)
+    shapes = [jax.ShapeDtypeStruct((8, *np.ravel(shape)), jnp.float32) for shape in leaves]
+    return costs.collectives(mapped(update, mesh), shapes)
 
 
 def gradients(seed=0, replicas=8):
@@ -143,6 +142,22 @@ def test_a_half_wire_sends_half(mesh, dtype):
         sent = lambda sizes=sizes, **options: costs.wire_bytes(sends(mesh, sizes, **options))  # noqa: E731
         assert sent() == 4 * MILLION * 2 * 7 / 8
         assert sent(dtype=dtype) == pytest.approx(sent() / 2, rel=0.01)
+
+
+@pytest.mark.parametrize("dtype", HALVES)
+def test_a_half_wire_is_an_all_to_all_and_an_all_gather_of_each_leaf_and_of_a_pack(mesh, dtype):
+    """Kernels go in their own shapes, vectors in a pack; powers of two of f16 in two gathers."""
+    found = sends(mesh, [(64, 512), (512,), (32, 2048), (512,)], dtype=dtype)
+    elements = [2 * 512, 64 * 512, 32 * 2048]
+    half = [c for c in found if c.dtypes == (dtype,)]
+    sent = {
+        primitive: sorted(c.bytes for c in half if c.primitive == primitive)
+        for primitive in ("all_to_all", "all_gather")
+    }
+    assert sent["all_to_all"] == [2 * n for n in elements]
+    assert sent["all_gather"] == [2 * n // 8 for n in elements]
+    rest = [(c.primitive, c.bytes) for c in found if c.dtypes != (dtype,)]
+    assert rest == ([("all_gather", 4 * 4)] * 2 if dtype == "float16" else [])
 
 
 @pytest.mark.parametrize("dtype", HALVES)
