@@ -25,17 +25,18 @@ SCOPE = "boostax."
 
 # What a part does to a gradient, as far as its place in a chain depends on it.
 Role = Literal[
-    # Gates: each may hold back what is inside.
+    # Gates: each may skip what is inside.
     "scaler",
     "window",
     "check",
     # Around an optimizer.
     "carry",
     "freeze",
-    # Reductions: of gradients, of updates, of params.
+    # Reductions, of gradients:
     "mean",
     "adasum",
     "compressed",
+    # of the updates of each replica's own optimizer; of params that differ between replicas.
     "delta",
     "own params",
     # Of gradients that are reduced.

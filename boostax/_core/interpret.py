@@ -1,16 +1,21 @@
 """The one interpreter of traced programs: what has a program inside, and the walks through it.
 
-Everything that reads or replays a jaxpr is a rule on one of five walks; the names under which JAX
-writes calls, loops and branches, and what their operands are to their bodies, stand here alone.
+Everything that reads or replays a jaxpr is a rule on one of five walks. The names JAX gives to
+calls, loops and branches, and how an equation's operands map to its body's inputs, are listed only
+here, in the table that is read first:
+
+- ``opened`` evaluates an equation by evaluating its bodies.
+
+The walks:
 
 - ``equations`` lists all equations, those in bodies too, each with a context of the caller's.
 - ``evaluate`` replays a program on values of any kind: arrays, or what stands for them.
 - ``flow`` carries facts of a lattice forward through all bodies, to a fixed point in loops.
-- ``demand`` carries them backward, from results to operands.
+- ``demand`` carries them backward, from results to operands; it does not enter bodies.
 - ``rewrite`` replaces equations where they are, so that nothing is traced again.
 
 No walk passes over what it does not know. An equation whose body is not in the table is handed to
-the caller's rule, which must expect the worst of it.
+the caller's rule, which must assume that it may do anything.
 """
 
 from __future__ import annotations
@@ -45,15 +50,15 @@ def opened(
     run: Callable[[jaxprs.ClosedJaxpr, list[Any]], list[Any]],
     domain: Any,
 ) -> Sequence[Any] | None:
-    """The results of an equation by those of its bodies, or ``None`` of what is not in the table.
+    """Evaluate an equation by evaluating its bodies; ``None`` if it is not in the table.
 
     Args:
       eqn: an equation.
-      operands: values of the domain.
-      run: the results of a body for its inputs.
-      domain: what branches and loops are to its values, all bodies being functions of them:
-        ``choose(index, branches, operands)``, ``scan(eqn, body, carry, xs)``, whose body takes the
-        carry and what is next of ``xs``, and ``loop(test, body, carry)``.
+      operands: of any one kind: arrays, or facts about arrays.
+      run: evaluates a body: ``run(program, inputs)``, its results.
+      domain: what branches and loops mean for values of this kind; bodies are functions of them:
+        ``choose(index, branches, operands)``; ``scan(eqn, body, carry, xs)``, whose body takes the
+        carry and one slice of ``xs``; ``loop(test, body, carry)``.
     """
     name, params = eqn.primitive.name, eqn.params
     if name in THROUGH:
@@ -90,7 +95,7 @@ def body_of(eqn: jaxprs.JaxprEqn) -> jaxprs.ClosedJaxpr:
 def scan_operands(
     scan: jaxprs.JaxprEqn, operands: Sequence[Operand]
 ) -> tuple[list[Operand], list[Operand], list[Operand]]:
-    """The operands of a scan (or what is known of each): constants, carry, what it goes through."""
+    """Split a scan's operands into constants, initial carry and scanned inputs (``xs``)."""
     params, given = scan.params, list(operands)
     sizes: list[int] = []
     if "num_consts" in params and "num_carry" in params:
@@ -176,7 +181,7 @@ def evaluate(
 def replay(eqn: jaxprs.JaxprEqn, operands: Sequence[Any]) -> list[Any]:
     """The results of one equation, by JAX's own evaluation: names, contexts and all."""
     name = jaxprs.gensym()
-    # A literal, too, may be given another value.
+    # Literals become inputs too, as the caller may pass another value for them.
     given: Any = [name(atom.aval) for atom in eqn.invars]
     return jaxprs.jaxpr_as_fun(excerpt(given, eqn.outvars, [eqn.replace(invars=given)]))(*operands)
 
@@ -184,18 +189,22 @@ def replay(eqn: jaxprs.JaxprEqn, operands: Sequence[Any]) -> list[Any]:
 def excerpt(
     inputs: Sequence[Any], outputs: Sequence[Any], eqns: Sequence[Any]
 ) -> jaxprs.ClosedJaxpr:
-    """Some of the equations of a program as a program."""
-    told = _nothing().debug_info._replace(
+    """A program made of some of a program's equations."""
+    empty = _nothing()
+    debug_info = empty.debug_info._replace(
         arg_names=("",) * len(inputs), result_paths=("",) * len(outputs)
     )
     effects: Any = set().union(*(eqn.effects for eqn in eqns))
     parts: dict[str, Any] = {"invars": list(inputs), "outvars": list(outputs), "eqns": list(eqns)}
-    return jaxprs.ClosedJaxpr(_nothing().replace(**parts, effects=effects, debug_info=told), ())
+    return jaxprs.ClosedJaxpr(empty.replace(**parts, effects=effects, debug_info=debug_info), ())
 
 
 @functools.cache
 def _nothing() -> Any:
-    """A program without equations. ``replace`` makes others of it, whatever its class takes."""
+    """An empty program, used as a template.
+
+    ``replace`` works whatever arguments the class takes in this version of JAX.
+    """
     return jax.make_jaxpr(lambda: ())().jaxpr
 
 
@@ -217,8 +226,8 @@ def flow(
         body, or one that the table does not know: of that it must expect the worst.
       join: what is known of a value that is one of several, or is decided by them.
       nothing: what is known of constants.
-      once: go through each loop once, and give what comes out of that turn. What chooses a branch
-        or ends a loop is then left out of account.
+      once: run each loop body once, without a fixed point, and ignore branch indices and loop
+        conditions. Otherwise a loop ends only if chains of ever larger facts are finite.
     """
     lattice = _Lattice(join, once)
 
@@ -233,7 +242,7 @@ def flow(
 
 
 class _Lattice:
-    """Branches and loops of facts."""
+    """How facts pass through branches and loops."""
 
     def __init__(self, join: Callable[[Sequence[Any]], Any], once: bool):
         self._join = join
@@ -269,12 +278,14 @@ def demand(
 ) -> None:
     """Carry what is wanted of the results of a program back to what they are computed from.
 
+    Bodies are not entered: an equation that has one is judged as a whole, by ``transfer``.
+
     Args:
       jaxpr: a program.
       wanted: a fact for each of its results.
-      transfer: ``transfer(eqn, facts)``, what is wanted of all operands of an equation, by what is
-        wanted of its results. It is called once for each equation, the last first.
-      join: what is wanted of a value that two others want.
+      transfer: ``transfer(eqn, facts)``, the one fact demanded of every operand of an equation,
+        given those demanded of its results. Called once for each equation, the last first.
+      join: the demand on a value that has two consumers.
       nothing: what is wanted of a value that none wants.
     """
     known: dict[Any, Fact] = {}
@@ -326,7 +337,8 @@ def of_data(
     """The program of ``fn(fixed, args, kwargs)``, and how many arrays are among its data.
 
     Its inputs are the leaves of ``fixed``, then the arrays of ``data``, which are ``args`` and
-    ``kwargs``; what else is in them is handed on as it is. Without an array ``who`` refuses them.
+    ``kwargs``. Leaves that are no arrays are passed through unchanged; without any array this
+    raises an error in the name of ``who``.
     """
     leaves, treedef = jax.tree.flatten(data)
     arrays = {i: x for i, x in enumerate(leaves) if hasattr(x, "shape") and hasattr(x, "dtype")}

@@ -12,11 +12,11 @@ class Finding(NamedTuple):
 
     Attributes:
       what: which part, and where it stands.
-      why: what it does there.
+      why: what goes wrong there.
       mend: what to write instead.
-      certain: whether it is wrong in every run: replicas part or hang, gradients stay multiplied
-        by the scale, a step that is held back moves params, nothing is frozen.
-        ``make_train_step`` refuses it, and warns of the others.
+      certain: wrong in every run: replicas diverge or hang, gradients stay multiplied by the
+        scale, a skipped step moves params, nothing is frozen. ``make_train_step`` refuses it, and
+        warns of the others.
     """
 
     what: str
@@ -29,7 +29,13 @@ class Finding(NamedTuple):
 
 
 class Rule(NamedTuple):
-    """Two kinds of parts that must not stand so."""
+    """An ordering that is wrong: a part of a role in ``first``, and one of a role in ``then``.
+
+    Attributes:
+      first: roles (``chain/roles.py``) of the part that comes first; of a nesting, the outer one.
+      then: roles of the part that comes after it; of a nesting, the inner one.
+      why: see ``Finding``, as are ``mend`` and ``certain``. ``{first}`` and ``{then}`` are names.
+    """
 
     first: tuple[str, ...]
     then: tuple[str, ...]
@@ -46,7 +52,7 @@ _INSIDE = "Put {first} inside {then}: {then}(optax.chain({first}(...), ...))."
 _INTO = "Put {then} inside {first}: {first}(optax.chain(..., {then}(...)))."
 _INTO_FRONT = "Put {then} first inside {first}: {first}(optax.chain({then}(...), ...))."
 _AROUND = "Put {then} around {first}: {then}({first}(...), ...)."
-_HELD = "it runs at every call, also where {first} holds the step back:"
+_RUNS_ANYWAY = "it runs at every call, also where {first} skips the step:"
 
 
 def _before(
@@ -55,16 +61,16 @@ def _before(
     whys: Mapping[tuple[str, ...], str],
     certain: tuple[tuple[str, ...], ...] = (),
 ) -> Iterator[Rule]:
-    """What must not stand before the same parts."""
+    """Rules for what must not precede ``then``: by the roles of each ``first``, the reason."""
     return (Rule(first, then, why, mend, first in certain) for first, why in whys.items())
 
 
 def _after_gates(mend: str, whys: Mapping[tuple[str, ...], str]) -> Iterator[Rule]:
-    """What must not come after a gate that it does not stand in."""
-    return (Rule(GATES, then, f"{_HELD} {why}", mend) for then, why in whys.items())
+    """Rules for what must stand inside a gate, not after it: by its roles, the reason."""
+    return (Rule(GATES, then, f"{_RUNS_ANYWAY} {why}", mend) for then, why in whys.items())
 
 
-# The first kind stands before the second in a chain, and not around it.
+# ``first`` precedes ``then`` in a chain and does not wrap it.
 SEQUENCES = (
     *_before(
         ("scaler",),
@@ -122,7 +128,7 @@ SEQUENCES = (
     Rule(
         MEMORIES,
         REDUCTIONS,
-        "the moments are of one replica's gradients, but kept as if all had the same.",
+        "the moments come from one replica's gradients, but are stored as replicated.",
         "Put {then} before {first}, or keep an optimizer on each replica: "
         "boostax.reduce.adasum_delta, boostax.reduce.local_updates.",
         certain=True,
@@ -160,13 +166,13 @@ SEQUENCES = (
     Rule(
         ("moments",),
         ("centralize",),
-        "updates are centralized, not gradients: each has been divided by another number.",
+        "these are updates, not gradients: each element has been divided by a number of its own.",
         "Put {then} before {first}.",
     ),
     Rule(
         (*CLIPS, "centralize", *MEMORIES, "noise"),
         ("subspace",),
-        "its slope is no longer that of the loss, by which it measures its steps.",
+        "the slope by which it measures its steps is no longer that of the loss.",
         "Leave {first} out, or give it to residual=.",
     ),
     Rule(
@@ -184,12 +190,12 @@ SEQUENCES = (
     Rule(
         ("adder",),
         ("decay", *MEMORIES, "schedule", "noise", "recorder"),
-        f"{_HELD} {{first}} gives it zeros, which it takes for gradients.",
+        f"{_RUNS_ANYWAY} {{first}} gives it zeros, which it takes for gradients.",
         "Leave {first} out, and put boostax.accumulate or optax.MultiSteps around {then}.",
     ),
 )
 
-# The second kind stands inside the first.
+# ``first`` wraps ``then``.
 NESTINGS = (
     Rule(
         ("scaler",),
@@ -219,20 +225,20 @@ NESTINGS = (
     Rule(
         ("peer window", "hold"),
         (*REDUCTIONS, "delta", "own params"),
-        "it keeps local gradients, or decides, on each replica by itself, and marks nothing so.",
+        "it keeps local gradients, or decides, on each replica alone, and does not declare it.",
         "Use boostax.accumulate or boostax.dynamic_loss_scale with axis_name=.",
         certain=True,
     ),
     Rule(
         ("call schedule",),
         ("scaler", "window", "peer window", "hold"),
-        "its schedules count calls, also those that {then} holds back.",
+        "its schedules count calls, also those that {then} skips.",
         _AROUND,
     ),
     Rule(
         ("average",),
         ("scaler", "window", "peer window", "hold"),
-        "it counts and averages at every call: params move where {then} holds the step back.",
+        "it counts and averages at every call: params move where {then} skips the step.",
         _AROUND,
         certain=True,
     ),
@@ -273,7 +279,7 @@ NESTINGS = (
 
 
 def sequences(found: Sequence[Row]) -> Iterator[Finding]:
-    """Parts of which the second must not come after the first."""
+    """What breaks a rule of ``SEQUENCES``."""
     for i, a in enumerate(found):
         for b in found[i + 1 :]:
             if b.inside(a) or not a.meets(b):
@@ -284,7 +290,7 @@ def sequences(found: Sequence[Row]) -> Iterator[Finding]:
 
 
 def nestings(found: Sequence[Row]) -> Iterator[Finding]:
-    """Parts of which the second must not stand inside the first."""
+    """What breaks a rule of ``NESTINGS``."""
     for b in found:
         for a in b.holders:
             rule = _rule(NESTINGS, a, b)
@@ -293,7 +299,7 @@ def nestings(found: Sequence[Row]) -> Iterator[Finding]:
 
 
 def _rule(rules: Sequence[Rule], a: Row, b: Row) -> Rule | None:
-    """The first that speaks of the two; of reductions, only if they share an axis."""
+    """The first rule that matches both roles; two reductions count only if they share an axis."""
     for rule in rules:
         if a.role in rule.first and b.role in rule.then:
             reduces = {*REDUCTIONS, "delta", "own params"}

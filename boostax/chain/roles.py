@@ -1,4 +1,18 @@
-"""What each part does to a gradient, as far as its place in a chain depends on it."""
+"""What each part does to a gradient, as far as its place in a chain depends on it.
+
+Roles are those of ``_core/describe.py``, and these of Optax's that need a word:
+
+==================== ==========================================================================
+``peer window``      ``optax.MultiSteps``, the peer of ``accumulate``
+``adder``            ``optax.apply_every``: adds up updates, hands out zeros in between
+``hold``             ``optax.apply_if_finite``: skips like a scaler, but gives in after a while
+``condition``        runs what is inside in some calls, and lets gradients pass in the others
+``mask``             the same, and hands out zeros in the others
+``average``          lookahead and schedule-free: averages params, around an optimizer
+``outer optimizer``  takes the gradient of every call, around another optimizer
+``call schedule``    ``optax.inject_hyperparams`` with schedules: they count calls
+==================== ==========================================================================
+"""
 
 from collections.abc import Mapping
 from typing import Any

@@ -78,7 +78,7 @@ def reach(found: Sequence[Row]) -> Iterator[Finding]:
         if row.role not in ("scaler", "window", "peer window", "hold") or not row.masks:
             continue
         mask, name = row.masks[-1], row.part.name
-        why = "the params that it does not hold back move at every call."
+        why = "the params that it does not see move at every call, skipped or not."
         if row.role == "scaler":
             why = "the loss is multiplied by its scale as a whole, and only a part of it divided."
         mend = f"Put {name} around {mask}: {name}(optax.{mask}(...), ...)."

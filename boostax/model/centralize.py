@@ -40,7 +40,7 @@ def centralize_gradients(
     mask: PyTree | Callable[[PyTree], PyTree] | None = None,
     param_specs: PyTree | None = None,
 ) -> optax.GradientTransformationExtraArgs:
-    r"""Take from the gradient of each kernel its mean over the inputs, for every output unit.
+    r"""Subtract from the gradient of each kernel its mean over the inputs, for every output unit.
 
     .. math:: u_{io} = g_{io} - \tfrac1n \sum_{j=1}^{n} g_{jo}
 

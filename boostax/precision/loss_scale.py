@@ -168,6 +168,7 @@ def dynamic_loss_scale(
     )
 
     def adjust(state: LossScaleState, ok: jax.Array) -> LossScaleState:
+        """Grow after ``growth_interval`` clean steps, back off at an overflow."""
         clean = jnp.where(ok, state.clean_steps + 1, 0)
         interval_full = clean >= growth_interval
         grown = state.scale * growth_factor

@@ -167,13 +167,14 @@ def power_sgd_reduce(
     r"""Send a low-rank approximation of every matrix.
 
     .. math::
-      P = \tfrac1n \sum_r M_r Q, \quad u = P Q^\top \ \text{(even steps)}; \qquad
-      R = \tfrac1n \sum_r M_r^\top U, \quad u = U R^\top \ \text{(odd steps)}
+      P = \tfrac1n \sum_i M_i Q, \quad u = P Q^\top \ \text{(even steps)}; \qquad
+      R = \tfrac1n \sum_i M_i^\top U, \quad u = U R^\top \ \text{(odd steps)}
 
-    with ``Q`` an orthonormal basis of the last ``R`` and ``U`` one of the last ``P``: a step of the
-    power method on what the gradients have in common from step to step. One all-reduce per step,
-    where sending both factors takes two, one waiting for the other. Where ``scheduled_freeze``
-    leaves matrices out, the side is the one that the least used of those present needs.
+    over the replicas :math:`i`. ``Q`` is an orthonormal basis of the columns of the last ``R``, and
+    ``U`` one of those of the last ``P``: a step of the power method on what the gradients have in
+    common from step to step. One all-reduce per step, where sending both factors takes two, one
+    waiting for the other. All matrices send the same side. Where ``scheduled_freeze`` leaves some
+    out, the one that was sent in the fewest steps decides: the side that it did not send last.
 
     A leaf of more than two dimensions is a matrix of its outputs, the last dimension in Flax's
     layout, and all others. Vectors, and leaves of which two factors would be half or more, take a
@@ -189,9 +190,9 @@ def power_sgd_reduce(
       dense: leaves that take a plain mean besides those.
 
     Returns:
-      A transformation with a ``CompressedState``. Cost: for a matrix of ``m x k`` on average
-      ``4 (n-1)/n * rank (m + k)`` bytes, at any number of replicas; three products with its basis
-      and a QR of that; a residual per replica, both factors; two sums of 4 bytes.
+      A transformation with a ``CompressedState``. Cost: for a matrix of ``m x k`` a payload of
+      ``4 rank (m + k) / 2`` bytes on average, times ``2 (n-1)/n`` on a ring; three products with
+      its basis and a QR of that; a residual per replica, both factors; two sums of 4 bytes.
 
     Raises:
       ValueError, TypeError: as ``top_k_reduce``.

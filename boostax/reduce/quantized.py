@@ -1,4 +1,8 @@
-"""Quantised reductions: every element travels, in 16 bits, 8 or a single one."""
+"""Quantised reductions: every element travels, in 16 bits, in 8, or in one (1-bit SGD, signSGD).
+
+In *two shots*: an all-to-all takes codes to the replica that adds them up, an all-gather brings the
+sum back, in codes again.
+"""
 
 import dataclasses
 from collections.abc import Callable, Sequence
@@ -119,51 +123,52 @@ class Sign(Codec):
         count = axes.size(names) if self.two_shot else 1
         slices = _Slices.of(leaves, count, self.block, multiple=8)
         blocks = slices.arrays
-        bits, sizes = self._encode(blocks)
-        own = self._decode(bits, sizes, blocks)
+        bits, scales = self._encode(blocks)
+        own = self._decode(bits, scales, blocks)
         if self.two_shot:
             received = [axes.exchange(x, names) for x in bits]
-            means = self._combine(received, self._sent(sizes, axes.exchange, names), blocks)
-            bits_of_mean, sizes_of_mean = self._encode(means)
-            lost = unsent(means, self._decode(bits_of_mean, sizes_of_mean, means))
-            sizes_of_all = self._sent(sizes_of_mean, axes.gather, names)
+            means = self._combine(received, self._sent(scales, axes.exchange, names), blocks)
+            bits_of_mean, scales_of_mean = self._encode(means)
+            lost = unsent(means, self._decode(bits_of_mean, scales_of_mean, means))
+            scales_of_all = self._sent(scales_of_mean, axes.gather, names)
             whole = self._decode(
                 [_gathered(x, names) for x in bits_of_mean],
-                None if sizes_of_all is None else [_merged(x) for x in sizes_of_all],
+                None if scales_of_all is None else [_merged(x) for x in scales_of_all],
                 means,
             )
             charged = slices.charged(unsent(blocks, own), lost, state, names)
             return Message(slices.joined(whole), *charged)
         gathered = [axes.gather(x, names) for x in bits]
-        whole = self._combine(gathered, self._sent(sizes, axes.gather, names), blocks)
+        whole = self._combine(gathered, self._sent(scales, axes.gather, names), blocks)
         merged = [_merged(x) for x in whole]
         return Message(slices.joined(merged), slices.joined(unsent(blocks, own)), state)
 
     def _sent(
-        self, sizes: list[jax.Array] | None, send: Send, names: tuple[str, ...]
+        self, scales: list[jax.Array] | None, send: Send, names: tuple[str, ...]
     ) -> list[jax.Array] | None:
-        return None if sizes is None else _together(sizes, send, names)
+        return None if scales is None else _together(scales, send, names)
 
     def _encode(self, blocks: list[jax.Array]) -> tuple[list[jax.Array], list[jax.Array] | None]:
+        # As ``sign``, but with a bit for zero too: that of a plus.
         bits = [packed_bits(x >= 0) for x in blocks]
         if self.form == "majority":
             return bits, None
         return bits, [jnp.abs(x).mean(-1, keepdims=True) for x in blocks]
 
     def _decode(
-        self, bits: list[jax.Array], sizes: list[jax.Array] | None, like: list[jax.Array]
+        self, bits: list[jax.Array], scales: list[jax.Array] | None, like: list[jax.Array]
     ) -> list[jax.Array]:
         signs = [unpacked_bits(b).astype(x.dtype) * 2 - 1 for b, x in zip(bits, like, strict=True)]
-        if sizes is None:
+        if scales is None:
             return signs
-        return [x * size for x, size in zip(signs, sizes, strict=True)]
+        return [x * scale for x, scale in zip(signs, scales, strict=True)]
 
     def _combine(
-        self, bits: list[jax.Array], sizes: list[jax.Array] | None, like: list[jax.Array]
+        self, bits: list[jax.Array], scales: list[jax.Array] | None, like: list[jax.Array]
     ) -> list[jax.Array]:
         """Over the replicas, in the first dimension."""
-        if sizes is not None:
-            return [x.mean(0) for x in self._decode(bits, sizes, like)]
+        if scales is not None:
+            return [x.mean(0) for x in self._decode(bits, scales, like)]
         votes = [unpacked_bits(b).sum(0, dtype=jnp.int32) for b in bits]
         return [
             jnp.sign(2 * v - len(b)).astype(x.dtype)
@@ -429,16 +434,17 @@ def sign_reduce(
       C(a) = \tfrac1B \|a\|_1 \operatorname{sign}(a) \ \text{(mean, by rows of } B), \qquad
       u = \operatorname{sign}\Bigl(\sum_r \operatorname{sign}(g_r)\Bigr) \ \text{(majority)}
 
-    The coarsest of the codecs: what is held back is larger than what is sent, so take a smaller
-    learning rate (a fifth or an eighth), or no momentum after it. A zero counts as positive.
+    where a zero counts as positive, ``sign(0) = 1``, but in the majority's outer sign. The coarsest
+    of the codecs: what is held back is larger than what is sent, so take a smaller learning rate (a
+    fifth or an eighth), or no momentum after it.
 
     Args:
       axis_name: mesh axis, or a tuple of axes.
       form: ``"mean"`` of signs times the mean magnitude of their row; or ``"majority"``, signSGD,
         whose result is -1, 0 or 1 and asks for the learning rate of a sign method.
-      two_shot: bits to who adds them up, and bits back: the same bytes at any number of replicas,
-        and less to decode. Otherwise all bits go to all, which is exact and one collective, and
-        sends more from three replicas on.
+      two_shot: bits to the replica that adds them up, and bits back: the same bytes at any number
+        of replicas, and less to decode. Otherwise all bits go to all, which is exact and one
+        collective, and sends more from three replicas on.
       block: the most elements that share a magnitude, as in ``int8_reduce``; a multiple of 8.
       error_feedback: keep what was not sent: as a rule with ``"mean"``, never with ``"majority"``.
       dense: leaves that take a plain mean.
@@ -460,6 +466,7 @@ def sign_reduce(
       [1.0, -1.0]
 
     References:
+      Seide et al., 1-bit stochastic gradient descent, 2014.
       Karimireddy et al., Error Feedback Fixes SignSGD, https://arxiv.org/abs/1901.09847, 2019.
       Bernstein et al., signSGD with Majority Vote, https://arxiv.org/abs/1810.05291, 2019.
     """

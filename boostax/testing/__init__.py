@@ -1,5 +1,10 @@
 """The contract of a boostax transformation as runnable laws, for ours and for yours.
 
+Each law says which promise of ``docs/contract.md`` it holds to; there each promise names its laws.
+They stand in ``_single.py`` (one device), ``_optax.py`` (what Optax and Python do to any
+transformation), ``_mapped.py`` (replicas), ``_placed.py`` (sharded params) and ``_pairs.py`` (pairs
+of programs, drawn from a seed).
+
 Example:
   >>> import boostax.testing, optax
   >>> make = lambda inner, axis_name: optax.chain(optax.ema(0.9), inner)

@@ -83,7 +83,7 @@ def data_mesh(replicas: int) -> Mesh:
 
 
 def replicas_stay_equal_in_every_mode(case: Case) -> None:
-    """Section 6: bit-equal on all replicas; checking on, off, pmap and vmap agree.
+    """Promise 6: bit-equal on all replicas; checking on, off, pmap and vmap agree.
 
     Params of a replica's own need not be equal.
     """
@@ -96,7 +96,7 @@ def replicas_stay_equal_in_every_mode(case: Case) -> None:
 
 
 def results_are_typed_equal(case: Case) -> None:
-    """Section 6: under checking, params pass a replicated out spec, and the state its specs."""
+    """Promise 6: under checking, params pass a replicated out spec, and the state its specs."""
     tx, params = case.mapped(AXIS), even_params()
     replicas = jax.device_count()
     specs = state_specs(tx, params, AXIS, replicas=replicas)
@@ -137,7 +137,7 @@ def results_are_typed_equal(case: Case) -> None:
 
 
 def skip_is_agreed_when_one_replica_is_bad(case: Case) -> None:
-    """Section 7: one NaN on one replica skips the step on all, in every mode."""
+    """Promise 7: one NaN on one replica skips the step on all, in every mode."""
     replicas = jax.device_count()
     good = [replica_grads(seed, replicas) for seed in range(case.calls)]
     ruined = poison(replica_grads(99, replicas), jnp.nan)
@@ -150,7 +150,7 @@ def skip_is_agreed_when_one_replica_is_bad(case: Case) -> None:
 
 
 def skip_holds_for_a_hundred_bad_steps_on_every_replica(case: Case) -> None:
-    """Section 5: all NaN on all replicas, a hundred times, in every mode: nothing moves."""
+    """Promise 5: all NaN on all replicas, a hundred times, in every mode: nothing moves."""
     tx, replicas = case.mapped(AXIS), jax.device_count()
     nan = jax.tree.map(lambda g: jnp.full_like(g, jnp.nan), replica_grads(0, replicas))
 
@@ -167,12 +167,12 @@ def skip_holds_for_a_hundred_bad_steps_on_every_replica(case: Case) -> None:
 
 
 def reduced_gradients_are_refused(case: Case) -> None:
-    """Section 6: gradients that autodiff has summed already raise, naming the mend."""
+    """Promise 6: gradients that autodiff has summed already raise, naming the mend."""
     _raises(lambda: _trace_step(case, lambda params: params), "local_params")
 
 
 def local_params_give_local_gradients(case: Case) -> None:
-    """Section 6: the cast, then ``jax.grad``, is accepted with checking on."""
+    """Promise 6: the cast, then ``jax.grad``, is accepted with checking on."""
     _trace_step(case, lambda params: local_params(params, AXIS))
 
 
@@ -196,7 +196,7 @@ def _trace_step(case: Case, prepare: Callable[[PyTree], PyTree]) -> None:
 
 
 def an_unbound_axis_is_named(case: Case) -> None:
-    """Section 9: outside a mapped function the error names the axis."""
+    """Promise 9: outside a mapped function the error names the axis."""
     tx, params = case.mapped(AXIS), even_params()
     _raises(
         lambda: apply_gradients(tx, example_grads(params, 0), tx.init(params), params), repr(AXIS)

@@ -22,7 +22,7 @@ PyTree = Any
 
 
 def survives_what_python_does_to_objects(case: Case) -> None:
-    """Section 1: mapped, copied, pickled, rebuilt from its fields: the same program."""
+    """Promise 1: mapped, copied, pickled, rebuilt from its fields: the same program."""
     tx, params = case.single(), even_params()
     grads = [example_grads(params, seed) for seed in range(case.calls)]
 
@@ -48,7 +48,7 @@ def survives_what_python_does_to_objects(case: Case) -> None:
 
 
 def updates_have_the_dtypes_of_the_params(case: Case) -> None:
-    """Section 3: so that ``params + updates`` has them too, in every wrapper that selects."""
+    """Promise 3: so that ``params + updates`` has them too, in every wrapper that selects."""
     for dtype in (jnp.float16, jnp.bfloat16, jnp.float32):
         tx, params = case.single(), example_params(dtype)
         finite = optax.apply_if_finite(tx, 3)
@@ -60,7 +60,7 @@ def updates_have_the_dtypes_of_the_params(case: Case) -> None:
 
 
 def init_takes_shapes(case: Case) -> None:
-    """Section 1: of ``jax.ShapeDtypeStruct`` it makes a state like that of arrays."""
+    """Promise 1: of ``jax.ShapeDtypeStruct`` it makes a state like that of arrays."""
     tx, params = _made(case), example_params(jnp.bfloat16)
     shapes = jax.eval_shape(lambda: params)
     kinds = lambda state: [(x.shape, x.dtype) for x in jax.tree.leaves(state)]  # noqa: E731
@@ -70,7 +70,7 @@ def init_takes_shapes(case: Case) -> None:
 
 
 def tree_map_params_finds_what_is_like_the_params(case: Case) -> None:
-    """Section 1: ``optax.tree.map_params`` goes through the state and leaves the rest alone."""
+    """Promise 1: ``optax.tree.map_params`` goes through the state and leaves the rest alone."""
     tx, params = _made(case, optax.sgd(0.1, momentum=0.9)), even_params()
     state = tx.init(params)
     seen: list[Any] = []
@@ -80,7 +80,7 @@ def tree_map_params_finds_what_is_like_the_params(case: Case) -> None:
 
 
 def takes_trees_without_arrays(case: Case) -> None:
-    """Section 3: an empty tree, ``None``, and Python's own numbers."""
+    """Promise 3: an empty tree, ``None``, and Python's own numbers."""
     tx = case.single()
     empty: tuple[PyTree, ...] = ({}, {"a": None, "b": ()})
     for params in empty:

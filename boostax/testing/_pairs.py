@@ -224,7 +224,10 @@ def cut_anywhere_is_whole(case: Case, seed: int = 0) -> None:
 
 
 def migrated_there_and_back_never_moved(case: Case, seed: int = 0) -> None:
-    """To a chain with a wrapper more and back again: the same state, to the bit."""
+    """To a chain with a wrapper more and back again: the same state, to the bit.
+
+    That training goes on in the other chain is tests/test_migrate.py's.
+    """
     setting = Setting.of(case, seed)
     tx = setting.tx()
     others = [optax.chain(tx), optax.named_chain(("it", tx)), accumulate(tx, 1)]
@@ -241,7 +244,11 @@ def migrated_there_and_back_never_moved(case: Case, seed: int = 0) -> None:
 
 
 def replicas_there_and_back_never_moved(case: Case, seed: int = 0) -> None:
-    """To some times as many replicas and back again: the same state, to the bit."""
+    """To some times as many replicas and back again: the same state, to the bit.
+
+    Replicas in one process and one placement. Between placements, ``jax.device_put`` moves a state
+    besides: tests/test_kill_placements.py.
+    """
     setting = dataclasses.replace(Setting.of(case, seed), replicas=2)
     tx = setting.tx()
     calls = int(setting.rng.integers(1, 3 * case.calls))

@@ -127,12 +127,12 @@ def reference(case: Case, placed: Placed, windows: list[PyTree]) -> PyTree:
 
 
 def any_placement_means_the_same(case: Case) -> None:
-    """Section 11: replicated, ZeRO, FSDP, HSDP, tensor parallel: as where params are whole."""
+    """Promise 11: replicated, ZeRO, FSDP, HSDP, tensor parallel: as where params are whole."""
     _means_the_same(case, AxisType.Auto)
 
 
 def any_placement_means_the_same_on_an_explicit_mesh(case: Case) -> None:
-    """Section 11: the same where JAX types every array by its sharding."""
+    """Promise 11: the same where JAX types every array by its sharding."""
     _means_the_same(case, AxisType.Explicit)
 
 
@@ -148,7 +148,7 @@ def _means_the_same(case: Case, kind: AxisType) -> None:
 
 
 def skip_is_agreed_in_any_placement(case: Case) -> None:
-    """Section 11: one NaN in one shard of one replica skips the step everywhere."""
+    """Promise 11: one NaN in one shard of one replica skips the step everywhere."""
     for placed in placements(jax.device_count() // 2, 2, AxisType.Auto)[-2:]:
         good = [replica_grads(seed, placed.replicas) for seed in range(case.calls)]
         ruined = poison(replica_grads(99, placed.replicas), jnp.nan)

@@ -27,7 +27,7 @@ PyTree = Any
 
 
 def is_a_transformation_with_array_state(case: Case) -> None:
-    """Section 1: ExtraArgs, NamedTuple state, jax arrays of strong dtype."""
+    """Promise 1: ExtraArgs, NamedTuple state, jax arrays of strong dtype."""
     tx = case.make(optimizer(), None)
     assert isinstance(tx, optax.GradientTransformationExtraArgs)
     state = tx.init(example_params())
@@ -38,7 +38,7 @@ def is_a_transformation_with_array_state(case: Case) -> None:
 
 
 def forwards_unknown_extra_arguments(case: Case) -> None:
-    """Section 1: what it does not know reaches the inner transformation."""
+    """Promise 1: what it does not know reaches the inner transformation."""
     seen: list[Any] = []
 
     def update(updates: PyTree, state: Any, params: Any = None, **extra: Any) -> tuple[Any, Any]:
@@ -57,7 +57,7 @@ def forwards_unknown_extra_arguments(case: Case) -> None:
 
 
 def keeps_types_and_traces_once(case: Case) -> None:
-    """Section 3: f16, bf16, f32, complex; state and updates keep their types; one trace."""
+    """Promise 3: f16, bf16, f32, complex; state and updates keep their types; one trace."""
     for dtype in (jnp.float16, jnp.bfloat16, jnp.float32, jnp.complex64):
         tx, params = case.single(optax.adam(1e-2)), example_params(dtype)
         state, traces = tx.init(params), 0
@@ -76,7 +76,7 @@ def keeps_types_and_traces_once(case: Case) -> None:
 
 
 def works_in_float64(case: Case) -> None:
-    """Section 3: with x64, f64 gradients are handled in f64."""
+    """Promise 3: with x64, f64 gradients are handled in f64."""
     with jax.enable_x64(True):
         tx = case.single(optax.sgd(1.0))
         params: PyTree = {"w": jnp.zeros(2, jnp.float64)}
@@ -90,7 +90,7 @@ def works_in_float64(case: Case) -> None:
 
 
 def passes_masked_nodes(case: Case) -> None:
-    """Section 3: MaskedNode leaves stay where they are."""
+    """Promise 3: MaskedNode leaves stay where they are."""
     tx = case.single()
     params = {"kept": jnp.ones(3), "masked": optax.MaskedNode()}
     grads = {"kept": jnp.ones(3), "masked": optax.MaskedNode()}
@@ -99,7 +99,7 @@ def passes_masked_nodes(case: Case) -> None:
 
 
 def init_can_be_donated_at_once(case: Case) -> None:
-    """Section 4: no buffer is shared with the params or between fields."""
+    """Promise 4: no buffer is shared with the params or between fields."""
     tx, params = case.single(), example_params()
     state = tx.init(params)
     pointers = [x.unsafe_buffer_pointer() for x in jax.tree.leaves((params, state)) if x.size]
@@ -112,7 +112,7 @@ def init_can_be_donated_at_once(case: Case) -> None:
 
 
 def works_in_every_optax_wrapper(case: Case) -> None:
-    """Section 2: chain, named_chain, masked, partition, inject_hyperparams, MultiSteps."""
+    """Promise 2: chain, named_chain, masked, partition, inject_hyperparams, MultiSteps."""
     params = example_params()
     alone, _ = steps(case.single(), params, case.single().init(params), range(2 * case.calls))
     mask = jax.tree.map(lambda p: p.ndim > 1, params)
@@ -141,7 +141,7 @@ def works_in_every_optax_wrapper(case: Case) -> None:
 
 
 def apply_gradients_equals_update_and_apply(case: Case) -> None:
-    """The gate's two faces give one result."""
+    """Promise 1: ``apply_gradients`` gives what ``update`` and ``apply_updates`` give."""
     tx, params = case.single(), example_params()
     expected, expected_state = steps(tx, params, tx.init(params), range(2 * case.calls))
     state = tx.init(params)
@@ -153,7 +153,7 @@ def apply_gradients_equals_update_and_apply(case: Case) -> None:
 
 
 def scan_eager_and_disabled_jit_agree(case: Case) -> None:
-    """Section 2: the same trajectory in scan, eagerly and with jit disabled."""
+    """Promise 2: the same trajectory in scan, eagerly and with jit disabled."""
     tx, params = case.single(), even_params()
     count = 2 * case.calls
     expected = steps(tx, params, tx.init(params), range(count))
@@ -177,7 +177,7 @@ def scan_eager_and_disabled_jit_agree(case: Case) -> None:
 
 
 def vmap_over_an_ensemble(case: Case) -> None:
-    """Section 2: independent members under vmap go their own ways."""
+    """Promise 2: independent members under vmap go their own ways."""
     tx, members = case.single(), [example_params(), jax.tree.map(lambda p: 2 * p, example_params())]
     stack = lambda trees: jax.tree.map(lambda *x: jnp.stack(x), *trees)  # noqa: E731
     params, state = stack(members), jax.vmap(tx.init)(stack(members))
@@ -190,7 +190,7 @@ def vmap_over_an_ensemble(case: Case) -> None:
 
 
 def meta_gradients_are_finite(case: Case) -> None:
-    """One can differentiate through a step."""
+    """Promise 2: one can differentiate through a step."""
     tx, params = case.single(optax.sgd(0.1)), {"w": jnp.arange(3.0)}
 
     def after(grads: PyTree) -> jax.Array:
@@ -206,7 +206,7 @@ def meta_gradients_are_finite(case: Case) -> None:
 
 
 def sharded_arrays_under_plain_jit(case: Case) -> None:
-    """Section 2: Auto and Explicit meshes; params and moments keep their sharding."""
+    """Promise 2: Auto and Explicit meshes; params and moments keep their sharding."""
     devices = jax.device_count()
     for kind in (AxisType.Auto, AxisType.Explicit):
         mesh = jax.make_mesh((devices,), ("x",), axis_types=(kind,))
@@ -226,7 +226,7 @@ def sharded_arrays_under_plain_jit(case: Case) -> None:
 
 
 def skip_is_as_if_the_step_never_was(case: Case) -> None:
-    """Section 5: params and inner state bit-equal, for every way of being bad."""
+    """Promise 5: params and inner state bit-equal, for every way of being bad."""
     bad = {"nan": jnp.nan, "inf": jnp.inf, "-inf": -jnp.inf, "overflowing square": 1e36}
     tx = case.single()
     step = jax.jit(lambda p, s, g: apply_gradients(tx, g, s, p))
@@ -241,7 +241,7 @@ def skip_is_as_if_the_step_never_was(case: Case) -> None:
 
 
 def skip_holds_for_a_hundred_bad_steps(case: Case) -> None:
-    """Section 5: it never gives in."""
+    """Promise 5: it never gives in."""
     tx, params = case.single(), example_params()
     state = tx.init(params)
     nan = jax.tree.map(lambda p: jnp.full_like(p, jnp.nan), params)
@@ -257,7 +257,7 @@ def skip_holds_for_a_hundred_bad_steps(case: Case) -> None:
 
 
 def survives_serialisation_at_every_step(case: Case) -> None:
-    """Section 8 and lifecycle: pickle and Flax bytes are exact; a resumed run goes on bit-equal."""
+    """Promise 8: pickle and Flax bytes are exact; a resumed run goes on bit-equal."""
     tx, params = case.single(), even_params()
     count = 2 * case.calls
     expected = steps(tx, params, tx.init(params), range(count))
@@ -275,14 +275,14 @@ def survives_serialisation_at_every_step(case: Case) -> None:
 
 
 def metrics_are_flat_scalars(case: Case) -> None:
-    """Section 10: named scalars, through any wrapper."""
+    """Promise 10: named scalars, through any wrapper."""
     state = optax.chain(case.make(optimizer(), None)).init(example_params())
     for name, value in metrics(state).items():
         assert isinstance(name, str) and value.shape == (), f"{name}: {value.shape}"
 
 
 def bad_arguments_raise_and_explain(case: Case) -> None:
-    """Section 9: the argument, what it got, what is allowed, and a hint."""
+    """Promise 9: the argument, what it got, what is allowed, and a hint."""
     for build, part in case.bad_arguments:
         try:
             build()

@@ -1,4 +1,4 @@
-"""Train steps: the oracle, what applies its gradients, the compiled step and its state."""
+"""Train steps: the gradient function, what applies its gradients, the compiled step, its state."""
 
 from boostax._core.axes import local_params as local_params
 from boostax.accumulate.aux import Aux as Aux

@@ -1,4 +1,4 @@
-"""A train step's programs: oracle, transformation and state in one, compiled and donated."""
+"""A train step's programs: gradients, transformation and state in one, compiled and donated."""
 
 import dataclasses
 import functools
@@ -51,7 +51,7 @@ class TrainStep:
       oracle: what ``boostax.value_and_grad`` made of the loss.
       mesh: device mesh, or ``None``.
       names: replica axes; empty without a mesh.
-      has_aux: whether the oracle returns ``(loss, aux)``.
+      has_aux: whether it returns ``(loss, aux)``.
       microbatches: slices per replica and call.
       policy: whose ``param_dtype`` the params are stored in, or ``None``.
       check_vma: see ``make_train_step``.
@@ -362,7 +362,7 @@ class TrainStep:
             return None
         key = jax.random.fold_in(state.key, state.step)
         if placement is not None or not self.names:
-            # On global arrays it is the oracle that gives every replica its own.
+            # On global arrays the gradient function gives every replica its own.
             return key
         return jax.random.fold_in(key, axes.index(self.names))
 

@@ -1,4 +1,4 @@
-"""The gradient oracle: scaled, local gradients from a loss function and the optimizer's state."""
+"""The gradient function: scaled, local gradients from a loss and the optimizer's state."""
 
 import dataclasses
 import functools
@@ -55,7 +55,7 @@ def value_and_grad(
     the mean over all tokens. Leaves that ``boostax.carry`` names are as the loss hands them out;
     micro-batches are combined by its rules.
 
-    Inside ``shard_map`` or ``pmap`` the axis is the surrounding one's. With ``mesh`` the oracle is
+    Inside ``shard_map`` or ``pmap`` the axis is the surrounding one's. With ``mesh`` the result is
     called in plain ``jit``, on global arrays: it maps the loss over the replica axes alone, the
     other axes stay XLA's (or, on an Explicit mesh, the loss's), and gradients are ``PerReplica`` of
     stacked arrays, for ``boostax.on_mesh``. Nothing is reduced but loss and ``Aux``.
