@@ -1,0 +1,68 @@
+"""What a newcomer looks for is where the documents say: a formula, a law, the place for a codec."""
+
+import pathlib
+import re
+
+import pytest
+
+from boostax import testing
+from boostax.autoboost import reduction
+
+ROOT = pathlib.Path(__file__).parents[1]
+CARDS = sorted(ROOT.glob("docs/cards/*.md"))
+CONTRACT = (ROOT / "docs" / "contract.md").read_text()
+PROMISES = re.findall(r"^(\d+)\. (.*?)(?=^\d+\. |^## )", CONTRACT, re.M | re.S)
+
+
+def defined(path, name):
+    """Whether a file defines a function, a class or a value of a name, at any depth."""
+    return re.search(rf"^ *((def|class) {name}\b|{name}(: .*)? = )", path.read_text(), re.M)
+
+
+def named(text):
+    """Pairs of a path in backticks and the names in backticks that come after it."""
+    path = None
+    for word in re.findall(r"`([\w./]+)`", text):
+        if "/" in word:
+            path = ROOT / word
+            assert path.is_file(), f"{word} is no file"
+        elif path is not None:
+            yield path, word
+
+
+@pytest.mark.parametrize("card", CARDS, ids=lambda path: path.stem)
+def test_a_card_names_the_code_of_its_formula(card):
+    (code,) = re.findall(r"^Code: (.*?)\n(?:\n|\Z)", card.read_text(), re.M | re.S)
+    pairs = list(named(code))
+    assert pairs and all(defined(*pair) for pair in pairs), [p for p in pairs if not defined(*p)]
+
+
+def test_a_promise_names_what_holds_it():
+    """Laws in their files, or tests; and a law says of which promise it is."""
+    assert [int(number) for number, _ in PROMISES] == list(range(1, 14))
+    for number, promise in PROMISES:
+        told = re.split(r"\*(?:Laws?|Tests):\*", promise)
+        assert len(told) == 2, f"promise {number} names neither a law nor a test"
+        for part in told[1].split(";"):
+            files = re.findall(r"`((?:boostax|tests)/[\w/]+\.py)`", part)
+            assert files and all((ROOT / file).is_file() for file in files)
+            for law in re.findall(r"`(\w+)`", part):
+                assert law in testing.LAWS and defined(ROOT / files[0], law), law
+
+
+def test_a_law_is_beside_its_promise():
+    for name, law in testing.LAWS.items():
+        assert f"`{name}`" in CONTRACT, name
+        said = re.match(r"Promise (\d+):", law.__doc__)
+        assert name in testing.PAIR_LAWS or said, name
+        assert not said or f"`{name}`" in dict(PROMISES)[said[1]], name
+
+
+def test_the_place_of_a_codec_is_named():
+    """The table that ``CONTRIBUTING.md`` names is the one that the configuration is made of."""
+    text = (ROOT / "CONTRIBUTING.md").read_text()
+    names = re.search(r"(`DENSE`.*`OWN_PARAMS`) in `boostax/autoboost/reduction.py`", text)[1]
+    found = {}
+    for name in re.findall(r"`(\w+)`", names):
+        found |= getattr(reduction, name)
+    assert found == reduction.Reduce.kinds
