@@ -2,18 +2,27 @@
 
 What the compilers for CPU, TPU and GPU make of it gives it its form (``docs/compilers.md``):
 
-* Selecting between old and new values with ``where`` keeps two readers of every moment alive.
-  A branch around the update *and* its application lets XLA write donated buffers in place.
-* The branch is a ``lax.switch`` on an int32. Of a ``lax.cond`` XLA:CPU copies all that passes
-  through unless the branch that works is the True one
-  (https://github.com/jax-ml/jax/issues/39449), XLA:GPU unless it is the False one; an index keeps
-  its branches in their order, and no compiler copies.
+* With ``where``, both the old and the new value of every moment must be kept until the select, so
+  XLA cannot reuse the buffer. A branch around the update *and* its application lets XLA write
+  donated buffers in place.
+* With ``lax.cond``, XLA:CPU copies pass-through operands unless the working branch is the True one
+  (https://github.com/jax-ml/jax/issues/39449), XLA:GPU unless it is the False one. ``lax.switch``
+  on an int32 keeps the branch order, and no compiler copies.
 * A pure ``update`` has to hand out updates, so it needs one buffer of the size of the params.
 
 The ``update`` of a gated transformation is therefore an object, which has a ``step`` that can also
 apply the result. Nested ones pass the wish to apply down, so that only the innermost branch
 touches the params; and they pass gradients down raw, with the factors still to be multiplied in
 (``Pending``), because whatever is computed from a gradient before a branch is written to memory.
+
+What a gate says of its last call, by its state's methods and fields:
+
+============ ===================================================================================
+``passed()`` whether the call ran what is inside (of a window: whether it closed and ran)
+``taken()``  whether the gradient was used: run on, or added to a window; ``False``: skipped
+``held()``   whether a window is open, so that gradients wait in it
+``ran``      the field of ``GateState`` behind ``passed()`` and ``taken()``
+============ ===================================================================================
 """
 
 import dataclasses
@@ -35,7 +44,9 @@ PyTree = Any
 class Pending(NamedTuple):
     """Gradients as they came, and the f32 scalars by which they are still to be multiplied.
 
-    What is computed from gradients before a branch is written to memory; so gates hand them on raw.
+    Pending is that product. It is taken inside the branch, where the gradients are used: what is
+    computed from them before a branch is written to memory. One meets it in a rule for
+    ``boostax.gate``, where ``value()`` are the gradients as the optimizer sees them.
 
     Attributes:
       raw: gradients, in the dtypes in which they came.
@@ -82,10 +93,11 @@ class Flush(Protocol):
 class GatedUpdate:
     """The pure ``update`` of a gate, with the ``step`` and ``flush`` of the same gate.
 
-    To Optax an ordinary function. Who rebuilds the pair of ``init`` and ``update`` (``copy``,
-    ``jax.tree.map``, Equinox, Keras) keeps the gate with it. Who puts another function in its place
-    (``optax.chain``, ``optax.masked``, ...) has the pure ``update`` alone; and so has one to which
-    ``functools.wraps`` or ``jax.jit`` gave its attributes, for it is of another class.
+    To Optax an ordinary function. Whoever rebuilds the pair of ``init`` and ``update`` (``copy``,
+    ``jax.tree.map``, Equinox, Keras) keeps the gate with it. Whoever puts another function in its
+    place (``optax.chain``, ``optax.masked``, ...) has the pure ``update`` alone. A function wrapped
+    with ``functools.wraps`` or ``jax.jit`` copies the attributes but is not a ``GatedUpdate``, so
+    it also loses the gate.
 
     Attributes:
       step: see ``Step``.
@@ -147,7 +159,7 @@ def flush_inner(
 ) -> tuple[PyTree, Any]:
     """Close open windows in ``tx``; a transformation without a gate has none.
 
-    A state that holds gradients back says so by a method ``held()``.
+    A state in which gradients wait says so by a method ``held()``.
     """
     own = gate_of(tx)
     if own is not None:
@@ -172,7 +184,7 @@ def flush_of(tx: optax.GradientTransformationExtraArgs, flag: str) -> Flush:
     def flush_fn(state: Any, params: PyTree, **extra: Any) -> tuple[PyTree, Any]:
         waiting = held_open(state.inner_state)
         params, inner_state = flush_inner(tx, state.inner_state, params, extra)
-        # A window that was closed now ran, whatever became of the last gradient.
+        # A flush that closed a window counts as a run, even if the last gradient was skipped.
         ran = getattr(state, flag) | (waiting & passed(inner_state))
         return params, state._replace(**{flag: ran}, inner_state=inner_state)
 
@@ -198,8 +210,9 @@ def run_or_hold(
       state: the old state; ``heavy``'s is cast to its dtypes, so that a step never changes them.
       apply: see ``heavy``.
       who: the transformation's name, for errors.
-      names: axes over which the predicate was agreed, or by which local gradients are known;
-        ``None`` where it does not depend on gradients.
+      names: mesh axes over which the predicate was agreed, or over which the gradients are local;
+        ``()`` if it was computed from gradients without any; ``None`` if it does not depend on
+        gradients.
     """
     axes.require_invariant(predicate, who)
     # Both branches need the result's types before either can be built.
@@ -223,7 +236,7 @@ def run_or_hold(
 def _require_agreed(heavy: trees.Replay, names: tuple[str, ...], who: str) -> None:
     """Refuse, where no type tells, axes that do not fit the collectives in a branch.
 
-    With checking on, the types of the predicate and of what comes out have told.
+    With checking on, the types of the predicate and the results have already been checked.
     """
     sent = costs.axes_of(heavy.program)
     unseen = lambda name: not axes.varying(axes.to_varying(jnp.zeros(()), (name,)))  # noqa: E731
@@ -232,13 +245,15 @@ def _require_agreed(heavy: trees.Replay, names: tuple[str, ...], who: str) -> No
         raise ValueError(
             f"{who}: axis_name must name all axes over which what is inside communicates, got "
             f"{names or None}, and inside something is sent over {missing}. Replicas that decide "
-            "alone wait for each other for ever, and share what differs. Pass them in axis_name."
+            "separately deadlock in that collective, or average values from different steps. Pass "
+            "them in axis_name."
         )
     if names and sent.isdisjoint(names) and unseen(names[0]):
         raise ValueError(
             f"{who}: axis_name must be left out where nothing inside reduces, got {names}. Local "
-            f"gradients want a reduction inside, such as boostax.all_reduce({names[0]!r}), or "
-            "replicas part; gradients that are reduced before want no axis_name."
+            f"gradients want a reduction inside, such as boostax.all_reduce({names[0]!r}): "
+            "otherwise the replicas' params diverge; gradients that are reduced before want no "
+            "axis_name."
         )
 
 
@@ -265,8 +280,8 @@ def alternatives(
 def passed(state: PyTree) -> jax.Array:
     """Whether the last call reached the innermost transformation, read from the gates' states.
 
-    A state takes part by a method ``passed()``. An inner gate's flag is stale when an outer one
-    held it back, but then the outer flag is False already.
+    A state takes part by a method ``passed()``. An inner flag is stale if an outer gate skipped it;
+    the outer flag is then False, so the AND is right.
     """
     flags = [node.passed() for node in trees.find(state, _is_gate)]
     result = jnp.asarray(True)
@@ -290,7 +305,7 @@ def held_open(state: PyTree) -> jax.Array:
 
 
 def has_gate(state: PyTree) -> bool:
-    """Whether a transformation with this state may hold its inner one back."""
+    """Whether a transformation with this state may skip its inner one."""
     return bool(trees.find(state, _is_gate))
 
 
@@ -304,7 +319,7 @@ class GateState(NamedTuple):
     Attributes:
       own: what the rule keeps.
       ran: bool, whether the last call ran what is inside.
-      held_calls: i32, calls that were held back.
+      held_calls: i32, calls that were skipped.
       inner_state: state of the inner transformation.
     """
 
@@ -337,9 +352,9 @@ def gate(
     axis_name: axes.AxisName | None = None,
     name: str | None = None,
 ) -> optax.GradientTransformationExtraArgs:
-    """Run ``inner`` in the calls that a rule of yours lets pass; hold everything in the others.
+    """Run ``inner`` in the calls that a rule of yours lets pass; skip the others as a whole.
 
-    In a call that is held back params, moments, schedules and weight decay keep their bits. It is
+    In a skipped call params, moments, schedules and weight decay keep their bits. It is
     compiled as boostax's own gates are: one branch around the update and its application, which
     writes donated buffers in place.
 
@@ -348,15 +363,16 @@ def gate(
       rule: ``rule(grads, own, params) -> (run, own)``. ``grads`` is a ``Pending``, of which
         ``grads.value()`` are the gradients, in f32 or wider; ``run`` a bool scalar, and ``own``
         what the rule keeps, in the types that it came in. With ``axis_name`` the gradients are
-        local, and a call runs if it may on all replicas; what is kept must be equal on all.
+        local, and the step runs only if ``run`` is True on every replica; what is kept must be
+        equal on all.
       init: what the rule keeps at first, from the params.
       axis_name: mesh axis or axes over which something inside reduces; needed with local gradients.
       name: of the transformation, in errors, traces and ``explain``; that of the rule by default.
 
     Returns:
-      A transformation with a ``GateState``. Cost: what the rule computes and keeps, 5 bytes; with
-      ``axis_name`` an all-reduce of 4 bytes. A pure ``update`` takes a copy of the params more than
-      ``boostax.apply_gradients``.
+      A transformation with a ``GateState``. Cost: what the rule computes and keeps, plus 5 bytes of
+      state; with ``axis_name`` an all-reduce of 4 bytes. A pure ``update`` needs one more copy of
+      the params than ``boostax.apply_gradients``.
 
     Raises:
       TypeError: ``inner`` is no transformation, or ``run`` no bool scalar.
