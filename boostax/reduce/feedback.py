@@ -26,17 +26,18 @@ class CompressedState(NamedTuple):
 
     Attributes:
       residual: a ``PerReplica`` of what each replica has not sent yet: a tree like the params, in
-        f32 or wider and in the units of the gradients as they come in (unscaled, inside a scaler),
-        complex ones as pairs; ``None`` where a leaf travels dense, or without error feedback.
+        f32 or wider, in the units of the gradients that ``update`` receives (inside a loss scaler
+        these are already unscaled), complex ones as pairs; ``None`` where a leaf travels dense, or
+        without error feedback.
       velocity: a ``PerReplica`` like it, of the momentum that is corrected for; or ``None``.
       codec: what the codec keeps, the same on all replicas.
       unsent: f32 scalar, ``sqrt(sum_r |residual_r|**2 / sum_r |g_r + old residual_r|**2)``: the
         share that was held back last time, 0 for an exact reduction. -1 before the first.
-      over_capacity: f32 scalar, elements of all replicas that reached the threshold last time and
-        had no place in the largest capacity below 1.0; -1 before the first. ``None`` without a
-        threshold.
-      capacity: f32 scalar, the share of the elements that had a place last time, 1.0 for a dense
-        step; -1 before the first. ``None`` where it is not chosen at each step.
+      over_capacity: f32 scalar, over all replicas, the number of elements that reached the
+        threshold at the last step and did not fit into the largest capacity below 1.0; -1 before
+        the first. ``None`` without a threshold.
+      capacity: f32 scalar, the share of the elements that had a place at the last step, 1.0 for a
+        dense step; -1 before the first. ``None`` where it is not chosen at each step.
     """
 
     residual: PerReplica
@@ -77,8 +78,9 @@ def compress(
       error_feedback: keep what was not sent, ``e``, for the next step.
       dense: leaves that take a plain mean instead: a function of the leaf's path
         (``"layers/0/bias"``) and the leaf, or a tree of bools, which may stand for whole branches.
-      momentum: of the momentum correction, ``v = momentum v + g`` standing for ``g`` and set to
-        zero where it has been sent; or ``None``.
+      momentum: coefficient of momentum correction (Deep Gradient Compression):
+        ``v = momentum * v + g`` is sent in place of ``g``; ``v`` is zeroed where an element was
+        sent. Or ``None``.
       name: of the factory, in errors, traces and ``explain``; the codec's class by default.
 
     Returns:
@@ -104,6 +106,7 @@ def compress(
 
     References:
       Karimireddy et al., Error Feedback Fixes SignSGD, https://arxiv.org/abs/1901.09847, 2019.
+      Lin et al., Deep Gradient Compression, https://arxiv.org/abs/1712.01887, 2018.
     """
     who = name or type(codec).__name__
     names = axes.required(who, axis_name)
@@ -169,24 +172,24 @@ def compress(
         codec_state = map_per_leaf(gathered, state.codec)
         rest = [i for i in range(len(leaves)) if i not in chosen]
         total = _squared_norm(wanted + [exchange.real(leaves[i]) for i in rest], names)
-        # Before anything is sent: what is kept is chosen where it is computed, in one pass.
+        # Agree on ``finite`` before sending, so that one pass computes the residual, selects new or
+        # old, writes it and sums its squares.
         finite = jnp.isfinite(total)
         message = _reduced(codec, wanted, codec_state, names)
         means, residual, new_codec_state, late, over, capacity = message
         keep = lambda new, old: jnp.where(finite, new, old)  # noqa: E731
         if error_feedback:
-            # Chosen first, so that one pass writes them and adds up their squares.
             residual = [keep(new, held[i]) for i, new in zip(chosen, residual, strict=True)]
         norm = _squared_norm(residual, names, late, over if overflows else ())
         over_capacity = state.over_capacity
         if overflows:
-            # Of no leaves the sum is a scalar.
+            # With no coded leaves ``_squared_norm`` returns one scalar instead of a pair.
             norm, lost = norm if over else (norm, jnp.zeros_like(norm))
             over_capacity = keep(lost.astype(jnp.float32), over_capacity)
         unsent = jnp.sqrt(norm / jnp.where(total == 0, 1, total))
         result: list[Any] = list(leaves)
         for i, mean in zip(chosen, means, strict=True):
-            # A bad step must be seen by all; a codec could hide it.
+            # Explicitly: a codec could encode a gradient that is not finite as finite numbers.
             result[i] = exchange.like(jnp.where(finite, mean, jnp.nan), leaves[i])
         for i in rest:
             wide = leaves[i].astype(trees.wide_dtype(leaves[i]))
@@ -195,6 +198,8 @@ def compress(
             if error_feedback:
                 held[i] = _with_late(new, more, finite, names)
             if momentum is not None:
+                # Residual equals wanted: nothing of this element was sent, so its velocity stays.
+                # Compared before ``late`` is added.
                 moving[i] = keep(jnp.where(new == all_of_it, v, 0), moving[i])
         return jax.tree.unflatten(treedef, result), CompressedState(
             residual=PerReplica(jax.tree.unflatten(treedef, held)),
@@ -214,9 +219,11 @@ def compress(
 def _reduced(
     codec: Codec, leaves: list[jax.Array], state: PyTree, names: tuple[str, ...]
 ) -> Message:
-    """What the codec makes of leaves, apart by the axes over which they are sharded.
+    """Run the codec once per group of leaves with the same varying axes.
 
-    What leaves of different types share would vary wherever one of them does.
+    Packed together, leaves of different types would all get the union of those axes. State
+    that is not marked ``PerLeaf`` is computed from the same old state for each group, and the last
+    group's wins.
     """
     kinds: dict[frozenset[str], list[int]] = {}
     for i, x in enumerate(leaves):
@@ -253,21 +260,22 @@ def _squared_norm(
     late: Sequence[Late | None] = (),
     over: Sequence[jax.Array] = (),
 ) -> jax.Array:
-    """Over all replicas: not finite where an element of any is not, or its square is out of range.
+    """Sum of squares over all replicas, including what ``late`` will add.
 
-    With what is still to be added to the leaves. Beside it, in the same sum, the elements that had
-    no place.
+    Not finite if any element is not, or if a square overflows. With ``over``, returns the pair
+    ``(sum, elements without a place)``, from one collective.
     """
     dtype = jnp.result_type(jnp.float32, *leaves)
     square = lambda x: jnp.sum(x * x).astype(dtype)  # noqa: E731
     parts = [square(x) for x in leaves]
+    # ``late`` may be empty.
     for x, more in zip(leaves, late, strict=False):
         if more is not None:
             own = _own_slice(x, more, names)
             parts.append(square(own + more.more) - square(own))
     if over:
         parts = [jnp.stack([x, n.astype(dtype)]) for x, n in zip(parts, over, strict=True)]
-    # What cancels may come out below zero by its rounding.
+    # The difference of squares above cancels; rounding may make the total slightly negative.
     return jnp.maximum(axes.sum_over_shards(parts, names, dtype), 0)
 
 
