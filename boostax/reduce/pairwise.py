@@ -6,7 +6,11 @@ r"""What AdaSum computes: the pairwise operator, and the tree of pairs over the 
 
 Orthogonal gradients add, parallel ones average. The operator is not associative, so the order is
 part of the definition: neighbours first, ((0,1),(2,3)), then neighbours of those; an odd one out
-passes up as it is. Only arrays here; how they travel is the subject of ``route.py``.
+passes up as it is. Only arrays here; how they travel is the subject of ``exchange.py``.
+
+Where the formula is: ``_read`` takes the dot products of all pairs, ``_weight`` makes of them the
+factors ``1 - a.b / 2|a|**2`` and ``1 - a.b / 2|b|**2``, ``_combine`` gives these to the rows of
+each node, and ``_tree`` adds the rows up, each times its factors of all levels.
 
 Every row has a power of two of its own, ``value = row * 2**exponent`` with the largest element of
 the row just below one. Products with powers of two are exact, so nothing over- or underflows in
@@ -350,7 +354,7 @@ def _grouped(products: Products, nodes: Nodes, tops: Tops, members: list[list[in
 
 
 def _combine(nodes: Nodes, tops: Tops, products: Products, groups: Sequence[int]) -> Nodes:
-    """The level above."""
+    """The level above: each pair as one node, whose rows take the pair's factors as well."""
     index = np.array(groups)
     aa, ab, bb = products.dots[:, :, index]
     # The dot products are in the groups' units: the difference of the tops makes them fit a and b.
@@ -378,9 +382,10 @@ def _combine(nodes: Nodes, tops: Tops, products: Products, groups: Sequence[int]
 def _weight(
     dot: jax.Array, norm: jax.Array, own: jax.Array, cross: jax.Array, same: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-    """``2**own - 2**cross * dot / (2 * norm)`` as a quotient.
+    """The factor ``1 - a.b / 2|a|**2`` of ``a``, as a quotient; of ``b`` with a and b exchanged.
 
-    Of a zero row it is ``2**own``, of equal rows half of that.
+    In powers of two ``2**own - 2**cross * dot / (2 * norm)``, with ``dot`` for ``a.b`` and ``norm``
+    for the squared norm ``|a|**2``. Of a zero row it is ``2**own``, of equal rows half of that.
 
     The dot products of equal rows may differ in their last bit, because XLA contracts some of them
     to fused multiply-adds. Written so that a NaN is never taken for a zero.
