@@ -90,7 +90,7 @@ def empty(k: int, dtype: Any) -> Memory:
 
 
 def learn(memory: Memory, gradient: jax.Array, rule: SubspaceRule) -> Memory:
-    r"""Take in a new gradient: the BFGS update of the inverse, where the pair can be trusted.
+    r"""The BFGS update of the inverse Hessian by a new gradient, where the pair can be trusted.
 
     .. math:: H \leftarrow V^\top H V + \rho s s^\top, \quad V = I - \rho y s^\top, \quad
       \rho = 1 / y^\top s
@@ -118,9 +118,17 @@ def learn(memory: Memory, gradient: jax.Array, rule: SubspaceRule) -> Memory:
 def search(
     loss: Callable[[jax.Array], jax.Array], value: jax.Array, slope: jax.Array, rule: SubspaceRule
 ) -> Search:
-    r"""The first of the lengths :math:`t` with ``loss(t) < value + slope_constant * t * slope``.
+    r"""Backtracking: the first of the lengths :math:`t` that decreases the loss enough (Armijo).
 
-    A loss that is not finite never suffices.
+    .. math:: L(t) < L(0) + \text{rule.slope} \cdot t\,L'(0) + \text{rule.slack} \cdot |L(0)|
+
+    A loss that is not finite never suffices; ``rule.take_last`` takes the last length all the same.
+
+    Args:
+      loss: :math:`L`, of a length along the direction.
+      value: :math:`L(0)`.
+      slope: :math:`L'(0)`, the gradient times the direction.
+      rule: its constants.
     """
     shrink = jnp.asarray(rule.shrink, value.dtype)
     slack = rule.slack * jnp.abs(value)
@@ -145,7 +153,7 @@ def search(
 def conclude(
     before: Memory, memory: Memory, direction: jax.Array, found: Search, rule: SubspaceRule
 ) -> Memory:
-    """What is kept after a step: the step taken, or what a failure leaves."""
+    """The memory after a line search: with the step that was taken, or as ``rule.failure`` says."""
     moved = found.length > 0
     step = jnp.where(moved, found.length * direction, memory.step)
     if rule.failure == "keep":
