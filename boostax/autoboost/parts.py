@@ -142,7 +142,7 @@ def _schedule(
     freeze_p: float | None = None,
 ) -> FreezeSchedule | tuple[int, ...]:
     """``boostax.freeze_schedule``; of 65536 steps where it starts anew at the end."""
-    given = {"frozen_fraction": frozen_fraction, "seed": seed, "freeze_p": freeze_p}
+    given: dict[str, Any] = {"frozen_fraction": frozen_fraction, "seed": seed, "freeze_p": freeze_p}
     if isinstance(kind, tuple):
         for name, value in (given | {"total_steps": total_steps}).items():
             hint = "It starts anew at its end."

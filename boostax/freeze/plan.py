@@ -1,7 +1,8 @@
 """How many groups are frozen at which step: from a table, or as the run goes."""
 
 import operator
-from typing import Any, NamedTuple, Protocol
+from collections.abc import Callable
+from typing import Any, NamedTuple, Protocol, cast
 
 import jax
 import jax.numpy as jnp
@@ -156,7 +157,7 @@ def as_schedule(who: str, schedule: Any) -> Any:
     if isinstance(schedule, FreezeSchedule) or callable(getattr(schedule, "plan", None)):
         return schedule
     if callable(schedule):
-        return freeze_schedule(schedule, total_steps=CYCLE)
+        return freeze_schedule(cast(Callable[[int], int], schedule), total_steps=CYCLE)
     given: Any = [schedule] if isinstance(schedule, (int, np.integer)) else schedule
     try:
         if isinstance(schedule, (str, bytes, bool)):
