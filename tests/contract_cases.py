@@ -344,7 +344,7 @@ CASES = [
         bad_arguments=(
             (lambda: boostax.scheduled_freeze(3.0, half, 1), "inner"),
             (lambda: boostax.scheduled_freeze(OPT, half, 1, moments="own"), "moments"),
-            (lambda: boostax.scheduled_freeze(OPT, half, lambda step: 0), "schedule"),
+            (lambda: boostax.scheduled_freeze(OPT, half, "interval"), "schedule"),
             (lambda: boostax.scheduled_freeze(OPT, half, 1).init({"a": 1.0}), "schedule"),
             (lambda: boostax.scheduled_freeze(OPT, half, []).init({"a": 1.0}), "schedule"),
             (lambda: boostax.freeze_schedule("interval", total_steps=9, frozen_fraction=1.0), "in"),

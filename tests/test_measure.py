@@ -176,8 +176,9 @@ def test_a_turn_holds_whole_windows_and_meetings(mesh):
     place = {"mesh": mesh, "axis_name": "data"}
     config = BoostConfig.from_dict({"accumulate": 3, "reduce": {"kind": "local", "every": 4}})
     assert Candidate("a", config, setting(steps=3, **place)).calls == 12
-    # On one device there is nobody to meet.
-    assert Candidate("b", config, setting(steps=3)).calls == 3
+    # On one device there is nobody to synchronise with.
+    with pytest.raises(ValueError, match="axis_name must be given with the reduction 'local'"):
+        Candidate("b", config, setting(steps=3))
     assert Candidate("c", BoostConfig(), setting()).calls == 2
     # A partition for each leaf.
     leaves = len(jax.tree.leaves(setting().params))

@@ -131,7 +131,7 @@ class Candidate:
     @property
     def meeting(self) -> int:
         """Steps of the optimizer from one synchronisation of the replicas' params to the next."""
-        return self.config.reduce.every or 1 if self.step.names else 1
+        return self.config.reduce.every or 1
 
     @property
     def calls(self) -> int:
@@ -139,7 +139,7 @@ class Candidate:
         if self.depths:
             return self.setting.steps
         reduce, parts = self.config.reduce, 1
-        if reduce.kind == "partial" and self.step.names:
+        if reduce.kind == "partial":
             members = partitioning("auto", reduce.partitions, reduce.bucket_bytes)
             parts = len(members(self.setting.params))
         period = self.window * self.meeting * parts

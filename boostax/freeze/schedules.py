@@ -244,7 +244,7 @@ def freeze_schedule(
       >>> schedule.depths(4).tolist()
       [0, 1, 0, 1, 0, 1, 0, 1, 0, 2, 0, 1, 0, 2, 0, 1]
       >>> boostax.freeze_schedule("interval", total_steps=8, freeze_p=0.0).depths(4).tolist()
-      [0, 1, 2, 1, 1, 1, 1, 1]
+      [0, 1, 1, 1, 1, 2, 1, 2]
       >>> warm_up = boostax.freeze_schedule(lambda step: 2 if step < 3 else 0, total_steps=5)
       >>> warm_up.depths(4).tolist()
       [2, 2, 2, 0, 0]
