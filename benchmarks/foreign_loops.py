@@ -155,8 +155,8 @@ This page is generated: `python benchmarks/foreign_loops.py` runs every cell and
 framework's guides, in `tests/train_loops.py`: Flax's `TrainState` in `pmap`, and in `jit` with
 params sharded over a model axis by `NamedSharding`; `nnx.Optimizer`; an Equinox module in
 `filter_jit`; Haiku; Keras 3 on JAX by `stateless_call`; Optax alone. A row is an entry of
-`tests/contract_cases.py`, put in as a user would: the optimizer's chain, `value_and_grad`, and over two
-replicas the mesh."""
+`tests/contract_cases.py`, put in as a user would: the optimizer's chain,
+`value_and_grad`, and over two replicas the mesh."""
 ABOUT = {
     TRAINED: (
         "The first two loops train on two replicas; the others on one device, and by `on_mesh` on "
