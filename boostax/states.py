@@ -1,5 +1,6 @@
 """States of the transformations by class, and what differs from replica to replica in them."""
 
+from boostax._core.describe import Holds as Holds
 from boostax._core.gate import GateState as GateState
 from boostax._core.replicas import PerReplica as PerReplica
 from boostax._core.replicas import enter_replica as enter_replica

@@ -1,5 +1,7 @@
 """A codec, a gate and a schedule of a user's: one file and one line each, and treated like ours."""
 
+from typing import Any, NamedTuple
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -117,6 +119,31 @@ def test_a_saved_state_of_theirs_moves_to_another_chain():
     moved, report = boostax.migrate_state(state, new, params)
     jax.tree.map(np.testing.assert_array_equal, moved.inner_state, state)
     assert "dropped:\n  nothing" in str(report)
+
+
+class HeavyBall(NamedTuple):
+    """A sum of gradients, in units of the scale that is inside."""
+
+    velocity: Any
+    holds = boostax.states.Holds((), sums=("velocity",))
+
+
+def heavy_ball():
+    def update(grads, state, params=None):
+        velocity = jax.tree.map(lambda v, g: 0.5 * v + g, state.velocity, grads)
+        return velocity, HeavyBall(velocity)
+
+    init = lambda params: HeavyBall(jax.tree.map(jnp.zeros_like, params))  # noqa: E731
+    return optax.GradientTransformation(init, update)
+
+
+def test_a_sum_of_theirs_moves_into_a_scaler_in_its_units():
+    params = {"w": jnp.ones(3)}
+    old = optax.chain(heavy_ball(), boostax.static_loss_scale(optax.sgd(0.1), 4.0))
+    state = (HeavyBall({"w": jnp.full(3, 8.0)}), old.init(params)[1])
+    new = boostax.static_loss_scale(optax.chain(heavy_ball(), optax.sgd(0.1)), 4.0)
+    moved, _ = boostax.migrate_state(state, new, params)
+    np.testing.assert_array_equal(moved.inner_state[0].velocity["w"], 2.0)
 
 
 def test_a_configuration_names_them():

@@ -52,7 +52,7 @@ NAMESPACES = {
 MORE = {
     "freeze": {"mindspore_groups", "param_groups"},
     "reduce": {"Codec", "Late", "Message", "PerLeaf", "compress", "staged"},
-    "states": {"GateState"},
+    "states": {"GateState", "Holds"},
 }
 
 

@@ -11,7 +11,7 @@ import functools
 import inspect
 import types
 from collections.abc import Callable, Mapping
-from typing import Any, Literal, TypeVar, cast, get_args
+from typing import Any, Literal, NamedTuple, TypeVar, cast, get_args
 
 import jax
 import jax.numpy as jnp
@@ -60,6 +60,32 @@ Role = Literal[
     "unknown",
 ]
 ROLES: tuple[str, ...] = get_args(Role)
+
+
+class Holds(NamedTuple):
+    """What a state holds, as far as a move to another chain depends on it.
+
+    A state class has it as its ``holds``; one without keeps what Optax's optimizers keep: moments,
+    each of which belongs to a param, and counts.
+
+    Attributes:
+      bound: those that mean something together alone, kept if all of them fit, or none; ``()`` if
+        each stands for itself. ``None`` for moments and counts.
+      opened: the count of micro-steps in an open window.
+      sums: what is proportional to the gradients that the state sees, by the beginning of a path.
+      scale: the loss scale, or the table of them.
+      powers: of the table, the power of two at or below each is what is applied.
+      basis: directions, which were an argument of the factory as scales are.
+      params: whether its arrays are of params, not gradients.
+    """
+
+    bound: tuple[str, ...] | None = None
+    opened: str = ""
+    sums: tuple[str, ...] = ()
+    scale: str = ""
+    powers: bool = False
+    basis: str = ""
+    params: bool = False
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

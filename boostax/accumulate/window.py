@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import optax
 
 from boostax._core import axes, checks, trees
-from boostax._core.describe import describe
+from boostax._core.describe import Holds, describe
 from boostax._core.extras import elsewhere
 from boostax._core.finite import all_finite
 from boostax._core.gate import (
@@ -71,6 +71,7 @@ class AccumulateState(NamedTuple):
     applied: jax.Array
     window: PerReplica | Window | None
     inner_state: Any
+    holds = Holds(("micro_step", "window"), "micro_step", ("window/grads",))
 
     def passed(self) -> jax.Array:
         """Whether the last call ran the inner transformation to its end."""

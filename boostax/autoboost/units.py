@@ -14,7 +14,6 @@ from jax.tree_util import DictKey, GetAttrKey, SequenceKey
 
 from boostax._core import trees
 from boostax.autoboost.nodes import Leaf, Node, Path
-from boostax.precision.group_state import GroupLossScaleState
 
 
 class Unit(NamedTuple):
@@ -51,7 +50,7 @@ def unit_at(path: Path, nodes: list[Node], values: Mapping[Path, Any]) -> Unit:
         scalers += 1
         leaf = node.leaves[(GetAttrKey(name),)]
         found = np.asarray(values.get(leaf.path, leaf.value), np.float64)
-        if node.cls is GroupLossScaleState:
+        if node.holds.powers:
             found = 2.0 ** (np.frexp(found)[1] - 1.0)
         if way == "" and np.all(found == found.flat[0]):
             scale *= float(found.flat[0])

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import optax
 
 from boostax._core import axes, checks, trees
-from boostax._core.describe import describe
+from boostax._core.describe import Holds, describe
 from boostax._core.extras import elsewhere
 from boostax._core.gate import (
     GatedUpdate,
@@ -57,6 +57,7 @@ class ScheduledFreezeState(NamedTuple):
     trained_steps: jax.Array
     schedule_state: Any
     inner_state: Any
+    holds = Holds(("depth", "next_depth", "schedule_state"))
 
     def metrics(self) -> dict[str, jax.Array]:
         """Named scalars for ``boostax.metrics``."""

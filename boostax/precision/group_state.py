@@ -8,6 +8,7 @@ import optax
 from jax import lax
 
 from boostax._core import checks, handshake, trees
+from boostax._core.describe import Holds
 from boostax._core.groups import leaf_groups
 
 PyTree = Any
@@ -47,6 +48,14 @@ class GroupLossScaleState(NamedTuple):
     skipped_steps: jax.Array
     skipped_in_a_row: jax.Array
     inner_state: Any
+    holds = Holds(
+        (
+            *("table", "measured", "largest", "nonfinite", "underflow", "entries"),
+            *("until_count", "overflow_group", "backoffs", "floor_hits"),
+        ),
+        scale="table",
+        powers=True,
+    )
 
     @property
     def scales(self) -> jax.Array:

@@ -19,7 +19,7 @@ import optax
 from jax.core import Tracer
 
 from boostax._core import axes, checks, handshake, trees
-from boostax._core.describe import describe
+from boostax._core.describe import Holds, describe
 from boostax._core.finite import usable
 from boostax._core.gate import Pending, flush_of, gated, run, run_or_hold
 from boostax.precision.group_state import GroupLossScaleState, scalers
@@ -54,6 +54,7 @@ class LossScaleState(NamedTuple):
     backoffs: jax.Array
     floor_hits: jax.Array
     inner_state: Any
+    holds = Holds(scale="scale")
 
     def known_by(self) -> jax.Array:
         """The array by which a trace tells this scaler from others."""

@@ -10,7 +10,7 @@ import optax
 from jax import lax
 
 from boostax._core import axes, checks, trees
-from boostax._core.describe import describe, first_line
+from boostax._core.describe import Holds, describe, first_line
 from boostax._core.placement import on_shards
 from boostax._core.replicas import PerReplica, require_like
 from boostax.reduce import exchange
@@ -46,6 +46,7 @@ class CompressedState(NamedTuple):
     unsent: jax.Array
     over_capacity: Any = None
     capacity: Any = None
+    holds = Holds((), sums=("residual", "velocity"))
 
     def metrics(self) -> dict[str, jax.Array]:
         """Named scalars for ``boostax.metrics``."""

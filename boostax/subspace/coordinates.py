@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import optax
 
 from boostax._core import axes, checks, trees
-from boostax._core.describe import describe
+from boostax._core.describe import Holds, describe
 from boostax._core.extras import elsewhere
 from boostax.subspace import components
 from boostax.subspace.components import Components
@@ -28,6 +28,7 @@ class SubspaceParamsState(NamedTuple):
     basis: Components
     coordinates: jax.Array
     inner_state: Any
+    holds = Holds(("basis", "coordinates"), basis="basis")
 
     def with_basis(self, basis: Any) -> "SubspaceParamsState":
         """The state with another basis, and moments of the old coordinates set to zero."""

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import optax
 
 from boostax._core import axes, checks, trees
-from boostax._core.describe import describe
+from boostax._core.describe import Holds, describe
 from boostax._core.gate import run_or_hold
 from boostax.subspace import components, gauss_newton, quasi_newton
 from boostax.subspace.components import Components
@@ -50,6 +50,7 @@ class DimReduceState(NamedTuple):
     energy: jax.Array
     length: jax.Array
     residual_state: Any
+    holds = Holds(("basis", "explained", "memory", "to_mean"), basis="basis")
 
     def metrics(self) -> dict[str, jax.Array]:
         """Named scalars for ``boostax.metrics``."""

@@ -15,7 +15,7 @@ from jax import lax
 from jax.core import Tracer
 
 from boostax._core import axes, checks, trees
-from boostax._core.describe import describe
+from boostax._core.describe import Holds, describe
 from boostax._core.gate import run_or_hold
 from boostax.subspace.basis import Basis, Gram, pca_from_gram, updated_gram
 
@@ -37,6 +37,7 @@ class TrajectoryState(NamedTuple):
     recorded: jax.Array
     snapshots: PyTree
     gram: Gram
+    holds = Holds(("recorded", "snapshots", "gram"), params=True)
 
     def whole_params(self) -> bool:
         """Says that snapshots are of all params: what masks some of them must not stand around."""
