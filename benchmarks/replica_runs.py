@@ -159,12 +159,12 @@ def digits_run(method: Method) -> Run:
     return run
 
 
-def text_run(method: Method) -> Run:
+def text_run(method: Method, steps: int = TEXT_STEPS) -> Run:
     """Train the transformer; it is judged for the choice of a rate on training windows unseen."""
 
     @jax.jit
     def trained(rate: jax.Array, params: PyTree, batches: PyTree) -> Any:
-        optimizer = optax.adamw(schedule(rate, TEXT_STEPS), b1=method.momentum or 0.0)
+        optimizer = optax.adamw(schedule(rate, steps), b1=method.momentum or 0.0)
         return train(method.build(optimizer), text_loss, params, batches)
 
     @jax.jit
@@ -174,9 +174,9 @@ def text_run(method: Method) -> Run:
     def run(rate: float, seed: int) -> Ending:
         workload = text_workload(seed)
         params, _ = workload.init(jax.random.key(seed))
-        batches, unseen = text_batches(seed)
+        batches, unseen = text_batches(seed, steps)
         params, losses, unsent = trained(jnp.float32(rate), params, batches)
-        last = losses[-(TEXT_STEPS // 10) :].mean()
+        last = losses[-(steps // 10) :].mean()
         held_out = workload.evaluate(params, None)["loss"]
         return Ending(-float(judged(params, unseen)), held_out, float(last), float(unsent))
 
@@ -194,15 +194,15 @@ def text_loss(params: PyTree, batch: PyTree) -> jax.Array:
 
 
 @functools.cache
-def text_batches(seed: int) -> tuple[PyTree, PyTree]:
+def text_batches(seed: int, steps: int) -> tuple[PyTree, PyTree]:
     """Batches ``[steps, replicas, ...]`` to train on, and more ``[batches, ...]`` to judge by."""
     workload = text_workload(seed)
-    every = [workload.batch(index) for index in range(TEXT_STEPS + TEXT_JUDGED)]
+    every = [workload.batch(index) for index in range(steps + TEXT_JUDGED)]
     stacked = jax.tree.map(lambda *xs: np.stack(xs), *every)
-    shape = (TEXT_STEPS, REPLICAS, TEXT.batch_size // REPLICAS, TEXT.sequence_length)
+    shape = (steps, REPLICAS, TEXT.batch_size // REPLICAS, TEXT.sequence_length)
     return (
-        jax.tree.map(lambda x: x[:TEXT_STEPS].reshape(shape), stacked),
-        jax.tree.map(lambda x: x[TEXT_STEPS:], stacked),
+        jax.tree.map(lambda x: x[:steps].reshape(shape), stacked),
+        jax.tree.map(lambda x: x[steps:], stacked),
     )
 
 
