@@ -1,7 +1,8 @@
 """What averaging one partition of the params per step does to the result: digits and text.
 
-The same problems, optimizers, seeds and tuning as in ``compression_accuracy.py``, on fewer steps of text. Beside
-``partial_average`` stands local SGD that sends as many bytes: all params, at every fourth step.
+The same problems, optimizers, seeds and tuning as in ``compression_accuracy.py``, on fewer steps of
+text. Beside ``partial_average`` stands local SGD that sends as many bytes: all params, at every
+fourth step.
 """
 
 import argparse
