@@ -892,6 +892,8 @@ def test_what_mindspore_ignores_is_noted():
         "level = 'O3' has no effect: MindSpore takes it for 'O0'.",
         "keys: grad_acumulation = {} has no effect: Did you mean 'grad_accumulation'?",
         "keys of boost: les_bn = True has no effect: Did you mean 'less_bn'?",
+        "level 'O0': the switches are read as AutoBoost and its train cells read them; MindSpore's "
+        "Model boosts at O1 and O2 alone.",
         "keys of grad_accumulation: steps = 3 has no effect: Nothing there is close to it.",
     )
     with pytest.raises(ValueError, match=r"boost\.mode must be 'auto' or 'manual'"):
@@ -944,12 +946,26 @@ def test_centralization_stands_behind_the_decay_that_moments_take_in():
     alone = np.asarray(g) - np.asarray(g).mean(0)
     before = -0.5 * (alone + 0.1 * np.asarray(w))
     np.testing.assert_allclose(update({"centralize": True}), before, atol=1e-6)
+    spares = optax.add_decayed_weights(0.1, mask=lambda w: jax.tree.map(lambda _: True, w))
+    np.testing.assert_array_equal(
+        update({"centralize": {"after_decay": True}}, optax.chain(spares, optax.sgd(0.5, 0.9))),
+        update({"centralize": {"after_decay": True}}),
+    )
     # A decoupled decay stays whole, as there.
     decoupled = optax.chain(optax.sgd(0.5), optax.add_decayed_weights(0.1))
     expected = -0.5 * alone + 0.1 * np.asarray(w)
     np.testing.assert_allclose(
         update({"centralize": {"after_decay": True}}, decoupled), expected, atol=1e-6
     )
+
+
+def test_what_mindspores_dictionary_has_no_word_for_stands_beside_it():
+    data = {"boost": {"mode": "manual", "grad_freeze": True}}
+    freeze = auto(data | {"freeze": {"order": ["b", "a"]}}, strict=False).config.freeze
+    assert (freeze.order, freeze.groups, freeze.cut) == (("b", "a"), 10, "mindspore")
+    for more in (True, {"groups": 3}, {"order": ["b", "a"], "kind": "ramp"}):
+        with pytest.raises(ValueError, match="freeze must be left out beside MindSpore's dict"):
+            auto(data | {"freeze": more}, strict=False)
 
 
 def test_one_file_is_a_job(tmp_path):

@@ -398,6 +398,32 @@ def test_moments_of_each_depth():
     assert sizes == [8, 6, 4, 2]
 
 
+SCHEDULE = optax.linear_schedule(0.5, 0.0, 8)
+
+
+@pytest.mark.parametrize(
+    "optimizer",
+    [
+        optax.sgd(SCHEDULE),
+        optax.inject_hyperparams(optax.sgd)(SCHEDULE),
+        optax.chain(optax.add_decayed_weights(SCHEDULE), optax.sgd(0.5)),
+    ],
+    ids=["sgd", "injected", "decay"],
+)
+def test_schedules_of_each_depth_go_by_the_steps_of_the_run(optimizer):
+    """Without moments, as if all depths shared one state."""
+    found = []
+    for moments in ("shared", "per_group"):
+        tx = boostax.scheduled_freeze(optimizer, {"a": 0, "b": 1}, [0, 1, 1, 0], moments=moments)
+        step = jax.jit(lambda w, state, tx=tx: boostax.apply_gradients(tx, w, state, w))
+        w = {"a": jnp.ones(()), "b": jnp.ones(())}
+        state = tx.init(w)
+        for _ in range(4):
+            w, state = step(w, state)
+        found.append((float(w["a"]), float(w["b"])))
+    assert found[0] == found[1]
+
+
 def momenta(depths, trains, rate=0.05, momentum=0.9):
     """NumPy, float64: params after an optimizer for each depth, with buffers of its own."""
     params = [np.float64(p) for p in jax.tree.leaves(start())]

@@ -661,6 +661,27 @@ def test_mindspore_groups_put_the_matrices_of_a_module_first():
     assert [groups.tree[x]["bias"] for x in "cdab"] == [0, 0, 1, 1]
 
 
+def test_mindspore_counts_the_norms_that_less_bn_removed():
+    """Its params keep them: the convolution behind one opens a bucket."""
+    params = {name: {"kernel": MATRIX} for name in ("conv_2", "conv_10")}
+    kernels = lambda groups: [groups.tree[x]["kernel"] for x in params]  # noqa: E731
+    norms = ["conv_2_norm", "conv_10_norm"]
+    assert kernels(mindspore_groups(params, 2)) == [1, 1]
+    assert kernels(mindspore_groups(params, 2, removed=norms)) == [0, 1]
+    order = ["conv_10", "conv_10_norm", "conv_2", "conv_2_norm"]
+    assert kernels(mindspore_groups(params, 2, removed=norms, order=order)) == [1, 0]
+
+
+def test_mindspore_opens_a_bucket_for_a_scalar():
+    """It tells vectors by their names, and the multiplier of the normalised head has none."""
+    params = {
+        "fc1": {"kernel": MATRIX, "bias": VECTOR},
+        "fc2": {"kernel": MATRIX, "multiplier": np.ones(())},
+    }
+    labels = mindspore_groups(params, 2).tree
+    assert labels == {"fc1": {"kernel": 0, "bias": 0}, "fc2": {"kernel": 0, "multiplier": 1}}
+
+
 def test_mindspore_freezes_nothing_where_prefix_groups_refuses(golden):
     names = json.loads((golden / "grad_freeze.json").read_text())["groups"]["lenet_params"]
     layers = layers_of(names)

@@ -161,11 +161,13 @@ class Labels:
     count: int
 
 
-def mindspore_groups(params: PyTree, n: int, *, order: Sequence[str] | None = None) -> Labels:
+def mindspore_groups(
+    params: PyTree, n: int, *, order: Sequence[str] | None = None, removed: Sequence[str] = ()
+) -> Labels:
     """Groups of which depth ``i`` trains what ``mindspore.boost.GradientFreeze`` trains at index i.
 
-    Params go into buckets in their order, the matrices of a module before its vectors. A matrix
-    opens a new bucket where the last holds three or more; a vector stays in the bucket. Depth ``i``
+    Params go into buckets in their order, the vectors of a module last. A vector stays in the
+    bucket; whatever else, a scalar too, opens one where the last holds three or more. Depth ``i``
     trains the buckets from ``i * (buckets // n)`` on. With fewer buckets than ``n`` every depth
     trains everything, as in the original: all leaves are in the last group. ``prefix_groups``
     refuses that, and its groups are even in layers.
@@ -174,6 +176,8 @@ def mindspore_groups(params: PyTree, n: int, *, order: Sequence[str] | None = No
       params: any tree of arrays or of ``jax.ShapeDtypeStruct``.
       n: MindSpore's ``param_groups``.
       order: as of ``prefix_groups``.
+      removed: paths of norms that ``less_bn`` took out (``LessBNReport.removed``), whose scale and
+        bias MindSpore keeps among the params. ``order`` may name them.
 
     Returns:
       What ``scheduled_freeze`` takes as ``groups``; depths go from 0 to ``n - 1``. With
@@ -197,8 +201,8 @@ def mindspore_groups(params: PyTree, n: int, *, order: Sequence[str] | None = No
     who = "mindspore_groups"
     checks.positive_int(who, "n", n, "10 is MindSpore's default.")
     leaves, treedef = jax.tree.flatten(params)
-    layers = _layers(who, params, order)
-    vector = [getattr(leaf, "ndim", 0) < 2 for leaf in leaves]
+    layers = _layers(who, params, order, removed=removed)
+    vector = [getattr(leaf, "ndim", 0) == 1 for leaf in leaves] + [True] * (2 * len(removed))
     buckets: list[list[int]] = [[]]
     for leaf in (x for members in layers.values() for x in sorted(members, key=vector.__getitem__)):
         if len(buckets[-1]) >= 3 and not vector[leaf]:
@@ -207,7 +211,7 @@ def mindspore_groups(params: PyTree, n: int, *, order: Sequence[str] | None = No
     stride = len(buckets) // n
     labels = [0] * len(leaves)
     for place, bucket in enumerate(buckets):
-        for leaf in bucket:
+        for leaf in (x for x in bucket if x < len(leaves)):
             labels[leaf] = min(place // stride, n - 1) if stride else n - 1
     return Labels(treedef.unflatten(labels), n)
 
@@ -279,14 +283,30 @@ def _spread(who: str, groups: PyTree, params: PyTree) -> list[Any]:
 
 
 def _layers(
-    who: str, params: PyTree, order: Sequence[str] | None, level: int | None = None
+    who: str,
+    params: PyTree,
+    order: Sequence[str] | None,
+    level: int | None = None,
+    removed: Sequence[str] = (),
 ) -> dict[tuple[Any, ...], list[int]]:
-    """The leaves of each layer, by their numbers, in the order of the forward pass."""
+    """The leaves of each layer, by their numbers, in the order of the forward pass.
+
+    Of each norm that was removed there are two, with numbers that follow those of the params.
+    """
     treedef = jax.tree.structure(params)
     layers: dict[tuple[Any, ...], list[int]] = {}
     for path, leaf in _own_order(treedef.unflatten(range(treedef.num_leaves))):
         layers.setdefault(path[:-1][:level] or path, []).append(leaf)
-    return layers if order is None else _reordered(who, layers, _names(params), order)
+    names = _names(params)
+    for norm in removed:
+        layers[tuple(DictKey(key) for key in norm.split("/"))] = [len(names), len(names) + 1]
+        names += [f"{norm}/bias", f"{norm}/scale"]
+    if order is not None:
+        return _reordered(who, layers, names, order)
+    if not removed:
+        return layers
+    place = lambda path: [_natural(DictKey(x)) for x in trees.path_name(path).split("/")]  # noqa: E731
+    return {path: layers[path] for path in sorted(layers, key=place)}
 
 
 def _own_order(node: PyTree, path: tuple[Any, ...] = ()) -> Iterator[tuple[tuple[Any, ...], int]]:

@@ -64,7 +64,8 @@ def auto(
     is, and what it would ignore is an error; with ``strict=False`` it is run as MindSpore runs it,
     and ``notes`` say what has no effect. So is ``{"singa": {"dist_option": "sparseTopK"}}``, which
     names a mode of Apache SINGA's. Beside either stand fields of a ``BoostConfig``, and ``level``
-    and ``strict``: a file holds all of a job.
+    and ``strict``: a file holds all of a job. Of a part that MindSpore's dictionary names they say
+    what it has no word for: ``{"grad_freeze": {...}, "freeze": {"order": [...]}}``.
 
     What is on is in what is built, or refused there: a reduction other than the mean wants an axis,
     LessBN the report of the model that it changed.
@@ -159,7 +160,10 @@ def _from_dictionary(data: dict[str, Any], level: str | None, strict: bool | Non
         data["reduce"] = _beside("reduce", data, singa(data.pop("singa")), "singa")
     if foreign:
         for role, part in read.config.changed().items():
-            _beside(role, data, part, "MindSpore's dictionary")
+            given = data.get(role)
+            # Of what MindSpore has no word for, such as the order of layers, it says nothing.
+            if not isinstance(given, Mapping) or given.keys() & part.stated().keys():
+                _beside(role, data, part, "MindSpore's dictionary")
     config = BoostConfig.from_dict(data, read.config)
     return Boost(config, read.notes, strict=strict is not False)
 

@@ -13,7 +13,7 @@ from boostax.autoboost.config import ORDER, BoostConfig
 from boostax.autoboost.own import Own
 from boostax.autoboost.part import Place
 from boostax.autoboost.reduction import Reduce
-from boostax.model.less_bn import LessBNReport, less_bn
+from boostax.model.less_bn import LessBNReport, changed
 from boostax.precision.crossings import group_boundaries
 from boostax.precision.policy import Policy
 from boostax.reduce.mean import all_reduce
@@ -35,7 +35,7 @@ class Boost:
       notes: what of a foreign dictionary has no effect or another one, and why.
       own: parts that boostax has not, in the order in which they were given.
       strict: whether what is on must be in what is built; MindSpore's own reading leaves out a
-        reduction where there are no replicas.
+        reduction where there are no replicas, and LessBN where a model has nothing of it.
     """
 
     config: BoostConfig
@@ -75,7 +75,12 @@ class Boost:
           ValueError, TypeError: no params where groups are a number; fewer layers than groups; a
             reduction other than the mean without an axis.
         """
-        who = "Boost.optimizer"
+        return self._optimizer(inner, Place(axis_name, params))
+
+    def _optimizer(
+        self, inner: optax.GradientTransformation, place: Place
+    ) -> optax.GradientTransformationExtraArgs:
+        who, axis_name = "Boost.optimizer", place.axis_name
         checks.transformation(who, "inner", inner)
         own = [part for part in self.own if part.place == "reduce"]
         if self.strict and axis_name is None and (own or self.config.reduce != Reduce()):
@@ -88,7 +93,7 @@ class Boost:
             # The scaler inside, so that the window drops as a whole.
             order.remove("loss_scale")
             order.insert(order.index("accumulate"), "loss_scale")
-        return self._stacked(order, inner, Place(axis_name, params))
+        return self._stacked(order, inner, place)
 
     def loss(self, loss_fn: Callable[..., Any], params: PyTree = None) -> Callable[..., Any]:
         """The loss as ``value_and_grad`` is to take it: with boundaries between scaled groups.
@@ -114,16 +119,17 @@ class Boost:
           **kwargs: like ``args``.
 
         Returns:
-          The model, and a report of what was changed; the module itself and ``None`` if nothing is.
-          Cost: one trace.
+          The model, and a report of what was changed; the module itself and ``None`` if nothing is
+          on. Cost: one trace.
 
         Raises:
-          ValueError, TypeError, ImportError: as ``boostax.less_bn``.
+          ValueError, TypeError, ImportError: as ``boostax.less_bn``; but read as MindSpore reads
+            it, what there is nothing of to change is left as it is.
         """
         part = self.config.less_bn
         if part is None:
             return module, None
-        return less_bn(module, *args, **vars(part), **kwargs)
+        return changed(module, args, kwargs, **vars(part), strict=self.strict)
 
     def make_train_step(
         self,
@@ -159,7 +165,7 @@ class Boost:
         self._require_less_bn(less_bn, params)
         return make_train_step(
             self.loss(loss_fn, params),
-            self.optimizer(inner, params, axis_name=axis_name),
+            self._optimizer(inner, Place(axis_name, params, less_bn)),
             mesh=mesh,
             axis_name=axis_name,
             policy=self.policy,

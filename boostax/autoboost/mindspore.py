@@ -168,7 +168,8 @@ def from_mindspore(data: Mapping[str, Any], level: str = "O0", *, strict: bool =
     at. Of techniques that are on, one can take another's place: ``dim_reduce`` that of all others,
     ``grad_freeze`` that of AdaSum and of accumulation. Freezing goes by buckets of three params
     with moments for each depth, centralization stands behind weight decay and leaves alone what
-    does not divide by 16, and ``loss_scale_group`` switches nothing on.
+    does not divide by 16, LessBN leaves a model without norms or head as it is, and
+    ``loss_scale_group`` switches nothing on.
 
     Args:
       data: what ``mindspore.boost.AutoBoost`` takes as ``boost_config_dict``; ``{}`` for nothing.
@@ -199,7 +200,7 @@ def from_mindspore(data: Mapping[str, Any], level: str = "O0", *, strict: bool =
         reader.unknown_level(level)
         level = "O0"
     known_keys = reader.known(data, KEYS, "keys")
-    on = reader.together(_switched(reader, known_keys.get("boost", {}), level))
+    on = reader.together(_switched(reader, known_keys.get("boost", {}), level), level)
     parts: dict[str, dict[str, Any]] = {}
     for group, keys in GROUPS.items():
         given = reader.known(known_keys.get(group, {}), tuple(keys), f"keys of {group}")
@@ -266,8 +267,9 @@ class _Strict:
         allowed = f"{on} or left out with {what}"
         raise ValueError(checks.message(_WHO, f"boost.{name}", allowed, value, hint))
 
-    def together(self, on: dict[str, bool]) -> dict[str, bool]:
+    def together(self, on: dict[str, bool], level: str) -> dict[str, bool]:
         """The switches that hold, where MindSpore's exclude each other."""
+        del level
         winner, losers = _excluded(on)
         if losers:
             self.notes.append(
@@ -315,8 +317,13 @@ class _AsThere(_Strict):
         why = f"{mode} takes what level {level!r} says." if level else f"{mode} does not look."
         self.no_effect(f"boost.{name}", value, why)
 
-    def together(self, on: dict[str, bool]) -> dict[str, bool]:
+    def together(self, on: dict[str, bool], level: str) -> dict[str, bool]:
         """One takes the other's place, as in MindSpore's train step."""
+        if level == "O0" and any(on.values()):
+            self.notes.append(
+                "level 'O0': the switches are read as AutoBoost and its train cells read them; "
+                "MindSpore's Model boosts at O1 and O2 alone."
+            )
         winner, losers = _excluded(on)
         for name in losers:
             self.no_effect(f"boost.{name}", True, f"{winner} takes its place.")
@@ -331,10 +338,23 @@ class _AsThere(_Strict):
         if found["freeze"]:
             found["freeze"] |= {"cut": "mindspore", "moments": "per_group"}
             self.notes.append(
-                "grad_freeze: groups are buckets of three params, and a network with fewer of them "
-                "than param_groups is not frozen; depths are drawn with seed 0, MindSpore's from "
-                "NumPy's global generator."
+                "grad_freeze: groups are buckets of three params in the order of their names or of "
+                "freeze.order, and a network with fewer of them than param_groups is not frozen; "
+                "depths are drawn with seed 0, MindSpore's from NumPy's global generator. A "
+                "schedule of rates goes by the steps of the run, as MindSpore's lists do; its "
+                "LearningRateSchedules go by the steps of each depth."
             )
+        if found["less_bn"]:
+            self.notes.append(
+                "less_bn: the norms that go are those inside residual branches; MindSpore matches "
+                "patterns of the compiled graph, and in PyNative mode it removes no norms."
+            )
+        for name in ("less_bn", "grad_freeze"):
+            if on[name]:
+                self.notes.append(
+                    f"{name}: the optimizer is the one given; MindSpore makes it anew, and its "
+                    "weight decay then takes gamma and beta, too."
+                )
         if found["centralize"]:
             found["centralize"] = {"multiple_of": 16, "after_decay": True}
             self.notes.append(

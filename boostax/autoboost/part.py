@@ -18,6 +18,7 @@ import optax
 
 from boostax._core import axes, checks
 from boostax._core.groups import prefix_groups
+from boostax.model.less_bn import LessBNReport
 
 PyTree = Any
 Factory: TypeAlias = Callable[..., Any]
@@ -31,7 +32,7 @@ Groups: TypeAlias = int | tuple[Pattern, ...] | Mapping[str, Any]
 
 _GROUPS = "a number of groups, a list of patterns of paths, or a dictionary of names and groups"
 # Parameters that the place in a chain gives.
-_PLACE = ("axis_name", "params", "inner")
+_PLACE = ("axis_name", "params", "less_bn", "inner")
 
 
 class Place(NamedTuple):
@@ -40,10 +41,12 @@ class Place(NamedTuple):
     Attributes:
       axis_name: replica axis or axes; ``None`` on one device.
       params: the params or their shapes; ``None`` where nobody asks for them.
+      less_bn: what LessBN did to the model; ``None`` where it did nothing.
     """
 
     axis_name: axes.AxisName | None
     params: PyTree
+    less_bn: LessBNReport | None = None
 
 
 # Stands for params while a part is checked that has none yet.
@@ -148,7 +151,7 @@ class Part:
 
     def arguments(self, place: Place) -> dict[str, Any]:
         """What the factory is called with; what was left out is left to it."""
-        given = self.stated() | {"axis_name": place.axis_name, "params": place.params}
+        given = self.stated() | place._asdict()
         names = signature(self._factory())
         with self._named():
             made = {

@@ -2,7 +2,8 @@
 
 import dataclasses
 import functools
-from collections.abc import Callable
+import glob
+from collections.abc import Callable, Mapping
 from typing import Any, ClassVar, Literal
 
 import optax
@@ -25,9 +26,9 @@ from boostax.chain.parts import opened, read
 from boostax.chain.roles import role
 from boostax.freeze.scheduled import scheduled_freeze
 from boostax.freeze.schedules import CYCLE, FreezeSchedule, freeze_schedule
-from boostax.model.centralize import centralize_gradients
+from boostax.model.centralize import Axes, centralize_gradients
 from boostax.model.clip import clip_by_global_norm
-from boostax.model.less_bn import less_bn
+from boostax.model.less_bn import LessBNReport, less_bn
 from boostax.precision.group_scale import group_loss_scale
 from boostax.precision.loss_scale import dynamic_loss_scale, static_loss_scale
 from boostax.precision.lost_updates import count_lost_updates
@@ -70,14 +71,25 @@ class Clip(Part, factory=clip_by_global_norm):
     max_norm: float = 1.0
 
 
+def _axes(axes: Axes = "auto", less_bn: LessBNReport | None = None) -> Axes:
+    """As given, but that a normalised head stays as it is."""
+    if less_bn is None or less_bn.head is None or callable(axes):
+        return axes
+    rules = () if isinstance(axes, str) else axes.items() if isinstance(axes, Mapping) else axes
+    return [(glob.escape(less_bn.head), None), *rules]
+
+
 class Centralize(Part, factory=centralize_gradients):
     """``boostax.centralize_gradients``, behind the reduction and before clipping.
+
+    The normalised head of LessBN is left alone, as in MindSpore.
 
     Attributes:
       after_decay: behind the ``optax.add_decayed_weights`` with which the optimizer begins, which
         is then centralized too, as MindSpore does.
     """
 
+    made: ClassVar = {"axes": _axes}
     after_decay: bool = False
 
     def layer(self, place: Place) -> Layer:
@@ -92,7 +104,10 @@ def _after_decay(
     """``inner`` with centralization behind the decay that its moments take in."""
     parts, place = opened(inner), 0
     for i, part in enumerate(parts):
-        what = role(read(part))
+        found = read(part)
+        while found.name == "masked":  # A decay that spares norms.
+            ((_, found),) = found.inner
+        what = role(found)
         if what == "decay":
             place = i + 1
         elif what not in ("clip", "norm clip"):
@@ -169,13 +184,15 @@ def _groups(
     order: tuple[str, ...] | None = None,
     level: int | None = None,
     cut: Literal["layers", "mindspore"] = "layers",
+    less_bn: LessBNReport | None = None,
 ) -> Any:
     """As of all parts with groups; a number of them may be cut as MindSpore cuts."""
     word(cut, ("layers", "mindspore"), "cut")
     if cut == "layers" or not isinstance(groups, int) or params is LATER or params is None:
         return labels(params, groups, order, level)
     checks.absent("", "level", level, "left out with cut 'mindspore'", "Its buckets are of params.")
-    return mindspore_groups(params, groups, order=order)
+    removed = () if less_bn is None else less_bn.removed
+    return mindspore_groups(params, groups, order=order, removed=removed)
 
 
 class Freeze(Part, factory=scheduled_freeze):

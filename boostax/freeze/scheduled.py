@@ -208,7 +208,8 @@ def scheduled_freeze(
         total_steps=)``); a sequence of depths; or one depth, which freezes those groups for good
         and keeps no moments for them.
       moments: ``"per_group"`` keeps an optimizer state for each depth, as MindSpore does: its
-        counters and moments move only in steps of that depth. Not for optimizers that keep a copy
+        counters and moments move only in steps of that depth, but schedules of the optimizer count
+        the steps of the run, as MindSpore's lists of rates do. Not for optimizers that keep a copy
         of the params (schedule-free ones): it would be that of long ago.
       repeat: start the schedule anew at its end.
 
@@ -308,6 +309,8 @@ def scheduled_freeze(
             inner = (
                 state.inner_state if apart(state.inner_state) else pruned.take(state.inner_state)
             )
+            if moments == "per_group":
+                inner = _at_step(inner, state.steps)
             return trees.masked(value, active), state._replace(inner_state=inner)
 
         def put(whole: Whole, part: Whole) -> Whole:
@@ -380,6 +383,15 @@ def scheduled_freeze(
         return changed(depth, close, (params, state), params)
 
     return ScheduledFreeze(init_fn, FreezingUpdate(step_fn, flush_fn, Depths(freezing, cut)))
+
+
+def _at_step(state: PyTree, step: jax.Array) -> PyTree:
+    """The state of one depth, with its schedules at a step of the run."""
+    # Of optax.scale_by_schedule, optax.add_decayed_weights and optax.inject_hyperparams.
+    counts = ("ScaleByScheduleState", "WeightDecaySchedule", "WrappedScheduleState")
+    schedule = lambda node: type(node).__name__ in counts  # noqa: E731
+    move = lambda node: node._replace(count=step) if schedule(node) else node  # noqa: E731
+    return jax.tree.map(move, state, is_leaf=schedule)
 
 
 # Every depth asks for those of all depths: without a memory, the square of their number.

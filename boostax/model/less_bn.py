@@ -115,6 +115,20 @@ def less_bn(
       MindSpore's ``mindspore.boost.LessBN``. It matches patterns in the compiled
       graph; see ``docs/cards/less_bn.md`` for where the two differ.
     """
+    return changed(module, args, kwargs, normalized_head, remove, multiplier)
+
+
+def changed(
+    module: Any,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    normalized_head: bool = True,
+    remove: Remove = None,
+    multiplier: float = 1.0,
+    *,
+    strict: bool = True,
+) -> tuple[Any, LessBNReport]:
+    """``less_bn``; without ``strict`` what there is to change is changed, be it nothing."""
     with checks.needing("less_bn", "Flax", "workloads"):
         import flax.linen as nn
         from flax import nnx
@@ -127,28 +141,30 @@ def less_bn(
             allowed = "a model that less_bn has not changed yet"
             hint = "Call it once, on the whole model, with remove= for what else shall go."
             raise TypeError(checks.message("less_bn", "module", allowed, type(module), hint))
-        report = _decide(less_bn_linen.structure(module, args, kwargs), normalized_head, remove)
+        found = less_bn_linen.structure(module, args, kwargs)
+        report = _decide(found, normalized_head, remove, strict)
         model = less_bn_linen.LessBN(module, report.removed, report.head, multiplier)
         return model, report
     if isinstance(module, nnx.Module):
         from boostax.model import less_bn_nnx
 
-        report = _decide(less_bn_nnx.structure(module, args, kwargs), normalized_head, remove)
+        found = less_bn_nnx.structure(module, args, kwargs)
+        report = _decide(found, normalized_head, remove, strict)
         return less_bn_nnx.without(module, report.removed, report.head, multiplier), report
     allowed = "a flax.linen.Module or flax.nnx.Module"
     hint = "Give the model itself, not its apply function or its params."
     raise TypeError(checks.message("less_bn", "module", allowed, module, hint))
 
 
-def _decide(found: Structure, normalized_head: bool, remove: Remove) -> LessBNReport:
+def _decide(found: Structure, normalized_head: bool, remove: Remove, strict: bool) -> LessBNReport:
     norms = found.norms if remove is None else _by_user(found.norms, remove)
-    if normalized_head and found.head is None:
+    if strict and normalized_head and found.head is None:
         allowed = "False for a model that no Dense ends"
         hint = "Only a Dense whose result leaves the model with no other product behind it is one."
         raise ValueError(
             checks.message("less_bn", "normalized_head", allowed, normalized_head, hint)
         )
-    if not normalized_head and not any(norm.removed for norm in norms):
+    if strict and not normalized_head and not any(norm.removed for norm in norms):
         kept = "; ".join(f"{norm.path}: {norm.reason}" for norm in norms)
         hint = f"Nothing would change. BatchNorms: {kept or 'none'}."
         allowed = "a choice that removes a BatchNorm"
