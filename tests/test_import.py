@@ -50,6 +50,7 @@ NAMESPACES = {
 }  # fmt: skip
 # Of which packages the reference has what they hold besides.
 MORE = {
+    "autoboost": {"FinishingStep"},
     "freeze": {"mindspore_groups", "param_groups"},
     "reduce": {"Codec", "Late", "Message", "PerLeaf", "compress", "staged"},
     "states": {"GateState", "Holds"},

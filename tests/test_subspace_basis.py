@@ -1,6 +1,10 @@
 """Principal components of snapshots, and the ring buffer that records them."""
 
+import gc
+import json
 import re
+import weakref
+from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +18,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import boostax
-from boostax.subspace.basis import Gram, pca_basis, pca_from_gram, updated_gram
+from boostax.subspace.basis import Basis, Gram, pca_basis, pca_from_gram, updated_gram
 from boostax.subspace.components import lift, project
 from boostax.subspace.trajectory import record_trajectory, trajectory, trajectory_basis
 
@@ -157,6 +161,144 @@ def test_trees_are_read_from_lists_and_iterators():
     jax.tree.map(
         np.testing.assert_array_equal, got.components, jax.tree.leaves(expected.components)
     )
+
+
+class Read(Sequence):
+    """Snapshots that are made when they are asked for, and counted while anything holds them."""
+
+    def __init__(self, stacked):
+        self.stacked, self.alive, self.most, self.reads = stacked, [], 0, 0
+
+    def __len__(self):
+        return len(jax.tree.leaves(self.stacked)[0])
+
+    def __getitem__(self, i):
+        shape = np.shape(self.stacked["a"])[1:]
+        self.alive = [one for one in self.alive if one() is not None]
+        on_device = sum(x.shape == shape for x in jax.live_arrays()) - self.others
+        self.most = max(self.most, len(self.alive) + on_device)
+        self.reads += 1
+        tree = jax.tree.map(lambda x: np.array(x[i]), self.stacked)
+        self.alive.append(weakref.ref(tree["a"]))
+        return tree
+
+    def basis(self, *args, **options):
+        """The basis, and how many arrays like ``a`` there were at a time, beside the new one."""
+        gc.collect()
+        shape = np.shape(self.stacked["a"])[1:]
+        self.others = sum(x.shape == shape for x in jax.live_arrays())
+        return pca_basis(self, *args, **options)
+
+
+@pytest.mark.parametrize("method", ["gram", "randomized"])
+@pytest.mark.parametrize("count", [5, 17])
+def test_however_many_snapshots_are_read_two_are_in_memory(method, count):
+    """While one is read there are the first, the mean, and the last difference to it."""
+    path = Read(jax.tree.map(np.asarray, draw(count, mean=1000.0)))
+    got, batch = path.basis(3, method=method), pca_basis(path.stacked, 3, method=method)
+    assert path.most <= 3
+    assert (
+        path.reads == (count * (count + 1) // 2 + 6 * count if method == "gram" else 9 * count) + 1
+    )
+    assert gap(flat(got.components, 3), flat(batch.components, 3)) < 1e-5
+    assert skew(flat(got.components, 3)) < 1e-6
+    np.testing.assert_allclose(got.explained, batch.explained, rtol=1e-5)
+    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-6), got.mean, batch.mean)
+
+
+def test_components_of_snapshots_that_are_read_are_those_of_mindspore(golden):
+    arrays = np.load(golden / "pca.npz")
+    with jax.enable_x64(True):
+        path = Read({"a": np.asarray(arrays["samples"], np.float64)})
+        rows = flat(path.basis(6).components, 6)
+    expected = arrays["full_svd"]
+    assert gap(rows, expected) < 1e-9
+    signs = np.sign((rows * expected).sum(1))
+    np.testing.assert_allclose(rows * signs[:, None], expected, atol=1e-9)
+
+
+def test_snapshots_that_are_read_are_refused_as_stacked_ones():
+    path = Read({"a": np.random.default_rng(0).normal(size=(5, 4))})
+    with pytest.raises(ValueError, match="n_components must be below the number of snapshots, 5"):
+        path.basis(5)
+    path.stacked["a"][3, 1] = np.nan
+    with pytest.raises(ValueError, match="snapshots must be finite"):
+        path.basis(2)
+    line = Read({"a": 3.0 + np.arange(6.0)[:, None] * np.array([0.3, 0.4, 0.0])})
+    with pytest.raises(ValueError, match="n_components must be at most 1, the number of direc"):
+        line.basis(2)
+    path.__class__ = type("Odd", (Read,), {"__getitem__": lambda self, i: {"a": np.ones(i + 1)}})
+    with pytest.raises(ValueError, match="trees of one structure and equal shapes, got others"):
+        path.basis(2)
+
+
+# A basis on disk
+
+
+@pytest.mark.parametrize("dtype", [None, "bfloat16"])
+@pytest.mark.parametrize("suffix", ["npz", "safetensors"])
+def test_a_saved_basis_comes_back_to_the_bit(tmp_path, suffix, dtype):
+    stacked, path = draw(7), tmp_path / f"basis.{suffix}"
+    basis = pca_basis(stacked, 3, dtype=dtype)
+    basis.save(path)
+    got = Basis.load(str(path), jax.eval_shape(lambda: jax.tree.map(lambda x: x[0], stacked)))
+    assert jax.tree.structure(got) == jax.tree.structure(basis)
+    for x, y in zip(jax.tree.leaves(got), jax.tree.leaves(basis), strict=True):
+        assert (x.dtype, x.shape) == (y.dtype, y.shape)
+        assert np.asarray(x).tobytes() == np.asarray(y).tobytes()
+    # What is there is replaced as a whole.
+    pca_basis(stacked, 2).save(path)
+    assert Basis.load(path, basis.mean).explained.shape == (2,)
+    assert [x.name for x in tmp_path.iterdir()] == [path.name]
+
+
+def test_a_safetensors_file_is_of_the_public_format(tmp_path):
+    path = tmp_path / "basis.safetensors"
+    basis = Basis(jnp.array([[0.0, 1.0]], "bfloat16"), jnp.array([2.0, 3.0]), jnp.ones(1))
+    basis.save(path)
+    data = path.read_bytes()
+    length = int.from_bytes(data[:8], "little")
+    header, body = json.loads(data[8 : 8 + length]), data[8 + length :]
+    assert header == {
+        "components": {"dtype": "BF16", "shape": [1, 2], "data_offsets": [0, 4]},
+        "mean": {"dtype": "F32", "shape": [2], "data_offsets": [4, 12]},
+        "explained": {"dtype": "F32", "shape": [1], "data_offsets": [12, 16]},
+    }
+    assert body == b"\0\0\x80\x3f" + np.array([2, 3, 1], "<f4").tobytes()
+    # Written by others: with metadata, other arrays, and no filling.
+    header |= {"__metadata__": {"format": "np"}}
+    header["more"] = {"dtype": "I64", "shape": [0], "data_offsets": [16, 16]}
+    text = json.dumps(header).encode()
+    path.write_bytes(len(text).to_bytes(8, "little") + text + body)
+    assert Basis.load(path, jnp.zeros(2)).mean.tolist() == [2.0, 3.0]
+
+
+@pytest.mark.parametrize("suffix", ["npz", "safetensors"])
+def test_a_basis_of_other_params_or_a_broken_file_is_refused(tmp_path, suffix):
+    path = tmp_path / f"basis.{suffix}"
+    params = {"w": jnp.zeros((2, 3)), "b": jnp.zeros(4)}
+    rng = np.random.default_rng(0)
+    tree = jax.tree.map(lambda x: rng.normal(size=(5, *x.shape)).astype(np.float32), params)
+    pca_basis(tree, 2).save(path)
+    with pytest.raises(ValueError) as error:
+        Basis.load(path, {**params, "w": jnp.zeros((3, 2))})
+    assert str(error.value) == (
+        f"Basis.load: params must be those of {path}, got 'components/w', which should be of "
+        "(2, 3, 2) like float32, and is float32 of (2, 2, 3) there. Names are paths in the params, "
+        "such as 'layer/kernel'."
+    )
+    with pytest.raises(ValueError, match="got 'components/v', which is not there"):
+        Basis.load(path, {"v": params["w"]})
+    with pytest.raises(ValueError, match=r"\(2, 4\) like complex64, and is float32 of"):
+        Basis.load(path, {**params, "b": jnp.zeros(4, complex)})
+    path.write_bytes(path.read_bytes()[:-40])
+    with pytest.raises(ValueError, match=rf"path must be a whole \.{suffix} file, got"):
+        Basis.load(path, params)
+    path.unlink()
+    with pytest.raises(FileNotFoundError, match="path must be that of a file, got"):
+        Basis.load(path, params)
+    with pytest.raises(ValueError, match=r"path must be a file of \.npz or \.safetensors, got"):
+        pca_basis(tree, 2).save(tmp_path / "basis.pkl")
 
 
 def test_complex_leaves_count_as_pairs_of_reals():

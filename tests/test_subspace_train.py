@@ -15,6 +15,7 @@ from jax.sharding import PartitionSpec as P
 import boostax
 from boostax._core import costs
 from boostax.run.checkpoint import Checkpointer
+from boostax.subspace import files
 from boostax.subspace.components import project
 
 ROWS, WIDTH = 24, 10
@@ -609,8 +610,7 @@ def test_checkpoints_on_disk_become_snapshots(tmp_path):
     last = list(boostax.subspace.checkpoint_snapshots(tmp_path, shapes, last=3))
     jax.tree.map(np.testing.assert_array_equal, last, path[-3:])
     got = boostax.subspace.pca_basis(boostax.subspace.checkpoint_snapshots(tmp_path, shapes), 4)
-    expected = boostax.subspace.pca_basis(path, 4)
-    assert_close(got.components, expected.components)
+    assert_close(got.components, boostax.subspace.pca_basis(path, 4).components)
     with pytest.raises(ValueError, match=r"\(2, 2\) at 'params/w', where there is the shape"):
         list(boostax.subspace.checkpoint_snapshots(tmp_path, {**start(), "w": jnp.zeros((2, 2))}))
     with pytest.raises(ValueError, match="at 'params/other', where there is nothing"):
@@ -619,6 +619,33 @@ def test_checkpoints_on_disk_become_snapshots(tmp_path):
         list(boostax.subspace.checkpoint_snapshots(tmp_path, start(), item="default"))
     with pytest.raises(FileNotFoundError, match="a subdirectory for each step"):
         boostax.subspace.checkpoint_snapshots(tmp_path / "none", shapes)
+
+
+@pytest.mark.parametrize("suffix", ["npz", "safetensors"])
+def test_files_of_arrays_by_path_become_snapshots(tmp_path, suffix):
+    """Of numbers in their order, whatever else lies there; each is read when it is asked for."""
+    params = {"a": {"b": jnp.ones((2, 3)), "c": jnp.ones(2, "bfloat16")}}
+    for i in range(12):
+        arrays = {"a/b": np.full((2, 3), i, np.float32), "a/c": np.asarray(params["a"]["c"] * i)}
+        files.write("test", tmp_path / f"step_{i}.{suffix}", arrays | {"opt/m": np.ones(1)})
+    (tmp_path / "notes.txt").write_text("not one of them")
+    read = boostax.subspace.checkpoint_snapshots(tmp_path, params)
+    assert len(read) == 12 and [int(x["a"]["b"][0, 0]) for x in read] == list(range(12))
+    assert read[3]["a"]["c"].dtype == "bfloat16"
+    last = boostax.subspace.checkpoint_snapshots(tmp_path, params, last=2)
+    assert [int(x["a"]["c"][0]) for x in last] == [10, 11] and len(read[2:5]) == 3
+    (tmp_path / f"step_4.{suffix}").unlink()
+    with pytest.raises(FileNotFoundError, match="step_4"):
+        read[4]
+    (tmp_path / "100").mkdir()
+    with pytest.raises(ValueError, match=r"directory must be a folder of .* got both in"):
+        boostax.subspace.checkpoint_snapshots(tmp_path, params)
+
+
+def test_bfloat16_as_numpy_itself_writes_it_is_read(tmp_path):
+    np.savez(tmp_path / "1.npz", w=np.asarray(jnp.arange(3.0, dtype="bfloat16")))
+    (got,) = boostax.subspace.checkpoint_snapshots(tmp_path, {"w": jnp.zeros(3, "bfloat16")})
+    assert got["w"].dtype == "bfloat16" and got["w"].tolist() == [0.0, 1.0, 2.0]
 
 
 def test_statistics_made_anew_are_the_mean_over_batches():

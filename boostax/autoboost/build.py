@@ -1,6 +1,7 @@
 """From a configuration to a chain of transformations in the one right order."""
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -10,6 +11,7 @@ from jax.sharding import Mesh
 
 from boostax._core import axes, checks, trees
 from boostax.autoboost.config import ORDER, BoostConfig
+from boostax.autoboost.finishing import finishing_step
 from boostax.autoboost.own import Own
 from boostax.autoboost.part import Place
 from boostax.autoboost.reduction import Reduce
@@ -62,9 +64,14 @@ class Boost:
         updates, the count of lost ones, ``inner``. A reduction that stands around the optimizer
         (``"adasum-delta"``, ``"partial"``, ``"local"``) is around centralization and clipping too.
 
+        A ``dim_reduce`` from files is the whole of it, inside the loss scaler; ``inner`` then
+        trains what lies outside the span, unless ``residual_rate`` puts an SGD there. One that
+        begins after some steps is not in it: see ``make_train_step``.
+
         Args:
           inner: any optimizer, without collectives.
-          params: the params or their shapes, where groups of layers are given by a number.
+          params: the params or their shapes, where groups of layers are given by a number, or files
+            are read.
           axis_name: replica axis (or axes); without one there is one replica.
 
         Returns:
@@ -72,8 +79,9 @@ class Boost:
           group scales (``loss``) and LessBN (``model``) are not in it.
 
         Raises:
-          ValueError, TypeError: no params where groups are a number; fewer layers than groups; a
-            reduction other than the mean without an axis.
+          ValueError, TypeError: no params where groups are a number or files are read; fewer
+            layers than groups; a reduction other than the mean without an axis; beside a
+            ``dim_reduce`` from files, what it leaves nothing to.
         """
         return self._optimizer(inner, Place(axis_name, params))
 
@@ -88,6 +96,11 @@ class Boost:
             allowed = f"given with the reduction {what}"
             hint = "It is an axis of the mesh; on one device take the reduction out."
             raise ValueError(checks.message(who, "axis_name", allowed, None, hint))
+        finish = self.config.dim_reduce
+        if finish is not None and finish.at_once:
+            self._require_alone(who)
+            residual = inner if finish.residual_rate is None else None
+            return self._finishing(finish.basis(place.params), residual, place)
         order, window = list(ORDER), self.config.accumulate
         if window is not None and window.drop == "window":
             # The scaler inside, so that the window drops as a whole.
@@ -145,6 +158,8 @@ class Boost:
     ) -> TrainStep:
         """``boostax.make_train_step`` with the chain, the policy, the micro-batches and the loss.
 
+        Where ``dim_reduce.after`` says so, the step is that of a run and of its finish.
+
         Args:
           loss_fn: as there.
           inner: as in ``optimizer``.
@@ -156,16 +171,16 @@ class Boost:
           **options: further ones of ``boostax.make_train_step``.
 
         Returns:
-          A ``TrainStep``. Cost: as there.
+          A ``TrainStep``; of a run and its finish a ``FinishingStep``. Cost: as there.
 
         Raises:
           ValueError, TypeError: as there and as ``optimizer``; no ``less_bn`` where it is on, or
             params that are not of that model.
         """
         self._require_less_bn(less_bn, params)
-        return make_train_step(
+        build = functools.partial(
+            make_train_step,
             self.loss(loss_fn, params),
-            self._optimizer(inner, Place(axis_name, params, less_bn)),
             mesh=mesh,
             axis_name=axis_name,
             policy=self.policy,
@@ -173,6 +188,13 @@ class Boost:
             has_aux=has_aux,
             **options,
         )
+        place = Place(axis_name, params, less_bn)
+        run = build(self._optimizer(inner, place))
+        finish = self.config.dim_reduce
+        if finish is None or not finish.after:
+            return run
+        ends = lambda basis: build(self._finishing(basis, None, place))  # noqa: E731
+        return finishing_step(run, ends, finish.after, finish.n_components)
 
     def finish(
         self,
@@ -210,13 +232,33 @@ class Boost:
         basis: Any = source
         if not isinstance(source, Basis):
             basis = trajectory_basis(source, part.n_components, params=params)
-        place = Place(axis_name, params)
+        return self._finishing(basis, residual, Place(axis_name, params))
+
+    def _finishing(
+        self, basis: Any, residual: optax.GradientTransformation | None, place: Place
+    ) -> optax.GradientTransformationExtraArgs:
+        """``dim_reduce`` with a basis, inside the loss scaler."""
+        part: Any = self.config.dim_reduce
         told: dict[str, Any] = part.arguments(place)
         outside: Any = told["residual"] if residual is None else residual
-        if outside is not None and axis_name is not None:
-            outside = optax.chain(all_reduce(axis_name), outside)
+        if outside is not None and place.axis_name is not None:
+            outside = optax.chain(all_reduce(place.axis_name), outside)
         told |= {"basis": basis, "residual": outside}
         return self._stacked(["loss_scale"], dim_reduce(**told), place)
+
+    def _require_alone(self, who: str) -> None:
+        """Refuse what is on and would not be in a step that is a finish."""
+        kept = ("dim_reduce", "loss_scale", "policy", "microbatches", "less_bn")
+        found = [name for name in self.config.changed() if name not in kept]
+        found += [type(part.part).__name__ for part in self.own if part.place != "loss_scale"]
+        if found:
+            got = getattr(self.config, found[0], "a part of yours")
+            allowed = "left out with dim_reduce from the first step on"
+            hint = (
+                "It takes whole gradients as they are. dim_reduce.after puts a run before it; of "
+                "MindSpore's dictionary strict=False leaves out the rest."
+            )
+            raise ValueError(checks.message(who, f"config.{found[0]}", allowed, got, hint))
 
     def _require_less_bn(self, report: LessBNReport | None, params: PyTree) -> None:
         """Refuse a loss of which nothing says that its model was changed."""

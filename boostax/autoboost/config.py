@@ -213,7 +213,7 @@ def _check_together(config: BoostConfig) -> None:
         allowed = "no 'partial' or 'local' with freeze"
         hint = "What is frozen between two meetings would stay different on every replica."
         raise ValueError(checks.message(_WHO, "reduce", allowed, config.reduce.kind, hint))
-    if config.dim_reduce is not None and (freezes or own):
+    if config.dim_reduce is not None and not config.dim_reduce.at_once and (freezes or own):
         allowed, why = "None with freeze", "A frozen layer is not recorded."
         if own:
             allowed = f"None with reduce {config.reduce.kind!r}"
@@ -223,3 +223,6 @@ def _check_together(config: BoostConfig) -> None:
             "basis: dim_reduce.every = None."
         )
         checks.absent(_WHO, "dim_reduce.every", config.dim_reduce.every, allowed, hint)
+    if config.dim_reduce is not None and config.carry is not None:
+        hint = "A finish has gradients alone: Boost.finish, of params without the carried leaves."
+        checks.absent(_WHO, "dim_reduce.after", config.dim_reduce.after, "None with carry", hint)

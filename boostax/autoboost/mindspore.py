@@ -110,10 +110,8 @@ GROUPS: dict[str, dict[str, Setting]] = {
         "alpha": Setting(0.001, _RATE, "residual_rate"),
         "sigma": Setting(0.4, _PROPER, "slope"),
         "n_components": Setting(32, _count, "n_components"),
-        "pca_mat_path": Setting(None, _text, unused="pass a boostax.subspace.Basis to finish"),
-        "weight_load_dir": Setting(
-            None, _text, unused="pass the boostax.subspace.pca_basis of the checkpoints to finish"
-        ),
+        "pca_mat_path": Setting(None, _text, "pca_mat_path"),
+        "weight_load_dir": Setting(None, _text, "weight_load_dir"),
         "timeout": Setting(1800, _count, unused="no process waits for another's files"),
     },
     "common": {
@@ -141,8 +139,8 @@ class Read(NamedTuple):
     notes: tuple[str, ...]
 
 
-# Keys of MindSpore's that are fields of a BoostConfig, too.
-_SHARED = ("less_bn", "dim_reduce")
+# Keys of MindSpore's that are fields of a BoostConfig, too; and theirs that are fields there.
+_SHARED = {"less_bn": (), "dim_reduce": ("n_components", "pca_mat_path", "weight_load_dir")}
 KEYS = ("boost", *GROUPS)
 
 
@@ -151,7 +149,7 @@ def is_mindspore(data: Mapping[str, Any]) -> bool:
     keys = set(data) & ({*KEYS, *SWITCHES} - set(_SHARED))
     for name in set(_SHARED) & set(data):
         if isinstance(data[name], Mapping):
-            keys |= set(data[name]) & (set(GROUPS[name]) - {"n_components"})
+            keys |= set(data[name]) & (set(GROUPS[name]) - set(_SHARED[name]))
     return bool(keys)
 
 
@@ -160,8 +158,8 @@ def from_mindspore(data: Mapping[str, Any], level: str = "O0", *, strict: bool =
 
     Modes are MindSpore's: ``"auto"`` takes the level's techniques, ``"manual"`` these as changed by
     the switches, ``"enable_all"`` and ``"disable_all"`` all and none. Settings of what is off are
-    checked and have no effect. Of ``dim_reduce`` no snapshots are recorded, as MindSpore reads them
-    from checkpoints.
+    checked and have no effect. DimReduce trains from the first step on, from the files that
+    ``pca_mat_path`` or ``weight_load_dir`` names, in the place of the optimizer.
 
     ``strict=False`` is MindSpore's own reading. An unknown level is ``"O0"``; unknown keys, and
     switches that the mode does not look at, have no effect; settings of what is off are not looked
@@ -271,7 +269,12 @@ class _Strict:
         """The switches that hold, where MindSpore's exclude each other."""
         del level
         winner, losers = _excluded(on)
-        if losers:
+        if winner == "dim_reduce":
+            self.notes.append(
+                f"dim_reduce takes the place of {', '.join(losers)}: what of them is in the chain "
+                "is refused when a step is built; strict=False leaves them out, as MindSpore does."
+            )
+        elif losers:
             self.notes.append(
                 f"{winner} and {', '.join(losers)} hold together here; MindSpore leaves out "
                 f"the latter: strict=False does."
@@ -282,7 +285,12 @@ class _Strict:
         """The configuration as a dictionary of boostax's own."""
         freeze, norms = parts["grad_freeze"], parts["less_bn"]
         centralize = norms.pop("centralize", False)
-        finish = parts["dim_reduce"] | {"every": None, "rule": "mindspore"}
+        finish = parts["dim_reduce"] | {"after": 0, "rule": "mindspore"}
+        if on["dim_reduce"]:
+            self.notes.append(
+                "dim_reduce: the optimizer has no effect: an SGD of alpha and gamma trains what is "
+                "outside the span, as in MindSpore."
+            )
         return {
             # MindSpore's managers are told apart from the dictionary, by layers, as groups are.
             "group_loss_scale": on["loss_scale_group"] and {"groups": freeze.get("groups")},
@@ -326,7 +334,13 @@ class _AsThere(_Strict):
             )
         winner, losers = _excluded(on)
         for name in losers:
-            self.no_effect(f"boost.{name}", True, f"{winner} takes its place.")
+            why = f"{winner} takes its place."
+            if (winner, name) == ("dim_reduce", "grad_accumulation"):
+                why = (
+                    "no window stands around dim_reduce, whose line search would see the last "
+                    "micro-batch alone; in MindSpore one does."
+                )
+            self.no_effect(f"boost.{name}", True, why)
         if on["loss_scale_group"]:
             why = "nothing in MindSpore reads the switch: group_loss_scale is a key of its own."
             self.no_effect("boost.loss_scale_group", True, why)
@@ -334,6 +348,9 @@ class _AsThere(_Strict):
 
     def config(self, on: dict[str, bool], parts: dict[str, dict[str, Any]]) -> dict[str, Any]:
         """With MindSpore's groups and moments, and its rule of 16."""
+        finish = parts["dim_reduce"]
+        if finish.get("pca_mat_path") and (directory := finish.pop("weight_load_dir", None)):
+            self.no_effect("dim_reduce.weight_load_dir", directory, "pca_mat_path takes its place.")
         found = super().config(on, parts)
         if found["freeze"]:
             found["freeze"] |= {"cut": "mindspore", "moments": "per_group"}

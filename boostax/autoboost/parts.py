@@ -20,6 +20,7 @@ from boostax.autoboost.part import (
     Place,
     are_texts,
     labels,
+    speaking_of,
     word,
 )
 from boostax.chain.parts import opened, read
@@ -34,7 +35,9 @@ from boostax.precision.loss_scale import dynamic_loss_scale, static_loss_scale
 from boostax.precision.lost_updates import count_lost_updates
 from boostax.precision.policy import Policy, policy
 from boostax.precision.updates import check_updates
+from boostax.subspace.basis import pca_basis, saved_basis
 from boostax.subspace.dim_reduce import dim_reduce
+from boostax.subspace.host import checkpoint_snapshots
 from boostax.subspace.quasi_newton import RULES, SubspaceRule
 from boostax.subspace.trajectory import record_trajectory
 
@@ -225,12 +228,41 @@ class LessBN(Part, factory=less_bn):
 
 
 def _recorder(
-    n_components: int = 20, every: int | None = 10, start: int = 0
+    n_components: int = 20,
+    every: int | None = 10,
+    start: int = 0,
+    after: int | None = None,
+    weight_load_dir: str | None = None,
+    pca_mat_path: str | None = None,
 ) -> optax.GradientTransformation | None:
     """What records the snapshots of the basis; ``None`` if that comes from elsewhere."""
     hint = "It counts directions; 20 are usual."
     checks.positive_int("", "n_components", n_components, hint)
-    return None if every is None else record_trajectory(n_components + 1, every=every, start=start)
+    paths: dict[str, Any] = {"weight_load_dir": weight_load_dir, "pca_mat_path": pca_mat_path}
+    for name, value in paths.items():
+        if value is not None and not isinstance(value, str):
+            raise TypeError(checks.message("", name, "a path or None", value, "It names files."))
+    if after is not None:
+        checks.natural("", "after", after, "It counts optimizer steps before the finish.")
+    if pca_mat_path is not None:
+        hint = "The one or the other makes the basis."
+        checks.absent("", "weight_load_dir", weight_load_dir, "left out with pca_mat_path", hint)
+    files = weight_load_dir is not None or pca_mat_path is not None
+    if files and after:
+        hint = "A basis from files is there at once."
+        raise ValueError(checks.message("", "after", "0 or left out with files", after, hint))
+    if files or after == 0:
+        return None
+    if every is None:
+        hint = "The finish is made of snapshots; every = 10 records one in ten steps."
+        checks.absent("", "after", after, "left out where every is None", hint)
+        return None
+    recorder = record_trajectory(n_components + 1, every=every, start=start)
+    least = start + every * (n_components - 1) + 1
+    if after is not None and after < least:
+        hint = "The finish wants as many snapshots as directions, and begins at one more."
+        raise ValueError(checks.message("", "after", f"at least {least}", after, hint))
+    return recorder
 
 
 def _residual(
@@ -265,12 +297,24 @@ class DimReduce(Part, factory=dim_reduce):
 
     ``n_components`` are directions, ``every`` the optimizer steps from one snapshot to the next
     (``None`` records none, and the basis comes from elsewhere), ``start`` those before the first;
-    the last ``n_components + 1`` are kept. ``shrink`` and ``slope`` are of the line search of
-    ``rule``, ``residual_rate`` and ``residual_momentum`` of an ``optax.sgd`` for what lies outside
-    the span. MindSpore calls these four ``rho``, ``sigma``, ``alpha`` and ``gamma``.
+    the last ``n_components + 1`` are kept. The finish begins by itself ``after`` so many optimizer
+    steps; ``None`` leaves it to ``Boost.finish``. It begins at once with files:
+    ``weight_load_dir`` is a folder of saved params (``boostax.subspace.checkpoint_snapshots``),
+    ``pca_mat_path`` a saved ``boostax.subspace.Basis``, or an ``.npy`` of components ``(k, N)``
+    with the leaves of the params one behind the other, whose first ``n_components`` are taken.
+
+    ``shrink`` and ``slope`` are of the line search of ``rule``, ``residual_rate`` and
+    ``residual_momentum`` of an ``optax.sgd`` for what lies outside the span. MindSpore calls these
+    four ``rho``, ``sigma``, ``alpha`` and ``gamma``.
     """
 
     made: ClassVar = {"basis": _recorder, "residual": _residual, "rule": _rule}
+
+    @property
+    def at_once(self) -> bool:
+        """Whether there is no run before the finish."""
+        files = self.weight_load_dir is not None or self.pca_mat_path is not None
+        return files or self.after == 0
 
     def check(self) -> None:
         """What can be known without a basis."""
@@ -279,3 +323,23 @@ class DimReduce(Part, factory=dim_reduce):
     def layer(self, place: Place) -> Layer:
         """The recorder, in front of the reduction."""
         return self.arguments(place)["basis"]
+
+    def basis(self, params: PyTree) -> Any:
+        """The basis that the files hold.
+
+        Raises:
+          ValueError, TypeError: no params, no files, or files of other params; FileNotFoundError.
+        """
+        directory, path = self.weight_load_dir, self.pca_mat_path
+        if directory is None and path is None:
+            what, allowed = "weight_load_dir or pca_mat_path", "given where there is no run before"
+            hint = "Or boost.finish(basis, params) makes the transformation of any basis."
+            raise ValueError(checks.message("DimReduce", what, allowed, None, hint))
+        if params is None:
+            allowed, hint = "given where files are read", "They name what is to be in them."
+            raise ValueError(checks.message("DimReduce", "params", allowed, None, hint))
+        k = self.n_components
+        with speaking_of("DimReduce", {"directory": "weight_load_dir", "path": "pca_mat_path"}):
+            if directory is not None:
+                return pca_basis(checkpoint_snapshots(directory, params), k)
+            return saved_basis(path, params, k)

@@ -167,11 +167,45 @@ def sketch(key: jax.Array, x: Any, count: int) -> jax.Array:
 @jax.jit
 def spread(x: Any) -> jax.Array:
     """Squares of what rounding makes of a snapshot, and of all that is centred."""
+    return jnp.stack([rounding(x[0]), squares(centred(x))])
+
+
+@jax.jit
+def rounding(x: Any) -> jax.Array:
+    """The square of what rounding makes of a snapshot."""
     inexact = jnp.issubdtype(x.dtype, jnp.inexact)
     half = float(jnp.finfo(x.dtype).eps) / 2 if inexact else 0.0
-    first, gaps = wide(x)[0], centred(x)
-    squares = [jnp.sum((half * first.real) ** 2 + (half * first.imag) ** 2)]
-    return jnp.stack([*squares, jnp.sum(gaps.real**2 + gaps.imag**2)])
+    return squares(half * wide(x))
+
+
+@jax.jit
+def squares(x: jax.Array) -> jax.Array:
+    """The squared norm."""
+    return jnp.sum(x.real**2 + x.imag**2)
+
+
+@jax.jit
+def distance(x: Any, y: Any) -> jax.Array:
+    """The squared distance of two snapshots."""
+    return squares(wide(x) - wide(y))
+
+
+@jax.jit
+def gap(x: Any, first: Any, mean: jax.Array) -> jax.Array:
+    """A centred snapshot, from the mean of the differences to the first."""
+    return wide(x) - wide(first) - mean
+
+
+@functools.partial(jax.jit, donate_argnums=0)
+def added(rows: jax.Array, weights: Any, x: jax.Array) -> jax.Array:
+    """Rows, and of a leaf so much more to each."""
+    return rows + along_rows(weights, rows) * x
+
+
+@jax.jit
+def inner(x: jax.Array, rows: jax.Array) -> jax.Array:
+    """Inner products of a leaf with rows: (r,)."""
+    return dot(x[None], rows)[0]
 
 
 @jax.jit

@@ -1,13 +1,16 @@
 """Snapshots that do not live on the device: kept in host memory, or read from checkpoints."""
 
+import functools
 import pathlib
-from collections.abc import Iterator
-from typing import Any
+import re
+from collections.abc import Callable, Sequence
+from typing import Any, overload
 
 import jax
 import numpy as np
 
 from boostax._core import checks, trees
+from boostax.subspace import files
 from boostax.subspace.basis import Basis, pca_basis
 from boostax.subspace.trajectory import recorded_dtype
 
@@ -74,6 +77,30 @@ class HostTrajectory:
         return pca_basis(self.snapshots(), n_components, dtype=dtype, stacked=True)
 
 
+class Snapshots(Sequence[PyTree]):
+    """Trees of NumPy arrays that are read from disk when they are asked for, and not kept.
+
+    Args:
+      paths: where each of them lies.
+      read: what reads one.
+    """
+
+    def __init__(self, paths: Sequence[pathlib.Path], read: Callable[[pathlib.Path], PyTree]):
+        self._paths, self._one = paths, read
+
+    def __len__(self) -> int:
+        return len(self._paths)
+
+    @overload
+    def __getitem__(self, index: int) -> PyTree: ...
+    @overload
+    def __getitem__(self, index: slice) -> "Snapshots": ...
+    def __getitem__(self, index: int | slice) -> Any:
+        if isinstance(index, slice):
+            return Snapshots(self._paths[index], self._one)
+        return self._one(self._paths[index])
+
+
 def checkpoint_snapshots(
     directory: str | pathlib.Path,
     params: PyTree,
@@ -81,7 +108,7 @@ def checkpoint_snapshots(
     last: int | None = None,
     item: str | None = "state",
     inside: str | None = "params",
-) -> Iterator[PyTree]:
+) -> Snapshots:
     """The params of every checkpoint in a directory, in the order of the steps, for ``pca_basis``.
 
     Leaves are found by their names, so the order in which files lie there, or in which a checkpoint
@@ -89,15 +116,17 @@ def checkpoint_snapshots(
 
     Args:
       directory: of a ``Checkpointer`` or of any orbax ``CheckpointManager``: one subdirectory for
-        each step, named by its number.
+        each step, named by its number. Or a folder of ``.npz`` or ``.safetensors`` files, one for
+        each step, in the order of the numbers in their names, with an array for each path in the
+        params, ``layer/kernel``; other arrays and files there are left alone.
       params: a tree of arrays or shapes, for names, shapes and dtypes.
       last: how many of the latest steps; ``None`` for all.
-      item: the orbax item that holds them; ``None`` if a step has no items.
-      inside: the key under which they lie in it; ``None`` if it is nothing but them.
+      item: of subdirectories: the orbax item that holds them; ``None`` if a step has no items.
+      inside: of subdirectories: the key under which they lie in it; ``None`` if it is nothing else.
 
     Returns:
-      An iterator of trees of NumPy arrays, one in memory at a time; nothing else of a checkpoint
-      is read.
+      A ``Sequence`` of trees of NumPy arrays, which reads one when it is asked for it and keeps
+      none; nothing else of a checkpoint is read. Cost: none before.
 
     Raises:
       ValueError, TypeError: ``last`` out of range, or params that are not what was saved.
@@ -120,19 +149,39 @@ def checkpoint_snapshots(
     if last is not None:
         checks.positive_int(who, "last", last, "None takes all of them.")
     folder = pathlib.Path(directory).absolute()
-    found = [path for path in folder.glob("*") if path.name.isdecimal()]
-    steps = sorted(found, key=lambda path: int(path.name))
-    if not steps:
-        raise FileNotFoundError(
-            f"{who}: directory must hold a subdirectory for each step, got none in {folder}. It is "
-            "the one that was given to Checkpointer."
+    there = list(folder.glob("*"))
+    written = sorted((path for path in there if path.suffix in files.SUFFIXES), key=_numbered)
+    steps = sorted((path for path in there if path.name.isdecimal()), key=lambda x: int(x.name))
+    if bool(written) == bool(steps):
+        allowed = "a folder of .npz or .safetensors files, or of a subdirectory for each step"
+        got = f"{'both' if steps else 'none'} in {folder}"
+        raise (ValueError if steps else FileNotFoundError)(
+            f"{who}: directory must be {allowed}, got {got}. A Checkpointer was given the latter."
         )
-    return _read(who, steps[-(last or 0) :], params, item, inside)
+    if written:
+        read = functools.partial(_file, who, params)
+    else:
+        read = functools.partial(_checkpoint, who, params, item, inside)
+    return Snapshots((written or steps)[-(last or 0) :], read)
 
 
-def _read(
-    who: str, steps: list[pathlib.Path], params: PyTree, item: str | None, inside: str | None
-) -> Iterator[PyTree]:
+def _numbered(path: pathlib.Path) -> list[Any]:
+    """``step_9`` before ``step_10``."""
+    return [int(x) if x.isdecimal() else x for x in re.split(r"(\d+)", path.name)]
+
+
+def _file(who: str, params: PyTree, path: pathlib.Path) -> PyTree:
+    names, treedef = files.named(who, params), jax.tree.structure(params)
+    found = files.read(who, path, names)
+    return jax.tree.unflatten(
+        treedef,
+        [files.required(who, path, name, np.shape(x), x.dtype, found) for name, x in names.items()],
+    )
+
+
+def _checkpoint(
+    who: str, params: PyTree, item: str | None, inside: str | None, step: pathlib.Path
+) -> PyTree:
     with checks.needing(who, "orbax", "checkpoint"):
         import orbax.checkpoint as ocp
     like = jax.tree.map(lambda x: np.zeros(np.shape(x), x.dtype) if np.size(x) else None, params)
@@ -140,21 +189,19 @@ def _read(
     nest = lambda tree: tree if inside is None else {inside: tree}  # noqa: E731
     wanted = ocp.args.PyTreeRestore(nest(like), nest(kinds), partial_restore=True)
     handler: Any = ocp.PyTreeCheckpointHandler()
-    for step in steps:
-        path = step if item is None else step / item
-        try:
-            saved = handler.metadata(path).tree
-        except (ValueError, FileNotFoundError) as error:
-            raise ValueError(
-                f"{who}: item must be the part of a checkpoint that holds the params, got "
-                f"{item!r}, "
-                f"not there in {step}. None takes the checkpoint itself."
-            ) from error
-        # What is not there orbax would give as zeros.
-        _require_saved(who, path, nest(like), saved)
-        restored = handler.restore(path, args=wanted)
-        tree = restored if inside is None else restored[inside]
-        yield jax.tree.map(_filled, params, tree)
+    path = step if item is None else step / item
+    try:
+        saved = handler.metadata(path).tree
+    except (ValueError, FileNotFoundError) as error:
+        raise ValueError(
+            f"{who}: item must be the part of a checkpoint that holds the params, got {item!r}, "
+            f"not there in {step}. None takes the checkpoint itself."
+        ) from error
+    # What is not there orbax would give as zeros.
+    _require_saved(who, path, nest(like), saved)
+    restored = handler.restore(path, args=wanted)
+    tree = restored if inside is None else restored[inside]
+    return jax.tree.map(_filled, params, tree)
 
 
 def _filled(param: Any, saved: Any) -> np.ndarray[Any, Any]:

@@ -193,7 +193,12 @@ def trajectory(opt_state: PyTree) -> tuple[PyTree, int]:
 
 
 def trajectory_basis(
-    opt_state: PyTree, n_components: int, *, params: PyTree = None, dtype: Any = None
+    opt_state: PyTree,
+    n_components: int,
+    *,
+    params: PyTree = None,
+    dtype: Any = None,
+    complete: bool = True,
 ) -> Basis:
     """The leading directions of the recorded snapshots, from the distances kept with them.
 
@@ -205,6 +210,8 @@ def trajectory_basis(
       n_components: how many directions, less than the snapshots that are there.
       params: taken in as the latest snapshot, in the place of the oldest one.
       dtype: in which components are stored; ``None`` for f32 or wider.
+      complete: whether it is an error if the snapshots differ in fewer directions; ``False`` leaves
+        those that are missing zero, as inside ``jit``.
 
     Returns:
       A ``Basis``, as ``pca_basis`` of the same snapshots gives it. Cost: as ``pca_from_gram``; no
@@ -232,7 +239,7 @@ def trajectory_basis(
     if count < size:
         snapshots = jax.tree.map(lambda x: x[:count], snapshots)
         gram = Gram(gram.distances[:count, :count])
-    return pca_from_gram(gram, snapshots, n_components, dtype=dtype)
+    return pca_from_gram(gram, snapshots, n_components, dtype=dtype, complete=complete)
 
 
 def _state(who: str, opt_state: PyTree) -> TrajectoryState:

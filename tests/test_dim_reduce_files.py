@@ -1,0 +1,393 @@
+"""DimReduce by configuration: from files on disk at once, or after a run that records."""
+
+import functools
+import json
+import pathlib
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import boostax
+from boostax.autoboost.auto import auto
+from boostax.run.checkpoint import Checkpointer
+from boostax.subspace.files import named
+from boostax.subspace.files import write as write_arrays
+
+GOLDEN = pathlib.Path(__file__).parent / "golden"
+ABOUT = json.loads((GOLDEN / "mindspore_trajectories.json").read_text())
+SHAPES = ABOUT["shapes"]["tiny"]
+
+
+@functools.cache
+def arrays():
+    with np.load(GOLDEN / "mindspore_trajectories.npz") as file:
+        return dict(file)
+
+
+# MindSpore's runs: a layer of ten and one of four, with relu between.
+
+
+def as_flax(flat):
+    """A flat vector of MindSpore's as the params of Flax's: kernels are (in, out)."""
+    ends = np.cumsum([np.prod(shape) for shape in SHAPES.values()])
+    parts = zip(SHAPES.items(), np.split(flat, ends[:-1]), strict=True)
+    named = {name: x.reshape(shape).T for (name, shape), x in parts}
+    layers = [name.partition(".")[0] for name in named if name.endswith("weight")]
+    return {x: {"kernel": named[f"{x}.weight"], "bias": named[f"{x}.bias"]} for x in layers}
+
+
+def tiny_loss(params, batch):
+    x, y = batch
+    hidden = jax.nn.relu(x @ params["fc1"]["kernel"] + params["fc1"]["bias"])
+    return jnp.mean((hidden @ params["fc2"]["kernel"] + params["fc2"]["bias"] - y) ** 2)
+
+
+def with_files(config, folder):
+    """MindSpore's dictionary with the files that it names, as boostax reads them."""
+    config = json.loads(json.dumps(config))
+    settings = config["dim_reduce"]
+    if name := settings.get("pca_mat_path"):
+        settings["pca_mat_path"] = str(folder / f"{name}.npy")
+        rows = [jax.tree.leaves(as_flax(row)) for row in arrays()[name]]
+        np.save(settings["pca_mat_path"], [np.concatenate([*map(np.ravel, x)]) for x in rows])
+    if name := settings.get("weight_load_dir"):
+        settings["weight_load_dir"] = str(folder / name)
+        write(folder / name, [as_flax(row) for row in arrays()[name]])
+    return config
+
+
+def write(folder, trees):
+    folder.mkdir()
+    for i, tree in enumerate(trees):
+        leaves = jax.tree_util.tree_leaves_with_path(tree)
+        named = {"/".join(key.key for key in path): x for path, x in leaves}
+        np.savez(folder / f"{i:02}.npz", **named)
+
+
+def mindspores_runs():
+    runs = [run for run in ABOUT["runs"] if "program" in run and run["switches"]["dim_reduce"]]
+    return {run["name"]: run for run in runs if run["way"] == "boost"}
+
+
+QUICK = ("dim_reduce_checkpoints", "dim_reduce_accumulate_2", "config_11_files")
+
+
+@pytest.mark.parametrize(
+    "name",
+    [x if x in QUICK else pytest.param(x, marks=pytest.mark.long) for x in mindspores_runs()],
+)
+def test_weights_are_those_of_mindspore(name, tmp_path):
+    run = mindspores_runs()[name]
+    boost = auto(with_files(run["config"], tmp_path), level=run["level"], strict=False)
+    params = jax.tree.map(jnp.asarray, as_flax(arrays()["tiny_start"]))
+    step = boost.make_train_step(tiny_loss, optax.sgd(0.1), params)
+    state, worst, kept = step.init(params), 0.0, iter(arrays()[f"{run['program']}_w"])
+    for i, batch in enumerate(zip(arrays()["tiny_x"], arrays()["tiny_y"], strict=True)):
+        state, _ = step(state, batch)
+        if i + 1 in ABOUT["kept_after"]:
+            expected = as_flax(next(kept))
+            gaps = jax.tree.map(lambda x, y: np.abs(x - y).max(), state.params, expected)
+            worst = max(worst, *jax.tree.leaves(gaps))
+    if name == "dim_reduce_accumulate_2":
+        # There the direction is of a window, and the loss of its last micro-batch.
+        assert worst > 0.1
+        assert "no window stands around dim_reduce" in " ".join(boost.notes)
+        return
+    assert worst < 1e-5
+
+
+# A small model, twelve checkpoints of a run of it, and what is made of them by hand.
+
+INNER = optax.sgd(0.05)
+
+
+def start():
+    keys = jax.random.split(jax.random.key(0), 2)
+    w = jax.random.normal(keys[0], (6, 8)) / 2
+    return {"fc1": {"kernel": w, "bias": jnp.zeros(8)}, "fc2": {"kernel": w[0, :8, None] / 4}}
+
+
+def loss_fn(params, batch):
+    hidden = jnp.tanh(batch @ params["fc1"]["kernel"] + params["fc1"]["bias"])
+    return jnp.mean((hidden @ params["fc2"]["kernel"] - jnp.sin(batch[:, :1])) ** 2)
+
+
+def batch(i, size=64):
+    return jax.random.normal(jax.random.fold_in(jax.random.key(1), i), (size, 6))
+
+
+def advance(step, state, count, first=None):
+    """Some calls: with the batches of a run from the first one on, or all with the same."""
+    losses = []
+    for i in range(count):
+        state, metrics = step(state, batch(99, 256) if first is None else batch(first + i))
+        losses.append(float(metrics["loss"]))
+    return state, losses
+
+
+@functools.cache
+def run():
+    """Params after the run, and the twelve snapshots of its last steps."""
+    step = boostax.make_train_step(loss_fn, optax.sgd(0.8))
+    state, snapshots = step.init(start()), []
+    for i in range(20):
+        state, _ = advance(step, state, 1, i)
+        snapshots.append(jax.tree.map(np.array, state.params))
+    return snapshots[-1], snapshots[8:]
+
+
+def same_bits(one, other):
+    assert jax.tree.structure(one) == jax.tree.structure(other)
+    for x, y in zip(jax.tree.leaves(one), jax.tree.leaves(other), strict=True):
+        assert x.dtype == y.dtype
+        np.testing.assert_array_equal(x, y)
+
+
+def write_safetensors(folder, trees):
+    folder.mkdir()
+    for i, tree in enumerate(trees):
+        write_arrays("test", folder / f"step_{i}.safetensors", named("test", tree))
+
+
+def write_checkpoints(folder, trees):
+    with Checkpointer(folder, keep=len(trees)) as checkpointer:
+        for i, tree in enumerate(trees):
+            checkpointer.save(i, {"params": jax.tree.map(jnp.asarray, tree), "more": jnp.ones(3)})
+
+
+@pytest.mark.parametrize("form", [write, write_safetensors, write_checkpoints])
+def test_one_file_finishes_from_twelve_checkpoints_on_disk(tmp_path, form):
+    params, snapshots = run()
+    form(tmp_path / "weights", snapshots)
+    job = tmp_path / "job.json"
+    settings = {"n_components": 8, "weight_load_dir": str(tmp_path / "weights")}
+    job.write_text(json.dumps({"dim_reduce": settings}))
+    step = auto(job).make_train_step(loss_fn, INNER, params)
+    state, losses = advance(step, step.init(params), 6)
+    # By hand, of the same files and of all snapshots at once.
+    read = boostax.subspace.checkpoint_snapshots(tmp_path / "weights", params)
+    basis = boostax.subspace.pca_basis(read, 8)
+    hand = boostax.make_train_step(loss_fn, boostax.dim_reduce(basis, residual=INNER))
+    expected, reported = advance(hand, hand.init(params), 6)
+    same_bits(state, expected)
+    assert losses == reported and losses[-1] < 0.9 * losses[0]
+    once = boostax.subspace.pca_basis(snapshots, 8)
+    hand = boostax.make_train_step(loss_fn, boostax.dim_reduce(once, residual=INNER))
+    _, reported = advance(hand, hand.init(params), 6)
+    np.testing.assert_allclose(losses, reported, rtol=1e-4)
+
+
+@pytest.mark.parametrize("name", ["basis.npz", "basis.safetensors", "basis.npy"])
+def test_one_file_finishes_from_a_saved_basis(tmp_path, name):
+    params, snapshots = run()
+    basis = boostax.subspace.pca_basis(snapshots, 9)
+    settings = {"n_components": 8, "pca_mat_path": str(tmp_path / name)}
+    if name.endswith("npy"):
+        rows = [np.reshape(x, (9, -1)) for x in jax.tree.leaves(basis.components)]
+        np.save(tmp_path / name, np.concatenate(rows, 1))
+        basis = jax.tree.map(lambda x: x[:8], basis.components)
+    else:
+        basis.save(tmp_path / name)
+        first = jax.tree.map(lambda x: x[:8], basis.components)
+        basis = basis._replace(components=first, explained=basis.explained[:8])
+    step = auto({"dim_reduce": settings}).make_train_step(loss_fn, INNER, params)
+    hand = boostax.make_train_step(loss_fn, boostax.dim_reduce(basis, residual=INNER))
+    state, losses = advance(step, step.init(params), 4)
+    same_bits(state, advance(hand, hand.init(params), 4)[0])
+    assert losses[-1] < 0.9 * losses[0]
+
+
+@pytest.mark.parametrize("strict", [True, False])
+def test_files_of_mindspores_dictionary_have_their_effect(tmp_path, strict):
+    params, snapshots = run()
+    write(tmp_path / "weights", snapshots)
+    job = {
+        "boost": {"mode": "manual", "dim_reduce": True},
+        "dim_reduce": {
+            "n_components": 8,
+            "weight_load_dir": str(tmp_path / "weights"),
+            "timeout": 60,
+        },
+    }
+    boost = auto(job, strict=strict)
+    assert boost.notes == (
+        "dim_reduce.timeout = 60 has no effect: no process waits for another's files.",
+        "dim_reduce: the optimizer has no effect: an SGD of alpha and gamma trains what is outside "
+        "the span, as in MindSpore.",
+    )
+    step = boost.make_train_step(loss_fn, INNER, params)
+    read = boostax.subspace.checkpoint_snapshots(tmp_path / "weights", params)
+    tx = boostax.dim_reduce(
+        boostax.subspace.pca_basis(read, 8), residual=optax.sgd(0.001, 0.9), rule="mindspore"
+    )
+    hand = boostax.make_train_step(loss_fn, tx)
+    state, _ = advance(step, step.init(params), 4)
+    same_bits(state, advance(hand, hand.init(params), 4)[0])
+
+
+def test_a_basis_takes_the_place_of_checkpoints_in_mindspores_reading():
+    settings = {"pca_mat_path": "basis.npy", "weight_load_dir": "weights"}
+    job = {"boost": {"mode": "manual", "dim_reduce": True}, "dim_reduce": settings}
+    with pytest.raises(ValueError, match=r"^DimReduce: weight_load_dir must be left out with pca_"):
+        auto(job)
+    boost = auto(job, strict=False)
+    assert boost.config.dim_reduce.weight_load_dir is None
+    assert "weight_load_dir = 'weights' has no effect: pca_mat_path" in boost.notes[0]
+
+
+# A run and its finish
+
+
+def recorded(**more):
+    settings = {"n_components": 6, "every": 2, "start": 4, "after": 16}
+    return auto({"dim_reduce": settings} | more)
+
+
+def test_a_loop_need_not_know_of_the_finish():
+    """Sixteen steps with recording, then the finish: to the bit what a loop by hand does."""
+    boost, inner = recorded(), optax.sgd(0.8)
+    step = boost.make_train_step(loss_fn, inner)
+    state, losses = advance(step, step.init(start()), 22, 0)
+    by_hand = auto({"dim_reduce": {"n_components": 6, "every": 2, "start": 4}})
+    main = by_hand.make_train_step(loss_fn, inner)
+    expected, reported = advance(main, main.init(start()), 16, 0)
+    last = boostax.make_train_step(loss_fn, by_hand.finish(expected.opt_state, expected.params))
+    expected, finish = advance(last, last.init(expected.params), 6, 16)
+    same_bits(state._replace(step=expected.step), expected)
+    assert losses == reported + finish and losses[-1] < losses[15]
+    assert int(state.step) == 22
+    # What was made once serves another run from its first step on.
+    again, _ = advance(step, step.init(start()), 3, 0)
+    assert boostax.metrics(again.opt_state)["trajectory_snapshots"] == 0
+    assert step.lower(state, batch(0)) is not None
+    same_bits(step.flush(state), state)
+
+
+def test_a_finish_goes_on_with_what_the_run_has_settled(mesh):
+    """The loss scale and its counters, the key and the window; after applied steps alone."""
+    boost = recorded(loss_scale="dynamic", accumulate=2)
+    step = boost.make_train_step(loss_fn, optax.sgd(0.1), mesh=mesh, axis_name="data")
+    state = step.init(start())
+    for i in range(32):
+        bad = i == 3
+        state, metrics = step(state, jnp.full_like(batch(i), jnp.nan) if bad else batch(i))
+    assert "trajectory_snapshots" in metrics and int(metrics["skipped_steps"]) == 1
+    state, metrics = step(state, batch(40))
+    assert "subspace_steps" not in metrics
+    state, metrics = step(state, batch(41))
+    assert int(metrics["subspace_steps"]) == 1 and int(metrics["skipped_steps"]) == 1
+    assert float(metrics["loss_scale"]) == 2.0**15
+    # A checkpoint of the finish is that of its own step.
+    target = jax.eval_shape(step.end.init, start())
+    assert jax.tree.structure(state) == jax.tree.structure(target)
+    jax.tree.map(lambda x, y: x.is_equivalent_to(y.sharding, y.ndim), step.shardings(state), state)
+
+
+def test_a_window_that_is_open_is_applied_before_a_finish():
+    """Of a run that went on for longer than its finish would have it."""
+    settings = {"n_components": 2, "every": 1}
+    main = auto({"dim_reduce": settings, "accumulate": 2}).make_train_step(loss_fn, INNER)
+    state, _ = advance(main, main.init(start()), 11, 0)
+    step = auto({"dim_reduce": settings | {"after": 3}, "accumulate": 2})
+    step = step.make_train_step(loss_fn, INNER)
+    closed = main.flush(jax.tree.map(jnp.copy, state))
+    assert not np.array_equal(closed.params["fc1"]["bias"], state.params["fc1"]["bias"])
+    same_bits(step.begin(state).params, closed.params)
+
+
+def test_a_run_that_hardly_moved_is_finished_in_the_directions_that_there_are():
+    """No run of hours ends in an error because its snapshots are too much alike."""
+    settings = {"n_components": 3, "every": 1, "after": 4}
+    line = lambda w, x: jnp.mean((w[0] - x[:, 0]) ** 2)  # noqa: E731
+    step = auto({"dim_reduce": settings}).make_train_step(line, optax.sgd(0.1))
+    state, _ = advance(step, step.init(jnp.zeros(5)), 4, 0)
+    with pytest.warns(UserWarning, match="differ in 1 directions beyond their rounding"):
+        state, _ = advance(step, state, 1)
+    _, losses = advance(step, state, 3)
+    assert np.isfinite(losses).all() and losses[-1] <= losses[0]
+
+
+# What is refused
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"after": 0}, "DimReduce: weight_load_dir or pca_mat_path must be given where there is "),
+        ({"weight_load_dir": "none"}, "DimReduce: params must be given where files are read"),
+        ({"weight_load_dir": "a", "after": 3}, "DimReduce: after must be 0 or left out with files"),
+        ({"weight_load_dir": "a", "pca_mat_path": "b"}, "DimReduce: weight_load_dir must be left "),
+        ({"weight_load_dir": 3}, "DimReduce: weight_load_dir must be a path or None, got 3"),
+        ({"after": 9}, "DimReduce: after must be at least 191, got 9. The finish wants as many "),
+        ({"after": -1}, "DimReduce: after must be an integer that is not negative, got -1"),
+        ({"after": 9, "every": None}, "DimReduce: after must be left out where every is None"),
+    ],
+)
+def test_settings_that_make_no_finish_are_refused(settings, said):
+    with pytest.raises((ValueError, TypeError)) as error:
+        auto({"dim_reduce": settings}).make_train_step(loss_fn, INNER)
+    assert str(error.value).startswith(said)
+
+
+@pytest.mark.parametrize(
+    "beside", [{"accumulate": 2}, {"clip": 1.0}, {"reduce": "adasum"}, {"freeze": True}]
+)
+def test_what_a_finish_from_files_would_leave_out_is_refused(beside):
+    (name,) = beside
+    boost = auto({"dim_reduce": {"weight_load_dir": "weights"}} | beside)
+    text = rf"^Boost.optimizer: config.{name} must be left out with dim_reduce from the first step"
+    with pytest.raises(ValueError, match=text):
+        boost.make_train_step(loss_fn, INNER, start(), axis_name="data")
+
+
+def test_mindspores_dim_reduce_without_files_is_refused_as_there():
+    for strict in (True, False):
+        boost = auto({"boost": {"mode": "manual", "dim_reduce": True}}, strict=strict)
+        with pytest.raises(ValueError, match="weight_load_dir or pca_mat_path must be given"):
+            boost.make_train_step(loss_fn, INNER, start())
+
+
+def test_files_of_other_params_are_refused_by_name(tmp_path):
+    params, snapshots = run()
+    write(tmp_path / "weights", snapshots)
+    make = lambda params, **settings: auto(  # noqa: E731
+        {"dim_reduce": {"n_components": 8} | settings}
+    ).make_train_step(loss_fn, INNER, params)
+    there = str(tmp_path / "weights")
+    wider = {"fc1": params["fc1"], "fc2": {"kernel": jnp.zeros((8, 2))}}
+    with pytest.raises(
+        ValueError, match=r"'fc2/kernel', which should be of \(8, 2\) like float32, "
+    ):
+        make(wider, weight_load_dir=there)
+    with pytest.raises(
+        ValueError, match=r"'fc3', which is not there. Names are paths in the params"
+    ):
+        make({**params, "fc3": jnp.zeros(3)}, weight_load_dir=there)
+    with pytest.raises(
+        ValueError, match=r"^DimReduce: n_components must be below the number of sn"
+    ):
+        make(params, weight_load_dir=there, n_components=12)
+    with pytest.raises(FileNotFoundError, match=r"must be a folder of .npz or .safetensors files"):
+        make(params, weight_load_dir=str(tmp_path / "nowhere"))
+    path = str(tmp_path / "basis.npy")
+    with pytest.raises(FileNotFoundError, match="path must be that of a file"):
+        make(params, pca_mat_path=path)
+    np.save(path, np.eye(8, 7))
+    with pytest.raises(
+        ValueError, match=r"^DimReduce: pca_mat_path must be a file of \(k, 64\), a r"
+    ):
+        make(params, pca_mat_path=path)
+    np.save(path, np.eye(4, 64))
+    with pytest.raises(ValueError, match=r"^DimReduce: n_components must be at most 4, the compon"):
+        make(params, pca_mat_path=path)
+    np.save(path, np.ones((8, 64)))
+    with pytest.raises(ValueError, match=r"^DimReduce: pca_mat_path must be a file of orthonormal"):
+        make(params, pca_mat_path=path)
+    (tmp_path / "basis.npy").write_bytes(b"\x93NUMPY")
+    with pytest.raises(
+        ValueError, match=r"^DimReduce: pca_mat_path must be a whole .npy file, got"
+    ):
+        make(params, pca_mat_path=path)
