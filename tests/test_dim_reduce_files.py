@@ -72,7 +72,7 @@ def mindspores_runs():
     return {run["name"]: run for run in runs if run["way"] == "boost"}
 
 
-QUICK = ("dim_reduce_checkpoints", "dim_reduce_accumulate_2", "config_11_files")
+QUICK = ("dim_reduce_checkpoints", "dim_reduce_accumulate_2")
 
 
 @pytest.mark.parametrize(
@@ -158,7 +158,9 @@ def write_checkpoints(folder, trees):
             checkpointer.save(i, {"params": jax.tree.map(jnp.asarray, tree), "more": jnp.ones(3)})
 
 
-@pytest.mark.parametrize("form", [write, write_safetensors, write_checkpoints])
+@pytest.mark.parametrize(
+    "form", [write, pytest.param(write_safetensors, marks=pytest.mark.long), write_checkpoints]
+)
 def test_one_file_finishes_from_twelve_checkpoints_on_disk(tmp_path, form):
     params, snapshots = run()
     form(tmp_path / "weights", snapshots)
@@ -180,7 +182,9 @@ def test_one_file_finishes_from_twelve_checkpoints_on_disk(tmp_path, form):
     np.testing.assert_allclose(losses, reported, rtol=1e-4)
 
 
-@pytest.mark.parametrize("name", ["basis.npz", "basis.safetensors", "basis.npy"])
+@pytest.mark.parametrize(
+    "name", [pytest.param("basis.npz", marks=pytest.mark.long), "basis.safetensors", "basis.npy"]
+)
 def test_one_file_finishes_from_a_saved_basis(tmp_path, name):
     params, snapshots = run()
     basis = boostax.subspace.pca_basis(snapshots, 9)
@@ -200,7 +204,7 @@ def test_one_file_finishes_from_a_saved_basis(tmp_path, name):
     assert losses[-1] < 0.9 * losses[0]
 
 
-@pytest.mark.parametrize("strict", [True, False])
+@pytest.mark.parametrize("strict", [True, pytest.param(False, marks=pytest.mark.long)])
 def test_files_of_mindspores_dictionary_have_their_effect(tmp_path, strict):
     params, snapshots = run()
     write(tmp_path / "weights", snapshots)
@@ -341,6 +345,39 @@ def test_what_a_finish_from_files_would_leave_out_is_refused(beside):
     text = rf"^Boost.optimizer: config.{name} must be left out with dim_reduce from the first step"
     with pytest.raises(ValueError, match=text):
         boost.make_train_step(loss_fn, INNER, start(), axis_name="data")
+
+
+def halved() -> optax.GradientTransformation:
+    @boostax.describe("halved", "clip")
+    def update(updates, state, params=None, **extra):
+        del params, extra
+        return jax.tree.map(lambda g: g / 2, updates), state
+
+    return optax.GradientTransformationExtraArgs(lambda _: optax.EmptyState(), update)
+
+
+def test_a_part_of_ones_own_that_it_would_leave_out_is_refused():
+    job = {"dim_reduce": {"weight_load_dir": "weights"}, "halved": True}
+    boost = auto(job, factories=[halved])
+    with pytest.raises(ValueError, match=r"config.halved must be left out with dim_reduce from"):
+        boost.make_train_step(loss_fn, INNER, start())
+
+
+def test_what_mindspore_leaves_out_beside_dim_reduce_is_noted():
+    job = {"boost": {"mode": "enable_all"}, "dim_reduce": {"weight_load_dir": "weights"}}
+    assert (
+        "dim_reduce takes the place of less_bn, grad_freeze, adasum, grad_accumulation: what of "
+        "them is in the chain is refused when a step is built; strict=False leaves them out, as "
+        "MindSpore does." in auto(job).notes
+    )
+    notes = auto(job, strict=False).notes
+    assert "boost.adasum = True has no effect: dim_reduce takes its place." in notes
+
+
+def test_a_run_and_its_finish_are_no_part_of_another_program():
+    step = recorded().make_train_step(loss_fn, INNER)
+    with pytest.raises(ValueError, match="FinishingStep: state must be outside of jit"):
+        jax.jit(step)(step.init(start()), batch(0))
 
 
 def test_mindspores_dim_reduce_without_files_is_refused_as_there():

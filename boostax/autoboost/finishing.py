@@ -8,8 +8,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
 
-from boostax._core import trees
+from boostax._core import checks, trees
 from boostax.accumulate.window import AccumulateState
 from boostax.precision.group_state import GroupLossScaleState
 from boostax.precision.loss_scale import LossScaleState
@@ -49,13 +50,12 @@ class FinishingStep(TrainStep):
     def __call__(self, state: TrainState, batch: PyTree) -> tuple[TrainState, dict[str, jax.Array]]:
         """One call, of the run or of the finish: see ``TrainStep``."""
         phase = _phase(state)
-        if isinstance(phase, TrajectoryState) and self._over(phase):
-            state = self.begin(state)
-        if self._finishes(state):
+        if isinstance(phase, DimReduceState):
             return self.end(state, batch)
+        if phase is not None and self._over(phase):
+            return self.end(self.begin(state), batch)
         state, reported = super().__call__(state, batch)
-        phase = _phase(state)
-        self._seen.update(last=phase.steps, most=self._seen["most"] + 1)
+        self._seen.update(last=_phase(state).steps, most=self._seen["most"] + 1)
         return state, reported
 
     def flush(self, state: TrainState) -> TrainState:
@@ -84,6 +84,11 @@ class FinishingStep(TrainStep):
         there are steps left. Given a state that it did not see coming, it asks.
         """
         seen = self._seen
+        if isinstance(phase.steps, Tracer):
+            hint = "A run and its finish are two programs: call it from Python."
+            raise ValueError(
+                checks.message("FinishingStep", "state", "outside of jit", phase.steps, hint)
+            )
         if phase.steps is not seen.get("last") or seen["most"] >= self.after:
             seen.update(last=phase.steps, most=int(phase.steps))
         return seen["most"] >= self.after

@@ -195,8 +195,9 @@ def pca_basis(
       A ``Basis``, orthonormal to 1e-5 before it is rounded to ``dtype``. Complex leaves count as
       pairs of reals. Cost: ``2mn(m + 4k)`` operations (``"randomized"``: ``14mn(k + 10)``), memory
       for ``k + 2`` (``k + 10``) params twice and m centred copies of the largest leaf (under
-      ``jit`` of all leaves, at worst). Of sharded leaves only matrices of ``m x m`` or ``m x k``
-      cross the devices, in f32. Outside ``jit`` those are decomposed on the host in f64.
+      ``jit`` of all leaves, at worst); of a ``Sequence`` instead of these and of the stack for two
+      snapshots, the mean and one difference to it. Of sharded leaves only matrices of ``m x m`` or
+      ``m x k`` cross the devices, in f32. Outside ``jit`` those are decomposed on the host in f64.
 
     Raises:
       ValueError, TypeError: an argument out of range, or trees that do not match; outside ``jit``,
