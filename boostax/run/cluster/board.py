@@ -4,7 +4,7 @@ import itertools
 import json
 import math
 from collections.abc import Mapping
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import jax
 
@@ -99,23 +99,10 @@ class Peers:
         self._heard = {other: min(now, at + seconds) for other, at in self._heard.items()}
 
 
-class Board(Protocol):
-    """Where each rank leaves one line and reads those of all. Calls may block or raise."""
-
-    rank: int
-    count: int
-
-    def publish(self, text: str) -> None:
-        """Put ``text`` in the place of this rank's line."""
-        ...
-
-    def read(self) -> Mapping[int, str]:
-        """The lines of all ranks that have one."""
-        ...
-
-
 class ServiceBoard:
-    """A `Board` in the key-value store that process 0 keeps for ``jax.distributed``.
+    """Where each rank leaves one line and reads those of all: the key-value store of process 0.
+
+    Process 0 keeps it for ``jax.distributed``. Calls may block or raise.
 
     Args:
       client: the client of the coordination service.

@@ -7,11 +7,10 @@ import time
 import traceback
 from collections.abc import Callable, Generator
 from contextlib import contextmanager, suppress
-from types import TracebackType
 from typing import Any, Self, TextIO
 
 from boostax._core import checks
-from boostax.run.cluster.board import Board, Peers, Standing, View
+from boostax.run.cluster.board import Peers, ServiceBoard, Standing, View
 from boostax.run.cluster.verdict import report
 
 # How long one that gives up waits for the others to write their messages: once it is gone, JAX
@@ -69,7 +68,7 @@ class Watchdog:
         *,
         first_limit: float | None = None,
         exit_code: int = 75,
-        board: Board | None = None,
+        board: ServiceBoard | None = None,
         exit: Callable[[int], Any] = os._exit,
         stream: TextIO | None = None,
         clock: Callable[[], float] = time.monotonic,
@@ -109,9 +108,7 @@ class Watchdog:
             self._talker.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: object, where: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, error: object, where: object) -> None:
         if self._standing.over:
             # An error here is a peer's exit seen from the loop; the exit code says what it was.
             self._timer.join()
