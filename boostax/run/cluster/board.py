@@ -15,7 +15,7 @@ _LOOPS = itertools.count()
 
 
 class Standing(NamedTuple):
-    """What a process says of itself.
+    """What a process says of itself, on the board as a JSON list.
 
     Attributes:
       beat: how often it has spoken; it grows as long as the process lives.
@@ -40,15 +40,6 @@ class Standing(NamedTuple):
     place: str = ""
     left: bool = False
     over: bool = False
-
-    def to_text(self) -> str:
-        """The fields as JSON."""
-        return json.dumps(tuple(self))
-
-    @classmethod
-    def from_text(cls, text: str) -> "Standing":
-        """What ``to_text`` wrote."""
-        return cls(*json.loads(text))
 
 
 class View(NamedTuple):
@@ -90,7 +81,7 @@ class Peers:
     def hear(self, lines: Mapping[int, str], now: float) -> None:
         """Take in what the board says now."""
         for other in self._standings.keys() & lines.keys():
-            standing = Standing.from_text(lines[other])
+            standing = Standing(*json.loads(lines[other]))
             if standing.beat != self._standings[other].beat:
                 self._standings[other], self._heard[other] = standing, now
 

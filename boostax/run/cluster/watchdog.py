@@ -1,5 +1,6 @@
 """A limit on the time without progress: what hangs on one host ends on all, with a message."""
 
+import json
 import os
 import sys
 import threading
@@ -192,7 +193,7 @@ class Watchdog:
         assert self._board is not None
         with self._lock:
             self._say(beat=self._standing.beat + 1)
-            line = self._now().to_text()
+            line = json.dumps(self._now())
         try:
             self._board.publish(line)
             lines = self._board.read()
@@ -257,16 +258,12 @@ class Watchdog:
             stream.flush()
             sys.stdout.flush()
         if self._board is not None:
-            self._part()
+            until = self._clock() + _FAREWELL
+            while self._clock() < until and self._awaited():
+                time.sleep(self._tick / 10)
+            time.sleep(_SERVICE_STAYS if self._rank == 0 else 0.0)
         self._exit(self._code)
         resort.cancel()
-
-    def _part(self) -> None:
-        until = self._clock() + _FAREWELL
-        while self._clock() < until and self._awaited():
-            time.sleep(self._tick / 10)
-        if self._rank == 0:
-            time.sleep(_SERVICE_STAYS)
 
     def _awaited(self) -> bool:
         with self._lock:
