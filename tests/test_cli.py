@@ -9,13 +9,15 @@ import sys
 import typing
 
 import jax
+import optax
 import pytest
 from jax.experimental.compilation_cache import compilation_cache
 
+from boostax.autoboost.part import Place
 from boostax.autoboost.reduction import CODECS
 from boostax.inspect.break_even import break_even
 from boostax.run.cli import main
-from boostax.run.cli.build import build, layer_groups, reduction
+from boostax.run.cli.build import AXIS, boosted, build, layer_groups
 from boostax.run.cli.compare import Variant
 from boostax.run.cli.plot import plot_run, smooth
 from boostax.run.cli.recipe import Recipe, Reduction
@@ -79,13 +81,12 @@ def test_train_digits_writes_everything_and_says_what_it_did(here, capsys):
     printed = capsys.readouterr().out
     for words in (
         "6 calls, 3 optimizer steps",
-        "32 (16 per call, 2 calls accumulated)",
-        "computes in      float16",
+        "16 per call, 32 per optimizer step",
+        "computes in    float16",
+        "accumulate     2\n",
         "step 6/6",
         "held-out loss",
         "runs/digits/loss.png",
-        "--devices 2 --output runs/digits-devices-2",
-        "boostax compare digits",
     ):
         assert words in printed
 
@@ -101,7 +102,7 @@ def test_text_in_parallel_with_micro_batches_and_a_fixed_scale_then_other_data(h
     assert train(*options, workload="text") == 0
     assert summary(here / "here")["configuration"]["loss_scale"] == 128
     printed = capsys.readouterr().out
-    assert "2 x cpu, 4 examples each" in printed and "128, fixed" in printed
+    assert "2 x cpu" in printed and re.search("loss scale +128.0\n", printed)
     assert JsonLines.read(here / "here" / "metrics.jsonl")[-1]["loss_scale"] == 128
 
     (here / "corpus.txt").write_text("another text altogether, a longer one\n" * 300)
@@ -113,27 +114,22 @@ def test_text_in_parallel_with_micro_batches_and_a_fixed_scale_then_other_data(h
 def test_gradients_of_several_devices_are_combined_by_adasum(reduce, here, capsys):
     options = f"--steps 4 --devices 2 --reduce {reduce} --wire bfloat16 --output here".split()
     assert train(*options) == 0
-    assert f"{reduce}, bfloat16 sent" in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert re.search(f"reduce +{reduce}\n", printed) and re.search("wire +bfloat16\n", printed)
     logged = JsonLines.read(here / "here" / "metrics.jsonl")[-1]
     assert 0 < logged["orthogonality"] <= 2 + 1e-6
     assert summary(here / "here")["configuration"]["reduce"] == reduce
 
 
 @pytest.mark.parametrize(
-    ("reduce", "said"),
-    [
-        pytest.param(
-            "top-k --density 0.1", "top-k, 0.1 of the entries sent", marks=pytest.mark.long
-        ),
-        ("int8", "int8"),
-    ],
+    "reduce", [pytest.param("top-k --density 0.1", marks=pytest.mark.long), "int8"]
 )
-def test_compressed_gradients_train_and_go_on_from_a_checkpoint(reduce, said, here, capsys):
+def test_compressed_gradients_train_and_go_on_from_a_checkpoint(reduce, here, capsys):
     """What waits to be sent is saved with the rest: the end is the same, bit for bit."""
     options = f"--steps 4 --devices 2 --checkpoint-every 2 --reduce {reduce}".split()
     assert train(*options, "--output", "whole") == 0
     printed = capsys.readouterr().out
-    assert re.search(rf"reduction +{said} *\n", printed)
+    assert re.search(rf"reduce +{reduce.split()[0]}\n", printed)
     assert 0 < JsonLines.read(here / "whole" / "metrics.jsonl")[-1]["unsent"] < 1
     shutil.copytree(here / "whole" / "checkpoints", here / "half" / "checkpoints")
     shutil.rmtree(here / "half" / "checkpoints" / "4")
@@ -152,7 +148,10 @@ def test_every_reduction_of_the_command_can_be_built_and_codecs_send_less():
     for reduce in typing.get_args(Reduction):
         recipe = Recipe(devices=8, reduce=reduce)
         assert build(workload, recipe).step.replicas == 8
-        found = break_even(reduction(recipe), params, 8, encode_seconds=0)
+        reduction = boosted(recipe).config.reduce.layer(Place(AXIS, None))
+        if reduce == "adasum-delta":
+            reduction = reduction(optax.identity())
+        found = break_even(reduction, params, 8, encode_seconds=0)
         assert (found.wire_bytes < 0.6 * found.dense_bytes) == (reduce in CODECS)
 
 
@@ -171,8 +170,6 @@ def test_a_frozen_run_goes_on_in_the_middle_of_a_window(here, capsys):
     assert found["configuration"]["freeze"] == "interval" and found["optimizer_steps"] == 4
     counts = {str(depth): depths.count(depth) for depth in sorted(set(depths))}
     assert found["freeze"] == {"depths": counts, "compiled": sorted(set(depths))}
-    said = ", ".join(f"{depth} in {count} calls" for depth, count in counts.items())
-    assert f"frozen groups: {said}; {len(counts)} compiled steps" in printed
     shutil.copytree(here / "whole" / "checkpoints", here / "half" / "checkpoints")
     for later in ("6", "8"):
         shutil.rmtree(here / "half" / "checkpoints" / later)
@@ -218,7 +215,7 @@ def test_a_finish_follows_the_run_and_can_be_made_up_for(here, capsys, more):
 def test_freezing_on_a_plateau_looks_behind_the_reduction(here, capsys):
     options = "--steps 4 --devices 2 --reduce int8 --freeze plateau --freeze-groups 2".split()
     assert train(*options, "--output", "here") == 0
-    assert "plateau, 2 groups, a look every 1 optimizer step " in capsys.readouterr().out
+    assert "plateau, 2 groups, a look every 1 optimizer step\n" in capsys.readouterr().out
     assert summary(here / "here")["freeze"] == {"depths": {"0": 4}, "compiled": [0]}
 
 
@@ -360,12 +357,13 @@ def test_compare_sets_the_variants_side_by_side(here, capsys):
     output = here / "runs" / "compare-digits"
     found = json.loads((output / "compare.json").read_text())
     names = ["float32", "float16", "+ loss scale", "+ accumulate"]
-    assert list(found["variants"]) == names and is_png(output / "compare.png")
+    assert list(found["variants"]) == names
     for name in names:
         row, runs = found["variants"][name], found["runs"][name]
         assert [run["seed"] for run in runs] == [0, 1]
-        assert len(runs[0]["training"][1]) == 10
-        assert runs[0]["held_out"][0] == list(range(1, 11))
+        parts = 2 if name == "+ accumulate" else 1
+        told = [row["step"] for row in runs[0]["rows"] if "held_out_loss" in row]
+        assert len(runs[0]["rows"]) == 10 * parts and told == [parts * n for n in range(1, 11)]
         assert row["ms_per_step"] > 0 and row["temporary_bytes"] > 0
     # One reduction per optimizer step, whatever the parts; beside it only scalars.
     sent = [found["variants"][name]["wire_bytes"] for name in names]
@@ -419,15 +417,16 @@ def test_arguments_that_do_not_parse_exit_with_2(capsys):
 
 
 def test_what_is_missing_is_named(monkeypatch, capsys):
-    import importlib.util
-
-    find = importlib.util.find_spec
-    monkeypatch.setattr(
-        importlib.util, "find_spec", lambda name: None if name in ("tyro", "rich") else find(name)
-    )
+    for name in ("commands", "train", "plot"):
+        monkeypatch.delitem(sys.modules, f"boostax.run.cli.{name}", raising=False)
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
     assert main(["train", "digits"]) == 1
     error = capsys.readouterr().err
-    assert "needs rich, tyro" in error and "pip install 'boostax[cli]'" in error
+    assert (
+        "lacks a package" in error
+        and "matplotlib" in error
+        and "pip install 'boostax[cli]'" in error
+    )
 
 
 def test_importing_boostax_loads_no_optional_package():

@@ -1,6 +1,7 @@
 """A hang ends on every living host, in time, with a message that names who is to blame."""
 
 import io
+import json
 import os
 import pathlib
 import re
@@ -285,7 +286,7 @@ def test_who_has_left_in_peace_is_not_silent():
 def test_one_that_gives_up_takes_the_others_along():
     run = Run(2)
     run.call(1)
-    run.boards[0].lines[1] = Standing(beat=10**6, begun=1, finished=1, over=True).to_text()
+    run.boards[0].lines[1] = json.dumps(Standing(beat=10**6, begun=1, finished=1, over=True))
     run.dogs[0].begin(2)
     run.dogs[0].exchange()
     assert run.dogs[0].due()
@@ -345,7 +346,7 @@ def test_the_threads_end_with_the_loop():
         dog.begin(1)
         dog.done(1)
     assert threading.active_count() == before
-    last = Standing.from_text(lines[0])
+    last = Standing(*json.loads(lines[0]))
     assert (last.begun, last.finished, last.left, last.over) == (1, 1, True, False)
     assert codes == [] and stream.getvalue() == ""
 

@@ -20,6 +20,7 @@ from boostax.inspect.collectives import (
     slice_axes,
 )
 from boostax.inspect.hlo import Ways
+from boostax.inspect.tables import record
 from boostax.inspect.targets import Argument, compile_program
 from boostax.inspect.traffic import cycles, traffic
 from boostax.inspect.waste import Waste, wastes
@@ -119,9 +120,10 @@ class Audit:
 
     def to_dict(self) -> dict[str, Any]:
         """The same as plain data for JSON, without the text."""
-        names = [field.name for field in dataclasses.fields(self) if field.name != "text"]
-        names += ["reductions", "gathers", "temporaries"]
-        return {name: _plain(getattr(self, name)) for name in names}
+        measured = {name: getattr(self, name) for name in ("reductions", "gathers", "temporaries")}
+        found = record(self) | measured
+        del found["text"]
+        return found
 
     def save_picture(self, path: Any) -> None:
         """Draw memory and collectives to a file; needs matplotlib."""
@@ -227,14 +229,6 @@ def audit(
     )
     findings = wastes(found, [shape for shape, _ in sizes], made.mesh)
     return dataclasses.replace(found, findings=tuple(findings))
-
-
-def _plain(value: Any) -> Any:
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return dataclasses.asdict(value)
-    if isinstance(value, (Buffer, Waste)):
-        return value._asdict()
-    return [_plain(x) for x in value] if isinstance(value, tuple) else value
 
 
 def _buffers(

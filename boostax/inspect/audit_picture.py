@@ -19,7 +19,6 @@ _KINDS = {
     "all-to-all": "C3",
     "send": "C4",
 }
-_OTHER = "#999999"
 
 
 def draw(found: Audit, path: Any) -> None:
@@ -59,22 +58,20 @@ def _wire(axes: Any, found: Audit, unit: float) -> None:
     """One bar a collective, in the order of the schedule; hatched where only some calls run it."""
     dearest = sorted(found.collectives, key=lambda c: -c.wire_bytes)[:40]
     shown = [c for c in found.collectives if any(c is x for x in dearest)]
-    for place, c in enumerate(shown):
+    for kind in dict.fromkeys(c.kind for c in shown):
+        places, alike = zip(*((i, c) for i, c in enumerate(shown) if c.kind == kind), strict=True)
         bars = axes.bar(
-            place,
-            c.wire_bytes / unit,
-            color=_KINDS.get(c.kind, _OTHER),
-            alpha=1.0 if c.overlapped else 0.55,
-            hatch="///" if c.branches else None,
-            edgecolor="white" if c.branches else "none",
+            places,
+            [c.wire_bytes / unit for c in alike],
+            color=[(_KINDS.get(kind, "#999999"), 1.0 if c.overlapped else 0.55) for c in alike],
+            hatch=["///" if c.branches else "" for c in alike],
+            edgecolor="white",
+            label=kind,
         )
-        if c.executions > 1:
-            axes.bar_label(bars, [f"{c.executions}x"])
+        axes.bar_label(bars, [f"{c.executions}x" if c.executions > 1 else "" for c in alike])
     measured = "sent per call, of the params' bytes" if found.params else "sent per call, MiB"
     order = "collectives as scheduled; pale: nothing computed meanwhile"
     axes.set(xticks=[], ylabel=measured, xlabel=order)
-    # Bars without height, for the legend.
-    for kind in dict.fromkeys(c.kind for c in shown):
-        axes.bar(0, 0, color=_KINDS.get(kind, _OTHER), label=kind)
     if any(c.branches for c in shown):
+        # A bar without height, for the legend.
         axes.bar(0, 0, color="none", edgecolor="gray", hatch="///", label="in a branch")

@@ -24,6 +24,7 @@ from boostax._core import axes, checks, costs, jaxprs, trees
 from boostax._core.alone import fit, run_alone
 from boostax.inspect.audit import Audit, audit
 from boostax.inspect.costs import Place, mapped_update, traced
+from boostax.inspect.tables import units
 from boostax.inspect.targets import BANDWIDTH, target_devices
 from boostax.reduce.mean import all_reduce
 
@@ -83,16 +84,16 @@ class BreakEven:
     def __str__(self) -> str:
         limit = self.bandwidth
         found = {0.0: "never pays", math.inf: "pays at every bandwidth"}
-        said = found.get(limit, f"pays below {_units(limit, 'B/s')}")
+        said = found.get(limit, f"pays below {units(limit, 'B/s')}")
         if self.at is not None and 0 < limit < math.inf:
             verdict = "it does" if self.pays() else "it does not"
-            said += f"; at {_units(self.at, 'B/s')} {verdict} ({self.speedup():.2g}x)"
+            said += f"; at {units(self.at, 'B/s')} {verdict} ({self.speedup():.2g}x)"
         kind = "less" if self.encode_seconds < 0 else "more"
         return (
             f"{said}\n"
-            f"sends {_units(self.wire_bytes, 'B')}, a dense mean {_units(self.dense_bytes, 'B')}, "
+            f"sends {units(self.wire_bytes, 'B')}, a dense mean {units(self.dense_bytes, 'B')}, "
             f"per device and step over {self.replicas} replicas\n"
-            f"{_units(abs(self.encode_seconds), 's')} {kind} work per step; collectives: "
+            f"{units(abs(self.encode_seconds), 's')} {kind} work per step; collectives: "
             f"{self.collectives}, of a dense mean {self.dense_collectives}"
         )
 
@@ -208,7 +209,10 @@ def break_even(
         rounds, dense_rounds = map(_rounds, found)
         if encode_seconds is None:
             runs = [alone(part, x, params) for part, x in zip(parts, programs, strict=True)]
-            encode_seconds = _extra_seconds(runs, repeats)
+            # The first compiles. Whatever else the machine does can only add to a time.
+            _, *times = [[run() for run in runs] for _ in range(1 + repeats)]
+            mine, dense = map(min, zip(*times, strict=True))
+            encode_seconds = float(mine - dense)
     return BreakEven(
         replicas, sent, dense_sent, rounds, dense_rounds, encode_seconds, latency, bandwidth
     )
@@ -274,24 +278,6 @@ def alone(
     return run
 
 
-def _extra_seconds(runs: Sequence[Callable[[], float]], repeats: int) -> float:
-    for run in runs:
-        run()  # compiles
-    # Whatever else the machine does can only add to a time.
-    times = [[run() for run in runs] for _ in range(repeats)]
-    mine, dense = map(min, zip(*times, strict=True))
-    return mine - dense
-
-
 def _bandwidth(who: str, value: float | None) -> float:
     hint = "In bytes per second: 12.5e9 is 100 Gbit/s."
     return checks.number(who, "bandwidth", value, "greater than 0", lambda x: x > 0, hint)
-
-
-def _units(value: float, unit: str) -> str:
-    factors = {"T": 1e12, "G": 1e9, "M": 1e6, "k": 1e3, "": 1.0, "m": 1e-3, "µ": 1e-6}
-    for prefix, factor in factors.items():
-        # What rounds to a thousand of one is one of the next.
-        if value >= 0.9995 * factor:
-            return f"{value / factor:.3g} {prefix}{unit}"
-    return f"{value:.3g} {unit}"

@@ -33,16 +33,6 @@ RING: Mapping[str, Callable[[int], float]] = {
     "collective-broadcast": costs.RING["ppermute"],
     "send": costs.RING["ppermute"],
 }
-# How HLO abbreviates the names of dtypes.
-_DTYPES = {
-    "bfloat": "bf",
-    "float8_": "f8",
-    "float": "f",
-    "complex": "c",
-    "uint": "u",
-    "int": "s",
-    "bool": "pred",
-}
 # Of what a permute in such a computation is a part.
 _WINDOWED = {
     "windowed_dot_general_body_ag": "all-gather",
@@ -123,17 +113,16 @@ def compiled_collectives(
             listed.append(_collective(program, site, kind, mesh, carried))
         if carried:
             under_way.add(transfer)
-    lost = _lost_dtypes(listed, traced)
+    lost = _lost_widths(listed, traced)
     return tuple(dataclasses.replace(c, widened=c.widened or _lost(c, lost)) for c in listed)
 
 
-def _lost_dtypes(
+def _lost_widths(
     listed: Sequence[CompiledCollective], traced: Sequence[costs.Collective]
 ) -> set[tuple[str, int]]:
-    """Kinds that JAX asked for in a dtype that no collective of the kind has now, with its bits."""
-    kept = {(c.kind, dtype) for c in listed for dtype in c.dtypes}
-    asked = {(_KINDS[c.primitive], _hlo_dtype(dtype)) for c in traced for dtype in c.dtypes}
-    return {(kind, bits(dtype)) for kind, dtype in asked - kept}
+    """Kinds that JAX asked for in elements of so many bits, of which none of the kind has now."""
+    kept = {(c.kind, bits(dtype)) for c in listed for dtype in c.dtypes}
+    return {(_KINDS[c.primitive], bits(dtype)) for c in traced for dtype in c.dtypes} - kept
 
 
 def _lost(c: CompiledCollective, lost: set[tuple[str, int]]) -> bool:
@@ -141,11 +130,6 @@ def _lost(c: CompiledCollective, lost: set[tuple[str, int]]) -> bool:
     asked = c.name.rpartition("/")[2].removesuffix("_invariant") in _KINDS
     widest = max(map(bits, c.dtypes), default=0)
     return asked and any(kind == c.kind and narrow < widest for kind, narrow in lost)
-
-
-def _hlo_dtype(name: str) -> str:
-    """``float32`` as HLO writes it."""
-    return re.sub(f"^({'|'.join(_DTYPES)})", lambda found: _DTYPES[found[0]], name)
 
 
 def _collective(

@@ -17,7 +17,7 @@ from boostax.chain.rows import rows
 from boostax.chain.settings import findings
 from boostax.inspect.calls import CallCost, call_costs
 from boostax.inspect.costs import PartCost, Place, params_bytes, part_costs, traced
-from boostax.inspect.tables import aligned, call_cells, part_cells
+from boostax.inspect.tables import aligned, call_cells, part_cells, record
 from boostax.train.compiled import TrainStep
 from boostax.train.state import TrainState
 
@@ -93,19 +93,7 @@ class Explanation:
 
     def to_dict(self) -> dict[str, Any]:
         """The same as plain data for JSON."""
-        plain = lambda row: {  # noqa: E731
-            key: dict(cast("Mapping[str, float]", value)) if isinstance(value, Mapping) else value
-            for key, value in row._asdict().items()
-        }
-        return {
-            "parts": [plain(part) for part in self.parts],
-            "findings": [finding._asdict() for finding in self.findings],
-            "params_bytes": self.params_bytes,
-            "state_bytes": self.state_bytes,
-            "wire_bytes": self.wire_bytes,
-            "calls": [plain(call) for call in self.calls],
-            "problem": self.problem,
-        }
+        return record(self) | {"state_bytes": self.state_bytes, "wire_bytes": self.wire_bytes}
 
     def __str__(self) -> str:
         blocks = [aligned(part_cells(self.parts), words=True)]

@@ -318,9 +318,9 @@ def parse(text: str) -> Program:
 
 @functools.cache
 def bits(dtype: str) -> int:
-    """Bits of an element."""
+    """Bits of an element, of a dtype as HLO or as JAX writes it."""
     found = re.match(r"[a-z]+(\d+)", dtype)
-    return int(found.group(1)) if found else 8 * (dtype == "pred")
+    return int(found.group(1)) if found else 8 * (dtype in ("pred", "bool"))
 
 
 def arrays(shape: str) -> tuple[Array, ...]:

@@ -1,15 +1,18 @@
 """What an explanation says, as cells of tables."""
 
+import dataclasses
 import itertools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from boostax.inspect.calls import CallCost
 from boostax.inspect.costs import PartCost
+from boostax.inspect.hlo import Ways
 
 Cells = list[tuple[str, ...]]
 
 
-def part_cells(parts: Sequence[PartCost], words: bool = True) -> Cells:
+def part_cells(parts: Sequence[PartCost]) -> Cells:
     """The chain, headings first; columns that would hold nothing are left out."""
     sends = any(part.collectives for part in parts)
     owns = any(part.own_bytes for part in parts)
@@ -24,7 +27,7 @@ def part_cells(parts: Sequence[PartCost], words: bool = True) -> Cells:
         sent = "above" if part.wire_bytes is None else f"{part.wire_bytes:,.0f}"
         name = "  " * part.depth + part.name + " (unknown)" * (part.role == "unknown")
         table.append((name, *kept, own, kinds, sent, part.what.replace("`", "")))
-    return columns(table, (True, True, True, owns, sends, sends, words))
+    return columns(table, (True, True, True, owns, sends, sends, True))
 
 
 def call_cells(calls: Sequence[CallCost]) -> Cells:
@@ -52,3 +55,24 @@ def aligned(table: Cells, words: bool = False) -> str:
     left = (0, len(widths) - 1) if words else ()
     line = "  ".join(f"{{:{'<' if i in left else '>'}{n}}}" for i, n in enumerate(widths))
     return "\n".join(line.format(*row).rstrip() for row in table)
+
+
+def units(value: float, unit: str) -> str:
+    """Three digits in the power of a thousand that suits them."""
+    factors = {"T": 1e12, "G": 1e9, "M": 1e6, "k": 1e3, "": 1.0, "m": 1e-3, "µ": 1e-6}
+    for prefix, factor in factors.items():
+        # What rounds to a thousand of one is one of the next.
+        if value >= 0.9995 * factor:
+            return f"{value / factor:.3g} {prefix}{unit}"
+    return f"{value:.3g} {unit}"
+
+
+def record(value: Any) -> Any:
+    """Plain data for JSON: what has names as a dictionary, but of ``Ways`` the two numbers."""
+    if dataclasses.is_dataclass(value):
+        value = vars(value)
+    elif hasattr(value, "_asdict") and not isinstance(value, Ways):
+        value = value._asdict()
+    if isinstance(value, Mapping):
+        return {name: record(x) for name, x in value.items()}
+    return [record(x) for x in value] if isinstance(value, tuple) else value

@@ -29,7 +29,7 @@ from boostax.train.compiled import TrainStep
 WHO = "target_devices"
 # Who compiles for them.
 _AUDIT = "audit"
-_FORM = re.compile(r"(?P<chip>[a-z0-9]+):(?P<shape>\d+(?:x\d+)*)(?:\*(?P<slices>\d+))?")
+_FORM = re.compile(r"[a-z0-9]+:(?P<shape>\d+(?:x\d+)*)(?:\*(?P<slices>\d+))?")
 _ALLOWED = (
     "'v5e:2x4' (a TPU slice), 'v5e:4x4*2' (two of them) or 'h100:1x1x8' (slices, hosts, GPUs)"
 )
@@ -96,15 +96,11 @@ def target_devices(target: str) -> tuple[Any, ...]:
             os.environ.setdefault(name, value)
     from jax.experimental import topologies
 
-    slices = int(found["slices"] or 1)
-    given: dict[str, Any] = {
-        "platform": "tpu",
-        "topology_name": f"{found['chip']}:{found['shape']}",
-    }
+    name, _, slices = target.partition("*")
+    given: dict[str, Any] = {"platform": "tpu", "topology_name": name}
+    given |= {"num_slices": int(slices)} if int(slices or 1) > 1 else {}
     if gpu:
         given = {"platform": "cuda", "topology": found["shape"], "target_config": _H100}
-    elif slices > 1:
-        given["num_slices"] = slices
     try:
         described = topologies.get_topology_desc(**given)
     except Exception as error:
@@ -218,7 +214,17 @@ def _moved(
             f"{_AUDIT}: args must have shardings over the program's mesh where a target is given, "
             "got none. Pass jax.ShapeDtypeStruct(shape, dtype, sharding=...) or placed arrays."
         )
-    there = None if mesh is None else _retargeted(mesh, devices)
+    there: Mesh | None = None
+    if mesh is not None:
+        if mesh.size != len(devices):
+            raise ValueError(
+                f"{_AUDIT}: target must have as many devices as the program's mesh, {mesh.size}, "
+                f"got {len(devices)}. Build the program over a mesh of the target: "
+                "jax.sharding.Mesh(numpy.array(boostax.inspect.target_devices(target)).reshape("
+                "...), names)."
+            )
+        grid = np.array(devices).reshape(mesh.devices.shape)
+        there = Mesh(grid, mesh.axis_names, axis_types=mesh.axis_types)
 
     def place(x: Any) -> Any:
         spec = getattr(x.sharding, "spec", PartitionSpec())
@@ -243,7 +249,10 @@ def _finished(
     program = getattr(program, "lowered", program)
     compiled: Any = program
     if isinstance(program, jax.stages.Lowered):
-        compiled = program.compile(compiler_options=_compiler_options(devices))
+        # Where no GPU is at hand kernels cannot be timed, and XLA chooses them by its cost model.
+        untimed = any(d.platform == "gpu" for d in devices) and jax.default_backend() != "gpu"
+        options: Any = {"xla_gpu_autotune_level": 0} if untimed else {}
+        compiled = program.compile(compiler_options=options)
     seconds = time.perf_counter() - begun if compiled is not program else math.nan
     infos = jax.tree_util.tree_leaves_with_path(compiled.args_info, is_leaf=_is_info)
     structure = jax.tree.structure(compiled.args_info, is_leaf=_is_info)
@@ -260,28 +269,6 @@ def _meshes(shardings: Iterable[Any]) -> Iterator[Mesh]:
     """The meshes of devices among some shardings."""
     meshes = (x.mesh for x in shardings if isinstance(x, NamedSharding))
     return (mesh for mesh in meshes if isinstance(mesh, Mesh))
-
-
-def _retargeted(mesh: Mesh, devices: Sequence[Any]) -> Mesh:
-    """The same mesh over other devices."""
-    if mesh.size != len(devices):
-        raise ValueError(
-            f"{_AUDIT}: target must have as many devices as the program's mesh, {mesh.size}, got "
-            f"{len(devices)}. Build the program over a mesh of the target: "
-            "jax.sharding.Mesh(numpy.array(boostax.inspect.target_devices(target)).reshape(...), "
-            "names)."
-        )
-    return Mesh(
-        np.array(devices).reshape(mesh.devices.shape), mesh.axis_names, axis_types=mesh.axis_types
-    )
-
-
-def _compiler_options(devices: Collection[Any]) -> dict[str, Any]:
-    """What to tell a compiler that has no devices."""
-    if any(d.platform == "gpu" for d in devices) and jax.default_backend() != "gpu":
-        # Kernels cannot be timed, and XLA chooses them by its cost model.
-        return {"xla_gpu_autotune_level": 0}
-    return {}
 
 
 def _shape(x: Any) -> Any:

@@ -2,10 +2,10 @@
 
 import asyncio
 import copy
+import itertools
 import json
 import pathlib
 import shutil
-from types import TracebackType
 from typing import Any, Self
 
 import jax
@@ -78,12 +78,7 @@ class Checkpointer:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        where: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, where: object) -> None:
         # A save that runs would wait for the part of the peer that is gone.
         if not isinstance(error, PeerLost):
             self.close()
@@ -235,17 +230,15 @@ class Checkpointer:
         where = f"Checkpointer: target must fit step {step} in {self._directory}"
         hint = "Restore with the optimizer chain and the model that saved it, or with reshard=True "
         hint += "if only the number of replicas differs."
-        missing = [name for name in saved if name not in wanted]
-        extra = [name for name in wanted if name not in saved]
-        if missing or extra:
-            parts = [f"saved but not in target: {_listed(missing)}"] if missing else []
-            parts += [f"in target but not saved: {_listed(extra)}"] if extra else []
+        was = {name: f"{leaf['dtype']}{leaf['shape']}" for name, leaf in saved.items()}
+        now = {name: f"{leaf.dtype}{list(np.shape(leaf))}" for name, leaf in wanted.items()}
+        missing, extra = [x for x in was if x not in now], [x for x in now if x not in was]
+        parts = [f"saved but not in target: {_listed(missing)}"] if missing else []
+        parts += [f"in target but not saved: {_listed(extra)}"] if extra else []
+        both = (x for x in was if was[x] != now.get(x, was[x]))
+        parts += [f"{x!r} was {was[x]}, target has {now[x]}" for x in itertools.islice(both, 4)]
+        if parts:
             raise ValueError(f"{where}. {'; '.join(parts)}. {hint}")
-        for name, leaf in wanted.items():
-            shape, dtype = list(np.shape(leaf)), str(leaf.dtype)
-            if (shape, dtype) != (saved[name]["shape"], saved[name]["dtype"]):
-                was = f"{saved[name]['dtype']}{saved[name]['shape']}"
-                raise ValueError(f"{where}. {name!r} was {was}, target has {dtype}{shape}. {hint}")
 
     def _damaged(self, step: int, what: str) -> RuntimeError:
         older = [other for other in self.steps() if other < step]

@@ -119,26 +119,36 @@ def fit(
         hint = "It is how many calls are done already."
         raise ValueError(checks.message("fit", "start", allowed, start, hint))
     close_window = _flusher(step, state) if flush else None
-    watchdog = None if limit is None else Watchdog(limit, board=service_board())
-    rows = _Rows(tuple(writers), History(keep), watchdog)
+    # Without a limit it takes notes, and nobody reads them.
+    watchdog = Watchdog(1.0) if limit is None else Watchdog(limit, board=service_board())
+    writers, history = tuple(writers), History(keep)
+    pending: list[tuple[int, Mapping[str, Any]]] = []
     done, saved, stopped_by = start, start, None
 
-    def allow(what: str) -> contextlib.AbstractContextManager[None]:
-        return contextlib.nullcontext() if watchdog is None else watchdog.allow(None, what)
+    def settle(more: Mapping[str, float] | None = None) -> None:
+        """Make the metrics of the pending call a row."""
+        if pending:
+            call, metrics = pending.pop()
+            scalars = {name: float(x) for name, x in jax.device_get(dict(metrics)).items()}
+            watchdog.done(call)
+            scalars |= more or {}
+            history.append({"step": call, **scalars})
+            for writer in writers:
+                writer.write(call, scalars)
 
     def save() -> None:
         nonlocal saved
         if checkpointer is not None and saved != done:
             # The rows go out first: a resumed run does not repeat them.
-            rows.settle()
-            with allow("saving"):
+            settle()
+            with watchdog.allow(what="saving"):
                 checkpointer.save(done, state, meta)
             saved = done
 
     def judge() -> None:
         if evaluate is not None:
-            with allow("evaluation"):
-                rows.settle(evaluate(state))
+            with watchdog.allow(what="evaluation"):
+                settle(evaluate(state))
 
     def lost(error: Exception) -> str:
         where = "" if checkpointer is None else f" {checkpointer.remaining()}"
@@ -149,16 +159,17 @@ def fit(
             f"one printed.{where}"
         )
 
-    with watchdog or contextlib.nullcontext(), _losing_peers(lost), _signals() as received:
+    watching = contextlib.nullcontext() if limit is None else watchdog
+    with watching, _losing_peers(lost), _signals() as received:
         while done < steps:
             data = batch(done)
-            if watchdog is not None:
-                watchdog.begin(done + 1)
+            watchdog.begin(done + 1)
             state, metrics = step(state, data)
             done += 1
-            rows.take(done, metrics)
-            if watchdog is not None:
-                watchdog.between()
+            # One call late: the next one is under way.
+            settle()
+            pending.append((done, metrics))
+            watchdog.between()
             stopped_by = received(done)
             if done == steps or stopped_by:
                 break
@@ -168,16 +179,16 @@ def fit(
                 save()
         if done == steps:
             stopped_by = None
-            with allow("closing the window"):
+            with watchdog.allow(what="closing the window"):
                 state = state if close_window is None else close_window(state)
             if done > start:
                 judge()
-        rows.settle()
+        settle()
         save()
         if checkpointer is not None:
-            with allow("saving"):
+            with watchdog.allow(what="saving"):
                 checkpointer.wait()
-    return FitResult(state, done, rows.history, stopped_by)
+    return FitResult(state, done, history, stopped_by)
 
 
 @contextlib.contextmanager
@@ -210,32 +221,6 @@ def _signals() -> Generator[Callable[[int], str | None]]:
 
     with handled(note):
         yield lambda done: came[-1] if came else None
-
-
-class _Rows:
-    """Turns the metrics of calls into rows, one call late."""
-
-    def __init__(self, writers: tuple[Writer, ...], history: History, watchdog: Watchdog | None):
-        self.history = history
-        self._writers, self._watchdog = writers, watchdog
-        self._pending: tuple[int, Mapping[str, Any]] | None = None
-
-    def take(self, done: int, metrics: Mapping[str, Any]) -> None:
-        self.settle()
-        self._pending = (done, metrics)
-
-    def settle(self, more: Mapping[str, float] | None = None) -> None:
-        if self._pending is None:
-            return
-        done, metrics = self._pending
-        self._pending = None
-        scalars = {name: float(value) for name, value in jax.device_get(dict(metrics)).items()}
-        if self._watchdog is not None:
-            self._watchdog.done(done)
-        scalars |= more or {}
-        self.history.append({"step": done, **scalars})
-        for writer in self._writers:
-            writer.write(done, scalars)
 
 
 def _flusher(step: Any, state: PyTree) -> Callable[[PyTree], PyTree] | None:

@@ -5,8 +5,6 @@ from collections.abc import Sequence
 
 from boostax.run.cli.refusal import Refusal, complain
 
-_NEEDED = ("flax", "matplotlib", "orbax.checkpoint", "rich", "sklearn", "tyro")
-
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line.
@@ -27,18 +25,13 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _run(given: list[str]) -> int:
-    from importlib.util import find_spec
-
     if given[:1] == ["audit"]:
         from boostax.run.cli.audit import run as audit
 
         return audit(given[1:])
-    missing = [name for name in _NEEDED if find_spec(name.split(".")[0]) is None]
-    if missing:
-        raise Refusal(
-            f"the command line needs {', '.join(missing)}, which is not installed: "
-            "pip install 'boostax[cli]'"
-        )
-    from boostax.run.cli.commands import run
-
+    try:
+        from boostax.run.cli.commands import run
+    except ImportError as error:
+        said = f"the command line lacks a package: {error}. pip install 'boostax[cli]' brings it."
+        raise Refusal(said) from error
     return run(given)

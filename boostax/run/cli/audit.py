@@ -6,10 +6,10 @@ Parsed by the standard library alone, so that it runs where jax, optax and numpy
 from __future__ import annotations
 
 import argparse
-import importlib
 import inspect
 import json
 import os
+import pkgutil
 import sys
 from collections.abc import Sequence
 from typing import Any
@@ -67,20 +67,20 @@ def run(argv: Sequence[str]) -> int:
 
 
 def _function(name: str) -> Any:
-    module, _, function = name.partition(":")
-    if not module or not function:
-        raise Refusal(f"audit: program must be module:function, got {name!r}. train:program.")
     sys.path.insert(0, os.getcwd())
     try:
-        return getattr(importlib.import_module(module), function)
-    except (ImportError, AttributeError) as error:
+        found = pkgutil.resolve_name(name)
+    except (ValueError, ImportError, AttributeError) as error:
         raise Refusal(f"audit: {name} could not be imported: {error}") from error
+    if not callable(found):
+        raise Refusal(f"audit: program must be module:function, got {name!r}. train:program.")
+    return found
 
 
 def _built(build: Any, devices: Any) -> tuple[Any, ...]:
     import jax
 
-    wanted = inspect.signature(build).parameters if callable(build) else {}
+    wanted = inspect.signature(build).parameters
     made: Any = build(devices or tuple(jax.devices())) if wanted else build()
     if not isinstance(made, tuple):
         raise Refusal(

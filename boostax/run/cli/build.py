@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import itertools
 from collections.abc import Generator
 from typing import Any
 
@@ -10,9 +11,7 @@ import optax
 
 import boostax
 from boostax._core.groups import group_count
-from boostax.autoboost.part import Place
 from boostax.autoboost.reduction import Reduce
-from boostax.freeze.scheduled import ScheduledFreeze
 from boostax.run.cli.recipe import Recipe, check_options
 from boostax.run.workloads import Workload
 
@@ -78,15 +77,6 @@ def require_devices(count: int, processes: int = 1) -> int:
     return count
 
 
-def _devices(count: int) -> list[Any]:
-    """The first ones, as many from every process."""
-    each = count // jax.process_count()
-    taken: dict[int, list[Any]] = {}
-    for device in jax.devices():
-        taken.setdefault(device.process_index, []).append(device)
-    return [device for index in sorted(taken) for device in taken[index][:each]]
-
-
 def build(workload: Workload, recipe: Recipe) -> Built:
     """The train step of a recipe; raises ValueError or TypeError where it makes no sense."""
     check_options(recipe)
@@ -94,15 +84,20 @@ def build(workload: Workload, recipe: Recipe) -> Built:
     axis = AXIS if recipe.devices > 1 else None
     mesh = None
     if axis is not None:
-        auto, devices = (jax.sharding.AxisType.Auto,), _devices(recipe.devices)
+        # As many of every process.
+        count = jax.process_count()
+        each = (jax.local_devices(i)[: recipe.devices // count] for i in range(count))
+        auto, devices = (jax.sharding.AxisType.Auto,), list(itertools.chain(*each))
         mesh = jax.make_mesh((recipe.devices,), (axis,), auto, devices=devices)
     groups = None if recipe.freeze == "none" else layer_groups(workload, recipe)
-    tx = _optimizer(recipe, groups)
-    if recipe.accumulate > 1:
-        tx = boostax.accumulate(tx, every=recipe.accumulate, axis_name=axis)
-    tx = scaled(tx, recipe, axis)
+    signal: list[optax.GradientTransformation] = []
+    if recipe.freeze == "plateau":
+        # Behind the reduction and before clipping, averaged over a sixty-fourth of the run.
+        horizon = max(1, recipe.optimizer_steps // 64)
+        signal = [boostax.freeze.group_signal(groups, horizon=horizon)]
+    tx = boosted(recipe).optimizer(_optimizer(recipe, *signal), axis_name=axis)
     if groups is not None:
-        tx = freeze_by_schedule(tx, groups, recipe)
+        tx = boostax.scheduled_freeze(tx, groups, _schedule(recipe, group_count(groups)))
     return Built(workload, recipe, train_step(workload, tx, mesh, recipe.microbatches))
 
 
@@ -116,53 +111,26 @@ def train_step(
     )
 
 
-def scaled(
-    tx: optax.GradientTransformation, recipe: Recipe, axis: Any
-) -> optax.GradientTransformation:
-    """Inside the loss scaler that the recipe asks for, if any."""
-    if recipe.loss_scale == "none":
-        return tx
-    if recipe.loss_scale == "dynamic":
-        return boostax.dynamic_loss_scale(tx, axis_name=axis)
-    return boostax.static_loss_scale(tx, recipe.loss_scale, axis_name=axis)
+def boosted(recipe: Recipe) -> boostax.autoboost.Boost:
+    """The techniques of a recipe around its optimizer, but for freezing."""
+    scale, steps = recipe.loss_scale, recipe.optimizer_steps
+    asked: dict[str, Any] = {"loss_scale": None if scale == "none" else "dynamic"}
+    if not isinstance(scale, str):
+        asked = {"static_loss_scale": scale}
+    if recipe.accumulate > 1:
+        asked["accumulate"] = recipe.accumulate
+    if recipe.devices > 1:
+        asked["reduce"] = _reduce(recipe)
+    if recipe.finish != "none":
+        # Over the second half of the run.
+        size = min(recipe.value("finish_components") + 1, steps // 2)
+        every = steps // 2 // size
+        start = steps - every * size
+        asked["dim_reduce"] = {"n_components": size - 1, "every": every, "start": start}
+    return boostax.auto(asked)
 
 
-def _optimizer(recipe: Recipe, groups: Any) -> optax.GradientTransformation:
-    steps = recipe.optimizer_steps
-    warmup = max(1, steps // 10)
-    # A schedule counts optimizer steps. The first is not at zero: it would be a step for nothing.
-    schedule = optax.warmup_cosine_decay_schedule(
-        init_value=recipe.learning_rate / (warmup + 1),
-        peak_value=recipe.learning_rate,
-        warmup_steps=warmup,
-        decay_steps=max(steps, warmup + 1),
-        end_value=recipe.learning_rate / 10,
-    )
-    path = [] if recipe.finish == "none" else [recorder(recipe)]
-    parts: list[optax.GradientTransformation] = []
-    if recipe.freeze == "plateau":
-        parts.append(signal(groups, steps))
-    if recipe.clip:
-        parts.append(optax.clip_by_global_norm(recipe.clip))
-    parts.append(optax.adamw(schedule, weight_decay=recipe.weight_decay, mask=_matrices))
-    if recipe.devices == 1:
-        return optax.chain(*path, *parts)
-    if recipe.reduce == "adasum-delta":
-        delta = boostax.reduce.adasum_delta(optax.chain(*parts), AXIS, wire_dtype=_wire(recipe))
-        return optax.chain(*path, delta) if path else delta
-    return optax.chain(*path, reduction(recipe), *parts)
-
-
-def recorder(recipe: Recipe) -> optax.GradientTransformation:
-    """For ``--finish``: one snapshot more than directions, over the second half of the run."""
-    steps = recipe.optimizer_steps
-    size = min(recipe.value("finish_components") + 1, steps // 2)
-    every = steps // 2 // size
-    return boostax.subspace.record_trajectory(size, every=every, start=steps - every * size)
-
-
-def reduction(recipe: Recipe) -> optax.GradientTransformation:
-    """What makes one gradient of the devices' own; of adasum-delta, adasum."""
+def _reduce(recipe: Recipe) -> Reduce:
     # Norms and biases are few bytes: they travel whole.
     large = {"dense": "vectors"}
     settings: dict[str, dict[str, Any]] = {
@@ -173,18 +141,28 @@ def reduction(recipe: Recipe) -> optax.GradientTransformation:
         "sign": large | {"two_shot": recipe.devices > 4},
         "power-sgd": {"rank": recipe.value("rank")},
     }
+    wire = None if recipe.wire == "float32" else recipe.wire
     # Of a codec that is not named here, its defaults.
-    kind = recipe.reduce.removesuffix("-delta")
-    layer: Any = Reduce(kind, wire=_wire(recipe), **settings.get(kind, {})).layer(Place(AXIS, None))
-    return layer
+    return Reduce(recipe.reduce, wire=wire, **settings.get(recipe.reduce, {}))
 
 
-def _wire(recipe: Recipe) -> str | None:
-    return None if recipe.wire == "float32" else recipe.wire
-
-
-def _matrices(params: Any) -> Any:
-    return jax.tree.map(lambda leaf: leaf.ndim > 1, params)
+def _optimizer(
+    recipe: Recipe, *signal: optax.GradientTransformation
+) -> optax.GradientTransformation:
+    steps = recipe.optimizer_steps
+    warmup = max(1, steps // 10)
+    # A schedule counts optimizer steps. The first is not at zero: it would be a step for nothing.
+    schedule = optax.warmup_cosine_decay_schedule(
+        init_value=recipe.learning_rate / (warmup + 1),
+        peak_value=recipe.learning_rate,
+        warmup_steps=warmup,
+        decay_steps=max(steps, warmup + 1),
+        end_value=recipe.learning_rate / 10,
+    )
+    clip = [optax.clip_by_global_norm(recipe.clip)] if recipe.clip else []
+    matrices = lambda params: jax.tree.map(lambda leaf: leaf.ndim > 1, params)  # noqa: E731
+    adamw = optax.adamw(schedule, weight_decay=recipe.weight_decay, mask=matrices)
+    return optax.chain(*signal, *clip, adamw)
 
 
 def _check_devices(workload: Workload, recipe: Recipe) -> None:
@@ -210,14 +188,10 @@ def layer_groups(workload: Workload, recipe: Recipe) -> PyTree:
     Raises:
       ValueError: more groups than layers.
     """
-    shapes: Any = jax.eval_shape(workload.init, jax.random.key(0))
-    params, model_state = shapes
+    key = jax.random.key(0)
+    params, state = jax.eval_shape(workload.init, key)
     order = boostax.freeze.forward_order(
-        workload.loss_fn,
-        params,
-        workload.batch(0),
-        key=jax.random.key(0),
-        model_state=model_state,
+        workload.loss_fn, params, workload.batch(0), key=key, model_state=state
     )
     # A block that is frozen whole saves its whole backward pass. Only a network of few blocks is
     # cut within them.
@@ -231,35 +205,22 @@ def layer_groups(workload: Workload, recipe: Recipe) -> PyTree:
         return boostax.freeze.prefix_groups(params, last[0], order=order, level=last[1])
 
 
-def freeze_by_schedule(
-    tx: optax.GradientTransformation, groups: PyTree, recipe: Recipe
-) -> ScheduledFreeze:
-    """The whole optimizer, gates included, with the layers frozen that the recipe asks for.
-
-    Raises:
-      ValueError: a share of frozen steps that the kind cannot give with so many groups.
-    """
+def _schedule(recipe: Recipe, groups: int) -> Any:
+    """Of what is frozen; ValueError for a share that the kind cannot give with so many groups."""
     steps = recipe.optimizer_steps
     if recipe.freeze == "plateau":
         # Both averages start at zero, and the slow one takes 12 horizons, a fifth of the run, to
         # come within 5% of a norm that does not move. A group freezes at three looks in a row, a
         # tenth of the run: that leaves time for 8 groups, one after the other.
-        schedule = boostax.freeze.freeze_on_plateau(every=max(1, steps // 32))
-        return boostax.scheduled_freeze(tx, groups, schedule)
+        return boostax.freeze.freeze_on_plateau(every=max(1, steps // 32))
     assert recipe.freeze != "none"
     # Exactly as long as the run: a step that is skipped or still gathers a window does not count,
     # so no call ever stands beyond the end.
-    schedule = boostax.freeze_schedule(
-        recipe.freeze, total_steps=steps, frozen_fraction=recipe.freeze_fraction
-    )
+    share = recipe.freeze_fraction
+    schedule = boostax.freeze_schedule(recipe.freeze, total_steps=steps, frozen_fraction=share)
     with _speaking_of("freeze_schedule: frozen_fraction", "--freeze-fraction"):
-        schedule.depths(group_count(groups))
-    return boostax.scheduled_freeze(tx, groups, schedule)
-
-
-def signal(groups: PyTree, optimizer_steps: int) -> optax.GradientTransformation:
-    """What ``--freeze plateau`` looks at, averaged over a sixty-fourth of the run."""
-    return boostax.freeze.group_signal(groups, horizon=max(1, optimizer_steps // 64))
+        schedule.depths(groups)
+    return schedule
 
 
 @contextlib.contextmanager

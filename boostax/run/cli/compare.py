@@ -5,28 +5,25 @@ import math
 import pathlib
 import statistics
 import time
-from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
-from rich.console import Console
-from rich.table import Table
 
 from boostax._core import costs
+from boostax.autoboost.part import Place
 from boostax.autoboost.reduction import CODECS
 from boostax.inspect.break_even import break_even
-from boostax.inspect.tables import Cells, columns
-from boostax.run.cli.build import AXIS, Built, build, reduction, require_devices
+from boostax.inspect.tables import Cells, aligned, units
+from boostax.run.cli.build import AXIS, Built, boosted, build, require_devices
 from boostax.run.cli.recipe import ComparePlan, Optimization, Recipe
 from boostax.run.cli.refusal import Refusal, refusing
-from boostax.run.cli.report import counted, grid, save, size
+from boostax.run.cli.report import save
 from boostax.run.loop import fit
 from boostax.run.workloads import Workload, make
 
 
-@dataclasses.dataclass(frozen=True)
-class Variant:
+class Variant(NamedTuple):
     """One way to train: how it differs from the others."""
 
     name: str
@@ -35,22 +32,8 @@ class Variant:
     parts: int
 
 
-class _Clock:
-    """A writer that notes when each call's metrics arrive."""
-
-    def __init__(self) -> None:
-        self.times: list[float] = []
-
-    def write(self, step: int, scalars: Mapping[str, float]) -> None:
-        self.times.append(time.perf_counter())
-
-    def close(self) -> None:
-        pass
-
-
 def compare(task: Any, plan: ComparePlan) -> None:
     """Run every variant with every seed and report."""
-    console = Console(highlight=False)
     with refusing():
         require_devices(plan.devices)
         variants = _variants(task, plan)
@@ -58,22 +41,23 @@ def compare(task: Any, plan: ComparePlan) -> None:
         workload = built[variants[0].name].workload
         output = plan.output or pathlib.Path("runs") / f"compare-{workload.name}"
         output.mkdir(parents=True, exist_ok=True)
-    console.print(f"{workload.name}: {workload.summary}")
+    print(f"{workload.name}: {workload.summary}")
     runs: dict[str, list[dict[str, Any]]] = {v.name: [] for v in variants}
     # Seeds outside, so that what else the machine does falls on all variants alike.
     for seed in range(task.seed, task.seed + plan.seeds):
         for variant in variants:
-            console.print(f"  seed {seed}: {variant.name} ...")
+            print(f"  seed {seed}: {variant.name} ...", flush=True)
             seeded = make(dataclasses.replace(task, seed=seed, dtype=variant.dtype))
             runs[variant.name].append(_run(built[variant.name], seeded, seed))
     report = {v.name: _summary(runs[v.name], built[v.name], task.seed) for v in variants}
-    console.print(_table(report, plan))
+    print(_table(report, plan))
     if plan.reduce in CODECS:
         # Params, and with them gradients, are of the same shape in all variants.
         params = jax.eval_shape(workload.init, jax.random.key(0))[0]
-        sent = reduction(built[variants[0].name].recipe)
+        boost = boosted(built[variants[0].name].recipe)
+        sent: Any = boost.config.reduce.layer(Place(AXIS, None))
         verdict = break_even(sent, params, plan.devices, axis_name=AXIS)
-        console.print(f"{plan.reduce} {verdict}", soft_wrap=True)
+        print(f"{plan.reduce} {verdict}")
         report = {name: row | {"pays_below": verdict.bandwidth} for name, row in report.items()}
     record = {
         "workload": workload.name,
@@ -83,9 +67,7 @@ def compare(task: Any, plan: ComparePlan) -> None:
         "runs": runs,
     }
     save(record, output / "compare.json")
-    _plot(output, workload.name, plan, report, runs)
-    console.print(f"plot: {output / 'compare.png'}", soft_wrap=True)
-    console.print(f"numbers: {output / 'compare.json'}", soft_wrap=True)
+    print(f"numbers: {output / 'compare.json'}")
 
 
 def _variants(task: Any, plan: ComparePlan) -> list[Variant]:
@@ -94,10 +76,9 @@ def _variants(task: Any, plan: ComparePlan) -> list[Variant]:
         Variant("float32", "float32", "none", 1),
         Variant(low, low, "none", 1),
         Variant("+ loss scale", low, "dynamic", 1),
+        Variant("+ accumulate", low, "dynamic", plan.accumulate),
     ]
-    if plan.accumulate > 1:
-        variants.append(Variant("+ accumulate", low, "dynamic", plan.accumulate))
-    return variants
+    return variants[: 4 if plan.accumulate > 1 else 3]
 
 
 def _build(task: Any, plan: ComparePlan, variant: Variant) -> Built:
@@ -123,35 +104,20 @@ def _part(workload: Workload, parts: int, index: int) -> Any:
 
 
 def _run(built: Built, workload: Workload, seed: int) -> dict[str, Any]:
-    clock, recipe = _Clock(), built.recipe
-    steps, parts = recipe.optimizer_steps, recipe.accumulate
-    result = fit(
-        built.step,
-        built.init(seed),
-        lambda index: _part(workload, parts, index),
-        steps=recipe.steps,
-        writers=[clock],
-        evaluate=built.evaluate,
-        evaluate_every=max(1, steps // 10) * parts,
-    )
+    recipe, parts = built.recipe, built.recipe.accumulate
+    begun: list[float] = []
+
+    def batch(index: int) -> Any:
+        begun.append(time.perf_counter())
+        return _part(workload, parts, index)
+
+    state, every = built.init(seed), max(1, recipe.optimizer_steps // 10) * parts
+    look: Any = {"evaluate": built.evaluate, "evaluate_every": every}
+    result = fit(built.step, state, batch, steps=recipe.steps, **look)
     if result.stopped_by:
         raise Refusal(f"stopped by {result.stopped_by}; an unfinished comparison is not kept.")
-    rows = result.history
-    # By optimizer step: the mean over the parts of each batch.
-    losses = np.reshape([row["loss"] for row in rows], (steps, parts)).mean(1)
-    held_out = [row for row in rows if "held_out_loss" in row]
-    return {
-        "seed": seed,
-        "held_out_loss": rows[-1]["held_out_loss"],
-        "held_out_accuracy": rows[-1]["held_out_accuracy"],
-        "ms_per_step": 1e3 * float(np.median(np.diff(clock.times[::parts]))),
-        "skipped": int(rows[-1].get("skipped_steps", 0)),
-        "training": (list(range(1, steps + 1)), losses.tolist()),
-        "held_out": (
-            [row["step"] // parts for row in held_out],
-            [row["held_out_loss"] for row in held_out],
-        ),
-    }
+    per_step = float(np.median(np.diff(begun[::parts])))
+    return {"seed": seed, "ms_per_step": 1e3 * per_step, "rows": list(result.history)}
 
 
 def _summary(runs: list[dict[str, Any]], built: Built, seed: int) -> dict[str, Any]:
@@ -163,59 +129,30 @@ def _summary(runs: list[dict[str, Any]], built: Built, seed: int) -> dict[str, A
     # What stands in a branch is sent once per optimizer step, the rest at every call. Branches that
     # both send, such as the two sides of power-sgd, take turns.
     each_call = costs.wire_bytes(found, conditional=False)
-    losses = [run["held_out_loss"] for run in runs]
+    last = [run["rows"][-1] for run in runs]
+    losses = [row["held_out_loss"] for row in last]
     return {
         "held_out_loss": statistics.fmean(losses),
         "held_out_loss_spread": max(losses) - min(losses),
-        "held_out_accuracy": statistics.fmean(run["held_out_accuracy"] for run in runs),
+        "held_out_accuracy": statistics.fmean(row["held_out_accuracy"] for row in last),
         "ms_per_step": statistics.median(run["ms_per_step"] for run in runs),
-        "skipped": sum(run["skipped"] for run in runs),
+        "skipped": sum(int(row.get("skipped_steps", 0)) for row in last),
         "temporary_bytes": math.nan if memory is None else memory.temp_size_in_bytes,
         "wire_bytes": parts * each_call + costs.expected(found, conditional=True),
     }
 
 
-def _table(report: dict[str, dict[str, Any]], plan: ComparePlan) -> Table:
-    cells: Cells = [("variant", "held-out loss", "accuracy", "ms", "temp", "sent", "skips")]
+def _table(report: dict[str, dict[str, Any]], plan: ComparePlan) -> str:
+    cells: Cells = [("variant", "held-out loss", "accuracy", "ms", "temp", "skips", "sent")]
     for name, row in report.items():
         loss, spread = row["held_out_loss"], row["held_out_loss_spread"]
         judged = f"{loss:.4f} ± {spread / 2:.4f}" if math.isfinite(loss) else "diverged"
-        costs = f"{row['ms_per_step']:.3g}", size(row["temporary_bytes"]), size(row["wire_bytes"])
-        cells.append((name, judged, f"{row['held_out_accuracy']:.1%}", *costs, str(row["skipped"])))
-    counts = {"optimizer step": plan.steps, "seed": plan.seeds, "device": plan.devices}
-    return grid(
-        columns(cells, [plan.devices > 1 or heading != "sent" for heading in cells[0]]),
-        left=1,
-        title=", ".join(counted(count, what) for what, count in counts.items()),
-        caption="±: half the range over the seeds; ms and sent: per optimizer step (sent: by each "
-        "device); temp: working memory of one call",
+        temp, sent = (units(row[kind], "B") for kind in ("temporary_bytes", "wire_bytes"))
+        ms, skips = f"{row['ms_per_step']:.3g}", str(row["skipped"])
+        cells.append((name, judged, f"{row['held_out_accuracy']:.1%}", ms, temp, skips, sent))
+    return (
+        f"optimizer steps: {plan.steps}, seeds: {plan.seeds}, devices: {plan.devices}\n"
+        f"{aligned(cells, words=True)}\n"
+        "±: half the range over the seeds; ms and sent: per optimizer step (sent: by each device); "
+        "temp: working memory of one call"
     )
-
-
-def _plot(
-    output: pathlib.Path,
-    name: str,
-    plan: ComparePlan,
-    report: dict[str, dict[str, Any]],
-    runs: dict[str, list[dict[str, Any]]],
-) -> None:
-    from boostax.run.cli.plot import plot_comparison
-
-    curves = {name: (_mean(of, "training"), _mean(of, "held_out")) for name, of in runs.items()}
-    measures = {
-        "ms per step": ("ms_per_step", 1.0),
-        "temporary memory, MB": ("temporary_bytes", 1e6),
-    }
-    if plan.devices > 1:
-        measures["sent per step and device, MB"] = ("wire_bytes", 1e6)
-    bars = {
-        title: {variant: row[field] / unit for variant, row in report.items()}
-        for title, (field, unit) in measures.items()
-    }
-    title = f"{name}, {counted(plan.seeds, 'seed')}"
-    plot_comparison(curves, bars, output / "compare.png", title)
-
-
-def _mean(runs: list[dict[str, Any]], which: str) -> tuple[list[float], list[float]]:
-    steps = runs[0][which][0]
-    return steps, np.mean([run[which][1] for run in runs], axis=0).tolist()

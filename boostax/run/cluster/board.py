@@ -4,7 +4,7 @@ import itertools
 import json
 import math
 from collections.abc import Mapping
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import jax
 
@@ -15,7 +15,7 @@ _LOOPS = itertools.count()
 
 
 class Standing(NamedTuple):
-    """What a process says of itself.
+    """What a process says of itself, on the board as a JSON list.
 
     Attributes:
       beat: how often it has spoken; it grows as long as the process lives.
@@ -40,15 +40,6 @@ class Standing(NamedTuple):
     place: str = ""
     left: bool = False
     over: bool = False
-
-    def to_text(self) -> str:
-        """The fields as JSON."""
-        return json.dumps(tuple(self))
-
-    @classmethod
-    def from_text(cls, text: str) -> "Standing":
-        """What ``to_text`` wrote."""
-        return cls(*json.loads(text))
 
 
 class View(NamedTuple):
@@ -90,7 +81,7 @@ class Peers:
     def hear(self, lines: Mapping[int, str], now: float) -> None:
         """Take in what the board says now."""
         for other in self._standings.keys() & lines.keys():
-            standing = Standing.from_text(lines[other])
+            standing = Standing(*json.loads(lines[other]))
             if standing.beat != self._standings[other].beat:
                 self._standings[other], self._heard[other] = standing, now
 
@@ -99,23 +90,10 @@ class Peers:
         self._heard = {other: min(now, at + seconds) for other, at in self._heard.items()}
 
 
-class Board(Protocol):
-    """Where each rank leaves one line and reads those of all. Calls may block or raise."""
-
-    rank: int
-    count: int
-
-    def publish(self, text: str) -> None:
-        """Put ``text`` in the place of this rank's line."""
-        ...
-
-    def read(self) -> Mapping[int, str]:
-        """The lines of all ranks that have one."""
-        ...
-
-
 class ServiceBoard:
-    """A `Board` in the key-value store that process 0 keeps for ``jax.distributed``.
+    """Where each rank leaves one line and reads those of all: the key-value store of process 0.
+
+    Process 0 keeps it for ``jax.distributed``. Calls may block or raise.
 
     Args:
       client: the client of the coordination service.

@@ -1,5 +1,6 @@
 """A limit on the time without progress: what hangs on one host ends on all, with a message."""
 
+import json
 import os
 import sys
 import threading
@@ -7,11 +8,10 @@ import time
 import traceback
 from collections.abc import Callable, Generator
 from contextlib import contextmanager, suppress
-from types import TracebackType
 from typing import Any, Self, TextIO
 
 from boostax._core import checks
-from boostax.run.cluster.board import Board, Peers, Standing, View
+from boostax.run.cluster.board import Peers, ServiceBoard, Standing, View
 from boostax.run.cluster.verdict import report
 
 # How long one that gives up waits for the others to write their messages: once it is gone, JAX
@@ -69,7 +69,7 @@ class Watchdog:
         *,
         first_limit: float | None = None,
         exit_code: int = 75,
-        board: Board | None = None,
+        board: ServiceBoard | None = None,
         exit: Callable[[int], Any] = os._exit,
         stream: TextIO | None = None,
         clock: Callable[[], float] = time.monotonic,
@@ -109,9 +109,7 @@ class Watchdog:
             self._talker.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: object, where: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, error: object, where: object) -> None:
         if self._standing.over:
             # An error here is a peer's exit seen from the loop; the exit code says what it was.
             self._timer.join()
@@ -195,7 +193,7 @@ class Watchdog:
         assert self._board is not None
         with self._lock:
             self._say(beat=self._standing.beat + 1)
-            line = self._now().to_text()
+            line = json.dumps(self._now())
         try:
             self._board.publish(line)
             lines = self._board.read()
@@ -260,16 +258,12 @@ class Watchdog:
             stream.flush()
             sys.stdout.flush()
         if self._board is not None:
-            self._part()
+            until = self._clock() + _FAREWELL
+            while self._clock() < until and self._awaited():
+                time.sleep(self._tick / 10)
+            time.sleep(_SERVICE_STAYS if self._rank == 0 else 0.0)
         self._exit(self._code)
         resort.cancel()
-
-    def _part(self) -> None:
-        until = self._clock() + _FAREWELL
-        while self._clock() < until and self._awaited():
-            time.sleep(self._tick / 10)
-        if self._rank == 0:
-            time.sleep(_SERVICE_STAYS)
 
     def _awaited(self) -> bool:
         with self._lock:

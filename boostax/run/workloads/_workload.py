@@ -140,51 +140,30 @@ def supervised(
         aux = Aux(metrics={"accuracy": hits.mean()}, model_state=updated if stateful else None)
         return losses.mean(), aux
 
-    def predict(params: PyTree, model_state: PyTree | None, inputs: jax.Array) -> jax.Array:
-        return model.apply(variables(params, model_state), inputs)
-
-    return Workload(
-        name=name,
-        init=init,
-        loss_fn=loss_fn,
-        batch=batch,
-        evaluate=evaluator(predict, held_out, batch_size),
-        batch_size=batch_size,
-        summary=f"{count:,} parameters, {sizes}",
-    )
-
-
-def evaluator(
-    predict: Callable[[PyTree, PyTree | None, jax.Array], jax.Array],
-    held_out: dict[str, np.ndarray[Any, Any]],
-    batch_size: int,
-) -> Callable[[PyTree, PyTree | None], dict[str, float]]:
-    """An ``evaluate`` over all of ``held_out``, ``batch_size`` examples at a time.
-
-    The last batch is filled up with the first examples at weight zero, so that one shape is
-    compiled and every example counts once.
-    """
-    count = len(held_out["inputs"])
-    batches = -(-count // batch_size)
-    order = np.arange(batches * batch_size).reshape(batches, batch_size)
-    stacked = {name: array[order % count] for name, array in held_out.items()}
-    weights = (order < count).astype(np.float32)
-    total = held_out["targets"].size
+    # The last batch is filled up with the first examples at weight zero, so that one shape is
+    # compiled and every example counts once.
+    size = len(held_out["inputs"])
+    order = np.arange(-(-size // batch_size) * batch_size).reshape(-1, batch_size)
+    stacked = {name: array[order % size] for name, array in held_out.items()}
+    weights = (order < size).astype(np.float32)
 
     @jax.jit
     def means(params: PyTree, model_state: PyTree | None, stacked: Any, weights: Any) -> Any:
         def sums(one: tuple[dict[str, jax.Array], jax.Array]) -> dict[str, jax.Array]:
             batch, weight = one
-            logits = predict(params, model_state, batch["inputs"])
+            logits: Any = model.apply(variables(params, model_state), batch["inputs"])
             losses, hits = cross_entropy(logits, batch["targets"])
             weight = weight.reshape(-1, *(1,) * (losses.ndim - 1))
             return {"loss": (losses * weight).sum(), "accuracy": (hits * weight).sum()}
 
-        return jax.tree.map(lambda each: each.sum() / total, jax.lax.map(sums, (stacked, weights)))
+        found = jax.lax.map(sums, (stacked, weights))
+        return jax.tree.map(lambda each: each.sum() / held_out["targets"].size, found)
 
     def evaluate(params: PyTree, model_state: PyTree | None = None) -> dict[str, float]:
         # Where parameters are replicated, every device would evaluate the same split.
         found = means(*here((params, model_state)), stacked, weights)
         return {name: float(found[name]) for name in ("loss", "accuracy")}
 
-    return evaluate
+    return Workload(
+        name, init, loss_fn, batch, evaluate, batch_size, f"{count:,} parameters, {sizes}"
+    )

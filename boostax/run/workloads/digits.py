@@ -88,12 +88,11 @@ def digits(config: DigitsConfig = DigitsConfig()) -> Workload:
         positions = np.arange(index * config.batch_size, (index + 1) * config.batch_size)
         positions = positions if rows is None else positions[rows]
         epochs, places = np.divmod(positions, len(training))
-        orders = {
-            epoch: generator(config.seed, epoch).permutation(training)
-            for epoch in range(int(epochs[0]), int(epochs[-1]) + 1)
-        }
-        drawn = np.array(
-            [orders[epoch][place] for epoch, place in zip(epochs, places, strict=True)]
+        drawn = np.concatenate(
+            [
+                generator(config.seed, int(epoch)).permutation(training)[places[epochs == epoch]]
+                for epoch in np.unique(epochs)
+            ]
         )
         return {"inputs": images[drawn], "targets": labels[drawn]}
 
