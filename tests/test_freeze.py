@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec as P
 
 import boostax
 from boostax._core import costs
-from boostax.freeze.driver import HostDepth
+from boostax.freeze.plan import HostDepth
 from boostax.freeze.stages import NEVER, staged
 from boostax.testing import drawn
 

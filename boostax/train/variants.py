@@ -5,7 +5,6 @@ from typing import Any
 import jax
 
 from boostax._core.prune import Pruning
-from boostax._core.variants import Variants
 from boostax.train.placing import local_shapes
 from boostax.train.state import TrainState
 
@@ -20,7 +19,7 @@ class Parts:
       coming: the variant of the next call.
     """
 
-    def __init__(self, variants: Variants, state: TrainState, structure: Any):
+    def __init__(self, variants: Any, state: TrainState, structure: Any):
         self._variants, self._params, self._structure = variants, local_shapes(state), structure
         self._parts: dict[int, Pruning] = {}
         self.coming = variants.on_host(self._params)
