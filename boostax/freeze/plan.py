@@ -30,11 +30,11 @@ class Plan(Protocol):
 
     def init(self) -> PyTree:
         """What it keeps in the state."""
-        ...
+        return ()
 
     def first(self) -> int:
         """The depth of the first step."""
-        ...
+        return self.known(0) or 0
 
     def follow(
         self, kept: PyTree, steps: jax.Array, depth: jax.Array, inner_state: PyTree
@@ -70,14 +70,6 @@ class Table(Plan):
         # In the program it is a constant: a byte per step.
         self._compact = depths.astype(np.min_scalar_type(int(depths.max())))
         self._changes = np.flatnonzero(np.diff(depths)) + 1
-
-    def init(self) -> PyTree:
-        """Nothing."""
-        return ()
-
-    def first(self) -> int:
-        """Of the table."""
-        return int(self._depths[0])
 
     def follow(
         self, kept: PyTree, steps: jax.Array, depth: jax.Array, inner_state: PyTree
