@@ -112,10 +112,14 @@ class TrainStep:
         Returns:
           A ``TrainState``.
         """
+        given = params, key, model_state
         if any(isinstance(x, jax.ShapeDtypeStruct) for x in jax.tree.leaves(params)):
-            return self._shapes(params, key, model_state)
-        state = self._unplaced(params, key, model_state)
-        state = jax.tree.map(_own, state)
+            # Nothing is computed and nothing placed.
+            state = jax.eval_shape(self._unplaced, *given)
+            typed = lambda x, p: x.update(sharding=p.sharding)  # noqa: E731
+            state = state._replace(params=jax.tree.map(typed, state.params, params))
+        else:
+            state = jax.tree.map(_own, self._unplaced(*given))
         return state if self.placing is None else self.placing.state(state)
 
     def _unplaced(self, params: PyTree, key: jax.Array | None, model_state: PyTree) -> TrainState:
@@ -131,13 +135,6 @@ class TrainStep:
                 "or the window in it: scheduled_freeze(dynamic_loss_scale(...), ...)."
             )
         return TrainState(jnp.zeros((), jnp.int32), params, opt_state, model_state, key)
-
-    def _shapes(self, *given: Any) -> TrainState:
-        """What ``init`` returns, as types: nothing is computed and nothing placed."""
-        state = jax.eval_shape(self._unplaced, *given)
-        typed = lambda x, p: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=p.sharding)  # noqa: E731
-        state = state._replace(params=jax.tree.map(typed, state.params, given[0]))
-        return state if self.placing is None else self.placing.shapes(state)
 
     def shardings(self, state: PyTree) -> TrainState:
         """Where each leaf of a state lives: what a checkpoint needs to restore it."""
