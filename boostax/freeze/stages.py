@@ -16,10 +16,9 @@ import jax.numpy as jnp
 
 from boostax._core import axes, jaxprs
 from boostax._core.gate import branch
-from boostax._core.interpret import JIT, demand, evaluate, excerpt, replay
+from boostax._core.interpret import JIT, NEVER, demand, evaluate, excerpt, replay
 
 PyTree = Any
-NEVER = -1
 
 
 class Choice(NamedTuple):
@@ -90,8 +89,7 @@ def _stages(jaxpr: Any, levels: Sequence[int]) -> dict[int, _Stage]:
     """The stages of a program by the largest index at which they are needed."""
     operations: dict[int, list[Any]] = {}
 
-    def needed(eqn: Any, wanted: list[int]) -> int:
-        level = max(wanted, default=NEVER)
+    def needed(eqn: Any, level: int) -> int:
         # There is no zero of what is not a number, and an effect is wanted whatever comes of it;
         # that a collective names an axis is one to JAX, but nobody sees it.
         special = any(jnp.issubdtype(var.aval.dtype, jax.dtypes.extended) for var in eqn.outvars)
@@ -102,7 +100,7 @@ def _stages(jaxpr: Any, levels: Sequence[int]) -> dict[int, _Stage]:
             operations.setdefault(level, []).insert(0, eqn)
         return level
 
-    demand(jaxpr, levels, needed, max, nothing=NEVER)
+    demand(jaxpr, levels, needed)
     made = {level: [x for eqn in eqns for x in eqn.outvars] for level, eqns in operations.items()}
     taken: dict[int, dict[Any, None]] = {}
     for level, eqns in operations.items():
