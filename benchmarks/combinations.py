@@ -265,7 +265,7 @@ def check_values(step: Any, state: PyTree) -> None:
 def check_programs(step: Any, freezes: bool) -> None:
     """Compiled once; with freezing once for each depth."""
     require(len(step.depths) == (FREEZE["groups"] if freezes else 0), "not every depth was drawn")
-    programs = step._compiled.values()
+    programs = [x for each in step._programs.values() for x in each.compiled.values()]
     require(len(programs) == max(len(step.depths), 1), "more programs than depths")
     require(all(program._cache_size() == 1 for program in programs), "compiled more than once")
 

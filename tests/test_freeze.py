@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec as P
 
 import boostax
 from boostax._core import costs
-from boostax.freeze.driver import HostDepth
+from boostax.freeze.plan import HostDepth
 from boostax.freeze.stages import NEVER, staged
 from boostax.testing import drawn
 
@@ -321,7 +321,8 @@ def test_one_compilation_for_each_depth_drawn():
     state = step.init(start())
     for batch in batches(len(depths)):
         state, _ = step(state, batch)
-        compiled.append([program._cache_size() for program in step._compiled.values()])
+        found = (x for each in step._programs.values() for x in each.compiled.values())
+        compiled.append([program._cache_size() for program in found])
     assert compiled[0] == compiled[1] == [1] and compiled[-1] == [1, 1]
     assert step.depths == (0, 2)
 

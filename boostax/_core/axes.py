@@ -25,7 +25,8 @@ def canonical(who: str, axis_name: AxisName | None) -> tuple[str, ...]:
     if axis_name is None:
         return ()
     names: tuple[Any, ...] = axis_name if isinstance(axis_name, tuple) else (axis_name,)
-    if not names or len(set(map(repr, names))) != len(names) or not _are_words(names):
+    words = all(isinstance(name, str) for name in names)
+    if not names or len(set(map(repr, names))) != len(names) or not words:
         raise ValueError(
             f"{who}: axis_name must be a mesh axis name or a tuple of different ones, got "
             f"{axis_name!r}. Use None on a single device."
@@ -39,10 +40,6 @@ def required(who: str, axis_name: AxisName | None) -> tuple[str, ...]:
     if not names:
         raise ValueError(checks.message(who, "axis_name", "a mesh axis", axis_name, "Try 'data'."))
     return names
-
-
-def _are_words(names: tuple[Any, ...]) -> bool:
-    return all(isinstance(name, str) for name in names)
 
 
 def require_bound(names: tuple[str, ...], who: str, argument: str = "axis_name") -> None:

@@ -7,10 +7,9 @@ gradients beside it: what multiplies, masks or projects those does so with it. A
 several calls has none of the last three.
 """
 
-import contextlib
 import functools
 import inspect
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import optax
@@ -59,7 +58,7 @@ def asked(tx: optax.GradientTransformation) -> dict[str, bool]:
             ).parameters.items():
                 required = parameter.default is inspect.Parameter.empty
                 found[name] = found.get(name, False) or required
-            stack.extend(_held_by(thing))
+            stack.extend(closure(thing).values())
         elif callable(thing) and not inspect.isclass(thing):
             # A gate, a bound method, a jitted function.
             stack.extend(
@@ -71,8 +70,13 @@ def asked(tx: optax.GradientTransformation) -> dict[str, bool]:
     return found
 
 
-def _held_by(fn: Any) -> Iterator[Any]:
-    """What a function closes over; a name that is bound later holds nothing yet."""
-    for cell in fn.__closure__ or ():
-        with contextlib.suppress(ValueError):
-            yield cell.cell_contents
+def closure(fn: Callable[..., Any]) -> dict[str, Any]:
+    """What a function's closure holds, by name."""
+    found: dict[str, Any] = {}
+    code, cells = getattr(fn, "__code__", None), getattr(fn, "__closure__", None)
+    for name, cell in zip(code.co_freevars, cells, strict=True) if code and cells else ():
+        try:
+            found[name] = cell.cell_contents
+        except ValueError:  # not yet assigned
+            continue
+    return found

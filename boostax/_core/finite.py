@@ -48,6 +48,16 @@ def magnitude(x: jax.Array) -> jax.Array:
     return jnp.abs(x)
 
 
+def counts(*marks: jax.Array) -> jax.Array:
+    """f32, how many elements of each are true.
+
+    All in one loop: XLA:CPU would write the operand of a plain sum to memory (5x the time).
+    """
+    ones, zeros = tuple(mark.astype(jnp.int32) for mark in marks), (jnp.int32(0),) * len(marks)
+    add = lambda a, b: tuple(map(jnp.add, a, b))  # noqa: E731
+    return jnp.stack(lax.reduce(ones, zeros, add, tuple(range(marks[0].ndim)))).astype(jnp.float32)
+
+
 def all_true(flags: list[jax.Array]) -> jax.Array:
     """Conjunction of bool scalars; True for none."""
     return jnp.stack(flags).all() if flags else jnp.asarray(True)

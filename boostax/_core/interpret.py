@@ -34,6 +34,9 @@ Operand = TypeVar("Operand")
 Fact = TypeVar("Fact")
 Enter = Callable[[Any, Any], Iterable[Any]]
 
+# What ``demand`` says of a value that none wants.
+NEVER = -1
+
 # All names that JAX has had for each.
 JIT = ("jit", "pjit")
 CALLS = (*JIT, "call", "closed_call", "core_call")
@@ -269,37 +272,30 @@ class _Lattice:
         return [self._join([*deciding, x]) for x in carry]
 
 
-def demand(
-    jaxpr: jaxprs.Jaxpr,
-    wanted: Sequence[Fact],
-    transfer: Callable[[Any, list[Fact]], Fact],
-    join: Callable[[Fact, Fact], Fact],
-    nothing: Fact,
-) -> None:
-    """Carry what is wanted of the results of a program back to what they are computed from.
+def demand(jaxpr: jaxprs.Jaxpr, wanted: Sequence[int], transfer: Callable[[Any, int], int]) -> None:
+    """Carry how much is wanted of the results of a program back to what they are computed from.
 
-    Bodies are not entered: an equation that has one is judged as a whole, by ``transfer``.
+    Bodies are not entered: an equation that has one is judged as a whole, by ``transfer``. Of a
+    value that has several consumers the most is wanted.
 
     Args:
       jaxpr: a program.
-      wanted: a fact for each of its results.
-      transfer: ``transfer(eqn, facts)``, the one fact demanded of every operand of an equation,
-        given those demanded of its results. Called once for each equation, the last first.
-      join: the demand on a value that has two consumers.
-      nothing: what is wanted of a value that none wants.
+      wanted: a number for each of its results, ``NEVER`` of what none wants.
+      transfer: ``transfer(eqn, most)``, what is wanted of every operand of an equation, given the
+        most that is wanted of its results. Called once for each equation, the last first.
     """
-    known: dict[Any, Fact] = {}
+    known: dict[Any, int] = {}
 
-    def want(atom: Any, fact: Fact) -> None:
+    def want(atom: Any, level: int) -> None:
         if not isinstance(atom, jaxprs.Literal):
-            known[atom] = join(known.get(atom, nothing), fact)
+            known[atom] = max(known.get(atom, NEVER), level)
 
-    for atom, fact in zip(jaxpr.outvars, wanted, strict=True):
-        want(atom, fact)
+    for atom, level in zip(jaxpr.outvars, wanted, strict=True):
+        want(atom, level)
     for eqn in reversed(jaxpr.eqns):
-        fact = transfer(eqn, [known.get(var, nothing) for var in eqn.outvars])
+        level = transfer(eqn, max((known.get(x, NEVER) for x in eqn.outvars), default=NEVER))
         for atom in eqn.invars:
-            want(atom, fact)
+            want(atom, level)
 
 
 def rewrite(value: Any, rule: Callable[[Any], Sequence[Any] | None]) -> Any:

@@ -2,34 +2,19 @@
 
 import math
 from collections.abc import Iterator, Sequence
-from typing import Protocol
+from typing import Any
 
 import jax.numpy as jnp
 
 from boostax.chain.orders import Finding, nestings, sequences
 from boostax.chain.roles import CLIPS, MEMORIES, REDUCTIONS, UNKNOWN, sign, weight_decay
 from boostax.chain.rows import Row
-from boostax.precision.policy import Policy
 
 _REDUCING = (*REDUCTIONS, "delta", "own params", "subspace", "coordinates")
 
 
-class Around(Protocol):
-    """What of a train step its chain is judged by."""
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        """The replica axes."""
-        ...
-
-    @property
-    def policy(self) -> Policy | None:
-        """The precision policy."""
-        ...
-
-
-def findings(found: Sequence[Row], step: Around | None = None) -> list[Finding]:
-    """All that is in wrong order or does not fit, of a chain and of the step around it."""
+def findings(found: Sequence[Row], step: Any = None) -> list[Finding]:
+    """All that is in wrong order or does not fit, of a chain and of the train step around it."""
     checks = (sequences, nestings, freezing, agreements, reach, directions, feedback)
     of_chain = [finding for check in checks for finding in check(found)]
     return of_chain if step is None else of_chain + list(of_step(found, step))
@@ -126,7 +111,7 @@ def feedback(found: Sequence[Row]) -> Iterator[Finding]:
             )
 
 
-def of_step(found: Sequence[Row], step: Around) -> Iterator[Finding]:
+def of_step(found: Sequence[Row], step: Any) -> Iterator[Finding]:
     """What the chain lacks for the step that it is in."""
     scales = any(row.role == "scaler" for row in found)
     if step.policy is not None and step.policy.compute_dtype == jnp.float16 and not scales:

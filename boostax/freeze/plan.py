@@ -2,49 +2,17 @@
 
 import operator
 from collections.abc import Callable
-from typing import Any, NamedTuple, Protocol, cast
+from typing import Any, Protocol, cast
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from boostax._core import checks
-from boostax._core.groups import as_groups, group_count
+from boostax._core.gate import has_gate
 from boostax.freeze.schedules import CYCLE, FreezeSchedule, freeze_schedule
 
 PyTree = Any
-
-
-class Freezing(NamedTuple):
-    """What is frozen when, as users said it; it takes params to know more.
-
-    Attributes:
-      who: the transformation's name, for errors.
-      groups: see ``scheduled_freeze``.
-      schedule: see ``scheduled_freeze``.
-      repeat: see ``scheduled_freeze``.
-    """
-
-    who: str
-    groups: Any
-    schedule: Any
-    repeat: bool
-
-    def labels(self, params: PyTree) -> PyTree:
-        """The group of each leaf."""
-        return as_groups(self.who, self.groups, params)
-
-    def active(self, params: PyTree, depth: int) -> PyTree:
-        """Which leaves are trained while so many groups are frozen."""
-        return jax.tree.map(lambda group: group >= depth, self.labels(params))
-
-    def count(self, params: PyTree) -> int:
-        """The number of groups."""
-        return group_count(self.labels(params), self.groups)
-
-    def plan(self, params: PyTree) -> "Plan":
-        """The schedule, for the groups of these params."""
-        return as_plan(self.who, self.schedule, self.count(params), self.repeat)
 
 
 class Plan(Protocol):
@@ -62,11 +30,11 @@ class Plan(Protocol):
 
     def init(self) -> PyTree:
         """What it keeps in the state."""
-        ...
+        return ()
 
     def first(self) -> int:
         """The depth of the first step."""
-        ...
+        return self.known(0) or 0
 
     def follow(
         self, kept: PyTree, steps: jax.Array, depth: jax.Array, inner_state: PyTree
@@ -103,14 +71,6 @@ class Table(Plan):
         self._compact = depths.astype(np.min_scalar_type(int(depths.max())))
         self._changes = np.flatnonzero(np.diff(depths)) + 1
 
-    def init(self) -> PyTree:
-        """Nothing."""
-        return ()
-
-    def first(self) -> int:
-        """Of the table."""
-        return int(self._depths[0])
-
     def follow(
         self, kept: PyTree, steps: jax.Array, depth: jax.Array, inner_state: PyTree
     ) -> tuple[jax.Array, PyTree]:
@@ -141,6 +101,45 @@ class Table(Plan):
     def table(self) -> np.ndarray[Any, Any]:
         """The table itself."""
         return self._depths
+
+
+class HostDepth:
+    """Follows one run from call to call.
+
+    A call takes at most one applied step, so nothing changes before as many calls as steps are left
+    to the next change, and the device is not asked. Without a gate every call is an applied step,
+    and a table needs no asking at all. Given a state that it did not see coming, it asks.
+
+    Args:
+      plan: the schedule.
+    """
+
+    def __init__(self, plan: Plan):
+        self._plan = plan
+        self._last: Any = None
+        self._most = self._until = self._depth = 0
+
+    def __call__(self, state: Any) -> int:
+        """Groups to freeze in a call with this state.
+
+        Raises:
+          ValueError: the schedule is over.
+        """
+        strange = state.steps is not self._last
+        if strange or self._most >= self._until:
+            exact = not strange and not has_gate(state.inner_state)
+            self._most = self._most if exact else int(state.steps)
+            known = self._plan.known(self._most)
+            self._depth = int(state.next_depth) if known is None else known
+            self._until = self._plan.until(self._most)
+            # What is known now is known of this state; the one followed so far is strange again.
+            self._last = state.steps
+        return self._depth
+
+    def follow(self, state: Any) -> None:
+        """Take note of what the call returned."""
+        self._last = state.steps
+        self._most += 1
 
 
 def as_schedule(who: str, schedule: Any) -> Any:

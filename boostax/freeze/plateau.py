@@ -126,9 +126,6 @@ class _Plateau(Plan):
     def init(self) -> PyTree:
         return jnp.zeros((), jnp.int32)
 
-    def first(self) -> int:
-        return 0
-
     def follow(
         self, kept: PyTree, steps: jax.Array, depth: jax.Array, inner_state: PyTree
     ) -> tuple[jax.Array, PyTree]:

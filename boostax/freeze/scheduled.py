@@ -13,29 +13,19 @@ import optax
 from boostax._core import axes, checks, trees
 from boostax._core.describe import Holds, describe
 from boostax._core.extras import elsewhere
-from boostax._core.gate import (
-    GatedUpdate,
-    Pending,
-    flush_inner,
-    has_gate,
-    held_open,
-    passed,
-    run,
-)
-from boostax._core.groups import group_count
+from boostax._core.gate import GatedUpdate, Pending, branch, flush_inner, held_open, passed, run
+from boostax._core.groups import as_groups, group_count
 from boostax._core.handshake import hand_on_state
 from boostax._core.prune import Pruning, pruning
-from boostax.freeze.chosen import Part, chosen
-from boostax.freeze.driver import HostDepth
-from boostax.freeze.plan import Freezing, as_schedule
+from boostax.freeze.plan import HostDepth, Plan, as_plan, as_schedule
 from boostax.freeze.refusals import check_inner, drawn, require_params, require_present
 from boostax.freeze.stages import Choice
 
 PyTree = Any
 Moments = Literal["shared", "per_group"]
-# Params or updates, and the state.
-Whole = tuple[PyTree, "ScheduledFreezeState"]
-Change = Callable[[int, Whole], Whole]
+# Of a depth, params or updates, and the state.
+Change = Callable[[int, PyTree, "ScheduledFreezeState"], tuple[PyTree, "ScheduledFreezeState"]]
+_WHO = "scheduled_freeze"
 
 
 class ScheduledFreezeState(NamedTuple):
@@ -68,40 +58,82 @@ class ScheduledFreezeState(NamedTuple):
         return self.next_depth
 
 
+class _Slot(NamedTuple):
+    """Where the state of a depth stands among those of all depths: a ``Pruning`` of a tuple."""
+
+    part: Any
+    place: int
+
+    def take(self, states: PyTree) -> PyTree:
+        return states[self.place]
+
+    def put(self, states: PyTree, part: PyTree) -> PyTree:
+        return (*states[: self.place], part, *states[self.place + 1 :])
+
+
 @dataclasses.dataclass(frozen=True, eq=False)
-class Depths:
-    """The variants of ``scheduled_freeze``: see ``boostax._core.variants``.
+class Freezing:
+    """What is frozen when; as the variants of a step, see ``boostax._core.variants``.
 
     Attributes:
-      freezing: what is frozen when.
-      cut: from params and a depth, where the inner state of that depth lies in the whole one.
+      tx: the inner transformation.
+      groups: see ``scheduled_freeze``, as are ``schedule``, ``moments`` and ``repeat``.
     """
 
-    freezing: Freezing
-    cut: Callable[[PyTree, int], Pruning]
+    tx: optax.GradientTransformationExtraArgs
+    groups: Any
+    schedule: Any
+    moments: Moments
+    repeat: bool
+
+    def labels(self, params: PyTree) -> PyTree:
+        """The group of each leaf."""
+        return as_groups(_WHO, self.groups, params)
+
+    def active(self, params: PyTree, depth: int) -> PyTree:
+        """Which leaves are trained while so many groups are frozen."""
+        return jax.tree.map(lambda group: group >= depth, self.labels(params))
+
+    def fewer(self, params: PyTree, depth: int) -> PyTree:
+        """What is trained at a depth, all else masked."""
+        return trees.masked(params, self.active(params, depth))
+
+    def count(self, params: PyTree) -> int:
+        """The number of groups."""
+        return group_count(self.labels(params), self.groups)
+
+    def plan(self, params: PyTree) -> Plan:
+        """The schedule, for the groups of these params."""
+        return as_plan(_WHO, self.schedule, self.count(params), self.repeat)
+
+    def cut(self, params: PyTree, depth: int) -> Pruning | _Slot:
+        """Where the inner state of a depth lies in the whole one."""
+        drawn, wide = self.plan(params).drawn, jax.eval_shape(trees.at_least_float32, params)
+        fewer = self.fewer(wide, depth)
+        if self.moments == "shared":
+            return pruning(self.tx, self.fewer(wide, drawn[0]), fewer, _WHO)
+        part = jax.tree.structure(jax.eval_shape(self.tx.init, fewer))
+        return _Slot(part, drawn.index(depth))
 
     def summary(self) -> str:
         """The schedule in a few words."""
-        schedule, groups = self.freezing.schedule, group_count({}, self.freezing.groups)
-        return schedule.summary(groups) if hasattr(schedule, "summary") else f"{groups} groups"
+        groups = group_count({}, self.groups)
+        given = hasattr(self.schedule, "summary")
+        return self.schedule.summary(groups) if given else f"{groups} groups"
 
     def drawn(self, params: PyTree) -> tuple[int, ...]:
         """The depths that the schedule draws."""
-        return self.freezing.plan(params).drawn
-
-    def active(self, params: PyTree, variant: int) -> PyTree:
-        """Which leaves are trained while so many groups are frozen."""
-        return self.freezing.active(params, variant)
+        return self.plan(params).drawn
 
     def choice(self, params: PyTree, state: ScheduledFreezeState) -> Choice:
-        """The same for what the schedule says, found out in the program."""
-        plan = self.freezing.plan(params)
-        options = tuple(self.freezing.active(params, depth) for depth in plan.drawn)
+        """What is active as the schedule says, found out in the program."""
+        plan = self.plan(params)
+        options = tuple(self.active(params, depth) for depth in plan.drawn)
         return Choice(plan.index(state.next_depth), options)
 
     def shares(self, params: PyTree, steps: int | None = None) -> dict[int, float] | None:
         """How often each depth occurs; ``None`` for a schedule that the run decides."""
-        plan = self.freezing.plan(params)
+        plan = self.plan(params)
         table = plan.table()
         if table is None:
             return None
@@ -114,19 +146,16 @@ class Depths:
         # What the run decides is in the state.
         if not isinstance(state, ScheduledFreezeState) or jax.tree.leaves(state.schedule_state):
             return state
-        plan = self.freezing.plan(params)
-        depth, _ = plan.follow((), state.steps, state.depth, state.inner_state)
+        depth, _ = self.plan(params).follow((), state.steps, state.depth, state.inner_state)
         return state._replace(next_depth=depth)
 
-    def part(
-        self, params: PyTree, state: ScheduledFreezeState, variant: int
-    ) -> ScheduledFreezeState:
+    def part(self, params: PyTree, state: ScheduledFreezeState, depth: int) -> ScheduledFreezeState:
         """Without the moments of what is frozen."""
-        return state._replace(inner_state=self.cut(params, variant).take(state.inner_state))
+        return state._replace(inner_state=self.cut(params, depth).take(state.inner_state))
 
     def on_host(self, params: PyTree) -> HostDepth:
         """The schedule, followed from call to call."""
-        return HostDepth(self.freezing.plan(params))
+        return HostDepth(self.plan(params))
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -137,7 +166,7 @@ class FreezingUpdate(GatedUpdate):
       variants: the depths.
     """
 
-    variants: Depths
+    variants: Freezing
 
 
 class ScheduledFreeze(optax.GradientTransformationExtraArgs):
@@ -146,10 +175,6 @@ class ScheduledFreeze(optax.GradientTransformationExtraArgs):
     @property
     def freezing(self) -> Freezing:
         """What is frozen when."""
-        return self._depths.freezing
-
-    @property
-    def _depths(self) -> Depths:
         if isinstance(self.update, FreezingUpdate):
             return self.update.variants
         allowed, hint = "the one that it was made with", "Wrap what is inside scheduled_freeze."
@@ -157,14 +182,11 @@ class ScheduledFreeze(optax.GradientTransformationExtraArgs):
 
     def active(self, params: PyTree, depth: int) -> PyTree:
         """Which leaves are trained while so many groups are frozen: a tree of bools."""
-        return self._depths.active(params, depth)
+        return self.freezing.active(params, depth)
 
     def choice(self, params: PyTree, opt_state: ScheduledFreezeState) -> Choice:
         """The same for what the schedule says, found out in the program."""
-        return self._depths.choice(params, opt_state)
-
-
-_WHO = "scheduled_freeze"
+        return self.freezing.choice(params, opt_state)
 
 
 def scheduled_freeze(
@@ -244,19 +266,16 @@ def scheduled_freeze(
     hint = "'shared' keeps one state, in which frozen leaves rest."
     checks.choice(_WHO, "moments", moments, ("shared", "per_group"), hint)
     tx = optax.with_extra_args_support(inner)
-    freezing = Freezing(_WHO, groups, as_schedule(_WHO, schedule), repeat)
-
-    def fewer(params: PyTree, depth: int) -> PyTree:
-        return trees.masked(params, freezing.active(params, depth))
+    freezing = Freezing(tx, groups, as_schedule(_WHO, schedule), moments, repeat)
 
     def init_fn(params: PyTree) -> ScheduledFreezeState:
         plan = freezing.plan(params)
         wide = trees.at_least_float32(params)
         kept = plan.drawn if moments == "per_group" else plan.drawn[:1]
-        states = tuple(tx.init(fewer(wide, depth)) for depth in kept)
+        states = tuple(tx.init(freezing.fewer(wide, depth)) for depth in kept)
         check_inner(states, plan, moments)
-        for depth in plan.drawn:
-            cut(params, depth)
+        for depth in plan.drawn if moments == "shared" else ():
+            freezing.cut(params, depth)
         return ScheduledFreezeState(
             steps=jnp.zeros((), jnp.int32),
             depth=jnp.zeros((), jnp.int32) + plan.first(),
@@ -266,25 +285,12 @@ def scheduled_freeze(
             inner_state=states if moments == "per_group" else states[0],
         )
 
-    def cut(params: PyTree, depth: int) -> Pruning:
-        """In a tuple of states, one for each depth, the state of this one lies as a whole."""
-        plan, wide = freezing.plan(params), jax.eval_shape(trees.at_least_float32, params)
-        if moments == "shared":
-            return pruning(tx, fewer(wide, plan.drawn[0]), fewer(wide, depth), _WHO)
-        leaves, treedef = jax.tree.flatten(wide)
-        types = tuple((leaf.shape, leaf.dtype) for leaf in leaves)
-        structures = _each_depth(tx.init, fewer, treedef, types, plan.drawn)
-        index = plan.drawn.index(depth)
-        start = sum(structure.num_leaves for structure in structures[:index])
-        places = tuple(range(start, start + structures[index].num_leaves))
-        return Pruning(jax.tree_util.treedef_tuple(structures), structures[index], places)
-
     def following(
         state: ScheduledFreezeState, params: PyTree, depth: int, ok: jax.Array, inner_state: PyTree
     ) -> ScheduledFreezeState:
-        plan = freezing.plan(params)
         steps = jnp.where(ok, optax.safe_increment(state.steps), state.steps)
         now = jnp.full_like(state.depth, depth)
+        plan = freezing.plan(params)
         then, kept = plan.follow(state.schedule_state, steps, now, inner_state)
         # A step that was held back is taken again as it was.
         hold = lambda new, old: jnp.where(ok, new, old)  # noqa: E731
@@ -298,42 +304,41 @@ def scheduled_freeze(
             inner_state=inner_state,
         )
 
-    def part_at(depth: int, params: PyTree) -> Part:
-        """What is active at this depth of params (or updates), and the state that belongs to it."""
-        pruned, active = cut(params, depth), freezing.active(params, depth)
-        # A train step has taken the inner state out before, and puts it back itself.
-        apart = lambda inner_state: jax.tree.structure(inner_state) == pruned.part  # noqa: E731
+    def changed(
+        depth: int | None,
+        change: Change,
+        value: PyTree,
+        state: ScheduledFreezeState,
+        params: PyTree,
+    ) -> tuple[PyTree, ScheduledFreezeState]:
+        """A change at this depth or, if there is none, at the one that the schedule says.
 
-        def take(whole: Whole) -> Whole:
-            value, state = whole
-            inner = (
-                state.inner_state if apart(state.inner_state) else pruned.take(state.inner_state)
-            )
-            if moments == "per_group":
-                inner = _at_step(inner, state.steps)
-            return trees.masked(value, active), state._replace(inner_state=inner)
+        What is active there goes in and comes out, behind a condition for each depth: written in
+        place, where XLA:CPU and XLA:GPU copy what a switch returns.
+        """
 
-        def put(whole: Whole, part: Whole) -> Whole:
-            (value, old), (found, new) = whole, part
-            inner = new.inner_state
-            inner = inner if apart(old.inner_state) else pruned.put(old.inner_state, inner)
-            return trees.unmasked(found, value), new._replace(inner_state=inner)
+        def timed(at: int, value: PyTree, state: ScheduledFreezeState) -> tuple[PyTree, Any]:
+            """With schedules at the step of the run: those of one depth's state stood still."""
+            inner_state = _at_step(state.inner_state, state.steps)
+            return change(at, value, state._replace(inner_state=inner_state))
 
-        return Part(take, put)
-
-    def changed(depth: int | None, change: Change, whole: Whole, params: PyTree) -> Whole:
-        """A change at this depth or, if there is none, at the one that the schedule says."""
-        plan, state = freezing.plan(params), whole[1]
+        plan = freezing.plan(params)
         depths = plan.drawn if depth is None else (drawn(depth, plan),)
-        parts = [part_at(each, params) for each in depths]
-        changes = [functools.partial(change, each) for each in depths]
-        if len(depths) == 1:
-            return parts[0].put(whole, changes[0](parts[0].take(whole)))
         index = plan.index(state.next_depth)
-        axes.require_invariant(index, _WHO)
-        # States of their own, gates and what is sent differ from depth to depth.
-        alike = moments == "shared" and not has_gate(state.inner_state) and not axes.of_the_mesh()
-        return chosen(index, changes, parts, whole, alike)
+        if len(depths) > 1:
+            axes.require_invariant(index, _WHO)
+        for place, each in enumerate(depths):
+            cut, inner = freezing.cut(params, each), state.inner_state
+            # A train step has taken the inner state out before, and puts it back itself.
+            apart = jax.tree.structure(inner) == cut.part
+            own = state._replace(inner_state=inner if apart else cut.take(inner))
+            old = trees.masked(value, freezing.active(params, each)), own
+            run_it = functools.partial(timed if moments == "per_group" else change, each)
+            found, state = run_it(*old) if len(depths) == 1 else _when(index == place, run_it, old)
+            value = trees.unmasked(found, value)
+            if not apart:
+                state = state._replace(inner_state=cut.put(inner, state.inner_state))
+        return value, state
 
     # One inner state for each depth is not where its own would lie.
     inside = {"inner_state" if moments == "shared" else "inner_states": tx}
@@ -349,11 +354,11 @@ def scheduled_freeze(
         **extra: Any,
     ) -> tuple[PyTree, ScheduledFreezeState]:
         require_params(params)
-
         outside = state
 
-        def step(depth: int, part: Whole) -> Whole:
-            value, state = part
+        def step(
+            depth: int, value: PyTree, state: ScheduledFreezeState
+        ) -> tuple[PyTree, ScheduledFreezeState]:
             hand_on_state(outside, state)
             active = freezing.active(params, depth)
             require_present(grads.raw, active, depth)
@@ -367,22 +372,23 @@ def scheduled_freeze(
             return found, following(state, params, depth, passed(new), new)
 
         value = params if apply else jax.tree.map(jnp.zeros_like, params)
-        return changed(depth, step, (value, state), params)
+        return changed(depth, step, value, state, params)
 
     def flush_fn(
         state: ScheduledFreezeState, params: PyTree, *, depth: int | None = None, **extra: Any
     ) -> tuple[PyTree, ScheduledFreezeState]:
-        def close(depth: int, part: Whole) -> Whole:
-            value, state = part
+        def close(
+            depth: int, value: PyTree, state: ScheduledFreezeState
+        ) -> tuple[PyTree, ScheduledFreezeState]:
             before = held_open(state.inner_state)
             found, new = flush_inner(tx, state.inner_state, value, extra)
             # What was open and is closed now was applied, unless an inner scaler skipped it.
             ok = before & passed(new)
             return found, following(state, params, depth, ok, new)
 
-        return changed(depth, close, (params, state), params)
+        return changed(depth, close, params, state, params)
 
-    return ScheduledFreeze(init_fn, FreezingUpdate(step_fn, flush_fn, Depths(freezing, cut)))
+    return ScheduledFreeze(init_fn, FreezingUpdate(step_fn, flush_fn, freezing))
 
 
 def _at_step(state: PyTree, step: jax.Array) -> PyTree:
@@ -394,15 +400,16 @@ def _at_step(state: PyTree, step: jax.Array) -> PyTree:
     return jax.tree.map(move, state, is_leaf=schedule)
 
 
-# Every depth asks for those of all depths: without a memory, the square of their number.
-@functools.lru_cache(maxsize=16)
-def _each_depth(
-    init: Any, fewer: Any, treedef: Any, types: tuple[Any, ...], drawn: tuple[int, ...]
-) -> tuple[Any, ...]:
-    """The structures of the inner states."""
-    wide = jax.tree.unflatten(treedef, [jax.ShapeDtypeStruct(*each) for each in types])
-    states = [jax.eval_shape(init, fewer(wide, depth)) for depth in drawn]
-    return tuple(jax.tree.structure(state) for state in states)
+def _when(predicate: jax.Array, change: Callable[..., PyTree], old: PyTree) -> PyTree:
+    """``change(*old)`` where the predicate holds, else ``old``."""
+    replay, types = trees.trace_once(change, *old)
+    # Either may vary over axes over which the other does not.
+    return branch(
+        predicate,
+        lambda *given: axes.unify(replay(*given), given),
+        lambda *given: axes.unify(given, types),
+        *old,
+    )
 
 
 def active_groups(opt_state: PyTree) -> jax.Array:

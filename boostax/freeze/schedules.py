@@ -86,43 +86,23 @@ class FreezeSchedule:
 
 
 def _table(schedule: FreezeSchedule, groups: int) -> Depths:
-    kind, length, fraction = schedule.kind, schedule.total_steps, schedule.frozen_fraction
-    if schedule.freeze_p is not None:
-        return _mindspore(groups, kind == "interval", schedule.freeze_p, length, schedule.seed)
-    if fraction is None:
-        assert callable(kind)
+    kind, length, seed = schedule.kind, schedule.total_steps, schedule.seed
+    fraction: Any = schedule.frozen_fraction
+    if callable(kind):
         hint = "Depth d freezes groups 0 to d-1, and the last group always trains."
         depth = functools.partial(_below, groups, "freeze_schedule", hint=hint)
         asked = (depth(f"the depth at step {step}", kind(step)) for step in range(length))
         return np.fromiter(asked, np.int32, length)
-    freeze_p = 1.0 - fraction
-    if groups == 1 or freeze_p == 1.0:
+    exact = schedule.freeze_p is not None
+    freeze_p = 1.0 - fraction if schedule.freeze_p is None else schedule.freeze_p
+    # Number by number MindSpore's is a hundredth longer than the run, and to the end of a cycle.
+    length = int(length * 1.01) if exact else length
+    if groups == 1 or (freeze_p == 1 and not exact):
         return np.zeros(length, np.int32)
     if kind == "interval":
-        assert schedule.seed is not None
-        return _interval(groups, freeze_p, length, schedule.seed)
-    if kind == "continuous":
-        most = (groups - 1) / groups
-        if fraction > most:
-            allowed = f"at most {most:.4g} for 'continuous' over {groups} groups"
-            hint = "A cycle has a step that trains all; 'interval' freezes more often."
-            argument = "frozen_fraction"
-            raise ValueError(checks.message("freeze_schedule", argument, allowed, fraction, hint))
-        # 1 - 0.9 is below 0.1, which would leave ten groups without that step.
-        return _continuous(groups, max(1, _whole_steps(groups, freeze_p)), length)
-    return _one_by_one(groups, freeze_p, length, power=3 if kind == "ramp" else 1)
-
-
-def _mindspore(
-    groups: int, interval: bool, freeze_p: float, steps: int, seed: int | None
-) -> Depths:
-    """Number by number: a hundredth longer than the run, and to the end of a cycle."""
-    length = int(steps * 1.01)
-    if groups == 1:
-        return np.zeros(length, np.int32)
-    if interval:
-        assert seed is not None
         return _interval(groups, freeze_p, length, seed)
+    if kind != "continuous":
+        return _one_by_one(groups, freeze_p, length, power=3 if kind == "ramp" else 1)
     if freeze_p == 1:
         hint = (
             "A cycle would train all for ever, where MindSpore divides by zero; 'interval' with "
@@ -130,12 +110,22 @@ def _mindspore(
         )
         allowed = "below 1 for 'continuous', MindSpore's freeze_type 0"
         raise ValueError(checks.message("freeze_schedule", "freeze_p", allowed, freeze_p, hint))
-    whole = _whole_steps(groups, freeze_p)
-    cycle = whole + groups - 1
-    return _continuous(groups, whole, -(-length // cycle) * cycle)
+    # Steps of a cycle that train all, rounded as MindSpore does.
+    whole = int(freeze_p * (groups - 1) // (1 - freeze_p))
+    if exact:
+        cycle = whole + groups - 1
+        return _continuous(groups, whole, -(-length // cycle) * cycle)
+    most = (groups - 1) / groups
+    if fraction > most:
+        allowed = f"at most {most:.4g} for 'continuous' over {groups} groups"
+        hint = "A cycle has a step that trains all; 'interval' freezes more often."
+        argument = "frozen_fraction"
+        raise ValueError(checks.message("freeze_schedule", argument, allowed, fraction, hint))
+    # 1 - 0.9 is below 0.1, which would leave ten groups without that step.
+    return _continuous(groups, max(1, whole), length)
 
 
-def _interval(groups: int, freeze_p: float, length: int, seed: int) -> Depths:
+def _interval(groups: int, freeze_p: float, length: int, seed: int | None) -> Depths:
     """Freeze whenever the share of frozen steps so far is below ``1 - freeze_p``."""
     frozen, count = [False], 0
     for step in range(1, length):
@@ -149,11 +139,6 @@ def _interval(groups: int, freeze_p: float, length: int, seed: int) -> Depths:
     depths = np.zeros(length, np.int32)
     depths[np.array(frozen)] = groups - 1 - cdf.searchsorted(draws, side="right")
     return depths
-
-
-def _whole_steps(groups: int, freeze_p: float) -> int:
-    """Steps of a continuous cycle that train all, rounded as MindSpore does."""
-    return int(freeze_p * (groups - 1) // (1 - freeze_p))
 
 
 def _continuous(groups: int, whole: int, length: int) -> Depths:

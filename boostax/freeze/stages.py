@@ -16,10 +16,9 @@ import jax.numpy as jnp
 
 from boostax._core import axes, jaxprs
 from boostax._core.gate import branch
-from boostax._core.interpret import JIT, demand, evaluate, excerpt, replay
+from boostax._core.interpret import JIT, NEVER, demand, evaluate, excerpt, replay
 
 PyTree = Any
-NEVER = -1
 
 
 class Choice(NamedTuple):
@@ -48,91 +47,60 @@ class _Stage(NamedTuple):
 
 
 def staged(
-    fn: Callable[[], Sequence[jax.Array]],
-    levels: Sequence[int],
-    index: jax.Array,
-    otherwise: Sequence[jax.Array] | None = None,
+    fn: Callable[[], Sequence[jax.Array]], levels: Sequence[int], index: jax.Array
 ) -> list[jax.Array]:
     """The results of ``fn()``, where they are wanted; what only the others need is not run.
+
+    Those that are not wanted are zeros, or what had to be computed anyway.
 
     Args:
       fn: what would compute them all.
       levels: for each result the largest index at which it is wanted, or ``NEVER``.
       index: i32 scalar, the same on all replicas.
-      otherwise: what stands in the place of those that are not wanted, of the same types; without
-        it zeros, or what had to be computed anyway.
     """
     traced, types = jax.make_jaxpr(fn, return_shape=True)()
     # Operations one by one, not calls of jitted functions: a loss may be one.
     closed = jax.make_jaxpr(lambda: evaluate(traced, (), replay, inline=JIT))()
     jaxpr: Any = closed.jaxpr
-    olds: Sequence[jax.Array | None] = [None] * len(levels) if otherwise is None else otherwise
-    stages = _stages(jaxpr, levels)
-    # What the branch of a stage gives in the place of results that are wanted just as long.
-    held: dict[Any, jax.Array | None] = {}
-    made = {var: level for level, stage in stages.items() for var in stage.outputs}
-    for var, level, old in zip(jaxpr.outvars, levels, olds, strict=True):
-        if not isinstance(var, jaxprs.Literal) and made.get(var) == level:
-            held.setdefault(var, old)
     values: dict[Any, Any] = dict(zip(jaxpr.constvars, closed.consts, strict=True))
-    for level in sorted(stages, reverse=True):
-        stage = stages[level]
+    for level, stage in sorted(_stages(jaxpr, levels).items(), reverse=True):
         run = jaxprs.jaxpr_as_fun(excerpt(*stage))
         given = [values[var] for var in stage.inputs]
-        if level == max(levels):
-            # What is needed at every depth stands outside.
-            found = run(*given)
-        else:
-            found = _branch(index <= level, run, given, [held.get(var) for var in stage.outputs])
+        # What is needed at every depth stands outside.
+        found = run(*given) if level == max(levels) else _branch(index <= level, run, given)
         values.update(zip(stage.outputs, found, strict=True))
 
-    def result(var: Any, level: int, kind: Any, old: jax.Array | None) -> jax.Array:
+    def result(var: Any, level: int, kind: Any) -> jax.Array:
         if level == NEVER:
-            return axes.zeros(kind) if old is None else old
-        literal = isinstance(var, jaxprs.Literal)
-        found = jnp.asarray(var.val, kind.dtype) if literal else values[var]
-        if old is None or level == max(levels) or (not literal and held.get(var) is old):
-            return found
-        return jnp.where(index <= level, found, old)
+            return axes.zeros(kind)
+        return jnp.asarray(var.val, kind.dtype) if isinstance(var, jaxprs.Literal) else values[var]
 
-    return [result(*each) for each in zip(jaxpr.outvars, levels, types, olds, strict=True)]
-
-
-def seen(eqn: Any) -> bool:
-    """Whether an operation does something besides its results, such as printing."""
-    # That a collective names an axis is an effect to JAX, but nobody sees it.
-    return any(type(effect).__name__ != "NamedAxisEffect" for effect in eqn.effects)
+    return list(map(result, jaxpr.outvars, levels, types))
 
 
 def _branch(
-    predicate: jax.Array,
-    run: Callable[..., Sequence[jax.Array]],
-    given: list[jax.Array],
-    instead: Sequence[jax.Array | None],
+    predicate: jax.Array, run: Callable[..., Sequence[jax.Array]], given: list[jax.Array]
 ) -> Sequence[jax.Array]:
-    types = jax.eval_shape(run, *given)
-    held = [
-        axes.zeros(kind) if old is None else axes.unify(old, kind)
-        for old, kind in zip(instead, types, strict=True)
-    ]
-    return branch(predicate, lambda: axes.unify(list(run(*given)), held), lambda: held)
+    held = [axes.zeros(kind) for kind in jax.eval_shape(run, *given)]
+    return branch(predicate, lambda: list(run(*given)), lambda: held)
 
 
 def _stages(jaxpr: Any, levels: Sequence[int]) -> dict[int, _Stage]:
     """The stages of a program by the largest index at which they are needed."""
     operations: dict[int, list[Any]] = {}
 
-    def needed(eqn: Any, wanted: list[int]) -> int:
-        level = max(wanted, default=NEVER)
-        # There is no zero of what is not a number, and an effect is wanted whatever comes of it.
+    def needed(eqn: Any, level: int) -> int:
+        # There is no zero of what is not a number, and an effect is wanted whatever comes of it;
+        # that a collective names an axis is one to JAX, but nobody sees it.
         special = any(jnp.issubdtype(var.aval.dtype, jax.dtypes.extended) for var in eqn.outvars)
-        if seen(eqn) or (special and level > NEVER):
+        seen = any(type(effect).__name__ != "NamedAxisEffect" for effect in eqn.effects)
+        if seen or (special and level > NEVER):
             level = max(levels)
         if level > NEVER:
             operations.setdefault(level, []).insert(0, eqn)
         return level
 
-    demand(jaxpr, levels, needed, max, nothing=NEVER)
+    demand(jaxpr, levels, needed)
     made = {level: [x for eqn in eqns for x in eqn.outvars] for level, eqns in operations.items()}
     taken: dict[int, dict[Any, None]] = {}
     for level, eqns in operations.items():

@@ -54,7 +54,7 @@ def call_costs(
 ) -> tuple[CallCost, ...]:
     """One for each program of a step; with ``scheduled_freeze``, for each depth that it draws."""
     # What is built here is no part of what the step was used for.
-    step = dataclasses.replace(step, _compiled={}, _parts={})
+    step = dataclasses.replace(step, _programs={})
     variants = variants_of(step.tx)
     if variants is None:
         hint = "Only scheduled_freeze, outermost, has any."

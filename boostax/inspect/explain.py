@@ -202,7 +202,7 @@ def _of_step(
         calls = call_costs(step, state, batch, depths, target)
         if step.mesh is None or step.is_global(state):
             return calls, None
-        fresh = dataclasses.replace(step, _compiled={}, _parts={})
+        fresh = dataclasses.replace(step, _programs={})
         return calls, fresh.jaxpr(state, batch, depth=calls[0].depth)
 
     params = jax.eval_shape(step.common_params, state)

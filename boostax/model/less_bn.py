@@ -134,26 +134,19 @@ def changed(
         from flax import nnx
     hint = "It starts the multiplier of the head, 1 by default."
     checks.number("less_bn", "multiplier", multiplier, "positive", lambda m: m > 0, hint)
-    if isinstance(module, nn.Module):
-        from boostax.model import less_bn_linen
+    if not isinstance(module, (nn.Module, nnx.Module)):
+        allowed = "a flax.linen.Module or flax.nnx.Module"
+        hint = "Give the model itself, not its apply function or its params."
+        raise TypeError(checks.message("less_bn", "module", allowed, module, hint))
+    from boostax.model import less_bn_linen, less_bn_nnx
 
-        if isinstance(module, less_bn_linen.LessBN):
-            allowed = "a model that less_bn has not changed yet"
-            hint = "Call it once, on the whole model, with remove= for what else shall go."
-            raise TypeError(checks.message("less_bn", "module", allowed, type(module), hint))
-        found = less_bn_linen.structure(module, args, kwargs)
-        report = _decide(found, normalized_head, remove, strict)
-        model = less_bn_linen.LessBN(module, report.removed, report.head, multiplier)
-        return model, report
-    if isinstance(module, nnx.Module):
-        from boostax.model import less_bn_nnx
-
-        found = less_bn_nnx.structure(module, args, kwargs)
-        report = _decide(found, normalized_head, remove, strict)
-        return less_bn_nnx.without(module, report.removed, report.head, multiplier), report
-    allowed = "a flax.linen.Module or flax.nnx.Module"
-    hint = "Give the model itself, not its apply function or its params."
-    raise TypeError(checks.message("less_bn", "module", allowed, module, hint))
+    if isinstance(module, less_bn_linen.LessBN):
+        allowed = "a model that less_bn has not changed yet"
+        hint = "Call it once, on the whole model, with remove= for what else shall go."
+        raise TypeError(checks.message("less_bn", "module", allowed, type(module), hint))
+    library: Any = less_bn_linen if isinstance(module, nn.Module) else less_bn_nnx
+    report = _decide(library.structure(module, args, kwargs), normalized_head, remove, strict)
+    return library.without(module, report.removed, report.head, multiplier), report
 
 
 def _decide(found: Structure, normalized_head: bool, remove: Remove, strict: bool) -> LessBNReport:

@@ -64,6 +64,9 @@ class LessBN(nn.Module):
         return "/".join(module.path[len(self.path) :])
 
 
+without = LessBN
+
+
 def structure(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Structure:
     """What ``examine`` says of ``module.init(key, *args, **kwargs)``."""
 

@@ -13,10 +13,10 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import optax
-from jax import lax
 
 from boostax._core import axes, checks, trees
 from boostax._core.describe import describe
+from boostax._core.finite import counts
 from boostax._core.gate import Pending, gated, has_gate
 from boostax._core.placement import settled
 
@@ -118,20 +118,9 @@ def count_lost_updates(
 def _lost(params: PyTree, updates: PyTree, new: PyTree) -> jax.Array:
     """The share of updates that are not zero and changed nothing, where params are stored low."""
     triples = zip(*map(jax.tree.leaves, (params, updates, new)), strict=True)
-    parts = [_counts(p, u, x) for p, u, x in triples if trees.wide_dtype(p) != p.dtype]
+    low = [each for each in triples if trees.wide_dtype(each[0]) != each[0].dtype]
+    parts = [counts((u != 0) & (new == p), u != 0) for p, u, new in low]
     if not parts:
         return jnp.zeros((), jnp.float32)
     lost, all_of_them = axes.sum_over_shards(parts, (), jnp.float32)
     return lost / jnp.maximum(all_of_them, 1)
-
-
-def _counts(old: jax.Array, update: jax.Array, new: jax.Array) -> jax.Array:
-    some = update != 0
-    # Both in one loop: XLA:CPU would write the operand of a plain sum to memory.
-    sums = lax.reduce(
-        ((some & (new == old)).astype(jnp.int32), some.astype(jnp.int32)),
-        (jnp.int32(0), jnp.int32(0)),
-        lambda a, b: (a[0] + b[0], a[1] + b[1]),
-        tuple(range(old.ndim)),
-    )
-    return jnp.stack(sums).astype(jnp.float32)

@@ -2,7 +2,7 @@
 
 import dataclasses
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -14,8 +14,10 @@ from boostax._core.axes import AxisName
 from boostax._core.gate import gate_of, gated
 from boostax._core.handshake import assume_scaled
 from boostax.reduce.mean import all_reduce
+from boostax.train.apply import apply_gradients
 
 PyTree = Any
+Carry = tuple[PyTree, Any]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -188,16 +190,26 @@ def types_of(tree: PyTree) -> list[Any]:
     return [(x.shape, x.dtype, x.weak_type) for x in jax.tree.leaves(tree)]
 
 
+def applied(tx: optax.GradientTransformation) -> Callable[..., Carry]:
+    """A step of ``apply_gradients``: from params, state and gradients to params and state."""
+    return lambda params, state, grads: apply_gradients(tx, grads, state, params)
+
+
+def follow(step: Callable[..., Carry], carry: Carry, grads: Sequence[PyTree]) -> Carry:
+    """A step for each of these gradients."""
+    for each in grads:
+        carry = step(*carry, each)
+    return carry
+
+
 def steps(
     tx: optax.GradientTransformationExtraArgs, params: PyTree, state: Any, seeds: Any
-) -> tuple[PyTree, Any]:
+) -> Carry:
     """Jitted ``update`` and ``apply_updates``, once per seed."""
 
     @jax.jit
-    def step(params: PyTree, state: Any, grads: PyTree) -> tuple[PyTree, Any]:
+    def step(params: PyTree, state: Any, grads: PyTree) -> Carry:
         updates, state = drawn(tx).update(grads, state, params)
         return optax.apply_updates(params, updates), state
 
-    for seed in seeds:
-        params, state = step(params, state, example_grads(params, seed))
-    return params, state
+    return follow(step, (params, state), [example_grads(params, seed) for seed in seeds])

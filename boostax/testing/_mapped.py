@@ -19,11 +19,14 @@ from boostax._core.replicas import (
     state_specs,
 )
 from boostax.testing._case import (
+    Carry,
     Case,
+    applied,
     assert_close,
     assert_same,
     even_params,
     example_grads,
+    follow,
     laws_in,
     poison,
 )
@@ -45,14 +48,9 @@ def run(case: Case, mode: str, windows: list[PyTree]) -> tuple[PyTree, Any]:
     return on_replicas(functools.partial(train, case.mapped(AXIS)), mode, windows)
 
 
-def train(
-    tx: optax.GradientTransformation, params: PyTree, windows: list[PyTree]
-) -> tuple[PyTree, Any]:
+def train(tx: optax.GradientTransformation, params: PyTree, windows: list[PyTree]) -> Carry:
     """Params and state after a step for each of these gradients."""
-    state = tx.init(params)
-    for grads in windows:
-        params, state = apply_gradients(tx, grads, state, params)
-    return params, state
+    return follow(applied(tx), (params, tx.init(params)), windows)
 
 
 def on_replicas(train: Callable[..., Any], mode: str, grads: PyTree) -> Any:
@@ -80,6 +78,14 @@ def on_replicas(train: Callable[..., Any], mode: str, grads: PyTree) -> Any:
 def data_mesh(replicas: int) -> Mesh:
     """One data axis over all devices."""
     return jax.make_mesh((replicas,), (AXIS,), axis_types=(AxisType.Auto,))
+
+
+def assert_like(
+    case: Case, params: PyTree, stacked: PyTree, what: str, tolerance: float = 1e-6
+) -> None:
+    """Params as they are outside of a mapped function, and what every replica has of them."""
+    one = stacked if case.own_params else jax.tree.map(lambda x: x[0], stacked)
+    assert_close(params.local if case.own_params else params, one, what, tolerance)
 
 
 def replicas_stay_equal_in_every_mode(case: Case) -> None:
@@ -124,13 +130,9 @@ def results_are_typed_equal(case: Case) -> None:
         ),
         donate_argnums=(0, 1),
     )
-    expected = run(case, "checked", [replica_grads(s, replicas) for s in range(2 * case.calls)])
-    for seed in range(2 * case.calls):
-        params, state = step(params, state, replica_grads(seed, replicas))
-    if case.own_params:
-        assert_close(params.local, expected[0], "params")
-    else:
-        assert_close(params, jax.tree.map(lambda x: x[0], expected[0]), "params")
+    windows = [replica_grads(seed, replicas) for seed in range(2 * case.calls)]
+    params, state = follow(step, (params, state), windows)
+    assert_like(case, params, run(case, "checked", windows)[0], "params")
     for node in jax.tree.leaves(state, is_leaf=is_per_replica):
         if isinstance(node, PerReplica):
             assert all(x.shape[0] == replicas for x in jax.tree.leaves(node)), "leading dimension"
@@ -138,15 +140,18 @@ def results_are_typed_equal(case: Case) -> None:
 
 def skip_is_agreed_when_one_replica_is_bad(case: Case) -> None:
     """Promise 7: one NaN on one replica skips the step on all, in every mode."""
-    replicas = jax.device_count()
+    for mode in MODES:
+        skips(case, functools.partial(run, case, mode), jax.device_count(), mode)
+
+
+def skips(case: Case, run: Callable[..., Carry], replicas: int, what: str) -> None:
+    """``run`` of gradients of which one replica's are bad ends as if they had never been."""
     good = [replica_grads(seed, replicas) for seed in range(case.calls)]
     ruined = poison(replica_grads(99, replicas), jnp.nan)
     rest = [replica_grads(50 + i, replicas) for i in range(case.skip_calls - 1)]
-    for mode in MODES:
-        clean = run(case, mode, good)
-        dirty = run(case, mode, [*good, ruined, *rest])
-        assert_same(dirty[0], clean[0], f"{mode}: params")
-        assert_same(case.skip_view(dirty[1]), case.skip_view(clean[1]), f"{mode}: state")
+    clean, dirty = run(good), run([*good, ruined, *rest])
+    assert_same(dirty[0], clean[0], f"{what}: params")
+    assert_same(case.skip_view(dirty[1]), case.skip_view(clean[1]), f"{what}: state")
 
 
 def skip_holds_for_a_hundred_bad_steps_on_every_replica(case: Case) -> None:

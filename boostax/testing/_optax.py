@@ -9,14 +9,15 @@ import optax
 
 from boostax.testing._case import (
     Case,
+    applied,
     assert_same,
     even_params,
     example_grads,
     example_params,
+    follow,
     laws_in,
     optimizer,
 )
-from boostax.train.apply import apply_gradients
 
 PyTree = Any
 
@@ -26,12 +27,7 @@ def survives_what_python_does_to_objects(case: Case) -> None:
     tx, params = case.single(), even_params()
     grads = [example_grads(params, seed) for seed in range(case.calls)]
 
-    def trained(tx: Any, params: PyTree) -> tuple[PyTree, Any]:
-        state = tx.init(params)
-        for each in grads:
-            params, state = apply_gradients(tx, each, state, params)
-        return params, state
-
+    trained = lambda tx, params: follow(applied(tx), (params, tx.init(params)), grads)  # noqa: E731
     program = str(jax.make_jaxpr(lambda p: trained(tx, p))(params))
     rebuilt = {
         "jax.tree.map": jax.tree.map(lambda f: f, tx),
@@ -82,12 +78,6 @@ def tree_map_params_finds_what_is_like_the_params(case: Case) -> None:
 def takes_trees_without_arrays(case: Case) -> None:
     """Promise 3: an empty tree, ``None``, and Python's own numbers."""
     tx = case.single()
-    empty: tuple[PyTree, ...] = ({}, {"a": None, "b": ()})
-    for params in empty:
-        state, updates = tx.init(params), params
-        for _ in range(case.calls):
-            updates, state = tx.update(params, state, params)
-        assert jax.tree.structure(updates) == jax.tree.structure(params)
 
     def updated(params: PyTree) -> Any:
         state, updates = tx.init(params), params
@@ -95,6 +85,8 @@ def takes_trees_without_arrays(case: Case) -> None:
             updates, state = tx.update(params, state, params)
         return updates, state
 
+    for params in ({}, {"a": None, "b": ()}):
+        assert jax.tree.structure(updated(params)[0]) == jax.tree.structure(params)
     plain = {"a": 1.0, "b": -2.0}
     arrays = jax.tree.map(jnp.float32, plain)
     assert_same(updated(plain), updated(arrays), "Python's numbers and arrays")

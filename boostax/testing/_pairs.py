@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 import pickle
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -21,12 +21,19 @@ from boostax.autoboost.states import holds
 from boostax.precision.loss_scale import dynamic_loss_scale, static_loss_scale
 from boostax.reduce.mean import all_reduce
 from boostax.testing import _mapped, _placed
-from boostax.testing._case import Case, assert_close, assert_same, even_params, laws_in
+from boostax.testing._case import (
+    Carry,
+    Case,
+    assert_close,
+    assert_same,
+    even_params,
+    follow,
+    laws_in,
+)
 from boostax.testing._mapped import AXIS
 from boostax.train.apply import apply_gradients
 
 PyTree = Any
-Carry = tuple[PyTree, Any]
 Grads = list[PyTree]
 BAD = (np.nan, np.inf, -np.inf, 1e36)
 
@@ -123,13 +130,6 @@ def _steep(of: Case) -> Case:
         return of.make(optax.chain(*reduction, *steep), axis_name)
 
     return dataclasses.replace(of, make=make)
-
-
-def follow(step: Callable[..., Carry], carry: Carry, grads: Sequence[PyTree]) -> Carry:
-    """A step for each of these gradients."""
-    for each in grads:
-        carry = step(*carry, each)
-    return carry
 
 
 def _scalers(state: Any) -> list[Any]:
@@ -276,7 +276,7 @@ def pmap_shard_map_and_plain_jit_agree(case: Case, seed: int = 0) -> None:
     devices = jax.device_count()
     placed = _placed.placements(devices, 1, AxisType.Auto)[seed % 3]
     params, _ = _placed.run(_steep(case), placed, windows)
-    assert_close(params.local if case.own_params else params, _one(case, mapped), "jit", 2e-6)
+    _mapped.assert_like(case, params, mapped, "jit", 2e-6)
 
 
 def _agree(case: Case, seed: int, modes: tuple[str, str]) -> tuple[Grads, Carry]:
@@ -288,10 +288,6 @@ def _agree(case: Case, seed: int, modes: tuple[str, str]) -> tuple[Grads, Carry]
     first, second = (_mapped.run(setting.case, mode, windows) for mode in modes)
     assert_close(second[0], first[0], f"{modes[1]}, not {modes[0]}")
     return windows, first
-
-
-def _one(case: Case, params: PyTree) -> PyTree:
-    return params if case.own_params else jax.tree.map(lambda x: x[0], params)
 
 
 PAIR_LAWS = laws_in(globals())

@@ -1,6 +1,7 @@
 """Laws of params that XLA shards: whatever their placement, a step means the same."""
 
 import dataclasses
+import functools
 from typing import Any
 
 import jax
@@ -8,16 +9,8 @@ import jax.numpy as jnp
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from boostax._core.replicas import PerReplica, stack_replicas, without
-from boostax.testing._case import (
-    Case,
-    assert_close,
-    assert_same,
-    even_params,
-    laws_in,
-    poison,
-)
-from boostax.testing._mapped import AXIS, replica_grads, train
-from boostax.train.apply import apply_gradients
+from boostax.testing._case import Carry, Case, applied, even_params, follow, laws_in
+from boostax.testing._mapped import AXIS, assert_like, replica_grads, skips, train
 from boostax.train.on_mesh import on_mesh
 
 PyTree = Any
@@ -91,7 +84,7 @@ def placements(replicas: int, others: int, kind: AxisType) -> list[Placed]:
     ]
 
 
-def run(case: Case, placed: Placed, windows: list[PyTree]) -> tuple[PyTree, Any]:
+def run(case: Case, placed: Placed, windows: list[PyTree]) -> Carry:
     """Train in plain ``jit`` on stacked local gradients; all stays where it was."""
     params = placed.place(even_params())
     tx = on_mesh(case.mapped(AXIS), params, axis_name=AXIS, shard_optimizer=placed.shard_optimizer)
@@ -101,12 +94,9 @@ def run(case: Case, placed: Placed, windows: list[PyTree]) -> tuple[PyTree, Any]
             placed.stack(stack_replicas(PerReplica(even_params()), placed.replicas))
         )
     where = jax.tree.map(lambda x: x.sharding, (params, state))
-    step: Any = jax.jit(
-        lambda params, state, grads: apply_gradients(tx, PerReplica(grads), state, params),
-        donate_argnums=(0, 1),
-    )
-    for grads in windows:
-        params, state = step(params, state, placed.stack(PerReplica(grads)))
+    step = jax.jit(applied(tx), donate_argnums=(0, 1))
+    grads = [PerReplica(placed.stack(PerReplica(each))) for each in windows]
+    params, state = follow(step, (params, state), grads)
     for x, sharding in zip(jax.tree.leaves((params, state)), jax.tree.leaves(where), strict=True):
         assert x.sharding.is_equivalent_to(sharding, x.ndim), f"{x.sharding}, not {sharding}"
     return params, state
@@ -140,23 +130,13 @@ def _means_the_same(case: Case, kind: AxisType) -> None:
     for placed in placements(jax.device_count() // 2, 2, kind):
         windows = [replica_grads(seed, placed.replicas) for seed in range(2 * case.calls)]
         params, _ = run(case, placed, windows)
-        expected = reference(case, placed, windows)
-        if case.own_params:
-            assert_close(params.local, expected, placed.name, 2e-6)
-        else:
-            assert_close(params, jax.tree.map(lambda x: x[0], expected), placed.name, 2e-6)
+        assert_like(case, params, reference(case, placed, windows), placed.name, 2e-6)
 
 
 def skip_is_agreed_in_any_placement(case: Case) -> None:
     """Promise 11: one NaN in one shard of one replica skips the step everywhere."""
     for placed in placements(jax.device_count() // 2, 2, AxisType.Auto)[-2:]:
-        good = [replica_grads(seed, placed.replicas) for seed in range(case.calls)]
-        ruined = poison(replica_grads(99, placed.replicas), jnp.nan)
-        rest = [replica_grads(50 + i, placed.replicas) for i in range(case.skip_calls - 1)]
-        clean, dirty = run(case, placed, good), run(case, placed, [*good, ruined, *rest])
-        assert_same(dirty[0], clean[0], f"{placed.name}: params")
-        view = case.skip_view
-        assert_same(view(dirty[1]), view(clean[1]), f"{placed.name}: state")
+        skips(case, functools.partial(run, case, placed), placed.replicas, placed.name)
 
 
 PLACED_LAWS = laws_in(globals())

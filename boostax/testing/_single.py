@@ -10,11 +10,13 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from boostax.testing._case import (
     Case,
+    applied,
     assert_close,
     assert_same,
     even_params,
     example_grads,
     example_params,
+    follow,
     laws_in,
     optimizer,
     poison,
@@ -68,10 +70,9 @@ def keeps_types_and_traces_once(case: Case) -> None:
             traces += 1
             return apply_gradients(tx, grads, state, params)
 
-        before = types_of((params, state))
-        for seed in range(2 * case.calls + 1):
-            params, state = step(params, state, example_grads(params, seed))
-        assert types_of((params, state)) == before, f"{dtype}: a type changed"
+        grads = [example_grads(params, seed) for seed in range(2 * case.calls + 1)]
+        after = follow(step, (params, state), grads)
+        assert types_of(after) == types_of((params, state)), f"{dtype}: a type changed"
         assert traces == 1, f"{dtype}: traced {traces} times"
 
 
@@ -80,10 +81,8 @@ def works_in_float64(case: Case) -> None:
     with jax.enable_x64(True):
         tx = case.single(optax.sgd(1.0))
         params: PyTree = {"w": jnp.zeros(2, jnp.float64)}
-        state = tx.init(params)
-        for _ in range(case.calls):
-            grads = {"w": jnp.asarray([1.0 / 3.0, 1.0], jnp.float64)}
-            params, state = apply_gradients(tx, grads, state, params)
+        grads = {"w": jnp.asarray([1.0 / 3.0, 1.0], jnp.float64)}
+        params, _ = follow(applied(tx), (params, tx.init(params)), [grads] * case.calls)
         moved: Any = jax.tree.leaves(params)[0]
         assert moved.dtype == jnp.float64
         assert abs(float(moved[0] / moved[1]) - 1.0 / 3.0) < 1e-15, "rounded to f32"
@@ -104,9 +103,8 @@ def init_can_be_donated_at_once(case: Case) -> None:
     state = tx.init(params)
     pointers = [x.unsafe_buffer_pointer() for x in jax.tree.leaves((params, state)) if x.size]
     assert len(pointers) == len(set(pointers)), "two leaves share a buffer"
-    step = jax.jit(lambda p, s, g: apply_gradients(tx, g, s, p), donate_argnums=(0, 1))
-    for seed in range(2):
-        params, state = step(params, state, example_grads(params, seed))
+    step = jax.jit(applied(tx), donate_argnums=(0, 1))
+    params, state = follow(step, (params, state), [example_grads(params, i) for i in range(2)])
     abstract = jax.eval_shape(tx.init, params)
     assert jax.tree.structure(abstract) == jax.tree.structure(state), "init under eval_shape"
 
@@ -144,10 +142,8 @@ def apply_gradients_equals_update_and_apply(case: Case) -> None:
     """Promise 1: ``apply_gradients`` gives what ``update`` and ``apply_updates`` give."""
     tx, params = case.single(), example_params()
     expected, expected_state = steps(tx, params, tx.init(params), range(2 * case.calls))
-    state = tx.init(params)
-    step = jax.jit(lambda p, s, g: apply_gradients(tx, g, s, p))
-    for seed in range(2 * case.calls):
-        params, state = step(params, state, example_grads(params, seed))
+    grads = [example_grads(params, seed) for seed in range(2 * case.calls)]
+    params, state = follow(jax.jit(applied(tx)), (params, tx.init(params)), grads)
     assert_close(params, expected, "params")
     assert_close(state, expected_state, "state")
 
@@ -157,22 +153,14 @@ def scan_eager_and_disabled_jit_agree(case: Case) -> None:
     tx, params = case.single(), even_params()
     count = 2 * case.calls
     expected = steps(tx, params, tx.init(params), range(count))
-    stacked = jax.tree.map(
-        lambda *x: jnp.stack(x), *[example_grads(params, seed) for seed in range(count)]
-    )
-
-    def body(carry: Any, grads: PyTree) -> tuple[Any, None]:
-        return apply_gradients(tx, grads, carry[1], carry[0]), None
-
+    grads = [example_grads(params, seed) for seed in range(count)]
+    stacked = jax.tree.map(lambda *x: jnp.stack(x), *grads)
+    body = lambda carry, grads: (applied(tx)(*carry, grads), None)  # noqa: E731
     scanned, _ = jax.lax.scan(body, (params, tx.init(params)), stacked)
     assert_close(scanned, expected, "scan")
-    eager = (params, tx.init(params))
     with jax.disable_jit():
-        disabled = (params, tx.init(params))
-        for seed in range(case.calls):
-            disabled = apply_gradients(tx, example_grads(params, seed), disabled[1], disabled[0])
-    for seed in range(case.calls):
-        eager = apply_gradients(tx, example_grads(params, seed), eager[1], eager[0])
+        disabled = follow(applied(tx), (params, tx.init(params)), grads[: case.calls])
+    eager = follow(applied(tx), (params, tx.init(params)), grads[: case.calls])
     assert_close(disabled, eager, "disable_jit")
 
 
@@ -181,10 +169,9 @@ def vmap_over_an_ensemble(case: Case) -> None:
     tx, members = case.single(), [example_params(), jax.tree.map(lambda p: 2 * p, example_params())]
     stack = lambda trees: jax.tree.map(lambda *x: jnp.stack(x), *trees)  # noqa: E731
     params, state = stack(members), jax.vmap(tx.init)(stack(members))
-    step = jax.jit(jax.vmap(lambda p, s, g: apply_gradients(tx, g, s, p)))
-    for seed in range(case.calls):
-        grads = stack([example_grads(members[0], seed), example_grads(members[1], seed + 50)])
-        params, state = step(params, state, grads)
+    both = lambda i: stack([example_grads(members[0], i), example_grads(members[1], i + 50)])  # noqa: E731
+    step = jax.jit(jax.vmap(applied(tx)))
+    params, state = follow(step, (params, state), [both(seed) for seed in range(case.calls)])
     second = steps(tx, members[1], tx.init(members[1]), range(50, 50 + case.calls))[0]
     assert_close(jax.tree.map(lambda x: x[1], params), second, "member 1")
 
@@ -215,7 +202,7 @@ def sharded_arrays_under_plain_jit(case: Case) -> None:
             params = jax.device_put(even_params(), sharding)
             tx = case.single()
             state = tx.init(params)
-            step = jax.jit(lambda p, s, g, tx=tx: apply_gradients(tx, g, s, p))
+            step = jax.jit(applied(tx))
             for seed in range(2 * case.calls):
                 grads = jax.device_put(example_grads(even_params(), seed), sharding)
                 params, state = step(params, state, grads)
@@ -229,13 +216,12 @@ def skip_is_as_if_the_step_never_was(case: Case) -> None:
     """Promise 5: params and inner state bit-equal, for every way of being bad."""
     bad = {"nan": jnp.nan, "inf": jnp.inf, "-inf": -jnp.inf, "overflowing square": 1e36}
     tx = case.single()
-    step = jax.jit(lambda p, s, g: apply_gradients(tx, g, s, p))
+    step = jax.jit(applied(tx))
     params, state = steps(tx, example_params(), tx.init(example_params()), range(case.calls))
+    rest = [example_grads(params, seed) for seed in range(1, case.skip_calls)]
     for name, value in bad.items():
         ruined = poison(example_grads(params, 99), value)
-        after = step(params, state, ruined)
-        for seed in range(1, case.skip_calls):
-            after = step(*after, example_grads(params, seed))
+        after = follow(step, (params, state), [ruined, *rest])
         assert_same(after[0], params, f"{name}: params")
         assert_same(case.skip_view(after[1]), case.skip_view(state), f"{name}: state")
 

@@ -17,6 +17,7 @@ from boostax._core.extras import asked
 from boostax._core.finite import all_finite
 from boostax._core.gate import outermost_passed, passed
 from boostax._core.placement import Placement
+from boostax._core.prune import Pruning
 from boostax._core.replicas import (
     PerReplica,
     enter_replica,
@@ -33,7 +34,6 @@ from boostax.train.on_mesh import placed_on
 from boostax.train.oracle import Oracle
 from boostax.train.placing import Placing, local_shapes
 from boostax.train.state import TrainState
-from boostax.train.variants import Parts
 
 PyTree = Any
 FreezeDriver = Literal["host", "switch"]
@@ -71,8 +71,7 @@ class TrainStep:
     param_specs: PyTree = None
     freeze_driver: FreezeDriver = "host"
     shard_optimizer: bool = False
-    _compiled: dict[tuple[Kind, int | None, Any], Any] = dataclasses.field(default_factory=dict)
-    _parts: dict[Any, Parts] = dataclasses.field(default_factory=dict)
+    _programs: dict[Any, "Programs"] = dataclasses.field(default_factory=dict)
 
     @functools.cached_property
     def placing(self) -> Placing | None:
@@ -94,8 +93,8 @@ class TrainStep:
     @property
     def depths(self) -> tuple[int, ...]:
         """Of a ``scheduled_freeze``: the depths that a step was built for so far."""
-        found = {depth for kind, depth, _ in self._compiled if kind == "step" and depth is not None}
-        return tuple(sorted(found))
+        keys = (key for programs in self._programs.values() for key in programs.compiled)
+        return tuple(sorted({x for kind, x in keys if kind == "step" and x is not None}))
 
     def init(
         self, params: PyTree, *, key: jax.Array | None = None, model_state: PyTree = None
@@ -113,10 +112,14 @@ class TrainStep:
         Returns:
           A ``TrainState``.
         """
+        given = params, key, model_state
         if any(isinstance(x, jax.ShapeDtypeStruct) for x in jax.tree.leaves(params)):
-            return self._shapes(params, key, model_state)
-        state = self._unplaced(params, key, model_state)
-        state = jax.tree.map(_own, state)
+            # Nothing is computed and nothing placed.
+            state = jax.eval_shape(self._unplaced, *given)
+            typed = lambda x, p: x.update(sharding=p.sharding)  # noqa: E731
+            state = state._replace(params=jax.tree.map(typed, state.params, params))
+        else:
+            state = jax.tree.map(_own, self._unplaced(*given))
         return state if self.placing is None else self.placing.state(state)
 
     def _unplaced(self, params: PyTree, key: jax.Array | None, model_state: PyTree) -> TrainState:
@@ -132,13 +135,6 @@ class TrainStep:
                 "or the window in it: scheduled_freeze(dynamic_loss_scale(...), ...)."
             )
         return TrainState(jnp.zeros((), jnp.int32), params, opt_state, model_state, key)
-
-    def _shapes(self, *given: Any) -> TrainState:
-        """What ``init`` returns, as types: nothing is computed and nothing placed."""
-        state = jax.eval_shape(self._unplaced, *given)
-        typed = lambda x, p: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=p.sharding)  # noqa: E731
-        state = state._replace(params=jax.tree.map(typed, state.params, given[0]))
-        return state if self.placing is None else self.placing.shapes(state)
 
     def shardings(self, state: PyTree) -> TrainState:
         """Where each leaf of a state lives: what a checkpoint needs to restore it."""
@@ -160,33 +156,30 @@ class TrainStep:
         """
         batch = self.place(batch)
         leaves, structure = jax.tree.flatten(state)
+        programs = self._of(state, structure)
         if not self._varies_on_host(state):
-            return self._program("step", state, structure, None)(state, batch)
-        parts = self._parts_of(state, structure)
-        depth = parts.coming(state.opt_state)
-        part = parts.part(depth)
-        program = self._program("step", state, structure, depth)
-        small, reported = program(part.take_of(leaves), batch)
+            return programs.jitted("step", None)(state, batch)
+        depth = programs.coming(state.opt_state)
+        part = programs.part(depth)
+        small, reported = programs.jitted("step", depth)(part.take_of(leaves), batch)
         state = part.put_among(leaves, small)
-        parts.coming.follow(state.opt_state)
+        programs.coming.follow(state.opt_state)
         return state, reported
 
     def flush(self, state: TrainState) -> TrainState:
         """Apply a partial window at the end of a run (see ``boostax.flush``)."""
-        depth, structure = self._coming(state), jax.tree.structure(state)
-        program = self._program("flush", state, structure, depth)
-        if depth is None:
-            return program(state)
-        part = self._parts_of(state, structure).part(depth)
-        return part.put(state, program(part.take(state)))
+        depth, programs = self._coming(state), self._of(state)
+        part = programs.part(depth)
+        return part.put(state, programs.jitted("flush", depth)(part.take(state)))
 
     def jitted(
         self, state: TrainState, batch: PyTree, *, depth: int | None = None
     ) -> tuple[Any, tuple[TrainState, PyTree]]:
         """The ``jax.jit`` function of a call and its arguments; of the coming depth, or another."""
         depth = self._coming(state) if depth is None else depth
-        program, given = self._looked_at(state, depth)
-        return program, (given, self.place(batch))
+        programs = self._of(state)
+        given = programs.part(depth).take(state), self.place(batch)
+        return programs.jitted("step", depth), given
 
     def lower(
         self, state: TrainState, batch: PyTree, *, depth: int | None = None
@@ -223,11 +216,12 @@ class TrainStep:
         # Inside another program there is nothing to read.
         return not isinstance(state.opt_state.coming(), Tracer)
 
-    def _parts_of(self, state: TrainState, structure: Any) -> Parts:
-        if structure not in self._parts:
-            self._require_fit(state)
-            self._parts[structure] = Parts(variants_of(self.tx), state, structure)
-        return self._parts[structure]
+    def _of(self, state: TrainState, structure: Any = None) -> "Programs":
+        """For states of the structure that this one has."""
+        structure = jax.tree.structure(state) if structure is None else structure
+        if structure not in self._programs:
+            self._programs[structure] = Programs(self, state, structure)
+        return self._programs[structure]
 
     def _coming(self, state: TrainState) -> int | None:
         """Groups to freeze, for a look at the state after which the run goes on as if undisturbed.
@@ -244,46 +238,6 @@ class TrainStep:
                 "with values says itself what is frozen next."
             )
         return int(coming)
-
-    def _looked_at(self, state: TrainState, depth: int | None) -> tuple[Any, TrainState]:
-        """The program of a call's step, and the state that it is given."""
-        structure = jax.tree.structure(state)
-        program = self._program("step", state, structure, depth)
-        if depth is None:
-            return program, state
-        return program, self._parts_of(state, structure).part(depth).take(state)
-
-    def _program(self, kind: Kind, state: TrainState, structure: Any, depth: int | None) -> Any:
-        """The jitted step or flush for states of this structure."""
-        key = kind, depth, structure
-        if key not in self._compiled:
-            specs: Any = None
-            placement: Placement | None = None
-            if self.placing is not None:
-                specs = jax.tree.broadcast(self.placing.specs(state), state)
-                placement = self.placing.placement(state.params)
-                if depth is not None:
-                    specs = self._parts_of(state, structure).part(depth).take(specs)
-            run: Any = functools.partial(
-                self._step if kind == "step" else self._flush, depth, placement
-            )
-            of_step = kind == "step"
-            where: Any = None
-            if placement is not None:
-                where = placement.shardings(specs)
-                where = (where, None) if of_step else where
-            elif self.mesh is not None:
-                batch = PartitionSpec(self.names)
-                run = jax.shard_map(
-                    run,
-                    mesh=self.mesh,
-                    in_specs=(specs, batch) if of_step else (specs,),
-                    out_specs=(specs, PartitionSpec()) if of_step else specs,
-                    check_vma=self.check_vma,
-                )
-            checked = functools.partial(self._checked, run, depth)
-            self._compiled[key] = jax.jit(checked, donate_argnums=0, out_shardings=where)
-        return self._compiled[key]
 
     def _checked(self, run: Any, depth: int | None, state: TrainState, *batch: PyTree) -> Any:
         """``run``, traced for a state that fits."""
@@ -302,10 +256,8 @@ class TrainStep:
     def _step(
         self, depth: int | None, placement: Placement | None, state: TrainState, batch: PyTree
     ) -> tuple[TrainState, dict[str, jax.Array]]:
-        tx, oracle = self.tx, self.oracle
-        if placement is not None:
-            tx = placed_on(tx, placement, self.shard_optimizer)
-            oracle = oracle.over(placement.mesh)
+        tx = self._placed(placement)
+        oracle = self.oracle if placement is None else self.oracle.over(placement.mesh)
         params, opt_state = _entered(state, placement)
         active: PyTree = True
         extra: dict[str, Any] = {} if depth is None else {"depth": depth}
@@ -350,12 +302,14 @@ class TrainStep:
     def _flush(
         self, depth: int | None, placement: Placement | None, state: TrainState
     ) -> TrainState:
-        tx = self.tx
-        if placement is not None:
-            tx = placed_on(tx, placement, self.shard_optimizer)
         params, opt_state = _entered(state, placement)
         extra = {} if depth is None else {"depth": depth}
-        return _left(state, *flush(tx, opt_state, params, **extra), placement)
+        closed = flush(self._placed(placement), opt_state, params, **extra)
+        return _left(state, *closed, placement)
+
+    def _placed(self, placement: Placement | None) -> optax.GradientTransformation:
+        """The optimizer for what is mapped, or for global arrays."""
+        return self.tx if placement is None else placed_on(self.tx, placement, self.shard_optimizer)
 
     def _call_key(self, state: TrainState, placement: Placement | None) -> jax.Array | None:
         if state.key is None:
@@ -365,6 +319,65 @@ class TrainStep:
             # On global arrays the gradient function gives every replica its own.
             return key
         return jax.random.fold_in(key, axes.index(self.names))
+
+
+class Programs:
+    """The programs of a step for states of one structure, and what of a state each is given.
+
+    A call costs time for every array that it hands over, whether it is touched or not: moments of
+    what is frozen stay where they are.
+
+    Attributes:
+      compiled: the jitted functions, by kind and depth.
+      coming: the depth of the next call.
+    """
+
+    def __init__(self, step: TrainStep, state: TrainState, structure: Any):
+        self._step, self._structure, placing = step, structure, step.placing
+        self._placement = placing and placing.placement(state.params)
+        self._specs: Any = placing and jax.tree.broadcast(placing.specs(state), state)
+        self._variants = variants_of(step.tx)
+        self._parts: dict[int | None, Pruning] = {}
+        self.compiled: dict[tuple[Kind, int | None], Any] = {}
+        if self._variants is not None:
+            step._require_fit(state)
+            self._params = local_shapes(state)
+            self.coming = self._variants.on_host(self._params)
+
+    def part(self, depth: int | None) -> Pruning:
+        """Where a state without what is left alone at a depth lies in the whole one."""
+        if depth not in self._parts:
+            numbers = self._structure.unflatten(range(self._structure.num_leaves))
+            if depth is not None:
+                own = self._variants.part(self._params, numbers.opt_state, depth)
+                numbers = numbers._replace(opt_state=own)
+            places, part = jax.tree.flatten(numbers)
+            self._parts[depth] = Pruning(self._structure, part, tuple(places))
+        return self._parts[depth]
+
+    def jitted(self, kind: Kind, depth: int | None) -> Any:
+        """The step or the flush at a depth; without one the program finds it out."""
+        key = kind, depth
+        if key not in self.compiled:
+            step, placement, of_step = self._step, self._placement, kind == "step"
+            specs = self._specs and self.part(depth).take(self._specs)
+            run: Any = step._step if of_step else step._flush
+            run, where = functools.partial(run, depth, placement), None
+            if placement is not None:
+                where = placement.shardings(specs)
+                where = (where, None) if of_step else where
+            elif step.mesh is not None:
+                batch = PartitionSpec(step.names)
+                run = jax.shard_map(
+                    run,
+                    mesh=step.mesh,
+                    in_specs=(specs, batch) if of_step else (specs,),
+                    out_specs=(specs, PartitionSpec()) if of_step else specs,
+                    check_vma=step.check_vma,
+                )
+            checked = functools.partial(step._checked, run, depth)
+            self.compiled[key] = jax.jit(checked, donate_argnums=0, out_shardings=where)
+        return self.compiled[key]
 
 
 def _mean_gradient(grads: PyTree, names: tuple[str, ...]) -> PyTree:

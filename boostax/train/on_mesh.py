@@ -131,41 +131,37 @@ def placed_on(
 
         outside = state
 
-        def change(grads: Pending, state: PyTree, params: PyTree, given: Any) -> Any:
+        def change(params: PyTree, state: PyTree, grads: Pending, given: Any) -> Any:
             handshake.hand_on_state(outside, state)
-            own = params.local if is_per_replica(params) else params
             pending = grads._replace(raw=grads.raw.local)
-            more = given | fixed
             gate = gate_of(tx)
             if gate is not None:
-                value, state = gate.step(pending, state, own, apply=apply, **more)
-            else:
-                raw = pending.value() if pending.factors else pending.raw
-                value, state = inner.update(raw, state, own, **more)
-                value = optax.apply_updates(own, value) if apply else value
-            return (PerReplica(value) if is_per_replica(params) else value), state
+                return gate.step(pending, state, params, apply=apply, **given, **fixed)
+            local = pending.value() if pending.factors else pending.raw
+            value, state = inner.update(local, state, params, **given, **fixed)
+            return (optax.apply_updates(params, value) if apply else value), state
 
         arrays = {k: x for k, x in extra.items() if _of_arrays(x)}
         fixed = {k: x for k, x in extra.items() if k not in arrays}
         # In the shards of the params, which XLA then makes where gradients are computed.
         raw = place.pinned(lambda g: g, specs(raw, ())[0])(raw)
-        return run(change, params, state, grads._replace(raw=raw), state, params, arrays)
+        return run(change, params, state, grads._replace(raw=raw), arrays)
 
     def flush_fn(state: PyTree, params: PyTree, **extra: Any) -> tuple[PyTree, PyTree]:
-        def close(state: PyTree, params: PyTree) -> Any:
-            own = params.local if is_per_replica(params) else params
-            value, state = flush_inner(inner_gate, state, own, extra)
-            return (PerReplica(value) if is_per_replica(params) else value), state
-
-        inner_gate: Any = tx
-        return run(close, params, state, state, params)
+        closed = lambda params, state: flush_inner(inner, state, params, extra)  # noqa: E731
+        return run(closed, params, state)
 
     def run(change: Any, params: PyTree, state: PyTree, *args: PyTree) -> tuple[PyTree, PyTree]:
         require_replicas(_WHO, (params, state), place.replicas)
         of_params, of_state = specs(params, state)
-        here = dataclasses.replace(place, own=is_per_replica(params))
-        mapped = functools.partial(here.each, change)
-        return place.pinned(mapped, (of_params, of_state))(*args)
+        own = is_per_replica(params)
+
+        def each(params: PyTree, *rest: PyTree) -> tuple[PyTree, PyTree]:
+            value, state = change(params.local if own else params, *rest)
+            return (PerReplica(value) if own else value), state
+
+        mapped = functools.partial(dataclasses.replace(place, own=own).each, each)
+        return place.pinned(mapped, (of_params, of_state))(params, state, *args)
 
     return gated(init_fn, step_fn, flush_fn)
 

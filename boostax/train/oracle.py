@@ -24,6 +24,7 @@ from boostax.precision.loss_scale import loss_scale
 from boostax.precision.policy import Policy, as_policy
 
 PyTree = Any
+_WHO = "value_and_grad"
 # By argument, what to do about a loss that does not take it.
 _TAKEN = {
     "scales": "boostax.precision.group_boundaries(loss_fn, labels) takes them for a loss that does "
@@ -97,10 +98,9 @@ def value_and_grad(
       >>> f(jnp.float32(1.0), state, jnp.ones(4))
       (Array(1., dtype=float32), Array(128., dtype=float32))
     """
-    who = "value_and_grad"
-    names = axes.canonical(who, axis_name)
-    count = checks.positive_int(who, "microbatches", microbatches, "1 takes the batch whole.")
-    precision = as_policy(who, policy)
+    names = axes.canonical(_WHO, axis_name)
+    count = checks.positive_int(_WHO, "microbatches", microbatches, "1 takes the batch whole.")
+    precision = as_policy(_WHO, policy)
     fn = loss_fn if precision is None else precision.compute(loss_fn)
 
     def evaluate(
@@ -130,16 +130,6 @@ def value_and_grad(
             loss, grads = drop_empty((loss, carried.without(grads, new)), jnp.asarray(weight))
             grads = carried.put(grads, new)
         return (loss, aux), grads
-
-    def gradients(
-        params: PyTree, opt_state: PyTree, batch: PyTree, *, active: PyTree = True, **kwargs: Any
-    ) -> tuple[Any, PyTree]:
-        axes.require_bound(names, who)
-        scale, scales = loss_scale(opt_state), group_scales(opt_state)
-        rules = carried.declared(opt_state, params, who)
-        given = _given(kwargs | {"scales": scales})
-        with handshake.scaling(opt_state):
-            return local(params, batch, scale, given, active, rules)
 
     def local(
         params: PyTree,
@@ -187,14 +177,7 @@ def value_and_grad(
         _, grads = local(params, batch, jnp.ones(()), given, True, {})
         return jax.tree.map(lambda g: axes.mean(g, names), trees.at_least_float32(grads))
 
-    def loss_at(batch: PyTree, **kwargs: Any) -> Callable[[PyTree], jax.Array]:
-        args = batch, _given(kwargs)
-        if not names:
-            return lambda params: loss_of(params, *args)
-        return _differentiable(loss_of, slope_of, args)
-
-    oracle = Oracle(gradients, loss_at, names, local, loss_of, slope_of, has_aux)
-    return oracle if mesh is None else oracle.over(mesh)
+    return Oracle(names, local, loss_of, slope_of, has_aux, mesh)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -202,88 +185,93 @@ class Oracle:
     """What ``value_and_grad`` returns: see there.
 
     Attributes:
-      gradients: the function itself, which a call of the oracle calls.
-      loss_at: from a batch to its loss as a function of the params.
       names: the replica axes.
       local: gradients and loss of one replica, from the scale and what the loss is given besides.
       loss_of: the loss alone.
       slope_of: its gradient, the mean over the replicas.
       has_aux: see ``value_and_grad``.
+      mesh: over whose replica axes alone it is mapped, on global arrays; ``None`` where it is
+        called within a mapped function, or on one device.
     """
 
-    gradients: Callable[..., tuple[Any, PyTree]]
-    loss_at: Callable[..., Callable[[PyTree], jax.Array]]
     names: tuple[str, ...]
     local: Callable[..., tuple[Any, PyTree]]
     loss_of: Callable[..., jax.Array]
     slope_of: Callable[..., PyTree]
     has_aux: bool
+    mesh: Mesh | None = None
 
-    def __call__(self, *args: Any, **kwargs: Any) -> tuple[Any, PyTree]:
+    def __call__(
+        self,
+        params: PyTree,
+        opt_state: PyTree,
+        batch: PyTree,
+        *,
+        active: PyTree = True,
+        **kwargs: Any,
+    ) -> tuple[Any, PyTree]:
         """``(loss, grads)``, or ``((loss, aux), grads)``."""
-        return self.gradients(*args, **kwargs)
+        if self.mesh is None:
+            axes.require_bound(self.names, _WHO)
+        scale, scales = loss_scale(opt_state), group_scales(opt_state)
+        rules = carried.declared(opt_state, params, _WHO)
+        given = _given(kwargs | {"scales": scales})
+        with handshake.scaling(opt_state):
+            if self.mesh is None:
+                return self.local(params, batch, scale, given, active, rules)
 
-    def over(self, mesh: Mesh) -> "Oracle":
-        """The same on global arrays, mapped over the replica axes of a mesh alone."""
-        rows, whole = PartitionSpec(self.names), PartitionSpec()
-
-        def mapped(fn: Callable[..., Any], params: PyTree, out_specs: Any) -> Callable[..., Any]:
-            first = rows if is_per_replica(params) else whole
-            how: Any = {"mesh": mesh, "axis_names": set(self.names)}
-            specs = (first, rows, whole)
-            return jax.shard_map(fn, in_specs=specs, out_specs=out_specs, **how)
-
-        def own(params: PyTree, given: dict[str, Any]) -> tuple[PyTree, dict[str, Any]]:
-            """What a replica has of the params, and its key."""
-            if is_per_replica(params):
-                params = jax.tree.map(lambda x: x[0], params.local)
-            if "key" in given:
-                key = jax.random.fold_in(given["key"], axes.index(self.names))
-                given = given | {"key": key}
-            return params, given
-
-        def gradients(
-            params: PyTree, opt_state: PyTree, batch: PyTree, *, active: PyTree = True, **kw: Any
-        ) -> tuple[Any, PyTree]:
-            scales = group_scales(opt_state)
-            given = _given(kw | {"scales": scales})
             at = active.at if isinstance(active, Choice) else None
-            rules = carried.declared(opt_state, params, "value_and_grad")
 
-            def each(params: PyTree, batch: PyTree, more: Any) -> tuple[Any, PyTree]:
-                scale, at, given = more
+            def each(
+                params: PyTree, batch: PyTree, given: dict[str, Any], scale: jax.Array, at: Any
+            ) -> tuple[Any, PyTree]:
                 handshake.hand_on(scales, given.get("scales"))
-                params, given = own(params, given)
                 chosen = active if at is None else active._replace(at=at)
                 value, grads = self.local(params, batch, scale, given, chosen, rules)
                 loss, aux = value if self.has_aux else (value, Aux())
                 told, own_aux = (aux, ()) if isinstance(aux, Aux) else (None, aux)
-                return (loss, told), jax.tree.map(_stackable, (own_aux, grads))
+                stackable = functools.partial(jnp.expand_dims, axis=0)
+                return (loss, told), jax.tree.map(stackable, (own_aux, grads))
 
-            run = mapped(each, params, (whole, rows))
-            more = loss_scale(opt_state), at, given
-            args = _gathered(mesh, self.names, params), batch, more
-            with handshake.scaling(opt_state):
-                (loss, told), (aux, grads) = run(*args)
-            aux = PerReplica(aux) if told is None else told
-            return ((loss, aux) if self.has_aux else loss), PerReplica(grads)
+            run = self._mapped(each, (PartitionSpec(), PartitionSpec(self.names)))
+            (loss, told), (aux, grads) = run(params, batch, given, scale, at)
+        aux = PerReplica(aux) if told is None else told
+        return ((loss, aux) if self.has_aux else loss), PerReplica(grads)
 
-        def loss_at(batch: PyTree, **kw: Any) -> Callable[[PyTree], jax.Array]:
-            def over_all(fn: Callable[..., PyTree]) -> Callable[..., PyTree]:
-                def each(params: PyTree, batch: PyTree, given: dict[str, Any]) -> PyTree:
-                    params, given = own(params, given)
-                    return fn(params, batch, given)
+    def loss_at(self, batch: PyTree, **kwargs: Any) -> Callable[[PyTree], jax.Array]:
+        """The loss of a batch as a function of the params."""
+        args = batch, _given(kwargs)
+        if not self.names:
+            return lambda params: self.loss_of(params, *args)
+        both = self.loss_of, self.slope_of
+        if self.mesh is not None:
+            both = (_outside(self._mapped(fn, PartitionSpec())) for fn in both)
+        return _differentiable(*both, args)
 
-                def run(params: PyTree, batch: PyTree, given: dict[str, Any]) -> PyTree:
-                    whole_params = _gathered(mesh, self.names, params)
-                    return mapped(each, params, whole)(whole_params, batch, given)
+    def _mapped(self, fn: Callable[..., Any], out_specs: Any) -> Callable[..., Any]:
+        """``fn(params, batch, given, ...)`` on global arrays: params as a replica has them."""
+        names, rows, whole = self.names, PartitionSpec(self.names), PartitionSpec()
 
-                return _outside(run)
+        def run(params: PyTree, batch: PyTree, given: dict[str, Any], *more: Any) -> Any:
+            own = is_per_replica(params)
 
-            args = batch, _given(kw)
-            return _differentiable(over_all(self.loss_of), over_all(self.slope_of), args)
+            def each(params: PyTree, batch: PyTree, given: dict[str, Any], *more: Any) -> Any:
+                params = jax.tree.map(lambda x: x[0], params.local) if own else params
+                if "key" in given:
+                    key = jax.random.fold_in(given["key"], axes.index(names))
+                    given = given | {"key": key}
+                return fn(params, batch, given, *more)
 
-        return dataclasses.replace(self, gradients=gradients, loss_at=loss_at)
+            specs = rows if own else whole, rows, whole, *(whole for _ in more)
+            how: Any = {"mesh": self.mesh, "axis_names": set(names)}
+            mapped = jax.shard_map(each, in_specs=specs, out_specs=out_specs, **how)
+            return mapped(_gathered(self.mesh, names, params), batch, given, *more)
+
+        return run
+
+    def over(self, mesh: Mesh) -> "Oracle":
+        """The same on global arrays of a mesh."""
+        return dataclasses.replace(self, mesh=mesh)
 
 
 def _outside(fn: Callable[..., PyTree]) -> Callable[..., PyTree]:
@@ -326,7 +314,7 @@ def _differentiable(value: Any, gradient: Any, args: tuple[Any, ...]) -> Callabl
     return loss
 
 
-def _gathered(mesh: Mesh, names: tuple[str, ...], params: PyTree) -> PyTree:
+def _gathered(mesh: Any, names: tuple[str, ...], params: PyTree) -> PyTree:
     """Params that are whole on every replica.
 
     XLA gathers those that are sharded over the replica axes; on an Explicit mesh that is said.
@@ -335,11 +323,6 @@ def _gathered(mesh: Mesh, names: tuple[str, ...], params: PyTree) -> PyTree:
         return params
     whole = lambda x: NamedSharding(mesh, without(jax.typeof(x).sharding.spec, names))  # noqa: E731
     return jax.tree.map(lambda x: jax.sharding.reshard(x, whole(x)), params)
-
-
-def _stackable(x: Any) -> jax.Array:
-    """One replica's part of a stacked array."""
-    return jnp.expand_dims(x, 0)
 
 
 def _given(kwargs: dict[str, Any]) -> dict[str, Any]:

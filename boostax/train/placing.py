@@ -55,24 +55,18 @@ class Placing:
         return NamedSharding(self.mesh, PartitionSpec(self.names))
 
     def state(self, state: TrainState) -> TrainState:
-        """A state of one replica, as ``tx.init`` makes it, on all of them."""
+        """A state of one replica, as ``tx.init`` makes it, on all of them; of types the types."""
         here = dataclasses.replace(self, param_specs=self.of_params(state.params))
         if owns_params(state.opt_state):
             state = state._replace(params=PerReplica(state.params))
-        if self.spans_processes:
-            # On the host the replicas of a state are views of one.
-            state = on_host(state)
-        state = stack_replicas(state, self.replicas)
+        stack = functools.partial(stack_replicas, replicas=self.replicas)
+        if any(isinstance(x, jax.ShapeDtypeStruct) for x in jax.tree.leaves(state)):
+            state = jax.eval_shape(stack, state)
+            typed = lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s)  # noqa: E731
+            return jax.tree.map(typed, state, here.shardings(state))
+        # On the host the replicas of a state are views of one.
+        state = stack(on_host(state) if self.spans_processes else state)
         return place(state, here.shardings(state))
-
-    def shapes(self, state: TrainState) -> TrainState:
-        """The types of a placed state from those of one replica, with shardings."""
-        here = dataclasses.replace(self, param_specs=self.of_params(state.params))
-        if owns_params(state.opt_state):
-            state = state._replace(params=PerReplica(state.params))
-        state = jax.eval_shape(lambda s: stack_replicas(s, self.replicas), state)
-        typed = lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s)  # noqa: E731
-        return jax.tree.map(typed, state, here.shardings(state))
 
     def shardings(self, state: TrainState) -> TrainState:
         """Of each leaf of a placed state."""
