@@ -194,6 +194,7 @@ def test_train_step_and_global_arrays_agree_over_one_axis_and_two(inner):
         by_a_step(flat, a_mesh(8)).params,
         on_global_arrays(flat, a_mesh(8)),
         on_global_arrays(nodes, a_mesh(2, 4)),
+        on_global_arrays(of_servers(("nodes", "cores"), 4, inner), a_mesh(2, 4)),
     ]
     for params in found:
         for k in SHAPES:
