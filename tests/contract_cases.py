@@ -177,6 +177,17 @@ CASES = [
         ),
     ),
     Case(
+        "adasum_delta_of_servers",
+        lambda inner, axis: boostax.reduce.adasum_delta(inner, axis, within=4),
+        reduces=True,
+        bad_arguments=(
+            (lambda: boostax.reduce.adasum_delta(OPT, "data", within=0), "within"),
+            (lambda: boostax.reduce.adasum_delta(OPT, "data", within=True), "within"),
+            (lambda: boostax.reduce.adasum_delta(OPT, "data", within=0.5), "within"),
+            (lambda: boostax.reduce.adasum_delta(OPT, "data", within="data"), "within"),
+        ),
+    ),
+    Case(
         "top_k_reduce",
         lambda inner, axis: optax.chain(boostax.top_k_reduce(axis, 0.25), inner),
         reduces=True,

@@ -35,6 +35,7 @@ VARIANTS = {
     "record_trajectory",
     "group_loss_scale_measured_around_a_window",
     "adasum_delta",
+    "adasum_delta_of_servers",
     "int8_reduce",
     "sign_reduce",
     "power_sgd_reduce",

@@ -12,6 +12,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from boostax._core import checks, proof
@@ -20,7 +21,55 @@ PyTree = Any
 AxisName = str | tuple[str, ...]
 
 
-def canonical(who: str, axis_name: AxisName | None) -> tuple[str, ...]:
+class Groups(tuple[str, ...]):
+    """Axis names, and the groups of their replicas that communicate, each by itself.
+
+    What stands for an axis of servers, or for one of the devices of a server, on a mesh that has
+    one axis for both. A sum or a gather that is typed as equal does not exist for groups
+    (``check_vma``): what they exchange is typed as varying.
+
+    Attributes:
+      members: ``(groups, size)``, the numbers of the replicas of each group.
+    """
+
+    members: np.ndarray[Any, Any]
+
+    def __new__(cls, names: tuple[str, ...], members: np.ndarray[Any, Any]) -> "Groups":
+        made = super().__new__(cls, names)
+        made.members = members
+        return made
+
+    @property
+    def lists(self) -> list[list[int]]:
+        """The groups as ``axis_index_groups`` takes them."""
+        return self.members.tolist()
+
+    def place(self, of_group: bool = False) -> jax.Array:
+        """Number of this replica in its group, or of its group."""
+        places = np.argwhere(np.ones_like(self.members))[np.argsort(self.members, None)]
+        return jnp.asarray(places[:, 0 if of_group else 1], jnp.int32)[index(tuple(self))]
+
+
+def servers(names: tuple[str, ...], devices: int, who: str) -> tuple[Groups, Groups]:
+    """The replicas as servers of neighbours: across servers, and inside each.
+
+    No more devices than one server has are one server.
+
+    Raises:
+      ValueError: the number of replicas is not a multiple of ``devices``.
+    """
+    replicas = size(names)
+    inside = min(devices, replicas)
+    if replicas % inside:
+        raise ValueError(
+            f"{who}: within must divide the {replicas} replicas of {', '.join(map(repr, names))}, "
+            f"got {devices}. It is the number of devices of a server."
+        )
+    numbers = np.arange(replicas).reshape(-1, inside)
+    return Groups(names, numbers.T), Groups(names, numbers)
+
+
+def canonical(who: str, axis_name: AxisName | None, argument: str = "axis_name") -> tuple[str, ...]:
     """Axis names as a tuple; empty for ``None``."""
     if axis_name is None:
         return ()
@@ -28,7 +77,7 @@ def canonical(who: str, axis_name: AxisName | None) -> tuple[str, ...]:
     words = all(isinstance(name, str) for name in names)
     if not names or len(set(map(repr, names))) != len(names) or not words:
         raise ValueError(
-            f"{who}: axis_name must be a mesh axis name or a tuple of different ones, got "
+            f"{who}: {argument} must be a mesh axis name or a tuple of different ones, got "
             f"{axis_name!r}. Use None on a single device."
         )
     return names
@@ -73,8 +122,8 @@ def of_the_mesh() -> tuple[str, ...]:
 
 
 def size(names: tuple[str, ...]) -> int:
-    """Number of replicas over all the axes."""
-    return lax.axis_size(names)
+    """Number of replicas over all the axes; of one group of them."""
+    return names.members.shape[1] if isinstance(names, Groups) else lax.axis_size(names)
 
 
 def varying(x: Any) -> frozenset[str]:
@@ -141,6 +190,13 @@ def to_varying(tree: PyTree, names: tuple[str, ...] | frozenset[str]) -> PyTree:
     return jax.tree.map(cast, tree) if manual else tree
 
 
+def to_each(tree: PyTree, names: tuple[str, ...]) -> PyTree:
+    """A copy for each replica, also under ``jax.vmap``, of what may be equal on some."""
+    if not vmapped(names):
+        return to_varying(tree, names)
+    return jax.tree.map(lambda x: jnp.where(index(names) >= 0, x, x), tree)
+
+
 def unify(tree: PyTree, like: PyTree) -> PyTree:
     """Cast each leaf to vary at least where its counterpart does, as branches of a cond must."""
     return jax.tree.map(lambda x, y: to_varying(x, varying(y)), tree, like)
@@ -163,7 +219,9 @@ def with_shards(x: jax.Array, names: tuple[str, ...]) -> tuple[str, ...]:
 
 
 def index(names: tuple[str, ...]) -> jax.Array:
-    """Number of this replica, the first axis slowest."""
+    """Number of this replica, the first axis slowest; in its group."""
+    if isinstance(names, Groups):
+        return names.place()
     place = jnp.zeros((), jnp.int32)
     for name in names:
         place = place * lax.axis_size(name) + lax.axis_index(name)
@@ -175,8 +233,12 @@ def exchange(x: jax.Array, names: tuple[str, ...]) -> jax.Array:
 
     ``x`` has one row per replica, and so has the result.
     """
-    if not _vmapped(names):
-        return _swapped(x, names) if len(x) == 2 else lax.all_to_all(x, names, 0, 0, tiled=True)
+    if not vmapped(names):
+        if len(x) == 2:
+            return _swapped(x, names)
+        return lax.all_to_all(x, tuple(names), 0, 0, tiled=True, axis_index_groups=_lists(names))
+    if isinstance(names, Groups):
+        return lax.dynamic_index_in_dim(in_group(x, names), names.place(), 1, keepdims=False)
     # vmap has no rule for several axes at once; one after the other is the same permutation.
     blocks = x.reshape(*(lax.axis_size(name) for name in names), *x.shape[1:])
     for dim, name in enumerate(names):
@@ -188,13 +250,19 @@ def _swapped(x: jax.Array, names: tuple[str, ...]) -> jax.Array:
     """``exchange`` of two. Between two slices an all-to-all of a TPU sends what stays as well."""
     other = 1 - index(names)
     row = lax.dynamic_slice_in_dim(x, other, 1)
-    row = lax.ppermute(row, names, [(0, 1), (1, 0)])
+    pairs = _lists(names) or [[0, 1]]
+    row = lax.ppermute(row, tuple(names), [pair for a, b in pairs for pair in ((a, b), (b, a))])
     return lax.dynamic_update_slice_in_dim(x, row, other, 0)
 
 
 def gather(x: jax.Array, names: tuple[str, ...], dim: int = 0) -> jax.Array:
-    """What every replica holds, stacked on a new dimension and typed as equal on all."""
-    if not _vmapped(names):
+    """What every replica holds, stacked on a new dimension and typed as equal on all.
+
+    Of groups: that of the first, where all groups hold the same.
+    """
+    if isinstance(names, Groups):
+        return jnp.take(gather(x, tuple(names), dim), names.members[0], dim)
+    if not vmapped(names):
         return lax.all_gather(x, names, axis=dim, to="invarying")
     stacked = x
     for name in reversed(names):
@@ -203,10 +271,40 @@ def gather(x: jax.Array, names: tuple[str, ...], dim: int = 0) -> jax.Array:
 
 
 def gather_along(x: jax.Array, names: tuple[str, ...], dim: int) -> jax.Array:
-    """The whole of what is cut along a dimension over the replicas, typed as equal on all."""
-    if not _vmapped(names):
+    """The whole of what is cut along a dimension over the replicas, typed as equal on all.
+
+    In each group the whole of what is cut over it, typed as varying.
+    """
+    if not vmapped(names):
+        if isinstance(names, Groups):
+            groups = names.lists
+            return lax.all_gather(x, tuple(names), axis=dim, tiled=True, axis_index_groups=groups)
         return lax.all_gather(x, names, axis=dim, tiled=True, to="invarying")
-    return gather(x, names, dim).reshape(*x.shape[:dim], -1, *x.shape[dim + 1 :])
+    grouped = isinstance(names, Groups)
+    stacked = jnp.moveaxis(in_group(x, names), 0, dim) if grouped else gather(x, names, dim)
+    return stacked.reshape(*x.shape[:dim], -1, *x.shape[dim + 1 :])
+
+
+def scatter(x: jax.Array, names: tuple[str, ...], dim: int) -> jax.Array:
+    """The sum over the replicas, or over each group, cut along a dimension over them."""
+    if not (vmapped(names) and isinstance(names, Groups)):
+        over: dict[str, Any] = {"axis_name": tuple(names), "axis_index_groups": _lists(names)}
+        return lax.psum_scatter(x, scatter_dimension=dim, tiled=True, **over)
+    length = x.shape[dim] // size(names)
+    summed = in_group(x, names).sum(0)
+    return lax.dynamic_slice_in_dim(summed, names.place() * length, length, dim)
+
+
+def in_group(x: jax.Array, names: Groups) -> jax.Array:
+    """What every replica of this one's group holds, stacked."""
+    if not vmapped(names):
+        return lax.all_gather(x, tuple(names), axis_index_groups=names.lists)
+    # vmap has no rule for groups: this emulates them.
+    return gather(x, tuple(names))[jnp.asarray(names.members)[names.place(of_group=True)]]
+
+
+def _lists(names: tuple[str, ...]) -> list[list[int]] | None:
+    return names.lists if isinstance(names, Groups) else None
 
 
 def total(x: jax.Array, names: tuple[str, ...]) -> jax.Array:
@@ -255,11 +353,13 @@ def mean(x: jax.Array, names: tuple[str, ...]) -> jax.Array:
 
 
 def largest(x: jax.Array, names: tuple[str, ...]) -> jax.Array:
-    """The maximum over the axes."""
+    """The maximum over the axes, or in each group."""
+    if isinstance(names, Groups):
+        return in_group(x, names).max(0)
     return lax.pmax(to_varying(x, names), names)
 
 
-def _vmapped(names: tuple[str, ...]) -> bool:
+def vmapped(names: tuple[str, ...]) -> bool:
     """Whether ``jax.vmap`` gave the names: several collectives have no rule or type there."""
     return not frozenset(names) <= frozenset(jax.sharding.get_abstract_mesh().manual_axes)
 

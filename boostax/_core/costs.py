@@ -256,10 +256,11 @@ def _listed(jaxpr: jaxprs.Jaxpr) -> Iterator[Collective]:
 def _collective(eqn: jaxprs.JaxprEqn, place: _Place) -> Collective:
     avals: list[Any] = [v.aval for v in eqn.invars]
     names = tuple(x for x in _named(eqn) if x in place.sizes)
+    groups = eqn.params.get("axis_index_groups")
     return Collective(
         kind(eqn.primitive.name),
         names,
-        replicas=math.prod(place.sizes[x] for x in names),
+        replicas=len(groups[0]) if groups else math.prod(place.sizes[x] for x in names),
         bytes=sum(math.prod(aval.shape) * aval.dtype.itemsize for aval in avals),
         count=place.count,
         conditional=bool(place.branches),

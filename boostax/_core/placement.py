@@ -24,6 +24,7 @@ from jax.custom_batching import custom_vmap
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from boostax._core import checks, trees
+from boostax._core.axes import Groups, in_group
 from boostax._core.replicas import PerReplica, is_per_replica, specs_like, without
 
 PyTree = Any
@@ -226,6 +227,40 @@ def on_shards(
         return means, _joined(own, shared, tree)
 
     return placed
+
+
+def mean_of_group(x: jax.Array, groups: Groups) -> jax.Array:
+    """The mean over this replica's group, a run of neighbours, under ``jax.vmap``.
+
+    On global arrays a sum over a dimension that XLA shards, as all sums are there.
+    """
+    if _HERE.get() is None:
+        return in_group(x, groups).mean(0)
+
+    def means(stacked: jax.Array) -> jax.Array:
+        rows = stacked.reshape(*groups.members.shape, *x.shape)
+        return jnp.broadcast_to(rows.mean(1, keepdims=True), rows.shape).reshape(stacked.shape)
+
+    return _of_all(x, tuple(groups), means)
+
+
+def _of_all(
+    x: jax.Array, names: tuple[str, ...], fn: Callable[[jax.Array], jax.Array]
+) -> jax.Array:
+    """``fn`` of what all replicas have, stacked; each receives its own of the result."""
+    if not names:
+        return fn(x)
+
+    @custom_vmap
+    def call(x: jax.Array) -> jax.Array:
+        return x
+
+    @call.def_vmap
+    def rule(size: int, batched: Any, x: jax.Array) -> tuple[jax.Array, bool]:
+        x = x if batched[0] else jnp.broadcast_to(x[None], (size, *x.shape))
+        return _of_all(x, names[:-1], fn), True
+
+    return call(x)
 
 
 Run = Callable[[PyTree, PyTree], tuple[PyTree, PyTree, PyTree]]

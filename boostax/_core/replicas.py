@@ -48,6 +48,12 @@ def shares(opt_state: PyTree) -> list[PerReplica]:
     return [part for node in nodes for part in node.shares()]
 
 
+def _of_servers(opt_state: PyTree) -> list[PerReplica]:
+    """The parts of a state that are the same inside a server, as states say by ``servers``."""
+    nodes = trees.find(opt_state, lambda node: callable(getattr(node, "servers", None)))
+    return [part for node in nodes for part in node.servers()]
+
+
 def require_replicas(who: str, state: PyTree, replicas: int) -> None:
     """Refuse a state whose per-replica parts do not lead with this number of replicas."""
     for path, node in jax.tree_util.tree_leaves_with_path(state, is_leaf=is_per_replica):
@@ -296,7 +302,7 @@ def without(spec: PartitionSpec, names: Sequence[str]) -> PartitionSpec:
     return PartitionSpec(*map(kept, spec))
 
 
-def reshard_state(state: PyTree, replicas: int) -> PyTree:
+def reshard_state(state: PyTree, replicas: int, *, within: int = 1) -> PyTree:
     r"""A state for another number of replicas.
 
     Old and new replicas are laid out side by side over the unit interval, and each new one takes
@@ -319,14 +325,17 @@ def reshard_state(state: PyTree, replicas: int) -> PyTree:
       state: an optimizer state or a whole ``TrainState`` as it is outside a mapped function; not
         a part of one, which does not know what is inside the window around it.
       replicas: their new number.
+      within: of ``adasum_delta(within=...)``, whose state is the same on all devices of a server:
+        how many of them a server has from now on. It then takes the mean over what the server
+        covers.
 
     Returns:
       The same tree, its per-replica arrays of shape ``(replicas, *shape)``. Place it anew with
       ``jax.device_put(state, step.shardings(state))``. Cost: a read of the per-replica arrays.
 
     Raises:
-      ValueError, TypeError: ``replicas`` is not a positive integer; devices hold values of their
-        own in what is said to be the same on all.
+      ValueError, TypeError: ``replicas`` is not a positive integer, or not a multiple of
+        ``within``; devices hold values of their own in what is said to be the same on all.
 
     Example:
       >>> import boostax, jax.numpy as jnp
@@ -335,12 +344,20 @@ def reshard_state(state: PyTree, replicas: int) -> PyTree:
       [[2.0], [6.0]]
     """
     checks.positive_int("reshard_state", "replicas", replicas, "It is the new number of replicas.")
+    checks.positive_int("reshard_state", "within", within, "It is the devices of a server.")
+    if replicas % within:
+        hint = "within is the number of devices of a server."
+        allowed = f"a multiple of within={within}"
+        raise ValueError(checks.message("reshard_state", "replicas", allowed, replicas, hint))
     require_stacked("reshard_state", state)
-    summed = shares(state)
+    summed, of_servers = shares(state), _of_servers(state)
 
     def moved(node: Any) -> Any:
         if not is_per_replica(node):
             return node
+        if any(node is part for part in of_servers):
+            part = spread_anew(node, replicas // within, False)
+            return jax.tree.map(lambda x: jnp.repeat(x, within, 0) if within > 1 else x, part)
         return spread_anew(node, replicas, any(node is part for part in summed))
 
     return jax.tree.map(moved, state, is_leaf=is_per_replica)

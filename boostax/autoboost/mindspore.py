@@ -118,11 +118,7 @@ GROUPS: dict[str, dict[str, Setting]] = {
         "gradient_split_groups": Setting(
             None, _splits, unused="XLA decides what travels together; reduce.bucket_bytes may"
         ),
-        "device_number": Setting(
-            8,
-            _count,
-            unused="the mesh says how many devices a node has; reduce.within names them",
-        ),
+        "device_number": Setting(8, _count, "within"),
     },
 }
 
@@ -185,8 +181,10 @@ def from_mindspore(data: Mapping[str, Any], level: str = "O0", *, strict: bool =
       >>> from boostax.autoboost.mindspore import from_mindspore
       >>> data = {"boost": {"mode": "manual", "grad_freeze": False, "adasum": True}}
       >>> config, notes = from_mindspore(data, "O1")
-      >>> config.reduce.kind, config.freeze, config.less_bn.normalized_head, notes
-      ('adasum-delta', None, True, ())
+      >>> config.reduce, config.freeze, config.less_bn.normalized_head
+      (Reduce(kind='adasum-delta', within=8), None, True)
+      >>> notes[0].partition(":")[0]
+      'common.device_number = 8'
       >>> from_mindspore({"boost": {"adasum": True}}, "O1", strict=False).notes[0]
       "boost.adasum = True has no effect: mode 'auto' takes what level 'O1' says."
 
@@ -285,6 +283,13 @@ class _Strict:
         """The configuration as a dictionary of boostax's own."""
         freeze, norms = parts["grad_freeze"], parts["less_bn"]
         centralize = norms.pop("centralize", False)
+        servers = parts["common"]
+        if on["adasum"]:
+            self.notes.append(
+                f"common.device_number = {servers['within']}: a run of no more devices is one "
+                "server, whose gradients are averaged, and nothing is left for AdaSum; MindSpore "
+                "does the same without a word."
+            )
         finish = parts["dim_reduce"] | {"after": 0, "rule": "mindspore"}
         if on["dim_reduce"]:
             self.notes.append(
@@ -296,8 +301,8 @@ class _Strict:
             "group_loss_scale": on["loss_scale_group"] and {"groups": freeze.get("groups")},
             "accumulate": on["grad_accumulation"] and parts["grad_accumulation"],
             "freeze": on["grad_freeze"] and freeze,
-            # MindSpore combines what the optimizer has made of the gradients.
-            "adasum_delta": on["adasum"],
+            # MindSpore combines what the optimizer of each server has made of its mean gradient.
+            "adasum_delta": on["adasum"] and servers,
             "centralize": on["less_bn"] and centralize,
             "less_bn": on["less_bn"] and norms,
             "dim_reduce": on["dim_reduce"] and finish,

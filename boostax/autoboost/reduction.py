@@ -35,7 +35,8 @@ class Reduce(Part, factory=DENSE | CODECS | OWN_PARAMS):
 
     ``wire`` is the dtype in which gradients, or values of a sparse one, travel. ``dense`` is
     ``"vectors"`` to send norms and biases whole. ``within`` is one of the axes of ``axis_name``,
-    over which is averaged before AdaSum.
+    over which is averaged before AdaSum; of ``"adasum-delta"`` also the number of devices of a
+    server.
     """
 
     renamed = dict.fromkeys(("dtype", "value_dtype", "wire_dtype"), "wire")
@@ -50,7 +51,7 @@ class Reduce(Part, factory=DENSE | CODECS | OWN_PARAMS):
         if self.dense not in (None, "vectors"):
             hint = "Leave it out to treat all leaves alike."
             raise ValueError(checks.message("", "dense", "'vectors'", self.dense, hint))
-        others = () if self.within is None else (self.within,)
+        others = (self.within,) if isinstance(self.within, str) else ()
         self.layer(Place(("axis", *others), None))
 
     def layer(self, place: Place) -> Layer:
@@ -62,7 +63,7 @@ class Reduce(Part, factory=DENSE | CODECS | OWN_PARAMS):
         found = super().arguments(place)
         if self.dense is not None:
             found["dense"] = vectors
-        if self.within is not None:
+        if self.within is not None and not isinstance(self.within, int):
             names = axes.canonical("Reduce", place.axis_name)
             found["axis_name"] = tuple(name for name in names if name != self.within)
             if len(found["axis_name"]) != len(names) - 1 or not found["axis_name"]:

@@ -108,68 +108,127 @@ def adasum(
     """
     who = "adasum"
     across = axes.required(who, axis_name)
-    inside = axes.canonical(who, within)
+    inside = axes.canonical(who, within, "within")
+    names = across + inside
+    wanted = options(
+        who, names, shard_axes, scope, wire_dtype, bucket_bytes, leaf_metrics=leaf_metrics
+    )
+
+    def update_fn(
+        updates: PyTree, state: Any, params: PyTree = None, **extra_args: Any
+    ) -> tuple[PyTree, AdasumState]:
+        del state, params, extra_args
+        trees.require_gradients(updates, who)
+        axes.require_local(updates, names, who)
+        axes.require_bound(wanted.shards, who, "shard_axes")
+        levels = Levels(across, inside, (across, inside) if inside else (across,))
+        return combined(updates, levels, wanted)
+
+    update = describe(who, "adasum", names)(on_shards(who, names, update_fn))
+    return optax.GradientTransformationExtraArgs(wanted.init, update)
+
+
+class Options(NamedTuple):
+    """The arguments of ``adasum`` that say how, checked."""
+
+    shards: tuple[str, ...]
+    scope: Scope
+    wire: np.dtype[Any] | None
+    bucket_bytes: int | None
+    leaf_metrics: bool
+
+    def init(self, params: PyTree) -> AdasumState:
+        """Nothing is known yet."""
+        unknown = lambda _: jnp.full((), -1.0, jnp.float32)  # noqa: E731
+        each = jax.tree.map(unknown, params) if self.leaf_metrics else None
+        return AdasumState(unknown(None), each)
+
+
+def options(
+    who: str,
+    names: tuple[str, ...],
+    shard_axes: axes.AxisName | None,
+    scope: Scope,
+    wire_dtype: Any,
+    bucket_bytes: int | None,
+    *,
+    leaf_metrics: bool,
+) -> Options:
+    """Check them; ``names`` are the axes of the replicas."""
     shards = axes.canonical(who, shard_axes)
     checks.choice(who, "scope", scope, ("leaf", "tree"), "The paper combines leaf by leaf.")
-    names = across + inside
     wire = None if wire_dtype is None else checks.floating_dtype(who, "wire_dtype", wire_dtype)
     bucket_bytes = exchange.check_bytes(who, bucket_bytes)
-    _check_axes(who, across, inside, shards)
+    _check_axes(who, names + shards)
     if shards and scope == "tree":
         raise ValueError(
             f"{who}: scope must be 'leaf' with shard_axes, got 'tree'. A sum over all leaves would "
             "count those that are not sharded once for each shard; where JAX tracks varying types "
             "(check_vma), shard_axes can be left out."
         )
+    return Options(shards, scope, wire, bucket_bytes, leaf_metrics)
 
-    def init_fn(params: PyTree) -> AdasumState:
-        unknown = lambda _: jnp.full((), -1.0, jnp.float32)  # noqa: E731
-        return AdasumState(unknown(None), jax.tree.map(unknown, params) if leaf_metrics else None)
 
-    def update_fn(
-        updates: PyTree, state: Any, params: PyTree = None, **extra_args: Any
-    ) -> tuple[PyTree, AdasumState]:
-        del params, extra_args
-        trees.require_gradients(updates, who)
-        axes.require_local(updates, names, who)
-        axes.require_bound(shards, who, "shard_axes")
-        leaves, treedef = jax.tree.flatten(updates)
-        kinds = exchange.kinds(leaves)
-        # Where JAX tracks it, a leaf says itself over which axes it is sharded.
-        over = [
-            tuple(sorted(axes.varying(leaves[kind[0]]) - frozenset(names))) or shards
-            for kind in kinds
-        ]
-        every = {name for other in over for name in other}
-        copies = [axes.size(tuple(every - set(other))) for other in over]
-        sent = [
-            _sent(
-                [leaves[i] for i in kind],
-                across,
-                inside,
-                other,
-                wire,
-                bucket_bytes,
-            )
-            for kind, other in zip(kinds, over, strict=True)
-        ]
-        over_all = lambda found: tuple(dict.fromkeys((*found, *shards)))  # noqa: E731
-        total = lambda x: axes.total(x, over_all(axes.with_shards(x, names)))  # noqa: E731
-        parts, alignment = _combine([x.rows for x in sent], kinds, copies, scope, total)
-        # What has no elements is not sent, and the same everywhere.
-        result = [jnp.zeros(x.shape, x.dtype) for x in leaves]
-        for kind, (parcels, own, _), part in zip(kinds, sent, parts, strict=True):
-            levels = (across, inside) if inside else (across,)
-            done = exchange.delivered(parcels, part, levels, wire, own)
-            for i, x in zip(kind, done, strict=True):
-                result[i] = exchange.like(x, leaves[i])
-        overall, each = _orthogonality(alignment, len(leaves))
-        return jax.tree.unflatten(treedef, result), AdasumState(
-            overall, jax.tree.unflatten(treedef, each) if leaf_metrics else None
-        )
+class Levels(NamedTuple):
+    """What is combined over what.
 
-    update = describe(who, "adasum", names)(on_shards(who, names, update_fn))
-    return optax.GradientTransformationExtraArgs(init_fn, update)
+    Attributes:
+      across: the replicas, or servers of some, that AdaSum combines.
+      inside: those of one server.
+      gathered: over what the result is gathered, one after the other, the fastest first.
+      averaged: whether all replicas of a server have the same already.
+    """
+
+    across: tuple[str, ...]
+    inside: tuple[str, ...]
+    gathered: tuple[tuple[str, ...], ...]
+    averaged: bool = False
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """All axes."""
+        return tuple(dict.fromkeys((*self.across, *self.inside)))
+
+    def slice_inside(self, x: jax.Array, dim: int) -> jax.Array:
+        """This device's part of what its server has, along a dimension."""
+        across, inside = axes.size(self.across), axes.size(self.inside)
+        slices = exchange.cut(x, across * inside, dim)
+        # Cut in the order in which they are gathered: over servers first, or over all at once.
+        lead = int(isinstance(self.inside, axes.Groups))
+        sizes = (across, inside) if lead else (inside, across)
+        slices = slices.reshape(*sizes, *slices.shape[1:])
+        mine = lax.dynamic_index_in_dim(slices, axes.index(self.inside), lead, keepdims=False)
+        return exchange.joined(mine, dim)
+
+
+def combined(updates: PyTree, levels: Levels, wanted: Options) -> tuple[PyTree, AdasumState]:
+    """The AdaSum of a tree, and how parallel its parts were."""
+    names, (shards, scope, wire, bucket_bytes, leaf_metrics) = levels.names, wanted
+    leaves, treedef = jax.tree.flatten(updates)
+    kinds = exchange.kinds(leaves)
+    # Where JAX tracks it, a leaf says itself over which axes it is sharded.
+    over = [
+        tuple(sorted(axes.varying(leaves[kind[0]]) - frozenset(names))) or shards for kind in kinds
+    ]
+    every = {name for other in over for name in other}
+    copies = [axes.size(tuple(every - set(other))) for other in over]
+    sent = [
+        _sent([leaves[i] for i in kind], levels, other, wire, bucket_bytes)
+        for kind, other in zip(kinds, over, strict=True)
+    ]
+    over_all = lambda found: tuple(dict.fromkeys((*found, *shards)))  # noqa: E731
+    total = lambda x: axes.total(x, over_all(axes.with_shards(x, names)))  # noqa: E731
+    parts, alignment = _combine([x.rows for x in sent], kinds, copies, scope, total)
+    # What has no elements is not sent, and the same everywhere.
+    result = [jnp.zeros(x.shape, x.dtype) for x in leaves]
+    for kind, (parcels, own, _), part in zip(kinds, sent, parts, strict=True):
+        done = exchange.delivered(parcels, part, levels.gathered, wire, own)
+        for i, x in zip(kind, done, strict=True):
+            result[i] = exchange.like(x, leaves[i])
+    overall, each = _orthogonality(alignment, len(leaves))
+    return jax.tree.unflatten(treedef, result), AdasumState(
+        overall, jax.tree.unflatten(treedef, each) if leaf_metrics else None
+    )
 
 
 class _Sent(NamedTuple):
@@ -188,25 +247,28 @@ class _Sent(NamedTuple):
 
 def _sent(
     leaves: Sequence[jax.Array],
-    across: tuple[str, ...],
-    within: tuple[str, ...],
+    levels: Levels,
     shards: tuple[str, ...],
     wire: np.dtype[Any] | None,
     bucket_bytes: int | None,
 ) -> _Sent:
+    across, inside = levels.across, levels.inside
     own = [exchange.real(x) for x in leaves]
-    slices = axes.size(across + within)
-    parcels = exchange.parcels(own, slices, bucket_bytes)
+    devices = axes.size(inside)
+    parcels = exchange.parcels(own, axes.size(across) * devices, bucket_bytes)
     arrays = [parcel.array(own) for parcel in parcels]
-    if within and wire is None:
-        arrays = [
-            lax.psum_scatter(x / axes.size(within), within, scatter_dimension=p.dim, tiled=True)
-            for p, x in zip(parcels, arrays, strict=True)
-        ]
-    elif within:
-        near = exchange.exchange(parcels, arrays, within, wire, shards, by_leaf=False)
+    if levels.averaged:
+        pairs = zip(parcels, arrays, strict=True)
+        arrays = [levels.slice_inside(x, parcel.dim) for parcel, x in pairs]
+    elif inside and wire is None:
+        pairs = zip(parcels, arrays, strict=True)
+        arrays = [axes.scatter(x / devices, inside, parcel.dim) for parcel, x in pairs]
+    elif inside:
+        near = exchange.exchange(parcels, arrays, inside, wire, (shards,), by_leaf=False)
         arrays = exchange.mean(near, "before")
-    rows = exchange.exchange(parcels, arrays, across, wire, within + shards)
+    grouped = isinstance(inside, axes.Groups)
+    common = (inside, shards) if grouped else (inside + shards,)
+    rows = exchange.exchange(parcels, arrays, across, wire, common)
     return _Sent(parcels, own, rows)
 
 
@@ -262,10 +324,7 @@ def _ratio(of_sum: jax.Array, of_parts: jax.Array) -> jax.Array:
     return jnp.where(none, 1, of_sum) / jnp.where(none, 1, of_parts)
 
 
-def _check_axes(
-    who: str, across: tuple[str, ...], within: tuple[str, ...], shards: tuple[str, ...]
-) -> None:
-    names = across + within + shards
+def _check_axes(who: str, names: tuple[str, ...]) -> None:
     twice = sorted({name for name in names if names.count(name) > 1})
     if twice:
         raise ValueError(

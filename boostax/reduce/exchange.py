@@ -242,7 +242,7 @@ def exchange(
     arrays: Sequence[jax.Array],
     names: tuple[str, ...],
     wire: np.dtype[Any] | None = None,
-    common: tuple[str, ...] = (),
+    common: Sequence[tuple[str, ...]] = (),
     by_leaf: bool = True,
 ) -> Rows:
     """This replica's slice of what everyone has.
@@ -262,7 +262,8 @@ def exchange(
         if not near_one:
             # A reciprocal that is halved at each level of a tree of replicas is to stay normal.
             exponents = jnp.minimum(exponents, 100)
-        exponents = axes.largest(exponents, common) if common else exponents
+        for over in filter(None, common):
+            exponents = axes.largest(exponents, over)
         each = axes.gather(exponents, names)
     buckets: list[Bucket] = []
     for parcel, x in zip(sent, arrays, strict=True):

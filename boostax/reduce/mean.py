@@ -12,7 +12,7 @@ from jax import lax
 
 from boostax._core import axes, checks, trees
 from boostax._core.describe import describe
-from boostax._core.placement import on_shards, require_local
+from boostax._core.placement import mean_of_group, on_shards, require_local
 from boostax.reduce import exchange
 from boostax.reduce.codec import packed, unpacked
 from boostax.reduce.exchange import Divide
@@ -134,6 +134,27 @@ def _reduced(x: jax.Array, names: tuple[str, ...], divide: Divide) -> jax.Array:
     total = lax.psum(wide / replicas if divide == "before" else wide, names)
     total = total / replicas if divide == "after" else total
     return total if total.dtype == x.dtype else trees.saturate(total, x.dtype)
+
+
+def server_mean(grads: PyTree, inside: tuple[str, ...]) -> PyTree:
+    """The mean of each leaf over the devices of a server: an axis, or groups of one.
+
+    Over groups as a reduce-scatter and an all-gather, together the bytes of an all-reduce: of a sum
+    over groups JAX knows no type.
+    """
+    leaves, treedef = jax.tree.flatten(grads)
+    if not isinstance(inside, axes.Groups):
+        return treedef.unflatten([_reduced(x, inside, "after") for x in leaves])
+    if axes.vmapped(inside):
+        return treedef.unflatten([mean_of_group(x, inside) for x in leaves])
+    result = list(leaves)
+    for kind in exchange.kinds(leaves):
+        own = [exchange.real(leaves[i]) for i in kind]
+        sent = exchange.parcels(own, axes.size(inside), by_leaf=False)
+        parts = [axes.scatter(x.array(own), inside, x.dim) / axes.size(inside) for x in sent]
+        for i, x in zip(kind, exchange.delivered(sent, parts, (inside,), None, own), strict=True):
+            result[i] = exchange.like(x, leaves[i])
+    return treedef.unflatten(result)
 
 
 def _packed(

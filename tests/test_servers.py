@@ -1,0 +1,365 @@
+"""AdaSum over servers: the mean of gradients in each, its optimizer, AdaSum of the updates."""
+
+import collections
+import json
+import pathlib
+import subprocess
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+import reference
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+from processes import environment
+
+import boostax
+from boostax._core import costs
+from boostax.autoboost import auto
+
+RATE, STEPS = 0.05, 5
+SHAPES = {"w": (24, 10), "b": (7,), "scalar": ()}
+
+
+def start():
+    random = np.random.default_rng(0)
+    return {name: np.asarray(random.normal(size=shape)) for name, shape in SHAPES.items()}
+
+
+def gradients(replicas):
+    """Of every step, ``(replicas, ...)``: a common part, and one of each replica's own."""
+    random = np.random.default_rng(1)
+    # Updates of a scalar that cancel leave rounding, which AdaSum would amplify.
+    common = {name: random.normal(size=shape) + 5 * (not shape) for name, shape in SHAPES.items()}
+    own = lambda shape: random.normal(size=(replicas, *shape))  # noqa: E731
+    return [{k: common[k] + own(shape) for k, shape in SHAPES.items()} for _ in range(STEPS)]
+
+
+def by_the_formula(servers, replicas):
+    """Params after Adam of each server on its mean gradient, and AdaSum of what they make of it."""
+    params = start()
+    for name, x in params.items():
+        first, second = np.zeros((2, servers, *x.shape))
+        for step, grads in enumerate(gradients(replicas), 1):
+            mean = grads[name].reshape(servers, -1, *x.shape).mean(1)
+            first = 0.9 * first + 0.1 * mean
+            second = 0.999 * second + 0.001 * mean**2
+            scale = np.sqrt(second / (1 - 0.999**step)) + 1e-8
+            x = x + reference.adasum(-RATE * first / (1 - 0.9**step) / scale)
+        params[name] = x
+    return params
+
+
+def a_mesh(*sizes):
+    names = ("data",) if len(sizes) == 1 else ("nodes", "cores")
+    return jax.make_mesh(sizes, names, (AxisType.Auto,) * len(sizes))
+
+
+# Small enough that "w" travels in its own shape, the rest in a pack.
+def of_servers(axis, within, inner=None, **options):
+    inner = optax.adam(RATE) if inner is None else inner
+    return boostax.reduce.adasum_delta(inner, axis, within=within, bucket_bytes=256, **options)
+
+
+def trained(tx):
+    """Several steps of one replica, and how parallel the servers' updates were."""
+
+    def step(carry, grads):
+        params, state = carry
+        return boostax.apply_gradients(tx, grads, state, params), None
+
+    def run(params, grads):
+        stacked = jax.tree.map(lambda *steps: jnp.stack(steps), *grads)
+        params = jax.tree.map(jnp.asarray, params)
+        (params, state), _ = jax.lax.scan(step, (params, tx.init(params)), stacked)
+        return params, state.adasum.orthogonality
+
+    return run
+
+
+def mapped(tx, mesh, *, checked=True):
+    """Results are the same on all devices, and typed so."""
+    names = mesh.axis_names
+    local = lambda grads: jax.tree.map(lambda x: x[0], grads)  # noqa: E731
+    specs = {"in_specs": (P(), P(names)), "out_specs": P(), "check_vma": checked}
+    run = lambda params, grads: trained(tx)(params, local(grads))  # noqa: E731
+    return jax.jit(jax.shard_map(run, mesh=mesh, **specs))(start(), gradients(mesh.size))
+
+
+def farthest(params, servers, replicas):
+    expected = by_the_formula(servers, replicas)
+    return max(abs(np.asarray(params[k]) - expected[k]).max() for k in SHAPES)
+
+
+FORMS = {
+    "two axes": ((2, 4), "nodes", "cores", True),
+    "one axis": ((8,), "data", 4, True),
+    "one axis, four servers": ((8,), "data", 2, True),
+    "a tuple of axes as one, unchecked": ((2, 4), ("nodes", "cores"), 2, False),
+    "servers of one device": ((8,), "data", 1, True),
+}
+
+
+# In f64, as Optax computes 1 - 0.999**t in the dtype of the params: in f32 that is worth 2e-6.
+@pytest.mark.parametrize("form", FORMS)
+def test_each_server_has_an_adam_for_its_mean_gradient(form):
+    sizes, axis, within, checked = FORMS[form]
+    with jax.enable_x64(True):
+        params, _ = mapped(of_servers(axis, within), a_mesh(*sizes), checked=checked)
+        servers = 8 // within if isinstance(within, int) else 2
+        assert farthest(params, servers, 8) < 1e-12
+
+
+@pytest.mark.parametrize("mapper", ["pmap", "vmap"])
+def test_it_means_the_same_under(mapper):
+    tx = of_servers("data", 4)
+    with jax.enable_x64(True):
+        run = getattr(jax, mapper)(trained(tx), axis_name="data", in_axes=(None, 0))
+        copies = jax.device_get(run(start(), gradients(8))[0])
+        for x in jax.tree.leaves(copies):
+            np.testing.assert_array_equal(x, np.broadcast_to(x[:1], x.shape))
+        assert farthest({k: x[0] for k, x in copies.items()}, 2, 8) < 1e-12
+
+
+def on_sixteen():
+    """Of sixteen devices in two servers, as two axes and as one: the farthest from the formula."""
+    with jax.enable_x64(True):
+        nodes = mapped(of_servers("nodes", "cores"), a_mesh(2, 8))[0]
+        flat = mapped(of_servers("data", 8), a_mesh(16))[0]
+        return [farthest(params, 2, 16) for params in (nodes, flat)]
+
+
+def test_sixteen_devices_are_two_servers_of_eight():
+    code = (
+        "import json, jax; jax.config.update('jax_num_cpu_devices', 16); "
+        "import test_servers; print(json.dumps(test_servers.on_sixteen()))"
+    )
+    here = str(pathlib.Path(__file__).parent)
+    names = {**environment(), "PYTHONPATH": f"{environment()['PYTHONPATH']}:{here}"}
+    told = subprocess.run([sys.executable, "-c", code], env=names, capture_output=True, text=True)
+    assert told.returncode == 0, told.stderr
+    assert max(json.loads(told.stdout)) < 1e-12
+
+
+def loss_fn(params, batch):
+    found = jnp.tanh(batch["x"] @ params["w"]) + params["b"].sum() + params["scalar"]
+    return jnp.mean((found - batch["y"]) ** 2)
+
+
+def batches(count):
+    random = np.random.default_rng(2)
+    for _ in range(count):
+        x, y = random.normal(size=(16, 24)), random.normal(size=(16, 10))
+        yield {"x": np.float32(x), "y": np.float32(y)}
+
+
+def narrow():
+    return jax.tree.map(np.float32, start())
+
+
+def by_a_step(tx, mesh, calls=3):
+    step = boostax.make_train_step(loss_fn, tx, mesh=mesh, axis_name=mesh.axis_names)
+    state = step.init(narrow())
+    for batch in batches(calls):
+        state, _ = step(state, batch)
+    return state
+
+
+def on_global_arrays(tx, mesh, calls=3):
+    params = jax.device_put(narrow(), NamedSharding(mesh, P()))
+    tx = boostax.on_mesh(tx, params, axis_name=mesh.axis_names)
+    oracle = boostax.value_and_grad(loss_fn, mesh=mesh, axis_name=mesh.axis_names)
+
+    @jax.jit
+    def step(params, state, batch):
+        _, grads = oracle(params, state, batch)
+        return boostax.apply_gradients(tx, grads, state, params)
+
+    state = tx.init(params)
+    for batch in batches(calls):
+        params, state = step(params, state, batch)
+    return params
+
+
+@pytest.mark.parametrize("inner", ["adam", "sgd"])
+def test_train_step_and_global_arrays_agree_over_one_axis_and_two(inner):
+    """Also where nothing in the optimizer's state says that servers differ."""
+    inner = optax.adam(RATE) if inner == "adam" else optax.sgd(RATE)
+    flat, nodes = of_servers("data", 4, inner), of_servers("nodes", "cores", inner)
+    expected = by_a_step(nodes, a_mesh(2, 4)).params
+    found = [
+        by_a_step(flat, a_mesh(8)).params,
+        on_global_arrays(flat, a_mesh(8)),
+        on_global_arrays(nodes, a_mesh(2, 4)),
+        on_global_arrays(of_servers(("nodes", "cores"), 4, inner), a_mesh(2, 4)),
+    ]
+    for params in found:
+        for k in SHAPES:
+            np.testing.assert_allclose(params[k], expected[k], rtol=0, atol=2e-6)
+
+
+def test_devices_of_a_server_keep_the_same_moments():
+    for tx, mesh in (
+        (of_servers("data", 4), a_mesh(8)),
+        (of_servers("nodes", "cores"), a_mesh(2, 4)),
+    ):
+        moment = np.asarray(by_a_step(tx, mesh).opt_state.inner_state.local[0].mu["w"])
+        servers = moment.reshape(2, 4, *SHAPES["w"])
+        np.testing.assert_array_equal(servers, np.broadcast_to(servers[:, :1], servers.shape))
+        assert abs(servers[0, 0] - servers[1, 0]).max() > 0
+
+
+def test_a_state_may_have_one_copy_for_each_server():
+    """In a ``shard_map`` of one's own, replicated inside it and typed so."""
+    mesh, tx = a_mesh(2, 4), of_servers("nodes", "cores")
+    states = boostax.states
+    specs = states.state_specs(tx, start(), "nodes")
+    state = states.stack_replicas(tx.init(narrow()), 2)
+
+    def step(params, state, grads):
+        grads = jax.tree.map(lambda x: jnp.float32(x[0]), grads)
+        state = states.enter_replica(state)
+        params, state = boostax.apply_gradients(tx, grads, state, params)
+        return params, states.leave_replica(state)
+
+    in_specs = (P(), specs, P(("nodes", "cores")))
+    run = jax.jit(jax.shard_map(step, mesh=mesh, in_specs=in_specs, out_specs=(P(), specs)))
+    params = narrow()
+    for grads in gradients(8):
+        params, state = run(params, state, grads)
+    assert farthest(params, 2, 8) < 1e-5
+    assert state.inner_state.local[0].mu["w"].shape == (2, *SHAPES["w"])
+
+
+def test_half_precision_travels_between_servers():
+    for wire, tolerance in (("bfloat16", 2**-7), ("float16", 2**-10)):
+        inner = optax.sgd(1.0)
+        tx = of_servers("data", 4, inner, wire_dtype=wire)
+        plain = of_servers("nodes", "cores", inner)
+        found, expected = mapped(tx, a_mesh(8))[0], mapped(plain, a_mesh(2, 4))[0]
+        for k in SHAPES:
+            largest = abs(start()[k] - expected[k]).max()
+            np.testing.assert_allclose(found[k], expected[k], rtol=0, atol=4 * tolerance * largest)
+
+
+@pytest.mark.parametrize("within", [8, 16])
+def test_no_more_devices_than_one_server_has_are_one_server(within):
+    """A mean of gradients, and nothing to combine."""
+    mean = optax.chain(boostax.all_reduce("data"), optax.adam(RATE))
+    expected = by_a_step(mean, a_mesh(8)).params
+    found = by_a_step(of_servers("data", within), a_mesh(8)).params
+    for k in SHAPES:
+        np.testing.assert_allclose(found[k], expected[k], rtol=0, atol=1e-6)
+
+
+def test_servers_of_unequal_size_are_refused():
+    with pytest.raises(
+        ValueError, match=r"within must divide the 8 replicas of 'data', got 3\. It"
+    ):
+        jax.eval_shape(lambda: by_a_step(of_servers("data", 3), a_mesh(8), calls=1))
+    with pytest.raises(ValueError, match=r"^adasum_delta: within must be a mesh axis name"):
+        of_servers("data", 2.5)
+    with pytest.raises(ValueError, match=r"^adasum: within must be a mesh axis name"):
+        boostax.adasum("data", within=4)
+
+
+def test_what_each_device_sends_is_what_the_docstring_says():
+    """Of N bytes: no more than N / w of the updates, there and back, leave a server of w."""
+    big = {"w": jnp.zeros((64, 512))}
+    size, servers, devices = 64 * 512 * 4, 2, 4
+
+    def sent(tx, mesh):
+        run = lambda g: tx.update(g, tx.init(big))[0]  # noqa: E731
+        shown = jax.shard_map(run, mesh=mesh, in_specs=P(mesh.axis_names), out_specs=P())
+        stacked = {"w": jnp.zeros((8 * 64, 512))}
+        found = collections.Counter()
+        for c in costs.collectives(shown, stacked):
+            found[c.primitive, c.axes, c.replicas] += c.wire_bytes
+        return {key: x / size for key, x in found.items() if x > size / 100}
+
+    inside, between = (devices - 1) / devices, (servers - 1) / servers / devices
+    two = sent(boostax.reduce.adasum_delta(optax.sgd(1.0), "nodes", within="cores"), a_mesh(2, 4))
+    assert two == pytest.approx(
+        {
+            ("psum", ("cores",), devices): 2 * inside,
+            ("ppermute", ("nodes",), servers): between,
+            ("all_gather", ("nodes",), servers): between,
+            ("all_gather", ("cores",), devices): inside,
+        },
+        rel=1e-2,
+    )
+    flat = sent(boostax.reduce.adasum_delta(optax.sgd(1.0), "data", within=4), a_mesh(8))
+    assert flat == pytest.approx(
+        {
+            ("reduce_scatter", ("data",), devices): inside,
+            ("all_gather", ("data",), devices): inside,
+            ("ppermute", ("data",), 8): between,
+            ("all_gather", ("data",), 8): 7 / 8,
+        },
+        rel=1e-2,
+    )
+
+
+def test_servers_of_a_state_are_averaged_where_they_become_one():
+    """And those that become several take a copy: the devices of each stay the same."""
+    state = by_a_step(of_servers("data", 2), a_mesh(8))
+    old = np.asarray(state.opt_state.inner_state.local[0].mu["w"])[::2]
+    for replicas, servers in ((4, 2), (16, 8), (2, 1)):
+        moved = boostax.reshard_state(jax.device_get(state), replicas, within=2)
+        new = np.asarray(moved.opt_state.inner_state.local[0].mu["w"])
+        new = new.reshape(servers, 2, *SHAPES["w"])
+        np.testing.assert_array_equal(new[:, 0], new[:, 1])
+        wanted = old.reshape(servers, -1, *SHAPES["w"]).mean(1) if servers < 4 else old.repeat(2, 0)
+        np.testing.assert_allclose(new[:, 0], wanted, rtol=0, atol=1e-7)
+    with pytest.raises(ValueError, match=r"^reshard_state: replicas must be a multiple of within"):
+        boostax.reshard_state(state, 3, within=2)
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        {"boost": {"mode": "manual", "adasum": True}, "common": {"device_number": 4}},
+        {"reduce": {"kind": "adasum-delta", "within": 4}},
+        {"adasum_delta": {"within": 4}},
+    ],
+    ids=["mindspore", "reduce", "adasum_delta"],
+)
+def test_a_configuration_names_the_devices_of_a_server(data):
+    boost = auto(data)
+    assert (boost.config.reduce.kind, boost.config.reduce.within) == ("adasum-delta", 4)
+    assert auto(json.loads(json.dumps(boost.config.to_dict()))).config == boost.config
+    tx = boost.optimizer(optax.adam(RATE), narrow(), axis_name="data")
+    found = by_a_step(tx, a_mesh(8)).params
+    expected = by_a_step(of_servers("data", 4), a_mesh(8)).params
+    for k in SHAPES:
+        np.testing.assert_allclose(found[k], expected[k], rtol=0, atol=1e-6)
+
+
+def test_a_configuration_names_the_axis_of_a_server():
+    boost = auto({"adasum_delta": {"within": "cores"}})
+    tx = boost.optimizer(optax.sgd(RATE), narrow(), axis_name=("nodes", "cores"))
+    found = by_a_step(tx, a_mesh(2, 4), calls=1).params
+    nodes = of_servers("nodes", "cores", optax.sgd(RATE))
+    expected = by_a_step(nodes, a_mesh(2, 4), calls=1).params
+    for k in SHAPES:
+        np.testing.assert_allclose(found[k], expected[k], rtol=0, atol=1e-6)
+
+
+def test_mindspores_device_number_says_when_nothing_is_combined():
+    for strict in (True, False):
+        boost = auto({"boost": {"mode": "manual", "adasum": True}}, strict=strict)
+        assert boost.config.reduce.within == 8
+        assert any(note.startswith("common.device_number = 8: a run of no") for note in boost.notes)
+    assert not any("device_number" in note for note in auto({"boost": {}}).notes)
+
+
+def test_it_says_what_it_averages_and_sends():
+    found = boostax.explain(of_servers("data", 4), narrow(), axis_sizes={"data": 8})
+    assert found.parts[0].what.startswith("Run inner on the mean gradient of every 4 neighbours")
+    assert found.parts[0].wire_bytes > 0 and not found.findings
+    nodes = of_servers("nodes", "cores")
+    found = boostax.explain(nodes, narrow(), axis_sizes={"nodes": 2, "cores": 4})
+    assert "mean gradient over cores" in found.parts[0].what and not found.findings
