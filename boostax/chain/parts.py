@@ -14,7 +14,7 @@ from typing import Any
 import jax
 import optax
 
-from boostax._core.describe import Description, first_line
+from boostax._core.describe import Description, closure, first_line
 from boostax._core.replicas import PerReplica
 
 PyTree = Any
@@ -165,15 +165,3 @@ def _factory(update: Callable[..., Any]) -> str:
     """``clip`` of ``clip.<locals>.update_fn``."""
     code = getattr(update, "__code__", None)
     return (type(update).__name__ if code is None else code.co_qualname).partition(".")[0]
-
-
-def closure(fn: Callable[..., Any]) -> dict[str, Any]:
-    """What a function's closure holds, by name."""
-    found: dict[str, Any] = {}
-    code, cells = getattr(fn, "__code__", None), getattr(fn, "__closure__", None)
-    for name, cell in zip(code.co_freevars, cells, strict=True) if code and cells else ():
-        try:
-            found[name] = cell.cell_contents
-        except ValueError:  # not yet assigned
-            continue
-    return found

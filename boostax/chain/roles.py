@@ -17,7 +17,8 @@ Roles are those of ``_core/describe.py``, and these of Optax's that need a word:
 from collections.abc import Mapping
 from typing import Any
 
-from boostax.chain.parts import Part, closure
+from boostax._core.describe import closure
+from boostax.chain.parts import Part
 
 UNKNOWN = "unknown"
 # What holds others together and does nothing itself.
