@@ -395,7 +395,8 @@ def require_local(grads: PyTree, names: tuple[str, ...], who: str) -> None:
     probe = varying(to_varying(jnp.zeros(()), names))
     for path, leaf in jax.tree_util.tree_leaves_with_path(grads):
         missing = sorted((wanted & probe) - varying(leaf))
-        if missing:
+        # The indices of sparse ones may be the same everywhere.
+        if missing and jnp.issubdtype(leaf.dtype, jnp.inexact):
             raise ValueError(
                 f"{who}: gradients must be local to each replica, but the leaf "
                 f"{jax.tree_util.keystr(path, simple=True, separator='/')!r} is already equal over "

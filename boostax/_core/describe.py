@@ -99,6 +99,7 @@ class Description:
       axes: mesh axes over which it reduces or agrees.
       inner: transformations inside, by the field of the state in which theirs lies.
       lossy: what it does not send is lost for good.
+      sparse: it takes sparse gradients.
     """
 
     name: str
@@ -107,6 +108,7 @@ class Description:
     axes: tuple[str, ...]
     inner: Mapping[str, optax.GradientTransformation]
     lossy: bool
+    sparse: bool
 
 
 def describe(
@@ -117,6 +119,7 @@ def describe(
     inner: Mapping[str, optax.GradientTransformation] = types.MappingProxyType({}),
     what: str = "",
     lossy: bool = False,
+    sparse: bool = False,
 ) -> Callable[[Update], Update]:
     """Mark an ``update`` (or a gate's ``step``) with what it is, in the trace as well.
 
@@ -136,6 +139,7 @@ def describe(
       inner: each transformation inside, by the field of the state in which its own state lies.
       what: in a few words; as a rule the first line of the factory's docstring.
       lossy: what it does not send is lost for good.
+      sparse: it takes ``BCOO`` gradients as they are; a gate around any other makes them dense.
 
     Returns:
       The decorator. Cost: none; the compiled program is the same.
@@ -166,11 +170,37 @@ def describe(
                 return update(*args, **kwargs)
 
         factory = getattr(inspect.unwrap(update), "__globals__", {}).get(name)
-        found = Description(name, what or first_line(factory), role, axes, inner, lossy)
+        found = Description(name, what or first_line(factory), role, axes, inner, lossy, sparse)
         scoped.description = found  # type: ignore[attr-defined]
         return cast(Update, scoped)
 
     return decorate
+
+
+def takes_sparse(tx: optax.GradientTransformation) -> bool:
+    """Whether the part that gradients meet first says that it takes sparse ones."""
+    update: Any = tx.update
+    while not hasattr(update, "description"):
+        held, factory = closure(update), getattr(update, "__qualname__", "").partition(".")[0]
+        if factory == "chain" and held.get("update_fns"):
+            update = held["update_fns"][0]
+        elif factory == "with_extra_args_support" and "tx" in held:
+            update = held["tx"].update
+        else:
+            return False
+    return update.description is not None and update.description.sparse
+
+
+def closure(fn: Callable[..., Any]) -> dict[str, Any]:
+    """What a function's closure holds, by name."""
+    found: dict[str, Any] = {}
+    code, cells = getattr(fn, "__code__", None), getattr(fn, "__closure__", None)
+    for name, cell in zip(code.co_freevars, cells, strict=True) if code and cells else ():
+        try:
+            found[name] = cell.cell_contents
+        except ValueError:  # not yet assigned
+            continue
+    return found
 
 
 def first_line(thing: Any) -> str:

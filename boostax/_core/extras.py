@@ -14,6 +14,8 @@ from typing import Any
 
 import optax
 
+from boostax._core.describe import closure
+
 PyTree = Any
 OF_PARAMS = ("value_fn", "obj_fn")
 
@@ -67,16 +69,4 @@ def asked(tx: optax.GradientTransformation) -> dict[str, bool]:
             stack.append(getattr(thing, "__func__", None))
         elif isinstance(thing, optax.MultiSteps):
             stack.extend(vars(thing).values())
-    return found
-
-
-def closure(fn: Callable[..., Any]) -> dict[str, Any]:
-    """What a function's closure holds, by name."""
-    found: dict[str, Any] = {}
-    code, cells = getattr(fn, "__code__", None), getattr(fn, "__closure__", None)
-    for name, cell in zip(code.co_freevars, cells, strict=True) if code and cells else ():
-        try:
-            found[name] = cell.cell_contents
-        except ValueError:  # not yet assigned
-            continue
     return found

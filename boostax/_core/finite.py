@@ -104,7 +104,8 @@ def usable(grads: Pending) -> jax.Array:
 
     Adam squares gradients and clipping sums the squares: a finite f32 gradient of 1e25 makes
     Adam's second moment infinite for good. Below ``2**((maxexp - 32) / 2)`` (2**48 in f32) the
-    squares of up to 2**32 elements add up without overflow.
+    squares of up to 2**32 elements add up without overflow. Of sparse gradients the data are
+    judged, before those of one index are added.
     """
     flags: list[jax.Array] = []
     for magnitude in largest_magnitudes(grads.raw):

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import optax
 from jax import lax
 
-from boostax._core import axes, checks, trees
+from boostax._core import axes, bcoo, checks, trees
 from boostax._core.describe import describe
 from boostax._core.extras import elsewhere
 from boostax._core.gate import (
@@ -138,6 +138,7 @@ def carry(
                 "boostax.carry(dynamic_loss_scale(optax.chain(...))), and "
                 "boostax.apply_gradients(tx, grads, opt_state, params) for tx.update."
             )
+        bcoo.require(grads.raw, _WHO)
         found = resolve(rules, params)
         new = _over_replicas(values(grads.raw, found), found, names)
         _require_agreed(new, values(params, found))

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from boostax._core import axes, checks, trees
+from boostax._core import axes, bcoo, checks, trees
 from boostax.accumulate import carried
 from boostax.accumulate.aux import Aux, as_aux, divide, weigh
 
@@ -114,6 +114,7 @@ def microbatch(
             if state is not None:
                 given["model_state"] = state
             value, grads = value_and_grad_fn(params, take(slices, index), *args, **given)
+            bcoo.require(grads, who)
             loss, aux = value if has_aux else (value, Aux())
             told = as_aux(aux)
             weight = jnp.asarray(1.0 if told.weight is None else told.weight, jnp.float32)

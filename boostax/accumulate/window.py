@@ -6,6 +6,7 @@ survive its window the way it survives a multiplication by zero. The inner trans
 collectives included, is compiled into a branch that only the last micro-step takes.
 """
 
+import functools
 from collections.abc import Callable
 from typing import Any, Literal, NamedTuple
 
@@ -13,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from boostax._core import axes, checks, trees
+from boostax._core import axes, bcoo, checks, trees
 from boostax._core.describe import Holds, describe
 from boostax._core.extras import elsewhere
 from boostax._core.finite import all_finite
@@ -122,7 +123,8 @@ def accumulate(
     where ``weight`` is the extra argument ``weight=`` of ``update``: the number of tokens, say,
     that the mean loss of the micro-batch was taken over. The weights of all replicas count, so
     that a following *mean* over ``axis_name`` is the mean over all tokens. Between windows the
-    updates are zero, and nothing of ``inner`` runs.
+    updates are zero, and nothing of ``inner`` runs. A sparse gradient (``BCOO``) is added to a
+    dense sum.
 
     Dropped as a whole, and counted in ``dropped_windows``, is a window with a weight that is not in
     [0, 2**64), with weights of less than 2**-64 in all, or with a sum that overflowed in an
@@ -147,7 +149,8 @@ def accumulate(
       ``accumulator_dtype`` (none for ``every=1``); no collective in a micro-step but ``inner``'s
       own, once per window, and 4 bytes then for ``"weight"`` and for f16 sums, which are also
       read once more then; through ``boostax.apply_gradients`` no temporary copy on CPU, TPU v5e
-      and H100, through the pure ``update`` one of the params.
+      and H100, through the pure ``update`` one of the params. Rows of a sparse gradient are
+      scattered into the sum in place; with an ``accumulator_dtype`` below f32, into an f32 copy.
 
     Raises:
       ValueError, TypeError: an argument out of range; at trace time, a missing or unused
@@ -246,14 +249,14 @@ def accumulate(
         weight: Any = None,
         **extra: Any,
     ) -> tuple[PyTree, AccumulateState]:
-        trees.require_gradients(grads.raw, who)
+        trees.require_gradients(grads.raw, who, sparse=True, params=params)
         axes.require_local(grads.raw, names, who)
         if weight is not None and not weighted:
             raise ValueError(
                 f"accumulate: weight must be left out with normalize={normalize!r}, got one. Use "
                 "normalize='weight' to average by it: boostax.Aux(weight=...) asks for that."
             )
-        added = trees.addends(grads.value(), narrow)
+        added = trees.addends(grads.value(sparse=True), narrow)
         new = _weighted(added, weight, names) if weighted else Window(added, None)
         count = state.micro_step + 1
         if state.window is None:
@@ -263,12 +266,8 @@ def accumulate(
             _refused(extra["grad"])
         extra = elsewhere(extra, _refused)
         first = state.micro_step == 0
-        require_like(who, "the window", _local(state.window), new)
-        sums = jax.tree.map(
-            lambda a, g: jnp.where(first, g, a.astype(g.dtype) + g).astype(a.dtype),
-            _local(state.window),
-            new,
-        )
+        require_like(who, "the window", _local(state.window), bcoo.types(new))
+        sums = jax.tree.map(functools.partial(_summed, first), _local(state.window), new)
         length = every(state.optimizer_steps) if callable(every) else every
         ends = count >= jnp.maximum(length, 1)
         value, closed = run_or_hold(
@@ -345,6 +344,16 @@ def _next(
         applied=closed.applied,
         inner_state=closed.inner_state,
     )
+
+
+def _summed(first: jax.Array, old: jax.Array, new: Any) -> jax.Array:
+    """A window's sum with one gradient more; of the first one alone."""
+    wide = old.astype(new.dtype)
+    if bcoo.is_sparse(new):
+        total = bcoo.added(jnp.where(first, jnp.zeros_like(wide), wide), new.data, new.indices)
+    else:
+        total = jnp.where(first, new, wide + new)
+    return total.astype(old.dtype)
 
 
 def _weighted(grads: PyTree, weight: Any, names: tuple[str, ...]) -> Window:

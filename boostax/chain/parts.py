@@ -14,8 +14,7 @@ from typing import Any
 import jax
 import optax
 
-from boostax._core.describe import Description, first_line
-from boostax._core.extras import closure
+from boostax._core.describe import Description, closure, first_line
 from boostax._core.replicas import PerReplica
 
 PyTree = Any

@@ -17,7 +17,7 @@ Roles are those of ``_core/describe.py``, and these of Optax's that need a word:
 from collections.abc import Mapping
 from typing import Any
 
-from boostax._core.extras import closure
+from boostax._core.describe import closure
 from boostax.chain.parts import Part
 
 UNKNOWN = "unknown"

@@ -106,7 +106,9 @@ def dynamic_loss_scale(
     since the last such run, and at every one after it, it shrinks by ``backoff_factor``, not below
     ``min_scale``. A skipped step leaves ``inner`` bit for bit as it was: moments, schedules,
     weight decay. It never gives up and applies a bad step; watch ``skipped_in_a_row``. It looks at
-    gradients: what ``inner`` makes of good ones is the business of ``check_updates``.
+    gradients: what ``inner`` makes of good ones is the business of ``check_updates``. Of a sparse
+    gradient (``BCOO``) it scales and judges the data; ``inner`` sees a dense one, unless it begins
+    with what takes sparse ones (``accumulate``, ``all_reduce``).
 
     Put everything that must be skipped *inside*: ``dynamic_loss_scale(chain(clip, adamw))``. Pass
     ``scale_loss(loss, opt_state)`` to ``jax.grad``, or use ``boostax.value_and_grad``, which does:
@@ -129,7 +131,7 @@ def dynamic_loss_scale(
       A transformation with a ``LossScaleState``. Cost: 33 bytes; one read of the gradients; one
       4-byte collective with ``axis_name``; through ``boostax.apply_gradients`` no temporary copy
       of the params on CPU, TPU v5e and H100 (with f16 gradients, on CPU, a copy of those), through
-      the pure ``update`` one.
+      the pure ``update`` one. A sparse gradient becomes dense in the branch that runs ``inner``.
 
     Raises:
       ValueError, TypeError: an argument out of range; at trace time, gradients of a loss that was
@@ -266,7 +268,7 @@ def _scaled(
     def step_fn(
         grads: Pending, state: LossScaleState, params: PyTree, *, apply: bool, **extra: Any
     ) -> tuple[PyTree, LossScaleState]:
-        trees.require_gradients(grads.raw, who)
+        trees.require_gradients(grads.raw, who, sparse=True, params=params)
         axes.require_local(grads.raw, names, who)
         if asks:
             handshake.require(who, state.scale)

@@ -14,7 +14,7 @@ import optax
 from jax import lax
 from jax.core import Tracer
 
-from boostax._core import axes, checks, trees
+from boostax._core import axes, bcoo, checks, trees
 from boostax._core.describe import Holds, describe
 from boostax._core.gate import run_or_hold
 from boostax.subspace.basis import Basis, Gram, pca_from_gram, updated_gram
@@ -132,6 +132,7 @@ def record_trajectory(
             raise ValueError(
                 f"{_WHO}: params must be given to update, got None. They are what is recorded."
             )
+        bcoo.require(updates, _WHO)
         ring = _Ring(state.recorded, state.snapshots, state.gram)
 
         def write() -> tuple[PyTree, _Ring]:

@@ -8,7 +8,7 @@ import jax
 import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from boostax._core import axes, checks, handshake, trees
+from boostax._core import axes, bcoo, checks, handshake, trees
 from boostax._core.gate import Pending, flush_inner, gate_of, gated
 from boostax._core.placement import Placement
 from boostax._core.replicas import (
@@ -127,6 +127,7 @@ def placed_on(
         grads: Pending, state: PyTree, params: PyTree, *, apply: bool, **extra: Any
     ) -> tuple[PyTree, PyTree]:
         raw = grads.raw if is_per_replica(grads.raw) else PerReplica(_stacked(grads.raw, place))
+        bcoo.require(raw.local, _WHO)
         _require_stacked(raw, params, place)
 
         outside = state

@@ -13,7 +13,7 @@ from jax import lax
 from jax.custom_batching import custom_vmap
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-from boostax._core import axes, checks, costs, handshake, trees
+from boostax._core import axes, bcoo, checks, costs, handshake, trees
 from boostax._core.replicas import PerReplica, is_per_replica, without
 from boostax.accumulate import carried
 from boostax.accumulate.aux import Aux, as_aux, divide, drop_empty, weigh
@@ -389,6 +389,7 @@ def _active(active: PyTree, params: PyTree) -> PyTree:
 def _require_trainable(params: PyTree, active: Any) -> None:
     """Refuse what is differentiated and cannot be: integers, bools, PRNG keys, functions."""
     trained = params if isinstance(active, Choice) else trees.masked(params, active)
+    bcoo.require(trained, "value_and_grad", what="params")
     for path, x in jax.tree_util.tree_leaves_with_path(trained):
         dtype = getattr(x, "dtype", None)
         if not (isinstance(x, (float, complex)) if dtype is None else trees.is_inexact(dtype)):
