@@ -4,6 +4,7 @@ import dataclasses
 import itertools
 import json
 
+import chex
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
@@ -78,13 +79,6 @@ def assert_trained(step, state, metrics):
     assert all(np.isfinite(x).all() for x in jax.tree.leaves(params))
     moved = jax.tree.map(lambda a, b: bool((np.asarray(a) != b).any()), params, mlp())
     assert moved["layer_2"]["kernel"]
-
-
-def assert_same_bits(a, b):
-    for (path, x), y in zip(
-        jax.tree_util.tree_leaves_with_path(a), jax.tree.leaves(b), strict=True
-    ):
-        np.testing.assert_array_equal(np.asarray(x), np.asarray(y), err_msg=str(path))
 
 
 # What MindSpore resolves. Rows by their place in the file; where ours differs, why.
@@ -714,7 +708,7 @@ def test_a_run_from_a_configuration_is_that_of_a_chain_by_hand_bit_for_bit(mesh,
     for batch in batches(4):
         expected, reported = step(expected, batch)
     assert jax.tree.structure(state) == jax.tree.structure(expected)
-    assert_same_bits((state, metrics), (expected, reported))
+    chex.assert_trees_all_equal((state, metrics), (expected, reported))
 
 
 @pytest.mark.long

@@ -2,6 +2,7 @@
 
 import functools
 
+import chex
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
@@ -47,10 +48,6 @@ def chain(axis, optimizer):
     return optax.chain(*([boostax.all_reduce(axis)] if axis else []), optimizer)
 
 
-def same(left, right):
-    jax.tree.map(np.testing.assert_array_equal, jax.device_get(left), jax.device_get(right))
-
-
 def opened(step, state, batch):
     """One call, and the params before and after it."""
     before = jax.device_get(step.common_params(state))
@@ -91,7 +88,7 @@ def test_histories_of_micro_batches_and_replicas_are_those_of_one_batch(
     for batch in BATCHES[:3]:
         state, metrics, before, after = opened(step, state, batch)
         assert bool(metrics["applied"])
-        same(after[OWG], whole(before, batch))
+        chex.assert_trees_all_equal(after[OWG], whole(before, batch))
     moved = jax.tree.map(lambda a, b: np.abs(a - b).max(), after["params"], START["params"])
     assert min(jax.tree.leaves(moved)) > 0
     amax = after[OWG]["Dense_0"]["Fp8DirectDotGeneralOp_0"]["input_amax_history"]
@@ -178,7 +175,7 @@ def test_rules_hold_over_windows_micro_batches_and_replicas(nesting, axis):
         calls.append(x)
         assert bool(metrics["applied"]) == (len(calls) == every)
         if len(calls) < every:
-            same(before, after)
+            chex.assert_trees_all_equal(before, after)
         else:
             assert_of(after, expected(calls))
             calls = []
@@ -213,7 +210,7 @@ def test_a_skipped_step_leaves_carried_leaves(nesting, bad):
     for i, x in enumerate(DATA[3 : 3 + every]):
         params, state = call(params, state, 100 * x, i == 0)
     assert int(boostax.metrics(state)["skipped_steps"]) == 1
-    same(params, kept)
+    chex.assert_trees_all_equal(params, kept)
     # The window that drops one takes one more; the one that is dropped begins anew.
     rest = list(DATA[6:9])[: every if nesting != "window in scaler" else 1]
     for x in rest:
@@ -262,7 +259,7 @@ def test_carried_leaves_of_frozen_layers_rest(driver):
     tx = boostax.scheduled_freeze(inner, groups, 1)
     step = boostax.make_train_step(loss, tx, freeze_driver=driver)
     state, _ = step(step.init(layers), DATA[0])
-    same(state.params["a"], PLAIN)
+    chex.assert_trees_all_equal(state.params["a"], PLAIN)
     assert_of(state.params["b"], expected([2 * DATA[0]]))
 
 
@@ -389,7 +386,7 @@ def test_a_window_that_was_moved_out_of_a_state_is_not_gone_on_with():
     call = lambda tx: jax.jit(functools.partial(boostax.apply_gradients, tx))  # noqa: E731
     gradient = jax.jit(jax.grad(watched))
     params, state = call(short)(gradient(PLAIN, 100 * DATA[0]), short.init(PLAIN), PLAIN)
-    same(params, PLAIN)
+    chex.assert_trees_all_equal(params, PLAIN)
     state = state._replace(inner_state=bare.init(PLAIN).inner_state)
     params, _ = call(bare)(gradient(PLAIN, DATA[1]), state, PLAIN)
     assert_of(params, expected([DATA[1]]))

@@ -154,7 +154,8 @@ def test_a_skip_that_no_group_of_its_own_explains_still_ends():
 def test_every_group_can_start_at_a_scale_of_its_own():
     state = start(init_scale=(64.0, 8.0, 2.0))
     assert state.scales.tolist() == [64.0, 8.0, 2.0] and float(state.scale) == 2.0
-    assert start(init_scale=[64.0, 8.0, 2.0]).scales.tolist() == [64.0, 8.0, 2.0]
+    for form in (list, np.array, jnp.array):
+        assert start(init_scale=form([64.0, 8.0, 2.0])).scales.tolist() == [64.0, 8.0, 2.0]
 
 
 def test_blame_spreads_towards_the_loss_while_skips_go_on():

@@ -2,6 +2,7 @@
 
 import functools
 
+import chex
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
@@ -234,17 +235,13 @@ def leaf_names(tree):
     return {path_name(path) for path, _ in jax.tree.leaves_with_path(tree)}
 
 
-def assert_equal(a, b):
-    jax.tree.map(np.testing.assert_array_equal, a, b)
-
-
 @pytest.mark.parametrize(("block", "removed"), BLOCKS)
 def test_linen_equals_the_model_written_without_those_layers(block, removed):
     model, report = less_bn(Linen(block), IMAGES)
     assert report.removed == removed and report.head == "head"
     by_hand = Linen(block, removed, cosines=True)
     variables, expected = model.init(KEY, IMAGES), by_hand.init(KEY, IMAGES)
-    assert_equal(variables, expected)
+    chex.assert_trees_all_equal(variables, expected)
     whole = leaf_names(Linen(block).init(KEY, IMAGES))
     gone = {name for name in whole if any(f"/{x}/" in name for x in removed)}
     assert len(gone) == 4 * len(removed)
@@ -253,9 +250,9 @@ def test_linen_equals_the_model_written_without_those_layers(block, removed):
     }
     train = {"train": True, "mutable": ["batch_stats"]}
     found = model.apply(variables, IMAGES, **train)
-    assert_equal(found, by_hand.apply(expected, IMAGES, **train))
+    chex.assert_trees_all_equal(found, by_hand.apply(expected, IMAGES, **train))
     variables = {"params": variables["params"], **found[1]}
-    assert_equal(model.apply(variables, IMAGES), by_hand.apply(variables, IMAGES))
+    chex.assert_trees_all_equal(model.apply(variables, IMAGES), by_hand.apply(variables, IMAGES))
 
 
 @pytest.mark.parametrize(("block", "removed"), BLOCKS)
@@ -267,14 +264,14 @@ def test_nnx_equals_the_model_written_without_those_layers(block, removed):
     by_hand = NNX(block, removed, cosines=True)
     state = nnx.state(model)
     assert leaf_names(state) == leaf_names(nnx.state(by_hand))
-    assert_equal(state["head"]["kernel"], before["head"]["kernel"])
+    chex.assert_trees_all_equal(state["head"]["kernel"], before["head"]["kernel"])
     nnx.update(by_hand, state)
-    assert_equal(model(IMAGES), by_hand(IMAGES))
-    assert_equal(nnx.state(model), nnx.state(by_hand))
+    chex.assert_trees_all_equal(model(IMAGES), by_hand(IMAGES))
+    chex.assert_trees_all_equal(nnx.state(model), nnx.state(by_hand))
     model.eval()
     by_hand.eval()
-    assert_equal(model(IMAGES), by_hand(IMAGES))
-    assert_equal(nnx.state(original), before)
+    chex.assert_trees_all_equal(model(IMAGES), by_hand(IMAGES))
+    chex.assert_trees_all_equal(nnx.state(original), before)
     assert type(original.stem_norm) is nnx.BatchNorm and type(original.head) is nnx.Linear
 
 
@@ -331,7 +328,9 @@ def test_the_user_may_choose(make, remove, removed, reasons):
     assert report.removed == removed
     assert reasons is None or {norm.reason for norm in report.norms} == reasons
     if make is Linen:
-        assert_equal(model.init(KEY, IMAGES), Linen(basic, removed, cosines=True).init(KEY, IMAGES))
+        chex.assert_trees_all_equal(
+            model.init(KEY, IMAGES), Linen(basic, removed, cosines=True).init(KEY, IMAGES)
+        )
     else:
         assert leaf_names(nnx.state(model)) == leaf_names(nnx.state(NNX(basic, removed, True)))
 
@@ -345,7 +344,9 @@ def test_a_pattern_takes_all_below_it():
 def test_without_a_normalized_head_only_norms_change():
     model, report = less_bn(Linen(basic), IMAGES, normalized_head=False)
     assert report.head is None
-    assert_equal(model.init(KEY, IMAGES), Linen(basic, ("norm_1",)).init(KEY, IMAGES))
+    chex.assert_trees_all_equal(
+        model.init(KEY, IMAGES), Linen(basic, ("norm_1",)).init(KEY, IMAGES)
+    )
 
 
 @pytest.mark.parametrize("sample", [IMAGES, jax.ShapeDtypeStruct(IMAGES.shape, f16)])
@@ -363,7 +364,7 @@ def test_nothing_of_the_users_and_nothing_global_changes():
     model, _ = less_bn(net, IMAGES)
     model.init(KEY, IMAGES)
     less_bn(NNX(basic), IMAGES)
-    assert_equal(net.init(KEY, IMAGES), variables)
+    chex.assert_trees_all_equal(net.init(KEY, IMAGES), variables)
     assert net == Linen(basic) and model.module == net
     assert call == (
         nn.BatchNorm.__call__, nn.Dense.__call__, nnx.BatchNorm.__call__, nnx.Linear.__call__

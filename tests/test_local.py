@@ -2,6 +2,7 @@
 
 import itertools
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -280,10 +281,6 @@ class Loop:
         return jax.tree.map(np.array, self.state)
 
 
-def same(left, right):
-    jax.tree.map(np.testing.assert_array_equal, left, right)
-
-
 WRAPPED = {
     "partial": lambda: boostax.reduce.partial_average(optax.adam(0.1), "data", 3),
     "local": lambda: boostax.reduce.local_updates(optax.adam(0.1), "data", 2, NESTEROV),
@@ -313,7 +310,7 @@ def test_a_nan_on_one_replica_leaves_all_untouched(mesh, kind):
     loop.run(draw(11, 8, 3))
     own, state = loop.run(draw(12, 8, 1))
     own_after, state_after = loop.run(bad)
-    same((own_after, state_after.inner_state), (own, state.inner_state))
+    chex.assert_trees_all_equal((own_after, state_after.inner_state), (own, state.inner_state))
     assert state_after.skipped_steps == 1
     own_after, state_after = loop.run(draw(13, 8, 1))
     assert not np.array_equal(own_after.local["a"], own.local["a"])
@@ -365,7 +362,7 @@ def test_flush_lets_the_replicas_meet(kind):
         for a, b in zip(jax.tree.leaves(met), jax.tree.leaves(own), strict=True):
             np.testing.assert_allclose(a[0], b.mean(0), atol=1e-6)
     else:
-        same(met, state.inner_state.anchor)
+        chex.assert_trees_all_equal(met, state.inner_state.anchor)
         assert np.asarray(state.inner_state.since_sync).tolist() == [0] * replicas
 
 
@@ -452,7 +449,7 @@ def test_trees_and_dtypes(kind, dtype):
     assert not any(x.weak_type for x in jax.tree.leaves((own, state)))
     if kind == "local":
         assert all(map(equal_on_all, jax.tree.leaves(own)))
-        same(own, state.anchor)
+        chex.assert_trees_all_equal(own, state.anchor)
 
 
 def test_float64_stays():

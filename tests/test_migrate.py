@@ -272,6 +272,7 @@ FOREIGN = {
     "jmp": (jmp.DynamicLossScale(jnp.float32(512.0), jnp.int32(7)), 7),
     "jmp in half": (jmp.DynamicLossScale(jnp.float16(512.0), jnp.int32(7)), 7),
     "jmp static": (jmp.StaticLossScale(jnp.float32(512.0)), 0),
+    "one element": (jmp.StaticLossScale(jnp.full((1,), 512.0)), 0),
 }
 
 

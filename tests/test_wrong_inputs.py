@@ -158,3 +158,42 @@ def test_a_metric_by_a_name_of_the_report_is_refused(name):
         step = boostax.make_train_step(told, optax.sgd(0.1), has_aux=True)
         reported = step(step.init(PARAMS), X)[1]
         assert float(reported[name]) == float(reported["loss"]) + 1
+
+
+# A scale with a dimension
+
+
+ONE = jnp.full((1,), 8.0)
+
+
+@pytest.mark.parametrize("scale", [ONE, np.asarray(ONE)], ids=["jax", "numpy"])
+def test_a_scale_is_a_scalar(scale):
+    """Defect guarded against: a scale of shape (1,), which MindSpore takes, came back from a step
+    in another shape than it went in, and NumPy's was taken with a warning."""
+    sgd = optax.sgd(0.1)
+    for build, argument in (
+        (lambda: boostax.static_loss_scale(sgd, scale), "scale"),
+        (lambda: boostax.dynamic_loss_scale(sgd, init_scale=scale), "init_scale"),
+    ):
+        with pytest.raises(
+            ValueError, match=rf"{argument} must be shaped \(\), got \(1,\)\. .*resh"
+        ):
+            build()
+    traced = optax.inject_hyperparams(boostax.static_loss_scale)(sgd, scale=scale)
+    with pytest.raises(ValueError, match=r"scale must be shaped \(\), got \(1,\)"):
+        jax.jit(traced.init)(PARAMS)
+    assert boostax.static_loss_scale(sgd, scale.reshape(())).init(PARAMS).scale == 8
+
+
+def test_a_scale_put_into_a_state_is_a_scalar():
+    """What MindSpore's ``set_sense_scale`` does."""
+    tx = boostax.static_loss_scale(optax.sgd(0.1), 8.0)
+    state = tx.init(PARAMS)._replace(scale=ONE)
+    told = r"scale must be shaped \(\), got \(1,\)"
+    with pytest.raises(ValueError, match=f"static_loss_scale: {told}"):
+        tx.update(boostax.precision.assume_scaled(PARAMS, state), state, PARAMS)
+    with pytest.raises(ValueError, match=f"scale_loss: {told}"):
+        boostax.precision.scale_loss(jnp.float32(1), state)
+    step = boostax.make_train_step(loss, tx)
+    with pytest.raises(ValueError, match=r"opt_state must be shaped \(\) at 'scale', got \(1,\)"):
+        step(step.init(PARAMS)._replace(opt_state=state), X)

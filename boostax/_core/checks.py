@@ -60,11 +60,19 @@ def integer(who: str, argument: str, value: Any, allowed: str, hint: str) -> int
         raise TypeError(message(who, argument, allowed, value, hint)) from error
 
 
+def require_scalar(who: str, argument: str, value: Any) -> None:
+    """Refuse an array with dimensions: one element would broadcast, and change shapes after it."""
+    if shape := getattr(value, "shape", ()):
+        hint = f"{argument}.reshape(()) makes a scalar of one element."
+        raise ValueError(message(who, argument, "shaped ()", shape, hint))
+
+
 def number(
     who: str, argument: str, value: Any, allowed: str, test: Callable[[float], bool], hint: str
 ) -> Any:
-    """A finite real that passes ``test``; a traced value (``inject_hyperparams``) passes unseen."""
-    if isinstance(value, Tracer):
+    """A finite real scalar that passes ``test``; of a traced one only the shape is seen."""
+    require_scalar(who, argument, value)
+    if isinstance(value, Tracer):  # inject_hyperparams
         return value
     try:
         if isinstance(value, (str, bytes, bool)):

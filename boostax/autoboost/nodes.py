@@ -180,12 +180,16 @@ def translated(node: Node) -> Node | None:
 
 
 def cast(node: Node, like: Node) -> Node:
-    """The arrays of a translated state in the dtypes of the one that they are for."""
-    leaves = {
-        rel: leaf._replace(value=jnp.asarray(leaf.value).astype(like.leaves[rel].dtype))
-        for rel, leaf in node.leaves.items()
-        if rel in like.leaves
-    }
+    """The arrays of a translated state in the dtypes of the one that they are for.
+
+    What has one element there and is a scalar here becomes one, such as a scale of shape ``(1,)``.
+    """
+    leaves: dict[Path, Leaf] = {}
+    for rel, leaf in node.leaves.items():
+        if rel in like.leaves:
+            x = jnp.asarray(leaf.value).astype(like.leaves[rel].dtype)
+            one = x.size == 1 and like.leaves[rel].shape == ()
+            leaves[rel] = leaf._replace(value=x.reshape(()) if one else x)
     return dataclasses.replace(node, leaves=node.leaves | leaves)
 
 

@@ -15,6 +15,7 @@ from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 
 from boostax._core import axes, checks, handshake, trees
@@ -40,7 +41,7 @@ def group_loss_scale(
     inner: optax.GradientTransformation,
     labels: Any,
     *,
-    init_scale: float | tuple[float, ...] = 4096.0,
+    init_scale: float | tuple[float, ...] | jax.Array = 4096.0,
     growth_factor: float = 2 ** (1 / 1000),
     backoff_factor: float = 2**-0.5,
     min_scale: float = 1.0,
@@ -125,7 +126,8 @@ def group_loss_scale(
     _between(who, "min_scale", min_scale, _LOW, _HIGH, "1 is the default.")
     _between(who, "max_scale", max_scale, _LOW, _HIGH, "2**24 is the default.")
     hint = "It lies between min_scale and max_scale; 4096 is the default."
-    for first in init_scale if isinstance(init_scale, (list, tuple)) else [init_scale]:
+    scales: Any = init_scale
+    for first in scales if np.ndim(scales) else [scales]:
         _between(who, "init_scale", first, min_scale, max_scale, hint)
     hint = "2**(1/1000) doubles the scale in 1000 steps."
     checks.number(who, "growth_factor", growth_factor, "greater than 1", lambda x: x > 1, hint)

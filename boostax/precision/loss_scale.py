@@ -208,7 +208,7 @@ def static_loss_scale(
 
     Args:
       inner: the rest of the optimizer; it sees f32 (or wider) gradients and params.
-      scale: > 0 and finite; a power of two keeps unscaling exact.
+      scale: > 0, finite and a scalar; a power of two keeps unscaling exact.
       skip_nonfinite: ``False`` runs ``inner`` on whatever comes, with no check and no branch.
       axis_name: as in ``dynamic_loss_scale``.
 
@@ -270,6 +270,7 @@ def _scaled(
     ) -> tuple[PyTree, LossScaleState]:
         trees.require_gradients(grads.raw, who, sparse=True, params=params)
         axes.require_local(grads.raw, names, who)
+        checks.require_scalar(who, "scale", state.scale)
         if asks:
             handshake.require(who, state.scale)
         unscaled = grads.times(*_reciprocal(state.scale))
@@ -326,7 +327,8 @@ def scale_loss(loss: jax.Array, opt_state: PyTree) -> jax.Array:
       Scalar, f32 or f64.
 
     Raises:
-      ValueError: a loss that is scaled already, or inside ``boostax.value_and_grad``, which scales.
+      ValueError: a loss that is scaled already, or inside ``boostax.value_and_grad``, which scales;
+        a state with a scale that is no scalar.
 
     Example:
       >>> import boostax, jax.numpy as jnp, optax
@@ -334,8 +336,9 @@ def scale_loss(loss: jax.Array, opt_state: PyTree) -> jax.Array:
       >>> float(boostax.precision.scale_loss(jnp.float16(2.5), state))
       81920.0
     """
-    wide = trees.at_least_float32(jnp.asarray(loss))
-    product = wide * loss_scale(opt_state).astype(wide.dtype)
+    wide, scale = trees.at_least_float32(jnp.asarray(loss)), loss_scale(opt_state)
+    checks.require_scalar("scale_loss", "scale", scale)
+    product = wide * scale.astype(wide.dtype)
     return handshake.scaled_once(loss, product, opt_state)
 
 

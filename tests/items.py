@@ -1,0 +1,112 @@
+"""What the documents of MindSpore and SINGA name, item by item, and the page that is made of it.
+
+``docs/coming_from/every_item.toml`` has tables ``[[section]]`` with ``items``, one a line. Of an
+item ``name`` and ``default`` are the original's; ``here`` is what it is now, as names with their
+arguments (``boostax.accumulate(every)``), from jax and optax, too; ``is`` is one of `WORDS`;
+``why`` is a remark; ``test`` is ``FILE::NAME`` in ``tests``.
+
+``python tests/items.py --write`` makes the page.
+"""
+
+import ast
+import collections
+import pathlib
+import re
+import sys
+import tomllib
+from typing import NamedTuple
+
+ROOT = pathlib.Path(__file__).parents[1]
+TABLE = ROOT / "docs" / "coming_from" / "every_item.toml"
+PAGE = TABLE.with_suffix(".md")
+WORDS = {
+    "same": "the same effect, shown by the test",
+    "better": "does what that does, and more or without a fault of it",
+    "different": "another way to the same end, and why",
+    "missing": "has no meaning in JAX, and why",
+}
+NAME = re.compile(r"(?P<path>[\w.]+)(?:\((?P<arguments>[\w, ]+)\))?")
+
+
+class Item(NamedTuple):
+    """A row of the page.
+
+    Attributes:
+      name: the original's.
+      word: one of `WORDS`.
+      default: the original's; empty where it has none.
+      here: what it is now; empty if it is missing.
+      why: a remark.
+      test: the test that shows it.
+    """
+
+    name: str
+    word: str
+    default: str = ""
+    here: str = ""
+    why: str = ""
+    test: str = ""
+
+    def names(self):
+        """``(dotted name, its arguments)`` of what it is here."""
+        for match in NAME.finditer(self.here):
+            yield match["path"], re.findall(r"\w+", match["arguments"] or "")
+
+
+def sections():
+    """``(title, what stands before its table, items)`` of each section."""
+    for section in tomllib.loads(TABLE.read_text())["section"]:
+        items = [Item(word=item.pop("is"), **item) for item in section["items"]]
+        yield section["title"], section.get("intro", ""), items
+
+
+def every_item():
+    """The items of all sections."""
+    return [item for _, _, items in sections() for item in items]
+
+
+def page():
+    """The page that the table stands for."""
+    counts = collections.Counter(item.word for item in every_item())
+    lines = [
+        "# Every item",
+        "",
+        "Each name, parameter and default in the documents of MindSpore 2.10 and of Apache SINGA,",
+        "what it is here, and the test that shows it. The pages for",
+        "[`mindspore.boost`](mindspore_boost.md), [`mindspore.amp`](mindspore_amp.md) and",
+        "[SINGA](singa.md) say it in sentences, with examples.",
+        "",
+        "| word | meaning | items |",
+        "|---|---|---|",
+        *(f"| {word} | {meaning} | {counts[word]} |" for word, meaning in WORDS.items()),
+    ]
+    for title, intro, items in sections():
+        lines += ["", f"## {title}", *(["", intro] if intro else [])]
+        lines += ["", "| item | default | here | | | shown by |", "|---|---|---|---|---|---|"]
+        lines += [_row(item) for item in items]
+    return "\n".join(lines) + "\n"
+
+
+def _row(item):
+    here = ", ".join(f"`{match[0]}`" for match in NAME.finditer(item.here))
+    file, _, test = item.test.partition("::")
+    shown = f"[`{test}`](../../tests/{file})" if test else ""
+    name = ", ".join(map(_marked, re.split(r", (?![^(]*\))", item.name)))
+    cells = (name, _marked(item.default), here, item.word, item.why, shown)
+    return "| " + " | ".join(cells) + " |"
+
+
+def _marked(text):
+    """What is Python as code, and words as they are."""
+    try:
+        ast.parse(text.lstrip("."), mode="eval")
+    except SyntaxError:
+        return text
+    return f"`{text}`"
+
+
+if __name__ == "__main__":
+    if "--write" in sys.argv:
+        PAGE.write_text(page())
+    elif PAGE.read_text() != page():
+        sys.exit(f"{PAGE.relative_to(ROOT)} is not what the table says: --write")

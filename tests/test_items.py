@@ -1,0 +1,92 @@
+"""The page of every item is its table, and what the table says of boostax is so."""
+
+import dataclasses
+import importlib
+import inspect
+import re
+import types
+
+import items
+
+from boostax.autoboost.mindspore import GROUPS, SWITCHES
+
+ITEMS = items.every_item()
+NAMES = [item.name for item in ITEMS]
+# What the packages export.
+PUBLIC = """
+AutoBoost OptimizerProcess ParameterProcess BoostTrainOneStepCell BoostTrainOneStepWithLossScaleCell
+LessBN GradientFreeze FreezeOpt freeze_cell GradientAccumulation AdaSum DimReduce
+GroupLossScaleManager amp.auto_mixed_precision amp.build_train_network amp.custom_mixed_precision
+amp.get_white_list amp.get_black_list amp.all_finite amp.StaticLossScaler
+amp.DynamicLossScaler LossScaleManager FixedLossScaleManager DynamicLossScaleManager
+nn.FixedLossScaleUpdateCell nn.DynamicLossScaleUpdateCell nn.TrainOneStepWithLossScaleCell
+nn.TrainOneStepCell Optimizer DecayScheduler Constant ExponentialDecay SGD RMSProp AdaGrad Adam
+DistOpt backward_and_update backward_and_update_half backward_and_partial_update
+backward_and_sparse_update
+""".split()
+
+
+def test_the_page_is_the_table():
+    assert items.PAGE.read_text() == items.page(), "python tests/items.py --write"
+
+
+def test_an_item_says_what_it_is_why_and_where_that_is_shown():
+    for item in ITEMS:
+        assert item.word in items.WORDS, item
+        assert bool(item.here) == (item.word != "missing"), item
+        assert item.why or item.word == "same", item
+        assert item.test or item.word == "missing", item
+
+
+def test_what_an_item_is_here_exists_with_its_arguments():
+    for item in ITEMS:
+        for path, arguments in item.names():
+            assert set(arguments) <= parameters(found(path)), (item.name, path)
+
+
+def found(path):
+    """What a dotted name stands for."""
+    head, *names = path.split(".")
+    value = importlib.import_module(head)
+    for name in names:
+        if isinstance(value, types.ModuleType) and not hasattr(value, name):
+            importlib.import_module(f"{value.__name__}.{name}")
+        value = getattr(value, name)
+    return value
+
+
+def parameters(value):
+    if not callable(value):
+        return set()
+    fields = getattr(value, "_fields", ())  # of a NamedTuple
+    if dataclasses.is_dataclass(value):
+        fields = [field.name for field in dataclasses.fields(value)]
+    return {*inspect.signature(value).parameters, *fields}
+
+
+def test_a_test_that_is_named_exists():
+    for test in {item.test for item in ITEMS if item.test}:
+        file, _, name = test.partition("::")
+        text = (items.ROOT / "tests" / file).read_text()
+        assert re.search(rf"^def {name}\(", text, re.M), f"{file} has no {name}"
+
+
+def test_no_item_is_said_twice():
+    assert sorted(NAMES) == sorted(set(NAMES))
+
+
+def test_every_public_name_and_every_key_is_an_item():
+    starts = {re.match(r"[\w.]+", name)[0] for name in NAMES if re.match(r"[\w.]+", name)}
+    heads = starts | {start.rpartition(".")[0] for start in starts}
+    assert not set(PUBLIC) - heads
+    keys = {f"{group}.{key}" for group, settings in GROUPS.items() for key in settings}
+    keys |= {"boost.mode", *(f"boost.{name}" for name in SWITCHES)}
+    assert not keys - set(NAMES)
+
+
+def test_defaults_of_keys_are_those_that_a_configuration_has():
+    told = {item.name: item.default for item in ITEMS}
+    told["common.gradient_split_groups"] = "None"  # the code's; the documents say [50, 100]
+    for group, settings in GROUPS.items():
+        for key, setting in settings.items():
+            assert told[f"{group}.{key}"] == str(setting.default), f"{group}.{key}"
