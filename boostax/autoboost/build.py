@@ -1,4 +1,4 @@
-"""From a configuration to a chain of transformations in the one right order."""
+"""From a configuration to a chain of transformations, in the order of ``ORDER``."""
 
 import dataclasses
 import functools
@@ -57,7 +57,7 @@ class Boost:
         *,
         axis_name: axes.AxisName | None = None,
     ) -> optax.GradientTransformationExtraArgs:
-        """The whole chain around an optimizer, in the one right order.
+        """The whole chain around an optimizer, in the order of ``ORDER``.
 
         Outermost first: freezing, carried leaves, loss scaling, the window (or the window, then
         scaling), the recorder of snapshots, the reduction, centralization, clipping, the check of

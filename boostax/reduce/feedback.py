@@ -1,4 +1,13 @@
-"""Error feedback, once for all codecs: what is not sent now is sent later."""
+r"""Error feedback, once for all codecs: what is not sent now is sent later.
+
+With the gradient :math:`g_r` and the residual :math:`e_r` of replica r, and a codec that sends
+:math:`C(a)` of a leaf a:
+
+.. math::
+  a_r = g_r + e_r, \qquad u = \tfrac1n \sum_r C(a_r), \qquad e_r \leftarrow a_r - C(a_r)
+
+Every replica gets the same u; what waits in residuals is exactly what has not been sent.
+"""
 
 import functools
 from collections.abc import Callable, Sequence

@@ -123,7 +123,7 @@ class PowerSgd(Codec):
 
 
 def sides(shape: tuple[int, ...], outputs: int = -1) -> tuple[int, int]:
-    """A leaf as a matrix: the dimension of its outputs, and all others."""
+    """The leaf as a matrix, (rows, columns); outputs are columns unless they come first."""
     cut = _cut(len(shape), outputs)
     return math.prod(shape[:cut]), math.prod(shape[cut:])
 

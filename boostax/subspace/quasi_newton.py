@@ -70,7 +70,7 @@ class Search(NamedTuple):
     """What a line search found.
 
     Attributes:
-      length: scalar of the loss's dtype, 0 if none suffices.
+      length: scalar of the loss's dtype, 0 if none suffices and ``rule.take_last`` is false.
       accepted: bool scalar.
       tries: i32 scalar, losses computed.
       last: the last length tried.

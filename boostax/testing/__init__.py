@@ -1,6 +1,6 @@
 """The contract of a boostax transformation as runnable laws, for ours and for yours.
 
-Each law says which promise of ``docs/contract.md`` it holds to; there each promise names its laws.
+Each law says which promise of ``docs/contract.md`` it tests; there each promise names its laws.
 They stand in ``_single.py`` (one device), ``_optax.py`` (what Optax and Python do to any
 transformation), ``_mapped.py`` (replicas), ``_placed.py`` (sharded params) and ``_pairs.py`` (pairs
 of programs, drawn from a seed).

@@ -76,7 +76,7 @@ class Setting:
         return [jax.tree.map(whole, even_params()) for _ in range(count)]
 
     def poisoned(self, grads: PyTree) -> PyTree:
-        """With one element that is none, anywhere in the first leaf."""
+        """With one element, anywhere in the first leaf, replaced by a value of ``BAD``."""
         leaves, treedef = jax.tree.flatten(grads)
         at = tuple(int(self.rng.integers(size)) for size in leaves[0].shape)
         leaves[0] = leaves[0].at[at].set(BAD[int(self.rng.integers(len(BAD)))])
@@ -137,7 +137,7 @@ def _scalers(state: Any) -> list[Any]:
 
 
 def skip_inserted_anywhere_never_was(case: Case, seed: int = 0) -> None:
-    """Bad calls between good ones: to the end of the run as if nobody had made them."""
+    """Promise 5: bad calls between good ones, to the end of the run as if nobody had made them."""
     setting = Setting.of(case, seed)
     good = setting.grads(3 * case.calls)
     step = setting.step(setting.tx())
@@ -158,7 +158,7 @@ def skip_inserted_anywhere_never_was(case: Case, seed: int = 0) -> None:
 
 
 def scale_changes_nothing(case: Case, seed: int = 0) -> None:
-    """Any power of two, around the transformation or in its own scaler, gives the same params."""
+    """Promise 12: any power of two as scale, around it or in its own scaler: the same params."""
     setting = Setting.of(case, seed)
     tx, grads = setting.tx(), setting.grads(2 * case.calls)
     scale = 2.0 ** int(setting.rng.integers(1, 16))
@@ -181,7 +181,7 @@ def _with_scale(state: Any, scale: float) -> Any:
 
 
 def window_is_one_big_batch(case: Case, seed: int = 0) -> None:
-    """A window of micro-batches around it does what one call with the mean of their gradients does.
+    """Promise 14: a window of micro-batches around it is one call with their mean gradient.
 
     Not their sum: the losses of micro-batches are means, as the loss of the big batch is.
     """
@@ -198,7 +198,7 @@ def window_is_one_big_batch(case: Case, seed: int = 0) -> None:
 
 
 def nestings_of_scaler_and_window_agree(case: Case, seed: int = 0) -> None:
-    """Around it, a window in a scaler and a scaler in a window: the same on clean gradients."""
+    """Promise 12: a window in a scaler and a scaler in a window, around it: the same if clean."""
     setting = Setting.of(case, seed)
     every = int(setting.rng.integers(2, 4))
     scale = functools.partial(
@@ -212,7 +212,7 @@ def nestings_of_scaler_and_window_agree(case: Case, seed: int = 0) -> None:
 
 
 def cut_anywhere_is_whole(case: Case, seed: int = 0) -> None:
-    """Saved at any call, in an open window too, and loaded: the run ends with the same bits."""
+    """Promise 8: saved at any call, in an open window too, and loaded: the same bits at the end."""
     setting = Setting.of(case, seed)
     tx, grads = setting.tx(), setting.grads(3 * case.calls)
     step = setting.step(tx)
@@ -224,7 +224,7 @@ def cut_anywhere_is_whole(case: Case, seed: int = 0) -> None:
 
 
 def migrated_there_and_back_never_moved(case: Case, seed: int = 0) -> None:
-    """To a chain with a wrapper more and back again: the same state, to the bit.
+    """Promise 8: to a chain with a wrapper more and back again: the same state, to the bit.
 
     That training goes on in the other chain is tests/test_migrate.py's.
     """
@@ -244,7 +244,7 @@ def migrated_there_and_back_never_moved(case: Case, seed: int = 0) -> None:
 
 
 def replicas_there_and_back_never_moved(case: Case, seed: int = 0) -> None:
-    """To some times as many replicas and back again: the same state, to the bit.
+    """Promise 8: to some times as many replicas and back again: the same state, to the bit.
 
     Replicas in one process and one placement. Between placements, ``jax.device_put`` moves a state
     besides: tests/test_kill_placements.py.
@@ -266,12 +266,12 @@ def _inexact(x: Any) -> bool:
 
 
 def checked_and_unchecked_agree(case: Case, seed: int = 0) -> None:
-    """What JAX is told to check of a mapped function changes nothing of it."""
+    """Promise 2: what JAX is told to check of a mapped function changes nothing of it."""
     _agree(case, seed, ("checked", "unchecked"))
 
 
 def pmap_shard_map_and_plain_jit_agree(case: Case, seed: int = 0) -> None:
-    """The same step, mapped in either way or on global arrays."""
+    """Promise 2: the same step, mapped in either way or on global arrays."""
     windows, (mapped, _) = _agree(case, seed, ("checked", "pmap"))
     devices = jax.device_count()
     placed = _placed.placements(devices, 1, AxisType.Auto)[seed % 3]
