@@ -26,7 +26,7 @@ from boostax.autoboost.parts import (
 from boostax.autoboost.reduction import Reduce
 
 _WHO = "BoostConfig"
-# The roles in a chain, from the optimizer outwards: the one order. A part stands in front of all
+# The roles in a chain, from the optimizer outwards: the order. A part stands in front of all
 # before it, or around.
 ORDER: dict[str, type[Part]] = {
     "count_lost_updates": CountLostUpdates,
