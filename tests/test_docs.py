@@ -120,10 +120,36 @@ QUICK = ("quickstart",)
     ],
     ids=relative,
 )
-def test_notebooks_run(path, kernel, monkeypatch):
+def test_notebooks_run(path, kernel, monkeypatch, tmp_path):
+    """Those that need no checkout outside of one."""
     monkeypatch.setenv("BOOSTAX_FAST", "1")
     notebook = nbformat.read(path, as_version=4)
-    nbclient.NotebookClient(notebook, timeout=120, kernel_name=kernel).execute()
+    folder = ROOT if needs_a_checkout(notebook) else tmp_path
+    where = {"metadata": {"path": str(folder)}}
+    nbclient.NotebookClient(notebook, timeout=120, kernel_name=kernel, resources=where).execute()
+
+
+def needs_a_checkout(notebook):
+    return any('"benchmarks"' in cell.source for cell in notebook.cells if cell.cell_type == "code")
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=relative)
+def test_a_notebook_needs_the_package_alone_or_says_so(path):
+    notebook = nbformat.read(path, as_version=4)
+    assert needs_a_checkout(notebook) == ("needs a checkout" in notebook.cells[0].source)
+
+
+def test_losses_in_a_notebook_are_those_of_the_record():
+    cells = nbformat.read(ROOT / "notebooks" / "dim_reduce.ipynb", as_version=4).cells
+    (source,) = (cell.source for cell in cells if "losses = {" in cell.source)
+    given = {}
+    exec(source[: source.index("shown = {")], given)
+    record = json.loads((ROOT / "benchmarks" / "results" / "subspace.json").read_text())
+    for name, finishes in given["losses"].items():
+        rows = {row["finish"]: row for row in record["sections"][f"text: {name}"]}
+        for finish, losses in finishes.items():
+            wanted = [round(rows[finish][f"{n} steps"], 4) for n in given["lengths"]]
+            assert losses == wanted, (name, finish)
 
 
 def test_notebooks_use_names_that_exist(tmp_path, monkeypatch):
