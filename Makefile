@@ -61,6 +61,7 @@ bench: $(READY)
 	$(RUN) benchmarks/adasum_convergence.py
 	$(RUN) benchmarks/compression_time.py
 	$(RUN) benchmarks/compression_accuracy.py
+	$(RUN) benchmarks/partial_accuracy.py
 	$(RUN) benchmarks/freezing.py
 	$(RUN) benchmarks/freezing_accuracy.py
 	$(RUN) benchmarks/subspace.py
