@@ -249,7 +249,7 @@ def test_identical_gradients_come_back_bit_for_bit(seed, replicas, magnitude):
 
 
 @pytest.mark.parametrize("scope", ["leaf", "tree"])
-@pytest.mark.parametrize("replicas", [2, 3, 8])
+@pytest.mark.parametrize("replicas", [2, 3, pytest.param(8, marks=pytest.mark.long)])
 def test_identical_trees_come_back_bit_for_bit(replicas, scope):
     """In every dtype; what the sums of several leaves round to is equal too."""
     dtypes = (jnp.float32, jnp.float16, jnp.bfloat16, jnp.float64)
@@ -352,6 +352,7 @@ def test_what_is_not_finite_stays_so_and_stays_in_its_leaf(bad):
         assert not any(np.isfinite(x).any() for x in combine(leaves, scope="tree"))
 
 
+@pytest.mark.long
 def test_it_can_be_differentiated():
     """As an outer loop that learns the optimizer does: against a difference quotient."""
     rows = np.float32(normal(3, 4, 600))

@@ -907,6 +907,7 @@ def test_what_holds_together_here_alone_is_noted():
     )
 
 
+@pytest.mark.long
 def test_a_shallow_net_is_never_frozen_there(golden):
     """LeNet5 at O1: ten groups of five layers, whose moments are those of each depth all the same.
 

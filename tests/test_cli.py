@@ -97,6 +97,7 @@ def test_a_run_without_a_finite_loss_is_still_plotted(here):
     assert smooth([1.0] * 90) == pytest.approx([1.0] * 90)
 
 
+@pytest.mark.long
 def test_text_in_parallel_with_micro_batches_and_a_fixed_scale_then_other_data(here, capsys):
     options = "--steps 3 --devices 2 --microbatches 2 --loss-scale 128 --output here".split()
     assert train(*options, workload="text") == 0

@@ -20,7 +20,7 @@ SMALL = {
     "digits": "--width 16 --batch-size 16",
 }
 # The quick tests run these, the long ones all.
-QUICK = ("boostax train digits", "boostax explain text --freeze interval")
+QUICK = ("boostax train digits",)
 
 
 def shown(text):

@@ -66,7 +66,7 @@ COMPOSED = ("inside", "around", "warming")
 
 
 # An Explicit mesh differs by how arrays enter and leave, not by what is done to them.
-EXPLICIT = {"dynamic_loss_scale", "adasum", "top_k_reduce"}
+EXPLICIT = {"dynamic_loss_scale", "top_k_reduce"}
 
 
 # As `replicas_stay_equal_in_every_mode` and `any_placement_means_the_same`, from seeds.

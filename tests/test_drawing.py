@@ -40,6 +40,7 @@ def law(tmp_path):
     return run
 
 
+@pytest.mark.long
 def test_what_a_search_finds_every_later_run_tries(law, tmp_path):
     """Also once the test is written otherwise, and for good once it passes."""
     kept = tmp_path / "examples" / "test_it" / "test_law"

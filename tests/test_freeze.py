@@ -826,8 +826,20 @@ def test_a_partial_window_is_applied_at_its_depth():
         jax.tree.map(np.testing.assert_array_equal, before.params, step.flush(state).params)
 
 
-@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
-@pytest.mark.parametrize("sharded", [False, True])
+@pytest.mark.parametrize(
+    ("kind", "sharded"),
+    [
+        (AxisType.Auto, True),
+        *(
+            pytest.param(*each, marks=pytest.mark.long)
+            for each in (
+                (AxisType.Auto, False),
+                (AxisType.Explicit, False),
+                (AxisType.Explicit, True),
+            )
+        ),
+    ],
+)
 def test_low_rank_freezes_in_one_program_over_sharded_params_and_state(kind, sharded):
     """Defect guarded against: zeros of a stage that does not run had not the shards' types."""
     mesh = jax.make_mesh((2, 2), ("data", "model"), (kind,) * 2, devices=jax.devices()[:4])

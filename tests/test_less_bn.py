@@ -643,7 +643,9 @@ def problem(dtype=f32, scale=1.0):
 
 
 @pytest.mark.parametrize("dtype", [f16, jnp.bfloat16, f32, f64])
-@pytest.mark.parametrize("scale", [1e-30, 1e-3, 1.0, 1e30])
+@pytest.mark.parametrize(
+    "scale", [1e-30, *(pytest.param(x, marks=pytest.mark.long) for x in (1e-3, 1.0)), 1e30]
+)
 def test_head_against_numpy(dtype, scale):
     """Lengths over- or underflow in no dtype."""
     if dtype == f16:
@@ -674,6 +676,7 @@ def test_head_computes_low_from_f32_params(bias):
     np.testing.assert_allclose(np.float64(y), expected, rtol=0, atol=2e-3)
 
 
+@pytest.mark.long
 def test_head_gradients_are_those_of_finite_differences():
     with jax.enable_x64(True):
         keys = jax.random.split(KEY, 4)

@@ -110,7 +110,21 @@ def test_replicas_and_shards_count_as_one(form):
     np.testing.assert_allclose(metrics["lost_updates"], reference(LOW, GRADS, 0.25), rtol=5e-3)
 
 
-@pytest.mark.parametrize("law", laws_for(CASE))
+# It passes everything through: what every wrapper and placement does to that is quickly shown.
+LATE = {
+    "any_placement_means_the_same",
+    "any_placement_means_the_same_on_an_explicit_mesh",
+    "scan_eager_and_disabled_jit_agree",
+    "works_in_every_optax_wrapper",
+    "replicas_stay_equal_in_every_mode",
+    "vmap_over_an_ensemble",
+}
+
+
+@pytest.mark.parametrize(
+    "law",
+    [pytest.param(x, marks=pytest.mark.long) if x in LATE else x for x in laws_for(CASE)],
+)
 def test_contract(law):
     LAWS[law](CASE)
 

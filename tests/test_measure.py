@@ -233,6 +233,7 @@ def test_all_are_asked_for_the_same_batches_in_order():
     assert asked[8:] == [*baseline, *[0, *calls] * 2, *turns]
 
 
+@pytest.mark.long
 def test_what_diverges_is_not_recommended():
     def steep(params, batch):
         return loss_fn(params, batch) + 1e3 * sum(jnp.sum(x**4) for x in jax.tree.leaves(params))
@@ -259,6 +260,7 @@ def test_what_a_scaler_skips_before_its_first_step_does_not_count():
     assert half.equal_steps_loss == pytest.approx(full.loss, abs=found.noise)
 
 
+@pytest.mark.long
 def test_key_and_model_state_go_through_and_the_last_one_judges():
     def noisy(params, batch, *, key, model_state):
         loss = loss_fn(params, batch) + 0.01 * jax.random.normal(key) + 0.1 * model_state

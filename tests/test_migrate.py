@@ -432,6 +432,7 @@ def batch_of(i):
     return jnp.sin(jnp.arange(32.0) + i).reshape(16, 2)
 
 
+@pytest.mark.long
 def test_residuals_of_a_train_state_are_kept_per_replica(mesh):
     _, old = on_mesh(mesh, lambda tx: tx, 2)
     step, fresh = on_mesh(mesh, lambda tx: boostax.accumulate(tx, 2, axis_name="data"))

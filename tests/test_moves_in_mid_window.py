@@ -118,7 +118,12 @@ def assert_close(found, wanted, **tolerance):
     jax.tree.map(compare, found, wanted)
 
 
-@pytest.mark.parametrize("kind", REPLICAS)
+QUICK = ("mean", "by weight, scaled")
+
+
+@pytest.mark.parametrize(
+    "kind", [x if x in QUICK else pytest.param(x, marks=pytest.mark.long) for x in REPLICAS]
+)
 def test_a_window_moves_to_other_replicas_and_back(kind):
     wanted = run(kind, (1,) * len(COUNTS), lambda step, state, count: state)
     assert any(not np.array_equal(a["w"], b["w"]) for a, b in itertools.pairwise(wanted))

@@ -126,6 +126,7 @@ def test_metrics_report_the_orthogonality(mesh):
     assert {"orthogonality/w", "orthogonality/v", "orthogonality/b"} <= set(metrics)
 
 
+@pytest.mark.long
 def test_delta_state_is_per_replica_and_carries_on_with_another_replica_count(mesh):
     tx = boostax.reduce.adasum_delta(optax.adam(1e-2), "data")
     _, state, _ = train(tx, mesh, "data")
@@ -161,6 +162,7 @@ def on_four(tx, state, path):
     return step, jax.device_put(moved, step.shardings(moved))
 
 
+@pytest.mark.long
 def test_a_checkpoint_of_eight_replicas_goes_on_with_four(mesh, tmp_path):
     tx = boostax.reduce.adasum_delta(optax.adam(1e-2), "data")
     _, state, _ = train(tx, mesh, "data")

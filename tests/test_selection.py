@@ -98,7 +98,7 @@ def test_top_k_of_a_large_leaf_is_that_of_sorting(shape, block):
         assert np.abs(sent[sent != 0]).min() >= np.abs(held).max()
 
 
-@pytest.mark.parametrize("shape", SHAPED.values(), ids=SHAPED)
+@pytest.mark.parametrize("shape", [SHAPED["rows that are no multiple"], SHAPED["a vector"]])
 def test_a_count_beyond_a_leaf_is_all_of_it(shape):
     x = jnp.asarray(drawn("distinct", shape, 2))
     tx = boostax.top_k_reduce("data", count=100_000)

@@ -219,8 +219,17 @@ def todense(grads):
     return grads | {"embed": add(grads["embed"])}
 
 
+OPTIONS = [
+    {},
+    *(
+        pytest.param(x, marks=pytest.mark.long)
+        for x in ({"op": "sum", "divide": "before"}, {"clip": 0.5})
+    ),
+]
+
+
 @pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("options", [{}, {"op": "sum", "divide": "before"}, {"clip": 0.5}], ids=str)
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
 def test_a_mean_of_rows_is_that_of_their_dense_arrays(mode, options):
     tx = optax.chain(boostax.all_reduce("data", **options), optax.sgd(0.5))
     every = [stacked(0)]
