@@ -84,7 +84,8 @@ def uninterrupted(tmp_path_factory, environment):
     return found
 
 
-@pytest.mark.parametrize("moments", [(15,), pytest.param((2, 15, 35), marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("moments", [(15,), (2, 15, 35)])
 def test_killed_at_several_moments(tmp_path, environment, uninterrupted, moments):
     # A save at every third call: most of these moments lie within one.
     for call in moments:
