@@ -62,7 +62,7 @@ def map_data(fn: Callable[[jax.Array], jax.Array], tree: PyTree) -> PyTree:
 
 
 def added(buffer: jax.Array, data: jax.Array, indices: jax.Array) -> jax.Array:
-    """``buffer`` plus what a sparse array holds: a scatter, which XLA writes in place."""
+    """``buffer`` plus what a sparse array holds: a scatter, which XLA:CPU writes in place."""
     buffer = axes.to_varying(buffer, axes.varying(data) | axes.varying(indices))
     return buffer.at[tuple(indices.T)].add(data)
 

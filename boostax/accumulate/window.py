@@ -150,7 +150,7 @@ def accumulate(
       own, once per window, and 4 bytes then for ``"weight"`` and for f16 sums, which are also
       read once more then; through ``boostax.apply_gradients`` no temporary copy on CPU, TPU v5e
       and H100, through the pure ``update`` one of the params. Rows of a sparse gradient are
-      scattered into the sum in place; with an ``accumulator_dtype`` below f32, into an f32 copy.
+      scattered into the sum (in place on CPU), with a narrower dtype into an f32 copy of it.
 
     Raises:
       ValueError, TypeError: an argument out of range; at trace time, a missing or unused
