@@ -5,7 +5,6 @@ again one by one: ``python benchmarks/compilers.py "Gates"``; the others stay as
 """
 
 import functools
-import json
 import re
 import statistics
 import sys
@@ -437,12 +436,10 @@ def _cell(value: Any) -> str:
 def main() -> None:
     jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_num_cpu_devices", 8)
-    path = harness.RESULTS / "compilers.json"
     for name in sys.argv[1:] or SECTIONS:
         measured = SECTIONS[name]()
         # What was recorded meanwhile stays.
-        known = json.loads(path.read_text())["sections"] if path.exists() else {}
-        known[name] = measured
+        known = harness.sections_of("compilers") | {name: measured}
         sections = {name: known[name] for name in SECTIONS if name in known}
         found = bars(sections) if len(sections) == len(SECTIONS) else []
         title = "What the compilers make of it"

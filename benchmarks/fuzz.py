@@ -5,7 +5,6 @@ Runs add up: each goes on from the seeds and draws that are on record.
 
 import argparse
 import collections
-import json
 import multiprocessing
 import pathlib
 import sys
@@ -13,7 +12,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import jax
-from harness import RESULTS, Bar, report
+from harness import Bar, report, sections_of
 
 TESTS = pathlib.Path(__file__).parents[1] / "tests"
 if str(TESTS) not in sys.path:
@@ -150,9 +149,7 @@ def main() -> None:
     parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("--anew", action="store_true", help="forget what is on record")
     options = parser.parse_args()
-    record = RESULTS / "fuzz.json"
-    kept = {} if options.anew or not record.exists() else json.loads(record.read_text())
-    sections = kept.get("sections", {})
+    sections = {} if options.anew else sections_of("fuzz")
     prepare()
     runs = [again(row) for row in sections.get(RUNS, [])]
     laws = {row["law"]: row for row in sections.get(LAWS, [])}

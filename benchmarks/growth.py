@@ -11,6 +11,7 @@ import pathlib
 import time
 from collections.abc import Sequence
 
+import harness
 import jax
 from growth_cases import CASES, Case
 from growth_measure import CLOCKS, COUNTS, MOST_COMPILED, Row, measured
@@ -175,8 +176,7 @@ def fixed(axis: str) -> str:
 
 def on_record(axes: Sequence[str]) -> dict[str, list[Row]]:
     """The curves that were measured before, of techniques that are still there."""
-    path = RESULTS / "growth.json"
-    sections = json.loads(path.read_text())["sections"] if path.exists() else {}
+    sections = harness.sections_of("growth")
     known = {axis: sections[f"Along {axis}"] for axis in axes if f"Along {axis}" in sections}
     return {axis: [x for x in rows if x["technique"] in CASES] for axis, rows in known.items()}
 

@@ -61,9 +61,27 @@ def resumable(description: str | None, only: str) -> argparse.ArgumentParser:
     return parser
 
 
-def sections_of(name: str) -> Any:
-    """The tables on record."""
-    return json.loads((RESULTS / f"{name}.json").read_text())["sections"]
+def record(name: str) -> dict[str, Any]:
+    """What `report` wrote: the machine, the sections and the bars, a dictionary for each row."""
+    data = json.loads((RESULTS / f"{name}.json").read_text())
+    sections = {title: _rows(table) for title, table in data["sections"].items()}
+    return {"machine": data["machine"], "sections": sections, "bars": _rows(data["bars"])}
+
+
+def sections_of(name: str) -> dict[str, list[dict[str, Any]]]:
+    """The tables on record, none if there is no record."""
+    return record(name)["sections"] if (RESULTS / f"{name}.json").exists() else {}
+
+
+def _rows(table: dict[str, list[Any]]) -> list[dict[str, Any]]:
+    return [dict(zip(table["columns"], row, strict=True)) for row in table["rows"]]
+
+
+def _table(rows: list[dict[str, Any]]) -> str:
+    """A row a line, without the names of the columns: half the size, and a diff of what changed."""
+    columns = list(rows[0]) if rows else []
+    lines = ",".join("\n" + json.dumps([row[c] for c in columns]) for row in rows)
+    return f'{{"columns": {json.dumps(columns)}, "rows": [{lines}]}}'
 
 
 def work_of(options: argparse.Namespace, name: str) -> pathlib.Path:
@@ -161,13 +179,17 @@ def report(
     text = "\n".join(lines) + "\n"
     RESULTS.mkdir(exist_ok=True)
     (RESULTS / f"{name}.md").write_text(text)
-    data = {
-        "machine": machine,
-        "sections": dict(sections),
-        "bars": [{**dataclasses.asdict(b), "met": b.met} for b in bars],
-    }
-    (RESULTS / f"{name}.json").write_text(json.dumps(data, indent=1) + "\n")
+    (RESULTS / f"{name}.json").write_text(_written(machine, sections, bars))
     print(text)
+
+
+def _written(
+    machine: dict[str, Any], sections: list[tuple[str, list[dict[str, Any]]]], bars: list[Bar]
+) -> str:
+    tables = ",\n".join(f"{json.dumps(title)}: {_table(rows)}" for title, rows in sections)
+    met = _table([{**dataclasses.asdict(bar), "met": bar.met} for bar in bars])
+    text = f'"machine": {json.dumps(machine)},\n"sections": {{\n{tables}\n}},\n"bars": {met}'
+    return f"{{\n{text}\n}}\n"
 
 
 def _cell(value: Any) -> str:

@@ -23,7 +23,7 @@ import jax.numpy as jnp
 import loss_scale
 import optax
 import peers_finish
-from harness import RESULTS, Bar, Form, by_apply, by_update, compiled_form, paired, ratio, report
+from harness import Bar, Form, by_apply, by_update, compiled_form, paired, ratio, record, report
 from problems import grads, params
 from scaling_techniques import sharded_moments
 
@@ -253,10 +253,10 @@ moves all params, `dim_reduce` only along the directions of the run so far.
 """
 
 
-def page(record: dict[str, Any]) -> str:
+def page(found: dict[str, Any]) -> str:
     """The document made of the record."""
-    rows = record["sections"]["Pairs"]
-    machine = record["machine"]
+    rows, finish = found["sections"]["Pairs"], found["sections"]["A finish"]
+    machine = found["machine"]
     columns = (
         "technique",
         "instead of",
@@ -272,7 +272,7 @@ def page(record: dict[str, Any]) -> str:
         even=EVEN,
         pairs=table(rows, columns),
         losses=table(behind, columns),
-        finish=table(record["sections"]["A finish"], tuple(record["sections"]["A finish"][0])),
+        finish=table(finish, tuple(finish[0])),
     )
 
 
@@ -317,7 +317,7 @@ def main() -> None:
             [("Pairs", rows), ("A finish", finish)],
             bars,
         )
-    PAGE.write_text(page(json.loads((RESULTS / "peers_jax.json").read_text())))
+    PAGE.write_text(page(record("peers_jax")))
 
 
 if __name__ == "__main__":

@@ -15,7 +15,7 @@ from typing import Any
 
 import jax
 import optax
-from harness import RESULTS, Bar, report
+from harness import Bar, report, sections_of
 
 import boostax
 from boostax.run.cluster import initialize, launch
@@ -123,7 +123,7 @@ def rows_of(recipe: Recipe, found: dict[str, list[Row]]) -> list[Row]:
 
 def on_record() -> list[Row]:
     """The rows that were measured before."""
-    return json.loads((RESULTS / "recipes.json").read_text())["sections"]["Recipes"]
+    return sections_of("recipes")["Recipes"]
 
 
 def page(rows: list[Row]) -> str:

@@ -6,14 +6,13 @@ Applies the formulas of ``scaling_formulas.py`` to a model of a billion params a
 
 import argparse
 import itertools
-import json
 import math
 import pathlib
 from collections.abc import Callable
 from typing import Any
 
 import scaling_formulas as formulas
-from harness import RESULTS, Bar, report
+from harness import Bar, report, sections_of
 from scaling_formulas import Model
 from scaling_sends import Send, ring_rounds, tree_rounds
 from scaling_techniques import HOST, TECHNIQUES, different, fits, sharded_moments
@@ -287,8 +286,7 @@ def main() -> None:
             for name, limit in limits.items()
         ]
         report("scaling", "Weak scaling, on paper", sections, bars)
-    data = json.loads((RESULTS / "scaling.json").read_text())
-    PAGE.write_text(page(data["sections"]))
+    PAGE.write_text(page(sections_of("scaling")))
 
 
 if __name__ == "__main__":

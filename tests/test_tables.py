@@ -1,6 +1,5 @@
 """Every table of a page is that of its record, and no measured number stands beside one."""
 
-import json
 import re
 
 import harness
@@ -85,11 +84,10 @@ ROWS = [
 @pytest.fixture
 def page(tmp_path, monkeypatch):
     """A page beside a record of two rows, which stands in the place of all others."""
-    results = tmp_path / "results"
-    results.mkdir()
-    sections = {"A Table": ROWS, "Other": [{"a": "a", "b": None}]}
-    (results / "toy.json").write_text(json.dumps({"sections": sections}))
-    monkeypatch.setattr(harness, "RESULTS", results)
+    monkeypatch.setattr(harness, "RESULTS", tmp_path / "results")
+    sections = [("A Table", ROWS), ("Other", [{"a": "a", "b": None}])]
+    harness.report("toy", "Toy", sections, [])
+    assert harness.sections_of("toy") == dict(sections)
     return tmp_path / "page.md"
 
 

@@ -1,21 +1,19 @@
 """The tables of the record, and the page made of them."""
 
 import collections
-import json
-import pathlib
 from typing import Any
+
+from harness import sections_of
 
 from cells.sections import TITLES
 from cells.subject import FAIL, NONE, PASS, UNSUPPORTED
 from cells.subjects import EVERYONE
 
 Row = dict[str, Any]
-RESULTS = pathlib.Path(__file__).parents[1] / "results"
-FAULTS = RESULTS / "faults"
 ORDER = ("passes", "cells", "laws", "elsewhere")
 ELSEWHERE = {
-    "kills": ("A run killed at random moments and resumed", "tests/test_kills.py"),
-    "rank_deaths": ("A process of several that dies or stalls", "tests/test_cluster_command.py"),
+    "A run killed at random moments and resumed": "tests/test_kills.py",
+    "A process of several that dies or stalls": "tests/test_cluster_command.py",
 }
 FUNCTIONS = "other functions"
 # The last columns of a table of train loops.
@@ -47,13 +45,10 @@ def tables(found: list[Row], laws: list[Row]) -> dict[str, list[Row]]:
 
 
 def told_elsewhere() -> list[Row]:
-    """What tests of their own say, from their records if there are any."""
-    rows = []
-    for name, (what, test) in ELSEWHERE.items():
-        record = FAULTS / f"{name}.json"
-        told = json.loads(record.read_text()) if record.exists() else None
-        result = f"{told['passed']} of {told['of']} pass" if told else "see the test"
-        rows.append({"what": what, "result": result, "test": test})
+    """What tests of their own say."""
+    rows = [
+        {"what": what, "result": "see the test", "test": test} for what, test in ELSEWHERE.items()
+    ]
     return rows + in_silence()
 
 
@@ -65,10 +60,7 @@ def in_silence() -> list[Row]:
         result = ", ".join(f"{count} {name}" for name, count in counts.items())
         rows.append({"what": what, "result": result, "test": test})
 
-    def of(record: str) -> Any:
-        return json.loads((RESULTS / f"{record}.json").read_text())["sections"]
-
-    random, loops, suites = of("fuzz"), of("foreign_loops"), of("foreign")
+    random, loops, suites = map(sections_of, ("fuzz", "foreign_loops", "foreign"))
     sums = lambda there, names: {x: sum(each[x] for each in there) for x in names}  # noqa: E731
     counts = sums(random["Runs"], ("number", "refused", "different"))
     row("Random chains against float64", counts, "benchmarks/fuzz.py")
