@@ -3,7 +3,7 @@
 import collections
 from typing import Any
 
-from harness import sections_of
+from harness import markdown, sections_of
 
 from cells.sections import TITLES
 from cells.subject import FAIL, NONE, PASS, UNSUPPORTED
@@ -96,13 +96,12 @@ def counted(sections: dict[str, list[Row]]) -> dict[tuple[str, str], dict[str, i
 
 def table(names: list[str], counts: dict[tuple[str, str], dict[str, int]]) -> list[str]:
     """Subjects as rows, sections as columns: pass, unsupported, fail."""
-    lines = ["| | " + " | ".join(f"{k}: {title}" for k, title in TITLES.items()) + " | all |"]
-    lines += ["|---" * (len(TITLES) + 2) + "|"]
+    rows = []
     for name in names:
         each = [counts.get((name, letter), {}) for letter in TITLES]
         every = {kind: sum(x.get(kind, 0) for x in each) for kind in (PASS, UNSUPPORTED, FAIL)}
-        lines.append(f"| **{name}** | " + " | ".join(map(cell, [*each, every])) + " |")
-    return lines
+        rows.append([f"**{name}**", *map(cell, [*each, every])])
+    return markdown(["", *(f"{k}: {title}" for k, title in TITLES.items()), "all"], rows)
 
 
 def cell(counts: dict[str, int]) -> str:
@@ -114,29 +113,28 @@ def total(counts: dict[tuple[str, str], dict[str, int]], names: set[str], kind: 
     return sum(each.get(kind, 0) for (name, _), each in counts.items() if name in names)
 
 
-def reasons(rows: list[Row]) -> list[str]:
+def listed(rows: list[Row], last: str) -> list[str]:
     """A line for each reason, with the cells that share it."""
     shared: dict[tuple[str, str], list[str]] = {}
     for row in rows:
         shared.setdefault((row["subject"], row["reason"]), []).append(row["cell"])
-    return [
-        f"| {name} | {', '.join(cells)} | {reason.replace('|', chr(92) + '|')} |"
+    lines = [
+        (name, ", ".join(cells), reason.replace("|", "\\|"))
         for (name, reason), cells in shared.items()
     ]
-
-
-def listed(rows: list[Row], last: str) -> list[str]:
-    header = ["| | cells | " + last + " |", "|---|---|---|"]
-    return [*header, *reasons(rows)] if rows else ["None."]
+    return markdown(("", "cells", last), lines) if rows else ["None."]
 
 
 def repeated(rows: list[Row]) -> list[str]:
     """The laws on random examples, and the tests that were repeated."""
     if not rows:
         return ["Not run for this record."]
-    lines = [f"{sum(row['failed'] for row in rows)} fail.", ""]
-    lines += ["| what | examples | fails |", "|---|---|---|"]
-    return lines + [f"| {row['what']} | {row['examples']} | {row['failed']} |" for row in rows]
+    counts = [(row["what"], row["examples"], row["failed"]) for row in rows]
+    return [
+        f"{sum(row['failed'] for row in rows)} fail.",
+        "",
+        *markdown(("what", "examples", "fails"), counts),
+    ]
 
 
 def page(sections: dict[str, list[Row]]) -> str:
@@ -199,11 +197,9 @@ def page(sections: dict[str, list[Row]]) -> str:
         "",
         "## Tried elsewhere",
         "",
-        "| what | result | test |",
-        "|---|---|---|",
-        *(
-            f"| {row['what']} | {row['result']} | `{row['test']}` |"
-            for row in sections["elsewhere"]
+        *markdown(
+            ("what", "result", "test"),
+            [(x["what"], x["result"], f"`{x['test']}`") for x in sections["elsewhere"]],
         ),
         "",
         "## How to run it",
