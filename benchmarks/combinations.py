@@ -14,23 +14,11 @@ from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import flax.linen as nn
+import harness
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from harness import (
-    DOCS,
-    Bar,
-    in_processes,
-    kept,
-    markdown,
-    on_cpu,
-    quick,
-    report,
-    resumable,
-    sections_of,
-    work_of,
-)
 
 import boostax
 from boostax._core import trees
@@ -42,7 +30,7 @@ from boostax.run.workloads._workload import cross_entropy
 PyTree = Any
 Spec = dict[str, Any]
 AXIS, DEVICES, BATCH, WIDTH, CALLS, RATE = "data", 4, 16, 8, 12, 1e-2
-PAGE = DOCS / "combinations.md"
+PAGE = harness.DOCS / "combinations.md"
 FREEZE = {"groups": 2, "total_steps": 8, "frozen_fraction": 0.5}
 # What the first key of each is about; two about the same are no pair.
 TECHNIQUES: dict[str, Spec] = {
@@ -404,20 +392,20 @@ def job(asked: Asked, name: str) -> list[dict[str, Any]]:
 
 def prepare() -> None:
     """In each process, before JAX is first used."""
-    on_cpu(DEVICES)
-    quick()
+    harness.on_cpu(DEVICES)
+    harness.quick()
 
 
 def run_all(wanted: list[Asked], path: pathlib.Path, workers: int) -> dict[Any, dict[str, Any]]:
     """All outcomes by title and workload; what is kept is not run again."""
-    done = kept(path, "title", "task")
+    done = harness.kept(path, "title", "task")
     jobs = {
         (asked.title, name): (asked, name)
         for asked, name in itertools.product(wanted, ("digits", "text"))
         if (asked.title, name) not in done
     }
-    in_processes(job, jobs, path, workers, prepare)
-    return kept(path, "title", "task")
+    harness.in_processes(job, jobs, path, workers, prepare)
+    return harness.kept(path, "title", "task")
 
 
 def tables(wanted: list[Asked], done: dict[Any, dict[str, Any]]) -> list[tuple[str, list[Any]]]:
@@ -453,7 +441,7 @@ class Notes:
 
 def matrix(names: list[str], header: list[str], cell: Callable[[str, str], str]) -> list[str]:
     rows = [[f"**{one}**", *(cell(one, other) for other in header)] for one in names]
-    return markdown(["", *header], rows)
+    return harness.markdown(["", *header], rows)
 
 
 def page(sections: dict[str, list[dict[str, Any]]]) -> str:
@@ -516,7 +504,7 @@ def page(sections: dict[str, list[dict[str, Any]]]) -> str:
         "",
         "On text without LessBN.",
         "",
-        *markdown(("configuration", ""), whole),
+        *harness.markdown(("configuration", ""), whole),
         "",
         "## Refused",
         "",
@@ -529,7 +517,7 @@ def page(sections: dict[str, list[dict[str, Any]]]) -> str:
         "also make a finish: of snapshots in the state, and of snapshots that a "
         "`boostax.subspace.HostTrajectory` recorded.",
         "",
-        *markdown(("name", "configuration"), configurations),
+        *harness.markdown(("name", "configuration"), configurations),
     ]
     return "\n".join(lines) + "\n"
 
@@ -547,11 +535,11 @@ does not raise the loss. "no" is refused by name when the configuration is made.
 
 
 def main() -> None:
-    options = resumable(__doc__, "part of the names to try")
+    options = harness.resumable(__doc__, "part of the names to try")
     if options.page:
-        PAGE.write_text(page(sections_of("combinations")))
+        PAGE.write_text(page(harness.sections_of("combinations")))
         return
-    work = work_of(options, "combinations")
+    work = harness.work_of(options, "combinations")
     wanted = [asked for asked in everything_asked() if options.only in asked.title]
     done = run_all(wanted, work / "outcomes.jsonl", options.workers)
     if options.only:
@@ -559,8 +547,8 @@ def main() -> None:
     prepare()
     sections = tables(wanted, done)
     failed = sum(FAILS in (row["digits"], row["text"]) for _, rows in sections for row in rows)
-    bars = [Bar("pairs that fail", failed, 0)]
-    report("combinations", "What goes together", sections, bars)
+    bars = [harness.Bar("pairs that fail", failed, 0)]
+    harness.report("combinations", "What goes together", sections, bars)
     PAGE.write_text(page(dict(sections)))
 
 

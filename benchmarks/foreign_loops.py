@@ -6,20 +6,8 @@ Runs the loops of ``tests/train_loops.py``. Makes ``docs/foreign_loops.md``, bes
 import pathlib
 import sys
 
+import harness
 import jax
-from harness import (
-    DOCS,
-    Bar,
-    in_processes,
-    kept,
-    markdown,
-    on_cpu,
-    quick,
-    report,
-    resumable,
-    sections_of,
-    work_of,
-)
 from placements import FAILS, NONE, PASSES, REFUSED, Row, judged
 
 TESTS = pathlib.Path(__file__).parents[1] / "tests"
@@ -30,7 +18,7 @@ import train_loops  # noqa: E402
 from contract_cases import CASES  # noqa: E402
 from train_loops import LOOPS, NAME, PLAIN, REDUCTION, SCALE, put_into  # noqa: E402
 
-PAGE = DOCS / "foreign_loops.md"
+PAGE = harness.DOCS / "foreign_loops.md"
 TOLERANCE = 2e-6
 # Compiled elsewhere, a gradient's last bit may round to the next integer of the wire.
 ROUNDED = {"int16_reduce": 2.0**-15}
@@ -98,10 +86,10 @@ def job(loop: str, wanted: list[tuple[str, str]]) -> list[Row]:
 def run_all(wanted: list[tuple[str, str]], path: pathlib.Path, workers: int) -> list[Row]:
     """All cells; what is kept is not run again."""
     key = ("forgotten", "technique", "loop")
-    done = kept(path, *key)
+    done = harness.kept(path, *key)
     left = [(row, loop) for row in wanted for loop in LOOPS if (*row, loop) not in done]
-    in_processes(job, {(*row, loop): (loop, [row]) for row, loop in left}, path, workers)
-    return list(kept(path, *key).values())
+    harness.in_processes(job, {(*row, loop): (loop, [row]) for row, loop in left}, path, workers)
+    return list(harness.kept(path, *key).values())
 
 
 def tables(wanted: list[tuple[str, str]], found: list[Row]) -> dict[str, list[Row]]:
@@ -141,7 +129,7 @@ def page(sections: dict[str, list[Row]]) -> str:
         lines += ["", f"## {title}", "", ABOUT[title], "", f"Cells: {count}.", ""]
         names = (" in ".join(filter(None, [x.get("line"), f"**{x['technique']}**"])) for x in there)
         cells = [[name, *(x[c] for c in columns)] for name, x in zip(names, there, strict=True)]
-        lines += markdown(["", *columns], cells)
+        lines += harness.markdown(["", *columns], cells)
     return "\n".join(lines) + "\n"
 
 
@@ -171,13 +159,13 @@ ABOUT = {
 
 
 def main() -> None:
-    options = resumable(__doc__, "techniques, by comma")
+    options = harness.resumable(__doc__, "techniques, by comma")
     if options.page:
-        PAGE.write_text(page(sections_of("foreign_loops")))
+        PAGE.write_text(page(harness.sections_of("foreign_loops")))
         return
-    on_cpu()
-    quick()
-    work = work_of(options, "foreign_loops")
+    harness.on_cpu()
+    harness.quick()
+    work = harness.work_of(options, "foreign_loops")
     only = options.only.split(",") if options.only else list(ALL)
     wanted = [row for row in rows() if row[1] in only]
     sections = tables(wanted, run_all(wanted, work / "cells.jsonl", options.workers))
@@ -185,10 +173,14 @@ def main() -> None:
         print(page(sections))
         return
     bars = [
-        Bar(f"{title.lower()}: cells that are neither right nor refused", counted(there)[FAILS], 0)
+        harness.Bar(
+            f"{title.lower()}: cells that are neither right nor refused", counted(there)[FAILS], 0
+        )
         for title, there in sections.items()
     ]
-    report("foreign_loops", "Techniques in other people's loops", list(sections.items()), bars)
+    harness.report(
+        "foreign_loops", "Techniques in other people's loops", list(sections.items()), bars
+    )
     PAGE.write_text(page(sections))
 
 

@@ -11,23 +11,11 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
+import harness
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from harness import (
-    DOCS,
-    Bar,
-    in_processes,
-    kept,
-    markdown,
-    on_cpu,
-    quick,
-    report,
-    resumable,
-    sections_of,
-    work_of,
-)
 from jax.sharding import AxisType, PartitionSpec
 
 import boostax
@@ -44,7 +32,7 @@ from contract_cases import CASES  # noqa: E402
 
 PyTree = Any
 Row = dict[str, Any]
-PAGE = DOCS / "placement_matrix.md"
+PAGE = harness.DOCS / "placement_matrix.md"
 KINDS = {"Auto": AxisType.Auto, "Explicit": AxisType.Explicit}
 TOLERANCE = 2e-6  # As in the laws, relative and absolute.
 OTHER, MODEL = "other", "model"
@@ -230,14 +218,14 @@ def job(name: str, wanted: list[tuple[str, str]]) -> list[Row]:
 def run_all(names: list[str], path: pathlib.Path, workers: int) -> list[Row]:
     """All cells; what is kept is not run again."""
     key = ("technique", "table", "column")
-    done = kept(path, *key)
+    done = harness.kept(path, *key)
     jobs = {}
     for name in names:
         there = [(title, column) for title, column, _ in cells(case_of(name), {})]
         if left := [each for each in there if (name, *each) not in done]:
             jobs[name] = name, left
-    in_processes(job, jobs, path, workers)
-    return [row for row in kept(path, *key).values() if row["technique"] in names]
+    harness.in_processes(job, jobs, path, workers)
+    return [row for row in harness.kept(path, *key).values() if row["technique"] in names]
 
 
 def tables(names: list[str], found: list[Row]) -> dict[str, list[Row]]:
@@ -302,7 +290,7 @@ def page(sections: dict[str, list[Row]]) -> str:
         lines += [f"## {heading}", "", *([ABOUT_MISTAKES, ""] if title == MISTAKEN else [])]
         columns = [each for each in rows[0] if each != "technique"]
         named = [[f"**{row['technique']}**", *(row[c] for c in columns)] for row in rows]
-        lines += markdown(["", *columns], named)
+        lines += harness.markdown(["", *columns], named)
         lines += [""]
     return "\n".join(lines)
 
@@ -326,21 +314,21 @@ ABOUT_MISTAKES = (
 
 
 def main() -> None:
-    options = resumable(__doc__, "names, by comma")
+    options = harness.resumable(__doc__, "names, by comma")
     if options.page:
-        PAGE.write_text(page(sections_of("placements")))
+        PAGE.write_text(page(harness.sections_of("placements")))
         return
-    on_cpu()
-    quick()
-    work = work_of(options, "placements")
+    harness.on_cpu()
+    harness.quick()
+    work = harness.work_of(options, "placements")
     names = options.only.split(",") if options.only else [case.name for case in CASES]
     found = run_all(names, work / "cells.jsonl", options.workers)
     sections = tables(names, found)
     if options.only:
         print(page(sections))
         return
-    bars = [Bar("cells that are not as they must be", counted(sections)["wrong"], 0)]
-    report("placements", "Techniques in placements", list(sections.items()), bars)
+    bars = [harness.Bar("cells that are not as they must be", counted(sections)["wrong"], 0)]
+    harness.report("placements", "Techniques in placements", list(sections.items()), bars)
     PAGE.write_text(page(sections))
 
 

@@ -7,21 +7,9 @@ import itertools
 import pathlib
 from typing import Any
 
-from harness import (
-    DOCS,
-    Bar,
-    in_processes,
-    keep,
-    kept,
-    on_cpu,
-    quick,
-    report,
-    resumable,
-    sections_of,
-    work_of,
-)
+import harness
 
-PAGE = DOCS / "scorecard.md"
+PAGE = harness.DOCS / "scorecard.md"
 Found = dict[str, Any]
 
 
@@ -37,41 +25,41 @@ def run_all(names: list[str], letters: str, path: pathlib.Path, workers: int) ->
     from cells.subjects import named
 
     key = ("subject", "section", "cell")
-    done = kept(path, *key)
+    done = harness.kept(path, *key)
     jobs = {}
     for letter, name in itertools.product(TITLES, names):
         left = [cell for cell in cells(named(name), letter) if (name, letter, cell) not in done]
         if letter in letters and left:
             jobs[letter, name] = name, letter, left
-    in_processes(job, jobs, path, workers)
+    harness.in_processes(job, jobs, path, workers)
     if "B" in letters and any((name, "B", TOGETHER) not in done for name in names):
-        keep(path, together([named(name) for name in names]))
+        harness.keep(path, together([named(name) for name in names]))
     if "F" in letters:
-        keep(path, arguments())
-    found = list(kept(path, *key).values())
+        harness.keep(path, arguments())
+    found = list(harness.kept(path, *key).values())
     print(*(f"FAIL {each}" for each in found if each["outcome"] == "fail"), sep="\n", flush=True)
     return found
 
 
 def main() -> None:
-    options = resumable(
+    options = harness.resumable(
         __doc__,
         "sections, such as AB",
         subject=("", "names, by comma; publishes nothing"),
         without_laws=(False, "section H as on record"),
         laws=(False, "section H alone, into the record"),
     )
-    on_cpu()
-    quick()
+    harness.on_cpu()
+    harness.quick()
     from cells import page
     from cells.laws import laws
     from cells.subjects import EVERYONE
 
     if options.page or options.laws:
-        new = {"laws": laws(work_of(options, "scorecard"))} if options.laws else {}
-        publish(sections_of("scorecard") | new | {"elsewhere": page.told_elsewhere()})
+        new = {"laws": laws(harness.work_of(options, "scorecard"))} if options.laws else {}
+        publish(harness.sections_of("scorecard") | new | {"elsewhere": page.told_elsewhere()})
         return
-    work = work_of(options, "scorecard")
+    work = harness.work_of(options, "scorecard")
     names = [each.name for each in EVERYONE if options.subject in ("", each.name)]
     if options.subject:
         names = options.subject.split(",")
@@ -81,7 +69,7 @@ def main() -> None:
         if "H" in options.only:
             print(laws(work))
         return
-    kept = sections_of("scorecard").get("laws", []) if options.without_laws else laws(work)
+    kept = harness.sections_of("scorecard").get("laws", []) if options.without_laws else laws(work)
     publish(page.tables(found, kept))
 
 
@@ -91,13 +79,15 @@ def publish(sections: dict[str, list[Found]]) -> None:
 
     sections = {title: sections[title] for title in page.ORDER if sections.get(title)}
     failed = sum(each["outcome"] == "fail" for each in sections["cells"] if not each["peer"])
-    bars = [Bar("cells of ours that fail", failed, 0)]
+    bars = [harness.Bar("cells of ours that fail", failed, 0)]
     if "laws" in sections:
         flaky = sum(row["failed"] for row in sections["laws"])
-        bars.append(Bar("laws and repeats that fail", flaky, 0))
+        bars.append(harness.Bar("laws and repeats that fail", flaky, 0))
         fewest = min(row["examples"] for row in sections["laws"] if row["what"].startswith("test_"))
-        bars.append(Bar("examples that the law with the fewest lacks to 300", 300 - fewest, 0))
-    report("scorecard", "Reliability", list(sections.items()), bars)
+        bars.append(
+            harness.Bar("examples that the law with the fewest lacks to 300", 300 - fewest, 0)
+        )
+    harness.report("scorecard", "Reliability", list(sections.items()), bars)
     PAGE.write_text(page.page(sections))
 
 
