@@ -221,8 +221,14 @@ def speaking_of(who: str, renamed: Mapping[str, str]) -> Generator[None]:
 
 def flag(name: str, value: Any, who: str = "") -> None:
     """Refuse what is no bool."""
-    if not isinstance(value, bool):
-        raise TypeError(checks.message(who, name, "True or False", value, "JSON: true or false."))
+    fits, hint = isinstance(value, bool), "JSON: true or false."
+    checks.require(who, name, value, "True or False", fits, hint, TypeError)
+
+
+def path(name: str, value: Any, who: str = "") -> None:
+    """Refuse what is no path, nor ``None``."""
+    fits = value is None or isinstance(value, str)
+    checks.require(who, name, value, "a path or None", fits, "It names files.", TypeError)
 
 
 def word(value: Any, words: tuple[str, ...], name: str, who: str = "") -> None:
