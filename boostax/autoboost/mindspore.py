@@ -239,14 +239,14 @@ class _Reader:
         word(mode, _MODES, "boost.mode", _WHO)
         for name, value in asked.items():
             flag(f"boost.{name}", value, _WHO)
-        on = {name: name in LEVELS[level] for name in SWITCHES}
+        on: dict[str, bool] = {name: name in LEVELS[level] for name in SWITCHES}
         if mode == "manual":
             return on | asked
         what, why = f"mode {mode!r}", f"mode {mode!r} does not look."
         if mode == "auto":
             what, why = f"{what} at level {level!r}", f"{what} takes what level {level!r} says."
         else:
-            on = dict.fromkeys(SWITCHES, mode == "enable_all")
+            on = {name: mode == "enable_all" for name in SWITCHES}
         hint = "MindSpore ignores the switch; mode 'manual' obeys it."
         for name, value in asked.items():
             argument, obeyed = f"boost.{name}", value == on[name]

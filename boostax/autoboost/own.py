@@ -52,9 +52,9 @@ def owned(
     found: list[Own] = []
     for factory in factories:
         name = getattr(factory, "__name__", repr(factory))
-        if not callable(factory) or name in FACTORIES:
-            allowed, hint = "functions of your own", "Keys name boostax's own without it."
-            raise ValueError(checks.message("auto", "factories", allowed, factory, hint))
+        hint, mine = "Keys name boostax's own without it.", name not in FACTORIES
+        allowed, fits = "functions of your own", callable(factory) and mine
+        checks.require("auto", "factories", factory, allowed, fits, hint)
         given = data.pop(name, None)
         if given is None or given is False:
             continue
@@ -70,10 +70,9 @@ def _place(name: str, part: Part) -> str:
     layer = part.layer(Place("axis", None))
     made: Any = layer(optax.identity()) if callable(layer) else layer
     what = role(read(made))
-    if what not in _PLACES:
+    hint = "What is of the optimizer belongs into it."
+    if what == UNKNOWN:
         hint = f'@boostax.describe({name!r}, "clip") on its update says what it is.'
-        if what != UNKNOWN:
-            hint = "What is of the optimizer belongs into it."
-        allowed = "described with a role that has a place in a chain"
-        raise ValueError(checks.message("auto", name, allowed, what, hint))
+    allowed = "described with a role that has a place in a chain"
+    checks.require("auto", name, what, allowed, what in _PLACES, hint)
     return _PLACES[what]

@@ -170,15 +170,15 @@ class Part:
             kind: {self.renamed.get(name, name): x for name, x in self.parameters(one).items()}
             for kind, one in self.kinds.items()
         }
+        mine = fields[self.kind]
         for name, value in given.items():
-            if name not in ("kind", *fields[self.kind]):
-                users = " and ".join(repr(kind) for kind in fields if name in fields[kind])
-                allowed = f"left out with kind {self.kind!r}"
-                raise ValueError(checks.message("", name, allowed, value, f"It is for {users}."))
-        for name, parameter in fields[self.kind].items():
-            if parameter.default is inspect.Parameter.empty and name not in given:
-                allowed = f"given with kind {self.kind!r}"
-                raise ValueError(checks.message("", name, allowed, None, "It has no default."))
+            users = " and ".join(repr(kind) for kind in fields if name in fields[kind])
+            allowed, hint = f"left out with kind {self.kind!r}", f"It is for {users}."
+            checks.require("", name, value, allowed, name in ("kind", *mine), hint)
+        for name, parameter in mine.items():
+            allowed, hint = f"given with kind {self.kind!r}", "It has no default."
+            there = name in given or parameter.default is not inspect.Parameter.empty
+            checks.require("", name, None, allowed, there, hint)
 
     def _factory(self) -> Factory:
         return self.kinds[self.kind if len(self.kinds) > 1 else ""]
@@ -238,12 +238,11 @@ def word(value: Any, words: tuple[str, ...], name: str, who: str = "") -> None:
 
 def known(who: str, data: Any, allowed: tuple[str, ...], what: str, hint: str) -> None:
     """Refuse what is no dictionary, and keys that are not there to be given."""
-    if not isinstance(data, Mapping):
-        raise TypeError(checks.message(who, what, "those of a dictionary", data, hint))
+    fits = isinstance(data, Mapping)
+    checks.require(who, what, data, "those of a dictionary", fits, hint, TypeError)
     for key in cast("Mapping[str, Any]", data):
-        if key not in allowed:
-            words = "among " + ", ".join(repr(x) for x in allowed)
-            raise ValueError(checks.message(who, what, words, key, nearest(key, allowed)))
+        words = "among " + ", ".join(map(repr, allowed))
+        checks.require(who, what, key, words, key in allowed, nearest(key, allowed))
 
 
 def nearest(word: Any, words: tuple[str, ...]) -> str:
@@ -278,10 +277,9 @@ def labels(
     checks.positive_int("", "groups", groups, hint)
     if params is LATER:
         return {"any": 0}
-    if params is None:
-        hint = "Pass them to optimizer or make_train_step, or name the groups by patterns."
-        allowed = f"given where groups is a number, {groups}"
-        raise ValueError(checks.message("", "params", allowed, None, hint))
+    hint = "Pass them to optimizer or make_train_step, or name the groups by patterns."
+    allowed = f"given where groups is a number, {groups}"
+    checks.require("", "params", params, allowed, params is not None, hint)
     with speaking_of("", {"n": "groups"}):
         return prefix_groups(params, groups, order=order, level=level)
 

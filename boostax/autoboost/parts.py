@@ -20,6 +20,7 @@ from boostax.autoboost.part import (
     Place,
     are_texts,
     labels,
+    path,
     speaking_of,
     word,
 )
@@ -222,9 +223,9 @@ class LessBN(Part, factory=less_bn):
         """What can be known without a model."""
         hint = "It starts the multiplier of the head."
         checks.number("", "multiplier", self.multiplier, "positive", lambda m: m > 0, hint)
-        if self.remove is not None and not are_texts(self.remove):
-            hint = "Such as ['block_*/norm_1']."
-            raise TypeError(checks.message("", "remove", "a list of patterns", self.remove, hint))
+        remove, hint = self.remove, "Such as ['block_*/norm_1']."
+        fits = remove is None or are_texts(remove)
+        checks.require("", "remove", remove, "a list of patterns", fits, hint, TypeError)
 
 
 def _recorder(
@@ -238,19 +239,16 @@ def _recorder(
     """What records the snapshots of the basis; ``None`` if that comes from elsewhere."""
     hint = "It counts directions; 20 are usual."
     checks.positive_int("", "n_components", n_components, hint)
-    paths: dict[str, Any] = {"weight_load_dir": weight_load_dir, "pca_mat_path": pca_mat_path}
-    for name, value in paths.items():
-        if value is not None and not isinstance(value, str):
-            raise TypeError(checks.message("", name, "a path or None", value, "It names files."))
+    path("weight_load_dir", weight_load_dir)
+    path("pca_mat_path", pca_mat_path)
     if after is not None:
         checks.natural("", "after", after, "It counts optimizer steps before the finish.")
     if pca_mat_path is not None:
         hint = "The one or the other makes the basis."
         checks.absent("", "weight_load_dir", weight_load_dir, "left out with pca_mat_path", hint)
     files = weight_load_dir is not None or pca_mat_path is not None
-    if files and after:
-        hint = "A basis from files is there at once."
-        raise ValueError(checks.message("", "after", "0 or left out with files", after, hint))
+    allowed, hint = "0 or left out with files", "A basis from files is there at once."
+    checks.require("", "after", after, allowed, not (files and after), hint)
     if files or after == 0:
         return None
     if every is None:
@@ -259,9 +257,9 @@ def _recorder(
         return None
     recorder = record_trajectory(n_components + 1, every=every, start=start)
     least = start + every * (n_components - 1) + 1
-    if after is not None and after < least:
-        hint = "The finish wants as many snapshots as directions, and begins at one more."
-        raise ValueError(checks.message("", "after", f"at least {least}", after, hint))
+    hint = "The finish wants as many snapshots as directions, and begins at one more."
+    late = after is None or after >= least
+    checks.require("", "after", after, f"at least {least}", late, hint)
     return recorder
 
 
@@ -273,8 +271,8 @@ def _residual(
     checks.number("", "residual_momentum", value, "in [0, 1)", lambda x: 0 <= x < 1, hint)
     if residual_rate is None:
         return None
-    value, hint = residual_rate, "Leave it out for the default."
-    checks.number("", "residual_rate", value, "greater than 0", lambda x: x > 0, hint)
+    hint = "Leave it out for the default."
+    checks.number("", "residual_rate", residual_rate, "greater than 0", lambda x: x > 0, hint)
     return optax.sgd(residual_rate, residual_momentum or None)
 
 
@@ -330,16 +328,13 @@ class DimReduce(Part, factory=dim_reduce):
         Raises:
           ValueError, TypeError: no params, no files, or files of other params; FileNotFoundError.
         """
-        directory, path = self.weight_load_dir, self.pca_mat_path
-        if directory is None and path is None:
-            what, allowed = "weight_load_dir or pca_mat_path", "given where there is no run before"
-            hint = "Or boost.finish(basis, params) makes the transformation of any basis."
-            raise ValueError(checks.message("DimReduce", what, allowed, None, hint))
-        if params is None:
-            allowed, hint = "given where files are read", "They name what is to be in them."
-            raise ValueError(checks.message("DimReduce", "params", allowed, None, hint))
-        k = self.n_components
+        directory, file, k = self.weight_load_dir, self.pca_mat_path, self.n_components
+        hint = "Or boost.finish(basis, params) makes the transformation of any basis."
+        what, allowed = "weight_load_dir or pca_mat_path", "given where there is no run before"
+        checks.require("DimReduce", what, None, allowed, not (directory is file is None), hint)
+        allowed, hint = "given where files are read", "They name what is to be in them."
+        checks.require("DimReduce", "params", params, allowed, params is not None, hint)
         with speaking_of("DimReduce", {"directory": "weight_load_dir", "path": "pca_mat_path"}):
             if directory is not None:
                 return pca_basis(checkpoint_snapshots(directory, params), k)
-            return saved_basis(path, params, k)
+            return saved_basis(file, params, k)
