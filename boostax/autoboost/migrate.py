@@ -54,10 +54,9 @@ class MigrationReport:
 
     def __str__(self) -> str:
         parts = {"kept": self.kept, "made anew": self.anew, "dropped": self.dropped}
-        if self.notes:
-            parts["notes"] = self.notes
+        parts |= {"notes": self.notes} if self.notes else {}
         return "\n".join(
-            line for title, lines in parts.items() for line in (f"{title}:", *_lines(lines))
+            "\n  ".join((f"{title}:", *(lines or ("nothing",)))) for title, lines in parts.items()
         )
 
 
@@ -235,10 +234,9 @@ class Carried:
         spreads = new.leaves[rel].own and not source.own and new.cls is AccumulateState
         if not spreads or not new.value.shares():
             return 1
-        if self.replicas is None:
-            hint = "They add up their windows: of the open one each gets a part."
-            raise ValueError(checks.message(WHO, "replicas", "given", None, hint))
-        return self.replicas
+        hint = "They add up their windows: of the open one each gets a part."
+        checks.require(WHO, "replicas", None, "given", self.replicas is not None, hint)
+        return self.replicas or 1
 
     def _spoilt(
         self, new: Node, sources: dict[Path, Leaf], before: dict[Path, Unit], after: Unit
@@ -256,9 +254,10 @@ class Carried:
             return False
         self._drop(new, bound)
         self.spoilt |= paths
+        where = ", ".join(map(spot, paths))
         self._note(
-            f"The open window at {', '.join(map(spot, paths))} cannot be used and is "
-            "dropped, as its loss scaler would have done."
+            f"The open window at {where} cannot be used and is dropped, as its loss scaler would "
+            "have done."
         )
         return True
 
@@ -363,16 +362,11 @@ def _multiplied(source: Leaf, like: Leaf, factor: float, stale: bool) -> Leaf:
     if factor == 1 and dtype == source.dtype:
         return source
     value = (trees.at_least_float32(x) * np.float32(factor)).astype(dtype)
-    if not stale and _finite(x) and not _finite(value):
-        name = trees.path_name(like.path)
-        hint = "accumulator_dtype='float32' holds it."
-        allowed = f"able to hold the open window, times {factor:g}"
-        raise ValueError(checks.message(WHO, "new_tx", allowed, f"{dtype} at {name}", hint))
+    fits = stale or bool(jnp.isfinite(value).all() | ~jnp.isfinite(x).all())
+    got, hint = f"{dtype} at {trees.path_name(like.path)}", "accumulator_dtype='float32' holds it."
+    allowed = f"able to hold the open window, times {factor:g}"
+    checks.require(WHO, "new_tx", got, allowed, fits, hint)
     return source._replace(value=value)
-
-
-def _finite(x: Any) -> bool:
-    return bool(jnp.isfinite(x).all())
 
 
 def _same_kind(old: Leaf, new: Leaf) -> bool:
@@ -386,23 +380,15 @@ def _same_kind(old: Leaf, new: Leaf) -> bool:
 def count_replicas(olds: list[Node], news: list[Node], params: PyTree, asked: int | None) -> Any:
     """How many replicas the old per-replica arrays lead with; ``None`` if they do not."""
     owners = dict(jax.tree_util.tree_leaves_with_path(params))
-    shapes: list[tuple[tuple[int, ...], tuple[int, ...]]] = []
-    for old in olds:
-        for rel, leaf in old.leaves.items():
-            if not leaf.own:
-                continue
-            likes = [x.leaves[rel] for x in news if rel in x.leaves]
-            like = next(iter(likes), None) if leaf.owner is None else owners[leaf.owner]
-            if like is not None:
-                shapes.append((leaf.shape, like.shape))
-    counts = {shape[0] for shape, like in shapes if shape[1:] == like and shape}
-    counts |= {None for shape, like in shapes if shape == like}
-    if asked is not None:
-        counts.add(asked)
-    if len(counts) > 1:
-        got = " and ".join(sorted(str(count or "no") for count in counts))
-        hint = "boostax.reshard_state(old_state, replicas) takes it to another number first."
-        raise ValueError(checks.message(WHO, "replicas", "the same everywhere", got, hint))
+    counts: set[int | None] = set() if asked is None else {asked}
+    for rel, leaf in ((rel, x) for old in olds for rel, x in old.leaves.items() if x.own):
+        likes = [x.leaves[rel] for x in news if rel in x.leaves]
+        for like in likes[:1] if leaf.owner is None else [owners[leaf.owner]]:
+            counts |= {leaf.shape[0]} if leaf.shape and leaf.shape[1:] == like.shape else set()
+            counts |= {None} if leaf.shape == like.shape else set()
+    got = " and ".join(sorted(str(count or "no") for count in counts))
+    hint = "boostax.reshard_state(old_state, replicas) takes it to another number first."
+    checks.require(WHO, "replicas", got, "the same everywhere", len(counts) <= 1, hint)
     return counts.pop() if counts else None
 
 
@@ -561,22 +547,17 @@ def _saved_wins(carried: Carried, news: list[Node]) -> list[str]:
     notes: list[str] = []
     for node in news:
         for rel, leaf in node.leaves.items():
-            source = carried.taken.get(leaf.path)
-            if source is None or not _given(node, rel):
+            source, name = carried.taken.get(leaf.path), trees.path_name(rel[:1])
+            given = name in {node.holds.scale, node.holds.basis}
+            if name == "hyperparams":
+                given = rel[1].key not in getattr(node.value, "hyperparams_states", {})
+            if source is None or not given:
                 continue
-            saved, given = np.asarray(source.value), np.asarray(leaf.value)
-            if saved.shape == given.shape and not np.array_equal(saved, given):
-                words = f"{saved!s}, not {given!s}" if not saved.ndim else "the saved one"
+            saved, anew = np.asarray(source.value), np.asarray(leaf.value)
+            if saved.shape == anew.shape and not np.array_equal(saved, anew):
+                words = f"{saved!s}, not {anew!s}" if not saved.ndim else "the saved one"
                 notes.append(f"{trees.path_name(leaf.path)} is {words}: the saved value stays.")
     return notes
-
-
-def _given(node: Node, rel: Path) -> bool:
-    """Whether an array holds an argument of the factory."""
-    name = trees.path_name(rel[:1])
-    if name == "hyperparams":
-        return rel[1].key not in getattr(node.value, "hyperparams_states", {})
-    return name in {node.holds.scale, node.holds.basis}
 
 
 def _report(
@@ -602,7 +583,3 @@ def _without(paths: Container[Path], nodes: list[Node]) -> tuple[str, ...]:
     """What of each state is not among these arrays."""
     found = [(node, fields(node, lambda leaf: leaf.path not in paths)) for node in nodes]
     return tuple(f"{node.source} {words}: {spot(node.path)}" for node, words in found if words)
-
-
-def _lines(lines: tuple[str, ...]) -> list[str]:
-    return [f"  {line}" for line in lines] or ["  nothing"]

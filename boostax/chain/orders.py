@@ -1,6 +1,7 @@
 """What is in wrong order in a chain, why, and where it belongs."""
 
-from collections.abc import Iterator, Mapping, Sequence
+import itertools
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from boostax.chain.roles import CLIPS, GATES, MEMORIES, RATES, REDUCTIONS
@@ -224,33 +225,23 @@ NESTINGS: Rules = {
 
 def sequences(found: Sequence[Row]) -> Iterator[Finding]:
     """What breaks a rule of ``SEQUENCES``."""
-    for i, a in enumerate(found):
-        for b in found[i + 1 :]:
-            if b.inside(a) or not a.meets(b):
-                continue
-            rule = _rule(SEQUENCES, a, b)
-            if rule is not None:
-                yield _finding(rule, a, b, f"{b.part.name} after {a.part.name}")
+    pairs = itertools.combinations(found, 2)
+    apart = ((a, b) for a, b in pairs if a.meets(b) and not b.inside(a))
+    return _broken(SEQUENCES, apart, "after")
 
 
 def nestings(found: Sequence[Row]) -> Iterator[Finding]:
     """What breaks a rule of ``NESTINGS``."""
-    for b in found:
-        for a in b.holders:
-            rule = _rule(NESTINGS, a, b)
-            if rule is not None:
-                yield _finding(rule, a, b, f"{b.part.name} inside {a.part.name}")
+    return _broken(NESTINGS, ((a, b) for b in found for a in b.holders), "inside")
 
 
-def _rule(rules: Rules, a: Row, b: Row) -> Rule | None:
-    """The first rule that matches both roles; two reductions count only if they share an axis."""
-    for (first, then), rule in rules.items():
-        if a.role in first and b.role in then:
-            apart = {a.role, b.role} <= {*_SENT} and not set(a.axes) & set(b.axes)
-            return None if apart else rule
-    return None
-
-
-def _finding(rule: Rule, a: Row, b: Row, what: str) -> Finding:
-    names = {"first": a.part.name, "then": b.part.name}
-    return Finding(what, rule.why.format(**names), rule.mend.format(**names), rule.certain)
+def _broken(rules: Rules, pairs: Iterable[tuple[Row, Row]], where: str) -> Iterator[Finding]:
+    """The first rule for the roles of each pair; two reductions count if they share an axis."""
+    for a, b in pairs:
+        apart = {a.role, b.role} <= {*_SENT} and not set(a.axes) & set(b.axes)
+        matches = (rule for (x, y), rule in rules.items() if a.role in x and b.role in y)
+        rule = None if apart else next(matches, None)
+        if rule is not None:
+            names = {"first": a.part.name, "then": b.part.name}
+            why, mend = rule.why.format(**names), rule.mend.format(**names)
+            yield Finding(f"{b.part.name} {where} {a.part.name}", why, mend, rule.certain)
