@@ -131,7 +131,7 @@ def auto(
         data, own = owned(dict(given), factories)
         boost = _from_dictionary(data, level, strict)
         reduce, hint = boost.config.reduce, "One of factories is a reduction."
-        alone = reduce == Reduce() or all(part.place != "reduce" for part in own)
+        alone = reduce == Reduce() or all(place != "reduce" for place, _ in own)
         checks.require(who, "reduce", reduce.kind, "left out here", alone, hint)
         return dataclasses.replace(boost, own=own)
     allowed = "a level, a dictionary, the path of a .json file, or a BoostConfig"

@@ -144,35 +144,30 @@ def measure(
     baseline = Candidate(_BASELINE, base, setting)
     near = calls - window, min(calls + window, baseline.most)
     noise = verdict.noise_of(baseline.losses, *map(baseline.after, near))
-    built, refused = _built(setting, base, {name: {name: x} for name, x in candidates.items()})
-    rows = verdict.compared([baseline, *built], noise, repeats)
-    best = [x.name for x in verdict.ranked(rows, noise) if x.verdict == "recommended"]
-    joined = verdict.together(best, candidates, base)
-    if len(joined) > 1:
-        built, more = _built(setting, base, {" + ".join(joined): joined})
-        refused += more
-        rows += verdict.compared([baseline, *built], noise, repeats)[1:] if built else []
-    return Measurement(tuple(verdict.ranked([*rows, *refused], noise)), noise, calls)
-
-
-def _built(
-    setting: Setting, base: BoostConfig, asked: Mapping[str, Mapping[str, Change]]
-) -> tuple[list[Candidate], list[Trial]]:
-    """Those that can be, and rows that say why the others cannot."""
-    built: list[Candidate] = []
     refused: list[Trial] = []
-    for name, changes in asked.items():
+
+    def built(name: str, changes: Mapping[str, Change]) -> list[Candidate]:
+        """The candidate; or none, and a row that says why it cannot be."""
         config = None
         try:
             config = verdict.merged(changes, base)
             hint = "It changes the model: boost.model makes one to measure by itself."
             norms = config.less_bn
             _require("less_bn", norms, "left alone", norms == base.less_bn, hint)
-            built.append(Candidate(name, config, setting))
+            return [Candidate(name, config, setting)]
         except (ValueError, TypeError, NotImplementedError, jax.errors.JaxRuntimeError) as error:
             reason, *_ = str(error).splitlines() or [type(error).__name__]
             refused.append(Trial(name, config, "refused", reason.rstrip(".")))
-    return built, refused
+            return []
+
+    tried = [each for name, x in candidates.items() for each in built(name, {name: x})]
+    rows = verdict.compared([baseline, *tried], noise, repeats)
+    best = [x.name for x in verdict.ranked(rows, noise) if x.verdict == "recommended"]
+    joined = verdict.together(best, candidates, base)
+    if len(joined) > 1:
+        tried = built(" + ".join(joined), joined)
+        rows += verdict.compared([baseline, *tried], noise, repeats)[1:] if tried else []
+    return Measurement(tuple(verdict.ranked([*rows, *refused], noise)), noise, calls)
 
 
 def _split(

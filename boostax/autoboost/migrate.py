@@ -192,23 +192,24 @@ class Carried:
         """Multiply what is a sum of gradients by what makes it one of those at its new place."""
         values: Values = {path: source.value for path, source in self.taken.items()}
         for new in news:
-            sources = {
-                rel: self.taken[leaf.path]
-                for rel, leaf in new.leaves.items()
-                if leaf.path in self.taken
-            }
+            found = ((rel, self.taken.get(leaf.path)) for rel, leaf in new.leaves.items())
+            sources = {rel: source for rel, source in found if source is not None}
             old_paths = {source.node.path for source in sources.values()}
             before = {path: unit_at(path, olds, {}) for path in old_paths}
-            after = unit_at(new.path, news, values)
-            is_window = bool(new.holds.opened)
-            closed = is_window and not new.opened(values)
-            if is_window and not closed and self._spoilt(new, sources, before, after):
+            after, count = unit_at(new.path, news, values), new.opened(values)
+            if count and self._spoilt(new, sources, before, after):
                 continue
+            closed = bool(new.holds.opened) and not count
             for rel, source in sources.items():
                 leaf, factor = new.leaves[rel], 1.0
                 if not closed:
                     factor = self._ratio(new, rel, source, before[source.node.path], after)
-                    factor /= self._shares(new, rel, source)
+                    spreads = leaf.own and not source.own and new.cls is AccumulateState
+                    if spreads and new.value.shares():
+                        hint = "They add up their windows: of the open one each gets a part."
+                        known = self.replicas is not None
+                        checks.require(WHO, "replicas", None, "given", known, hint)
+                        factor /= self.replicas or 1
                 self.taken[leaf.path] = _multiplied(source, leaf, factor, stale=closed)
 
     def _ratio(self, new: Node, rel: Path, source: Leaf, before: Unit, after: Unit) -> float:
@@ -229,15 +230,6 @@ class Carried:
         self._note(f"{words}: {'converted' if how == 'sum' else 'kept as it is'}.")
         return after.scale / before.scale if how == "sum" else 1.0
 
-    def _shares(self, new: Node, rel: Path, source: Leaf) -> int:
-        """Among how many replicas an array that all had is shared out; 1 where each gets it all."""
-        spreads = new.leaves[rel].own and not source.own and new.cls is AccumulateState
-        if not spreads or not new.value.shares():
-            return 1
-        hint = "They add up their windows: of the open one each gets a part."
-        checks.require(WHO, "replicas", None, "given", self.replicas is not None, hint)
-        return self.replicas or 1
-
     def _spoilt(
         self, new: Node, sources: dict[Path, Leaf], before: dict[Path, Unit], after: Unit
     ) -> bool:
@@ -245,12 +237,8 @@ class Carried:
         bound = {rel: x for rel, x in sources.items() if rel[0].name in (new.holds.bound or ())}
         paths = {source.node.path for source in bound.values()}
         guarded = any(before[path].scalers for path in paths) and not after.scalers
-
-        def fine(source: Leaf) -> bool:
-            unscaled = (jnp.float32(1 / before[source.node.path].scale),)
-            return bool(usable(Pending(source.value, unscaled)))
-
-        if not guarded or all(map(fine, bound.values())):
+        scaled = ((x.value, jnp.float32(1 / before[x.node.path].scale)) for x in bound.values())
+        if not guarded or all(usable(Pending(x, (factor,))) for x, factor in scaled):
             return False
         self._drop(new, bound)
         self.spoilt |= paths
@@ -265,20 +253,16 @@ class Carried:
         """Refuse to lose what an open window holds."""
         used = {source.path for source in self.taken.values()}
         for old in olds:
-            count = old.opened({})
-            if not count or old.path in self.spoilt:
+            count, bound = old.opened({}), old.holds.bound or ()
+            sums = [leaf for rel, leaf in old.leaves.items() if count and rel[0].name in bound]
+            if not count or old.path in self.spoilt or any(leaf.path in used for leaf in sums):
                 continue
-            bound = old.holds.bound or ()
-            sums = [leaf for rel, leaf in old.leaves.items() if rel[0].name in bound]
-            if any(leaf.path in used for leaf in sums):
-                continue
-            own = any(leaf.own for leaf in sums)
-            got = f"{count} micro-steps at {spot(old.path)}"
             hint = "Apply them before: boostax.flush(old_tx, state, params)."
-            hint += " Or make one window of all: boostax.reshard_state(old_state, 1)." * own
+            if any(leaf.own for leaf in sums):
+                hint += " Or make one window of all: boostax.reshard_state(old_state, 1)."
             raise ValueError(
                 f"{WHO}: old_state must have no open window that does not fit new_tx, got one of "
-                f"{got}. {hint}"
+                f"{count} micro-steps at {spot(old.path)}. {hint}"
             )
 
     def _note(self, note: str) -> None:

@@ -102,10 +102,11 @@ def read(tree: PyTree, params: PyTree) -> list[Node]:
     found = [rest]
 
     def visit(path: Path, x: Any, node: Node, rel: Path, own: bool) -> None:
-        if _is_foreign_scaler(x):
-            keys = [GetAttrKey(name) for name in EQUIVALENTS[type(x).__name__].fields]
+        other = None if isinstance(x, tuple) else EQUIVALENTS.get(type(x).__name__)
+        if other is not None and all(hasattr(x, name) for name in other.fields):
+            # One of Flax's or jmp's scalers, which are no NamedTuples.
             scaler = Node(type(x), path, {}, x, type(x).__name__)
-            for key in keys:
+            for key in map(GetAttrKey, other.fields):
                 value = getattr(x, key.name)
                 scaler.leaves[(key,)] = Leaf((*path, key), value, False, scaler, None)
             found.append(scaler)
@@ -144,16 +145,6 @@ def _is_state(x: Any) -> bool:
     if module.startswith("boostax."):
         return name.endswith("State")
     return name not in ("MaskedNode", "WrappedScheduleState")
-
-
-def _is_foreign_scaler(x: Any) -> bool:
-    """Whether it is one of Flax's or jmp's, which are no NamedTuples."""
-    found = EQUIVALENTS.get(type(x).__name__)
-    return (
-        found is not None
-        and not isinstance(x, tuple)
-        and all(hasattr(x, name) for name in found.fields)
-    )
 
 
 def translated(node: Node) -> Node | None:

@@ -1,6 +1,5 @@
 """Parts of a user's own in a configuration: factories by name, in the place of their role."""
 
-import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -8,7 +7,7 @@ import optax
 
 from boostax._core import checks
 from boostax.autoboost.config import FACTORIES
-from boostax.autoboost.part import Layer, Part, Place, known
+from boostax.autoboost.part import Part, Place, known
 from boostax.chain.parts import read
 from boostax.chain.roles import REDUCTIONS, UNKNOWN, role
 
@@ -27,22 +26,8 @@ _PLACES: Mapping[str, str] = {
 }
 
 
-@dataclasses.dataclass(frozen=True)
-class Own:
-    """A part that boostax has not.
-
-    Attributes:
-      place: the part of the configuration behind which it is put, or in whose place it stands.
-      part: its arguments.
-    """
-
-    place: str
-    part: Part
-
-    def layer(self, place: Place) -> Layer:
-        """As that of a part of the configuration; a reduction needs an axis."""
-        without = self.place == "reduce" and place.axis_name is None
-        return None if without else self.part.layer(place)
+# The part of the configuration behind which one is put, or in whose place it stands; the part.
+Own = tuple[str, Part]
 
 
 def owned(
@@ -62,7 +47,7 @@ def owned(
         options = {} if given is True else given
         known("auto", options, tuple(part.parameters(factory)), f"keys of {name}", "true for none.")
         made = part(**options)
-        found.append(Own(_place(name, made), made))
+        found.append((_place(name, made), made))
     return data, tuple(found)
 
 

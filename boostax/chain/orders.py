@@ -39,8 +39,8 @@ class Rule(NamedTuple):
 
 # By the roles (``chain/roles.py``) of the part that comes first, of a nesting the outer one, and of
 # the part that comes after it, of a nesting the inner one.
-Pair = tuple[tuple[str, ...], tuple[str, ...]]
-Rules = Mapping[Pair, Rule]
+Roles = tuple[str, ...]
+Rules = Mapping[tuple[Roles, Roles], Rule]
 
 _SCALER, _WINDOWS, _OWN = ("scaler",), ("window", "peer window"), ("delta", "own params")
 _HOLDS, _SENT = (*_SCALER, *_WINDOWS, "hold"), (*REDUCTIONS, *_OWN)
@@ -55,23 +55,26 @@ _AROUND = "Put {then} around {first}: {then}({first}(...), ...)."
 _RUNS_ANYWAY = "it runs at every call, also where {first} skips the step:"
 
 
-def _all(mend: str, whys: Mapping[Pair, str], certain: bool = False) -> Rules:
-    """Rules that one thing mends, by their reasons."""
-    return {pair: Rule(why, mend, certain) for pair, why in whys.items()}
+def _before(then: Roles, mend: str, whys: Mapping[Roles, str], certain: bool = False) -> Rules:
+    """Rules that one thing mends, by what comes first."""
+    return {(first, then): Rule(why, mend, certain) for first, why in whys.items()}
+
+
+def _behind_gates(mend: str, whys: Mapping[Roles, str]) -> Rules:
+    """The same, by what runs at every call, also where a gate in front of it skips the step."""
+    return {(GATES, then): Rule(f"{_RUNS_ANYWAY} {why}", mend) for then, why in whys.items()}
 
 
 # ``first`` precedes ``then`` in a chain and does not wrap it.
 SEQUENCES: Rules = {
-    **_all(
+    **_before(
+        _SCALER,
         _INSIDE,
         {
-            (CLIPS, _SCALER): f"{_SCALED} the bound means something else at every scale.",
-            (
-                MEMORIES,
-                _SCALER,
-            ): f"{_SCALED} its moments jump with the scale, and one NaN stays in them.",
-            (("decay",), _SCALER): "the decay is divided by the scale with the gradients.",
-            (("noise",), _SCALER): "the noise is divided by the scale.",
+            CLIPS: f"{_SCALED} the bound means something else at every scale.",
+            MEMORIES: f"{_SCALED} its moments jump with the scale, and one NaN stays in them.",
+            ("decay",): "the decay is divided by the scale with the gradients.",
+            ("noise",): "the noise is divided by the scale.",
         },
         certain=True,
     ),
@@ -84,38 +87,30 @@ SEQUENCES: Rules = {
         "it hides what the scaler looks for: the scale never falls, and zeros train.",
         "Leave {first} out: {then} skips such steps.",
     ),
-    **_all(
+    **_before(
+        _WINDOWS,
         _INSIDE,
         {
-            (CLIPS, _WINDOWS): "every micro-gradient is clipped, not their mean.",
-            (
-                MEMORIES,
-                _WINDOWS,
-            ): "its moments are of micro-gradients, and it takes a step for each.",
-            (REDUCTIONS, _WINDOWS): "every micro-gradient is sent; their sum would be sent once.",
-            (("noise",), _WINDOWS): "the noise adds up in the window.",
+            CLIPS: "every micro-gradient is clipped, not their mean.",
+            MEMORIES: "its moments are of micro-gradients, and it takes a step for each.",
+            REDUCTIONS: "every micro-gradient is sent; their sum would be sent once.",
+            ("noise",): "the noise adds up in the window.",
         },
     ),
-    **_all(
+    **_behind_gates(
         _INTO,
         {
-            (GATES, ("decay",)): f"{_RUNS_ANYWAY} weights decay without a step.",
-            (GATES, MEMORIES): f"{_RUNS_ANYWAY} its moments fade, and params coast on them.",
-            (
-                GATES,
-                ("schedule", "call schedule"),
-            ): f"{_RUNS_ANYWAY} the schedule counts calls, not steps.",
-            (GATES, ("noise",)): f"{_RUNS_ANYWAY} params move by noise alone.",
+            ("decay",): "weights decay without a step.",
+            MEMORIES: "its moments fade, and params coast on them.",
+            ("schedule", "call schedule"): "the schedule counts calls, not steps.",
+            ("noise",): "params move by noise alone.",
         },
     ),
-    **_all(
+    **_behind_gates(
         _INTO_FRONT,
         {
-            (GATES, ("recorder",)): f"{_RUNS_ANYWAY} it records the same params again.",
-            (
-                GATES,
-                REDUCTIONS,
-            ): f"{_RUNS_ANYWAY} it sends zeros, and what came to the optimizer was not reduced.",
+            ("recorder",): "it records the same params again.",
+            REDUCTIONS: "it sends zeros, and what came to the optimizer was not reduced.",
         },
     ),
     # Deep gradient compression clips before it chooses.
