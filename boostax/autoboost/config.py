@@ -9,38 +9,26 @@ from typing import Any
 import jax.numpy as jnp
 
 from boostax._core import checks
+from boostax.autoboost import parts
 from boostax.autoboost.part import Part, known, speaking_of
-from boostax.autoboost.parts import (
-    Accumulate,
-    Carry,
-    Centralize,
-    CheckUpdates,
-    Clip,
-    CountLostUpdates,
-    DimReduce,
-    Freeze,
-    LessBN,
-    LossScale,
-    Precision,
-)
 from boostax.autoboost.reduction import Reduce
 
 _WHO = "BoostConfig"
 # The roles in a chain, from the optimizer outwards: the order. A part stands in front of all
 # before it, or around.
 ORDER: dict[str, type[Part]] = {
-    "count_lost_updates": CountLostUpdates,
-    "check_updates": CheckUpdates,
-    "clip": Clip,
-    "centralize": Centralize,
+    "count_lost_updates": parts.CountLostUpdates,
+    "check_updates": parts.CheckUpdates,
+    "clip": parts.Clip,
+    "centralize": parts.Centralize,
     "reduce": Reduce,
-    "dim_reduce": DimReduce,
-    "accumulate": Accumulate,
-    "loss_scale": LossScale,
-    "carry": Carry,
-    "freeze": Freeze,
+    "dim_reduce": parts.DimReduce,
+    "accumulate": parts.Accumulate,
+    "loss_scale": parts.LossScale,
+    "carry": parts.Carry,
+    "freeze": parts.Freeze,
 }
-_PARTS = ORDER | {"policy": Precision, "less_bn": LessBN}
+_PARTS = ORDER | {"policy": parts.Precision, "less_bn": parts.LessBN}
 # Of each public factory the role, and the kind that it is there.
 FACTORIES: dict[str, tuple[str, str]] = {
     factory.__name__: (role, kind)
@@ -90,19 +78,19 @@ class BoostConfig:
       True
     """
 
-    policy: Precision | None = None
-    loss_scale: LossScale | None = None
-    accumulate: Accumulate | None = None
+    policy: parts.Precision | None = None
+    loss_scale: parts.LossScale | None = None
+    accumulate: parts.Accumulate | None = None
     microbatches: int = 1
-    freeze: Freeze | None = None
+    freeze: parts.Freeze | None = None
     reduce: Reduce = Reduce()  # noqa: RUF009  # frozen
-    centralize: Centralize | None = None
-    clip: Clip | None = None
-    less_bn: LessBN | None = None
-    dim_reduce: DimReduce | None = None
-    carry: Carry | None = None
-    check_updates: CheckUpdates | None = None
-    count_lost_updates: CountLostUpdates | None = None
+    centralize: parts.Centralize | None = None
+    clip: parts.Clip | None = None
+    less_bn: parts.LessBN | None = None
+    dim_reduce: parts.DimReduce | None = None
+    carry: parts.Carry | None = None
+    check_updates: parts.CheckUpdates | None = None
+    count_lost_updates: parts.CountLostUpdates | None = None
 
     def __post_init__(self) -> None:
         hint = "1 takes each batch whole."

@@ -1,7 +1,7 @@
 """A saved optimizer state for a chain that has changed since: which array goes where."""
 
 import dataclasses
-from collections.abc import Container, Iterable
+from collections.abc import Callable, Container, Iterable
 from typing import Any
 
 import jax
@@ -16,18 +16,7 @@ from boostax._core.gate import Pending
 from boostax._core.replicas import is_per_replica
 from boostax._core.variants import variants_of
 from boostax.accumulate.window import AccumulateState
-from boostax.autoboost.nodes import (
-    Leaf,
-    Node,
-    Path,
-    Unit,
-    cast,
-    fields,
-    measured,
-    read,
-    translated,
-    unit_at,
-)
+from boostax.autoboost.nodes import Leaf, Node, Path, Unit, measured, read, translated, unit_at
 from boostax.autoboost.states import holds
 from boostax.train.state import TrainState
 
@@ -153,7 +142,7 @@ class Carried:
             places = [node for node in news if node.cls is made.cls]
             if number < len(places):
                 new = places[number]
-                made = made if made.holds.opened else cast(made, new)
+                made = made if made.holds.opened else _cast(made, new)
                 # Several may feed one: a scale from here, the skipped steps from there.
                 self.primary.setdefault(new, made)
                 self.take(made, new)
@@ -338,6 +327,20 @@ def carry(olds: list[Node], news: list[Node], params: PyTree, replicas: int | No
     carried.measure(olds, news)
     carried.require_windows(olds)
     return carried
+
+
+def _cast(node: Node, like: Node) -> Node:
+    """The arrays of a translated state in the dtypes of the one that they are for.
+
+    What has one element there and is a scalar here becomes one, such as a scale of shape ``(1,)``.
+    """
+    leaves: dict[Path, Leaf] = {}
+    for rel, leaf in node.leaves.items():
+        if rel in like.leaves:
+            x = jnp.asarray(leaf.value).astype(like.leaves[rel].dtype)
+            one = x.size == 1 and like.leaves[rel].shape == ()
+            leaves[rel] = leaf._replace(value=x.reshape(()) if one else x)
+    return dataclasses.replace(node, leaves=node.leaves | leaves)
 
 
 def _multiplied(source: Leaf, like: Leaf, factor: float, stale: bool) -> Leaf:
@@ -554,7 +557,7 @@ def _report(
         # A dict, for its order; nodes are told apart by where they lie.
         places = dict.fromkeys((x.node.path, x.node.source) for x in sources if x is not None)
         for path, source in places:
-            words = fields(node, lambda leaf, path=path: origins.get(leaf.path) == path)
+            words = _fields(node, lambda leaf, path=path: origins.get(leaf.path) == path)
             origin = "" if source == node.source else f" from {source}"
             way = spot(path) if path == node.path else f"{spot(path)} -> {spot(node.path)}"
             kept.append(f"{node.source} {words}{origin}: {way}")
@@ -563,7 +566,25 @@ def _report(
     return MigrationReport(tuple(kept), anew, dropped, tuple(notes))
 
 
+def _fields(node: Node, wanted: Callable[[Leaf], bool]) -> str:
+    """The fields whose arrays are all wanted, and of the others those that are."""
+    name = trees.path_name
+    groups: dict[str, list[tuple[Path, bool]]] = {}
+    for rel, leaf in node.leaves.items():
+        head = name(rel[:1]) if node.cls is not None else name(rel)
+        groups.setdefault(head, []).append((rel, wanted(leaf)))
+    words: list[str] = []
+    for head, members in groups.items():
+        chosen = [rel for rel, yes in members if yes]
+        if len(chosen) == len(members):
+            words.append(head)
+        elif chosen:
+            more = f" and {len(chosen) - 4} more" if len(chosen) > 4 else ""
+            words.append(", ".join(name(rel) for rel in chosen[:4]) + more)
+    return ", ".join(words)
+
+
 def _without(paths: Container[Path], nodes: list[Node]) -> tuple[str, ...]:
     """What of each state is not among these arrays."""
-    found = [(node, fields(node, lambda leaf: leaf.path not in paths)) for node in nodes]
+    found = [(node, _fields(node, lambda leaf: leaf.path not in paths)) for node in nodes]
     return tuple(f"{node.source} {words}: {spot(node.path)}" for node, words in found if words)

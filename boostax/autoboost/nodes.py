@@ -7,7 +7,7 @@ multiplied by its scale, and so is what it sums up or holds back.
 
 import dataclasses
 import itertools
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any, Literal, NamedTuple
 
 import jax
@@ -176,20 +176,6 @@ def translated(node: Node) -> Node | None:
     return dataclasses.replace(node, cls=found.cls, leaves=leaves)
 
 
-def cast(node: Node, like: Node) -> Node:
-    """The arrays of a translated state in the dtypes of the one that they are for.
-
-    What has one element there and is a scalar here becomes one, such as a scale of shape ``(1,)``.
-    """
-    leaves: dict[Path, Leaf] = {}
-    for rel, leaf in node.leaves.items():
-        if rel in like.leaves:
-            x = jnp.asarray(leaf.value).astype(like.leaves[rel].dtype)
-            one = x.size == 1 and like.leaves[rel].shape == ()
-            leaves[rel] = leaf._replace(value=x.reshape(()) if one else x)
-    return dataclasses.replace(node, leaves=node.leaves | leaves)
-
-
 def _owner(path: Path, x: Any, params: dict[Path, Any]) -> Path | None:
     """The param to which an array belongs: the one whose path ends its own.
 
@@ -199,24 +185,6 @@ def _owner(path: Path, x: Any, params: dict[Path, Any]) -> Path | None:
     if found == () and params[()].shape not in (np.shape(x), np.shape(x)[1:]):
         return None
     return found
-
-
-def fields(node: Node, wanted: Callable[[Leaf], bool]) -> str:
-    """The fields whose arrays are all wanted, and of the others those that are."""
-    name = trees.path_name
-    groups: dict[str, list[tuple[Path, bool]]] = {}
-    for rel, leaf in node.leaves.items():
-        head = name(rel[:1]) if node.cls is not None else name(rel)
-        groups.setdefault(head, []).append((rel, wanted(leaf)))
-    words: list[str] = []
-    for head, members in groups.items():
-        chosen = [rel for rel, yes in members if yes]
-        if len(chosen) == len(members):
-            words.append(head)
-        elif chosen:
-            more = f" and {len(chosen) - 4} more" if len(chosen) > 4 else ""
-            words.append(", ".join(name(rel) for rel in chosen[:4]) + more)
-    return ", ".join(words)
 
 
 class Unit(NamedTuple):

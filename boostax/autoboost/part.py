@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, TypeAlias, cast
 import optax
 
 from boostax._core import axes, checks
-from boostax._core.groups import prefix_groups
 from boostax.model.less_bn import LessBNReport
 
 PyTree = Any
@@ -27,10 +26,6 @@ Layer: TypeAlias = (
     | Callable[[optax.GradientTransformation], optax.GradientTransformation]
     | None
 )
-Pattern: TypeAlias = str | tuple[str, ...]
-Groups: TypeAlias = int | tuple[Pattern, ...] | Mapping[str, Any]
-
-_GROUPS = "a number of groups, a list of patterns of paths, or a dictionary of names and groups"
 # Parameters that the place in a chain gives.
 _PLACE = ("axis_name", "params", "less_bn", "inner")
 
@@ -249,46 +244,6 @@ def nearest(word: Any, words: tuple[str, ...]) -> str:
     """A hint: the word that was perhaps meant."""
     found = difflib.get_close_matches(str(word), words, 1, 0.5)
     return f"Did you mean {found[0]!r}?" if found else "Nothing there is close to it."
-
-
-def labels(
-    params: PyTree, groups: Groups, order: tuple[str, ...] | None = None, level: int | None = None
-) -> Any:
-    """The groups of layers as ``scheduled_freeze`` and ``group_loss_scale`` take them.
-
-    Args:
-      params: the params or their shapes.
-      groups: so many groups of layers; patterns of paths, one entry for each group; or, by the
-        names in the params, the number of the group of each.
-      order: of a number of groups: see ``boostax.freeze.prefix_groups``, as is ``level``.
-      level: leading components of a path that make a layer.
-
-    Returns:
-      A tree of numbers, or the patterns.
-    """
-    hint = "4 cuts the layers into quarters; ['embed', 'block_*'] names groups by patterns."
-    if isinstance(groups, tuple) and groups and all(are_texts(x) for x in groups):
-        return groups
-    if isinstance(groups, Mapping) and groups:
-        # A dictionary that JAX reads as a tree.
-        return dict(groups)
-    if isinstance(groups, (tuple, str, Mapping)):
-        raise TypeError(checks.message("", "groups", _GROUPS, groups, hint))
-    checks.positive_int("", "groups", groups, hint)
-    if params is LATER:
-        return {"any": 0}
-    hint = "Pass them to optimizer or make_train_step, or name the groups by patterns."
-    allowed = f"given where groups is a number, {groups}"
-    checks.require("", "params", params, allowed, params is not None, hint)
-    with speaking_of("", {"n": "groups"}):
-        return prefix_groups(params, groups, order=order, level=level)
-
-
-def are_texts(value: Any) -> bool:
-    """Whether it is a text, or a tuple of some."""
-    return isinstance(value, str) or (
-        isinstance(value, tuple) and bool(value) and all(isinstance(x, str) for x in value)
-    )
 
 
 class _Hashable(dict[str, Any]):

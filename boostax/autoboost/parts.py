@@ -4,26 +4,15 @@ import dataclasses
 import functools
 import glob
 from collections.abc import Callable, Mapping
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, TypeAlias
 
 import optax
 
 from boostax._core import checks
-from boostax._core.groups import mindspore_groups
+from boostax._core.groups import mindspore_groups, prefix_groups
 from boostax.accumulate.carried import carry
 from boostax.accumulate.window import accumulate
-from boostax.autoboost.part import (
-    LATER,
-    Groups,
-    Layer,
-    Part,
-    Place,
-    are_texts,
-    labels,
-    path,
-    speaking_of,
-    word,
-)
+from boostax.autoboost.part import LATER, Layer, Part, Place, path, speaking_of, word
 from boostax.chain.parts import opened, read
 from boostax.chain.roles import role
 from boostax.freeze.scheduled import scheduled_freeze
@@ -43,7 +32,52 @@ from boostax.subspace.quasi_newton import RULES, SubspaceRule
 from boostax.subspace.trajectory import record_trajectory
 
 PyTree = Any
+Pattern: TypeAlias = str | tuple[str, ...]
+Groups: TypeAlias = int | tuple[Pattern, ...] | Mapping[str, Any]
 Freezing = Literal["interval", "continuous", "progressive", "ramp"]
+
+
+_GROUPS = "a number of groups, a list of patterns of paths, or a dictionary of names and groups"
+
+
+def labels(
+    params: PyTree, groups: Groups, order: tuple[str, ...] | None = None, level: int | None = None
+) -> Any:
+    """The groups of layers as ``scheduled_freeze`` and ``group_loss_scale`` take them.
+
+    Args:
+      params: the params or their shapes.
+      groups: so many groups of layers; patterns of paths, one entry for each group; or, by the
+        names in the params, the number of the group of each.
+      order: of a number of groups: see ``boostax.freeze.prefix_groups``, as is ``level``.
+      level: leading components of a path that make a layer.
+
+    Returns:
+      A tree of numbers, or the patterns.
+    """
+    hint = "4 cuts the layers into quarters; ['embed', 'block_*'] names groups by patterns."
+    if isinstance(groups, tuple) and groups and all(are_texts(x) for x in groups):
+        return groups
+    if isinstance(groups, Mapping) and groups:
+        # A dictionary that JAX reads as a tree.
+        return dict(groups)
+    if isinstance(groups, (tuple, str, Mapping)):
+        raise TypeError(checks.message("", "groups", _GROUPS, groups, hint))
+    checks.positive_int("", "groups", groups, hint)
+    if params is LATER:
+        return {"any": 0}
+    hint = "Pass them to optimizer or make_train_step, or name the groups by patterns."
+    allowed = f"given where groups is a number, {groups}"
+    checks.require("", "params", params, allowed, params is not None, hint)
+    with speaking_of("", {"n": "groups"}):
+        return prefix_groups(params, groups, order=order, level=level)
+
+
+def are_texts(value: Any) -> bool:
+    """Whether it is a text, or a tuple of some."""
+    return isinstance(value, str) or (
+        isinstance(value, tuple) and bool(value) and all(isinstance(x, str) for x in value)
+    )
 
 
 class Precision(Part, factory=policy):

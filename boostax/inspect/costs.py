@@ -14,16 +14,9 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import AbstractMesh, AxisType, Mesh, PartitionSpec
 
-from boostax._core import axes, costs, jaxprs
+from boostax._core import axes, costs, jaxprs, replicas
 from boostax._core.extras import asked
 from boostax._core.handshake import assume_scaled
-from boostax._core.replicas import (
-    enter_replica,
-    is_per_replica,
-    leave_replica,
-    stack_replicas,
-    state_specs,
-)
 from boostax._core.variants import variants_of
 from boostax.chain.parts import follow
 from boostax.chain.roles import UNKNOWN
@@ -175,11 +168,11 @@ def mapped_update(
       The mapped function of gradients, state and params, the types to call it with, their specs.
     """
     extra_tx = optax.with_extra_args_support(tx)
-    replicas = math.prod(mesh.shape[name] for name in names)
+    count = math.prod(mesh.shape[name] for name in names)
     each = PartitionSpec(names)
-    specs = state_specs(tx, params, names, replicas=replicas)
-    state = jax.eval_shape(lambda p: stack_replicas(tx.init(p), replicas), params)
-    own = lambda x: jax.ShapeDtypeStruct((replicas, *x.shape), x.dtype)  # noqa: E731
+    specs = replicas.state_specs(tx, params, names, replicas=count)
+    state = jax.eval_shape(lambda p: replicas.stack_replicas(tx.init(p), count), params)
+    own = lambda x: jax.ShapeDtypeStruct((count, *x.shape), x.dtype)  # noqa: E731
     # Whatever it is, equal on all or not.
     stacked = lambda tree: jax.tree.map(lambda x: x[None], axes.to_varying(tree, names))  # noqa: E731
 
@@ -190,9 +183,9 @@ def mapped_update(
         given |= {"grad": grads} if asked(tx).get("grad") else {}
         if (variants := variants_of(tx)) is not None:
             given["depth"] = variants.drawn(params)[0]
-        state = enter_replica(state)
+        state = replicas.enter_replica(state)
         updates, state = extra_tx.update(assume_scaled(grads, state), state, params, **given)
-        return stacked(updates), leave_replica(state) if returns_state else stacked(state)
+        return stacked(updates), replicas.leave_replica(state) if returns_state else stacked(state)
 
     in_specs = each, specs, PartitionSpec()
     out_specs = each, specs if returns_state else each
@@ -219,12 +212,12 @@ def by_kind(
 
 def _kept_bytes(tx: optax.GradientTransformation, params: PyTree, place: Place) -> PyTree:
     """The state, with the bytes of each array in its place."""
-    state = jax.eval_shape(lambda p: stack_replicas(tx.init(p), place.replicas), params)
+    state = jax.eval_shape(lambda p: replicas.stack_replicas(tx.init(p), place.replicas), params)
     specs = None
     if place.names:
         how: dict[str, Any] = {"replicas": place.replicas, "param_specs": place.param_specs}
         how["shard_optimizer"] = place.shard_optimizer
-        specs = state_specs(tx, params, place.names, **how)
+        specs = replicas.state_specs(tx, params, place.names, **how)
     return _on_device(state, specs, place.sizes)
 
 
@@ -238,7 +231,7 @@ def _on_device(tree: PyTree, specs: PyTree | None, sizes: Mapping[str, int]) -> 
             shards = math.prod(sizes[name] for name in axes if name is not None)
             return _Kept(math.prod(x.shape) * x.dtype.itemsize / shards, own)
 
-        own = is_per_replica(x)
+        own = replicas.is_per_replica(x)
         return jax.tree.map(kept, x, spec)
 
-    return jax.tree.map(node, tree, specs, is_leaf=is_per_replica)
+    return jax.tree.map(node, tree, specs, is_leaf=replicas.is_per_replica)

@@ -8,15 +8,7 @@ import numpy as np
 from boostax._core import checks
 from boostax.run.options import option
 from boostax.run.workloads._models import DigitsConv, DigitsMLP, DigitsResNet, DigitsSigmoid
-from boostax.run.workloads._workload import (
-    HOLDOUT,
-    PyTree,
-    Rows,
-    Workload,
-    checked,
-    generator,
-    supervised,
-)
+from boostax.run.workloads._workload import HOLDOUT, Rows, Workload, checked, generator, supervised
 
 Array = np.ndarray[Any, Any]
 
@@ -84,7 +76,7 @@ def digits(config: DigitsConfig = DigitsConfig()) -> Workload:
     images, labels = _load()
     training, held_out = _split(labels, config.holdout)
 
-    def batch(index: int, rows: Rows = None) -> PyTree:
+    def batch(index: int, rows: Rows = None) -> dict[str, Any]:
         positions = np.arange(index * config.batch_size, (index + 1) * config.batch_size)
         positions = positions if rows is None else positions[rows]
         epochs, places = np.divmod(positions, len(training))

@@ -9,15 +9,7 @@ from boostax._core import checks
 from boostax.run.options import option
 from boostax.run.workloads import _corpus
 from boostax.run.workloads._models import CharacterTransformer
-from boostax.run.workloads._workload import (
-    HOLDOUT,
-    PyTree,
-    Rows,
-    Workload,
-    checked,
-    generator,
-    supervised,
-)
+from boostax.run.workloads._workload import HOLDOUT, Rows, Workload, checked, generator, supervised
 
 # 127 characters cover source code and most European prose; token 0 is any other one.
 _VOCABULARY = 128
@@ -88,7 +80,7 @@ def text(config: TextConfig = TextConfig()) -> Workload:
         _VOCABULARY, length, config.width, config.depth, config.heads, config.dropout, dtype
     )
 
-    def batch(index: int, rows: Rows = None) -> PyTree:
+    def batch(index: int, rows: Rows = None) -> dict[str, Any]:
         random = generator(config.seed, index)
         blocks = random.integers(len(training), size=(batch_size, 1))
         starts = random.integers(training.shape[1] - length, size=(batch_size, 1))
