@@ -223,12 +223,9 @@ class Boost:
           ValueError, TypeError: no ``dim_reduce`` in the configuration; a state that recorded
             nothing, or too little; as ``boostax.dim_reduce``.
         """
-        part = self.config.dim_reduce
-        if part is None:
-            raise ValueError(
-                "Boost.finish: config.dim_reduce must be given, got None. "
-                'auto({"dim_reduce": True}) records every tenth step.'
-            )
+        part: Any = self.config.dim_reduce
+        hint = 'auto({"dim_reduce": True}) records every tenth step.'
+        checks.require("Boost.finish", "config.dim_reduce", None, "given", part is not None, hint)
         basis: Any = source
         if not isinstance(source, Basis):
             basis = trajectory_basis(source, part.n_components, params=params)

@@ -128,17 +128,9 @@ def measure(
     window = 1 if base.accumulate is None else base.accumulate.every
     calls = -(-steps // window) * window
     batch, held_out = _split(batches, held_out, calls)
-    setting = Setting(
-        loss_fn=loss_fn,
-        inner=inner,
-        params=params,
-        batch=batch,
-        held_out=held_out,
-        steps=calls,
-        clock=clock,
-        of_step={"mesh": mesh, "axis_name": axis_name, "has_aux": has_aux, **options},
-        of_init={"key": key, "model_state": model_state},
-    )
+    of_step = {"mesh": mesh, "axis_name": axis_name, "has_aux": has_aux, **options}
+    of_init = {"key": key, "model_state": model_state}
+    setting = Setting(loss_fn, inner, params, batch, held_out, calls, clock, of_step, of_init)
     if candidates is None:
         candidates = default_candidates(setting, base)
     baseline = Candidate(_BASELINE, base, setting)
