@@ -185,15 +185,10 @@ def explain(
 
 
 def _of_step(
-    step: TrainStep,
-    given: PyTree,
-    batch: PyTree,
-    depths: Sequence[int] | None,
-    target: str | None,
+    step: TrainStep, state: PyTree, batch: PyTree, depths: Sequence[int] | None, target: str | None
 ) -> Explanation:
-    state = (
-        given if isinstance(given, TrainState) else step.init(jax.eval_shape(lambda p: p, given))
-    )
+    if not isinstance(state, TrainState):
+        state = step.init(jax.eval_shape(lambda p: p, state))
     sizes = {} if step.mesh is None else dict(step.mesh.shape)
 
     def count() -> _Counted:

@@ -83,8 +83,7 @@ class Watchdog:
         checks.number("Watchdog", "first_limit", first, allowed, lambda s: s >= limit, hint)
         hint = "0 would say that all went well."
         checks.positive_int("Watchdog", "exit_code", exit_code, hint)
-        if exit_code > 255:
-            raise ValueError(checks.message("Watchdog", "exit_code", "up to 255", exit_code, hint))
+        checks.require("Watchdog", "exit_code", exit_code, "up to 255", exit_code <= 255, hint)
         self._limit, self._first_limit = limit, first
         self._code, self._exit, self._stream, self._clock = exit_code, exit, stream, clock
         self._board = board
