@@ -185,11 +185,7 @@ class Part:
 @functools.cache
 def signature(factory: Factory) -> dict[str, inspect.Parameter]:
     """The parameters of a factory, their annotations evaluated."""
-    hints = typing.get_type_hints(factory)
-    return {
-        name: parameter.replace(annotation=hints.get(name, Any))
-        for name, parameter in inspect.signature(factory).parameters.items()
-    }
+    return dict(inspect.signature(factory, eval_str=True).parameters)
 
 
 def is_data(parameter: inspect.Parameter) -> bool:
