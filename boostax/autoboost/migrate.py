@@ -71,7 +71,10 @@ class Carried:
 
     def fits(self, old: Leaf, new: Leaf, casts: bool = False) -> bool:
         """Whether an old array can stand for a new one, in another precision if it ``casts``."""
-        if old.dtype != new.dtype and not (casts and _same_kind(old, new)):
+        # Both real, or both complex, in whatever precision.
+        kinds, dtypes = (jnp.floating, jnp.complexfloating), (old.dtype, new.dtype)
+        alike = any(all(jnp.issubdtype(x, kind) for x in dtypes) for kind in kinds)
+        if old.dtype != new.dtype and not (casts and alike):
             return False
         if not old.own or self.replicas is None:
             return old.shape == new.shape
@@ -356,14 +359,6 @@ def _multiplied(source: Leaf, like: Leaf, factor: float, stale: bool) -> Leaf:
     return source._replace(value=value)
 
 
-def _same_kind(old: Leaf, new: Leaf) -> bool:
-    """Whether both are real, or both complex, in whatever precision."""
-    return any(
-        all(jnp.issubdtype(leaf.dtype, kind) for leaf in (old, new))
-        for kind in (jnp.floating, jnp.complexfloating)
-    )
-
-
 def count_replicas(olds: list[Node], news: list[Node], params: PyTree, asked: int | None) -> Any:
     """How many replicas the old per-replica arrays lead with; ``None`` if they do not."""
     owners = dict(jax.tree_util.tree_leaves_with_path(params))
@@ -467,8 +462,9 @@ skipped_in_a_row, growths, backoffs, floor_hits: the root
     olds, news = read(old_state, local), read(fresh, local)
     count = count_replicas(olds, news, local, replicas)
     carried = carry(olds, news, local, count)
+    axis = _replica_sharding(olds)
     placed = {
-        leaf.path: _placed(leaf, carried.taken.get(leaf.path), count, _replica_sharding(olds))
+        leaf.path: _placed(leaf, carried.taken.get(leaf.path), count, axis)
         for node in news
         for leaf in node.leaves.values()
     }
@@ -509,12 +505,10 @@ def _copy(x: Any, like: Any) -> jax.Array:
 
 def _replica_sharding(olds: list[Node]) -> Any:
     """How the old per-replica arrays lie on the mesh, by their first dimension."""
-    for node in olds:
-        for leaf in node.leaves.values():
-            sharding = getattr(leaf.value, "sharding", None)
-            if leaf.own and isinstance(sharding, NamedSharding) and len(sharding.spec):
-                return NamedSharding(sharding.mesh, PartitionSpec(sharding.spec[0]))
-    return None
+    own = (leaf.value for node in olds for leaf in node.leaves.values() if leaf.own)
+    known = (getattr(value, "sharding", None) for value in own)
+    named = (x for x in known if isinstance(x, NamedSharding) and len(x.spec))
+    return next((NamedSharding(x.mesh, PartitionSpec(x.spec[0])) for x in named), None)
 
 
 def _scheduled(state: PyTree, tx: Any, params: PyTree, notes: list[str]) -> PyTree:

@@ -253,15 +253,15 @@ def _finished(
         options: Any = {"xla_gpu_autotune_level": 0} if untimed else {}
         compiled = program.compile(compiler_options=options)
     seconds = time.perf_counter() - begun if compiled is not program else math.nan
-    infos = jax.tree_util.tree_leaves_with_path(compiled.args_info, is_leaf=_is_info)
-    structure = jax.tree.structure(compiled.args_info, is_leaf=_is_info)
-    shardings = structure.flatten_up_to(compiled.input_shardings)
-    arguments = tuple(
+    arguments: list[Argument] = []
+
+    def note(path: Any, info: Any, sharding: Any) -> None:
         # The first key tells positional arguments from named ones.
-        Argument(keystr(path[1:]), info.donated, info, sharding)
-        for (path, info), sharding in zip(infos, shardings, strict=True)
-    )
-    return CompiledProgram(compiled, arguments, seconds)
+        arguments.append(Argument(keystr(path[1:]), info.donated, info, sharding))
+
+    given = compiled.args_info, compiled.input_shardings
+    jax.tree_util.tree_map_with_path(note, *given, is_leaf=_is_info)
+    return CompiledProgram(compiled, tuple(arguments), seconds)
 
 
 def _meshes(shardings: Iterable[Any]) -> Iterator[Mesh]:
