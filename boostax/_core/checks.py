@@ -95,6 +95,20 @@ def choice(
     return value
 
 
+def require(
+    who: str,
+    argument: str,
+    value: object,
+    allowed: str,
+    holds: bool,
+    hint: str,
+    error: type[Exception] = ValueError,
+) -> None:
+    """Whatever holds for the value: for rules that no other check has."""
+    if not holds:
+        raise error(message(who, argument, allowed, value, hint))
+
+
 def absent(who: str, argument: str, value: object, allowed: str, hint: str) -> None:
     """Nothing, where nothing could be meant by it."""
     if value is not None:
