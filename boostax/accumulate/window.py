@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from boostax._core import axes, bcoo, checks, trees
+from boostax._core import axes, bcoo, checks, formats, trees
 from boostax._core.describe import Holds, describe
 from boostax._core.extras import elsewhere
 from boostax._core.finite import all_finite
@@ -35,6 +35,7 @@ from boostax.accumulate.carried import require_outside
 
 PyTree = Any
 Normalize = Literal["mean", "sum", "weight"]
+Rounding = Literal["nearest", "stochastic"]
 
 # Gradients that a scaler lets pass are below 2**48: their products with weights below _MOST add up
 # in f32, and the reciprocal of _LEAST is finite.
@@ -109,6 +110,7 @@ def accumulate(
     *,
     normalize: Normalize = "mean",
     accumulator_dtype: Any = "float32",
+    rounding: Rounding = "nearest",
     axis_name: axes.AxisName | None = None,
 ) -> optax.GradientTransformationExtraArgs:
     r"""Sum gradients over ``every`` calls, then run ``inner`` once on the result.
@@ -141,6 +143,9 @@ def accumulate(
       accumulator_dtype: of the sums; f64 and complex gradients keep their kind. What is added is
         computed in f32 or wider and rounded once, with the sum. The sum of :math:`w_i g_i` must
         fit: in f16 it overflows at 65504, though the mean may not, and the window is dropped.
+      rounding: of bf16 sums; ``"stochastic"`` up or down at random, so that their mean is exact
+        however many gradients are added. To the nearest, a sum of bf16 does not move for what is
+        less than a 512th of it.
       axis_name: replica axis (or axes). The sums are then local to each replica (``PerReplica``)
         and gradients must be local: see ``boostax.train.local_params``.
 
@@ -184,6 +189,11 @@ def accumulate(
         "Losses that are means over a varying number of tokens want 'weight'.",
     )
     narrow = checks.floating_dtype(who, "accumulator_dtype", accumulator_dtype)
+    hint = "Other sums are rounded to the nearest."
+    checks.choice(who, "rounding", rounding, ("nearest", "stochastic"), hint)
+    if rounding == "stochastic" and narrow != jnp.bfloat16:
+        allowed = "'nearest' but for accumulator_dtype='bfloat16'"
+        raise ValueError(checks.message(who, "rounding", allowed, rounding, hint))
     names = axes.canonical(who, axis_name)
     tx = optax.with_extra_args_support(inner)
     weighted = normalize == "weight"
@@ -267,7 +277,9 @@ def accumulate(
         extra = elsewhere(extra, _refused)
         first = state.micro_step == 0
         require_like(who, "the window", _local(state.window), bcoo.types(new))
-        sums = jax.tree.map(functools.partial(_summed, first), _local(state.window), new)
+        seed = formats.fold(state.optimizer_steps, state.micro_step)
+        add = functools.partial(_summed, first, seed if rounding == "stochastic" else None)
+        sums = jax.tree_util.tree_map_with_path(add, _local(state.window), new)
         length = every(state.optimizer_steps) if callable(every) else every
         ends = count >= jnp.maximum(length, 1)
         value, closed = run_or_hold(
@@ -346,13 +358,17 @@ def _next(
     )
 
 
-def _summed(first: jax.Array, old: jax.Array, new: Any) -> jax.Array:
+def _summed(
+    first: jax.Array, seed: jax.Array | None, path: Any, old: jax.Array, new: Any
+) -> jax.Array:
     """A window's sum with one gradient more; of the first one alone."""
     wide = old.astype(new.dtype)
     if bcoo.is_sparse(new):
         total = bcoo.added(jnp.where(first, jnp.zeros_like(wide), wide), new.data, new.indices)
     else:
         total = jnp.where(first, new, wide + new)
+    if seed is not None and old.dtype == jnp.bfloat16:
+        return formats.to_bfloat16(total, formats.seed_of(seed, path))
     return total.astype(old.dtype)
 
 
