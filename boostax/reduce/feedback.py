@@ -19,7 +19,7 @@ import optax
 from jax import lax
 
 from boostax._core import axes, checks, trees
-from boostax._core.describe import Holds, describe, first_line
+from boostax._core.describe import Holds, Stepped, describe, first_line
 from boostax._core.placement import on_shards
 from boostax._core.replicas import PerReplica, require_like
 from boostax.reduce import exchange
@@ -152,10 +152,8 @@ def compress(
             capacity=jnp.full((), -1.0, jnp.float32) if codec.chooses else None,
         )
 
-    def update_fn(
-        updates: PyTree, state: Any, params: PyTree = None, **extra_args: Any
-    ) -> tuple[PyTree, CompressedState]:
-        del params, extra_args
+    def update_fn(updates: PyTree, state: Any, params: PyTree = None, **extra: Any) -> Stepped:
+        del params, extra
         trees.require_gradients(updates, who)
         axes.require_local(updates, names, who)
         if whole:
@@ -163,14 +161,13 @@ def compress(
             axes.require_whole(updates, names, who, hint)
         leaves, treedef = jax.tree.flatten(updates)
         chosen = coded(updates)
-        held = _kept(state.residual.local, treedef)
-        moving = _kept(state.velocity.local, treedef)
+        # ``None`` where nothing is kept.
+        held = treedef.flatten_up_to(state.residual.local)
+        moving = treedef.flatten_up_to(state.velocity.local)
         flow = [exchange.real(leaves[i]) for i in chosen]
         if error_feedback:
-            names_of = [
-                trees.path_name(path) for path, _ in jax.tree_util.tree_leaves_with_path(updates)
-            ]
-            kept = {names_of[i]: held[i] for i in chosen}
+            paths = trees.names(updates)
+            kept = {paths[i]: held[i] for i in chosen}
             require_like(who, "the residual", kept, dict(zip(kept, flow, strict=True)))
         if momentum is not None:
             flow = [momentum * moving[i] + g for i, g in zip(chosen, flow, strict=True)]
@@ -178,7 +175,7 @@ def compress(
         if error_feedback:
             wanted = [held[i] + v for i, v in zip(chosen, flow, strict=True)]
         spread = functools.partial(_spread, treedef, chosen)
-        gathered = lambda tree: [_kept(tree, treedef)[i] for i in chosen]  # noqa: E731
+        gathered = lambda tree: [treedef.flatten_up_to(tree)[i] for i in chosen]  # noqa: E731
         codec_state = map_per_leaf(gathered, state.codec)
         rest = [i for i in range(len(leaves)) if i not in chosen]
         total = _squared_norm(wanted + [exchange.real(leaves[i]) for i in rest], names)
@@ -313,11 +310,6 @@ def _spread(treedef: Any, chosen: list[int], values: list[Any]) -> PyTree:
     return treedef.unflatten(kept)
 
 
-def _kept(tree: PyTree, treedef: Any) -> list[Any]:
-    """The leaves of a tree that has ``None`` where nothing is kept."""
-    return treedef.flatten_up_to(tree)
-
-
 def _rules(who: str, dense: Dense, tree: PyTree) -> list[bool]:
     """For each leaf, whether it travels dense.
 
@@ -327,8 +319,7 @@ def _rules(who: str, dense: Dense, tree: PyTree) -> list[bool]:
     if dense is None:
         return [False] * len(jax.tree.leaves(tree))
     if callable(dense):
-        paths = jax.tree_util.tree_leaves_with_path(tree)
-        return [bool(dense(trees.path_name(path), leaf)) for path, leaf in paths]
+        return [bool(dense(name, leaf)) for name, leaf in trees.named(tree)]
     try:
         spread = jax.tree.map(lambda rule, part: [rule] * len(jax.tree.leaves(part)), dense, tree)
     except ValueError as error:
