@@ -235,8 +235,7 @@ def _reduced(
     kinds: dict[frozenset[str], list[int]] = {}
     for i, x in enumerate(leaves):
         kinds.setdefault(axes.varying(x), []).append(i)
-    means: list[Any] = [None] * len(leaves)
-    held, late, over = list(means), list(means), list(means)
+    rows: dict[int, tuple[Any, ...]] = {}
     # Of leaves apart, the largest; of none, none had a place.
     capacity: Any = jnp.zeros((), jnp.float32)
     marked = lambda node: isinstance(node, PerLeaf)  # noqa: E731
@@ -244,11 +243,9 @@ def _reduced(
     for kind in kinds.values():
         own = map_per_leaf(lambda values, kind=kind: [values[i] for i in kind], state)
         message = codec.reduce([leaves[i] for i in kind], own, names)
-        late_ones = message.late or [None] * len(kind)
-        for place, i in enumerate(kind):
-            means[i], held[i] = message.means[place], message.held[place]
-            late[i] = late_ones[place]
-            over[i] = message.over[place] if message.over else None
+        none = [None] * len(kind)
+        columns = message.means, message.held, message.late or none, message.over or none
+        rows |= zip(kind, zip(*columns, strict=True), strict=True)
         if codec.chooses:
             capacity = jnp.maximum(capacity, message.capacity)
         for j, new in enumerate(jax.tree.leaves(message.state, is_leaf=marked)):
@@ -258,6 +255,7 @@ def _reduced(
                     all_of_them[i] = value
                 new = PerLeaf(all_of_them)
             kept[j] = new
+    means, held, late, over = ([rows[i][k] for i in range(len(leaves))] for k in range(4))
     return Message(means, held, structure.unflatten(kept), late, over, capacity)
 
 

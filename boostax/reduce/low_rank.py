@@ -64,16 +64,14 @@ class PowerSgd(Codec):
 
     def init(self, leaves: Sequence[jax.ShapeDtypeStruct]) -> Factors:
         """Random factors, the same on all replicas."""
-        left: list[jax.Array] = []
-        right: list[jax.Array] = []
         key = jax.random.PRNGKey(self.seed)
-        for i, leaf in enumerate(leaves):
-            for side, (found, length) in enumerate(
-                zip((left, right), sides(leaf.shape, self.outputs), strict=True)
-            ):
-                shape = (length, min(self.rank, *sides(leaf.shape, self.outputs)))
-                now = jax.random.fold_in(key, 2 * i + side)
-                found.append(jax.random.normal(now, shape, leaf.dtype))
+
+        def drawn(i: int, leaf: jax.ShapeDtypeStruct, side: int) -> jax.Array:
+            lengths = sides(leaf.shape, self.outputs)
+            shape = (lengths[side], min(self.rank, *lengths))
+            return jax.random.normal(jax.random.fold_in(key, 2 * i + side), shape, leaf.dtype)
+
+        left, right = ([drawn(i, x, side) for i, x in enumerate(leaves)] for side in (0, 1))
         counts, ones = ([jnp.full((), n, jnp.int32) for _ in leaves] for n in (0, 1))
         return Factors(PerLeaf(counts), PerLeaf(ones), PerLeaf(left), PerLeaf(right))
 

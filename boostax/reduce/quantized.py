@@ -56,7 +56,8 @@ class TwoShot(Codec):
         whole = self._decode(gathered, scales_of_all, means)
         held = unsent(rows, self._decode(codes, scales, rows))
         lost = unsent(means, self._decode(codes_of_mean, scales_of_mean, means))
-        return Message(slices.joined(whole), *slices.charged(held, lost, state, names))
+        residual, late = slices.charged(held, lost, names)
+        return Message(slices.joined(whole), residual, state, late)
 
     def _drawn(self, state: PyTree, names: tuple[str, ...]) -> tuple[PyTree, tuple[Any, Any]]:
         """The new state, and a key for each shot, if there is any chance."""
@@ -228,13 +229,9 @@ class _Slices:
         return result
 
     def charged(
-        self,
-        held: Sequence[jax.Array],
-        lost: Sequence[jax.Array],
-        state: PyTree,
-        names: tuple[str, ...],
-    ) -> tuple[list[jax.Array], PyTree, list[Late | None]]:
-        """``(held, state, late)`` of a message: what was lost of this replica's slice of the mean.
+        self, held: Arrays, lost: Arrays, names: tuple[str, ...]
+    ) -> tuple[list[jax.Array], list[Late | None]]:
+        """``held`` and ``late`` of a message: what was lost of this replica's slice of the mean.
 
         Of the mean, so it counts for all replicas.
         """
@@ -251,7 +248,7 @@ class _Slices:
             else:
                 more += lax.dynamic_index_in_dim(x, own, 0, keepdims=False)
                 whole.append(lax.dynamic_update_index_in_dim(x, more, own, 0))
-        return self.joined(whole), state, late
+        return self.joined(whole), late
 
 
 def _together(arrays: Arrays, send: Send, names: tuple[str, ...]) -> list[jax.Array]:

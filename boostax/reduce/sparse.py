@@ -499,10 +499,7 @@ def top_k_reduce(
       comparison truncates magnitudes to integers and so takes the first k below one.
     """
     who = "top_k_reduce"
-    if block is not None:
-        block = checks.positive_int(who, "block", block, "Try 1000.")
-    bucket_bytes = exchange.check_bytes(who, bucket_bytes)
-    wire = None if value_dtype is None else checks.floating_dtype(who, "value_dtype", value_dtype)
+    block, bucket_bytes, wire = _checked(who, block, bucket_bytes, value_dtype)
 
     def largest(counter: Callable[[int], int]) -> Codec:
         return Largest(counter, block, Cut(value_dtype=wire), bucket_bytes)
@@ -584,10 +581,7 @@ def threshold_reduce(
     hint = "SINGA's default is 0.05."
     checks.number(who, "threshold", threshold, "0 or more", lambda x: x >= 0, hint)
     capacities = _capacities(who, capacity)
-    if block is not None:
-        block = checks.positive_int(who, "block", block, "Try 1000.")
-    bucket_bytes = exchange.check_bytes(who, bucket_bytes)
-    wire = None if value_dtype is None else checks.floating_dtype(who, "value_dtype", value_dtype)
+    block, bucket_bytes, wire = _checked(who, block, bucket_bytes, value_dtype)
     cut = Cut(threshold, relative, wire)
 
     def rung(capacity: float) -> Codec:
@@ -648,6 +642,17 @@ def random_k_reduce(
 
     chosen = staged(who, "density", density, codec, _check_density)
     return compress(chosen, axis_name, error_feedback=error_feedback, dense=dense, name=who)
+
+
+def _checked(
+    who: str, block: int | None, bucket_bytes: int | None, value_dtype: Any
+) -> tuple[int | None, int | None, np.dtype[Any] | None]:
+    """The arguments of elements with places, if they are sound."""
+    if block is not None:
+        block = checks.positive_int(who, "block", block, "Try 1000.")
+    bucket_bytes = exchange.check_bytes(who, bucket_bytes)
+    wire = None if value_dtype is None else checks.floating_dtype(who, "value_dtype", value_dtype)
+    return block, bucket_bytes, wire
 
 
 def _check_density(who: str, argument: str, value: Any) -> None:

@@ -79,14 +79,12 @@ def drawn(tx: optax.GradientTransformation) -> optax.GradientTransformationExtra
     gate = gate_of(tx)
     if gate is not None:
 
-        def step(grads: Any, state: Any, *args: Any, **kwargs: Any) -> tuple[PyTree, Any]:
+        def step(grads: Any, state: Any, *args: Any, **kwargs: Any) -> Carry:
             return gate.step(assume_scaled(grads, state), state, *args, **kwargs)
 
         return gated(tx.init, step, gate.flush)
 
-    def update(
-        updates: PyTree, state: Any, params: PyTree = None, **extra: Any
-    ) -> tuple[PyTree, Any]:
+    def update(updates: PyTree, state: Any, params: PyTree = None, **extra: Any) -> Carry:
         given = assume_scaled(updates, state)
         return optax.with_extra_args_support(tx).update(given, state, params, **extra)
 
