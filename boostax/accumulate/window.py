@@ -15,11 +15,12 @@ import jax.numpy as jnp
 import optax
 
 from boostax._core import axes, bcoo, checks, formats, trees
-from boostax._core.describe import Holds, describe
+from boostax._core.describe import Holds, Stepped, describe
 from boostax._core.extras import elsewhere
 from boostax._core.finite import all_finite
 from boostax._core.gate import (
     Pending,
+    counted,
     flush_inner,
     gated,
     has_gate,
@@ -92,7 +93,7 @@ class AccumulateState(NamedTuple):
         window = self.window
         if not isinstance(window, PerReplica):
             return []
-        before_sum = trees.find(self.inner_state, lambda x: callable(getattr(x, "sums", None)))
+        before_sum = trees.telling(self.inner_state, "sums")
         return [window] if window.local.weight is not None or before_sum else []
 
     def metrics(self) -> dict[str, jax.Array]:
@@ -176,7 +177,7 @@ def accumulate(
       Measured against optax.MultiSteps in ``benchmarks/results/accumulation.md``.
     """
     who = "accumulate"
-    checks.transformation(who, "inner", inner)
+    tx = checks.transformation(who, "inner", inner)
     if not callable(every):
         every = checks.positive_int(
             who, "every", every, "It counts micro-steps per update; a schedule may be a function."
@@ -195,7 +196,6 @@ def accumulate(
         allowed = "'nearest' but for accumulator_dtype='bfloat16'"
         raise ValueError(checks.message(who, "rounding", allowed, rounding, hint))
     names = axes.canonical(who, axis_name)
-    tx = optax.with_extra_args_support(inner)
     weighted = normalize == "weight"
     # The range of f16: what a scaler lets pass does not add up in it.
     overflows = float(jnp.finfo(narrow).max) < _MOST
@@ -258,7 +258,7 @@ def accumulate(
         apply: bool,
         weight: Any = None,
         **extra: Any,
-    ) -> tuple[PyTree, AccumulateState]:
+    ) -> Stepped:
         trees.require_gradients(grads.raw, who, sparse=True, params=params)
         axes.require_local(grads.raw, names, who)
         if weight is not None and not weighted:
@@ -277,44 +277,32 @@ def accumulate(
         extra = elsewhere(extra, _refused)
         first = state.micro_step == 0
         require_like(who, "the window", _local(state.window), bcoo.types(new))
-        seed = formats.fold(state.optimizer_steps, state.micro_step)
-        add = functools.partial(_summed, first, seed if rounding == "stochastic" else None)
+        drawn = rounding == "stochastic"
+        seed = formats.fold(state.optimizer_steps, state.micro_step) if drawn else None
+        add = functools.partial(_summed, first, seed)
         sums = jax.tree_util.tree_map_with_path(add, _local(state.window), new)
         length = every(state.optimizer_steps) if callable(every) else every
         ends = count >= jnp.maximum(length, 1)
-        value, closed = run_or_hold(
-            ends,
-            lambda: close(sums, count, state.inner_state, params, apply, extra),
-            params,
-            _held(state.inner_state),
-            apply=apply,
-            who=who,
-            names=names,
-        )
+        work = functools.partial(close, sums, count, state.inner_state, params, apply, extra)
+        held = _Closed(state.inner_state, jnp.asarray(False))
+        value, closed = run_or_hold(ends, work, params, held, apply=apply, who=who, names=names)
         state = state._replace(window=PerReplica(sums) if names else sums)
         return value, _next(state, jnp.where(ends, 0, count), closed, ends)
 
-    def flush_fn(
-        state: AccumulateState, params: PyTree, **extra: Any
-    ) -> tuple[PyTree, AccumulateState]:
+    def flush_fn(state: AccumulateState, params: PyTree, **extra: Any) -> Stepped:
         if state.window is None:
             params, inner_state = flush_inner(tx, state.inner_state, params, extra)
             return params, state._replace(inner_state=inner_state)
         # A scaler inside asked for their scale when they came.
         sums = assume_scaled(_local(state.window), state.inner_state)
-        params, closed = run_or_hold(
-            state.held(),
-            lambda: close(sums, state.micro_step, state.inner_state, params, True, extra),
-            params,
-            _held(state.inner_state),
-            apply=True,
-            who=who,
-            names=names,
-        )
+        ends, count = state.held(), state.micro_step
+        work = functools.partial(close, sums, count, state.inner_state, params, True, extra)
+        held = _Closed(state.inner_state, jnp.asarray(False))
+        params, closed = run_or_hold(ends, work, params, held, apply=True, who=who, names=names)
         # What the inner transformation holds open in its turn.
         params, inner_state = flush_inner(tx, closed.inner_state, params, extra)
         closed = closed._replace(inner_state=inner_state)
-        return params, _next(state, jnp.zeros_like(state.micro_step), closed, state.held())
+        return params, _next(state, jnp.zeros_like(count), closed, ends)
 
     return gated(init_fn, step_fn, flush_fn)
 
@@ -336,10 +324,6 @@ def _refused(given: PyTree) -> PyTree:
     )
 
 
-def _held(inner_state: Any) -> _Closed:
-    return _Closed(inner_state, jnp.asarray(False))
-
-
 def _local(window: PerReplica | Window) -> Window:
     return window.local if isinstance(window, PerReplica) else window
 
@@ -347,12 +331,10 @@ def _local(window: PerReplica | Window) -> Window:
 def _next(
     state: AccumulateState, count: jax.Array, closed: _Closed, ended: jax.Array
 ) -> AccumulateState:
-    steps, dropped = state.optimizer_steps, state.dropped_windows
-    drops = ended & ~closed.applied
     return state._replace(
         micro_step=count,
-        optimizer_steps=jnp.where(closed.applied, optax.safe_increment(steps), steps),
-        dropped_windows=jnp.where(drops, optax.safe_increment(dropped), dropped),
+        optimizer_steps=counted(state.optimizer_steps, closed.applied),
+        dropped_windows=counted(state.dropped_windows, ended & ~closed.applied),
         applied=closed.applied,
         inner_state=closed.inner_state,
     )
