@@ -108,7 +108,7 @@ def block_of(shape: tuple[int, ...]) -> tuple[int, ...]:
 
 
 class Blocks(NamedTuple):
-    """An array in blocks along its own dimensions: ``[a / p, p, b / q, q, ...]`` of ``[a, b, ...]``.
+    """How an array ``[a, b, ...]`` is cut in blocks: ``[a / p, p, b / q, q, ...]``.
 
     Attributes:
       sizes: those.

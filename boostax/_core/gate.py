@@ -131,6 +131,15 @@ def gate_of(tx: optax.GradientTransformation) -> GatedUpdate | None:
     return tx.update if isinstance(tx.update, GatedUpdate) else None
 
 
+def init_inner(tx: optax.GradientTransformation, params: PyTree) -> Any:
+    """The first state of what is inside a gate.
+
+    A gate is given params as they are stored; anything else those of f32 or wider in which it will
+    compute: moments would otherwise be rounded with them.
+    """
+    return tx.init(params if gate_of(tx) else trees.at_least_float32(params))
+
+
 def run(
     tx: optax.GradientTransformationExtraArgs,
     grads: Pending,
@@ -403,7 +412,7 @@ def gate(
     def init_fn(params: PyTree) -> GateState:
         # Arrays of its own: donation refuses a buffer that two fields share.
         own = jax.tree.map(lambda x: jnp.asarray(x) + 0, init(params))
-        inner_state = tx.init(trees.at_least_float32(params))
+        inner_state = init_inner(tx, params)
         return GateState(own, jnp.asarray(False), jnp.zeros((), jnp.int32), inner_state)
 
     @describe(who, "check", names, inner={"inner_state": tx})

@@ -14,9 +14,9 @@ from typing import Any, NamedTuple
 
 import jax
 
-from boostax._core import axes, jaxprs, trees
+from boostax._core import axes, costs, jaxprs, trees
 from boostax._core.gate import branch
-from boostax._core.interpret import JIT, evaluate, replay
+from boostax._core.interpret import JIT, evaluate, excerpt, replay, within
 
 PyTree = Any
 # What belongs to no leaf: counts, rates.
@@ -87,8 +87,13 @@ class _Graph:
             found = set[int]().union(*(askers.get(x, set()) for x in each.outputs))
             for number in each.inputs:
                 askers.setdefault(number, set()).update(found)
-        made = (number for each in self._eqns for number in each.outputs)
-        return [x for x in made if len(askers.get(x, ())) > 1 and len(sources[x]) != 1]
+        several = lambda x: len(askers.get(x, ())) > 1 and len(sources[x]) != 1  # noqa: E731
+        return [
+            number
+            for each in self._eqns
+            for number in each.outputs
+            if several(number) or (askers.get(number) and _sends(each.eqn))
+        ]
 
     def needs(self, wanted: Iterable[int]) -> tuple[list[_Equation], list[int]]:
         """The equations that lead from known values to these, and those values."""
@@ -106,6 +111,13 @@ class _Graph:
         self.known.update(zip(numbers, found, strict=True))
 
 
+def _sends(eqn: jaxprs.JaxprEqn) -> bool:
+    """Whether devices exchange something in it: XLA joins such equations, if it can."""
+    given = [x for x in eqn.invars if not isinstance(x, jaxprs.Literal)]
+    islands = any(x.primitive.name in ("shard_map", "custom_vmap_call") for x, _ in within(eqn))
+    return islands or bool(costs.axes_of(excerpt(given, eqn.outvars, [eqn])))
+
+
 def _run(eqns: Sequence[_Equation], known: dict[int, Any], wanted: Sequence[int]) -> list[Any]:
     values = dict(known)
     for each in eqns:
@@ -115,7 +127,11 @@ def _run(eqns: Sequence[_Equation], known: dict[int, Any], wanted: Sequence[int]
 
 
 def leaf_by_leaf(
-    fn: Callable[..., PyTree], always: jax.Array, old: PyTree, args: tuple[PyTree, ...], turns: PyTree
+    fn: Callable[..., PyTree],
+    always: jax.Array,
+    old: PyTree,
+    args: tuple[PyTree, ...],
+    turns: PyTree,
 ) -> PyTree:
     """``fn(old, *args)``, one leaf after the other, and of a leaf one array after the other.
 

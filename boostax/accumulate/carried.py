@@ -21,7 +21,16 @@ from jax import lax
 from boostax._core import axes, bcoo, checks, trees
 from boostax._core.describe import describe
 from boostax._core.extras import elsewhere
-from boostax._core.gate import Pending, flush_inner, gated, held_open, outermost_passed, passed, run
+from boostax._core.gate import (
+    Pending,
+    flush_inner,
+    gated,
+    held_open,
+    init_inner,
+    outermost_passed,
+    passed,
+    run,
+)
 
 PyTree = Any
 Rule = Literal["max", "sum", "last"]
@@ -115,7 +124,7 @@ def carry(
         return CarryState(
             open=jnp.asarray(False),
             window={rule: window(rule) for rule in sorted(set(rules.values()))},
-            inner_state=tx.init(trees.at_least_float32(without(params, found))),
+            inner_state=init_inner(tx, without(params, found)),
         )
 
     @describe(_WHO, "carry", names, inner={"inner_state": tx})

@@ -24,6 +24,7 @@ from boostax._core.gate import (
     flush_inner,
     gated,
     has_gate,
+    init_inner,
     outermost_passed,
     passed,
     run,
@@ -210,7 +211,7 @@ def accumulate(
             )
             window = Window(sums, jnp.zeros((), jnp.float32) if weighted else None)
             window = PerReplica(axes.to_varying(window, names)) if names else window
-        inner_state = tx.init(trees.at_least_float32(params))
+        inner_state = init_inner(tx, params)
         require_outside(inner_state, who)
         return AccumulateState(
             micro_step=jnp.zeros((), jnp.int32),

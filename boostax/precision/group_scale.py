@@ -21,7 +21,16 @@ import optax
 from boostax._core import axes, checks, handshake, trees
 from boostax._core.describe import describe
 from boostax._core.finite import counts, largest_magnitudes, magnitude, usable
-from boostax._core.gate import Pending, branch, counted, flush_of, gated, run, run_or_hold
+from boostax._core.gate import (
+    Pending,
+    branch,
+    counted,
+    flush_of,
+    gated,
+    init_inner,
+    run,
+    run_or_hold,
+)
 from boostax.precision.group_state import GroupLossScaleState, check_labels, decided, group_numbers
 
 PyTree = Any
@@ -162,7 +171,7 @@ def group_loss_scale(
             last_finite=jnp.asarray(False),
             skipped_steps=counters[1],
             skipped_in_a_row=counters[2],
-            inner_state=tx.init(trees.at_least_float32(params)),
+            inner_state=init_inner(tx, params),
         )
 
     def adjust(state: GroupLossScaleState, seen: _Seen) -> GroupLossScaleState:

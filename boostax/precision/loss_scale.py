@@ -21,7 +21,16 @@ from jax.core import Tracer
 from boostax._core import axes, checks, handshake, trees
 from boostax._core.describe import Holds, describe
 from boostax._core.finite import usable
-from boostax._core.gate import Pending, counted, flush_of, gated, run, run_or_hold, told_by
+from boostax._core.gate import (
+    Pending,
+    counted,
+    flush_of,
+    gated,
+    init_inner,
+    run,
+    run_or_hold,
+    told_by,
+)
 from boostax.precision.group_state import GroupLossScaleState, decided, scalers
 
 PyTree = Any
@@ -253,7 +262,7 @@ def _scaled(
             jnp.asarray(tolerance, jnp.int32),
             jnp.asarray(False),
             *counters[1:],
-            inner_state=tx.init(trees.at_least_float32(params)),
+            inner_state=init_inner(tx, params),
         )
 
     @describe(who, "scaler", names, inner={"inner_state": tx})

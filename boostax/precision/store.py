@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import optax
 
 from boostax._core import checks, formats, trees
-from boostax._core.describe import describe
+from boostax._core.describe import Stepped, describe
 from boostax._core.gate import Pending, gated, has_gate
 from boostax._core.leafwise import COMMON, Turn, leaf_by_leaf
 from boostax._core.placement import settled
@@ -68,8 +68,9 @@ def store(
     element's index, the leaf and the steps taken: a skipped step leaves it, a resumed run and any
     placement draw it again.
 
-    Put it around the optimizer itself, inside all gates; the window has a dtype of its own:
-    ``accumulate(store(adamw(1e-3), ...), 16, accumulator_dtype="bfloat16", rounding="stochastic")``.
+    Put it around the optimizer itself, inside all gates. A window has a dtype of its own,
+    ``accumulate(store(adamw(1e-3), params="stochastic"), 16, accumulator_dtype="bfloat16",
+    rounding="stochastic")``.
 
     ============== ===== ==========================================================================
     ``params``     bytes what
@@ -128,53 +129,54 @@ def store(
       Dettmers et al., 8-bit Optimizers via Block-wise Quantization,
       https://arxiv.org/abs/2110.02861, 2021.
     """
-    checks.transformation(_WHO, "inner", inner)
+    tx, kind = checks.transformation(_WHO, "inner", inner), params
     if params is not None:
         hint = "'stochastic' has 2 bytes a param, 'remainder' exact f32 masters."
         checks.choice(_WHO, "params", params, ("stochastic", "remainder", "kahan"), hint)
-    rules = moments if isinstance(moments, Mapping) else {} if moments is None else {"*": moments}
+    rules: dict[str, Moments] = {}
+    if moments is not None:
+        rules = dict(moments) if isinstance(moments, Mapping) else {"*": moments}
     for each in rules.values():
         checks.choice(_WHO, "moments", each, tuple(formats.FORMATS), "None keeps f32.")
     checks.positive_int(_WHO, "least", least, "1 stores every array low.")
-    tx = optax.with_extra_args_support(inner)
 
-    def init_fn(given: PyTree) -> StoreState:
-        inner_state = tx.init(trees.at_least_float32(given))
+    def init_fn(params: PyTree) -> StoreState:
+        inner_state = tx.init(trees.at_least_float32(params))
         if has_gate(inner_state):
             raise ValueError(
                 f"{_WHO}: inner must be an optimizer without gates, got one that may hold a step "
                 "back. Put it inside them: accumulate(store(adamw(...)), 16)."
             )
-        if params is not None and not any(map(_is_low, jax.tree.leaves(given))):
-            allowed, hint = "None where no param is bf16", "Cast them before init."
-            raise ValueError(checks.message(_WHO, "params", allowed, params, hint))
-        codes, scales = _first(inner_state, given, rules, least)
-        lacks: Any = jnp.int16 if params == "remainder" else jnp.bfloat16
+        if kind is not None and not any(map(_is_low, jax.tree.leaves(params))):
+            allowed = "None where no param is bf16"
+            hint = (
+                "Cast them before init; inside a gate put store around all that it runs: "
+                "store(optax.chain(all_reduce(...), adamw(...)))."
+            )
+            raise ValueError(checks.message(_WHO, "params", allowed, kind, hint))
+        codes, scales = _first(inner_state, params, rules, least)
+        lacks: Any = jnp.int16 if kind == "remainder" else jnp.bfloat16
         nothing = lambda p: jnp.zeros(p.shape, lacks) if _is_low(p) else ()  # noqa: E731
-        low = jax.tree.map(nothing, given) if params in ("remainder", "kahan") else ()
+        low = jax.tree.map(nothing, params) if kind in ("remainder", "kahan") else ()
         return StoreState(jnp.zeros((), jnp.int32), codes, scales, low)
 
     @describe(_WHO, "watch", inner={"inner_state": tx})
     def step_fn(
-        grads: Pending, state: StoreState, given: PyTree, *, apply: bool, **extra: Any
-    ) -> tuple[PyTree, StoreState]:
-        if given is None:
-            raise ValueError(
-                f"{_WHO}: params must be given to update, got None. Call tx.update(grads, state, "
-                "params)."
-            )
-        value = given if apply else jax.tree.map(jnp.zeros_like, given)
-        written = functools.partial(_written, tx, params, apply)
+        grads: Pending, state: StoreState, params: PyTree, *, apply: bool, **extra: Any
+    ) -> Stepped:
+        trees.require_params(params, _WHO, "Call tx.update(grads, state, params).")
+        value = params if apply else jax.tree.map(jnp.zeros_like, params)
+        written = functools.partial(_written, tx, kind, apply, extra)
         old = (value, state.low), (state.inner_state, state.scales)
-        rest = (None if apply else given), grads, state.steps, extra
-        turns = _turns(given, least, (old, rest))
+        rest = (None if apply else params), grads, state.steps
+        turns = _turns(params, least, (old, rest))
         (value, low), (codes, scales) = leaf_by_leaf(written, state.steps >= 0, old, rest, turns)
-        state = StoreState(optax.safe_increment(state.steps), codes, scales, low)
-        return (settled(value) if apply else value), state
+        steps = jnp.asarray(optax.safe_increment(state.steps))
+        return (settled(value) if apply else value), StoreState(steps, codes, scales, low)
 
-    def flush_fn(state: StoreState, given: PyTree, **extra: Any) -> tuple[PyTree, StoreState]:
+    def flush_fn(state: StoreState, params: PyTree, **extra: Any) -> Stepped:
         del extra
-        return given, state
+        return params, state
 
     return gated(init_fn, step_fn, flush_fn)
 
@@ -245,11 +247,11 @@ def _written(
     tx: optax.GradientTransformationExtraArgs,
     params: Params | None,
     apply: bool,
+    extra: dict[str, Any],
     old: tuple[tuple[PyTree, PyTree], tuple[PyTree, PyTree]],
     given: PyTree,
     grads: Pending,
     steps: jax.Array,
-    extra: dict[str, Any],
 ) -> tuple[tuple[PyTree, PyTree], tuple[PyTree, PyTree]]:
     """New params, or the updates that make them, and what they lack; codes and scales."""
     (value, low), (codes, scales) = old
@@ -269,7 +271,7 @@ def _written(
 
     wide = optax.apply_updates(masters, updates)
     both = jax.tree_util.tree_map_with_path(write, given, wide, updates)
-    value, lacks = (jax.tree.map(lambda _, pair: pair[i], given, both) for i in (0, 1))
+    value, lacks = (jax.tree.map(lambda _, pair, i=i: pair[i], given, both) for i in (0, 1))
     low = lacks if jax.tree.leaves(low) else low
     return (value, low), _encoded(inner_state, codes, scales, steps)
 

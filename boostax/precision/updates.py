@@ -19,6 +19,7 @@ from boostax._core.gate import (
     counted,
     flush_inner,
     gated,
+    init_inner,
     outermost_passed,
     run,
     run_or_hold,
@@ -103,7 +104,7 @@ def check_updates(
     names = axes.canonical(who, axis_name)
 
     def init_fn(params: PyTree) -> CheckUpdatesState:
-        inner_state = tx.init(trees.at_least_float32(params))
+        inner_state = init_inner(tx, params)
         if not names and trees.find(inner_state, is_per_replica):
             allowed = "the replica axis around an optimizer with state per replica"
             hint = 'Replicas must hold back together: check_updates(inner, axis_name="data").'
