@@ -57,6 +57,7 @@ def _uniform(shape: tuple[int, ...], seed: jax.Array) -> jax.Array:
     return (bits(shape, seed) >> 8).astype(jnp.float32) * 2.0**-24
 
 
+@jax.custom_jvp
 def to_bfloat16(x: jax.Array, seed: jax.Array) -> jax.Array:
     """f32 to bf16, up or down at random; what is not finite stays so, what is finite too."""
     most = float(jnp.finfo(jnp.bfloat16).max)
@@ -64,6 +65,12 @@ def to_bfloat16(x: jax.Array, seed: jax.Array) -> jax.Array:
     inside = lax.bitcast_convert_type(jnp.clip(x, -most, most), jnp.uint32)
     drawn = lax.bitcast_convert_type((inside + noise) & jnp.uint32(0xFFFF0000), jnp.float32)
     return jnp.where(jnp.isfinite(x), drawn, x).astype(jnp.bfloat16)
+
+
+@to_bfloat16.defjvp
+def _through(primals: tuple[Any, ...], tangents: tuple[Any, ...]) -> tuple[jax.Array, jax.Array]:
+    """Right on average, as rounding to the nearest is."""
+    return to_bfloat16(*primals), tangents[0].astype(jnp.bfloat16)
 
 
 def split(x: jax.Array) -> tuple[jax.Array, jax.Array]:

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 
 from boostax._core import axes, costs, jaxprs, trees
 from boostax._core.gate import branch
@@ -111,6 +112,17 @@ class _Graph:
         self.known.update(zip(numbers, found, strict=True))
 
 
+def _seen(values: list[jax.Array]) -> jax.Array:
+    """A bool that nobody knows before the first of some arrays is there; False if all are empty."""
+    for x in values:
+        if x.size and any(jax.typeof(x).sharding.spec):
+            # Of one shard no element can be taken where types say how arrays are sharded.
+            return (x != 0).any()
+        if x.size:
+            return x[(0,) * x.ndim] != 0
+    return jnp.asarray(False)
+
+
 def _sends(eqn: jaxprs.JaxprEqn) -> bool:
     """Whether devices exchange something in it: XLA joins such equations, if it can."""
     given = [x for x in eqn.invars if not isinstance(x, jaxprs.Literal)]
@@ -169,7 +181,7 @@ def leaf_by_leaf(
             eqns, needed, outputs = made
             found = _run(eqns, dict(zip(needed, given, strict=True)), outputs)
             # Whether the next one runs is a result of this one, so that it has to wait.
-            return axes.unify(found, mine), go | (found[0].reshape(-1)[0] != 0)
+            return axes.unify(found, mine), go | _seen(found)
 
         mine, given = [leaves[i] for i in here], [graph.known[x] for x in needed]
         run = functools.partial(work, made=(eqns, needed, outputs))

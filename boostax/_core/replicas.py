@@ -253,32 +253,52 @@ def specs_like(
     """
     lead = names[0] if len(names) == 1 else names
 
-    def owner_spec(path: tuple[Any, ...], leaf: Any) -> PartitionSpec:
+    def owner_spec(path: tuple[Any, ...], leaf: Any) -> PartitionSpec | None:
         for start in range(len(path) + 1):
             shape, spec = owners.get(path[start:], (None, None))
-            if spec is not None and shape == leaf.shape:
+            if shape is None or spec is None:
+                continue
+            if shape == leaf.shape:
                 return spec
-            if spec is not None and shape == leaf.shape[1:]:
+            if shape == leaf.shape[1:]:
                 # As the compiled step gives it: another way to write it would compile it again.
                 return PartitionSpec(None, *spec) if any(spec) else PartitionSpec()
-        return PartitionSpec()
+            if _by_blocks(shape, leaf.shape):
+                entries = [*spec, *[None] * (len(shape) - len(spec))]
+                whole = [
+                    e if n == m else None
+                    for e, n, m in zip(entries, shape, leaf.shape, strict=True)
+                ]
+                return PartitionSpec(*whole) if any(whole) else PartitionSpec()
+        return None
 
     def spec_of(path: tuple[Any, ...], node: Any) -> PyTree:
         if is_per_replica(node):
+            of = lambda inner, x: without(owner_spec(inner, x) or PartitionSpec(), names)  # noqa: E731
             return jax.tree_util.tree_map_with_path(
-                lambda inner, x: PartitionSpec(lead, *without(owner_spec(inner, x), names)), node
+                lambda inner, x: PartitionSpec(lead, *of(inner, x)), node
             )
         spec = owner_spec(path, node)
-        return spec if shared_out is None else _shared_out(spec, node, lead, names, shared_out)
+        # Codes are integers, and so are counts.
+        arrays = spec is not None or jnp.issubdtype(node.dtype, jnp.inexact)
+        spec = PartitionSpec() if spec is None else spec
+        divided = shared_out is not None and arrays
+        return _shared_out(spec, node, lead, names, shared_out) if divided else spec
 
     return jax.tree_util.tree_map_with_path(spec_of, state, is_leaf=is_per_replica)
+
+
+def _by_blocks(shape: tuple[int, ...], scales: tuple[int, ...]) -> bool:
+    """Whether an array of scales has one for each block of an array."""
+    pairs = list(zip(shape, scales, strict=False))
+    return len(shape) == len(scales) and all(m and n % m == 0 for n, m in pairs)
 
 
 def _shared_out(
     spec: PartitionSpec, leaf: Any, lead: Any, names: tuple[str, ...], replicas: int
 ) -> PartitionSpec:
     """The spec of a leaf that is sharded over the replicas besides: a dimension that is whole."""
-    if spec != without(spec, names) or not jnp.issubdtype(leaf.dtype, jnp.inexact):
+    if spec != without(spec, names):
         return spec
     entries = [*spec, *[None] * (len(leaf.shape) - len(spec))]
     free = [size if entry is None else 0 for size, entry in zip(leaf.shape, entries, strict=True)]

@@ -23,6 +23,7 @@ ORDER: dict[str, type[Part]] = {
     "centralize": parts.Centralize,
     "reduce": Reduce,
     "dim_reduce": parts.DimReduce,
+    "store": parts.Store,
     "accumulate": parts.Accumulate,
     "loss_scale": parts.LossScale,
     "carry": parts.Carry,
@@ -57,6 +58,7 @@ class BoostConfig:
       clip: by global norm.
       less_bn: fewer BatchNorms and a normalised head.
       dim_reduce: a finish in the subspace of the run.
+      store: bf16 params and state in fewer bytes.
       carry: leaves whose "gradient" is their new value.
       check_updates: what the optimizer makes of good gradients is good too, or held back.
       count_lost_updates: what the stored precision rounds away is counted.
@@ -71,7 +73,8 @@ class BoostConfig:
       >>> asked = {"loss_scale": "dynamic", "accumulate": {"every": 4}}
       >>> config = boostax.autoboost.BoostConfig.from_dict(asked)
       >>> config.accumulate
-      Accumulate(every=4, normalize='mean', accumulator_dtype='float32', drop='micro-batch')
+      Accumulate(every=4, normalize='mean', accumulator_dtype='float32', rounding='nearest', \\
+drop='micro-batch')
       >>> config.to_dict()["loss_scale"]
       {'kind': 'dynamic'}
       >>> boostax.autoboost.BoostConfig.from_dict(config.to_dict()) == config
@@ -88,6 +91,7 @@ class BoostConfig:
     clip: parts.Clip | None = None
     less_bn: parts.LessBN | None = None
     dim_reduce: parts.DimReduce | None = None
+    store: parts.Store | None = None
     carry: parts.Carry | None = None
     check_updates: parts.CheckUpdates | None = None
     count_lost_updates: parts.CountLostUpdates | None = None

@@ -18,6 +18,7 @@ from boostax._core.variants import variants_of
 from boostax.accumulate.window import AccumulateState
 from boostax.autoboost.nodes import Leaf, Node, Path, Unit, measured, read, translated, unit_at
 from boostax.autoboost.states import holds
+from boostax.precision.store import narrowed, widened
 from boostax.train.state import TrainState
 
 PyTree = Any
@@ -458,7 +459,9 @@ skipped_in_a_row, growths, backoffs, floor_hits: the root
         replicas = leading.pop() if replicas is None else replicas
         entered = jax.tree.map(lambda x: getattr(x, "local", x), params, is_leaf=is_per_replica)
         local = jax.tree.map(lambda x: x[0], entered)
-    fresh = new_tx.init(local)
+    first = new_tx.init(local)
+    # Whatever they are stored in, moments are carried over in f32.
+    old_state, fresh = widened(old_state), widened(first)
     olds, news = read(old_state, local), read(fresh, local)
     count = count_replicas(olds, news, local, replicas)
     carried = carry(olds, news, local, count)
@@ -469,6 +472,7 @@ skipped_in_a_row, growths, backoffs, floor_hits: the root
         for leaf in node.leaves.values()
     }
     state = jax.tree_util.tree_map_with_path(lambda path, _: placed[path], fresh)
+    state = narrowed(first, state)
     notes = [*carried.notes, *_saved_wins(carried, news)]
     state = _scheduled(state, new_tx, local, notes)
     return state, _report(carried, olds, news, notes)

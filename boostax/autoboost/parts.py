@@ -24,6 +24,7 @@ from boostax.precision.group_scale import group_loss_scale
 from boostax.precision.loss_scale import dynamic_loss_scale, static_loss_scale
 from boostax.precision.lost_updates import count_lost_updates
 from boostax.precision.policy import Policy, policy
+from boostax.precision.store import store
 from boostax.precision.updates import check_updates
 from boostax.subspace.basis import pca_basis, saved_basis
 from boostax.subspace.dim_reduce import dim_reduce
@@ -181,6 +182,10 @@ class LossScale(
     def labels(self, params: PyTree) -> Any:
         """Of ``"group"``: the group of each leaf."""
         return self.arguments(Place(None, params))["labels"]
+
+
+class Store(Part, factory=store):
+    """``boostax.precision.store``, around the optimizer and its reduction, inside all gates."""
 
 
 class Carry(Part, factory=carry):

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import optax
 
 from boostax._core import checks, formats, trees
-from boostax._core.describe import Stepped, describe
+from boostax._core.describe import Holds, Stepped, describe
 from boostax._core.gate import Pending, gated, has_gate
 from boostax._core.leafwise import COMMON, Turn, leaf_by_leaf
 from boostax._core.placement import settled
@@ -36,15 +36,35 @@ class StoreState(NamedTuple):
     inner_state: Any
     scales: dict[str, PyTree]
     low: PyTree
+    holds = Holds(("steps", "low"), params=True)
 
-    def wide(self) -> "StoreState":
-        """With the arrays of the inner state in f32, and no scales."""
-        return self._replace(inner_state=_decoded(self.inner_state, self.scales), scales={})
 
-    def narrow(self, wide: "StoreState") -> "StoreState":
-        """``wide`` in the formats of this state."""
-        codes, scales = _encoded(wide.inner_state, self.inner_state, self.scales, wide.steps)
-        return wide._replace(inner_state=codes, scales=scales)
+def _is_store(node: Any) -> bool:
+    return isinstance(node, StoreState)
+
+
+def widened(opt_state: PyTree) -> PyTree:
+    """A state with all that is stored in fewer bits in f32, and no scales."""
+
+    def wide(node: Any) -> Any:
+        if not _is_store(node):
+            return node
+        return node._replace(inner_state=_decoded(node.inner_state, node.scales), scales={})
+
+    return jax.tree.map(wide, opt_state, is_leaf=_is_store)
+
+
+def narrowed(like: PyTree, opt_state: PyTree) -> PyTree:
+    """A state that was widened, in the formats of another one."""
+
+    def narrow(old: Any, node: Any) -> Any:
+        if not _is_store(old):
+            return node
+        steps, wide = node.steps, node.inner_state
+        codes, scales = _encoded(wide, old.inner_state, old.scales, steps)
+        return node._replace(inner_state=codes, scales=scales)
+
+    return jax.tree.map(narrow, like, opt_state, is_leaf=_is_store)
 
 
 def store(
@@ -317,7 +337,7 @@ def _first(
         return codes
 
     codes = jax.tree_util.tree_map_with_path(stored, state)
-    for unused in set(rules) - set(fields.values()):
+    for unused in set(rules) - set(fields.values()) if fields else ():
         allowed = f"patterns of the state's fields {sorted(fields)}"
         raise ValueError(checks.message(_WHO, "moments", allowed, unused, "'*' is all of them."))
     return codes, _by_field(scales, params)
