@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from boostax._core import axes, bcoo, checks, trees
+from boostax._core import axes, bcoo, checks, noise_scale, trees
 from boostax._core.describe import Holds, describe
 from boostax._core.extras import elsewhere
 from boostax._core.finite import all_finite
@@ -29,9 +29,13 @@ from boostax._core.gate import (
     run_or_hold,
 )
 from boostax._core.handshake import assume_scaled
+from boostax._core.noise_scale import MicroNorms, NoiseScaleState
 from boostax._core.replicas import PerReplica, require_like
 from boostax.accumulate.aux import weigh
+from boostax.accumulate.by_noise import WindowByNoise
 from boostax.accumulate.carried import require_outside
+from boostax.precision.group_state import GroupLossScaleState
+from boostax.precision.loss_scale import LossScaleState
 
 PyTree = Any
 Normalize = Literal["mean", "sum", "weight"]
@@ -47,10 +51,13 @@ class Window(NamedTuple):
     Attributes:
       grads: tree like the params in the accumulator dtype.
       weight: f32 scalar, or ``None`` unless normalised by weight.
+      norm: f32 scalar, the root of the sum of the squared norms of the micro-gradients; ``None``
+        unless noise is measured.
     """
 
     grads: PyTree
     weight: jax.Array | None
+    norm: jax.Array | None = None
 
 
 class AccumulateState(NamedTuple):
@@ -64,6 +71,7 @@ class AccumulateState(NamedTuple):
       applied: bool, whether the last call closed a window and its result was applied.
       window: the sums; a ``PerReplica`` of them with ``axis_name``, ``None`` for ``every=1``.
       inner_state: state of the inner transformation.
+      noise: what the noise scale is made of; ``None`` unless this window measures it.
     """
 
     micro_step: jax.Array
@@ -72,7 +80,8 @@ class AccumulateState(NamedTuple):
     applied: jax.Array
     window: PerReplica | Window | None
     inner_state: Any
-    holds = Holds(("micro_step", "window"), "micro_step", ("window/grads",))
+    noise: NoiseScaleState | None = None
+    holds = Holds(("micro_step", "window"), "micro_step", ("window/grads", "window/norm"))
 
     def passed(self) -> jax.Array:
         """Whether the last call ran the inner transformation to its end."""
@@ -105,10 +114,11 @@ class AccumulateState(NamedTuple):
 
 def accumulate(
     inner: optax.GradientTransformation,
-    every: int | Callable[[jax.Array], jax.Array | int],
+    every: int | Callable[[jax.Array], jax.Array | int] | WindowByNoise,
     *,
     normalize: Normalize = "mean",
     accumulator_dtype: Any = "float32",
+    noise: float | None = None,
     axis_name: axes.AxisName | None = None,
 ) -> optax.GradientTransformationExtraArgs:
     r"""Sum gradients over ``every`` calls, then run ``inner`` once on the result.
@@ -136,26 +146,33 @@ def accumulate(
 
     Args:
       inner: the optimizer, collectives included; it sees f32 (or wider) gradients.
-      every: micro-steps per window, or a schedule of them by applied optimizer steps.
+      every: micro-steps per window, or a schedule of them by applied optimizer steps, or by the
+        noise scale: ``boostax.train.by_noise(2, 64)``.
       normalize: ``"mean"``, ``"sum"`` or ``"weight"``.
       accumulator_dtype: of the sums; f64 and complex gradients keep their kind. What is added is
         computed in f32 or wider and rounded once, with the sum. The sum of :math:`w_i g_i` must
         fit: in f16 it overflows at 65504, though the mean may not, and the window is dropped.
+      noise: decay of the running means from which ``noise_scale`` in ``boostax.metrics`` is made,
+        the gradient noise scale in micro-batches of one replica; ``None`` does not measure it. The
+        large batch is a window; with ``all_reduce(noise=...)`` inside it is the windows of all
+        replicas, and that one's decay holds. Windows of which the result is applied count.
       axis_name: replica axis (or axes). The sums are then local to each replica (``PerReplica``)
         and gradients must be local: see ``boostax.train.local_params``.
 
     Returns:
       A transformation with an ``AccumulateState``. Cost: one copy of the params in
       ``accumulator_dtype`` (none for ``every=1``); no collective in a micro-step but ``inner``'s
-      own, once per window, and 4 bytes then for ``"weight"`` and for f16 sums, which are also
-      read once more then; through ``boostax.apply_gradients`` no temporary copy on CPU, TPU v5e
-      and H100, through the pure ``update`` one of the params. Rows of a sparse gradient are
-      scattered into the sum (in place on CPU), with a narrower dtype into an f32 copy of it.
+      own, once per window, and 4 bytes then for ``"weight"`` and for f16 sums, which are also read
+      once more then; with ``noise`` a read of the gradients in each micro-step and of the sums once
+      per window, and then 8 bytes over ``axis_name``; through ``boostax.apply_gradients`` no
+      temporary copy on CPU, TPU v5e and H100, through the pure ``update`` one of the params. Rows
+      of a sparse gradient are scattered into the sum (in place on CPU), with a narrower dtype into
+      an f32 copy of it; ``noise`` makes them dense first.
 
     Raises:
-      ValueError, TypeError: an argument out of range; at trace time, a missing or unused
-        ``weight``, already reduced gradients, an unbound axis, integer gradients, a line search
-        inside a window of several calls.
+      ValueError, TypeError: an argument out of range; in ``init``, noise that cannot be measured;
+        at trace time, a missing or unused ``weight``, already reduced gradients, an unbound axis,
+        integer gradients, a line search inside a window of several calls.
 
     Example:
       >>> import boostax, jax.numpy as jnp, optax
@@ -168,11 +185,13 @@ def accumulate(
       (-2.0, True)
 
     References:
-      Measured against optax.MultiSteps in ``benchmarks/results/accumulation.md``.
+      Measured against optax.MultiSteps in ``benchmarks/results/accumulation.md``. Of the noise
+      scale: McCandlish et al., An Empirical Model of Large-Batch Training,
+      https://arxiv.org/abs/1812.06162, 2018, appendix A.
     """
     who = "accumulate"
     checks.transformation(who, "inner", inner)
-    if not callable(every):
+    if not (callable(every) or isinstance(every, WindowByNoise)):
         every = checks.positive_int(
             who, "every", every, "It counts micro-steps per update; a schedule may be a function."
         )
@@ -191,17 +210,34 @@ def accumulate(
     overflows = float(jnp.finfo(narrow).max) < _MOST
     # Only a plain 1 does without a buffer: a schedule or a traced value may change its mind.
     buffered = not (isinstance(every, int) and every == 1)
+    if noise is not None:
+        noise_scale.check(who, noise)
+        hint = "The noise scale compares micro-gradients of equal share with their mean."
+        checks.choice(who, "normalize", normalize, ("mean",), hint)
+        if not buffered:
+            hint = "A window of one shows no noise; all_reduce(noise=...) compares replicas."
+            raise ValueError(checks.message(who, "every", "more than 1 with noise", every, hint))
+    elif isinstance(every, WindowByNoise):
+        hint = "Such as 0.99: the window's length follows what that measures."
+        raise ValueError(checks.message(who, "noise", "given with by_noise", noise, hint))
 
     def init_fn(params: PyTree) -> AccumulateState:
+        inner_state = tx.init(trees.at_least_float32(params))
+        require_outside(inner_state, who)
+        measures = noise is not None and not noise_scale.found(inner_state)
+        if measures:
+            _require_measurable(every, inner_state)
         window = None
         if buffered:
             sums = jax.tree.map(
                 lambda p: jnp.zeros_like(p, dtype=trees.buffer_dtype(p, narrow)), params
             )
-            window = Window(sums, jnp.zeros((), jnp.float32) if weighted else None)
+            window = Window(
+                sums,
+                jnp.zeros((), jnp.float32) if weighted else None,
+                None if noise is None else jnp.zeros((), jnp.float32),
+            )
             window = PerReplica(axes.to_varying(window, names)) if names else window
-        inner_state = tx.init(trees.at_least_float32(params))
-        require_outside(inner_state, who)
         return AccumulateState(
             micro_step=jnp.zeros((), jnp.int32),
             optimizer_steps=jnp.zeros((), jnp.int32),
@@ -209,14 +245,27 @@ def accumulate(
             applied=jnp.asarray(False),
             window=window,
             inner_state=inner_state,
+            noise=noise_scale.fresh() if measures else None,
         )
 
+    def length(state: AccumulateState) -> Any:
+        """Of the open window, in micro-steps."""
+        if isinstance(every, WindowByNoise):
+            measured = noise_scale.found((state.noise, state.inner_state))[0]
+            return every.length(measured, axes.size(names) if names else 1)
+        return jnp.maximum(every(state.optimizer_steps) if callable(every) else every, 1)
+
     def close(
-        window: Window, count: jax.Array, state: Any, params: PyTree, apply: bool, extra: Any
+        window: Window,
+        count: jax.Array,
+        state: AccumulateState,
+        params: PyTree,
+        apply: bool,
+        extra: Any,
     ) -> tuple[PyTree, _Closed]:
         """Normalise the sums and, if they can be used, run ``inner`` on them."""
         # A gate inside judges them itself: a scaler has to see what overflows, to lower the scale.
-        judged = overflows and not has_gate(state)
+        judged = overflows and not has_gate(state.inner_state)
         ok = all_finite(window.grads) if judged else jnp.asarray(True)
         factors = (1.0 / count.astype(jnp.float32),) if normalize == "mean" else ()
         if weighted:
@@ -226,18 +275,29 @@ def accumulate(
             ok, factors = total >= _LEAST, ((axes.size(names) if names else 1) / total,)
         elif judged:
             ok = axes.agree(ok, names)
+        measured = state.noise
+        if window.norm is not None:
+            micro, mean = _square_norms(window, count, state.inner_state, names)
+            number = count.astype(jnp.float32)
+            if measured is None:
+                extra = {**extra, "micro_norms": MicroNorms(micro / mean, number)}
+            else:
+                micro, mean = axes.mean(jnp.stack([micro, mean]), names)
+                measured = noise_scale.observe(measured, micro, mean, number, noise)
 
         def run_on() -> tuple[PyTree, Any]:
             grads = Pending(window.grads, factors)
-            return run(tx, grads, state, params, apply=apply, extra=extra)
+            return run(tx, grads, state.inner_state, params, apply=apply, extra=extra)
 
         if not (weighted or judged):
             value, new_state = run_on()
         else:
             how: Any = {"apply": apply, "who": who, "names": names}
-            value, new_state = run_or_hold(ok, run_on, params, state, **how)
+            value, new_state = run_or_hold(ok, run_on, params, state.inner_state, **how)
         # Not in the branch: XLA:GPU copies what passes through one that returns a constant flag.
-        return value, _Closed(new_state, ok & passed(new_state))
+        applied = ok & passed(new_state)
+        kept = jax.tree.map(functools.partial(jnp.where, applied), measured, state.noise)
+        return value, _Closed(new_state, applied, kept)
 
     @describe(who, "window", names, inner={"inner_state": tx})
     def step_fn(
@@ -256,25 +316,26 @@ def accumulate(
                 f"accumulate: weight must be left out with normalize={normalize!r}, got one. Use "
                 "normalize='weight' to average by it: boostax.Aux(weight=...) asks for that."
             )
-        added = trees.addends(grads.value(sparse=True), narrow)
+        added = trees.addends(grads.value(sparse=noise is None), narrow)
         new = _weighted(added, weight, names) if weighted else Window(added, None)
+        if noise is not None:
+            new = new._replace(norm=jnp.sqrt(noise_scale.square_norm(added, names)))
         count = state.micro_step + 1
         if state.window is None:
-            value, closed = close(new, count, state.inner_state, params, apply, extra)
+            value, closed = close(new, count, state, params, apply, extra)
             return value, _next(state, jnp.zeros_like(count), closed, jnp.asarray(True))
         if "grad" in extra:
             _refused(extra["grad"])
         extra = elsewhere(extra, _refused)
         first = state.micro_step == 0
         require_like(who, "the window", _local(state.window), bcoo.types(new))
-        sums = jax.tree.map(functools.partial(_summed, first), _local(state.window), new)
-        length = every(state.optimizer_steps) if callable(every) else every
-        ends = count >= jnp.maximum(length, 1)
+        sums = _extended(first, _local(state.window), new)
+        ends = count >= length(state)
         value, closed = run_or_hold(
             ends,
-            lambda: close(sums, count, state.inner_state, params, apply, extra),
+            lambda: close(sums, count, state, params, apply, extra),
             params,
-            _held(state.inner_state),
+            _held(state),
             apply=apply,
             who=who,
             names=names,
@@ -292,9 +353,9 @@ def accumulate(
         sums = assume_scaled(_local(state.window), state.inner_state)
         params, closed = run_or_hold(
             state.held(),
-            lambda: close(sums, state.micro_step, state.inner_state, params, True, extra),
+            lambda: close(sums, state.micro_step, state, params, True, extra),
             params,
-            _held(state.inner_state),
+            _held(state),
             apply=True,
             who=who,
             names=names,
@@ -308,10 +369,11 @@ def accumulate(
 
 
 class _Closed(NamedTuple):
-    """What closing a window leaves: the inner state, and whether the result was applied."""
+    """What closing a window leaves: the inner state, whether the result was applied, the noise."""
 
     inner_state: Any
     applied: jax.Array
+    noise: NoiseScaleState | None
 
 
 def _refused(given: PyTree) -> PyTree:
@@ -324,8 +386,32 @@ def _refused(given: PyTree) -> PyTree:
     )
 
 
-def _held(inner_state: Any) -> _Closed:
-    return _Closed(inner_state, jnp.asarray(False))
+def _held(state: AccumulateState) -> _Closed:
+    return _Closed(state.inner_state, jnp.asarray(False), state.noise)
+
+
+def _require_measurable(every: Any, inner_state: Any) -> None:
+    """Refuse windows that show no noise, and sums of which the true norm is not known."""
+    if isinstance(every, WindowByNoise) and every.low == 1:
+        hint = "A window of one shows no noise; all_reduce(noise=...) inside compares replicas."
+        raise ValueError(checks.message("accumulate", "every.low", "more than 1", 1, hint))
+    if trees.find(inner_state, lambda x: isinstance(x, GroupLossScaleState)):
+        raise ValueError(
+            "accumulate: noise must be None around group_loss_scale, got a decay. Put the scaler "
+            "around accumulate, whose gradients are then unscaled."
+        )
+
+
+def _square_norms(
+    window: Window, count: jax.Array, inner_state: Any, names: tuple[str, ...]
+) -> tuple[jax.Array, jax.Array]:
+    """The mean squared norm of the micro-gradients, and that of their mean, both unscaled."""
+    assert window.norm is not None
+    scalers = trees.find(inner_state, lambda x: isinstance(x, LossScaleState))
+    unit = functools.reduce(lambda product, x: product / x.scale, scalers, jnp.float32(1))
+    number = count.astype(jnp.float32)
+    mean = jnp.sqrt(noise_scale.square_norm(window.grads, names)) / number
+    return jnp.square(unit * window.norm) / number, jnp.square(unit * mean)
 
 
 def _local(window: PerReplica | Window) -> Window:
@@ -343,7 +429,16 @@ def _next(
         dropped_windows=jnp.where(drops, optax.safe_increment(dropped), dropped),
         applied=closed.applied,
         inner_state=closed.inner_state,
+        noise=closed.noise,
     )
+
+
+def _extended(first: jax.Array, old: Window, new: Window) -> Window:
+    """A window with one micro-step more; with the first one alone."""
+    sums = jax.tree.map(functools.partial(_summed, first), old, new)
+    if old.norm is None or new.norm is None:
+        return sums
+    return sums._replace(norm=jnp.where(first, new.norm, jnp.hypot(old.norm, new.norm)))
 
 
 def _summed(first: jax.Array, old: jax.Array, new: Any) -> jax.Array:
