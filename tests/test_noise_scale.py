@@ -1,6 +1,7 @@
 """The gradient noise scale of a window, of replicas and of both is that of the closed form."""
 
 import itertools
+import json
 
 import jax
 import jax.numpy as jnp
@@ -321,6 +322,32 @@ def test_windows_follow_the_noise_scale():
     assert len(set(lengths)) > 2
 
 
+def test_replicas_share_out_a_window_by_the_noise_scale():
+    params = jax.device_put(
+        jnp.zeros(SHAPE),
+        NamedSharding(jax.make_mesh((REPLICAS,), ("data",), axis_types=(AxisType.Auto,)), P()),
+    )
+    inner = optax.chain(boostax.all_reduce("data", noise=0.9), STILL)
+    every = boostax.train.by_noise(1, 64, fraction=8.0)
+    tx = boostax.accumulate(inner, every, noise=0.9, axis_name="data")
+    tx = boostax.on_mesh(tx, params, axis_name="data")
+
+    @jax.jit
+    def through(state, keys):
+        def step(state, key):
+            grads = boostax.PerReplica(gradients(jax.random.split(key, REPLICAS)))
+            state = boostax.apply_gradients(drawn(tx), grads, state, params)[1]
+            return state, boostax.metrics(state)
+
+        return jax.lax.scan(step, state, keys)[1]
+
+    metrics = through(tx.init(params), jax.random.split(jax.random.key(12), 60))
+    ends = np.flatnonzero(np.diff(np.asarray(metrics["optimizer_steps"]), prepend=0))
+    scales = np.asarray(metrics["noise_scale"])[ends[:-1]]
+    assert ends[0] == 0, "replicas show noise in a window of one"
+    np.testing.assert_array_equal(np.diff(ends), np.clip(np.round(8 * scales / REPLICAS), 1, 64))
+
+
 @pytest.mark.parametrize(("scale", "length"), [(0.1, 3), (7.4, 7), (1e30, 9), (np.nan, 3)])
 def test_windows_keep_their_bounds(scale, length):
     state = noise_scale.NoiseScaleState(
@@ -362,6 +389,15 @@ def test_statistics_move_to_another_chain_and_an_open_window_to_another_scale():
     np.testing.assert_allclose(new.inner_state.window.norm, straight.inner_state.window.norm)
 
 
+def test_a_configuration_says_it_as_data():
+    given = {"accumulate": {"every": {"low": 2, "high": 64}, "noise": 0.99}}
+    boost = boostax.auto(given)
+    data = json.loads(json.dumps(boost.config.to_dict()))
+    assert boostax.auto(data).config == boost.config
+    state = boost.optimizer(STILL).init(jnp.zeros(3))
+    assert len(noise_scale.found(state)) == 1
+
+
 def test_what_cannot_be_measured_is_refused():
     by_noise = boostax.train.by_noise
     with pytest.raises(ValueError, match="every must be more than 1 with noise, got 1"):
@@ -372,9 +408,15 @@ def test_what_cannot_be_measured_is_refused():
         boostax.accumulate(STILL, by_noise(2, 4))
     with pytest.raises(ValueError, match=r"every\.low must be more than 1, got 1"):
         boostax.accumulate(STILL, by_noise(1, 4), noise=0.9).init(jnp.zeros(3))
+    grown = boostax.auto({"accumulate": {"every": {"low": 2, "high": 4}, "noise": 0.9}}).config
+    with pytest.raises(TypeError, match=r"auto: base\.accumulate\.every must be a positive"):
+        boostax.autoboost.measure(None, STILL, {}, None, base=grown)
     with pytest.raises(ValueError, match="noise must be None around group_loss_scale"):
         scaled = boostax.precision.group_loss_scale(STILL, {"a": 0, "b": 1})
         boostax.accumulate(scaled, 2, noise=0.9).init({"a": jnp.zeros(3), "b": jnp.zeros(3)})
+    with pytest.raises(ValueError, match="normalize must be 'mean' or 'sum' around all_reduce"):
+        inner = boostax.all_reduce("data", noise=0.9)
+        boostax.accumulate(inner, 2, normalize="weight", axis_name="data").init(jnp.zeros(3))
     for options in ({"op": "sum"}, {"clip": 1.0}):
         (name,) = options
         with pytest.raises(ValueError, match=f"all_reduce: {name} must be"):

@@ -164,10 +164,11 @@ def accumulate(
       ``accumulator_dtype`` (none for ``every=1``); no collective in a micro-step but ``inner``'s
       own, once per window, and 4 bytes then for ``"weight"`` and for f16 sums, which are also read
       once more then; with ``noise`` a read of the gradients in each micro-step and of the sums once
-      per window, and then 8 bytes over ``axis_name``; through ``boostax.apply_gradients`` no
-      temporary copy on CPU, TPU v5e and H100, through the pure ``update`` one of the params. Rows
-      of a sparse gradient are scattered into the sum (in place on CPU), with a narrower dtype into
-      an f32 copy of it; ``noise`` makes them dense first.
+      per window, and then 8 bytes over ``axis_name``, of params that are sharded within a replica 4
+      bytes over the shards in each micro-step; through ``boostax.apply_gradients`` no temporary
+      copy on CPU, TPU v5e and H100 (with ``noise`` counted on CPU alone), through the pure
+      ``update`` one of the params. Rows of a sparse gradient are scattered into the sum (in place
+      on CPU), with a narrower dtype into an f32 copy of it; ``noise`` makes them dense first.
 
     Raises:
       ValueError, TypeError: an argument out of range; in ``init``, noise that cannot be measured;
@@ -224,7 +225,12 @@ def accumulate(
     def init_fn(params: PyTree) -> AccumulateState:
         inner_state = tx.init(trees.at_least_float32(params))
         require_outside(inner_state, who)
-        measures = noise is not None and not noise_scale.found(inner_state)
+        inside = bool(noise_scale.found(inner_state))
+        measures = noise is not None and not inside
+        if inside and weighted:
+            hint = "Its local gradients would bear their weights, and their norms as well."
+            allowed = "'mean' or 'sum' around all_reduce(noise=...)"
+            raise ValueError(checks.message(who, "normalize", allowed, normalize, hint))
         if measures:
             _require_measurable(every, inner_state)
         window = None

@@ -208,6 +208,9 @@ def _check(base: Any, candidates: Any, steps: Any, repeats: Any, clock: Any) -> 
     if not isinstance(base, BoostConfig):
         hint = "auto(...).config is one."
         raise TypeError(checks.message(_WHO, "base", "a BoostConfig", base, hint))
+    if base.accumulate is not None:
+        hint = "Candidates are compared after windows of a known length."
+        checks.positive_int(_WHO, "base.accumulate.every", base.accumulate.every, hint)
     checks.positive_int(_WHO, "steps", steps, "It counts calls; 20 is the default.")
     hint = "It counts rounds of timing, and a standard error takes two; 10 is the default."
     if checks.positive_int(_WHO, "repeats", repeats, hint) < 2:
