@@ -412,8 +412,10 @@ def test_what_cannot_be_measured_is_refused():
     with pytest.raises(TypeError, match=r"auto: base\.accumulate\.every must be a positive"):
         boostax.autoboost.measure(None, STILL, {}, None, base=grown)
     with pytest.raises(ValueError, match="noise must be None around group_loss_scale"):
-        scaled = boostax.precision.group_loss_scale(STILL, {"a": 0, "b": 1})
-        boostax.accumulate(scaled, 2, noise=0.9).init({"a": jnp.zeros(3), "b": jnp.zeros(3)})
+        inner = optax.chain(boostax.all_reduce("data", noise=0.9), STILL)
+        scaled = boostax.precision.group_loss_scale(inner, {"a": 0, "b": 1}, axis_name="data")
+        tx = boostax.accumulate(scaled, 2, noise=0.9, axis_name="data")
+        tx.init({"a": jnp.zeros(3), "b": jnp.zeros(3)})
     with pytest.raises(ValueError, match="normalize must be 'mean' or 'sum' around all_reduce"):
         inner = boostax.all_reduce("data", noise=0.9)
         boostax.accumulate(inner, 2, normalize="weight", axis_name="data").init(jnp.zeros(3))

@@ -231,8 +231,8 @@ def accumulate(
             hint = "Its local gradients would bear their weights, and their norms as well."
             allowed = "'mean' or 'sum' around all_reduce(noise=...)"
             raise ValueError(checks.message(who, "normalize", allowed, normalize, hint))
-        if measures:
-            _require_measurable(every, inner_state)
+        if noise is not None:
+            _require_measurable(every, inner_state, inside)
         window = None
         if buffered:
             sums = jax.tree.map(
@@ -396,9 +396,9 @@ def _held(state: AccumulateState) -> _Closed:
     return _Closed(state.inner_state, jnp.asarray(False), state.noise)
 
 
-def _require_measurable(every: Any, inner_state: Any) -> None:
+def _require_measurable(every: Any, inner_state: Any, inside: bool) -> None:
     """Refuse windows that show no noise, and sums of which the true norm is not known."""
-    if isinstance(every, WindowByNoise) and every.low == 1:
+    if isinstance(every, WindowByNoise) and every.low == 1 and not inside:
         hint = "A window of one shows no noise; all_reduce(noise=...) inside compares replicas."
         raise ValueError(checks.message("accumulate", "every.low", "more than 1", 1, hint))
     if trees.find(inner_state, lambda x: isinstance(x, GroupLossScaleState)):
