@@ -81,7 +81,7 @@ bench: $(READY)
 	-$(RUN) benchmarks/peers/setup.py
 	$(RUN) benchmarks/peers_frameworks.py
 	$(RUN) benchmarks/plots.py
-	$(RUN) tests/figures.py --write
+	$(RUN) benchmarks/tables.py --write
 
 # docs/compilers.md, from compiled programs; an hour.
 bench-compilers: .venv-aot/.ready

@@ -1,12 +1,11 @@
 """What accumulation costs: windows of the optimizer alone, whole steps, and micro-batches."""
 
-import argparse
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import optax
-from harness import Bar, Form, by_apply, by_update, compiled_form, paired, ratio, report
+from harness import Bar, Form, arguments, by_apply, by_update, compiled_form, paired, ratio, report
 from problems import batch, grads, loss, nbytes, params
 
 import boostax
@@ -174,9 +173,7 @@ def microbatches(count: int, total: int, rounds: int) -> tuple[list[dict[str, An
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--rounds", type=int, default=11)
-    rounds = parser.parse_args().rounds
+    rounds = arguments(__doc__, rounds=11).rounds
     sections, bars = [], []
     for window in (4, 8):
         rows, more = optimizer_only(window, rounds)

@@ -1,6 +1,5 @@
 """What AdaSum costs on the wire and in time, beside a mean and the other ways to compute it."""
 
-import argparse
 import functools
 import operator
 import os
@@ -12,7 +11,7 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 import jax
 import jax.numpy as jnp
 import numpy as np
-from harness import Bar, Form, paired, ratio, report
+from harness import Bar, Form, arguments, paired, ratio, report
 from jax import lax
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -187,9 +186,7 @@ def _leaves(count: int) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--rounds", type=int, default=9)
-    rounds = parser.parse_args().rounds
+    rounds = arguments(__doc__, rounds=9).rounds
     jax.config.update("jax_num_cpu_devices", DEVICES)
     sections: list[tuple[str, list[dict[str, Any]]]] = []
     bars: list[Bar] = []

@@ -1,12 +1,10 @@
 """Whether AdaSum trains better than a mean when many replicas make few steps: digits, SGD."""
 
-import argparse
-import math
 from typing import Any
 
 import numpy as np
-from digits_replicas import EPOCHS, METHODS, RATES, Sweep, best, data, order, standard_error, sweep
-from harness import Bar, report
+from digits_replicas import EPOCHS, METHODS, RATES, Sweep, best, data, order, sweep
+from harness import Bar, arguments, caveats, over_seeds, power, report
 
 REPLICAS = (16, 32)
 LEAF, TREE, DELTA = "AdaSum, leaf", "AdaSum, tree", "AdaSum, delta"
@@ -32,13 +30,10 @@ def finer_mean(found: Found, replicas: int, momentum: float | None, seeds: int) 
     return again.test[best(again)]
 
 
-def power(rate: float) -> str:
-    return f"2^{round(math.log2(rate))}"
-
-
 def table(found: Found) -> list[dict[str, Any]]:
     """A row per method: accuracy at its own best learning rate and at that of one replica."""
     sequential = best(found[1, SEQUENTIAL])
+    plain = power(RATES[sequential])
     rows: list[dict[str, Any]] = []
     for (replicas, method), each in found.items():
         chosen = best(each)
@@ -52,10 +47,8 @@ def table(found: Found) -> list[dict[str, Any]]:
                 "steps": len(order(0, replicas)),
                 "best rate": power(RATES[chosen]),
                 "validation": float(each.validation[chosen].mean()),
-                "test": float(each.test[chosen].mean()),
-                "s.e.": standard_error(each.test[chosen]),
-                f"test at {power(RATES[sequential])}": float(each.test[sequential].mean()),
-                "its s.e.": standard_error(each.test[sequential]),
+                **over_seeds(each.test[chosen], "test"),
+                **over_seeds(each.test[sequential], f"test at {plain}", "its s.e."),
                 "orthogonality, first fourth": float(curve[:quarter].mean()) if known else None,
                 "last fourth": float(curve[-quarter:].mean()) if known else None,
             }
@@ -93,8 +86,7 @@ def differences(
                     "replicas": replicas,
                     "method": better,
                     "over the tuned": than,
-                    "points": float(points.mean()),
-                    "s.e.": standard_error(points),
+                    **over_seeds(points, "points"),
                 }
             )
     return rows
@@ -115,12 +107,12 @@ def longer(found: Found, seeds: int) -> list[dict[str, Any]]:
             rows.append(
                 {"epochs": epochs, "replicas": replicas, "steps": len(order(0, replicas, epochs))}
                 | {f"test, {method}": float(test.mean()) for method, test in tuned.items()}
-                | {"points": float(points.mean()), "s.e.": standard_error(points)}
+                | over_seeds(points, "points")
             )
     return rows
 
 
-def caveats(seeds: int) -> list[dict[str, Any]]:
+def kept_in_mind(seeds: int) -> list[str]:
     training, validation, test = (f"{len(part.labels):,}" for part in data())
     lines = [
         f"A tiny task: a 64-64-32-10 perceptron, {training} rows to train on, {validation} to "
@@ -138,13 +130,11 @@ def caveats(seeds: int) -> list[dict[str, Any]]:
         "By leaf or by tree is a wash here. With plain SGD delta is by leaf up to rounding, "
         "because AdaSum is homogeneous.",
     ]
-    return [{"to keep in mind": line} for line in lines]
+    return lines
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--seeds", type=int, default=20)
-    seeds = parser.parse_args().seeds
+    seeds = arguments(__doc__, seeds=20).seeds
     sections: list[tuple[str, list[dict[str, Any]]]] = []
     compared: list[dict[str, Any]] = []
     lasting: list[dict[str, Any]] = []
@@ -177,7 +167,7 @@ def main() -> None:
             ("Points of test accuracy over the tuned mean, paired by seed", compared),
             ("No momentum, both tuned: AdaSum by leaf minus mean for more epochs", lasting),
             *sections[1::2],
-            ("Caveats", caveats(seeds)),
+            ("Caveats", caveats(kept_in_mind(seeds))),
         ],
         bars,
     )

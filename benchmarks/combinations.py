@@ -7,21 +7,18 @@ the way. Makes ``docs/combinations.md``, beside the results.
 import functools
 import itertools
 import json
-import multiprocessing
-import os
 import pathlib
 import time
 import warnings
 from collections.abc import Callable, Iterator
-from concurrent.futures import ProcessPoolExecutor, as_completed
 from typing import Any, NamedTuple
 
 import flax.linen as nn
+import harness
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from harness import Bar, report, resumable, sections_of, work_of
 
 import boostax
 from boostax._core import trees
@@ -33,7 +30,7 @@ from boostax.run.workloads._workload import cross_entropy
 PyTree = Any
 Spec = dict[str, Any]
 AXIS, DEVICES, BATCH, WIDTH, CALLS, RATE = "data", 4, 16, 8, 12, 1e-2
-PAGE = pathlib.Path(__file__).parents[1] / "docs" / "combinations.md"
+PAGE = harness.DOCS / "combinations.md"
 FREEZE = {"groups": 2, "total_steps": 8, "frozen_fraction": 0.5}
 # What the first key of each is about; two about the same are no pair.
 TECHNIQUES: dict[str, Spec] = {
@@ -381,7 +378,7 @@ def outcome(asked: Asked, name: str) -> dict[str, Any]:
     return {"outcome": found, "loss": f"{losses[0]:.3f} to {losses[-1]:.3f}"}
 
 
-def job(asked: Asked, name: str) -> dict[str, Any]:
+def job(asked: Asked, name: str) -> list[dict[str, Any]]:
     """The same, with what it was and how long it took."""
     begun = time.monotonic()
     with warnings.catch_warnings():
@@ -390,40 +387,25 @@ def job(asked: Asked, name: str) -> dict[str, Any]:
     if not next(JOBS) % 20:
         jax.clear_caches()
     seconds = round(time.monotonic() - begun, 2)
-    return {"title": asked.title, "task": name, **found, "seconds": seconds}
+    return [{"title": asked.title, "task": name, **found, "seconds": seconds}]
 
 
 def prepare() -> None:
     """In each process, before JAX is first used."""
-    jax.config.update("jax_platforms", os.environ.get("JAX_PLATFORMS", "cpu"))
-    jax.config.update("jax_num_cpu_devices", DEVICES)
-    # Compiling takes longer than running here; these make it three times as fast.
-    quick = "--xla_backend_optimization_level=0 --xla_cpu_use_fusion_emitters=false"
-    os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {quick}"
+    harness.on_cpu(DEVICES)
+    harness.quick()
 
 
-def run_all(wanted: list[Asked], record: pathlib.Path, workers: int) -> dict[Any, dict[str, Any]]:
-    """All outcomes by title and workload; what is on record is not run again."""
-    lines = record.read_text().splitlines() if record.exists() else []
-    done = {(found["title"], found["task"]): found for found in map(json.loads, lines)}
-    jobs = [
-        (asked, name)
+def run_all(wanted: list[Asked], path: pathlib.Path, workers: int) -> dict[Any, dict[str, Any]]:
+    """All outcomes by title and workload; what is kept is not run again."""
+    done = harness.kept(path, "title", "task")
+    jobs = {
+        (asked.title, name): (asked, name)
         for asked, name in itertools.product(wanted, ("digits", "text"))
         if (asked.title, name) not in done
-    ]
-    pool = ProcessPoolExecutor(workers, multiprocessing.get_context("spawn"), prepare)
-    running = [pool.submit(job, asked, name) for asked, name in jobs]
-    try:
-        for number, future in enumerate(as_completed(running), 1):
-            found = future.result()
-            done[found["title"], found["task"]] = found
-            with record.open("a") as file:
-                file.write(json.dumps(found) + "\n")
-            said = {key: value for key, value in found.items() if key not in ("title", "task")}
-            print(f"{number}/{len(jobs)} {found['title']}, {found['task']}: {said}", flush=True)
-    finally:
-        pool.shutdown(cancel_futures=True)
-    return done
+    }
+    harness.in_processes(job, jobs, path, workers, prepare)
+    return harness.kept(path, "title", "task")
 
 
 def tables(wanted: list[Asked], done: dict[Any, dict[str, Any]]) -> list[tuple[str, list[Any]]]:
@@ -458,10 +440,8 @@ class Notes:
 
 
 def matrix(names: list[str], header: list[str], cell: Callable[[str, str], str]) -> list[str]:
-    lines = ["| | " + " | ".join(header) + " |", "|---" * (len(header) + 1) + "|"]
-    return lines + [
-        f"| **{one}** | " + " | ".join(cell(one, other) for other in header) + " |" for one in names
-    ]
+    rows = [[f"**{one}**", *(cell(one, other) for other in header)] for one in names]
+    return harness.markdown(["", *header], rows)
 
 
 def page(sections: dict[str, list[dict[str, Any]]]) -> str:
@@ -481,9 +461,10 @@ def page(sections: dict[str, list[dict[str, Any]]]) -> str:
     techniques = matrix(order, order, pair)
     reductions = matrix(["alone", *order], list(REDUCTIONS), reduced)
     whole = [
-        f"| {row['configuration']} | {notes.cell(row)} |"
-        if row["why"]
-        else f"| {row['configuration']} | digits: {row['digits']}; text: {row['text']} |"
+        (
+            row["configuration"],
+            notes.cell(row) if row["why"] else f"digits: {row['digits']}; text: {row['text']}",
+        )
         for row in sections[WHOLE]
     ]
     refused = sum(NO in (row["digits"], row["text"]) for row in rows.values())
@@ -493,7 +474,7 @@ def page(sections: dict[str, list[dict[str, Any]]]) -> str:
         f"{failed} fail."
     )
     configurations = [
-        f"| {name} | `{json.dumps(spec)}` |"
+        (name, f"`{json.dumps(spec)}`")
         for name, spec in (
             *TECHNIQUES.items(),
             *((name, reduction(name)) for name in REDUCTIONS),
@@ -523,9 +504,7 @@ def page(sections: dict[str, list[dict[str, Any]]]) -> str:
         "",
         "On text without LessBN.",
         "",
-        "| configuration | |",
-        "|---|---|",
-        *whole,
+        *harness.markdown(("configuration", ""), whole),
         "",
         "## Refused",
         "",
@@ -538,9 +517,7 @@ def page(sections: dict[str, list[dict[str, Any]]]) -> str:
         "also make a finish: of snapshots in the state, and of snapshots that a "
         "`boostax.subspace.HostTrajectory` recorded.",
         "",
-        "| name | configuration |",
-        "|---|---|",
-        *configurations,
+        *harness.markdown(("name", "configuration"), configurations),
     ]
     return "\n".join(lines) + "\n"
 
@@ -558,11 +535,11 @@ does not raise the loss. "no" is refused by name when the configuration is made.
 
 
 def main() -> None:
-    options = resumable(__doc__, "part of the names to try").parse_args()
+    options = harness.resumable(__doc__, "part of the names to try")
     if options.page:
-        PAGE.write_text(page(sections_of("combinations")))
+        PAGE.write_text(page(harness.sections_of("combinations")))
         return
-    work = work_of(options, "combinations")
+    work = harness.work_of(options, "combinations")
     wanted = [asked for asked in everything_asked() if options.only in asked.title]
     done = run_all(wanted, work / "outcomes.jsonl", options.workers)
     if options.only:
@@ -570,8 +547,8 @@ def main() -> None:
     prepare()
     sections = tables(wanted, done)
     failed = sum(FAILS in (row["digits"], row["text"]) for _, rows in sections for row in rows)
-    bars = [Bar("pairs that fail", failed, 0)]
-    report("combinations", "What goes together", sections, bars)
+    bars = [harness.Bar("pairs that fail", failed, 0)]
+    harness.report("combinations", "What goes together", sections, bars)
     PAGE.write_text(page(dict(sections)))
 
 

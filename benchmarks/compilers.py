@@ -5,7 +5,6 @@ again one by one: ``python benchmarks/compilers.py "Gates"``; the others stay as
 """
 
 import functools
-import json
 import re
 import statistics
 import sys
@@ -24,7 +23,7 @@ from boostax.inspect.audit import Audit
 
 CPU, V5E, H100 = None, "v5e:2x4", "h100:1x1x8"
 TARGETS = {"CPU": CPU, "v5e": V5E, "H100": H100}
-PAGE = harness.RESULTS.parents[1] / "docs" / "compilers.md"
+PAGE = harness.DOCS / "compilers.md"
 Rows = list[dict[str, Any]]
 
 INTRODUCTION = """\
@@ -421,28 +420,22 @@ def page(sections: dict[str, Rows]) -> str:
     lines = [INTRODUCTION]
     for heading, rows in sections.items():
         columns = [c for c in rows[0] if any(row[c] not in ("", None) for row in rows)]
-        lines += [f"## {heading}", "", WORDS[heading], ""]
-        lines += ["| " + " | ".join(columns) + " |", "|" + " --- |" * len(columns)]
-        lines += ["| " + " | ".join(_cell(row[c]) for c in columns) + " |" for row in rows]
-        lines += [""]
+        table = harness.of_rows(rows, columns, _cell)
+        lines += [f"## {heading}", "", WORDS[heading], "", *table, ""]
     return "\n".join(lines).rstrip() + "\n"
 
 
 def _cell(value: Any) -> str:
-    if isinstance(value, float):
-        return f"{value:.0f}" if value >= 100 else f"{value:.2f}"
-    return "" if value is None else str(value)
+    short = isinstance(value, float) and (f"{value:.0f}" if value >= 100 else f"{value:.2f}")
+    return short or harness.written(value)
 
 
 def main() -> None:
-    jax.config.update("jax_platforms", "cpu")
-    jax.config.update("jax_num_cpu_devices", 8)
-    path = harness.RESULTS / "compilers.json"
+    harness.on_cpu()
     for name in sys.argv[1:] or SECTIONS:
         measured = SECTIONS[name]()
         # What was recorded meanwhile stays.
-        known = json.loads(path.read_text())["sections"] if path.exists() else {}
-        known[name] = measured
+        known = harness.sections_of("compilers") | {name: measured}
         sections = {name: known[name] for name in SECTIONS if name in known}
         found = bars(sections) if len(sections) == len(SECTIONS) else []
         title = "What the compilers make of it"

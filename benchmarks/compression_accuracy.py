@@ -4,35 +4,32 @@ Every method is tuned alike: all learning rates with one seed, the best few with
 then all seeds with the rate that validates best. Replicas are emulated by ``jax.vmap``.
 """
 
-import argparse
 import concurrent.futures
 import functools
 import multiprocessing
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-import jax
 import numpy as np
 import optax
-from digits_replicas import init, order, standard_error
-from harness import Bar, report
+from digits_replicas import order
+from harness import Bar, arguments, caveats, power, report
 from replica_runs import (
     AXIS,
     BATCH,
     EPOCHS,
     RATES,
     REPLICAS,
-    SIZES,
     TEXT,
     TEXT_RATES,
     TEXT_STEPS,
     Ending,
     Method,
     Tuned,
+    beside,
+    compared,
     digits_run,
     first,
-    power,
-    text_run,
     text_workload,
     tuned,
 )
@@ -47,7 +44,6 @@ SIGN, SIGN_AT_DENSE = "sign", "sign, rate of dense"
 
 Key = tuple[str, bool | None]
 Found = dict[Key, Tuned]
-Compare = Callable[[np.ndarray[Any, Any], np.ndarray[Any, Any]], np.ndarray[Any, Any]]
 
 
 def vectors(path: str, leaf: Any) -> bool:
@@ -113,18 +109,9 @@ def on_digits() -> list[Method]:
     ]
 
 
-def tune_on_digits(index: int, seeds: int) -> Tuned:
-    """A method of ``on_digits``; by number, which another process understands too."""
-    method = on_digits()[index]
-    params = jax.eval_shape(lambda: init(jax.random.key(0), SIZES))
-    return tuned(method, digits_run(method), params, seeds, on_text=False)
-
-
-def tune_on_text(index: int, seeds: int) -> Tuned:
-    """A method of ``on_both``."""
-    method = on_both()[index]
-    params = jax.eval_shape(text_workload(0).init, jax.random.key(0))[0]
-    return tuned(method, text_run(method), params, seeds, on_text=True)
+def tune(index: int, seeds: int, on_text: bool) -> Tuned:
+    """A method by its number, which another process understands too."""
+    return tuned((on_both() if on_text else on_digits())[index], seeds, on_text=on_text)
 
 
 def sign_at(rate: float, seeds: int) -> list[Ending]:
@@ -142,40 +129,14 @@ def unsent(each: Tuned, feedback: bool | None) -> float | None:
     return None if feedback is None else float(np.mean([end.unsent for end in each.endings]))
 
 
-def rate_of(each: Tuned) -> str:
-    """The chosen rate, and whether a better one may lie beyond those tried."""
-    edge = each.rate in (min(each.first), max(each.first))
-    return power(each.rate) + (" (edge)" if edge else "")
-
-
-def table(found: Found, measure: str, beside: str, compare: Compare) -> list[dict[str, Any]]:
-    """A row per method; ``beside`` compares it with dense gradients, paired by seed."""
-    dense = found[DENSE, None].test
+def table(found: Found, on_text: bool) -> list[dict[str, Any]]:
+    """A row per method, beside dense gradients."""
     return [
-        {
-            "method": name,
-            "feedback": word(feedback),
-            "bytes / dense": each.wire,
-            "rate": rate_of(each),
-            measure: float(each.test.mean()),
-            "s.e.": standard_error(each.test),
-            beside: float(compare(dense, each.test).mean()),
-            "its s.e.": standard_error(compare(dense, each.test)),
-            "training loss": float(np.mean([end.training for end in each.endings])),
-            "unsent": unsent(each, feedback),
-        }
+        {"method": name, "feedback": word(feedback)}
+        | compared(each, found[DENSE, None], on_text=on_text)
+        | {"unsent": unsent(each, feedback)}
         for (name, feedback), each in found.items()
     ]
-
-
-def below(dense: np.ndarray[Any, Any], other: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
-    """Points of accuracy."""
-    return 100 * (dense - other)
-
-
-def ratio(dense: np.ndarray[Any, Any], other: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
-    """Of losses."""
-    return other / dense
 
 
 def curves(found: Found, rates: Sequence[float], sign: int = 1) -> list[dict[str, Any]]:
@@ -192,16 +153,16 @@ def bars(digits: Found, words: Found) -> list[Bar]:
     """Only what is claimed."""
     result: list[Bar] = []
     for name in CLAIMED:
-        points = below(digits[DENSE, None].test, digits[name, True].test).mean()
+        points = beside(digits[DENSE, None].test, digits[name, True].test, on_text=False).mean()
         claim = f"digits: accuracy of dense minus that of {name} with feedback, in points"
         result.append(Bar(claim, float(points), 0.5))
     for name in CLAIMED:
-        found = ratio(words[DENSE, None].test, words[name, True].test).mean()
+        found = beside(words[DENSE, None].test, words[name, True].test, on_text=True).mean()
         result.append(Bar(f"text: loss of {name} with feedback / dense", float(found), 1.01))
     return result
 
 
-def caveats(digits: Found, words: Found) -> list[dict[str, Any]]:
+def kept_in_mind(digits: Found, words: Found) -> list[str]:
     few, many = (len(found[DENSE, None].endings) for found in (words, digits))
     lines = [
         f"Digits: a 64-128-128-10 perceptron of 26,122 parameters, {BATCH} rows a replica, "
@@ -228,14 +189,13 @@ def caveats(digits: Found, words: Found) -> list[dict[str, Any]]:
         "Random-k with feedback sends an entry once in a hundred steps, of 610 on digits. That it "
         "is worse than without is perhaps because what it sends is late.",
     ]
-    return [{"to keep in mind": line} for line in lines]
+    return lines
 
 
 def publish(digits: Found, words: Found) -> None:
     """The report."""
     few, many = (len(found[DENSE, None].endings) for found in (words, digits))
-    of_digits = table(digits, "test", "points below dense", below)
-    of_text = table(words, "held-out loss", "loss / dense", ratio)
+    of_digits, of_text = table(digits, on_text=False), table(words, on_text=True)
     report(
         "compression_accuracy",
         "Compressed gradients: what they do to the result",
@@ -245,30 +205,31 @@ def publish(digits: Found, words: Found) -> None:
             ("Digits: validation accuracy by rate, first seed", curves(digits, RATES)),
             ("Digits, votes: the same", curves(digits, VOTE_RATES)),
             ("Text: validation loss by rate, first seed", curves(words, TEXT_RATES, -1)),
-            ("Caveats", caveats(digits, words)),
+            ("Caveats", caveats(kept_in_mind(digits, words))),
         ],
         bars(digits, words),
     )
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--seeds", type=int, default=5, help="of the text, two or more")
-    parser.add_argument("--digits-seeds", type=int, default=20, help="of the digits")
-    options = parser.parse_args()
+    options = arguments(
+        __doc__,
+        seeds=(5, "of the text, two or more"),
+        digits_seeds=(20, "of the digits"),
+    )
     # Two processes: small steps keep one core busy each.
     spawn = multiprocessing.get_context("spawn")
     with concurrent.futures.ProcessPoolExecutor(2, mp_context=spawn) as pool:
 
-        def each(methods: Sequence[Method], tune: Callable[..., Tuned], seeds: int) -> Any:
-            futures = [pool.submit(tune, index, seeds) for index in range(len(methods))]
+        def each(methods: Sequence[Method], seeds: int, on_text: bool) -> Any:
+            futures = [pool.submit(tune, index, seeds, on_text) for index in range(len(methods))]
             return lambda: {
                 (method.name, method.feedback): future.result()
                 for method, future in zip(methods, futures, strict=True)
             }
 
-        words = each(on_both(), tune_on_text, options.seeds)
-        digits = each(on_digits(), tune_on_digits, options.digits_seeds)()
+        words = each(on_both(), options.seeds, on_text=True)
+        digits = each(on_digits(), options.digits_seeds, on_text=False)()
         rate = digits[DENSE, None].rate
         endings = pool.submit(sign_at, rate, options.digits_seeds).result()
         signs = digits[SIGN, True]._replace(rate=rate, endings=endings)

@@ -1,6 +1,5 @@
 """What compressed reductions cost to compute: one of eight devices, without its network."""
 
-import argparse
 import dataclasses
 import os
 from collections.abc import Sequence
@@ -11,7 +10,7 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 import jax
 import jax.numpy as jnp
 import optax
-from harness import Bar, Form, paired, ratio, report
+from harness import Bar, Form, arguments, paired, ratio, report
 from jax import lax
 
 import boostax
@@ -104,9 +103,7 @@ def measure(size: str, rounds: int) -> tuple[list[dict[str, Any]], list[Bar]]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--rounds", type=int, default=9)
-    rounds = parser.parse_args().rounds
+    rounds = arguments(__doc__, rounds=9).rounds
     sections: list[tuple[str, list[dict[str, Any]]]] = []
     bars: list[Bar] = []
     for size in SHAPES:

@@ -166,8 +166,3 @@ def sweep(
 def best(found: Sweep) -> int:
     """Index of the learning rate with the highest validation accuracy over the seeds."""
     return int(found.validation.mean(1).argmax())
-
-
-def standard_error(values: np.ndarray[Any, Any]) -> float:
-    """Of the mean over seeds."""
-    return float(values.std(ddof=1) / len(values) ** 0.5)

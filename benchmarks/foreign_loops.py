@@ -3,16 +3,12 @@
 Runs the loops of ``tests/train_loops.py``. Makes ``docs/foreign_loops.md``, beside the results.
 """
 
-import json
-import multiprocessing
 import pathlib
 import sys
-from concurrent.futures import ProcessPoolExecutor, as_completed
 
+import harness
 import jax
-from harness import Bar, report, resumable, sections_of, work_of
 from placements import FAILS, NONE, PASSES, REFUSED, Row, judged
-from scorecard import prepare, quick
 
 TESTS = pathlib.Path(__file__).parents[1] / "tests"
 if str(TESTS) not in sys.path:
@@ -22,7 +18,7 @@ import train_loops  # noqa: E402
 from contract_cases import CASES  # noqa: E402
 from train_loops import LOOPS, NAME, PLAIN, REDUCTION, SCALE, put_into  # noqa: E402
 
-PAGE = pathlib.Path(__file__).parents[1] / "docs" / "foreign_loops.md"
+PAGE = harness.DOCS / "foreign_loops.md"
 TOLERANCE = 2e-6
 # Compiled elsewhere, a gradient's last bit may round to the next integer of the wire.
 ROUNDED = {"int16_reduce": 2.0**-15}
@@ -87,24 +83,13 @@ def job(loop: str, wanted: list[tuple[str, str]]) -> list[Row]:
     return found
 
 
-def run_all(wanted: list[tuple[str, str]], record: pathlib.Path, workers: int) -> list[Row]:
-    """All cells; what is on record is not run again."""
-    lines = record.read_text().splitlines() if record.exists() else []
-    identity = lambda row: (row["forgotten"], row["technique"], row["loop"])  # noqa: E731
-    done = {identity(row): row for row in map(json.loads, lines)}
-    left = {(row, loop): [row] for row in wanted for loop in LOOPS if (*row, loop) not in done}
-    pool = ProcessPoolExecutor(workers, multiprocessing.get_context("spawn"), prepare)
-    try:
-        running = {pool.submit(job, loop, there): row for (row, loop), there in left.items()}
-        for number, future in enumerate(as_completed(running), 1):
-            with record.open("a") as file:
-                for row in future.result():
-                    done[identity(row)] = row
-                    file.write(json.dumps(row) + "\n")
-                    print(f"{number}/{len(left)} {row}", flush=True)
-    finally:
-        pool.shutdown(cancel_futures=True)
-    return list(done.values())
+def run_all(wanted: list[tuple[str, str]], path: pathlib.Path, workers: int) -> list[Row]:
+    """All cells; what is kept is not run again."""
+    key = ("forgotten", "technique", "loop")
+    done = harness.kept(path, *key)
+    left = [(row, loop) for row in wanted for loop in LOOPS if (*row, loop) not in done]
+    harness.in_processes(job, {(*row, loop): (loop, [row]) for row, loop in left}, path, workers)
+    return list(harness.kept(path, *key).values())
 
 
 def tables(wanted: list[tuple[str, str]], found: list[Row]) -> dict[str, list[Row]]:
@@ -142,10 +127,9 @@ def page(sections: dict[str, list[Row]]) -> str:
         count = ", ".join(f"{n} {name}" for name, n in counted(there).items() if n)
         columns = [each for each in there[0] if each not in ("technique", "line")]
         lines += ["", f"## {title}", "", ABOUT[title], "", f"Cells: {count}.", ""]
-        lines += ["| | " + " | ".join(columns) + " |", "|---" * (len(columns) + 1) + "|"]
-        for row in there:
-            name = " in ".join(filter(None, [row.get("line"), f"**{row['technique']}**"]))
-            lines += [f"| {name} | " + " | ".join(row[each] for each in columns) + " |"]
+        names = (" in ".join(filter(None, [x.get("line"), f"**{x['technique']}**"])) for x in there)
+        cells = [[name, *(x[c] for c in columns)] for name, x in zip(names, there, strict=True)]
+        lines += harness.markdown(["", *columns], cells)
     return "\n".join(lines) + "\n"
 
 
@@ -175,13 +159,13 @@ ABOUT = {
 
 
 def main() -> None:
-    options = resumable(__doc__, "techniques, by comma").parse_args()
+    options = harness.resumable(__doc__, "techniques, by comma")
     if options.page:
-        PAGE.write_text(page(sections_of("foreign_loops")))
+        PAGE.write_text(page(harness.sections_of("foreign_loops")))
         return
-    prepare()
-    quick()
-    work = work_of(options, "foreign_loops")
+    harness.on_cpu()
+    harness.quick()
+    work = harness.work_of(options, "foreign_loops")
     only = options.only.split(",") if options.only else list(ALL)
     wanted = [row for row in rows() if row[1] in only]
     sections = tables(wanted, run_all(wanted, work / "cells.jsonl", options.workers))
@@ -189,10 +173,14 @@ def main() -> None:
         print(page(sections))
         return
     bars = [
-        Bar(f"{title.lower()}: cells that are neither right nor refused", counted(there)[FAILS], 0)
+        harness.Bar(
+            f"{title.lower()}: cells that are neither right nor refused", counted(there)[FAILS], 0
+        )
         for title, there in sections.items()
     ]
-    report("foreign_loops", "Techniques in other people's loops", list(sections.items()), bars)
+    harness.report(
+        "foreign_loops", "Techniques in other people's loops", list(sections.items()), bars
+    )
     PAGE.write_text(page(sections))
 
 

@@ -1,6 +1,5 @@
 """What a frozen prefix saves: FLOPs, time, memory and compile time of a transformer's step."""
 
-import argparse
 import dataclasses
 import functools
 import statistics
@@ -11,7 +10,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import optax
-from harness import Bar, Form, paired, ratio, report
+from harness import Bar, Form, arguments, caveats, paired, ratio, report
 
 import boostax
 from boostax.run.workloads import TextConfig, text
@@ -254,9 +253,7 @@ def timed(
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--rounds", type=int, default=9)
-    options = parser.parse_args()
+    options = arguments(__doc__, rounds=9)
     # Compile times are figures here.
     jax.config.update("jax_enable_compilation_cache", False)
     sections: list[tuple[str, list[dict[str, Any]]]] = []
@@ -277,7 +274,7 @@ def main() -> None:
         "for more (8 x 64 tokens, the wider model) that is missed, and no bar is published.",
     ]
     sections.append((f"Compiling, medians of {len(DEPTHS)}", compilations))
-    sections.append(("To keep in mind", [{"caveat": line} for line in lines]))
+    sections.append(("To keep in mind", caveats(lines)))
     report("freezing", "Freezing: what a frozen prefix saves", sections, bars)
 
 

@@ -4,7 +4,6 @@ The learning rate is tuned without freezing and kept. Seeds outside, variants in
 else the machine does falls on all alike; the first seed pays for the compilations.
 """
 
-import argparse
 import dataclasses
 import functools
 import math
@@ -15,8 +14,8 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 import optax
-from digits_replicas import Split, accuracy, data, init, loss, standard_error
-from harness import report
+from digits_replicas import Split, accuracy, data, init, loss
+from harness import arguments, caveats, over_seeds, report
 
 import boostax
 from boostax.run.workloads import TextConfig, text
@@ -280,22 +279,16 @@ def table(found: dict[str, list[Run]], steps: dict[str, int]) -> list[dict[str, 
                 "with compiling / none": runs[0].seconds / base[0].seconds,
                 "compiled": len({depth for each in runs for depth in each.depths}),
                 "held-out loss": float(column("held-out loss").mean()),
-                "more than none": float(lost.mean()),
-                "its s.e.": standard_error(lost),
+                **over_seeds(lost, "more than none", "its s.e."),
                 "accuracy": float(column("accuracy").mean()),
-                "points more than none": float(points.mean()),
-                "s.e.": standard_error(points),
+                **over_seeds(points, "points more than none"),
             }
         )
     return rows
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--seeds", type=int, default=5)
-    parser.add_argument("--text-steps", type=int, default=600)
-    parser.add_argument("--digits-steps", type=int, default=1500)
-    options = parser.parse_args()
+    options = arguments(__doc__, seeds=5, text_steps=600, digits_steps=1500)
     sections: list[tuple[str, list[dict[str, Any]]]] = []
     for task in (digits_task(options.digits_steps), text_task(options.text_steps)):
         found, steps, rate = trained(task, options.seeds)
@@ -313,7 +306,7 @@ def main() -> None:
         "Random and reversed orders freeze something else than a prefix: the backward pass must "
         "go through it, and little is saved.",
     ]
-    sections.append(("To keep in mind", [{"caveat": line} for line in lines]))
+    sections.append(("To keep in mind", caveats(lines)))
     report("freezing_accuracy", "Freezing by schedule: what it does to a whole run", sections, [])
 
 

@@ -3,9 +3,7 @@
 Runs add up: each goes on from the seeds and draws that are on record.
 """
 
-import argparse
 import collections
-import json
 import multiprocessing
 import pathlib
 import sys
@@ -13,7 +11,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import jax
-from harness import RESULTS, Bar, report
+from harness import Bar, arguments, on_cpu, report, sections_of
 
 TESTS = pathlib.Path(__file__).parents[1] / "tests"
 if str(TESTS) not in sys.path:
@@ -30,12 +28,6 @@ ASKED_CASES, ASKED_DRAWS = 1000, 100
 # As many to a job, so that a process has compiled little when it ends.
 CHUNK = 25
 Outcomes = dict[int, str]
-
-
-def prepare() -> None:
-    """Eight emulated devices in every process."""
-    jax.config.update("jax_platforms", "cpu")
-    jax.config.update("jax_num_cpu_devices", 8)
 
 
 def cases(seeds: list[int]) -> Outcomes:
@@ -144,16 +136,15 @@ def publish(runs: list[dict[str, Any]], laws: list[dict[str, Any]]) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--cases", type=int, default=ASKED_CASES, help="so many cases more")
-    parser.add_argument("--draws", type=int, default=ASKED_DRAWS, help="so many of each law more")
-    parser.add_argument("--workers", type=int, default=2)
-    parser.add_argument("--anew", action="store_true", help="forget what is on record")
-    options = parser.parse_args()
-    record = RESULTS / "fuzz.json"
-    kept = {} if options.anew or not record.exists() else json.loads(record.read_text())
-    sections = kept.get("sections", {})
-    prepare()
+    options = arguments(
+        __doc__,
+        cases=(ASKED_CASES, "so many cases more"),
+        draws=(ASKED_DRAWS, "so many of each law more"),
+        workers=2,
+        anew=(False, "forget what is on record"),
+    )
+    sections = {} if options.anew else sections_of("fuzz")
+    on_cpu()
     runs = [again(row) for row in sections.get(RUNS, [])]
     laws = {row["law"]: row for row in sections.get(LAWS, [])}
     first = go_on(runs)
@@ -163,7 +154,7 @@ def main() -> None:
     outcomes: Outcomes = {}
     fates: dict[str, list[str]] = collections.defaultdict(list)
     # A pool of concurrent.futures hangs once its processes have done the tasks allowed to each.
-    with multiprocessing.get_context("spawn").Pool(options.workers, prepare, (), 4) as pool:
+    with multiprocessing.get_context("spawn").Pool(options.workers, on_cpu, (), 4) as pool:
         for number, (law, found) in enumerate(pool.imap_unordered(job, jobs), 1):
             if law:
                 fates[law] += found.values()

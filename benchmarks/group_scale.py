@@ -6,7 +6,6 @@ compiled scan over all seeds. Adam's epsilon is far below its default, which the
 first layers would not reach even in f32.
 """
 
-import argparse
 import functools
 import itertools
 from collections.abc import Callable
@@ -16,8 +15,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from digits_replicas import Split, data, standard_error
-from harness import Bar, by_apply, compiled_form, paired, ratio, report
+from digits_replicas import Split, data
+from harness import Bar, arguments, by_apply, compiled_form, over_seeds, paired, ratio, report
 
 import boostax
 from boostax.testing import drawn
@@ -195,13 +194,7 @@ def overhead(rounds: int) -> tuple[list[dict[str, Any]], float]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--seeds", type=int, default=5)
-    parser.add_argument("--steps", type=int, default=1500)
-    parser.add_argument("--depth", type=int, default=10)
-    parser.add_argument("--spread", type=float, default=0.05)
-    parser.add_argument("--rounds", type=int, default=25)
-    options = parser.parse_args()
+    options = arguments(__doc__, seeds=5, steps=1500, depth=10, spread=0.05, rounds=25)
     of_net = options.depth, options.spread
     costs, factor = overhead(options.rounds)
     print(costs, flush=True)
@@ -219,8 +212,7 @@ def main() -> None:
             {
                 "scaling": variant.name,
                 "rate": f"2**{int(np.log2(rate))}",
-                "held-out loss": float(found["loss"].mean()),
-                "s.e.": standard_error(found["loss"]),
+                **over_seeds(found["loss"], "held-out loss"),
                 **{f"seed {i}": float(x) for i, x in enumerate(found["loss"])},
                 "skipped": float(found["skipped"].mean()),
                 "last scales, log2": str(found["scales"][0].astype(int).tolist()),

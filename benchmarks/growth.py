@@ -5,12 +5,12 @@ abstract arguments; no clock can spoil them. Clocks are beside them, in seconds 
 """
 
 import argparse
-import json
 import math
 import pathlib
 import time
 from collections.abc import Sequence
 
+import harness
 import jax
 from growth_cases import CASES, Case
 from growth_measure import CLOCKS, COUNTS, MOST_COMPILED, Row, measured
@@ -99,10 +99,9 @@ def slopes_of(axis: str, rows: Sequence[Row]) -> Row:
     return found
 
 
-def along(axis: str, most: int = MOST_COMPILED, keep: pathlib.Path | None = None) -> list[Row]:
+def along(axis: str, most: int = MOST_COMPILED, path: pathlib.Path | None = None) -> list[Row]:
     """A row per technique and point; those that are kept already are not measured again."""
-    lines = keep.read_text().splitlines() if keep and keep.exists() else []
-    known = {(row["technique"], row.get(axis)): row for row in map(json.loads, lines)}
+    known = harness.kept(path, "technique", axis)
     rows: list[Row] = []
     for name, case in cases_along(axis).items():
         for value in values_of(axis, case):
@@ -113,9 +112,8 @@ def along(axis: str, most: int = MOST_COMPILED, keep: pathlib.Path | None = None
                 row = {"technique": name, axis: value, **found}
                 took = time.perf_counter() - start
                 print(f"{axis} {value:>11,} {took:6.1f} s  {name}", flush=True)
-                if keep:
-                    with keep.open("a") as file:
-                        file.write(json.dumps(row) + "\n")
+                if path:
+                    harness.keep(path, [row])
             rows.append(row)
         # What JAX keeps of programs that are done with would slow the next ones down.
         jax.clear_caches()
@@ -164,7 +162,7 @@ def sections_of(found: dict[str, list[Row]]) -> list[tuple[str, list[Row]]]:
         for axis, rows in found.items()
     ]
     curves = [(f"Along {axis}", rows) for axis, rows in found.items()]
-    caveats = [{"caveat": line} for line in CAVEATS]
+    caveats = harness.caveats(CAVEATS)
     return [("Points", bases), ("To keep in mind", caveats), *slopes, *curves]
 
 
@@ -175,8 +173,7 @@ def fixed(axis: str) -> str:
 
 def on_record(axes: Sequence[str]) -> dict[str, list[Row]]:
     """The curves that were measured before, of techniques that are still there."""
-    path = RESULTS / "growth.json"
-    sections = json.loads(path.read_text())["sections"] if path.exists() else {}
+    sections = harness.sections_of("growth")
     known = {axis: sections[f"Along {axis}"] for axis in axes if f"Along {axis}" in sections}
     return {axis: [x for x in rows if x["technique"] in CASES] for axis, rows in known.items()}
 
@@ -193,8 +190,7 @@ def main() -> None:
     parser.add_argument("--compiled", type=int, default=MOST_COMPILED, help="of how many leaves")
     parser.add_argument("--keep", type=pathlib.Path, help="a file to go on from")
     options = parser.parse_args()
-    jax.config.update("jax_platforms", "cpu")
-    jax.config.update("jax_num_cpu_devices", max(AXES["replicas"]))
+    harness.on_cpu(max(AXES["replicas"]))
     # A program from a cache takes no time to compile.
     jax.config.update("jax_enable_compilation_cache", False)
     new = {axis: along(axis, options.compiled, options.keep) for axis in options.axes}

@@ -6,6 +6,8 @@ A figure is the median over rounds of the ratio, within one round, of a form to 
 import argparse
 import dataclasses
 import json
+import math
+import multiprocessing
 import os
 import pathlib
 import platform
@@ -13,17 +15,21 @@ import random
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
 from types import MappingProxyType
 from typing import Any
 
 import jax
+import numpy as np
 import optax
 
 import boostax
 from boostax.testing import drawn
 
 RESULTS = pathlib.Path(__file__).parent / "results"
+DOCS = pathlib.Path(__file__).parents[1] / "docs"
+Row = dict[str, Any]
 
 
 @dataclasses.dataclass
@@ -51,27 +57,105 @@ class Bar:
         return self.figure <= self.limit
 
 
-def resumable(description: str | None, only: str) -> argparse.ArgumentParser:
-    """Arguments of a benchmark of many cells that can be interrupted."""
+PAGE_ALONE = (False, "write the page anew from the results")
+
+
+def arguments(description: str | None, **defaults: Any) -> argparse.Namespace:
+    """Options of a program, ``name=default`` or ``name=(default, help)``; False makes a flag."""
     parser = argparse.ArgumentParser(description=description)
-    parser.add_argument("--workers", type=int, default=2)
-    parser.add_argument("--work", type=pathlib.Path, help="folder of a run to go on with")
-    parser.add_argument("--only", default="", help=f"{only}; publishes nothing")
-    parser.add_argument("--page", action="store_true", help="write the page anew from the results")
-    return parser
+    for name, given in defaults.items():
+        default, told = given if isinstance(given, tuple) else (given, None)
+        kind = {"type": type(default), "default": default}
+        options = {"action": "store_true"} if default is False else kind
+        parser.add_argument(f"--{name.replace('_', '-')}", help=told, **options)
+    return parser.parse_args()
 
 
-def sections_of(name: str) -> Any:
-    """The tables on record."""
-    return json.loads((RESULTS / f"{name}.json").read_text())["sections"]
+def resumable(description: str | None, only: str, **defaults: Any) -> argparse.Namespace:
+    """Options of a benchmark of many cells that can be interrupted."""
+    return arguments(
+        description,
+        workers=2,
+        work=(pathlib.Path(), "folder of a run to go on with"),
+        only=("", f"{only}; publishes nothing"),
+        page=PAGE_ALONE,
+        **defaults,
+    )
+
+
+def on_cpu(devices: int = 8) -> None:
+    """Emulated devices; before JAX is first used."""
+    jax.config.update("jax_platforms", "cpu")
+    jax.config.update("jax_num_cpu_devices", devices)
+
+
+def quick() -> None:
+    """Compiling takes most of the time; plainer machine code takes a third of it."""
+    flags = "--xla_backend_optimization_level=0 --xla_cpu_use_fusion_emitters=false"
+    if flags not in os.environ.get("XLA_FLAGS", ""):
+        os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {flags}".strip()
+
+
+def record(name: str) -> dict[str, Any]:
+    """What `report` wrote: the machine, the sections and the bars, a dictionary for each row."""
+    data = json.loads((RESULTS / f"{name}.json").read_text())
+    sections = {title: _rows(table) for title, table in data["sections"].items()}
+    return {"machine": data["machine"], "sections": sections, "bars": _rows(data["bars"])}
+
+
+def sections_of(name: str) -> dict[str, list[Row]]:
+    """The tables on record, none if there is no record."""
+    return record(name)["sections"] if (RESULTS / f"{name}.json").exists() else {}
+
+
+def _rows(table: dict[str, list[Any]]) -> list[Row]:
+    return [dict(zip(table["columns"], row, strict=True)) for row in table["rows"]]
+
+
+def _table(rows: list[Row]) -> str:
+    """A row a line, without the names of the columns: half the size, and a diff of what changed."""
+    columns = list(rows[0]) if rows else []
+    lines = ",".join("\n" + json.dumps([row[c] for c in columns]) for row in rows)
+    return f'{{"columns": {json.dumps(columns)}, "rows": [{lines}]}}'
 
 
 def work_of(options: argparse.Namespace, name: str) -> pathlib.Path:
     """The folder of a run, a new one or that of an interrupted one."""
-    work = options.work or pathlib.Path(tempfile.mkdtemp(prefix=f"{name}-"))
+    given = options.work != pathlib.Path()
+    work = options.work if given else pathlib.Path(tempfile.mkdtemp(prefix=f"{name}-"))
     work.mkdir(parents=True, exist_ok=True)
     print(f"to go on after an interruption: --work {work}", flush=True)
     return work
+
+
+def kept(path: pathlib.Path | None, *key: str) -> dict[Any, Row]:
+    """The rows of a run that was interrupted, by the columns that tell them apart."""
+    lines = path.read_text().splitlines() if path and path.exists() else []
+    return {tuple(row.get(name) for name in key): row for row in map(json.loads, lines)}
+
+
+def keep(path: pathlib.Path, rows: Iterable[Row]) -> None:
+    """Rows for `kept`, a line each."""
+    with path.open("a") as file:
+        file.writelines(json.dumps(row) + "\n" for row in rows)
+
+
+def in_processes(
+    job: Callable[..., list[Row]],
+    jobs: Mapping[Any, tuple[Any, ...]],
+    path: pathlib.Path,
+    workers: int,
+    prepare: Callable[[], None] = on_cpu,
+) -> None:
+    """Keep the rows of ``job(*arguments)`` for each of the jobs, as soon as it has ended."""
+    pool = ProcessPoolExecutor(workers, multiprocessing.get_context("spawn"), prepare)
+    try:
+        running = {pool.submit(job, *given): name for name, given in jobs.items()}
+        for number, future in enumerate(as_completed(running), 1):
+            keep(path, future.result())
+            print(f"{number}/{len(jobs)} {running[future]}", flush=True)
+    finally:
+        pool.shutdown(cancel_futures=True)
 
 
 def by_update(tx: Any) -> Callable[..., tuple[Any, Any]]:
@@ -126,10 +210,48 @@ def ratio(times: dict[str, list[float]], name: str, baseline: str) -> float:
     return statistics.median(a / b for a, b in zip(times[name], times[baseline], strict=True))
 
 
+def over_seeds(values: Any, name: str, error: str = "s.e.") -> Row:
+    """Two columns: the mean, and its standard error."""
+    values = np.asarray(values)
+    return {name: float(values.mean()), error: float(values.std(ddof=1) / len(values) ** 0.5)}
+
+
+def power(rate: float) -> str:
+    """A rate of a grid by factors of two."""
+    return f"2^{round(math.log2(rate))}"
+
+
+def power_in(rate: float, rates: Iterable[float]) -> str:
+    """The same, and whether a better one may lie beyond those tried."""
+    return power(rate) + (" (edge)" if rate in (min(rates), max(rates)) else "")
+
+
+def caveats(lines: Iterable[str]) -> list[Row]:
+    """The rows of a section to keep in mind."""
+    return [{"caveat": line} for line in lines]
+
+
+def markdown(
+    columns: Sequence[str], rows: Iterable[Sequence[Any]], cell: Callable[[Any], str] | None = None
+) -> list[str]:
+    """The lines of a table."""
+    lines = [columns, *(list(map(cell or written, row)) for row in rows)]
+    head, *body = ["| " + " | ".join(line) + " |" for line in lines]
+    return [head, "|" + "---|" * len(columns), *body]
+
+
+def of_rows(
+    rows: Sequence[Row], columns: Sequence[str] = (), cell: Callable[[Any], str] | None = None
+) -> list[str]:
+    """The lines of a table of rows, of all columns or of some."""
+    columns = columns or list(rows[0])
+    return markdown(columns, [[row[c] for c in columns] for row in rows], cell)
+
+
 def report(
     name: str,
     title: str,
-    sections: list[tuple[str, list[dict[str, Any]]]],
+    sections: list[tuple[str, list[Row]]],
     bars: list[Bar],
     pictures: Mapping[str, str] = MappingProxyType({}),
 ) -> None:
@@ -148,29 +270,30 @@ def report(
     lines = [f"# {title}", "", ", ".join(f"{k} {v}" for k, v in machine.items()), ""]
     sections = [(heading, rows) for heading, rows in sections if rows]
     for heading, rows in sections:
-        columns = list(rows[0])
         lines += [f"## {heading}", ""]
         if heading in pictures:
             lines += [f"![{heading}]({pictures[heading]})", ""]
-        lines += ["| " + " | ".join(columns) + " |"]
-        lines += ["|" + "---|" * len(columns)]
-        lines += ["| " + " | ".join(_cell(row[c]) for c in columns) + " |" for row in rows]
-        lines += [""]
-    lines += ["## Bars", "", "| claim | figure | limit | met |", "|---|---|---|---|"]
-    lines += [f"| {b.claim} | {b.figure:.3f} | {b.limit:g} | {_yes(b.met)} |" for b in bars]
+        lines += [*of_rows(rows), ""]
+    met = [(b.claim, f"{b.figure:.3f}", f"{b.limit:g}", _yes(b.met)) for b in bars]
+    lines += ["## Bars", "", *markdown(("claim", "figure", "limit", "met"), met)]
     text = "\n".join(lines) + "\n"
     RESULTS.mkdir(exist_ok=True)
     (RESULTS / f"{name}.md").write_text(text)
-    data = {
-        "machine": machine,
-        "sections": dict(sections),
-        "bars": [{**dataclasses.asdict(b), "met": b.met} for b in bars],
-    }
-    (RESULTS / f"{name}.json").write_text(json.dumps(data, indent=1) + "\n")
+    (RESULTS / f"{name}.json").write_text(_written(machine, sections, bars))
     print(text)
 
 
-def _cell(value: Any) -> str:
+def _written(
+    machine: dict[str, Any], sections: list[tuple[str, list[Row]]], bars: list[Bar]
+) -> str:
+    tables = ",\n".join(f"{json.dumps(title)}: {_table(rows)}" for title, rows in sections)
+    met = _table([{**dataclasses.asdict(bar), "met": bar.met} for bar in bars])
+    text = f'"machine": {json.dumps(machine)},\n"sections": {{\n{tables}\n}},\n"bars": {met}'
+    return f"{{\n{text}\n}}\n"
+
+
+def written(value: Any) -> str:
+    """A cell: numbers with three digits, nothing for None."""
     if value is None:
         return ""
     return f"{value:.3f}" if isinstance(value, float) else str(value)

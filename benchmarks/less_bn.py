@@ -4,7 +4,6 @@ Every variant is tuned alike: all learning rates with the first seed, judged on 
 then all seeds with the best. Step times are paired, a step of every variant per round.
 """
 
-import argparse
 import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -13,8 +12,20 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from digits_replicas import Split, data, order, schedule, standard_error
-from harness import Bar, Form, compiled_form, paired, ratio, report
+from digits_replicas import Split, data, order, schedule
+from harness import (
+    Bar,
+    Form,
+    arguments,
+    caveats,
+    compiled_form,
+    over_seeds,
+    paired,
+    power,
+    power_in,
+    ratio,
+    report,
+)
 
 from boostax.model.centralize import centralize_gradients
 from boostax.model.less_bn import LessBNReport, less_bn
@@ -187,10 +198,6 @@ def forms(net: Any) -> dict[str, Form]:
     return found
 
 
-def power(rate: float) -> str:
-    return f"2^{round(np.log2(rate))}"
-
-
 def removed(net: Any) -> str:
     found = less_bn(net, SAMPLE)[1]
     return f"{len(found.removed)} of {len(found.norms)}"
@@ -212,29 +219,26 @@ def accuracy_rows(found: dict[str, Tuned]) -> list[dict[str, Any]]:
     base = found[ALL].test
     rows: list[dict[str, Any]] = []
     for name, each in found.items():
-        edge = each.rate in (min(each.first), max(each.first))
-        below = 100 * (base - each.test)
         rows.append(
             {
                 "variant": name,
-                "rate": power(each.rate) + (" (edge)" if edge else ""),
-                "test accuracy": float(each.test.mean()),
-                "s.e.": standard_error(each.test),
-                "points below": float(below.mean()),
-                "its s.e.": standard_error(below),
+                "rate": power_in(each.rate, each.first),
+                **over_seeds(each.test, "test accuracy"),
+                **over_seeds(100 * (base - each.test), "points below", "its s.e."),
             }
         )
     return rows
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--seeds", type=int, default=5)
-    parser.add_argument("--epochs", type=int, default=EPOCHS)
-    parser.add_argument("--rounds", type=int, default=30)
-    parser.add_argument("--rates", type=int, default=len(RATES), help="of the grid, from the top")
-    parser.add_argument("--name", default="less_bn", help="of the results")
-    options = parser.parse_args()
+    options = arguments(
+        __doc__,
+        seeds=5,
+        epochs=EPOCHS,
+        rounds=30,
+        rates=(len(RATES), "of the grid, from the top"),
+        name=("less_bn", "of the results"),
+    )
     sections: list[tuple[str, list[dict[str, Any]]]] = []
     bars: list[Bar] = []
     for title, net in NETS.items():
@@ -263,7 +267,7 @@ def main() -> None:
         "the middle. 357 test rows, 0.28 points each. Seeds vary weights and order, not the split.",
         "The multiplier of a normalised head starts at 1, as in MindSpore, or at 8.",
     ]
-    sections.append(("Notes", [{"to keep in mind": note} for note in notes]))
+    sections.append(("Notes", caveats(notes)))
     report(options.name, "LessBN: step time and accuracy", sections, bars)
 
 

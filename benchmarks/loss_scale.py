@@ -1,6 +1,5 @@
 """What loss scaling costs on top of Adam, against what a JAX user would do without boostax."""
 
-import argparse
 from typing import Any
 
 import jax
@@ -8,7 +7,7 @@ import jax.numpy as jnp
 import jmp
 import optax
 from flax.training import dynamic_scale
-from harness import Bar, Form, by_apply, by_update, compiled_form, paired, ratio, report
+from harness import Bar, Form, arguments, by_apply, by_update, compiled_form, paired, ratio, report
 from problems import grads, nbytes, params
 
 import boostax
@@ -99,9 +98,7 @@ def jmp_form(p: PyTree, g: PyTree, scaler: Any) -> Form:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--rounds", type=int, default=25)
-    rounds = parser.parse_args().rounds
+    rounds = arguments(__doc__, rounds=25).rounds
     size = nbytes(params())
     sections, bars = [], []
     for dtype in (jnp.float32, jnp.float16):

@@ -5,30 +5,13 @@ text. Beside ``partial_average`` stands local SGD that sends as many bytes: all 
 fourth step.
 """
 
-import argparse
 import concurrent.futures
 import functools
 import multiprocessing
 from typing import Any
 
-import jax
-import numpy as np
-from digits_replicas import init, standard_error
-from harness import report
-from replica_runs import (
-    AXIS,
-    RATES,
-    SIZES,
-    TEXT_RATES,
-    Method,
-    Tuned,
-    digits_run,
-    first,
-    power,
-    text_run,
-    text_workload,
-    tuned,
-)
+from harness import arguments, report
+from replica_runs import AXIS, Method, Tuned, compared, first, tuned
 
 import boostax
 
@@ -61,43 +44,21 @@ def _around(make: Any, count: int, optimizer: Any) -> Any:
 
 def tune(index: int, seeds: int, on_text: bool) -> Tuned:
     """A method by its number, in a process of its own."""
-    method = methods()[index]
-    if on_text:
-        params = jax.eval_shape(text_workload(0).init, jax.random.key(0))[0]
-        return tuned(method, text_run(method, STEPS), params, seeds, on_text=True)
-    params = jax.eval_shape(lambda: init(jax.random.key(0), SIZES))
-    return tuned(method, digits_run(method), params, seeds, on_text=False)
+    return tuned(methods()[index], seeds, on_text=on_text, steps=STEPS)
 
 
-def table(
-    found: dict[str, Tuned], measure: str, beside: str, on_text: bool
-) -> list[dict[str, Any]]:
+def table(found: dict[tuple[bool, str], Tuned], on_text: bool) -> list[dict[str, Any]]:
     """A row per method, paired with dense by seed."""
-    rates = TEXT_RATES if on_text else RATES
-    rows: list[dict[str, Any]] = []
-    for name, each in found.items():
-        dense = found[DENSE].test
-        compared = each.test / dense if on_text else 100 * (dense - each.test)
-        edge = " (edge)" if each.rate in (min(rates), max(rates)) else ""
-        rows.append(
-            {
-                "method": name,
-                "bytes / dense": each.wire,
-                "rate": power(each.rate) + edge,
-                measure: float(each.test.mean()),
-                "s.e.": standard_error(each.test),
-                beside: float(compared.mean()),
-                "its s.e.": standard_error(compared),
-                "training loss": float(np.mean([end.training for end in each.endings])),
-            }
-        )
-    return rows
+    dense = found[on_text, DENSE]
+    return [
+        {"method": name} | compared(each, dense, on_text=on_text)
+        for (which, name), each in found.items()
+        if which is on_text
+    ]
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--seeds", type=int, default=5)
-    seeds = parser.parse_args().seeds
+    seeds = arguments(__doc__, seeds=5).seeds
     spawn = multiprocessing.get_context("spawn")
     with concurrent.futures.ProcessPoolExecutor(2, mp_context=spawn) as pool:
         futures = {
@@ -106,21 +67,17 @@ def main() -> None:
             for index, method in enumerate(methods())
         }
         found = {key: future.result() for key, future in futures.items()}
-    of_text, of_digits = (
-        {name: each for (on_text, name), each in found.items() if on_text is which}
-        for which in (True, False)
-    )
     report(
         "partial_accuracy",
         "Averaging one partition of the params per step: what it does to the result",
         [
             (
                 f"Digits, SGD with momentum 0.9, 8 replicas: accuracy, {seeds} seeds",
-                table(of_digits, "test", "points below dense", False),
+                table(found, on_text=False),
             ),
             (
                 f"Text, AdamW, 8 replicas, {STEPS:,} steps: nats, {seeds} seeds",
-                table(of_text, "held-out loss", "loss / dense", True),
+                table(found, on_text=True),
             ),
         ],
         [],

@@ -5,7 +5,6 @@ and by counts: what it keeps and what it sends. Time is that of the processor: o
 is what a clock shows where nothing else runs. ``peers/setup.py`` makes the peers' environments.
 """
 
-import argparse
 import pathlib
 import random
 import statistics
@@ -14,7 +13,7 @@ import tempfile
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from harness import Bar, ratio, report
+from harness import Bar, arguments, caveats, ratio, report
 
 sys.path.insert(0, str(pathlib.Path(__file__).parent / "peers"))
 
@@ -171,9 +170,7 @@ def availability(figures: dict[str, Figures], missing: dict[str, str]) -> list[d
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--rounds", type=int, default=15)
-    rounds = parser.parse_args().rounds
+    rounds = arguments(__doc__, rounds=15).rounds
     with tempfile.TemporaryDirectory() as folder:
         work = pathlib.Path(folder) / "work.npz"
         workers.write(work)
@@ -227,7 +224,7 @@ def main() -> None:
         (f"Two processes: loss of call {lenet.AFTER}", table(replicas, loss_of, name)),
         ("Two processes: sent per call and process, kB", table(replicas, wire_of, name)),
         ("Where boostax loses", lost or [{"technique": "nowhere"}]),
-        ("To keep in mind", [{"caveat": line} for line in CAVEATS]),
+        ("To keep in mind", caveats(CAVEATS)),
     ]
     report("peers_frameworks", "boostax beside other frameworks' boosts", sections, bars)
 

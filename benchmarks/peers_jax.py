@@ -4,11 +4,9 @@ Makes ``docs/peers.md``, beside the results. The peers that need an environment 
 ``peers_frameworks.py``.
 """
 
-import argparse
 import dataclasses
 import json
 import os
-import pathlib
 from collections.abc import Iterable
 from typing import Any
 
@@ -23,13 +21,27 @@ import jax.numpy as jnp
 import loss_scale
 import optax
 import peers_finish
-from harness import RESULTS, Bar, Form, by_apply, by_update, compiled_form, paired, ratio, report
+from harness import (
+    DOCS,
+    PAGE_ALONE,
+    Bar,
+    Form,
+    arguments,
+    by_apply,
+    by_update,
+    compiled_form,
+    of_rows,
+    paired,
+    ratio,
+    record,
+    report,
+)
 from problems import grads, params
 from scaling_techniques import sharded_moments
 
 import boostax
 
-PAGE = pathlib.Path(__file__).parents[1] / "docs" / "peers.md"
+PAGE = DOCS / "peers.md"
 PyTree = Any
 ADAM = optax.adam(1e-3)
 Row = dict[str, Any]
@@ -253,48 +265,27 @@ moves all params, `dim_reduce` only along the directions of the run so far.
 """
 
 
-def page(record: dict[str, Any]) -> str:
+def page(found: dict[str, Any]) -> str:
     """The document made of the record."""
-    rows = record["sections"]["Pairs"]
-    machine = record["machine"]
-    columns = (
-        "technique",
-        "instead of",
-        "time",
-        "memory",
-        "wire bytes",
-        "ahead",
-        "remark",
-    )
+    rows, finish = found["sections"]["Pairs"], found["sections"]["A finish"]
+    machine = found["machine"]
     behind = [row for row in rows if row["ahead"] in ("the other", "it depends")]
     return HEADER.format(
         machine=f"{machine['cores']} cores of a {machine['device']}, JAX {machine['jax']}",
         even=EVEN,
-        pairs=table(rows, columns),
-        losses=table(behind, columns),
-        finish=table(record["sections"]["A finish"], tuple(record["sections"]["A finish"][0])),
+        pairs="\n".join(of_rows(rows)),
+        losses="\n".join(of_rows(behind)),
+        finish="\n".join(of_rows(finish)),
     )
 
 
-def table(rows: list[Row], columns: tuple[str, ...]) -> str:
-    """Markdown; figures with three digits."""
-    lines = ["| " + " | ".join(columns) + " |", "|" + "---|" * len(columns)]
-    lines += ["| " + " | ".join(_cell(row[c]) for c in columns) + " |" for row in rows]
-    return "\n".join(lines)
-
-
-def _cell(value: Any) -> str:
-    if value is None:
-        return ""
-    return f"{value:.3f}" if isinstance(value, float) else str(value)
-
-
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--rounds", type=int, default=15)
-    parser.add_argument("--short", action="store_true", help="few rounds; publishes nothing")
-    parser.add_argument("--page", action="store_true", help="write the page anew from the results")
-    options = parser.parse_args()
+    options = arguments(
+        __doc__,
+        rounds=15,
+        short=(False, "few rounds; publishes nothing"),
+        page=PAGE_ALONE,
+    )
     jax.config.update("jax_num_cpu_devices", 8)
     if not options.page:
         rows: list[Row] = []
@@ -304,7 +295,7 @@ def main() -> None:
         rows += [pair.row() for pair in states()]
         finish = peers_finish.finishing(seeds=1 if options.short else 3)
         if options.short:
-            print(table(rows, tuple(rows[0])), table(finish, tuple(finish[0])), sep="\n\n")
+            print(*of_rows(rows), "", *of_rows(finish), sep="\n")
             return
         bars = [
             Bar(f"{row['technique']} instead of {row['instead of']}: time", row["time"], 1.0)
@@ -317,7 +308,7 @@ def main() -> None:
             [("Pairs", rows), ("A finish", finish)],
             bars,
         )
-    PAGE.write_text(page(json.loads((RESULTS / "peers_jax.json").read_text())))
+    PAGE.write_text(page(record("peers_jax")))
 
 
 if __name__ == "__main__":

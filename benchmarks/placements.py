@@ -5,22 +5,18 @@ Runs the laws of ``boostax.testing`` cell by cell over ``tests/contract_cases.py
 """
 
 import dataclasses
-import json
-import multiprocessing
 import pathlib
 import re
 import sys
 from collections.abc import Callable
-from concurrent.futures import ProcessPoolExecutor, as_completed
 from typing import Any
 
+import harness
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from harness import Bar, report, resumable, sections_of, work_of
 from jax.sharding import AxisType, PartitionSpec
-from scorecard import prepare, quick
 
 import boostax
 from boostax._core.replicas import stack_replicas
@@ -36,7 +32,7 @@ from contract_cases import CASES  # noqa: E402
 
 PyTree = Any
 Row = dict[str, Any]
-PAGE = pathlib.Path(__file__).parents[1] / "docs" / "placement_matrix.md"
+PAGE = harness.DOCS / "placement_matrix.md"
 KINDS = {"Auto": AxisType.Auto, "Explicit": AxisType.Explicit}
 TOLERANCE = 2e-6  # As in the laws, relative and absolute.
 OTHER, MODEL = "other", "model"
@@ -219,29 +215,17 @@ def job(name: str, wanted: list[tuple[str, str]]) -> list[Row]:
     return found
 
 
-def run_all(names: list[str], record: pathlib.Path, workers: int) -> list[Row]:
-    """All cells; what is on record is not run again."""
-    lines = record.read_text().splitlines() if record.exists() else []
-    identity = lambda row: (row["technique"], row["table"], row["column"])  # noqa: E731
-    done = {identity(row): row for row in map(json.loads, lines)}
+def run_all(names: list[str], path: pathlib.Path, workers: int) -> list[Row]:
+    """All cells; what is kept is not run again."""
+    key = ("technique", "table", "column")
+    done = harness.kept(path, *key)
     jobs = {}
     for name in names:
         there = [(title, column) for title, column, _ in cells(case_of(name), {})]
-        left = [each for each in there if (name, *each) not in done]
-        if left:
-            jobs[name] = left
-    pool = ProcessPoolExecutor(workers, multiprocessing.get_context("spawn"), prepare)
-    try:
-        running = {pool.submit(job, *each): each[0] for each in jobs.items()}
-        for number, future in enumerate(as_completed(running), 1):
-            with record.open("a") as file:
-                for row in future.result():
-                    done[identity(row)] = row
-                    file.write(json.dumps(row) + "\n")
-            print(f"{number}/{len(jobs)} {running[future]}", flush=True)
-    finally:
-        pool.shutdown(cancel_futures=True)
-    return [row for row in done.values() if row["technique"] in names]
+        if left := [each for each in there if (name, *each) not in done]:
+            jobs[name] = name, left
+    harness.in_processes(job, jobs, path, workers)
+    return [row for row in harness.kept(path, *key).values() if row["technique"] in names]
 
 
 def tables(names: list[str], found: list[Row]) -> dict[str, list[Row]]:
@@ -305,10 +289,8 @@ def page(sections: dict[str, list[Row]]) -> str:
         heading = f"On {title} meshes" if title in KINDS else title
         lines += [f"## {heading}", "", *([ABOUT_MISTAKES, ""] if title == MISTAKEN else [])]
         columns = [each for each in rows[0] if each != "technique"]
-        lines += ["| | " + " | ".join(columns) + " |", "|---" * (len(columns) + 1) + "|"]
-        for row in rows:
-            there = " | ".join(row[each] for each in columns)
-            lines += [f"| **{row['technique']}** | {there} |"]
+        named = [[f"**{row['technique']}**", *(row[c] for c in columns)] for row in rows]
+        lines += harness.markdown(["", *columns], named)
         lines += [""]
     return "\n".join(lines)
 
@@ -332,21 +314,21 @@ ABOUT_MISTAKES = (
 
 
 def main() -> None:
-    options = resumable(__doc__, "names, by comma").parse_args()
+    options = harness.resumable(__doc__, "names, by comma")
     if options.page:
-        PAGE.write_text(page(sections_of("placements")))
+        PAGE.write_text(page(harness.sections_of("placements")))
         return
-    prepare()
-    quick()
-    work = work_of(options, "placements")
+    harness.on_cpu()
+    harness.quick()
+    work = harness.work_of(options, "placements")
     names = options.only.split(",") if options.only else [case.name for case in CASES]
     found = run_all(names, work / "cells.jsonl", options.workers)
     sections = tables(names, found)
     if options.only:
         print(page(sections))
         return
-    bars = [Bar("cells that are not as they must be", counted(sections)["wrong"], 0)]
-    report("placements", "Techniques in placements", list(sections.items()), bars)
+    bars = [harness.Bar("cells that are not as they must be", counted(sections)["wrong"], 0)]
+    harness.report("placements", "Techniques in placements", list(sections.items()), bars)
     PAGE.write_text(page(sections))
 
 

@@ -11,7 +11,7 @@ import matplotlib
 
 matplotlib.use("agg")
 import matplotlib.pyplot as plt
-from harness import RESULTS
+from harness import RESULTS, sections_of
 
 BLUE, ORANGE, GREEN, GREY = "#0072b2", "#d55e00", "#009e73", "#777777"
 STYLE = {
@@ -27,12 +27,11 @@ STYLE = {
     "figure.constrained_layout.use": True,
 }
 LOOKS = {"time": (BLUE, "o"), "memory": (ORANGE, "s"), "wire bytes": (GREEN, "D")}
-RECORD = RESULTS / "peers_jax.json"
 
 
 def digest() -> str:
     """By which the picture tells what it was drawn from."""
-    return hashlib.sha256(RECORD.read_bytes()).hexdigest()
+    return hashlib.sha256(json.dumps(sections_of("peers_jax")).encode()).hexdigest()
 
 
 def label(row: dict[str, Any], rows: list[dict[str, Any]]) -> str:
@@ -45,7 +44,7 @@ def label(row: dict[str, Any], rows: list[dict[str, Any]]) -> str:
 
 def draw() -> None:
     """Ratios on a log axis, a row for each pair: left of one is for boostax."""
-    rows = json.loads(RECORD.read_text())["sections"]["Pairs"]
+    rows = sections_of("peers_jax")["Pairs"]
     with plt.rc_context(STYLE):
         figure, ax = plt.subplots(figsize=(8.5, 0.27 * len(rows) + 1.0))
         for name, (color, marker) in LOOKS.items():

@@ -1,13 +1,12 @@
 """What f16 does to the result: where it costs nothing, and where it needs its gradients scaled."""
 
-import argparse
 import statistics
 from collections.abc import Callable
 from typing import Any
 
 import jax
 import optax
-from harness import Bar, report
+from harness import Bar, arguments, report
 
 import boostax
 from boostax.run.cli.build import build
@@ -71,11 +70,7 @@ def vanished(scale: float) -> dict[str, float]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--steps", type=int, default=300)
-    parser.add_argument("--sigmoid-steps", type=int, default=3000)
-    parser.add_argument("--seeds", type=int, default=3)
-    options = parser.parse_args()
+    options = arguments(__doc__, steps=300, sigmoid_steps=3000, seeds=3)
     on_text = compare(
         lambda dtype, seed: text(TextConfig(dtype=dtype, seed=seed)), options.steps, options.seeds
     )

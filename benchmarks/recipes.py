@@ -15,13 +15,12 @@ from typing import Any
 
 import jax
 import optax
-from harness import RESULTS, Bar, report
+from harness import DOCS, Bar, of_rows, on_cpu, over_seeds, report, sections_of
 
 import boostax
 from boostax.run.cluster import initialize, launch
 from boostax.run.workloads import TextConfig, text
 
-DOCS = pathlib.Path(__file__).parents[1] / "docs"
 Row = dict[str, Any]
 ROWS, STEPS, SEEDS, RATE = 32, 200, (0, 1, 2), 4e-3
 
@@ -87,8 +86,7 @@ def trained(recipe: Recipe, config: Any, calls: int, seed: int, steps: int) -> R
 def work(name: str, steps: int, out: pathlib.Path) -> None:
     """One recipe and plain f32, as one process of those that it has."""
     recipe = RECIPES[name]
-    jax.config.update("jax_platforms", "cpu")
-    jax.config.update("jax_num_cpu_devices", recipe.devices // recipe.processes)
+    on_cpu(recipe.devices // recipe.processes)
     processes = initialize()
     path = DOCS / "recipes" / f"{name}.json"
     asked = json.loads(path.read_text())
@@ -109,8 +107,7 @@ def rows_of(recipe: Recipe, found: dict[str, list[Row]]) -> list[Row]:
         {
             "recipe": recipe.title,
             "form": label,
-            "held-out loss": statistics.mean(each["loss"] for each in runs),
-            "s.e.": statistics.stdev(each["loss"] for each in runs) / len(runs) ** 0.5,
+            **over_seeds([each["loss"] for each in runs], "held-out loss"),
             "accuracy": statistics.mean(each["accuracy"] for each in runs),
             "working MB": runs[0]["working MB"],
             "state MB": runs[0]["state MB"],
@@ -123,7 +120,7 @@ def rows_of(recipe: Recipe, found: dict[str, list[Row]]) -> list[Row]:
 
 def on_record() -> list[Row]:
     """The rows that were measured before."""
-    return json.loads((RESULTS / "recipes.json").read_text())["sections"]["Recipes"]
+    return sections_of("recipes")["Recipes"]
 
 
 def page(rows: list[Row]) -> str:
@@ -132,14 +129,11 @@ def page(rows: list[Row]) -> str:
     for name, recipe in RECIPES.items():
         mine = [row for row in rows if row["recipe"] == recipe.title]
         columns = [c for c in mine[0] if c != "recipe"]
-        table = ["| " + " | ".join(columns) + " |", "|" + "---|" * len(columns)]
-        for row in mine:
-            cells = (f"{v:.3f}" if isinstance(v, float) else v for v in (row[c] for c in columns))
-            table.append("| " + " | ".join(cells) + " |")
         config = (DOCS / "recipes" / f"{name}.json").read_text().rstrip()
         prose = (DOCS / "recipes" / f"{name}.txt").read_text().rstrip()
         block = f"[{name}.json](recipes/{name}.json):\n\n```json\n{config}\n```"
-        parts += [f"## {recipe.title}", block, prose, "\n".join(table)]
+        table = "\n".join(of_rows(mine, columns))
+        parts += [f"## {recipe.title}", block, prose, table]
     return "\n\n".join(parts) + "\n"
 
 

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from digits_replicas import Split, accuracy, data, init, loss, order
+from harness import over_seeds, power, power_in
 from jax.sharding import AbstractMesh, AxisType
 from jax.sharding import PartitionSpec as P
 
@@ -240,8 +241,14 @@ def tune(run: Run, rates: Sequence[float], seeds: int, *, finalists: int, judges
     return best, [ending(best, seed) for seed in range(seeds)], first
 
 
-def tuned(method: Method, run: Run, params: PyTree, seeds: int, *, on_text: bool) -> Tuned:
-    """A method at its best rate."""
+def tuned(method: Method, seeds: int, *, on_text: bool, steps: int = TEXT_STEPS) -> Tuned:
+    """A method at its best rate; the steps are those of the text."""
+    if on_text:
+        run = text_run(method, steps)
+        params = jax.eval_shape(text_workload(0).init, jax.random.key(0))[0]
+    else:
+        run = digits_run(method)
+        params = jax.eval_shape(lambda: init(jax.random.key(0), SIZES))
     rates = TEXT_RATES if on_text else method.rates
     few = {"finalists": 1, "judges": 1} if on_text else {"finalists": 3, "judges": 5}
     rate, endings, first = tune(run, rates, seeds, **few)
@@ -253,6 +260,18 @@ def tuned(method: Method, run: Run, params: PyTree, seeds: int, *, on_text: bool
     return found
 
 
-def power(rate: float) -> str:
-    """As in the tables."""
-    return f"2^{round(math.log2(rate))}"
+def beside(dense: np.ndarray[Any, Any], other: np.ndarray[Any, Any], *, on_text: bool) -> Any:
+    """Points of accuracy below dense gradients, or losses over theirs; paired by seed."""
+    return other / dense if on_text else 100 * (dense - other)
+
+
+def compared(each: Tuned, dense: Tuned, *, on_text: bool) -> dict[str, Any]:
+    """The columns of a method beside dense gradients."""
+    measure, name = ("held-out loss", "loss / dense") if on_text else ("test", "points below dense")
+    return {
+        "bytes / dense": each.wire,
+        "rate": power_in(each.rate, each.first),
+        **over_seeds(each.test, measure),
+        **over_seeds(beside(dense.test, each.test, on_text=on_text), name, "its s.e."),
+        "training loss": float(np.mean([end.training for end in each.endings])),
+    }

@@ -4,21 +4,18 @@ Applies the formulas of ``scaling_formulas.py`` to a model of a billion params a
 ``docs/scaling.md``, beside the results. Nothing is run and no clock is read.
 """
 
-import argparse
 import itertools
-import json
 import math
-import pathlib
 from collections.abc import Callable
 from typing import Any
 
 import scaling_formulas as formulas
-from harness import RESULTS, Bar, report
+from harness import DOCS, PAGE_ALONE, Bar, arguments, markdown, report, sections_of
 from scaling_formulas import Model
 from scaling_sends import Send, ring_rounds, tree_rounds
 from scaling_techniques import HOST, TECHNIQUES, different, fits, sharded_moments
 
-PAGE = pathlib.Path(__file__).parents[1] / "docs" / "scaling.md"
+PAGE = DOCS / "scaling.md"
 REPLICAS = (8, 256, 4096)
 NEAR, FAR, ROUND = 50e9, 12.5e9, 10e-6
 LAYERS, WIDTH, HIDDEN, VOCABULARY = 20, 2048, 8192, 32768
@@ -136,12 +133,6 @@ def share(value: float) -> str:
     return f"{value:.3g}" if value < 0.1 else f"{value:.3f}"
 
 
-def table(header: list[str], rows: list[list[str]]) -> list[str]:
-    """In Markdown."""
-    lines = [header, ["---"] * len(header), *rows]
-    return ["| " + " | ".join(line) + " |" for line in lines]
-
-
 HEADER = (
     "technique,sends,of a mean,collectives,in a chain,rounds: ring; tree,model of the time,"
     "Adam,its own,kept in all,arrives"
@@ -169,13 +160,13 @@ def page(sections: dict[str, list[dict[str, Any]]]) -> str:
     """The document, from the sections on record."""
     lines = ["# Weak scaling, on paper", "", INTRODUCTION, ""]
     for n in REPLICAS:
-        lines += [f"## {n} replicas", "", *table(HEADER, list(map(cells, at(sections, n)))), ""]
+        lines += [f"## {n} replicas", "", *markdown(HEADER, list(map(cells, at(sections, n)))), ""]
     lines += ["## Where it stops making sense", "", *verdicts(sections), ""]
     even = sections["Break-even"]
-    lines += [*table(list(even[0]), [list(map(str, row.values())) for row in even]), ""]
+    lines += [*markdown(list(even[0]), [list(map(str, row.values())) for row in even]), ""]
     grows = sections["Growing"]
     rows = [[f"{x:,}" if isinstance(x, int) else x or "-" for x in row.values()] for row in grows]
-    return "\n".join([*lines, *table(["", *list(grows[0])[1:]], rows)]) + "\n"
+    return "\n".join([*lines, *markdown(["", *list(grows[0])[1:]], rows)]) + "\n"
 
 
 def at(sections: dict[str, list[dict[str, Any]]], n: int) -> list[dict[str, Any]]:
@@ -269,9 +260,7 @@ it ([`boostax.audit`](cards/audit.md) counts that)."""
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--page", action="store_true", help="write the page anew from the results")
-    options = parser.parse_args()
+    options = arguments(__doc__, page=PAGE_ALONE)
     if not options.page:
         sections = tables()
         last = {row["technique"]: row["of a mean"] for row in sections[len(REPLICAS) - 1][1]}
@@ -287,8 +276,7 @@ def main() -> None:
             for name, limit in limits.items()
         ]
         report("scaling", "Weak scaling, on paper", sections, bars)
-    data = json.loads((RESULTS / "scaling.json").read_text())
-    PAGE.write_text(page(data["sections"]))
+    PAGE.write_text(page(sections_of("scaling")))
 
 
 if __name__ == "__main__":

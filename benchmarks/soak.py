@@ -3,7 +3,6 @@
 Memory must not grow, no call may be lost, and the end must be that of a run nobody disturbs.
 """
 
-import argparse
 import dataclasses
 import json
 import math
@@ -18,7 +17,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-from harness import Bar, report
+from harness import Bar, arguments, report
 from soak_worker import WINDOW, poisoned
 
 WORKER = pathlib.Path(__file__).with_name("soak_worker.py")
@@ -287,9 +286,7 @@ def soak(minutes: float, work: pathlib.Path) -> tuple[list[tuple[str, list[Any]]
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--minutes", type=float, default=20.0, help="below 20 publishes nothing")
-    options = parser.parse_args()
+    options = arguments(__doc__, minutes=(20.0, "below 20 publishes nothing"))
     with tempfile.TemporaryDirectory(prefix="soak-") as folder:
         sections, bars = soak(options.minutes, pathlib.Path(folder))
     if options.minutes < 20:

@@ -13,6 +13,7 @@ from typing import Any
 import jax
 import numpy as np
 import optax
+from harness import on_cpu
 
 import boostax
 from boostax._core import trees
@@ -137,6 +138,5 @@ if __name__ == "__main__":
     parser.add_argument("--every", type=int, required=True, help="calls between two checkpoints")
     parser.add_argument("--clean", action="store_true", help="no batch is poisoned")
     given = parser.parse_args()
-    jax.config.update("jax_platforms", "cpu")
-    jax.config.update("jax_num_cpu_devices", REPLICAS)
+    on_cpu(REPLICAS)
     live(given.output, given.calls, given.every, given.clean)

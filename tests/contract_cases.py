@@ -87,6 +87,32 @@ CASES = [
         ),
     ),
     Case(
+        "store",
+        lambda inner, axis: boostax.precision.store(inner, moments="log8", least=1),
+        bad_arguments=(
+            (lambda: boostax.precision.store(3.0), "inner"),
+            (lambda: boostax.precision.store(OPT, params="bf16"), "params"),
+            (lambda: boostax.precision.store(OPT, moments="fp8"), "moments"),
+            (lambda: boostax.precision.store(OPT, least=0), "least"),
+            (lambda: boostax.precision.store(OPT, params="kahan").init(jnp.zeros(3)), "params"),
+            (
+                lambda: boostax.precision.store(OPT, moments={"nu": "log8"}).init(jnp.zeros(3)),
+                "moments",
+            ),
+        ),
+    ),
+    Case(
+        "accumulate_in_bfloat16",
+        lambda inner, axis: boostax.accumulate(
+            inner, 2, accumulator_dtype="bfloat16", rounding="stochastic", axis_name=axis
+        ),
+        calls=2,
+        bad_arguments=(
+            (lambda: boostax.accumulate(OPT, 2, rounding="stochastic"), "rounding"),
+            (lambda: boostax.accumulate(OPT, 2, rounding="up"), "rounding"),
+        ),
+    ),
+    Case(
         "accumulate",
         lambda inner, axis: boostax.accumulate(inner, 2, axis_name=axis),
         calls=2,

@@ -345,8 +345,8 @@ REDUCED_IN_VAIN = ("maxtext", "midgpt", "tunix")
 @everywhere
 @pytest.mark.parametrize("name", BY_HAND)
 def test_findings_in_public_train_steps_are_true(name, target):
-    step, calls = foreign_steps.STEPS[name], 4 if name == "tunix" else 1
-    jitted, args, params = step.build(cases.mesh_of(target))
+    build, calls = foreign_steps.STEPS[name], 4 if name == "tunix" else 1
+    jitted, args, params = build(cases.mesh_of(target))
     lowered = jitted.lower(*args)
     options = {"xla_gpu_autotune_level": 0} if target == H100 else {}
     compiled = lowered.compile(compiler_options=options)

@@ -11,6 +11,7 @@ import sys
 import textwrap
 import types
 
+import harness
 import nbclient
 import nbformat
 import pytest
@@ -27,7 +28,7 @@ MODULES = [
 ]
 
 FENCE = re.compile(r"^(?P<indent> *)```(?P<info>.*)\n(?P<code>(?:.*\n)*?)(?P=indent)```$", re.M)
-HELD = re.compile(r"# From (?P<record>benchmarks/results/\w+\.json)")
+HELD = re.compile(r"# From benchmarks/results/(?P<record>\w+)\.json")
 LINK = re.compile(r"\]\((?P<target>[^)\s]+)\)")
 
 
@@ -136,7 +137,7 @@ def test_figures_that_a_notebook_holds_are_those_of_the_record():
     for source, name in found:
         assert name, source
         exec(source, given := {})
-        sections = json.loads((ROOT / name["record"]).read_text())["sections"]
+        sections = harness.sections_of(name["record"])
         for start, (columns, *rows) in given["record"].items():
             (title,) = (title for title in sections if title.startswith(start))
             known = [tuple(rounded(row[c]) for c in columns) for row in sections[title]]

@@ -5,6 +5,7 @@ import struct
 
 import growth
 import growth_measure as measure
+import harness
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -16,8 +17,7 @@ from jax import lax
 
 # Nothing of this size is made. Of fewer params the padding for each replica would be a good part.
 SMALL = Point(params=1_000_000, leaves=8, replicas=2, window=16, groups=2)
-RECORD = growth.RESULTS / "growth.json"
-SECTIONS = json.loads(RECORD.read_text())["sections"]
+SECTIONS = harness.sections_of("growth")
 STEPS = {
     # Of fewer, a few percent are what fills up the rows of a leaf, more or less by chance.
     "params": (4_000_000, 16_000_000),
@@ -173,7 +173,7 @@ def test_bars_and_slopes_are_those_of_the_curves_on_record():
         [name, rows] for name, rows in SECTIONS.items()
     ]
     bars = [(bar.claim, bar.figure, bar.limit) for bar in growth.bars_of(found)]
-    record = json.loads(RECORD.read_text())["bars"]
+    record = harness.record("growth")["bars"]
     assert bars == [(bar["claim"], bar["figure"], bar["limit"]) for bar in record]
 
 

@@ -1,8 +1,5 @@
 """The published figures: every bar of every benchmark on record is met."""
 
-import json
-import pathlib
-
 import combinations
 import compilers
 import foreign_loops
@@ -14,17 +11,16 @@ import plots
 import pytest
 import recipes
 
-RESULTS = sorted((pathlib.Path(__file__).parents[1] / "benchmarks" / "results").glob("*.json"))
+RESULTS = sorted(harness.RESULTS.glob("*.json"))
 BARS = [
     pytest.param(bar, id=f"{path.stem}: {bar['claim']}")
     for path in RESULTS
-    for bar in json.loads(path.read_text())["bars"]
+    for bar in harness.record(path.stem)["bars"]
 ]
 
 
 def test_every_benchmark_is_on_record():
-    benchmarks = pathlib.Path(__file__).parents[1] / "benchmarks"
-    scripts = {p.stem for p in benchmarks.glob("*.py") if "def main" in p.read_text()}
+    scripts = {p.stem for p in harness.RESULTS.parent.glob("*.py") if "def main" in p.read_text()}
     # The suites of others are run beside the tests.
     assert {path.stem for path in RESULTS} == scripts | {"foreign"}
     assert all(path.with_suffix(".md").exists() for path in RESULTS)
@@ -37,18 +33,16 @@ def test_bar(bar):
 
 
 def test_the_page_of_combinations_is_that_of_the_record():
-    root = pathlib.Path(__file__).parents[1]
-    record = root / "benchmarks" / "results" / "combinations.json"
-    sections = json.loads(record.read_text())["sections"]
+    sections = harness.sections_of("combinations")
     assert combinations.PAGE.read_text() == combinations.page(sections)
     asked = [each.title for each in combinations.everything_asked()]
     assert [row["configuration"] for rows in sections.values() for row in rows] == asked
 
 
 def test_the_page_of_compilers_is_that_of_the_record():
-    record = json.loads((compilers.harness.RESULTS / "compilers.json").read_text())
-    assert compilers.PAGE.read_text() == compilers.page(record["sections"])
-    assert list(record["sections"]) == list(compilers.SECTIONS)
+    sections = harness.sections_of("compilers")
+    assert compilers.PAGE.read_text() == compilers.page(sections)
+    assert list(sections) == list(compilers.SECTIONS)
 
 
 def test_the_page_of_foreign_loops_is_that_of_the_record():
@@ -59,7 +53,7 @@ def test_the_page_of_foreign_loops_is_that_of_the_record():
 
 
 def test_the_page_of_peers_is_that_of_the_record():
-    record = json.loads((peers_jax.RESULTS / "peers_jax.json").read_text())
+    record = harness.record("peers_jax")
     assert peers_jax.PAGE.read_text() == peers_jax.page(record)
     behind = [row for row in record["sections"]["Pairs"] if row["ahead"] == "the other"]
     assert behind and peers_jax.PAGE.read_text().count("| the other |") == 2 * len(behind)

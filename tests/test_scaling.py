@@ -1,7 +1,6 @@
 """The page on scaling: every formula is what the traced program sends, waits for and keeps."""
 
 import itertools
-import json
 import math
 
 import jax
@@ -11,6 +10,7 @@ import pytest
 import scaling
 import scaling_formulas as formulas
 import scaling_techniques as techniques
+from harness import sections_of
 from jax.extend.core import Literal
 from scaling_sends import Over, ring_rounds, tree_rounds
 
@@ -21,7 +21,6 @@ from boostax._core.replicas import stack_replicas, state_specs
 from boostax.testing import drawn
 
 TECHNIQUES, MODELS = techniques.TECHNIQUES, techniques.MODELS
-RECORD = scaling.RESULTS / "scaling.json"
 # These send their leaves together, where padding and buckets depend on the number of replicas.
 PACKED = [
     "`all_reduce`, bf16",
@@ -261,10 +260,10 @@ def test_the_model_has_a_billion_params():
 
 def test_the_record_is_that_of_the_formulas():
     """To the bit: nothing in it was measured."""
-    sections = json.loads(RECORD.read_text())["sections"]
+    sections = sections_of("scaling")
     assert list(sections.items()) == scaling.tables()
 
 
 def test_the_page_is_that_of_the_record():
-    sections = json.loads(RECORD.read_text())["sections"]
+    sections = sections_of("scaling")
     assert scaling.PAGE.read_text() == scaling.page(sections)

@@ -1,7 +1,6 @@
 """The scorecard's harness: sound transformations pass, each broken one fails where it is broken."""
 
 import itertools
-import json
 import pathlib
 
 import jax
@@ -12,6 +11,7 @@ from cells import contexts, counts, faults, inputs, lifecycle, page
 from cells.sections import cells
 from cells.subject import FAIL, NONE, PASS, UNSUPPORTED, Subject, judge
 from cells.subjects import EVERYONE, named
+from harness import sections_of
 
 ROOT = pathlib.Path(__file__).parents[1]
 CELLS = {
@@ -200,6 +200,5 @@ def test_there_are_as_many_cells_as_the_contract_asks_for():
 
 
 def test_the_page_is_that_of_the_record():
-    record = ROOT / "benchmarks" / "results" / "scorecard.json"
-    sections = json.loads(record.read_text())["sections"]
+    sections = sections_of("scorecard")
     assert (ROOT / "docs" / "scorecard.md").read_text() == page.page(sections)

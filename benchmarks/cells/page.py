@@ -1,21 +1,19 @@
 """The tables of the record, and the page made of them."""
 
 import collections
-import json
-import pathlib
 from typing import Any
+
+from harness import markdown, sections_of
 
 from cells.sections import TITLES
 from cells.subject import FAIL, NONE, PASS, UNSUPPORTED
 from cells.subjects import EVERYONE
 
 Row = dict[str, Any]
-RESULTS = pathlib.Path(__file__).parents[1] / "results"
-FAULTS = RESULTS / "faults"
 ORDER = ("passes", "cells", "laws", "elsewhere")
 ELSEWHERE = {
-    "kills": ("A run killed at random moments and resumed", "tests/test_kills.py"),
-    "rank_deaths": ("A process of several that dies or stalls", "tests/test_cluster_command.py"),
+    "A run killed at random moments and resumed": "tests/test_kills.py",
+    "A process of several that dies or stalls": "tests/test_cluster_command.py",
 }
 FUNCTIONS = "other functions"
 # The last columns of a table of train loops.
@@ -47,13 +45,10 @@ def tables(found: list[Row], laws: list[Row]) -> dict[str, list[Row]]:
 
 
 def told_elsewhere() -> list[Row]:
-    """What tests of their own say, from their records if there are any."""
-    rows = []
-    for name, (what, test) in ELSEWHERE.items():
-        record = FAULTS / f"{name}.json"
-        told = json.loads(record.read_text()) if record.exists() else None
-        result = f"{told['passed']} of {told['of']} pass" if told else "see the test"
-        rows.append({"what": what, "result": result, "test": test})
+    """What tests of their own say."""
+    rows = [
+        {"what": what, "result": "see the test", "test": test} for what, test in ELSEWHERE.items()
+    ]
     return rows + in_silence()
 
 
@@ -65,10 +60,7 @@ def in_silence() -> list[Row]:
         result = ", ".join(f"{count} {name}" for name, count in counts.items())
         rows.append({"what": what, "result": result, "test": test})
 
-    def of(record: str) -> Any:
-        return json.loads((RESULTS / f"{record}.json").read_text())["sections"]
-
-    random, loops, suites = of("fuzz"), of("foreign_loops"), of("foreign")
+    random, loops, suites = map(sections_of, ("fuzz", "foreign_loops", "foreign"))
     sums = lambda there, names: {x: sum(each[x] for each in there) for x in names}  # noqa: E731
     counts = sums(random["Runs"], ("number", "refused", "different"))
     row("Random chains against float64", counts, "benchmarks/fuzz.py")
@@ -104,13 +96,12 @@ def counted(sections: dict[str, list[Row]]) -> dict[tuple[str, str], dict[str, i
 
 def table(names: list[str], counts: dict[tuple[str, str], dict[str, int]]) -> list[str]:
     """Subjects as rows, sections as columns: pass, unsupported, fail."""
-    lines = ["| | " + " | ".join(f"{k}: {title}" for k, title in TITLES.items()) + " | all |"]
-    lines += ["|---" * (len(TITLES) + 2) + "|"]
+    rows = []
     for name in names:
         each = [counts.get((name, letter), {}) for letter in TITLES]
         every = {kind: sum(x.get(kind, 0) for x in each) for kind in (PASS, UNSUPPORTED, FAIL)}
-        lines.append(f"| **{name}** | " + " | ".join(map(cell, [*each, every])) + " |")
-    return lines
+        rows.append([f"**{name}**", *map(cell, [*each, every])])
+    return markdown(["", *(f"{k}: {title}" for k, title in TITLES.items()), "all"], rows)
 
 
 def cell(counts: dict[str, int]) -> str:
@@ -122,29 +113,28 @@ def total(counts: dict[tuple[str, str], dict[str, int]], names: set[str], kind: 
     return sum(each.get(kind, 0) for (name, _), each in counts.items() if name in names)
 
 
-def reasons(rows: list[Row]) -> list[str]:
+def listed(rows: list[Row], last: str) -> list[str]:
     """A line for each reason, with the cells that share it."""
     shared: dict[tuple[str, str], list[str]] = {}
     for row in rows:
         shared.setdefault((row["subject"], row["reason"]), []).append(row["cell"])
-    return [
-        f"| {name} | {', '.join(cells)} | {reason.replace('|', chr(92) + '|')} |"
+    lines = [
+        (name, ", ".join(cells), reason.replace("|", "\\|"))
         for (name, reason), cells in shared.items()
     ]
-
-
-def listed(rows: list[Row], last: str) -> list[str]:
-    header = ["| | cells | " + last + " |", "|---|---|---|"]
-    return [*header, *reasons(rows)] if rows else ["None."]
+    return markdown(("", "cells", last), lines) if rows else ["None."]
 
 
 def repeated(rows: list[Row]) -> list[str]:
     """The laws on random examples, and the tests that were repeated."""
     if not rows:
         return ["Not run for this record."]
-    lines = [f"{sum(row['failed'] for row in rows)} fail.", ""]
-    lines += ["| what | examples | fails |", "|---|---|---|"]
-    return lines + [f"| {row['what']} | {row['examples']} | {row['failed']} |" for row in rows]
+    counts = [(row["what"], row["examples"], row["failed"]) for row in rows]
+    return [
+        f"{sum(row['failed'] for row in rows)} fail.",
+        "",
+        *markdown(("what", "examples", "fails"), counts),
+    ]
 
 
 def page(sections: dict[str, list[Row]]) -> str:
@@ -207,11 +197,9 @@ def page(sections: dict[str, list[Row]]) -> str:
         "",
         "## Tried elsewhere",
         "",
-        "| what | result | test |",
-        "|---|---|---|",
-        *(
-            f"| {row['what']} | {row['result']} | `{row['test']}` |"
-            for row in sections["elsewhere"]
+        *markdown(
+            ("what", "result", "test"),
+            [(x["what"], x["result"], f"`{x['test']}`") for x in sections["elsewhere"]],
         ),
         "",
         "## How to run it",

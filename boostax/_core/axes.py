@@ -8,6 +8,7 @@ differentiate, then reduce) is the only one that means the same with checking on
 """
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -319,12 +320,19 @@ def sum_over_shards(parts: list[jax.Array], names: tuple[str, ...], dtype: Any) 
     A leaf that is whole on all devices counts once. One collective for each set of axes over which
     leaves are sharded.
     """
-    sums: dict[frozenset[str], jax.Array] = {}
-    for part in parts or [jnp.zeros((), dtype)]:
-        over = varying(part) - frozenset(names)
-        sums[over] = sums[over] + part if over in sums else part
+    sums = _summed(parts or [jnp.zeros((), dtype)], lambda x: varying(x) - frozenset(names))
     totals = [lax.psum(to_varying(x, names), (*names, *sorted(over))) for over, x in sums.items()]
     return functools.reduce(jnp.add, totals)
+
+
+def _summed(
+    parts: list[jax.Array], over: Callable[[jax.Array], frozenset[str]]
+) -> dict[frozenset[str], jax.Array]:
+    """The sum of those that are sharded over the same axes."""
+    sums: dict[frozenset[str], jax.Array] = {}
+    for part in parts:
+        sums[over(part)] = sums[over(part)] + part if over(part) in sums else part
+    return sums
 
 
 def shard_total(parts: list[jax.Array], names: tuple[str, ...], who: str) -> jax.Array:
@@ -339,10 +347,7 @@ def shard_total(parts: list[jax.Array], names: tuple[str, ...], who: str) -> jax
             f"{who}: shard_axes must be left out where JAX does not track which leaves are "
             f"sharded, got {names!r}. Leave check_vma on."
         )
-    sums: dict[frozenset[str], jax.Array] = {}
-    for part in parts:
-        over = varying(part) & frozenset(names)
-        sums[over] = sums[over] + part if over in sums else part
+    sums = _summed(parts, lambda x: varying(x) & frozenset(names))
     totals = [lax.psum(x, tuple(sorted(over))) if over else x for over, x in sums.items()]
     return functools.reduce(jnp.add, totals) if totals else jnp.zeros(())
 

@@ -8,6 +8,7 @@ from typing import Any, TypeVar
 
 import jax.numpy as jnp
 import numpy as np
+import optax
 from jax.core import Tracer
 
 Choice = TypeVar("Choice", bound=str)
@@ -35,19 +36,21 @@ def positive_int(who: str, argument: str, value: Any, hint: str) -> Any:
     """
     if isinstance(value, Tracer):
         return value
-    allowed, flag = "a positive integer", isinstance(value, (bool, np.bool_))
-    number = 0 if flag else integer(who, argument, value, allowed, hint)
-    if not 1 <= number < 2**31:
-        allowed = "below 2**31" if number > 0 else allowed
-        raise ValueError(message(who, argument, allowed, value, hint))
+    number = _at_least(1, who, argument, value, "a positive integer", hint)
+    if number >= 2**31:
+        raise ValueError(message(who, argument, "below 2**31", value, hint))
     return number
 
 
 def natural(who: str, argument: str, value: Any, hint: str) -> int:
     """An integer that is not negative; a bool is a mistake."""
-    allowed, flag = "an integer that is not negative", isinstance(value, (bool, np.bool_))
-    number = -1 if flag else integer(who, argument, value, allowed, hint)
-    if number < 0:
+    return _at_least(0, who, argument, value, "an integer that is not negative", hint)
+
+
+def _at_least(least: int, who: str, argument: str, value: Any, allowed: str, hint: str) -> int:
+    flag = isinstance(value, (bool, np.bool_))
+    number = least - 1 if flag else integer(who, argument, value, allowed, hint)
+    if number < least:
         raise ValueError(message(who, argument, allowed, value, hint))
     return number
 
@@ -95,6 +98,20 @@ def choice(
     return value
 
 
+def require(
+    who: str,
+    argument: str,
+    value: object,
+    allowed: str,
+    holds: bool,
+    hint: str,
+    error: type[Exception] = ValueError,
+) -> None:
+    """Whatever holds for the value: for rules that no other check has."""
+    if not holds:
+        raise error(message(who, argument, allowed, value, hint))
+
+
 def absent(who: str, argument: str, value: object, allowed: str, hint: str) -> None:
     """Nothing, where nothing could be meant by it."""
     if value is not None:
@@ -114,8 +131,8 @@ def floating_dtype(who: str, argument: str, value: Any) -> np.dtype[Any]:
 
 
 def transformation(who: str, argument: str, value: Any) -> Any:
-    """Anything with ``init`` and ``update``: Optax's own test of a transformation."""
+    """What has ``init`` and ``update``, Optax's own test, as one that takes extra arguments."""
     if not (callable(getattr(value, "init", None)) and callable(getattr(value, "update", None))):
         hint = "Pass an optimizer such as optax.adamw(1e-3)."
         raise TypeError(message(who, argument, "an optax.GradientTransformation", value, hint))
-    return value
+    return optax.with_extra_args_support(value)

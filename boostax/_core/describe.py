@@ -19,46 +19,23 @@ import optax
 
 from boostax._core import checks
 
+# What a transformation returns: updates (or new params), and its state.
+Stepped = tuple[Any, Any]
 Update = TypeVar("Update", bound=Callable[..., Any])
 # Before its name in the name stack of a trace, and so in profiles.
 SCOPE = "boostax."
 
 # What a part does to a gradient, as far as its place in a chain depends on it.
-Role = Literal[
-    # Gates: each may skip what is inside.
-    "scaler",
-    "window",
-    "check",
-    # Around an optimizer.
-    "carry",
-    "freeze",
-    # Reductions, of gradients:
-    "mean",
-    "adasum",
-    "compressed",
-    # of the updates of each replica's own optimizer; of params that differ between replicas.
-    "delta",
-    "own params",
-    # Of gradients that are reduced.
-    "centralize",
-    "norm clip",
-    "clip",
-    "decay",
-    "noise",
-    "momentum",
-    "moments",
-    "sign",
-    "rate",
-    "schedule",
-    "subspace",
-    "coordinates",
-    # What passes everything through.
-    "recorder",
-    "watch",
-    "nothing",
-    # Its place is not judged.
-    "unknown",
-]
+Gate = Literal["scaler", "window", "check"]
+AroundOptimizer = Literal["carry", "freeze"]
+# Of gradients; of the updates of each replica's own optimizer; of params that differ.
+Reduction = Literal["mean", "adasum", "compressed", "delta", "own params"]
+# Of gradients that are reduced.
+Gradient = Literal["centralize", "norm clip", "clip", "decay", "noise"]
+Optimizer = Literal["momentum", "moments", "sign", "rate", "schedule", "subspace", "coordinates"]
+PassedThrough = Literal["recorder", "watch", "nothing"]
+# The place of the last is not judged.
+Role = Literal[Gate, AroundOptimizer, Reduction, Gradient, Optimizer, PassedThrough, "unknown"]
 ROLES: tuple[str, ...] = get_args(Role)
 
 

@@ -26,6 +26,7 @@ What a gate says of its last call, by its state's methods and fields:
 """
 
 import dataclasses
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol
 
@@ -35,7 +36,7 @@ import optax
 from jax import lax
 
 from boostax._core import axes, bcoo, checks, costs, trees
-from boostax._core.describe import describe, takes_sparse
+from boostax._core.describe import Stepped, describe, takes_sparse
 from boostax._core.placement import settled
 
 PyTree = Any
@@ -81,13 +82,13 @@ class Step(Protocol):
 
     def __call__(
         self, grads: Pending, state: Any, params: PyTree, *, apply: bool, **extra: Any
-    ) -> tuple[PyTree, Any]: ...
+    ) -> Stepped: ...
 
 
 class Flush(Protocol):
     """Close what is held open, without a new gradient; returns the new params and state."""
 
-    def __call__(self, state: Any, params: PyTree, **extra: Any) -> tuple[PyTree, Any]: ...
+    def __call__(self, state: Any, params: PyTree, **extra: Any) -> Stepped: ...
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -115,7 +116,7 @@ class GatedUpdate:
 
     def __call__(
         self, updates: PyTree, state: Any, params: PyTree = None, **extra_args: Any
-    ) -> tuple[PyTree, Any]:
+    ) -> Stepped:
         """Updates in the dtypes of the params, if they are given, else in f32 or wider."""
         return self.step(Pending(updates), state, params, apply=False, **extra_args)
 
@@ -130,6 +131,15 @@ def gate_of(tx: optax.GradientTransformation) -> GatedUpdate | None:
     return tx.update if isinstance(tx.update, GatedUpdate) else None
 
 
+def init_inner(tx: optax.GradientTransformation, params: PyTree) -> Any:
+    """The first state of what is inside a gate.
+
+    A gate is given params as they are stored; anything else those of f32 or wider in which it will
+    compute: moments would otherwise be rounded with them.
+    """
+    return tx.init(params if gate_of(tx) else trees.at_least_float32(params))
+
+
 def run(
     tx: optax.GradientTransformationExtraArgs,
     grads: Pending,
@@ -138,7 +148,7 @@ def run(
     *,
     apply: bool,
     extra: dict[str, Any],
-) -> tuple[PyTree, Any]:
+) -> Stepped:
     """Run the transformation inside a gate: its own gate if it has one, else update (and apply).
 
     It was initialised with params of f32 or wider and computes in them, whatever the params are
@@ -158,7 +168,7 @@ def run(
 
 def flush_inner(
     tx: optax.GradientTransformationExtraArgs, state: Any, params: PyTree, extra: dict[str, Any]
-) -> tuple[PyTree, Any]:
+) -> Stepped:
     """Close open windows in ``tx``; a transformation without a gate has none.
 
     A state in which gradients wait says so by a method ``held()``.
@@ -166,7 +176,7 @@ def flush_inner(
     own = gate_of(tx)
     if own is not None:
         return own.flush(state, params, **extra)
-    if trees.find(state, lambda node: callable(getattr(node, "held", None))):
+    if trees.telling(state, "held"):
         raise ValueError(
             "flush: tx must be a boostax gate such as accumulate(...) or "
             f"dynamic_loss_scale(accumulate(...)), got {type(tx).__name__} that hides one. Put the "
@@ -183,7 +193,7 @@ def flush_of(tx: optax.GradientTransformationExtraArgs, flag: str) -> Flush:
       flag: the field that says whether the last call ran it.
     """
 
-    def flush_fn(state: Any, params: PyTree, **extra: Any) -> tuple[PyTree, Any]:
+    def flush_fn(state: Any, params: PyTree, **extra: Any) -> Stepped:
         waiting = held_open(state.inner_state)
         params, inner_state = flush_inner(tx, state.inner_state, params, extra)
         # A flush that closed a window counts as a run, even if the last gradient was skipped.
@@ -195,14 +205,14 @@ def flush_of(tx: optax.GradientTransformationExtraArgs, flag: str) -> Flush:
 
 def run_or_hold(
     predicate: jax.Array,
-    heavy: Callable[[], tuple[PyTree, Any]],
+    heavy: Callable[[], Stepped],
     params: PyTree,
     state: Any,
     *,
     apply: bool,
     who: str,
     names: tuple[str, ...] | None = None,
-) -> tuple[PyTree, Any]:
+) -> Stepped:
     """``heavy()`` where the predicate holds; else params (or zero updates) and state untouched.
 
     Args:
@@ -228,7 +238,7 @@ def run_or_hold(
         trees.require_shapes(who, what, mine, theirs, hint)
     held = axes.unify(held, types)
 
-    def work() -> tuple[PyTree, Any]:
+    def work() -> Stepped:
         value, new_state = replay()
         return axes.unify((value, trees.cast_like(new_state, state)), held)
 
@@ -285,34 +295,39 @@ def passed(state: PyTree) -> jax.Array:
     A state takes part by a method ``passed()``. An inner flag is stale if an outer gate skipped it;
     the outer flag is then False, so the AND is right.
     """
-    flags = [node.passed() for node in trees.find(state, _is_gate)]
-    result = jnp.asarray(True)
-    for flag in flags:
-        result = jnp.logical_and(result, flag)
-    return result
+    flags = [node.passed() for node in _gates(state)]
+    return functools.reduce(jnp.logical_and, flags, jnp.asarray(True))
 
 
 def outermost_passed(state: PyTree) -> jax.Array:
     """Whether the outermost gate took the last gradient in: accumulated it, or ran on it."""
-    gates = trees.find(state, _is_gate)
+    gates = _gates(state)
     return gates[0].taken() if gates else jnp.asarray(True)
 
 
 def held_open(state: PyTree) -> jax.Array:
     """Whether a window is open anywhere."""
-    result = jnp.asarray(False)
-    for node in trees.find(state, lambda node: callable(getattr(node, "held", None))):
-        result = jnp.logical_or(result, node.held())
-    return result
+    flags = [node.held() for node in trees.telling(state, "held")]
+    return functools.reduce(jnp.logical_or, flags, jnp.asarray(False))
 
 
 def has_gate(state: PyTree) -> bool:
     """Whether a transformation with this state may skip its inner one."""
-    return bool(trees.find(state, _is_gate))
+    return bool(_gates(state))
 
 
-def _is_gate(node: Any) -> bool:
-    return callable(getattr(node, "passed", None)) and callable(getattr(node, "taken", None))
+def _gates(state: PyTree) -> list[Any]:
+    return trees.telling(state, "passed", "taken")
+
+
+def counted(counter: jax.Array, happened: jax.Array) -> jax.Array:
+    """One more where it happened, and never past the largest i32."""
+    return jnp.where(happened, optax.safe_increment(counter), counter)
+
+
+def told_by(field: str) -> Callable[[Any], jax.Array]:
+    """A state's ``passed`` and ``taken``, where one bool in it is both."""
+    return lambda state: getattr(state, field)
 
 
 class GateState(NamedTuple):
@@ -334,13 +349,7 @@ class GateState(NamedTuple):
         """Named scalars for ``boostax.metrics``."""
         return {"held_calls": self.held_calls}
 
-    def passed(self) -> jax.Array:
-        """Whether the last call reached what is inside."""
-        return self.ran
-
-    def taken(self) -> jax.Array:
-        """Whether the last gradient was used."""
-        return self.ran
+    passed = taken = told_by("ran")
 
 
 Rule = Callable[[Pending, PyTree, PyTree], tuple[jax.Array, PyTree]]
@@ -397,14 +406,13 @@ def gate(
       (-2.0, 1)
     """
     who = name or getattr(rule, "__name__", "gate")
-    checks.transformation(who, "inner", inner)
+    tx = checks.transformation(who, "inner", inner)
     names = axes.canonical(who, axis_name)
-    tx = optax.with_extra_args_support(inner)
 
     def init_fn(params: PyTree) -> GateState:
         # Arrays of its own: donation refuses a buffer that two fields share.
         own = jax.tree.map(lambda x: jnp.asarray(x) + 0, init(params))
-        inner_state = tx.init(trees.at_least_float32(params))
+        inner_state = init_inner(tx, params)
         return GateState(own, jnp.asarray(False), jnp.zeros((), jnp.int32), inner_state)
 
     @describe(who, "check", names, inner={"inner_state": tx})
@@ -420,12 +428,12 @@ def gate(
         trees.require_shapes(who, "own", state.own, own, "Return it as it was given.")
         ok = axes.agree(ok, names)
 
-        def heavy() -> tuple[PyTree, Any]:
+        def heavy() -> Stepped:
             return run(tx, grads, state.inner_state, params, apply=apply, extra=extra)
 
         held = params, state.inner_state
         value, inner_state = run_or_hold(ok, heavy, *held, apply=apply, who=who, names=names)
-        held_calls = jnp.where(ok, state.held_calls, optax.safe_increment(state.held_calls))
-        return value, GateState(trees.cast_like(own, state.own), ok, held_calls, inner_state)
+        own = trees.cast_like(own, state.own)
+        return value, GateState(own, ok, counted(state.held_calls, ~ok), inner_state)
 
     return gated(init_fn, step_fn, flush_of(tx, "ran"))

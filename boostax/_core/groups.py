@@ -72,7 +72,7 @@ def prefix_groups(
     kept = _with_norms(_layers(who, params, order, level), leaves)
     if n > len(kept):
         allowed = f"at most the number of layers, {len(kept)}"
-        words = _few([trees.path_name(path) for path in kept])
+        words = few([trees.path_name(path) for path in kept])
         hint = f"They are {words}, each with the norms after it." if kept else "Params are empty."
         raise ValueError(checks.message(who, "n", allowed, n, hint))
     labels = [0] * len(leaves)
@@ -97,7 +97,7 @@ def as_groups(who: str, groups: Any, params: PyTree) -> PyTree:
     found, treedef = jax.tree_util.tree_flatten_with_path(params)
     if not found:
         return params
-    names = _names(params)
+    names = trees.names(params)
     if isinstance(groups, Labels):
         return treedef.unflatten(_spread(who, groups.tree, params))
     if _are_patterns(groups):
@@ -244,8 +244,8 @@ def param_groups(params: PyTree, groups: Sequence[Any]) -> list[list[str]]:
     """
     who, allowed = "param_groups", "lists that together hold every param once"
     names: dict[int, list[str]] = {}
-    for path, leaf in jax.tree_util.tree_leaves_with_path(params):
-        names.setdefault(id(leaf), []).append(trees.path_name(path))
+    for name, leaf in trees.named(params):
+        names.setdefault(id(leaf), []).append(name)
     found: list[list[str]] = []
     for i, group in enumerate(groups):
         found.append([])
@@ -258,7 +258,7 @@ def param_groups(params: PyTree, groups: Sequence[Any]) -> list[list[str]]:
             # What a pattern would read as "any" is a letter of the name here.
             found[-1].append(glob.escape(known[0]))
     if names:
-        left = _few([name for known in names.values() for name in known])
+        left = few([name for known in names.values() for name in known])
         raise ValueError(f"{who}: groups must be {allowed}, got none with {left}. Add them to one.")
     return found
 
@@ -274,7 +274,7 @@ def _spread(who: str, groups: PyTree, params: PyTree) -> list[Any]:
         if labels.keys() == set(paths):
             return [labels[path] for path in paths]
         if _are_names(groups):
-            return _named(who, groups, _names(params))
+            return _named(who, groups, trees.names(params))
         allowed = (
             "a tree of integers like the params or a prefix of one, a list of patterns, or a "
             "function of path and leaf"
@@ -297,7 +297,7 @@ def _layers(
     layers: dict[tuple[Any, ...], list[int]] = {}
     for path, leaf in _own_order(treedef.unflatten(range(treedef.num_leaves))):
         layers.setdefault(path[:-1][:level] or path, []).append(leaf)
-    names = _names(params)
+    names = trees.names(params)
     for norm in removed:
         layers[tuple(DictKey(key) for key in norm.split("/"))] = [len(names), len(names) + 1]
         names += [f"{norm}/bias", f"{norm}/scale"]
@@ -335,10 +335,6 @@ def _natural(key: Any) -> list[str | int]:
     return [int(part) if i % 2 else part for i, part in enumerate(parts)]
 
 
-def _names(params: PyTree) -> list[str]:
-    return [trees.path_name(path) for path, _ in jax.tree_util.tree_leaves_with_path(params)]
-
-
 def _prefixes(name: str) -> list[str]:
     parts = name.split("/")
     return ["/".join(parts[: i + 1]) for i in range(len(parts))]
@@ -358,7 +354,7 @@ def _reordered(
     idle = places.keys() - {prefix for name in names for prefix in _prefixes(name)}
     if idle:
         got = sorted(idle, key=places.__getitem__)
-        hint = f"They match no param; there are {_few(names)}."
+        hint = f"They match no param; there are {few(names)}."
         raise ValueError(checks.message(who, "order", allowed, got, hint))
     first: dict[Any, int] = {}
     for path, members in layers.items():
@@ -368,7 +364,7 @@ def _reordered(
     if missed:
         raise ValueError(
             f"{who}: order must be entries that together match every layer, got none for "
-            f"{_few(missed)}. Say where in the order they come."
+            f"{few(missed)}. Say where in the order they come."
         )
     return {path: layers[path] for path in sorted(layers, key=first.__getitem__)}
 
@@ -408,7 +404,7 @@ def _named(who: str, groups: dict[str, int], names: list[str]) -> list[int]:
     found = _matched(who, patterns, names)
     missed = [name for name, i in zip(names, found, strict=True) if i == len(numbers)]
     if missed:
-        hint = f"It says nothing of {_few(missed)}."
+        hint = f"It says nothing of {few(missed)}."
         allowed = "a dictionary whose names match every leaf"
         raise ValueError(checks.message(who, "groups", allowed, groups, hint))
     return [numbers[i] for i in found]
@@ -424,7 +420,7 @@ def _matched(who: str, groups: Any, names: list[str]) -> list[int]:
                 raise TypeError(checks.message(who, "groups", "a list of patterns", pattern, hint))
             hits = [x for x in names if matches(x, pattern)]
             if not hits:
-                hint = f"It matches none; there are {_few(names)}."
+                hint = f"It matches none; there are {few(names)}."
                 allowed = "patterns that match params"
                 raise ValueError(checks.message(who, "groups", allowed, pattern, hint))
             for name in hits:
@@ -452,6 +448,7 @@ def _number(who: str, label: Any, name: str) -> int:
         raise TypeError(checks.message(who, "groups", "integers", label, hint)) from error
 
 
-def _few(names: list[str]) -> str:
+def few(names: list[str]) -> str:
+    """Some of the names, and how many more there are."""
     shown = ", ".join(repr(name) for name in names[:6])
     return shown if len(names) <= 6 else f"{shown} and {len(names) - 6} more"

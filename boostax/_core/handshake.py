@@ -122,8 +122,7 @@ def require(who: str, scale: jax.Array, groups: Mapping[str, int] | None = None)
 
 def by_path(tree: PyTree, numbers: list[int]) -> dict[str, int]:
     """The group of each leaf by its path."""
-    paths = [trees.path_name(path) for path, _ in jax.tree_util.tree_leaves_with_path(tree)]
-    return dict(zip(paths, numbers, strict=True))
+    return dict(zip(trees.names(tree), numbers, strict=True))
 
 
 def hand_on(old: jax.Array | None, new: jax.Array | None) -> None:
@@ -177,8 +176,7 @@ def scaled_once(loss: jax.Array, product: jax.Array, opt_state: PyTree) -> jax.A
 
 def _scales(state: PyTree) -> list[Any]:
     """By which each scaler in a state is known: its method ``known_by()``."""
-    found = trees.find(state, lambda node: callable(getattr(node, "known_by", None)))
-    return [node.known_by() for node in found]
+    return [node.known_by() for node in trees.telling(state, "known_by")]
 
 
 def _mark(scale: Any) -> Mark:

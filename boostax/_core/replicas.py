@@ -4,7 +4,7 @@
 replicas, sharded over the replica axis; inside, each replica sees its own slice without it.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -44,29 +44,24 @@ def shares(opt_state: PyTree) -> list[PerReplica]:
 
     All other per-replica parts are averaged.
     """
-    nodes = trees.find(opt_state, lambda node: callable(getattr(node, "shares", None)))
-    return [part for node in nodes for part in node.shares()]
+    return [part for node in trees.telling(opt_state, "shares") for part in node.shares()]
 
 
 def _of_servers(opt_state: PyTree) -> list[PerReplica]:
     """The parts of a state that are the same inside a server, as states say by ``servers``."""
-    nodes = trees.find(opt_state, lambda node: callable(getattr(node, "servers", None)))
-    return [part for node in nodes for part in node.servers()]
+    return [part for node in trees.telling(opt_state, "servers") for part in node.servers()]
 
 
 def require_replicas(who: str, state: PyTree, replicas: int) -> None:
     """Refuse a state whose per-replica parts do not lead with this number of replicas."""
-    for path, node in jax.tree_util.tree_leaves_with_path(state, is_leaf=is_per_replica):
-        if not is_per_replica(node):
-            continue
-        for rest, x in jax.tree_util.tree_leaves_with_path(node):
-            if x.shape[:1] != (replicas,):
-                raise ValueError(
-                    f"{who}: state must have a leading dimension of {replicas} in what differs per "
-                    f"replica, got shape {x.shape} at {trees.path_name((*path, *rest))!r}. "
-                    "boostax.reshard_state(state, n) takes a state to n replicas, "
-                    "boostax.states.stack_replicas(tx.init(params), n) makes a new one for them."
-                )
+    for name, x in _local_arrays(state):
+        if x.shape[:1] != (replicas,):
+            raise ValueError(
+                f"{who}: state must have a leading dimension of {replicas} in what differs per "
+                f"replica, got shape {x.shape} at {name!r}. "
+                "boostax.reshard_state(state, n) takes a state to n replicas, "
+                "boostax.states.stack_replicas(tx.init(params), n) makes a new one for them."
+            )
 
 
 def require_stacked(who: str, state: PyTree) -> None:
@@ -75,22 +70,27 @@ def require_stacked(who: str, state: PyTree) -> None:
     Devices that have arrays of their own under one name (``out_axes=None``, unchecked out_specs)
     are read as the first of them: what the others hold would be lost.
     """
+    for name, x in _local_arrays(state):
+        concrete = isinstance(x, jax.Array) and not isinstance(x, Tracer)
+        if not concrete or jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
+            continue
+        if not x.is_fully_replicated:
+            continue
+        first, *others = (np.asarray(shard.data) for shard in x.addressable_shards)
+        if any(not np.array_equal(first, other, equal_nan=True) for other in others):
+            raise ValueError(
+                f"{who}: state must lead with the replicas where it differs per replica, got an "
+                f"array of another value on each device at {name!r}. Under jax.pmap stack the "
+                "state for all devices, with in_axes and out_axes 0; in jax.shard_map give it "
+                "boostax.states.state_specs."
+            )
+
+
+def _local_arrays(state: PyTree) -> Iterator[tuple[str, Any]]:
+    """The arrays that differ per replica, by their paths."""
     for path, node in jax.tree_util.tree_leaves_with_path(state, is_leaf=is_per_replica):
         for rest, x in jax.tree_util.tree_leaves_with_path(node) if is_per_replica(node) else ():
-            concrete = isinstance(x, jax.Array) and not isinstance(x, Tracer)
-            if not concrete or jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
-                continue
-            if not x.is_fully_replicated:
-                continue
-            first, *others = (np.asarray(shard.data) for shard in x.addressable_shards)
-            if any(not np.array_equal(first, other, equal_nan=True) for other in others):
-                raise ValueError(
-                    f"{who}: state must lead with the replicas where it differs per replica, got "
-                    f"an array of another value on each device at "
-                    f"{trees.path_name((*path, *rest))!r}. Under jax.pmap stack the state for all "
-                    "devices, with in_axes and out_axes 0; in jax.shard_map give it "
-                    "boostax.states.state_specs."
-                )
+            yield trees.path_name((*path, *rest)), x
 
 
 def require_like(who: str, what: str, kept: PyTree, grads: PyTree) -> None:
@@ -106,7 +106,7 @@ def require_like(who: str, what: str, kept: PyTree, grads: PyTree) -> None:
 
 def owns_params(opt_state: PyTree) -> bool:
     """Whether each replica has params of its own, as a state in it says by ``own_params``."""
-    return bool(trees.find(opt_state, lambda node: callable(getattr(node, "own_params", None))))
+    return bool(trees.telling(opt_state, "own_params"))
 
 
 def _map_local(fn: Any, state: PyTree) -> PyTree:
@@ -231,10 +231,8 @@ def state_specs(
             "state_specs: replicas must be the size of the replica axis with shard_optimizer, got "
             "None. Pass replicas=mesh.shape['data']."
         )
-    owners = {
-        path: (leaf.shape, spec)
-        for (path, leaf), spec in zip(param_leaves, spec_leaves, strict=True)
-    }
+    pairs = zip(param_leaves, spec_leaves, strict=True)
+    owners = {path: (leaf.shape, spec) for (path, leaf), spec in pairs}
     state = jax.eval_shape(tx.init, params)
     return specs_like(owners, state, names, replicas if shard_optimizer else None)
 
@@ -255,32 +253,52 @@ def specs_like(
     """
     lead = names[0] if len(names) == 1 else names
 
-    def owner_spec(path: tuple[Any, ...], leaf: Any) -> PartitionSpec:
+    def owner_spec(path: tuple[Any, ...], leaf: Any) -> PartitionSpec | None:
         for start in range(len(path) + 1):
             shape, spec = owners.get(path[start:], (None, None))
-            if spec is not None and shape == leaf.shape:
+            if shape is None or spec is None:
+                continue
+            if shape == leaf.shape:
                 return spec
-            if spec is not None and shape == leaf.shape[1:]:
+            if shape == leaf.shape[1:]:
                 # As the compiled step gives it: another way to write it would compile it again.
                 return PartitionSpec(None, *spec) if any(spec) else PartitionSpec()
-        return PartitionSpec()
+            if _by_blocks(shape, leaf.shape):
+                entries = [*spec, *[None] * (len(shape) - len(spec))]
+                whole = [
+                    e if n == m else None
+                    for e, n, m in zip(entries, shape, leaf.shape, strict=True)
+                ]
+                return PartitionSpec(*whole) if any(whole) else PartitionSpec()
+        return None
 
     def spec_of(path: tuple[Any, ...], node: Any) -> PyTree:
         if is_per_replica(node):
+            of = lambda inner, x: without(owner_spec(inner, x) or PartitionSpec(), names)  # noqa: E731
             return jax.tree_util.tree_map_with_path(
-                lambda inner, x: PartitionSpec(lead, *without(owner_spec(inner, x), names)), node
+                lambda inner, x: PartitionSpec(lead, *of(inner, x)), node
             )
         spec = owner_spec(path, node)
-        return spec if shared_out is None else _shared_out(spec, node, lead, names, shared_out)
+        # Codes are integers, and so are counts.
+        arrays = spec is not None or jnp.issubdtype(node.dtype, jnp.inexact)
+        spec = PartitionSpec() if spec is None else spec
+        divided = shared_out is not None and arrays
+        return _shared_out(spec, node, lead, names, shared_out) if divided else spec
 
     return jax.tree_util.tree_map_with_path(spec_of, state, is_leaf=is_per_replica)
+
+
+def _by_blocks(shape: tuple[int, ...], scales: tuple[int, ...]) -> bool:
+    """Whether an array of scales has one for each block of an array."""
+    pairs = list(zip(shape, scales, strict=False))
+    return len(shape) == len(scales) and all(m and n % m == 0 for n, m in pairs)
 
 
 def _shared_out(
     spec: PartitionSpec, leaf: Any, lead: Any, names: tuple[str, ...], replicas: int
 ) -> PartitionSpec:
     """The spec of a leaf that is sharded over the replicas besides: a dimension that is whole."""
-    if spec != without(spec, names) or not jnp.issubdtype(leaf.dtype, jnp.inexact):
+    if spec != without(spec, names):
         return spec
     entries = [*spec, *[None] * (len(leaf.shape) - len(spec))]
     free = [size if entry is None else 0 for size, entry in zip(leaf.shape, entries, strict=True)]

@@ -115,18 +115,35 @@ def path_name(path: tuple[Any, ...]) -> str:
     return jax.tree_util.keystr(path, simple=True, separator="/")
 
 
+def named(tree: PyTree, is_leaf: Any = None) -> list[tuple[str, Any]]:
+    """The leaves with their paths as people write them."""
+    pairs = jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_leaf)
+    return [(path_name(path), leaf) for path, leaf in pairs]
+
+
+def names(tree: PyTree) -> list[str]:
+    """The paths of the leaves."""
+    return [name for name, _ in named(tree)]
+
+
 def plain_path(path: tuple[Any, ...]) -> tuple[str, ...]:
     """The names on a path: the same for a module of NNX, its state and the arrays alone."""
     path = path[:-1] if path[-1:] == (GetAttrKey("value"),) else path
     return tuple(path_name((key,)) for key in path)
 
 
+def require_params(params: PyTree, who: str, hint: str) -> None:
+    """Refuse an ``update`` without the params."""
+    if params is None:
+        raise ValueError(f"{who}: params must be given to update, got None. {hint}")
+
+
 def require_arrays(params: PyTree, who: str) -> None:
     """Refuse what no compiled step can take: functions in a module, say."""
-    for path, leaf in jax.tree_util.tree_leaves_with_path(params):
+    for name, leaf in named(params):
         if not _is_number(leaf):
             raise TypeError(
-                f"{who}: params must be arrays, got {type(leaf).__name__} at {path_name(path)!r}. "
+                f"{who}: params must be arrays, got {type(leaf).__name__} at {name!r}. "
                 "params, static = eqx.partition(model, eqx.is_inexact_array), and eqx.combine in "
                 "the loss."
             )
@@ -187,10 +204,9 @@ def require_shapes(who: str, what: str, got: PyTree, wanted: PyTree, hint: str) 
     """Refuse a tree with a leaf of another shape, which may broadcast without a word."""
     if jax.tree.structure(got) != jax.tree.structure(wanted):
         return
-    leaves = jax.tree_util.tree_leaves_with_path(got)
-    for (path, x), y in zip(leaves, jax.tree.leaves(wanted), strict=True):
+    for (name, x), y in zip(named(got), jax.tree.leaves(wanted), strict=True):
         if jnp.shape(x) != jnp.shape(y):
-            allowed = f"shaped {jnp.shape(y)} at {path_name(path) or 'the root'!r}"
+            allowed = f"shaped {jnp.shape(y)} at {name or 'the root'!r}"
             raise ValueError(checks.message(who, what, allowed, jnp.shape(x), hint))
 
 
@@ -201,6 +217,11 @@ def find(tree: PyTree, wanted: Callable[[Any], bool]) -> list[Any]:
     come with arrays: see ``arrays``.
     """
     return list(_walk(arrays(tree), wanted))
+
+
+def telling(tree: PyTree, *methods: str) -> list[Any]:
+    """The states that say something of themselves, by methods of these names; see ``find``."""
+    return find(tree, lambda node: all(callable(getattr(node, name, None)) for name in methods))
 
 
 def arrays(tree: PyTree) -> PyTree:

@@ -44,11 +44,11 @@ def as_metrics(aux: PyTree, who: str) -> Aux:
     """``aux`` itself, or one with its scalars as metrics: what a step can report of a loss."""
     if isinstance(aux, Aux):
         return aux
-    for path, leaf in jax.tree_util.tree_leaves_with_path(aux):
+    for name, leaf in trees.named(aux):
         if jnp.shape(leaf):
             raise TypeError(
                 f"{who}: aux must be boostax.Aux or a tree of scalars, which are averaged, got "
-                f"shape {jnp.shape(leaf)} at {trees.path_name(path) or 'the root'!r}. "
+                f"shape {jnp.shape(leaf)} at {name or 'the root'!r}. "
                 "boostax.Aux(metrics=...) averages arrays too; boostax.value_and_grad hands out "
                 "any aux as it is."
             )

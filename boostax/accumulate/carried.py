@@ -26,6 +26,7 @@ from boostax._core.gate import (
     flush_inner,
     gated,
     held_open,
+    init_inner,
     outermost_passed,
     passed,
     run,
@@ -104,13 +105,12 @@ def carry(
       >>> float(params["w"]), round(float(params["amax"]), 3)
       (0.0, 9.886)
     """
-    checks.transformation(_WHO, "inner", inner)
+    tx = checks.transformation(_WHO, "inner", inner)
     names = axes.canonical(_WHO, axis_name)
     rules = _checked(rules)
-    tx = optax.with_extra_args_support(inner)
 
     def init_fn(params: PyTree) -> CarryState:
-        found, every = resolve(rules, params), _named(params)
+        found, every = resolve(rules, params), trees.names(params)
         idle = [words for words in rules if not any(_within(words, name) for name in every)]
         # Where scheduled_freeze asks for the state of some params, others are not there.
         if idle and not any(map(_masked, jax.tree.leaves(params, is_leaf=_masked))):
@@ -124,7 +124,7 @@ def carry(
         return CarryState(
             open=jnp.asarray(False),
             window={rule: window(rule) for rule in sorted(set(rules.values()))},
-            inner_state=tx.init(trees.at_least_float32(without(params, found))),
+            inner_state=init_inner(tx, without(params, found)),
         )
 
     @describe(_WHO, "carry", names, inner={"inner_state": tx})
@@ -198,7 +198,7 @@ def declared(opt_state: PyTree, params: PyTree, who: str) -> Rules:
     """
     found = trees.find(opt_state, lambda node: isinstance(node, CarryState))
     windows = [(rule, tree) for state in found for rule, tree in state.window.items()]
-    rules = {name: rule for rule, tree in windows for name in _named(tree)}
+    rules = {name: rule for rule, tree in windows for name in trees.names(tree)}
     for name in resolve(FLAX, params).keys() - resolve(rules, params).keys():
         raise ValueError(
             f"{who}: opt_state must be one of boostax.carry, as the gradient of {name!r} is its "
@@ -211,7 +211,7 @@ def declared(opt_state: PyTree, params: PyTree, who: str) -> Rules:
 def resolve(rules: Rules, tree: PyTree) -> dict[str, Rule]:
     """The rule of each leaf that is carried."""
     found: dict[str, Rule] = {}
-    for name in _named(tree):
+    for name in trees.names(tree):
         fits: list[Rule] = [rule for words, rule in rules.items() if _within(words, name)]
         if fits:
             found[name] = fits[0]
@@ -225,7 +225,7 @@ def without(tree: PyTree, found: Mapping[str, Any]) -> PyTree:
 
 def values(tree: PyTree, found: Mapping[str, Any]) -> Carried:
     """What is carried of a tree."""
-    return {name: x for name, x in _named(tree).items() if name in found}
+    return {name: x for name, x in trees.named(tree) if name in found}
 
 
 def put(tree: PyTree, carried: Carried) -> PyTree:
@@ -292,7 +292,7 @@ def _settled(
     trained: PyTree, params: PyTree, window: Mapping[Rule, PyTree], done: jax.Array
 ) -> PyTree:
     """The params with ``trained`` ones, and the carried ones of a window that is done."""
-    new = {name: x for tree in window.values() for name, x in _named(tree).items()}
+    new = {name: x for tree in window.values() for name, x in trees.named(tree)}
     old = values(params, new)
     chosen = {name: jnp.where(done, x, old[name]) for name, x in new.items()}
     # Params that are each replica's own are typed so.
@@ -301,10 +301,6 @@ def _settled(
 
 def _within(words: str, name: str) -> bool:
     return f"/{words}/" in f"/{name}/"
-
-
-def _named(tree: PyTree) -> Carried:
-    return {trees.path_name(path): x for path, x in jax.tree_util.tree_leaves_with_path(tree)}
 
 
 def _map(fn: Callable[[str, Any], Any], tree: PyTree, is_leaf: Any = None) -> PyTree:

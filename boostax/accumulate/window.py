@@ -14,15 +14,17 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from boostax._core import axes, bcoo, checks, noise_scale, trees
-from boostax._core.describe import Holds, describe
+from boostax._core import axes, bcoo, checks, formats, noise_scale, trees
+from boostax._core.describe import Holds, Stepped, describe
 from boostax._core.extras import elsewhere
 from boostax._core.finite import all_finite
 from boostax._core.gate import (
     Pending,
+    counted,
     flush_inner,
     gated,
     has_gate,
+    init_inner,
     outermost_passed,
     passed,
     run,
@@ -39,6 +41,7 @@ from boostax.precision.loss_scale import LossScaleState
 
 PyTree = Any
 Normalize = Literal["mean", "sum", "weight"]
+Rounding = Literal["nearest", "stochastic"]
 
 # Gradients that a scaler lets pass are below 2**48: their products with weights below _MOST add up
 # in f32, and the reciprocal of _LEAST is finite.
@@ -100,7 +103,7 @@ class AccumulateState(NamedTuple):
         window = self.window
         if not isinstance(window, PerReplica):
             return []
-        before_sum = trees.find(self.inner_state, lambda x: callable(getattr(x, "sums", None)))
+        before_sum = trees.telling(self.inner_state, "sums")
         return [window] if window.local.weight is not None or before_sum else []
 
     def metrics(self) -> dict[str, jax.Array]:
@@ -118,6 +121,7 @@ def accumulate(
     *,
     normalize: Normalize = "mean",
     accumulator_dtype: Any = "float32",
+    rounding: Rounding = "nearest",
     noise: float | None = None,
     axis_name: axes.AxisName | None = None,
 ) -> optax.GradientTransformationExtraArgs:
@@ -152,6 +156,9 @@ def accumulate(
       accumulator_dtype: of the sums; f64 and complex gradients keep their kind. What is added is
         computed in f32 or wider and rounded once, with the sum. The sum of :math:`w_i g_i` must
         fit: in f16 it overflows at 65504, though the mean may not, and the window is dropped.
+      rounding: of bf16 sums; ``"stochastic"`` up or down at random, so that their mean is exact
+        however many gradients are added. To the nearest, a sum of bf16 does not move for what is
+        less than a 512th of it.
       noise: decay of the running means from which ``noise_scale`` in ``boostax.metrics`` is made,
         the gradient noise scale in micro-batches of one replica; ``None`` does not measure it. The
         large batch is a window; with ``all_reduce(noise=...)`` inside it is the windows of all
@@ -191,7 +198,7 @@ def accumulate(
       https://arxiv.org/abs/1812.06162, 2018, appendix A.
     """
     who = "accumulate"
-    checks.transformation(who, "inner", inner)
+    tx = checks.transformation(who, "inner", inner)
     if not (callable(every) or isinstance(every, WindowByNoise)):
         every = checks.positive_int(
             who, "every", every, "It counts micro-steps per update; a schedule may be a function."
@@ -204,8 +211,12 @@ def accumulate(
         "Losses that are means over a varying number of tokens want 'weight'.",
     )
     narrow = checks.floating_dtype(who, "accumulator_dtype", accumulator_dtype)
+    hint = "Other sums are rounded to the nearest."
+    checks.choice(who, "rounding", rounding, ("nearest", "stochastic"), hint)
+    if rounding == "stochastic" and narrow != jnp.bfloat16:
+        allowed = "'nearest' but for accumulator_dtype='bfloat16'"
+        raise ValueError(checks.message(who, "rounding", allowed, rounding, hint))
     names = axes.canonical(who, axis_name)
-    tx = optax.with_extra_args_support(inner)
     weighted = normalize == "weight"
     # The range of f16: what a scaler lets pass does not add up in it.
     overflows = float(jnp.finfo(narrow).max) < _MOST
@@ -223,7 +234,7 @@ def accumulate(
         raise ValueError(checks.message(who, "noise", "given with by_noise", noise, hint))
 
     def init_fn(params: PyTree) -> AccumulateState:
-        inner_state = tx.init(trees.at_least_float32(params))
+        inner_state = init_inner(tx, params)
         require_outside(inner_state, who)
         inside = bool(noise_scale.found(inner_state))
         measures = noise is not None and not inside
@@ -314,7 +325,7 @@ def accumulate(
         apply: bool,
         weight: Any = None,
         **extra: Any,
-    ) -> tuple[PyTree, AccumulateState]:
+    ) -> Stepped:
         trees.require_gradients(grads.raw, who, sparse=True, params=params)
         axes.require_local(grads.raw, names, who)
         if weight is not None and not weighted:
@@ -335,41 +346,30 @@ def accumulate(
         extra = elsewhere(extra, _refused)
         first = state.micro_step == 0
         require_like(who, "the window", _local(state.window), bcoo.types(new))
-        sums = _extended(first, _local(state.window), new)
+        drawn = rounding == "stochastic"
+        seed = formats.fold(state.optimizer_steps, state.micro_step) if drawn else None
+        sums = _extended(first, seed, _local(state.window), new)
         ends = count >= length(state)
-        value, closed = run_or_hold(
-            ends,
-            lambda: close(sums, count, state, params, apply, extra),
-            params,
-            _held(state),
-            apply=apply,
-            who=who,
-            names=names,
-        )
+        work = functools.partial(close, sums, count, state, params, apply, extra)
+        held = _Closed(state.inner_state, jnp.asarray(False), state.noise)
+        value, closed = run_or_hold(ends, work, params, held, apply=apply, who=who, names=names)
         state = state._replace(window=PerReplica(sums) if names else sums)
         return value, _next(state, jnp.where(ends, 0, count), closed, ends)
 
-    def flush_fn(
-        state: AccumulateState, params: PyTree, **extra: Any
-    ) -> tuple[PyTree, AccumulateState]:
+    def flush_fn(state: AccumulateState, params: PyTree, **extra: Any) -> Stepped:
         if state.window is None:
             params, inner_state = flush_inner(tx, state.inner_state, params, extra)
             return params, state._replace(inner_state=inner_state)
         # A scaler inside asked for their scale when they came.
         sums = assume_scaled(_local(state.window), state.inner_state)
-        params, closed = run_or_hold(
-            state.held(),
-            lambda: close(sums, state.micro_step, state, params, True, extra),
-            params,
-            _held(state),
-            apply=True,
-            who=who,
-            names=names,
-        )
+        ends, count = state.held(), state.micro_step
+        work = functools.partial(close, sums, count, state, params, True, extra)
+        held = _Closed(state.inner_state, jnp.asarray(False), state.noise)
+        params, closed = run_or_hold(ends, work, params, held, apply=True, who=who, names=names)
         # What the inner transformation holds open in its turn.
         params, inner_state = flush_inner(tx, closed.inner_state, params, extra)
         closed = closed._replace(inner_state=inner_state)
-        return params, _next(state, jnp.zeros_like(state.micro_step), closed, state.held())
+        return params, _next(state, jnp.zeros_like(count), closed, ends)
 
     return gated(init_fn, step_fn, flush_fn)
 
@@ -390,10 +390,6 @@ def _refused(given: PyTree) -> PyTree:
         "other micro-batches are gone. make_train_step(microbatches=...) keeps them: there the "
         "loss is that of all."
     )
-
-
-def _held(state: AccumulateState) -> _Closed:
-    return _Closed(state.inner_state, jnp.asarray(False), state.noise)
 
 
 def _require_measurable(every: Any, inner_state: Any, inside: bool) -> None:
@@ -427,33 +423,36 @@ def _local(window: PerReplica | Window) -> Window:
 def _next(
     state: AccumulateState, count: jax.Array, closed: _Closed, ended: jax.Array
 ) -> AccumulateState:
-    steps, dropped = state.optimizer_steps, state.dropped_windows
-    drops = ended & ~closed.applied
     return state._replace(
         micro_step=count,
-        optimizer_steps=jnp.where(closed.applied, optax.safe_increment(steps), steps),
-        dropped_windows=jnp.where(drops, optax.safe_increment(dropped), dropped),
+        optimizer_steps=counted(state.optimizer_steps, closed.applied),
+        dropped_windows=counted(state.dropped_windows, ended & ~closed.applied),
         applied=closed.applied,
         inner_state=closed.inner_state,
         noise=closed.noise,
     )
 
 
-def _extended(first: jax.Array, old: Window, new: Window) -> Window:
+def _extended(first: jax.Array, seed: jax.Array | None, old: Window, new: Window) -> Window:
     """A window with one micro-step more; with the first one alone."""
-    sums = jax.tree.map(functools.partial(_summed, first), old, new)
+    add = functools.partial(_summed, first, seed)
+    sums = jax.tree_util.tree_map_with_path(add, old, new)
     if old.norm is None or new.norm is None:
         return sums
     return sums._replace(norm=jnp.where(first, new.norm, jnp.hypot(old.norm, new.norm)))
 
 
-def _summed(first: jax.Array, old: jax.Array, new: Any) -> jax.Array:
+def _summed(
+    first: jax.Array, seed: jax.Array | None, path: Any, old: jax.Array, new: Any
+) -> jax.Array:
     """A window's sum with one gradient more; of the first one alone."""
     wide = old.astype(new.dtype)
     if bcoo.is_sparse(new):
         total = bcoo.added(jnp.where(first, jnp.zeros_like(wide), wide), new.data, new.indices)
     else:
         total = jnp.where(first, new, wide + new)
+    if seed is not None and old.dtype == jnp.bfloat16:
+        return formats.to_bfloat16(total, formats.seed_of(seed, path))
     return total.astype(old.dtype)
 
 

@@ -112,10 +112,9 @@ def auto(
         checks.absent(who, "level", level, "left out here", hint)
         checks.absent(who, "strict", strict, "left out here", hint)
         return measure(*args, **options)
-    if args or options:
-        got = [*(type(x).__name__ for x in args), *options]
-        hint = 'Only "measure" takes more than a level.'
-        raise TypeError(checks.message(who, "further arguments", "left out here", got, hint))
+    got = [*(type(x).__name__ for x in args), *options]
+    what, hint = "further arguments", 'Only "measure" takes more than a level.'
+    checks.require(who, what, got, "left out here", not got, hint, TypeError)
     given = _loaded(spec) if _is_file(spec) else spec
     if isinstance(given, str) and given in LEVELS and level is None:
         given, level = {}, given
@@ -131,9 +130,9 @@ def auto(
     if isinstance(given, Mapping):
         data, own = owned(dict(given), factories)
         boost = _from_dictionary(data, level, strict)
-        if boost.config.reduce != Reduce() and any(part.place == "reduce" for part in own):
-            got, hint = boost.config.reduce.kind, "One of factories is a reduction."
-            raise ValueError(checks.message(who, "reduce", "left out here", got, hint))
+        reduce, hint = boost.config.reduce, "One of factories is a reduction."
+        alone = reduce == Reduce() or all(place != "reduce" for place, _ in own)
+        checks.require(who, "reduce", reduce.kind, "left out here", alone, hint)
         return dataclasses.replace(boost, own=own)
     allowed = "a level, a dictionary, the path of a .json file, or a BoostConfig"
     if isinstance(given, str):
@@ -171,18 +170,16 @@ def _from_dictionary(data: dict[str, Any], level: str | None, strict: bool | Non
 def _once(name: str, given: Any, data: dict[str, Any]) -> Any:
     """What is said of it as an argument or in the dictionary, from which it is taken."""
     there = data.pop(name, None)
-    if given is not None and there is not None and given != there:
-        hint = "The dictionary says it, too."
-        raise ValueError(checks.message("auto", name, f"{there!r} or left out", given, hint))
+    same, hint = given is None or there in (None, given), "The dictionary says it, too."
+    checks.require("auto", name, given, f"{there!r} or left out", same, hint)
     return there if given is None else given
 
 
 def _beside(role: str, data: Mapping[str, Any], part: Any, whose: str) -> Any:
     """The part, if nothing else in the dictionary says what takes its role."""
-    for key in data:
-        if role_of(key) == role:
-            got, hint = data[key], f"{whose} names one already."
-            raise ValueError(checks.message("auto", key, f"left out beside {whose}", got, hint))
+    for key, got in data.items():
+        allowed, hint = f"left out beside {whose}", f"{whose} names one already."
+        checks.require("auto", key, got, allowed, role_of(key) != role, hint)
     return part
 
 

@@ -35,7 +35,7 @@ class Boost:
     Attributes:
       config: the configuration.
       notes: what of a foreign dictionary has no effect or another one, and why.
-      own: parts that boostax has not, in the order in which they were given.
+      own: parts that boostax has not and their places, in the order in which they were given.
       strict: whether what is on must be in what is built; MindSpore's own reading leaves out a
         reduction where there are no replicas, and LessBN where a model has nothing of it.
     """
@@ -90,12 +90,12 @@ class Boost:
     ) -> optax.GradientTransformationExtraArgs:
         who, axis_name = "Boost.optimizer", place.axis_name
         checks.transformation(who, "inner", inner)
-        own = [part for part in self.own if part.place == "reduce"]
-        if self.strict and axis_name is None and (own or self.config.reduce != Reduce()):
-            what = type(own[0].part).__name__ if own else repr(self.config.reduce.kind)
-            allowed = f"given with the reduction {what}"
-            hint = "It is an axis of the mesh; on one device take the reduction out."
-            raise ValueError(checks.message(who, "axis_name", allowed, None, hint))
+        own = [part for where, part in self.own if where == "reduce"]
+        what = type(own[0]).__name__ if own else repr(self.config.reduce.kind)
+        needs = self.strict and (own or self.config.reduce != Reduce())
+        allowed, fits = f"given with the reduction {what}", axis_name is not None or not needs
+        hint = "It is an axis of the mesh; on one device take the reduction out."
+        checks.require(who, "axis_name", None, allowed, fits, hint)
         finish = self.config.dim_reduce
         if finish is not None and finish.at_once:
             self._require_alone(who)
@@ -223,12 +223,9 @@ class Boost:
           ValueError, TypeError: no ``dim_reduce`` in the configuration; a state that recorded
             nothing, or too little; as ``boostax.dim_reduce``.
         """
-        part = self.config.dim_reduce
-        if part is None:
-            raise ValueError(
-                "Boost.finish: config.dim_reduce must be given, got None. "
-                'auto({"dim_reduce": True}) records every tenth step.'
-            )
+        part: Any = self.config.dim_reduce
+        hint = 'auto({"dim_reduce": True}) records every tenth step.'
+        checks.require("Boost.finish", "config.dim_reduce", None, "given", part is not None, hint)
         basis: Any = source
         if not isinstance(source, Basis):
             basis = trajectory_basis(source, part.n_components, params=params)
@@ -250,7 +247,7 @@ class Boost:
         """Refuse what is on and would not be in a step that is a finish."""
         kept = ("dim_reduce", "loss_scale", "policy", "microbatches", "less_bn")
         found = [name for name in self.config.changed() if name not in kept]
-        found += [type(part.part).__name__ for part in self.own if part.place != "loss_scale"]
+        found += [type(part).__name__ for where, part in self.own if where != "loss_scale"]
         if found:
             got = getattr(self.config, found[0], "a part of yours")
             allowed = "left out with dim_reduce from the first step on"
@@ -285,9 +282,10 @@ class Boost:
         """The one mechanism: each part of the order in front of, or around, what there is."""
         parts = [inner]
         for name in order:
-            own = [part for part in self.own if part.place == name]
+            own = [part for where, part in self.own if where == name]
             # Another reduction stands in the place of the mean.
             here = [] if own and name == "reduce" else [getattr(self.config, name)]
+            own = [] if name == "reduce" and place.axis_name is None else own
             for layer in [part.layer(place) for part in (*here, *own) if part is not None]:
                 if isinstance(layer, optax.GradientTransformation):
                     parts.insert(0, layer)

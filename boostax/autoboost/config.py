@@ -9,38 +9,27 @@ from typing import Any
 import jax.numpy as jnp
 
 from boostax._core import checks
+from boostax.autoboost import parts
 from boostax.autoboost.part import Part, known, speaking_of
-from boostax.autoboost.parts import (
-    Accumulate,
-    Carry,
-    Centralize,
-    CheckUpdates,
-    Clip,
-    CountLostUpdates,
-    DimReduce,
-    Freeze,
-    LessBN,
-    LossScale,
-    Precision,
-)
 from boostax.autoboost.reduction import Reduce
 
 _WHO = "BoostConfig"
 # The roles in a chain, from the optimizer outwards: the order. A part stands in front of all
 # before it, or around.
 ORDER: dict[str, type[Part]] = {
-    "count_lost_updates": CountLostUpdates,
-    "check_updates": CheckUpdates,
-    "clip": Clip,
-    "centralize": Centralize,
+    "count_lost_updates": parts.CountLostUpdates,
+    "check_updates": parts.CheckUpdates,
+    "clip": parts.Clip,
+    "centralize": parts.Centralize,
     "reduce": Reduce,
-    "dim_reduce": DimReduce,
-    "accumulate": Accumulate,
-    "loss_scale": LossScale,
-    "carry": Carry,
-    "freeze": Freeze,
+    "dim_reduce": parts.DimReduce,
+    "store": parts.Store,
+    "accumulate": parts.Accumulate,
+    "loss_scale": parts.LossScale,
+    "carry": parts.Carry,
+    "freeze": parts.Freeze,
 }
-_PARTS = ORDER | {"policy": Precision, "less_bn": LessBN}
+_PARTS = ORDER | {"policy": parts.Precision, "less_bn": parts.LessBN}
 # Of each public factory the role, and the kind that it is there.
 FACTORIES: dict[str, tuple[str, str]] = {
     factory.__name__: (role, kind)
@@ -69,6 +58,7 @@ class BoostConfig:
       clip: by global norm.
       less_bn: fewer BatchNorms and a normalised head.
       dim_reduce: a finish in the subspace of the run.
+      store: bf16 params and state in fewer bytes.
       carry: leaves whose "gradient" is their new value.
       check_updates: what the optimizer makes of good gradients is good too, or held back.
       count_lost_updates: what the stored precision rounds away is counted.
@@ -83,36 +73,39 @@ class BoostConfig:
       >>> asked = {"loss_scale": "dynamic", "accumulate": {"every": 4}}
       >>> config = boostax.autoboost.BoostConfig.from_dict(asked)
       >>> config.accumulate
-      Accumulate(every=4, normalize='mean', accumulator_dtype='float32', drop='micro-batch')
+      Accumulate(every=4, normalize='mean', accumulator_dtype='float32', rounding='nearest', \\
+drop='micro-batch')
       >>> config.to_dict()["loss_scale"]
       {'kind': 'dynamic'}
       >>> boostax.autoboost.BoostConfig.from_dict(config.to_dict()) == config
       True
     """
 
-    policy: Precision | None = None
-    loss_scale: LossScale | None = None
-    accumulate: Accumulate | None = None
+    policy: parts.Precision | None = None
+    loss_scale: parts.LossScale | None = None
+    accumulate: parts.Accumulate | None = None
     microbatches: int = 1
-    freeze: Freeze | None = None
+    freeze: parts.Freeze | None = None
     reduce: Reduce = Reduce()  # noqa: RUF009  # frozen
-    centralize: Centralize | None = None
-    clip: Clip | None = None
-    less_bn: LessBN | None = None
-    dim_reduce: DimReduce | None = None
-    carry: Carry | None = None
-    check_updates: CheckUpdates | None = None
-    count_lost_updates: CountLostUpdates | None = None
+    centralize: parts.Centralize | None = None
+    clip: parts.Clip | None = None
+    less_bn: parts.LessBN | None = None
+    dim_reduce: parts.DimReduce | None = None
+    store: parts.Store | None = None
+    carry: parts.Carry | None = None
+    check_updates: parts.CheckUpdates | None = None
+    count_lost_updates: parts.CountLostUpdates | None = None
 
     def __post_init__(self) -> None:
         hint = "1 takes each batch whole."
         checks.positive_int(_WHO, "microbatches", self.microbatches, hint)
         for name, kind in _PARTS.items():
-            value = getattr(self, name)
-            if not isinstance(value, kind) and (value is not None or name == "reduce"):
-                allowed = f"a {kind.__name__}" + ("" if name == "reduce" else " or None")
-                hint = "BoostConfig.from_dict reads words, numbers and dictionaries."
-                raise TypeError(checks.message(_WHO, name, allowed, value, hint))
+            value, allowed = getattr(self, name), f"a {kind.__name__}"
+            fits = isinstance(value, kind)
+            if name != "reduce":
+                allowed, fits = f"{allowed} or None", fits or value is None
+            hint = "BoostConfig.from_dict reads words, numbers and dictionaries."
+            checks.require(_WHO, name, value, allowed, fits, hint, TypeError)
         _check_together(self)
 
     def to_dict(self) -> dict[str, Any]:
@@ -156,9 +149,8 @@ class BoostConfig:
         changed: dict[str, Any] = {}
         for name, value in data.items():
             role = role_of(name)
-            if role in changed:
-                allowed, hint = f"left out beside another {role}", "A chain has one of them."
-                raise ValueError(checks.message(_WHO, name, allowed, value, hint))
+            allowed, hint = f"left out beside another {role}", "A chain has one of them."
+            checks.require(_WHO, name, value, allowed, role not in changed, hint)
             changed[role] = value if name == "microbatches" else _read(name, value, base)
         return dataclasses.replace(base, **changed)
 
@@ -187,12 +179,10 @@ def _read(name: str, value: Any, base: BoostConfig) -> Part | None:
         value = {keys[0]: value}
     known(_WHO, value, tuple(keys), f"keys of {name}", "JSON gives one.")
     data = typing.cast("Mapping[str, Any]", value)
-    renamed = {} if by_role else {key: part.renamed.get(key, key) for key in data}
-    given = {renamed.get(key, key): x for key, x in data.items()}
-    given |= {"kind": kind} if kind else {}
+    named = {part.renamed.get(key, key): key for key in data}
+    given = {field: data[key] for field, key in named.items()} | ({"kind": kind} if kind else {})
     other = "kind" in given and given["kind"] != getattr(before, "kind", None)
-    speaking = {field: key for key, field in renamed.items()}
-    with contextlib.nullcontext() if by_role else speaking_of(name, speaking):
+    with contextlib.nullcontext() if by_role else speaking_of(name, named):
         return part(**given) if before is None or other else dataclasses.replace(before, **given)
 
 
@@ -203,26 +193,25 @@ def _plain(value: Any) -> Any:
 
 
 def _check_together(config: BoostConfig) -> None:
-    freezes, own = config.freeze is not None, config.reduce.keeps_own_params
+    freezes, own, finish = config.freeze, config.reduce.keeps_own_params, config.dim_reduce
     if config.policy is not None and config.policy.policy().compute_dtype == jnp.float16:
-        if config.loss_scale is None:
-            allowed = "given where policy computes in float16"
-            hint = "Small gradients vanish without: 'dynamic' scales, and bfloat16 needs none."
-            raise ValueError(checks.message(_WHO, "loss_scale", allowed, None, hint))
-    if freezes and own:
-        allowed = "no 'partial' or 'local' with freeze"
-        hint = "What is frozen between two meetings would stay different on every replica."
-        raise ValueError(checks.message(_WHO, "reduce", allowed, config.reduce.kind, hint))
-    if config.dim_reduce is not None and not config.dim_reduce.at_once and (freezes or own):
+        scale, allowed = config.loss_scale, "given where policy computes in float16"
+        hint = "Small gradients vanish without: 'dynamic' scales, and bfloat16 needs none."
+        checks.require(_WHO, "loss_scale", scale, allowed, scale is not None, hint)
+    hint = "What is frozen between two meetings would stay different on every replica."
+    allowed, kind = "no 'partial' or 'local' with freeze", config.reduce.kind
+    checks.require(_WHO, "reduce", kind, allowed, not (freezes and own), hint)
+    if finish is None:
+        return
+    if not finish.at_once and (freezes or own):
         allowed, why = "None with freeze", "A frozen layer is not recorded."
         if own:
-            allowed = f"None with reduce {config.reduce.kind!r}"
-            why = "Each replica has params of its own."
+            allowed, why = f"None with reduce {kind!r}", "Each replica has params of its own."
         hint = (
             f"{why} boostax.subspace.HostTrajectory records between steps, and finish takes its "
             "basis: dim_reduce.every = None."
         )
-        checks.absent(_WHO, "dim_reduce.every", config.dim_reduce.every, allowed, hint)
-    if config.dim_reduce is not None and config.carry is not None:
+        checks.absent(_WHO, "dim_reduce.every", finish.every, allowed, hint)
+    if config.carry is not None:
         hint = "A finish has gradients alone: Boost.finish, of params without the carried leaves."
-        checks.absent(_WHO, "dim_reduce.after", config.dim_reduce.after, "None with carry", hint)
+        checks.absent(_WHO, "dim_reduce.after", finish.after, "None with carry", hint)

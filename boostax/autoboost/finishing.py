@@ -84,13 +84,11 @@ class FinishingStep(TrainStep):
         there are steps left. Given a state that it did not see coming, it asks.
         """
         seen = self._seen
-        if isinstance(phase.steps, Tracer):
-            hint = "A run and its finish are two programs: call it from Python."
-            raise ValueError(
-                checks.message("FinishingStep", "state", "outside of jit", phase.steps, hint)
-            )
-        if phase.steps is not seen.get("last") or seen["most"] >= self.after:
-            seen.update(last=phase.steps, most=int(phase.steps))
+        steps, hint = phase.steps, "A run and its finish are two programs: call it from Python."
+        outside = not isinstance(steps, Tracer)
+        checks.require("FinishingStep", "state", steps, "outside of jit", outside, hint)
+        if steps is not seen.get("last") or seen["most"] >= self.after:
+            seen.update(last=steps, most=int(steps))
         return seen["most"] >= self.after
 
 

@@ -1,5 +1,6 @@
 """Which techniques pay on this model, these batches and these devices: tried, not guessed."""
 
+import functools
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -18,6 +19,7 @@ from boostax.autoboost.trial import Candidate, Setting
 PyTree = Any
 
 _WHO = "auto"
+_require = functools.partial(checks.require, _WHO)
 _BASELINE = "baseline"
 _HELD_OUT = 8
 _HINT = "They are batches such as the step takes, in a list, or a function of the call's index."
@@ -126,52 +128,38 @@ def measure(
     window = 1 if base.accumulate is None else base.accumulate.every
     calls = -(-steps // window) * window
     batch, held_out = _split(batches, held_out, calls)
-    setting = Setting(
-        loss_fn=loss_fn,
-        inner=inner,
-        params=params,
-        batch=batch,
-        held_out=held_out,
-        steps=calls,
-        clock=clock,
-        of_step={"mesh": mesh, "axis_name": axis_name, "has_aux": has_aux, **options},
-        of_init={"key": key, "model_state": model_state},
-    )
+    of_step = {"mesh": mesh, "axis_name": axis_name, "has_aux": has_aux, **options}
+    of_init = {"key": key, "model_state": model_state}
+    setting = Setting(loss_fn, inner, params, batch, held_out, calls, clock, of_step, of_init)
     if candidates is None:
         candidates = default_candidates(setting, base)
     baseline = Candidate(_BASELINE, base, setting)
     near = calls - window, min(calls + window, baseline.most)
     noise = verdict.noise_of(baseline.losses, *map(baseline.after, near))
-    built, refused = _built(setting, base, {name: {name: x} for name, x in candidates.items()})
-    rows = verdict.compared([baseline, *built], noise, repeats)
-    best = [x.name for x in verdict.ranked(rows, noise) if x.verdict == "recommended"]
-    joined = verdict.together(best, candidates, base)
-    if len(joined) > 1:
-        built, more = _built(setting, base, {" + ".join(joined): joined})
-        refused += more
-        rows += verdict.compared([baseline, *built], noise, repeats)[1:] if built else []
-    return Measurement(tuple(verdict.ranked([*rows, *refused], noise)), noise, calls)
-
-
-def _built(
-    setting: Setting, base: BoostConfig, asked: Mapping[str, Mapping[str, Change]]
-) -> tuple[list[Candidate], list[Trial]]:
-    """Those that can be, and rows that say why the others cannot."""
-    built: list[Candidate] = []
     refused: list[Trial] = []
-    for name, changes in asked.items():
+
+    def built(name: str, changes: Mapping[str, Change]) -> list[Candidate]:
+        """The candidate; or none, and a row that says why it cannot be."""
         config = None
         try:
             config = verdict.merged(changes, base)
-            if config.less_bn != base.less_bn:
-                hint = "It changes the model: boost.model makes one to measure by itself."
-                got = config.less_bn
-                raise ValueError(checks.message(_WHO, "less_bn", "left alone", got, hint))
-            built.append(Candidate(name, config, setting))
+            hint = "It changes the model: boost.model makes one to measure by itself."
+            norms = config.less_bn
+            _require("less_bn", norms, "left alone", norms == base.less_bn, hint)
+            return [Candidate(name, config, setting)]
         except (ValueError, TypeError, NotImplementedError, jax.errors.JaxRuntimeError) as error:
             reason, *_ = str(error).splitlines() or [type(error).__name__]
             refused.append(Trial(name, config, "refused", reason.rstrip(".")))
-    return built, refused
+            return []
+
+    tried = [each for name, x in candidates.items() for each in built(name, {name: x})]
+    rows = verdict.compared([baseline, *tried], noise, repeats)
+    best = [x.name for x in verdict.ranked(rows, noise) if x.verdict == "recommended"]
+    joined = verdict.together(best, candidates, base)
+    if len(joined) > 1:
+        tried = built(" + ".join(joined), joined)
+        rows += verdict.compared([baseline, *tried], noise, repeats)[1:] if tried else []
+    return Measurement(tuple(verdict.ranked([*rows, *refused], noise)), noise, calls)
 
 
 def _split(
@@ -179,24 +167,21 @@ def _split(
 ) -> tuple[Callable[[int], PyTree], Sequence[PyTree]]:
     """Batches to train on, by index, and those to judge by."""
     given = held_out is not None
-    hint = "A standard error takes two; None keeps some of batches for it."
-    if given and not _listed(held_out):
-        raise TypeError(checks.message(_WHO, "held_out", "a list of batches", held_out, hint))
-    if given and len(held_out) < 2:
-        got = len(held_out)
-        raise ValueError(checks.message(_WHO, "held_out", "at least 2 batches", got, hint))
+    if given:
+        hint = "A standard error takes two; None keeps some of batches for it."
+        _require("held_out", held_out, "a list of batches", _listed(held_out), hint, TypeError)
+        count = len(held_out)
+        _require("held_out", count, "at least 2 batches", count >= 2, hint)
     if callable(batches):
         judged = held_out if given else [batches(4 * calls + i) for i in range(_HELD_OUT)]
         return batches, judged
-    if not _listed(batches):
-        allowed = "a list of batches, or a function"
-        raise TypeError(checks.message(_WHO, "batches", allowed, batches, _HINT))
-    kept = 0 if given else max(2, len(batches) // 4)
-    if len(batches) <= kept:
-        allowed, got = f"more than {kept} batches", len(batches)
-        hint = "Without held_out the last quarter is kept for it, two at least." if kept else _HINT
-        raise ValueError(checks.message(_WHO, "batches", allowed, got, hint))
-    trained = batches[: len(batches) - kept]
+    allowed = "a list of batches, or a function"
+    _require("batches", batches, allowed, _listed(batches), _HINT, TypeError)
+    count = len(batches)
+    kept = 0 if given else max(2, count // 4)
+    hint = "Without held_out the last quarter is kept for it, two at least." if kept else _HINT
+    _require("batches", count, f"more than {kept} batches", count > kept, hint)
+    trained = batches[: count - kept]
     return lambda index: trained[index % len(trained)], held_out if given else batches[-kept:]
 
 
@@ -205,31 +190,25 @@ def _listed(value: Any) -> bool:
 
 
 def _check(base: Any, candidates: Any, steps: Any, repeats: Any, clock: Any) -> None:
-    if not isinstance(base, BoostConfig):
-        hint = "auto(...).config is one."
-        raise TypeError(checks.message(_WHO, "base", "a BoostConfig", base, hint))
+    fits = isinstance(base, BoostConfig)
+    _require("base", base, "a BoostConfig", fits, "auto(...).config is one.", TypeError)
     if base.accumulate is not None:
         hint = "Candidates are compared after windows of a known length."
         checks.positive_int(_WHO, "base.accumulate.every", base.accumulate.every, hint)
     checks.positive_int(_WHO, "steps", steps, "It counts calls; 20 is the default.")
     hint = "It counts rounds of timing, and a standard error takes two; 10 is the default."
-    if checks.positive_int(_WHO, "repeats", repeats, hint) < 2:
-        raise ValueError(checks.message(_WHO, "repeats", "at least 2", repeats, hint))
-    if not callable(clock):
-        hint = "time.perf_counter is the default."
-        raise TypeError(checks.message(_WHO, "clock", "a function", clock, hint))
-    if jax.process_count() > 1:
-        hint = "Their clocks would disagree on the steps to make; measure on one host."
-        got = jax.process_count()
-        raise ValueError(checks.message(_WHO, "jax.process_count()", "1", got, hint))
-    if candidates is None:
-        return
-    allowed = "a mapping of names to changes"
+    checks.positive_int(_WHO, "repeats", repeats, hint)
+    _require("repeats", repeats, "at least 2", repeats >= 2, hint)
+    hint = "time.perf_counter is the default."
+    _require("clock", clock, "a function", callable(clock), hint, TypeError)
+    count = jax.process_count()
+    hint = "Their clocks would disagree on the steps to make; measure on one host."
+    _require("jax.process_count()", count, "1", count == 1, hint)
     hint = "Such as {'narrow': {'policy': 'O1'}}; None tries the usual ones."
-    if not isinstance(candidates, Mapping) or not all(
-        isinstance(name, str) and isinstance(change, Mapping) for name, change in candidates.items()
-    ):
-        raise TypeError(checks.message(_WHO, "candidates", allowed, candidates, hint))
-    if _BASELINE in candidates:
-        allowed = f"named other than {_BASELINE!r}"
-        raise ValueError(checks.message(_WHO, "candidates", allowed, sorted(candidates), hint))
+    named: Any = {} if candidates is None else candidates
+    fits = isinstance(named, Mapping) and all(
+        isinstance(name, str) and isinstance(change, Mapping) for name, change in named.items()
+    )
+    _require("candidates", named, "a mapping of names to changes", fits, hint, TypeError)
+    allowed, names = f"named other than {_BASELINE!r}", sorted(named)
+    _require("candidates", names, allowed, _BASELINE not in named, hint)

@@ -6,12 +6,14 @@ on. Otherwise it is read as MindSpore reads it, and each thing that has no effec
 is global.
 """
 
+import dataclasses
+import functools
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 from boostax._core import checks
 from boostax.autoboost.config import BoostConfig
-from boostax.autoboost.part import flag, known, nearest, word
+from boostax.autoboost.part import flag, known, nearest, path, word
 
 SWITCHES = (
     "less_bn",
@@ -65,37 +67,26 @@ def _real(allowed: str, test: Callable[[float], bool]) -> Callable[[str, Any], A
 
 
 def _type(name: str, value: Any) -> Any:
-    if value not in (0, 1) or type(value) is bool:
-        hint = "0 is continuous, 1 by intervals."
-        raise ValueError(checks.message(_WHO, name, "0 or 1", value, hint))
-
-
-def _text(name: str, value: Any) -> Any:
-    if value is not None and not isinstance(value, str):
-        raise TypeError(checks.message(_WHO, name, "a path or None", value, "It names files."))
+    fits = value in (0, 1) and type(value) is not bool
+    checks.require(_WHO, name, value, "0 or 1", fits, "0 is continuous, 1 by intervals.")
 
 
 def _splits(name: str, value: Any) -> Any:
-    found: Any = value
-    if value is not None and not (
-        isinstance(value, (list, tuple)) and all(type(x) is int for x in found)
-    ):
-        hint = "[50, 100] cuts a list of params in three."
-        raise TypeError(checks.message(_WHO, name, "a list of integers", value, hint))
+    listed: Any = () if value is None else value
+    fits = isinstance(listed, (list, tuple)) and all(type(x) is int for x in listed)
+    hint = "[50, 100] cuts a list of params in three."
+    checks.require(_WHO, name, value, "a list of integers", fits, hint, TypeError)
 
 
-def _switch(name: str, value: Any) -> Any:
-    flag(name, value, _WHO)
-
-
+_SWITCH, _TEXT = functools.partial(flag, who=_WHO), functools.partial(path, who=_WHO)
 _PROPER = _real("in (0, 1)", lambda x: 0 < x < 1)
 _SHARE = _real("in [0, 1]", lambda x: 0 <= x <= 1)
 _MOMENTUM = _real("in [0, 1)", lambda x: 0 <= x < 1)
 _RATE = _real("greater than 0", lambda x: x > 0)
 GROUPS: dict[str, dict[str, Setting]] = {
     "less_bn": {
-        "fn_flag": Setting(True, _switch, "normalized_head"),
-        "gc_flag": Setting(True, _switch, "centralize"),
+        "fn_flag": Setting(True, _SWITCH, "normalized_head"),
+        "gc_flag": Setting(True, _SWITCH, "centralize"),
     },
     "grad_freeze": {
         "param_groups": Setting(10, _count, "groups"),
@@ -110,8 +101,8 @@ GROUPS: dict[str, dict[str, Setting]] = {
         "alpha": Setting(0.001, _RATE, "residual_rate"),
         "sigma": Setting(0.4, _PROPER, "slope"),
         "n_components": Setting(32, _count, "n_components"),
-        "pca_mat_path": Setting(None, _text, "pca_mat_path"),
-        "weight_load_dir": Setting(None, _text, "weight_load_dir"),
+        "pca_mat_path": Setting(None, _TEXT, "pca_mat_path"),
+        "weight_load_dir": Setting(None, _TEXT, "weight_load_dir"),
         "timeout": Setting(1800, _count, unused="no process waits for another's files"),
     },
     "common": {
@@ -191,12 +182,14 @@ def from_mindspore(data: Mapping[str, Any], level: str = "O0", *, strict: bool =
     References:
       MindSpore 2.10, ``mindspore/boost/boost.py``, ``boost_cell_wrapper.py``.
     """
-    reader = _Strict() if strict else _AsThere()
+    reader = _Reader(strict)
     if level not in LEVELS:
-        reader.unknown_level(level)
+        if strict:
+            word(level, tuple(LEVELS), "level", "auto")
+        reader.no_effect("level", level, "MindSpore takes it for 'O0'.")
         level = "O0"
     known_keys = reader.known(data, KEYS, "keys")
-    on = reader.together(_switched(reader, known_keys.get("boost", {}), level), level)
+    on = reader.together(reader.switches(known_keys.get("boost", {}), level), level)
     parts: dict[str, dict[str, Any]] = {}
     for group, keys in GROUPS.items():
         given = reader.known(known_keys.get(group, {}), tuple(keys), f"keys of {group}")
@@ -214,130 +207,69 @@ def from_mindspore(data: Mapping[str, Any], level: str = "O0", *, strict: bool =
     return Read(BoostConfig.from_dict(reader.config(on, parts)), tuple(reader.notes))
 
 
-def _switched(reader: "_Strict", boost: Any, level: str) -> dict[str, bool]:
-    """The six switches."""
-    asked = reader.known(boost, ("mode", *SWITCHES), "keys of boost")
-    mode = asked.pop("mode", "auto")
-    word(mode, _MODES, "boost.mode", _WHO)
-    for name, value in asked.items():
-        _switch(f"boost.{name}", value)
-    level_on = {name: name in LEVELS[level] for name in SWITCHES}
-    if mode == "manual":
-        return level_on | asked
-    every = {"enable_all": True, "disable_all": False}
-    on = {name: every.get(mode, level_on[name]) for name in SWITCHES}
-    what = "mode 'auto'" if mode == "auto" else f"mode {mode!r}"
-    for name, value in asked.items():
-        if value != on[name]:
-            reader.ignored(name, value, on[name], what, level if mode == "auto" else "")
-    return on
-
-
-class _Strict:
-    """All that is on is on; what MindSpore would ignore is an error.
+@dataclasses.dataclass
+class _Reader:
+    """A dictionary, read step by step.
 
     Attributes:
+      strict: whether what MindSpore would ignore is an error; otherwise it is noted.
       notes: so far.
     """
 
-    def __init__(self) -> None:
-        self.notes: list[str] = []
+    strict: bool
+    notes: list[str] = dataclasses.field(default_factory=list[str])
 
     def no_effect(self, name: str, value: Any, why: str) -> None:
         """Note it."""
         self.notes.append(f"{name} = {value!r} has no effect: {why}")
 
-    def unknown_level(self, level: Any) -> None:
-        """One that MindSpore takes for O0."""
-        word(level, tuple(LEVELS), "level", "auto")
-
     def known(self, data: Any, allowed: tuple[str, ...], what: str) -> dict[str, Any]:
         """What of a dictionary there is a use for."""
-        known(_WHO, data, allowed, what, _HINT)
-        return dict(data)
-
-    def ignored(self, name: str, value: bool, on: bool, mode: str, level: str) -> None:
-        """A switch that the mode does not look at."""
-        what = f"{mode} at level {level!r}" if level else mode
-        hint = "MindSpore ignores the switch; mode 'manual' obeys it."
-        allowed = f"{on} or left out with {what}"
-        raise ValueError(checks.message(_WHO, f"boost.{name}", allowed, value, hint))
-
-    def together(self, on: dict[str, bool], level: str) -> dict[str, bool]:
-        """The switches that hold, where MindSpore's exclude each other."""
-        del level
-        winner, losers = _excluded(on)
-        if winner == "dim_reduce":
-            self.notes.append(
-                f"dim_reduce takes the place of {', '.join(losers)}: what of them is in the chain "
-                "is refused when a step is built; strict=False leaves them out, as MindSpore does."
-            )
-        elif losers:
-            self.notes.append(
-                f"{winner} and {', '.join(losers)} hold together here; MindSpore leaves out "
-                f"the latter: strict=False does."
-            )
-        return on
-
-    def config(self, on: dict[str, bool], parts: dict[str, dict[str, Any]]) -> dict[str, Any]:
-        """The configuration as a dictionary of boostax's own."""
-        freeze, norms = parts["grad_freeze"], parts["less_bn"]
-        centralize = norms.pop("centralize", False)
-        servers = parts["common"]
-        if on["adasum"]:
-            self.notes.append(
-                f"common.device_number = {servers['within']}: a run of no more devices is one "
-                "server, whose gradients are averaged, and nothing is left for AdaSum; MindSpore "
-                "does the same without a word."
-            )
-        finish = parts["dim_reduce"] | {"after": 0, "rule": "mindspore"}
-        if on["dim_reduce"]:
-            self.notes.append(
-                "dim_reduce: the optimizer has no effect: an SGD of alpha and gamma trains what is "
-                "outside the span, as in MindSpore."
-            )
-        return {
-            # MindSpore's managers are told apart from the dictionary, by layers, as groups are.
-            "group_loss_scale": on["loss_scale_group"] and {"groups": freeze.get("groups")},
-            "accumulate": on["grad_accumulation"] and parts["grad_accumulation"],
-            "freeze": on["grad_freeze"] and freeze,
-            # MindSpore combines what the optimizer of each server has made of its mean gradient.
-            "adasum_delta": on["adasum"] and servers,
-            "centralize": on["less_bn"] and centralize,
-            "less_bn": on["less_bn"] and norms,
-            "dim_reduce": on["dim_reduce"] and finish,
-        }
-
-
-class _AsThere(_Strict):
-    """As MindSpore reads it, and a note of all that it passes over."""
-
-    def unknown_level(self, level: Any) -> None:
-        """It is O0."""
-        self.no_effect("level", level, "MindSpore takes it for 'O0'.")
-
-    def known(self, data: Any, allowed: tuple[str, ...], what: str) -> dict[str, Any]:
-        """Keys that nothing reads are noted, and left out."""
-        if not isinstance(data, Mapping):
-            return super().known(data, allowed, what)
+        if self.strict or not isinstance(data, Mapping):
+            known(_WHO, data, allowed, what, _HINT)
         given: dict[str, Any] = dict(data)
         for key in given.keys() - set(allowed):
             self.no_effect(f"{what}: {key}", given.pop(key), nearest(key, allowed))
         return given
 
-    def ignored(self, name: str, value: bool, on: bool, mode: str, level: str) -> None:
-        """The switch has no effect."""
-        why = f"{mode} takes what level {level!r} says." if level else f"{mode} does not look."
-        self.no_effect(f"boost.{name}", value, why)
+    def switches(self, boost: Any, level: str) -> dict[str, bool]:
+        """The six switches, as mode and level have them."""
+        asked = self.known(boost, ("mode", *SWITCHES), "keys of boost")
+        mode = asked.pop("mode", "auto")
+        word(mode, _MODES, "boost.mode", _WHO)
+        for name, value in asked.items():
+            flag(f"boost.{name}", value, _WHO)
+        on: dict[str, bool] = {name: name in LEVELS[level] for name in SWITCHES}
+        if mode == "manual":
+            return on | asked
+        what, why = f"mode {mode!r}", f"mode {mode!r} does not look."
+        if mode == "auto":
+            what, why = f"{what} at level {level!r}", f"{what} takes what level {level!r} says."
+        else:
+            on = {name: mode == "enable_all" for name in SWITCHES}
+        hint = "MindSpore ignores the switch; mode 'manual' obeys it."
+        for name, value in asked.items():
+            argument, obeyed = f"boost.{name}", value == on[name]
+            if self.strict:
+                allowed = f"{on[name]} or left out with {what}"
+                checks.require(_WHO, argument, value, allowed, obeyed, hint)
+            elif not obeyed:
+                self.no_effect(argument, value, why)
+        return on
 
     def together(self, on: dict[str, bool], level: str) -> dict[str, bool]:
-        """One takes the other's place, as in MindSpore's train step."""
+        """The switches that hold: in MindSpore's train step one takes the place of others."""
+        taken = ((name, [x for x in others if on[x]]) for name, others in _INSTEAD.items())
+        winner, losers = next(((x, found) for x, found in taken if on[x] and found), ("", []))
+        if self.strict:
+            if losers:
+                self.notes.append(_TOGETHER[winner].format(", ".join(losers)))
+            return on
         if level == "O0" and any(on.values()):
             self.notes.append(
                 "level 'O0': the switches are read as AutoBoost and its train cells read them; "
                 "MindSpore's Model boosts at O1 and O2 alone."
             )
-        winner, losers = _excluded(on)
         for name in losers:
             why = f"{winner} takes its place."
             if (winner, name) == ("dim_reduce", "grad_accumulation"):
@@ -352,44 +284,74 @@ class _AsThere(_Strict):
         return on | dict.fromkeys((*losers, "loss_scale_group"), False)
 
     def config(self, on: dict[str, bool], parts: dict[str, dict[str, Any]]) -> dict[str, Any]:
-        """With MindSpore's groups and moments, and its rule of 16."""
-        finish = parts["dim_reduce"]
-        if finish.get("pca_mat_path") and (directory := finish.pop("weight_load_dir", None)):
-            self.no_effect("dim_reduce.weight_load_dir", directory, "pca_mat_path takes its place.")
-        found = super().config(on, parts)
-        if found["freeze"]:
-            found["freeze"] |= {"cut": "mindspore", "moments": "per_group"}
-            self.notes.append(
-                "grad_freeze: groups are buckets of three params in the order of their names or of "
-                "freeze.order, and a network with fewer of them than param_groups is not frozen; "
-                "depths are drawn with seed 0, MindSpore's from NumPy's global generator. A "
-                "schedule of rates goes by the steps of the run, as MindSpore's lists do; its "
-                "LearningRateSchedules go by the steps of each depth."
-            )
-        if found["less_bn"]:
-            self.notes.append(
-                "less_bn: the norms that go are those inside residual branches; MindSpore matches "
-                "patterns of the compiled graph, and in PyNative mode it removes no norms."
-            )
-        for name in ("less_bn", "grad_freeze"):
-            if on[name]:
-                self.notes.append(
-                    f"{name}: the optimizer is the one given; MindSpore makes it anew, and its "
-                    "weight decay then takes gamma and beta, too."
-                )
-        if found["centralize"]:
-            found["centralize"] = {"multiple_of": 16, "after_decay": True}
-            self.notes.append(
-                "less_bn.gc_flag: embeddings are not centralized; in MindSpore, whose operator "
-                "exists on Ascend alone, they are where their features divide by 16."
-            )
-        return found
+        """The configuration as a dictionary of boostax's own."""
+        freeze, norms, servers = parts["grad_freeze"], parts["less_bn"], parts["common"]
+        centralize, finish = norms.pop("centralize", False), parts["dim_reduce"]
+        if not self.strict:
+            freeze |= {"cut": "mindspore", "moments": "per_group"}
+            centralize = centralize and {"multiple_of": 16, "after_decay": True}
+            if finish.get("pca_mat_path") and (files := finish.pop("weight_load_dir", None)):
+                self.no_effect("dim_reduce.weight_load_dir", files, "pca_mat_path takes its place.")
+        named = on | {"gc_flag": on["less_bn"] and centralize}
+        for name, note in _NOTES if self.strict else (*_NOTES, *_NOTES_AS_THERE):
+            if named[name]:
+                self.notes.append(note.format(**servers))
+        return {
+            # MindSpore's managers are told apart from the dictionary, by layers, as groups are.
+            "group_loss_scale": on["loss_scale_group"] and {"groups": freeze.get("groups")},
+            "accumulate": on["grad_accumulation"] and parts["grad_accumulation"],
+            "freeze": on["grad_freeze"] and freeze,
+            # MindSpore combines what the optimizer of each server has made of its mean gradient.
+            "adasum_delta": on["adasum"] and servers,
+            "centralize": named["gc_flag"],
+            "less_bn": on["less_bn"] and norms,
+            "dim_reduce": on["dim_reduce"] and finish | {"after": 0, "rule": "mindspore"},
+        }
 
 
-def _excluded(on: dict[str, bool]) -> tuple[str, list[str]]:
-    """Of what MindSpore's train step does not do together: what it does, and what it leaves out."""
-    for winner, losers in _INSTEAD.items():
-        found = [name for name in losers if on[name]]
-        if on[winner] and found:
-            return winner, found
-    return "", []
+# What is said, strictly, of a technique that leaves out others in MindSpore.
+_TOGETHER = {
+    "dim_reduce": "dim_reduce takes the place of {}: what of them is in the chain is refused when "
+    "a step is built; strict=False leaves them out, as MindSpore does.",
+    "grad_freeze": "grad_freeze and {} hold together here; MindSpore leaves out the latter: "
+    "strict=False does.",
+}
+# What is said of a technique that is on; further on, where it is read as there.
+_NOTES = (
+    (
+        "adasum",
+        "common.device_number = {within}: a run of no more devices is one server, whose gradients "
+        "are averaged, and nothing is left for AdaSum; MindSpore does the same without a word.",
+    ),
+    (
+        "dim_reduce",
+        "dim_reduce: the optimizer has no effect: an SGD of alpha and gamma trains what is outside "
+        "the span, as in MindSpore.",
+    ),
+)
+_MADE_ANEW = (
+    "{}: the optimizer is the one given; MindSpore makes it anew, and its weight decay then takes "
+    "gamma and beta, too."
+)
+_NOTES_AS_THERE = (
+    (
+        "grad_freeze",
+        "grad_freeze: groups are buckets of three params in the order of their names or of "
+        "freeze.order, and a network with fewer of them than param_groups is not frozen; depths "
+        "are drawn with seed 0, MindSpore's from NumPy's global generator. A schedule of rates "
+        "goes by the steps of the run, as MindSpore's lists do; its LearningRateSchedules go by "
+        "the steps of each depth.",
+    ),
+    (
+        "less_bn",
+        "less_bn: the norms that go are those inside residual branches; MindSpore matches "
+        "patterns of the compiled graph, and in PyNative mode it removes no norms.",
+    ),
+    ("less_bn", _MADE_ANEW.format("less_bn")),
+    ("grad_freeze", _MADE_ANEW.format("grad_freeze")),
+    (
+        "gc_flag",
+        "less_bn.gc_flag: embeddings are not centralized; in MindSpore, whose operator exists on "
+        "Ascend alone, they are where their features divide by 16.",
+    ),
+)

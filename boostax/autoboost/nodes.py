@@ -1,13 +1,19 @@
-"""An optimizer state as a list of the states in it, each with the arrays that are its own."""
+"""An optimizer state as a list of the states in it, each with the arrays that are its own.
+
+An array of a saved state is measured in the loss scale that its gradients still bear: a scaler
+divides gradients for what is inside it. What stands around it, or before it in a chain, sees them
+multiplied by its scale, and so is what it sums up or holds back.
+"""
 
 import dataclasses
-from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+import itertools
+from collections.abc import Mapping
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.tree_util import DictKey, GetAttrKey
+from jax.tree_util import DictKey, GetAttrKey, SequenceKey
 
 from boostax._core import trees
 from boostax._core.replicas import PerReplica
@@ -96,10 +102,11 @@ def read(tree: PyTree, params: PyTree) -> list[Node]:
     found = [rest]
 
     def visit(path: Path, x: Any, node: Node, rel: Path, own: bool) -> None:
-        if _is_foreign_scaler(x):
-            keys = [GetAttrKey(name) for name in EQUIVALENTS[type(x).__name__].fields]
+        other = None if isinstance(x, tuple) else EQUIVALENTS.get(type(x).__name__)
+        if other is not None and all(hasattr(x, name) for name in other.fields):
+            # One of Flax's or jmp's scalers, which are no NamedTuples.
             scaler = Node(type(x), path, {}, x, type(x).__name__)
-            for key in keys:
+            for key in map(GetAttrKey, other.fields):
                 value = getattr(x, key.name)
                 scaler.leaves[(key,)] = Leaf((*path, key), value, False, scaler, None)
             found.append(scaler)
@@ -140,16 +147,6 @@ def _is_state(x: Any) -> bool:
     return name not in ("MaskedNode", "WrappedScheduleState")
 
 
-def _is_foreign_scaler(x: Any) -> bool:
-    """Whether it is one of Flax's or jmp's, which are no NamedTuples."""
-    found = EQUIVALENTS.get(type(x).__name__)
-    return (
-        found is not None
-        and not isinstance(x, tuple)
-        and all(hasattr(x, name) for name in found.fields)
-    )
-
-
 def translated(node: Node) -> Node | None:
     """A state of another library as the one of boostax that does its work, or ``None``.
 
@@ -179,20 +176,6 @@ def translated(node: Node) -> Node | None:
     return dataclasses.replace(node, cls=found.cls, leaves=leaves)
 
 
-def cast(node: Node, like: Node) -> Node:
-    """The arrays of a translated state in the dtypes of the one that they are for.
-
-    What has one element there and is a scalar here becomes one, such as a scale of shape ``(1,)``.
-    """
-    leaves: dict[Path, Leaf] = {}
-    for rel, leaf in node.leaves.items():
-        if rel in like.leaves:
-            x = jnp.asarray(leaf.value).astype(like.leaves[rel].dtype)
-            one = x.size == 1 and like.leaves[rel].shape == ()
-            leaves[rel] = leaf._replace(value=x.reshape(()) if one else x)
-    return dataclasses.replace(node, leaves=node.leaves | leaves)
-
-
 def _owner(path: Path, x: Any, params: dict[Path, Any]) -> Path | None:
     """The param to which an array belongs: the one whose path ends its own.
 
@@ -204,19 +187,84 @@ def _owner(path: Path, x: Any, params: dict[Path, Any]) -> Path | None:
     return found
 
 
-def fields(node: Node, wanted: Callable[[Leaf], bool]) -> str:
-    """The fields whose arrays are all wanted, and of the others those that are."""
-    name = trees.path_name
-    groups: dict[str, list[tuple[Path, bool]]] = {}
-    for rel, leaf in node.leaves.items():
-        head = name(rel[:1]) if node.cls is not None else name(rel)
-        groups.setdefault(head, []).append((rel, wanted(leaf)))
-    words: list[str] = []
-    for head, members in groups.items():
-        chosen = [rel for rel, yes in members if yes]
-        if len(chosen) == len(members):
-            words.append(head)
-        elif chosen:
-            more = f" and {len(chosen) - 4} more" if len(chosen) > 4 else ""
-            words.append(", ".join(name(rel) for rel in chosen[:4]) + more)
-    return ", ".join(words)
+class Unit(NamedTuple):
+    """What gradients are multiplied by at a place in a chain.
+
+    Attributes:
+      scale: the product of the scales that are known to apply to all of them.
+      rest: scales of groups, and of scalers in one part of a ``partition`` or ``named_chain``: it
+        can only be said whether they are the same elsewhere.
+      scalers: how many there are.
+    """
+
+    scale: float
+    rest: tuple[Any, ...]
+    scalers: int
+
+    def __str__(self) -> str:
+        return " and ".join([f"{self.scale:g}", *(f"{found} of {way}" for way, found in self.rest)])
+
+
+def unit_at(path: Path, nodes: list[Node], values: Mapping[Path, Any]) -> Unit:
+    """The unit of the gradients that a state sees, from the scalers that come after it.
+
+    Args:
+      path: of the state.
+      nodes: all states of the tree.
+      values: arrays that stand in the place of those of ``nodes``, by their paths.
+    """
+    scale, rest, scalers = 1.0, list[Any](), 0
+    for node in nodes:
+        name, way = node.holds.scale, _way(path, node.path)
+        if not name or way is None:
+            continue
+        scalers += 1
+        leaf = node.leaves[(GetAttrKey(name),)]
+        found = np.asarray(values.get(leaf.path, leaf.value), np.float64)
+        if node.holds.powers:
+            found = 2.0 ** (np.frexp(found)[1] - 1.0)
+        if way == "" and np.all(found == found.flat[0]):
+            scale *= float(found.flat[0])
+        else:
+            rest.append((way or "the groups", found.tolist()))
+    return Unit(scale, tuple(rest), scalers)
+
+
+def measured(rel: Path, leaf: Leaf) -> Literal["sum", "moment", "unknown"] | None:
+    """What an array of a state is in terms of the gradients that the state sees.
+
+    Args:
+      rel: its path in the state.
+      leaf: the array.
+
+    Returns:
+      ``None`` for what has nothing to do with their scale; ``"sum"`` for what is proportional to
+      it, ``"moment"`` for other powers, ``"unknown"`` for states of which nothing is known.
+    """
+    node = leaf.node
+    if node.holds.sums:
+        return "sum" if trees.path_name(rel).startswith(node.holds.sums) else None
+    number = leaf.owner == () and not leaf.shape  # To a lone scalar all scalars seem to belong.
+    real = jnp.issubdtype(leaf.dtype, jnp.inexact)
+    if leaf.owner is None or number or node.holds.params or not real:
+        return None
+    ours = node.cls.__module__.startswith("optax.") and node.source.startswith("ScaleBy")
+    return "moment" if ours else "unknown"
+
+
+def _way(path: Path, scaler: Path) -> str | None:
+    """How gradients come from a state to a scaler: ``None`` if they do not, empty if all do."""
+    shared = next((i for i, (a, b) in enumerate(zip(path, scaler, strict=False)) if a != b), None)
+    if shared is None:
+        if len(path) >= len(scaler):
+            return None
+        inside = scaler[len(path) :]
+        parts = itertools.pairwise(inside)
+        branches = any(a == GetAttrKey("inner_states") and isinstance(b, DictKey) for a, b in parts)
+        return trees.path_name(inside) if branches else ""
+    mine, other = path[shared], scaler[shared]
+    if isinstance(mine, SequenceKey) and isinstance(other, SequenceKey):
+        return "" if mine.idx < other.idx else None
+    if isinstance(mine, DictKey):
+        return trees.path_name(scaler[shared:])
+    return None

@@ -1,6 +1,5 @@
 """Parts of a user's own in a configuration: factories by name, in the place of their role."""
 
-import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -8,7 +7,7 @@ import optax
 
 from boostax._core import checks
 from boostax.autoboost.config import FACTORIES
-from boostax.autoboost.part import Layer, Part, Place, known
+from boostax.autoboost.part import Part, Place, known
 from boostax.chain.parts import read
 from boostax.chain.roles import REDUCTIONS, UNKNOWN, role
 
@@ -27,22 +26,8 @@ _PLACES: Mapping[str, str] = {
 }
 
 
-@dataclasses.dataclass(frozen=True)
-class Own:
-    """A part that boostax has not.
-
-    Attributes:
-      place: the part of the configuration behind which it is put, or in whose place it stands.
-      part: its arguments.
-    """
-
-    place: str
-    part: Part
-
-    def layer(self, place: Place) -> Layer:
-        """As that of a part of the configuration; a reduction needs an axis."""
-        without = self.place == "reduce" and place.axis_name is None
-        return None if without else self.part.layer(place)
+# The part of the configuration behind which one is put, or in whose place it stands; the part.
+Own = tuple[str, Part]
 
 
 def owned(
@@ -52,9 +37,9 @@ def owned(
     found: list[Own] = []
     for factory in factories:
         name = getattr(factory, "__name__", repr(factory))
-        if not callable(factory) or name in FACTORIES:
-            allowed, hint = "functions of your own", "Keys name boostax's own without it."
-            raise ValueError(checks.message("auto", "factories", allowed, factory, hint))
+        hint, mine = "Keys name boostax's own without it.", name not in FACTORIES
+        allowed, fits = "functions of your own", callable(factory) and mine
+        checks.require("auto", "factories", factory, allowed, fits, hint)
         given = data.pop(name, None)
         if given is None or given is False:
             continue
@@ -62,7 +47,7 @@ def owned(
         options = {} if given is True else given
         known("auto", options, tuple(part.parameters(factory)), f"keys of {name}", "true for none.")
         made = part(**options)
-        found.append(Own(_place(name, made), made))
+        found.append((_place(name, made), made))
     return data, tuple(found)
 
 
@@ -70,10 +55,9 @@ def _place(name: str, part: Part) -> str:
     layer = part.layer(Place("axis", None))
     made: Any = layer(optax.identity()) if callable(layer) else layer
     what = role(read(made))
-    if what not in _PLACES:
+    hint = "What is of the optimizer belongs into it."
+    if what == UNKNOWN:
         hint = f'@boostax.describe({name!r}, "clip") on its update says what it is.'
-        if what != UNKNOWN:
-            hint = "What is of the optimizer belongs into it."
-        allowed = "described with a role that has a place in a chain"
-        raise ValueError(checks.message("auto", name, allowed, what, hint))
+    allowed = "described with a role that has a place in a chain"
+    checks.require("auto", name, what, allowed, what in _PLACES, hint)
     return _PLACES[what]

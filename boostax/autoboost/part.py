@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, TypeAlias, cast
 import optax
 
 from boostax._core import axes, checks
-from boostax._core.groups import prefix_groups
 from boostax.model.less_bn import LessBNReport
 
 PyTree = Any
@@ -27,10 +26,6 @@ Layer: TypeAlias = (
     | Callable[[optax.GradientTransformation], optax.GradientTransformation]
     | None
 )
-Pattern: TypeAlias = str | tuple[str, ...]
-Groups: TypeAlias = int | tuple[Pattern, ...] | Mapping[str, Any]
-
-_GROUPS = "a number of groups, a list of patterns of paths, or a dictionary of names and groups"
 # Parameters that the place in a chain gives.
 _PLACE = ("axis_name", "params", "less_bn", "inner")
 
@@ -170,15 +165,15 @@ class Part:
             kind: {self.renamed.get(name, name): x for name, x in self.parameters(one).items()}
             for kind, one in self.kinds.items()
         }
+        mine = fields[self.kind]
         for name, value in given.items():
-            if name not in ("kind", *fields[self.kind]):
-                users = " and ".join(repr(kind) for kind in fields if name in fields[kind])
-                allowed = f"left out with kind {self.kind!r}"
-                raise ValueError(checks.message("", name, allowed, value, f"It is for {users}."))
-        for name, parameter in fields[self.kind].items():
-            if parameter.default is inspect.Parameter.empty and name not in given:
-                allowed = f"given with kind {self.kind!r}"
-                raise ValueError(checks.message("", name, allowed, None, "It has no default."))
+            users = " and ".join(repr(kind) for kind in fields if name in fields[kind])
+            allowed, hint = f"left out with kind {self.kind!r}", f"It is for {users}."
+            checks.require("", name, value, allowed, name in ("kind", *mine), hint)
+        for name, parameter in mine.items():
+            allowed, hint = f"given with kind {self.kind!r}", "It has no default."
+            there = name in given or parameter.default is not inspect.Parameter.empty
+            checks.require("", name, None, allowed, there, hint)
 
     def _factory(self) -> Factory:
         return self.kinds[self.kind if len(self.kinds) > 1 else ""]
@@ -190,11 +185,7 @@ class Part:
 @functools.cache
 def signature(factory: Factory) -> dict[str, inspect.Parameter]:
     """The parameters of a factory, their annotations evaluated."""
-    hints = typing.get_type_hints(factory)
-    return {
-        name: parameter.replace(annotation=hints.get(name, Any))
-        for name, parameter in inspect.signature(factory).parameters.items()
-    }
+    return dict(inspect.signature(factory, eval_str=True).parameters)
 
 
 def is_data(parameter: inspect.Parameter) -> bool:
@@ -221,8 +212,14 @@ def speaking_of(who: str, renamed: Mapping[str, str]) -> Generator[None]:
 
 def flag(name: str, value: Any, who: str = "") -> None:
     """Refuse what is no bool."""
-    if not isinstance(value, bool):
-        raise TypeError(checks.message(who, name, "True or False", value, "JSON: true or false."))
+    fits, hint = isinstance(value, bool), "JSON: true or false."
+    checks.require(who, name, value, "True or False", fits, hint, TypeError)
+
+
+def path(name: str, value: Any, who: str = "") -> None:
+    """Refuse what is no path, nor ``None``."""
+    fits = value is None or isinstance(value, str)
+    checks.require(who, name, value, "a path or None", fits, "It names files.", TypeError)
 
 
 def word(value: Any, words: tuple[str, ...], name: str, who: str = "") -> None:
@@ -232,59 +229,17 @@ def word(value: Any, words: tuple[str, ...], name: str, who: str = "") -> None:
 
 def known(who: str, data: Any, allowed: tuple[str, ...], what: str, hint: str) -> None:
     """Refuse what is no dictionary, and keys that are not there to be given."""
-    if not isinstance(data, Mapping):
-        raise TypeError(checks.message(who, what, "those of a dictionary", data, hint))
+    fits = isinstance(data, Mapping)
+    checks.require(who, what, data, "those of a dictionary", fits, hint, TypeError)
     for key in cast("Mapping[str, Any]", data):
-        if key not in allowed:
-            words = "among " + ", ".join(repr(x) for x in allowed)
-            raise ValueError(checks.message(who, what, words, key, nearest(key, allowed)))
+        words = "among " + ", ".join(map(repr, allowed))
+        checks.require(who, what, key, words, key in allowed, nearest(key, allowed))
 
 
 def nearest(word: Any, words: tuple[str, ...]) -> str:
     """A hint: the word that was perhaps meant."""
     found = difflib.get_close_matches(str(word), words, 1, 0.5)
     return f"Did you mean {found[0]!r}?" if found else "Nothing there is close to it."
-
-
-def labels(
-    params: PyTree, groups: Groups, order: tuple[str, ...] | None = None, level: int | None = None
-) -> Any:
-    """The groups of layers as ``scheduled_freeze`` and ``group_loss_scale`` take them.
-
-    Args:
-      params: the params or their shapes.
-      groups: so many groups of layers; patterns of paths, one entry for each group; or, by the
-        names in the params, the number of the group of each.
-      order: of a number of groups: see ``boostax.freeze.prefix_groups``, as is ``level``.
-      level: leading components of a path that make a layer.
-
-    Returns:
-      A tree of numbers, or the patterns.
-    """
-    hint = "4 cuts the layers into quarters; ['embed', 'block_*'] names groups by patterns."
-    if isinstance(groups, tuple) and groups and all(are_texts(x) for x in groups):
-        return groups
-    if isinstance(groups, Mapping) and groups:
-        # A dictionary that JAX reads as a tree.
-        return dict(groups)
-    if isinstance(groups, (tuple, str, Mapping)):
-        raise TypeError(checks.message("", "groups", _GROUPS, groups, hint))
-    checks.positive_int("", "groups", groups, hint)
-    if params is LATER:
-        return {"any": 0}
-    if params is None:
-        hint = "Pass them to optimizer or make_train_step, or name the groups by patterns."
-        allowed = f"given where groups is a number, {groups}"
-        raise ValueError(checks.message("", "params", allowed, None, hint))
-    with speaking_of("", {"n": "groups"}):
-        return prefix_groups(params, groups, order=order, level=level)
-
-
-def are_texts(value: Any) -> bool:
-    """Whether it is a text, or a tuple of some."""
-    return isinstance(value, str) or (
-        isinstance(value, tuple) and bool(value) and all(isinstance(x, str) for x in value)
-    )
 
 
 class _Hashable(dict[str, Any]):

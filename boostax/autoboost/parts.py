@@ -4,26 +4,16 @@ import dataclasses
 import functools
 import glob
 from collections.abc import Callable, Mapping
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, TypeAlias
 
 import optax
 
 from boostax._core import checks
-from boostax._core.groups import mindspore_groups
+from boostax._core.groups import mindspore_groups, prefix_groups
 from boostax.accumulate.by_noise import WindowByNoise, by_noise
 from boostax.accumulate.carried import carry
 from boostax.accumulate.window import accumulate
-from boostax.autoboost.part import (
-    LATER,
-    Groups,
-    Layer,
-    Part,
-    Place,
-    are_texts,
-    labels,
-    speaking_of,
-    word,
-)
+from boostax.autoboost.part import LATER, Layer, Part, Place, path, speaking_of, word
 from boostax.chain.parts import opened, read
 from boostax.chain.roles import role
 from boostax.freeze.scheduled import scheduled_freeze
@@ -35,6 +25,7 @@ from boostax.precision.group_scale import group_loss_scale
 from boostax.precision.loss_scale import dynamic_loss_scale, static_loss_scale
 from boostax.precision.lost_updates import count_lost_updates
 from boostax.precision.policy import Policy, policy
+from boostax.precision.store import store
 from boostax.precision.updates import check_updates
 from boostax.subspace.basis import pca_basis, saved_basis
 from boostax.subspace.dim_reduce import dim_reduce
@@ -43,7 +34,52 @@ from boostax.subspace.quasi_newton import RULES, SubspaceRule
 from boostax.subspace.trajectory import record_trajectory
 
 PyTree = Any
+Pattern: TypeAlias = str | tuple[str, ...]
+Groups: TypeAlias = int | tuple[Pattern, ...] | Mapping[str, Any]
 Freezing = Literal["interval", "continuous", "progressive", "ramp"]
+
+
+_GROUPS = "a number of groups, a list of patterns of paths, or a dictionary of names and groups"
+
+
+def labels(
+    params: PyTree, groups: Groups, order: tuple[str, ...] | None = None, level: int | None = None
+) -> Any:
+    """The groups of layers as ``scheduled_freeze`` and ``group_loss_scale`` take them.
+
+    Args:
+      params: the params or their shapes.
+      groups: so many groups of layers; patterns of paths, one entry for each group; or, by the
+        names in the params, the number of the group of each.
+      order: of a number of groups: see ``boostax.freeze.prefix_groups``, as is ``level``.
+      level: leading components of a path that make a layer.
+
+    Returns:
+      A tree of numbers, or the patterns.
+    """
+    hint = "4 cuts the layers into quarters; ['embed', 'block_*'] names groups by patterns."
+    if isinstance(groups, tuple) and groups and all(are_texts(x) for x in groups):
+        return groups
+    if isinstance(groups, Mapping) and groups:
+        # A dictionary that JAX reads as a tree.
+        return dict(groups)
+    if isinstance(groups, (tuple, str, Mapping)):
+        raise TypeError(checks.message("", "groups", _GROUPS, groups, hint))
+    checks.positive_int("", "groups", groups, hint)
+    if params is LATER:
+        return {"any": 0}
+    hint = "Pass them to optimizer or make_train_step, or name the groups by patterns."
+    allowed = f"given where groups is a number, {groups}"
+    checks.require("", "params", params, allowed, params is not None, hint)
+    with speaking_of("", {"n": "groups"}):
+        return prefix_groups(params, groups, order=order, level=level)
+
+
+def are_texts(value: Any) -> bool:
+    """Whether it is a text, or a tuple of some."""
+    return isinstance(value, str) or (
+        isinstance(value, tuple) and bool(value) and all(isinstance(x, str) for x in value)
+    )
 
 
 class Precision(Part, factory=policy):
@@ -156,6 +192,10 @@ class LossScale(
         return self.arguments(Place(None, params))["labels"]
 
 
+class Store(Part, factory=store):
+    """``boostax.precision.store``, around the optimizer and its reduction, inside all gates."""
+
+
 class Carry(Part, factory=carry):
     """``boostax.carry``, around all but freezing."""
 
@@ -230,9 +270,9 @@ class LessBN(Part, factory=less_bn):
         """What can be known without a model."""
         hint = "It starts the multiplier of the head."
         checks.number("", "multiplier", self.multiplier, "positive", lambda m: m > 0, hint)
-        if self.remove is not None and not are_texts(self.remove):
-            hint = "Such as ['block_*/norm_1']."
-            raise TypeError(checks.message("", "remove", "a list of patterns", self.remove, hint))
+        remove, hint = self.remove, "Such as ['block_*/norm_1']."
+        fits = remove is None or are_texts(remove)
+        checks.require("", "remove", remove, "a list of patterns", fits, hint, TypeError)
 
 
 def _recorder(
@@ -246,19 +286,16 @@ def _recorder(
     """What records the snapshots of the basis; ``None`` if that comes from elsewhere."""
     hint = "It counts directions; 20 are usual."
     checks.positive_int("", "n_components", n_components, hint)
-    paths: dict[str, Any] = {"weight_load_dir": weight_load_dir, "pca_mat_path": pca_mat_path}
-    for name, value in paths.items():
-        if value is not None and not isinstance(value, str):
-            raise TypeError(checks.message("", name, "a path or None", value, "It names files."))
+    path("weight_load_dir", weight_load_dir)
+    path("pca_mat_path", pca_mat_path)
     if after is not None:
         checks.natural("", "after", after, "It counts optimizer steps before the finish.")
     if pca_mat_path is not None:
         hint = "The one or the other makes the basis."
         checks.absent("", "weight_load_dir", weight_load_dir, "left out with pca_mat_path", hint)
     files = weight_load_dir is not None or pca_mat_path is not None
-    if files and after:
-        hint = "A basis from files is there at once."
-        raise ValueError(checks.message("", "after", "0 or left out with files", after, hint))
+    allowed, hint = "0 or left out with files", "A basis from files is there at once."
+    checks.require("", "after", after, allowed, not (files and after), hint)
     if files or after == 0:
         return None
     if every is None:
@@ -267,9 +304,9 @@ def _recorder(
         return None
     recorder = record_trajectory(n_components + 1, every=every, start=start)
     least = start + every * (n_components - 1) + 1
-    if after is not None and after < least:
-        hint = "The finish wants as many snapshots as directions, and begins at one more."
-        raise ValueError(checks.message("", "after", f"at least {least}", after, hint))
+    hint = "The finish wants as many snapshots as directions, and begins at one more."
+    late = after is None or after >= least
+    checks.require("", "after", after, f"at least {least}", late, hint)
     return recorder
 
 
@@ -281,8 +318,8 @@ def _residual(
     checks.number("", "residual_momentum", value, "in [0, 1)", lambda x: 0 <= x < 1, hint)
     if residual_rate is None:
         return None
-    value, hint = residual_rate, "Leave it out for the default."
-    checks.number("", "residual_rate", value, "greater than 0", lambda x: x > 0, hint)
+    hint = "Leave it out for the default."
+    checks.number("", "residual_rate", residual_rate, "greater than 0", lambda x: x > 0, hint)
     return optax.sgd(residual_rate, residual_momentum or None)
 
 
@@ -338,16 +375,13 @@ class DimReduce(Part, factory=dim_reduce):
         Raises:
           ValueError, TypeError: no params, no files, or files of other params; FileNotFoundError.
         """
-        directory, path = self.weight_load_dir, self.pca_mat_path
-        if directory is None and path is None:
-            what, allowed = "weight_load_dir or pca_mat_path", "given where there is no run before"
-            hint = "Or boost.finish(basis, params) makes the transformation of any basis."
-            raise ValueError(checks.message("DimReduce", what, allowed, None, hint))
-        if params is None:
-            allowed, hint = "given where files are read", "They name what is to be in them."
-            raise ValueError(checks.message("DimReduce", "params", allowed, None, hint))
-        k = self.n_components
+        directory, file, k = self.weight_load_dir, self.pca_mat_path, self.n_components
+        hint = "Or boost.finish(basis, params) makes the transformation of any basis."
+        what, allowed = "weight_load_dir or pca_mat_path", "given where there is no run before"
+        checks.require("DimReduce", what, None, allowed, not (directory is file is None), hint)
+        allowed, hint = "given where files are read", "They name what is to be in them."
+        checks.require("DimReduce", "params", params, allowed, params is not None, hint)
         with speaking_of("DimReduce", {"directory": "weight_load_dir", "path": "pca_mat_path"}):
             if directory is not None:
                 return pca_basis(checkpoint_snapshots(directory, params), k)
-            return saved_basis(path, params, k)
+            return saved_basis(file, params, k)

@@ -48,9 +48,8 @@ class Reduce(Part, factory=DENSE | CODECS | OWN_PARAMS):
 
     def check(self) -> None:
         """As the factory does."""
-        if self.dense not in (None, "vectors"):
-            hint = "Leave it out to treat all leaves alike."
-            raise ValueError(checks.message("", "dense", "'vectors'", self.dense, hint))
+        fits, hint = self.dense in (None, "vectors"), "Leave it out to treat all leaves alike."
+        checks.require("", "dense", self.dense, "'vectors'", fits, hint)
         others = (self.within,) if isinstance(self.within, str) else ()
         self.layer(Place(("axis", *others), None))
 
@@ -65,11 +64,11 @@ class Reduce(Part, factory=DENSE | CODECS | OWN_PARAMS):
             found["dense"] = vectors
         if self.within is not None and not isinstance(self.within, int):
             names = axes.canonical("Reduce", place.axis_name)
-            found["axis_name"] = tuple(name for name in names if name != self.within)
-            if len(found["axis_name"]) != len(names) - 1 or not found["axis_name"]:
-                allowed = f"one of several axes, {names}"
-                hint = "It is the axis of the fast links."
-                raise ValueError(checks.message("Reduce", "within", allowed, self.within, hint))
+            others = tuple(name for name in names if name != self.within)
+            allowed, fits = f"one of several axes, {names}", 0 < len(others) < len(names)
+            hint = "It is the axis of the fast links."
+            checks.require("Reduce", "within", self.within, allowed, fits, hint)
+            found["axis_name"] = others
         return found
 
 

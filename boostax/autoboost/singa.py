@@ -10,6 +10,7 @@ from boostax._core import checks
 from boostax.autoboost.part import flag, speaking_of, word
 from boostax.autoboost.reduction import Reduce
 
+_WHO = "singa"
 _SPARSE = ("spars", "corr", "topK")
 # Of each mode, the options that it has a use for.
 _SINGA = {
@@ -45,60 +46,53 @@ def singa(options: Any) -> Reduce:
     Raises:
       ValueError, TypeError: an option that the mode has no use for, or a value out of range.
     """
-    who = "singa"
-    if not isinstance(options, Mapping):
-        hint = "Such as {'dist_option': 'half'}."
-        raise TypeError(checks.message("auto", who, "a dictionary", options, hint))
+    fits, hint = isinstance(options, Mapping), "Such as {'dist_option': 'half'}."
+    checks.require("auto", _WHO, options, "a dictionary", fits, hint, TypeError)
     given: dict[str, Any] = dict(options)
     mode = given.pop("dist_option", "plain")
-    word(mode, tuple(_SINGA), "dist_option", who)
+    word(mode, tuple(_SINGA), "dist_option", _WHO)
     for name, value in given.items():
-        _require_used(who, mode, name, value)
+        _require_used(mode, name, value)
     for name in ("clipping", "corr", "topK"):
-        flag(name, given.get(name, True), who)
-    if given.get("topK", mode == "sparseTopK") != (mode == "sparseTopK"):
-        hint = "The two say the same; 'dist_option' is enough."
-        allowed = f"{mode == 'sparseTopK'} or left out with {mode!r}"
-        raise ValueError(checks.message(who, "topK", allowed, given["topK"], hint))
+        flag(name, given.get(name, True), _WHO)
+    top_k, sparse = mode == "sparseTopK", mode.startswith("sparse")
+    top = given.get("topK", top_k)
+    hint = "The two say the same; 'dist_option' is enough."
+    checks.require(_WHO, "topK", top, f"{top_k} or left out with {mode!r}", top == top_k, hint)
+    clips, hint = given.get("clipping", False), "'clipping': True clips; SINGA ignores it."
+    if not clips:
+        bound = given.get("clip_Value")
+        checks.absent(_WHO, "clip_Value", bound, "left out without clipping", hint)
     asked: dict[str, Any] = {}
-    if "threshold" in given or mode.startswith("sparse") or mode == "partialUpdate":
-        asked["bucket_bytes"] = _bytes(who, given.get("threshold", 2097152))
-    if mode == "half":
-        asked["wire"] = "float16"
-        if given.get("clipping", False):
-            asked["clip"] = given.get("clip_Value", 100.0)
-        elif "clip_Value" in given:
-            allowed, hint = "left out without clipping", "'clipping': True clips; SINGA ignores it."
-            raise ValueError(checks.message(who, "clip_Value", allowed, given["clip_Value"], hint))
     if "partitions" in given:
         asked["partitions"] = given["partitions"]
-        if "threshold" not in given:
-            del asked["bucket_bytes"]
-    if mode.startswith("sparse"):
-        asked["density" if mode == "sparseTopK" else "threshold"] = given.get("spars", 0.05)
+    if "threshold" in given or sparse or (mode == "partialUpdate" and not asked):
+        asked["bucket_bytes"] = _bytes(given.get("threshold", 2097152))
+    if mode == "half":
+        asked |= {"wire": "float16"} | ({"clip": given.get("clip_Value", 100.0)} if clips else {})
+    if sparse:
+        asked["density" if top_k else "threshold"] = given.get("spars", 0.05)
         asked["capacity"] = given.get("capacity")
         asked["error_feedback"] = None if given.get("corr", True) else False
-    with speaking_of(who, {"density": "spars", "threshold": "spars", "clip": "clip_Value"}):
+    with speaking_of(_WHO, {"density": "spars", "threshold": "spars", "clip": "clip_Value"}):
         return Reduce(_KINDS[mode], **asked)
 
 
-def _require_used(who: str, mode: str, name: str, value: Any) -> None:
+def _require_used(mode: str, name: str, value: Any) -> None:
     """Refuse an option that the mode has no use for, and say who has, or what to write instead."""
     if name in _SINGA[mode]:
         return
     users = " and ".join(repr(other) for other in _SINGA if name in _SINGA[other])
-    if users:
-        hint = f"It is for {users}."
-        raise ValueError(checks.message(who, name, f"left out with {mode!r}", value, hint))
-    if name in _INSTEAD:
-        raise ValueError(checks.message(who, name, "left out", value, _INSTEAD[name]))
-    word(name, _SINGA[mode], f"the options of {mode!r}", who)
+    hint = f"It is for {users}." if users else _INSTEAD.get(name, "")
+    if not hint:
+        word(name, _SINGA[mode], f"the options of {mode!r}", _WHO)
+    allowed = f"left out with {mode!r}" if users else "left out"
+    raise ValueError(checks.message(_WHO, name, allowed, value, hint))
 
 
-def _bytes(who: str, threshold: Any) -> int:
+def _bytes(threshold: Any) -> int:
     """SINGA's number of elements, of f32; of none every leaf stands alone."""
     hint = "So many elements are fused; SINGA's default is 2097152."
-    natural = checks.natural(who, "threshold", threshold, hint)
-    if natural >= 2**29:
-        raise ValueError(checks.message(who, "threshold", "below 2**29", threshold, hint))
+    natural = checks.natural(_WHO, "threshold", threshold, hint)
+    checks.require(_WHO, "threshold", threshold, "below 2**29", natural < 2**29, hint)
     return max(4 * natural, 1)

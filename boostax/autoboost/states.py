@@ -32,26 +32,23 @@ class Equivalent(NamedTuple):
     fields: dict[str, str]
 
 
+# By the name of the class, so that neither Flax nor jmp is imported.
+_SCALERS = {
+    "DynamicScale": {"scale": "scale", "fin_steps": "clean_steps"},
+    "DynamicLossScale": {"loss_scale": "scale", "counter": "clean_steps"},
+    "StaticLossScale": {"loss_scale": "scale"},
+    "ApplyIfFiniteState": {
+        "notfinite_count": "skipped_in_a_row",
+        "total_notfinite": "skipped_steps",
+        "last_finite": "last_finite",
+    },
+}
 _WINDOW = {
     "acc_grads": "window/grads",
     "mini_step": "micro_step",
     "gradient_step": "optimizer_steps",
 }
-# By the name of the class, so that neither Flax nor jmp is imported.
-EQUIVALENTS: dict[str, Equivalent] = {
-    "DynamicScale": Equivalent(LossScaleState, {"scale": "scale", "fin_steps": "clean_steps"}),
-    "DynamicLossScale": Equivalent(
-        LossScaleState, {"loss_scale": "scale", "counter": "clean_steps"}
-    ),
-    "StaticLossScale": Equivalent(LossScaleState, {"loss_scale": "scale"}),
-    "ApplyIfFiniteState": Equivalent(
-        LossScaleState,
-        {
-            "notfinite_count": "skipped_in_a_row",
-            "total_notfinite": "skipped_steps",
-            "last_finite": "last_finite",
-        },
-    ),
+EQUIVALENTS = {name: Equivalent(LossScaleState, fields) for name, fields in _SCALERS.items()} | {
     "MultiStepsState": Equivalent(AccumulateState, _WINDOW),
     "AccumulateState": Equivalent(
         optax.MultiStepsState, {ours: theirs for theirs, ours in _WINDOW.items()}

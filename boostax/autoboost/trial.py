@@ -16,6 +16,7 @@ from boostax._core import checks, costs, trees
 from boostax._core.variants import variants_of
 from boostax.autoboost.build import Boost
 from boostax.autoboost.config import BoostConfig
+from boostax.inspect.targets import compile_program
 from boostax.reduce.mean import all_reduce
 from boostax.reduce.partial import partitioning
 from boostax.train.compiled import TrainStep
@@ -73,10 +74,8 @@ class Setting:
 
     @functools.cached_property
     def _loss(self) -> Callable[..., jax.Array]:
-        plain = self.plain
-
-        mesh = None if plain.placing is None else plain.placing.mesh
-        oracle = plain.oracle if mesh is None else plain.oracle.over(mesh)
+        oracle, placing = self.plain.oracle, self.plain.placing
+        oracle = oracle if placing is None else oracle.over(placing.mesh)
 
         def loss(params: PyTree, model_state: PyTree, key: Any, batch: PyTree) -> jax.Array:
             return oracle.loss_at(batch, key=key, model_state=model_state)(params)
@@ -109,10 +108,9 @@ class Candidate:
 
     def __init__(self, name: str, config: BoostConfig, setting: Setting):
         self.name, self.config, self.setting, self.skipped = name, config, setting, 0
-        if self.window > setting.steps:
-            allowed = f"at least a window of {self.window} calls"
-            hint = "Some optimizer steps must be made."
-            raise ValueError(checks.message("auto", "steps", allowed, setting.steps, hint))
+        allowed = f"at least a window of {self.window} calls"
+        hint = "Some optimizer steps must be made."
+        checks.require("auto", "steps", setting.steps, allowed, self.window <= setting.steps, hint)
         make = Boost(self.config).make_train_step
         self.step = make(setting.loss_fn, setting.inner, setting.params, **setting.of_step)
         state = self._init()
@@ -233,16 +231,13 @@ class Candidate:
         memory: list[float] = []
         for depth, share in shares.items():
             begun = clock()
-            compiled = step.lower(state, batch, depth=depth).compile()
+            made = compile_program(step, (state, batch), None, depth)
             compiling += clock() - begun
-            memory.append(_memory(compiled.memory_analysis()))
-            analysis: Any = compiled.cost_analysis() or {}
-            flops += share * float(analysis.get("flops", math.nan))
-            if step.mesh is not None:
-                found = costs.collectives(step.jaxpr(state, batch, depth=depth))
-                # What a window or a meeting sends, it sends once for all of its calls.
-                held = costs.expected(found, conditional=True) / (self.window * self.meeting)
-                sent += share * (costs.expected(found, conditional=False) + held)
+            memory.append(_memory(made.compiled.memory_analysis()))
+            flops += share * made.flops
+            # What a window or a meeting sends, it sends once for all of its calls.
+            held = costs.expected(made.traced, conditional=True) / (self.window * self.meeting)
+            sent += share * (costs.expected(made.traced, conditional=False) + held)
         return Costs(compiling, float(np.max(memory)), flops, sent)
 
 

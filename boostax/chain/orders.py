@@ -1,6 +1,7 @@
 """What is in wrong order in a chain, why, and where it belongs."""
 
-from collections.abc import Iterator, Mapping, Sequence
+import itertools
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from boostax.chain.roles import CLIPS, GATES, MEMORIES, RATES, REDUCTIONS
@@ -38,8 +39,8 @@ class Rule(NamedTuple):
 
 # By the roles (``chain/roles.py``) of the part that comes first, of a nesting the outer one, and of
 # the part that comes after it, of a nesting the inner one.
-Pair = tuple[tuple[str, ...], tuple[str, ...]]
-Rules = Mapping[Pair, Rule]
+Roles = tuple[str, ...]
+Rules = Mapping[tuple[Roles, Roles], Rule]
 
 _SCALER, _WINDOWS, _OWN = ("scaler",), ("window", "peer window"), ("delta", "own params")
 _HOLDS, _SENT = (*_SCALER, *_WINDOWS, "hold"), (*REDUCTIONS, *_OWN)
@@ -54,23 +55,26 @@ _AROUND = "Put {then} around {first}: {then}({first}(...), ...)."
 _RUNS_ANYWAY = "it runs at every call, also where {first} skips the step:"
 
 
-def _all(mend: str, whys: Mapping[Pair, str], certain: bool = False) -> Rules:
-    """Rules that one thing mends, by their reasons."""
-    return {pair: Rule(why, mend, certain) for pair, why in whys.items()}
+def _before(then: Roles, mend: str, whys: Mapping[Roles, str], certain: bool = False) -> Rules:
+    """Rules that one thing mends, by what comes first."""
+    return {(first, then): Rule(why, mend, certain) for first, why in whys.items()}
+
+
+def _behind_gates(mend: str, whys: Mapping[Roles, str]) -> Rules:
+    """The same, by what runs at every call, also where a gate in front of it skips the step."""
+    return {(GATES, then): Rule(f"{_RUNS_ANYWAY} {why}", mend) for then, why in whys.items()}
 
 
 # ``first`` precedes ``then`` in a chain and does not wrap it.
 SEQUENCES: Rules = {
-    **_all(
+    **_before(
+        _SCALER,
         _INSIDE,
         {
-            (CLIPS, _SCALER): f"{_SCALED} the bound means something else at every scale.",
-            (
-                MEMORIES,
-                _SCALER,
-            ): f"{_SCALED} its moments jump with the scale, and one NaN stays in them.",
-            (("decay",), _SCALER): "the decay is divided by the scale with the gradients.",
-            (("noise",), _SCALER): "the noise is divided by the scale.",
+            CLIPS: f"{_SCALED} the bound means something else at every scale.",
+            MEMORIES: f"{_SCALED} its moments jump with the scale, and one NaN stays in them.",
+            ("decay",): "the decay is divided by the scale with the gradients.",
+            ("noise",): "the noise is divided by the scale.",
         },
         certain=True,
     ),
@@ -83,38 +87,30 @@ SEQUENCES: Rules = {
         "it hides what the scaler looks for: the scale never falls, and zeros train.",
         "Leave {first} out: {then} skips such steps.",
     ),
-    **_all(
+    **_before(
+        _WINDOWS,
         _INSIDE,
         {
-            (CLIPS, _WINDOWS): "every micro-gradient is clipped, not their mean.",
-            (
-                MEMORIES,
-                _WINDOWS,
-            ): "its moments are of micro-gradients, and it takes a step for each.",
-            (REDUCTIONS, _WINDOWS): "every micro-gradient is sent; their sum would be sent once.",
-            (("noise",), _WINDOWS): "the noise adds up in the window.",
+            CLIPS: "every micro-gradient is clipped, not their mean.",
+            MEMORIES: "its moments are of micro-gradients, and it takes a step for each.",
+            REDUCTIONS: "every micro-gradient is sent; their sum would be sent once.",
+            ("noise",): "the noise adds up in the window.",
         },
     ),
-    **_all(
+    **_behind_gates(
         _INTO,
         {
-            (GATES, ("decay",)): f"{_RUNS_ANYWAY} weights decay without a step.",
-            (GATES, MEMORIES): f"{_RUNS_ANYWAY} its moments fade, and params coast on them.",
-            (
-                GATES,
-                ("schedule", "call schedule"),
-            ): f"{_RUNS_ANYWAY} the schedule counts calls, not steps.",
-            (GATES, ("noise",)): f"{_RUNS_ANYWAY} params move by noise alone.",
+            ("decay",): "weights decay without a step.",
+            MEMORIES: "its moments fade, and params coast on them.",
+            ("schedule", "call schedule"): "the schedule counts calls, not steps.",
+            ("noise",): "params move by noise alone.",
         },
     ),
-    **_all(
+    **_behind_gates(
         _INTO_FRONT,
         {
-            (GATES, ("recorder",)): f"{_RUNS_ANYWAY} it records the same params again.",
-            (
-                GATES,
-                REDUCTIONS,
-            ): f"{_RUNS_ANYWAY} it sends zeros, and what came to the optimizer was not reduced.",
+            ("recorder",): "it records the same params again.",
+            REDUCTIONS: "it sends zeros, and what came to the optimizer was not reduced.",
         },
     ),
     # Deep gradient compression clips before it chooses.
@@ -224,33 +220,23 @@ NESTINGS: Rules = {
 
 def sequences(found: Sequence[Row]) -> Iterator[Finding]:
     """What breaks a rule of ``SEQUENCES``."""
-    for i, a in enumerate(found):
-        for b in found[i + 1 :]:
-            if b.inside(a) or not a.meets(b):
-                continue
-            rule = _rule(SEQUENCES, a, b)
-            if rule is not None:
-                yield _finding(rule, a, b, f"{b.part.name} after {a.part.name}")
+    pairs = itertools.combinations(found, 2)
+    apart = ((a, b) for a, b in pairs if a.meets(b) and not b.inside(a))
+    return _broken(SEQUENCES, apart, "after")
 
 
 def nestings(found: Sequence[Row]) -> Iterator[Finding]:
     """What breaks a rule of ``NESTINGS``."""
-    for b in found:
-        for a in b.holders:
-            rule = _rule(NESTINGS, a, b)
-            if rule is not None:
-                yield _finding(rule, a, b, f"{b.part.name} inside {a.part.name}")
+    return _broken(NESTINGS, ((a, b) for b in found for a in b.holders), "inside")
 
 
-def _rule(rules: Rules, a: Row, b: Row) -> Rule | None:
-    """The first rule that matches both roles; two reductions count only if they share an axis."""
-    for (first, then), rule in rules.items():
-        if a.role in first and b.role in then:
-            apart = {a.role, b.role} <= {*_SENT} and not set(a.axes) & set(b.axes)
-            return None if apart else rule
-    return None
-
-
-def _finding(rule: Rule, a: Row, b: Row, what: str) -> Finding:
-    names = {"first": a.part.name, "then": b.part.name}
-    return Finding(what, rule.why.format(**names), rule.mend.format(**names), rule.certain)
+def _broken(rules: Rules, pairs: Iterable[tuple[Row, Row]], where: str) -> Iterator[Finding]:
+    """The first rule for the roles of each pair; two reductions count if they share an axis."""
+    for a, b in pairs:
+        apart = {a.role, b.role} <= {*_SENT} and not set(a.axes) & set(b.axes)
+        matches = (rule for (x, y), rule in rules.items() if a.role in x and b.role in y)
+        rule = None if apart else next(matches, None)
+        if rule is not None:
+            names = {"first": a.part.name, "then": b.part.name}
+            why, mend = rule.why.format(**names), rule.mend.format(**names)
+            yield Finding(f"{b.part.name} {where} {a.part.name}", why, mend, rule.certain)

@@ -98,12 +98,10 @@ def _part(update: Callable[..., Any]) -> Part:
     module = space.get("__name__", getattr(update, "__module__", ""))
     package = str(module).partition(".")[0]
     made = space.get(name) if owner is None else kind
-    part = Part(name, package, first_line(made), settings=values)
-    if package != "optax":
-        return part
+    held = _held(name, values) if package == "optax" else ()
     # The second optimizer of sam gets the first one's gradients, and its updates are subtracted.
-    apart = name in ("partition", "sam")
-    return dataclasses.replace(part, inner=_held(name, values), apart=apart)
+    apart = package == "optax" and name in ("partition", "sam")
+    return Part(name, package, first_line(made), settings=values, inner=held, apart=apart)
 
 
 def _held(name: str, values: Mapping[str, Any]) -> tuple[tuple[Route | None, Part], ...]:

@@ -14,8 +14,11 @@ Roles are those of ``_core/describe.py``, and these of Optax's that need a word:
 ==================== ==========================================================================
 """
 
+import math
 from collections.abc import Mapping
 from typing import Any
+
+import numpy as np
 
 from boostax._core.describe import closure
 from boostax.chain.parts import Part
@@ -84,37 +87,26 @@ def role(part: Part) -> str:
     return UNKNOWN if found is None else found
 
 
-def sign(part: Part) -> int | None:
-    """By which sign a part multiplies what comes to it; ``None`` if that is not known."""
-    kind = role(part)
+def sign(part: Part) -> float:
+    """By which sign a part multiplies what comes to it; NaN if that is not known."""
+    kind, factor = role(part), 1
     if kind == UNKNOWN:
-        return None
+        return math.nan
     if kind == "subspace" or part.name in ("scale_by_cocob", "scale_by_madgrad"):
-        return -1
-    if part.name == "scale":
-        return _sign(part.settings.get("step_size"))
-    if kind == "schedule":
-        return _of_schedule(part.settings.get("step_size_fn"))
-    return 1
+        factor = -1
+    elif part.name == "scale":
+        factor = part.settings.get("step_size")
+    elif kind == "schedule":
+        # Optax writes a falling step as ``lambda count: m * schedule(count)``, with ``m`` -1.
+        fn: Any = part.settings.get("step_size_fn")
+        ours = getattr(fn, "__globals__", {}).get("__name__", "").startswith("optax.")
+        factor = closure(fn).get("m") if ours else None
+    return float(np.sign(number(factor)))
 
 
-def _sign(value: Any) -> int | None:
+def number(value: Any) -> float:
+    """A setting as a number; NaN if it is none, such as a schedule."""
     try:
-        number = float(value)
+        return float(value)
     except (TypeError, ValueError):
-        return None
-    return 1 if number > 0 else -1 if number < 0 else None
-
-
-def _of_schedule(fn: Any) -> int | None:
-    """Optax writes a falling step as ``lambda count: m * schedule(count)``, with ``m`` -1."""
-    ours = getattr(fn, "__globals__", {}).get("__name__", "").startswith("optax.")
-    return _sign(closure(fn).get("m")) if ours else None
-
-
-def weight_decay(part: Part) -> float:
-    """The factor of a decay; NaN if it is a schedule."""
-    try:
-        return float(part.settings["weight_decay"])
-    except (KeyError, TypeError, ValueError):
-        return float("nan")
+        return math.nan

@@ -48,22 +48,16 @@ def rows(part: Part) -> list[Row]:
     """All parts, each before those inside it, without those that only combine."""
     found: list[Row] = []
 
-    def visit(
-        part: Part,
-        holders: tuple[Row, ...],
-        routes: tuple[Route | None, ...],
-        sides: tuple[tuple[int, int], ...],
-        masks: tuple[str, ...],
-    ) -> None:
-        row = Row(part, role(part), holders, routes, sides, masks)
+    def visit(row: Row) -> None:
+        part, holders, masks = row.part, row.holders, row.masks
         # One that cannot be looked into stands for what it holds.
         if row.role != COMBINATOR or not part.inner:
             found.append(row)
             holders = (*holders, row)
         masks = (*masks, part.name) if part.name in _MASKS else masks
         for i, (route, inner) in enumerate(part.inner):
-            side = (*sides, (id(part), i)) if part.apart else sides
-            visit(inner, holders, (*routes, route), side, masks)
+            sides = (*row.sides, (id(part), i)) if part.apart else row.sides
+            visit(Row(inner, role(inner), holders, (*row.routes, route), sides, masks))
 
-    visit(part, (), (), (), ())
+    visit(Row(part, role(part), (), (), ()))
     return found

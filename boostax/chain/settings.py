@@ -7,7 +7,7 @@ from typing import Any
 import jax.numpy as jnp
 
 from boostax.chain.orders import Finding, nestings, sequences
-from boostax.chain.roles import CLIPS, MEMORIES, REDUCTIONS, UNKNOWN, sign, weight_decay
+from boostax.chain.roles import CLIPS, MEMORIES, REDUCTIONS, UNKNOWN, number, sign
 from boostax.chain.rows import Row
 
 _REDUCING = (*REDUCTIONS, "delta", "own params", "subspace", "coordinates")
@@ -76,11 +76,11 @@ def directions(found: Sequence[Row]) -> Iterator[Finding]:
         return
     # But for an optimizer of what a subspace leaves over.
     line = [row for row in found if all(holder.role != "subspace" for holder in row.holders)]
-    signs = [math.nan if (factor := sign(row.part)) is None else factor for row in line]
+    signs = [sign(row.part) for row in line]
     for i, row in enumerate(line):
         if math.prod(signs[:i]) != -1 or math.prod(signs[i:]) != 1:
             continue
-        if row.role == "decay" and weight_decay(row.part) > 0:
+        if row.role == "decay" and number(row.part.settings.get("weight_decay")) > 0:
             yield Finding(
                 f"{row.part.name} after the learning rate",
                 "it is added to what will be added to the params: weights grow by it.",

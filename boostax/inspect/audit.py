@@ -12,13 +12,7 @@ import jax
 
 from boostax._core import checks
 from boostax._core.replicas import is_per_replica
-from boostax.inspect import hlo
-from boostax.inspect.collectives import (
-    REDUCES,
-    CompiledCollective,
-    compiled_collectives,
-    slice_axes,
-)
+from boostax.inspect import collectives, hlo
 from boostax.inspect.hlo import Ways
 from boostax.inspect.tables import record
 from boostax.inspect.targets import Argument, compile_program
@@ -85,7 +79,7 @@ class Audit:
     aliased_bytes: int
     donated_in_vain: tuple[Buffer, ...]
     not_donated: tuple[Buffer, ...]
-    collectives: tuple[CompiledCollective, ...]
+    collectives: tuple[collectives.CompiledCollective, ...]
     reduced: Ways
     gathered: Ways
     wire_bytes: Ways
@@ -184,19 +178,19 @@ def audit(
     checks.positive_int(WHO, "calls", calls, "It is the number of calls per optimizer step.")
     made = compile_program(program, args, target, depth)
     parsed = hlo.parse(made.compiled.as_text())
-    listed = compiled_collectives(parsed, made.mesh, made.traced)
+    listed = collectives.compiled_collectives(parsed, made.mesh, made.traced)
     memory: Any = made.compiled.memory_analysis()
     if params is None:
         params = getattr(args[0], "params", args[0]) if args else None
     sizes = _sizes(params)
     in_vain, not_donated = _buffers(parsed, made.arguments)
 
-    def total(of: Callable[[CompiledCollective], float]) -> Ways:
+    def total(of: Callable[[collectives.CompiledCollective], float]) -> Ways:
         return parsed.total((c.branches, of(c)) for c in listed)
 
     wire = total(lambda c: c.wire_bytes)
     hidden = total(lambda c: c.overlapped * c.wire_bytes)
-    border = "slice" if made.mesh is not None and slice_axes(made.mesh) else "host"
+    border = "slice" if made.mesh is not None and collectives.slice_axes(made.mesh) else "host"
     found = Audit(
         target=target or made.described,
         devices=parsed.partitions,
@@ -210,7 +204,7 @@ def audit(
         donated_in_vain=in_vain,
         not_donated=not_donated,
         collectives=listed,
-        reduced=total(lambda c: c.elements * c.executions * (c.does in REDUCES)),
+        reduced=total(lambda c: c.elements * c.executions * (c.does in collectives.REDUCES)),
         gathered=total(lambda c: c.elements * c.executions * (c.does == "all-gather")),
         wire_bytes=wire,
         crossing_bytes=total(lambda c: c.wire_bytes * (c.crosses == border)),

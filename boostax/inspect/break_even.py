@@ -185,10 +185,9 @@ def break_even(
     parts = (tx, baseline)
     if target is not None:
         chip = target.partition(":")[0]
-        if encode_seconds is None and chip not in BANDWIDTH:
-            argument, allowed = "encode_seconds", "given for this target"
-            hint = "The memory bandwidth of this chip is not known here."
-            raise ValueError(checks.message(who, argument, allowed, None, hint))
+        hint = "The memory bandwidth of this chip is not known here."
+        known, allowed = encode_seconds is not None or chip in BANDWIDTH, "given for this target"
+        checks.require(who, "encode_seconds", None, allowed, known, hint)
         audits = [_audited(target, part, params, replicas, name) for part in parts]
         sent, dense_sent = (found.wire_bytes.most for found in audits)
         counts = (sum(c.executions for c in found.collectives) for found in audits)
@@ -222,10 +221,9 @@ def _audited(
     target: str, tx: optax.GradientTransformation, params: PyTree, replicas: int, name: str
 ) -> Audit:
     """The update on a target, whose devices are the replicas."""
-    devices = target_devices(target)
-    if len(devices) != replicas:
-        allowed, hint = f"{len(devices)}", "A target's devices are the replicas."
-        raise ValueError(checks.message("break_even", "replicas", allowed, replicas, hint))
+    devices, hint = target_devices(target), "A target's devices are the replicas."
+    count = len(devices)
+    checks.require("break_even", "replicas", replicas, f"{count}", count == replicas, hint)
     mesh = Mesh(np.array(devices), (name,), axis_types=(AxisType.Auto,))
     update, given, specs = mapped_update(tx, params, mesh, (name,), returns_state=True)
     place = lambda spec, tree: jax.tree.map(  # noqa: E731

@@ -62,18 +62,22 @@ def call_costs(
         checks.absent(_WHO, "depths", depths, allowed, hint)
         return (_cost(step, state, batch, None, target),)
     params = jax.eval_shape(step.common_params, state)
+    sizes = [math.prod(leaf.shape) for leaf in jax.tree.leaves(params)]
     drawn, shares = variants.drawn(params), variants.shares(params)
     chosen = _chosen(drawn, depths)
     found = {d: _cost(step, state, batch, d, target) for d in dict.fromkeys((drawn[0], *chosen))}
     least = found[drawn[0]].flops
-    return tuple(
-        found[depth]._replace(
-            share=None if shares is None else shares[depth],
-            frozen_entries=_frozen_entries(variants.active(params, depth), params),
-            flops_ratio=found[depth].flops / least if least else math.nan,
+    result: list[CallCost] = []
+    for depth in chosen:
+        trained = jax.tree.leaves(variants.active(params, depth))
+        frozen = sum(size for size, trains in zip(sizes, trained, strict=True) if not trains)
+        share = None if shares is None else shares[depth]
+        ratio = found[depth].flops / least if least else math.nan
+        frozen_entries = frozen / max(1, sum(sizes))
+        result.append(
+            found[depth]._replace(share=share, frozen_entries=frozen_entries, flops_ratio=ratio)
         )
-        for depth in chosen
-    )
+    return tuple(result)
 
 
 def _cost(
@@ -96,15 +100,8 @@ def _chosen(drawn: tuple[int, ...], depths: Any) -> tuple[int, ...]:
         return drawn
     allowed = f"some of the depths that the schedule draws, {list(drawn)}"
     hint = "None takes them all."
-    if not isinstance(depths, Sequence):
-        raise TypeError(checks.message(_WHO, "depths", allowed, depths, hint))
-    if not depths or any(depth not in drawn for depth in depths):
-        raise ValueError(checks.message(_WHO, "depths", allowed, depths, hint))
+    listed = isinstance(depths, Sequence)
+    checks.require(_WHO, "depths", depths, allowed, listed, hint, TypeError)
+    fits = bool(depths) and all(depth in drawn for depth in depths)
+    checks.require(_WHO, "depths", depths, allowed, fits, hint)
     return tuple(dict.fromkeys(int(depth) for depth in depths))
-
-
-def _frozen_entries(trained: PyTree, params: PyTree) -> float:
-    active = jax.tree.leaves(trained)
-    sizes = [math.prod(leaf.shape) for leaf in jax.tree.leaves(params)]
-    frozen = sum(size for size, trains in zip(sizes, active, strict=True) if not trains)
-    return frozen / max(1, sum(sizes))

@@ -113,16 +113,10 @@ def compiled_collectives(
             listed.append(_collective(program, site, kind, mesh, carried))
         if carried:
             under_way.add(transfer)
-    lost = _lost_widths(listed, traced)
-    return tuple(dataclasses.replace(c, widened=c.widened or _lost(c, lost)) for c in listed)
-
-
-def _lost_widths(
-    listed: Sequence[CompiledCollective], traced: Sequence[costs.Collective]
-) -> set[tuple[str, int]]:
-    """Kinds that JAX asked for in elements of so many bits, of which none of the kind has now."""
+    # Kinds that JAX asked for in elements of so many bits, of which none of the kind has now.
     kept = {(c.kind, bits(dtype)) for c in listed for dtype in c.dtypes}
-    return {(_KINDS[c.primitive], bits(dtype)) for c in traced for dtype in c.dtypes} - kept
+    lost = {(_KINDS[c.primitive], bits(dtype)) for c in traced for dtype in c.dtypes} - kept
+    return tuple(dataclasses.replace(c, widened=c.widened or _lost(c, lost)) for c in listed)
 
 
 def _lost(c: CompiledCollective, lost: set[tuple[str, int]]) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -13,16 +14,9 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import AbstractMesh, AxisType, Mesh, PartitionSpec
 
-from boostax._core import axes, costs, jaxprs
+from boostax._core import axes, costs, jaxprs, replicas
 from boostax._core.extras import asked
 from boostax._core.handshake import assume_scaled
-from boostax._core.replicas import (
-    enter_replica,
-    is_per_replica,
-    leave_replica,
-    stack_replicas,
-    state_specs,
-)
 from boostax._core.variants import variants_of
 from boostax.chain.parts import follow
 from boostax.chain.roles import UNKNOWN
@@ -100,52 +94,46 @@ def part_costs(
 ) -> tuple[PartCost, ...]:
     """One for each row, and one more for what a program sends beside them."""
     kept = _kept_bytes(tx, params, place)
-    states = [_state_of(row, kept) for row in found]
+    # The part of the whole state that is each row's; ``None`` if it cannot be told.
+    states = [functools.reduce(follow, row.routes, kept) for row in found]
     whole = params_bytes(params, place)
     sent = [] if program is None else costs.collectives(program)
     paths = [tuple(x.part.name for x in (*row.holders, row) if x.part.description) for row in found]
-    senders = [_sender(c.scopes, paths) for c in sent]
+    # The first row on the longest way into the scopes of each; others may hide in it.
+    ways = ([c.scopes[:n] for n in range(len(c.scopes), 0, -1)] for c in sent)
+    senders = [next((paths.index(way) for way in each if way in paths), None) for each in ways]
     # Of nested parts the innermost keeps an array.
     keepers = {id(x): i for i, state in enumerate(states) for x in jax.tree.leaves(state)}
     result: list[PartCost] = []
+
+    def sends(sender: int | None) -> tuple[dict[str, float], float]:
+        """How many collectives by kind, and bytes."""
+        mine = [c for c, other in zip(sent, senders, strict=True) if other == sender]
+        counts = by_kind(sent, lambda c: c.count, mine)
+        return counts, sum(by_kind(sent, among=mine).values(), 0.0)
+
     for i, (row, state) in enumerate(zip(found, states, strict=True)):
         mine = [x for x in jax.tree.leaves(state) if keepers[id(x)] == i]
         total = sum(x.bytes for x in mine)
         first = row.part.description is None or paths.index(paths[i]) == i
-        counts, wire_bytes = _sends(sent, senders, i) if first else ({}, None)
-        result.append(
-            PartCost(
-                row.part.name,
-                len(row.holders),
-                row.role,
-                row.part.what,
-                state_bytes=None if state is None else total,
-                copies=None if state is None else total / whole if whole else 0.0,
-                own_bytes=sum(x.bytes for x in mine if x.own),
-                collectives=counts,
-                wire_bytes=wire_bytes,
-            )
-        )
+        counts, wire_bytes = sends(i) if first else ({}, None)
+        known = (None, None) if state is None else (total, total / whole if whole else 0.0)
+        own = sum(x.bytes for x in mine if x.own)
+        said = row.part.name, len(row.holders), row.role, row.part.what
+        result.append(PartCost(*said, *known, own, counts, wire_bytes))
     if None in senders:
         name, what = "(the step)", "Averages the loss and what is reported with it"
         if any(row.role == UNKNOWN for row in found):
             name, what = "(unknown parts)", "What they send, and a step for its loss and metrics"
-        rest = _sends(sent, senders, None)
-        result.append(PartCost(name, 0, "step", what, 0.0, 0.0, 0.0, *rest))
+        result.append(PartCost(name, 0, "step", what, 0.0, 0.0, 0.0, *sends(None)))
     return tuple(result)
-
-
-def _sender(scopes: tuple[str, ...], paths: Sequence[tuple[str, ...]]) -> int | None:
-    """The first row on the longest way into these scopes; others may hide in it."""
-    ways = [scopes[:n] for n in range(len(scopes), 0, -1)]
-    return next((paths.index(way) for way in ways if way in paths), None)
 
 
 def params_bytes(params: PyTree, place: Place) -> float:
     """Of the params, on one device."""
     params = jax.eval_shape(lambda p: p, params)
-    specs = _replicated(params) if place.param_specs is None else place.param_specs
-    return sum(x.bytes for x in jax.tree.leaves(_on_device(params, specs, place.sizes)))
+    found = _on_device(params, place.param_specs, place.sizes)
+    return sum(x.bytes for x in jax.tree.leaves(found))
 
 
 def traced(
@@ -180,11 +168,11 @@ def mapped_update(
       The mapped function of gradients, state and params, the types to call it with, their specs.
     """
     extra_tx = optax.with_extra_args_support(tx)
-    replicas = math.prod(mesh.shape[name] for name in names)
+    count = math.prod(mesh.shape[name] for name in names)
     each = PartitionSpec(names)
-    specs = state_specs(tx, params, names, replicas=replicas)
-    state = jax.eval_shape(lambda p: stack_replicas(tx.init(p), replicas), params)
-    own = lambda x: jax.ShapeDtypeStruct((replicas, *x.shape), x.dtype)  # noqa: E731
+    specs = replicas.state_specs(tx, params, names, replicas=count)
+    state = jax.eval_shape(lambda p: replicas.stack_replicas(tx.init(p), count), params)
+    own = lambda x: jax.ShapeDtypeStruct((count, *x.shape), x.dtype)  # noqa: E731
     # Whatever it is, equal on all or not.
     stacked = lambda tree: jax.tree.map(lambda x: x[None], axes.to_varying(tree, names))  # noqa: E731
 
@@ -195,9 +183,9 @@ def mapped_update(
         given |= {"grad": grads} if asked(tx).get("grad") else {}
         if (variants := variants_of(tx)) is not None:
             given["depth"] = variants.drawn(params)[0]
-        state = enter_replica(state)
+        state = replicas.enter_replica(state)
         updates, state = extra_tx.update(assume_scaled(grads, state), state, params, **given)
-        return stacked(updates), leave_replica(state) if returns_state else stacked(state)
+        return stacked(updates), replicas.leave_replica(state) if returns_state else stacked(state)
 
     in_specs = each, specs, PartitionSpec()
     out_specs = each, specs if returns_state else each
@@ -222,50 +210,28 @@ def by_kind(
     }
 
 
-def _sends(
-    sent: Sequence[costs.Collective], senders: Sequence[int | None], sender: int | None
-) -> tuple[dict[str, float], float]:
-    """What one of the senders sends: how many collectives by kind, and bytes."""
-    mine = [c for c, other in zip(sent, senders, strict=True) if other == sender]
-    counts = by_kind(sent, lambda c: c.count, mine)
-    return counts, sum(by_kind(sent, among=mine).values(), 0.0)
-
-
 def _kept_bytes(tx: optax.GradientTransformation, params: PyTree, place: Place) -> PyTree:
     """The state, with the bytes of each array in its place."""
-    state = jax.eval_shape(lambda p: stack_replicas(tx.init(p), place.replicas), params)
-    if not place.names:
-        return _on_device(state, _replicated(state), {})
-    specs = state_specs(
-        tx,
-        params,
-        place.names,
-        param_specs=place.param_specs,
-        replicas=place.replicas,
-        shard_optimizer=place.shard_optimizer,
-    )
+    state = jax.eval_shape(lambda p: replicas.stack_replicas(tx.init(p), place.replicas), params)
+    specs = None
+    if place.names:
+        how: dict[str, Any] = {"replicas": place.replicas, "param_specs": place.param_specs}
+        how["shard_optimizer"] = place.shard_optimizer
+        specs = replicas.state_specs(tx, params, place.names, **how)
     return _on_device(state, specs, place.sizes)
 
 
-def _replicated(tree: PyTree) -> PyTree:
-    return jax.tree.map(lambda _: PartitionSpec(), tree)
+def _on_device(tree: PyTree, specs: PyTree | None, sizes: Mapping[str, int]) -> PyTree:
+    """Each array as what is kept of it, by its spec; without specs all of it."""
+    specs = jax.tree.map(lambda _: PartitionSpec(), tree) if specs is None else specs
 
-
-def _on_device(tree: PyTree, specs: PyTree, sizes: Mapping[str, int]) -> PyTree:
     def node(x: Any, spec: Any) -> Any:
         def kept(x: Any, spec: PartitionSpec) -> _Kept:
             axes = itertools.chain(*(y if isinstance(y, tuple) else (y,) for y in spec))
             shards = math.prod(sizes[name] for name in axes if name is not None)
             return _Kept(math.prod(x.shape) * x.dtype.itemsize / shards, own)
 
-        own = is_per_replica(x)
+        own = replicas.is_per_replica(x)
         return jax.tree.map(kept, x, spec)
 
-    return jax.tree.map(node, tree, specs, is_leaf=is_per_replica)
-
-
-def _state_of(row: Row, kept: PyTree) -> PyTree:
-    """The part of the whole state that is this row's; ``None`` if it cannot be told."""
-    for route in row.routes:
-        kept = None if kept is None else follow(kept, route)
-    return kept
+    return jax.tree.map(node, tree, specs, is_leaf=replicas.is_per_replica)

@@ -169,10 +169,10 @@ def explain(
         allowed, hint = "left out with a train step", "Its mesh has them."
         checks.absent(_WHO, "axis_sizes", axis_sizes, allowed, hint)
         return _of_step(tx, params, batch, depths, target)
-    if not isinstance(cast(Any, tx), optax.GradientTransformation):
-        allowed = "a transformation or a TrainStep"
-        hint = "boostax.make_train_step(loss_fn, tx) makes the latter."
-        raise TypeError(checks.message(_WHO, "tx", allowed, tx, hint))
+    fits = isinstance(cast(Any, tx), optax.GradientTransformation)
+    allowed = "a transformation or a TrainStep"
+    hint = "boostax.make_train_step(loss_fn, tx) makes the latter."
+    checks.require(_WHO, "tx", tx, allowed, fits, hint, TypeError)
     hint = "boostax.make_train_step makes one."
     for argument, given in (("batch", batch), ("depths", depths), ("target", target)):
         checks.absent(_WHO, argument, given, "left out without a train step", hint)
@@ -185,15 +185,10 @@ def explain(
 
 
 def _of_step(
-    step: TrainStep,
-    given: PyTree,
-    batch: PyTree,
-    depths: Sequence[int] | None,
-    target: str | None,
+    step: TrainStep, state: PyTree, batch: PyTree, depths: Sequence[int] | None, target: str | None
 ) -> Explanation:
-    state = (
-        given if isinstance(given, TrainState) else step.init(jax.eval_shape(lambda p: p, given))
-    )
+    if not isinstance(state, TrainState):
+        state = step.init(jax.eval_shape(lambda p: p, state))
     sizes = {} if step.mesh is None else dict(step.mesh.shape)
 
     def count() -> _Counted:

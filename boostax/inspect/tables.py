@@ -19,8 +19,8 @@ def part_cells(parts: Sequence[PartCost]) -> Cells:
     heads = ("part", "state bytes", "copies", "own bytes")
     table: Cells = [(*heads, "collectives", "sent bytes", "what it does")]
     for part in parts:
-        kept = ("in the row above", "") if part.state_bytes is None else ("", "")
-        if part.state_bytes is not None and part.copies is not None:
+        kept = ("in the row above", "")
+        if part.state_bytes is not None:
             kept = (f"{part.state_bytes:,.0f}", f"{part.copies:.2f}")
         own = f"{part.own_bytes:,.0f}"
         kinds = ", ".join(f"{n:g} {kind}" for kind, n in part.collectives.items())

@@ -176,10 +176,9 @@ def compile_program(
         program, args = program.jitted(*args, depth=depth)
     else:
         checks.absent(_AUDIT, "depth", depth, "left out", "Only a TrainStep has any.")
-    if not callable(program):
-        allowed = "a function, a TrainStep, or what lower() or compile() returned"
-        hint = "audit(jax.jit(step), state, batch)."
-        raise TypeError(checks.message(_AUDIT, "program", allowed, program, hint))
+    allowed = "a function, a TrainStep, or what lower() or compile() returned"
+    hint = "audit(jax.jit(step), state, batch)."
+    checks.require(_AUDIT, "program", program, allowed, callable(program), hint, TypeError)
     # Only jax.jit traces apart from lowering; jax.pmap lowers, and so do wrappers of both.
     program = program if hasattr(program, "lower") else jax.jit(program)
     shapes = jax.tree.map(_shape, args)
@@ -254,15 +253,15 @@ def _finished(
         options: Any = {"xla_gpu_autotune_level": 0} if untimed else {}
         compiled = program.compile(compiler_options=options)
     seconds = time.perf_counter() - begun if compiled is not program else math.nan
-    infos = jax.tree_util.tree_leaves_with_path(compiled.args_info, is_leaf=_is_info)
-    structure = jax.tree.structure(compiled.args_info, is_leaf=_is_info)
-    shardings = structure.flatten_up_to(compiled.input_shardings)
-    arguments = tuple(
+    arguments: list[Argument] = []
+
+    def note(path: Any, info: Any, sharding: Any) -> None:
         # The first key tells positional arguments from named ones.
-        Argument(keystr(path[1:]), info.donated, info, sharding)
-        for (path, info), sharding in zip(infos, shardings, strict=True)
-    )
-    return CompiledProgram(compiled, arguments, seconds)
+        arguments.append(Argument(keystr(path[1:]), info.donated, info, sharding))
+
+    given = compiled.args_info, compiled.input_shardings
+    jax.tree_util.tree_map_with_path(note, *given, is_leaf=_is_info)
+    return CompiledProgram(compiled, tuple(arguments), seconds)
 
 
 def _meshes(shardings: Iterable[Any]) -> Iterator[Mesh]:
@@ -284,9 +283,9 @@ def _number(x: Any) -> Any:
     """Types as they are, or those of a Python number, to be placed elsewhere."""
     if isinstance(x, jax.ShapeDtypeStruct):
         return x
-    if not isinstance(x, (bool, int, float, complex)):
-        hint = "Bind what is static with functools.partial before jax.jit."
-        raise TypeError(checks.message(_AUDIT, "args", "arrays where a target is given", x, hint))
+    fits, allowed = isinstance(x, (bool, int, float, complex)), "arrays where a target is given"
+    hint = "Bind what is static with functools.partial before jax.jit."
+    checks.require(_AUDIT, "args", x, allowed, fits, hint, TypeError)
     return jax.ShapeDtypeStruct((), jax.numpy.result_type(x))
 
 

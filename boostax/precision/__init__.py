@@ -14,4 +14,6 @@ from boostax.precision.loss_scale import static_loss_scale as static_loss_scale
 from boostax.precision.lost_updates import count_lost_updates as count_lost_updates
 from boostax.precision.policy import Policy as Policy
 from boostax.precision.policy import policy as policy
+from boostax.precision.store import masters as masters
+from boostax.precision.store import store as store
 from boostax.precision.updates import check_updates as check_updates

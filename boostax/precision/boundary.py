@@ -6,7 +6,6 @@ and must hand ``s_o`` times it on: the product with ``s_o / s_i``, a power of tw
 In the forward pass nothing happens.
 """
 
-import operator
 from collections.abc import Callable
 from typing import Any
 
@@ -16,6 +15,7 @@ import numpy as np
 from jax.core import Tracer
 
 from boostax._core import checks, handshake, trees
+from boostax._core.groups import few
 from boostax.precision.group_state import group_numbers, group_scales
 
 PyTree = Any
@@ -157,7 +157,7 @@ def check_boundaries(
         return [g / scales[number].astype(g.real.dtype) for g, number in pairs]
 
     plain = jax.device_get(gradients(jnp.ones(count)))
-    paths = [trees.path_name(path) for path, _ in jax.tree_util.tree_leaves_with_path(params)]
+    paths = trees.names(params)
     worst: dict[str, float] = dict.fromkeys(paths, 0.0)
     for seed in range(draws):
         found = jax.device_get(gradients(jnp.asarray(_drawn(seed, count))))
@@ -165,12 +165,10 @@ def check_boundaries(
             worst[path] = max(worst[path], _difference(one, other))
     wrong = [path for path in paths if worst[path] > rtol]
     if wrong:
-        few = ", ".join(repr(path) for path in wrong[:6])
-        few += f" and {len(wrong) - 6} more" if len(wrong) > 6 else ""
         raise ValueError(
             f"{who}: loss_fn must have a scale_boundary on every edge between groups, got "
-            f"gradients that depend on the scales at {few}. The fault lies between the last of "
-            "these groups and the loss; group_boundaries(loss_fn, labels) finds all edges."
+            f"gradients that depend on the scales at {few(wrong)}. The fault lies between the last "
+            "of these groups and the loss; group_boundaries(loss_fn, labels) finds all edges."
         )
     return max(worst.values(), default=0.0)
 
@@ -195,9 +193,6 @@ def _known(who: str, argument: str, group: Any, count: int) -> None:
     if isinstance(group, Tracer):
         return
     allowed, hint = f"a group from 0 to {count - 1}", "The first of the forward pass is 0."
-    try:
-        number = -1 if isinstance(group, bool) else operator.index(group)
-    except TypeError as error:
-        raise TypeError(checks.message(who, argument, allowed, group, hint)) from error
-    if not 0 <= number < count:
+    flag = isinstance(group, bool)
+    if flag or not 0 <= checks.integer(who, argument, group, allowed, hint) < count:
         raise ValueError(checks.message(who, argument, allowed, group, hint))

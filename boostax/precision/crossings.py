@@ -16,14 +16,7 @@ import jax
 import jax.numpy as jnp
 
 from boostax._core import handshake, jaxprs, trees
-from boostax._core.interpret import (
-    CALLS,
-    CHECKPOINT,
-    body_of,
-    evaluate,
-    replay,
-    require_readable,
-)
+from boostax._core.interpret import CALLS, CHECKPOINT, body_of, evaluate, replay, require_readable
 from boostax.precision.boundary import crossed
 from boostax.precision.group_state import check_labels, group_numbers
 

@@ -103,15 +103,9 @@ def apply_policy(module: Any, policy: Policy | str) -> Any:
     if isinstance(module, nn.Module):
         return PolicyModule(module, chosen)
     if not isinstance(module, nnx.Module):
-        raise TypeError(
-            checks.message(
-                "apply_policy",
-                "module",
-                "a flax.linen.Module or flax.nnx.Module",
-                module,
-                "For a plain function use boostax.policy(...).wrap(fn).",
-            )
-        )
+        allowed = "a flax.linen.Module or flax.nnx.Module"
+        hint = "For a plain function use boostax.policy(...).wrap(fn)."
+        raise TypeError(checks.message("apply_policy", "module", allowed, module, hint))
     model = nnx.clone(module)
     for _, layer in nnx.iter_modules(model):
         if _follows(layer) and not chosen.only_matmuls:

@@ -21,9 +21,17 @@ import optax
 from boostax._core import axes, checks, handshake, trees
 from boostax._core.describe import describe
 from boostax._core.finite import counts, largest_magnitudes, magnitude, usable
-from boostax._core.gate import Pending, branch, flush_of, gated, run, run_or_hold
-from boostax.precision.group_state import GroupLossScaleState, check_labels, group_numbers
-from boostax.precision.skips import count, decided
+from boostax._core.gate import (
+    Pending,
+    branch,
+    counted,
+    flush_of,
+    gated,
+    init_inner,
+    run,
+    run_or_hold,
+)
+from boostax.precision.group_state import GroupLossScaleState, check_labels, decided, group_numbers
 
 PyTree = Any
 
@@ -141,9 +149,8 @@ def group_loss_scale(
     checks.number(who, "headroom", headroom, allowed, lambda x: 1 <= x <= _TOP, hint)
     hint = "100 counts at every hundredth step."
     count_every = checks.positive_int(who, "count_every", count_every, hint)
-    checks.transformation(who, "inner", inner)
+    tx = checks.transformation(who, "inner", inner)
     names = axes.canonical(who, axis_name)
-    tx = optax.with_extra_args_support(inner)
 
     def init_fn(params: PyTree) -> GroupLossScaleState:
         _, count = group_numbers(who, labels, params)
@@ -164,7 +171,7 @@ def group_loss_scale(
             last_finite=jnp.asarray(False),
             skipped_steps=counters[1],
             skipped_in_a_row=counters[2],
-            inner_state=tx.init(trees.at_least_float32(params)),
+            inner_state=init_inner(tx, params),
         )
 
     def adjust(state: GroupLossScaleState, seen: _Seen) -> GroupLossScaleState:
@@ -187,8 +194,8 @@ def group_loss_scale(
             measured=state.measured | (clean & (seen.largest > 0)),
             largest=jnp.where(seen.present & ~seen.bad, seen.largest, state.largest),
             overflow_group=jnp.where(blamed >= 0, blamed, state.overflow_group).astype(jnp.int32),
-            backoffs=count(state.backoffs, lowers & ~at_floor),
-            floor_hits=count(state.floor_hits, at_floor),
+            backoffs=counted(state.backoffs, lowers & ~at_floor),
+            floor_hits=counted(state.floor_hits, at_floor),
         )
 
     @describe(who, "scaler", names, inner={"inner_state": tx})

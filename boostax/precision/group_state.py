@@ -9,6 +9,7 @@ from jax import lax
 
 from boostax._core import checks, handshake, trees
 from boostax._core.describe import Holds
+from boostax._core.gate import counted, told_by
 from boostax._core.groups import leaf_groups
 
 PyTree = Any
@@ -73,13 +74,7 @@ class GroupLossScaleState(NamedTuple):
         """The array by which a trace tells this scaler from others."""
         return self.table
 
-    def passed(self) -> jax.Array:
-        """Whether the last call ran the inner transformation."""
-        return self.last_finite
-
-    def taken(self) -> jax.Array:
-        """Whether the last gradient was taken in."""
-        return self.last_finite
+    passed = taken = told_by("last_finite")
 
     def metrics(self) -> dict[str, jax.Array]:
         """Named scalars for ``boostax.metrics``; the underflow as a share of the elements."""
@@ -168,3 +163,13 @@ def check_labels(who: str, labels: Any) -> None:
         raise ValueError(checks.message(who, "labels", allowed, labels, hint))
     if not callable(labels) and not any(isinstance(label, str) for label in found):
         group_numbers(who, labels, labels)
+
+
+def decided(state: Any, ok: jax.Array, inner_state: Any) -> Any:
+    """A scaler's state after a step that ran (``ok``) or was skipped."""
+    return state._replace(
+        last_finite=ok,
+        skipped_steps=counted(state.skipped_steps, ~ok),
+        skipped_in_a_row=jnp.where(ok, 0, counted(state.skipped_in_a_row, ~ok)),
+        inner_state=inner_state,
+    )

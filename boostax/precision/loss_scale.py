@@ -21,9 +21,17 @@ from jax.core import Tracer
 from boostax._core import axes, checks, handshake, trees
 from boostax._core.describe import Holds, describe
 from boostax._core.finite import usable
-from boostax._core.gate import Pending, flush_of, gated, run, run_or_hold
-from boostax.precision.group_state import GroupLossScaleState, scalers
-from boostax.precision.skips import count, decided
+from boostax._core.gate import (
+    Pending,
+    counted,
+    flush_of,
+    gated,
+    init_inner,
+    run,
+    run_or_hold,
+    told_by,
+)
+from boostax.precision.group_state import GroupLossScaleState, decided, scalers
 
 PyTree = Any
 
@@ -60,13 +68,7 @@ class LossScaleState(NamedTuple):
         """The array by which a trace tells this scaler from others."""
         return self.scale
 
-    def passed(self) -> jax.Array:
-        """Whether the last call ran the inner transformation."""
-        return self.last_finite
-
-    def taken(self) -> jax.Array:
-        """Whether the last gradient was taken in."""
-        return self.last_finite
+    passed = taken = told_by("last_finite")
 
     def metrics(self) -> dict[str, jax.Array]:
         """Named scalars for ``boostax.metrics``."""
@@ -185,9 +187,9 @@ def dynamic_loss_scale(
             scale=scale.astype(jnp.float32),
             clean_steps=jnp.where(interval_full, 0, clean),
             tolerance=jnp.where(interval_full, hysteresis, tolerance),
-            growths=count(state.growths, grows),
-            backoffs=count(state.backoffs, scale < state.scale),
-            floor_hits=count(state.floor_hits, backs_off & (state.scale <= min_scale)),
+            growths=counted(state.growths, grows),
+            backoffs=counted(state.backoffs, scale < state.scale),
+            floor_hits=counted(state.floor_hits, backs_off & (state.scale <= min_scale)),
         )
 
     asks, skip = True, True
@@ -231,7 +233,7 @@ def static_loss_scale(
     _positive(who, "scale", scale, "128 is MindSpore's default.")
 
     def adjust(state: LossScaleState, ok: jax.Array) -> LossScaleState:
-        return state._replace(clean_steps=jnp.where(ok, count(state.clean_steps, ok), 0))
+        return state._replace(clean_steps=jnp.where(ok, counted(state.clean_steps, ok), 0))
 
     asks, skip = isinstance(scale, Tracer) or bool(scale != 1), skip_nonfinite
     return _scaled(inner, scale, 1, adjust, axis_name, skip=skip, asks=asks, who=who)
@@ -248,9 +250,8 @@ def _scaled(
     asks: bool,
     who: str,
 ) -> optax.GradientTransformationExtraArgs:
-    checks.transformation(who, "inner", inner)
+    tx = checks.transformation(who, "inner", inner)
     names = axes.canonical(who, axis_name)
-    tx = optax.with_extra_args_support(inner)
 
     def init_fn(params: PyTree) -> LossScaleState:
         # One array per field: donation refuses a buffer that two fields share.
@@ -261,7 +262,7 @@ def _scaled(
             jnp.asarray(tolerance, jnp.int32),
             jnp.asarray(False),
             *counters[1:],
-            inner_state=tx.init(trees.at_least_float32(params)),
+            inner_state=init_inner(tx, params),
         )
 
     @describe(who, "scaler", names, inner={"inner_state": tx})

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import optax
 
 from boostax._core import axes, checks, trees
-from boostax._core.describe import describe
+from boostax._core.describe import Stepped, describe
 from boostax._core.finite import counts
 from boostax._core.gate import Pending, gated, has_gate
 from boostax._core.placement import settled
@@ -78,8 +78,7 @@ def count_lost_updates(
       >>> round(float(boostax.metrics(state)["lost_updates"]), 3)
       0.667
     """
-    checks.transformation(_WHO, "inner", inner)
-    tx = optax.with_extra_args_support(inner)
+    tx = checks.transformation(_WHO, "inner", inner)
 
     def init_fn(params: PyTree) -> LostUpdatesState:
         inner_state = tx.init(trees.at_least_float32(params))
@@ -93,12 +92,8 @@ def count_lost_updates(
     @describe(_WHO, "watch", inner={"inner_state": tx})
     def step_fn(
         grads: Pending, state: LostUpdatesState, params: PyTree, *, apply: bool, **extra: Any
-    ) -> tuple[PyTree, LostUpdatesState]:
-        if params is None:
-            raise ValueError(
-                f"{_WHO}: params must be given to update, got None. Call tx.update(grads, state, "
-                "params)."
-            )
+    ) -> Stepped:
+        trees.require_params(params, _WHO, "Call tx.update(grads, state, params).")
         updates, inner_state = tx.update(
             grads.value(), state.inner_state, trees.at_least_float32(params), **extra
         )
@@ -106,9 +101,7 @@ def count_lost_updates(
         state = LostUpdatesState(_lost(params, updates, new), inner_state)
         return (settled(new) if apply else trees.as_updates(updates, params)), state
 
-    def flush_fn(
-        state: LostUpdatesState, params: PyTree, **extra: Any
-    ) -> tuple[PyTree, LostUpdatesState]:
+    def flush_fn(state: LostUpdatesState, params: PyTree, **extra: Any) -> Stepped:
         del extra
         return params, state
 

@@ -17,6 +17,7 @@ from boostax._core import checks, trees
 from boostax.precision.autocast import autocast
 
 PyTree = Any
+_FIELDS = {"params": "param_dtype", "compute": "compute_dtype", "output": "output_dtype"}
 
 NORMS = (r"(?i)norm", r"(^|/)(bn|ln|gn)_?\d*(/|$)")
 """Matches normalisation layers by the usual names: ``LayerNorm_0``, ``encoder/norm1``, ``bn2``."""
@@ -50,7 +51,7 @@ class Policy:
     keep_f32: tuple[str, ...] | Literal["all but matmuls"] = ()
 
     def __post_init__(self) -> None:
-        for name in ("param_dtype", "compute_dtype", "output_dtype"):
+        for name in _FIELDS.values():
             value = checks.floating_dtype("Policy", name, getattr(self, name))
             object.__setattr__(self, name, value)
         if self.keep_f32 == "all but matmuls":
@@ -188,9 +189,7 @@ def policy(spec: str, *, dtype: Any = jnp.float16) -> Policy:
     fields: dict[str, Any] = {}
     for part in spec.split(","):
         name, separator, value = part.strip().partition("=")
-        field = {"params": "param_dtype", "compute": "compute_dtype", "output": "output_dtype"}.get(
-            name
-        )
+        field = _FIELDS.get(name)
         if not separator or field is None or field in fields:
             raise ValueError(checks.message(who, "spec", "a level or dtypes", spec, hint))
         fields[field] = value

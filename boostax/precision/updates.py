@@ -12,18 +12,19 @@ import jax.numpy as jnp
 import optax
 
 from boostax._core import axes, checks, trees
-from boostax._core.describe import describe
+from boostax._core.describe import Stepped, describe
 from boostax._core.finite import stays_finite
 from boostax._core.gate import (
     Pending,
+    counted,
     flush_inner,
     gated,
+    init_inner,
     outermost_passed,
     run,
     run_or_hold,
 )
 from boostax._core.replicas import is_per_replica
-from boostax.precision.skips import count
 
 PyTree = Any
 
@@ -99,12 +100,11 @@ def check_updates(
       (1.0, 1)
     """
     who = "check_updates"
-    checks.transformation(who, "inner", inner)
+    tx = checks.transformation(who, "inner", inner)
     names = axes.canonical(who, axis_name)
-    tx = optax.with_extra_args_support(inner)
 
     def init_fn(params: PyTree) -> CheckUpdatesState:
-        inner_state = tx.init(trees.at_least_float32(params))
+        inner_state = init_inner(tx, params)
         if not names and trees.find(inner_state, is_per_replica):
             allowed = "the replica axis around an optimizer with state per replica"
             hint = 'Replicas must hold back together: check_updates(inner, axis_name="data").'
@@ -113,7 +113,7 @@ def check_updates(
 
     def judged(
         value: PyTree, inner_state: Any, state: CheckUpdatesState, params: PyTree, apply: bool
-    ) -> tuple[PyTree, CheckUpdatesState]:
+    ) -> Stepped:
         """Take the new params (``apply``) or the updates, and the new inner state, or neither."""
         old = state.inner_state
         new = trees.cast_like(inner_state, old)
@@ -128,19 +128,17 @@ def check_updates(
         value, inner_state = run_or_hold(
             ok, lambda: (value, new), params, old, apply=apply, who=who
         )
-        return value, CheckUpdatesState(ok, count(state.held_updates, ~ok), inner_state)
+        return value, CheckUpdatesState(ok, counted(state.held_updates, ~ok), inner_state)
 
     @describe(who, "check", names, inner={"inner_state": tx})
     def step_fn(
         grads: Pending, state: CheckUpdatesState, params: PyTree, *, apply: bool, **extra: Any
-    ) -> tuple[PyTree, CheckUpdatesState]:
+    ) -> Stepped:
         axes.require_bound(names, who)
         value, new = run(tx, grads, state.inner_state, params, apply=apply, extra=extra)
         return judged(value, new, state, params, apply)
 
-    def flush_fn(
-        state: CheckUpdatesState, params: PyTree, **extra: Any
-    ) -> tuple[PyTree, CheckUpdatesState]:
+    def flush_fn(state: CheckUpdatesState, params: PyTree, **extra: Any) -> Stepped:
         value, new = flush_inner(tx, state.inner_state, params, extra)
         return (
             (params, state) if new is state.inner_state else judged(value, new, state, params, True)

@@ -10,7 +10,7 @@ import optax
 from jax import lax
 
 from boostax._core import axes, checks, trees
-from boostax._core.describe import describe
+from boostax._core.describe import Stepped, describe
 from boostax._core.placement import on_shards
 from boostax.reduce import exchange, pairwise
 from boostax.reduce.exchange import Parcel
@@ -35,9 +35,9 @@ class AdasumState(NamedTuple):
 
     def metrics(self) -> dict[str, jax.Array]:
         """Named scalars for ``boostax.metrics``."""
-        leaves = jax.tree_util.tree_leaves_with_path(self.leaf_orthogonality)
-        named = {f"orthogonality/{trees.path_name(path)}": leaf for path, leaf in leaves}
-        return {"orthogonality": self.orthogonality, **named}
+        leaves = trees.named(self.leaf_orthogonality)
+        by_name = {f"orthogonality/{name}": leaf for name, leaf in leaves}
+        return {"orthogonality": self.orthogonality, **by_name}
 
 
 def adasum(
@@ -114,10 +114,8 @@ def adasum(
         who, names, shard_axes, scope, wire_dtype, bucket_bytes, leaf_metrics=leaf_metrics
     )
 
-    def update_fn(
-        updates: PyTree, state: Any, params: PyTree = None, **extra_args: Any
-    ) -> tuple[PyTree, AdasumState]:
-        del state, params, extra_args
+    def update_fn(updates: PyTree, state: Any, params: PyTree = None, **extra: Any) -> Stepped:
+        del state, params, extra
         trees.require_gradients(updates, who)
         axes.require_local(updates, names, who)
         axes.require_bound(wanted.shards, who, "shard_axes")
@@ -201,7 +199,7 @@ class Levels(NamedTuple):
         return exchange.joined(mine, dim)
 
 
-def combined(updates: PyTree, levels: Levels, wanted: Options) -> tuple[PyTree, AdasumState]:
+def combined(updates: PyTree, levels: Levels, wanted: Options) -> Stepped:
     """The AdaSum of a tree, and how parallel its parts were."""
     names, (shards, scope, wire, bucket_bytes, leaf_metrics) = levels.names, wanted
     leaves, treedef = jax.tree.flatten(updates)

@@ -2,12 +2,13 @@
 
 import dataclasses
 import functools
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
+from jax import lax
 
 from boostax._core import axes, checks
 from boostax._core.gate import alternatives
@@ -191,18 +192,21 @@ def unsent(leaves: Sequence[jax.Array], sent: Sequence[jax.Array]) -> list[jax.A
     return [x - y for x, y in zip(leaves, sent, strict=True)]
 
 
-def packed(leaves: Sequence[jax.Array]) -> jax.Array:
-    """All elements in one vector; leaves of different dtypes meet in the widest."""
-    return jnp.concatenate([x.ravel() for x in leaves])
+def packed(leaves: Sequence[jax.Array], lead: int = 0) -> jax.Array:
+    """All elements in one vector, behind the leading dimensions; dtypes meet in the widest."""
+    return jnp.concatenate([x.reshape(*x.shape[:lead], -1) for x in leaves], -1)
 
 
-def unpacked(flat: jax.Array, like: Sequence[jax.Array]) -> list[jax.Array]:
-    """The leaves from the beginning of a vector."""
-    ends = np.cumsum([x.size for x in like])
-    return [
-        flat[end - x.size : end].reshape(x.shape).astype(x.dtype)
-        for end, x in zip(ends, like, strict=True)
-    ]
+def unpacked(flat: jax.Array, like: Sequence[jax.Array], lead: int = 0) -> list[jax.Array]:
+    """The leaves from the beginning of vectors, behind whatever dimensions lead these."""
+    found: list[jax.Array] = []
+    start = 0
+    for x in like:
+        end = start + math.prod(x.shape[lead:])
+        part = lax.slice_in_dim(flat, start, end, axis=-1)
+        found.append(part.reshape(*flat.shape[:-1], *x.shape[lead:]).astype(x.dtype))
+        start = end
+    return found
 
 
 def padded(x: jax.Array, multiple: int) -> jax.Array:

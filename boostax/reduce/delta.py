@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 import optax
 
 from boostax._core import axes, checks, trees
-from boostax._core.describe import describe
+from boostax._core.describe import Stepped, describe
 from boostax._core.placement import on_shards
 from boostax._core.replicas import PerReplica, require_like
 from boostax.reduce.adasum import Levels, Scope, combined, options
@@ -97,8 +97,7 @@ def adasum_delta(
       https://arxiv.org/abs/2006.02924, 2020. MindSpore 2.10, ``mindspore/boost/adasum.py``.
     """
     who = "adasum_delta"
-    checks.transformation(who, "inner", inner)
-    tx = optax.with_extra_args_support(inner)
+    tx = checks.transformation(who, "inner", inner)
     replicas = axes.required(who, axis_name)
     if isinstance(within, int):
         checks.positive_int(who, "within", within, "It is the number of devices of a server.")
@@ -132,9 +131,7 @@ def adasum_delta(
         inner={"inner_state": tx},
         what=what and f"{what}, and combine the updates by AdaSum",
     )
-    def update_fn(
-        updates: PyTree, state: Any, params: PyTree = None, **extra_args: Any
-    ) -> tuple[PyTree, AdasumDeltaState]:
+    def update_fn(updates: PyTree, state: Any, params: PyTree = None, **extra: Any) -> Stepped:
         trees.require_gradients(updates, who)
         axes.require_local(updates, names, who)
         axes.require_bound(wanted.shards, who, "shard_axes")
@@ -146,7 +143,7 @@ def adasum_delta(
         own = None if params is None else axes.to_varying(trees.at_least_float32(params), over)
         wide = trees.at_least_float32(updates)
         wide = axes.to_varying(server_mean(wide, server), over) if server else wide
-        deltas, inner_state = tx.update(wide, kept, own, **extra_args)
+        deltas, inner_state = tx.update(wide, kept, own, **extra)
         require_like(who, "the moment", (kept, deltas), (inner_state, updates))
         inner_state = axes.unify(trees.cast_like(inner_state, kept), kept)
         deltas = axes.unify(trees.cast_like(deltas, updates), updates)

@@ -11,7 +11,7 @@ which saves messages.
 
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
 import jax
@@ -155,6 +155,17 @@ def kinds(leaves: Sequence[jax.Array]) -> list[list[int]]:
     return list(found.values())
 
 
+def by_kind(
+    leaves: Sequence[jax.Array], reduce: Callable[[list[jax.Array]], list[jax.Array]]
+) -> list[jax.Array]:
+    """The leaves reduced, real ones of a kind together; those without elements are not sent."""
+    result = [jnp.zeros(x.shape, x.dtype) for x in leaves]
+    for kind in kinds(leaves):
+        for i, x in zip(kind, reduce([real(leaves[i]) for i in kind]), strict=True):
+            result[i] = like(x, leaves[i])
+    return result
+
+
 def parcels(
     leaves: Sequence[jax.Array],
     slices: int,
@@ -176,26 +187,34 @@ def parcels(
         small = max(SMALL, SMALL_SLICE * slices)
         together = max(TOGETHER, SLICE_TOGETHER * slices)
     result: list[Parcel] = []
-    packs: list[list[int]] = []
-    room = 0
+    rest: dict[int, int] = {}
     for i, x in enumerate(leaves):
         lengths = [math.ceil(size / slices) * slices for size in x.shape]
         # Cut along the first dimension that needs next to no padding.
         fits = [d for d, size in enumerate(x.shape) if lengths[d] <= PADDING * size]
         if x.ndim > 1 and 4 * x.size >= small and fits:
             result.append(Alone(i, x.shape, fits[0], lengths[fits[0]]))
-            continue
-        if 4 * x.size > room:
-            packs.append([])
-            room = together
-        packs[-1].append(i)
-        room -= 4 * x.size
-    for pack in packs:
+        else:
+            rest[i] = 4 * x.size
+    for pack in packs(rest, together):
         shapes = tuple(leaves[i].shape for i in pack)
         columns = [math.ceil(math.prod(shape) / slices) for shape in shapes]
         block = block_size(columns) if by_leaf else 1
         result.append(Packed(tuple(pack), shapes, slices, block))
     return result
+
+
+def packs(sizes: Mapping[int, int], most: int) -> list[list[int]]:
+    """Which neighbours travel together: up to so many bytes, or a larger one alone."""
+    found: list[list[int]] = []
+    room = -1
+    for i, size in sizes.items():
+        if size > room:
+            found.append([])
+            room = most
+        found[-1].append(i)
+        room -= size
+    return found
 
 
 def fused(sizes: Sequence[int], most: int) -> list[list[int]]:
@@ -297,36 +316,14 @@ def delivered(
     wire: np.dtype[Any] | None,
     leaves: Sequence[jax.Array],
 ) -> list[jax.Array]:
-    """The leaves again, whole and equal everywhere.
-
-    Args:
-      sent: what travels together.
-      parts: this replica's slices.
-      levels: see ``gather``.
-      wire: see ``gather``.
-      leaves: what was sent; those without elements are handed on.
-    """
-    result = list(leaves)
-    whole = gather(sent, parts, levels, wire)
-    for parcel, array in zip(sent, whole, strict=True):
-        for i, x in parcel.leaves(array).items():
-            result[i] = x
-    return result
-
-
-def gather(
-    sent: Sequence[Parcel],
-    parts: Sequence[jax.Array],
-    levels: Sequence[tuple[str, ...]],
-    wire: np.dtype[Any] | None = None,
-) -> list[jax.Array]:
-    """Whole arrays, equal everywhere, from every replica's slice of each.
+    """The leaves again, whole and equal everywhere, from every replica's slice of each.
 
     Args:
       sent: what travels together.
       parts: this replica's slices.
       levels: axes to gather over, one group after the other; the first varies fastest.
       wire: a half dtype, or ``None``.
+      leaves: what was sent; those without elements are handed on.
     """
 
     def along(x: jax.Array, dim: int) -> jax.Array:
@@ -334,19 +331,19 @@ def gather(
             x = axes.gather_along(x, names, dim)
         return x
 
-    if not sent or not _is_narrow(wire):
-        return [
-            along(_half(x, wire), parcel.dim).astype(x.dtype)
-            for parcel, x in zip(sent, parts, strict=True)
-        ]
+    near_one = bool(sent) and _is_narrow(wire)
     # Each leaf of each slice has a power of two of its own, which travels too.
-    exponents = _exponents(sent, parts)
-    each = along(exponents[None], 0)
-    result: list[jax.Array] = []
+    exponents = _exponents(sent, parts) if near_one else jnp.zeros(1, jnp.int32)
+    each = along(exponents[None], 0) if near_one else exponents
+    result = list(leaves)
     for parcel, x in zip(sent, parts, strict=True):
-        whole = along(_half(_shrunk(x, exponents, parcel.owners), wire), parcel.dim)
-        slices = cut(whole.astype(x.dtype), len(each), parcel.dim)
-        result.append(joined(grown(slices, each, parcel.owners), parcel.dim))
+        own = _shrunk(x, exponents, parcel.owners) if near_one else x
+        whole = along(_half(own, wire), parcel.dim).astype(x.dtype)
+        if near_one:
+            slices = cut(whole, len(each), parcel.dim)
+            whole = joined(grown(slices, each, parcel.owners), parcel.dim)
+        for i, leaf in parcel.leaves(whole).items():
+            result[i] = leaf
     return result
 
 

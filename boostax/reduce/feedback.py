@@ -19,7 +19,7 @@ import optax
 from jax import lax
 
 from boostax._core import axes, checks, trees
-from boostax._core.describe import Holds, describe, first_line
+from boostax._core.describe import Holds, Stepped, describe, first_line
 from boostax._core.placement import on_shards
 from boostax._core.replicas import PerReplica, require_like
 from boostax.reduce import exchange
@@ -152,10 +152,8 @@ def compress(
             capacity=jnp.full((), -1.0, jnp.float32) if codec.chooses else None,
         )
 
-    def update_fn(
-        updates: PyTree, state: Any, params: PyTree = None, **extra_args: Any
-    ) -> tuple[PyTree, CompressedState]:
-        del params, extra_args
+    def update_fn(updates: PyTree, state: Any, params: PyTree = None, **extra: Any) -> Stepped:
+        del params, extra
         trees.require_gradients(updates, who)
         axes.require_local(updates, names, who)
         if whole:
@@ -163,14 +161,13 @@ def compress(
             axes.require_whole(updates, names, who, hint)
         leaves, treedef = jax.tree.flatten(updates)
         chosen = coded(updates)
-        held = _kept(state.residual.local, treedef)
-        moving = _kept(state.velocity.local, treedef)
+        # ``None`` where nothing is kept.
+        held = treedef.flatten_up_to(state.residual.local)
+        moving = treedef.flatten_up_to(state.velocity.local)
         flow = [exchange.real(leaves[i]) for i in chosen]
         if error_feedback:
-            names_of = [
-                trees.path_name(path) for path, _ in jax.tree_util.tree_leaves_with_path(updates)
-            ]
-            kept = {names_of[i]: held[i] for i in chosen}
+            paths = trees.names(updates)
+            kept = {paths[i]: held[i] for i in chosen}
             require_like(who, "the residual", kept, dict(zip(kept, flow, strict=True)))
         if momentum is not None:
             flow = [momentum * moving[i] + g for i, g in zip(chosen, flow, strict=True)]
@@ -178,7 +175,7 @@ def compress(
         if error_feedback:
             wanted = [held[i] + v for i, v in zip(chosen, flow, strict=True)]
         spread = functools.partial(_spread, treedef, chosen)
-        gathered = lambda tree: [_kept(tree, treedef)[i] for i in chosen]  # noqa: E731
+        gathered = lambda tree: [treedef.flatten_up_to(tree)[i] for i in chosen]  # noqa: E731
         codec_state = map_per_leaf(gathered, state.codec)
         rest = [i for i in range(len(leaves)) if i not in chosen]
         total = _squared_norm(wanted + [exchange.real(leaves[i]) for i in rest], names)
@@ -238,8 +235,7 @@ def _reduced(
     kinds: dict[frozenset[str], list[int]] = {}
     for i, x in enumerate(leaves):
         kinds.setdefault(axes.varying(x), []).append(i)
-    means: list[Any] = [None] * len(leaves)
-    held, late, over = list(means), list(means), list(means)
+    rows: dict[int, tuple[Any, ...]] = {}
     # Of leaves apart, the largest; of none, none had a place.
     capacity: Any = jnp.zeros((), jnp.float32)
     marked = lambda node: isinstance(node, PerLeaf)  # noqa: E731
@@ -247,11 +243,9 @@ def _reduced(
     for kind in kinds.values():
         own = map_per_leaf(lambda values, kind=kind: [values[i] for i in kind], state)
         message = codec.reduce([leaves[i] for i in kind], own, names)
-        late_ones = message.late or [None] * len(kind)
-        for place, i in enumerate(kind):
-            means[i], held[i] = message.means[place], message.held[place]
-            late[i] = late_ones[place]
-            over[i] = message.over[place] if message.over else None
+        none = [None] * len(kind)
+        columns = message.means, message.held, message.late or none, message.over or none
+        rows |= zip(kind, zip(*columns, strict=True), strict=True)
         if codec.chooses:
             capacity = jnp.maximum(capacity, message.capacity)
         for j, new in enumerate(jax.tree.leaves(message.state, is_leaf=marked)):
@@ -261,6 +255,7 @@ def _reduced(
                     all_of_them[i] = value
                 new = PerLeaf(all_of_them)
             kept[j] = new
+    means, held, late, over = ([rows[i][k] for i in range(len(leaves))] for k in range(4))
     return Message(means, held, structure.unflatten(kept), late, over, capacity)
 
 
@@ -313,11 +308,6 @@ def _spread(treedef: Any, chosen: list[int], values: list[Any]) -> PyTree:
     return treedef.unflatten(kept)
 
 
-def _kept(tree: PyTree, treedef: Any) -> list[Any]:
-    """The leaves of a tree that has ``None`` where nothing is kept."""
-    return treedef.flatten_up_to(tree)
-
-
 def _rules(who: str, dense: Dense, tree: PyTree) -> list[bool]:
     """For each leaf, whether it travels dense.
 
@@ -327,8 +317,7 @@ def _rules(who: str, dense: Dense, tree: PyTree) -> list[bool]:
     if dense is None:
         return [False] * len(jax.tree.leaves(tree))
     if callable(dense):
-        paths = jax.tree_util.tree_leaves_with_path(tree)
-        return [bool(dense(trees.path_name(path), leaf)) for path, leaf in paths]
+        return [bool(dense(name, leaf)) for name, leaf in trees.named(tree)]
     try:
         spread = jax.tree.map(lambda rule, part: [rule] * len(jax.tree.leaves(part)), dense, tree)
     except ValueError as error:

@@ -8,11 +8,11 @@ import jax.numpy as jnp
 import optax
 
 from boostax._core import axes, checks, trees
-from boostax._core.describe import describe
+from boostax._core.describe import Stepped, describe
 from boostax._core.gate import Pending, gated, run, run_or_hold
 from boostax._core.replicas import PerReplica
 from boostax.reduce.mean import all_reduce
-from boostax.reduce.own import check, init_own, result, step_own, stepped
+from boostax.reduce.own import Own, result, stepped
 
 PyTree = Any
 
@@ -105,13 +105,12 @@ def local_updates(
       2019. Douillard et al., DiLoCo, https://arxiv.org/abs/2311.08105, 2023.
     """
     who = "local_updates"
-    names = check(who, inner, axis_name)
+    replica = Own.of(who, inner, axis_name)
+    names = replica.names
     every = checks.positive_int(who, "every", every, "It counts steps between meetings.")
-    tx = optax.with_extra_args_support(inner)
     reduction = all_reduce(names) if reduction is None else reduction
-    for argument, part in (("outer", outer), ("reduction", reduction)):
-        checks.transformation(who, argument, part)
-    outer_tx, reduce = map(optax.with_extra_args_support, (outer, reduction))
+    outer_tx = checks.transformation(who, "outer", outer)
+    reduce = checks.transformation(who, "reduction", reduction)
 
     def init_fn(params: PyTree) -> LocalUpdatesState:
         _require_common(params, names, who)
@@ -126,12 +125,10 @@ def local_updates(
             anchor=jax.tree.map(copy, params),
             reduction_state=reduce.init(trees.at_least_float32(params)),
             outer_state=outer_tx.init(trees.at_least_float32(params)),
-            inner_state=init_own(tx, params, names, who),
+            inner_state=replica.init(params),
         )
 
-    def meet(
-        state: LocalUpdatesState, own: PyTree, value: PyTree, apply: bool
-    ) -> tuple[PyTree, LocalUpdatesState]:
+    def meet(state: LocalUpdatesState, own: PyTree, value: PyTree, apply: bool) -> Stepped:
         local = stepped(own, value, apply)
         away = lambda a, p: trees.at_least_float32(a) - trees.at_least_float32(p)  # noqa: E731
         drift = jax.tree.map(away, axes.unify(state.anchor, local), local)
@@ -148,13 +145,11 @@ def local_updates(
         )
         return result(anchor, own, value, apply), new
 
-    @describe(who, "own params", names, inner={"inner_state": tx})
+    @describe(who, "own params", names, inner={"inner_state": replica.tx})
     def step_fn(
         grads: Pending, state: LocalUpdatesState, params: PyTree, *, apply: bool, **extra: Any
-    ) -> tuple[PyTree, LocalUpdatesState]:
-        own, updates, inner_state = step_own(
-            tx, grads, state.inner_state, params, names, who, extra
-        )
+    ) -> Stepped:
+        own, updates, inner_state = replica.step(grads, state.inner_state, params, extra)
         value = optax.apply_updates(own, updates) if apply else updates
         # The inner state need not pass the gate.
         held = state._replace(since_sync=state.since_sync + 1, inner_state=None)
@@ -162,12 +157,9 @@ def local_updates(
         value, new = run_or_hold(held.since_sync >= every, heavy, value, held, apply=True, who=who)
         return trees.as_updates(value, own), new._replace(inner_state=inner_state)
 
-    def flush_fn(
-        state: LocalUpdatesState, params: PyTree, **extra: Any
-    ) -> tuple[PyTree, LocalUpdatesState]:
+    def flush_fn(state: LocalUpdatesState, params: PyTree, **extra: Any) -> Stepped:
         del extra
-        axes.require_bound(names, who)
-        own, held = axes.to_varying(params, names), state._replace(inner_state=None)
+        own, held = replica.enter(params), state._replace(inner_state=None)
         heavy = functools.partial(meet, held, own, own, True)
         value, new = run_or_hold(state.since_sync > 0, heavy, own, held, apply=True, who=who)
         return value, new._replace(inner_state=state.inner_state)

@@ -64,16 +64,14 @@ class PowerSgd(Codec):
 
     def init(self, leaves: Sequence[jax.ShapeDtypeStruct]) -> Factors:
         """Random factors, the same on all replicas."""
-        left: list[jax.Array] = []
-        right: list[jax.Array] = []
         key = jax.random.PRNGKey(self.seed)
-        for i, leaf in enumerate(leaves):
-            for side, (found, length) in enumerate(
-                zip((left, right), sides(leaf.shape, self.outputs), strict=True)
-            ):
-                shape = (length, min(self.rank, *sides(leaf.shape, self.outputs)))
-                now = jax.random.fold_in(key, 2 * i + side)
-                found.append(jax.random.normal(now, shape, leaf.dtype))
+
+        def drawn(i: int, leaf: jax.ShapeDtypeStruct, side: int) -> jax.Array:
+            lengths = sides(leaf.shape, self.outputs)
+            shape = (lengths[side], min(self.rank, *lengths))
+            return jax.random.normal(jax.random.fold_in(key, 2 * i + side), shape, leaf.dtype)
+
+        left, right = ([drawn(i, x, side) for i, x in enumerate(leaves)] for side in (0, 1))
         counts, ones = ([jnp.full((), n, jnp.int32) for _ in leaves] for n in (0, 1))
         return Factors(PerLeaf(counts), PerLeaf(ones), PerLeaf(left), PerLeaf(right))
 
@@ -84,23 +82,19 @@ class PowerSgd(Codec):
         # In the leaves' own dimensions: XLA would gather a sharded one to make a matrix of it.
         cuts = [_cut(x.ndim, self.outputs) for x in leaves]
 
-        def send_left() -> tuple[Any, Any, Factors]:
-            flat = self._bases(state.right.values, leaves)
-            split = zip(leaves, flat, cuts, strict=True)
-            bases = [q.reshape(*x.shape[cut:], -1) for x, q, cut in split]
-            split = zip(leaves, bases, cuts, strict=True)
-            own = [_product(x, q, x.ndim - cut) for x, q, cut in split]
+        def send(left: bool) -> tuple[Any, Any, Factors]:
+            over = [
+                range(c, x.ndim) if left else range(c) for x, c in zip(leaves, cuts, strict=True)
+            ]
+            flat = self._bases((state.right if left else state.left).values, leaves)
+            split = zip(leaves, flat, over, strict=True)
+            bases = [q.reshape(*(x.shape[dim] for dim in dims), -1) for x, q, dims in split]
+            split = zip(leaves, bases, over, strict=True)
+            own = [_product(x, q, (tuple(dims), tuple(range(len(dims))))) for x, q, dims in split]
             factors = _mean(own, names)
-            new = state._replace(left=_stored(factors, state.left))
-            return _spanned(factors, bases), _spanned(own, bases), new
-
-        def send_right() -> tuple[Any, Any, Factors]:
-            flat = self._bases(state.left.values, leaves)
-            split = zip(leaves, flat, cuts, strict=True)
-            bases = [q.reshape(*x.shape[:cut], -1) for x, q, cut in split]
-            rows = [tuple(range(cut)) for cut in cuts]
-            own = [_product(x, q, (r, r)) for x, q, r in zip(leaves, bases, rows, strict=True)]
-            factors = _mean(own, names)
+            if left:
+                new = state._replace(left=_stored(factors, state.left))
+                return _spanned(factors, bases), _spanned(own, bases), new
             new = state._replace(right=_stored(factors, state.right))
             return _spanned(bases, factors), _spanned(bases, own), new
 
@@ -109,7 +103,7 @@ class PowerSgd(Codec):
         # every second step for instance, and with the steps counted would never see both sides.
         uses, side = jnp.stack(state.uses.values), jnp.stack(state.side.values)
         left = side[uses.argmin()] == 1
-        means, sent, state = branch(left, send_left, send_right)
+        means, sent, state = branch(left, lambda: send(True), lambda: send(False))
         state = state._replace(
             uses=PerLeaf([optax.safe_increment(n) for n in state.uses.values]),
             side=PerLeaf([jnp.where(left, 0, 1).astype(jnp.int32) for _ in leaves]),

@@ -1,7 +1,6 @@
 """The dense reduction: mean or sum of local gradients over the replicas."""
 
-import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, Literal, NamedTuple
 
 import jax
@@ -11,7 +10,7 @@ import optax
 from jax import lax
 
 from boostax._core import axes, bcoo, checks, noise_scale, trees
-from boostax._core.describe import describe
+from boostax._core.describe import Stepped, describe
 from boostax._core.noise_scale import MicroNorms, NoiseScaleState
 from boostax._core.placement import mean_of_group, on_shards, require_local
 from boostax.reduce import exchange
@@ -114,10 +113,8 @@ def all_reduce(
     bucket_bytes = exchange.check_bytes(who, bucket_bytes)
     dividing: Divide = divide if op == "mean" else "never"
 
-    def update_fn(
-        updates: PyTree, state: Any, params: PyTree = None, **extra_args: Any
-    ) -> tuple[PyTree, Any]:
-        del extra_args
+    def update_fn(updates: PyTree, state: Any, params: PyTree = None, **extra: Any) -> Stepped:
+        del extra
         sparse = trees.require_gradients(updates, who, sparse=True, params=params)
         if sparse and not (wire is None and clip is None and bucket_bytes is None):
             updates = bcoo.dense(updates)
@@ -152,10 +149,10 @@ def all_reduce(
         params: PyTree = None,
         *,
         micro_norms: MicroNorms | None = None,
-        **extra_args: Any,
-    ) -> tuple[PyTree, Any]:
+        **extra: Any,
+    ) -> Stepped:
         updates = bcoo.dense(updates)
-        means, _ = update(updates, (), params, **extra_args)
+        means, _ = update(updates, (), params, **extra)
         local, count = noise_scale.square_norm(updates, names), jnp.float32(axes.size(names))
         if micro_norms is not None:
             local, count = local * micro_norms.ratio, count * micro_norms.length
@@ -195,14 +192,13 @@ def server_mean(grads: PyTree, inside: tuple[str, ...]) -> PyTree:
         return treedef.unflatten([_reduced(x, inside, "after") for x in leaves])
     if axes.vmapped(inside):
         return treedef.unflatten([mean_of_group(x, inside) for x in leaves])
-    result = list(leaves)
-    for kind in exchange.kinds(leaves):
-        own = [exchange.real(leaves[i]) for i in kind]
+
+    def mean(own: list[jax.Array]) -> list[jax.Array]:
         sent = exchange.parcels(own, axes.size(inside), by_leaf=False)
         parts = [axes.scatter(x.array(own), inside, x.dim) / axes.size(inside) for x in sent]
-        for i, x in zip(kind, exchange.delivered(sent, parts, (inside,), None, own), strict=True):
-            result[i] = exchange.like(x, leaves[i])
-    return treedef.unflatten(result)
+        return exchange.delivered(sent, parts, (inside,), None, own)
+
+    return treedef.unflatten(exchange.by_kind(leaves, mean))
 
 
 def _fewer_bytes(x: Any, replicas: int) -> bool:
@@ -234,7 +230,7 @@ def _packed(
     result = list(leaves)
     for kind in exchange.kinds(leaves):
         wide = {i: leaves[i].astype(trees.wide_dtype(leaves[i])) for i in kind}
-        for message in _messages(wide, bucket_bytes):
+        for message in exchange.packs({i: x.nbytes for i, x in wide.items()}, bucket_bytes):
             if len(message) == 1:
                 (alone,) = message
                 result[alone] = _reduced(leaves[alone], names, divide)
@@ -253,32 +249,14 @@ def _narrow(
     bucket_bytes: int | None,
 ) -> list[jax.Array]:
     """The mean or sum in f32 of what travels in half precision, there and back."""
-    replicas = axes.size(names)
-    # What has no elements is not sent, and the same everywhere.
-    result = [jnp.zeros(x.shape, x.dtype) for x in leaves]
-    for kind in exchange.kinds(leaves):
-        own = [exchange.real(leaves[i]) for i in kind]
-        sent = exchange.parcels(own, replicas, bucket_bytes)
+
+    def reduced(own: list[jax.Array]) -> list[jax.Array]:
+        sent = exchange.parcels(own, axes.size(names), bucket_bytes)
         arrays = [parcel.array(own) for parcel in sent]
         rows = exchange.exchange(sent, arrays, names, wire, by_leaf=False)
-        parts = exchange.mean(rows, divide)
-        done = exchange.delivered(sent, parts, (names,), wire, own)
-        for i, x in zip(kind, done, strict=True):
-            result[i] = exchange.like(x, leaves[i])
-    return result
+        return exchange.delivered(sent, exchange.mean(rows, divide), (names,), wire, own)
 
-
-def _messages(leaves: Mapping[int, jax.Array], bucket_bytes: int) -> list[list[int]]:
-    """Neighbouring leaves that travel together: up to so many bytes, or one larger leaf alone."""
-    found: list[list[int]] = []
-    filled = math.inf
-    for i, x in leaves.items():
-        filled += x.nbytes
-        if filled > bucket_bytes:
-            found.append([])
-            filled = x.nbytes
-        found[-1].append(i)
-    return found
+    return exchange.by_kind(leaves, reduced)
 
 
 def _require_real(leaves: list[jax.Array], who: str) -> None:

@@ -4,7 +4,7 @@ Between calls such params stand in a ``PerReplica`` and lead with the replicas; 
 function each replica has its own, typed as varying.
 """
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -17,13 +17,52 @@ from boostax._core.replicas import PerReplica
 PyTree = Any
 
 
-def check(who: str, inner: Any, axis_name: axes.AxisName) -> tuple[str, ...]:
-    """The axes, if the arguments that both have are sound."""
-    checks.transformation(who, "inner", inner)
-    if gate_of(inner) is not None:
-        _refuse_gate(who)
-    names = axes.required(who, axis_name)
-    return names
+class Own(NamedTuple):
+    """An inner optimizer that each replica has for its own params.
+
+    Attributes:
+      who: the transformation around it, for errors.
+      names: the axes of the replicas.
+      tx: the optimizer.
+    """
+
+    who: str
+    names: tuple[str, ...]
+    tx: optax.GradientTransformationExtraArgs
+
+    @classmethod
+    def of(cls, who: str, inner: Any, axis_name: axes.AxisName) -> "Own":
+        """From the arguments, if they are sound."""
+        tx = checks.transformation(who, "inner", inner)
+        if gate_of(inner) is not None:
+            _refuse_gate(who)
+        return cls(who, axes.required(who, axis_name), tx)
+
+    def init(self, params: PyTree) -> PerReplica:
+        """Its state, in f32 or wider, each replica's own."""
+        state = self.tx.init(trees.at_least_float32(params))
+        if has_gate(state):
+            _refuse_gate(self.who)
+        return PerReplica(axes.to_varying(state, self.names))
+
+    def step(
+        self, grads: Pending, state: PerReplica, params: PyTree, extra: dict[str, Any]
+    ) -> tuple[PyTree, PyTree, PerReplica]:
+        """A replica's params, the updates from its own gradients, and the new state."""
+        trees.require_gradients(grads.raw, self.who)
+        axes.require_local(grads.raw, self.names, self.who)
+        trees.require_params(params, self.who, "They are what is averaged.")
+        own = axes.to_varying(params, self.names)
+        # What the wide params get is wide: they may be the start of a sum in f32.
+        wide = trees.at_least_float32(own)
+        updates, new = run(self.tx, grads, state.local, wide, apply=False, extra=extra)
+        new = axes.unify(trees.cast_like(new, state.local), state.local)
+        return own, axes.unify(updates, own), PerReplica(new)
+
+    def enter(self, params: PyTree) -> PyTree:
+        """A replica's params, where the axes are bound."""
+        axes.require_bound(self.names, self.who)
+        return axes.to_varying(params, self.names)
 
 
 def _refuse_gate(who: str) -> None:
@@ -32,40 +71,6 @@ def _refuse_gate(who: str) -> None:
         "another of its kind) in it, got one: replicas could take its steps at different times. "
         f"Put the gate outside: dynamic_loss_scale({who}(...), axis_name=...)."
     )
-
-
-def init_own(
-    tx: optax.GradientTransformation, params: PyTree, names: tuple[str, ...], who: str
-) -> PerReplica:
-    """The state of the inner optimizer, in f32 or wider, each replica's own."""
-    state = tx.init(trees.at_least_float32(params))
-    if has_gate(state):
-        _refuse_gate(who)
-    return PerReplica(axes.to_varying(state, names))
-
-
-def step_own(
-    tx: optax.GradientTransformationExtraArgs,
-    grads: Pending,
-    state: PerReplica,
-    params: PyTree,
-    names: tuple[str, ...],
-    who: str,
-    extra: dict[str, Any],
-) -> tuple[PyTree, PyTree, PerReplica]:
-    """A replica's params, the updates from its own gradients, and its optimizer's new state."""
-    trees.require_gradients(grads.raw, who)
-    axes.require_local(grads.raw, names, who)
-    if params is None:
-        raise ValueError(
-            f"{who}: params must be given to update, got None. They are what is averaged."
-        )
-    own = axes.to_varying(params, names)
-    # What the wide params get is wide: they may be the start of a sum in f32.
-    wide = trees.at_least_float32(own)
-    updates, new = run(tx, grads, state.local, wide, apply=False, extra=extra)
-    new = axes.unify(trees.cast_like(new, state.local), state.local)
-    return own, axes.unify(updates, own), PerReplica(new)
 
 
 def stepped(own: PyTree, value: PyTree, apply: bool) -> PyTree:

@@ -33,6 +33,7 @@ import numpy as np
 from jax import lax
 
 from boostax._core import trees
+from boostax.reduce.codec import packed, unpacked
 
 Total = Callable[[jax.Array], jax.Array]
 Owners = np.ndarray[Any, Any]
@@ -201,7 +202,8 @@ def combine_replicas(
         partial = [*_grouped(products, nodes, tops, members)]
         if not nodes.level:
             partial.append(_sum_of_squares(rows, nodes, products, units))
-        dots, apart, *rest = _together(total, partial + of_sum)
+        partial += of_sum
+        dots, apart, *rest = unpacked(total(packed(partial)), partial)
         alignment += rest
         nodes = _combine(nodes, tops, Products(dots, apart), groups)
     row: list[jax.Array] = []
@@ -220,13 +222,6 @@ def beside(parts: Sequence[Rows], copies: Sequence[int]) -> Rows:
         leaves += part.exponents.shape[1]
     exponents = jnp.concatenate([part.exponents for part in parts], 1)
     return Rows(buckets, exponents, parts[0].near_one)
-
-
-def _together(total: Total, parts: Sequence[jax.Array]) -> list[jax.Array]:
-    """All of them in one array."""
-    sums = total(jnp.concatenate([x.ravel() for x in parts]))
-    ends = np.cumsum([x.size for x in parts])
-    return [sums[e - x.size : e].reshape(x.shape) for e, x in zip(ends, parts, strict=True)]
 
 
 def _blocks(x: jax.Array, owners: Owners) -> jax.Array:

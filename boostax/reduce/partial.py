@@ -11,12 +11,12 @@ import jax.numpy as jnp
 import optax
 
 from boostax._core import axes, checks, trees
-from boostax._core.describe import describe
+from boostax._core.describe import Stepped, describe
 from boostax._core.gate import Pending, gated, run_or_hold
 from boostax._core.replicas import PerReplica
 from boostax.reduce import exchange
 from boostax.reduce.mean import all_reduce
-from boostax.reduce.own import check, init_own, result, step_own, stepped
+from boostax.reduce.own import Own, result, stepped
 
 PyTree = Any
 
@@ -97,8 +97,8 @@ def partial_average(
       order of the backward pass (``bucket_bytes``) and loses their state in a checkpoint.
     """
     who = "partial_average"
-    names = check(who, inner, axis_name)
-    tx = optax.with_extra_args_support(inner)
+    replica = Own.of(who, inner, axis_name)
+    names = replica.names
     members = partitioning(who, partitions, bucket_bytes)
     mean = all_reduce(names)
 
@@ -108,15 +108,13 @@ def partial_average(
 
     def init_fn(params: PyTree) -> PartialAverageState:
         members(params)
-        return PartialAverageState(jnp.zeros((), jnp.int32), init_own(tx, params, names, who))
+        return PartialAverageState(jnp.zeros((), jnp.int32), replica.init(params))
 
-    @describe(who, "own params", names, inner={"inner_state": tx})
+    @describe(who, "own params", names, inner={"inner_state": replica.tx})
     def step_fn(
         grads: Pending, state: PartialAverageState, params: PyTree, *, apply: bool, **extra: Any
-    ) -> tuple[PyTree, PartialAverageState]:
-        own, updates, inner_state = step_own(
-            tx, grads, state.inner_state, params, names, who, extra
-        )
+    ) -> Stepped:
+        own, updates, inner_state = replica.step(grads, state.inner_state, params, extra)
         leaves, treedef = jax.tree.flatten(own)
         values = jax.tree.leaves(optax.apply_updates(own, updates) if apply else updates)
         groups = members(params)
@@ -131,12 +129,9 @@ def partial_average(
         value = trees.as_updates(treedef.unflatten(values), own)
         return value, PartialAverageState(following, inner_state)
 
-    def flush_fn(
-        state: PartialAverageState, params: PyTree, **extra: Any
-    ) -> tuple[PyTree, PartialAverageState]:
+    def flush_fn(state: PartialAverageState, params: PyTree, **extra: Any) -> Stepped:
         del extra
-        axes.require_bound(names, who)
-        own = axes.to_varying(params, names)
+        own = replica.enter(params)
         return average(own, own, True)[0], state
 
     return gated(init_fn, step_fn, flush_fn)

@@ -6,7 +6,7 @@ sum back, in codes again.
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import jax
 import jax.numpy as jnp
@@ -16,30 +16,76 @@ from jax import lax
 
 from boostax._core import axes, checks
 from boostax.reduce import exchange
-from boostax.reduce.codec import Codec, Late, Message, unsent
+from boostax.reduce.codec import Codec, Late, Message, packed, unpacked, unsent
 from boostax.reduce.exchange import Alone, Parcel
 from boostax.reduce.feedback import Dense, compress
 from boostax.reduce.rows import Grid
 
 PyTree = Any
+Arrays = Sequence[jax.Array]
 Send = Callable[[jax.Array, tuple[str, ...]], jax.Array]
 _SHIFTS = np.arange(8, dtype=np.uint8).reshape(8, 1)
 
 
 @dataclasses.dataclass(frozen=True)
-class Int8(Codec):
-    """Two shots of int8 with a scale per row: everyone's to the replica that sums, the sum to all.
+class TwoShot(Codec):
+    """Two shots of codes: everyone's to the replica that adds them up, the sum to all.
 
     What the second rounding loses is known to the one who did it only, and goes into that replica's
     residual, times the number of replicas: the mean then loses nothing.
 
     Attributes:
-      block: the most elements that share a scale.
+      block: the most elements of a row.
+      multiple: of which the number of rows is one.
+    """
+
+    block: int
+    multiple: ClassVar[int] = 1
+
+    def reduce(self, leaves: Sequence[jax.Array], state: PyTree, names: tuple[str, ...]) -> Message:
+        """All-to-all, sum in f32, all-gather."""
+        state, (first, second) = self._drawn(state, names)
+        slices = _Slices.of(leaves, axes.size(names), self.block, self.multiple)
+        rows = slices.arrays
+        codes, scales = self._encode(rows, first)
+        received = [axes.exchange(x, names) for x in codes]
+        means = self._combine(received, _together(scales, axes.exchange, names), rows)
+        codes_of_mean, scales_of_mean = self._encode(means, second)
+        scales_of_all = [_merged(x) for x in _together(scales_of_mean, axes.gather, names)]
+        gathered = [axes.gather_along(x, names, 0) for x in codes_of_mean]
+        whole = self._decode(gathered, scales_of_all, means)
+        held = unsent(rows, self._decode(codes, scales, rows))
+        lost = unsent(means, self._decode(codes_of_mean, scales_of_mean, means))
+        residual, late = slices.charged(held, lost, names)
+        return Message(slices.joined(whole), residual, state, late)
+
+    def _drawn(self, state: PyTree, names: tuple[str, ...]) -> tuple[PyTree, tuple[Any, Any]]:
+        """The new state, and a key for each shot, if there is any chance."""
+        del names
+        return state, (None, None)
+
+    def _encode(self, rows: Arrays, key: jax.Array | None = None) -> tuple[Arrays, Arrays]:
+        """Codes, and a scale for each row; none where every code stands for itself."""
+        raise NotImplementedError
+
+    def _decode(self, codes: Arrays, scales: Arrays, like: Arrays) -> list[jax.Array]:
+        """The numbers that the codes stand for, for arrays like these."""
+        raise NotImplementedError
+
+    def _combine(self, codes: Arrays, scales: Arrays, like: Arrays) -> list[jax.Array]:
+        """Over the replicas, in the first dimension."""
+        return [x.mean(0) for x in self._decode(codes, scales, like)]
+
+
+@dataclasses.dataclass(frozen=True)
+class Int8(TwoShot):
+    """Two shots of int8 with a scale per row: everyone's to the replica that sums, the sum to all.
+
+    Attributes:
       stochastic: round up or down by chance, right on average, instead of to the nearest.
       seed: of the chance.
     """
 
-    block: int
     stochastic: bool
     seed: int
 
@@ -48,25 +94,18 @@ class Int8(Codec):
         del leaves
         return jax.random.PRNGKey(self.seed) if self.stochastic else None
 
-    def reduce(self, leaves: Sequence[jax.Array], state: PyTree, names: tuple[str, ...]) -> Message:
-        """All-to-all, sum in f32, all-gather."""
-        first = second = None
-        if self.stochastic:
-            state, now = jax.random.split(state)
-            first, second = jax.random.split(jax.random.fold_in(now, axes.index(names)))
-        dtypes = [x.dtype for x in leaves]
-        slices = _Slices.of(leaves, axes.size(names), self.block)
-        codes, scales = quantize(slices.arrays, first)
-        received = [axes.exchange(x, names) for x in codes], _together(scales, axes.exchange, names)
-        means = [x.mean(0) for x in dequantize(*received, dtypes)]
-        codes_of_mean, scales_of_mean = quantize(means, second)
-        gathered = _together(scales_of_mean, axes.gather, names)
-        whole = dequantize(
-            [_gathered(x, names) for x in codes_of_mean], [_merged(x) for x in gathered], dtypes
-        )
-        held = unsent(slices.arrays, dequantize(codes, scales, dtypes))
-        lost = unsent(means, dequantize(codes_of_mean, scales_of_mean, dtypes))
-        return Message(slices.joined(whole), *slices.charged(held, lost, state, names))
+    def _drawn(self, state: PyTree, names: tuple[str, ...]) -> tuple[PyTree, tuple[Any, Any]]:
+        if not self.stochastic:
+            return state, (None, None)
+        state, now = jax.random.split(state)
+        first, second = jax.random.split(jax.random.fold_in(now, axes.index(names)))
+        return state, (first, second)
+
+    def _encode(self, rows: Arrays, key: jax.Array | None = None) -> tuple[Arrays, Arrays]:
+        return quantize(rows, key)
+
+    def _decode(self, codes: Arrays, scales: Arrays, like: Arrays) -> list[jax.Array]:
+        return dequantize(codes, scales, [x.dtype for x in like])
 
 
 @dataclasses.dataclass(frozen=True)
@@ -103,77 +142,49 @@ class Int16(Codec):
 
 
 @dataclasses.dataclass(frozen=True)
-class Sign(Codec):
+class Sign(TwoShot):
     """A bit per element: its sign.
 
     Attributes:
       form: ``"mean"`` of signs times the mean magnitude of their row, or ``"majority"``: the sign
         of most, times one.
       two_shot: the sums go to the replica that adds and back, as bits again; else all bits to all.
-      block: the most elements that share a magnitude.
     """
 
     form: Literal["mean", "majority"]
     two_shot: bool
-    block: int
+    multiple = 8
 
     def reduce(self, leaves: Sequence[jax.Array], state: PyTree, names: tuple[str, ...]) -> Message:
         """Send bits, and a magnitude per row if they are wanted."""
-        # What goes to all need not be cut.
-        count = axes.size(names) if self.two_shot else 1
-        slices = _Slices.of(leaves, count, self.block, multiple=8)
-        blocks = slices.arrays
-        bits, scales = self._encode(blocks)
-        own = self._decode(bits, scales, blocks)
         if self.two_shot:
-            received = [axes.exchange(x, names) for x in bits]
-            means = self._combine(received, self._sent(scales, axes.exchange, names), blocks)
-            bits_of_mean, scales_of_mean = self._encode(means)
-            lost = unsent(means, self._decode(bits_of_mean, scales_of_mean, means))
-            scales_of_all = self._sent(scales_of_mean, axes.gather, names)
-            whole = self._decode(
-                [_gathered(x, names) for x in bits_of_mean],
-                None if scales_of_all is None else [_merged(x) for x in scales_of_all],
-                means,
-            )
-            charged = slices.charged(unsent(blocks, own), lost, state, names)
-            return Message(slices.joined(whole), *charged)
+            return super().reduce(leaves, state, names)
+        # What goes to all need not be cut.
+        slices = _Slices.of(leaves, 1, self.block, self.multiple)
+        rows = slices.arrays
+        bits, scales = self._encode(rows)
         gathered = [axes.gather(x, names) for x in bits]
-        whole = self._combine(gathered, self._sent(scales, axes.gather, names), blocks)
-        merged = [_merged(x) for x in whole]
-        return Message(slices.joined(merged), slices.joined(unsent(blocks, own)), state)
+        whole = self._combine(gathered, _together(scales, axes.gather, names), rows)
+        held = unsent(rows, self._decode(bits, scales, rows))
+        return Message(slices.joined([_merged(x) for x in whole]), slices.joined(held), state)
 
-    def _sent(
-        self, scales: list[jax.Array] | None, send: Send, names: tuple[str, ...]
-    ) -> list[jax.Array] | None:
-        return None if scales is None else _together(scales, send, names)
-
-    def _encode(self, blocks: list[jax.Array]) -> tuple[list[jax.Array], list[jax.Array] | None]:
+    def _encode(self, rows: Arrays, key: jax.Array | None = None) -> tuple[Arrays, Arrays]:
         # As ``sign``, but with a bit for zero too: that of a plus.
-        bits = [packed_bits(x >= 0) for x in blocks]
-        if self.form == "majority":
-            return bits, None
-        return bits, [jnp.abs(x).mean(-1, keepdims=True) for x in blocks]
+        bits = [packed_bits(x >= 0) for x in rows]
+        means = [jnp.abs(x).mean(-1, keepdims=True) for x in rows if self.form == "mean"]
+        return bits, means
 
-    def _decode(
-        self, bits: list[jax.Array], scales: list[jax.Array] | None, like: list[jax.Array]
-    ) -> list[jax.Array]:
-        signs = [unpacked_bits(b).astype(x.dtype) * 2 - 1 for b, x in zip(bits, like, strict=True)]
-        if scales is None:
-            return signs
-        return [x * scale for x, scale in zip(signs, scales, strict=True)]
+    def _decode(self, codes: Arrays, scales: Arrays, like: Arrays) -> list[jax.Array]:
+        pairs = zip(codes, like, strict=True)
+        signs = [unpacked_bits(bits).astype(x.dtype) * 2 - 1 for bits, x in pairs]
+        return [x * s for x, s in zip(signs, scales, strict=True)] if scales else signs
 
-    def _combine(
-        self, bits: list[jax.Array], scales: list[jax.Array] | None, like: list[jax.Array]
-    ) -> list[jax.Array]:
-        """Over the replicas, in the first dimension."""
-        if scales is not None:
-            return [x.mean(0) for x in self._decode(bits, scales, like)]
-        votes = [unpacked_bits(b).sum(0, dtype=jnp.int32) for b in bits]
-        return [
-            jnp.sign(2 * v - len(b)).astype(x.dtype)
-            for v, b, x in zip(votes, bits, like, strict=True)
-        ]
+    def _combine(self, codes: Arrays, scales: Arrays, like: Arrays) -> list[jax.Array]:
+        if scales:
+            return super()._combine(codes, scales, like)
+        votes = [unpacked_bits(bits).sum(0, dtype=jnp.int32) for bits in codes]
+        each = zip(votes, codes, like, strict=True)
+        return [jnp.sign(2 * v - len(bits)).astype(x.dtype) for v, bits, x in each]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -218,13 +229,9 @@ class _Slices:
         return result
 
     def charged(
-        self,
-        held: Sequence[jax.Array],
-        lost: Sequence[jax.Array],
-        state: PyTree,
-        names: tuple[str, ...],
-    ) -> tuple[list[jax.Array], PyTree, list[Late | None]]:
-        """``(held, state, late)`` of a message: what was lost of this replica's slice of the mean.
+        self, held: Arrays, lost: Arrays, names: tuple[str, ...]
+    ) -> tuple[list[jax.Array], list[Late | None]]:
+        """``held`` and ``late`` of a message: what was lost of this replica's slice of the mean.
 
         Of the mean, so it counts for all replicas.
         """
@@ -241,19 +248,15 @@ class _Slices:
             else:
                 more += lax.dynamic_index_in_dim(x, own, 0, keepdims=False)
                 whole.append(lax.dynamic_update_index_in_dim(x, more, own, 0))
-        return self.joined(whole), state, late
+        return self.joined(whole), late
 
 
-def _together(arrays: Sequence[jax.Array], send: Send, names: tuple[str, ...]) -> list[jax.Array]:
+def _together(arrays: Arrays, send: Send, names: tuple[str, ...]) -> list[jax.Array]:
     """Small arrays in one message. Where each goes to one replica, they lead with the replicas."""
+    if not arrays:
+        return []
     lead = 1 if send is axes.exchange else 0
-    flat = [x.reshape(*x.shape[:lead], -1) for x in arrays]
-    whole = send(jnp.concatenate(flat, -1), names)
-    ends = np.cumsum([x.shape[-1] for x in flat])
-    return [
-        whole[:, end - x.shape[-1] : end].reshape(-1, *y.shape[lead:])
-        for end, x, y in zip(ends, flat, arrays, strict=True)
-    ]
+    return unpacked(send(packed(arrays, lead), names), arrays, lead)
 
 
 def packed_bits(x: jax.Array) -> jax.Array:
@@ -271,9 +274,7 @@ def unpacked_bits(x: jax.Array) -> jax.Array:
     return bits.reshape(*x.shape[:-2], -1, x.shape[-1])
 
 
-def quantize(
-    blocks: Sequence[jax.Array], key: jax.Array | None
-) -> tuple[list[jax.Array], list[jax.Array]]:
+def quantize(blocks: Arrays, key: jax.Array | None) -> tuple[Arrays, Arrays]:
     """``(codes, scales)``: int8 of the shapes of the blocks, and an f32 scale for each row."""
     units = [_unit(jnp.abs(x).max(-1, keepdims=True), 127) for x in blocks]
     keys = [None if key is None else jax.random.fold_in(key, i) for i in range(len(blocks))]
@@ -283,9 +284,7 @@ def quantize(
     return codes, [unit.astype(jnp.float32) for unit in units]
 
 
-def dequantize(
-    codes: Sequence[jax.Array], scales: Sequence[jax.Array], dtypes: Sequence[Any]
-) -> list[jax.Array]:
+def dequantize(codes: Arrays, scales: Arrays, dtypes: Sequence[Any]) -> list[jax.Array]:
     """The numbers that the codes stand for."""
     dtype = jnp.result_type(*dtypes)
     return [c.astype(dtype) * s.astype(dtype) for c, s in zip(codes, scales, strict=True)]
@@ -308,11 +307,6 @@ def _rounded(
     else:
         scaled = jnp.round(scaled)
     return jnp.clip(scaled, -levels, levels).astype(dtype)
-
-
-def _gathered(x: jax.Array, names: tuple[str, ...]) -> jax.Array:
-    """The rows of all slices, below one another."""
-    return axes.gather_along(x, names, 0)
 
 
 def _merged(x: jax.Array) -> jax.Array:
@@ -414,9 +408,8 @@ def int16_reduce(
       >>> step(jnp.array([[16383.0, 2.0], [1.0, 4.0]]))[0].tolist()
       [8192.0, 3.0]
     """
-    return compress(
-        Int16(), axis_name, error_feedback=error_feedback, dense=dense, name="int16_reduce"
-    )
+    who = "int16_reduce"
+    return compress(Int16(), axis_name, error_feedback=error_feedback, dense=dense, name=who)
 
 
 def sign_reduce(
@@ -482,5 +475,5 @@ def sign_reduce(
             "magnitude to subtract from the gradients; form='mean' has."
         )
     feedback = form == "mean" if error_feedback is None else error_feedback
-    codec = Sign(form, two_shot, block)
+    codec = Sign(block, form, two_shot)
     return compress(codec, axis_name, error_feedback=feedback, dense=dense, name=who)

@@ -4,7 +4,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -14,16 +14,7 @@ from jax import lax
 
 from boostax._core import axes, checks, trees
 from boostax.reduce import exchange, selection
-from boostax.reduce.codec import (
-    Codec,
-    Message,
-    packed,
-    padded,
-    staged,
-    switched,
-    unpacked,
-    unsent,
-)
+from boostax.reduce.codec import Codec, Message, packed, padded, staged, switched, unpacked, unsent
 from boostax.reduce.feedback import Dense, compress
 from boostax.reduce.rows import Grid
 
@@ -119,7 +110,7 @@ class Largest(Codec):
         for bucket in self._buckets(leaves):
             x, t = self._bucket(leaves, least, bucket)
             view = self._view(x.shape)
-            reached = view.grid.rows(self.cut.reach(x, t)[None])[0]
+            reached = view.rows(self.cut.reach(x, t))
             # By row in f32, which is exact there: XLA:CPU adds up integers with a copy.
             found[bucket[0]] = view.over(reached.astype(jnp.float32).sum(1).astype(jnp.int32))
         return found
@@ -143,7 +134,7 @@ class Largest(Codec):
         reaching = lambda x, t: jnp.where(jnp.abs(x) >= t, x, 0)  # noqa: E731
         return packed([reaching(leaves[i], least[i]) for i in bucket]), 0.0
 
-    def _view(self, shape: tuple[int, ...]) -> "_Runs | _Whole":
+    def _view(self, shape: tuple[int, ...]) -> "_Runs":
         size = math.prod(shape)
         if self.block is None and size > SMALL:
             grid = Grid.of((1, *shape), size, selection.BITS)
@@ -218,7 +209,8 @@ class Ladder(Codec):
         return message._replace(over=over[-1], capacity=capacity)
 
 
-class _Runs(NamedTuple):
+@dataclasses.dataclass(frozen=True)
+class _Runs:
     """A leaf from whose rows some elements each are chosen.
 
     Attributes:
@@ -236,18 +228,22 @@ class _Runs(NamedTuple):
 
     def largest(self, leaf: jax.Array) -> tuple[jax.Array, jax.Array]:
         """Places ``(rows, count)``, all of a row different; and bools like the leaf."""
-        rows = jnp.abs(self.grid.rows(leaf[None])[0])
+        rows = jnp.abs(self.rows(leaf))
         places = _narrow(lax.top_k(rows, self.sent)[1], self.grid.width)
         mask = _at(axes.unify(jnp.zeros(rows.shape, bool), rows), places)
         return places, self.leaf(mask.set(True, unique_indices=True))
 
     def taken(self, leaf: jax.Array, places: jax.Array) -> jax.Array:
         """The elements at their places."""
-        return _at(self.grid.rows(leaf[None])[0], places).get(mode="promise_in_bounds")
+        return _at(self.rows(leaf), places).get(mode="promise_in_bounds")
 
     def put(self, into: jax.Array, values: jax.Array, places: jax.Array) -> jax.Array:
         """Added to an array."""
         return _at(into, places).add(values.astype(into.dtype), unique_indices=True)
+
+    def rows(self, leaf: jax.Array) -> jax.Array:
+        """A leaf, or what has its shape, as rows."""
+        return self.grid.rows(leaf[None])[0]
 
     def leaf(self, array: jax.Array) -> jax.Array:
         """Such an array in the leaf's shape."""
@@ -258,16 +254,8 @@ class _Runs(NamedTuple):
         return jnp.maximum(counts - self.sent, 0).sum(dtype=jnp.int32)
 
 
-class _Whole(NamedTuple):
-    """A leaf of whose elements some are chosen.
-
-    Attributes:
-      grid: its rows.
-      sent: how many.
-    """
-
-    grid: Grid
-    sent: int
+class _Whole(_Runs):
+    """A leaf of all whose elements some are chosen."""
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -276,14 +264,14 @@ class _Whole(NamedTuple):
 
     def largest(self, leaf: jax.Array) -> tuple[jax.Array, jax.Array]:
         """Places ``(count,)``, ascending; and bools like the leaf."""
-        places, mask = selection.largest(self.grid.rows(leaf[None])[0], self.sent)
-        return _narrow(places, math.prod(self.grid.one)), self.grid.slices(mask[None])[0]
+        places, mask = selection.largest(self.rows(leaf), self.sent)
+        return _narrow(places, math.prod(self.grid.one)), super().leaf(mask)
 
     def taken(self, leaf: jax.Array, places: jax.Array) -> jax.Array:
         """The elements at their places."""
         word, column, bit = selection.at(places, self.grid.width)
-        rows = self.grid.rows(leaf[None])[0]
-        return rows.at[word * selection.BITS + bit, column].get(mode="promise_in_bounds")
+        spot = self.rows(leaf).at[word * selection.BITS + bit, column]
+        return spot.get(mode="promise_in_bounds")
 
     def put(self, into: jax.Array, values: jax.Array, places: jax.Array) -> jax.Array:
         """Added to an array."""
@@ -293,11 +281,11 @@ class _Whole(NamedTuple):
 
     def leaf(self, array: jax.Array) -> jax.Array:
         """Such an array in the leaf's shape."""
-        return self.grid.slices(selection.rows(array)[None])[0]
+        return super().leaf(selection.rows(array))
 
     def over(self, counts: jax.Array) -> jax.Array:
         """How many have no place, of so many in each row."""
-        return jnp.maximum(counts.sum(dtype=jnp.int32) - self.sent, 0)
+        return super().over(counts.sum(dtype=jnp.int32))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -401,14 +389,11 @@ def _gathered(arrays: Sequence[jax.Array], names: tuple[str, ...]) -> list[jax.A
     result: dict[int, jax.Array] = {}
     for dtype in sorted({x.dtype for x in arrays}, key=str):
         index = [i for i, x in enumerate(arrays) if x.dtype == dtype]
-        flat = packed([arrays[i] for i in index])
+        own = [arrays[i] for i in index]
+        flat = packed(own)
         # A TPU's compiler makes an all-reduce of what does not end with a tile: twice the bytes.
         flat = padded(flat, TILE) if flat.size >= 32 * TILE else flat
-        whole = axes.gather(flat, names)
-        ends = np.cumsum([arrays[i].size for i in index])
-        for i, end in zip(index, ends, strict=True):
-            part = whole[:, end - arrays[i].size : end]
-            result[i] = part.reshape(-1, *arrays[i].shape)
+        result |= zip(index, unpacked(axes.gather(flat, names), own), strict=True)
     return [result[i] for i in range(len(arrays))]
 
 
@@ -422,7 +407,7 @@ def _put(shape: tuple[int, ...], values: jax.Array, places: jax.Array) -> jax.Ar
     return _at(zeros, places).set(values.astype(zeros.dtype), unique_indices=True)
 
 
-def _added(view: _Runs | _Whole, values: jax.Array, places: jax.Array) -> jax.Array:
+def _added(view: _Runs, values: jax.Array, places: jax.Array) -> jax.Array:
     """The sum over the replicas, one after the other.
 
     All at once would leave the order of equal places to the hardware, and the replicas would drift
@@ -514,10 +499,7 @@ def top_k_reduce(
       comparison truncates magnitudes to integers and so takes the first k below one.
     """
     who = "top_k_reduce"
-    if block is not None:
-        block = checks.positive_int(who, "block", block, "Try 1000.")
-    bucket_bytes = exchange.check_bytes(who, bucket_bytes)
-    wire = None if value_dtype is None else checks.floating_dtype(who, "value_dtype", value_dtype)
+    block, bucket_bytes, wire = _checked(who, block, bucket_bytes, value_dtype)
 
     def largest(counter: Callable[[int], int]) -> Codec:
         return Largest(counter, block, Cut(value_dtype=wire), bucket_bytes)
@@ -599,10 +581,7 @@ def threshold_reduce(
     hint = "SINGA's default is 0.05."
     checks.number(who, "threshold", threshold, "0 or more", lambda x: x >= 0, hint)
     capacities = _capacities(who, capacity)
-    if block is not None:
-        block = checks.positive_int(who, "block", block, "Try 1000.")
-    bucket_bytes = exchange.check_bytes(who, bucket_bytes)
-    wire = None if value_dtype is None else checks.floating_dtype(who, "value_dtype", value_dtype)
+    block, bucket_bytes, wire = _checked(who, block, bucket_bytes, value_dtype)
     cut = Cut(threshold, relative, wire)
 
     def rung(capacity: float) -> Codec:
@@ -663,6 +642,17 @@ def random_k_reduce(
 
     chosen = staged(who, "density", density, codec, _check_density)
     return compress(chosen, axis_name, error_feedback=error_feedback, dense=dense, name=who)
+
+
+def _checked(
+    who: str, block: int | None, bucket_bytes: int | None, value_dtype: Any
+) -> tuple[int | None, int | None, np.dtype[Any] | None]:
+    """The arguments of elements with places, if they are sound."""
+    if block is not None:
+        block = checks.positive_int(who, "block", block, "Try 1000.")
+    bucket_bytes = exchange.check_bytes(who, bucket_bytes)
+    wire = None if value_dtype is None else checks.floating_dtype(who, "value_dtype", value_dtype)
+    return block, bucket_bytes, wire
 
 
 def _check_density(who: str, argument: str, value: Any) -> None:

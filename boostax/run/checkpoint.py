@@ -6,6 +6,7 @@ import itertools
 import json
 import pathlib
 import shutil
+import zlib
 from typing import Any, Self
 
 import jax
@@ -15,7 +16,6 @@ import numpy as np
 from boostax._core import checks, trees
 from boostax._core.place import place
 from boostax._core.replicas import require_stacked
-from boostax.run.checksums import Leaves, describe, text_checksum
 from boostax.run.cluster.end import PeerLost
 from boostax.train.resharding import as_saved, resharded, typed
 
@@ -23,6 +23,9 @@ with checks.needing("Checkpointer", "orbax", "checkpoint"):
     import orbax.checkpoint as ocp
 
 PyTree = Any
+Leaves = dict[str, dict[str, Any]]
+# What a word of a leaf is read as, by its bytes.
+_UNSIGNED = {1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32, 8: jnp.uint32}
 
 
 class Checkpointer:
@@ -107,10 +110,10 @@ class Checkpointer:
                     f"{type(leaf).__name__} at {name!r}. Make it one with jnp.asarray."
                 )
         require_stacked("Checkpointer", state)
-        record: dict[str, Any] = {"leaves": describe(leaves), "meta": meta or {}}
+        record: dict[str, Any] = {"leaves": _described(leaves), "meta": meta or {}}
         # What JSON changes (tuples, integer keys) must change before it is summed.
         record = json.loads(json.dumps(record))
-        record["checksum"] = text_checksum(record)
+        record["checksum"] = _text_checksum(record)
         if step in self.steps():
             self._manager.delete(step)
         self._manager.save(
@@ -190,7 +193,7 @@ class Checkpointer:
         how = ocp.checkpoint_utils.construct_restore_args(wanted)
         state = self._read(step, state=ocp.args.PyTreeRestore(wanted, restore_args=how))["state"]
         state = jax.tree.map(_or_empty, saved, state, is_leaf=lambda x: x is None)
-        found = describe(_named(state))
+        found = _described(_named(state))
         altered = [name for name in found if found[name] != record["leaves"][name]]
         if altered:
             raise self._damaged(step, f"the checksum of {_listed(altered)} does not match")
@@ -216,7 +219,7 @@ class Checkpointer:
 
     def _record(self, step: int) -> dict[str, Any]:
         record = self._read(step, record=ocp.args.JsonRestore())["record"]
-        if record.pop("checksum", None) != text_checksum(record):
+        if record.pop("checksum", None) != _text_checksum(record):
             raise self._damaged(step, "the checksum of its record does not match")
         return record
 
@@ -321,3 +324,43 @@ def _first_line(error: BaseException) -> str:
 def _listed(names: list[str]) -> str:
     more = f" and {len(names) - 4} more" if len(names) > 4 else ""
     return ", ".join(repr(name) for name in names[:4]) + more
+
+
+def _described(leaves: dict[str, Any]) -> Leaves:
+    """Shape, dtype and checksum of each leaf, the sums computed where the leaf is."""
+    sums = jax.device_get(_checksums(leaves))
+    return {
+        name: {"shape": list(leaf.shape), "dtype": str(leaf.dtype), "checksum": int(sums[name])}
+        for name, leaf in leaves.items()
+    }
+
+
+@jax.jit
+def _checksums(leaves: dict[str, jax.Array]) -> dict[str, jax.Array]:
+    return {name: _checksum(leaf) for name, leaf in leaves.items()}
+
+
+def _checksum(leaf: jax.Array) -> jax.Array:
+    """Sum of all words, each times an odd number of its own, mod 2**32.
+
+    An odd factor is invertible, so one altered word always shows; integer sums do not depend on
+    how the leaf is sharded.
+    """
+    if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+        return _checksum(jax.random.key_data(leaf))
+    if jnp.iscomplexobj(leaf):
+        return _checksum(leaf.real) + 3 * _checksum(leaf.imag)
+    if jnp.issubdtype(leaf.dtype, jnp.floating) or leaf.dtype.itemsize == 8:
+        leaf = jax.lax.bitcast_convert_type(leaf, _UNSIGNED[leaf.dtype.itemsize])
+    words = leaf.astype(jnp.uint32)
+    factor, stride = jnp.uint32(1), 2
+    for axis in reversed(range(words.ndim)):
+        count = jax.lax.broadcasted_iota(jnp.uint32, words.shape, axis)
+        factor = factor + count * jnp.uint32(stride % 2**32)
+        stride *= words.shape[axis]
+    return jnp.sum(words * factor, dtype=jnp.uint32)
+
+
+def _text_checksum(record: dict[str, Any]) -> int:
+    """Checksum of a JSON record."""
+    return zlib.crc32(json.dumps(record, sort_keys=True).encode())

@@ -114,10 +114,8 @@ def fit(
             checks.positive_int("fit", name, value, "It counts calls; None leaves it to the end.")
     if keep is not None:
         checks.positive_int("fit", "keep", keep, "It counts rows; None keeps all.")
-    if not 0 <= start <= steps:
-        allowed = f"from 0 to steps, {steps}"
-        hint = "It is how many calls are done already."
-        raise ValueError(checks.message("fit", "start", allowed, start, hint))
+    allowed, hint = f"from 0 to steps, {steps}", "It is how many calls are done already."
+    checks.require("fit", "start", start, allowed, 0 <= start <= steps, hint)
     close_window = _flusher(step, state) if flush else None
     # Without a limit it takes notes, and nobody reads them.
     watchdog = Watchdog(1.0) if limit is None else Watchdog(limit, board=service_board())
@@ -150,17 +148,23 @@ def fit(
             with watchdog.allow(what="evaluation"):
                 settle(evaluate(state))
 
-    def lost(error: Exception) -> str:
-        where = "" if checkpointer is None else f" {checkpointer.remaining()}"
-        line = str(error).splitlines()[0][:300]
-        return (
-            f"fit: call {done + 1} failed in process {jax.process_index()} of "
-            f"{jax.process_count()}: {line}. It does when another process has ended: see what that "
-            f"one printed.{where}"
-        )
+    @contextlib.contextmanager
+    def losing_peers() -> Generator[None]:
+        """With several processes, a failed collective means that one of them is gone."""
+        try:
+            yield
+        except jax.errors.JaxRuntimeError as error:
+            if jax.process_count() == 1:
+                raise
+            where = "" if checkpointer is None else f" {checkpointer.remaining()}"
+            raise PeerLost(
+                f"fit: call {done + 1} failed in process {jax.process_index()} of "
+                f"{jax.process_count()}: {str(error).splitlines()[0][:300]}. It does when another "
+                f"process has ended: see what that one printed.{where}"
+            ) from error
 
     watching = contextlib.nullcontext() if limit is None else watchdog
-    with watching, _losing_peers(lost), _signals() as received:
+    with watching, losing_peers(), _signals() as received:
         while done < steps:
             data = batch(done)
             watchdog.begin(done + 1)
@@ -189,17 +193,6 @@ def fit(
             with watchdog.allow(what="saving"):
                 checkpointer.wait()
     return FitResult(state, done, history, stopped_by)
-
-
-@contextlib.contextmanager
-def _losing_peers(lost: Callable[[Exception], str]) -> Generator[None]:
-    """With several processes, a failed collective means that one of them is gone."""
-    try:
-        yield
-    except jax.errors.JaxRuntimeError as error:
-        if jax.process_count() == 1:
-            raise
-        raise PeerLost(lost(error)) from error
 
 
 @contextlib.contextmanager

@@ -38,9 +38,10 @@ def option(default: Any, *rule: Any, **more: Any) -> Any:
     return dataclasses.field(default=default, metadata={"rule": Rule(*rule, **more)})
 
 
-def left_out(options: Any, name: str) -> Any:
-    """What an option stands for where it is left out."""
-    return _rules(options)[name].left_out
+def value(options: Any, name: str) -> Any:
+    """An option, or what it stands for where it is left out."""
+    given = getattr(options, name)
+    return _rules(options)[name].left_out if given is None else given
 
 
 def check(who: str, options: Any, spelled: Callable[[str], str] = str) -> None:
@@ -55,19 +56,17 @@ def check(who: str, options: Any, spelled: Callable[[str], str] = str) -> None:
       ValueError, TypeError: the option, what is allowed, and what came.
     """
     for name, rule in _rules(options).items():
-        value, option = getattr(options, name), spelled(name)
+        given, option = getattr(options, name), spelled(name)
         for use in rule.uses:
             choice = getattr(options, use.other)
             if choice not in use.choices:
                 other, off = spelled(use.other), choice == "none"
                 where = f"without {other}" if off else f"with {other} {choice}"
-                checks.absent(who, option, value, f"left out {where}", use.hint)
-        if value is None:
-            continue
-        if rule.test is None:
-            checks.positive_int(who, option, value, rule.hint)
-        else:
-            checks.number(who, option, value, rule.allowed, rule.test, rule.hint)
+                checks.absent(who, option, given, f"left out {where}", use.hint)
+        if given is not None and rule.test is None:
+            checks.positive_int(who, option, given, rule.hint)
+        elif given is not None and rule.test is not None:
+            checks.number(who, option, given, rule.allowed, rule.test, rule.hint)
 
 
 def _rules(options: Any) -> dict[str, Rule]:

@@ -228,12 +228,7 @@ def pca_basis(
 
 
 def pca_from_gram(
-    gram: Gram,
-    snapshots: PyTree,
-    n_components: int,
-    *,
-    dtype: Any = None,
-    complete: bool = True,
+    gram: Gram, snapshots: PyTree, n_components: int, *, dtype: Any = None, complete: bool = True
 ) -> Basis:
     r"""``pca_basis`` where all distances between the snapshots are known already.
 

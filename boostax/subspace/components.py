@@ -45,11 +45,11 @@ def stored(components: PyTree, dtype: Any) -> Components:
         return jax.tree.map(
             lambda p: jnp.array(p, algebra.stored_dtype(p, narrow), copy=True), components
         )
-    for path, leaf in jax.tree_util.tree_leaves_with_path(components):
+    for name, leaf in trees.named(components):
         if jnp.iscomplexobj(leaf):
             raise TypeError(
                 "dim_reduce: dtype must be a floating one with complex components, got 'int8' at "
-                f"{trees.path_name(path) or 'the root'!r}. Blocks are of real numbers."
+                f"{name or 'the root'!r}. Blocks are of real numbers."
             )
     scales = jax.tree.map(_scales, components)
     return Int8Components(jax.tree.map(_codes, components, scales), scales)
@@ -80,11 +80,11 @@ def project(
     Cost: one read of the components; of sharded leaves ``4k`` bytes are summed over the devices.
     """
 
-    def part(p: Any, g: Any) -> jax.Array:
+    def part(p: jax.Array, narrow: bool, g: Any) -> jax.Array:
         rows = algebra.wide(g)[None]
-        if not isinstance(p, _Narrow):
-            return algebra.dot(algebra.wide(p), rows)[:, 0]
-        product = p.wide() * rows.conj()
+        if not narrow:
+            return algebra.dot(p, rows)[:, 0]
+        product = p * rows.conj()
         return product.real.sum(tuple(range(1, product.ndim)))
 
     parts = jax.tree.leaves(_map(part, components, tree))
@@ -99,14 +99,12 @@ def lift(components: Components, coefficients: jax.Array) -> PyTree:
     """
     columns = coefficients.reshape(coefficients.shape[0], -1)
 
-    def total(p: Any) -> jax.Array:
-        if not isinstance(p, _Narrow):
+    def total(p: jax.Array, narrow: bool) -> jax.Array:
+        if not narrow:
             sums = algebra.mix(columns, p)
         else:
-            rows = p.wide()
-            sums = jnp.stack(
-                [(algebra.along_rows(c, rows) * rows).sum(0) for c in columns.T.astype(rows.dtype)]
-            )
+            each = columns.T.astype(p.dtype)
+            sums = jnp.stack([(algebra.along_rows(c, p) * p).sum(0) for c in each])
         return sums[0] if coefficients.ndim == 1 else sums
 
     return _map(total, components)
@@ -114,16 +112,8 @@ def lift(components: Components, coefficients: jax.Array) -> PyTree:
 
 def row(components: Components, index: jax.Array) -> PyTree:
     """One of the components, f32 or wider."""
-
-    def take(p: Any) -> jax.Array:
-        return jax.lax.dynamic_index_in_dim(p, index, keepdims=False)
-
-    if isinstance(components, Int8Components):
-        one = lambda p: jax.lax.dynamic_index_in_dim(p, index)  # noqa: E731
-        return jax.tree.map(
-            lambda q, s: _decoded(one(q), one(s))[0], components.codes, components.scales
-        )
-    return jax.tree.map(lambda p: algebra.wide(take(p)), components)
+    one = jax.tree.map(lambda p: jax.lax.dynamic_index_in_dim(p, index), components)
+    return _map(lambda rows, narrow: jnp.squeeze(rows, 0), one)
 
 
 def count(components: Components) -> int:
@@ -277,26 +267,14 @@ def coordinate_dtype(components: Components) -> np.dtype[Any]:
     return jnp.result_type(jnp.float32, *wide)
 
 
-class _Narrow:
-    """A stacked leaf that is decoded where it is read."""
-
-    def __init__(self, decode: Callable[[], jax.Array]):
-        self.wide = decode
-
-
 def _map(fn: Callable[..., Any], components: Components, *rest: PyTree) -> PyTree:
-    """``fn`` of each stacked leaf, a ``_Narrow`` one if it is stored in less than f32."""
+    """``fn`` of each stacked leaf in f32 or wider, and whether it is stored in less."""
     if isinstance(components, Int8Components):
-        return jax.tree.map(
-            lambda q, s, *others: fn(_Narrow(lambda: _decoded(q, s)), *others),
-            components.codes,
-            components.scales,
-            *rest,
-        )
+        decoded = lambda q, s, *others: fn(_decoded(q, s), True, *others)  # noqa: E731
+        return jax.tree.map(decoded, *components, *rest)
 
     def on_leaf(p: jax.Array, *others: Any) -> Any:
-        narrow = p.dtype != algebra.compute_dtype(p)
-        return fn(_Narrow(lambda: algebra.wide(p)) if narrow else p, *others)
+        return fn(algebra.wide(p), p.dtype != algebra.compute_dtype(p), *others)
 
     return jax.tree.map(on_leaf, components, *rest)
 
@@ -344,13 +322,12 @@ def _check(who: str, components: Components, params: PyTree) -> None:
             f"{who}: basis must be a tree like the params, got {jax.tree.structure(tree)} for "
             f"{jax.tree.structure(params)}. {hint}"
         )
-    pairs = zip(jax.tree_util.tree_leaves_with_path(tree), jax.tree.leaves(params), strict=True)
     counts: set[int] = set()
-    for (path, rows), leaf in pairs:
+    for (name, rows), leaf in zip(trees.named(tree), jax.tree.leaves(params), strict=True):
         if not np.ndim(rows) or np.shape(rows)[1:] != np.shape(leaf):
             raise ValueError(
                 f"{who}: basis must have the shape (k, {', '.join(map(str, np.shape(leaf)))}) at "
-                f"{trees.path_name(path) or 'the root'!r}, got {np.shape(rows)}. {hint}"
+                f"{name or 'the root'!r}, got {np.shape(rows)}. {hint}"
             )
         counts.add(np.shape(rows)[0])
     if len(counts) != 1:

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import optax
 
 from boostax._core import axes, checks, trees
-from boostax._core.describe import Holds, describe
+from boostax._core.describe import Holds, Stepped, describe
 from boostax._core.extras import elsewhere
 from boostax.subspace import components
 from boostax.subspace.components import Components
@@ -86,11 +86,10 @@ def subspace_params(
       Li et al., https://arxiv.org/abs/2103.11154 (P-SGD); Li et al., Trainable Weight Averaging,
       https://arxiv.org/abs/2205.13104.
     """
-    checks.transformation(_WHO, "inner", inner)
+    tx = checks.transformation(_WHO, "inner", inner)
     names = axes.canonical(_WHO, axis_name)
     shards = axes.canonical(_WHO, shard_axes)
     kept_in = components.check_dtype(_WHO, dtype, shards)
-    tx = optax.with_extra_args_support(inner)
 
     def init_fn(params: PyTree) -> SubspaceParamsState:
         rows = components.given(_WHO, basis, params, kept_in).rows
@@ -100,9 +99,7 @@ def subspace_params(
         return SubspaceParamsState(rows, zeros(), tx.init(zeros()))
 
     @describe(_WHO, "coordinates", names, inner={"inner_state": tx})
-    def update_fn(
-        updates: PyTree, state: Any, params: PyTree = None, **extra: Any
-    ) -> tuple[PyTree, SubspaceParamsState]:
+    def update_fn(updates: PyTree, state: Any, params: PyTree = None, **extra: Any) -> Stepped:
         trees.require_gradients(updates, _WHO)
         axes.require_local(updates, names, _WHO)
         here = state.coordinates

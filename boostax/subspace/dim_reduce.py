@@ -9,7 +9,7 @@ import optax
 
 from boostax._core import axes, checks, trees
 from boostax._core.describe import Holds, describe
-from boostax._core.gate import run_or_hold
+from boostax._core.gate import run_or_hold, told_by
 from boostax.subspace import components, gauss_newton, quasi_newton
 from boostax.subspace.components import Components
 from boostax.subspace.quasi_newton import Memory, SubspaceRule
@@ -76,25 +76,11 @@ class DimReduceState(NamedTuple):
             to_mean=jnp.zeros_like(self.to_mean),
         )
 
-    def passed(self) -> jax.Array:
-        """Whether the last call changed the params."""
-        return self.finite
-
-    def taken(self) -> jax.Array:
-        """Whether the last gradient was taken in."""
-        return self.finite
+    passed = taken = told_by("finite")
 
 
-class _Moved(NamedTuple):
-    """What a step changes."""
-
-    memory: Memory
-    steps: jax.Array
-    accepted: jax.Array
-    tries: jax.Array
-    energy: jax.Array
-    length: jax.Array
-    residual_state: Any
+# What no step changes, or what says whether there was one.
+_APART = ("basis", "explained", "to_mean", "skipped", "finite")
 
 
 def dim_reduce(
@@ -177,9 +163,7 @@ def dim_reduce(
     names = axes.canonical(_WHO, axis_name)
     shards = axes.canonical(_WHO, shard_axes)
     kept_in = components.check_dtype(_WHO, dtype, shards)
-    if residual is not None:
-        checks.transformation(_WHO, "residual", residual)
-    outside = None if residual is None else optax.with_extra_args_support(residual)
+    outside = None if residual is None else checks.transformation(_WHO, "residual", residual)
 
     def init_fn(params: PyTree) -> DimReduceState:
         rows, explained, mean = components.given(_WHO, basis, params, kept_in)
@@ -188,19 +172,16 @@ def dim_reduce(
         if mean is not None and how.towards_mean:
             gap = jax.tree.map(lambda m, p: m - p, mean, trees.at_least_float32(params))
             to_mean = components.project(rows, gap).astype(to_mean.dtype)
-        zero = lambda dtype: jnp.zeros((), dtype)  # noqa: E731
+        counts = {x: jnp.zeros((), jnp.int32) for x in ("steps", "accepted", "tries", "skipped")}
         return DimReduceState(
             basis=rows,
             explained=explained,
             memory=memory,
             to_mean=to_mean,
-            steps=zero(jnp.int32),
-            accepted=zero(jnp.int32),
-            tries=zero(jnp.int32),
-            skipped=zero(jnp.int32),
-            finite=zero(bool),
-            energy=zero(jnp.float32),
-            length=zero(jnp.float32),
+            **counts,
+            finite=jnp.zeros((), bool),
+            energy=jnp.zeros((), jnp.float32),
+            length=jnp.zeros((), jnp.float32),
             residual_state=() if outside is None else outside.init(trees.at_least_float32(params)),
         )
 
@@ -240,7 +221,10 @@ def dim_reduce(
         energy = squares[0] / jnp.where(squares[1] > 0, squares[1], 1.0)
         now = _loss(value, names).astype(inside.dtype)
 
-        def step() -> tuple[PyTree, _Moved]:
+        apart = {name: getattr(state, name) for name in _APART}
+        held = state._replace(**dict.fromkeys(_APART))
+
+        def step() -> tuple[PyTree, DimReduceState]:
             if memory == "bfgs":
                 learnt = quasi_newton.learn(state.memory, inside, how)
             else:
@@ -282,7 +266,7 @@ def dim_reduce(
                     rest, residual_state, wide, value=now, **extra
                 )
                 total = jax.tree.map(lambda d, r: d.astype(r.dtype) + r, total, rest)
-            moved = _Moved(
+            moved = held._replace(
                 memory=quasi_newton.conclude(state.memory, learnt, direction, found, how),
                 steps=jnp.asarray(optax.safe_increment(state.steps)),
                 accepted=state.accepted + found.accepted,
@@ -295,10 +279,9 @@ def dim_reduce(
 
         # A gradient whose square overflows counts as one that is not finite.
         finite = jnp.isfinite(now) & jnp.isfinite(inside).all() & jnp.isfinite(squares).all()
-        held = _Moved(*(getattr(state, name) for name in _Moved._fields))
         total, moved = run_or_hold(finite, step, params, held, apply=False, who=_WHO)
-        skipped = state.skipped + ~finite
-        return total, state._replace(skipped=skipped, finite=finite, **moved._asdict())
+        apart["skipped"], apart["finite"] = state.skipped + ~finite, finite
+        return total, moved._replace(**apart)
 
     return optax.GradientTransformationExtraArgs(init_fn, update_fn)
 

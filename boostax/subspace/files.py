@@ -13,7 +13,6 @@ import pathlib
 from collections.abc import Generator, Mapping
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -35,10 +34,8 @@ _EXTENDED = "__dtypes__"
 
 def named(who: str, tree: PyTree) -> dict[str, Any]:
     """The leaves of a tree by the names of their paths, ``layer/kernel``."""
-    pairs = [(trees.path_name(p), x) for p, x in jax.tree_util.tree_leaves_with_path(tree)]
-    found = dict(pairs)
-    if len(found) < len(pairs):
-        names = [name for name, _ in pairs]
+    names, found = trees.names(tree), dict(trees.named(tree))
+    if len(found) < len(names):
         twice = next(name for name in names if names.count(name) > 1)
         hint = "A file holds one array for each."
         raise ValueError(checks.message(who, "params", "of different paths", twice, hint))

@@ -210,8 +210,8 @@ def _filled(param: Any, saved: Any) -> np.ndarray[Any, Any]:
 
 def _require_saved(who: str, path: pathlib.Path, wanted: PyTree, saved: PyTree) -> None:
     """Refuse params that are not what lies there, by name and shape."""
-    found = dict(_named(saved))
-    for name, leaf in _named(wanted):
+    found = dict(trees.named(saved))
+    for name, leaf in trees.named(wanted):
         got = found.get(name)
         if got is None or tuple(got.shape) != leaf.shape:
             there = "nothing" if got is None else f"the shape {tuple(got.shape)}"
@@ -220,8 +220,3 @@ def _require_saved(who: str, path: pathlib.Path, wanted: PyTree, saved: PyTree) 
                 f"{leaf.shape} at {name!r}, where there is {there}. Give item= and inside= if they "
                 "lie elsewhere."
             )
-
-
-def _named(tree: PyTree) -> list[tuple[str, Any]]:
-    pairs = jax.tree_util.tree_leaves_with_path(tree)
-    return [(trees.path_name(path), leaf) for path, leaf in pairs]

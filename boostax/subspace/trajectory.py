@@ -15,7 +15,7 @@ from jax import lax
 from jax.core import Tracer
 
 from boostax._core import axes, bcoo, checks, trees
-from boostax._core.describe import Holds, describe
+from boostax._core.describe import Holds, Stepped, describe
 from boostax._core.gate import run_or_hold
 from boostax.subspace.basis import Basis, Gram, pca_from_gram, updated_gram
 
@@ -46,14 +46,6 @@ class TrajectoryState(NamedTuple):
     def metrics(self) -> dict[str, jax.Array]:
         """Named scalars for ``boostax.metrics``."""
         return {"trajectory_snapshots": self.recorded}
-
-
-class _Ring(NamedTuple):
-    """What a snapshot changes."""
-
-    recorded: jax.Array
-    snapshots: PyTree
-    gram: Gram
 
 
 def record_trajectory(
@@ -124,29 +116,24 @@ def record_trajectory(
         )
 
     @describe(_WHO, "recorder")
-    def update_fn(
-        updates: PyTree, state: Any, params: PyTree = None, **extra_args: Any
-    ) -> tuple[PyTree, TrajectoryState]:
-        del extra_args
-        if params is None:
-            raise ValueError(
-                f"{_WHO}: params must be given to update, got None. They are what is recorded."
-            )
+    def update_fn(updates: PyTree, state: Any, params: PyTree = None, **extra: Any) -> Stepped:
+        del extra
+        trees.require_params(params, _WHO, "They are what is recorded.")
         bcoo.require(updates, _WHO)
-        ring = _Ring(state.recorded, state.snapshots, state.gram)
+        # The count of steps need not pass the branch.
+        held = state._replace(steps=None)
 
-        def write() -> tuple[PyTree, _Ring]:
-            return (), _written(ring, params, shards)
+        def write() -> Stepped:
+            return (), _written(held, params, shards)
 
         since = state.steps - start
         due = jnp.logical_and(since >= 0, since % every == 0)
-        _, ring = run_or_hold(due, write, (), ring, apply=True, who=_WHO)
+        _, new = run_or_hold(due, write, (), held, apply=True, who=_WHO)
         # XLA may otherwise want to overwrite donated params before the branch reads them, and
         # copies them. The count is never negative, which no compiler knows.
-        unknown = ring.recorded < 0
+        unknown = new.recorded < 0
         updates = jax.tree.map(lambda x: jnp.where(unknown, jnp.zeros_like(x), x), updates)
-        steps: Any = optax.safe_increment(state.steps)
-        return updates, TrajectoryState(steps, ring.recorded, ring.snapshots, ring.gram)
+        return updates, new._replace(steps=optax.safe_increment(state.steps))
 
     return optax.GradientTransformationExtraArgs(init_fn, update_fn)
 
@@ -162,16 +149,18 @@ def recorded_dtype(who: str, size: int, every: int, start: int, dtype: Any) -> n
     return checks.floating_dtype(who, "dtype", dtype)
 
 
-def _written(ring: _Ring, params: PyTree, shards: tuple[str, ...] = ()) -> _Ring:
-    """The ring with one more snapshot."""
-    slot = ring.recorded % ring.gram.distances.shape[0]
-    new = jax.tree.map(lambda x, p: p.astype(x.dtype), ring.snapshots, params)
+def _written(
+    state: TrajectoryState, params: PyTree, shards: tuple[str, ...] = ()
+) -> TrajectoryState:
+    """The state with one more snapshot."""
+    slot = state.recorded % state.gram.distances.shape[0]
+    new = jax.tree.map(lambda x, p: p.astype(x.dtype), state.snapshots, params)
     snapshots = jax.tree.map(
-        lambda x, p: lax.dynamic_update_index_in_dim(x, p, slot, 0), ring.snapshots, new
+        lambda x, p: lax.dynamic_update_index_in_dim(x, p, slot, 0), state.snapshots, new
     )
     # After the write: before it, the buffer would have to be copied.
-    gram = updated_gram(ring.gram, snapshots, new, slot, shards)
-    return _Ring(ring.recorded + 1, snapshots, gram)
+    gram = updated_gram(state.gram, snapshots, new, slot, shards)
+    return state._replace(recorded=state.recorded + 1, snapshots=snapshots, gram=gram)
 
 
 def trajectory(opt_state: PyTree) -> tuple[PyTree, int]:
@@ -231,12 +220,11 @@ def trajectory_basis(
       [[0.6000000238418579, 0.800000011920929]]
     """
     state = _state("trajectory_basis", opt_state)
-    ring = _Ring(state.recorded, state.snapshots, state.gram)
     if params is not None:
-        ring = _written(ring, params)
-    size = ring.gram.distances.shape[0]
-    count = size if isinstance(ring.recorded, Tracer) else int(ring.recorded)
-    snapshots, gram = ring.snapshots, ring.gram
+        state = _written(state, params)
+    snapshots, gram = state.snapshots, state.gram
+    size = gram.distances.shape[0]
+    count = size if isinstance(state.recorded, Tracer) else int(state.recorded)
     if count < size:
         snapshots = jax.tree.map(lambda x: x[:count], snapshots)
         gram = Gram(gram.distances[:count, :count])

@@ -29,13 +29,7 @@ from boostax.testing._pairs import PAIR_LAWS as PAIR_LAWS
 from boostax.testing._placed import PLACED_LAWS as PLACED_LAWS
 from boostax.testing._single import SINGLE_LAWS as SINGLE_LAWS
 
-LAWS: dict[str, Law] = {
-    **SINGLE_LAWS,
-    **OPTAX_LAWS,
-    **MAPPED_LAWS,
-    **PLACED_LAWS,
-    **PAIR_LAWS,
-}
+LAWS: dict[str, Law] = {**SINGLE_LAWS, **OPTAX_LAWS, **MAPPED_LAWS, **PLACED_LAWS, **PAIR_LAWS}
 """Every law by name: a function of a ``Case`` that raises ``AssertionError``.
 
 Those in ``PAIR_LAWS`` also take a seed, from which they draw what they compare.

@@ -79,14 +79,12 @@ def drawn(tx: optax.GradientTransformation) -> optax.GradientTransformationExtra
     gate = gate_of(tx)
     if gate is not None:
 
-        def step(grads: Any, state: Any, *args: Any, **kwargs: Any) -> tuple[PyTree, Any]:
+        def step(grads: Any, state: Any, *args: Any, **kwargs: Any) -> Carry:
             return gate.step(assume_scaled(grads, state), state, *args, **kwargs)
 
         return gated(tx.init, step, gate.flush)
 
-    def update(
-        updates: PyTree, state: Any, params: PyTree = None, **extra: Any
-    ) -> tuple[PyTree, Any]:
+    def update(updates: PyTree, state: Any, params: PyTree = None, **extra: Any) -> Carry:
         given = assume_scaled(updates, state)
         return optax.with_extra_args_support(tx).update(given, state, params, **extra)
 
@@ -149,8 +147,7 @@ def example_grads(params: PyTree, seed: int) -> PyTree:
     """Gradients of moderate size, different for every seed, in the params' dtypes."""
     leaves, treedef = jax.tree.flatten(params)
     return jax.tree.unflatten(
-        treedef,
-        [_wave(p.shape, 7.0 + seed + 0.3 * i, p.dtype) for i, p in enumerate(leaves)],
+        treedef, [_wave(p.shape, 7.0 + seed + 0.3 * i, p.dtype) for i, p in enumerate(leaves)]
     )
 
 
@@ -183,6 +180,17 @@ def assert_close(left: PyTree, right: PyTree, what: str, tolerance: float = 1e-6
         np.testing.assert_allclose(
             np.asarray(a), np.asarray(b), rtol=tolerance, atol=tolerance, err_msg=what
         )
+
+
+def raises(fn: Callable[[], Any], *parts: str) -> None:
+    """An error of whose message these are parts."""
+    try:
+        fn()
+    except (TypeError, ValueError) as error:
+        for part in parts:
+            assert part in str(error), f"{part!r} is not in {str(error)!r}"
+    else:
+        raise AssertionError(f"nothing raised for {parts[0]!r}")
 
 
 def types_of(tree: PyTree) -> list[Any]:

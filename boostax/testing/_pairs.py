@@ -84,13 +84,9 @@ class Setting:
 
     def start(self, tx: optax.GradientTransformation) -> Carry:
         """Params and state as they are outside of a map."""
-        state = tx.init(even_params())
-        if self.replicas is None:
-            return even_params(), state
-        params = even_params()
-        if self.case.own_params:
-            params = stack_replicas(PerReplica(params), self.replicas)
-        return params, stack_replicas(state, self.replicas)
+        own = self.case.own_params and self.replicas is not None
+        carry = PerReplica(even_params()) if own else even_params(), tx.init(even_params())
+        return carry if self.replicas is None else stack_replicas(carry, self.replicas)
 
     def step(self, tx: optax.GradientTransformation) -> Callable[..., Carry]:
         """One call of it, compiled: ``step(params, state, grads)``."""

@@ -3,7 +3,6 @@
 import contextlib
 import dataclasses
 import itertools
-from collections.abc import Generator
 from typing import Any
 
 import jax
@@ -11,6 +10,7 @@ import optax
 
 import boostax
 from boostax._core.groups import group_count
+from boostax.autoboost.part import speaking_of
 from boostax.autoboost.reduction import Reduce
 from boostax.run.cli.recipe import Recipe, check_options
 from boostax.run.workloads import Workload
@@ -81,14 +81,13 @@ def build(workload: Workload, recipe: Recipe) -> Built:
     """The train step of a recipe; raises ValueError or TypeError where it makes no sense."""
     check_options(recipe)
     _check_devices(workload, recipe)
-    axis = AXIS if recipe.devices > 1 else None
-    mesh = None
-    if axis is not None:
+    axis, mesh = None, None
+    if recipe.devices > 1:
         # As many of every process.
         count = jax.process_count()
         each = (jax.local_devices(i)[: recipe.devices // count] for i in range(count))
         auto, devices = (jax.sharding.AxisType.Auto,), list(itertools.chain(*each))
-        mesh = jax.make_mesh((recipe.devices,), (axis,), auto, devices=devices)
+        axis, mesh = AXIS, jax.make_mesh((recipe.devices,), (AXIS,), auto, devices=devices)
     groups = None if recipe.freeze == "none" else layer_groups(workload, recipe)
     signal: list[optax.GradientTransformation] = []
     if recipe.freeze == "plateau":
@@ -201,7 +200,7 @@ def layer_groups(workload: Workload, recipe: Recipe) -> PyTree:
     for n, level in others:
         with contextlib.suppress(ValueError):
             return boostax.freeze.prefix_groups(params, n, order=order, level=level)
-    with _speaking_of("prefix_groups: n", "--freeze-groups"):
+    with speaking_of("boostax", {"n": "--freeze-groups"}):
         return boostax.freeze.prefix_groups(params, last[0], order=order, level=last[1])
 
 
@@ -218,15 +217,6 @@ def _schedule(recipe: Recipe, groups: int) -> Any:
     # so no call ever stands beyond the end.
     share = recipe.freeze_fraction
     schedule = boostax.freeze_schedule(recipe.freeze, total_steps=steps, frozen_fraction=share)
-    with _speaking_of("freeze_schedule: frozen_fraction", "--freeze-fraction"):
+    with speaking_of("boostax", {"frozen_fraction": "--freeze-fraction"}):
         schedule.depths(groups)
     return schedule
-
-
-@contextlib.contextmanager
-def _speaking_of(argument: str, option: str) -> Generator[None]:
-    """Name the option in errors about the argument that it became."""
-    try:
-        yield
-    except ValueError as error:
-        raise ValueError(str(error).replace(argument, f"boostax: {option}")) from error

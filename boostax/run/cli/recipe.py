@@ -6,7 +6,7 @@ import pathlib
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 from boostax.autoboost.reduction import CODECS, DENSE
-from boostax.run.options import Use, check, left_out, option
+from boostax.run.options import Use, check, option, value
 
 if TYPE_CHECKING:
     Reduction: TypeAlias = str
@@ -60,8 +60,7 @@ class Optimization:
 
     def value(self, name: str) -> Any:
         """An option, or what it stands for where it is left out."""
-        given = getattr(self, name)
-        return left_out(self, name) if given is None else given
+        return value(self, name)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,9 +1,7 @@
 """Where every process of a run stands, told beside its arrays, by JAX's coordination service."""
 
 import itertools
-import json
 import math
-from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -45,6 +43,9 @@ class Standing(NamedTuple):
 class View(NamedTuple):
     """A rank as this process sees it.
 
+    The clocks of hosts differ, so no time of another host is compared with one of this host: a rank
+    is heard of when its beat is seen to have changed.
+
     Attributes:
       rank: whose.
       standing: the last one heard of.
@@ -54,40 +55,6 @@ class View(NamedTuple):
     rank: int
     standing: Standing = Standing()
     silence: float = math.inf
-
-
-class Peers:
-    """What was heard of the other ranks.
-
-    The clocks of hosts differ, so no time of another host is compared with one of this host: a rank
-    is heard of when its beat is seen to have changed.
-
-    Args:
-      rank: of this process, which is no peer of itself.
-      count: of processes.
-    """
-
-    def __init__(self, rank: int, count: int):
-        self._standings = {other: Standing() for other in range(count) if other != rank}
-        self._heard = dict.fromkeys(self._standings, -math.inf)
-
-    def views(self, now: float) -> list[View]:
-        """All of them."""
-        return [
-            View(other, standing, now - self._heard[other])
-            for other, standing in self._standings.items()
-        ]
-
-    def hear(self, lines: Mapping[int, str], now: float) -> None:
-        """Take in what the board says now."""
-        for other in self._standings.keys() & lines.keys():
-            standing = Standing(*json.loads(lines[other]))
-            if standing.beat != self._standings[other].beat:
-                self._standings[other], self._heard[other] = standing, now
-
-    def shift(self, seconds: float, now: float) -> None:
-        """Leave out a time in which this process itself stood still."""
-        self._heard = {other: min(now, at + seconds) for other, at in self._heard.items()}
 
 
 class ServiceBoard:

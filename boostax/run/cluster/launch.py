@@ -82,11 +82,12 @@ def launch(
         hint = "None takes a free one."
         raise ValueError(checks.message("launch", "port", "below 65536", port, hint))
     given = {**os.environ, **(environment or {})}
-    if not command or shutil.which(command[0], path=given.get("PATH")) is None:
-        hint = "Pass program and arguments, such as [sys.executable, 'train.py']."
-        allowed = "a program that is there"
-        raise ValueError(checks.message("launch", "command", allowed, list(command), hint))
-    address = f"127.0.0.1:{port or _free_port()}"
+    fits = bool(command) and shutil.which(command[0], path=given.get("PATH")) is not None
+    hint = "Pass program and arguments, such as [sys.executable, 'train.py']."
+    checks.require("launch", "command", list(command), "a program that is there", fits, hint)
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{port or probe.getsockname()[1]}"
     given["JAX_COORDINATOR_ADDRESS"] = address
     # JAX would listen on all interfaces, to whoever comes.
     given["JAX_COORDINATOR_BIND_ADDRESS"] = address
@@ -217,9 +218,3 @@ def _signal_name(number: int) -> str:
         return signal.Signals(number).name
     except ValueError:
         return f"signal {number}"
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]

@@ -8,6 +8,7 @@ from boostax.run.cluster.board import Standing, View
 # A run of a thousand would print a million lines.
 _ROWS = 32
 _NAMES = 8
+_STUCK = "stuck between calls, in {0} data or on {0} host."
 
 
 def report(
@@ -33,10 +34,9 @@ def report(
     """
     own = next(view.standing for view in views if view.rank == rank)
     over = [view.rank for view in views if view.rank != rank and view.standing.over]
-    first = f"rank {rank}: no progress for {own.quiet:.1f} s {_where(own)}; the limit is "
-    first += f"{allowed:g} s."
-    if over:
-        first += f" {_ranks(over)} gave up."
+    gone = f" {_ranks(over)} gave up." if over else ""
+    moved = f"no progress for {own.quiet:.1f} s {_where(own)}"
+    first = f"rank {rank}: {moved}; the limit is {allowed:g} s.{gone}"
     return "\n".join([first, *_table(views, rank), conclude(views, limit, unanswered, trouble)])
 
 
@@ -85,17 +85,18 @@ def _waiting(known: dict[int, Standing]) -> list[str]:
     between = _by({rank: s for rank, s in here.items() if not (s.calling or s.place)}, _next)
     places = _by({rank: s for rank, s in here.items() if s.place}, lambda s: s.place)
     if not calling and not places:
-        who = "No rank is in a call" if len(known) > 1 else _ranks(list(here)) + " is in no call"
-        return [f"{who}: {_stuck('their' if len(known) > 1 else 'its')}"]
+        if len(known) > 1:
+            return [f"No rank is in a call: {_STUCK.format('their')}"]
+        return [f"{_ranks(list(here), ' is')} in no call: {_STUCK.format('its')}"]
     if not calling:
-        sentences = [f"{_ranks(ranks)} {_be(ranks)} in {place}." for place, ranks in places]
+        sentences = [f"{_ranks(ranks, ' is', ' are')} in {place}." for place, ranks in places]
         others = [rank for _, ranks in between for rank in ranks]
         if others:
-            sentences.append(f"{_ranks(others)} {_be(others)} not: {_stuck('the')}")
+            sentences.append(f"{_ranks(others, ' is', ' are')} not: {_STUCK.format('the')}")
         return sentences
     sentences = [
-        f"{_ranks(ranks)} {'has' if len(ranks) == 1 else 'have'} not begun {call}: "
-        + _stuck("its" if len(ranks) == 1 else "their")
+        f"{_ranks(ranks, ' has', ' have')} not begun {call}: "
+        + _STUCK.format("its" if len(ranks) == 1 else "their")
         for call, ranks in between
     ]
     furthest = max(s.begun or 0 for s in calling.values())
@@ -126,16 +127,8 @@ def _by(
     return [(name, [r for r in keys if keys[r] == name]) for name in sorted(set(keys.values()))]
 
 
-def _stuck(its: str) -> str:
-    return f"stuck between calls, in {its} data or on {its} host."
-
-
 def _next(standing: Standing) -> str:
     return "a first call" if standing.begun is None else f"call {standing.begun + 1}"
-
-
-def _be(ranks: Sequence[int]) -> str:
-    return "is" if len(ranks) == 1 else "are"
 
 
 def _silence(view: View) -> str:
@@ -155,13 +148,12 @@ def _where(standing: Standing) -> str:
     return f"{'in' if standing.calling else 'after'} call {standing.begun}"
 
 
-def _ranks(ranks: Sequence[int]) -> str:
-    names = [str(rank) for rank in ranks[:_NAMES]]
+def _ranks(ranks: Sequence[int], one: str = "", many: str = "") -> str:
+    """The ranks in words, with the verb that goes with one of them or with several."""
+    *names, last = map(str, ranks[:_NAMES])
     if len(ranks) > _NAMES:
-        names.append(f"{len(ranks) - _NAMES} more")
-    if len(names) == 1:
-        return f"Rank {names[0]}"
-    return f"Ranks {', '.join(names[:-1])} and {names[-1]}"
+        names, last = [*names, last], f"{len(ranks) - _NAMES} more"
+    return f"Ranks {', '.join(names)} and {last}{many}" if names else f"Rank {last}{one}"
 
 
 def _table(views: Sequence[View], rank: int) -> list[str]:

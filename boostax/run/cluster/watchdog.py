@@ -1,6 +1,7 @@
 """A limit on the time without progress: what hangs on one host ends on all, with a message."""
 
 import json
+import math
 import os
 import sys
 import threading
@@ -11,7 +12,7 @@ from contextlib import contextmanager, suppress
 from typing import Any, Self, TextIO
 
 from boostax._core import checks
-from boostax.run.cluster.board import Peers, ServiceBoard, Standing, View
+from boostax.run.cluster.board import ServiceBoard, Standing, View
 from boostax.run.cluster.verdict import report
 
 # How long one that gives up waits for the others to write their messages: once it is gone, JAX
@@ -82,14 +83,15 @@ class Watchdog:
         checks.number("Watchdog", "first_limit", first, allowed, lambda s: s >= limit, hint)
         hint = "0 would say that all went well."
         checks.positive_int("Watchdog", "exit_code", exit_code, hint)
-        if exit_code > 255:
-            raise ValueError(checks.message("Watchdog", "exit_code", "up to 255", exit_code, hint))
+        checks.require("Watchdog", "exit_code", exit_code, "up to 255", exit_code <= 255, hint)
         self._limit, self._first_limit = limit, first
         self._code, self._exit, self._stream, self._clock = exit_code, exit, stream, clock
         self._board = board
         self._rank, self._count = (0, 1) if board is None else (board.rank, board.count)
         self._tick = min(max(1.0, self._count / 100), limit / 10)
-        self._peers = Peers(self._rank, self._count)
+        # What the others said last, and when that was heard.
+        peers = (rank for rank in range(self._count) if rank != self._rank)
+        self._heard = dict.fromkeys(peers, (Standing(), -math.inf))
         self._lock = threading.RLock()
         self._standing = Standing()
         self._warm = False
@@ -177,9 +179,12 @@ class Watchdog:
             if stopped > 0:
                 self._moved = min(now, self._moved + stopped)
                 self._answered = min(now, self._answered + stopped)
-                self._peers.shift(stopped, now)
+                self._heard = {
+                    rank: (standing, min(now, at + stopped))
+                    for rank, (standing, at) in self._heard.items()
+                }
             self._looked = now
-            others = self._peers.views(now)
+            others = self._peers(now)
             if any(other.standing.over for other in others):
                 return True
             return now - self._moved >= self._allowed() and not any(
@@ -202,14 +207,17 @@ class Watchdog:
                 self._trouble = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
             return
         with self._lock:
-            self._peers.hear(lines, self._clock())
             self._answered, self._trouble = self._clock(), ""
+            for rank in self._heard.keys() & lines.keys():
+                standing = Standing(*json.loads(lines[rank]))
+                if standing.beat != self._heard[rank][0].beat:
+                    self._heard[rank] = standing, self._answered
 
     def message(self) -> str:
         """Where all ranks stand, what follows from it, and where the loop of this one is."""
         with self._lock:
             now = self._clock()
-            views = [View(self._rank, self._now(), 0.0), *self._peers.views(now)]
+            views = [View(self._rank, self._now(), 0.0), *self._peers(now)]
             unanswered = now - self._answered if self._count > 1 else 0.0
             allowed, trouble = self._allowed(), self._trouble
             text = report(views, self._rank, self._limit, allowed, unanswered, trouble)
@@ -219,6 +227,9 @@ class Watchdog:
             f"boostax watchdog: {text}\nThe loop of rank {self._rank} is here:\n{where}"
             f"Rank {self._rank} ends with exit code {self._code}.\n"
         )
+
+    def _peers(self, now: float) -> list[View]:
+        return [View(rank, said, now - at) for rank, (said, at) in self._heard.items()]
 
     def _allowed(self) -> float:
         least = self._limit if self._warm else self._first_limit
@@ -272,5 +283,5 @@ class Watchdog:
                 return False
             return any(
                 other.silence < self._limit / 2 and not (other.standing.over or other.standing.left)
-                for other in self._peers.views(now)
+                for other in self._peers(now)
             )

@@ -44,9 +44,8 @@ class Block(nn.Module):
         drop = nn.Dropout(self.dropout, deterministic=not train)
 
         normed = nn.LayerNorm(dtype=jnp.float32, name="attention_norm")(stream)
-        projected = nn.DenseGeneral(
-            (3, self.heads, self.width // self.heads), dtype=self.dtype, name="attention_in"
-        )(normed)
+        three = (3, self.heads, self.width // self.heads)
+        projected = nn.DenseGeneral(three, dtype=self.dtype, name="attention_in")(normed)
         query, key, value = jnp.moveaxis(projected, -3, 0)
         # Scaled before the product: float16 scores of long heads would overflow first.
         query = query * (query.shape[-1] ** -0.5)
@@ -55,11 +54,8 @@ class Block(nn.Module):
         scores = jnp.where(causal, scores, -jnp.inf)
         mixing = jax.nn.softmax(scores).astype(self.dtype)
         mixed = jnp.einsum("bhqk,bkhd->bqhd", mixing, value)
-        stream = stream + drop(
-            nn.DenseGeneral(self.width, axis=(-2, -1), dtype=self.dtype, name="attention_out")(
-                mixed
-            )
-        )
+        merge = nn.DenseGeneral(self.width, axis=(-2, -1), dtype=self.dtype, name="attention_out")
+        stream = stream + drop(merge(mixed))
 
         normed = nn.LayerNorm(dtype=jnp.float32, name="mlp_norm")(stream)
         hidden = nn.gelu(nn.Dense(4 * self.width, dtype=self.dtype, name="mlp_in")(normed))
@@ -88,9 +84,8 @@ class CharacterTransformer(nn.Module):
         stream = (characters[tokens] + positions[: tokens.shape[-1]]).astype(self.dtype)
         stream = nn.Dropout(self.dropout, deterministic=not train)(stream)
         for layer in range(self.depth):
-            stream = Block(self.width, self.heads, self.dropout, self.dtype, name=f"block_{layer}")(
-                stream, train
-            )
+            sizes = self.width, self.heads, self.dropout, self.dtype
+            stream = Block(*sizes, name=f"block_{layer}")(stream, train)
         stream = nn.LayerNorm(dtype=jnp.float32, name="head_norm")(stream)
         # A small head starts the loss at log(vocabulary), the loss of knowing nothing.
         small = nn.initializers.normal(0.02)
@@ -200,9 +195,9 @@ class DigitsResNet(nn.Module):
             channels = self.width // 8 * 2**stage
             for index in range(self.blocks):
                 stride = 2 if stage and not index else 1
-                hidden = ResidualBlock(
-                    channels, stride, self.block, self.dtype, name=f"stage_{stage}_block_{index}"
-                )(hidden, train)
+                form = channels, stride, self.block, self.dtype
+                name = f"stage_{stage}_block_{index}"
+                hidden = ResidualBlock(*form, name=name)(hidden, train)
         hidden = hidden.mean(axis=(1, 2))
         return nn.Dense(10, dtype=self.dtype, name="head")(hidden).astype(jnp.float32)
 

@@ -63,9 +63,8 @@ def cross_entropy(logits: jax.Array, targets: jax.Array) -> tuple[jax.Array, jax
 
 def generator(seed: int, index: int) -> np.random.Generator:
     """Random numbers that depend on the pair alone; raises ValueError for a negative index."""
-    if index < 0:
-        hint = "It counts the calls of a run from zero."
-        raise ValueError(checks.message("batch", "index", "at least 0", index, hint))
+    hint = "It counts the calls of a run from zero."
+    checks.require("batch", "index", index, "at least 0", index >= 0, hint)
     return np.random.Generator(np.random.Philox(key=np.array([seed, index], np.uint64)))
 
 
@@ -74,8 +73,8 @@ def checked(who: str, config: Any) -> jnp.dtype:
     check(who, config)
     seed, hint = config.seed, "It selects the batches."
     # What is no key of Philox.
-    if not isinstance(seed, (int, np.integer)) or not 0 <= seed < 2**64:
-        raise ValueError(checks.message(who, "seed", "an integer in [0, 2**64)", seed, hint))
+    fits = isinstance(seed, (int, np.integer)) and bool(0 <= seed < 2**64)
+    checks.require(who, "seed", seed, "an integer in [0, 2**64)", fits, hint)
     hint = "The model computes in it; parameters are float32 whatever it is."
     return jnp.dtype(checks.choice(who, "dtype", config.dtype, _COMPUTE_DTYPES, hint))
 
@@ -112,30 +111,19 @@ def supervised(
     count = sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(params))
 
     def variables(params: PyTree, model_state: PyTree | None) -> PyTree:
-        if stateful and model_state is None:
-            allowed = f"the BatchNorm statistics of {type(model).__name__}"
-            hint = "Pass on the second result of init, or the last Aux.model_state."
-            raise ValueError(checks.message(name, "model_state", allowed, None, hint))
+        allowed = f"the BatchNorm statistics of {type(model).__name__}"
+        hint = "Pass on the second result of init, or the last Aux.model_state."
+        given = model_state is not None or not stateful
+        checks.require(name, "model_state", None, allowed, given, hint)
         return {"params": params, **(model_state if model_state and stateful else {})}
 
     def loss_fn(
-        params: PyTree,
-        batch: PyTree,
-        *,
-        key: jax.Array | None = None,
-        model_state: PyTree | None = None,
+        params: PyTree, batch: PyTree, *, key: jax.Array | None = None, model_state: PyTree = None
     ) -> tuple[jax.Array, Aux]:
-        if dropout and key is None:
-            hint = "Give the step a key, or set dropout to 0."
-            raise ValueError(checks.message(name, "key", "a key for dropout", key, hint))
-        rngs = {"dropout": key} if dropout else {}
-        logits, updated = model.apply(
-            variables(params, model_state),
-            batch["inputs"],
-            train=True,
-            mutable="batch_stats",
-            rngs=rngs,
-        )
+        hint, fits = "Give the step a key, or set dropout to 0.", key is not None or not dropout
+        checks.require(name, "key", key, "a key for dropout", fits, hint)
+        how = {"train": True, "mutable": "batch_stats", "rngs": {"dropout": key} if dropout else {}}
+        logits, updated = model.apply(variables(params, model_state), batch["inputs"], **how)
         losses, hits = cross_entropy(logits, batch["targets"])
         aux = Aux(metrics={"accuracy": hits.mean()}, model_state=updated if stateful else None)
         return losses.mean(), aux

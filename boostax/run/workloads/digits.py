@@ -8,15 +8,7 @@ import numpy as np
 from boostax._core import checks
 from boostax.run.options import option
 from boostax.run.workloads._models import DigitsConv, DigitsMLP, DigitsResNet, DigitsSigmoid
-from boostax.run.workloads._workload import (
-    HOLDOUT,
-    PyTree,
-    Rows,
-    Workload,
-    checked,
-    generator,
-    supervised,
-)
+from boostax.run.workloads._workload import HOLDOUT, Rows, Workload, checked, generator, supervised
 
 Array = np.ndarray[Any, Any]
 
@@ -77,23 +69,18 @@ def digits(config: DigitsConfig = DigitsConfig()) -> Workload:
     checks.choice("digits", "model", config.model, tuple(_MODELS), hint)
     dtype = checked("digits", config)
     divisor = _DIVISORS.get(config.model, 1)
-    if config.width % divisor:
-        hint = "The channels of its convolutions are fractions of it."
-        allowed = f"a multiple of {divisor} for the {config.model} model"
-        raise ValueError(checks.message("digits", "width", allowed, config.width, hint))
+    allowed = f"a multiple of {divisor} for the {config.model} model"
+    hint = "The channels of its convolutions are fractions of it."
+    checks.require("digits", "width", config.width, allowed, config.width % divisor == 0, hint)
     images, labels = _load()
     training, held_out = _split(labels, config.holdout)
 
-    def batch(index: int, rows: Rows = None) -> PyTree:
+    def batch(index: int, rows: Rows = None) -> dict[str, Any]:
         positions = np.arange(index * config.batch_size, (index + 1) * config.batch_size)
         positions = positions if rows is None else positions[rows]
         epochs, places = np.divmod(positions, len(training))
-        drawn = np.concatenate(
-            [
-                generator(config.seed, int(epoch)).permutation(training)[places[epochs == epoch]]
-                for epoch in np.unique(epochs)
-            ]
-        )
+        order = {x: generator(config.seed, int(x)).permutation(training) for x in np.unique(epochs)}
+        drawn = np.concatenate([mine[places[epochs == x]] for x, mine in order.items()])
         return {"inputs": images[drawn], "targets": labels[drawn]}
 
     return supervised(

@@ -9,15 +9,7 @@ from boostax._core import checks
 from boostax.run.options import option
 from boostax.run.workloads import _corpus
 from boostax.run.workloads._models import CharacterTransformer
-from boostax.run.workloads._workload import (
-    HOLDOUT,
-    PyTree,
-    Rows,
-    Workload,
-    checked,
-    generator,
-    supervised,
-)
+from boostax.run.workloads._workload import HOLDOUT, Rows, Workload, checked, generator, supervised
 
 # 127 characters cover source code and most European prose; token 0 is any other one.
 _VOCABULARY = 128
@@ -76,19 +68,17 @@ def text(config: TextConfig = TextConfig()) -> Workload:
       TypeError: for sizes that are no numbers.
     """
     dtype = checked("text", config)
-    if config.width % config.heads:
-        allowed = f"a multiple of heads, {config.heads}"
-        hint = "Every head takes an equal share of it."
-        raise ValueError(checks.message("text", "width", allowed, config.width, hint))
+    allowed, fits = f"a multiple of heads, {config.heads}", config.width % config.heads == 0
+    hint = "Every head takes an equal share of it."
+    checks.require("text", "width", config.width, allowed, fits, hint)
     length, batch_size = config.sequence_length, config.batch_size
     characters = _corpus.read(config.paths, config.max_chars)
     training, held_out = _corpus.split(characters, length, config.holdout)
     training, held_out = _corpus.encode(training, held_out, _VOCABULARY)
-    model = CharacterTransformer(
-        _VOCABULARY, length, config.width, config.depth, config.heads, config.dropout, dtype
-    )
+    sizes = config.width, config.depth, config.heads
+    model = CharacterTransformer(_VOCABULARY, length, *sizes, config.dropout, dtype)
 
-    def batch(index: int, rows: Rows = None) -> PyTree:
+    def batch(index: int, rows: Rows = None) -> dict[str, Any]:
         random = generator(config.seed, index)
         blocks = random.integers(len(training), size=(batch_size, 1))
         starts = random.integers(training.shape[1] - length, size=(batch_size, 1))

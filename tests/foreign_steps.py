@@ -11,8 +11,8 @@ a builder takes a mesh, whose devices need not exist, and returns
 holds the shapes of the parameters whose gradients the step reduces. A builder arranges the
 devices of the mesh anew, under the axis names of its source.
 
-`STEPS` names the steps, where each comes from, and what a reader found in the compiled programs
-by hand. In its texts N is the number of elements of `params`, K the number of micro-batches,
+The docstring of each says where it comes from, and what a reader found in the compiled programs
+by hand: N is the number of elements of `params`, K the number of micro-batches,
 L the number of layers and n the number of devices.
 """
 
@@ -52,18 +52,6 @@ class Size:
 
 
 TINY = Size()
-LARGE = Size(layers=8, width=2048, hidden=8192, vocab=32768, heads=16, length=512, micro=8)
-
-
-@dataclasses.dataclass(frozen=True)
-class Step:
-    """One step: its builder, where its form comes from, and what an audit of it must find."""
-
-    build: Callable[..., Built]
-    source: str
-    what: str
-    expected: str
-    in_vain: tuple[str, ...] = ()  # dtypes and ranks of donated arguments that no result can use
 
 
 # --- what the builders share -----------------------------------------------------------------
@@ -123,10 +111,7 @@ def _block(x: jax.Array, layer: Tree, heads: int, dtype: Any) -> jax.Array:
     mixed = jnp.einsum("...hqk,...khd->...qhd", weights, value).reshape(x.shape)
     x = x + mixed @ layer["out"].astype(dtype)
     y = _norm(x, layer["norm_mlp"])
-    inner = y @ layer["up"].astype(dtype)
-    if "low_in" in layer:
-        inner = inner + y @ layer["low_in"].astype(dtype) @ layer["low_out"].astype(dtype)
-    return x + jax.nn.gelu(inner) @ layer["down"].astype(dtype)
+    return x + jax.nn.gelu(y @ layer["up"].astype(dtype)) @ layer["down"].astype(dtype)
 
 
 def _trunk(
@@ -179,6 +164,19 @@ def maxtext_accumulation(mesh: Mesh, size: Size = TINY) -> Built:
     The loss of a micro-batch is a sum over tokens, so that one division by the number of
     tokens follows the scan. Clipping, AdamW and three norms for the log come after it. The jit
     names the shardings of the state on both sides and donates the state.
+
+    Found in it: Gradient reduced K times: 3.2 N where 0.8 N suffice; layers inside two loops (K
+    x L executions), head inside one (K). CPU all-reduce f32, H100 reduce-scatter bf16, v5e
+    all-reduce and slice in one fusion, bf16. Weights gathered in each micro-batch though the
+    scan does not change them: 5.0 N on CPU, 5.6 N on H100, 6.2 N on v5e, whose backward pass
+    gathers qkv twice. No donation missing: 29 buffers aliased. At a width of 2048 v5e holds no
+    reduction of a gradient by name: loops of collective-permute, `windowed_dot_general`, stand for
+    it.
+
+    Source: AI-Hypercomputer/maxtext@e591f30cbbf217ed67ef71263ec0538239f9c3b8:
+    src/maxtext/utils/gradient_accumulation.py#L27-L194
+    src/maxtext/trainers/pre_train/train.py#L422-L725
+    src/maxtext/utils/maxtext_utils.py#L95-L108
     """
     mesh = _arranged(mesh, (1, mesh.size), ("data", "fsdp"))
     rows = ("data", "fsdp")
@@ -282,22 +280,29 @@ def maxtext_accumulation(mesh: Mesh, size: Size = TINY) -> Built:
 # --- midGPT ------------------------------------------------------------------------------------
 
 
-def midgpt_accumulation(mesh: Mesh, size: Size = TINY, shard_model: bool = False) -> Built:
+def midgpt_accumulation(mesh: Mesh, size: Size = TINY) -> Built:
     """MidGPT: a bf16 copy of replicated f32 parameters, made once, and a scan that sums in f32.
 
     The gradient of each micro-batch is constrained to the placement of the parameters inside
     the scan. The jit names no shardings and donates every array, tokens and key too. One
     decoder takes one sequence; `vmap` takes the rows.
+
+    Found in it: Gradient reduced K times on CPU: 4.0 N, f32. H100 and v5e move head and
+    embedding out of the scan by themselves (0.4 N, once; bf16 on H100, f32 on v5e) and leave
+    the layers in both loops (2.4 N bf16): 2.8 N where 1.0 N suffices. Parameters and optimizer
+    state aliased, 3.0 P; inputs and targets donated in vain (buffer_donor, no result of their
+    shape); the key is no argument of the program. v5e: every reduction synchronous.
+
+    Source: AllanYangZhou/midGPT@482be37b02f6b2a9116d09c081e427e17a507d91:
+    src/train.py#L69-L97
+    src/model.py#L140-L178
+    src/configs/openwebtext.py
     """
     mesh = _arranged(mesh, (1, mesh.size), ("replica", "data"))
     place = functools.partial(NamedSharding, mesh)
     params = _decoder_shapes(size)
 
-    def placement(x: Any) -> NamedSharding:
-        last = "data" if shard_model and x.ndim > 1 else None
-        return place(P(*(None,) * (x.ndim - 1), last))
-
-    shardings = jax.tree.map(placement, params)
+    shardings = jax.tree.map(lambda x: place(P(*(None,) * x.ndim)), params)
     tx = optax.chain(
         optax.clip_by_global_norm(1.0),
         optax.scale_by_adam(b2=0.95),
@@ -369,7 +374,7 @@ class _ScaledState(train_state.TrainState):
     dynamic_scale: dynamic_scale.DynamicScale
 
 
-def flax_dynamic_scale(mesh: Mesh, size: Size = TINY, half: Any = jnp.float16) -> Built:
+def flax_dynamic_scale(mesh: Mesh, size: Size = TINY) -> Built:
     """Flax, ImageNet: pmap, `DynamicScale`, momentum SGD, then a select over the whole state.
 
     `DynamicScale` divides the gradients by the scale in f32, takes their mean over the axis
@@ -377,14 +382,25 @@ def flax_dynamic_scale(mesh: Mesh, size: Size = TINY, half: Any = jnp.float16) -
     old state chosen leaf by leaf where it must not count. The state is replicated by
     `in_axes=None` and nothing is donated. Batch statistics are means over the axis already in
     the layers, and the step takes their mean over the axis once more.
+
+    Found in it: Nothing aliased: parameters, momentum and statistics, 2.0 P, exist twice.
+    Gradient reduced once, 1.0 N in f32 for an f16 backward pass, on steps that are skipped too.
+    Update computed and old state chosen leaf by leaf: selects over 2 P, no conditional. Means
+    of batch statistics that are equal on all devices already (8 leaves of 0.006 N in all)
+    travel in the same all-reduce. No loop, no gather.
+
+    Source: google/flax@18f8f311c275d57f46d95e41b15aa97b454754c0:
+    examples/imagenet/train.py#L112-L171
+    examples/imagenet/train.py#L360-L365
+    flax/training/dynamic_scale.py#L117-L163
     """
     devices = list(mesh.devices.flat)
-    model = _Normed(size, half)
+    model = _Normed(size, jnp.float16)
     tx = optax.sgd(0.1, momentum=0.9, nesterov=True)
 
     def make() -> _ScaledState:
-        module = _Normed(size, half)
-        local = jnp.zeros((1, 1, size.width), half)
+        module = _Normed(size, jnp.float16)
+        local = jnp.zeros((1, 1, size.width), jnp.float16)
         made = jax.vmap(
             lambda x: module.init(jax.random.key(0), x), axis_name="batch", out_axes=None
         )(local)
@@ -431,7 +447,7 @@ def flax_dynamic_scale(mesh: Mesh, size: Size = TINY, half: Any = jnp.float16) -
         return new, metrics | {"scale": scale.scale}
 
     state = jax.eval_shape(make)
-    images = jax.ShapeDtypeStruct((len(devices), size.rows * size.length, size.width), half)
+    images = jax.ShapeDtypeStruct((len(devices), size.rows * size.length, size.width), jnp.float16)
     labels = jax.ShapeDtypeStruct(images.shape[:2], jnp.int32)
     jitted = jax.pmap(
         train_step, axis_name="batch", in_axes=(None, 0), out_axes=(None, 0), devices=devices
@@ -457,6 +473,18 @@ def openpi_ema(
     A leaf of at least `shard_from` bytes (4 MiB in the source) and two dimensions is split
     along its longest dimension over the axis fsdp; rows are split over both axes. The jit
     names every sharding and donates the state, not the batch.
+
+    Found in it: Nothing accumulates: each gradient is reduced once a step, over fsdp (0.8 N)
+    and then its part over batch (0.25 N). H100 reduce-scatters over fsdp; CPU all-reduces whole
+    leaves over fsdp and slices, twice the bytes; v5e does so for `up` alone (0.12 N of 0.8 N).
+    Loops have L trips, which are layers, not micro-batches: no finding. Whole state aliased, 4
+    P / 4 (parameters, two moments, average).
+
+    Source: Physical-Intelligence/openpi@15a9616a00943ada6c20a0f158e3adb39df2ccac:
+    scripts/train.py#L137-L191
+    scripts/train.py#L243-L248
+    src/openpi/training/sharding.py#L48-L102
+    src/openpi/training/optimizer.py#L65-L85
     """
     mesh = _arranged(mesh, (mesh.size // fsdp_devices, fsdp_devices), ("batch", "fsdp"))
     place = functools.partial(NamedSharding, mesh)
@@ -536,19 +564,15 @@ def openpi_ema(
 
 
 class _Network(nnx.Module):
-    """The decoder as an `nnx` module, with a low-rank addition to each layer where asked."""
+    """The decoder as an `nnx` module."""
 
-    def __init__(self, size: Size, rank: int, dtype: Any, rows: NamedSharding | None):
+    def __init__(self, size: Size, dtype: Any, rows: NamedSharding):
         self.size, self.rows = size, rows
         shapes = _decoder_shapes(size, dtype)
         layers = shapes.pop("layers")
         zeros = functools.partial(jax.tree.map, lambda x: nnx.Param(jnp.zeros(x.shape, x.dtype)))
         self.outer = nnx.data(zeros(shapes))
         self.layers = nnx.data(zeros(layers))
-        if rank:
-            first, second = (size.layers, size.width, rank), (size.layers, rank, size.hidden)
-            self.layers["low_in"] = nnx.LoRAParam(jnp.zeros(first, dtype))
-            self.layers["low_out"] = nnx.LoRAParam(jnp.zeros(second, dtype))
 
     def __call__(self, tokens: jax.Array) -> jax.Array:
         layers = {name: x[...] for name, x in self.layers.items()}
@@ -556,14 +580,14 @@ class _Network(nnx.Module):
         return _logits(params, tokens, self.size.heads, jnp.bfloat16, self._by_rows)
 
     def _by_rows(self, x: jax.Array) -> jax.Array:
-        return x if self.rows is None else lax.with_sharding_constraint(x, self.rows)
+        return lax.with_sharding_constraint(x, self.rows)
 
 
 class _Sums(nnx.Module):
     """Sums of gradients in f32 and how many were added."""
 
-    def __init__(self, model: nnx.Module, kind: type[nnx.Variable]):
-        state = nnx.state(model, kind)
+    def __init__(self, model: nnx.Module):
+        state = nnx.state(model, nnx.Param)
         self.total = nnx.data(jax.tree.map(lambda x: jnp.zeros_like(x, jnp.float32), state))
         self.count = nnx.Variable(jnp.zeros((), jnp.float32))
 
@@ -572,25 +596,33 @@ def _is_variable(x: Any) -> bool:
     return isinstance(x, nnx.Variable)
 
 
-def tunix_micro_step(mesh: Mesh, size: Size = TINY, rank: int = 0, annotated: bool = True) -> Built:
+def tunix_micro_step(mesh: Mesh, size: Size = TINY) -> Built:
     """Tunix: one call a micro-batch; sums of gradients among the arguments; a cond updates.
 
     Model, optimizer and sums are `nnx` modules and the jit is `nnx.jit`, which returns the
     state of each. It donates optimizer and sums, but not the model. A flag among the arguments
-    says whether this call updates. Parameters are bf16 and FSDP. With `rank` above 0 only the
-    low-rank additions are differentiated and updated. Without `annotated` the activations
-    carry no sharding, which the source always gives them: the compiler then lays them along
-    the axis of the parameters and reduces activations.
+    says whether this call updates. Parameters are bf16 and FSDP. Activations carry the
+    sharding of the rows, as in the source: without it the compiler lays them along the axis of the
+    parameters and reduces activations.
+
+    Found in it: Model not donated but returned: its 9 bf16 leaves exist twice (0.125 of all
+    bf16 parameters on each device) and are copied by calls that do not update. Gradient reduced
+    in each call (0.8 N) outside the conditional that alone reads the sums: K x 0.8 N an update.
+    H100 holds no conditional: Adam and its selects run in each call. CPU and v5e keep the
+    conditional.
+
+    Source: google/tunix@c7d8950f12a9c55a976bf2e1a0d8b447d71c20b3:
+    tunix/sft/peft_trainer.py#L201-L318
+    tunix/sft/peft_trainer.py#L493-L609
+    tunix/sft/peft_trainer.py#L679-L721
     """
     mesh = _arranged(mesh, (mesh.size, 1), ("fsdp", "tp"))
     place = functools.partial(NamedSharding, mesh)
-    kind = nnx.LoRAParam if rank else nnx.Param
     tx = optax.adamw(1e-5)
 
     def make() -> tuple[nnx.Module, nnx.Optimizer, _Sums]:
-        rows = place(P("fsdp", None, None)) if annotated else None
-        model = _Network(size, rank, jnp.bfloat16, rows)
-        return model, nnx.Optimizer(model, tx, wrt=kind), _Sums(model, kind)
+        model = _Network(size, jnp.bfloat16, place(P("fsdp", None, None)))
+        return model, nnx.Optimizer(model, tx, wrt=nnx.Param), _Sums(model)
 
     def mean_loss(model: nnx.Module, tokens: jax.Array, targets: jax.Array) -> jax.Array:
         return optax.softmax_cross_entropy_with_integer_labels(model(tokens), targets).mean()
@@ -603,8 +635,7 @@ def tunix_micro_step(mesh: Mesh, size: Size = TINY, rank: int = 0, annotated: bo
         targets: jax.Array,
         update_now: jax.Array,
     ) -> tuple[jax.Array, jax.Array]:
-        wrt = nnx.DiffState(0, kind) if rank else 0
-        loss, grads = nnx.value_and_grad(mean_loss, argnums=wrt)(model, tokens, targets)
+        loss, grads = nnx.value_and_grad(mean_loss)(model, tokens, targets)
         jax.tree.map(
             lambda total, g: total.set_value(total[...] + g[...]),
             sums.total,
@@ -618,7 +649,7 @@ def tunix_micro_step(mesh: Mesh, size: Size = TINY, rank: int = 0, annotated: bo
             grads = jax.tree.map(
                 lambda total, x: type(total)((total[...] * part).astype(x.dtype)),
                 sums.total,
-                nnx.state(model, kind),
+                nnx.state(model, nnx.Param),
                 is_leaf=_is_variable,
             )
             norm = optax.tree.norm(jax.tree.map(lambda g: g.astype(jnp.float32), grads))
@@ -653,7 +684,8 @@ def tunix_micro_step(mesh: Mesh, size: Size = TINY, rank: int = 0, annotated: bo
     flag = jax.ShapeDtypeStruct((), jnp.bool_, sharding=place(P()))
     jitted = nnx.jit(train_step, donate_argnames=("optimizer", "sums"))
     params = jax.tree.map(
-        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), nnx.to_pure_dict(nnx.state(model, kind))
+        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype),
+        nnx.to_pure_dict(nnx.state(model, nnx.Param)),
     )
     return jitted, (model, optimizer, sums, tokens, tokens, flag), params
 
@@ -668,6 +700,15 @@ def mesh_transformer_accumulation(mesh: Mesh, size: Size = TINY) -> Built:
     stands for it, with one device along the axis of the model. The mean over replicas is a
     `pmean` of the bf16 sums, once a step. The state is donated. Each micro-batch computes the
     norm of its own gradient, for the log alone.
+
+    Found in it: One reduction a step: 1.0 N, bf16 (CPU f32), outside every loop. State aliased,
+    3.0 P. No gather, no conditional. Sums over micro-batches are bf16: a matter of precision,
+    not of bytes.
+
+    Source: kingoflolz/mesh-transformer-jax@f8315e3003033b23f21d78361b288953064e0e76:
+    mesh_transformer/transformer_shard.py#L134-L173
+    mesh_transformer/transformer_shard.py#L232-L238
+    device_train.py#L176-L183
     """
     mesh = _arranged(mesh, (mesh.size, 1), ("batch", "shard"))
     place = functools.partial(NamedSharding, mesh)
@@ -739,104 +780,11 @@ def mesh_transformer_accumulation(mesh: Mesh, size: Size = TINY) -> Built:
 # (`to_apply=..._promoted`), which is no fault of a step. One gradient is 0.8 N where the table
 # of tokens is split along the width: the rows' gradients then travel by all-to-all.
 
-STEPS: dict[str, Step] = {
-    "maxtext": Step(
-        build=maxtext_accumulation,
-        source=(
-            "AI-Hypercomputer/maxtext@e591f30cbbf217ed67ef71263ec0538239f9c3b8:"
-            "src/maxtext/utils/gradient_accumulation.py#L27-L194,"
-            "src/maxtext/trainers/pre_train/train.py#L422-L725,"
-            "src/maxtext/utils/maxtext_utils.py#L95-L108"
-        ),
-        what="plain jit, FSDP, scan over K micro-batches, state donated, shardings on both sides",
-        expected=(
-            "Gradient reduced K times: 3.2 N where 0.8 N suffice; layers inside two loops (K x L "
-            "executions), head inside one (K). CPU all-reduce f32, H100 reduce-scatter bf16, v5e "
-            "all-reduce and slice in one fusion, bf16. Weights gathered in each micro-batch though "
-            "the scan does not change them: 5.0 N on CPU, 5.6 N on H100, 6.2 N on v5e, whose "
-            "backward pass gathers qkv twice. No donation missing: 29 buffers aliased. At LARGE, "
-            "v5e holds no reduction of a gradient by name: loops of collective-permute, "
-            "`windowed_dot_general`, stand for it."
-        ),
-    ),
-    "midgpt": Step(
-        build=midgpt_accumulation,
-        source=(
-            "AllanYangZhou/midGPT@482be37b02f6b2a9116d09c081e427e17a507d91:"
-            "src/train.py#L69-L97,src/model.py#L140-L178,src/configs/openwebtext.py"
-        ),
-        what="jit without shardings, replicated, scan sums bf16 gradients in f32, all donated",
-        expected=(
-            "Gradient reduced K times on CPU: 4.0 N, f32. H100 and v5e move head and embedding "
-            "out of the scan by themselves (0.4 N, once; bf16 on H100, f32 on v5e) and leave the "
-            "layers in both loops (2.4 N bf16): 2.8 N where 1.0 N suffices. Parameters and "
-            "optimizer state aliased, 3.0 P; inputs and targets donated in vain (buffer_donor, "
-            "no result of their shape); the key is no argument of the program. v5e: every "
-            "reduction synchronous."
-        ),
-        in_vain=("s32[K, rows, length]", "s32[K, rows, length]"),
-    ),
-    "flax": Step(
-        build=flax_dynamic_scale,
-        source=(
-            "google/flax@18f8f311c275d57f46d95e41b15aa97b454754c0:"
-            "examples/imagenet/train.py#L112-L171,examples/imagenet/train.py#L360-L365,"
-            "flax/training/dynamic_scale.py#L117-L163"
-        ),
-        what="pmap, f16 loss scale, pmean of f32 gradients, where over the state, nothing donated",
-        expected=(
-            "Nothing aliased: parameters, momentum and statistics, 2.0 P, exist twice. Gradient "
-            "reduced once, 1.0 N in f32 for an f16 backward pass, on steps that are skipped too. "
-            "Update computed and old state chosen leaf by leaf: selects over 2 P, no conditional. "
-            "Means of batch statistics that are equal on all devices already (8 leaves of "
-            "0.006 N in all) travel in the same all-reduce. No loop, no gather."
-        ),
-    ),
-    "openpi": Step(
-        build=openpi_ema,
-        source=(
-            "Physical-Intelligence/openpi@15a9616a00943ada6c20a0f158e3adb39df2ccac:"
-            "scripts/train.py#L137-L191,scripts/train.py#L243-L248,"
-            "src/openpi/training/sharding.py#L48-L102,src/openpi/training/optimizer.py#L65-L85"
-        ),
-        what="jit with shardings, HSDP 2 x 4, one batch, moving average, state donated",
-        expected=(
-            "Nothing accumulates: each gradient is reduced once a step, over fsdp (0.8 N) and then "
-            "its part over batch (0.25 N). H100 reduce-scatters over fsdp; CPU all-reduces whole "
-            "leaves over fsdp and slices, twice the bytes; v5e does so for `up` alone "
-            "(0.12 N of 0.8 N). Loops have L trips, which are layers, not micro-batches: no "
-            "finding. Whole state aliased, 4 P / 4 (parameters, two moments, average)."
-        ),
-    ),
-    "tunix": Step(
-        build=tunix_micro_step,
-        source=(
-            "google/tunix@c7d8950f12a9c55a976bf2e1a0d8b447d71c20b3:"
-            "tunix/sft/peft_trainer.py#L201-L318,tunix/sft/peft_trainer.py#L493-L609,"
-            "tunix/sft/peft_trainer.py#L679-L721"
-        ),
-        what="nnx.jit, one call a micro-batch, sums among the arguments, cond update, FSDP bf16",
-        expected=(
-            "Model not donated but returned: its 9 bf16 leaves exist twice (0.125 of all bf16 "
-            "parameters on each device) and are copied by calls that do not update. Gradient "
-            "reduced in each call (0.8 N) outside the conditional that alone reads the sums: "
-            "K x 0.8 N an update. H100 holds no conditional: Adam and its selects run in each "
-            "call. CPU and v5e keep the conditional. With rank=8 the frozen weights too are "
-            "returned and copied in each call: 8 P of unaliased results, P the low-rank leaves."
-        ),
-    ),
-    "mesh_transformer": Step(
-        build=mesh_transformer_accumulation,
-        source=(
-            "kingoflolz/mesh-transformer-jax@f8315e3003033b23f21d78361b288953064e0e76:"
-            "mesh_transformer/transformer_shard.py#L134-L173,"
-            "mesh_transformer/transformer_shard.py#L232-L238,device_train.py#L176-L183"
-        ),
-        what="the control: shard_map, scan sums locally in bf16, one pmean, state donated",
-        expected=(
-            "One reduction a step: 1.0 N, bf16 (CPU f32), outside every loop. State aliased, "
-            "3.0 P. No gather, no conditional. Sums over micro-batches are bf16: a matter of "
-            "precision, not of bytes."
-        ),
-    ),
+STEPS: dict[str, Callable[[Mesh], Built]] = {
+    "maxtext": maxtext_accumulation,
+    "midgpt": midgpt_accumulation,
+    "flax": flax_dynamic_scale,
+    "openpi": openpi_ema,
+    "tunix": tunix_micro_step,
+    "mesh_transformer": mesh_transformer_accumulation,
 }

@@ -1,0 +1,398 @@
+"""An optimizer whose params and state are stored in fewer bytes, and computed in f32."""
+
+import fnmatch
+import functools
+from collections.abc import Callable, Mapping
+from typing import Any, Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from boostax._core import checks, formats, trees
+from boostax._core.describe import Holds, Stepped, describe
+from boostax._core.gate import Pending, gated, has_gate
+from boostax._core.leafwise import COMMON, Turn, leaf_by_leaf
+from boostax._core.placement import settled
+
+PyTree = Any
+Moments = Literal["bfloat16", "int8", "log8"]
+Params = Literal["stochastic", "remainder", "kahan"]
+Path = tuple[Any, ...]
+_WHO = "store"
+
+
+class StoreState(NamedTuple):
+    """State of ``store``.
+
+    Attributes:
+      steps: i32, steps taken: from them the noise of rounding is drawn.
+      inner_state: state of the inner transformation, codes in the place of the arrays stored low.
+      scales: f32 by blocks, of the state's arrays by their field and, as the params are, by path.
+      low: what bf16 params lack, like the params: ``()`` for ``"stochastic"``, else i16 or bf16.
+    """
+
+    steps: jax.Array
+    inner_state: Any
+    scales: dict[str, PyTree]
+    low: PyTree
+    holds = Holds(("steps", "low"), params=True)
+
+
+def _is_store(node: Any) -> bool:
+    return isinstance(node, StoreState)
+
+
+def widened(opt_state: PyTree) -> PyTree:
+    """A state with all that is stored in fewer bits in f32, and no scales."""
+
+    def wide(node: Any) -> Any:
+        if not _is_store(node):
+            return node
+        return node._replace(inner_state=_decoded(node.inner_state, node.scales), scales={})
+
+    return jax.tree.map(wide, opt_state, is_leaf=_is_store)
+
+
+def narrowed(like: PyTree, opt_state: PyTree) -> PyTree:
+    """A state that was widened, in the formats of another one."""
+
+    def narrow(old: Any, node: Any) -> Any:
+        if not _is_store(old):
+            return node
+        steps, wide = node.steps, node.inner_state
+        codes, scales = _encoded(wide, old.inner_state, old.scales, steps)
+        return node._replace(inner_state=codes, scales=scales)
+
+    return jax.tree.map(narrow, like, opt_state, is_leaf=_is_store)
+
+
+def store(
+    inner: optax.GradientTransformation,
+    *,
+    params: Params | None = None,
+    moments: Moments | Mapping[str, Moments] | None = None,
+    least: int = 4096,
+) -> optax.GradientTransformationExtraArgs:
+    r"""Keep bf16 params and the state of ``inner`` in fewer bytes, and compute in f32.
+
+    Each step decodes params :math:`p` and state :math:`m`, runs ``inner`` and encodes again,
+    rounding up or down at random, so that the mean is kept:
+
+    .. math::
+      u, m' = \text{inner}(g, D(m), D(p)), \qquad
+      p \leftarrow E(D(p) + u), \quad m \leftarrow E(m'), \qquad \mathbb{E}[D(E(x))] = x.
+
+    Rounded to the nearest, a bf16 param does not move for an update of less than a 512th of it, and
+    a second moment that decays by a thousandth stands still for good. The noise is a hash of the
+    element's index, the leaf and the steps taken: a skipped step leaves it, a resumed run and any
+    placement draw it again.
+
+    Put it around the optimizer itself, inside all gates. A window has a dtype of its own,
+    ``accumulate(store(adamw(1e-3), params="stochastic"), 16, accumulator_dtype="bfloat16",
+    rounding="stochastic")``.
+
+    ============== ===== ==========================================================================
+    ``params``     bytes what
+    ============== ===== ==========================================================================
+    ``None``       as is as they are given, rounded to the nearest
+    "stochastic"   2     bf16, rounded at random
+    "remainder"    4     bf16 and the 16 bits that it lacks of f32: f32 masters bit for bit
+    "kahan"        4     bf16 and a bf16 of what rounding lost, added to the next update
+    ============== ===== ==========================================================================
+
+    ============== ===== ==========================================================================
+    ``moments``    bytes what
+    ============== ===== ==========================================================================
+    ``None``       4     f32
+    "bfloat16"     2     8 significant bits
+    "int8"         1     127 equal steps to the largest magnitude of a block: for first moments
+    "log8"         1     levels a sixth of an octave apart, 255 without signs (second moments: 42
+                         octaves), 127 with them
+    ============== ===== ==========================================================================
+
+    A block has 128 elements or a little more along the array's own dimensions, so codes and scales
+    are sharded like it.
+
+    Args:
+      inner: the optimizer, without gates; it sees f32 gradients, params and state.
+      params: how bf16 params are stored; others are left alone. Make them bf16 before ``init``.
+      moments: how the f32 arrays of the state are stored that belong to a param and are shaped like
+        it: one format, or one for each pattern of the state's field,
+        ``{"*mu": "int8", "*nu": "log8"}``, the first that matches; what none matches stays f32.
+      least: arrays of fewer elements stay f32, as norms and biases do.
+
+    Returns:
+      A gate that never holds anything back, with a ``StoreState``. Cost: bytes as above, and for 8
+      bits 4 more for each block; about 20 integer operations for each element stored; one array in
+      f32 at a time beside the donated ones, through ``boostax.apply_gradients``. The pure
+      ``update`` gives updates in the dtype of the params: after a step of more than 256 units in
+      the last place ``params + updates`` may be the neighbour of what was drawn.
+
+    Raises:
+      ValueError, TypeError: ``inner`` is no transformation, or has a gate; a format that there is
+        not; at ``init``, ``params`` given and no bf16 param, or a pattern that matches nothing.
+
+    Example:
+      >>> import boostax, jax, jax.numpy as jnp, optax
+      >>> tx = boostax.precision.store(optax.adamw(1e-3), params="stochastic", moments="log8")
+      >>> w = jnp.ones((64, 64), jnp.bfloat16)
+      >>> state = tx.init(w)
+      >>> w, state = boostax.apply_gradients(tx, jnp.ones((64, 64)), state, w)
+      >>> sum(x.nbytes for x in jax.tree.leaves((w, state))) / w.size
+      4.064453125
+      >>> print(f"{w.astype(jnp.float32).mean():.4f}")  # 0.999; rounded to the nearest, 1
+      0.9990
+
+    References:
+      Zamirai et al., Revisiting BFloat16 Training, https://arxiv.org/abs/2010.06192, 2020;
+      Dettmers et al., 8-bit Optimizers via Block-wise Quantization,
+      https://arxiv.org/abs/2110.02861, 2021.
+    """
+    tx, kind = checks.transformation(_WHO, "inner", inner), params
+    if params is not None:
+        hint = "'stochastic' has 2 bytes a param, 'remainder' exact f32 masters."
+        checks.choice(_WHO, "params", params, ("stochastic", "remainder", "kahan"), hint)
+    rules: dict[str, Moments] = {}
+    if moments is not None:
+        rules = dict(moments) if isinstance(moments, Mapping) else {"*": moments}
+    for each in rules.values():
+        checks.choice(_WHO, "moments", each, tuple(formats.FORMATS), "None keeps f32.")
+    checks.positive_int(_WHO, "least", least, "1 stores every array low.")
+
+    def init_fn(params: PyTree) -> StoreState:
+        inner_state = tx.init(trees.at_least_float32(params))
+        if has_gate(inner_state):
+            raise ValueError(
+                f"{_WHO}: inner must be an optimizer without gates, got one that may hold a step "
+                "back. Put it inside them: accumulate(store(adamw(...)), 16)."
+            )
+        if kind is not None and not any(map(_is_low, jax.tree.leaves(params))):
+            allowed = "None where no param is bf16"
+            hint = (
+                "Cast them before init; inside a gate put store around all that it runs: "
+                "store(optax.chain(all_reduce(...), adamw(...)))."
+            )
+            raise ValueError(checks.message(_WHO, "params", allowed, kind, hint))
+        codes, scales = _first(inner_state, params, rules, least)
+        lacks: Any = jnp.int16 if kind == "remainder" else jnp.bfloat16
+        nothing = lambda p: jnp.zeros(p.shape, lacks) if _is_low(p) else ()  # noqa: E731
+        low = jax.tree.map(nothing, params) if kind in ("remainder", "kahan") else ()
+        return StoreState(jnp.zeros((), jnp.int32), codes, scales, low)
+
+    @describe(_WHO, "watch", inner={"inner_state": tx})
+    def step_fn(
+        grads: Pending, state: StoreState, params: PyTree, *, apply: bool, **extra: Any
+    ) -> Stepped:
+        trees.require_params(params, _WHO, "Call tx.update(grads, state, params).")
+        value = params if apply else jax.tree.map(jnp.zeros_like, params)
+        written = functools.partial(_written, tx, kind, apply, extra)
+        old = (value, state.low), (state.inner_state, state.scales)
+        rest = (None if apply else params), grads, state.steps
+        turns = _turns(params, least, (old, rest))
+        (value, low), (codes, scales) = leaf_by_leaf(written, state.steps >= 0, old, rest, turns)
+        steps = jnp.asarray(optax.safe_increment(state.steps))
+        return (settled(value) if apply else value), StoreState(steps, codes, scales, low)
+
+    def flush_fn(state: StoreState, params: PyTree, **extra: Any) -> Stepped:
+        del extra
+        return params, state
+
+    return gated(init_fn, step_fn, flush_fn)
+
+
+def masters(params: PyTree, opt_state: PyTree) -> PyTree:
+    """The params as the optimizer has them: in f32, with what bf16 ones lack.
+
+    For evaluation, export, and ``migrate_state`` out of ``store``.
+
+    Args:
+      params: those that are trained.
+      opt_state: their state; ``store`` may be nested anywhere in it.
+
+    Returns:
+      A tree like the params, in f32 or wider.
+
+    Example:
+      >>> import boostax, jax.numpy as jnp, optax
+      >>> w = jnp.ones(4, jnp.bfloat16)
+      >>> tx = boostax.precision.store(optax.sgd(1.0), params="remainder")
+      >>> w, state = boostax.apply_gradients(tx, jnp.full(4, 2.0**-12), tx.init(w), w)
+      >>> float(w[0]), float(boostax.precision.masters(w, state)[0])
+      (1.0, 0.999755859375)
+    """
+    found = trees.find(opt_state, lambda node: isinstance(node, StoreState))
+    return _masters(params, found[0].low) if found else trees.at_least_float32(params)
+
+
+def _masters(params: PyTree, low: PyTree) -> PyTree:
+    """Params in f32, with what they lack."""
+    if not jax.tree.leaves(low):
+        return trees.at_least_float32(params)
+
+    def whole(p: jax.Array, low: Any) -> jax.Array:
+        if isinstance(low, tuple):
+            return trees.at_least_float32(p)
+        if low.dtype == jnp.int16:
+            return formats.joined(p, low)
+        return p.astype(jnp.float32) + low.astype(jnp.float32)
+
+    return jax.tree.map(whole, params, low)
+
+
+def _turns(params: PyTree, least: int, tree: PyTree) -> PyTree:
+    """When each array is written, by the param in the end of its path: params before their state.
+
+    Small ones are one leaf. Of the state of a leaf each field has its turn.
+    """
+    owners = {path: x.size for path, x in jax.tree_util.tree_leaves_with_path(params)}
+    large = [path for path, size in owners.items() if size >= least]
+    numbers = {path: number + 1 for number, path in enumerate(large)}
+    fields: dict[str, int] = {}
+
+    def turn(path: Path, x: Any) -> Turn:
+        start = next((i for i in range(len(path) + 1) if path[i:] in owners), None)
+        if start is None or not jnp.ndim(x):
+            return Turn(COMMON)
+        # The tree is ((params, what they lack), (codes, scales)) and what is only read.
+        of_state = [getattr(key, "idx", None) for key in path[:2]] == [0, 1]
+        field = trees.path_name(path[3:start]) if of_state else ""
+        place = fields.setdefault(field, len(fields) + 1) if of_state else 0
+        return Turn(numbers.get(path[start:], 0), place)
+
+    return jax.tree_util.tree_map_with_path(turn, tree)
+
+
+def _written(
+    tx: optax.GradientTransformationExtraArgs,
+    params: Params | None,
+    apply: bool,
+    extra: dict[str, Any],
+    old: tuple[tuple[PyTree, PyTree], tuple[PyTree, PyTree]],
+    given: PyTree,
+    grads: Pending,
+    steps: jax.Array,
+) -> tuple[tuple[PyTree, PyTree], tuple[PyTree, PyTree]]:
+    """New params, or the updates that make them, and what they lack; codes and scales."""
+    (value, low), (codes, scales) = old
+    given = value if apply else given
+    masters = _masters(given, low)
+    updates, inner_state = tx.update(grads.value(), _decoded(codes, scales), masters, **extra)
+
+    def write(path: Path, p: jax.Array, wide: jax.Array, update: Any) -> tuple[Any, Any]:
+        if params is None or not _is_low(p):
+            return (wide.astype(p.dtype) if apply else trees.as_updates(update, p)), ()
+        new = _ROUNDED[params](wide, formats.seed_of(steps, path))
+        if apply:
+            return new, _LACKED[params](wide, new)
+        moved = (new.astype(jnp.float32) - p.astype(jnp.float32)).astype(p.dtype)
+        # What apply_updates makes of it.
+        return moved, _LACKED[params](wide, p + moved)
+
+    wide = optax.apply_updates(masters, updates)
+    both = jax.tree_util.tree_map_with_path(write, given, wide, updates)
+    value, lacks = (jax.tree.map(lambda _, pair, i=i: pair[i], given, both) for i in (0, 1))
+    low = lacks if jax.tree.leaves(low) else low
+    return (value, low), _encoded(inner_state, codes, scales, steps)
+
+
+_ROUNDED: dict[str, Callable[[jax.Array, jax.Array], jax.Array]] = {
+    "stochastic": formats.to_bfloat16,
+    "remainder": lambda x, seed: formats.split(x)[0],
+    "kahan": lambda x, seed: x.astype(jnp.bfloat16),
+}
+_LACKED: dict[str, Callable[[jax.Array, jax.Array], Any]] = {
+    "stochastic": lambda x, new: (),
+    "remainder": formats.rest,
+    "kahan": lambda x, new: (x - new.astype(jnp.float32)).astype(jnp.bfloat16),
+}
+
+
+def _is_low(x: Any) -> bool:
+    return jnp.result_type(x) == jnp.bfloat16
+
+
+def _first(
+    state: PyTree, params: PyTree, rules: Mapping[str, Moments], least: int
+) -> tuple[PyTree, dict[str, PyTree]]:
+    """The codes of a new state, and their scales."""
+    owners = {path: x.shape for path, x in jax.tree_util.tree_leaves_with_path(params)}
+    scales: dict[tuple[str, Path], jax.Array] = {}
+    fields: dict[str, str | None] = {}
+
+    def stored(path: Path, x: jax.Array) -> jax.Array:
+        starts = (i for i in range(len(path) + 1) if owners.get(path[i:]) == jnp.shape(x))
+        start = next(starts, None)
+        if start is None or jnp.result_type(x) != jnp.float32:
+            return x
+        field = trees.path_name(path[:start])
+        rule = next((rule for rule in rules if fnmatch.fnmatch(field, rule)), None)
+        fields[field] = rule
+        if rule is None or x.size < least:
+            return x
+        made = formats.FORMATS[rules[rule]]
+        codes, found = made.encode(x, jnp.zeros((), jnp.uint32))
+        if made.scaled:
+            scales[field, path[start:]] = found
+        return codes
+
+    codes = jax.tree_util.tree_map_with_path(stored, state)
+    for unused in set(rules) - set(fields.values()) if fields else ():
+        allowed = f"patterns of the state's fields {sorted(fields)}"
+        raise ValueError(checks.message(_WHO, "moments", allowed, unused, "'*' is all of them."))
+    return codes, _by_field(scales, params)
+
+
+def _by_field(scales: Mapping[tuple[str, Path], jax.Array], params: PyTree) -> dict[str, PyTree]:
+    """Of each field a tree like the params, so that its paths end in theirs."""
+    of = lambda field: jax.tree_util.tree_map_with_path(  # noqa: E731
+        lambda path, _: scales.get((field, path), ()), params
+    )
+    return {field: of(field) for field in sorted({field for field, _ in scales})}
+
+
+def _places(scales: dict[str, PyTree]) -> dict[tuple[str, Path], Path]:
+    """Where the scale of an array of the state stands, by its field and its param."""
+    return {
+        (path[0].key, path[1:]): path for path, _ in jax.tree_util.tree_leaves_with_path(scales)
+    }
+
+
+def _decoded(state: PyTree, scales: dict[str, PyTree]) -> PyTree:
+    """The state as ``inner`` has it."""
+    table = dict(jax.tree_util.tree_leaves_with_path(scales))
+    places = _places(scales)
+
+    def whole(path: Path, codes: jax.Array) -> jax.Array:
+        place = _place(places, path)
+        made = formats.format_of(codes)
+        if made is None or (made.scaled and place is None):
+            return codes
+        return made.decode(codes, None if place is None else table[place])
+
+    return jax.tree_util.tree_map_with_path(whole, state)
+
+
+def _encoded(
+    state: PyTree, like: PyTree, scales: dict[str, PyTree], steps: jax.Array
+) -> tuple[PyTree, dict[str, PyTree]]:
+    """The state in the formats of an older one."""
+    places, table = _places(scales), {}
+
+    def stored(path: Path, old: jax.Array, new: jax.Array) -> jax.Array:
+        place, made = _place(places, path), formats.format_of(old)
+        if made is None or (made.scaled and place is None):
+            return new
+        codes, found = made.encode(new.astype(jnp.float32), formats.seed_of(steps, path))
+        if place is not None:
+            table[place] = found
+        return codes
+
+    codes = jax.tree_util.tree_map_with_path(stored, like, state)
+    return codes, jax.tree_util.tree_map_with_path(lambda path, _: table[path], scales)
+
+
+def _place(places: dict[tuple[str, Path], Path], path: Path) -> Path | None:
+    """Of the array at a path of the state."""
+    keys = ((trees.path_name(path[:i]), path[i:]) for i in range(len(path) + 1))
+    return next((places[key] for key in keys if key in places), None)
