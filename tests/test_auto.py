@@ -200,7 +200,7 @@ MISTAKES = {
     "key of a part": (
         {"accumulate": {"evry": 4}},
         "BoostConfig: keys of accumulate must be among 'every', 'normalize', 'accumulator_dtype', "
-        "'drop', got 'evry'. Did you mean 'every'?",
+        "'rounding', 'noise', 'drop', got 'evry'. Did you mean 'every'?",
     ),
     "kind": (
         {"loss_scale": "dynamc"},

@@ -53,7 +53,8 @@ MORE = {
     "autoboost": {"FinishingStep"},
     "freeze": {"mindspore_groups", "param_groups"},
     "reduce": {"Codec", "Late", "Message", "PerLeaf", "compress", "staged"},
-    "states": {"GateState", "Holds"},
+    "states": {"GateState", "Holds", "NoiseScaleState"},
+    "train": {"by_noise"},
 }
 
 

@@ -10,6 +10,7 @@ import optax
 
 from boostax._core import checks
 from boostax._core.groups import mindspore_groups, prefix_groups
+from boostax.accumulate.by_noise import WindowByNoise, by_noise
 from boostax.accumulate.carried import carry
 from boostax.accumulate.window import accumulate
 from boostax.autoboost.part import LATER, Layer, Part, Place, path, speaking_of, word
@@ -154,14 +155,21 @@ def _after_decay(
     return optax.chain(*parts[:place], centralize, *parts[place:])
 
 
+def _every(every: Any) -> int | Callable[[Any], Any] | WindowByNoise:
+    """As given, or the arguments of ``by_noise``."""
+    return by_noise(**every) if isinstance(every, Mapping) else every
+
+
 class Accumulate(Part, factory=accumulate):
     """``boostax.accumulate``: one optimizer step for so many calls.
 
     Attributes:
+      every: of ``by_noise`` the arguments, as a dictionary.
       drop: what a call that overflows takes with it: itself (``"micro-batch"``: the loss scaler
         stands around the window) or all of its ``"window"`` (inside; cheaper).
     """
 
+    made: ClassVar = {"every": _every}
     every: int = 1
     drop: Literal["micro-batch", "window"] = "micro-batch"
 
