@@ -12,6 +12,7 @@ from boostax._core import checks
 from boostax.autoboost.part import Part, known, speaking_of
 from boostax.autoboost.parts import (
     Accumulate,
+    AverageParams,
     Carry,
     Centralize,
     CheckUpdates,
@@ -35,6 +36,7 @@ ORDER: dict[str, type[Part]] = {
     "centralize": Centralize,
     "reduce": Reduce,
     "dim_reduce": DimReduce,
+    "average_params": AverageParams,
     "accumulate": Accumulate,
     "loss_scale": LossScale,
     "carry": Carry,
@@ -69,6 +71,7 @@ class BoostConfig:
       clip: by global norm.
       less_bn: fewer BatchNorms and a normalised head.
       dim_reduce: a finish in the subspace of the run.
+      average_params: an average of the params, for ``boostax.model.averaged_params``.
       carry: leaves whose "gradient" is their new value.
       check_updates: what the optimizer makes of good gradients is good too, or held back.
       count_lost_updates: what the stored precision rounds away is counted.
@@ -100,6 +103,7 @@ class BoostConfig:
     clip: Clip | None = None
     less_bn: LessBN | None = None
     dim_reduce: DimReduce | None = None
+    average_params: AverageParams | None = None
     carry: Carry | None = None
     check_updates: CheckUpdates | None = None
     count_lost_updates: CountLostUpdates | None = None
@@ -213,6 +217,12 @@ def _check_together(config: BoostConfig) -> None:
         allowed = "no 'partial' or 'local' with freeze"
         hint = "What is frozen between two meetings would stay different on every replica."
         raise ValueError(checks.message(_WHO, "reduce", allowed, config.reduce.kind, hint))
+    if config.average_params is not None and (freezes or own):
+        allowed, hint = "None with freeze", "What is frozen would be missing from the average."
+        if own:
+            allowed = f"None with reduce {config.reduce.kind!r}"
+            hint = "Each replica has params of its own."
+        checks.absent(_WHO, "average_params", config.average_params, allowed, hint)
     if config.dim_reduce is not None and not config.dim_reduce.at_once and (freezes or own):
         allowed, why = "None with freeze", "A frozen layer is not recorded."
         if own:
