@@ -134,8 +134,10 @@ def average_params(
     Returns:
       A gate that holds nothing back, with an ``AverageParamsState``. Cost: 8 bytes and a copy of
       the params in f32, or ``size`` of them in ``dtype``, sharded as they are. A step that takes
-      them in reads and writes the copy, or writes one snapshot, in place; where ``every`` or
-      ``start`` leaves a step out, or a gate inside holds it, nothing is moved.
+      them in reads params and copy and writes the copy, or reads params and writes one snapshot;
+      where ``every`` or ``start`` leaves a step out, or a gate inside holds it, nothing is moved.
+      In place on CPU, TPU v5e and H100; but on CPU between a scaler and a window, which takes a
+      copy. A pure ``update`` around a gate takes one copy more than the gate's.
 
     Raises:
       ValueError, TypeError: an argument out of range or of another kind; at ``init``, params that
