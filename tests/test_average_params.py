@@ -80,6 +80,18 @@ def test_ema_is_optax_ema_of_the_params():
         )
 
 
+def test_a_decay_may_be_a_hyperparameter_of_the_state():
+    make = lambda decay: average_params(optax.sgd(0.1), decay=decay)  # noqa: E731
+    tx = optax.inject_hyperparams(make)(decay=0.9)
+    params, state = follow(tx, 4)[-1]
+    expected = averaged_params(follow(make(0.9), 4)[-1][1], params)
+    jax.tree.map(
+        functools.partial(np.testing.assert_allclose, rtol=2e-6, atol=1e-6),
+        averaged_params(state, params),
+        expected,
+    )
+
+
 def test_params_that_stand_still_are_their_own_average_for_good():
     tx = average_params(optax.sgd(0.0), decay=0.9999)
     params, state = follow(tx, 300)[-1]

@@ -64,9 +64,11 @@ class AverageParamsState(NamedTuple):
         return {"averaged": self.averaged}
 
 
-def _exponential(decay: float) -> Callable[[jax.Array], jax.Array]:
+def _exponential(decay: Any) -> Callable[[jax.Array], jax.Array]:
     """The weights that correct the bias: those of ``optax.ema`` divided by ``1 - decay ** n``."""
-    return lambda n: (1 - decay) / -jnp.expm1(n * math.log(decay))
+    # In f32 a decay near 1 has lost most of its logarithm.
+    log: Any = jnp.log(decay) if isinstance(decay, jax.Array) else math.log(decay)
+    return lambda n: (1 - decay) / -jnp.expm1(n * log)
 
 
 def _moved(average: jax.Array, p: jax.Array, averaged: jax.Array, weight: Any) -> jax.Array:
@@ -175,7 +177,7 @@ def average_params(
             checks.message(_WHO, "dtype", f"'float32' with kind {kind!r}", dtype, hint)
         )
     tx = optax.with_extra_args_support(inner)
-    weight = (lambda n: 1 / n) if decay is None else _exponential(float(decay))
+    weight = (lambda n: 1 / n) if decay is None else _exponential(decay)
 
     def init_fn(params: PyTree) -> AverageParamsState:
         inner_state = tx.init(trees.at_least_float32(params))
