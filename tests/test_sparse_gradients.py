@@ -381,6 +381,8 @@ TAKEN = {
     "accumulate_by_schedule",
     "accumulate_inside_the_scaler",
     "accumulate_around_the_scaler",
+    "average_params",
+    "average_params_around_scaler_and_window",
     "all_reduce",
     "all_reduce_half",
     "all_reduce_in_buckets",
