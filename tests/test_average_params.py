@@ -202,12 +202,19 @@ def test_snapshots_in_bfloat16_cost_their_rounding_alone():
     np.testing.assert_allclose(averaged_params(state, params)["w"], np.mean(kept, 0), rtol=1e-6)
 
 
-def test_an_average_in_bfloat16_would_stand_still():
-    """Why it is refused: what one step moves is less than half a unit in the last place."""
-    average, target, weight = jnp.bfloat16(1.0), 1.5, 1 - 0.999
-    for _ in range(1000):
-        average = jnp.bfloat16(average + weight * (target - average))
-    assert average == 1.0 and 1.5 - 0.5 * 0.999**1000 > 1.3
+@pytest.mark.parametrize("decay", [0.9, 0.99, 0.999])
+def test_an_average_in_bfloat16_would_be_further_off_than_the_params_are(decay):
+    """Why it is refused: most moves are less than half a unit in the last place. A random walk."""
+    rng = np.random.default_rng(0)
+    p = 0.05 * rng.normal(size=512)
+    exact, low = p, p.astype(jnp.bfloat16)
+    for _ in range(3000):
+        p = 0.99999 * p + 1e-4 * rng.normal(size=512)
+        exact = exact + (1 - decay) * (p - exact)
+        wide = low.astype(np.float64)
+        low = (wide + (1 - decay) * (p - wide)).astype(jnp.bfloat16)
+    off = lambda x: np.sqrt(np.mean((x.astype(np.float64) - exact) ** 2))  # noqa: E731
+    assert off(exact.astype(jnp.bfloat16)) < 0.5 * off(p) < off(p) < off(low)
 
 
 BIG = {f"layer{i}": jax.ShapeDtypeStruct((512, 512), jnp.float32) for i in range(4)}
