@@ -13,6 +13,7 @@ from boostax.accumulate.carried import CarryState as CarryState
 from boostax.accumulate.window import AccumulateState as AccumulateState
 from boostax.freeze.plateau import GroupSignalState as GroupSignalState
 from boostax.freeze.scheduled import ScheduledFreezeState as ScheduledFreezeState
+from boostax.model.average import AverageParamsState as AverageParamsState
 from boostax.precision.group_state import GroupLossScaleState as GroupLossScaleState
 from boostax.precision.loss_scale import LossScaleState as LossScaleState
 from boostax.precision.lost_updates import LostUpdatesState as LostUpdatesState

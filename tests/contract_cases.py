@@ -460,6 +460,36 @@ CASES = [
         ),
     ),
     Case(
+        "average_params",
+        lambda inner, axis: boostax.model.average_params(inner, decay=0.9),
+        bad_arguments=(
+            (lambda: boostax.model.average_params(3.0), "inner"),
+            (lambda: boostax.model.average_params(OPT, "mean"), "kind"),
+            (lambda: boostax.model.average_params(OPT, decay=1.0), "decay"),
+            (lambda: boostax.model.average_params(OPT, "window", decay=0.9), "decay"),
+            (lambda: boostax.model.average_params(OPT, "lawa", size=0), "size"),
+            (lambda: boostax.model.average_params(OPT, size=3), "size"),
+            (lambda: boostax.model.average_params(OPT, every=0), "every"),
+            (lambda: boostax.model.average_params(OPT, start=-1), "start"),
+            (lambda: boostax.model.average_params(OPT, dtype="bfloat16"), "dtype"),
+            (lambda: boostax.model.average_params(OPT, "lawa", dtype="int8"), "dtype"),
+        ),
+    ),
+    Case(
+        "average_params_around_scaler_and_window",
+        lambda inner, axis: boostax.model.average_params(
+            boostax.dynamic_loss_scale(
+                boostax.accumulate(inner, 2, axis_name=axis), axis_name=axis
+            ),
+            "lawa",
+            size=2,
+            start=1,
+        ),
+        skips=True,
+        calls=2,
+        skip_view=lambda state: state._replace(inner_state=state.inner_state.inner_state),
+    ),
+    Case(
         "dim_reduce",
         lambda inner, axis: given_a_loss(boostax.dim_reduce(two, residual=inner, axis_name=axis)),
         skips=True,

@@ -149,6 +149,26 @@ def test_recording_copies_nothing(target):
     assert found.traffic.least <= 1.01 * bare(target).traffic.most
 
 
+AVERAGES = {"ema": {}, "lawa": {"size": 2, "every": 5}}
+
+
+@everywhere
+@pytest.mark.parametrize("kind", AVERAGES)
+@pytest.mark.parametrize("place", ["inside", "around"])
+def test_an_average_writes_in_place_and_a_held_call_moves_nothing_of_it(place, kind, target):
+    """Params and average are read, the average is written; params are at hand but on CPU."""
+    average = functools.partial(boostax.model.average_params, kind=kind, **AVERAGES[kind])
+    gates = lambda tx: boostax.dynamic_loss_scale(boostax.accumulate(tx, WINDOW))  # noqa: E731
+    adam = cases.adam()
+    tx = gates(average(adam)) if place == "inside" else average(gates(adam))
+    found, plain = cases.on_one_chip(tx, target), cases.on_one_chip(gates(adam), target)
+    applied = (found.traffic.most - plain.traffic.most) / BYTES
+    print(f"{kind} {place}: temporaries {found.temporary_bytes / BYTES:.4f} P, {applied:+.3f} P")
+    assert found.temporary_bytes <= 0.07 * BYTES
+    assert found.traffic.least <= 1.01 * plain.traffic.least
+    assert applied <= (2.1 if kind == "lawa" or (target != CPU and place == "inside") else 3.1)
+
+
 @on(H100)
 @pytest.mark.parametrize("name", ["dynamic_loss_scale", "accumulate"])
 def test_a_gate_adds_at_most_one_copy_to_a_whole_step(name, target):

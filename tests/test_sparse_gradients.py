@@ -382,6 +382,8 @@ TAKEN = {
     "accumulate_with_noise",
     "accumulate_inside_the_scaler",
     "accumulate_around_the_scaler",
+    "average_params",
+    "average_params_around_scaler_and_window",
     "all_reduce",
     "all_reduce_half",
     "all_reduce_with_noise_inside_gates",

@@ -18,6 +18,7 @@ from boostax.chain.parts import opened, read
 from boostax.chain.roles import role
 from boostax.freeze.scheduled import scheduled_freeze
 from boostax.freeze.schedules import CYCLE, FreezeSchedule, freeze_schedule
+from boostax.model.average import average_params
 from boostax.model.centralize import Axes, centralize_gradients
 from boostax.model.clip import clip_by_global_norm
 from boostax.model.less_bn import LessBNReport, less_bn
@@ -153,6 +154,10 @@ def _after_decay(
         elif what not in ("clip", "norm clip"):
             break
     return optax.chain(*parts[:place], centralize, *parts[place:])
+
+
+class AverageParams(Part, factory=average_params):
+    """``boostax.model.average_params``, around the reduction, inside the window and the scaler."""
 
 
 def _every(every: Any) -> int | Callable[[Any], Any] | WindowByNoise:
