@@ -254,6 +254,7 @@ CASES = [
         "top_k_reduce",
         lambda inner, axis: optax.chain(boostax.top_k_reduce(axis, 0.25), inner),
         reduces=True,
+        compresses=True,
         by_shard=True,
         bad_arguments=(
             (lambda: boostax.top_k_reduce(None), "axis_name"),
@@ -305,6 +306,7 @@ CASES = [
             boostax.reduce.threshold_reduce(axis, 0.5, relative=True, value_dtype="bfloat16"), inner
         ),
         reduces=True,
+        compresses=True,
         by_shard=True,
         bad_arguments=(
             (lambda: boostax.reduce.threshold_reduce("data", -0.1), "threshold"),
@@ -319,6 +321,7 @@ CASES = [
         "random_k_reduce",
         lambda inner, axis: optax.chain(boostax.reduce.random_k_reduce(axis, 0.1), inner),
         reduces=True,
+        compresses=True,
         by_shard=True,
         bad_arguments=((lambda: boostax.reduce.random_k_reduce("data", -0.1), "density"),),
     ),
@@ -328,6 +331,7 @@ CASES = [
             optax.chain(boostax.int8_reduce(axis, rounding="stochastic"), inner), axis_name=axis
         ),
         reduces=True,
+        compresses=True,
         by_shard=True,
         skips=True,
         bad_arguments=(
@@ -339,6 +343,7 @@ CASES = [
         "int16_reduce",
         lambda inner, axis: optax.chain(boostax.reduce.int16_reduce(axis), inner),
         reduces=True,
+        compresses=True,
         by_shard=True,
     ),
     Case(
@@ -347,6 +352,7 @@ CASES = [
             boostax.reduce.sign_reduce(axis, two_shot=True, block=8), inner
         ),
         reduces=True,
+        compresses=True,
         by_shard=True,
         bad_arguments=(
             (lambda: boostax.reduce.sign_reduce("data", form="most"), "form"),
@@ -367,6 +373,7 @@ CASES = [
         "power_sgd_reduce",
         lambda inner, axis: optax.chain(boostax.reduce.power_sgd_reduce(axis, {0: 1, 3: 2}), inner),
         reduces=True,
+        compresses=True,
         bad_arguments=(
             (lambda: boostax.reduce.power_sgd_reduce("data", 0), "rank"),
             (lambda: boostax.reduce.power_sgd_reduce("data", {0: 2, 5: 0}), "rank"),

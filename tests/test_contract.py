@@ -46,7 +46,12 @@ VARIANTS = {
     "centralize_gradients",
     "clip_by_global_norm",
 }
-ALWAYS = {"bad_arguments_raise_and_explain", "results_are_typed_equal", *INIT_LAWS}
+ALWAYS = {
+    "bad_arguments_raise_and_explain",
+    "results_are_typed_equal",
+    "what_is_not_sent_waits",
+    *INIT_LAWS,
+}
 
 # Of those that share the gate with the scalers: what is not the gate's.
 GATED = {"check_updates", "dim_reduce", "group_loss_scale", "scheduled_freeze"}

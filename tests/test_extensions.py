@@ -9,16 +9,17 @@ import optax
 import pytest
 from contract_cases import half
 from extensions.skip_spikes import skip_spikes
-from extensions.ternary import ternary_reduce
+from extensions.ternary import Ternary, ternary_reduce
 from extensions.thaw import thaw
 
 import boostax
 import boostax.testing
-from boostax.testing import PAIR_LAWS, Case, laws_for
+from boostax.reduce import compress
+from boostax.testing import LAWS, PAIR_LAWS, Case, laws_for
 
 THAWING = boostax.freeze_schedule(thaw, total_steps=12)
 TWO = boostax.freeze_schedule(lambda step: min(thaw(step), 1), total_steps=12)
-REDUCES = {"reduces": True, "by_shard": True}
+REDUCES = {"reduces": True, "compresses": True, "by_shard": True}
 CASES = [
     Case("ternary", lambda inner, axis: optax.chain(ternary_reduce(axis), inner), **REDUCES),
     Case("skip_spikes", lambda inner, axis: skip_spikes(inner, axis_name=axis), skips=True),
@@ -48,6 +49,17 @@ SLOW = ("any_placement_means_the_same_on_an_explicit_mesh", "results_are_typed_e
 )
 def test_it_keeps_the_contract(case, law):
     law(case)
+
+
+def test_a_codec_that_loses_what_it_does_not_send_breaks_the_law():
+    class Forgetful(Ternary):
+        def reduce(self, leaves, state, names):
+            message = super().reduce(leaves, state, names)
+            return message._replace(held=[jnp.zeros_like(x) for x in leaves])
+
+    make = lambda inner, axis: optax.chain(compress(Forgetful(), axis, name="forgetful"), inner)  # noqa: E731
+    with pytest.raises(AssertionError, match=r"of the gradients are lost at call 0"):
+        LAWS["what_is_not_sent_waits"](Case("forgetful", make, **REDUCES))
 
 
 def test_explain_knows_them():

@@ -30,16 +30,19 @@ def named(text):
             yield path, word
 
 
+@pytest.mark.parametrize("word", ["Code", "Tests"])
 @pytest.mark.parametrize("card", CARDS, ids=lambda path: path.stem)
-def test_a_card_names_the_code_of_its_formula(card):
-    (code,) = re.findall(r"^Code: (.*?)\n(?:\n|\Z)", card.read_text(), re.M | re.S)
-    pairs = list(named(code))
+def test_a_card_names_the_code_of_its_formula_and_its_tests(card, word):
+    (told,) = re.findall(rf"^{word}: (.*?)\n(?:\n|\Z)", card.read_text(), re.M | re.S)
+    pairs = list(named(told))
     assert pairs and all(defined(*pair) for pair in pairs), [p for p in pairs if not defined(*p)]
+    tests = [path.match("tests/test_*.py") and name.startswith("test_") for path, name in pairs]
+    assert all(tests) if word == "Tests" else not any(tests)
 
 
 def test_a_promise_names_what_holds_it():
     """Laws in their files, or tests; and a law says of which promise it is."""
-    assert [int(number) for number, _ in PROMISES] == list(range(1, 15))
+    assert [int(number) for number, _ in PROMISES] == list(range(1, 16))
     for number, promise in PROMISES:
         told = re.split(r"\*(?:Laws?|Tests):\*", promise)
         assert len(told) == 2, f"promise {number} names neither a law nor a test"

@@ -282,8 +282,9 @@ def specs_like(
         # Codes are integers, and so are counts.
         arrays = spec is not None or jnp.issubdtype(node.dtype, jnp.inexact)
         spec = PartitionSpec() if spec is None else spec
-        divided = shared_out is not None and arrays
-        return _shared_out(spec, node, lead, names, shared_out) if divided else spec
+        if shared_out is None or not arrays:
+            return spec
+        return _shared_out(spec, node, lead, names, shared_out)
 
     return jax.tree_util.tree_map_with_path(spec_of, state, is_leaf=is_per_replica)
 

@@ -236,9 +236,9 @@ def scheduled_freeze(
       repeat: start the schedule anew at its end.
 
     Returns:
-      A transformation with a ``ScheduledFreezeState``. Cost: ``4 * (4 + groups)`` bytes, none per
-      step; the state of ``inner`` for what is ever trained (``"per_group"``: for each depth, what
-      is trained there).
+      A transformation with a ``ScheduledFreezeState``. Cost: ``4 * (3 + groups)`` bytes, with
+      ``freeze_on_plateau`` 4 more, none per step; the state of ``inner`` for what is ever trained
+      (``"per_group"``: for each depth, what is trained there).
 
     Raises:
       ValueError, TypeError: an argument out of range; from ``init``, groups that do not fit the

@@ -110,8 +110,8 @@ def group_loss_scale(
 
     Returns:
       A transformation with a ``GroupLossScaleState``. Cost: 29 bytes per group; one read of the
-      gradients, and another at each count; one collective of 8 bytes per group, and one of 12 at
-      each count, with ``axis_name``; otherwise as ``dynamic_loss_scale``.
+      gradients, and another at each count; one collective of 8 bytes per group, and one of 12
+      per group at each count, with ``axis_name``; otherwise as ``dynamic_loss_scale``.
 
     Raises:
       ValueError, TypeError: an argument out of range; at trace time, as ``dynamic_loss_scale``.

@@ -56,7 +56,7 @@ class PowerSgd(Codec):
     lossy = True
 
     def serves(self, leaf: Any) -> bool:
-        """Real matrices of which two factors are less than half."""
+        """Real matrices of which two factors are at most half."""
         if leaf.ndim < 2 or jnp.iscomplexobj(leaf):
             return False
         rows, columns = sides(leaf.shape, self.outputs)
@@ -171,7 +171,7 @@ def power_sgd_reduce(
     out, the one that was sent in the fewest steps decides: the side that it did not send last.
 
     A leaf of more than two dimensions is a matrix of its outputs, the last dimension in Flax's
-    layout, and all others. Vectors, and leaves of which two factors would be half or more, take a
+    layout, and all others. Vectors, and leaves of which two factors would be more than half, take a
     plain mean.
 
     Args:

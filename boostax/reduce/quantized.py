@@ -332,8 +332,9 @@ def int8_reduce(
     everybody's codes would save nothing from eight replicas on.
 
     A leaf is cut along a dimension of its own, and its rows are those of its last dimension, so
-    that nothing is flattened; small leaves, and those with rows of fewer than 128 elements, are
-    made into rows of 256 to 1024.
+    that it is not flattened; small leaves, those that no dimension of theirs cuts evenly among the
+    replicas (1% of padding is allowed), and those with rows of fewer than 128 elements are made
+    into rows of 256 to 1024.
 
     Args:
       axis_name: mesh axis, or a tuple of axes.

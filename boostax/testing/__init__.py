@@ -39,7 +39,8 @@ Those in ``PAIR_LAWS`` also take a seed, from which they draw what they compare.
 def laws_for(case: Case) -> dict[str, Law]:
     """The laws that have a meaning for a case, by name.
 
-    A reduction has none on a single device; "skips" laws need a transformation that skips.
+    A reduction has none on a single device; "skips" laws need a transformation that skips, the law
+    of residuals one that has them.
     """
     single = (SINGLE_LAWS.keys() | OPTAX_LAWS.keys()) - INIT_LAWS
     anywhere = {name for name, law in PAIR_LAWS.items() if law not in MAPPED_PAIRS}
@@ -47,6 +48,7 @@ def laws_for(case: Case) -> dict[str, Law]:
         name: law
         for name, law in LAWS.items()
         if (case.skips or "skip" not in name)
+        and (case.compresses or name != "what_is_not_sent_waits")
         and not (case.reduces and name in single)
         and (case.distributed or name in single | INIT_LAWS | anywhere)
     }

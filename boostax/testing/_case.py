@@ -13,6 +13,7 @@ import optax
 from boostax._core.axes import AxisName
 from boostax._core.gate import gate_of, gated
 from boostax._core.handshake import assume_scaled
+from boostax.autoboost.states import holds
 from boostax.reduce.mean import all_reduce
 from boostax.train.apply import apply_gradients
 
@@ -39,6 +40,8 @@ class Case:
       scaled: ``scaled(grads, state)`` multiplies gradients as its loss would, for scales other
         than one for all.
       bad_arguments: functions that must raise, each with a part of its message.
+      compresses: at every call it hands ``inner`` what a codec sends of local gradients, and keeps
+        the rest in a residual.
     """
 
     name: str
@@ -53,6 +56,7 @@ class Case:
     skip_view: Callable[[Any], PyTree] = lambda state: state.inner_state
     scaled: Callable[[PyTree, Any], PyTree] | None = None
     bad_arguments: tuple[tuple[Callable[[], Any], str], ...] = ()
+    compresses: bool = False
 
     def single(self, inner: Any = None) -> optax.GradientTransformationExtraArgs:
         """The transformation on one device."""
@@ -180,6 +184,16 @@ def assert_close(left: PyTree, right: PyTree, what: str, tolerance: float = 1e-6
         np.testing.assert_allclose(
             np.asarray(a), np.asarray(b), rtol=tolerance, atol=tolerance, err_msg=what
         )
+
+
+def with_scale(state: Any, scale: float) -> Any:
+    """A state whose scalers have this scale."""
+
+    def node(x: Any) -> Any:
+        name = holds(type(x)).scale
+        return x._replace(**{name: jnp.full_like(getattr(x, name), scale)}) if name else x
+
+    return jax.tree.map(node, state, is_leaf=lambda x: bool(holds(type(x)).scale))
 
 
 def raises(fn: Callable[[], Any], *parts: str) -> None:

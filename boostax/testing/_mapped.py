@@ -6,9 +6,11 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from jax.sharding import AxisType, Mesh, PartitionSpec
 
+from boostax._core import trees
 from boostax._core.axes import local_params
 from boostax._core.replicas import (
     PerReplica,
@@ -18,18 +20,21 @@ from boostax._core.replicas import (
     stack_replicas,
     state_specs,
 )
+from boostax.reduce.feedback import CompressedState
 from boostax.testing._case import (
     Carry,
     Case,
     applied,
     assert_close,
     assert_same,
+    drawn,
     even_params,
     example_grads,
     follow,
     laws_in,
     poison,
     raises,
+    with_scale,
 )
 from boostax.train.apply import apply_gradients
 
@@ -199,6 +204,32 @@ def _trace_step(case: Case, prepare: Callable[[PyTree], PyTree]) -> None:
         out_specs=PartitionSpec(AXIS) if case.own_params else PartitionSpec(),
     )
     jax.eval_shape(mapped, even_params(), jnp.ones((replicas, 16)))
+
+
+def what_is_not_sent_waits(case: Case) -> None:
+    """Promise 15: of gradients and old residuals the mean is what is sent, and what then waits."""
+    tx, params, replicas = drawn(case.make(optax.identity(), AXIS)), even_params(), 4
+    init = jax.vmap(lambda _: tx.init(params), axis_name=AXIS)
+    update = jax.jit(jax.vmap(tx.update, in_axes=(0, 0, None), axis_name=AXIS))
+    state = with_scale(init(jnp.arange(replicas)), 1.0)
+    for seed in range(4):
+        grads, old = replica_grads(seed, replicas), _residuals(state)
+        sent, state = update(grads, state, params)
+        for name, new in _residuals(state).items():
+            wanted = np.float64(grads[name])
+            # Of a leaf that travels dense nothing waits.
+            wanted, waits = (wanted, 0.0) if new is None else (wanted + old[name], new.mean(0))
+            # Each rounding in f32 is one of what the replicas add up.
+            scale = replicas * abs(wanted).max()
+            found = np.asarray(sent[name], np.float64) + waits
+            error = abs(found - wanted.mean(0)).max() / scale
+            assert error <= 2e-6, f"{name}: {error} of the gradients are lost at call {seed}"
+
+
+def _residuals(state: Any) -> dict[str, Any]:
+    """By leaf, in float64; ``None`` of one that travels dense."""
+    (found,) = trees.find(state, lambda node: isinstance(node, CompressedState))
+    return {k: v if v is None else np.float64(v) for k, v in found.residual.local.items()}
 
 
 def an_unbound_axis_is_named(case: Case) -> None:

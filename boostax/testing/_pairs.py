@@ -29,6 +29,7 @@ from boostax.testing._case import (
     even_params,
     follow,
     laws_in,
+    with_scale,
 )
 from boostax.testing._mapped import AXIS
 from boostax.train.apply import apply_gradients
@@ -161,19 +162,11 @@ def scale_changes_nothing(case: Case, seed: int = 0) -> None:
     expected = setting.run(tx, grads)
     if _scalers(expected[1]):
         params, state = setting.start(tx)
-        start = params, _with_scale(state, scale)
+        start = params, with_scale(state, scale)
         found = follow(setting.step(tx), start, grads)
     else:
         found = setting.run(static_loss_scale(tx, scale, axis_name=setting.axis), grads)
     assert_close(found[0], expected[0], "params")
-
-
-def _with_scale(state: Any, scale: float) -> Any:
-    def node(x: Any) -> Any:
-        name = holds(type(x)).scale
-        return x._replace(**{name: jnp.full_like(getattr(x, name), scale)}) if name else x
-
-    return jax.tree.map(node, state, is_leaf=lambda x: bool(holds(type(x)).scale))
 
 
 def window_is_one_big_batch(case: Case, seed: int = 0) -> None:
