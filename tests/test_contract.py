@@ -47,7 +47,7 @@ VARIANTS = {
 ALWAYS = {"bad_arguments_raise_and_explain", "results_are_typed_equal", *INIT_LAWS}
 
 # Of those that share the gate with the scalers: what is not the gate's.
-GATED = {"check_updates", "dim_reduce", "group_loss_scale", "scheduled_freeze"}
+GATED = {"check_updates", "dim_reduce", "group_loss_scale", "scheduled_freeze", "skip_spikes"}
 OF_THEIR_OWN = {
     "is_a_transformation_with_array_state",
     "forwards_unknown_extra_arguments",

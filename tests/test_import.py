@@ -52,9 +52,13 @@ NAMESPACES = {
 MORE = {
     "autoboost": {"FinishingStep"},
     "freeze": {"mindspore_groups", "param_groups"},
+    "precision": {
+        "AdaGC", "MedianLimit", "SigmaLimit", "SpikeRule", "ZClip", "masters", "skip_spikes",
+        "store",
+    },
     "reduce": {"Codec", "Late", "Message", "PerLeaf", "compress", "staged"},
-    "states": {"GateState", "Holds"},
-}
+    "states": {"GateState", "Holds", "SpikesState"},
+}  # fmt: skip
 
 
 def named(module):
