@@ -103,7 +103,8 @@ def placements(kind: AxisType) -> dict[str, _placed.Placed]:
 def refusal(error: Exception) -> str | None:
     """What the library says in the first words of an error, if it is one of its own."""
     said = SAID.match(str(error)) if isinstance(error, ValueError | TypeError) else None
-    return said[0] if said and hasattr(boostax, said["who"]) else None
+    public = (boostax, boostax.precision, boostax.reduce, boostax.subspace)
+    return said[0] if said and any(hasattr(x, said["who"]) for x in public) else None
 
 
 def judged(run: Callable[[], float | None]) -> Row:

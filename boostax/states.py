@@ -17,6 +17,7 @@ from boostax.model.average import AverageParamsState as AverageParamsState
 from boostax.precision.group_state import GroupLossScaleState as GroupLossScaleState
 from boostax.precision.loss_scale import LossScaleState as LossScaleState
 from boostax.precision.lost_updates import LostUpdatesState as LostUpdatesState
+from boostax.precision.spikes import SpikesState as SpikesState
 from boostax.precision.store import StoreState as StoreState
 from boostax.precision.updates import CheckUpdatesState as CheckUpdatesState
 from boostax.reduce.adasum import AdasumState as AdasumState

@@ -31,6 +31,7 @@ from boostax.autoboost.parts import (
     LessBN,
     LossScale,
     Precision,
+    SkipSpikes,
 )
 from boostax.autoboost.reduction import Reduce
 
@@ -187,8 +188,8 @@ def test_the_documented_template_is_read_as_it_is_and_says_what_has_no_effect():
 
 KEYS = (
     "'policy', 'loss_scale', 'accumulate', 'microbatches', 'freeze', 'reduce', 'centralize', "
-    "'clip', 'less_bn', 'dim_reduce', 'average_params', 'carry', 'check_updates', "
-    "'count_lost_updates', "
+    "'clip', 'less_bn', 'dim_reduce', 'average_params', 'store', 'carry', 'check_updates', "
+    "'skip_spikes', 'count_lost_updates', "
     "'clip_by_global_norm', 'centralize_gradients', 'all_reduce', 'adasum', 'adasum_delta', "
     "'top_k_reduce', 'threshold_reduce', 'random_k_reduce', 'int8_reduce', 'int16_reduce', "
     "'sign_reduce', 'power_sgd_reduce', 'partial_average', 'local_updates', 'dynamic_loss_scale', "
@@ -467,6 +468,7 @@ NAMED = {
     ),
     "check_updates": (True, CheckUpdates()),
     "count_lost_updates": (True, CountLostUpdates()),
+    "skip_spikes": ({"by": "update", "rule": "sigma"}, SkipSpikes("update", "sigma")),
     "carry": ({"rules": {"layer_0/bias": "last"}}, Carry({"layer_0/bias": "last"})),
     "less_bn": ({"normalized_head": False}, LessBN(False)),
     "dim_reduce": (

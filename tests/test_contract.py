@@ -54,7 +54,7 @@ ALWAYS = {
 }
 
 # Of those that share the gate with the scalers: what is not the gate's.
-GATED = {"check_updates", "dim_reduce", "group_loss_scale", "scheduled_freeze"}
+GATED = {"check_updates", "dim_reduce", "group_loss_scale", "scheduled_freeze", "skip_spikes"}
 OF_THEIR_OWN = {
     "is_a_transformation_with_array_state",
     "forwards_unknown_extra_arguments",

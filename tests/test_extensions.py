@@ -8,7 +8,7 @@ import numpy as np
 import optax
 import pytest
 from contract_cases import half
-from extensions.skip_spikes import skip_spikes
+from extensions.drop_spikes import drop_spikes
 from extensions.ternary import Ternary, ternary_reduce
 from extensions.thaw import thaw
 
@@ -22,7 +22,7 @@ TWO = boostax.freeze_schedule(lambda step: min(thaw(step), 1), total_steps=12)
 REDUCES = {"reduces": True, "compresses": True, "by_shard": True}
 CASES = [
     Case("ternary", lambda inner, axis: optax.chain(ternary_reduce(axis), inner), **REDUCES),
-    Case("skip_spikes", lambda inner, axis: skip_spikes(inner, axis_name=axis), skips=True),
+    Case("drop_spikes", lambda inner, axis: drop_spikes(inner, axis_name=axis), skips=True),
     Case("thaw", lambda inner, axis: boostax.scheduled_freeze(inner, half, TWO, repeat=True)),
 ]
 
@@ -65,21 +65,21 @@ def test_a_codec_that_loses_what_it_does_not_send_breaks_the_law():
 def test_explain_knows_them():
     """Name, role, place, what is kept and what is sent, of parts that it has never seen."""
     inner = optax.chain(ternary_reduce("data"), optax.adam(1e-3))
-    tx = optax.chain(optax.clip(1.0), skip_spikes(inner, axis_name="data"))
+    tx = optax.chain(optax.clip(1.0), drop_spikes(inner, axis_name="data"))
     found = boostax.explain(tx, jnp.zeros(256), axis_sizes={"data": 8})
     parts = {part.name: part for part in found.parts}
     assert parts["ternary_reduce"].role == "compressed"
     assert parts["ternary_reduce"].own_bytes == 256 * 4
     # A byte an element on a ring, and the three numbers that are agreed.
     assert 2 * 7 / 8 * 256 < parts["ternary_reduce"].wire_bytes < 2 * 7 / 8 * (256 + 16)
-    assert parts["skip_spikes"].role == "check"
+    assert parts["drop_spikes"].role == "check"
     assert "Ternary" not in parts
 
 
 def test_the_rules_of_order_hold_for_them():
-    late = optax.chain(skip_spikes(optax.sgd(0.1)), optax.add_decayed_weights(0.1))
+    late = optax.chain(drop_spikes(optax.sgd(0.1)), optax.add_decayed_weights(0.1))
     (finding, *_) = boostax.explain(late, jnp.zeros(4)).findings
-    assert finding.what == "add_decayed_weights after skip_spikes"
+    assert finding.what == "add_decayed_weights after drop_spikes"
     twice = optax.chain(ternary_reduce("data"), boostax.all_reduce("data"), optax.sgd(0.1))
     (finding,) = boostax.explain(twice, jnp.zeros(4), axis_sizes={"data": 2}).findings
     assert finding.what == "all_reduce after ternary_reduce"
@@ -88,7 +88,7 @@ def test_the_rules_of_order_hold_for_them():
 def test_a_step_takes_them_together():
     mesh = jax.make_mesh((4,), ("data",))
     inner = optax.chain(ternary_reduce("data"), optax.sgd(0.05))
-    gated = skip_spikes(inner, axis_name="data")
+    gated = drop_spikes(inner, axis_name="data")
     tx = boostax.scheduled_freeze(gated, {"w": 0, "v": 1, "b": 2}, THAWING)
 
     def loss_fn(params, batch):
@@ -122,12 +122,12 @@ def test_a_role_that_there_is_not_is_refused():
 
 def test_a_saved_state_of_theirs_moves_to_another_chain():
     """What they keep goes along, by class, as that of ours does."""
-    old = skip_spikes(optax.adam(1e-2))
+    old = drop_spikes(optax.adam(1e-2))
     params = {"w": jnp.ones(3)}
     state = old.init(params)
     for size in (1.0, 2.0):
         params, state = boostax.apply_gradients(old, {"w": jnp.full(3, size)}, state, params)
-    new = boostax.dynamic_loss_scale(skip_spikes(optax.adam(1e-2)))
+    new = boostax.dynamic_loss_scale(drop_spikes(optax.adam(1e-2)))
     moved, report = boostax.migrate_state(state, new, params)
     jax.tree.map(np.testing.assert_array_equal, moved.inner_state, state)
     assert "dropped:\n  nothing" in str(report)
@@ -161,11 +161,11 @@ def test_a_sum_of_theirs_moves_into_a_scaler_in_its_units():
 def test_a_configuration_names_them():
     """By the names of their factories; where they stand follows from what they say they are."""
     told = {"loss_scale": "dynamic", "accumulate": 2, "ternary_reduce": True, "clip": 1.0}
-    own = (ternary_reduce, skip_spikes)
-    boost = boostax.auto(told | {"skip_spikes": {"factor": 4.0}}, factories=own)
+    own = (ternary_reduce, drop_spikes)
+    boost = boostax.auto(told | {"drop_spikes": {"factor": 4.0}}, factories=own)
     tx = boost.optimizer(optax.sgd(0.1), axis_name="data")
     found = boostax.explain(tx, jnp.zeros(8), axis_sizes={"data": 2})
-    chain = ["dynamic_loss_scale", "accumulate", "skip_spikes", "ternary_reduce"]
+    chain = ["dynamic_loss_scale", "accumulate", "drop_spikes", "ternary_reduce"]
     assert [part.name for part in found.parts][:5] == [*chain, "clip_by_global_norm"]
     assert not found.findings
     with pytest.raises(ValueError, match="axis_name must be given with the reduction ternary_red"):
@@ -187,8 +187,8 @@ def test_what_a_configuration_cannot_place_is_refused():
         boostax.auto({"rate": {"size": 0.1}}, factories=(rate,))
     with pytest.raises(ValueError, match=r"auto: mine must be described .*, got 'unknown'"):
         boostax.auto({"mine": True}, factories=(mine,))
-    with pytest.raises(ValueError, match="keys of skip_spikes must be among 'factor'"):
-        boostax.auto({"skip_spikes": {"faktor": 4.0}}, factories=(skip_spikes,))
+    with pytest.raises(ValueError, match="keys of drop_spikes must be among 'factor'"):
+        boostax.auto({"drop_spikes": {"faktor": 4.0}}, factories=(drop_spikes,))
     with pytest.raises(ValueError, match="reduce must be left out here, got 'adasum'"):
         boostax.auto({"reduce": "adasum", "ternary_reduce": True}, factories=(ternary_reduce,))
     with pytest.raises(ValueError, match="factories must be functions of your own"):

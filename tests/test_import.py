@@ -53,10 +53,14 @@ MORE = {
     "autoboost": {"FinishingStep"},
     "freeze": {"mindspore_groups", "param_groups"},
     "model": {"average_params", "averaged_params"},
+    "precision": {
+        "AdaGC", "MedianLimit", "SigmaLimit", "SpikeRule", "ZClip", "masters", "skip_spikes",
+        "store",
+    },
     "reduce": {"Codec", "Late", "Message", "PerLeaf", "compress", "staged"},
-    "states": {"AverageParamsState", "GateState", "Holds", "NoiseScaleState"},
+    "states": {"AverageParamsState", "GateState", "Holds", "NoiseScaleState", "SpikesState"},
     "train": {"by_noise"},
-}
+}  # fmt: skip
 
 
 def named(module):

@@ -151,6 +151,21 @@ def test_a_finished_run_does_nothing_more(step, whole):
     assert result.history == []
 
 
+@pytest.mark.parametrize("name", ["skipped_in_a_row", "spikes_in_a_row"])
+def test_a_run_ends_where_patience_does(name):
+    """Its rows are written first; a count that falls back to zero ends nothing."""
+    counts = [1, 2, 0, 1, 2, 3, 4]
+    writer = Recorder()
+    run = lambda state, index: (state, {name: counts[index]})  # noqa: E731
+    match = rf"fit: {name} must be below patience=3, got 3 at call 6\. .* rows before"
+    with pytest.raises(RuntimeError, match=match):
+        fit(run, None, lambda index: index, steps=7, patience=3, writers=[writer])
+    assert [row[name] for row in writer.rows] == counts[:6]
+    assert len(fit(run, None, lambda index: index, steps=7, patience=5).history) == 7
+    with pytest.raises(ValueError, match="fit: patience must be a positive integer"):
+        fit(run, None, lambda index: index, steps=7, patience=0)
+
+
 def test_metrics_are_read_after_the_next_call_is_dispatched():
     order = []
 

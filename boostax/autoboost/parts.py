@@ -26,6 +26,7 @@ from boostax.precision.group_scale import group_loss_scale
 from boostax.precision.loss_scale import dynamic_loss_scale, static_loss_scale
 from boostax.precision.lost_updates import count_lost_updates
 from boostax.precision.policy import Policy, policy
+from boostax.precision.spikes import skip_spikes
 from boostax.precision.store import store
 from boostax.precision.updates import check_updates
 from boostax.subspace.basis import pca_basis, saved_basis
@@ -104,6 +105,10 @@ class CountLostUpdates(Part, factory=count_lost_updates):
 
 class CheckUpdates(Part, factory=check_updates):
     """``boostax.precision.check_updates``, directly around the optimizer."""
+
+
+class SkipSpikes(Part, factory=skip_spikes):
+    """``boostax.precision.skip_spikes``, around the reduction and inside the window."""
 
 
 class Clip(Part, factory=clip_by_global_norm):

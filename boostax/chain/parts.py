@@ -82,7 +82,8 @@ def _part(update: Callable[..., Any]) -> Part:
     own: Description | None = getattr(update, "description", None)
     if own is not None:
         inner = tuple(((field,), read(tx)) for field, tx in own.inner.items())
-        return Part(own.name, "", own.what, own, inner=inner)
+        values = closure(inspect.unwrap(getattr(update, "step", update)))
+        return Part(own.name, "", own.what, own, settings=values, inner=inner)
     if isinstance(update, functools.partial):
         return _part(update.func)
     if isinstance(update, jax.stages.Wrapped):  # by jax.jit

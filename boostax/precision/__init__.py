@@ -14,6 +14,12 @@ from boostax.precision.loss_scale import static_loss_scale as static_loss_scale
 from boostax.precision.lost_updates import count_lost_updates as count_lost_updates
 from boostax.precision.policy import Policy as Policy
 from boostax.precision.policy import policy as policy
+from boostax.precision.spikes import AdaGC as AdaGC
+from boostax.precision.spikes import MedianLimit as MedianLimit
+from boostax.precision.spikes import SigmaLimit as SigmaLimit
+from boostax.precision.spikes import SpikeRule as SpikeRule
+from boostax.precision.spikes import ZClip as ZClip
+from boostax.precision.spikes import skip_spikes as skip_spikes
 from boostax.precision.store import masters as masters
 from boostax.precision.store import store as store
 from boostax.precision.updates import check_updates as check_updates

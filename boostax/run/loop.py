@@ -55,6 +55,7 @@ def fit(
     evaluate_every: int | None = None,
     flush: bool = True,
     limit: float | None = None,
+    patience: int | None = None,
     keep: int | None = None,
 ) -> FitResult:
     """Call ``step`` on ``batch(start)``, ..., ``batch(steps - 1)``.
@@ -87,6 +88,9 @@ def fit(
         them. The first call, evaluations and saves get ten times as long. Choose it above the time
         that a step takes to compile if the schedule of a ``scheduled_freeze`` compiles more of
         them.
+      patience: end the run with an error when a metric that counts steps refused one after the
+        other reaches this: ``skipped_in_a_row`` of a loss scaler, ``spikes_in_a_row``. Inside a
+        compiled step nothing raises, and a gate never gives in.
       keep: how many of the last rows ``history`` holds (default: all). A row of ten scalars takes
         100 bytes, so a run of many million calls with a writer should not keep them all.
 
@@ -95,6 +99,7 @@ def fit(
 
     Raises:
       ValueError, TypeError: for counts out of range, or a window that ``step.flush`` cannot reach.
+      RuntimeError: ``patience`` is at an end; what was saved before stands.
       PeerLost: a collective failed because another process has ended.
 
     Example:
@@ -112,6 +117,8 @@ def fit(
     for name, value in (("checkpoint_every", checkpoint_every), ("evaluate_every", evaluate_every)):
         if value is not None:
             checks.positive_int("fit", name, value, "It counts calls; None leaves it to the end.")
+    if patience is not None:
+        checks.positive_int("fit", "patience", patience, "It counts refused steps; None waits.")
     if keep is not None:
         checks.positive_int("fit", "keep", keep, "It counts rows; None keeps all.")
     allowed, hint = f"from 0 to steps, {steps}", "It is how many calls are done already."
@@ -133,6 +140,7 @@ def fit(
             history.append({"step": call, **scalars})
             for writer in writers:
                 writer.write(call, scalars)
+            _require_progress(call, scalars, patience)
 
     def save() -> None:
         nonlocal saved
@@ -193,6 +201,16 @@ def fit(
             with watchdog.allow(what="saving"):
                 checkpointer.wait()
     return FitResult(state, done, history, stopped_by)
+
+
+def _require_progress(call: int, scalars: Mapping[str, float], patience: int | None) -> None:
+    """Raise where a gate has refused as many steps as that, one after the other."""
+    for name, count in scalars.items():
+        if patience is not None and "_in_a_row" in name and count >= patience:
+            raise RuntimeError(
+                f"fit: {name} must be below patience={patience}, got {count:.0f} at call {call}. "
+                "Every step is refused: the rows before tell the scale, or the value and its limit."
+            )
 
 
 @contextlib.contextmanager

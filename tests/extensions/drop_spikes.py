@@ -9,7 +9,7 @@ from jax import lax
 import boostax
 
 
-def skip_spikes(inner: Any, factor: float = 8.0, axis_name: Any = None) -> Any:
+def drop_spikes(inner: Any, factor: float = 8.0, axis_name: Any = None) -> Any:
     """Skip a step of which the norm is so many times its running mean, or not finite."""
 
     def rule(grads: boostax.Pending, mean: Any, params: Any) -> Any:
@@ -22,4 +22,4 @@ def skip_spikes(inner: Any, factor: float = 8.0, axis_name: Any = None) -> Any:
         return usual, jnp.where(usual, new, mean)
 
     first = lambda params: jnp.float32(jnp.inf)  # noqa: E731
-    return boostax.gate(inner, rule, init=first, axis_name=axis_name, name="skip_spikes")
+    return boostax.gate(inner, rule, init=first, axis_name=axis_name, name="drop_spikes")
