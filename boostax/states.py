@@ -2,6 +2,7 @@
 
 from boostax._core.describe import Holds as Holds
 from boostax._core.gate import GateState as GateState
+from boostax._core.noise_scale import NoiseScaleState as NoiseScaleState
 from boostax._core.replicas import PerReplica as PerReplica
 from boostax._core.replicas import enter_replica as enter_replica
 from boostax._core.replicas import leave_replica as leave_replica
@@ -12,6 +13,7 @@ from boostax.accumulate.carried import CarryState as CarryState
 from boostax.accumulate.window import AccumulateState as AccumulateState
 from boostax.freeze.plateau import GroupSignalState as GroupSignalState
 from boostax.freeze.scheduled import ScheduledFreezeState as ScheduledFreezeState
+from boostax.model.average import AverageParamsState as AverageParamsState
 from boostax.precision.group_state import GroupLossScaleState as GroupLossScaleState
 from boostax.precision.loss_scale import LossScaleState as LossScaleState
 from boostax.precision.lost_updates import LostUpdatesState as LostUpdatesState

@@ -123,6 +123,43 @@ CASES = [
             (lambda: boostax.accumulate(OPT, 2, accumulator_dtype="int8"), "accumulator_dtype"),
         ),
     ),
+    Case(
+        "accumulate_with_noise",
+        lambda inner, axis: boostax.accumulate(
+            inner, boostax.train.by_noise(2, 2), noise=0.9, axis_name=axis
+        ),
+        calls=2,
+        bad_arguments=(
+            (lambda: boostax.accumulate(OPT, 2, noise=1.0), "noise"),
+            (lambda: boostax.accumulate(OPT, 1, noise=0.9), "every"),
+            (lambda: boostax.accumulate(OPT, 2, noise=0.9, normalize="sum"), "normalize"),
+            (lambda: boostax.accumulate(OPT, boostax.train.by_noise(2, 4)), "noise"),
+            (lambda: boostax.train.by_noise(0, 4), "low"),
+            (lambda: boostax.train.by_noise(4, 2), "high"),
+            (lambda: boostax.train.by_noise(2, 4, fraction=0.0), "fraction"),
+        ),
+    ),
+    Case(
+        "all_reduce_with_noise_inside_gates",
+        lambda inner, axis: boostax.accumulate(
+            boostax.dynamic_loss_scale(
+                optax.chain(boostax.all_reduce(axis, noise=0.9), inner), axis_name=axis
+            ),
+            2,
+            noise=0.9,
+            axis_name=axis,
+        ),
+        reduces=True,
+        skips=True,
+        calls=2,
+        skip_calls=2,
+        skip_view=lambda state: state.inner_state.inner_state,
+        bad_arguments=(
+            (lambda: boostax.all_reduce("data", noise=-1.0), "noise"),
+            (lambda: boostax.all_reduce("data", noise=0.9, op="sum"), "op"),
+            (lambda: boostax.all_reduce("data", noise=0.9, clip=1.0), "clip"),
+        ),
+    ),
     Case("accumulate_every_one", lambda inner, axis: boostax.accumulate(inner, 1, axis_name=axis)),
     Case(
         "accumulate_by_schedule",
@@ -428,6 +465,36 @@ CASES = [
             (lambda: boostax.subspace.HostTrajectory(1), "size"),
             (lambda: boostax.subspace.HostTrajectory(3, start=-1), "start"),
         ),
+    ),
+    Case(
+        "average_params",
+        lambda inner, axis: boostax.model.average_params(inner, decay=0.9),
+        bad_arguments=(
+            (lambda: boostax.model.average_params(3.0), "inner"),
+            (lambda: boostax.model.average_params(OPT, "mean"), "kind"),
+            (lambda: boostax.model.average_params(OPT, decay=1.0), "decay"),
+            (lambda: boostax.model.average_params(OPT, "window", decay=0.9), "decay"),
+            (lambda: boostax.model.average_params(OPT, "lawa", size=0), "size"),
+            (lambda: boostax.model.average_params(OPT, size=3), "size"),
+            (lambda: boostax.model.average_params(OPT, every=0), "every"),
+            (lambda: boostax.model.average_params(OPT, start=-1), "start"),
+            (lambda: boostax.model.average_params(OPT, dtype="bfloat16"), "dtype"),
+            (lambda: boostax.model.average_params(OPT, "lawa", dtype="int8"), "dtype"),
+        ),
+    ),
+    Case(
+        "average_params_around_scaler_and_window",
+        lambda inner, axis: boostax.model.average_params(
+            boostax.dynamic_loss_scale(
+                boostax.accumulate(inner, 2, axis_name=axis), axis_name=axis
+            ),
+            "lawa",
+            size=2,
+            start=1,
+        ),
+        skips=True,
+        calls=2,
+        skip_view=lambda state: state._replace(inner_state=state.inner_state.inner_state),
     ),
     Case(
         "dim_reduce",

@@ -20,6 +20,7 @@ from boostax.autoboost.mindspore import SWITCHES, from_mindspore
 from boostax.autoboost.part import Place
 from boostax.autoboost.parts import (
     Accumulate,
+    AverageParams,
     Carry,
     Centralize,
     CheckUpdates,
@@ -186,7 +187,8 @@ def test_the_documented_template_is_read_as_it_is_and_says_what_has_no_effect():
 
 KEYS = (
     "'policy', 'loss_scale', 'accumulate', 'microbatches', 'freeze', 'reduce', 'centralize', "
-    "'clip', 'less_bn', 'dim_reduce', 'carry', 'check_updates', 'count_lost_updates', "
+    "'clip', 'less_bn', 'dim_reduce', 'average_params', 'carry', 'check_updates', "
+    "'count_lost_updates', "
     "'clip_by_global_norm', 'centralize_gradients', 'all_reduce', 'adasum', 'adasum_delta', "
     "'top_k_reduce', 'threshold_reduce', 'random_k_reduce', 'int8_reduce', 'int16_reduce', "
     "'sign_reduce', 'power_sgd_reduce', 'partial_average', 'local_updates', 'dynamic_loss_scale', "
@@ -200,7 +202,7 @@ MISTAKES = {
     "key of a part": (
         {"accumulate": {"evry": 4}},
         "BoostConfig: keys of accumulate must be among 'every', 'normalize', 'accumulator_dtype', "
-        "'drop', got 'evry'. Did you mean 'every'?",
+        "'rounding', 'noise', 'drop', got 'evry'. Did you mean 'every'?",
     ),
     "kind": (
         {"loss_scale": "dynamc"},
@@ -297,6 +299,17 @@ MISTAKES = {
         "01",
         "auto: spec must be a level, a dictionary, the path of a .json file, or a BoostConfig, "
         "got '01'. Did you mean 'O1'?",
+    ),
+    "an average of what freezes": (
+        {"average_params": True, "freeze": {"groups": 3}},
+        "BoostConfig: average_params must be None with freeze, got AverageParams(kind='ema', "
+        "every=1, start=0, dtype='float32'). What is frozen would be missing from the average.",
+    ),
+    "an average of params of each replica's own": (
+        {"average_params": "lawa", "reduce": {"kind": "local", "every": 2}},
+        "BoostConfig: average_params must be None with reduce 'local', got "
+        "AverageParams(kind='lawa', every=1, start=0, dtype='float32'). Each replica has params of "
+        "its own.",
     ),
     "type": (
         3,
@@ -448,6 +461,10 @@ NAMED = {
         Freeze("ramp", total_steps=9, groups=3),
     ),
     "accumulate": ({"every": 2, "normalize": "sum"}, Accumulate(2, "sum")),
+    "average_params": (
+        {"kind": "lawa", "size": 3, "every": 10},
+        AverageParams("lawa", size=3, every=10),
+    ),
     "check_updates": (True, CheckUpdates()),
     "count_lost_updates": (True, CountLostUpdates()),
     "carry": ({"rules": {"layer_0/bias": "last"}}, Carry({"layer_0/bias": "last"})),
@@ -573,6 +590,18 @@ EVERYTHING = {
         ),
         (
             {
+                "average_params": "window",
+                "dim_reduce": True,
+            },
+            [
+                "LossScaleState",
+                "AccumulateState",
+                "AverageParamsState",
+                ["TrajectoryState", *TAIL],
+            ],
+        ),
+        (
+            {
                 "carry": {"rules": {"layer_0/bias": "last"}},
                 "check_updates": True,
                 "count_lost_updates": True,
@@ -607,6 +636,7 @@ TECHNIQUES = {
     "centralize": {"centralize": True},
     "clip": {"clip": 0.1},
     "finish": {"dim_reduce": {"n_components": 2, "every": 1}},
+    "average": {"average_params": {"kind": "lawa", "size": 2}},
 }
 QUICK = {
     ("freeze", "accumulate"),
@@ -639,7 +669,7 @@ def combined(a, b):
     quick(
         (a, b)
         for a, b in itertools.combinations(TECHNIQUES, 2)
-        if TECHNIQUES[a].keys() != TECHNIQUES[b].keys()
+        if TECHNIQUES[a].keys() != TECHNIQUES[b].keys() and {a, b} != {"freeze", "average"}
     ),
 )
 def test_every_pair_trains(one, other):
@@ -647,7 +677,7 @@ def test_every_pair_trains(one, other):
 
 
 # Refused by name: see the mistakes above.
-NOT_TOGETHER = {("freeze", "partial"), ("freeze", "local")}
+NOT_TOGETHER = set(itertools.product(("freeze", "average"), ("partial", "local")))
 
 
 @pytest.mark.parametrize(

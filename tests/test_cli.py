@@ -91,6 +91,18 @@ def test_train_digits_writes_everything_and_says_what_it_did(here, capsys):
         assert words in printed
 
 
+def test_an_average_is_judged_in_the_place_of_the_params_and_changes_none_of_them(here):
+    options = "--steps 8 --accumulate 2 --output".split()
+    found = {}
+    for judged in ("params", "averaged"):
+        assert train(*options, judged, "--evaluate", judged) == 0
+        found[judged] = summary(here / judged)
+    assert found["params"]["params_sha256"] == found["averaged"]["params_sha256"]
+    assert found["params"]["held_out_loss"] != found["averaged"]["held_out_loss"]
+    rows = JsonLines.read(here / "averaged" / "metrics.jsonl")
+    assert rows[-1]["averaged"] == rows[-1]["optimizer_steps"] == 4
+
+
 def test_a_run_without_a_finite_loss_is_still_plotted(here):
     plot_run([{"step": 1, "loss": math.nan}], here / "loss.png", "digits")
     assert is_png(here / "loss.png")
@@ -339,6 +351,12 @@ def test_a_damaged_checkpoint_is_refused_and_kept(here, capsys):
         (
             "--devices 2 --reduce adasum-delta --freeze plateau",
             "--freeze must not be plateau with --reduce adasum-delta",
+        ),
+        ("--evaluate averaged --freeze ramp", "--evaluate must be params with --freeze, got aver"),
+        ("--evaluate averaged --finish dim_reduce", "--evaluate must be params with --finish, got"),
+        (
+            "--evaluate averaged --model conv",
+            "--evaluate must be params with BatchNorm in the model",
         ),
         ("--checkpoint-every 0", "--checkpoint-every must be a positive integer"),
         ("--holdout 2", "holdout must be"),

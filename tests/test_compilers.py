@@ -94,6 +94,21 @@ def test_a_window_that_may_be_dropped_writes_in_place(options, target):
     assert applied <= 3.1
 
 
+@on(CPU)
+def test_noise_is_a_read_of_gradients_and_of_sums(target):
+    plain, found = (
+        cases.on_one_chip(boostax.accumulate(cases.adam(), WINDOW, **options), target)
+        for options in ({}, {"noise": 0.99})
+    )
+    more = [
+        (getattr(found.traffic, end) - getattr(plain.traffic, end)) / BYTES
+        for end in ("least", "most")
+    ]
+    print(f"noise: held {more[0]:+.3f} P, applied {more[1]:+.3f} P")
+    assert found.temporary_bytes <= 0.07 * BYTES
+    assert more[0] <= 1.01 and more[1] <= 2.01
+
+
 CHECKED = {
     "alone": boostax.precision.check_updates,
     "in both gates": lambda tx: boostax.dynamic_loss_scale(
@@ -132,6 +147,26 @@ def test_recording_copies_nothing(target):
     print(f"temporaries {found.temporary_bytes / BYTES:.4f} P, held {found.traffic.least / BYTES}")
     assert found.temporary_bytes <= 0.13 * BYTES
     assert found.traffic.least <= 1.01 * bare(target).traffic.most
+
+
+AVERAGES = {"ema": {}, "lawa": {"size": 2, "every": 5}}
+
+
+@everywhere
+@pytest.mark.parametrize("kind", AVERAGES)
+@pytest.mark.parametrize("place", ["inside", "around"])
+def test_an_average_writes_in_place_and_a_held_call_moves_nothing_of_it(place, kind, target):
+    """Params and average are read, the average is written; params are at hand but on CPU."""
+    average = functools.partial(boostax.model.average_params, kind=kind, **AVERAGES[kind])
+    gates = lambda tx: boostax.dynamic_loss_scale(boostax.accumulate(tx, WINDOW))  # noqa: E731
+    adam = cases.adam()
+    tx = gates(average(adam)) if place == "inside" else average(gates(adam))
+    found, plain = cases.on_one_chip(tx, target), cases.on_one_chip(gates(adam), target)
+    applied = (found.traffic.most - plain.traffic.most) / BYTES
+    print(f"{kind} {place}: temporaries {found.temporary_bytes / BYTES:.4f} P, {applied:+.3f} P")
+    assert found.temporary_bytes <= 0.07 * BYTES
+    assert found.traffic.least <= 1.01 * plain.traffic.least
+    assert applied <= (2.1 if kind == "lawa" or (target != CPU and place == "inside") else 3.1)
 
 
 @on(H100)

@@ -33,6 +33,8 @@ VARIANTS = {
     "dim_reduce_in_bfloat16_inside_the_scaler",
     "subspace_params",
     "record_trajectory",
+    "average_params",
+    "average_params_around_scaler_and_window",
     "group_loss_scale_measured_around_a_window",
     "adasum_delta",
     "adasum_delta_of_servers",

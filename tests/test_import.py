@@ -52,8 +52,10 @@ NAMESPACES = {
 MORE = {
     "autoboost": {"FinishingStep"},
     "freeze": {"mindspore_groups", "param_groups"},
+    "model": {"average_params", "averaged_params"},
     "reduce": {"Codec", "Late", "Message", "PerLeaf", "compress", "staged"},
-    "states": {"GateState", "Holds"},
+    "states": {"AverageParamsState", "GateState", "Holds", "NoiseScaleState"},
+    "train": {"by_noise"},
 }
 
 

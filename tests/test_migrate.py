@@ -354,6 +354,19 @@ def test_a_trajectory_of_another_size_begins_anew():
     assert report.anew == ("TrajectoryState recorded, snapshots, gram: the root",)
 
 
+def test_an_average_moves_with_its_counts_or_begins_anew():
+    average = boostax.model.average_params
+    params, old = trained(average(boostax.static_loss_scale(ADAM(), 1.0), "lawa", size=2))
+    state, report = migrate_state(
+        old, boostax.static_loss_scale(average(ADAM(), "lawa", size=2), 1.0), params
+    )
+    assert_same(state.inner_state._replace(inner_state=()), old._replace(inner_state=()))
+    assert not report.dropped and not report.anew
+    state, report = migrate_state(old, average(ADAM(), "lawa", size=3), params)
+    assert (int(state.steps), int(state.averaged)) == (0, 0)
+    assert report.anew == ("AverageParamsState steps, averaged, averages: the root",)
+
+
 def test_moments_are_kept_together_and_counts_with_moments():
     params, old = trained(optax.scale_by_adam())
     state, report = migrate_state(old, optax.scale_by_adam(mu_dtype="bfloat16"), params)

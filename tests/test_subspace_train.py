@@ -440,7 +440,7 @@ def test_residual_is_told_the_loss():
 def test_a_trajectory_is_not_recorded_while_layers_freeze():
     inner = optax.chain(boostax.subspace.record_trajectory(3), optax.sgd(0.1))
     tx = boostax.scheduled_freeze(inner, {"w": 0, "v": 1, "b": 1}, [0, 1, 0])
-    with pytest.raises(ValueError, match="inner must not record a trajectory for a schedule that"):
+    with pytest.raises(ValueError, match="inner must not keep whole params for a schedule that"):
         tx.init(start())
 
 

@@ -85,10 +85,11 @@ def split(x: jax.Array) -> tuple[jax.Array, jax.Array]:
 
 
 def rest(x: jax.Array, high: jax.Array) -> jax.Array:
-    """i16: the bits of f32 ``x`` less those of a bf16 next to it; the nearest, of any other."""
+    """i16: the bits of f32 ``x`` less those of a bf16 next to it; 0 of one that is further off."""
     whole = lax.bitcast_convert_type(x, jnp.int32)
     distance = whole - lax.bitcast_convert_type(high.astype(jnp.float32), jnp.int32)
-    return jnp.clip(distance, -_HALF, _HALF - 1).astype(jnp.int16)
+    near = (distance >= -_HALF) & (distance < _HALF)
+    return jnp.where(near, distance, 0).astype(jnp.int16)
 
 
 def joined(high: jax.Array, low: jax.Array) -> jax.Array:

@@ -47,16 +47,19 @@ class _Graph:
     """The equations of a program, the values between them numbered.
 
     Attributes:
-      known: arrays, of those that are.
+      constants: literals and the like.
+      known: arrays that were given or have been computed.
       inputs: the numbers of the program's inputs.
       outputs: the numbers of its results.
     """
 
     def __init__(self, program: jaxprs.ClosedJaxpr, given: Sequence[Any]):
+        self.constants: dict[int, Any] = {}
         self.known: dict[int, Any] = {}
         self._eqns: list[_Equation] = []
         self._count = 0
-        self.inputs = [self._constant(x) for x in given]
+        self.inputs = [self._new() for _ in given]
+        self.known.update(zip(self.inputs, given, strict=True))
         self.outputs = evaluate(program, self.inputs, self._add, self._constant, inline=JIT)
 
     def _new(self) -> int:
@@ -66,7 +69,7 @@ class _Graph:
     def _constant(self, value: Any, aval: Any = None) -> int:
         del aval
         number = self._new()
-        self.known[number] = value
+        self.constants[number] = value
         return number
 
     def _add(self, eqn: jaxprs.JaxprEqn, operands: list[int]) -> tuple[int, ...]:
@@ -76,7 +79,7 @@ class _Graph:
 
     def common(self, wanted: dict[int, list[int]], of: dict[int, int]) -> list[int]:
         """What several leaves want and is not of one alone; ``of`` has the leaves of inputs."""
-        sources = {number: {leaf} - {COMMON} for number, leaf in of.items()}
+        sources = {number: {leaf} for number, leaf in of.items()}
         for each in self._eqns:
             found = set[int]().union(*(sources.get(x, set()) for x in each.inputs))
             sources.update(dict.fromkeys(each.outputs, found))
@@ -88,13 +91,13 @@ class _Graph:
             found = set[int]().union(*(askers.get(x, set()) for x in each.outputs))
             for number in each.inputs:
                 askers.setdefault(number, set()).update(found)
-        several = lambda x: len(askers.get(x, ())) > 1 and len(sources[x]) != 1  # noqa: E731
-        return [
-            number
-            for each in self._eqns
-            for number in each.outputs
-            if several(number) or (askers.get(number) and _sends(each.eqn))
-        ]
+
+        def shared(number: int, each: _Equation) -> bool:
+            asking, leaves = askers.get(number, set()), sources[number] - {COMMON}
+            several = len(asking) > 1 and len(leaves) != 1 and bool(sources[number])
+            return several or (bool(asking) and _sends(each.eqn))
+
+        return [x for each in self._eqns for x in each.outputs if shared(x, each)]
 
     def needs(self, wanted: Iterable[int]) -> tuple[list[_Equation], list[int]]:
         """The equations that lead from known values to these, and those values."""
@@ -108,7 +111,7 @@ class _Graph:
     def learn(self, numbers: Sequence[int]) -> None:
         """Compute values and keep them."""
         eqns, _ = self.needs(numbers)
-        found = _run(eqns, self.known, numbers)
+        found = _run(eqns, self.constants | self.known, numbers)
         self.known.update(zip(numbers, found, strict=True))
 
 
@@ -179,7 +182,8 @@ def leaf_by_leaf(
 
         def work(mine: list[Any], given: list[Any], go: jax.Array, made: Any) -> Any:
             eqns, needed, outputs = made
-            found = _run(eqns, dict(zip(needed, given, strict=True)), outputs)
+            known = graph.constants | dict(zip(needed, given, strict=True))
+            found = _run(eqns, known, outputs)
             # Whether the next one runs is a result of this one, so that it has to wait.
             return axes.unify(found, mine), go | _seen(found)
 

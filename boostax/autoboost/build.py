@@ -60,9 +60,10 @@ class Boost:
         """The whole chain around an optimizer, in the order of ``ORDER``.
 
         Outermost first: freezing, carried leaves, loss scaling, the window (or the window, then
-        scaling), the recorder of snapshots, the reduction, centralization, clipping, the check of
-        updates, the count of lost ones, ``inner``. A reduction that stands around the optimizer
-        (``"adasum-delta"``, ``"partial"``, ``"local"``) is around centralization and clipping too.
+        scaling), the average of the params, the recorder of snapshots, the reduction,
+        centralization, clipping, the check of updates, the count of lost ones, ``inner``. A
+        reduction that stands around the optimizer (``"adasum-delta"``, ``"partial"``, ``"local"``)
+        is around centralization and clipping too.
 
         A ``dim_reduce`` from files is the whole of it, inside the loss scaler; ``inner`` then
         trains what lies outside the span, unless ``residual_rate`` puts an SGD there. One that

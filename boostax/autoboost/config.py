@@ -24,6 +24,7 @@ ORDER: dict[str, type[Part]] = {
     "reduce": Reduce,
     "dim_reduce": parts.DimReduce,
     "store": parts.Store,
+    "average_params": parts.AverageParams,
     "accumulate": parts.Accumulate,
     "loss_scale": parts.LossScale,
     "carry": parts.Carry,
@@ -59,6 +60,7 @@ class BoostConfig:
       less_bn: fewer BatchNorms and a normalised head.
       dim_reduce: a finish in the subspace of the run.
       store: bf16 params and state in fewer bytes.
+      average_params: an average of the params, for ``boostax.model.averaged_params``.
       carry: leaves whose "gradient" is their new value.
       check_updates: what the optimizer makes of good gradients is good too, or held back.
       count_lost_updates: what the stored precision rounds away is counted.
@@ -91,6 +93,7 @@ drop='micro-batch')
     clip: parts.Clip | None = None
     less_bn: parts.LessBN | None = None
     dim_reduce: parts.DimReduce | None = None
+    average_params: parts.AverageParams | None = None
     store: parts.Store | None = None
     carry: parts.Carry | None = None
     check_updates: parts.CheckUpdates | None = None
@@ -201,6 +204,12 @@ def _check_together(config: BoostConfig) -> None:
     hint = "What is frozen between two meetings would stay different on every replica."
     allowed, kind = "no 'partial' or 'local' with freeze", config.reduce.kind
     checks.require(_WHO, "reduce", kind, allowed, not (freezes and own), hint)
+    if config.average_params is not None and (freezes or own):
+        allowed, hint = "None with freeze", "What is frozen would be missing from the average."
+        if own:
+            allowed = f"None with reduce {kind!r}"
+            hint = "Each replica has params of its own."
+        checks.absent(_WHO, "average_params", config.average_params, allowed, hint)
     if finish is None:
         return
     if not finish.at_once and (freezes or own):

@@ -192,6 +192,9 @@ def _listed(value: Any) -> bool:
 def _check(base: Any, candidates: Any, steps: Any, repeats: Any, clock: Any) -> None:
     fits = isinstance(base, BoostConfig)
     _require("base", base, "a BoostConfig", fits, "auto(...).config is one.", TypeError)
+    if base.accumulate is not None:
+        hint = "Candidates are compared after windows of a known length."
+        checks.positive_int(_WHO, "base.accumulate.every", base.accumulate.every, hint)
     checks.positive_int(_WHO, "steps", steps, "It counts calls; 20 is the default.")
     hint = "It counts rounds of timing, and a standard error takes two; 10 is the default."
     checks.positive_int(_WHO, "repeats", repeats, hint)

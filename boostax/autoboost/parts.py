@@ -10,6 +10,7 @@ import optax
 
 from boostax._core import checks
 from boostax._core.groups import mindspore_groups, prefix_groups
+from boostax.accumulate.by_noise import WindowByNoise, by_noise
 from boostax.accumulate.carried import carry
 from boostax.accumulate.window import accumulate
 from boostax.autoboost.part import LATER, Layer, Part, Place, path, speaking_of, word
@@ -17,6 +18,7 @@ from boostax.chain.parts import opened, read
 from boostax.chain.roles import role
 from boostax.freeze.scheduled import scheduled_freeze
 from boostax.freeze.schedules import CYCLE, FreezeSchedule, freeze_schedule
+from boostax.model.average import average_params
 from boostax.model.centralize import Axes, centralize_gradients
 from boostax.model.clip import clip_by_global_norm
 from boostax.model.less_bn import LessBNReport, less_bn
@@ -154,14 +156,25 @@ def _after_decay(
     return optax.chain(*parts[:place], centralize, *parts[place:])
 
 
+class AverageParams(Part, factory=average_params):
+    """``boostax.model.average_params``, around the reduction, inside the window and the scaler."""
+
+
+def _every(every: Any) -> int | Callable[[Any], Any] | WindowByNoise:
+    """As given, or the arguments of ``by_noise``."""
+    return by_noise(**every) if isinstance(every, Mapping) else every
+
+
 class Accumulate(Part, factory=accumulate):
     """``boostax.accumulate``: one optimizer step for so many calls.
 
     Attributes:
+      every: of ``by_noise`` the arguments, as a dictionary.
       drop: what a call that overflows takes with it: itself (``"micro-batch"``: the loss scaler
         stands around the window) or all of its ``"window"`` (inside; cheaper).
     """
 
+    made: ClassVar = {"every": _every}
     every: int = 1
     drop: Literal["micro-batch", "window"] = "micro-batch"
 

@@ -36,9 +36,10 @@ def check_inner(states: tuple[Any, ...], plan: Plan, moments: str) -> None:
         )
     if changes and trees.find(states, lambda node: callable(getattr(node, "whole_params", None))):
         raise ValueError(
-            f"{_WHO}: inner must not record a trajectory for a schedule that changes, got "
-            "record_trajectory: what is frozen would be missing from its snapshots. "
-            "boostax.subspace.HostTrajectory records outside."
+            f"{_WHO}: inner must not keep whole params for a schedule that changes, got "
+            "record_trajectory or average_params: what is frozen would be missing from them. "
+            f"boostax.subspace.HostTrajectory records outside; in a step of your own put "
+            f"average_params around {_WHO}."
         )
     if changes and trees.find(states, lambda node: isinstance(node, optax.MultiStepsState)):
         raise ValueError(

@@ -1,8 +1,10 @@
-"""What concerns the model: gradient centralization, clipping, LessBN."""
+"""What concerns the model: averages of its params, gradient centralization, clipping, LessBN."""
 
 from typing import TYPE_CHECKING
 
 from boostax._core.late import late as _late
+from boostax.model.average import average_params as average_params
+from boostax.model.average import averaged_params as averaged_params
 from boostax.model.centralize import centralize_gradients as centralize_gradients
 from boostax.model.clip import clip_by_global_norm as clip_by_global_norm
 

@@ -9,8 +9,9 @@ import numpy as np
 import optax
 from jax import lax
 
-from boostax._core import axes, bcoo, checks, trees
+from boostax._core import axes, bcoo, checks, noise_scale, trees
 from boostax._core.describe import Stepped, describe
+from boostax._core.noise_scale import MicroNorms, NoiseScaleState
 from boostax._core.placement import mean_of_group, on_shards, require_local
 from boostax.reduce import exchange
 from boostax.reduce.codec import packed, unpacked
@@ -34,6 +35,7 @@ def all_reduce(
     clip: float | None = None,
     divide: Literal["before", "after"] = "after",
     bucket_bytes: int | None = None,
+    noise: float | None = None,
 ) -> optax.GradientTransformationExtraArgs:
     r"""Replace local gradients by their mean (or sum) over the replicas.
 
@@ -63,17 +65,22 @@ def all_reduce(
         collectives for one copy more. ``None`` leaves it to XLA, which merges the reductions of
         several leaves; with ``dtype``, ``None`` packs leaves below 64 KiB (or 4 KiB in a
         replica's slice) and vectors, up to 8 MiB together.
+      noise: decay of the running means from which ``noise_scale`` in ``boostax.metrics`` is made,
+        the gradient noise scale in batches of one replica; ``None`` does not measure it. Inside
+        ``accumulate(noise=...)`` it is in micro-batches of one replica.
 
     Returns:
-      A stateless transformation. The sum is taken in f32 or wider and cast back to the gradients'
-      dtype, saturating there. Cost: ``jax.lax.pmean`` of each leaf as it is, one all-reduce a leaf
-      in the traced program, which XLA may merge (4 bytes an element on the wire, times
-      ``2 (n-1)/n`` on a ring); with ``dtype`` the same in 2 bytes an element as an all-to-all and
-      an all-gather of each leaf, cut along a dimension of its own, and of each pack of small ones;
-      in f16 two gathers more, of 4 bytes a leaf. Compiled for TPU v5e, a train step of 67 M params
-      takes 1.12 (bf16) and 1.56 (f16) of the cycles of the f32 mean's. Of ``k`` sparse rows of
-      ``d`` elements two all-gathers, ``(n-1) k (4 d + 4)`` bytes received, and memory for all
-      ``n k`` rows, if that is less than the dense leaf's ``2 (n-1)/n`` times 4 an element.
+      A transformation without state, with ``noise`` one with a ``NoiseScaleState``. The sum is
+      taken in f32 or wider and cast back to the gradients' dtype, saturating there. Cost:
+      ``jax.lax.pmean`` of each leaf as it is, one all-reduce a leaf in the traced program, which
+      XLA may merge (4 bytes an element on the wire, times ``2 (n-1)/n`` on a ring); with ``dtype``
+      the same in 2 bytes an element as an all-to-all and an all-gather of each leaf, cut along a
+      dimension of its own, and of each pack of small ones; in f16 two gathers more, of 4 bytes a
+      leaf. Compiled for TPU v5e, a train step of 67 M params takes 1.12 (bf16) and 1.56 (f16) of
+      the cycles of the f32 mean's. Of ``k`` sparse rows of ``d`` elements two all-gathers,
+      ``(n-1) k (4 d + 4)`` bytes received, and memory for all ``n k`` rows, if that is less than
+      the dense leaf's ``2 (n-1)/n`` times 4 an element. With ``noise`` an all-reduce of 4 bytes
+      more and a read of the local and of the reduced gradients; sparse ones are made dense first.
 
     Raises:
       ValueError, TypeError: an argument out of range; at trace time, an unbound axis, already
@@ -98,6 +105,11 @@ def all_reduce(
     if clip is not None:
         hint = "SINGA's default is 100; None does not clip."
         checks.number(who, "clip", clip, "greater than 0", lambda x: x > 0, hint)
+    if noise is not None:
+        noise_scale.check(who, noise)
+        hint = "noise compares local gradients with their mean."
+        checks.choice(who, "op", op, ("mean",), hint)
+        checks.absent(who, "clip", clip, "None with noise", f"{hint} Clip that mean.")
     bucket_bytes = exchange.check_bytes(who, bucket_bytes)
     dividing: Divide = divide if op == "mean" else "never"
 
@@ -122,14 +134,34 @@ def all_reduce(
             reduced = [_reduced(x, names, dividing) for x in leaves]
         return jax.tree.unflatten(treedef, reduced), state
 
-    def init_fn(params: PyTree) -> SumState | optax.EmptyState:
+    def init_fn(params: PyTree) -> SumState | NoiseScaleState | optax.EmptyState:
         del params
+        if noise is not None:
+            return noise_scale.fresh()
         return SumState() if op == "sum" else optax.EmptyState()
 
     # A mean of f32 is a sum, which XLA shards by itself.
     update = update_fn if wire is None else on_shards(who, names, update_fn)
+
+    def measured_fn(
+        updates: PyTree,
+        state: Any,
+        params: PyTree = None,
+        *,
+        micro_norms: MicroNorms | None = None,
+        **extra: Any,
+    ) -> Stepped:
+        updates = bcoo.dense(updates)
+        means, _ = update(updates, (), params, **extra)
+        local, count = noise_scale.square_norm(updates, names), jnp.float32(axes.size(names))
+        if micro_norms is not None:
+            local, count = local * micro_norms.ratio, count * micro_norms.length
+        small, large = axes.mean(local, names), noise_scale.square_norm(means)
+        return means, noise_scale.observe(state, small, large, count, noise)
+
+    decorate = describe(who, "mean", names, sparse=noise is None)
     return optax.GradientTransformationExtraArgs(
-        init_fn, describe(who, "mean", names, sparse=True)(update)
+        init_fn, decorate(update if noise is None else measured_fn)
     )
 
 

@@ -2,6 +2,7 @@
 
 from boostax._core.axes import local_params as local_params
 from boostax.accumulate.aux import Aux as Aux
+from boostax.accumulate.by_noise import by_noise as by_noise
 from boostax.accumulate.microbatch import microbatch as microbatch
 from boostax.accumulate.window import flush as flush
 from boostax.accumulate.window import has_updated as has_updated

@@ -13,6 +13,12 @@ MAPPED = ("checked", "unchecked", "pmap")
 MESHES = ("mesh", "zero", "fsdp", "hsdp")
 # Codecs of which it is checked that nothing is lost: what has moved and what waits are the sum.
 CONSERVING = ("int8", "sign", "random_k", "power_sgd")
+# What is given to an average, by its kind.
+AVERAGES: dict[str, dict[str, Any]] = {
+    "ema": {"decay": 0.8},
+    "window": {"start": 1},
+    "lawa": {"size": 2, "every": 2},
+}
 Move = tuple[int, Literal["save", "reshard", "nest", "flush"], int]
 
 
@@ -47,6 +53,7 @@ class Case:
       magnitude: of the gradients.
       bad: ``(call, replica, value)``; values that make a gradient unusable.
       moves: ``(call, kind, argument)``: what happens before that call.
+      average: ``(kind, gates around it)`` of an average of the params, or ``()``.
     """
 
     seed: int = 0
@@ -74,6 +81,7 @@ class Case:
     magnitude: float = 1.0
     bad: tuple[tuple[int, int, float], ...] = ()
     moves: tuple[Move, ...] = ()
+    average: tuple[Any, ...] = ()
 
     @property
     def weighted(self) -> bool:
@@ -173,6 +181,7 @@ def draw(seed: int) -> Case:
             magnitude=one_of(0.1, 1.0, 10.0),
             bad=tuple(bad),
             moves=tuple(sorted(moves)),
+            average=(one_of(*AVERAGES), int(rng.integers(3))) if chance(0.3) else (),
         )
     )
 
@@ -207,6 +216,12 @@ def tidy(case: Case) -> Case:
     if case.conserving:
         plain = {"clip": None, "decay": "none", "optimizer": "sgd", "rates": (0.1, 0.1)}
         case = dataclasses.replace(case, **plain, frozen=())
+    if case.conserving or case.frozen:
+        # What waits in residuals is no param yet; what is frozen would be missing.
+        case = dataclasses.replace(case, average=())
+    if case.average:
+        kind, around = case.average
+        case = dataclasses.replace(case, average=(kind, min(around, len(case.gates))))
     allowed = {
         "save": True,
         "reshard": not single and not case.frozen,

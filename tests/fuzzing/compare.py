@@ -68,14 +68,18 @@ def _compare(case: Case, when: str, ours: Library, theirs: Reference) -> None:
     # One rounding in f32 of each call; where gradients travel in eight bits, one of those.
     step = 1e-2 if case.reduction == "bfloat16" else 2e-6
     limit = step * case.calls * (1 + case.magnitude * len(case.every) * max(case.rates))
-    for name, value in theirs.params.items():
-        with np.errstate(invalid="ignore"):
-            off = np.abs(ours.params[name] - value) / (1 + np.abs(value))
-        if not np.all(off <= limit):
-            raise Difference(
-                f"{when}: {name} is off by {np.max(off):.3g}, of {limit:.3g}: "
-                f"{ours.params[name].ravel()[:4]}, and {value.ravel()[:4]} in the reference"
-            )
+    pairs = {"": (ours.params, theirs.params)}
+    if case.average:
+        pairs["the average of "] = ours.average, theirs.average
+    for what, (mine, wanted) in pairs.items():
+        for name, value in wanted.items():
+            with np.errstate(invalid="ignore"):
+                off = np.abs(mine[name] - value) / (1 + np.abs(value))
+            if not np.all(off <= limit):
+                raise Difference(
+                    f"{when}: {what}{name} is off by {np.max(off):.3g}, of {limit:.3g}: "
+                    f"{mine[name].ravel()[:4]}, and {value.ravel()[:4]} in the reference"
+                )
 
 
 def failure(case: Case) -> str | None:

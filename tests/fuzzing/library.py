@@ -12,7 +12,7 @@ import optax
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import boostax
-from fuzzing.cases import GROUPS, MESHES, SHAPES, Case
+from fuzzing.cases import AVERAGES, GROUPS, MESHES, SHAPES, Case
 
 Tree = Any
 AXIS = "data"
@@ -44,8 +44,14 @@ def chain(case: Case) -> optax.GradientTransformationExtraArgs:
         parts.append(optax.add_decayed_weights(0.1))
     rate = optax.linear_schedule(*case.rates, 10)
     tx = optax.chain(*parts, optax.scale_by_learning_rate(rate))
-    for gate in reversed(case.gates):
-        tx = _window(case, tx, axis) if gate == "window" else _scaler(case, tx, axis)
+    kind, around = case.average or ("", -1)
+    average = lambda tx: boostax.model.average_params(tx, kind, **AVERAGES[kind])  # noqa: E731
+    for place in reversed(range(len(case.gates) + 1)):
+        if place < len(case.gates):
+            window = case.gates[place] == "window"
+            tx = _window(case, tx, axis) if window else _scaler(case, tx, axis)
+        if place == around:
+            tx = average(tx)
     if case.frozen:
         tx = boostax.scheduled_freeze(tx, GROUPS, case.frozen)
     return optax.chain(tx) if case.face == "chain" else optax.with_extra_args_support(tx)
@@ -247,6 +253,13 @@ class Library:
             waits = {n: 0.0 if e is None else np.float64(e).mean(0) for n, e in own.items()}
         # At the rate of all of them.
         return {n: np.float64(p) - 0.1 * waits[n] for n, p in params.items()}
+
+    @property
+    def average(self) -> dict[str, np.ndarray]:
+        """Of the params; they themselves without one."""
+        params, state = self._taken()
+        found = boostax.model.averaged_params(state, params) if self.case.average else params
+        return {n: np.float64(x) for n, x in found.items()}
 
     def reported(self) -> dict[str, float]:
         """The metrics."""

@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 
-from fuzzing.cases import DTYPES, GROUPS, Case
+from fuzzing.cases import AVERAGES, DTYPES, GROUPS, Case
 
 Tree = dict[str, np.ndarray]
 # Beyond it the squares of gradients do not add up in f32.
@@ -26,6 +26,8 @@ class Reference:
         zeros = lambda: {name: np.zeros_like(x) for name, x in self.params.items()}  # noqa: E731
         self.steps, self.first, self.second = 0, zeros(), zeros()
         self.residual = [zeros() for _ in range(case.replicas)]
+        # Params after each applied step.
+        self.path: list[Tree] = []
 
     def reported(self) -> dict[str, float]:
         """Of the metrics of the library those that it must agree with."""
@@ -193,6 +195,18 @@ class Reference:
                 change = change + 0.1 * self.params[n]
             self.params[n] = self.params[n] - rate * change
         self.steps += 1
+        self.path.append(dict(self.params))
+
+    @property
+    def average(self) -> Tree:
+        """The mean of the path with the weights that its kind gives; the params without one."""
+        kind = self.case.average[0] if self.case.average else ""
+        given = AVERAGES.get(kind, {})
+        taken = self.path[given.get("start", 0) :: given.get("every", 1)][-given.get("size", 0) :]
+        if not (kind and taken):
+            return self.params
+        weights = given.get("decay", 1.0) ** np.arange(len(taken))[::-1]
+        return _mean(taken, weights)
 
     def _direction(self, n: str, g: np.ndarray, step: int) -> tuple[np.ndarray, ...]:
         first, second, kind = self.first[n], self.second[n], self.case.optimizer

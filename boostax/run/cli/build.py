@@ -37,7 +37,10 @@ class Built:
 
     def evaluate(self, state: boostax.train.TrainState) -> dict[str, float]:
         """Held-out scalars under names of their own."""
-        return self.judge(state.params, state.model_state)
+        params = state.params
+        if self.recipe.evaluate == "averaged":
+            params = jax.jit(boostax.model.averaged_params)(state.opt_state, params)
+        return self.judge(params, state.model_state)
 
     def judge(self, params: PyTree, model_state: PyTree) -> dict[str, float]:
         """The same of parts of a state."""
@@ -81,6 +84,7 @@ def build(workload: Workload, recipe: Recipe) -> Built:
     """The train step of a recipe; raises ValueError or TypeError where it makes no sense."""
     check_options(recipe)
     _check_devices(workload, recipe)
+    _check_average(workload, recipe)
     axis, mesh = None, None
     if recipe.devices > 1:
         # As many of every process.
@@ -120,6 +124,8 @@ def boosted(recipe: Recipe) -> boostax.autoboost.Boost:
         asked["accumulate"] = recipe.accumulate
     if recipe.devices > 1:
         asked["reduce"] = _reduce(recipe)
+    if recipe.evaluate == "averaged":
+        asked["average_params"] = {"decay": 1 - 1 / max(2, steps // 20)}
     if recipe.finish != "none":
         # Over the second half of the run.
         size = min(recipe.value("finish_components") + 1, steps // 2)
@@ -178,6 +184,17 @@ def _check_devices(workload: Workload, recipe: Recipe) -> None:
             f"boostax: --batch-size must be divisible by devices x microbatches = "
             f"{recipe.devices} x {recipe.microbatches}, got {workload.batch_size}. "
             f"{slices * max(1, round(workload.batch_size / slices))} is the nearest that is."
+        )
+
+
+def _check_average(workload: Workload, recipe: Recipe) -> None:
+    if recipe.evaluate == "params":
+        return
+    _, model_state = jax.eval_shape(workload.init, jax.random.key(0))
+    if model_state is not None:
+        raise ValueError(
+            "boostax: --evaluate must be params with BatchNorm in the model, got averaged. Its "
+            "statistics are those of the params, not of their average."
         )
 
 

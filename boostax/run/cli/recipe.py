@@ -96,6 +96,10 @@ class Recipe(Optimization):
     """Share of the optimizer steps on which something is frozen; 0.3 by default. Plateau measures
     instead."""
 
+    evaluate: Literal["params", "averaged"] = "params"
+    """What the held-out split judges: the params, or an exponential average of them, which looks
+    back over a twentieth of the optimizer steps."""
+
     finish: Literal["none", "dim_reduce"] = "none"
     """What follows the run: quasi-Newton steps in the principal directions of its second half, on
     eight batches at a time."""
@@ -173,6 +177,12 @@ def _check_together(recipe: Recipe) -> None:
         raise ValueError(
             "boostax: --freeze must not be plateau with --reduce adasum-delta, got plateau. Its "
             "gradients stay each device's own, and all must freeze alike; --reduce adasum does."
+        )
+    if recipe.evaluate == "averaged" and (recipe.freeze != "none" or recipe.finish != "none"):
+        other = "--freeze" if recipe.freeze != "none" else "--finish"
+        raise ValueError(
+            f"boostax: --evaluate must be params with {other}, got averaged. What is frozen would "
+            "be missing from the average, and a finish is judged by itself."
         )
     if recipe.finish == "none":
         return

@@ -1,0 +1,124 @@
+r"""The gradient noise scale, from the norms of small-batch and large-batch gradients of a step.
+
+Let a small batch have the gradient :math:`g`, of mean :math:`G` and covariance :math:`S`, and let
+:math:`\bar g` be the mean of :math:`n` of them. Then :math:`E|g|^2 = |G|^2 + \operatorname{tr} S`
+and :math:`E|\bar g|^2 = |G|^2 + \operatorname{tr} S / n`, so
+
+.. math::
+  \operatorname{tr} S \approx \frac{n}{n-1} \left(|g|^2 - |\bar g|^2\right), \qquad
+  |G|^2 \approx \frac{n |\bar g|^2 - |g|^2}{n-1}
+
+are without bias. Their ratio is not: each is averaged over steps before it is taken (McCandlish et
+al., An Empirical Model of Large-Batch Training, https://arxiv.org/abs/1812.06162, 2018, appendix
+A).
+"""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from boostax._core import axes, checks, trees
+from boostax._core.describe import Holds
+
+PyTree = Any
+
+
+class NoiseScaleState(NamedTuple):
+    """Running means of what the noise scale is the ratio of.
+
+    Attributes:
+      gradient: f32, of the estimates of the squared norm of the true gradient, times ``weight``.
+      noise: f32, of those of the trace of a small batch's gradient covariance, times ``weight``.
+      weight: f32, how much of a mean the two are: ``1 - noise**steps``.
+    """
+
+    gradient: jax.Array
+    noise: jax.Array
+    weight: jax.Array
+    holds = Holds(("gradient", "noise", "weight"))
+
+    def scale(self) -> jax.Array:
+        """The noise scale in small batches.
+
+        NaN before the first estimate; infinite where noise hides the gradient, so that the estimate
+        of its square is not positive.
+        """
+        ratio = jnp.maximum(self.noise, 0) / self.gradient
+        return jnp.where(
+            self.weight > 0, jnp.where(self.gradient > 0, ratio, jnp.inf), jnp.nan
+        ).astype(jnp.float32)
+
+    def metrics(self) -> dict[str, jax.Array]:
+        """Named scalars for ``boostax.metrics``."""
+        return {
+            "noise_scale": self.scale(),
+            "gradient_square": self.gradient / self.weight,
+            "gradient_noise": self.noise / self.weight,
+        }
+
+
+class MicroNorms(NamedTuple):
+    """What a window tells a reduction inside it of the micro-gradients that it has averaged.
+
+    Attributes:
+      ratio: their mean squared norm in that of their mean. A loss scale does not change it.
+      length: f32, how many there were.
+    """
+
+    ratio: jax.Array
+    length: jax.Array
+
+
+def fresh() -> NoiseScaleState:
+    """Before the first estimate."""
+    return NoiseScaleState(*(jnp.zeros((), jnp.float32) for _ in range(3)))
+
+
+def found(state: PyTree) -> list[NoiseScaleState]:
+    """The noise scales in a state, outermost first."""
+    return trees.find(state, lambda node: isinstance(node, NoiseScaleState))
+
+
+def check(who: str, decay: Any) -> Any:
+    """Refuse what is no decay of a running mean."""
+    hint = "0.99 averages over about a hundred optimizer steps; None does not measure."
+    return checks.number(who, "noise", decay, "in [0, 1)", lambda x: 0 <= x < 1, hint)
+
+
+def observe(
+    state: NoiseScaleState, small: jax.Array, large: jax.Array, n: jax.Array, decay: Any
+) -> NoiseScaleState:
+    """The running means with one step more; as they are where it shows nothing.
+
+    Args:
+      state: the old ones.
+      small: squared norm of the gradient of a small batch, a mean over some.
+      large: squared norm of the mean of ``n`` of them.
+      n: f32; a step shows nothing where it is 1, or a norm not finite.
+      decay: of the running means.
+    """
+    estimates = (n * large - small) / (n - 1), (small - large) * n / (n - 1), jnp.float32(1)
+    shown = (n > 1) & jnp.isfinite(small) & jnp.isfinite(large)
+    return NoiseScaleState(
+        *(
+            jnp.where(shown, decay * old + (1 - decay) * new, old).astype(jnp.float32)
+            for old, new in zip(state, estimates, strict=True)
+        )
+    )
+
+
+def square_norm(tree: PyTree, names: tuple[str, ...] = ()) -> jax.Array:
+    """The squared norm of dense gradients in f32, of each replica's over ``names``.
+
+    Shards are added up: one sum of 4 bytes for each set of axes that leaves are sharded over.
+    """
+    sums: dict[frozenset[str], jax.Array] = {}
+    for x in jax.tree.leaves(tree):
+        wide = x.astype(trees.wide_dtype(x))
+        part = jnp.sum(jnp.real(wide * jnp.conj(wide))).astype(jnp.float32)
+        over = axes.varying(part) - frozenset(names)
+        sums[over] = sums[over] + part if over in sums else part
+    parts = [lax.psum(x, tuple(sorted(over))) if over else x for over, x in sums.items()]
+    return sum(parts, start=jnp.zeros((), jnp.float32))

@@ -1,0 +1,282 @@
+r"""Averages of the params, beside any optimizer: exponential, uniform, of the latest snapshots.
+
+The mean of several points of a path lies lower than the points where the path is noise around a
+valley, which is what a rate that falls gets rid of too. An average moves with the *applied* steps:
+around a scaler or a window it reads their states, inside them it stands in their branch.
+
+All that move at each step are one formula, with :math:`n` params averaged so far, these included,
+
+.. math:: a_n = a_{n-1} + w_n\,(p_n - a_{n-1}), \qquad w_1 = 1
+
+References:
+  Polyak and Juditsky, Acceleration of Stochastic Approximation by Averaging,
+  https://doi.org/10.1137/0330046, 1992.
+  Izmailov et al., Averaging Weights Leads to Wider Optima and Better Generalization,
+  https://arxiv.org/abs/1803.05407, 2018.
+  Kaddour, Stop Wasting My Time! Saving Days of ImageNet and BERT Training with Latest Weight
+  Averaging, https://arxiv.org/abs/2209.14981, 2022.
+"""
+
+import math
+from collections.abc import Callable
+from typing import Any, Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax import lax
+
+from boostax._core import checks, trees
+from boostax._core.describe import Holds, describe
+from boostax._core.gate import Pending, flush_inner, gated, held_open, passed, run, run_or_hold
+from boostax._core.replicas import owns_params
+
+PyTree = Any
+
+_WHO = "average_params"
+
+
+class AverageParamsState(NamedTuple):
+    """State of ``average_params``.
+
+    Attributes:
+      steps: i32, applied steps so far.
+      averaged: i32, how many params were taken in; of snapshots, the next goes to the slot
+        ``averaged % size``.
+      averages: tree like the params, in f32 or wider: the average; or of ``(size, *leaf.shape)``
+        in the storage dtype: the snapshots.
+      inner_state: state of the inner transformation.
+    """
+
+    steps: jax.Array
+    averaged: jax.Array
+    averages: PyTree
+    inner_state: Any
+    holds = Holds(("steps", "averaged", "averages"), params=True)
+
+    def whole_params(self) -> bool:
+        """Says that averages are of all params: what masks some of them must not stand around."""
+        return True
+
+    def metrics(self) -> dict[str, jax.Array]:
+        """Named scalars for ``boostax.metrics``."""
+        return {"averaged": self.averaged}
+
+
+def _exponential(decay: Any) -> Callable[[jax.Array], jax.Array]:
+    """The weights that correct the bias: those of ``optax.ema`` divided by ``1 - decay ** n``."""
+    # In f32 a decay near 1 has lost most of its logarithm.
+    log: Any = jnp.log(decay) if isinstance(decay, jax.Array) else math.log(decay)
+    return lambda n: (1 - decay) / -jnp.expm1(n * log)
+
+
+def _moved(average: jax.Array, p: jax.Array, averaged: jax.Array, weight: Any) -> jax.Array:
+    """The average with one more; the first overwrites, so that no NaN stays."""
+    p = p.astype(average.dtype)
+    n = (averaged + 1).astype(average.real.dtype)
+    return jnp.where(averaged == 0, p, average + weight(n) * (p - average))
+
+
+def _written(snapshots: jax.Array, p: jax.Array, averaged: jax.Array) -> jax.Array:
+    """The snapshots with one more in the place of the oldest."""
+    slot = averaged % snapshots.shape[0]
+    return lax.dynamic_update_index_in_dim(snapshots, p.astype(snapshots.dtype), slot, 0)
+
+
+def _mean(snapshots: jax.Array, averaged: jax.Array) -> jax.Array:
+    """Of the slots that were written, in f32 or wider."""
+    count = jnp.clip(averaged, 1, snapshots.shape[0])
+    there = jnp.arange(snapshots.shape[0]) < count
+    wide = snapshots.astype(trees.wide_dtype(snapshots))
+    kept = jnp.where(there.reshape(-1, *[1] * (snapshots.ndim - 1)), wide, jnp.zeros_like(wide))
+    return kept.sum(0) / count.astype(wide.real.dtype)
+
+
+def average_params(
+    inner: optax.GradientTransformation,
+    kind: Literal["ema", "window", "lawa"] = "ema",
+    *,
+    decay: float | None = None,
+    size: int | None = None,
+    every: int = 1,
+    start: int = 0,
+    dtype: Any = "float32",
+) -> optax.GradientTransformationExtraArgs:
+    r"""Keep an average of the params beside the optimizer; ``averaged_params`` reads it.
+
+    The params are taken in after the applied steps :math:`\text{start} + 1 + i \cdot
+    \text{every}`, counted from 1. The n-th to come in makes
+
+    .. math::
+      \text{ema: } a_n = a_{n-1} + \tfrac{1-d}{1-d^n}\,(p_n - a_{n-1}), \quad
+      \text{window: } a_n = a_{n-1} + \tfrac1n\,(p_n - a_{n-1}), \quad
+      \text{lawa: } a_n = \tfrac1k \sum_{i<k} p_{n-i}
+
+    with the decay :math:`d` and the size :math:`k`. The first is ``optax.ema`` of the params, its
+    bias corrected; the second the mean of all since ``start``, for the last steps of a run whose
+    length is known, without a copy for each; the third the mean of the latest snapshots, of those
+    that there are at first. Before the first, ``averaged_params`` gives the params.
+
+    It stands around any optimizer or gate, and inside gates: a step that one of them holds back,
+    inside or outside, leaves the average bit for bit. Cheapest directly around the optimizer, where
+    it shares its loop: ``dynamic_loss_scale(average_params(adamw(1e-3)))``.
+
+    Args:
+      inner: the optimizer, with gates or without. Its params are equal on all replicas.
+      kind: see above.
+      decay: of ``"ema"``, in (0, 1); 0.999 by default. It looks back over ``every / (1 - decay)``
+        steps.
+      size: of ``"lawa"``: snapshots kept; 5 by default.
+      every: applied steps from one to the next.
+      start: applied steps before the first.
+      dtype: of the snapshots; an average that moves by little is kept in f32. f64 and complex
+        leaves keep their kind.
+
+    Returns:
+      A gate that holds nothing back, with an ``AverageParamsState``. Cost: 8 bytes and a copy of
+      the params in f32, or ``size`` of them in ``dtype``, sharded as they are. A step that takes
+      them in reads params and copy and writes the copy, or reads params and writes one snapshot;
+      where ``every`` or ``start`` leaves a step out, or a gate inside holds it, nothing is moved.
+      In place on CPU, TPU v5e and H100; but on CPU between a scaler and a window, which takes a
+      copy. A pure ``update`` around a gate takes one copy more than the gate's.
+
+    Raises:
+      ValueError, TypeError: an argument out of range or of another kind; at ``init``, params that
+        differ per replica; at trace time, ``update`` without params.
+
+    Example:
+      >>> import boostax, jax.numpy as jnp, optax
+      >>> tx = boostax.model.average_params(optax.sgd(1.0), "window", start=1)
+      >>> w = jnp.float32(0.0)
+      >>> state = tx.init(w)
+      >>> for _ in range(4):
+      ...   w, state = boostax.apply_gradients(tx, jnp.float32(-1.0), state, w)
+      >>> float(w), float(boostax.model.averaged_params(state, w))
+      (4.0, 3.0)
+    """
+    checks.transformation(_WHO, "inner", inner)
+    checks.choice(_WHO, "kind", kind, ("ema", "window", "lawa"), "'ema' is the usual one.")
+    hint = "0.999 looks back over a thousand steps."
+    if kind == "ema":
+        decay = 0.999 if decay is None else decay
+        checks.number(_WHO, "decay", decay, "in (0, 1)", lambda x: 0 < x < 1, hint)
+    else:
+        checks.absent(_WHO, "decay", decay, f"left out with kind {kind!r}", "It is for 'ema'.")
+    if kind == "lawa":
+        size = 5 if size is None else size
+        checks.positive_int(_WHO, "size", size, "It counts snapshots in memory; 5 are usual.")
+    else:
+        checks.absent(_WHO, "size", size, f"left out with kind {kind!r}", "It is for 'lawa'.")
+    checks.positive_int(_WHO, "every", every, "It counts applied steps from one to the next.")
+    checks.natural(_WHO, "start", start, "It counts applied steps before the first.")
+    narrow = checks.floating_dtype(_WHO, "dtype", dtype)
+    if kind != "lawa" and jnp.finfo(narrow).bits < 32:
+        hint = "A small move is rounded away in less, and the average stands still."
+        raise ValueError(
+            checks.message(_WHO, "dtype", f"'float32' with kind {kind!r}", dtype, hint)
+        )
+    tx = optax.with_extra_args_support(inner)
+    weight = (lambda n: 1 / n) if decay is None else _exponential(decay)
+
+    def init_fn(params: PyTree) -> AverageParamsState:
+        inner_state = tx.init(trees.at_least_float32(params))
+        if owns_params(inner_state):
+            raise ValueError(
+                f"{_WHO}: inner must keep params equal on all replicas, got local_updates or "
+                "partial_average, whose params are each replica's own. Their last synchronisation "
+                "averages over the replicas instead."
+            )
+
+        def buffer(p: jax.Array) -> jax.Array:
+            # Zeros like the leaf: with its sharding.
+            zeros = jnp.zeros_like(p, dtype=trees.buffer_dtype(p, narrow))
+            return zeros if size is None else jnp.broadcast_to(zeros, (size, *zeros.shape))
+
+        none = jnp.zeros((), jnp.int32)
+        averages = jax.tree.map(buffer, params)
+        return AverageParamsState(none, jnp.zeros_like(none), averages, inner_state)
+
+    def take_in(
+        state: AverageParamsState, inner_state: Any, moved: jax.Array, new: Callable[[], PyTree]
+    ) -> AverageParamsState:
+        """The state after a call that moved the params, or did not; ``new`` gives them."""
+        due = moved
+        if start:
+            due &= state.steps >= start
+        if every > 1:
+            due &= (state.steps - start) % every == 0
+
+        def one(average: jax.Array, p: jax.Array) -> jax.Array:
+            if size is not None:
+                return _written(average, p, state.averaged)
+            return _moved(average, p, state.averaged, weight)
+
+        def heavy() -> tuple[PyTree, tuple[jax.Array, PyTree]]:
+            more: Any = optax.safe_increment(state.averaged)
+            return (), (more, jax.tree.map(one, state.averages, new()))
+
+        held = state.averaged, state.averages
+        _, (averaged, averages) = run_or_hold(due, heavy, (), held, apply=True, who=_WHO)
+        steps: Any = jnp.where(moved, optax.safe_increment(state.steps), state.steps)
+        return AverageParamsState(steps, averaged, averages, inner_state)
+
+    @describe(_WHO, "watch", inner={"inner_state": tx})
+    def step_fn(
+        grads: Pending, state: AverageParamsState, params: PyTree, *, apply: bool, **extra: Any
+    ) -> tuple[PyTree, AverageParamsState]:
+        if params is None:
+            raise ValueError(
+                f"{_WHO}: params must be given to update, got None. Call tx.update(grads, state, "
+                "params)."
+            )
+        value, inner_state = run(tx, grads, state.inner_state, params, apply=apply, extra=extra)
+        new = lambda: value if apply else optax.apply_updates(params, value)  # noqa: E731
+        return value, take_in(state, inner_state, passed(inner_state), new)
+
+    def flush_fn(
+        state: AverageParamsState, params: PyTree, **extra: Any
+    ) -> tuple[PyTree, AverageParamsState]:
+        waiting = held_open(state.inner_state)
+        params, inner_state = flush_inner(tx, state.inner_state, params, extra)
+        return params, take_in(state, inner_state, waiting & passed(inner_state), lambda: params)
+
+    return gated(init_fn, step_fn, flush_fn)
+
+
+def averaged_params(opt_state: PyTree, params: PyTree) -> PyTree:
+    """The average that ``average_params`` keeps, as params to evaluate or to save.
+
+    Statistics of a model (BatchNorm) belong to the params that they were measured with:
+    ``boostax.train.reestimate_model_state`` measures those of the average.
+
+    Args:
+      opt_state: any state that holds one of ``average_params``.
+      params: the params now, which give the dtypes; they are the result before the first is taken
+        in, and of leaves that are not averaged (``boostax.carry``).
+
+    Returns:
+      A tree like ``params``. Cost: a copy of the params, and a read of what is kept.
+
+    Raises:
+      ValueError: nothing in the state averages; params of other shapes.
+
+    Example:
+      >>> import boostax, jax.numpy as jnp, optax
+      >>> tx = boostax.model.average_params(optax.sgd(0.1), "lawa", size=3, every=10)
+      >>> boostax.model.averaged_params(tx.init(jnp.ones(2)), jnp.ones(2)).tolist()
+      [1.0, 1.0]
+    """
+    who = "averaged_params"
+    found = trees.find(opt_state, lambda node: isinstance(node, AverageParamsState))
+    if not found:
+        raise ValueError(
+            f"{who}: opt_state must hold an AverageParamsState, got none. Put "
+            "boostax.model.average_params around the optimizer."
+        )
+    params, averaged = trees.arrays(params), found[0].averaged
+    kept = trees.unmasked(found[0].averages, params)
+    dims = np.ndim
+    means = jax.tree.map(lambda a, p: _mean(a, averaged) if dims(a) > dims(p) else a, kept, params)
+    trees.require_shapes(who, "params", params, means, "They are those that were averaged.")
+    return jax.tree.map(lambda a, p: jnp.where(averaged > 0, a.astype(p.dtype), p), means, params)

@@ -1,0 +1,286 @@
+"""Averages of params move on applied steps alone, by the formulas, in place."""
+
+import functools
+import pickle
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
+
+import boostax
+from boostax.model import average_params, averaged_params
+from boostax.testing import drawn
+from boostax.testing._case import assert_same, example_grads, example_params, poison
+
+RNG = np.random.default_rng(0)
+PARAMS = {"w": jnp.asarray(RNG.normal(size=(4, 3)), jnp.float32), "b": jnp.float32(0.5)}
+KINDS = {
+    "ema": {"decay": 0.9},
+    "window": {},
+    "lawa": {"size": 3},
+}
+
+
+def follow(tx, steps, params=PARAMS, state=None, grads=None):
+    """Params after every call, and the states."""
+    call = jax.jit(functools.partial(boostax.apply_gradients, drawn(tx)))
+    state = tx.init(params) if state is None else state
+    path = []
+    for index in range(steps):
+        given = example_grads(params, index) if grads is None else grads[index]
+        params, state = call(given, state, params)
+        path.append((params, state))
+    return path
+
+
+def reference(kind, path, decay=0.9, size=3, every=1, start=0):
+    """In float64, from its definition: weights of the params that are taken in."""
+    taken = path[start::every]
+    if not taken:
+        return path[-1] if path else None
+    if kind == "ema":
+        weights = decay ** np.arange(len(taken))[::-1]
+    elif kind == "window":
+        weights = np.ones(len(taken))
+    else:
+        taken = taken[-size:]
+        weights = np.ones(len(taken))
+    return np.tensordot(weights / weights.sum(), np.stack(taken), 1)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("when", [{}, {"every": 3, "start": 4}])
+def test_the_average_is_that_of_its_definition_in_float64(kind, when):
+    tx = average_params(optax.adam(0.1), kind, **KINDS[kind], **when)
+    found = follow(tx, 16)
+    for count in range(1, 17):
+        params, state = found[count - 1]
+        average = averaged_params(state, params)
+        for name, value in average.items():
+            path = [np.asarray(p[name], np.float64) for p, _ in found[:count]]
+            expected = reference(kind, path, **when)
+            np.testing.assert_allclose(value, expected, rtol=2e-6, atol=1e-6)
+    taken = len(range(when.get("start", 0), 16, when.get("every", 1)))
+    assert boostax.metrics(state) == {"averaged": taken}
+
+
+def test_ema_is_optax_ema_of_the_params():
+    tx, peer = average_params(optax.adam(0.1), decay=0.99), optax.ema(0.99, debias=True)
+    held = peer.init(PARAMS)
+    for params, state in follow(tx, 30):
+        expected, held = peer.update(params, held)
+        jax.tree.map(
+            functools.partial(np.testing.assert_allclose, rtol=2e-5, atol=1e-6),
+            averaged_params(state, params),
+            expected,
+        )
+
+
+def test_a_decay_may_be_a_hyperparameter_of_the_state():
+    make = lambda decay: average_params(optax.sgd(0.1), decay=decay)  # noqa: E731
+    tx = optax.inject_hyperparams(make)(decay=0.9)
+    params, state = follow(tx, 4)[-1]
+    expected = averaged_params(follow(make(0.9), 4)[-1][1], params)
+    jax.tree.map(
+        functools.partial(np.testing.assert_allclose, rtol=2e-6, atol=1e-6),
+        averaged_params(state, params),
+        expected,
+    )
+
+
+def test_params_that_stand_still_are_their_own_average_for_good():
+    tx = average_params(optax.sgd(0.0), decay=0.9999)
+    params, state = follow(tx, 300)[-1]
+    assert_same(averaged_params(state, params), PARAMS, "average")
+
+
+# What holds steps back, and where.
+SCALED = functools.partial(boostax.dynamic_loss_scale, init_scale=4.0)
+FORMS = {
+    "around a scaler": lambda tx, average: average(SCALED(tx)),
+    "inside a scaler": lambda tx, average: SCALED(average(tx)),
+    "around a scaler and a window": lambda tx, average: average(SCALED(boostax.accumulate(tx, 2))),
+    "between them": lambda tx, average: SCALED(average(boostax.accumulate(tx, 2))),
+    "inside both": lambda tx, average: SCALED(boostax.accumulate(average(tx), 2)),
+    "around a check": lambda tx, average: average(boostax.precision.check_updates(tx)),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("form", FORMS)
+def test_a_held_call_leaves_the_average_bit_for_bit(form, kind):
+    average = functools.partial(average_params, kind=kind, **KINDS[kind])
+    tx = FORMS[form](optax.adam(0.1), average)
+    grads = [example_grads(PARAMS, i) for i in range(9)]
+    for bad in (2, 5):
+        grads[bad] = poison(grads[bad], np.nan)
+    if form == "around a check":
+        grads = [g if i in (2, 5) else jax.tree.map(jnp.nan_to_num, g) for i, g in enumerate(grads)]
+    params, moved, path = PARAMS, [], follow(tx, 9, grads=grads)
+    old = kept(tx.init(PARAMS))
+    for new, state in path:
+        if any(np.any(new[name] != params[name]) for name in params):
+            moved.append(new)
+        else:
+            assert_same(kept(state), old, "held")
+        params, old = new, kept(state)
+    assert 2 < len(moved) < 9 and int(old.steps) == int(old.averaged) == len(moved)
+    for name, value in averaged_params(state, params).items():
+        expected = reference(kind, [np.asarray(p[name], np.float64) for p in moved])
+        np.testing.assert_allclose(value, expected, rtol=2e-6, atol=1e-6)
+
+
+def kept(state):
+    """The state of the average, without what is inside."""
+    found = boostax._core.trees.find(state, lambda x: isinstance(x, STATE))[0]
+    return found._replace(inner_state=())
+
+
+STATE = boostax.states.AverageParamsState
+
+
+@pytest.mark.parametrize("form", ["around a scaler and a window", "between them", "inside both"])
+def test_what_a_flush_applies_is_taken_in_and_no_flush_is_taken_in_twice(form):
+    tx = FORMS[form](optax.sgd(0.1), functools.partial(average_params, kind="window"))
+    *_, (first, _), (params, state) = follow(tx, 3)
+    before = kept(state)
+    params, state = boostax.flush(drawn(tx), state, params)
+    assert int(kept(state).averaged) == int(before.averaged) + 1 == 2
+    expected = (np.float64(first["w"]) + np.float64(params["w"])) / 2
+    np.testing.assert_allclose(averaged_params(state, params)["w"], expected, rtol=1e-6)
+    _, again = boostax.flush(drawn(tx), state, params)
+    assert_same(kept(again), kept(state), "an empty flush")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_run_that_is_saved_and_goes_on_has_the_same_bits(kind):
+    tx = SCALED(average_params(optax.adam(0.1), kind, **KINDS[kind], every=2, start=1))
+    whole = follow(tx, 8)
+    params, state = pickle.loads(pickle.dumps(jax.device_get(whole[3])))
+    rest = follow(tx, 4, params, state, [example_grads(PARAMS, i) for i in range(4, 8)])
+    assert_same(rest[-1], whole[-1], "resumed")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+@pytest.mark.parametrize("form", ["alone", "around a scaler"])
+def test_the_pure_update_averages_the_params_that_its_updates_lead_to(form, dtype, kind):
+    average = functools.partial(average_params, kind=kind, **KINDS[kind])
+    tx = FORMS.get(form, lambda tx, average: average(tx))(optax.adam(0.1), average)
+    params, path = jax.tree.map(lambda x: x.astype(dtype), PARAMS), []
+    state, update = tx.init(params), jax.jit(drawn(tx).update)
+    for index in range(5):
+        updates, state = update(example_grads(params, index), state, params)
+        params = optax.apply_updates(params, updates)
+        path.append(np.float64(params["w"]))
+    found = averaged_params(state, jax.tree.map(jnp.float32, params))["w"]
+    # XLA need not round to bf16 what it does not store: half a unit in the last place.
+    limit = 2e-6 if dtype == jnp.float32 else 2**-8
+    np.testing.assert_allclose(found, reference(kind, path), rtol=limit, atol=limit)
+
+
+def test_low_params_are_averaged_in_f32_and_come_back_as_they_are():
+    params = jax.tree.map(lambda x: x.astype(jnp.bfloat16), PARAMS)
+    path = follow(average_params(optax.sgd(0.3), "window"), 7, params)
+    params, state = path[-1]
+    average = averaged_params(state, params)
+    exact = np.mean([np.float64(p["w"]) for p, _ in path], 0)
+    assert state.averages["w"].dtype == jnp.float32 and average["w"].dtype == jnp.bfloat16
+    np.testing.assert_allclose(state.averages["w"], exact, rtol=1e-6, atol=1e-6)
+
+
+def test_snapshots_in_bfloat16_cost_their_rounding_alone():
+    tx = average_params(optax.sgd(0.3), "lawa", size=4, dtype="bfloat16")
+    path = follow(tx, 6)
+    params, state = path[-1]
+    kept = [np.float64(jnp.bfloat16(p["w"])) for p, _ in path[-4:]]
+    assert state.averages["w"].dtype == jnp.bfloat16
+    np.testing.assert_allclose(averaged_params(state, params)["w"], np.mean(kept, 0), rtol=1e-6)
+
+
+@pytest.mark.parametrize("decay", [0.9, 0.99, 0.999])
+def test_an_average_in_bfloat16_would_be_further_off_than_the_params_are(decay):
+    """Why it is refused: most moves are less than half a unit in the last place. A random walk."""
+    rng = np.random.default_rng(0)
+    p = 0.05 * rng.normal(size=512)
+    exact, low = p, p.astype(jnp.bfloat16)
+    for _ in range(3000):
+        p = 0.99999 * p + 1e-4 * rng.normal(size=512)
+        exact = exact + (1 - decay) * (p - exact)
+        wide = low.astype(np.float64)
+        low = (wide + (1 - decay) * (p - wide)).astype(jnp.bfloat16)
+    off = lambda x: np.sqrt(np.mean((x.astype(np.float64) - exact) ** 2))  # noqa: E731
+    assert off(exact.astype(jnp.bfloat16)) < 0.5 * off(p) < off(p) < off(low)
+
+
+BIG = {f"layer{i}": jax.ShapeDtypeStruct((512, 512), jnp.float32) for i in range(4)}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("form", ["alone", *FORMS])
+def test_a_donated_step_holds_nothing_more_than_without_the_average(form, kind):
+    average = functools.partial(average_params, kind=kind, **KINDS[kind], every=2)
+    build = FORMS.get(form, lambda tx, average: average(tx))
+    temporaries = []
+    for around in (lambda tx: tx, average):
+        tx = build(optax.adam(0.1), around)
+        step = jax.jit(
+            lambda p, s, g, tx=tx: boostax.apply_gradients(drawn(tx), g, s, p),
+            donate_argnums=(0, 1),
+        )
+        program = step.lower(BIG, jax.eval_shape(tx.init, BIG), BIG).compile()
+        temporaries.append(program.memory_analysis().temp_size_in_bytes)
+    # Between two branches XLA:CPU copies the params that the inner one hands to the average.
+    allowed = 1.02 if form == "between them" else 0.02
+    assert temporaries[1] - temporaries[0] <= allowed * 4 * 2**20
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_it_is_sharded_as_the_params_are(kind):
+    mesh = jax.make_mesh((4,), ("fsdp",), axis_types=(AxisType.Auto,))
+    tx = average_params(optax.adam(0.1), kind, **KINDS[kind])
+    params = {"w": jnp.ones((8, 4)), "b": jnp.ones(3)}
+    specs = {"w": P("fsdp"), "b": P()}
+    found = boostax.states.state_specs(tx, params, "data", param_specs=specs).averages
+    expected = P(None, "fsdp") if kind == "lawa" else P("fsdp")
+    assert found == {"w": expected, "b": P()}
+    placed = jax.device_put(params, {k: jax.NamedSharding(mesh, s) for k, s in specs.items()})
+    assert tx.init(placed).averages["w"].sharding.spec == expected
+
+
+def test_it_averages_around_freezing_and_is_refused_inside():
+    frozen = boostax.scheduled_freeze(optax.sgd(0.1), {"b": 0, "w": 1}, (0, 1, 0))
+    path = follow(average_params(frozen, "window"), 3)
+    for name, value in averaged_params(path[-1][1], PARAMS).items():
+        expected = np.mean([np.float64(p[name]) for p, _ in path], 0)
+        np.testing.assert_allclose(value, expected, rtol=1e-6)
+    inside = boostax.scheduled_freeze(average_params(optax.sgd(0.1)), {"b": 0, "w": 1}, (0, 1))
+    with pytest.raises(ValueError, match="scheduled_freeze: inner must not keep whole params"):
+        inside.init(PARAMS)
+
+
+def test_carried_leaves_are_given_as_they_are():
+    tx = boostax.carry(average_params(optax.sgd(0.1), "window"), {"b": "last"})
+    state = tx.init(PARAMS)
+    params, state = boostax.apply_gradients(tx, {"w": PARAMS["w"], "b": 7.0}, state, PARAMS)
+    assert averaged_params(state, params)["b"] == params["b"] == 7.0
+
+
+def test_params_of_each_replica_are_refused():
+    inner = boostax.reduce.local_updates(optax.sgd(0.1), "data", 2)
+    with pytest.raises(ValueError, match="average_params: inner must keep params equal"):
+        average_params(boostax.dynamic_loss_scale(inner, axis_name="data")).init(example_params())
+
+
+def test_what_cannot_be_read_is_refused():
+    tx = average_params(optax.sgd(0.1))
+    with pytest.raises(ValueError, match="average_params: params must be given to update"):
+        tx.update(PARAMS, tx.init(PARAMS))
+    with pytest.raises(ValueError, match="averaged_params: opt_state must hold an Average"):
+        averaged_params(optax.adam(0.1).init(PARAMS), PARAMS)
+    with pytest.raises(ValueError, match=r"averaged_params: params must be shaped \(4, 3\) at 'w'"):
+        averaged_params(tx.init(PARAMS), PARAMS | {"w": jnp.zeros((4, 1))})

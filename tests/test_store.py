@@ -1,0 +1,272 @@
+"""Params and state in fewer bytes: the mean is kept, masters are exact, nothing is held in f32."""
+
+import functools
+
+import hypothesis
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as arrays
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import boostax
+from boostax._core import formats
+from boostax.precision import masters, store
+from boostax.testing import drawn
+
+FINITE = {"allow_nan": False, "allow_infinity": False, "width": 32}
+
+
+def applied(tx):
+    return lambda params, state, grads: boostax.apply_gradients(tx, grads, state, params)
+
+
+def low(params):
+    return jax.tree.map(lambda p: p.astype(jnp.bfloat16), params)
+
+
+def some(seed, shape=(128, 64)):
+    return {"w": jax.random.normal(jax.random.key(seed), shape), "b": jnp.ones(3)}
+
+
+@hypothesis.given(arrays.arrays(np.float32, 64, elements=st.floats(**FINITE)))
+def test_the_halves_of_a_number_are_the_number(x):
+    # What is nearest to the largest bf16 from above is infinite there.
+    x = np.clip(x, -3.38e38, 3.38e38)
+    assert (np.asarray(formats.joined(*formats.split(jnp.asarray(x)))) == x).all()
+
+
+GAPS = {
+    "bfloat16": lambda x: 2.0**-7 * abs(x),
+    "int8": lambda x: 0 * x + abs(x).max() / 127,
+    "log8": lambda x: 0.123 * abs(x) + 2.0**-20 * abs(x).max(),
+}
+
+
+@pytest.mark.parametrize("name", GAPS)
+def test_what_is_drawn_is_right_on_average(name):
+    """400 drawings of 8,192 elements: within 6 standard errors of two values so far apart."""
+    x, made = some(0)["w"], formats.FORMATS[name]
+
+    def one(step):
+        return made.decode(*made.encode(x, formats.fold(7, step)))
+
+    found = np.asarray(jax.lax.map(one, jnp.arange(400)), np.float64)
+    gap = GAPS[name](np.asarray(x, np.float64))
+    assert (np.abs(found - np.asarray(x)) <= 1.001 * gap).all()
+    assert (np.abs(found.mean(0) - np.asarray(x)) <= 6 * gap / 2 / np.sqrt(400)).all()
+    assert (found == np.asarray(x)).mean() < 0.5
+
+
+@pytest.mark.parametrize("name, most", [("bfloat16", 2**-7), ("log8", 0.13)])
+def test_second_moments_keep_their_size_over_forty_octaves(name, most):
+    v = 2.0 ** jax.random.uniform(jax.random.key(1), (256, 64), minval=-40.0, maxval=0.0)
+    v, made = v.at[0].set(1.0), formats.FORMATS[name]
+    found = made.decode(*made.encode(v, formats.fold(0, 0)))
+    assert float(jnp.abs(found / v - 1).max()) <= most
+    tiny = v.at[1].set(1e-30)
+    # One divides by them.
+    assert float(made.decode(*made.encode(tiny, formats.fold(0, 0))).min()) > 0
+
+
+@pytest.mark.parametrize("name", ["int8", "log8"])
+@pytest.mark.parametrize("bad", [np.nan, np.inf])
+def test_what_is_not_finite_is_seen(name, bad):
+    made, x = formats.FORMATS[name], some(0)["w"].at[5, 5].set(bad)
+    assert not bool(jnp.isfinite(made.decode(*made.encode(x, formats.fold(0, 0)))).all())
+
+
+@pytest.mark.parametrize(
+    "shape, block",
+    [
+        ((512, 512), (128, 1)),
+        ((4096, 3), (128, 1)),
+        ((1000,), (200,)),
+        ((257,), (257,)),
+        ((3, 3, 64, 100), (1, 1, 64, 2)),
+        ((8, 4), (8, 4)),
+    ],
+)
+def test_blocks_are_of_whole_dimensions(shape, block):
+    assert formats.block_of(shape) == block
+
+
+def test_a_bf16_param_moves_as_far_as_it_should():
+    """1,000 steps of 1e-3 down from 1: the mean within 4 standard errors; to the nearest, still."""
+    ones = {"w": jnp.ones((64, 256), jnp.bfloat16)}
+    tiny = {"w": jnp.full((64, 256), 2.0**-10)}
+
+    def after(tx):
+        step = jax.jit(applied(tx))
+        params, state = ones, tx.init(ones)
+        for _ in range(500):
+            params, state = step(params, state, tiny)
+        return np.asarray(params["w"], np.float64)
+
+    found = after(store(optax.sgd(1.0), params="stochastic"))
+    error = found.std() / np.sqrt(found.size)
+    assert abs(found.mean() - (1 - 500 * 2.0**-10)) <= 4 * error
+    # Control: half a unit in the last place below 1 is 2**-9.
+    assert (after(optax.sgd(1.0)) == 1).all()
+
+
+OPTIMIZERS = {
+    "adam": optax.adam(1e-2),
+    "adamw": optax.adamw(1e-2),
+    "lion": optax.lion(1e-3),
+    "momentum": optax.sgd(1e-2, 0.9),
+    "adafactor": optax.adafactor(1e-2),
+    "clipped": optax.chain(optax.clip_by_global_norm(0.5), optax.adamw(1e-2)),
+}
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_remainders_are_f32_masters_bit_for_bit(name):
+    """As the same optimizer on f32 params; that one as the optimizer alone, but for roundings."""
+    inner, start = OPTIMIZERS[name], low(some(0))
+    wide = jax.tree.map(lambda p: p.astype(jnp.float32), start)
+    forms = {
+        "remainder": (store(inner, params="remainder"), start),
+        "f32": (store(inner), wide),
+        "alone": (inner, wide),
+    }
+    found = {}
+    for form, (tx, params) in forms.items():
+        step, state = jax.jit(applied(tx)), tx.init(params)
+        for seed in range(20):
+            params, state = step(params, state, some(seed + 1))
+        found[form] = jax.tree.leaves(masters(params, state))
+    for exact, same, close in zip(*found.values(), strict=True):
+        np.testing.assert_array_equal(exact, same)
+        np.testing.assert_allclose(exact, close, rtol=1e-4, atol=3e-5)
+
+
+@pytest.mark.parametrize("params", ["stochastic", "remainder", "kahan"])
+def test_updates_make_what_a_step_writes(params):
+    """The pure ``update``, where a step is less than 256 units in the last place."""
+    tx, start = store(optax.adamw(1e-4), params=params, moments="log8"), low(some(0))
+
+    @jax.jit
+    def pure(params, state, grads):
+        updates, state = tx.update(grads, state, params)
+        return optax.apply_updates(params, updates), state
+
+    whole, apart = (start, tx.init(start)), (start, tx.init(start))
+    for seed in range(10):
+        whole = jax.jit(applied(tx))(*whole, some(seed + 1))
+        apart = pure(*apart, some(seed + 1))
+    large = abs(np.asarray(start["w"], np.float32)) > 0.01
+    for one, other in zip((whole[0], masters(*whole)), (apart[0], masters(*apart)), strict=True):
+        np.testing.assert_array_equal(one["w"][large], other["w"][large])
+
+
+def test_a_skipped_step_draws_the_same_noise_again():
+    tx = boostax.dynamic_loss_scale(store(optax.adamw(1e-2), params="stochastic", moments="log8"))
+    tx = drawn(tx)
+    step, params = jax.jit(applied(tx)), low(some(0))
+    state = tx.init(params)
+    scaled = lambda seed: jax.tree.map(lambda g: g * 2.0**16, some(seed))  # noqa: E731
+    params, state = step(params, state, scaled(1))
+    nan = jax.tree.map(lambda g: g * jnp.nan, some(1))
+    kept, after = step(params, state, nan)
+    assert jax.tree.all(jax.tree.map(lambda a, b: (a == b).all(), params, kept))
+    same = lambda a, b: bool((a == b).all())  # noqa: E731
+    assert jax.tree.all(jax.tree.map(same, state.inner_state, after.inner_state))
+    assert int(after.inner_state.steps) == 1
+
+
+@functools.cache
+def sizes(name, moments, window):
+    """Bytes held and temporary, per param and in copies of f32 params, of twelve leaves."""
+    leaf = jax.ShapeDtypeStruct((256, 512), jnp.float32 if moments is None else jnp.bfloat16)
+    params = {f"layer{i:02d}": leaf for i in range(12)}
+    tx = OPTIMIZERS[name]
+    more = {}
+    if moments is not None:
+        tx = store(tx, params="stochastic", moments=moments)
+        more = {"accumulator_dtype": "bfloat16", "rounding": "stochastic"}
+    tx = boostax.accumulate(tx, window, **more)
+    state = jax.eval_shape(tx.init, params)
+    step = jax.jit(applied(tx), donate_argnums=(0, 1)).lower(params, state, params).compile()
+    memory, count = step.memory_analysis(), 12 * 256 * 512
+    held = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves((params, state)))
+    return held / count, memory.temp_size_in_bytes / (4 * count)
+
+
+@pytest.mark.parametrize("name", ["adam", "adamw", "lion", "momentum", "clipped"])
+@pytest.mark.parametrize("moments", ["int8", "log8"])
+def test_six_bytes_a_param_with_a_window_and_no_more_in_between(name, moments):
+    held, temporary = sizes(name, moments, 16)
+    of_f32, bare = sizes(name, None, 16)
+    print(
+        f"{name}, {moments}: {held:.3f} bytes a param for {of_f32:.3f}; "
+        f"temporaries {temporary:.3f} P for {bare:.3f} P"
+    )
+    assert held <= 6.1
+    assert temporary <= bare + 0.1
+
+
+def test_a_sum_in_bf16_is_right_on_average():
+    """256 additions of 1/512 of the sum: to the nearest it would stand still."""
+    params = {"w": jnp.zeros((64, 64))}
+    grads = {"w": jnp.full((64, 64), 2.0**-9)}
+    made = functools.partial(boostax.accumulate, optax.sgd(1.0), 257, normalize="sum")
+    found = {}
+    for rounding in ("nearest", "stochastic"):
+        tx = made(accumulator_dtype="bfloat16", rounding=rounding)
+        step, state = jax.jit(applied(tx)), tx.init(params)
+        after, state = step(params, state, {"w": jnp.ones((64, 64))})
+        for _ in range(256):
+            after, state = step(after, state, grads)
+        found[rounding] = -np.asarray(after["w"], np.float64)
+    assert (found["nearest"] == 1).all()
+    error = found["stochastic"].std() / 64
+    assert abs(found["stochastic"].mean() - 1.5) <= 4 * error
+
+
+def test_moments_move_in_and_out_by_migration():
+    params, inner = low(some(0)), optax.adamw(1e-2)
+    state = inner.init(jax.tree.map(lambda p: p.astype(jnp.float32), params))
+    _, state = inner.update(some(1), state, some(0))
+    tx = boostax.accumulate(store(inner, params="remainder", moments="log8"), 4)
+    stored, report = boostax.migrate_state(state, tx, params)
+    assert "mu, nu" in str(report)
+    codes = stored.inner_state.inner_state[0]
+    assert codes.nu["w"].dtype == jnp.uint8 and int(codes.count) == 1
+    back, _ = boostax.migrate_state(stored, inner, masters(params, stored))
+    np.testing.assert_allclose(back[0].nu["w"], state[0].nu["w"], rtol=0.13)
+    np.testing.assert_array_equal(back[0].nu["b"], state[0].nu["b"])
+
+
+def test_codes_and_scales_are_sharded_like_the_param():
+    mesh = jax.make_mesh((8,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+    place = lambda x: jax.device_put(x, NamedSharding(mesh, P(None, "data") if x.ndim > 1 else P()))  # noqa: E731
+    params = jax.tree.map(place, low(some(0, (256, 128))))
+    tx = store(
+        optax.chain(boostax.all_reduce("data"), optax.adamw(1e-2)),
+        params="remainder",
+        moments="log8",
+    )
+    on_mesh = boostax.on_mesh(tx, params, axis_name="data")
+    state = on_mesh.init(params)
+    wanted = NamedSharding(mesh, P(None, "data"))
+    for x in (state.low["w"], state.inner_state[1][0].nu["w"], state.scales["1/0/nu"]["w"]):
+        assert x.sharding.is_equivalent_to(wanted, 2), x.sharding
+    assert state.scales["1/0/nu"]["w"].shape == (2, 128)
+
+
+def test_refusals_name_the_line_that_mends_them():
+    gated = store(boostax.accumulate(optax.sgd(1.0), 2))
+    with pytest.raises(ValueError, match=r"accumulate\(store\(adamw\(...\)\), 16\)"):
+        gated.init(some(0))
+    hidden = boostax.accumulate(
+        optax.chain(optax.clip(1.0), store(optax.sgd(1.0), params="stochastic")), 2
+    )
+    with pytest.raises(ValueError, match="put store around all that it runs"):
+        hidden.init(low(some(0)))
+    with pytest.raises(ValueError, match=r"\['0/mu', '0/nu'\], got 'mu'"):
+        store(optax.adam(1.0), moments={"mu": "int8"}).init(some(0))
