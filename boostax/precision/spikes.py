@@ -474,9 +474,11 @@ def skip_spikes(
             values = _norms(grads.value(), names, each=rule.by_leaf)
         else:
             values = axes.mean(_loss(extra.get("value")), names)[None]
-        limits = jnp.broadcast_to(rule.limit(state.own, values), values.shape)
+        # What differentiates a run takes limits as given: those of no spread have no derivative.
+        limits = jax.lax.stop_gradient(rule.limit(state.own, values))
+        limits = jnp.broadcast_to(limits, values.shape)
         finite, over = jnp.isfinite(values).all(), values > limits
-        factors = jnp.where(over, limits / jnp.maximum(values, _TINY), 1.0)
+        factors = jnp.where(over, limits, 1.0) / jnp.where(over, values, 1.0)
         ok = finite if action == "clip" else finite & ~over.any()
 
         def work() -> Stepped:
@@ -524,7 +526,9 @@ def _norms(tree: PyTree, names: tuple[str, ...], *, each: bool) -> jax.Array:
     places = jnp.arange(len(squares) if each and squares else 1)
     parts = [jnp.where(places == (i if each else 0), x, 0) for i, x in enumerate(squares)]
     total = axes.sum_over_shards(parts or [jnp.zeros(1)], names, jnp.float32)
-    return jnp.sqrt(total / (axes.size(names) if names else 1))
+    square = total / (axes.size(names) if names else 1)
+    # The root has no derivative at zero.
+    return jnp.where(square == 0, 0.0, jnp.sqrt(jnp.where(square == 0, 1.0, square)))
 
 
 def _moved(new: PyTree, params: PyTree) -> PyTree:
