@@ -32,6 +32,7 @@ from boostax.autoboost.parts import (
     LossScale,
     Precision,
     SkipSpikes,
+    Store,
 )
 from boostax.autoboost.reduction import Reduce
 
@@ -465,6 +466,10 @@ NAMED = {
     "average_params": (
         {"kind": "lawa", "size": 3, "every": 10},
         AverageParams("lawa", size=3, every=10),
+    ),
+    "store": (
+        {"params": "remainder", "moments": {"*mu": "int8", "*nu": "log8"}},
+        Store({"*mu": "int8", "*nu": "log8"}, params="remainder"),
     ),
     "check_updates": (True, CheckUpdates()),
     "count_lost_updates": (True, CountLostUpdates()),

@@ -58,7 +58,9 @@ MORE = {
         "store",
     },
     "reduce": {"Codec", "Late", "Message", "PerLeaf", "compress", "staged"},
-    "states": {"AverageParamsState", "GateState", "Holds", "NoiseScaleState", "SpikesState"},
+    "states": {
+        "AverageParamsState", "GateState", "Holds", "NoiseScaleState", "SpikesState", "StoreState",
+    },
     "train": {"by_noise"},
 }  # fmt: skip
 

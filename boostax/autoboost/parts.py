@@ -205,6 +205,12 @@ class LossScale(
 class Store(Part, factory=store):
     """``boostax.precision.store``, around the optimizer and its reduction, inside all gates."""
 
+    params: Literal["stochastic", "remainder", "kahan"] | None = None
+
+    def arguments(self, place: Place) -> dict[str, Any]:
+        """Of the factory ``params`` says how they are stored."""
+        return super().arguments(place._replace(params=self.params))
+
 
 class Carry(Part, factory=carry):
     """``boostax.carry``, around all but freezing."""
