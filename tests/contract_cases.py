@@ -96,7 +96,9 @@ CASES = [
             (lambda: boostax.precision.store(OPT, least=0), "least"),
             (lambda: boostax.precision.store(OPT, params="kahan").init(jnp.zeros(3)), "params"),
             (
-                lambda: boostax.precision.store(OPT, moments={"nu": "log8"}).init(jnp.zeros(3)),
+                lambda: boostax.precision.store(optax.adam(0.1), moments={"nu": "log8"}).init(
+                    jnp.zeros(3)
+                ),
                 "moments",
             ),
         ),

@@ -459,3 +459,14 @@ def test_a_stack_of_sharded_layers_is_not_gathered_for_its_factors():
     print(f"rank 2: {more:.2f} P of temporaries and {added:.3f} N within a slice beside the mean's")
     assert more <= 1.2
     assert added <= 0.01
+
+
+@on(CPU, V5E, H100)
+@pytest.mark.parametrize("moments", ["bfloat16", "int8"])
+def test_what_is_stored_low_is_written_leaf_by_leaf(target, moments):
+    """AdamW on 16 leaves: temporaries within a tenth of f32 params of those of AdamW in f32."""
+    low = {name: jax.ShapeDtypeStruct(x.shape, jnp.bfloat16) for name, x in cases.LEAVES.items()}
+    tx = boostax.precision.store(optax.adamw(1e-3), params="stochastic", moments=moments)
+    found = cases.on_one_chip(tx, target, params=low).temporary_bytes
+    print(f"{moments}: {found / BYTES:.3f} P for {bare(target).temporary_bytes / BYTES:.3f} P")
+    assert found <= bare(target).temporary_bytes + 0.1 * BYTES

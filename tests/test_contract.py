@@ -20,6 +20,9 @@ VARIANTS = {
     "accumulate_by_schedule",
     "accumulate_around_the_scaler",
     "accumulate_inside_the_scaler",
+    "accumulate_in_bfloat16",
+    "accumulate_with_noise",
+    "all_reduce_with_noise_inside_gates",
     "all_reduce_half",
     "all_reduce_in_buckets",
     "adasum_half_inside_the_scaler",
@@ -54,7 +57,14 @@ ALWAYS = {
 }
 
 # Of those that share the gate with the scalers: what is not the gate's.
-GATED = {"check_updates", "dim_reduce", "group_loss_scale", "scheduled_freeze", "skip_spikes"}
+GATED = {
+    "check_updates",
+    "dim_reduce",
+    "group_loss_scale",
+    "scheduled_freeze",
+    "skip_spikes",
+    "store",
+}
 OF_THEIR_OWN = {
     "is_a_transformation_with_array_state",
     "forwards_unknown_extra_arguments",

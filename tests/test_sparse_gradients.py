@@ -380,6 +380,8 @@ TAKEN = {
     "accumulate_every_one",
     "accumulate_by_schedule",
     "accumulate_with_noise",
+    "accumulate_in_bfloat16",
+    "store",
     "accumulate_inside_the_scaler",
     "accumulate_around_the_scaler",
     "average_params",

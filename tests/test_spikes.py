@@ -407,6 +407,7 @@ def case(name):
     return Case(f"skip_spikes_{name}", make, skips=name != "by_update")
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", OTHERS)
 @pytest.mark.parametrize(
     "law",

@@ -126,23 +126,20 @@ OPTIMIZERS = {
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_remainders_are_f32_masters_bit_for_bit(name):
-    """As the same optimizer on f32 params; that one as the optimizer alone, but for roundings."""
-    inner, start = OPTIMIZERS[name], low(some(0))
+    """As the optimizer on f32 params, operation by operation: compilers contract differently."""
+    inner, start = OPTIMIZERS[name], low(some(0, (8, 16)))
     wide = jax.tree.map(lambda p: p.astype(jnp.float32), start)
-    forms = {
-        "remainder": (store(inner, params="remainder"), start),
-        "f32": (store(inner), wide),
-        "alone": (inner, wide),
-    }
-    found = {}
-    for form, (tx, params) in forms.items():
-        step, state = jax.jit(applied(tx)), tx.init(params)
-        for seed in range(20):
-            params, state = step(params, state, some(seed + 1))
-        found[form] = jax.tree.leaves(masters(params, state))
-    for exact, same, close in zip(*found.values(), strict=True):
-        np.testing.assert_array_equal(exact, same)
-        np.testing.assert_allclose(exact, close, rtol=1e-4, atol=3e-5)
+    forms = (store(inner, params="remainder", least=1), start), (store(inner, least=1), wide)
+    found = []
+    with jax.disable_jit():
+        for tx, params in (*forms, (inner, wide)):
+            state = tx.init(params)
+            for seed in range(4):
+                params, state = applied(tx)(params, state, some(seed + 1, (8, 16)))
+            found.append(jax.tree.leaves(masters(params, state)))
+    for exact, wanted, close in zip(*found, strict=True):
+        np.testing.assert_array_equal(exact, wanted)
+        np.testing.assert_allclose(exact, close, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("params", ["stochastic", "remainder", "kahan"])
@@ -197,7 +194,10 @@ def sizes(name, moments, window):
     return held / count, memory.temp_size_in_bytes / (4 * count)
 
 
-@pytest.mark.parametrize("name", ["adam", "adamw", "lion", "momentum", "clipped"])
+LATE = [pytest.param(x, marks=pytest.mark.long) for x in ("adam", "momentum", "clipped")]
+
+
+@pytest.mark.parametrize("name", ["adamw", "lion", *LATE])
 @pytest.mark.parametrize("moments", ["int8", "log8"])
 def test_six_bytes_a_param_with_a_window_and_no_more_in_between(name, moments):
     held, temporary = sizes(name, moments, 16)
