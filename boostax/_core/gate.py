@@ -131,13 +131,35 @@ def gate_of(tx: optax.GradientTransformation) -> GatedUpdate | None:
     return tx.update if isinstance(tx.update, GatedUpdate) else None
 
 
-def init_inner(tx: optax.GradientTransformation, params: PyTree) -> Any:
-    """The first state of what is inside a gate.
+def params_for(tx: optax.GradientTransformation, params: PyTree) -> PyTree:
+    """What the ``init`` of a transformation inside a gate is given, or the types of it.
 
-    A gate is given params as they are stored; anything else those of f32 or wider in which it will
+    A gate has params as they are stored; anything else those of f32 or wider in which it will
     compute: moments would otherwise be rounded with them.
     """
-    return tx.init(params if gate_of(tx) else trees.at_least_float32(params))
+    return params if gate_of(tx) else trees.at_least_float32(params)
+
+
+def init_inner(tx: optax.GradientTransformation, params: PyTree) -> Any:
+    """The first state of what is inside a gate."""
+    return tx.init(params_for(tx, params))
+
+
+def init_optimizer(who: str, tx: optax.GradientTransformation, params: PyTree) -> Any:
+    """The first state of an optimizer that ``who`` wraps, which must be one without gates."""
+    state = tx.init(trees.at_least_float32(params))
+    if has_gate(state):
+        raise ValueError(
+            f"{who}: inner must be an optimizer without gates, got one that may hold a step back. "
+            f"Put it inside them: dynamic_loss_scale({who}(adamw(...)))."
+        )
+    return state
+
+
+def nothing_held(state: Any, params: PyTree, **extra: Any) -> Stepped:
+    """The ``flush`` of what wraps such an optimizer."""
+    del extra
+    return params, state
 
 
 def run(

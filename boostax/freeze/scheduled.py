@@ -13,7 +13,16 @@ import optax
 from boostax._core import axes, checks, trees
 from boostax._core.describe import Holds, describe
 from boostax._core.extras import elsewhere
-from boostax._core.gate import GatedUpdate, Pending, branch, flush_inner, held_open, passed, run
+from boostax._core.gate import (
+    GatedUpdate,
+    Pending,
+    branch,
+    flush_inner,
+    held_open,
+    params_for,
+    passed,
+    run,
+)
 from boostax._core.groups import as_groups, group_count
 from boostax._core.handshake import hand_on_state
 from boostax._core.prune import Pruning, pruning
@@ -108,7 +117,8 @@ class Freezing:
 
     def cut(self, params: PyTree, depth: int) -> Pruning | _Slot:
         """Where the inner state of a depth lies in the whole one."""
-        drawn, wide = self.plan(params).drawn, jax.eval_shape(trees.at_least_float32, params)
+        drawn = self.plan(params).drawn
+        wide = jax.eval_shape(functools.partial(params_for, self.tx), params)
         fewer = self.fewer(wide, depth)
         if self.moments == "shared":
             return pruning(self.tx, self.fewer(wide, drawn[0]), fewer, _WHO)
@@ -270,7 +280,7 @@ def scheduled_freeze(
 
     def init_fn(params: PyTree) -> ScheduledFreezeState:
         plan = freezing.plan(params)
-        wide = trees.at_least_float32(params)
+        wide = params_for(tx, params)
         kept = plan.drawn if moments == "per_group" else plan.drawn[:1]
         states = tuple(tx.init(freezing.fewer(wide, depth)) for depth in kept)
         check_inner(states, plan, moments)

@@ -29,7 +29,16 @@ from jax import lax
 
 from boostax._core import checks, trees
 from boostax._core.describe import Holds, describe
-from boostax._core.gate import Pending, flush_inner, gated, held_open, passed, run, run_or_hold
+from boostax._core.gate import (
+    Pending,
+    flush_inner,
+    gated,
+    held_open,
+    init_inner,
+    passed,
+    run,
+    run_or_hold,
+)
 from boostax._core.replicas import owns_params
 
 PyTree = Any
@@ -180,7 +189,7 @@ def average_params(
     weight = (lambda n: 1 / n) if decay is None else _exponential(decay)
 
     def init_fn(params: PyTree) -> AverageParamsState:
-        inner_state = tx.init(trees.at_least_float32(params))
+        inner_state = init_inner(tx, params)
         if owns_params(inner_state):
             raise ValueError(
                 f"{_WHO}: inner must keep params equal on all replicas, got local_updates or "
@@ -225,11 +234,7 @@ def average_params(
     def step_fn(
         grads: Pending, state: AverageParamsState, params: PyTree, *, apply: bool, **extra: Any
     ) -> tuple[PyTree, AverageParamsState]:
-        if params is None:
-            raise ValueError(
-                f"{_WHO}: params must be given to update, got None. Call tx.update(grads, state, "
-                "params)."
-            )
+        trees.require_params(params, _WHO, "Call tx.update(grads, state, params).")
         value, inner_state = run(tx, grads, state.inner_state, params, apply=apply, extra=extra)
         new = lambda: value if apply else optax.apply_updates(params, value)  # noqa: E731
         return value, take_in(state, inner_state, passed(inner_state), new)

@@ -17,7 +17,7 @@ import optax
 from boostax._core import axes, checks, trees
 from boostax._core.describe import Stepped, describe
 from boostax._core.finite import counts
-from boostax._core.gate import Pending, gated, has_gate
+from boostax._core.gate import Pending, gated, init_optimizer, nothing_held
 from boostax._core.placement import settled
 
 PyTree = Any
@@ -81,12 +81,7 @@ def count_lost_updates(
     tx = checks.transformation(_WHO, "inner", inner)
 
     def init_fn(params: PyTree) -> LostUpdatesState:
-        inner_state = tx.init(trees.at_least_float32(params))
-        if has_gate(inner_state):
-            raise ValueError(
-                f"{_WHO}: inner must be an optimizer without gates, got one that may hold a step "
-                "back. Put it inside them: dynamic_loss_scale(count_lost_updates(adamw(...)))."
-            )
+        inner_state = init_optimizer(_WHO, tx, params)
         return LostUpdatesState(jnp.zeros((), jnp.float32), inner_state)
 
     @describe(_WHO, "watch", inner={"inner_state": tx})
@@ -101,11 +96,7 @@ def count_lost_updates(
         state = LostUpdatesState(_lost(params, updates, new), inner_state)
         return (settled(new) if apply else trees.as_updates(updates, params)), state
 
-    def flush_fn(state: LostUpdatesState, params: PyTree, **extra: Any) -> Stepped:
-        del extra
-        return params, state
-
-    return gated(init_fn, step_fn, flush_fn)
+    return gated(init_fn, step_fn, nothing_held)
 
 
 def _lost(params: PyTree, updates: PyTree, new: PyTree) -> jax.Array:

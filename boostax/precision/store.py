@@ -11,7 +11,7 @@ import optax
 
 from boostax._core import checks, formats, trees
 from boostax._core.describe import Holds, Stepped, describe
-from boostax._core.gate import Pending, gated, has_gate
+from boostax._core.gate import Pending, gated, init_optimizer, nothing_held
 from boostax._core.leafwise import COMMON, Turn, leaf_by_leaf
 from boostax._core.placement import settled
 
@@ -124,7 +124,7 @@ def store(
 
     Returns:
       A gate that never holds anything back, with a ``StoreState``. Cost: bytes as above, and for 8
-      bits 4 more for each block; about 20 integer operations for each element stored; one array in
+      bits 4 more for each block; decoding and encoding of each element stored; one array in
       f32 at a time beside the donated ones, through ``boostax.apply_gradients``. The pure
       ``update`` gives updates in the dtype of the params: after a step of more than 256 units in
       the last place ``params + updates`` may be the neighbour of what was drawn.
@@ -161,12 +161,7 @@ def store(
     checks.positive_int(_WHO, "least", least, "1 stores every array low.")
 
     def init_fn(params: PyTree) -> StoreState:
-        inner_state = tx.init(trees.at_least_float32(params))
-        if has_gate(inner_state):
-            raise ValueError(
-                f"{_WHO}: inner must be an optimizer without gates, got one that may hold a step "
-                "back. Put it inside them: accumulate(store(adamw(...)), 16)."
-            )
+        inner_state = init_optimizer(_WHO, tx, params)
         if kind is not None and not any(map(_is_low, jax.tree.leaves(params))):
             allowed = "None where no param is bf16"
             hint = (
@@ -194,11 +189,7 @@ def store(
         steps = jnp.asarray(optax.safe_increment(state.steps))
         return (settled(value) if apply else value), StoreState(steps, codes, scales, low)
 
-    def flush_fn(state: StoreState, params: PyTree, **extra: Any) -> Stepped:
-        del extra
-        return params, state
-
-    return gated(init_fn, step_fn, flush_fn)
+    return gated(init_fn, step_fn, nothing_held)
 
 
 def masters(params: PyTree, opt_state: PyTree) -> PyTree:
