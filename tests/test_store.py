@@ -289,9 +289,9 @@ def test_codes_and_scales_are_sharded_like_the_param():
     on_mesh = boostax.on_mesh(tx, params, axis_name="data")
     state = on_mesh.init(params)
     wanted = NamedSharding(mesh, P(None, "data"))
-    for x in (state.low["w"], state.inner_state[1][0].nu["w"], state.scales["1/0/nu"]["w"]):
+    for x in (state.low["w"], state.inner_state[1][0].nu["w"], state.scales["1/0/nu"].scales["w"]):
         assert x.sharding.is_equivalent_to(wanted, 2), x.sharding
-    assert state.scales["1/0/nu"]["w"].shape == (2, 128)
+    assert state.scales["1/0/nu"].scales["w"].shape == (2, 128)
 
 
 def test_refusals_name_the_line_that_mends_them():

@@ -15,6 +15,7 @@ from jax.core import Tracer
 from jax.sharding import PartitionSpec
 
 from boostax._core import axes, checks, handshake, trees
+from boostax._core.formats import ByBlock
 
 PyTree = Any
 
@@ -256,23 +257,27 @@ def specs_like(
     def owner_spec(path: tuple[Any, ...], leaf: Any) -> PartitionSpec | None:
         for start in range(len(path) + 1):
             shape, spec = owners.get(path[start:], (None, None))
-            if shape is None or spec is None:
-                continue
-            if shape == leaf.shape:
+            if spec is not None and shape == leaf.shape:
                 return spec
-            if shape == leaf.shape[1:]:
+            if spec is not None and shape == leaf.shape[1:]:
                 # As the compiled step gives it: another way to write it would compile it again.
                 return PartitionSpec(None, *spec) if any(spec) else PartitionSpec()
-            if _by_blocks(shape, leaf.shape):
-                entries = [*spec, *[None] * (len(shape) - len(spec))]
-                whole = [
-                    e if n == m else None
-                    for e, n, m in zip(entries, shape, leaf.shape, strict=True)
-                ]
-                return PartitionSpec(*whole) if any(whole) else PartitionSpec()
         return None
 
+    def scales_spec(path: tuple[Any, ...], scales: Any) -> PartitionSpec:
+        """Of the dimensions that are not cut in blocks."""
+        for start in range(len(path) + 1):
+            shape, spec = owners.get(path[start:], (None, None))
+            if shape is None or spec is None or len(shape) != len(scales.shape):
+                continue
+            pairs = zip(spec, shape, scales.shape, strict=False)
+            whole = [entry if n == m else None for entry, n, m in pairs]
+            return PartitionSpec(*whole) if any(whole) else PartitionSpec()
+        return PartitionSpec()
+
     def spec_of(path: tuple[Any, ...], node: Any) -> PyTree:
+        if isinstance(node, ByBlock):
+            return jax.tree_util.tree_map_with_path(lambda i, x: scales_spec((*path, *i), x), node)
         if is_per_replica(node):
             of = lambda inner, x: without(owner_spec(inner, x) or PartitionSpec(), names)  # noqa: E731
             return jax.tree_util.tree_map_with_path(
@@ -286,13 +291,8 @@ def specs_like(
             return spec
         return _shared_out(spec, node, lead, names, shared_out)
 
-    return jax.tree_util.tree_map_with_path(spec_of, state, is_leaf=is_per_replica)
-
-
-def _by_blocks(shape: tuple[int, ...], scales: tuple[int, ...]) -> bool:
-    """Whether an array of scales has one for each block of an array."""
-    pairs = list(zip(shape, scales, strict=False))
-    return len(shape) == len(scales) and all(m and n % m == 0 for n, m in pairs)
+    marked = lambda node: is_per_replica(node) or isinstance(node, ByBlock)  # noqa: E731
+    return jax.tree_util.tree_map_with_path(spec_of, state, is_leaf=marked)
 
 
 def _shared_out(

@@ -28,13 +28,14 @@ class StoreState(NamedTuple):
     Attributes:
       steps: i32, steps taken: from them the noise of rounding is drawn.
       inner_state: state of the inner transformation, codes in the place of the arrays stored low.
-      scales: f32 by blocks, of the state's arrays by their field and, as the params are, by path.
+      scales: f32 by blocks, of the state's arrays by their field: a ``ByBlock`` of a tree like the
+        params.
       low: what bf16 params lack, like the params: ``()`` for ``"stochastic"``, else i16 or bf16.
     """
 
     steps: jax.Array
     inner_state: Any
-    scales: dict[str, PyTree]
+    scales: dict[str, formats.ByBlock]
     low: PyTree
     holds = Holds(("steps", "low"), params=True)
 
@@ -247,7 +248,9 @@ def _turns(params: PyTree, least: int, tree: PyTree) -> PyTree:
             return Turn(COMMON)
         # The tree is ((params, what they lack), (codes, scales)) and what is only read.
         of_state = [getattr(key, "idx", None) for key in path[:2]] == [0, 1]
-        field = trees.path_name(path[3:start]) if of_state else ""
+        # Scales are written with their codes.
+        scales = of_state and path[2].idx == 1
+        field = trees.path_name(path[3 : 4 if scales else start]) if of_state else ""
         place = fields.setdefault(field, len(fields) + 1) if of_state else 0
         return Turn(numbers.get(path[start:], 0), place)
 
@@ -305,7 +308,7 @@ def _is_low(x: Any) -> bool:
 
 def _first(
     state: PyTree, params: PyTree, rules: Mapping[str, Moments], least: int
-) -> tuple[PyTree, dict[str, PyTree]]:
+) -> tuple[PyTree, dict[str, formats.ByBlock]]:
     """The codes of a new state, and their scales: of each field a tree like the params."""
     owners = {path: jnp.shape(x) for path, x in jax.tree_util.tree_leaves_with_path(params)}
     scales: dict[tuple[str, Path], jax.Array] = {}
@@ -338,8 +341,8 @@ def _first(
     for unused in set(rules) - set(fields.values()) if fields else ():
         allowed = f"patterns of the state's fields {sorted(fields)}"
         raise ValueError(checks.message(_WHO, "moments", allowed, unused, "'*' is all of them."))
-    of = lambda field: jax.tree_util.tree_map_with_path(  # noqa: E731
-        lambda path, _: scales.get((field, path), ()), params
+    of = lambda field: formats.ByBlock(  # noqa: E731
+        jax.tree_util.tree_map_with_path(lambda path, _: scales.get((field, path), ()), params)
     )
     scaled = [f for f, rule in fields.items() if rule and formats.FORMATS[rules[rule]].scaled]
     return codes, {field: of(field) for field in sorted(scaled)}
@@ -350,14 +353,14 @@ def _is_placeholder(params: PyTree, node: Any) -> bool:
     return type(node) is type(params) and not jax.tree.leaves(params) and node is not None
 
 
-def _places(scales: dict[str, PyTree]) -> dict[tuple[str, Path], Path]:
+def _places(scales: dict[str, formats.ByBlock]) -> dict[tuple[str, Path], Path]:
     """Where the scale of an array of the state stands, by its field and its param."""
     return {
-        (path[0].key, path[1:]): path for path, _ in jax.tree_util.tree_leaves_with_path(scales)
+        (path[0].key, path[2:]): path for path, _ in jax.tree_util.tree_leaves_with_path(scales)
     }
 
 
-def _decoded(state: PyTree, scales: dict[str, PyTree]) -> PyTree:
+def _decoded(state: PyTree, scales: dict[str, formats.ByBlock]) -> PyTree:
     """The state as ``inner`` has it."""
     table = dict(jax.tree_util.tree_leaves_with_path(scales))
     places = _places(scales)
@@ -373,8 +376,8 @@ def _decoded(state: PyTree, scales: dict[str, PyTree]) -> PyTree:
 
 
 def _encoded(
-    state: PyTree, like: PyTree, scales: dict[str, PyTree], steps: jax.Array
-) -> tuple[PyTree, dict[str, PyTree]]:
+    state: PyTree, like: PyTree, scales: dict[str, formats.ByBlock], steps: jax.Array
+) -> tuple[PyTree, dict[str, formats.ByBlock]]:
     """The state in the formats of an older one."""
     places, table = _places(scales), {}
 
