@@ -108,10 +108,12 @@ FORMS = {
     "inside both": lambda tx, average: SCALED(boostax.accumulate(average(tx), 2)),
     "around a check": lambda tx, average: average(boostax.precision.check_updates(tx)),
 }
+QUICK = {"around a scaler and a window", "inside both"}
+SOME = [x if x in QUICK else pytest.param(x, marks=pytest.mark.long) for x in FORMS]
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("form", SOME)
 def test_a_held_call_leaves_the_average_bit_for_bit(form, kind):
     average = functools.partial(average_params, kind=kind, **KINDS[kind])
     tx = FORMS[form](optax.adam(0.1), average)
@@ -221,7 +223,7 @@ BIG = {f"layer{i}": jax.ShapeDtypeStruct((512, 512), jnp.float32) for i in range
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("form", ["alone", *FORMS])
+@pytest.mark.parametrize("form", ["alone", *SOME])
 def test_a_donated_step_holds_nothing_more_than_without_the_average(form, kind):
     average = functools.partial(average_params, kind=kind, **KINDS[kind], every=2)
     build = FORMS.get(form, lambda tx, average: average(tx))

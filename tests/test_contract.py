@@ -12,7 +12,7 @@ import boostax.testing
 from boostax.testing import INIT_LAWS, OPTAX_LAWS, laws_for
 
 # Settings and siblings of a transformation that stands there once already: of them only what is
-# told of their arguments and of replicas is worth every run.
+# told of their arguments is worth every run.
 VARIANTS = {
     "static_loss_scale",
     "static_loss_scale_without_check",
@@ -49,12 +49,7 @@ VARIANTS = {
     "centralize_gradients",
     "clip_by_global_norm",
 }
-ALWAYS = {
-    "bad_arguments_raise_and_explain",
-    "results_are_typed_equal",
-    "what_is_not_sent_waits",
-    *INIT_LAWS,
-}
+ALWAYS = {"bad_arguments_raise_and_explain", "what_is_not_sent_waits"}
 
 # Of those that share the gate with the scalers: what is not the gate's.
 GATED = {
@@ -73,17 +68,15 @@ OF_THEIR_OWN = {
     "skip_is_as_if_the_step_never_was",
     "metrics_are_flat_scalars",
     "reduced_gradients_are_refused",
+    "results_are_typed_equal",
     *ALWAYS,
+    *INIT_LAWS,
     *OPTAX_LAWS,
 }
 
 
-# How their results are typed is told by what they consist of.
-COMPOSED = ("inside", "around", "warming")
-
-
 # An Explicit mesh differs by how arrays enter and leave, not by what is done to them.
-EXPLICIT = {"dynamic_loss_scale", "top_k_reduce"}
+EXPLICIT = {"dynamic_loss_scale"}
 
 
 # As `replicas_stay_equal_in_every_mode` and `any_placement_means_the_same`, from seeds.
@@ -92,7 +85,6 @@ DRAWN = {"checked_and_unchecked_agree", "pmap_shard_map_and_plain_jit_agree"}
 
 def marks(case, law):
     late = case.name in VARIANTS and law not in ALWAYS
-    late |= law == "results_are_typed_equal" and any(word in case.name for word in COMPOSED)
     late |= law == "any_placement_means_the_same_on_an_explicit_mesh" and case.name not in EXPLICIT
     late |= law in DRAWN
     return [pytest.mark.long] if late or (case.name in GATED and law not in OF_THEIR_OWN) else []

@@ -78,7 +78,7 @@ def test_leaves_travel_in_their_own_shape_where_they_can(replicas):
     assert sum(map(len, packs)) == len(SHAPES) - len(alone) and len(packs) == 1
 
 
-@pytest.mark.parametrize("replicas", [2, 3, 8])
+@pytest.mark.parametrize("replicas", [pytest.param(2, marks=pytest.mark.long), 3, 8])
 @pytest.mark.parametrize("name", REDUCTIONS)
 def test_what_is_sent_and_what_is_held_back_is_all(name, replicas):
     means, state = reduced(name, replicas)
@@ -106,8 +106,10 @@ def test_a_row_has_a_scale_of_its_own(replicas):
         assert (error <= step).all()
 
 
-@pytest.mark.parametrize("wire", [None, "bfloat16", "float16"])
-@pytest.mark.parametrize("replicas", [2, 3, 8])
+@pytest.mark.parametrize(
+    "wire", [None, "bfloat16", pytest.param("float16", marks=pytest.mark.long)]
+)
+@pytest.mark.parametrize("replicas", [pytest.param(2, marks=pytest.mark.long), 3, 8])
 def test_adasum_is_that_of_the_leaves(replicas, wire):
     tx = boostax.adasum("data", wire_dtype=wire)
     found = jax.jit(jax.vmap(lambda g: tx.update(g, tx.init(g))[0], axis_name="data"))(

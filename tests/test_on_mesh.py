@@ -111,7 +111,9 @@ def assert_near(found, wanted, tolerance):
 
 
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=["auto", "explicit"])
-@pytest.mark.parametrize("share", [False, True], ids=["whole", "ZeRO-1"])
+@pytest.mark.parametrize(
+    "share", [pytest.param(False, marks=pytest.mark.long), True], ids=["whole", "ZeRO-1"]
+)
 @pytest.mark.parametrize("placement", PLACEMENTS)
 def test_a_loop_of_ones_own_is_one_device(placement, share, kind):
     """Scaler and window included, five steps."""

@@ -142,7 +142,9 @@ def test_remainders_are_f32_masters_bit_for_bit(name):
         np.testing.assert_allclose(exact, close, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("params", ["stochastic", "remainder", "kahan"])
+@pytest.mark.parametrize(
+    "params", ["stochastic", "kahan", pytest.param("remainder", marks=pytest.mark.long)]
+)
 def test_updates_make_what_a_step_writes(params):
     """The pure ``update``, where a step is less than 256 units in the last place."""
     tx, start = store(optax.adamw(1e-4), params=params, moments="log8"), low(some(0))

@@ -191,7 +191,7 @@ class Read(Sequence):
 
 
 @pytest.mark.parametrize("method", ["gram", "randomized"])
-@pytest.mark.parametrize("count", [5, 17])
+@pytest.mark.parametrize("count", [pytest.param(5, marks=pytest.mark.long), 17])
 def test_however_many_snapshots_are_read_two_are_in_memory(method, count):
     """While one is read there are the first, the mean, and the last difference to it."""
     path = Read(jax.tree.map(np.asarray, draw(count, mean=1000.0)))

@@ -266,7 +266,8 @@ def param_groups(params: PyTree, groups: Sequence[Any]) -> list[list[str]]:
 def _spread(who: str, groups: PyTree, params: PyTree) -> list[Any]:
     """The label of each leaf, from a tree like the params or a prefix of one."""
     try:
-        return jax.tree.leaves(jax.tree.broadcast(groups, params))
+        # JAX prints leaves where it refuses, and cannot print those of a donated tree.
+        return jax.tree.leaves(jax.tree.broadcast(groups, jax.tree.map(lambda _: 0, params)))
     except ValueError as error:
         # By their paths: an optimizer of NNX has bare arrays where a state has them in boxes.
         labels = {trees.plain_path(p): x for p, x in jax.tree_util.tree_leaves_with_path(groups)}
