@@ -166,8 +166,8 @@ def store(
         if kind is not None and not any(map(_is_low, jax.tree.leaves(params))):
             allowed = "None where no param is bf16"
             hint = (
-                "Cast them before init; inside a gate put store around all that it runs: "
-                "store(optax.chain(all_reduce(...), adamw(...)))."
+                "Cast them before init, or have them so by policy('params=bfloat16,...'); inside a "
+                "gate put store around all that it runs: store(chain(all_reduce(...), adamw(...)))."
             )
             raise ValueError(checks.message(_WHO, "params", allowed, kind, hint))
         codes, scales = _first(inner_state, params, rules, least)

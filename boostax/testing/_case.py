@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+from boostax._core import interpret
 from boostax._core.axes import AxisName
 from boostax._core.gate import gate_of, gated
 from boostax._core.handshake import assume_scaled
@@ -215,6 +216,15 @@ def types_of(tree: PyTree) -> list[Any]:
 def applied(tx: optax.GradientTransformation) -> Callable[..., Carry]:
     """A step of ``apply_gradients``: from params, state and gradients to params and state."""
     return lambda params, state, grads: apply_gradients(tx, grads, state, params)
+
+
+def operations(fn: Callable[..., Any], *args: Any) -> list[tuple[str, list[str]]]:
+    """The operations of a program and the types of their results, one after the other."""
+    program = jax.make_jaxpr(fn)(*args)
+    return [
+        (eqn.primitive.name, [str(x.aval) for x in eqn.outvars])
+        for eqn, _ in interpret.equations(program.jaxpr)
+    ]
 
 
 def follow(step: Callable[..., Carry], carry: Carry, grads: Sequence[PyTree]) -> Carry:
