@@ -63,6 +63,8 @@ bench: $(READY)
 	$(RUN) benchmarks/compression_accuracy.py
 	$(RUN) benchmarks/partial_accuracy.py
 	$(RUN) benchmarks/noise_scale.py
+	$(RUN) benchmarks/stored_accuracy.py
+	$(RUN) benchmarks/spikes.py
 	$(RUN) benchmarks/average_params.py
 	$(RUN) benchmarks/freezing.py
 	$(RUN) benchmarks/freezing_accuracy.py

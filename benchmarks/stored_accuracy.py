@@ -1,0 +1,271 @@
+"""What params and moments stored in fewer bytes do to the loss, on text and on digits.
+
+Every form trains on the same batches from the same weights with every rate and seed. Its rate is
+the one with the lowest mean loss over the seeds on rows to choose by, and the loss reported is that
+of others. Every array is stored low but vectors: these models are small, and the harm is theirs.
+"""
+
+import functools
+import itertools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import digits_replicas
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import text_runs
+from harness import (
+    Bar,
+    in_processes,
+    kept,
+    of_rows,
+    on_cpu,
+    over_seeds,
+    power_in,
+    report,
+    resumable,
+    work_of,
+)
+
+import boostax
+
+PyTree = Any
+# Arrays of fewer elements stay f32: the vectors.
+LEAST = 65
+EACH = {"*mu": "int8", "*nu": "log8"}
+RECOMMENDED = True
+
+
+class Form(NamedTuple):
+    """How a run holds its arrays.
+
+    Attributes:
+      low: whether params are bf16.
+      options: of ``boostax.precision.store``; None is without it.
+      window: options of ``boostax.accumulate``, or none.
+      recommended: by the card.
+    """
+
+    low: bool
+    options: Mapping[str, Any] | None
+    window: Mapping[str, Any] | None = None
+    recommended: bool = False
+
+
+SUM = {"accumulator_dtype": "bfloat16", "rounding": "stochastic"}
+FORMS = {
+    "f32": Form(False, None),
+    "params stochastic": Form(True, {"params": "stochastic"}, None, RECOMMENDED),
+    "params stochastic, moments bf16": Form(
+        True, {"params": "stochastic", "moments": "bfloat16"}, None, RECOMMENDED
+    ),
+    "params stochastic, moments log8": Form(
+        True, {"params": "stochastic", "moments": "log8"}, None, RECOMMENDED
+    ),
+    "params stochastic, moments int8 and log8": Form(
+        True, {"params": "stochastic", "moments": EACH}, None, RECOMMENDED
+    ),
+    "params stochastic, moments int8": Form(True, {"params": "stochastic", "moments": "int8"}),
+    "params remainder": Form(True, {"params": "remainder"}, None, RECOMMENDED),
+    "params Kahan": Form(True, {"params": "kahan"}, None, RECOMMENDED),
+    "params f32, moments bf16": Form(False, {"moments": "bfloat16"}),
+    "params f32, moments log8": Form(False, {"moments": "log8"}, None, RECOMMENDED),
+    "params bf16, moments f32": Form(True, {}),
+    "params and moments bf16, to the nearest": Form(True, None),
+    "f32, window": Form(False, None, {}),
+    "params stochastic, moments log8, window stochastic": Form(
+        True, {"params": "stochastic", "moments": "log8"}, SUM, RECOMMENDED
+    ),
+    "f32, window bf16 to the nearest": Form(False, None, {"accumulator_dtype": "bfloat16"}),
+}
+EVERY = 4
+
+
+class Task(NamedTuple):
+    """A problem.
+
+    Attributes:
+      seeds: how many.
+      rates: to choose from.
+      steps: of a run, micro-steps of a window.
+      init: params of a seed.
+      batches: of a seed: those to train on, and what to choose and to report by.
+      loss: of params and a batch.
+      judge: of f32 params and rows.
+      schedule: of a rate and the optimizer's steps.
+    """
+
+    seeds: int
+    rates: tuple[float, ...]
+    steps: int
+    init: Callable[[int], PyTree]
+    batches: Callable[[int], tuple[PyTree, PyTree, PyTree]]
+    loss: Callable[[PyTree, PyTree], jax.Array]
+    judge: Callable[[PyTree, PyTree], jax.Array]
+    schedule: Callable[[jax.Array, int], Any]
+
+
+def _powers(least: int, end: int) -> tuple[float, ...]:
+    return tuple(2.0**power for power in range(least, end))
+
+
+def _text() -> Task:
+    steps = 1200
+
+    def batches(seed: int) -> tuple[PyTree, PyTree, PyTree]:
+        training, rest = text_runs.batches_of(seed, steps)
+        return training, *text_runs.halves(rest)
+
+    return Task(
+        5,
+        _powers(-9, -4),
+        steps,
+        text_runs.init,
+        batches,
+        text_runs.loss_of,
+        text_runs.judged,
+        text_runs.warmed,
+    )
+
+
+def _digits() -> Task:
+    training, validation, test = digits_replicas.data()
+    order = functools.partial(digits_replicas.order, replicas=1, epochs=8)
+
+    def batches(seed: int) -> tuple[PyTree, PyTree, PyTree]:
+        rows = order(seed)[:, 0]
+        split = digits_replicas.Split(training.images[rows], training.labels[rows])
+        return split, validation, test
+
+    return Task(
+        20,
+        _powers(-9, -2),
+        len(order(0)),
+        lambda seed: digits_replicas.init(jax.random.key(seed)),
+        batches,
+        digits_replicas.loss,
+        digits_replicas.loss,
+        digits_replicas.schedule,
+    )
+
+
+TASKS = {"text": _text, "digits": _digits}
+
+
+def trained(task: Task, form: Form) -> Callable[..., tuple[jax.Array, jax.Array]]:
+    """A compiled run: of a rate, params and batches what to choose by and what to report."""
+    steps = task.steps // EVERY if form.window is not None else task.steps
+
+    @jax.jit
+    def run(rate: jax.Array, params: PyTree, batches: Any) -> tuple[jax.Array, jax.Array]:
+        training, chosen, reported = batches
+        tx: Any = optax.adamw(task.schedule(rate, steps))
+        if form.options is not None:
+            tx = boostax.precision.store(tx, **form.options, least=LEAST)
+        if form.window is not None:
+            tx = boostax.accumulate(tx, EVERY, **form.window)
+        if form.low:
+            params = jax.tree.map(lambda x: x.astype(jnp.bfloat16) if x.ndim > 1 else x, params)
+
+        def step(carry: PyTree, batch: PyTree) -> tuple[PyTree, None]:
+            params, state = carry
+            # As mixed precision has it: gradients come in the dtype of the params.
+            grads = jax.grad(lambda p: task.loss(_wide(p), batch))(params)
+            if form.options is None:
+                updates, state = tx.update(grads, state, params)
+                return (optax.apply_updates(params, updates), state), None
+            return boostax.apply_gradients(tx, grads, state, params), None
+
+        (params, state), _ = jax.lax.scan(step, (params, tx.init(params)), training)
+        last = boostax.precision.masters(params, state)
+        return task.judge(last, chosen), task.judge(last, reported)
+
+    return run
+
+
+def _wide(params: PyTree) -> PyTree:
+    return jax.tree.map(lambda x: x.astype(jnp.float32), params)
+
+
+def runs(name: str, form: str, pairs: Sequence[tuple[int, float]]) -> list[dict[str, Any]]:
+    """A row for each of some seeds and rates of a form."""
+    task = TASKS[name]()
+    run = trained(task, FORMS[form])
+    rows: list[dict[str, Any]] = []
+    for seed, rate in pairs:
+        chosen, reported = run(jnp.float32(rate), task.init(seed), task.batches(seed))
+        row = {"task": name, "form": form, "rate": rate, "seed": seed}
+        rows.append(row | {"chosen": float(chosen), "reported": float(reported)})
+    return rows
+
+
+def table(name: str, found: Mapping[Any, dict[str, Any]]) -> list[dict[str, Any]]:
+    """A row for each form, beside f32 with the same window; none has figures that diverges."""
+    task = TASKS[name]()
+    rates = task.rates
+
+    def ends(form: str, rate: float, figure: str) -> np.ndarray:
+        values = [found[name, form, rate, seed][figure] for seed in range(task.seeds)]
+        return np.nan_to_num(np.array(values), nan=np.inf)
+
+    def best(form: str) -> float:
+        return min(rates, key=lambda rate: float(ends(form, rate, "chosen").mean()))
+
+    rows: list[dict[str, Any]] = []
+    for form, how in FORMS.items():
+        rate = best(form)
+        beside = "f32" if how.window is None else "f32, window"
+        theirs = ends(beside, best(beside), "reported")
+        here = ends(form, rate, "reported")
+        row: dict[str, Any] = {"form": form, "recommended": "yes" if how.recommended else ""}
+        row |= {"rate": power_in(rate, rates)}
+        if np.isfinite(here).all():
+            row |= over_seeds(here, "nats")
+            row |= over_seeds(here - theirs, "more than f32", "its s.e.")
+            row["in s.e. of f32"] = row["more than f32"] / over_seeds(theirs, "")["s.e."]
+            same = ends(form, best(beside), "reported") - theirs
+            row |= over_seeds(same, "more at its rate", "s.e. at its rate")
+        rows.append(dict.fromkeys(rows[0] if rows else row) | row)
+    return rows
+
+
+def main() -> None:
+    options = resumable(__doc__, "tasks, by comma")
+    path = work_of(options, "stored_accuracy") / "rows.jsonl"
+    key = ("task", "form", "rate", "seed")
+    done = set(kept(path, *key))
+    tasks = options.only.split(",") if options.only else list(TASKS)
+    jobs: dict[Any, Any] = {}
+    for task, form in itertools.product(tasks, FORMS):
+        each = TASKS[task]()
+        pairs = itertools.product(range(each.seeds), each.rates)
+        left = [(seed, rate) for seed, rate in pairs if (task, form, rate, seed) not in done]
+        if left:
+            jobs[task, form] = task, form, left
+    in_processes(runs, jobs, path, options.workers, functools.partial(on_cpu, 1))
+    found = kept(path, *key)
+    title = "{}, AdamW, {} batches, {} seeds"
+    sections = [
+        (title.format(name, TASKS[name]().steps, TASKS[name]().seeds), table(name, found))
+        for name in tasks
+    ]
+    if options.only:
+        print(*(of_rows(rows)[i] for _, rows in sections for i in range(len(rows) + 2)), sep="\n")
+        return
+    bars = [
+        Bar(
+            f"{title.partition(',')[0]}: {row['form']}: more than f32, in s.e.",
+            row["in s.e. of f32"],
+            1,
+        )
+        for title, rows in sections
+        for row in rows
+        if row["recommended"]
+    ]
+    report("stored_accuracy", "Stored in fewer bytes: the loss", sections, bars)
+
+
+if __name__ == "__main__":
+    main()
