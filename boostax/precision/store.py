@@ -14,6 +14,7 @@ from boostax._core.describe import Holds, Stepped, describe
 from boostax._core.gate import Pending, gated, init_optimizer, nothing_held
 from boostax._core.leafwise import COMMON, Turn, leaf_by_leaf
 from boostax._core.placement import settled
+from boostax._core.replicas import is_per_replica
 
 PyTree = Any
 Moments = Literal["bfloat16", "int8", "log8"]
@@ -235,14 +236,17 @@ def _masters(params: PyTree, low: PyTree) -> PyTree:
 def _turns(params: PyTree, least: int, tree: PyTree) -> PyTree:
     """When each array is written, by the param in the end of its path: params before their state.
 
-    Small ones are one leaf. Of the state of a leaf each field has its turn.
+    Small ones are one leaf. Of the state of a leaf each field has its turn. What each replica has
+    of its own is written with the collectives: a turn that waits for it would differ by replica.
     """
     owners = {path: jnp.size(x) for path, x in jax.tree_util.tree_leaves_with_path(params)}
     large = [path for path, size in owners.items() if size >= least]
     numbers = {path: number + 1 for number, path in enumerate(large)}
     fields: dict[str, int] = {}
 
-    def turn(path: Path, x: Any) -> Turn:
+    def turn(path: Path, x: Any) -> PyTree:
+        if is_per_replica(x):
+            return jax.tree.map(lambda _: Turn(COMMON), x)
         start = next((i for i in range(len(path) + 1) if path[i:] in owners), None)
         if start is None or not jnp.ndim(x):
             return Turn(COMMON)
@@ -254,7 +258,7 @@ def _turns(params: PyTree, least: int, tree: PyTree) -> PyTree:
         place = fields.setdefault(field, len(fields) + 1) if of_state else 0
         return Turn(numbers.get(path[start:], 0), place)
 
-    return jax.tree_util.tree_map_with_path(turn, tree)
+    return jax.tree_util.tree_map_with_path(turn, tree, is_leaf=is_per_replica)
 
 
 def _written(

@@ -19,6 +19,10 @@ AVERAGES: dict[str, dict[str, Any]] = {
     "window": {"start": 1},
     "lawa": {"size": 2, "every": 2},
 }
+# A gradient whose square overflows, and one that is only unusual.
+LARGE, SPIKE = 1e36, 300.0
+# Of the ring of values by which a spike is judged.
+RING = 4
 Move = tuple[int, Literal["save", "reshard", "nest", "flush"], int]
 
 
@@ -54,6 +58,8 @@ class Case:
       bad: ``(call, replica, value)``; values that make a gradient unusable.
       moves: ``(call, kind, argument)``: what happens before that call.
       average: ``(kind, gates around it)`` of an average of the params, or ``()``.
+      spikes: the rule by which the norm of the gradient is judged, or ``""``.
+      stored: whether the optimizer is in ``store``, which keeps f32 params and state as they are.
     """
 
     seed: int = 0
@@ -82,6 +88,8 @@ class Case:
     bad: tuple[tuple[int, int, float], ...] = ()
     moves: tuple[Move, ...] = ()
     average: tuple[Any, ...] = ()
+    spikes: str = ""
+    stored: bool = False
 
     @property
     def weighted(self) -> bool:
@@ -149,7 +157,7 @@ def draw(seed: int) -> Case:
             moves.append((int(rng.integers(1, calls)), kind, one_of(1, 2, 3, 4, 6, 8)))
     if chance(0.3):
         moves.append((calls, "flush", 0))
-    values = (np.nan, np.inf, -np.inf, 1e36)
+    values = (np.nan, np.inf, -np.inf, LARGE, SPIKE, SPIKE)
     bad = [
         (int(rng.integers(calls)), int(rng.integers(8)), one_of(*values))
         for _ in range(one_of(0, 1, 1, 2, 4))
@@ -182,6 +190,8 @@ def draw(seed: int) -> Case:
             bad=tuple(bad),
             moves=tuple(sorted(moves)),
             average=(one_of(*AVERAGES), int(rng.integers(3))) if chance(0.3) else (),
+            spikes=one_of("", "", "median", "sigma"),
+            stored=chance(0.25),
         )
     )
 
@@ -197,7 +207,9 @@ def tidy(case: Case) -> Case:
     nearest = lambda n: min(counts, key=lambda x: abs(x - n))  # noqa: E731
     new["replicas"] = nearest(case.replicas)
     if not scaled:
-        new |= {"scale": 1.0, "bad": ()}
+        # A check of spikes refuses what is not finite as well.
+        left = [x for x in case.bad if x[2] != LARGE] if case.spikes else []
+        new |= {"scale": 1.0, "bad": tuple(left)}
     elif case.loss and case.dtype == "float16":
         # Near the end of f16 a program overflows or does not, as its compiler fuses.
         new["scale"] = min(case.scale, 256.0)

@@ -12,7 +12,7 @@ import optax
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import boostax
-from fuzzing.cases import AVERAGES, GROUPS, MESHES, SHAPES, Case
+from fuzzing.cases import AVERAGES, GROUPS, MESHES, RING, SHAPES, Case
 
 Tree = Any
 AXIS = "data"
@@ -44,6 +44,10 @@ def chain(case: Case) -> optax.GradientTransformationExtraArgs:
         parts.append(optax.add_decayed_weights(0.1))
     rate = optax.linear_schedule(*case.rates, 10)
     tx = optax.chain(*parts, optax.scale_by_learning_rate(rate))
+    if case.stored:
+        tx = boostax.precision.store(tx, least=1)
+    if case.spikes:
+        tx = boostax.precision.skip_spikes(tx, rule=case.spikes, window=RING, axis_name=axis)
     kind, around = case.average or ("", -1)
     average = lambda tx: boostax.model.average_params(tx, kind, **AVERAGES[kind])  # noqa: E731
     for place in reversed(range(len(case.gates) + 1)):

@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 
-from fuzzing.cases import AVERAGES, DTYPES, GROUPS, Case
+from fuzzing.cases import AVERAGES, DTYPES, GROUPS, RING, Case
 
 Tree = dict[str, np.ndarray]
 # Beyond it the squares of gradients do not add up in f32.
@@ -26,6 +26,9 @@ class Reference:
         zeros = lambda: {name: np.zeros_like(x) for name, x in self.params.items()}  # noqa: E731
         self.steps, self.first, self.second = 0, zeros(), zeros()
         self.residual = [zeros() for _ in range(case.replicas)]
+        # Accepted norms, and how many were refused.
+        self.norms: list[float] = []
+        self.refused = 0
         # Params after each applied step.
         self.path: list[Tree] = []
 
@@ -38,6 +41,8 @@ class Reference:
             found |= {"scale_backoffs": self.backoffs}
         if "window" in self.gates:
             found |= {"micro_step": self.count, "optimizer_steps": self.windows}
+        if self.case.spikes:
+            found["spikes"] = self.refused
         return found
 
     def received(self, x: Tree, weights: np.ndarray) -> tuple[list[Tree], list[float] | None]:
@@ -105,6 +110,9 @@ class Reference:
     def _enter(self, gates: tuple[str, ...], grads: list[Tree], weights: Any) -> bool:
         """Through these gates; whether a step was taken."""
         if not gates:
+            if self.case.spikes and not self._usual(grads):
+                self.refused += 1
+                return False
             self._optimize(grads)
             return True
         if gates[0] == "scale":
@@ -179,6 +187,21 @@ class Reference:
             narrow = DTYPES["bfloat16"]
             grads = [{n: g.astype(narrow).astype(np.float64) for n, g in o.items()} for o in grads]
         return _mean(grads, np.ones(self.replicas))
+
+    def _usual(self, grads: list[Tree]) -> bool:
+        """Whether the norm is one of the usual; recorded if it is."""
+        squares = [sum(float((g * g).sum()) for g in own.values()) for own in grads]
+        norm, limit = math.sqrt(sum(squares) / len(squares)), math.inf
+        if len(self.norms) >= RING // 2:
+            ring = np.array(self.norms[-RING:])
+            median = self.case.spikes == "median"
+            centre = np.median(ring) if median else ring.mean()
+            spread = 1.4826 * np.median(abs(ring - centre)) if median else ring.std()
+            limit = centre + 6 * max(spread, 0.01 * abs(centre))
+        usual = math.isfinite(norm) and norm <= limit
+        if usual:
+            self.norms.append(norm)
+        return usual
 
     def _optimize(self, grads: list[Tree]) -> None:
         case = self.case
