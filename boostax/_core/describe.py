@@ -27,7 +27,7 @@ SCOPE = "boostax."
 
 # What a part does to a gradient, as far as its place in a chain depends on it.
 Gate = Literal["scaler", "window", "check"]
-AroundOptimizer = Literal["carry", "freeze"]
+AroundOptimizer = Literal["carry", "freeze", "storage"]
 # Of gradients; of the updates of each replica's own optimizer; of params that differ.
 Reduction = Literal["mean", "adasum", "compressed", "delta", "own params"]
 # Of gradients that are reduced.
@@ -107,11 +107,11 @@ def describe(
     Args:
       name: of the factory.
       role: what it does to a gradient, as far as its place in a chain depends on it: ``"scaler"``,
-        ``"window"``, ``"check"``, ``"carry"``, ``"freeze"``, ``"mean"``, ``"adasum"``,
-        ``"compressed"``, ``"delta"``, ``"own params"``, ``"centralize"``, ``"norm clip"``,
-        ``"clip"``, ``"decay"``, ``"noise"``, ``"momentum"``, ``"moments"``, ``"sign"``, ``"rate"``,
-        ``"schedule"``, ``"subspace"``, ``"coordinates"``, ``"recorder"``, ``"watch"``,
-        ``"nothing"``; ``"unknown"`` is not judged.
+        ``"window"``, ``"check"``, ``"carry"``, ``"freeze"``, ``"storage"``, ``"mean"``,
+        ``"adasum"``, ``"compressed"``, ``"delta"``, ``"own params"``, ``"centralize"``,
+        ``"norm clip"``, ``"clip"``, ``"decay"``, ``"noise"``, ``"momentum"``, ``"moments"``,
+        ``"sign"``, ``"rate"``, ``"schedule"``, ``"subspace"``, ``"coordinates"``, ``"recorder"``,
+        ``"watch"``, ``"nothing"``; ``"unknown"`` is not judged.
       axes: mesh axes over which it reduces or agrees.
       inner: each transformation inside, by the field of the state in which its own state lies.
       what: in a few words; as a rule the first line of the factory's docstring.

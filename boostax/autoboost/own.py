@@ -23,6 +23,7 @@ _PLACES: Mapping[str, str] = {
     "scaler": "loss_scale",
     "carry": "carry",
     "freeze": "freeze",
+    "storage": "store",
 }
 
 

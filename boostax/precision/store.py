@@ -177,7 +177,7 @@ def store(
         low = jax.tree.map(nothing, params) if kind in ("remainder", "kahan") else ()
         return StoreState(jnp.zeros((), jnp.int32), codes, scales, low)
 
-    @describe(_WHO, "watch", inner={"inner_state": tx})
+    @describe(_WHO, "storage", inner={"inner_state": tx})
     def step_fn(
         grads: Pending, state: StoreState, params: PyTree, *, apply: bool, **extra: Any
     ) -> Stepped:
