@@ -40,7 +40,7 @@ from boostax.precision import skip_spikes
 PyTree = Any
 RATES = tuple(2.0**power for power in range(-10, -4))
 STEPS, SEEDS, SHARE = 800, 5, 0.01
-# Of the loss of a poisoned batch, by kind.
+# What the gradient of a poisoned batch is multiplied by, by kind.
 POISONS = {"clean": None, "random characters": 1.0, "random characters, gradient x 100": 100.0}
 METHODS: dict[str, Callable[[Any], Any]] = {
     "none": lambda tx: tx,
@@ -91,11 +91,7 @@ def trained(name: str, poison: float | None) -> Callable[..., dict[str, jax.Arra
             return carry, found.get("spike_reason", jnp.int32(0)) > 0
 
         carry, touched = jax.lax.scan(step, (params, tx.init(params)), (batches, bad))
-        half = text_runs.JUDGED // 2
-        parts = [
-            jax.tree.map(lambda x, p=p: x[p], judged) for p in (slice(half), slice(half, None))
-        ]
-        chosen, reported = (text_runs.judged(carry[0], part) for part in parts)
+        chosen, reported = (text_runs.judged(carry[0], part) for part in text_runs.halves(judged))
         return {
             "chosen": chosen,
             "reported": reported,

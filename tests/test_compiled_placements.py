@@ -40,11 +40,13 @@ def loss_fn(params, x):
     return jnp.mean(x**2)
 
 
-def audited(mesh, specs, tx, axis, *, width=512, depth=4, target=None, **options):
+def audited(
+    mesh, specs, tx, axis, *, width=512, depth=4, target=None, dtype=jnp.float32, **options
+):
     """The audit of a train step, from shapes alone."""
 
-    def typed(shape, spec):
-        return jax.ShapeDtypeStruct(shape, jnp.float32, sharding=NamedSharding(mesh, spec))
+    def typed(shape, spec, dtype=dtype):
+        return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, spec))
 
     step = boostax.make_train_step(loss_fn, tx, mesh=mesh, axis_name=axis, **options)
     layer = {
@@ -53,7 +55,7 @@ def audited(mesh, specs, tx, axis, *, width=512, depth=4, target=None, **options
     }
     state = step.init([layer] * depth)
     kind = {} if target is None else {"target": target}
-    return boostax.audit(step, state, typed((ROWS, width), P(axis)), **kind)
+    return boostax.audit(step, state, typed((ROWS, width), P(axis), jnp.float32), **kind)
 
 
 def over(found, axis, does, least=False):
@@ -110,6 +112,27 @@ def test_a_sharded_state_is_reduced_by_a_reduce_scatter():
     # Params whole, moments an eighth.
     params = 4 * shared.params
     assert shared.argument_bytes - params <= 1.02 * (whole.argument_bytes - params) / 8 + 2**20
+
+
+@pytest.mark.xdist_group("v5e")
+@pytest.mark.parametrize("placement", ["replicated", "FSDP"])
+def test_params_are_gathered_in_bf16_where_their_owner_keeps_the_rest(placement):
+    """``store(params="remainder")``: f32 masters on the owner of a shard, bf16 on the wire.
+
+    On v5e; XLA:CPU widens what it gathers to f32.
+    """
+    mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
+    optimizer = optax.chain(boostax.all_reduce("data"), optax.adam(1e-3))
+    low = boostax.precision.store(optimizer, params="remainder")
+    found = audited(
+        mesh, PLACEMENTS[placement], low, "data", target="v5e:2x4", dtype=jnp.bfloat16,
+        shard_optimizer=True,
+    )  # fmt: skip
+    gathers = [x for x in found.collectives if x.does == "all-gather" and x.elements > 1000]
+    sent = sum(x.elements * x.executions for x in gathers) / found.params
+    print(f"{placement}: {sent:.3f} N gathered in { ({x.dtypes for x in gathers}) }")
+    assert gathers and all(x.dtypes == ("bf16",) for x in gathers)
+    assert sent <= 1.01
 
 
 # What crosses the slices, of an f32 mean's bytes; temporaries more than its, in shards.
