@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import optax
-from harness import Bar, Form, arguments, caveats, paired, ratio, report
+from harness import Bar, Form, arguments, caveats, paired, ratio, record, report
 
 import boostax
 from boostax.run.workloads import TextConfig, text
@@ -250,13 +250,28 @@ def timed(
 
 
 def main() -> None:
-    options = arguments(__doc__, rounds=9)
+    options = arguments(
+        __doc__, rounds=9, size=("", "WIDTH x ROWS of one model; what is on record of others stays")
+    )
     # Compile times are figures here.
     jax.config.update("jax_enable_compilation_cache", False)
     sections: list[tuple[str, list[dict[str, Any]]]] = []
     bars: list[Bar] = []
     compilations: list[dict[str, Any]] = []
-    for width, batch_rows in SIZES:
+    for number, (width, batch_rows) in enumerate(SIZES):
+        if options.size and options.size != f"{width} x {batch_rows}":
+            known = record("freezing")
+            *tables, (_, compiled), _ = known["sections"].items()
+            sections.append(tables[number])
+            compilations.append(compiled[number])
+            size = compiled[number]["parameters"] / 1e6
+            named = f"{size:.1f}M, {compiled[number]['tokens a step']}:"
+            bars += [
+                Bar(x["claim"], x["figure"], x["limit"])
+                for x in known["bars"]
+                if x["claim"].startswith(named)
+            ]
+            continue
         heading, rows, compilation = timed(width, batch_rows, options.rounds, bars)
         sections.append((heading, rows))
         compilations.append(compilation)
