@@ -19,8 +19,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from digits_replicas import standard_error
-from harness import Bar, report
+from harness import Bar, over_seeds, report
 from subspace import COMPONENTS, SNAPSHOTS, TEXT
 
 import boostax
@@ -156,8 +155,8 @@ def table(seeds: list[dict[str, list[Judged]]]) -> list[dict[str, Any]]:
         for figure in ("train", "held-out"):
             values = np.array([end[figure] for end in ends])
             beside = values - np.array([end[figure] for end in decayed])
-            row |= {figure: float(values.mean()), f"{figure}: beside decay": float(beside.mean())}
-            row |= {f"{figure}: its s.e.": standard_error(beside)}
+            row |= {figure: float(values.mean())}
+            row |= over_seeds(beside, f"{figure}: beside decay", f"{figure}: its s.e.")
         rows.append(row)
     return rows
 

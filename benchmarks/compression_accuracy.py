@@ -30,7 +30,6 @@ from replica_runs import (
     compared,
     digits_run,
     first,
-    text_workload,
     tuned,
 )
 
@@ -168,8 +167,8 @@ def kept_in_mind(digits: Found, words: Found) -> list[str]:
         f"Digits: a 64-128-128-10 perceptron of 26,122 parameters, {BATCH} rows a replica, "
         f"{len(order(0, REPLICAS, EPOCHS, BATCH))} steps; 357 rows to test on, 0.28 points each. "
         f"The {many} seeds vary the weights and the order of rows, not the split.",
-        f"Text: {text_workload(0).summary}; {TEXT.batch_size // REPLICAS} windows of "
-        f"{TEXT.sequence_length} characters a replica; {few} seeds.",
+        f"Text: {TEXT.workload(0).summary}; {TEXT.config.batch_size // REPLICAS} windows of "
+        f"{TEXT.config.sequence_length} characters a replica; {few} seeds.",
         "Tuning, the same for all: on digits all rates with one seed, the best three with five, "
         "all seeds with the one of the highest mean validation accuracy. On text all rates with "
         "one seed, judged on training windows unseen. Rates by factors of two; votes, whose result "

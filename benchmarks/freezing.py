@@ -249,6 +249,17 @@ def timed(
     return heading, rows, compilation
 
 
+def on_record(number: int, bars: list[Bar]) -> tuple[str, list[dict[str, Any]], dict[str, Any]]:
+    """What ``timed`` told of a model when it was last run."""
+    known = record("freezing")
+    *tables, (_, compilations), _ = known["sections"].items()
+    compilation = compilations[number]
+    named = f"{compilation['parameters'] / 1e6:.1f}M, {compilation['tokens a step']}:"
+    mine = [bar for bar in known["bars"] if bar["claim"].startswith(named)]
+    bars += [Bar(bar["claim"], bar["figure"], bar["limit"]) for bar in mine]
+    return *tables[number], compilation
+
+
 def main() -> None:
     options = arguments(
         __doc__, rounds=9, size=("", "WIDTH x ROWS of one model; what is on record of others stays")
@@ -260,19 +271,9 @@ def main() -> None:
     compilations: list[dict[str, Any]] = []
     for number, (width, batch_rows) in enumerate(SIZES):
         if options.size and options.size != f"{width} x {batch_rows}":
-            known = record("freezing")
-            *tables, (_, compiled), _ = known["sections"].items()
-            sections.append(tables[number])
-            compilations.append(compiled[number])
-            size = compiled[number]["parameters"] / 1e6
-            named = f"{size:.1f}M, {compiled[number]['tokens a step']}:"
-            bars += [
-                Bar(x["claim"], x["figure"], x["limit"])
-                for x in known["bars"]
-                if x["claim"].startswith(named)
-            ]
-            continue
-        heading, rows, compilation = timed(width, batch_rows, options.rounds, bars)
+            heading, rows, compilation = on_record(number, bars)
+        else:
+            heading, rows, compilation = timed(width, batch_rows, options.rounds, bars)
         sections.append((heading, rows))
         compilations.append(compilation)
     lines = [

@@ -140,6 +140,37 @@ def keep(path: pathlib.Path, rows: Iterable[Row]) -> None:
         file.writelines(json.dumps(row) + "\n" for row in rows)
 
 
+def unfinished(
+    path: pathlib.Path, key: Sequence[str], cells: Mapping[tuple[Any, ...], Iterable[Any]]
+) -> dict[Any, tuple[Any, ...]]:
+    """Of each cell the runs that are not kept: arguments of a job, the cell's and a list of runs.
+
+    Args:
+      key: columns of a row, those of the cell and then those of the run.
+      cells: of each its runs, tuples.
+    """
+    done = set(kept(path, *key))
+    left = {
+        cell: [run for run in runs if (*cell, *run) not in done] for cell, runs in cells.items()
+    }
+    return {cell: (*cell, runs) for cell, runs in left.items() if runs}
+
+
+def of_seeds(
+    found: Mapping[Any, Row], cell: Sequence[Any], seeds: int, rate: float, figure: str
+) -> np.ndarray[Any, Any]:
+    """A figure of kept rows, keyed by cell, seed and rate; infinite where it is NaN."""
+    values = [found[*cell, seed, rate][figure] for seed in range(seeds)]
+    return np.nan_to_num(np.array(values), nan=np.inf)
+
+
+def best_rate(
+    found: Mapping[Any, Row], cell: Sequence[Any], seeds: int, rates: Sequence[float]
+) -> float:
+    """The rate with the lowest mean of what is there to choose by."""
+    return min(rates, key=lambda x: float(of_seeds(found, cell, seeds, x, "chosen").mean()))
+
+
 def in_processes(
     job: Callable[..., list[Row]],
     jobs: Mapping[Any, tuple[Any, ...]],

@@ -6,7 +6,6 @@ training windows unseen.
 """
 
 import argparse
-import dataclasses
 import functools
 import math
 from collections.abc import Callable
@@ -16,18 +15,17 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from digits_replicas import standard_error
-from harness import report
-from replica_runs import power
+from harness import over_seeds, power, power_in, report
+from text_runs import Text
 
 import boostax
-from boostax.run.workloads import TextConfig, Workload, text
+from boostax.run.workloads import TextConfig
 
 PyTree = Any
-TEXT = TextConfig(width=16, depth=1, heads=2, sequence_length=16, batch_size=8)
-TOKENS = TEXT.batch_size * TEXT.sequence_length
-# Micro-steps between two looks at the loss, and batches that it is judged by.
-LOOK, JUDGED = 100, 32
+TEXT = Text(TextConfig(width=16, depth=1, heads=2, sequence_length=16, batch_size=8), judged=32)
+TOKENS = TEXT.config.batch_size * TEXT.config.sequence_length
+# Micro-steps between two looks at the loss.
+LOOK = 100
 RATES = tuple(2.0**power for power in range(-10, -4))
 TARGETS = (2.2, 2.1)
 FIXED = (1, 2, 4, 8, 16, 32)
@@ -78,27 +76,10 @@ def methods() -> list[Method]:
     return fixed + grown
 
 
-@functools.cache
-def workload_of(seed: int) -> Workload:
-    """The text, in the order of a seed."""
-    return text(dataclasses.replace(TEXT, seed=seed))
-
-
-@functools.cache
 def batches_of(seed: int, looks: int) -> tuple[PyTree, PyTree]:
     """Batches ``[looks, micro-steps, ...]`` to train on, and ``[batches, ...]`` to judge by."""
-    workload = workload_of(seed)
-    every = [workload.batch(index) for index in range(looks * LOOK + JUDGED)]
-    stacked = jax.tree.map(lambda *xs: np.stack(xs), *every)
-    return (
-        jax.tree.map(lambda x: x[:-JUDGED].reshape(looks, LOOK, *x.shape[1:]), stacked),
-        jax.tree.map(lambda x: x[-JUDGED:], stacked),
-    )
-
-
-def loss_of(params: PyTree, batch: PyTree) -> jax.Array:
-    """The same function of every seed's params."""
-    return workload_of(0).loss_fn(params, batch)[0]
+    training, unseen = TEXT.batches(seed, looks * LOOK)
+    return jax.tree.map(lambda x: x.reshape(looks, LOOK, *x.shape[1:]), training), unseen
 
 
 def training(method: Method) -> Callable[[float, int, int], Run]:
@@ -112,21 +93,20 @@ def training(method: Method) -> Callable[[float, int, int], Run]:
 
         def micro_step(carry: PyTree, batch: PyTree) -> tuple[PyTree, None]:
             params, state = carry
-            grads = jax.grad(loss_of)(params, batch)
+            grads = jax.grad(TEXT.loss)(params, batch)
             return boostax.apply_gradients(tx, grads, state, params), None
 
         def look(carry: PyTree, batches: PyTree) -> tuple[PyTree, Any]:
             carry, _ = jax.lax.scan(micro_step, carry, batches)
             params, state = carry
-            loss = jax.lax.map(lambda batch: loss_of(params, batch), unseen).mean()
+            loss = TEXT.judge(params, unseen)
             found = boostax.metrics(state)
             return carry, (loss, found["optimizer_steps"], found.get("noise_scale", jnp.nan))
 
         return jax.lax.scan(look, (params, tx.init(params)), batches)[1]
 
     def run(rate: float, seed: int, looks: int) -> Run:
-        params, _ = workload_of(seed).init(jax.random.key(seed))
-        found = trained(jnp.float32(rate), params, *batches_of(seed, looks))
+        found = trained(jnp.float32(rate), TEXT.init(seed), *batches_of(seed, looks))
         return Run(*map(np.asarray, found))
 
     return run
@@ -149,16 +129,15 @@ def tuned(method: Method, seeds: int, looks: int) -> tuple[float, list[Run]]:
 
 def row(method: Method, rate: float, runs: list[Run]) -> dict[str, Any]:
     """Means over the seeds; a loss that some seed does not reach has none."""
-    edge = " (edge)" if rate in (min(RATES), max(RATES)) else ""
-    found: dict[str, Any] = {"window": method.name, "rate": power(rate) + edge}
+    found: dict[str, Any] = {"window": method.name, "rate": power_in(rate, RATES)}
     for target in TARGETS:
         looks = [run.look(target) for run in runs]
         reached = [(run, look) for run, look in zip(runs, looks, strict=True) if look]
         whole = len(reached) == len(runs)
-        tokens = np.array([look * LOOK * TOKENS / 1e6 for _, look in reached])
+        tokens = [look * LOOK * TOKENS / 1e6 for _, look in reached]
         steps = np.array([run.steps[look - 1] for run, look in reached])
-        found[f"M tokens to {target}"] = float(tokens.mean()) if whole else None
-        found[f"s.e. to {target}"] = standard_error(tokens) if whole else None
+        columns = f"M tokens to {target}", f"s.e. to {target}"
+        found |= over_seeds(tokens, *columns) if whole else dict.fromkeys(columns)
         found[f"steps to {target}"] = float(steps.mean()) if whole else None
     calls = len(runs[0].losses) * LOOK
     found["micro-steps per step"] = float(np.mean([calls / run.steps[-1] for run in runs]))

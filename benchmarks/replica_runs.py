@@ -3,7 +3,6 @@
 A perceptron on digits by SGD, and a small transformer on text by AdamW.
 """
 
-import dataclasses
 import functools
 import math
 from collections.abc import Callable, Sequence
@@ -17,18 +16,19 @@ from digits_replicas import Split, accuracy, data, init, loss, order
 from harness import over_seeds, power, power_in
 from jax.sharding import AbstractMesh, AxisType
 from jax.sharding import PartitionSpec as P
+from text_runs import Text
 
 import boostax
 from boostax._core import costs
 from boostax._core.replicas import is_per_replica, owns_params
-from boostax.run.workloads import TextConfig, Workload, text
+from boostax.run.workloads import TextConfig
 
 PyTree = Any
 AXIS, REPLICAS = "data", 8
 SIZES, BATCH, EPOCHS = (64, 128, 128, 10), 8, 34
 RATES = tuple(2.0**power for power in range(-10, 2))
-TEXT = TextConfig(width=16, depth=1, heads=2, sequence_length=16, batch_size=16)
-TEXT_STEPS, TEXT_JUDGED = 16_000, 256
+TEXT = Text(TextConfig(width=16, depth=1, heads=2, sequence_length=16, batch_size=16), judged=256)
+TEXT_STEPS = 16_000
 TEXT_RATES = tuple(2.0**power for power in range(-9, -4))
 
 
@@ -166,45 +166,24 @@ def text_run(method: Method, steps: int = TEXT_STEPS) -> Run:
     @jax.jit
     def trained(rate: jax.Array, params: PyTree, batches: PyTree) -> Any:
         optimizer = optax.adamw(schedule(rate, steps), b1=method.momentum or 0.0)
-        return train(method.build(optimizer), text_loss, params, batches)
+        return train(method.build(optimizer), TEXT.loss, params, batches)
 
-    @jax.jit
-    def judged(params: PyTree, batches: PyTree) -> jax.Array:
-        return jax.lax.map(lambda batch: text_loss(params, batch), batches).mean()
+    judged = jax.jit(TEXT.judge)
 
     def run(rate: float, seed: int) -> Ending:
-        workload = text_workload(seed)
-        params, _ = workload.init(jax.random.key(seed))
         batches, unseen = text_batches(seed, steps)
-        params, losses, unsent = trained(jnp.float32(rate), params, batches)
+        params, losses, unsent = trained(jnp.float32(rate), TEXT.init(seed), batches)
         last = losses[-(steps // 10) :].mean()
-        held_out = workload.evaluate(params, None)["loss"]
+        held_out = TEXT.workload(seed).evaluate(params, None)["loss"]
         return Ending(-float(judged(params, unseen)), held_out, float(last), float(unsent))
 
     return run
 
 
-@functools.cache
-def text_workload(seed: int) -> Workload:
-    return text(dataclasses.replace(TEXT, seed=seed))
-
-
-def text_loss(params: PyTree, batch: PyTree) -> jax.Array:
-    """The same function of every seed's params."""
-    return text_workload(0).loss_fn(params, batch)[0]
-
-
-@functools.cache
 def text_batches(seed: int, steps: int) -> tuple[PyTree, PyTree]:
     """Batches ``[steps, replicas, ...]`` to train on, and more ``[batches, ...]`` to judge by."""
-    workload = text_workload(seed)
-    every = [workload.batch(index) for index in range(steps + TEXT_JUDGED)]
-    stacked = jax.tree.map(lambda *xs: np.stack(xs), *every)
-    shape = (steps, REPLICAS, TEXT.batch_size // REPLICAS, TEXT.sequence_length)
-    return (
-        jax.tree.map(lambda x: x[:steps].reshape(shape), stacked),
-        jax.tree.map(lambda x: x[steps:], stacked),
-    )
+    training, unseen = TEXT.batches(seed, steps)
+    return jax.tree.map(lambda x: x.reshape(steps, REPLICAS, -1, x.shape[-1]), training), unseen
 
 
 def wire_bytes(tx: Any, params: PyTree, share: float = 0.5) -> float:
@@ -245,7 +224,7 @@ def tuned(method: Method, seeds: int, *, on_text: bool, steps: int = TEXT_STEPS)
     """A method at its best rate; the steps are those of the text."""
     if on_text:
         run = text_run(method, steps)
-        params = jax.eval_shape(text_workload(0).init, jax.random.key(0))[0]
+        params = jax.eval_shape(TEXT.workload(0).init, jax.random.key(0))[0]
     else:
         run = digits_run(method)
         params = jax.eval_shape(lambda: init(jax.random.key(0), SIZES))

@@ -15,14 +15,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-import text_runs
 from harness import (
     Bar,
     Form,
+    best_rate,
     compiled_form,
     in_processes,
     kept,
     of_rows,
+    of_seeds,
     on_cpu,
     over_seeds,
     paired,
@@ -31,15 +32,20 @@ from harness import (
     ratio,
     report,
     resumable,
+    unfinished,
     work_of,
 )
+from text_runs import SMALL, warmed
 
 import boostax
 from boostax.precision import skip_spikes
+from boostax.run.workloads import TextConfig, text
 
 PyTree = Any
 RATES = tuple(2.0**power for power in range(-10, -4))
 STEPS, SEEDS, SHARE = 800, 5, 0.01
+# Of the model whose steps are timed.
+WIDE = TextConfig(width=128, depth=4, heads=4, sequence_length=64, batch_size=16)
 # What the gradient of a poisoned batch is multiplied by, by kind.
 POISONS = {"clean": None, "random characters": 1.0, "random characters, gradient x 100": 100.0}
 METHODS: dict[str, Callable[[Any], Any]] = {
@@ -59,7 +65,7 @@ METHODS: dict[str, Callable[[Any], Any]] = {
 def poisoned(batches: PyTree, seed: int) -> tuple[PyTree, jax.Array]:
     """Batches ``[STEPS, ...]``, one in a hundred of random characters, and which these are."""
     rng = np.random.default_rng(seed)
-    # The first come after a warm-up, in which no rule has a limit.
+    # The first come when a ring is half full.
     bad = np.zeros(STEPS, bool)
     bad[rng.choice(np.arange(STEPS // 8, STEPS), round(STEPS * SHARE), replace=False)] = True
     most = max(int(x.max()) for x in jax.tree.leaves(batches)) + 1
@@ -77,13 +83,13 @@ def trained(name: str, poison: float | None) -> Callable[..., dict[str, jax.Arra
 
     @jax.jit
     def run(rate: jax.Array, params: PyTree, batches: PyTree, judged: Any, bad: Any) -> Any:
-        tx = METHODS[name](optax.adamw(text_runs.warmed(rate, STEPS)))
+        tx = METHODS[name](optax.adamw(warmed(rate, STEPS)))
         tx = optax.with_extra_args_support(tx)
         worse = 1.0 if poison is None else poison
 
         def step(carry: PyTree, given: Any) -> tuple[PyTree, jax.Array]:
             (params, state), (batch, spoilt) = carry, given
-            loss, grads = jax.value_and_grad(text_runs.loss_of)(params, batch)
+            loss, grads = jax.value_and_grad(SMALL.loss)(params, batch)
             factor = jnp.where(spoilt, worse, 1.0)
             grads = jax.tree.map(lambda g: g * factor, grads)
             carry = boostax.apply_gradients(tx, grads, state, params, value=loss)
@@ -91,7 +97,7 @@ def trained(name: str, poison: float | None) -> Callable[..., dict[str, jax.Arra
             return carry, found.get("spike_reason", jnp.int32(0)) > 0
 
         carry, touched = jax.lax.scan(step, (params, tx.init(params)), (batches, bad))
-        chosen, reported = (text_runs.judged(carry[0], part) for part in text_runs.halves(judged))
+        chosen, reported = (SMALL.judge(carry[0], part) for part in SMALL.halves(judged))
         return {
             "chosen": chosen,
             "reported": reported,
@@ -107,11 +113,11 @@ def runs(kind: str, name: str, pairs: Sequence[tuple[int, float]]) -> list[dict[
     run = trained(name, POISONS[kind])
     rows: list[dict[str, Any]] = []
     for seed, rate in pairs:
-        batches, judged = text_runs.batches_of(seed, STEPS)
+        batches, judged = SMALL.batches(seed, STEPS)
         bad = jnp.zeros(STEPS, bool)
         if POISONS[kind] is not None:
             batches, bad = poisoned(batches, seed)
-        found = run(jnp.float32(rate), text_runs.init(seed), batches, judged, bad)
+        found = run(jnp.float32(rate), SMALL.init(seed), batches, judged, bad)
         row = {"kind": kind, "method": name, "rate": rate, "seed": seed}
         rows.append(row | {key: float(x) for key, x in found.items()})
     return rows
@@ -120,13 +126,8 @@ def runs(kind: str, name: str, pairs: Sequence[tuple[int, float]]) -> list[dict[
 def table(kind: str, found: Mapping[Any, dict[str, Any]]) -> list[dict[str, Any]]:
     """A row for each method, beside the clean run without any."""
 
-    def ends(of: str, name: str, rate: float, figure: str) -> np.ndarray:
-        values = [found[of, name, rate, seed][figure] for seed in range(SEEDS)]
-        return np.nan_to_num(np.array(values), nan=np.inf)
-
-    def best(of: str, name: str) -> float:
-        return min(RATES, key=lambda rate: float(ends(of, name, rate, "chosen").mean()))
-
+    ends = lambda of, name, rate, figure: of_seeds(found, (of, name), SEEDS, rate, figure)  # noqa: E731
+    best = lambda of, name: best_rate(found, (of, name), SEEDS, RATES)  # noqa: E731
     clean = ends("clean", "none", best("clean", "none"), "reported")
     rows: list[dict[str, Any]] = []
     for name in METHODS:
@@ -143,8 +144,8 @@ def table(kind: str, found: Mapping[Any, dict[str, Any]]) -> list[dict[str, Any]
 
 
 def cost(rounds: int) -> list[dict[str, Any]]:
-    """Of one training step, beside the step without: 1M params, 32 sequences."""
-    workload = text_runs.wide()
+    """Of one training step, beside the step without."""
+    workload = text(WIDE)
     params = workload.init(jax.random.key(0))[0]
     batch = jax.tree.map(jnp.asarray, workload.batch(0))
     forms: dict[str, Form] = {}
@@ -163,15 +164,12 @@ def cost(rounds: int) -> list[dict[str, Any]]:
 def main() -> None:
     options = resumable(__doc__, "kinds of poison, by semicolon", rounds=60)
     path = work_of(options, "spikes") / "rows.jsonl"
-    key = ("kind", "method", "rate", "seed")
-    done = set(kept(path, *key))
+    key = ("kind", "method", "seed", "rate")
     kinds = options.only.split(";") if options.only else list(POISONS)
-    pairs = list(itertools.product(range(SEEDS), RATES))
-    jobs: dict[Any, Any] = {}
-    for kind, name in itertools.product(kinds, METHODS):
-        left = [(seed, rate) for seed, rate in pairs if (kind, name, rate, seed) not in done]
-        if left:
-            jobs[kind, name] = kind, name, left
+    cells = {
+        cell: itertools.product(range(SEEDS), RATES) for cell in itertools.product(kinds, METHODS)
+    }
+    jobs = unfinished(path, key, cells)
     in_processes(runs, jobs, path, options.workers, functools.partial(on_cpu, 1))
     found = kept(path, *key)
     title = f"{{}}, AdamW, {STEPS} batches, {SEEDS} seeds"

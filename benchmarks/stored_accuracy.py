@@ -15,19 +15,22 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-import text_runs
 from harness import (
     Bar,
+    best_rate,
     in_processes,
     kept,
     of_rows,
+    of_seeds,
     on_cpu,
     over_seeds,
     power_in,
     report,
     resumable,
+    unfinished,
     work_of,
 )
+from text_runs import SMALL, warmed
 
 import boostax
 
@@ -35,7 +38,6 @@ PyTree = Any
 # Arrays of fewer elements stay f32: the vectors.
 LEAST = 65
 EACH = {"*mu": "int8", "*nu": "log8"}
-RECOMMENDED = True
 
 
 class Form(NamedTuple):
@@ -57,26 +59,26 @@ class Form(NamedTuple):
 SUM = {"accumulator_dtype": "bfloat16", "rounding": "stochastic"}
 FORMS = {
     "f32": Form(False, None),
-    "params stochastic": Form(True, {"params": "stochastic"}, None, RECOMMENDED),
+    "params stochastic": Form(True, {"params": "stochastic"}, recommended=True),
     "params stochastic, moments bf16": Form(
-        True, {"params": "stochastic", "moments": "bfloat16"}, None, RECOMMENDED
+        True, {"params": "stochastic", "moments": "bfloat16"}, recommended=True
     ),
     "params stochastic, moments log8": Form(
-        True, {"params": "stochastic", "moments": "log8"}, None, RECOMMENDED
+        True, {"params": "stochastic", "moments": "log8"}, recommended=True
     ),
     "params stochastic, moments int8 and log8": Form(
-        True, {"params": "stochastic", "moments": EACH}, None, RECOMMENDED
+        True, {"params": "stochastic", "moments": EACH}, recommended=True
     ),
     "params stochastic, moments int8": Form(True, {"params": "stochastic", "moments": "int8"}),
-    "params remainder": Form(True, {"params": "remainder"}, None, RECOMMENDED),
-    "params Kahan": Form(True, {"params": "kahan"}, None, RECOMMENDED),
+    "params remainder": Form(True, {"params": "remainder"}, recommended=True),
+    "params Kahan": Form(True, {"params": "kahan"}, recommended=True),
     "params f32, moments bf16": Form(False, {"moments": "bfloat16"}),
-    "params f32, moments log8": Form(False, {"moments": "log8"}, None, RECOMMENDED),
+    "params f32, moments log8": Form(False, {"moments": "log8"}, recommended=True),
     "params bf16, moments f32": Form(True, {}),
     "params and moments bf16, to the nearest": Form(True, None),
     "f32, window": Form(False, None, {}),
     "params stochastic, moments log8, window stochastic": Form(
-        True, {"params": "stochastic", "moments": "log8"}, SUM, RECOMMENDED
+        True, {"params": "stochastic", "moments": "log8"}, SUM, recommended=True
     ),
     "f32, window bf16 to the nearest": Form(False, None, {"accumulator_dtype": "bfloat16"}),
 }
@@ -115,19 +117,11 @@ def _text() -> Task:
     steps = 1200
 
     def batches(seed: int) -> tuple[PyTree, PyTree, PyTree]:
-        training, rest = text_runs.batches_of(seed, steps)
-        return training, *text_runs.halves(rest)
+        training, rest = SMALL.batches(seed, steps)
+        return training, *SMALL.halves(rest)
 
-    return Task(
-        5,
-        _powers(-9, -4),
-        steps,
-        text_runs.init,
-        batches,
-        text_runs.loss_of,
-        text_runs.judged,
-        text_runs.warmed,
-    )
+    rates = _powers(-9, -4)
+    return Task(5, rates, steps, SMALL.init, batches, SMALL.loss, SMALL.judge, warmed)
 
 
 def _digits() -> Task:
@@ -204,28 +198,20 @@ def runs(name: str, form: str, pairs: Sequence[tuple[int, float]]) -> list[dict[
 def table(name: str, found: Mapping[Any, dict[str, Any]]) -> list[dict[str, Any]]:
     """A row for each form, beside f32 with the same window; none has figures that diverges."""
     task = TASKS[name]()
-    rates = task.rates
-
-    def ends(form: str, rate: float, figure: str) -> np.ndarray:
-        values = [found[name, form, rate, seed][figure] for seed in range(task.seeds)]
-        return np.nan_to_num(np.array(values), nan=np.inf)
-
-    def best(form: str) -> float:
-        return min(rates, key=lambda rate: float(ends(form, rate, "chosen").mean()))
-
+    ends = lambda form, rate: of_seeds(found, (name, form), task.seeds, rate, "reported")  # noqa: E731
+    best = lambda form: best_rate(found, (name, form), task.seeds, task.rates)  # noqa: E731
     rows: list[dict[str, Any]] = []
     for form, how in FORMS.items():
         rate = best(form)
         beside = "f32" if how.window is None else "f32, window"
-        theirs = ends(beside, best(beside), "reported")
-        here = ends(form, rate, "reported")
+        theirs, here = ends(beside, best(beside)), ends(form, rate)
         row: dict[str, Any] = {"form": form, "recommended": "yes" if how.recommended else ""}
-        row |= {"rate": power_in(rate, rates)}
+        row |= {"rate": power_in(rate, task.rates)}
         if np.isfinite(here).all():
             row |= over_seeds(here, "nats")
             row |= over_seeds(here - theirs, "more than f32", "its s.e.")
             row["in s.e. of f32"] = row["more than f32"] / over_seeds(theirs, "")["s.e."]
-            same = ends(form, best(beside), "reported") - theirs
+            same = ends(form, best(beside)) - theirs
             row |= over_seeds(same, "more at its rate", "s.e. at its rate")
         rows.append(dict.fromkeys(rows[0] if rows else row) | row)
     return rows
@@ -234,33 +220,27 @@ def table(name: str, found: Mapping[Any, dict[str, Any]]) -> list[dict[str, Any]
 def main() -> None:
     options = resumable(__doc__, "tasks, by comma")
     path = work_of(options, "stored_accuracy") / "rows.jsonl"
-    key = ("task", "form", "rate", "seed")
-    done = set(kept(path, *key))
+    key = ("task", "form", "seed", "rate")
     tasks = options.only.split(",") if options.only else list(TASKS)
-    jobs: dict[Any, Any] = {}
-    for task, form in itertools.product(tasks, FORMS):
-        each = TASKS[task]()
-        pairs = itertools.product(range(each.seeds), each.rates)
-        left = [(seed, rate) for seed, rate in pairs if (task, form, rate, seed) not in done]
-        if left:
-            jobs[task, form] = task, form, left
+    made = {name: TASKS[name]() for name in tasks}
+    cells = {
+        (name, form): itertools.product(range(task.seeds), task.rates)
+        for name, task in made.items()
+        for form in FORMS
+    }
+    jobs = unfinished(path, key, cells)
     in_processes(runs, jobs, path, options.workers, functools.partial(on_cpu, 1))
     found = kept(path, *key)
-    title = "{}, AdamW, {} batches, {} seeds"
     sections = [
-        (title.format(name, TASKS[name]().steps, TASKS[name]().seeds), table(name, found))
-        for name in tasks
+        (f"{name}, AdamW, {task.steps} batches, {task.seeds} seeds", table(name, found))
+        for name, task in made.items()
     ]
     if options.only:
-        print(*(of_rows(rows)[i] for _, rows in sections for i in range(len(rows) + 2)), sep="\n")
+        print(*(line for _, rows in sections for line in of_rows(rows)), sep="\n")
         return
     bars = [
-        Bar(
-            f"{title.partition(',')[0]}: {row['form']}: more than f32, in s.e.",
-            row["in s.e. of f32"],
-            1,
-        )
-        for title, rows in sections
+        Bar(f"{name}: {row['form']}: more than f32, in s.e.", row["in s.e. of f32"], 1)
+        for name, (_, rows) in zip(tasks, sections, strict=True)
         for row in rows
         if row["recommended"]
     ]

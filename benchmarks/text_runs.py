@@ -1,7 +1,8 @@
-"""Training runs of a small transformer on text, each one compiled scan, on one device."""
+"""A transformer on text to train by a compiled scan: its batches stacked, and more to judge by."""
 
 import dataclasses
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -11,55 +12,63 @@ import numpy as np
 from boostax.run.workloads import TextConfig, Workload, text
 
 PyTree = Any
-TEXT = TextConfig(width=32, depth=2, heads=2, sequence_length=32, batch_size=16)
-WIDE = TextConfig(width=128, depth=4, heads=4, sequence_length=64, batch_size=16)
-# Batches by which a run is judged; they are training windows unseen.
-JUDGED = 64
+
+
+@dataclasses.dataclass(frozen=True)
+class Text:
+    """The text workload of every seed.
+
+    Attributes:
+      config: the model and its batches.
+      judged: batches by which a run is judged; they are training windows unseen.
+    """
+
+    config: TextConfig
+    judged: int
+
+    def workload(self, seed: int) -> Workload:
+        """The text, in the order of a seed."""
+        return _workload(self.config, seed)
+
+    def init(self, seed: int) -> PyTree:
+        """Params of a seed."""
+        return self.workload(seed).init(jax.random.key(seed))[0]
+
+    def loss(self, params: PyTree, batch: PyTree) -> jax.Array:
+        """Nats a character: the same function of every seed's params."""
+        return self.workload(0).loss_fn(params, batch)[0]
+
+    def judge(self, params: PyTree, batches: PyTree) -> jax.Array:
+        """The mean loss over batches."""
+        return jax.lax.map(lambda batch: self.loss(params, batch), batches).mean()
+
+    def batches(self, seed: int, steps: int) -> tuple[PyTree, PyTree]:
+        """Batches ``[steps, ...]`` to train on, and ``[judged, ...]`` to judge by."""
+        return _batches(self, seed, steps)
+
+    def halves(self, batches: PyTree) -> tuple[PyTree, PyTree]:
+        """Of the batches to judge by: those to choose a rate by, and those to report."""
+        parts = (slice(self.judged // 2), slice(self.judged // 2, None))
+        first, rest = (jax.tree.map(lambda x, part=part: x[part], batches) for part in parts)
+        return first, rest
 
 
 @functools.cache
-def workload_of(seed: int) -> Workload:
-    """The text, in the order of a seed."""
-    return text(dataclasses.replace(TEXT, seed=seed))
-
-
-def wide() -> Workload:
-    """A model of a million params, to time steps of."""
-    return text(WIDE)
+def _workload(config: TextConfig, seed: int) -> Workload:
+    return text(dataclasses.replace(config, seed=seed))
 
 
 @functools.cache
-def batches_of(seed: int, steps: int) -> tuple[PyTree, PyTree]:
-    """Batches ``[steps, ...]`` to train on, and ``[JUDGED, ...]`` to judge by."""
-    every = [workload_of(seed).batch(index) for index in range(steps + JUDGED)]
+def _batches(which: Text, seed: int, steps: int) -> tuple[PyTree, PyTree]:
+    every = [which.workload(seed).batch(index) for index in range(steps + which.judged)]
     stacked = jax.tree.map(lambda *xs: np.stack(xs), *every)
     return jax.tree.map(lambda x: x[:steps], stacked), jax.tree.map(lambda x: x[steps:], stacked)
 
 
-def init(seed: int) -> PyTree:
-    """Params of a seed."""
-    return workload_of(seed).init(jax.random.key(seed))[0]
+SMALL = Text(TextConfig(width=32, depth=2, heads=2, sequence_length=32, batch_size=16), judged=64)
 
 
-def loss_of(params: PyTree, batch: PyTree) -> jax.Array:
-    """Nats a character: the same function of every seed's params."""
-    return workload_of(0).loss_fn(params, batch)[0]
-
-
-def judged(params: PyTree, batches: PyTree) -> jax.Array:
-    """The mean loss of f32 params over batches."""
-    return jax.lax.map(lambda batch: loss_of(params, batch), batches).mean()
-
-
-def halves(batches: PyTree) -> tuple[PyTree, PyTree]:
-    """Of the batches to judge by: those to choose a rate by, and those to report."""
-    half = JUDGED // 2
-    parts = (slice(half), slice(half, None))
-    first, rest = (jax.tree.map(lambda x, part=part: x[part], batches) for part in parts)
-    return first, rest
-
-
-def warmed(rate: jax.Array, steps: int) -> Any:
+def warmed(rate: jax.Array, steps: int) -> Callable[[Any], jax.Array]:
     """A schedule: linear warm-up over a tenth of the steps, then linear decay to a tenth."""
     warm = max(1, steps // 10)
 

@@ -1,5 +1,7 @@
 """The published figures: every bar of every benchmark on record is met."""
 
+import importlib
+
 import combinations
 import compilers
 import foreign_loops
@@ -18,12 +20,19 @@ BARS = [
     for bar in harness.record(path.stem)["bars"]
 ]
 
+SCRIPTS = sorted(p for p in harness.RESULTS.parent.glob("*.py") if "def main" in p.read_text())
+
 
 def test_every_benchmark_is_on_record():
-    scripts = {p.stem for p in harness.RESULTS.parent.glob("*.py") if "def main" in p.read_text()}
     # The suites of others are run beside the tests.
-    assert {path.stem for path in RESULTS} == scripts | {"foreign"}
+    assert {path.stem for path in RESULTS} == {path.stem for path in SCRIPTS} | {"foreign"}
     assert all(path.with_suffix(".md").exists() for path in RESULTS)
+
+
+@pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.stem)
+def test_every_benchmark_finds_what_it_imports(script):
+    """Defect guarded against: two took a function from where it was no more."""
+    importlib.import_module(script.stem)
 
 
 @pytest.mark.parametrize("bar", BARS)

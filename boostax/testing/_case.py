@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from boostax._core import interpret
+from boostax._core import interpret, jaxprs
 from boostax._core.axes import AxisName
 from boostax._core.gate import gate_of, gated
 from boostax._core.handshake import assume_scaled
@@ -218,13 +218,29 @@ def applied(tx: optax.GradientTransformation) -> Callable[..., Carry]:
     return lambda params, state, grads: apply_gradients(tx, grads, state, params)
 
 
-def operations(fn: Callable[..., Any], *args: Any) -> list[tuple[str, list[str]]]:
-    """The operations of a program and the types of their results, one after the other."""
-    program = jax.make_jaxpr(fn)(*args)
-    return [
-        (eqn.primitive.name, [str(x.aval) for x in eqn.outvars])
-        for eqn, _ in interpret.equations(program.jaxpr)
-    ]
+def operations(fn: Callable[..., Any], *args: Any) -> list[Any]:
+    """The program of a function: equal for equal ones, however JAX names and shares their parts."""
+    return _told(jax.make_jaxpr(fn)(*args).jaxpr)
+
+
+def _told(jaxpr: Any) -> list[Any]:
+    names: dict[Any, int] = {}
+
+    def name(x: Any) -> str:
+        literal = isinstance(x, jaxprs.Literal)
+        return f"{repr(x.val) if literal else names.setdefault(x, len(names))}: {x.aval}"
+
+    def settings(params: dict[str, Any]) -> dict[str, str]:
+        # Programs inside are told apart below; a function is printed with its address.
+        told = {key: str(value) for key, value in params.items()}
+        return {key: x for key, x in told.items() if "lambda" not in x and " at 0x" not in x}
+
+    told: list[Any] = [[name(x) for x in jaxpr.invars]]
+    for eqn in jaxpr.eqns:
+        ends = [name(x) for x in (*eqn.invars, *eqn.outvars)]
+        inside = [_told(body) for body in interpret.bodies(eqn)]
+        told.append((eqn.primitive.name, ends, settings(eqn.params), inside))
+    return [*told, [name(x) for x in jaxpr.outvars]]
 
 
 def follow(step: Callable[..., Carry], carry: Carry, grads: Sequence[PyTree]) -> Carry:
