@@ -218,29 +218,31 @@ def applied(tx: optax.GradientTransformation) -> Callable[..., Carry]:
     return lambda params, state, grads: apply_gradients(tx, grads, state, params)
 
 
-def operations(fn: Callable[..., Any], *args: Any) -> list[Any]:
+def operations(fn: Callable[..., Any], *args: Any) -> tuple[list[Any], list[Any]]:
     """The program of a function: equal for equal ones, however JAX names and shares their parts."""
-    return _told(jax.make_jaxpr(fn)(*args).jaxpr)
+    scopes: list[tuple[Any, dict[Any, int]]] = []
 
+    def scope(body: Any) -> dict[Any, int]:
+        scopes.append((body, {x: i for i, x in enumerate(body.invars)}))
+        return scopes[-1][1]
 
-def _told(jaxpr: Any) -> list[Any]:
-    names: dict[Any, int] = {}
-
-    def name(x: Any) -> str:
-        literal = isinstance(x, jaxprs.Literal)
-        return f"{repr(x.val) if literal else names.setdefault(x, len(names))}: {x.aval}"
+    def told(names: dict[Any, int], values: Sequence[Any]) -> list[str]:
+        literal = lambda x: isinstance(x, jaxprs.Literal)  # noqa: E731
+        known = [repr(x.val) if literal(x) else names.setdefault(x, len(names)) for x in values]
+        return [f"{name}: {x.aval}" for name, x in zip(known, values, strict=True)]
 
     def settings(params: dict[str, Any]) -> dict[str, str]:
-        # Programs inside are told apart below; a function is printed with its address.
-        told = {key: str(value) for key, value in params.items()}
-        return {key: x for key, x in told.items() if "lambda" not in x and " at 0x" not in x}
+        # Programs inside follow by themselves; a function is printed with its address.
+        found = {key: str(value) for key, value in params.items()}
+        return {key: x for key, x in found.items() if "lambda" not in x and " at 0x" not in x}
 
-    told: list[Any] = [[name(x) for x in jaxpr.invars]]
-    for eqn in jaxpr.eqns:
-        ends = [name(x) for x in (*eqn.invars, *eqn.outvars)]
-        inside = [_told(body) for body in interpret.bodies(eqn)]
-        told.append((eqn.primitive.name, ends, settings(eqn.params), inside))
-    return [*told, [name(x) for x in jaxpr.outvars]]
+    program = jax.make_jaxpr(fn)(*args).jaxpr
+    enter = lambda eqn, _: [scope(body) for body in interpret.bodies(eqn)]  # noqa: E731
+    eqns = [
+        (eqn.primitive.name, told(names, [*eqn.invars, *eqn.outvars]), settings(eqn.params))
+        for eqn, names in interpret.equations(program, scope(program), enter)
+    ]
+    return eqns, [told(names, body.outvars) for body, names in scopes]
 
 
 def follow(step: Callable[..., Carry], carry: Carry, grads: Sequence[PyTree]) -> Carry:
