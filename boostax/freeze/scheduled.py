@@ -18,6 +18,7 @@ from boostax._core.gate import (
     Pending,
     branch,
     flush_inner,
+    has_gate,
     held_open,
     params_for,
     passed,
@@ -26,14 +27,16 @@ from boostax._core.gate import (
 from boostax._core.groups import as_groups, group_count
 from boostax._core.handshake import hand_on_state
 from boostax._core.prune import Pruning, pruning
+from boostax.freeze.joined import Unlike, at_once
 from boostax.freeze.plan import HostDepth, Plan, as_plan, as_schedule
 from boostax.freeze.refusals import check_inner, drawn, require_params, require_present
 from boostax.freeze.stages import Choice
 
 PyTree = Any
 Moments = Literal["shared", "per_group"]
-# Of a depth, params or updates, and the state.
-Change = Callable[[int, PyTree, "ScheduledFreezeState"], tuple[PyTree, "ScheduledFreezeState"]]
+# Params or updates, and the state; and what changes them at a depth.
+Whole = tuple[PyTree, "ScheduledFreezeState"]
+Change = Callable[[int, PyTree, "ScheduledFreezeState"], Whole]
 _WHO = "scheduled_freeze"
 
 
@@ -320,35 +323,55 @@ def scheduled_freeze(
         value: PyTree,
         state: ScheduledFreezeState,
         params: PyTree,
-    ) -> tuple[PyTree, ScheduledFreezeState]:
+    ) -> Whole:
         """A change at this depth or, if there is none, at the one that the schedule says.
 
-        What is active there goes in and comes out, behind a condition for each depth: written in
-        place, where XLA:CPU and XLA:GPU copy what a switch returns.
+        What is active there goes in and comes out, written in place, where XLA:CPU and XLA:GPU copy
+        what a switch returns: one program for all depths if they are alike, else a condition for
+        each.
         """
-
-        def timed(at: int, value: PyTree, state: ScheduledFreezeState) -> tuple[PyTree, Any]:
-            """With schedules at the step of the run: those of one depth's state stood still."""
-            inner_state = _at_step(state.inner_state, state.steps)
-            return change(at, value, state._replace(inner_state=inner_state))
-
         plan = freezing.plan(params)
         depths = plan.drawn if depth is None else (drawn(depth, plan),)
         index = plan.index(state.next_depth)
         if len(depths) > 1:
             axes.require_invariant(index, _WHO)
-        for place, each in enumerate(depths):
-            cut, inner = freezing.cut(params, each), state.inner_state
-            # A train step has taken the inner state out before, and puts it back itself.
-            apart = jax.tree.structure(inner) == cut.part
-            own = state._replace(inner_state=inner if apart else cut.take(inner))
-            old = trees.masked(value, freezing.active(params, each)), own
-            run_it = functools.partial(timed if moments == "per_group" else change, each)
-            found, state = run_it(*old) if len(depths) == 1 else _when(index == place, run_it, old)
-            value = trees.unmasked(found, value)
-            if not apart:
-                state = state._replace(inner_state=cut.put(inner, state.inner_state))
-        return value, state
+
+        def timed(at: int, value: PyTree, state: ScheduledFreezeState) -> Whole:
+            """With schedules at the step of the run: those of one depth's state stood still."""
+            inner_state = _at_step(state.inner_state, state.steps)
+            return change(at, value, state._replace(inner_state=inner_state))
+
+        # A train step has taken the inner state out before, and puts it back itself.
+        apart = lambda inner, cut: jax.tree.structure(inner) == cut.part  # noqa: E731
+
+        def take(at: int, value: PyTree, state: ScheduledFreezeState) -> Whole:
+            cut, inner = freezing.cut(params, at), state.inner_state
+            own = state if apart(inner, cut) else state._replace(inner_state=cut.take(inner))
+            return trees.masked(value, freezing.active(params, at)), own
+
+        def put(at: int, old: Whole, new: Whole) -> Whole:
+            (value, state), (found, own), cut = old, new, freezing.cut(params, at)
+            if not apart(state.inner_state, cut):
+                own = own._replace(inner_state=cut.put(state.inner_state, own.inner_state))
+            return trees.unmasked(found, value), own
+
+        run_it = timed if moments == "per_group" else change
+        whole = value, state
+        if len(depths) == 1:
+            return put(depths[0], whole, run_it(depths[0], *take(depths[0], *whole)))
+        # States of their own, gates and what is sent differ from depth to depth.
+        if moments == "shared" and not has_gate(state.inner_state) and not axes.of_the_mesh():
+            try:
+                given = functools.partial
+                return at_once(
+                    index, [(given(take, at), given(change, at)) for at in depths], whole
+                )
+            except Unlike:
+                pass
+        for place, at in enumerate(depths):
+            found = _when(index == place, functools.partial(run_it, at), take(at, *whole))
+            whole = put(at, whole, found)
+        return whole
 
     # One inner state for each depth is not where its own would lie.
     inside = {"inner_state" if moments == "shared" else "inner_states": tx}
@@ -362,13 +385,11 @@ def scheduled_freeze(
         apply: bool,
         depth: int | None = None,
         **extra: Any,
-    ) -> tuple[PyTree, ScheduledFreezeState]:
+    ) -> Whole:
         require_params(params)
         outside = state
 
-        def step(
-            depth: int, value: PyTree, state: ScheduledFreezeState
-        ) -> tuple[PyTree, ScheduledFreezeState]:
+        def step(depth: int, value: PyTree, state: ScheduledFreezeState) -> Whole:
             hand_on_state(outside, state)
             active = freezing.active(params, depth)
             require_present(grads.raw, active, depth)
@@ -386,10 +407,8 @@ def scheduled_freeze(
 
     def flush_fn(
         state: ScheduledFreezeState, params: PyTree, *, depth: int | None = None, **extra: Any
-    ) -> tuple[PyTree, ScheduledFreezeState]:
-        def close(
-            depth: int, value: PyTree, state: ScheduledFreezeState
-        ) -> tuple[PyTree, ScheduledFreezeState]:
+    ) -> Whole:
+        def close(depth: int, value: PyTree, state: ScheduledFreezeState) -> Whole:
             before = held_open(state.inner_state)
             found, new = flush_inner(tx, state.inner_state, value, extra)
             # What was open and is closed now was applied, unless an inner scaler skipped it.
@@ -410,7 +429,7 @@ def _at_step(state: PyTree, step: jax.Array) -> PyTree:
     return jax.tree.map(move, state, is_leaf=schedule)
 
 
-def _when(predicate: jax.Array, change: Callable[..., PyTree], old: PyTree) -> PyTree:
+def _when(predicate: jax.Array, change: Callable[..., Whole], old: Whole) -> Whole:
     """``change(*old)`` where the predicate holds, else ``old``."""
     replay, types = trees.trace_once(change, *old)
     # Either may vary over axes over which the other does not.

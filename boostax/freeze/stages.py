@@ -8,7 +8,7 @@ passes would compile it for every depth.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -47,42 +47,70 @@ class _Stage(NamedTuple):
 
 
 def staged(
-    fn: Callable[[], Sequence[jax.Array]], levels: Sequence[int], index: jax.Array
+    fn: Callable[[], Sequence[jax.Array]],
+    levels: Sequence[int],
+    index: jax.Array,
+    otherwise: Sequence[jax.Array] | None = None,
 ) -> list[jax.Array]:
     """The results of ``fn()``, where they are wanted; what only the others need is not run.
-
-    Those that are not wanted are zeros, or what had to be computed anyway.
 
     Args:
       fn: what would compute them all.
       levels: for each result the largest index at which it is wanted, or ``NEVER``.
       index: i32 scalar, the same on all replicas.
+      otherwise: what stands in the place of those that are not wanted, of the same types; without
+        it zeros, or what had to be computed anyway.
     """
     traced, types = jax.make_jaxpr(fn, return_shape=True)()
     # Operations one by one, not calls of jitted functions: a loss may be one.
     closed = jax.make_jaxpr(lambda: evaluate(traced, (), replay, inline=JIT))()
     jaxpr: Any = closed.jaxpr
+    olds: Sequence[jax.Array | None] = [None] * len(levels) if otherwise is None else otherwise
+    stages = _stages(jaxpr, levels)
+    # What the branch of a stage gives in the place of results that are wanted just as long.
+    made = {var: level for level, stage in stages.items() for var in stage.outputs}
+    held: dict[Any, jax.Array | None] = {}
+    for var, level, old in zip(jaxpr.outvars, levels, olds, strict=True):
+        if not isinstance(var, jaxprs.Literal) and made.get(var) == level:
+            held.setdefault(var, old)
     values: dict[Any, Any] = dict(zip(jaxpr.constvars, closed.consts, strict=True))
-    for level, stage in sorted(_stages(jaxpr, levels).items(), reverse=True):
+    for level, stage in sorted(stages.items(), reverse=True):
         run = jaxprs.jaxpr_as_fun(excerpt(*stage))
-        given = [values[var] for var in stage.inputs]
+        given, instead = [values[var] for var in stage.inputs], map(held.get, stage.outputs)
         # What is needed at every depth stands outside.
-        found = run(*given) if level == max(levels) else _branch(index <= level, run, given)
+        last = level == max(levels)
+        found = run(*given) if last else _branch(index <= level, run, given, instead)
         values.update(zip(stage.outputs, found, strict=True))
 
-    def result(var: Any, level: int, kind: Any) -> jax.Array:
+    def result(var: Any, level: int, kind: Any, old: jax.Array | None) -> jax.Array:
         if level == NEVER:
-            return axes.zeros(kind)
-        return jnp.asarray(var.val, kind.dtype) if isinstance(var, jaxprs.Literal) else values[var]
+            return axes.zeros(kind) if old is None else old
+        literal = isinstance(var, jaxprs.Literal)
+        found = jnp.asarray(var.val, kind.dtype) if literal else values[var]
+        if old is None or level == max(levels) or (not literal and held.get(var) is old):
+            return found
+        return jnp.where(index <= level, found, old)
 
-    return list(map(result, jaxpr.outvars, levels, types))
+    return [result(*each) for each in zip(jaxpr.outvars, levels, types, olds, strict=True)]
+
+
+def is_seen(eqn: Any) -> bool:
+    """Whether an operation does something besides its results, such as printing."""
+    # That a collective names an axis is an effect to JAX, but nobody sees it.
+    return any(type(effect).__name__ != "NamedAxisEffect" for effect in eqn.effects)
 
 
 def _branch(
-    predicate: jax.Array, run: Callable[..., Sequence[jax.Array]], given: list[jax.Array]
+    predicate: jax.Array,
+    run: Callable[..., Sequence[jax.Array]],
+    given: list[jax.Array],
+    instead: Iterable[jax.Array | None],
 ) -> Sequence[jax.Array]:
-    held = [axes.zeros(kind) for kind in jax.eval_shape(run, *given)]
-    return branch(predicate, lambda: list(run(*given)), lambda: held)
+    held = [
+        axes.zeros(kind) if old is None else axes.unify(old, kind)
+        for old, kind in zip(instead, jax.eval_shape(run, *given), strict=True)
+    ]
+    return branch(predicate, lambda: axes.unify(list(run(*given)), held), lambda: held)
 
 
 def _stages(jaxpr: Any, levels: Sequence[int]) -> dict[int, _Stage]:
@@ -90,11 +118,9 @@ def _stages(jaxpr: Any, levels: Sequence[int]) -> dict[int, _Stage]:
     operations: dict[int, list[Any]] = {}
 
     def needed(eqn: Any, level: int) -> int:
-        # There is no zero of what is not a number, and an effect is wanted whatever comes of it;
-        # that a collective names an axis is one to JAX, but nobody sees it.
+        # There is no zero of what is not a number, and an effect is wanted whatever comes of it.
         special = any(jnp.issubdtype(var.aval.dtype, jax.dtypes.extended) for var in eqn.outvars)
-        seen = any(type(effect).__name__ != "NamedAxisEffect" for effect in eqn.effects)
-        if seen or (special and level > NEVER):
+        if is_seen(eqn) or (special and level > NEVER):
             level = max(levels)
         if level > NEVER:
             operations.setdefault(level, []).insert(0, eqn)
