@@ -1,10 +1,10 @@
 """Averages of the params beside the decay of the rate that they stand for, on text.
 
-Every run takes the same batches. Each seed trains at four peak rates, constant, linear and cosine
-to zero; the averages are of these very runs. What has a setting to choose (a rate, a decay, a
-start, a distance of snapshots) gets the one with the lowest train loss, for each seed: that favours
-whoever has more of them, and the tables say how many. A finish by ``dim_reduce`` takes the last
-batches of the budget, four as one.
+Every run takes the same batches. Each seed trains at five peak rates, constant, linear and cosine
+to zero, each with a warm-up; the averages are of these very runs. What has a setting to choose (a
+rate, a decay, a start, a distance of snapshots) gets the one with the lowest train loss, for each
+seed: that favours whoever has more of them, and the tables say how many. A finish by ``dim_reduce``
+takes the last batches of the budget, four as one.
 """
 
 import argparse
@@ -28,7 +28,9 @@ from boostax.run.workloads import Workload, text
 
 PyTree = Any
 Judged = dict[str, float]
-RATES = (2e-3, 4e-3, 8e-3, 16e-3)
+RATES = (2e-3, 4e-3, 8e-3, 16e-3, 32e-3)
+# Of the run, in which the rate grows to its peak.
+WARM_UP = 0.05
 FINISH, TOGETHER, JUDGED = 10, 4, 32
 CONSTANT = "constant rate"
 # Of the share of the run that is done, the share of the peak.
@@ -114,7 +116,8 @@ def run(programs: Programs, workload: Workload, seed: int) -> dict[str, list[Jud
             if name == CONSTANT and index == steps - FINISH * TOGETHER:
                 end = finished(programs, workload, params, state)
                 found[FINISHED].append(judge(end, peak))
-            rate = jnp.float32(peak * schedule(index / steps))
+            done = index / steps
+            rate = jnp.float32(peak * min(1.0, done / WARM_UP) * schedule(done))
             params, state = programs.step(params, state, workload.batch(index), rate)
         found[name].append(judge(params, peak))
         states = trees.find(state, lambda x: isinstance(x, boostax.states.AverageParamsState))

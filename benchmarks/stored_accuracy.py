@@ -33,6 +33,8 @@ from harness import (
 from text_runs import SMALL, warmed
 
 import boostax
+from boostax._core.formats import FORMATS
+from boostax.train.gather import Gather
 
 PyTree = Any
 # Arrays of fewer elements stay f32: the vectors.
@@ -48,12 +50,14 @@ class Form(NamedTuple):
       options: of ``boostax.precision.store``; None is without it.
       window: options of ``boostax.accumulate``, or none.
       recommended: by the card.
+      gather: how the loss gets the params, as from 8 devices that hold them; or whole.
     """
 
     low: bool
     options: Mapping[str, Any] | None
     window: Mapping[str, Any] | None = None
     recommended: bool = False
+    gather: Gather | None = None
 
 
 SUM = {"accumulator_dtype": "bfloat16", "rounding": "stochastic"}
@@ -76,6 +80,8 @@ FORMS = {
     "params f32, moments log8": Form(False, {"moments": "log8"}, recommended=True),
     "params bf16, moments f32": Form(True, {}),
     "params and moments bf16, to the nearest": Form(True, None),
+    "f32, gathered in bf16": Form(False, None, gather="bfloat16", recommended=True),
+    "f32, gathered in int8": Form(False, None, gather="int8", recommended=True),
     "f32, window": Form(False, None, {}),
     "params stochastic, moments log8, window stochastic": Form(
         True, {"params": "stochastic", "moments": "log8"}, SUM, recommended=True
@@ -166,7 +172,8 @@ def trained(task: Task, form: Form) -> Callable[..., tuple[jax.Array, jax.Array]
         def step(carry: PyTree, batch: PyTree) -> tuple[PyTree, None]:
             params, state = carry
             # As mixed precision has it: gradients come in the dtype of the params.
-            grads = jax.grad(lambda p: task.loss(_wide(p), batch))(params)
+            sent = params if form.gather is None else _sent(params, form.gather)
+            grads = jax.grad(lambda p: task.loss(_wide(p), batch))(sent)
             if form.options is None:
                 updates, state = tx.update(grads, state, params)
                 return (optax.apply_updates(params, updates), state), None
@@ -177,6 +184,27 @@ def trained(task: Task, form: Form) -> Callable[..., tuple[jax.Array, jax.Array]
         return task.judge(last, chosen), task.judge(last, reported)
 
     return run
+
+
+def _sent(params: PyTree, kind: Gather) -> PyTree:
+    """What ``boostax.train.gather_params`` makes of matrices whose rows 8 devices hold.
+
+    ``tests/test_gather.py`` holds it to the same rounding, shard by shard.
+    """
+
+    def rounded(x: jax.Array) -> jax.Array:
+        if x.ndim < 2:
+            return x
+        if kind == "bfloat16":
+            return jax.lax.reduce_precision(x, exponent_bits=8, mantissa_bits=7)
+        devices = next(n for n in (8, 4, 2, 1) if x.shape[0] % n == 0)
+        code = FORMATS[kind]
+        parts = x.reshape(devices, -1, *x.shape[1:])
+        return jax.vmap(code.decode)(*jax.vmap(lambda x: code.encode(x, None))(parts)).reshape(
+            x.shape
+        )
+
+    return jax.tree.map(rounded, params)
 
 
 def _wide(params: PyTree) -> PyTree:

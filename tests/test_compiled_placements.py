@@ -135,6 +135,40 @@ def test_params_are_gathered_in_bf16_where_their_owner_keeps_the_rest(placement)
     assert sent <= 1.01
 
 
+@targets
+@pytest.mark.parametrize("placement", ["FSDP", "tensor parallel, FSDP"])
+@pytest.mark.parametrize("dtype", ["bfloat16", "int8"])
+def test_f32_params_are_gathered_narrow(dtype, placement, target):
+    """``gather=``: bytes that a device receives, of those of its f32 params.
+
+    XLA:CPU widens bf16. For v5e, whose matrix units take bf16, XLA gathers f32 params in it anyway.
+    """
+    sizes, names = ((8,), ("data",)) if placement == "FSDP" else ((4, 2), ("data", "model"))
+    mesh = jax.make_mesh(sizes, names, axis_types=(AxisType.Auto,) * len(names))
+    tx = optax.chain(boostax.all_reduce("data"), optax.adam(1e-3))
+    found, plain = (
+        audited(mesh, PLACEMENTS[placement], tx, "data", target=target, gather=x)
+        for x in (dtype, None)
+    )
+
+    width = {"f32": 4, "bf16": 2, "s8": 1}
+
+    def gathered(audit):
+        gathers = [x for x in audit.collectives if x.does == "all-gather"]
+        return sum(x.elements * x.executions * max(width[t] for t in x.dtypes) for x in gathers)
+
+    share, usual = (gathered(x) / (4 * found.params) for x in (found, plain))
+    more = (found.temporary_bytes - plain.temporary_bytes) / (4 * found.params)
+    print(
+        f"{placement}, {dtype}: {share:.3f} of f32's bytes gathered ({usual:.3f} without), "
+        f"{found.wire_bytes.most / plain.wire_bytes.most:.3f} of all that is sent, "
+        f"{more:.2f} P of temporaries more"
+    )
+    wide = dtype == "bfloat16" and target is None
+    assert share <= (1.01 if wide else {"bfloat16": 0.501, "int8": 0.26}[dtype])
+    assert more <= 0.01
+
+
 # What crosses the slices, of an f32 mean's bytes; temporaries more than its, in shards.
 BETWEEN_SLICES = {
     "bf16": (lambda: boostax.all_reduce("slice", dtype="bfloat16"), 0.501),

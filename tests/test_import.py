@@ -61,7 +61,7 @@ MORE = {
     "states": {
         "AverageParamsState", "GateState", "Holds", "NoiseScaleState", "SpikesState", "StoreState",
     },
-    "train": {"by_noise"},
+    "train": {"by_noise", "gather_params"},
 }  # fmt: skip
 
 

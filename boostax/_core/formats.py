@@ -52,8 +52,10 @@ def _hash(x: jax.Array) -> jax.Array:
     return x ^ (x >> 16)
 
 
-def _uniform(shape: tuple[int, ...], seed: jax.Array) -> jax.Array:
-    """f32 in [0, 1), in steps of 2**-24."""
+def _uniform(shape: tuple[int, ...], seed: jax.Array | None) -> jax.Array:
+    """f32 in [0, 1), in steps of 2**-24; without a seed a half: to the nearest."""
+    if seed is None:
+        return jnp.full(shape, 0.5)
     return (bits(shape, seed) >> 8).astype(jnp.float32) * 2.0**-24
 
 
@@ -159,7 +161,7 @@ def _extremes(parts: jax.Array, inside: tuple[int, ...]) -> tuple[jax.Array, jax
     return most, least
 
 
-def _int8(x: jax.Array, seed: jax.Array) -> tuple[jax.Array, jax.Array]:
+def _int8(x: jax.Array, seed: jax.Array | None) -> tuple[jax.Array, jax.Array]:
     blocks = Blocks.of(x.shape)
     parts = x.reshape(blocks.sizes)
     most, least = _extremes(parts, blocks.inside)
@@ -237,13 +239,13 @@ class Format(NamedTuple):
     Attributes:
       dtype: of the codes, which have the shape of the array; each format has its own.
       scaled: whether there are scales, f32, one for each block.
-      encode: ``encode(x, seed) -> (codes, scales)``.
+      encode: ``encode(x, seed) -> (codes, scales)``; those of 8 bits without a seed to the nearest.
       decode: ``decode(codes, scales) -> x``.
     """
 
     dtype: Any
     scaled: bool
-    encode: Callable[[jax.Array, jax.Array], tuple[jax.Array, Any]]
+    encode: Callable[[jax.Array, Any], tuple[jax.Array, Any]]
     decode: Callable[[jax.Array, Any], jax.Array]
 
 

@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import jax
 import jax.numpy as jnp
@@ -26,10 +26,12 @@ from boostax._core.replicas import (
     stack_replicas,
 )
 from boostax._core.variants import variants_of
+from boostax.accumulate import carried
 from boostax.accumulate.aux import Aux
 from boostax.accumulate.window import flush
 from boostax.precision.policy import Policy
 from boostax.train.apply import apply_gradients, metrics
+from boostax.train.gather import Gather, gathering
 from boostax.train.on_mesh import placed_on
 from boostax.train.oracle import Oracle
 from boostax.train.placing import Placing, local_shapes
@@ -58,6 +60,7 @@ class TrainStep:
       param_specs: see ``make_train_step``.
       freeze_driver: see ``make_train_step``.
       shard_optimizer: see ``make_train_step``.
+      gather: see ``make_train_step``.
     """
 
     tx: optax.GradientTransformation
@@ -71,6 +74,7 @@ class TrainStep:
     param_specs: PyTree = None
     freeze_driver: FreezeDriver = "host"
     shard_optimizer: bool = False
+    gather: Gather | None = None
     _programs: dict[Any, "Programs"] = dataclasses.field(default_factory=dict)
 
     @functools.cached_property
@@ -268,10 +272,12 @@ class TrainStep:
                 variants.choice(params, opt_state) if found_out else variants.active(params, depth)
             )
         given = {"key": self._call_key(state, placement), "model_state": state.model_state}
-        value, grads = oracle(params, opt_state, batch, active=active, **given)
+        seen = self._gathered(placement, params, opt_state)
+        value, grads = oracle(seen(params), opt_state, batch, active=active, **given)
         loss, aux = value if self.has_aux else (value, Aux())
         # For line searches and the like; where nobody calls it, nothing of it is compiled.
-        value_fn, wanted = oracle.loss_at(batch, **given), asked(self.tx)
+        loss_at, wanted = oracle.loss_at(batch, **given), asked(self.tx)
+        value_fn = lambda params: loss_at(seen(params))  # noqa: E731
         extra |= {"value": loss, "value_fn": value_fn}
         extra |= {"obj_fn": value_fn} if "obj_fn" in wanted else {}
         extra |= {"grad": _mean_gradient(grads, self.names)} if wanted.get("grad") else {}
@@ -310,6 +316,17 @@ class TrainStep:
     def _placed(self, placement: Placement | None) -> optax.GradientTransformation:
         """The optimizer for what is mapped, or for global arrays."""
         return self.tx if placement is None else placed_on(self.tx, placement, self.shard_optimizer)
+
+    def _gathered(
+        self, placement: Placement | None, params: PyTree, opt_state: PyTree
+    ) -> Callable[[PyTree], PyTree]:
+        """What makes of params those that the loss sees."""
+        if self.gather is None:
+            return lambda params: params
+        # What is carried is no weight: its history stays as it is.
+        exact = carried.resolve(carried.declared(opt_state, params, "make_train_step"), params)
+        here = placement or Placement(cast(Mesh, self.mesh), self.names, {})
+        return gathering("make_train_step", self.gather, here, exact)
 
     def _call_key(self, state: TrainState, placement: Placement | None) -> jax.Array | None:
         if state.key is None:

@@ -13,6 +13,7 @@ from boostax._core import axes, checks
 from boostax.accumulate.aux import as_metrics
 from boostax.precision.policy import Policy, as_policy
 from boostax.train.compiled import FreezeDriver, TrainStep
+from boostax.train.gather import Gather
 from boostax.train.oracle import value_and_grad
 
 PyTree = Any
@@ -32,6 +33,7 @@ def make_train_step(
     param_specs: PyTree | None = None,
     freeze_driver: FreezeDriver = "host",
     shard_optimizer: bool = False,
+    gather: Gather | None = None,
 ) -> TrainStep:
     """A jitted, donating train step over one device or a mesh axis.
 
@@ -65,10 +67,13 @@ def make_train_step(
       shard_optimizer: shard the optimizer's state over the replicas besides (ZeRO, stage 1), each
         leaf along its first dimension that they divide and that is whole. Any optimizer: it sees
         global arrays.
+      gather: ``"bfloat16"`` or ``"int8"``: how params that are sharded over ``axis_name`` are sent
+        to the replicas, while their owners keep them exact: see ``boostax.train.gather_params``.
 
     Returns:
       A ``TrainStep``. Cost beside the transformations': one scalar collective for the loss. Params
-      that are sharded over ``axis_name`` are gathered once per call. With ``shard_optimizer`` the
+      that are sharded over ``axis_name`` are gathered once per call, in as many bits as they have
+      or ``gather`` says. With ``shard_optimizer`` the
       optimizer's state takes ``1/n`` of its memory, and new params are gathered when they change.
 
     Raises:
@@ -111,11 +116,12 @@ def make_train_step(
                     "Make the mesh with jax.make_mesh((n,), ('data',)).",
                 )
             )
-    if shard_optimizer and mesh is None:
-        raise ValueError(
-            f"{who}: shard_optimizer must be False without a mesh, got True. A single device has "
-            "nothing to share."
-        )
+    for name, value in (("shard_optimizer", shard_optimizer), ("gather", gather)):
+        if value and mesh is None:
+            hint = "A single device has nothing to share."
+            raise ValueError(checks.message(who, name, "left out without a mesh", value, hint))
+    if gather is not None:
+        checks.choice(who, "gather", gather, ("bfloat16", "int8"), "None sends them as they are.")
     hint = "'host' is the fastest and takes the least memory."
     checks.choice(who, "freeze_driver", freeze_driver, ("host", "switch"), hint)
     rules = as_policy(who, policy)
@@ -139,6 +145,7 @@ def make_train_step(
         param_specs=param_specs,
         freeze_driver=freeze_driver,
         shard_optimizer=shard_optimizer,
+        gather=gather,
     )
     _judge(step)
     return step

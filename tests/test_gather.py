@@ -1,0 +1,197 @@
+"""Sharded params sent in fewer bits: what the loss sees, what the owner keeps, what is refused."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import boostax
+from boostax._core import formats
+
+SPECS = {
+    "FSDP": ((8,), ("data",), {"w": P("data"), "v": P(None, "data"), "b": P()}),
+    "HSDP": (
+        (4, 2), ("data", "model"), {"w": P("data", "model"), "v": P(("data", "model")), "b": P()}
+    ),
+}  # fmt: skip
+KINDS = {"auto": AxisType.Auto, "explicit": AxisType.Explicit}
+
+
+def placed(name, kind="auto"):
+    sizes, axes, specs = SPECS[name]
+    mesh = jax.make_mesh(sizes, axes, axis_types=(KINDS[kind],) * len(axes))
+    rng = np.random.default_rng(0)
+    shapes = {"w": (512, 48), "v": (256, 16), "b": (48,)}
+    whole = {k: rng.normal(size=s, scale=0.1).astype(np.float32) for k, s in shapes.items()}
+    return mesh, whole, {k: NamedSharding(mesh, spec) for k, spec in specs.items()}
+
+
+def loss_fn(params, x):
+    hidden = jnp.tanh(x @ params["w"] + params["b"])
+    return jnp.mean((hidden[:, :16] - x[:, :256] @ params["v"]) ** 2)
+
+
+def rounded(x, spec, mesh, dtype):
+    """What is to arrive of a param: NumPy's words for it, shard by shard."""
+    if dtype == "bfloat16":
+        return np.asarray(jnp.asarray(x).astype(jnp.bfloat16).astype(jnp.float32))
+    out = np.empty_like(x)
+    for index in NamedSharding(mesh, spec).devices_indices_map(x.shape).values():
+        part = x[index]
+        block = formats.block_of(part.shape)
+        for corner in np.ndindex(*(n // b for n, b in zip(part.shape, block, strict=True))):
+            at = tuple(slice(i * b, (i + 1) * b) for i, b in zip(corner, block, strict=True))
+            scale = np.float32(127) / np.abs(part[at]).max()
+            codes = np.floor(part[at] * scale + np.float32(0.5))
+            out[index][at] = codes * (np.abs(part[at]).max() / np.float32(127))
+    return out
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("dtype", ["bfloat16", "int8"])
+@pytest.mark.parametrize("name", SPECS)
+def test_the_loss_sees_params_rounded_by_blocks_of_their_shards(name, dtype, kind):
+    mesh, whole, where = placed(name, kind)
+    params = jax.device_put(whole, where)
+    gather = boostax.train.gather_params(params, dtype, axis_name="data")
+    found = jax.jit(gather)(params)
+    for leaf, x in whole.items():
+        spec = SPECS[name][2][leaf]
+        expected = x if leaf == "b" else rounded(x, spec, mesh, dtype)
+        np.testing.assert_allclose(found[leaf], expected, rtol=1e-6, atol=1e-9)
+        assert "data" not in jax.tree.leaves(tuple(found[leaf].sharding.spec))
+    if dtype == "int8":
+        assert np.abs(found["w"] - whole["w"]).max() <= 0.51 * np.abs(whole["w"]).max() / 127
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "int8"])
+@pytest.mark.parametrize("name", SPECS)
+def test_owners_keep_their_params_exact(name, dtype):
+    """A step with ``gather=`` is a step of the params by gradients at the rounded ones."""
+    mesh, whole, where = placed(name)
+    tx = optax.chain(boostax.all_reduce("data"), optax.sgd(1e-4))
+    specs = SPECS[name][2]
+    make = functools.partial(
+        boostax.make_train_step, mesh=mesh, axis_name="data", param_specs=specs
+    )
+    x = np.random.default_rng(1).normal(size=(16, 512)).astype(np.float32)
+    step = make(loss_fn, tx, gather=dtype)
+    state, told = step(step.init(whole), x)
+    seen = {k: v if k == "b" else rounded(v, specs[k], mesh, dtype) for k, v in whole.items()}
+    loss, grads = jax.value_and_grad(loss_fn)(seen, x)
+    np.testing.assert_allclose(told["loss"], loss, rtol=1e-5)
+    for leaf, moved in state.params.items():
+        np.testing.assert_allclose(moved, whole[leaf] - 1e-4 * grads[leaf], rtol=2e-6, atol=1e-7)
+        assert moved.sharding.is_equivalent_to(where[leaf], moved.ndim)
+
+
+def test_many_steps_smaller_than_a_unit_of_the_code_move_the_params():
+    """They would stand still where params are stored in int8."""
+    mesh, whole, _ = placed("FSDP")
+    tx = optax.chain(boostax.all_reduce("data"), optax.sgd(1.0))
+    flat = lambda params, x: 1e-5 * jnp.sum(params["w"]) + 0 * jnp.sum(x)  # noqa: E731
+    step = boostax.make_train_step(
+        flat, tx, mesh=mesh, axis_name="data", param_specs=SPECS["FSDP"][2], gather="int8"
+    )
+    state = step.init(whole)
+    for _ in range(20):
+        state, told = step(state, np.ones((8, 1), np.float32))
+        told["loss"].block_until_ready()
+    np.testing.assert_allclose(state.params["w"], whole["w"] - 20e-5, atol=1e-6)
+
+
+def test_what_is_not_finite_is_seen():
+    _, whole, where = placed("FSDP")
+    whole["w"][3, 4] = np.nan
+    params = jax.device_put(whole, where)
+    for dtype in ("bfloat16", "int8"):
+        found = jax.jit(boostax.train.gather_params(params, dtype, axis_name="data"))(params)
+        assert np.isnan(found["w"][3, 4])
+        assert np.isfinite(found["w"][100]).all()
+
+
+def test_a_zero_block_stays_zero():
+    _, whole, where = placed("FSDP")
+    whole["w"][:] = 0
+    params = jax.device_put(whole, where)
+    found = jax.jit(boostax.train.gather_params(params, "int8", axis_name="data"))(params)
+    np.testing.assert_array_equal(found["w"], 0)
+
+
+def test_with_a_window_a_scaler_and_a_sharded_state():
+    """Params change when the window closes; whatever is around, the loss falls as without."""
+    mesh, whole, _ = placed("FSDP")
+    chain = optax.chain(boostax.all_reduce("data"), optax.adam(1e-2))
+    tx = boostax.accumulate(
+        boostax.dynamic_loss_scale(chain, axis_name="data"), 2, axis_name="data"
+    )
+    x, ends = np.random.default_rng(0).normal(size=(16, 512)).astype(np.float32), {}
+    for dtype in (None, "int8", "bfloat16"):
+        step = boostax.make_train_step(
+            loss_fn, tx, mesh=mesh, axis_name="data", param_specs=SPECS["FSDP"][2], gather=dtype,
+            shard_optimizer=True, microbatches=2,
+        )  # fmt: skip
+        state = step.init(whole)
+        losses = []
+        for _ in range(20):
+            state, told = step(state, x)
+            losses.append(float(told["loss"]))
+        assert losses[-1] < 0.5 * losses[0]
+        ends[dtype] = losses[-1]
+    np.testing.assert_allclose(ends["int8"], ends[None], rtol=0.02)
+    np.testing.assert_allclose(ends["bfloat16"], ends[None], rtol=0.02)
+
+
+def test_stored_params_may_be_sent_in_int8():
+    """bf16 with a remainder on the owner, int8 on the wire."""
+    mesh, whole, _ = placed("FSDP")
+    chain = optax.chain(boostax.all_reduce("data"), optax.adam(1e-2))
+    step = boostax.make_train_step(
+        loss_fn, boostax.precision.store(chain, params="remainder"), mesh=mesh, axis_name="data",
+        param_specs=SPECS["FSDP"][2], gather="int8",
+    )  # fmt: skip
+    low = jax.tree.map(lambda x: jnp.asarray(x, jnp.bfloat16), whole)
+    state, told = step(step.init(low), np.ones((8, 512), np.float32))
+    assert state.params["w"].dtype == jnp.bfloat16 and np.isfinite(told["loss"])
+
+
+def test_what_is_carried_is_not_rounded():
+    """A history of an fp8 layer, sharded like a weight."""
+    mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
+    specs = {"w": P("data"), "history": P("data")}
+    params = {"w": np.ones(128, np.float32), "history": np.linspace(0, 1, 128, dtype=np.float32)}
+    chain = optax.chain(boostax.all_reduce("data"), optax.sgd(0.0))
+    tx = boostax.carry(chain, {"history": "max"}, axis_name="data")
+    loss = lambda p, x: jnp.sum(p["w"] * x) + jnp.sum(p["history"] ** 2) / 2  # noqa: E731
+    ends = []
+    for dtype in (None, "int8"):
+        step = boostax.make_train_step(
+            loss, tx, mesh=mesh, axis_name="data", param_specs=specs, gather=dtype
+        )
+        state, _ = step(step.init(params), np.zeros((8, 1), np.float32))
+        ends.append(state.params["history"])
+    np.testing.assert_array_equal(*ends)
+
+
+def test_refusals():
+    mesh, whole, where = placed("FSDP")
+    tx = optax.chain(boostax.all_reduce("data"), optax.sgd(1e-2))
+    with pytest.raises(ValueError, match="gather must be left out without a mesh"):
+        boostax.make_train_step(loss_fn, optax.sgd(1e-2), gather="int8")
+    with pytest.raises(ValueError, match="gather must be"):
+        boostax.make_train_step(loss_fn, tx, mesh=mesh, axis_name="data", gather="int4")
+    step = boostax.make_train_step(loss_fn, tx, mesh=mesh, axis_name="data", gather="int8")
+    with pytest.raises(ValueError, match="params must be sharded over data"):
+        step(step.init(whole), np.ones((8, 512), np.float32))
+    with pytest.raises(ValueError, match="params must be placed on one mesh"):
+        boostax.train.gather_params(whole, "int8", axis_name="data")
+    there = jax.device_put(whole, NamedSharding(mesh, P()))
+    with pytest.raises(ValueError, match="params must be sharded over data"):
+        boostax.train.gather_params(there, "int8", axis_name="data")
+    with pytest.raises(ValueError, match="dtype must be"):
+        boostax.train.gather_params(jax.device_put(whole, where), "float8", axis_name="data")
