@@ -462,7 +462,7 @@ def test_a_stack_of_sharded_layers_is_not_gathered_for_its_factors():
 
 
 @on(CPU, V5E, H100)
-@pytest.mark.parametrize("moments", ["bfloat16", "int8"])
+@pytest.mark.parametrize("moments", ["bfloat16", "int8", "log8"])
 def test_what_is_stored_low_is_written_leaf_by_leaf(target, moments):
     """AdamW on 16 leaves: temporaries within a tenth of f32 params of those of AdamW in f32."""
     low = {name: jax.ShapeDtypeStruct(x.shape, jnp.bfloat16) for name, x in cases.LEAVES.items()}

@@ -73,6 +73,31 @@ def test_second_moments_keep_their_size_over_forty_octaves(name, most):
     assert float(made.decode(*made.encode(tiny, formats.fold(0, 0))).min()) > 0
 
 
+def test_codes_of_log8_are_levels_below_the_largest():
+    made, codes = formats.FORMATS["log8"], np.arange(256, dtype=np.uint8).reshape(2, 128).T
+    found = np.asarray(made.decode(jnp.asarray(codes), jnp.full((1, 2), -4.0)))
+    wanted = 4 * np.where(codes > 0, 2.0 ** ((codes - 255.0) / 6), 0)
+    np.testing.assert_allclose(found, wanted, rtol=1e-6)
+    # No element of a block with signs is stored as a negative zero.
+    found = np.asarray(made.decode(jnp.asarray(codes), jnp.full((1, 2), 4.0)))
+    wanted = 4 * 2.0 ** ((codes % 128 - 127.0) / 6) * np.where(codes < 128, 1, -1)
+    np.testing.assert_allclose(found[codes % 128 > 0], wanted[codes % 128 > 0], rtol=1e-6)
+    negative = made.encode(jnp.full((128, 64), -1e-30).at[0].set(1.0), formats.fold(0, 0))
+    assert not np.asarray(negative[0])[1:].any()
+
+
+@pytest.mark.parametrize("signs", [1, -1])
+@pytest.mark.parametrize("most", [1.0, 3.4e38, 1e-30])
+def test_levels_are_next_to_what_they_stand_for_at_any_scale(most, signs):
+    """Also where the inverse of the largest is no normal number."""
+    x = most * 2.0 ** jax.random.uniform(jax.random.key(2), (256, 64), minval=-20.0, maxval=0.0)
+    x = x.at[::128].set(most).at[1::2].multiply(signs)
+    made = formats.FORMATS["log8"]
+    found = made.decode(*made.encode(x, formats.fold(0, 0)))
+    assert float(jnp.abs(found / x - 1).max()) <= 0.13
+    assert bool(jnp.isfinite(found).all())
+
+
 @pytest.mark.parametrize("name", ["int8", "log8"])
 @pytest.mark.parametrize("bad", [np.nan, np.inf])
 def test_what_is_not_finite_is_seen(name, bad):

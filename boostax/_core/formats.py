@@ -19,6 +19,11 @@ from boostax._core import trees
 # Elements that share a scale, at least; shorter arrays are not worth one.
 BLOCK = 128
 _HALF = 0x8000
+_MOST = float(jnp.finfo(jnp.float32).max)
+# Of the levels of log8 in an octave the ratios to its first.
+_SIXTHS = tuple(2.0 ** (i / 6) for i in range(6))
+# What 128 levels down are, as code 127 is below 255.
+_HALF_DOWN = 2.0 ** (-128 / 6)
 
 
 def fold(seed: jax.Array | int, number: jax.Array | int) -> jax.Array:
@@ -178,59 +183,64 @@ def _from_int8(codes: jax.Array, scales: jax.Array) -> jax.Array:
     return (parts * blocks.spread(scales)).reshape(codes.shape)
 
 
-def _level(down: jax.Array) -> jax.Array:
-    """``2**(-down / 6)`` of integers from 0 to 255.
-
-    By integer operations, as XLA:CPU writes to memory what it has called exp for.
-    """
-    octaves = (down * 171) >> 10
-    part = down - 6 * octaves
-    power = lax.bitcast_convert_type((127 - octaves) << 23, jnp.float32)
-    for sixth in range(1, 6):
-        power = jnp.where(part == sixth, power * 2.0 ** (-sixth / 6), power)
-    return power
-
-
 def _log8(x: jax.Array, seed: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Levels ``2**((k - top) / 6)`` of the largest magnitude, k = 1 ... top, and zero.
 
     A block with signs has them in the codes and 127 levels; one without, as of second moments, has
     255, and says so by the sign of its scale. What is less than the lowest level of such a block is
     that level, never zero: one divides by second moments.
+
+    By integer operations, as XLA:CPU writes to memory what it has called exp or log for; and from
+    one number of each block, as XLA:TPU writes to memory each that is spread over the elements.
     """
     blocks = Blocks.of(x.shape)
     parts = x.reshape(blocks.sizes)
     most, least = _extremes(parts, blocks.inside)
-    signed = least < 0
-    top = blocks.spread(jnp.where(signed, 127, 255))
-    share = jnp.minimum(jnp.abs(parts) * blocks.spread(1 / jnp.where(most > 0, most, 1)), 1)
-    # The level below is as many sixths of an octave down as its exponent and mantissa say.
+    scales = jnp.where(least < 0, most, -most)
+    # Four times the share: the inverse of the largest numbers that there are would be subnormal.
+    shares = parts * blocks.spread(jnp.clip(4 / jnp.where(most > 0, scales, 1), -_MOST, _MOST))
+    # Told by each element, whose sign the scale has turned or not: it needs no second number.
+    before, after = (lax.bitcast_convert_type(y, jnp.int32) for y in (parts, shares))
+    signed = (before ^ after) >= 0
+    share = jnp.minimum(jnp.abs(shares), 4)
+    # The level below is as many sixths of an octave down as its exponent and mantissa say, and the
+    # share so many times as large.
     whole = lax.bitcast_convert_type(share, jnp.int32)
-    down = 6 * (127 - (whole >> 23))
     mantissa = lax.bitcast_convert_type((whole & 0x7FFFFF) | (127 << 23), jnp.float32)
-    for sixth in range(1, 6):
-        down = down - (mantissa >= 2.0 ** (sixth / 6)).astype(jnp.int32)
-    down = jnp.minimum(down, top)
-    low = jnp.where(down < top, _level(jnp.minimum(down, 255)), 0)
-    high = _level(jnp.clip(down - 1, 0, 255))
-    noise = _uniform(x.shape, seed).reshape(blocks.sizes)
-    up = (share - low > noise * (high - low)) & (down > 0)
-    level = top - down + up.astype(jnp.int32)
-    lowest = blocks.spread(jnp.where(signed, 0, 1))
-    level = jnp.where(share > 0, jnp.maximum(level, lowest), 0)
-    codes = level | jnp.where(parts < 0, 128, 0)
-    return codes.astype(jnp.uint8).reshape(x.shape), jnp.where(signed, most, -most)
+    level = jnp.where(signed, 127, 255) - 6 * (129 - (whole >> 23))
+    inverse = jnp.float32(1)
+    for sixth in _SIXTHS[1:]:
+        reached = mantissa >= sixth
+        level = level + reached.astype(jnp.int32)
+        inverse = jnp.where(reached, 1 / sixth, inverse)
+    times = mantissa * inverse
+    # Below the lowest level of a block with signs, 126 sixths down: that or zero.
+    chance = jnp.where(level > 0, (times - 1) / (_SIXTHS[1] - 1), share * 2.0**19)
+    up = chance > _uniform(x.shape, seed).reshape(blocks.sizes)
+    level = jnp.maximum(level, 0) + up.astype(jnp.int32)
+    level = jnp.where(parts != 0, jnp.maximum(level, jnp.where(signed, 0, 1)), 0)
+    # Zero has no sign: with it, it would be a level of a block without signs.
+    codes = level | jnp.where((parts < 0) & (level > 0), 128, 0)
+    return codes.astype(jnp.uint8).reshape(x.shape), scales
 
 
 def _from_log8(codes: jax.Array, scales: jax.Array) -> jax.Array:
     blocks = Blocks.of(codes.shape)
     parts = codes.astype(jnp.int32).reshape(blocks.sizes)
-    signed = blocks.spread(scales) > 0
-    level = jnp.where(signed, parts & 127, parts)
-    size = _level(jnp.where(signed, 127, 255) - level) * blocks.spread(jnp.abs(scales))
+    # In levels from the largest, of blocks with signs and of the upper codes of those without.
+    down = (255 - parts) & 127
+    octaves = (down * 171) >> 10
+    part = down - 6 * octaves
+    power = lax.bitcast_convert_type((127 - octaves) << 23, jnp.float32)
+    inverse = jnp.float32(1)
+    for i in range(1, 6):
+        inverse = jnp.where(part == i, 1 / _SIXTHS[i], inverse)
     # Zero, but NaN where the largest was not finite.
-    value = jnp.where(level > 0, size, blocks.spread(jnp.abs(scales)) * 0)
-    return jnp.where(signed & (parts >= 128), -value, value).reshape(codes.shape)
+    value = jnp.where(parts > 0, power * inverse, 0) * blocks.spread(scales)
+    # With signs the scale is positive and upper codes are negative; without, it is negative, and
+    # lower codes are 128 levels further down.
+    value = jnp.where(parts >= 128, -value, jnp.maximum(value, value * -_HALF_DOWN))
+    return value.reshape(codes.shape)
 
 
 class Format(NamedTuple):
