@@ -473,7 +473,10 @@ NAMED = {
     ),
     "check_updates": (True, CheckUpdates()),
     "count_lost_updates": (True, CountLostUpdates()),
-    "skip_spikes": ({"by": "update", "rule": "sigma"}, SkipSpikes("update", "sigma")),
+    "skip_spikes": (
+        {"by": "update", "rule": "sigma", "k": 4.0},
+        SkipSpikes("update", "sigma", k=4.0),
+    ),
     "carry": ({"rules": {"layer_0/bias": "last"}}, Carry({"layer_0/bias": "last"})),
     "less_bn": ({"normalized_head": False}, LessBN(False)),
     "dim_reduce": (

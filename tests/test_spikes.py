@@ -417,3 +417,25 @@ def case(name):
 def test_contract(name, law):
     if law in laws_for(case(name)):
         LAWS[law](case(name))
+
+
+def test_a_configuration_has_the_settings_of_a_rule():
+    """As data, held to the rule that has them."""
+    data = {"skip_spikes": {"rule": "zclip", "action": "clip", "z": 3.0, "warmup": 5}}
+    given = boostax.auto(data).optimizer(optax.sgd(1.0))
+    expected = skip_spikes(optax.sgd(1.0), rule=ZClip(z=3.0, warmup=5), action="clip")
+    ends = []
+    for tx in (given, expected):
+        w, state = jnp.zeros(3), tx.init(jnp.zeros(3))
+        for i in range(12):
+            grads = jnp.full(3, 50.0 if i == 9 else 1.0 + 0.1 * (i % 3))
+            w, state = boostax.apply_gradients(tx, grads, state, w)
+        ends.append(w)
+    np.testing.assert_array_equal(*ends)
+    for wrong, message in (
+        ({"rule": "median", "z": 3.0}, "z must be left out with rule 'median'"),
+        ({"rule": "zclip", "action": "clip", "z": -1.0}, "z must be greater than 0"),
+        ({"rule": "mean"}, "rule must be"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            boostax.auto({"skip_spikes": wrong})

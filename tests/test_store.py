@@ -203,12 +203,15 @@ def test_a_skipped_step_draws_the_same_noise_again():
     assert int(after.inner_state.steps) == 1
 
 
+EVERY = OPTIMIZERS | {"muon": optax.contrib.muon(1e-2)}
+
+
 @functools.cache
 def sizes(name, moments, window):
     """Bytes held and temporary, per param and in copies of f32 params, of twelve leaves."""
     leaf = jax.ShapeDtypeStruct((256, 512), jnp.float32 if moments is None else jnp.bfloat16)
     params = {f"layer{i:02d}": leaf for i in range(12)}
-    tx = OPTIMIZERS[name]
+    tx = EVERY[name]
     more = {}
     if moments is not None:
         tx = store(tx, params="stochastic", moments=moments)
@@ -221,7 +224,8 @@ def sizes(name, moments, window):
     return held / count, memory.temp_size_in_bytes / (4 * count)
 
 
-LATE = [pytest.param(x, marks=pytest.mark.long) for x in ("adam", "momentum", "clipped")]
+LATE = ("adam", "momentum", "clipped", "adafactor", "muon")
+LATE = [pytest.param(x, marks=pytest.mark.long) for x in LATE]
 
 
 @pytest.mark.parametrize("name", ["adamw", "lion", *LATE])
@@ -240,7 +244,7 @@ def test_six_bytes_a_param_with_a_window_and_no_more_in_between(name, moments):
 @pytest.mark.parametrize("name", ["lion", "adafactor", "muon"])
 def test_leaf_by_leaf_an_optimizer_keeps_less_than_alone(name):
     """XLA:CPU holds what it has of every leaf; nothing is stored low here."""
-    inner = OPTIMIZERS.get(name) or optax.contrib.muon(1e-2)
+    inner = EVERY[name]
     params = {f"layer{i:02d}": jax.ShapeDtypeStruct((128, 256), jnp.float32) for i in range(12)}
     kept = {}
     for form, tx in (("alone", inner), ("leaf by leaf", store(inner))):
@@ -319,6 +323,30 @@ def test_codes_and_scales_are_sharded_like_the_param():
     for x in (state.low["w"], state.inner_state[1][0].nu["w"], state.scales["1/0/nu"].scales["w"]):
         assert x.sharding.is_equivalent_to(wanted, 2), x.sharding
     assert state.scales["1/0/nu"].scales["w"].shape == (2, 128)
+
+
+def test_adasum_of_changes_of_a_stored_optimizer_on_shards():
+    """Each replica's own moments, in blocks of its shards, train as in f32 and stay stored."""
+    mesh = jax.make_mesh((2, 4), ("data", "model"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
+    specs, rows = {"w": P("model"), "b": P()}, np.asarray(some(7, (64, 512))["w"])
+    loss = lambda p, x: jnp.mean((jnp.tanh(x @ p["w"]) + p["b"].sum() - x[:, :32]) ** 2)  # noqa: E731
+    params, found = some(0, (512, 32)), {}
+    for name, inner in {
+        "f32": optax.adam(1e-2),
+        "log8": store(optax.adam(1e-2), moments="log8"),
+    }.items():
+        tx = boostax.reduce.adasum_delta(inner, "data")
+        step = boostax.make_train_step(loss, tx, mesh=mesh, axis_name="data", param_specs=specs)
+        state, losses = step.init(params), []
+        for _ in range(10):
+            state, told = step(state, rows)
+            losses.append(float(told["loss"]))
+        found[name] = losses
+    codes = state.opt_state.inner_state.local.inner_state[0].nu["w"]
+    assert codes.dtype == jnp.uint8 and codes.shape == (2, 512, 32)
+    assert codes.sharding.is_equivalent_to(NamedSharding(mesh, P("data", "model")), 3)
+    assert found["f32"][-1] < 0.7 * found["f32"][0]
+    np.testing.assert_allclose(found["log8"], found["f32"], rtol=0.05)
 
 
 def test_refusals_name_the_line_that_mends_them():

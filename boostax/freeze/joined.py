@@ -111,11 +111,16 @@ class Joined:
         return Atom(self._operation(nodes[0]._replace(inputs=inputs)), atoms[0].place)
 
     def run(self, wanted: Sequence[Atom], index: jax.Array) -> list[Any]:
-        """The values of atoms; what they do not need is for the caller to drop."""
-        values: list[Sequence[Any]] = []
-        for node in self._nodes:
+        """The values of atoms, by the nodes that they need: of each program there are all."""
+        needed = {atom.node for atom in wanted}
+        for number in reversed(range(len(self._nodes))):
+            if number in needed:
+                needed |= {atom.node for atom in self._nodes[number].inputs}
+        values: dict[int, Sequence[Any]] = {}
+        for number in sorted(needed):
+            node = self._nodes[number]
             inputs = [values[atom.node][atom.place] for atom in node.inputs]
-            values.append(node.compute(inputs, index))
+            values[number] = node.compute(inputs, index)
         return [values[atom.node][atom.place] for atom in wanted]
 
     def _node(self, key: Any, node: _Node) -> int:
