@@ -5,6 +5,7 @@ again one by one: ``python benchmarks/compilers.py "Gates"``; the others stay as
 """
 
 import functools
+import itertools
 import re
 import statistics
 import sys
@@ -53,8 +54,9 @@ multiple of what `lax.pmean` leaf by leaf sends. Freezing by its host driver has
 depth, of 4 groups; by its switch driver one program for all, whose conditions exclude each other:
 *applied* adds them all up.""",
     "Reductions per optimizer step": """\
-A decoder whose layers are stacked and scanned, 8 micro-batches, 8 devices: elements that go into
-all-reduces, in multiples of N. A reduction in a loop counts at each turn.""",
+A decoder whose layers are stacked and scanned, 8 micro-batches, 8 devices: elements that are
+reduced, in multiples of N. A reduction in a loop counts at each turn. With FSDP params are sharded
+over the batch's axis, and gathered where they are used.""",
     "Wire formats": """\
 Four leaves of 512 x 512: bytes that a device sends, of an f32 mean's. XLA:CPU moves bf16 as
 f32.""",
@@ -192,10 +194,10 @@ def train_steps() -> Rows:
 
 def reductions() -> Rows:
     rows: Rows = []
-    for form, said in cases.ACCUMULATED.items():
-        row: dict[str, Any] = {"form": said}
+    for (form, said), fsdp in itertools.product(cases.ACCUMULATED.items(), (False, True)):
+        row: dict[str, Any] = {"form": said, "params": "FSDP" if fsdp else "whole"}
         for name, target in TARGETS.items():
-            row[name] = cases.accumulated(form, target).reductions
+            row[name] = cases.accumulated(form, target, fsdp).reductions
         rows.append(row)
         print(row, flush=True)
     return rows
@@ -400,7 +402,7 @@ def bars(sections: dict[str, Rows]) -> list[harness.Bar]:
     for row in sections["Reductions per optimizer step"]:
         if row["form"] == "boostax":
             for name in TARGETS:
-                claim = f"boostax, reductions of 8 micro-batches on {name}, N"
+                claim = f"boostax, {row['params']}, reductions of 8 micro-batches on {name}, N"
                 found.append(harness.Bar(claim, row[name], 1.01))
     beside = {row["reduction"]: row["v5e cycles"] for row in sections["Reductions beside the mean"]}
     for form, (_, limit) in cases.NARROW.items():

@@ -257,10 +257,22 @@ ACCUMULATED = {
 }
 
 
-def accumulated(form, target):
+def over_replicas(tree, mesh):
+    """Each leaf sharded over the batch axis, along its last dimension: FSDP."""
+
+    def where(x):
+        cut = x.ndim and x.shape[-1] % mesh.size == 0
+        return NamedSharding(mesh, P(*[None] * (x.ndim - 1), AXIS) if cut else P())
+
+    return jax.tree.map(lambda x: x.update(sharding=where(x)), tree)
+
+
+def accumulated(form, target, fsdp=False):
     """A transformer with a scanned stack, K = 8 micro-batches, in four forms."""
     model = decoder(4, 256, 1024, 4, 64)
     mesh = mesh_of(target)
+    if fsdp:
+        model = model._replace(params=over_replicas(model.params, mesh))
     if form == "boostax":
         return trained(model, mean(), target, rows=2, microbatches=WINDOW)
     replicated, split = NamedSharding(mesh, P()), NamedSharding(mesh, P(None, AXIS))
@@ -268,13 +280,17 @@ def accumulated(form, target):
     tx = (
         optax.MultiSteps(inner, WINDOW).gradient_transformation() if form == "MultiSteps" else inner
     )
-    place = lambda tree: jax.tree.map(  # noqa: E731
-        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=replicated), tree
+    place = lambda tree: (  # noqa: E731
+        over_replicas(tree, mesh)
+        if fsdp
+        else jax.tree.map(lambda x: x.update(sharding=replicated), tree)
     )
     params, state = place(model.params), place(jax.eval_shape(tx.init, model.params))
     rows = model.batch(2 * mesh.size)
     batch = jax.ShapeDtypeStruct((WINDOW, *rows.shape), rows.dtype, sharding=split)
-    gradient = jax.grad(model.loss)
+    # FSDP as it is written by hand: weights are gathered where they are used, not activations cut.
+    whole = lambda p: lax.with_sharding_constraint(p, replicated) if fsdp else p  # noqa: E731
+    gradient = jax.grad(lambda p, x: model.loss(whole(p), x))
 
     def scanned(params, batch):
         zeros = jax.tree.map(jnp.zeros_like, params)
@@ -297,5 +313,6 @@ def accumulated(form, target):
         return optax.apply_updates(params, updates), state
 
     calls = WINDOW if form == "MultiSteps" else 1
-    step = jax.jit(step, donate_argnums=(0, 1), out_shardings=replicated)
+    where = jax.tree.map(lambda x: x.sharding, (params, state))
+    step = jax.jit(step, donate_argnums=(0, 1), out_shardings=where)
     return boostax.audit(step, params, state, batch, target=target, calls=calls)

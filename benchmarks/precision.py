@@ -6,7 +6,7 @@ from typing import Any
 
 import jax
 import optax
-from harness import Bar, arguments, report
+from harness import Bar, arguments, over_seeds, report
 
 import boostax
 from boostax.run.cli.build import build
@@ -50,8 +50,8 @@ def table(found: Runs) -> list[dict[str, Any]]:
     return [
         {"variant": name}
         | {f"loss, seed {seed}": each["loss"] for seed, each in enumerate(runs)}
+        | over_seeds([each["loss"] for each in runs], "mean loss")
         | {
-            "mean loss": statistics.fmean(each["loss"] for each in runs),
             "mean accuracy": statistics.fmean(each["accuracy"] for each in runs),
             "skipped": int(sum(each["skipped"] for each in runs)),
         }

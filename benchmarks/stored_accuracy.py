@@ -67,24 +67,26 @@ FORMS = {
     "params stochastic, moments bf16": Form(
         True, {"params": "stochastic", "moments": "bfloat16"}, recommended=True
     ),
-    "params stochastic, moments log8": Form(
-        True, {"params": "stochastic", "moments": "log8"}, recommended=True
-    ),
     "params stochastic, moments int8 and log8": Form(
         True, {"params": "stochastic", "moments": EACH}, recommended=True
     ),
+    "params stochastic, moments log8": Form(True, {"params": "stochastic", "moments": "log8"}),
     "params stochastic, moments int8": Form(True, {"params": "stochastic", "moments": "int8"}),
     "params remainder": Form(True, {"params": "remainder"}, recommended=True),
     "params Kahan": Form(True, {"params": "kahan"}, recommended=True),
     "params f32, moments bf16": Form(False, {"moments": "bfloat16"}),
-    "params f32, moments log8": Form(False, {"moments": "log8"}, recommended=True),
+    "params f32, moments int8 and log8": Form(False, {"moments": EACH}),
+    "params f32, moments log8": Form(False, {"moments": "log8"}),
     "params bf16, moments f32": Form(True, {}),
     "params and moments bf16, to the nearest": Form(True, None),
     "f32, gathered in bf16": Form(False, None, gather="bfloat16", recommended=True),
     "f32, gathered in int8": Form(False, None, gather="int8", recommended=True),
     "f32, window": Form(False, None, {}),
+    "params stochastic, moments int8 and log8, window stochastic": Form(
+        True, {"params": "stochastic", "moments": EACH}, SUM, recommended=True
+    ),
     "params stochastic, moments log8, window stochastic": Form(
-        True, {"params": "stochastic", "moments": "log8"}, SUM, recommended=True
+        True, {"params": "stochastic", "moments": "log8"}, SUM
     ),
     "f32, window bf16 to the nearest": Form(False, None, {"accumulator_dtype": "bfloat16"}),
 }

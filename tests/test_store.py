@@ -345,7 +345,7 @@ def test_adasum_of_changes_of_a_stored_optimizer_on_shards():
     codes = state.opt_state.inner_state.local.inner_state[0].nu["w"]
     assert codes.dtype == jnp.uint8 and codes.shape == (2, 512, 32)
     assert codes.sharding.is_equivalent_to(NamedSharding(mesh, P("data", "model")), 3)
-    assert found["f32"][-1] < 0.7 * found["f32"][0]
+    assert found["f32"][-1] < 0.9 * found["f32"][0]
     np.testing.assert_allclose(found["log8"], found["f32"], rtol=0.05)
 
 

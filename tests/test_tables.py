@@ -124,3 +124,46 @@ def test_a_number_by_hand_is_found():
         f"Half, [0.5 of it]({RECORD}toy.md)\nat 5%.\n\n{TEMPLATE}{TABLE}<!-- end of table -->\n"
     )
     assert by_hand(linked) == ["Half, [0.5 of it]", "at 5%."]
+
+
+QUOTED = re.compile(
+    r"<!-- table:\n\| \| measured \| boostax \| instead \| record \|\n(.*?)\n-->", re.S
+)
+QUOTING = [page for page in PAGES if QUOTED.search(page.read_text())]
+
+
+def unfair(line):
+    """What is missing where a row quotes records: the rival of the same table, or the error."""
+    ours, instead = line.split("|")[3:5]
+    quoted, rivals = (
+        [tuple(cell.split(" : ")[0].split(" > ")) for cell in tables.CELL.findall(part)]
+        for part in (ours, instead)
+    )
+    theirs, found = {path[:2] for path in rivals}, []
+    for path in quoted:
+        # Points are a difference to the rival that the row of the record names.
+        if path[:2] not in theirs and instead.strip() != "the same" and "points" not in path[-1]:
+            found.append(f"no rival from {path[:2]}")
+        # A ratio within one run has its rival beside it, and so has a time.
+        if "±" not in path[-1] and " / " not in path[-1] and path[-1] != "ms":
+            found.append(f"no error of {path}")
+    return found
+
+
+@pytest.mark.parametrize("page", QUOTING, ids=relative)
+def test_a_row_that_quotes_a_record_quotes_its_rival_and_its_error(page):
+    lines = [x for part in QUOTED.findall(page.read_text()) for x in part.splitlines()]
+    assert lines and {x: unfair(x) for x in lines if unfair(x)} == {}
+
+
+def test_the_flattering_half_of_a_record_is_found():
+    fair = "| a | loss | {x > t > ours > l ± s : .1f} | plain {x > t > it > l ± s : .1f} | [x](x) |"
+    assert unfair(fair) == []
+    assert unfair(fair.replace("{x > t > it", "{y > t > it")) == ["no rival from ('x', 't')"]
+    assert unfair(fair.replace("ours > l ± s", "ours > l")) == [
+        "no error of ('x', 't', 'ours', 'l')"
+    ]
+
+
+def test_the_front_pages_have_such_rows():
+    assert {page.stem for page in QUOTING} >= {"README", "parity"}

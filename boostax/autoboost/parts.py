@@ -374,7 +374,7 @@ def _rule(
     slope: float | None = None,
 ) -> SubspaceRule:
     """A rule, with another line search if one is asked for."""
-    word(rule, tuple(spikes.RULES), "rule")
+    word(rule, tuple(RULES), "rule")
     search = {name: x for name, x in (("shrink", shrink), ("slope", slope)) if x is not None}
     hint = "Leave it out for the default."
     for name, value in search.items():

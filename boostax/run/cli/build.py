@@ -98,7 +98,7 @@ def build(workload: Workload, recipe: Recipe) -> Built:
         # Behind the reduction and before clipping, averaged over a sixty-fourth of the run.
         horizon = max(1, recipe.optimizer_steps // 64)
         signal = [boostax.freeze.group_signal(groups, horizon=horizon)]
-    tx = boosted(recipe).optimizer(_optimizer(recipe, *signal), axis_name=axis)
+    tx = boosted(recipe).optimizer(optimizer(recipe, *signal), axis_name=axis)
     if groups is not None:
         tx = boostax.scheduled_freeze(tx, groups, _schedule(recipe, group_count(groups)))
     return Built(workload, recipe, train_step(workload, tx, mesh, recipe.microbatches))
@@ -151,9 +151,10 @@ def _reduce(recipe: Recipe) -> Reduce:
     return Reduce(recipe.reduce, wire=wire, **settings.get(recipe.reduce, {}))
 
 
-def _optimizer(
+def optimizer(
     recipe: Recipe, *signal: optax.GradientTransformation
 ) -> optax.GradientTransformation:
+    """What the techniques stand around: clipping and AdamW with a schedule."""
     steps = recipe.optimizer_steps
     warmup = max(1, steps // 10)
     # A schedule counts optimizer steps. The first is not at zero: it would be a step for nothing.

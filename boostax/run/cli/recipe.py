@@ -131,6 +131,8 @@ class RunOptions:
     """Calls between two checkpoints; one more is saved at the end and when a signal comes."""
     evaluate_every: int = option(50, "It counts calls.")
     """Calls between two evaluations on the held-out split."""
+    audit: bool = False
+    """At the end, count what an optimizer step reduces and sends, beside the same in plain jit."""
     tensorboard: bool = False
     """Also write TensorBoard events to the output directory."""
     step_limit: float | None = option(

@@ -15,6 +15,7 @@ import numpy as np
 
 from boostax._core.variants import variants_of
 from boostax.run.checkpoint import Checkpointer
+from boostax.run.cli.beside import beside
 from boostax.run.cli.build import Built, build, require_devices
 from boostax.run.cli.finish import finish, told
 from boostax.run.cli.plot import plot_run
@@ -98,6 +99,9 @@ def train(task: Any, recipe: Recipe, options: RunOptions, argv: list[str]) -> No
         say(f"Go on with: {shlex.join(['boostax', *again])}")
     elif processes.first:
         say(_report(built, output, result, numbers, time.monotonic() - begun, finished))
+        if options.audit:
+            with refusing():
+                say(beside(built, result.state))
 
 
 def _numbers(built: Built, task: Any) -> dict[str, Any]:
