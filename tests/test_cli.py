@@ -134,6 +134,18 @@ def test_gradients_of_several_devices_are_combined_by_adasum(reduce, here, capsy
     assert summary(here / "here")["configuration"]["reduce"] == reduce
 
 
+def test_a_run_counts_its_step_beside_those_in_plain_jit(here, capsys):
+    options = "--steps 2 --devices 2 --accumulate 2 --audit".split()
+    assert train(*options, workload="text") == 0
+    table = capsys.readouterr().out.split("as compiled for 2 x cpu, 2 batches of 8:\n")[1]
+    reduced = re.findall(r"^ *(\S.*?)  +([\d.]+) N", table, re.M)
+    assert reduced == [
+        ("jit, lax.scan over the batches", "2.00"),
+        ("jit, optax.MultiSteps", "2.00"),
+        ("this run", "1.00"),
+    ]
+
+
 @pytest.mark.parametrize(
     "reduce", [pytest.param("top-k --density 0.1", marks=pytest.mark.long), "int8"]
 )
