@@ -147,6 +147,21 @@ def test_with_a_window_a_scaler_and_a_sharded_state():
     np.testing.assert_allclose(ends["bfloat16"], ends[None], rtol=0.02)
 
 
+def test_a_line_search_sees_the_loss_that_it_was_told():
+    """Its first trial at a step of zero would otherwise differ from the value of the call."""
+    mesh, whole, _ = placed("FSDP")
+    tx = optax.chain(boostax.all_reduce("data"), optax.lbfgs())
+    step = boostax.make_train_step(
+        loss_fn, tx, mesh=mesh, axis_name="data", param_specs=SPECS["FSDP"][2], gather="int8"
+    )
+    state, losses = step.init(whole), []
+    x = np.random.default_rng(0).normal(size=(16, 512)).astype(np.float32)
+    for _ in range(4):
+        state, told = step(state, x)
+        losses.append(float(told["loss"]))
+    assert losses[-1] < 0.1 * losses[0]
+
+
 def test_stored_params_may_be_sent_in_int8():
     """bf16 with a remainder on the owner, int8 on the wire."""
     mesh, whole, _ = placed("FSDP")
