@@ -45,7 +45,8 @@ def main() -> None:
     options = harness.resumable(
         __doc__,
         "sections, such as AB",
-        subject=("", "names, by comma; publishes nothing"),
+        subject=("", "names, by comma; publishes nothing but with --into-record"),
+        into_record=(False, "rows of --subject into the record, all others as on record"),
         without_laws=(False, "section H as on record"),
         laws=(False, "section H alone, into the record"),
     )
@@ -65,11 +66,15 @@ def main() -> None:
         names = options.subject.split(",")
     letters = options.only or "ABCDEFGH"
     found = run_all(names, letters, work / "cells.jsonl", options.workers)
-    if options.only or options.subject:
+    if options.only or (options.subject and not options.into_record):
         if "H" in options.only:
             print(laws(work))
         return
-    kept = harness.sections_of("scorecard").get("laws", []) if options.without_laws else laws(work)
+    record = harness.sections_of("scorecard")
+    if options.subject:
+        publish(page.renewed(record, found, names))
+        return
+    kept = record.get("laws", []) if options.without_laws else laws(work)
     publish(page.tables(found, kept))
 
 

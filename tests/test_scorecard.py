@@ -186,7 +186,8 @@ def test_every_public_transformation_is_a_subject():
         "dynamic_loss_scale static_loss_scale group_loss_scale accumulate all_reduce adasum "
         "adasum_delta top_k_reduce threshold_reduce random_k_reduce int8_reduce "
         "int16_reduce sign_reduce power_sgd_reduce local_updates partial_average scheduled_freeze "
-        "group_signal centralize_gradients record_trajectory dim_reduce subspace_params"
+        "group_signal centralize_gradients record_trajectory dim_reduce subspace_params "
+        "check_updates skip_spikes store average_params clip_by_global_norm"
     }
     assert set(" ".join(cases).split()) <= names
 
@@ -197,6 +198,20 @@ def test_there_are_as_many_cells_as_the_contract_asks_for():
     for section, count in least.items():
         assert len(cells(subject, section)) >= count
     assert sum(len(each.mistakes) for each in EVERYONE if not each.peer) >= 25
+
+
+def test_a_subject_that_was_run_again_takes_its_own_place_in_the_record():
+    record = sections_of("scorecard")
+    assert {k: page.renewed(record, [], [])[k] for k in ("passes", "cells", "laws")} == {
+        k: record[k] for k in ("passes", "cells", "laws")
+    }
+    new = {"section": "A", "cell": "zeros", "reason": "why"}
+    found = [new | {"subject": name, "outcome": FAIL} for name in ("accumulate", "adasum")]
+    after = page.renewed(record, found, ["accumulate"])
+    of = lambda rows, name: [row for row in rows if row["subject"] == name]  # noqa: E731
+    assert not of(after["passes"], "accumulate")
+    assert of(after["cells"], "accumulate") == [found[0] | {"peer": False}]
+    assert of(after["cells"], "adasum") == of(record["cells"], "adasum")
 
 
 def test_the_page_is_that_of_the_record():

@@ -349,6 +349,40 @@ def test_adasum_of_changes_of_a_stored_optimizer_on_shards():
     np.testing.assert_allclose(found["log8"], found["f32"], rtol=0.05)
 
 
+@pytest.mark.parametrize("check", [True, False])
+@pytest.mark.parametrize(
+    ("shape", "spec", "whole"),
+    [
+        ((512, 4), P("model"), False),
+        ((8, 4), P("model"), False),
+        ((512, 4), P(None, "model"), True),
+    ],
+)
+def test_shards_in_a_shard_map_of_ones_own_have_the_scales_of_their_blocks(
+    shape, spec, whole, check
+):
+    """Defect guarded against: shards met the scales of the whole array, and JAX's errors told."""
+    mesh = jax.make_mesh((4,), ("model",), axis_types=(AxisType.Auto,))
+    tx = store(optax.adam(0.1), moments="log8", least=1)
+    params, grads = jnp.ones(shape), some(0, shape)["w"]
+    state = tx.init(params)
+    specs = boostax.states.state_specs(tx, params, "data", param_specs=spec)
+    step = jax.shard_map(
+        lambda p, s, g: boostax.apply_gradients(tx, g, s, p),
+        mesh=mesh,
+        in_specs=(spec, specs, spec),
+        out_specs=(spec, specs),
+        check_vma=check,
+    )
+    if whole:
+        new, state = jax.jit(step)(params, state, grads)
+        alone, _ = boostax.apply_gradients(tx, grads, tx.init(params), params)
+        np.testing.assert_allclose(new, alone, rtol=1e-6)
+    elif check or shape[0] > formats.BLOCK:
+        with pytest.raises(ValueError, match=r"have no blocks .* got '0/mu'"):
+            jax.eval_shape(step, params, state, grads)
+
+
 def test_refusals_name_the_line_that_mends_them():
     gated = store(boostax.accumulate(optax.sgd(1.0), 2))
     with pytest.raises(ValueError, match=r"dynamic_loss_scale\(store\(adamw\(...\)\)\)"):

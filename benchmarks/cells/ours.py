@@ -48,7 +48,8 @@ NO_NUMBERS = {
 DRAWN = {"order of the leaves": "its directions are drawn by the place of the leaf"}
 NO_TREE = "the optimizer inside sees coordinates, not a tree of params"
 # A part of a leaf is not what they treat; where types are tracked they say so.
-WHOLE = dict.fromkeys(("FSDP", "FSDP, one leaf whole"), "leaves must be whole on every device")
+FSDP = "FSDP", "FSDP, one leaf whole"
+WHOLE = dict.fromkeys(FSDP, "leaves must be whole on every device")
 NEEDS_AXIS = {"Auto sharding under jit": "axis_name must name an axis of the surrounding"}
 
 
@@ -123,6 +124,19 @@ SUBJECTS = [
         lambda inner, axis: boostax.precision.check_updates(inner, axis_name=axis),
         any_leaf=True,
     ),
+    # A limit from the third step on.
+    scaler(
+        "skip_spikes",
+        lambda inner, axis: boostax.precision.skip_spikes(inner, window=4, axis_name=axis),
+        guarded=lambda state: (state.own, state.inner_state),
+    ),
+    subject(
+        "store",
+        lambda inner, axis: boostax.precision.store(inner, moments="log8", least=1),
+        any_leaf=True,
+        unsupported=dict.fromkeys(FSDP, "sharded along dimensions that have no blocks"),
+        meaningless={"order of the leaves": "its noise is drawn by the path of the leaf"},
+    ),
     subject(
         "accumulate",
         lambda inner, axis: boostax.accumulate(inner, 2, axis_name=axis),
@@ -173,6 +187,11 @@ SUBJECTS = [
         ),
         guarded=lambda state: state.inner_state.inner_state,
         unsupported={"around MultiSteps": "inner must not be optax.MultiSteps"},
+    ),
+    subject(
+        "average_params",
+        lambda inner, axis: boostax.model.average_params(inner, decay=0.9),
+        any_leaf=True,
     ),
     subject(
         "group_signal",

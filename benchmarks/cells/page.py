@@ -23,8 +23,7 @@ LOOPS = 7
 def tables(found: list[Row], laws: list[Row]) -> dict[str, list[Row]]:
     """What is kept: the passes by name, of all else the reason."""
     peers = {subject.name for subject in EVERYONE if subject.peer}
-    order = {subject.name: number for number, subject in enumerate(EVERYONE)}
-    found = sorted(found, key=lambda each: (order.get(each["subject"], 99), each["section"]))
+    found = ordered(found)
     passes: dict[tuple[str, str], list[str]] = {}
     cells = []
     for each in found:
@@ -42,6 +41,23 @@ def tables(found: list[Row], laws: list[Row]) -> dict[str, list[Row]]:
         "laws": laws,
         "elsewhere": told_elsewhere(),
     }
+
+
+def ordered(rows: list[Row]) -> list[Row]:
+    """Subjects as they are listed, then all else, each by its sections."""
+    order = {subject.name: number for number, subject in enumerate(EVERYONE)}
+    return sorted(rows, key=lambda x: (order.get(x["subject"], len(order)), x["section"]))
+
+
+def renewed(
+    record: dict[str, list[Row]], found: list[Row], names: list[str]
+) -> dict[str, list[Row]]:
+    """The record with all that was found of some subjects in the place of what it had of them."""
+    new = tables([each for each in found if each["subject"] in names], record.get("laws", []))
+    for title in ("passes", "cells"):
+        others = [row for row in record.get(title, []) if row["subject"] not in names]
+        new[title] = ordered([*others, *new[title]])
+    return new
 
 
 def told_elsewhere() -> list[Row]:
@@ -236,6 +252,7 @@ HOW = """\
 python benchmarks/scorecard.py                       # all of it
 python benchmarks/scorecard.py --only BD             # some sections
 python benchmarks/scorecard.py --subject adasum      # one transformation
+python benchmarks/scorecard.py --subject adasum --into-record
 ```
 
 Everything runs on 8 emulated devices of one machine, the cell of two processes on two more."""

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from boostax._core import checks, formats, trees
+from boostax._core import axes, checks, formats, trees
 from boostax._core.describe import Holds, Stepped, describe
 from boostax._core.gate import Pending, gated, init_optimizer, nothing_held
 from boostax._core.leafwise import COMMON, Turn, leaf_by_leaf
@@ -133,7 +133,8 @@ def store(
 
     Raises:
       ValueError, TypeError: ``inner`` is no transformation, or has a gate; a format that there is
-        not; at ``init``, ``params`` given and no bf16 param, or a pattern that matches nothing.
+        not; at ``init``, ``params`` given and no bf16 param, or a pattern that matches nothing; at
+        trace time, in a ``shard_map`` of yours, 8-bit arrays sharded along dimensions with blocks.
 
     Example:
       >>> import boostax, jax, jax.numpy as jnp, optax
@@ -182,6 +183,7 @@ def store(
         grads: Pending, state: StoreState, params: PyTree, *, apply: bool, **extra: Any
     ) -> Stepped:
         trees.require_params(params, _WHO, "Call tx.update(grads, state, params).")
+        _require_blocks(state)
         value = params if apply else jax.tree.map(jnp.zeros_like, params)
         written = functools.partial(_written, tx, kind, apply, extra)
         old = (value, state.low), (state.inner_state, state.scales)
@@ -377,6 +379,27 @@ def _decoded(state: PyTree, scales: dict[str, formats.ByBlock]) -> PyTree:
         return made.decode(codes, None if place is None else table[place])
 
     return jax.tree_util.tree_map_with_path(whole, state)
+
+
+def _require_blocks(state: StoreState) -> None:
+    """Refuse shards of which the scales are not those of their blocks, where that can be seen.
+
+    One block along what is cut has one scale for all its shards: where types are not tracked, each
+    device would write its own in the place of it.
+    """
+    table, places = dict(jax.tree_util.tree_leaves_with_path(state.scales)), _places(state.scales)
+    for path, codes in jax.tree_util.tree_leaves_with_path(state.inner_state):
+        place = _place(places, path)
+        if place is None:
+            continue
+        blocks, scales = formats.Blocks.of(codes.shape).sizes[::2], table[place]
+        if blocks != scales.shape or axes.varying(codes) - axes.varying(scales):
+            raise ValueError(
+                f"{_WHO}: arrays of 8 bits must be sharded along dimensions that have no blocks in "
+                f"a shard_map of your own, got {trees.path_name(path)!r} sharded along one that "
+                "has. make_train_step(param_specs=...) and on_mesh shard any; moments='bfloat16' "
+                "has no blocks."
+            )
 
 
 def _encoded(
