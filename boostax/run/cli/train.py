@@ -51,6 +51,8 @@ def train(task: Any, recipe: Recipe, options: RunOptions, argv: list[str]) -> No
             start, was = _calls_done(checkpointer, options, output, numbers)
             if start == recipe.calls and (output / "summary.json").exists():
                 say(f"This run is finished: {start} calls done, results in {output}.")
+                if options.audit:
+                    say(beside(built, built.init(task.seed)))
                 return
             # Killed after its last save and before its summary: the finish, if any, comes again.
             start = min(start, recipe.steps)
