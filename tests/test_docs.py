@@ -188,3 +188,7 @@ def test_notebooks_keep_their_outputs():
         counts = [c.execution_count for c in code]
         assert counts == list(range(1, len(code) + 1)), f"{path.name}: not run from top to bottom"
         assert path.stat().st_size < 300_000
+
+
+def test_the_page_for_programs_is_that_of_the_code():
+    subprocess.run([sys.executable, str(ROOT / "docs" / "llms.py")], check=True)

@@ -1,0 +1,105 @@
+"""``llms.txt``: every public name with its signature, its first line and what it refuses.
+
+For readers that take a page at a time, and for programs. ``python docs/llms.py --write`` makes it
+anew; ``tests/test_docs.py`` holds it to the code.
+"""
+
+import importlib
+import inspect
+import pathlib
+import re
+import sys
+import textwrap
+from collections.abc import Iterator
+from typing import Any
+
+DOCS = pathlib.Path(__file__).parent
+PAGE = DOCS / "llms.txt"
+PACKAGES = (
+    "boostax", "boostax.train", "boostax.precision", "boostax.reduce", "boostax.freeze",
+    "boostax.model", "boostax.subspace", "boostax.autoboost", "boostax.inspect", "boostax.states",
+)  # fmt: skip
+HEAD = """\
+# boostax
+
+> Gradient transformations for JAX and Optax: one gradient reduction per optimizer step, loss
+> scaling, accumulation, freezing, compressed reductions, stored formats. Each is a pure
+> `optax.GradientTransformation`.
+
+One order is right, outermost first: freeze, carry, loss scale, accumulate, skip spikes, average,
+store, then a chain of reduction, centralization, clip and optimizer. Gates (scaler, window, ...)
+stand outermost and are applied by `boostax.apply_gradients` or `boostax.make_train_step`. Arguments
+after the first one or two are by keyword. Documents: [how to choose](choose.md),
+[the contract](contract.md), [where params live](placements.md), [the cards](cards/).
+"""
+
+
+class _Told:
+    """Stands for a default that is an object."""
+
+    def __init__(self, value: Any):
+        self._name = getattr(value, "__name__", "...")
+
+    def __repr__(self) -> str:
+        return "..." if self._name == "<lambda>" else self._name
+
+
+def public(module: Any) -> Iterator[tuple[str, Any]]:
+    """What a package offers, by name; once, in the first package that has it."""
+    for name in sorted(dir(module)):
+        if name.startswith("_"):
+            continue
+        value = getattr(module, name)
+        ours = (getattr(value, "__module__", None) or "").startswith("boostax.")
+        if ours and not inspect.ismodule(value) and value.__doc__:
+            yield name, value
+
+
+def signature(value: Any) -> str:
+    """Names and defaults; types are in the reference."""
+    try:
+        given = inspect.signature(value)
+    except ValueError:
+        return "(...)"
+    bare = [_bare(p) for p in given.parameters.values()]
+    return str(given.replace(parameters=bare, return_annotation=given.empty))
+
+
+def _bare(p: inspect.Parameter) -> inspect.Parameter:
+    p = p.replace(annotation=p.empty)
+    told = p.default is p.empty or "<" not in repr(p.default)
+    return p if told else p.replace(default=_Told(p.default))
+
+
+def entry(package: str, name: str, value: Any) -> str:
+    """A list item."""
+    documentation = inspect.getdoc(value) or ""
+    first = " ".join(documentation.split("\n\n")[0].split())
+    found = re.search(r"^Raises:\n((?:  .*\n|\n)+)", documentation + "\n", re.M)
+    lines = [f"- `{package}.{name}{signature(value)}`: {first}"]
+    if found and not inspect.isclass(value):
+        lines.append("  - Refuses: " + " ".join(textwrap.dedent(found[1]).split()))
+    return "\n".join(lines)
+
+
+def text() -> str:
+    """The page."""
+    parts, seen = [HEAD], set[int]()
+    recipes = sorted((DOCS / "recipes").glob("*.json"))
+    told = (f"`{path.stem}`:\n\n```json\n{path.read_text().rstrip()}\n```" for path in recipes)
+    parts += ["## Recipes for `boostax.auto`", *told]
+    for package in PACKAGES:
+        entries = [
+            entry(package, name, value)
+            for name, value in public(importlib.import_module(package))
+            if id(value) not in seen and not seen.add(id(value))
+        ]
+        parts += [f"## {package}", "\n".join(entries)]
+    return "\n\n".join(part.rstrip() for part in parts) + "\n"
+
+
+if __name__ == "__main__":
+    if "--write" in sys.argv[1:]:
+        PAGE.write_text(text())
+    elif PAGE.read_text() != text():
+        sys.exit("docs/llms.txt is not that of the code: python docs/llms.py --write")
