@@ -8,5 +8,6 @@ from boostax.compat.scales import StaticLossScale as StaticLossScale
 from boostax.compat.wrappers import ApplyIfFiniteState as ApplyIfFiniteState
 from boostax.compat.wrappers import MultiSteps as MultiSteps
 from boostax.compat.wrappers import MultiStepsState as MultiStepsState
+from boostax.compat.wrappers import MultiStepsSumState as MultiStepsSumState
 from boostax.compat.wrappers import apply_if_finite as apply_if_finite
 from boostax.compat.wrappers import selective_transform as selective_transform

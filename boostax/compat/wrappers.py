@@ -32,11 +32,9 @@ class MultiStepsState(NamedTuple):
 
     Attributes:
       kept: state of ``accumulate``; with ``should_skip_update_fn`` that of the gate around it.
-      averages: bool, whether windows are means.
     """
 
     kept: AccumulateState | GateState
-    averages: jax.Array
 
     @property
     def window(self) -> AccumulateState:
@@ -65,16 +63,31 @@ class MultiStepsState(NamedTuple):
 
     @property
     def acc_grads(self) -> PyTree:
-        """Mean or sum of the open window, computed when read; ``None`` for windows of one."""
-        window = self.window.window
-        window = window.local if isinstance(window, PerReplica) else window
-        if window is None:
-            return None
-        share = jnp.where(self.averages, 1.0 / jnp.maximum(self.mini_step, 1), 1.0)
-        scaled = lambda x: (x * share).astype(x.dtype)  # noqa: E731
-        # A closed window is stale, and may hold a NaN.
-        opened = lambda x: jnp.where(self.mini_step > 0, scaled(x), jnp.zeros_like(x))  # noqa: E731
-        return jax.tree.map(opened, window.grads)
+        """Mean of the open window, computed when read; ``None`` for windows of one."""
+        return _opened(self.window, 1.0 / jnp.maximum(self.mini_step, 1))
+
+
+class MultiStepsSumState(MultiStepsState):
+    """State of ``MultiSteps`` with ``use_grad_mean=False``, another class for ``acc_grads`` alone.
+
+    Attributes:
+      kept: see ``MultiStepsState``.
+    """
+
+    @property
+    def acc_grads(self) -> PyTree:
+        """Sum of the open window; ``None`` for windows of one."""
+        return _opened(self.window, 1.0)
+
+
+def _opened(state: AccumulateState, share: Any) -> PyTree:
+    """The share of an open window's sum; zeros of a closed one, which is stale, NaN and all."""
+    window = state.window
+    window = window.local if isinstance(window, PerReplica) else window
+    if window is None:
+        return None
+    read = lambda x: jnp.where(state.micro_step > 0, x * share, 0).astype(x.dtype)  # noqa: E731
+    return jax.tree.map(read, window.grads)
 
 
 class MultiSteps:
@@ -148,14 +161,15 @@ class MultiSteps:
         if skips is not None:
             tx = _skipping(tx, skips, axis_name)
 
+        kind = MultiStepsState if use_grad_mean else MultiStepsSumState
+
         # The rule of the gate is given the count of steps besides, which the window keeps already.
-        def wrap(kept: Any, old: MultiStepsState | None) -> MultiStepsState:
-            averages = jnp.asarray(use_grad_mean) if old is None else old.averages
-            return MultiStepsState(kept if skips is None else _own(kept, kept.own[1]), averages)
+        def wrap(kept: Any) -> MultiStepsState:
+            return kind(kept if skips is None else kept._replace(own=kept.own[1]))
 
         def unwrap(state: MultiStepsState) -> Any:
             own = state.gradient_step, state.skip_state
-            return state.kept if skips is None else _own(state.kept, own)
+            return state.kept if skips is None else state.kept._replace(own=own)
 
         self.init, self.update = _renamed(who, tx, wrap, unwrap)
 
@@ -166,10 +180,6 @@ class MultiSteps:
     def gradient_transformation(self) -> optax.GradientTransformationExtraArgs:
         """``init`` and ``update`` as one of Optax's, the gate and extra arguments with them."""
         return optax.GradientTransformationExtraArgs(self.init, self.update)
-
-
-def _own(kept: Any, own: PyTree) -> Any:
-    return kept._replace(own=own)
 
 
 def _skipping(
@@ -194,7 +204,7 @@ def _skipping(
         nothing = jax.tree.map(jnp.zeros_like, trees.at_least_float32(params))
         return step, skips(nothing, step, params)[1]
 
-    return gate(tx, rule, init=init, axis_name=axis_name, name=who)
+    return gate(tx, rule, init=init, axis_name=axis_name, name=argument)
 
 
 def _renamed(
@@ -208,13 +218,13 @@ def _renamed(
         grads: Pending, state: Any, params: PyTree, *, apply: bool, **extra: Any
     ) -> Stepped:
         value, kept = update.step(grads, unwrap(state), params, apply=apply, **extra)
-        return value, wrap(kept, state)
+        return value, wrap(kept)
 
     def flush_fn(state: Any, params: PyTree, **extra: Any) -> Stepped:
         params, kept = update.flush(unwrap(state), params, **extra)
-        return params, wrap(kept, state)
+        return params, wrap(kept)
 
-    return gated(lambda params: wrap(tx.init(params), None), step_fn, flush_fn)
+    return gated(lambda params: wrap(tx.init(params)), step_fn, flush_fn)
 
 
 class ApplyIfFiniteState(NamedTuple):
@@ -300,8 +310,7 @@ def apply_if_finite(
         return jnp.zeros((), jnp.int32), jnp.asarray(True), jnp.zeros((), jnp.int32)
 
     tx = gate(inner, rule, init=init, axis_name=axis_name, name="apply_if_finite")
-    wrap = lambda kept, _: ApplyIfFiniteState(kept)  # noqa: E731
-    return _renamed("apply_if_finite", tx, wrap, lambda state: state.kept)
+    return _renamed("apply_if_finite", tx, ApplyIfFiniteState, lambda state: state.kept)
 
 
 def selective_transform(
