@@ -252,6 +252,21 @@ def test_a_window_reduces_once(mesh):
     assert int(state.gradient_step) == 2
 
 
+def test_a_window_takes_the_memory_of_accumulate():
+    """No copy of the params: the renamed state is the same program."""
+    params = {"w": jnp.ones((256, 256)), "v": jnp.ones((256, 256))}
+
+    def temporaries(tx):
+        step = lambda p, state, g: boostax.apply_gradients(tx, g, state, p)  # noqa: E731
+        given = params, tx.init(params), params
+        return jax.jit(step, donate_argnums=(0, 1)).lower(*given).compile().memory_analysis()
+
+    ours = temporaries(compat.MultiSteps(optax.adam(0.1), 4).gradient_transformation())
+    bare = temporaries(boostax.accumulate(optax.adam(0.1), 4))
+    assert ours.temp_size_in_bytes == bare.temp_size_in_bytes < 256 * 256 * 4
+    assert ours.alias_size_in_bytes == bare.alias_size_in_bytes
+
+
 def test_one_replica_s_skip_is_everyone_s(mesh):
     """And the largest of what they keep is kept, so that it is equal on all."""
     inner = optax.chain(boostax.all_reduce("data"), optax.sgd(1.0))
@@ -411,6 +426,15 @@ def test_a_skip_is_a_bool_scalar(skip):
     tx = compat.MultiSteps(optax.sgd(1.0), 2, should_skip_update_fn=lambda *_: (skip, ()))
     with pytest.raises(ValueError, match="should_skip_update_fn must be a function that returns"):
         tx.update(jnp.ones(()), tx.init(jnp.ones(())), jnp.ones(()))
+
+
+def test_replicas_that_decide_separately_are_refused(mesh):
+    def own(scale, finite):
+        return scale.adjust(finite[0]).loss_scale[None]
+
+    how = {"mesh": mesh, "in_specs": (P(), P("data")), "out_specs": P("data")}
+    with pytest.raises(ValueError, match="must be the same on all replicas"):
+        jax.shard_map(own, **how)(compat.DynamicLossScale(jnp.float32(2.0)), jnp.ones(8, bool))
 
 
 def test_weights_are_refused():

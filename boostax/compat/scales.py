@@ -23,6 +23,8 @@ from boostax.precision.loss_scale import dynamic_loss_scale, scale_loss, static_
 from boostax.reduce.mean import all_reduce
 
 PyTree = Any
+# A dynamic scale's growth interval, growth factor, backoff factor and minimum.
+Settings = tuple[float, float, float, float]
 _LEAST, _MOST = float(jnp.finfo(jnp.float32).tiny), float(jnp.finfo(jnp.float32).max)
 # Of NumPy's dtypes: Python's numbers would have a step compiled again when they are arrays.
 _NONE, _FIRST = np.int32(0), np.float32(65536.0)
@@ -59,20 +61,12 @@ def _adjust(period: int, growth: float, backoff: float, floor: float, ceiling: f
 
 
 def adjusted(
-    scale: Any,
-    clean: Any,
-    finite: Any,
-    *,
-    period: Any,
-    growth: Any,
-    backoff: Any,
-    floor: Any,
-    ceiling: float = _MOST,
+    scale: Any, clean: Any, finite: Any, settings: Settings, ceiling: float = _MOST
 ) -> tuple[jax.Array, jax.Array]:
     """The scale and the count of clean steps after one that was finite, or was not."""
-    settings = float(growth), float(backoff), max(float(floor), _LEAST), ceiling
-    args = jnp.asarray(scale, jnp.float32), jnp.asarray(clean, jnp.int32), finite
-    return _adjust(int(period), *settings)(*args)
+    period, growth, backoff, floor = settings
+    step = _adjust(int(period), float(growth), float(backoff), max(float(floor), _LEAST), ceiling)
+    return step(jnp.asarray(scale, jnp.float32), jnp.asarray(clean, jnp.int32), finite)
 
 
 class DynamicScaleResult(NamedTuple):
@@ -178,15 +172,10 @@ class DynamicScale:
             grad, (loss, aux) = jax.grad(scaled_loss, argnums, has_aux=True)(*args)
             grad = unscaled(grad, self.scale, axis_name)
             finite = all_finite(grad)
-            scale, clean = adjusted(
-                self.scale,
-                self.fin_steps,
-                finite,
-                period=self.growth_interval + 1,
-                growth=self.growth_factor,
-                backoff=self.backoff_factor,
-                floor=self.minimum_scale or 0.0,
-            )
+            # Flax grows at the clean step after an interval of them.
+            interval, least = self.growth_interval + 1, self.minimum_scale or 0.0
+            settings = interval, self.growth_factor, self.backoff_factor, least
+            scale, clean = adjusted(self.scale, self.fin_steps, finite, settings)
             new = self.replace(fin_steps=clean, scale=scale)
             return DynamicScaleResult(new, finite, (loss, aux) if has_aux else loss, grad)
 
@@ -322,13 +311,6 @@ class DynamicLossScale(_Scaling):
     def adjust(self, grads_finite: Any) -> "DynamicLossScale":
         """For the next step, from whether this one's gradients are finite."""
         checks.require_scalar("DynamicLossScale", "grads_finite", grads_finite)
-        scale, counter = adjusted(
-            self.loss_scale,
-            self.counter,
-            grads_finite,
-            period=self.period,
-            growth=self.factor,
-            backoff=1 / self.factor,
-            floor=self.min_loss_scale,
-        )
+        settings = self.period, self.factor, 1 / self.factor, self.min_loss_scale
+        scale, counter = adjusted(self.loss_scale, self.counter, grads_finite, settings)
         return dataclasses.replace(self, loss_scale=scale, counter=counter)

@@ -355,9 +355,8 @@ def selective_transform(
         plain = known and not isinstance(masked, Tracer)
         plain = plain and jnp.shape(masked) == () and jnp.result_type(masked) == jnp.bool_
         allowed, hint = "a tree of bools", "True freezes a leaf; a function of params is not taken."
-        checks.require(
-            "selective_transform", "freeze_mask", masked, allowed, plain, hint, TypeError
-        )
+        who, argument = "selective_transform", "freeze_mask"
+        checks.require(who, argument, masked, allowed, plain, hint, TypeError)
         return 1 - int(masked)
 
     # Group 0 is frozen, and may be empty, as may the other.

@@ -69,16 +69,9 @@ def into_mpx():
     import mpx
 
     def adjust(self, finite):
-        new = scales.adjusted(
-            self.loss_scaling,
-            self.counter,
-            finite,
-            period=self.period,
-            growth=self.factor,
-            backoff=1 / self.factor,
-            floor=self.min_loss_scaling,
-            ceiling=float(jnp.finfo(jnp.float16).max),
-        )
+        settings = self.period, self.factor, 1 / self.factor, self.min_loss_scaling
+        top = float(jnp.finfo(jnp.float16).max)
+        new = scales.adjusted(self.loss_scaling, self.counter, finite, settings, top)
         return eqx.tree_at(lambda x: (x.loss_scaling, x.counter), self, new)
 
     mpx.DynamicLossScaling.unscale = lambda self, tree: scales.unscaled(tree, self.loss_scaling)
