@@ -1,7 +1,7 @@
 """boostax: cheaper, steadier training as pure gradient transformations for JAX and Optax.
 
 What most people use is here; the rest is in ``boostax.reduce``, ``freeze``, ``precision``,
-``subspace``, ``model``, ``train``, ``states``, ``inspect`` and ``autoboost``.
+``subspace``, ``model``, ``train``, ``states``, ``inspect``, ``autoboost`` and ``compat``.
 """
 
 from typing import TYPE_CHECKING
@@ -42,6 +42,7 @@ from boostax.train.step import make_train_step as make_train_step
 
 if TYPE_CHECKING:
     from boostax import autoboost as autoboost
+    from boostax import compat as compat
     from boostax import inspect as inspect
     from boostax.autoboost.auto import auto as auto
     from boostax.autoboost.migrate import migrate_state as migrate_state
@@ -54,6 +55,7 @@ __version__ = "0.1.0"
 # Loaded when first asked for: they are many modules.
 _LATE = {
     "autoboost": "",
+    "compat": "",
     "inspect": "",
     "audit": "boostax.inspect.audit",
     "auto": "boostax.autoboost.auto",

@@ -12,7 +12,7 @@ LAYERS = (
     ("precision", "reduce", "subspace", "model"),
     ("accumulate", "freeze"),
     ("chain",),
-    ("train",),
+    ("train", "compat"),
     ("states",),
     ("inspect",),
     ("autoboost",),

@@ -433,7 +433,7 @@ def gate(
 
     def init_fn(params: PyTree) -> GateState:
         # Arrays of its own: donation refuses a buffer that two fields share.
-        own = jax.tree.map(lambda x: jnp.asarray(x) + 0, init(params))
+        own = jax.tree.map(jnp.array, init(params))
         inner_state = init_inner(tx, params)
         return GateState(own, jnp.asarray(False), jnp.zeros((), jnp.int32), inner_state)
 

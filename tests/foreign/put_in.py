@@ -1,10 +1,10 @@
 """A pytest plugin that puts boostax into what a suite of others imports, before it is collected.
 
 ``FOREIGN`` says how: ``scaler`` and ``window`` wrap every optimizer that Optax makes in one that is
-set to do nothing; ``jmp`` and ``mpx`` let boostax's scaler do what their scale does.
+set to do nothing; ``compat`` puts the forms of ``boostax.compat`` in the places of theirs; ``mpx``
+lets boostax's scaler do what its scale does.
 """
 
-import dataclasses
 import functools
 import inspect
 import os
@@ -17,7 +17,8 @@ from optax import contrib
 from packaging.version import Version
 
 import boostax
-from boostax.testing import drawn
+from boostax import compat
+from boostax.compat import scales
 
 WRAPPERS = {
     "scaler": lambda tx: boostax.static_loss_scale(tx, 1.0),
@@ -43,55 +44,22 @@ def _wrapped(factory, wrap):
     return made
 
 
-@functools.cache
-def _adjust(period, factor, floor, ceiling):
-    """The scale and its counter after a step, as a dynamic scaler has them in its state."""
-    tx = boostax.dynamic_loss_scale(
-        optax.identity(),
-        init_scale=max(1.0, floor),
-        growth_interval=int(period),
-        growth_factor=factor,
-        backoff_factor=1 / factor,
-        min_scale=max(floor, 2.0**-120),
-        max_scale=ceiling,
-    )
-
-    def step(scale, clean, finite):
-        # By hand: the finiteness is all that there is of gradients.
-        state = tx.init(jnp.float32(0.0))._replace(scale=scale, clean_steps=clean)
-        _, state = drawn(tx).update(jnp.where(finite, 0.0, jnp.inf), state)
-        return state.scale, state.clean_steps
-
-    return jax.jit(step)
-
-
-def _adjusted(scale, clean, finite, *settings):
-    return _adjust(*map(float, settings))(jnp.float32(scale), jnp.int32(clean), finite)
-
-
-def _unscaled(tree, scale):
-    tx = boostax.static_loss_scale(optax.identity(), float(scale), skip_nonfinite=False)
-    return drawn(tx).update(tree, tx.init(tree))[0]
-
-
-def _scaled(tree, scale):
-    tx = boostax.static_loss_scale(optax.identity(), float(scale))
-    return jax.tree.map(lambda x: boostax.precision.scale_loss(x, tx.init(x)), tree)
-
-
-def into_jmp():
-    """``DynamicLossScale`` and ``all_finite``."""
+def into_everything():
+    """The forms of ``boostax.compat`` in the places of what they are forms of."""
     from jmp._src import loss_scale as jmp
+    from optax.transforms import _accumulation, _conditionality, _freezing
 
-    def adjust(self, finite):
-        args = self.period, self.factor, self.min_loss_scale, 2.0**24
-        scale, clean = _adjusted(self.loss_scale, self.counter, finite, *args)
-        return dataclasses.replace(self, loss_scale=scale, counter=clean)
-
-    for kind in (jmp.DynamicLossScale, jmp.StaticLossScale):
-        kind.scale = lambda self, tree: _scaled(tree, self.loss_scale)
-        kind.unscale = lambda self, tree: _unscaled(tree, self.loss_scale)
-    jmp.DynamicLossScale.adjust = adjust
+    places = {
+        "MultiSteps": (optax, _accumulation),
+        "apply_if_finite": (optax, _conditionality),
+        "selective_transform": (optax, _freezing),
+        "NoOpLossScale": (jmp,),
+        "StaticLossScale": (jmp,),
+        "DynamicLossScale": (jmp,),
+    }
+    for name, spaces in places.items():
+        for space in spaces:
+            setattr(space, name, getattr(compat, name))
     jmp.all_finite = boostax.precision.all_finite
 
 
@@ -101,12 +69,12 @@ def into_mpx():
     import mpx
 
     def adjust(self, finite):
+        settings = self.period, self.factor, 1 / self.factor, self.min_loss_scaling
         top = float(jnp.finfo(jnp.float16).max)
-        args = self.period, self.factor, self.min_loss_scaling, top
-        new = _adjusted(self.loss_scaling, self.counter, finite, *args)
+        new = scales.adjusted(self.loss_scaling, self.counter, finite, settings, top)
         return eqx.tree_at(lambda x: (x.loss_scaling, x.counter), self, new)
 
-    mpx.DynamicLossScaling.unscale = lambda self, tree: _unscaled(tree, self.loss_scaling)
+    mpx.DynamicLossScaling.unscale = lambda self, tree: scales.unscaled(tree, self.loss_scaling)
     mpx.DynamicLossScaling.adjust = adjust
     mpx.all_finite = boostax.precision.all_finite
 
@@ -123,4 +91,4 @@ how = os.environ.get("FOREIGN", "")
 if how in WRAPPERS:
     into_optax(WRAPPERS[how])
 elif how:
-    {"jmp": into_jmp, "mpx": into_mpx}[how]()
+    {"compat": into_everything, "mpx": into_mpx}[how]()

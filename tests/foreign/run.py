@@ -42,7 +42,15 @@ class Suite:
 SUITES = {
     "optax contrib": Suite("optax", ("contrib/_common_test.py",)),
     "optax sharding": Suite("optax", ("_src/sharding_test.py",)),
-    "optax accumulation": Suite("optax", ("transforms/_accumulation_test.py",)),
+    "optax accumulation": Suite(
+        "optax",
+        ("transforms/_accumulation_test.py",),
+        ways=("scaler", "window", "compat"),
+    ),
+    "optax conditionality": Suite(
+        "optax", ("transforms/_conditionality_test.py",), ways=("compat",)
+    ),
+    "optax freezing": Suite("optax", ("transforms/_freezing_test.py",), ways=("compat",)),
     "optax masking": Suite("optax", ("transforms/_masking_test.py",)),
     "optax combining": Suite("optax", ("transforms/_combining_test.py",)),
     "flax nnx optimizer": Suite(
@@ -50,7 +58,7 @@ SUITES = {
         ("tests/nnx/optimizer_test.py",),
         origin=("https://github.com/google/flax", "v{}"),
     ),
-    "jmp loss scale": Suite("jmp", ("_src/loss_scale_test.py",), ways=("jmp",)),
+    "jmp loss scale": Suite("jmp", ("_src/loss_scale_test.py",), ways=("compat",)),
     "mixed_precision_for_JAX loss scale": Suite(
         "mixed_precision_for_jax",
         ("tests/test_loss_scaling.py",),
@@ -70,6 +78,9 @@ REASONS = {
     ),
     "*test_scaling_clipping*": "boostax refuses a scale above its maximum; mpx clips it later",
     "*ExtraArgsTest.test_extra_args": "its gradients are integers, which boostax refuses",
+    "*test_multi_steps_mixed_precision*": (
+        "updates come in the dtypes of the params, not in those that the bare optimizer would make"
+    ),
     "*test_sharding_propagation": FIELDS,
     "*test_masked_state_structure": FIELDS,
     "*State' object has no attribute 'b1'*_schedule_free.py*": FIELDS,

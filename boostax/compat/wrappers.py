@@ -1,0 +1,363 @@
+"""Optax's wrappers of an optimizer: ``MultiSteps``, ``apply_if_finite``, ``selective_transform``.
+
+Names, arguments and what is read of the states are Optax's. Windows are those of ``accumulate``,
+what skips is a ``gate``, what freezes is ``scheduled_freeze``.
+"""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax.core import Tracer
+
+from boostax._core import axes, checks, trees
+from boostax._core.describe import Stepped, describe
+from boostax._core.finite import all_finite, largest_magnitudes
+from boostax._core.gate import GateState, Pending, counted, gate, gated, passed
+from boostax._core.groups import Labels
+from boostax._core.replicas import PerReplica
+from boostax.accumulate.window import AccumulateState, accumulate
+from boostax.freeze.scheduled import ScheduledFreeze, scheduled_freeze
+
+PyTree = Any
+# Of updates, the optimizer steps so far and the params: whether to skip, and what to keep.
+ShouldSkip = Callable[[PyTree, jax.Array, PyTree], tuple[jax.Array, PyTree]]
+
+
+class MultiStepsState(NamedTuple):
+    """State of ``MultiSteps``; what Optax has in fields is read by the same names.
+
+    Attributes:
+      kept: state of ``accumulate``; with ``should_skip_update_fn`` that of the gate around it.
+    """
+
+    kept: AccumulateState | GateState
+
+    @property
+    def window(self) -> AccumulateState:
+        """State of ``accumulate``."""
+        return self.kept.inner_state if isinstance(self.kept, GateState) else self.kept
+
+    @property
+    def mini_step(self) -> jax.Array:
+        """i32, micro-steps in the open window."""
+        return self.window.micro_step
+
+    @property
+    def gradient_step(self) -> jax.Array:
+        """i32, windows whose result was applied."""
+        return self.window.optimizer_steps
+
+    @property
+    def inner_opt_state(self) -> Any:
+        """State of the optimizer."""
+        return self.window.inner_state
+
+    @property
+    def skip_state(self) -> PyTree:
+        """What ``should_skip_update_fn`` returned last; ``()`` without."""
+        return self.kept.own if isinstance(self.kept, GateState) else ()
+
+    @property
+    def acc_grads(self) -> PyTree:
+        """Mean of the open window, computed when read; ``None`` for windows of one."""
+        return _opened(self.window, 1.0 / jnp.maximum(self.mini_step, 1))
+
+
+class MultiStepsSumState(MultiStepsState):
+    """State of ``MultiSteps`` with ``use_grad_mean=False``, another class for ``acc_grads`` alone.
+
+    Attributes:
+      kept: see ``MultiStepsState``.
+    """
+
+    @property
+    def acc_grads(self) -> PyTree:
+        """Sum of the open window; ``None`` for windows of one."""
+        return _opened(self.window, 1.0)
+
+
+def _opened(state: AccumulateState, share: Any) -> PyTree:
+    """The share of an open window's sum; zeros of a closed one, which is stale, NaN and all."""
+    window = state.window
+    window = window.local if isinstance(window, PerReplica) else window
+    if window is None:
+        return None
+    read = lambda x: jnp.where(state.micro_step > 0, x * share, 0).astype(x.dtype)  # noqa: E731
+    return jax.tree.map(read, window.grads)
+
+
+class MultiSteps:
+    """``optax.MultiSteps`` on ``accumulate``: the optimizer runs once per window, in a branch.
+
+    With ``boostax.all_reduce`` in ``opt`` and local gradients (``axis_name``) replicas reduce once
+    per window. No buffer is reset: what was not finite in one window is in no later one. Through
+    ``boostax.apply_gradients`` a micro-step writes no params.
+
+    Differs from Optax: ``opt`` computes in f32 or wider, and updates are in the dtypes of the
+    params; ``gradient_step`` and ``has_updated`` leave out windows that a gate in ``opt`` skipped,
+    ``has_updated`` also a call that ``should_skip_update_fn`` skipped; ``acc_grads`` is ``None``
+    for windows of one; a line search and windows below one are refused.
+
+    Args:
+      opt: the optimizer.
+      every_k_schedule: micro-steps per window, or a function of the windows applied so far.
+      use_grad_mean: whether ``opt`` gets their mean; else their sum.
+      should_skip_update_fn: ``fn(updates, gradient_step, params) -> (skip, skip_state)``, such as
+        ``optax.skip_not_finite``; a skipped micro-step leaves all but ``skip_state``. With
+        ``axis_name`` one replica's skip is everyone's, and of ``skip_state`` the largest is kept.
+      accumulator_dtype: of the sum.
+      axis_name: replica axis (or axes): gradients are then local; see
+        ``boostax.train.local_params``.
+
+    Attributes:
+      inner_opt: the optimizer.
+      init: makes a ``MultiStepsState``.
+      update: as Optax's. ``boostax.apply_gradients``, ``make_train_step`` and ``flush`` take what
+        ``gradient_transformation()`` returns. Cost: as ``accumulate``; with
+        ``should_skip_update_fn`` what that reads, and with ``axis_name`` 4 bytes on the wire per
+        call and for each number in ``skip_state``.
+
+    Raises:
+      ValueError, TypeError: windows below one; as ``accumulate``; at trace time, a skip that is no
+        bool scalar.
+
+    Example:
+      >>> import boostax, jax.numpy as jnp, optax
+      >>> windows = boostax.compat.MultiSteps(optax.sgd(1.0), every_k_schedule=2)
+      >>> tx, w = windows.gradient_transformation(), jnp.float32(0.0)
+      >>> state = tx.init(w)
+      >>> for g in (1.0, 3.0):
+      ...   w, state = boostax.apply_gradients(tx, jnp.float32(g), state, w)
+      >>> float(w), int(state.gradient_step), bool(windows.has_updated(state))
+      (-2.0, 1, True)
+
+    References:
+      https://optax.readthedocs.io/en/latest/api/optimizer_wrappers.html
+    """
+
+    def __init__(
+        self,
+        opt: optax.GradientTransformation,
+        every_k_schedule: int | Callable[[jax.Array], jax.Array | int],
+        use_grad_mean: bool = True,
+        should_skip_update_fn: ShouldSkip | None = None,
+        accumulator_dtype: Any = "float32",
+        *,
+        axis_name: axes.AxisName | None = None,
+    ) -> None:
+        who = type(self).__name__
+        if not callable(every_k_schedule):
+            hint = "It counts micro-steps per update."
+            checks.positive_int(who, "every_k_schedule", every_k_schedule, hint)
+        self.inner_opt = checks.transformation(who, "opt", opt)
+        how: Any = {"accumulator_dtype": accumulator_dtype, "axis_name": axis_name}
+        normalize = "mean" if use_grad_mean else "sum"
+        tx = accumulate(self.inner_opt, every_k_schedule, normalize=normalize, **how)
+        skips = should_skip_update_fn
+        if skips is not None:
+            tx = _skipping(tx, skips, axis_name)
+
+        kind = MultiStepsState if use_grad_mean else MultiStepsSumState
+
+        # The rule of the gate is given the count of steps besides, which the window keeps already.
+        def wrap(kept: Any) -> MultiStepsState:
+            return kind(kept if skips is None else kept._replace(own=kept.own[1]))
+
+        def unwrap(state: MultiStepsState) -> Any:
+            own = state.gradient_step, state.skip_state
+            return state.kept if skips is None else state.kept._replace(own=own)
+
+        self.init, self.update = _renamed(who, tx, wrap, unwrap)
+
+    def has_updated(self, state: MultiStepsState) -> jax.Array:
+        """Whether the last call closed a window whose result was applied."""
+        return passed(state)
+
+    def gradient_transformation(self) -> optax.GradientTransformationExtraArgs:
+        """``init`` and ``update`` as one of Optax's, the gate and extra arguments with them."""
+        return optax.GradientTransformationExtraArgs(self.init, self.update)
+
+
+def _skipping(
+    tx: optax.GradientTransformation, skips: ShouldSkip, axis_name: axes.AxisName | None
+) -> optax.GradientTransformationExtraArgs:
+    """A gate around the window, which keeps ``(gradient_step, skip_state)``."""
+    who, argument = "MultiSteps", "should_skip_update_fn"
+    names = axes.canonical(who, axis_name)
+
+    def rule(grads: Pending, own: PyTree, params: PyTree) -> tuple[jax.Array, PyTree]:
+        step, _ = own
+        skip, kept = skips(grads.value(), step, params)
+        allowed = "a function that returns (skip, skip_state), skip a bool scalar"
+        plain = jnp.shape(skip) == () and jnp.result_type(skip) == jnp.bool_
+        checks.require(who, argument, skip, allowed, plain, "optax.skip_not_finite is one.")
+        if names:  # Of bools there is no maximum over replicas.
+            kept = jax.tree.map(lambda x: axes.largest(x + 0, names), kept)
+        return jnp.logical_not(skip), (step, kept)
+
+    def init(params: PyTree) -> PyTree:
+        step = jnp.zeros((), jnp.int32)
+        nothing = jax.tree.map(jnp.zeros_like, trees.at_least_float32(params))
+        return step, skips(nothing, step, params)[1]
+
+    return gate(tx, rule, init=init, axis_name=axis_name, name=argument)
+
+
+def _renamed(
+    who: str, tx: optax.GradientTransformation, wrap: Callable[..., Any], unwrap: Callable[..., Any]
+) -> optax.GradientTransformationExtraArgs:
+    """A gate whose state goes by other names: in ``kept`` of what ``wrap`` makes of it."""
+    update: Any = tx.update
+
+    @describe(who, "nothing", inner={"kept": tx})
+    def step_fn(
+        grads: Pending, state: Any, params: PyTree, *, apply: bool, **extra: Any
+    ) -> Stepped:
+        value, kept = update.step(grads, unwrap(state), params, apply=apply, **extra)
+        return value, wrap(kept)
+
+    def flush_fn(state: Any, params: PyTree, **extra: Any) -> Stepped:
+        params, kept = update.flush(unwrap(state), params, **extra)
+        return params, wrap(kept)
+
+    return gated(lambda params: wrap(tx.init(params)), step_fn, flush_fn)
+
+
+class ApplyIfFiniteState(NamedTuple):
+    """State of ``apply_if_finite``; what Optax has in fields is read by the same names.
+
+    Attributes:
+      kept: state of the gate.
+    """
+
+    kept: GateState
+
+    @property
+    def notfinite_count(self) -> jax.Array:
+        """i32, steps in a row whose gradients were not finite."""
+        return self.kept.own[0]
+
+    @property
+    def last_finite(self) -> jax.Array:
+        """bool, whether the last gradients were finite; True before the first."""
+        return self.kept.own[1]
+
+    @property
+    def total_notfinite(self) -> jax.Array:
+        """i32, all such steps."""
+        return self.kept.own[2]
+
+    @property
+    def inner_state(self) -> Any:
+        """State of the inner transformation."""
+        return self.kept.inner_state
+
+
+def apply_if_finite(
+    inner: optax.GradientTransformation,
+    max_consecutive_errors: int,
+    *,
+    axis_name: axes.AxisName | None = None,
+) -> optax.GradientTransformationExtraArgs:
+    """``optax.apply_if_finite`` as a gate: skips what is not finite, and in the end gives in.
+
+    Through ``boostax.apply_gradients`` a skipped step writes no params; with ``axis_name`` replicas
+    agree. That bad gradients are applied after ``max_consecutive_errors`` is what Optax documents;
+    ``static_loss_scale(inner, 1.0)`` never does. Differs from Optax: ``inner`` computes in f32 or
+    wider, updates are in the dtypes of the params, and gradients of integers are refused.
+
+    Args:
+      inner: the optimizer.
+      max_consecutive_errors: bad steps in a row that are skipped; the next one is applied.
+      axis_name: as in ``dynamic_loss_scale``.
+
+    Returns:
+      A transformation with an ``ApplyIfFiniteState``. Cost: 14 bytes; one read of the gradients;
+      with ``axis_name`` two collectives of 4 bytes.
+
+    Raises:
+      TypeError, ValueError: as ``boostax.gate``.
+
+    Example:
+      >>> import boostax, jax.numpy as jnp, optax
+      >>> tx = boostax.compat.apply_if_finite(optax.sgd(1.0), 1)
+      >>> w, state = jnp.float32(1.0), tx.init(jnp.float32(1.0))
+      >>> for _ in range(2):
+      ...   w, state = boostax.apply_gradients(tx, jnp.float32("nan"), state, w)
+      ...   print(float(w), int(state.notfinite_count))
+      1.0 1
+      nan 2
+
+    References:
+      https://optax.readthedocs.io/en/latest/api/transformations.html
+    """
+
+    def rule(grads: Pending, own: PyTree, params: PyTree) -> tuple[jax.Array, PyTree]:
+        del params
+        in_a_row, _, total = own
+        largest = [grads._replace(raw=x).value() for x in largest_magnitudes(grads.raw)]
+        ok = all_finite(largest, axis_name)
+        in_a_row = jnp.where(ok, 0, optax.safe_increment(in_a_row))
+        run = ok | (in_a_row > max_consecutive_errors)
+        return run, (in_a_row, ok, counted(total, ~ok))
+
+    def init(params: PyTree) -> PyTree:
+        del params
+        return jnp.zeros((), jnp.int32), jnp.asarray(True), jnp.zeros((), jnp.int32)
+
+    tx = gate(inner, rule, init=init, axis_name=axis_name, name="apply_if_finite")
+    return _renamed("apply_if_finite", tx, ApplyIfFiniteState, lambda state: state.kept)
+
+
+def selective_transform(
+    optimizer: optax.GradientTransformation, *, freeze_mask: PyTree
+) -> ScheduledFreeze:
+    """``optax.selective_transform`` by ``scheduled_freeze``: what the mask names never trains.
+
+    ``make_train_step`` ends the backward pass at the first leaf that trains. In a loop of your own
+    pass ``active=tx.active(params, 1)`` to ``boostax.value_and_grad``.
+
+    Differs from Optax: params must be given to ``update``, ``optimizer`` computes in f32 or wider,
+    and the state is one of ``scheduled_freeze``.
+
+    Args:
+      optimizer: for what trains.
+      freeze_mask: ``True`` for what is frozen: a bool, a tree of them like the params, or a prefix
+        of one.
+
+    Returns:
+      A transformation with a ``ScheduledFreezeState``. Cost: 20 bytes; no moments of what is
+      frozen.
+
+    Raises:
+      TypeError: a mask of anything but bools that are known before tracing.
+      ValueError: from ``init``, a mask that does not fit the params.
+
+    Example:
+      >>> import boostax, jax.numpy as jnp, optax
+      >>> mask = {"body": True, "head": False}
+      >>> tx = boostax.compat.selective_transform(optax.sgd(1.0), freeze_mask=mask)
+      >>> w = {"body": jnp.float32(1.0), "head": jnp.float32(1.0)}
+      >>> w, _ = boostax.apply_gradients(tx, w, tx.init(w), w)
+      >>> float(w["body"]), float(w["head"])
+      (1.0, 0.0)
+
+    References:
+      https://optax.readthedocs.io/en/latest/api/transformations.html
+    """
+
+    def group(masked: Any) -> int:
+        known = isinstance(masked, (bool, np.bool_, np.ndarray, jax.Array))
+        plain = known and not isinstance(masked, Tracer)
+        plain = plain and jnp.shape(masked) == () and jnp.result_type(masked) == jnp.bool_
+        allowed, hint = "a tree of bools", "True freezes a leaf; a function of params is not taken."
+        who, argument = "selective_transform", "freeze_mask"
+        checks.require(who, argument, masked, allowed, plain, hint, TypeError)
+        return 1 - int(masked)
+
+    # Group 0 is frozen, and may be empty, as may the other.
+    return scheduled_freeze(optimizer, Labels(jax.tree.map(group, freeze_mask), 2), 1)
