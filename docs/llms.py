@@ -17,7 +17,7 @@ DOCS = pathlib.Path(__file__).parent
 PAGE = DOCS / "llms.txt"
 PACKAGES = (
     "boostax", "boostax.train", "boostax.precision", "boostax.reduce", "boostax.freeze",
-    "boostax.model", "boostax.subspace", "boostax.autoboost", "boostax.inspect", "boostax.states",
+    "boostax.model", "boostax.compat", "boostax.subspace", "boostax.autoboost", "boostax.inspect", "boostax.states",
 )  # fmt: skip
 HEAD = """\
 # boostax

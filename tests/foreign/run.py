@@ -19,7 +19,7 @@ import xml.etree.ElementTree as ElementTree
 
 HERE = pathlib.Path(__file__).parent
 sys.path.insert(0, str(HERE.parents[1] / "benchmarks"))
-from harness import report  # noqa: E402
+from harness import report, sections_of  # noqa: E402
 
 
 @dataclasses.dataclass(frozen=True)
@@ -134,7 +134,9 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--only", default="", help="suites whose name holds this")
     parser.add_argument("--source", action="append", default=[], metavar="PACKAGE=DIR")
-    parser.add_argument("--write", action="store_true", help="publish the counts")
+    parser.add_argument(
+        "--write", action="store_true", help="publish them; others stay as recorded"
+    )
     given = parser.parse_args()
     folders = dict(each.split("=", 1) for each in given.source)
     rows, failures, ours = [], [], 0
@@ -184,7 +186,13 @@ def main() -> int:
                 if test in open_ones:
                     print(found[test], flush=True)
     if given.write:
-        sections = [("Counts", rows), ("Failures", failures)]
+        ran, known = {row["suite"] for row in rows}, sections_of("foreign")
+        order = list(SUITES).index
+        sections = [
+            (title, sorted(new + [x for x in known[title] if x["suite"] in SUITES.keys() - ran],
+                           key=lambda row: order(row["suite"])))
+            for title, new in (("Counts", rows), ("Failures", failures))
+        ]  # fmt: skip
         report("foreign", "The suites of others with boostax put in", sections, [])
     return int(ours > 0)
 
