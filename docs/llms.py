@@ -16,9 +16,18 @@ from typing import Any
 DOCS = pathlib.Path(__file__).parent
 PAGE = DOCS / "llms.txt"
 PACKAGES = (
-    "boostax", "boostax.train", "boostax.precision", "boostax.reduce", "boostax.freeze",
-    "boostax.model", "boostax.compat", "boostax.subspace", "boostax.autoboost", "boostax.inspect", "boostax.states",
-)  # fmt: skip
+    "boostax",
+    "boostax.train",
+    "boostax.precision",
+    "boostax.reduce",
+    "boostax.freeze",
+    "boostax.model",
+    "boostax.compat",
+    "boostax.subspace",
+    "boostax.autoboost",
+    "boostax.inspect",
+    "boostax.states",
+)
 HEAD = """\
 # boostax
 
