@@ -196,7 +196,7 @@ def test_what_is_carried_is_not_rounded():
 def test_refusals():
     mesh, whole, where = placed("FSDP")
     tx = optax.chain(boostax.all_reduce("data"), optax.sgd(1e-2))
-    with pytest.raises(ValueError, match="gather must be left out without a mesh"):
+    with pytest.raises(ValueError, match="gather must be None without a mesh"):
         boostax.make_train_step(loss_fn, optax.sgd(1e-2), gather="int8")
     with pytest.raises(ValueError, match="gather must be"):
         boostax.make_train_step(loss_fn, tx, mesh=mesh, axis_name="data", gather="int4")

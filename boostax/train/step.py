@@ -116,10 +116,13 @@ def make_train_step(
                     "Make the mesh with jax.make_mesh((n,), ('data',)).",
                 )
             )
-    for name, value in (("shard_optimizer", shard_optimizer), ("gather", gather)):
+    for name, value, alone in (
+        ("shard_optimizer", shard_optimizer, False),
+        ("gather", gather, None),
+    ):
         if value and mesh is None:
-            hint = "A single device has nothing to share."
-            raise ValueError(checks.message(who, name, "left out without a mesh", value, hint))
+            allowed, hint = f"{alone} without a mesh", "A single device has nothing to share."
+            raise ValueError(checks.message(who, name, allowed, value, hint))
     if gather is not None:
         checks.choice(who, "gather", gather, ("bfloat16", "int8"), "None sends them as they are.")
     hint = "'host' is the fastest and takes the least memory."
