@@ -56,7 +56,7 @@ depth, of 4 groups; by its switch driver one program for all, whose conditions e
     "Reductions per optimizer step": """\
 A decoder whose layers are stacked and scanned, 8 micro-batches, 8 devices: elements that are
 reduced, in multiples of N. A reduction in a loop counts at each turn. With FSDP params are sharded
-over the batch's axis, and gathered where they are used.""",
+over the batch's axis; what is written by hand gathers them for each micro-batch.""",
     "Wire formats": """\
 Four leaves of 512 x 512: bytes that a device sends, of an f32 mean's. XLA:CPU moves bf16 as
 f32.""",

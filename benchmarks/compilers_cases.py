@@ -288,7 +288,7 @@ def accumulated(form, target, fsdp=False):
     params, state = place(model.params), place(jax.eval_shape(tx.init, model.params))
     rows = model.batch(2 * mesh.size)
     batch = jax.ShapeDtypeStruct((WINDOW, *rows.shape), rows.dtype, sharding=split)
-    # FSDP as it is written by hand: weights are gathered where they are used, not activations cut.
+    # FSDP as it is written by hand: weights are gathered, as XLA may cut activations otherwise.
     whole = lambda p: lax.with_sharding_constraint(p, replicated) if fsdp else p  # noqa: E731
     gradient = jax.grad(lambda p, x: model.loss(whole(p), x))
 

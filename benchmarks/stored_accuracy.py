@@ -33,8 +33,7 @@ from harness import (
 from text_runs import SMALL, warmed
 
 import boostax
-from boostax._core.formats import FORMATS
-from boostax.train.gather import Gather
+from boostax.train.gather import Gather, rounded
 
 PyTree = Any
 # Arrays of fewer elements stay f32: the vectors.
@@ -189,24 +188,15 @@ def trained(task: Task, form: Form) -> Callable[..., tuple[jax.Array, jax.Array]
 
 
 def _sent(params: PyTree, kind: Gather) -> PyTree:
-    """What ``boostax.train.gather_params`` makes of matrices whose rows 8 devices hold.
+    """What ``boostax.train.gather_params`` makes of matrices whose rows 8 devices hold."""
 
-    ``tests/test_gather.py`` holds it to the same rounding, shard by shard.
-    """
-
-    def rounded(x: jax.Array) -> jax.Array:
+    def each(x: jax.Array) -> jax.Array:
         if x.ndim < 2:
             return x
-        if kind == "bfloat16":
-            return jax.lax.reduce_precision(x, exponent_bits=8, mantissa_bits=7)
         devices = next(n for n in (8, 4, 2, 1) if x.shape[0] % n == 0)
-        code = FORMATS[kind]
-        parts = x.reshape(devices, -1, *x.shape[1:])
-        return jax.vmap(code.decode)(*jax.vmap(lambda x: code.encode(x, None))(parts)).reshape(
-            x.shape
-        )
+        return rounded(x, (devices, *(1 for _ in x.shape[1:])), kind)
 
-    return jax.tree.map(rounded, params)
+    return jax.tree.map(each, params)
 
 
 def _wide(params: PyTree) -> PyTree:

@@ -2,7 +2,7 @@
 
 import functools
 import math
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from typing import Any, Literal
 
 import jax
@@ -110,27 +110,43 @@ def _whole(place: Placement, spec: PartitionSpec) -> PartitionSpec:
 
 def _gathered(x: jax.Array, spec: PartitionSpec, place: Placement, dtype: Gather) -> jax.Array:
     """Whole over the replica axes; what travels has no more bits than are asked for."""
-    at = lambda x, *spec: lax.with_sharding_constraint(  # noqa: E731
-        x, NamedSharding(place.auto_mesh, PartitionSpec(*spec))
-    )
-    if dtype == "bfloat16":
-        # XLA may leave out the two conversions, where it gathers them wide.
-        rounded = lax.reduce_precision(x, exponent_bits=8, mantissa_bits=7)
-        return at(rounded.astype(jnp.bfloat16), *_whole(place, spec)).astype(x.dtype)
-    # Shards lead, ``[shards of each dimension, shard]``, so that no block is in two of them.
     entries = [*spec, *(None for _ in range(x.ndim - len(spec)))]
     names = [each if isinstance(each, tuple) else (each,) if each else () for each in entries]
     shards = [math.prod(place.mesh.shape[name] for name in each) for each in names]
+
+    def at(x: jax.Array, spec: PartitionSpec) -> jax.Array:
+        return lax.with_sharding_constraint(x, NamedSharding(place.auto_mesh, spec))
+
+    def travel(coded: jax.Array) -> jax.Array:
+        # First where it was computed, then whole, so that XLA gathers what was coded.
+        here = PartitionSpec(*entries)
+        return at(at(coded, here), _whole(place, here))
+
+    return rounded(x, shards, dtype, travel)
+
+
+def rounded(
+    x: jax.Array,
+    shards: Sequence[int],
+    dtype: Gather,
+    travel: Callable[[jax.Array], jax.Array] = lambda coded: coded,
+) -> jax.Array:
+    """What arrives of an array in so many shards along each dimension.
+
+    ``travel`` is given what is sent: bf16 like ``x``, or codes and scales, which the numbers of
+    shards lead.
+    """
+    if dtype == "bfloat16":
+        # XLA may leave out the two conversions, where it gathers them wide.
+        low = lax.reduce_precision(x, exponent_bits=8, mantissa_bits=7)
+        return travel(low.astype(jnp.bfloat16)).astype(x.dtype)
+    # Shards lead, ``[shards of each dimension, shard]``, so that no block is in two of them.
     sizes = [size for n, shard in zip(x.shape, shards, strict=True) for size in (shard, n // shard)]
     there = (*range(0, 2 * x.ndim, 2), *range(1, 2 * x.ndim, 2))
     back = tuple(there.index(dim) for dim in range(2 * x.ndim))
     code = FORMATS[dtype]
     one_by_one = lambda fn: functools.reduce(lambda fn, _: jax.vmap(fn), shards, fn)  # noqa: E731
     parts = x.astype(jnp.float32).reshape(sizes).transpose(there)
-    coded = one_by_one(lambda part: code.encode(part, None))(at(parts, *entries))
-    # First where they were computed, then whole, so that XLA gathers what was coded.
-    coded = jax.tree.map(
-        lambda c: at(at(c, *entries), *_whole(place, PartitionSpec(*entries))), coded
-    )
-    wide = one_by_one(code.decode)(*coded).transpose(back).reshape(x.shape)
+    coded = one_by_one(lambda part: code.encode(part, None))(parts)
+    wide = one_by_one(code.decode)(*map(travel, coded)).transpose(back).reshape(x.shape)
     return wide.astype(x.dtype)
