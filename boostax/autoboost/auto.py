@@ -56,16 +56,18 @@ def auto(
     level switches on
     ===== ====================================================================================
     O0    nothing
-    O1    LessBN with a normalised head, gradient centralization, freezing by intervals
+    O1    LessBN with a normalised head, gradient centralization
     O2    the same, and AdaSum of the optimizers' updates
     ===== ====================================================================================
 
-    The levels are those of ``mindspore.boost``, not of precision. Its own dictionary is read as it
-    is, and what it would ignore is an error; with ``strict=False`` it is run as MindSpore runs it,
-    and ``notes`` say what has no effect. So is ``{"singa": {"dist_option": "sparseTopK"}}``, which
-    names a mode of Apache SINGA's. Beside either stand fields of a ``BoostConfig``, and ``level``
-    and ``strict``: a file holds all of a job. Of a part that MindSpore's dictionary names they say
-    what it has no word for: ``{"grad_freeze": {...}, "freeze": {"order": [...]}}``.
+    The levels are those of ``mindspore.boost``, not of precision, but for its freezing at random,
+    which lost more than fewer steps: settings of ``grad_freeze`` or ``strict=False`` bring it. Its
+    own dictionary is read as it is, and what it would ignore is an error; with ``strict=False`` it
+    is run as MindSpore runs it, and ``notes`` say what has no effect. So is
+    ``{"singa": {"dist_option": "sparseTopK"}}``, which names a mode of Apache SINGA's. Beside
+    either stand fields of a ``BoostConfig``, and ``level`` and ``strict``: a file holds all of a
+    job. Of a part that MindSpore's dictionary names they say what it has no word for:
+    ``{"grad_freeze": {...}, "freeze": {"order": [...]}}``.
 
     What is on is in what is built, or refused there: a reduction other than the mean wants an axis,
     LessBN the report of the model that it changed.

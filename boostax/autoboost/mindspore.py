@@ -28,6 +28,8 @@ LEVELS: dict[str, tuple[str, ...]] = {
     "O1": ("less_bn", "grad_freeze"),
     "O2": ("less_bn", "grad_freeze", "adasum"),
 }
+# What MindSpore's levels switch on, and boostax's do not: docs/cards/freezing.md.
+_NOT_OURS = "grad_freeze"
 # What is on and leaves out others, the first first: dim_reduce is applied alone, and the train step
 # takes the way of freezing before it looks at others.
 _INSTEAD = {
@@ -144,9 +146,11 @@ def from_mindspore(data: Mapping[str, Any], level: str = "O0", *, strict: bool =
     """The configuration that MindSpore's dictionary and level stand for.
 
     Modes are MindSpore's: ``"auto"`` takes the level's techniques, ``"manual"`` these as changed by
-    the switches, ``"enable_all"`` and ``"disable_all"`` all and none. Settings of what is off are
-    checked and have no effect. DimReduce trains from the first step on, from the files that
-    ``pca_mat_path`` or ``weight_load_dir`` names, in the place of the optimizer.
+    the switches, ``"enable_all"`` and ``"disable_all"`` all and none. Strictly, a level leaves
+    ``grad_freeze`` out, which lost more than fewer steps, unless the dictionary has settings of it.
+    Settings of what is off are checked and have no effect. DimReduce trains from the first step on,
+    from the files that ``pca_mat_path`` or ``weight_load_dir`` names, in the place of the
+    optimizer.
 
     ``strict=False`` is MindSpore's own reading. An unknown level is ``"O0"``; unknown keys, and
     switches that the mode does not look at, have no effect; settings of what is off are not looked
@@ -189,7 +193,8 @@ def from_mindspore(data: Mapping[str, Any], level: str = "O0", *, strict: bool =
         reader.no_effect("level", level, "MindSpore takes it for 'O0'.")
         level = "O0"
     known_keys = reader.known(data, KEYS, "keys")
-    on = reader.together(reader.switches(known_keys.get("boost", {}), level), level)
+    switches = reader.switches(known_keys.get("boost", {}), level, _NOT_OURS in known_keys)
+    on = reader.together(switches, level)
     parts: dict[str, dict[str, Any]] = {}
     for group, keys in GROUPS.items():
         given = reader.known(known_keys.get(group, {}), tuple(keys), f"keys of {group}")
@@ -232,14 +237,18 @@ class _Reader:
             self.no_effect(f"{what}: {key}", given.pop(key), nearest(key, allowed))
         return given
 
-    def switches(self, boost: Any, level: str) -> dict[str, bool]:
-        """The six switches, as mode and level have them."""
+    def switches(self, boost: Any, level: str, wanted: bool) -> dict[str, bool]:
+        """The six switches, as mode and level have them; freezing if it is wanted by its name."""
         asked = self.known(boost, ("mode", *SWITCHES), "keys of boost")
         mode = asked.pop("mode", "auto")
         word(mode, _MODES, "boost.mode", _WHO)
         for name, value in asked.items():
             flag(f"boost.{name}", value, _WHO)
         on: dict[str, bool] = {name: name in LEVELS[level] for name in SWITCHES}
+        of_level = mode in ("auto", "manual") and on[_NOT_OURS]
+        if self.strict and of_level and not wanted and _NOT_OURS not in asked:
+            on[_NOT_OURS] = False
+            self.notes.append(_LEFT_OUT.format(level))
         if mode == "manual":
             return on | asked
         what, why = f"mode {mode!r}", f"mode {mode!r} does not look."
@@ -309,6 +318,10 @@ class _Reader:
         }
 
 
+_LEFT_OUT = (
+    "level {!r}: grad_freeze is left out: freezing at random lost more than fewer steps for the "
+    "same FLOPs. Settings of it in the dictionary switch it on; strict=False is MindSpore's level."
+)
 # What is said, strictly, of a technique that leaves out others in MindSpore.
 _TOGETHER = {
     "dim_reduce": "dim_reduce takes the place of {}: what of them is in the chain is refused when "
