@@ -12,6 +12,8 @@ copyright = author
 release = version = boostax.__version__
 
 extensions = ["myst_nb", "sphinx.ext.autodoc", "sphinx.ext.mathjax", "sphinx.ext.napoleon"]
+# MathJax with the site itself: formulas are drawn without a network.
+extensions += ["sphinx-mathjax-offline"]
 root_doc = "docs/index"
 include_patterns = [
     "docs/**.md",

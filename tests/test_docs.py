@@ -192,3 +192,27 @@ def test_notebooks_keep_their_outputs():
 
 def test_the_page_for_programs_is_that_of_the_code():
     subprocess.run([sys.executable, str(ROOT / "docs" / "llms.py")], check=True)
+
+
+def test_the_site_draws_formulas_without_a_network(tmp_path):
+    """All that a page loads is beside it."""
+    (tmp_path / "index.md").write_text("# Page\n\nThe sum $g = \\sum_i w_i g_i$.\n")
+    page = ["-D", "root_doc=index", "-D", "include_patterns=index.md", "-D", "html_extra_path="]
+    run = [
+        sys.executable,
+        "-m",
+        "sphinx",
+        "-q",
+        "-W",
+        "-c",
+        ROOT / "docs",
+        *page,
+        tmp_path,
+        tmp_path / "out",
+    ]
+    subprocess.run(run, check=True)
+    html = (tmp_path / "out" / "index.html").read_text()
+    loaded = re.findall(r'<(?:script|link)[^>]*(?:src|href)="([^"?]+)', html)
+    files = [each for each in loaded if not each.endswith(".html") and "#" not in each]
+    assert any("mathjax" in each for each in files)
+    assert [each for each in files if not (tmp_path / "out" / each).exists()] == []
