@@ -19,7 +19,7 @@ NEWEST_PYTHON ?= $(firstword $(foreach python,python3.13 python3.12, \
 OLDEST_PYTHON ?= $(firstword $(shell python3.11 -c "import sys; print(sys.executable)" 2>/dev/null) \
  $(PYTHON))
 
-.PHONY: demo test test-compilers test-long test-newest test-oldest test-foreign bench bench-compilers bench-short docs release lint clean
+.PHONY: demo test test-compilers test-long test-newest test-oldest test-foreign bench bench-compilers bench-short docs release lint clean newest-python
 
 demo: $(READY)
 	$(VENV)/bin/boostax train text --dtype float16 --loss-scale dynamic --accumulate 4 --devices 4 --output runs/demo --resume --audit
@@ -28,15 +28,17 @@ test: $(READY) lint
 	$(QUICK_CODE) $(TESTS)
 
 # The same tests on what pip takes today, and on the oldest versions that pyproject.toml allows.
-test-newest:
-	@test -n "$(NEWEST_PYTHON)" || { echo "test-newest: NEWEST_PYTHON must be Python 3.12 or later," \
-	  "got none. Say where it is: make test-newest NEWEST_PYTHON=..."; exit 1; }
+test-newest: newest-python
 	test -x .venv-newest/bin/python || $(NEWEST_PYTHON) -m venv .venv-newest
 	.venv-newest/bin/python -m pip install --quiet --upgrade pip
 	.venv-newest/bin/python -m pip install --quiet --upgrade --upgrade-strategy eager \
 	  --editable '.[dev]'
 	.venv-newest/bin/python -m pip list | grep -E '^(jax|jaxlib|flax|optax) '
 	$(QUICK_NEWEST) .venv-newest/bin/python -m pytest -n 2 --dist loadgroup
+
+newest-python:
+	@test -n "$(NEWEST_PYTHON)" || { echo "make: NEWEST_PYTHON must be Python 3.12 or later, got" \
+	  "none. Say where it is: make test-newest NEWEST_PYTHON=..."; exit 1; }
 
 # Laws of the compiled programs of CPU, TPU v5e and H100; no TPU or GPU is needed.
 test-compilers: .venv-aot/.ready
@@ -96,15 +98,26 @@ bench-compilers: .venv-aot/.ready
 bench-short: $(READY)
 	$(RUN) benchmarks/peers_jax.py --short
 
-# Wheel and sdist, and the tests of the sdist in an environment that has the wheel and no checkout.
-release: $(READY)
+# Wheel and sdist; the command audits with the wheel, jax, optax and numpy alone; the tests of the
+# sdist pass beside the wheel, without a checkout, on the pinned JAX and on the newest.
+release: $(READY) newest-python
 	rm -rf dist build/release && mkdir -p build/release
 	PIP_CONSTRAINT=constraints.txt $(RUN) -m build --outdir dist
 	tar -xzf dist/boostax-*.tar.gz -C build/release --strip-components 1
 	rm -r build/release/boostax
-	$(PYTHON) -m venv build/release/.venv
-	build/release/.venv/bin/python -m pip install --quiet --constraint constraints.txt "$$(ls $(CURDIR)/dist/*.whl)[dev]"
-	cd build/release && $(QUICK_CODE) .venv/bin/python -m pytest -n 2 --dist loadgroup
+	$(call wheel,$(PYTHON),alone,--constraint constraints.txt,)
+	cd build/release/docs/examples && ../../alone/bin/boostax audit audited:program --cpu-devices 8 \
+	  --max-reductions 1.01
+	$(call wheel,$(PYTHON),pinned,--constraint constraints.txt,[dev])
+	cd build/release && $(QUICK_CODE) pinned/bin/python -m pytest -n 2 --dist loadgroup
+	$(call wheel,$(NEWEST_PYTHON),newest,,[dev])
+	cd build/release && $(QUICK_NEWEST) newest/bin/python -m pytest -n 2 --dist loadgroup
+
+# An environment with the wheel: of a Python, by a name, with options of pip and extras.
+define wheel
+$(1) -m venv build/release/$(2)
+build/release/$(2)/bin/python -m pip install --quiet $(3) "$$(ls dist/*.whl)$(4)"
+endef
 
 docs: $(READY)
 	$(RUN) -m sphinx -q -W --keep-going -c docs -b html -d build/doctrees . build/site

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """boostax: cheaper, steadier training as pure gradient transformations for JAX and Optax.
 
 What most people use is here; the rest is in ``boostax.reduce``, ``freeze``, ``precision``,
@@ -50,7 +51,7 @@ if TYPE_CHECKING:
     from boostax.inspect.explain import explain as explain
     from boostax.model.less_bn import less_bn as less_bn
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 # Loaded when first asked for: they are many modules.
 _LATE = {

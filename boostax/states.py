@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """States of the transformations by class, and what differs from replica to replica in them."""
 
 from boostax._core.describe import Holds as Holds

@@ -22,6 +22,8 @@ include_patterns = [
     "ARCHITECTURE.md",
     "CHANGELOG.md",
     "CONTRIBUTING.md",
+    "GOVERNANCE.md",
+    "SECURITY.md",
 ]
 
 html_theme = "furo"

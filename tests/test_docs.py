@@ -191,7 +191,7 @@ def test_notebooks_keep_their_outputs():
 
 
 def test_the_page_for_programs_is_that_of_the_code():
-    subprocess.run([sys.executable, str(ROOT / "docs" / "llms.py")], check=True)
+    subprocess.run([sys.executable, str(ROOT / "docs" / "names.py")], check=True)
 
 
 def test_the_site_draws_formulas_without_a_network(tmp_path):

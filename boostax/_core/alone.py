@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What one device of a mapped program computes: the program, run without its network."""
 
 from __future__ import annotations

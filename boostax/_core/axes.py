@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Named mesh axes and varying types: the one module that knows how JAX tracks them.
 
 Inside ``jax.shard_map`` with ``check_vma=True`` every value carries the set of mesh axes over which

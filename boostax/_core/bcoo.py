@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Sparse gradients: rows of an embedding, or single elements, as a ``BCOO`` of JAX's.
 
 Its data are a gradient, its indices are not: data alone are scaled and judged. A dense array is

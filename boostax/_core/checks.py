@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Argument checks: who refuses what, what is allowed, and what to do instead."""
 
 import contextlib

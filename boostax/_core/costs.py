@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a traced program sends: its collectives, counted from the jaxpr.
 
 The compiled text is no measure of bytes: XLA's CPU compiler widens bf16 collectives to f32 and

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a part of a chain says of itself: its name, its role, its axes, and what it holds inside.
 
 To Optax a transformation is two functions. Their names and closures tell much of it, but not in

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Extra arguments of ``update``: how they travel inwards, and which of them an optimizer asks for.
 
 ``value`` is the loss: unscaled, the mean over replicas. ``value_fn`` and ``obj_fn`` are the same

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Finiteness of a tree, from its largest magnitudes."""
 
 from typing import Any

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Arrays in fewer bits: bf16, and 8 bits by blocks, linear or logarithmic; rounded at random.
 
 A number between two that a format has becomes the one or the other with the probability that keeps

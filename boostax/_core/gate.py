@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The gate: the one place where "run the inner transformation, or hold everything" is compiled.
 
 What the compilers for CPU, TPU and GPU make of it gives it its form (``docs/compilers.md``):

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Groups of layers, in the order of the forward pass: what is frozen together."""
 
 import collections

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Scaled gradients shake hands with the scaler that divides them again.
 
 A scaler that is given the gradients of a loss which nobody multiplied would divide them by 65536

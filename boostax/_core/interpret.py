@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The one interpreter of traced programs: what has a program inside, and the walks through it.
 
 Everything that reads or replays a jaxpr is a rule on one of five walks. The names JAX gives to

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """JAX's classes of traced programs, loaded when first asked for.
 
 ``jax.extend`` loads Pallas with them, a third of what ``import boostax`` took. Write

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Names of a package that are loaded when first asked for."""
 
 import importlib
@@ -5,6 +6,17 @@ import sys
 import warnings
 from collections.abc import Callable, Mapping
 from typing import Any
+
+# The release that no longer has the old names.
+LAST = "0.3.0"
+MODULES = {
+    "boostax.cli": "boostax.run.cli",
+    "boostax.cluster": "boostax.run.cluster",
+    "boostax.train.checkpoint": "boostax.run.checkpoint",
+    "boostax.train.loop": "boostax.run.loop",
+    "boostax.train.writers": "boostax.run.writers",
+    "boostax.workloads": "boostax.run.workloads",
+}
 
 
 def late(
@@ -27,7 +39,7 @@ def late(
             return value
         if name in old:
             now = f"{package}.{old[name]}"
-            text = f"{package}.{name} is {now}.{name} now; the old name goes with the next release."
+            text = f"{package}.{name} is {now}.{name} now; the old name goes with {LAST}."
             warnings.warn(text, DeprecationWarning, stacklevel=2)
             return getattr(importlib.import_module(now), name)
         raise AttributeError(f"module {package!r} has no attribute {name!r}")
@@ -38,13 +50,14 @@ def late(
     return load, listed
 
 
-def renamed(module: str, now: str) -> Callable[[str], Any]:
+def renamed(module: str) -> Callable[[str], Any]:
     """The ``__getattr__`` of a module that is another one now; it works for one release more."""
+    now = MODULES[module]
 
     def load(name: str) -> Any:
         if name.startswith("__"):  # What Python asks every module for.
             raise AttributeError(f"module {module!r} has no attribute {name!r}")
-        text = f"{module} is {now} now; the old name goes with the next release."
+        text = f"{module} is {now} now; the old name goes with {LAST}."
         warnings.warn(text, DeprecationWarning, stacklevel=2)
         return getattr(importlib.import_module(now), name)
 

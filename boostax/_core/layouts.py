@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """How libraries of layers lay out their kernels: which dimensions are inputs, by one table."""
 
 import dataclasses

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A change of a tree, one leaf after the other, so that what is in between is that of one leaf.
 
 XLA orders the operations of an optimizer as it likes. XLA:CPU and TPU begin with those of all

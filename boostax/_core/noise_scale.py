@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 r"""The gradient noise scale, from the norms of small-batch and large-batch gradients of a step.
 
 Let a small batch have the gradient :math:`g`, of mean :math:`G` and covariance :math:`S`, and let

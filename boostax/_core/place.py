@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Arrays over the devices of several processes, each of which holds its own part."""
 
 from typing import Any

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Where arrays live on a mesh, and how what is written for one replica runs on global arrays.
 
 In plain ``jit`` the gradients that are local to a replica are a ``PerReplica`` of stacked arrays,

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Values as JSON has words for them."""
 
 import math

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Proof, at first use, that what JAX keeps to itself is read as it is meant.
 
 How JAX writes types and traced programs is no promise of its. Under another name a reader would

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The part of an optimizer's state that belongs to some of the params, and back."""
 
 from collections.abc import Sequence

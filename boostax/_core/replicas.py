@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """State that differs from replica to replica: its marker, and what follows from it.
 
 ``PerReplica``: outside a mapped function the leaves carry a leading dimension of the number of

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Trees of arrays: what counts as a gradient, in which precision it is handled, finding states."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Variants: a step that is compiled several times, once for each static choice of what it does.
 
 ``scheduled_freeze`` has them: a variant is the depth, the number of frozen groups, a Python integer

@@ -1,1 +1,2 @@
+# SPDX-License-Identifier: Apache-2.0
 """Gradient accumulation: over calls, and inside one step."""

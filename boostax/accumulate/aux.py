@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a loss returns beside itself, and how it is averaged over micro-batches and replicas."""
 
 from typing import Any, NamedTuple

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Windows as long as the gradient noise scale: little is gained beyond it, and time lost below."""
 
 import dataclasses

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Carried leaves: params whose "gradient" is their new value, and what becomes of it.
 
 A ``custom_vjp`` can hand out anything as the cotangent of an argument. Flax's fp8 layers hand out

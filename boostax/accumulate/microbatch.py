@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Gradient accumulation inside one step: a scan over slices of the batch.
 
 Equal to the big batch in memory for one slice. Gradients are summed locally in f32; a reduction

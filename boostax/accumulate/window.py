@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Gradient accumulation over calls: ``inner`` runs once per window of micro-steps.
 
 The sum is never reset. The first micro-step of a window overwrites it and the others add to it, so

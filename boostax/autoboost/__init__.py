@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The whole recipe: what is built, measured, checked and carried over for the user."""
 
 from boostax.autoboost.auto import auto as auto

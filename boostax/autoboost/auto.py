@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The entry: from whatever names a configuration to what it builds, or to a trial of many."""
 
 import dataclasses

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """From a configuration to a chain of transformations, in the order of ``ORDER``."""
 
 import dataclasses

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The changes that ``auto("measure", ...)`` tries unless it is told others."""
 
 import contextlib

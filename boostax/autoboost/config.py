@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The configuration of a run: frozen data that goes to JSON and back."""
 
 import contextlib

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A run and its finish in the subspace of the run, as one step."""
 
 import dataclasses

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Which techniques pay on this model, these batches and these devices: tried, not guessed."""
 
 import functools

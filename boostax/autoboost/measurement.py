@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What was found of each configuration, and the table of it."""
 
 import dataclasses

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A saved optimizer state for a chain that has changed since: which array goes where."""
 
 import dataclasses

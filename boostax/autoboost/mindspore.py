@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Reading the dictionary of ``mindspore.boost``: its levels, modes, switches and settings.
 
 Strictly, what MindSpore 2.10 ignores without a word is refused: an unknown level or key, and a

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """An optimizer state as a list of the states in it, each with the arrays that are its own.
 
 An array of a saved state is measured in the loss scale that its gradients still bear: a scaler

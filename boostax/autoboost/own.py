@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Parts of a user's own in a configuration: factories by name, in the place of their role."""
 
 from collections.abc import Callable, Mapping, Sequence

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A part of a configuration: the arguments of a public factory as data that goes to JSON and back.
 
 The fields of a part are the parameters of its factories, with their types and defaults; the factory

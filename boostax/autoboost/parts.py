@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The parts of a configuration: one for each technique, but for the reductions."""
 
 import dataclasses

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The part that says how gradients of several replicas become one."""
 
 from typing import Any

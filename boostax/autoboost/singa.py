@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Reading the options of Apache SINGA's ``DistOpt``.
 
 Each mode is a reduction here; ``docs/coming_from/singa.md`` says where they differ.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What states of other libraries hold, and which of ours do the work of theirs: tables.
 
 What ours hold stands with each: ``holds`` of its class.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """One configuration on trial: built, compiled, trained for some calls, timed by turns."""
 
 import dataclasses

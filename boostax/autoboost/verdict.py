@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What follows from a trial: a verdict in words, a ranking, and what goes together."""
 
 import math

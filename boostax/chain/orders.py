@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What is in wrong order in a chain, why, and where it belongs."""
 
 import itertools

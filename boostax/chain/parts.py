@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Of what a transformation is made: its parts in the order in which a gradient passes them.
 
 Those that are described say so themselves (``boostax.describe``). Optax's combinators are read from

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What each part does to a gradient, as far as its place in a chain depends on it.
 
 Roles are those of ``_core/describe.py``, and these of Optax's that need a word:

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The parts of a transformation in a row, as a gradient meets them, and who holds whom."""
 
 import dataclasses

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What is wrong in a chain or a train step beside the order of its parts."""
 
 import math

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Drop-in forms of what Optax, Flax and jmp offer, on the transformations of boostax."""
 
 from boostax.compat.scales import DynamicLossScale as DynamicLossScale

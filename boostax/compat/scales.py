@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Loss scales beside the optimizer: Flax's ``DynamicScale``, and those of jmp.
 
 Names, arguments and fields are theirs. A loss is multiplied by ``scale_loss``, gradients are

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Optax's wrappers of an optimizer: ``MultiSteps``, ``apply_if_finite``, ``selective_transform``.
 
 Names, arguments and what is read of the states are Optax's. Windows are those of ``accumulate``,

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Freezing by schedule: the transformation, its groups, its schedules."""
 
 from boostax._core.groups import mindspore_groups as mindspore_groups

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The optimizers of all depths as one program, in which what they have in common is there once.
 
 The optimizer's step at one depth is that at another, but for leaves that are missing and for what

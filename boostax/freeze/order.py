@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The order in which a function reads its params, found by tracing it."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """How many groups are frozen at which step: from a table, or as the run goes."""
 
 import operator

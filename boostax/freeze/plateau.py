@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Freezing as the run goes: a group is frozen when its gradients have settled."""
 
 import dataclasses

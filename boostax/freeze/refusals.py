@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What ``scheduled_freeze`` refuses, and why."""
 
 from typing import Any

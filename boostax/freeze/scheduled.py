@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Freezing by schedule: what is frozen leaves the optimizer, the wire and the backward pass."""
 
 import collections

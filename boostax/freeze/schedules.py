@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Freeze schedules: at which step how deep a prefix of the network stands still.
 
 A schedule is a table, known before the first step and the same on every host: a program

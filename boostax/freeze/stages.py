@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A backward pass that ends where the schedule says, decided in the program and compiled once.
 
 What the gradients of the later groups need is a part of what those of the earlier ones need. So the

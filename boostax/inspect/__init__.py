@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a transformation, a train step or any compiled program consists of and costs."""
 
 from boostax.chain.orders import Finding as Finding

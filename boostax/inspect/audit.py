@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What any program does on the machine it is compiled for: memory, collectives, traffic, waste."""
 
 from __future__ import annotations

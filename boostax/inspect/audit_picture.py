@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """An audit as a picture: what is held in memory, and what each collective sends."""
 
 from __future__ import annotations

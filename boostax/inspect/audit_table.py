@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """An audit in words: totals, then the collectives, then what is wasted."""
 
 from __future__ import annotations

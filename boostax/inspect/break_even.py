@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """At which bandwidth a compressed reduction pays, from counted bytes and measured work.
 
 A codec saves bytes and costs time to encode and decode, on every device and at every step. On a

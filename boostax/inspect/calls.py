@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a call of a train step costs, read from its programs before anything is trained."""
 
 import dataclasses

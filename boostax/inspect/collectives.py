@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The collectives of a compiled program: what they send, how often, over which axes, from where."""
 
 from __future__ import annotations

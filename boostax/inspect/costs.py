@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What each part of a chain keeps and sends, on one device."""
 
 from __future__ import annotations

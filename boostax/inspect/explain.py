@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The entry: a chain's parts with what they cost, what is in wrong order, and a step's calls."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The text of a compiled program: its instructions, where each stands and how often it runs.
 
 ``Compiled.as_text()`` is the optimized, scheduled HLO of one device. Everything that

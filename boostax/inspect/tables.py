@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What an explanation says, as cells of tables."""
 
 import dataclasses

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Machines to compile for without having them, and any program compiled for them.
 
 JAX's compilers run without their devices: ``jax.experimental.topologies`` describes them, and a

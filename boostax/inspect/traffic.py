@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """How many bytes a compiled program reads from memory and writes to it.
 
 Each operation of the schedule reads its operands once and writes its results once; what stays in a

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a compiled program pays for in vain, found in its text, with what to write instead."""
 
 from __future__ import annotations

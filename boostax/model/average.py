@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 r"""Averages of the params, beside any optimizer: exponential, uniform, of the latest snapshots.
 
 The mean of several points of a path lies lower than the points where the path is noise around a

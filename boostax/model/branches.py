@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Which normalisations of a model lie in a residual branch, and which is the last of its branch.
 
 The model is traced with a mark in the place of every BatchNorm. In the traced program a value has

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Gradient centralization: every output unit moves without its mean over the inputs."""
 
 import math

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Clipping by the global norm, right on shards."""
 
 from typing import Any

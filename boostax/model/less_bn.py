@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """LessBN: of the BatchNorms in a residual branch only the last stays; the head becomes cosines.
 
 A BatchNorm reads its input twice forward and twice backward, and keeps it for the backward pass.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """LessBN on Flax linen: calls intercepted, so that a removed norm has no variables at all."""
 
 import contextlib

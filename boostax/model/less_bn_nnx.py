@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """LessBN on Flax NNX: a copy of the model with other objects in the place of some layers."""
 
 import functools

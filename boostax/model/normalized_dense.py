@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The linear head of cosines: inputs and weight columns of length one, times a trained scalar.
 
 y = m * (x / |x|) (W / |W_column|), and m * (... + b) with a bias. Logits lie in -m..m whatever the

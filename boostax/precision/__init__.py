@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Half precision: loss scales, boundaries between them, policies, checks of what is finite."""
 
 from boostax._core.finite import all_finite as all_finite

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Run the matrix products and convolutions of any function in a lower precision.
 
 The function is traced, and every ``dot_general`` and ``conv_general_dilated`` in the trace gets its

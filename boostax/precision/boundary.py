@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Where the backward pass goes from one group to another, the cotangent changes its scale.
 
 Let ``s_k`` be the scale of group ``k``: every cotangent inside the group is ``s_k`` times itself.

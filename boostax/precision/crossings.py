@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Boundaries between groups in any loss function, found in its trace.
 
 Every value has a group: a param its label, the result of an operation the last group among its

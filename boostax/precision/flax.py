@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A precision policy on a Flax model: every layer is told its dtype.
 
 Flax layers cast their own inputs and params to their ``dtype``, and Flax norms compute in f32 and

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """One loss scale per group of layers: where a single one overflows here and underflows there.
 
 Gradients of early layers can be orders of magnitude smaller than those of late ones. With a scale

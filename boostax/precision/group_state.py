@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a loss scale per group keeps from step to step, and how it is found."""
 
 from typing import Any, NamedTuple

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Loss scaling: multiply the loss so that small f16 gradients survive, divide the gradients again.
 
 The loss is multiplied by a scale ``s`` before differentiation, so every gradient is ``s`` times

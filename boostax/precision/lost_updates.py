@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Updates that params of low precision round away.
 
 A bf16 number has 8 significant bits: what is added to it and is less than half a unit in its last

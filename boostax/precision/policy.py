@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Precision policies: in which dtype params are stored, the model computes, and results leave.
 
 The levels are those of MindSpore's AMP; what each keeps in f32 is all that sets them apart.

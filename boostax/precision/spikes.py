@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 r"""Spikes: leave out, or clip, a step of which the loss or a norm is far above what is usual.
 
 Every call has a *value* :math:`v` (the loss, the norm of the gradient, the norm of the update), and

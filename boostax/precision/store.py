@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """An optimizer whose params and state are stored in fewer bytes, and computed in f32."""
 
 import fnmatch

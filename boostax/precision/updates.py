@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Look at what an optimizer makes of good gradients, and hold it back if that is not finite.
 
 A loss scaler looks at gradients. An optimizer can make infinities and NaN of finite ones: an update

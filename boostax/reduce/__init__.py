@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Reductions over the replicas: means, AdaSum, compressed ones, and params of each replica's own.
 
 A codec of your own is a ``Codec``, and ``compress`` makes a transformation of it.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """AdaSum: a reduction that adds orthogonal gradients and averages parallel ones."""
 
 from collections.abc import Sequence

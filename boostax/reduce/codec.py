@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A codec says what travels in a compressed reduction; the rest is ``feedback.py``."""
 
 import dataclasses

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """AdaSum of the updates of independent optimizers, one on each replica or server of replicas."""
 
 from typing import Any, NamedTuple

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """How leaves travel: each replica receives its slice of everyone's, combines, and gathers the rest.
 
 An all-to-all and an all-gather together send the bytes of a ring all-reduce, and between the two

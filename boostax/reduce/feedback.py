@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 r"""Error feedback, once for all codecs: what is not sent now is sent later.
 
 With the gradient :math:`g_r` and the residual :math:`e_r` of replica r, and a codec that sends

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Local SGD and DiLoCo: replicas train on their own, and meet now and then."""
 
 import functools

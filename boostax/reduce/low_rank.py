@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The low-rank reduction: of every matrix, two thin factors travel, in turn."""
 
 import dataclasses

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The dense reduction: mean or sum of local gradients over the replicas."""
 
 from collections.abc import Sequence

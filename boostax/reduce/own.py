@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What transformations share whose params are each replica's own.
 
 Between calls such params stand in a ``PerReplica`` and lead with the replicas; inside the mapped

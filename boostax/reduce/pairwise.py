@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 r"""What AdaSum computes: the pairwise operator, and the tree of pairs over the replicas.
 
 .. math::

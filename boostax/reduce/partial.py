@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Rotating averages: replicas train on their own; one partition of the params meets per step."""
 
 import bisect

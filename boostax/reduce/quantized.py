@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Quantised reductions: every element travels, in 16 bits, in 8, or in one (1-bit SGD, signSGD).
 
 In *two shots*: an all-to-all takes codes to the replica that adds them up, an all-gather brings the

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Leaves as rows: those of a leaf's last dimension where they are long, else what there is."""
 
 import math

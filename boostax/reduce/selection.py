@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The largest elements of an array, without sorting it.
 
 Counting finds the magnitude of the last one chosen, two bits in each reading of the array. A word

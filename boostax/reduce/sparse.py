@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Sparse reductions: a few elements of every leaf travel, the rest waits."""
 
 import dataclasses

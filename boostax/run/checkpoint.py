@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Checkpoints of a train state through orbax, each leaf checked when it comes back."""
 
 import asyncio

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The loop around a train step: metrics that never stall it, checkpoints, a clean stop."""
 
 import contextlib

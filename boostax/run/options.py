@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Options as dataclasses, each field with the rule that its values keep."""
 
 import dataclasses

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Signals that ask a process to end, handed to whoever knows when it can."""
 
 import contextlib

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Where a run's scalars go: JSON lines, TensorBoard, a progress bar."""
 
 import datetime

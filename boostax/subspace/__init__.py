@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Training in subspaces: bases, recorded trajectories, DimReduce."""
 
 from boostax.subspace.basis import Basis as Basis

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What is computed of stacked leaves, one at a time and without flattening the whole."""
 
 import functools

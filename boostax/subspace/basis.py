@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Principal components of snapshots of the params, leaf by leaf: no matrix of all params squared.
 
 With the m snapshots as rows of ``X`` (m, n), all that is decomposed is m x m or m x k; the n-sized

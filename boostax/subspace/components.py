@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """How the directions of a subspace are stored, and the two products in which they are used.
 
 Both go leaf by leaf, so that no leaf loses its sharding and nothing is flattened. Narrow storage is

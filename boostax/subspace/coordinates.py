@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Training the coordinates in a subspace with any Optax optimizer."""
 
 from typing import Any, NamedTuple

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Quasi-Newton steps in the principal subspace of a training trajectory."""
 
 from collections.abc import Callable

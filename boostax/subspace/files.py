@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Arrays by name in a file: NumPy's ``.npz``, and safetensors, which is written and read here.
 
 A safetensors file is eight bytes (the length of what follows, little-endian), a JSON object of

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The Gauss-Newton matrix in a few coordinates, by one forward-mode product for each."""
 
 import functools

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Snapshots that do not live on the device: kept in host memory, or read from checkpoints."""
 
 import functools

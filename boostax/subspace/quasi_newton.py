@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Quasi-Newton directions and a backtracking line search in a few coordinates: arrays only."""
 
 import dataclasses

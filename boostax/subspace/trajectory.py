@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The path of the params in a ring buffer, beside any optimizer, and the subspace it spans.
 
 A snapshot is written into its slot and nothing else is touched: the gate compiles the write into a

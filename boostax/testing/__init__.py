@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The contract of a boostax transformation as runnable laws, for ours and for yours.
 
 Each law says which promise of ``docs/contract.md`` it tests; there each promise names its laws.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a law needs to know of a transformation, and the trees and gradients that laws use."""
 
 import dataclasses

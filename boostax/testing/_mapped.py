@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Laws inside mapped functions: shard_map with checking on and off, pmap, and vmap with a name."""
 
 import functools

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Laws of Optax and of Python: what both ask of any transformation, whatever it does."""
 
 import copy

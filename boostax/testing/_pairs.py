@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Laws of pairs of programs: what is written differently and means the same, drawn from a seed."""
 
 import dataclasses

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Laws of params that XLA shards: whatever their placement, a step means the same."""
 
 import dataclasses

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Laws that need one device, or arrays sharded under plain ``jit``."""
 
 import pickle

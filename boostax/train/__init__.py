@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Train steps: the gradient function, what applies its gradients, the compiled step, its state."""
 
 from boostax._core.axes import local_params as local_params

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Update and apply in one, and what the optimizer state has to report."""
 
 from typing import Any

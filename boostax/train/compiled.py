@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A train step's programs: gradients, transformation and state in one, compiled and donated."""
 
 import dataclasses

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Gathers of sharded params in fewer bits than their owners keep."""
 
 import functools

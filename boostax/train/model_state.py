@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """BatchNorm statistics for params that were moved without looking at them."""
 
 from collections.abc import Callable, Iterable

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """An optimizer on global arrays: params in any placement, gradients local to each replica."""
 
 import dataclasses

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The gradient function: scaled, local gradients from a loss and the optimizer's state."""
 
 import dataclasses

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Where a train step's state and batches live on a mesh."""
 
 import dataclasses

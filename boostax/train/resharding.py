@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A saved state on another number of replicas: how it is read, and what becomes of it."""
 
 from collections.abc import Mapping

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a run carries from step to step."""
 
 from typing import Any, NamedTuple

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The train step from its parts: what is asked of them, and how they are put together."""
 
 import functools

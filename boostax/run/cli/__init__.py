@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The command ``boostax``: audit a program; train a workload, compare, explain, launch."""
 
 import sys

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """``boostax audit module:function``: what a program of yours sends, keeps and wastes.
 
 Parsed by the standard library alone, so that it runs where jax, optax and numpy are all there is.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a run's step sends, beside the same optimizer step as one writes it in plain ``jit``."""
 
 from collections.abc import Callable

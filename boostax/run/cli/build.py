@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """From a workload and a recipe to an optimizer, a train step and its first state."""
 
 import contextlib

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """``boostax compare``: the same workload with and without each technique, side by side."""
 
 import dataclasses

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """``--finish dim_reduce``: a few quasi-Newton steps after the run, in the span of its last part."""
 
 import contextlib

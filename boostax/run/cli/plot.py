@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The plot of a run, in the style of ``inspect/boostax.mplstyle``."""
 
 import math

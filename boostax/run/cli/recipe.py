@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """How a run trains (what changes its numbers), how it is run (what does not), what is refused."""
 
 import dataclasses

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What the command says where it cannot do what is asked: one line, without a traceback."""
 
 import contextlib

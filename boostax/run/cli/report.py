@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What the commands say: tables on standard output, JSON in the output directory."""
 
 import json

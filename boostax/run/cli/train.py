@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """``boostax train``: one run with checkpoints, metrics, a plot and a summary."""
 
 import collections

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Runs of several processes: how they start, share arrays, are watched, and end together."""
 
 from boostax._core.place import place as place

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Where every process of a run stands, told beside its arrays, by JAX's coordination service."""
 
 import itertools

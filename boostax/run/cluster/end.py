@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """How a process with peers ends when something goes wrong: at once, and saying why."""
 
 import os

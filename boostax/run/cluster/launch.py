@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Several processes of one command on this machine, which start, stop and end together."""
 
 import math

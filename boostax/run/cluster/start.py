@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Joining a run of several processes, whoever started them."""
 
 import dataclasses

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What the standings of all ranks say: a table, and whom the others wait for."""
 
 import math

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A limit on the time without progress: what hangs on one host ends on all, with a message."""
 
 import json

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Real tasks shared by the command line, the benchmarks, the notebooks and the tests.
 
 They need Flax and scikit-learn: ``pip install 'boostax[workloads]'``.

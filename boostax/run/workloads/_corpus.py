@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Characters from files: reading them, holding blocks out, and turning them into tokens."""
 
 import codecs

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The small Flax networks of the workloads: a transformer, and four for 8x8 images.
 
 Parameters are always float32. ``dtype`` is what matrix products and activations are computed in;

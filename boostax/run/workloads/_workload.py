@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The record every workload is, and what they share: metrics, evaluation, random numbers."""
 
 import dataclasses

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Handwritten digits, 8x8 pixels, with a perceptron or a small convolutional network."""
 
 import dataclasses

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Next-character prediction on text files, with a small transformer."""
 
 import dataclasses

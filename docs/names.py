@@ -1,7 +1,8 @@
-"""``llms.txt``: every public name with its signature, its first line and what it refuses.
+"""Pages made of names: ``llms.txt`` and ``deprecations.md``.
 
-For readers that take a page at a time, and for programs. ``python docs/llms.py --write`` makes it
-anew; ``tests/test_docs.py`` holds it to the code.
+The first has every public name with its signature, its first line and what it refuses, for readers
+that take a page at a time and for programs; the second what old names are now. ``python
+docs/names.py --write`` makes them anew; ``tests/test_docs.py`` holds them to the code.
 """
 
 import importlib
@@ -13,8 +14,10 @@ import textwrap
 from collections.abc import Iterator
 from typing import Any
 
+import boostax
+from boostax._core import late
+
 DOCS = pathlib.Path(__file__).parent
-PAGE = DOCS / "llms.txt"
 PACKAGES = (
     "boostax",
     "boostax.train",
@@ -91,8 +94,8 @@ def entry(package: str, name: str, value: Any) -> str:
     return "\n".join(lines)
 
 
-def text() -> str:
-    """The page."""
+def llms() -> str:
+    """Every name."""
     parts, seen = [HEAD], set[int]()
     recipes = sorted((DOCS / "recipes").glob("*.json"))
     told = (f"`{path.stem}`:\n\n```json\n{path.read_text().rstrip()}\n```" for path in recipes)
@@ -107,8 +110,20 @@ def text() -> str:
     return "\n\n".join(part.rstrip() for part in parts) + "\n"
 
 
+def deprecations() -> str:
+    """The page as it is, with the table of what names are now made anew."""
+    names = {f"boostax.{name}": f"boostax.{now}.{name}" for name, now in boostax._MOVED.items()}
+    rows = [f"| `{old}` | `{new}` |" for old, new in sorted((late.MODULES | names).items())]
+    table = "\n".join(["| 0.1.0 | now |", "|---|---|", *rows])
+    page = (DOCS / "deprecations.md").read_text()
+    return re.sub(r"\| 0\.1\.0 \| now \|\n(\|.*\n)+", lambda _: f"{table}\n", page)
+
+
+PAGES = {"llms.txt": llms, "deprecations.md": deprecations}
+
 if __name__ == "__main__":
-    if "--write" in sys.argv[1:]:
-        PAGE.write_text(text())
-    elif PAGE.read_text() != text():
-        sys.exit("docs/llms.txt is not that of the code: python docs/llms.py --write")
+    for name, text in PAGES.items():
+        if "--write" in sys.argv[1:]:
+            (DOCS / name).write_text(text())
+        elif (DOCS / name).read_text() != text():
+            sys.exit(f"docs/{name} is not that of the code: python docs/names.py --write")

@@ -1,0 +1,40 @@
+"""What a release says of itself is the same everywhere."""
+
+import pathlib
+import re
+import tomllib
+
+import pytest
+
+import boostax
+from boostax._core import late
+
+ROOT = pathlib.Path(__file__).parents[1]
+PROJECT = ROOT / "pyproject.toml"
+FILES = sorted(pathlib.Path(boostax.__path__[0]).rglob("*.py"))
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: f"{path.parent.name}/{path.name}")
+def test_a_file_says_its_licence(path):
+    assert path.read_text().startswith("# SPDX-License-Identifier: Apache-2.0\n")
+
+
+def test_there_is_one_version():
+    cited = (ROOT / "CITATION.cff").read_text()
+    changes = (ROOT / "CHANGELOG.md").read_text()
+    assert re.search(r"^version: (.*)$", cited, re.M)[1] == boostax.__version__
+    assert re.search(r"^## (.*)$", changes, re.M)[1] == boostax.__version__
+
+
+def test_the_classifiers_are_those_of_the_versions_that_are_tested():
+    project = tomllib.loads(PROJECT.read_text())["project"]
+    versions = [x.rpartition(" ")[2] for x in project["classifiers"] if "Python :: 3." in x]
+    assert project["requires-python"] == f">={versions[0]}"
+    # A licence is an expression alone: with a classifier beside it an index refuses the upload.
+    assert project["license"] == "Apache-2.0"
+    assert not [x for x in project["classifiers"] if x.startswith("License")]
+
+
+def test_old_names_go_in_the_next_minor_release():
+    major, minor = (int(x) for x in boostax.__version__.split(".")[:2])
+    assert f"{major}.{minor + 1}.0" == late.LAST
