@@ -84,6 +84,7 @@ bench: $(READY)
 	$(QUICK_CODE) $(RUN) benchmarks/fuzz.py
 	$(RUN) benchmarks/newcomer.py
 	$(RUN) benchmarks/recipes.py
+	-$(RUN) benchmarks/gpu.py
 	$(RUN) benchmarks/peers_jax.py
 	-$(RUN) benchmarks/peers/setup.py
 	$(RUN) benchmarks/peers_frameworks.py
