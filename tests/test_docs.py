@@ -194,6 +194,13 @@ def test_the_page_for_programs_is_that_of_the_code():
     subprocess.run([sys.executable, str(ROOT / "docs" / "names.py")], check=True)
 
 
+def test_every_card_is_judged():
+    """In the table of what wins where, in that of parity and research, or as a tool without one."""
+    pages = "".join((ROOT / "docs" / page).read_text() for page in ("sceptic.md", "parity.md"))
+    cards = {path.name for path in (ROOT / "docs" / "cards").glob("*.md")}
+    assert {card for card in cards if f"](cards/{card}" not in pages} == set()
+
+
 def test_the_site_draws_formulas_without_a_network(tmp_path):
     """All that a page loads is beside it."""
     (tmp_path / "index.md").write_text("# Page\n\nThe sum $g = \\sum_i w_i g_i$.\n")

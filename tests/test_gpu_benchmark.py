@@ -1,4 +1,4 @@
-"""The program for a GPU runs part by part, small and on a CPU: nothing is left to find out there."""
+"""The program for a GPU runs part by part, small and on a CPU: nothing is left to find out."""
 
 import gpu
 import numpy as np
