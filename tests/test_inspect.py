@@ -780,3 +780,21 @@ def test_what_makes_no_sense_is_refused(call, said):
     with pytest.raises((ValueError, TypeError)) as error:
         call()
     assert str(error.value).startswith(said)
+
+
+def test_what_was_not_counted_is_no_zero(mesh):
+    """Without a batch, or the sizes of the axes, nothing was traced that could be counted."""
+    tx = optax.chain(boostax.all_reduce("data"), optax.adam(1e-3))
+    loss = lambda w, x: jnp.mean((x @ w) ** 2)  # noqa: E731
+    step = boostax.make_train_step(loss, tx, mesh=mesh, axis_name="data")
+    params, batch = jnp.ones((8, 8)), jnp.ones((16, 8))
+    for told in (boostax.explain(step, params), boostax.explain(tx, params)):
+        assert "sent per step: not counted." in str(told)
+    assert "batch was not given" in str(boostax.explain(step, params))
+    assert "axis_sizes was not given" in str(boostax.explain(tx, params))
+    for told in (
+        boostax.explain(step, params, batch),
+        boostax.explain(tx, params, axis_sizes={"data": 8}),
+    ):
+        assert told.wire_bytes > 0 and told.problem == ""
+    assert "sent per step: 0." in str(boostax.explain(optax.adam(1e-3), params))

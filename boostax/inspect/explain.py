@@ -6,12 +6,13 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, cast
+from typing import Any, cast, get_args
 
 import jax
 import optax
 
 from boostax._core import axes, checks, jaxprs
+from boostax._core.describe import Reduction
 from boostax.chain.orders import Finding
 from boostax.chain.parts import read
 from boostax.chain.rows import rows
@@ -37,8 +38,9 @@ class Explanation:
       findings: what is in wrong order or does not fit, with the reason and the mend.
       params_bytes: of the params, on each device.
       calls: one for each program of a train step; empty without a step and a batch.
-      problem: why nothing that is sent could be counted, where what is in wrong order cannot be
-        traced; else empty.
+      problem: why nothing that is sent could be counted: no batch for a step over a mesh, no sizes
+        of the axes for a chain that reduces, or what is in wrong order cannot be traced; else
+        empty.
     """
 
     parts: tuple[PartCost, ...]
@@ -58,6 +60,11 @@ class Explanation:
         return sum(part.wire_bytes or 0.0 for part in self.parts)
 
     @property
+    def reduces(self) -> bool:
+        """Whether a part sends gradients, params or updates."""
+        return any(part.role in get_args(Reduction) for part in self.parts)
+
+    @property
     def mean_flops_ratio(self) -> float | None:
         """The FLOPs of a step of the whole schedule, as a multiple of those at the least depth.
 
@@ -72,9 +79,10 @@ class Explanation:
     @property
     def note(self) -> str:
         """What the tables do not say: totals, the mean over a schedule, what is not counted."""
+        sent = "not counted" if self.problem else f"{self.wire_bytes:,.0f}"
         lines = [
             f"Kept on each device: {self.state_bytes:,.0f} bytes beside {self.params_bytes:,.0f} "
-            f"of params; sent per step: {self.wire_bytes:,.0f}."
+            f"of params; sent per step: {sent}."
         ]
         if self.problem:
             lines.append(f"What is sent could not be counted: {self.problem}")
@@ -182,7 +190,10 @@ def explain(
         for name, size in (axis_sizes or {}).items()
     }
     place = Place(axes.canonical(_WHO, tuple(sizes) or None), sizes)
-    return _explained(tx, params, place, lambda: ((), traced(tx, params, place) if sizes else None))
+    found = _explained(
+        tx, params, place, lambda: ((), traced(tx, params, place) if sizes else None)
+    )
+    return found if sizes or not found.reduces else _uncounted(found, "axis_sizes")
 
 
 def _of_step(
@@ -205,10 +216,16 @@ def _of_step(
     specs = None if step.placing is None else step.placing.of_params(state.params)
     place = Place(step.names, sizes, specs, step.shard_optimizer)
     found = _explained(step.tx, params, place, count, step)
+    if batch is None and step.mesh is not None:
+        return _uncounted(found, "batch")
     if found.calls and not found.problem and step.is_global(state):
         problem = "on global arrays XLA places it. Below are the bytes of the whole program."
         return dataclasses.replace(found, problem=problem)
     return found
+
+
+def _uncounted(found: Explanation, argument: str) -> Explanation:
+    return dataclasses.replace(found, problem=found.problem or f"{argument} was not given.")
 
 
 def _explained(
