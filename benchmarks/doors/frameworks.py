@@ -1,6 +1,6 @@
 """Doors into frameworks: the loops of ``docs/doors``, before and after, over 8 emulated devices.
 
-A door is a file with two functions, ``before(mesh, width)`` and ``after(mesh, width)``. Each returns
+A door is a file with two functions, ``before(mesh, width)`` and ``after(mesh, width)``. Each gives
 a step and its arguments; the step returns them anew, and the loss. Printed last are the rows of the
 record, as JSON; ``benchmarks/doors.py`` runs it.
 """
@@ -58,6 +58,10 @@ class Door:
 DOORS = (
     Door("Optax, `MultiSteps`", "optax", "optax_multi_steps", ("optax", "window")),
     Door("Optax, `lax.scan`", "optax", "optax_scan", ("optax", "window")),
+    Door("Flax `TrainState`", "flax", "flax_train_state"),
+    Door("Flax `nnx.Optimizer`", "flax", "flax_nnx", ("flax nnx optimizer", "nnx")),
+    Door("Equinox", "equinox", "equinox_module"),
+    Door("Haiku", "dm-haiku", "haiku_transform"),
 )
 
 

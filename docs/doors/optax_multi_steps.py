@@ -1,5 +1,7 @@
 """Optax alone: `optax.MultiSteps` over 8 calls, the batch split over a mesh, in plain `jit`."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import optax
@@ -20,7 +22,7 @@ def made(mesh, width):
     return jax.device_put(params, NamedSharding(mesh, P()))
 
 
-def loss_fn(params, batch):
+def mse(params, batch):
     hidden = jnp.tanh(batch["x"] @ params["up"])
     return jnp.mean((hidden @ params["down"] - batch["y"]) ** 2)
 
@@ -31,9 +33,9 @@ def before(mesh, width):
     tx = optax.MultiSteps(tx, 8)
     state = tx.init(params)
 
-    @jax.jit
+    @functools.partial(jax.jit, donate_argnums=(0, 1))
     def step(params, state, batch):
-        loss, grads = jax.value_and_grad(loss_fn)(params, batch)
+        loss, grads = jax.value_and_grad(mse)(params, batch)
         updates, state = tx.update(grads, state, params)
         params = optax.apply_updates(params, updates)
         return params, state, loss
@@ -47,9 +49,9 @@ def after(mesh, width):
     tx = boostax.on_mesh(boostax.accumulate(tx, 8, axis_name="data"), params, axis_name="data")
     state = tx.init(params)
 
-    @jax.jit
+    @functools.partial(jax.jit, donate_argnums=(0, 1))
     def step(params, state, batch):
-        loss, grads = boostax.value_and_grad(loss_fn, mesh=mesh, axis_name="data")(params, state, batch)
+        loss, grads = boostax.value_and_grad(mse, mesh=mesh, axis_name="data")(params, state, batch)
         updates, state = tx.update(grads, state, params)
         params = optax.apply_updates(params, updates)
         return params, state, loss

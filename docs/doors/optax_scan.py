@@ -1,5 +1,7 @@
 """Optax alone: a `lax.scan` over 8 micro-batches, the batch split over a mesh, in plain `jit`."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import optax
@@ -46,7 +48,7 @@ def before(mesh, width):
     tx = optax.adamw(1e-3)
     grad_fn = scanned(jax.value_and_grad(loss_fn), 8)
 
-    @jax.jit
+    @functools.partial(jax.jit, donate_argnums=(0, 1))
     def step(params, state, batch):
         loss, grads = grad_fn(params, batch)
         updates, state = tx.update(grads, state, params)
@@ -62,7 +64,7 @@ def after(mesh, width):
     tx = boostax.on_mesh(optax.chain(boostax.all_reduce("data"), tx), params, axis_name="data")
     grad_fn = boostax.value_and_grad(loss_fn, mesh=mesh, axis_name="data", microbatches=8)
 
-    @jax.jit
+    @functools.partial(jax.jit, donate_argnums=(0, 1))
     def step(params, state, batch):
         loss, grads = grad_fn(params, state, batch)
         updates, state = tx.update(grads, state, params)

@@ -1,0 +1,219 @@
+"""Flax NNX: an ``nnx.Optimizer`` that works in place, and gradients as its chain wants them.
+
+``nnx.Optimizer`` takes updates from the chain and adds them to the params, in every call. A step
+that a gate holds then writes all params, plus zero.
+"""
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax.sharding import NamedSharding, PartitionSpec
+
+from boostax._core import axes, checks, trees
+from boostax._core.replicas import PerReplica, is_per_replica, owns_params
+from boostax.accumulate.aux import Aux, Beside
+from boostax.freeze.scheduled import ScheduledFreeze
+from boostax.train.apply import apply_gradients
+from boostax.train.on_mesh import on_mesh
+from boostax.train.oracle import value_and_grad
+
+with checks.needing("boostax.nnx", "Flax", "workloads"):
+    from flax import nnx
+
+PyTree = Any
+M = TypeVar("M")
+_WHO = "boostax.nnx.Optimizer"
+
+
+class Optimizer(nnx.Optimizer[M]):
+    """``nnx.Optimizer`` that writes params only where a step is taken.
+
+    In the place of ``nnx.Optimizer``: made, updated, split, merged and checkpointed like it. Gates
+    (a loss scaler, a window) stand outermost in ``tx``; in a step that they hold, params stay in
+    their buffers. ``value_and_grad`` gives what the chain needs: gradients of the scaled loss,
+    local to each replica, without those that a ``scheduled_freeze`` leaves out.
+
+    Args:
+      model: an ``nnx.Module``; with ``axis_name`` its params placed on one mesh by
+        ``NamedSharding``, sharded in any way.
+      tx: any Optax chain; with ``axis_name`` one with a reduction, as in ``boostax.on_mesh``.
+      wrt: filter of the variables that are trained.
+      axis_name: the mesh axis, or axes, over which the batch is split; ``None`` on one device, and
+        where XLA is to reduce the gradients.
+      shard_optimizer: see ``boostax.on_mesh``.
+      graph: see ``nnx.Optimizer``.
+
+    Attributes:
+      step: calls of ``update``, held ones as well; ``boostax.metrics(optimizer.opt_state)`` has the
+        applied ones.
+      tx: the chain, with ``axis_name`` in ``boostax.on_mesh``.
+      opt_state: its state, in variables.
+
+    Raises:
+      ValueError: params that are on no mesh with ``axis_name``; a chain that keeps params of each
+        replica's own (``local_updates``, ``partial_average``), for which a module has no place.
+
+    Example:
+      >>> import boostax, jax.numpy as jnp, optax
+      >>> from boostax.nnx import Optimizer
+      >>> from flax import nnx
+      >>> model = nnx.Linear(2, 1, rngs=nnx.Rngs(0))
+      >>> tx = boostax.dynamic_loss_scale(boostax.accumulate(optax.sgd(0.1), every=2))
+      >>> optimizer = Optimizer(model, tx, wrt=nnx.Param)  # was nnx.Optimizer
+      >>> @nnx.jit
+      ... def train_step(model, optimizer, x):
+      ...   loss_fn = lambda model, x: jnp.mean(model(x) - 1)
+      ...   loss, grads = optimizer.value_and_grad(loss_fn)(model, x)  # was nnx.value_and_grad
+      ...   optimizer.update(model, grads)
+      ...   return loss
+      >>> [float(train_step(model, optimizer, jnp.zeros((4, 2)))) for _ in range(3)]
+      [-1.0, -1.0, -1.100000023841858]
+    """
+
+    def __init__(
+        self,
+        model: M,
+        tx: optax.GradientTransformation,
+        *,
+        wrt: Any,
+        axis_name: axes.AxisName | None = None,
+        shard_optimizer: bool = False,
+        graph: bool | None = None,
+    ):
+        self.freezing = tx if isinstance(tx, ScheduledFreeze) else None
+        self.axis_name = axis_name
+        self.mesh: Any = None
+        if axis_name is not None:
+            params = nnx.as_pure(nnx.state(model, wrt, graph=graph))
+            tx = on_mesh(tx, params, axis_name=axis_name, shard_optimizer=shard_optimizer)
+            self.mesh = jax.tree.leaves(params)[0].sharding.mesh
+        allowed, hint = (
+            "False without an axis_name",
+            "It shards over the axes that axis_name names.",
+        )
+        holds = axis_name is not None or not shard_optimizer
+        checks.require(_WHO, "shard_optimizer", shard_optimizer, allowed, holds, hint)
+        super().__init__(model, tx, wrt=wrt, graph=graph)
+        if self.mesh is not None:
+            # Restored to one device, it could not go into a program with the others.
+            whole = NamedSharding(self.mesh, PartitionSpec())
+            self.step.set_value(jax.device_put(self.step.get_value(), whole))
+        if owns_params(self.opt_state):
+            raise ValueError(
+                f"{_WHO}: tx must keep params that are the same on all replicas, got one with "
+                "local_updates or partial_average in it: a module has one of each param. Train "
+                "nnx.state(model) with boostax.make_train_step."
+            )
+
+    def value_and_grad(
+        self, loss_fn: Callable[..., Any], *, has_aux: bool = False, **how: Any
+    ) -> Callable[..., tuple[Any, PyTree]]:
+        """In the place of ``nnx.value_and_grad``: gradients as the chain wants them.
+
+        Args:
+          loss_fn: ``loss_fn(model, *batch, **given)``; a scalar, or ``(loss, aux)``. What it
+            changes in the model (BatchNorm statistics, counters of dropout) is averaged over the
+            replicas and stays changed.
+          has_aux: as in ``boostax.value_and_grad``: a ``boostax.Aux`` is combined, any other aux
+            passes through.
+          **how: of ``boostax.value_and_grad``: ``microbatches``, ``policy``, ``accumulator_dtype``.
+
+        Returns:
+          ``fn(model, *batch, active=None, **given)`` that returns ``(loss, grads)``. The rows of
+          ``batch`` are split over replicas and micro-batches, ``given`` is handed on whole.
+          ``active`` says what is differentiated; by default what the ``scheduled_freeze`` in ``tx``
+          trains next.
+        """
+        names = () if self.axis_name is None else axes.canonical(_WHO, self.axis_name)
+        where = {"mesh": self.mesh, "axis_name": self.axis_name} if names else {}
+
+        def run(model: M, *batch: Any, active: PyTree = None, **given: Any) -> tuple[Any, PyTree]:
+            graph, params, keys, rest = self._split(model)
+            opt_state = nnx.as_pure(self.opt_state)
+
+            def loss(
+                params: PyTree, batch: Any, model_state: PyTree, **scales: Any
+            ) -> tuple[Any, PyTree]:
+                # Replicas are to draw apart.
+                own = jax.tree.map(lambda key: _apart(key, names), keys)
+                whole: Any = nnx.merge(graph, params, own, model_state)
+                result = loss_fn(whole, *batch, **given, **scales)
+                value, aux = result if has_aux else (result, Aux())
+                told = Aux(model_state=_left(self._split(whole)[3], model_state))
+                if isinstance(aux, Aux):
+                    return value, Beside(aux._replace(model_state=told.model_state), ())
+                return value, Beside(told, (aux,))
+
+            if active is None:
+                active = self._active(params, opt_state)
+            fn = value_and_grad(loss, has_aux=True, **where, **how)
+            (value, aux), grads = fn(params, opt_state, batch, active=active, model_state=rest)
+            nnx.update(model, aux.told.model_state)
+            return ((value, _aux(aux)) if has_aux else value), grads
+
+        return run
+
+    def update(self, model: M, grads: PyTree, /, **kwargs: Any) -> PyTree:
+        """As ``nnx.Optimizer.update``, but a step that a gate holds writes no param.
+
+        Args:
+          model: whose params are changed.
+          grads: of ``value_and_grad``, or of ``nnx.grad`` where nothing scales or reduces.
+          **kwargs: handed to ``tx.update``.
+
+        Returns:
+          What was added to the params. Cost: who has no use for it pays nothing inside ``nnx.jit``.
+        """
+        params = nnx.as_pure(nnx.state(model, self.wrt, graph=self.graph))
+        local = grads.local if is_per_replica(grads) else grads
+        if trees.arrays(local) is not local:
+            local = nnx.as_pure(nnx.state(local, self.wrt, graph=self.graph))
+        grads = PerReplica(local) if is_per_replica(grads) else local
+        opt_state, kwargs = nnx.as_pure((self.opt_state, kwargs))
+        new, opt_state = apply_gradients(self.tx, grads, opt_state, params, **kwargs)
+        nnx.update(model, new)
+        nnx.update(self.opt_state, nnx.state(opt_state, graph=self.graph))
+        self.step[...] += 1
+        return jax.tree.map(jnp.subtract, new, params)
+
+    def _split(self, model: Any) -> tuple[Any, PyTree, PyTree, PyTree]:
+        """The graph, and as arrays what is trained, the keys of dropout, and all else."""
+        graph, params, *others = nnx.split(model, self.wrt, nnx.RngKey, ..., graph=self.graph)
+        keys, rest = others
+        return graph, *nnx.as_pure((params, keys, rest))
+
+    def _active(self, params: PyTree, opt_state: PyTree) -> PyTree:
+        """What is differentiated."""
+        if self.freezing is None:
+            return True
+        depths = self.freezing.freezing.drawn(params)
+        if len(depths) == 1:
+            return self.freezing.active(params, depths[0])
+        return self.freezing.choice(params, opt_state)
+
+
+def _apart(key: jax.Array, names: tuple[str, ...]) -> jax.Array:
+    """A key of the replica's own."""
+    return jax.random.fold_in(key, axes.index(names)) if names else key
+
+
+def _left(new: PyTree, old: PyTree) -> PyTree:
+    """What a loss left in a model, if the model kept its variables."""
+    mine, theirs = jax.tree.structure(new), jax.tree.structure(old)
+    if mine != theirs:
+        raise ValueError(
+            f"{_WHO}: loss_fn must leave the model the variables that it has, got {mine} for "
+            f"{theirs}. Take out in the loss what it put in: nnx.pop(model, nnx.Intermediate)."
+        )
+    return new
+
+
+def _aux(aux: Beside) -> PyTree:
+    """What the loss returned, combined."""
+    own = aux.own.local if is_per_replica(aux.own) else aux.own
+    if not own:
+        return aux.told._replace(model_state=None)
+    return PerReplica(own[0]) if is_per_replica(aux.own) else own[0]
