@@ -62,6 +62,8 @@ DOORS = (
     Door("Flax `nnx.Optimizer`", "flax", "flax_nnx", ("flax nnx optimizer", "nnx")),
     Door("Equinox", "equinox", "equinox_module"),
     Door("Haiku", "dm-haiku", "haiku_transform"),
+    Door("Keras 3, a stateless loop", "keras", "keras_stateless"),
+    Door("Keras 3, `fit`", "keras", "keras_fit"),
 )
 
 
