@@ -1,21 +1,26 @@
 """Doors: other people's programs before and after boostax, each in its own environment.
 
-A door is a script ``doors/NAME.py`` that prints rows of the record as its last line. Beside it may
-lie ``NAME.txt``, what pip is to install; first lines ``# python: 3.12`` and
-``# source: ADDRESS@COMMIT`` say which interpreter and whose checkout it wants. Environments and
-checkouts are made in ``.doors``; ``--source NAME=DIR`` takes a checkout that is there.
+A door is a script ``doors/NAME.py`` that prints rows of the record as its last line, or an
+object of them by section. Beside it may lie ``NAME.txt``, what pip is to install; first lines
+``# python: 3.12`` and ``# source: ADDRESS@COMMIT`` say which interpreter and whose checkout it
+wants. Environments and checkouts are made in ``.doors``; ``--source NAME=DIR`` takes a checkout
+that is there.
 
 ``--only a,b`` runs some; what others printed stays on record. ``--merge`` runs none and publishes
-the rows in ``build/doors/NAME.json``, where every run leaves them.
+the rows in ``build/doors/NAME.json``, where every run leaves them. ``--page`` runs none and writes
+the differences of the loops in ``docs/doors`` into ``docs/doors.md``.
 """
 
 import argparse
+import ast
+import difflib
 import json
 import os
 import pathlib
 import re
 import subprocess
 import sys
+import textwrap
 from typing import Any
 
 import harness
@@ -37,6 +42,7 @@ COLUMNS = (
     "state MB after",
     "losses differ",
 )
+LOOPS, PAGE = harness.DOCS / "doors", harness.DOCS / "doors.md"
 DOORS = "Doors"
 # Where few lines are promised.
 FEW = ("Optax", "Flax", "Equinox")
@@ -97,21 +103,32 @@ def run(name: str, folders: dict[str, str]) -> None:
     (RAW / f"{name}.json").write_text(done.stdout.splitlines()[-1] + "\n")
 
 
-def rows_of(name: str) -> list[Row]:
+def sections_of(name: str) -> dict[str, list[Row]]:
     """What a script printed, checked."""
-    rows = json.loads((RAW / f"{name}.json").read_text())
-    for row in rows:
+    found = json.loads((RAW / f"{name}.json").read_text())
+    sections = found if isinstance(found, dict) else {DOORS: found}
+    for row in sections[DOORS]:
         if tuple(row) != COLUMNS:
             raise ValueError(f"{name}: a row must have {COLUMNS}, got {tuple(row)}.")
-    return [{"door": f"{name} {number}"} | row for number, row in enumerate(rows, 1)]
+    return {
+        title: [{"door": f"{name} {number}"} | row for number, row in enumerate(rows, 1)]
+        for title, rows in sections.items()
+    }
 
 
-def merged(new: dict[str, list[Row]]) -> list[Row]:
+def merged(new: dict[str, dict[str, list[Row]]]) -> dict[str, list[Row]]:
     """New rows, and those on record of other scripts that are still there."""
-    old = harness.sections_of("doors").get(DOORS, [])
-    kept = [x for x in old if x["door"].split()[0] in set(names()) - new.keys()]
-    every = [*kept, *(row for rows in new.values() for row in rows)]
-    return sorted(every, key=lambda row: names().index(row["door"].split()[0]))
+    of = lambda row: row["door"].split()[0]  # noqa: E731
+    every = {
+        title: [row for row in rows if of(row) in set(names()) - new.keys()]
+        for title, rows in ({DOORS: []} | harness.sections_of("doors")).items()
+    }
+    for sections in new.values():
+        for title, rows in sections.items():
+            every[title] = [*every.get(title, []), *rows]
+    return {
+        title: sorted(rows, key=lambda row: names().index(of(row))) for title, rows in every.items()
+    }
 
 
 def bars(rows: list[Row]) -> list[harness.Bar]:
@@ -127,23 +144,62 @@ def bars(rows: list[Row]) -> list[harness.Bar]:
     ]
 
 
-def main() -> None:
-    """Run, and publish."""
+def shown(page: str) -> str:
+    """The page with the differences of the loops as they are now."""
+    return re.sub(
+        r"(<!-- door: (\w+) -->\n).*?(<!-- end of door -->)",
+        lambda found: f"{found[1]}```diff\n{difference(found[2])}\n```\n{found[3]}",
+        page,
+        flags=re.S,
+    )
+
+
+def difference(loop: str) -> str:
+    """Of the bodies of ``before`` and ``after``, all lines."""
+    text = (LOOPS / f"{loop}.py").read_text()
+    found = {node.name: node for node in ast.parse(text).body if isinstance(node, ast.FunctionDef)}
+    bodies = [
+        textwrap.dedent("\n".join(text.splitlines()[node.lineno : node.end_lineno])).splitlines()
+        for node in (found["before"], found["after"])
+    ]
+    # Without the names of files and the line numbers.
+    lines = [*difflib.unified_diff(*bodies, lineterm="", n=99)][3:]
+    return "\n".join(line.rstrip() for line in lines)
+
+
+def main() -> int:
+    """Run, and publish; of what fails the rows on record stay."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--only", default="", help="scripts, by comma")
     parser.add_argument("--source", action="append", default=[], metavar="NAME=DIR")
     parser.add_argument("--merge", action="store_true", help="run none, publish what is kept")
+    parser.add_argument("--page", action="store_true", help="run none, write the differences")
     options = parser.parse_args()
+    if options.page:
+        PAGE.write_text(shown(PAGE.read_text()))
+        return 0
     chosen = options.only.split(",") if options.only else names()
+    failed: list[str] = []
     if not options.merge:
         folders = dict(each.split("=", 1) for each in options.source)
         for name in chosen:
-            run(name, folders)
-    new = {name: rows_of(name) for name in chosen if (RAW / f"{name}.json").exists()}
-    rows = merged(new)
+            try:
+                run(name, folders)
+            except (subprocess.CalledProcessError, FileNotFoundError) as error:
+                print(f"{name}: {error}", file=sys.stderr)
+                failed.append(name)
+    sections = merged(
+        {
+            name: sections_of(name)
+            for name in chosen
+            if name not in failed and (RAW / f"{name}.json").exists()
+        }
+    )
     harness.on_cpu()
-    harness.report("doors", "Doors into other people's programs", [(DOORS, rows)], bars(rows))
+    title = "Doors into other people's programs"
+    harness.report("doors", title, list(sections.items()), bars(sections[DOORS]))
+    return int(bool(failed))
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

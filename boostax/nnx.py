@@ -12,9 +12,10 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import NamedSharding, PartitionSpec
 
-from boostax._core import axes, checks, trees
-from boostax._core.replicas import PerReplica, is_per_replica, owns_params
-from boostax.accumulate.aux import Aux, Beside
+from boostax._core import axes, checks, replicas, trees
+from boostax._core.replicas import PerReplica
+from boostax.accumulate import aux as auxiliary
+from boostax.accumulate.aux import Aux
 from boostax.freeze.scheduled import ScheduledFreeze
 from boostax.train.apply import apply_gradients
 from boostax.train.on_mesh import on_mesh
@@ -24,11 +25,11 @@ with checks.needing("boostax.nnx", "Flax", "workloads"):
     from flax import nnx
 
 PyTree = Any
-M = TypeVar("M")
+_M = TypeVar("_M")
 _WHO = "boostax.nnx.Optimizer"
 
 
-class Optimizer(nnx.Optimizer[M]):
+class Optimizer(nnx.Optimizer[_M]):
     """``nnx.Optimizer`` that writes params only where a step is taken.
 
     In the place of ``nnx.Optimizer``: made, updated, split, merged and checkpointed like it. Gates
@@ -75,7 +76,7 @@ class Optimizer(nnx.Optimizer[M]):
 
     def __init__(
         self,
-        model: M,
+        model: _M,
         tx: optax.GradientTransformation,
         *,
         wrt: Any,
@@ -90,18 +91,15 @@ class Optimizer(nnx.Optimizer[M]):
             params = nnx.as_pure(nnx.state(model, wrt, graph=graph))
             tx = on_mesh(tx, params, axis_name=axis_name, shard_optimizer=shard_optimizer)
             self.mesh = jax.tree.leaves(params)[0].sharding.mesh
-        allowed, hint = (
-            "False without an axis_name",
-            "It shards over the axes that axis_name names.",
-        )
-        holds = axis_name is not None or not shard_optimizer
+        allowed, holds = "False without an axis_name", axis_name is not None or not shard_optimizer
+        hint = "It shards over the axes that axis_name names."
         checks.require(_WHO, "shard_optimizer", shard_optimizer, allowed, holds, hint)
         super().__init__(model, tx, wrt=wrt, graph=graph)
         if self.mesh is not None:
             # Restored to one device, it could not go into a program with the others.
             whole = NamedSharding(self.mesh, PartitionSpec())
             self.step.set_value(jax.device_put(self.step.get_value(), whole))
-        if owns_params(self.opt_state):
+        if replicas.owns_params(self.opt_state):
             raise ValueError(
                 f"{_WHO}: tx must keep params that are the same on all replicas, got one with "
                 "local_updates or partial_average in it: a module has one of each param. Train "
@@ -130,7 +128,7 @@ class Optimizer(nnx.Optimizer[M]):
         names = () if self.axis_name is None else axes.canonical(_WHO, self.axis_name)
         where = {"mesh": self.mesh, "axis_name": self.axis_name} if names else {}
 
-        def run(model: M, *batch: Any, active: PyTree = None, **given: Any) -> tuple[Any, PyTree]:
+        def run(model: _M, *batch: Any, active: PyTree = None, **given: Any) -> tuple[Any, PyTree]:
             graph, params, keys, rest = self._split(model)
             opt_state = nnx.as_pure(self.opt_state)
 
@@ -138,14 +136,13 @@ class Optimizer(nnx.Optimizer[M]):
                 params: PyTree, batch: Any, model_state: PyTree, **scales: Any
             ) -> tuple[Any, PyTree]:
                 # Replicas are to draw apart.
-                own = jax.tree.map(lambda key: _apart(key, names), keys)
-                whole: Any = nnx.merge(graph, params, own, model_state)
+                apart = jax.tree.map(lambda key: _apart(key, names), keys)
+                whole: Any = nnx.merge(graph, params, apart, model_state)
                 result = loss_fn(whole, *batch, **given, **scales)
                 value, aux = result if has_aux else (result, Aux())
-                told = Aux(model_state=_left(self._split(whole)[3], model_state))
-                if isinstance(aux, Aux):
-                    return value, Beside(aux._replace(model_state=told.model_state), ())
-                return value, Beside(told, (aux,))
+                told, own = (aux, ()) if isinstance(aux, Aux) else (Aux(), (aux,))
+                left = _left(self._split(whole)[3], model_state)
+                return value, auxiliary.Beside(told._replace(model_state=left), own)
 
             if active is None:
                 active = self._active(params, opt_state)
@@ -156,7 +153,7 @@ class Optimizer(nnx.Optimizer[M]):
 
         return run
 
-    def update(self, model: M, grads: PyTree, /, **kwargs: Any) -> PyTree:
+    def update(self, model: _M, grads: PyTree, /, **kwargs: Any) -> PyTree:
         """As ``nnx.Optimizer.update``, but a step that a gate holds writes no param.
 
         Args:
@@ -168,10 +165,10 @@ class Optimizer(nnx.Optimizer[M]):
           What was added to the params. Cost: who has no use for it pays nothing inside ``nnx.jit``.
         """
         params = nnx.as_pure(nnx.state(model, self.wrt, graph=self.graph))
-        local = grads.local if is_per_replica(grads) else grads
+        local = grads.local if replicas.is_per_replica(grads) else grads
         if trees.arrays(local) is not local:
             local = nnx.as_pure(nnx.state(local, self.wrt, graph=self.graph))
-        grads = PerReplica(local) if is_per_replica(grads) else local
+        grads = PerReplica(local) if replicas.is_per_replica(grads) else local
         opt_state, kwargs = nnx.as_pure((self.opt_state, kwargs))
         new, opt_state = apply_gradients(self.tx, grads, opt_state, params, **kwargs)
         nnx.update(model, new)
@@ -211,9 +208,9 @@ def _left(new: PyTree, old: PyTree) -> PyTree:
     return new
 
 
-def _aux(aux: Beside) -> PyTree:
+def _aux(aux: auxiliary.Beside) -> PyTree:
     """What the loss returned, combined."""
-    own = aux.own.local if is_per_replica(aux.own) else aux.own
+    own = aux.own.local if replicas.is_per_replica(aux.own) else aux.own
     if not own:
         return aux.told._replace(model_state=None)
-    return PerReplica(own[0]) if is_per_replica(aux.own) else own[0]
+    return PerReplica(own[0]) if replicas.is_per_replica(aux.own) else own[0]

@@ -4,6 +4,7 @@ For readers that take a page at a time, and for programs. ``python docs/llms.py 
 anew; ``tests/test_docs.py`` holds it to the code.
 """
 
+import functools
 import importlib
 import inspect
 import pathlib
@@ -27,6 +28,8 @@ PACKAGES = (
     "boostax.autoboost",
     "boostax.inspect",
     "boostax.states",
+    "boostax.nnx",
+    "boostax.keras",
 )
 HEAD = """\
 # boostax
@@ -66,8 +69,10 @@ def public(module: Any) -> Iterator[tuple[str, Any]]:
 
 def signature(value: Any) -> str:
     """Names and defaults; types are in the reference."""
+    # NNX's classes are made by a call of their own.
+    made = inspect.isclass(value) and type(value).__call__ is not type.__call__
     try:
-        given = inspect.signature(value)
+        given = inspect.signature(functools.partial(value.__init__, None) if made else value)
     except ValueError:
         return "(...)"
     bare = [_bare(p) for p in given.parameters.values()]

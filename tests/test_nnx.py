@@ -346,3 +346,21 @@ def test_what_is_frozen_leaves_the_backward_pass():
     assert (every, fewer) == (5, 3)
     np.testing.assert_array_equal(model.up.kernel[...], Net().up.kernel[...])
     assert not np.array_equal(model.down.kernel[...], Net().down.kernel[...])
+
+
+def test_a_policy_lowers_the_products():
+    model = Layers()
+    optimizer = Optimizer(model, optax.sgd(0.1), wrt=nnx.Param)
+
+    def grads_of(policy):
+        def loss(model, x):
+            dtypes.append(model.up.kernel.dtype)
+            return jnp.mean(model(x).astype(jnp.float32))
+
+        return optimizer.value_and_grad(loss, policy=policy)(model, rows(0))[1]
+
+    dtypes = []
+    low, whole = grads_of("compute=bfloat16"), grads_of(None)
+    assert dtypes == [jnp.bfloat16, jnp.float32]
+    assert low["up"]["kernel"].dtype == jnp.float32
+    np.testing.assert_allclose(low["up"]["kernel"], whole["up"]["kernel"], atol=1e-3)

@@ -1,8 +1,8 @@
 """Doors into frameworks: the loops of ``docs/doors``, before and after, over 8 emulated devices.
 
 A door is a file with two functions, ``before(mesh, width)`` and ``after(mesh, width)``. Each gives
-a step and its arguments; the step returns them anew, and the loss. Printed last are the rows of the
-record, as JSON; ``benchmarks/doors.py`` runs it.
+a step and its arguments; the step returns them anew, and the loss. Printed last are the sections of
+the record, as JSON; ``benchmarks/doors.py`` runs it.
 """
 
 import dataclasses
@@ -23,6 +23,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import boostax
+from boostax.inspect import hlo
 
 ROOT = pathlib.Path(__file__).parents[2]
 DEVICES, STEPS, WIDTH = 8, 6, 256
@@ -55,6 +56,11 @@ class Door:
         return module
 
 
+FREEZING = (
+    Door("Optax", "optax", "freezing_optax"),
+    Door("Flax `TrainState`", "flax", "freezing_train_state"),
+    Door("Flax `nnx.Optimizer`", "flax", "freezing_nnx"),
+)
 DOORS = (
     Door("Optax, `MultiSteps`", "optax", "optax_multi_steps", ("optax", "window")),
     Door("Optax, `lax.scan`", "optax", "optax_scan", ("optax", "window")),
@@ -132,16 +138,26 @@ def local_bytes(tree: PyTree) -> int:
     return sum(x.addressable_shards[0].data.nbytes for x in arrays)
 
 
-def row(door: Door, width: int = WIDTH) -> dict[str, Any]:
-    """Of the record."""
+def both(door: Door, width: int) -> tuple[int, Run, Run]:
+    """The lines changed, and what the forms did."""
     module = door.load()
     old, new = (run(make, module.CALLS, width) for make in (module.before, module.after))
+    return changed(module.before, module.after), old, new
+
+
+def differ(old: Run, new: Run) -> float:
+    """The largest relative difference of a loss."""
     pairs = zip(old.losses, new.losses, strict=True)
+    return max(abs(a - b) / abs(a) for a, b in pairs)
+
+
+def row(door: Door, lines: int, old: Run, new: Run) -> dict[str, Any]:
+    """Of the record."""
     return {
         "program": door.program,
         "version": importlib.metadata.version(door.package),
         "way": "lines",
-        "lines": changed(module.before, module.after),
+        "lines": lines,
         "its tests": "-" if door.suites is None else tests(*door.suites),
         "reductions before": old.audit.reductions,
         "reductions after": new.audit.reductions,
@@ -149,8 +165,28 @@ def row(door: Door, width: int = WIDTH) -> dict[str, Any]:
         "temp MB after": new.audit.temporary_bytes / 1e6,
         "state MB before": old.state_bytes / 1e6,
         "state MB after": new.state_bytes / 1e6,
-        "losses differ": max(abs(a - b) / abs(a) for a, b in pairs),
+        "losses differ": differ(old, new),
     }
+
+
+def frozen(door: Door, lines: int, old: Run, new: Run) -> dict[str, Any]:
+    """Of the record: matrix products of a call with everything trained, and at the last depth."""
+    return {
+        "program": door.program,
+        "version": importlib.metadata.version(door.package),
+        "lines": lines,
+        "products before": int(products(old).least),
+        "products after, all trained": int(products(new).most),
+        "products after, three of four frozen": int(products(new).least),
+        "losses differ": differ(old, new),
+    }
+
+
+def products(found: Run) -> hlo.Ways:
+    """By the cheapest way through the compiled program, and by the dearest."""
+    program = hlo.parse(found.audit.text)
+    dots = (site for site in program.sites if site.instruction.op == "dot")
+    return program.total((site.branches, 1) for site in dots)
 
 
 def tests(suite: str, way: str) -> str:
@@ -165,14 +201,15 @@ def tests(suite: str, way: str) -> str:
 
 
 def main() -> None:
-    """Print a row for each."""
+    """Print a row for each door."""
     jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_num_cpu_devices", DEVICES)
-    rows = []
-    for door in DOORS:
-        rows.append(row(door))
-        print(rows[-1], file=sys.stderr, flush=True)
-    print(json.dumps(rows))
+    sections: dict[str, list[Any]] = {"Doors": [], "Freezing": []}
+    for name, doors, made in (("Doors", DOORS, row), ("Freezing", FREEZING, frozen)):
+        for door in doors:
+            sections[name].append(made(door, *both(door, WIDTH)))
+            print(sections[name][-1], file=sys.stderr, flush=True)
+    print(json.dumps(sections))
 
 
 if __name__ == "__main__":
