@@ -19,7 +19,7 @@ from boostax.accumulate.aux import Aux
 from boostax.freeze.scheduled import ScheduledFreeze
 from boostax.train.apply import apply_gradients
 from boostax.train.on_mesh import on_mesh
-from boostax.train.oracle import value_and_grad
+from boostax.train.oracle import gathered, value_and_grad
 
 with checks.needing("boostax.nnx", "Flax", "workloads"):
     from flax import nnx
@@ -129,25 +129,30 @@ class Optimizer(nnx.Optimizer[_M]):
         where = {"mesh": self.mesh, "axis_name": self.axis_name} if names else {}
 
         def run(model: _M, *batch: Any, active: PyTree = None, **given: Any) -> tuple[Any, PyTree]:
-            graph, params, keys, rest = self._split(model)
+            graph, params, keys, frozen, rest = self._split(model)
             opt_state = nnx.as_pure(self.opt_state)
 
             def loss(
-                params: PyTree, batch: Any, model_state: PyTree, **scales: Any
+                params: PyTree, batch: Any, model_state: PyTree, held: Any, **scales: Any
             ) -> tuple[Any, PyTree]:
+                keys, frozen = held
                 # Replicas are to draw apart.
                 apart = jax.tree.map(lambda key: _apart(key, names), keys)
-                whole: Any = nnx.merge(graph, params, apart, model_state)
+                whole: Any = nnx.merge(graph, params, apart, frozen, model_state)
                 result = loss_fn(whole, *batch, **given, **scales)
+                _, _, _, still, left = self._split(whole)
+                _require_kept(still, frozen, left, model_state)
                 value, aux = result if has_aux else (result, Aux())
                 told, own = (aux, ()) if isinstance(aux, Aux) else (Aux(), (aux,))
-                left = _left(self._split(whole)[3], model_state)
                 return value, auxiliary.Beside(told._replace(model_state=left), own)
 
             if active is None:
                 active = self._active(params, opt_state)
             fn = value_and_grad(loss, has_aux=True, **where, **how)
-            (value, aux), grads = fn(params, opt_state, batch, active=active, model_state=rest)
+            held = gathered(self.mesh, names, (keys, frozen)) if names else (keys, frozen)
+            (value, aux), grads = fn(
+                params, opt_state, batch, active=active, model_state=rest, held=held
+            )
             nnx.update(model, aux.told.model_state)
             return ((value, _aux(aux)) if has_aux else value), grads
 
@@ -176,11 +181,12 @@ class Optimizer(nnx.Optimizer[_M]):
         self.step[...] += 1
         return jax.tree.map(jnp.subtract, new, params)
 
-    def _split(self, model: Any) -> tuple[Any, PyTree, PyTree, PyTree]:
-        """The graph, and as arrays what is trained, the keys of dropout, and all else."""
-        graph, params, *others = nnx.split(model, self.wrt, nnx.RngKey, ..., graph=self.graph)
-        keys, rest = others
-        return graph, *nnx.as_pure((params, keys, rest))
+    def _split(self, model: Any) -> tuple[Any, PyTree, PyTree, PyTree, PyTree]:
+        """The graph, and as arrays what is trained, keys of dropout, other params, and all else."""
+        filters = self.wrt, nnx.RngKey, nnx.Param, ...
+        graph, params, *others = nnx.split(model, *filters, graph=self.graph)
+        keys, frozen, rest = others
+        return graph, *nnx.as_pure((params, keys, frozen, rest))
 
     def _active(self, params: PyTree, opt_state: PyTree) -> PyTree:
         """What is differentiated."""
@@ -197,15 +203,20 @@ def _apart(key: jax.Array, names: tuple[str, ...]) -> jax.Array:
     return jax.random.fold_in(key, axes.index(names)) if names else key
 
 
-def _left(new: PyTree, old: PyTree) -> PyTree:
-    """What a loss left in a model, if the model kept its variables."""
-    mine, theirs = jax.tree.structure(new), jax.tree.structure(old)
+def _require_kept(still: PyTree, frozen: PyTree, left: PyTree, state: PyTree) -> None:
+    """Refuse a loss that leaves other variables behind, or other params than it trains."""
+    mine, theirs = jax.tree.structure((still, left)), jax.tree.structure((frozen, state))
     if mine != theirs:
         raise ValueError(
             f"{_WHO}: loss_fn must leave the model the variables that it has, got {mine} for "
             f"{theirs}. Take out in the loss what it put in: nnx.pop(model, nnx.Intermediate)."
         )
-    return new
+    pairs = zip(trees.named(still), jax.tree.leaves(frozen), strict=True)
+    for (name, new), old in pairs:
+        if new is not old:
+            allowed = "a function that sets no nnx.Param"
+            hint = "Give what it sets a type of its own: class Average(nnx.Variable)."
+            raise ValueError(checks.message(_WHO, "loss_fn", allowed, name, hint))
 
 
 def _aux(aux: auxiliary.Beside) -> PyTree:

@@ -151,7 +151,11 @@ def test_moments_live_where_their_params_do():
         optimizer.build(model.trainable_variables)
         kernel = model.trainable_variables[0].value
         state = optimizer.opt_state
-        found = jax.tree.leaves(state.window)[0], state.inner_state[0].mu[0], state.inner_state[0].nu[0]
+        found = (
+            jax.tree.leaves(state.window)[0],
+            state.inner_state[0].mu[0],
+            state.inner_state[0].nu[0],
+        )
         assert not kernel.sharding.is_fully_replicated
         for leaf in found:
             assert leaf.shape == kernel.shape and leaf.sharding == kernel.sharding

@@ -247,11 +247,14 @@ def test_sharded_params_are_reduced_once_and_stay(kind, microbatches):
         assert mine.sharding.is_equivalent_to(NamedSharding(mesh, P("data")), 2)
 
 
-def test_replicas_draw_apart_and_agree_on_statistics():
-    model = placed(Net(), a_mesh(4))
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+def test_replicas_draw_apart_and_agree_on_statistics(kind):
+    mesh = a_mesh(4, kind)
+    model = placed(Net(), mesh)
     tx = optax.chain(boostax.all_reduce("data"), optax.sgd(0.1))
     optimizer = Optimizer(model, tx, wrt=nnx.Param, axis_name="data")
-    same = jnp.broadcast_to(rows(0)[:4], (4, 4, 64)).reshape(16, 64)
+    same = np.broadcast_to(rows(0)[:4], (4, 4, 64)).reshape(16, 64)
+    same = jax.device_put(same, NamedSharding(mesh, P("data")))
 
     @nnx.jit
     def predict(model, optimizer, x):
@@ -364,3 +367,38 @@ def test_a_policy_lowers_the_products():
     assert dtypes == [jnp.bfloat16, jnp.float32]
     assert low["up"]["kernel"].dtype == jnp.float32
     np.testing.assert_allclose(low["up"]["kernel"], whole["up"]["kernel"], atol=1e-3)
+
+
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+def test_params_that_are_not_trained_stay_where_they_are(kind):
+    """Defect guarded against: base weights of LoRA, averaged over the replicas in every call."""
+    mesh = a_mesh(4, kind)
+    model = placed(
+        nnx.LoRA(64, 4, 64, base_module=nnx.Linear(64, 64, rngs=nnx.Rngs(0)), rngs=nnx.Rngs(1)),
+        mesh,
+        lambda x: P("data") if x.shape == (64, 64) else P(),
+    )
+    tx = optax.chain(boostax.all_reduce("data"), optax.sgd(0.1))
+    optimizer = Optimizer(model, tx, wrt=nnx.LoRAParam, axis_name="data")
+    before = np.asarray(model.base_module.kernel[...])
+    batch = jax.device_put(rows(0), NamedSharding(mesh, P("data")))
+    trained = nnx.state(model, nnx.LoRAParam)
+    found = boostax.audit(train_step, model, optimizer, batch, params=trained)
+    assert found.reductions <= 1.01
+    losses = [float(train_step(model, optimizer, batch)) for _ in range(3)]
+    assert losses[2] < losses[0]
+    kernel = model.base_module.kernel[...]
+    np.testing.assert_array_equal(np.asarray(kernel), before)
+    assert kernel.sharding.is_equivalent_to(NamedSharding(mesh, P("data")), 2)
+
+
+def test_a_loss_that_sets_params_is_refused():
+    model = nnx.LoRA(64, 4, 64, base_module=nnx.Linear(64, 64, rngs=nnx.Rngs(0)), rngs=nnx.Rngs(1))
+    optimizer = Optimizer(model, optax.sgd(0.1), wrt=nnx.LoRAParam)
+
+    def setting(model, x):
+        model.base_module.bias[...] += 1
+        return model(x).mean()
+
+    with pytest.raises(ValueError, match=r"that sets no nnx\.Param, got 'base_module/bias'"):
+        optimizer.value_and_grad(setting)(model, rows(0))

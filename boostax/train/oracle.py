@@ -267,7 +267,7 @@ class Oracle:
             specs = rows if own else whole, rows, whole, *(whole for _ in more)
             how: Any = {"mesh": self.mesh, "axis_names": set(names)}
             mapped = jax.shard_map(each, in_specs=specs, out_specs=out_specs, **how)
-            return mapped(_gathered(self.mesh, names, params), batch, given, *more)
+            return mapped(gathered(self.mesh, names, params), batch, given, *more)
 
         return run
 
@@ -316,7 +316,7 @@ def _differentiable(value: Any, gradient: Any, args: tuple[Any, ...]) -> Callabl
     return loss
 
 
-def _gathered(mesh: Any, names: tuple[str, ...], params: PyTree) -> PyTree:
+def gathered(mesh: Any, names: tuple[str, ...], params: PyTree) -> PyTree:
     """Params that are whole on every replica.
 
     XLA gathers those that are sharded over the replica axes; on an Explicit mesh that is said.
