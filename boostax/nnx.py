@@ -45,7 +45,7 @@ class Optimizer(nnx.Optimizer[_M]):
       axis_name: the mesh axis, or axes, over which the batch is split; ``None`` on one device, and
         where XLA is to reduce the gradients.
       shard_optimizer: see ``boostax.on_mesh``.
-      graph: see ``nnx.Optimizer``.
+      **more: what ``nnx.Optimizer`` takes besides: ``graph``.
 
     Attributes:
       step: calls of ``update``, held ones as well; ``boostax.metrics(optimizer.opt_state)`` has the
@@ -82,23 +82,29 @@ class Optimizer(nnx.Optimizer[_M]):
         wrt: Any,
         axis_name: axes.AxisName | None = None,
         shard_optimizer: bool = False,
-        graph: bool | None = None,
+        **more: Any,
     ):
         self.freezing = tx if isinstance(tx, ScheduledFreeze) else None
         self.axis_name = axis_name
         self.mesh: Any = None
+        self.more = more
         if axis_name is not None:
-            params = nnx.as_pure(nnx.state(model, wrt, graph=graph))
+            params = nnx.as_pure(nnx.state(model, wrt, **more))
             tx = on_mesh(tx, params, axis_name=axis_name, shard_optimizer=shard_optimizer)
             self.mesh = jax.tree.leaves(params)[0].sharding.mesh
         allowed, holds = "False without an axis_name", axis_name is not None or not shard_optimizer
         hint = "It shards over the axes that axis_name names."
         checks.require(_WHO, "shard_optimizer", shard_optimizer, allowed, holds, hint)
-        super().__init__(model, tx, wrt=wrt, graph=graph)
+        super().__init__(model, tx, wrt=wrt, **more)
         if self.mesh is not None:
             # Restored to one device, it could not go into a program with the others.
             whole = NamedSharding(self.mesh, PartitionSpec())
             self.step.set_value(jax.device_put(self.step.get_value(), whole))
+            # What leads with the replicas has the metadata of a param, which does not.
+            for variable in jax.tree.leaves(self.opt_state, is_leaf=_is_variable):
+                if variable.has_metadata("out_sharding"):
+                    spec = variable.get_value().sharding.spec
+                    variable.set_metadata(out_sharding=tuple(spec))
         if replicas.owns_params(self.opt_state):
             raise ValueError(
                 f"{_WHO}: tx must keep params that are the same on all replicas, got one with "
@@ -169,22 +175,22 @@ class Optimizer(nnx.Optimizer[_M]):
         Returns:
           What was added to the params. Cost: who has no use for it pays nothing inside ``nnx.jit``.
         """
-        params = nnx.as_pure(nnx.state(model, self.wrt, graph=self.graph))
+        params = nnx.as_pure(nnx.state(model, self.wrt, **self.more))
         local = grads.local if replicas.is_per_replica(grads) else grads
         if trees.arrays(local) is not local:
-            local = nnx.as_pure(nnx.state(local, self.wrt, graph=self.graph))
+            local = nnx.as_pure(nnx.state(local, self.wrt, **self.more))
         grads = PerReplica(local) if replicas.is_per_replica(grads) else local
         opt_state, kwargs = nnx.as_pure((self.opt_state, kwargs))
         new, opt_state = apply_gradients(self.tx, grads, opt_state, params, **kwargs)
         nnx.update(model, new)
-        nnx.update(self.opt_state, nnx.state(opt_state, graph=self.graph))
+        nnx.update(self.opt_state, nnx.state(opt_state, **self.more))
         self.step[...] += 1
         return jax.tree.map(jnp.subtract, new, params)
 
     def _split(self, model: Any) -> tuple[Any, PyTree, PyTree, PyTree, PyTree]:
         """The graph, and as arrays what is trained, keys of dropout, other params, and all else."""
         filters = self.wrt, nnx.RngKey, nnx.Param, ...
-        graph, params, *others = nnx.split(model, *filters, graph=self.graph)
+        graph, params, *others = nnx.split(model, *filters, **self.more)
         keys, frozen, rest = others
         return graph, *nnx.as_pure((params, keys, frozen, rest))
 
@@ -196,6 +202,10 @@ class Optimizer(nnx.Optimizer[_M]):
         if len(depths) == 1:
             return self.freezing.active(params, depths[0])
         return self.freezing.choice(params, opt_state)
+
+
+def _is_variable(node: Any) -> bool:
+    return isinstance(node, nnx.Variable)
 
 
 def _apart(key: jax.Array, names: tuple[str, ...]) -> jax.Array:

@@ -402,3 +402,19 @@ def test_a_loss_that_sets_params_is_refused():
 
     with pytest.raises(ValueError, match=r"that sets no nnx\.Param, got 'base_module/bias'"):
         optimizer.value_and_grad(setting)(model, rows(0))
+
+
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+def test_metadata_of_the_state_say_where_it_is(kind):
+    """A checkpoint is restored by them; a window of each replica's own leads with the replicas."""
+    with jax.set_mesh(a_mesh(4, kind)):
+        init = nnx.with_partitioning(nnx.initializers.lecun_normal(), ("data", "model"))
+        model = nnx.Linear(64, 8, kernel_init=init, use_bias=False, rngs=nnx.Rngs(0))
+        tx = optax.chain(boostax.all_reduce("data"), optax.adam(0.1))
+        tx = boostax.accumulate(tx, 2, axis_name="data")
+        state = nnx.state(Optimizer(model, tx, wrt=nnx.Param, axis_name="data"))
+    named = jax.tree.leaves(nnx.as_pure(nnx.get_partition_spec(state)))
+    arrays = jax.tree.leaves(nnx.as_pure(state))
+    assert len(named) == len(arrays) and any(x.ndim == 3 for x in arrays)
+    for spec, x in zip(named, arrays, strict=True):
+        assert NamedSharding(x.sharding.mesh, spec).is_equivalent_to(x.sharding, x.ndim)
