@@ -54,6 +54,8 @@ class Optimizer(keras.optimizers.Optimizer):
       iterations: calls, held ones as well; ``boostax.metrics(optimizer.opt_state)`` has the applied
         ones.
 
+    Cost: that of ``tx`` by ``boostax.apply_gradients``.
+
     Raises:
       ValueError: a PRNG key in the chain's state, which a variable of Keras cannot hold; in ``fit``
         a chain that reduces over replicas, of whose axes Keras's step binds none, and gradients

@@ -13,6 +13,7 @@ import optax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from boostax._core import axes, checks, replicas, trees
+from boostax._core.finite import all_finite
 from boostax._core.replicas import PerReplica
 from boostax.accumulate import aux as auxiliary
 from boostax.accumulate.aux import Aux
@@ -52,6 +53,9 @@ class Optimizer(nnx.Optimizer[_M]):
         applied ones.
       tx: the chain, with ``axis_name`` in ``boostax.on_mesh``.
       opt_state: its state, in variables.
+
+    Cost: that of ``tx`` by ``boostax.apply_gradients``; with ``nnx.jit(donate_argnums=...)`` a held
+    step reads the params for the loss and writes none.
 
     Raises:
       ValueError: params that are on no mesh with ``axis_name``; a chain that keeps params of each
@@ -120,7 +124,8 @@ class Optimizer(nnx.Optimizer[_M]):
         Args:
           loss_fn: ``loss_fn(model, *batch, **given)``; a scalar, or ``(loss, aux)``. What it
             changes in the model (BatchNorm statistics, counters of dropout) is averaged over the
-            replicas and stays changed.
+            replicas and stays changed, unless some of it is not finite: by the loss, as in
+            ``nnx.value_and_grad``, and so also where a scaler skips the gradient.
           has_aux: as in ``boostax.value_and_grad``: a ``boostax.Aux`` is combined, any other aux
             passes through.
           **how: of ``boostax.value_and_grad``: ``microbatches``, ``policy``, ``accumulator_dtype``.
@@ -129,7 +134,12 @@ class Optimizer(nnx.Optimizer[_M]):
           ``fn(model, *batch, active=None, **given)`` that returns ``(loss, grads)``. The rows of
           ``batch`` are split over replicas and micro-batches, ``given`` is handed on whole.
           ``active`` says what is differentiated; by default what the ``scheduled_freeze`` in ``tx``
-          trains next.
+          trains next. Cost: that of ``boostax.value_and_grad``; over replicas one collective per
+          variable of the model that is no param, in every call.
+
+        Raises:
+          ValueError: a loss that leaves the model other variables, or sets params that ``wrt`` does
+            not name.
         """
         names = () if self.axis_name is None else axes.canonical(_WHO, self.axis_name)
         where = {"mesh": self.mesh, "axis_name": self.axis_name} if names else {}
@@ -159,7 +169,10 @@ class Optimizer(nnx.Optimizer[_M]):
             (value, aux), grads = fn(
                 params, opt_state, batch, active=active, model_state=rest, held=held
             )
-            nnx.update(model, aux.told.model_state)
+            # An overflow in the forward pass reaches statistics before any gradient.
+            keep = all_finite(aux.told.model_state)
+            put = lambda new, old: jnp.where(keep, new, old)  # noqa: E731
+            nnx.update(model, jax.tree.map(put, aux.told.model_state, rest))
             return ((value, _aux(aux)) if has_aux else value), grads
 
         return run

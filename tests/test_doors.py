@@ -96,6 +96,15 @@ def test_rows_of_a_script_take_the_place_of_its_old_ones(monkeypatch, tmp_path):
     assert found["More"] == [{"door": "two 1"}]
 
 
+def test_a_script_says_what_it_wants(monkeypatch, tmp_path):
+    monkeypatch.setattr(doors, "SCRIPTS", tmp_path)
+    (tmp_path / "one.txt").write_text("# python: 3.12\n# source: ssh://git@host/x@0123\njax\n")
+    assert doors.wanted("one") == {"python": "3.12", "source": "ssh://git@host/x@0123"}
+    assert doors.source("one", {"one": "there"}) == ["--source", "there"]
+    assert doors.wanted("two") == {} and doors.source("two", {}) == []
+    assert doors.environment("two") == sys.executable
+
+
 def test_a_row_with_other_columns_is_refused(monkeypatch, tmp_path):
     monkeypatch.setattr(doors, "RAW", tmp_path)
     (tmp_path / "one.json").write_text('[{"program": "x"}]')
