@@ -80,6 +80,7 @@ bench: $(READY)
 	$(RUN) benchmarks/scorecard.py
 	$(RUN) benchmarks/placements.py
 	$(RUN) benchmarks/foreign_loops.py
+	-$(RUN) benchmarks/doors.py
 	$(RUN) benchmarks/soak.py
 	$(QUICK_CODE) $(RUN) benchmarks/fuzz.py
 	$(RUN) benchmarks/newcomer.py

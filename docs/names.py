@@ -5,6 +5,7 @@ that take a page at a time and for programs; the second what old names are now. 
 docs/names.py --write`` makes them anew; ``tests/test_docs.py`` holds them to the code.
 """
 
+import functools
 import importlib
 import inspect
 import pathlib
@@ -30,6 +31,8 @@ PACKAGES = (
     "boostax.autoboost",
     "boostax.inspect",
     "boostax.states",
+    "boostax.nnx",
+    "boostax.keras",
 )
 HEAD = """\
 # boostax
@@ -69,8 +72,10 @@ def public(module: Any) -> Iterator[tuple[str, Any]]:
 
 def signature(value: Any) -> str:
     """Names and defaults; types are in the reference."""
+    # NNX's classes are made by a call of their own.
+    made = inspect.isclass(value) and type(value).__call__ is not type.__call__
     try:
-        given = inspect.signature(value)
+        given = inspect.signature(functools.partial(value.__init__, None) if made else value)
     except ValueError:
         return "(...)"
     bare = [_bare(p) for p in given.parameters.values()]

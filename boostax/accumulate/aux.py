@@ -36,9 +36,29 @@ class Aux(NamedTuple):
     metrics: PyTree = {}  # noqa: RUF012
 
 
+class Beside(NamedTuple):
+    """An ``Aux``, and beside it what passes through as any other aux does."""
+
+    told: Aux
+    own: PyTree
+
+
 def as_aux(aux: PyTree) -> Aux:
     """``aux`` itself, or one that says nothing."""
+    aux = aux.told if isinstance(aux, Beside) else aux
     return aux if isinstance(aux, Aux) else Aux()
+
+
+def own_of(aux: PyTree) -> PyTree:
+    """What of it passes through."""
+    return aux.own if isinstance(aux, Beside) else () if isinstance(aux, Aux) else aux
+
+
+def as_given(told: Aux, own: PyTree, given: PyTree) -> PyTree:
+    """The two of them in the form of what was given."""
+    if isinstance(given, Beside):
+        return Beside(told, own)
+    return told if isinstance(given, Aux) else own
 
 
 def as_metrics(aux: PyTree, who: str) -> Aux:

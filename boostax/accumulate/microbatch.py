@@ -14,7 +14,7 @@ from jax import lax
 
 from boostax._core import axes, bcoo, checks, trees
 from boostax.accumulate import carried
-from boostax.accumulate.aux import Aux, as_aux, divide, weigh
+from boostax.accumulate.aux import Aux, as_aux, as_given, divide, own_of, weigh
 
 PyTree = Any
 
@@ -29,12 +29,6 @@ class _Sums(NamedTuple):
     grads: PyTree
     metrics: PyTree
     weight: jax.Array
-
-
-class _Plain(NamedTuple):
-    """An aux that is no ``Aux``, and passes through."""
-
-    aux: PyTree
 
 
 def microbatch(
@@ -102,13 +96,13 @@ def microbatch(
         **kwargs: Any,
     ) -> tuple[PyTree, PyTree]:
         slices = split(batch, count, who)
-        told: Aux = Aux()
+        given_aux: PyTree = Aux()
         found: carried.Rules = {}
 
         def evaluate(
             index: jax.Array, state: PyTree
         ) -> tuple[_Sums, carried.Carried, PyTree, PyTree]:
-            nonlocal told, found
+            nonlocal given_aux, found
             given = dict(kwargs)
             if key is not None:
                 given["key"] = jax.random.fold_in(key, index)
@@ -116,8 +110,8 @@ def microbatch(
                 given["model_state"] = state
             value, grads = value_and_grad_fn(params, take(slices, index), *args, **given)
             bcoo.require(grads, who)
-            loss, aux = value if has_aux else (value, Aux())
-            told = as_aux(aux)
+            loss, given_aux = value if has_aux else (value, Aux())
+            told = as_aux(given_aux)
             weight = jnp.asarray(1.0 if told.weight is None else told.weight, jnp.float32)
             loss, metrics = trees.at_least_float32((loss, told.metrics))
             found = carried.resolve(rules, grads)
@@ -127,10 +121,10 @@ def microbatch(
             if normalize == "mean":
                 sums = weigh(sums, weight)._replace(weight=weight)
             state = state if told.model_state is None else told.model_state
-            return sums, new, state, None if told is aux else _Plain(aux)
+            return sums, new, state, own_of(given_aux)
 
         first = jnp.int32(0)
-        replay, (sums_like, new_like, state_like, plain) = trees.trace_once(
+        replay, (sums_like, new_like, state_like, _) = trees.trace_once(
             evaluate, first, model_state
         )
         state = axes.unify(model_state, state_like)
@@ -158,10 +152,9 @@ def microbatch(
         grads = carried.put(mean.grads, new)
         if not has_aux:
             return mean.loss, grads
-        if plain is not None:
-            return (mean.loss, stacked.aux), grads
-        weight = None if told.weight is None else total.weight
-        return (mean.loss, Aux(weight, state, mean.metrics)), grads
+        weight = None if as_aux(given_aux).weight is None else total.weight
+        told = Aux(weight, state, mean.metrics)
+        return (mean.loss, as_given(told, stacked, given_aux)), grads
 
     return wrapped
 

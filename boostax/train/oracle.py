@@ -17,7 +17,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from boostax._core import axes, bcoo, checks, costs, handshake, trees
 from boostax._core.replicas import PerReplica, is_per_replica, without
 from boostax.accumulate import carried
-from boostax.accumulate.aux import Aux, as_aux, divide, drop_empty, weigh
+from boostax.accumulate.aux import Aux, as_aux, as_given, divide, drop_empty, own_of, weigh
 from boostax.accumulate.microbatch import microbatch
 from boostax.freeze.stages import Choice, staged
 from boostax.precision.group_state import group_scales
@@ -222,21 +222,23 @@ class Oracle:
                 return self.local(params, batch, scale, given, active, rules)
 
             at = active.at if isinstance(active, Choice) else None
+            given_aux: PyTree = Aux()
 
             def each(
                 params: PyTree, batch: PyTree, given: dict[str, Any], scale: jax.Array, at: Any
             ) -> tuple[Any, PyTree]:
+                nonlocal given_aux
                 handshake.hand_on(scales, given.get("scales"))
                 chosen = active if at is None else active._replace(at=at)
                 value, grads = self.local(params, batch, scale, given, chosen, rules)
-                loss, aux = value if self.has_aux else (value, Aux())
-                told, own_aux = (aux, ()) if isinstance(aux, Aux) else (None, aux)
+                loss, given_aux = value if self.has_aux else (value, Aux())
                 stackable = functools.partial(jnp.expand_dims, axis=0)
-                return (loss, told), jax.tree.map(stackable, (own_aux, grads))
+                stacked = jax.tree.map(stackable, (own_of(given_aux), grads))
+                return (loss, as_aux(given_aux)), stacked
 
             run = self._mapped(each, (PartitionSpec(), PartitionSpec(self.names)))
-            (loss, told), (aux, grads) = run(params, batch, given, scale, at)
-        aux = PerReplica(aux) if told is None else told
+            (loss, told), (own, grads) = run(params, batch, given, scale, at)
+        aux = as_given(told, PerReplica(own), given_aux)
         return ((loss, aux) if self.has_aux else loss), PerReplica(grads)
 
     def loss_at(self, batch: PyTree, **kwargs: Any) -> Callable[[PyTree], jax.Array]:
@@ -266,7 +268,7 @@ class Oracle:
             specs = rows if own else whole, rows, whole, *(whole for _ in more)
             how: Any = {"mesh": self.mesh, "axis_names": set(names)}
             mapped = jax.shard_map(each, in_specs=specs, out_specs=out_specs, **how)
-            return mapped(_gathered(self.mesh, names, params), batch, given, *more)
+            return mapped(gathered(self.mesh, names, params), batch, given, *more)
 
         return run
 
@@ -315,7 +317,7 @@ def _differentiable(value: Any, gradient: Any, args: tuple[Any, ...]) -> Callabl
     return loss
 
 
-def _gathered(mesh: Any, names: tuple[str, ...], params: PyTree) -> PyTree:
+def gathered(mesh: Any, names: tuple[str, ...], params: PyTree) -> PyTree:
     """Params that are whole on every replica.
 
     XLA gathers those that are sharded over the replica axes; on an Explicit mesh that is said.
@@ -450,11 +452,10 @@ def _over_replicas(
         # Divided by the mean weight, so that the mean over replicas is the mean over all tokens.
         grads = trees.cast_like(divide(weigh(grads, local), total / replicas), grads)
     loss, metrics = divide(lax.psum(weigh((loss, told.metrics), local), names), total)
-    if not isinstance(aux, Aux):
-        return loss, aux, grads
     # Alike on all replicas, so that windows of mean weights add up to the mean over all tokens.
     weight = None if told.weight is None else total / replicas
-    return loss, Aux(weight, _mean_state(told.model_state, names), metrics), grads
+    told = Aux(weight, _mean_state(told.model_state, names), metrics)
+    return loss, as_given(told, own_of(aux), aux), grads
 
 
 def _mean_state(model_state: PyTree, names: tuple[str, ...]) -> PyTree:

@@ -1,8 +1,8 @@
 """A pytest plugin that puts boostax into what a suite of others imports, before it is collected.
 
 ``FOREIGN`` says how: ``scaler`` and ``window`` wrap every optimizer that Optax makes in one that is
-set to do nothing; ``compat`` puts the forms of ``boostax.compat`` in the places of theirs; ``mpx``
-lets boostax's scaler do what its scale does.
+set to do nothing; ``compat`` puts the forms of ``boostax.compat`` in the places of theirs; ``nnx``
+does so with ``boostax.nnx.Optimizer``; ``mpx`` lets boostax's scaler do what its scale does.
 """
 
 import functools
@@ -63,6 +63,17 @@ def into_everything():
     jmp.all_finite = boostax.precision.all_finite
 
 
+def into_nnx():
+    """``nnx.Optimizer``, and what Flax derives from it."""
+    from flax import nnx
+
+    from boostax.nnx import Optimizer
+
+    derived = nnx.ModelAndOptimizer
+    derived.__bases__ = tuple(Optimizer if x is nnx.Optimizer else x for x in derived.__bases__)
+    nnx.Optimizer = Optimizer
+
+
 def into_mpx():
     """``DynamicLossScaling`` and ``all_finite``."""
     import equinox as eqx
@@ -91,4 +102,4 @@ how = os.environ.get("FOREIGN", "")
 if how in WRAPPERS:
     into_optax(WRAPPERS[how])
 elif how:
-    {"compat": into_everything, "mpx": into_mpx}[how]()
+    {"compat": into_everything, "nnx": into_nnx, "mpx": into_mpx}[how]()

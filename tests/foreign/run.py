@@ -56,6 +56,7 @@ SUITES = {
     "flax nnx optimizer": Suite(
         "flax",
         ("tests/nnx/optimizer_test.py",),
+        ways=("scaler", "window", "nnx"),
         origin=("https://github.com/google/flax", "v{}"),
     ),
     "jmp loss scale": Suite("jmp", ("_src/loss_scale_test.py",), ways=("compat",)),

@@ -1,0 +1,250 @@
+"""Flax NNX: an ``nnx.Optimizer`` that works in place, and gradients as its chain wants them.
+
+``nnx.Optimizer`` takes updates from the chain and adds them to the params, in every call. A step
+that a gate holds then writes all params, plus zero.
+"""
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax.sharding import NamedSharding, PartitionSpec
+
+from boostax._core import axes, checks, replicas, trees
+from boostax._core.finite import all_finite
+from boostax._core.replicas import PerReplica
+from boostax.accumulate import aux as auxiliary
+from boostax.accumulate.aux import Aux
+from boostax.freeze.scheduled import ScheduledFreeze
+from boostax.train.apply import apply_gradients
+from boostax.train.on_mesh import on_mesh
+from boostax.train.oracle import gathered, value_and_grad
+
+with checks.needing("boostax.nnx", "Flax", "workloads"):
+    from flax import nnx
+
+PyTree = Any
+_M = TypeVar("_M")
+_WHO = "boostax.nnx.Optimizer"
+
+
+class Optimizer(nnx.Optimizer[_M]):
+    """``nnx.Optimizer`` that writes params only where a step is taken.
+
+    In the place of ``nnx.Optimizer``: made, updated, split, merged and checkpointed like it. Gates
+    (a loss scaler, a window) stand outermost in ``tx``; in a step that they hold, params stay in
+    their buffers. ``value_and_grad`` gives what the chain needs: gradients of the scaled loss,
+    local to each replica, without those that a ``scheduled_freeze`` leaves out.
+
+    Args:
+      model: an ``nnx.Module``; with ``axis_name`` its params placed on one mesh by
+        ``NamedSharding``, sharded in any way.
+      tx: any Optax chain; with ``axis_name`` one with a reduction, as in ``boostax.on_mesh``.
+      wrt: filter of the variables that are trained.
+      axis_name: the mesh axis, or axes, over which the batch is split; ``None`` on one device, and
+        where XLA is to reduce the gradients.
+      shard_optimizer: see ``boostax.on_mesh``.
+      **more: what ``nnx.Optimizer`` takes besides: ``graph``.
+
+    Attributes:
+      step: calls of ``update``, held ones as well; ``boostax.metrics(optimizer.opt_state)`` has the
+        applied ones.
+      tx: the chain, with ``axis_name`` in ``boostax.on_mesh``.
+      opt_state: its state, in variables.
+
+    Cost: that of ``tx`` by ``boostax.apply_gradients``; with ``nnx.jit(donate_argnums=...)`` a held
+    step reads the params for the loss and writes none.
+
+    Raises:
+      ValueError: params that are on no mesh with ``axis_name``; a chain that keeps params of each
+        replica's own (``local_updates``, ``partial_average``), for which a module has no place.
+
+    Example:
+      >>> import boostax, jax.numpy as jnp, optax
+      >>> from boostax.nnx import Optimizer
+      >>> from flax import nnx
+      >>> model = nnx.Linear(2, 1, rngs=nnx.Rngs(0))
+      >>> tx = boostax.dynamic_loss_scale(boostax.accumulate(optax.sgd(0.1), every=2))
+      >>> optimizer = Optimizer(model, tx, wrt=nnx.Param)  # was nnx.Optimizer
+      >>> @nnx.jit
+      ... def train_step(model, optimizer, x):
+      ...   loss_fn = lambda model, x: jnp.mean(model(x) - 1)
+      ...   loss, grads = optimizer.value_and_grad(loss_fn)(model, x)  # was nnx.value_and_grad
+      ...   optimizer.update(model, grads)
+      ...   return loss
+      >>> [float(train_step(model, optimizer, jnp.zeros((4, 2)))) for _ in range(3)]
+      [-1.0, -1.0, -1.100000023841858]
+    """
+
+    def __init__(
+        self,
+        model: _M,
+        tx: optax.GradientTransformation,
+        *,
+        wrt: Any,
+        axis_name: axes.AxisName | None = None,
+        shard_optimizer: bool = False,
+        **more: Any,
+    ):
+        self.freezing = tx if isinstance(tx, ScheduledFreeze) else None
+        self.axis_name = axis_name
+        self.mesh: Any = None
+        self.more = more
+        if axis_name is not None:
+            params = nnx.as_pure(nnx.state(model, wrt, **more))
+            tx = on_mesh(tx, params, axis_name=axis_name, shard_optimizer=shard_optimizer)
+            self.mesh = jax.tree.leaves(params)[0].sharding.mesh
+        allowed, holds = "False without an axis_name", axis_name is not None or not shard_optimizer
+        hint = "It shards over the axes that axis_name names."
+        checks.require(_WHO, "shard_optimizer", shard_optimizer, allowed, holds, hint)
+        super().__init__(model, tx, wrt=wrt, **more)
+        if self.mesh is not None:
+            # Restored to one device, it could not go into a program with the others.
+            whole = NamedSharding(self.mesh, PartitionSpec())
+            self.step.set_value(jax.device_put(self.step.get_value(), whole))
+            # What leads with the replicas has the metadata of a param, which does not.
+            for variable in jax.tree.leaves(self.opt_state, is_leaf=_is_variable):
+                if variable.has_metadata("out_sharding"):
+                    spec = variable.get_value().sharding.spec
+                    variable.set_metadata(out_sharding=tuple(spec))
+        if replicas.owns_params(self.opt_state):
+            raise ValueError(
+                f"{_WHO}: tx must keep params that are the same on all replicas, got one with "
+                "local_updates or partial_average in it: a module has one of each param. Train "
+                "nnx.state(model) with boostax.make_train_step."
+            )
+
+    def value_and_grad(
+        self, loss_fn: Callable[..., Any], *, has_aux: bool = False, **how: Any
+    ) -> Callable[..., tuple[Any, PyTree]]:
+        """In the place of ``nnx.value_and_grad``: gradients as the chain wants them.
+
+        Args:
+          loss_fn: ``loss_fn(model, *batch, **given)``; a scalar, or ``(loss, aux)``. What it
+            changes in the model (BatchNorm statistics, counters of dropout) is averaged over the
+            replicas and stays changed, unless some of it is not finite: by the loss, as in
+            ``nnx.value_and_grad``, and so also where a scaler skips the gradient.
+          has_aux: as in ``boostax.value_and_grad``: a ``boostax.Aux`` is combined, any other aux
+            passes through.
+          **how: of ``boostax.value_and_grad``: ``microbatches``, ``policy``, ``accumulator_dtype``.
+
+        Returns:
+          ``fn(model, *batch, active=None, **given)`` that returns ``(loss, grads)``. The rows of
+          ``batch`` are split over replicas and micro-batches, ``given`` is handed on whole.
+          ``active`` says what is differentiated; by default what the ``scheduled_freeze`` in ``tx``
+          trains next. Cost: that of ``boostax.value_and_grad``; over replicas one collective per
+          variable of the model that is no param, in every call.
+
+        Raises:
+          ValueError: a loss that leaves the model other variables, or sets params that ``wrt`` does
+            not name.
+        """
+        names = () if self.axis_name is None else axes.canonical(_WHO, self.axis_name)
+        where = {"mesh": self.mesh, "axis_name": self.axis_name} if names else {}
+
+        def run(model: _M, *batch: Any, active: PyTree = None, **given: Any) -> tuple[Any, PyTree]:
+            graph, params, keys, frozen, rest = self._split(model)
+            opt_state = nnx.as_pure(self.opt_state)
+
+            def loss(
+                params: PyTree, batch: Any, model_state: PyTree, held: Any, **scales: Any
+            ) -> tuple[Any, PyTree]:
+                keys, frozen = held
+                # Replicas are to draw apart.
+                apart = jax.tree.map(lambda key: _apart(key, names), keys)
+                whole: Any = nnx.merge(graph, params, apart, frozen, model_state)
+                result = loss_fn(whole, *batch, **given, **scales)
+                _, _, _, still, left = self._split(whole)
+                _require_kept(still, frozen, left, model_state)
+                value, aux = result if has_aux else (result, Aux())
+                told, own = (aux, ()) if isinstance(aux, Aux) else (Aux(), (aux,))
+                return value, auxiliary.Beside(told._replace(model_state=left), own)
+
+            if active is None:
+                active = self._active(params, opt_state)
+            fn = value_and_grad(loss, has_aux=True, **where, **how)
+            held = gathered(self.mesh, names, (keys, frozen)) if names else (keys, frozen)
+            (value, aux), grads = fn(
+                params, opt_state, batch, active=active, model_state=rest, held=held
+            )
+            # An overflow in the forward pass reaches statistics before any gradient.
+            keep = all_finite(aux.told.model_state)
+            put = lambda new, old: jnp.where(keep, new, old)  # noqa: E731
+            nnx.update(model, jax.tree.map(put, aux.told.model_state, rest))
+            return ((value, _aux(aux)) if has_aux else value), grads
+
+        return run
+
+    def update(self, model: _M, grads: PyTree, /, **kwargs: Any) -> PyTree:
+        """As ``nnx.Optimizer.update``, but a step that a gate holds writes no param.
+
+        Args:
+          model: whose params are changed.
+          grads: of ``value_and_grad``, or of ``nnx.grad`` where nothing scales or reduces.
+          **kwargs: handed to ``tx.update``.
+
+        Returns:
+          What was added to the params. Cost: who has no use for it pays nothing inside ``nnx.jit``.
+        """
+        params = nnx.as_pure(nnx.state(model, self.wrt, **self.more))
+        local = grads.local if replicas.is_per_replica(grads) else grads
+        if trees.arrays(local) is not local:
+            local = nnx.as_pure(nnx.state(local, self.wrt, **self.more))
+        grads = PerReplica(local) if replicas.is_per_replica(grads) else local
+        opt_state, kwargs = nnx.as_pure((self.opt_state, kwargs))
+        new, opt_state = apply_gradients(self.tx, grads, opt_state, params, **kwargs)
+        nnx.update(model, new)
+        nnx.update(self.opt_state, nnx.state(opt_state, **self.more))
+        self.step[...] += 1
+        return jax.tree.map(jnp.subtract, new, params)
+
+    def _split(self, model: Any) -> tuple[Any, PyTree, PyTree, PyTree, PyTree]:
+        """The graph, and as arrays what is trained, keys of dropout, other params, and all else."""
+        filters = self.wrt, nnx.RngKey, nnx.Param, ...
+        graph, params, *others = nnx.split(model, *filters, **self.more)
+        keys, frozen, rest = others
+        return graph, *nnx.as_pure((params, keys, frozen, rest))
+
+    def _active(self, params: PyTree, opt_state: PyTree) -> PyTree:
+        """What is differentiated."""
+        if self.freezing is None:
+            return True
+        depths = self.freezing.freezing.drawn(params)
+        if len(depths) == 1:
+            return self.freezing.active(params, depths[0])
+        return self.freezing.choice(params, opt_state)
+
+
+def _is_variable(node: Any) -> bool:
+    return isinstance(node, nnx.Variable)
+
+
+def _apart(key: jax.Array, names: tuple[str, ...]) -> jax.Array:
+    """A key of the replica's own."""
+    return jax.random.fold_in(key, axes.index(names)) if names else key
+
+
+def _require_kept(still: PyTree, frozen: PyTree, left: PyTree, state: PyTree) -> None:
+    """Refuse a loss that leaves other variables behind, or other params than it trains."""
+    mine, theirs = jax.tree.structure((still, left)), jax.tree.structure((frozen, state))
+    if mine != theirs:
+        raise ValueError(
+            f"{_WHO}: loss_fn must leave the model the variables that it has, got {mine} for "
+            f"{theirs}. Take out in the loss what it put in: nnx.pop(model, nnx.Intermediate)."
+        )
+    pairs = zip(trees.named(still), jax.tree.leaves(frozen), strict=True)
+    for (name, new), old in pairs:
+        if new is not old:
+            allowed = "a function that sets no nnx.Param"
+            hint = "Give what it sets a type of its own: class Average(nnx.Variable)."
+            raise ValueError(checks.message(_WHO, "loss_fn", allowed, name, hint))
+
+
+def _aux(aux: auxiliary.Beside) -> PyTree:
+    """What the loss returned, combined."""
+    own = aux.own.local if replicas.is_per_replica(aux.own) else aux.own
+    if not own:
+        return aux.told._replace(model_state=None)
+    return PerReplica(own[0]) if replicas.is_per_replica(aux.own) else own[0]

@@ -1,0 +1,418 @@
+"""``boostax.nnx.Optimizer`` does what ``nnx.Optimizer`` does, and writes less."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import orbax.checkpoint as ocp
+import pytest
+import train_loops
+from contract_cases import CASES
+from flax import nnx
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+from train_loops import AXIS, PLAIN, REPLICAS, SCALE, NnxNet, Put, mse
+
+import boostax
+from boostax.nnx import Optimizer
+
+TECHNIQUES = {case.name: case for case in (PLAIN, *CASES)}
+TOLERANCE = 2e-6
+
+
+class Net(nnx.Module):
+    """Statistics, dropout, and enough params to count."""
+
+    def __init__(self, width=64, rate=0.5):
+        rngs = nnx.Rngs(0)
+        self.up = nnx.Linear(width, 4 * width, rngs=rngs)
+        self.norm = nnx.BatchNorm(4 * width, rngs=rngs)
+        self.dropout = nnx.Dropout(rate, rngs=rngs)
+        self.down = nnx.Linear(4 * width, width, rngs=rngs)
+
+    def __call__(self, x):
+        return self.down(self.dropout(jnp.tanh(self.norm(self.up(x)))))
+
+
+class Layers(nnx.Module):
+    """Params alone."""
+
+    def __init__(self, width=64):
+        self.up = nnx.Linear(width, 4 * width, rngs=nnx.Rngs(0))
+        self.down = nnx.Linear(4 * width, width, rngs=nnx.Rngs(1))
+
+    def __call__(self, x):
+        return self.down(jnp.tanh(self.up(x)))
+
+
+def loss_fn(model, x):
+    prediction = model(x)
+    return jnp.mean((prediction - 1) ** 2), prediction
+
+
+def rows(seed, width=64):
+    return jnp.asarray(np.random.default_rng(seed).normal(size=(16, width)), jnp.float32)
+
+
+def a_mesh(replicas=4, kind=AxisType.Auto):
+    shape = (replicas, 8 // replicas)
+    return jax.make_mesh(shape, ("data", "model"), axis_types=(kind,) * 2)
+
+
+def placed(model, mesh, spec=lambda x: P()):
+    where = lambda x: jax.device_put(x, NamedSharding(mesh, spec(x)))  # noqa: E731
+    nnx.update(model, jax.tree.map(where, nnx.state(model)))
+    return model
+
+
+@nnx.jit
+def train_step(model, optimizer, x):
+    (loss, _), grads = optimizer.value_and_grad(loss_fn, has_aux=True)(model, x)
+    optimizer.update(model, grads)
+    return loss
+
+
+def in_nobodys_loop(put):
+    """The largest difference from the technique in nobody's loop."""
+
+    def loop(put):
+        model = NnxNet(nnx.Rngs(0))
+        graph, start = nnx.split(NnxNet(nnx.Rngs(0)))
+        loss = lambda model, batch: mse(model(batch["x"]), batch)  # noqa: E731
+        if put.replicas > 1:
+            placed(model, jax.make_mesh((REPLICAS,), (AXIS,), axis_types=(AxisType.Auto,)))
+        axis = AXIS if put.replicas > 1 else None
+        optimizer = Optimizer(model, put.chain(), wrt=nnx.Param, axis_name=axis)
+
+        @nnx.jit
+        def step(model, optimizer, batch):
+            oracle = optimizer.value_and_grad(put.loss(loss))
+            if put.forgotten == SCALE:
+                oracle = nnx.value_and_grad(loss)
+            value, grads = oracle(model, batch)
+            optimizer.update(model, grads)
+            return value
+
+        for batch in put.batches:
+            step(model, optimizer, batch)
+        pure = lambda params, batch: loss(nnx.merge(graph, params), batch)  # noqa: E731
+        trained = nnx.as_pure(nnx.state(model))
+        return train_loops.Run(nnx.as_pure(start), pure, trained, {})
+
+    run = loop(put)
+    wanted = jax.tree.map(lambda x: x[0], train_loops.reference(put, run))
+    pairs = zip(jax.tree.leaves(run.trained), jax.tree.leaves(wanted), strict=True)
+    return max(float(np.abs(np.asarray(x) - np.asarray(y)).max()) for x, y in pairs)
+
+
+QUICK = ["plain Optax", "accumulate_inside_the_scaler", "all_reduce", "scheduled_freeze"]
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=[] if name in QUICK else [pytest.mark.long])
+        for name, case in TECHNIQUES.items()
+        if not case.own_params
+    ],
+)
+def test_a_technique_trains_as_in_nobodys_loop(name):
+    limit = 2.0**-15 if name == "int16_reduce" else TOLERANCE
+    assert in_nobodys_loop(Put(TECHNIQUES[name])) <= limit
+
+
+def test_a_loss_that_nobody_scaled_is_refused():
+    with pytest.raises(ValueError, match=r"boostax\.value_and_grad"):
+        in_nobodys_loop(Put(TECHNIQUES["dynamic_loss_scale"], forgotten=SCALE))
+
+
+@pytest.mark.parametrize("name", ["local_updates", "partial_average"])
+def test_params_of_each_replicas_own_are_refused(name):
+    make = {
+        "local_updates": lambda: boostax.reduce.local_updates(optax.sgd(0.1), "data", every=2),
+        "partial_average": lambda: boostax.reduce.partial_average(
+            optax.sgd(0.1), axis_name="data", partitions=2
+        ),
+    }
+    model = placed(nnx.Linear(2, 2, rngs=nnx.Rngs(0)), a_mesh())
+    with pytest.raises(ValueError, match=r"boostax\.nnx\.Optimizer: tx must keep params"):
+        Optimizer(model, make[name](), wrt=nnx.Param, axis_name="data")
+
+
+def test_shards_of_the_optimizer_want_an_axis():
+    model = nnx.Linear(2, 2, rngs=nnx.Rngs(0))
+    with pytest.raises(ValueError, match="shard_optimizer must be False without an axis_name"):
+        Optimizer(model, optax.sgd(0.1), wrt=nnx.Param, shard_optimizer=True)
+
+
+def test_it_trains_as_flax_does_to_the_bit():
+    """Also statistics and draws: dropout of one device is that of ``nnx.value_and_grad``."""
+    one, other = Net(), Net()
+    mine = Optimizer(one, optax.adamw(1e-2), wrt=nnx.Param)
+    theirs = nnx.Optimizer(other, optax.adamw(1e-2), wrt=nnx.Param)
+
+    @nnx.jit
+    def by_flax(model, optimizer, x):
+        (loss, aux), grads = nnx.value_and_grad(loss_fn, has_aux=True)(model, x)
+        return loss, aux, optimizer.update(model, grads)
+
+    @nnx.jit
+    def by_boostax(model, optimizer, x):
+        (loss, aux), grads = optimizer.value_and_grad(loss_fn, has_aux=True)(model, x)
+        return loss, aux, optimizer.update(model, grads)
+
+    for seed in range(3):
+        x = rows(seed)
+        mine_now, theirs_now = by_boostax(one, mine, x), by_flax(other, theirs, x)
+        jax.tree.map(functools.partial(np.testing.assert_allclose, atol=1e-6), mine_now, theirs_now)
+    for a, b in ((one, other), (mine, theirs)):
+        states = (jax.tree.leaves(nnx.as_pure(nnx.state(each))) for each in (a, b))
+        for x, y in zip(*states, strict=True):
+            if not jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
+                np.testing.assert_allclose(x, y, atol=1e-6)
+
+
+def test_a_held_call_writes_no_params():
+    """Defect guarded against: ``nnx.Optimizer`` adds zeros to all of them."""
+    traffic = {}
+    for kind in (Optimizer, nnx.Optimizer):
+        tx, model = boostax.accumulate(optax.adam(1e-3), 4), nnx.Linear(128, 512, rngs=nnx.Rngs(0))
+        optimizer = kind(model, tx, wrt=nnx.Param)
+
+        @functools.partial(nnx.jit, donate_argnums=(0, 1))
+        def step(model, optimizer, x):
+            grads = nnx.grad(lambda model: model(x).mean())(model)
+            optimizer.update(model, grads)
+
+        found = boostax.audit(step, model, optimizer, jnp.ones((2, 128)), params=nnx.state(model))
+        traffic[kind] = found.traffic.least / found.params_bytes
+    print(traffic)
+    # The gradient is read, the window read and written; params are read by the loss.
+    assert traffic[Optimizer] <= 4.1
+    assert traffic[nnx.Optimizer] >= traffic[Optimizer] + 2
+
+
+def test_a_skipped_step_never_was():
+    tx = boostax.dynamic_loss_scale(optax.adamw(1e-2))
+    model = Net(rate=0.0)
+    optimizer = Optimizer(model, tx, wrt=nnx.Param)
+    train_step(model, optimizer, rows(0))
+    kept = lambda: nnx.as_pure(nnx.state(model, (nnx.Param, nnx.BatchStat)))  # noqa: E731
+    before = jax.tree.map(jnp.copy, (kept(), nnx.as_pure(optimizer.opt_state).inner_state))
+    train_step(model, optimizer, rows(0).at[0, 0].set(jnp.inf))
+    after = kept(), nnx.as_pure(optimizer.opt_state).inner_state
+    jax.tree.map(np.testing.assert_array_equal, after, before)
+    assert int(boostax.metrics(optimizer.opt_state)["skipped_steps"]) == 1
+    assert int(optimizer.step[...]) == 2
+
+
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+@pytest.mark.parametrize("microbatches", [1, 2])
+def test_sharded_params_are_reduced_once_and_stay(kind, microbatches):
+    mesh, whole = a_mesh(4, kind), Layers()
+    sharded = placed(Layers(), mesh, lambda x: P("data") if jnp.ndim(x) == 2 else P())
+    inner = optax.adamw(1e-2, eps=1e-4)
+    plain = Optimizer(whole, inner, wrt=nnx.Param)
+    chain = boostax.accumulate(optax.chain(boostax.all_reduce("data"), inner), 2, axis_name="data")
+    optimizer = Optimizer(
+        sharded, boostax.dynamic_loss_scale(chain, axis_name="data"), wrt=nnx.Param,
+        axis_name="data",
+    )  # fmt: skip
+    loss_fn = lambda model, x: jnp.mean((model(x) - 1) ** 2)  # noqa: E731
+
+    @functools.partial(nnx.jit, donate_argnums=(0, 1))
+    def step(model, optimizer, x):
+        oracle = optimizer.value_and_grad(loss_fn, microbatches=microbatches)
+        loss, grads = oracle(model, x)
+        optimizer.update(model, grads)
+        return loss
+
+    batch = jax.device_put(rows(0), NamedSharding(mesh, P("data")))
+    params = nnx.state(sharded, nnx.Param)
+    found = boostax.audit(step, sharded, optimizer, batch, params=params, calls=2)
+    assert found.reductions <= 1.01
+    for seed in range(2):
+        for x in np.split(np.asarray(rows(seed)), 2):
+            x = jax.device_put(np.repeat(x, 2, 0), NamedSharding(mesh, P("data")))
+            jax.block_until_ready(step(sharded, optimizer, x))
+        grads = plain.value_and_grad(loss_fn)(whole, rows(seed))[1]
+        plain.update(whole, grads)
+    for name in ("up", "down"):
+        mine, theirs = (getattr(x, name).kernel[...] for x in (sharded, whole))
+        np.testing.assert_allclose(np.asarray(mine), np.asarray(theirs), atol=2e-5)
+        assert mine.sharding.is_equivalent_to(NamedSharding(mesh, P("data")), 2)
+
+
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+def test_replicas_draw_apart_and_agree_on_statistics(kind):
+    mesh = a_mesh(4, kind)
+    model = placed(Net(), mesh)
+    tx = optax.chain(boostax.all_reduce("data"), optax.sgd(0.1))
+    optimizer = Optimizer(model, tx, wrt=nnx.Param, axis_name="data")
+    same = np.broadcast_to(rows(0)[:4], (4, 4, 64)).reshape(16, 64)
+    same = jax.device_put(same, NamedSharding(mesh, P("data")))
+
+    @nnx.jit
+    def predict(model, optimizer, x):
+        return optimizer.value_and_grad(loss_fn, has_aux=True)(model, x)[0][1].local
+
+    seen = np.asarray(predict(model, optimizer, same))
+    assert seen.shape == (4, 4, 64) and not np.allclose(seen[0], seen[1])
+    mean = np.asarray(model.norm.mean[...])
+    np.testing.assert_allclose(mean, 0.01 * np.asarray(model.up(rows(0)[:4]).mean(0)), atol=1e-6)
+    assert int(model.dropout.rngs.count[...]) == 1
+
+
+def test_metrics_and_weights_of_a_loss_are_combined():
+    model = nnx.Linear(64, 1, rngs=nnx.Rngs(0))
+    optimizer = Optimizer(model, optax.sgd(0.1), wrt=nnx.Param)
+
+    def weighed(model, x, mask):
+        total = mask.sum()
+        told = boostax.Aux(weight=total, metrics={"rows": jnp.int32(len(x))})
+        return (model(x)[:, 0] * mask).sum() / jnp.maximum(total, 1), told
+
+    mask = (jnp.arange(16) < 5).astype(jnp.float32)
+    oracle = optimizer.value_and_grad(weighed, has_aux=True, microbatches=4)
+    (loss, told), grads = oracle(model, rows(0), mask)
+    wanted = weighed(model, rows(0), mask)[0]
+    np.testing.assert_allclose(loss, wanted, rtol=1e-6)
+    assert int(told.metrics["rows"]) == 16 and told.model_state is None
+    by_hand = nnx.grad(lambda model: weighed(model, rows(0), mask)[0])(model)
+    np.testing.assert_allclose(grads["kernel"], by_hand["kernel"][...], atol=1e-6)
+
+
+def test_a_variable_that_the_loss_leaves_behind_is_refused():
+    model = nnx.Linear(64, 1, rngs=nnx.Rngs(0))
+    optimizer = Optimizer(model, optax.sgd(0.1), wrt=nnx.Param)
+
+    def leaving(model, x):
+        model.seen = nnx.Intermediate(x)
+        return model(x).mean()
+
+    with pytest.raises(ValueError, match="loss_fn must leave the model the variables"):
+        optimizer.value_and_grad(leaving)(model, rows(0))
+
+
+def test_what_is_given_by_name_is_not_split():
+    model = placed(nnx.Linear(64, 1, rngs=nnx.Rngs(0)), a_mesh(4))
+    tx = optax.chain(boostax.all_reduce("data"), optax.sgd(0.1))
+    optimizer = Optimizer(model, tx, wrt=nnx.Param, axis_name="data")
+    loss = lambda model, x, *, scale, kind: scale.sum() * model(x).mean() * len(kind)  # noqa: E731
+    value, _ = optimizer.value_and_grad(loss)(model, rows(0), scale=jnp.ones(3), kind="ab")
+    np.testing.assert_allclose(value, 6 * model(rows(0)).mean(), rtol=1e-5)
+
+
+def test_a_checkpoint_of_an_open_window_goes_on(tmp_path):
+    """Saved and restored as Flax's guide does with ``nnx.Optimizer``."""
+
+    def make():
+        model = placed(Net(rate=0.0), a_mesh(4))
+        tx = optax.chain(boostax.int8_reduce("data"), optax.adam(1e-2))
+        tx = boostax.accumulate(tx, 2, axis_name="data")
+        return model, Optimizer(model, tx, wrt=nnx.Param, axis_name="data")
+
+    def pure(model, optimizer):
+        return nnx.to_pure_dict(nnx.state((model, optimizer), nnx.Not(nnx.RngState)))
+
+    (model, optimizer), other = make(), make()
+    for seed in range(3):
+        jax.block_until_ready(train_step(model, optimizer, rows(seed)))
+    with ocp.StandardCheckpointer() as checkpointer:
+        checkpointer.save(tmp_path / "state", pure(model, optimizer))
+        checkpointer.wait_until_finished()
+        restored = checkpointer.restore(tmp_path / "state", pure(*other))
+    state = nnx.state(other, nnx.Not(nnx.RngState))
+    nnx.replace_by_pure_dict(state, restored)
+    nnx.update(other, state)
+    for seed in range(3, 6):
+        losses = [train_step(*each, rows(seed)) for each in ((model, optimizer), other)]
+        assert float(losses[0]) == float(losses[1])
+
+
+def test_what_is_frozen_leaves_the_backward_pass():
+    def dots(depth):
+        model = Net(rate=0.0)
+        tx = boostax.scheduled_freeze(optax.adam(1e-3), [["up", "norm"], "down"], depth)
+        optimizer = Optimizer(model, tx, wrt=nnx.Param)
+        lowered = train_step.lower(model, optimizer, rows(0))
+        text = lowered.lowered.as_text()
+        train_step(model, optimizer, rows(0))
+        return text.count("dot_general"), model
+
+    (every, _), (fewer, model) = dots(0), dots(1)
+    # The weight gradients of the first layer and the gradient of the second's input.
+    assert (every, fewer) == (5, 3)
+    np.testing.assert_array_equal(model.up.kernel[...], Net().up.kernel[...])
+    assert not np.array_equal(model.down.kernel[...], Net().down.kernel[...])
+
+
+def test_a_policy_lowers_the_products():
+    model = Layers()
+    optimizer = Optimizer(model, optax.sgd(0.1), wrt=nnx.Param)
+
+    def grads_of(policy):
+        def loss(model, x):
+            dtypes.append(model.up.kernel.dtype)
+            return jnp.mean(model(x).astype(jnp.float32))
+
+        return optimizer.value_and_grad(loss, policy=policy)(model, rows(0))[1]
+
+    dtypes = []
+    low, whole = grads_of("compute=bfloat16"), grads_of(None)
+    assert dtypes == [jnp.bfloat16, jnp.float32]
+    assert low["up"]["kernel"].dtype == jnp.float32
+    np.testing.assert_allclose(low["up"]["kernel"], whole["up"]["kernel"], atol=1e-3)
+
+
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+def test_params_that_are_not_trained_stay_where_they_are(kind):
+    """Defect guarded against: base weights of LoRA, averaged over the replicas in every call."""
+    mesh = a_mesh(4, kind)
+    model = placed(
+        nnx.LoRA(64, 4, 64, base_module=nnx.Linear(64, 64, rngs=nnx.Rngs(0)), rngs=nnx.Rngs(1)),
+        mesh,
+        lambda x: P("data") if x.shape == (64, 64) else P(),
+    )
+    tx = optax.chain(boostax.all_reduce("data"), optax.sgd(0.1))
+    optimizer = Optimizer(model, tx, wrt=nnx.LoRAParam, axis_name="data")
+    before = np.asarray(model.base_module.kernel[...])
+    batch = jax.device_put(rows(0), NamedSharding(mesh, P("data")))
+    trained = nnx.state(model, nnx.LoRAParam)
+    found = boostax.audit(train_step, model, optimizer, batch, params=trained)
+    assert found.reductions <= 1.01
+    losses = [float(train_step(model, optimizer, batch)) for _ in range(3)]
+    assert losses[2] < losses[0]
+    kernel = model.base_module.kernel[...]
+    np.testing.assert_array_equal(np.asarray(kernel), before)
+    assert kernel.sharding.is_equivalent_to(NamedSharding(mesh, P("data")), 2)
+
+
+def test_a_loss_that_sets_params_is_refused():
+    model = nnx.LoRA(64, 4, 64, base_module=nnx.Linear(64, 64, rngs=nnx.Rngs(0)), rngs=nnx.Rngs(1))
+    optimizer = Optimizer(model, optax.sgd(0.1), wrt=nnx.LoRAParam)
+
+    def setting(model, x):
+        model.base_module.bias[...] += 1
+        return model(x).mean()
+
+    with pytest.raises(ValueError, match=r"that sets no nnx\.Param, got 'base_module/bias'"):
+        optimizer.value_and_grad(setting)(model, rows(0))
+
+
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+def test_metadata_of_the_state_say_where_it_is(kind):
+    """A checkpoint is restored by them; a window of each replica's own leads with the replicas."""
+    with jax.set_mesh(a_mesh(4, kind)):
+        init = nnx.with_partitioning(nnx.initializers.lecun_normal(), ("data", "model"))
+        model = nnx.Linear(64, 8, kernel_init=init, use_bias=False, rngs=nnx.Rngs(0))
+        tx = optax.chain(boostax.all_reduce("data"), optax.adam(0.1))
+        tx = boostax.accumulate(tx, 2, axis_name="data")
+        state = nnx.state(Optimizer(model, tx, wrt=nnx.Param, axis_name="data"))
+    named = jax.tree.leaves(nnx.as_pure(nnx.get_partition_spec(state)))
+    arrays = jax.tree.leaves(nnx.as_pure(state))
+    assert len(named) == len(arrays) and any(x.ndim == 3 for x in arrays)
+    for spec, x in zip(named, arrays, strict=True):
+        assert NamedSharding(x.sharding.mesh, spec).is_equivalent_to(x.sharding, x.ndim)
