@@ -483,6 +483,8 @@ def trained_table(rows: list[Row]) -> str:
         value, error = row[column], row.get(errors.get(column, ""))
         if not isinstance(value, float):
             return value or ""
+        if column == "above plain" and value == error == 0:
+            return ""
         text = f"{value:.1f}" if column == "skipped" else f"{value:.3f}"
         return f"{text} ± {error:.3f}" if error is not None else text
 
@@ -500,7 +502,6 @@ def compiled_table(rows: list[Row], shows: tuple[str, ...]) -> str:
         "params and state": "GB of params and state",
     }
     more = {
-        "to the other host": "GB to the other host",
         "traffic": "GB of memory traffic",
         "fp8": "products in fp8",
     }
