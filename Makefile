@@ -92,9 +92,10 @@ bench: $(READY)
 	$(RUN) benchmarks/plots.py
 	$(RUN) benchmarks/tables.py --write
 
-# docs/compilers.md, from compiled programs; an hour.
+# docs/compilers.md and the compiled part of docs/recipes.md, from compiled programs; an hour.
 bench-compilers: .venv-aot/.ready
 	$(QUIET) .venv-aot/bin/python benchmarks/compilers.py
+	$(QUIET) .venv-aot/bin/python benchmarks/recipes.py --audit
 
 # Every technique beside what one would use instead, in a few rounds; prints a table, records nothing.
 bench-short: $(READY)

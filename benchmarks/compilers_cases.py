@@ -267,30 +267,8 @@ def over_replicas(tree, mesh):
     return jax.tree.map(lambda x: x.update(sharding=where(x)), tree)
 
 
-def accumulated(form, target, fsdp=False):
-    """A transformer with a scanned stack, K = 8 micro-batches, in four forms."""
-    model = decoder(4, 256, 1024, 4, 64)
-    mesh = mesh_of(target)
-    if fsdp:
-        model = model._replace(params=over_replicas(model.params, mesh))
-    if form == "boostax":
-        return trained(model, mean(), target, rows=2, microbatches=WINDOW)
-    replicated, split = NamedSharding(mesh, P()), NamedSharding(mesh, P(None, AXIS))
-    inner = adam()
-    tx = (
-        optax.MultiSteps(inner, WINDOW).gradient_transformation() if form == "MultiSteps" else inner
-    )
-    place = lambda tree: (  # noqa: E731
-        over_replicas(tree, mesh)
-        if fsdp
-        else jax.tree.map(lambda x: x.update(sharding=replicated), tree)
-    )
-    params, state = place(model.params), place(jax.eval_shape(tx.init, model.params))
-    rows = model.batch(2 * mesh.size)
-    batch = jax.ShapeDtypeStruct((WINDOW, *rows.shape), rows.dtype, sharding=split)
-    # FSDP as it is written by hand: weights are gathered, as XLA may cut activations otherwise.
-    whole = lambda p: lax.with_sharding_constraint(p, replicated) if fsdp else p  # noqa: E731
-    gradient = jax.grad(lambda p, x: model.loss(whole(p), x))
+def by_hand(form, gradient, tx, mesh, window):
+    """A step in plain ``jit`` of batches ``[window, rows, ...]``, whose gradients it sums."""
 
     def scanned(params, batch):
         zeros = jax.tree.map(jnp.zeros_like, params)
@@ -304,7 +282,7 @@ def accumulated(form, target, fsdp=False):
             batch = jnp.swapaxes(batch, 0, 1).reshape(-1, batch.shape[-1])
             batch = lax.with_sharding_constraint(batch, NamedSharding(mesh, P(AXIS)))
             split = optax.microbatching.microbatch(
-                gradient, 1, len(batch) // WINDOW, optax.microbatching.AccumulationType.SUM
+                gradient, 1, len(batch) // window, optax.microbatching.AccumulationType.SUM
             )
             grads = split(params, batch)
         else:
@@ -312,7 +290,35 @@ def accumulated(form, target, fsdp=False):
         updates, state = tx.update(grads, state, params)
         return optax.apply_updates(params, updates), state
 
-    calls = WINDOW if form == "MultiSteps" else 1
+    return step
+
+
+def accumulated(form, target, fsdp=False, window=WINDOW, model=None, rows=2):
+    """A transformer with a scanned stack, K = ``window`` micro-batches, in four forms."""
+    model = decoder(4, 256, 1024, 4, 64) if model is None else model
+    mesh = mesh_of(target)
+    if fsdp:
+        model = model._replace(params=over_replicas(model.params, mesh))
+    if form == "boostax":
+        return trained(model, mean(), target, rows=rows, microbatches=window)
+    replicated, split = NamedSharding(mesh, P()), NamedSharding(mesh, P(None, AXIS))
+    inner = adam()
+    tx = (
+        optax.MultiSteps(inner, window).gradient_transformation() if form == "MultiSteps" else inner
+    )
+    place = lambda tree: (  # noqa: E731
+        over_replicas(tree, mesh)
+        if fsdp
+        else jax.tree.map(lambda x: x.update(sharding=replicated), tree)
+    )
+    params, state = place(model.params), place(jax.eval_shape(tx.init, model.params))
+    sliced = model.batch(rows * mesh.size)
+    batch = jax.ShapeDtypeStruct((window, *sliced.shape), sliced.dtype, sharding=split)
+    # FSDP as it is written by hand: weights are gathered, as XLA may cut activations otherwise.
+    whole = lambda p: lax.with_sharding_constraint(p, replicated) if fsdp else p  # noqa: E731
+    gradient = jax.grad(lambda p, x: model.loss(whole(p), x))
+    step = by_hand(form, gradient, tx, mesh, window)
+    calls = window if form == "MultiSteps" else 1
     where = jax.tree.map(lambda x: x.sharding, (params, state))
     step = jax.jit(step, donate_argnums=(0, 1), out_shardings=where)
     return boostax.audit(step, params, state, batch, target=target, calls=calls)

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Keras 3 on JAX: any Optax chain as the optimizer of ``model.compile``.
 
 Keras's trainer differentiates with ``jax.value_and_grad`` over the whole batch. Of a batch that is

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Flax NNX: an ``nnx.Optimizer`` that works in place, and gradients as its chain wants them.
 
 ``nnx.Optimizer`` takes updates from the chain and adds them to the params, in every call. A step

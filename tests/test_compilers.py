@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+import recipes_cases
 from compilers_cases import AXIS, BYTES, GATES, SQUARES, WINDOW, WIRES, mean, perceptron, trained
 from jax import lax
 from jax.sharding import NamedSharding
@@ -470,3 +471,34 @@ def test_what_is_stored_low_is_written_leaf_by_leaf(target, moments):
     found = cases.on_one_chip(tx, target, params=low).temporary_bytes
     print(f"{moments}: {found / BYTES:.3f} P for {bare(target).temporary_bytes / BYTES:.3f} P")
     assert found <= bare(target).temporary_bytes + 0.1 * BYTES
+
+
+# Recipes, from their own files.
+
+
+@pytest.mark.xdist_group("v5e")
+def test_the_recipe_of_32_micro_batches_reduces_once():
+    config = recipes_cases.config_of("many_micro_batches")
+    found = recipes_cases.stepped(config, V5E, cases.decoder(4, 256, 1024, 4, 64), rows=1)
+    print(f"{config['microbatches']} micro-batches: {found.reductions:.3f} N reduced")
+    assert config["microbatches"] == 32
+    assert found.reductions == pytest.approx(1.0, abs=0.002)
+    assert not any("reduce" in waste.what for waste in found.findings)
+
+
+@pytest.mark.xdist_group("v5e")
+def test_the_recipe_of_muon_keeps_an_eighth_of_its_state():
+    """A chip has whole matrices of scanned layers: nothing is gathered for their products."""
+    config, model = recipes_cases.config_of("muon_sharded"), cases.decoder(8, 256, 1024, 4, 64)
+    tx = recipes_cases.muon()
+    found = recipes_cases.stepped(config, V5E, model, tx, rows=1, shard_optimizer=True)
+    state = jax.tree.leaves(jax.eval_shape(tx.init, model.params))
+    whole = sum(x.size * x.dtype.itemsize for x in state)
+    batch = 4 * 65 * config["microbatches"]
+    kept = (found.argument_bytes - found.params_bytes - batch) / whole
+    print(
+        f"{kept:.4f} of the state; {found.reductions:.3f} N reduced, {found.gathers:.3f} gathered"
+    )
+    assert kept <= 1.02 / 8
+    assert found.reductions <= 1.01
+    assert found.gathers <= 1.01

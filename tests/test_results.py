@@ -78,9 +78,11 @@ def test_the_page_of_placements_is_that_of_the_record():
 
 
 def test_the_page_of_recipes_is_that_of_the_record():
-    page = (recipes.DOCS / "recipes.md").read_text()
-    assert page == recipes.page(recipes.on_record())
-    assert all(f"## {recipe.title}" in page for recipe in recipes.RECIPES.values())
+    page, sections = recipes.PAGE.read_text(), recipes.on_record()
+    assert page == recipes.page(sections)
+    assert all(f"## {recipe.pain}" in page for recipe in recipes.RECIPES.values())
+    for rows in (sections[recipes.TRAINED], sections[recipes.AUDITED]):
+        assert {row["recipe"] for row in rows} == set(recipes.RECIPES)
 
 
 def test_the_picture_shows_the_present_record():
