@@ -7,6 +7,7 @@ the mean instead.
 
 import argparse
 import functools
+import importlib
 import json
 import pathlib
 import sys
@@ -15,7 +16,7 @@ from typing import Any
 # A script of this name hides the program from what it imports.
 sys.path.remove(str(pathlib.Path(__file__).parent))
 sys.path.append(str(pathlib.Path(__file__).parent / "parts"))
-import door  # noqa: E402
+import door
 
 VERSION = "1.2 at 9263f81"
 PATCH, PLUGIN = door.DOORS / "levanter.patch", door.DOORS / "levanter_config.py"
@@ -40,7 +41,7 @@ STEPS, ROWS, LENGTH, VOCAB = 6, 64, 32, 256
 
 def train(layout: str, dtype: str, boost: str) -> None:
     """Audit and train: where params live, what is computed in, what the config says of boostax."""
-    import boostax
+    import draccus
     import haliax as hax
     import jax
     import jmp
@@ -48,9 +49,11 @@ def train(layout: str, dtype: str, boost: str) -> None:
     from levanter.distributed import RayConfig
     from levanter.models.llama import LlamaConfig
     from levanter.models.lm_model import LmExample, compute_next_token_loss
-    from levanter.optim import AdamConfig
+    from levanter.optim import AdamConfig, OptimizerConfig
     from levanter.tracker import NoopConfig
     from levanter.trainer import Trainer, TrainerConfig
+
+    import boostax
 
     jax.config.update("jax_num_cpu_devices", 8)
     calls = BOOST[boost].get("accumulate", 1)
@@ -68,11 +71,11 @@ def train(layout: str, dtype: str, boost: str) -> None:
         **LAYOUTS[layout],
     )
     config.initialize()
-    optimizer: Any = AdamConfig(learning_rate=1e-3, warmup=0)
+    optimizer: OptimizerConfig = AdamConfig(learning_rate=1e-3, warmup=0)
     if boost != "none":
-        from levanter_config import BoostaxConfig
-
-        optimizer = BoostaxConfig(inner=optimizer, boost=BOOST[boost])
+        importlib.import_module(PLUGIN.stem)
+        told = {"type": "boostax", "inner": draccus.encode(optimizer), "boost": BOOST[boost]}
+        optimizer = draccus.decode(OptimizerConfig, told)
     sizes = {"num_layers": 2, "num_heads": 4, "num_kv_heads": 4, "hidden_dim": 64}
     model = LlamaConfig(seq_len=LENGTH, intermediate_dim=128, **sizes)
     made = optimizer.build(config.num_train_steps)
@@ -105,7 +108,7 @@ def rows(source: pathlib.Path) -> list[dict[str, Any]]:
     """Of the record."""
     files = [f"tests/test_{name}.py" for name in SUITES]
     plugin = [PLUGIN.parent]
-    own = door.code_of(PLUGIN, ("import boostax", "if __name__"))
+    own = door.code_of(PLUGIN, ("from dataclasses", "if __name__"))
     with door.patched(source, PATCH) as copy:
         at, there = [source / "src", *plugin], [copy / "src", *plugin]
         alone = door.passed(source, files, source / "src")

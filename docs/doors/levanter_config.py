@@ -14,9 +14,10 @@ Import this file before Levanter parses its config, or run it in the place of
 from dataclasses import dataclass, field
 from typing import Any
 
-import boostax
 import optax
 from levanter.optim import AdamConfig, OptimizerConfig
+
+import boostax
 
 
 @OptimizerConfig.register_subclass("boostax")

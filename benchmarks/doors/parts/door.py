@@ -1,4 +1,4 @@
-"""What scripts of doors share: a patched copy, the tests of a program, a run in a process, a row."""
+"""What scripts of doors share: a patched copy, a program's tests, a run in a process, a row."""
 
 import contextlib
 import json
