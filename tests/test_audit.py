@@ -22,7 +22,7 @@ from jax.sharding import PartitionSpec as P
 
 import boostax
 from boostax._core import costs
-from boostax.inspect import hlo
+from boostax.inspect import collectives, hlo
 from boostax.inspect.collectives import compiled_collectives
 from boostax.inspect.traffic import traffic
 from boostax.run.cli import main
@@ -290,6 +290,8 @@ GROUPS = {
     "replica_groups=mesh['axis_0'=4,'axis_1'=2] {'axis_0'}": 4,
     "replica_groups=mesh['axis_0'=4,'axis_1'=2] {'axis_0','axis_1'}": 8,
     "replica_groups=mesh['axis_0'=4,'axis_1'=1,'axis_2'=2], device_ids=([2,4]T(1,0)) {'axis_2'}": 2,
+    "replica_groups=mesh['axis_0'=4,'axis_1'=2] {'axis_0':(2)2}": 2,
+    "replica_groups=mesh['axis_0'=8] {'axis_0':(1)4}": 4,
 }
 
 
@@ -303,6 +305,24 @@ def test_groups_are_read_in_every_way_of_writing(written):
     n = GROUPS[written]
     assert (found.devices, found.bytes) == (n, 4096)
     assert found.wire_bytes == 4096 * 2 * (n - 1) / n
+
+
+def test_groups_along_a_part_of_an_axis_are_the_devices_of_that_part():
+    """Shardy cuts an axis where a dimension is sharded over less than all of it."""
+    text = "replica_groups=mesh['axis_0'=4,'axis_1'=2]{} {{{}}}"
+    ids = ", device_ids=([2,2,2]T(2,1,0))"
+
+    def groups(ids, axes):
+        how = f"channel_id=1, {text.format(ids, axes)}, to_apply=%add"
+        reduced = f"ROOT %r = f32[8]{{0}} all-reduce(%p), {how}"
+        parsed = program("%p = f32[8]{0} parameter(0)", reduced)
+        return collectives._groups(parsed.sites[-1].instruction, 8)
+
+    assert groups("", "'axis_0':(2)2") == [(0, 2), (1, 3), (4, 6), (5, 7)]
+    assert groups("", "'axis_0':(1)2") == [(0, 4), (1, 5), (2, 6), (3, 7)]
+    assert groups(ids, "'axis_0':(2)2") == [(0, 2), (4, 6), (1, 3), (5, 7)]
+    with pytest.raises(RuntimeError, match="of a known form"):
+        groups("", "'axis_0':(1)2,'axis_0':(2)2")
 
 
 def test_a_tpu_loop_without_a_trip_count_is_counted_by_its_counter():

@@ -290,9 +290,25 @@ def test_a_scaler_inside_is_refused_where_its_scale_would_be_in_the_value():
 
 def test_by_the_loss_without_one_is_refused():
     tx = skip_spikes(optax.sgd(1.0), by="loss")
-    match = r"value must be given with by='loss', got None\. Call apply_gradients\(.*value=loss\)"
-    with pytest.raises(ValueError, match=match):
-        boostax.apply_gradients(tx, jnp.ones(3), tx.init(jnp.ones(3)), jnp.ones(3))
+    match = r"value must be given with by='loss', got None\. .*value=loss\); loss=loss does as well"
+    for nothing in ({}, {"loss": None}):
+        with pytest.raises(ValueError, match=match):
+            boostax.apply_gradients(tx, jnp.ones(3), tx.init(jnp.ones(3)), jnp.ones(3), **nothing)
+
+
+def test_the_loss_may_come_as_loss_as_trainers_of_others_name_it():
+    """Levanter's hands ``loss=`` to ``update``; where both come, ``value`` is the one."""
+    tx = skip_spikes(optax.sgd(1.0), by="loss", window=WINDOW)
+    told = {"value": lambda g: g + 1}
+    named = {"loss": lambda g: g + 1}
+    both = told | {"loss": lambda g: jnp.zeros_like(g)}
+    one, other, third = (follow(tx, values(size=50), **extra)[0] for extra in (told, named, both))
+    assert one.spikes[-1] >= 4
+    for more in (other, third):
+        jax.tree.map(np.testing.assert_array_equal, one, more)
+    state = tx.init(jnp.ones(3))
+    with pytest.raises(ValueError, match=r"loss must be shaped \(\), got \(1,\)"):
+        boostax.apply_gradients(tx, jnp.ones(3), state, jnp.ones(3), loss=jnp.ones(1))
 
 
 def quadratic(w, x):

@@ -213,15 +213,22 @@ def _groups(instruction: Instruction, devices: int) -> list[tuple[int, ...]]:
         shape, dims, order = (_numbers(x) for x in iota.groups())
         return _rows(dims, order, shape, [1])
     named = re.search(
-        r"replica_groups=mesh\[([^\]]*)\](?:, device_ids=\(" + _IOTA + r"\))? \{([^}:]*)\}",
+        r"replica_groups=mesh\[([^\]]*)\](?:, device_ids=\(" + _IOTA + r"\))? \{([^}]*)\}",
         instruction.attributes,
     )
     if named:
         mesh, dims, order, axes = named.groups()
-        names, shape = zip(*re.findall(r"'([^']*)'=(\d+)", mesh), strict=True)
-        along = [names.index(axis) for axis in re.findall(r"'([^']*)'", axes)]
-        shape = [int(size) for size in shape]
-        return _rows(_numbers(dims) or shape, _numbers(order), shape, along)
+        sizes = {name: int(size) for name, size in re.findall(r"'([^']*)'=(\d+)", mesh)}
+        along = re.findall(r"'([^']*)'(?::\((\d+)\)(\d+))?", axes)
+        # A part of an axis: so many before it, and its size.
+        parts = {name: (int(before or 1), int(size or sizes[name])) for name, before, size in along}
+        if len(parts) == len(along):
+            shape: list[int] = []
+            for name, size in sizes.items():
+                before, part = parts.get(name, (1, size))
+                shape += [before, part, size // (before * part)]
+            places = [3 * list(sizes).index(name) + 1 for name in parts]
+            return _rows(_numbers(dims) or shape, _numbers(order), shape, places)
     written = instruction.attribute(r"((?:replica_groups|source_target_pairs)=.{0,60})")
     if written is not None and not written.startswith("replica_groups={}"):
         danger = "Over which devices a collective runs would be unknown."

@@ -19,6 +19,7 @@ References:
 """
 
 import dataclasses
+from collections.abc import Mapping
 from typing import Any, ClassVar, Literal, NamedTuple, TypeAlias
 
 import jax
@@ -371,8 +372,9 @@ def skip_spikes(
       inner: the optimizer; it sees f32 (or wider) gradients and params.
       by: the value. ``"gradient"``: the global norm, of replicas the square root of the mean of
         their squared norms. ``"loss"``: the extra argument ``value``, which ``make_train_step``
-        passes, as ``apply_gradients(..., value=loss)`` does. ``"update"``: the norm of what would
-        be added to the params, for which ``inner`` runs before anybody knows whether it may.
+        passes, as ``apply_gradients(..., value=loss)`` does; or ``loss``, as trainers of others
+        name it. ``"update"``: the norm of what would be added to the params, for which ``inner``
+        runs before anybody knows whether it may.
       rule: ``"median"``, ``"sigma"``, ``"zclip"``, ``"adagc"``, or one of these with other
         settings: ``MedianLimit``, ``SigmaLimit``, ``ZClip``, ``AdaGC``; or a ``SpikeRule`` of
         yours.
@@ -390,9 +392,9 @@ def skip_spikes(
 
     Raises:
       ValueError, TypeError: an argument out of range, or a rule and an action that do not go
-        together; at ``init``, a loss scaler inside with ``by="gradient"``; at trace time, no
-        ``value`` with ``by="loss"``, already reduced gradients, an unbound axis, or a decision that
-        replicas could take differently.
+        together; at ``init``, a loss scaler inside with ``by="gradient"``; at trace time, neither
+        ``value`` nor ``loss`` with ``by="loss"``, already reduced gradients, an unbound axis, or a
+        decision that replicas could take differently.
 
     Example:
       >>> import boostax, jax.numpy as jnp, optax
@@ -474,7 +476,7 @@ def skip_spikes(
         elif by == "gradient":
             values = _norms(grads.value(), names, each=rule.by_leaf)
         else:
-            values = axes.mean(_loss(extra.get("value")), names)[None]
+            values = axes.mean(_loss(extra), names)[None]
         # What differentiates a run takes limits as given: those of no spread have no derivative.
         limits = jax.lax.stop_gradient(rule.limit(state.own, values))
         limits = jnp.broadcast_to(limits, values.shape)
@@ -548,12 +550,13 @@ def _one_more(own: Ring | Moments | LeafNorms) -> jax.Array:
     return counted(own.accepted, jnp.asarray(True))
 
 
-def _loss(value: Any) -> jax.Array:
-    if value is None:
-        allowed, hint = "given with by='loss'", "Call apply_gradients(..., value=loss)."
-        raise ValueError(checks.message(_WHO, "value", allowed, None, hint))
-    checks.require_scalar(_WHO, "value", value)
-    return jnp.asarray(value, jnp.float32)
+def _loss(extra: Mapping[str, Any]) -> jax.Array:
+    given = [name for name in ("value", "loss") if extra.get(name) is not None]
+    if not given:
+        hint = "Call apply_gradients(..., value=loss); loss=loss does as well."
+        raise ValueError(checks.message(_WHO, "value", "given with by='loss'", None, hint))
+    checks.require_scalar(_WHO, given[0], extra[given[0]])
+    return jnp.asarray(extra[given[0]], jnp.float32)
 
 
 def _scales(node: Any) -> bool:
