@@ -11,27 +11,24 @@ Runs in an environment of ``maxtext.txt`` (Python 3.12) with boostax on the path
 import argparse
 import dataclasses
 import json
-import os
 import pathlib
-import re
 import shutil
 import subprocess
 import sys
 import tempfile
-import xml.etree.ElementTree as ElementTree
 from typing import Any
 
-ROOT = pathlib.Path(__file__).parents[2]
-PATCH = ROOT / "docs" / "doors" / "maxtext.patch"
+import programs
+
+PATCH = programs.ROOT / "docs" / "doors" / "maxtext.patch"
 VERSION = "0.2.4"
-DEVICES, STEPS, MICROBATCHES = 8, 6, 4
 # A small decoder in f32: MaxText's bf16 would hide what differs.
 CONFIG = (
     "run_name=door hardware=cpu skip_jax_distributed_system=true enable_checkpointing=false "
     "enable_goodput_recording=false dataset_type=synthetic attention=dot_product dtype=float32 "
     "base_emb_dim=64 base_mlp_dim=128 base_num_query_heads=4 base_num_kv_heads=4 head_dim=16 "
     "base_num_decoder_layers=2 vocab_size=512 max_target_length=32 per_device_batch_size=1 "
-    f"gradient_accumulation_steps={MICROBATCHES} steps={STEPS}"
+    "gradient_accumulation_steps=4 steps=6"
 ).split()
 # Those that touch the optimizer, micro-batches and the train step, and run without a TPU.
 TESTS = (
@@ -48,7 +45,7 @@ TESTS = (
     "integration/diloco",
     "integration/setup_train_loop_nnx",
 )
-# The tests of micro-batches are on one device; the same on two replicas take the patched way.
+# Its tests of micro-batches are on one device; the same on two replicas take the patched way.
 TWO_REPLICAS = (
     (r"local_devices\(\)\[:1\]", "local_devices()[:2]"),
     (r"reshape\(\s*1,\s*\)", "reshape(2)"),
@@ -62,150 +59,99 @@ class Door:
     """A way in, on a mesh.
 
     Attributes:
-      program: MaxText on which mesh.
       way: how boostax gets in.
       data, fsdp: sizes of the axes of the mesh.
-      axes: those over which gradients are reduced once; ``None`` for the source without a patch.
+      tree: which copy of the source.
       stored: the dtype of moments, where ``store`` is put around what ``get_optimizer`` returns.
     """
 
-    program: str
     way: str
     data: int
     fsdp: int
-    axes: tuple[str, ...] | None = ("data",)
+    tree: str = "patched"
     stored: str | None = None
 
 
 DOORS = (
-    Door("MaxText, data 8", "patch", 8, 1),
-    Door("MaxText, data 2, FSDP 4", "patch", 2, 4),
-    Door("MaxText, data 2, FSDP 4", "patch, both axes", 2, 4, ("data", "fsdp")),
-    Door("MaxText, data 8", "`store` around `get_optimizer`, 8 bits", 8, 1, None, "int8"),
-    Door("MaxText, data 2, FSDP 4", "`store` around `get_optimizer`", 2, 4, None, "bfloat16"),
+    Door("patch", 8, 1),
+    Door("patch", 2, 4),
+    Door('patch, `axes = ("data", "fsdp")`', 2, 4, "both axes"),
+    Door("`store` around `get_optimizer`, 8 bits", 8, 1, "plain", "int8"),
+    Door("`store` around `get_optimizer`, bf16", 2, 4, "plain", "bfloat16"),
 )
 
 
 def main() -> None:
     """Print a row for each door."""
     parser = argparse.ArgumentParser(description="The door into MaxText.")
-    parser.add_argument("--source", type=pathlib.Path, help="a checkout of MaxText 0.2.4")
+    parser.add_argument("--source", type=pathlib.Path, help=f"a checkout of MaxText {VERSION}")
     parser.add_argument("--train", nargs="+", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.train:
         train(*args.train)
         return
     if args.source is None:
-        parser.error("--source must name a checkout of MaxText 0.2.4, got none.")
+        parser.error(f"--source must name a checkout of MaxText {VERSION}, got none.")
     with tempfile.TemporaryDirectory() as folder:
-        rows = list(measured(args.source, pathlib.Path(folder)))
-    print(json.dumps(rows))
+        print(json.dumps(measured(args.source, pathlib.Path(folder))))
 
 
 def measured(source: pathlib.Path, folder: pathlib.Path) -> list[dict[str, Any]]:
     """Rows of the record."""
-    plain = copied(source, folder / "plain")
-    patched = copied(source, folder / "patched")
-    command = ["git", "apply", "--unidiff-zero", str(PATCH)]
-    subprocess.run(command, cwd=patched, check=True)
+    names = "src", "tests", "pytest.ini"
+    plain = programs.copied(source, folder / "plain", names)
+    patched = programs.patched(programs.copied(source, folder / "patched", names), PATCH)
+    both = shutil.copytree(patched, folder / "both axes")
+    edited = both / "src/maxtext/utils/gradient_accumulation.py"
+    programs.rewritten(edited, [(r'axes = \("data",\)', 'axes = ("data", "fsdp")')])
     passed, ran = tests(patched)
-    passed_without, _ = tests(plain)
-    rows = []
+    suites = f"{passed} of {ran}, {tests(plain)[0]} without"
+    rows: list[dict[str, Any]] = []
     for door in DOORS:
-        name = {None: "plain", ("data",): "patched"}.get(door.axes, "-".join(door.axes or ()))
-        tree = folder / name
-        if not tree.exists():
-            shutil.copytree(patched, tree)
-            replace(tree / "src/maxtext/utils/gradient_accumulation.py", r'\("data",\)', door.axes)
-        old = run(plain, door)
-        new = run(tree, door, stored=door.stored)
-        pairs = zip(old["losses"], new["losses"], strict=True)
-        suites = f"{passed} of {ran}, {passed_without} without"
+        by_patch = door.stored is None
         rows.append(
-            {
-                "program": door.program,
-                "version": VERSION,
-                "way": door.way,
-                "lines": added() if door.axes else 1,
-                "its tests": suites if door.axes else "-",
-                "reductions before": old["reductions"],
-                "reductions after": new["reductions"],
-                "temp MB before": old["temporary"] / 1e6,
-                "temp MB after": new["temporary"] / 1e6,
-                "state MB before": old["state"] / 1e6,
-                "state MB after": new["state"] / 1e6,
-                "losses differ": max(abs(a - b) / abs(a) for a, b in pairs),
-            }
+            programs.row(
+                f"MaxText, data {door.data}" + (f", FSDP {door.fsdp}" if door.fsdp > 1 else ""),
+                VERSION,
+                door.way,
+                programs.lines(PATCH) if by_patch else 1,
+                suites if by_patch else "-",
+                run(plain, door, None),
+                run(folder / door.tree, door, door.stored),
+            )
         )
-        print(rows[-1], file=sys.stderr, flush=True)
     return rows
-
-
-def copied(source: pathlib.Path, to: pathlib.Path) -> pathlib.Path:
-    """What trains and is tested."""
-    for name in ("src", "tests"):
-        shutil.copytree(source / name, to / name)
-    shutil.copy(source / "pytest.ini", to)
-    one = to / "tests/unit/gradient_accumulation_nnx_test.py"
-    two = one.with_name("gradient_accumulation_nnx_two_replicas_test.py")
-    shutil.copy(one, two)
-    for pattern, new in TWO_REPLICAS:
-        replace(two, pattern, new)
-    return to
-
-
-def replace(path: pathlib.Path, pattern: str, new: Any) -> None:
-    """Write ``new`` where the file has the pattern."""
-    by = new if isinstance(new, str) else str(new)
-    text, count = re.subn(pattern, by, path.read_text())
-    if not count:
-        raise RuntimeError(f"{path.name} must have {pattern}, got none. Is it {VERSION}?")
-    path.write_text(text)
-
-
-def added() -> int:
-    """Lines of the patch."""
-    lines = PATCH.read_text().splitlines()
-    return sum(line.startswith("+") and not line.startswith("+++") for line in lines)
-
-
-def environment(tree: pathlib.Path) -> dict[str, str]:
-    """With the tree and boostax on the path, 8 devices, and no cloud."""
-    flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count={DEVICES}"
-    path = os.pathsep.join(map(str, (tree / "src", tree, ROOT)))
-    mine = {"XLA_FLAGS": flags, "PYTHONPATH": path, "DECOUPLE_GCLOUD": "TRUE"}
-    return os.environ | mine | {"JAX_PLATFORMS": "cpu"}
 
 
 def tests(tree: pathlib.Path) -> tuple[int, int]:
     """How many of its tests passed, of those that ran."""
-    files = [f"tests/{name}_test.py" for name in TESTS]
-    files.append("tests/unit/gradient_accumulation_nnx_two_replicas_test.py")
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"]
-    command += ["--junitxml=junit.xml", *files]
-    subprocess.run(command, cwd=tree, env=environment(tree), check=False, stdout=sys.stderr)
-    cases = ElementTree.parse(tree / "junit.xml").getroot().findall(".//testcase")
-    cases = [x for x in cases if x.find("skipped") is None]
-    failed = [x for x in cases if x.find("failure") is not None or x.find("error") is not None]
-    for case in failed:
-        print("failed:", case.get("name"), file=sys.stderr)
-    return len(cases) - len(failed), len(cases)
+    files = [tree / "tests" / f"{name}_test.py" for name in TESTS]
+    two = tree / "tests" / "unit" / "gradient_accumulation_nnx_two_replicas_test.py"
+    shutil.copy(files[1], two)
+    programs.rewritten(two, TWO_REPLICAS)
+    pytest = [sys.executable, "-m", "pytest", *map(str, (*files, two))]
+    return programs.tests(pytest, tree, environment(tree))
 
 
-def run(tree: pathlib.Path, door: Door, stored: str | None = None) -> dict[str, Any]:
+def environment(tree: pathlib.Path) -> dict[str, str]:
+    """With the tree on the path, and without Google's cloud."""
+    return programs.environment(tree / "src", tree, DECOUPLE_GCLOUD="TRUE")
+
+
+def run(tree: pathlib.Path, door: Door, stored: str | None) -> dict[str, Any]:
     """What MaxText's loop did in this tree."""
     out = tree / "told.json"
     mesh = [f"ici_data_parallelism={door.data}", f"ici_fsdp_parallelism={door.fsdp}"]
     arguments = ["src/maxtext/configs/base.yml", *CONFIG, *mesh, f"base_output_directory={tree}"]
-    # Without -P this file would be the module of MaxText's name.
-    command = [sys.executable, "-P", __file__, "--train", str(out), str(stored)]
-    command += arguments
+    command = [sys.executable, __file__, "--train", str(out), str(stored), *arguments]
     subprocess.run(command, cwd=tree, env=environment(tree), check=True, stdout=sys.stderr)
     return json.loads(out.read_text())
 
 
 def train(out: str, stored: str, *arguments: str) -> None:
     """MaxText's ``main``, its compiled step audited, its losses kept."""
+    # Here this file is the module of MaxText's name.
+    sys.path.remove(str(pathlib.Path(__file__).parent))
     import jax
     from flax import nnx
     from maxtext.optimizers import optimizers
@@ -214,21 +160,19 @@ def train(out: str, stored: str, *arguments: str) -> None:
 
     import boostax
 
-    told: dict[str, Any] = {"losses": []}
+    told: dict[str, Any] = {}
     get_optimizer, jit = optimizers.get_optimizer, train_utils.jit_train_and_eval_step
 
     class Step:
         def __init__(self, step: Any) -> None:
             self.step = step
 
-        def lower(self, *args: Any) -> Any:
-            lowered = self.step.lower(*args)
-            params = nnx.filter_state(args[0]["model"], nnx.Param)
+        def lower(self, state: Any, *args: Any) -> Any:
+            lowered = self.step.lower(state, *args)
+            params = nnx.filter_state(state["model"], nnx.Param)
             audit = boostax.audit(lowered, params=params)
             print(audit)
-            leaves = jax.tree.leaves(args[0]["optimizer"])
-            told["reductions"], told["temporary"] = audit.reductions, audit.temporary_bytes
-            told["state"] = sum(x.addressable_shards[0].data.nbytes for x in leaves)
+            told.update(programs.told(audit, state["optimizer"]))
             return lowered
 
         def __call__(self, *args: Any) -> Any:
