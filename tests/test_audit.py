@@ -267,6 +267,14 @@ def test_programs_of_others_are_audited_as_they_are(mesh, make):
     assert len(reduction.axes) == 1 and reduction.devices == 8
 
 
+def test_a_variable_that_the_program_does_not_use_is_no_parameter():
+    """Its stand-in has the attributes of what it holds, and passed for an argument itself."""
+    state = nnx.state(nnx.Linear(WIDTH, WIDTH, rngs=nnx.Rngs(0)))
+    kernel_alone = jax.jit(lambda state, x: x @ state["kernel"][...])
+    found = boostax.audit(kernel_alone, state, jnp.ones((2, WIDTH)))
+    assert found.argument_bytes == 4 * (WIDTH * WIDTH + 2 * WIDTH)
+
+
 def test_keys_and_static_arguments_are_arguments():
     drawn = jax.jit(lambda key, x, n: n * x + jax.random.normal(key, x.shape), static_argnums=2)
     assert boostax.audit(drawn, jax.random.key(0), jnp.ones(3), 4).devices == 1

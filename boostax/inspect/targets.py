@@ -291,4 +291,5 @@ def _number(x: Any) -> Any:
 
 
 def _is_info(x: Any) -> bool:
-    return hasattr(x, "donated")
+    # Flax's variables have the attributes of what they hold.
+    return isinstance(x, jax.stages.ArgInfo)
