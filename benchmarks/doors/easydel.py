@@ -20,7 +20,7 @@ import sys
 import tempfile
 from typing import Any
 
-import programs
+from parts import programs
 
 PATCH = programs.ROOT / "docs" / "doors" / "easydel.patch"
 VERSION = "0.3.0 at 090a03b"

@@ -18,7 +18,7 @@ import sys
 import tempfile
 from typing import Any
 
-import programs
+from parts import programs
 
 PATCH = programs.ROOT / "docs" / "doors" / "maxtext.patch"
 VERSION = "0.2.4"
