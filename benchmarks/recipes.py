@@ -12,6 +12,7 @@ import json
 import os
 import pathlib
 import pydoc_data
+import re
 import statistics
 import sys
 import sysconfig
@@ -486,6 +487,8 @@ def trained_table(rows: list[Row]) -> str:
         if column == "above plain" and value == error == 0:
             return ""
         text = f"{value:.1f}" if column == "skipped" else f"{value:.3f}"
+        # What rounds to zero from below reads as it does from above.
+        text = text.replace("-", tables.MINUS if re.search("[1-9]", text) else "")
         return f"{text} ± {error:.3f}" if error is not None else text
 
     return _table(rows, said, cell)
