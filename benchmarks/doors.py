@@ -59,7 +59,7 @@ def wanted(name: str) -> dict[str, str]:
     """What the first lines of its requirements ask for."""
     path = SCRIPTS / f"{name}.txt"
     text = path.read_text() if path.exists() else ""
-    return dict(re.findall(r"^# (python|source): (\S+)$", text, re.M))
+    return dict(re.findall(r"^# (python|source|pip): (\S+)$", text, re.M))
 
 
 def environment(name: str) -> str:
@@ -73,6 +73,8 @@ def environment(name: str) -> str:
         command = [f"python{version}" if version else sys.executable, "-m", "venv", MADE / name]
         subprocess.run(command, check=True)
     install = [python, "-m", "pip", "install", "--quiet", "-r", requirements]
+    if "pip" in wanted(name):
+        install += [wanted(name)["pip"]]
     subprocess.run(install, check=True)
     return str(python)
 
