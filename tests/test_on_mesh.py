@@ -526,3 +526,23 @@ def test_a_sum_behind_a_reduction_is_refused():
     for before in (mean, total):
         with pytest.raises(ValueError, match="all_reduce: gradients must be local"):
             moved(before, total)
+
+
+@pytest.mark.parametrize("batches", [0, 2])
+def test_a_gradient_is_of_one_batch(batches):
+    """The state is what is forgotten where ``jax.value_and_grad`` stood."""
+    fn = boostax.value_and_grad(lambda w, x: jnp.mean(w * x))
+    with pytest.raises(TypeError, match=r"must be \(params, opt_state, batch\), got \('params'"):
+        fn(jnp.ones(2), (), *(jnp.ones(2) for _ in range(batches)))
+
+
+def test_what_is_no_array_is_named(mesh):
+    """Defect guarded against: an Equinox activation was told to be put on the devices."""
+    w = jax.device_put(jnp.ones(2), NamedSharding(mesh, P()))
+    params = {"w": w, "activation": jnp.tanh}
+    tx = optax.chain(boostax.all_reduce("data"), optax.sgd(0.1))
+    with pytest.raises(ValueError, match=r"at 'activation'.*equinox\.partition"):
+        boostax.on_mesh(tx, params, axis_name="data")
+    fn = boostax.value_and_grad(lambda p, x: jnp.mean(x), mesh=mesh, axis_name="data")
+    with pytest.raises(TypeError, match=r"at 'activation'.*equinox\.partition"):
+        jax.jit(lambda w, x: fn({**params, "w": w}, (), x))(w, jnp.ones(8))

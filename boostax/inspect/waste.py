@@ -57,8 +57,9 @@ def _repeated(found: Audit, gradients: Sequence[CompiledCollective]) -> Iterator
             "Gradients are reduced {times:.2f} times per call, inside a loop that runs {turns} "
             "times",
             "Add up the local gradients of the micro-batches and reduce once: "
-            "boostax.value_and_grad(loss, microbatches=...) inside jax.shard_map, or "
-            "boostax.make_train_step(..., microbatches=...), with boostax.all_reduce in the chain.",
+            "boostax.value_and_grad(loss, mesh=, axis_name=, microbatches=) and boostax.on_mesh in "
+            "plain jit, or boostax.make_train_step(..., microbatches=), with boostax.all_reduce in "
+            "the chain.",
         ),
         (
             [c for c in gradients if not c.branches and found.calls > 1],

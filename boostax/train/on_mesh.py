@@ -176,16 +176,22 @@ def placed(
     who: str, params: PyTree, names: tuple[str, ...]
 ) -> tuple[Mesh, dict[tuple[str, ...], PartitionSpec]]:
     """The mesh that params are on, and the spec of each by its path."""
-    found = jax.tree_util.tree_leaves_with_path(params)
-    shardings = {path: getattr(x, "sharding", None) for path, x in found}
+    leaves = dict(jax.tree_util.tree_leaves_with_path(params))
+    shardings = {path: getattr(x, "sharding", None) for path, x in leaves.items()}
     meshes: list[Any] = []
     for path, sharding in shardings.items():
         mesh = sharding.mesh if isinstance(sharding, NamedSharding) else None
+        if mesh is None and not hasattr(x := leaves[path], "shape"):
+            allowed = "arrays placed on a mesh"
+            name = f"{type(x).__name__} at {trees.path_name(path) or 'the root'!r}"
+            hint = "Keep it apart from them: equinox.partition(model, equinox.is_inexact_array)."
+            raise ValueError(checks.message(who, "params", allowed, name, hint))
         if mesh is None or (meshes and mesh != meshes[0]):
             raise ValueError(
                 f"{who}: params must be placed on one mesh by jax.sharding.NamedSharding, got "
                 f"{sharding} at {trees.path_name(path) or 'the root'!r}. Try "
-                "jax.device_put(params, NamedSharding(mesh, PartitionSpec()))."
+                "jax.device_put(params, NamedSharding(mesh, PartitionSpec())), or of shapes "
+                "jax.ShapeDtypeStruct(shape, dtype, sharding=...)."
             )
         meshes.append(mesh)
     if not meshes or not set(names) <= set(meshes[0].axis_names):

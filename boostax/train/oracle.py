@@ -206,14 +206,30 @@ class Oracle:
         self,
         params: PyTree,
         opt_state: PyTree,
-        batch: PyTree,
-        *,
+        *batch: PyTree,
         active: PyTree = True,
         **kwargs: Any,
     ) -> tuple[Any, PyTree]:
-        """``(loss, grads)``, or ``((loss, aux), grads)``."""
+        """``(loss, grads)``, or ``((loss, aux), grads)``; of one batch."""
+        if len(batch) != 1:
+            hint = "What is more than a tree of rows goes into a tuple, or into the loss itself."
+            got = ("params", "opt_state", *("batch" for _ in batch))
+            message = checks.message(_WHO, "arguments", "(params, opt_state, batch)", got, hint)
+            raise TypeError(message)
+        return self._of(params, opt_state, batch[0], active, kwargs)
+
+    def _of(
+        self,
+        params: PyTree,
+        opt_state: PyTree,
+        batch: PyTree,
+        active: PyTree,
+        kwargs: dict[str, Any],
+    ) -> tuple[Any, PyTree]:
         if self.mesh is None:
             axes.require_bound(self.names, _WHO)
+        else:
+            _require_trainable(params, active)
         scale, scales = loss_scale(opt_state), group_scales(opt_state)
         rules = carried.declared(opt_state, params, _WHO)
         given = _given(kwargs | {"scales": scales})
