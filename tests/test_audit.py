@@ -663,3 +663,38 @@ def test_np_is_a_stranger_here():
     """An array of NumPy is an argument like any other."""
     found = boostax.audit(lambda x: x + 1, np.ones((4, 4), np.float32))
     assert found.params == 16
+
+
+MULTI_STEPS = """
+import jax, jax.numpy as jnp, optax
+
+def program():
+    tx = optax.MultiSteps(optax.sgd(0.1), 8)
+    def step(w, state, x):
+        grads = jax.grad(lambda w: ((x @ w) ** 2).mean())(w)
+        updates, state = tx.update(grads, state, w)
+        return optax.apply_updates(w, updates), state
+    w = jnp.zeros((8, 8))
+    return jax.jit(step), w, tx.init(w), jnp.ones((4, 8))
+"""
+
+
+def test_a_call_of_a_window_does_not_pass_for_a_step(tmp_path, monkeypatch, capsys):
+    """Defect guarded against: a loop that reduces at each of 8 calls passed as one reduction."""
+    (tmp_path / "windowed_program.py").write_text(MULTI_STEPS)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    limited = ["audit", "windowed_program:program", "--max-reductions", "1.01"]
+    assert main(limited) == 1
+    told = capsys.readouterr()
+    assert "say calls=" in told.out and "MultiStepsState is a window's. Say --calls" in told.err
+    assert main([*limited, "--calls", "8"]) == 0
+    assert "say calls=" not in capsys.readouterr().out
+
+
+def test_ours_is_a_window_if_it_has_more_than_one_call():
+    for every, there in ((4, "AccumulateState"), (1, "")):
+        tx = boostax.accumulate(optax.sgd(0.1), every)
+        step = boostax.make_train_step(lambda w, x: jnp.mean(x @ w), tx)
+        found = boostax.audit(step, step.init(jnp.zeros((4, 4))), jnp.ones((8, 4)))
+        assert found.window.endswith(there) and bool(found.window) == bool(there)

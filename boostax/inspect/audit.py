@@ -10,9 +10,11 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
+import optax
 
 from boostax._core import checks
 from boostax._core.replicas import is_per_replica
+from boostax.accumulate.window import AccumulateState
 from boostax.inspect import collectives, hlo
 from boostax.inspect.hlo import Ways
 from boostax.inspect.tables import record
@@ -66,6 +68,8 @@ class Audit:
       unknown_loops: loops whose turns the compiler does not say: what is in them counts once.
       compile_seconds: that the compiler took; NaN of a program that was compiled before.
       findings: what is wasted, with the mend.
+      window: the state of a window among the arguments while ``calls`` is 1: counts are those of a
+        call, not of an optimizer step; else empty.
       text: the program.
     """
 
@@ -93,6 +97,7 @@ class Audit:
     compile_seconds: float
     findings: tuple[Waste, ...]
     text: str = dataclasses.field(repr=False)
+    window: str = ""
 
     def per_step(self, ways: Ways) -> float:
         """Of an optimizer step: ``calls - 1`` calls that are held, and one that applies."""
@@ -221,9 +226,22 @@ def audit(
         compile_seconds=made.seconds,
         findings=(),
         text=made.compiled.as_text(),
+        window=_window(args) if calls == 1 else "",
     )
     findings = wastes(found, [shape for shape, _ in sizes], made.mesh)
     return dataclasses.replace(found, findings=tuple(findings))
+
+
+def _window(args: Any) -> str:
+    """Where the sums of a window of ``accumulate`` or ``optax.MultiSteps`` are; else empty."""
+
+    def holds(x: Any) -> bool:
+        ours = isinstance(x, AccumulateState) and x.window is not None
+        return ours or isinstance(x, optax.MultiStepsState)
+
+    found = jax.tree_util.tree_leaves_with_path(args, is_leaf=holds)
+    paths = (f"{jax.tree_util.keystr(path)}, {type(x).__name__}" for path, x in found if holds(x))
+    return next(paths, "")
 
 
 def _buffers(

@@ -57,6 +57,10 @@ def run(argv: Sequence[str]) -> int:
     if given.picture:
         found.save_picture(given.picture)
     passed = 0
+    if found.window and given.max_reductions is not None:
+        said = f"a call is not an optimizer step: {found.window} is a window's. Say --calls"
+        complain(f"boostax: audit: {said}, the calls of one.")
+        passed = 1
     for name in _LIMITS:
         value, limit = getattr(found, name), getattr(given, f"max_{name}")
         value = len(value) if name == "findings" else value
