@@ -85,6 +85,7 @@ bench: $(READY)
 	$(QUICK_CODE) $(RUN) benchmarks/fuzz.py
 	$(RUN) benchmarks/newcomer.py
 	$(RUN) benchmarks/recipes.py
+	$(RUN) benchmarks/text_large.py
 	-$(RUN) benchmarks/gpu.py
 	$(RUN) benchmarks/peers_jax.py
 	-$(RUN) benchmarks/peers/setup.py
