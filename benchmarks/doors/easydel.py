@@ -20,6 +20,7 @@ import sys
 import tempfile
 from typing import Any
 
+from parts import door as door_parts
 from parts import programs
 
 PATCH = programs.ROOT / "docs" / "doors" / "easydel.patch"
@@ -106,11 +107,11 @@ def measured(source: pathlib.Path, folder: pathlib.Path) -> list[dict[str, Any]]
         sizes = {"dp": door.dp, "FSDP": door.fsdp}
         mesh = ", ".join(f"{axis} {size}" for axis, size in sizes.items() if size > 1)
         rows.append(
-            programs.row(
+            door_parts.row(
                 f"EasyDeL, {mesh}",
                 VERSION,
                 door.way,
-                1 if door.stored else programs.lines(PATCH),
+                1 if door.stored else door_parts.lines_of(PATCH),
                 "-" if door.stored else suites,
                 run(plain, door, stored=False),
                 run(folder / door.tree, door, door.stored),

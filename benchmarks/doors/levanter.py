@@ -5,10 +5,8 @@ A small Llama of its own trains over 8 emulated devices. Its LM loss hands JAX's
 the mean instead.
 """
 
-import argparse
 import functools
 import importlib
-import json
 import pathlib
 import sys
 from typing import Any
@@ -137,16 +135,5 @@ def rows(source: pathlib.Path) -> list[dict[str, Any]]:
         ]
 
 
-def main() -> None:
-    """Print the rows, or what one way does."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--source", type=pathlib.Path, help="a checkout")
-    parser.add_argument("--way", help="a layout, a dtype and a key of BOOST")
-    options = parser.parse_args()
-    if options.way:
-        return train(*options.way.split())
-    print(json.dumps(rows(options.source.resolve())))
-
-
 if __name__ == "__main__":
-    main()
+    door.run(__doc__ or "", train, rows)

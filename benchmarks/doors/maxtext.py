@@ -18,6 +18,7 @@ import sys
 import tempfile
 from typing import Any
 
+from parts import door as door_parts
 from parts import programs
 
 PATCH = programs.ROOT / "docs" / "doors" / "maxtext.patch"
@@ -110,11 +111,11 @@ def measured(source: pathlib.Path, folder: pathlib.Path) -> list[dict[str, Any]]
     for door in DOORS:
         by_patch = door.stored is None
         rows.append(
-            programs.row(
+            door_parts.row(
                 f"MaxText, data {door.data}" + (f", FSDP {door.fsdp}" if door.fsdp > 1 else ""),
                 VERSION,
                 door.way,
-                programs.lines(PATCH) if by_patch else 1,
+                door_parts.lines_of(PATCH) if by_patch else 1,
                 suites if by_patch else "-",
                 run(plain, door, None),
                 run(folder / door.tree, door, door.stored),

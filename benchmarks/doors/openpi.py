@@ -6,11 +6,9 @@ devices: the smallest of its own has a vision tower of 400 million params. Its m
 be on ``PYTHONPATH`` at 0cf8648, as openpi pins it.
 """
 
-import argparse
 import dataclasses
 import functools
 import importlib
-import json
 import pathlib
 import sys
 from typing import Any
@@ -161,16 +159,5 @@ def rows(source: pathlib.Path) -> list[dict[str, Any]]:
         return found
 
 
-def main() -> None:
-    """Print the rows, or what one way does."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--source", type=pathlib.Path, help="a checkout")
-    parser.add_argument("--way", help="a layout, and how a step is made")
-    options = parser.parse_args()
-    if options.way:
-        return train(*options.way.split())
-    print(json.dumps(rows(options.source.resolve())))
-
-
 if __name__ == "__main__":
-    main()
+    door.run(__doc__ or "", train, rows)

@@ -4,9 +4,7 @@ A small Qwen3 of its own, whole, sharded (FSDP) or with adapters of LoRA, trains
 devices in windows of 8 calls.
 """
 
-import argparse
 import functools
-import json
 import pathlib
 import sys
 from typing import Any
@@ -121,16 +119,5 @@ def rows(source: pathlib.Path) -> list[dict[str, Any]]:
         return [*patched, made(said, 2, "-", old["whole"], chain)]
 
 
-def main() -> None:
-    """Print the rows, or what one way does."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--source", type=pathlib.Path, help="a checkout")
-    parser.add_argument("--way", help="a layout, and in which optimizer a window is")
-    options = parser.parse_args()
-    if options.way:
-        return train(*options.way.split())
-    print(json.dumps(rows(options.source.resolve())))
-
-
 if __name__ == "__main__":
-    main()
+    door.run(__doc__ or "", train, rows)

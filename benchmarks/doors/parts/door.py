@@ -1,5 +1,6 @@
 """What scripts of doors share: a patched copy, a program's tests, a run in a process, a row."""
 
+import argparse
 import contextlib
 import json
 import os
@@ -9,10 +10,11 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any
 
-import boostax
+if TYPE_CHECKING:  # A program may want its environment before anything imports JAX.
+    import boostax
 
 ROOT = pathlib.Path(__file__).parents[3]
 DOORS = ROOT / "docs" / "doors"
@@ -84,7 +86,7 @@ def local_bytes(tree: Any) -> int:
     return sum(x.addressable_shards[0].data.nbytes for x in arrays)
 
 
-def told(audit: boostax.inspect.Audit, kept: int, losses: list[float], over: Any = ()) -> str:
+def told(audit: "boostax.inspect.Audit", kept: int, losses: list[float], over: Any = ()) -> str:
     """The line that ``measured`` reads; reductions over some axes alone, if these are named."""
     elements = sum(
         c.elements * c.executions
@@ -116,3 +118,18 @@ def row(
         "state MB after": new["state"],
         "losses differ": max(abs(a - b) / abs(a) for a, b in pairs),
     }
+
+
+def run(
+    what: str,
+    train: Callable[..., None],
+    rows: Callable[[pathlib.Path], list[dict[str, Any]]],
+) -> None:
+    """The command of a script: print the rows, or what one way does."""
+    parser = argparse.ArgumentParser(description=what)
+    parser.add_argument("--source", type=pathlib.Path, help="a checkout")
+    parser.add_argument("--way", help="the arguments of train, by spaces")
+    options = parser.parse_args()
+    if options.way:
+        return train(*options.way.split())
+    print(json.dumps(rows(options.source.resolve())))

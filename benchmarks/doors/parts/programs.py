@@ -1,4 +1,4 @@
-"""What doors into programs share: copies of a source, a patch, tests, rows of the record."""
+"""What doors share whose programs run from their own folder: copies, and tests made anew."""
 
 import os
 import pathlib
@@ -9,6 +9,8 @@ import sys
 import xml.etree.ElementTree as ElementTree
 from collections.abc import Iterable, Sequence
 from typing import Any
+
+from parts.door import local_bytes
 
 ROOT = pathlib.Path(__file__).parents[3]
 DEVICES = 8
@@ -27,12 +29,6 @@ def patched(tree: pathlib.Path, patch: pathlib.Path) -> pathlib.Path:
     """The tree, with the patch."""
     subprocess.run(["git", "apply", "--unidiff-zero", str(patch)], cwd=tree, check=True)
     return tree
-
-
-def lines(patch: pathlib.Path) -> int:
-    """Lines that a patch writes."""
-    written = patch.read_text().splitlines()
-    return sum(line.startswith("+") and not line.startswith("+++") for line in written)
 
 
 def rewritten(path: pathlib.Path, changes: Iterable[tuple[str, str]]) -> None:
@@ -63,37 +59,11 @@ def tests(pytest: Sequence[str], tree: pathlib.Path, env: dict[str, str]) -> tup
     return len(ran) - len(failed), len(ran)
 
 
-def row(
-    program: str, version: str, way: str, count: int, suites: str, old: Any, new: Any
-) -> dict[str, Any]:
-    """Of the record, from what two runs told: losses, reductions, bytes."""
-    pairs = zip(old["losses"], new["losses"], strict=True)
-    made = {
-        "program": program,
-        "version": version,
-        "way": way,
-        "lines": count,
-        "its tests": suites,
-        "reductions before": old["reductions"],
-        "reductions after": new["reductions"],
-        "temp MB before": old["temporary"] / 1e6,
-        "temp MB after": new["temporary"] / 1e6,
-        "state MB before": old["state"] / 1e6,
-        "state MB after": new["state"] / 1e6,
-        "losses differ": max(abs(a - b) / abs(a) for a, b in pairs),
-    }
-    print(made, file=sys.stderr, flush=True)
-    return made
-
-
 def told(audit: Any, optimizer_state: Any) -> dict[str, Any]:
     """Of a compiled step, and of what its optimizer keeps on one device."""
-    import jax
-
-    arrays = [x for x in jax.tree.leaves(optimizer_state) if isinstance(x, jax.Array)]
     return {
         "losses": [],
         "reductions": audit.reductions,
-        "temporary": audit.temporary_bytes,
-        "state": sum(x.addressable_shards[0].data.nbytes for x in arrays),
+        "temp": audit.temporary_bytes / 1e6,
+        "state": local_bytes(optimizer_state) / 1e6,
     }
