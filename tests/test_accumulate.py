@@ -295,6 +295,28 @@ def test_micro_batches_equal_the_big_batch(count):
     assert_close(jax.jit(summed)(PARAMS, BATCH), total(PARAMS, BATCH))
 
 
+@pytest.mark.parametrize("count", [1, 4])
+def test_a_batch_that_is_cut_already_is_taken_as_it_lies(count):
+    """Micro-batch i has rows i, i + k, ... of a whole batch: to the bit the same."""
+    f = jax.value_and_grad(masked_loss, has_aux=True)
+    mask = np.float32(np.random.default_rng(2).random(24) < 0.4)
+    stack = lambda x: x.reshape(24 // count, count, *x.shape[1:]).swapaxes(0, 1)  # noqa: E731
+    whole = BATCH, mask
+    cut = jax.tree.map(stack, whole)
+    for form in (
+        lambda count: boostax.train.microbatch(f, count, has_aux=True),
+        lambda count: (
+            lambda params, batch: boostax.value_and_grad(
+                masked_loss, microbatches=count, has_aux=True
+            )(params, (), batch)
+        ),
+    ):
+        once, stacked = jax.jit(form(count)), jax.jit(form("stacked"))
+        # One slice is not summed where it is not stacked.
+        check = assert_close if count == 1 else assert_same
+        jax.tree.map(check, stacked(PARAMS, cut), once(PARAMS, whole))
+
+
 def test_weights_make_a_mean_over_rows_that_count():
     """One micro-batch counts nothing: its mean is 0/0."""
     mask = np.float32(np.random.default_rng(2).random(24) < 0.4)

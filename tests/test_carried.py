@@ -263,6 +263,16 @@ def test_carried_leaves_of_frozen_layers_rest(driver):
     assert_of(state.params["b"], expected([2 * DATA[0]]))
 
 
+def test_histories_of_a_stacked_batch_are_those_of_one_that_is_cut():
+    tx = boostax.carry(optax.adamw(1e-2))
+    state, batch = tx.init(START), BATCHES[0]
+    cut = jax.tree.map(lambda x: x.reshape(ROWS // 4, 4, *x.shape[1:]).swapaxes(0, 1), batch)
+    of = lambda count, batch: jax.jit(boostax.value_and_grad(loss_fn, microbatches=count))(  # noqa: E731
+        START, state, batch
+    )
+    chex.assert_trees_all_equal(of("stacked", cut), of(4, batch))
+
+
 @pytest.mark.parametrize("checked", [True, False, "pmap"])
 def test_a_loop_of_ones_own(checked):
     """Plain ``jax.grad``, micro-batches by ``microbatch``, replicas by any mapping."""

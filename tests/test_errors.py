@@ -262,6 +262,26 @@ def test_a_missing_weight_is_named():
     assert int(tx.update(PARAMS, state, PARAMS, weight=2)[1].micro_step) == 1
 
 
+@pytest.mark.parametrize("other", [jnp.ones((3, 2)), jnp.float32(1.0), jnp.ones((0, 2))])
+def test_a_stacked_batch_leads_with_as_many_micro_batches_everywhere(other):
+    loss = lambda w, batch: jnp.sum(w) * jnp.mean(batch["x"])  # noqa: E731
+    batch = {"x": jnp.ones((4, 2)), "y": other}
+    batch = {"y": other} if other.size == 0 else batch
+    for f in (
+        lambda: boostax.train.microbatch(jax.value_and_grad(loss), "stacked")(jnp.ones(2), batch),
+        lambda: boostax.value_and_grad(loss, microbatches="stacked")(jnp.ones(2), (), batch),
+    ):
+        with pytest.raises(
+            ValueError, match=r"microbatch: .* be \[micro-batches, rows, .*got shap"
+        ):
+            f()
+
+
+def test_a_step_takes_its_batch_whole():
+    with pytest.raises(TypeError, match=r"make_train_step: microbatches must .*reshape"):
+        boostax.make_train_step(lambda w, x: jnp.mean(w * x), SGD, microbatches="stacked")
+
+
 @pytest.mark.parametrize("batch", [jnp.ones((6, 2)), jnp.float32(1.0)], ids=["6 rows", "0-d"])
 def test_a_batch_that_does_not_divide(mesh, batch):
     loss = lambda w, batch: jnp.sum(w) * jnp.mean(batch["x"])  # noqa: E731

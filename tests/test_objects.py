@@ -186,6 +186,50 @@ def test_equinox_modules_are_params_as_they_are(name):
     assert float(mlp_loss(model, BATCH)) < 0.9 * float(mlp_loss(MLP, BATCH))
 
 
+class Net(eqx.Module):
+    """With leaves that are no arrays: a function, a float, a bool."""
+
+    mlp: eqx.nn.MLP
+    dropout: eqx.nn.Dropout
+
+    def __call__(self, x):
+        return self.dropout(self.mlp(x))
+
+
+@pytest.mark.parametrize("replicas", [1, 4])
+def test_equinox_modules_train_by_a_swap_of_the_gradient(replicas):
+    mesh = jax.make_mesh((replicas,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+    whole = NamedSharding(mesh, PartitionSpec())
+    start = eqx.filter_shard(Net(MLP, eqx.nn.Dropout(0.5, inference=True)), whole)
+    plain = optax.adamw(0.1)
+    tx, how = plain, {}
+    if replicas > 1:
+        tx = optax.chain(boostax.all_reduce("data"), plain)
+        tx = boostax.on_mesh(tx, start, axis_name="data")
+        how = {"mesh": mesh, "axis_name": "data"}
+    oracle = boostax.value_and_grad(mlp_loss, microbatches=2, **how)
+    peer = eqx.filter_value_and_grad(mlp_loss)
+    ends = []
+    for each, gradient in (
+        (plain, lambda model, state, x: peer(model, x)),
+        (tx, oracle),
+    ):
+
+        @eqx.filter_jit
+        def step(model, state, x, tx=each, gradient=gradient):
+            loss, grads = gradient(model, state, x)
+            params = eqx.filter(model, eqx.is_inexact_array)
+            updates, state = tx.update(grads, state, params)
+            return eqx.apply_updates(model, updates), state, loss
+
+        model, state = start, each.init(eqx.filter(start, eqx.is_inexact_array))
+        for _ in range(3):
+            model, state, loss = step(model, state, BATCH)
+        assert model.mlp.activation is MLP.activation and model.dropout.p == 0.5
+        ends.append((eqx.filter(model, eqx.is_array), loss))
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), *ends)
+
+
 def test_a_module_with_functions_is_refused_by_a_step():
     step = boostax.make_train_step(mlp_loss, GATES["dynamic_loss_scale"]())
     with pytest.raises(TypeError, match="got custom_jvp at 'activation'"):

@@ -532,17 +532,73 @@ def test_a_sum_behind_a_reduction_is_refused():
 def test_a_gradient_is_of_one_batch(batches):
     """The state is what is forgotten where ``jax.value_and_grad`` stood."""
     fn = boostax.value_and_grad(lambda w, x: jnp.mean(w * x))
-    with pytest.raises(TypeError, match=r"must be \(params, opt_state, batch\), got \('params'"):
+    hint = "Let loss_fn take the batch" if batches == 0 else "goes into a tuple"
+    must = r"must be \(params, opt_state, batch\), got \('params'.*"
+    with pytest.raises(TypeError, match=must + hint):
         fn(jnp.ones(2), (), *(jnp.ones(2) for _ in range(batches)))
 
 
-def test_what_is_no_array_is_named(mesh):
+@pytest.mark.parametrize("placement", ["replicated", "FSDP"])
+def test_a_stacked_batch_is_scanned_as_it_lies(placement):
+    """``[k, rows, ...]``, as ``lax.scan`` takes it: the same losses and params, one reduction."""
+    mesh = grid(4, 2)
+    params = placed(initial(), mesh, [PLACEMENTS[placement]] * DEPTH)
+    tx = optax.chain(boostax.all_reduce("data"), optax.adam(1e-2))
+    tx = boostax.on_mesh(tx, params, axis_name="data")
+    whole = np.concatenate([rows(index) for index in range(4)])
+    forms = {
+        4: (whole, P("data")),
+        # Micro-batch i has rows i, i + 4, ... of it.
+        "stacked": (whole.reshape(ROWS, 4, WIDTH).swapaxes(0, 1), P(None, "data")),
+    }
+    ends = []
+    for count, (batch, spec) in forms.items():
+        oracle = boostax.value_and_grad(loss_fn, mesh=mesh, axis_name="data", microbatches=count)
+
+        @jax.jit
+        def step(params, state, x, oracle=oracle):
+            value, grads = oracle(params, state, x)
+            params, state = boostax.apply_gradients(tx, grads, state, params)
+            return params, state, value, oracle.loss_at(x)(params)
+
+        batch = jax.device_put(batch, NamedSharding(mesh, spec))
+        state = tx.init(params)
+        audit = boostax.audit(step, params, state, batch, params=params)
+        assert audit.reductions == pytest.approx(1, abs=0.01)
+        ends.append(step(params, state, batch))
+    assert_near(ends[0], ends[1], 1e-6)
+
+
+def test_what_is_no_array_stays_as_it_is(mesh):
     """Defect guarded against: an Equinox activation was told to be put on the devices."""
     w = jax.device_put(jnp.ones(2), NamedSharding(mesh, P()))
     params = {"w": w, "activation": jnp.tanh}
-    tx = optax.chain(boostax.all_reduce("data"), optax.sgd(0.1))
-    with pytest.raises(ValueError, match=r"at 'activation'.*equinox\.partition"):
-        boostax.on_mesh(tx, params, axis_name="data")
-    fn = boostax.value_and_grad(lambda p, x: jnp.mean(x), mesh=mesh, axis_name="data")
-    with pytest.raises(TypeError, match=r"at 'activation'.*equinox\.partition"):
-        jax.jit(lambda w, x: fn({**params, "w": w}, (), x))(w, jnp.ones(8))
+    tx = boostax.on_mesh(
+        optax.chain(boostax.all_reduce("data"), optax.adam(0.1)), params, axis_name="data"
+    )
+    loss = lambda p, x: jnp.mean(p["activation"](p["w"].sum() * x))  # noqa: E731
+    fn = boostax.value_and_grad(loss, mesh=mesh, axis_name="data")
+
+    @jax.jit
+    def step(w, state, x):
+        whole = {**params, "w": w}
+        _, grads = fn(whole, state, x)
+        assert grads.local["activation"] is None
+        new, after = boostax.apply_gradients(tx, grads, state, whole)
+        assert new["activation"] is jnp.tanh
+        updates, again = tx.update(grads, state, whole)
+        assert updates["activation"] is None
+        return new["w"], w + updates["w"], after, again
+
+    one, other, *states = step(w, tx.init(params), jnp.full(8, 0.1))
+    np.testing.assert_allclose(one, other)
+    np.testing.assert_allclose(one, 0.9, rtol=1e-5)
+    jax.tree.map(np.testing.assert_array_equal, *states)
+
+
+def test_a_python_number_beside_traced_arrays_is_a_constant():
+    """As an argument of ``jit`` it would be traced; where nothing is, it is trained, as in JAX."""
+    fn = boostax.value_and_grad(lambda p, x: p["w"] * p["rate"] * x.mean())
+    assert float(fn({"w": 3.0, "rate": 2.0}, (), jnp.ones(2))[1]["rate"]) == 3
+    seen = jax.jit(lambda w: fn({"w": w, "rate": 2.0}, (), jnp.ones(2))[1])(3.0)
+    assert float(seen["w"]) == 2 and seen["rate"] is None

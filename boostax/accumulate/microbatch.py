@@ -17,6 +17,8 @@ from boostax.accumulate import carried
 from boostax.accumulate.aux import Aux, as_aux, as_given, divide, own_of, weigh
 
 PyTree = Any
+# "stacked": as many as the batch leads with.
+Count = int | Literal["stacked"]
 
 
 class _Sums(NamedTuple):
@@ -33,7 +35,7 @@ class _Sums(NamedTuple):
 
 def microbatch(
     value_and_grad_fn: Callable[..., tuple[PyTree, PyTree]],
-    microbatches: int,
+    microbatches: Count,
     *,
     has_aux: bool = False,
     normalize: Literal["mean", "sum"] = "mean",
@@ -53,7 +55,8 @@ def microbatch(
       value_and_grad_fn: called as ``(params, batch, *args, **kwargs)``; returns
         ``(loss, grads)``, or ``((loss, aux), grads)`` with ``has_aux``.
       microbatches: number of slices; must divide the leading dimension of every batch leaf. 1
-        returns the function as it is.
+        returns the function as it is. ``"stacked"`` for a batch that is cut already, as
+        ``lax.scan`` takes it: ``[k, rows, ...]``.
       has_aux: as in ``jax.value_and_grad``. ``boostax.Aux`` is combined: see there. Any other aux
         is stacked: its leaves lead with ``[microbatches]``. Of one element per row,
         ``aux.swapaxes(0, 1).reshape(-1, *aux.shape[2:])`` is in the order of the batch.
@@ -81,7 +84,7 @@ def microbatch(
       (Array(1.5, dtype=float32), Array(1.5, dtype=float32))
     """
     who = "microbatch"
-    count = checks.positive_int(who, "microbatches", microbatches, "1 takes the batch whole.")
+    count = required(who, microbatches)
     checks.choice(who, "normalize", normalize, ("mean", "sum"), "Sum losses want 'sum'.")
     narrow = checks.floating_dtype(who, "accumulator_dtype", accumulator_dtype)
     if count == 1:
@@ -95,7 +98,7 @@ def microbatch(
         model_state: PyTree = None,
         **kwargs: Any,
     ) -> tuple[PyTree, PyTree]:
-        slices = split(batch, count, who)
+        slices, number, axis = split(batch, count, who)
         given_aux: PyTree = Aux()
         found: carried.Rules = {}
 
@@ -108,7 +111,7 @@ def microbatch(
                 given["key"] = jax.random.fold_in(key, index)
             if state is not None:
                 given["model_state"] = state
-            value, grads = value_and_grad_fn(params, take(slices, index), *args, **given)
+            value, grads = value_and_grad_fn(params, take(slices, index, axis), *args, **given)
             bcoo.require(grads, who)
             loss, given_aux = value if has_aux else (value, Aux())
             told = as_aux(given_aux)
@@ -147,7 +150,7 @@ def microbatch(
             new = {k: carried.combine(found[k], old[k], x) for k, x in new.items()}
             return (sums, new, state), aux
 
-        (total, new, state), stacked = lax.scan(body, start, jnp.arange(count, dtype=jnp.int32))
+        (total, new, state), stacked = lax.scan(body, start, jnp.arange(number, dtype=jnp.int32))
         mean = divide(total, total.weight) if normalize == "mean" else total
         grads = carried.put(mean.grads, new)
         if not has_aux:
@@ -159,8 +162,19 @@ def microbatch(
     return wrapped
 
 
-def split(batch: PyTree, count: int, who: str) -> PyTree:
-    """Leaves ``(b, ...)`` as ``(b // count, count, ...)``, which keeps a sharding of the rows."""
+def required(who: str, microbatches: Count) -> Count:
+    """The argument, checked."""
+    if microbatches == "stacked":
+        return microbatches
+    hint = "1 takes the batch whole, 'stacked' one that leads with its micro-batches."
+    return checks.positive_int(who, "microbatches", microbatches, hint)
+
+
+def split(batch: PyTree, count: Count, who: str) -> tuple[PyTree, int, int]:
+    """The leaves with a dimension of micro-batches, how many these are, and which dimension it is.
+
+    Leaves ``(b, ...)`` become ``(b // count, count, ...)``, which keeps a sharding of the rows.
+    """
 
     def split_leaf(path: tuple[Any, ...], x: Any) -> jax.Array:
         x = jnp.asarray(x)
@@ -173,11 +187,25 @@ def split(batch: PyTree, count: int, who: str) -> PyTree:
             )
         return x.reshape(x.shape[0] // count, count, *x.shape[1:])
 
-    return jax.tree_util.tree_map_with_path(split_leaf, batch)
+    if count == "stacked":
+        return jax.tree.map(jnp.asarray, batch), stacked(batch, who), 0
+    return jax.tree_util.tree_map_with_path(split_leaf, batch), count, 1
 
 
-def take(slices: PyTree, index: jax.Array) -> PyTree:
+def stacked(batch: PyTree, who: str) -> int:
+    """How many micro-batches a batch of them leads with."""
+    shapes = {name: jnp.shape(x) for name, x in trees.named(batch)}
+    numbers = {shape[:1] for shape in shapes.values()}
+    if len(numbers) != 1 or not all(all(number) and number for number in numbers):
+        raise ValueError(
+            f"{who}: every batch leaf must be [micro-batches, rows, ...] with "
+            f"microbatches='stacked', of the same number of micro-batches, got shapes {shapes}."
+        )
+    return numbers.pop()[0]
+
+
+def take(slices: PyTree, index: jax.Array, axis: int) -> PyTree:
     """Micro-batch ``index`` of what ``split`` returned."""
     return jax.tree.map(
-        lambda x: lax.dynamic_index_in_dim(x, index, axis=1, keepdims=False), slices
+        lambda x: lax.dynamic_index_in_dim(x, index, axis=axis, keepdims=False), slices
     )

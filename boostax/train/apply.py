@@ -57,11 +57,14 @@ def apply_gradients(
             "boostax.accumulate(..., normalize='weight')."
         )
     absent = lambda node: node is None  # noqa: E731
-    if not is_per_replica(grads) and any(map(absent, jax.tree.leaves(grads, is_leaf=absent))):
+    like = grads
+    if is_per_replica(grads) and not is_per_replica(params):
+        like = grads.local
+    if any(map(absent, jax.tree.leaves(like, is_leaf=absent))):
         # What Equinox filters out has no gradient; in its modules there are functions besides.
         pick = lambda g, p: None if g is None else p  # noqa: E731
         put = lambda new, p: p if new is None else new  # noqa: E731
-        own = jax.tree.map(pick, grads, params, is_leaf=absent)
+        own = jax.tree.map(pick, like, params, is_leaf=absent)
         new, opt_state = _applied(tx, grads, opt_state, own, extra_args)
         return jax.tree.map(put, new, params, is_leaf=absent), opt_state
     return _applied(tx, grads, opt_state, params, extra_args)

@@ -9,7 +9,7 @@ import jax
 import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from boostax._core import axes, bcoo, checks, handshake, trees
+from boostax._core import axes, bcoo, checks, constants, handshake, trees
 from boostax._core.gate import Pending, flush_inner, gate_of, gated
 from boostax._core.placement import Placement
 from boostax._core.replicas import (
@@ -116,6 +116,7 @@ def placed_on(
         return like(params), like(state, shared_out=shared_out)
 
     def init_fn(params: PyTree) -> PyTree:
+        params = constants.arrays_alone(params)
         make = lambda p: stack_replicas(tx.init(p), place.replicas)  # noqa: E731
         shapes = jax.eval_shape(make, params)
         of_state = specs(params, shapes)[1]
@@ -129,6 +130,7 @@ def placed_on(
     ) -> tuple[PyTree, PyTree]:
         raw = grads.raw if is_per_replica(grads.raw) else PerReplica(_stacked(grads.raw, place))
         bcoo.require(raw.local, _WHO)
+        params = constants.arrays_alone(params)
         _require_stacked(raw, params, place)
 
         outside = state
@@ -150,6 +152,7 @@ def placed_on(
         return run(change, params, state, grads._replace(raw=raw), arrays)
 
     def flush_fn(state: PyTree, params: PyTree, **extra: Any) -> tuple[PyTree, PyTree]:
+        params = constants.arrays_alone(params)
         closed = lambda params, state: flush_inner(inner, state, params, extra)  # noqa: E731
         return run(closed, params, state)
 
@@ -176,16 +179,11 @@ def placed(
     who: str, params: PyTree, names: tuple[str, ...]
 ) -> tuple[Mesh, dict[tuple[str, ...], PartitionSpec]]:
     """The mesh that params are on, and the spec of each by its path."""
-    leaves = dict(jax.tree_util.tree_leaves_with_path(params))
+    leaves = dict(jax.tree_util.tree_leaves_with_path(constants.arrays_alone(params)))
     shardings = {path: getattr(x, "sharding", None) for path, x in leaves.items()}
     meshes: list[Any] = []
     for path, sharding in shardings.items():
         mesh = sharding.mesh if isinstance(sharding, NamedSharding) else None
-        if mesh is None and not hasattr(x := leaves[path], "shape"):
-            allowed = "arrays placed on a mesh"
-            name = f"{type(x).__name__} at {trees.path_name(path) or 'the root'!r}"
-            hint = "Keep it apart from them: equinox.partition(model, equinox.is_inexact_array)."
-            raise ValueError(checks.message(who, "params", allowed, name, hint))
         if mesh is None or (meshes and mesh != meshes[0]):
             raise ValueError(
                 f"{who}: params must be placed on one mesh by jax.sharding.NamedSharding, got "

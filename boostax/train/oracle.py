@@ -14,11 +14,11 @@ from jax import lax
 from jax.custom_batching import custom_vmap
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-from boostax._core import axes, bcoo, checks, costs, handshake, trees
+from boostax._core import axes, bcoo, checks, constants, costs, handshake, trees
 from boostax._core.replicas import PerReplica, is_per_replica, without
 from boostax.accumulate import carried
 from boostax.accumulate.aux import Aux, as_aux, as_given, divide, drop_empty, own_of, weigh
-from boostax.accumulate.microbatch import microbatch
+from boostax.accumulate.microbatch import Count, microbatch, required, stacked
 from boostax.freeze.stages import Choice, staged
 from boostax.precision.group_state import group_scales
 from boostax.precision.loss_scale import loss_scale
@@ -41,7 +41,7 @@ def value_and_grad(
     axis_name: axes.AxisName | None = None,
     mesh: Mesh | None = None,
     policy: Policy | str | None = None,
-    microbatches: int = 1,
+    microbatches: Count = 1,
     has_aux: bool = False,
     accumulator_dtype: Any = jnp.float32,
 ) -> "Oracle":
@@ -70,7 +70,8 @@ def value_and_grad(
         ``mesh``.
       mesh: for plain ``jit``: the mesh over whose replica axes the loss is to be mapped.
       policy: precision policy applied to ``loss_fn``: see ``boostax.policy``.
-      microbatches: split the batch and scan: see ``boostax.train.microbatch``.
+      microbatches: split the batch and scan: see ``boostax.train.microbatch``; ``"stacked"`` for a
+        batch ``[k, rows, ...]`` as ``lax.scan`` takes it, of which replicas share the rows.
       has_aux: as in ``jax.value_and_grad``. ``boostax.Aux`` is combined over micro-batches and
         replicas. Any other aux passes through: micro-batches stack its leaves, which then lead with
         ``[microbatches]``; inside ``shard_map`` or ``pmap`` it is the replica's own; with ``mesh``
@@ -100,7 +101,7 @@ def value_and_grad(
       (Array(1., dtype=float32), Array(128., dtype=float32))
     """
     names = axes.canonical(_WHO, axis_name)
-    count = checks.positive_int(_WHO, "microbatches", microbatches, "1 takes the batch whole.")
+    count = required(_WHO, microbatches)
     precision = as_policy(_WHO, policy)
     fn = loss_fn if precision is None else precision.compute(loss_fn)
 
@@ -115,7 +116,7 @@ def value_and_grad(
         def scaled_loss(trained: PyTree) -> tuple[jax.Array, tuple[jax.Array, PyTree]]:
             whole = trees.unmasked(trained, params)
             _require_taken(loss_fn, kwargs)
-            loss, aux = _loss_and_aux(fn(whole, batch, **kwargs), has_aux)
+            loss, aux = _loss_and_aux(fn(constants.restored(whole), batch, **kwargs), has_aux)
             # One that the replicas have averaged themselves is equal on all by type. Its gradient
             # would be that of one replica's copy of it, 1/n of what JAX makes where nothing is
             # typed: each replica has a copy, and their mean is what is differentiated.
@@ -150,7 +151,10 @@ def value_and_grad(
             rules=rules,
         )
         # What a model records of cotangents is to be that of the whole batch, however it is cut.
-        parts = count * (axes.size(names) if names else 1) if rules else 1
+        parts = 1
+        if rules:
+            slices = stacked(batch, _WHO) if count == "stacked" else count
+            parts = slices * (axes.size(names) if names else 1)
         scale = scale / parts if parts > 1 else scale
         (loss, aux), grads = sliced(axes.to_varying(params, names), batch, scale, **given)
         new = carried.values(grads, carried.resolve(rules, grads))
@@ -163,7 +167,7 @@ def value_and_grad(
         return ((loss, aux) if has_aux else loss), grads
 
     def forward(params: PyTree, batch: PyTree, **kwargs: Any) -> tuple[PyTree, tuple[()]]:
-        loss, aux = _loss_and_aux(fn(params, batch, **kwargs), has_aux)
+        loss, aux = _loss_and_aux(fn(constants.restored(params), batch, **kwargs), has_aux)
         weight = as_aux(aux).weight
         if weight is not None:
             loss = drop_empty(loss, jnp.asarray(weight))
@@ -178,7 +182,8 @@ def value_and_grad(
         _, grads = local(params, batch, jnp.ones(()), given, True, {})
         return jax.tree.map(lambda g: axes.mean(g, names), trees.at_least_float32(grads))
 
-    return Oracle(names, local, loss_of, slope_of, has_aux, mesh)
+    rows = PartitionSpec(None, names) if count == "stacked" else PartitionSpec(names)
+    return Oracle(names, rows, local, loss_of, slope_of, has_aux, mesh)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -187,6 +192,7 @@ class Oracle:
 
     Attributes:
       names: the replica axes.
+      rows: the spec of a batch.
       local: gradients and loss of one replica, from the scale and what the loss is given besides.
       loss_of: the loss alone.
       slope_of: its gradient, the mean over the replicas.
@@ -196,6 +202,7 @@ class Oracle:
     """
 
     names: tuple[str, ...]
+    rows: PartitionSpec
     local: Callable[..., tuple[Any, PyTree]]
     loss_of: Callable[..., jax.Array]
     slope_of: Callable[..., PyTree]
@@ -213,6 +220,8 @@ class Oracle:
         """``(loss, grads)``, or ``((loss, aux), grads)``; of one batch."""
         if len(batch) != 1:
             hint = "What is more than a tree of rows goes into a tuple, or into the loss itself."
+            if not batch:
+                hint = "Let loss_fn take the batch: of what it closes over every replica has all."
             got = ("params", "opt_state", *("batch" for _ in batch))
             message = checks.message(_WHO, "arguments", "(params, opt_state, batch)", got, hint)
             raise TypeError(message)
@@ -226,6 +235,7 @@ class Oracle:
         active: PyTree,
         kwargs: dict[str, Any],
     ) -> tuple[Any, PyTree]:
+        params = constants.aside(params)
         if self.mesh is None:
             axes.require_bound(self.names, _WHO)
         else:
@@ -235,7 +245,8 @@ class Oracle:
         given = _given(kwargs | {"scales": scales})
         with handshake.scaling(opt_state):
             if self.mesh is None:
-                return self.local(params, batch, scale, given, active, rules)
+                value, grads = self.local(params, batch, scale, given, active, rules)
+                return value, constants.dropped(grads)
 
             at = active.at if isinstance(active, Choice) else None
             given_aux: PyTree = Aux()
@@ -255,21 +266,22 @@ class Oracle:
             run = self._mapped(each, (PartitionSpec(), PartitionSpec(self.names)))
             (loss, told), (own, grads) = run(params, batch, given, scale, at)
         aux = as_given(told, PerReplica(own), given_aux)
-        return ((loss, aux) if self.has_aux else loss), PerReplica(grads)
+        return ((loss, aux) if self.has_aux else loss), PerReplica(constants.dropped(grads))
 
     def loss_at(self, batch: PyTree, **kwargs: Any) -> Callable[[PyTree], jax.Array]:
         """The loss of a batch as a function of the params."""
         args = batch, _given(kwargs)
         if not self.names:
-            return lambda params: self.loss_of(params, *args)
+            return lambda params: self.loss_of(constants.aside(params), *args)
         both = self.loss_of, self.slope_of
         if self.mesh is not None:
             both = (_outside(self._mapped(fn, PartitionSpec())) for fn in both)
-        return _differentiable(*both, args)
+        loss = _differentiable(*both, args)
+        return lambda params: loss(constants.aside(params))
 
     def _mapped(self, fn: Callable[..., Any], out_specs: Any) -> Callable[..., Any]:
         """``fn(params, batch, given, ...)`` on global arrays: params as a replica has them."""
-        names, rows, whole = self.names, PartitionSpec(self.names), PartitionSpec()
+        names, lead, whole = self.names, PartitionSpec(self.names), PartitionSpec()
 
         def run(params: PyTree, batch: PyTree, given: dict[str, Any], *more: Any) -> Any:
             own = is_per_replica(params)
@@ -281,7 +293,7 @@ class Oracle:
                     given = given | {"key": key}
                 return fn(params, batch, given, *more)
 
-            specs = rows if own else whole, rows, whole, *(whole for _ in more)
+            specs = lead if own else whole, self.rows, whole, *(whole for _ in more)
             how: Any = {"mesh": self.mesh, "axis_names": set(names)}
             mapped = jax.shard_map(each, in_specs=specs, out_specs=out_specs, **how)
             return mapped(gathered(self.mesh, names, params), batch, given, *more)

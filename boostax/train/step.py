@@ -128,12 +128,14 @@ def make_train_step(
         checks.choice(who, "gather", gather, ("bfloat16", "int8"), "None sends them as they are.")
     hint = "'host' is the fastest and takes the least memory."
     checks.choice(who, "freeze_driver", freeze_driver, ("host", "switch"), hint)
+    hint = "It takes a batch whole; a stacked one is x.reshape(-1, *x.shape[2:]) to it."
+    slices = checks.positive_int(who, "microbatches", microbatches, hint)
     rules = as_policy(who, policy)
     oracle = value_and_grad(
         _reporting(loss_fn) if has_aux else loss_fn,
         axis_name=axis_name,
         policy=rules,
-        microbatches=microbatches,
+        microbatches=slices,
         has_aux=has_aux,
         accumulator_dtype=accumulator_dtype,
     )
@@ -143,7 +145,7 @@ def make_train_step(
         mesh,
         names,
         has_aux,
-        int(microbatches),
+        slices,
         policy=rules,
         check_vma=check_vma,
         param_specs=param_specs,

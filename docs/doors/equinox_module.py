@@ -12,21 +12,9 @@ import boostax
 CALLS = 1
 
 
-class Net(eqx.Module):
-    up: eqx.nn.Linear
-    down: eqx.nn.Linear
-
-    def __init__(self, width, key):
-        one, other = jax.random.split(key)
-        self.up = eqx.nn.Linear(width, 4 * width, key=one)
-        self.down = eqx.nn.Linear(4 * width, width, key=other)
-
-    def __call__(self, x):
-        return self.down(jnp.tanh(self.up(x)))
-
-
 def made(mesh, width):
-    return eqx.filter_shard(Net(width, jax.random.key(0)), NamedSharding(mesh, P()))
+    model = eqx.nn.MLP(width, width, 4 * width, 1, activation=jnp.tanh, key=jax.random.key(0))
+    return eqx.filter_shard(model, NamedSharding(mesh, P()))
 
 
 def loss_fn(model, batch):
@@ -42,7 +30,8 @@ def scanned(grad_fn, count):
 
         split = lambda x: x.reshape(-1, count, *x.shape[1:]).swapaxes(0, 1)  # noqa: E731
         rows = jax.tree.map(split, batch)
-        zeros = jax.tree.map(jnp.zeros_like, (jnp.float32(0), model))
+        zeros = jnp.float32(0), eqx.filter(model, eqx.is_inexact_array)
+        zeros = jax.tree.map(jnp.zeros_like, zeros)
         total, _ = jax.lax.scan(add, zeros, rows)
         return jax.tree.map(lambda x: x / count, total)
 
