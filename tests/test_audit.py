@@ -267,6 +267,16 @@ def test_programs_of_others_are_audited_as_they_are(mesh, make):
     assert len(reduction.axes) == 1 and reduction.devices == 8
 
 
+@pytest.mark.parametrize("ready", [False, True])
+def test_what_nnx_lowered_or_compiled_is_audited(mesh, ready):
+    program, args, params = by_nnx(
+        mesh, jax.device_put(np.ones((16, WIDTH), np.float32), NamedSharding(mesh, P("data")))
+    )
+    stage = program.lower(*args)
+    found = boostax.audit(stage.compile() if ready else stage, params=params)
+    assert (found.devices, found.params, found.reductions) == (8, WIDTH**2, 1.0)
+
+
 def test_a_variable_that_the_program_does_not_use_is_no_parameter():
     """Its stand-in has the attributes of what it holds, and passed for an argument itself."""
     state = nnx.state(nnx.Linear(WIDTH, WIDTH, rngs=nnx.Rngs(0)))

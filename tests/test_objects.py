@@ -230,6 +230,24 @@ def test_equinox_modules_train_by_a_swap_of_the_gradient(replicas):
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), *ends)
 
 
+@pytest.mark.parametrize("chosen", ["active", "choice"])
+def test_layers_of_an_equinox_module_are_frozen(chosen):
+    arrays = eqx.filter(MLP, eqx.is_inexact_array)
+    tx = boostax.scheduled_freeze(optax.sgd(0.1), boostax.freeze.prefix_groups(arrays, 2), 1)
+    oracle = boostax.value_and_grad(mlp_loss)
+
+    @eqx.filter_jit
+    def step(model, state):
+        arrays = eqx.filter(model, eqx.is_inexact_array)
+        active = tx.active(arrays, 1) if chosen == "active" else tx.choice(arrays, state)
+        _, grads = oracle(model, state, BATCH, active=active)
+        return boostax.apply_gradients(tx, grads, state, model)
+
+    model, _ = step(MLP, tx.init(arrays))
+    np.testing.assert_array_equal(model.layers[0].weight, MLP.layers[0].weight)
+    assert not np.array_equal(model.layers[1].weight, MLP.layers[1].weight)
+
+
 def test_a_module_with_functions_is_refused_by_a_step():
     step = boostax.make_train_step(mlp_loss, GATES["dynamic_loss_scale"]())
     with pytest.raises(TypeError, match="got custom_jvp at 'activation'"):

@@ -30,6 +30,7 @@ from boostax.train.compiled import TrainStep
 WHO = "target_devices"
 # Who compiles for them.
 _AUDIT = "audit"
+_STAGES = jax.stages.Lowered, jax.stages.Compiled
 _FORM = re.compile(r"[a-z0-9]+:(?P<shape>\d+(?:x\d+)*)(?:\*(?P<slices>\d+))?")
 _ALLOWED = (
     "'v5e:2x4' (a TPU slice), 'v5e:4x4*2' (two of them) or 'h100:1x1x8' (slices, hosts, GPUs)"
@@ -165,7 +166,8 @@ def compile_program(
     program: Any, args: tuple[Any, ...], target: str | None, depth: int | None
 ) -> CompiledProgram:
     """Compile any program for any devices: see ``boostax.audit``, whose arguments these are."""
-    if isinstance(program, (jax.stages.Lowered, jax.stages.Compiled)):
+    program = _unwrapped(program)
+    if isinstance(program, _STAGES):
         if args or target is not None:
             raise ValueError(
                 f"{_AUDIT}: a lowered or compiled program must be given alone, got "
@@ -199,6 +201,12 @@ def compile_program(
         raise TypeError(checks.message(_AUDIT, "program", allowed, got, hint))
     known = isinstance(stage, jax.stages.Traced)
     return made._replace(traced=costs.collectives(stage.jaxpr) if known else ())
+
+
+def _unwrapped(program: Any) -> Any:
+    """Of what Flax's NNX makes of a lowered or compiled program the program."""
+    inner = getattr(program, "lowered", getattr(program, "compiled", program))
+    return inner if isinstance(inner, _STAGES) else program
 
 
 def _moved(
@@ -245,8 +253,7 @@ def _finished(
 ) -> CompiledProgram:
     """Compile what is not compiled yet, for these devices."""
     begun = time.perf_counter()
-    # Flax's NNX wraps what JAX returns.
-    program = getattr(program, "lowered", program)
+    program = _unwrapped(program)
     compiled: Any = program
     if isinstance(program, jax.stages.Lowered):
         # Where no GPU is at hand kernels cannot be timed, and XLA chooses them by its cost model.

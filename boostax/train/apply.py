@@ -56,17 +56,18 @@ def apply_gradients(
             "windows are means over micro-steps, whatever each of them weighs. Use "
             "boostax.accumulate(..., normalize='weight')."
         )
-    absent = lambda node: node is None  # noqa: E731
     like = grads
     if is_per_replica(grads) and not is_per_replica(params):
         like = grads.local
-    if any(map(absent, jax.tree.leaves(like, is_leaf=absent))):
+    none = lambda node: node is None  # noqa: E731
+    ends = lambda node: node is None or isinstance(node, optax.MaskedNode)  # noqa: E731
+    if any(map(none, jax.tree.leaves(like, is_leaf=none))):
         # What Equinox filters out has no gradient; in its modules there are functions besides.
         pick = lambda g, p: None if g is None else p  # noqa: E731
         put = lambda new, p: p if new is None else new  # noqa: E731
-        own = jax.tree.map(pick, like, params, is_leaf=absent)
+        own = jax.tree.map(pick, like, params, is_leaf=ends)
         new, opt_state = _applied(tx, grads, opt_state, own, extra_args)
-        return jax.tree.map(put, new, params, is_leaf=absent), opt_state
+        return jax.tree.map(put, new, params, is_leaf=none), opt_state
     return _applied(tx, grads, opt_state, params, extra_args)
 
 

@@ -236,6 +236,10 @@ class Oracle:
         kwargs: dict[str, Any],
     ) -> tuple[Any, PyTree]:
         params = constants.aside(params)
+        if not isinstance(active, Choice):
+            # As of a model filtered for its arrays: nothing to say of what is none.
+            absent = lambda x: x is None  # noqa: E731
+            active = jax.tree.map(lambda x: absent(x) or x, active, is_leaf=absent)
         if self.mesh is None:
             axes.require_bound(self.names, _WHO)
         else:
