@@ -152,4 +152,4 @@ _MOVED = {
 }
 
 if not TYPE_CHECKING:  # where any name would pass for one
-    __getattr__, __dir__ = _late(__name__, _LATE, _MOVED)
+    __getattr__, __dir__ = _late(__name__, _LATE, _MOVED, ("nnx", "keras"))

@@ -177,6 +177,16 @@ def test_a_level_freezes_at_random_only_if_it_is_asked_to(level):
     assert auto({}, level=level, strict=False).config.freeze is not None
 
 
+def test_a_depth_alone_is_a_sequence_of_one():
+    config = BoostConfig.from_dict(json.loads('{"freeze": {"kind": 1, "groups": 2}}'))
+    params = {"a": jnp.ones(2), "b": jnp.ones(2)}
+    tx = auto(config).optimizer(optax.sgd(0.1), params)
+    assert tx.freezing.drawn(params) == (1,)
+    assert tx.active(params, 1) == {"a": False, "b": True}
+    with pytest.raises(ValueError, match="kind must be"):
+        auto({"freeze": {"kind": True}})
+
+
 def test_manual_mode_leaves_the_levels_alone(golden):
     """MindSpore edits its table in place, and the next object of that level inherits it."""
     *_, after = json.loads((golden / "autoboost_configs.json").read_text())

@@ -1,6 +1,7 @@
 """Importing boostax is cheap and pulls in nothing that the runtime does not need."""
 
 import importlib
+import os
 import subprocess
 import sys
 import types
@@ -87,6 +88,14 @@ def test_public_names_are_thirty_and_ten_packages():
     packages = {name for name in NAMESPACES if isinstance(getattr(boostax, name), types.ModuleType)}
     assert named(boostax) == THIRTY and packages == NAMESPACES
     assert NAMESPACES | THIRTY <= set(dir(boostax))
+
+
+@pytest.mark.parametrize("name", ["nnx", "keras"])
+def test_optimizers_of_frameworks_are_loaded_when_asked_for(name):
+    """Defect guarded against: ``boostax.nnx`` had to be imported, and the error did not say so."""
+    code = f"import boostax; assert {name!r} not in dir(boostax); boostax.{name}.Optimizer"
+    given = {**os.environ, "KERAS_BACKEND": "jax"}
+    subprocess.run([sys.executable, "-c", code], check=True, env=given)
 
 
 def test_every_package_offers_its_names():

@@ -305,6 +305,17 @@ def test_what_is_given_by_name_is_not_split():
     np.testing.assert_allclose(value, 6 * model(rows(0)).mean(), rtol=1e-5)
 
 
+def test_a_loss_that_closes_over_its_batch_is_refused_over_replicas():
+    """Defect guarded against: each of them computed the loss of all rows."""
+    model = placed(nnx.Linear(64, 1, rngs=nnx.Rngs(0)), a_mesh(4))
+    tx = optax.chain(boostax.all_reduce("data"), optax.sgd(0.1))
+    optimizer = Optimizer(model, tx, wrt=nnx.Param, axis_name="data")
+    with pytest.raises(TypeError, match=r"batch must be given .*Let loss_fn take it"):
+        optimizer.value_and_grad(lambda model: model(rows(0)).mean())(model)
+    alone = boostax.nnx.Optimizer(model, optax.sgd(0.1), wrt=nnx.Param)
+    alone.value_and_grad(lambda model: model(rows(0)).mean())(model)
+
+
 def test_a_checkpoint_of_an_open_window_goes_on(tmp_path):
     """Saved and restored as Flax's guide does with ``nnx.Optimizer``."""
 

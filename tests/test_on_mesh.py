@@ -538,6 +538,63 @@ def test_a_gradient_is_of_one_batch(batches):
         fn(jnp.ones(2), (), *(jnp.ones(2) for _ in range(batches)))
 
 
+def test_a_loss_that_takes_no_batch_is_named():
+    fn = boostax.value_and_grad(lambda w: jnp.mean(w))
+    with pytest.raises(
+        TypeError, match=r"loss_fn must be a function of \(params, batch\).*take the"
+    ):
+        fn(jnp.ones(2), (), jnp.ones(2))
+
+
+@pytest.mark.parametrize("nested", [False, True])
+def test_a_loss_that_closes_over_its_batch_says_so(mesh, nested):
+    """Defect guarded against: each replica computed the loss of all rows, and none said so."""
+    w = jax.device_put(jnp.ones(2), NamedSharding(mesh, P()))
+
+    @jax.jit
+    def gradient(w, batch):
+        inner = lambda w: jnp.mean(batch["x"] @ w)  # noqa: E731
+        loss = (lambda w, rows: inner(w)) if nested else (lambda w, rows: jnp.mean(batch["x"] @ w))
+        return boostax.value_and_grad(loss, mesh=mesh, axis_name="data")(w, (), batch)
+
+    with pytest.warns(UserWarning, match="loss_fn closes over the batch"):
+        gradient(w, {"x": jnp.ones((8, 2))})
+
+
+@pytest.mark.parametrize("placement", ["replicated", "FSDP"])
+def test_a_scan_of_ones_own_stays(placement):
+    """Around local gradients, from zeros of their types: one reduction of the params."""
+    mesh = grid(4, 2)
+    params = placed(initial(), mesh, [PLACEMENTS[placement]] * DEPTH)
+    tx = optax.chain(boostax.all_reduce("data"), optax.adam(1e-2))
+    tx = boostax.on_mesh(tx, params, axis_name="data")
+    fn = boostax.value_and_grad(loss_fn, mesh=mesh, axis_name="data")
+    stacked = boostax.value_and_grad(loss_fn, mesh=mesh, axis_name="data", microbatches="stacked")
+
+    def scanned(params, state, batch):
+        add = lambda total, rows: (jax.tree.map(jnp.add, total, fn(params, state, rows)), None)  # noqa: E731
+        types = jax.eval_shape(fn, params, state, batch[0])
+        zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), types)
+        total, _ = jax.lax.scan(add, zeros, batch)
+        return jax.tree.map(lambda x: x / len(batch), total)
+
+    batch = np.stack([rows(index) for index in range(4)])
+    batch = jax.device_put(batch, NamedSharding(mesh, P(None, "data")))
+    ends = []
+    for gradient in (scanned, stacked):
+
+        @jax.jit
+        def step(params, state, batch, gradient=gradient):
+            loss, grads = gradient(params, state, batch)
+            return *boostax.apply_gradients(tx, grads, state, params), loss
+
+        state = tx.init(params)
+        audit = boostax.audit(step, params, state, batch, params=params)
+        assert audit.reductions == pytest.approx(1, abs=0.01)
+        ends.append(step(params, state, batch))
+    assert_near(*ends, 1e-6)
+
+
 @pytest.mark.parametrize("placement", ["replicated", "FSDP"])
 def test_a_stacked_batch_is_scanned_as_it_lies(placement):
     """``[k, rows, ...]``, as ``lax.scan`` takes it: the same losses and params, one reduction."""

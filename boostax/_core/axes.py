@@ -95,7 +95,10 @@ def required(who: str, axis_name: AxisName | None) -> tuple[str, ...]:
 
 def require_bound(names: tuple[str, ...], who: str, argument: str = "axis_name") -> None:
     """Raise unless every axis exists where the code is being traced."""
-    hint = "let boostax.make_train_step(mesh=..., axis_name=...) do it."
+    hint = (
+        "in plain jit wrap the chain: boostax.on_mesh(tx, params, axis_name=...), or "
+        "boostax.nnx.Optimizer(..., axis_name=...); boostax.make_train_step does either."
+    )
     if argument == "shard_axes":
         hint = "leave shard_axes out in plain jit, where the shards are XLA's."
     for name in names:

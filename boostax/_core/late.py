@@ -4,7 +4,7 @@
 import importlib
 import sys
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 # The release that no longer has the old names.
@@ -20,7 +20,10 @@ MODULES = {
 
 
 def late(
-    package: str, names: Mapping[str, str], moved: Mapping[str, str] | None = None
+    package: str,
+    names: Mapping[str, str],
+    moved: Mapping[str, str] | None = None,
+    apart: Collection[str] = (),
 ) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
     """The ``__getattr__`` and ``__dir__`` of a package.
 
@@ -28,6 +31,7 @@ def late(
       package: its name.
       names: of each name the module that has it; of a package inside this one ``""``.
       moved: old names, which work for one release more, and the package that each is in now.
+      apart: packages inside this one that want others installed: loaded, but not listed.
     """
     old = moved or {}
 
@@ -42,6 +46,8 @@ def late(
             text = f"{package}.{name} is {now}.{name} now; the old name goes with {LAST}."
             warnings.warn(text, DeprecationWarning, stacklevel=2)
             return getattr(importlib.import_module(now), name)
+        if name in apart:
+            return importlib.import_module(f"{package}.{name}")
         raise AttributeError(f"module {package!r} has no attribute {name!r}")
 
     def listed() -> list[str]:

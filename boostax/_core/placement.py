@@ -339,7 +339,8 @@ def _require_common(shared: list[PyTree]) -> None:
             raise ValueError(
                 "on_mesh: params and updates must be the same on all replicas, got some that "
                 f"differ (shape {x.shape}). Put a reduction, such as boostax.all_reduce, first in "
-                "the innermost chain, and give every scaler and window around it the axis_name."
+                "the innermost chain, and give every scaler and window around it the axis_name "
+                "(optax.MultiSteps has none: boostax.accumulate takes its place)."
             )
 
 

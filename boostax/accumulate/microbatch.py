@@ -183,7 +183,8 @@ def split(batch: PyTree, count: Count, who: str) -> tuple[PyTree, int, int]:
                 f"{who}: the leading dimension of every batch leaf must be divisible by "
                 f"microbatches={count}, got shape {x.shape} at "
                 f"{trees.path_name(path) or 'the root'!r}. Pad the batch and give the padding no "
-                "weight (boostax.Aux.weight), or choose another number."
+                "weight (boostax.Aux.weight), or choose another number; a batch that leads with "
+                "its micro-batches is microbatches='stacked'."
             )
         return x.reshape(x.shape[0] // count, count, *x.shape[1:])
 

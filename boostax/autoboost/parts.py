@@ -247,7 +247,7 @@ class Carry(Part, factory=carry):
 
 
 def _schedule(
-    kind: Freezing | tuple[int, ...] | Callable[[int], int] = "interval",
+    kind: Freezing | int | tuple[int, ...] | Callable[[int], int] = "interval",
     frozen_fraction: float | None = None,
     total_steps: int | None = None,
     seed: int | None = None,
@@ -255,6 +255,8 @@ def _schedule(
 ) -> FreezeSchedule | tuple[int, ...]:
     """``boostax.freeze_schedule``; of 65536 steps where it starts anew at the end."""
     given: dict[str, Any] = {"frozen_fraction": frozen_fraction, "seed": seed, "freeze_p": freeze_p}
+    if isinstance(kind, int):
+        kind = (checks.natural("", "kind", kind, "It counts the groups that are frozen."),)
     if isinstance(kind, tuple):
         for name, value in (given | {"total_steps": total_steps}).items():
             hint = "It starts anew at its end."
@@ -272,7 +274,7 @@ def _schedule(
 
 
 def _starts_anew(kind: Any = "interval") -> bool:
-    return isinstance(kind, tuple) or kind in ("interval", "continuous")
+    return isinstance(kind, (int, tuple)) or kind in ("interval", "continuous")
 
 
 def _groups(
@@ -295,13 +297,13 @@ def _groups(
 class Freeze(Part, factory=scheduled_freeze):
     """``boostax.scheduled_freeze`` by a ``boostax.freeze_schedule``, outermost.
 
-    ``kind`` is a word, a sequence of depths, which starts anew at its end, or a function of the
-    step. ``total_steps`` are optimizer steps of the run. ``None`` is 65536, for functions and for
-    ``"interval"`` and ``"continuous"``, which start anew at the end; the others freeze for good and
-    have to know it. ``freeze_p`` instead of ``frozen_fraction`` makes MindSpore's own sequence.
-    ``groups`` are a number of groups of layers, patterns of paths, or a dictionary of names; a
-    number is cut in layers (``boostax.freeze.prefix_groups``), or with ``cut="mindspore"`` as there
-    (``boostax.freeze.mindspore_groups``).
+    ``kind`` is a word, a depth, a sequence of depths, which starts anew at its end, or a function
+    of the step. ``total_steps`` are optimizer steps of the run. ``None`` is 65536, for functions
+    and for ``"interval"`` and ``"continuous"``, which start anew at the end; the others freeze for
+    good and have to know it. ``freeze_p`` instead of ``frozen_fraction`` makes MindSpore's own
+    sequence. ``groups`` are a number of groups of layers, patterns of paths, or a dictionary of
+    names; a number is cut in layers (``boostax.freeze.prefix_groups``), or with
+    ``cut="mindspore"`` as there (``boostax.freeze.mindspore_groups``).
     """
 
     made: ClassVar = {"groups": _groups, "schedule": _schedule, "repeat": _starts_anew}

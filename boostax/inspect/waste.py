@@ -68,7 +68,9 @@ def _repeated(found: Audit, gradients: Sequence[CompiledCollective]) -> Iterator
             "Each of the {calls} calls of an optimizer step reduces gradients, {times:.2f} times "
             "the params in all",
             "Keep the window's sum local and reduce where it closes: boostax.accumulate("
-            "optax.chain(boostax.all_reduce(axis), optimizer), every, axis_name=axis).",
+            "optax.chain(boostax.all_reduce(axis), optimizer), every, axis_name=axis); in plain "
+            "jit in boostax.on_mesh, with boostax.value_and_grad(loss, mesh=, axis_name=), or in "
+            "boostax.nnx.Optimizer(..., axis_name=).",
         ),
         (
             [c for c in found.collectives if c.does == "all-gather" and c.loops],

@@ -44,7 +44,8 @@ def on_mesh(
     Args:
       tx: the optimizer, its parts with ``axis_name``; a reduction first in the innermost chain.
       params: where they live: arrays, or ``jax.ShapeDtypeStruct`` with shardings, placed on one
-        mesh by ``NamedSharding``. Only mesh and shardings are read.
+        mesh by ``NamedSharding``. Only mesh and shardings are read. What is no array among them has
+        no state, and no update.
       axis_name: the replica axis, or axes, over which the batch is split.
       shard_optimizer: shard all of the optimizer's state that is the same on all replicas over
         them, each leaf along its first dimension that they divide and that is whole (ZeRO).

@@ -1,10 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """The gradient function: scaled, local gradients from a loss and the optimizer's state."""
 
+import contextlib
 import dataclasses
 import functools
 import inspect
-from collections.abc import Callable
+import warnings
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
@@ -26,6 +28,7 @@ from boostax.precision.policy import Policy, as_policy
 
 PyTree = Any
 _WHO = "value_and_grad"
+_ROWS = "Let loss_fn take the batch: of what it closes over every replica has all."
 # By argument, what to do about a loss that does not take it.
 _TAKEN = {
     "scales": "boostax.precision.group_boundaries(loss_fn, labels) takes them for a loss that does "
@@ -83,8 +86,10 @@ def value_and_grad(
       ``(loss, grads)``, or ``((loss, aux), grads)`` with ``has_aux``. ``active`` is a tree of bools
       like the params, or a prefix of one: what is not active is not differentiated, and in the
       gradients ``optax.MaskedNode`` stands for it; or ``tx.choice(params, opt_state)`` of a
-      ``scheduled_freeze``, by which it is found out in the program. Cost: with ``axis_name`` one
-      scalar collective for the loss and one per leaf of ``Aux``; see ``boostax.train.microbatch``.
+      ``scheduled_freeze``, by which it is found out in the program. What is no array in the params
+      (a function in an Equinox module; beside traced arrays a Python number) goes to the loss as it
+      is, and its gradient is ``None``. Cost: with ``axis_name`` one scalar collective for the
+      loss and one per leaf of ``Aux``; see ``boostax.train.microbatch``.
       ``fn.loss_at(batch, *, key=None, model_state=None)`` is a function of the params alone: the
       same loss, without a gradient and with the model's state left as it is, for line searches.
 
@@ -183,7 +188,7 @@ def value_and_grad(
         return jax.tree.map(lambda g: axes.mean(g, names), trees.at_least_float32(grads))
 
     rows = PartitionSpec(None, names) if count == "stacked" else PartitionSpec(names)
-    return Oracle(names, rows, local, loss_of, slope_of, has_aux, mesh)
+    return Oracle(loss_fn, names, rows, local, loss_of, slope_of, has_aux, mesh)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -191,6 +196,7 @@ class Oracle:
     """What ``value_and_grad`` returns: see there.
 
     Attributes:
+      loss_fn: as it was given.
       names: the replica axes.
       rows: the spec of a batch.
       local: gradients and loss of one replica, from the scale and what the loss is given besides.
@@ -201,6 +207,7 @@ class Oracle:
         called within a mapped function, or on one device.
     """
 
+    loss_fn: Callable[..., Any]
     names: tuple[str, ...]
     rows: PartitionSpec
     local: Callable[..., tuple[Any, PyTree]]
@@ -221,7 +228,7 @@ class Oracle:
         if len(batch) != 1:
             hint = "What is more than a tree of rows goes into a tuple, or into the loss itself."
             if not batch:
-                hint = "Let loss_fn take the batch: of what it closes over every replica has all."
+                hint = _ROWS
             got = ("params", "opt_state", *("batch" for _ in batch))
             message = checks.message(_WHO, "arguments", "(params, opt_state, batch)", got, hint)
             raise TypeError(message)
@@ -244,6 +251,7 @@ class Oracle:
             axes.require_bound(self.names, _WHO)
         else:
             _require_trainable(params, active)
+            _warn_of_closed(self.loss_fn, batch)
         scale, scales = loss_scale(opt_state), group_scales(opt_state)
         rules = carried.declared(opt_state, params, _WHO)
         given = _given(kwargs | {"scales": scales})
@@ -438,13 +446,18 @@ def _require_trainable(params: PyTree, active: Any) -> None:
 
 
 def _require_taken(loss_fn: Callable[..., Any], kwargs: dict[str, Any]) -> None:
-    """Refuse a loss that has no use for what it is handed by name."""
+    """Refuse a loss that has no use for what it is handed."""
     try:
         # A wrapper may take what the function in it does not.
         takes = inspect.signature(loss_fn, follow_wrapped=False)
     except (TypeError, ValueError):
         # Of some callables Python knows none.
         return
+    try:
+        takes.bind_partial(None, None)
+    except TypeError as error:
+        allowed = "a function of (params, batch)"
+        raise TypeError(checks.message(_WHO, "loss_fn", allowed, loss_fn, _ROWS)) from error
     for name in kwargs:
         try:
             takes.bind_partial(**{name: None})
@@ -454,6 +467,28 @@ def _require_taken(loss_fn: Callable[..., Any], kwargs: dict[str, Any]) -> None:
             raise TypeError(
                 checks.message("value_and_grad", "loss_fn", allowed, loss_fn, hint)
             ) from error
+
+
+def _warn_of_closed(loss_fn: Callable[..., Any], batch: PyTree) -> None:
+    """Say so where a loss closes over the batch that it is given."""
+    given = {id(x) for x in jax.tree.leaves(batch) if isinstance(x, jax.Array)}
+    if any(id(x) in given for x in jax.tree.leaves(list(_closed(loss_fn)))):
+        warnings.warn(
+            "value_and_grad: loss_fn closes over the batch that it is given, and so every replica "
+            "computes the loss of all of its rows. Use those that it is handed: def loss_fn("
+            "params, batch).",
+            stacklevel=4,
+        )
+
+
+def _closed(fn: Any, depth: int = 3) -> Iterator[Any]:
+    """What a function closes over, and the functions among it."""
+    for cell in getattr(inspect.unwrap(fn), "__closure__", None) or ():
+        with contextlib.suppress(ValueError):  # Not assigned yet.
+            inner = cell.cell_contents
+            yield inner
+            if depth and inspect.isfunction(inner):
+                yield from _closed(inner, depth - 1)
 
 
 def _loss_and_aux(result: Any, has_aux: bool) -> tuple[jax.Array, PyTree]:
