@@ -68,6 +68,7 @@ bench: $(READY)
 	$(RUN) benchmarks/stored_accuracy.py
 	$(RUN) benchmarks/stored_time.py
 	$(RUN) benchmarks/spikes.py
+	$(RUN) benchmarks/measured_ranking.py
 	$(RUN) benchmarks/average_params.py
 	$(RUN) benchmarks/freezing.py
 	$(RUN) benchmarks/freezing_accuracy.py
