@@ -45,6 +45,8 @@ if TYPE_CHECKING:
     from boostax import autoboost as autoboost
     from boostax import compat as compat
     from boostax import inspect as inspect
+    from boostax import keras as keras
+    from boostax import nnx as nnx
     from boostax.autoboost.auto import auto as auto
     from boostax.autoboost.migrate import migrate_state as migrate_state
     from boostax.inspect.audit import audit as audit

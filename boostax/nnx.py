@@ -146,10 +146,12 @@ class Optimizer(nnx.Optimizer[_M]):
         where = {"mesh": self.mesh, "axis_name": self.axis_name} if names else {}
 
         def run(model: _M, *batch: Any, active: PyTree = None, **given: Any) -> tuple[Any, PyTree]:
+            graph, params, keys, frozen, rest = self._split(model)
+            # With keys of its own, replicas may draw apart what they compute the loss of.
+            fits = not names or bool(batch) or bool(jax.tree.leaves(keys))
             allowed = "given where rows are split over replicas"
             hint = "Let loss_fn take it: of what it closes over every replica has all."
-            checks.require(_WHO, "batch", batch, allowed, not names or bool(batch), hint, TypeError)
-            graph, params, keys, frozen, rest = self._split(model)
+            checks.require(_WHO, "batch", batch, allowed, fits, hint, TypeError)
             opt_state = nnx.as_pure(self.opt_state)
 
             def loss(

@@ -277,6 +277,19 @@ def test_a_stacked_batch_leads_with_as_many_micro_batches_everywhere(other):
             f()
 
 
+def test_a_stacked_batch_has_rows_to_split(mesh):
+    """Of the whole batch, not of a replica's part of it."""
+    loss = lambda w, batch: jnp.sum(w) * jnp.mean(batch["x"])  # noqa: E731
+    fn = boostax.value_and_grad(loss, mesh=mesh, axis_name="data", microbatches="stacked")
+    w = jax.device_put(jnp.ones(2), jax.sharding.NamedSharding(mesh, jax.P()))
+    for batch in (
+        {"x": jnp.ones((4, 8)), "y": jnp.ones(4)},
+        {"x": jnp.ones((4, 8)), "a/b": jnp.ones((3, 8))},
+    ):
+        with pytest.raises(ValueError, match=r"value_and_grad: .*micro-batches, rows.*: \(4, 8\)"):
+            jax.jit(fn)(w, (), batch)
+
+
 def test_a_step_takes_its_batch_whole():
     with pytest.raises(TypeError, match=r"make_train_step: microbatches must .*reshape"):
         boostax.make_train_step(lambda w, x: jnp.mean(w * x), SGD, microbatches="stacked")

@@ -312,6 +312,11 @@ def test_a_loss_that_closes_over_its_batch_is_refused_over_replicas():
     optimizer = Optimizer(model, tx, wrt=nnx.Param, axis_name="data")
     with pytest.raises(TypeError, match=r"batch must be given .*Let loss_fn take it"):
         optimizer.value_and_grad(lambda model: model(rows(0)).mean())(model)
+    # Replicas that draw apart have no need of rows.
+    drawing = placed(Net(64), a_mesh(4))
+    tx = optax.chain(boostax.all_reduce("data"), optax.sgd(0.1))
+    drawn = Optimizer(drawing, tx, wrt=nnx.Param, axis_name="data")
+    drawn.value_and_grad(lambda model: model(jnp.ones((2, 64))).mean())(drawing)
     alone = boostax.nnx.Optimizer(model, optax.sgd(0.1), wrt=nnx.Param)
     alone.value_and_grad(lambda model: model(rows(0)).mean())(model)
 

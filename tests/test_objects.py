@@ -230,22 +230,87 @@ def test_equinox_modules_train_by_a_swap_of_the_gradient(replicas):
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), *ends)
 
 
-@pytest.mark.parametrize("chosen", ["active", "choice"])
+@pytest.mark.parametrize("chosen", ["active", "choice", "choice of the module"])
 def test_layers_of_an_equinox_module_are_frozen(chosen):
     arrays = eqx.filter(MLP, eqx.is_inexact_array)
-    tx = boostax.scheduled_freeze(optax.sgd(0.1), boostax.freeze.prefix_groups(arrays, 2), 1)
+    tx = boostax.scheduled_freeze(optax.sgd(0.1), lambda path, leaf: int("layers/0" not in path), 1)
     oracle = boostax.value_and_grad(mlp_loss)
 
     @eqx.filter_jit
     def step(model, state):
         arrays = eqx.filter(model, eqx.is_inexact_array)
-        active = tx.active(arrays, 1) if chosen == "active" else tx.choice(arrays, state)
+        active = {
+            "active": lambda: tx.active(arrays, 1),
+            "choice": lambda: tx.choice(arrays, state),
+            "choice of the module": lambda: tx.choice(model, state),
+        }[chosen]()
         _, grads = oracle(model, state, BATCH, active=active)
         return boostax.apply_gradients(tx, grads, state, model)
 
     model, _ = step(MLP, tx.init(arrays))
     np.testing.assert_array_equal(model.layers[0].weight, MLP.layers[0].weight)
     assert not np.array_equal(model.layers[1].weight, MLP.layers[1].weight)
+
+
+@pytest.mark.parametrize("replicas", [1, 4])
+def test_a_flush_keeps_what_is_no_array(replicas):
+    """Defect guarded against: the activation was gone with the open window."""
+    mesh = jax.make_mesh((replicas,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+    model = eqx.filter_shard(MLP, NamedSharding(mesh, PartitionSpec()))
+    parts = [boostax.all_reduce("data")] if replicas > 1 else []
+    axis = {"axis_name": "data"} if replicas > 1 else {}
+    tx = boostax.accumulate(optax.chain(*parts, optax.sgd(0.1)), 2, **axis)
+    tx = boostax.on_mesh(tx, model, **axis) if axis else tx
+    oracle = boostax.value_and_grad(mlp_loss, **axis, **({"mesh": mesh} if axis else {}))
+
+    @eqx.filter_jit
+    def step(model, state):
+        _, grads = oracle(model, state, BATCH)
+        return boostax.apply_gradients(tx, grads, state, model)
+
+    held, state = step(model, tx.init(eqx.filter(model, eqx.is_inexact_array)))
+    flushed, _ = eqx.filter_jit(lambda model, state: boostax.flush(tx, state, model))(held, state)
+    for each in (held, flushed):
+        assert each.activation is MLP.activation
+    np.testing.assert_array_equal(held.layers[0].weight, MLP.layers[0].weight)
+    assert not np.array_equal(flushed.layers[0].weight, MLP.layers[0].weight)
+
+
+def test_what_is_no_array_is_masked_where_it_is_said_to_be():
+    oracle = boostax.value_and_grad(lambda p, x: jnp.mean(p["act"](p["w"] * p["v"] * x)))
+    params = {"w": jnp.ones(2), "v": jnp.ones(2), "act": jnp.tanh, "dtype": jnp.float32}
+    of = lambda **active: oracle(params, (), jnp.ones(2), active=active)[1]  # noqa: E731
+    masked = of(w=True, v=False, act=False, dtype=True)
+    assert isinstance(masked["v"], optax.MaskedNode) and isinstance(masked["act"], optax.MaskedNode)
+    assert masked["dtype"] is None and masked["w"].shape == (2,)
+    # What a filter left out is not to be trained unseen.
+    assert of(w=True, v=True, act=None, dtype=None)["act"] is None
+    with pytest.raises(ValueError, match="active must be a tree of bools like the params"):
+        of(w=True, v=None, act=None, dtype=None)
+    with pytest.raises(TypeError, match="active must be a tree of bools"):
+        oracle(params, (), jnp.ones(2), active=None)
+
+
+@pytest.mark.parametrize("level", ["O1", "O2", "O3"])
+def test_a_policy_leaves_what_is_no_array(level):
+    """Defect guarded against: a number of the model came to the loss as a traced one."""
+    model = Net(MLP, eqx.nn.Dropout(0.5, inference=True))
+
+    def loss(model, x):
+        assert isinstance(model.dropout.p, float) and model.dropout.inference is True
+        return mlp_loss(model, x)
+
+    oracle = boostax.value_and_grad(loss, policy=boostax.policy(level, dtype="bfloat16"))
+    _, grads = eqx.filter_jit(lambda model: oracle(model, (), BATCH))(model)
+    assert grads.dropout.p is None and grads.mlp.layers[0].weight.dtype == jnp.float32
+
+
+def test_groups_of_scales_want_arrays():
+    loss = boostax.precision.group_boundaries(mlp_loss, lambda path, leaf: 0)
+    tx = boostax.precision.group_loss_scale(optax.sgd(0.1), lambda path, leaf: 0)
+    state = tx.init(eqx.filter(MLP, eqx.is_inexact_array))
+    with pytest.raises(TypeError, match=r"group_boundaries: params must be arrays.*eqx\.partition"):
+        eqx.filter_jit(lambda model: boostax.value_and_grad(loss)(model, state, BATCH))(MLP)
 
 
 def test_a_module_with_functions_is_refused_by_a_step():

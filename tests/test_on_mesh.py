@@ -546,21 +546,6 @@ def test_a_loss_that_takes_no_batch_is_named():
         fn(jnp.ones(2), (), jnp.ones(2))
 
 
-@pytest.mark.parametrize("nested", [False, True])
-def test_a_loss_that_closes_over_its_batch_says_so(mesh, nested):
-    """Defect guarded against: each replica computed the loss of all rows, and none said so."""
-    w = jax.device_put(jnp.ones(2), NamedSharding(mesh, P()))
-
-    @jax.jit
-    def gradient(w, batch):
-        inner = lambda w: jnp.mean(batch["x"] @ w)  # noqa: E731
-        loss = (lambda w, rows: inner(w)) if nested else (lambda w, rows: jnp.mean(batch["x"] @ w))
-        return boostax.value_and_grad(loss, mesh=mesh, axis_name="data")(w, (), batch)
-
-    with pytest.warns(UserWarning, match="loss_fn closes over the batch"):
-        gradient(w, {"x": jnp.ones((8, 2))})
-
-
 @pytest.mark.parametrize("placement", ["replicated", "FSDP"])
 def test_a_scan_of_ones_own_stays(placement):
     """Around local gradients, from zeros of their types: one reduction of the params."""
@@ -659,3 +644,21 @@ def test_a_python_number_beside_traced_arrays_is_a_constant():
     assert float(fn({"w": 3.0, "rate": 2.0}, (), jnp.ones(2))[1]["rate"]) == 3
     seen = jax.jit(lambda w: fn({"w": w, "rate": 2.0}, (), jnp.ones(2))[1])(3.0)
     assert float(seen["w"]) == 2 and seen["rate"] is None
+    # An integer is never trained.
+    assert fn({"w": jnp.ones(()), "rate": 2}, (), jnp.ones(2))[1]["rate"] is None
+
+
+def test_a_python_number_among_the_arguments_of_jit_is_named(mesh):
+    w = jax.device_put(jnp.ones(2), NamedSharding(mesh, P()))
+    tx = optax.chain(boostax.all_reduce("data"), optax.sgd(0.1))
+    tx = boostax.on_mesh(tx, {"w": w, "rate": 2.0}, axis_name="data")
+    fn = boostax.value_and_grad(
+        lambda p, x: jnp.mean(p["rate"] * p["w"] * x), mesh=mesh, axis_name="data"
+    )
+
+    @jax.jit
+    def step(params, state, x):
+        return boostax.apply_gradients(tx, fn(params, state, x)[1], state, params)
+
+    with pytest.raises(ValueError, match=r"got another, 'rate'.*number that jit.*jnp\.asarray"):
+        step({"w": w, "rate": 2.0}, tx.init({"w": w}), jnp.ones((8, 2)))

@@ -99,6 +99,8 @@ def require_bound(names: tuple[str, ...], who: str, argument: str = "axis_name")
         "in plain jit wrap the chain: boostax.on_mesh(tx, params, axis_name=...), or "
         "boostax.nnx.Optimizer(..., axis_name=...); boostax.make_train_step does either."
     )
+    if who == "value_and_grad":
+        hint = "in plain jit pass the mesh, too: mesh=."
     if argument == "shard_axes":
         hint = "leave shard_axes out in plain jit, where the shards are XLA's."
     for name in names:

@@ -1,9 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Leaves of a model that are no arrays: activations, names, numbers that ``jit`` left alone."""
 
+from collections.abc import Callable
 from typing import Any
 
 import jax
+import optax
 from jax.core import Tracer
 from jax.tree_util import register_pytree_node
 
@@ -26,16 +28,29 @@ class _Aside:
 register_pytree_node(_Aside, lambda node: ((), node), lambda node, _: node)
 
 
+def is_array(leaf: Any) -> bool:
+    """Whether a leaf has a shape and a dtype of its own; ``jnp.float32`` has neither."""
+    return not isinstance(leaf, type) and hasattr(leaf, "shape") and hasattr(leaf, "dtype")
+
+
+def is_none(node: Any) -> bool:
+    """A leaf test for ``jax.tree`` functions."""
+    return node is None
+
+
 def aside(params: PyTree) -> PyTree:
     """Params in which what is no array is no leaf any more.
 
-    A Python number is one of them beside traced arrays alone: as an argument it would be traced,
-    and where nothing is traced it is trained, as ``jax.grad`` trains it.
+    A Python integer or bool is one of them beside arrays, a float beside traced ones alone: as an
+    argument it would be traced, and where nothing is traced it is trained, as ``jax.grad`` does.
     """
-    traced = any(isinstance(x, Tracer) for x in jax.tree.leaves(params))
+    leaves = jax.tree.leaves(params)
+    arrays, traced = any(map(is_array, leaves)), any(isinstance(x, Tracer) for x in leaves)
 
     def constant(x: Any) -> bool:
-        return not hasattr(x, "dtype") and (traced or not isinstance(x, (int, float, complex)))
+        if isinstance(x, int):
+            return arrays
+        return not is_array(x) and (traced or not isinstance(x, (float, complex)))
 
     return jax.tree.map(lambda x: _Aside(x) if constant(x) else x, params)
 
@@ -45,16 +60,38 @@ def restored(params: PyTree) -> PyTree:
     return _each(params, lambda node: node.leaf)
 
 
-def dropped(tree: PyTree) -> PyTree:
-    """``None`` in the place of what is aside: it has no gradient."""
-    return _each(tree, lambda node: None)
+def without_gradient(grads: PyTree, active: PyTree) -> PyTree:
+    """``None`` in the place of what is aside; ``optax.MaskedNode`` where it is not active.
+
+    Args:
+      grads: like the params that ``aside`` made.
+      active: a bool, or a tree of them like the params before.
+    """
+    if isinstance(active, bool):
+        return _each(grads, lambda node: None)
+    stop = lambda node: isinstance(node, (_Aside, optax.MaskedNode))  # noqa: E731
+    gone = lambda keep: None if keep else optax.MaskedNode()  # noqa: E731
+    return jax.tree.map(
+        lambda g, keep: gone(keep) if isinstance(g, _Aside) else g, grads, active, is_leaf=stop
+    )
+
+
+def of_arrays(tree: PyTree, params: PyTree) -> PyTree:
+    """A tree like params before ``aside``, like those after it."""
+    stop = lambda node: isinstance(node, _Aside)  # noqa: E731
+    return jax.tree.map(lambda p, x: p if stop(p) else x, params, tree, is_leaf=stop)
 
 
 def arrays_alone(params: PyTree) -> PyTree:
-    """``None`` in the place of what has no shape, as ``equinox.filter`` leaves it."""
-    return jax.tree.map(lambda x: x if hasattr(x, "shape") else None, params)
+    """``None`` in the place of what is no array, as ``equinox.filter`` leaves it."""
+    return jax.tree.map(lambda x: x if is_array(x) else None, params)
 
 
-def _each(tree: PyTree, fn: Any) -> PyTree:
-    is_aside = lambda node: isinstance(node, _Aside)  # noqa: E731
-    return jax.tree.map(lambda x: fn(x) if is_aside(x) else x, tree, is_leaf=is_aside)
+def put_back(new: PyTree, params: PyTree) -> PyTree:
+    """New params, with the old ones where there is ``None``."""
+    return jax.tree.map(lambda n, p: p if n is None else n, new, params, is_leaf=is_none)
+
+
+def _each(tree: PyTree, fn: Callable[[_Aside], Any]) -> PyTree:
+    stop = lambda node: isinstance(node, _Aside)  # noqa: E731
+    return jax.tree.map(lambda x: fn(x) if stop(x) else x, tree, is_leaf=stop)

@@ -47,9 +47,9 @@ def microbatch(
     .. math:: g = \sum_i w_i g_i \big/ \sum_i w_i
 
     with :math:`w_i` the ``Aux.weight`` of micro-batch :math:`i` (1 without): a mean over tokens
-    stays one when the micro-batches hold different numbers of them. Micro-batch ``i`` of ``k``
-    takes the rows ``i, i + k, ...``, so that a batch sharded along its first dimension is split
-    without moving between devices.
+    stays one when the micro-batches hold different numbers of them. Unless the batch is stacked,
+    micro-batch ``i`` of ``k`` takes the rows ``i, i + k, ...``, so that one that is sharded along
+    its first dimension is split without moving between devices.
 
     Args:
       value_and_grad_fn: called as ``(params, batch, *args, **kwargs)``; returns
@@ -193,14 +193,15 @@ def split(batch: PyTree, count: Count, who: str) -> tuple[PyTree, int, int]:
     return jax.tree_util.tree_map_with_path(split_leaf, batch), count, 1
 
 
-def stacked(batch: PyTree, who: str) -> int:
-    """How many micro-batches a batch of them leads with."""
-    shapes = {name: jnp.shape(x) for name, x in trees.named(batch)}
-    numbers = {shape[:1] for shape in shapes.values()}
-    if len(numbers) != 1 or not all(all(number) and number for number in numbers):
+def stacked(batch: PyTree, who: str, least: int = 1) -> int:
+    """How many micro-batches a batch leads with, of arrays of so many dimensions at least."""
+    shapes = [(name, jnp.shape(x)) for name, x in trees.named(batch)]
+    numbers = {shape[:1] for _, shape in shapes}
+    if len(numbers) != 1 or numbers & {(), (0,)} or any(len(x) < least for _, x in shapes):
         raise ValueError(
             f"{who}: every batch leaf must be [micro-batches, rows, ...] with "
-            f"microbatches='stacked', of the same number of micro-batches, got shapes {shapes}."
+            "microbatches='stacked', of the same number of micro-batches, got shapes "
+            f"{dict(shapes)}. What is the same for all rows goes into the loss by keyword."
         )
     return numbers.pop()[0]
 

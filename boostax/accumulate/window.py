@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from boostax._core import axes, bcoo, checks, formats, noise_scale, trees
+from boostax._core import axes, bcoo, checks, constants, formats, noise_scale, trees
 from boostax._core.describe import Holds, Stepped, describe
 from boostax._core.extras import elsewhere
 from boostax._core.finite import all_finite
@@ -529,4 +529,7 @@ def flush(
       -2.0
     """
     tx = optax.with_extra_args_support(tx)
-    return flush_inner(tx, trees.arrays(opt_state), trees.arrays(params), extra_args)
+    params = trees.arrays(params)
+    own = constants.without_gradient(constants.aside(params), True)
+    new, opt_state = flush_inner(tx, trees.arrays(opt_state), own, extra_args)
+    return constants.put_back(new, params), opt_state

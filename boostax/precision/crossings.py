@@ -71,6 +71,7 @@ def group_boundaries(loss_fn: Callable[..., Any], labels: Any) -> Callable[..., 
         if scales is None:
             return loss_fn(params, *args, **kwargs)
         require_readable()
+        trees.require_arrays(params, who)
         numbers, count = group_numbers(who, labels, params)
         if scales.shape != (count,):
             raise ValueError(

@@ -6,7 +6,7 @@ from typing import Any
 import jax
 import optax
 
-from boostax._core import trees
+from boostax._core import constants, trees
 from boostax._core.gate import Pending, gate_of
 from boostax._core.replicas import is_per_replica
 
@@ -59,15 +59,13 @@ def apply_gradients(
     like = grads
     if is_per_replica(grads) and not is_per_replica(params):
         like = grads.local
-    none = lambda node: node is None  # noqa: E731
     ends = lambda node: node is None or isinstance(node, optax.MaskedNode)  # noqa: E731
-    if any(map(none, jax.tree.leaves(like, is_leaf=none))):
+    if any(map(constants.is_none, jax.tree.leaves(like, is_leaf=constants.is_none))):
         # What Equinox filters out has no gradient; in its modules there are functions besides.
         pick = lambda g, p: None if g is None else p  # noqa: E731
-        put = lambda new, p: p if new is None else new  # noqa: E731
         own = jax.tree.map(pick, like, params, is_leaf=ends)
         new, opt_state = _applied(tx, grads, opt_state, own, extra_args)
-        return jax.tree.map(put, new, params, is_leaf=none), opt_state
+        return constants.put_back(new, params), opt_state
     return _applied(tx, grads, opt_state, params, extra_args)
 
 

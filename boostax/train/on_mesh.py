@@ -104,7 +104,8 @@ def placed_on(
                 raise ValueError(
                     f"{_WHO}: params must have the paths of those that on_mesh was given, got "
                     f"another, {trees.path_name(path) or 'the root'!r}. Hand it the tree that the "
-                    "optimizer is given."
+                    "optimizer is given. A Python number that jit traces is placed like the rest, "
+                    "jnp.asarray of it, or kept out of jit, as equinox.filter_jit does."
                 )
             found[path] = x.shape, spec
         return found
@@ -131,7 +132,7 @@ def placed_on(
     ) -> tuple[PyTree, PyTree]:
         raw = grads.raw if is_per_replica(grads.raw) else PerReplica(_stacked(grads.raw, place))
         bcoo.require(raw.local, _WHO)
-        params = constants.arrays_alone(params)
+        whole, params = params, constants.arrays_alone(params)
         _require_stacked(raw, params, place)
 
         outside = state
@@ -150,12 +151,13 @@ def placed_on(
         fixed = {k: x for k, x in extra.items() if k not in arrays}
         # In the shards of the params, which XLA then makes where gradients are computed.
         raw = place.pinned(lambda g: g, specs(raw, ())[0])(raw)
-        return run(change, params, state, grads._replace(raw=raw), arrays)
+        new, state = run(change, params, state, grads._replace(raw=raw), arrays)
+        return (constants.put_back(new, whole) if apply else new), state
 
     def flush_fn(state: PyTree, params: PyTree, **extra: Any) -> tuple[PyTree, PyTree]:
-        params = constants.arrays_alone(params)
         closed = lambda params, state: flush_inner(inner, state, params, extra)  # noqa: E731
-        return run(closed, params, state)
+        new, state = run(closed, constants.arrays_alone(params), state)
+        return constants.put_back(new, params), state
 
     def run(change: Any, params: PyTree, state: PyTree, *args: PyTree) -> tuple[PyTree, PyTree]:
         require_replicas(_WHO, (params, state), place.replicas)

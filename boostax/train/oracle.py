@@ -1,12 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """The gradient function: scaled, local gradients from a loss and the optimizer's state."""
 
-import contextlib
 import dataclasses
 import functools
 import inspect
-import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -87,9 +85,9 @@ def value_and_grad(
       like the params, or a prefix of one: what is not active is not differentiated, and in the
       gradients ``optax.MaskedNode`` stands for it; or ``tx.choice(params, opt_state)`` of a
       ``scheduled_freeze``, by which it is found out in the program. What is no array in the params
-      (a function in an Equinox module; beside traced arrays a Python number) goes to the loss as it
-      is, and its gradient is ``None``. Cost: with ``axis_name`` one scalar collective for the
-      loss and one per leaf of ``Aux``; see ``boostax.train.microbatch``.
+      (a function in an Equinox module, a bool; beside traced arrays any Python number) goes to the
+      loss as it is, and its gradient is ``None``. Cost: with ``axis_name`` one scalar
+      collective for the loss and one per leaf of ``Aux``; see ``boostax.train.microbatch``.
       ``fn.loss_at(batch, *, key=None, model_state=None)`` is a function of the params alone: the
       same loss, without a gradient and with the model's state left as it is, for line searches.
 
@@ -108,7 +106,12 @@ def value_and_grad(
     names = axes.canonical(_WHO, axis_name)
     count = required(_WHO, microbatches)
     precision = as_policy(_WHO, policy)
-    fn = loss_fn if precision is None else precision.compute(loss_fn)
+
+    @functools.wraps(loss_fn)
+    def of_model(params: PyTree, *args: Any, **kwargs: Any) -> Any:
+        return loss_fn(constants.restored(params), *args, **kwargs)
+
+    fn = of_model if precision is None else precision.compute(of_model)
 
     def evaluate(
         active: PyTree,
@@ -121,7 +124,7 @@ def value_and_grad(
         def scaled_loss(trained: PyTree) -> tuple[jax.Array, tuple[jax.Array, PyTree]]:
             whole = trees.unmasked(trained, params)
             _require_taken(loss_fn, kwargs)
-            loss, aux = _loss_and_aux(fn(constants.restored(whole), batch, **kwargs), has_aux)
+            loss, aux = _loss_and_aux(fn(whole, batch, **kwargs), has_aux)
             # One that the replicas have averaged themselves is equal on all by type. Its gradient
             # would be that of one replica's copy of it, 1/n of what JAX makes where nothing is
             # typed: each replica has a copy, and their mean is what is differentiated.
@@ -172,7 +175,7 @@ def value_and_grad(
         return ((loss, aux) if has_aux else loss), grads
 
     def forward(params: PyTree, batch: PyTree, **kwargs: Any) -> tuple[PyTree, tuple[()]]:
-        loss, aux = _loss_and_aux(fn(constants.restored(params), batch, **kwargs), has_aux)
+        loss, aux = _loss_and_aux(fn(params, batch, **kwargs), has_aux)
         weight = as_aux(aux).weight
         if weight is not None:
             loss = drop_empty(loss, jnp.asarray(weight))
@@ -188,7 +191,7 @@ def value_and_grad(
         return jax.tree.map(lambda g: axes.mean(g, names), trees.at_least_float32(grads))
 
     rows = PartitionSpec(None, names) if count == "stacked" else PartitionSpec(names)
-    return Oracle(loss_fn, names, rows, local, loss_of, slope_of, has_aux, mesh)
+    return Oracle(names, rows, local, loss_of, slope_of, has_aux, mesh)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -196,7 +199,6 @@ class Oracle:
     """What ``value_and_grad`` returns: see there.
 
     Attributes:
-      loss_fn: as it was given.
       names: the replica axes.
       rows: the spec of a batch.
       local: gradients and loss of one replica, from the scale and what the loss is given besides.
@@ -207,7 +209,6 @@ class Oracle:
         called within a mapped function, or on one device.
     """
 
-    loss_fn: Callable[..., Any]
     names: tuple[str, ...]
     rows: PartitionSpec
     local: Callable[..., tuple[Any, PyTree]]
@@ -242,25 +243,32 @@ class Oracle:
         active: PyTree,
         kwargs: dict[str, Any],
     ) -> tuple[Any, PyTree]:
-        params = constants.aside(params)
-        if not isinstance(active, Choice):
-            # As of a model filtered for its arrays: nothing to say of what is none.
-            absent = lambda x: x is None  # noqa: E731
-            active = jax.tree.map(lambda x: absent(x) or x, active, is_leaf=absent)
+        whole, params = params, constants.aside(params)
+        said: PyTree = True
+        if active is not True:
+            own = is_per_replica(params)
+            apart = params.local if own else params
+            if isinstance(active, Choice):
+                at, options = active
+                active = Choice(at, tuple(constants.of_arrays(x, apart) for x in options))
+            else:
+                said = _active(active, whole.local if own else whole)
+                active = constants.of_arrays(said, apart)
         if self.mesh is None:
             axes.require_bound(self.names, _WHO)
         else:
             _require_trainable(params, active)
-            _warn_of_closed(self.loss_fn, batch)
+            if self.rows[0] is None:
+                stacked(batch, _WHO, least=2)
         scale, scales = loss_scale(opt_state), group_scales(opt_state)
         rules = carried.declared(opt_state, params, _WHO)
         given = _given(kwargs | {"scales": scales})
         with handshake.scaling(opt_state):
             if self.mesh is None:
                 value, grads = self.local(params, batch, scale, given, active, rules)
-                return value, constants.dropped(grads)
+                return value, constants.without_gradient(grads, said)
 
-            at = active.at if isinstance(active, Choice) else None
+            at, options = active if isinstance(active, Choice) else (None, ())
             given_aux: PyTree = Aux()
 
             def each(
@@ -268,7 +276,7 @@ class Oracle:
             ) -> tuple[Any, PyTree]:
                 nonlocal given_aux
                 handshake.hand_on(scales, given.get("scales"))
-                chosen = active if at is None else active._replace(at=at)
+                chosen = active if at is None else Choice(at, options)
                 value, grads = self.local(params, batch, scale, given, chosen, rules)
                 loss, given_aux = value if self.has_aux else (value, Aux())
                 stackable = functools.partial(jnp.expand_dims, axis=0)
@@ -278,7 +286,9 @@ class Oracle:
             run = self._mapped(each, (PartitionSpec(), PartitionSpec(self.names)))
             (loss, told), (own, grads) = run(params, batch, given, scale, at)
         aux = as_given(told, PerReplica(own), given_aux)
-        return ((loss, aux) if self.has_aux else loss), PerReplica(constants.dropped(grads))
+        return ((loss, aux) if self.has_aux else loss), PerReplica(
+            constants.without_gradient(grads, said)
+        )
 
     def loss_at(self, batch: PyTree, **kwargs: Any) -> Callable[[PyTree], jax.Array]:
         """The loss of a batch as a function of the params."""
@@ -420,7 +430,14 @@ def _active(active: PyTree, params: PyTree) -> PyTree:
             "value_and_grad", "active", "a tree of bools like the params", active, hint
         )
         raise TypeError(message)
+
+    def of_part(keep: Any, part: PyTree) -> Any:
+        # Of a model that is filtered for its arrays there is nothing to say of the rest.
+        trained = any(map(constants.is_array, jax.tree.leaves(part)))
+        return True if keep is None and not trained else keep
+
     try:
+        active = jax.tree.map(of_part, active, params, is_leaf=constants.is_none)
         return jax.tree.broadcast(active, params)
     except ValueError as error:
         raise ValueError(
@@ -430,7 +447,7 @@ def _active(active: PyTree, params: PyTree) -> PyTree:
 
 
 def _require_trainable(params: PyTree, active: Any) -> None:
-    """Refuse what is differentiated and cannot be: integers, bools, PRNG keys, functions."""
+    """Refuse what is differentiated and cannot be: integers, bools, PRNG keys."""
     trained = params if isinstance(active, Choice) else trees.masked(params, active)
     bcoo.require(trained, "value_and_grad", what="params")
     for path, x in jax.tree_util.tree_leaves_with_path(trained):
@@ -467,28 +484,6 @@ def _require_taken(loss_fn: Callable[..., Any], kwargs: dict[str, Any]) -> None:
             raise TypeError(
                 checks.message("value_and_grad", "loss_fn", allowed, loss_fn, hint)
             ) from error
-
-
-def _warn_of_closed(loss_fn: Callable[..., Any], batch: PyTree) -> None:
-    """Say so where a loss closes over the batch that it is given."""
-    given = {id(x) for x in jax.tree.leaves(batch) if isinstance(x, jax.Array)}
-    if any(id(x) in given for x in jax.tree.leaves(list(_closed(loss_fn)))):
-        warnings.warn(
-            "value_and_grad: loss_fn closes over the batch that it is given, and so every replica "
-            "computes the loss of all of its rows. Use those that it is handed: def loss_fn("
-            "params, batch).",
-            stacklevel=4,
-        )
-
-
-def _closed(fn: Any, depth: int = 3) -> Iterator[Any]:
-    """What a function closes over, and the functions among it."""
-    for cell in getattr(inspect.unwrap(fn), "__closure__", None) or ():
-        with contextlib.suppress(ValueError):  # Not assigned yet.
-            inner = cell.cell_contents
-            yield inner
-            if depth and inspect.isfunction(inner):
-                yield from _closed(inner, depth - 1)
 
 
 def _loss_and_aux(result: Any, has_aux: bool) -> tuple[jax.Array, PyTree]:

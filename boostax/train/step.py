@@ -128,7 +128,9 @@ def make_train_step(
         checks.choice(who, "gather", gather, ("bfloat16", "int8"), "None sends them as they are.")
     hint = "'host' is the fastest and takes the least memory."
     checks.choice(who, "freeze_driver", freeze_driver, ("host", "switch"), hint)
-    hint = "It takes a batch whole; a stacked one is x.reshape(-1, *x.shape[2:]) to it."
+    hint = (
+        "1 takes the batch whole. The step cuts it: a stacked one is x.reshape(-1, *x.shape[2:])."
+    )
     slices = checks.positive_int(who, "microbatches", microbatches, hint)
     rules = as_policy(who, policy)
     oracle = value_and_grad(
