@@ -231,16 +231,16 @@ class _Runs:
         """Places ``(rows, count)``, all of a row different; and bools like the leaf."""
         rows = jnp.abs(self.rows(leaf))
         places = _narrow(lax.top_k(rows, self.sent)[1], self.grid.width)
-        mask = _at(axes.unify(jnp.zeros(rows.shape, bool), rows), places)
-        return places, self.leaf(mask.set(True, unique_indices=True))
+        mask = _marked(axes.unify(jnp.zeros(rows.shape, bool), rows), places)
+        return places, self.leaf(mask)
 
     def taken(self, leaf: jax.Array, places: jax.Array) -> jax.Array:
         """The elements at their places."""
-        return _at(self.rows(leaf), places).get(mode="promise_in_bounds")
+        return _taken(self.rows(leaf), places)
 
     def put(self, into: jax.Array, values: jax.Array, places: jax.Array) -> jax.Array:
         """Added to an array."""
-        return _at(into, places).add(values.astype(into.dtype), unique_indices=True)
+        return _plus(into, places, values.astype(into.dtype))
 
     def rows(self, leaf: jax.Array) -> jax.Array:
         """A leaf, or what has its shape, as rows."""
@@ -330,7 +330,7 @@ class Random(Codec):
         begins = jnp.split(begin, np.cumsum(runs)[:-1])
         places = [self._places(x.shape, begin) for x, begin in zip(views, begins, strict=True)]
         taken = zip(views, places, strict=True)
-        values = [_at(x, i).get(mode="promise_in_bounds") for x, i in taken]
+        values = [_taken(x, i) for x, i in taken]
         summed = unpacked(lax.pmean(packed(values), names), values)
         means, held = [], []
         for x, i, mean in zip(views, places, summed, strict=True):
@@ -401,6 +401,25 @@ def _gathered(arrays: Sequence[jax.Array], names: tuple[str, ...]) -> list[jax.A
 def _at(x: jax.Array, places: jax.Array) -> Any:
     """The elements of each row at its places; a flat index would not fit i32 in a large model."""
     return x.at[jnp.arange(len(x), dtype=jnp.int32)[:, None], places.astype(jnp.int32)]
+
+
+# Traced once for each shape: a large model has hundreds of leaves, and a few shapes.
+_once = functools.partial(jax.jit, inline=True)
+
+
+@_once
+def _taken(x: jax.Array, places: jax.Array) -> jax.Array:
+    return _at(x, places).get(mode="promise_in_bounds")
+
+
+@_once
+def _marked(x: jax.Array, places: jax.Array) -> jax.Array:
+    return _at(x, places).set(True, unique_indices=True)
+
+
+@_once
+def _plus(x: jax.Array, places: jax.Array, values: jax.Array) -> jax.Array:
+    return _at(x, places).add(values, unique_indices=True)
 
 
 def _put(shape: tuple[int, ...], values: jax.Array, places: jax.Array) -> jax.Array:
