@@ -1,6 +1,7 @@
 """Laws of compiled programs whose params XLA shards: reductions per step, and their bytes.
 
-``make test-compilers`` runs them for CPU, TPU v5e and, over two slices of 16 chips, v5e again.
+``make test-compilers`` runs them for CPU, TPU v5e, a few for H100 and, over two slices of 16 chips,
+v5e again.
 """
 
 import functools
@@ -91,6 +92,40 @@ def test_gradients_are_reduced_once_per_optimizer_step(placement, form, share, t
     # Weights that are sharded over the batch axis are gathered once per call; new params where the
     # optimizer's state is sharded, where they change.
     assert gathered <= (1.01 if share or "FSDP" in placement else 0)
+
+
+@pytest.mark.parametrize(
+    "target",
+    [
+        pytest.param(target, id=name, marks=pytest.mark.xdist_group(name))
+        for name, target in {"cpu": None, "v5e": "v5e:2x4", "h100": "h100:1x1x8"}.items()
+    ],
+)
+@pytest.mark.parametrize("placement", ["replicated", "FSDP"])
+def test_a_stacked_batch_is_reduced_once_in_a_loop_of_ones_own(placement, target):
+    """As ``lax.scan`` takes it; rows are not moved between devices to be scanned."""
+    mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
+    typed = lambda shape, spec: jax.ShapeDtypeStruct(  # noqa: E731
+        shape, jnp.float32, sharding=NamedSharding(mesh, spec)
+    )
+    shapes = {"up": (512, 2048), "down": (2048, 512)}
+    layer = {name: typed(shapes[name], PLACEMENTS[placement][name]) for name in shapes}
+    params, batch = [layer] * 4, typed((WINDOW, ROWS, 512), P(None, "data"))
+    tx = optax.chain(boostax.all_reduce("data"), optax.adam(1e-3))
+    tx = boostax.on_mesh(tx, params, axis_name="data")
+    oracle = boostax.value_and_grad(loss_fn, mesh=mesh, axis_name="data", microbatches="stacked")
+
+    @functools.partial(jax.jit, donate_argnums=(0, 1))
+    def step(params, state, batch):
+        loss, grads = oracle(params, state, batch)
+        return *boostax.apply_gradients(tx, grads, state, params), loss
+
+    kind = {} if target is None else {"target": target}
+    found = boostax.audit(step, params, tx.init(params), batch, params=params, **kind)
+    print(f"{placement}: {found.reductions:.3f} N reduced, {found.gathers:.3f} N gathered")
+    assert found.reductions == pytest.approx(1.0, abs=0.01)
+    assert found.gathers <= (1.01 if placement == "FSDP" else 0)
+    assert not any(c.does == "all-to-all" and c.elements > 1000 for c in found.collectives)
 
 
 @pytest.mark.xdist_group("v5e")
