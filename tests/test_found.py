@@ -5,6 +5,7 @@ import re
 
 import pytest
 
+import boostax
 from boostax import testing
 from boostax.autoboost import reduction
 
@@ -12,6 +13,12 @@ ROOT = pathlib.Path(__file__).parents[1]
 CARDS = sorted(ROOT.glob("docs/cards/*.md"))
 CONTRACT = (ROOT / "docs" / "contract.md").read_text()
 PROMISES = re.findall(r"^(\d+)\. (.*?)(?=^\d+\. |^## )", CONTRACT, re.M | re.S)
+
+
+def located(name):
+    """A file of the checkout; of the package, where it is installed."""
+    package = pathlib.Path(boostax.__file__).parent
+    return package.parent / name if name.startswith("boostax/") else ROOT / name
 
 
 def defined(path, name):
@@ -24,7 +31,7 @@ def named(text):
     path = None
     for word in re.findall(r"`([\w./]+)`", text):
         if "/" in word:
-            path = ROOT / word
+            path = located(word)
             assert path.is_file(), f"{word} is no file"
         elif path is not None:
             yield path, word
@@ -48,9 +55,9 @@ def test_a_promise_names_what_holds_it():
         assert len(told) == 2, f"promise {number} names neither a law nor a test"
         for part in told[1].split(";"):
             files = re.findall(r"`((?:boostax|tests)/[\w/]+\.py)`", part)
-            assert files and all((ROOT / file).is_file() for file in files)
+            assert files and all(located(file).is_file() for file in files)
             for law in re.findall(r"`(\w+)`", part):
-                assert law in testing.LAWS and defined(ROOT / files[0], law), law
+                assert law in testing.LAWS and defined(located(files[0]), law), law
 
 
 def test_a_law_is_beside_its_promise():
