@@ -547,26 +547,31 @@ def test_a_loss_that_takes_no_batch_is_named():
 
 
 @pytest.mark.parametrize("placement", ["replicated", "FSDP"])
-def test_a_scan_of_ones_own_stays(placement):
-    """Around local gradients, from zeros of their types: one reduction of the params."""
+def test_a_stacked_batch_and_a_scan_of_ones_own_do_what_micro_batches_do(placement):
+    """The same losses and params as of a batch that is cut here, and one reduction."""
     mesh = grid(4, 2)
     params = placed(initial(), mesh, [PLACEMENTS[placement]] * DEPTH)
     tx = optax.chain(boostax.all_reduce("data"), optax.adam(1e-2))
     tx = boostax.on_mesh(tx, params, axis_name="data")
-    fn = boostax.value_and_grad(loss_fn, mesh=mesh, axis_name="data")
-    stacked = boostax.value_and_grad(loss_fn, mesh=mesh, axis_name="data", microbatches="stacked")
+    local, cut, stacked = (
+        boostax.value_and_grad(loss_fn, mesh=mesh, axis_name="data", microbatches=count)
+        for count in (1, 4, "stacked")
+    )
 
     def scanned(params, state, batch):
-        add = lambda total, rows: (jax.tree.map(jnp.add, total, fn(params, state, rows)), None)  # noqa: E731
-        types = jax.eval_shape(fn, params, state, batch[0])
+        add = lambda total, rows: (jax.tree.map(jnp.add, total, local(params, state, rows)), None)  # noqa: E731
+        types = jax.eval_shape(local, params, state, batch[0])
         zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), types)
         total, _ = jax.lax.scan(add, zeros, batch)
         return jax.tree.map(lambda x: x / len(batch), total)
 
-    batch = np.stack([rows(index) for index in range(4)])
-    batch = jax.device_put(batch, NamedSharding(mesh, P(None, "data")))
+    whole = np.concatenate([rows(index) for index in range(4)])
+    # Micro-batch i has rows i, i + 4, ... of it.
+    parts = whole.reshape(ROWS, 4, WIDTH).swapaxes(0, 1)
+    whole = jax.device_put(whole, NamedSharding(mesh, P("data")))
+    parts = jax.device_put(parts, NamedSharding(mesh, P(None, "data")))
     ends = []
-    for gradient in (scanned, stacked):
+    for gradient, batch in ((cut, whole), (stacked, parts), (scanned, parts)):
 
         @jax.jit
         def step(params, state, batch, gradient=gradient):
@@ -577,38 +582,10 @@ def test_a_scan_of_ones_own_stays(placement):
         audit = boostax.audit(step, params, state, batch, params=params)
         assert audit.reductions == pytest.approx(1, abs=0.01)
         ends.append(step(params, state, batch))
-    assert_near(*ends, 1e-6)
-
-
-@pytest.mark.parametrize("placement", ["replicated", "FSDP"])
-def test_a_stacked_batch_is_scanned_as_it_lies(placement):
-    """``[k, rows, ...]``, as ``lax.scan`` takes it: the same losses and params, one reduction."""
-    mesh = grid(4, 2)
-    params = placed(initial(), mesh, [PLACEMENTS[placement]] * DEPTH)
-    tx = optax.chain(boostax.all_reduce("data"), optax.adam(1e-2))
-    tx = boostax.on_mesh(tx, params, axis_name="data")
-    whole = np.concatenate([rows(index) for index in range(4)])
-    forms = {
-        4: (whole, P("data")),
-        # Micro-batch i has rows i, i + 4, ... of it.
-        "stacked": (whole.reshape(ROWS, 4, WIDTH).swapaxes(0, 1), P(None, "data")),
-    }
-    ends = []
-    for count, (batch, spec) in forms.items():
-        oracle = boostax.value_and_grad(loss_fn, mesh=mesh, axis_name="data", microbatches=count)
-
-        @jax.jit
-        def step(params, state, x, oracle=oracle):
-            value, grads = oracle(params, state, x)
-            params, state = boostax.apply_gradients(tx, grads, state, params)
-            return params, state, value, oracle.loss_at(x)(params)
-
-        batch = jax.device_put(batch, NamedSharding(mesh, spec))
-        state = tx.init(params)
-        audit = boostax.audit(step, params, state, batch, params=params)
-        assert audit.reductions == pytest.approx(1, abs=0.01)
-        ends.append(step(params, state, batch))
-    assert_near(ends[0], ends[1], 1e-6)
+    assert_near(ends[1], ends[0], 1e-6)
+    assert_near(ends[2], ends[0], 1e-6)
+    losses = [jax.jit(fn.loss_at(x))(params) for fn, x in ((cut, whole), (stacked, parts))]
+    np.testing.assert_allclose(*losses, rtol=1e-6)
 
 
 def test_what_is_no_array_stays_as_it_is(mesh):

@@ -93,16 +93,18 @@ def required(who: str, axis_name: AxisName | None) -> tuple[str, ...]:
     return names
 
 
-def require_bound(names: tuple[str, ...], who: str, argument: str = "axis_name") -> None:
+# By argument, what to do in plain jit.
+_IN_JIT = {
+    "axis_name": "in plain jit wrap the chain: boostax.on_mesh(tx, params, axis_name=...), or "
+    "boostax.nnx.Optimizer(..., axis_name=...); boostax.make_train_step does either.",
+    "shard_axes": "leave shard_axes out in plain jit, where the shards are XLA's.",
+}
+
+
+def require_bound(
+    names: tuple[str, ...], who: str, argument: str = "axis_name", hint: str | None = None
+) -> None:
     """Raise unless every axis exists where the code is being traced."""
-    hint = (
-        "in plain jit wrap the chain: boostax.on_mesh(tx, params, axis_name=...), or "
-        "boostax.nnx.Optimizer(..., axis_name=...); boostax.make_train_step does either."
-    )
-    if who == "value_and_grad":
-        hint = "in plain jit pass the mesh, too: mesh=."
-    if argument == "shard_axes":
-        hint = "leave shard_axes out in plain jit, where the shards are XLA's."
     for name in names:
         try:
             lax.axis_size(name)
@@ -110,7 +112,7 @@ def require_bound(names: tuple[str, ...], who: str, argument: str = "axis_name")
             raise ValueError(
                 f"{who}: {argument} must name an axis of the surrounding jax.shard_map, jax.pmap "
                 f"or jax.vmap, got {name!r}, which is not bound here. Run the update inside "
-                f"jax.shard_map, or {hint}"
+                f"jax.shard_map, or {hint or _IN_JIT[argument]}"
             ) from error
 
 

@@ -84,7 +84,7 @@ def microbatch(
       (Array(1.5, dtype=float32), Array(1.5, dtype=float32))
     """
     who = "microbatch"
-    count = required(who, microbatches)
+    count = require_count(who, microbatches)
     checks.choice(who, "normalize", normalize, ("mean", "sum"), "Sum losses want 'sum'.")
     narrow = checks.floating_dtype(who, "accumulator_dtype", accumulator_dtype)
     if count == 1:
@@ -162,7 +162,7 @@ def microbatch(
     return wrapped
 
 
-def required(who: str, microbatches: Count) -> Count:
+def require_count(who: str, microbatches: Count) -> Count:
     """The argument, checked."""
     if microbatches == "stacked":
         return microbatches
@@ -189,11 +189,11 @@ def split(batch: PyTree, count: Count, who: str) -> tuple[PyTree, int, int]:
         return x.reshape(x.shape[0] // count, count, *x.shape[1:])
 
     if count == "stacked":
-        return jax.tree.map(jnp.asarray, batch), stacked(batch, who), 0
+        return jax.tree.map(jnp.asarray, batch), stacked_count(batch, who), 0
     return jax.tree_util.tree_map_with_path(split_leaf, batch), count, 1
 
 
-def stacked(batch: PyTree, who: str, least: int = 1) -> int:
+def stacked_count(batch: PyTree, who: str, least: int = 1) -> int:
     """How many micro-batches a batch leads with, of arrays of so many dimensions at least."""
     shapes = [(name, jnp.shape(x)) for name, x in trees.named(batch)]
     numbers = {shape[:1] for _, shape in shapes}

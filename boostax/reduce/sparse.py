@@ -14,7 +14,7 @@ import optax
 from jax import lax
 
 from boostax._core import axes, checks, trees
-from boostax.reduce import exchange, selection
+from boostax.reduce import elements, exchange, selection
 from boostax.reduce.codec import Codec, Message, packed, padded, staged, switched, unpacked, unsent
 from boostax.reduce.feedback import Dense, compress
 from boostax.reduce.rows import Grid
@@ -91,7 +91,8 @@ class Largest(Codec):
         # Written as it is: what reads it would be moved before the transposition by a TPU's
         # compiler, and every result written too.
         totals = [
-            lax.optimization_barrier(view.leaf(_added(view, v, i))) for view, v, i in everyones
+            lax.optimization_barrier(view.leaf(elements.added(view, v, i)))
+            for view, v, i in everyones
         ]
         masks = _apart(leaves, buckets, [mask for _, mask in chosen])
         sent = [
@@ -135,18 +136,18 @@ class Largest(Codec):
         reaching = lambda x, t: jnp.where(jnp.abs(x) >= t, x, 0)  # noqa: E731
         return packed([reaching(leaves[i], least[i]) for i in bucket]), 0.0
 
-    def _view(self, shape: tuple[int, ...]) -> "_Runs":
+    def _view(self, shape: tuple[int, ...]) -> elements.Runs:
         size = math.prod(shape)
         if self.block is None and size > SMALL:
             grid = Grid.of((1, *shape), size, selection.BITS)
-            return _Whole(grid, min(self.count(size), size))
+            return elements.Whole(grid, min(self.count(size), size))
         block = min(self.block or size, size)
         own = Grid.of((1, *shape), block, 1)
         runs = size // shape[-1] * own.parts if shape else 1
         # Of short runs more is sent, as every one sends its share rounded up.
         if not own.own or runs * self.count(own.width) > 1.1 * size / block * self.count(block):
             own = Grid((1, *shape), False, 1, block, 1)
-        return _Runs(own, min(self.count(own.width), own.width))
+        return elements.Runs(own, min(self.count(own.width), own.width))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -211,85 +212,6 @@ class Ladder(Codec):
 
 
 @dataclasses.dataclass(frozen=True)
-class _Runs:
-    """A leaf from whose rows some elements each are chosen.
-
-    Attributes:
-      grid: its rows.
-      sent: how many of each.
-    """
-
-    grid: Grid
-    sent: int
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """In which places are indices."""
-        return self.grid.one
-
-    def largest(self, leaf: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """Places ``(rows, count)``, all of a row different; and bools like the leaf."""
-        rows = jnp.abs(self.rows(leaf))
-        places = _narrow(lax.top_k(rows, self.sent)[1], self.grid.width)
-        mask = _marked(axes.unify(jnp.zeros(rows.shape, bool), rows), places)
-        return places, self.leaf(mask)
-
-    def taken(self, leaf: jax.Array, places: jax.Array) -> jax.Array:
-        """The elements at their places."""
-        return _taken(self.rows(leaf), places)
-
-    def put(self, into: jax.Array, values: jax.Array, places: jax.Array) -> jax.Array:
-        """Added to an array."""
-        return _plus(into, places, values.astype(into.dtype))
-
-    def rows(self, leaf: jax.Array) -> jax.Array:
-        """A leaf, or what has its shape, as rows."""
-        return self.grid.rows(leaf[None])[0]
-
-    def leaf(self, array: jax.Array) -> jax.Array:
-        """Such an array in the leaf's shape."""
-        return self.grid.slices(array[None])[0]
-
-    def over(self, counts: jax.Array) -> jax.Array:
-        """How many have no place, of so many in each row."""
-        return jnp.maximum(counts - self.sent, 0).sum(dtype=jnp.int32)
-
-
-class _Whole(_Runs):
-    """A leaf of all whose elements some are chosen."""
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """In which places are indices, one after the other."""
-        return selection.shape(self.grid.one)
-
-    def largest(self, leaf: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """Places ``(count,)``, ascending; and bools like the leaf."""
-        places, mask = selection.largest(self.rows(leaf), self.sent)
-        return _narrow(places, math.prod(self.grid.one)), super().leaf(mask)
-
-    def taken(self, leaf: jax.Array, places: jax.Array) -> jax.Array:
-        """The elements at their places."""
-        word, column, bit = selection.at(places, self.grid.width)
-        spot = self.rows(leaf).at[word * selection.BITS + bit, column]
-        return spot.get(mode="promise_in_bounds")
-
-    def put(self, into: jax.Array, values: jax.Array, places: jax.Array) -> jax.Array:
-        """Added to an array."""
-        spot = into.at[selection.at(places, self.grid.width)]
-        # Sorted, or a TPU's compiler sorts them.
-        return spot.add(values.astype(into.dtype), unique_indices=True, indices_are_sorted=True)
-
-    def leaf(self, array: jax.Array) -> jax.Array:
-        """Such an array in the leaf's shape."""
-        return super().leaf(selection.rows(array))
-
-    def over(self, counts: jax.Array) -> jax.Array:
-        """How many have no place, of so many in each row."""
-        return super().over(counts.sum(dtype=jnp.int32))
-
-
-@dataclasses.dataclass(frozen=True)
 class Random(Codec):
     """The same elements of every replica, chosen by chance, so that their places need not be sent.
 
@@ -330,13 +252,13 @@ class Random(Codec):
         begins = jnp.split(begin, np.cumsum(runs)[:-1])
         places = [self._places(x.shape, begin) for x, begin in zip(views, begins, strict=True)]
         taken = zip(views, places, strict=True)
-        values = [_taken(x, i) for x, i in taken]
+        values = [elements.taken(x, i) for x, i in taken]
         summed = unpacked(lax.pmean(packed(values), names), values)
         means, held = [], []
         for x, i, mean in zip(views, places, summed, strict=True):
             chance = i.shape[1] / x.shape[1] if self.unbiased else 1
-            means.append(_put(x.shape, mean / chance, i))
-            chosen = _at(axes.unify(jnp.zeros(x.shape[:2], bool), i), i).set(True)
+            means.append(elements.put(x.shape, mean / chance, i))
+            chosen = elements.at(axes.unify(jnp.zeros(x.shape[:2], bool), i), i).set(True)
             held.append(jnp.where(chosen[..., None], 0, x))
         as_leaves = functools.partial(_spread, leaves, own)
         return Message(as_leaves(means), as_leaves(held), key)
@@ -396,57 +318,6 @@ def _gathered(arrays: Sequence[jax.Array], names: tuple[str, ...]) -> list[jax.A
         flat = padded(flat, TILE) if flat.size >= 32 * TILE else flat
         result |= zip(index, unpacked(axes.gather(flat, names), own), strict=True)
     return [result[i] for i in range(len(arrays))]
-
-
-def _at(x: jax.Array, places: jax.Array) -> Any:
-    """The elements of each row at its places; a flat index would not fit i32 in a large model."""
-    return x.at[jnp.arange(len(x), dtype=jnp.int32)[:, None], places.astype(jnp.int32)]
-
-
-# Traced once for each shape: a large model has hundreds of leaves, and a few shapes.
-_once = functools.partial(jax.jit, inline=True)
-
-
-@_once
-def _taken(x: jax.Array, places: jax.Array) -> jax.Array:
-    return _at(x, places).get(mode="promise_in_bounds")
-
-
-@_once
-def _marked(x: jax.Array, places: jax.Array) -> jax.Array:
-    return _at(x, places).set(True, unique_indices=True)
-
-
-@_once
-def _plus(x: jax.Array, places: jax.Array, values: jax.Array) -> jax.Array:
-    return _at(x, places).add(values, unique_indices=True)
-
-
-def _put(shape: tuple[int, ...], values: jax.Array, places: jax.Array) -> jax.Array:
-    zeros = _zeros(shape, values)
-    return _at(zeros, places).set(values.astype(zeros.dtype), unique_indices=True)
-
-
-def _added(view: _Runs, values: jax.Array, places: jax.Array) -> jax.Array:
-    """The sum over the replicas, one after the other.
-
-    All at once would leave the order of equal places to the hardware, and the replicas would drift
-    apart by rounding.
-    """
-
-    def add(total: jax.Array, theirs: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, None]:
-        return view.put(total, *theirs), None
-
-    return lax.scan(add, _zeros(view.shape, values), (values, places))[0]
-
-
-def _narrow(places: jax.Array, size: int) -> jax.Array:
-    return places.astype(jnp.uint16 if size <= 2**16 else jnp.uint32)
-
-
-def _zeros(shape: tuple[int, ...], values: jax.Array) -> jax.Array:
-    """In f32 or wider, and varying over the axes over which the values do."""
-    return axes.unify(jnp.zeros(shape, jnp.promote_types(values.dtype, jnp.float32)), values)
 
 
 Density = float | Mapping[int, float]

@@ -18,7 +18,7 @@ from boostax._core import axes, bcoo, checks, constants, costs, handshake, trees
 from boostax._core.replicas import PerReplica, is_per_replica, without
 from boostax.accumulate import carried
 from boostax.accumulate.aux import Aux, as_aux, as_given, divide, drop_empty, own_of, weigh
-from boostax.accumulate.microbatch import Count, microbatch, required, stacked
+from boostax.accumulate.microbatch import Count, microbatch, require_count, stacked_count
 from boostax.freeze.stages import Choice, staged
 from boostax.precision.group_state import group_scales
 from boostax.precision.loss_scale import loss_scale
@@ -104,7 +104,7 @@ def value_and_grad(
       (Array(1., dtype=float32), Array(128., dtype=float32))
     """
     names = axes.canonical(_WHO, axis_name)
-    count = required(_WHO, microbatches)
+    count = require_count(_WHO, microbatches)
     precision = as_policy(_WHO, policy)
 
     @functools.wraps(loss_fn)
@@ -161,7 +161,7 @@ def value_and_grad(
         # What a model records of cotangents is to be that of the whole batch, however it is cut.
         parts = 1
         if rules:
-            slices = stacked(batch, _WHO) if count == "stacked" else count
+            slices = stacked_count(batch, _WHO) if count == "stacked" else count
             parts = slices * (axes.size(names) if names else 1)
         scale = scale / parts if parts > 1 else scale
         (loss, aux), grads = sliced(axes.to_varying(params, names), batch, scale, **given)
@@ -255,11 +255,11 @@ class Oracle:
                 said = _active(active, whole.local if own else whole)
                 active = constants.of_arrays(said, apart)
         if self.mesh is None:
-            axes.require_bound(self.names, _WHO)
+            axes.require_bound(self.names, _WHO, hint="in plain jit pass the mesh, too: mesh=.")
         else:
             _require_trainable(params, active)
             if self.rows[0] is None:
-                stacked(batch, _WHO, least=2)
+                stacked_count(batch, _WHO, least=2)
         scale, scales = loss_scale(opt_state), group_scales(opt_state)
         rules = carried.declared(opt_state, params, _WHO)
         given = _given(kwargs | {"scales": scales})
