@@ -2,9 +2,10 @@
 
 A door is a file with two functions, ``before(mesh, width)`` and ``after(mesh, width)``. Each gives
 a step and its arguments; the step returns them anew, and the loss. Printed last are the sections of
-the record, as JSON; ``benchmarks/doors.py`` runs it.
+the record, as JSON; ``benchmarks/doors.py`` runs it. Files that are named run alone.
 """
 
+import argparse
 import dataclasses
 import difflib
 import importlib.metadata
@@ -202,11 +203,15 @@ def tests(suite: str, way: str) -> str:
 
 def main() -> None:
     """Print a row for each door."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    files = [door.file for door in (*DOORS, *FREEZING)]
+    parser.add_argument("files", nargs="*", choices=files, help="all by default")
+    chosen = parser.parse_args().files or files
     jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_num_cpu_devices", DEVICES)
     sections: dict[str, list[Any]] = {"Doors": [], "Freezing": []}
     for name, doors, made in (("Doors", DOORS, row), ("Freezing", FREEZING, frozen)):
-        for door in doors:
+        for door in (door for door in doors if door.file in chosen):
             sections[name].append(made(door, *both(door, WIDTH)))
             print(sections[name][-1], file=sys.stderr, flush=True)
     print(json.dumps(sections))
