@@ -135,14 +135,17 @@ class Optimizer(keras.optimizers.Optimizer):
         return scale_loss(loss, self.opt_state)
 
     def _backend_apply_gradients(self, grads: list[Any], trainable_variables: list[Any]) -> None:
-        if len(trainable_variables) != len(self._trainable_variables):
-            allowed = f"given for all {len(self._trainable_variables)} trainable variables"
+        # Pairs come in any order; moments stand in that of `build`.
+        places = map(self._get_variable_index, trainable_variables)
+        of, variables = dict(zip(places, grads, strict=True)), self._trainable_variables
+        if len(of) != len(variables) or len(grads) != len(variables):
+            allowed = f"given for all {len(variables)} trainable variables, each once"
             hint = "Set layer.trainable = False for what the loss does not reach."
             raise ValueError(checks.message(_WHO, "grads", allowed, len(grads), hint))
-        params = [v.value for v in trainable_variables]
-        params, state = apply_gradients(self.tx, list(grads), self.opt_state, params)
+        params, grads = [v.value for v in variables], [of[i] for i in range(len(variables))]
+        params, state = apply_gradients(self.tx, grads, self.opt_state, params)
         new = [*params, *jax.tree.leaves(state)]
-        for variable, value in zip([*trainable_variables, *self._state], new, strict=True):
+        for variable, value in zip([*variables, *self._state], new, strict=True):
             variable.assign(value)
 
     def get_config(self) -> dict[str, Any]:

@@ -58,6 +58,28 @@ def test_a_chain_trains_as_the_optimizer_of_keras():
             np.testing.assert_allclose(mine, other, atol=1e-5)
 
 
+def test_pairs_of_gradients_and_variables_come_in_any_order():
+    def ended(optimizer, turn):
+        variables = [keras.Variable(jnp.zeros(2), name=name) for name in "ab"]
+        optimizer.build(variables)
+        pairs = list(zip([jnp.full(2, 1.0), jnp.full(2, 100.0)], variables, strict=True))
+        for call in range(4):
+            optimizer.apply_gradients(pairs[::-1] if turn and call % 2 else pairs)
+        return np.stack([v.value for v in variables])
+
+    wanted = ended(keras.optimizers.SGD(0.1, momentum=0.9), turn=True)
+    np.testing.assert_allclose(ended(Optimizer(optax.sgd(0.1, momentum=0.9)), True), wanted, 1e-6)
+    np.testing.assert_allclose(ended(Optimizer(optax.sgd(0.1, momentum=0.9)), False), wanted, 1e-6)
+
+
+def test_a_variable_that_is_given_twice_is_refused():
+    variables = [keras.Variable(jnp.zeros(2), name=name) for name in "ab"]
+    optimizer = Optimizer(optax.sgd(0.1))
+    optimizer.build(variables)
+    with pytest.raises(ValueError, match="given for all 2 trainable variables, each once"):
+        optimizer.apply_gradients([(jnp.ones(2), variables[0]), (jnp.ones(2), variables[0])])
+
+
 def test_a_window_is_a_batch():
     whole, cut = compiled(optax.sgd(0.1)), compiled(boostax.accumulate(optax.sgd(0.1), 4))
     for model in (whole, cut):
