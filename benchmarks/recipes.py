@@ -32,6 +32,7 @@ from harness import DOCS, Bar, of_rows, on_cpu, over_seeds, report, sections_of
 from recipes_cases import (
     BF16,
     FOLDER,
+    HALF,
     PLAIN,
     RECIPES,
     Config,
@@ -152,13 +153,16 @@ def run_of(config: Config, **options: Any) -> Run:
 
 
 def beside_f32(name: str) -> dict[str, Run]:
-    """A recipe, and plain f32 with the same batches, windows and clip."""
+    """A recipe, and plain f32 with the same batches, windows and clip; where codes travel, bf16."""
     asked, where = config_of(name), {"rows": 32, "devices": RECIPES[name].devices}
     plain = {key: asked[key] for key in ("accumulate", "clip") if key in asked}
     if isinstance(asked.get("accumulate"), dict):
         sums = ("accumulator_dtype", "rounding")
         plain["accumulate"] = {k: x for k, x in asked["accumulate"].items() if k not in sums}
-    return {f"{name}.json": run_of(asked, **where), PLAIN: run_of(plain, **where)}
+    forms = {f"{name}.json": asked, PLAIN: plain}
+    if "reduce" in asked and asked["reduce"] != HALF["reduce"]:
+        forms["a mean in bf16"] = plain | HALF
+    return {form: run_of(config, **where) for form, config in forms.items()}
 
 
 def scanned(config: Config, rows: int, devices: int, steps: int) -> list[Row]:

@@ -1,8 +1,9 @@
 """Pages made of names: ``llms.txt`` and ``deprecations.md``.
 
-The first has every public name with its signature, its first line and what it refuses, for readers
-that take a page at a time and for programs; the second what old names are now. ``python
-docs/names.py --write`` makes them anew; ``tests/test_docs.py`` holds them to the code.
+The first has the recipes, and every public name with its signature, its first line and what it
+refuses, for readers that take a page at a time and for programs; the second what old names are
+now. ``python docs/names.py --write`` makes them anew; ``tests/test_docs.py`` holds them to the
+code.
 """
 
 import functools
@@ -33,6 +34,11 @@ PACKAGES = (
     "boostax.states",
     "boostax.nnx",
     "boostax.keras",
+    "boostax.run.cluster",
+    "boostax.run.loop",
+    "boostax.run.checkpoint",
+    "boostax.run.writers",
+    "boostax.testing",
 )
 HEAD = """\
 # boostax
@@ -47,6 +53,9 @@ stand outermost and are applied by `boostax.apply_gradients` or `boostax.make_tr
 after the first one or two are by keyword. Documents: [how to choose](choose.md),
 [the contract](contract.md), [where params live](placements.md), [the cards](cards/).
 """
+RECIPES = """\
+`loss_fn`, `optimizer`, `params` and `batch(rows, index)` are yours; `over` is
+`{"mesh": mesh, "axis_name": "data"}`, or `{}` on one device."""
 
 
 class _Told:
@@ -60,12 +69,14 @@ class _Told:
 
 
 def public(module: Any) -> Iterator[tuple[str, Any]]:
-    """What a package offers, by name; once, in the first package that has it."""
+    """What a package offers, by name; of the modules of ``boostax.run``, what each defines."""
+    within = module.__name__ if module.__name__.startswith("boostax.run.") else "boostax"
     for name in sorted(dir(module)):
         if name.startswith("_"):
             continue
         value = getattr(module, name)
-        ours = (getattr(value, "__module__", None) or "").startswith("boostax.")
+        ours = (getattr(value, "__module__", None) or "").startswith(f"{within}.")
+        ours |= getattr(value, "__module__", None) == within
         if ours and not inspect.ismodule(value) and value.__doc__:
             yield name, value
 
@@ -94,17 +105,24 @@ def entry(package: str, name: str, value: Any) -> str:
     first = " ".join(documentation.split("\n\n")[0].split())
     found = re.search(r"^Raises:\n((?:  .*\n|\n)+)", documentation + "\n", re.M)
     lines = [f"- `{package}.{name}{signature(value)}`: {first}"]
-    if found and not inspect.isclass(value):
+    if found:
         lines.append("  - Refuses: " + " ".join(textwrap.dedent(found[1]).split()))
     return "\n".join(lines)
+
+
+def recipes() -> Iterator[str]:
+    """Each file, and the lines that use it."""
+    page = (DOCS / "recipes.md").read_text()
+    for pain in re.split(r"^## ", page, flags=re.M):
+        blocks = re.findall(r"^```(?:json|python)\n.*?^```$", pain, re.M | re.S)
+        if name := re.search(r"^\[(\w+)\.json\]", pain, re.M):
+            yield "\n\n".join([f"`{name[1]}`:", *blocks])
 
 
 def llms() -> str:
     """Every name."""
     parts, seen = [HEAD], set[int]()
-    recipes = sorted((DOCS / "recipes").glob("*.json"))
-    told = (f"`{path.stem}`:\n\n```json\n{path.read_text().rstrip()}\n```" for path in recipes)
-    parts += ["## Recipes for `boostax.auto`", *told]
+    parts += ["## Recipes for `boostax.auto`", RECIPES, *recipes()]
     for package in PACKAGES:
         entries = [
             entry(package, name, value)
