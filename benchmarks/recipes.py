@@ -160,7 +160,8 @@ def beside_f32(name: str) -> dict[str, Run]:
         sums = ("accumulator_dtype", "rounding")
         plain["accumulate"] = {k: x for k, x in asked["accumulate"].items() if k not in sums}
     forms = {f"{name}.json": asked, PLAIN: plain}
-    if "reduce" in asked and asked["reduce"] != HALF["reduce"]:
+    if "block" in asked.get("reduce", {}):
+        forms["int8, a scale for up to 4,096 elements"] = plain | {"reduce": {"kind": "int8"}}
         forms["a mean in bf16"] = plain | HALF
     return {form: run_of(config, **where) for form, config in forms.items()}
 
