@@ -31,8 +31,8 @@ from flax.training.train_state import TrainState
 from harness import DOCS, Bar, of_rows, on_cpu, over_seeds, report, sections_of
 from recipes_cases import (
     BF16,
+    BF16_WIRE,
     FOLDER,
-    HALF,
     PLAIN,
     RECIPES,
     Config,
@@ -162,7 +162,7 @@ def beside_f32(name: str) -> dict[str, Run]:
     forms = {f"{name}.json": asked, PLAIN: plain}
     if "block" in asked.get("reduce", {}):
         forms["int8, a scale for up to 4,096 elements"] = plain | {"reduce": {"kind": "int8"}}
-        forms["a mean in bf16"] = plain | HALF
+        forms["a mean in bf16"] = plain | BF16_WIRE
     return {form: run_of(config, **where) for form, config in forms.items()}
 
 

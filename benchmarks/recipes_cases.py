@@ -28,7 +28,7 @@ FOLDER = DOCS / "recipes"
 V5E, HALF, H100, HOST, HOSTS = "v5e:2x4", "v5e:2x2", "h100:1x1x1", "h100:1x1x8", "h100:1x2x8"
 PLAIN = "f32 and a plain mean"
 BF16: Config = {"policy": {"spec": "O1", "dtype": "bfloat16"}}
-HALF: Config = {"reduce": {"kind": "mean", "wire": "bfloat16"}}
+BF16_WIRE: Config = {"reduce": {"kind": "mean", "wire": "bfloat16"}}
 
 
 def config_of(name: str) -> dict[str, Any]:
@@ -121,7 +121,7 @@ def _two_hosts(config: Config) -> Forms:
     return {
         "recipe": lambda: step(config),
         "a plain mean": lambda: step(plain),
-        "a mean in bf16": lambda: step(plain | HALF),
+        "a mean in bf16": lambda: step(plain | BF16_WIRE),
     }
 
 

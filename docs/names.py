@@ -75,8 +75,7 @@ def public(module: Any) -> Iterator[tuple[str, Any]]:
         if name.startswith("_"):
             continue
         value = getattr(module, name)
-        ours = (getattr(value, "__module__", None) or "").startswith(f"{within}.")
-        ours |= getattr(value, "__module__", None) == within
+        ours = f"{getattr(value, '__module__', None)}.".startswith(f"{within}.")
         if ours and not inspect.ismodule(value) and value.__doc__:
             yield name, value
 
