@@ -22,7 +22,7 @@ import optax
 
 import boostax
 from boostax._core import trees
-from boostax.autoboost.build import Boost
+from boostax.config.build import Boost
 from boostax.run.workloads import DigitsConfig, TextConfig, digits, text
 from boostax.run.workloads._models import ResidualBlock, convolution
 from boostax.run.workloads._workload import cross_entropy

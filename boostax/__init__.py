@@ -2,7 +2,7 @@
 """boostax: cheaper, steadier training as pure gradient transformations for JAX and Optax.
 
 What most people use is here; the rest is in ``boostax.reduce``, ``freeze``, ``precision``,
-``subspace``, ``model``, ``train``, ``states``, ``inspect``, ``autoboost`` and ``compat``.
+``subspace``, ``model``, ``train``, ``states``, ``inspect``, ``config`` and ``compat``.
 """
 
 from typing import TYPE_CHECKING
@@ -42,13 +42,13 @@ from boostax.train.oracle import value_and_grad as value_and_grad
 from boostax.train.step import make_train_step as make_train_step
 
 if TYPE_CHECKING:
-    from boostax import autoboost as autoboost
     from boostax import compat as compat
+    from boostax import config as config
     from boostax import inspect as inspect
     from boostax import keras as keras
     from boostax import nnx as nnx
-    from boostax.autoboost.auto import auto as auto
-    from boostax.autoboost.migrate import migrate_state as migrate_state
+    from boostax.config.auto import auto as auto
+    from boostax.config.migrate import migrate_state as migrate_state
     from boostax.inspect.audit import audit as audit
     from boostax.inspect.explain import explain as explain
     from boostax.model.less_bn import less_bn as less_bn
@@ -57,101 +57,14 @@ __version__ = "0.2.0"
 
 # Loaded when first asked for: they are many modules.
 _LATE = {
-    "autoboost": "",
+    "config": "",
     "compat": "",
     "inspect": "",
     "audit": "boostax.inspect.audit",
-    "auto": "boostax.autoboost.auto",
+    "auto": "boostax.config.auto",
     "explain": "boostax.inspect.explain",
     "less_bn": "boostax.model.less_bn",
-    "migrate_state": "boostax.autoboost.migrate",
+    "migrate_state": "boostax.config.migrate",
 }
-# Where the names of 0.1.0 are now.
-_MOVED = {
-    "AccumulateState": "states",
-    "AdasumDeltaState": "states",
-    "AdasumState": "states",
-    "Audit": "inspect",
-    "Basis": "subspace",
-    "Boost": "autoboost",
-    "BoostConfig": "autoboost",
-    "BreakEven": "inspect",
-    "CallCost": "inspect",
-    "CarryState": "states",
-    "CheckUpdatesState": "states",
-    "CompiledCollective": "inspect",
-    "CompressedState": "states",
-    "DimReduceState": "states",
-    "Explanation": "inspect",
-    "Finding": "inspect",
-    "FreezeSchedule": "freeze",
-    "GroupLossScaleState": "states",
-    "GroupSignalState": "states",
-    "HostTrajectory": "subspace",
-    "Int8Components": "subspace",
-    "LessBNReport": "model",
-    "LocalUpdatesState": "states",
-    "LossScaleState": "states",
-    "LostUpdatesState": "states",
-    "Measurement": "autoboost",
-    "MigrationReport": "autoboost",
-    "NormalizedDense": "model",
-    "PartCost": "inspect",
-    "PartialAverageState": "states",
-    "Policy": "precision",
-    "ScheduledFreeze": "freeze",
-    "ScheduledFreezeState": "states",
-    "SubspaceParamsState": "states",
-    "SubspaceRule": "subspace",
-    "TrainState": "train",
-    "TrainStep": "train",
-    "TrajectoryState": "states",
-    "Trial": "autoboost",
-    "active_groups": "freeze",
-    "adasum_delta": "reduce",
-    "all_finite": "precision",
-    "assume_scaled": "precision",
-    "break_even": "inspect",
-    "check_boundaries": "precision",
-    "check_updates": "precision",
-    "checkpoint_snapshots": "subspace",
-    "clip_by_global_norm": "model",
-    "count_lost_updates": "precision",
-    "enter_replica": "states",
-    "forward_order": "freeze",
-    "freeze_on_plateau": "freeze",
-    "group_boundaries": "precision",
-    "group_loss_scale": "precision",
-    "group_scales": "precision",
-    "group_signal": "freeze",
-    "has_updated": "train",
-    "int16_reduce": "reduce",
-    "leave_replica": "states",
-    "local_params": "train",
-    "local_updates": "reduce",
-    "loss_scale": "precision",
-    "measure": "autoboost",
-    "microbatch": "train",
-    "partial_average": "reduce",
-    "pca_basis": "subspace",
-    "power_sgd_reduce": "reduce",
-    "prefix_groups": "freeze",
-    "random_basis": "subspace",
-    "random_k_reduce": "reduce",
-    "record_trajectory": "subspace",
-    "reestimate_model_state": "train",
-    "replace_basis": "subspace",
-    "scale_boundary": "precision",
-    "scale_loss": "precision",
-    "sign_reduce": "reduce",
-    "stack_replicas": "states",
-    "state_specs": "states",
-    "subspace_params": "subspace",
-    "target_devices": "inspect",
-    "threshold_reduce": "reduce",
-    "trajectory": "subspace",
-    "trajectory_basis": "subspace",
-}
-
 if not TYPE_CHECKING:  # where any name would pass for one
-    __getattr__, __dir__ = _late(__name__, _LATE, _MOVED, ("nnx", "keras"))
+    __getattr__, __dir__ = _late(__name__, _LATE, ("nnx", "keras"))

@@ -1,8 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """States of the transformations by class, and what differs from replica to replica in them."""
 
+from typing import TYPE_CHECKING
+
 from boostax._core.describe import Holds as Holds
 from boostax._core.gate import GateState as GateState
+from boostax._core.late import late as _late
 from boostax._core.noise_scale import NoiseScaleState as NoiseScaleState
 from boostax._core.replicas import PerReplica as PerReplica
 from boostax._core.replicas import enter_replica as enter_replica
@@ -30,3 +33,6 @@ from boostax.subspace.coordinates import SubspaceParamsState as SubspaceParamsSt
 from boostax.subspace.dim_reduce import DimReduceState as DimReduceState
 from boostax.subspace.trajectory import TrajectoryState as TrajectoryState
 from boostax.train.apply import metrics as metrics
+
+if not TYPE_CHECKING:
+    __getattr__, __dir__ = _late(__name__)

@@ -1,9 +1,6 @@
-"""Pages made of names: ``llms.txt`` and ``deprecations.md``.
+"""Write ``llms.txt``: every public name with its signature, its first line and what it refuses.
 
-The first has the recipes, and every public name with its signature, its first line and what it
-refuses, for readers that take a page at a time and for programs; the second what old names are
-now. ``python docs/names.py --write`` makes them anew; ``tests/test_docs.py`` holds them to the
-code.
+``python docs/names.py --write`` makes it anew; ``tests/test_docs.py`` holds it to the code.
 """
 
 import functools
@@ -16,9 +13,6 @@ import textwrap
 from collections.abc import Iterator
 from typing import Any
 
-import boostax
-from boostax._core import late
-
 DOCS = pathlib.Path(__file__).parent
 PACKAGES = (
     "boostax",
@@ -29,7 +23,7 @@ PACKAGES = (
     "boostax.model",
     "boostax.compat",
     "boostax.subspace",
-    "boostax.autoboost",
+    "boostax.config",
     "boostax.inspect",
     "boostax.states",
     "boostax.nnx",
@@ -132,16 +126,7 @@ def llms() -> str:
     return "\n\n".join(part.rstrip() for part in parts) + "\n"
 
 
-def deprecations() -> str:
-    """The page as it is, with the table of what names are now made anew."""
-    names = {f"boostax.{name}": f"boostax.{now}.{name}" for name, now in boostax._MOVED.items()}
-    rows = [f"| `{old}` | `{new}` |" for old, new in sorted((late.MODULES | names).items())]
-    table = "\n".join(["| 0.1.0 | now |", "|---|---|", *rows])
-    page = (DOCS / "deprecations.md").read_text()
-    return re.sub(r"\| 0\.1\.0 \| now \|\n(\|.*\n)+", lambda _: f"{table}\n", page)
-
-
-PAGES = {"llms.txt": llms, "deprecations.md": deprecations}
+PAGES = {"llms.txt": llms}
 
 if __name__ == "__main__":
     for name, text in PAGES.items():

@@ -14,11 +14,11 @@ import pytest
 from combinations import REDUCTIONS
 
 import boostax
-from boostax.autoboost.auto import auto
-from boostax.autoboost.config import FACTORIES, BoostConfig
-from boostax.autoboost.mindspore import SWITCHES, from_mindspore
-from boostax.autoboost.part import Place
-from boostax.autoboost.parts import (
+from boostax.config.auto import auto
+from boostax.config.config import FACTORIES, BoostConfig
+from boostax.config.mindspore import SWITCHES, from_mindspore
+from boostax.config.part import Place
+from boostax.config.parts import (
     Accumulate,
     AverageParams,
     Carry,
@@ -34,7 +34,7 @@ from boostax.autoboost.parts import (
     SkipSpikes,
     Store,
 )
-from boostax.autoboost.reduction import Reduce
+from boostax.config.reduction import Reduce
 
 LAYERS = ("layer_0", "layer_1", "layer_2")
 SIZES = (4, 4, 4, 2)

@@ -13,8 +13,8 @@ import optax
 import pytest
 from jax.experimental.compilation_cache import compilation_cache
 
-from boostax.autoboost.part import Place
-from boostax.autoboost.reduction import CODECS
+from boostax.config.part import Place
+from boostax.config.reduction import CODECS
 from boostax.inspect.break_even import break_even
 from boostax.run.cli import main
 from boostax.run.cli.build import AXIS, boosted, build, layer_groups

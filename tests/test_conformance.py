@@ -16,7 +16,7 @@ import numpy as np
 import optax
 import pytest
 
-from boostax.autoboost.auto import auto
+from boostax.config.auto import auto
 
 GOLDEN = pathlib.Path(__file__).parent / "golden"
 ABOUT = json.loads((GOLDEN / "mindspore_trajectories.json").read_text())

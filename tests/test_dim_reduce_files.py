@@ -11,7 +11,7 @@ import optax
 import pytest
 
 import boostax
-from boostax.autoboost.auto import auto
+from boostax.config.auto import auto
 from boostax.run.checkpoint import Checkpointer
 from boostax.subspace.files import named
 from boostax.subspace.files import write as write_arrays

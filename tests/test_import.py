@@ -1,10 +1,13 @@
 """Importing boostax is cheap and pulls in nothing that the runtime does not need."""
 
-import importlib
 import os
+import pkgutil
+import re
 import subprocess
 import sys
+import tomllib
 import types
+from importlib.resources import files
 
 import pytest
 
@@ -24,7 +27,7 @@ print(*traced)
 jax.config.update("jax_num_cpu_devices", 3)
 """
 # What is loaded when it is first asked for.
-LATE = {"autoboost", "cli", "cluster", "compat", "inspect", "run", "testing", "workloads"}
+LATE = {"config", "cli", "cluster", "compat", "inspect", "run", "testing", "workloads"}
 
 
 def test_import_adds_to_optax_nothing_but_its_own_modules():
@@ -47,12 +50,12 @@ THIRTY = {
     "reshard_state", "scheduled_freeze", "static_loss_scale", "top_k_reduce", "value_and_grad",
 }  # fmt: skip
 NAMESPACES = {
-    "autoboost", "compat", "freeze", "inspect", "model", "precision", "reduce", "states",
+    "config", "compat", "freeze", "inspect", "model", "precision", "reduce", "states",
     "subspace", "train",
 }  # fmt: skip
 # Of which packages the reference has what they hold besides.
 MORE = {
-    "autoboost": {"FinishingStep"},
+    "config": {"FinishingStep"},
     "compat": {
         "ApplyIfFiniteState", "DynamicLossScale", "DynamicScale", "DynamicScaleResult",
         "MultiSteps", "MultiStepsState", "MultiStepsSumState", "NoOpLossScale", "StaticLossScale",
@@ -98,38 +101,15 @@ def test_optimizers_of_frameworks_are_loaded_when_asked_for(name):
     subprocess.run([sys.executable, "-c", code], check=True, env=given)
 
 
-def test_every_package_offers_its_names():
-
-    for package in NAMESPACES:
-        kept = {name for name, now in boostax._MOVED.items() if now == package}
-        offered = named(getattr(boostax, package))
-        assert (
-            kept | MORE.get(package, set()) <= offered <= kept | THIRTY | MORE.get(package, set())
-        )
+ROWS = tomllib.loads(files("boostax").joinpath("names.toml").read_text("utf8"))
 
 
-def test_names_of_0_1_work_and_say_the_new_one():
-
-    for name, package in boostax._MOVED.items():
-        text = f"boostax.{name} is boostax.{package}.{name} now"
-        with pytest.warns(DeprecationWarning, match=text):
-            found = getattr(boostax, name)
-        assert found is getattr(getattr(boostax, package), name)
-
-
-def test_names_of_0_1_are_those_of_run():
-    """Modules that moved to ``boostax.run`` still answer where 0.1 had them, with a warning."""
-    had = {
-        "cluster": "initialize",
-        "workloads": "make",
-        "cli": "main",
-        "train.loop": "fit",
-        "train.checkpoint": "Checkpointer",
-        "train.writers": "JsonLines",
-    }
-    for module, name in had.items():
-        now = f"boostax.run.{module.removeprefix('train.')}"
-        old = importlib.import_module(f"boostax.{module}")
-        with pytest.warns(DeprecationWarning, match=f"boostax.{module} is {now} now"):
-            found = getattr(old, name)
-        assert found is getattr(importlib.import_module(now), name)
+@pytest.mark.parametrize("name", [name for name in ROWS if name.startswith("boostax.")])
+def test_a_name_that_is_gone_or_moved_says_what_stands_in_its_place(name):
+    """What the sentence calls boostax's is there; the old name itself is not."""
+    package, _, last = name.rpartition(".")
+    owner = pkgutil.resolve_name(package)
+    with pytest.raises(AttributeError, match=re.escape(ROWS[name])):
+        getattr(owner, last)
+    for named in re.findall(r"boostax(?:\.\w+)+", ROWS[name]):
+        assert pkgutil.resolve_name(named) is not None

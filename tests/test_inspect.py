@@ -13,11 +13,11 @@ import pytest
 
 import boostax
 from boostax._core import costs
-from boostax.autoboost.auto import auto
 from boostax.chain.parts import read
 from boostax.chain.roles import role
 from boostax.chain.rows import rows
 from boostax.chain.settings import findings
+from boostax.config.auto import auto
 
 AXIS = {"axis_name": "data"}
 PARAMS = {

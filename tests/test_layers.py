@@ -15,7 +15,7 @@ LAYERS = (
     ("train", "compat"),
     ("states",),
     ("inspect",),
-    ("autoboost",),
+    ("config",),
     ("testing", "run"),
 )
 RANK = {name: rank for rank, row in enumerate(LAYERS) for name in row}

@@ -13,13 +13,13 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import boostax
-from boostax.autoboost.candidates import default_candidates
-from boostax.autoboost.config import BoostConfig
-from boostax.autoboost.measure import measure
-from boostax.autoboost.measurement import Measurement, Trial
-from boostax.autoboost.parts import Accumulate, Freeze, LossScale, Precision
-from boostax.autoboost.trial import Candidate, Setting, fetched, placed
-from boostax.autoboost.verdict import against, compared, judged, ranked, time_ratio, together
+from boostax.config.candidates import default_candidates
+from boostax.config.config import BoostConfig
+from boostax.config.measure import measure
+from boostax.config.measurement import Measurement, Trial
+from boostax.config.parts import Accumulate, Freeze, LossScale, Precision
+from boostax.config.trial import Candidate, Setting, fetched, placed
+from boostax.config.verdict import against, compared, judged, ranked, time_ratio, together
 from boostax.train.compiled import TrainStep
 
 SIZES = (4, 16, 16, 2)

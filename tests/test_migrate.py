@@ -11,7 +11,7 @@ import pytest
 from flax.training.dynamic_scale import DynamicScale
 
 import boostax
-from boostax.autoboost.migrate import migrate_state
+from boostax.config.migrate import migrate_state
 from boostax.run.checkpoint import Checkpointer
 from boostax.testing import drawn
 

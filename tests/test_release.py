@@ -7,7 +7,6 @@ import tomllib
 import pytest
 
 import boostax
-from boostax._core import late
 
 ROOT = pathlib.Path(__file__).parents[1]
 PROJECT = ROOT / "pyproject.toml"
@@ -33,8 +32,3 @@ def test_the_classifiers_are_those_of_the_versions_that_are_tested():
     # A licence is an expression alone: with a classifier beside it an index refuses the upload.
     assert project["license"] == "Apache-2.0"
     assert not [x for x in project["classifiers"] if x.startswith("License")]
-
-
-def test_old_names_go_in_the_next_minor_release():
-    major, minor = (int(x) for x in boostax.__version__.split(".")[:2])
-    assert f"{major}.{minor + 1}.0" == late.LAST

@@ -18,7 +18,7 @@ from processes import environment
 
 import boostax
 from boostax._core import costs
-from boostax.autoboost import auto
+from boostax.config import auto
 
 RATE, STEPS = 0.05, 5
 SHAPES = {"w": (24, 10), "b": (7,), "scalar": ()}

@@ -1,39 +1,23 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Names of a package that are loaded when first asked for."""
+"""Load names of a package on first use, and answer for names that it does not have."""
 
 import importlib
 import sys
-import warnings
 from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
-# The release that no longer has the old names.
-LAST = "0.3.0"
-MODULES = {
-    "boostax.cli": "boostax.run.cli",
-    "boostax.cluster": "boostax.run.cluster",
-    "boostax.train.checkpoint": "boostax.run.checkpoint",
-    "boostax.train.loop": "boostax.run.loop",
-    "boostax.train.writers": "boostax.run.writers",
-    "boostax.workloads": "boostax.run.workloads",
-}
-
 
 def late(
-    package: str,
-    names: Mapping[str, str],
-    moved: Mapping[str, str] | None = None,
-    apart: Collection[str] = (),
+    package: str, names: Mapping[str, str] | None = None, apart: Collection[str] = ()
 ) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
-    """The ``__getattr__`` and ``__dir__`` of a package.
+    """Return the ``__getattr__`` and ``__dir__`` of a package.
 
     Args:
       package: its name.
-      names: of each name the module that has it; of a package inside this one ``""``.
-      moved: old names, which work for one release more, and the package that each is in now.
-      apart: packages inside this one that want others installed: loaded, but not listed.
+      names: maps each name to the module that has it; to ``""`` where it is a package inside.
+      apart: packages inside this one that need others installed: loaded, but not listed.
     """
-    old = moved or {}
+    names = names or {}
 
     def load(name: str) -> Any:
         if name in names:
@@ -41,14 +25,9 @@ def late(
             value = getattr(module, name) if names[name] else module
             setattr(sys.modules[package], name, value)
             return value
-        if name in old:
-            now = f"{package}.{old[name]}"
-            text = f"{package}.{name} is {now}.{name} now; the old name goes with {LAST}."
-            warnings.warn(text, DeprecationWarning, stacklevel=2)
-            return getattr(importlib.import_module(now), name)
         if name in apart:
             return importlib.import_module(f"{package}.{name}")
-        raise AttributeError(f"module {package!r} has no attribute {name!r}")
+        raise AttributeError(missing(package, name))
 
     def listed() -> list[str]:
         return sorted({*vars(sys.modules[package]), *names})
@@ -56,15 +35,21 @@ def late(
     return load, listed
 
 
-def renamed(module: str) -> Callable[[str], Any]:
-    """The ``__getattr__`` of a module that is another one now; it works for one release more."""
-    now = MODULES[module]
+def missing(package: str, name: str) -> str:
+    """Return the message for a name that a package does not have.
 
-    def load(name: str) -> Any:
-        if name.startswith("__"):  # What Python asks every module for.
-            raise AttributeError(f"module {module!r} has no attribute {name!r}")
-        text = f"{module} is {now} now; the old name goes with {LAST}."
-        warnings.warn(text, DeprecationWarning, stacklevel=2)
-        return getattr(importlib.import_module(now), name)
+    ``names.toml`` has a sentence for each name that is gone, moved or foreign.
+    """
+    text = f"module {package!r} has no attribute {name!r}"
+    if name.startswith("__"):  # Python asks every module for such names.
+        return text
+    said = told(f"{package}.{name}")
+    return f"{text}. {said}" if said else text
 
-    return load
+
+def told(name: str) -> str | None:
+    """Return the sentence that ``names.toml`` has for a name, such as ``"boostax train"``."""
+    import tomllib
+    from importlib.resources import files
+
+    return tomllib.loads(files("boostax").joinpath("names.toml").read_text("utf8")).get(name)

@@ -1,9 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Freezing by schedule: the transformation, its groups, its schedules."""
 
+from typing import TYPE_CHECKING
+
 from boostax._core.groups import mindspore_groups as mindspore_groups
 from boostax._core.groups import param_groups as param_groups
 from boostax._core.groups import prefix_groups as prefix_groups
+from boostax._core.late import late as _late
 from boostax.freeze.order import forward_order as forward_order
 from boostax.freeze.plateau import freeze_on_plateau as freeze_on_plateau
 from boostax.freeze.plateau import group_signal as group_signal
@@ -12,3 +15,6 @@ from boostax.freeze.scheduled import active_groups as active_groups
 from boostax.freeze.scheduled import scheduled_freeze as scheduled_freeze
 from boostax.freeze.schedules import FreezeSchedule as FreezeSchedule
 from boostax.freeze.schedules import freeze_schedule as freeze_schedule
+
+if not TYPE_CHECKING:
+    __getattr__, __dir__ = _late(__name__)

@@ -1,6 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a transformation, a train step or any compiled program consists of and costs."""
 
+from typing import TYPE_CHECKING
+
+from boostax._core.late import late as _late
 from boostax.chain.orders import Finding as Finding
 from boostax.inspect.audit import Audit as Audit
 from boostax.inspect.audit import audit as audit
@@ -12,3 +15,6 @@ from boostax.inspect.costs import PartCost as PartCost
 from boostax.inspect.explain import Explanation as Explanation
 from boostax.inspect.explain import explain as explain
 from boostax.inspect.targets import target_devices as target_devices
+
+if not TYPE_CHECKING:
+    __getattr__, __dir__ = _late(__name__)

@@ -1,8 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Half precision: loss scales, boundaries between them, policies, checks of what is finite."""
 
+from typing import TYPE_CHECKING
+
 from boostax._core.finite import all_finite as all_finite
 from boostax._core.handshake import assume_scaled as assume_scaled
+from boostax._core.late import late as _late
 from boostax.precision.boundary import check_boundaries as check_boundaries
 from boostax.precision.boundary import scale_boundary as scale_boundary
 from boostax.precision.crossings import group_boundaries as group_boundaries
@@ -24,3 +27,6 @@ from boostax.precision.spikes import skip_spikes as skip_spikes
 from boostax.precision.store import masters as masters
 from boostax.precision.store import store as store
 from boostax.precision.updates import check_updates as check_updates
+
+if not TYPE_CHECKING:
+    __getattr__, __dir__ = _late(__name__)

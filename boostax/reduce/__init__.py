@@ -4,6 +4,9 @@
 A codec of your own is a ``Codec``, and ``compress`` makes a transformation of it.
 """
 
+from typing import TYPE_CHECKING
+
+from boostax._core.late import late as _late
 from boostax.reduce.adasum import adasum as adasum
 from boostax.reduce.codec import Codec as Codec
 from boostax.reduce.codec import Late as Late
@@ -22,3 +25,6 @@ from boostax.reduce.quantized import sign_reduce as sign_reduce
 from boostax.reduce.sparse import random_k_reduce as random_k_reduce
 from boostax.reduce.sparse import threshold_reduce as threshold_reduce
 from boostax.reduce.sparse import top_k_reduce as top_k_reduce
+
+if not TYPE_CHECKING:
+    __getattr__, __dir__ = _late(__name__)

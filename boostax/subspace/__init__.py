@@ -1,6 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Training in subspaces: bases, recorded trajectories, DimReduce."""
 
+from typing import TYPE_CHECKING
+
+from boostax._core.late import late as _late
 from boostax.subspace.basis import Basis as Basis
 from boostax.subspace.basis import pca_basis as pca_basis
 from boostax.subspace.components import Int8Components as Int8Components
@@ -14,3 +17,6 @@ from boostax.subspace.quasi_newton import SubspaceRule as SubspaceRule
 from boostax.subspace.trajectory import record_trajectory as record_trajectory
 from boostax.subspace.trajectory import trajectory as trajectory
 from boostax.subspace.trajectory import trajectory_basis as trajectory_basis
+
+if not TYPE_CHECKING:
+    __getattr__, __dir__ = _late(__name__)

@@ -1,7 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Train steps: the gradient function, what applies its gradients, the compiled step, its state."""
 
+from typing import TYPE_CHECKING
+
 from boostax._core.axes import local_params as local_params
+from boostax._core.late import late as _late
 from boostax.accumulate.aux import Aux as Aux
 from boostax.accumulate.by_noise import by_noise as by_noise
 from boostax.accumulate.microbatch import microbatch as microbatch
@@ -16,3 +19,6 @@ from boostax.train.on_mesh import on_mesh as on_mesh
 from boostax.train.oracle import value_and_grad as value_and_grad
 from boostax.train.state import TrainState as TrainState
 from boostax.train.step import make_train_step as make_train_step
+
+if not TYPE_CHECKING:
+    __getattr__, __dir__ = _late(__name__)

@@ -60,10 +60,10 @@ def train_step(params: Params, batch: dict[str, jax.Array]) -> boostax.train.Tra
     return state
 
 
-def configured(path: str) -> boostax.autoboost.Boost:
+def configured(path: str) -> boostax.config.Boost:
     boost = boostax.auto(path)
-    assert_type(boost, boostax.autoboost.Boost)
-    assert_type(boost.config, boostax.autoboost.BoostConfig)
+    assert_type(boost, boostax.config.Boost)
+    assert_type(boost.config, boostax.config.BoostConfig)
     assert_type(boost.policy, boostax.precision.Policy | None)
     return boost
 

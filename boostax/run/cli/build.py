@@ -11,8 +11,8 @@ import optax
 
 import boostax
 from boostax._core.groups import group_count
-from boostax.autoboost.part import speaking_of
-from boostax.autoboost.reduction import Reduce
+from boostax.config.part import speaking_of
+from boostax.config.reduction import Reduce
 from boostax.run.cli.recipe import Recipe, check_options
 from boostax.run.workloads import Workload
 
@@ -115,7 +115,7 @@ def train_step(
     )
 
 
-def boosted(recipe: Recipe) -> boostax.autoboost.Boost:
+def boosted(recipe: Recipe) -> boostax.config.Boost:
     """The techniques of a recipe around its optimizer, but for freezing."""
     scale, steps = recipe.loss_scale, recipe.optimizer_steps
     asked: dict[str, Any] = {"loss_scale": None if scale == "none" else "dynamic"}

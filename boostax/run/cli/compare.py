@@ -12,8 +12,8 @@ import jax
 import numpy as np
 
 from boostax._core import costs
-from boostax.autoboost.part import Place
-from boostax.autoboost.reduction import CODECS
+from boostax.config.part import Place
+from boostax.config.reduction import CODECS
 from boostax.inspect.break_even import break_even
 from boostax.inspect.tables import Cells, aligned, units
 from boostax.run.cli.build import AXIS, Built, boosted, build, require_devices

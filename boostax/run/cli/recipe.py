@@ -6,7 +6,7 @@ import math
 import pathlib
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
-from boostax.autoboost.reduction import CODECS, DENSE
+from boostax.config.reduction import CODECS, DENSE
 from boostax.run.options import Use, check, option, value
 
 if TYPE_CHECKING:

@@ -6,8 +6,8 @@ import math
 from typing import Any, Literal, NamedTuple
 
 from boostax._core.plain import plain
-from boostax.autoboost.build import Boost
-from boostax.autoboost.config import BoostConfig
+from boostax.config.build import Boost
+from boostax.config.config import BoostConfig
 from boostax.inspect.tables import aligned, columns
 
 # The best first.

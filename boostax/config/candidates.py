@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from boostax._core.groups import prefix_groups
-from boostax.autoboost.config import BoostConfig
-from boostax.autoboost.trial import Setting
+from boostax.config.config import BoostConfig
+from boostax.config.trial import Setting
 from boostax.freeze.order import forward_order
 
 Change = Mapping[str, Any]

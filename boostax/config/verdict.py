@@ -8,9 +8,9 @@ from typing import Any, get_args
 
 import numpy as np
 
-from boostax.autoboost.config import BoostConfig
-from boostax.autoboost.measurement import Trial, Verdict
-from boostax.autoboost.trial import Candidate, Losses, timed
+from boostax.config.config import BoostConfig
+from boostax.config.measurement import Trial, Verdict
+from boostax.config.trial import Candidate, Losses, timed
 
 _SAVES, _SLOWER = 0.9, 1.1
 

@@ -17,8 +17,8 @@ from boostax._core.gate import Pending
 from boostax._core.replicas import is_per_replica
 from boostax._core.variants import variants_of
 from boostax.accumulate.window import AccumulateState
-from boostax.autoboost.nodes import Leaf, Node, Path, Unit, measured, read, translated, unit_at
-from boostax.autoboost.states import holds
+from boostax.config.nodes import Leaf, Node, Path, Unit, measured, read, translated, unit_at
+from boostax.config.states import holds
 from boostax.precision.store import narrowed, widened
 from boostax.train.state import TrainState
 

@@ -14,9 +14,9 @@ from boostax._core.groups import mindspore_groups, prefix_groups
 from boostax.accumulate.by_noise import WindowByNoise, by_noise
 from boostax.accumulate.carried import carry
 from boostax.accumulate.window import accumulate
-from boostax.autoboost.part import LATER, Layer, Part, Place, path, speaking_of, word
 from boostax.chain.parts import opened, read
 from boostax.chain.roles import role
+from boostax.config.part import LATER, Layer, Part, Place, path, speaking_of, word
 from boostax.freeze.scheduled import scheduled_freeze
 from boostax.freeze.schedules import CYCLE, FreezeSchedule, freeze_schedule
 from boostax.model.average import average_params

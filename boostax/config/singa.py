@@ -8,8 +8,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from boostax._core import checks
-from boostax.autoboost.part import flag, speaking_of, word
-from boostax.autoboost.reduction import Reduce
+from boostax.config.part import flag, speaking_of, word
+from boostax.config.reduction import Reduce
 
 _WHO = "singa"
 _SPARSE = ("spars", "corr", "topK")

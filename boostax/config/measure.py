@@ -11,11 +11,11 @@ import optax
 from jax.sharding import Mesh
 
 from boostax._core import axes, checks
-from boostax.autoboost import verdict
-from boostax.autoboost.candidates import Change, default_candidates
-from boostax.autoboost.config import BoostConfig
-from boostax.autoboost.measurement import Measurement, Trial
-from boostax.autoboost.trial import Candidate, Setting
+from boostax.config import verdict
+from boostax.config.candidates import Change, default_candidates
+from boostax.config.config import BoostConfig
+from boostax.config.measurement import Measurement, Trial
+from boostax.config.trial import Candidate, Setting
 
 PyTree = Any
 
@@ -105,7 +105,7 @@ def measure(
 
     Example:
       >>> import itertools, jax.numpy as jnp, optax
-      >>> from boostax.autoboost.measure import measure
+      >>> from boostax.config.measure import measure
       >>> loss = lambda w, x: jnp.mean((x @ w["in"] @ w["out"] - 1) ** 2)
       >>> w = {"in": jnp.full((4, 4), 0.1), "out": jnp.full((4, 1), 0.1)}
       >>> batches = [jnp.full((8, 4), 1.0 + i / 8) for i in range(8)]

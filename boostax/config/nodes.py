@@ -19,7 +19,7 @@ from jax.tree_util import DictKey, GetAttrKey, SequenceKey
 from boostax._core import trees
 from boostax._core.replicas import PerReplica
 from boostax.accumulate.window import AccumulateState
-from boostax.autoboost.states import EQUIVALENTS, Holds, holds
+from boostax.config.states import EQUIVALENTS, Holds, holds
 
 PyTree = Any
 Path = tuple[Any, ...]

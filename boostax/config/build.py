@@ -11,11 +11,11 @@ import optax
 from jax.sharding import Mesh
 
 from boostax._core import axes, checks, trees
-from boostax.autoboost.config import ORDER, BoostConfig
-from boostax.autoboost.finishing import finishing_step
-from boostax.autoboost.own import Own
-from boostax.autoboost.part import Place
-from boostax.autoboost.reduction import Reduce
+from boostax.config.config import ORDER, BoostConfig
+from boostax.config.finishing import finishing_step
+from boostax.config.own import Own
+from boostax.config.part import Place
+from boostax.config.reduction import Reduce
 from boostax.model.less_bn import LessBNReport, changed
 from boostax.precision.crossings import group_boundaries
 from boostax.precision.policy import Policy

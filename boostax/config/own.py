@@ -7,10 +7,10 @@ from typing import Any
 import optax
 
 from boostax._core import checks
-from boostax.autoboost.config import FACTORIES
-from boostax.autoboost.part import Part, Place, known
 from boostax.chain.parts import read
 from boostax.chain.roles import REDUCTIONS, UNKNOWN, role
+from boostax.config.config import FACTORIES
+from boostax.config.part import Part, Place, known
 
 # Of each role the part of the configuration in whose place it stands; those of gates, around the
 # reduction and inside the window.

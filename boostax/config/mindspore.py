@@ -13,8 +13,8 @@ from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 from boostax._core import checks
-from boostax.autoboost.config import BoostConfig
-from boostax.autoboost.part import flag, known, nearest, path, word
+from boostax.config.config import BoostConfig
+from boostax.config.part import flag, known, nearest, path, word
 
 SWITCHES = (
     "less_bn",
@@ -174,7 +174,7 @@ def from_mindspore(data: Mapping[str, Any], level: str = "O0", *, strict: bool =
         unknown level or key, and a switch that the mode would ignore.
 
     Example:
-      >>> from boostax.autoboost.mindspore import from_mindspore
+      >>> from boostax.config.mindspore import from_mindspore
       >>> data = {"boost": {"mode": "manual", "grad_freeze": False, "adasum": True}}
       >>> config, notes = from_mindspore(data, "O1")
       >>> config.reduce, config.freeze, config.less_bn.normalized_head

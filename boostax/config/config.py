@@ -10,9 +10,9 @@ from typing import Any
 import jax.numpy as jnp
 
 from boostax._core import checks
-from boostax.autoboost import parts
-from boostax.autoboost.part import Part, known, speaking_of
-from boostax.autoboost.reduction import Reduce
+from boostax.config import parts
+from boostax.config.part import Part, known, speaking_of
+from boostax.config.reduction import Reduce
 
 _WHO = "BoostConfig"
 # The roles in a chain, from the optimizer outwards: the order. A part stands in front of all
@@ -76,12 +76,12 @@ class BoostConfig:
     Example:
       >>> import boostax
       >>> asked = {"loss_scale": "dynamic", "accumulate": {"every": 4}}
-      >>> config = boostax.autoboost.BoostConfig.from_dict(asked)
+      >>> config = boostax.config.BoostConfig.from_dict(asked)
       >>> config.accumulate.every, config.accumulate.normalize
       (4, 'mean')
       >>> config.to_dict()["loss_scale"]
       {'kind': 'dynamic'}
-      >>> boostax.autoboost.BoostConfig.from_dict(config.to_dict()) == config
+      >>> boostax.config.BoostConfig.from_dict(config.to_dict()) == config
       True
     """
 

@@ -4,7 +4,7 @@
 from typing import Any
 
 from boostax._core import axes, checks
-from boostax.autoboost.part import Layer, Part, Place
+from boostax.config.part import Layer, Part, Place
 from boostax.reduce.adasum import adasum
 from boostax.reduce.delta import adasum_delta
 from boostax.reduce.local import local_updates

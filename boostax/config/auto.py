@@ -10,16 +10,16 @@ from typing import Any, Literal, overload
 import optax
 
 from boostax._core import checks
-from boostax.autoboost.build import Boost
-from boostax.autoboost.config import KEYS as OWN_KEYS
-from boostax.autoboost.config import BoostConfig, role_of
-from boostax.autoboost.measure import measure
-from boostax.autoboost.measurement import Measurement
-from boostax.autoboost.mindspore import KEYS, LEVELS, from_mindspore, is_mindspore
-from boostax.autoboost.own import owned
-from boostax.autoboost.part import flag, nearest
-from boostax.autoboost.reduction import Reduce
-from boostax.autoboost.singa import singa
+from boostax.config.build import Boost
+from boostax.config.config import KEYS as OWN_KEYS
+from boostax.config.config import BoostConfig, role_of
+from boostax.config.measure import measure
+from boostax.config.measurement import Measurement
+from boostax.config.mindspore import KEYS, LEVELS, from_mindspore, is_mindspore
+from boostax.config.own import owned
+from boostax.config.part import flag, nearest
+from boostax.config.reduction import Reduce
+from boostax.config.singa import singa
 
 
 @overload
@@ -75,21 +75,21 @@ def auto(
 
     ``auto("measure", loss_fn, optimizer, params, batches, ...)`` asks for nothing: it tries the
     techniques on this model, these batches and these devices for a few steps each, and ranks them
-    by the loss after equal time. See ``boostax.autoboost.Measurement``, and
-    ``help(boostax.autoboost.measure)`` for its arguments.
+    by the loss after equal time. See ``boostax.config.Measurement``, and
+    ``help(boostax.config.measure)`` for its arguments.
 
     Args:
       spec: a ``BoostConfig``; ``"O0"``, ``"O1"`` or ``"O2"``; a dictionary like
         ``BoostConfig.to_dict()`` gives, MindSpore's, or one with ``"singa"``; the path of a JSON
         file of one; or ``"measure"``.
-      *args: those of ``boostax.autoboost.measure``.
+      *args: those of ``boostax.config.measure``.
       level: of a dictionary or a file: where they start from; ``None`` is ``"O0"``.
       strict: of MindSpore's dictionary or level: ``False`` reads it as MindSpore does, the default
         as it is written.
       factories: functions of your own that make transformations, whose names are keys of the
         dictionary, too. They are to be described (``boostax.describe``): their role says where they
         stand. A reduction takes the place of the mean.
-      **options: those of ``boostax.autoboost.measure``.
+      **options: those of ``boostax.config.measure``.
 
     Returns:
       A ``Boost``, at no cost: nothing is global, and nothing in the file is executed. Of

@@ -15,8 +15,8 @@ import optax
 
 from boostax._core import checks, costs, trees
 from boostax._core.variants import variants_of
-from boostax.autoboost.build import Boost
-from boostax.autoboost.config import BoostConfig
+from boostax.config.build import Boost
+from boostax.config.config import BoostConfig
 from boostax.inspect.targets import compile_program
 from boostax.reduce.mean import all_reduce
 from boostax.reduce.partial import partitioning
