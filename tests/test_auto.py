@@ -1,6 +1,7 @@
 """One configuration for everything: what it means, what it refuses, what it builds."""
 
 import dataclasses
+import inspect
 import itertools
 import json
 
@@ -11,30 +12,11 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from combinations import REDUCTIONS
 
 import boostax
+from boostax.config import keys
 from boostax.config.auto import auto
-from boostax.config.config import FACTORIES, BoostConfig
 from boostax.config.mindspore import SWITCHES, from_mindspore
-from boostax.config.part import Place
-from boostax.config.parts import (
-    Accumulate,
-    AverageParams,
-    Carry,
-    Centralize,
-    CheckUpdates,
-    Clip,
-    CountLostUpdates,
-    DimReduce,
-    Freeze,
-    LessBN,
-    LossScale,
-    Precision,
-    SkipSpikes,
-    Store,
-)
-from boostax.config.reduction import Reduce
 
 LAYERS = ("layer_0", "layer_1", "layer_2")
 SIZES = (4, 4, 4, 2)
@@ -109,12 +91,12 @@ SILENT_THERE = {3, 4, 5, 8, 10, 17}  # MindSpore goes on; it raises in the other
 
 def switches(config):
     return {
-        "less_bn": config.less_bn is not None,
-        "grad_freeze": config.freeze is not None,
-        "adasum": config.reduce.kind == "adasum-delta",
-        "grad_accumulation": config.accumulate is not None,
-        "dim_reduce": config.dim_reduce is not None,
-        "loss_scale_group": config.loss_scale is not None and config.loss_scale.kind == "group",
+        "less_bn": "less_bn" in config,
+        "grad_freeze": "freeze" in config,
+        "adasum": config.get("reduce", {}).get("kind") == "adasum-delta",
+        "grad_accumulation": "accumulate" in config,
+        "dim_reduce": "dim_reduce" in config,
+        "loss_scale_group": config.get("loss_scale", {}).get("kind") == "group",
     }
 
 
@@ -141,31 +123,40 @@ def test_every_row_resolves_as_in_mindspore_or_is_refused(golden):
 
 def assert_settings(config, attrs):
     """The values of MindSpore's object, where the technique is on."""
-    if config.less_bn is not None:
-        assert config.less_bn.normalized_head == attrs["_fn_flag"]
-        assert (config.centralize is not None) == attrs["_gc_flag"]
-    if config.freeze is not None:
-        found = config.freeze
-        assert found.groups == attrs["_param_groups"]
-        assert found.total_steps == attrs["_total_steps"]
-        assert (found.kind == "interval") == (attrs["_freeze_type"] == 1)
-        assert found.freeze_p == attrs["_freeze_p"]
-    if config.accumulate is not None:
-        assert config.accumulate.every == attrs["grad_accumulation_step"]
-    if config.dim_reduce is not None:
-        rule = config.dim_reduce.arguments(Place(None, None))["rule"]
+    told = {name: value for part in config.values() for name, value in part.items()}
+    theirs = {
+        "less_bn": {"normalized_head": "_fn_flag"},
+        "freeze": {
+            "groups": "_param_groups",
+            "total_steps": "_total_steps",
+            "freeze_p": "_freeze_p",
+        },
+        "accumulate": {"every": "grad_accumulation_step"},
+        "dim_reduce": {
+            "shrink": "rho",
+            "slope": "sigma",
+            "residual_rate": "alpha",
+            "residual_momentum": "gamma",
+            "n_components": "n_components",
+        },
+    }
+    for part, names in theirs.items():
+        for ours, name in names.items() if part in config else ():
+            assert told[ours] == attrs[name], (part, ours)
+    if "less_bn" in config:
+        assert ("centralize" in config) == attrs["_gc_flag"]
+    if "freeze" in config:
+        assert (config["freeze"]["kind"] == "interval") == (attrs["_freeze_type"] == 1)
+    if "dim_reduce" in config:
+        rule = keys.arguments(boostax.dim_reduce, config["dim_reduce"])["rule"]
         assert (rule.tries, rule.failure) == (2, "rollback")
-        assert (rule.shrink, rule.slope) == (attrs["rho"], attrs["sigma"])
-        assert config.dim_reduce.residual_rate == attrs["alpha"]
-        assert config.dim_reduce.residual_momentum == attrs["gamma"]
-        assert config.dim_reduce.n_components == attrs["n_components"]
 
 
 @pytest.mark.parametrize("level", ["O1", "O2"])
 def test_a_level_freezes_at_random_only_if_it_is_asked_to(level):
     """What lost more than fewer steps is no part of a level; by name, or as there, it is on."""
     boost = auto(level)
-    assert boost.config.freeze is None
+    assert "freeze" not in boost.config
     assert any("grad_freeze is left out" in note for note in boost.notes)
     by_name = (
         {"grad_freeze": {"param_groups": 3}},
@@ -173,12 +164,12 @@ def test_a_level_freezes_at_random_only_if_it_is_asked_to(level):
         {"freeze": {"groups": 3}},
     )
     for data in by_name:
-        assert auto(data, level=level).config.freeze.kind == "interval"
-    assert auto({}, level=level, strict=False).config.freeze is not None
+        assert auto(data, level=level).config["freeze"].get("kind", "interval") == "interval"
+    assert "freeze" in auto({}, level=level, strict=False).config
 
 
 def test_a_depth_alone_is_a_sequence_of_one():
-    config = BoostConfig.from_dict(json.loads('{"freeze": {"kind": 1, "groups": 2}}'))
+    config = {"freeze": {"kind": 1, "groups": 2}}
     params = {"a": jnp.ones(2), "b": jnp.ones(2)}
     tx = auto(config).optimizer(optax.sgd(0.1), params)
     assert tx.freezing.drawn(params) == (1,)
@@ -192,7 +183,8 @@ def test_manual_mode_leaves_the_levels_alone(golden):
     *_, after = json.loads((golden / "autoboost_configs.json").read_text())
     assert after["value"] is True  # adasum, of O1
     before = auto("O1").config
-    assert auto({"boost": {"mode": "manual", "less_bn": False}}, level="O1").config.less_bn is None
+    data = {"boost": {"mode": "manual", "less_bn": False}}
+    assert "less_bn" not in auto(data, level="O1").config
     assert auto("O1").config == before == auto({}, level="O1").config
 
 
@@ -213,231 +205,152 @@ def test_the_documented_template_is_read_as_it_is_and_says_what_has_no_effect():
         "dim_reduce: the optimizer has no effect: an SGD of alpha and gamma trains what is outside "
         "the span, as in MindSpore.",
     )
-    finish = boost.config.dim_reduce
-    assert (finish.n_components, finish.weight_load_dir) == (4, "checkpoints")
+    finish = boost.config["dim_reduce"]
+    assert (finish["n_components"], finish["weight_load_dir"]) == (4, "checkpoints")
 
 
-KEYS = (
-    "'policy', 'loss_scale', 'accumulate', 'microbatches', 'freeze', 'reduce', 'centralize', "
-    "'clip', 'less_bn', 'dim_reduce', 'average_params', 'store', 'carry', 'check_updates', "
-    "'skip_spikes', 'count_lost_updates', "
-    "'clip_by_global_norm', 'centralize_gradients', 'all_reduce', 'adasum', 'adasum_delta', "
-    "'top_k_reduce', 'threshold_reduce', 'random_k_reduce', 'int8_reduce', 'int16_reduce', "
-    "'sign_reduce', 'power_sgd_reduce', 'partial_average', 'local_updates', 'dynamic_loss_scale', "
-    "'static_loss_scale', 'group_loss_scale', 'scheduled_freeze'"
-)
 MISTAKES = {
     "key": (
         {"acumulate": 4},
-        f"BoostConfig: keys must be among {KEYS}, got 'acumulate'. Did you mean 'accumulate'?",
+        r"auto: keys must be among 'count_lost.*'acumulate'. Did you mean 'acc",
     ),
     "key of a part": (
         {"accumulate": {"evry": 4}},
-        "BoostConfig: keys of accumulate must be among 'every', 'normalize', 'accumulator_dtype', "
-        "'rounding', 'noise', 'drop', got 'evry'. Did you mean 'every'?",
+        "auto: arguments of accumulate must be among 'every', 'drop', .*'evry'. Did you mean 'every'",
     ),
     "kind": (
         {"loss_scale": "dynamc"},
-        "LossScale: kind must be 'dynamic' or 'static' or 'group', got 'dynamc'. Did you mean "
-        "'dynamic'?",
+        "auto: loss_scale.kind must be 'dynamic' or 'static' or 'group', got 'dynamc'. Did you mean",
     ),
-    "field of another kind": (
+    "argument of another kind": (
         {"reduce": {"kind": "int8", "density": 0.1}},
-        "Reduce: density must be left out with kind 'int8', got 0.1. It is for 'top-k' and "
-        "'random-k'.",
+        "auto: arguments of int8_reduce must be among 'block', .*, got 'density'",
     ),
-    "field that is needed": (
+    "argument that is needed": (
+        {"static_loss_scale": True},
+        "static_loss_scale: scale must be given, got None. It has no default",
+    ),
+    "argument that a factory needs": (
         {"reduce": "partial"},
-        "Reduce: partitions must be given, or bucket_bytes, got None. 4 averages a quarter of the "
-        "params per step; {'head': 0, 'body': 1} names them.",
+        "partial_average: partitions must be given, or bucket_bytes, got None. 4 averages",
     ),
     "value, by its factory": (
         {"reduce": {"kind": "top-k", "density": 3}},
-        "Reduce: density must be in (0, 1], got 3. 0.01 sends one element in a hundred.",
-    ),
-    "value under another name": (
-        {"reduce": {"wire": "int3"}},
-        "Reduce: wire must be a floating dtype, got 'int3'. Try 'float32', 'bfloat16' or "
-        "'float16'.",
-    ),
-    "factory": (
-        {"top_k_reducee": True},
-        f"BoostConfig: keys must be among {KEYS}, got 'top_k_reducee'. Did you mean "
-        "'top_k_reduce'?",
-    ),
-    "argument of a factory": (
-        {"top_k_reduce": {"densty": 0.1}},
-        "BoostConfig: keys of top_k_reduce must be among 'density', 'count', 'block', "
-        "'bucket_bytes', 'momentum', 'value_dtype', 'error_feedback', 'dense', got 'densty'. Did "
-        "you mean 'density'?",
-    ),
-    "value of a factory": (
-        {"top_k_reduce": {"value_dtype": "int3"}},
-        "top_k_reduce: value_dtype must be a floating dtype, got 'int3'. Try 'float32', "
-        "'bfloat16' or 'float16'.",
-    ),
-    "argument that a factory needs": (
-        {"partial_average": True},
-        "partial_average: partitions must be given, or bucket_bytes, got None. 4 averages a "
-        "quarter of the params per step; {'head': 0, 'body': 1} names them.",
+        r"top_k_reduce: density must be in \(0, 1\], got 3. 0.01 sends",
     ),
     "two of one part": (
         {"reduce": "mean", "int8_reduce": True},
-        "BoostConfig: int8_reduce must be left out beside another reduce, got True. A chain has "
-        "one of them.",
+        "auto: int8_reduce must be left out beside another reduce, got True. A chain has one of",
     ),
     "flag": (
         {"less_bn": {"normalized_head": 3}},
-        "LessBN: normalized_head must be True or False, got 3. JSON: true or false.",
+        "less_bn: normalized_head must be True or False, got 3. JSON: true or false",
     ),
-    "nothing where something is needed": (
-        {"accumulate": {"every": 2, "normalize": None}},
-        "Accumulate: normalize must be 'mean' or 'sum' or 'weight', got None. Losses that are "
-        "means over a varying number of tokens want 'weight'.",
+    "no argument": (
+        {"check_updates": 3},
+        "auto: check_updates must be a dictionary, got 3. It takes",
     ),
     "end": (
         {"freeze": "ramp"},
-        "Freeze: total_steps must be the optimizer steps of the run for 'ramp', got None. It "
-        "freezes for good: without them nobody knows when.",
+        "scheduled_freeze: total_steps must be the optimizer steps of the run for 'ramp', got None",
     ),
     "float16 alone": (
         {"policy": "O2"},
-        "BoostConfig: loss_scale must be given where policy computes in float16, got None. Small "
-        "gradients vanish without: 'dynamic' scales, and bfloat16 needs none.",
-    ),
-    "freeze and partial": (
-        {"freeze": True, "reduce": {"kind": "partial", "partitions": 2}},
-        "BoostConfig: reduce must be no 'partial' or 'local' with freeze, got 'partial'. What is "
-        "frozen between two meetings would stay different on every replica.",
+        "auto: loss_scale must be given where policy computes in float16, got None. Small",
     ),
     "freeze and local": (
         {"freeze": True, "reduce": {"kind": "local", "every": 2}},
-        "BoostConfig: reduce must be no 'partial' or 'local' with freeze, got 'local'. What is "
-        "frozen between two meetings would stay different on every replica.",
-    ),
-    "freeze and a recorder": (
-        {"freeze": True, "dim_reduce": True},
-        "BoostConfig: dim_reduce.every must be None with freeze, got 10. A frozen layer is not "
-        "recorded. boostax.subspace.HostTrajectory records between steps, and finish takes its "
-        "basis: dim_reduce.every = None.",
+        "auto: reduce must be no 'partial' or 'local' with freeze, got 'local'. What is frozen",
     ),
     "local and a recorder": (
         {"reduce": {"kind": "local", "every": 4}, "dim_reduce": True},
-        "BoostConfig: dim_reduce.every must be None with reduce 'local', got 10. Each replica has "
-        "params of its own. boostax.subspace.HostTrajectory records between steps, and finish "
-        "takes its basis: dim_reduce.every = None.",
-    ),
-    "level": (
-        "01",
-        "auto: spec must be a level, a dictionary, the path of a .json file, or a BoostConfig, "
-        "got '01'. Did you mean 'O1'?",
+        "auto: dim_reduce.every must be None with reduce 'local', got 10. Each replica has params",
     ),
     "an average of what freezes": (
         {"average_params": True, "freeze": {"groups": 3}},
-        "BoostConfig: average_params must be None with freeze, got AverageParams(kind='ema', "
-        "every=1, start=0, dtype='float32'). What is frozen would be missing from the average.",
+        "auto: average_params must be None with freeze, got {}. What is frozen would be missing",
     ),
-    "an average of params of each replica's own": (
-        {"average_params": "lawa", "reduce": {"kind": "local", "every": 2}},
-        "BoostConfig: average_params must be None with reduce 'local', got "
-        "AverageParams(kind='lawa', every=1, start=0, dtype='float32'). Each replica has params of "
-        "its own.",
+    "level": (
+        "01",
+        "auto: spec must be a level, a dictionary, or the path of a .json file, got '01'. Did you m",
     ),
-    "type": (
-        3,
-        "auto: spec must be a level, a dictionary, the path of a .json file, or a BoostConfig, "
-        "got 3. 'O1' is what mindspore.boost switches on at O1.",
-    ),
+    "type": (3, "auto: spec must be a level, a dictionary, or the path of a .json file, got 3"),
     "mode of SINGA's": (
         {"singa": {"dist_option": "sparseTopk"}},
-        "singa: dist_option must be 'plain' or 'half' or 'partialUpdate' or 'sparseTopK' or "
-        "'sparseThreshold', got 'sparseTopk'. Did you mean 'sparseTopK'?",
+        "singa: dist_option must be 'plain' or .*, got 'sparseTopk'. Did you mean 'sparseTopK'",
     ),
     "option of SINGA's": (
         {"singa": {"dist_option": "sparseTopK", "spar": 0.1}},
-        "singa: the options of 'sparseTopK' must be 'threshold' or 'spars' or 'corr' or 'topK', "
-        "got 'spar'. Did you mean 'spars'?",
+        "singa: spar must be left out with 'sparseTopK', which has .*, got 0.1. Did you mean 'spars'",
     ),
     "option of another mode of SINGA's": (
         {"singa": {"dist_option": "plain", "topK": True}},
-        "singa: topK must be left out with 'plain', got True. It is for 'sparseTopK' and "
-        "'sparseThreshold'.",
+        "singa: topK must be left out .*, got True. It is for 'sparseTopK' and 'sparseThreshold'",
     ),
     "buffer of SINGA's": (
         {"singa": {"dist_option": "half", "buffSize": 4194304}},
-        "singa: buffSize must be left out, got 4194304. XLA makes the buffers; 'threshold' says "
-        "how many elements are fused.",
-    ),
-    "counter of SINGA's": (
-        {"singa": {"dist_option": "partialUpdate", "partial": 0}},
-        "singa: partial must be left out, got 0. It is SINGA's counter, which the state has here; "
-        "'threshold' or 'partitions' says what a partition is.",
+        "singa: buffSize must be left out .*, got 4194304. XLA makes the buffers; 'threshold' says",
     ),
     "topK of SINGA's that contradicts": (
         {"singa": {"dist_option": "sparseThreshold", "topK": True}},
-        "singa: topK must be False or left out with 'sparseThreshold', got True. The two say the "
-        "same; 'dist_option' is enough.",
+        "singa: topK must be False or left out with 'sparseThreshold', got True. The two say",
     ),
     "clip_Value of SINGA's alone": (
         {"singa": {"dist_option": "half", "clip_Value": 1.0}},
-        "singa: clip_Value must be left out without clipping, got 1.0. 'clipping': True clips; "
-        "SINGA ignores it.",
+        "singa: clip_Value must be left out without clipping, got 1.0. 'clipping': True clips",
     ),
     "spars of SINGA's": (
         {"singa": {"dist_option": "sparseTopK", "spars": 2.0}},
-        "singa: spars must be in (0, 1], got 2.0. 0.01 sends one element in a hundred.",
+        r"singa: spars must be in \(0, 1\], got 2.0. 0.01 sends one element in a hundred",
     ),
     "threshold of SINGA's": (
         {"singa": {"dist_option": "plain", "threshold": -1}},
-        "singa: threshold must be an integer that is not negative, got -1. So many elements are "
-        "fused; SINGA's default is 2097152.",
-    ),
-    "two partitions of SINGA's": (
-        {"singa": {"dist_option": "partialUpdate", "partitions": 2, "threshold": 10}},
-        "singa: partitions must be left out beside bucket_bytes, got 2. One of the two says what a "
-        "partition is.",
+        "singa: threshold must be an integer that is not negative, got -1. So many elements are",
     ),
     "section of SINGA's": (
         {"singa": "half"},
-        "auto: singa must be a dictionary, got 'half'. Such as {'dist_option': 'half'}.",
+        "auto: singa must be a dictionary, got 'half'. Such as {'dist_option': 'half'}",
     ),
     "two reductions": (
         {"singa": {"dist_option": "plain"}, "reduce": "mean"},
-        "auto: reduce must be left out beside singa, got 'mean'. singa names one already.",
+        "auto: reduce must be left out beside singa, got 'mean'. singa names one already",
     ),
     "key of MindSpore's": (
         {"boost": {"mode": "manual"}, "grad_freeze": {"freez_p": 0.5}},
-        "mindspore: keys of grad_freeze must be among 'param_groups', 'freeze_type', 'freeze_p', "
-        "'total_steps', got 'freez_p'. Did you mean 'freeze_p'?",
+        "mindspore: keys of grad_freeze must be among 'param_groups', .*'freez_p'. Did you mean 'fre",
     ),
     "value of MindSpore's": (
         {"grad_freeze": {"freeze_p": 2}},
-        "mindspore: grad_freeze.freeze_p must be in [0, 1], got 2. It is a number in MindSpore's "
-        "dictionary.",
+        r"mindspore: grad_freeze.freeze_p must be in \[0, 1\], got 2. ",
+    ),
+    "kind of MindSpore's": (
+        {"grad_freeze": {"freeze_type": 2}},
+        "mindspore: grad_freeze.freeze_type must be 0 or 1, got 2. 1 freezes by intervals",
     ),
 }
 
 
 @pytest.mark.parametrize(("spec", "text"), MISTAKES.values(), ids=MISTAKES)
 def test_a_mistake_is_refused_by_name(spec, text):
-    with pytest.raises((ValueError, TypeError)) as error:
+    with pytest.raises((ValueError, TypeError), match=f"^{text}"):
         auto(spec)
-    assert str(error.value) == text
 
 
 def test_what_params_alone_can_tell_is_refused_when_the_chain_is_built():
     boost, inner = auto({"freeze": {"groups": 4}}), optax.sgd(0.1)
-    with pytest.raises(ValueError, match=r"^Freeze: params must be given where groups is a number"):
+    with pytest.raises(
+        ValueError, match=r"^scheduled_freeze: params must be given where groups is a number"
+    ):
         boost.optimizer(inner)
     with pytest.raises(
-        ValueError, match=r"^Freeze: groups must be at most the number of layers, 3"
+        ValueError, match=r"^scheduled_freeze: groups must be at most the number of layers, 3"
     ):
         boost.optimizer(inner, mlp())
     many = auto({"loss_scale": {"kind": "group", "groups": 4}})
-    with pytest.raises(ValueError, match=r"^LossScale: groups must be at most the number of laye"):
-        many.loss(loss_fn, mlp())
+    with pytest.raises(ValueError, match=r"^group_loss_scale: groups must be at most the number"):
+        many.optimizer(inner, mlp())
     within = auto({"reduce": {"kind": "adasum", "within": "cores"}})
-    with pytest.raises(ValueError, match=r"^Reduce: within must be one of several axes"):
+    with pytest.raises(ValueError, match=r"^adasum: within must be one of several axes"):
         within.optimizer(inner, axis_name="data")
     within.optimizer(inner, axis_name=("nodes", "cores")).init(mlp())
     with pytest.raises(TypeError, match=r"^Boost.optimizer: inner must be"):
@@ -446,86 +359,45 @@ def test_what_params_alone_can_tell_is_refused_when_the_chain_is_built():
         boost.finish((), mlp())
 
 
-FULL = BoostConfig(
-    policy=Precision("O1", "bfloat16"),
-    loss_scale=LossScale("group", groups=("layer_0", ("layer_1", "layer_2")), rule="measure"),
-    accumulate=Accumulate(2, "sum"),
-    microbatches=2,
-    freeze=Freeze("progressive", total_steps=8, groups=3, order=LAYERS, level=1),
-    reduce=Reduce("top-k", density=0.5, error_feedback=False, dense="vectors"),
-    clip=Clip(0.5),
-    dim_reduce=DimReduce(every=None, residual_rate=0.1),
-)
-
-
-@pytest.mark.parametrize(
-    "config", [BoostConfig(), FULL, auto("O1").config, auto("O2").config], ids=str
-)
-def test_a_configuration_goes_to_json_and_back(config, tmp_path):
-    assert BoostConfig.from_dict(config.to_dict()) == config
-    file = tmp_path / "boost.json"
-    file.write_text(json.dumps(config.to_dict()))
-    assert auto(str(file)).config == auto(file).config == config
-    assert hash(auto(file).config) == hash(config)
-
-
-# A factory under its own name with its own arguments, and what it is as a part.
-NAMED = {
-    "all_reduce": ({"dtype": "bfloat16", "clip": 1.0}, Reduce("mean", wire="bfloat16", clip=1.0)),
-    "adasum": ({"wire_dtype": "float16"}, Reduce("adasum", wire="float16")),
-    "adasum_delta": (True, Reduce("adasum-delta")),
-    "top_k_reduce": ({"count": 3, "dense": "vectors"}, Reduce("top-k", count=3, dense="vectors")),
-    "threshold_reduce": (0.5, Reduce("threshold", threshold=0.5)),
-    "random_k_reduce": ({"seed": 3}, Reduce("random-k", seed=3)),
-    "int8_reduce": ({"rounding": "stochastic"}, Reduce("int8", rounding="stochastic")),
-    "int16_reduce": (False, Reduce()),
-    "sign_reduce": ("majority", Reduce("sign", form="majority")),
-    "power_sgd_reduce": ({"rank": 1}, Reduce("power-sgd", rank=1)),
-    "partial_average": (2, Reduce("partial", partitions=2)),
-    "local_updates": ({"every": 2}, Reduce("local", every=2)),
-    "dynamic_loss_scale": ({"hysteresis": 2}, LossScale(hysteresis=2)),
-    "static_loss_scale": (8.0, LossScale("static", scale=8.0)),
-    "group_loss_scale": ({"groups": 3}, LossScale("group", groups=3)),
-    "clip_by_global_norm": (0.5, Clip(0.5)),
-    "centralize_gradients": ({"multiple_of": 2}, Centralize(2)),
-    "scheduled_freeze": (
-        {"kind": "ramp", "total_steps": 9, "groups": 3},
-        Freeze("ramp", total_steps=9, groups=3),
-    ),
-    "accumulate": ({"every": 2, "normalize": "sum"}, Accumulate(2, "sum")),
-    "average_params": (
-        {"kind": "lawa", "size": 3, "every": 10},
-        AverageParams("lawa", size=3, every=10),
-    ),
-    "store": (
-        {"params": "remainder", "moments": {"*mu": "int8", "*nu": "log8"}},
-        Store({"*mu": "int8", "*nu": "log8"}, params="remainder"),
-    ),
-    "check_updates": (True, CheckUpdates()),
-    "count_lost_updates": (True, CountLostUpdates()),
-    "skip_spikes": (
-        {"by": "update", "rule": "sigma", "k": 4.0},
-        SkipSpikes("update", "sigma", k=4.0),
-    ),
-    "carry": ({"rules": {"layer_0/bias": "last"}}, Carry({"layer_0/bias": "last"})),
-    "less_bn": ({"normalized_head": False}, LessBN(False)),
-    "dim_reduce": (
-        {"memory": "gauss-newton", "start": 2},
-        DimReduce(memory="gauss-newton", start=2),
-    ),
-    "policy": ("O1", Precision("O1")),
+# What a factory cannot do without.
+NEEDED = {
+    "accumulate": {"every": 2},
+    "clip_by_global_norm": {"max_norm": 0.5},
+    "group_loss_scale": {"groups": ["layer_0", ["layer_1", "layer_2"]]},
+    "local_updates": {"every": 2},
+    "partial_average": {"partitions": 2},
+    "policy": {"spec": "O1", "dtype": "bfloat16"},
+    "static_loss_scale": {"scale": 8.0},
+    "store": {"moments": {"*mu": "int8"}},
 }
 
 
-@pytest.mark.parametrize("name", FACTORIES)
-def test_every_factory_is_a_key_with_its_own_arguments(name):
-    value, part = NAMED[name]
-    role, _ = FACTORIES[name]
-    scaled = {} if role == "loss_scale" else {"loss_scale": "dynamic"}
-    config = BoostConfig.from_dict({name: value} | scaled)
-    assert getattr(config, role) == part
-    again = BoostConfig.from_dict(json.loads(json.dumps(config.to_dict())))
-    assert again == config and hash(again) == hash(config)
+def plain(value):
+    """Whether a default goes to JSON; None can mean that there is no such argument."""
+    return isinstance(value, (bool, int, float, str)) and value is not inspect.Parameter.empty
+
+
+@pytest.mark.parametrize("name", keys.NAMED)
+def test_every_factory_is_a_key_with_its_own_arguments_and_goes_to_json_and_back(name, tmp_path):
+    key, kind = keys.NAMED[name]
+    takes = keys.takes(keys.PARTS[key][kind])
+    value = {x: p.default for x, p in takes.items() if plain(p.default)} | NEEDED.get(name, {})
+    boost = auto({name: value})
+    assert boost.config == {key: ({"kind": kind} if kind else {}) | value}
+    file = tmp_path / "boost.json"
+    file.write_text(json.dumps(boost.config))
+    assert auto(str(file)) == auto(file) == auto({key: boost.config[key]}) == boost
+    assert auto({name: False}).config == auto({key: None}).config == {}
+    assert not set(takes) & {"inner", "axis_name", "tree", "less_bn", "module", "params"} - (
+        {"params"} if name == "store" else set()
+    )
+
+
+@pytest.mark.parametrize("level", ["O0", "O1", "O2"])
+@pytest.mark.parametrize("strict", [True, False])
+def test_a_level_is_a_configuration(level, strict):
+    config = auto(level, strict=strict).config
+    assert auto(json.loads(json.dumps(config))).config == config
 
 
 def test_a_file_of_mindspores_is_read_and_a_broken_one_is_named(tmp_path):
@@ -539,44 +411,56 @@ def test_a_file_of_mindspores_is_read_and_a_broken_one_is_named(tmp_path):
 
 def test_a_dictionary_changes_its_level_field_by_field():
     config = auto({"freeze": {"groups": 3}, "less_bn": False}, level="O1").config
-    assert config.freeze == Freeze(groups=3)
-    assert config.less_bn is None
-    assert config.centralize is not None
+    assert config == {"freeze": {"groups": 3}, "centralize": {}}
     # A part of another kind starts anew.
-    base = BoostConfig(loss_scale=LossScale("static", scale=8.0))
-    assert BoostConfig.from_dict({"loss_scale": "dynamic"}, base).loss_scale == LossScale()
+    deeper = auto({"adasum_delta": {"scope": "tree"}}, level="O2").config["reduce"]
+    assert deeper == {"kind": "adasum-delta", "within": 8, "scope": "tree"}
+    assert auto({"reduce": "int8"}, level="O2").config["reduce"] == {"kind": "int8"}
 
 
 @pytest.mark.parametrize(
     ("options", "expected"),
     [
-        ({"dist_option": "plain"}, Reduce("mean")),
-        ({"dist_option": "half"}, Reduce("mean", wire="float16")),
-        ({"dist_option": "half", "clipping": True}, Reduce("mean", wire="float16", clip=100.0)),
-        ({"dist_option": "plain", "threshold": 10}, Reduce("mean", bucket_bytes=40)),
-        ({"dist_option": "half", "threshold": 0}, Reduce("mean", wire="float16", bucket_bytes=1)),
-        ({"dist_option": "partialUpdate", "partitions": 3}, Reduce("partial", partitions=3)),
-        ({"dist_option": "partialUpdate"}, Reduce("partial", bucket_bytes=2**23)),
-        ({"dist_option": "partialUpdate", "threshold": 10}, Reduce("partial", bucket_bytes=40)),
-        ({"dist_option": "sparseTopK"}, Reduce("top-k", density=0.05, bucket_bytes=2**23)),
+        ({"dist_option": "plain"}, {"kind": "mean"}),
+        ({"dist_option": "half"}, {"kind": "mean", "dtype": "float16"}),
+        (
+            {"dist_option": "half", "clipping": True},
+            {"kind": "mean", "dtype": "float16", "clip": 100.0},
+        ),
+        ({"dist_option": "plain", "threshold": 10}, {"kind": "mean", "bucket_bytes": 40}),
+        (
+            {"dist_option": "half", "threshold": 0},
+            {"kind": "mean", "dtype": "float16", "bucket_bytes": 1},
+        ),
+        ({"dist_option": "partialUpdate", "partitions": 3}, {"kind": "partial", "partitions": 3}),
+        ({"dist_option": "partialUpdate"}, {"kind": "partial", "bucket_bytes": 2**23}),
+        (
+            {"dist_option": "partialUpdate", "threshold": 10},
+            {"kind": "partial", "bucket_bytes": 40},
+        ),
+        ({"dist_option": "sparseTopK"}, {"kind": "top-k", "density": 0.05, "bucket_bytes": 2**23}),
         (
             {"dist_option": "sparseTopK", "spars": 0.1, "corr": False, "topK": True},
-            Reduce("top-k", density=0.1, error_feedback=False, bucket_bytes=2**23),
+            {"kind": "top-k", "density": 0.1, "error_feedback": False, "bucket_bytes": 2**23},
         ),
         (
-            {"dist_option": "sparseThreshold", "spars": 0.1, "capacity": [0.2], "threshold": 8},
-            Reduce("threshold", threshold=0.1, capacity=(0.2,), bucket_bytes=32),
+            {"dist_option": "sparseThreshold", "spars": 0.1, "capacity": 0.2, "threshold": 8},
+            {"kind": "threshold", "threshold": 0.1, "capacity": 0.2, "bucket_bytes": 32},
         ),
         (
             {"dist_option": "sparseThreshold", "corr": False, "topK": False},
-            Reduce("threshold", threshold=0.05, error_feedback=False, bucket_bytes=2**23),
+            {
+                "kind": "threshold",
+                "threshold": 0.05,
+                "error_feedback": False,
+                "bucket_bytes": 2**23,
+            },
         ),
     ],
 )
 def test_singas_modes_are_reductions(options, expected):
-    assert auto({"singa": options, "clip": 1.0}).config == BoostConfig(
-        reduce=expected, clip=Clip(1.0)
-    )
+    found = auto({"singa": options, "clip": 1.0}).config
+    assert found == {"reduce": expected, "clip": {"max_norm": 1.0}}
 
 
 def names(state):
@@ -664,77 +548,30 @@ def test_the_chain_has_the_one_order(changes, expected):
     assert names(state) == expected
 
 
-TECHNIQUES = {
-    "policy": {"policy": {"spec": "O2", "dtype": "bfloat16"}},
-    "dynamic": {"loss_scale": "dynamic"},
-    "static": {"loss_scale": {"kind": "static", "scale": 128.0}},
-    "group": {"loss_scale": {"kind": "group", "groups": list(LAYERS[:2])}},
-    "accumulate": {"accumulate": 2},
-    "window": {"accumulate": {"every": 2, "drop": "window"}},
-    "microbatches": {"microbatches": 2},
-    "freeze": {"freeze": {"groups": 3, "total_steps": 8, "frozen_fraction": 0.5}},
-    "centralize": {"centralize": True},
-    "clip": {"clip": 0.1},
-    "finish": {"dim_reduce": {"n_components": 2, "every": 1}},
-    "average": {"average_params": {"kind": "lawa", "size": 2}},
-}
-QUICK = {
-    ("freeze", "accumulate"),
-    ("group", "accumulate"),
-    ("dynamic", "top-k"),
-    ("window", "partial"),
-}
-
-
-def quick(pairs):
-    return [
-        pytest.param(*pair, marks=[] if {pair, pair[::-1]} & QUICK else pytest.mark.long)
-        for pair in pairs
-    ]
-
-
-def combined(a, b):
-    config = a | b
-    records_no_more = "freeze" in config or config.get("reduce", {}).get("kind") in (
-        "partial",
-        "local",
-    )
-    if records_no_more and "dim_reduce" in config:
-        config["dim_reduce"] = {"n_components": 2, "every": None}
-    return config
-
-
 @pytest.mark.parametrize(
-    ("one", "other"),
-    quick(
-        (a, b)
-        for a, b in itertools.combinations(TECHNIQUES, 2)
-        if TECHNIQUES[a].keys() != TECHNIQUES[b].keys() and {a, b} != {"freeze", "average"}
-    ),
+    "pair",
+    [
+        {"freeze": {"groups": 3, "total_steps": 8}, "accumulate": 2},
+        {"loss_scale": {"kind": "static", "scale": 128.0}, "average_params": "lawa", "clip": 0.1},
+        {"loss_scale": "dynamic", "reduce": {"kind": "top-k", "density": 0.1}},
+        {
+            "accumulate": {"every": 2, "drop": "window"},
+            "reduce": {"kind": "partial", "partitions": 2},
+        },
+    ],
+    ids=lambda pair: " ".join(pair),
 )
-def test_every_pair_trains(one, other):
-    assert_trained(*train(combined(TECHNIQUES[one], TECHNIQUES[other])))
-
-
-# Refused by name: see the mistakes above.
-NOT_TOGETHER = set(itertools.product(("freeze", "average"), ("partial", "local")))
-
-
-@pytest.mark.parametrize(
-    ("one", "other"),
-    quick(pair for pair in itertools.product(TECHNIQUES, REDUCTIONS) if pair not in NOT_TOGETHER),
-)
-def test_every_pair_with_a_reduction_trains_on_eight_devices(mesh, one, other):
-    reduction = {"reduce": {"kind": other, **REDUCTIONS[other]}}
-    assert_trained(*train(combined(TECHNIQUES[one], reduction), mesh=mesh))
+def test_a_pair_trains(mesh, pair):
+    assert_trained(*train(pair, mesh=mesh if "reduce" in pair else None))
 
 
 def test_what_mindspore_cannot_combine_trains_in_one_step(mesh):
     """Freezing with accumulation, a loss scale and AdaSum: there the first excludes the others."""
-    config = auto({"boost": {"mode": "enable_all"}, "grad_freeze": {"param_groups": 3}}).config
+    asked = {"boost": {"mode": "enable_all"}, "grad_freeze": {"param_groups": 3}}
+    more = {"grad_accumulation": {"grad_accumulation_step": 2}, "clip": 1.0}
     # DimReduce has no files here, and would take the place of them all.
     off = {"less_bn": None, "dim_reduce": None}
-    config = dataclasses.replace(config, accumulate=Accumulate(2), clip=Clip(1.0), **off)
+    config = auto(asked | more).config | off | {"loss_scale": "dynamic"}
     step, state, metrics = train(config, calls=6, mesh=mesh)
     assert_trained(step, state, metrics)
     assert int(metrics["optimizer_steps"]) == 3
@@ -792,7 +629,7 @@ def test_a_finish_lowers_the_loss_with_an_optimizer_outside_the_span(mesh):
     params = main.common_params(state)
     tx = boost.finish(state.opt_state, params, residual=optax.adam(1e-3), axis_name="data")
     assert isinstance(tx.init(params).inner_state, boostax.states.DimReduceState)
-    step = boostax.make_train_step(boost.loss(loss_fn), tx, policy=boost.policy, **axis)
+    step = boostax.make_train_step(loss_fn, tx, policy=boost.policy, **axis)
     begun, losses = step.init(params), []
     batch = next(batches(1))
     for _ in range(4):
@@ -844,12 +681,12 @@ def test_a_step_wants_the_model_that_less_bn_changed():
     assert boost.make_train_step(loss, inner, less_bn=report) is not None
     with pytest.raises(ValueError, match=r"less_bn must be the report of the changed model, got N"):
         boost.make_train_step(loss, inner, after["params"])
-    with pytest.raises(ValueError, match=r"params must be of the changed .* as it was at 'norm_1'"):
+    with pytest.raises(ValueError, match=r"params must be of the changed .* as it was at norm_1"):
         boost.make_train_step(loss, inner, before["params"], less_bn=report)
     with pytest.raises(ValueError, match="less_bn must be left out where it is off"):
         auto({}).make_train_step(loss, inner, less_bn=report)
     kept = dataclasses.replace(report, norms=())
-    with pytest.raises(ValueError, match=r"params of the model as it was at 'head'"):
+    with pytest.raises(ValueError, match=r"params of the model as it was at head"):
         boost.make_train_step(loss, inner, before["params"], less_bn=kept)
 
 
@@ -915,8 +752,8 @@ def test_the_dictionary_of_the_page_runs_as_it_is(level):
     on = {"less_bn": True, "grad_freeze": True}
     # AdaSum is on at O2 and never reached beside freezing.
     assert switches(config) == dict.fromkeys(SWITCHES, False) | on
-    assert config.centralize == Centralize(multiple_of=16, after_decay=True)
-    assert (config.freeze.moments, config.freeze.cut) == ("per_group", "mindspore")
+    assert config["centralize"] == {"multiple_of": 16, "after_decay": True}
+    assert config["freeze"].items() >= {"moments": "per_group", "cut": "mindspore"}.items()
     text = "\n".join(boost.notes)
     assert "boost.less_bn = False has no effect: mode 'auto' takes what level" in text
     assert ("boost.adasum = True has no effect: grad_freeze" in text) == (level == "O2")
@@ -954,7 +791,7 @@ def test_what_mindspore_ignores_is_noted():
         "grad_freeze": {"freeze_p": "never looked at"},
     }
     boost = auto(data, level="O3", strict=False)
-    assert boost.config == BoostConfig(accumulate=Accumulate(4))
+    assert boost.config == {"accumulate": {"every": 4}}
     assert boost.notes == (
         "level = 'O3' has no effect: MindSpore takes it for 'O0'.",
         "keys: grad_acumulation = {} has no effect: Did you mean 'grad_accumulation'?",
@@ -1029,8 +866,8 @@ def test_centralization_stands_behind_the_decay_that_moments_take_in():
 
 def test_what_mindspores_dictionary_has_no_word_for_stands_beside_it():
     data = {"boost": {"mode": "manual", "grad_freeze": True}}
-    freeze = auto(data | {"freeze": {"order": ["b", "a"]}}, strict=False).config.freeze
-    assert (freeze.order, freeze.groups, freeze.cut) == (("b", "a"), 10, "mindspore")
+    freeze = auto(data | {"freeze": {"order": ["b", "a"]}}, strict=False).config["freeze"]
+    assert (freeze["order"], freeze["groups"], freeze["cut"]) == (["b", "a"], 10, "mindspore")
     for more in (True, {"groups": 3}, {"order": ["b", "a"], "kind": "ramp"}):
         with pytest.raises(ValueError, match="freeze must be left out beside MindSpore's dict"):
             auto(data | {"freeze": more}, strict=False)
@@ -1051,22 +888,21 @@ def test_one_file_is_a_job(tmp_path):
     file = tmp_path / "job.json"
     file.write_text(json.dumps(job))
     boost = auto(file)
-    assert boost.config == BoostConfig.from_dict(
-        {
-            "policy": "O2",
-            "loss_scale": {"init_scale": 65536.0},
-            "accumulate": 2,
-            "reduce": job["reduce"],
-        }
-    )
+    assert boost.config == {
+        "policy": {"spec": "O2"},
+        "loss_scale": {"kind": "dynamic", "init_scale": 65536.0},
+        "accumulate": {"every": 2},
+        "reduce": {"kind": "mean", "dtype": "float16"},
+    }
     assert boost == auto(job) == auto(job, level="O1", strict=False)
     with pytest.raises(ValueError, match="level must be 'O1' or left out, got 'O2'"):
         auto(file, level="O2")
     with pytest.raises(ValueError, match="accumulate must be left out beside MindSpore's dict"):
         auto(job | {"accumulate": 3})
     singas = auto({"singa": {"dist_option": "half"}, "boost": {"mode": "disable_all"}, "clip": 1.0})
-    assert singas.config == BoostConfig(reduce=Reduce("mean", wire="float16"), clip=Clip(1.0))
-    with pytest.raises(ValueError, match="strict must be left out here, got True"):
-        auto(BoostConfig(), strict=True)
+    assert singas.config == {
+        "reduce": {"kind": "mean", "dtype": "float16"},
+        "clip": {"max_norm": 1.0},
+    }
     with pytest.raises(TypeError, match="strict must be True or False, got 1"):
         auto({"strict": 1})
