@@ -187,7 +187,7 @@ def test_what_a_configuration_cannot_place_is_refused():
         boostax.auto({"rate": {"size": 0.1}}, factories=(rate,))
     with pytest.raises(ValueError, match=r"auto: mine must be described .*, got 'unknown'"):
         boostax.auto({"mine": True}, factories=(mine,))
-    with pytest.raises(ValueError, match="keys of drop_spikes must be among 'factor'"):
+    with pytest.raises(ValueError, match="arguments of drop_spikes must be among 'factor'"):
         boostax.auto({"drop_spikes": {"faktor": 4.0}}, factories=(drop_spikes,))
     with pytest.raises(ValueError, match="reduce must be left out here, got 'adasum'"):
         boostax.auto({"reduce": "adasum", "ternary_reduce": True}, factories=(ternary_reduce,))

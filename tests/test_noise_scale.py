@@ -392,7 +392,7 @@ def test_statistics_move_to_another_chain_and_an_open_window_to_another_scale():
 def test_a_configuration_says_it_as_data():
     given = {"accumulate": {"every": {"low": 2, "high": 64}, "noise": 0.99}}
     boost = boostax.auto(given)
-    data = json.loads(json.dumps(boost.config.to_dict()))
+    data = json.loads(json.dumps(boost.config))
     assert boostax.auto(data).config == boost.config
     state = boost.optimizer(STILL).init(jnp.zeros(3))
     assert len(noise_scale.found(state)) == 1
