@@ -21,11 +21,7 @@ import boostax
 ROOT = pathlib.Path(__file__).parents[1]
 NOTEBOOKS = sorted(ROOT.glob("notebooks/*.ipynb"))
 DOCUMENTS = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")])
-MODULES = [
-    name
-    for _, name, _ in pkgutil.walk_packages(boostax.__path__, "boostax.")
-    if not name.startswith("boostax.run.cli")
-]
+MODULES = [name for _, name, _ in pkgutil.walk_packages(boostax.__path__, "boostax.")]
 
 FENCE = re.compile(r"^(?P<indent> *)```(?P<info>.*)\n(?P<code>(?:.*\n)*?)(?P=indent)```$", re.M)
 HELD = re.compile(r"# From benchmarks/results/(?P<record>\w+)\.json")
