@@ -19,13 +19,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from workloads import DigitsConfig, TextConfig, digits, text
+from workloads.models import ResidualBlock, convolution
+from workloads.workload import cross_entropy
 
 import boostax
 from boostax._core import trees
 from boostax.config.build import Boost
-from boostax.run.workloads import DigitsConfig, TextConfig, digits, text
-from boostax.run.workloads._models import ResidualBlock, convolution
-from boostax.run.workloads._workload import cross_entropy
 
 PyTree = Any
 Spec = dict[str, Any]

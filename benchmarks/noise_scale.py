@@ -17,9 +17,9 @@ import numpy as np
 import optax
 from harness import over_seeds, power, power_in, report
 from text_runs import Text
+from workloads import TextConfig
 
 import boostax
-from boostax.run.workloads import TextConfig
 
 PyTree = Any
 TEXT = Text(TextConfig(width=16, depth=1, heads=2, sequence_length=16, batch_size=8), judged=32)

@@ -9,7 +9,6 @@ import argparse
 import collections
 import functools
 import json
-import os
 import pathlib
 import pydoc_data
 import re
@@ -28,7 +27,17 @@ import numpy as np
 import optax
 import tables
 from flax.training.train_state import TrainState
-from harness import DOCS, Bar, of_rows, on_cpu, over_seeds, report, sections_of
+from harness import (
+    DOCS,
+    Bar,
+    joined,
+    launched,
+    of_rows,
+    on_cpu,
+    over_seeds,
+    report,
+    sections_of,
+)
 from recipes_cases import (
     BF16,
     BF16_WIRE,
@@ -42,11 +51,10 @@ from recipes_cases import (
     in_fp8,
     without,
 )
+from workloads import TextConfig, Workload, text
+from workloads.models import CharacterTransformer
 
 import boostax
-from boostax.run.cluster import initialize, launch
-from boostax.run.workloads import TextConfig, Workload, text
-from boostax.run.workloads._models import CharacterTransformer
 
 PyTree = Any
 Row = dict[str, Any]
@@ -260,7 +268,7 @@ def frozen_prefix(name: str) -> dict[str, Run]:
 
 def in_low(config: Config | None, steps: int) -> list[Row]:
     """The text's model with products in fp8; without a configuration by Flax's own state."""
-    model = CharacterTransformer(128, 64, 96, 2, 4, 0.0, jnp.dtype("float32"))
+    model = CharacterTransformer(128, 64, 96, 2, 4, jnp.dtype("float32"))
     first = text_of(0).batch(0)["inputs"][:1]
     with nn.intercept_methods(in_fp8):
 
@@ -428,13 +436,13 @@ def work(name: str, steps: int, out: pathlib.Path) -> None:
     """A recipe and its rivals, as one process of those that it has."""
     recipe = RECIPES[name]
     on_cpu(recipe.devices // recipe.processes)
-    processes = initialize()
+    first = joined()
     found: dict[str, list[Row]] = {}
     for form, run in MEASURED[name](name).items():
         found[form] = run(steps)
-        if processes.first:
+        if first:
             print(name, form, [each["loss"] for each in found[form]], flush=True)
-    if processes.first:
+    if first:
         out.write_text(json.dumps(found))
 
 
@@ -608,8 +616,7 @@ def main() -> None:
             out = pathlib.Path(folder) / f"{name}.json"
             asked = [sys.executable, __file__, f"--work={name}", f"--out={out}"]
             command = [*asked, f"--steps={options.steps}"]
-            if code := launch(command, RECIPES[name].processes, environment=os.environ):
-                raise RuntimeError(f"recipes: {name} ended with {code}")
+            launched(command, RECIPES[name].processes)
             rows = rows_of(name, json.loads(out.read_text()))
         print(*of_rows(rows), sep="\n", flush=True)
         if options.steps == STEPS:

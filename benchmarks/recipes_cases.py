@@ -18,10 +18,10 @@ import jax.numpy as jnp
 import optax
 from compilers_cases import Model, accumulated, decoder, mesh_of
 from harness import DOCS
+from workloads.models import CharacterTransformer
 
 import boostax
 from boostax.inspect.audit import Audit
-from boostax.run.workloads._models import CharacterTransformer
 
 Config = dict[str, Any]
 FOLDER = DOCS / "recipes"
@@ -56,7 +56,7 @@ def in_fp8(apply: Any, args: Any, kwargs: Any, context: Any) -> Any:
 
 def transformer(dtype: str = "bfloat16", fp8: bool = False) -> Model:
     """The model of the text workload, which the recipes are measured on, with 57 M params."""
-    net = CharacterTransformer(128, 256, 1536, 2, 12, 0.0, jnp.dtype(dtype))
+    net = CharacterTransformer(128, 256, 1536, 2, 12, jnp.dtype(dtype))
     tokens = lambda rows: jax.ShapeDtypeStruct((rows, 256), jnp.int32)  # noqa: E731
 
     def with_fp8() -> Any:

@@ -24,8 +24,8 @@ import boostax
 from boostax._core import costs
 from boostax.inspect import collectives, hlo
 from boostax.inspect.collectives import compiled_collectives
+from boostax.inspect.command import main
 from boostax.inspect.traffic import traffic
-from boostax.run.cli import main
 
 WIDTH, LAYERS = 64, 4
 PARAMS = {f"layer{i}": jnp.full((WIDTH, WIDTH), 0.01) for i in range(LAYERS)}
@@ -645,7 +645,7 @@ def test_the_command_needs_nothing_but_the_runtime(written):
 import sys
 for name in ("flax", "matplotlib", "orbax", "rich", "sklearn", "tyro"):
     sys.modules[name] = None
-from boostax.run.cli import main
+from boostax.inspect.command import main
 sys.exit(main(["audit", "audited_program:program", "--cpu-devices", "4"]))
 """
     env = {**os.environ, "PYTHONPATH": str(pathlib.Path(__file__).parents[1])}

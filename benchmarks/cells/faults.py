@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from boostax.run.checkpoint import Checkpointer
+from boostax.checkpoint import Checkpointer
 from boostax.testing._case import assert_same, even_params, example_grads
 from cells.programs import alone, mapped, mesh_of, on_devices, usual
 from cells.subject import AXIS, Cell, NoMeaning, Subject, require, same_kind

@@ -15,7 +15,7 @@ from flax import serialization
 
 import boostax
 from boostax._core.replicas import is_per_replica
-from boostax.run.checkpoint import Checkpointer
+from boostax.checkpoint import Checkpointer
 from boostax.testing._case import assert_close, assert_same, even_params
 from cells.programs import Program, on_devices, stacked, usual
 from cells.subject import AXIS, Cell, Subject, finite, moved, require, same_kind, strong

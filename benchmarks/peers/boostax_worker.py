@@ -23,7 +23,6 @@ from jax_lenet import loss_fn, to_batches, to_params  # noqa: E402
 import boostax  # noqa: E402
 from boostax._core import costs  # noqa: E402
 from boostax.inspect.costs import Place, traced  # noqa: E402
-from boostax.run.cluster import initialize  # noqa: E402
 
 AXIS = "data"
 
@@ -152,7 +151,9 @@ if __name__ == "__main__":
     given = lenet.load(sys.argv[1])
     about = f"boostax {boostax.__version__} on JAX {jax.__version__}"
     if "--replicas" in sys.argv:
-        initialize()
+        names = ("JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID")
+        address, count, index = map(os.environ.get, names)
+        jax.distributed.initialize(address, int(count), int(index))
         lenet.serve(together(given), about)
     else:
         lenet.serve(alone(given), about)

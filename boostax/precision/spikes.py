@@ -362,7 +362,7 @@ def skip_spikes(
     A value that is not finite is always refused. A refused step leaves ``inner``, the params and
     the statistics bit for bit as they were; of a clipped step the clipped value is recorded. It
     never gives in: where the usual value itself has moved above the limit, every step is refused,
-    and ``spikes_in_a_row`` tells (``boostax.run.loop.fit(patience=...)`` then ends the run).
+    and ``spikes_in_a_row`` tells.
 
     Around a window it judges every micro-step, inside one every window. It stands inside a loss
     scaler, whose scale would else be in the gradients:

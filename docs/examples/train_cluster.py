@@ -9,11 +9,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-
-import boostax
 from boostax.run.checkpoint import Checkpointer
 from boostax.run.cluster import ending_at_once, initialize
 from boostax.run.loop import fit
+
+import boostax
 
 BATCH = 48
 

@@ -1,4 +1,3 @@
-# SPDX-License-Identifier: Apache-2.0
 """The record every workload is, and what they share: metrics, evaluation, random numbers."""
 
 import dataclasses
@@ -11,18 +10,12 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from boostax._core import checks
+from boostax import Aux
 from boostax._core.place import here
-from boostax.accumulate.aux import Aux
-from boostax.run.options import check
-from boostax.run.workloads._models import initial
+from workloads.models import initial
 
 PyTree = Any
 Rows = np.ndarray[Any, Any] | None
-
-_COMPUTE_DTYPES = ("float32", "float16", "bfloat16")
-# The rule of the share that is held out.
-HOLDOUT: Any = ("0.1 holds a tenth of the data out.", "in (0, 1)", lambda share: 0 < share < 1)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,16 +26,16 @@ class Workload:
     so a run resumes at call ``n`` by asking for ``batch(n)``; no position in the data is saved.
 
     Attributes:
-      name: what the workload is called on the command line and in records.
+      name: what records call it.
       init: ``key -> (params, model_state)``; float32 parameters, and BatchNorm statistics or None.
-      loss_fn: ``loss_fn(params, batch, *, key=None, model_state=None) -> (loss, Aux)``, in training
+      loss_fn: ``loss_fn(params, batch, *, model_state=None) -> (loss, Aux)``, in training
         mode: a float32 mean over the batch, ``metrics={"accuracy": ...}``, and the new model state
         where the model has one. Every example weighs the same, so ``weight`` is None.
       batch: ``(index, rows=None) -> {"inputs": ..., "targets": ...}``, NumPy arrays with a leading
         axis of ``batch_size``, or only the given ``rows`` of it, ascending: what one of several
-        processes reads. Raises ValueError for a negative index.
+        processes reads.
       evaluate: ``(params, model_state) -> {"loss": ..., "accuracy": ...}`` on the held-out split,
-        without dropout and with BatchNorm's running averages.
+        with BatchNorm's running averages.
       batch_size: examples in one ``batch``.
       summary: one line with the number of parameters and the sizes of the two splits.
     """
@@ -63,21 +56,8 @@ def cross_entropy(logits: jax.Array, targets: jax.Array) -> tuple[jax.Array, jax
 
 
 def generator(seed: int, index: int) -> np.random.Generator:
-    """Random numbers that depend on the pair alone; raises ValueError for a negative index."""
-    hint = "It counts the calls of a run from zero."
-    checks.require("batch", "index", index, "at least 0", index >= 0, hint)
+    """Return random numbers that depend on the pair alone."""
     return np.random.Generator(np.random.Philox(key=np.array([seed, index], np.uint64)))
-
-
-def checked(who: str, config: Any) -> jnp.dtype:
-    """What the model of a configuration computes in; refuses what all configurations refuse."""
-    check(who, config)
-    seed, hint = config.seed, "It selects the batches."
-    # What is no key of Philox.
-    fits = isinstance(seed, (int, np.integer)) and bool(0 <= seed < 2**64)
-    checks.require(who, "seed", seed, "an integer in [0, 2**64)", fits, hint)
-    hint = "The model computes in it; parameters are float32 whatever it is."
-    return jnp.dtype(checks.choice(who, "dtype", config.dtype, _COMPUTE_DTYPES, hint))
 
 
 def supervised(
@@ -87,8 +67,6 @@ def supervised(
     held_out: dict[str, np.ndarray[Any, Any]],
     batch_size: int,
     sizes: str,
-    *,
-    dropout: bool = False,
 ) -> Workload:
     """The workload of a Flax model that maps inputs to logits.
 
@@ -99,7 +77,6 @@ def supervised(
       held_out: the split to judge by.
       batch_size: as in `Workload`.
       sizes: of the splits, for the summary.
-      dropout: whether training draws.
     """
 
     def init(key: jax.Array) -> tuple[PyTree, PyTree | None]:
@@ -112,18 +89,13 @@ def supervised(
     count = sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(params))
 
     def variables(params: PyTree, model_state: PyTree | None) -> PyTree:
-        allowed = f"the BatchNorm statistics of {type(model).__name__}"
-        hint = "Pass on the second result of init, or the last Aux.model_state."
-        given = model_state is not None or not stateful
-        checks.require(name, "model_state", None, allowed, given, hint)
         return {"params": params, **(model_state if model_state and stateful else {})}
 
     def loss_fn(
         params: PyTree, batch: PyTree, *, key: jax.Array | None = None, model_state: PyTree = None
     ) -> tuple[jax.Array, Aux]:
-        hint, fits = "Give the step a key, or set dropout to 0.", key is not None or not dropout
-        checks.require(name, "key", key, "a key for dropout", fits, hint)
-        how = {"train": True, "mutable": "batch_stats", "rngs": {"dropout": key} if dropout else {}}
+        del key
+        how = {"train": True, "mutable": "batch_stats"}
         logits, updated = model.apply(variables(params, model_state), batch["inputs"], **how)
         losses, hits = cross_entropy(logits, batch["targets"])
         aux = Aux(metrics={"accuracy": hits.mean()}, model_state=updated if stateful else None)

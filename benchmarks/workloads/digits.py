@@ -1,21 +1,17 @@
-# SPDX-License-Identifier: Apache-2.0
 """Handwritten digits, 8x8 pixels, with a perceptron or a small convolutional network."""
 
 import dataclasses
 from typing import Any, Literal
 
+import jax.numpy as jnp
 import numpy as np
 
-from boostax._core import checks
-from boostax.run.options import option
-from boostax.run.workloads._models import DigitsConv, DigitsMLP, DigitsResNet, DigitsSigmoid
-from boostax.run.workloads._workload import HOLDOUT, Rows, Workload, checked, generator, supervised
+from workloads.models import DigitsConv, DigitsMLP, DigitsResNet, DigitsSigmoid
+from workloads.workload import Rows, Workload, generator, supervised
 
 Array = np.ndarray[Any, Any]
 
 _MODELS = {"mlp": DigitsMLP, "conv": DigitsConv, "sigmoid": DigitsSigmoid, "resnet": DigitsResNet}
-# What the width of convolutions must be a multiple of.
-_DIVISORS = {"conv": 4, "resnet": 8}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -24,15 +20,15 @@ class DigitsConfig:
 
     model: Literal["mlp", "conv", "sigmoid", "resnet"] = "mlp"
     """mlp: two layers; conv, resnet: with BatchNorm; sigmoid: five layers, vanishing gradients."""
-    batch_size: int = option(64, "It is the images per batch, 64 by default.")
+    batch_size: int = 64
     """Images per batch."""
-    width: int = option(128, "It is the hidden units per layer, 128 by default.")
+    width: int = 128
     """Hidden units per layer; the channels of convolutions are fractions of it."""
     dtype: str = "float32"
     """What the model computes in: float32, float16 or bfloat16. Parameters stay float32."""
     seed: int = 0
     """Seed of the batches. The held-out split is the same for every seed."""
-    holdout: float = option(0.2, *HOLDOUT)
+    holdout: float = 0.2
     """Share of each class held out."""
 
 
@@ -58,21 +54,9 @@ def digits(config: DigitsConfig = DigitsConfig()) -> Workload:
       The `Workload`. Its ``loss_fn`` and ``evaluate`` need ``model_state`` if ``model`` is "conv"
       or "resnet".
 
-    Raises:
-      ValueError: for sizes out of range or that do not fit together.
-      TypeError: for sizes that are no numbers.
-      ImportError: if scikit-learn is not installed.
-
     The images are a copy of the test set of E. Alpaydin and C. Kaynak, "Optical Recognition of
     Handwritten Digits", UCI Machine Learning Repository (1998).
     """
-    hint = "mlp is the fastest, conv and resnet have BatchNorm, sigmoid has vanishing gradients."
-    checks.choice("digits", "model", config.model, tuple(_MODELS), hint)
-    dtype = checked("digits", config)
-    divisor = _DIVISORS.get(config.model, 1)
-    allowed = f"a multiple of {divisor} for the {config.model} model"
-    hint = "The channels of its convolutions are fractions of it."
-    checks.require("digits", "width", config.width, allowed, config.width % divisor == 0, hint)
     images, labels = _load()
     training, held_out = _split(labels, config.holdout)
 
@@ -86,7 +70,7 @@ def digits(config: DigitsConfig = DigitsConfig()) -> Workload:
 
     return supervised(
         "digits",
-        _MODELS[config.model](config.width, dtype),
+        _MODELS[config.model](config.width, jnp.dtype(config.dtype)),
         batch,
         {"inputs": images[held_out], "targets": labels[held_out]},
         config.batch_size,
@@ -95,8 +79,8 @@ def digits(config: DigitsConfig = DigitsConfig()) -> Workload:
 
 
 def _load() -> tuple[Array, Array]:
-    with checks.needing("boostax.run.workloads.digits", "scikit-learn", "workloads"):
-        from sklearn.datasets import load_digits
+    from sklearn.datasets import load_digits  # benchmarks on text alone go without
+
     data: Any = load_digits()
     images = (data.images / 16).astype(np.float32)[..., None]
     return images, data.target.astype(np.int32)

@@ -1,28 +1,28 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``boostax audit module:function``: what a program of yours sends, keeps and wastes.
+"""Command ``boostax audit module:function``: print what a program sends, keeps and wastes.
 
-Parsed by the standard library alone, so that it runs where jax, optax and numpy are all there is.
+The standard library parses the arguments, so that it runs where jax, optax and numpy are all.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import inspect
 import json
 import os
 import pkgutil
 import sys
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
 from typing import Any
 
-from boostax.run.cli.refusal import Refusal, complain, refusing
+from boostax._core.late import told
 
 _USAGE = """\
 The function builds the program: it returns it with its arguments, which may be
 jax.ShapeDtypeStruct, such as (step, state, batch). With a parameter it is given the devices to
 build it for: those of the target, or those at hand.
 """
-
 
 # What may be limited, and in which units.
 _LIMITS = {
@@ -33,8 +33,39 @@ _LIMITS = {
 }
 
 
+class Refusal(Exception):
+    """An argument or a file that does not allow the audit; the message says which."""
+
+    def __str__(self) -> str:
+        return f"boostax: {super().__str__().removeprefix('boostax: ')}"
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line.
+
+    Args:
+      argv: arguments without the program's name; those of the process by default.
+
+    Returns:
+      The exit code: 0 done; 1 a limit is passed, or refused with a message on stderr; 2 for
+      arguments that do not parse and for a command that is gone.
+    """
+    given = list(sys.argv[1:] if argv is None else argv)
+    if given[:1] in (["-h"], ["--help"]):
+        given = ["audit", "--help"]
+    if given[:1] != ["audit"]:
+        gone = told(f"boostax {given[0]}") if given else None
+        complain(f"boostax: {gone or 'the command is boostax audit module:function.'}")
+        return 2
+    try:
+        return run(given[1:])
+    except Refusal as refusal:
+        complain(refusal)
+        return 1
+
+
 def run(argv: Sequence[str]) -> int:
-    """Print the audit; 1 if a limit is passed.
+    """Print the audit; return 1 if a limit is passed.
 
     Raises:
       Refusal: there is no such program, or it cannot be audited.
@@ -49,7 +80,7 @@ def run(argv: Sequence[str]) -> int:
     from boostax.inspect.targets import target_devices
 
     build = _function(given.program)
-    with refusing():
+    with _refusing():
         devices = target_devices(given.target) if given.target else None
         program, *args = _built(build, devices)
         found = audit(program, *args, target=given.target, calls=given.calls)
@@ -95,6 +126,20 @@ def _built(build: Any, devices: Any) -> tuple[Any, ...]:
     return made
 
 
+@contextlib.contextmanager
+def _refusing() -> Generator[None]:
+    """Turn the errors of argument checks and files into a `Refusal`."""
+    try:
+        yield
+    except (ValueError, TypeError, OSError, ImportError, RuntimeError) as error:
+        raise Refusal(str(error)) from error
+
+
+def complain(words: object) -> None:
+    """Print one line on standard error."""
+    print(words, file=sys.stderr, flush=True)
+
+
 def _parser() -> argparse.ArgumentParser:
     # It keeps the line breaks of the text.
     form = argparse.RawDescriptionHelpFormatter
@@ -111,3 +156,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--json", action="store_true", help="plain data on one line")
     add("--picture", help="a file to draw to; needs matplotlib")
     return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checkpoints of a train state through orbax, each leaf checked when it comes back."""
+"""Checkpoints of a train state through orbax: each leaf is checked when it comes back."""
 
 import asyncio
 import copy
-import itertools
 import json
 import pathlib
 import shutil
@@ -12,31 +11,37 @@ from typing import Any, Self
 
 import jax
 import jax.numpy as jnp
-import numpy as np
+import optax
 
+import boostax
 from boostax._core import checks, trees
+from boostax._core.late import told
 from boostax._core.place import place
 from boostax._core.replicas import require_stacked
-from boostax.run.cluster.end import PeerLost
 from boostax.train.resharding import as_saved, resharded, typed
 
 with checks.needing("Checkpointer", "orbax", "checkpoint"):
     import orbax.checkpoint as ocp
 
 PyTree = Any
-Leaves = dict[str, dict[str, Any]]
 # What a word of a leaf is read as, by its bytes.
 _UNSIGNED = {1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32, 8: jnp.uint32}
+# Nodes that hold a state and are no part of a chain.
+_NO_PARTS = {"TrainState", "PerReplica", "EmptyState", "MaskedNode"}
+# Boostax 0.2 recorded no parts: a leaf of such a name is of one that is gone.
+_FIELDS = {"fast": "GroupSignalState", "coordinates": "SubspaceParamsState"}
+_FIELDS |= {"codes": "Int8Components"}
 
 
 class Checkpointer:
-    """Saves train states in the background and gives them back bit for bit.
+    """Save train states in the background and give them back bit for bit.
 
     A state is any tree of JAX arrays: NamedTuples, PRNG keys, sharded and empty arrays included.
-    Beside it goes a small JSON ``meta``, and for each leaf its shape, its dtype and a checksum,
-    which orbax does not keep: it casts silently and reads flipped bits as numbers. A step's
-    directory appears under its number only when it is complete, so a killed save costs nothing but
-    that save; what it left is removed at the next opening. Nothing is pickled.
+    Beside it goes a small JSON ``meta``, the versions of boostax, JAX and Optax, the parts of the
+    chain by the class of their state, and for each leaf its shape, its dtype and a checksum, which
+    orbax does not keep: it casts silently and reads flipped bits as numbers. A step's directory
+    appears under its number only when it is complete, so a killed save costs nothing but that save;
+    what it left is removed at the next opening. Nothing is pickled.
 
     One process (or one multi-process run) may write to a directory at a time.
 
@@ -57,34 +62,28 @@ class Checkpointer:
       (Array([0., 1., 2.], dtype=float32), {'learning_rate': 0.1})
 
     **Cost**: ``save`` blocks for one read of the state (the checksums) and its copy to the host;
-    the disk is written in the background.
+    the disk is written in the background. ``restore`` holds one leaf twice for a moment.
     """
 
     def __init__(self, directory: str | pathlib.Path, keep: int = 3):
         checks.positive_int("Checkpointer", "keep", keep, "It is how many steps stay on disk.")
-        self._directory = pathlib.Path(directory).absolute()
+        self._path = pathlib.Path(directory).absolute()
         if jax.process_index() == 0:
             # orbax can do this as well, but in the background, which may come too late.
-            for leftover in self._directory.glob("*.orbax-checkpoint-tmp"):
+            for leftover in self._path.glob("*.orbax-checkpoint-tmp"):
                 # A link is taken away, and what it points to left alone.
                 leftover.unlink() if leftover.is_symlink() else shutil.rmtree(leftover)
-        self._manager = _Manager(
-            self._directory,
-            options=ocp.CheckpointManagerOptions(
-                preservation_policy=ocp.checkpoint_managers.LatestN(keep)
-            ),
-            item_handlers={
-                "state": ocp.PyTreeCheckpointHandler(type_handler_registry=_arrays()),
-                "record": ocp.JsonCheckpointHandler(),
-            },
-        )
+        options = ocp.CheckpointManagerOptions(max_to_keep=keep)
+        state = ocp.PyTreeCheckpointHandler(type_handler_registry=_arrays())
+        handlers = {"state": state, "record": ocp.JsonCheckpointHandler()}
+        self._manager = _Manager(self._path, options=options, item_handlers=handlers)
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, where: object) -> None:
-        # A save that runs would wait for the part of the peer that is gone.
-        if not isinstance(error, PeerLost):
+        # After an error another process may be gone, and a save would wait for its share.
+        if error is None or jax.process_count() == 1:
             self.close()
 
     def save(self, step: int, state: PyTree, meta: dict[str, Any] | None = None) -> None:
@@ -105,26 +104,21 @@ class Checkpointer:
         """
         leaves = _named(state)
         for name, leaf in leaves.items():
-            if not isinstance(leaf, jax.Array):
-                raise TypeError(
-                    f"Checkpointer: state must be a tree of JAX arrays, got "
-                    f"{type(leaf).__name__} at {name!r}. Make it one with jnp.asarray."
-                )
+            got, hint = f"{type(leaf).__name__} at {name}", "Make it one with jnp.asarray."
+            fits, allowed = isinstance(leaf, jax.Array), "a tree of JAX arrays"
+            checks.require("Checkpointer", "state", got, allowed, fits, hint, TypeError)
         require_stacked("Checkpointer", state)
-        record: dict[str, Any] = {"leaves": _described(leaves), "meta": meta or {}}
+        versions = {x.__name__: x.__version__ for x in (boostax, jax, optax)}
+        record = {"leaves": _described(leaves), "meta": meta or {}}
+        record |= {"parts": _parts(state), "versions": versions}
         # What JSON changes (tuples, integer keys) must change before it is summed.
         record = json.loads(json.dumps(record))
         record["checksum"] = _text_checksum(record)
         if step in self.steps():
             self._manager.delete(step)
-        self._manager.save(
-            step,
-            args=ocp.args.Composite(
-                state=ocp.args.PyTreeSave(_without_empty(state)),
-                record=ocp.args.JsonSave(record),
-            ),
-            force=True,
-        )
+        args = {"state": ocp.args.PyTreeSave(_without_empty(state))}
+        args |= {"record": ocp.args.JsonSave(record)}
+        self._manager.save(step, args=ocp.args.Composite(**args), force=True)
 
     def wait(self) -> None:
         """Return when the last save is complete on disk.
@@ -135,30 +129,21 @@ class Checkpointer:
         try:
             self._manager.wait_until_finished()
         except Exception as error:
-            raise RuntimeError(
-                f"Checkpointer: the last save to {self._directory} failed "
-                f"({_first_line(error)}). Steps saved before it are untouched."
-            ) from error
+            said = f"Checkpointer: the last save to {self._path} failed ({_first_line(error)})"
+            raise RuntimeError(f"{said}. Steps saved before it are untouched.") from error
 
     def steps(self) -> list[int]:
-        """The complete steps on disk, ascending, the last save among them."""
+        """Return the complete steps on disk, ascending, the last save among them."""
         self.wait()
         self._manager.reload()
         return sorted(self._manager.all_steps())
 
     def latest(self) -> int | None:
-        """The highest complete step on disk, or None."""
+        """Return the highest complete step on disk, or None."""
         return max(self.steps(), default=None)
 
-    def remaining(self) -> str:
-        """What a run that ends badly can say: the last complete step, without waiting for any."""
-        found = [int(path.name) for path in self._directory.iterdir() if path.name.isdigit()]
-        if not found:
-            return f"There is no complete checkpoint in {self._directory} yet."
-        return f"The last complete checkpoint in {self._directory} is {max(found)}: go on from it."
-
     def meta(self, step: int | None = None) -> dict[str, Any]:
-        """The ``meta`` that was saved with ``step`` (default: the latest).
+        """Return the ``meta`` that was saved with ``step`` (default: the latest).
 
         Raises:
           FileNotFoundError: if there is no such step.
@@ -166,30 +151,39 @@ class Checkpointer:
         """
         return self._record(self._existing(step))["meta"]
 
+    def versions(self, step: int | None = None) -> dict[str, str]:
+        """Return the versions of boostax, JAX and Optax that saved ``step``; none before 0.3.
+
+        Raises: as `meta`.
+        """
+        return self._record(self._existing(step)).get("versions", {})
+
     def restore(
         self, target: PyTree, step: int | None = None, *, reshard: bool = False
     ) -> tuple[PyTree, dict[str, Any]]:
-        """The state and ``meta`` of ``step`` (default: the latest), placed as ``target`` is.
+        """Return the state and ``meta`` of ``step`` (default: the latest), placed as ``target`` is.
 
-        It may have been saved by another number of processes, on other devices.
+        It may have been saved by another number of processes, on other devices. Its arrays own
+        their memory, so a step may donate them like those of a fresh state.
 
         Args:
           target: a state of the same structure, shapes and dtypes: arrays, or
             `jax.ShapeDtypeStruct` with a sharding (without one: the first device).
           step: which step.
-          reshard: whether what differs per replica may have been saved by another number of
-            replicas; it is then shared out anew by `boostax.reshard_state`, which keeps its mean.
+          reshard: whether per-replica state may have been saved by another number of replicas; it
+            is then shared out anew by `boostax.reshard_state`, which keeps its mean.
 
         Raises:
           FileNotFoundError: if there is no such step.
-          ValueError: if ``target`` does not fit what was saved; it names the leaf.
+          ValueError: if ``target`` does not fit what was saved; it names the parts or the leaves.
           RuntimeError: if what is on disk is damaged: files missing, cut short or altered. Nothing
             is deleted, and the message names the older steps that remain.
         """
         step = self._existing(step)
         record = self._record(step)
         saved = as_saved(target, record["leaves"]) if reshard else jax.tree.map(typed, target)
-        self._require_fit(step, record["leaves"], _named(saved))
+        if unlike := _unlike(record, _parts(target), _named(saved)):
+            raise ValueError(f"Checkpointer: target must fit step {step} in {self._path}, {unlike}")
         wanted = _without_empty(saved)
         how = ocp.checkpoint_utils.construct_restore_args(wanted)
         state = self._read(step, state=ocp.args.PyTreeRestore(wanted, restore_args=how))["state"]
@@ -197,8 +191,11 @@ class Checkpointer:
         found = _described(_named(state))
         altered = [name for name in found if found[name] != record["leaves"][name]]
         if altered:
-            raise self._damaged(step, f"the checksum of {_listed(altered)} does not match")
-        return (resharded(state, target) if reshard else state), record["meta"]
+            raise self._damaged(step, f"the checksum of {', '.join(altered[:4])} does not match")
+        state = resharded(state, target) if reshard else state
+        # On CPU they share the host's memory, which XLA does not donate.
+        own = lambda x: jax.device_put(x, x.sharding, may_alias=False)  # noqa: E731
+        return jax.tree.map(own, state), record["meta"]
 
     def close(self) -> None:
         """Wait for the last save and let go of the directory."""
@@ -209,14 +206,12 @@ class Checkpointer:
 
     def _existing(self, step: int | None) -> int:
         steps = self.steps()
-        if step is None and steps:
-            return steps[-1]
-        if step is None or step not in steps:
-            raise FileNotFoundError(
-                f"Checkpointer: step must be one of {steps} in {self._directory}, got {step}. "
-                "Save one first, or open the directory of another run."
-            )
-        return step
+        last: Any = max(steps, default=None) if step is None else step
+        allowed, hint = f"one of {steps} in {self._path}", "Save one first, or open another."
+        checks.require(
+            "Checkpointer", "step", step, allowed, last in steps, hint, FileNotFoundError
+        )
+        return last
 
     def _record(self, step: int) -> dict[str, Any]:
         record = self._read(step, record=ocp.args.JsonRestore())["record"]
@@ -230,49 +225,31 @@ class Checkpointer:
         except Exception as error:
             raise self._damaged(step, _first_line(error)) from error
 
-    def _require_fit(self, step: int, saved: Leaves, wanted: dict[str, Any]) -> None:
-        where = f"Checkpointer: target must fit step {step} in {self._directory}"
-        hint = "Restore with the optimizer chain and the model that saved it, or with reshard=True "
-        hint += "if only the number of replicas differs."
-        was = {name: f"{leaf['dtype']}{leaf['shape']}" for name, leaf in saved.items()}
-        now = {name: f"{leaf.dtype}{list(np.shape(leaf))}" for name, leaf in wanted.items()}
-        missing, extra = [x for x in was if x not in now], [x for x in now if x not in was]
-        parts = [f"saved but not in target: {_listed(missing)}"] if missing else []
-        parts += [f"in target but not saved: {_listed(extra)}"] if extra else []
-        both = (x for x in was if was[x] != now.get(x, was[x]))
-        parts += [f"{x!r} was {was[x]}, target has {now[x]}" for x in itertools.islice(both, 4)]
-        if parts:
-            raise ValueError(f"{where}. {'; '.join(parts)}. {hint}")
-
     def _damaged(self, step: int, what: str) -> RuntimeError:
-        older = [other for other in self.steps() if other < step]
-        hint = (
-            f"To go back to step {older[-1]}, pass step={older[-1]} or move {step} out of it."
-            if older
-            else "No older step is left: start again, or bring it back from a copy."
-        )
-        return RuntimeError(
-            f"Checkpointer: step {step} in {self._directory} is damaged: {what}. "
-            f"Nothing was deleted. {hint}"
-        )
+        older = max((x for x in self.steps() if x < step), default=None)
+        hint = f"To go back to step {older}, pass step={older} or move {step} out of it."
+        if older is None:
+            hint = "No older step is left: start again, or bring it back from a copy."
+        where = f"Checkpointer: step {step} in {self._path}"
+        return RuntimeError(f"{where} is damaged: {what}. Nothing was deleted. {hint}")
 
 
 class _Manager(ocp.CheckpointManager):
-    """One that leaves JAX's counter of calls alone.
+    """Leave JAX's counter of calls alone.
 
     It would ask JAX at every save, and again when one ends in the background, whether a SIGTERM has
     come. Each question sets the counter by which all processes find the call after which to stop:
-    set back to an old one, they would stop after different calls. The loop asks, once per call.
+    set back to an old one, they would stop after different calls. A loop asks, once per call.
     """
 
     def reached_preemption(self, step: int) -> bool:
-        """Not here."""
+        """Never ask."""
         del step
         return False
 
 
 def _arrays() -> Any:
-    """orbax's own handler of arrays, which here ends all reads before it raises.
+    """Return orbax's handler of arrays, which here ends all reads before it raises.
 
     After the first failed one orbax closes its event loop under the others, which then warn of
     coroutines never awaited and raise in TensorStore's threads.
@@ -293,16 +270,41 @@ def _arrays() -> Any:
 
 
 def _named(state: PyTree) -> dict[str, Any]:
-    leaves = {
-        trees.path_name(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(state)
-    }
-    # orbax writes a leaf under its path joined by dots, so these names have to differ too.
-    if len({name.replace("/", ".") for name in leaves}) != len(jax.tree.leaves(state)):
-        raise ValueError(
-            "Checkpointer: state must have leaf paths that differ when joined by dots, got "
-            f"{_listed(sorted(leaves))}. Rename the keys with dots or slashes in them."
-        )
+    leaves, allowed = dict(trees.named(state)), "a tree whose paths differ when joined by dots"
+    # orbax writes a leaf under its path joined by dots.
+    fits = len({name.replace("/", ".") for name in leaves}) == len(jax.tree.leaves(state))
+    hint = "Rename the keys with dots or slashes in them."
+    checks.require("Checkpointer", "state", sorted(leaves)[:4], allowed, fits, hint)
     return leaves
+
+
+def _parts(state: PyTree) -> list[str]:
+    """Return the classes of the states of a chain, outer before inner."""
+    node = jax.tree_util.default_registry.flatten_one_level(state)
+    inside = [part for child in (node[0] if node else ()) for part in _parts(child)]
+    name = type(state).__name__
+    return [name, *inside] if hasattr(state, "_fields") and name not in _NO_PARTS else inside
+
+
+def _unlike(record: dict[str, Any], parts: list[str], leaves: dict[str, Any]) -> str:
+    """Return how the parts and leaves of a target differ from those of a record; "" if they fit."""
+    was = {name: f"{x['dtype']}{x['shape']}" for name, x in record["leaves"].items()}
+    now = {name: f"{x.dtype}{list(x.shape)}" for name, x in leaves.items()}
+    named = {field for name in was.keys() - now.keys() for field in name.split("/")}
+    saved = record.get("parts", [part for field, part in _FIELDS.items() if field in named])
+    if saved != parts and (saved or "parts" in record):
+        by = record.get("versions", {}).get("boostax", "0.2 or before")
+        rows = {name: told(f"boostax.{name}") or "" for name in saved if name not in parts}
+        gone = "".join(f" {name}: {text}" for name, text in rows.items() if " gone" in text)
+        return (
+            f"saved by boostax {by} with {', '.join(saved)}, got {', '.join(parts) or 'no part'}. "
+            "Restore it into a state of its own chain; boostax.migrate_state moves that to another."
+            f"{gone}"
+        )
+    names = [name for name in {**was, **now} if was.get(name) != now.get(name)]
+    lines = [f"{x!r} was {was.get(x, 'not saved')}, got {now.get(x, 'none')}" for x in names[:4]]
+    hint = "Take the chain and the model that saved it; if only the number of replicas differs, "
+    return f"{'; '.join(lines)}. {hint}reshard=True." if names else ""
 
 
 def _without_empty(state: PyTree) -> PyTree:
@@ -318,17 +320,11 @@ def _or_empty(wanted: Any, restored: Any) -> Any:
 
 def _first_line(error: BaseException) -> str:
     text = str(error).split("[tensorstore_spec=")[0].split(". See full TensorStore")[0]
-    line = " ".join(text.split())
-    return f"{type(error).__name__}: {line[:300]}"
+    return f"{type(error).__name__}: {' '.join(text.split())[:300]}"
 
 
-def _listed(names: list[str]) -> str:
-    more = f" and {len(names) - 4} more" if len(names) > 4 else ""
-    return ", ".join(repr(name) for name in names[:4]) + more
-
-
-def _described(leaves: dict[str, Any]) -> Leaves:
-    """Shape, dtype and checksum of each leaf, the sums computed where the leaf is."""
+def _described(leaves: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    """Return shape, dtype and checksum of each leaf, the sums computed where the leaf is."""
     sums = jax.device_get(_checksums(leaves))
     return {
         name: {"shape": list(leaf.shape), "dtype": str(leaf.dtype), "checksum": int(sums[name])}
@@ -342,7 +338,7 @@ def _checksums(leaves: dict[str, jax.Array]) -> dict[str, jax.Array]:
 
 
 def _checksum(leaf: jax.Array) -> jax.Array:
-    """Sum of all words, each times an odd number of its own, mod 2**32.
+    """Return the sum of all words, each times an odd number of its own, mod 2**32.
 
     An odd factor is invertible, so one altered word always shows; integer sums do not depend on
     how the leaf is sharded.
@@ -363,5 +359,5 @@ def _checksum(leaf: jax.Array) -> jax.Array:
 
 
 def _text_checksum(record: dict[str, Any]) -> int:
-    """Checksum of a JSON record."""
+    """Return the checksum of a JSON record."""
     return zlib.crc32(json.dumps(record, sort_keys=True).encode())
