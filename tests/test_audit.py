@@ -24,7 +24,7 @@ import boostax
 from boostax._core import costs
 from boostax.inspect import collectives, hlo
 from boostax.inspect.collectives import compiled_collectives
-from boostax.inspect.command import main
+from boostax.__main__ import main
 from boostax.inspect.traffic import traffic
 
 WIDTH, LAYERS = 64, 4
@@ -645,7 +645,7 @@ def test_the_command_needs_nothing_but_the_runtime(written):
 import sys
 for name in ("flax", "matplotlib", "orbax", "rich", "sklearn", "tyro"):
     sys.modules[name] = None
-from boostax.inspect.command import main
+from boostax.__main__ import main
 sys.exit(main(["audit", "audited_program:program", "--cpu-devices", "4"]))
 """
     env = {**os.environ, "PYTHONPATH": str(pathlib.Path(__file__).parents[1])}

@@ -7,15 +7,15 @@ The standard library parses the arguments, so that it runs where jax, optax and 
 from __future__ import annotations
 
 import argparse
-import contextlib
 import inspect
 import json
 import os
 import pkgutil
 import sys
-import tempfile
-from collections.abc import Generator, Sequence
+from collections.abc import Sequence
 from typing import Any
+
+from boostax_command import held_back
 
 _USAGE = """\
 The function builds the program: it returns it with its arguments, which may be
@@ -40,7 +40,7 @@ def run(argv: Sequence[str]) -> int:
     """Print the audit; return 1 if a limit is passed or the program cannot be audited."""
     given = _parser().parse_args(argv)
     try:
-        with _compilers_held_back():
+        with held_back():
             found = _audited(given)
     except Refusal as refusal:
         complain(f"boostax: {str(refusal).removeprefix('boostax: ')}")
@@ -84,27 +84,6 @@ def _audited(given: argparse.Namespace) -> Any:
         return audit(program, *args, target=given.target, calls=given.calls)
     except (ValueError, TypeError, OSError, ImportError, RuntimeError) as error:
         raise Refusal(str(error)) from error
-
-
-@contextlib.contextmanager
-def _compilers_held_back() -> Generator[None]:
-    """Hold back what compilers log to the descriptor of stderr; print it where they fail.
-
-    Python's own writes to ``sys.stderr``, such as warnings, pass.
-    """
-    with tempfile.TemporaryFile() as held, os.fdopen(os.dup(2), "w", buffering=1) as shown:
-        ours = sys.stderr
-        sys.stderr = shown if ours is sys.__stderr__ else ours
-        os.dup2(held.fileno(), 2)
-        try:
-            yield
-        except BaseException:
-            held.seek(0)
-            shown.write(held.read().decode(errors="replace"))
-            raise
-        finally:
-            os.dup2(shown.fileno(), 2)
-            sys.stderr = ours
 
 
 def _function(name: str) -> Any:

@@ -55,7 +55,7 @@ def target_devices(target: str) -> tuple[Any, ...]:
 
     Args:
       target: ``"v5e:2x4"`` for a slice of eight TPU v5e, ``"v5e:16x16"`` for 256, also ``v4``,
-        ``v5p``, ``v6e``, ``tpu7x`` in the shapes that there are; ``"v5e:4x4*2"`` for two slices;
+        ``v5p``, ``v6e`` in the shapes that there are; ``"v5e:4x4*2"`` for two slices;
         ``"h100:1x1x8"`` for slices x hosts x GPUs of a host, also ``h200`` and ``a100``.
 
     Returns:
@@ -90,7 +90,14 @@ def target_devices(target: str) -> tuple[Any, ...]:
     given |= {"num_slices": slices} if slices > 1 else {}
     if gpu:
         given = {"platform": "cuda", "topology": found["shape"], "target_config": machine["config"]}
-    devices = _described(target, machine["what"], given)
+    try:
+        devices = _described(given)
+    except Exception as error:
+        raise RuntimeError(
+            f"{WHO}: target must be one that a compiler at hand knows, got {target!r}: "
+            f"{str(error).splitlines()[0]}. In a checkout of boostax, pip install '.[aot]' "
+            "installs the compilers for TPU and NVIDIA GPU."
+        ) from error
     return tuple(sorted(devices, key=lambda d: (getattr(d, "slice_index", 0) or 0, d.id)))
 
 
@@ -99,38 +106,28 @@ def _machines() -> Mapping[str, Mapping[str, str]]:
     return tomllib.loads(files(__package__).joinpath("machines.toml").read_text("utf8"))
 
 
-def _described(target: str, what: str, given: Mapping[str, Any]) -> Sequence[Any]:
+def _described(given: Mapping[str, Any]) -> Sequence[Any]:
     """Return the devices of a topology.
 
     The plugin for CUDA looks for a driver before it registers itself, unless JAX was told to use
-    other platforms alone; then it is asked again, without looking.
+    other platforms alone. Where it found none, it registers itself now, without looking.
     """
     from jax.experimental import topologies
 
-    cuda = given["platform"] == "cuda"
-    plugins = _plugins() if cuda else [importlib.util.find_spec("libtpu")]
-    if not any(plugins):
-        raise RuntimeError(
-            f"{WHO}: target {target!r} needs the compiler for {what.partition(',')[0]}, which is "
-            "not installed. In a checkout of boostax, pip install '.[aot]' installs it."
-        )
+    skip, before = "JAX_SKIP_CUDA_CONSTRAINTS_CHECK", dict(os.environ)
     try:
-        try:
-            return topologies.get_topology_desc(**given).devices
-        except NotImplementedError:
-            os.environ["JAX_SKIP_CUDA_CONSTRAINTS_CHECK"] = "1"
-            for name in _plugins() if cuda else ():
-                importlib.import_module(name).initialize()
-            return topologies.get_topology_desc(**given).devices
-    except Exception as error:
-        raise RuntimeError(
-            f"{WHO}: target must be one that the installed compiler for {what.partition(',')[0]} "
-            f"knows, got {target!r}: {str(error).splitlines()[0]}."
-        ) from error
+        return topologies.get_topology_desc(**given).devices
+    except NotImplementedError:
+        os.environ[skip] = "1"
+        for name in _cuda_plugins():
+            importlib.import_module(name).initialize()
+        return topologies.get_topology_desc(**given).devices
+    finally:
+        if skip not in before:
+            os.environ.pop(skip, None)
 
 
-def _plugins() -> list[str]:
-    """Return the names of JAX's plugins for CUDA that are installed."""
+def _cuda_plugins() -> list[str]:
     spec = importlib.util.find_spec("jax_plugins")
     found = pkgutil.iter_modules(spec and spec.submodule_search_locations, "jax_plugins.")
     return [x.name for x in found if "cuda" in x.name] if spec else []
