@@ -27,7 +27,6 @@ PACKAGES = (
     "boostax.inspect",
     "boostax.states",
     "boostax.nnx",
-    "boostax.keras",
     "boostax.run.cluster",
     "boostax.run.loop",
     "boostax.run.checkpoint",
