@@ -16,17 +16,16 @@ from boostax._core import axes
 PyTree = Any
 
 
-_MODULE = "jax.experimental.sparse"
+# Whoever has a sparse array has imported it.
+MODULE = "jax.experimental.sparse"
 
 
 def _is_sparse(node: Any) -> bool:
-    return _MODULE in sys.modules and isinstance(node, sys.modules[_MODULE].JAXSparse)
+    return MODULE in sys.modules and isinstance(node, sys.modules[MODULE].JAXSparse)
 
 
 def dense(tree: PyTree, who: str) -> PyTree:
     """Return the tree with a dense array in place of each ``BCOO`` of single rows."""
-    if _MODULE not in sys.modules:  # Whoever has a sparse array has imported it.
-        return tree
 
     def on_leaf(path: Any, x: Any) -> Any:
         if not _is_sparse(x):

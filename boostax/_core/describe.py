@@ -10,6 +10,7 @@ order, ``make_train_step`` and ``migrate_state`` know a part without a list of n
 import dataclasses
 import functools
 import inspect
+import sys
 import types
 from collections.abc import Callable, Mapping
 from typing import Any, Literal, NamedTuple, TypeVar, cast, get_args
@@ -140,8 +141,10 @@ def describe(
             # Whoever calls it may have Python's own numbers among the leaves.
             if {float, complex} & set(map(type, jax.tree.leaves(args))):
                 args = jax.tree.map(_as_array, args)
+            if bcoo.MODULE in sys.modules and args:
+                args = bcoo.dense(args[0], name), *args[1:]
             with jax.named_scope(SCOPE + name):
-                return update(*(bcoo.dense(x, name) for x in args[:1]), *args[1:], **kwargs)
+                return update(*args, **kwargs)
 
         factory = getattr(inspect.unwrap(update), "__globals__", {}).get(name)
         found = Description(name, what or first_line(factory), role, axes, inner, lossy)

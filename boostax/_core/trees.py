@@ -158,7 +158,9 @@ def overwritten(path: tuple[Any, ...]) -> bool:
 def require_gradients(tree: PyTree, who: str, *, carried: bool = False) -> None:
     """Refuse leaves that cannot be scaled or summed: integers, bools, float0, new values."""
     for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
-        _refuse(who, path, leaf, carried)
+        dtype = getattr(leaf, "dtype", jax.dtypes.float0)
+        if not jnp.issubdtype(dtype, jnp.inexact) or (not carried and OVERWRITE in str(path)):
+            _refuse(who, path, leaf, carried)
 
 
 def _refuse(who: str, path: tuple[Any, ...], leaf: Any, carried: bool) -> None:
