@@ -19,7 +19,7 @@ import jax.numpy as jnp
 import optax
 from jax import lax
 
-from boostax._core import axes, bcoo, checks, trees
+from boostax._core import axes, checks, trees
 from boostax._core.describe import describe
 from boostax._core.extras import elsewhere
 from boostax._core.gate import (
@@ -108,11 +108,22 @@ def carry(
     """
     tx = checks.transformation(_WHO, "inner", inner)
     names = axes.canonical(_WHO, axis_name)
-    rules = _checked(rules)
+    how = _Carry(tx, _checked(rules), names)
+    described = describe(_WHO, "carry", names, inner={"inner_state": tx})
+    return gated(how.init, described(how.step), how.flush)
 
-    def init_fn(params: PyTree) -> CarryState:
-        found, every = resolve(rules, params), trees.names(params)
-        idle = [words for words in rules if not any(_within(words, name) for name in every)]
+
+class _Carry(NamedTuple):
+    """The arguments of ``carry``, checked."""
+
+    tx: optax.GradientTransformationExtraArgs
+    rules: Rules
+    names: tuple[str, ...]
+
+    def init(self, params: PyTree) -> CarryState:
+        """Return the first state: nothing waits."""
+        found, every = resolve(self.rules, params), trees.names(params)
+        idle = [words for words in self.rules if not any(_within(words, name) for name in every)]
         # Where scheduled_freeze asks for the state of some params, others are not there.
         if idle and not any(map(_masked, jax.tree.leaves(params, is_leaf=_masked))):
             hint = "Give words of a path, such as 'router/bias'; flax.linen's fp8 is the default."
@@ -122,16 +133,13 @@ def carry(
             mine = lambda name, x: x if found.get(name) == rule else optax.MaskedNode()  # noqa: E731
             return jax.tree.map(jnp.zeros_like, _map(mine, params))
 
-        return CarryState(
-            open=jnp.asarray(False),
-            window={rule: window(rule) for rule in sorted(set(rules.values()))},
-            inner_state=init_inner(tx, without(params, found)),
-        )
+        windows = {rule: window(rule) for rule in sorted(set(self.rules.values()))}
+        return CarryState(jnp.asarray(False), windows, init_inner(self.tx, without(params, found)))
 
-    @describe(_WHO, "carry", names, inner={"inner_state": tx})
-    def step_fn(
-        grads: Pending, state: CarryState, params: PyTree, *, apply: bool, **extra: Any
+    def step(
+        self, grads: Pending, state: CarryState, params: PyTree, *, apply: bool, **extra: Any
     ) -> tuple[PyTree, CarryState]:
+        """Run the inner step on all other leaves, then set the carried ones."""
         if not apply or grads.factors:
             raise ValueError(
                 f"{_WHO}: carried leaves must be set by boostax.apply_gradients with carry "
@@ -139,9 +147,8 @@ def carry(
                 "boostax.carry(dynamic_loss_scale(optax.chain(...))), and "
                 "boostax.apply_gradients(tx, grads, opt_state, params) for tx.update."
             )
-        bcoo.require(grads.raw, _WHO)
-        found = resolve(rules, params)
-        new = _over_replicas(values(grads.raw, found), found, names)
+        found = resolve(self.rules, params)
+        new = _over_replicas(values(grads.raw, found), found, self.names)
         _require_agreed(new, values(params, found))
         # A window that another hand has taken out of the state is none.
         opened = state.open & held_open(state.inner_state)
@@ -154,32 +161,28 @@ def carry(
         extra = elsewhere(extra, lambda trial: trees.unmasked(trial, params))
         if "grad" in extra:
             extra["grad"] = without(extra["grad"], found)
-        trained, inner_state = run(
-            tx, pending, state.inner_state, without(params, found), apply=True, extra=extra
-        )
-        took = outermost_passed(inner_state) & finite.all()
+        own = without(params, found)
+        trained, inner = run(self.tx, pending, state.inner_state, own, apply=True, extra=extra)
+        took = outermost_passed(inner) & finite.all()
 
         def merged(name: str, old: jax.Array) -> jax.Array:
             x = new[name].astype(old.dtype)
             both = jnp.where(opened, combine(found[name], old, x), x)
             return jnp.where(took, both, old)
 
-        window: dict[Rule, PyTree] = {
-            rule: _map(merged, tree) for rule, tree in state.window.items()
-        }
+        window: dict[Rule, PyTree] = {rule: _map(merged, x) for rule, x in state.window.items()}
         have = opened | took
-        params = _settled(trained, params, window, passed(inner_state) & have)
-        return params, CarryState(have & held_open(inner_state), window, inner_state)
+        params = _settled(trained, params, window, passed(inner) & have)
+        return params, CarryState(have & held_open(inner), window, inner)
 
-    def flush_fn(state: CarryState, params: PyTree, **extra: Any) -> tuple[PyTree, CarryState]:
-        found = resolve(rules, params)
-        trained, inner_state = flush_inner(tx, state.inner_state, without(params, found), extra)
+    def flush(self, state: CarryState, params: PyTree, **extra: Any) -> tuple[PyTree, CarryState]:
+        """Close what is open inside, and set the leaves that waited for it."""
+        own = without(params, resolve(self.rules, params))
+        trained, inner_state = flush_inner(self.tx, state.inner_state, own, extra)
         closed = state.open & passed(inner_state)
         params = _settled(trained, params, state.window, closed)
         still = state.open & held_open(inner_state)
         return params, state._replace(open=still, inner_state=inner_state)
-
-    return gated(init_fn, step_fn, flush_fn)
 
 
 def require_outside(inner_state: PyTree, who: str) -> None:
@@ -211,12 +214,11 @@ def declared(opt_state: PyTree, params: PyTree, who: str) -> Rules:
 
 def resolve(rules: Rules, tree: PyTree) -> dict[str, Rule]:
     """The rule of each leaf that is carried."""
-    found: dict[str, Rule] = {}
-    for name in trees.names(tree):
-        fits: list[Rule] = [rule for words, rule in rules.items() if _within(words, name)]
-        if fits:
-            found[name] = fits[0]
-    return found
+    fits = {
+        name: [rule for words, rule in rules.items() if _within(words, name)]
+        for name in trees.names(tree)
+    }
+    return {name: rules[0] for name, rules in fits.items() if rules}
 
 
 def without(tree: PyTree, found: Mapping[str, Any]) -> PyTree:
@@ -225,7 +227,7 @@ def without(tree: PyTree, found: Mapping[str, Any]) -> PyTree:
 
 
 def values(tree: PyTree, found: Mapping[str, Any]) -> Carried:
-    """What is carried of a tree."""
+    """Return the leaves of ``tree`` that ``carry`` overwrites."""
     return {name: x for name, x in trees.named(tree) if name in found}
 
 

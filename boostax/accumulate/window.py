@@ -16,22 +16,11 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from boostax._core import axes, checks, constants, formats, noise_scale, trees
+from boostax._core import axes, checks, constants, formats, gate, noise_scale, trees
 from boostax._core.describe import Holds, Stepped, describe
 from boostax._core.extras import elsewhere
 from boostax._core.finite import all_finite
-from boostax._core.gate import (
-    Pending,
-    counted,
-    flush_inner,
-    gated,
-    has_gate,
-    init_inner,
-    outermost_passed,
-    passed,
-    run,
-    run_or_hold,
-)
+from boostax._core.gate import Pending
 from boostax._core.handshake import assume_scaled
 from boostax._core.replicas import PerReplica, require_like
 from boostax.accumulate.aux import weigh
@@ -87,7 +76,7 @@ class AccumulateState(NamedTuple):
 
     def taken(self) -> jax.Array:
         """Whether the last gradient was taken in: into the open window, or by the inner gate."""
-        return jnp.logical_or(self.micro_step > 0, outermost_passed(self.inner_state))
+        return jnp.logical_or(self.micro_step > 0, gate.outermost_passed(self.inner_state))
 
     def held(self) -> jax.Array:
         """Whether a window is open: gradients are summed up and not applied."""
@@ -103,11 +92,8 @@ class AccumulateState(NamedTuple):
 
     def metrics(self) -> dict[str, jax.Array]:
         """Named scalars for ``boostax.metrics``."""
-        return {
-            "micro_step": self.micro_step,
-            "optimizer_steps": self.optimizer_steps,
-            "dropped_windows": self.dropped_windows,
-        }
+        names = ("micro_step", "optimizer_steps", "dropped_windows")
+        return {name: getattr(self, name) for name in names}
 
 
 def accumulate(
@@ -195,7 +181,7 @@ def accumulate(
     names = axes.canonical(_WHO, axis_name)
     how = _Windows(tx, every, normalize, narrow, rounding == "stochastic", names)
     described = describe(_WHO, "window", names, inner={"inner_state": tx})
-    return gated(how.init, described(how.step), how.flush)
+    return gate.gated(how.init, described(how.step), how.flush)
 
 
 class _Closed(NamedTuple):
@@ -215,16 +201,12 @@ class _Windows(NamedTuple):
     stochastic: bool
     names: tuple[str, ...]
 
-    @property
-    def weighted(self) -> bool:
-        """Whether sums are divided by the sum of weights."""
-        return self.normalize == "weight"
-
     def init(self, params: PyTree) -> AccumulateState:
         """Return the first state: no window is open."""
-        inner_state = init_inner(self.tx, params)
+        inner_state = gate.init_inner(self.tx, params)
         require_outside(inner_state, _WHO)
-        if self.weighted and noise_scale.found(inner_state):
+        weighted = self.normalize == "weight"
+        if weighted and noise_scale.found(inner_state):
             hint = "Its local gradients would bear their weights, and their norms as well."
             allowed = "'mean' or 'sum' around all_reduce(noise=...)"
             raise ValueError(checks.message(_WHO, "normalize", allowed, self.normalize, hint))
@@ -232,45 +214,25 @@ class _Windows(NamedTuple):
         # Only a plain 1 does without a buffer: a schedule or a traced value may change its mind.
         if not (isinstance(self.every, int) and self.every == 1):
             zeros = lambda p: jnp.zeros_like(p, dtype=trees.buffer_dtype(p, self.narrow))  # noqa: E731
-            weight = jnp.zeros((), jnp.float32) if self.weighted else None
+            weight = jnp.zeros((), jnp.float32) if weighted else None
             window = Window(jax.tree.map(zeros, params), weight)
             window = PerReplica(axes.to_varying(window, self.names)) if self.names else window
-        return AccumulateState(
-            micro_step=jnp.zeros((), jnp.int32),
-            optimizer_steps=jnp.zeros((), jnp.int32),
-            dropped_windows=jnp.zeros((), jnp.int32),
-            applied=jnp.asarray(False),
-            window=window,
-            inner_state=inner_state,
-        )
+        counts = (jnp.zeros((), jnp.int32) for _ in range(3))
+        return AccumulateState(*counts, jnp.asarray(False), window, inner_state)
 
     def step(
-        self,
-        grads: Pending,
-        state: AccumulateState,
-        params: PyTree,
-        *,
-        apply: bool,
-        weight: Any = None,
-        **extra: Any,
+        self, grads: Pending, state: AccumulateState, params: PyTree, *, apply: bool, **extra: Any
     ) -> Stepped:
         """Add a gradient, and close the window if it ends."""
         trees.require_gradients(grads.raw, _WHO)
         axes.require_local(grads.raw, self.names, _WHO)
-        if weight is not None and not self.weighted:
-            raise ValueError(
-                f"accumulate: weight must be left out with normalize={self.normalize!r}, got one. "
-                "Use normalize='weight' to average by it: boostax.Aux(weight=...) asks for that."
-            )
-        added = trees.addends(grads.value(), self.narrow)
-        new = _weighted(added, weight, self.names) if self.weighted else Window(added, None)
+        new = self._added(trees.addends(grads.value(), self.narrow), extra.pop("weight", None))
         count = state.micro_step + 1
         if state.window is None:
             value, closed = self._close(new, count, state, params, apply, extra)
             return value, _next(state, jnp.zeros_like(count), closed, jnp.asarray(True))
         if "grad" in extra:
             _refused(extra["grad"])
-        extra = elsewhere(extra, _refused)
         old = _local(state.window)
         require_like(_WHO, "the window", old, new)
         seed = formats.fold(state.optimizer_steps, state.micro_step) if self.stochastic else None
@@ -278,46 +240,61 @@ class _Windows(NamedTuple):
         sums = jax.tree_util.tree_map_with_path(add, old, new)
         every = self.every(state.optimizer_steps) if callable(self.every) else self.every
         ends = count >= jnp.maximum(every, 1)
-        value, closed = self._close_if(ends, sums, count, state, params, apply, extra)
+        rest = params, apply, elsewhere(extra, _refused)
+        value, closed = self._close_if(ends, sums, count, state, *rest)
         state = state._replace(window=PerReplica(sums) if self.names else sums)
         return value, _next(state, jnp.where(ends, 0, count), closed, ends)
 
     def flush(self, state: AccumulateState, params: PyTree, **extra: Any) -> Stepped:
         """Close an open window, and what the inner transformation holds open in its turn."""
         if state.window is None:
-            params, inner_state = flush_inner(self.tx, state.inner_state, params, extra)
+            params, inner_state = gate.flush_inner(self.tx, state.inner_state, params, extra)
             return params, state._replace(inner_state=inner_state)
         # A scaler inside asked for their scale when they came.
         sums = assume_scaled(_local(state.window), state.inner_state)
         ends, count = state.held(), state.micro_step
         params, closed = self._close_if(ends, sums, count, state, params, True, extra)
-        params, inner_state = flush_inner(self.tx, closed.inner_state, params, extra)
-        closed = closed._replace(inner_state=inner_state)
-        return params, _next(state, jnp.zeros_like(count), closed, ends)
-
-    def _close_if(self, ends: jax.Array, *args: Any) -> tuple[PyTree, _Closed]:
-        _, _, state, params, apply, _ = args
-        work, held = (
-            functools.partial(self._close, *args),
-            _Closed(state.inner_state, jnp.asarray(False)),
+        params, inner_state = gate.flush_inner(self.tx, closed.inner_state, params, extra)
+        return params, _next(
+            state, jnp.zeros_like(count), closed._replace(inner_state=inner_state), ends
         )
+
+    def _added(self, grads: PyTree, weight: Any) -> Window:
+        """Return the window of one gradient alone."""
+        weighted = self.normalize == "weight"
+        if not weighted and weight is None:
+            return Window(grads, None)
+        if not weighted:
+            raise ValueError(
+                f"accumulate: weight must be left out with normalize={self.normalize!r}, got one. "
+                "Use normalize='weight' to average by it: boostax.Aux(weight=...) asks for that."
+            )
+        if weight is None:
+            raise ValueError(
+                "accumulate: normalize='weight' needs the extra argument weight (tokens in this "
+                "micro-batch), got none. Call update(..., weight=n), or return "
+                "boostax.Aux(weight=n) from the loss."
+            )
+        weight = axes.to_varying(jnp.asarray(weight, jnp.float32), self.names)
+        # NaN stays in the sum of the weights, and out of that of the gradients.
+        weight = jnp.where((weight >= 0) & (weight < _MOST), weight, jnp.nan)
+        return Window(weigh(grads, weight), weight)
+
+    def _close_if(self, ends: jax.Array, sums: Window, count: jax.Array, *rest: Any) -> Stepped:
+        state, params, apply, _ = rest
+        held = _Closed(state.inner_state, jnp.asarray(False))
+        work = functools.partial(self._close, sums, count, *rest)
         how: Any = {"apply": apply, "who": _WHO, "names": self.names}
-        return run_or_hold(ends, work, params, held, **how)
+        return gate.run_or_hold(ends, work, params, held, **how)
 
     def _close(
-        self,
-        window: Window,
-        count: jax.Array,
-        state: AccumulateState,
-        params: PyTree,
-        apply: bool,
-        extra: Any,
+        self, window: Window, count: jax.Array, state: AccumulateState, *rest: Any
     ) -> tuple[PyTree, _Closed]:
         """Normalise the sums and, if they can be used, run ``inner`` on them."""
-        names = self.names
+        (params, apply, extra), names, inner_state = rest, self.names, state.inner_state
         # The range of f16: what a scaler lets pass does not add up in it. A gate inside judges such
         # a sum itself: a scaler has to see what overflows, to lower the scale.
-        judged = float(jnp.finfo(self.narrow).max) < _MOST and not has_gate(state.inner_state)
+        judged = float(jnp.finfo(self.narrow).max) < _MOST and not gate.has_gate(inner_state)
         ok = all_finite(window.grads) if judged else jnp.asarray(True)
         factors = (1.0 / count.astype(jnp.float32),) if self.normalize == "mean" else ()
         if window.weight is not None:
@@ -327,17 +304,17 @@ class _Windows(NamedTuple):
         elif judged:
             ok = axes.agree(ok, names)
 
-        def run_on() -> tuple[PyTree, Any]:
+        def run_on() -> Stepped:
             grads = Pending(window.grads, factors)
-            return run(self.tx, grads, state.inner_state, params, apply=apply, extra=extra)
+            return gate.run(self.tx, grads, inner_state, params, apply=apply, extra=extra)
 
-        if not (self.weighted or judged):
+        if window.weight is None and not judged:
             value, new_state = run_on()
         else:
             how: Any = {"apply": apply, "who": _WHO, "names": names}
-            value, new_state = run_or_hold(ok, run_on, params, state.inner_state, **how)
+            value, new_state = gate.run_or_hold(ok, run_on, params, inner_state, **how)
         # Not in the branch: XLA:GPU copies what passes through one that returns a constant flag.
-        return value, _Closed(new_state, ok & passed(new_state))
+        return value, _Closed(new_state, ok & gate.passed(new_state))
 
 
 def _refused(given: PyTree) -> PyTree:
@@ -357,13 +334,9 @@ def _local(window: PerReplica | Window) -> Window:
 def _next(
     state: AccumulateState, count: jax.Array, closed: _Closed, ended: jax.Array
 ) -> AccumulateState:
-    return state._replace(
-        micro_step=count,
-        optimizer_steps=counted(state.optimizer_steps, closed.applied),
-        dropped_windows=counted(state.dropped_windows, ended & ~closed.applied),
-        applied=closed.applied,
-        inner_state=closed.inner_state,
-    )
+    steps = gate.counted(state.optimizer_steps, closed.applied)
+    dropped = gate.counted(state.dropped_windows, ended & ~closed.applied)
+    return AccumulateState(count, steps, dropped, closed.applied, state.window, closed.inner_state)
 
 
 def _summed(
@@ -374,19 +347,6 @@ def _summed(
     if seed is not None and old.dtype == jnp.bfloat16:
         return formats.to_bfloat16(total, formats.seed_of(seed, path))
     return total.astype(old.dtype)
-
-
-def _weighted(grads: PyTree, weight: Any, names: tuple[str, ...]) -> Window:
-    if weight is None:
-        raise ValueError(
-            "accumulate: normalize='weight' needs the extra argument weight (tokens in this "
-            "micro-batch), got none. Call update(..., weight=n), or return boostax.Aux(weight=n) "
-            "from the loss."
-        )
-    weight = axes.to_varying(jnp.asarray(weight, jnp.float32), names)
-    # NaN stays in the sum of the weights, and out of that of the gradients.
-    weight = jnp.where((weight >= 0) & (weight < _MOST), weight, jnp.nan)
-    return Window(weigh(grads, weight), weight)
 
 
 def has_updated(opt_state: PyTree) -> jax.Array:
@@ -415,7 +375,7 @@ def has_updated(opt_state: PyTree) -> jax.Array:
             "has_updated: opt_state must hold an AccumulateState, got none. Wrap the optimizer in "
             "boostax.accumulate."
         )
-    return passed(opt_state)
+    return gate.passed(opt_state)
 
 
 def flush(
@@ -450,5 +410,5 @@ def flush(
     tx = optax.with_extra_args_support(tx)
     params = trees.arrays(params)
     own = constants.without_gradient(constants.aside(params), True)
-    new, opt_state = flush_inner(tx, trees.arrays(opt_state), own, extra_args)
+    new, opt_state = gate.flush_inner(tx, trees.arrays(opt_state), own, extra_args)
     return constants.put_back(new, params), opt_state
