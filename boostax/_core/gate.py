@@ -36,8 +36,8 @@ import jax.numpy as jnp
 import optax
 from jax import lax
 
-from boostax._core import axes, bcoo, checks, costs, trees
-from boostax._core.describe import Stepped, describe, takes_sparse
+from boostax._core import axes, checks, costs, trees
+from boostax._core.describe import Stepped, describe
 from boostax._core.placement import settled
 
 PyTree = Any
@@ -62,8 +62,8 @@ class Pending(NamedTuple):
         """The same with more factors to come."""
         return Pending(self.raw, self.factors + factors)
 
-    def value(self, *, sparse: bool = False) -> PyTree:
-        """The product, in f32 or wider; of sparse gradients dense, unless these are asked for.
+    def value(self) -> PyTree:
+        """The product, in f32 or wider.
 
         Factors, not divisors: XLA:CPU does not duplicate a division into the several fusions that
         read the result, and writes a copy of all gradients instead.
@@ -74,8 +74,7 @@ class Pending(NamedTuple):
                 g = g * factor.astype(g.real.dtype)
             return g
 
-        value = bcoo.map_data(product, trees.at_least_float32(self.raw))
-        return value if sparse else bcoo.dense(value)
+        return jax.tree.map(product, trees.at_least_float32(self.raw))
 
 
 class Step(Protocol):
@@ -182,8 +181,7 @@ def run(
         return own.step(grads, state, params, apply=apply, **extra)
     if "grad" in extra:
         extra = extra | {"grad": grads._replace(raw=extra["grad"]).value()}
-    value = grads.value(sparse=takes_sparse(tx))
-    updates, state = tx.update(value, state, trees.at_least_float32(params), **extra)
+    updates, state = tx.update(grads.value(), state, trees.at_least_float32(params), **extra)
     if apply:
         return settled(optax.apply_updates(params, updates)), state
     return trees.as_updates(updates, params), state

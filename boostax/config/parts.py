@@ -11,7 +11,6 @@ import optax
 
 from boostax._core import checks
 from boostax._core.groups import mindspore_groups, prefix_groups
-from boostax.accumulate.by_noise import WindowByNoise, by_noise
 from boostax.accumulate.carried import carry
 from boostax.accumulate.window import accumulate
 from boostax.chain.parts import opened, read
@@ -195,21 +194,14 @@ class AverageParams(Part, factory=average_params):
     """``boostax.model.average_params``, around the reduction, inside the window and the scaler."""
 
 
-def _every(every: Any) -> int | Callable[[Any], Any] | WindowByNoise:
-    """As given, or the arguments of ``by_noise``."""
-    return by_noise(**every) if isinstance(every, Mapping) else every
-
-
 class Accumulate(Part, factory=accumulate):
     """``boostax.accumulate``: one optimizer step for so many calls.
 
     Attributes:
-      every: of ``by_noise`` the arguments, as a dictionary.
       drop: what a call that overflows takes with it: itself (``"micro-batch"``: the loss scaler
         stands around the window) or all of its ``"window"`` (inside; cheaper).
     """
 
-    made: ClassVar = {"every": _every}
     every: int = 1
     drop: Literal["micro-batch", "window"] = "micro-batch"
 

@@ -270,7 +270,7 @@ def _scaled(
     def step_fn(
         grads: Pending, state: LossScaleState, params: PyTree, *, apply: bool, **extra: Any
     ) -> tuple[PyTree, LossScaleState]:
-        trees.require_gradients(grads.raw, who, sparse=True, params=params)
+        trees.require_gradients(grads.raw, who)
         axes.require_local(grads.raw, names, who)
         checks.require_scalar(who, "scale", state.scale)
         if asks:

@@ -449,7 +449,7 @@ def _active(active: PyTree, params: PyTree) -> PyTree:
 def _require_trainable(params: PyTree, active: Any) -> None:
     """Refuse what is differentiated and cannot be: integers, bools, PRNG keys."""
     trained = params if isinstance(active, Choice) else trees.masked(params, active)
-    bcoo.require(trained, "value_and_grad", what="params")
+    bcoo.require(trained, "value_and_grad", "params")
     for path, x in jax.tree_util.tree_leaves_with_path(trained):
         dtype = getattr(x, "dtype", None)
         if not (isinstance(x, (float, complex)) if dtype is None else trees.is_inexact(dtype)):
