@@ -16,7 +16,7 @@ _REDUCING = (*REDUCTIONS, "delta", "own params", "subspace", "coordinates")
 
 def findings(found: Sequence[Row], step: Any = None) -> list[Finding]:
     """All that is in wrong order or does not fit, of a chain and of the train step around it."""
-    checks = (sequences, nestings, freezing, agreements, reach, windows, directions, feedback)
+    checks = (sequences, nestings, freezing, agreements, reach, directions, feedback)
     of_chain = [finding for check in checks for finding in check(found)]
     return of_chain if step is None else of_chain + list(of_step(found, step))
 
@@ -69,20 +69,6 @@ def reach(found: Sequence[Row]) -> Iterator[Finding]:
             why = "the loss is multiplied by its scale as a whole, and only a part of it divided."
         mend = f"Put {name} around {mask}: {name}(optax.{mask}(...), ...)."
         yield Finding(f"{name} in {mask}", why, mend, certain=row.role == "scaler")
-
-
-def windows(found: Sequence[Row]) -> Iterator[Finding]:
-    """What asks for the loss of a window, whose last call knows only its own."""
-    for row in found:
-        held = any(holder.role in ("window", "peer window") for holder in row.holders)
-        if held and row.role == "check" and row.part.settings.get("by") == "loss":
-            name = row.part.name
-            yield Finding(
-                f"{name} by the loss in a window",
-                "the loss that it sees is that of the last call, not of the window.",
-                f"Put {name} around the window, or take by='gradient'.",
-                certain=True,
-            )
 
 
 def directions(found: Sequence[Row]) -> Iterator[Finding]:
