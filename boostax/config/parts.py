@@ -122,8 +122,7 @@ def _axes(axes: Axes = "auto", less_bn: LessBNReport | None = None) -> Axes:
     """As given, but that a normalised head stays as it is."""
     if less_bn is None or less_bn.head is None or callable(axes):
         return axes
-    rules = () if isinstance(axes, str) else axes.items() if isinstance(axes, Mapping) else axes
-    return [(glob.escape(less_bn.head), None), *rules]
+    return {glob.escape(less_bn.head): None} | ({} if isinstance(axes, str) else dict(axes))
 
 
 class Centralize(Part, factory=centralize_gradients):

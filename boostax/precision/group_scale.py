@@ -153,8 +153,8 @@ def group_loss_scale(
     is lowered, however many they are; the others grow.
 
     ``rule="measure"`` does not feel its way: the first gradient of a group sets its scale, so that
-    the largest magnitude :math:`m_k` of the scaled gradient comes to ``2**16 / headroom``; from then
-    on :math:`t_k \le s_k\, 2^{16} / (\text{headroom} \cdot m_k)` holds beside the rule above.
+    the largest magnitude :math:`m_k` of the scaled gradient comes to ``2**16 / headroom``; from
+    then on :math:`t_k \le s_k\, 2^{16} / (\text{headroom} \cdot m_k)` holds beside the rule above.
 
     The loss must be multiplied by the scale of the last group, and have a ``scale_boundary`` on
     every edge between groups, which ``check_boundaries`` proves.
