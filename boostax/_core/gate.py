@@ -427,8 +427,28 @@ def gate(
       (-2.0, 1)
     """
     who = name or getattr(rule, "__name__", "gate")
-    tx = checks.transformation(who, "inner", inner)
     names = axes.canonical(who, axis_name)
+
+    def agreed(grads: Pending, own: PyTree, params: PyTree) -> tuple[jax.Array, PyTree]:
+        ok, own = rule(grads, own, params)
+        if jnp.shape(ok) or not jnp.issubdtype(jnp.result_type(ok), jnp.bool_):
+            allowed, hint = "a bool scalar", "Such as optax.tree.norm(grads.value()) < 10."
+            raise TypeError(checks.message(who, "run", allowed, ok, hint))
+        return axes.agree(ok, names), own
+
+    return by_rule(who, inner, agreed, init, names)
+
+
+def by_rule(
+    who: str,
+    inner: optax.GradientTransformation,
+    rule: Rule,
+    init: Callable[[PyTree], PyTree],
+    names: tuple[str, ...],
+    what: str = "",
+) -> optax.GradientTransformationExtraArgs:
+    """Make the gate of a rule whose ``run`` is equal on all replicas; see ``gate``."""
+    tx = checks.transformation(who, "inner", inner)
 
     def init_fn(params: PyTree) -> GateState:
         # Arrays of its own: donation refuses a buffer that two fields share.
@@ -436,18 +456,14 @@ def gate(
         inner_state = init_inner(tx, params)
         return GateState(own, jnp.asarray(False), jnp.zeros((), jnp.int32), inner_state)
 
-    @describe(who, "check", names, inner={"inner_state": tx})
+    @describe(who, "check", names, inner={"inner_state": tx}, what=what)
     def step_fn(
         grads: Pending, state: GateState, params: PyTree, *, apply: bool, **extra: Any
     ) -> tuple[PyTree, GateState]:
         trees.require_gradients(grads.raw, who)
         axes.require_local(grads.raw, names, who)
         ok, own = rule(grads, state.own, params)
-        if jnp.shape(ok) or not jnp.issubdtype(jnp.result_type(ok), jnp.bool_):
-            allowed, hint = "a bool scalar", "Such as optax.tree.norm(grads.value()) < 10."
-            raise TypeError(checks.message(who, "run", allowed, ok, hint))
         trees.require_shapes(who, "own", state.own, own, "Return it as it was given.")
-        ok = axes.agree(ok, names)
 
         def heavy() -> Stepped:
             return run(tx, grads, state.inner_state, params, apply=apply, extra=extra)

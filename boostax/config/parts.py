@@ -22,11 +22,11 @@ from boostax.model.average import average_params
 from boostax.model.centralize import Axes, centralize_gradients
 from boostax.model.clip import clip_by_global_norm
 from boostax.model.less_bn import LessBNReport, less_bn
-from boostax.precision import spikes
 from boostax.precision.group_scale import group_loss_scale
 from boostax.precision.loss_scale import dynamic_loss_scale, static_loss_scale
 from boostax.precision.lost_updates import count_lost_updates
 from boostax.precision.policy import Policy, policy
+from boostax.precision.spikes import skip_spikes
 from boostax.precision.store import store
 from boostax.precision.updates import check_updates
 from boostax.subspace.basis import pca_basis, saved_basis
@@ -107,37 +107,8 @@ class CheckUpdates(Part, factory=check_updates):
     """``boostax.precision.check_updates``, directly around the optimizer."""
 
 
-def _spike_rule(
-    rule: str | spikes.SpikeRule = "median",
-    k: float | None = None,
-    floor: float | None = None,
-    z: float | None = None,
-    factor: float | None = None,
-    decay: float | None = None,
-    warmup: int | None = None,
-    max_norm: float | None = None,
-) -> spikes.SpikeRule:
-    """A rule by its name, with the settings that it has."""
-    settings = {"k": k, "floor": floor, "z": z, "factor": factor}
-    settings |= {"decay": decay, "warmup": warmup, "max_norm": max_norm}
-    given = {name: value for name, value in settings.items() if value is not None}
-    if isinstance(rule, str):
-        word(rule, tuple(spikes.RULES), "rule")
-    kind: Any = spikes.RULES[rule] if isinstance(rule, str) else None
-    mine = {field.name for field in dataclasses.fields(kind)} if kind else set[str]()
-    for name, value in given.items():
-        hint = f"It has {', '.join(sorted(mine)) or 'its own'}."
-        checks.require("", name, value, f"left out with rule {rule!r}", name in mine, hint)
-    return kind(**given) if isinstance(rule, str) else rule
-
-
-class SkipSpikes(Part, factory=spikes.skip_spikes):
-    """``boostax.precision.skip_spikes``, around the reduction and inside the window.
-
-    Settings of the rule (``k``, ``z``, ...) stand beside its name.
-    """
-
-    made: ClassVar = {"rule": _spike_rule}
+class SkipSpikes(Part, factory=skip_spikes):
+    """``boostax.precision.skip_spikes``, around the reduction and inside the window."""
 
 
 class Clip(Part, factory=clip_by_global_norm):
@@ -150,8 +121,7 @@ def _axes(axes: Axes = "auto", less_bn: LessBNReport | None = None) -> Axes:
     """As given, but that a normalised head stays as it is."""
     if less_bn is None or less_bn.head is None or callable(axes):
         return axes
-    rules = () if isinstance(axes, str) else axes.items() if isinstance(axes, Mapping) else axes
-    return [(glob.escape(less_bn.head), None), *rules]
+    return {glob.escape(less_bn.head): None} | ({} if isinstance(axes, str) else dict(axes))
 
 
 class Centralize(Part, factory=centralize_gradients):
@@ -227,7 +197,7 @@ class LossScale(
 class Store(Part, factory=store):
     """``boostax.precision.store``, around the optimizer and its reduction, inside all gates."""
 
-    params: Literal["stochastic", "remainder", "kahan"] | None = None
+    params: Literal["stochastic", "remainder"] | None = None
 
     def arguments(self, place: Place) -> dict[str, Any]:
         """Of the factory ``params`` says how they are stored."""
