@@ -214,7 +214,7 @@ NESTINGS: Rules = {
     ),
     (("own params",), ("recorder",)): Rule(
         "each replica would record params of its own.",
-        "Record between steps: boostax.subspace.HostTrajectory.",
+        "Keep jax.device_get(params) in a list between steps: boostax.subspace.pca_basis takes it.",
     ),
 }
 

@@ -253,8 +253,8 @@ def average_params(
 def averaged_params(opt_state: PyTree, params: PyTree) -> PyTree:
     """The average that ``average_params`` keeps, as params to evaluate or to save.
 
-    Statistics of a model (BatchNorm) belong to the params that they were measured with:
-    ``boostax.train.reestimate_model_state`` measures those of the average.
+    Statistics of a model (BatchNorm) belong to the params that they were measured with: run the
+    model over some dozens of batches with the average, and average its statistics.
 
     Args:
       opt_state: any state that holds one of ``average_params``.
