@@ -220,8 +220,8 @@ def _check_together(config: BoostConfig) -> None:
         if own:
             allowed, why = f"None with reduce {kind!r}", "Each replica has params of its own."
         hint = (
-            f"{why} boostax.subspace.HostTrajectory records between steps, and finish takes its "
-            "basis: dim_reduce.every = None."
+            f"{why} Keep jax.device_get(params) in a list between steps, and finish takes the "
+            "boostax.subspace.pca_basis of it: dim_reduce.every = None."
         )
         checks.absent(_WHO, "dim_reduce.every", finish.every, allowed, hint)
     if config.carry is not None:

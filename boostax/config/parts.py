@@ -31,7 +31,7 @@ from boostax.precision.store import store
 from boostax.precision.updates import check_updates
 from boostax.subspace.basis import pca_basis, saved_basis
 from boostax.subspace.dim_reduce import dim_reduce
-from boostax.subspace.host import checkpoint_snapshots
+from boostax.subspace.files import checkpoint_snapshots
 from boostax.subspace.quasi_newton import RULES, SubspaceRule
 from boostax.subspace.trajectory import record_trajectory
 

@@ -265,8 +265,8 @@ def average_params(
 def averaged_params(opt_state: PyTree, params: PyTree) -> PyTree:
     """Return the average that ``average_params`` keeps, as params to evaluate or to save.
 
-    Statistics of a model (BatchNorm) belong to the params that they were measured with: measure
-    them anew with the average.
+    Statistics of a model (BatchNorm) belong to the params that they were measured with: run the
+    model over some dozens of batches with the average, and average its statistics.
 
     Args:
       opt_state: any state that holds one of ``average_params``.
