@@ -24,7 +24,7 @@ from subspace import COMPONENTS, SNAPSHOTS, TEXT
 
 import boostax
 from boostax._core import trees
-from boostax.run.workloads import Workload, text
+from workloads import Workload, text
 
 PyTree = Any
 Judged = dict[str, float]

@@ -15,7 +15,6 @@ from jax import lax
 
 import boostax
 from boostax._core import costs
-from boostax.inspect.break_even import alone
 from boostax.inspect.costs import Place, traced
 from boostax.reduce.codec import Codec, Message, packed, unpacked, unsent
 from boostax.reduce.feedback import compress
@@ -58,17 +57,13 @@ def forms() -> dict[str, optax.GradientTransformationExtraArgs]:
     return {
         "dense f32": boostax.all_reduce(AXIS),
         "bf16": boostax.all_reduce(AXIS, dtype="bfloat16"),
-        "int16": boostax.reduce.int16_reduce(AXIS),
         "int8": boostax.int8_reduce(AXIS),
         "int8, stochastic": boostax.int8_reduce(AXIS, rounding="stochastic"),
-        "sign, gathered": boostax.reduce.sign_reduce(AXIS),
-        "sign, two shots": boostax.reduce.sign_reduce(AXIS, two_shot=True),
         EXACT: boostax.top_k_reduce(AXIS, 0.01),
         BLOCKS: boostax.top_k_reduce(AXIS, 0.01, block=1000),
         "threshold, 1% at most, blocks": boostax.reduce.threshold_reduce(
             AXIS, 3.0, relative=True, capacity=0.01, block=1000
         ),
-        "random-k 1%": boostax.reduce.random_k_reduce(AXIS, 0.01),
         POWER: boostax.reduce.power_sgd_reduce(AXIS, 4),
         BOTH_SIDES: both,
     }

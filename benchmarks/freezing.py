@@ -13,7 +13,7 @@ import optax
 from harness import Bar, Form, arguments, caveats, paired, ratio, record, report
 
 import boostax
-from boostax.run.workloads import TextConfig, text
+from workloads import TextConfig, text
 
 PyTree = Any
 CONFIG = TextConfig(depth=8, heads=8, sequence_length=64)

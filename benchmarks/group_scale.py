@@ -75,9 +75,11 @@ def init(key: jax.Array, depth: int, spread: float) -> PyTree:
     ]
 
 
-def loss(params: PyTree, batch: Split, dtype: Any) -> jax.Array:
+def loss(params: PyTree, batch: Split, dtype: Any, scales: Any = None) -> jax.Array:
     hidden = batch.images.astype(dtype)
     for i, layer in enumerate(params):
+        if i:
+            hidden = boostax.precision.scale_boundary(hidden, scales, i - 1, i)
         hidden = hidden @ layer["w"].astype(dtype) + layer["b"].astype(dtype)
         hidden = jax.nn.sigmoid(hidden) if i < len(params) - 1 else hidden
     logits = hidden.astype(jnp.float32)
@@ -91,14 +93,13 @@ def labels_of(params: PyTree) -> PyTree:
 def make_step(variant: Variant, tx: Any, labels: PyTree) -> Callable[..., Any]:
     """``(params, state, batch) -> (params, state)``, the loss scaled as the state says."""
     fn = functools.partial(loss, dtype=variant.dtype)
-    bounded = boostax.precision.group_boundaries(fn, labels) if variant.by_group else None
 
     def step(params: PyTree, state: Any, batch: Split) -> tuple[PyTree, Any]:
         scales = boostax.precision.group_scales(state)
 
         def scaled(params: PyTree) -> jax.Array:
-            if bounded is not None and scales is not None:
-                return scales[-1] * bounded(params, batch, scales=scales)
+            if scales is not None:
+                return scales[-1] * fn(params, batch, scales=scales)
             return boostax.precision.scale_loss(fn(params, batch), state)
 
         return boostax.apply_gradients(drawn(tx), jax.grad(scaled)(params), state, params)
@@ -152,11 +153,10 @@ def vanished(depth: int, spread: float) -> list[dict[str, Any]]:
         optax.identity(), labels, rule="measure", max_scale=2.0**60
     )
     state = tx.init(params)
-    bounded = boostax.precision.group_boundaries(functools.partial(loss, dtype=jnp.float16), labels)
     for _ in range(40):
         scales = boostax.precision.group_scales(state)
         assert scales is not None
-        scaled = lambda p, s=scales: s[-1] * bounded(p, batch, scales=s)  # noqa: E731
+        scaled = lambda p, s=scales: s[-1] * loss(p, batch, jnp.float16, s)  # noqa: E731
         grads = jax.jit(jax.grad(scaled))(params)
         _, state = tx.update(grads, state, params)
     shares = {f"layer {i}": float((g["w"] == 0).mean()) for i, g in enumerate(grads)}

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import optax
 
 import boostax
-from boostax.run.workloads import digits
+from workloads import digits
 
 PyTree = Any
 Loss = Callable[[PyTree, PyTree], jax.Array]

@@ -21,7 +21,7 @@ from harness import DOCS
 
 import boostax
 from boostax.inspect.audit import Audit
-from boostax.run.workloads._models import CharacterTransformer
+from workloads._models import CharacterTransformer
 
 Config = dict[str, Any]
 FOLDER = DOCS / "recipes"

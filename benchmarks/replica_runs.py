@@ -21,7 +21,7 @@ from text_runs import Text
 import boostax
 from boostax._core import costs
 from boostax._core.replicas import is_per_replica, owns_params
-from boostax.run.workloads import TextConfig
+from workloads import TextConfig
 
 PyTree = Any
 AXIS, REPLICAS = "data", 8

@@ -19,7 +19,7 @@ import optax
 from harness import Bar, Form, paired, ratio, report
 
 import boostax
-from boostax.run.workloads import DigitsConfig, TextConfig, Workload, digits, text
+from workloads import DigitsConfig, TextConfig, Workload, digits, text
 
 PyTree = Any
 LENGTHS = (5, 10, 20, 40, 300)

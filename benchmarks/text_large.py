@@ -32,7 +32,7 @@ from replica_runs import AXIS, REPLICAS, first, train, wire_bytes
 from text_runs import Text, warmed
 
 import boostax
-from boostax.run.workloads import TextConfig
+from workloads import TextConfig
 
 PyTree = Any
 CONFIG = TextConfig(width=256, depth=7, heads=4, sequence_length=64, batch_size=REPLICAS)

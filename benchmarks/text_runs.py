@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from boostax.run.workloads import TextConfig, Workload, text
+from workloads import TextConfig, Workload, text
 
 PyTree = Any
 
