@@ -16,9 +16,9 @@ import numpy as np
 import optax
 from digits_replicas import Split, accuracy, data, init, loss
 from harness import arguments, caveats, over_seeds, report
+from workloads import TextConfig, text
 
 import boostax
-from workloads import TextConfig, text
 
 PyTree = Any
 GROUPS, FRACTION = 10, 0.3

@@ -30,9 +30,9 @@ from harness import (
 )
 from jax.sharding import AxisType
 from text_runs import Text, warmed
+from workloads import TextConfig
 
 import boostax
-from workloads import TextConfig
 
 PyTree = Any
 NAME, TITLE = "gpu", "On one GPU"

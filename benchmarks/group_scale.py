@@ -35,13 +35,11 @@ class Variant(NamedTuple):
       dtype: what the model computes in.
       wrap: from the optimizer and the labels to the scaled one; ``None`` scales nothing and skips
         what is not finite.
-      by_group: whether the loss needs boundaries.
     """
 
     name: str
     dtype: Any
     wrap: Callable[[Any, PyTree], Any]
-    by_group: bool = False
 
 
 def variants() -> list[Variant]:
@@ -59,8 +57,8 @@ def variants() -> list[Variant]:
             half,
             lambda tx, labels: boostax.dynamic_loss_scale(tx, growth_interval=200),
         ),
-        Variant("f16, by group, trial", half, grouped(growth_factor=2**0.01), True),
-        Variant("f16, by group, measured", half, grouped(rule="measure"), True),
+        Variant("f16, by group, trial", half, grouped(growth_factor=2**0.01)),
+        Variant("f16, by group, measured", half, grouped(rule="measure")),
     ]
 
 
@@ -90,7 +88,7 @@ def labels_of(params: PyTree) -> PyTree:
     return list(range(len(params)))
 
 
-def make_step(variant: Variant, tx: Any, labels: PyTree) -> Callable[..., Any]:
+def make_step(variant: Variant, tx: Any) -> Callable[..., Any]:
     """``(params, state, batch) -> (params, state)``, the loss scaled as the state says."""
     fn = functools.partial(loss, dtype=variant.dtype)
 
@@ -115,7 +113,7 @@ def trained(
     schedule = optax.warmup_cosine_decay_schedule(0.0, rate, steps // 20, steps)
     labels = list(range(depth + 1))
     tx = variant.wrap(optax.adam(schedule, eps=1e-20), labels)
-    step = make_step(variant, tx, labels)
+    step = make_step(variant, tx)
 
     def one(key: jax.Array) -> dict[str, jax.Array]:
         params = init(key, depth, spread)
@@ -174,10 +172,10 @@ def overhead(rounds: int) -> tuple[list[dict[str, Any]], float]:
     batch = Split(jax.random.normal(keys[0], (256, 512)), jnp.zeros(256, jnp.int32))
     adam, forms = optax.adam(1e-3), {}
     one = Variant("one dynamic scale", jnp.float32, lambda tx, _: boostax.dynamic_loss_scale(tx))
-    many = Variant("six, by group", jnp.float32, boostax.precision.group_loss_scale, True)
+    many = Variant("six, by group", jnp.float32, boostax.precision.group_loss_scale)
     for variant in (one, many):
         tx = variant.wrap(adam, labels_of(params))
-        step = make_step(variant, tx, labels_of(params))
+        step = make_step(variant, tx)
         forms[variant.name] = compiled_form(step, params, tx.init(params), batch, calls=3)
     grads = jax.tree.map(jnp.ones_like, params)
     for variant in (one, many):

@@ -7,9 +7,9 @@ from typing import Any
 import jax
 import optax
 from harness import Bar, arguments, over_seeds, report
+from workloads import DigitsConfig, TextConfig, Workload, digits, text
 
 import boostax
-from workloads import DigitsConfig, TextConfig, Workload, digits, text
 
 PEAK = 2e-3
 

@@ -17,11 +17,11 @@ from harness import over_seeds, power, power_in
 from jax.sharding import AbstractMesh, AxisType
 from jax.sharding import PartitionSpec as P
 from text_runs import Text
+from workloads import TextConfig
 
 import boostax
 from boostax._core import costs
 from boostax._core.replicas import is_per_replica, owns_params
-from workloads import TextConfig
 
 PyTree = Any
 AXIS, REPLICAS = "data", 8

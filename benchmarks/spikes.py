@@ -36,10 +36,10 @@ from harness import (
     work_of,
 )
 from text_runs import SMALL, warmed
+from workloads import TextConfig, text
 
 import boostax
 from boostax.precision import skip_spikes
-from workloads import TextConfig, text
 
 PyTree = Any
 RATES = tuple(2.0**power for power in range(-10, -4))

@@ -8,7 +8,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-
 from workloads import TextConfig, Workload, text
 
 PyTree = Any
