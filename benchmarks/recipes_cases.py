@@ -1,4 +1,4 @@
-"""The configurations of ``docs/recipes``, and the audit of a step by one of them, by shapes alone."""
+"""Configurations of ``docs/recipes``, and the audit of a step by one of them, by shapes alone."""
 
 import json
 from typing import Any
