@@ -6,8 +6,8 @@ with. A code line is one that has a token and is neither comment nor docstring.
 """
 
 import ast
-import io
 import functools
+import io
 import pathlib
 import re
 import tokenize
