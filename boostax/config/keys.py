@@ -80,7 +80,7 @@ def _dense(dense: Any = None) -> Any:
     return (lambda _, leaf: leaf.ndim < 2) if dense == "vectors" else dense
 
 
-def _every(every: Any, drop: str = "micro-batch") -> Any:
+def _every(every: Any = 1, drop: str = "micro-batch") -> Any:
     """Let ``drop`` say what an overflow takes with it: itself, or all of its window."""
     checks.choice("", "drop", drop, ("micro-batch", "window"), "'window' puts the scaler inside.")
     return every
@@ -91,8 +91,7 @@ def _axes(axes: Any = "auto", after_decay: bool = False, less_bn: Any = None) ->
     del after_decay  # of the layer
     if less_bn is None or less_bn.head is None or callable(axes):
         return axes
-    rules = () if isinstance(axes, str) else axes.items() if isinstance(axes, Mapping) else axes
-    return [(glob.escape(less_bn.head), None), *rules]
+    return {glob.escape(less_bn.head): None} | ({} if isinstance(axes, str) else dict(axes))
 
 
 def _other_axes(axis_name: Any, within: str | int | None = None) -> Any:
