@@ -54,7 +54,6 @@ NAMESPACES = {
 }  # fmt: skip
 # Of which packages the reference has what they hold besides.
 MORE = {
-    "config": {"FinishingStep"},
     "compat": {
         "ApplyIfFiniteState", "MultiSteps", "MultiStepsState", "MultiStepsSumState",
         "apply_if_finite",

@@ -253,7 +253,7 @@ def formula(name):
 def test_a_mode_is_its_formula(name, way):
     options, make, _ = MODES[name]
     boost = boostax.auto({"singa": options})
-    with warned(boost.config.reduce):
+    with warned(boost.config["reduce"]):
         step = configured(boost) if way == "configured" else by_hand(make())
     found = trained(step)
     for x, expected in zip(found, formula(name), strict=True):
@@ -288,7 +288,7 @@ def test_a_thousand_equal_elements_over_the_threshold_all_arrive(size, corr):
     options = {"dist_option": "sparseThreshold", "spars": 0.5, "corr": corr}
     boost = boostax.auto({"singa": options})
     linear = lambda params, batch: jnp.sum(params * batch[0])  # noqa: E731
-    with warned(boost.config.reduce):
+    with warned(boost.config["reduce"]):
         step = boost.make_train_step(linear, optax.sgd(1.0), mesh=mesh(), axis_name="data")
     state = step.init(jnp.zeros(size))
     state, metrics = step(state, rows)
@@ -394,6 +394,6 @@ def test_the_ladder_takes_no_more_memory_than_one_capacity():
 
 def warned(reduce):
     """A warning where nothing is kept, which is meant here."""
-    if reduce.error_feedback is False:
+    if reduce.get("error_feedback") is False:
         return pytest.warns(UserWarning, match="without error feedback")
     return contextlib.nullcontext()

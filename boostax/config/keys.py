@@ -50,6 +50,7 @@ ORDER: dict[str, dict[str, Factory]] = {
     "count_lost_updates": {"": precision.count_lost_updates},
     "check_updates": {"": precision.check_updates},
     "clip": {"": model.clip_by_global_norm},
+    "adagc": {"": model.adagc},
     "centralize": {"": boostax.centralize_gradients},
     "reduce": REDUCTIONS,
     "dim_reduce": {"": boostax.dim_reduce},
