@@ -16,7 +16,7 @@ import pytest
 import boostax
 from boostax.config import keys
 from boostax.config.auto import auto
-from boostax.config.mindspore import SWITCHES, from_mindspore
+from boostax.config.mindspore import GROUPS, SWITCHES, from_mindspore
 
 LAYERS = ("layer_0", "layer_1", "layer_2")
 SIZES = (4, 4, 4, 2)
@@ -69,22 +69,14 @@ def assert_trained(step, state, metrics):
 # What MindSpore resolves. Rows by their place in the file; where ours differs, why.
 REFUSED = {
     3: "auto: level must be 'O0' or 'O1' or 'O2', got 'O3'. Did you mean 'O2'?",
-    4: "auto: level must be 'O0' or 'O1' or 'O2', got 'bogus'. Nothing there is close to it.",
-    5: "mindspore: boost.adasum must be False or left out with mode 'auto' at level 'O1', got "
-    "True. MindSpore ignores the switch; mode 'manual' obeys it.",
-    8: "mindspore: boost.adasum must be False or left out with mode 'disable_all', got True. "
-    "MindSpore ignores the switch; mode 'manual' obeys it.",
-    9: "mindspore: boost.mode must be 'auto' or 'manual' or 'enable_all' or 'disable_all', got "
-    "'xx'. Nothing there is close to it.",
-    10: "mindspore: boost.less_bn must be True or left out with mode 'auto' at level 'O1', got "
-    "False. MindSpore ignores the switch; mode 'manual' obeys it.",
-    15: "mindspore: common.gradient_split_groups must be a list of integers, got 5. [50, 100] "
-    "cuts a list of params in three.",
-    16: "mindspore: common.gradient_split_groups must be a list of integers, got 'a'. [50, 100] "
-    "cuts a list of params in three.",
-    17: "mindspore: keys of boost must be among 'mode', 'less_bn', 'grad_freeze', 'adasum', "
-    "'grad_accumulation', 'dim_reduce', 'loss_scale_group', got 'unknown'. Nothing there is "
-    "close to it.",
+    4: "auto: level must be .*, got 'bogus'. Nothing there is close to it.",
+    5: "boost.adasum must be False or left out with mode 'auto' at level 'O1', got True. Mind",
+    8: "boost.adasum must be False or left out with mode 'disable_all', got True. .*'manual' ob",
+    9: "boost.mode must be 'auto' or 'manual' or 'enable_all' or 'disable_all', got 'xx'",
+    10: "boost.less_bn must be True or left out with mode 'auto' at level 'O1', got False",
+    15: "common.gradient_split_groups must be a list of integers, got 5. .* cuts a list of params",
+    16: "common.gradient_split_groups must be a list of integers, got 'a'",
+    17: "keys of boost must be among 'mode', 'less_bn', .*, 'loss_scale_group', got 'unknown'",
 }
 SILENT_THERE = {3, 4, 5, 8, 10, 17}  # MindSpore goes on; it raises in the other rows too
 
@@ -107,9 +99,8 @@ def test_every_row_resolves_as_in_mindspore_or_is_refused(golden):
     for i, row in enumerate(rows):
         data = row["dict"] or {}
         if i in REFUSED:
-            with pytest.raises((ValueError, TypeError)) as error:
+            with pytest.raises((ValueError, TypeError), match=REFUSED[i]):
                 from_mindspore(data, row["level"])
-            assert str(error.value) == REFUSED[i]
             continue
         config, notes = from_mindspore(data, row["level"])
         left_out = "grad_freeze is left out" in " ".join(notes)
@@ -121,28 +112,22 @@ def test_every_row_resolves_as_in_mindspore_or_is_refused(golden):
         assert auto(data, level=row["level"]).config == config
 
 
+SETTINGS = {
+    "less_bn": {"normalized_head": "_fn_flag"},
+    "freeze": {"groups": "_param_groups", "total_steps": "_total_steps", "freeze_p": "_freeze_p"},
+    "accumulate": {"every": "grad_accumulation_step"},
+    "dim_reduce": {
+        **{"shrink": "rho", "slope": "sigma", "residual_rate": "alpha"},
+        **{"residual_momentum": "gamma", "n_components": "n_components"},
+    },
+}
+
+
 def assert_settings(config, attrs):
     """The values of MindSpore's object, where the technique is on."""
-    told = {name: value for part in config.values() for name, value in part.items()}
-    theirs = {
-        "less_bn": {"normalized_head": "_fn_flag"},
-        "freeze": {
-            "groups": "_param_groups",
-            "total_steps": "_total_steps",
-            "freeze_p": "_freeze_p",
-        },
-        "accumulate": {"every": "grad_accumulation_step"},
-        "dim_reduce": {
-            "shrink": "rho",
-            "slope": "sigma",
-            "residual_rate": "alpha",
-            "residual_momentum": "gamma",
-            "n_components": "n_components",
-        },
-    }
-    for part, names in theirs.items():
-        for ours, name in names.items() if part in config else ():
-            assert told[ours] == attrs[name], (part, ours)
+    for part, names in SETTINGS.items():
+        if part in config:
+            assert {x: config[part][x] for x in names} == {x: attrs[y] for x, y in names.items()}
     if "less_bn" in config:
         assert ("centralize" in config) == attrs["_gc_flag"]
     if "freeze" in config:
@@ -188,17 +173,18 @@ def test_manual_mode_leaves_the_levels_alone(golden):
     assert auto("O1").config == before == auto({}, level="O1").config
 
 
+# The dictionary of MindSpore's page, with its defaults.
+OFF = dict.fromkeys(SWITCHES, False)
+PAGE = {"boost": {"mode": "auto", **OFF}} | {
+    group: {key: about.get("default") for key, about in settings.items()}
+    for group, settings in GROUPS.items()
+}
+PAGE["common"]["gradient_split_groups"] = [50, 100]
+
+
 def test_the_documented_template_is_read_as_it_is_and_says_what_has_no_effect():
-    off = dict.fromkeys(SWITCHES, False)
-    data = {
-        "boost": {"mode": "manual", **off, "dim_reduce": True},
-        "common": {"gradient_split_groups": [50, 100], "device_number": 8},
-        "less_bn": {"fn_flag": True, "gc_flag": True},
-        "grad_freeze": {"param_groups": 10, "freeze_type": 1, "freeze_p": 0.7, "total_steps": 9},
-        "grad_accumulation": {"grad_accumulation_step": 1},
-        "dim_reduce": {"n_components": 4, "weight_load_dir": "checkpoints", "timeout": 1800},
-    }
-    boost = auto(data)
+    files = {"dim_reduce": {"n_components": 4, "weight_load_dir": "checkpoints", "timeout": 1800}}
+    boost = auto(PAGE | {"boost": {"mode": "manual", **OFF, "dim_reduce": True}} | files)
     assert boost.notes == (
         "common.gradient_split_groups = [50, 100] has no effect: XLA decides what travels "
         "together; reduce.bucket_bytes may.",
@@ -209,128 +195,69 @@ def test_the_documented_template_is_read_as_it_is_and_says_what_has_no_effect():
     assert (finish["n_components"], finish["weight_load_dir"]) == (4, "checkpoints")
 
 
-MISTAKES = {
-    "key": (
-        {"acumulate": 4},
-        r"auto: keys must be among 'count_lost.*'acumulate'. Did you mean 'acc",
-    ),
-    "key of a part": (
-        {"accumulate": {"evry": 4}},
-        "auto: arguments of accumulate must be among 'every', 'drop', .*'evry'. Did you mean 'every'",
-    ),
-    "kind": (
-        {"loss_scale": "dynamc"},
-        "auto: loss_scale.kind must be 'dynamic' or 'static' or 'group', got 'dynamc'. Did you mean",
-    ),
-    "argument of another kind": (
-        {"reduce": {"kind": "int8", "density": 0.1}},
-        "auto: arguments of int8_reduce must be among 'block', .*, got 'density'",
-    ),
-    "argument that is needed": (
-        {"static_loss_scale": True},
-        "static_loss_scale: scale must be given, got None. It has no default",
-    ),
-    "argument that a factory needs": (
-        {"reduce": "partial"},
-        "partial_average: partitions must be given, or bucket_bytes, got None. 4 averages",
-    ),
-    "value, by its factory": (
-        {"reduce": {"kind": "top-k", "density": 3}},
-        r"top_k_reduce: density must be in \(0, 1\], got 3. 0.01 sends",
-    ),
-    "two of one part": (
-        {"reduce": "mean", "int8_reduce": True},
-        "auto: int8_reduce must be left out beside another reduce, got True. A chain has one of",
-    ),
-    "flag": (
-        {"less_bn": {"normalized_head": 3}},
-        "less_bn: normalized_head must be True or False, got 3. JSON: true or false",
-    ),
-    "no argument": (
+MISTAKES = (
+    ({"acumulate": 4}, "auto: keys must be among 'count_lost.*'acumulate'. Did you mean 'accumu"),
+    ({"accumulate": {"evry": 4}}, "auto: arguments of accumulate must be .* Did you mean 'every'"),
+    ({"loss_scale": "dynamc"}, "auto: loss_scale.kind must be 'dynamic' .* Did you mean 'dynamic'"),
+    ({"reduce": {"kind": "int8", "density": 0.1}}, "auto: arguments of int8_reduce .* 'density'"),
+    ({"static_loss_scale": True}, "static_loss_scale: scale must be given, got None. It has no"),
+    ({"reduce": "partial"}, "partial_average: partitions must be given, or bucket_bytes, got None"),
+    ({"top_k_reduce": 3}, r"top_k_reduce: density must be in \(0, 1\], got 3. 0.01 sends one"),
+    ({"reduce": "mean", "int8_reduce": True}, "auto: int8_reduce must be left out beside another"),
+    ({"less_bn": {"normalized_head": 3}}, "less_bn: normalized_head must be True or False, got 3"),
+    (
         {"check_updates": 3},
-        "auto: check_updates must be a dictionary, got 3. It takes",
+        "auto: check_updates must be a dictionary, got 3. It takes no arguments",
     ),
-    "end": (
-        {"freeze": "ramp"},
-        "scheduled_freeze: total_steps must be the optimizer steps of the run for 'ramp', got None",
-    ),
-    "float16 alone": (
-        {"policy": "O2"},
-        "auto: loss_scale must be given where policy computes in float16, got None. Small",
-    ),
-    "freeze and local": (
+    ({"freeze": "ramp"}, "scheduled_freeze: total_steps must be the optimizer steps .* for 'ramp'"),
+    ({"policy": "O2"}, "auto: loss_scale must be given where policy computes in float16, got None"),
+    (
         {"freeze": True, "reduce": {"kind": "local", "every": 2}},
         "auto: reduce must be no 'partial' or 'local' with freeze, got 'local'. What is frozen",
     ),
-    "local and a recorder": (
+    (
         {"reduce": {"kind": "local", "every": 4}, "dim_reduce": True},
         "auto: dim_reduce.every must be None with reduce 'local', got 10. Each replica has params",
     ),
-    "an average of what freezes": (
+    (
         {"average_params": True, "freeze": {"groups": 3}},
         "auto: average_params must be None with freeze, got {}. What is frozen would be missing",
     ),
-    "level": (
-        "01",
-        "auto: spec must be a level, a dictionary, or the path of a .json file, got '01'. Did you m",
+    ("01", "auto: spec must be a level, a dictionary, or the path .*, got '01'. Did you mean 'O1'"),
+    (3, "auto: spec must be a level, a dictionary, or the path of a .json file, got 3"),
+    (
+        {"singa": {"dist_option": "sparse"}},
+        "singa: dist_option must be 'plain' or .*, got 'sparse'",
     ),
-    "type": (3, "auto: spec must be a level, a dictionary, or the path of a .json file, got 3"),
-    "mode of SINGA's": (
-        {"singa": {"dist_option": "sparseTopk"}},
-        "singa: dist_option must be 'plain' or .*, got 'sparseTopk'. Did you mean 'sparseTopK'",
+    (
+        {"singa": {"spar": 1}},
+        "singa: spar must be left out with 'plain', which has 'threshold', got",
     ),
-    "option of SINGA's": (
-        {"singa": {"dist_option": "sparseTopK", "spar": 0.1}},
-        "singa: spar must be left out with 'sparseTopK', which has .*, got 0.1. Did you mean 'spars'",
-    ),
-    "option of another mode of SINGA's": (
-        {"singa": {"dist_option": "plain", "topK": True}},
-        "singa: topK must be left out .*, got True. It is for 'sparseTopK' and 'sparseThreshold'",
-    ),
-    "buffer of SINGA's": (
-        {"singa": {"dist_option": "half", "buffSize": 4194304}},
-        "singa: buffSize must be left out .*, got 4194304. XLA makes the buffers; 'threshold' says",
-    ),
-    "topK of SINGA's that contradicts": (
+    ({"singa": {"topK": True}}, "singa: topK .* It is for 'sparseTopK' and 'sparseThreshold'"),
+    ({"singa": {"buffSize": 4}}, "singa: buffSize must be .*, got 4. XLA makes the buffers"),
+    (
         {"singa": {"dist_option": "sparseThreshold", "topK": True}},
         "singa: topK must be False or left out with 'sparseThreshold', got True. The two say",
     ),
-    "clip_Value of SINGA's alone": (
+    (
         {"singa": {"dist_option": "half", "clip_Value": 1.0}},
         "singa: clip_Value must be left out without clipping, got 1.0. 'clipping': True clips",
     ),
-    "spars of SINGA's": (
+    (
         {"singa": {"dist_option": "sparseTopK", "spars": 2.0}},
         r"singa: spars must be in \(0, 1\], got 2.0. 0.01 sends one element in a hundred",
     ),
-    "threshold of SINGA's": (
-        {"singa": {"dist_option": "plain", "threshold": -1}},
-        "singa: threshold must be an integer that is not negative, got -1. So many elements are",
-    ),
-    "section of SINGA's": (
-        {"singa": "half"},
-        "auto: singa must be a dictionary, got 'half'. Such as {'dist_option': 'half'}",
-    ),
-    "two reductions": (
-        {"singa": {"dist_option": "plain"}, "reduce": "mean"},
-        "auto: reduce must be left out beside singa, got 'mean'. singa names one already",
-    ),
-    "key of MindSpore's": (
-        {"boost": {"mode": "manual"}, "grad_freeze": {"freez_p": 0.5}},
-        "mindspore: keys of grad_freeze must be among 'param_groups', .*'freez_p'. Did you mean 'fre",
-    ),
-    "value of MindSpore's": (
-        {"grad_freeze": {"freeze_p": 2}},
-        r"mindspore: grad_freeze.freeze_p must be in \[0, 1\], got 2. ",
-    ),
-    "kind of MindSpore's": (
-        {"grad_freeze": {"freeze_type": 2}},
-        "mindspore: grad_freeze.freeze_type must be 0 or 1, got 2. 1 freezes by intervals",
-    ),
-}
+    ({"singa": {"threshold": -1}}, "singa: threshold must be an integer that is not negative, got"),
+    ({"singa": "half"}, "auto: singa must be a dictionary, got 'half'. Such as {'dist_option'"),
+    ({"singa": {}, "reduce": "mean"}, "auto: reduce must be left out beside singa, got 'mean'"),
+    ({"grad_freeze": {"freez_p": 0.5}}, "mindspore: keys of grad_freeze must be among 'param_gro"),
+    ({"grad_freeze": {"freeze_p": 2}}, r"mindspore: grad_freeze.freeze_p must be in \[0, 1\], got"),
+    ({"grad_freeze": {"freeze_type": 2}}, "mindspore: grad_freeze.freeze_type must be 0 or 1, got"),
+    ({"strict": 1}, "auto: strict must be True or False, got 1"),
+)
 
 
-@pytest.mark.parametrize(("spec", "text"), MISTAKES.values(), ids=MISTAKES)
+@pytest.mark.parametrize(("spec", "text"), MISTAKES, ids=lambda x: str(x)[:40])
 def test_a_mistake_is_refused_by_name(spec, text):
     with pytest.raises((ValueError, TypeError), match=f"^{text}"):
         auto(spec)
@@ -388,9 +315,7 @@ def test_every_factory_is_a_key_with_its_own_arguments_and_goes_to_json_and_back
     file.write_text(json.dumps(boost.config))
     assert auto(str(file)) == auto(file) == auto({key: boost.config[key]}) == boost
     assert auto({name: False}).config == auto({key: None}).config == {}
-    assert not set(takes) & {"inner", "axis_name", "tree", "less_bn", "module", "params"} - (
-        {"params"} if name == "store" else set()
-    )
+    assert not set(takes) & {"inner", "axis_name", "tree", "less_bn", "module"}
 
 
 @pytest.mark.parametrize("level", ["O0", "O1", "O2"])
@@ -418,149 +343,89 @@ def test_a_dictionary_changes_its_level_field_by_field():
     assert auto({"reduce": "int8"}, level="O2").config["reduce"] == {"kind": "int8"}
 
 
-@pytest.mark.parametrize(
-    ("options", "expected"),
-    [
-        ({"dist_option": "plain"}, {"kind": "mean"}),
-        ({"dist_option": "half"}, {"kind": "mean", "dtype": "float16"}),
-        (
-            {"dist_option": "half", "clipping": True},
-            {"kind": "mean", "dtype": "float16", "clip": 100.0},
-        ),
-        ({"dist_option": "plain", "threshold": 10}, {"kind": "mean", "bucket_bytes": 40}),
-        (
-            {"dist_option": "half", "threshold": 0},
-            {"kind": "mean", "dtype": "float16", "bucket_bytes": 1},
-        ),
-        ({"dist_option": "partialUpdate", "partitions": 3}, {"kind": "partial", "partitions": 3}),
-        ({"dist_option": "partialUpdate"}, {"kind": "partial", "bucket_bytes": 2**23}),
-        (
-            {"dist_option": "partialUpdate", "threshold": 10},
-            {"kind": "partial", "bucket_bytes": 40},
-        ),
-        ({"dist_option": "sparseTopK"}, {"kind": "top-k", "density": 0.05, "bucket_bytes": 2**23}),
-        (
-            {"dist_option": "sparseTopK", "spars": 0.1, "corr": False, "topK": True},
-            {"kind": "top-k", "density": 0.1, "error_feedback": False, "bucket_bytes": 2**23},
-        ),
-        (
-            {"dist_option": "sparseThreshold", "spars": 0.1, "capacity": 0.2, "threshold": 8},
-            {"kind": "threshold", "threshold": 0.1, "capacity": 0.2, "bucket_bytes": 32},
-        ),
-        (
-            {"dist_option": "sparseThreshold", "corr": False, "topK": False},
-            {
-                "kind": "threshold",
-                "threshold": 0.05,
-                "error_feedback": False,
-                "bucket_bytes": 2**23,
-            },
-        ),
-    ],
+SPARSE = {"bucket_bytes": 2**23}
+SINGAS = (
+    ("plain", {}, {"kind": "mean"}),
+    ("half", {}, {"kind": "mean", "dtype": "float16"}),
+    ("half", {"clipping": True}, {"kind": "mean", "dtype": "float16", "clip": 100.0}),
+    ("plain", {"threshold": 10}, {"kind": "mean", "bucket_bytes": 40}),
+    ("half", {"threshold": 0}, {"kind": "mean", "dtype": "float16", "bucket_bytes": 1}),
+    ("partialUpdate", {"partitions": 3}, {"kind": "partial", "partitions": 3}),
+    ("partialUpdate", {}, {"kind": "partial", **SPARSE}),
+    ("partialUpdate", {"threshold": 10}, {"kind": "partial", "bucket_bytes": 40}),
+    ("sparseTopK", {}, {"kind": "top-k", "density": 0.05, **SPARSE}),
+    (
+        "sparseTopK",
+        {"spars": 0.1, "corr": False, "topK": True},
+        {"kind": "top-k", "density": 0.1, "error_feedback": False, **SPARSE},
+    ),
+    (
+        "sparseThreshold",
+        {"spars": 0.1, "capacity": 0.2, "threshold": 8, "topK": False},
+        {"kind": "threshold", "threshold": 0.1, "capacity": 0.2, "bucket_bytes": 32},
+    ),
 )
-def test_singas_modes_are_reductions(options, expected):
-    found = auto({"singa": options, "clip": 1.0}).config
+
+
+@pytest.mark.parametrize(("mode", "options", "expected"), SINGAS)
+def test_singas_modes_are_reductions(mode, options, expected):
+    found = auto({"singa": {"dist_option": mode, **options}, "clip": 1.0}).config
     assert found == {"reduce": expected, "clip": {"max_norm": 1.0}}
 
 
 def names(state):
-    """The states from the outside in; a tuple is a chain."""
-    found = []
-    while True:
-        state = state.local if isinstance(state, boostax.PerReplica) else state
-        if type(state) is tuple:
-            return [*found, [type(x).__name__ for x in state]]
-        found.append(type(state).__name__)
-        state = state.inner_state
+    """The states from the outside in; a chain comes last."""
+    state = state.local if isinstance(state, boostax.PerReplica) else state
+    if type(state) is tuple:
+        return [type(x).__name__.removesuffix("State") for x in state]
+    return [type(state).__name__.removesuffix("State"), *names(state.inner_state)]
 
 
-TAIL = ["EmptyState", "EmptyState", "EmptyState", "TraceState"]
 EVERYTHING = {
-    "loss_scale": "dynamic",
-    "accumulate": 2,
-    "centralize": True,
-    "clip": 1.0,
+    **{"loss_scale": "dynamic", "accumulate": 2, "centralize": True, "clip": 1.0},
     "reduce": {"kind": "mean", "wire": "bfloat16"},
 }
-
-
-@pytest.mark.parametrize(
-    ("changes", "expected"),
-    [
-        ({}, ["LossScaleState", "AccumulateState", TAIL]),
-        (
-            {"accumulate": {"every": 2, "drop": "window"}},
-            ["AccumulateState", "LossScaleState", TAIL],
-        ),
-        (
-            {"freeze": {"groups": 3}},
-            ["ScheduledFreezeState", "LossScaleState", "AccumulateState", TAIL],
-        ),
-        (
-            {"reduce": "adasum", "dim_reduce": True},
-            [
-                "LossScaleState",
-                "AccumulateState",
-                ["TrajectoryState", "AdasumState", *TAIL[1:]],
-            ],
-        ),
-        (
-            {"reduce": "adasum-delta", "loss_scale": {"kind": "group", "groups": 3}},
-            ["GroupLossScaleState", "AccumulateState", "AdasumDeltaState", TAIL[1:]],
-        ),
-        (
-            {"reduce": {"kind": "local", "every": 2}},
-            ["LossScaleState", "AccumulateState", "LocalUpdatesState", TAIL[1:]],
-        ),
-        (
-            {
-                "average_params": "window",
-                "dim_reduce": True,
-            },
-            [
-                "LossScaleState",
-                "AccumulateState",
-                "AverageParamsState",
-                ["TrajectoryState", *TAIL],
-            ],
-        ),
-        (
-            {
-                "carry": {"rules": {"layer_0/bias": "last"}},
-                "check_updates": True,
-                "count_lost_updates": True,
-                "freeze": {"groups": 3},
-            },
-            [
-                "ScheduledFreezeState",
-                "CarryState",
-                "LossScaleState",
-                "AccumulateState",
-                [*TAIL[:3], "CheckUpdatesState"],
-            ],
-        ),
-    ],
+WINDOW = {"accumulate": {"every": 2, "drop": "window"}}
+GROUPED = {"reduce": "adasum-delta", "loss_scale": {"kind": "group", "groups": 3}}
+MANY = {
+    "carry": {"rules": {"layer_0/bias": "last"}},
+    "check_updates": True,
+    "freeze": {"groups": 3},
+}
+ORDERS = (
+    ({}, "LossScale Accumulate Empty Empty Empty Trace"),
+    (WINDOW, "Accumulate LossScale Empty Empty Empty Trace"),
+    (
+        {"reduce": "adasum", "dim_reduce": True},
+        "LossScale Accumulate Trajectory Adasum Empty Empty Trace",
+    ),
+    (GROUPED, "GroupLossScale Accumulate AdasumDelta Empty Empty Trace"),
+    (
+        {"reduce": {"kind": "local", "every": 2}, "skip_spikes": True},
+        "LossScale Accumulate Spikes LocalUpdates Empty Empty Trace",
+    ),
+    (
+        {"average_params": "window", "dim_reduce": True, "store": {"moments": "bfloat16"}},
+        "LossScale Accumulate AverageParams Store Trajectory Empty Empty Empty Trace",
+    ),
+    (MANY, "ScheduledFreeze Carry LossScale Accumulate Empty Empty Empty CheckUpdates"),
 )
+
+
+@pytest.mark.parametrize(("changes", "expected"), ORDERS)
 def test_the_chain_has_the_one_order(changes, expected):
-    boost = auto(EVERYTHING | changes)
-    inner = optax.trace(0.9)
-    state = boost.optimizer(inner, mlp(), axis_name="data").init(mlp())
-    assert names(state) == expected
+    tx = auto(EVERYTHING | changes).optimizer(optax.trace(0.9), mlp(), axis_name="data")
+    assert names(tx.init(mlp())) == expected.split()
 
 
-@pytest.mark.parametrize(
-    "pair",
-    [
-        {"freeze": {"groups": 3, "total_steps": 8}, "accumulate": 2},
-        {"loss_scale": {"kind": "static", "scale": 128.0}, "average_params": "lawa", "clip": 0.1},
-        {"loss_scale": "dynamic", "reduce": {"kind": "top-k", "density": 0.1}},
-        {
-            "accumulate": {"every": 2, "drop": "window"},
-            "reduce": {"kind": "partial", "partitions": 2},
-        },
-    ],
-    ids=lambda pair: " ".join(pair),
+PAIRS = (
+    {"freeze": {"groups": 3, "total_steps": 8}, "accumulate": 2},
+    {"loss_scale": "dynamic", "reduce": {"kind": "top-k", "density": 0.1}},
+    WINDOW | {"reduce": {"kind": "partial", "partitions": 2}},
 )
+
+
+@pytest.mark.parametrize("pair", PAIRS, ids=lambda pair: " ".join(pair))
 def test_a_pair_trains(mesh, pair):
     assert_trained(*train(pair, mesh=mesh if "reduce" in pair else None))
 
@@ -723,24 +588,6 @@ def test_a_hostile_or_truncated_file_is_refused(tmp_path, content):
 
 # MindSpore's own reading
 
-PAGE = {
-    "boost": {"mode": "auto", **dict.fromkeys(SWITCHES, False)},
-    "common": {"gradient_split_groups": [50, 100], "device_number": 8},
-    "less_bn": {"fn_flag": True, "gc_flag": True},
-    "grad_freeze": {"param_groups": 10, "freeze_type": 1, "freeze_p": 0.7, "total_steps": 65536},
-    "grad_accumulation": {"grad_accumulation_step": 1},
-    "dim_reduce": {
-        "rho": 0.55,
-        "gamma": 0.9,
-        "alpha": 0.001,
-        "sigma": 0.4,
-        "n_components": 32,
-        "pca_mat_path": None,
-        "weight_load_dir": None,
-        "timeout": 1800,
-    },
-}
-
 
 @pytest.mark.parametrize("level", ["O1", "O2"])
 def test_the_dictionary_of_the_page_runs_as_it_is(level):
@@ -814,54 +661,26 @@ def test_what_holds_together_here_alone_is_noted():
     )
 
 
-@pytest.mark.long
-def test_a_shallow_net_is_never_frozen_there(golden):
-    """LeNet5 at O1: ten groups of five layers, whose moments are those of each depth all the same.
-
-    Strictly they are refused.
-    """
-    layers = {f"layer_{i}": {"kernel": jnp.ones((2, 2)), "bias": jnp.zeros(2)} for i in range(5)}
-    inner = optax.sgd(0.1, momentum=0.9)
-    with pytest.raises(ValueError, match="groups must be at most the number of layers, 5, got 10"):
-        auto({"grad_freeze": {}}, level="O1").optimizer(inner, layers)
-    tx = auto("O1", strict=False).optimizer(inner, layers)
-    grads = jax.tree.map(jnp.ones_like, layers)
-    state, params, depths = tx.init(layers), layers, set()
-    for _ in range(12):
-        depths.add(int(state.coming()))
-        before = params
-        params, state = boostax.apply_gradients(tx, grads, state, params)
-        assert all(jax.tree.leaves(jax.tree.map(lambda a, b: bool((a != b).any()), before, params)))
-    assert len(depths) > 1
-
-
 def test_centralization_stands_behind_the_decay_that_moments_take_in():
     rng = np.random.default_rng(0)
     w, g = (jnp.asarray(rng.normal(size=(16, 4)), jnp.float32) for _ in range(2))
-    inner = optax.chain(optax.add_decayed_weights(0.1), optax.sgd(0.5, momentum=0.9))
+    decay = optax.add_decayed_weights(0.1)
 
-    def update(config, inner=inner):
-        tx = auto(config).optimizer(inner)
+    def update(after, *inner):
+        tx = auto({"centralize": {"after_decay": after}}).optimizer(optax.chain(*inner))
         return np.asarray(tx.update(g, tx.init(w), w)[0])
 
-    whole = np.asarray(g + 0.1 * w)
-    np.testing.assert_allclose(
-        update({"centralize": {"after_decay": True}}), -0.5 * (whole - whole.mean(0)), atol=1e-6
-    )
-    alone = np.asarray(g) - np.asarray(g).mean(0)
-    before = -0.5 * (alone + 0.1 * np.asarray(w))
-    np.testing.assert_allclose(update({"centralize": True}), before, atol=1e-6)
+    momentum, w64 = optax.sgd(0.5, momentum=0.9), np.asarray(w)
+    whole, alone = np.asarray(g + 0.1 * w), np.asarray(g) - np.asarray(g).mean(0)
+    behind = update(True, decay, momentum)
+    np.testing.assert_allclose(behind, -0.5 * (whole - whole.mean(0)), atol=1e-6)
+    before = -0.5 * (alone + 0.1 * w64)
+    np.testing.assert_allclose(update(False, decay, momentum), before, atol=1e-6)
     spares = optax.add_decayed_weights(0.1, mask=lambda w: jax.tree.map(lambda _: True, w))
-    np.testing.assert_array_equal(
-        update({"centralize": {"after_decay": True}}, optax.chain(spares, optax.sgd(0.5, 0.9))),
-        update({"centralize": {"after_decay": True}}),
-    )
+    np.testing.assert_array_equal(update(True, spares, momentum), behind)
     # A decoupled decay stays whole, as there.
-    decoupled = optax.chain(optax.sgd(0.5), optax.add_decayed_weights(0.1))
-    expected = -0.5 * alone + 0.1 * np.asarray(w)
-    np.testing.assert_allclose(
-        update({"centralize": {"after_decay": True}}, decoupled), expected, atol=1e-6
-    )
+    decoupled = update(True, optax.sgd(0.5), decay)
+    np.testing.assert_allclose(decoupled, -0.5 * alone + 0.1 * w64, atol=1e-6)
 
 
 def test_what_mindspores_dictionary_has_no_word_for_stands_beside_it():
@@ -904,5 +723,3 @@ def test_one_file_is_a_job(tmp_path):
         "reduce": {"kind": "mean", "dtype": "float16"},
         "clip": {"max_norm": 1.0},
     }
-    with pytest.raises(TypeError, match="strict must be True or False, got 1"):
-        auto({"strict": 1})
