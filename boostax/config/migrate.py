@@ -189,9 +189,10 @@ def _require_known(x: Any) -> None:
     cls = type(x)
     gone = getattr(sys.modules.get(cls.__module__), cls.__name__, None) is not cls
     if isinstance(x, StoreState):  # Of "kahan" and "remainder", that is gone and this is not.
-        gone = jnp.bfloat16 in {y.dtype for y in jax.tree.leaves(x.low)}
+        gone = any(y.dtype == jnp.bfloat16 for y in jax.tree.leaves(x.low))
     if gone and cls.__module__.startswith("boostax."):
-        got, allowed = f"{cls.__module__}.{cls.__name__}", "of parts that boostax has"
+        kind = " of params='kahan'" if isinstance(x, StoreState) else ""
+        got, allowed = f"{cls.__module__}.{cls.__name__}{kind}", "of parts that boostax has"
         hint = "Take that one out of the chain with the version of boostax that saved it."
         raise ValueError(checks.message(WHO, "old_state", allowed, got, hint))
 
@@ -248,18 +249,20 @@ TRANSLATIONS: dict[Any, tuple[type, Callable[[Any], Any]]] = {
 }
 
 
-def translated(tree: PyTree, wanted: set[type]) -> PyTree:
+def translated(tree: PyTree, wanted: set[type], notes: list[str]) -> PyTree:
     """Return the state, other libraries' as those that do their work where these are wanted."""
 
-    def known(x: Any) -> Any:
+    def form_of(x: Any) -> Any:
         cls, form = TRANSLATIONS.get(type(x), TRANSLATIONS.get(type(x).__name__, (None, None)))
         return form if cls in wanted and type(x) not in wanted else None
 
     def translate(x: Any) -> Any:
-        form = known(x)
-        return jax.tree.map(translate, form(x), is_leaf=known) if form else x
+        form = form_of(x)
+        if form is _from_multi_steps:
+            notes.append("acc_grads of MultiStepsState is taken as a mean (use_grad_mean=True).")
+        return x if form is None else translated(form(x), wanted, notes)
 
-    return jax.tree.map(translate, tree, is_leaf=known)
+    return jax.tree.map(translate, tree, is_leaf=lambda x: form_of(x) is not None)
 
 
 def unit_at(path: Path, nodes: list[Node]) -> dict[str, Any]:
@@ -678,7 +681,7 @@ skipped_in_a_row, growths, backoffs, floor_hits: the root
     # Whatever they are stored in, moments are carried over in f32.
     fresh, old_state = widened(first), widened(old_state)
     news = read(fresh, params)
-    olds = read(translated(old_state, {type(new.value) for new in news}), params)
+    olds = read(translated(old_state, {type(new.value) for new in news}, notes), params)
     count = count_replicas(olds, params, replicas)
     require_same_params(olds, news, params)
     for cls in dict.fromkeys(type(new.value) for new in news):
