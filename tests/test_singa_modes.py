@@ -331,9 +331,7 @@ def test_short_leaves_share_their_places():
     rows = [np.zeros((2, size), np.float32) for size in (9, 300)]
     rows[0][0, :2] = 1.0
     for bucket_bytes, capacity in ((2**16, 0.01), (None, 1.0)):
-        tx = boostax.reduce.threshold_reduce(
-            "data", 0.5, capacity=0.01, bucket_bytes=bucket_bytes
-        )
+        tx = boostax.reduce.threshold_reduce("data", 0.5, capacity=0.01, bucket_bytes=bucket_bytes)
         mean, state = jax.vmap(lambda g, tx=tx: tx.update(g, tx.init(g)), axis_name="data")(rows)
         assert mean[0][0].tolist() == [0.5, 0.5, *[0.0] * 7]
         assert state.metrics()["capacity"].tolist() == [np.float32(capacity)] * 2
