@@ -147,29 +147,12 @@ CASES = [
         ),
     ),
     Case(
-        "accumulate_with_noise",
-        lambda inner, axis: boostax.accumulate(
-            inner, boostax.train.by_noise(2, 2), noise=0.9, axis_name=axis
-        ),
-        calls=2,
-        bad_arguments=(
-            (lambda: boostax.accumulate(OPT, 2, noise=1.0), "noise"),
-            (lambda: boostax.accumulate(OPT, 1, noise=0.9), "every"),
-            (lambda: boostax.accumulate(OPT, 2, noise=0.9, normalize="sum"), "normalize"),
-            (lambda: boostax.accumulate(OPT, boostax.train.by_noise(2, 4)), "noise"),
-            (lambda: boostax.train.by_noise(0, 4), "low"),
-            (lambda: boostax.train.by_noise(4, 2), "high"),
-            (lambda: boostax.train.by_noise(2, 4, fraction=0.0), "fraction"),
-        ),
-    ),
-    Case(
         "all_reduce_with_noise_inside_gates",
         lambda inner, axis: boostax.accumulate(
             boostax.dynamic_loss_scale(
                 optax.chain(boostax.all_reduce(axis, noise=0.9), inner), axis_name=axis
             ),
             2,
-            noise=0.9,
             axis_name=axis,
         ),
         reduces=True,
@@ -334,19 +317,10 @@ CASES = [
         bad_arguments=(
             (lambda: boostax.reduce.threshold_reduce("data", -0.1), "threshold"),
             (lambda: boostax.reduce.threshold_reduce("data", capacity=0), "capacity"),
-            (lambda: boostax.reduce.threshold_reduce("data", capacity=(0.5, 0.1)), "capacity"),
-            (lambda: boostax.reduce.threshold_reduce("data", capacity=()), "capacity"),
+            (lambda: boostax.reduce.threshold_reduce("data", capacity=(0.5, 1.0)), "capacity"),
             (lambda: boostax.reduce.threshold_reduce("data", bucket_bytes=0), "bucket_bytes"),
             (lambda: boostax.reduce.threshold_reduce("data", block=-1), "block"),
         ),
-    ),
-    Case(
-        "random_k_reduce",
-        lambda inner, axis: optax.chain(boostax.reduce.random_k_reduce(axis, 0.1), inner),
-        reduces=True,
-        compresses=True,
-        by_shard=True,
-        bad_arguments=((lambda: boostax.reduce.random_k_reduce("data", -0.1), "density"),),
     ),
     Case(
         "int8_reduce",
@@ -361,36 +335,6 @@ CASES = [
             (lambda: boostax.int8_reduce("data", block=0), "block"),
             (lambda: boostax.int8_reduce("data", rounding="up"), "rounding"),
         ),
-    ),
-    Case(
-        "int16_reduce",
-        lambda inner, axis: optax.chain(boostax.reduce.int16_reduce(axis), inner),
-        reduces=True,
-        compresses=True,
-        by_shard=True,
-    ),
-    Case(
-        "sign_reduce",
-        lambda inner, axis: optax.chain(
-            boostax.reduce.sign_reduce(axis, two_shot=True, block=8), inner
-        ),
-        reduces=True,
-        compresses=True,
-        by_shard=True,
-        bad_arguments=(
-            (lambda: boostax.reduce.sign_reduce("data", form="most"), "form"),
-            (lambda: boostax.reduce.sign_reduce("data", block=12), "block"),
-            (
-                lambda: boostax.reduce.sign_reduce("data", form="majority", error_feedback=True),
-                "error_feedback",
-            ),
-        ),
-    ),
-    Case(
-        "sign_reduce_by_majority",
-        lambda inner, axis: optax.chain(boostax.reduce.sign_reduce(axis, form="majority"), inner),
-        reduces=True,
-        by_shard=True,
     ),
     Case(
         "power_sgd_reduce",

@@ -265,9 +265,7 @@ REDUCTIONS = {
     "adasum": lambda: boostax.adasum("data"),
     "top-k": lambda: boostax.top_k_reduce("data", 0.1),
     "int8": lambda: boostax.int8_reduce("data"),
-    "sign": lambda: boostax.reduce.sign_reduce("data"),
     "power-sgd": lambda: boostax.reduce.power_sgd_reduce("data", 1),
-    "random-k": lambda: boostax.reduce.random_k_reduce("data", 0.1),
 }
 
 

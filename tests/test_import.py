@@ -68,7 +68,7 @@ MORE = {
     "states": {
         "AverageParamsState", "GateState", "Holds", "NoiseScaleState", "SpikesState", "StoreState",
     },
-    "train": {"by_noise", "gather_params"},
+    "train": {"gather_params"},
 }  # fmt: skip
 
 

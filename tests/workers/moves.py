@@ -44,7 +44,6 @@ REDUCTIONS = {
     "mean": lambda: boostax.all_reduce(AXIS),
     "top-k": lambda: boostax.top_k_reduce(AXIS, 0.1),
     "int8": lambda: boostax.int8_reduce(AXIS),
-    "signs": lambda: boostax.reduce.sign_reduce(AXIS),
     "rank 2": lambda: boostax.reduce.power_sgd_reduce(AXIS, 2),
 }
 
