@@ -318,14 +318,14 @@ MISTAKES = {
     "freeze and a recorder": (
         {"freeze": True, "dim_reduce": True},
         "BoostConfig: dim_reduce.every must be None with freeze, got 10. A frozen layer is not "
-        "recorded. boostax.subspace.HostTrajectory records between steps, and finish takes its "
-        "basis: dim_reduce.every = None.",
+        "recorded. Keep jax.device_get(params) in a list between steps, and finish takes the "
+        "boostax.subspace.pca_basis of it: dim_reduce.every = None.",
     ),
     "local and a recorder": (
         {"reduce": {"kind": "local", "every": 4}, "dim_reduce": True},
         "BoostConfig: dim_reduce.every must be None with reduce 'local', got 10. Each replica has "
-        "params of its own. boostax.subspace.HostTrajectory records between steps, and finish "
-        "takes its basis: dim_reduce.every = None.",
+        "params of its own. Keep jax.device_get(params) in a list between steps, and finish takes "
+        "the boostax.subspace.pca_basis of it: dim_reduce.every = None.",
     ),
     "level": (
         "01",

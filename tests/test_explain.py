@@ -128,15 +128,6 @@ def test_a_step_whose_params_are_each_replicas_own_is_explained_too(mesh):
     assert row.wire_bytes["psum"] == pytest.approx(2 * 7 / 8 * 4 * entries, abs=50)
 
 
-def test_on_a_plateau_the_run_decides_the_shares():
-    groups = boostax.freeze.prefix_groups(perceptron(), GROUPS)
-    inner = optax.chain(boostax.freeze.group_signal(groups), optax.sgd(0.1))
-    schedule = boostax.freeze.freeze_on_plateau(every=10)
-    _, _, found = explained(inner, schedule=schedule, depths=[0, 3])
-    assert of_each(found, "share") == [None, None] and found.mean_flops_ratio is None
-    assert calls_of(found)[1].split()[:2] == ["0", "?"]
-
-
 def test_a_ratio_is_one_to_the_least_depth_even_if_that_is_not_asked_for():
     _, _, both = explained(optax.sgd(0.1), schedule=[1, 3, 3])
     _, _, deep = explained(optax.sgd(0.1), schedule=[1, 3, 3], depths=[3])

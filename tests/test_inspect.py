@@ -494,7 +494,6 @@ def test_optaxs_own_optimizers_are_known_and_right(name):
         chain(optax.conditionally_transform(clip, lambda s: s % 10 == 0), adam),
         optax.conditionally_mask(chain(mean, adam), lambda s: s % 2 == 0),
         chain(clip, sgd, optax.apply_every(4)),
-        chain(mean, clip, boostax.subspace.subspace_params(sgd, basis, axis_name="data")),
         chain(optax.scale_by_sign(), mean, optax.scale(-0.1)),
         chain(optax.trace(0.9), boostax.centralize_gradients(), optax.scale(-0.1)),
         chain(clip, top_k, sgd),
@@ -521,8 +520,6 @@ def test_the_sign_is_followed_through_odd_chains():
         (finding,) = found_in(chain(sgd, wrong))
         assert finding.what.endswith("after the learning rate")
     assert found_in(chain(sgd, sgd))[0].mend == "Leave one learning rate out."
-    climbing = boostax.subspace.subspace_params(optax.scale_by_adam(), basis)
-    assert [finding.what for finding in found_in(climbing)] == ["the whole chain"]
 
 
 def test_jitted_wrapped_and_bound_updates_are_read_or_unknown():
@@ -699,7 +696,6 @@ def test_every_reduction_is_found_in_its_trace():
         "partial_average": boostax.reduce.partial_average(sgd, "data", 2),
         "local_updates": boostax.reduce.local_updates(sgd, "data", every=2),
         "dim_reduce": boostax.dim_reduce(basis, axis_name="data"),
-        "subspace_params": boostax.subspace.subspace_params(sgd, basis, axis_name="data"),
     }
     for name, tx in made.items():
         first, *rest = boostax.explain(tx, PARAMS, axis_sizes={"data": 8}).parts

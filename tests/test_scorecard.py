@@ -186,7 +186,7 @@ def test_every_public_transformation_is_a_subject():
         "dynamic_loss_scale static_loss_scale group_loss_scale accumulate all_reduce adasum "
         "adasum_delta top_k_reduce threshold_reduce random_k_reduce int8_reduce "
         "int16_reduce sign_reduce power_sgd_reduce local_updates partial_average scheduled_freeze "
-        "group_signal centralize_gradients record_trajectory dim_reduce subspace_params "
+        "centralize_gradients record_trajectory dim_reduce "
         "check_updates skip_spikes store average_params clip_by_global_norm"
     }
     assert set(" ".join(cases).split()) <= names

@@ -198,12 +198,6 @@ SUBJECTS = [
         any_leaf=True,
     ),
     subject(
-        "group_signal",
-        lambda inner, axis: optax.chain(averaged(axis), boostax.freeze.group_signal(0), inner),
-        averages=True,
-        unsupported=WHOLE,
-    ),
-    subject(
         "clip_by_global_norm",
         lambda inner, axis: optax.chain(
             averaged(axis), boostax.model.clip_by_global_norm(0.5), inner
@@ -243,12 +237,5 @@ SUBJECTS = [
         fsdp=lambda inner, _: with_one_loss(
             boostax.dim_reduce(two, residual=inner, axis_name="data", shard_axes="fsdp")
         ),
-    ),
-    subject(
-        "subspace_params",
-        lambda inner, axis: boostax.subspace.subspace_params(inner, two),
-        linear=False,
-        meaningless=dict.fromkeys(("around masked", "around partition"), NO_TREE) | DRAWN,
-        fsdp=lambda inner, _: boostax.subspace.subspace_params(inner, two, shard_axes="fsdp"),
     ),
 ]

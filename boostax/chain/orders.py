@@ -156,10 +156,6 @@ SEQUENCES: Rules = {
         "the step's length was chosen by the loss, and is changed after that.",
         "Leave {then} out, or give it to residual=.",
     ),
-    (("coordinates",), (*RATES, *CLIPS, "decay", *MEMORIES)): Rule(
-        "params move otherwise than the coordinates that are kept of them.",
-        "Put {then} inside {first}: {first}(optax.chain(..., {then}(...)), ...).",
-    ),
     (("adder",), ("decay", *MEMORIES, "schedule", "noise", "recorder")): Rule(
         f"{_RUNS_ANYWAY} {{first}} gives it zeros, which it takes for gradients.",
         "Leave {first} out, and put boostax.accumulate or optax.MultiSteps around {then}.",

@@ -11,7 +11,7 @@ from boostax.chain.orders import Finding, nestings, sequences
 from boostax.chain.roles import CLIPS, MEMORIES, REDUCTIONS, UNKNOWN, number, sign
 from boostax.chain.rows import Row
 
-_REDUCING = (*REDUCTIONS, "delta", "own params", "subspace", "coordinates")
+_REDUCING = (*REDUCTIONS, "delta", "own params", "subspace")
 
 
 def findings(found: Sequence[Row], step: Any = None) -> list[Finding]:
