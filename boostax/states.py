@@ -16,6 +16,7 @@ from boostax._core.replicas import state_specs as state_specs
 from boostax.accumulate.carried import CarryState as CarryState
 from boostax.accumulate.window import AccumulateState as AccumulateState
 from boostax.freeze.scheduled import ScheduledFreezeState as ScheduledFreezeState
+from boostax.model.adagc import AdaGCState as AdaGCState
 from boostax.model.average import AverageParamsState as AverageParamsState
 from boostax.precision.group_state import GroupLossScaleState as GroupLossScaleState
 from boostax.precision.loss_scale import LossScaleState as LossScaleState

@@ -15,7 +15,7 @@ import optax
 from jax import lax
 from jax.core import Tracer
 
-from boostax._core import axes, bcoo, checks, trees
+from boostax._core import axes, checks, trees
 from boostax._core.describe import Holds, Stepped, describe
 from boostax._core.gate import run_or_hold
 from boostax.subspace.basis import Basis, Gram, pca_from_gram, updated_gram
@@ -125,7 +125,6 @@ def record_trajectory(
     def update_fn(updates: PyTree, state: Any, params: PyTree = None, **extra: Any) -> Stepped:
         del extra
         trees.require_params(params, _WHO, "They are what is recorded.")
-        bcoo.require(updates, _WHO)
         # The count of steps need not pass the branch.
         held = state._replace(steps=None)
 

@@ -6,7 +6,6 @@ from typing import TYPE_CHECKING
 from boostax._core.axes import local_params as local_params
 from boostax._core.late import late as _late
 from boostax.accumulate.aux import Aux as Aux
-from boostax.accumulate.by_noise import by_noise as by_noise
 from boostax.accumulate.microbatch import microbatch as microbatch
 from boostax.accumulate.window import flush as flush
 from boostax.accumulate.window import has_updated as has_updated
