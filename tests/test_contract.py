@@ -30,7 +30,6 @@ VARIANTS = {
     "threshold_reduce",
     "scheduled_freeze_around_scaler_and_window",
     "dim_reduce_in_bfloat16_inside_the_scaler",
-    "subspace_params",
     "record_trajectory",
     "average_params",
     "average_params_around_scaler_and_window",

@@ -134,28 +134,6 @@ def test_what_is_frozen_is_searched_around(name):
     np.testing.assert_allclose(found["b"], alone, rtol=2e-4)
 
 
-def test_a_subspace_is_searched_in_its_coordinates():
-    basis = jax.tree.map(
-        lambda rows, p: rows.reshape(-1, *p.shape),
-        {"a": jnp.eye(5)[:, :3], "b": jnp.eye(5)[:, 3:]},
-        START,
-    )
-    for name in ("backtracking", "sophia"):
-        # A basis of everything: the coordinates are the params, up to where they begin.
-        tx = boostax.dynamic_loss_scale(boostax.subspace.subspace_params(OPTIMIZERS[name](), basis))
-        flat = lambda p: jnp.concatenate([p["a"], p["b"].ravel()])  # noqa: E731
-        whole = lambda x: {"a": START["a"] + x[:3], "b": START["b"] + x[3:].reshape(1, 2)}  # noqa: E731
-        fn = lambda x: loss_fn(whole(x), BATCH)  # noqa: E731, B023
-        bare, here = OPTIMIZERS[name](), jnp.zeros(5)
-        state = bare.init(here)
-        for _ in range(2):
-            value, grad = jax.value_and_grad(fn)(here)
-            updates, state = bare.update(grad, state, here, **wanted(name, value, grad, fn))
-            here = here + updates
-        found = by_step(tx, calls=2)
-        np.testing.assert_allclose(flat(found), flat(whole(here)), rtol=2e-4, atol=2e-5)
-
-
 @pytest.mark.parametrize("name", ["lbfgs", "backtracking", "zoom", "sophia"])
 def test_a_window_of_several_calls_has_no_loss_to_search(name):
     tx = boostax.accumulate(OPTIMIZERS[name](), 2)

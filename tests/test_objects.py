@@ -346,7 +346,7 @@ class Network(nnx.Module):
 
 
 @pytest.mark.parametrize("boxed", [True, False])
-@pytest.mark.parametrize("name", ["group_loss_scale", "scheduled_freeze", "group_signal"])
+@pytest.mark.parametrize("name", ["group_loss_scale", "scheduled_freeze"])
 def test_groups_of_an_nnx_state_fit_the_arrays_of_its_optimizer(name, boxed):
     model = Network()
     variables = nnx.state(model, nnx.Param)
@@ -356,7 +356,6 @@ def test_groups_of_an_nnx_state_fit_the_arrays_of_its_optimizer(name, boxed):
             optax.sgd(0.1), groups, init_scale=1
         ),
         "scheduled_freeze": lambda: boostax.scheduled_freeze(optax.sgd(0.1), groups, 1),
-        "group_signal": lambda: optax.chain(boostax.freeze.group_signal(groups), optax.sgd(0.1)),
     }[name]()
     before = jax.tree.map(jnp.copy, nnx.to_pure_dict(variables))
     optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
