@@ -24,6 +24,7 @@ from jax.sharding import PartitionSpec as P
 
 import boostax
 from boostax import PerReplica
+from boostax._core import trees
 from boostax.testing import Case
 from boostax.testing._case import optimizer
 
@@ -82,8 +83,17 @@ class Put:
 
     def loss(self, fn: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
         """The loss; scales per group need boundaries in it."""
-        grouped = self.case.name.startswith("group_loss_scale")
-        return boostax.precision.group_boundaries(fn, half) if grouped else fn
+        if not self.case.name.startswith("group_loss_scale"):
+            return fn
+
+        def crossing(params: PyTree, *args: Any, scales: jax.Array) -> jax.Array:
+            def cross(path: Any, p: jax.Array) -> jax.Array:
+                group = half(trees.path_name(path), p)
+                return boostax.precision.scale_boundary(p, scales, group, 1)
+
+            return fn(jax.tree_util.tree_map_with_path(cross, params), *args)
+
+        return crossing
 
     def oracle(self, fn: Callable[..., jax.Array], grad: Any = None, **how: Any) -> Any:
         """boostax's, or that of the loop where the user forgot to scale the loss."""
