@@ -101,10 +101,6 @@ def held_step():
     return tx.update(PARAMS, tx.init(PARAMS), PARAMS)
 
 
-def boundaries():
-    return boostax.precision.group_boundaries(loss, {"w": 0})(PARAMS, SQUARE, scales=jnp.ones(1))
-
-
 def explained():
     return boostax.explain(boostax.all_reduce("data"), PARAMS, axis_sizes={"data": 2})
 
@@ -114,7 +110,6 @@ WAYS_IN = [
     ("boostax._core.costs", held_step),
     ("boostax._core.costs", explained),
     ("boostax.freeze.order", lambda: boostax.freeze.forward_order(loss, PARAMS, SQUARE)),
-    ("boostax.precision.crossings", boundaries),
     ("boostax.precision.autocast", lambda: boostax.policy("O1").wrap(loss)(PARAMS, SQUARE)),
     (
         "boostax.model.branches",
