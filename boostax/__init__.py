@@ -46,7 +46,6 @@ if TYPE_CHECKING:
     from boostax import compat as compat
     from boostax import config as config
     from boostax import inspect as inspect
-    from boostax import keras as keras
     from boostax import nnx as nnx
     from boostax.config.auto import auto as auto
     from boostax.config.migrate import migrate_state as migrate_state
@@ -68,4 +67,4 @@ _LATE = {
     "migrate_state": "boostax.config.migrate",
 }
 if not TYPE_CHECKING:  # where any name would pass for one
-    __getattr__, __dir__ = _late(__name__, _LATE, ("checkpoint", "nnx", "keras"))
+    __getattr__, __dir__ = _late(__name__, _LATE, ("checkpoint", "nnx"))

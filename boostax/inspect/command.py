@@ -7,16 +7,15 @@ The standard library parses the arguments, so that it runs where jax, optax and 
 from __future__ import annotations
 
 import argparse
-import contextlib
 import inspect
 import json
 import os
 import pkgutil
 import sys
-from collections.abc import Generator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
-from boostax._core.late import told
+from boostax_command import held_back
 
 _USAGE = """\
 The function builds the program: it returns it with its arguments, which may be
@@ -36,57 +35,17 @@ _LIMITS = {
 class Refusal(Exception):
     """An argument or a file that does not allow the audit; the message says which."""
 
-    def __str__(self) -> str:
-        return f"boostax: {super().__str__().removeprefix('boostax: ')}"
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line.
-
-    Args:
-      argv: arguments without the program's name; those of the process by default.
-
-    Returns:
-      The exit code: 0 done; 1 a limit is passed, or refused with a message on stderr; 2 for
-      arguments that do not parse and for a command that is gone.
-    """
-    given = list(sys.argv[1:] if argv is None else argv)
-    if given[:1] in (["-h"], ["--help"]):
-        given = ["audit", "--help"]
-    if given[:1] != ["audit"]:
-        gone = told(f"boostax {given[0]}") if given else None
-        complain(f"boostax: {gone or 'the command is boostax audit module:function.'}")
-        return 2
-    try:
-        return run(given[1:])
-    except Refusal as refusal:
-        complain(refusal)
-        return 1
-
 
 def run(argv: Sequence[str]) -> int:
-    """Print the audit; return 1 if a limit is passed.
-
-    Raises:
-      Refusal: there is no such program, or it cannot be audited.
-    """
+    """Print the audit; return 1 if a limit is passed or the program cannot be audited."""
     given = _parser().parse_args(argv)
-    if given.cpu_devices:
-        import jax
-
-        jax.config.update("jax_platforms", "cpu")
-        jax.config.update("jax_num_cpu_devices", given.cpu_devices)
-    from boostax.inspect.audit import audit
-    from boostax.inspect.targets import target_devices
-
-    build = _function(given.program)
-    with _refusing():
-        devices = target_devices(given.target) if given.target else None
-        program, *args = _built(build, devices)
-        found = audit(program, *args, target=given.target, calls=given.calls)
+    try:
+        with held_back():
+            found = _audited(given)
+    except Refusal as refusal:
+        complain(f"boostax: {str(refusal).removeprefix('boostax: ')}")
+        return 1
     print(json.dumps(found.to_dict()) if given.json else found)
-    if given.picture:
-        found.save_picture(given.picture)
     passed = 0
     if found.window and given.max_reductions is not None:
         said = f"a call is not an optimizer step: {found.window} is a window's. Say --calls"
@@ -100,6 +59,31 @@ def run(argv: Sequence[str]) -> int:
             complain(f"boostax: audit: {name} {value:.2f}, more than {limit:g}")
             passed = 1
     return passed
+
+
+def complain(words: object) -> None:
+    """Print one line on standard error."""
+    print(words, file=sys.stderr, flush=True)
+
+
+def _audited(given: argparse.Namespace) -> Any:
+    import jax
+
+    # A plugin for devices that are not here fails, and then compiles for none either.
+    if given.cpu_devices or (given.target and not jax.config.jax_platforms):
+        jax.config.update("jax_platforms", "cpu")
+    if given.cpu_devices:
+        jax.config.update("jax_num_cpu_devices", given.cpu_devices)
+    from boostax.inspect.audit import audit
+    from boostax.inspect.targets import target_devices
+
+    build = _function(given.program)
+    try:
+        devices = target_devices(given.target) if given.target else None
+        program, *args = _built(build, devices)
+        return audit(program, *args, target=given.target, calls=given.calls)
+    except (ValueError, TypeError, OSError, ImportError, RuntimeError) as error:
+        raise Refusal(str(error)) from error
 
 
 def _function(name: str) -> Any:
@@ -126,20 +110,6 @@ def _built(build: Any, devices: Any) -> tuple[Any, ...]:
     return made
 
 
-@contextlib.contextmanager
-def _refusing() -> Generator[None]:
-    """Turn the errors of argument checks and files into a `Refusal`."""
-    try:
-        yield
-    except (ValueError, TypeError, OSError, ImportError, RuntimeError) as error:
-        raise Refusal(str(error)) from error
-
-
-def complain(words: object) -> None:
-    """Print one line on standard error."""
-    print(words, file=sys.stderr, flush=True)
-
-
 def _parser() -> argparse.ArgumentParser:
     # It keeps the line breaks of the text.
     form = argparse.RawDescriptionHelpFormatter
@@ -154,9 +124,4 @@ def _parser() -> argparse.ArgumentParser:
         add(f"--max-{name}", type=int if name == "findings" else float, help=meaning)
     add("--cpu-devices", type=int, default=0, help="emulate so many devices at hand")
     add("--json", action="store_true", help="plain data on one line")
-    add("--picture", help="a file to draw to; needs matplotlib")
     return parser
-
-
-if __name__ == "__main__":
-    sys.exit(main())
