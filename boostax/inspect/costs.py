@@ -191,13 +191,12 @@ def _on_device(tree: PyTree, specs: PyTree | None, sizes: Mapping[str, int]) -> 
     """Return each array's bytes on a device, by its spec; without specs all of them."""
     specs = jax.tree.map(lambda _: PartitionSpec(), tree) if specs is None else specs
 
-    def node(x: Any, spec: Any) -> Any:
-        def kept(x: Any, spec: PartitionSpec) -> _Kept:
-            axes = itertools.chain(*(y if isinstance(y, tuple) else (y,) for y in spec))
-            shards = math.prod(sizes[name] for name in axes if name is not None)
-            return _Kept(math.prod(x.shape) * x.dtype.itemsize / shards, own)
+    def kept(own: bool, x: Any, spec: PartitionSpec) -> _Kept:
+        names = itertools.chain(*(y if isinstance(y, tuple) else (y,) for y in spec))
+        shards = math.prod(sizes[name] for name in names if name is not None)
+        return _Kept(math.prod(x.shape) * x.dtype.itemsize / shards, own)
 
-        own = replicas.is_per_replica(x)
-        return jax.tree.map(kept, x, spec)
+    def node(x: Any, spec: Any) -> Any:
+        return jax.tree.map(functools.partial(kept, replicas.is_per_replica(x)), x, spec)
 
     return jax.tree.map(node, tree, specs, is_leaf=replicas.is_per_replica)
