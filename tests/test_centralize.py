@@ -19,7 +19,6 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
-from workloads import DigitsConfig, TextConfig, digits, text
 
 import boostax
 from boostax._core import trees

@@ -14,7 +14,6 @@ import pytest
 from flax.training.dynamic_scale import DynamicScale
 
 import boostax
-from boostax.checkpoint import Checkpointer
 from boostax.config.migrate import migrate_state
 from boostax.testing import drawn
 
