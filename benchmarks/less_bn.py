@@ -26,7 +26,7 @@ from harness import (
     ratio,
     report,
 )
-from workloads._models import DigitsResNet
+from workloads.models import DigitsResNet
 
 from boostax.model.centralize import centralize_gradients
 from boostax.model.less_bn import LessBNReport, less_bn
