@@ -45,7 +45,7 @@ test-compilers: .venv-aot/.ready
 	$(QUIET) .venv-aot/bin/python -m pytest -n 2 --dist loadgroup -m compilers \
 	  tests/test_compilers.py tests/test_compiled_placements.py
 
-# The suites of Optax, Flax, jmp and mixed_precision_for_JAX, with boostax put in.
+# The suites of Optax and of Flax NNX, with boostax put in.
 test-foreign: $(READY)
 	$(QUICK_CODE) $(RUN) tests/foreign/run.py --write
 

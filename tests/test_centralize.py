@@ -19,11 +19,11 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
+from workloads import DigitsConfig, TextConfig, digits, text
 
 import boostax
 from boostax._core import costs, trees
 from boostax.model.centralize import centralize_gradients
-from boostax.run.workloads import DigitsConfig, TextConfig, digits, text
 
 
 def wave(*shape, dtype=np.float32, seed=0):

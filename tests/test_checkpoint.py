@@ -22,7 +22,7 @@ from jax.experimental import multihost_utils
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 import boostax
-from boostax.run.checkpoint import Checkpointer
+from boostax.checkpoint import Checkpointer
 
 
 class Counted(NamedTuple):
@@ -375,7 +375,7 @@ def test_a_save_that_failed_in_the_background_is_reported(copied, monkeypatch):
 def test_without_orbax_the_error_says_what_to_install():
     code = (
         "import sys; sys.modules['orbax'] = None; sys.modules['orbax.checkpoint'] = None\n"
-        "import boostax.run.checkpoint"
+        "import boostax.checkpoint"
     )
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert run.returncode == 1

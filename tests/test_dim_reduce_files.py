@@ -11,8 +11,8 @@ import optax
 import pytest
 
 import boostax
+from boostax.checkpoint import Checkpointer
 from boostax.config.auto import auto
-from boostax.run.checkpoint import Checkpointer
 from boostax.subspace.files import named
 from boostax.subspace.files import write as write_arrays
 

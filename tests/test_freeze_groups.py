@@ -410,7 +410,7 @@ def test_linen_networks_that_scan_and_rematerialise():
 
 
 def test_the_text_workload():
-    workloads = pytest.importorskip("boostax.run.workloads")
+    workloads = pytest.importorskip("workloads")
     config = workloads.TextConfig(max_chars=20_000, width=8, depth=11, heads=2, batch_size=2)
     task = workloads.text(config)
     params, _ = jax.eval_shape(task.init, jax.random.key(0))
@@ -429,7 +429,7 @@ def test_the_text_workload():
 
 
 def test_norms_whose_names_stand_apart_from_their_layers():
-    workloads = pytest.importorskip("boostax.run.workloads")
+    workloads = pytest.importorskip("workloads")
     task = workloads.digits(workloads.DigitsConfig(model="conv", width=8, batch_size=4))
     params, state = jax.eval_shape(task.init, jax.random.key(0))
     order = forward_order(task.loss_fn, params, task.batch(0), model_state=state)

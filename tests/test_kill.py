@@ -12,9 +12,9 @@ import jax.numpy as jnp
 import numpy as np
 import processes
 import pytest
-
-from boostax.run.checkpoint import Checkpointer
 from boostax.run.writers import JsonLines
+
+from boostax.checkpoint import Checkpointer
 
 # Everything with a state: a scale, an open window that 151 calls do not fill, two replicas.
 OPTIONS = (
@@ -114,7 +114,7 @@ def test_signals_save_exit_cleanly_and_resume(tmp_path, environment, uninterrupt
 SAVER = """
 import sys
 import jax.numpy as jnp, numpy as np
-from boostax.run.checkpoint import Checkpointer
+from boostax.checkpoint import Checkpointer
 
 with Checkpointer(sys.argv[1], keep=2) as checkpointer:
     for step in range(1, 100):

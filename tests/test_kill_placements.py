@@ -11,12 +11,11 @@ import time
 
 import numpy as np
 import pytest
+from boostax.run.cluster.start import ADDRESS, COUNT, INDEX
+from boostax.run.writers import JsonLines
 from processes import PATIENCE, Processes
 from workers import moves
 from workers.moves import INPUTS, LEGS, OUTPUTS, REDUCTIONS, ROWS, SPOILT, WINDOW
-
-from boostax.run.cluster.start import ADDRESS, COUNT, INDEX
-from boostax.run.writers import JsonLines
 
 WORKER = pathlib.Path(moves.__file__)
 RESIDUAL, SUMS = ".residual.local", ".window.local.grads"

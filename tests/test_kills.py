@@ -10,14 +10,14 @@ import time
 import jax
 import numpy as np
 import pytest
-from processes import Processes
-
-from boostax.run.checkpoint import Checkpointer
 from boostax.run.cli.build import build
 from boostax.run.cli.recipe import Recipe
 from boostax.run.cluster.start import ADDRESS, COUNT, INDEX
-from boostax.run.workloads import DigitsConfig, digits
 from boostax.run.writers import JsonLines
+from processes import Processes
+from workloads import DigitsConfig, digits
+
+from boostax.checkpoint import Checkpointer
 
 KILLS = 10
 CALLS = 25

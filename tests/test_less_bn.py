@@ -11,13 +11,13 @@ import optax
 import pytest
 from flax import nnx
 from jax.sharding import PartitionSpec as P
+from workloads.models import DigitsResNet
 
 import boostax
 from boostax._core.trees import path_name
 from boostax.model.less_bn import less_bn
 from boostax.model.normalized_dense import NormalizedDense, NormalizedLinear, normalized_dense
 from boostax.precision.flax import apply_policy
-from boostax.run.workloads._models import DigitsResNet
 
 f16, f32, f64 = jnp.float16, jnp.float32, jnp.float64
 IMAGES = jax.random.normal(jax.random.key(1), (4, 8, 8, 3))

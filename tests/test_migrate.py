@@ -11,8 +11,8 @@ import pytest
 from flax.training.dynamic_scale import DynamicScale
 
 import boostax
+from boostax.checkpoint import Checkpointer
 from boostax.config.migrate import migrate_state
-from boostax.run.checkpoint import Checkpointer
 from boostax.testing import drawn
 
 ADAM = functools.partial(optax.adamw, 1e-2)

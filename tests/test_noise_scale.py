@@ -408,9 +408,6 @@ def test_what_cannot_be_measured_is_refused():
         boostax.accumulate(STILL, by_noise(2, 4))
     with pytest.raises(ValueError, match=r"every\.low must be more than 1, got 1"):
         boostax.accumulate(STILL, by_noise(1, 4), noise=0.9).init(jnp.zeros(3))
-    grown = boostax.auto({"accumulate": {"every": {"low": 2, "high": 4}, "noise": 0.9}}).config
-    with pytest.raises(TypeError, match=r"auto: base\.accumulate\.every must be a positive"):
-        boostax.config.measure(None, STILL, {}, None, base=grown)
     with pytest.raises(ValueError, match="noise must be None around group_loss_scale"):
         inner = optax.chain(boostax.all_reduce("data", noise=0.9), STILL)
         scaled = boostax.precision.group_loss_scale(inner, {"a": 0, "b": 1}, axis_name="data")

@@ -7,7 +7,7 @@ import optax
 import pytest
 
 import boostax
-from boostax.run.checkpoint import Checkpointer
+from boostax.checkpoint import Checkpointer
 
 AXIS = "data"
 COUNTS = (8, 4, 3, 8)

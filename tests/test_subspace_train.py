@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec as P
 
 import boostax
 from boostax._core import costs
-from boostax.run.checkpoint import Checkpointer
+from boostax.checkpoint import Checkpointer
 from boostax.subspace import files
 from boostax.subspace.components import project
 

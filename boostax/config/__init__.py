@@ -8,9 +8,6 @@ from boostax.config.auto import auto as auto
 from boostax.config.build import Boost as Boost
 from boostax.config.config import BoostConfig as BoostConfig
 from boostax.config.finishing import FinishingStep as FinishingStep
-from boostax.config.measure import measure as measure
-from boostax.config.measurement import Measurement as Measurement
-from boostax.config.measurement import Trial as Trial
 from boostax.config.migrate import MigrationReport as MigrationReport
 from boostax.config.migrate import migrate_state as migrate_state
 

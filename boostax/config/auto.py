@@ -5,16 +5,12 @@ import dataclasses
 import json
 import pathlib
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal, overload
-
-import optax
+from typing import Any
 
 from boostax._core import checks
 from boostax.config.build import Boost
 from boostax.config.config import KEYS as OWN_KEYS
 from boostax.config.config import BoostConfig, role_of
-from boostax.config.measure import measure
-from boostax.config.measurement import Measurement
 from boostax.config.mindspore import KEYS, LEVELS, from_mindspore, is_mindspore
 from boostax.config.own import owned
 from boostax.config.part import flag, nearest
@@ -22,35 +18,13 @@ from boostax.config.reduction import Reduce
 from boostax.config.singa import singa
 
 
-@overload
-def auto(
-    spec: Literal["measure"],
-    loss_fn: Callable[..., Any],
-    inner: optax.GradientTransformation,
-    params: Any,
-    batches: Sequence[Any] | Callable[[int], Any],
-    **options: Any,
-) -> Measurement: ...
-
-
-@overload
 def auto(
     spec: Any,
     *,
     level: str | None = None,
     strict: bool | None = None,
     factories: Sequence[Callable[..., Any]] = (),
-) -> Boost: ...
-
-
-def auto(
-    spec: Any,
-    *args: Any,
-    level: str | None = None,
-    strict: bool | None = None,
-    factories: Sequence[Callable[..., Any]] = (),
-    **options: Any,
-) -> Boost | Measurement:
+) -> Boost:
     """What a level, a dictionary, a JSON file or a ``BoostConfig`` asks for, ready to build.
 
     ===== ====================================================================================
@@ -73,27 +47,19 @@ def auto(
     What is on is in what is built, or refused there: a reduction other than the mean wants an axis,
     LessBN the report of the model that it changed.
 
-    ``auto("measure", loss_fn, optimizer, params, batches, ...)`` asks for nothing: it tries the
-    techniques on this model, these batches and these devices for a few steps each, and ranks them
-    by the loss after equal time. See ``boostax.config.Measurement``, and
-    ``help(boostax.config.measure)`` for its arguments.
-
     Args:
       spec: a ``BoostConfig``; ``"O0"``, ``"O1"`` or ``"O2"``; a dictionary like
-        ``BoostConfig.to_dict()`` gives, MindSpore's, or one with ``"singa"``; the path of a JSON
-        file of one; or ``"measure"``.
-      *args: those of ``boostax.config.measure``.
+        ``BoostConfig.to_dict()`` gives, MindSpore's, or one with ``"singa"``; or the path of a
+        JSON file of one.
       level: of a dictionary or a file: where they start from; ``None`` is ``"O0"``.
       strict: of MindSpore's dictionary or level: ``False`` reads it as MindSpore does, the default
         as it is written.
       factories: functions of your own that make transformations, whose names are keys of the
         dictionary, too. They are to be described (``boostax.describe``): their role says where they
         stand. A reduction takes the place of the mean.
-      **options: those of ``boostax.config.measure``.
 
     Returns:
-      A ``Boost``, at no cost: nothing is global, and nothing in the file is executed. Of
-      ``"measure"`` a ``Measurement``, whose ``config`` is the best.
+      A ``Boost``, at no cost: nothing is global, and nothing in the file is executed.
 
     Raises:
       ValueError, TypeError: unknown keys, words and levels, values out of range, and parts that do
@@ -110,14 +76,6 @@ def auto(
       MindSpore 2.10, ``mindspore.boost.AutoBoost``, which is one object for the whole process.
     """
     who = "auto"
-    if isinstance(spec, str) and spec == "measure":
-        hint = "base= is what the candidates change: boostax.auto(level).config."
-        checks.absent(who, "level", level, "left out here", hint)
-        checks.absent(who, "strict", strict, "left out here", hint)
-        return measure(*args, **options)
-    got = [*(type(x).__name__ for x in args), *options]
-    what, hint = "further arguments", 'Only "measure" takes more than a level.'
-    checks.require(who, what, got, "left out here", not got, hint, TypeError)
     given = _loaded(spec) if _is_file(spec) else spec
     if isinstance(given, str) and given in LEVELS and level is None:
         given, level = {}, given

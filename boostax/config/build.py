@@ -17,7 +17,6 @@ from boostax.config.own import Own
 from boostax.config.part import Place
 from boostax.config.reduction import Reduce
 from boostax.model.less_bn import LessBNReport, changed
-from boostax.precision.crossings import group_boundaries
 from boostax.precision.policy import Policy
 from boostax.reduce.mean import all_reduce
 from boostax.subspace.basis import Basis
@@ -111,19 +110,19 @@ class Boost:
         return self._stacked(order, inner, place)
 
     def loss(self, loss_fn: Callable[..., Any], params: PyTree = None) -> Callable[..., Any]:
-        """The loss as ``value_and_grad`` is to take it: with boundaries between scaled groups.
+        """Return the loss as ``value_and_grad`` is to take it.
+
+        A loss scale per group wants ``boostax.precision.scale_boundary`` in it.
 
         Args:
           loss_fn: ``loss_fn(params, batch, ...)``.
           params: as in ``optimizer``.
 
         Returns:
-          ``loss_fn`` itself without a loss scale per group. Cost: as ``group_boundaries``.
+          ``loss_fn``.
         """
-        scale = self.config.loss_scale
-        if scale is None or scale.kind != "group":
-            return loss_fn
-        return group_boundaries(loss_fn, scale.labels(params))
+        del params
+        return loss_fn
 
     def model(self, module: Any, /, *args: Any, **kwargs: Any) -> tuple[Any, LessBNReport | None]:
         """The model with fewer BatchNorms and a normalised head, if they are on.

@@ -65,7 +65,7 @@ class BoostConfig:
       average_params: an average of the params, for ``boostax.model.averaged_params``.
       carry: leaves whose "gradient" is their new value.
       check_updates: what the optimizer makes of good gradients is good too, or held back.
-      skip_spikes: steps whose loss or norm is far above what is usual are left out or clipped.
+      skip_spikes: steps whose gradient is far above what is usual are skipped.
       count_lost_updates: what the stored precision rounds away is counted.
 
     Raises:
@@ -204,10 +204,6 @@ def _check_together(config: BoostConfig) -> None:
         scale, allowed = config.loss_scale, "given where policy computes in float16"
         hint = "Small gradients vanish without: 'dynamic' scales, and bfloat16 needs none."
         checks.require(_WHO, "loss_scale", scale, allowed, scale is not None, hint)
-    spikes, window = config.skip_spikes, config.accumulate
-    if spikes is not None and spikes.by == "loss" and window is not None:
-        allowed, hint = "'gradient' or 'update' with accumulate", "A window's loss is not its last."
-        raise ValueError(checks.message(_WHO, "skip_spikes.by", allowed, spikes.by, hint))
     hint = "What is frozen between two meetings would stay different on every replica."
     allowed, kind = "no 'partial' or 'local' with freeze", config.reduce.kind
     checks.require(_WHO, "reduce", kind, allowed, not (freezes and own), hint)
@@ -224,8 +220,8 @@ def _check_together(config: BoostConfig) -> None:
         if own:
             allowed, why = f"None with reduce {kind!r}", "Each replica has params of its own."
         hint = (
-            f"{why} boostax.subspace.HostTrajectory records between steps, and finish takes its "
-            "basis: dim_reduce.every = None."
+            f"{why} Keep jax.device_get(params) in a list between steps, and finish takes the "
+            "boostax.subspace.pca_basis of it: dim_reduce.every = None."
         )
         checks.absent(_WHO, "dim_reduce.every", finish.every, allowed, hint)
     if config.carry is not None:

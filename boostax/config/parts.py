@@ -11,7 +11,6 @@ import optax
 
 from boostax._core import checks
 from boostax._core.groups import mindspore_groups, prefix_groups
-from boostax.accumulate.by_noise import WindowByNoise, by_noise
 from boostax.accumulate.carried import carry
 from boostax.accumulate.window import accumulate
 from boostax.chain.parts import opened, read
@@ -23,16 +22,16 @@ from boostax.model.average import average_params
 from boostax.model.centralize import Axes, centralize_gradients
 from boostax.model.clip import clip_by_global_norm
 from boostax.model.less_bn import LessBNReport, less_bn
-from boostax.precision import spikes
 from boostax.precision.group_scale import group_loss_scale
 from boostax.precision.loss_scale import dynamic_loss_scale, static_loss_scale
 from boostax.precision.lost_updates import count_lost_updates
 from boostax.precision.policy import Policy, policy
+from boostax.precision.spikes import skip_spikes
 from boostax.precision.store import store
 from boostax.precision.updates import check_updates
 from boostax.subspace.basis import pca_basis, saved_basis
 from boostax.subspace.dim_reduce import dim_reduce
-from boostax.subspace.host import checkpoint_snapshots
+from boostax.subspace.files import checkpoint_snapshots
 from boostax.subspace.quasi_newton import RULES, SubspaceRule
 from boostax.subspace.trajectory import record_trajectory
 
@@ -108,37 +107,8 @@ class CheckUpdates(Part, factory=check_updates):
     """``boostax.precision.check_updates``, directly around the optimizer."""
 
 
-def _spike_rule(
-    rule: str | spikes.SpikeRule = "median",
-    k: float | None = None,
-    floor: float | None = None,
-    z: float | None = None,
-    factor: float | None = None,
-    decay: float | None = None,
-    warmup: int | None = None,
-    max_norm: float | None = None,
-) -> spikes.SpikeRule:
-    """A rule by its name, with the settings that it has."""
-    settings = {"k": k, "floor": floor, "z": z, "factor": factor}
-    settings |= {"decay": decay, "warmup": warmup, "max_norm": max_norm}
-    given = {name: value for name, value in settings.items() if value is not None}
-    if isinstance(rule, str):
-        word(rule, tuple(spikes.RULES), "rule")
-    kind: Any = spikes.RULES[rule] if isinstance(rule, str) else None
-    mine = {field.name for field in dataclasses.fields(kind)} if kind else set[str]()
-    for name, value in given.items():
-        hint = f"It has {', '.join(sorted(mine)) or 'its own'}."
-        checks.require("", name, value, f"left out with rule {rule!r}", name in mine, hint)
-    return kind(**given) if isinstance(rule, str) else rule
-
-
-class SkipSpikes(Part, factory=spikes.skip_spikes):
-    """``boostax.precision.skip_spikes``, around the reduction and inside the window.
-
-    Settings of the rule (``k``, ``z``, ...) stand beside its name.
-    """
-
-    made: ClassVar = {"rule": _spike_rule}
+class SkipSpikes(Part, factory=skip_spikes):
+    """``boostax.precision.skip_spikes``, around the reduction and inside the window."""
 
 
 class Clip(Part, factory=clip_by_global_norm):
@@ -151,8 +121,7 @@ def _axes(axes: Axes = "auto", less_bn: LessBNReport | None = None) -> Axes:
     """As given, but that a normalised head stays as it is."""
     if less_bn is None or less_bn.head is None or callable(axes):
         return axes
-    rules = () if isinstance(axes, str) else axes.items() if isinstance(axes, Mapping) else axes
-    return [(glob.escape(less_bn.head), None), *rules]
+    return {glob.escape(less_bn.head): None} | ({} if isinstance(axes, str) else dict(axes))
 
 
 class Centralize(Part, factory=centralize_gradients):
@@ -195,21 +164,14 @@ class AverageParams(Part, factory=average_params):
     """``boostax.model.average_params``, around the reduction, inside the window and the scaler."""
 
 
-def _every(every: Any) -> int | Callable[[Any], Any] | WindowByNoise:
-    """As given, or the arguments of ``by_noise``."""
-    return by_noise(**every) if isinstance(every, Mapping) else every
-
-
 class Accumulate(Part, factory=accumulate):
     """``boostax.accumulate``: one optimizer step for so many calls.
 
     Attributes:
-      every: of ``by_noise`` the arguments, as a dictionary.
       drop: what a call that overflows takes with it: itself (``"micro-batch"``: the loss scaler
         stands around the window) or all of its ``"window"`` (inside; cheaper).
     """
 
-    made: ClassVar = {"every": _every}
     every: int = 1
     drop: Literal["micro-batch", "window"] = "micro-batch"
 
@@ -235,7 +197,7 @@ class LossScale(
 class Store(Part, factory=store):
     """``boostax.precision.store``, around the optimizer and its reduction, inside all gates."""
 
-    params: Literal["stochastic", "remainder", "kahan"] | None = None
+    params: Literal["stochastic", "remainder"] | None = None
 
     def arguments(self, place: Place) -> dict[str, Any]:
         """Of the factory ``params`` says how they are stored."""

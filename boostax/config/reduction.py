@@ -11,8 +11,8 @@ from boostax.reduce.local import local_updates
 from boostax.reduce.low_rank import power_sgd_reduce
 from boostax.reduce.mean import all_reduce
 from boostax.reduce.partial import partial_average
-from boostax.reduce.quantized import int8_reduce, int16_reduce, sign_reduce
-from boostax.reduce.sparse import random_k_reduce, threshold_reduce, top_k_reduce
+from boostax.reduce.quantized import int8_reduce
+from boostax.reduce.sparse import threshold_reduce, top_k_reduce
 
 # All reductions that a configuration and the command know, each entered once, by what is sent.
 # Gradients, or an optimizer's updates, element by element:
@@ -21,10 +21,7 @@ DENSE = {"mean": all_reduce, "adasum": adasum, "adasum-delta": adasum_delta}
 CODECS = {
     "top-k": top_k_reduce,
     "threshold": threshold_reduce,
-    "random-k": random_k_reduce,
     "int8": int8_reduce,
-    "int16": int16_reduce,
-    "sign": sign_reduce,
     "power-sgd": power_sgd_reduce,
 }
 # params, which differ between the replicas:

@@ -3,7 +3,7 @@
 
 import fnmatch
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any, Literal, NamedTuple
 
 import jax
@@ -19,7 +19,7 @@ from boostax._core.replicas import is_per_replica
 
 PyTree = Any
 Moments = Literal["bfloat16", "int8", "log8"]
-Params = Literal["stochastic", "remainder", "kahan"]
+Params = Literal["stochastic", "remainder"]
 Path = tuple[Any, ...]
 _WHO = "store"
 
@@ -32,7 +32,7 @@ class StoreState(NamedTuple):
       inner_state: state of the inner transformation, codes in the place of the arrays stored low.
       scales: f32 by blocks, of the state's arrays by their field: a ``ByBlock`` of a tree like the
         params.
-      low: what bf16 params lack, like the params: ``()`` for ``"stochastic"``, else i16 or bf16.
+      low: i16, what bf16 params lack, like the params; ``()`` but for ``"remainder"``.
     """
 
     steps: jax.Array
@@ -101,7 +101,6 @@ def store(
     ``None``       as is as they are given, rounded to the nearest
     "stochastic"   2     bf16, rounded at random
     "remainder"    4     bf16 and the 16 bits that it lacks of f32: f32 masters bit for bit
-    "kahan"        4     bf16 and a bf16 of what rounding lost, added to the next update
     ============== ===== ==========================================================================
 
     ============== ===== ==========================================================================
@@ -156,7 +155,7 @@ def store(
     tx, kind = checks.transformation(_WHO, "inner", inner), params
     if params is not None:
         hint = "'stochastic' has 2 bytes a param, 'remainder' exact f32 masters."
-        checks.choice(_WHO, "params", params, ("stochastic", "remainder", "kahan"), hint)
+        checks.choice(_WHO, "params", params, ("stochastic", "remainder"), hint)
     rules: dict[str, Moments] = {}
     if moments is not None:
         rules = dict(moments) if isinstance(moments, Mapping) else {"*": moments}
@@ -174,9 +173,7 @@ def store(
             )
             raise ValueError(checks.message(_WHO, "params", allowed, kind, hint))
         codes, scales = _first(inner_state, params, rules, least)
-        lacks: Any = jnp.int16 if kind == "remainder" else jnp.bfloat16
-        nothing = lambda p: jnp.zeros(p.shape, lacks) if _is_low(p) else ()  # noqa: E731
-        low = jax.tree.map(nothing, params) if kind in ("remainder", "kahan") else ()
+        low = jax.tree.map(_no_rest, params) if kind == "remainder" else ()
         return StoreState(jnp.zeros((), jnp.int32), codes, scales, low)
 
     @describe(_WHO, "storage", inner={"inner_state": tx})
@@ -222,16 +219,12 @@ def masters(params: PyTree, opt_state: PyTree) -> PyTree:
 
 
 def _masters(params: PyTree, low: PyTree) -> PyTree:
-    """Params in f32, with what they lack."""
+    """Return params in f32, with what they lack."""
     if not jax.tree.leaves(low):
         return trees.at_least_float32(params)
 
     def whole(p: jax.Array, low: Any) -> jax.Array:
-        if isinstance(low, tuple):
-            return trees.at_least_float32(p)
-        if low.dtype == jnp.int16:
-            return formats.joined(p, low)
-        return p.astype(jnp.float32) + low.astype(jnp.float32)
+        return trees.at_least_float32(p) if isinstance(low, tuple) else formats.joined(p, low)
 
     return jax.tree.map(whole, params, low)
 
@@ -283,12 +276,13 @@ def _written(
     def write(path: Path, p: jax.Array, wide: jax.Array, update: Any) -> tuple[Any, Any]:
         if params is None or not _is_low(p):
             return (wide.astype(p.dtype) if apply else trees.as_updates(update, p)), ()
-        new = _ROUNDED[params](wide, formats.seed_of(steps, path))
-        if apply:
-            return new, _LACKED[params](wide, new)
+        exact = params == "remainder"
+        seed = formats.seed_of(steps, path)
+        new = formats.split(wide)[0] if exact else formats.to_bfloat16(wide, seed)
         moved = (new.astype(jnp.float32) - p.astype(jnp.float32)).astype(p.dtype)
-        # What apply_updates makes of it.
-        return moved, _LACKED[params](wide, p + moved)
+        # What apply_updates makes of the update has a rest of its own.
+        value, stored = (new, new) if apply else (moved, p + moved)
+        return value, formats.rest(wide, stored) if exact else ()
 
     wide = optax.apply_updates(masters, updates)
     both = jax.tree_util.tree_map_with_path(write, given, wide, updates)
@@ -297,20 +291,12 @@ def _written(
     return (value, low), _encoded(inner_state, codes, scales, steps)
 
 
-_ROUNDED: dict[str, Callable[[jax.Array, jax.Array], jax.Array]] = {
-    "stochastic": formats.to_bfloat16,
-    "remainder": lambda x, seed: formats.split(x)[0],
-    "kahan": lambda x, seed: x.astype(jnp.bfloat16),
-}
-_LACKED: dict[str, Callable[[jax.Array, jax.Array], Any]] = {
-    "stochastic": lambda x, new: (),
-    "remainder": formats.rest,
-    "kahan": lambda x, new: (x - new.astype(jnp.float32)).astype(jnp.bfloat16),
-}
-
-
 def _is_low(x: Any) -> bool:
     return jnp.result_type(x) == jnp.bfloat16
+
+
+def _no_rest(p: Any) -> Any:
+    return jnp.zeros(p.shape, jnp.int16) if _is_low(p) else ()
 
 
 def _first(

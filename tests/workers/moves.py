@@ -117,7 +117,7 @@ def call(step, state, log, index):
 
 def one_leg(folder, reduction, number, calls=None):
     """From the last checkpoint; every checkpoint is of an open window."""
-    from boostax.run.checkpoint import Checkpointer
+    from boostax.checkpoint import Checkpointer
 
     leg = LEGS[number]
     jax.config.update("jax_num_cpu_devices", leg.devices)

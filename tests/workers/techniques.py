@@ -11,10 +11,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-
-import boostax
 from boostax.run.cluster import ending_at_once, initialize
 from boostax.run.loop import fit
+
+import boostax
 
 AXIS = "data"
 CALLS = 12
