@@ -14,8 +14,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import boostax
-from boostax._core import formats
-from boostax.precision import masters, store
+from boostax.precision import formats, masters, store
 from boostax.testing import drawn
 
 FINITE = {"allow_nan": False, "allow_infinity": False, "width": 32}
