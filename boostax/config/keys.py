@@ -350,7 +350,7 @@ def part(
 
 def known(data: Any, allowed: Iterable[str], what: str, who: str = "auto") -> None:
     """Refuse anything but a dictionary, and keys that are not allowed, with the nearest one."""
-    fits, hint = isinstance(data, Mapping), "Write {...}."
+    fits, hint = isinstance(data, Mapping), "It is a dictionary."
     checks.require(who, what, data, "those of a dictionary", fits, hint, TypeError)
     words = "among " + ", ".join(map(repr, allowed))
     for key in data:
