@@ -59,16 +59,14 @@ MORE = {
         "apply_if_finite",
     },
     "freeze": {"mindspore_groups", "param_groups"},
-    "model": {"average_params", "averaged_params"},
-    "precision": {
-        "AdaGC", "MedianLimit", "SigmaLimit", "SpikeRule", "ZClip", "masters", "skip_spikes",
-        "store",
-    },
+    "model": {"adagc", "average_params", "averaged_params"},
+    "precision": {"masters", "skip_spikes", "store"},
     "reduce": {"Codec", "Late", "Message", "PerLeaf", "compress", "staged"},
     "states": {
-        "AverageParamsState", "GateState", "Holds", "NoiseScaleState", "SpikesState", "StoreState",
+        "AdaGCState", "AverageParamsState", "GateState", "Holds", "NoiseScaleState", "SpikesState",
+        "StoreState",
     },
-    "train": {"by_noise", "gather_params"},
+    "train": {"gather_params"},
 }  # fmt: skip
 
 
