@@ -42,6 +42,7 @@ from boostax.train.oracle import value_and_grad as value_and_grad
 from boostax.train.step import make_train_step as make_train_step
 
 if TYPE_CHECKING:
+    from boostax import checkpoint as checkpoint
     from boostax import compat as compat
     from boostax import config as config
     from boostax import inspect as inspect
@@ -66,4 +67,4 @@ _LATE = {
     "migrate_state": "boostax.config.migrate",
 }
 if not TYPE_CHECKING:  # where any name would pass for one
-    __getattr__, __dir__ = _late(__name__, _LATE, ("nnx",))
+    __getattr__, __dir__ = _late(__name__, _LATE, ("checkpoint", "nnx"))

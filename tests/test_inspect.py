@@ -3,6 +3,7 @@
 import functools
 import itertools
 import json
+import re
 import warnings
 from typing import Any, NamedTuple
 
@@ -28,6 +29,7 @@ ENTRIES = sum(x.size for x in jax.tree.leaves(PARAMS))
 GROUPS = boostax.freeze.prefix_groups(PARAMS, 2)
 
 adam, sgd, chain = optax.adam(1e-3), optax.sgd(0.1), optax.chain
+moments = optax.scale_by_adam()
 clip, decay = optax.clip_by_global_norm(1.0), optax.add_decayed_weights(1e-2)
 noise = optax.add_noise(0.1, 0.55, key=0)
 mean, adasum, delta = (
@@ -60,341 +62,200 @@ def if_finite(*parts):
     return optax.apply_if_finite(chain(*parts), 3)
 
 
-# Wrong, the same mended, what is named, and what the mend says.
+OPEN, SIDES = {"a": True, "b": False}, {"stays": sgd, "goes": sgd}
+every_other = {"should_transform_fn": lambda step: step % 2 == 0}
+inject, trace = optax.inject_hyperparams, optax.trace(0.9)
+centralize, lossy = boostax.centralize_gradients(), {"error_feedback": False}
+free = functools.partial(optax.contrib.schedule_free, learning_rate=0.1)
+mechanize, sam = optax.contrib.mechanize, optax.contrib.sam
+local = functools.partial(boostax.reduce.local_updates, axis_name="data", every=4)
+deltas = functools.partial(boostax.reduce.adasum_delta, axis_name="data")
+
+# By what the mend says of the two that are named: the name, the wrong chain, the same mended.
 WRONG = {
-    "clip before the scaler": (
-        chain(clip, scaled(adam)),
-        scaled(clip, adam),
-        "dynamic_loss_scale after clip_by_global_norm",
-        "Put clip_by_global_norm inside dynamic_loss_scale",
-    ),
-    "moments before the scaler": (
-        chain(optax.scale_by_adam(), scaled(sgd)),
-        scaled(adam),
-        "dynamic_loss_scale after scale_by_adam",
-        "Put scale_by_adam inside",
-    ),
-    "decay before the scaler": (
-        chain(decay, scaled(adam)),
-        scaled(decay, adam),
-        "dynamic_loss_scale after add_decayed_weights",
-        "Put add_decayed_weights inside",
-    ),
-    "noise before the scaler": (
-        chain(noise, scaled(adam)),
-        scaled(noise, adam),
-        "dynamic_loss_scale after add_noise",
-        "Put add_noise inside",
-    ),
-    "a mean before the scaler": (
-        chain(mean, scaled(adam)),
-        scaled(mean, adam, **AXIS),
-        "dynamic_loss_scale after all_reduce",
-        "Put all_reduce inside",
-    ),
-    "residuals before the scaler": (
-        chain(top_k, scaled(adam)),
-        scaled(top_k, adam, **AXIS),
-        "dynamic_loss_scale after top_k_reduce",
-        "Put top_k_reduce inside",
-    ),
-    "NaN hidden from the scaler": (
-        chain(optax.zero_nans(), scaled(adam)),
-        scaled(adam),
-        "dynamic_loss_scale after zero_nans",
-        "Leave zero_nans out",
-    ),
-    "clip before the window": (
-        chain(clip, window(adam)),
-        window(clip, adam),
-        "accumulate after clip_by_global_norm",
-        "Put clip_by_global_norm inside accumulate",
-    ),
-    "moments before the window": (
-        chain(optax.trace(0.9), window(sgd)),
-        window(optax.trace(0.9), sgd),
-        "accumulate after trace",
-        "Put trace inside accumulate",
-    ),
-    "a mean before the window": (
-        chain(mean, window(adam)),
-        window(mean, adam, **AXIS),
-        "accumulate after all_reduce",
-        "Put all_reduce inside accumulate",
-    ),
-    "noise before MultiSteps": (
-        chain(noise, multi(adam)),
-        multi(noise, adam),
-        "MultiSteps after add_noise",
-        "Put add_noise inside MultiSteps",
-    ),
-    "decay behind a window": (
-        chain(window(adam), decay),
-        window(decay, adam),
-        "add_decayed_weights after accumulate",
-        "Put add_decayed_weights inside accumulate",
-    ),
-    "moments behind a scaler": (
-        chain(scaled(optax.identity()), adam),
-        scaled(adam),
-        "scale_by_adam after dynamic_loss_scale",
-        "Put scale_by_adam inside dynamic_loss_scale",
-    ),
-    "a schedule behind a scaler": (
-        chain(
-            scaled(optax.scale_by_adam()),
-            optax.scale_by_learning_rate(optax.linear_schedule(1.0, 0.0, 9)),
+    "Put {1} inside {0}": [
+        (
+            "dynamic_loss_scale after clip_by_global_norm",
+            chain(clip, scaled(adam)),
+            scaled(clip, adam),
         ),
-        scaled(optax.adam(optax.linear_schedule(1.0, 0.0, 9))),
-        "scale_by_schedule after dynamic_loss_scale",
-        "Put scale_by_schedule inside",
-    ),
-    "noise behind a window": (
-        chain(window(sgd), noise),
-        window(noise, sgd),
-        "add_noise after accumulate",
-        "Put add_noise inside accumulate",
-    ),
-    "a recorder behind a window": (
-        chain(window(adam), record),
-        window(record, adam),
-        "record_trajectory after accumulate",
-        "Put record_trajectory first inside accumulate",
-    ),
-    "a mean behind a scaler": (
-        chain(scaled(adam), mean),
-        scaled(mean, adam, **AXIS),
-        "all_reduce after dynamic_loss_scale",
-        "Put all_reduce first inside",
-    ),
-    "clip before a mean": (
-        chain(clip, mean, adam),
-        chain(mean, clip, adam),
-        "all_reduce after clip_by_global_norm",
-        "Put clip_by_global_norm behind all_reduce",
-    ),
-    "moments before a mean": (
-        chain(adam, mean),
-        chain(mean, adam),
-        "all_reduce after scale_by_adam",
-        "Put all_reduce before scale_by_adam",
-    ),
-    "centralized before top-k": (
-        chain(boostax.centralize_gradients(), top_k, sgd),
-        chain(top_k, boostax.centralize_gradients(), sgd),
-        "top_k_reduce after centralize_gradients",
-        "Put centralize_gradients behind top_k_reduce",
-    ),
-    "noise before AdaSum": (
-        chain(noise, adasum, sgd),
-        chain(adasum, noise, sgd),
-        "adasum after add_noise",
-        "Put add_noise behind adasum",
-    ),
-    "a mean before AdaSum": (
-        chain(mean, adasum, adam),
-        chain(adasum, adam),
-        "adasum after all_reduce",
-        "Leave all_reduce out",
-    ),
-    "two means": (
-        chain(mean, top_k, adam),
-        chain(top_k, adam),
-        "top_k_reduce after all_reduce",
-        "Leave one of them out",
-    ),
-    "a mean before a delta": (
-        chain(mean, delta),
-        delta,
-        "adasum_delta after all_reduce",
-        "Leave all_reduce out",
-    ),
-    "centralized updates": (
-        chain(adam, boostax.centralize_gradients()),
-        chain(boostax.centralize_gradients(), adam),
-        "centralize_gradients after scale_by_adam",
-        "Put centralize_gradients before scale_by_adam",
-    ),
-    "clip before a subspace": (
-        chain(clip, finish),
-        finish,
-        "dim_reduce after clip_by_global_norm",
-        "give it to residual=",
-    ),
-    "a rate behind a subspace": (
-        chain(finish, optax.scale(0.1)),
-        finish,
-        "scale after dim_reduce",
-        "Leave scale out",
-    ),
-    "two scalers": (
-        scaled(boostax.static_loss_scale(adam, 8.0)),
-        scaled(adam),
-        "static_loss_scale inside dynamic_loss_scale",
-        "Leave one of them out",
-    ),
-    "two windows": (
-        window(multi(adam)),
-        window(adam),
-        "MultiSteps inside accumulate",
-        "Leave one of them out",
-    ),
-    "a second judge outside": (
-        if_finite(scaled(adam)),
-        scaled(adam),
-        "dynamic_loss_scale inside apply_if_finite",
-        "Leave apply_if_finite out",
-    ),
-    "a second judge inside": (
-        scaled(if_finite(adam)),
-        scaled(adam),
-        "apply_if_finite inside dynamic_loss_scale",
-        "Leave apply_if_finite out",
-    ),
-    "MultiSteps around a mean": (
-        multi(mean, adam),
-        window(mean, adam, **AXIS),
-        "all_reduce inside MultiSteps",
-        "Use boostax.accumulate",
-    ),
-    "a mean inside a delta": (
-        boostax.reduce.adasum_delta(chain(mean, adam), "data"),
-        delta,
-        "all_reduce inside adasum_delta",
-        "Leave all_reduce out",
-    ),
-    "a mean inside local updates": (
-        boostax.reduce.local_updates(chain(mean, sgd), "data", every=4),
-        boostax.reduce.local_updates(sgd, "data", every=4),
-        "all_reduce inside local_updates",
-        "Leave all_reduce out",
-    ),
-    "a scaler on each replica": (
-        boostax.reduce.adasum_delta(scaled(adam), "data"),
-        boostax.dynamic_loss_scale(delta, **AXIS),
-        "dynamic_loss_scale inside adasum_delta",
-        "Put dynamic_loss_scale around adasum_delta",
-    ),
-    "freezing inside a scaler": (
-        boostax.dynamic_loss_scale(frozen),
-        boostax.scheduled_freeze(scaled(sgd), GROUPS, [0, 1]),
-        "scheduled_freeze inside the chain",
-        "Put it outermost",
-    ),
-    "freezing by zeros": (
-        optax.partition({"stays": optax.set_to_zero(), "goes": sgd}, half),
-        boostax.scheduled_freeze(sgd, GROUPS, 1),
-        "set_to_zero in a partition",
-        "boostax.scheduled_freeze",
-    ),
-    "a scaler that decides alone": (
-        scaled(mean, adam),
-        scaled(mean, adam, **AXIS),
-        "dynamic_loss_scale without the axis 'data'",
-        "Give it axis_name=",
-    ),
-    "a window of all replicas": (
-        window(adasum, adam),
-        window(adasum, adam, **AXIS),
-        "accumulate without the axis 'data'",
-        "Give it axis_name=",
-    ),
-    "decay after the rate": (
-        chain(adam, decay),
-        optax.adamw(1e-3),
-        "add_decayed_weights after the learning rate",
-        "Put it before the learning rate",
-    ),
-    "clip after the rate": (
-        chain(adam, clip),
-        chain(clip, adam),
-        "clip_by_global_norm after the learning rate",
-        "Put it before the optimizer",
-    ),
-    "two rates": (chain(adam, sgd), adam, "the whole chain", "Leave one learning rate out"),
-    "no rate": (
-        optax.scale_by_adam(),
-        adam,
-        "the whole chain",
-        "End the chain with optax.scale_by_learning_rate",
-    ),
-    "a schedule around a scaler": (
-        optax.inject_hyperparams(lambda rate: scaled(optax.adam(rate)))(falling),
-        scaled(optax.inject_hyperparams(optax.adam)(falling)),
-        "dynamic_loss_scale inside inject_hyperparams",
-        "Put dynamic_loss_scale around inject_hyperparams",
-    ),
-    "a schedule around a window": (
-        optax.inject_hyperparams(lambda rate: window(optax.sgd(rate)))(rate=falling),
-        window(optax.inject_hyperparams(optax.sgd)(learning_rate=falling)),
-        "accumulate inside inject_hyperparams",
-        "Put accumulate around inject_hyperparams",
-    ),
-    "an injected schedule behind a scaler": (
-        chain(
-            scaled(optax.scale_by_adam()),
-            optax.inject_hyperparams(optax.scale_by_learning_rate)(falling),
+        ("dynamic_loss_scale after scale_by_adam", chain(moments, scaled(sgd)), scaled(adam)),
+        (
+            "dynamic_loss_scale after add_decayed_weights",
+            chain(decay, scaled(adam)),
+            scaled(decay, adam),
         ),
-        scaled(optax.adam(falling)),
-        "inject_hyperparams after dynamic_loss_scale",
-        "Put inject_hyperparams inside dynamic_loss_scale",
-    ),
-    "an average around a scaler": (
-        optax.contrib.schedule_free(scaled(sgd), 0.1),
-        scaled(optax.contrib.schedule_free(sgd, 0.1)),
-        "dynamic_loss_scale inside schedule_free",
-        "Put dynamic_loss_scale around schedule_free",
-    ),
-    "mechanize around a scaler": (
-        optax.contrib.mechanize(scaled(sgd)),
-        scaled(optax.contrib.mechanize(sgd)),
-        "dynamic_loss_scale inside mechanize",
-        "Put dynamic_loss_scale around mechanize",
-    ),
-    "sam around a scaler": (
-        optax.contrib.sam(scaled(sgd), sgd),
-        scaled(optax.contrib.sam(sgd, sgd)),
-        "dynamic_loss_scale inside sam",
-        "Put dynamic_loss_scale around sam",
-    ),
-    "sam around a window": (
-        optax.contrib.sam(sgd, window(sgd)),
-        window(optax.contrib.sam(sgd, sgd)),
-        "accumulate inside sam",
-        "Put accumulate around sam",
-    ),
-    "a scaler on one side": (
-        optax.partition({"stays": scaled(sgd), "goes": sgd}, half),
-        scaled(optax.partition({"stays": sgd, "goes": sgd}, half)),
-        "dynamic_loss_scale in partition",
-        "Put dynamic_loss_scale around partition",
-    ),
-    "a window under a mask": (
-        optax.masked(window(sgd), {"a": True, "b": False}),
-        window(optax.masked(sgd, {"a": True, "b": False})),
-        "accumulate in masked",
-        "Put accumulate around masked",
-    ),
-    "a scaler now and then": (
-        optax.conditionally_transform(scaled(sgd), lambda step: step % 2 == 0),
-        scaled(optax.conditionally_transform(sgd, lambda step: step % 2 == 0)),
-        "dynamic_loss_scale inside conditionally_transform",
-        "Put dynamic_loss_scale around conditionally_transform",
-    ),
-    "lost for good": (
-        chain(boostax.top_k_reduce("data", 0.1, error_feedback=False), sgd),
-        chain(top_k, sgd),
-        "top_k_reduce without error feedback",
-        "error_feedback=True",
-    ),
+        ("dynamic_loss_scale after add_noise", chain(noise, scaled(adam)), scaled(noise, adam)),
+        (
+            "dynamic_loss_scale after all_reduce",
+            chain(mean, scaled(adam)),
+            scaled(mean, adam, **AXIS),
+        ),
+        (
+            "dynamic_loss_scale after top_k_reduce",
+            chain(top_k, scaled(adam)),
+            scaled(top_k, adam, **AXIS),
+        ),
+        ("accumulate after clip_by_global_norm", chain(clip, window(adam)), window(clip, adam)),
+        ("accumulate after trace", chain(trace, window(sgd)), window(trace, sgd)),
+        ("accumulate after all_reduce", chain(mean, window(adam)), window(mean, adam, **AXIS)),
+        ("MultiSteps after add_noise", chain(noise, multi(adam)), multi(noise, adam)),
+    ],
+    "Put {0} inside {1}": [
+        ("add_decayed_weights after accumulate", chain(window(adam), decay), window(decay, adam)),
+        (
+            "scale_by_adam after dynamic_loss_scale",
+            chain(scaled(optax.identity()), adam),
+            scaled(adam),
+        ),
+        (
+            "scale_by_schedule after dynamic_loss_scale",
+            chain(scaled(moments), optax.scale_by_learning_rate(falling)),
+            scaled(optax.adam(falling)),
+        ),
+        ("add_noise after accumulate", chain(window(sgd), noise), window(noise, sgd)),
+        (
+            "inject_hyperparams after dynamic_loss_scale",
+            chain(scaled(moments), inject(optax.scale_by_learning_rate)(falling)),
+            scaled(optax.adam(falling)),
+        ),
+    ],
+    "Put {0} first inside {1}": [
+        ("record_trajectory after accumulate", chain(window(adam), record), window(record, adam)),
+        (
+            "all_reduce after dynamic_loss_scale",
+            chain(scaled(adam), mean),
+            scaled(mean, adam, **AXIS),
+        ),
+    ],
+    "Put {1} behind {0}": [
+        ("all_reduce after clip_by_global_norm", chain(clip, mean, adam), chain(mean, clip, adam)),
+        (
+            "top_k_reduce after centralize_gradients",
+            chain(centralize, top_k, sgd),
+            chain(top_k, centralize, sgd),
+        ),
+        ("adasum after add_noise", chain(noise, adasum, sgd), chain(adasum, noise, sgd)),
+    ],
+    "Put {0} before {1}": [
+        ("all_reduce after scale_by_adam", chain(adam, mean), chain(mean, adam)),
+        (
+            "centralize_gradients after scale_by_adam",
+            chain(adam, centralize),
+            chain(centralize, adam),
+        ),
+    ],
+    "Leave {1} out": [
+        (
+            "dynamic_loss_scale after zero_nans",
+            chain(optax.zero_nans(), scaled(adam)),
+            scaled(adam),
+        ),
+        ("adasum after all_reduce", chain(mean, adasum, adam), chain(adasum, adam)),
+        ("adasum_delta after all_reduce", chain(mean, delta), delta),
+        ("dynamic_loss_scale inside apply_if_finite", if_finite(scaled(adam)), scaled(adam)),
+    ],
+    "Leave {0} out": [
+        ("scale after dim_reduce", chain(finish, optax.scale(0.1)), finish),
+        ("apply_if_finite inside dynamic_loss_scale", scaled(if_finite(adam)), scaled(adam)),
+        ("all_reduce inside adasum_delta", deltas(chain(mean, adam)), delta),
+        ("all_reduce inside local_updates", local(chain(mean, sgd)), local(sgd)),
+    ],
+    "Leave one of them out": [
+        ("top_k_reduce after all_reduce", chain(mean, top_k, adam), chain(top_k, adam)),
+        (
+            "static_loss_scale inside dynamic_loss_scale",
+            scaled(boostax.static_loss_scale(adam, 8.0)),
+            scaled(adam),
+        ),
+        ("MultiSteps inside accumulate", window(multi(adam)), window(adam)),
+    ],
+    "Put {0} around {1}": [
+        (
+            "dynamic_loss_scale inside adasum_delta",
+            deltas(scaled(adam)),
+            boostax.dynamic_loss_scale(delta, **AXIS),
+        ),
+        (
+            "dynamic_loss_scale inside inject_hyperparams",
+            inject(lambda rate: scaled(optax.adam(rate)))(falling),
+            scaled(inject(optax.adam)(falling)),
+        ),
+        (
+            "accumulate inside inject_hyperparams",
+            inject(lambda rate: window(optax.sgd(rate)))(rate=falling),
+            window(inject(optax.sgd)(learning_rate=falling)),
+        ),
+        ("dynamic_loss_scale inside schedule_free", free(scaled(sgd)), scaled(free(sgd))),
+        ("dynamic_loss_scale inside mechanize", mechanize(scaled(sgd)), scaled(mechanize(sgd))),
+        ("dynamic_loss_scale inside sam", sam(scaled(sgd), sgd), scaled(sam(sgd, sgd))),
+        ("accumulate inside sam", sam(sgd, window(sgd)), window(sam(sgd, sgd))),
+        (
+            "dynamic_loss_scale in partition",
+            optax.partition(SIDES | {"stays": scaled(sgd)}, half),
+            scaled(optax.partition(SIDES, half)),
+        ),
+        ("accumulate in masked", optax.masked(window(sgd), OPEN), window(optax.masked(sgd, OPEN))),
+        (
+            "dynamic_loss_scale inside conditionally_transform",
+            optax.conditionally_transform(scaled(sgd), **every_other),
+            scaled(optax.conditionally_transform(sgd, **every_other)),
+        ),
+    ],
+    "Give it axis_name=": [
+        (
+            "dynamic_loss_scale without the axis 'data'",
+            scaled(mean, adam),
+            scaled(mean, adam, **AXIS),
+        ),
+        ("accumulate without the axis 'data'", window(adasum, adam), window(adasum, adam, **AXIS)),
+    ],
+    "Put it before the learning rate": [
+        ("add_decayed_weights after the learning rate", chain(adam, decay), optax.adamw(1e-3)),
+    ],
+    "Put it before the optimizer": [
+        ("clip_by_global_norm after the learning rate", chain(adam, clip), chain(clip, adam)),
+    ],
+    "give it to residual=": [("dim_reduce after clip_by_global_norm", chain(clip, finish), finish)],
+    "Use boostax.accumulate": [
+        ("all_reduce inside MultiSteps", multi(mean, adam), window(mean, adam, **AXIS)),
+    ],
+    "Put it outermost": [
+        (
+            "scheduled_freeze inside the chain",
+            boostax.dynamic_loss_scale(frozen),
+            boostax.scheduled_freeze(scaled(sgd), GROUPS, [0, 1]),
+        ),
+    ],
+    "boostax.scheduled_freeze": [
+        (
+            "set_to_zero in a partition",
+            optax.partition(SIDES | {"stays": optax.set_to_zero()}, half),
+            boostax.scheduled_freeze(sgd, GROUPS, 1),
+        ),
+    ],
+    "Leave one learning rate out": [("the whole chain", chain(adam, sgd), adam)],
+    "End the chain with optax.scale_by_learning_rate": [("the whole chain", moments, adam)],
+    "error_feedback=True": [
+        (
+            "top_k_reduce without error feedback",
+            chain(boostax.top_k_reduce("data", 0.1, **lossy), sgd),
+            chain(top_k, sgd),
+        ),
+    ],
 }
+CASES = [
+    pytest.param(wrong, right, what, mend.format(*re.split(" after | inside | in ", what)), id=what)
+    for mend, cases in WRONG.items()
+    for what, wrong, right in cases
+]
 
 
 def found_in(tx):
     return findings(rows(read(tx)))
 
 
-@pytest.mark.parametrize(("wrong", "right", "what", "mend"), WRONG.values(), ids=WRONG)
+@pytest.mark.parametrize(("wrong", "right", "what", "mend"), CASES)
 def test_a_wrong_order_is_named_with_its_mend_and_the_mended_is_not(wrong, right, what, mend):
     mine = [finding for finding in found_in(wrong) if finding.what == what]
     assert len(mine) == 1
@@ -445,9 +306,8 @@ def test_a_step_whose_chain_cannot_be_read_must_reduce_too(mesh, check_vma):
     assert bool(reported["applied"]) and int(state.step) == 1
 
 
-@pytest.mark.parametrize("name", WRONG)
-def test_a_step_refuses_what_is_certainly_wrong_and_warns_once_of_the_rest(name):
-    tx = WRONG[name][0]
+@pytest.mark.parametrize("tx", [pytest.param(x.values[0], id=x.id) for x in CASES])
+def test_a_step_refuses_what_is_certainly_wrong_and_warns_once_of_the_rest(tx):
     found = found_in(tx)
     certain = [finding for finding in found if finding.certain]
     if certain:
@@ -494,7 +354,6 @@ def test_optaxs_own_optimizers_are_known_and_right(name):
         chain(optax.conditionally_transform(clip, lambda s: s % 10 == 0), adam),
         optax.conditionally_mask(chain(mean, adam), lambda s: s % 2 == 0),
         chain(clip, sgd, optax.apply_every(4)),
-        chain(mean, clip, boostax.subspace.subspace_params(sgd, basis, axis_name="data")),
         chain(optax.scale_by_sign(), mean, optax.scale(-0.1)),
         chain(optax.trace(0.9), boostax.centralize_gradients(), optax.scale(-0.1)),
         chain(clip, top_k, sgd),
@@ -521,8 +380,6 @@ def test_the_sign_is_followed_through_odd_chains():
         (finding,) = found_in(chain(sgd, wrong))
         assert finding.what.endswith("after the learning rate")
     assert found_in(chain(sgd, sgd))[0].mend == "Leave one learning rate out."
-    climbing = boostax.subspace.subspace_params(optax.scale_by_adam(), basis)
-    assert [finding.what for finding in found_in(climbing)] == ["the whole chain"]
 
 
 def test_jitted_wrapped_and_bound_updates_are_read_or_unknown():
@@ -643,9 +500,6 @@ def test_bytes_agree_with_the_compiled_step_and_with_its_jaxpr(mesh, name):
     assert expected == pytest.approx(arguments, rel=0.01)
     sent = costs.expected(costs.collectives(step.jaxpr(state, batch)))
     assert found.wire_bytes == pytest.approx(sent, rel=1e-9)
-    assert found.calls[0].wire_bytes and sum(found.calls[0].wire_bytes.values()) == pytest.approx(
-        sent
-    )
     # A plain trace of the chain alone sends the same, but for the loss.
     alone = boostax.explain(CHAINS[name], PARAMS, axis_sizes={"data": 8})
     assert [p.name for p in alone.parts] == [p.name for p in found.parts[: len(alone.parts)]]
@@ -684,27 +538,25 @@ def test_optimizer_state_that_is_sharded_is_counted_once_over_all(mesh):
     assert by_name["scale_by_adam"].state_bytes == 2 * 4 * ENTRIES / 8 + 4
 
 
-def test_every_reduction_is_found_in_its_trace():
-    made = {
-        "all_reduce": mean,
-        "adasum": adasum,
-        "adasum_delta": delta,
-        "top_k_reduce": top_k,
-        "threshold_reduce": boostax.reduce.threshold_reduce("data", 0.1),
-        "random_k_reduce": boostax.reduce.random_k_reduce("data", 0.1, seed=0),
-        "int8_reduce": boostax.int8_reduce("data"),
-        "int16_reduce": boostax.reduce.int16_reduce("data"),
-        "sign_reduce": boostax.reduce.sign_reduce("data"),
-        "power_sgd_reduce": boostax.reduce.power_sgd_reduce("data", rank=1),
-        "partial_average": boostax.reduce.partial_average(sgd, "data", 2),
-        "local_updates": boostax.reduce.local_updates(sgd, "data", every=2),
-        "dim_reduce": boostax.dim_reduce(basis, axis_name="data"),
-        "subspace_params": boostax.subspace.subspace_params(sgd, basis, axis_name="data"),
-    }
-    for name, tx in made.items():
-        first, *rest = boostax.explain(tx, PARAMS, axis_sizes={"data": 8}).parts
-        assert (first.name, bool(first.wire_bytes)) == (name, True)
-        assert not any(part.wire_bytes for part in rest)
+REDUCTIONS = {
+    "all_reduce": mean,
+    "adasum": adasum,
+    "adasum_delta": delta,
+    "top_k_reduce": top_k,
+    "threshold_reduce": boostax.reduce.threshold_reduce("data", 0.1),
+    "int8_reduce": boostax.int8_reduce("data"),
+    "power_sgd_reduce": boostax.reduce.power_sgd_reduce("data", rank=1),
+    "partial_average": boostax.reduce.partial_average(sgd, "data", 2),
+    "local_updates": local(sgd),
+    "dim_reduce": boostax.dim_reduce(basis, axis_name="data"),
+}
+
+
+@pytest.mark.parametrize("name", REDUCTIONS)
+def test_every_reduction_is_found_in_its_trace(name):
+    first, *rest = boostax.explain(REDUCTIONS[name], PARAMS, axis_sizes={"data": 8}).parts
+    assert (first.name, bool(first.wire_bytes)) == (name, True)
+    assert not any(part.wire_bytes for part in rest)
 
 
 def test_the_same_name_twice_is_counted_with_the_first():
@@ -745,56 +597,53 @@ def test_it_goes_to_json_and_to_a_table(mesh):
     found = boostax.explain(step, PARAMS, jnp.ones((16, 16)))
     data = json.loads(json.dumps(found.to_dict()))
     assert [part["name"] for part in data["parts"]][:2] == ["dynamic_loss_scale", "accumulate"]
-    assert data["parts"][-1]["name"] == "(the step)" and data["calls"][0]["flops"] > 0
+    assert data["parts"][-1]["name"] == "(the step)"
     assert data["wire_bytes"] == found.wire_bytes
     table = str(found).split("\n\n")[0].splitlines()
     assert table[0].split()[:4] == ["part", "state", "bytes", "copies"]
     assert table[2].startswith("  accumulate ")
 
 
+def test_a_step_that_is_explained_is_as_before(mesh):
+    """It is traced at the least depth, which the step itself does not list as built."""
+    step = boostax.make_train_step(loss, CHAINS["frozen"], mesh=mesh, axis_name="data")
+    state, batch = step.init(PARAMS), jnp.ones((16, 16))
+    found = boostax.explain(step, state, batch)
+    assert step.depths == () and found.wire_bytes >= 2 * 7 / 8 * 4 * ENTRIES
+    state, _ = step(state, batch)
+    assert step.depths == (0,) and int(state.step) == 1
+
+
 @pytest.mark.parametrize(
-    ("call", "said"),
+    ("tx", "options", "said"),
     [
-        (lambda: boostax.explain(3, PARAMS), "explain: tx must be a transformation or a TrainStep"),
+        (3, {}, "tx must be a transformation or a TrainStep"),
+        (sgd, {"batch": jnp.ones(3)}, "batch must be left out without a train step"),
+        (sgd, {"axis_sizes": {"data": 0}}, "axis_sizes['data'] must be a positive integer, got 0."),
         (
-            lambda: boostax.explain(sgd, PARAMS, jnp.ones(3)),
-            "explain: batch must be left out without a train step",
-        ),
-        (
-            lambda: boostax.explain(sgd, PARAMS, depths=[0]),
-            "explain: depths must be left out without a train step",
-        ),
-        (
-            lambda: boostax.explain(sgd, PARAMS, axis_sizes={"data": 0}),
-            "explain: axis_sizes['data'] must be a positive integer, got 0.",
-        ),
-        (
-            lambda: boostax.explain(
-                boostax.make_train_step(loss, sgd), PARAMS, axis_sizes={"data": 8}
-            ),
-            "explain: axis_sizes must be left out with a train step",
+            boostax.make_train_step(loss, sgd),
+            {"axis_sizes": {"data": 8}},
+            "axis_sizes must be left out with a train step",
         ),
     ],
 )
-def test_what_makes_no_sense_is_refused(call, said):
-    with pytest.raises((ValueError, TypeError)) as error:
-        call()
-    assert str(error.value).startswith(said)
+def test_what_makes_no_sense_is_refused(tx, options, said):
+    with pytest.raises((ValueError, TypeError), match=re.escape(f"explain: {said}")):
+        boostax.explain(tx, PARAMS, **options)
 
 
 def test_what_was_not_counted_is_no_zero(mesh):
     """Without a batch, or the sizes of the axes, nothing was traced that could be counted."""
-    tx = optax.chain(boostax.all_reduce("data"), optax.adam(1e-3))
-    loss = lambda w, x: jnp.mean((x @ w) ** 2)  # noqa: E731
+    tx = chain(mean, adam)
     step = boostax.make_train_step(loss, tx, mesh=mesh, axis_name="data")
-    params, batch = jnp.ones((8, 8)), jnp.ones((16, 8))
-    for told in (boostax.explain(step, params), boostax.explain(tx, params)):
-        assert "sent per step: not counted." in str(told)
-    assert "batch was not given" in str(boostax.explain(step, params))
-    assert "axis_sizes was not given" in str(boostax.explain(tx, params))
+    for told, problem in (
+        (boostax.explain(step, PARAMS), "batch was not given"),
+        (boostax.explain(tx, PARAMS), "axis_sizes was not given"),
+    ):
+        assert "sent per step: not counted." in str(told) and problem in str(told)
     for told in (
-        boostax.explain(step, params, batch),
-        boostax.explain(tx, params, axis_sizes={"data": 8}),
+        boostax.explain(step, PARAMS, jnp.ones((16, 16))),
+        boostax.explain(tx, PARAMS, axis_sizes={"data": 8}),
     ):
         assert told.wire_bytes > 0 and told.problem == ""
-    assert "sent per step: 0." in str(boostax.explain(optax.adam(1e-3), params))
+    assert "sent per step: 0." in str(boostax.explain(adam, PARAMS))

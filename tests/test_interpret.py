@@ -23,7 +23,8 @@ def test_no_other_module_iterates_the_equations_of_a_program():
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.Attribute) and node.attr == "eqns":
                 found.add(path.relative_to(PACKAGE).as_posix())
-    assert found == {"_core/interpret.py"}
+    # An audit asks which dtypes JAX was given; of what it does not see there it says nothing.
+    assert found == {"_core/interpret.py", "inspect/collectives.py"}
 
 
 @jax.custom_jvp

@@ -26,7 +26,7 @@ def needing(who: str, package: str, extra: str) -> Generator[None]:
     try:
         yield
     except ImportError as error:
-        install = f"pip install 'boostax[{extra}]'"
+        install = f"pip install '.[{extra}]' in a checkout of boostax"
         raise ImportError(f"{who} needs {package}, which is not installed: {install}") from error
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a traced program sends: its collectives, counted from the jaxpr.
+"""Count the collectives of a traced program, and the bytes that they send, from its jaxpr.
 
 The compiled text is no measure of bytes: XLA's CPU compiler widens bf16 collectives to f32 and
 merges the reductions of several leaves into one.
@@ -32,7 +32,7 @@ RING: dict[str, Callable[[int], float]] = {
     "ppermute": lambda n: 1,
 }
 
-# What stands between a question and the branch that it chooses, by the operand that is asked about.
+# Operations between a question and the branch that it chooses: the operand that is asked about.
 _PASSED_ON = {"convert_element_type": 0, "clamp": 1}
 
 _SCOPE = re.escape(SCOPE) + r"(\w+)"
@@ -73,7 +73,7 @@ class Collective:
 
 
 def collectives(fn: Callable[..., Any] | jaxprs.ClosedJaxpr, *args: Any) -> list[Collective]:
-    """All collectives of a function, or of a jaxpr, in program order.
+    """Return all collectives of a function, or of a jaxpr, in program order.
 
     A ``while`` body counts once: its trips are not known.
     """
@@ -83,17 +83,17 @@ def collectives(fn: Callable[..., Any] | jaxprs.ClosedJaxpr, *args: Any) -> list
 
 
 def axes_of(program: jaxprs.ClosedJaxpr) -> frozenset[str]:
-    """The named axes, bound around a program or in it, over which it communicates."""
+    """Return the named axes, bound around a program or in it, over which it communicates."""
     require_readable()
     found = interpret.equations(program.jaxpr)
     return frozenset(name for eqn, _ in found for name in _axes(eqn))
 
 
 def axes_fed(program: jaxprs.ClosedJaxpr) -> frozenset[str]:
-    """Those over which it communicates what depends on its arguments, and not on constants alone.
+    """Return the axes over which it communicates what depends on its arguments.
 
-    Of a tangent program, whose constants are what was computed before or, under a checkpoint, is
-    computed again: those over which gradients go.
+    A tangent program's constants are what was computed before or, under a checkpoint, is computed
+    again: these are the axes over which its gradients go.
     """
     require_readable()
     found: set[str] = set()
@@ -109,7 +109,7 @@ def axes_fed(program: jaxprs.ClosedJaxpr) -> frozenset[str]:
 
 
 def _axes(eqn: jaxprs.JaxprEqn) -> list[str]:
-    """The axes over which an equation communicates."""
+    """Return the axes over which an equation communicates."""
     return [x for x in _named(eqn) if isinstance(x, str)] if _sends(eqn) else []
 
 
@@ -118,7 +118,7 @@ def _sends(eqn: jaxprs.JaxprEqn) -> bool:
 
 
 def _named(eqn: jaxprs.JaxprEqn) -> tuple[Any, ...]:
-    """The axes of a collective; of several, some may be positions that ``vmap`` has given."""
+    """Return the axes of a collective; some may be positions that ``vmap`` has given."""
     axes = eqn.params.get("axes", eqn.params.get("axis_name", ()))
     return axes if isinstance(axes, tuple) else (axes,)
 
@@ -160,7 +160,7 @@ def require_readable() -> None:
 
 
 def wire_bytes(found: list[Collective], *, conditional: bool | None = None) -> float:
-    """Bytes on the wire per device and call: all of them, or only those in branches (or not).
+    """Add up bytes on the wire per device and call: all, or only those in branches (or not).
 
     Alternatives of one cond add up: see ``expected``.
     """
@@ -173,17 +173,32 @@ def expected(
     *,
     conditional: bool | None = None,
 ) -> float:
-    """Bytes (or another number ``of`` each collective) of a call that sends, alternatives apart.
+    """Add up bytes (or another number ``of`` each collective) of a call that sends.
 
-    Of the branches of a cond one runs: they count as the mean of those that have a collective. A
-    branch without is a hold, such as that of a skipped step, and not a call that sends.
+    See ``shares``; with ``conditional`` only those in branches count, or those that are not.
     """
     chosen = [c for c in found if conditional is None or c.conditional == conditional]
-    return _expected(chosen, of, 0)
+    return sum(share * of(c) for share, c in zip(shares(chosen), chosen, strict=True))
+
+
+def shares(found: Sequence[Collective]) -> list[float]:
+    """Return how often each collective runs, as a mean over the calls that send.
+
+    One of a cond's branches runs: those that have a collective share it evenly. A branch without
+    is a hold, such as that of a skipped step, and not a call that sends.
+    """
+    ways: dict[Any, set[int]] = {}
+    inside = [
+        [((c.branches[:i], cond), branch) for i, (cond, branch) in enumerate(c.branches)]
+        for c in found
+    ]
+    for cond, branch in itertools.chain(*inside):
+        ways.setdefault(cond, set()).add(branch)
+    return [1 / math.prod(len(ways[cond]) for cond, _ in taken) for taken in inside]
 
 
 def scopes_of(stack: str) -> tuple[str, ...]:
-    """The transformations of boostax's in the name stack of an equation, outermost first."""
+    """Return boostax's transformations in the name stack of an equation, outermost first."""
     return tuple(re.findall(_SCOPE, stack))
 
 
@@ -191,22 +206,9 @@ def kind(primitive: str) -> str:
     return primitive.removesuffix("_invariant")
 
 
-def _expected(found: Sequence[Collective], of: Callable[[Collective], float], depth: int) -> float:
-    conds: dict[int, dict[int, list[Collective]]] = {}
-    for c in found:
-        if len(c.branches) > depth:
-            cond, branch = c.branches[depth]
-            conds.setdefault(cond, {}).setdefault(branch, []).append(c)
-    always = sum(of(c) for c in found if len(c.branches) == depth)
-    return always + sum(
-        sum(_expected(branch, of, depth + 1) for branch in branches.values()) / len(branches)
-        for branches in conds.values()
-    )
-
-
 @dataclasses.dataclass
 class _Place:
-    """Where the equations of a body stand.
+    """The context of the equations of a body.
 
     Attributes:
       sizes: of the mesh axes around them.
@@ -226,7 +228,7 @@ class _Place:
 
 
 def _listed(jaxpr: jaxprs.Jaxpr) -> Iterator[Collective]:
-    """The collectives of a program."""
+    """Yield the collectives of a program."""
     conds = itertools.count()
 
     def enter(eqn: jaxprs.JaxprEqn, place: _Place) -> Iterator[_Place]:
@@ -276,7 +278,7 @@ def _stack(eqn: jaxprs.JaxprEqn, place: _Place) -> str:
 
 
 def _question(cond: Any, made: dict[Any, Any]) -> tuple[Any, int] | None:
-    """What a cond asks by: an integer variable and the number that it must be."""
+    """Return the integer variable that a cond compares, and the number that it must be."""
     maker = lambda atom: None if isinstance(atom, jaxprs.Literal) else made.get(atom)  # noqa: E731
     eqn = maker(cond.invars[0])
     while eqn is not None and eqn.primitive.name in _PASSED_ON:

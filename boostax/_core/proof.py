@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Proof, at first use, that what JAX keeps to itself is read as it is meant.
+"""Proof, at first use, that JAX's undocumented types and programs are read as JAX means them.
 
 How JAX writes types and traced programs is no promise of its. Under another name a reader would
 see nothing, and a guard that sees nothing passes everything. So before it reads anything of a
@@ -13,13 +13,13 @@ from contextlib import contextmanager
 import jax
 from jax.sharding import AbstractMesh, AxisType
 
-# Of the mesh of a proof; no user's function is mapped over it.
+# The axis of a proof's mesh; no user's function is mapped over it.
 AXIS = "boostax_proof"
 
 
 @contextmanager
 def apart() -> Generator[AbstractMesh]:
-    """A mesh of two devices that need not exist, whatever the caller is being traced under."""
+    """Yield a mesh of two devices that need not exist, whatever the caller is traced under."""
     mesh = AbstractMesh((2,), (AXIS,), axis_types=(AxisType.Auto,))
     # shard_map refuses a mesh beside the user's own, and disable_jit would write calls out.
     with jax.sharding.use_abstract_mesh(AbstractMesh((), ())), jax.disable_jit(False):
@@ -27,15 +27,15 @@ def apart() -> Generator[AbstractMesh]:
 
 
 def unreadable(subject: str, allowed: str, got: object, danger: str) -> RuntimeError:
-    """What to raise where a JAX is not read as it is meant.
+    """Return the error to raise where JAX is not read as it is meant.
 
     Args:
-      subject: what is read.
+      subject: the thing that is read.
       allowed: what it must be.
       got: what was read.
       danger: what would go wrong in silence.
     """
     return RuntimeError(
         f"boostax: {subject} of JAX {jax.__version__} must be {allowed}, got {got!r}. {danger} "
-        "Install versions of both that were tested together: pip install --upgrade boostax jax."
+        "In a checkout, pip install -c constraints.txt . takes versions that were tested together."
     )

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is in wrong order in a chain, why, and where it belongs."""
+"""Find what is in wrong order in a chain, why, and where it belongs."""
 
+import functools
 import itertools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
@@ -30,81 +31,76 @@ class Finding(NamedTuple):
         return f"{self.what}: {self.why} {self.mend}"
 
 
-class Rule(NamedTuple):
-    """Why an order is wrong: see ``Finding``. ``{first}`` and ``{then}`` are names of parts."""
-
-    why: str
-    mend: str
-    certain: bool = False
-
+# A finding about any two parts; ``{first}`` and ``{then}`` stand for their names.
+Rule = functools.partial(Finding, "")
 
 # By the roles (``chain/roles.py``) of the part that comes first, of a nesting the outer one, and of
 # the part that comes after it, of a nesting the inner one.
 Roles = tuple[str, ...]
-Rules = Mapping[tuple[Roles, Roles], Rule]
+Rules = Mapping[tuple[Roles, Roles], Finding]
 
 _SCALER, _WINDOWS, _OWN = ("scaler",), ("window", "peer window"), ("delta", "own params")
 _HOLDS, _SENT = (*_SCALER, *_WINDOWS, "hold"), (*REDUCTIONS, *_OWN)
+_NOISE, _DECAY, _SUMS = ("noise",), ("decay",), ("adasum", "compressed")
 _SCALED = (
     "it sees gradients that are still multiplied by the scale, before anyone has looked for "
     "infinities:"
 )
+_RUNS_ANYWAY = "it runs at every call, also where {first} skips the step:"
+# Mends that several rules share.
 _INSIDE = "Put {first} inside {then}: {then}(optax.chain({first}(...), ...))."
 _INTO = "Put {then} inside {first}: {first}(optax.chain(..., {then}(...)))."
 _INTO_FRONT = "Put {then} first inside {first}: {first}(optax.chain({then}(...), ...))."
 _AROUND = "Put {then} around {first}: {then}({first}(...), ...)."
-_RUNS_ANYWAY = "it runs at every call, also where {first} skips the step:"
+_BEHIND, _ONE = "Put {first} behind {then}.", "Leave one of them out."
 
 
-def _before(then: Roles, mend: str, whys: Mapping[Roles, str], certain: bool = False) -> Rules:
-    """Rules that one thing mends, by what comes first."""
-    return {(first, then): Rule(why, mend, certain) for first, why in whys.items()}
+def _mended(mend: str, whys: Mapping[tuple[Roles, Roles], str], certain: bool = False) -> Rules:
+    """Return rules that one thing mends."""
+    return {roles: Rule(why, mend, certain) for roles, why in whys.items()}
 
 
 def _behind_gates(mend: str, whys: Mapping[Roles, str]) -> Rules:
-    """The same, by what runs at every call, also where a gate in front of it skips the step."""
-    return {(GATES, then): Rule(f"{_RUNS_ANYWAY} {why}", mend) for then, why in whys.items()}
+    """Return rules for what runs at every call, also where a gate before it skips the step."""
+    return _mended(mend, {(GATES, then): f"{_RUNS_ANYWAY} {why}" for then, why in whys.items()})
 
 
 # ``first`` precedes ``then`` in a chain and does not wrap it.
 SEQUENCES: Rules = {
-    **_before(
-        _SCALER,
+    **_mended(
         _INSIDE,
         {
-            CLIPS: f"{_SCALED} the bound means something else at every scale.",
-            MEMORIES: f"{_SCALED} its moments jump with the scale, and one NaN stays in them.",
-            ("decay",): "the decay is divided by the scale with the gradients.",
-            ("noise",): "the noise is divided by the scale.",
+            (CLIPS, _SCALER): f"{_SCALED} the bound means something else at every scale.",
+            (MEMORIES, _SCALER): f"{_SCALED} its moments jump with the scale, and one NaN stays in "
+            "them.",
+            (_DECAY, _SCALER): "the decay is divided by the scale with the gradients.",
+            (_NOISE, _SCALER): "the noise is divided by the scale.",
         },
         certain=True,
     ),
-    (_SENT, _SCALER): Rule(
-        f"{_SCALED} one replica's overflow goes to all, and residuals are kept in a unit that "
-        "changes.",
+    **_mended(
         _INSIDE,
+        {
+            (_SENT, _SCALER): f"{_SCALED} one replica's overflow goes to all, and residuals are "
+            "kept in a unit that changes.",
+            (CLIPS, _WINDOWS): "every micro-gradient is clipped, not their mean.",
+            (MEMORIES, _WINDOWS): "its moments are of micro-gradients, and it takes a step for "
+            "each.",
+            (REDUCTIONS, _WINDOWS): "every micro-gradient is sent; their sum would be sent once.",
+            (_NOISE, _WINDOWS): "the noise adds up in the window.",
+        },
     ),
     (("zero NaN",), _SCALER): Rule(
         "it hides what the scaler looks for: the scale never falls, and zeros train.",
         "Leave {first} out: {then} skips such steps.",
     ),
-    **_before(
-        _WINDOWS,
-        _INSIDE,
-        {
-            CLIPS: "every micro-gradient is clipped, not their mean.",
-            MEMORIES: "its moments are of micro-gradients, and it takes a step for each.",
-            REDUCTIONS: "every micro-gradient is sent; their sum would be sent once.",
-            ("noise",): "the noise adds up in the window.",
-        },
-    ),
     **_behind_gates(
         _INTO,
         {
-            ("decay",): "weights decay without a step.",
+            _DECAY: "weights decay without a step.",
             MEMORIES: "its moments fade, and params coast on them.",
             ("schedule", "call schedule"): "the schedule counts calls, not steps.",
-            ("noise",): "params move by noise alone.",
+            _NOISE: "params move by noise alone.",
         },
     ),
     **_behind_gates(
@@ -118,7 +114,7 @@ SEQUENCES: Rules = {
     (CLIPS, ("mean", "adasum")): Rule(
         "each replica is clipped by itself, and the mean of what is clipped is not the clipped "
         "mean.",
-        "Put {first} behind {then}.",
+        _BEHIND,
     ),
     (MEMORIES, REDUCTIONS): Rule(
         "the moments come from one replica's gradients, but are stored as replicated.",
@@ -126,19 +122,16 @@ SEQUENCES: Rules = {
         "boostax.reduce.adasum_delta, boostax.reduce.local_updates.",
         certain=True,
     ),
-    (("centralize",), ("adasum", "compressed")): Rule(
-        "what comes out of {then} has a mean again.",
-        "Put {first} behind {then}; it also costs less there.",
+    (("centralize",), _SUMS): Rule(
+        "what comes out of {then} has a mean again.", f"{_BEHIND[:-1]}; it also costs less there."
     ),
-    (("noise",), ("adasum", "compressed")): Rule(
-        "the noise is sent in the place of the gradient.", "Put {first} behind {then}."
-    ),
+    (_NOISE, _SUMS): Rule("the noise is sent in the place of the gradient.", _BEHIND),
     (("mean", "compressed"), ("adasum",)): Rule(
         "the gradients are equal by then, and AdaSum of equal gradients is the gradient.",
         "Leave {first} out.",
     ),
     ((*REDUCTIONS, "delta"), ("mean", "compressed")): Rule(
-        "everything is equal by then: it sends what all have.", "Leave one of them out."
+        "everything is equal by then: it sends what all have.", _ONE
     ),
     (REDUCTIONS, _OWN): Rule(
         "the replicas' gradients are equal by then, and so are their optimizers' updates.",
@@ -156,10 +149,6 @@ SEQUENCES: Rules = {
         "the step's length was chosen by the loss, and is changed after that.",
         "Leave {then} out, or give it to residual=.",
     ),
-    (("coordinates",), (*RATES, *CLIPS, "decay", *MEMORIES)): Rule(
-        "params move otherwise than the coordinates that are kept of them.",
-        "Put {then} inside {first}: {first}(optax.chain(..., {then}(...)), ...).",
-    ),
     (("adder",), ("decay", *MEMORIES, "schedule", "noise", "recorder")): Rule(
         f"{_RUNS_ANYWAY} {{first}} gives it zeros, which it takes for gradients.",
         "Leave {first} out, and put boostax.accumulate or optax.MultiSteps around {then}.",
@@ -168,13 +157,23 @@ SEQUENCES: Rules = {
 
 # ``first`` wraps ``then``.
 NESTINGS: Rules = {
-    (_SCALER, _SCALER): Rule(
-        "gradients are divided by both scales, the loss multiplied by one.",
-        "Leave one of them out.",
+    **_mended(
+        _AROUND,
+        {
+            (("average",), _HOLDS): "it counts and averages at every call: params move where "
+            "{then} skips the step.",
+            (("outer optimizer",), _HOLDS): "it takes the gradient of every call itself: what "
+            "{then} skips reaches params, what it divides by a scale is not divided.",
+            (("condition",), _SCALER): "in calls that it leaves out, gradients stay multiplied by "
+            "the scale.",
+        },
         certain=True,
     ),
+    (_SCALER, _SCALER): Rule(
+        "gradients are divided by both scales, the loss multiplied by one.", _ONE, certain=True
+    ),
     (_WINDOWS, _WINDOWS): Rule(
-        "the windows multiply: the optimizer runs once in their product.", "Leave one of them out."
+        "the windows multiply: the optimizer runs once in their product.", _ONE
     ),
     (("hold",), ("scaler", "window")): Rule(
         "it judges gradients that are still scaled, and lets bad ones through in the end.",
@@ -189,50 +188,34 @@ NESTINGS: Rules = {
     (("call schedule",), _HOLDS): Rule(
         "its schedules count calls, also those that {then} skips.", _AROUND
     ),
-    (("average",), _HOLDS): Rule(
-        "it counts and averages at every call: params move where {then} skips the step.",
-        _AROUND,
-        certain=True,
-    ),
-    (("outer optimizer",), _HOLDS): Rule(
-        "it takes the gradient of every call itself: what {then} skips reaches params, what it "
-        "divides by a scale is not divided.",
-        _AROUND,
-        certain=True,
-    ),
-    (("condition",), _SCALER): Rule(
-        "in calls that it leaves out, gradients stay multiplied by the scale.",
-        _AROUND,
-        certain=True,
-    ),
     (_OWN, _SENT): Rule(
         "what is inside is equal on all replicas, so that {first} does nothing.",
         "Leave {then} out: {first} takes local gradients.",
     ),
-    (_OWN, ("scaler", "window", "peer window")): Rule(
+    (_OWN, (*_SCALER, *_WINDOWS)): Rule(
         "each replica would decide for itself.", "Put {then} around {first}: {then}({first}(...))."
     ),
     (("own params",), ("recorder",)): Rule(
         "each replica would record params of its own.",
-        "Record between steps: boostax.subspace.HostTrajectory.",
+        "Keep jax.device_get(params) in a list between steps: boostax.subspace.pca_basis takes it.",
     ),
 }
 
 
 def sequences(found: Sequence[Row]) -> Iterator[Finding]:
-    """What breaks a rule of ``SEQUENCES``."""
+    """Yield what breaks a rule of ``SEQUENCES``."""
     pairs = itertools.combinations(found, 2)
     apart = ((a, b) for a, b in pairs if a.meets(b) and not b.inside(a))
     return _broken(SEQUENCES, apart, "after")
 
 
 def nestings(found: Sequence[Row]) -> Iterator[Finding]:
-    """What breaks a rule of ``NESTINGS``."""
+    """Yield what breaks a rule of ``NESTINGS``."""
     return _broken(NESTINGS, ((a, b) for b in found for a in b.holders), "inside")
 
 
 def _broken(rules: Rules, pairs: Iterable[tuple[Row, Row]], where: str) -> Iterator[Finding]:
-    """The first rule for the roles of each pair; two reductions count if they share an axis."""
+    """Apply the first rule for each pair's roles; two reductions count if they share an axis."""
     for a, b in pairs:
         apart = {a.role, b.role} <= {*_SENT} and not set(a.axes) & set(b.axes)
         matches = (rule for (x, y), rule in rules.items() if a.role in x and b.role in y)

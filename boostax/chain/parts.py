@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Of what a transformation is made: its parts in the order in which a gradient passes them.
+"""Read the parts of a transformation, in the order in which a gradient passes them.
 
 Those that are described say so themselves (``boostax.describe``). Optax's combinators are read from
 the closures of their functions, by the name of the factory that made them; what hides in any other
@@ -23,17 +23,13 @@ PyTree = Any
 Route = tuple[Any, ...]
 
 # Optax's wrappers of one transformation, and where its state lies in theirs.
+_INNER = "masked apply_if_finite conditionally_transform conditionally_mask inject_hyperparams"
 _WRAPPERS: dict[str, Route] = {
-    "masked": ("inner_state",),
+    **dict.fromkeys(_INNER.split(), ("inner_state",)),
     "MultiSteps": ("inner_opt_state",),
-    "apply_if_finite": ("inner_state",),
-    "conditionally_transform": ("inner_state",),
-    "conditionally_mask": ("inner_state",),
     "lookahead": ("fast_state",),
-    "schedule_free": ("base_optimizer_state",),
-    "mechanize": ("base_optimizer_state",),
+    **dict.fromkeys(("schedule_free", "mechanize"), ("base_optimizer_state",)),
     "sam": ("opt_state",),
-    "inject_hyperparams": ("inner_state",),
     "flatten": (),
 }
 
@@ -48,7 +44,7 @@ class Part:
       what: the first line of the factory's docstring.
       description: what it says of itself, if it does.
       settings: the values in the closure of its ``update``.
-      inner: parts inside, each with the way to its state, or ``None`` if that is not known.
+      inner: parts inside, each with the route to its state, or ``None`` if that is not known.
       apart: whether those inside work beside each other, and not one on the other's result.
     """
 
@@ -66,12 +62,12 @@ _HIDDEN = Part("(hidden)", "", "This version of Optax does not show it")
 
 
 def read(tx: optax.GradientTransformation) -> Part:
-    """A transformation as a tree of parts."""
+    """Return a transformation as a tree of parts."""
     return _part(tx.update)
 
 
 def opened(tx: optax.GradientTransformation) -> list[optax.GradientTransformation]:
-    """The transformations of an ``optax.chain``, those of chains in it too; else the one given."""
+    """Return the transformations of an ``optax.chain``, nested ones too; else the one given."""
     inits, updates = closure(tx.init).get("init_fns"), closure(tx.update).get("update_fns")
     if inits is None or updates is None:
         return [tx]
@@ -107,7 +103,7 @@ def _part(update: Callable[..., Any]) -> Part:
 
 
 def _held(name: str, values: Mapping[str, Any]) -> tuple[tuple[Route | None, Part], ...]:
-    """The parts inside one of Optax's, each with the way to its state."""
+    """Return the parts inside one of Optax's, each with the route to its state."""
     try:
         if name == "chain":
             return tuple(((i,), _part(fn)) for i, fn in enumerate(values["update_fns"]))
@@ -128,7 +124,7 @@ def _held(name: str, values: Mapping[str, Any]) -> tuple[tuple[Route | None, Par
 
 
 def _injected(values: Mapping[str, Any]) -> Any:
-    """A transformation like that of ``optax.inject_hyperparams``, which makes one at every call.
+    """Make a transformation as ``optax.inject_hyperparams`` does at every call.
 
     Its numbers are in its state: here each is its default, or 1.
     """
@@ -147,7 +143,7 @@ def _injected(values: Mapping[str, Any]) -> Any:
 
 
 def follow(state: PyTree, route: Route | None) -> PyTree:
-    """The state of a part within that of the wrapper; ``None`` if it is not where it should be."""
+    """Return a part's state within the wrapper's; ``None`` if it is not where it should be."""
     if route is None:
         return None
     for step in route:
@@ -162,6 +158,6 @@ def follow(state: PyTree, route: Route | None) -> PyTree:
 
 
 def _factory(update: Callable[..., Any]) -> str:
-    """``clip`` of ``clip.<locals>.update_fn``."""
+    """Return ``clip`` for ``clip.<locals>.update_fn``."""
     code = getattr(update, "__code__", None)
     return (type(update).__name__ if code is None else code.co_qualname).partition(".")[0]

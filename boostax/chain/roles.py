@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What each part does to a gradient, as far as its place in a chain depends on it.
+"""The role of each part: what it does to a gradient, as far as its place depends on it.
 
 Roles are those of ``_core/describe.py``, and these of Optax's that need a word:
 
@@ -25,46 +25,39 @@ from boostax._core.describe import closure
 from boostax.chain.parts import Part
 
 UNKNOWN = "unknown"
-# What holds others together and does nothing itself.
+# A part that holds others together and does nothing itself.
 COMBINATOR = "combinator"
 
-# Of Optax's, which describe themselves nowhere.
-_OPTAX: Mapping[str, tuple[str, ...]] = {
-    COMBINATOR: ("chain", "named_chain", "partition", "masked", "flatten"),
-    "peer window": ("MultiSteps",),
-    "adder": ("apply_every",),
-    "hold": ("apply_if_finite",),
+# Optax's factories, which describe themselves nowhere, by role.
+_OPTAX: Mapping[str, str] = {
+    COMBINATOR: "chain named_chain partition masked flatten",
+    "peer window": "MultiSteps",
+    "adder": "apply_every",
+    "hold": "apply_if_finite",
     # By the step's number; the first lets gradients pass, the second makes them zero.
-    "condition": ("conditionally_transform",),
-    "mask": ("conditionally_mask",),
+    "condition": "conditionally_transform",
+    "mask": "conditionally_mask",
     # Around an optimizer, at work in every call.
-    "average": ("schedule_free", "lookahead"),
-    "outer optimizer": ("mechanize", "sam"),
-    "centralize": ("centralize",),
-    "norm clip": ("clip_by_global_norm", "adaptive_grad_clip"),
-    "clip": ("clip", "clip_by_block_rms"),
-    "decay": ("add_decayed_weights",),
-    "noise": ("add_noise",),
-    "momentum": ("trace", "ema"),
-    "moments": ("normalize_by_update_norm",),
-    "sign": ("scale_by_sign",),
-    "rate": (
-        "scale",
-        "scale_by_learning_rate",
-        "scale_by_polyak",
-        "scale_by_backtracking_linesearch",
-        "scale_by_zoom_linesearch",
-        "scale_by_trust_ratio",
-        "scale_by_param_block_norm",
-        "scale_by_param_block_rms",
-    ),
-    "schedule": ("scale_by_schedule",),
-    "zero NaN": ("zero_nans",),
-    "zero": ("set_to_zero",),
-    "watch": ("snapshot", "monitor", "measure_with_ema"),
-    "nothing": ("identity", "keep_params_nonnegative"),
+    "average": "schedule_free lookahead",
+    "outer optimizer": "mechanize sam",
+    "centralize": "centralize",
+    "norm clip": "clip_by_global_norm adaptive_grad_clip",
+    "clip": "clip clip_by_block_rms",
+    "decay": "add_decayed_weights",
+    "noise": "add_noise",
+    "momentum": "trace ema",
+    "moments": "normalize_by_update_norm",
+    "sign": "scale_by_sign",
+    "rate": "scale scale_by_learning_rate scale_by_polyak scale_by_backtracking_linesearch "
+    "scale_by_zoom_linesearch scale_by_trust_ratio scale_by_param_block_norm "
+    "scale_by_param_block_rms",
+    "schedule": "scale_by_schedule",
+    "zero NaN": "zero_nans",
+    "zero": "set_to_zero",
+    "watch": "snapshot monitor measure_with_ema",
+    "nothing": "identity keep_params_nonnegative",
 }
-_ROLES = {name: role for role, names in _OPTAX.items() for name in names}
+_ROLES = {name: role for role, names in _OPTAX.items() for name in names.split()}
 
 # Names for several roles at once.
 GATES = ("scaler", "window", "peer window", "hold", "check", "mask")
@@ -75,21 +68,18 @@ MEMORIES = ("momentum", "moments")
 
 
 def role(part: Part) -> str:
-    """What kind of part it is: what it says itself, or what is known of Optax's."""
+    """Return the role that a part says itself, or that is known of Optax's."""
     if part.description is not None:
         return part.description.role
     if part.package != "optax":
         return UNKNOWN
     if part.name == "inject_hyperparams" and part.inner:
         return "call schedule" if part.settings.get("sched_hps") else COMBINATOR
-    found = _ROLES.get(part.name)
-    if found is None and part.name.startswith("scale_by_"):
-        return "moments"
-    return UNKNOWN if found is None else found
+    return _ROLES.get(part.name, "moments" if part.name.startswith("scale_by_") else UNKNOWN)
 
 
 def sign(part: Part) -> float:
-    """By which sign a part multiplies what comes to it; NaN if that is not known."""
+    """Return the sign by which a part multiplies what comes to it; NaN if it is not known."""
     kind, factor = role(part), 1
     if kind == UNKNOWN:
         return math.nan
@@ -106,7 +96,7 @@ def sign(part: Part) -> float:
 
 
 def number(value: Any) -> float:
-    """A setting as a number; NaN if it is none, such as a schedule."""
+    """Return a setting as a number; NaN if it is none, such as a schedule."""
     try:
         return float(value)
     except (TypeError, ValueError):

@@ -1,18 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The parts of a transformation in a row, as a gradient meets them, and who holds whom."""
+"""List the parts of a transformation in the order of a gradient, with those around each."""
 
 import dataclasses
 
 from boostax.chain.parts import Part, Route
 from boostax.chain.roles import COMBINATOR, role
 
-# Of Optax's combinators, those that hand only some of the params on.
+# Optax's combinators that hand only some of the params on.
 _MASKS = ("masked", "partition")
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Row:
-    """A part in its place.
+    """A part at its position.
 
     Attributes:
       part: the part.
@@ -36,17 +36,17 @@ class Row:
         return () if self.part.description is None else self.part.description.axes
 
     def inside(self, other: "Row") -> bool:
-        """Whether it stands in the other."""
+        """Return whether it stands in the other."""
         return other in self.holders
 
     def meets(self, other: "Row") -> bool:
-        """Whether the same params come to both."""
+        """Return whether the same params come to both."""
         mine, others = dict(self.sides), dict(other.sides)
         return all(others.get(which, side) == side for which, side in mine.items())
 
 
 def rows(part: Part) -> list[Row]:
-    """All parts, each before those inside it, without those that only combine."""
+    """List all parts, each before those inside it, without those that only combine."""
     found: list[Row] = []
 
     def visit(row: Row) -> None:

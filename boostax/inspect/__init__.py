@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a transformation, a train step or any compiled program consists of and costs."""
+"""Explain a chain or a train step, audit any compiled program."""
 
 from typing import TYPE_CHECKING
 
@@ -7,9 +7,6 @@ from boostax._core.late import late as _late
 from boostax.chain.orders import Finding as Finding
 from boostax.inspect.audit import Audit as Audit
 from boostax.inspect.audit import audit as audit
-from boostax.inspect.break_even import BreakEven as BreakEven
-from boostax.inspect.break_even import break_even as break_even
-from boostax.inspect.calls import CallCost as CallCost
 from boostax.inspect.collectives import CompiledCollective as CompiledCollective
 from boostax.inspect.costs import PartCost as PartCost
 from boostax.inspect.explain import Explanation as Explanation

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What any program does on the machine it is compiled for: memory, collectives, traffic, waste."""
+"""Audit any program for the machine it is compiled for: memory, collectives, traffic, waste."""
 
 from __future__ import annotations
 
@@ -7,17 +7,18 @@ import collections
 import dataclasses
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import optax
+from jax.sharding import Mesh
 
 from boostax._core import checks
 from boostax._core.replicas import is_per_replica
 from boostax.accumulate.window import AccumulateState
 from boostax.inspect import collectives, hlo
 from boostax.inspect.hlo import Ways
-from boostax.inspect.tables import record
+from boostax.inspect.tables import text
 from boostax.inspect.targets import Argument, compile_program
 from boostax.inspect.traffic import cycles, traffic
 from boostax.inspect.waste import Waste, wastes
@@ -26,11 +27,12 @@ PyTree = Any
 WHO = "audit"
 
 
-class Buffer(NamedTuple):
+@dataclasses.dataclass(frozen=True)
+class Buffer:
     """An argument.
 
     Attributes:
-      path: of the argument: ``[0].opt_state.mu['w']``.
+      path: its position among the arguments: ``[0].opt_state.mu['w']``.
       bytes: on one device.
     """
 
@@ -40,7 +42,7 @@ class Buffer(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Audit:
-    """What a compiled program does. ``print`` says it in words.
+    """The counts of a compiled program. ``print`` says them in words.
 
     Counts are per call and device. Where branches differ they are ``(least, most)``: with the
     cheapest branch of every conditional (a call that a gate holds) and with the dearest (one that
@@ -100,7 +102,7 @@ class Audit:
     window: str = ""
 
     def per_step(self, ways: Ways) -> float:
-        """Of an optimizer step: ``calls - 1`` calls that are held, and one that applies."""
+        """Add up an optimizer step: ``calls - 1`` calls that are held, and one that applies."""
         return (self.calls - 1) * ways.least + ways.most
 
     @property
@@ -119,21 +121,11 @@ class Audit:
         return self.temporary_bytes / self.params_bytes if self.params_bytes else math.nan
 
     def to_dict(self) -> dict[str, Any]:
-        """The same as plain data for JSON, without the text."""
+        """Return the same as plain data for JSON, without the text."""
         measured = {name: getattr(self, name) for name in ("reductions", "gathers", "temporaries")}
-        found = record(self) | measured
-        del found["text"]
-        return found
-
-    def save_picture(self, path: Any) -> None:
-        """Draw memory and collectives to a file; needs matplotlib."""
-        from boostax.inspect.audit_picture import draw
-
-        draw(self, path)
+        return {x: y for x, y in dataclasses.asdict(self).items() if x != "text"} | measured
 
     def __str__(self) -> str:
-        from boostax.inspect.audit_table import text
-
         return text(self)
 
 
@@ -184,19 +176,13 @@ def audit(
     checks.positive_int(WHO, "calls", calls, "It is the number of calls per optimizer step.")
     made = compile_program(program, args, target, depth)
     parsed = hlo.parse(made.compiled.as_text())
-    listed = collectives.compiled_collectives(parsed, made.mesh, made.traced)
-    memory: Any = made.compiled.memory_analysis()
+    listed = collectives.compiled_collectives(parsed, made.mesh, made.jaxpr)
     if params is None:
         params = getattr(args[0], "params", args[0]) if args else None
     sizes = _sizes(params)
+    memory: Any = made.compiled.memory_analysis()
     in_vain, not_donated = _buffers(parsed, made.arguments)
-
-    def total(of: Callable[[collectives.CompiledCollective], float]) -> Ways:
-        return parsed.total((c.branches, of(c)) for c in listed)
-
-    wire = total(lambda c: c.wire_bytes)
-    hidden = total(lambda c: c.overlapped * c.wire_bytes)
-    border = "slice" if made.mesh is not None and collectives.slice_axes(made.mesh) else "host"
+    loops = (site for site in parsed.sites if site.instruction.op == "while")
     found = Audit(
         target=target or made.described,
         devices=parsed.partitions,
@@ -210,30 +196,42 @@ def audit(
         donated_in_vain=in_vain,
         not_donated=not_donated,
         collectives=listed,
-        reduced=total(lambda c: c.elements * c.executions * (c.does in collectives.REDUCES)),
-        gathered=total(lambda c: c.elements * c.executions * (c.does == "all-gather")),
-        wire_bytes=wire,
-        crossing_bytes=total(lambda c: c.wire_bytes * (c.crosses == border)),
         traffic=traffic(parsed),
         cycles=cycles(parsed),
-        flops=made.flops,
-        overlap=hidden.most / wire.most if wire.most else None,
-        unknown_loops=tuple(
-            site.instruction.name
-            for site in parsed.sites
-            if site.instruction.op == "while" and parsed.trips(site) is None
-        ),
+        flops=float((made.compiled.cost_analysis() or {}).get("flops", math.nan)),
+        unknown_loops=tuple(x.instruction.name for x in loops if parsed.trips(x) is None),
         compile_seconds=made.seconds,
         findings=(),
         text=made.compiled.as_text(),
         window=_window(args) if calls == 1 else "",
+        **_sent(parsed, listed, made.mesh),
     )
     findings = wastes(found, [shape for shape, _ in sizes], made.mesh)
     return dataclasses.replace(found, findings=tuple(findings))
 
 
+def _sent(
+    program: hlo.Program, listed: Sequence[collectives.CompiledCollective], mesh: Mesh | None
+) -> dict[str, Any]:
+    """Return the fields of an audit that add up collectives."""
+
+    def total(of: Callable[[collectives.CompiledCollective], float]) -> Ways:
+        return program.total((c.branches, of(c)) for c in listed)
+
+    wire = total(lambda c: c.wire_bytes)
+    hidden = total(lambda c: c.overlapped * c.wire_bytes)
+    border = "slice" if mesh is not None and collectives.slice_axes(mesh) else "host"
+    return {
+        "reduced": total(lambda c: c.elements * c.executions * (c.does in collectives.REDUCES)),
+        "gathered": total(lambda c: c.elements * c.executions * (c.does == "all-gather")),
+        "wire_bytes": wire,
+        "crossing_bytes": total(lambda c: c.wire_bytes * (c.crosses == border)),
+        "overlap": hidden.most / wire.most if wire.most else None,
+    }
+
+
 def _window(args: Any) -> str:
-    """Where the sums of a window of ``accumulate`` or ``optax.MultiSteps`` are; else empty."""
+    """Return the path of a window of ``accumulate`` or ``optax.MultiSteps``; else empty."""
 
     def holds(x: Any) -> bool:
         ours = isinstance(x, AccumulateState) and x.window is not None
@@ -247,16 +245,13 @@ def _window(args: Any) -> str:
 def _buffers(
     program: hlo.Program, arguments: Sequence[Argument]
 ) -> tuple[tuple[Buffer, ...], tuple[Buffer, ...]]:
-    """Arguments donated in vain, and those that could be donated and are not."""
+    """Return arguments donated in vain, and those that could be donated and are not."""
     used = [x for x in arguments if x.sharding is not None]
     body = program.computations[program.entry].values()
     types = {int(i.literal): i.result[0][:2] for i in body if i.op == "parameter"}
     if len(types) != len(used):
-        raise RuntimeError(
-            f"{WHO}: the compiled program must have a parameter for each of its {len(used)} "
-            f"arguments, got {len(types)}. This version of JAX ({jax.__version__}) tells otherwise "
-            "which arguments a program uses; please report it."
-        )
+        allowed = f"{len(used)}, one for each argument that it uses"
+        raise hlo.unreadable("the parameters of a compiled program", allowed, len(types))
     kept = {used[i].path for i in program.aliased}
     in_vain = [x for x in arguments if x.donated and x.path not in kept and 0 not in x.types.shape]
     # Results that stand in buffers of their own, by type: some argument might have given its own.
@@ -267,21 +262,21 @@ def _buffers(
         if not x.donated and free[types[i]] > 0:
             free[types[i]] -= 1
             not_donated.append(x)
-    told = lambda x: Buffer(x.path, _local_bytes(x.types, x.sharding))  # noqa: E731
-    return tuple(map(told, in_vain)), tuple(map(told, not_donated))
+    return tuple(map(_buffer, in_vain)), tuple(map(_buffer, not_donated))
+
+
+def _buffer(x: Argument) -> Buffer:
+    return Buffer(x.path, _local_bytes(x.types, x.sharding))
 
 
 def _sizes(params: PyTree) -> list[tuple[tuple[int, ...], int]]:
-    """Of every leaf its shape, without the replicas', and its bytes on one device."""
-    return [
-        (
-            x.shape[1:] if is_per_replica(node) else x.shape,
-            _local_bytes(x, getattr(x, "sharding", None)),
-        )
-        for node in jax.tree.leaves(params, is_leaf=is_per_replica)
-        for x in jax.tree.leaves(node)
-        if hasattr(x, "shape")
-    ]
+    """Return each leaf's shape, without the replicas' dimension, and its bytes on one device."""
+    found: list[tuple[tuple[int, ...], int]] = []
+    for node in jax.tree.leaves(params, is_leaf=is_per_replica):
+        for x in (x for x in jax.tree.leaves(node) if hasattr(x, "shape")):
+            local = _local_bytes(x, getattr(x, "sharding", None))
+            found.append((x.shape[is_per_replica(node) :], local))
+    return found
 
 
 def _local_bytes(x: Any, sharding: Any) -> int:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The collectives of a compiled program: what they send, how often, over which axes, from where."""
+"""The collectives of a compiled program: bytes, executions, mesh axes, source lines."""
 
 from __future__ import annotations
 
@@ -7,34 +7,32 @@ import dataclasses
 import itertools
 import math
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
+import jax
 import numpy as np
 from jax.sharding import Mesh
 
-from boostax._core import costs, proof
-from boostax.inspect.hlo import Array, Instruction, Program, Site, bits
+from boostax.inspect.hlo import Array, Instruction, Program, Site, bits, unreadable
 
 REDUCES = ("all-reduce", "reduce-scatter")
-# What JAX's collectives become.
+# The names that XLA gives to JAX's collectives.
 _KINDS = {
-    "psum": "all-reduce",
-    "pmax": "all-reduce",
-    "pmin": "all-reduce",
-    "reduce_scatter": "reduce-scatter",
-    "all_gather": "all-gather",
-    "all_to_all": "all-to-all",
+    **dict.fromkeys(("psum", "pmax", "pmin"), "all-reduce"),
+    **{x: x.replace("_", "-") for x in ("reduce_scatter", "all_gather", "all_to_all")},
     "ppermute": "collective-permute",
 }
 # Bytes that one device sends on a ring, per byte of what it puts in, for n devices.
 RING: Mapping[str, Callable[[int], float]] = {
-    **{kind: costs.RING[primitive] for primitive, kind in _KINDS.items()},
-    "ragged-all-to-all": costs.RING["all_to_all"],
-    "collective-broadcast": costs.RING["ppermute"],
-    "send": costs.RING["ppermute"],
+    "all-reduce": lambda n: 2 * (n - 1) / n,
+    "reduce-scatter": lambda n: (n - 1) / n,
+    "all-gather": lambda n: n - 1,
+    "all-to-all": lambda n: (n - 1) / n,
+    "ragged-all-to-all": lambda n: (n - 1) / n,
+    **dict.fromkeys(("collective-permute", "collective-broadcast", "send"), lambda n: 1),
 }
-# Of what a permute in such a computation is a part.
+# The collective that permutes in such a computation do together.
 _WINDOWED = {
     "windowed_dot_general_body_ag": "all-gather",
     "windowed_dot_general_body_rs": "reduce-scatter",
@@ -52,8 +50,8 @@ class CompiledCollective:
     Attributes:
       kind: ``all-reduce``, ``reduce-scatter`` (of a TPU also an all-reduce that is scattered in the
         same fusion), ``all-gather``, ``all-to-all``, ``collective-permute``, ``send``, ...
-      does: the same, but of what the permutes of a matrix product in windows do together: a TPU's
-        compiler gathers weights and scatters their gradients so.
+      does: the same, but for the permutes of a matrix product in windows the collective that they
+        do together: a TPU's compiler gathers weights and scatters their gradients so.
       dtypes: of the elements in the compiled program; those packed in u32 by their own name.
       elements: of one execution and device: put in, or of an all-gather the result.
       operands: the same of each array.
@@ -95,9 +93,9 @@ class CompiledCollective:
 
 
 def compiled_collectives(
-    program: Program, mesh: Mesh | None = None, traced: Sequence[costs.Collective] = ()
+    program: Program, mesh: Mesh | None = None, jaxpr: Any = None
 ) -> tuple[CompiledCollective, ...]:
-    """All collectives in the order of the schedule; ``traced`` are those that JAX asked for."""
+    """Return all collectives in the order of the schedule; ``jaxpr`` is the program traced."""
     listed: list[CompiledCollective] = []
     under_way: set[tuple[Any, ...]] = set()
     for site in program.sites:
@@ -116,12 +114,23 @@ def compiled_collectives(
             under_way.add(transfer)
     # Kinds that JAX asked for in elements of so many bits, of which none of the kind has now.
     kept = {(c.kind, bits(dtype)) for c in listed for dtype in c.dtypes}
-    lost = {(_KINDS[c.primitive], bits(dtype)) for c in traced for dtype in c.dtypes} - kept
+    lost = set(_asked(jaxpr)) - kept
     return tuple(dataclasses.replace(c, widened=c.widened or _lost(c, lost)) for c in listed)
 
 
+def _asked(jaxpr: Any) -> Iterator[tuple[str, int]]:
+    """Yield the kind of each collective that JAX asked for, with the bits of its elements."""
+    for eqn in () if jaxpr is None else jaxpr.eqns:
+        kind = _KINDS.get(eqn.primitive.name.removesuffix("_invariant"))
+        if kind and (eqn.params.get("axes") or eqn.params.get("axis_name")):
+            yield from ((kind, bits(x.aval.dtype.name)) for x in eqn.invars)
+        for inner in jax.tree.leaves(list(eqn.params.values())):
+            inner = getattr(inner, "jaxpr", inner)
+            yield from _asked(inner if hasattr(inner, "eqns") else None)
+
+
 def _lost(c: CompiledCollective, lost: set[tuple[str, int]]) -> bool:
-    """Whether one of JAX's own collectives has a wider dtype than one that was lost."""
+    """Return whether one of JAX's own collectives has a wider dtype than one that was lost."""
     asked = c.name.rpartition("/")[2].removesuffix("_invariant") in _KINDS
     widest = max(map(bits, c.dtypes), default=0)
     return asked and any(kind == c.kind and narrow < widest for kind, narrow in lost)
@@ -151,7 +160,7 @@ def _collective(
     if kind == "send":
         crosses = "slice"
         axes = () if mesh is None else slice_axes(mesh)
-    # Of a part of a fusion the compiler may name and place the fusion alone.
+    # The compiler may name and place a fusion alone, and not its parts.
     said = (i, site.caller.instruction) if site.caller is not None and site.fused else (i,)
     names = (x.attribute(r'op_name="([^"]*)"') for x in said)
     return CompiledCollective(
@@ -175,7 +184,7 @@ def _collective(
 
 
 def _packed(program: Program, reducer: str, given: Sequence[Array]) -> str | None:
-    """The narrow dtype that a TPU adds up two or four at a time in u32."""
+    """Return the narrow dtype that a TPU adds up two or four at a time in u32."""
     if any(x.dtype != "u32" for x in given):
         return None
     inside = program.computations.get(reducer, {}).values()
@@ -184,26 +193,26 @@ def _packed(program: Program, reducer: str, given: Sequence[Array]) -> str | Non
 
 
 def _overlapped(program: Program, site: Site) -> bool:
-    """Whether something is computed between a start and its end."""
+    """Return whether something is computed between a start and its end."""
     if site.caller is not None and site.caller.instruction.op == "async-start":
         site = site.caller
     begun = site.instruction
     if not (begun.op.endswith("-start") or begun.op == "send"):
         return False
-    schedule = iter(program.computations[site.computation].values())
-    for i in itertools.dropwhile(lambda i: i is not begun, schedule):
-        if i is not begun and i.op in _WORK:
-            return True
-        if i.op.endswith("-done") and begun.name in i.operands:
-            return False
-    return False
+    schedule = program.computations[site.computation].values()
+    after = itertools.islice(itertools.dropwhile(lambda i: i is not begun, schedule), 1, None)
+
+    def runs(i: Instruction) -> bool:
+        return not (i.op.endswith("-done") and begun.name in i.operands)
+
+    return any(i.op in _WORK for i in itertools.takewhile(runs, after))
 
 
 _IOTA = r"\[([\d,]+)\](?:T\(([\d,]+)\))?"
 
 
 def _groups(instruction: Instruction, devices: int) -> list[tuple[int, ...]]:
-    """Which devices talk to each other, by their numbers in the program."""
+    """Return the groups of devices that communicate, by their numbers in the program."""
     pairs = instruction.attribute(r"source_target_pairs=\{((?:\{\d+,\d+\},?)+)\}")
     listed = pairs or instruction.attribute(r"replica_groups=\{((?:\{[\d,]+\},?)+)\}")
     if listed:
@@ -231,15 +240,14 @@ def _groups(instruction: Instruction, devices: int) -> list[tuple[int, ...]]:
             return _rows(_numbers(dims) or shape, _numbers(order), shape, places)
     written = instruction.attribute(r"((?:replica_groups|source_target_pairs)=.{0,60})")
     if written is not None and not written.startswith("replica_groups={}"):
-        danger = "Over which devices a collective runs would be unknown."
-        raise proof.unreadable("the groups of a collective", "of a known form", written, danger)
+        raise unreadable("the groups of a collective", "of a known form", written)
     return [tuple(range(devices))]
 
 
 def _rows(
     dims: list[int], order: list[int], shape: list[int], along: list[int]
 ) -> list[tuple[int, ...]]:
-    """Groups along axes of a mesh: devices numbered in ``dims``, transposed, then reshaped."""
+    """Return groups along axes of a mesh: devices numbered in ``dims``, transposed, reshaped."""
     numbers = np.arange(math.prod(dims)).reshape(dims)
     box = (numbers.transpose(order) if order else numbers).reshape(shape)
     size = math.prod(shape[axis] for axis in along)
@@ -252,7 +260,7 @@ def _numbers(text: str | None) -> list[int]:
 
 
 def _place(groups: Sequence[tuple[int, ...]], mesh: Mesh) -> tuple[tuple[str, ...], str]:
-    """The mesh axes over which groups span, and whether they span slices or hosts."""
+    """Return the mesh axes over which groups span, and whether they span slices or hosts."""
     devices = mesh.devices.flat
     spans = lambda key: any(len({key(devices[n]) for n in group}) > 1 for group in groups)  # noqa: E731
     at = [np.transpose(np.unravel_index(group, mesh.devices.shape)) for group in groups]
@@ -266,7 +274,7 @@ def _place(groups: Sequence[tuple[int, ...]], mesh: Mesh) -> tuple[tuple[str, ..
 
 
 def slice_axes(mesh: Mesh) -> tuple[str, ...]:
-    """The axes along which the slice changes."""
+    """Return the axes along which the slice changes."""
     slices = np.vectorize(_slice)(mesh.devices)
     changes = ((slices != slices.take([0], axis)).any() for axis in range(slices.ndim))
     return tuple(itertools.compress(mesh.axis_names, changes))

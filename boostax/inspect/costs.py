@@ -1,19 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What each part of a chain keeps and sends, on one device."""
+"""Count the bytes that each part of a chain keeps and sends, on one device."""
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import functools
 import itertools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import optax
-from jax.sharding import AbstractMesh, AxisType, Mesh, PartitionSpec
+from jax.sharding import AbstractMesh, AxisType, PartitionSpec
 
 from boostax._core import axes, costs, jaxprs, replicas
 from boostax._core.extras import asked
@@ -27,22 +28,22 @@ PyTree = Any
 
 
 class PartCost(NamedTuple):
-    """What a part of a chain does and costs, on each device.
+    """A part of a chain and its costs, on each device.
 
     Attributes:
       name: of the factory.
-      depth: how many others it stands in.
-      role: what kind of part it is; ``"unknown"`` if boostax does not know it.
+      depth: the number of parts around it.
+      role: the kind of part; ``"unknown"`` if boostax does not know it.
       what: the first line of its documentation.
-      state_bytes: what it keeps, beside what is kept by the parts in it; ``None`` if its state
+      state_bytes: bytes that it keeps, beside those of the parts in it; ``None`` if its state
         could not be told from that of the part around it, which then counts it.
       copies: the same in multiples of the params' bytes.
       own_bytes: of these, what each replica has to itself.
       collectives: how many it sends per step, by kind.
-      wire_bytes: what it sends per step, as the formula of a ring counts; ``None`` if an earlier
-        part has the same name in the same place, which then counts both. Where it acts once in
-        several calls (a window, local updates), of a call that sends; with ``scheduled_freeze``, at
-        the least depth.
+      wire_bytes: bytes that it sends per step, as the formula of a ring counts; ``None`` if an
+        earlier part has the same name in the same place, which then counts both. Where it acts
+        once in several calls (a window, local updates), of a call that sends; with
+        ``scheduled_freeze``, at the least depth.
     """
 
     name: str
@@ -57,16 +58,8 @@ class PartCost(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
-class _Kept:
-    """Bytes of an array on one device."""
-
-    bytes: float
-    own: bool
-
-
-@dataclasses.dataclass(frozen=True)
 class Place:
-    """Where a chain runs.
+    """The mesh that a chain runs on.
 
     Attributes:
       names: axes over which state is each replica's own.
@@ -82,8 +75,16 @@ class Place:
 
     @property
     def replicas(self) -> int:
-        """How many there are."""
+        """The number of replicas."""
         return math.prod(self.sizes[name] for name in self.names)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class _Kept:
+    """Bytes of an array on one device, and whether they are its own."""
+
+    bytes: float
+    own: bool
 
 
 def part_costs(
@@ -93,91 +94,70 @@ def part_costs(
     place: Place,
     program: jaxprs.ClosedJaxpr | None,
 ) -> tuple[PartCost, ...]:
-    """One for each row, and one more for what a program sends beside them."""
-    kept = _kept_bytes(tx, params, place)
+    """Return one for each row, and one more for what a program sends beside them."""
     # The part of the whole state that is each row's; ``None`` if it cannot be told.
+    kept, whole = _kept_bytes(tx, params, place), params_bytes(params, place)
     states = [functools.reduce(follow, row.routes, kept) for row in found]
-    whole = params_bytes(params, place)
-    sent = [] if program is None else costs.collectives(program)
-    paths = [tuple(x.part.name for x in (*row.holders, row) if x.part.description) for row in found]
-    # The first row on the longest way into the scopes of each; others may hide in it.
-    ways = ([c.scopes[:n] for n in range(len(c.scopes), 0, -1)] for c in sent)
-    senders = [next((paths.index(way) for way in each if way in paths), None) for each in ways]
-    # Of nested parts the innermost keeps an array.
+    # An array inside nested parts is kept by the innermost.
     keepers = {id(x): i for i, state in enumerate(states) for x in jax.tree.leaves(state)}
+    paths = [tuple(x.part.name for x in (*row.holders, row) if x.part.description) for row in found]
+    sent = _sent_by(paths, program)
     result: list[PartCost] = []
-
-    def sends(sender: int | None) -> tuple[dict[str, float], float]:
-        """How many collectives by kind, and bytes."""
-        mine = [c for c, other in zip(sent, senders, strict=True) if other == sender]
-        counts = by_kind(sent, lambda c: c.count, mine)
-        return counts, sum(by_kind(sent, among=mine).values(), 0.0)
-
     for i, (row, state) in enumerate(zip(found, states, strict=True)):
         mine = [x for x in jax.tree.leaves(state) if keepers[id(x)] == i]
         total = sum(x.bytes for x in mine)
-        first = row.part.description is None or paths.index(paths[i]) == i
-        counts, wire_bytes = sends(i) if first else ({}, None)
+        counts, wire_bytes = _summed(sent.pop(i, ()))
+        again = row.part.description is not None and paths.index(paths[i]) < i
         known = (None, None) if state is None else (total, total / whole if whole else 0.0)
         own = sum(x.bytes for x in mine if x.own)
         said = row.part.name, len(row.holders), row.role, row.part.what
-        result.append(PartCost(*said, *known, own, counts, wire_bytes))
-    if None in senders:
+        result.append(PartCost(*said, *known, own, counts, None if again else wire_bytes))
+    if sent:
         name, what = "(the step)", "Averages the loss and what is reported with it"
         if any(row.role == UNKNOWN for row in found):
             name, what = "(unknown parts)", "What they send, and a step for its loss and metrics"
-        result.append(PartCost(name, 0, "step", what, 0.0, 0.0, 0.0, *sends(None)))
+        result.append(PartCost(name, 0, "step", what, 0.0, 0.0, 0.0, *_summed(sent[None])))
     return tuple(result)
 
 
+_Sent = Sequence[tuple[costs.Collective, float]]
+
+
+def _sent_by(
+    paths: Sequence[tuple[str, ...]], program: jaxprs.ClosedJaxpr | None
+) -> dict[int | None, _Sent]:
+    """Group collectives, each with its share of calls, by the first innermost row around them."""
+    listed = [] if program is None else costs.collectives(program)
+    sent: dict[int | None, list[Any]] = collections.defaultdict(list)
+    for each in zip(listed, costs.shares(listed), strict=True):
+        scopes = each[0].scopes
+        ways = (scopes[:n] for n in range(len(scopes), 0, -1))
+        sent[next((paths.index(way) for way in ways if way in paths), None)].append(each)
+    return dict(sent)
+
+
+def _summed(sent: _Sent) -> tuple[dict[str, float], float]:
+    """Return the number of collectives by kind, and their bytes on the wire."""
+    counts: dict[str, float] = collections.defaultdict(float)
+    for c, share in sent:
+        counts[c.primitive] += share * c.count
+    return dict(counts), sum((share * c.wire_bytes for c, share in sent), 0.0)
+
+
 def params_bytes(params: PyTree, place: Place) -> float:
-    """Of the params, on one device."""
+    """Return the bytes of the params on one device."""
     params = jax.eval_shape(lambda p: p, params)
     found = _on_device(params, place.param_specs, place.sizes)
     return sum(x.bytes for x in jax.tree.leaves(found))
 
 
-def traced(
-    tx: optax.GradientTransformation, params: PyTree, place: Place, *, returns_state: bool = False
-) -> jaxprs.ClosedJaxpr:
-    """The update of one device among others, which need not exist: see ``mapped_update``."""
-    types = (AxisType.Auto,) * len(place.sizes)
-    mesh = AbstractMesh(tuple(place.sizes.values()), tuple(place.sizes), axis_types=types)
-    update, given, _ = mapped_update(tx, params, mesh, place.names, returns_state=returns_state)
-    return jax.make_jaxpr(update)(*given)
+def traced(tx: optax.GradientTransformation, params: PyTree, place: Place) -> jaxprs.ClosedJaxpr:
+    """Trace the update as a train step runs it: mapped over replicas that need not exist."""
+    extra_tx, names, count = optax.with_extra_args_support(tx), place.names, place.replicas
+    auto, each = (AxisType.Auto,) * len(place.sizes), PartitionSpec(names)
+    mesh = AbstractMesh(tuple(place.sizes.values()), tuple(place.sizes), axis_types=auto)
 
-
-def mapped_update(
-    tx: optax.GradientTransformation,
-    params: PyTree,
-    mesh: Mesh | AbstractMesh,
-    names: tuple[str, ...],
-    *,
-    returns_state: bool,
-) -> tuple[Callable[..., Any], tuple[PyTree, ...], tuple[PyTree, ...]]:
-    """The update as a train step runs it: mapped over replicas, each with gradients of its own.
-
-    Args:
-      tx: a transformation.
-      params: arrays or types.
-      mesh: its devices need not exist.
-      names: the axes over which gradients differ.
-      returns_state: whether the state comes back as it came, so that it can be donated and given
-        again. Otherwise that of each replica does, and none is refused that differs from another's.
-
-    Returns:
-      The mapped function of gradients, state and params, the types to call it with, their specs.
-    """
-    extra_tx = optax.with_extra_args_support(tx)
-    count = math.prod(mesh.shape[name] for name in names)
-    each = PartitionSpec(names)
-    specs = replicas.state_specs(tx, params, names, replicas=count)
-    state = jax.eval_shape(lambda p: replicas.stack_replicas(tx.init(p), count), params)
-    own = lambda x: jax.ShapeDtypeStruct((count, *x.shape), x.dtype)  # noqa: E731
-    # Whatever it is, equal on all or not.
-    stacked = lambda tree: jax.tree.map(lambda x: x[None], axes.to_varying(tree, names))  # noqa: E731
-
-    def update(grads: PyTree, state: PyTree, params: PyTree) -> tuple[PyTree, PyTree]:
+    def update(grads: PyTree, state: PyTree, params: PyTree) -> jax.Array:
         grads = jax.tree.map(lambda x: x[0], grads)
         value = axes.to_varying(jnp.zeros(()), names)
         given: dict[str, Any] = {"value": value, "value_fn": lambda _: value}
@@ -185,54 +165,38 @@ def mapped_update(
         if (variants := variants_of(tx)) is not None:
             given["depth"] = variants.drawn(params)[0]
         state = replicas.enter_replica(state)
-        updates, state = extra_tx.update(assume_scaled(grads, state), state, params, **given)
-        return stacked(updates), replicas.leave_replica(state) if returns_state else stacked(state)
+        extra_tx.update(assume_scaled(grads, state), state, params, **given)
+        return jnp.zeros(())
 
-    in_specs = each, specs, PartitionSpec()
-    out_specs = each, specs if returns_state else each
-    mapped = jax.shard_map(update, mesh=mesh, in_specs=in_specs, out_specs=out_specs)
-    return mapped, (jax.tree.map(own, params), state, params), in_specs
-
-
-def by_kind(
-    found: Sequence[costs.Collective],
-    of: Callable[[costs.Collective], float] = lambda c: c.wire_bytes,
-    among: Sequence[costs.Collective] | None = None,
-) -> dict[str, float]:
-    """What a call sends by kind of collective: ``costs.expected`` of those ``among`` all found."""
-    chosen = found if among is None else among
-    # All at once, so that the branches of a cond stay alternatives.
-    return {
-        kind: costs.expected(
-            found,
-            lambda c, kind=kind: of(c) * (c.primitive == kind and any(c is x for x in chosen)),
-        )
-        for kind in dict.fromkeys(c.primitive for c in chosen)
-    }
+    specs = replicas.state_specs(tx, params, names, replicas=count)
+    state = jax.eval_shape(lambda p: replicas.stack_replicas(tx.init(p), count), params)
+    grads = jax.tree.map(lambda x: jax.ShapeDtypeStruct((count, *x.shape), x.dtype), params)
+    # Results are left out: they may be equal on all replicas, or not.
+    how: dict[str, Any] = {"in_specs": (each, specs, PartitionSpec()), "out_specs": PartitionSpec()}
+    return jax.make_jaxpr(jax.shard_map(update, mesh=mesh, **how))(grads, state, params)
 
 
 def _kept_bytes(tx: optax.GradientTransformation, params: PyTree, place: Place) -> PyTree:
-    """The state, with the bytes of each array in its place."""
-    state = jax.eval_shape(lambda p: replicas.stack_replicas(tx.init(p), place.replicas), params)
-    specs = None
+    """Return the state with the bytes of each array in its position."""
+    count, specs = place.replicas, None
+    state = jax.eval_shape(lambda p: replicas.stack_replicas(tx.init(p), count), params)
     if place.names:
-        how: dict[str, Any] = {"replicas": place.replicas, "param_specs": place.param_specs}
+        how: dict[str, Any] = {"replicas": count, "param_specs": place.param_specs}
         how["shard_optimizer"] = place.shard_optimizer
         specs = replicas.state_specs(tx, params, place.names, **how)
     return _on_device(state, specs, place.sizes)
 
 
 def _on_device(tree: PyTree, specs: PyTree | None, sizes: Mapping[str, int]) -> PyTree:
-    """Each array as what is kept of it, by its spec; without specs all of it."""
+    """Return each array's bytes on a device, by its spec; without specs all of them."""
     specs = jax.tree.map(lambda _: PartitionSpec(), tree) if specs is None else specs
 
-    def node(x: Any, spec: Any) -> Any:
-        def kept(x: Any, spec: PartitionSpec) -> _Kept:
-            axes = itertools.chain(*(y if isinstance(y, tuple) else (y,) for y in spec))
-            shards = math.prod(sizes[name] for name in axes if name is not None)
-            return _Kept(math.prod(x.shape) * x.dtype.itemsize / shards, own)
+    def kept(own: bool, x: Any, spec: PartitionSpec) -> _Kept:
+        names = itertools.chain(*(y if isinstance(y, tuple) else (y,) for y in spec))
+        shards = math.prod(sizes[name] for name in names if name is not None)
+        return _Kept(math.prod(x.shape) * x.dtype.itemsize / shards, own)
 
-        own = replicas.is_per_replica(x)
-        return jax.tree.map(kept, x, spec)
+    def node(x: Any, spec: Any) -> Any:
+        return jax.tree.map(functools.partial(kept, replicas.is_per_replica(x)), x, spec)
 
     return jax.tree.map(node, tree, specs, is_leaf=replicas.is_per_replica)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The text of a compiled program: its instructions, where each stands and how often it runs.
+"""The text of a compiled program: its instructions, their positions, how often each runs.
 
 ``Compiled.as_text()`` is the optimized, scheduled HLO of one device. Everything that
 ``boostax.audit`` says is read from it, so it holds for the compiler that wrote it.
@@ -14,13 +14,13 @@ import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
-from boostax._core import proof
+import jax
 
 _ARRAY = re.compile(r"\b(pred|token|[a-z]+\d\w*)\[([\d,<=]*)\](?:\{([^}]*)\})?")
 _COMPUTATION = re.compile(r"(ENTRY )?%?([\w.\-]+) \(.*\{\s*$")
 _INSTRUCTION = re.compile(r"\s*(ROOT )?%?([\w.\-]+) = (.*?) ([a-z][\w\-]*)(?=\()")
 _REFERENCE = re.compile(r"%([\w.\-]+)")
-# In whose attributes computations stand that run when they do.
+# Attributes of an operation that name the computations it runs.
 _CALLS = {
     "conditional": ("branch_computations", "false_computation", "true_computation"),
     "while": ("body",),
@@ -58,7 +58,7 @@ class Instruction:
       op: ``fusion``, ``all-reduce-start``, ...
       result: the arrays that it returns.
       operands: names of the instructions whose results it reads.
-      literal: what stands in the place of operands: the value of a constant.
+      literal: the value of a constant, written where operands would be.
       attributes: the rest of the line.
       root: whether its computation returns its result.
     """
@@ -72,13 +72,13 @@ class Instruction:
     root: bool
 
     def attribute(self, pattern: str) -> str | None:
-        """The first group of a pattern in the attributes."""
+        """Return the first group of a pattern in the attributes."""
         found = re.search(pattern, self.attributes)
         return None if found is None else found.group(1)
 
     @property
     def called(self) -> tuple[str, ...]:
-        """The computations it runs: of a conditional its branches, by their index."""
+        """The computations it runs; those of a conditional are its branches, by their index."""
         listed = (
             self.attribute(key + r"=(\{[^}]*\}|%[\w.\-]+)") for key in _CALLS.get(self.op, ())
         )
@@ -86,7 +86,7 @@ class Instruction:
 
 
 class Site(NamedTuple):
-    """An instruction where it stands.
+    """An instruction at its position.
 
     Attributes:
       instruction: the instruction.
@@ -124,11 +124,14 @@ class _Value(NamedTuple):
 
     Attributes:
       element: its index in the tuple; ``None`` of a constant.
-      offset: the constant.
+      offset: the constant; NaN where it is not known.
     """
 
     element: int | None
-    offset: int
+    offset: float
+
+
+_UNKNOWN = _Value(None, math.nan)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -136,7 +139,7 @@ class Program:
     """A parsed program.
 
     Attributes:
-      computations: of each its instructions by name, in the order of the schedule.
+      computations: the instructions of each by name, in the order of the schedule.
       entry: the computation that a call runs.
       header: the first line.
       frames: source locations by number: ``file:line``.
@@ -165,7 +168,7 @@ class Program:
         return tuple(self._walk(self.entry))
 
     def _walk(self, computation: str, caller: Site | None = None, index: int = 0) -> Iterator[Site]:
-        """The sites of a computation, which is the one at ``index`` that the caller runs."""
+        """Yield the sites of a computation, the one at ``index`` that the caller runs."""
         executions, branches, loops, fused = 1, (), (), False
         if caller is not None:
             _, _, _, executions, branches, loops, fused = caller
@@ -181,7 +184,7 @@ class Program:
                 yield from self._walk(called, site, place)
 
     def total(self, amounts: Iterable[tuple[Sequence[str], float]]) -> Ways:
-        """The sum per call on the cheapest and on the dearest way through the branches.
+        """Add up amounts on the cheapest and on the dearest path through the branches.
 
         Args:
           amounts: pairs of the branches that an amount stands in and the amount, executions
@@ -207,22 +210,22 @@ class Program:
 
     @functools.cached_property
     def _branches(self) -> Mapping[str, int]:
-        """How many branches each conditional has."""
+        """The number of branches of each conditional."""
         every = (i for body in self.computations.values() for i in body.values())
         return {i.name: len(i.called) for i in every if i.op == "conditional"}
 
     def operands(self, site: Site) -> tuple[Array, ...]:
-        """The arrays that an instruction reads."""
+        """Return the arrays that an instruction reads."""
         body = self.computations[site.computation]
         return tuple(x for o in site.instruction.operands if o in body for x in body[o].result)
 
     def root(self, computation: str) -> Instruction | None:
-        """The instruction whose result a computation returns."""
+        """Return the instruction whose result a computation returns."""
         body = self.computations.get(computation, {})
         return next((i for i in body.values() if i.root), None)
 
     def trips(self, site: Site) -> int | None:
-        """How often the body of a ``while`` runs; ``None`` where that is not known.
+        """Return how often the body of a ``while`` runs; ``None`` where that is not known.
 
         CPU and GPU say it. For a TPU it is read from the counter: where it starts, what is added to
         it at each turn, and with which constant the condition compares it.
@@ -231,26 +234,25 @@ class Program:
         told = loop.attribute(r'"known_trip_count":\{"n":"?(\d+)')
         if told is not None:
             return int(told)
-        condition = loop.attribute(r"condition=%([\w.\-]+)") or ""
-        test = self.root(condition)
-        if test is None or "direction=LT" not in test.attributes:
+        condition, body = loop.attribute(r"condition=%([\w.\-]+)") or "", loop.called[0]
+        test, result = self.root(condition), self.root(body)
+        if test is None or result is None or "direction=LT" not in test.attributes:
             return None
         counter, limit = (self._value(condition, name) for name in test.operands)
-        result = self.root(loop.called[0])
-        if counter is None or counter.element is None or result is None or result.op != "tuple":
+        if counter.element is None or result.op != "tuple":
             return None
-        turned = self._value(loop.called[0], result.operands[counter.element])
-        start, stop = self._initial(site, counter), self._initial(site, limit)
-        if start is None or stop is None or turned is None or turned.element != counter.element:
+        turned = self._value(body, result.operands[counter.element])
+        if turned.element != counter.element or not turned.offset > 0:
             return None
-        return max(0, -(-(stop - start) // turned.offset)) if turned.offset > 0 else None
+        turns = (self._initial(site, limit) - self._initial(site, counter)) / turned.offset
+        return None if math.isnan(turns) else max(0, math.ceil(turns))
 
-    def _value(self, computation: str, name: str) -> _Value | None:
-        """The result of an instruction, where it is a copy, a constant or a sum of these."""
+    def _value(self, computation: str, name: str) -> _Value:
+        """Return the result of an instruction that is a copy, a constant or a sum of these."""
         body = self.computations.get(computation, {})
         i = body.get(name)
         if i is None:
-            return None
+            return _UNKNOWN
         if i.op == "constant" and i.literal.lstrip("-").isdigit():
             return _Value(None, int(i.literal))
         if i.op == "get-tuple-element" and body[i.operands[0]].op == "parameter":
@@ -259,26 +261,25 @@ class Program:
             return self._value(computation, i.operands[0])
         if i.op == "add":
             first, second = (self._value(computation, operand) for operand in i.operands)
-            if first is not None and second is not None and None in (first.element, second.element):
+            if None in (first.element, second.element):
                 element = second.element if first.element is None else first.element
                 return _Value(element, first.offset + second.offset)
-        return None
+        return _UNKNOWN
 
-    def _initial(self, site: Site | None, value: _Value | None) -> int | None:
-        """A value when a loop begins, which a loop around it may carry as well."""
-        if value is None or value.element is None:
-            return None if value is None else value.offset
+    def _initial(self, site: Site | None, value: _Value) -> float:
+        """Return a value when a loop begins, which a loop around it may carry as well."""
+        if value.element is None:
+            return value.offset
         if site is None or site.instruction.op != "while":
-            return None
+            return math.nan
         given = self.computations[site.computation].get(site.instruction.operands[0])
         if given is None or given.op != "tuple":
-            return None
+            return math.nan
         outside = self._value(site.computation, given.operands[value.element])
-        start = self._initial(site.caller, outside)
-        return None if start is None else start + value.offset
+        return self._initial(site.caller, outside) + value.offset
 
     def source(self, instruction: Instruction) -> str:
-        """``file:line`` of the code that asked for it; empty where the compiler lost it."""
+        """Return ``file:line`` of the code that asked for it; empty where the compiler lost it."""
         frame = instruction.attribute(r"stack_frame_id=(\d+)")
         if frame is not None:
             return self.frames.get(int(frame), "")
@@ -317,15 +318,24 @@ def parse(text: str) -> Program:
     return Program(computations, entry, header, _frames(tables))
 
 
+def unreadable(subject: str, allowed: str, got: object) -> RuntimeError:
+    """Return the error for a text that is read otherwise than it was written: never blind."""
+    return RuntimeError(
+        f"audit: {subject} of JAX {jax.__version__} must be {allowed}, got {got!r}. What it does "
+        "would be missed. Install versions that were tested together: pip install -c "
+        "constraints.txt . in a checkout."
+    )
+
+
 @functools.cache
 def bits(dtype: str) -> int:
-    """Bits of an element, of a dtype as HLO or as JAX writes it."""
+    """Return the bits of an element of a dtype, as HLO or JAX writes it."""
     found = re.match(r"[a-z]+(\d+)", dtype)
     return int(found.group(1)) if found else 8 * (dtype in ("pred", "bool"))
 
 
 def arrays(shape: str) -> tuple[Array, ...]:
-    """The arrays in a type, which may be a tuple."""
+    """Return the arrays in a type, which may be a tuple."""
     return tuple(
         Array(dtype, math.prod(map(int, re.findall(r"\d+", dims))), "S(1)" in layout)
         for dtype, dims, layout in _ARRAY.findall(shape)
@@ -335,8 +345,7 @@ def arrays(shape: str) -> tuple[Array, ...]:
 def _instruction(line: str) -> Instruction:
     found = _INSTRUCTION.match(line)
     if found is None:
-        danger = "What it does would be missed."
-        raise proof.unreadable("a line of a compiled program", "%name = type op(...)", line, danger)
+        raise unreadable("a line of a compiled program", "%name = type op(...)", line)
     root, name, shape, op = found.groups()
     inner = _bracketed(line[found.end() :])
     attributes = line[found.end() + len(inner) :]
@@ -346,7 +355,7 @@ def _instruction(line: str) -> Instruction:
 
 
 def _bracketed(text: str) -> str:
-    """From the bracket that ``text`` begins with to the one that closes it."""
+    """Return the text from the bracket that it begins with to the one that closes it."""
     opens, depth = text[:1], 0
     for found in re.finditer(r"[{}]" if opens == "{" else r"[()]", text):
         depth += 1 if found.group() == opens else -1
@@ -356,7 +365,7 @@ def _bracketed(text: str) -> str:
 
 
 def _frames(tables: Mapping[str, Mapping[str, str]]) -> dict[int, str]:
-    """Source locations by the number of their frame, through the tables of locations and files."""
+    """Return source locations by the number of their frame."""
 
     def row(table: str, before: str, key: str) -> str:
         found = re.search(key + r"=(\d+)", before)

@@ -1,79 +1,121 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What an explanation says, as cells of tables."""
+"""An audit in words: totals, then the collectives, then what is wasted; and aligned tables."""
 
-import dataclasses
-import itertools
-from collections.abc import Mapping, Sequence
-from typing import Any
+from __future__ import annotations
 
-from boostax.inspect.calls import CallCost
-from boostax.inspect.costs import PartCost
+import pathlib
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from boostax.inspect.collectives import CompiledCollective
 from boostax.inspect.hlo import Ways
 
+if TYPE_CHECKING:
+    from boostax.inspect.audit import Audit
+
 Cells = list[tuple[str, ...]]
+# Rows of collectives that are shown; the rest is added up in one.
+_ROWS = 16
+# Bytes of params below which a TPU's program needs hardly any temporaries in HBM.
+_IN_VECTOR_MEMORY = 100_000_000
+# Totals: in words, the field, and the field of which it is printed as a multiple.
+_TOTALS = (
+    ("elements reduced", "reduced", "params"),
+    ("elements gathered", "gathered", "params"),
+    ("bytes sent", "wire_bytes", "params_bytes"),
+    ("bytes to another slice or host", "crossing_bytes", "params_bytes"),
+    ("bytes of memory traffic", "traffic", "params_bytes"),
+    ("cycles, without network", "cycles", ""),
+    ("temporary bytes", "temporary_bytes", "params_bytes"),
+    ("bytes of arguments", "argument_bytes", "params_bytes"),
+    ("bytes of results", "output_bytes", "params_bytes"),
+    ("of these in arguments' buffers", "aliased_bytes", "params_bytes"),
+    ("share of sent bytes with work meanwhile", "overlap", ""),
+)
 
 
-def part_cells(parts: Sequence[PartCost]) -> Cells:
-    """The chain, headings first; columns that would hold nothing are left out."""
-    sends = any(part.collectives for part in parts)
-    owns = any(part.own_bytes for part in parts)
-    heads = ("part", "state bytes", "copies", "own bytes")
-    table: Cells = [(*heads, "collectives", "sent bytes", "what it does")]
-    for part in parts:
-        kept = ("in the row above", "")
-        if part.state_bytes is not None:
-            kept = (f"{part.state_bytes:,.0f}", f"{part.copies:.2f}")
-        own = f"{part.own_bytes:,.0f}"
-        kinds = ", ".join(f"{n:g} {kind}" for kind, n in part.collectives.items())
-        sent = "above" if part.wire_bytes is None else f"{part.wire_bytes:,.0f}"
-        name = "  " * part.depth + part.name + " (unknown)" * (part.role == "unknown")
-        table.append((name, *kept, own, kinds, sent, part.what.replace("`", "")))
-    return columns(table, (True, True, True, owns, sends, sends, True))
+def text(found: Audit) -> str:
+    """Return the whole audit in words."""
+    blocks = [_headline(found), aligned(_total_cells(found))]
+    if found.collectives:
+        blocks.append(aligned(_collective_cells(found)))
+    blocks.append("\n".join(f"! {waste}" for waste in found.findings) or "Nothing is wasted.")
+    return "\n\n".join(blocks)
 
 
-def call_cells(calls: Sequence[CallCost]) -> Cells:
-    """The programs of a step, headings first; columns that would hold nothing are left out."""
-    freezes = calls[0].depth is not None
-    sends = bool(calls[0].wire_bytes)
-    table: Cells = [("depth", "share", "frozen", "FLOPs", "ratio", "temp bytes", "sent bytes")]
-    for call in calls:
-        share = "?" if call.share is None else f"{call.share:.1%}"
-        frozen = (str(call.depth), share, f"{call.frozen_entries:.1%}")
-        compared = (f"{call.flops:,.0f}", f"{call.flops_ratio:.3f}")
-        sent = f"{sum(call.wire_bytes.values()):,.0f}"
-        table.append((*frozen, *compared, f"{call.temporary_bytes:,.0f}", sent))
-    return columns(table, (freezes, freezes, freezes, True, freezes, True, sends))
+def _headline(found: Audit) -> str:
+    """Say where it runs, and by what it is measured."""
+    per = f"; {found.calls} calls per optimizer step" if found.calls > 1 else ""
+    sized = f"{found.params:,} params" if found.params else "params not known"
+    where = f"{found.devices} device{'s' * (found.devices > 1)}"
+    lines = [f"{found.target}, {where}; {sized}{per}"]
+    if found.params:
+        said = f"{found.reductions:.2f} N reduced"
+        said += f", {found.gathers:.2f} N gathered" if found.gathered.most else ""
+        unit = "optimizer step" if found.calls > 1 else "call"
+        lines.append(f"{said} per {unit}; temporaries {found.temporaries:.2f} P")
+    if found.window:
+        lines.append(f"Of one call, with a window open over several ({found.window}): say calls=")
+    if found.cycles is not None and found.params_bytes < _IN_VECTOR_MEMORY:
+        lines.append("So small a program keeps temporaries in a TPU's vector memory: none are seen")
+    if found.unknown_loops:
+        names = ", ".join(found.unknown_loops[:3])
+        lines.append(f"Turns not known, counted once: {names}")
+    return "\n".join(lines)
 
 
-def columns(table: Cells, shown: Sequence[bool]) -> Cells:
-    """The columns that are to be shown."""
-    return [tuple(itertools.compress(row, shown)) for row in table]
+def _total_cells(found: Audit) -> Cells:
+    """Return totals per call and device: on the cheapest and on the dearest path."""
+    cells: Cells = [("per call and device", "held", "applied", "of the params")]
+    for words, field, unit in _TOTALS:
+        value, whole = getattr(found, field), getattr(found, unit) if unit else 0
+        held = ""
+        if isinstance(value, Ways):
+            held, value = f"{value.least:,.0f}", value.most or None
+        if value is not None:
+            share = f"{value / whole:.2f}" if whole else ""
+            cells.append((words, held, f"{value:,.{2 * (field == 'overlap')}f}", share))
+    return cells
 
 
-def aligned(table: Cells, words: bool = False) -> str:
-    """Cells under each other, to the right; with ``words`` the first and the last to the left."""
+def _collective_cells(found: Audit) -> Cells:
+    """Return the collectives, those alike in one row, the dearest first."""
+    groups: dict[tuple[object, ...], list[CompiledCollective]] = {}
+    for c in found.collectives:
+        alike = (c.kind, c.dtypes, c.executions, c.axes, c.devices, c.crosses, c.branches, c.source)
+        groups.setdefault(alike, []).append(c)
+    rows = sorted(groups.values(), key=lambda each: -sum(c.wire_bytes for c in each))
+    heads = ("collective", "dtype", "times", "over", "call", "elements", "bytes sent", "hidden")
+    cells: Cells = [(*heads, "source"), *map(_row, rows[:_ROWS])]
+    rest = [c for each in rows[_ROWS:] for c in each]
+    if rest:
+        cells.append((f"{len(rest)} more", "", "", "", "", *_sums(rest)[:2], "", ""))
+    return cells
+
+
+def _row(each: Sequence[CompiledCollective]) -> tuple[str, ...]:
+    """Return how many collectives are alike, and what they send together."""
+    c = each[0]
+    times = f"{len(each)} x {c.executions}" if len(each) > 1 else f"{c.executions}"
+    over = "x".join(c.axes) or f"{c.devices} devices"
+    over += f" ({c.crosses}s)" if c.crosses else ""
+    call = "applied" if c.branches else "each"
+    # The last folder, the file and the line.
+    source = "/".join(pathlib.PurePath(c.source).parts[-2:])
+    dtype = "+".join(c.dtypes) + " (widened)" * c.widened
+    return (c.kind, dtype, times, over, call, *_sums(each), source)
+
+
+def _sums(each: Sequence[CompiledCollective]) -> tuple[str, str, str]:
+    """Return elements, bytes on the wire, and the share of these with work meanwhile."""
+    sent = sum(c.wire_bytes for c in each)
+    hidden = sum(c.wire_bytes * c.overlapped for c in each) / sent if sent else 0.0
+    return f"{sum(c.elements for c in each):,}", f"{sent:,.0f}", f"{hidden:.0%}"
+
+
+def aligned(table: Cells) -> str:
+    """Align cells in columns, to the right but for the first and the last column."""
     widths = [max(map(len, column)) for column in zip(*table, strict=True)]
-    left = (0, len(widths) - 1) if words else ()
+    left = (0, len(widths) - 1)
     line = "  ".join(f"{{:{'<' if i in left else '>'}{n}}}" for i, n in enumerate(widths))
     return "\n".join(line.format(*row).rstrip() for row in table)
-
-
-def units(value: float, unit: str) -> str:
-    """Three digits in the power of a thousand that suits them."""
-    factors = {"T": 1e12, "G": 1e9, "M": 1e6, "k": 1e3, "": 1.0, "m": 1e-3, "µ": 1e-6}
-    for prefix, factor in factors.items():
-        # What rounds to a thousand of one is one of the next.
-        if value >= 0.9995 * factor:
-            return f"{value / factor:.3g} {prefix}{unit}"
-    return f"{value:.3g} {unit}"
-
-
-def record(value: Any) -> Any:
-    """Plain data for JSON: what has names as a dictionary, but of ``Ways`` the two numbers."""
-    if dataclasses.is_dataclass(value):
-        value = vars(value)
-    elif hasattr(value, "_asdict") and not isinstance(value, Ways):
-        value = value._asdict()
-    if isinstance(value, Mapping):
-        return {name: record(x) for name, x in value.items()}
-    return [record(x) for x in value] if isinstance(value, tuple) else value

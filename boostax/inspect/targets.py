@@ -3,9 +3,10 @@
 
 JAX's compilers run without their devices: ``jax.experimental.topologies`` describes them, and a
 program lowered for shapes on a mesh of such devices compiles as it would there. A TPU needs the
-package ``libtpu``, a GPU ``jax-cuda12-plugin`` (no driver, no CUDA): ``pip install boostax[aot]``.
-A program over a mesh at hand moves: ``jax.export`` lowers it for the platform of the target, and
-its call is compiled over the same mesh of the target's devices, with the same specs and donation.
+package ``libtpu``, a GPU ``jax-cuda12-plugin`` (no driver, no CUDA); in a checkout
+``pip install '.[aot]'`` installs both. A program over a mesh at hand moves: ``jax.export`` lowers
+it for the platform of the target, and its call is compiled over the same mesh of the target's
+devices, with the same specs and donation.
 """
 
 from __future__ import annotations
@@ -16,7 +17,10 @@ import math
 import os
 import re
 import time
-from collections.abc import Collection, Iterable, Iterator, Sequence
+import tomllib
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from importlib.metadata import entry_points
+from importlib.resources import files
 from typing import Any, NamedTuple
 
 import jax
@@ -24,16 +28,18 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 from jax.tree_util import keystr
 
-from boostax._core import checks, costs
+from boostax._core import checks
 from boostax.train.compiled import TrainStep
 
 WHO = "target_devices"
-# Who compiles for them.
 _AUDIT = "audit"
 _STAGES = jax.stages.Lowered, jax.stages.Compiled
-_FORM = re.compile(r"[a-z0-9]+:(?P<shape>\d+(?:x\d+)*)(?:\*(?P<slices>\d+))?")
+_FORM = re.compile(r"(?P<name>\w+):(?P<shape>\d+(?:x\d+)*)(?:\*(?P<slices>\d+))?")
 _ALLOWED = (
     "'v5e:2x4' (a TPU slice), 'v5e:4x4*2' (two of them) or 'h100:1x1x8' (slices, hosts, GPUs)"
+)
+_MACHINES: Mapping[str, Mapping[str, str]] = tomllib.loads(
+    files("boostax.inspect").joinpath("machines.toml").read_text("utf8")
 )
 # Otherwise the compiler for TPU looks for a host of TPUs, and locks it.
 _NO_TPU = {
@@ -42,82 +48,87 @@ _NO_TPU = {
     "TPU_WORKER_HOSTNAMES": "localhost",
     "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
 }
-# Bytes per second between memory and chip, as the makers state them.
-BANDWIDTH = {"v5e": 819e9, "v5p": 2765e9, "v6e": 1640e9, "v4": 1228e9, "h100": 3352e9}
-# What XLA's compiler for GPU asks of a device: an H100 SXM5, 80 GB.
-_H100 = """
-gpu_device_info {
-  threads_per_block_limit: 1024 threads_per_warp: 32 shared_memory_per_block: 49152
-  shared_memory_per_core: 233472 threads_per_core_limit: 2048 core_count: 132 fpus_per_core: 128
-  block_dim_limit_x: 2147483647 block_dim_limit_y: 65535 block_dim_limit_z: 65535
-  memory_bandwidth: 3352320000000 l2_cache_size: 52428800 clock_rate_ghz: 1.98
-  device_memory_size: 84929347584 shared_memory_per_block_optin: 232448
-  cuda_compute_capability { major: 9 } registers_per_core_limit: 65536
-  registers_per_block_limit: 65536
-}
-platform_name: "CUDA"
-dnn_version_info { major: 9 minor: 8 }
-runtime_version { major: 12 minor: 8 patch: 0 }
-device_description_str: "NVIDIA H100 80GB HBM3"
-"""
 
 
 @functools.cache
 def target_devices(target: str) -> tuple[Any, ...]:
-    """Devices that need not exist, to compile for.
+    """Return devices that need not exist, to compile for.
 
     Args:
       target: ``"v5e:2x4"`` for a slice of eight TPU v5e, ``"v5e:16x16"`` for 256, also ``v4``,
         ``v5p``, ``v6e`` in the shapes that there are; ``"v5e:4x4*2"`` for two slices;
-        ``"h100:1x1x8"`` for slices x hosts x GPUs of a host.
+        ``"h100:1x1x8"`` for slices x hosts x GPUs of a host, also ``h200`` and ``a100``.
 
     Returns:
       The devices, those of a slice side by side. They make a ``jax.sharding.Mesh``, and with it
       shardings of ``jax.ShapeDtypeStruct`` and train steps to lower and compile; nothing runs on
-      them.
+      them, and the devices at hand stay the same.
 
     Raises:
-      ValueError: a target of another form.
-      RuntimeError: the compiler is not installed, or knows no such machine.
+      ValueError: a target of another form, or of a machine that is not known.
+      RuntimeError: the compiler is not installed, or knows no slice of that shape.
 
     Example:
       >>> import boostax
-      >>> boostax.inspect.target_devices("v5e")  # doctest: +NORMALIZE_WHITESPACE
+      >>> boostax.inspect.target_devices("v5e")  # doctest: +ELLIPSIS, +NORMALIZE_WHITESPACE
       Traceback (most recent call last):
         ...
       ValueError: target_devices: target must be 'v5e:2x4' (a TPU slice), 'v5e:4x4*2' (two of them)
-      or 'h100:1x1x8' (slices, hosts, GPUs), got 'v5e'. None audits for the devices at hand.
+      or 'h100:1x1x8' (slices, hosts, GPUs), got 'v5e'. ...
     """
     found = _FORM.fullmatch(target)
-    gpu = target.startswith("h100")
-    if found is None or (gpu and (found["slices"] or target.count("x") != 2)):
-        hint = "None audits for the devices at hand."
-        raise ValueError(f"{WHO}: target must be {_ALLOWED}, got {target!r}. {hint}")
+    machine = _MACHINES.get(found["name"], {}) if found else {}
+    gpu = "config" in machine
+    if found is None or not machine or (gpu and (found["slices"] or target.count("x") != 2)):
+        listed = "".join(f"\n  {x['form']:12} {x['what']}" for x in _MACHINES.values())
+        hint = f"None audits for the devices at hand. Machines that are known:{listed}"
+        raise ValueError(checks.message(WHO, "target", _ALLOWED, target, hint))
     if jax.default_backend() != "tpu":
         for name, value in _NO_TPU.items():
             os.environ.setdefault(name, value)
-    from jax.experimental import topologies
-
-    name, _, slices = target.partition("*")
-    given: dict[str, Any] = {"platform": "tpu", "topology_name": name}
-    given |= {"num_slices": int(slices)} if int(slices or 1) > 1 else {}
+    given: dict[str, Any] = {"platform": "tpu", "topology_name": target.partition("*")[0]}
+    if int(found["slices"] or 1) > 1:
+        given["num_slices"] = int(found["slices"])
     if gpu:
-        given = {"platform": "cuda", "topology": found["shape"], "target_config": _H100}
+        given = {"platform": "cuda", "topology": found["shape"], "target_config": machine["config"]}
     try:
-        described = topologies.get_topology_desc(**given)
+        devices = _described(given)
     except Exception as error:
         raise RuntimeError(
-            f"{WHO}: target must be one that the installed compilers know, got {target!r}: "
-            f"{str(error).splitlines()[0]}. Install them with pip install 'boostax[aot]'."
+            f"{WHO}: target must be one that a compiler at hand knows, got {target!r}: "
+            f"{str(error).splitlines()[0]}. In a checkout of boostax, pip install '.[aot]' "
+            "installs the compilers for TPU and NVIDIA GPU."
         ) from error
-    return tuple(sorted(described.devices, key=lambda d: (getattr(d, "slice_index", 0) or 0, d.id)))
+    return tuple(sorted(devices, key=lambda d: (getattr(d, "slice_index", 0) or 0, d.id)))
+
+
+def _described(given: Mapping[str, Any]) -> Sequence[Any]:
+    """Return the devices of a topology.
+
+    The plugin for CUDA looks for a driver before it registers itself, unless JAX was told to use
+    other platforms alone. Where it found none, it registers itself now, without looking.
+    """
+    from jax.experimental import topologies
+
+    skip, before = "JAX_SKIP_CUDA_CONSTRAINTS_CHECK", dict(os.environ)
+    try:
+        return topologies.get_topology_desc(**given).devices
+    except NotImplementedError:
+        os.environ[skip] = "1"
+        for plugin in entry_points(group="jax_plugins"):
+            if "cuda" in plugin.name:
+                plugin.load().initialize()
+        return topologies.get_topology_desc(**given).devices
+    finally:
+        if skip not in before:
+            os.environ.pop(skip, None)
 
 
 class Argument(NamedTuple):
     """An argument of a compiled program.
 
     Attributes:
-      path: where it stands.
+      path: its position among the arguments.
       donated: whether its buffer may be taken over.
       types: its shape and dtype.
       sharding: ``None`` if the program does not use it, and XLA never sees it.
@@ -133,26 +144,21 @@ class CompiledProgram(NamedTuple):
     """A compiled program.
 
     Attributes:
-      compiled: what XLA made.
+      compiled: the result of XLA.
       arguments: in order.
       seconds: that compiling took; NaN of a program that was compiled before.
-      traced: the collectives that JAX asked for, as far as they are known.
+      jaxpr: the program that JAX traced, where it is known.
     """
 
     compiled: Any
     arguments: tuple[Argument, ...]
     seconds: float
-    traced: Sequence[costs.Collective] = ()
+    jaxpr: Any = None
 
     @property
     def mesh(self) -> Mesh | None:
-        """Over which it runs, if over one."""
+        """The mesh over which it runs, if any."""
         return next(_meshes(x.sharding for x in self.arguments), None)
-
-    @property
-    def flops(self) -> float:
-        """That XLA counts, the body of a loop once; NaN if it does not."""
-        return float((self.compiled.cost_analysis() or {}).get("flops", math.nan))
 
     @property
     def described(self) -> str:
@@ -189,22 +195,22 @@ def compile_program(
     meant = {device for x in shardings for device in getattr(x, "device_set", ())}
     devices = target_devices(target) if target is not None else tuple(meant)
     stage = program.trace(*shapes) if hasattr(program, "trace") else None
+    traced = isinstance(stage, jax.stages.Traced)
     if meant <= set(devices) and (meant or target is None):
-        # What a wrapper takes for an array is its own affair.
+        # A wrapper decides for itself what it takes for an array.
         made = _finished(program.lower(*args) if stage is None else stage.lower(), devices)
-    elif isinstance(stage, jax.stages.Traced):
+    elif traced:
         made = _moved(program, shapes, stage.args_info, devices)
     else:
         hint = "Pass the jax.jit function inside, or build the program on the target's devices."
         got = getattr(program, "__name__", type(program).__name__)
         allowed = "a jax.jit function where it is to move to a target"
         raise TypeError(checks.message(_AUDIT, "program", allowed, got, hint))
-    known = isinstance(stage, jax.stages.Traced)
-    return made._replace(traced=costs.collectives(stage.jaxpr) if known else ())
+    return made._replace(jaxpr=stage.jaxpr.jaxpr if traced else None)
 
 
 def _unwrapped(program: Any) -> Any:
-    """Of what Flax's NNX makes of a lowered or compiled program the program."""
+    """Return the program inside one that Flax's NNX lowered or compiled."""
     inner = getattr(program, "lowered", getattr(program, "compiled", program))
     return inner if isinstance(inner, _STAGES) else program
 
@@ -212,7 +218,7 @@ def _unwrapped(program: Any) -> Any:
 def _moved(
     program: Any, args: tuple[Any, ...], args_info: Any, devices: Sequence[Any]
 ) -> CompiledProgram:
-    """The program for other devices than those that its arguments are on."""
+    """Compile the program for other devices than those that its arguments are on."""
     platform = "cuda" if devices[0].platform == "gpu" else devices[0].platform
     exported = jax.export.export(program, platforms=[platform])(*args)
     args = jax.tree.map(_number, args)
@@ -222,17 +228,7 @@ def _moved(
             f"{_AUDIT}: args must have shardings over the program's mesh where a target is given, "
             "got none. Pass jax.ShapeDtypeStruct(shape, dtype, sharding=...) or placed arrays."
         )
-    there: Mesh | None = None
-    if mesh is not None:
-        if mesh.size != len(devices):
-            raise ValueError(
-                f"{_AUDIT}: target must have as many devices as the program's mesh, {mesh.size}, "
-                f"got {len(devices)}. Build the program over a mesh of the target: "
-                "jax.sharding.Mesh(numpy.array(boostax.inspect.target_devices(target)).reshape("
-                "...), names)."
-            )
-        grid = np.array(devices).reshape(mesh.devices.shape)
-        there = Mesh(grid, mesh.axis_names, axis_types=mesh.axis_types)
+    there = None if mesh is None else _same_mesh(mesh, devices)
 
     def place(x: Any) -> Any:
         spec = getattr(x.sharding, "spec", PartitionSpec())
@@ -248,10 +244,22 @@ def _moved(
         return _finished(again.lower(*jax.tree.map(place, args)), devices)
 
 
+def _same_mesh(mesh: Mesh, devices: Sequence[Any]) -> Mesh:
+    """Return the mesh with the target's devices."""
+    if mesh.size != len(devices):
+        raise ValueError(
+            f"{_AUDIT}: target must have as many devices as the program's mesh, {mesh.size}, "
+            f"got {len(devices)}. Build the program over a mesh of the target: jax.sharding.Mesh("
+            "numpy.array(boostax.inspect.target_devices(target)).reshape(...), names)."
+        )
+    grid = np.array(devices).reshape(mesh.devices.shape)
+    return Mesh(grid, mesh.axis_names, axis_types=mesh.axis_types)
+
+
 def _finished(
     program: jax.stages.Lowered | jax.stages.Compiled, devices: Collection[Any] = ()
 ) -> CompiledProgram:
-    """Compile what is not compiled yet, for these devices."""
+    """Compile a program that is not compiled yet, for these devices."""
     begun = time.perf_counter()
     program = _unwrapped(program)
     compiled: Any = program
@@ -273,13 +281,13 @@ def _finished(
 
 
 def _meshes(shardings: Iterable[Any]) -> Iterator[Mesh]:
-    """The meshes of devices among some shardings."""
+    """Yield the meshes of devices among some shardings."""
     meshes = (x.mesh for x in shardings if isinstance(x, NamedSharding))
     return (mesh for mesh in meshes if isinstance(mesh, Mesh))
 
 
 def _shape(x: Any) -> Any:
-    """An array without its values; any other leaf stays: it may be static."""
+    """Return an array without its values; any other leaf unchanged: it may be static."""
     if isinstance(x, np.ndarray):
         return jax.ShapeDtypeStruct(x.shape, jax.numpy.result_type(x))
     if not isinstance(x, jax.Array):
@@ -288,7 +296,7 @@ def _shape(x: Any) -> Any:
 
 
 def _number(x: Any) -> Any:
-    """Types as they are, or those of a Python number, to be placed elsewhere."""
+    """Return types unchanged, and those of a Python number, to be placed elsewhere."""
     if isinstance(x, jax.ShapeDtypeStruct):
         return x
     fits, allowed = isinstance(x, (bool, int, float, complex)), "arrays where a target is given"

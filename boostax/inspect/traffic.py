@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How many bytes a compiled program reads from memory and writes to it.
+"""Count the bytes that a compiled program reads from memory and writes to it.
 
 Each operation of the schedule reads its operands once and writes its results once; what stays in a
 TPU's vector memory costs nothing. A fusion that only cuts a piece out of an operand reads the
 piece, and one that sets a piece of it in place writes the piece: so a scan over stacked layers
-reads the stack once. Of an Adam step on P bytes of params that is 7 P, as it is by hand.
+reads the stack once. An Adam step on P bytes of params moves 7 P bytes, which matches a count by
+hand.
 """
 
 from __future__ import annotations
@@ -23,12 +24,12 @@ _SETS = "dynamic-update-slice"
 
 
 def traffic(program: Program) -> Ways:
-    """Bytes per call on the cheapest and the dearest way through the branches."""
+    """Return bytes per call on the cheapest and the dearest path through the branches."""
     return _scheduled(program, lambda site: _bytes(program, site))
 
 
 def cycles(program: Program) -> Ways | None:
-    """Cycles that the compiler for TPU estimates, without the network; ``None`` of the others."""
+    """Return cycles that a TPU's compiler estimates, without the network; ``None`` of others."""
     estimate = r'"estimated_cycles":"(-?\d+)"'
     if not any(x.instruction.attribute(estimate) for x in program.sites):
         return None
@@ -36,13 +37,13 @@ def cycles(program: Program) -> Ways | None:
 
 
 def _scheduled(program: Program, of: Callable[[Site], float]) -> Ways:
-    """The sum over all that the schedule runs; a fusion is one operation."""
+    """Add up all that the schedule runs; a fusion is one operation."""
     sites = (site for site in program.sites if not site.fused)
     return program.total((site.branches, site.executions * of(site)) for site in sites)
 
 
 def _bytes(program: Program, site: Site) -> float:
-    """What one execution of an instruction reads and writes."""
+    """Return the bytes that one execution of an instruction reads and writes."""
     i = site.instruction
     if i.op in _FREE or i.op.endswith("-done"):
         return 0
@@ -67,7 +68,7 @@ def _bytes(program: Program, site: Site) -> float:
 def _fusion(
     inside: Mapping[str, Instruction], fusion: Instruction, sizes: Mapping[str, float]
 ) -> float:
-    """A fusion reads the pieces of its operands that it uses, and writes those that it sets."""
+    """Count the pieces of its operands that a fusion uses, and those that it sets."""
     parameters = {int(x.literal): x.name for x in inside.values() if x.op == "parameter"}
     read, in_place = 0.0, 0.0
     counted: set[str] = set()
@@ -85,7 +86,7 @@ def _fusion(
 
 
 def _piece(inside: Mapping[str, Instruction], user: Instruction, name: str) -> tuple[str, float]:
-    """Whether an instruction cuts a piece out of an array or sets one, and the bytes of it."""
+    """Return whether an instruction cuts a piece out of an array or sets one, and its bytes."""
     alone = user.operands[0] == name and name not in user.operands[1:]
     if alone and user.op in _CUTS:
         return "cut", user.result[0].bytes
