@@ -295,7 +295,7 @@ def test_a_variable_that_the_loss_leaves_behind_is_refused():
         model.seen = nnx.Intermediate(x)
         return model(x).mean()
 
-    with pytest.raises(ValueError, match="loss_fn must leave the model the variables"):
+    with pytest.raises(ValueError, match="loss_fn must be one that leaves the model the variables"):
         optimizer.value_and_grad(leaving)(model, rows(0))
 
 
