@@ -222,8 +222,8 @@ KEYS = (
     "'clip', 'less_bn', 'dim_reduce', 'average_params', 'store', 'carry', 'check_updates', "
     "'skip_spikes', 'count_lost_updates', "
     "'clip_by_global_norm', 'centralize_gradients', 'all_reduce', 'adasum', 'adasum_delta', "
-    "'top_k_reduce', 'threshold_reduce', 'random_k_reduce', 'int8_reduce', 'int16_reduce', "
-    "'sign_reduce', 'power_sgd_reduce', 'partial_average', 'local_updates', 'dynamic_loss_scale', "
+    "'top_k_reduce', 'threshold_reduce', 'int8_reduce', "
+    "'power_sgd_reduce', 'partial_average', 'local_updates', 'dynamic_loss_scale', "
     "'static_loss_scale', 'group_loss_scale', 'scheduled_freeze'"
 )
 MISTAKES = {
@@ -476,10 +476,7 @@ NAMED = {
     "adasum_delta": (True, Reduce("adasum-delta")),
     "top_k_reduce": ({"count": 3, "dense": "vectors"}, Reduce("top-k", count=3, dense="vectors")),
     "threshold_reduce": (0.5, Reduce("threshold", threshold=0.5)),
-    "random_k_reduce": ({"seed": 3}, Reduce("random-k", seed=3)),
     "int8_reduce": ({"rounding": "stochastic"}, Reduce("int8", rounding="stochastic")),
-    "int16_reduce": (False, Reduce()),
-    "sign_reduce": ("majority", Reduce("sign", form="majority")),
     "power_sgd_reduce": ({"rank": 1}, Reduce("power-sgd", rank=1)),
     "partial_average": (2, Reduce("partial", partitions=2)),
     "local_updates": ({"every": 2}, Reduce("local", every=2)),
@@ -564,8 +561,8 @@ def test_a_dictionary_changes_its_level_field_by_field():
             Reduce("top-k", density=0.1, error_feedback=False, bucket_bytes=2**23),
         ),
         (
-            {"dist_option": "sparseThreshold", "spars": 0.1, "capacity": [0.2], "threshold": 8},
-            Reduce("threshold", threshold=0.1, capacity=(0.2,), bucket_bytes=32),
+            {"dist_option": "sparseThreshold", "spars": 0.1, "capacity": 0.2, "threshold": 8},
+            Reduce("threshold", threshold=0.1, capacity=0.2, bucket_bytes=32),
         ),
         (
             {"dist_option": "sparseThreshold", "corr": False, "topK": False},

@@ -121,8 +121,7 @@ def _widened(found: Audit) -> Iterator[Waste]:
             f"{total:,.0f} bytes on the wire",
             dearest.source,
             "The compilers for TPU and GPU keep bf16; those for CPU and GPU keep integers in an "
-            "all-to-all and an all-gather, as boostax.reduce.int16_reduce and int8_reduce send "
-            "them.",
+            "all-to-all and an all-gather, as boostax.int8_reduce sends them.",
         )
 
 
