@@ -119,8 +119,7 @@ QUICK = ["plain Optax", "accumulate_inside_the_scaler", "all_reduce", "scheduled
     ],
 )
 def test_a_technique_trains_as_in_nobodys_loop(name):
-    limit = 2.0**-15 if name == "int16_reduce" else TOLERANCE
-    assert in_nobodys_loop(Put(TECHNIQUES[name])) <= limit
+    assert in_nobodys_loop(Put(TECHNIQUES[name])) <= TOLERANCE
 
 
 def test_a_loss_that_nobody_scaled_is_refused():
