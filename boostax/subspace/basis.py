@@ -385,11 +385,11 @@ def _from_distances(d: Any) -> Any:
 
 
 def _blocks(snapshots: Any, stacked: bool | None) -> Sequence[PyTree]:
-    several = isinstance(snapshots, (list, Iterator))
-    if stacked is None and not several and not isinstance(snapshots, tuple):
-        if isinstance(snapshots, Sequence):
+    if stacked is None:
+        if isinstance(snapshots, Sequence) and not isinstance(snapshots, (list, tuple)):
             return _Read(snapshots)
-    return [_stack(snapshots) if stacked is False or (stacked is None and several) else snapshots]
+        stacked = not isinstance(snapshots, (list, Iterator))
+    return [snapshots if stacked else _stack(snapshots)]
 
 
 def _kind(tree: PyTree) -> Any:
@@ -399,20 +399,16 @@ def _kind(tree: PyTree) -> Any:
 
 def _stack(snapshots: Iterable[PyTree]) -> PyTree:
     """Stack trees a leaf at a time."""
-    trees_ = list(snapshots)
-    for i, tree in enumerate(trees_):
-        if _kind(tree) != _kind(trees_[0]):
+    found = list(snapshots)
+    for i, tree in enumerate(found):
+        if _kind(tree) != _kind(found[0]):
             raise ValueError(_OTHER.format(i))
-    treedef = jax.tree.structure(trees_[0]) if trees_ else None
-    columns = [list(column) for column in zip(*map(jax.tree.leaves, trees_), strict=True)]
-    trees_.clear()
-    stacks: list[Any] = []
-    for column in columns:
+
+    def stacked(*leaves: Any) -> Any:
         # NumPy's stay on the host, and go to the device a leaf at a time.
-        host = all(isinstance(x, np.ndarray) for x in column)
-        stacks.append(np.stack(column) if host else jnp.stack(column))
-        column.clear()
-    return None if treedef is None else treedef.unflatten(stacks)
+        return (np if all(isinstance(x, np.ndarray) for x in leaves) else jnp).stack(leaves)
+
+    return jax.tree.map(stacked, *found) if found else None
 
 
 def _require(who: str, blocks: Sequence[PyTree], n_components: int) -> int:
