@@ -1,5 +1,8 @@
 """What an optimizer asks for beside gradients reaches it through whatever is around it."""
 
+import functools
+
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -68,8 +71,7 @@ def by_step(tx, calls=3, params=START, **options):
     return state.params
 
 
-def assert_near(left, right):
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-4, atol=2e-5), left, right)
+assert_near = functools.partial(chex.assert_trees_all_close, rtol=2e-4, atol=2e-5)
 
 
 AROUND = {
@@ -107,8 +109,7 @@ def test_replicas_search_as_one(mesh, name, checked):
 
 @pytest.mark.parametrize("name", ["lbfgs", "sophia"])
 def test_sharded_params_search_as_whole_ones(mesh, name):
-    where = NamedSharding(mesh, PartitionSpec())
-    params = jax.device_put(START, where)
+    params = jax.device_put(START, NamedSharding(mesh, PartitionSpec()))
     inner = optax.chain(boostax.all_reduce("data"), OPTIMIZERS[name]())
     tx = boostax.dynamic_loss_scale(inner, init_scale=4.0, axis_name="data")
     found = by_step(tx, params=params, mesh=mesh, axis_name="data", shard_optimizer=True)

@@ -305,14 +305,6 @@ def test_a_policy_leaves_what_is_no_array(level):
     assert grads.dropout.p is None and grads.mlp.layers[0].weight.dtype == jnp.float32
 
 
-def test_groups_of_scales_want_arrays():
-    loss = boostax.precision.group_boundaries(mlp_loss, lambda path, leaf: 0)
-    tx = boostax.precision.group_loss_scale(optax.sgd(0.1), lambda path, leaf: 0)
-    state = tx.init(eqx.filter(MLP, eqx.is_inexact_array))
-    with pytest.raises(TypeError, match=r"group_boundaries: params must be arrays.*eqx\.partition"):
-        eqx.filter_jit(lambda model: boostax.value_and_grad(loss)(model, state, BATCH))(MLP)
-
-
 def test_a_module_with_functions_is_refused_by_a_step():
     step = boostax.make_train_step(mlp_loss, GATES["dynamic_loss_scale"]())
     with pytest.raises(TypeError, match="got custom_jvp at 'activation'"):
