@@ -105,11 +105,6 @@ class Freezing:
         plan = self.plan(params)
         return Choice(plan.index(state.next_depth), tuple(map(plan.active, plan.drawn)))
 
-    def shares(self, params: PyTree) -> dict[int, float]:
-        """Return how often each depth occurs, of all steps."""
-        depths = self.plan(params).depths.tolist()
-        return {depth: depths.count(depth) / len(depths) for depth in dict.fromkeys(depths)}
-
     def resumed(self, params: PyTree, state: Any) -> Any:
         """Return the state with the next depth as this schedule has it."""
         if not isinstance(state, ScheduledFreezeState):

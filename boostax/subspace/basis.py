@@ -306,8 +306,12 @@ class _Read(Sequence[PyTree]):
     def __len__(self) -> int:
         return len(self._snapshots)
 
+    def __iter__(self) -> Iterator[PyTree]:
+        # That of a Sequence would hold one while the next is read.
+        return map(self.__getitem__, range(len(self)))
+
     def __getitem__(self, i: Any) -> PyTree:
-        tree = self._snapshots[range(len(self))[i]]
+        tree = self._snapshots[i]
         now = _kind(tree)
         self._like = now if self._like is None else self._like
         if now != self._like:
@@ -330,40 +334,42 @@ class _Centred(NamedTuple):
     first: PyTree
     mean: PyTree
 
-    def map(self, fn: Callable[..., Any], block: PyTree, *rows: PyTree) -> PyTree:
-        return jax.tree.map(fn, block, self.first, self.mean, *rows)
+    def map(self, fn: Callable[..., Any], *rows: PyTree) -> Iterator[PyTree]:
+        # Not a comprehension, whose variable would hold a block while the next one is read.
+        return map(lambda block: jax.tree.map(fn, block, *self[1:], *rows), self.blocks)
 
     def spanned(self, u: Any) -> PyTree:
         """Return combinations of them, by the columns of ``u`` (m, r): a tree of (r, ...)."""
         cut = np.split(u, len(u)) if len(self.blocks) > 1 else [u]
-        pairs = zip(cut, self.blocks, strict=True)
-        return _added(
-            self.map(functools.partial(algebra.spanned, part), block) for part, block in pairs
-        )
+
+        def turned(part: Any, block: PyTree) -> PyTree:
+            return jax.tree.map(functools.partial(algebra.spanned, part), block, *self[1:])
+
+        return _added(map(turned, cut, self.blocks))
 
     def coordinates(self, rows: PyTree) -> Any:
         """Return inner products with rows: (m, r)."""
-        parts = [algebra.total(self.map(algebra.coordinates, b, rows)) for b in self.blocks]
+        parts = list(map(algebra.total, self.map(algebra.coordinates, rows)))
         return parts[0] if len(parts) == 1 else np.concatenate(parts)
 
     def spread(self) -> Any:
         """Return the sum of their squares."""
-        return sum(algebra.total(self.map(algebra.spread, block)) for block in self.blocks)
+        return sum(map(algebra.total, self.map(algebra.spread)))
 
 
 def _centred(blocks: Sequence[PyTree], m: int) -> _Centred:
-    first = jax.tree.map(lambda x: jnp.asarray(x)[:1], blocks[0])
-    gaps = _added(jax.tree.map(algebra.gap, block, first) for block in blocks)
+    first = jax.tree.map(lambda x: x[:1], blocks[0])
+    gaps = _added(map(lambda block: jax.tree.map(algebra.gap, block, first), blocks))
     return _Centred(blocks, first, jax.tree.map(lambda x: x / m, gaps))
 
 
-def _added(trees_: Iterable[PyTree]) -> PyTree:
-    """Return the sum, each waited for: a computation under way holds on to its arguments."""
-    found: PyTree = None
-    for tree in trees_:
-        found = tree if found is None else jax.tree.map(algebra.added, found, tree)
-        jax.block_until_ready(found)
-    return found
+def _added(parts: Iterator[PyTree]) -> PyTree:
+    """Return the sum of trees, each waited for: a computation under way holds its arguments."""
+
+    def add(x: PyTree, y: PyTree) -> PyTree:
+        return jax.block_until_ready(jax.tree.map(algebra.added, x, y))
+
+    return functools.reduce(add, parts)
 
 
 def _gram(blocks: Sequence[PyTree]) -> Any:
