@@ -132,7 +132,7 @@ class FreezingUpdate(gate.GatedUpdate):
 
 
 class ScheduledFreeze(optax.GradientTransformationExtraArgs):
-    """What ``scheduled_freeze`` returns."""
+    """Freezes by schedule; ``scheduled_freeze`` returns it."""
 
     @property
     def freezing(self) -> Freezing:
@@ -414,7 +414,7 @@ def scheduled_freeze(
 
 
 def active_groups(opt_state: PyTree) -> jax.Array:
-    """Which groups the next call will train.
+    """Return which groups the next call will train.
 
     Args:
       opt_state: any state that holds one of ``scheduled_freeze``.

@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Principal components of snapshots of the params, leaf by leaf: no matrix of all params squared.
+"""Find principal components of snapshots of the params, leaf by leaf.
+
+There is no matrix of all params squared.
 
 With the m snapshots as rows of ``X`` (m, n), all that is decomposed is m x m or m x k; the n-sized
 work are products of ``X`` with thin matrices, which sum over leaves and leave each one its
@@ -33,7 +35,7 @@ _ROUNDS = {"gram": 2, "randomized": 3}
 
 
 class Basis(NamedTuple):
-    """Orthonormal directions in the space of the params.
+    """Holds orthonormal directions in the space of the params.
 
     Attributes:
       components: tree like the params of ``(k, *leaf.shape)``, the widest first. Together a row of
@@ -100,7 +102,7 @@ class Basis(NamedTuple):
 
 
 def saved_basis(path: str | pathlib.Path, params: PyTree, n_components: int) -> Any:
-    """The first components in a file, made of the same params.
+    """Return the first components in a file, made of the same params.
 
     Args:
       path: what ``Basis.save`` wrote; or an ``.npy`` of ``(k, N)``, as MindSpore's DimReduce keeps
@@ -148,7 +150,7 @@ def _matrix(who: str, path: str | pathlib.Path, params: PyTree) -> PyTree:
 
 
 class Gram(NamedTuple):
-    """All pairs of snapshots in a ring buffer: what their inner products say, without an origin.
+    """Holds the distances of all pairs of snapshots in a ring buffer.
 
     Attributes:
       distances: ``(m, m)``, squared distances, f32 or wider. Inner products of anything centred
@@ -237,7 +239,7 @@ def _leading(gram: Any, count: int) -> Any:
 def pca_from_gram(
     gram: Gram, snapshots: PyTree, n_components: int, *, dtype: Any = None, complete: bool = True
 ) -> Basis:
-    r"""``pca_basis`` where all distances between the snapshots are known already.
+    r"""Return ``pca_basis`` where all distances between the snapshots are known already.
 
     Centred inner products are :math:`-\tfrac12 J D J` with :math:`J = I - \tfrac1m 1 1^\top`.
 
@@ -280,7 +282,7 @@ def updated_gram(
     slot: jax.Array | int,
     shard_axes: tuple[str, ...] = (),
 ) -> Gram:
-    """The distances after ``snapshot`` was written to ``slot``: one row, and one column.
+    """Return the distances after ``snapshot`` was written to ``slot``: one row, and one column.
 
     Overwriting the oldest is how a window moves. Cost: one read of the buffer, no copy of it.
     """
@@ -297,7 +299,7 @@ def updated_gram(
 
 
 class _Read(Sequence[PyTree]):
-    """Snapshots as trees of ``(1, *leaf.shape)`` that are read when they are asked for."""
+    """Reads snapshots, as trees of ``(1, *leaf.shape)``, when they are asked for."""
 
     def __init__(self, snapshots: Sequence[PyTree]):
         self._snapshots = snapshots
@@ -321,7 +323,7 @@ class _Read(Sequence[PyTree]):
 
 
 class _Centred(NamedTuple):
-    """Snapshots in blocks, less their mean.
+    """Holds snapshots in blocks, to be taken less their mean.
 
     Attributes:
       blocks: trees of ``(rows, *leaf.shape)``: one of all snapshots, or one for each. While one of
