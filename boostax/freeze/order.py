@@ -59,7 +59,7 @@ def forward_order(
     read: dict[int, None] = {}
 
     def meet(origins: Sequence[Origin]) -> Origin:
-        """Return the origin of what is computed from these; params are read if data are among them."""
+        """Return the origin of what these give; params are read if data are among them."""
         leaves = frozenset[int]().union(*(x for x in origins if x is not None))
         if None not in origins:
             return leaves
