@@ -318,9 +318,8 @@ def test_equinox_modules_are_known_by_their_classes():
     linear |= {f"mlp/layers/{i}/weight" for i in range(4)}
     linear |= {"cell/weight_ih", "cell/weight_hh", "normed/layer/weight"}
     assert found == dict.fromkeys(linear, (1,)) | {"conv/weight": (1, 2, 3), "up/weight": (1, 2)}
-    # Masked trees keep the classes; a pattern may name what is masked.
-    tx = centralize_gradients(axes={"conv": "auto", "mix": 0})
-    tx = optax.masked(tx, lambda p: jax.tree.map(lambda x: x.ndim == 4, p))
+    # Masked trees keep the classes.
+    tx = optax.masked(centralize_gradients(), lambda p: jax.tree.map(lambda x: x.ndim == 4, p))
     assert {name for name, axes in averaged(tx, grads).items() if axes} == {"conv/weight"}
 
 
@@ -422,6 +421,13 @@ def test_multiple_of_counts_input_channels():
     grads = {"a": {"weight": wave(4, 16, 3, 3)}, "b": {"weight": wave(16, 3, 16, 16)}}
     found = averaged(centralize_gradients(layout="torch", multiple_of=16), grads)
     assert found == {"a/weight": (1, 2, 3), "b/weight": ()}
+
+
+def test_some_params_alone_are_those_of_optax_masked():
+    """A pattern may name what is masked."""
+    grads = {"a": jnp.asarray(wave(4, 3)), "b": {"kernel": jnp.asarray(wave(4, 3))}}
+    tx = optax.masked(centralize_gradients(axes={"a": 0, "b": 0}), {"a": True, "b": False})
+    assert averaged(tx, grads) == {"a": (0,), "b/kernel": ()}
 
 
 # Training

@@ -5,7 +5,7 @@
     optimizer:
       type: boostax
       inner: {type: adam, learning_rate: 6.0e-4}
-      boost: {accumulate: 8, skip_spikes: {by: loss, rule: sigma}, average_params: {decay: 0.999}}
+      boost: {accumulate: 8, skip_spikes: {rule: sigma}, average_params: {decay: 0.999}}
 
 Import this file before Levanter parses its config, or run it in the place of
 ``levanter/main/train_lm.py``. ``loss_scale`` and one reduction per step want ``levanter.patch``.

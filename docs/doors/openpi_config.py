@@ -2,7 +2,7 @@
 
 ::
 
-    boost = {"accumulate": 8, "skip_spikes": {"by": "gradient"}}
+    boost = {"accumulate": 8, "skip_spikes": True}
     TrainConfig(name="mine", optimizer=Boostax(AdamW(), boost), ...)
 
 ``loss_scale``, and micro-batches with one reduction, want ``openpi.patch``.
