@@ -504,8 +504,8 @@ NAMED = {
     "check_updates": (True, CheckUpdates()),
     "count_lost_updates": (True, CountLostUpdates()),
     "skip_spikes": (
-        {"by": "update", "rule": "sigma", "k": 4.0},
-        SkipSpikes("update", "sigma", k=4.0),
+        {"rule": "sigma", "k": 4.0},
+        SkipSpikes("sigma", k=4.0),
     ),
     "carry": ({"rules": {"layer_0/bias": "last"}}, Carry({"layer_0/bias": "last"})),
     "less_bn": ({"normalized_head": False}, LessBN(False)),
