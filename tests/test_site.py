@@ -16,8 +16,15 @@ def test_the_site_builds(tmp_path):
     command += ["-b", "html", "-d", str(tmp_path / "trees"), ".", str(out)]
     built = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert built.returncode == 0, built.stderr[-4000:]
-    places = set(re.findall(r'id="([^"]+)"', (out / "docs" / "api.html").read_text()))
+    reference = out / "docs" / "api.html"
+    html = reference.read_text()
+    places = set(re.findall(r'id="([^"]+)"', html))
     assert not [name for name in public() if f"boostax.{name}" not in places], "not in docs/api.md"
+    # Formulas are drawn without a network: all that a page loads is beside it.
+    loaded = re.findall(r'<(?:script|link)[^>]*(?:src|href)="([^"?#]+)[^>]*>', html)
+    files = [each for each in loaded if not each.endswith(".html")]
+    assert any("mathjax" in each for each in files)
+    assert [each for each in files if not (reference.parent / each).exists()] == []
 
 
 def public():
