@@ -73,11 +73,9 @@ class Explanation:
 
     def to_dict(self) -> dict[str, Any]:
         """Return the same as plain data for JSON."""
-        listed = {
-            name: [x._asdict() for x in getattr(self, name)] for name in ("parts", "findings")
-        }
+        parts, found = ([x._asdict() for x in listed] for listed in (self.parts, self.findings))
         summed = {"state_bytes": self.state_bytes, "wire_bytes": self.wire_bytes}
-        return dataclasses.asdict(self) | listed | summed
+        return vars(self) | {"parts": parts, "findings": found} | summed
 
     def __str__(self) -> str:
         blocks = [aligned(_cells(self.parts))]
