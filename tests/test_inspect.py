@@ -32,11 +32,8 @@ adam, sgd, chain = optax.adam(1e-3), optax.sgd(0.1), optax.chain
 moments = optax.scale_by_adam()
 clip, decay = optax.clip_by_global_norm(1.0), optax.add_decayed_weights(1e-2)
 noise = optax.add_noise(0.1, 0.55, key=0)
-mean, adasum, delta = (
-    boostax.all_reduce("data"),
-    boostax.adasum("data"),
-    boostax.reduce.adasum_delta(adam, "data"),
-)
+mean, adasum = boostax.all_reduce("data"), boostax.adasum("data")
+delta = boostax.reduce.adasum_delta(adam, "data")
 top_k = boostax.top_k_reduce("data", 0.1)
 record = boostax.subspace.record_trajectory(4, every=1)
 frozen = boostax.scheduled_freeze(sgd, GROUPS, [0, 1])
@@ -44,6 +41,12 @@ half = {"a": "stays", "b": "goes"}
 falling = optax.linear_schedule(1.0, 0.1, 9)
 basis = boostax.subspace.random_basis(PARAMS, 3)
 finish = boostax.dim_reduce(basis)
+
+
+def loss(params, x):
+    for layer in params.values():
+        x = jnp.tanh(x @ layer["kernel"] + layer["bias"])
+    return jnp.mean(x**2)
 
 
 def scaled(*parts, **options):
@@ -230,10 +233,6 @@ def test_a_wrong_order_is_named_with_its_mend_and_the_mended_is_not(wrong, right
     assert list(seen.findings) == found_in(wrong)
 
 
-def square(params, x):
-    return jnp.mean((x @ params["a"]["kernel"]) ** 2)
-
-
 LACKING = [
     (adam, "nothing that reduces over the axis 'data'"),
     (scaled(mean, adam), "dynamic_loss_scale without the axis 'data'"),
@@ -250,7 +249,7 @@ def test_a_step_whose_replicas_would_part_or_hang_is_refused(mesh, tx, lack, che
     """Without JAX's checking each of them ran, and was wrong in silence."""
     options = {"mesh": mesh, "axis_name": "data", "check_vma": check_vma}
     with pytest.raises(ValueError, match="make_train_step: tx must be a chain whose ") as error:
-        boostax.make_train_step(square, tx, **options)
+        boostax.make_train_step(loss, tx, **options)
     assert f", got {lack}: " in str(error.value)
 
 
@@ -261,11 +260,11 @@ def test_a_step_whose_chain_cannot_be_read_must_reduce_too(mesh, check_vma):
     pmean = optax.stateless(lambda updates, params: jax.lax.pmean(updates, "data"))
     hidden = optax.GradientTransformation(adam.init, lambda *args: adam.update(*args))
     batch = jnp.ones((16, 16))
-    step = boostax.make_train_step(square, hidden, **options)
+    step = boostax.make_train_step(loss, hidden, **options)
     said = "replicat" if check_vma else "got one that sends nothing over data. Put a reduction"
     with pytest.raises(ValueError, match=said):
         step(step.init(PARAMS), batch)
-    step = boostax.make_train_step(square, chain(pmean, hidden), **options)
+    step = boostax.make_train_step(loss, chain(pmean, hidden), **options)
     state, reported = step(step.init(PARAMS), batch)
     assert bool(reported["applied"]) and int(state.step) == 1
 
@@ -276,12 +275,12 @@ def test_a_step_refuses_what_is_certainly_wrong_and_warns_once_of_the_rest(tx):
     certain = [finding for finding in found if finding.certain]
     if certain:
         with pytest.raises(ValueError) as error:
-            boostax.make_train_step(square, tx)
+            boostax.make_train_step(loss, tx)
         assert str(certain[0]) in str(error.value)
         return
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
-        step = boostax.make_train_step(square, tx)
+        step = boostax.make_train_step(loss, tx)
     assert [str(each.message) for each in said] == [f"make_train_step: {x}" for x in found]
     assert {each.filename for each in said} == {__file__}
     assert list(boostax.explain(step, PARAMS).findings) == found
@@ -290,8 +289,8 @@ def test_a_step_refuses_what_is_certainly_wrong_and_warns_once_of_the_rest(tx):
 def test_f16_without_a_scale_is_a_warning(mesh):
     options = {"mesh": mesh, "axis_name": "data", "policy": "O2"}
     with pytest.warns(UserWarning, match="make_train_step: a policy that computes in float16"):
-        boostax.make_train_step(square, chain(mean, adam), **options)
-    step = boostax.make_train_step(square, scaled(mean, adam, **AXIS), **options)
+        boostax.make_train_step(loss, chain(mean, adam), **options)
+    step = boostax.make_train_step(loss, scaled(mean, adam, **AXIS), **options)
     assert boostax.explain(step, PARAMS).findings == ()
 
 
@@ -349,11 +348,8 @@ def test_the_sign_is_followed_through_odd_chains():
 def test_jitted_wrapped_and_bound_updates_are_read_or_unknown():
     transformation = optax.GradientTransformation
     jitted = transformation(adam.init, jax.jit(chain(clip, adam).update))
-    assert [row.part.name for row in rows(read(jitted))] == [
-        "clip_by_global_norm",
-        "scale_by_adam",
-        "scale",
-    ]
+    names = ["clip_by_global_norm", "scale_by_adam", "scale"]
+    assert [row.part.name for row in rows(read(jitted))] == names
     masked = optax.masked(adam, True)
     hidden = transformation(masked.init, jax.jit(masked.update))
     assert boostax.explain(hidden, PARAMS).state_bytes == 2 * 4 * ENTRIES + 4
@@ -403,11 +399,8 @@ def test_a_part_of_another_package_is_unknown_and_not_judged():
 
     found = boostax.explain(chain(mine(), scaled(adam)), PARAMS)
     part = found.parts[0]
-    assert (part.name, part.role, part.copies) == (
-        "test_a_part_of_another_package_is_unknown_and_not_judged",
-        "unknown",
-        1,
-    )
+    here = "test_a_part_of_another_package_is_unknown_and_not_judged"
+    assert (part.name, part.role, part.copies) == (here, "unknown", 1)
     assert found.findings == () and "(unknown)" in str(found)
     # What it may do to the sign is unknown too.
     assert found_in(chain(mine(), optax.scale_by_adam())) == []
@@ -420,12 +413,6 @@ def test_a_part_of_another_package_is_unknown_and_not_judged():
     asks = optax.inject_hyperparams(lambda rates: optax.sgd(rates[0]))
     (part,) = boostax.explain(asks(jnp.array([0.1, 0.2])), PARAMS).parts
     assert (part.name, part.role) == ("(hidden)", "unknown")
-
-
-def loss(params, x):
-    for layer in params.values():
-        x = jnp.tanh(x @ layer["kernel"] + layer["bias"])
-    return jnp.mean(x**2)
 
 
 CHAINS = {
@@ -482,11 +469,8 @@ def test_each_part_has_what_it_keeps_and_sends():
     assert parts["scale_by_adam"].state_bytes == 2 * whole + 4
     assert parts["scale_by_adam"].own_bytes == 0
     assert parts["add_decayed_weights"].state_bytes == parts["scale"].state_bytes == 0
-    assert [parts[name].depth for name in ("dynamic_loss_scale", "accumulate", "scale")] == [
-        0,
-        1,
-        2,
-    ]
+    names = ("dynamic_loss_scale", "accumulate", "scale")
+    assert [parts[name].depth for name in names] == [0, 1, 2]
     assert parts["dynamic_loss_scale"].collectives == {"pmin": 1}
     assert parts["dynamic_loss_scale"].wire_bytes == pytest.approx(2 * 7 / 8 * 4)
     assert set(parts["top_k_reduce"].collectives) == {"all_gather", "psum"}
