@@ -45,7 +45,7 @@ test-compilers: .venv-aot/.ready
 	$(QUIET) .venv-aot/bin/python -m pytest -n 2 --dist loadgroup -m compilers \
 	  tests/test_compilers.py tests/test_compiled_placements.py
 
-# The suites of Optax, Flax, jmp and mixed_precision_for_JAX, with boostax put in.
+# The suites of Optax and of Flax NNX, with boostax put in.
 test-foreign: $(READY)
 	$(QUICK_CODE) $(RUN) tests/foreign/run.py --write
 
@@ -64,40 +64,24 @@ bench: $(READY)
 	$(RUN) benchmarks/compression_time.py
 	$(RUN) benchmarks/compression_accuracy.py
 	$(RUN) benchmarks/partial_accuracy.py
-	$(RUN) benchmarks/noise_scale.py
 	$(RUN) benchmarks/stored_accuracy.py
 	$(RUN) benchmarks/stored_time.py
 	$(RUN) benchmarks/spikes.py
-	$(RUN) benchmarks/measured_ranking.py
 	$(RUN) benchmarks/average_params.py
 	$(RUN) benchmarks/freezing.py
 	$(RUN) benchmarks/freezing_accuracy.py
 	$(RUN) benchmarks/subspace.py
 	$(RUN) benchmarks/less_bn.py
 	$(RUN) benchmarks/group_scale.py
-	$(RUN) benchmarks/combinations.py
-	$(RUN) benchmarks/scaling.py
-	$(RUN) benchmarks/growth.py
-	$(RUN) benchmarks/scorecard.py
-	$(RUN) benchmarks/placements.py
-	$(RUN) benchmarks/foreign_loops.py
-	-$(RUN) benchmarks/doors.py
-	$(RUN) benchmarks/soak.py
 	$(QUICK_CODE) $(RUN) benchmarks/fuzz.py
-	$(RUN) benchmarks/newcomer.py
-	$(RUN) benchmarks/recipes.py
 	$(RUN) benchmarks/text_large.py
 	-$(RUN) benchmarks/gpu.py
 	$(RUN) benchmarks/peers_jax.py
-	-$(RUN) benchmarks/peers/setup.py
-	$(RUN) benchmarks/peers_frameworks.py
-	$(RUN) benchmarks/plots.py
 	$(RUN) benchmarks/tables.py --write
 
-# docs/compilers.md and the compiled part of docs/recipes.md, from compiled programs; an hour.
+# docs/compilers.md from compiled programs; an hour.
 bench-compilers: .venv-aot/.ready
 	$(QUIET) .venv-aot/bin/python benchmarks/compilers.py
-	$(QUIET) .venv-aot/bin/python benchmarks/recipes.py --audit
 
 # Every technique beside what one would use instead, in a few rounds; prints a table, records nothing.
 bench-short: $(READY)

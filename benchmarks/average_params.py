@@ -21,10 +21,10 @@ import numpy as np
 import optax
 from harness import Bar, over_seeds, report
 from subspace import COMPONENTS, SNAPSHOTS, TEXT
+from workloads import Workload, text
 
 import boostax
 from boostax._core import trees
-from boostax.run.workloads import Workload, text
 
 PyTree = Any
 Judged = dict[str, float]

@@ -214,19 +214,15 @@ def leaf_by_leaf():
 WIRES = {
     "f32": (lambda: boostax.all_reduce(AXIS), 1.0),
     "bf16": (lambda: boostax.all_reduce(AXIS, dtype="bfloat16"), 0.5),
-    "int16": (lambda: boostax.reduce.int16_reduce(AXIS), 0.5),
     "int8": (lambda: boostax.int8_reduce(AXIS), 0.254),
 }
 # In the place of a mean in a train step, and the most of its cycles that each may take on v5e.
 NARROW = {
     '`all_reduce(dtype="bfloat16")`': (lambda: boostax.all_reduce(AXIS, dtype="bfloat16"), 1.5),
     '`all_reduce(dtype="float16")`': (lambda: boostax.all_reduce(AXIS, dtype="float16"), 2.0),
-    "`int16_reduce`": (lambda: boostax.reduce.int16_reduce(AXIS), 2.0),
     "`int8_reduce`": (lambda: boostax.int8_reduce(AXIS), 2.0),
-    "`sign_reduce(two_shot=True)`": (lambda: boostax.reduce.sign_reduce(AXIS, two_shot=True), 3.5),
     "`adasum`": (lambda: boostax.adasum(AXIS), 3.0),
     "`top_k_reduce(density=0.01)`": (lambda: boostax.top_k_reduce(AXIS, 0.01), 9.5),
-    "`random_k_reduce(density=0.01)`": (lambda: boostax.reduce.random_k_reduce(AXIS, 0.01), 3.0),
 }
 SQUARES = {f"layer{i}": jax.ShapeDtypeStruct((512, 512), jnp.float32) for i in range(4)}
 

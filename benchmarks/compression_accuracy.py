@@ -23,23 +23,19 @@ from replica_runs import (
     TEXT,
     TEXT_RATES,
     TEXT_STEPS,
-    Ending,
     Method,
     Tuned,
     beside,
     compared,
-    digits_run,
     first,
     tuned,
 )
 
 import boostax
 
-VOTE_RATES = tuple(2.0**power for power in range(-17, -5))
 DENSE, INT8, TOP_K, POWER = "dense f32", "int8", "top-k 1%", "PowerSGD rank 2"
 # Within half a point on digits, or 1% of the loss on text.
 CLAIMED = (INT8, TOP_K, POWER)
-SIGN, SIGN_AT_DENSE = "sign", "sign, rate of dense"
 
 Key = tuple[str, bool | None]
 Found = dict[Key, Tuned]
@@ -81,13 +77,10 @@ def on_both() -> list[Method]:
 
 def on_digits() -> list[Method]:
     """All that is tried."""
-    votes = first(boostax.reduce.sign_reduce(AXIS, form="majority", dense=vectors))
     scarce = functools.partial(boostax.top_k_reduce, AXIS, dense=vectors, momentum=0.9)
     warming = scarce({0: 0.25, 17: 0.0625, 34: 0.016, 51: 0.004, 68: 0.001})
-    signs = boostax.reduce.sign_reduce(AXIS, dense=vectors)
     return [
         *on_both(),
-        *either("int16", boostax.reduce.int16_reduce),
         *either("top-k 1%, blocks of 1000", boostax.top_k_reduce, 0.01, block=1000, dense=vectors),
         *either(
             "threshold 3 r.m.s., 1% at most",
@@ -97,27 +90,15 @@ def on_digits() -> list[Method]:
             capacity=0.01,
             dense=vectors,
         ),
-        *either("random-k 1%", boostax.reduce.random_k_reduce, 0.01, dense=vectors),
         Method("DGC 0.1%", True, first(scarce(0.001)), None),
         Method("DGC 0.1%, warm-up", True, first(warming), None, final=first(scarce(0.001))),
         *either("PowerSGD rank 1", boostax.reduce.power_sgd_reduce, 1),
-        *either(SIGN, boostax.reduce.sign_reduce, dense=vectors),
-        Method("sign, no momentum", True, first(signs), None),
-        Method("majority sign", None, votes, rates=VOTE_RATES),
-        Method("majority sign, no momentum", None, votes, None, VOTE_RATES),
     ]
 
 
 def tune(index: int, seeds: int, on_text: bool) -> Tuned:
     """A method by its number, which another process understands too."""
     return tuned((on_both() if on_text else on_digits())[index], seeds, on_text=on_text)
-
-
-def sign_at(rate: float, seeds: int) -> list[Ending]:
-    """What becomes of signs at a rate that is not their own."""
-    method = next(each for each in on_digits() if each.name == SIGN and each.feedback)
-    run = digits_run(method)
-    return [run(rate, seed) for seed in range(seeds)]
 
 
 def word(feedback: bool | None) -> str:
@@ -144,7 +125,7 @@ def curves(found: Found, rates: Sequence[float], sign: int = 1) -> list[dict[str
         {"method": name, "feedback": word(feedback)}
         | {power(rate): sign * value for rate, value in each.first.items()}
         for (name, feedback), each in found.items()
-        if tuple(each.first) == tuple(rates) and name != SIGN_AT_DENSE
+        if tuple(each.first) == tuple(rates)
     ]
 
 
@@ -171,8 +152,7 @@ def kept_in_mind(digits: Found, words: Found) -> list[str]:
         f"{TEXT.config.sequence_length} characters a replica; {few} seeds.",
         "Tuning, the same for all: on digits all rates with one seed, the best three with five, "
         "all seeds with the one of the highest mean validation accuracy. On text all rates with "
-        "one seed, judged on training windows unseen. Rates by factors of two; votes, whose result "
-        "is -1, 0 or 1, have a grid of their own, as long.",
+        "one seed, judged on training windows unseen. Rates by factors of two.",
         "A linear warm-up for a tenth of the steps, then a cosine, for every method.",
         "Bytes are those of the jaxpr, on a ring of eight; of a warm-up, those of its last stage.",
         "The text's model and steps were chosen after trials, one seed each: larger models with "
@@ -185,8 +165,6 @@ def kept_in_mind(digits: Found, words: Found) -> list[str]:
         "Local SGD and DiLoCo see the same batches in the same order; the rate is the inner "
         "optimizer's, SGD with momentum or AdamW. Judged are the replicas' mean params. DiLoCo's "
         "outer optimizer is the paper's, SGD at 0.7 with Nesterov momentum 0.9, and not tuned.",
-        "Random-k with feedback sends an entry once in a hundred steps, of 610 on digits. That it "
-        "is worse than without is perhaps because what it sends is late.",
     ]
     return lines
 
@@ -202,7 +180,6 @@ def publish(digits: Found, words: Found) -> None:
             (f"Digits, SGD with momentum 0.9, 8 replicas: accuracy, {many} seeds", of_digits),
             (f"Text, AdamW, 8 replicas, {TEXT_STEPS:,} steps: nats, {few} seeds", of_text),
             ("Digits: validation accuracy by rate, first seed", curves(digits, RATES)),
-            ("Digits, votes: the same", curves(digits, VOTE_RATES)),
             ("Text: validation loss by rate, first seed", curves(words, TEXT_RATES, -1)),
             ("Caveats", caveats(kept_in_mind(digits, words))),
         ],
@@ -229,10 +206,7 @@ def main() -> None:
 
         words = each(on_both(), options.seeds, on_text=True)
         digits = each(on_digits(), options.digits_seeds, on_text=False)()
-        rate = digits[DENSE, None].rate
-        endings = pool.submit(sign_at, rate, options.digits_seeds).result()
-        signs = digits[SIGN, True]._replace(rate=rate, endings=endings)
-        publish(digits | {(SIGN_AT_DENSE, True): signs}, words())
+        publish(digits, words())
 
 
 if __name__ == "__main__":

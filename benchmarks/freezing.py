@@ -11,9 +11,9 @@ import jax
 import jax.numpy as jnp
 import optax
 from harness import Bar, Form, arguments, caveats, paired, ratio, record, report
+from workloads import TextConfig, text
 
 import boostax
-from boostax.run.workloads import TextConfig, text
 
 PyTree = Any
 CONFIG = TextConfig(depth=8, heads=8, sequence_length=64)

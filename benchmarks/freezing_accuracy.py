@@ -16,9 +16,9 @@ import numpy as np
 import optax
 from digits_replicas import Split, accuracy, data, init, loss
 from harness import arguments, caveats, over_seeds, report
+from workloads import TextConfig, text
 
 import boostax
-from boostax.run.workloads import TextConfig, text
 
 PyTree = Any
 GROUPS, FRACTION = 10, 0.3
@@ -99,9 +99,6 @@ def variants() -> list[Variant]:
         Variant("no freezing, FLOPs of progressive", compute_of="progressive"),
         Variant("progressive, reversed order", named("progressive"), backwards),
         Variant("ramp", named("ramp")),
-        Variant(
-            "plateau", lambda steps: boostax.freeze.freeze_on_plateau(every=max(1, steps // 32))
-        ),
     ]
 
 
@@ -177,9 +174,6 @@ def make_step(task: Task, variant: Variant, rate: float, steps: int) -> boostax.
         return boostax.make_train_step(task.loss_fn, optimizer)
     shapes = jax.eval_shape(lambda: task.init(0))
     groups = jax.tree.map(lambda group: variant.order[group], task.groups(shapes))
-    if variant.name == "plateau":
-        horizon = max(1, steps // 64)
-        optimizer = optax.chain(boostax.freeze.group_signal(groups, horizon=horizon), optimizer)
     tx = boostax.scheduled_freeze(optimizer, groups, variant.schedule(steps))
     return boostax.make_train_step(task.loss_fn, tx)
 
@@ -296,7 +290,7 @@ def main() -> None:
         sections.append((heading, table(found, steps)))
     lines = [
         f"Ten groups, {FRACTION:.0%} of the steps frozen in part, which interval draws as "
-        "MindSpore's defaults do; plateau decides itself.",
+        "MindSpore's defaults do.",
         "Rates by factors of two, tuned without freezing on the first seed: on digits by the "
         "validation split, on text by the held-out text itself, which favours no freezing.",
         "FLOPs are the compiler's, of all calls of a run. Time leaves out compilations and is the "

@@ -30,9 +30,9 @@ from harness import (
 )
 from jax.sharding import AxisType
 from text_runs import Text, warmed
+from workloads import TextConfig
 
 import boostax
-from boostax.run.workloads import TextConfig
 
 PyTree = Any
 NAME, TITLE = "gpu", "On one GPU"
@@ -123,7 +123,6 @@ def wires(rounds: int) -> list[Row]:
         "mean in f32": boostax.all_reduce("data"),
         "mean in bf16": boostax.all_reduce("data", dtype="bfloat16"),
         "int8": boostax.int8_reduce("data"),
-        "sign": boostax.reduce.sign_reduce("data"),
         "top-k 1%": boostax.top_k_reduce("data", 0.01),
         "PowerSGD rank 4": boostax.reduce.power_sgd_reduce("data", 4),
     }

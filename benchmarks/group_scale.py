@@ -35,13 +35,11 @@ class Variant(NamedTuple):
       dtype: what the model computes in.
       wrap: from the optimizer and the labels to the scaled one; ``None`` scales nothing and skips
         what is not finite.
-      by_group: whether the loss needs boundaries.
     """
 
     name: str
     dtype: Any
     wrap: Callable[[Any, PyTree], Any]
-    by_group: bool = False
 
 
 def variants() -> list[Variant]:
@@ -59,8 +57,8 @@ def variants() -> list[Variant]:
             half,
             lambda tx, labels: boostax.dynamic_loss_scale(tx, growth_interval=200),
         ),
-        Variant("f16, by group, trial", half, grouped(growth_factor=2**0.01), True),
-        Variant("f16, by group, measured", half, grouped(rule="measure"), True),
+        Variant("f16, by group, trial", half, grouped(growth_factor=2**0.01)),
+        Variant("f16, by group, measured", half, grouped(rule="measure")),
     ]
 
 
@@ -75,9 +73,11 @@ def init(key: jax.Array, depth: int, spread: float) -> PyTree:
     ]
 
 
-def loss(params: PyTree, batch: Split, dtype: Any) -> jax.Array:
+def loss(params: PyTree, batch: Split, dtype: Any, scales: Any = None) -> jax.Array:
     hidden = batch.images.astype(dtype)
     for i, layer in enumerate(params):
+        if i:
+            hidden = boostax.precision.scale_boundary(hidden, scales, i - 1, i)
         hidden = hidden @ layer["w"].astype(dtype) + layer["b"].astype(dtype)
         hidden = jax.nn.sigmoid(hidden) if i < len(params) - 1 else hidden
     logits = hidden.astype(jnp.float32)
@@ -88,17 +88,16 @@ def labels_of(params: PyTree) -> PyTree:
     return list(range(len(params)))
 
 
-def make_step(variant: Variant, tx: Any, labels: PyTree) -> Callable[..., Any]:
+def make_step(variant: Variant, tx: Any) -> Callable[..., Any]:
     """``(params, state, batch) -> (params, state)``, the loss scaled as the state says."""
     fn = functools.partial(loss, dtype=variant.dtype)
-    bounded = boostax.precision.group_boundaries(fn, labels) if variant.by_group else None
 
     def step(params: PyTree, state: Any, batch: Split) -> tuple[PyTree, Any]:
         scales = boostax.precision.group_scales(state)
 
         def scaled(params: PyTree) -> jax.Array:
-            if bounded is not None and scales is not None:
-                return scales[-1] * bounded(params, batch, scales=scales)
+            if scales is not None:
+                return scales[-1] * fn(params, batch, scales=scales)
             return boostax.precision.scale_loss(fn(params, batch), state)
 
         return boostax.apply_gradients(drawn(tx), jax.grad(scaled)(params), state, params)
@@ -114,7 +113,7 @@ def trained(
     schedule = optax.warmup_cosine_decay_schedule(0.0, rate, steps // 20, steps)
     labels = list(range(depth + 1))
     tx = variant.wrap(optax.adam(schedule, eps=1e-20), labels)
-    step = make_step(variant, tx, labels)
+    step = make_step(variant, tx)
 
     def one(key: jax.Array) -> dict[str, jax.Array]:
         params = init(key, depth, spread)
@@ -152,11 +151,10 @@ def vanished(depth: int, spread: float) -> list[dict[str, Any]]:
         optax.identity(), labels, rule="measure", max_scale=2.0**60
     )
     state = tx.init(params)
-    bounded = boostax.precision.group_boundaries(functools.partial(loss, dtype=jnp.float16), labels)
     for _ in range(40):
         scales = boostax.precision.group_scales(state)
         assert scales is not None
-        scaled = lambda p, s=scales: s[-1] * bounded(p, batch, scales=s)  # noqa: E731
+        scaled = lambda p, s=scales: s[-1] * loss(p, batch, jnp.float16, s)  # noqa: E731
         grads = jax.jit(jax.grad(scaled))(params)
         _, state = tx.update(grads, state, params)
     shares = {f"layer {i}": float((g["w"] == 0).mean()) for i, g in enumerate(grads)}
@@ -174,10 +172,10 @@ def overhead(rounds: int) -> tuple[list[dict[str, Any]], float]:
     batch = Split(jax.random.normal(keys[0], (256, 512)), jnp.zeros(256, jnp.int32))
     adam, forms = optax.adam(1e-3), {}
     one = Variant("one dynamic scale", jnp.float32, lambda tx, _: boostax.dynamic_loss_scale(tx))
-    many = Variant("six, by group", jnp.float32, boostax.precision.group_loss_scale, True)
+    many = Variant("six, by group", jnp.float32, boostax.precision.group_loss_scale)
     for variant in (one, many):
         tx = variant.wrap(adam, labels_of(params))
-        step = make_step(variant, tx, labels_of(params))
+        step = make_step(variant, tx)
         forms[variant.name] = compiled_form(step, params, tx.init(params), batch, calls=3)
     grads = jax.tree.map(jnp.ones_like, params)
     for variant in (one, many):

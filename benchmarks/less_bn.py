@@ -26,10 +26,10 @@ from harness import (
     ratio,
     report,
 )
+from workloads.models import DigitsResNet
 
 from boostax.model.centralize import centralize_gradients
 from boostax.model.less_bn import LessBNReport, less_bn
-from boostax.run.workloads._models import DigitsResNet
 
 PyTree = Any
 BATCH, EPOCHS, DECAY, CALLS = 64, 8, 5e-4, 5

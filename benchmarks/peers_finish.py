@@ -7,9 +7,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import optax
+from workloads import digits
 
 import boostax
-from boostax.run.workloads import digits
 
 PyTree = Any
 Loss = Callable[[PyTree, PyTree], jax.Array]

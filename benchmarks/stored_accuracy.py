@@ -72,7 +72,6 @@ FORMS = {
     "params stochastic, moments log8": Form(True, {"params": "stochastic", "moments": "log8"}),
     "params stochastic, moments int8": Form(True, {"params": "stochastic", "moments": "int8"}),
     "params remainder": Form(True, {"params": "remainder"}, recommended=True),
-    "params Kahan": Form(True, {"params": "kahan"}, recommended=True),
     "params f32, moments bf16": Form(False, {"moments": "bfloat16"}),
     "params f32, moments int8 and log8": Form(False, {"moments": EACH}),
     "params f32, moments log8": Form(False, {"moments": "log8"}),

@@ -18,7 +18,6 @@ BARE = "AdamW in f32"
 STORED: dict[str, tuple[bool, Any]] = {
     "params stochastic": (True, {"params": "stochastic"}),
     "params remainder": (True, {"params": "remainder"}),
-    "params Kahan": (True, {"params": "kahan"}),
     "params stochastic, moments bf16": (True, {"params": "stochastic", "moments": "bfloat16"}),
     "params stochastic, moments int8 and log8": (True, {"params": "stochastic", "moments": EACH}),
     "params stochastic, moments log8": (True, {"params": "stochastic", "moments": "log8"}),

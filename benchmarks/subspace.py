@@ -17,9 +17,9 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from harness import Bar, Form, paired, ratio, report
+from workloads import DigitsConfig, TextConfig, Workload, digits, text
 
 import boostax
-from boostax.run.workloads import DigitsConfig, TextConfig, Workload, digits, text
 
 PyTree = Any
 LENGTHS = (5, 10, 20, 40, 300)

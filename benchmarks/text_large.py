@@ -30,9 +30,9 @@ from harness import (
 )
 from replica_runs import AXIS, REPLICAS, first, train, wire_bytes
 from text_runs import Text, warmed
+from workloads import TextConfig
 
 import boostax
-from boostax.run.workloads import TextConfig
 
 PyTree = Any
 CONFIG = TextConfig(width=256, depth=7, heads=4, sequence_length=64, batch_size=REPLICAS)

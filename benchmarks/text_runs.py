@@ -8,8 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-
-from boostax.run.workloads import TextConfig, Workload, text
+from workloads import TextConfig, Workload, text
 
 PyTree = Any
 

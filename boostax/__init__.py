@@ -42,10 +42,10 @@ from boostax.train.oracle import value_and_grad as value_and_grad
 from boostax.train.step import make_train_step as make_train_step
 
 if TYPE_CHECKING:
+    from boostax import checkpoint as checkpoint
     from boostax import compat as compat
     from boostax import config as config
     from boostax import inspect as inspect
-    from boostax import keras as keras
     from boostax import nnx as nnx
     from boostax.config.auto import auto as auto
     from boostax.config.migrate import migrate_state as migrate_state
@@ -67,4 +67,4 @@ _LATE = {
     "migrate_state": "boostax.config.migrate",
 }
 if not TYPE_CHECKING:  # where any name would pass for one
-    __getattr__, __dir__ = _late(__name__, _LATE, ("nnx", "keras"))
+    __getattr__, __dir__ = _late(__name__, _LATE, ("checkpoint", "nnx"))

@@ -15,8 +15,8 @@ from boostax._core.replicas import stack_replicas as stack_replicas
 from boostax._core.replicas import state_specs as state_specs
 from boostax.accumulate.carried import CarryState as CarryState
 from boostax.accumulate.window import AccumulateState as AccumulateState
-from boostax.freeze.plateau import GroupSignalState as GroupSignalState
 from boostax.freeze.scheduled import ScheduledFreezeState as ScheduledFreezeState
+from boostax.model.adagc import AdaGCState as AdaGCState
 from boostax.model.average import AverageParamsState as AverageParamsState
 from boostax.precision.group_state import GroupLossScaleState as GroupLossScaleState
 from boostax.precision.loss_scale import LossScaleState as LossScaleState
@@ -29,7 +29,6 @@ from boostax.reduce.delta import AdasumDeltaState as AdasumDeltaState
 from boostax.reduce.feedback import CompressedState as CompressedState
 from boostax.reduce.local import LocalUpdatesState as LocalUpdatesState
 from boostax.reduce.partial import PartialAverageState as PartialAverageState
-from boostax.subspace.coordinates import SubspaceParamsState as SubspaceParamsState
 from boostax.subspace.dim_reduce import DimReduceState as DimReduceState
 from boostax.subspace.trajectory import TrajectoryState as TrajectoryState
 from boostax.train.apply import metrics as metrics

@@ -1,6 +1,7 @@
-"""Write ``llms.txt``: every public name with its signature, its first line and what it refuses.
+"""Write ``llms.txt`` and ``api.md``, which have every public name.
 
-``python docs/names.py --write`` makes it anew; ``tests/test_docs.py`` holds it to the code.
+``llms.txt`` has its signature, its first line and what it refuses; ``api.md`` is the reference.
+``python docs/names.py --write`` makes both anew; ``tests/test_docs.py`` holds them to the code.
 """
 
 import functools
@@ -27,11 +28,7 @@ PACKAGES = (
     "boostax.inspect",
     "boostax.states",
     "boostax.nnx",
-    "boostax.keras",
-    "boostax.run.cluster",
-    "boostax.run.loop",
-    "boostax.run.checkpoint",
-    "boostax.run.writers",
+    "boostax.checkpoint",
     "boostax.testing",
 )
 HEAD = """\
@@ -47,9 +44,11 @@ stand outermost and are applied by `boostax.apply_gradients` or `boostax.make_tr
 after the first one or two are by keyword. Documents: [how to choose](choose.md),
 [the contract](contract.md), [where params live](placements.md), [the cards](cards/).
 """
-RECIPES = """\
-`loss_fn`, `optimizer`, `params` and `batch(rows, index)` are yours; `over` is
-`{"mesh": mesh, "axis_name": "data"}`, or `{}` on one device."""
+REFERENCE = """\
+# Reference
+
+The thirty names that most people use are in `boostax`, the others in its packages. Arguments after
+the first one or two are by keyword. The same texts: `help(boostax.accumulate)`."""
 
 
 class _Told:
@@ -63,13 +62,12 @@ class _Told:
 
 
 def public(module: Any) -> Iterator[tuple[str, Any]]:
-    """What a package offers, by name; of the modules of ``boostax.run``, what each defines."""
-    within = module.__name__ if module.__name__.startswith("boostax.run.") else "boostax"
+    """Yield what a package offers, by name."""
     for name in sorted(dir(module)):
         if name.startswith("_"):
             continue
         value = getattr(module, name)
-        ours = f"{getattr(value, '__module__', None)}.".startswith(f"{within}.")
+        ours = f"{getattr(value, '__module__', None)}.".startswith("boostax.")
         if ours and not inspect.ismodule(value) and value.__doc__:
             yield name, value
 
@@ -103,30 +101,42 @@ def entry(package: str, name: str, value: Any) -> str:
     return "\n".join(lines)
 
 
-def recipes() -> Iterator[str]:
-    """Each file, and the lines that use it."""
-    page = (DOCS / "recipes.md").read_text()
-    for pain in re.split(r"^## ", page, flags=re.M):
-        blocks = re.findall(r"^```(?:json|python)\n.*?^```$", pain, re.M | re.S)
-        if name := re.search(r"^\[(\w+)\.json\]", pain, re.M):
-            yield "\n\n".join([f"`{name[1]}`:", *blocks])
+def packages() -> Iterator[tuple[str, list[tuple[str, Any]]]]:
+    """Yield each package with its names; a name that several offer stands in the first."""
+    seen = set[int]()
+    for package in PACKAGES:
+        found = public(importlib.import_module(package))
+        yield (
+            package,
+            [pair for pair in found if id(pair[1]) not in seen and not seen.add(id(pair[1]))],
+        )
 
 
 def llms() -> str:
-    """Every name."""
-    parts, seen = [HEAD], set[int]()
-    parts += ["## Recipes for `boostax.auto`", RECIPES, *recipes()]
-    for package in PACKAGES:
-        entries = [
-            entry(package, name, value)
-            for name, value in public(importlib.import_module(package))
-            if id(value) not in seen and not seen.add(id(value))
-        ]
-        parts += [f"## {package}", "\n".join(entries)]
+    """Return the page for programs."""
+    parts = [HEAD, "## Recipes for `boostax.auto`"]
+    for path in sorted((DOCS / "recipes").glob("*.json")):
+        parts.append(f"`{path.name}`:\n\n```json\n{path.read_text().rstrip()}\n```")
+    for package, found in packages():
+        parts += [f"## {package}", "\n".join(entry(package, *pair) for pair in found)]
     return "\n\n".join(part.rstrip() for part in parts) + "\n"
 
 
-PAGES = {"llms.txt": llms}
+def reference() -> str:
+    """Return the directives by which Sphinx makes the reference of the docstrings."""
+    parts = [REFERENCE]
+    for package, found in packages():
+        lines = [
+            f".. autoclass:: {package}.{name}\n   :members:"
+            if inspect.isclass(value)
+            else f".. autofunction:: {package}.{name}"
+            for name, value in found
+        ]
+        parts.append("\n".join([f"## {package}", "", "```{eval-rst}", *lines, "```"]))
+    return "\n\n".join(parts) + "\n"
+
+
+PAGES = {"llms.txt": llms, "api.md": reference}
 
 if __name__ == "__main__":
     for name, text in PAGES.items():

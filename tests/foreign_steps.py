@@ -20,12 +20,11 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 from flax import nnx
 from flax.training import dynamic_scale, train_state
@@ -455,111 +454,6 @@ def flax_dynamic_scale(mesh: Mesh, size: Size = TINY) -> Built:
     return jitted, (state, {"image": images, "label": labels}), state.params
 
 
-# --- openpi ------------------------------------------------------------------------------------
-
-
-class _EmaState(NamedTuple):
-    step: Any
-    params: Tree
-    opt_state: Tree
-    ema_params: Tree
-
-
-def openpi_ema(
-    mesh: Mesh, size: Size = TINY, fsdp_devices: int = 4, shard_from: int = 2**14
-) -> Built:
-    """Openpi: one batch a step, flow matching, a moving average of the parameters, HSDP.
-
-    A leaf of at least `shard_from` bytes (4 MiB in the source) and two dimensions is split
-    along its longest dimension over the axis fsdp; rows are split over both axes. The jit
-    names every sharding and donates the state, not the batch.
-
-    Found in it: Nothing accumulates: each gradient is reduced once a step, over fsdp (0.8 N)
-    and then its part over batch (0.25 N). H100 reduce-scatters over fsdp; CPU all-reduces whole
-    leaves over fsdp and slices, twice the bytes; v5e does so for `up` alone (0.12 N of 0.8 N).
-    Loops have L trips, which are layers, not micro-batches: no finding. Whole state aliased, 4
-    P / 4 (parameters, two moments, average).
-
-    Source: Physical-Intelligence/openpi@15a9616a00943ada6c20a0f158e3adb39df2ccac:
-    scripts/train.py#L137-L191
-    scripts/train.py#L243-L248
-    src/openpi/training/sharding.py#L48-L102
-    src/openpi/training/optimizer.py#L65-L85
-    """
-    mesh = _arranged(mesh, (mesh.size // fsdp_devices, fsdp_devices), ("batch", "fsdp"))
-    place = functools.partial(NamedSharding, mesh)
-    data = place(P(("batch", "fsdp")))
-    actions, horizon = 32, 8
-    params = _decoder_shapes(size)
-    params = {name: params[name] for name in ("embed", "layers", "norm")} | {
-        "action_in": jax.ShapeDtypeStruct((actions, size.width), jnp.float32),
-        "action_out": jax.ShapeDtypeStruct((size.width, actions), jnp.float32),
-    }
-    tx = optax.chain(
-        optax.clip_by_global_norm(1.0),
-        optax.adamw(
-            optax.warmup_cosine_decay_schedule(1e-8, 2.5e-5, 100, 1000),
-            b2=0.95,
-            weight_decay=1e-10,
-        ),
-    )
-
-    def sharding_of(x: Any) -> NamedSharding:
-        small = math.prod(x.shape) * x.dtype.itemsize < shard_from
-        if fsdp_devices == 1 or len(x.shape) < 2 or small:
-            return place(P())
-        for i in np.argsort(x.shape)[::-1]:
-            if x.shape[i] % fsdp_devices == 0:
-                return place(P(*("fsdp" if j == i else None for j in range(len(x.shape)))))
-        return place(P())
-
-    def constrain(x: jax.Array) -> jax.Array:
-        return lax.with_sharding_constraint(x, data)
-
-    def loss_fn(params: Tree, key: jax.Array, tokens: jax.Array, goal: jax.Array) -> jax.Array:
-        noise_key, time_key = jax.random.split(key)
-        noise = jax.random.normal(noise_key, goal.shape)
-        time = jax.random.uniform(time_key, (goal.shape[0], 1, 1))
-        noisy = (time * noise + (1 - time) * goal).astype(jnp.bfloat16)
-        seen = params["embed"].astype(jnp.bfloat16)[tokens]
-        moved = noisy @ params["action_in"].astype(jnp.bfloat16)
-        x = jnp.concatenate([seen, moved + time.astype(jnp.bfloat16)], axis=1)
-        x = _norm(_trunk(params["layers"], x, size.heads, jnp.bfloat16, constrain), params["norm"])
-        speed = x[:, -horizon:] @ params["action_out"].astype(jnp.bfloat16)
-        return jnp.mean((speed.astype(jnp.float32) - (noise - goal)) ** 2)
-
-    def train_step(key: jax.Array, state: _EmaState, batch: Tree) -> tuple[_EmaState, Tree]:
-        key = jax.random.fold_in(key, state.step)
-        loss, grads = jax.value_and_grad(loss_fn)(state.params, key, *batch)
-        updates, opt_state = tx.update(grads, state.opt_state, state.params)
-        params = optax.apply_updates(state.params, updates)
-        ema = jax.tree.map(lambda old, new: 0.99 * old + 0.01 * new, state.ema_params, params)
-        kernels = [x for x in jax.tree.leaves(params) if x.ndim > 1]
-        info = {
-            "loss": loss,
-            "grad_norm": optax.tree.norm(grads),
-            "param_norm": optax.tree.norm(kernels),
-        }
-        return _EmaState(state.step + 1, params, opt_state, ema), info
-
-    step = jax.ShapeDtypeStruct((), jnp.int32)
-    state = _EmaState(step, params, jax.eval_shape(tx.init, params), params)
-    shardings = jax.tree.map(sharding_of, state)
-    rows = size.rows * mesh.size
-    batch = (
-        jax.ShapeDtypeStruct((rows, size.length - horizon), jnp.int32),
-        jax.ShapeDtypeStruct((rows, horizon, actions), jnp.float32),
-    )
-    jitted = jax.jit(
-        train_step,
-        in_shardings=(place(P()), shardings, data),
-        out_shardings=(shardings, place(P())),
-        donate_argnums=(1,),
-    )
-    key = jax.ShapeDtypeStruct((2,), jnp.uint32, sharding=place(P()))
-    return jitted, (key, _typed(state, shardings), _typed(batch, data)), params
-
-
 # --- Tunix -------------------------------------------------------------------------------------
 
 
@@ -690,89 +584,6 @@ def tunix_micro_step(mesh: Mesh, size: Size = TINY) -> Built:
     return jitted, (model, optimizer, sums, tokens, tokens, flag), params
 
 
-# --- Mesh Transformer JAX, the control ---------------------------------------------------------
-
-
-def mesh_transformer_accumulation(mesh: Mesh, size: Size = TINY) -> Built:
-    """Mesh Transformer JAX: a scan that sums on each device in bf16, and one mean after it.
-
-    The source maps with `xmap`, which JAX no longer has; `shard_map` over the same two axes
-    stands for it, with one device along the axis of the model. The mean over replicas is a
-    `pmean` of the bf16 sums, once a step. The state is donated. Each micro-batch computes the
-    norm of its own gradient, for the log alone.
-
-    Found in it: One reduction a step: 1.0 N, bf16 (CPU f32), outside every loop. State aliased,
-    3.0 P. No gather, no conditional. Sums over micro-batches are bf16: a matter of precision,
-    not of bytes.
-
-    Source: kingoflolz/mesh-transformer-jax@f8315e3003033b23f21d78361b288953064e0e76:
-    mesh_transformer/transformer_shard.py#L134-L173
-    mesh_transformer/transformer_shard.py#L232-L238
-    device_train.py#L176-L183
-    """
-    mesh = _arranged(mesh, (mesh.size, 1), ("batch", "shard"))
-    place = functools.partial(NamedSharding, mesh)
-    params = _decoder_shapes(size)
-    tx = optax.chain(
-        optax.scale(1 / size.micro),
-        optax.clip_by_global_norm(1.0),
-        optax.scale_by_adam(),
-        optax.add_decayed_weights(0.1),
-        optax.scale(-1.0),
-        optax.scale_by_schedule(optax.warmup_cosine_decay_schedule(0.0, 1e-4, 100, 1000)),
-    )
-
-    def low(tree: Tree) -> Tree:
-        return jax.tree.map(lambda x: x.astype(jnp.bfloat16), tree)
-
-    def norm_of(tree: Tree) -> jax.Array:
-        squares = sum(jnp.sum(jnp.square(x.astype(jnp.float32))) for x in jax.tree.leaves(tree))
-        return jnp.sqrt(lax.psum(squares, "shard"))
-
-    def loss_fn(params: Tree, inputs: jax.Array, targets: jax.Array) -> jax.Array:
-        logits = _logits(params, inputs, size.heads, jnp.bfloat16)
-        return optax.softmax_cross_entropy_with_integer_labels(logits, targets).mean()
-
-    def train(state: Tree, inputs: jax.Array, targets: jax.Array) -> tuple[Any, ...]:
-        def one(total: Tree, batch: Tree) -> tuple[Tree, tuple[jax.Array, jax.Array]]:
-            loss, grads = jax.value_and_grad(loss_fn)(low(state["params"]), *batch)
-            return jax.tree.map(jnp.add, total, grads), (loss, norm_of(grads))
-
-        zeros = low(jax.tree.map(jnp.zeros_like, state["params"]))
-        grads, (losses, norms) = lax.scan(one, zeros, (inputs, targets))
-        norms = lax.pmean(norms, "batch")
-        grads = lax.pmean(grads, "batch")
-        norm = norm_of(grads)
-        updates, opt_state = tx.update(grads, state["opt_state"], state["params"])
-        updates = jax.tree.map(lambda u: u.astype(jnp.float32), updates)
-        new = {
-            "params": optax.apply_updates(state["params"], updates),
-            "step": state["step"] + 1,
-            "opt_state": opt_state,
-        }
-        return losses.mean()[None], norm[None], norms.mean()[None], new
-
-    each = P("batch")
-    mapped = jax.shard_map(
-        train,
-        mesh=mesh,
-        in_specs=(P(), P(None, "batch"), P(None, "batch")),
-        out_specs=(each, each, each, P()),
-        check_vma=False,
-    )
-    state = {
-        "params": params,
-        "step": jax.ShapeDtypeStruct((), jnp.int32),
-        "opt_state": jax.eval_shape(tx.init, params),
-    }
-    tokens = jax.ShapeDtypeStruct(
-        (size.micro, size.rows * mesh.size, size.length),
-        jnp.int32,
-        sharding=place(P(None, "batch")),
-    )
-    return jax.jit(mapped, donate_argnums=0), (_typed(state, place(P())), tokens, tokens), params
-
-
 # --- the table ---------------------------------------------------------------------------------
 #
 # Figures are of TINY on 8 devices: executions x elements over N, a reduction by its operand, an
@@ -784,7 +595,5 @@ STEPS: dict[str, Callable[[Mesh], Built]] = {
     "maxtext": maxtext_accumulation,
     "midgpt": midgpt_accumulation,
     "flax": flax_dynamic_scale,
-    "openpi": openpi_ema,
     "tunix": tunix_micro_step,
-    "mesh_transformer": mesh_transformer_accumulation,
 }

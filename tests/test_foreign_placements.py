@@ -42,35 +42,6 @@ def batches(mesh):
         yield {"x": jax.device_put(x, NamedSharding(mesh, P("data")))}
 
 
-# A plain jitted loop with FSDP params; no shard_map in it.
-
-
-def plain(mesh, params):
-    tx = OPTIMIZER
-    oracle = jax.value_and_grad(loss_fn)
-    state = tx.init(params)
-
-    def step(params, state, batch):
-        loss, grads = oracle(params, batch)
-        updates, state = tx.update(grads, state, params)
-        return optax.apply_updates(params, updates), state, loss
-
-    return step, state
-
-
-def plain_with_boostax(mesh, params):
-    tx = on_mesh(optax.chain(all_reduce("data"), OPTIMIZER), params, axis_name="data")
-    oracle = value_and_grad(loss_fn, mesh=mesh, axis_name="data", microbatches=MICRO)
-    state = tx.init(params)
-
-    def step(params, state, batch):
-        loss, grads = oracle(params, state, batch)
-        updates, state = tx.update(grads, state, params)
-        return optax.apply_updates(params, updates), state, loss
-
-    return step, state
-
-
 # A train step with a function for gradient accumulation, in the manner of large-model trainers: a
 # scan over micro-batches that adds up gradients with the shardings of the params.
 
@@ -156,7 +127,6 @@ def of_nnx_with_boostax(mesh, model):
 
 
 PAIRS = {
-    "plain": (plain, plain_with_boostax, 3),
     "accumulating": (accumulating, accumulating_with_boostax, 20),
 }
 

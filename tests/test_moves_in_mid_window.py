@@ -16,7 +16,7 @@ import pytest
 from flax.training.dynamic_scale import DynamicScale
 
 import boostax
-from boostax.run.checkpoint import Checkpointer
+from boostax.checkpoint import Checkpointer
 
 AXIS = "data"
 ROWS = 16

@@ -80,7 +80,7 @@ def in_nobodys_loop(put):
     def loop(put):
         model = NnxNet(nnx.Rngs(0))
         graph, start = nnx.split(NnxNet(nnx.Rngs(0)))
-        loss = lambda model, batch: mse(model(batch["x"]), batch)  # noqa: E731
+        loss = lambda model, batch, scales=None: mse(model(batch["x"], scales), batch)  # noqa: E731
         if put.replicas > 1:
             placed(model, jax.make_mesh((REPLICAS,), (AXIS,), axis_types=(AxisType.Auto,)))
         axis = AXIS if put.replicas > 1 else None
@@ -88,7 +88,7 @@ def in_nobodys_loop(put):
 
         @nnx.jit
         def step(model, optimizer, batch):
-            oracle = optimizer.value_and_grad(put.loss(loss))
+            oracle = optimizer.value_and_grad(loss)
             if put.forgotten == SCALE:
                 oracle = nnx.value_and_grad(loss)
             value, grads = oracle(model, batch)
@@ -97,7 +97,7 @@ def in_nobodys_loop(put):
 
         for batch in put.batches:
             step(model, optimizer, batch)
-        pure = lambda params, batch: loss(nnx.merge(graph, params), batch)  # noqa: E731
+        pure = lambda params, *given, **more: loss(nnx.merge(graph, params), *given, **more)  # noqa: E731
         trained = nnx.as_pure(nnx.state(model))
         return train_loops.Run(nnx.as_pure(start), pure, trained, {})
 
@@ -137,7 +137,10 @@ def test_params_of_each_replicas_own_are_refused(name):
         ),
     }
     model = placed(nnx.Linear(2, 2, rngs=nnx.Rngs(0)), a_mesh())
-    with pytest.raises(ValueError, match=r"boostax\.nnx\.Optimizer: tx must keep params"):
+    with pytest.raises(
+        ValueError,
+        match=r"boostax\.nnx\.Optimizer: tx must be one with the same params on all replicas",
+    ):
         Optimizer(model, make[name](), wrt=nnx.Param, axis_name="data")
 
 

@@ -100,8 +100,6 @@ BROKEN = {
     "cut_anywhere_is_whole": (forgetting, {}, {}),
     "migrated_there_and_back_never_moved": (plain, {}, {"migrate_state": anew}),
     "replicas_there_and_back_never_moved": (windows, {"calls": 2}, {"reshard_state": first_of_all}),
-    "checked_and_unchecked_agree": (by_type, {"reduces": True}, {}),
-    "pmap_shard_map_and_plain_jit_agree": (by_type, {"reduces": True}, {}),
 }
 
 
@@ -112,10 +110,16 @@ def test_every_law_of_pairs_is_shown_to_fail():
 @pytest.mark.parametrize("law", BROKEN)
 def test_a_law_of_pairs_fails_of_what_breaks_it(law, monkeypatch):
     make, more, replaced = BROKEN[law]
-    case = Case(law, make, distributed=make in (windows, by_type), **more)
+    case = Case(law, make, distributed=make is windows, **more)
     assert law in laws_for(case)
     for name, stand_in in replaced.items():
         monkeypatch.setattr(_pairs, name, stand_in)
     with pytest.raises(AssertionError):
         for seed in range(3):
             PAIR_LAWS[law](case, seed)
+
+
+def test_what_depends_on_types_is_not_the_same_in_every_mode():
+    case = Case("by_type", by_type, reduces=True)
+    with pytest.raises(AssertionError, match="unchecked"):
+        LAWS["replicas_stay_equal_in_every_mode"](case)

@@ -1,96 +1,15 @@
-"""The benchmark beside other frameworks: fixed work, workers that answer, refusals that say why."""
+"""Environments of MindSpore, PyTorch and Horovod, and the pages whose blocks run in them."""
 
-import hashlib
 import pathlib
-import signal
 import sys
 import threading
 
-import numpy as np
 import pytest
-from sklearn.datasets import load_digits
 
 sys.path.insert(0, str(pathlib.Path(__file__).parents[1] / "benchmarks" / "peers"))
 
 import documents
-import lenet
-import peer_workers
 import setup
-
-
-@pytest.fixture(scope="module")
-def work(tmp_path_factory):
-    path = tmp_path_factory.mktemp("peers") / "work.npz"
-    peer_workers.write(path)
-    return path
-
-
-def test_weights_are_those_of_the_record():
-    """Every framework makes them itself, with the NumPy of its environment."""
-    flat = lenet.flat(lenet.weights())
-    assert flat.shape == (61_706,) and flat.dtype == np.float32
-    np.testing.assert_array_equal(flat, lenet.flat(lenet.weights()))
-    np.testing.assert_array_equal(lenet.flat(lenet.unflat(flat)), flat)
-    digest = hashlib.sha256(flat.tobytes()).hexdigest()
-    assert digest.startswith("e2000b7bc4cb6ecb")
-
-
-def test_batches_are_the_digits_in_a_fixed_order(work):
-    given = lenet.load(work)
-    found = load_digits()
-    images, labels = lenet.batches(found.images, found.target)
-    np.testing.assert_array_equal(given.images, images)
-    np.testing.assert_array_equal(given.labels, labels)
-    assert images.shape == (56, lenet.BATCH, 1, 32, 32) and images.max() == 1
-    # Each pixel of a digit is a square of four by four.
-    small = images[..., ::4, ::4]
-    np.testing.assert_array_equal(small.repeat(4, axis=-2).repeat(4, axis=-1), images)
-
-
-def test_the_basis_is_orthonormal(work):
-    given = lenet.load(work)
-    product = given.basis @ given.basis.T
-    np.testing.assert_allclose(product, np.eye(lenet.DIRECTIONS), atol=1e-5)
-    assert len(given.depths) == lenet.CALLS
-
-
-def test_the_worker_answers(work):
-    """Two calls in one go lose what two calls one by one do; a wrong name leaves it alive."""
-    with peer_workers.boostax(work) as worker:
-        assert {"plain", "loss scale", "accumulation", "DimReduce"} <= set(worker.forms)
-        first = worker.ask("plain", calls=1, fresh=True)
-        second = worker.ask("plain", calls=1)
-        assert first["cpu"] > 0 and first["seconds"] > 0
-        assert second["loss"] != first["loss"]
-        with pytest.raises(peer_workers.Failed, match="KeyError: 'no such form'"):
-            worker.ask("no such form", calls=1)
-        both = worker.ask("plain", calls=2, fresh=True)
-        assert both["loss"] == second["loss"]
-        # Momentum is as large as the params.
-        assert worker.ask("plain", count=True) == {"state": 4 * 61_706, "wire": None}
-
-
-def test_a_worker_that_does_not_answer_is_given_up(monkeypatch):
-    """It waits for input that never ends, and no longer than it is waited for."""
-    waited = []
-
-    class Timer(threading.Timer):
-        """The patience without the time: over as soon as it begins."""
-
-        def __init__(self, seconds, give_up):
-            waited.append(seconds)
-            super().__init__(0.0, give_up)
-
-    silent = """print('{"about": "", "forms": []}', flush=True); import sys; sys.stdin.read()"""
-    with peer_workers.Worker([[sys.executable, "-c", silent]], [{}]) as worker:
-        monkeypatch.setattr(peer_workers.threading, "Timer", Timer)
-        for _ in range(2):
-            with pytest.raises(peer_workers.Failed, match="no answer within 180 s"):
-                worker.ask("plain", calls=1)
-        # The second time it is gone, and whether that is seen in writing or in reading is open.
-        assert waited in ([180.0], [180.0, 180.0])
-        (process,) = worker._running
-        assert process.wait(60.0) == -signal.SIGTERM
 
 
 def test_setup_says_that_and_why_a_peer_cannot_be_had(tmp_path, monkeypatch, capsys):

@@ -3,9 +3,9 @@
 import jax
 import optax
 import pytest
+from workloads import DigitsConfig, TextConfig, digits, text
 
 import boostax
-from boostax.run.workloads import DigitsConfig, TextConfig, digits, text
 
 
 def train(workload, scaler, steps, seed, learning_rate=2e-3):

@@ -150,7 +150,7 @@ def test_delta_state_is_per_replica_and_carries_on_with_another_replica_count(me
 
 def on_four(tx, state, path):
     """A step of four replicas, and a state of eight that has been saved and restored for it."""
-    from boostax.run.checkpoint import Checkpointer
+    from boostax.checkpoint import Checkpointer
 
     small = jax.make_mesh((4,), ("data",), (AxisType.Auto,), devices=jax.devices()[:4])
     step = boostax.make_train_step(loss_fn, tx, mesh=small, axis_name="data")

@@ -11,8 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-
-from boostax.run.workloads import DigitsConfig, TextConfig, Workload, _corpus, _models, digits, text
+from workloads import DigitsConfig, TextConfig, Workload, _corpus, _models, digits, text
 
 SMALL_TEXT = TextConfig(
     max_chars=120_000, sequence_length=32, batch_size=16, width=32, depth=1, heads=2

@@ -6,7 +6,6 @@ and which of the lines was forgotten.
 """
 
 import dataclasses
-import os
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -16,7 +15,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from contract_cases import half
 from flax import jax_utils, nnx
 from flax.training.train_state import TrainState
 from jax.sharding import AxisType, NamedSharding
@@ -24,6 +22,7 @@ from jax.sharding import PartitionSpec as P
 
 import boostax
 from boostax import PerReplica
+from boostax.precision import scale_boundary
 from boostax.testing import Case
 from boostax.testing._case import optimizer
 
@@ -80,17 +79,12 @@ class Put:
         axis = AXIS if self.replicas > 1 and self.forgotten != NAME else None
         return optax.with_extra_args_support(self.case.make(inner, axis))
 
-    def loss(self, fn: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
-        """The loss; scales per group need boundaries in it."""
-        grouped = self.case.name.startswith("group_loss_scale")
-        return boostax.precision.group_boundaries(fn, half) if grouped else fn
-
     def oracle(self, fn: Callable[..., jax.Array], grad: Any = None, **how: Any) -> Any:
         """boostax's, or that of the loop where the user forgot to scale the loss."""
         if self.forgotten == SCALE:
             plain = (grad or jax.value_and_grad)(fn)
             return lambda params, state, batch: plain(params, batch)
-        return boostax.value_and_grad(self.loss(fn), **how)
+        return boostax.value_and_grad(fn, **how)
 
     def on_mesh(
         self, params: PyTree
@@ -126,16 +120,21 @@ class Net(nn.Module):
     """Two layers."""
 
     @nn.compact
-    def __call__(self, x: jax.Array) -> jax.Array:
+    def __call__(self, x: jax.Array, scales: Any = None) -> jax.Array:
         """A prediction."""
-        return nn.Dense(4, name="block")(jnp.tanh(nn.Dense(8, name="a")(x)))
+        x = scale_boundary(jnp.tanh(nn.Dense(8, name="a")(x)), scales, 0, 1)
+        return nn.Dense(4, name="block")(x)
 
 
 def linen_model() -> tuple[nn.Module, PyTree, Callable[[PyTree, PyTree], jax.Array]]:
     """Module, params and loss."""
     model = Net()
     params = model.init(jax.random.key(0), jnp.ones((1, 8)))["params"]
-    return model, params, lambda p, batch: mse(model.apply({"params": p}, batch["x"]), batch)
+
+    def loss(params: PyTree, batch: PyTree, scales: Any = None) -> jax.Array:
+        return mse(model.apply({"params": params}, batch["x"], scales), batch)
+
+    return model, params, loss
 
 
 def linen_pmap(put: Put) -> Run:
@@ -189,16 +188,19 @@ class NnxNet(nnx.Module):
     def __init__(self, rngs: nnx.Rngs):
         self.a, self.block = nnx.Linear(8, 8, rngs=rngs), nnx.Linear(8, 4, rngs=rngs)
 
-    def __call__(self, x: jax.Array) -> jax.Array:
+    def __call__(self, x: jax.Array, scales: Any = None) -> jax.Array:
         """A prediction."""
-        return self.block(jnp.tanh(self.a(x)))
+        return self.block(scale_boundary(jnp.tanh(self.a(x)), scales, 0, 1))
 
 
 def nnx_optimizer(put: Put) -> Run:
     """``nnx.Optimizer`` in ``nnx.jit``."""
     model = NnxNet(nnx.Rngs(0))
     graph, params = nnx.split(model)
-    loss = lambda model, batch: mse(model(batch["x"]), batch)  # noqa: E731
+
+    def loss(model: Any, batch: PyTree, scales: Any = None) -> jax.Array:
+        return mse(model(batch["x"], scales), batch)
+
     tx, _, placed, how = put.on_mesh(params)
     # A module has no place for params of each replica's own: it keeps one of each.
     model = nnx.merge(graph, params if isinstance(placed, PerReplica) else placed)
@@ -213,7 +215,7 @@ def nnx_optimizer(put: Put) -> Run:
 
     for batch in put.batches:
         train_step(model, optimizer, batch)
-    pure = lambda params, batch: loss(nnx.merge(graph, params), batch)  # noqa: E731
+    pure = lambda params, batch, **given: loss(nnx.merge(graph, params), batch, **given)  # noqa: E731
     start = nnx.state(NnxNet(nnx.Rngs(0)))
     found = boostax.metrics(optimizer.opt_state)
     return Run(nnx.as_pure(start), pure, nnx.as_pure(nnx.state(model)), found)
@@ -233,15 +235,18 @@ class EqxNet(eqx.Module):
         self.a = eqx.nn.Linear(8, 8, key=one)
         self.block = eqx.nn.Linear(8, 4, key=other)
 
-    def __call__(self, x: jax.Array) -> jax.Array:
+    def __call__(self, x: jax.Array, scales: Any = None) -> jax.Array:
         """A prediction for one row."""
-        return self.block(jnp.tanh(self.a(x)))
+        return self.block(scale_boundary(jnp.tanh(self.a(x)), scales, 0, 1))
 
 
 def equinox_filter_jit(put: Put) -> Run:
     """A module for params, in ``eqx.filter_jit``."""
     start = EqxNet(jax.random.key(0))
-    loss = lambda model, batch: mse(jax.vmap(model)(batch["x"]), batch)  # noqa: E731
+
+    def loss(model: Any, batch: PyTree, scales: Any = None) -> jax.Array:
+        return mse(jax.vmap(lambda x: model(x, scales))(batch["x"]), batch)
+
     tx, opt_state, model, how = put.on_mesh(eqx.filter(start, eqx.is_inexact_array))
     oracle = put.oracle(loss, eqx.filter_value_and_grad, **how)
 
@@ -256,70 +261,6 @@ def equinox_filter_jit(put: Put) -> Run:
     return Run(start, loss, model, boostax.metrics(opt_state))
 
 
-# Haiku.
-
-
-def haiku_jit(put: Put) -> Run:
-    """``hk.transform`` and a jitted update."""
-    import haiku as hk
-
-    def forward(x: jax.Array) -> jax.Array:
-        return hk.Linear(4, name="block")(jnp.tanh(hk.Linear(8, name="a")(x)))
-
-    net = hk.without_apply_rng(hk.transform(forward))
-    start = net.init(jax.random.key(0), jnp.ones((1, 8)))
-    loss = lambda params, batch: mse(net.apply(params, batch["x"]), batch)  # noqa: E731
-    tx, opt_state, params, how = put.on_mesh(start)
-    oracle = put.oracle(loss, **how)
-
-    @jax.jit
-    def update(params: Any, opt_state: Any, batch: PyTree) -> tuple[Any, Any]:
-        _, grads = oracle(params, opt_state, batch)
-        updates, opt_state = tx.update(grads, opt_state, params)
-        return optax.apply_updates(params, updates), opt_state
-
-    for batch in put.batches:
-        params, opt_state = update(params, opt_state, batch)
-    return Run(start, loss, params, boostax.metrics(opt_state))
-
-
-# Keras 3.
-
-
-def keras_stateless(put: Put) -> Run:
-    """``stateless_call`` on the JAX backend, as in Keras's guide to loops of one's own."""
-    os.environ["KERAS_BACKEND"] = "jax"
-    import keras
-
-    keras.utils.set_random_seed(0)
-    layers = [keras.layers.Dense(8, "tanh", name="a"), keras.layers.Dense(4, name="block")]
-    model = keras.Sequential([keras.Input((8,)), *layers])
-    variables = {f"{each.name}/{v.name}": v for each in layers for v in each.trainable_variables}
-    start = {path: v.value for path, v in variables.items()}
-    fixed = [v.value for v in model.non_trainable_variables]
-
-    def loss(params: PyTree, batch: PyTree) -> jax.Array:
-        prediction, _ = model.stateless_call(
-            [params[path] for path in variables], fixed, batch["x"]
-        )
-        return mse(prediction, batch)
-
-    tx, opt_state, params, how = put.on_mesh(start)
-    oracle = put.oracle(loss, **how)
-
-    @jax.jit
-    def train_step(state: Any, batch: PyTree) -> tuple[jax.Array, Any]:
-        params, opt_state = state
-        value, grads = oracle(params, opt_state, batch)
-        updates, opt_state = tx.update(grads, opt_state, params)
-        return value, (optax.apply_updates(params, updates), opt_state)
-
-    state = params, opt_state
-    for batch in put.batches:
-        _, state = train_step(state, batch)
-    return Run(start, loss, state[0], boostax.metrics(state[1]))
-
-
 # Optax alone.
 
 
@@ -331,8 +272,9 @@ def optax_jit(put: Put) -> Run:
         "block": {"w": jax.random.normal(other, (8, 4)) / 3, "b": jnp.zeros(4)},
     }
 
-    def loss(params: PyTree, batch: PyTree) -> jax.Array:
+    def loss(params: PyTree, batch: PyTree, scales: Any = None) -> jax.Array:
         hidden = jnp.tanh(batch["x"] @ params["a"]["w"] + params["a"]["b"])
+        hidden = scale_boundary(hidden, scales, 0, 1)
         return mse(hidden @ params["block"]["w"] + params["block"]["b"], batch)
 
     tx, opt_state, params, how = put.on_mesh(jax.tree.map(jnp.copy, start))
@@ -353,8 +295,6 @@ REPLICATED = {"Flax linen, pmap": linen_pmap, "Flax linen, jit and NamedSharding
 LOOPS = REPLICATED | {
     "Flax NNX": nnx_optimizer,
     "Equinox": equinox_filter_jit,
-    "Haiku": haiku_jit,
-    "Keras 3": keras_stateless,
     "Optax": optax_jit,
 }
 
@@ -367,7 +307,7 @@ def put_into(loop: str, case: Case, **how: Any) -> Put:
 def reference(put: Put, run: Run) -> PyTree:
     """The params of every replica after the same training in nobody's loop, under ``vmap``."""
     axis = AXIS if put.replicas > 1 else None
-    tx, loss = put.chain(), boostax.value_and_grad(put.loss(run.loss), axis_name=axis)
+    tx, loss = put.chain(), boostax.value_and_grad(run.loss, axis_name=axis)
 
     def step(params: PyTree, state: PyTree, batch: PyTree) -> tuple[PyTree, PyTree]:
         _, grads = loss(params, state, batch)

@@ -10,6 +10,7 @@ order, ``make_train_step`` and ``migrate_state`` know a part without a list of n
 import dataclasses
 import functools
 import inspect
+import sys
 import types
 from collections.abc import Callable, Mapping
 from typing import Any, Literal, NamedTuple, TypeVar, cast, get_args
@@ -18,7 +19,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from boostax._core import checks
+from boostax._core import bcoo, checks
 
 # What a transformation returns: updates (or new params), and its state.
 Stepped = tuple[Any, Any]
@@ -33,7 +34,7 @@ AroundOptimizer = Literal["carry", "freeze", "storage"]
 Reduction = Literal["mean", "adasum", "compressed", "delta", "own params"]
 # Of gradients that are reduced.
 Gradient = Literal["centralize", "norm clip", "clip", "decay", "noise"]
-Optimizer = Literal["momentum", "moments", "sign", "rate", "schedule", "subspace", "coordinates"]
+Optimizer = Literal["momentum", "moments", "sign", "rate", "schedule", "subspace"]
 PassedThrough = Literal["recorder", "watch", "nothing"]
 # The place of the last is not judged.
 Role = Literal[Gate, AroundOptimizer, Reduction, Gradient, Optimizer, PassedThrough, "unknown"]
@@ -77,7 +78,6 @@ class Description:
       axes: mesh axes over which it reduces or agrees.
       inner: transformations inside, by the field of the state in which theirs lies.
       lossy: what it does not send is lost for good.
-      sparse: it takes sparse gradients.
     """
 
     name: str
@@ -86,7 +86,6 @@ class Description:
     axes: tuple[str, ...]
     inner: Mapping[str, optax.GradientTransformation]
     lossy: bool
-    sparse: bool
 
 
 def describe(
@@ -97,7 +96,6 @@ def describe(
     inner: Mapping[str, optax.GradientTransformation] = types.MappingProxyType({}),
     what: str = "",
     lossy: bool = False,
-    sparse: bool = False,
 ) -> Callable[[Update], Update]:
     """Mark an ``update`` (or a gate's ``step``) with what it is, in the trace as well.
 
@@ -111,13 +109,12 @@ def describe(
         ``"window"``, ``"check"``, ``"carry"``, ``"freeze"``, ``"storage"``, ``"mean"``,
         ``"adasum"``, ``"compressed"``, ``"delta"``, ``"own params"``, ``"centralize"``,
         ``"norm clip"``, ``"clip"``, ``"decay"``, ``"noise"``, ``"momentum"``, ``"moments"``,
-        ``"sign"``, ``"rate"``, ``"schedule"``, ``"subspace"``, ``"coordinates"``, ``"recorder"``,
+        ``"sign"``, ``"rate"``, ``"schedule"``, ``"subspace"``, ``"recorder"``,
         ``"watch"``, ``"nothing"``; ``"unknown"`` is not judged.
       axes: mesh axes over which it reduces or agrees.
       inner: each transformation inside, by the field of the state in which its own state lies.
       what: in a few words; as a rule the first line of the factory's docstring.
       lossy: what it does not send is lost for good.
-      sparse: it takes ``BCOO`` gradients as they are; a gate around any other makes them dense.
 
     Returns:
       The decorator. Cost: none; the compiled program is the same.
@@ -144,29 +141,17 @@ def describe(
             # Whoever calls it may have Python's own numbers among the leaves.
             if {float, complex} & set(map(type, jax.tree.leaves(args))):
                 args = jax.tree.map(_as_array, args)
+            if bcoo.MODULE in sys.modules and args:
+                args = bcoo.dense(args[0], name), *args[1:]
             with jax.named_scope(SCOPE + name):
                 return update(*args, **kwargs)
 
         factory = getattr(inspect.unwrap(update), "__globals__", {}).get(name)
-        found = Description(name, what or first_line(factory), role, axes, inner, lossy, sparse)
+        found = Description(name, what or first_line(factory), role, axes, inner, lossy)
         scoped.description = found  # type: ignore[attr-defined]
         return cast(Update, scoped)
 
     return decorate
-
-
-def takes_sparse(tx: optax.GradientTransformation) -> bool:
-    """Whether the part that gradients meet first says that it takes sparse ones."""
-    update: Any = tx.update
-    while not hasattr(update, "description"):
-        held, factory = closure(update), getattr(update, "__qualname__", "").partition(".")[0]
-        if factory == "chain" and held.get("update_fns"):
-            update = held["update_fns"][0]
-        elif factory == "with_extra_args_support" and "tx" in held:
-            update = held["tx"].update
-        else:
-            return False
-    return update.description is not None and update.description.sparse
 
 
 def closure(fn: Callable[..., Any]) -> dict[str, Any]:

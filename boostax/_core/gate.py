@@ -36,8 +36,8 @@ import jax.numpy as jnp
 import optax
 from jax import lax
 
-from boostax._core import axes, bcoo, checks, costs, trees
-from boostax._core.describe import Stepped, describe, takes_sparse
+from boostax._core import axes, checks, costs, trees
+from boostax._core.describe import Stepped, describe
 from boostax._core.placement import settled
 
 PyTree = Any
@@ -62,8 +62,8 @@ class Pending(NamedTuple):
         """The same with more factors to come."""
         return Pending(self.raw, self.factors + factors)
 
-    def value(self, *, sparse: bool = False) -> PyTree:
-        """The product, in f32 or wider; of sparse gradients dense, unless these are asked for.
+    def value(self) -> PyTree:
+        """The product, in f32 or wider.
 
         Factors, not divisors: XLA:CPU does not duplicate a division into the several fusions that
         read the result, and writes a copy of all gradients instead.
@@ -74,8 +74,7 @@ class Pending(NamedTuple):
                 g = g * factor.astype(g.real.dtype)
             return g
 
-        value = bcoo.map_data(product, trees.at_least_float32(self.raw))
-        return value if sparse else bcoo.dense(value)
+        return jax.tree.map(product, trees.at_least_float32(self.raw))
 
 
 class Step(Protocol):
@@ -182,8 +181,7 @@ def run(
         return own.step(grads, state, params, apply=apply, **extra)
     if "grad" in extra:
         extra = extra | {"grad": grads._replace(raw=extra["grad"]).value()}
-    value = grads.value(sparse=takes_sparse(tx))
-    updates, state = tx.update(value, state, trees.at_least_float32(params), **extra)
+    updates, state = tx.update(grads.value(), state, trees.at_least_float32(params), **extra)
     if apply:
         return settled(optax.apply_updates(params, updates)), state
     return trees.as_updates(updates, params), state
@@ -429,8 +427,28 @@ def gate(
       (-2.0, 1)
     """
     who = name or getattr(rule, "__name__", "gate")
-    tx = checks.transformation(who, "inner", inner)
     names = axes.canonical(who, axis_name)
+
+    def agreed(grads: Pending, own: PyTree, params: PyTree) -> tuple[jax.Array, PyTree]:
+        ok, own = rule(grads, own, params)
+        if jnp.shape(ok) or not jnp.issubdtype(jnp.result_type(ok), jnp.bool_):
+            allowed, hint = "a bool scalar", "Such as optax.tree.norm(grads.value()) < 10."
+            raise TypeError(checks.message(who, "run", allowed, ok, hint))
+        return axes.agree(ok, names), own
+
+    return by_rule(who, inner, agreed, init, names)
+
+
+def by_rule(
+    who: str,
+    inner: optax.GradientTransformation,
+    rule: Rule,
+    init: Callable[[PyTree], PyTree],
+    names: tuple[str, ...],
+    what: str = "",
+) -> optax.GradientTransformationExtraArgs:
+    """Make the gate of a rule whose ``run`` is equal on all replicas; see ``gate``."""
+    tx = checks.transformation(who, "inner", inner)
 
     def init_fn(params: PyTree) -> GateState:
         # Arrays of its own: donation refuses a buffer that two fields share.
@@ -438,18 +456,14 @@ def gate(
         inner_state = init_inner(tx, params)
         return GateState(own, jnp.asarray(False), jnp.zeros((), jnp.int32), inner_state)
 
-    @describe(who, "check", names, inner={"inner_state": tx})
+    @describe(who, "check", names, inner={"inner_state": tx}, what=what)
     def step_fn(
         grads: Pending, state: GateState, params: PyTree, *, apply: bool, **extra: Any
     ) -> tuple[PyTree, GateState]:
         trees.require_gradients(grads.raw, who)
         axes.require_local(grads.raw, names, who)
         ok, own = rule(grads, state.own, params)
-        if jnp.shape(ok) or not jnp.issubdtype(jnp.result_type(ok), jnp.bool_):
-            allowed, hint = "a bool scalar", "Such as optax.tree.norm(grads.value()) < 10."
-            raise TypeError(checks.message(who, "run", allowed, ok, hint))
         trees.require_shapes(who, "own", state.own, own, "Return it as it was given.")
-        ok = axes.agree(ok, names)
 
         def heavy() -> Stepped:
             return run(tx, grads, state.inner_state, params, apply=apply, extra=extra)

@@ -227,7 +227,7 @@ def param_groups(params: PyTree, groups: Sequence[Any]) -> list[list[str]]:
 
     Returns:
       The path names, what every argument of groups takes: ``group_loss_scale``,
-      ``group_boundaries``, ``scheduled_freeze`` and a configuration.
+      ``scheduled_freeze`` and a configuration.
       Cost: none; no array is read.
 
     Raises:

@@ -16,7 +16,7 @@ import contextlib
 import contextvars
 import dataclasses
 import weakref
-from collections.abc import Generator, Mapping
+from collections.abc import Generator
 from typing import Any, TypeVar
 
 import jax
@@ -35,12 +35,10 @@ class Mark:
     Attributes:
       loss: a loss was multiplied by it.
       crossed: cotangents changed from one group's scale to another's.
-      groups: of each param by its path, where the boundaries were found by labels.
     """
 
     loss: bool = False
     crossed: bool = False
-    groups: Mapping[str, int] | None = None
 
 
 _MARKS: dict[int, tuple[weakref.ref[Any], Mark]] = {}
@@ -79,20 +77,19 @@ def assume_scaled(grads: Grads, opt_state: PyTree) -> Grads:
     return grads
 
 
-def crossed(scales: Any, groups: Mapping[str, int] | None = None) -> None:
+def crossed(scales: Any) -> None:
     """Mark the scales of groups: cotangents change from one to another."""
     for mark in [_mark(scales), *_enclosing(scales)]:
         mark.crossed = True
-        mark.groups = mark.groups if groups is None else groups
 
 
-def require(who: str, scale: jax.Array, groups: Mapping[str, int] | None = None) -> None:
+def require(who: str, scale: jax.Array, groups: int = 1) -> None:
     """Refuse, while tracing, gradients of a loss that was not multiplied by this scale.
 
     Args:
       who: the scaler.
       scale: by which its state is known.
-      groups: of each gradient by its path, where there are several.
+      groups: the number of groups of gradients with a scale of their own.
     """
     if not isinstance(scale, Tracer):
         return
@@ -105,25 +102,12 @@ def require(who: str, scale: jax.Array, groups: Mapping[str, int] | None = None)
             "opt_state); boostax.precision.assume_scaled(grads, opt_state) vouches for gradients "
             "of another jax.jit."
         )
-    if groups is None or len(set(groups.values())) < 2:
-        return
-    if not any(m.crossed for m in marks):
+    if groups > 1 and not any(m.crossed for m in marks):
         raise ValueError(
             f"{who}: loss_fn must use the scales of the groups, got one that leaves scales= alone. "
-            "Wrap it: boostax.precision.group_boundaries(loss_fn, labels)."
+            "Put boostax.precision.scale_boundary(x, scales, outer, inner) on every edge between "
+            "groups."
         )
-    for theirs in (m.groups for m in marks if m.groups is not None):
-        for path in sorted(theirs.keys() & groups.keys()):
-            if theirs[path] != groups[path]:
-                raise ValueError(
-                    f"{who}: labels must be those of group_boundaries, got group {groups[path]} "
-                    f"for {path!r}, and {theirs[path]} there. Hand both the same labels."
-                )
-
-
-def by_path(tree: PyTree, numbers: list[int]) -> dict[str, int]:
-    """The group of each leaf by its path."""
-    return dict(zip(trees.names(tree), numbers, strict=True))
 
 
 def hand_on(old: jax.Array | None, new: jax.Array | None) -> None:

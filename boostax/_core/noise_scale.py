@@ -20,7 +20,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from boostax._core import axes, checks, trees
+from boostax._core import axes, trees
 from boostax._core.describe import Holds
 
 PyTree = Any
@@ -60,18 +60,6 @@ class NoiseScaleState(NamedTuple):
         }
 
 
-class MicroNorms(NamedTuple):
-    """What a window tells a reduction inside it of the micro-gradients that it has averaged.
-
-    Attributes:
-      ratio: their mean squared norm in that of their mean. A loss scale does not change it.
-      length: f32, how many there were.
-    """
-
-    ratio: jax.Array
-    length: jax.Array
-
-
 def fresh() -> NoiseScaleState:
     """Before the first estimate."""
     return NoiseScaleState(*(jnp.zeros((), jnp.float32) for _ in range(3)))
@@ -80,12 +68,6 @@ def fresh() -> NoiseScaleState:
 def found(state: PyTree) -> list[NoiseScaleState]:
     """The noise scales in a state, outermost first."""
     return trees.find(state, lambda node: isinstance(node, NoiseScaleState))
-
-
-def check(who: str, decay: Any) -> Any:
-    """Refuse what is no decay of a running mean."""
-    hint = "0.99 averages over about a hundred optimizer steps; None does not measure."
-    return checks.number(who, "noise", decay, "in [0, 1)", lambda x: 0 <= x < 1, hint)
 
 
 def observe(

@@ -12,7 +12,7 @@ import numpy as np
 import optax
 from jax.tree_util import GetAttrKey
 
-from boostax._core import bcoo, checks, jaxprs
+from boostax._core import checks, jaxprs
 
 PyTree = Any
 # Flax's collection of leaves whose cotangent is their new value.
@@ -60,7 +60,7 @@ def addends(tree: PyTree, narrow: np.dtype[Any]) -> PyTree:
     A sum of less than f32 then rounds once per addition. A gradient that was rounded to it first
     would take that error times its weight, and lose what only the product lifts into its range.
     """
-    return bcoo.map_data(
+    return jax.tree.map(
         lambda g: g.astype(jnp.promote_types(wide_dtype(g), buffer_dtype(g, narrow))), tree
     )
 
@@ -155,32 +155,12 @@ def overwritten(path: tuple[Any, ...]) -> bool:
     return OVERWRITE in path_name(path).split("/")
 
 
-def require_gradients(
-    tree: PyTree, who: str, *, carried: bool = False, sparse: bool = False, params: PyTree = None
-) -> bool:
-    """Refuse leaves that cannot be scaled or summed: integers, bools, float0, new values.
-
-    And sparse ones, unless they are taken; they must then be shaped like the params.
-
-    Returns:
-      Whether there are sparse ones.
-    """
+def require_gradients(tree: PyTree, who: str, *, carried: bool = False) -> None:
+    """Refuse leaves that cannot be scaled or summed: integers, bools, float0, new values."""
     for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
         dtype = getattr(leaf, "dtype", jax.dtypes.float0)
         if not jnp.issubdtype(dtype, jnp.inexact) or (not carried and OVERWRITE in str(path)):
-            break  # The indices of a sparse one are integers.
-    else:
-        return False
-    bcoo.require(tree, who, taken=sparse)
-    leaves = jax.tree_util.tree_leaves_with_path(tree, is_leaf=bcoo.is_sparse)
-    for path, leaf in leaves:
-        _refuse(who, path, leaf, carried)
-    found = any(bcoo.is_sparse(leaf) for _, leaf in leaves)
-    if found and params is not None:
-        bcoo.require(params, who, what="params")
-        hint = "BCOO((data, indices), shape=...) takes the shape of the param."
-        require_shapes(who, "gradients", bcoo.types(tree), params, hint)
-    return found
+            _refuse(who, path, leaf, carried)
 
 
 def _refuse(who: str, path: tuple[Any, ...], leaf: Any, carried: bool) -> None:

@@ -19,19 +19,10 @@ import jax.numpy as jnp
 import optax
 from jax import lax
 
-from boostax._core import axes, bcoo, checks, trees
+from boostax._core import axes, checks, gate, trees
 from boostax._core.describe import describe
 from boostax._core.extras import elsewhere
-from boostax._core.gate import (
-    Pending,
-    flush_inner,
-    gated,
-    held_open,
-    init_inner,
-    outermost_passed,
-    passed,
-    run,
-)
+from boostax._core.gate import Pending
 
 PyTree = Any
 Rule = Literal["max", "sum", "last"]
@@ -108,11 +99,22 @@ def carry(
     """
     tx = checks.transformation(_WHO, "inner", inner)
     names = axes.canonical(_WHO, axis_name)
-    rules = _checked(rules)
+    how = _Carry(tx, _checked(rules), names)
+    described = describe(_WHO, "carry", names, inner={"inner_state": tx})
+    return gate.gated(how.init, described(how.step), how.flush)
 
-    def init_fn(params: PyTree) -> CarryState:
-        found, every = resolve(rules, params), trees.names(params)
-        idle = [words for words in rules if not any(_within(words, name) for name in every)]
+
+class _Carry(NamedTuple):
+    """The arguments of ``carry``, checked."""
+
+    tx: optax.GradientTransformationExtraArgs
+    rules: Rules
+    names: tuple[str, ...]
+
+    def init(self, params: PyTree) -> CarryState:
+        """Return the first state: nothing waits."""
+        found, every = resolve(self.rules, params), trees.names(params)
+        idle = [words for words in self.rules if not any(_within(words, name) for name in every)]
         # Where scheduled_freeze asks for the state of some params, others are not there.
         if idle and not any(map(_masked, jax.tree.leaves(params, is_leaf=_masked))):
             hint = "Give words of a path, such as 'router/bias'; flax.linen's fp8 is the default."
@@ -122,16 +124,15 @@ def carry(
             mine = lambda name, x: x if found.get(name) == rule else optax.MaskedNode()  # noqa: E731
             return jax.tree.map(jnp.zeros_like, _map(mine, params))
 
+        windows = {rule: window(rule) for rule in sorted(set(self.rules.values()))}
         return CarryState(
-            open=jnp.asarray(False),
-            window={rule: window(rule) for rule in sorted(set(rules.values()))},
-            inner_state=init_inner(tx, without(params, found)),
+            jnp.asarray(False), windows, gate.init_inner(self.tx, without(params, found))
         )
 
-    @describe(_WHO, "carry", names, inner={"inner_state": tx})
-    def step_fn(
-        grads: Pending, state: CarryState, params: PyTree, *, apply: bool, **extra: Any
+    def step(
+        self, grads: Pending, state: CarryState, params: PyTree, *, apply: bool, **extra: Any
     ) -> tuple[PyTree, CarryState]:
+        """Run the inner step on all other leaves, then set the carried ones."""
         if not apply or grads.factors:
             raise ValueError(
                 f"{_WHO}: carried leaves must be set by boostax.apply_gradients with carry "
@@ -139,47 +140,45 @@ def carry(
                 "boostax.carry(dynamic_loss_scale(optax.chain(...))), and "
                 "boostax.apply_gradients(tx, grads, opt_state, params) for tx.update."
             )
-        bcoo.require(grads.raw, _WHO)
-        found = resolve(rules, params)
-        new = _over_replicas(values(grads.raw, found), found, names)
+        found = resolve(self.rules, params)
+        new = values(grads.raw, found)
+        if self.names:
+            axes.require_bound(self.names, _WHO)
+            new = {name: _over_replicas(found[name], x, self.names) for name, x in new.items()}
         _require_agreed(new, values(params, found))
         # A window that another hand has taken out of the state is none.
-        opened = state.open & held_open(state.inner_state)
-        finite = jnp.stack([jnp.isfinite(x).all() for x in new.values()] or [jnp.asarray(True)])
-        over = jnp.stack([~(x < jnp.inf).all() for x in new.values()] or [jnp.asarray(False)])
+        opened = state.open & gate.held_open(state.inner_state)
+        fits = lambda test: jnp.stack([test(x).all() for x in new.values()] or [True]).all()  # noqa: E731
         pending = Pending(without(grads.raw, found))
         if trees.find(state.inner_state, lambda node: hasattr(node, "last_finite")):
             # fp8 clips what overflows, so that the gradients themselves may not show it.
-            pending = pending.times(jnp.where(over.any(), jnp.nan, 1.0).astype(jnp.float32))
+            below = fits(lambda x: x < jnp.inf)
+            pending = pending.times(jnp.where(below, 1.0, jnp.nan).astype(jnp.float32))
         extra = elsewhere(extra, lambda trial: trees.unmasked(trial, params))
         if "grad" in extra:
             extra["grad"] = without(extra["grad"], found)
-        trained, inner_state = run(
-            tx, pending, state.inner_state, without(params, found), apply=True, extra=extra
-        )
-        took = outermost_passed(inner_state) & finite.all()
+        own = without(params, found)
+        trained, inner = gate.run(self.tx, pending, state.inner_state, own, apply=True, extra=extra)
+        took = gate.outermost_passed(inner) & fits(jnp.isfinite)
 
         def merged(name: str, old: jax.Array) -> jax.Array:
             x = new[name].astype(old.dtype)
             both = jnp.where(opened, combine(found[name], old, x), x)
             return jnp.where(took, both, old)
 
-        window: dict[Rule, PyTree] = {
-            rule: _map(merged, tree) for rule, tree in state.window.items()
-        }
+        window: dict[Rule, PyTree] = {rule: _map(merged, x) for rule, x in state.window.items()}
         have = opened | took
-        params = _settled(trained, params, window, passed(inner_state) & have)
-        return params, CarryState(have & held_open(inner_state), window, inner_state)
+        params = _settled(trained, params, window, gate.passed(inner) & have)
+        return params, CarryState(have & gate.held_open(inner), window, inner)
 
-    def flush_fn(state: CarryState, params: PyTree, **extra: Any) -> tuple[PyTree, CarryState]:
-        found = resolve(rules, params)
-        trained, inner_state = flush_inner(tx, state.inner_state, without(params, found), extra)
-        closed = state.open & passed(inner_state)
+    def flush(self, state: CarryState, params: PyTree, **extra: Any) -> tuple[PyTree, CarryState]:
+        """Close what is open inside, and set the leaves that waited for it."""
+        own = without(params, resolve(self.rules, params))
+        trained, inner_state = gate.flush_inner(self.tx, state.inner_state, own, extra)
+        closed = state.open & gate.passed(inner_state)
         params = _settled(trained, params, state.window, closed)
-        still = state.open & held_open(inner_state)
+        still = state.open & gate.held_open(inner_state)
         return params, state._replace(open=still, inner_state=inner_state)
-
-    return gated(init_fn, step_fn, flush_fn)
 
 
 def require_outside(inner_state: PyTree, who: str) -> None:
@@ -198,8 +197,8 @@ def declared(opt_state: PyTree, params: PyTree, who: str) -> Rules:
       ValueError: there are leaves of Flax's collection that the optimizer would take for gradients.
     """
     found = trees.find(opt_state, lambda node: isinstance(node, CarryState))
-    windows = [(rule, tree) for state in found for rule, tree in state.window.items()]
-    rules = {name: rule for rule, tree in windows for name in trees.names(tree)}
+    windows = [window for state in found for window in state.window.items()]
+    rules: Rules = {name: rule for rule, tree in windows for name in trees.names(tree)}
     for name in resolve(FLAX, params).keys() - resolve(rules, params).keys():
         raise ValueError(
             f"{who}: opt_state must be one of boostax.carry, as the gradient of {name!r} is its "
@@ -211,12 +210,11 @@ def declared(opt_state: PyTree, params: PyTree, who: str) -> Rules:
 
 def resolve(rules: Rules, tree: PyTree) -> dict[str, Rule]:
     """The rule of each leaf that is carried."""
-    found: dict[str, Rule] = {}
-    for name in trees.names(tree):
-        fits: list[Rule] = [rule for words, rule in rules.items() if _within(words, name)]
-        if fits:
-            found[name] = fits[0]
-    return found
+    fits = {
+        name: [rule for words, rule in rules.items() if _within(words, name)]
+        for name in trees.names(tree)
+    }
+    return {name: rules[0] for name, rules in fits.items() if rules}
 
 
 def without(tree: PyTree, found: Mapping[str, Any]) -> PyTree:
@@ -225,7 +223,7 @@ def without(tree: PyTree, found: Mapping[str, Any]) -> PyTree:
 
 
 def values(tree: PyTree, found: Mapping[str, Any]) -> Carried:
-    """What is carried of a tree."""
+    """Return the leaves of ``tree`` that ``carry`` overwrites."""
     return {name: x for name, x in trees.named(tree) if name in found}
 
 
@@ -235,8 +233,8 @@ def put(tree: PyTree, carried: Carried) -> PyTree:
 
 
 def combine(rule: Rule, old: jax.Array, new: jax.Array) -> jax.Array:
-    """Of two micro-batches, the later one second."""
-    return _COMBINE[rule](old, new)
+    """Return the value after two micro-batches, the later one second."""
+    return jnp.maximum(old, new) if rule == "max" else old + new if rule == "sum" else new
 
 
 def nothing(rule: Rule, like: jax.Array) -> jax.Array:
@@ -245,38 +243,21 @@ def nothing(rule: Rule, like: jax.Array) -> jax.Array:
 
 
 def unless_empty(grads: PyTree, params: PyTree, rules: Rules, weight: Any) -> Carried:
-    """What is carried of gradients; of a batch that weighs nothing, whose loss is 0/0, nothing."""
+    """Return the new values; those that change nothing for a batch without weight (loss 0/0)."""
     found = resolve(rules, grads)
-    old, new = values(params, found), values(grads, found)
-
-    def kept(name: str, x: jax.Array) -> jax.Array:
-        none = old[name] if found[name] == "last" else nothing(found[name], x)
-        return jnp.where(jnp.asarray(weight) > 0, x, none)
-
-    return {name: kept(name, x) for name, x in new.items()}
+    new = values(grads, found)
+    none = {name: nothing(found[name], x) for name, x in new.items()}
+    none |= {name: x for name, x in values(params, found).items() if found[name] == "last"}
+    return {name: jnp.where(jnp.asarray(weight) > 0, x, none[name]) for name, x in new.items()}
 
 
-_COMBINE: Mapping[Rule, Callable[[jax.Array, jax.Array], jax.Array]] = {
-    "max": jnp.maximum,
-    "sum": jnp.add,
-    "last": lambda old, new: new,
-}
-
-
-def _over_replicas(new: Carried, found: Rules, names: tuple[str, ...]) -> Carried:
-    if not names:
-        return new
-    axes.require_bound(names, _WHO)
-
-    def reduced(rule: Rule, x: jax.Array) -> jax.Array:
-        if rule == "max":
-            # The maximum of XLA:CPU's all-reduce loses a NaN.
-            return axes.largest(jnp.where(jnp.isnan(x), jnp.inf, x), names)
-        if rule == "last":
-            x = jnp.where(axes.index(names) == axes.size(names) - 1, x, 0)
-        return lax.psum(axes.to_varying(x, names), names)
-
-    return {name: reduced(found[name], x) for name, x in new.items()}
+def _over_replicas(rule: Rule, x: jax.Array, names: tuple[str, ...]) -> jax.Array:
+    if rule == "max":
+        # The maximum of XLA:CPU's all-reduce loses a NaN.
+        return axes.largest(jnp.where(jnp.isnan(x), jnp.inf, x), names)
+    if rule == "last":
+        x = jnp.where(axes.index(names) == axes.size(names) - 1, x, 0)
+    return lax.psum(axes.to_varying(x, names), names)
 
 
 def _require_agreed(new: Carried, old: Carried) -> None:

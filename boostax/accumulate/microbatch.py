@@ -10,6 +10,7 @@ from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from boostax._core import axes, bcoo, checks, trees
@@ -17,20 +18,27 @@ from boostax.accumulate import carried
 from boostax.accumulate.aux import Aux, as_aux, as_given, divide, own_of, weigh
 
 PyTree = Any
+_WHO = "microbatch"
 # "stacked": as many as the batch leads with.
 Count = int | Literal["stacked"]
 
 
 class _Sums(NamedTuple):
-    """Weighted sums over micro-batches; ``weight`` is the sum of the weights.
-
-    What is carried has no part in it.
-    """
+    """Weighted sums over micro-batches, carried leaves apart."""
 
     loss: jax.Array
-    grads: PyTree
     metrics: PyTree
+    grads: PyTree
     weight: jax.Array
+
+
+class _Terms(NamedTuple):
+    """What a micro-batch, or several, came to."""
+
+    sums: _Sums
+    new: carried.Carried
+    model_state: PyTree
+    aux: PyTree
 
 
 def microbatch(
@@ -83,74 +91,34 @@ def microbatch(
       >>> f(jnp.float32(1.0), jnp.arange(4.0))
       (Array(1.5, dtype=float32), Array(1.5, dtype=float32))
     """
-    who = "microbatch"
-    count = require_count(who, microbatches)
-    checks.choice(who, "normalize", normalize, ("mean", "sum"), "Sum losses want 'sum'.")
-    narrow = checks.floating_dtype(who, "accumulator_dtype", accumulator_dtype)
+    count = require_count(_WHO, microbatches)
+    checks.choice(_WHO, "normalize", normalize, ("mean", "sum"), "Sum losses want 'sum'.")
+    narrow = checks.floating_dtype(_WHO, "accumulator_dtype", accumulator_dtype)
     if count == 1:
         return value_and_grad_fn
 
-    def wrapped(
-        params: PyTree,
-        batch: PyTree,
-        *args: Any,
-        key: jax.Array | None = None,
-        model_state: PyTree = None,
-        **kwargs: Any,
-    ) -> tuple[PyTree, PyTree]:
-        slices, number, axis = split(batch, count, who)
+    def wrapped(params: PyTree, batch: PyTree, *args: Any, **kwargs: Any) -> tuple[PyTree, PyTree]:
+        slices, number, axis = split(batch, count, _WHO)
+        key, model_state = kwargs.pop("key", None), kwargs.pop("model_state", None)
         given_aux: PyTree = Aux()
-        found: carried.Rules = {}
 
-        def evaluate(
-            index: jax.Array, state: PyTree
-        ) -> tuple[_Sums, carried.Carried, PyTree, PyTree]:
-            nonlocal given_aux, found
-            given = dict(kwargs)
-            if key is not None:
-                given["key"] = jax.random.fold_in(key, index)
-            if state is not None:
-                given["model_state"] = state
+        def evaluate(index: jax.Array, state: PyTree) -> _Terms:
+            nonlocal given_aux
+            given = kwargs | ({} if key is None else {"key": jax.random.fold_in(key, index)})
+            given |= {} if state is None else {"model_state": state}
             value, grads = value_and_grad_fn(params, take(slices, index, axis), *args, **given)
-            bcoo.require(grads, who)
             loss, given_aux = value if has_aux else (value, Aux())
-            told = as_aux(given_aux)
+            grads = bcoo.dense(grads, _WHO)
+            new = carried.values(grads, carried.resolve(rules, grads))
+            told, grads = as_aux(given_aux), trees.addends(carried.without(grads, new), narrow)
             weight = jnp.asarray(1.0 if told.weight is None else told.weight, jnp.float32)
-            loss, metrics = trees.at_least_float32((loss, told.metrics))
-            found = carried.resolve(rules, grads)
-            new = carried.values(grads, found)
-            grads = trees.addends(carried.without(grads, found), narrow)
-            sums = _Sums(loss, grads, metrics, weight)
+            sums = _Sums(*trees.at_least_float32((loss, told.metrics)), grads, weight)
             if normalize == "mean":
                 sums = weigh(sums, weight)._replace(weight=weight)
             state = state if told.model_state is None else told.model_state
-            return sums, new, state, own_of(given_aux)
+            return _Terms(sums, new, state, own_of(given_aux))
 
-        first = jnp.int32(0)
-        replay, (sums_like, new_like, state_like, _) = trees.trace_once(
-            evaluate, first, model_state
-        )
-        state = axes.unify(model_state, state_like)
-        if axes.types(state) != axes.types(model_state):
-            # It comes out differing over replicas, so it must go in so.
-            replay, (sums_like, new_like, _, _) = trees.trace_once(evaluate, first, state)
-        zeros = jax.tree.map(axes.zeros, sums_like._replace(grads=()))
-        buffers = jax.tree.map(
-            lambda g: axes.zeros(g, trees.buffer_dtype(g, narrow)), sums_like.grads
-        )
-        none = {k: carried.nothing(found[k], axes.zeros(x)) for k, x in new_like.items()}
-        start = (zeros._replace(grads=buffers), none, state)
-
-        def body(
-            carry: tuple[_Sums, carried.Carried, PyTree], index: jax.Array
-        ) -> tuple[Any, PyTree]:
-            sums, old, state = carry
-            added, new, state, aux = replay(index, state)
-            sums = jax.tree.map(lambda a, g: (a.astype(g.dtype) + g).astype(a.dtype), sums, added)
-            new = {k: carried.combine(found[k], old[k], x) for k, x in new.items()}
-            return (sums, new, state), aux
-
-        (total, new, state), stacked = lax.scan(body, start, jnp.arange(number, dtype=jnp.int32))
+        total, new, state, stacked = _scan(evaluate, number, model_state, rules, narrow)
         mean = divide(total, total.weight) if normalize == "mean" else total
         grads = carried.put(mean.grads, new)
         if not has_aux:
@@ -160,6 +128,38 @@ def microbatch(
         return (mean.loss, as_given(told, stacked, given_aux)), grads
 
     return wrapped
+
+
+def _scan(
+    evaluate: Callable[[jax.Array, PyTree], _Terms],
+    number: int,
+    model_state: PyTree,
+    rules: carried.Rules,
+    narrow: np.dtype[Any],
+) -> _Terms:
+    """Add up what ``evaluate`` returns for each micro-batch."""
+    first = jnp.int32(0)
+    replay, like = trees.trace_once(evaluate, first, model_state)
+    state = axes.unify(model_state, like.model_state)
+    if axes.types(state) != axes.types(model_state):
+        # It comes out differing over replicas, so it must go in so.
+        replay, like = trees.trace_once(evaluate, first, state)
+    buffer = lambda g: axes.zeros(g, trees.buffer_dtype(g, narrow))  # noqa: E731
+    zeros = jax.tree.map(axes.zeros, like.sums._replace(grads=()))
+    zeros = zeros._replace(grads=jax.tree.map(buffer, like.sums.grads))
+    found = carried.resolve(rules, like.new)
+    none = {k: carried.nothing(found[k], axes.zeros(x)) for k, x in like.new.items()}
+
+    def body(carry: tuple[Any, ...], index: jax.Array) -> tuple[Any, PyTree]:
+        sums, old, state = carry
+        added, new, state, aux = replay(index, state)
+        sums = jax.tree.map(lambda a, g: (a.astype(g.dtype) + g).astype(a.dtype), sums, added)
+        new = {k: carried.combine(found[k], old[k], x) for k, x in new.items()}
+        return (sums, new, state), aux
+
+    indices = jnp.arange(number, dtype=jnp.int32)
+    done, stacked = lax.scan(body, (zeros, none, state), indices)
+    return _Terms(*done, stacked)
 
 
 def require_count(who: str, microbatches: Count) -> Count:

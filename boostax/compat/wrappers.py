@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Optax's wrappers of an optimizer: ``MultiSteps``, ``apply_if_finite``, ``selective_transform``.
+"""Drop-in forms of Optax's ``MultiSteps`` and ``apply_if_finite``.
 
-Names, arguments and what is read of the states are Optax's. Windows are those of ``accumulate``,
-what skips is a ``gate``, what freezes is ``scheduled_freeze``.
+Names, arguments and fields are Optax's. ``accumulate`` keeps the windows, and a ``gate`` skips.
 """
 
 from collections.abc import Callable
@@ -10,18 +9,14 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
-from jax.core import Tracer
 
 from boostax._core import axes, checks, trees
 from boostax._core.describe import Stepped, describe
 from boostax._core.finite import all_finite, largest_magnitudes
 from boostax._core.gate import GateState, Pending, counted, gate, gated, passed
-from boostax._core.groups import Labels
 from boostax._core.replicas import PerReplica
 from boostax.accumulate.window import AccumulateState, accumulate
-from boostax.freeze.scheduled import ScheduledFreeze, scheduled_freeze
 
 PyTree = Any
 # Of updates, the optimizer steps so far and the params: whether to skip, and what to keep.
@@ -312,53 +307,3 @@ def apply_if_finite(
 
     tx = gate(inner, rule, init=init, axis_name=axis_name, name="apply_if_finite")
     return _renamed("apply_if_finite", tx, ApplyIfFiniteState, lambda state: state.kept)
-
-
-def selective_transform(
-    optimizer: optax.GradientTransformation, *, freeze_mask: PyTree
-) -> ScheduledFreeze:
-    """``optax.selective_transform`` by ``scheduled_freeze``: what the mask names never trains.
-
-    ``make_train_step`` ends the backward pass at the first leaf that trains. In a loop of your own
-    pass ``active=tx.active(params, 1)`` to ``boostax.value_and_grad``.
-
-    Differs from Optax: params must be given to ``update``, ``optimizer`` computes in f32 or wider,
-    and the state is one of ``scheduled_freeze``.
-
-    Args:
-      optimizer: for what trains.
-      freeze_mask: ``True`` for what is frozen: a bool, a tree of them like the params, or a prefix
-        of one.
-
-    Returns:
-      A transformation with a ``ScheduledFreezeState``. Cost: 20 bytes; no moments of what is
-      frozen.
-
-    Raises:
-      TypeError: a mask of anything but bools that are known before tracing.
-      ValueError: from ``init``, a mask that does not fit the params.
-
-    Example:
-      >>> import boostax, jax.numpy as jnp, optax
-      >>> mask = {"body": True, "head": False}
-      >>> tx = boostax.compat.selective_transform(optax.sgd(1.0), freeze_mask=mask)
-      >>> w = {"body": jnp.float32(1.0), "head": jnp.float32(1.0)}
-      >>> w, _ = boostax.apply_gradients(tx, w, tx.init(w), w)
-      >>> float(w["body"]), float(w["head"])
-      (1.0, 0.0)
-
-    References:
-      https://optax.readthedocs.io/en/latest/api/transformations.html
-    """
-
-    def group(masked: Any) -> int:
-        known = isinstance(masked, (bool, np.bool_, np.ndarray, jax.Array))
-        plain = known and not isinstance(masked, Tracer)
-        plain = plain and jnp.shape(masked) == () and jnp.result_type(masked) == jnp.bool_
-        allowed, hint = "a tree of bools", "True freezes a leaf; a function of params is not taken."
-        who, argument = "selective_transform", "freeze_mask"
-        checks.require(who, argument, masked, allowed, plain, hint, TypeError)
-        return 1 - int(masked)
-
-    # Group 0 is frozen, and may be empty, as may the other.
-    return scheduled_freeze(optimizer, Labels(jax.tree.map(group, freeze_mask), 2), 1)

@@ -8,8 +8,6 @@ from boostax._core.groups import param_groups as param_groups
 from boostax._core.groups import prefix_groups as prefix_groups
 from boostax._core.late import late as _late
 from boostax.freeze.order import forward_order as forward_order
-from boostax.freeze.plateau import freeze_on_plateau as freeze_on_plateau
-from boostax.freeze.plateau import group_signal as group_signal
 from boostax.freeze.scheduled import ScheduledFreeze as ScheduledFreeze
 from boostax.freeze.scheduled import active_groups as active_groups
 from boostax.freeze.scheduled import scheduled_freeze as scheduled_freeze

@@ -1,107 +1,75 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How many groups are frozen at which step: from a table, or as the run goes."""
+"""Look up how many groups are frozen at which step, in the program and on the host."""
 
 import operator
 from collections.abc import Callable
-from typing import Any, Protocol, cast
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from boostax._core import checks
-from boostax._core.gate import has_gate
+from boostax._core import checks, gate
 from boostax.freeze.schedules import CYCLE, FreezeSchedule, freeze_schedule
 
 PyTree = Any
+_WHO = "scheduled_freeze"
 
 
-class Plan(Protocol):
-    """A schedule that knows how many groups there are.
-
-    Attributes:
-      drawn: the depths that can occur, ascending.
-    """
-
-    drawn: tuple[int, ...]
-
-    def index(self, depth: jax.Array) -> jax.Array:
-        """In the program: the place of a depth among those drawn."""
-        return jnp.searchsorted(jnp.asarray(self.drawn, jnp.int32), depth).astype(jnp.int32)
-
-    def init(self) -> PyTree:
-        """What it keeps in the state."""
-        return ()
-
-    def first(self) -> int:
-        """The depth of the first step."""
-        return self.known(0) or 0
-
-    def follow(
-        self, kept: PyTree, steps: jax.Array, depth: jax.Array, inner_state: PyTree
-    ) -> tuple[jax.Array, PyTree]:
-        """In the program: the depth after so many applied steps, and what is kept."""
-        ...
-
-    def known(self, steps: int) -> int | None:
-        """On the host: the depth after so many applied steps; ``None``: only the state knows it."""
-        ...
-
-    def until(self, steps: int) -> int:
-        """On the host: the first count of applied steps at which another depth could follow."""
-        ...
-
-    def table(self) -> np.ndarray[Any, Any] | None:
-        """On the host: the depth of every step, once through; ``None`` if the run decides."""
-        return None
-
-
-class Table(Plan):
-    """A depth for every step, known beforehand.
+class Plan:
+    """A depth for every step, and the group of every leaf.
 
     Args:
-      who: the transformation's name, for errors.
-      depths: i32 ``[steps]``.
+      labels: a tree like the params of ints, the groups.
+      groups: how many there are.
+      schedule: has a depth for every step.
       repeat: start anew at the end.
+
+    Attributes:
+      groups: how many there are.
+      depths: i32 ``[steps]``.
+      drawn: those that occur, ascending.
     """
 
-    def __init__(self, who: str, depths: np.ndarray[Any, Any], repeat: bool):
-        self.drawn = tuple(int(depth) for depth in np.unique(depths))
-        self._who, self._depths, self._repeat = who, depths, repeat
-        # In the program it is a constant: a byte per step.
-        self._compact = depths.astype(np.min_scalar_type(int(depths.max())))
-        self._changes = np.flatnonzero(np.diff(depths)) + 1
+    def __init__(self, labels: PyTree, groups: int, schedule: FreezeSchedule, repeat: bool):
+        self.groups, self.depths = groups, schedule.depths(groups)
+        self.drawn = tuple(int(depth) for depth in np.unique(self.depths))
+        self._labels, self._repeat = labels, repeat
+        self._changes = np.flatnonzero(np.diff(self.depths)) + 1
 
-    def follow(
-        self, kept: PyTree, steps: jax.Array, depth: jax.Array, inner_state: PyTree
-    ) -> tuple[jax.Array, PyTree]:
-        """Look it up; past the end, the last one."""
-        del depth, inner_state
-        length = len(self._depths)
+    def active(self, depth: int) -> PyTree:
+        """Return which leaves are trained while so many groups are frozen."""
+        return jax.tree.map(lambda group: group >= depth, self._labels)
+
+    def index(self, depth: jax.Array) -> jax.Array:
+        """Return the place of a depth among those drawn, in the program."""
+        return jnp.searchsorted(jnp.asarray(self.drawn, jnp.int32), depth).astype(jnp.int32)
+
+    def at(self, steps: jax.Array) -> jax.Array:
+        """Return the depth after so many applied steps, in the program; past the end the last."""
+        length = len(self.depths)
         index = steps % length if self._repeat else jnp.minimum(steps, length - 1)
-        return jnp.asarray(self._compact)[index].astype(jnp.int32), kept
+        # The constant in the program takes a byte per step.
+        compact = self.depths.astype(np.min_scalar_type(self.drawn[-1]))
+        return jnp.asarray(compact)[index].astype(jnp.int32)
 
     def known(self, steps: int) -> int:
-        """Look it up; past the end, raise."""
-        length = len(self._depths)
+        """Return the depth after so many applied steps, on the host; raise past the end."""
+        length = len(self.depths)
         if steps >= length and not self._repeat:
             raise ValueError(
-                f"{self._who}: schedule must be at least as long as the run, got {length} steps "
+                f"{_WHO}: schedule must be at least as long as the run, got {length} steps "
                 f"and one more to take. Make total_steps that of the run, or pass repeat=True."
             )
-        return int(self._depths[steps % length])
+        return int(self.depths[steps % length])
 
     def until(self, steps: int) -> int:
-        """The next change in the table, or its end."""
-        length = len(self._depths)
+        """Return the first count of applied steps at which another depth could follow."""
+        length = len(self.depths)
         start = steps - steps % length
         ahead = np.searchsorted(self._changes, steps - start, side="right")
         # The end of the table may bring another depth, or none any more.
         return start + int(self._changes[ahead] if ahead < len(self._changes) else length)
-
-    def table(self) -> np.ndarray[Any, Any]:
-        """The table itself."""
-        return self._depths
 
 
 class HostDepth:
@@ -109,7 +77,7 @@ class HostDepth:
 
     A call takes at most one applied step, so nothing changes before as many calls as steps are left
     to the next change, and the device is not asked. Without a gate every call is an applied step,
-    and a table needs no asking at all. Given a state that it did not see coming, it asks.
+    and nothing needs to be asked at all. A state that it did not see coming is asked.
 
     Args:
       plan: the schedule.
@@ -121,18 +89,16 @@ class HostDepth:
         self._most = self._until = self._depth = 0
 
     def __call__(self, state: Any) -> int:
-        """Groups to freeze in a call with this state.
+        """Return the groups to freeze in a call with this state.
 
         Raises:
           ValueError: the schedule is over.
         """
         strange = state.steps is not self._last
         if strange or self._most >= self._until:
-            exact = not strange and not has_gate(state.inner_state)
+            exact = not strange and not gate.has_gate(state.inner_state)
             self._most = self._most if exact else int(state.steps)
-            known = self._plan.known(self._most)
-            self._depth = int(state.next_depth) if known is None else known
-            self._until = self._plan.until(self._most)
+            self._depth, self._until = self._plan.known(self._most), self._plan.until(self._most)
             # What is known now is known of this state; the one followed so far is strange again.
             self._last = state.steps
         return self._depth
@@ -143,41 +109,21 @@ class HostDepth:
         self._most += 1
 
 
-def as_schedule(who: str, schedule: Any) -> Any:
-    """What users give as a schedule, checked as far as can be without knowing the groups.
-
-    Returns:
-      A ``FreezeSchedule``, something with a ``plan`` method, or a table of depths.
-    """
-    hint = "boostax.freeze_schedule makes one; 2 keeps the first two groups frozen for good."
-    allowed = (
-        "a FreezeSchedule, freeze_on_plateau(...), a function of the step, a depth, or a sequence "
-        "of depths"
-    )
-    if isinstance(schedule, FreezeSchedule) or callable(getattr(schedule, "plan", None)):
-        return schedule
+def as_schedule(schedule: Any, repeat: bool) -> tuple[FreezeSchedule, bool]:
+    """Return what users give as a schedule as one, and whether it starts anew at its end."""
+    if isinstance(schedule, FreezeSchedule):
+        return schedule, repeat
     if callable(schedule):
-        return freeze_schedule(cast(Callable[[int], int], schedule), total_steps=CYCLE)
-    given: Any = [schedule] if isinstance(schedule, (int, np.integer)) else schedule
+        return freeze_schedule(cast(Callable[[int], int], schedule), total_steps=CYCLE), repeat
+    hint = "boostax.freeze_schedule makes one; 2 keeps the first two groups frozen for good."
+    allowed = "a FreezeSchedule, a function of the step, a depth, or a sequence of depths"
+    listed: Any = [schedule] if isinstance(schedule, (int, np.integer)) else schedule
     try:
         if isinstance(schedule, (str, bytes, bool)):
             raise TypeError
-        depths = [operator.index(depth) for depth in given]
+        depths = [operator.index(depth) for depth in listed]
     except TypeError as error:
-        raise TypeError(checks.message(who, "schedule", allowed, schedule, hint)) from error
-    if not depths or min(depths) < 0:
-        raise ValueError(checks.message(who, "schedule", allowed, schedule, hint))
-    return np.asarray(depths, np.int32)
-
-
-def as_plan(who: str, schedule: Any, groups: int, repeat: bool) -> Plan:
-    """A schedule from ``as_schedule``, for so many groups."""
-    if isinstance(schedule, FreezeSchedule):
-        return Table(who, schedule.depths(groups), repeat)
-    if not isinstance(schedule, np.ndarray):
-        return schedule.plan(who, groups)
-    if schedule.max() >= groups:
-        allowed = f"depths from 0 to {groups - 1} with {groups} groups"
-        hint = "The last group always trains."
-        raise ValueError(checks.message(who, "schedule", allowed, int(schedule.max()), hint))
-    return Table(who, schedule, repeat or len(schedule) == 1)
+        raise TypeError(checks.message(_WHO, "schedule", allowed, schedule, hint)) from error
+    checks.require(_WHO, "schedule", schedule, allowed, bool(depths) and min(depths) >= 0, hint)
+    found = freeze_schedule(depths.__getitem__, total_steps=len(depths))
+    return found, repeat or len(depths) == 1

@@ -1,44 +1,33 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Freezing by schedule: what is frozen leaves the optimizer, the wire and the backward pass."""
+"""Freeze by schedule: what is frozen leaves the optimizer, the wire and the backward pass."""
 
-import collections
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
 import optax
 
-from boostax._core import axes, checks, trees
+from boostax._core import checks, gate, trees
 from boostax._core.describe import Holds, describe
 from boostax._core.extras import elsewhere
-from boostax._core.gate import (
-    GatedUpdate,
-    Pending,
-    branch,
-    flush_inner,
-    has_gate,
-    held_open,
-    params_for,
-    passed,
-    run,
-)
 from boostax._core.groups import as_groups, group_count
 from boostax._core.handshake import hand_on_state
 from boostax._core.prune import Pruning, pruning
-from boostax.freeze.joined import Unlike, at_once
-from boostax.freeze.plan import HostDepth, Plan, as_plan, as_schedule
-from boostax.freeze.refusals import check_inner, drawn, require_params, require_present
+from boostax._core.replicas import owns_params
+from boostax.freeze.plan import HostDepth, Plan, as_schedule
+from boostax.freeze.schedules import FreezeSchedule
 from boostax.freeze.stages import Choice
 
 PyTree = Any
 Moments = Literal["shared", "per_group"]
 # Params or updates, and the state; and what changes them at a depth.
-Whole = tuple[PyTree, "ScheduledFreezeState"]
-Change = Callable[[int, PyTree, "ScheduledFreezeState"], Whole]
+Whole: TypeAlias = tuple[PyTree, "ScheduledFreezeState"]
+Change: TypeAlias = Callable[[int, PyTree, "ScheduledFreezeState"], Whole]
 _WHO = "scheduled_freeze"
+_CHANGES = "for a schedule that changes, got"
 
 
 class ScheduledFreezeState(NamedTuple):
@@ -49,7 +38,6 @@ class ScheduledFreezeState(NamedTuple):
       depth: i32, groups frozen in the last call.
       next_depth: i32, groups frozen in the next one.
       trained_steps: i32 ``[groups]``, applied steps in which each group was trained.
-      schedule_state: what the schedule keeps; ``()`` for a fixed one.
       inner_state: state of the inner transformation, for all leaves that are ever trained; with
         ``moments="per_group"`` a tuple of them, one for each depth that the schedule draws.
     """
@@ -58,35 +46,21 @@ class ScheduledFreezeState(NamedTuple):
     depth: jax.Array
     next_depth: jax.Array
     trained_steps: jax.Array
-    schedule_state: Any
     inner_state: Any
-    holds = Holds(("depth", "next_depth", "schedule_state"))
+    holds = Holds(("depth", "next_depth"))
 
     def metrics(self) -> dict[str, jax.Array]:
-        """Named scalars for ``boostax.metrics``."""
+        """Return named scalars for ``boostax.metrics``."""
         return {"frozen_groups": self.depth, "freeze_steps": self.steps}
 
     def coming(self) -> jax.Array:
-        """The variant of the next call: its depth."""
+        """Return the variant of the next call: its depth."""
         return self.next_depth
-
-
-class _Slot(NamedTuple):
-    """Where the state of a depth stands among those of all depths: a ``Pruning`` of a tuple."""
-
-    part: Any
-    place: int
-
-    def take(self, states: PyTree) -> PyTree:
-        return states[self.place]
-
-    def put(self, states: PyTree, part: PyTree) -> PyTree:
-        return (*states[: self.place], part, *states[self.place + 1 :])
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Freezing:
-    """What is frozen when; as the variants of a step, see ``boostax._core.variants``.
+    """Say what is frozen when; as the variants of a step, see ``boostax._core.variants``.
 
     Attributes:
       tx: the inner transformation.
@@ -95,85 +69,64 @@ class Freezing:
 
     tx: optax.GradientTransformationExtraArgs
     groups: Any
-    schedule: Any
+    schedule: FreezeSchedule
     moments: Moments
     repeat: bool
 
-    def labels(self, params: PyTree) -> PyTree:
-        """The group of each leaf."""
-        return as_groups(_WHO, self.groups, params)
+    def plan(self, params: PyTree) -> Plan:
+        """Return the schedule for the groups of these params."""
+        labels = as_groups(_WHO, self.groups, params)
+        return Plan(labels, group_count(labels, self.groups), self.schedule, self.repeat)
 
     def active(self, params: PyTree, depth: int) -> PyTree:
-        """Which leaves are trained while so many groups are frozen."""
-        return jax.tree.map(lambda group: group >= depth, self.labels(params))
+        """Return which leaves are trained while so many groups are frozen."""
+        return self.plan(params).active(depth)
 
-    def fewer(self, params: PyTree, depth: int) -> PyTree:
-        """What is trained at a depth, all else masked."""
-        return trees.masked(params, self.active(params, depth))
-
-    def count(self, params: PyTree) -> int:
-        """The number of groups."""
-        return group_count(self.labels(params), self.groups)
-
-    def plan(self, params: PyTree) -> Plan:
-        """The schedule, for the groups of these params."""
-        return as_plan(_WHO, self.schedule, self.count(params), self.repeat)
-
-    def cut(self, params: PyTree, depth: int) -> Pruning | _Slot:
-        """Where the inner state of a depth lies in the whole one."""
-        drawn = self.plan(params).drawn
-        wide = jax.eval_shape(functools.partial(params_for, self.tx), params)
-        fewer = self.fewer(wide, depth)
+    def cut(self, params: PyTree, depth: int) -> Pruning:
+        """Return where the inner state of a depth lies in the whole one."""
+        plan = self.plan(params)
+        wide = jax.eval_shape(functools.partial(gate.params_for, self.tx), params)
+        fewer = trees.masked(wide, plan.active(depth))
         if self.moments == "shared":
-            return pruning(self.tx, self.fewer(wide, drawn[0]), fewer, _WHO)
-        part = jax.tree.structure(jax.eval_shape(self.tx.init, fewer))
-        return _Slot(part, drawn.index(depth))
-
-    def summary(self) -> str:
-        """The schedule in a few words."""
-        groups = group_count({}, self.groups)
-        given = hasattr(self.schedule, "summary")
-        return self.schedule.summary(groups) if given else f"{groups} groups"
+            return pruning(self.tx, trees.masked(wide, plan.active(plan.drawn[0])), fewer, _WHO)
+        # Among states of all depths the others are a leaf each.
+        states: list[Any] = [0] * len(plan.drawn)
+        place = plan.drawn.index(depth)
+        states[place] = jax.eval_shape(self.tx.init, fewer)
+        whole, part = jax.tree.structure(tuple(states)), jax.tree.structure(states[place])
+        return Pruning(whole, part, tuple(range(place, place + part.num_leaves)))
 
     def drawn(self, params: PyTree) -> tuple[int, ...]:
-        """The depths that the schedule draws."""
+        """Return the depths that the schedule draws."""
         return self.plan(params).drawn
 
     def choice(self, params: PyTree, state: ScheduledFreezeState) -> Choice:
-        """What is active as the schedule says, found out in the program."""
+        """Return what is active as the schedule says, found out in the program."""
         plan = self.plan(params)
-        options = tuple(self.active(params, depth) for depth in plan.drawn)
-        return Choice(plan.index(state.next_depth), options)
+        return Choice(plan.index(state.next_depth), tuple(map(plan.active, plan.drawn)))
 
-    def shares(self, params: PyTree, steps: int | None = None) -> dict[int, float] | None:
-        """How often each depth occurs; ``None`` for a schedule that the run decides."""
-        plan = self.plan(params)
-        table = plan.table()
-        if table is None:
-            return None
-        known = map(int, table) if steps is None else (plan.known(i) or 0 for i in range(steps))
-        depths = list(known)
-        return {depth: count / len(depths) for depth, count in collections.Counter(depths).items()}
+    def shares(self, params: PyTree) -> dict[int, float]:
+        """Return how often each depth occurs, of all steps."""
+        depths = self.plan(params).depths.tolist()
+        return {depth: depths.count(depth) / len(depths) for depth in dict.fromkeys(depths)}
 
     def resumed(self, params: PyTree, state: Any) -> Any:
-        """With the next depth as this schedule has it, after the steps that were taken."""
-        # What the run decides is in the state.
-        if not isinstance(state, ScheduledFreezeState) or jax.tree.leaves(state.schedule_state):
+        """Return the state with the next depth as this schedule has it."""
+        if not isinstance(state, ScheduledFreezeState):
             return state
-        depth, _ = self.plan(params).follow((), state.steps, state.depth, state.inner_state)
-        return state._replace(next_depth=depth)
+        return state._replace(next_depth=self.plan(params).at(state.steps))
 
     def part(self, params: PyTree, state: ScheduledFreezeState, depth: int) -> ScheduledFreezeState:
-        """Without the moments of what is frozen."""
+        """Return the state without the moments of what is frozen."""
         return state._replace(inner_state=self.cut(params, depth).take(state.inner_state))
 
     def on_host(self, params: PyTree) -> HostDepth:
-        """The schedule, followed from call to call."""
+        """Return the schedule, followed from call to call."""
         return HostDepth(self.plan(params))
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class FreezingUpdate(GatedUpdate):
+class FreezingUpdate(gate.GatedUpdate):
     """The ``update`` of ``scheduled_freeze``.
 
     Attributes:
@@ -188,19 +141,154 @@ class ScheduledFreeze(optax.GradientTransformationExtraArgs):
 
     @property
     def freezing(self) -> Freezing:
-        """What is frozen when."""
+        """Return what is frozen when."""
         if isinstance(self.update, FreezingUpdate):
             return self.update.variants
         allowed, hint = "the one that it was made with", "Wrap what is inside scheduled_freeze."
         raise TypeError(checks.message(_WHO, "update", allowed, self.update, hint))
 
     def active(self, params: PyTree, depth: int) -> PyTree:
-        """Which leaves are trained while so many groups are frozen: a tree of bools."""
+        """Return which leaves are trained while so many groups are frozen, as a tree of bools."""
         return self.freezing.active(params, depth)
 
     def choice(self, params: PyTree, opt_state: ScheduledFreezeState) -> Choice:
-        """The same for what the schedule says, found out in the program."""
+        """Return the same for what the schedule says, found out in the program."""
         return self.freezing.choice(params, opt_state)
+
+
+def _init(freezing: Freezing, params: PyTree) -> ScheduledFreezeState:
+    plan, shared = freezing.plan(params), freezing.moments == "shared"
+    wide = gate.params_for(freezing.tx, params)
+    kept = plan.drawn[:1] if shared else plan.drawn
+    states = tuple(freezing.tx.init(trees.masked(wide, plan.active(depth))) for depth in kept)
+    _check_inner(states, plan.drawn, freezing.moments)
+    for depth in plan.drawn if shared else ():
+        freezing.cut(params, depth)
+    return ScheduledFreezeState(
+        steps=jnp.zeros((), jnp.int32),
+        depth=jnp.zeros((), jnp.int32) + plan.known(0),
+        next_depth=jnp.zeros((), jnp.int32) + plan.known(0),
+        trained_steps=jnp.zeros(plan.groups, jnp.int32),
+        inner_state=states[0] if shared else states,
+    )
+
+
+def _following(
+    plan: Plan, state: ScheduledFreezeState, depth: int, ok: jax.Array, inner_state: PyTree
+) -> ScheduledFreezeState:
+    """Return the state after a step; one that was held back is taken again as it was."""
+    steps = jnp.where(ok, optax.safe_increment(state.steps), state.steps)
+    now = jnp.full_like(state.depth, depth)
+    trained = state.trained_steps + (jnp.arange(state.trained_steps.size) >= depth)
+    return ScheduledFreezeState(
+        steps=steps,
+        depth=now,
+        next_depth=jnp.where(ok, plan.at(steps), now),
+        trained_steps=jnp.where(ok, trained, state.trained_steps),
+        inner_state=inner_state,
+    )
+
+
+def _changed(
+    freezing: Freezing, params: PyTree, depth: int | None, change: Change, *whole: Any
+) -> Whole:
+    """Return the whole after a change at this depth or, without one, at that of the schedule.
+
+    What is active there goes in and comes out through a condition for each depth, written in place:
+    XLA:CPU and XLA:GPU copy what a switch returns.
+    """
+    plan = freezing.plan(params)
+    index = plan.index(whole[1].next_depth)
+    depths = plan.drawn if depth is None else (_require_drawn(depth, plan.drawn),)
+
+    def timed(at: int, value: PyTree, state: ScheduledFreezeState) -> Whole:
+        # In steps of other depths the schedules in this one's state stood still.
+        if freezing.moments == "per_group":
+            state = state._replace(inner_state=_at_step(state.inner_state, state.steps))
+        return change(at, value, state)
+
+    for place, at in enumerate(depths):
+        (value, state), cut = whole, freezing.cut(params, at)
+        # A train step has taken the inner state out before, and puts it back itself.
+        apart = jax.tree.structure(state.inner_state) == cut.part
+        inner = state.inner_state if apart else cut.take(state.inner_state)
+        old = trees.masked(value, plan.active(at)), state._replace(inner_state=inner)
+        run = functools.partial(timed, at, *old)
+        if len(depths) == 1:
+            found, new = run()
+        else:
+            found, new = gate.run_or_hold(index == place, run, *old, apply=True, who=_WHO)
+        if not apart:
+            new = new._replace(inner_state=cut.put(state.inner_state, new.inner_state))
+        whole = trees.unmasked(found, value), new
+    return whole
+
+
+def _at_step(state: PyTree, step: jax.Array) -> PyTree:
+    """Return the state of one depth, with its schedules at a step of the run."""
+    # Of optax.scale_by_schedule, optax.add_decayed_weights and optax.inject_hyperparams.
+    counts = ("ScaleByScheduleState", "WeightDecaySchedule", "WrappedScheduleState")
+    schedule = lambda node: type(node).__name__ in counts  # noqa: E731
+    move = lambda node: node._replace(count=step) if schedule(node) else node  # noqa: E731
+    return jax.tree.map(move, state, is_leaf=schedule)
+
+
+def _check_inner(states: tuple[Any, ...], drawn: tuple[int, ...], moments: str) -> None:
+    """Refuse inner states that would not keep their bits while frozen."""
+    changes = len(drawn) > 1
+    whole = trees.find(states, lambda node: callable(getattr(node, "whole_params", None)))
+    windows = trees.find(states, lambda node: isinstance(node, optax.MultiStepsState))
+    refusals = (
+        (
+            moments == "per_group" and gate.has_gate(states),
+            "be an optimizer without a loss scaler or a window for moments='per_group', got one: "
+            "they would be kept once for each depth. Use moments='shared'.",
+        ),
+        (
+            changes and owns_params(states),
+            f"keep params equal on all replicas {_CHANGES} local_updates or partial_average: what "
+            "is frozen would stay different everywhere. A single depth freezes with them.",
+        ),
+        (
+            changes and whole,
+            f"not keep whole params {_CHANGES} record_trajectory or average_params: what is frozen "
+            "would be missing from them. boostax.subspace.pca_basis takes a list of snapshots, "
+            f"jax.device_get(params) between steps; average_params may stand around {_WHO}.",
+        ),
+        (
+            changes and windows,
+            f"not be optax.MultiSteps {_CHANGES} one: the depth would change within its window. "
+            "Use boostax.accumulate.",
+        ),
+    )
+    for refused, must in refusals:
+        if refused:
+            raise ValueError(f"{_WHO}: inner must {must}")
+
+
+def _require_drawn(depth: Any, drawn: tuple[int, ...]) -> int:
+    """Return the depth as an integer; refuse one that the schedule never draws."""
+    allowed = f"a depth that the schedule draws, one of {list(drawn)}, as a Python integer"
+    hint = "Make it a static argument of your jitted step."
+    number = checks.integer(_WHO, "depth", depth, allowed, hint)
+    checks.require(_WHO, "depth", depth, allowed, number in drawn, hint)
+    return number
+
+
+def _require_present(grads: PyTree, active: PyTree, depth: int) -> None:
+    """Refuse gradients that were masked for another depth than this one."""
+    leaves, treedef = jax.tree.flatten(active)
+    try:
+        found = treedef.flatten_up_to(grads)
+    except ValueError as error:
+        allowed, hint = "a tree like the params", "A frozen leaf may be an optax.MaskedNode."
+        got = jax.tree.structure(grads)
+        raise ValueError(checks.message(_WHO, "gradients", allowed, got, hint)) from error
+    if any(keep and isinstance(x, optax.MaskedNode) for keep, x in zip(leaves, found, strict=True)):
+        raise ValueError(
+            f"{_WHO}: gradients must hold every leaf that depth {depth} trains, got masked ones. "
+            "Pass the same depth to apply_gradients as to tx.active(params, depth)."
+        )
 
 
 def scheduled_freeze(
@@ -239,10 +327,9 @@ def scheduled_freeze(
         0, 1, ... like the params, or a prefix of one; a function ``(path, leaf) -> group``; or a
         list of patterns of paths, one entry (or list of them) for each group, all other leaves
         forming the last.
-      schedule: from ``freeze_schedule`` or ``freeze_on_plateau``; a function from the step, a
-        Python int, to the depth, which is asked for 65536 steps (for more, ``freeze_schedule(f,
-        total_steps=)``); a sequence of depths; or one depth, which freezes those groups for good
-        and keeps no moments for them.
+      schedule: from ``freeze_schedule``; a function from the step, a Python int, to the depth,
+        asked for 65536 steps (for more, ``freeze_schedule(f, total_steps=)``); a sequence of
+        depths; or one depth, which freezes those groups for good and keeps no moments for them.
       moments: ``"per_group"`` keeps an optimizer state for each depth, as MindSpore does: its
         counters and moments move only in steps of that depth, but schedules of the optimizer count
         the steps of the run, as MindSpore's lists of rates do. Not for optimizers that keep a copy
@@ -250,9 +337,10 @@ def scheduled_freeze(
       repeat: start the schedule anew at its end.
 
     Returns:
-      A transformation with a ``ScheduledFreezeState``. Cost: ``4 * (3 + groups)`` bytes, with
-      ``freeze_on_plateau`` 4 more, none per step; the state of ``inner`` for what is ever trained
-      (``"per_group"``: for each depth, what is trained there).
+      A transformation with a ``ScheduledFreezeState``. Cost: ``4 * (3 + groups)`` bytes, none per
+      step; the state of ``inner`` for what is ever trained (``"per_group"``: for each depth, what
+      is trained there). Without ``depth`` the program holds the optimizer once for each depth, of
+      which a step runs one: 1.5, 2.5 and 5.5 times its operations at 2, 4 and 10 depths.
 
     Raises:
       ValueError, TypeError: an argument out of range; from ``init``, groups that do not fit the
@@ -280,106 +368,14 @@ def scheduled_freeze(
     hint = "'shared' keeps one state, in which frozen leaves rest."
     checks.choice(_WHO, "moments", moments, ("shared", "per_group"), hint)
     tx = optax.with_extra_args_support(inner)
-    freezing = Freezing(tx, groups, as_schedule(_WHO, schedule), moments, repeat)
-
-    def init_fn(params: PyTree) -> ScheduledFreezeState:
-        plan = freezing.plan(params)
-        wide = params_for(tx, params)
-        kept = plan.drawn if moments == "per_group" else plan.drawn[:1]
-        states = tuple(tx.init(freezing.fewer(wide, depth)) for depth in kept)
-        check_inner(states, plan, moments)
-        for depth in plan.drawn if moments == "shared" else ():
-            freezing.cut(params, depth)
-        return ScheduledFreezeState(
-            steps=jnp.zeros((), jnp.int32),
-            depth=jnp.zeros((), jnp.int32) + plan.first(),
-            next_depth=jnp.zeros((), jnp.int32) + plan.first(),
-            trained_steps=jnp.zeros(freezing.count(params), jnp.int32),
-            schedule_state=plan.init(),
-            inner_state=states if moments == "per_group" else states[0],
-        )
-
-    def following(
-        state: ScheduledFreezeState, params: PyTree, depth: int, ok: jax.Array, inner_state: PyTree
-    ) -> ScheduledFreezeState:
-        steps = jnp.where(ok, optax.safe_increment(state.steps), state.steps)
-        now = jnp.full_like(state.depth, depth)
-        plan = freezing.plan(params)
-        then, kept = plan.follow(state.schedule_state, steps, now, inner_state)
-        # A step that was held back is taken again as it was.
-        hold = lambda new, old: jnp.where(ok, new, old)  # noqa: E731
-        trained = state.trained_steps + (jnp.arange(state.trained_steps.size) >= depth)
-        return ScheduledFreezeState(
-            steps=steps,
-            depth=now,
-            next_depth=hold(then, now),
-            trained_steps=hold(trained, state.trained_steps),
-            schedule_state=jax.tree.map(hold, kept, state.schedule_state),
-            inner_state=inner_state,
-        )
-
-    def changed(
-        depth: int | None,
-        change: Change,
-        value: PyTree,
-        state: ScheduledFreezeState,
-        params: PyTree,
-    ) -> Whole:
-        """A change at this depth or, if there is none, at the one that the schedule says.
-
-        What is active there goes in and comes out, written in place, where XLA:CPU and XLA:GPU copy
-        what a switch returns: one program for all depths if they are alike, else a condition for
-        each.
-        """
-        plan = freezing.plan(params)
-        depths = plan.drawn if depth is None else (drawn(depth, plan),)
-        index = plan.index(state.next_depth)
-        if len(depths) > 1:
-            axes.require_invariant(index, _WHO)
-
-        def timed(at: int, value: PyTree, state: ScheduledFreezeState) -> Whole:
-            """With schedules at the step of the run: those of one depth's state stood still."""
-            inner_state = _at_step(state.inner_state, state.steps)
-            return change(at, value, state._replace(inner_state=inner_state))
-
-        # A train step has taken the inner state out before, and puts it back itself.
-        apart = lambda inner, cut: jax.tree.structure(inner) == cut.part  # noqa: E731
-
-        def take(at: int, value: PyTree, state: ScheduledFreezeState) -> Whole:
-            cut, inner = freezing.cut(params, at), state.inner_state
-            own = state if apart(inner, cut) else state._replace(inner_state=cut.take(inner))
-            return trees.masked(value, freezing.active(params, at)), own
-
-        def put(at: int, old: Whole, new: Whole) -> Whole:
-            (value, state), (found, own), cut = old, new, freezing.cut(params, at)
-            if not apart(state.inner_state, cut):
-                own = own._replace(inner_state=cut.put(state.inner_state, own.inner_state))
-            return trees.unmasked(found, value), own
-
-        run_it = timed if moments == "per_group" else change
-        whole = value, state
-        if len(depths) == 1:
-            return put(depths[0], whole, run_it(depths[0], *take(depths[0], *whole)))
-        # States of their own, gates and what is sent differ from depth to depth.
-        if moments == "shared" and not has_gate(state.inner_state) and not axes.of_the_mesh():
-            try:
-                given = functools.partial
-                return at_once(
-                    index, [(given(take, at), given(change, at)) for at in depths], whole
-                )
-            except Unlike:
-                pass
-        for place, at in enumerate(depths):
-            found = _when(index == place, functools.partial(run_it, at), take(at, *whole))
-            whole = put(at, whole, found)
-        return whole
-
+    known, repeat = as_schedule(schedule, repeat)
+    freezing = Freezing(tx, groups, known, moments, repeat)
     # One inner state for each depth is not where its own would lie.
     inside = {"inner_state" if moments == "shared" else "inner_states": tx}
 
     @describe(_WHO, "freeze", inner=inside)
     def step_fn(
-        grads: Pending,
+        grads: gate.Pending,
         state: ScheduledFreezeState,
         params: PyTree,
         *,
@@ -387,59 +383,39 @@ def scheduled_freeze(
         depth: int | None = None,
         **extra: Any,
     ) -> Whole:
-        require_params(params)
+        trees.require_params(params, _WHO, "They say which leaves there are.")
         outside = state
 
         def step(depth: int, value: PyTree, state: ScheduledFreezeState) -> Whole:
             hand_on_state(outside, state)
             active = freezing.active(params, depth)
-            require_present(grads.raw, active, depth)
-            pending = Pending(trees.masked(grads.raw, active), grads.factors)
+            _require_present(grads.raw, active, depth)
+            pending = gate.Pending(trees.masked(grads.raw, active), grads.factors)
             trees.require_gradients(pending.raw, _WHO, carried=True)
             more = elsewhere(extra, lambda trial: trees.unmasked(trial, params))
             if "grad" in extra:
                 more["grad"] = trees.masked(extra["grad"], active)
             old = value if apply else trees.masked(params, active)
-            found, new = run(tx, pending, state.inner_state, old, apply=apply, extra=more)
-            return found, following(state, params, depth, passed(new), new)
+            found, new = gate.run(tx, pending, state.inner_state, old, apply=apply, extra=more)
+            return found, _following(freezing.plan(params), state, depth, gate.passed(new), new)
 
         value = params if apply else jax.tree.map(jnp.zeros_like, params)
-        return changed(depth, step, value, state, params)
+        return _changed(freezing, params, depth, step, value, state)
 
     def flush_fn(
         state: ScheduledFreezeState, params: PyTree, *, depth: int | None = None, **extra: Any
     ) -> Whole:
         def close(depth: int, value: PyTree, state: ScheduledFreezeState) -> Whole:
-            before = held_open(state.inner_state)
-            found, new = flush_inner(tx, state.inner_state, value, extra)
+            before = gate.held_open(state.inner_state)
+            found, new = gate.flush_inner(tx, state.inner_state, value, extra)
             # What was open and is closed now was applied, unless an inner scaler skipped it.
-            ok = before & passed(new)
-            return found, following(state, params, depth, ok, new)
+            ok = before & gate.passed(new)
+            return found, _following(freezing.plan(params), state, depth, ok, new)
 
-        return changed(depth, close, params, state, params)
+        return _changed(freezing, params, depth, close, params, state)
 
-    return ScheduledFreeze(init_fn, FreezingUpdate(step_fn, flush_fn, freezing))
-
-
-def _at_step(state: PyTree, step: jax.Array) -> PyTree:
-    """The state of one depth, with its schedules at a step of the run."""
-    # Of optax.scale_by_schedule, optax.add_decayed_weights and optax.inject_hyperparams.
-    counts = ("ScaleByScheduleState", "WeightDecaySchedule", "WrappedScheduleState")
-    schedule = lambda node: type(node).__name__ in counts  # noqa: E731
-    move = lambda node: node._replace(count=step) if schedule(node) else node  # noqa: E731
-    return jax.tree.map(move, state, is_leaf=schedule)
-
-
-def _when(predicate: jax.Array, change: Callable[..., Whole], old: Whole) -> Whole:
-    """``change(*old)`` where the predicate holds, else ``old``."""
-    replay, types = trees.trace_once(change, *old)
-    # Either may vary over axes over which the other does not.
-    return branch(
-        predicate,
-        lambda *given: axes.unify(replay(*given), given),
-        lambda *given: axes.unify(given, types),
-        *old,
-    )
+    update = FreezingUpdate(step_fn, flush_fn, freezing)
+    return ScheduledFreeze(functools.partial(_init, freezing), update)
 
 
 def active_groups(opt_state: PyTree) -> jax.Array:

@@ -20,6 +20,7 @@ Depths: TypeAlias = np.ndarray[Any, np.dtype[np.int32]]
 _KINDS: tuple[Kind, ...] = ("interval", "continuous", "progressive", "ramp")
 # Of a schedule that is not told the length of the run; MindSpore's default.
 CYCLE = 65536
+_WHO = "freeze_schedule"
 _STEPS = "It counts the optimizer steps of the whole training."
 _SAME = "The same seed draws the same depths on all hosts."
 
@@ -80,22 +81,16 @@ class FreezeSchedule:
             self._tables[groups] = table
         return self._tables[groups]
 
-    def summary(self, groups: int) -> str:
-        """In a few words."""
-        share = np.mean(self.depths(groups) > 0)
-        return f"{self.kind}, {groups} groups, on {share:.0%} of the optimizer steps"
-
 
 def _table(schedule: FreezeSchedule, groups: int) -> Depths:
     kind, length, seed = schedule.kind, schedule.total_steps, schedule.seed
-    fraction: Any = schedule.frozen_fraction
     if callable(kind):
         hint = "Depth d freezes groups 0 to d-1, and the last group always trains."
-        depth = functools.partial(_below, groups, "freeze_schedule", hint=hint)
+        depth = functools.partial(_below, groups, _WHO, hint=hint)
         asked = (depth(f"the depth at step {step}", kind(step)) for step in range(length))
         return np.fromiter(asked, np.int32, length)
-    exact = schedule.freeze_p is not None
-    freeze_p = 1.0 - fraction if schedule.freeze_p is None else schedule.freeze_p
+    exact, fraction = schedule.freeze_p is not None, schedule.frozen_fraction
+    freeze_p: Any = schedule.freeze_p if fraction is None else 1.0 - fraction
     # Number by number MindSpore's is a hundredth longer than the run, and to the end of a cycle.
     length = int(length * 1.01) if exact else length
     if groups == 1 or (freeze_p == 1 and not exact):
@@ -104,24 +99,18 @@ def _table(schedule: FreezeSchedule, groups: int) -> Depths:
         return _interval(groups, freeze_p, length, seed)
     if kind != "continuous":
         return _one_by_one(groups, freeze_p, length, power=3 if kind == "ramp" else 1)
-    if freeze_p == 1:
-        hint = (
-            "A cycle would train all for ever, where MindSpore divides by zero; 'interval' with "
-            "freeze_p=1 never freezes."
-        )
-        allowed = "below 1 for 'continuous', MindSpore's freeze_type 0"
-        raise ValueError(checks.message("freeze_schedule", "freeze_p", allowed, freeze_p, hint))
+    allowed = "below 1 for 'continuous', MindSpore's freeze_type 0"
+    hint = "A cycle would train all for ever; 'interval' with freeze_p=1 never freezes."
+    checks.require(_WHO, "freeze_p", freeze_p, allowed, freeze_p < 1, hint)
     # Steps of a cycle that train all, rounded as MindSpore does.
     whole = int(freeze_p * (groups - 1) // (1 - freeze_p))
     if exact:
         cycle = whole + groups - 1
         return _continuous(groups, whole, -(-length // cycle) * cycle)
     most = (groups - 1) / groups
-    if fraction > most:
-        allowed = f"at most {most:.4g} for 'continuous' over {groups} groups"
-        hint = "A cycle has a step that trains all; 'interval' freezes more often."
-        argument = "frozen_fraction"
-        raise ValueError(checks.message("freeze_schedule", argument, allowed, fraction, hint))
+    allowed = f"at most {most:.4g} for 'continuous' over {groups} groups"
+    hint = "A cycle has a step that trains all; 'interval' freezes more often."
+    checks.require(_WHO, "frozen_fraction", fraction, allowed, fraction <= most, hint)
     # 1 - 0.9 is below 0.1, which would leave ten groups without that step.
     return _continuous(groups, max(1, whole), length)
 
@@ -132,7 +121,7 @@ def _interval(groups: int, freeze_p: float, length: int, seed: int | None) -> De
     for step in range(1, length):
         frozen.append(count / step < 1 - freeze_p)
         count += frozen[-1]
-    # What RandomState.choice does for each draw, for all in one go: the same depths.
+    # RandomState.choice does this for each draw; in one go the depths are the same.
     weights = np.arange(1, groups) / (groups * (groups - 1) // 2)
     cdf = weights.cumsum()
     cdf /= cdf[-1]
@@ -143,27 +132,25 @@ def _interval(groups: int, freeze_p: float, length: int, seed: int | None) -> De
 
 
 def _continuous(groups: int, whole: int, length: int) -> Depths:
-    """Cycles of ``whole`` steps that train all, then one step at each depth from 1."""
+    """Repeat ``whole`` steps that train all, then one step at each depth from 1."""
     whole = min(whole, length)
-    place = np.arange(length) % (whole + groups - 1)
-    return np.maximum(place - whole + 1, 0).astype(np.int32)
+    position = np.arange(length) % (whole + groups - 1)
+    return np.maximum(position - whole + 1, 0).astype(np.int32)
 
 
 def _one_by_one(groups: int, freeze_p: float, length: int, power: int) -> Depths:
-    """One group after the other, at evenly spaced ``power``-th roots of the time, for good."""
+    """Freeze a group for good at each of evenly spaced ``power``-th roots of the time."""
     times = np.linspace(freeze_p ** (1 / power), 1.0, groups)[:-1] ** power
     begins = np.maximum(np.floor(length * times + 0.5), 1)
     return np.searchsorted(begins, np.arange(length), side="right").astype(np.int32)
 
 
 def _below(limit: int, who: str, argument: str, value: Any, hint: str) -> int:
-    """Python, NumPy and JAX integers from 0 to below ``limit``; a bool is a mistake."""
+    """Return an integer of Python, NumPy or JAX from 0 to below ``limit``; refuse a bool."""
     allowed = f"an integer in [0, {limit})"
-    if isinstance(value, bool):
-        raise TypeError(checks.message(who, argument, allowed, value, hint))
+    checks.require(who, argument, value, allowed, not isinstance(value, bool), hint, TypeError)
     number = checks.integer(who, argument, value, allowed, hint)
-    if not 0 <= number < limit:
-        raise ValueError(checks.message(who, argument, allowed, value, hint))
+    checks.require(who, argument, value, allowed, 0 <= number < limit, hint)
     return number
 
 
@@ -239,36 +226,26 @@ def freeze_schedule(
       MindSpore 2.10, ``mindspore.boost.GradientFreeze``.
       Brock et al., FreezeOut, https://arxiv.org/abs/1706.04983, 2017.
     """
-    who = "freeze_schedule"
-    total_steps = checks.positive_int(who, "total_steps", total_steps, _STEPS)
+    total_steps = checks.positive_int(_WHO, "total_steps", total_steps, _STEPS)
     if callable(kind):
-        given = {"frozen_fraction": frozen_fraction, "seed": seed, "freeze_p": freeze_p}
-        for argument, value in given.items():
-            hint = "It is given the step and nothing else."
-            checks.absent(who, argument, value, "left out with a callable kind", hint)
+        hint = "It is given the step and nothing else."
+        settings = {"frozen_fraction": frozen_fraction, "seed": seed, "freeze_p": freeze_p}
+        for argument, value in settings.items():
+            checks.absent(_WHO, argument, value, "left out with a callable kind", hint)
         return FreezeSchedule(kind, total_steps, None, None)
-    name: Any = kind
-    hint = "A callable from the step to the depth is a schedule too."
-    if not isinstance(name, str):
-        raise TypeError(checks.message(who, "kind", "a name or a callable", name, hint))
-    checks.choice(who, "kind", kind, _KINDS, hint)
-    seed = _below(2**32, who, "seed", 0 if seed is None else seed, _SAME)
+    hint, named = "A callable from the step to the depth is a schedule too.", isinstance(kind, str)
+    checks.require(_WHO, "kind", kind, "a name or a callable", named, hint, TypeError)
+    checks.choice(_WHO, "kind", kind, _KINDS, hint)
+    seed = _below(2**32, _WHO, "seed", 0 if seed is None else seed, _SAME)
     seed = seed if kind == "interval" else None
     if freeze_p is not None:
-        hint = "MindSpore has no other kind."
-        checks.choice(who, "kind with freeze_p", kind, _KINDS[:2], hint)
+        checks.choice(_WHO, "kind with freeze_p", kind, _KINDS[:2], "MindSpore has no other kind.")
         hint = "It is the share of the steps that train all, 1 - frozen_fraction."
-        allowed = "left out with freeze_p"
-        checks.absent(who, "frozen_fraction", frozen_fraction, allowed, hint)
+        checks.absent(_WHO, "frozen_fraction", frozen_fraction, "left out with freeze_p", hint)
         hint = "It is the share of steps that train all: 0.7 freezes a prefix on about 30%."
-        share = checks.number(who, "freeze_p", freeze_p, "in [0, 1]", lambda p: 0 <= p <= 1, hint)
+        share = checks.number(_WHO, "freeze_p", freeze_p, "in [0, 1]", lambda p: 0 <= p <= 1, hint)
         return FreezeSchedule(kind, total_steps, None, seed, float(share))
-    fraction = checks.number(
-        who,
-        "frozen_fraction",
-        0.3 if frozen_fraction is None else frozen_fraction,
-        "in [0, 1)",
-        lambda share: 0 <= share < 1,
-        "0.3 freezes a prefix on about 30% of steps.",
-    )
+    fraction = 0.3 if frozen_fraction is None else frozen_fraction
+    hint = "0.3 freezes a prefix on about 30% of steps."
+    checks.number(_WHO, "frozen_fraction", fraction, "in [0, 1)", lambda p: 0 <= p < 1, hint)
     return FreezeSchedule(kind, total_steps, float(fraction), seed)

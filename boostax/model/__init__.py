@@ -4,6 +4,7 @@
 from typing import TYPE_CHECKING
 
 from boostax._core.late import late as _late
+from boostax.model.adagc import adagc as adagc
 from boostax.model.average import average_params as average_params
 from boostax.model.average import averaged_params as averaged_params
 from boostax.model.centralize import centralize_gradients as centralize_gradients

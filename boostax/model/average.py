@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-r"""Averages of the params, beside any optimizer: exponential, uniform, of the latest snapshots.
+r"""Keep averages of the params beside any optimizer: exponential, uniform, of the latest snapshots.
 
 The mean of several points of a path lies lower than the points where the path is noise around a
 valley, which is what a rate that falls gets rid of too. An average moves with the *applied* steps:
@@ -29,9 +29,10 @@ import optax
 from jax import lax
 
 from boostax._core import checks, trees
-from boostax._core.describe import Holds, describe
+from boostax._core.describe import Holds, Stepped, describe
 from boostax._core.gate import (
     Pending,
+    counted,
     flush_inner,
     gated,
     held_open,
@@ -66,41 +67,79 @@ class AverageParamsState(NamedTuple):
     holds = Holds(("steps", "averaged", "averages"), params=True)
 
     def whole_params(self) -> bool:
-        """Says that averages are of all params: what masks some of them must not stand around."""
+        """Say that averages are of all params: what masks some of them must not stand around."""
         return True
 
     def metrics(self) -> dict[str, jax.Array]:
-        """Named scalars for ``boostax.metrics``."""
+        """Return named scalars for ``boostax.metrics``."""
         return {"averaged": self.averaged}
 
 
 def _exponential(decay: Any) -> Callable[[jax.Array], jax.Array]:
-    """The weights that correct the bias: those of ``optax.ema`` divided by ``1 - decay ** n``."""
+    """Return the weights of ``optax.ema`` divided by ``1 - decay ** n``, which correct the bias."""
     # In f32 a decay near 1 has lost most of its logarithm.
     log: Any = jnp.log(decay) if isinstance(decay, jax.Array) else math.log(decay)
     return lambda n: (1 - decay) / -jnp.expm1(n * log)
 
 
 def _moved(average: jax.Array, p: jax.Array, averaged: jax.Array, weight: Any) -> jax.Array:
-    """The average with one more; the first overwrites, so that no NaN stays."""
+    """Return the average with one more; the first overwrites, so that no NaN stays."""
     p = p.astype(average.dtype)
     n = (averaged + 1).astype(average.real.dtype)
     return jnp.where(averaged == 0, p, average + weight(n) * (p - average))
 
 
 def _written(snapshots: jax.Array, p: jax.Array, averaged: jax.Array) -> jax.Array:
-    """The snapshots with one more in the place of the oldest."""
+    """Return the snapshots with one more in place of the oldest."""
     slot = averaged % snapshots.shape[0]
     return lax.dynamic_update_index_in_dim(snapshots, p.astype(snapshots.dtype), slot, 0)
 
 
 def _mean(snapshots: jax.Array, averaged: jax.Array) -> jax.Array:
-    """Of the slots that were written, in f32 or wider."""
+    """Return the mean of the slots that were written, in f32 or wider."""
     count = jnp.clip(averaged, 1, snapshots.shape[0])
     there = jnp.arange(snapshots.shape[0]) < count
     wide = snapshots.astype(trees.wide_dtype(snapshots))
     kept = jnp.where(there.reshape(-1, *[1] * (snapshots.ndim - 1)), wide, jnp.zeros_like(wide))
     return kept.sum(0) / count.astype(wide.real.dtype)
+
+
+def _buffer(p: jax.Array, narrow: Any, size: int | None) -> jax.Array:
+    # Zeros like the leaf: with its sharding.
+    zeros = jnp.zeros_like(p, dtype=trees.buffer_dtype(p, narrow))
+    return zeros if size is None else jnp.broadcast_to(zeros, (size, *zeros.shape))
+
+
+def _taken_in(
+    state: AverageParamsState,
+    inner_state: Any,
+    moved: jax.Array,
+    every: int,
+    start: int,
+    one: Callable[[jax.Array, jax.Array], jax.Array],
+    new: Callable[[], PyTree],
+) -> AverageParamsState:
+    """Return the state after a call that ``moved`` the params, or did not.
+
+    Args:
+      state: the old one.
+      inner_state: the new state of what is inside.
+      moved: whether the call moved the params.
+      every: applied steps from one to the next.
+      start: applied steps before the first.
+      one: ``one(average, p)``, the average with one more.
+      new: gives the params.
+    """
+    due = moved & (state.steps >= start) if start else moved
+    due = due & ((state.steps - start) % every == 0) if every > 1 else due
+
+    def heavy() -> Stepped:
+        more: Any = optax.safe_increment(state.averaged)
+        return (), (more, jax.tree.map(one, state.averages, new()))
+
+    held = state.averaged, state.averages
+    _, (averaged, averages) = run_or_hold(due, heavy, (), held, apply=True, who=_WHO)
+    return AverageParamsState(counted(state.steps, moved), averaged, averages, inner_state)
 
 
 def average_params(
@@ -165,28 +204,23 @@ def average_params(
       >>> float(w), float(boostax.model.averaged_params(state, w))
       (4.0, 3.0)
     """
-    checks.transformation(_WHO, "inner", inner)
+    tx = checks.transformation(_WHO, "inner", inner)
     checks.choice(_WHO, "kind", kind, ("ema", "window", "lawa"), "'ema' is the usual one.")
-    hint = "0.999 looks back over a thousand steps."
+    for name, value, owner in (("decay", decay, "ema"), ("size", size, "lawa")):
+        if kind != owner:
+            allowed = f"left out with kind {kind!r}"
+            checks.absent(_WHO, name, value, allowed, f"It is for {owner!r}.")
     if kind == "ema":
-        decay = 0.999 if decay is None else decay
+        decay, hint = 0.999 if decay is None else decay, "0.999 looks back over a thousand steps."
         checks.number(_WHO, "decay", decay, "in (0, 1)", lambda x: 0 < x < 1, hint)
-    else:
-        checks.absent(_WHO, "decay", decay, f"left out with kind {kind!r}", "It is for 'ema'.")
     if kind == "lawa":
-        size = 5 if size is None else size
-        checks.positive_int(_WHO, "size", size, "It counts snapshots in memory; 5 are usual.")
-    else:
-        checks.absent(_WHO, "size", size, f"left out with kind {kind!r}", "It is for 'lawa'.")
+        size, hint = 5 if size is None else size, "It counts snapshots in memory; 5 are usual."
+        checks.positive_int(_WHO, "size", size, hint)
     checks.positive_int(_WHO, "every", every, "It counts applied steps from one to the next.")
     checks.natural(_WHO, "start", start, "It counts applied steps before the first.")
     narrow = checks.floating_dtype(_WHO, "dtype", dtype)
-    if kind != "lawa" and jnp.finfo(narrow).bits < 32:
-        hint = "A small move is rounded away in less, and the average stands still."
-        raise ValueError(
-            checks.message(_WHO, "dtype", f"'float32' with kind {kind!r}", dtype, hint)
-        )
-    tx = optax.with_extra_args_support(inner)
+    fits, hint = kind == "lawa" or jnp.finfo(narrow).bits >= 32, "A small move is rounded away."
+    checks.require(_WHO, "dtype", dtype, f"'float32' with kind {kind!r}", fits, hint)
     weight = (lambda n: 1 / n) if decay is None else _exponential(decay)
 
     def init_fn(params: PyTree) -> AverageParamsState:
@@ -197,52 +231,30 @@ def average_params(
                 "partial_average, whose params are each replica's own. Their last synchronisation "
                 "averages over the replicas instead."
             )
-
-        def buffer(p: jax.Array) -> jax.Array:
-            # Zeros like the leaf: with its sharding.
-            zeros = jnp.zeros_like(p, dtype=trees.buffer_dtype(p, narrow))
-            return zeros if size is None else jnp.broadcast_to(zeros, (size, *zeros.shape))
-
-        none = jnp.zeros((), jnp.int32)
-        averages = jax.tree.map(buffer, params)
-        return AverageParamsState(none, jnp.zeros_like(none), averages, inner_state)
+        averages = jax.tree.map(lambda p: _buffer(p, narrow, size), params)
+        steps, averaged = (jnp.zeros((), jnp.int32) for _ in range(2))
+        return AverageParamsState(steps, averaged, averages, inner_state)
 
     def take_in(
         state: AverageParamsState, inner_state: Any, moved: jax.Array, new: Callable[[], PyTree]
     ) -> AverageParamsState:
-        """The state after a call that moved the params, or did not; ``new`` gives them."""
-        due = moved
-        if start:
-            due &= state.steps >= start
-        if every > 1:
-            due &= (state.steps - start) % every == 0
-
         def one(average: jax.Array, p: jax.Array) -> jax.Array:
             if size is not None:
                 return _written(average, p, state.averaged)
             return _moved(average, p, state.averaged, weight)
 
-        def heavy() -> tuple[PyTree, tuple[jax.Array, PyTree]]:
-            more: Any = optax.safe_increment(state.averaged)
-            return (), (more, jax.tree.map(one, state.averages, new()))
-
-        held = state.averaged, state.averages
-        _, (averaged, averages) = run_or_hold(due, heavy, (), held, apply=True, who=_WHO)
-        steps: Any = jnp.where(moved, optax.safe_increment(state.steps), state.steps)
-        return AverageParamsState(steps, averaged, averages, inner_state)
+        return _taken_in(state, inner_state, moved, every, start, one, new)
 
     @describe(_WHO, "watch", inner={"inner_state": tx})
     def step_fn(
         grads: Pending, state: AverageParamsState, params: PyTree, *, apply: bool, **extra: Any
-    ) -> tuple[PyTree, AverageParamsState]:
+    ) -> Stepped:
         trees.require_params(params, _WHO, "Call tx.update(grads, state, params).")
         value, inner_state = run(tx, grads, state.inner_state, params, apply=apply, extra=extra)
         new = lambda: value if apply else optax.apply_updates(params, value)  # noqa: E731
         return value, take_in(state, inner_state, passed(inner_state), new)
 
-    def flush_fn(
-        state: AverageParamsState, params: PyTree, **extra: Any
-    ) -> tuple[PyTree, AverageParamsState]:
+    def flush_fn(state: AverageParamsState, params: PyTree, **extra: Any) -> Stepped:
         waiting = held_open(state.inner_state)
         params, inner_state = flush_inner(tx, state.inner_state, params, extra)
         return params, take_in(state, inner_state, waiting & passed(inner_state), lambda: params)
@@ -251,10 +263,10 @@ def average_params(
 
 
 def averaged_params(opt_state: PyTree, params: PyTree) -> PyTree:
-    """The average that ``average_params`` keeps, as params to evaluate or to save.
+    """Return the average that ``average_params`` keeps, as params to evaluate or to save.
 
-    Statistics of a model (BatchNorm) belong to the params that they were measured with:
-    ``boostax.train.reestimate_model_state`` measures those of the average.
+    Statistics of a model (BatchNorm) belong to the params that they were measured with: run the
+    model over some dozens of batches with the average, and average its statistics.
 
     Args:
       opt_state: any state that holds one of ``average_params``.

@@ -1,14 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which normalisations of a model lie in a residual branch, and which is the last of its branch.
+"""Find the normalisations in residual branches of a model, and the last one of each branch.
 
-The model is traced with a mark in the place of every BatchNorm. In the traced program a value has
-its *nodes*: the inputs, products (convolution, matrix product) and norms that it is computed from.
+The model is traced with a mark in place of every BatchNorm. In the traced program a value has its
+*nodes*: the inputs, products (convolution, matrix product) and norms that it is computed from.
 Where values are added or concatenated, the nodes that all have in common lie before the fork, and
 what an operand has beyond them is its branch. Nothing is matched by name, class or operand order.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
@@ -27,22 +28,46 @@ _PRODUCTS = ("conv_general_dilated", "dot_general")
 
 
 class Norm(NamedTuple):
-    """What the rule says of a norm: its path, whether it goes, and why."""
+    """A norm's path, whether it goes, and why."""
 
     path: str
     removed: bool
     reason: str
 
 
-class Structure(NamedTuple):
-    """The norms in the order of their calls, and the path of the Dense that gives the output."""
+@dataclasses.dataclass(frozen=True)
+class LessBNReport:
+    """What ``less_bn`` finds and does to a model. Its ``str`` is a table.
+
+    Attributes:
+      norms: every BatchNorm in the order of the calls: path, whether it was removed, and why.
+      head: path of the Dense that gives the output and becomes a ``NormalizedDense``, or None.
+    """
 
     norms: tuple[Norm, ...]
     head: str | None
 
+    @property
+    def removed(self) -> tuple[str, ...]:
+        """Paths of the BatchNorms that are gone."""
+        return tuple(norm.path for norm in self.norms if norm.removed)
+
+    @property
+    def kept(self) -> tuple[str, ...]:
+        """Paths of those that are there."""
+        return tuple(norm.path for norm in self.norms if not norm.removed)
+
+    def __str__(self) -> str:
+        width = max((len(norm.path) for norm in self.norms), default=0)
+        lines = [f"less_bn: {len(self.removed)} of {len(self.norms)} BatchNorms removed"]
+        for path, removed, reason in self.norms:
+            lines.append(f"  {'removed' if removed else 'kept   '}  {path:<{width}}  {reason}")
+        head = f"{self.head} is a NormalizedDense" if self.head is not None else "as it was"
+        return "\n".join([*lines, f"  head     {head}"])
+
 
 class Flow(NamedTuple):
-    """What a value is computed from, as numbers of nodes.
+    """The nodes that a value is computed from, by number.
 
     Attributes:
       nodes: all of them.
@@ -56,23 +81,22 @@ class Flow(NamedTuple):
     sites: frozenset[int]
 
 
-def mark_norm(x: jax.Array, path: str) -> jax.Array:
-    """Stand for the norm at ``path`` in a model handed to ``examine``."""
-    return checkpoint_name(x, f"{_PREFIX}:norm:{path}")
+def mark(kind: str, x: jax.Array, path: str) -> jax.Array:
+    """Mark the value of the ``"norm"`` or ``"dense"`` at ``path`` in a model handed to ``examine``.
+
+    A mark stands for the norm; it names the Dense whose result it marks.
+    """
+    return checkpoint_name(x, f"{_PREFIX}:{kind}:{path}")
 
 
 def stand_in(norm: Any, x: Any, path: str) -> jax.Array:
-    """The input of a BatchNorm of Flax, marked, in the dtype of its result.
+    """Return the input of a BatchNorm of Flax, marked, in the dtype of its result.
 
     Nothing is computed: a norm over a named axis would ask for that axis.
     """
     x = jnp.asarray(x)
-    return mark_norm(x.astype(norm.dtype or jnp.promote_types(x.dtype, norm.param_dtype)), path)
-
-
-def mark_dense(y: jax.Array, path: str) -> jax.Array:
-    """Name the Dense at ``path``, whose result ``y`` is, in a model handed to ``examine``."""
-    return checkpoint_name(y, f"{_PREFIX}:dense:{path}")
+    dtype = norm.dtype or jnp.promote_types(x.dtype, norm.param_dtype)
+    return mark("norm", x.astype(dtype), path)
 
 
 def examine(
@@ -80,7 +104,7 @@ def examine(
     fixed: PyTree,
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
-) -> Structure:
+) -> LessBNReport:
     """Judge every norm of a marked model by the flow of the data in its traced program.
 
     An addition ends a residual branch if one operand is a shortcut: at most one product beyond the
@@ -117,7 +141,7 @@ def require_readable() -> None:
     interpret.require_readable()
 
     def block(product: Callable[..., jax.Array], x: jax.Array, w: jax.Array, at: str) -> jax.Array:
-        return mark_norm(product(mark_norm(product(x, w), f"{at}/inner"), w), f"{at}/last")
+        return mark("norm", product(mark("norm", product(x, w), f"{at}/inner"), w), f"{at}/last")
 
     def convolved(x: jax.Array, w: jax.Array) -> jax.Array:
         return lax.conv(x[None, None], w[None, None], (1, 1), "SAME")[0, 0]
@@ -125,7 +149,7 @@ def require_readable() -> None:
     def model(w: jax.Array, x: jax.Array) -> jax.Array:
         x = x + block(lax.dot, x, w, "sum")
         x = lax.concatenate([x, block(convolved, x, w, "concatenation")], 0)
-        return mark_dense(lax.dot(x, w), "head")
+        return mark("dense", lax.dot(x, w), "head")
 
     with proof.apart():
         x = jax.ShapeDtypeStruct((2, 2), "float32")
@@ -137,22 +161,22 @@ def require_readable() -> None:
         raise proof.unreadable("the flow of data in programs", allowed, found, danger)
 
 
-def _judged(program: jaxprs.ClosedJaxpr, data: int) -> Structure:
-    """The norms and the head of a program whose last inputs are the data."""
+def _judged(program: jaxprs.ClosedJaxpr, data: int) -> LessBNReport:
+    """Return the norms and the head of a program whose last inputs are the data."""
     graph = _Graph()
     fixed: list[Flow | None] = [None] * (len(program.jaxpr.invars) - data)
     inputs = [*fixed, *(graph.source() for _ in range(data))]
     outputs = interpret.flow(program, inputs, graph.results, _union, nothing=None, once=True)
-    near = frozenset[int]().union(*(flow.sites for flow in outputs if flow))
+    near = _joined(flow.sites for flow in outputs if flow)
     heads = sorted(near & graph.heads.keys())
-    return Structure(graph.norms(), graph.heads[heads[-1]] if heads else None)
+    return LessBNReport(graph.norms(), graph.heads[heads[-1]] if heads else None)
 
 
-def complete(found: Structure, paths: Iterable[str]) -> Structure:
-    """``found`` and those of the norms at ``paths`` that the trace does not show; they stay."""
+def complete(found: LessBNReport, paths: Iterable[str]) -> LessBNReport:
+    """Add those of the norms at ``paths`` that the trace does not show; they stay."""
     met = {norm.path for norm in found.norms}
     rest = (Norm(path, False, "not met in the trace") for path in paths if path not in met)
-    return Structure((*found.norms, *rest), found.head)
+    return LessBNReport((*found.norms, *rest), found.head)
 
 
 class _Graph:
@@ -166,7 +190,7 @@ class _Graph:
         self.verdicts: dict[int, tuple[bool, str]] = {}
 
     def norms(self) -> tuple[Norm, ...]:
-        """One verdict per path: a norm that is called twice goes if both calls may go."""
+        """Return one verdict per path: a norm that is called twice goes if both calls may go."""
         calls: dict[str, list[Norm]] = {}
         for node, path in self.paths.items():
             removed, reason = self.verdicts.get(node, (False, "in no residual branch"))
@@ -175,12 +199,12 @@ class _Graph:
         return tuple(min(each, key=lambda norm: norm.removed) for each in calls.values())
 
     def source(self) -> Flow:
-        """An input of the model."""
+        """Return the flow of an input of the model."""
         node = frozenset([self._new()])
         return Flow(node, frozenset(), node)
 
     def results(self, eqn: jaxprs.JaxprEqn, inputs: list[Flow | None]) -> list[Flow | None]:
-        """The flows of an equation's results; ``None`` for what the data have no part in."""
+        """Return the flows of an equation's results; ``None`` where data have no part."""
         name, options = eqn.primitive.name, eqn.params
         if name in ("add", "concatenate"):
             self._meet(name, [flow for flow in inputs if flow])
@@ -212,15 +236,10 @@ class _Graph:
         shortest = min(products)
         if not common or shortest == max(products) or shortest > (name == "add"):
             return
-        branch: set[int] = set()
-        shortcut: set[int] = set()
-        last: set[int] = set()
-        for flow, nodes, length in zip(flows, beyond, products, strict=True):
-            if length > shortest:
-                branch |= nodes
-                last |= flow.norms & nodes
-            elif name == "add":
-                shortcut |= nodes
+        both = list(zip(flows, beyond, products, strict=True))
+        branch = _joined(nodes for _, nodes, length in both if length > shortest)
+        last = _joined(flow.norms & nodes for flow, nodes, length in both if length > shortest)
+        shortcut = _joined(nodes for _, nodes, n in both if name == "add" and n == shortest)
         for node in sorted((branch | shortcut) & self.paths.keys()):
             # An inner branch has come first, and its verdict holds.
             names = ", ".join(_beside(self.paths[node], self.paths[end]) for end in sorted(last))
@@ -240,14 +259,16 @@ _THE = {"add": "a sum", "concatenate": "a concatenation"}
 
 
 def _beside(path: str, other: str) -> str:
-    """``other``, by its own name if both lie in one module."""
+    """Return ``other``, by its own name if both lie in one module."""
     parent = path.rpartition("/")[0]
     inside = other.rpartition("/")[0] == parent
     return other.rpartition("/")[2] if inside else other
 
 
+def _joined(parts: Iterable[frozenset[int]]) -> frozenset[int]:
+    return frozenset[int]().union(*parts)
+
+
 def _union(flows: Iterable[Flow | None]) -> Flow | None:
     met = [flow for flow in flows if flow]
-    if len(met) < 2:
-        return met[0] if met else None
-    return Flow(*(frozenset[int]().union(*each) for each in zip(*met, strict=True)))
+    return Flow(*map(_joined, zip(*met, strict=True))) if met else None

@@ -1,51 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""LessBN: of the BatchNorms in a residual branch only the last stays; the head becomes cosines.
+"""Keep only the last BatchNorm of each residual branch; the head becomes cosines.
 
 A BatchNorm reads its input twice forward and twice backward, and keeps it for the backward pass.
 One per branch still fixes the variance of what is added to the stream; the others are paid for
 without that. It is another architecture, to be trained from scratch: kernels are not rescaled.
 """
 
-import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
 
 from boostax._core import checks
 from boostax._core.groups import matches
-from boostax.model.branches import Norm, Structure
+from boostax.model.branches import LessBNReport, Norm
 
 Remove = Sequence[str] | Callable[[str, bool], bool] | None
-
-
-@dataclasses.dataclass(frozen=True)
-class LessBNReport:
-    """What ``less_bn`` did to a model. Its ``str`` is a table.
-
-    Attributes:
-      norms: every BatchNorm in the order of the calls: path, whether it was removed, and why.
-      head: path of the Dense that was replaced by a ``NormalizedDense``, or None.
-    """
-
-    norms: tuple[Norm, ...]
-    head: str | None
-
-    @property
-    def removed(self) -> tuple[str, ...]:
-        """Paths of the BatchNorms that are gone."""
-        return tuple(norm.path for norm in self.norms if norm.removed)
-
-    @property
-    def kept(self) -> tuple[str, ...]:
-        """Paths of those that are there."""
-        return tuple(norm.path for norm in self.norms if not norm.removed)
-
-    def __str__(self) -> str:
-        width = max((len(norm.path) for norm in self.norms), default=0)
-        lines = [f"less_bn: {len(self.removed)} of {len(self.norms)} BatchNorms removed"]
-        for path, removed, reason in self.norms:
-            lines.append(f"  {'removed' if removed else 'kept   '}  {path:<{width}}  {reason}")
-        head = f"{self.head} is a NormalizedDense" if self.head is not None else "as it was"
-        return "\n".join([*lines, f"  head     {head}"])
 
 
 def less_bn(
@@ -57,7 +25,7 @@ def less_bn(
     multiplier: float = 1.0,
     **kwargs: Any,
 ) -> tuple[Any, LessBNReport]:
-    """A Flax model with fewer BatchNorms and a normalised head, and a report of what was changed.
+    """Return a Flax model with fewer BatchNorms and a normalised head, and a report.
 
     By default the flow of the data decides (``boostax.model.branches``): where a residual branch
     ends in a sum or a concatenation, the norm that ends it stays, the others in it go, and so do
@@ -128,59 +96,57 @@ def changed(
     *,
     strict: bool = True,
 ) -> tuple[Any, LessBNReport]:
-    """``less_bn``; without ``strict`` what there is to change is changed, be it nothing."""
+    """Do what ``less_bn`` does; without ``strict`` it may be that nothing is changed."""
     with checks.needing("less_bn", "Flax", "workloads"):
         import flax.linen as nn
         from flax import nnx
     hint = "It starts the multiplier of the head, 1 by default."
     checks.number("less_bn", "multiplier", multiplier, "positive", lambda m: m > 0, hint)
-    if not isinstance(module, (nn.Module, nnx.Module)):
-        allowed = "a flax.linen.Module or flax.nnx.Module"
-        hint = "Give the model itself, not its apply function or its params."
-        raise TypeError(checks.message("less_bn", "module", allowed, module, hint))
+    allowed = "a flax.linen.Module or flax.nnx.Module"
+    hint = "Give the model itself, not its apply function or its params."
+    fits = isinstance(module, (nn.Module, nnx.Module))
+    checks.require("less_bn", "module", module, allowed, fits, hint, TypeError)
     from boostax.model import less_bn_linen, less_bn_nnx
 
-    if isinstance(module, less_bn_linen.LessBN):
-        allowed = "a model that less_bn has not changed yet"
-        hint = "Call it once, on the whole model, with remove= for what else shall go."
-        raise TypeError(checks.message("less_bn", "module", allowed, type(module), hint))
+    allowed = "a model that less_bn has not changed yet"
+    hint = "Call it once, on the whole model, with remove= for what else shall go."
+    fits = not isinstance(module, less_bn_linen.LessBN)
+    checks.require("less_bn", "module", type(module), allowed, fits, hint, TypeError)
     library: Any = less_bn_linen if isinstance(module, nn.Module) else less_bn_nnx
     report = _decide(library.structure(module, args, kwargs), normalized_head, remove, strict)
     return library.without(module, report.removed, report.head, multiplier), report
 
 
-def _decide(found: Structure, normalized_head: bool, remove: Remove, strict: bool) -> LessBNReport:
+def _decide(
+    found: LessBNReport, normalized_head: bool, remove: Remove, strict: bool
+) -> LessBNReport:
     norms = found.norms if remove is None else _by_user(found.norms, remove)
-    if strict and normalized_head and found.head is None:
-        allowed = "False for a model that no Dense ends"
-        hint = "Only a Dense whose result leaves the model with no other product behind it is one."
-        raise ValueError(
-            checks.message("less_bn", "normalized_head", allowed, normalized_head, hint)
-        )
-    if strict and not normalized_head and not any(norm.removed for norm in norms):
-        kept = "; ".join(f"{norm.path}: {norm.reason}" for norm in norms)
-        hint = f"Nothing would change. BatchNorms: {kept or 'none'}."
-        allowed = "a choice that removes a BatchNorm"
-        raise ValueError(checks.message("less_bn", "remove", allowed, remove, hint))
-    return LessBNReport(norms, found.head if normalized_head else None)
+    head = found.head if normalized_head else None
+    allowed = "False for a model that no Dense ends"
+    hint = "Only a Dense whose result leaves the model with no other product behind it is one."
+    fits = not strict or not normalized_head or head is not None
+    checks.require("less_bn", "normalized_head", normalized_head, allowed, fits, hint)
+    kept = "; ".join(f"{norm.path}: {norm.reason}" for norm in norms)
+    hint = f"Nothing would change. BatchNorms: {kept or 'none'}."
+    fits = not strict or normalized_head or any(norm.removed for norm in norms)
+    checks.require("less_bn", "remove", remove, "a choice that removes a BatchNorm", fits, hint)
+    return LessBNReport(norms, head)
 
 
 def _by_user(norms: tuple[Norm, ...], remove: Any) -> tuple[Norm, ...]:
     if callable(remove):
-        chosen = {norm.path: bool(remove(norm.path, norm.removed)) for norm in norms}
         said = {True: "remove says so", False: "remove says no"}
-        return tuple(Norm(x.path, chosen[x.path], said[chosen[x.path]]) for x in norms)
-    if isinstance(remove, str) or not isinstance(remove, Sequence):
-        hint = "Such as ['block_*/norm_1'], or lambda path, by_rule: by_rule and path != 'norm'."
-        allowed = "None, a list of patterns or a function"
-        raise TypeError(checks.message("less_bn", "remove", allowed, remove, hint))
+        chosen = [(x.path, bool(remove(x.path, x.removed))) for x in norms]
+        return tuple(Norm(path, goes, said[goes]) for path, goes in chosen)
+    hint = "Such as ['block_*/norm_1'], or lambda path, by_rule: by_rule and path != 'norm'."
+    fits = isinstance(remove, Sequence) and not isinstance(remove, str)
+    allowed = "None, a list of patterns or a function"
+    checks.require("less_bn", "remove", remove, allowed, fits, hint, TypeError)
     reasons: dict[str, str] = {}
-    for pattern in remove:
-        hits = [x.path for x in norms if matches(x.path, str(pattern))]
-        if not hits:
-            hint = f"BatchNorms: {', '.join(x.path for x in norms) or 'none'}."
-            allowed = "patterns that match BatchNorms"
-            raise ValueError(checks.message("less_bn", "remove", allowed, pattern, hint))
-        for path in hits:
-            reasons.setdefault(path, f"matches {pattern!r}")
+    for pattern in map(str, remove):
+        hits = [x.path for x in norms if matches(x.path, pattern)]
+        hint = f"BatchNorms: {', '.join(x.path for x in norms) or 'none'}."
+        allowed = "patterns that match BatchNorms"
+        checks.require("less_bn", "remove", pattern, allowed, bool(hits), hint)
+        reasons = dict.fromkeys(hits, f"matches {pattern!r}") | reasons
     return tuple(Norm(x.path, x.path in reasons, reasons.get(x.path, "no match")) for x in norms)

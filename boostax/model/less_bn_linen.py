@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""LessBN on Flax linen: calls intercepted, so that a removed norm has no variables at all."""
+"""Intercept the calls of a linen model, so that a removed norm has no variables at all."""
 
-import contextlib
-from collections.abc import Generator
+import functools
+from collections.abc import Callable
 from typing import Any
 
 import flax.linen as nn
 import jax
 
-from boostax.model.branches import Structure, complete, examine, mark_dense, stand_in
+from boostax.model.branches import LessBNReport, complete, examine, mark, stand_in
 from boostax.model.normalized_dense import NormalizedDense
 
 
@@ -31,70 +31,61 @@ class LessBN(nn.Module):
     multiplier: float = 1.0
 
     def setup(self) -> None:
-        """Params keep their paths."""
+        """Keep the paths of the params."""
         nn.share_scope(self, self.module)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """``module(*args, **kwargs)`` without those norms."""
-        with nn.intercept_methods(self._intercept):
+        """Return ``module(*args, **kwargs)`` without those norms."""
+
+        def dense(module: nn.Dense, path: str, x: Any, result: Callable[[], Any]) -> Any:
+            if path != self.head:
+                return result()
+            same = {name: getattr(module, name) for name in _SAME}
+            start = nn.initializers.constant(self.multiplier)
+            # In the Dense's own scope: the path of its kernel does not change.
+            return NormalizedDense(multiplier_init=start, parent=module.scope, **same)(x)
+
+        def norm(module: nn.BatchNorm, path: str, x: Any, result: Callable[[], Any]) -> Any:
+            return x if path in self.removed else result()
+
+        with _calls(norm, dense, len(self.path)):
             return self.module(*args, **kwargs)
-
-    @nn.nowrap
-    def _intercept(self, next_fun: Any, args: Any, kwargs: Any, context: Any) -> Any:
-        module = context.module
-        if context.method_name == "__call__":
-            if isinstance(module, nn.BatchNorm) and self._place(module) in self.removed:
-                return _first(args, kwargs, "x")
-            if isinstance(module, nn.Dense) and self._place(module) == self.head:
-                # In the Dense's own scope: the path of its kernel does not change.
-                scope: Any = module.scope
-                head = NormalizedDense(
-                    module.features,
-                    dtype=module.dtype,
-                    param_dtype=module.param_dtype,
-                    precision=module.precision,
-                    kernel_init=module.kernel_init,
-                    multiplier_init=nn.initializers.constant(self.multiplier),
-                    parent=scope,
-                )
-                return head(_first(args, kwargs, "inputs"))
-        return next_fun(*args, **kwargs)
-
-    @nn.nowrap
-    def _place(self, module: nn.Module) -> str:
-        return "/".join(module.path[len(self.path) :])
 
 
 without = LessBN
+_SAME = ("features", "dtype", "param_dtype", "precision", "kernel_init")
 
 
-def structure(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Structure:
-    """What ``examine`` says of ``module.init(key, *args, **kwargs)``."""
-
+def structure(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> LessBNReport:
+    """Return what ``examine`` says of ``module.init(key, *args, **kwargs)``."""
     paths: list[str] = []
 
+    def norm(module: nn.BatchNorm, path: str, x: Any, result: Callable[[], Any]) -> Any:
+        paths.append(path)
+        return stand_in(module, x, path)
+
+    def dense(module: nn.Dense, path: str, x: Any, result: Callable[[], Any]) -> Any:
+        return mark("dense", result(), path)
+
     def run(key: jax.Array, args: Any, kwargs: Any) -> Any:
-        with _marks(paths):
+        with _calls(norm, dense):
             return module.init_with_output(key, *args, **kwargs)[0]
 
     return complete(examine(run, jax.random.key(0), args, kwargs), paths)
 
 
-@contextlib.contextmanager
-def _marks(paths: list[str]) -> Generator[None]:
+def _calls(norm: Any, dense: Any, root: int = 0) -> Any:
+    """Intercept BatchNorms and Denses, by ``fn(module, path, x, result)``; ``result()`` is theirs.
+
+    Paths are those below a module whose own path has ``root`` components.
+    """
+
     def intercept(next_fun: Any, args: Any, kwargs: Any, context: Any) -> Any:
-        module = context.module
-        if context.method_name == "__call__":
-            if isinstance(module, nn.BatchNorm):
-                paths.append("/".join(module.path))
-                return stand_in(module, _first(args, kwargs, "x"), paths[-1])
-            if isinstance(module, nn.Dense):
-                return mark_dense(next_fun(*args, **kwargs), "/".join(module.path))
-        return next_fun(*args, **kwargs)
+        module, result = context.module, functools.partial(next_fun, *args, **kwargs)
+        for kind, fn, name in ((nn.BatchNorm, norm, "x"), (nn.Dense, dense, "inputs")):
+            if context.method_name == "__call__" and isinstance(module, kind):
+                x = args[0] if args else kwargs[name]
+                return fn(module, "/".join(module.path[root:]), x, result)
+        return result()
 
-    with nn.intercept_methods(intercept):
-        yield
-
-
-def _first(args: tuple[Any, ...], kwargs: dict[str, Any], name: str) -> Any:
-    return args[0] if args else kwargs[name]
+    return nn.intercept_methods(intercept)

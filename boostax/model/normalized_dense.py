@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The linear head of cosines: inputs and weight columns of length one, times a trained scalar.
+"""Compute cosines in the head: inputs and weight columns of length one, times a trained scalar.
 
 y = m * (x / |x|) (W / |W_column|), and m * (... + b) with a bias. Logits lie in -m..m whatever the
 scale of the last activations, which a network with few normalisations does not fix.
@@ -20,7 +20,7 @@ Initializer = nn.initializers.Initializer
 
 
 def unit(x: jax.Array, axis: int) -> jax.Array:
-    """``x / |x|`` along ``axis``, in f32 or wider; a vector of zeros stays one.
+    """Return ``x / |x|`` along ``axis``, in f32 or wider; a vector of zeros stays one.
 
     The length is taken relative to the largest magnitude, so no square over- or underflows. At a
     zero vector, where the quotient has no derivative, the gradient passes as it came: a kernel that
@@ -42,7 +42,7 @@ def normalized_dense(
     dtype: Any = None,
     precision: Any = None,
 ) -> jax.Array:
-    """``multiplier * (x / |x| @ kernel / |kernel_column| + bias)``.
+    """Return ``multiplier * (x / |x| @ kernel / |kernel_column| + bias)``.
 
     Args:
       x: ``[..., inputs]``.
@@ -104,7 +104,7 @@ class NormalizedDense(nn.Module):
 
     @nn.compact
     def __call__(self, inputs: jax.Array) -> jax.Array:
-        """``[..., features]`` from ``[..., inputs]``."""
+        """Return ``[..., features]`` from ``[..., inputs]``."""
         shape = (jnp.shape(inputs)[-1], self.features)
         kernel: Any = self.param("kernel", self.kernel_init, shape, self.param_dtype)
         multiplier: Any = self.param("multiplier", self.multiplier_init, (), self.param_dtype)
@@ -117,49 +117,29 @@ class NormalizedDense(nn.Module):
 
 
 class NormalizedLinear(nnx.Module):
-    """``NormalizedDense`` for NNX, called like ``nnx.Linear``.
+    """``NormalizedDense`` for NNX, made of an ``nnx.Linear`` and called like it.
+
+    Args:
+      linear: has the kernel, and the dtypes and precision of the product.
+      use_bias: take its bias too, added before the multiplier.
+      multiplier: what the trained scalar starts from.
 
     Example:
       >>> from flax import nnx
       >>> from boostax.model.normalized_dense import NormalizedLinear
-      >>> head = NormalizedLinear(8, 3, rngs=nnx.Rngs(0))
+      >>> head = NormalizedLinear(nnx.Linear(8, 3, rngs=nnx.Rngs(0)))
       >>> head(jnp.ones((4, 8))).shape, head.multiplier.shape, head.bias
       ((4, 3), (), None)
     """
 
-    def __init__(
-        self,
-        in_features: int,
-        out_features: int,
-        *,
-        use_bias: bool = False,
-        dtype: Any = None,
-        param_dtype: Any = jnp.float32,
-        precision: Any = None,
-        kernel_init: Initializer = nn.initializers.lecun_normal(),
-        bias_init: Initializer = nn.initializers.zeros_init(),
-        multiplier_init: Initializer = nn.initializers.ones_init(),
-        rngs: nnx.Rngs,
-    ) -> None:
-        self.kernel = nnx.Param(
-            kernel_init(rngs.params(), (in_features, out_features), param_dtype)
-        )
-        self.multiplier = nnx.Param(multiplier_init(rngs.params(), (), param_dtype))
-        self.bias: Any = nnx.data(None)
-        if use_bias:
-            self.bias = nnx.Param(bias_init(rngs.params(), (out_features,), param_dtype))
-        self.in_features, self.out_features = in_features, out_features
-        self.use_bias, self.dtype, self.param_dtype = use_bias, dtype, param_dtype
-        self.precision = precision
+    def __init__(self, linear: nnx.Linear, use_bias: bool = False, multiplier: float = 1.0) -> None:
+        self.multiplier = nnx.Param(jnp.full((), multiplier, linear.param_dtype))
+        self.kernel = linear.kernel
+        self.bias: Any = linear.bias if use_bias else nnx.data(None)
+        self.dtype, self.precision = linear.dtype, linear.precision
 
     def __call__(self, inputs: jax.Array) -> jax.Array:
-        """``[..., out_features]`` from ``[..., in_features]``."""
+        """Return ``[..., out_features]`` from ``[..., in_features]``."""
         bias = None if self.bias is None else self.bias[...]
-        return normalized_dense(
-            inputs,
-            self.kernel[...],
-            self.multiplier[...],
-            bias,
-            dtype=self.dtype,
-            precision=self.precision,
-        )
+        how = {"dtype": self.dtype, "precision": self.precision}
+        return normalized_dense(inputs, self.kernel[...], self.multiplier[...], bias, **how)

@@ -8,7 +8,6 @@ from boostax._core.handshake import assume_scaled as assume_scaled
 from boostax._core.late import late as _late
 from boostax.precision.boundary import check_boundaries as check_boundaries
 from boostax.precision.boundary import scale_boundary as scale_boundary
-from boostax.precision.crossings import group_boundaries as group_boundaries
 from boostax.precision.group_scale import group_loss_scale as group_loss_scale
 from boostax.precision.group_state import group_scales as group_scales
 from boostax.precision.loss_scale import dynamic_loss_scale as dynamic_loss_scale
@@ -18,11 +17,6 @@ from boostax.precision.loss_scale import static_loss_scale as static_loss_scale
 from boostax.precision.lost_updates import count_lost_updates as count_lost_updates
 from boostax.precision.policy import Policy as Policy
 from boostax.precision.policy import policy as policy
-from boostax.precision.spikes import AdaGC as AdaGC
-from boostax.precision.spikes import MedianLimit as MedianLimit
-from boostax.precision.spikes import SigmaLimit as SigmaLimit
-from boostax.precision.spikes import SpikeRule as SpikeRule
-from boostax.precision.spikes import ZClip as ZClip
 from boostax.precision.spikes import skip_spikes as skip_spikes
 from boostax.precision.store import masters as masters
 from boostax.precision.store import store as store

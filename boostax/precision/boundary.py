@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where the backward pass goes from one group to another, the cotangent changes its scale.
+"""Change the scale of a cotangent where the backward pass goes from one group to another.
 
 Let ``s_k`` be the scale of group ``k``: every cotangent inside the group is ``s_k`` times itself.
 A value that was made in group ``o`` and is used in group ``i`` receives ``s_i`` times its cotangent
@@ -41,7 +41,7 @@ def _cross_jvp(
 
 
 def scale_boundary(x: PyTree, opt_state_or_scales: PyTree, outer: Any, inner: Any) -> PyTree:
-    r"""The identity, through which ``x`` goes from group ``outer`` to group ``inner``.
+    r"""Return ``x`` unchanged where it goes from group ``outer`` to group ``inner``.
 
     In the backward pass the cotangent, which arrives multiplied by :math:`s_\text{inner}`, leaves
     multiplied by :math:`s_\text{outer}`:
@@ -50,8 +50,7 @@ def scale_boundary(x: PyTree, opt_state_or_scales: PyTree, outer: Any, inner: An
 
     It stands on *every* edge between groups: an activation that enters the next one, a residual
     stream that is added to later, a weight that is used in a group other than its own. The loss is
-    in the last group. ``group_boundaries`` finds all the edges by itself; this is for models with a
-    scale per iteration of a scan. ``check_boundaries`` finds what was forgotten.
+    in the last group. ``check_boundaries`` finds what was forgotten.
 
     Args:
       x: tree of arrays; integers pass.
@@ -81,18 +80,19 @@ def scale_boundary(x: PyTree, opt_state_or_scales: PyTree, outer: Any, inner: An
     scales = opt_state_or_scales if is_scales else group_scales(opt_state_or_scales)
     if scales is None:
         return x
+    count = scales.shape[0]
+    allowed, hint = f"a group from 0 to {count - 1}", "The first of the forward pass is 0."
     for argument, group in (("outer", outer), ("inner", inner)):
-        _known(who, argument, group, scales.shape[0])
+        if not isinstance(group, Tracer):
+            flag = isinstance(group, bool)
+            number = -1 if flag else checks.integer(who, argument, group, allowed, hint)
+            checks.require(who, argument, group, allowed, 0 <= number < count, hint)
     handshake.crossed(scales)
-    ratio = jnp.asarray(scales, jnp.float32)[outer] / jnp.asarray(scales, jnp.float32)[inner]
-    return crossed(x, ratio)
-
-
-def crossed(x: PyTree, ratio: jax.Array) -> PyTree:
-    """``x``, its cotangents multiplied by ``ratio``; integers as they are."""
+    wide = jnp.asarray(scales, jnp.float32)
+    ratio = wide[outer] / wide[inner]
 
     def cross(leaf: Any) -> Any:
-        return _cross(leaf, ratio) if jnp.issubdtype(jnp.result_type(leaf), jnp.inexact) else leaf
+        return _cross(leaf, ratio) if trees.is_inexact(jnp.result_type(leaf)) else leaf
 
     return jax.tree.map(cross, x)
 
@@ -157,43 +157,30 @@ def check_boundaries(
         pairs = zip(grads, numbers, strict=True)
         return [g / scales[number].astype(g.real.dtype) for g, number in pairs]
 
-    plain = jax.device_get(gradients(jnp.ones(count)))
-    paths = trees.names(params)
-    worst: dict[str, float] = dict.fromkeys(paths, 0.0)
-    for seed in range(draws):
-        found = jax.device_get(gradients(jnp.asarray(_drawn(seed, count))))
-        for path, one, other in zip(paths, plain, found, strict=True):
-            worst[path] = max(worst[path], _difference(one, other))
-    wrong = [path for path in paths if worst[path] > rtol]
+    drawn = [jnp.ones(count), *(_drawn(seed, count) for seed in range(draws))]
+    plain, *others = (jax.device_get(gradients(scales)) for scales in drawn)
+    worst = {
+        path: max(_difference(one, other) for other in found)
+        for path, one, *found in zip(trees.names(params), plain, *others, strict=True)
+    }
+    wrong = [path for path, off in worst.items() if off > rtol]
     if wrong:
         raise ValueError(
             f"{who}: loss_fn must have a scale_boundary on every edge between groups, got "
             f"gradients that depend on the scales at {few(wrong)}. The fault lies between the last "
-            "of these groups and the loss; group_boundaries(loss_fn, labels) finds all edges."
+            "of these groups and the loss."
         )
     return max(worst.values(), default=0.0)
 
 
-def _drawn(seed: int, count: int) -> np.ndarray[Any, Any]:
-    """Powers of two, different for up to 25 groups: between equal ones nothing is proved."""
+def _drawn(seed: int, count: int) -> jax.Array:
+    """Draw powers of two, different for up to 25 groups: equal ones prove nothing."""
     places = np.random.default_rng(seed).permutation(count) % 25
-    return np.exp2(places - min(count, 25) // 2).astype(np.float32)
+    return jnp.asarray(np.exp2(places - min(count, 25) // 2), jnp.float32)
 
 
 def _difference(one: np.ndarray[Any, Any], other: np.ndarray[Any, Any]) -> float:
-    """The largest difference as a share of the largest element; infinite where one is NaN."""
-    if not one.size:
-        return 0.0
-    size, off = np.max(np.abs(one)), np.max(np.abs(one - other))
-    if off == 0:
-        return 0.0
-    return float(off / size) if np.isfinite(off) and size > 0 else float("inf")
-
-
-def _known(who: str, argument: str, group: Any, count: int) -> None:
-    if isinstance(group, Tracer):
-        return
-    allowed, hint = f"a group from 0 to {count - 1}", "The first of the forward pass is 0."
-    flag = isinstance(group, bool)
-    if flag or not 0 <= checks.integer(who, argument, group, allowed, hint) < count:
-        raise ValueError(checks.message(who, argument, allowed, group, hint))
+    """Return the largest difference as a share of the largest element; inf where one is NaN."""
+    size, off = (np.max(np.abs(x), initial=0) for x in (one, one - other))
+    share = off / size if np.isfinite(off) and size > 0 else np.inf
+    return 0.0 if off == 0 else float(share)

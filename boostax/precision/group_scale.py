@@ -3,7 +3,7 @@
 
 Gradients of early layers can be orders of magnitude smaller than those of late ones. With a scale
 for every group each works where f16 has its numbers; where the backward pass goes from one group to
-the next, the cotangent changes its scale (``boundary.py``, ``crossings.py``).
+the next, the cotangent changes its scale (``boundary.py``).
 
 References:
   MindSpore 2.10, ``mindspore.boost.GroupLossScaleManager``: the factors, and the ratio of scales
@@ -20,30 +20,102 @@ import numpy as np
 import optax
 
 from boostax._core import axes, checks, handshake, trees
-from boostax._core.describe import describe
-from boostax._core.finite import counts, largest_magnitudes, magnitude, usable
-from boostax._core.gate import (
-    Pending,
-    branch,
-    counted,
-    flush_of,
-    gated,
-    init_inner,
-    run,
-    run_or_hold,
-)
-from boostax.precision.group_state import GroupLossScaleState, check_labels, decided, group_numbers
+from boostax._core.describe import Stepped, describe
+from boostax._core.finite import largest_magnitudes, usable
+from boostax._core.gate import Pending, flush_of, gated, init_inner, run, run_or_hold
+from boostax.precision.group_state import GroupLossScaleState, check_labels, group_numbers
+from boostax.precision.loss_scale import decided
 
 PyTree = Any
-
-_F16 = jnp.finfo(jnp.float16)
-_TINY, _TOP = float(_F16.tiny), 2.0**_F16.maxexp
-# Half the smallest subnormal: what a gradient that came out zero may have been at most.
-_VANISHED = 2.0**-25
+_WHO = "group_loss_scale"
+# Where f16 ends, and half its smallest subnormal: a gradient that came out zero was below it.
+_TOP, _VANISHED = 2.0**16, 2.0**-25
 # The ratio of two scales, and the reciprocal of each, must be normal f32.
 _LOW, _HIGH = 2.0**-60, 2.0**60
 # Skips in a row, four bits of the default factor, before the next group is suspected too.
 _PATIENCE = 8
+
+
+class _Rule(NamedTuple):
+    """The arguments that move the table; see ``group_loss_scale``."""
+
+    growth: float
+    backoff: float
+    low: float
+    high: float
+    each: bool
+    headroom: float | None
+
+
+def _adjusted(
+    state: GroupLossScaleState, rule: _Rule, present: jax.Array, bad: jax.Array, largest: jax.Array
+) -> GroupLossScaleState:
+    """Move the table by what a step's gradients say of each group.
+
+    Args:
+      state: the old one.
+      rule: the factors and their limits.
+      present: bool ``[G]``, whether the group has gradients in this step (a frozen one has none).
+      bad: bool ``[G]``, whether one of them is not finite, or its square would not be.
+      largest: f32 ``[G]``, the largest magnitude, unscaled; 0 where bad.
+    """
+    groups = jnp.arange(state.table.shape[-1])
+    blamed = jnp.max(jnp.where(bad, groups, -1))
+    last = blamed + state.skipped_in_a_row // _PATIENCE
+    lowers = (groups >= blamed) & (groups <= last) & (blamed >= 0) | (bad & rule.each)
+    clean = present & ~bad & ~lowers
+    grown = jnp.minimum(state.table * rule.growth, rule.high)
+    if rule.headroom is not None:
+        scaled = jnp.maximum(largest * state.scales, _VANISHED)
+        wanted = jnp.clip(state.scales * (_TOP / rule.headroom / scaled), rule.low, rule.high)
+        grown = jnp.where(state.largest > 0, jnp.minimum(grown, wanted), wanted)
+    lowered = jnp.maximum(state.table * rule.backoff, rule.low)
+    table = jnp.where(lowers, lowered, jnp.where(clean, grown, state.table))
+    return state._replace(
+        table=table.astype(jnp.float32),
+        largest=jnp.where(clean & (largest > 0), largest, state.largest),
+        overflow_group=jnp.where(blamed >= 0, blamed, state.overflow_group).astype(jnp.int32),
+    )
+
+
+def _look(
+    grads: Pending, numbers: list[int], inverse: jax.Array, names: tuple[str, ...]
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Return ``present``, ``bad`` and ``largest`` of each group, agreed on all replicas."""
+    pairs = list(zip(jax.tree.leaves(grads.raw), numbers, strict=True))
+    bad: list[jax.Array] = []
+    largest: list[jax.Array] = []
+    for group in range(inverse.size):
+        own = grads._replace(raw=[g for g, number in pairs if number == group])
+        own = own.times(inverse[group])
+        found = own._replace(raw=largest_magnitudes(own.raw)).value()
+        bad.append(~usable(own))
+        largest.append(jnp.max(jnp.stack([jnp.float32(0), *(x.astype("f4") for x in found)])))
+    flags = jnp.stack(bad)
+    both = jnp.stack([flags.astype(jnp.float32), jnp.where(flags, 0, jnp.stack(largest))])
+    both = axes.largest(both, axes.with_shards(both, names)) if names else both
+    present = jnp.asarray([group in numbers for group in range(inverse.size)])
+    return present, both[0] > 0, both[1]
+
+
+def _unscaled(grads: Pending, numbers: list[int], inverse: jax.Array) -> PyTree:
+    leaves, treedef = jax.tree.flatten(grads.value())
+    pairs = zip(leaves, numbers, strict=True)
+    return treedef.unflatten([g * inverse[k].astype(g.real.dtype) for g, k in pairs])
+
+
+def _first(who: str, count: int, init_scale: Any, inner_state: Any) -> GroupLossScaleState:
+    table = jnp.asarray(init_scale, jnp.float32)
+    allowed, hint = f"a number or one for each group, {count}", "The first is group 0's."
+    checks.require(who, "init_scale", init_scale, allowed, table.shape in ((), (count,)), hint)
+    return GroupLossScaleState(
+        jnp.full(count, table),
+        jnp.zeros(count, jnp.float32),
+        jnp.asarray(-1, jnp.int32),
+        jnp.asarray(False),
+        *(jnp.zeros((), jnp.int32) for _ in range(2)),
+        inner_state=inner_state,
+    )
 
 
 def group_loss_scale(
@@ -58,7 +130,6 @@ def group_loss_scale(
     overflow: Literal["blame", "each"] = "blame",
     rule: Literal["trial", "measure"] = "trial",
     headroom: float = 16.0,
-    count_every: int = 100,
     axis_name: axes.AxisName | None = None,
 ) -> optax.GradientTransformationExtraArgs:
     r"""Unscale each group of layers by its own scale, run ``inner`` if all are finite, adapt.
@@ -74,20 +145,19 @@ def group_loss_scale(
 
     Any overflow skips the whole step, bit for bit. In the backward pass what is not finite goes
     from the later groups to the earlier ones and ruins them all: to blame is the *last* group whose
-    gradients are not finite. Those before it stay as they are, as nothing is known of them; those
+    gradients are not finite. Those before it stay unchanged, as nothing is known of them; those
     after it grow. An activation's cotangent can overflow without any trace in the gradients of its
     own group: so after every eight skips in a row one group more, towards the loss, is lowered too.
 
     ``overflow="each"`` is MindSpore's rule instead: every group whose own gradients are not finite
-    is lowered, :math:`t_k \leftarrow \max(t_k \cdot \text{backoff}, \text{min})`, however many they
-    are; the others grow.
+    is lowered, however many they are; the others grow.
 
     ``rule="measure"`` does not feel its way: the first gradient of a group sets its scale, so that
     the largest magnitude :math:`m_k` of the scaled gradient comes to ``2**16 / headroom``; from
     then on :math:`t_k \le s_k\, 2^{16} / (\text{headroom} \cdot m_k)` holds beside the rule above.
 
-    The loss must be multiplied by the scale of the last group, and know the boundaries between the
-    groups: see ``group_boundaries`` and ``scale_boundary``.
+    The loss must be multiplied by the scale of the last group, and have a ``scale_boundary`` on
+    every edge between groups, which ``check_boundaries`` proves.
 
     Args:
       inner: the rest of the optimizer; it sees f32 (or wider) gradients and params.
@@ -102,17 +172,16 @@ def group_loss_scale(
         the default.
       overflow: ``"blame"`` lowers the group where an overflow began, ``"each"`` all that show one.
       rule: ``"trial"``, MindSpore's, or ``"measure"``.
-      headroom: >= 1, for ``"measure"``: how far below 2**16 the largest gradient is to stay, for
-        the noise of batches, and for activations whose cotangents are larger than the gradients.
-      count_every: steps from one count of the elements that underflow to the next; they are also
-        counted at every overflow.
+      headroom: from 1 to 2**16, for ``"measure"``: how far below 2**16 the largest gradient is to
+        stay, for the noise of batches, and for activations whose cotangents are larger than the
+        gradients.
       axis_name: replica axis (or axes) over which finiteness is agreed. Gradients must then be
-        *local*: see ``boostax.train.local_params``. Counts are then of the replica that has most.
+        *local*: see ``boostax.train.local_params``.
 
     Returns:
-      A transformation with a ``GroupLossScaleState``. Cost: 29 bytes per group; one read of the
-      gradients, and another at each count; one collective of 8 bytes per group, and one of 12
-      per group at each count, with ``axis_name``; otherwise as ``dynamic_loss_scale``.
+      A transformation with a ``GroupLossScaleState``. Cost: 8 bytes per group; one read of the
+      gradients; one collective of 8 bytes per group with ``axis_name``; otherwise as
+      ``dynamic_loss_scale``.
 
     Raises:
       ValueError, TypeError: an argument out of range; at trace time, as ``dynamic_loss_scale``.
@@ -130,168 +199,57 @@ def group_loss_scale(
     References:
       ``mindspore.boost.GroupLossScaleManager``, MindSpore 2.10.
     """
-    who = "group_loss_scale"
-    check_labels(who, labels)
-    _between(who, "min_scale", min_scale, _LOW, _HIGH, "1 is the default.")
-    _between(who, "max_scale", max_scale, _LOW, _HIGH, "2**24 is the default.")
+    check_labels(_WHO, labels)
+    _between("min_scale", min_scale, _LOW, _HIGH, "1 is the default.")
+    _between("max_scale", max_scale, _LOW, _HIGH, "2**24 is the default.")
     hint = "It lies between min_scale and max_scale; 4096 is the default."
     scales: Any = init_scale
     for first in scales if np.ndim(scales) else [scales]:
-        _between(who, "init_scale", first, min_scale, max_scale, hint)
+        _between("init_scale", first, min_scale, max_scale, hint)
     hint = "2**(1/1000) doubles the scale in 1000 steps."
-    checks.number(who, "growth_factor", growth_factor, "greater than 1", lambda x: x > 1, hint)
+    checks.number(_WHO, "growth_factor", growth_factor, "greater than 1", lambda x: x > 1, hint)
     hint = "2**-0.5 halves the scale at every other overflow."
-    checks.number(who, "backoff_factor", backoff_factor, "in (0, 1)", lambda x: 0 < x < 1, hint)
-    hint = "'each' is MindSpore's."
-    checks.choice(who, "overflow", overflow, ("blame", "each"), hint)
-    checks.choice(who, "rule", rule, ("trial", "measure"), "'trial' is MindSpore's.")
-    hint = "16 keeps the largest gradient below 2**12."
-    allowed = "from 1 to 2**16"
-    checks.number(who, "headroom", headroom, allowed, lambda x: 1 <= x <= _TOP, hint)
-    hint = "100 counts at every hundredth step."
-    count_every = checks.positive_int(who, "count_every", count_every, hint)
-    tx = checks.transformation(who, "inner", inner)
-    names = axes.canonical(who, axis_name)
+    checks.number(_WHO, "backoff_factor", backoff_factor, "in (0, 1)", lambda x: 0 < x < 1, hint)
+    checks.choice(_WHO, "overflow", overflow, ("blame", "each"), "'each' is MindSpore's.")
+    checks.choice(_WHO, "rule", rule, ("trial", "measure"), "'trial' is MindSpore's.")
+    _between("headroom", headroom, 1.0, _TOP, "16 keeps the largest gradient below 2**12.")
+    tx, names = checks.transformation(_WHO, "inner", inner), axes.canonical(_WHO, axis_name)
+    each, room = overflow == "each", headroom if rule == "measure" else None
+    moves = _Rule(growth_factor, backoff_factor, min_scale, max_scale, each, room)
 
     def init_fn(params: PyTree) -> GroupLossScaleState:
-        _, count = group_numbers(who, labels, params)
-        table = jnp.asarray(init_scale, jnp.float32)
-        if table.shape not in ((), (count,)):
-            allowed, hint = f"a number or one for each group, {count}", "The first is group 0's."
-            raise ValueError(checks.message(who, "init_scale", allowed, init_scale, hint))
-        zeros = [jnp.zeros(count, jnp.float32) for _ in range(4)]
-        counters = [jnp.zeros((), jnp.int32) for _ in range(3)]
-        return GroupLossScaleState(
-            jnp.full(count, table),
-            jnp.zeros(count, bool),
-            *zeros,
-            until_count=counters[0],
-            overflow_group=jnp.asarray(-1, jnp.int32),
-            backoffs=jnp.zeros(count, jnp.int32),
-            floor_hits=jnp.zeros(count, jnp.int32),
-            last_finite=jnp.asarray(False),
-            skipped_steps=counters[1],
-            skipped_in_a_row=counters[2],
-            inner_state=init_inner(tx, params),
-        )
+        count = group_numbers(_WHO, labels, params)[1]
+        return _first(_WHO, count, init_scale, init_inner(tx, params))
 
-    def adjust(state: GroupLossScaleState, seen: _Seen) -> GroupLossScaleState:
-        groups = jnp.arange(state.table.shape[-1])
-        blamed = jnp.max(jnp.where(seen.bad, groups, -1))
-        last = blamed + state.skipped_in_a_row // _PATIENCE
-        lowers = (groups >= blamed) & (groups <= last) & (blamed >= 0)
-        lowers |= seen.bad if overflow == "each" else False
-        clean = seen.present & ~seen.bad & ~lowers
-        grown = jnp.minimum(state.table * growth_factor, max_scale)
-        if rule == "measure":
-            scaled = jnp.maximum(seen.largest * state.scales, _VANISHED)
-            wanted = jnp.clip(state.scales * (_TOP / headroom / scaled), min_scale, max_scale)
-            grown = jnp.where(state.measured, jnp.minimum(grown, wanted), wanted)
-        lowered = jnp.maximum(state.table * backoff_factor, min_scale)
-        table = jnp.where(lowers, lowered, jnp.where(clean, grown, state.table))
-        at_floor = lowers & (state.table <= min_scale)
-        return state._replace(
-            table=table.astype(jnp.float32),
-            measured=state.measured | (clean & (seen.largest > 0)),
-            largest=jnp.where(seen.present & ~seen.bad, seen.largest, state.largest),
-            overflow_group=jnp.where(blamed >= 0, blamed, state.overflow_group).astype(jnp.int32),
-            backoffs=counted(state.backoffs, lowers & ~at_floor),
-            floor_hits=counted(state.floor_hits, at_floor),
-        )
-
-    @describe(who, "scaler", names, inner={"inner_state": tx})
+    @describe(_WHO, "scaler", names, inner={"inner_state": tx})
     def step_fn(
         grads: Pending, state: GroupLossScaleState, params: PyTree, *, apply: bool, **extra: Any
-    ) -> tuple[PyTree, GroupLossScaleState]:
-        trees.require_gradients(grads.raw, who)
-        axes.require_local(grads.raw, names, who)
-        numbers, _ = group_numbers(who, labels, grads.raw)
-        handshake.require(who, state.table, handshake.by_path(grads.raw, numbers))
-        leaves, treedef = jax.tree.flatten(grads.raw)
-        parts = [
-            grads._replace(raw=[x for x, k in zip(leaves, numbers, strict=True) if k == group])
-            for group in range(state.table.shape[-1])
-        ]
+    ) -> Stepped:
+        trees.require_gradients(grads.raw, _WHO)
+        axes.require_local(grads.raw, names, _WHO)
+        numbers, _ = group_numbers(_WHO, labels, grads.raw)
+        handshake.require(_WHO, state.table, len(set(numbers)))
         # Exact, and so are the products, because the scales are powers of two.
         inverse = 1.0 / state.scales
-        seen = _look(parts, inverse, names)
-        ok = ~seen.bad.any()
+        present, bad, largest = _look(grads, numbers, inverse, names)
+        ok = ~bad.any()
 
-        def unscaled(pending: Pending) -> PyTree:
-            wide = zip(jax.tree.leaves(pending.value()), numbers, strict=True)
-            return treedef.unflatten([g * inverse[k].astype(g.real.dtype) for g, k in wide])
-
-        def heavy() -> tuple[PyTree, Any]:
+        def heavy() -> Stepped:
             more = extra
             if "grad" in extra:
-                more = extra | {"grad": unscaled(grads._replace(raw=extra["grad"]))}
-            pending = Pending(unscaled(grads))
+                raw = grads._replace(raw=extra["grad"])
+                more = extra | {"grad": _unscaled(raw, numbers, inverse)}
+            pending = Pending(_unscaled(grads, numbers, inverse))
             return run(tx, pending, state.inner_state, params, apply=apply, extra=more)
 
         held = params, state.inner_state
-        value, inner_state = run_or_hold(ok, heavy, *held, apply=apply, who=who, names=names)
-        due = ~ok | (state.until_count <= 0)
-        old = jnp.stack([state.nonfinite, state.underflow, state.entries])
-        nonfinite, underflow, entries = branch(due, lambda: _counts(parts, names), lambda: old)
-        state = adjust(state, seen)._replace(
-            nonfinite=nonfinite,
-            underflow=underflow,
-            entries=entries,
-            until_count=jnp.where(due, count_every, state.until_count).astype(jnp.int32) - 1,
-        )
+        value, inner_state = run_or_hold(ok, heavy, *held, apply=apply, who=_WHO, names=names)
+        state = _adjusted(state, moves, present, bad, largest)
         return value, decided(state, ok, inner_state)
 
     return gated(init_fn, step_fn, flush_of(tx, "last_finite"))
 
 
-class _Seen(NamedTuple):
-    """What a step's gradients say of each group, ``[G]``, agreed on all replicas.
-
-    Attributes:
-      present: bool, whether the group has gradients in this step (a frozen one has none).
-      bad: bool, whether one of them is not finite, or its square would not be.
-      largest: f32, the largest magnitude, unscaled; 0 where bad.
-    """
-
-    present: jax.Array
-    bad: jax.Array
-    largest: jax.Array
-
-
-def _look(parts: list[Pending], inverse: jax.Array, names: tuple[str, ...]) -> _Seen:
-    bad: list[jax.Array] = []
-    largest: list[jax.Array] = []
-    for group, part in enumerate(parts):
-        unscaled = part.times(inverse[group])
-        bad.append(~usable(unscaled))
-        found = unscaled._replace(raw=largest_magnitudes(part.raw)).value()
-        largest.append(
-            jnp.max(jnp.stack([x.astype(jnp.float32) for x in found])) if found else jnp.float32(0)
-        )
-    flags = jnp.stack(bad)
-    both = jnp.stack([flags.astype(jnp.float32), jnp.where(flags, 0, jnp.stack(largest))])
-    both = axes.largest(both, axes.with_shards(both, names)) if names else both
-    present = jnp.asarray([bool(jax.tree.leaves(part.raw)) for part in parts])
-    return _Seen(present, both[0] > 0, both[1])
-
-
-def _counts(parts: list[Pending], names: tuple[str, ...]) -> jax.Array:
-    """Entries of each group that are not finite, that f16 has no normal number for, and all."""
-    columns: list[jax.Array] = []
-    for part in parts:
-        # Tested as they came: an average over a window has its factor still to come.
-        tiny = jnp.float32(_TINY)
-        for factor in part.factors:
-            tiny = tiny / factor
-        sizes = sum(leaf.size for leaf in part.raw)
-        found = [jnp.zeros(2, jnp.float32)]
-        for size in map(magnitude, part.raw):
-            found.append(counts(~jnp.isfinite(size), size < tiny.astype(size.dtype)))
-        columns.append(jnp.append(jnp.sum(jnp.stack(found), 0), jnp.float32(sizes)))
-    result = jnp.stack(columns, axis=1)
-    return axes.largest(result, axes.with_shards(result, names)) if names else result
-
-
-def _between(who: str, argument: str, value: Any, low: Any, high: Any, hint: str) -> None:
+def _between(argument: str, value: Any, low: Any, high: Any, hint: str) -> None:
     allowed = f"from {low!r} to {high!r}"
-    checks.number(who, argument, value, allowed, lambda x: low <= x <= high, hint)
+    checks.number(_WHO, argument, value, allowed, lambda x: low <= x <= high, hint)

@@ -1,17 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a loss scale per group keeps from step to step, and how it is found."""
+"""State of a loss scale per group of layers, and the labels that make the groups."""
 
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import optax
 from jax import lax
 
-from boostax._core import checks, handshake, trees
+from boostax._core import checks, handshake
 from boostax._core.describe import Holds
-from boostax._core.gate import counted, told_by
+from boostax._core.gate import told_by
 from boostax._core.groups import leaf_groups
+from boostax.precision.loss_scale import one_scaler
 
 PyTree = Any
 
@@ -21,15 +21,9 @@ class GroupLossScaleState(NamedTuple):
 
     Attributes:
       table: f32 ``[G]``, what the factors move; the next scales are the powers of two below.
-      measured: bool ``[G]``, whether a gradient that is not zero was seen (rule ``"measure"``).
-      largest: f32 ``[G]``, largest magnitude in the group's last finite gradient, unscaled.
-      nonfinite: f32 ``[G]``, elements that were not finite when last counted.
-      underflow: f32 ``[G]``, elements that were zero or subnormal in f16 when last counted.
-      entries: f32 ``[G]``, entries that were counted.
-      until_count: i32, steps before the next count.
+      largest: f32 ``[G]``, largest magnitude, unscaled, in the group's last gradient that was
+        finite and not zero; 0 before the first.
       overflow_group: i32, the group to blame for the last skipped step; -1 before the first.
-      backoffs: i32 ``[G]``, how often the entry of the table was lowered for an overflow.
-      floor_hits: i32 ``[G]``, how often it should have been and was at ``min_scale`` already.
       last_finite: bool, whether the last gradients were finite; False before the first.
       skipped_steps: i32, steps skipped since the start.
       skipped_in_a_row: i32, steps skipped since the last one that ran.
@@ -37,27 +31,13 @@ class GroupLossScaleState(NamedTuple):
     """
 
     table: jax.Array
-    measured: jax.Array
     largest: jax.Array
-    nonfinite: jax.Array
-    underflow: jax.Array
-    entries: jax.Array
-    until_count: jax.Array
     overflow_group: jax.Array
-    backoffs: jax.Array
-    floor_hits: jax.Array
     last_finite: jax.Array
     skipped_steps: jax.Array
     skipped_in_a_row: jax.Array
     inner_state: Any
-    holds = Holds(
-        (
-            *("table", "measured", "largest", "nonfinite", "underflow", "entries"),
-            *("until_count", "overflow_group", "backoffs", "floor_hits"),
-        ),
-        scale="table",
-        powers=True,
-    )
+    holds = Holds(("table", "largest", "overflow_group"), scale="table", powers=True)
 
     @property
     def scales(self) -> jax.Array:
@@ -72,35 +52,23 @@ class GroupLossScaleState(NamedTuple):
         return self.scales[..., -1]
 
     def known_by(self) -> jax.Array:
-        """The array by which a trace tells this scaler from others."""
+        """Return the array by which a trace tells this scaler from others."""
         return self.table
 
     passed = taken = told_by("last_finite")
 
     def metrics(self) -> dict[str, jax.Array]:
-        """Named scalars for ``boostax.metrics``; the underflow as a share of the elements."""
-        found = {
-            "loss_scale": self.scale,
-            "last_finite": self.last_finite,
-            "skipped_steps": self.skipped_steps,
-            "skipped_in_a_row": self.skipped_in_a_row,
-            "overflow_group": self.overflow_group,
-        }
-        columns = {
-            "scale": self.scales,
-            "largest": self.largest,
-            "nonfinite": self.nonfinite,
-            "underflow": self.underflow / jnp.maximum(self.entries, 1),
-            "backoffs": self.backoffs,
-            "floor_hits": self.floor_hits,
-        }
+        """Return named scalars for ``boostax.metrics``."""
+        fields = ("last_finite", "skipped_steps", "skipped_in_a_row", "overflow_group")
+        found = {"loss_scale": self.scale} | {name: getattr(self, name) for name in fields}
         for group in range(self.table.shape[-1]):
-            found |= {f"group_{group}_{name}": x[..., group] for name, x in columns.items()}
+            found[f"group_{group}_scale"] = self.scales[..., group]
+            found[f"group_{group}_largest"] = self.largest[..., group]
         return found
 
 
 def group_scales(opt_state: PyTree) -> jax.Array | None:
-    """The scale of each group in the next step, for a loss function that crosses their boundaries.
+    """Return the scale of each group in the next step, for a loss that crosses their boundaries.
 
     Args:
       opt_state: any optimizer state; the scaler may be nested anywhere in it.
@@ -109,7 +77,7 @@ def group_scales(opt_state: PyTree) -> jax.Array | None:
       f32 ``[groups]``, powers of two; ``None`` when the state has no scaler by groups.
 
     Raises:
-      ValueError: there are several of them, or one that not all gradients pass.
+      ValueError: there are several scalers, or one that not all gradients pass.
 
     Example:
       >>> import boostax, jax.numpy as jnp, optax
@@ -119,35 +87,16 @@ def group_scales(opt_state: PyTree) -> jax.Array | None:
       >>> boostax.precision.group_scales(state).tolist()
       [2048.0, 2048.0]
     """
-    found = scalers("group_scales", opt_state, GroupLossScaleState)
-    if not found:
+    found = one_scaler("group_scales", opt_state)
+    if not isinstance(found, GroupLossScaleState):
         return None
-    scales = found[0].scales
-    handshake.hand_on(found[0].table, scales)
+    scales = found.scales
+    handshake.hand_on(found.table, scales)
     return scales
 
 
-def scalers(who: str, opt_state: PyTree, *kinds: type) -> list[Any]:
-    """The state of the one scaler of these kinds, or none; refuse several, and one for a part.
-
-    The loss is multiplied as a whole: what goes past a scaler stays multiplied.
-    """
-    scaler = lambda x: isinstance(x, kinds)  # noqa: E731
-    found = trees.find(opt_state, scaler)
-    apart = optax.MaskedState, optax.ConditionallyTransformState
-    partial = trees.find(opt_state, lambda x: isinstance(x, apart) and bool(trees.find(x, scaler)))
-    if len(found) > 1 or partial:
-        got = f"one in a {type(partial[0]).__name__}" if len(found) == 1 else len(found)
-        raise ValueError(
-            f"{who}: opt_state must hold one loss scaler that all gradients pass, got {got}. Put "
-            "one around the whole optimizer, outside optax.partition, optax.masked and "
-            "optax.conditionally_transform."
-        )
-    return found
-
-
 def group_numbers(who: str, labels: Any, params: PyTree) -> tuple[list[int], int]:
-    """The group of each leaf of ``params`` that is not masked, and the number of groups."""
+    """Return the group of each leaf of ``params`` that is not masked, and the number of groups."""
     try:
         return leaf_groups(who, labels, params)
     except (TypeError, ValueError) as error:
@@ -158,19 +107,8 @@ def group_numbers(who: str, labels: Any, params: PyTree) -> tuple[list[int], int
 def check_labels(who: str, labels: Any) -> None:
     """Refuse what is wrong with labels whatever the params are."""
     found = jax.tree.leaves(labels)
-    if not found:
-        hint = "boostax.freeze.prefix_groups(params, n) makes n groups."
-        allowed = "a tree of integers, a list of patterns, or a function of path and leaf"
-        raise ValueError(checks.message(who, "labels", allowed, labels, hint))
+    allowed = "a tree of integers, a list of patterns, or a function of path and leaf"
+    hint = "boostax.freeze.prefix_groups(params, n) makes n groups."
+    checks.require(who, "labels", labels, allowed, bool(found), hint)
     if not callable(labels) and not any(isinstance(label, str) for label in found):
         group_numbers(who, labels, labels)
-
-
-def decided(state: Any, ok: jax.Array, inner_state: Any) -> Any:
-    """A scaler's state after a step that ran (``ok``) or was skipped."""
-    return state._replace(
-        last_finite=ok,
-        skipped_steps=counted(state.skipped_steps, ~ok),
-        skipped_in_a_row=jnp.where(ok, 0, counted(state.skipped_in_a_row, ~ok)),
-        inner_state=inner_state,
-    )

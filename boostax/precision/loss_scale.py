@@ -32,7 +32,6 @@ from boostax._core.gate import (
     run_or_hold,
     told_by,
 )
-from boostax.precision.group_state import GroupLossScaleState, decided, scalers
 
 PyTree = Any
 
@@ -270,7 +269,7 @@ def _scaled(
     def step_fn(
         grads: Pending, state: LossScaleState, params: PyTree, *, apply: bool, **extra: Any
     ) -> tuple[PyTree, LossScaleState]:
-        trees.require_gradients(grads.raw, who, sparse=True, params=params)
+        trees.require_gradients(grads.raw, who)
         axes.require_local(grads.raw, names, who)
         checks.require_scalar(who, "scale", state.scale)
         if asks:
@@ -313,8 +312,37 @@ def loss_scale(opt_state: PyTree) -> jax.Array:
       >>> float(boostax.precision.loss_scale(tx.init(jnp.zeros(3))))
       65536.0
     """
-    found = scalers("loss_scale", opt_state, LossScaleState, GroupLossScaleState)
-    return found[0].scale if found else jnp.ones((), jnp.float32)
+    found = one_scaler("loss_scale", opt_state)
+    return jnp.ones((), jnp.float32) if found is None else found.scale
+
+
+def one_scaler(who: str, opt_state: PyTree) -> Any:
+    """Return the state of the one scaler, or ``None``; refuse several, and one for a part.
+
+    The loss is multiplied as a whole: what goes past a scaler stays multiplied.
+    """
+    apart = optax.MaskedState, optax.ConditionallyTransformState
+    found = trees.telling(opt_state, "known_by")
+    masks = trees.find(opt_state, lambda x: isinstance(x, apart))
+    partial = [mask for mask in masks if trees.telling(mask, "known_by")]
+    if len(found) > 1 or partial:
+        got = f"one in a {type(partial[0]).__name__}" if len(found) == 1 else len(found)
+        raise ValueError(
+            f"{who}: opt_state must hold one loss scaler that all gradients pass, got {got}. Put "
+            "one around the whole optimizer, outside optax.partition, optax.masked and "
+            "optax.conditionally_transform."
+        )
+    return found[0] if found else None
+
+
+def decided(state: Any, ok: jax.Array, inner_state: Any) -> Any:
+    """Return a scaler's state after a step that ran (``ok``) or was skipped."""
+    return state._replace(
+        last_finite=ok,
+        skipped_steps=counted(state.skipped_steps, ~ok),
+        skipped_in_a_row=jnp.where(ok, 0, counted(state.skipped_in_a_row, ~ok)),
+        inner_state=inner_state,
+    )
 
 
 def scale_loss(loss: jax.Array, opt_state: PyTree) -> jax.Array:

@@ -3,23 +3,24 @@
 
 import fnmatch
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import optax
 
-from boostax._core import axes, checks, formats, trees
+from boostax._core import axes, checks, trees
 from boostax._core.describe import Holds, Stepped, describe
 from boostax._core.gate import Pending, gated, init_optimizer, nothing_held
-from boostax._core.leafwise import COMMON, Turn, leaf_by_leaf
 from boostax._core.placement import settled
-from boostax._core.replicas import is_per_replica
+from boostax._core.replicas import ByBlock, is_per_replica
+from boostax.precision import formats
+from boostax.precision.leafwise import COMMON, Turn, leaf_by_leaf
 
 PyTree = Any
 Moments = Literal["bfloat16", "int8", "log8"]
-Params = Literal["stochastic", "remainder", "kahan"]
+Params = Literal["stochastic", "remainder"]
 Path = tuple[Any, ...]
 _WHO = "store"
 
@@ -32,12 +33,12 @@ class StoreState(NamedTuple):
       inner_state: state of the inner transformation, codes in the place of the arrays stored low.
       scales: f32 by blocks, of the state's arrays by their field: a ``ByBlock`` of a tree like the
         params.
-      low: what bf16 params lack, like the params: ``()`` for ``"stochastic"``, else i16 or bf16.
+      low: i16, what bf16 params lack, like the params; ``()`` but for ``"remainder"``.
     """
 
     steps: jax.Array
     inner_state: Any
-    scales: dict[str, formats.ByBlock]
+    scales: dict[str, ByBlock]
     low: PyTree
     holds = Holds(("steps", "low"), params=True)
 
@@ -101,7 +102,6 @@ def store(
     ``None``       as is as they are given, rounded to the nearest
     "stochastic"   2     bf16, rounded at random
     "remainder"    4     bf16 and the 16 bits that it lacks of f32: f32 masters bit for bit
-    "kahan"        4     bf16 and a bf16 of what rounding lost, added to the next update
     ============== ===== ==========================================================================
 
     ============== ===== ==========================================================================
@@ -156,7 +156,7 @@ def store(
     tx, kind = checks.transformation(_WHO, "inner", inner), params
     if params is not None:
         hint = "'stochastic' has 2 bytes a param, 'remainder' exact f32 masters."
-        checks.choice(_WHO, "params", params, ("stochastic", "remainder", "kahan"), hint)
+        checks.choice(_WHO, "params", params, ("stochastic", "remainder"), hint)
     rules: dict[str, Moments] = {}
     if moments is not None:
         rules = dict(moments) if isinstance(moments, Mapping) else {"*": moments}
@@ -174,9 +174,7 @@ def store(
             )
             raise ValueError(checks.message(_WHO, "params", allowed, kind, hint))
         codes, scales = _first(inner_state, params, rules, least)
-        lacks: Any = jnp.int16 if kind == "remainder" else jnp.bfloat16
-        nothing = lambda p: jnp.zeros(p.shape, lacks) if _is_low(p) else ()  # noqa: E731
-        low = jax.tree.map(nothing, params) if kind in ("remainder", "kahan") else ()
+        low = jax.tree.map(_no_rest, params) if kind == "remainder" else ()
         return StoreState(jnp.zeros((), jnp.int32), codes, scales, low)
 
     @describe(_WHO, "storage", inner={"inner_state": tx})
@@ -222,16 +220,12 @@ def masters(params: PyTree, opt_state: PyTree) -> PyTree:
 
 
 def _masters(params: PyTree, low: PyTree) -> PyTree:
-    """Params in f32, with what they lack."""
+    """Return params in f32, with what they lack."""
     if not jax.tree.leaves(low):
         return trees.at_least_float32(params)
 
     def whole(p: jax.Array, low: Any) -> jax.Array:
-        if isinstance(low, tuple):
-            return trees.at_least_float32(p)
-        if low.dtype == jnp.int16:
-            return formats.joined(p, low)
-        return p.astype(jnp.float32) + low.astype(jnp.float32)
+        return trees.at_least_float32(p) if isinstance(low, tuple) else formats.joined(p, low)
 
     return jax.tree.map(whole, params, low)
 
@@ -283,12 +277,13 @@ def _written(
     def write(path: Path, p: jax.Array, wide: jax.Array, update: Any) -> tuple[Any, Any]:
         if params is None or not _is_low(p):
             return (wide.astype(p.dtype) if apply else trees.as_updates(update, p)), ()
-        new = _ROUNDED[params](wide, formats.seed_of(steps, path))
-        if apply:
-            return new, _LACKED[params](wide, new)
+        exact = params == "remainder"
+        seed = formats.seed_of(steps, path)
+        new = formats.split(wide)[0] if exact else formats.to_bfloat16(wide, seed)
         moved = (new.astype(jnp.float32) - p.astype(jnp.float32)).astype(p.dtype)
-        # What apply_updates makes of it.
-        return moved, _LACKED[params](wide, p + moved)
+        # What apply_updates makes of the update has a rest of its own.
+        value, stored = (new, new) if apply else (moved, p + moved)
+        return value, formats.rest(wide, stored) if exact else ()
 
     wide = optax.apply_updates(masters, updates)
     both = jax.tree_util.tree_map_with_path(write, given, wide, updates)
@@ -297,25 +292,17 @@ def _written(
     return (value, low), _encoded(inner_state, codes, scales, steps)
 
 
-_ROUNDED: dict[str, Callable[[jax.Array, jax.Array], jax.Array]] = {
-    "stochastic": formats.to_bfloat16,
-    "remainder": lambda x, seed: formats.split(x)[0],
-    "kahan": lambda x, seed: x.astype(jnp.bfloat16),
-}
-_LACKED: dict[str, Callable[[jax.Array, jax.Array], Any]] = {
-    "stochastic": lambda x, new: (),
-    "remainder": formats.rest,
-    "kahan": lambda x, new: (x - new.astype(jnp.float32)).astype(jnp.bfloat16),
-}
-
-
 def _is_low(x: Any) -> bool:
     return jnp.result_type(x) == jnp.bfloat16
 
 
+def _no_rest(p: Any) -> Any:
+    return jnp.zeros(p.shape, jnp.int16) if _is_low(p) else ()
+
+
 def _first(
     state: PyTree, params: PyTree, rules: Mapping[str, Moments], least: int
-) -> tuple[PyTree, dict[str, formats.ByBlock]]:
+) -> tuple[PyTree, dict[str, ByBlock]]:
     """The codes of a new state, and their scales: of each field a tree like the params."""
     owners = {path: jnp.shape(x) for path, x in jax.tree_util.tree_leaves_with_path(params)}
     scales: dict[tuple[str, Path], jax.Array] = {}
@@ -348,7 +335,7 @@ def _first(
     for unused in set(rules) - set(fields.values()) if fields else ():
         allowed = f"patterns of the state's fields {sorted(fields)}"
         raise ValueError(checks.message(_WHO, "moments", allowed, unused, "'*' is all of them."))
-    of = lambda field: formats.ByBlock(  # noqa: E731
+    of = lambda field: ByBlock(  # noqa: E731
         jax.tree_util.tree_map_with_path(lambda path, _: scales.get((field, path), ()), params)
     )
     scaled = [f for f, rule in fields.items() if rule and formats.FORMATS[rules[rule]].scaled]
@@ -360,14 +347,14 @@ def _is_placeholder(params: PyTree, node: Any) -> bool:
     return type(node) is type(params) and not jax.tree.leaves(params) and node is not None
 
 
-def _places(scales: dict[str, formats.ByBlock]) -> dict[tuple[str, Path], Path]:
+def _places(scales: dict[str, ByBlock]) -> dict[tuple[str, Path], Path]:
     """Where the scale of an array of the state stands, by its field and its param."""
     return {
         (path[0].key, path[2:]): path for path, _ in jax.tree_util.tree_leaves_with_path(scales)
     }
 
 
-def _decoded(state: PyTree, scales: dict[str, formats.ByBlock]) -> PyTree:
+def _decoded(state: PyTree, scales: dict[str, ByBlock]) -> PyTree:
     """The state as ``inner`` has it."""
     table = dict(jax.tree_util.tree_leaves_with_path(scales))
     places = _places(scales)
@@ -404,8 +391,8 @@ def _require_blocks(state: StoreState) -> None:
 
 
 def _encoded(
-    state: PyTree, like: PyTree, scales: dict[str, formats.ByBlock], steps: jax.Array
-) -> tuple[PyTree, dict[str, formats.ByBlock]]:
+    state: PyTree, like: PyTree, scales: dict[str, ByBlock], steps: jax.Array
+) -> tuple[PyTree, dict[str, ByBlock]]:
     """The state in the formats of an older one."""
     places, table = _places(scales), {}
 

@@ -20,9 +20,6 @@ from boostax.reduce.low_rank import power_sgd_reduce as power_sgd_reduce
 from boostax.reduce.mean import all_reduce as all_reduce
 from boostax.reduce.partial import partial_average as partial_average
 from boostax.reduce.quantized import int8_reduce as int8_reduce
-from boostax.reduce.quantized import int16_reduce as int16_reduce
-from boostax.reduce.quantized import sign_reduce as sign_reduce
-from boostax.reduce.sparse import random_k_reduce as random_k_reduce
 from boostax.reduce.sparse import threshold_reduce as threshold_reduce
 from boostax.reduce.sparse import top_k_reduce as top_k_reduce
 

@@ -40,8 +40,6 @@ class Message(NamedTuple):
         of ``leaf - held`` is ``means``, up to rounding.
       state: the codec's own state, the same on all replicas.
       late: for each leaf what is to be added to ``held``, or ``None``; nothing for none at all.
-      over: for each leaf how many elements this replica should have sent and had no place for;
-        nothing where every element has one.
       capacity: f32 scalar, equal on all replicas: which share of the elements had a place;
         ``None`` where that is not chosen at each step.
     """
@@ -50,7 +48,6 @@ class Message(NamedTuple):
     held: list[jax.Array]
     state: PyTree
     late: list[Late | None] | tuple[()] = ()
-    over: list[jax.Array] | tuple[()] = ()
     capacity: Any = None
 
 
@@ -84,13 +81,11 @@ class Codec:
       whole: it takes whole leaves, of which XLA shards what it computes; others take the shards of
         a device, each as a leaf by itself.
       lossy: without error feedback most of a gradient is lost, at every step the same.
-      counts_over: its messages say how many elements had no place (``Message.over``).
       chooses: its messages say which share of the elements had one (``Message.capacity``).
     """
 
     whole: bool = False
     lossy: bool = False
-    counts_over: bool = False
     chooses: bool = False
 
     def serves(self, leaf: Any) -> bool:

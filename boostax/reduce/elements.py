@@ -40,12 +40,6 @@ def _plus(x: jax.Array, places: jax.Array, values: jax.Array) -> jax.Array:
     return at(x, places).add(values, unique_indices=True)
 
 
-def put(shape: tuple[int, ...], values: jax.Array, places: jax.Array) -> jax.Array:
-    """Zeros, and the values of each row at its places."""
-    zeros = _zeros(shape, values)
-    return at(zeros, places).set(values.astype(zeros.dtype), unique_indices=True)
-
-
 def _narrow(places: jax.Array, size: int) -> jax.Array:
     return places.astype(jnp.uint16 if size <= 2**16 else jnp.uint32)
 
@@ -95,8 +89,8 @@ class Runs:
         """Such an array in the leaf's shape."""
         return self.grid.slices(array[None])[0]
 
-    def over(self, counts: jax.Array) -> jax.Array:
-        """How many have no place, of so many in each row."""
+    def lacking(self, counts: jax.Array) -> jax.Array:
+        """Return how many elements have no place, of so many in each row."""
         return jnp.maximum(counts - self.sent, 0).sum(dtype=jnp.int32)
 
 
@@ -129,9 +123,9 @@ class Whole(Runs):
         """Such an array in the leaf's shape."""
         return super().leaf(selection.rows(array))
 
-    def over(self, counts: jax.Array) -> jax.Array:
-        """How many have no place, of so many in each row."""
-        return super().over(counts.sum(dtype=jnp.int32))
+    def lacking(self, counts: jax.Array) -> jax.Array:
+        """Return how many elements have no place, of so many in each row."""
+        return super().lacking(counts.sum(dtype=jnp.int32))
 
 
 def added(view: Runs, values: jax.Array, places: jax.Array) -> jax.Array:

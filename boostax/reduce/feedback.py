@@ -43,9 +43,6 @@ class CompressedState(NamedTuple):
       codec: what the codec keeps, the same on all replicas.
       unsent: f32 scalar, ``sqrt(sum_r |residual_r|**2 / sum_r |g_r + old residual_r|**2)``: the
         share that was held back last time, 0 for an exact reduction. -1 before the first.
-      over_capacity: f32 scalar, over all replicas, the number of elements that reached the
-        threshold at the last step and did not fit into the largest capacity below 1.0; -1 before
-        the first. ``None`` without a threshold.
       capacity: f32 scalar, the share of the elements that had a place at the last step, 1.0 for a
         dense step; -1 before the first. ``None`` where it is not chosen at each step.
     """
@@ -54,15 +51,13 @@ class CompressedState(NamedTuple):
     velocity: PerReplica
     codec: PyTree
     unsent: jax.Array
-    over_capacity: Any = None
     capacity: Any = None
     holds = Holds((), sums=("residual", "velocity"))
 
     def metrics(self) -> dict[str, jax.Array]:
         """Named scalars for ``boostax.metrics``."""
-        optional = {"over_capacity": self.over_capacity, "capacity": self.capacity}
-        kept = {name: value for name, value in optional.items() if value is not None}
-        return {"unsent": self.unsent} | kept
+        chosen = {} if self.capacity is None else {"capacity": self.capacity}
+        return {"unsent": self.unsent} | chosen
 
 
 def compress(
@@ -125,103 +120,115 @@ def compress(
         _check_momentum(who, momentum, error_feedback)
     if dense is not None and not callable(dense):
         jax.tree.map(lambda x: _check_rule(who, x), dense)
-    whole, overflows = codec.whole, codec.counts_over
-
-    def coded(tree: PyTree) -> list[int]:
-        """Which leaves the codec sends."""
-        leaves = zip(jax.tree.leaves(tree), _rules(who, dense, tree), strict=True)
-        return [i for i, (x, rule) in enumerate(leaves) if x.size and not rule and codec.serves(x)]
-
-    def init_fn(params: PyTree) -> CompressedState:
-        trees.require_gradients(params, who)
-        leaves, treedef = jax.tree.flatten(params)
-        chosen = coded(params)
-        shapes = [exchange.real_shape(leaves[i]) for i in chosen]
-
-        spread = functools.partial(_spread, treedef, chosen)
-
-        def zeros(wanted: bool) -> PerReplica:
-            made = [jnp.zeros(x.shape, x.dtype) if wanted else None for x in shapes]
-            return PerReplica(axes.to_varying(spread(made), names))
-
-        return CompressedState(
-            residual=zeros(error_feedback),
-            velocity=zeros(momentum is not None),
-            codec=map_per_leaf(spread, codec.init(shapes)),
-            unsent=jnp.full((), -1.0, jnp.float32),
-            over_capacity=jnp.full((), -1.0, jnp.float32) if overflows else None,
-            capacity=jnp.full((), -1.0, jnp.float32) if codec.chooses else None,
-        )
+    how = _Feedback(who, codec, names, error_feedback, dense, momentum)
 
     def update_fn(updates: PyTree, state: Any, params: PyTree = None, **extra: Any) -> Stepped:
         del params, extra
         trees.require_gradients(updates, who)
         axes.require_local(updates, names, who)
-        if whole:
+        if codec.whole:
             hint = "boostax.on_mesh takes sharded params in plain jit."
             axes.require_whole(updates, names, who, hint)
-        leaves, treedef = jax.tree.flatten(updates)
-        chosen = coded(updates)
-        # ``None`` where nothing is kept.
-        held = treedef.flatten_up_to(state.residual.local)
-        moving = treedef.flatten_up_to(state.velocity.local)
-        flow = [exchange.real(leaves[i]) for i in chosen]
-        if error_feedback:
-            paths = trees.names(updates)
-            kept = {paths[i]: held[i] for i in chosen}
-            require_like(who, "the residual", kept, dict(zip(kept, flow, strict=True)))
-        if momentum is not None:
-            flow = [momentum * moving[i] + g for i, g in zip(chosen, flow, strict=True)]
-        wanted = flow
-        if error_feedback:
-            wanted = [held[i] + v for i, v in zip(chosen, flow, strict=True)]
+        return how.update(updates, state)
+
+    update = update_fn if codec.whole else on_shards(who, names, update_fn)
+    lossy = codec.lossy and not error_feedback
+    described = describe(who, "compressed", names, what=first_line(codec), lossy=lossy)
+    return optax.GradientTransformationExtraArgs(how.init, described(update))
+
+
+class _Feedback(NamedTuple):
+    """The arguments of ``compress``."""
+
+    who: str
+    codec: Codec
+    names: tuple[str, ...]
+    error_feedback: bool
+    dense: Dense
+    momentum: float | None
+
+    def coded(self, tree: PyTree) -> list[int]:
+        """Return the indices of the leaves that the codec sends."""
+        leaves = zip(jax.tree.leaves(tree), _rules(self.who, self.dense, tree), strict=True)
+        serves = self.codec.serves
+        return [i for i, (x, rule) in enumerate(leaves) if x.size and not rule and serves(x)]
+
+    def init(self, params: PyTree) -> CompressedState:
+        """Return the first state: nothing waits."""
+        trees.require_gradients(params, self.who)
+        leaves, treedef = jax.tree.flatten(params)
+        chosen = self.coded(params)
+        shapes = [exchange.real_shape(leaves[i]) for i in chosen]
         spread = functools.partial(_spread, treedef, chosen)
-        gathered = lambda tree: [treedef.flatten_up_to(tree)[i] for i in chosen]  # noqa: E731
-        codec_state = map_per_leaf(gathered, state.codec)
+
+        def zeros(wanted: bool) -> PerReplica:
+            made = [jnp.zeros(x.shape, x.dtype) if wanted else None for x in shapes]
+            return PerReplica(axes.to_varying(spread(made), self.names))
+
+        return CompressedState(
+            residual=zeros(self.error_feedback),
+            velocity=zeros(self.momentum is not None),
+            codec=map_per_leaf(spread, self.codec.init(shapes)),
+            unsent=jnp.full((), -1.0, jnp.float32),
+            capacity=jnp.full((), -1.0, jnp.float32) if self.codec.chooses else None,
+        )
+
+    def update(self, updates: PyTree, state: CompressedState) -> tuple[PyTree, CompressedState]:
+        """Return the means over the replicas, and what waits then."""
+        names = self.names
+        leaves, treedef = jax.tree.flatten(updates)
+        chosen = self.coded(updates)
         rest = [i for i in range(len(leaves)) if i not in chosen]
+        spread = functools.partial(_spread, treedef, chosen)
+        coded = lambda tree: [treedef.flatten_up_to(tree)[i] for i in chosen]  # noqa: E731
+        # ``None`` where nothing is kept.
+        held, moving = coded(state.residual.local), coded(state.velocity.local)
+        flow = [exchange.real(leaves[i]) for i in chosen]
+        if self.error_feedback:
+            paths = [trees.names(updates)[i] for i in chosen]
+            pairs = (dict(zip(paths, x, strict=True)) for x in (held, flow))
+            require_like(self.who, "the residual", *pairs)
+        if self.momentum is not None:
+            flow = [self.momentum * v + g for v, g in zip(moving, flow, strict=True)]
+        wanted = flow
+        if self.error_feedback:
+            wanted = [e + v for e, v in zip(held, flow, strict=True)]
         total = _squared_norm(wanted + [exchange.real(leaves[i]) for i in rest], names)
         # Agree on ``finite`` before sending, so that one pass computes the residual, selects new or
         # old, writes it and sums its squares.
         finite = jnp.isfinite(total)
-        message = _reduced(codec, wanted, codec_state, names)
-        means, residual, new_codec_state, late, over, capacity = message
         keep = lambda new, old: jnp.where(finite, new, old)  # noqa: E731
-        if error_feedback:
-            residual = [keep(new, held[i]) for i, new in zip(chosen, residual, strict=True)]
-        norm = _squared_norm(residual, names, late, over if overflows else ())
-        over_capacity = state.over_capacity
-        if overflows:
-            # With no coded leaves ``_squared_norm`` returns one scalar instead of a pair.
-            norm, lost = norm if over else (norm, jnp.zeros_like(norm))
-            over_capacity = keep(lost.astype(jnp.float32), over_capacity)
-        unsent = jnp.sqrt(norm / jnp.where(total == 0, 1, total))
-        result: list[Any] = list(leaves)
-        for i, mean in zip(chosen, means, strict=True):
+        codec_state = map_per_leaf(coded, state.codec)
+        message = _reduced(self.codec, wanted, codec_state, names)
+        residual = message.held
+        if self.error_feedback:
+            residual = [keep(new, old) for new, old in zip(residual, held, strict=True)]
+        norm = _squared_norm(residual, names, message.late)
+        unsent = jnp.sqrt(norm / jnp.where(total == 0, 1, total)).astype(jnp.float32)
+        if self.error_feedback:
+            pairs = zip(residual, message.late, strict=True)
+            held = [_with_late(x, more, finite, names) for x, more in pairs]
+        if self.momentum is not None:
+            # Residual equals wanted: nothing of this element was sent, so its velocity stays.
+            # Compared before ``late`` is added.
+            flows = zip(residual, wanted, flow, moving, strict=True)
+            moving = [keep(jnp.where(r == w, v, 0), old) for r, w, v, old in flows]
+        result = {i: _dense_mean(leaves[i], names) for i in rest}
+        for i, mean in zip(chosen, message.means, strict=True):
             # Explicitly: a codec could encode a gradient that is not finite as finite numbers.
             result[i] = exchange.like(jnp.where(finite, mean, jnp.nan), leaves[i])
-        for i in rest:
-            wide = leaves[i].astype(trees.wide_dtype(leaves[i]))
-            result[i] = trees.saturate(lax.pmean(wide, names), leaves[i].dtype)
-        for i, new, more, v, all_of_it in zip(chosen, residual, late, flow, wanted, strict=True):
-            if error_feedback:
-                held[i] = _with_late(new, more, finite, names)
-            if momentum is not None:
-                # Residual equals wanted: nothing of this element was sent, so its velocity stays.
-                # Compared before ``late`` is added.
-                moving[i] = keep(jnp.where(new == all_of_it, v, 0), moving[i])
-        return jax.tree.unflatten(treedef, result), CompressedState(
-            residual=PerReplica(jax.tree.unflatten(treedef, held)),
-            velocity=PerReplica(jax.tree.unflatten(treedef, moving)),
-            codec=map_per_leaf(spread, jax.tree.map(keep, new_codec_state, codec_state)),
-            unsent=keep(unsent.astype(jnp.float32), state.unsent),
-            over_capacity=over_capacity,
-            capacity=keep(capacity, state.capacity) if codec.chooses else None,
+        return treedef.unflatten([result[i] for i in range(len(leaves))]), CompressedState(
+            residual=PerReplica(spread(held)),
+            velocity=PerReplica(spread(moving)),
+            codec=map_per_leaf(spread, jax.tree.map(keep, message.state, codec_state)),
+            unsent=keep(unsent, state.unsent),
+            capacity=keep(message.capacity, state.capacity) if self.codec.chooses else None,
         )
 
-    update = update_fn if whole else on_shards(who, names, update_fn)
-    lossy = codec.lossy and not error_feedback
-    described = describe(who, "compressed", names, what=first_line(codec), lossy=lossy)
-    return optax.GradientTransformationExtraArgs(init_fn, described(update))
+
+def _dense_mean(x: jax.Array, names: tuple[str, ...]) -> jax.Array:
+    """Return the plain mean of a leaf, in f32 or wider on the wire, in its own dtype."""
+    return trees.saturate(lax.pmean(x.astype(trees.wide_dtype(x)), names), x.dtype)
 
 
 def _reduced(
@@ -237,15 +244,14 @@ def _reduced(
     for i, x in enumerate(leaves):
         kinds.setdefault(axes.varying(x), []).append(i)
     rows: dict[int, tuple[Any, ...]] = {}
-    # Of leaves apart, the largest; of none, none had a place.
+    # The largest of all kinds; 0 without leaves.
     capacity: Any = jnp.zeros((), jnp.float32)
     marked = lambda node: isinstance(node, PerLeaf)  # noqa: E731
     kept, structure = jax.tree.flatten(state, is_leaf=marked)
     for kind in kinds.values():
         own = map_per_leaf(lambda values, kind=kind: [values[i] for i in kind], state)
         message = codec.reduce([leaves[i] for i in kind], own, names)
-        none = [None] * len(kind)
-        columns = message.means, message.held, message.late or none, message.over or none
+        columns = message.means, message.held, message.late or [None] * len(kind)
         rows |= zip(kind, zip(*columns, strict=True), strict=True)
         if codec.chooses:
             capacity = jnp.maximum(capacity, message.capacity)
@@ -256,20 +262,16 @@ def _reduced(
                     all_of_them[i] = value
                 new = PerLeaf(all_of_them)
             kept[j] = new
-    means, held, late, over = ([rows[i][k] for i in range(len(leaves))] for k in range(4))
-    return Message(means, held, structure.unflatten(kept), late, over, capacity)
+    means, held, late = ([rows[i][k] for i in range(len(leaves))] for k in range(3))
+    return Message(means, held, structure.unflatten(kept), late, capacity)
 
 
 def _squared_norm(
-    leaves: list[jax.Array],
-    names: tuple[str, ...],
-    late: Sequence[Late | None] = (),
-    over: Sequence[jax.Array] = (),
+    leaves: list[jax.Array], names: tuple[str, ...], late: Sequence[Late | None] = ()
 ) -> jax.Array:
     """Sum of squares over all replicas, including what ``late`` will add.
 
-    Not finite if any element is not, or if a square overflows. With ``over``, returns the pair
-    ``(sum, elements without a place)``, from one collective.
+    Not finite if any element is not, or if a square overflows.
     """
     dtype = jnp.result_type(jnp.float32, *leaves)
     square = lambda x: jnp.sum(x * x).astype(dtype)  # noqa: E731
@@ -279,8 +281,6 @@ def _squared_norm(
         if more is not None:
             own = _own_slice(x, more, names)
             parts.append(square(own + more.more) - square(own))
-    if over:
-        parts = [jnp.stack([x, n.astype(dtype)]) for x, n in zip(parts, over, strict=True)]
     # The difference of squares above cancels; rounding may make the total slightly negative.
     return jnp.maximum(axes.sum_over_shards(parts, names, dtype), 0)
 

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The dense reduction: mean or sum of local gradients over the replicas."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Literal, NamedTuple
 
 import jax
@@ -10,9 +10,9 @@ import numpy as np
 import optax
 from jax import lax
 
-from boostax._core import axes, bcoo, checks, noise_scale, trees
+from boostax._core import axes, checks, noise_scale, trees
 from boostax._core.describe import Stepped, describe
-from boostax._core.noise_scale import MicroNorms, NoiseScaleState
+from boostax._core.noise_scale import NoiseScaleState
 from boostax._core.placement import mean_of_group, on_shards, require_local
 from boostax.reduce import exchange
 from boostax.reduce.codec import packed, unpacked
@@ -45,11 +45,6 @@ def all_reduce(
     Stands first in the inner chain: ``accumulate(chain(all_reduce("data"), clip, adamw), 8)``
     reduces once per window.
 
-    A sparse gradient (``BCOO``), such as the rows of an embedding, becomes a dense mean. Its rows
-    travel where that is fewer bytes: an all-gather of them and their indices, which each replica
-    adds up in the order of the replicas. Otherwise, and with ``dtype``, ``clip`` or
-    ``bucket_bytes``, it is made dense first.
-
     With a half ``dtype`` the gradients travel in it and are summed in f32. bf16 has the range of
     f32; in f16 every leaf goes with a power of two of its own, so neither a large gradient nor the
     sum of many overflows, and small ones keep their digits.
@@ -68,7 +63,7 @@ def all_reduce(
         replica's slice) and vectors, up to 8 MiB together.
       noise: decay of the running means from which ``noise_scale`` in ``boostax.metrics`` is made,
         the gradient noise scale in batches of one replica; ``None`` does not measure it. Inside
-        ``accumulate(noise=...)`` it is in micro-batches of one replica.
+        ``accumulate`` such a batch is a replica's window.
 
     Returns:
       A transformation without state, with ``noise`` one with a ``NoiseScaleState``. The sum is
@@ -78,10 +73,8 @@ def all_reduce(
       the same in 2 bytes an element as an all-to-all and an all-gather of each leaf, cut along a
       dimension of its own, and of each pack of small ones; in f16 two gathers more, of 4 bytes a
       leaf. Compiled for TPU v5e, a train step of 67 M params takes 1.12 (bf16) and 1.56 (f16) of
-      the cycles of the f32 mean's. Of ``k`` sparse rows of ``d`` elements two all-gathers,
-      ``(n-1) k (4 d + 4)`` bytes received, and memory for all ``n k`` rows, if that is less than
-      the dense leaf's ``2 (n-1)/n`` times 4 an element. With ``noise`` an all-reduce of 4 bytes
-      more and a read of the local and of the reduced gradients; sparse ones are made dense first.
+      the cycles of the f32 mean's. With ``noise`` an all-reduce of 4 bytes more and a read of
+      the local and of the reduced gradients.
 
     Raises:
       ValueError, TypeError: an argument out of range; at trace time, an unbound axis, already
@@ -107,22 +100,17 @@ def all_reduce(
         hint = "SINGA's default is 100; None does not clip."
         checks.number(who, "clip", clip, "greater than 0", lambda x: x > 0, hint)
     if noise is not None:
-        noise_scale.check(who, noise)
-        hint = "noise compares local gradients with their mean."
-        checks.choice(who, "op", op, ("mean",), hint)
-        checks.absent(who, "clip", clip, "None with noise", f"{hint} Clip that mean.")
+        _check_noise(who, noise, op, clip)
     bucket_bytes = exchange.check_bytes(who, bucket_bytes)
     dividing: Divide = divide if op == "mean" else "never"
 
     def update_fn(updates: PyTree, state: Any, params: PyTree = None, **extra: Any) -> Stepped:
-        del extra
-        sparse = trees.require_gradients(updates, who, sparse=True, params=params)
-        if sparse and not (wire is None and clip is None and bucket_bytes is None):
-            updates = bcoo.dense(updates)
+        del params, extra
+        trees.require_gradients(updates, who)
         axes.require_local(updates, names, who)
         if op == "sum":  # A mean of what is equal is the same again.
             require_local(updates, names, who)
-        leaves, treedef = jax.tree.flatten(updates, is_leaf=bcoo.is_sparse if sparse else None)
+        leaves, treedef = jax.tree.flatten(updates)
         if clip is not None:
             _require_real(leaves, who)
             leaves = [trees.clip_finite(x, clip) for x in leaves]
@@ -143,41 +131,39 @@ def all_reduce(
 
     # A mean of f32 is a sum, which XLA shards by itself.
     update = update_fn if wire is None else on_shards(who, names, update_fn)
+    if noise is not None:
+        update = _measured(update, names, noise)
+    return optax.GradientTransformationExtraArgs(init_fn, describe(who, "mean", names)(update))
 
-    def measured_fn(
-        updates: PyTree,
-        state: Any,
-        params: PyTree = None,
-        *,
-        micro_norms: MicroNorms | None = None,
-        **extra: Any,
-    ) -> Stepped:
-        updates = bcoo.dense(updates)
+
+def _check_noise(who: str, noise: float, op: str, clip: float | None) -> None:
+    hint = "0.99 averages over about a hundred optimizer steps; None does not measure."
+    checks.number(who, "noise", noise, "in [0, 1)", lambda x: 0 <= x < 1, hint)
+    hint = "noise compares local gradients with their mean."
+    checks.choice(who, "op", op, ("mean",), hint)
+    checks.absent(who, "clip", clip, "None with noise", f"{hint} Clip that mean.")
+
+
+def _measured(update: Callable[..., Stepped], names: tuple[str, ...], decay: float) -> Any:
+    """Return a mean's ``update`` that also estimates the noise scale from it."""
+
+    def update_fn(updates: PyTree, state: Any, params: PyTree = None, **extra: Any) -> Stepped:
         means, _ = update(updates, (), params, **extra)
-        local, count = noise_scale.square_norm(updates, names), jnp.float32(axes.size(names))
-        if micro_norms is not None:
-            local, count = local * micro_norms.ratio, count * micro_norms.length
-        small, large = axes.mean(local, names), noise_scale.square_norm(means)
-        return means, noise_scale.observe(state, small, large, count, noise)
+        local = axes.mean(noise_scale.square_norm(updates, names), names)
+        large, count = noise_scale.square_norm(means), jnp.float32(axes.size(names))
+        return means, noise_scale.observe(state, local, large, count, decay)
 
-    decorate = describe(who, "mean", names, sparse=noise is None)
-    return optax.GradientTransformationExtraArgs(
-        init_fn, decorate(update if noise is None else measured_fn)
-    )
+    return update_fn
 
 
-def _reduced(x: Any, names: tuple[str, ...], divide: Divide) -> jax.Array:
+def _reduced(x: jax.Array, names: tuple[str, ...], divide: Divide) -> jax.Array:
     """The mean or sum of a leaf over the replicas: taken in f32 or wider, in the leaf's dtype."""
     if not x.size:  # not sent, and the same everywhere
         return jnp.zeros(x.shape, x.dtype)
     replicas = lax.axis_size(names)
-    sparse = hasattr(x, "indices")
-    if sparse and not _fewer_bytes(x, replicas):
-        x, sparse = bcoo.dense(x), False
-    wide = x.data if sparse else x
-    wide = wide.astype(jnp.promote_types(x.dtype, jnp.float32))
+    wide = x.astype(jnp.promote_types(x.dtype, jnp.float32))
     wide = wide / replicas if divide == "before" else wide
-    total = _sum_of_rows(x, wide, names) if sparse else lax.psum(wide, names)
+    total = lax.psum(wide, names)
     total = total / replicas if divide == "after" else total
     return total if total.dtype == x.dtype else trees.saturate(total, x.dtype)
 
@@ -200,28 +186,6 @@ def server_mean(grads: PyTree, inside: tuple[str, ...]) -> PyTree:
         return exchange.delivered(sent, parts, (inside,), None, own)
 
     return treedef.unflatten(exchange.by_kind(leaves, mean))
-
-
-def _fewer_bytes(x: Any, replicas: int) -> bool:
-    """Whether the rows of all replicas are fewer bytes than a sum of dense leaves, on a ring."""
-    one = jnp.promote_types(x.dtype, jnp.float32).itemsize
-    return replicas * (x.data.size * one + x.indices.nbytes) < 2 * x.size * one
-
-
-def _sum_of_rows(x: Any, data: jax.Array, names: tuple[str, ...]) -> jax.Array:
-    """The dense sum over the replicas of a sparse leaf with this data, from all its rows.
-
-    One replica after the other, each with one row of an index at most: the order in which a GPU
-    adds several to one element differs from device to device, and the replicas would part.
-    """
-    every = [axes.gather(axes.to_varying(y, names), names) for y in bcoo.coalesced(data, x.indices)]
-
-    def add(total: jax.Array, part: Any) -> tuple[jax.Array, None]:
-        return bcoo.added(total, *part), None
-
-    start = axes.zeros(jax.ShapeDtypeStruct(x.shape, data.dtype))
-    start = axes.to_varying(start, frozenset[str]().union(*axes.types(every)))
-    return lax.scan(add, start, every)[0]
 
 
 def _packed(

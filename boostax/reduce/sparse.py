@@ -105,17 +105,18 @@ class Largest(Codec):
         ]
         return Message(means, unsent(leaves, sent), state)
 
-    def over(self, leaves: Sequence[jax.Array]) -> list[jax.Array]:
-        """i32: how many elements have to be sent and have no place, at a bucket's first leaf."""
+    def fits(self, leaves: Sequence[jax.Array]) -> jax.Array:
+        """Return whether all elements that are to be sent have places, in every bucket."""
         least = [self.cut.least(x) for x in leaves]
-        found = [axes.unify(jnp.zeros((), jnp.int32), x) for x in leaves]
+        lacking = jnp.zeros((), jnp.int32)
         for bucket in self._buckets(leaves):
             x, t = self._bucket(leaves, least, bucket)
             view = self._view(x.shape)
             reached = view.rows(self.cut.reach(x, t))
             # By row in f32, which is exact there: XLA:CPU adds up integers with a copy.
-            found[bucket[0]] = view.over(reached.astype(jnp.float32).sum(1).astype(jnp.int32))
-        return found
+            counts = reached.astype(jnp.float32).sum(1).astype(jnp.int32)
+            lacking = jnp.maximum(lacking, view.lacking(counts))
+        return lacking == 0
 
     def _buckets(self, leaves: Sequence[jax.Array]) -> list[list[int]]:
         """Indices of the leaves from which is chosen together; they have one dtype."""
@@ -169,124 +170,35 @@ class Reaching(Codec):
 
 
 @dataclasses.dataclass(frozen=True)
-class Ladder(Codec):
-    """The elements that reach a threshold, by the least capacity that has a place for all of them.
+class Threshold(Codec):
+    """The elements that reach a threshold: sparse if they have places, else a dense mean.
 
-    Shapes are static, so every capacity is a branch with shapes of its own, and the replicas agree
-    on one before anything is sent. Where even the last has too few places the largest go.
+    Shapes are static, so both are branches with shapes of their own, and the replicas agree on one
+    before anything is sent.
 
     Attributes:
-      capacities: shares of a leaf, ascending.
-      codecs: one for each: ``Largest``, or ``Reaching`` for a share of one.
-      cut: the threshold, of all of them.
+      capacity: share of a leaf that has places on the sparse wire; 1 is always dense.
+      sparse: sends that share.
+      dense: sends all that reach the threshold.
       lossy: see ``Codec``.
-      counts_over: what has no place is counted, in the largest share below one.
-      chooses: whether there are several.
     """
 
-    capacities: tuple[float, ...]
-    codecs: tuple[Codec, ...]
-    cut: Cut
+    capacity: float
+    sparse: Largest
+    dense: Reaching
     lossy: bool = True
-    counts_over: bool = True
     chooses: bool = True
 
     def reduce(self, leaves: Sequence[jax.Array], state: PyTree, names: tuple[str, ...]) -> Message:
-        """By the capacity of this step."""
-        if not self.chooses:
-            message = self.codecs[0].reduce(leaves, state, names)
-            # In the pass that writes what is held: a count by itself is a copy more on XLA:CPU.
-            reach = [self.cut.reach(x, self.cut.least(x)) for x in leaves]
-            held = zip(reach, leaves, message.held, strict=True)
-            return message._replace(
-                over=[jnp.sum(r & (x == h), dtype=jnp.float32) for r, x, h in held]
-            )
-        over = [codec.over(leaves) for codec in self.codecs if isinstance(codec, Largest)]
-        # Of each but the last, whether there is a place for all, everywhere.
-        fits = [jnp.stack(counts).max() == 0 for counts in over[: len(self.codecs) - 1]]
-        lacking = ~axes.agree(jnp.stack(fits), names)
-        rung = jnp.cumprod(lacking.astype(jnp.int32)).sum(dtype=jnp.int32)
-        message = switched(rung, self.codecs, leaves, state, names)
-        capacity = jnp.asarray(self.capacities, jnp.float32)[rung]
-        return message._replace(over=over[-1], capacity=capacity)
-
-
-@dataclasses.dataclass(frozen=True)
-class Random(Codec):
-    """The same elements of every replica, chosen by chance, so that their places need not be sent.
-
-    Of a large leaf whole rows, spread evenly from a random beginning; of the others, packed,
-    elements of each run in the same way. Each element has the same chance, and one all-reduce of
-    the values is all that travels.
-
-    Attributes:
-      density: the share.
-      unbiased: whether the mean is divided by the chance of an element.
-      seed: of the choice.
-    """
-
-    density: float
-    unbiased: bool
-    seed: int
-
-    def init(self, leaves: Sequence[jax.ShapeDtypeStruct]) -> jax.Array:
-        """The key, the same on all replicas."""
-        del leaves
-        return jax.random.PRNGKey(self.seed)
-
-    def reduce(
-        self, leaves: Sequence[jax.Array], state: jax.Array, names: tuple[str, ...]
-    ) -> Message:
-        """Reduce the chosen ones."""
-        key, now = jax.random.split(state)
-        own = [self._is_own(x.shape) for x in leaves]
-        small = [x for x, alone in zip(leaves, own, strict=True) if not alone]
-        views = [x.reshape(1, -1, x.shape[-1]) for x, o in zip(leaves, own, strict=True) if o]
-        if small:
-            flat = packed(small)
-            width = min(max(1000, round(1 / self.density)), flat.size)
-            views.append(padded(flat, width).reshape(-1, width, 1))
-        # One draw for all, which compiles faster.
-        runs, lengths = zip(*(x.shape[:2] for x in views), strict=True)
-        begin = jax.random.randint(now, (sum(runs), 1), 0, np.repeat(lengths, runs)[:, None])
-        begins = jnp.split(begin, np.cumsum(runs)[:-1])
-        places = [self._places(x.shape, begin) for x, begin in zip(views, begins, strict=True)]
-        taken = zip(views, places, strict=True)
-        values = [elements.taken(x, i) for x, i in taken]
-        summed = unpacked(lax.pmean(packed(values), names), values)
-        means, held = [], []
-        for x, i, mean in zip(views, places, summed, strict=True):
-            chance = i.shape[1] / x.shape[1] if self.unbiased else 1
-            means.append(elements.put(x.shape, mean / chance, i))
-            chosen = elements.at(axes.unify(jnp.zeros(x.shape[:2], bool), i), i).set(True)
-            held.append(jnp.where(chosen[..., None], 0, x))
-        as_leaves = functools.partial(_spread, leaves, own)
-        return Message(as_leaves(means), as_leaves(held), key)
-
-    def _is_own(self, shape: tuple[int, ...]) -> bool:
-        """Whether rows of it are chosen: it is large, and some of its rows are near the density."""
-        wanted = self.density * math.prod(shape[:-1])
-        return math.prod(shape) > SMALL and abs(max(1, round(wanted)) - wanted) <= 0.1 * wanted
-
-    def _places(self, shape: tuple[int, ...], begin: jax.Array) -> jax.Array:
-        """``(runs, count)``, ascending: every place has the chance ``count / length``."""
-        length, single = shape[1], shape[2] == 1
-        count = share(self.density, length) if single else round(self.density * length)
-        whole, rest = np.divmod(np.arange(count) * length, count)
-        return jnp.asarray(whole, jnp.int32) + (rest.astype(np.int32) + begin) // count
-
-
-def _spread(
-    leaves: Sequence[jax.Array], own: list[bool], views: list[jax.Array]
-) -> list[jax.Array]:
-    """The leaves again: those by themselves first, the others from the last."""
-    small = [x for x, alone in zip(leaves, own, strict=True) if not alone]
-    rest = iter(unpacked(views[-1].ravel(), small) if small else [])
-    alone = iter(views)
-    return [
-        next(alone).reshape(x.shape).astype(x.dtype) if o else next(rest)
-        for x, o in zip(leaves, own, strict=True)
-    ]
+        """Send by the branch of this step."""
+        if self.capacity == 1:
+            message = self.dense.reduce(leaves, state, names)
+            return message._replace(capacity=jnp.ones((), jnp.float32))
+        fits = axes.agree(self.sparse.fits(leaves), names)
+        rung = jnp.where(fits, 0, 1).astype(jnp.int32)
+        message = switched(rung, (self.sparse, self.dense), leaves, state, names)
+        capacity = jnp.asarray((self.capacity, 1), jnp.float32)[rung]
+        return message._replace(capacity=capacity)
 
 
 def _apart(
@@ -397,7 +309,7 @@ def top_k_reduce(
 
     if count is None:
         codec = staged(
-            who, "density", density, lambda d: largest(lambda size: share(d, size)), _check_density
+            who, "density", density, lambda d: largest(lambda size: share(d, size)), _check_share
         )
     else:
         checks.positive_int(who, "count", count, "It is a number of elements; density is a share.")
@@ -410,7 +322,7 @@ def threshold_reduce(
     axis_name: axes.AxisName,
     threshold: float = 0.05,
     *,
-    capacity: float | Sequence[float] = (0.01, 0.05, 1.0),
+    capacity: float = 0.05,
     relative: bool = False,
     block: int | None = None,
     bucket_bytes: int | None = 2**16,
@@ -422,17 +334,16 @@ def threshold_reduce(
 
     .. math:: u = \tfrac1n \sum_r a_r \, [\, |a_r| \ge t \,], \qquad a_r = g_r + e_r
 
-    Shapes are static, so there is a ladder of capacities, each compiled with shapes of its own. At
-    every step the replicas count what reaches the threshold and agree on the first capacity in
-    which all of it has a place, in every leaf of every replica. A last capacity of 1.0 is a plain
-    mean of what reaches the threshold, so nothing is lost, with error feedback or without.
+    Shapes are static, so a share of each leaf has places on a sparse wire. At every step the
+    replicas count what reaches the threshold. If all of it has a place, in every leaf of every
+    replica, it travels with its places; otherwise as a plain mean in which the rest is zero. So
+    nothing that reaches the threshold is lost, with error feedback or without.
 
     Args:
       axis_name: mesh axis, or a tuple of axes.
       threshold: magnitude from which an element is sent.
-      capacity: shares of each leaf that have a place on the wire, ascending; or one, for a fixed
-        size. Without 1.0 among them, of more elements than the last has places for the largest
-        go, and the others wait, or are lost without ``error_feedback``.
+      capacity: share of each leaf that has places on the sparse wire, which sends fewer bytes than
+        the mean while ``capacity < 1/n``; 1.0 always sends the mean.
       relative: take the threshold in units of the root mean square of gradient plus residual, so
         that less is sent the more is held back.
       block: see ``top_k_reduce``.
@@ -443,18 +354,18 @@ def threshold_reduce(
       dense: leaves that take a plain mean.
 
     Returns:
-      A transformation with a ``CompressedState``. Cost by the capacity ``c`` of a step: below one
-      as ``top_k_reduce(density=c)``, on a ring ``8 (n-1) c N`` bytes; at 1.0 those of a mean,
-      ``8 (n-1)/n N``; before it 4 bytes for each capacity but the last, and one reading of the
-      gradients. ``boostax.metrics`` has ``capacity``, that of the last step where there are
-      several, and ``over_capacity``, the elements without a place in the largest below 1.0.
+      A transformation with a ``CompressedState``. Cost: a sparse step sends what
+      ``top_k_reduce(density=capacity)`` sends, on a ring ``8 (n-1) capacity N`` bytes; a dense one
+      what a mean sends, ``8 (n-1)/n N``; before it 4 bytes, and one reading of the gradients.
+      ``boostax.metrics`` has ``capacity``, the share that had places at the last step: 1.0 for a
+      dense one.
 
     Raises:
       ValueError, TypeError: as ``top_k_reduce``.
 
     Example:
       >>> import boostax, jax, jax.numpy as jnp
-      >>> tx = boostax.reduce.threshold_reduce("data", 0.5, capacity=(0.25, 1.0))
+      >>> tx = boostax.reduce.threshold_reduce("data", 0.5, capacity=0.25)
       >>> step = jax.vmap(lambda g: tx.update(g, tx.init(g)), axis_name="data")
       >>> mean, state = step(jnp.array([[1.0, 0.4, 0.0, 0.0]]))
       >>> mean.tolist(), state.metrics()["capacity"].item()
@@ -471,68 +382,12 @@ def threshold_reduce(
     who = "threshold_reduce"
     hint = "SINGA's default is 0.05."
     checks.number(who, "threshold", threshold, "0 or more", lambda x: x >= 0, hint)
-    capacities = _capacities(who, capacity)
+    _check_share(who, "capacity", capacity)
     block, bucket_bytes, wire = _checked(who, block, bucket_bytes, value_dtype)
     cut = Cut(threshold, relative, wire)
-
-    def rung(capacity: float) -> Codec:
-        if capacity == 1:
-            return Reaching(cut)
-        return Largest(functools.partial(share, capacity), block, cut, bucket_bytes)
-
-    codec = Ladder(capacities, tuple(map(rung, capacities)), cut, chooses=len(capacities) > 1)
+    largest = Largest(functools.partial(share, capacity), block, cut, bucket_bytes)
+    codec = Threshold(capacity, largest, Reaching(cut))
     return compress(codec, axis_name, error_feedback=error_feedback, dense=dense, name=who)
-
-
-def random_k_reduce(
-    axis_name: axes.AxisName,
-    density: Density = 0.01,
-    *,
-    seed: int = 0,
-    error_feedback: bool = True,
-    dense: Dense = None,
-) -> optax.GradientTransformationExtraArgs:
-    r"""Send elements chosen by chance, the same on all replicas; of a large leaf whole rows.
-
-    .. math:: u = \tfrac1n \sum_r m \odot a_r, \qquad m \text{ common to all, new at each step}
-
-    No places travel, and the values are added up on the way: bytes fall with the density at any
-    number of replicas, and there is next to nothing to compute. It needs more steps than top-k.
-
-    Args:
-      axis_name: mesh axis, or a tuple of axes.
-      density: share that travels, or a warm-up of it as in ``top_k_reduce``.
-      seed: of the choice.
-      error_feedback: keep what was not sent, which then comes ``1 / density`` steps late. Without
-        it what is sent is divided by its chance: right on average, with a large variance, and at
-        times the better of the two.
-      dense: leaves that take a plain mean.
-
-    Returns:
-      A transformation with a ``CompressedState``. Cost: one all-reduce of ``density * N`` values, a
-      residual per replica, two sums of 4 bytes.
-
-    Raises:
-      ValueError, TypeError: as ``top_k_reduce``.
-
-    Example:
-      >>> import boostax, jax, jax.numpy as jnp
-      >>> tx = boostax.reduce.random_k_reduce("data", density=0.5)
-      >>> step = jax.vmap(lambda g: tx.update(g, tx.init(g)), axis_name="data")
-      >>> mean, state = step(jnp.ones((2, 4)))
-      >>> mean[0].sum().item(), state.residual.local[0].sum().item()
-      (2.0, 2.0)
-
-    References:
-      Stich et al., Sparsified SGD with Memory, https://arxiv.org/abs/1809.07599, 2018.
-    """
-    who = "random_k_reduce"
-
-    def codec(d: float) -> Codec:
-        return Random(d, unbiased=not error_feedback, seed=seed)
-
-    chosen = staged(who, "density", density, codec, _check_density)
-    return compress(chosen, axis_name, error_feedback=error_feedback, dense=dense, name=who)
 
 
 def _checked(
@@ -546,18 +401,6 @@ def _checked(
     return block, bucket_bytes, wire
 
 
-def _check_density(who: str, argument: str, value: Any) -> None:
+def _check_share(who: str, argument: str, value: Any) -> None:
     hint = "0.01 sends one element in a hundred."
     checks.number(who, argument, value, "in (0, 1]", lambda x: 0 < x <= 1, hint)
-
-
-def _capacities(who: str, value: Any) -> tuple[float, ...]:
-    """One share, or several in ascending order."""
-    one = not isinstance(value, Sequence) or isinstance(value, str)
-    shares: tuple[Any, ...] = (value,) if one else tuple(value)
-    for each in shares:
-        _check_density(who, "capacity", each)
-    if not shares or list(shares) != sorted(set(shares)):
-        allowed, hint = "ascending shares", "(0.01, 0.05, 1.0) sends all, in the least that fits."
-        raise ValueError(checks.message(who, "capacity", allowed, value, hint))
-    return shares

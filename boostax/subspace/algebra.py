@@ -1,5 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is computed of stacked leaves, one at a time and without flattening the whole."""
+"""Compute with stacked leaves one at a time, without flattening the whole.
+
+Snapshots come as ``x`` of ``(m, *leaf.shape)``, with ``first``, the first, and ``mean``, the mean
+of the differences to it, of ``(1, *leaf.shape)``.
+"""
 
 import functools
 from typing import Any
@@ -18,10 +22,11 @@ _F32 = np.dtype(np.float32)
 
 
 def orthonormal(rows: PyTree, times: int = 2) -> PyTree:
-    """Orthonormal rows of the same span, each the nearest to what it was; zero rows stay zero.
+    """Return orthonormal rows of the same span, each the nearest to what it was; zeros stay zero.
 
-    By the inverse root of the Gram matrix of the rows: unlike Cholesky's factor it exists, and is
-    no NaN, when rows depend on each other. Once leaves an error of the square of what was there.
+    It takes the inverse root of the Gram matrix of the rows: unlike Cholesky's factor it exists,
+    and is no NaN, when rows depend on each other. Once leaves an error of the square of what was
+    there.
     """
     for _ in range(times):
         gram = total(jax.tree.map(lambda z: dot(z, z), rows))
@@ -37,7 +42,7 @@ def orthonormal(rows: PyTree, times: int = 2) -> PyTree:
 
 @jax.jit
 def signed(components: PyTree) -> PyTree:
-    """Each row turned so that its largest element is positive."""
+    """Turn each row so that its largest element is positive."""
 
     def ends(p: jax.Array) -> jax.Array:
         axes = tuple(range(1, p.ndim))
@@ -49,23 +54,16 @@ def signed(components: PyTree) -> PyTree:
     return jax.tree.map(lambda p: p * along_rows(sign, p), components)
 
 
-def leading(gram: Any, count: int) -> Any:
-    """Eigenvectors (m, count) of the largest eigenvalues."""
-    return numpy(gram).linalg.eigh(finite(gram))[1][:, ::-1][:, :count]
-
-
 def finite(x: Any) -> Any:
-    """The same, refused on the host if it is not finite."""
-    if isinstance(x, np.ndarray) and not np.isfinite(x).all():
-        hint = "Look for the step at which the run broke down."
-        raise ValueError(
-            checks.message("pca_basis", "snapshots", "finite", "a NaN or infinity", hint)
-        )
+    """Return ``x``; refuse it on the host if it is not finite."""
+    good = numpy(x) is jnp or bool(np.isfinite(x).all())
+    hint = "Look for the step at which the run broke down."
+    checks.require("pca_basis", "snapshots", "a NaN or infinity", "finite", good, hint)
     return x
 
 
 def total(parts: PyTree) -> Any:
-    """The sum over leaves: on the host and in f64, unless this is being traced."""
+    """Return the sum over leaves: on the host and in f64, unless this is being traced."""
     leaves = jax.tree.leaves(parts)
     if any(isinstance(x, Tracer) for x in leaves):
         return functools.reduce(jnp.add, leaves)
@@ -73,144 +71,116 @@ def total(parts: PyTree) -> Any:
 
 
 def numpy(x: Any) -> Any:
-    """The array library to which ``x`` belongs."""
+    """Return the array library to which ``x`` belongs."""
     return np if isinstance(x, (np.ndarray, np.generic)) else jnp
 
 
 def compute_dtype(x: Any) -> np.dtype[Any]:
-    """In which a leaf is computed with: f32 or wider."""
+    """Return the dtype in which a leaf is computed with: f32 or wider."""
     return trees.buffer_dtype(x, _F32)
 
 
-def stored_dtype(x: Any, narrow: np.dtype[Any]) -> np.dtype[Any]:
-    """``narrow`` for real leaves; complex ones stay so."""
-    return x.dtype if jnp.issubdtype(x.dtype, jnp.complexfloating) else narrow
+def stored(tree: PyTree, dtype: Any) -> PyTree:
+    """Return a copy with real leaves in ``dtype``, or all as they are if it is ``None``."""
+
+    def copy(p: Any) -> jax.Array:
+        kept = p.dtype if dtype is None or jnp.iscomplexobj(p) else dtype
+        return jnp.array(p, kept, copy=True)
+
+    return jax.tree.map(copy, tree)
 
 
 def wide(x: Any) -> jax.Array:
-    """A leaf in that dtype."""
+    """Return a leaf in the dtype in which it is computed with."""
     return jnp.asarray(x).astype(compute_dtype(x))
 
 
-def centred(x: Any) -> jax.Array:
-    """Snapshots less their mean; the first is taken off before, so that nothing cancels."""
-    gaps = wide(x) - wide(x)[:1]
-    return gaps - gaps.mean(0, keepdims=True)
-
-
 def dot(x: jax.Array, y: jax.Array) -> jax.Array:
-    """Real inner products of rows (k, ...) and (m, ...): (k, m)."""
+    """Return real inner products of rows (k, ...) and (m, ...): (k, m)."""
     inner = tuple(range(1, x.ndim))
     dtype = jnp.promote_types(x.dtype, y.dtype)
-    dims = ((inner, inner), ((), ()))
+    kinds = [kind for z in (x, y) for kind in jax.typeof(z).sharding.mesh.axis_types]
+    # Explicit axes want to be told the sharding of a small result.
+    where = PartitionSpec() if AxisType.Explicit in kinds else None
     return lax.dot_general(
         x.astype(dtype),
         y.conj().astype(dtype),
-        dims,
+        ((inner, inner), ((), ())),
         precision=lax.Precision.HIGHEST,
-        out_sharding=everywhere(x, y),
+        out_sharding=where,
     ).real
-
-
-def everywhere(*arrays: jax.Array) -> Any:
-    """The sharding of a small result, which explicit axes want to be told."""
-    kinds = [kind for x in arrays for kind in jax.typeof(x).sharding.mesh.axis_types]
-    return PartitionSpec() if AxisType.Explicit in kinds else None
 
 
 @jax.jit
 def mix(turn: Any, rows: Any) -> jax.Array:
-    """Sums of rows (m, ...), weighted by the columns of ``turn`` (m, r): (r, ...)."""
-    rows = wide(rows)
-    return lax.dot_general(
-        jnp.asarray(turn).astype(rows.dtype),
-        rows,
-        (((0,), (0,)), ((), ())),
-        precision=lax.Precision.HIGHEST,
-    )
+    """Return sums of rows (m, ...), weighted by the columns of ``turn`` (m, r): (r, ...)."""
+    rows, over = wide(rows), (((0,), (0,)), ((), ()))
+    turn = jnp.asarray(turn).astype(rows.dtype)
+    return lax.dot_general(turn, rows, over, precision=lax.Precision.HIGHEST)
 
 
 def along_rows(x: jax.Array, like: jax.Array) -> jax.Array:
-    """One number for each row of a stacked leaf."""
+    """Return one number for each row of a stacked leaf."""
     return x.astype(like.dtype).reshape(-1, *[1] * (like.ndim - 1))
+
+
+def centred(x: Any, first: Any, mean: Any) -> jax.Array:
+    """Return snapshots less their mean; the first is taken off before, so that nothing cancels."""
+    return wide(x) - wide(first) - mean
 
 
 @jax.jit
 def centred_gram(x: Any) -> jax.Array:
-    """Inner products of the centred snapshots: (m, m)."""
-    gaps = centred(x)
+    """Return inner products of the centred snapshots: (m, m)."""
+    gaps = wide(x) - wide(x[:1])
+    gaps -= gaps.mean(0, keepdims=True)
     return dot(gaps, gaps)
 
 
 @jax.jit
-def spanned(u: Any, x: Any) -> jax.Array:
-    """Combinations of the centred snapshots: (r, ...)."""
-    return mix(u, centred(x))
+def spanned(u: Any, x: Any, first: Any, mean: Any) -> jax.Array:
+    """Return combinations of the centred snapshots, by the columns of ``u`` (m, r): (r, ...)."""
+    return mix(u, centred(x, first, mean))
 
 
 @jax.jit
-def coordinates(x: Any, rows: jax.Array) -> jax.Array:
-    """Inner products of the centred snapshots with rows: (m, r)."""
-    return dot(centred(x), rows)
-
-
-@functools.partial(jax.jit, static_argnums=2)
-def sketch(key: jax.Array, x: Any, count: int) -> jax.Array:
-    """Products of the snapshots with random directions: (m, count)."""
-    gaps = centred(x)
-    draws = jax.random.normal(key, (count, *x.shape[1:]), gaps.real.dtype)
-    if everywhere(x) is not None:
-        # Else explicit axes take the draws to be whole everywhere, and gather the snapshots.
-        draws = jax.sharding.reshard(draws, PartitionSpec(None, *jax.typeof(x).sharding.spec[1:]))
-    return dot(gaps, draws)
+def coordinates(x: Any, first: Any, mean: Any, rows: jax.Array) -> jax.Array:
+    """Return inner products of the centred snapshots with rows: (m, r)."""
+    return dot(centred(x, first, mean), rows)
 
 
 @jax.jit
-def spread(x: Any) -> jax.Array:
-    """Squares of what rounding makes of a snapshot, and of all that is centred."""
-    return jnp.stack([rounding(x[0]), squares(centred(x))])
+def spread(x: Any, first: Any, mean: Any) -> jax.Array:
+    """Return the sum of the squares of the centred snapshots."""
+    return squares(centred(x, first, mean))
+
+
+@jax.jit
+def gap(x: Any, first: Any) -> jax.Array:
+    """Return the sum of the differences of snapshots to the first."""
+    return (wide(x) - wide(first)).sum(0, keepdims=True)
 
 
 @jax.jit
 def rounding(x: Any) -> jax.Array:
-    """The square of what rounding makes of a snapshot."""
+    """Return the square of what rounding makes of a snapshot."""
     inexact = jnp.issubdtype(x.dtype, jnp.inexact)
     half = float(jnp.finfo(x.dtype).eps) / 2 if inexact else 0.0
     return squares(half * wide(x))
 
 
-@jax.jit
 def squares(x: jax.Array) -> jax.Array:
-    """The squared norm."""
+    """Return the squared norm."""
     return jnp.sum(x.real**2 + x.imag**2)
 
 
 @jax.jit
 def distance(x: Any, y: Any) -> jax.Array:
-    """The squared distance of two snapshots."""
+    """Return the squared distance of two snapshots."""
     return squares(wide(x) - wide(y))
 
 
-@jax.jit
-def gap(x: Any, first: Any, mean: jax.Array) -> jax.Array:
-    """A centred snapshot, from the mean of the differences to the first."""
-    return wide(x) - wide(first) - mean
-
-
 @functools.partial(jax.jit, donate_argnums=0)
-def added(rows: jax.Array, weights: Any, x: jax.Array) -> jax.Array:
-    """Rows, and of a leaf so much more to each."""
-    return rows + along_rows(weights, rows) * x
-
-
-@jax.jit
-def inner(x: jax.Array, rows: jax.Array) -> jax.Array:
-    """Inner products of a leaf with rows: (r,)."""
-    return dot(x[None], rows)[0]
-
-
-@jax.jit
-def mean(x: Any) -> jax.Array:
-    """The mean snapshot, exact where all are equal."""
-    rows = wide(x)
-    return rows[0] + (rows - rows[:1]).mean(0)
+def added(x: jax.Array, y: jax.Array) -> jax.Array:
+    """Add, in the memory of the first."""
+    return x + y

@@ -10,7 +10,7 @@ so in f32 it loses directions below 3e-4 of the largest, which a product with ``
 
 import functools
 import pathlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Literal, NamedTuple
 
 import jax
@@ -23,6 +23,10 @@ from boostax.subspace import algebra, files
 PyTree = Any
 Method = Literal["gram", "randomized"]
 _WHO = "pca_basis"
+_OTHER = (
+    f"{_WHO}: snapshots must be trees of one structure and equal shapes, got others at "
+    "number {}. If this is one stacked tree whose root is a list, pass stacked=True."
+)
 # Rows beyond k that carry what the first product missed, and products that follow it.
 _SPARE = {"gram": 2, "randomized": 10}
 _ROUNDS = {"gram": 2, "randomized": 3}
@@ -80,18 +84,18 @@ class Basis(NamedTuple):
           ValueError: params of other names, shapes or kinds; a file that is broken or none of a
             basis. FileNotFoundError: no such file.
         """
-        who = "Basis.load"
-        found = files.read(who, path)
+        found = files.read("Basis.load", path)
         k = np.size(found.get("explained", ()))
-        explained: Any = jax.ShapeDtypeStruct((k,), jnp.float32)
-        like = cls(params, params, explained)
+        wide = jax.tree.map(
+            lambda x: jax.ShapeDtypeStruct(np.shape(x), algebra.compute_dtype(x)), params
+        )
+        like = cls(wide, wide, jax.ShapeDtypeStruct((k,), jnp.float32))  # pyright: ignore[reportArgumentType]
 
         def array(name: str, x: Any) -> jax.Array:
             rows = (k,) if name.startswith("components") else ()
-            shape, dtype = (*rows, *np.shape(x)), algebra.compute_dtype(x)
-            return jnp.asarray(files.required(who, path, name, shape, dtype, found))
+            return jnp.asarray(files.required("Basis.load", path, name, x, found, rows))
 
-        arrays = [array(name, x) for name, x in files.named(who, like).items()]
+        arrays = [array(name, x) for name, x in files.named("Basis.load", like).items()]
         return jax.tree.unflatten(jax.tree.structure(like), arrays)
 
 
@@ -111,34 +115,32 @@ def saved_basis(path: str | pathlib.Path, params: PyTree, n_components: int) -> 
       ValueError: fewer of them there, rows that are not orthonormal, or as ``Basis.load``.
     """
     who = "saved_basis"
-    read = _matrix if pathlib.Path(path).suffix == ".npy" else Basis.load
-    basis: Any = read(path, params)
-    rows = basis.components if isinstance(basis, Basis) else basis
+    matrix = pathlib.Path(path).suffix == ".npy"
+    basis: Any = _matrix(who, path, params) if matrix else Basis.load(path, params)
+    rows = basis if matrix else basis.components
     gram = algebra.total(jax.tree.map(lambda x: algebra.dot(*[algebra.wide(x)] * 2), rows))
     k = len(gram)
-    if n_components > k:
-        allowed, hint = f"at most {k}, the components in {path}", "Take so many."
-        raise ValueError(checks.message(who, "n_components", allowed, n_components, hint))
+    allowed = f"at most {k}, the components in {path}"
+    fits = n_components <= k
+    checks.require(who, "n_components", n_components, allowed, fits, "Take so many.")
     # Half a percent is what storage in bfloat16 leaves.
-    if not np.abs(gram - np.eye(k)).max() < 2e-2:
-        got, hint = "rows that are not", "Distances along them would be other ones."
-        raise ValueError(checks.message(who, "path", "a file of orthonormal rows", got, hint))
+    got, hint = "rows that are not", "Distances along them would be other ones."
+    skew = np.abs(gram - np.eye(k)).max()
+    checks.require(who, "path", got, "a file of orthonormal rows", bool(skew < 2e-2), hint)
     first = jax.tree.map(lambda x: x[:n_components], rows)
-    if not isinstance(basis, Basis):
-        return first
-    return Basis(first, basis.mean, basis.explained[:n_components])
+    return first if matrix else Basis(first, basis.mean, basis.explained[:n_components])
 
 
-def _matrix(path: str | pathlib.Path, params: PyTree) -> PyTree:
-    """Components in a matrix, cut into leaves."""
-    who, matrix = "saved_basis", files.matrix("saved_basis", path)
+def _matrix(who: str, path: str | pathlib.Path, params: PyTree) -> PyTree:
+    """Return components in a matrix, cut into leaves."""
+    matrix = files.read(who, path)
     leaves, treedef = jax.tree.flatten(params)
     ends = np.cumsum([np.size(x) for x in leaves])
-    real = not any(jnp.iscomplexobj(x) for x in leaves)
-    if matrix.ndim != 2 or matrix.shape[1:] != (ends[-1],) or matrix.dtype.kind != "f" or not real:
-        allowed = f"a file of (k, {ends[-1]}), a real number for each param"
-        got, hint = f"{matrix.dtype} of {matrix.shape}", "They are in the order of jax.tree.leaves."
-        raise ValueError(checks.message(who, "path", allowed, got, hint))
+    fits = matrix.shape[1:] == (ends[-1],) and matrix.dtype.kind == "f"
+    fits = fits and not any(map(jnp.iscomplexobj, leaves))
+    allowed = f"a file of (k, {ends[-1]}), a real number for each param"
+    got, hint = f"{matrix.dtype} of {matrix.shape}", "They are in the order of jax.tree.leaves."
+    checks.require(who, "path", got, allowed, fits, hint)
     parts = zip(np.split(matrix, ends[:-1], 1), leaves, strict=True)
     return treedef.unflatten(
         [jnp.asarray(part.reshape(-1, *np.shape(x)), algebra.compute_dtype(x)) for part, x in parts]
@@ -165,14 +167,14 @@ def pca_basis(
     dtype: Any = None,
     stacked: bool | None = None,
 ) -> Basis:
-    r"""The directions in which snapshots of the params differ most.
+    r"""Find the directions in which snapshots of the params differ most.
 
     For snapshots :math:`w_1 \dots w_m` and their mean these are the leading eigenvectors of the
     covariance, :math:`p_j = \sum_i v_{ij} (w_i - \bar w) / \sigma_j`, where
 
     .. math:: (w_i - \bar w) \cdot (w_l - \bar w) = \sum_j v_{ij} \sigma_j^2 v_{lj}
 
-    is only m x m. ``"randomized"`` takes products with ``k + 10`` random directions instead, and
+    is only m x m. ``"randomized"`` starts from ``k + 10`` random combinations instead and takes
     three rounds of the power method, for snapshots by the hundred.
 
     The axis that is reduced is that of the params: ``n_components`` directions, each as large as
@@ -181,20 +183,20 @@ def pca_basis(
 
     A ``Sequence`` that is no list, such as ``checkpoint_snapshots``, is not stacked but read again
     and again, at most two snapshots being in memory at any time. ``"gram"`` compares them in pairs,
-    with ``m(m + 1) / 2`` reads and six for each; ``"randomized"`` reads each of them nine times.
+    with ``m(m + 1) / 2`` reads and six for each; ``"randomized"`` reads each of them eight times.
 
     Args:
       snapshots: a tree like the params of ``(m, *leaf.shape)``; or a list or an iterator of m trees
         like the params, which is stacked; or a ``Sequence`` that reads such trees when asked.
       n_components: how many directions, less than m.
       method: ``"gram"`` or ``"randomized"``.
-      seed: of the random directions.
+      seed: of the random combinations.
       dtype: in which components are stored; ``None`` for f32 or wider.
       stacked: whether ``snapshots`` is one tree; ``None`` takes a list to be many.
 
     Returns:
       A ``Basis``, orthonormal to 1e-5 before it is rounded to ``dtype``. Complex leaves count as
-      pairs of reals. Cost: ``2mn(m + 4k)`` operations (``"randomized"``: ``14mn(k + 10)``), memory
+      pairs of reals. Cost: ``2mn(m + 4k)`` operations (``"randomized"``: ``12mn(k + 10)``), memory
       for ``k + 2`` (``k + 10``) params twice and m centred copies of the largest leaf (under
       ``jit`` of all leaves, at worst); of a ``Sequence`` instead of these and of the stack for two
       snapshots, the mean and one difference to it. Of sharded leaves only matrices of ``m x m`` or
@@ -217,15 +219,19 @@ def pca_basis(
       2021. Halko et al., Finding structure with randomness, https://arxiv.org/abs/0909.4061, 2009.
     """
     checks.choice(_WHO, "method", method, ("gram", "randomized"), "'gram' is exact.")
-    source = _source(snapshots, stacked)
-    m = _require(_WHO, source.counts(), n_components)
+    blocks = _blocks(snapshots, stacked)
+    m = _require(_WHO, blocks, n_components)
     width = min(n_components + _SPARE[method], m - 1)
     if method == "gram":
-        start = algebra.leading(source.gram(), width)
+        start = _leading(_gram(blocks), width)
     else:
-        start = source.sketch(jax.random.key(seed), width)
-        start = algebra.numpy(start).linalg.qr(algebra.finite(start))[0]
-    return _refined(source, start, n_components, _ROUNDS[method], dtype)
+        start = np.linalg.qr(np.random.default_rng(seed).normal(size=(m, width)))[0]
+    return _refined(_centred(blocks, m), start, n_components, _ROUNDS[method], dtype)
+
+
+def _leading(gram: Any, count: int) -> Any:
+    """Return the eigenvectors (m, count) of the largest eigenvalues."""
+    return algebra.numpy(gram).linalg.eigh(algebra.finite(gram))[1][:, ::-1][:, :count]
 
 
 def pca_from_gram(
@@ -258,16 +264,13 @@ def pca_from_gram(
       >>> pca_from_gram(gram, w, 1).explained.round(3).tolist()
       [1.0]
     """
-    source = _Stacked(snapshots)
-    m = _require("pca_from_gram", source.counts(), n_components)
-    if gram.distances.shape != (m, m):
-        hint = "Both come from the same ring buffer."
-        raise ValueError(
-            checks.message("pca_from_gram", "gram", f"{m} x {m}", gram.distances.shape, hint)
-        )
+    blocks = [snapshots]
+    m = _require("pca_from_gram", blocks, n_components)
+    shape, hint = gram.distances.shape, "Both come from the same ring buffer."
+    checks.require("pca_from_gram", "gram", shape, f"{m} x {m}", shape == (m, m), hint)
     centred = _from_distances(algebra.total([gram.distances]))
-    start = algebra.leading(centred, min(n_components + _SPARE["gram"], m - 1))
-    return _refined(source, start, n_components, _ROUNDS["gram"], dtype, complete)
+    start = _leading(centred, min(n_components + _SPARE["gram"], m - 1))
+    return _refined(_centred(blocks, m), start, n_components, _ROUNDS["gram"], dtype, complete)
 
 
 def updated_gram(
@@ -293,199 +296,150 @@ def updated_gram(
     return Gram(gram.distances.at[slot, :].set(new).at[:, slot].set(new))
 
 
-class _Stacked(NamedTuple):
-    """Snapshots in one tree of ``(m, *leaf.shape)``."""
-
-    tree: PyTree
-
-    def counts(self) -> list[Any]:
-        """How many there are, of each leaf."""
-        return sorted({np.shape(x)[:1] for x in jax.tree.leaves(self.tree)})
-
-    def leaves(self) -> list[Any]:
-        """Arrays of the dtypes that there are."""
-        return jax.tree.leaves(self.tree)
-
-    def gram(self) -> Any:
-        """Inner products of the centred snapshots: (m, m)."""
-        return algebra.total(jax.tree.map(algebra.centred_gram, self.tree))
-
-    def sketch(self, key: jax.Array, width: int) -> Any:
-        """Their products with random directions: (m, width)."""
-        leaves = enumerate(jax.tree.leaves(self.tree))
-        return algebra.total(
-            [algebra.sketch(jax.random.fold_in(key, i), x, width) for i, x in leaves]
-        )
-
-    def spanned(self, u: Any) -> PyTree:
-        """Combinations of them, by the columns of ``u`` (m, r): a tree of (r, *leaf.shape)."""
-        return jax.tree.map(lambda x: algebra.spanned(u, x), self.tree)
-
-    def coordinates(self, rows: PyTree) -> Any:
-        """Inner products with rows: (m, r)."""
-        return algebra.total(jax.tree.map(algebra.coordinates, self.tree, rows))
-
-    def spread(self) -> Any:
-        """Squares of what rounding makes of a snapshot, and of all that is centred."""
-        return algebra.total(jax.tree.map(algebra.spread, self.tree))
-
-    def mean(self) -> PyTree:
-        """The mean snapshot."""
-        return jax.tree.map(algebra.mean, self.tree)
-
-
-class _Streamed:
-    """The same of snapshots that are read when they are needed: at most two are in memory.
-
-    These are the first, from which differences are taken, and the one that is just looked at; or a
-    pair. Each result is waited for, as a computation under way holds on to its arguments.
-    """
+class _Read(Sequence[PyTree]):
+    """Snapshots as trees of ``(1, *leaf.shape)`` that are read when they are asked for."""
 
     def __init__(self, snapshots: Sequence[PyTree]):
         self._snapshots = snapshots
         self._like: Any = None
 
-    def counts(self) -> list[Any]:
-        return [(len(self._snapshots),)]
+    def __len__(self) -> int:
+        return len(self._snapshots)
 
-    def leaves(self) -> list[Any]:
-        return jax.tree.leaves(self._first)
-
-    def gram(self) -> Any:
-        m = len(self._snapshots)
-        distances = np.zeros((m, m))
-        for i in range(m):
-            one = self._read(i)
-            for j in range(i):
-                distances[i, j] = distances[j, i] = algebra.total(
-                    jax.tree.map(algebra.distance, one, self._read(j))
-                )
-        return _from_distances(distances)
-
-    def sketch(self, key: jax.Array, width: int) -> Any:
-        leaves, treedef = jax.tree.flatten(self._gap)
-        rows = [
-            jax.random.normal(jax.random.fold_in(key, i), (width, *x.shape), x.real.dtype)
-            for i, x in enumerate(leaves)
-        ]
-        return self.coordinates(jax.tree.unflatten(treedef, rows))
-
-    def spanned(self, u: Any) -> PyTree:
-        rows = jax.tree.map(lambda x: jnp.zeros((u.shape[1], *x.shape), x.dtype), self._gap)
-        for weights, gap in zip(u, self._centred(self._gap), strict=True):
-            add = lambda z, x, weights=weights: algebra.added(z, weights, x)  # noqa: E731
-            rows = jax.block_until_ready(jax.tree.map(add, rows, gap))
-        return rows
-
-    def coordinates(self, rows: PyTree) -> Any:
-        inner = lambda gap: jax.tree.map(algebra.inner, gap, rows)  # noqa: E731
-        return np.stack([algebra.total(inner(gap)) for gap in self._centred(self._gap)])
-
-    def spread(self) -> Any:
-        squares = lambda gap: algebra.total(jax.tree.map(algebra.squares, gap))  # noqa: E731
-        rounding = algebra.total(jax.tree.map(algebra.rounding, self._first))
-        return np.stack([rounding, sum(map(squares, self._centred(self._gap)))])
-
-    def mean(self) -> PyTree:
-        return jax.tree.map(lambda x, gap: algebra.wide(x) + gap, self._first, self._gap)
-
-    @functools.cached_property
-    def _first(self) -> PyTree:
-        return self._read(0)
-
-    @functools.cached_property
-    def _gap(self) -> PyTree:
-        """The mean of the differences to the first."""
-        mean = jax.tree.map(lambda x: jnp.zeros_like(x, algebra.compute_dtype(x)), self._first)
-        share = np.full(1, 1 / len(self._snapshots))
-        rows = jax.tree.map(lambda x: x[None], mean)
-        for gap in self._centred(mean):
-            rows = jax.tree.map(lambda z, x: algebra.added(z, share, x), rows, gap)
-        return jax.tree.map(lambda z: z[0], rows)
-
-    def _centred(self, mean: PyTree) -> Iterator[PyTree]:
-        """Each less the first and the mean of such differences."""
-        for i in range(len(self._snapshots)):
-            yield jax.block_until_ready(jax.tree.map(algebra.gap, self._read(i), self._first, mean))
-
-    def _read(self, i: int) -> PyTree:
-        tree = self._snapshots[i]
-        now = jax.tree.structure(tree), [np.shape(x) for x in jax.tree.leaves(tree)]
+    def __getitem__(self, i: Any) -> PyTree:
+        tree = self._snapshots[range(len(self))[i]]
+        now = _kind(tree)
         self._like = now if self._like is None else self._like
         if now != self._like:
-            raise ValueError(_other(i))
+            raise ValueError(_OTHER.format(i))
         # Copies: JAX lets go of a NumPy array that it has been given at some later call of its own.
-        return jax.tree.map(lambda x: jnp.array(x, copy=True), tree)
+        return jax.tree.map(lambda x: jnp.array(x, copy=True, ndmin=np.ndim(x) + 1), tree)
 
 
-def _source(snapshots: Any, stacked: bool | None) -> _Stacked | _Streamed:
-    reads = isinstance(snapshots, Sequence) and not isinstance(snapshots, (list, tuple))
-    if stacked is None and reads:
-        return _Streamed(snapshots)
-    if stacked is None:
-        stacked = not isinstance(snapshots, (list, Iterator))
-    return _Stacked(snapshots if stacked else _stack(snapshots))
+class _Centred(NamedTuple):
+    """Snapshots in blocks, less their mean.
+
+    Attributes:
+      blocks: trees of ``(rows, *leaf.shape)``: one of all snapshots, or one for each. While one of
+        several is read, the first and the mean are in memory, and no other.
+      first: the first snapshot, a tree of ``(1, *leaf.shape)``.
+      mean: the mean of the differences to it.
+    """
+
+    blocks: Sequence[PyTree]
+    first: PyTree
+    mean: PyTree
+
+    def map(self, fn: Callable[..., Any], block: PyTree, *rows: PyTree) -> PyTree:
+        return jax.tree.map(fn, block, self.first, self.mean, *rows)
+
+    def spanned(self, u: Any) -> PyTree:
+        """Return combinations of them, by the columns of ``u`` (m, r): a tree of (r, ...)."""
+        cut = np.split(u, len(u)) if len(self.blocks) > 1 else [u]
+        pairs = zip(cut, self.blocks, strict=True)
+        return _added(
+            self.map(functools.partial(algebra.spanned, part), block) for part, block in pairs
+        )
+
+    def coordinates(self, rows: PyTree) -> Any:
+        """Return inner products with rows: (m, r)."""
+        parts = [algebra.total(self.map(algebra.coordinates, b, rows)) for b in self.blocks]
+        return parts[0] if len(parts) == 1 else np.concatenate(parts)
+
+    def spread(self) -> Any:
+        """Return the sum of their squares."""
+        return sum(algebra.total(self.map(algebra.spread, block)) for block in self.blocks)
 
 
-def _from_distances(distances: Any) -> Any:
-    """Inner products of what is centred, from squared distances."""
-    d = distances
+def _centred(blocks: Sequence[PyTree], m: int) -> _Centred:
+    first = jax.tree.map(lambda x: jnp.asarray(x)[:1], blocks[0])
+    gaps = _added(jax.tree.map(algebra.gap, block, first) for block in blocks)
+    return _Centred(blocks, first, jax.tree.map(lambda x: x / m, gaps))
+
+
+def _added(trees_: Iterable[PyTree]) -> PyTree:
+    """Return the sum, each waited for: a computation under way holds on to its arguments."""
+    found: PyTree = None
+    for tree in trees_:
+        found = tree if found is None else jax.tree.map(algebra.added, found, tree)
+        jax.block_until_ready(found)
+    return found
+
+
+def _gram(blocks: Sequence[PyTree]) -> Any:
+    """Return inner products of the centred snapshots: (m, m)."""
+    if len(blocks) == 1:
+        return algebra.total(jax.tree.map(algebra.centred_gram, blocks[0]))
+    distances = np.zeros((len(blocks), len(blocks)))
+    for i in range(len(blocks)):
+        one = blocks[i]
+        for j in range(i):
+            pair = algebra.total(jax.tree.map(algebra.distance, one, blocks[j]))
+            distances[i, j] = distances[j, i] = pair
+    return _from_distances(distances)
+
+
+def _from_distances(d: Any) -> Any:
+    """Return inner products of what is centred, from squared distances."""
     return -0.5 * (d - d.mean(0) - d.mean(1)[:, None] + d.mean())
 
 
-def _other(number: int) -> str:
-    return (
-        f"{_WHO}: snapshots must be trees of one structure and equal shapes, got others at number "
-        f"{number}. If this is one stacked tree whose root is a list, pass stacked=True."
-    )
+def _blocks(snapshots: Any, stacked: bool | None) -> Sequence[PyTree]:
+    several = isinstance(snapshots, (list, Iterator))
+    if stacked is None and not several and not isinstance(snapshots, tuple):
+        if isinstance(snapshots, Sequence):
+            return _Read(snapshots)
+    return [_stack(snapshots) if stacked is False or (stacked is None and several) else snapshots]
 
 
-def _stack(snapshots: Any) -> PyTree:
-    """Trees read one at a time, stacked a leaf at a time."""
-    columns: list[list[Any]] = []
-    treedef = None
-    for tree in snapshots:
-        leaves, structure = jax.tree.flatten(tree)
-        columns = [[] for _ in leaves] if treedef is None else columns
-        treedef = structure if treedef is None else treedef
-        fits = structure == treedef and all(
-            not column or np.shape(x) == np.shape(column[0])
-            for x, column in zip(leaves, columns, strict=True)
-        )
-        if not fits:
-            raise ValueError(_other(len(columns[0]) if columns else 0))
-        for column, x in zip(columns, leaves, strict=True):
-            column.append(x)
+def _kind(tree: PyTree) -> Any:
+    leaves, structure = jax.tree.flatten(tree)
+    return structure, list(map(np.shape, leaves))
+
+
+def _stack(snapshots: Iterable[PyTree]) -> PyTree:
+    """Stack trees a leaf at a time."""
+    trees_ = list(snapshots)
+    for i, tree in enumerate(trees_):
+        if _kind(tree) != _kind(trees_[0]):
+            raise ValueError(_OTHER.format(i))
+    treedef = jax.tree.structure(trees_[0]) if trees_ else None
+    columns = [list(column) for column in zip(*map(jax.tree.leaves, trees_), strict=True)]
+    trees_.clear()
     stacks: list[Any] = []
     for column in columns:
         # NumPy's stay on the host, and go to the device a leaf at a time.
         host = all(isinstance(x, np.ndarray) for x in column)
         stacks.append(np.stack(column) if host else jnp.stack(column))
         column.clear()
-    return None if treedef is None else jax.tree.unflatten(treedef, stacks)
+    return None if treedef is None else treedef.unflatten(stacks)
 
 
-def _require(who: str, counts: list[Any], n_components: int) -> int:
+def _require(who: str, blocks: Sequence[PyTree], n_components: int) -> int:
     """Check and return the number of snapshots."""
     hint = "It is the dimension of the subspace; 32 to 40 are usual."
     checks.positive_int(who, "n_components", n_components, hint)
-    if len(counts) != 1 or not counts[0]:
-        allowed = "a tree of arrays with one leading dimension"
-        hint = "Stack the snapshots of each leaf, or pass a list of trees."
-        raise ValueError(checks.message(who, "snapshots", allowed, counts, hint))
-    (m,) = counts[0]
-    if n_components >= m:
-        allowed = f"below the number of snapshots, {m}"
-        hint = "m snapshots differ from their mean in m - 1 directions at most."
-        raise ValueError(checks.message(who, "n_components", allowed, n_components, hint))
+    if len(blocks) == 1:
+        counts = sorted({np.shape(x)[:1] for x in jax.tree.leaves(blocks[0])})
+    else:
+        counts = [(len(blocks),)]
+    allowed = "a tree of arrays with one leading dimension"
+    hint = "Stack the snapshots of each leaf, or pass a list of trees."
+    fits = len(counts) == 1 and bool(counts[0])
+    checks.require(who, "snapshots", counts, allowed, fits, hint)
+    m = counts[0][0]
+    hint = "m snapshots differ from their mean in m - 1 directions at most."
+    allowed = f"below the number of snapshots, {m}"
+    checks.require(who, "n_components", n_components, allowed, n_components < m, hint)
     return m
 
 
 def _refined(
-    source: _Stacked | _Streamed, u: Any, k: int, rounds: int, dtype: Any, complete: bool = True
+    source: _Centred, u: Any, k: int, rounds: int, dtype: Any, complete: bool = True
 ) -> Basis:
-    """The components, from ``u`` (m, r) that spans about the right combinations of snapshots."""
+    """Return the components, from ``u`` (m, r) that spans about the right combinations."""
     narrow = None if dtype is None else checks.floating_dtype(_WHO, "dtype", dtype)
+    total = algebra.finite(source.spread())
     rows: PyTree = None
     s = turn = u
     for _ in range(rounds):
@@ -493,9 +447,9 @@ def _refined(
         along = source.coordinates(rows)
         u, s, turn = algebra.numpy(along).linalg.svd(along, full_matrices=False)
     np_ = algebra.numpy(s)
-    rounding, total = source.spread()
-    eps = max(np.finfo(algebra.compute_dtype(x)).eps for x in source.leaves())
-    found = s > np_.sqrt(rounding) + eps * np_.sqrt(u.shape[0]) * s[0]
+    eps = max(np.finfo(algebra.compute_dtype(x)).eps for x in jax.tree.leaves(source.first))
+    noise = np_.sqrt(algebra.total(jax.tree.map(algebra.rounding, source.first)))
+    found = s > noise + eps * np_.sqrt(len(u)) * s[0]
     if complete and np_ is np and not found[:k].all():
         raise ValueError(
             f"{_WHO}: n_components must be at most {int(found.sum())}, the number of directions in "
@@ -503,10 +457,10 @@ def _refined(
             "snapshots that lie further apart."
         )
     turn = np_.where(found[:k, None], turn[:k], 0.0)
-    components = algebra.signed(
-        algebra.orthonormal(jax.tree.map(lambda z: algebra.mix(turn.T, z), rows), times=1)
-    )
+    rows = jax.tree.map(lambda z: algebra.mix(turn.T, z), rows)
+    components = algebra.signed(algebra.orthonormal(rows, times=1))
     if narrow is not None:
-        components = jax.tree.map(lambda p: p.astype(algebra.stored_dtype(p, narrow)), components)
+        components = algebra.stored(components, narrow)
     explained = np_.where(found[:k], s[:k] ** 2, 0.0) / np_.where(total > 0, total, 1.0)
-    return Basis(components, source.mean(), jnp.asarray(explained, jnp.float32))
+    mean = jax.tree.map(lambda x, gap: (algebra.wide(x) + gap)[0], source.first, source.mean)
+    return Basis(components, mean, jnp.asarray(explained, jnp.float32))

@@ -1,12 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How the directions of a subspace are stored, and the two products in which they are used.
+"""Read the directions of a subspace: the two products in which they are used, and their checks.
 
-Both go leaf by leaf, so that no leaf loses its sharding and nothing is flattened. Narrow storage is
-decoded inside the sum that reads it: XLA fuses the two, and no wide copy of the components exists.
+Both products go leaf by leaf, so that no leaf loses its sharding and nothing is flattened. Narrow
+storage is decoded inside the sum that reads it: XLA fuses the two, and no wide copy exists.
 """
 
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -18,108 +17,45 @@ from boostax.subspace import algebra
 from boostax.subspace.basis import Basis
 
 PyTree = Any
-BLOCK = 64
-
-
-class Int8Components(NamedTuple):
-    """Components in one byte an element.
-
-    Attributes:
-      codes: tree like the params of i8 ``(k, *leaf.shape)``.
-      scales: the same of f32 ``(k, *leaf.shape[:-1], blocks)``: what 1 stands for in each block of
-        64 elements of the last dimension.
-    """
-
-    codes: PyTree
-    scales: PyTree
-
-
-Components = PyTree | Int8Components
-
-
-def stored(components: PyTree, dtype: Any) -> Components:
-    """A copy of components in a floating dtype, in ``"int8"`` blocks, or (``None``) as they are."""
-    if isinstance(components, Int8Components) or dtype is None:
-        return jax.tree.map(lambda p: jnp.array(p, copy=True), components)
-    if dtype != "int8":
-        narrow = jnp.dtype(dtype)
-        return jax.tree.map(
-            lambda p: jnp.array(p, algebra.stored_dtype(p, narrow), copy=True), components
-        )
-    for name, leaf in trees.named(components):
-        if jnp.iscomplexobj(leaf):
-            raise TypeError(
-                "dim_reduce: dtype must be a floating one with complex components, got 'int8' at "
-                f"{name or 'the root'!r}. Blocks are of real numbers."
-            )
-    scales = jax.tree.map(_scales, components)
-    return Int8Components(jax.tree.map(_codes, components, scales), scales)
-
-
-def shapes(components: Components) -> PyTree:
-    """A tree like the params of the arrays that have the shape ``(k, *leaf.shape)``."""
-    return components.codes if isinstance(components, Int8Components) else components
-
-
-def restricted(components: Components, params: PyTree) -> Components:
-    """Components without what is masked in the params."""
-    hidden = lambda node: isinstance(node, optax.MaskedNode)  # noqa: E731
-
-    def cut(tree: PyTree) -> PyTree:
-        return jax.tree.map(lambda p, x: p if hidden(p) else x, params, tree, is_leaf=hidden)
-
-    if isinstance(components, Int8Components):
-        return Int8Components(cut(components.codes), cut(components.scales))
-    return cut(components)
 
 
 def project(
-    components: Components, tree: PyTree, shard_axes: tuple[str, ...] = (), who: str = "project"
+    components: PyTree, tree: PyTree, shard_axes: tuple[str, ...] = (), who: str = "project"
 ) -> jax.Array:
-    """Coordinates ``(k,)`` of a tree like the params: its inner products with the components.
+    """Return coordinates ``(k,)`` of a tree like the params: its products with the components.
 
     Cost: one read of the components; of sharded leaves ``4k`` bytes are summed over the devices.
     """
 
-    def part(p: jax.Array, narrow: bool, g: Any) -> jax.Array:
-        rows = algebra.wide(g)[None]
-        if not narrow:
-            return algebra.dot(p, rows)[:, 0]
-        product = p * rows.conj()
+    def part(p: jax.Array, g: Any) -> jax.Array:
+        wide, rows = algebra.wide(p), algebra.wide(g)[None]
+        if p.dtype == wide.dtype:
+            return algebra.dot(wide, rows)[:, 0]
+        product = wide * rows.conj()
         return product.real.sum(tuple(range(1, product.ndim)))
 
-    parts = jax.tree.leaves(_map(part, components, tree))
+    parts = jax.tree.leaves(jax.tree.map(part, components, tree))
     return axes.shard_total(parts, shard_axes, who) if parts else jnp.zeros(1)
 
 
-def lift(components: Components, coefficients: jax.Array) -> PyTree:
-    """The tree like the params, f32 or wider, that has those coordinates: a sum of components.
+def lift(components: PyTree, coefficients: jax.Array) -> PyTree:
+    """Return the tree like the params, f32 or wider, that has those coordinates.
 
     Coefficients of ``(k, c)`` give ``c`` sums at once, in leaves of ``(c, *leaf.shape)``. Cost: one
     read of the components; nothing crosses the devices.
     """
     columns = coefficients.reshape(coefficients.shape[0], -1)
 
-    def total(p: jax.Array, narrow: bool) -> jax.Array:
-        if not narrow:
-            sums = algebra.mix(columns, p)
+    def total(p: jax.Array) -> jax.Array:
+        wide = algebra.wide(p)
+        if p.dtype == wide.dtype:
+            sums = algebra.mix(columns, wide)
         else:
-            each = columns.T.astype(p.dtype)
-            sums = jnp.stack([(algebra.along_rows(c, p) * p).sum(0) for c in each])
+            each = columns.T.astype(wide.dtype)
+            sums = jnp.stack([(algebra.along_rows(c, wide) * wide).sum(0) for c in each])
         return sums[0] if coefficients.ndim == 1 else sums
 
-    return _map(total, components)
-
-
-def row(components: Components, index: jax.Array) -> PyTree:
-    """One of the components, f32 or wider."""
-    one = jax.tree.map(lambda p: jax.lax.dynamic_index_in_dim(p, index), components)
-    return _map(lambda rows, narrow: jnp.squeeze(rows, 0), one)
-
-
-def count(components: Components) -> int:
-    """How many there are; of no params one, whose coordinate stays 0."""
-    return next((x.shape[0] for x in jax.tree.leaves(shapes(components))), 1)
+    return jax.tree.map(total, components)
 
 
 def random_basis(params: PyTree, n_components: int, *, seed: int = 0) -> PyTree:
@@ -158,181 +94,48 @@ def random_basis(params: PyTree, n_components: int, *, seed: int = 0) -> PyTree:
     return algebra.orthonormal(jax.tree.unflatten(treedef, rows))
 
 
-class Opened(NamedTuple):
-    """What there is in what a caller calls a basis.
+def opened(basis: Any) -> tuple[PyTree, Any, PyTree]:
+    """Return the components, the share of the variance in their span and the mean.
 
-    Attributes:
-      rows: the components.
-      explained: the share of the variance in their span; ``None`` if nobody said.
-      mean: a tree like the params; ``None`` likewise.
+    The last two are ``None`` if nobody said.
     """
+    if isinstance(basis, Basis):
+        return basis.components, jnp.sum(basis.explained), basis.mean
+    return basis, None, None
 
-    rows: Components
-    explained: Any
-    mean: PyTree
 
-
-def given(who: str, basis: Any, params: PyTree, dtype: Any) -> Opened:
-    """From what the caller calls a basis: what to keep, the components as they are to be stored.
+def kept(who: str, basis: Any, params: PyTree, dtype: Any) -> tuple[PyTree, Any, PyTree]:
+    """Return the same of what a caller calls a basis, with a copy of the components as stored.
 
     Raises:
       ValueError: they do not fit the params.
     """
     if not jax.tree.leaves(params):
         # optax.tree.map_params asks with no params for the structure of the state.
-        rows, explained, _ = _opened(params if callable(basis) else basis)
-        coded = isinstance(rows, Int8Components)
-        rows = Int8Components(params, params) if coded else stored(params, dtype)
-        return Opened(rows, explained, None)
-    rows, explained, mean = _opened(basis(params) if callable(basis) else basis)
+        return params, opened(None if callable(basis) else basis)[1], None
+    rows, explained, mean = opened(basis(params) if callable(basis) else basis)
     hidden = lambda node: isinstance(node, optax.MaskedNode)  # noqa: E731
     if any(map(hidden, jax.tree.leaves(params, is_leaf=hidden))):
-        rows, mean = restricted(rows, params), None if mean is None else restricted(mean, params)
-    _check(who, rows, params)
-    return Opened(stored(rows, dtype), explained, mean)
+        cut = lambda p, x: p if hidden(p) else x  # noqa: E731
+        rows = jax.tree.map(cut, params, rows, is_leaf=hidden)
+        mean = mean and jax.tree.map(cut, params, mean, is_leaf=hidden)
+    require_fit(who, rows, params)
+    return algebra.stored(rows, dtype), explained, mean
 
 
-def exchanged(who: str, old: Components, basis: Any) -> tuple[Components, Any]:
-    """The same of a basis that takes the place of another, stored as that is.
-
-    Raises:
-      ValueError: it has another shape.
-    """
-    rows, explained, _ = _opened(basis)
-    shaped = lambda tree: jax.tree.map(jnp.shape, shapes(tree))  # noqa: E731
-    was, now = shaped(old), shaped(rows)
-    if was != now:
-        hint = "A compiled step serves both only if they are alike."
-        raise ValueError(checks.message(who, "basis", f"of the shapes {was}", now, hint))
-    if isinstance(old, Int8Components):
-        return stored(rows, "int8"), explained
-    if isinstance(rows, Int8Components):
-        rows = jax.tree.map(_decoded, rows.codes, rows.scales)
-    return jax.tree.map(lambda p, q: jnp.array(p, q.dtype, copy=True), rows, old), explained
-
-
-def _opened(basis: Any) -> Opened:
-    if isinstance(basis, Basis):
-        return Opened(basis.components, jnp.sum(basis.explained), basis.mean)
-    return Opened(basis, None, None)
-
-
-def replace_basis(opt_state: PyTree, basis: Any) -> PyTree:
-    """The state with another basis in it: what was learnt of the curvature belongs to the old one.
-
-    Args:
-      opt_state: any state that holds one of ``dim_reduce`` or ``subspace_params``.
-      basis: ``pca_basis(...)`` or its components, as many as before. They are stored as the old
-        ones are.
-
-    Returns:
-      The state, of the same shapes and dtypes, so that a compiled step serves both; counters and
-      the residual optimizer's state stay. It can be called inside ``jit``. Cost: one copy of the
-      basis.
-
-    Raises:
-      ValueError: nothing in the state has a basis, or the new one does not fit.
-
-    Example:
-      >>> import boostax, jax.numpy as jnp
-      >>> state = boostax.dim_reduce(jnp.eye(2, 4)).init(jnp.zeros(4))
-      >>> boostax.subspace.replace_basis(state, jnp.eye(4)[2:]).basis.tolist()
-      [[0.0, 0.0, 1.0, 0.0], [0.0, 0.0, 0.0, 1.0]]
-    """
-    who = "replace_basis"
-    has_basis = lambda node: isinstance(node, tuple) and hasattr(node, "with_basis")  # noqa: E731
-    if not trees.find(opt_state, has_basis):
-        raise ValueError(
-            f"{who}: opt_state must hold a state of dim_reduce or subspace_params, got none. Put "
-            "boostax.dim_reduce into the chain."
-        )
-    put = lambda node: node.with_basis(basis) if has_basis(node) else node  # noqa: E731
-    return jax.tree.map(put, opt_state, is_leaf=has_basis)
-
-
-def check_dtype(who: str, dtype: Any, shard_axes: tuple[str, ...]) -> Any:
-    """``None``, ``"int8"`` or a floating dtype."""
-    if isinstance(dtype, str) and dtype == "int8" and shard_axes:
-        hint = "Blocks would lie across shards; 'bfloat16' has none."
-        raise ValueError(
-            checks.message(who, "dtype", "a floating one with shard_axes", dtype, hint)
-        )
-    if dtype is None or (isinstance(dtype, str) and dtype == "int8"):
-        return dtype
-    return checks.floating_dtype(who, "dtype", dtype)
-
-
-def coordinate_dtype(components: Components) -> np.dtype[Any]:
-    """In which coordinates are: f32, or f64 with such components."""
-    wide = [jnp.finfo(algebra.compute_dtype(x)).dtype for x in jax.tree.leaves(shapes(components))]
-    return jnp.result_type(jnp.float32, *wide)
-
-
-def _map(fn: Callable[..., Any], components: Components, *rest: PyTree) -> PyTree:
-    """``fn`` of each stacked leaf in f32 or wider, and whether it is stored in less."""
-    if isinstance(components, Int8Components):
-        decoded = lambda q, s, *others: fn(_decoded(q, s), True, *others)  # noqa: E731
-        return jax.tree.map(decoded, *components, *rest)
-
-    def on_leaf(p: jax.Array, *others: Any) -> Any:
-        return fn(algebra.wide(p), p.dtype != algebra.compute_dtype(p), *others)
-
-    return jax.tree.map(on_leaf, components, *rest)
-
-
-def _blocks(p: jax.Array) -> jax.Array:
-    """The last dimension (of 1 if there is none) in blocks, filled up with zeros."""
-    p = p[..., None] if p.ndim == 1 else p
-    last = p.shape[-1]
-    wide = min(BLOCK, max(last, 1))
-    fill = -last % wide
-    padded = jnp.pad(p, [(0, 0)] * (p.ndim - 1) + [(0, fill)])
-    return padded.reshape(*p.shape[:-1], (last + fill) // wide, wide)
-
-
-def _scales(p: Any) -> jax.Array:
-    blocks = _blocks(algebra.wide(p))
-    return jnp.abs(blocks).max(-1, initial=0.0).astype(jnp.float32) / 127.0
-
-
-def _codes(p: Any, scales: jax.Array) -> jax.Array:
-    unit = jnp.where(scales > 0, scales, 1.0)
-    codes = jnp.round(algebra.wide(p) / _spread(unit, p).astype(algebra.compute_dtype(p)))
-    return jnp.clip(codes, -127, 127).astype(jnp.int8)
-
-
-def _decoded(codes: jax.Array, scales: jax.Array) -> jax.Array:
-    return codes.astype(jnp.float32) * _spread(scales, codes)
-
-
-def _spread(scales: jax.Array, like: Any) -> jax.Array:
-    """The scale of each element."""
-    if like.ndim == 1:
-        return scales[..., 0]
-    last = like.shape[-1]
-    each = jnp.broadcast_to(scales[..., None], (*scales.shape, min(BLOCK, max(last, 1))))
-    return each.reshape(*scales.shape[:-1], -1)[..., :last]
-
-
-def _check(who: str, components: Components, params: PyTree) -> None:
+def require_fit(who: str, components: PyTree, params: PyTree) -> None:
     """Refuse components that do not fit the params."""
     hint = "boostax.subspace.pca_basis(snapshots, k) of the same params is one."
-    tree = shapes(components)
-    if jax.tree.structure(tree) != jax.tree.structure(params):
+    got, wanted = jax.tree.structure(components), jax.tree.structure(params)
+    if got != wanted:
         raise ValueError(
-            f"{who}: basis must be a tree like the params, got {jax.tree.structure(tree)} for "
-            f"{jax.tree.structure(params)}. {hint}"
+            f"{who}: basis must be a tree like the params, got {got} for {wanted}. {hint}"
         )
-    counts: set[int] = set()
-    for (name, rows), leaf in zip(trees.named(tree), jax.tree.leaves(params), strict=True):
-        if not np.ndim(rows) or np.shape(rows)[1:] != np.shape(leaf):
+    k = next((np.shape(rows)[:1] for rows in jax.tree.leaves(components)), ())
+    for (name, rows), leaf in zip(trees.named(components), jax.tree.leaves(params), strict=True):
+        shape = f"({k[0] if k else 'k'}, {', '.join(map(str, np.shape(leaf)))})"
+        if not k or np.shape(rows) != (*k, *np.shape(leaf)):
             raise ValueError(
-                f"{who}: basis must have the shape (k, {', '.join(map(str, np.shape(leaf)))}) at "
-                f"{name or 'the root'!r}, got {np.shape(rows)}. {hint}"
+                f"{who}: basis must have the shape {shape} at {name or 'the root'!r}, got "
+                f"{np.shape(rows)}. {hint}"
             )
-        counts.add(np.shape(rows)[0])
-    if len(counts) != 1:
-        raise ValueError(
-            f"{who}: basis must have the same number of rows in each leaf, got {sorted(counts)}. "
-            + hint
-        )

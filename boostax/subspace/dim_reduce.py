@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Quasi-Newton steps in the principal subspace of a training trajectory."""
+"""Take quasi-Newton steps in the principal subspace of a training trajectory."""
 
 from collections.abc import Callable
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -11,11 +11,11 @@ import optax
 from boostax._core import axes, checks, trees
 from boostax._core.describe import Holds, describe
 from boostax._core.gate import run_or_hold, told_by
-from boostax.subspace import components, gauss_newton, quasi_newton
-from boostax.subspace.components import Components
+from boostax.subspace import algebra, components, quasi_newton
 from boostax.subspace.quasi_newton import Memory, SubspaceRule
 
 PyTree = Any
+LossAt: TypeAlias = Callable[[PyTree], jax.Array]
 _WHO = "dim_reduce"
 
 
@@ -23,8 +23,7 @@ class DimReduceState(NamedTuple):
     """State of ``dim_reduce``.
 
     Attributes:
-      basis: tree like the params of ``(k, *leaf.shape)``, orthonormal as a whole, or
-        ``Int8Components``.
+      basis: tree like the params of ``(k, *leaf.shape)``, orthonormal as a whole.
       explained: f32, the share of the snapshots' variance in the span; ``None`` if nobody said.
       memory: what is known of the curvature in the k coordinates.
       to_mean: ``(k,)``, from where the params stood at ``init`` to the mean of the snapshots; zeros
@@ -39,7 +38,7 @@ class DimReduceState(NamedTuple):
       residual_state: state of the residual optimizer.
     """
 
-    basis: Components
+    basis: PyTree
     explained: Any
     memory: Memory
     to_mean: jax.Array
@@ -54,7 +53,7 @@ class DimReduceState(NamedTuple):
     holds = Holds(("basis", "explained", "memory", "to_mean"), basis="basis")
 
     def metrics(self) -> dict[str, jax.Array]:
-        """Named scalars for ``boostax.metrics``."""
+        """Return named scalars for ``boostax.metrics``."""
         steps = jnp.maximum(self.steps, 1).astype(jnp.float32)
         known = {} if self.explained is None else {"subspace_explained": self.explained}
         return known | {
@@ -67,21 +66,124 @@ class DimReduceState(NamedTuple):
         }
 
     def with_basis(self, basis: Any) -> "DimReduceState":
-        """The state with another basis, and nothing learnt in it."""
-        rows, explained = components.exchanged("replace_basis", self.basis, basis)
-        known = self.memory.gradient
+        """Return the state with another basis, and nothing learnt in it."""
+        rows, explained, _ = components.opened(basis)
+        was, now = (jax.tree.map(jnp.shape, tree) for tree in (self.basis, rows))
+        hint = "A compiled step serves both only if they are alike."
+        checks.require("replace_basis", "basis", now, f"of the shapes {was}", was == now, hint)
+        coordinates = self.memory.gradient
         return self._replace(
-            basis=rows,
-            explained=explained if self.explained is not None else None,
-            memory=quasi_newton.empty(known.size, known.dtype),
+            basis=jax.tree.map(lambda p, q: jnp.array(p, q.dtype, copy=True), rows, self.basis),
+            explained=None if self.explained is None else explained,
+            memory=quasi_newton.empty(coordinates.size, coordinates.dtype),
             to_mean=jnp.zeros_like(self.to_mean),
         )
 
     passed = taken = told_by("finite")
 
 
-# What no step changes, or what says whether there was one.
+# No step changes these, or they say whether there was one.
 _APART = ("basis", "explained", "to_mean", "skipped", "finite")
+
+
+def _fresh(
+    rows: PyTree, explained: Any, mean: PyTree, params: PyTree, rest: PyTree
+) -> DimReduceState:
+    leaves = jax.tree.leaves(rows)
+    wide = [jnp.finfo(algebra.compute_dtype(x)).dtype for x in leaves]
+    # Without params there is one coordinate, which stays 0.
+    k = leaves[0].shape[0] if leaves else 1
+    memory = quasi_newton.empty(k, jnp.result_type(jnp.float32, *wide))
+    to_mean = jnp.zeros_like(memory.gradient)
+    if mean is not None:
+        gap = jax.tree.map(lambda m, p: m - p, mean, trees.at_least_float32(params))
+        to_mean = components.project(rows, gap).astype(to_mean.dtype)
+    counts = {x: jnp.zeros((), jnp.int32) for x in ("steps", "accepted", "tries", "skipped")}
+    return DimReduceState(
+        basis=rows,
+        explained=explained,
+        memory=memory,
+        to_mean=to_mean,
+        **counts,
+        finite=jnp.zeros((), bool),
+        energy=jnp.zeros((), jnp.float32),
+        length=jnp.zeros((), jnp.float32),
+        residual_state=rest,
+    )
+
+
+def _require_given(params: PyTree, value: Any, value_fn: LossAt | None) -> LossAt:
+    given = {"params": params, "value": value, "value_fn": value_fn}
+    missing = [name for name, thing in given.items() if thing is None]
+    if missing or value_fn is None:
+        raise ValueError(
+            f"{_WHO}: update must be given {', '.join(given)}, got no {missing[0]}. "
+            "boostax.make_train_step gives value and value_fn, the loss of the same batch at "
+            "other params."
+        )
+    return value_fn
+
+
+def _measured(
+    state: DimReduceState, raw: PyTree, value: Any, names: tuple[str, ...], shards: tuple[str, ...]
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Return a gradient's coordinates, its squares inside and as a whole, and the loss."""
+    gradient = trees.at_least_float32(raw)
+    inside = components.project(state.basis, gradient, shards, _WHO)
+    parts = [jnp.sum(g.real**2 + g.imag**2).astype(inside.dtype) for g in jax.tree.leaves(gradient)]
+    whole = axes.shard_total(parts, shards, _WHO)
+    squares = jnp.stack([axes.to_varying(inside @ inside, axes.varying(whole)), whole])
+    squares = axes.mean(squares, names)
+    inside = axes.mean(inside.astype(state.memory.gradient.dtype), names)
+    return inside, squares, _loss(value, names).astype(inside.dtype)
+
+
+def _searched(
+    rule: SubspaceRule,
+    names: tuple[str, ...],
+    state: DimReduceState,
+    inside: jax.Array,
+    now: jax.Array,
+    params: PyTree,
+    loss_at: LossAt,
+    both: bool,
+) -> tuple[dict[str, Any], PyTree, PyTree]:
+    """Return what a line search changes in the state, the step, and the gradient's part inside."""
+    learnt = quasi_newton.learn(state.memory, inside, rule)
+    direction = -learnt.inverse @ inside
+    if rule.towards_mean:
+        # Where snapshots swing about a valley, its floor is near their mean.
+        downhill = (state.to_mean @ inside < 0) & ~state.memory.started
+        direction = jnp.where(downhill, state.to_mean, direction)
+    # Both in one reading of the basis.
+    columns = [direction, inside] if both else [direction]
+    lifted = components.lift(state.basis, jnp.stack(columns, 1))
+    along, shadow = (jax.tree.map(lambda x, i=i: x[i], lifted) for i in (0, -1))
+    wide = trees.at_least_float32(params)
+
+    def loss(t: jax.Array) -> jax.Array:
+        trial = jax.tree.map(
+            lambda w, d, p: (w + t * d.astype(w.dtype)).astype(p.dtype), wide, along, params
+        )
+        found = _loss(loss_at(trial), names)
+        axes.require_invariant(found, _WHO)
+        return found
+
+    found = quasi_newton.search(loss, now, inside @ direction, rule)
+    moved = {
+        "memory": quasi_newton.conclude(state.memory, learnt, direction, found, rule),
+        "steps": jnp.asarray(optax.safe_increment(state.steps)),
+        "accepted": state.accepted + found.accepted,
+        "tries": state.tries + found.tries,
+        "length": found.length.astype(jnp.float32),
+    }
+    total = jax.tree.map(lambda w, d: found.length * d.astype(w.dtype), wide, along)
+    return moved, total, shadow
+
+
+def _loss(value: Any, names: tuple[str, ...]) -> jax.Array:
+    """Return the loss in f32 or wider, a true mean over the replicas."""
+    return axes.mean(trees.at_least_float32(jnp.asarray(value)), names)
 
 
 def dim_reduce(
@@ -89,7 +191,6 @@ def dim_reduce(
     *,
     residual: optax.GradientTransformation | None = None,
     rule: SubspaceRule | Literal["boostax", "mindspore", "p-bfgs"] = "boostax",
-    memory: Literal["bfgs", "gauss-newton"] = "bfgs",
     dtype: Any = None,
     axis_name: axes.AxisName | None = None,
     shard_axes: axes.AxisName | None = None,
@@ -116,10 +217,7 @@ def dim_reduce(
       residual: any Optax optimizer, for the part of the gradient outside the span.
       rule: ``"mindspore"`` and ``"p-bfgs"`` do as MindSpore 2.10 and the authors' code do, faults
         included; or a ``SubspaceRule`` of one's own.
-      memory: ``"bfgs"`` learns the curvature from step to step; ``"gauss-newton"`` computes it at
-        each, from ``outputs_fn=`` and ``output_loss=`` (see ``update`` below).
-      dtype: in which the basis is kept: a floating dtype, or ``"int8"`` with a scale for each 64
-        elements of a last dimension (not with ``shard_axes``). ``None`` keeps it as it is.
+      dtype: floating dtype in which the basis is kept. ``None`` keeps it as it is.
       axis_name: replica axis, or axes, over which gradients are local: coordinates and losses are
         averaged over them, and a ``residual`` has to reduce what is left of the local gradients,
         :math:`g_r - P^\top P \bar g`: ``residual=chain(all_reduce("data"), adamw(...))``. ``None``
@@ -130,10 +228,8 @@ def dim_reduce(
       A transformation with a ``DimReduceState``, whose ``update`` wants ``value=`` (the loss) and
       ``value_fn=`` (params to the loss: same batch, same key, unscaled), as ``make_train_step``
       gives them, and takes ``grad=``, the gradient of ``value_fn``, where ``updates`` is not that
-      any more. With ``memory="gauss-newton"`` it wants ``outputs_fn=`` (params to the model's
-      outputs) and ``output_loss=`` (outputs to the loss, convex) besides. Cost: k copies of the
-      params in ``dtype``, sharded as they are and read twice; two to four params for a moment;
-      on average one or two more forward passes, and k with Gauss-Newton; over replicas ``4k``
+      any more. Cost: k copies of the params in ``dtype``, sharded as they are and read twice; two
+      to four params for a moment; on average one or two more forward passes; over replicas ``4k``
       bytes, 8 for the energy and 4 for each loss; over shards the same.
 
     Raises:
@@ -160,35 +256,17 @@ def dim_reduce(
     if not isinstance(rule, SubspaceRule):
         checks.choice(_WHO, "rule", rule, tuple(quasi_newton.RULES), "'boostax' is the default.")
     how = rule if isinstance(rule, SubspaceRule) else quasi_newton.RULES[rule]
-    checks.choice(_WHO, "memory", memory, ("bfgs", "gauss-newton"), "'bfgs' is the default.")
-    names = axes.canonical(_WHO, axis_name)
-    shards = axes.canonical(_WHO, shard_axes)
-    kept_in = components.check_dtype(_WHO, dtype, shards)
+    names, shards = axes.canonical(_WHO, axis_name), axes.canonical(_WHO, shard_axes)
+    narrow = None if dtype is None else checks.floating_dtype(_WHO, "dtype", dtype)
     outside = None if residual is None else checks.transformation(_WHO, "residual", residual)
+    inner = {} if outside is None else {"residual_state": outside}
 
     def init_fn(params: PyTree) -> DimReduceState:
-        rows, explained, mean = components.given(_WHO, basis, params, kept_in)
-        memory = quasi_newton.empty(components.count(rows), components.coordinate_dtype(rows))
-        to_mean = jnp.zeros_like(memory.gradient)
-        if mean is not None and how.towards_mean:
-            gap = jax.tree.map(lambda m, p: m - p, mean, trees.at_least_float32(params))
-            to_mean = components.project(rows, gap).astype(to_mean.dtype)
-        counts = {x: jnp.zeros((), jnp.int32) for x in ("steps", "accepted", "tries", "skipped")}
-        return DimReduceState(
-            basis=rows,
-            explained=explained,
-            memory=memory,
-            to_mean=to_mean,
-            **counts,
-            finite=jnp.zeros((), bool),
-            energy=jnp.zeros((), jnp.float32),
-            length=jnp.zeros((), jnp.float32),
-            residual_state=() if outside is None else outside.init(trees.at_least_float32(params)),
-        )
+        rows, explained, mean = components.kept(_WHO, basis, params, narrow)
+        rest = () if outside is None else outside.init(trees.at_least_float32(params))
+        return _fresh(rows, explained, mean if how.towards_mean else None, params, rest)
 
-    kept = {} if outside is None else {"residual_state": outside}
-
-    @describe(_WHO, "subspace", names, inner=kept)
+    @describe(_WHO, "subspace", names, inner=inner)
     def update_fn(
         updates: PyTree,
         state: Any,
@@ -196,87 +274,29 @@ def dim_reduce(
         *,
         value: Any = None,
         grad: PyTree = None,
-        value_fn: Callable[[PyTree], jax.Array] | None = None,
-        outputs_fn: Any = None,
-        output_loss: Any = None,
+        value_fn: LossAt | None = None,
         **extra: Any,
     ) -> tuple[PyTree, DimReduceState]:
-        given = {"params": params, "value": value, "value_fn": value_fn}
-        if memory == "gauss-newton":
-            given |= {"outputs_fn": outputs_fn, "output_loss": output_loss}
-        missing = [name for name, thing in given.items() if thing is None]
-        if missing or value_fn is None:
-            raise ValueError(
-                f"{_WHO}: update must be given {', '.join(given)}, got no {missing[0]}. "
-                "boostax.make_train_step gives value and value_fn, the loss of the same batch at "
-                "other params."
-            )
         raw = updates if grad is None else grad
+        loss_at = _require_given(params, value, value_fn)
         trees.require_gradients(raw, _WHO)
         axes.require_local(raw, names, _WHO)
-        wide = trees.at_least_float32(params)
-        gradient = trees.at_least_float32(raw)
-        inside = components.project(state.basis, gradient, shards, _WHO)
-        squares = _squares(inside, gradient, names, shards)
-        inside = axes.mean(inside.astype(state.memory.gradient.dtype), names)
-        energy = squares[0] / jnp.where(squares[1] > 0, squares[1], 1.0)
-        now = _loss(value, names).astype(inside.dtype)
-
+        inside, squares, now = _measured(state, raw, value, names, shards)
         apart = {name: getattr(state, name) for name in _APART}
         held = state._replace(**dict.fromkeys(_APART))
 
         def step() -> tuple[PyTree, DimReduceState]:
-            if memory == "bfgs":
-                learnt = quasi_newton.learn(state.memory, inside, how)
-            else:
-                curvature = gauss_newton.curvature(
-                    state.basis, wide, params, outputs_fn, output_loss, names
-                )
-                inverse = gauss_newton.damped_inverse(curvature).astype(inside.dtype)
-                started = jnp.ones_like(state.memory.started)
-                learnt = state.memory._replace(inverse=inverse, gradient=inside, started=started)
-            direction = -learnt.inverse @ inside
-            if how.towards_mean and memory == "bfgs":
-                # Where snapshots swing about a valley, its floor is near their mean.
-                downhill = (state.to_mean @ inside < 0) & ~state.memory.started
-                direction = jnp.where(downhill, state.to_mean, direction)
-            if outside is None:
-                along, shadow = components.lift(state.basis, direction), None
-            else:
-                # Both in one reading of the basis.
-                both = components.lift(state.basis, jnp.stack([direction, inside], 1))
-                along = jax.tree.map(lambda x: x[0], both)
-                shadow = jax.tree.map(lambda x: x[1], both)
-
-            def loss(t: jax.Array) -> jax.Array:
-                trial = jax.tree.map(
-                    lambda w, d, p: (w + t * d.astype(w.dtype)).astype(p.dtype), wide, along, params
-                )
-                found = _loss(value_fn(trial), names)
-                axes.require_invariant(found, _WHO)
-                return found
-
-            found = quasi_newton.search(loss, now, inside @ direction, how)
-            total = jax.tree.map(lambda w, d: found.length * d.astype(w.dtype), wide, along)
-            residual_state = state.residual_state
+            both = outside is not None
+            moved, total, shadow = _searched(how, names, state, inside, now, params, loss_at, both)
             if outside is not None:
-                rest = jax.tree.map(
-                    lambda g, p: g - p.astype(g.dtype), trees.at_least_float32(updates), shadow
-                )
-                rest, residual_state = outside.update(
-                    rest, residual_state, wide, value=now, **extra
-                )
+                wide = trees.at_least_float32((updates, params))
+                rest = jax.tree.map(lambda g, p: g - p.astype(g.dtype), wide[0], shadow)
+                rest, kept = outside.update(rest, state.residual_state, wide[1], value=now, **extra)
                 total = jax.tree.map(lambda d, r: d.astype(r.dtype) + r, total, rest)
-            moved = held._replace(
-                memory=quasi_newton.conclude(state.memory, learnt, direction, found, how),
-                steps=jnp.asarray(optax.safe_increment(state.steps)),
-                accepted=state.accepted + found.accepted,
-                tries=state.tries + found.tries,
-                energy=energy.astype(jnp.float32),
-                length=found.length.astype(jnp.float32),
-                residual_state=residual_state,
-            )
-            return trees.as_updates(total, params), moved
+                moved |= {"residual_state": kept}
+            energy = squares[0] / jnp.where(squares[1] > 0, squares[1], 1.0)
+            new = held._replace(**moved, energy=energy.astype(jnp.float32))
+            return trees.as_updates(total, params), new
 
         # A gradient whose square overflows counts as one that is not finite.
         finite = jnp.isfinite(now) & jnp.isfinite(inside).all() & jnp.isfinite(squares).all()
@@ -287,16 +307,33 @@ def dim_reduce(
     return optax.GradientTransformationExtraArgs(init_fn, update_fn)
 
 
-def _loss(value: Any, names: tuple[str, ...]) -> jax.Array:
-    """The loss in f32 or wider, a true mean over the replicas."""
-    return axes.mean(trees.at_least_float32(jnp.asarray(value)), names)
+def replace_basis(opt_state: PyTree, basis: Any) -> PyTree:
+    """Put another basis into a state: what was learnt of the curvature belongs to the old one.
 
+    Args:
+      opt_state: any state that holds one of ``dim_reduce``.
+      basis: ``pca_basis(...)`` or its components, as many as before. They are stored as the old
+        ones are.
 
-def _squares(
-    inside: jax.Array, gradient: PyTree, names: tuple[str, ...], shards: tuple[str, ...]
-) -> jax.Array:
-    """Squared norms of a gradient in the span and as a whole; of local ones the means."""
-    parts = [jnp.sum(g.real**2 + g.imag**2).astype(inside.dtype) for g in jax.tree.leaves(gradient)]
-    whole = axes.shard_total(parts, shards, _WHO)
-    both = jnp.stack([axes.to_varying(inside @ inside, axes.varying(whole)), whole])
-    return axes.mean(both, names)
+    Returns:
+      The state, of the same shapes and dtypes, so that a compiled step serves both; counters and
+      the residual optimizer's state stay. It can be called inside ``jit``. Cost: one copy of the
+      basis.
+
+    Raises:
+      ValueError: nothing in the state has a basis, or the new one does not fit.
+
+    Example:
+      >>> import boostax, jax.numpy as jnp
+      >>> state = boostax.dim_reduce(jnp.eye(2, 4)).init(jnp.zeros(4))
+      >>> boostax.subspace.replace_basis(state, jnp.eye(4)[2:]).basis.tolist()
+      [[0.0, 0.0, 1.0, 0.0], [0.0, 0.0, 0.0, 1.0]]
+    """
+    ours = lambda node: isinstance(node, DimReduceState)  # noqa: E731
+    if not trees.find(opt_state, ours):
+        raise ValueError(
+            "replace_basis: opt_state must hold a state of dim_reduce, got none. Put "
+            "boostax.dim_reduce into the chain."
+        )
+    put = lambda node: node.with_basis(basis) if ours(node) else node  # noqa: E731
+    return jax.tree.map(put, opt_state, is_leaf=ours)

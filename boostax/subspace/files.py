@@ -1,179 +1,280 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Arrays by name in a file: NumPy's ``.npz``, and safetensors, which is written and read here.
+"""Read and write arrays by name: ``.npz``, safetensors and the checkpoints of orbax.
 
 A safetensors file is eight bytes (the length of what follows, little-endian), a JSON object of
 ``{name: {"dtype", "shape", "data_offsets"}}``, and the bytes of the arrays, without gaps:
 https://github.com/huggingface/safetensors#format. Nothing is pickled, and nothing is executed.
 """
 
-import contextlib
+import functools
 import json
 import math
 import os
 import pathlib
-from collections.abc import Generator, Mapping
+import re
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
 from boostax._core import checks, trees
 
 PyTree = Any
+Path = str | pathlib.Path
 Array = np.ndarray[Any, Any]
-SUFFIXES = (".npz", ".safetensors")
 _NAMES = {
     **{f"F{8 * size}": f"float{8 * size}" for size in (2, 4, 8)},
     **{f"I{8 * size}": f"int{8 * size}" for size in (1, 2, 4, 8)},
     **{f"U{8 * size}": f"uint{8 * size}" for size in (1, 2, 4, 8)},
     **{"BOOL": "bool", "BF16": "bfloat16", "C64": "complex64"},
 }
-_DTYPES = {name: jnp.dtype(dtype) for name, dtype in _NAMES.items()}
-# In an .npz: the dtypes of arrays that NumPy by itself would read as bytes without a meaning.
-_EXTENDED = "__dtypes__"
+_CODES = {name: code for code, name in _NAMES.items()}
 
 
 def named(who: str, tree: PyTree) -> dict[str, Any]:
-    """The leaves of a tree by the names of their paths, ``layer/kernel``."""
+    """Return the leaves of a tree by the names of their paths, ``layer/kernel``."""
     names, found = trees.names(tree), dict(trees.named(tree))
-    if len(found) < len(names):
-        twice = next(name for name in names if names.count(name) > 1)
-        hint = "A file holds one array for each."
-        raise ValueError(checks.message(who, "params", "of different paths", twice, hint))
+    twice, hint = [name for name in names if names.count(name) > 1], "A file holds one for each."
+    checks.require(who, "params", twice, "of different paths", not twice, hint)
     return found
 
 
-def write(who: str, path: str | pathlib.Path, arrays: Mapping[str, Any]) -> None:
+def write(who: str, path: Path, arrays: Mapping[str, Any]) -> None:
     """Write arrays to a ``.npz`` or ``.safetensors`` file, which is there only once it is whole."""
-    target = _known(who, path)
+    target = _known(who, path, (".npz", ".safetensors"))
     host = {name: np.ascontiguousarray(x).reshape(np.shape(x)) for name, x in arrays.items()}
+    bare = target.suffix == ".npz"
+    for name, x in host.items():
+        # NumPy writes what is not its own, but for two bytes, without a meaning.
+        holds = x.dtype.name in _CODES or (bare and x.dtype.kind != "V")
+        got, hint = f"{x.dtype} at {name!r}", "A basis of another dtype= is one."
+        allowed = f"of {', '.join(_CODES)}" + (" or another of NumPy's" if bare else "")
+        checks.require(who, "path", got, allowed, holds, hint, TypeError)
     unfinished = target.with_name(f"{target.name}.tmp")
     with unfinished.open("wb") as file:
-        if target.suffix == ".npz":
-            extended = {name: x.dtype.name for name, x in host.items() if x.dtype.kind == "V"}
-            about = {_EXTENDED: np.array(json.dumps(extended))} if extended else {}
-            entries: dict[str, Any] = host | about
-            np.savez(file, **entries)
+        if bare:
+            np.savez(file, **host)  # pyright: ignore[reportArgumentType]
         else:
-            header = _header(who, host)
+            header = _header(host)
             file.write(len(header).to_bytes(8, "little") + header)
-            for x in host.values():
-                file.write(x.tobytes())
+            file.writelines(x.tobytes() for x in host.values())
     os.replace(unfinished, target)
 
 
-def read(who: str, path: str | pathlib.Path, wanted: Mapping[str, Any] | None = None) -> Any:
-    """The arrays in a file by their names: all, or those of the ``wanted`` that are there.
+def read(who: str, path: Path, wanted: Collection[str] | None = None) -> Any:
+    """Return the arrays in a file by their names: all, or those of the ``wanted`` that are there.
+
+    Of an ``.npy`` it returns the one array, left on disk until it is looked at.
 
     Raises:
       FileNotFoundError, ValueError: no such file, or none of these formats.
     """
-    source = _known(who, path)
-    with _whole(who, path):
-        return (_npz if source.suffix == ".npz" else _safetensors)(source, wanted)
-
-
-def matrix(who: str, path: str | pathlib.Path) -> Array:
-    """What an ``.npy`` file holds, left on disk until it is looked at."""
-    with _whole(who, path):
-        return np.load(path, mmap_mode="r", allow_pickle=False)
-
-
-@contextlib.contextmanager
-def _whole(who: str, path: str | pathlib.Path) -> Generator[None]:
-    """Let what goes wrong while a file is read speak of it."""
+    source = _known(who, path, tuple(_READERS))
     try:
-        yield
+        return _READERS[source.suffix](source, wanted)
     except FileNotFoundError as error:
-        hint = "A relative one starts from the working directory."
-        raise FileNotFoundError(
-            checks.message(who, "path", "that of a file", str(path), hint)
-        ) from error
-    # Of a broken file zipfile, zlib, json and NumPy raise errors of many kinds.
+        allowed, hint = "that of a file", "A relative one starts from the working directory."
+        raise FileNotFoundError(checks.message(who, "path", allowed, str(path), hint)) from error
+    # For a broken file zipfile, zlib, json and NumPy raise errors of many kinds.
     except Exception as error:
-        allowed, hint = f"a whole {pathlib.Path(path).suffix} file", f"{error}."
-        raise ValueError(checks.message(who, "path", allowed, str(path), hint)) from error
+        allowed = f"a whole {source.suffix} file"
+        raise ValueError(checks.message(who, "path", allowed, str(path), f"{error}.")) from error
 
 
-def _known(who: str, path: str | pathlib.Path) -> pathlib.Path:
-    found = pathlib.Path(path)
-    if found.suffix not in SUFFIXES:
-        allowed, hint = "a file of .npz or .safetensors", "The suffix is the format."
-        raise ValueError(checks.message(who, "path", allowed, str(path), hint))
+def required(
+    who: str, path: Path, name: str, like: Any, found: Mapping[str, Any], lead: tuple[int, ...] = ()
+) -> Any:
+    """Return the array of a name, if it has a shape and is real or complex as ``like`` is."""
+    shape, dtype, kinds = (*lead, *np.shape(like)), like.dtype, (jnp.inexact, jnp.complexfloating)
+    if name not in found:
+        there = "which is not there"
+    else:
+        x, alike = found[name], jnp.issubdtype
+        if tuple(x.shape) == shape and all(alike(x.dtype, k) == alike(dtype, k) for k in kinds):
+            return x
+        there = f"which should be of {shape} like {dtype}, and is {x.dtype} of {x.shape} there"
+    raise ValueError(
+        f"{who}: params must be those of {path}, got {name!r}, {there}. Names are paths in the "
+        "params, such as 'layer/kernel'."
+    )
+
+
+def _known(who: str, path: Path, suffixes: tuple[str, ...]) -> pathlib.Path:
+    found, hint = pathlib.Path(path), "The suffix is the format."
+    allowed = f"a file of {' or '.join(suffixes)}"
+    checks.require(who, "path", str(path), allowed, found.suffix in suffixes, hint)
     return found
 
 
-def _npz(path: pathlib.Path, wanted: Mapping[str, Any] | None) -> dict[str, Array]:
+def _npz(path: pathlib.Path, wanted: Collection[str] | None) -> dict[str, Array]:
     # NumPy leaves a file open that it has opened and cannot read.
     with path.open("rb") as raw, np.load(raw, allow_pickle=False) as file:
-        extended = json.loads(str(file[_EXTENDED])) if _EXTENDED in file.files else {}
-        names = [x for x in file.files if x != _EXTENDED and (wanted is None or x in wanted)]
-        return {
-            name: file[name].view(jnp.dtype(extended[name])) if name in extended else file[name]
-            for name in names
-        }
+        found = {x: file[x] for x in file.files if wanted is None or x in wanted}
+    # NumPy writes bfloat16 as two bytes without a meaning.
+    return {name: x.view("bfloat16") if x.dtype == "V2" else x for name, x in found.items()}
 
 
-def _header(who: str, arrays: Mapping[str, Array]) -> bytes:
-    codes = {dtype: name for name, dtype in _DTYPES.items()}
+def _header(arrays: Mapping[str, Array]) -> bytes:
     entries: dict[str, Any] = {}
     end = 0
     for name, x in arrays.items():
-        if x.dtype not in codes:
-            allowed, hint = f"of {', '.join(_NAMES.values())}", "An .npz holds it."
-            got = f"{x.dtype} at {name!r}"
-            raise TypeError(checks.message(who, "path", allowed, got, hint))
-        start, end = end, end + x.nbytes
-        entries[name] = {
-            "dtype": codes[x.dtype],
-            "shape": list(x.shape),
-            "data_offsets": [start, end],
-        }
+        where = [end, end := end + x.nbytes]
+        code = _CODES[x.dtype.name]
+        entries[name] = {"dtype": code, "shape": list(x.shape), "data_offsets": where}
     text = json.dumps(entries).encode()
     # The arrays begin at a multiple of eight.
     return text + b" " * (-len(text) % 8)
 
 
-def _safetensors(path: pathlib.Path, wanted: Mapping[str, Any] | None) -> dict[str, Array]:
-    size = path.stat().st_size
+def _safetensors(path: pathlib.Path, wanted: Collection[str] | None) -> dict[str, Array]:
+    size, found = path.stat().st_size, dict[str, Array]()
     with path.open("rb") as file:
         length = int.from_bytes(file.read(8), "little")
         if size < 8 + length:
             raise ValueError(f"its header should have {length} bytes")
         header = json.loads(file.read(length))
-        found: dict[str, Array] = {}
         for name, about in header.items():
             if name == "__metadata__" or (wanted is not None and name not in wanted):
                 continue
-            dtype, shape = _DTYPES[about["dtype"]], tuple(about["shape"])
+            dtype, shape = jnp.dtype(_NAMES[about["dtype"]]), tuple(about["shape"])
             start, end = about["data_offsets"]
-            if not 0 <= start <= end <= size - 8 - length or (
-                end - start != math.prod(shape) * dtype.itemsize
-            ):
+            fits = end - start == math.prod(shape) * dtype.itemsize
+            if not (fits and 0 <= start <= end <= size - 8 - length):
                 raise ValueError(f"{name!r} does not lie in it")
             file.seek(8 + length + start)
             found[name] = np.frombuffer(file.read(end - start), dtype).reshape(shape)
     return found
 
 
-def required(
-    who: str, path: str | pathlib.Path, name: str, shape: tuple[int, ...], like: Any, found: Any
-) -> Array:
-    """The array of a name, if it has the shape, and is real or complex as ``like`` is."""
-    hint = "Names are paths in the params, such as 'layer/kernel'."
-    if name not in found:
-        raise ValueError(
-            f"{who}: params must be those of {path}, got {name!r}, which is not there. {hint}"
+_READERS: dict[str, Callable[..., Any]] = {
+    ".npz": _npz,
+    ".safetensors": _safetensors,
+    ".npy": lambda path, wanted: np.load(path, mmap_mode="r", allow_pickle=False),
+}
+
+
+class Snapshots(Sequence[PyTree]):
+    """Trees of NumPy arrays that are read from disk when they are asked for, and not kept.
+
+    Args:
+      paths: where each of them lies.
+      read: what reads one.
+    """
+
+    def __init__(self, paths: Sequence[pathlib.Path], read: Callable[[pathlib.Path], PyTree]):
+        self._paths, self._read = paths, read
+
+    def __len__(self) -> int:
+        return len(self._paths)
+
+    def __getitem__(self, index: Any) -> Any:
+        """Read one, or return a slice of them."""
+        chosen = self._paths[index]
+        return Snapshots(chosen, self._read) if isinstance(index, slice) else self._read(chosen)
+
+
+def checkpoint_snapshots(
+    directory: Path,
+    params: PyTree,
+    *,
+    last: int | None = None,
+    item: str | None = "state",
+    inside: str | None = "params",
+) -> Snapshots:
+    """Read the params of every checkpoint in a directory, in the order of the steps.
+
+    ``pca_basis`` takes the result. Leaves are found by their names, so the order in which files lie
+    there, or in which a checkpoint lists its arrays, does not matter.
+
+    Args:
+      directory: of a ``Checkpointer`` or of any orbax ``CheckpointManager``: one subdirectory for
+        each step, named by its number. Or a folder of ``.npz`` or ``.safetensors`` files, one for
+        each step, in the order of the numbers in their names, with an array for each path in the
+        params, ``layer/kernel``; other arrays and files there are left alone.
+      params: a tree of arrays or shapes, for names, shapes and dtypes.
+      last: how many of the latest steps; ``None`` for all.
+      item: of subdirectories: the orbax item that holds them; ``None`` if a step has no items.
+      inside: of subdirectories: the key under which they lie in it; ``None`` if it is nothing else.
+
+    Returns:
+      A ``Sequence`` of trees of NumPy arrays, which reads one when it is asked for it and keeps
+      none; nothing else of a checkpoint is read. Cost: none before.
+
+    Raises:
+      ValueError, TypeError: ``last`` out of range, or params that are not what was saved.
+      FileNotFoundError: no steps there.
+      ImportError: orbax is not installed.
+
+    Example:
+      >>> import boostax, jax.numpy as jnp, tempfile
+      >>> from boostax.run.checkpoint import Checkpointer
+      >>> folder = tempfile.mkdtemp()
+      >>> with Checkpointer(folder) as checkpointer:
+      ...   for step in range(3):
+      ...     checkpointer.save(step, {"params": jnp.array([3.0 * step, 4.0 * step])})
+      >>> snapshots = boostax.subspace.checkpoint_snapshots(folder, jnp.zeros(2))
+      >>> basis = boostax.subspace.pca_basis(snapshots, 1)
+      >>> basis.components.round(3).tolist()
+      [[0.6000000238418579, 0.800000011920929]]
+    """
+    who = "checkpoint_snapshots"
+    if last is not None:
+        checks.positive_int(who, "last", last, "None takes all of them.")
+    folder = pathlib.Path(directory).absolute()
+    there = list(folder.glob("*"))
+    written = sorted((x for x in there if x.suffix in (".npz", ".safetensors")), key=_numbered)
+    steps = sorted((x for x in there if x.name.isdecimal()), key=_numbered)
+    if bool(written) == bool(steps):
+        allowed = "a folder of .npz or .safetensors files, or of a subdirectory for each step"
+        got = f"{'both' if steps else 'none'} in {folder}"
+        raise (ValueError if steps else FileNotFoundError)(
+            f"{who}: directory must be {allowed}, got {got}. A Checkpointer was given the latter."
         )
-    x, dtype = found[name], jnp.dtype(like)
-    if x.dtype == np.dtype(f"V{dtype.itemsize}"):
-        # NumPy writes bfloat16 as two bytes without a meaning.
-        x = x.view(dtype)
-    kinds = (jnp.floating, jnp.complexfloating, jnp.integer, jnp.bool_)
-    same = any(jnp.issubdtype(x.dtype, kind) and jnp.issubdtype(dtype, kind) for kind in kinds)
-    if x.shape != shape or not same:
+    if written:
+        one = functools.partial(_file, who, params)
+    else:
+        one = functools.partial(_checkpoint, who, params, item, inside)
+    return Snapshots((written or steps)[-(last or 0) :], one)
+
+
+def _numbered(path: pathlib.Path) -> list[Any]:
+    """Sort ``step_9`` before ``step_10``."""
+    return [int(x) if x.isdecimal() else x for x in re.split(r"(\d+)", path.name)]
+
+
+def _file(who: str, params: PyTree, path: pathlib.Path) -> PyTree:
+    names = named(who, params)
+    found = read(who, path, names)
+    leaves = [required(who, path, name, x, found) for name, x in names.items()]
+    return jax.tree.unflatten(jax.tree.structure(params), leaves)
+
+
+def _checkpoint(
+    who: str, params: PyTree, item: str | None, inside: str | None, step: pathlib.Path
+) -> PyTree:
+    with checks.needing(who, "orbax", "checkpoint"):
+        import orbax.checkpoint as ocp
+    # Orbax saves no empty arrays.
+    like = jax.tree.map(lambda x: np.zeros(np.shape(x), x.dtype) if np.size(x) else None, params)
+    wanted = like if inside is None else {inside: like}
+    kinds = jax.tree.map(lambda _: ocp.RestoreArgs(restore_type=np.ndarray), wanted)
+    handler: Any = ocp.PyTreeCheckpointHandler()
+    path = step if item is None else step / item
+    try:
+        saved = dict(trees.named(handler.metadata(path).tree))
+    except (ValueError, FileNotFoundError) as error:
         raise ValueError(
-            f"{who}: params must be those of {path}, got {name!r}, which should be of {shape} like "
-            f"{dtype}, and is {x.dtype} of {x.shape} there. {hint}"
-        )
-    return x
+            f"{who}: item must be the part of a checkpoint that holds the params, got {item!r}, "
+            f"not there in {step}. None takes the checkpoint itself."
+        ) from error
+    # Orbax would give zeros for what is not there.
+    for name, leaf in trees.named(wanted):
+        required(who, path, name, leaf, saved)
+    restored = handler.restore(
+        path, args=ocp.args.PyTreeRestore(wanted, kinds, partial_restore=True)
+    )
+    tree = restored if inside is None else restored[inside]
+    filled = lambda p, x: np.zeros(np.shape(p), p.dtype) if x is None else np.asarray(x)  # noqa: E731
+    return jax.tree.map(filled, params, tree)

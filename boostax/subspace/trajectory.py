@@ -15,7 +15,7 @@ import optax
 from jax import lax
 from jax.core import Tracer
 
-from boostax._core import axes, bcoo, checks, trees
+from boostax._core import axes, checks, trees
 from boostax._core.describe import Holds, Stepped, describe
 from boostax._core.gate import run_or_hold
 from boostax.subspace.basis import Basis, Gram, pca_from_gram, updated_gram
@@ -99,7 +99,12 @@ def record_trajectory(
       Li et al., Low Dimensional Trajectory Hypothesis is True, https://arxiv.org/abs/2103.11154,
       2021.
     """
-    narrow = recorded_dtype(_WHO, size, every, start, dtype)
+    hint = "It counts snapshots in memory; 40 are usual."
+    checks.positive_int(_WHO, "size", size, hint)
+    checks.require(_WHO, "size", size, "at least 2", size >= 2, hint)
+    checks.positive_int(_WHO, "every", every, "It counts calls from one snapshot to the next.")
+    checks.natural(_WHO, "start", start, "It counts calls before the first snapshot.")
+    narrow = checks.floating_dtype(_WHO, "dtype", dtype)
     shards = axes.canonical(_WHO, shard_axes)
 
     def init_fn(params: PyTree) -> TrajectoryState:
@@ -120,7 +125,6 @@ def record_trajectory(
     def update_fn(updates: PyTree, state: Any, params: PyTree = None, **extra: Any) -> Stepped:
         del extra
         trees.require_params(params, _WHO, "They are what is recorded.")
-        bcoo.require(updates, _WHO)
         # The count of steps need not pass the branch.
         held = state._replace(steps=None)
 
@@ -137,17 +141,6 @@ def record_trajectory(
         return updates, new._replace(steps=optax.safe_increment(state.steps))
 
     return optax.GradientTransformationExtraArgs(init_fn, update_fn)
-
-
-def recorded_dtype(who: str, size: int, every: int, start: int, dtype: Any) -> np.dtype[Any]:
-    """In which a recorder keeps snapshots; raises for arguments that make no sense."""
-    hint = "It counts snapshots in memory; 40 are usual."
-    checks.positive_int(who, "size", size, hint)
-    if size < 2:
-        raise ValueError(checks.message(who, "size", "at least 2", size, hint))
-    checks.positive_int(who, "every", every, "It counts calls from one snapshot to the next.")
-    checks.natural(who, "start", start, "It counts calls before the first snapshot.")
-    return checks.floating_dtype(who, "dtype", dtype)
 
 
 def _written(

@@ -2,9 +2,9 @@
 """The contract of a boostax transformation as runnable laws, for ours and for yours.
 
 Each law says which promise of ``docs/contract.md`` it tests; there each promise names its laws.
-They stand in ``_single.py`` (one device), ``_optax.py`` (what Optax and Python do to any
-transformation), ``_mapped.py`` (replicas), ``_placed.py`` (sharded params) and ``_pairs.py`` (pairs
-of programs, drawn from a seed).
+They stand in ``_single.py`` (one device; what Optax and Python do to any transformation),
+``_mapped.py`` (replicas and sharded params) and ``_pairs.py`` (pairs of programs, drawn from a
+seed).
 
 Example:
   >>> import boostax.testing, optax
@@ -23,14 +23,13 @@ from boostax.testing._case import Case as Case
 from boostax.testing._case import Law as Law
 from boostax.testing._case import drawn as drawn
 from boostax.testing._mapped import MAPPED_LAWS as MAPPED_LAWS
-from boostax.testing._optax import INIT_LAWS as INIT_LAWS
-from boostax.testing._optax import OPTAX_LAWS as OPTAX_LAWS
+from boostax.testing._mapped import PLACED_LAWS as PLACED_LAWS
 from boostax.testing._pairs import MAPPED_PAIRS
 from boostax.testing._pairs import PAIR_LAWS as PAIR_LAWS
-from boostax.testing._placed import PLACED_LAWS as PLACED_LAWS
+from boostax.testing._single import INIT_LAWS as INIT_LAWS
 from boostax.testing._single import SINGLE_LAWS as SINGLE_LAWS
 
-LAWS: dict[str, Law] = {**SINGLE_LAWS, **OPTAX_LAWS, **MAPPED_LAWS, **PLACED_LAWS, **PAIR_LAWS}
+LAWS: dict[str, Law] = {**SINGLE_LAWS, **MAPPED_LAWS, **PLACED_LAWS, **PAIR_LAWS}
 """Every law by name: a function of a ``Case`` that raises ``AssertionError``.
 
 Those in ``PAIR_LAWS`` also take a seed, from which they draw what they compare.
@@ -43,7 +42,7 @@ def laws_for(case: Case) -> dict[str, Law]:
     A reduction has none on a single device; "skips" laws need a transformation that skips, the law
     of residuals one that has them.
     """
-    single = (SINGLE_LAWS.keys() | OPTAX_LAWS.keys()) - INIT_LAWS
+    single = SINGLE_LAWS.keys() - INIT_LAWS
     anywhere = {name for name, law in PAIR_LAWS.items() if law not in MAPPED_PAIRS}
     return {
         name: law

@@ -11,11 +11,10 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from boostax._core import interpret, jaxprs
 from boostax._core.axes import AxisName
 from boostax._core.gate import gate_of, gated
 from boostax._core.handshake import assume_scaled
-from boostax.config.states import holds
+from boostax.config.migrate import holds
 from boostax.reduce.mean import all_reduce
 from boostax.train.apply import apply_gradients
 
@@ -217,33 +216,6 @@ def types_of(tree: PyTree) -> list[Any]:
 def applied(tx: optax.GradientTransformation) -> Callable[..., Carry]:
     """A step of ``apply_gradients``: from params, state and gradients to params and state."""
     return lambda params, state, grads: apply_gradients(tx, grads, state, params)
-
-
-def operations(fn: Callable[..., Any], *args: Any) -> tuple[list[Any], list[Any]]:
-    """The program of a function: equal for equal ones, however JAX names and shares their parts."""
-    scopes: list[tuple[Any, dict[Any, int]]] = []
-
-    def scope(body: Any) -> dict[Any, int]:
-        scopes.append((body, {x: i for i, x in enumerate(body.invars)}))
-        return scopes[-1][1]
-
-    def told(names: dict[Any, int], values: Sequence[Any]) -> list[str]:
-        literal = lambda x: isinstance(x, jaxprs.Literal)  # noqa: E731
-        known = [repr(x.val) if literal(x) else names.setdefault(x, len(names)) for x in values]
-        return [f"{name}: {x.aval}" for name, x in zip(known, values, strict=True)]
-
-    def settings(params: dict[str, Any]) -> dict[str, str]:
-        # Programs inside follow by themselves; a function is printed with its address.
-        found = {key: str(value) for key, value in params.items()}
-        return {key: x for key, x in found.items() if "lambda" not in x and " at 0x" not in x}
-
-    program = jax.make_jaxpr(fn)(*args).jaxpr
-    enter = lambda eqn, _: [scope(body) for body in interpret.bodies(eqn)]  # noqa: E731
-    eqns = [
-        (eqn.primitive.name, told(names, [*eqn.invars, *eqn.outvars]), settings(eqn.params))
-        for eqn, names in interpret.equations(program, scope(program), enter)
-    ]
-    return eqns, [told(names, body.outvars) for body, names in scopes]
 
 
 def follow(step: Callable[..., Carry], carry: Carry, grads: Sequence[PyTree]) -> Carry:

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Laws that need one device, or arrays sharded under plain ``jit``."""
+"""Laws of one device, of arrays sharded under plain ``jit``, and of Optax's and Python's habits."""
 
-import pickle
+import copy
 from typing import Any
 
 import jax
@@ -20,7 +20,6 @@ from boostax.testing._case import (
     follow,
     laws_in,
     optimizer,
-    poison,
     raises,
     steps,
     types_of,
@@ -183,11 +182,7 @@ def meta_gradients_are_finite(case: Case) -> None:
     tx, params = case.single(optax.sgd(0.1)), {"w": jnp.arange(3.0)}
 
     def after(grads: PyTree) -> jax.Array:
-        p: PyTree = params
-        state = tx.init(params)
-        for _ in range(case.calls):
-            updates, state = tx.update(grads, state, p)
-            p = optax.apply_updates(p, updates)
+        p, _ = follow(applied(tx), (params, tx.init(params)), [grads] * case.calls)
         return jnp.sum(p["w"] ** 2)
 
     gradient = jax.grad(after)({"w": jnp.ones(3)})
@@ -214,54 +209,6 @@ def sharded_arrays_under_plain_jit(case: Case) -> None:
         assert_close(params, plain[0], str(kind))
 
 
-def skip_is_as_if_the_step_never_was(case: Case) -> None:
-    """Promise 5: params and inner state bit-equal, for every way of being bad."""
-    bad = {"nan": jnp.nan, "inf": jnp.inf, "-inf": -jnp.inf, "overflowing square": 1e36}
-    tx = case.single()
-    step = jax.jit(applied(tx))
-    params, state = steps(tx, example_params(), tx.init(example_params()), range(case.calls))
-    rest = [example_grads(params, seed) for seed in range(1, case.skip_calls)]
-    for name, value in bad.items():
-        ruined = poison(example_grads(params, 99), value)
-        after = follow(step, (params, state), [ruined, *rest])
-        assert_same(after[0], params, f"{name}: params")
-        assert_same(case.skip_view(after[1]), case.skip_view(state), f"{name}: state")
-
-
-def skip_holds_for_a_hundred_bad_steps(case: Case) -> None:
-    """Promise 5: it never gives in."""
-    tx, params = case.single(), example_params()
-    state = tx.init(params)
-    nan = jax.tree.map(lambda p: jnp.full_like(p, jnp.nan), params)
-
-    @jax.jit
-    def hundred(params: PyTree, state: Any) -> tuple[PyTree, Any]:
-        body = lambda _, carry: apply_gradients(tx, nan, carry[1], carry[0])  # noqa: E731
-        return jax.lax.fori_loop(0, 100, body, (params, state))
-
-    after, state_after = hundred(params, state)
-    assert_same(after, params, "params")
-    assert_same(case.skip_view(state_after), case.skip_view(state), "inner state")
-
-
-def survives_serialisation_at_every_step(case: Case) -> None:
-    """Promise 8: pickle and Flax bytes are exact; a resumed run goes on bit-equal."""
-    tx, params = case.single(), even_params()
-    count = 2 * case.calls
-    expected = steps(tx, params, tx.init(params), range(count))
-    for stop in range(count):
-        carry = steps(tx, params, tx.init(params), range(stop))
-        carry = jax.tree.map(jnp.asarray, pickle.loads(pickle.dumps(jax.device_get(carry))))
-        resumed = steps(tx, carry[0], carry[1], range(stop, count))
-        assert_same(resumed, expected, f"resumed at {stop}")
-    try:
-        from flax import serialization
-    except ImportError:
-        return
-    restored = serialization.from_bytes(expected[1], serialization.to_bytes(expected[1]))
-    assert_same(jax.tree.map(jnp.asarray, restored), expected[1], "Flax bytes")
-
-
 def metrics_are_flat_scalars(case: Case) -> None:
     """Promise 10: named scalars, through any wrapper."""
     state = optax.chain(case.make(optimizer(), None)).init(example_params())
@@ -275,4 +222,83 @@ def bad_arguments_raise_and_explain(case: Case) -> None:
         raises(build, part, "must", "got")
 
 
+# What Optax and Python ask of any transformation, whatever it does.
+
+
+def survives_what_python_does_to_objects(case: Case) -> None:
+    """Promise 1: mapped, copied, pickled, rebuilt from its fields: the same program."""
+    tx, params = case.single(), even_params()
+    grads = [example_grads(params, seed) for seed in range(case.calls)]
+
+    trained = lambda tx, params: follow(applied(tx), (params, tx.init(params)), grads)  # noqa: E731
+    program = jax.jit(lambda p: trained(tx, p)).lower(params).as_text()
+    rebuilt = {
+        "jax.tree.map": jax.tree.map(lambda f: f, tx),
+        "copy.copy": copy.copy(tx),
+        "copy.deepcopy": copy.deepcopy(tx),
+        "_replace": tx._replace(init=tx.init),
+        "its fields": type(tx)(*tx),
+        "an Optax pair": optax.GradientTransformationExtraArgs(tx.init, tx.update),
+    }
+    for name, again in rebuilt.items():
+        # Equal programs: a gate that was lost would still give equal numbers.
+        found = jax.jit(lambda p, again=again: trained(again, p)).lower(params).as_text()
+        assert found == program, f"{name}: it computes something else"
+
+
+def updates_have_the_dtypes_of_the_params(case: Case) -> None:
+    """Promise 3: so that ``params + updates`` has them too, in every wrapper that selects."""
+    for dtype in (jnp.float16, jnp.bfloat16, jnp.float32):
+        tx, params = case.single(), example_params(dtype)
+        finite = optax.apply_if_finite(tx, 3)
+        for name, each in {"alone": tx, "apply_if_finite": finite}.items():
+            state = each.init(params)
+            updates, _ = jax.eval_shape(each.update, example_grads(params, 0), state, params)
+            found, wanted = ([x.dtype for x in jax.tree.leaves(y)] for y in (updates, params))
+            assert found == wanted, f"{dtype.__name__}, {name}: updates have other dtypes"
+
+
+def init_takes_shapes(case: Case) -> None:
+    """Promise 1: of ``jax.ShapeDtypeStruct`` it makes a state like that of arrays."""
+    tx, params = _made(case), example_params(jnp.bfloat16)
+    shapes = jax.eval_shape(lambda: params)
+    kinds = lambda state: [(x.shape, x.dtype) for x in jax.tree.leaves(state)]  # noqa: E731
+    made, expected = tx.init(shapes), tx.init(params)
+    assert jax.tree.structure(made) == jax.tree.structure(expected), "another structure"
+    assert kinds(made) == kinds(expected), "other types"
+
+
+def tree_map_params_finds_what_is_like_the_params(case: Case) -> None:
+    """Promise 1: ``optax.tree.map_params`` goes through the state and leaves the rest alone."""
+    tx, params = _made(case, optax.sgd(0.1, momentum=0.9)), even_params()
+    state = tx.init(params)
+    seen: list[Any] = []
+    same = optax.tree.map_params(tx, lambda x: seen.append(x) or x, state)
+    assert_same(same, state, "mapped by the identity")
+    assert len(seen) >= len(params), f"{len(seen)} leaves"
+
+
+def takes_trees_without_arrays(case: Case) -> None:
+    """Promise 3: an empty tree, ``None``, and Python's own numbers."""
+    tx = case.single()
+
+    def updated(params: PyTree) -> Any:
+        state, updates = tx.init(params), params
+        for _ in range(case.calls):
+            updates, state = tx.update(params, state, params)
+        return updates, state
+
+    for params in ({}, {"a": None, "b": ()}):
+        assert jax.tree.structure(updated(params)[0]) == jax.tree.structure(params)
+    plain = {"a": 1.0, "b": -2.0}
+    arrays = jax.tree.map(jnp.float32, plain)
+    assert_same(updated(plain), updated(arrays), "Python's numbers and arrays")
+
+
+def _made(case: Case, inner: Any = None) -> optax.GradientTransformation:
+    """For laws of ``init``, which needs no mapped function: as it is within one."""
+    return case.make(inner or optimizer(), "data" if case.distributed else None)
+
+
 SINGLE_LAWS = laws_in(globals())
+INIT_LAWS = {init_takes_shapes.__name__, tree_map_params_finds_what_is_like_the_params.__name__}

@@ -6,7 +6,6 @@ from typing import TYPE_CHECKING
 from boostax._core.axes import local_params as local_params
 from boostax._core.late import late as _late
 from boostax.accumulate.aux import Aux as Aux
-from boostax.accumulate.by_noise import by_noise as by_noise
 from boostax.accumulate.microbatch import microbatch as microbatch
 from boostax.accumulate.window import flush as flush
 from boostax.accumulate.window import has_updated as has_updated
@@ -14,7 +13,6 @@ from boostax.train.apply import apply_gradients as apply_gradients
 from boostax.train.apply import metrics as metrics
 from boostax.train.compiled import TrainStep as TrainStep
 from boostax.train.gather import gather_params as gather_params
-from boostax.train.model_state import reestimate_model_state as reestimate_model_state
 from boostax.train.on_mesh import on_mesh as on_mesh
 from boostax.train.oracle import value_and_grad as value_and_grad
 from boostax.train.state import TrainState as TrainState

@@ -29,8 +29,8 @@ _WHO = "value_and_grad"
 _ROWS = "Let loss_fn take the batch: of what it closes over every replica has all."
 # By argument, what to do about a loss that does not take it.
 _TAKEN = {
-    "scales": "boostax.precision.group_boundaries(loss_fn, labels) takes them for a loss that does "
-    "not.",
+    "scales": "Add scales=None to its arguments, and a boostax.precision.scale_boundary to every "
+    "edge between groups.",
     "key": "Add key=None to its arguments, or start the state without a key.",
     "model_state": "Add model_state=None to its arguments, or start the state without one.",
 }
@@ -65,7 +65,7 @@ def value_and_grad(
 
     Args:
       loss_fn: ``loss_fn(params, batch)``, and ``key=``, ``model_state=`` where they are given, and
-        ``scales=`` where the state has a loss scale per group (see ``group_boundaries``).
+        ``scales=`` where the state has a loss scale per group (see ``scale_boundary``).
         Returns a scalar loss, or ``(loss, aux)`` with ``has_aux``; see ``Aux``.
       axis_name: replica axis (or axes), of the surrounding ``shard_map`` or ``pmap`` or of
         ``mesh``.
@@ -449,7 +449,7 @@ def _active(active: PyTree, params: PyTree) -> PyTree:
 def _require_trainable(params: PyTree, active: Any) -> None:
     """Refuse what is differentiated and cannot be: integers, bools, PRNG keys."""
     trained = params if isinstance(active, Choice) else trees.masked(params, active)
-    bcoo.require(trained, "value_and_grad", what="params")
+    bcoo.require(trained, "value_and_grad", "params")
     for path, x in jax.tree_util.tree_leaves_with_path(trained):
         dtype = getattr(x, "dtype", None)
         if not (isinstance(x, (float, complex)) if dtype is None else trees.is_inexact(dtype)):

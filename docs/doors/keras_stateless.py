@@ -13,7 +13,6 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import boostax
-import boostax.keras
 
 CALLS = 8
 
@@ -48,17 +47,15 @@ def before(mesh, width):
 
 
 def after(mesh, width):
-    model, trainable, loss_fn = made(mesh, width)
+    _, trainable, loss_fn = made(mesh, width)
     tx = optax.chain(boostax.all_reduce("data"), optax.sgd(1e-2, momentum=0.9))
-    tx = boostax.accumulate(tx, 8, axis_name="data")
-    optimizer = boostax.keras.Optimizer(boostax.on_mesh(tx, trainable, axis_name="data"))
-    optimizer.build(model.trainable_variables)
+    tx = boostax.on_mesh(boostax.accumulate(tx, 8, axis_name="data"), trainable, axis_name="data")
     grad_fn = boostax.value_and_grad(loss_fn, mesh=mesh, axis_name="data")
 
     @functools.partial(jax.jit, donate_argnums=(0, 1))
-    def train_step(trainable, variables, batch):
-        loss, grads = grad_fn(trainable, optimizer.state_of(variables), batch)
-        trainable, variables = optimizer.stateless_apply(variables, grads.local, trainable)
-        return trainable, variables, loss
+    def train_step(trainable, opt_state, batch):
+        loss, grads = grad_fn(trainable, opt_state, batch)
+        trainable, opt_state = boostax.apply_gradients(tx, grads, opt_state, trainable)
+        return trainable, opt_state, loss
 
-    return train_step, trainable, [v.value for v in optimizer.variables]
+    return train_step, trainable, tx.init(trainable)

@@ -1,8 +1,8 @@
 """The test suites of others, as they are, with boostax put in: ``make test-foreign``.
 
-Optax's and jmp's come with their wheels. Those of Flax and mixed_precision_for_JAX are taken from a
-folder (``--source flax=DIR``), or fetched by git at the tag of the version that is installed. What
-fails is run once more without boostax: what fails there too is not ours.
+Optax's come with its wheel. Flax's is taken from a folder (``--source flax=DIR``), or fetched by git
+at the tag of the version that is installed. What fails is run once more without boostax: what fails
+there too is not ours.
 """
 
 import argparse
@@ -50,7 +50,6 @@ SUITES = {
     "optax conditionality": Suite(
         "optax", ("transforms/_conditionality_test.py",), ways=("compat",)
     ),
-    "optax freezing": Suite("optax", ("transforms/_freezing_test.py",), ways=("compat",)),
     "optax masking": Suite("optax", ("transforms/_masking_test.py",)),
     "optax combining": Suite("optax", ("transforms/_combining_test.py",)),
     "flax nnx optimizer": Suite(
@@ -59,25 +58,11 @@ SUITES = {
         ways=("scaler", "window", "nnx"),
         origin=("https://github.com/google/flax", "v{}"),
     ),
-    "jmp loss scale": Suite("jmp", ("_src/loss_scale_test.py",), ways=("compat",)),
-    "mixed_precision_for_JAX loss scale": Suite(
-        "mixed_precision_for_jax",
-        ("tests/test_loss_scaling.py",),
-        ways=("mpx",),
-        origin=(
-            "https://github.com/Data-Science-in-Mechanical-Engineering/mixed_precision_for_JAX",
-            "v{}",
-        ),
-    ),
 }
 
 # What fails with boostax alone, and why that is no fault: by the test's name, or by its message.
 FIELDS = "it reads fields of the bare state, now in inner_state"
 REASONS = {
-    "*test_adjust_finite_grads*": (
-        "boostax does not grow past its maximum; mpx clips to 65504, which is no power of two"
-    ),
-    "*test_scaling_clipping*": "boostax refuses a scale above its maximum; mpx clips it later",
     "*ExtraArgsTest.test_extra_args": "its gradients are integers, which boostax refuses",
     "*test_multi_steps_mixed_precision*": (
         "updates come in the dtypes of the params, not in those that the bare optimizer would make"

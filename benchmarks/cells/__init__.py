@@ -1,1 +1,0 @@
-"""The cells of the reliability scorecard: what is tried on every transformation."""

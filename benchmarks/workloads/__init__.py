@@ -1,0 +1,7 @@
+"""Real tasks shared by benchmarks, notebooks and tests; they need Flax and scikit-learn."""
+
+from workloads.digits import DigitsConfig, digits
+from workloads.text import TextConfig, text
+from workloads.workload import Workload, cross_entropy
+
+__all__ = ["DigitsConfig", "TextConfig", "Workload", "cross_entropy", "digits", "text"]

@@ -1,0 +1,363 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Checkpoints of a train state through orbax: each leaf is checked when it comes back."""
+
+import asyncio
+import copy
+import json
+import pathlib
+import shutil
+import zlib
+from typing import Any, Self
+
+import jax
+import jax.numpy as jnp
+import optax
+
+import boostax
+from boostax._core import checks, trees
+from boostax._core.late import told
+from boostax._core.place import place
+from boostax._core.replicas import require_stacked
+from boostax.train.resharding import as_saved, resharded, typed
+
+with checks.needing("Checkpointer", "orbax", "checkpoint"):
+    import orbax.checkpoint as ocp
+
+PyTree = Any
+# What a word of a leaf is read as, by its bytes.
+_UNSIGNED = {1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32, 8: jnp.uint32}
+# Nodes that hold a state and are no part of a chain.
+_NO_PARTS = {"TrainState", "PerReplica", "EmptyState", "MaskedNode"}
+# Boostax 0.2 recorded no parts: a leaf of such a name is of one that is gone.
+_FIELDS = {"fast": "GroupSignalState", "coordinates": "SubspaceParamsState"}
+_FIELDS |= {"codes": "Int8Components"}
+
+
+class Checkpointer:
+    """Save train states in the background and give them back bit for bit.
+
+    A state is any tree of JAX arrays: NamedTuples, PRNG keys, sharded and empty arrays included.
+    Beside it goes a small JSON ``meta``, the versions of boostax, JAX and Optax, the parts of the
+    chain by the class of their state, and for each leaf its shape, its dtype and a checksum, which
+    orbax does not keep: it casts silently and reads flipped bits as numbers. A step's directory
+    appears under its number only when it is complete, so a killed save costs nothing but that save;
+    what it left is removed at the next opening. Nothing is pickled.
+
+    One process (or one multi-process run) may write to a directory at a time.
+
+    Args:
+      directory: where the steps lie; created if missing.
+      keep: how many of the latest steps stay on disk.
+
+    Raises:
+      ValueError, TypeError: if ``keep`` is no positive integer.
+
+    Example:
+      >>> import jax.numpy as jnp, tempfile
+      >>> state = {"params": jnp.arange(3.0)}
+      >>> with Checkpointer(tempfile.mkdtemp()) as checkpointer:
+      ...     checkpointer.save(10, state, {"learning_rate": 0.1})
+      ...     restored, meta = checkpointer.restore(state)
+      >>> restored["params"], meta
+      (Array([0., 1., 2.], dtype=float32), {'learning_rate': 0.1})
+
+    **Cost**: ``save`` blocks for one read of the state (the checksums) and its copy to the host;
+    the disk is written in the background. ``restore`` holds one leaf twice for a moment.
+    """
+
+    def __init__(self, directory: str | pathlib.Path, keep: int = 3):
+        checks.positive_int("Checkpointer", "keep", keep, "It is how many steps stay on disk.")
+        self._path = pathlib.Path(directory).absolute()
+        if jax.process_index() == 0:
+            # orbax can do this as well, but in the background, which may come too late.
+            for leftover in self._path.glob("*.orbax-checkpoint-tmp"):
+                # A link is taken away, and what it points to left alone.
+                leftover.unlink() if leftover.is_symlink() else shutil.rmtree(leftover)
+        options = ocp.CheckpointManagerOptions(max_to_keep=keep)
+        state = ocp.PyTreeCheckpointHandler(type_handler_registry=_arrays())
+        handlers = {"state": state, "record": ocp.JsonCheckpointHandler()}
+        self._manager = _Manager(self._path, options=options, item_handlers=handlers)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: object, error: BaseException | None, where: object) -> None:
+        # After an error another process may be gone, and a save would wait for its share.
+        if error is None or jax.process_count() == 1:
+            self.close()
+
+    def save(self, step: int, state: PyTree, meta: dict[str, Any] | None = None) -> None:
+        """Copy ``state`` to the host and write it, with ``meta``, in the background.
+
+        ``state`` may be donated as soon as this returns. A step that is already on disk is
+        replaced. The step is safe on disk after `wait`, `close` or the next ``save``.
+
+        Args:
+          step: a name for the checkpoint, usually the calls done; the highest is the latest.
+          state: a tree of JAX arrays.
+          meta: anything JSON can hold.
+
+        Raises:
+          TypeError: if a leaf is no JAX array, or ``meta`` is not JSON.
+          ValueError: if devices hold values of their own in what is said to be the same on all.
+          RuntimeError: if the save before this one failed in the background.
+        """
+        leaves = _named(state)
+        for name, leaf in leaves.items():
+            got, hint = f"{type(leaf).__name__} at {name}", "Make it one with jnp.asarray."
+            fits, allowed = isinstance(leaf, jax.Array), "a tree of JAX arrays"
+            checks.require("Checkpointer", "state", got, allowed, fits, hint, TypeError)
+        require_stacked("Checkpointer", state)
+        versions = {x.__name__: x.__version__ for x in (boostax, jax, optax)}
+        record = {"leaves": _described(leaves), "meta": meta or {}}
+        record |= {"parts": _parts(state), "versions": versions}
+        # What JSON changes (tuples, integer keys) must change before it is summed.
+        record = json.loads(json.dumps(record))
+        record["checksum"] = _text_checksum(record)
+        if step in self.steps():
+            self._manager.delete(step)
+        args = {"state": ocp.args.PyTreeSave(_without_empty(state))}
+        args |= {"record": ocp.args.JsonSave(record)}
+        self._manager.save(step, args=ocp.args.Composite(**args), force=True)
+
+    def wait(self) -> None:
+        """Return when the last save is complete on disk.
+
+        Raises:
+          RuntimeError: if it failed, with orbax's own error as the cause.
+        """
+        try:
+            self._manager.wait_until_finished()
+        except Exception as error:
+            said = f"Checkpointer: the last save to {self._path} failed ({_first_line(error)})"
+            raise RuntimeError(f"{said}. Steps saved before it are untouched.") from error
+
+    def steps(self) -> list[int]:
+        """Return the complete steps on disk, ascending, the last save among them."""
+        self.wait()
+        self._manager.reload()
+        return sorted(self._manager.all_steps())
+
+    def latest(self) -> int | None:
+        """Return the highest complete step on disk, or None."""
+        return max(self.steps(), default=None)
+
+    def meta(self, step: int | None = None) -> dict[str, Any]:
+        """Return the ``meta`` that was saved with ``step`` (default: the latest).
+
+        Raises:
+          FileNotFoundError: if there is no such step.
+          RuntimeError: if what is on disk is damaged.
+        """
+        return self._record(self._existing(step))["meta"]
+
+    def versions(self, step: int | None = None) -> dict[str, str]:
+        """Return the versions of boostax, JAX and Optax that saved ``step``; none before 0.3.
+
+        Raises: as `meta`.
+        """
+        return self._record(self._existing(step)).get("versions", {})
+
+    def restore(
+        self, target: PyTree, step: int | None = None, *, reshard: bool = False
+    ) -> tuple[PyTree, dict[str, Any]]:
+        """Return the state and ``meta`` of ``step`` (default: the latest), placed as ``target`` is.
+
+        It may have been saved by another number of processes, on other devices. Its arrays own
+        their memory, so a step may donate them like those of a fresh state.
+
+        Args:
+          target: a state of the same structure, shapes and dtypes: arrays, or
+            `jax.ShapeDtypeStruct` with a sharding (without one: the first device).
+          step: which step.
+          reshard: whether per-replica state may have been saved by another number of replicas; it
+            is then shared out anew by `boostax.reshard_state`, which keeps its mean.
+
+        Raises:
+          FileNotFoundError: if there is no such step.
+          ValueError: if ``target`` does not fit what was saved; it names the parts or the leaves.
+          RuntimeError: if what is on disk is damaged: files missing, cut short or altered. Nothing
+            is deleted, and the message names the older steps that remain.
+        """
+        step = self._existing(step)
+        record = self._record(step)
+        saved = as_saved(target, record["leaves"]) if reshard else jax.tree.map(typed, target)
+        if unlike := _unlike(record, _parts(target), _named(saved)):
+            raise ValueError(f"Checkpointer: target must fit step {step} in {self._path}, {unlike}")
+        wanted = _without_empty(saved)
+        how = ocp.checkpoint_utils.construct_restore_args(wanted)
+        state = self._read(step, state=ocp.args.PyTreeRestore(wanted, restore_args=how))["state"]
+        state = jax.tree.map(_or_empty, saved, state, is_leaf=lambda x: x is None)
+        found = _described(_named(state))
+        altered = [name for name in found if found[name] != record["leaves"][name]]
+        if altered:
+            raise self._damaged(step, f"the checksum of {', '.join(altered[:4])} does not match")
+        state = resharded(state, target) if reshard else state
+        # On CPU they share the host's memory, which XLA does not donate.
+        own = lambda x: jax.device_put(x, x.sharding, may_alias=False)  # noqa: E731
+        return jax.tree.map(own, state), record["meta"]
+
+    def close(self) -> None:
+        """Wait for the last save and let go of the directory."""
+        try:
+            self.wait()
+        finally:
+            self._manager.close()
+
+    def _existing(self, step: int | None) -> int:
+        steps = self.steps()
+        last: Any = max(steps, default=None) if step is None else step
+        allowed, hint = f"one of {steps} in {self._path}", "Save one first, or open another."
+        checks.require(
+            "Checkpointer", "step", step, allowed, last in steps, hint, FileNotFoundError
+        )
+        return last
+
+    def _record(self, step: int) -> dict[str, Any]:
+        record = self._read(step, record=ocp.args.JsonRestore())["record"]
+        if record.pop("checksum", None) != _text_checksum(record):
+            raise self._damaged(step, "the checksum of its record does not match")
+        return record
+
+    def _read(self, step: int, **items: Any) -> Any:
+        try:
+            return self._manager.restore(step, args=ocp.args.Composite(**items))
+        except Exception as error:
+            raise self._damaged(step, _first_line(error)) from error
+
+    def _damaged(self, step: int, what: str) -> RuntimeError:
+        older = max((x for x in self.steps() if x < step), default=None)
+        hint = f"To go back to step {older}, pass step={older} or move {step} out of it."
+        if older is None:
+            hint = "No older step is left: start again, or bring it back from a copy."
+        where = f"Checkpointer: step {step} in {self._path}"
+        return RuntimeError(f"{where} is damaged: {what}. Nothing was deleted. {hint}")
+
+
+class _Manager(ocp.CheckpointManager):
+    """Leave JAX's counter of calls alone.
+
+    It would ask JAX at every save, and again when one ends in the background, whether a SIGTERM has
+    come. Each question sets the counter by which all processes find the call after which to stop:
+    set back to an old one, they would stop after different calls. A loop asks, once per call.
+    """
+
+    def reached_preemption(self, step: int) -> bool:
+        """Never ask."""
+        del step
+        return False
+
+
+def _arrays() -> Any:
+    """Return orbax's handler of arrays, which here ends all reads before it raises.
+
+    After the first failed one orbax closes its event loop under the others, which then warn of
+    coroutines never awaited and raise in TensorStore's threads.
+    """
+    handler: Any = copy.copy(ocp.type_handlers.get_type_handler(jax.Array))
+    read = handler.deserialize
+
+    async def deserialize(*args: Any) -> Any:
+        others = asyncio.all_tasks()
+        try:
+            return await read(*args)
+        except Exception:
+            await asyncio.gather(*asyncio.all_tasks() - others, return_exceptions=True)
+            raise
+
+    handler.deserialize = deserialize
+    return ocp.type_handlers.create_type_handler_registry((jax.Array, handler))
+
+
+def _named(state: PyTree) -> dict[str, Any]:
+    leaves, allowed = dict(trees.named(state)), "a tree whose paths differ when joined by dots"
+    # orbax writes a leaf under its path joined by dots.
+    fits = len({name.replace("/", ".") for name in leaves}) == len(jax.tree.leaves(state))
+    hint = "Rename the keys with dots or slashes in them."
+    checks.require("Checkpointer", "state", sorted(leaves)[:4], allowed, fits, hint)
+    return leaves
+
+
+def _parts(state: PyTree) -> list[str]:
+    """Return the classes of the states of a chain, outer before inner."""
+    node = jax.tree_util.default_registry.flatten_one_level(state)
+    inside = [part for child in (node[0] if node else ()) for part in _parts(child)]
+    name = type(state).__name__
+    return [name, *inside] if hasattr(state, "_fields") and name not in _NO_PARTS else inside
+
+
+def _unlike(record: dict[str, Any], parts: list[str], leaves: dict[str, Any]) -> str:
+    """Return how the parts and leaves of a target differ from those of a record; "" if they fit."""
+    was = {name: f"{x['dtype']}{x['shape']}" for name, x in record["leaves"].items()}
+    now = {name: f"{x.dtype}{list(x.shape)}" for name, x in leaves.items()}
+    named = {field for name in was.keys() - now.keys() for field in name.split("/")}
+    saved = record.get("parts", [part for field, part in _FIELDS.items() if field in named])
+    if saved != parts and (saved or "parts" in record):
+        by = record.get("versions", {}).get("boostax", "0.2 or before")
+        rows = {name: told(f"boostax.{name}") or "" for name in saved if name not in parts}
+        gone = "".join(f" {name}: {text}" for name, text in rows.items() if " gone" in text)
+        return (
+            f"saved by boostax {by} with {', '.join(saved)}, got {', '.join(parts) or 'no part'}. "
+            "Restore it into a state of its own chain; boostax.migrate_state moves that to another."
+            f"{gone}"
+        )
+    names = [name for name in {**was, **now} if was.get(name) != now.get(name)]
+    lines = [f"{x!r} was {was.get(x, 'not saved')}, got {now.get(x, 'none')}" for x in names[:4]]
+    hint = "Take the chain and the model that saved it; if only the number of replicas differs, "
+    return f"{'; '.join(lines)}. {hint}reshard=True." if names else ""
+
+
+def _without_empty(state: PyTree) -> PyTree:
+    # orbax refuses arrays of size 0; None keeps their place in the tree.
+    return jax.tree.map(lambda leaf: leaf if leaf.size else None, state)
+
+
+def _or_empty(wanted: Any, restored: Any) -> Any:
+    if wanted is None or restored is not None:
+        return restored
+    return place(jnp.zeros(wanted.shape, wanted.dtype), wanted.sharding)
+
+
+def _first_line(error: BaseException) -> str:
+    text = str(error).split("[tensorstore_spec=")[0].split(". See full TensorStore")[0]
+    return f"{type(error).__name__}: {' '.join(text.split())[:300]}"
+
+
+def _described(leaves: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    """Return shape, dtype and checksum of each leaf, the sums computed where the leaf is."""
+    sums = jax.device_get(_checksums(leaves))
+    return {
+        name: {"shape": list(leaf.shape), "dtype": str(leaf.dtype), "checksum": int(sums[name])}
+        for name, leaf in leaves.items()
+    }
+
+
+@jax.jit
+def _checksums(leaves: dict[str, jax.Array]) -> dict[str, jax.Array]:
+    return {name: _checksum(leaf) for name, leaf in leaves.items()}
+
+
+def _checksum(leaf: jax.Array) -> jax.Array:
+    """Return the sum of all words, each times an odd number of its own, mod 2**32.
+
+    An odd factor is invertible, so one altered word always shows; integer sums do not depend on
+    how the leaf is sharded.
+    """
+    if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+        return _checksum(jax.random.key_data(leaf))
+    if jnp.iscomplexobj(leaf):
+        return _checksum(leaf.real) + 3 * _checksum(leaf.imag)
+    if jnp.issubdtype(leaf.dtype, jnp.floating) or leaf.dtype.itemsize == 8:
+        leaf = jax.lax.bitcast_convert_type(leaf, _UNSIGNED[leaf.dtype.itemsize])
+    words = leaf.astype(jnp.uint32)
+    factor, stride = jnp.uint32(1), 2
+    for axis in reversed(range(words.ndim)):
+        count = jax.lax.broadcasted_iota(jnp.uint32, words.shape, axis)
+        factor = factor + count * jnp.uint32(stride % 2**32)
+        stride *= words.shape[axis]
+    return jnp.sum(words * factor, dtype=jnp.uint32)
+
+
+def _text_checksum(record: dict[str, Any]) -> int:
+    """Return the checksum of a JSON record."""
+    return zlib.crc32(json.dumps(record, sort_keys=True).encode())

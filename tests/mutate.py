@@ -1,0 +1,113 @@
+"""Change one line of a file of the library, drawn by a seed, and see that quick tests notice.
+
+``python tests/mutate.py gate 3`` works in a copy of the checkout: it prints each change and the
+test that fails of it, and ends with an error where one survives.
+"""
+
+import ast
+import difflib
+import pathlib
+import random
+import shutil
+import subprocess
+import sys
+import tempfile
+
+ROOT = pathlib.Path(__file__).parent.parent
+# By file the tests that are run first; then all quick ones.
+FILES = {
+    "_core/gate": "test_loss_scale test_accumulate test_contract",
+    "accumulate/window": "test_accumulate test_contract test_pair_laws test_fuzz",
+    "reduce/feedback": "test_compressed test_contract test_singa_reductions",
+    "train/oracle": "test_train_step test_errors test_mapped_losses test_on_mesh",
+    "reduce/quantized": "test_compressed test_compressed_travel test_contract",
+    "freeze/scheduled": "test_freeze test_freeze_groups test_contract",
+    "subspace/dim_reduce": "test_dim_reduce test_subspace_train test_contract",
+    "reduce/pairwise": "test_adasum test_adasum_travel test_contract",
+    "precision/loss_scale": "test_loss_scale test_errors test_contract",
+    "precision/store": "test_store test_contract",
+}
+SWAPS = {
+    ast.Lt: ast.LtE, ast.LtE: ast.Lt, ast.Gt: ast.GtE, ast.GtE: ast.Gt, ast.Eq: ast.NotEq,
+    ast.NotEq: ast.Eq, ast.Is: ast.IsNot, ast.IsNot: ast.Is, ast.In: ast.NotIn, ast.NotIn: ast.In,
+    ast.Add: ast.Sub, ast.Sub: ast.Add, ast.Mult: ast.Div, ast.Div: ast.Mult, ast.And: ast.Or,
+    ast.Or: ast.And, ast.BitAnd: ast.BitOr, ast.BitOr: ast.BitAnd,
+}  # fmt: skip
+
+
+def changed(node):
+    """Return a node in the place of this one, or ``None`` where there is nothing to change."""
+    if isinstance(node, ast.Compare) and type(node.ops[0]) in SWAPS:
+        return ast.Compare(node.left, [SWAPS[type(node.ops[0])](), *node.ops[1:]], node.comparators)
+    if isinstance(node, ast.BinOp) and type(node.op) in SWAPS:
+        return ast.BinOp(node.left, SWAPS[type(node.op)](), node.right)
+    if isinstance(node, ast.BoolOp):
+        return ast.BoolOp(SWAPS[type(node.op)](), node.values)
+    if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.Not):
+        return node.operand
+    if isinstance(node, ast.IfExp):
+        return ast.IfExp(node.test, node.orelse, node.body)
+    if isinstance(node, ast.Constant) and isinstance(node.value, bool):
+        return ast.Constant(not node.value)
+    if isinstance(node, ast.Constant) and isinstance(node.value, (int, float)):
+        return ast.Constant(node.value + 1)
+    where = isinstance(node, ast.Call) and getattr(node.func, "attr", "") == "where"
+    if where and len(node.args) == 3:
+        return ast.Call(node.func, [node.args[0], *node.args[:0:-1]], node.keywords)
+    return None
+
+
+def places(tree):
+    """List what can be changed on one line: no text, type, message of an error or annotation."""
+    found, stack = [], [tree]
+    while stack:
+        node = stack.pop()
+        if isinstance(node, (ast.Raise, ast.JoinedStr, ast.AnnAssign, ast.arguments)):
+            continue
+        said = [*getattr(node, "decorator_list", []), getattr(node, "returns", None)]
+        stack += [x for x in ast.iter_child_nodes(node) if x not in said]
+        if getattr(node, "lineno", 0) == getattr(node, "end_lineno", 1) and changed(node):
+            found.append(node)
+    return sorted(found, key=lambda node: (node.lineno, node.col_offset, node.end_col_offset))
+
+
+def mutant(text, seed):
+    """Return the program with one place changed."""
+    node = random.Random(seed).choice(places(ast.parse(text)))
+    lines = text.encode().splitlines(keepends=True)
+    line = lines[node.lineno - 1]
+    new = ast.unparse(changed(node)).encode()
+    lines[node.lineno - 1] = (
+        line[: node.col_offset] + b"(" + new + b")" + line[node.end_col_offset :]
+    )
+    return b"".join(lines).decode()
+
+
+def killer(checkout, tests):
+    """Return the first quick test that fails, or ``None``."""
+    command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", *tests]
+    run = subprocess.run(command, cwd=checkout, capture_output=True, text=True, check=False)
+    failed = [x for x in run.stdout.splitlines() if x.startswith(("FAILED", "ERROR"))]
+    return failed[0] if failed else None if run.returncode == 0 else run.stdout[-300:]
+
+
+def main(name, draws, first=0):
+    path = next(path for path in FILES if path.endswith(name))
+    with tempfile.TemporaryDirectory() as room:
+        checkout = pathlib.Path(room) / "boostax"
+        shutil.copytree(ROOT, checkout, ignore=shutil.ignore_patterns(".*", "__pycache__"))
+        target = checkout / "boostax" / f"{path}.py"
+        text, survivors = target.read_text(), 0
+        for seed in range(first, first + draws):
+            target.write_text(mutant(text, seed))
+            diff = difflib.unified_diff(text.splitlines(), target.read_text().splitlines(), n=0)
+            print(f"{path}, seed {seed}:", *list(diff)[3:], sep="\n  ", flush=True)
+            near = [f"tests/{x}.py" for x in FILES[path].split()]
+            found = killer(checkout, near) or killer(checkout, ["tests"])
+            survivors += found is None
+            print(f"  {found or 'SURVIVES'}", flush=True)
+    sys.exit(f"{survivors} of {draws} survive" if survivors else 0)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], *map(int, sys.argv[2:]))
