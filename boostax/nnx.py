@@ -106,16 +106,17 @@ class Optimizer(nnx.Optimizer[_M]):
             whole = NamedSharding(self.mesh, PartitionSpec())
             self.step.set_value(jax.device_put(self.step.get_value(), whole))
             # What leads with the replicas has the metadata of a param, which does not.
-            for variable in jax.tree.leaves(self.opt_state, is_leaf=_is_variable):
+            is_variable = lambda x: isinstance(x, nnx.Variable)  # noqa: E731
+            for variable in jax.tree.leaves(self.opt_state, is_leaf=is_variable):
                 if variable.has_metadata("out_sharding"):
                     spec = variable.get_value().sharding.spec
                     variable.set_metadata(out_sharding=tuple(spec))
-        if replicas.owns_params(self.opt_state):
-            raise ValueError(
-                f"{_WHO}: tx must keep params that are the same on all replicas, got one with "
-                "local_updates or partial_average in it: a module has one of each param. Train "
-                "nnx.state(model) with boostax.make_train_step."
-            )
+        allowed, got = (
+            "one with the same params on all replicas",
+            "local_updates or partial_average",
+        )
+        hint = "A module has one of each param: train its state with boostax.make_train_step."
+        checks.require(_WHO, "tx", got, allowed, not replicas.owns_params(self.opt_state), hint)
 
     def value_and_grad(
         self, loss_fn: Callable[..., Any], *, has_aux: bool = False, **how: Any
@@ -142,7 +143,7 @@ class Optimizer(nnx.Optimizer[_M]):
           ValueError: a loss that leaves the model other variables, or sets params that ``wrt`` does
             not name.
         """
-        names = () if self.axis_name is None else axes.canonical(_WHO, self.axis_name)
+        names = axes.canonical(_WHO, self.axis_name)
         where = {"mesh": self.mesh, "axis_name": self.axis_name} if names else {}
 
         def run(model: _M, *batch: Any, active: PyTree = None, **given: Any) -> tuple[Any, PyTree]:
@@ -154,12 +155,11 @@ class Optimizer(nnx.Optimizer[_M]):
             checks.require(_WHO, "batch", batch, allowed, fits, hint, TypeError)
             opt_state = nnx.as_pure(self.opt_state)
 
-            def loss(
-                params: PyTree, batch: Any, model_state: PyTree, held: Any, **scales: Any
-            ) -> tuple[Any, PyTree]:
+            def loss(params: Any, batch: Any, model_state: Any, held: Any, **scales: Any) -> Any:
                 keys, frozen = held
                 # Replicas are to draw apart.
-                apart = jax.tree.map(lambda key: _apart(key, names), keys)
+                fold = lambda key: jax.random.fold_in(key, axes.index(names))  # noqa: E731
+                apart = jax.tree.map(fold, keys) if names else keys
                 whole: Any = nnx.merge(graph, params, apart, frozen, model_state)
                 result = loss_fn(whole, *batch, **given, **scales)
                 _, _, _, still, left = self._split(whole)
@@ -168,13 +168,11 @@ class Optimizer(nnx.Optimizer[_M]):
                 told, own = (aux, ()) if isinstance(aux, Aux) else (Aux(), (aux,))
                 return value, auxiliary.Beside(told._replace(model_state=left), own)
 
-            if active is None:
-                active = self._active(params, opt_state)
+            active = self._active(params, opt_state) if active is None else active
             fn = value_and_grad(loss, has_aux=True, **where, **how)
             held = gathered(self.mesh, names, (keys, frozen)) if names else (keys, frozen)
-            (value, aux), grads = fn(
-                params, opt_state, batch, active=active, model_state=rest, held=held
-            )
+            given_too: Any = {"active": active, "model_state": rest, "held": held}
+            (value, aux), grads = fn(params, opt_state, batch, **given_too)
             # An overflow in the forward pass reaches statistics before any gradient.
             keep = all_finite(aux.told.model_state)
             put = lambda new, old: jnp.where(keep, new, old)  # noqa: E731
@@ -209,43 +207,27 @@ class Optimizer(nnx.Optimizer[_M]):
     def _split(self, model: Any) -> tuple[Any, PyTree, PyTree, PyTree, PyTree]:
         """The graph, and as arrays what is trained, keys of dropout, other params, and all else."""
         filters = self.wrt, nnx.RngKey, nnx.Param, ...
-        graph, params, *others = nnx.split(model, *filters, **self.more)
-        keys, frozen, rest = others
-        return graph, *nnx.as_pure((params, keys, frozen, rest))
+        graph, *states = nnx.split(model, *filters, **self.more)
+        return (graph, *nnx.as_pure(states))
 
     def _active(self, params: PyTree, opt_state: PyTree) -> PyTree:
         """What is differentiated."""
         if self.freezing is None:
             return True
-        depths = self.freezing.freezing.drawn(params)
-        if len(depths) == 1:
-            return self.freezing.active(params, depths[0])
-        return self.freezing.choice(params, opt_state)
-
-
-def _is_variable(node: Any) -> bool:
-    return isinstance(node, nnx.Variable)
-
-
-def _apart(key: jax.Array, names: tuple[str, ...]) -> jax.Array:
-    """A key of the replica's own."""
-    return jax.random.fold_in(key, axes.index(names)) if names else key
+        first, *others = self.freezing.freezing.drawn(params)
+        chosen = self.freezing.choice(params, opt_state) if others else None
+        return self.freezing.active(params, first) if chosen is None else chosen
 
 
 def _require_kept(still: PyTree, frozen: PyTree, left: PyTree, state: PyTree) -> None:
     """Refuse a loss that leaves other variables behind, or other params than it trains."""
     mine, theirs = jax.tree.structure((still, left)), jax.tree.structure((frozen, state))
-    if mine != theirs:
-        raise ValueError(
-            f"{_WHO}: loss_fn must leave the model the variables that it has, got {mine} for "
-            f"{theirs}. Take out in the loss what it put in: nnx.pop(model, nnx.Intermediate)."
-        )
-    pairs = zip(trees.named(still), jax.tree.leaves(frozen), strict=True)
-    for (name, new), old in pairs:
-        if new is not old:
-            allowed = "a function that sets no nnx.Param"
-            hint = "Give what it sets a type of its own: class Average(nnx.Variable)."
-            raise ValueError(checks.message(_WHO, "loss_fn", allowed, name, hint))
+    hint = "Take out in the loss what it put in: nnx.pop(model, nnx.Intermediate)."
+    allowed = f"one that leaves the model the variables that it has, {theirs}"
+    checks.require(_WHO, "loss_fn", mine, allowed, mine == theirs, hint)
+    for (name, new), old in zip(trees.named(still), jax.tree.leaves(frozen), strict=True):
+        hint = "Give what it sets a type of its own: class Average(nnx.Variable)."
+        checks.require(_WHO, "loss_fn", name, "a function that sets no nnx.Param", new is old, hint)
 
 
 def _aux(aux: auxiliary.Beside) -> PyTree:

@@ -29,6 +29,7 @@ from boostax.checkpoint import Checkpointer
 
 BATCH, INPUTS, OUTPUTS = 48, 16, 8
 WINDOW = 3
+POLICY = "O2"  # the model computes in f16
 # How params and the optimizer's state lie on the devices: any of them reads what another saved.
 PLACEMENTS = {
     "whole": {},
@@ -69,7 +70,7 @@ def make_step(devices, placement, tx):
     """Return the train step on a mesh of the devices."""
     auto = (jax.sharding.AxisType.Auto,)
     mesh = jax.make_mesh((len(devices),), ("data",), auto, devices=devices)
-    how = {"policy": "O2", **PLACEMENTS[placement]}
+    how = {"policy": POLICY, **PLACEMENTS[placement]}
     return boostax.make_train_step(loss_fn, tx, mesh=mesh, axis_name="data", **how)
 
 
@@ -98,7 +99,7 @@ def make_stopping():
 
 
 def train(options, tx):
-    """Train so many calls in all, those of earlier runs included; return the state."""
+    """Train so many calls in all, those of earlier runs included; return the params."""
     step = make_step(jax.devices(), options.placement, tx)
     state, rows = step.init(init_params()), step.rows(BATCH)
     say = print if jax.process_index() == 0 else lambda *_, **__: None
@@ -111,15 +112,15 @@ def train(options, tx):
         while done < options.calls:
             state, metrics = step(state, read(done, rows))
             done += 1
-            loss, scale = float(metrics["loss"]), float(metrics["loss_scale"])
-            say(f"call {done}: loss {loss:.6f}, loss scale {scale:g}", flush=True)
+            found = {name: f"{float(x):g}" for name, x in metrics.items()}
+            say(f"call {done}: {found}", flush=True)
             stop = stopping(done)
             if stop or done % options.save_every == 0 or done == options.calls:
                 checkpointer.save(done, state)
             if stop:
                 say(f"stopped after call {done}, saved", flush=True)
                 break
-    return state
+    return step.common_params(state)
 
 
 def parse():

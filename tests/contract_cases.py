@@ -94,7 +94,8 @@ CASES = [
             (lambda: boostax.precision.store(OPT, params="bf16"), "params"),
             (lambda: boostax.precision.store(OPT, moments="fp8"), "moments"),
             (lambda: boostax.precision.store(OPT, least=0), "least"),
-            (lambda: boostax.precision.store(OPT, params="kahan").init(jnp.zeros(3)), "params"),
+            (lambda: boostax.precision.store(OPT, params="kahan"), "params"),
+            (lambda: boostax.precision.store(OPT, params="remainder").init(jnp.zeros(3)), "params"),
             (
                 lambda: boostax.precision.store(optax.adam(0.1), moments={"nu": "log8"}).init(
                     jnp.zeros(3)
@@ -120,19 +121,11 @@ CASES = [
         skips=True,
         bad_arguments=(
             (lambda: boostax.precision.skip_spikes(3.0), "inner"),
-            (lambda: boostax.precision.skip_spikes(OPT, by="norm"), "by"),
             (lambda: boostax.precision.skip_spikes(OPT, rule="mean"), "rule"),
-            (lambda: boostax.precision.skip_spikes(OPT, action="stop"), "action"),
-            (lambda: boostax.precision.skip_spikes(OPT, rule="zclip"), "action"),
-            (lambda: boostax.precision.skip_spikes(OPT, by="loss", action="clip"), "by"),
+            (lambda: boostax.precision.skip_spikes(OPT, k=0.0), "k"),
+            (lambda: boostax.precision.skip_spikes(OPT, floor=-1.0), "floor"),
             (lambda: boostax.precision.skip_spikes(OPT, window=1), "window"),
             (lambda: boostax.precision.skip_spikes(OPT, axis_name=()), "axis_name"),
-            (lambda: boostax.precision.MedianLimit(k=0.0), "k"),
-            (lambda: boostax.precision.SigmaLimit(floor=-1.0), "floor"),
-            (lambda: boostax.precision.ZClip(decay=1.0), "decay"),
-            (lambda: boostax.precision.ZClip(z=0.0), "z"),
-            (lambda: boostax.precision.AdaGC(factor=0.5), "factor"),
-            (lambda: boostax.precision.AdaGC(warmup=0), "warmup"),
         ),
     ),
     Case(
@@ -147,29 +140,12 @@ CASES = [
         ),
     ),
     Case(
-        "accumulate_with_noise",
-        lambda inner, axis: boostax.accumulate(
-            inner, boostax.train.by_noise(2, 2), noise=0.9, axis_name=axis
-        ),
-        calls=2,
-        bad_arguments=(
-            (lambda: boostax.accumulate(OPT, 2, noise=1.0), "noise"),
-            (lambda: boostax.accumulate(OPT, 1, noise=0.9), "every"),
-            (lambda: boostax.accumulate(OPT, 2, noise=0.9, normalize="sum"), "normalize"),
-            (lambda: boostax.accumulate(OPT, boostax.train.by_noise(2, 4)), "noise"),
-            (lambda: boostax.train.by_noise(0, 4), "low"),
-            (lambda: boostax.train.by_noise(4, 2), "high"),
-            (lambda: boostax.train.by_noise(2, 4, fraction=0.0), "fraction"),
-        ),
-    ),
-    Case(
         "all_reduce_with_noise_inside_gates",
         lambda inner, axis: boostax.accumulate(
             boostax.dynamic_loss_scale(
                 optax.chain(boostax.all_reduce(axis, noise=0.9), inner), axis_name=axis
             ),
             2,
-            noise=0.9,
             axis_name=axis,
         ),
         reduces=True,
@@ -334,19 +310,10 @@ CASES = [
         bad_arguments=(
             (lambda: boostax.reduce.threshold_reduce("data", -0.1), "threshold"),
             (lambda: boostax.reduce.threshold_reduce("data", capacity=0), "capacity"),
-            (lambda: boostax.reduce.threshold_reduce("data", capacity=(0.5, 0.1)), "capacity"),
-            (lambda: boostax.reduce.threshold_reduce("data", capacity=()), "capacity"),
+            (lambda: boostax.reduce.threshold_reduce("data", capacity=(0.5, 1.0)), "capacity"),
             (lambda: boostax.reduce.threshold_reduce("data", bucket_bytes=0), "bucket_bytes"),
             (lambda: boostax.reduce.threshold_reduce("data", block=-1), "block"),
         ),
-    ),
-    Case(
-        "random_k_reduce",
-        lambda inner, axis: optax.chain(boostax.reduce.random_k_reduce(axis, 0.1), inner),
-        reduces=True,
-        compresses=True,
-        by_shard=True,
-        bad_arguments=((lambda: boostax.reduce.random_k_reduce("data", -0.1), "density"),),
     ),
     Case(
         "int8_reduce",
@@ -361,36 +328,6 @@ CASES = [
             (lambda: boostax.int8_reduce("data", block=0), "block"),
             (lambda: boostax.int8_reduce("data", rounding="up"), "rounding"),
         ),
-    ),
-    Case(
-        "int16_reduce",
-        lambda inner, axis: optax.chain(boostax.reduce.int16_reduce(axis), inner),
-        reduces=True,
-        compresses=True,
-        by_shard=True,
-    ),
-    Case(
-        "sign_reduce",
-        lambda inner, axis: optax.chain(
-            boostax.reduce.sign_reduce(axis, two_shot=True, block=8), inner
-        ),
-        reduces=True,
-        compresses=True,
-        by_shard=True,
-        bad_arguments=(
-            (lambda: boostax.reduce.sign_reduce("data", form="most"), "form"),
-            (lambda: boostax.reduce.sign_reduce("data", block=12), "block"),
-            (
-                lambda: boostax.reduce.sign_reduce("data", form="majority", error_feedback=True),
-                "error_feedback",
-            ),
-        ),
-    ),
-    Case(
-        "sign_reduce_by_majority",
-        lambda inner, axis: optax.chain(boostax.reduce.sign_reduce(axis, form="majority"), inner),
-        reduces=True,
-        by_shard=True,
     ),
     Case(
         "power_sgd_reduce",
@@ -452,11 +389,6 @@ CASES = [
             (lambda: boostax.scheduled_freeze(OPT, half, 1).init({"a": 1.0}), "schedule"),
             (lambda: boostax.scheduled_freeze(OPT, half, []).init({"a": 1.0}), "schedule"),
             (lambda: boostax.freeze_schedule("interval", total_steps=9, frozen_fraction=1.0), "in"),
-            (lambda: boostax.freeze.freeze_on_plateau(tolerance=0.0), "tolerance"),
-            (lambda: boostax.freeze.freeze_on_plateau(every=0), "every"),
-            (lambda: boostax.freeze.freeze_on_plateau(patience=0), "patience"),
-            (lambda: boostax.freeze.group_signal({"a": 0, "b": 2}), "without a gap"),
-            (lambda: boostax.freeze.group_signal({"a": 0}, horizon=0), "horizon"),
         ),
     ),
     Case(
@@ -485,8 +417,6 @@ CASES = [
             (lambda: boostax.subspace.record_trajectory(3, start=-1), "start"),
             (lambda: boostax.subspace.record_trajectory(3, start=0.5), "start"),
             (lambda: boostax.subspace.record_trajectory(3, dtype="int8"), "dtype"),
-            (lambda: boostax.subspace.HostTrajectory(1), "size"),
-            (lambda: boostax.subspace.HostTrajectory(3, start=-1), "start"),
         ),
     ),
     Case(
@@ -542,14 +472,6 @@ CASES = [
         skips=True,
     ),
     Case(
-        "subspace_params",
-        lambda inner, axis: boostax.subspace.subspace_params(inner, two),
-        bad_arguments=(
-            (lambda: boostax.subspace.subspace_params(3.0, two), "inner"),
-            (lambda: boostax.subspace.subspace_params(OPT, two, dtype="int16"), "dtype"),
-        ),
-    ),
-    Case(
         "clip_by_global_norm",
         lambda inner, axis: optax.chain(boostax.model.clip_by_global_norm(0.5), inner),
         bad_arguments=(
@@ -558,14 +480,22 @@ CASES = [
         ),
     ),
     Case(
+        "adagc",
+        lambda inner, axis: optax.chain(boostax.model.adagc(warmup=2), inner),
+        bad_arguments=(
+            (lambda: boostax.model.adagc(0.5), "factor"),
+            (lambda: boostax.model.adagc(decay=1.0), "decay"),
+            (lambda: boostax.model.adagc(warmup=0), "warmup"),
+            (lambda: boostax.model.adagc(max_norm=0.0), "max_norm"),
+        ),
+    ),
+    Case(
         "centralize_gradients",
         lambda inner, axis: optax.chain(boostax.centralize_gradients(), inner),
         bad_arguments=(
             (lambda: boostax.centralize_gradients(axes="last"), "axes"),
             (lambda: boostax.centralize_gradients(axes={"kernel": "all"}), "axes"),
-            (lambda: boostax.centralize_gradients(mask=1), "mask"),
             (lambda: boostax.centralize_gradients(multiple_of=0), "multiple_of"),
-            (lambda: boostax.centralize_gradients(param_specs={"w": ("x",)}), "param_specs"),
         ),
     ),
     Case(
@@ -590,7 +520,6 @@ CASES = [
             ),
             (lambda: boostax.precision.group_loss_scale(OPT, half, rule="guess"), "rule"),
             (lambda: boostax.precision.group_loss_scale(OPT, half, headroom=0.5), "headroom"),
-            (lambda: boostax.precision.group_loss_scale(OPT, half, count_every=0), "count_every"),
             (lambda: boostax.precision.group_loss_scale(OPT, half, axis_name=()), "axis_name"),
             (lambda: boostax.precision.group_loss_scale(3.0, half), "inner"),
         ),

@@ -5,9 +5,10 @@ import pathlib
 import socket
 import subprocess
 import sys
+import time
 
-import boostax
-
+ROOT = pathlib.Path(__file__).parents[1]
+EXAMPLE = ROOT / "examples" / "several_processes.py"
 PATIENCE = 240.0
 # As the Makefile does for the tests themselves; all versions of XLA know these.
 QUICK_CODE = "--xla_backend_optimization_level=0 --xla_cpu_parallel_codegen_split_count=1"
@@ -20,35 +21,27 @@ def environment():
         "JAX_PLATFORMS": "cpu",
         "XLA_FLAGS": QUICK_CODE,
         "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
-        "PYTHONPATH": str(pathlib.Path(boostax.__file__).parents[1]),
+        "PYTHONPATH": os.pathsep.join(map(str, (ROOT, ROOT / "examples"))),
         "PYTHONWARNINGS": "error",
     }
-
-
-def free_port():
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 class Processes:
     """``count`` processes of ``command``; leaving the block kills what is left of them."""
 
     def __init__(self, command, count, logs, **variables):
-        address = f"127.0.0.1:{free_port()}"
-        self.logs = [pathlib.Path(logs) / f"process-{i}.log" for i in range(count)]
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            address = f"127.0.0.1:{probe.getsockname()[1]}"
+        logs.mkdir(parents=True, exist_ok=True)
+        self.logs = [logs / f"process-{i}.log" for i in range(count)]
         self.running = []
         for index, log in enumerate(self.logs):
-            names = {
-                "JAX_COORDINATOR_ADDRESS": address,
-                "JAX_COORDINATOR_BIND_ADDRESS": address,
-                "JAX_NUM_PROCESSES": str(count),
-                "JAX_PROCESS_ID": str(index),
-            }
+            flags = [f"--coordinator={address}", f"--processes={count}", f"--index={index}"]
             with log.open("w") as out:
                 process = subprocess.Popen(
-                    [sys.executable, *command],
-                    env={**environment(), **names, **variables},
+                    [sys.executable, *map(str, command), *flags],
+                    env=environment() | {"JAX_COORDINATOR_BIND_ADDRESS": address} | variables,
                     stdout=out,
                     stderr=subprocess.STDOUT,
                 )
@@ -62,9 +55,20 @@ class Processes:
             process.kill()
             process.wait()
 
-    def end(self, patience=PATIENCE):
-        """Wait for all of them: their exit codes."""
-        return [process.wait(timeout=patience) for process in self.running]
+    def reach(self, words):
+        """Wait until the first process has printed something."""
+        deadline = time.monotonic() + PATIENCE
+        while words not in self.printed():
+            assert self.running[0].poll() is None and time.monotonic() < deadline, self.printed()
+            time.sleep(0.005)
+
+    def end(self, *codes, number=None):
+        """Send a signal if one is given; wait for all of them to end with these codes, or 0."""
+        for process in self.running if number else ():
+            process.send_signal(number)
+        ended = [process.wait(timeout=4 * PATIENCE) for process in self.running]
+        assert ended == (list(codes) or [0] * len(ended)), self.printed()
+        return self.printed()
 
     def printed(self, index=0):
         return self.logs[index].read_text()

@@ -25,7 +25,6 @@ CHAINS = {
     "accumulate_by_schedule": boostax.accumulate(ADAM, lambda step: 4 + 0 * step),
     "accumulate_in_bfloat16": boostax.accumulate(ADAM, 4, accumulator_dtype="bfloat16"),
     "accumulate_in_float16": boostax.accumulate(ADAM, 4, accumulator_dtype="float16"),
-    "accumulate_with_noise": boostax.accumulate(ADAM, boostax.train.by_noise(2, 8), noise=0.9),
     "accumulate(dynamic_loss_scale)": boostax.accumulate(boostax.dynamic_loss_scale(ADAM), 8),
     "dynamic_loss_scale(accumulate)": boostax.dynamic_loss_scale(boostax.accumulate(ADAM, 8)),
 }

@@ -21,16 +21,12 @@ SPARSE = {
     "threshold_relative": lambda **o: boostax.reduce.threshold_reduce(
         "data", 1.5, capacity=0.9, relative=True, **o
     ),
-    "random_k": lambda **o: boostax.reduce.random_k_reduce("data", 0.2, **o),
 }
 ROUNDED = {
     "top_k_bf16": lambda **o: boostax.top_k_reduce("data", 0.2, value_dtype="bfloat16", **o),
     "top_k_f16": lambda **o: boostax.top_k_reduce("data", 0.2, value_dtype="float16", **o),
     "int8": lambda **o: boostax.int8_reduce("data", block=16, **o),
     "int8_stochastic": lambda **o: boostax.int8_reduce("data", rounding="stochastic", **o),
-    "int16": lambda **o: boostax.reduce.int16_reduce("data", **o),
-    "sign": lambda **o: boostax.reduce.sign_reduce("data", block=8, **o),
-    "sign_two_shot": lambda **o: boostax.reduce.sign_reduce("data", two_shot=True, block=8, **o),
     "power_sgd": lambda **o: boostax.reduce.power_sgd_reduce("data", 1, **o),
 }
 ALL = SPARSE | ROUNDED
@@ -109,8 +105,7 @@ def test_nothing_is_lost(name, seed, replicas, power):
         np.testing.assert_allclose(found / scale, wanted.mean(0) / scale, rtol=0, atol=2e-6)
 
 
-# Of two shots, the second charges one replica for all, which bounds the mean but not that replica.
-@pytest.mark.parametrize("name", [n for n in ALL if n != "sign_two_shot"])
+@pytest.mark.parametrize("name", ALL)
 @draws(15)
 @given(seed=seeds)
 def test_what_is_held_back_is_smaller_than_what_was_wanted(name, seed):
@@ -146,23 +141,23 @@ def test_the_truly_largest_are_sent(seed):
         assert set(np.flatnonzero(held != own)) == set(largest)
 
 
-@functools.cache
-def many_draws(make, draws, **options):
-    """A compiled function of gradients: the mean that each of so many keys leads to."""
-    tx = make("data", error_feedback=False, **options)
+@jax.jit
+def by_chance(grads):
+    """The mean that each of 400 keys leads to."""
+    tx = boostax.int8_reduce("data", rounding="stochastic", error_feedback=False)
 
-    def mean(grads, seed):
+    def mean(seed):
         state = tx.init(grads[0])._replace(codec=jax.random.PRNGKey(seed))
         return jax.vmap(lambda g: tx.update(g, state)[0], axis_name="data")(grads)[0]
 
-    return jax.jit(lambda grads: jax.vmap(mean, (None, 0))(grads, np.arange(draws)))
+    return jax.vmap(mean)(np.arange(400))
 
 
 @draws(5)
 @given(seed=seeds)
 def test_stochastic_rounding_is_right_on_average(seed):
     grads = np.float32(np.random.default_rng(seed).normal(size=(2, 64)))
-    found = np.float64(many_draws(boostax.int8_reduce, 400, rounding="stochastic")(grads))
+    found = np.float64(by_chance(grads))
     step = abs(grads).max() / 127
     # Two roundings, each with a standard deviation of half a step at most.
     error = 5 * step / np.sqrt(400)
@@ -170,22 +165,11 @@ def test_stochastic_rounding_is_right_on_average(seed):
     assert found.std(0).max() > 0
 
 
-@draws(10)
-@given(seed=seeds)
-def test_without_feedback_random_choice_is_right_on_average(seed):
-    grads = np.float32(np.random.default_rng(seed).normal(size=(2, 40)))
-    found = np.float64(many_draws(boostax.reduce.random_k_reduce, 2000, density=0.25)(grads))
-    # Each entry is there with chance 1/4, times 4: a variance of 3 squares.
-    error = 5 * abs(grads.mean(0)) * np.sqrt(3 / 2000)
-    np.testing.assert_array_less(abs(found.mean(0) - grads.mean(0)), error + 1e-6)
-
-
 @pytest.mark.parametrize("replicas", [2, 3, 7, 8, 64])
-@pytest.mark.parametrize("name", ["int8", "int16"])
-def test_integers_never_wrap(name, replicas):
+def test_integers_never_wrap(replicas):
     """All replicas at the limit, in both directions, and of any magnitude."""
     signs = np.where(np.arange(32) % 3, 1.0, -1.0)
-    tx = ALL[name]()
+    tx = ALL["int8"]()
     step = jax.jit(jax.vmap(lambda g: tx.update(g, tx.init(g))[0], axis_name="data"))
     for magnitude in (1e-30, 1.0, 127.0, 32767.0, 1e17):
         grads = {"w": np.float32(np.tile(signs * magnitude, (replicas, 1)))}
@@ -308,34 +292,6 @@ def test_low_rank_of_kernels_with_their_outputs_first():
     assert jax.vmap(plain.init, axis_name="data")(grads).codec.left.values["weight"] is None
     with pytest.raises(ValueError, match="power_sgd_reduce: layout must be 'linen'"):
         boostax.reduce.power_sgd_reduce("data", layout="keras")
-
-
-@pytest.mark.parametrize("size", [40, 2**15])
-@pytest.mark.parametrize("feedback", [True, False])
-def test_what_has_no_place_is_counted(size, feedback):
-    """Defect guarded against: of 100 above the threshold 5 arrived, and nothing said so."""
-    tx = boostax.reduce.threshold_reduce("data", 0.5, capacity=0.05, error_feedback=feedback)
-    update = jax.jit(jax.vmap(tx.update, axis_name="data"))
-    grads = np.zeros((2, size), np.float32)
-    grads[0, : size // 2] = np.linspace(1.0, 2.0, size // 2)
-    grads[1, 0] = 1.0
-    state = jax.vmap(tx.init, axis_name="data")({"w": grads})
-    assert state.metrics()["over_capacity"].tolist() == [-1, -1]
-    means, state = update({"w": grads}, state)
-    places = -(-size // 20)
-    sent = np.count_nonzero(np.asarray(means["w"][0]))
-    assert sent == places + 1
-    assert state.metrics()["over_capacity"].tolist() == [size // 2 - places] * 2
-    # A step that is no step counts nothing; one in which all fits counts none.
-    _, held = update({"w": grads * np.nan}, state)
-    assert held.metrics()["over_capacity"].tolist() == state.metrics()["over_capacity"].tolist()
-    few = jax.vmap(tx.init, axis_name="data")({"w": grads})
-    assert update({"w": grads * (grads == 2)}, few)[1].metrics()["over_capacity"].tolist() == [0, 0]
-    whole = boostax.reduce.threshold_reduce("data", 0.5, capacity=1.0, error_feedback=feedback)
-    state = jax.vmap(whole.init, axis_name="data")({"w": grads})
-    means, state = jax.vmap(whole.update, axis_name="data")({"w": grads}, state)
-    np.testing.assert_allclose(means["w"][0], grads.mean(0), rtol=1e-6)
-    assert state.metrics()["over_capacity"].tolist() == [0, 0]
 
 
 def test_low_rank_of_zeros_is_zero():

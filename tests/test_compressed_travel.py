@@ -51,7 +51,6 @@ def updating(tx):
     [
         ("bf16", boostax.all_reduce("data", dtype="bfloat16"), 0.49, 0.505),
         ("f16", boostax.all_reduce("data", dtype="float16"), 0.49, 0.505),
-        ("int16", boostax.reduce.int16_reduce("data"), 0.49, 0.505),
         ("int8", boostax.int8_reduce("data"), 0.24, 0.27),
         ("top-k 1%", boostax.top_k_reduce("data", 0.01), 0.07, 0.085),
         ("top-k 1%, blocks", boostax.top_k_reduce("data", 0.01, block=1000), 0.05, 0.065),
@@ -61,11 +60,6 @@ def updating(tx):
             0.03,
             0.045,
         ),
-        ("threshold", boostax.reduce.threshold_reduce("data", capacity=0.01), 0.07, 0.085),
-        ("random-k 1%", boostax.reduce.random_k_reduce("data", 0.01), 0.009, 0.011),
-        ("sign, gathered", boostax.reduce.sign_reduce("data"), 0.12, 0.13),
-        ("sign, two shots", boostax.reduce.sign_reduce("data", two_shot=True), 0.03, 0.07),
-        ("majority", boostax.reduce.sign_reduce("data", form="majority"), 0.12, 0.13),
     ],
 )
 def test_bytes_on_the_wire(name, tx, least, most):
@@ -83,7 +77,6 @@ def test_low_rank_sends_little_of_a_classifier():
 @pytest.mark.parametrize("replicas", [2, 4, 16, 64])
 def test_two_shots_cost_the_same_with_any_number_of_replicas(replicas):
     assert share_of_a_mean(boostax.int8_reduce("data"), replicas) <= 0.27
-    assert share_of_a_mean(boostax.reduce.sign_reduce("data", two_shot=True), replicas) <= 0.07
 
 
 def test_a_mask_before_a_dense_sum_saves_nothing():
@@ -100,10 +93,7 @@ def test_a_mask_before_a_dense_sum_saves_nothing():
 def test_collectives_do_not_grow_with_the_leaves():
     for make in (
         boostax.top_k_reduce,
-        boostax.reduce.random_k_reduce,
         boostax.int8_reduce,
-        boostax.reduce.int16_reduce,
-        boostax.reduce.sign_reduce,
         boostax.reduce.power_sgd_reduce,
     ):
         few, many = (
@@ -114,9 +104,10 @@ def test_collectives_do_not_grow_with_the_leaves():
 
 
 def test_every_stage_of_a_warm_up_sends_its_own_share():
-    tx = boostax.reduce.random_k_reduce("data", {0: 0.5, 100: 0.1, 200: 0.01})
+    tx = boostax.top_k_reduce("data", {0: 0.5, 100: 0.1, 200: 0.01})
     found = costs.collectives(traced(updating(tx), [(MILLION,)], 8))
-    stages = sorted(c.bytes for c in found if c.conditional)
+    # A value and a place of each element, in messages of their own.
+    stages = sorted(c.bytes for c in found if c.conditional)[::2]
     assert [round(b / 4 / MILLION, 3) for b in stages] == [0.01, 0.1, 0.5]
 
 
@@ -124,12 +115,6 @@ def test_every_stage_of_a_warm_up_sends_its_own_share():
     ("tx", "expected"),
     [
         (boostax.int8_reduce("data"), {"all-to-all": "s8", "all-gather": "s8"}),
-        (boostax.reduce.int16_reduce("data"), {"all-to-all": "s16", "all-gather": "s16"}),
-        (boostax.reduce.sign_reduce("data"), {"all-gather": "u8"}),
-        (
-            boostax.reduce.sign_reduce("data", two_shot=True),
-            {"all-to-all": "u8", "all-gather": "u8"},
-        ),
         (boostax.top_k_reduce("data", block=1000), {"all-gather": "u16"}),
     ],
 )
@@ -151,9 +136,8 @@ def test_results_are_those_of_one_device():
     grads = np.float32(np.random.default_rng(0).normal(size=(8, 40, 30)))
     for tx in (
         boostax.top_k_reduce("data", 0.1, momentum=0.9),
-        boostax.reduce.random_k_reduce("data", 0.1),
+        boostax.reduce.threshold_reduce("data"),
         boostax.int8_reduce("data", rounding="stochastic"),
-        boostax.reduce.sign_reduce("data", two_shot=True),
         boostax.reduce.power_sgd_reduce("data"),
     ):
         start = jax.vmap(tx.init, axis_name="data")(grads)

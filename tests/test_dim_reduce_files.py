@@ -235,83 +235,13 @@ def test_files_of_mindspores_dictionary_have_their_effect(tmp_path, strict):
 def test_a_basis_takes_the_place_of_checkpoints_in_mindspores_reading():
     settings = {"pca_mat_path": "basis.npy", "weight_load_dir": "weights"}
     job = {"boost": {"mode": "manual", "dim_reduce": True}, "dim_reduce": settings}
-    with pytest.raises(ValueError, match=r"^DimReduce: weight_load_dir must be left out with pca_"):
+    with pytest.raises(
+        ValueError, match=r"^dim_reduce: weight_load_dir must be left out with pca_"
+    ):
         auto(job)
     boost = auto(job, strict=False)
-    assert boost.config.dim_reduce.weight_load_dir is None
+    assert "weight_load_dir" not in boost.config["dim_reduce"]
     assert "weight_load_dir = 'weights' has no effect: pca_mat_path" in " ".join(boost.notes)
-
-
-# A run and its finish
-
-
-def recorded(**more):
-    settings = {"n_components": 6, "every": 2, "start": 4, "after": 16}
-    return auto({"dim_reduce": settings} | more)
-
-
-def test_a_loop_need_not_know_of_the_finish():
-    """Sixteen steps with recording, then the finish: to the bit what a loop by hand does."""
-    boost, inner = recorded(), optax.sgd(0.8)
-    step = boost.make_train_step(loss_fn, inner)
-    state, losses = advance(step, step.init(start()), 22, 0)
-    by_hand = auto({"dim_reduce": {"n_components": 6, "every": 2, "start": 4}})
-    main = by_hand.make_train_step(loss_fn, inner)
-    expected, reported = advance(main, main.init(start()), 16, 0)
-    last = boostax.make_train_step(loss_fn, by_hand.finish(expected.opt_state, expected.params))
-    expected, finish = advance(last, last.init(expected.params), 6, 16)
-    same_bits(state._replace(step=expected.step), expected)
-    assert losses == reported + finish and losses[-1] < losses[15]
-    assert int(state.step) == 22
-    # What was made once serves another run from its first step on.
-    again, _ = advance(step, step.init(start()), 3, 0)
-    assert boostax.metrics(again.opt_state)["trajectory_snapshots"] == 0
-    assert step.lower(state, batch(0)) is not None
-    same_bits(step.flush(state), state)
-
-
-def test_a_finish_goes_on_with_what_the_run_has_settled(mesh):
-    """The loss scale and its counters, the key and the window; after applied steps alone."""
-    boost = recorded(loss_scale="dynamic", accumulate=2)
-    step = boost.make_train_step(loss_fn, optax.sgd(0.1), mesh=mesh, axis_name="data")
-    state = step.init(start())
-    for i in range(32):
-        bad = i == 3
-        state, metrics = step(state, jnp.full_like(batch(i), jnp.nan) if bad else batch(i))
-    assert "trajectory_snapshots" in metrics and int(metrics["skipped_steps"]) == 1
-    state, metrics = step(state, batch(40))
-    assert "subspace_steps" not in metrics
-    state, metrics = step(state, batch(41))
-    assert int(metrics["subspace_steps"]) == 1 and int(metrics["skipped_steps"]) == 1
-    assert float(metrics["loss_scale"]) == 2.0**15
-    # A checkpoint of the finish is that of its own step.
-    target = jax.eval_shape(step.end.init, start())
-    assert jax.tree.structure(state) == jax.tree.structure(target)
-    jax.tree.map(lambda x, y: x.is_equivalent_to(y.sharding, y.ndim), step.shardings(state), state)
-
-
-def test_a_window_that_is_open_is_applied_before_a_finish():
-    """Of a run that went on for longer than its finish would have it."""
-    settings = {"n_components": 2, "every": 1}
-    main = auto({"dim_reduce": settings, "accumulate": 2}).make_train_step(loss_fn, INNER)
-    state, _ = advance(main, main.init(start()), 11, 0)
-    step = auto({"dim_reduce": settings | {"after": 3}, "accumulate": 2})
-    step = step.make_train_step(loss_fn, INNER)
-    closed = main.flush(jax.tree.map(jnp.copy, state))
-    assert not np.array_equal(closed.params["fc1"]["bias"], state.params["fc1"]["bias"])
-    same_bits(step.begin(state).params, closed.params)
-
-
-def test_a_run_that_hardly_moved_is_finished_in_the_directions_that_there_are():
-    """No run of hours ends in an error because its snapshots are too much alike."""
-    settings = {"n_components": 3, "every": 1, "after": 4}
-    line = lambda w, x: jnp.mean((w[0] - x[:, 0]) ** 2)  # noqa: E731
-    step = auto({"dim_reduce": settings}).make_train_step(line, optax.sgd(0.1))
-    state, _ = advance(step, step.init(jnp.zeros(5)), 4, 0)
-    with pytest.warns(UserWarning, match="differ in 1 directions beyond their rounding"):
-        state, _ = advance(step, state, 1)
-    _, losses = advance(step, state, 3)
-    assert np.isfinite(losses).all() and losses[-1] <= losses[0]
 
 
 # What is refused
@@ -320,14 +250,15 @@ def test_a_run_that_hardly_moved_is_finished_in_the_directions_that_there_are():
 @pytest.mark.parametrize(
     ("settings", "said"),
     [
-        ({"after": 0}, "DimReduce: weight_load_dir or pca_mat_path must be given where there is "),
-        ({"weight_load_dir": "none"}, "DimReduce: params must be given where files are read"),
-        ({"weight_load_dir": "a", "after": 3}, "DimReduce: after must be 0 or left out with files"),
-        ({"weight_load_dir": "a", "pca_mat_path": "b"}, "DimReduce: weight_load_dir must be left "),
-        ({"weight_load_dir": 3}, "DimReduce: weight_load_dir must be a path or None, got 3"),
-        ({"after": 9}, "DimReduce: after must be at least 191, got 9. The finish wants as many "),
-        ({"after": -1}, "DimReduce: after must be an integer that is not negative, got -1"),
-        ({"after": 9, "every": None}, "DimReduce: after must be left out where every is None"),
+        (
+            {"weight_load_dir": None},
+            "dim_reduce: weight_load_dir or pca_mat_path must be given where ",
+        ),
+        ({"weight_load_dir": "none"}, "dim_reduce: params must be given where files are read"),
+        (
+            {"weight_load_dir": "a", "pca_mat_path": "b"},
+            "dim_reduce: weight_load_dir must be left ",
+        ),
     ],
 )
 def test_settings_that_make_no_finish_are_refused(settings, said):
@@ -374,12 +305,6 @@ def test_what_mindspore_leaves_out_beside_dim_reduce_is_noted():
     assert "boost.adasum = True has no effect: dim_reduce takes its place." in notes
 
 
-def test_a_run_and_its_finish_are_no_part_of_another_program():
-    step = recorded().make_train_step(loss_fn, INNER)
-    with pytest.raises(ValueError, match="FinishingStep: state must be outside of jit"):
-        jax.jit(step)(step.init(start()), batch(0))
-
-
 def test_mindspores_dim_reduce_without_files_is_refused_as_there():
     for strict in (True, False):
         boost = auto({"boost": {"mode": "manual", "dim_reduce": True}}, strict=strict)
@@ -404,7 +329,7 @@ def test_files_of_other_params_are_refused_by_name(tmp_path):
     ):
         make({**params, "fc3": jnp.zeros(3)}, weight_load_dir=there)
     with pytest.raises(
-        ValueError, match=r"^DimReduce: n_components must be below the number of sn"
+        ValueError, match=r"^dim_reduce: n_components must be below the number of sn"
     ):
         make(params, weight_load_dir=there, n_components=12)
     with pytest.raises(FileNotFoundError, match=r"must be a folder of .npz or .safetensors files"):
@@ -414,17 +339,21 @@ def test_files_of_other_params_are_refused_by_name(tmp_path):
         make(params, pca_mat_path=path)
     np.save(path, np.eye(8, 7))
     with pytest.raises(
-        ValueError, match=r"^DimReduce: pca_mat_path must be a file of \(k, 64\), a r"
+        ValueError, match=r"^dim_reduce: pca_mat_path must be a file of \(k, 64\), a r"
     ):
         make(params, pca_mat_path=path)
     np.save(path, np.eye(4, 64))
-    with pytest.raises(ValueError, match=r"^DimReduce: n_components must be at most 4, the compon"):
+    with pytest.raises(
+        ValueError, match=r"^dim_reduce: n_components must be at most 4, the compon"
+    ):
         make(params, pca_mat_path=path)
     np.save(path, np.ones((8, 64)))
-    with pytest.raises(ValueError, match=r"^DimReduce: pca_mat_path must be a file of orthonormal"):
+    with pytest.raises(
+        ValueError, match=r"^dim_reduce: pca_mat_path must be a file of orthonormal"
+    ):
         make(params, pca_mat_path=path)
     (tmp_path / "basis.npy").write_bytes(b"\x93NUMPY")
     with pytest.raises(
-        ValueError, match=r"^DimReduce: pca_mat_path must be a whole .npy file, got"
+        ValueError, match=r"^dim_reduce: pca_mat_path must be a whole .npy file, got"
     ):
         make(params, pca_mat_path=path)

@@ -29,10 +29,6 @@ REDUCTIONS = {
     "int8": boostax.int8_reduce,
     "int8 by blocks": functools.partial(boostax.int8_reduce, block=48),
     "int8 by chance": functools.partial(boostax.int8_reduce, rounding="stochastic"),
-    "int16": boostax.reduce.int16_reduce,
-    "sign": boostax.reduce.sign_reduce,
-    "sign by blocks": functools.partial(boostax.reduce.sign_reduce, block=48),
-    "sign, two shots": functools.partial(boostax.reduce.sign_reduce, two_shot=True),
 }
 
 
@@ -123,12 +119,11 @@ def test_adasum_is_that_of_the_leaves(replicas, wire):
         np.testing.assert_allclose(found[leaf][0], expected, rtol=0, atol=tolerance * largest)
 
 
-@pytest.mark.parametrize("name", ["int8", "sign, two shots"])
-def test_a_step_that_is_not_finite_leaves_the_residual(name):
+def test_a_step_that_is_not_finite_leaves_the_residual():
     """Also what the second rounding would have added to a replica's slice."""
-    tx, grads = REDUCTIONS[name]("data"), gradients(8)
+    tx, grads = REDUCTIONS["int8"]("data"), gradients(8)
     update = jax.jit(jax.vmap(tx.update, axis_name="data"))
-    _, state = reduced(name, 8)
+    _, state = reduced("int8", 8)
     bad = {leaf: rows.copy() for leaf, rows in grads.items()}
     bad["small"][3, 0, 0] = np.nan
     means, after = update(bad, state)

@@ -9,7 +9,7 @@ import optax
 import pytest
 from contract_cases import half
 from extensions.drop_spikes import drop_spikes
-from extensions.ternary import Ternary, ternary_reduce
+from extensions.signs import Signs, sign_reduce
 from extensions.thaw import thaw
 
 import boostax
@@ -21,7 +21,7 @@ THAWING = boostax.freeze_schedule(thaw, total_steps=12)
 TWO = boostax.freeze_schedule(lambda step: min(thaw(step), 1), total_steps=12)
 REDUCES = {"reduces": True, "compresses": True, "by_shard": True}
 CASES = [
-    Case("ternary", lambda inner, axis: optax.chain(ternary_reduce(axis), inner), **REDUCES),
+    Case("signs", lambda inner, axis: optax.chain(sign_reduce(axis), inner), **REDUCES),
     Case("drop_spikes", lambda inner, axis: drop_spikes(inner, axis_name=axis), skips=True),
     Case("thaw", lambda inner, axis: boostax.scheduled_freeze(inner, half, TWO, repeat=True)),
 ]
@@ -52,7 +52,7 @@ def test_it_keeps_the_contract(case, law):
 
 
 def test_a_codec_that_loses_what_it_does_not_send_breaks_the_law():
-    class Forgetful(Ternary):
+    class Forgetful(Signs):
         def reduce(self, leaves, state, names):
             message = super().reduce(leaves, state, names)
             return message._replace(held=[jnp.zeros_like(x) for x in leaves])
@@ -62,32 +62,41 @@ def test_a_codec_that_loses_what_it_does_not_send_breaks_the_law():
         LAWS["what_is_not_sent_waits"](Case("forgetful", make, **REDUCES))
 
 
+@pytest.mark.parametrize("replicas", [2, 3, 8])
+def test_a_majority_is_the_sign_of_most(replicas):
+    grads = np.float32(np.random.default_rng(0).normal(size=(replicas, 4, 5)))
+    tx = sign_reduce("data", majority=True)
+    found = jax.vmap(lambda g: tx.update(g, tx.init(g))[0], axis_name="data")(grads)
+    expected = np.broadcast_to(np.sign(np.sign(grads).sum(0)), grads.shape)
+    np.testing.assert_array_equal(found, expected)
+
+
 def test_explain_knows_them():
     """Name, role, place, what is kept and what is sent, of parts that it has never seen."""
-    inner = optax.chain(ternary_reduce("data"), optax.adam(1e-3))
+    inner = optax.chain(sign_reduce("data"), optax.adam(1e-3))
     tx = optax.chain(optax.clip(1.0), drop_spikes(inner, axis_name="data"))
     found = boostax.explain(tx, jnp.zeros(256), axis_sizes={"data": 8})
     parts = {part.name: part for part in found.parts}
-    assert parts["ternary_reduce"].role == "compressed"
-    assert parts["ternary_reduce"].own_bytes == 256 * 4
-    # A byte an element on a ring, and the three numbers that are agreed.
-    assert 2 * 7 / 8 * 256 < parts["ternary_reduce"].wire_bytes < 2 * 7 / 8 * (256 + 16)
+    assert parts["sign_reduce"].role == "compressed"
+    assert parts["sign_reduce"].own_bytes == 256 * 4
+    # Of eight replicas a bit an element and a number, as a sum on a ring; two norms are agreed.
+    assert parts["sign_reduce"].wire_bytes == 2 * 7 / 8 * (8 * (256 / 8 + 4) + 2 * 4)
     assert parts["drop_spikes"].role == "check"
-    assert "Ternary" not in parts
+    assert "Signs" not in parts
 
 
 def test_the_rules_of_order_hold_for_them():
     late = optax.chain(drop_spikes(optax.sgd(0.1)), optax.add_decayed_weights(0.1))
     (finding, *_) = boostax.explain(late, jnp.zeros(4)).findings
     assert finding.what == "add_decayed_weights after drop_spikes"
-    twice = optax.chain(ternary_reduce("data"), boostax.all_reduce("data"), optax.sgd(0.1))
+    twice = optax.chain(sign_reduce("data"), boostax.all_reduce("data"), optax.sgd(0.1))
     (finding,) = boostax.explain(twice, jnp.zeros(4), axis_sizes={"data": 2}).findings
-    assert finding.what == "all_reduce after ternary_reduce"
+    assert finding.what == "all_reduce after sign_reduce"
 
 
 def test_a_step_takes_them_together():
     mesh = jax.make_mesh((4,), ("data",))
-    inner = optax.chain(ternary_reduce("data"), optax.sgd(0.05))
+    inner = optax.chain(sign_reduce("data"), optax.sgd(0.05))
     gated = drop_spikes(inner, axis_name="data")
     tx = boostax.scheduled_freeze(gated, {"w": 0, "v": 1, "b": 2}, THAWING)
 
@@ -160,15 +169,15 @@ def test_a_sum_of_theirs_moves_into_a_scaler_in_its_units():
 
 def test_a_configuration_names_them():
     """By the names of their factories; where they stand follows from what they say they are."""
-    told = {"loss_scale": "dynamic", "accumulate": 2, "ternary_reduce": True, "clip": 1.0}
-    own = (ternary_reduce, drop_spikes)
+    told = {"loss_scale": "dynamic", "accumulate": 2, "sign_reduce": True, "clip": 1.0}
+    own = (sign_reduce, drop_spikes)
     boost = boostax.auto(told | {"drop_spikes": {"factor": 4.0}}, factories=own)
     tx = boost.optimizer(optax.sgd(0.1), axis_name="data")
     found = boostax.explain(tx, jnp.zeros(8), axis_sizes={"data": 2})
-    chain = ["dynamic_loss_scale", "accumulate", "drop_spikes", "ternary_reduce"]
+    chain = ["dynamic_loss_scale", "accumulate", "drop_spikes", "sign_reduce"]
     assert [part.name for part in found.parts][:5] == [*chain, "clip_by_global_norm"]
     assert not found.findings
-    with pytest.raises(ValueError, match="axis_name must be given with the reduction ternary_red"):
+    with pytest.raises(ValueError, match="axis_name must be given with the reduction sign_red"):
         boost.optimizer(optax.sgd(0.1))
 
 
@@ -187,9 +196,9 @@ def test_what_a_configuration_cannot_place_is_refused():
         boostax.auto({"rate": {"size": 0.1}}, factories=(rate,))
     with pytest.raises(ValueError, match=r"auto: mine must be described .*, got 'unknown'"):
         boostax.auto({"mine": True}, factories=(mine,))
-    with pytest.raises(ValueError, match="keys of drop_spikes must be among 'factor'"):
+    with pytest.raises(ValueError, match="arguments of drop_spikes must be among 'factor'"):
         boostax.auto({"drop_spikes": {"faktor": 4.0}}, factories=(drop_spikes,))
     with pytest.raises(ValueError, match="reduce must be left out here, got 'adasum'"):
-        boostax.auto({"reduce": "adasum", "ternary_reduce": True}, factories=(ternary_reduce,))
+        boostax.auto({"reduce": "adasum", "sign_reduce": True}, factories=(sign_reduce,))
     with pytest.raises(ValueError, match="factories must be functions of your own"):
         boostax.auto({"accumulate": 2}, factories=(boostax.accumulate,))

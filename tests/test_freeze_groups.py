@@ -409,30 +409,9 @@ def test_linen_networks_that_scan_and_rematerialise():
     assert by_module(groups) == {"stem": 0, "layers": 1, "head": 2}
 
 
-def test_the_text_workload():
-    workloads = pytest.importorskip("workloads")
-    config = workloads.TextConfig(max_chars=20_000, width=8, depth=11, heads=2, batch_size=2)
-    task = workloads.text(config)
-    params, _ = jax.eval_shape(task.init, jax.random.key(0))
-    order = forward_order(task.loss_fn, params, task.batch(0))
-    assert order[:2] == ["characters", "positions"]
-    assert order[-4:] == ["head_norm/scale", "head_norm/bias", "head/kernel", "head/bias"]
-    blocks = [name.split("/")[0] for name in order[2:-4]]
-    assert list(dict.fromkeys(blocks)) == [f"block_{i}" for i in range(11)]
-    modules = [name.split("/")[1] for name in order if name.startswith("block_7/")]
-    inside = ["attention_norm", "attention_in", "attention_out", "mlp_norm", "mlp_in", "mlp_out"]
-    assert list(dict.fromkeys(modules)) == inside
-    groups = by_module(prefix_groups(params, 14, order=order, level=1))
-    assert groups["characters"] == 0 and groups["positions"] == 1
-    assert [groups[f"block_{i}"] for i in range(11)] == [*range(2, 13)]
-    assert groups["head"] == 13 and groups["head_norm"] == 12
-
-
 def test_norms_whose_names_stand_apart_from_their_layers():
-    workloads = pytest.importorskip("workloads")
-    task = workloads.digits(workloads.DigitsConfig(model="conv", width=8, batch_size=4))
-    params, state = jax.eval_shape(task.init, jax.random.key(0))
-    order = forward_order(task.loss_fn, params, task.batch(0), model_state=state)
+    params = {"conv_0": DENSE, "conv_1": DENSE, "head": DENSE, "norm_0": NORM, "norm_1": NORM}
+    order = ["conv_0", "norm_0", "conv_1", "norm_1", "head"]
     groups = by_module(prefix_groups(params, 3, order=order))
     assert groups == {"conv_0": 0, "norm_0": 0, "conv_1": 1, "norm_1": 1, "head": 2}
 
@@ -455,17 +434,6 @@ PARAMS = {"a": {"kernel": 1.0, "bias": 2.0}, "b": [1.0, 2.0], "c": None}
         ("a*",),
         [["a/bias", "a/kernel"], "b"],
         [("a", "a/bias"), ["b/[0-9]"]],
-    ],
-    ids=[
-        "tree",
-        "prefix",
-        "numpy",
-        "function",
-        "module",
-        "glob",
-        "tuple",
-        "several",
-        "same entry",
     ],
 )
 def test_groups_in_every_form(groups):
@@ -510,125 +478,59 @@ def test_tied_weights_are_leaves_like_others():
 
 NAMES = {f"layer_{i}": DENSE for i in range(8)}
 prefix = functools.partial(prefix_groups, ZMA)
-REFUSED = {
-    "n of 0": (lambda: prefix(0), "n", r"a positive integer, got 0"),
-    "n of -1": (lambda: prefix(-1), "n", r"a positive integer, got -1"),
-    "n of True": (lambda: prefix(True), "n", r"a positive integer, got True"),
-    "n of 2.0": (lambda: prefix(2.0), "n", r"a positive integer, got 2\.0"),
-    "level of 0": (lambda: prefix(1, level=0), "level", r"a positive integer, got 0"),
-    "level of text": (lambda: prefix(1, level="1"), "level", r"a positive integer, got '1'"),
-    "too many": (
-        lambda: prefix(4),
-        "n",
-        r"at most the number of layers, 3, got 4\. They are 'a', 'm', 'z', each",
-    ),
-    "far too many": (
-        lambda: prefix_groups(NAMES, 10),
-        "n",
-        r"at most the number of layers, 8, got 10\. They are 'layer_0', .+ 'layer_5' and 2 more",
-    ),
-    "no params": (lambda: prefix_groups({}, 1), "n", r"at most .+, 0, got 1\. Params are empty"),
-    "order as text": (
-        lambda: prefix(2, order="z"),
-        "order",
-        r"path names .+, got 'z'\. boostax\.freeze\.forward_order",
-    ),
-    "order of numbers": (lambda: prefix(2, order=[0]), "order", r"path names .+, got \[0\]\. "),
-    "order that matches nothing": (
+given_as = functools.partial(as_groups, "prefix_groups")
+PAIR = [1.0, 2.0]
+REFUSED = [
+    (lambda: prefix(0), r"n must be a positive integer, got 0"),
+    (lambda: prefix(True), r"n must be a positive integer, got True"),
+    (lambda: prefix(2.0), r"n must be a positive integer, got 2\.0"),
+    (lambda: prefix(1, level=0), r"level must be a positive integer, got 0"),
+    (lambda: prefix(4), r"n must be at most .+ layers, 3, got 4\. They are 'a', 'm', 'z', each"),
+    (lambda: prefix_groups(NAMES, 10), r"n must be .+, 8, got 10\. .+ 'layer_5' and 2 more"),
+    (lambda: prefix_groups({}, 1), r"n must be at most .+, 0, got 1\. Params are empty"),
+    (lambda: prefix(2, order="z"), r"order must be .+, got 'z'\. boostax\.freeze\.forward_order"),
+    (lambda: prefix(2, order=[0]), r"order must be path names .+, got \[0\]\. "),
+    (
         lambda: prefix(2, order=["z", "q", "m", "a", "m/kern"]),
-        "order",
-        r"path names .+, got \['q', 'm/kern'\]\. They match no param; there are 'a/bias', ",
+        r"order must be .+, got \['q', 'm/kern'\]\. They match no param; there are 'a/bias', ",
     ),
-    "order that misses": (
-        lambda: prefix(2, order=["z/bias"]),
-        "order",
-        r"entries that together match every layer, got none for 'a', 'm'\. Say where",
+    (lambda: prefix(2, order=["z/bias"]), r"order must be .+, got none for 'a', 'm'\. Say where"),
+    (lambda: given_as([0, True], PAIR), r"groups must be integers, got True\. .+ group of '1'"),
+    (lambda: given_as([0, np.bool_(True)], PAIR), r"groups must be integers, got np\.True_\. "),
+    (lambda: given_as(lambda *_: 0.5, ZMA), r"groups must be integers, got 0\.5\. .+ 'a/bias'"),
+    (lambda: given_as([jnp.arange(2)], [1.0]), r"groups must be integers, got Array"),
+    (lambda: given_as("z", ZMA), r"groups must be integers, got 'z'\. .+ \['embed', 'block_\*'\]"),
+    (lambda: given_as([0, -1], PAIR), r"groups must be .+ without a gap, got \[-1, 0\]"),
+    (lambda: given_as([0, 2], PAIR), r"groups must be .+, got \[0, 2\]\. No leaf is in group 1;"),
+    (lambda: given_as(4, ZMA), r"groups must be .+, got \[4\]\. .+ boostax\.freeze\.prefix_groups"),
+    (lambda: given_as([[], "a"], ZMA), r"groups must be .+, got \[1, 2\]\. No leaf is in group 0;"),
+    (
+        lambda: given_as({"a": {"kernel": 0}}, ZMA),
+        r"groups must be a tree of integers like .+ pytree",
     ),
-    "a bool": (
-        lambda: as_groups("prefix_groups", [0, True], [1.0, 2.0]),
-        "groups",
-        r"integers, got True\. It is the group of '1'",
+    (
+        lambda: given_as({"a": 0}, ZMA),
+        r"groups must be .+, got \{'a': 0\}\. .+ nothing of 'm/bias'",
     ),
-    "a NumPy bool": (
-        lambda: as_groups("prefix_groups", [0, np.bool_(True)], [1.0, 2.0]),
-        "groups",
-        r"integers, got np\.True_\. ",
+    (lambda: given_as([0, 1, 1], PAIR), r"groups must be a tree .+, got \[0, 1, 1\]\. "),
+    (lambda: given_as(None, ZMA), r"groups must be a tree .+, got None\. "),
+    (
+        lambda: given_as(["a", "x_*"], ZMA),
+        r"groups must be .+, got 'x_\*'\. .+ there are 'a/bias', ",
     ),
-    "a float": (
-        lambda: as_groups("prefix_groups", lambda name, leaf: 0.5, ZMA),
-        "groups",
-        r"integers, got 0\.5\. It is the group of 'a/bias'",
+    (
+        lambda: given_as([["m", "z"], "*/bias"], ZMA),
+        r"groups must be .+ no leaf twice, got \('m', '\*/bias'\)\. Both match 'm/bias'",
     ),
-    "an array": (
-        lambda: as_groups("prefix_groups", [jnp.arange(2)], [1.0]),
-        "groups",
-        r"integers, got Array",
-    ),
-    "a pattern without a list": (
-        lambda: as_groups("prefix_groups", "z", ZMA),
-        "groups",
-        r"integers, got 'z'\. .+ \['embed', 'block_\*'\]",
-    ),
-    "negative": (
-        lambda: as_groups("prefix_groups", [0, -1], [1.0, 2.0]),
-        "groups",
-        r"the integers 0, 1, \.\.\. without a gap, got \[-1, 0\]",
-    ),
-    "a gap": (
-        lambda: as_groups("prefix_groups", [0, 2], [1.0, 2.0]),
-        "groups",
-        r"the integers .+, got \[0, 2\]\. No leaf is in group 1;",
-    ),
-    "a count": (
-        lambda: as_groups("prefix_groups", 4, ZMA),
-        "groups",
-        r"the integers .+, got \[4\]\. .+ boostax\.freeze\.prefix_groups\(params, n\) makes n",
-    ),
-    "an empty entry": (
-        lambda: as_groups("prefix_groups", [[], "a"], ZMA),
-        "groups",
-        r"the integers .+, got \[1, 2\]\. No leaf is in group 0;",
-    ),
-    "another tree": (
-        lambda: as_groups("prefix_groups", {"a": {"kernel": 0}}, ZMA),
-        "groups",
-        r"a tree of integers like the params .+ a function .+\. pytree structure error",
-    ),
-    "names that leave some out": (
-        lambda: as_groups("prefix_groups", {"a": 0}, ZMA),
-        "groups",
-        r"a dictionary whose names match every leaf, got \{'a': 0\}\. It says nothing of 'm/bias'",
-    ),
-    "a list of the wrong length": (
-        lambda: as_groups("prefix_groups", [0, 1, 1], [1.0, 2.0]),
-        "groups",
-        r"a tree of integers .+, got \[0, 1, 1\]\. ",
-    ),
-    "None": (lambda: as_groups("prefix_groups", None, ZMA), "groups", r"a tree .+, got None\. "),
-    "a pattern in vain": (
-        lambda: as_groups("prefix_groups", ["a", "block_*"], ZMA),
-        "groups",
-        r"patterns that match params, got 'block_\*'\. It matches none; there are 'a/bias', ",
-    ),
-    "a leaf twice": (
-        lambda: as_groups("prefix_groups", [["m", "z"], "*/bias"], ZMA),
-        "groups",
-        r"patterns that match no leaf twice, got \('m', '\*/bias'\)\. Both match 'm/bias'",
-    ),
-    "no pattern": (
-        lambda: as_groups("prefix_groups", ["a", 1], ZMA),
-        "groups",
-        r"a list of patterns, got 1\. ",
-    ),
-}
+    (lambda: given_as(["a", 1], ZMA), r"groups must be a list of patterns, got 1\. "),
+]
 
 
-@pytest.mark.parametrize(("call", "argument", "text"), REFUSED.values(), ids=REFUSED.keys())
-def test_refusals_name_what_came_and_what_is_allowed(call, argument, text):
+@pytest.mark.parametrize(("call", "text"), REFUSED)
+def test_refusals_name_what_came_and_what_is_allowed(call, text):
     with pytest.raises((ValueError, TypeError)) as raised:
         call()
-    message = str(raised.value)
-    assert re.match(rf"prefix_groups: {argument} must be {text}", message, re.DOTALL), message
+    assert re.match(rf"prefix_groups: {text}", str(raised.value), re.DOTALL), raised.value
 
 
 # MindSpore's

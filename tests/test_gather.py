@@ -11,7 +11,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import boostax
-from boostax._core import formats
+from boostax.precision import formats
 
 SPECS = {
     "FSDP": ((8,), ("data",), {"w": P("data"), "v": P(None, "data"), "b": P()}),

@@ -54,22 +54,19 @@ NAMESPACES = {
 }  # fmt: skip
 # Of which packages the reference has what they hold besides.
 MORE = {
-    "config": {"FinishingStep"},
     "compat": {
         "ApplyIfFiniteState", "MultiSteps", "MultiStepsState", "MultiStepsSumState",
         "apply_if_finite",
     },
     "freeze": {"mindspore_groups", "param_groups"},
-    "model": {"average_params", "averaged_params"},
-    "precision": {
-        "AdaGC", "MedianLimit", "SigmaLimit", "SpikeRule", "ZClip", "masters", "skip_spikes",
-        "store",
-    },
+    "model": {"adagc", "average_params", "averaged_params"},
+    "precision": {"masters", "skip_spikes", "store"},
     "reduce": {"Codec", "Late", "Message", "PerLeaf", "compress", "staged"},
     "states": {
-        "AverageParamsState", "GateState", "Holds", "NoiseScaleState", "SpikesState", "StoreState",
+        "AdaGCState", "AverageParamsState", "GateState", "Holds", "NoiseScaleState", "SpikesState",
+        "StoreState",
     },
-    "train": {"by_noise", "gather_params"},
+    "train": {"gather_params"},
 }  # fmt: skip
 
 

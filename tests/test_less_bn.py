@@ -10,8 +10,6 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
-from jax.sharding import PartitionSpec as P
-from workloads.models import DigitsResNet
 
 import boostax
 from boostax._core.trees import path_name
@@ -131,13 +129,6 @@ def nested(x, conv, norm):
     return x + y
 
 
-def activations(x, conv, norm):
-    """Activations are sums too: x * (...), x + 0.04 x^3, log(1 + exp x)."""
-    x = nn.gelu(norm(conv(x, "conv_1"), "norm_1"), approximate=True)
-    x = jax.nn.mish(norm(conv(x, "conv_2"), "norm_2"))
-    return jax.nn.swish(norm(conv(x, "conv_3"), "norm_3")) + 1.0
-
-
 KINDS = {
     plain: (),
     basic: ("norm_1",),
@@ -155,7 +146,6 @@ KINDS = {
     inception: (),
     two_towers: (),
     nested: ("norm_1", "norm_3"),
-    activations: (),
 }
 SHORT = {
     "plain",
@@ -226,9 +216,9 @@ class NNX(nnx.Module):
 
         x = nn.relu(norm(conv(x, "stem"), "stem_norm"))
         x = self.block(x, conv, norm).mean((1, 2))
-        head = NormalizedLinear if self.cosines else nnx.Linear
+        head = NormalizedLinear if self.cosines else lambda linear: linear
         x = layer("hidden", lambda: nnx.Linear(x.shape[-1], 8, rngs=self.rngs))(x)
-        return layer("head", lambda: head(8, 3, rngs=self.rngs))(x)
+        return layer("head", lambda: head(nnx.Linear(8, 3, rngs=self.rngs)))(x)
 
 
 def leaf_names(tree):
@@ -275,12 +265,6 @@ def test_nnx_equals_the_model_written_without_those_layers(block, removed):
     assert type(original.stem_norm) is nnx.BatchNorm and type(original.head) is nnx.Linear
 
 
-@pytest.mark.long
-def test_both_flavours_are_told_the_same():
-    told = {less_bn(Linen(block), IMAGES)[1] for block in KINDS}
-    assert told == {less_bn(NNX(block), IMAGES)[1] for block in KINDS}
-
-
 def test_report():
     report = less_bn(Linen(bottleneck_downsample), IMAGES)[1]
     assert str(report) == (
@@ -302,9 +286,8 @@ def test_report():
 
 
 def test_names_inside_the_same_module_are_short():
-    model = DigitsResNet(32, f32, blocks=1)
-    reasons = {norm.path: norm.reason for norm in less_bn(model, jnp.ones((1, 8, 8, 1)))[1].norms}
-    assert reasons["stage_1_block_0/shortcut_norm"] == "on the shortcut; norm_2 stays"
+    reasons = {norm.path: norm.reason for norm in less_bn(Lifted(), IMAGES)[1].norms}
+    assert reasons["jitted/norm_1"] == "norm_2 is the last of its branch"
 
 
 @pytest.mark.parametrize("make", [Linen, NNX])
@@ -336,9 +319,8 @@ def test_the_user_may_choose(make, remove, removed, reasons):
 
 
 def test_a_pattern_takes_all_below_it():
-    model = DigitsResNet(32, f32, blocks=1)
-    report = less_bn(model, jnp.ones((1, 8, 8, 1)), remove=["stage_0_block_0"])[1]
-    assert report.removed == ("stage_0_block_0/norm_1", "stage_0_block_0/norm_2")
+    report = less_bn(Lifted(), IMAGES, remove=["stack"])[1]
+    assert report.removed == ("stack/norm_1", "stack/norm_2")
 
 
 def test_without_a_normalized_head_only_norms_change():
@@ -496,71 +478,38 @@ def test_the_multiplier_may_start_elsewhere():
     assert less_bn(NNX(basic), IMAGES, multiplier=8.0)[0].head.multiplier[...] == 8
 
 
+GIVEN = {"normalized_head": False}
+
+
 @pytest.mark.parametrize(
-    ("error", "call", "said"),
+    ("call", "said"),
     [
+        (lambda: less_bn("net", IMAGES), "module must be a flax.linen.Module or .*, got 'net'"),
         (
-            TypeError,
-            lambda: less_bn("net", IMAGES),
-            "less_bn: module must be a flax.linen.Module or flax.nnx.Module, got 'net'. "
-            "Give the model itself, not its apply function or its params.",
-        ),
-        (
-            TypeError,
             lambda: less_bn(less_bn(Linen(basic), IMAGES)[0], IMAGES),
-            "less_bn: module must be a model that less_bn has not changed yet, got "
-            "<class 'boostax.model.less_bn_linen.LessBN'>. "
-            "Call it once, on the whole model, with remove= for what else shall go.",
+            "module must be a model that less_bn has not changed yet, got .*LessBN",
         ),
+        (lambda: less_bn(Linen(basic), train=True), "args must be a sample of what .* takes"),
         (
-            ValueError,
-            lambda: less_bn(Linen(basic), train=True),
-            "less_bn: args must be a sample of what the module takes, got ((), {'train': True}). "
-            "Pass a batch of inputs, or its jax.ShapeDtypeStruct.",
-        ),
-        (
-            ValueError,
             lambda: less_bn(Linen(basic), IMAGES, remove=["norm_1", "bn*"]),
-            "less_bn: remove must be patterns that match BatchNorms, got 'bn*'. "
-            "BatchNorms: stem_norm, norm_1, norm_2.",
+            r"match BatchNorms, got 'bn\*'\. BatchNorms: stem_norm, norm_1, norm_2\.",
         ),
+        (lambda: less_bn(Linen(basic), IMAGES, remove="norm_1"), "remove must be .* got 'norm_1'"),
         (
-            TypeError,
-            lambda: less_bn(Linen(basic), IMAGES, remove="norm_1"),
-            "less_bn: remove must be None, a list of patterns or a function, got 'norm_1'. "
-            "Such as ['block_*/norm_1'], or lambda path, by_rule: by_rule and path != 'norm'.",
+            lambda: less_bn(Linen(plain), IMAGES, **GIVEN),
+            "Nothing would change. BatchNorms: stem_norm: in no residual branch; norm_1: in no ",
         ),
+        (lambda: less_bn(nn.Dense(2), IMAGES, **GIVEN), "removes a BatchNorm, got None.*: none."),
         (
-            ValueError,
-            lambda: less_bn(Linen(plain), IMAGES, normalized_head=False),
-            "less_bn: remove must be a choice that removes a BatchNorm, got None. "
-            "Nothing would change. BatchNorms: stem_norm: in no residual branch; "
-            "norm_1: in no residual branch; norm_2: in no residual branch.",
-        ),
-        (
-            ValueError,
-            lambda: less_bn(nn.Dense(2), IMAGES, normalized_head=False),
-            "less_bn: remove must be a choice that removes a BatchNorm, got None. "
-            "Nothing would change. BatchNorms: none.",
-        ),
-        (
-            ValueError,
             lambda: less_bn(nn.Conv(2, (3, 3)), IMAGES),
-            "less_bn: normalized_head must be False for a model that no Dense ends, got True. "
-            "Only a Dense whose result leaves the model with no other product behind it is one.",
+            "normalized_head must be False for a model that no Dense ends, got True",
         ),
-        (
-            ValueError,
-            lambda: less_bn(Linen(basic), IMAGES, multiplier=0),
-            "less_bn: multiplier must be positive, got 0. "
-            "It starts the multiplier of the head, 1 by default.",
-        ),
+        (lambda: less_bn(Linen(basic), IMAGES, multiplier=0), "multiplier must be positive, got 0"),
     ],
 )
-def test_errors(error, call, said):
-    with pytest.raises(error) as caught:
+def test_errors(call, said):
+    with pytest.raises((TypeError, ValueError), match=f"^less_bn: .*{said}"):
         call()
-    assert str(caught.value) == said
 
 
 # MindSpore.
@@ -676,23 +625,6 @@ def test_head_computes_low_from_f32_params(bias):
     np.testing.assert_allclose(np.float64(y), expected, rtol=0, atol=2e-3)
 
 
-@pytest.mark.long
-def test_head_gradients_are_those_of_finite_differences():
-    with jax.enable_x64(True):
-        keys = jax.random.split(KEY, 4)
-        shapes = (3, 6), (6, 4), (), (4,)
-        args = [jax.random.normal(k, s, f64) for k, s in zip(keys, shapes, strict=True)]
-        f = lambda *args: jnp.sum(jnp.sin(normalized_dense(*args)))  # noqa: E731
-        grads = jax.grad(f, argnums=range(4))(*args)
-        for i, grad in enumerate(grads):
-            for place in np.ndindex(grad.shape):
-                moved = [
-                    [*args[:i], args[i].at[place].add(h), *args[i + 1 :]] for h in (1e-6, -1e-6)
-                ]
-                slope = (f(*moved[0]) - f(*moved[1])) / 2e-6
-                np.testing.assert_allclose(grad[place], slope, rtol=1e-6, atol=1e-8)
-
-
 @pytest.mark.parametrize("dtype", [f16, pytest.param(f32, marks=pytest.mark.long)])
 def test_zero_vectors_have_finite_gradients_and_learn(dtype):
     x, kernel, multiplier, bias = problem(dtype)
@@ -706,41 +638,14 @@ def test_zero_vectors_have_finite_gradients_and_learn(dtype):
     assert bool(jnp.isfinite(grad).all() & (grad != 0).any(0).all())
 
 
-@pytest.mark.long
-def test_head_under_vmap_and_shard_map(mesh):
-    x = jax.random.normal(KEY, (16, 6))
-    head = NormalizedDense(4, use_bias=True)
-    params = head.init(KEY, x)["params"]
-
-    def value_and_grad(params, x):
-        f = lambda params: jnp.mean(head.apply({"params": params}, x) ** 2)  # noqa: E731
-        return jax.value_and_grad(f)(params)
-
-    expected = value_and_grad(params, x)
-    close = functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-6)
-    rows = jax.vmap(value_and_grad, (None, 0))(params, x.reshape(8, 2, 6))
-    jax.tree.map(lambda a, b: close(a.mean(0), b), rows, expected)
-
-    def local(params, x):
-        found = value_and_grad(boostax.train.local_params(params, "data"), x)
-        return jax.lax.pmean(found, "data")
-
-    for check in (True, False):
-        mapped = jax.shard_map(
-            local, mesh=mesh, in_specs=(P(), P("data")), out_specs=P(), check_vma=check
-        )
-        jax.tree.map(close, jax.jit(mapped)(params, x), expected)
-
-
 # Together with the rest.
 
 
 @pytest.mark.long
 def test_training_under_a_policy():
-    images = jax.random.normal(KEY, (16, 8, 8, 1))
-    targets = jnp.arange(16) % 10
-    model, _ = less_bn(DigitsResNet(32, None, blocks=1), images)
-    model = apply_policy(model, "O2")
+    images = jax.random.normal(KEY, (16, 8, 8, 3))
+    targets = jnp.arange(16) % 3
+    model = apply_policy(less_bn(Linen(basic), images)[0], "O2")
     variables = jax.jit(model.init)(KEY, images)
 
     def loss(params, batch, model_state):
@@ -760,26 +665,3 @@ def test_training_under_a_policy():
     assert jax.tree.structure(state.model_state) == jax.tree.structure(stats)
     print(f"{losses[0]:.3f} -> {losses[-1]:.3f}")
     assert losses[-1] < 0.75 * losses[0]
-
-
-@pytest.mark.parametrize("block", ["basic", "bottleneck"])
-@pytest.mark.parametrize("dtype", [f32, f16])
-def test_the_residual_network_of_the_digits(block, dtype):
-    net = DigitsResNet(64, jnp.dtype(dtype), block, blocks=2)
-    variables = jax.eval_shape(net.init, KEY, jnp.ones((2, 8, 8, 1)))
-    assert {leaf.dtype for leaf in jax.tree.leaves(variables)} == {jnp.dtype(f32)}
-    apply = functools.partial(net.apply, train=True, mutable="batch_stats")
-    y, state = jax.eval_shape(apply, variables, jnp.ones((2, 8, 8, 1)))
-    assert (y.shape, y.dtype) == ((2, 10), jnp.dtype(f32))
-    assert jax.tree.structure(state["batch_stats"]) == jax.tree.structure(variables["batch_stats"])
-
-
-def test_the_residual_network_is_as_large_as_it_says():
-    def count(net):
-        params = jax.eval_shape(net.init, KEY, jnp.ones((1, 8, 8, 1)))["params"]
-        return sum(x.size for x in jax.tree.leaves(params))
-
-    assert count(DigitsResNet(128, jnp.dtype(f32))) == 77_754
-    bottlenecks = count(DigitsResNet(384, jnp.dtype(f32), "bottleneck"))
-    print(f"bottlenecks of width 384: {bottlenecks:,} params")
-    assert 50_000 < bottlenecks < 100_000

@@ -137,7 +137,10 @@ def test_params_of_each_replicas_own_are_refused(name):
         ),
     }
     model = placed(nnx.Linear(2, 2, rngs=nnx.Rngs(0)), a_mesh())
-    with pytest.raises(ValueError, match=r"boostax\.nnx\.Optimizer: tx must keep params"):
+    with pytest.raises(
+        ValueError,
+        match=r"boostax\.nnx\.Optimizer: tx must be one with the same params on all replicas",
+    ):
         Optimizer(model, make[name](), wrt=nnx.Param, axis_name="data")
 
 

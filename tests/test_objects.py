@@ -305,14 +305,6 @@ def test_a_policy_leaves_what_is_no_array(level):
     assert grads.dropout.p is None and grads.mlp.layers[0].weight.dtype == jnp.float32
 
 
-def test_groups_of_scales_want_arrays():
-    loss = boostax.precision.group_boundaries(mlp_loss, lambda path, leaf: 0)
-    tx = boostax.precision.group_loss_scale(optax.sgd(0.1), lambda path, leaf: 0)
-    state = tx.init(eqx.filter(MLP, eqx.is_inexact_array))
-    with pytest.raises(TypeError, match=r"group_boundaries: params must be arrays.*eqx\.partition"):
-        eqx.filter_jit(lambda model: boostax.value_and_grad(loss)(model, state, BATCH))(MLP)
-
-
 def test_a_module_with_functions_is_refused_by_a_step():
     step = boostax.make_train_step(mlp_loss, GATES["dynamic_loss_scale"]())
     with pytest.raises(TypeError, match="got custom_jvp at 'activation'"):
@@ -346,7 +338,7 @@ class Network(nnx.Module):
 
 
 @pytest.mark.parametrize("boxed", [True, False])
-@pytest.mark.parametrize("name", ["group_loss_scale", "scheduled_freeze", "group_signal"])
+@pytest.mark.parametrize("name", ["group_loss_scale", "scheduled_freeze"])
 def test_groups_of_an_nnx_state_fit_the_arrays_of_its_optimizer(name, boxed):
     model = Network()
     variables = nnx.state(model, nnx.Param)
@@ -356,7 +348,6 @@ def test_groups_of_an_nnx_state_fit_the_arrays_of_its_optimizer(name, boxed):
             optax.sgd(0.1), groups, init_scale=1
         ),
         "scheduled_freeze": lambda: boostax.scheduled_freeze(optax.sgd(0.1), groups, 1),
-        "group_signal": lambda: optax.chain(boostax.freeze.group_signal(groups), optax.sgd(0.1)),
     }[name]()
     before = jax.tree.map(jnp.copy, nnx.to_pure_dict(variables))
     optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)

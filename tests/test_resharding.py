@@ -31,7 +31,6 @@ KINDS = {
     ),
     "rounded both ways": lambda: optax.chain(boostax.int8_reduce(AXIS), adam()),
     "low rank": lambda: optax.chain(boostax.reduce.power_sgd_reduce(AXIS, 2), adam()),
-    "signs": lambda: optax.chain(boostax.reduce.sign_reduce(AXIS), adam()),
     "window": lambda: boostax.accumulate(dense(), 3, axis_name=AXIS),
     "window in a scaler": lambda: boostax.dynamic_loss_scale(
         boostax.accumulate(dense(), 3, axis_name=AXIS), axis_name=AXIS

@@ -121,27 +121,6 @@ def test_what_is_not_finite_moves_nothing(bad, share):
     assert not np.asarray(state.residual.local).any()
 
 
-@pytest.mark.parametrize("shape", SHAPED.values(), ids=SHAPED)
-def test_every_element_of_a_large_leaf_has_the_same_chance(shape):
-    """Without feedback the mean is right on average, whichever rows are drawn."""
-    tx = boostax.reduce.random_k_reduce("data", 0.05, error_feedback=False)
-    ones = jnp.ones(shape)
-
-    def draw(state, _):
-        sent, state = tx.update({"w": ones}, state)
-        return state, sent["w"]
-
-    def draws(_):
-        _, sent = jax.lax.scan(draw, tx.init({"w": ones}), length=400)
-        return sent.mean(0), sent.mean()
-
-    mean, share = jax.jit(jax.vmap(draws, axis_name="data"))(jnp.zeros(1))
-    # A chance of p, 400 times, over p: its standard error is sqrt((1 - p) / (400 p)).
-    error = np.sqrt(0.95 / (400 * 0.05))
-    assert abs(float(share[0]) - 1) < 0.01
-    assert np.abs(np.asarray(mean) - 1).max() < 6 * error
-
-
 def test_equal_magnitudes_do_not_starve():
     """All of one size: as many are sent as travel, and over the steps each of them."""
     tx = optax.chain(boostax.top_k_reduce("data", 0.1), optax.identity())

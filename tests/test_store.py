@@ -14,8 +14,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import boostax
-from boostax._core import formats
-from boostax.precision import masters, store
+from boostax.precision import formats, masters, store
 from boostax.testing import drawn
 
 FINITE = {"allow_nan": False, "allow_infinity": False, "width": 32}
@@ -396,7 +395,7 @@ def test_refusals_name_the_line_that_mends_them():
         store(optax.adam(1.0), moments={"mu": "int8"}).init(some(0))
 
 
-@pytest.mark.parametrize("reduce", ["sign_reduce", "power_sgd_reduce", "random_k_reduce"])
+@pytest.mark.parametrize("reduce", ["int8_reduce", "power_sgd_reduce", "top_k_reduce"])
 def test_residuals_of_replicas_stand_inside(reduce):
     """Defect guarded against: turns that waited for a replica's own differed by replica."""
     mesh = jax.make_mesh((4,), ("data",), axis_types=(AxisType.Auto,))

@@ -4,6 +4,7 @@ import functools
 import itertools
 import re
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -63,7 +64,7 @@ def train(tx, loss=loss_fn, steps=6, data=None, params=None, **options):
 
 
 def assert_close(got, expected, atol=1e-5):
-    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=0, atol=atol), got, expected)
+    chex.assert_trees_all_close(got, expected, rtol=0, atol=atol)
 
 
 RESIDUALS = {
@@ -303,10 +304,8 @@ def test_what_is_not_finite_changes_nothing(scaled, bad):
     inner = lambda s: s.opt_state.inner_state if scaled else s.opt_state  # noqa: E731
     known = ("basis", "memory", "steps", "accepted", "tries", "energy", "length", "residual_state")
     for name in known:
-        jax.tree.map(
-            np.testing.assert_array_equal, getattr(inner(state), name), getattr(inner(before), name)
-        )
-    jax.tree.map(np.testing.assert_array_equal, state.params, before.params)
+        chex.assert_trees_all_equal(getattr(inner(state), name), getattr(inner(before), name))
+    chex.assert_trees_all_equal(state.params, before.params)
     state, metrics = step(state, (*data[3], jnp.float32(0)))
     assert bool(metrics["applied"]) and np.isfinite(float(metrics["loss"]))
 
@@ -369,40 +368,31 @@ def test_trials_leave_the_statistics_alone_and_use_the_same_key():
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("dtype", ["bfloat16", "int8"])
-def test_narrow_storage(dtype):
-    """Directions as good, in half or a fourth of the bytes, with no wide copy of them."""
+def test_narrow_storage():
+    """Directions as good, in half the bytes, with no wide copy of them; and the same minimum."""
     params = {"w": jnp.zeros((ROWS, 4096)), "v": jnp.zeros(4096), "b": jnp.zeros(())}
     rows = basis_of(6, params)
-    tx = boostax.dim_reduce(rows, dtype=dtype)
+    tx = boostax.dim_reduce(rows, dtype="bfloat16")
     state = tx.init(params)
     bytes_kept = sum(x.nbytes for x in jax.tree.leaves(state.basis))
-    whole = sum(x.nbytes for x in jax.tree.leaves(rows))
-    assert bytes_kept < {"bfloat16": 0.501, "int8": 0.27}[dtype] * whole
+    assert bytes_kept < 0.501 * sum(x.nbytes for x in jax.tree.leaves(rows))
     g = jax.tree.map(lambda x: x[0] + 0.5 * x[1], rows)
     np.testing.assert_allclose(project(state.basis, g), [1, 0.5, 0, 0, 0, 0], atol=6e-3)
     update = jax.jit(lambda g, s: tx.update(g, s, params, value=1.0, value_fn=lambda p: 0.5)[0])
     compiled = update.lower(g, state).compile()
     size = 4 * (ROWS + 1) * 4096
     assert compiled.memory_analysis().temp_size_in_bytes < 4 * size
-    updates = update(g, state)
-    assert_close(updates, jax.tree.map(lambda x: -x, g), atol=2e-3)
+    assert_close(update(g, state), jax.tree.map(lambda x: -x, g), atol=2e-3)
 
-
-@pytest.mark.long
-def test_narrow_storage_finds_the_same_minimum():
     def minimum(dtype):
         tx = boostax.dim_reduce(basis_of(7), dtype=dtype)
-        _, seen = train(tx, data=[batches(1)[0]] * 40)
-        return seen[-1]["loss"]
+        return train(tx, data=[batches(1)[0]] * 40)[1][-1]["loss"]
 
-    whole = minimum(None)
-    for dtype in ("bfloat16", "int8"):
-        assert abs(minimum(dtype) - whole) < 0.01 * whole
+    assert abs(minimum("bfloat16") / minimum(None) - 1) < 0.01
 
 
 def test_checkpoint_gives_the_same_next_step(tmp_path):
-    tx = boostax.dim_reduce(basis_of(7), residual=optax.adam(1e-2), dtype="int8")
+    tx = boostax.dim_reduce(basis_of(7), residual=optax.adam(1e-2), dtype="bfloat16")
     step = boostax.make_train_step(loss_fn, tx)
     state = step.init(start())
     data = batches(5)
@@ -412,7 +402,7 @@ def test_checkpoint_gives_the_same_next_step(tmp_path):
         checkpointer.save(4, state)
         restored, _ = checkpointer.restore(step.init(start()))
     after, again = step(state, data[4])[0], step(restored, data[4])[0]
-    jax.tree.map(np.testing.assert_array_equal, after, again)
+    chex.assert_trees_all_equal(after, again)
 
 
 def test_frozen_leaves_stand_still():
@@ -437,188 +427,32 @@ def test_residual_is_told_the_loss():
     assert float(state.opt_state.residual_state[1].scale) < 1.0
 
 
-def test_a_trajectory_is_not_recorded_while_layers_freeze():
-    inner = optax.chain(boostax.subspace.record_trajectory(3), optax.sgd(0.1))
-    tx = boostax.scheduled_freeze(inner, {"w": 0, "v": 1, "b": 1}, [0, 1, 0])
-    with pytest.raises(ValueError, match="inner must not keep whole params for a schedule that"):
-        tx.init(start())
-
-
-def test_another_basis_leaves_no_moments_of_old_coordinates():
-    tx = boostax.subspace.subspace_params(optax.adam(0.1), basis_of(3))
-    state, _ = train(tx, steps=3)
-    fresh = boostax.subspace.replace_basis(
-        state.opt_state, boostax.subspace.random_basis(start(), 3, seed=5)
-    )
-    assert not fresh.coordinates.any() and not fresh.inner_state[0].mu.any()
-    assert int(fresh.inner_state[0].count) == 3
-    assert jax.tree.map(jnp.shape, fresh) == jax.tree.map(jnp.shape, state.opt_state)
-
-
-# Other solvers in the coordinates.
-
-
-def test_sgd_on_coordinates_is_p_sgd():
-    rows, w = basis_of(5), start()
-    tx = boostax.subspace.subspace_params(optax.sgd(0.1, 0.9), rows)
-    state, _ = train(tx, data=batches(4))
-    flat = lambda tree: np.concatenate(  # noqa: E731
-        [np.asarray(x, np.float64).ravel() for x in jax.tree.leaves(tree)]
-    )
-    p = np.concatenate([np.asarray(x).reshape(5, -1) for x in jax.tree.leaves(rows)], 1)
-    momentum = np.zeros(5)
-    params = w
-    for batch in batches(4):
-        momentum = 0.9 * momentum + p @ flat(jax.grad(loss_fn)(params, batch))
-        step = -0.1 * p.T @ momentum
-        sizes = np.cumsum([x.size for x in jax.tree.leaves(params)])[:-1]
-        parts = np.split(step, sizes)
-        treedef = jax.tree.structure(params)
-        params = treedef.unflatten(
-            [x + d.reshape(x.shape) for x, d in zip(jax.tree.leaves(params), parts, strict=True)]
-        )
-    assert_close(state.params, params, atol=2e-6)
-    assert state.opt_state.inner_state[0].trace.shape == (5,)
-
-
-def test_weight_decay_pulls_coordinates_to_where_the_run_began():
-    tx = boostax.subspace.subspace_params(
-        optax.chain(optax.add_decayed_weights(1.0), optax.sgd(0.5)), basis_of(3)
-    )
-    w = start()
-    state = tx.init(w)._replace(coordinates=jnp.array([1.0, -2.0, 0.0]))
-    zero = jax.tree.map(jnp.zeros_like, w)
-    _, state = tx.update(zero, state, w)
-    np.testing.assert_allclose(state.coordinates, [0.5, -1.0, 0.0], atol=1e-7)
-
-
-def test_l_bfgs_runs_on_coordinates_as_it_is():
-    batch = batches(1)[0]
-    tx = boostax.subspace.subspace_params(optax.lbfgs(), basis_of(7))
-    _, seen = train(tx, data=[batch] * 15)
-    newton = boostax.dim_reduce(basis_of(7))
-    _, ours = train(newton, data=[batch] * 40)
-    assert seen[-1]["loss"] < 1.02 * ours[-1]["loss"]
-
-
-@pytest.mark.parametrize("inner", ["adam", pytest.param("lbfgs", marks=pytest.mark.long)])
-def test_coordinates_on_any_number_of_devices(inner):
-    make = {"adam": lambda: optax.adam(0.05), "lbfgs": lambda: optax.lbfgs()}[inner]
-    expected, _ = train(boostax.subspace.subspace_params(make(), basis_of(7)))
-    for n in (2, 3, 8):
-        tx = boostax.subspace.subspace_params(make(), basis_of(7), axis_name="data")
-        mesh = mesh_of((n,), ("data",))
-        state, _ = train(tx, mesh=mesh, axis_name="data")
-        assert_close(state.params, expected.params, atol=2e-5)
-    step = boostax.make_train_step(loss_fn, tx, mesh=mesh, axis_name="data")
-    found = costs.collectives(step.jaxpr(step.init(start()), batches(1)[0]))
-    assert max(each.bytes for each in found) == 4 * 7
-
-
-def test_gauss_newton_solves_least_squares_at_once():
-    rng = np.random.default_rng(0)
-    x, y = rng.normal(size=(64, ROWS)).astype(np.float32), rng.normal(size=64).astype(np.float32)
-    w = jnp.zeros(ROWS)
-    rows = boostax.subspace.random_basis(w, 6)
-    outputs = lambda w: x @ w  # noqa: E731
-    output_loss = lambda z: jnp.mean((z - y) ** 2)  # noqa: E731
-    value_fn = lambda w: output_loss(outputs(w))  # noqa: E731
-    tx = boostax.dim_reduce(rows, memory="gauss-newton")
-    value, grad = jax.value_and_grad(value_fn)(w)
-    updates, state = tx.update(
-        grad,
-        tx.init(w),
-        w,
-        value=value,
-        value_fn=value_fn,
-        outputs_fn=outputs,
-        output_loss=output_loss,
-    )
-    p = np.asarray(rows, np.float64)
-    best = p.T @ np.linalg.lstsq(x @ p.T, y, rcond=None)[0]
-    np.testing.assert_allclose(updates, best, atol=2e-3)
-    assert float(state.length) == 1.0
-
-
-def test_gauss_newton_matrix_is_that_of_the_formula(mesh):
-    from boostax.subspace.gauss_newton import curvature
-
-    params, rows = start(), basis_of(4)
-    x, _ = batches(1)[0]
-    outputs = lambda p, x: jnp.tanh(x @ p["w"]) @ p["v"] + p["b"]  # noqa: E731
-    loss = lambda z: jnp.mean(jnp.log(jnp.cosh(z)))  # noqa: E731
-    got = curvature(rows, params, params, lambda p: outputs(p, x), loss, ())
-    moved = lambda a: outputs(  # noqa: E731
-        jax.tree.map(lambda w, r: w + jnp.tensordot(a, r, 1), params, rows), x
-    )
-    jacobian = jax.jacfwd(moved)(jnp.zeros(4))
-    z = outputs(params, x)
-    expected = jacobian.T @ jnp.diag((1 - jnp.tanh(z) ** 2) / len(z)) @ jacobian
-    np.testing.assert_allclose(got, expected, rtol=1e-4, atol=1e-6)
-
-    def mapped(x):
-        return curvature(rows, params, params, lambda p: outputs(p, x), loss, ("data",))
-
-    each = jax.shard_map(mapped, mesh=mesh, in_specs=P("data"), out_specs=P())(x)
-    np.testing.assert_allclose(each, expected, rtol=1e-4, atol=1e-6)
-
-
-# Snapshots from elsewhere.
-
-
-def path_of(count, seed=0):
-    rng = np.random.default_rng(seed)
-    w = start()
-    tree = lambda: jax.tree.map(  # noqa: E731
-        lambda x: jnp.asarray(x + rng.normal(size=x.shape), jnp.float32), w
-    )
-    return [tree() for _ in range(count)]
-
-
-def test_host_memory_keeps_what_the_ring_keeps():
-    tx = boostax.subspace.record_trajectory(4, every=2, start=1)
-    host = boostax.subspace.HostTrajectory(4, every=2, start=1)
-    path = path_of(12)
-    state = tx.init(path[0])
-    for call, w in enumerate(path):
-        _, state = tx.update(w, state, w)
-        assert host.record(call, w) == (call % 2 == 1)
-    snapshots, _ = boostax.subspace.trajectory(state)
-    jax.tree.map(np.testing.assert_array_equal, host.snapshots(), snapshots)
-    for got, expected in zip(
-        jax.tree.leaves(host.basis(3)),
-        jax.tree.leaves(boostax.subspace.trajectory_basis(state, 3)),
-        strict=True,
-    ):
-        np.testing.assert_allclose(got, expected, atol=2e-5)
+# Snapshots from disk.
 
 
 def test_checkpoints_on_disk_become_snapshots(tmp_path):
     step = boostax.make_train_step(loss_fn, optax.adam(1e-2))
-    state = step.init(start())
-    path = []
+    state, path = step.init(start()), []
     with Checkpointer(tmp_path, keep=20) as checkpointer:
         for i, batch in enumerate(batches(11)):
             state, _ = step(state, batch)
             path.append(jax.tree.map(np.array, state.params))
             checkpointer.save(i, state)
-    shapes = jax.eval_shape(start)
-    read = list(boostax.subspace.checkpoint_snapshots(tmp_path, shapes))
-    assert len(read) == 11
-    for got, expected in zip(read, path, strict=True):
-        jax.tree.map(np.testing.assert_array_equal, got, expected)
-    last = list(boostax.subspace.checkpoint_snapshots(tmp_path, shapes, last=3))
-    jax.tree.map(np.testing.assert_array_equal, last, path[-3:])
-    got = boostax.subspace.pca_basis(boostax.subspace.checkpoint_snapshots(tmp_path, shapes), 4)
+    shapes, found = jax.eval_shape(start), boostax.subspace.checkpoint_snapshots
+    chex.assert_trees_all_equal(list(found(tmp_path, shapes)), path)
+    chex.assert_trees_all_equal(list(found(tmp_path, shapes, last=3)), path[-3:])
+    got = boostax.subspace.pca_basis(found(tmp_path, shapes), 4)
     assert_close(got.components, boostax.subspace.pca_basis(path, 4).components)
-    with pytest.raises(ValueError, match=r"\(2, 2\) at 'params/w', where there is the shape"):
-        list(boostax.subspace.checkpoint_snapshots(tmp_path, {**start(), "w": jnp.zeros((2, 2))}))
-    with pytest.raises(ValueError, match="at 'params/other', where there is nothing"):
-        list(boostax.subspace.checkpoint_snapshots(tmp_path, {"other": jnp.zeros(3)}))
+    for params, match in (
+        ({**start(), "w": jnp.zeros((2, 2))}, r"'params/w', which should be of \(2, 2\) like"),
+        ({"other": jnp.zeros(3)}, "got 'params/other', which is not there"),
+    ):
+        with pytest.raises(ValueError, match=match):
+            list(found(tmp_path, params))
     with pytest.raises(ValueError, match="item must be the part of a checkpoint"):
-        list(boostax.subspace.checkpoint_snapshots(tmp_path, start(), item="default"))
+        list(found(tmp_path, start(), item="default"))
     with pytest.raises(FileNotFoundError, match="a subdirectory for each step"):
-        boostax.subspace.checkpoint_snapshots(tmp_path / "none", shapes)
+        found(tmp_path / "none", shapes)
 
 
 @pytest.mark.parametrize("suffix", ["npz", "safetensors"])
@@ -648,78 +482,58 @@ def test_bfloat16_as_numpy_itself_writes_it_is_read(tmp_path):
     assert got["w"].dtype == "bfloat16" and got["w"].tolist() == [0.0, 1.0, 2.0]
 
 
-def test_statistics_made_anew_are_the_mean_over_batches():
-    def loss(params, batch, *, model_state, key):
-        del key
-        stats, count = model_state["mean"], model_state["count"]
-        new = {"mean": 0.97 * stats + 0.03 * (batch * params).mean(0), "count": count + 1}
-        return jnp.float32(0), boostax.Aux(model_state={**new, "still": model_state["still"]})
+BASIS = jnp.eye(3)
 
-    state = {"mean": jnp.full(3, 7.0), "count": jnp.int32(4), "still": jnp.float32(2.0)}
-    data = [np.float32(np.random.default_rng(i).normal(size=(5, 3))) for i in range(4)]
-    got = boostax.train.reestimate_model_state(loss, 2.0, state, data, key=jax.random.key(0))
-    np.testing.assert_allclose(got["mean"], 2 * np.mean(data, (0, 1)), rtol=1e-5, atol=1e-6)
-    assert int(got["count"]) == 4 and float(got["still"]) == 2.0
-    with pytest.raises(ValueError, match="batches must not be empty"):
-        boostax.train.reestimate_model_state(loss, 2.0, state, [], key=jax.random.key(0))
+
+def update(**given):
+    return boostax.dim_reduce(BASIS).update(jnp.ones(3), None, jnp.ones(3), **given)
 
 
 @pytest.mark.parametrize(
     ("call", "said"),
     [
         (
-            lambda: boostax.dim_reduce({"w": jnp.eye(3)}).init(start()),
+            lambda: boostax.dim_reduce({"w": BASIS}).init(start()),
             "dim_reduce: basis must be a tree like the params, got",
         ),
         (
-            lambda: boostax.dim_reduce(jnp.eye(3)).init(jnp.zeros(4)),
-            "dim_reduce: basis must have the shape (k, 4) at 'the root', got (3, 3). "
+            lambda: boostax.dim_reduce(BASIS).init(jnp.zeros(4)),
+            "dim_reduce: basis must have the shape (3, 4) at 'the root', got (3, 3). "
             "boostax.subspace.pca_basis(snapshots, k) of the same params is one.",
         ),
         (
-            lambda: boostax.dim_reduce(jnp.eye(3)).update(jnp.ones(3), None, jnp.ones(3)),
+            lambda: boostax.dim_reduce({"a": BASIS, "b": BASIS[:2]}).init(
+                {"a": jnp.ones(3), "b": jnp.ones(3)}
+            ),
+            "dim_reduce: basis must have the shape (3, 3) at 'b', got (2, 3). ",
+        ),
+        (
+            update,
             "dim_reduce: update must be given params, value, value_fn, got no value. "
             "boostax.make_train_step gives value and value_fn, the loss of the same batch at other "
             "params.",
         ),
         (
-            lambda: boostax.dim_reduce(jnp.eye(3)).update(
-                jnp.ones(3), None, jnp.ones(3), value=1.0
-            ),
+            lambda: update(value=1.0),
             "dim_reduce: update must be given params, value, value_fn, got no value_fn.",
         ),
         (
-            lambda: boostax.dim_reduce(jnp.eye(3), memory="gauss-newton").update(
-                jnp.ones(3), None, jnp.ones(3), value=1.0, value_fn=jnp.sum
-            ),
-            "dim_reduce: update must be given params, value, value_fn, outputs_fn, output_loss, "
-            "got no outputs_fn.",
+            lambda: boostax.dim_reduce(BASIS, dtype="int8"),
+            "dim_reduce: dtype must be a floating dtype, got 'int8'.",
         ),
         (
-            lambda: boostax.subspace.replace_basis(optax.adam(1.0).init(jnp.ones(3)), jnp.eye(3)),
-            "replace_basis: opt_state must hold a state of dim_reduce or subspace_params, got",
+            lambda: boostax.subspace.replace_basis(optax.adam(1.0).init(jnp.ones(3)), BASIS),
+            "replace_basis: opt_state must hold a state of dim_reduce, got none.",
         ),
         (
             lambda: boostax.subspace.replace_basis(
-                boostax.dim_reduce(jnp.eye(3)).init(jnp.ones(3)), jnp.eye(3)[:2]
+                boostax.dim_reduce(BASIS).init(jnp.ones(3)), BASIS[:2]
             ),
             "replace_basis: basis must be of the shapes (3, 3), got (2, 3).",
         ),
         (
-            lambda: boostax.dim_reduce(jnp.eye(3), dtype="int8", shard_axes="fsdp"),
-            "dim_reduce: dtype must be a floating one with shard_axes, got 'int8'. Blocks would",
-        ),
-        (
             lambda: boostax.subspace.random_basis(jnp.ones(3), 4),
             "random_basis: n_components must be at most the number of params, 3, got 4.",
-        ),
-        (
-            lambda: boostax.subspace.HostTrajectory(3).snapshots(),
-            "HostTrajectory: record must have kept a snapshot, got none.",
-        ),
-        (
-            lambda: boostax.dim_reduce(jnp.eye(3) + 1j, dtype="int8").init(jnp.ones(3) + 1j),
-            "dim_reduce: dtype must be a floating one with complex components",
         ),
     ],
 )

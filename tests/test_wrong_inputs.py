@@ -124,10 +124,14 @@ def test_a_loss_without_scales_is_refused_by_name():
     tx = boostax.precision.group_loss_scale(optax.sgd(0.1), labels)
     step = boostax.make_train_step(plain, tx)
     with pytest.raises(
-        TypeError, match=r"loss_fn must be a function that takes scales=, .*group_b"
+        TypeError, match=r"loss_fn must be a function that takes scales=, .*scale_b"
     ):
         step(step.init(params), X)
-    whole = boostax.make_train_step(boostax.precision.group_boundaries(plain, labels), tx)
+
+    def crossing(p, x, *, scales):
+        return plain(p | {"w": boostax.precision.scale_boundary(p["w"], scales, 0, 1)}, x)
+
+    whole = boostax.make_train_step(crossing, tx)
     assert whole(whole.init(params), X)[1]["loss"] == plain(params, X)
 
 

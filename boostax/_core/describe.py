@@ -34,7 +34,7 @@ AroundOptimizer = Literal["carry", "freeze", "storage"]
 Reduction = Literal["mean", "adasum", "compressed", "delta", "own params"]
 # Of gradients that are reduced.
 Gradient = Literal["centralize", "norm clip", "clip", "decay", "noise"]
-Optimizer = Literal["momentum", "moments", "sign", "rate", "schedule", "subspace", "coordinates"]
+Optimizer = Literal["momentum", "moments", "sign", "rate", "schedule", "subspace"]
 PassedThrough = Literal["recorder", "watch", "nothing"]
 # The place of the last is not judged.
 Role = Literal[Gate, AroundOptimizer, Reduction, Gradient, Optimizer, PassedThrough, "unknown"]
@@ -109,7 +109,7 @@ def describe(
         ``"window"``, ``"check"``, ``"carry"``, ``"freeze"``, ``"storage"``, ``"mean"``,
         ``"adasum"``, ``"compressed"``, ``"delta"``, ``"own params"``, ``"centralize"``,
         ``"norm clip"``, ``"clip"``, ``"decay"``, ``"noise"``, ``"momentum"``, ``"moments"``,
-        ``"sign"``, ``"rate"``, ``"schedule"``, ``"subspace"``, ``"coordinates"``, ``"recorder"``,
+        ``"sign"``, ``"rate"``, ``"schedule"``, ``"subspace"``, ``"recorder"``,
         ``"watch"``, ``"nothing"``; ``"unknown"`` is not judged.
       axes: mesh axes over which it reduces or agrees.
       inner: each transformation inside, by the field of the state in which its own state lies.

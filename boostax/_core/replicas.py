@@ -16,9 +16,18 @@ from jax.core import Tracer
 from jax.sharding import PartitionSpec
 
 from boostax._core import axes, checks, handshake, trees
-from boostax._core.formats import ByBlock
 
 PyTree = Any
+
+
+class ByBlock(NamedTuple):
+    """Marks the part of a state that has a number for each block of the params' arrays.
+
+    Attributes:
+      scales: a tree like the params.
+    """
+
+    scales: Any
 
 
 class PerReplica(NamedTuple):

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from boostax._core import axes, checks, constants, formats, gate, noise_scale, trees
+from boostax._core import axes, checks, constants, gate, noise_scale, trees
 from boostax._core.describe import Holds, Stepped, describe
 from boostax._core.extras import elsewhere
 from boostax._core.finite import all_finite
@@ -25,6 +25,7 @@ from boostax._core.handshake import assume_scaled
 from boostax._core.replicas import PerReplica, require_like
 from boostax.accumulate.aux import weigh
 from boostax.accumulate.carried import require_outside
+from boostax.precision import formats
 
 PyTree = Any
 Normalize = Literal["mean", "sum", "weight"]

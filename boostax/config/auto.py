@@ -1,21 +1,274 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The entry: from whatever names a configuration to what it builds, or to a trial of many."""
+"""The entry: from whatever names a configuration to the chain and the step that it asks for."""
 
 import dataclasses
 import json
 import pathlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from boostax._core import checks
-from boostax.config.build import Boost
-from boostax.config.config import KEYS as OWN_KEYS
-from boostax.config.config import BoostConfig, role_of
-from boostax.config.mindspore import KEYS, LEVELS, from_mindspore, is_mindspore
-from boostax.config.own import owned
-from boostax.config.part import flag, nearest
-from boostax.config.reduction import Reduce
+import jax
+import jax.numpy as jnp
+import optax
+
+import boostax
+from boostax._core import axes, checks, trees
+from boostax.chain.parts import read
+from boostax.chain.roles import REDUCTIONS, UNKNOWN, role
+from boostax.config import keys, mindspore
 from boostax.config.singa import singa
+from boostax.model.less_bn import LessBNReport, changed
+from boostax.subspace import Basis, trajectory_basis
+
+PyTree = Any
+_WHO = "auto"
+_MEAN = {"kind": "mean"}
+# By its role the key in whose place, or behind which, a part of a user's own stands.
+_PLACES: Mapping[str, str] = {
+    **dict.fromkeys((*REDUCTIONS, "delta", "own params"), "reduce"),
+    **dict.fromkeys(("decay", "noise", "watch", "nothing", "norm clip", "clip"), "clip"),
+    **dict.fromkeys(("check", "recorder"), "dim_reduce"),
+    **{name: name for name in ("centralize", "carry", "freeze")},
+    **{"window": "accumulate", "scaler": "loss_scale", "storage": "store"},
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Boost:
+    """A configuration, ready to build; made by ``auto``.
+
+    Attributes:
+      config: plain data, by key the arguments that were given; ``boostax.auto(config)`` reads it.
+      notes: what of a foreign dictionary has no effect or another one, and why.
+      own: by their names, factories that boostax has not, and the key in whose place, or behind
+        which, each stands.
+      strict: whether what is on must be in what is built; MindSpore's own reading leaves out a
+        reduction where there are no replicas, and LessBN where a model has nothing of it.
+    """
+
+    config: dict[str, Any]
+    notes: tuple[str, ...] = ()
+    own: Mapping[str, tuple[keys.Factory, str]] = dataclasses.field(default_factory=dict[str, Any])
+    strict: bool = True
+
+    @property
+    def policy(self) -> boostax.precision.Policy | None:
+        """The precision policy, for ``value_and_grad`` or ``make_train_step``."""
+        return boostax.policy(**self.config["policy"]) if "policy" in self.config else None
+
+    def optimizer(
+        self,
+        inner: optax.GradientTransformation,
+        params: PyTree = None,
+        *,
+        axis_name: axes.AxisName | None = None,
+        less_bn: LessBNReport | None = None,
+    ) -> optax.GradientTransformationExtraArgs:
+        """Build the whole chain around an optimizer, in the one order.
+
+        Outermost first: freezing, carried leaves, loss scaling, the window (or the window, then
+        scaling), the check for spikes, the average of the params, what is stored in fewer bytes,
+        the recorder of snapshots, the reduction, centralization, clipping, the check of updates,
+        the count of lost ones, ``inner``. A reduction that stands around the optimizer
+        (``"adasum-delta"``, ``"partial"``, ``"local"``) is around centralization and clipping too.
+
+        A ``dim_reduce`` from files is the whole of it, inside the loss scaler; ``inner`` then
+        trains what lies outside the span, unless ``residual_rate`` puts an SGD there.
+
+        Args:
+          inner: any optimizer, without collectives.
+          params: the params or their shapes, where groups of layers are given by a number, or files
+            are read.
+          axis_name: replica axis (or axes); without one there is one replica.
+          less_bn: where LessBN is on, the report that came with the ``model``.
+
+        Returns:
+          A transformation. Cost: what its parts cost. The policy, micro-batches and LessBN
+          (``model``) are not in it.
+
+        Raises:
+          ValueError, TypeError: no params where groups are a number or files are read; fewer
+            layers than groups; a reduction other than the mean without an axis; beside a
+            ``dim_reduce`` from files, what it leaves nothing to.
+        """
+        who, place = "Boost.optimizer", {"tree": params, "less_bn": less_bn}
+        checks.transformation(who, "inner", inner)
+        own = [name for name, (_, key) in self.own.items() if key == "reduce"]
+        asked = self.config.get("reduce", _MEAN)
+        fits = axis_name is not None or not (self.strict and (own or asked != _MEAN))
+        allowed = f"given with the reduction {own[0] if own else repr(asked['kind'])}"
+        hint = "It is an axis of the mesh; on one device take the reduction out."
+        checks.require(who, "axis_name", None, allowed, fits, hint)
+        finish = self.config.get("dim_reduce", {})
+        if finish.keys() & {*keys.FILES}:
+            self._require_alone(who)
+            basis = keys.basis_of_files(finish, params)
+            residual = None if "residual_rate" in finish else inner
+            return self._finish(basis, residual, axis_name=axis_name, **place)
+        order = list(keys.ORDER)
+        if self.config.get("accumulate", {}).get("drop") == "window":
+            # The scaler inside, so that the window drops as a whole.
+            order.remove("loss_scale")
+            order.insert(order.index("accumulate"), "loss_scale")
+        return self._stacked(order, inner, axis_name=axis_name, **place)
+
+    def model(self, module: Any, /, *args: Any, **kwargs: Any) -> tuple[Any, LessBNReport | None]:
+        """Change the model to fewer BatchNorms and a normalised head, if they are on.
+
+        Args:
+          module: a Flax module.
+          *args: a sample of what it is called with: see ``boostax.less_bn``.
+          **kwargs: like ``args``.
+
+        Returns:
+          The model, and a report of what was changed; the module itself and ``None`` if nothing is
+          on. Cost: one trace.
+
+        Raises:
+          ValueError, TypeError, ImportError: as ``boostax.less_bn``; but read as MindSpore reads
+            it, what there is nothing of to change is left as it is.
+        """
+        if "less_bn" not in self.config:
+            return module, None
+        options = keys.sequences(self.config["less_bn"], tuple)
+        return changed(module, args, kwargs, **options, strict=self.strict)
+
+    def make_train_step(
+        self,
+        loss_fn: Any,
+        inner: optax.GradientTransformation,
+        params: PyTree = None,
+        *,
+        axis_name: axes.AxisName | None = None,
+        less_bn: LessBNReport | None = None,
+        **options: Any,
+    ) -> boostax.train.TrainStep:
+        """Call ``boostax.make_train_step`` with the chain, the policy and the micro-batches.
+
+        Args:
+          loss_fn: as there.
+          inner: as in ``optimizer``.
+          params: as in ``optimizer``; ``step.init`` wants them again.
+          axis_name: as there, and of the chain.
+          less_bn: where LessBN is on, the report that came with the ``model`` of the loss.
+          **options: ``mesh`` and further ones of ``boostax.make_train_step``.
+
+        Returns:
+          A ``TrainStep``. Cost: as there.
+
+        Raises:
+          ValueError, TypeError: as there and as ``optimizer``; no ``less_bn`` where it is on, or
+            params that are not of that model.
+        """
+        self._require_less_bn(less_bn, params)
+        tx = self.optimizer(inner, params, axis_name=axis_name, less_bn=less_bn)
+        options = {"microbatches": self.config.get("microbatches", 1)} | options
+        return boostax.make_train_step(
+            loss_fn, tx, axis_name=axis_name, policy=self.policy, **options
+        )
+
+    def finish(
+        self,
+        source: PyTree,
+        params: PyTree,
+        *,
+        residual: optax.GradientTransformation | None = None,
+        axis_name: axes.AxisName | None = None,
+    ) -> optax.GradientTransformationExtraArgs:
+        """Build the transformation that ends a run: ``dim_reduce``, inside the loss scaler.
+
+        It takes whole steps on gradients of the loss as it is: no window, no freezing, no clipping.
+        Give it to ``boostax.make_train_step``, with ``policy`` and larger batches.
+
+        Args:
+          source: an optimizer state that recorded snapshots, or a ``boostax.subspace.Basis``.
+          params: the params now; with a state, taken in as the latest snapshot.
+          residual: an optimizer for what lies outside the span; ``None`` for the one of the
+            configuration, if any. Behind a mean over ``axis_name``.
+          axis_name: replica axis (or axes).
+
+        Returns:
+          A transformation. Cost: as ``boostax.dim_reduce``.
+
+        Raises:
+          ValueError, TypeError: no ``dim_reduce`` in the configuration; a state that recorded
+            nothing, or too little; as ``boostax.dim_reduce``.
+        """
+        who, told = "Boost.finish", self.config.get("dim_reduce")
+        hint = 'auto({"dim_reduce": True}) records every tenth step.'
+        checks.require(who, "config.dim_reduce", None, "given", told is not None, hint)
+        if not isinstance(source, Basis):
+            count = self.config["dim_reduce"].get("n_components", 20)
+            source = trajectory_basis(source, count, params=params)
+        return self._finish(source, residual, axis_name=axis_name, tree=params)
+
+    def _finish(
+        self, basis: Any, residual: optax.GradientTransformation | None, **place: Any
+    ) -> optax.GradientTransformationExtraArgs:
+        """Put ``dim_reduce`` with a basis inside the loss scaler."""
+        options = keys.arguments(boostax.dim_reduce, self.config["dim_reduce"], **place)
+        outside: Any = options["residual"] if residual is None else residual
+        if outside is not None and place["axis_name"] is not None:
+            outside = optax.chain(boostax.all_reduce(place["axis_name"]), outside)
+        options |= {"basis": basis, "residual": outside}
+        tx = boostax.dim_reduce(**options)
+        return self._stacked(["loss_scale"], tx, **place)
+
+    def _require_alone(self, who: str) -> None:
+        """Refuse what is on and would not be in a step that is a finish."""
+        kept = ("dim_reduce", "loss_scale", "policy", "microbatches", "less_bn")
+        allowed = "left out with dim_reduce from the first step on"
+        hint = "It takes whole gradients as they are. strict=False leaves out MindSpore's rest."
+        for name, value in self.config.items():
+            _, key = self.own.get(name, (None, name))
+            fits = key in kept or (name, value) == ("reduce", _MEAN)
+            checks.require(who, f"config.{name}", value, allowed, fits, hint)
+
+    def _require_less_bn(self, report: Any, params: PyTree) -> None:
+        """Refuse a loss of which nothing says that its model was changed."""
+        who, hint = "Boost.make_train_step", "model, report = boost.model(model, x) changes it."
+        if "less_bn" not in self.config:
+            checks.absent(who, "less_bn", report, "left out where it is off", hint)
+            return
+        fits, allowed = isinstance(report, LessBNReport), "the report of the changed model"
+        more = ' Without a Flax model, {"less_bn": False} switches it off.'
+        checks.require(who, "less_bn", report, allowed, fits, hint + more)
+        paths = [f"/{trees.path_name(x)}/" for x, _ in jax.tree_util.tree_leaves_with_path(params)]
+        there = [x for x in report.removed if any(f"/{x}/" in path for path in paths)]
+        if paths and report.head and not any(f"/{report.head}/multiplier/" in x for x in paths):
+            there.append(report.head)
+        got = f"params of the model as it was at {', '.join(there)}"
+        checks.require(who, "params", got, "of the changed model", not there, hint)
+
+    def _stacked(
+        self, order: list[str], inner: optax.GradientTransformation, **place: Any
+    ) -> optax.GradientTransformationExtraArgs:
+        """Put each part of the order in front of, or around, what there is."""
+        parts = [inner]
+        for made in self._layers(order, **place):
+            if isinstance(made, optax.GradientTransformation):
+                parts.insert(0, made)
+            elif made is not None:
+                parts = [made(_chained(parts))]
+        return optax.with_extra_args_support(_chained(parts))
+
+    def _layers(self, order: list[str], **place: Any) -> Iterator[Any]:
+        config = {"reduce": _MEAN} | self.config
+        for key in order:
+            own = [name for name, (_, where) in self.own.items() if where == key]
+            if key == "reduce" and not axes.canonical("Boost.optimizer", place["axis_name"]):
+                continue
+            # Another reduction stands in the place of the mean.
+            if key in config and not (own and key == "reduce"):
+                several = len(keys.PARTS[key]) > 1
+                factory = keys.PARTS[key][config[key]["kind"] if several else ""]
+                told = {name: x for name, x in config[key].items() if name != "kind" or not several}
+                yield keys.layer(factory, told, **place)
+            yield from (keys.layer(self.own[name][0], config[name], **place) for name in own)
+
+
+def _chained(parts: list[optax.GradientTransformation]) -> optax.GradientTransformation:
+    return parts[0] if len(parts) == 1 else optax.chain(*parts)
 
 
 def auto(
@@ -23,9 +276,16 @@ def auto(
     *,
     level: str | None = None,
     strict: bool | None = None,
-    factories: Sequence[Callable[..., Any]] = (),
+    factories: Sequence[keys.Factory] = (),
 ) -> Boost:
-    """What a level, a dictionary, a JSON file or a ``BoostConfig`` asks for, ready to build.
+    """Read a configuration: a level, a dictionary or a JSON file.
+
+    Each public factory of a chain is a key with its own arguments, types and defaults:
+    ``{"top_k_reduce": {"density": 0.01}}``. Shorter keys are ``"reduce"`` and ``"loss_scale"``,
+    whose ``"kind"`` chooses a factory, and ``"clip"``, ``"centralize"``, ``"freeze"``; others are
+    ``"policy"``, ``"microbatches"`` and ``"less_bn"``. A value alone is the kind, or the first
+    argument; ``True`` takes the defaults, ``False`` or ``None`` turns a part off. In the place of
+    trees of labels stand ``groups``, in that of a schedule the arguments of ``freeze_schedule``.
 
     ===== ====================================================================================
     level switches on
@@ -40,17 +300,13 @@ def auto(
     own dictionary is read as it is, and what it would ignore is an error; with ``strict=False`` it
     is run as MindSpore runs it, and ``notes`` say what has no effect. So is
     ``{"singa": {"dist_option": "sparseTopK"}}``, which names a mode of Apache SINGA's. Beside
-    either stand fields of a ``BoostConfig``, and ``level`` and ``strict``: a file holds all of a
-    job. Of a part that MindSpore's dictionary names they say what it has no word for:
+    either stand keys of boostax's own, and ``level`` and ``strict``: a file holds all of a job. Of
+    a part that MindSpore's dictionary names they say what it has no word for:
     ``{"grad_freeze": {...}, "freeze": {"order": [...]}}``.
 
-    What is on is in what is built, or refused there: a reduction other than the mean wants an axis,
-    LessBN the report of the model that it changed.
-
     Args:
-      spec: a ``BoostConfig``; ``"O0"``, ``"O1"`` or ``"O2"``; a dictionary like
-        ``BoostConfig.to_dict()`` gives, MindSpore's, or one with ``"singa"``; or the path of a
-        JSON file of one.
+      spec: ``"O0"``, ``"O1"`` or ``"O2"``; a dictionary of boostax's, such as ``Boost.config``, of
+        MindSpore's, or one with ``"singa"``; or the path of a JSON file of one.
       level: of a dictionary or a file: where they start from; ``None`` is ``"O0"``.
       strict: of MindSpore's dictionary or level: ``False`` reads it as MindSpore does, the default
         as it is written.
@@ -68,84 +324,117 @@ def auto(
     Example:
       >>> import boostax, jax.numpy as jnp, optax
       >>> boost = boostax.auto({"loss_scale": "dynamic", "accumulate": 4, "clip": 1.0})
+      >>> boost.config
+      {'loss_scale': {'kind': 'dynamic'}, 'accumulate': {'every': 4}, 'clip': {'max_norm': 1.0}}
       >>> tx = boost.optimizer(optax.adam(1e-3))
-      >>> type(tx.init(jnp.zeros(3))).__name__, boost.config.clip
-      ('LossScaleState', Clip(max_norm=1.0))
+      >>> type(tx.init(jnp.zeros(3))).__name__
+      'LossScaleState'
+      >>> boostax.auto(boost.config) == boost
+      True
 
     References:
       MindSpore 2.10, ``mindspore.boost.AutoBoost``, which is one object for the whole process.
     """
-    who = "auto"
-    given = _loaded(spec) if _is_file(spec) else spec
-    if isinstance(given, str) and given in LEVELS and level is None:
+    is_file = isinstance(spec, pathlib.Path) or (isinstance(spec, str) and spec.endswith(".json"))
+    given: Any = _loaded(spec) if is_file else spec
+    if isinstance(given, str) and given in mindspore.LEVELS and level is None:
         given, level = {}, given
-    if not isinstance(given, Mapping):
-        hint = "It is where a dictionary or a file starts from."
-        checks.absent(who, "level", level, "left out here", hint)
-        hint = "False reads MindSpore's dictionary as MindSpore does."
-        checks.absent(who, "strict", strict, "left out here", hint)
-        hint = "A dictionary or a file says what they are called with."
-        checks.absent(who, "factories", factories or None, "left out here", hint)
-    if isinstance(given, BoostConfig):
-        return Boost(given)
-    if isinstance(given, Mapping):
-        data, own = owned(dict(given), factories)
-        boost = _from_dictionary(data, level, strict)
-        reduce, hint = boost.config.reduce, "One of factories is a reduction."
-        alone = reduce == Reduce() or all(place != "reduce" for place, _ in own)
-        checks.require(who, "reduce", reduce.kind, "left out here", alone, hint)
-        return dataclasses.replace(boost, own=own)
-    allowed = "a level, a dictionary, the path of a .json file, or a BoostConfig"
-    if isinstance(given, str):
-        hint = nearest(given, tuple(LEVELS))
-        raise ValueError(checks.message(who, "spec", allowed, given, hint))
-    hint = "'O1' is what mindspore.boost switches on at O1."
-    raise TypeError(checks.message(who, "spec", allowed, given, hint))
+    allowed, is_text = "a level, a dictionary, or the path of a .json file", isinstance(given, str)
+    hint = keys.nearest(given, mindspore.LEVELS) if is_text else "'O1' is what MindSpore calls so."
+    error = ValueError if is_text else TypeError
+    checks.require(_WHO, "spec", given, allowed, isinstance(given, Mapping), hint, error)
+    data = dict[str, Any](given)
+    level, strict = _once("level", level, data), _once("strict", strict, data)
+    keys.flag(_WHO, "strict", strict is None or strict)
+    strict, own = strict is not False, _owned(data, factories)
+    config, notes = _foreign(data, level or "O0", strict, own)
+    config = _read(data, config, own)
+    _check_together(config)
+    return Boost(config, notes, own, strict)
 
 
-def _from_dictionary(data: dict[str, Any], level: str | None, strict: bool | None) -> Boost:
-    """MindSpore's or SINGA's part of a dictionary, and then the rest of it."""
-    level = _once("level", level, data)
-    strict = _once("strict", strict, data)
-    if strict is not None:
-        flag("strict", strict, "auto")
-    # Read as there, what nothing knows is MindSpore's to ignore.
-    theirs = KEYS if is_mindspore(data) else ()
-    if strict is False:
-        theirs = (*theirs, *(key for key in data if key not in (*OWN_KEYS, "singa")))
-    foreign = {key: data.pop(key) for key in theirs if key in data}
-    level = "O0" if level is None else level
-    read = from_mindspore(foreign, level, strict=strict is not False)
+def _foreign(
+    data: dict[str, Any], level: str, strict: bool, own: Mapping[str, Any]
+) -> tuple[dict[str, Any], tuple[str, ...]]:
+    """Take MindSpore's and SINGA's keys out of a dictionary, and read them."""
+    theirs = mindspore.KEYS if mindspore.is_mindspore(data) else ()
+    if not strict:  # Read as there, what nothing knows is MindSpore's to ignore.
+        theirs = (*theirs, *(key for key in data if key not in (*keys.KEYS, *own, "singa")))
+    taken = {key: data.pop(key) for key in theirs if key in data}
+    config, notes = mindspore.from_mindspore(taken, level, strict=strict)
+    for key, told in config.items() if taken else ():
+        # Of what MindSpore has no word for, such as the order of layers, it says nothing.
+        if not isinstance(data.get(key), Mapping) or data[key].keys() & told.keys():
+            _require_unsaid(key, data, "MindSpore's dictionary")
     if "singa" in data:
-        data["reduce"] = _beside("reduce", data, singa(data.pop("singa")), "singa")
-    if foreign:
-        for role, part in read.config.changed().items():
-            given = data.get(role)
-            # Of what MindSpore has no word for, such as the order of layers, it says nothing.
-            if not isinstance(given, Mapping) or given.keys() & part.stated().keys():
-                _beside(role, data, part, "MindSpore's dictionary")
-    config = BoostConfig.from_dict(data, read.config)
-    return Boost(config, read.notes, strict=strict is not False)
+        config["reduce"] = singa(data.pop("singa"))
+        _require_unsaid("reduce", data, "singa")
+    return config, notes
+
+
+def _read(data: Mapping[str, Any], base: Mapping[str, Any], own: Mapping[str, Any]) -> Any:
+    """Read keys of boostax's own, over those of ``base``."""
+    keys.known(data, (*keys.KEYS, *own), "keys")
+    found, seen = dict(base), set[str]()
+    for name, value in data.items():
+        key, kind = keys.NAMED.get(name, (name, ""))
+        allowed, hint = f"left out beside another {key}", "A chain has one of them."
+        checks.require(_WHO, name, value, allowed, key not in seen, hint)
+        seen.add(key)
+        if name == "microbatches":
+            found[key] = checks.positive_int(_WHO, name, value, "1 takes each batch whole.")
+        elif value is None or value is False:
+            found.pop(key, None)
+        else:
+            kinds = {"": own[name][0]} if name in own else keys.PARTS[key]
+            kinds = {kind: kinds[kind]} if name in keys.NAMED else kinds
+            found[key] = keys.part(name, kinds, value, found.get(key))
+    reduces = [name for name, (_, key) in own.items() if key == "reduce"]
+    asked = found.get("reduce", _MEAN)
+    hint, fits = f"{' and '.join(reduces)} takes its place.", not reduces or asked == _MEAN
+    checks.require(_WHO, "reduce", asked["kind"], "left out here", fits, hint)
+    return found
+
+
+def _owned(
+    data: dict[str, Any], factories: Sequence[keys.Factory]
+) -> dict[str, tuple[keys.Factory, str]]:
+    """Return factories of a user's own that a dictionary names, and their keys in the order."""
+    found: dict[str, tuple[keys.Factory, str]] = {}
+    for factory in factories:
+        name = getattr(factory, "__name__", repr(factory))
+        allowed, fits = "functions of your own", callable(factory) and name not in keys.NAMED
+        hint = "Keys name boostax's own without it."
+        checks.require(_WHO, "factories", factory, allowed, fits, hint)
+        if data.get(name) is None or data[name] is False:
+            data.pop(name, None)
+            continue
+        made: Any = keys.layer(
+            factory, keys.part(name, {"": factory}, data[name]), axis_name="axis"
+        )
+        what = role(read(made(optax.identity()) if callable(made) else made))
+        hint = "What is of the optimizer belongs into it."
+        if what == UNKNOWN:
+            hint = f'@boostax.describe({name!r}, "clip") on its update says what it is.'
+        allowed = "described with a role that has a place in a chain"
+        checks.require(_WHO, name, what, allowed, what in _PLACES, hint)
+        found[name] = (factory, _PLACES[what])
+    return found
 
 
 def _once(name: str, given: Any, data: dict[str, Any]) -> Any:
-    """What is said of it as an argument or in the dictionary, from which it is taken."""
+    """Take from a dictionary what is said in it, or as an argument."""
     there = data.pop(name, None)
     same, hint = given is None or there in (None, given), "The dictionary says it, too."
-    checks.require("auto", name, given, f"{there!r} or left out", same, hint)
+    checks.require(_WHO, name, given, f"{there!r} or left out", same, hint)
     return there if given is None else given
 
 
-def _beside(role: str, data: Mapping[str, Any], part: Any, whose: str) -> Any:
-    """The part, if nothing else in the dictionary says what takes its role."""
-    for key, got in data.items():
-        allowed, hint = f"left out beside {whose}", f"{whose} names one already."
-        checks.require("auto", key, got, allowed, role_of(key) != role, hint)
-    return part
-
-
-def _is_file(spec: Any) -> bool:
-    return isinstance(spec, pathlib.Path) or (isinstance(spec, str) and spec.endswith(".json"))
+def _require_unsaid(key: str, data: Mapping[str, Any], whose: str) -> None:
+    """Refuse what a foreign dictionary says already."""
+    for name, value in data.items():
+        fits, hint = keys.NAMED.get(name, (name, ""))[0] != key, f"{whose} names one already."
+        checks.require(_WHO, name, value, f"left out beside {whose}", fits, hint)
 
 
 def _loaded(path: str | pathlib.Path) -> Any:
@@ -153,7 +442,26 @@ def _loaded(path: str | pathlib.Path) -> Any:
         return json.loads(pathlib.Path(path).read_text())
     # Also no text at all, and brackets in brackets without end.
     except (json.JSONDecodeError, UnicodeDecodeError, RecursionError) as error:
-        hint = f"{error}."
-        raise ValueError(
-            checks.message("auto", "spec", "a file of JSON", str(path), hint)
-        ) from error
+        text = checks.message(_WHO, "spec", "a file of JSON", str(path), f"{error}.")
+        raise ValueError(text) from error
+
+
+def _check_together(config: Mapping[str, Any]) -> None:
+    """Refuse parts that do not go together."""
+    hint = "Small gradients vanish without: 'dynamic' scales, and bfloat16 needs none."
+    half = "policy" in config and boostax.policy(**config["policy"]).compute_dtype == jnp.float16
+    allowed, fits = "given where policy computes in float16", "loss_scale" in config or not half
+    checks.require(_WHO, "loss_scale", None, allowed, fits, hint)
+    kind, freezes = config.get("reduce", _MEAN)["kind"], "freeze" in config
+    own, finish = kind in ("partial", "local"), config.get("dim_reduce")
+    allowed, fits = "no 'partial' or 'local' with freeze", not (freezes and own)
+    hint = "What is frozen between two synchronizations would stay different on every replica."
+    checks.require(_WHO, "reduce", kind, allowed, fits, hint)
+    if freezes or own:
+        allowed = f"None with {f'reduce {kind!r}' if own else 'freeze'}"
+        hint = "Each replica has params of its own." if own else "What is frozen would be missing."
+        checks.absent(_WHO, "average_params", config.get("average_params"), allowed, hint)
+        records = finish is not None and not {*finish} & {*keys.FILES}
+        every = config["dim_reduce"].get("every", 10) if records else None
+        hint += " boost.finish takes a basis of snapshots from elsewhere: dim_reduce.every = None."
+        checks.absent(_WHO, "dim_reduce.every", every, allowed, hint)

@@ -1,8 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A saved optimizer state for a chain that has changed since: which array goes where."""
+"""Carry a saved optimizer state over to a chain that has changed since.
+
+An optimizer state is a tree of states, which are NamedTuples, and each array belongs to the
+innermost one around it. States are matched by class, arrays by their path within the state, and
+what belongs together (an open window, the moments of a param) is carried whole or not at all.
+
+A scaler divides gradients for what is inside it. A state around it, or before it in a chain, sees
+gradients times its scale, and so is what that state sums up: its unit.
+"""
 
 import dataclasses
-from collections.abc import Callable, Container, Iterable
+import itertools
+import sys
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import jax
@@ -10,26 +20,40 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from jax.sharding import NamedSharding, PartitionSpec
+from jax.tree_util import DictKey, GetAttrKey, SequenceKey
 
 from boostax._core import checks, trees
+from boostax._core.describe import Holds
 from boostax._core.finite import usable
 from boostax._core.gate import Pending
-from boostax._core.replicas import is_per_replica
+from boostax._core.replicas import PerReplica, is_per_replica, spread_anew
 from boostax._core.variants import variants_of
-from boostax.accumulate.window import AccumulateState
-from boostax.config.nodes import Leaf, Node, Path, Unit, measured, read, translated, unit_at
-from boostax.config.states import holds
-from boostax.precision.store import narrowed, widened
+from boostax.accumulate.window import AccumulateState, Window
+from boostax.precision.loss_scale import LossScaleState
+from boostax.precision.store import StoreState, narrowed, widened
 from boostax.train.state import TrainState
 
 PyTree = Any
-Values = dict[Path, Any]
+Path = tuple[Any, ...]
 WHO = "migrate_state"
+FLUSH = "boostax.flush(old_tx, state, params)"
+# What states of Optax hold, and arrays in no state at all.
+HOLDS: dict[type, Holds] = {
+    optax.MultiStepsState: Holds(("mini_step", "acc_grads"), "mini_step", ("acc_grads",)),
+    optax.TraceState: Holds(sums=("trace",)),
+    optax.contrib.ScheduleFreeState: Holds(params=True),
+    type(None): Holds(params=True),
+}
+
+
+def holds(cls: type) -> Holds:
+    """Return what the fields of a state class are: its own ``holds``, or what is known of it."""
+    return getattr(cls, "holds", HOLDS.get(cls, Holds()))
 
 
 @dataclasses.dataclass(frozen=True)
 class MigrationReport:
-    """What became of an optimizer state. ``print`` gives it in words.
+    """Say what became of an optimizer state. ``print`` gives it in words.
 
     Attributes:
       kept: what was carried over, by state: fields, and from where to where.
@@ -46,339 +70,534 @@ class MigrationReport:
     def __str__(self) -> str:
         parts = {"kept": self.kept, "made anew": self.anew, "dropped": self.dropped}
         parts |= {"notes": self.notes} if self.notes else {}
-        return "\n".join(
-            "\n  ".join((f"{title}:", *(lines or ("nothing",)))) for title, lines in parts.items()
-        )
+        texts = ("\n  ".join((f"{t}:", *(lines or ("nothing",)))) for t, lines in parts.items())
+        return "\n".join(texts)
 
 
-@dataclasses.dataclass
-class Carried:
-    """What is carried over.
+@dataclasses.dataclass(eq=False)
+class Leaf:
+    """Hold an array of a state.
 
     Attributes:
-      owners: the params of one replica, by path.
-      replicas: how many the old per-replica arrays lead with; ``None`` if they do not.
-      taken: for the path of an array in the new state, its source in the old one.
-      primary: for a new state, the old one from which its counts are.
-      notes: choices that were made.
-      spoilt: where windows stood that the old chain would have skipped.
+      path: where it lies in the whole tree.
+      rel: where it lies in its state.
+      value: the array.
+      replicas: ``None`` if it is the same on all replicas; else how many it leads with, 0 for one
+        without that dimension.
+      node: the state in which it is.
+      owner: path of the param to which it belongs, if it belongs to one.
+      source: the old array that a new one takes its value from.
     """
 
-    owners: dict[Path, Any]
+    path: Path
+    rel: Path
+    value: Any
     replicas: int | None
-    taken: dict[Path, Leaf] = dataclasses.field(default_factory=dict[Path, Leaf])
-    primary: dict[Node, Node] = dataclasses.field(default_factory=dict[Node, Node])
-    notes: list[str] = dataclasses.field(default_factory=list[str])
-    spoilt: set[Path] = dataclasses.field(default_factory=set[Path])
+    node: "Node"
+    owner: Path | None
+    source: "Leaf | None" = None
 
-    def fits(self, old: Leaf, new: Leaf, casts: bool = False) -> bool:
-        """Whether an old array can stand for a new one, in another precision if it ``casts``."""
-        # Both real, or both complex, in whatever precision.
-        kinds, dtypes = (jnp.floating, jnp.complexfloating), (old.dtype, new.dtype)
-        alike = any(all(jnp.issubdtype(x, kind) for x in dtypes) for kind in kinds)
-        if old.dtype != new.dtype and not (casts and alike):
-            return False
-        if not old.own or self.replicas is None:
-            return old.shape == new.shape
-        return old.shape == (self.replicas, *new.shape) and (new.own or self.replicas == 1)
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape on one replica."""
+        return np.shape(self.value)[1 if self.replicas else 0 :]
 
-    def pairs(self, olds: list[Node], news: list[Node]) -> list[tuple[Node, Node]]:
-        """The best fit first; of equal ones those of the lowest numbers."""
-        ranked = sorted(
-            (tuple(-x for x in self._score(old, new)), i, j)
-            for i, old in enumerate(olds)
-            for j, new in enumerate(news)
-        )
-        partner: dict[int, int] = {}
-        for score, i, j in ranked:
-            if score[0] < 0 and i not in partner and j not in partner.values():
-                partner[i] = j
-        return [(olds[i], news[j]) for i, j in sorted(partner.items())]
+    @property
+    def saved(self) -> Any:
+        """The value that it goes on with."""
+        return self.value if self.source is None else self.source.value
 
-    def _score(self, old: Node, new: Node) -> tuple[int, int, int]:
-        both = [rel for rel in new.leaves if rel in old.leaves]
-        casts = bool(new.holds.opened)
-        good = sum(self.fits(old.leaves[rel], new.leaves[rel], casts) for rel in both)
-        return good, good - len(old.leaves), len(old.labels & new.labels)
 
-    def take(self, old: Node, new: Node, counts_alone: bool = False) -> None:
-        """Every array that fits, or those that belong to no param."""
-        for rel, leaf in new.leaves.items():
-            other = old.leaves.get(rel)
-            if other is None or not self.fits(other, leaf, bool(new.holds.opened)):
-                continue
-            if not counts_alone or leaf.owner is None:
-                self.taken[leaf.path] = other
+@dataclasses.dataclass(eq=False)
+class Node:
+    """Hold a state within an optimizer state.
 
-    def share(self, olds: list[Node], news: list[Node]) -> None:
-        """One state that became several, or several that became one, by what belongs to a param.
+    Attributes:
+      path: where it lies.
+      value: the state itself; ``None`` for what is in no NamedTuple.
+      leaves: its arrays by their paths in it, without those of states inside it.
+      primary: the old state from which a new one has its counts.
+    """
 
-        A state that gets moments so and has no source of its own takes their counts as well.
-        """
-        used = {taken.path for taken in self.taken.values()}
-        for new in news:
-            for rel, leaf in new.leaves.items():
-                if leaf.path in self.taken or leaf.owner is None:
-                    continue
-                found = (old.leaves[rel] for old in olds if rel in old.leaves)
-                free = (x for x in found if x.path not in used and self.fits(x, leaf))
-                source = next(free, None)
-                if source is None:
-                    continue
-                self.taken[leaf.path] = source
-                used.add(source.path)
-                if new not in self.primary:
-                    self.primary[new] = source.node
-                    self.take(source.node, new, counts_alone=True)
-                elif self.primary[new] is not source.node:
-                    origin = f"{spot(source.node.path)}, not counts."
-                    place = f"{new.source} at {spot(new.path)}"
-                    self._note(f"{place} also takes moments from {origin}")
+    path: Path
+    value: Any
+    leaves: dict[Path, Leaf] = dataclasses.field(default_factory=dict[Path, Leaf])
+    primary: "Node | None" = None
 
-    def translate(self, olds: list[Node], news: list[Node]) -> None:
-        """States of other libraries to those of boostax that have no source; windows back, too."""
-        seen: dict[tuple[str, Any], int] = {}
-        for old in olds:
-            made = translated(old)
-            if made is None:
-                continue
-            number = seen.get((old.source, made.cls), 0)
-            seen[old.source, made.cls] = number + 1
-            places = [node for node in news if node.cls is made.cls]
-            if number < len(places):
-                new = places[number]
-                made = made if made.holds.opened else _cast(made, new)
-                # Several may feed one: a scale from here, the skipped steps from there.
-                self.primary.setdefault(new, made)
-                self.take(made, new)
-                if count := old.opened({}):
-                    peer, more = (old, "")
-                    if old.cls is AccumulateState:
-                        peer, more = (new, f"; its windows must be longer than {count}")
-                    self.notes.append(
-                        f"acc_grads of MultiStepsState at {spot(peer.path)} is taken as a mean "
-                        f"over {count} micro-steps (use_grad_mean=True){more}."
-                    )
+    def __str__(self) -> str:
+        return "no state" if self.value is None else type(self.value).__name__
 
-    def settle(self, old: Node, new: Node) -> None:
-        """Give up what would be wrong without the rest of it."""
-        bound = new.holds.bound
-        if bound is not None:
-            mine = [rel for rel in new.leaves if rel[0].name in bound]
-            theirs = {rel for rel in old.leaves if rel[0].name in bound}
-            if theirs != set(mine) or not all(new.leaves[rel].path in self.taken for rel in mine):
-                self._drop(new, mine)
-            return
-        groups: dict[Path, list[Path]] = {}
-        for rel, leaf in new.leaves.items():
-            if leaf.owner is not None:
-                groups.setdefault(leaf.owner, []).append(rel)
-        for rels in groups.values():
-            # A second moment of zero beside an old first one would make a huge step.
-            if any(new.leaves[rel].path not in self.taken and rel in old.leaves for rel in rels):
-                self._drop(new, rels)
-        moments = [rel for rels in groups.values() for rel in rels]
-        if moments and not any(new.leaves[rel].path in self.taken for rel in moments):
-            # Counts without their moments: the bias correction would be wrong.
-            self._drop(new, new.leaves)
+    @property
+    def holds(self) -> Holds:
+        """What its fields are."""
+        return holds(type(self.value))
 
-    def measure(self, olds: list[Node], news: list[Node]) -> None:
-        """Multiply what is a sum of gradients by what makes it one of those at its new place."""
-        values: Values = {path: source.value for path, source in self.taken.items()}
-        for new in news:
-            found = ((rel, self.taken.get(leaf.path)) for rel, leaf in new.leaves.items())
-            sources = {rel: source for rel, source in found if source is not None}
-            old_paths = {source.node.path for source in sources.values()}
-            before = {path: unit_at(path, olds, {}) for path in old_paths}
-            after, count = unit_at(new.path, news, values), new.opened(values)
-            if count and self._spoilt(new, sources, before, after):
-                continue
-            closed = bool(new.holds.opened) and not count
-            for rel, source in sources.items():
-                leaf, factor = new.leaves[rel], 1.0
-                if not closed:
-                    factor = self._ratio(new, rel, source, before[source.node.path], after)
-                    spreads = leaf.own and not source.own and new.cls is AccumulateState
-                    if spreads and new.value.shares():
-                        hint = "They add up their windows: of the open one each gets a part."
-                        known = self.replicas is not None
-                        checks.require(WHO, "replicas", None, "given", known, hint)
-                        factor /= self.replicas or 1
-                self.taken[leaf.path] = _multiplied(source, leaf, factor, stale=closed)
+    def bound(self) -> list[Path]:
+        """Return the paths of the arrays that mean something together alone."""
+        return [rel for rel in self.leaves if rel[0].name in (self.holds.bound or ())]
 
-    def _ratio(self, new: Node, rel: Path, source: Leaf, before: Unit, after: Unit) -> float:
-        """Of the loss scales in which an array is to be measured, and was."""
-        how = measured(rel, new.leaves[rel])
-        if how is None or (before.scale, before.rest) == (after.scale, after.rest):
-            return 1.0
-        words = (
-            f"{new.source} at {spot(source.node.path)} of gradients times {before}, which at "
-            f"{spot(new.path)} come times {after}"
-        )
-        if how == "moment" or before.rest != after.rest:
-            hint = "Put the loss scaler where it was, around the whole optimizer at best."
-            if new.holds.opened:
-                hint = "Apply the window before: boostax.flush(old_tx, state, params)."
-            allowed = "of gradients that the loss scale multiplies alike in new_tx"
-            raise ValueError(f"{WHO}: old_state must be {allowed}, got {words}. {hint}")
-        self._note(f"{words}: {'converted' if how == 'sum' else 'kept as it is'}.")
-        return after.scale / before.scale if how == "sum" else 1.0
-
-    def _spoilt(
-        self, new: Node, sources: dict[Path, Leaf], before: dict[Path, Unit], after: Unit
-    ) -> bool:
-        """Drop a window that cannot be used, as a scaler would have, where none does any more."""
-        bound = {rel: x for rel, x in sources.items() if rel[0].name in (new.holds.bound or ())}
-        paths = {source.node.path for source in bound.values()}
-        guarded = any(before[path].scalers for path in paths) and not after.scalers
-        scaled = ((x.value, jnp.float32(1 / before[x.node.path].scale)) for x in bound.values())
-        if not guarded or all(usable(Pending(x, (factor,))) for x, factor in scaled):
-            return False
-        self._drop(new, bound)
-        self.spoilt |= paths
-        where = ", ".join(map(spot, paths))
-        self._note(
-            f"The open window at {where} cannot be used and is dropped, as its loss scaler would "
-            "have done."
-        )
-        return True
-
-    def require_windows(self, olds: list[Node]) -> None:
-        """Refuse to lose what an open window holds."""
-        used = {source.path for source in self.taken.values()}
-        for old in olds:
-            count, bound = old.opened({}), old.holds.bound or ()
-            sums = [leaf for rel, leaf in old.leaves.items() if count and rel[0].name in bound]
-            if not count or old.path in self.spoilt or any(leaf.path in used for leaf in sums):
-                continue
-            hint = "Apply them before: boostax.flush(old_tx, state, params)."
-            if any(leaf.own for leaf in sums):
-                hint += " Or make one window of all: boostax.reshard_state(old_state, 1)."
-            raise ValueError(
-                f"{WHO}: old_state must have no open window that does not fit new_tx, got one of "
-                f"{count} micro-steps at {spot(old.path)}. {hint}"
-            )
-
-    def _note(self, note: str) -> None:
-        if note not in self.notes:
-            self.notes.append(note)
-
-    def _drop(self, new: Node, rels: Iterable[Path]) -> None:
+    def drop(self, rels: Iterable[Path]) -> None:
+        """Let arrays be as ``init`` made them after all."""
         for rel in rels:
-            self.taken.pop(new.leaves[rel].path, None)
+            self.leaves[rel].source = None
 
-    def note_choice(self, olds: list[Node], news: list[Node]) -> None:
-        """Say which of several states went where, if it is not each to its own place."""
-        pairs = [(self.primary[new], new) for new in news if new in self.primary]
-        plain = len(olds) == len(news) and pairs == list(zip(olds, news, strict=True))
-        if plain or not olds:
-            return
-        chosen = ", ".join(f"{spot(old.path)} -> {spot(new.path)}" for old, new in pairs)
-        counts = f"{len(olds)} in the old state, {len(news)} in the new one"
-        self.notes.append(f"{news[0].source}: {counts}; {chosen or 'none fits'}.")
-
-    def require_same_params(self, olds: list[Node], news: list[Node], every: list[Node]) -> None:
-        """Refuse a state that was made for params of other shapes."""
-        kept = {
-            (leaf.owner, self._local_shape(leaf)) for node in every for leaf in node.leaves.values()
-        }
-        for new in news:
-            for rel, leaf in new.leaves.items():
-                if leaf.owner is None or leaf.shape != self.owners[leaf.owner].shape:
-                    continue
-                same = [old.leaves[rel] for old in olds if rel in old.leaves]
-                # Arrays of one element stand in for what an optimizer does without.
-                odd = [x for x in same if self._local_shape(x) not in (leaf.shape, (1,))]
-                if odd and (leaf.owner, leaf.shape) not in kept:
-                    got, path = self._local_shape(odd[0]), trees.path_name(odd[0].path)
-                    raise ValueError(
-                        f"{WHO}: params must be of the shapes that old_state was made for, got "
-                        f"{trees.path_name(leaf.owner) or 'a leaf'!r} of {leaf.shape}, where "
-                        f"old_state has {got} at {path!r}. A changed layer needs a new state: mask "
-                        "it out, or use new_tx.init(params)."
-                    )
-
-    def _local_shape(self, leaf: Leaf) -> tuple[int, ...]:
-        return leaf.shape[1:] if leaf.own and self.replicas is not None else leaf.shape
+    def opened(self) -> int:
+        """Return the number of micro-steps in its open window; 0 for one that has none."""
+        leaf = self.leaves.get((GetAttrKey(self.holds.opened),))
+        return 0 if leaf is None else int(leaf.saved)
 
 
-def carry(olds: list[Node], news: list[Node], params: PyTree, replicas: int | None) -> Carried:
-    """Match states by class, k-th to k-th where they fit alike, and their arrays by path.
+def arrays(nodes: Iterable[Node]) -> list[Leaf]:
+    """Return the arrays of all these states."""
+    return [leaf for node in nodes for leaf in node.leaves.values()]
+
+
+def read(tree: PyTree, params: PyTree) -> list[Node]:
+    """Return the states of a tree, outermost first. The containers of the params are none."""
+    containers = set(map(type, trees.find(params, lambda _: True)))
+    owners = dict(jax.tree_util.tree_leaves_with_path(params))
+    found = [Node((), None)]
+
+    def visit(path: Path, x: Any, node: Node, rel: Path, replicas: int | None) -> None:
+        _require_known(x)
+        if isinstance(x, PerReplica):
+            visit((*path, GetAttrKey("local")), x.local, node, rel, 0)
+        elif jax.tree_util.all_leaves([x]):
+            value = x if hasattr(x, "dtype") else jnp.asarray(x)
+            node.leaves[rel] = Leaf(path, rel, value, replicas, node, _owner(rel, value, owners))
+        else:
+            if _is_state(x) and type(x) not in containers:
+                node, rel = Node(path, x), ()
+                found.append(node)
+            pairs = jax.tree_util.tree_flatten_with_path(x, is_leaf=lambda y: y is not x)[0]
+            for (key,), child in pairs:
+                visit((*path, key), child, node, (*rel, key), replicas)
+
+    visit((), tree, found[0], (), None)
+    return [node for node in found if node.leaves]
+
+
+def _is_state(x: Any) -> bool:
+    """Return whether ``x`` is a state, and not one of the parts of which a state is made."""
+    name, ours = type(x).__name__, type(x).__module__.startswith("boostax.")
+    part = not name.endswith("State") if ours else name in ("MaskedNode", "WrappedScheduleState")
+    return hasattr(x, "_fields") and not part
+
+
+def _require_known(x: Any) -> None:
+    """Refuse the state of a part that boostax no longer has."""
+    cls = type(x)
+    gone = getattr(sys.modules.get(cls.__module__), cls.__name__, None) is not cls
+    if isinstance(x, StoreState):  # Of "kahan" and "remainder", that is gone and this is not.
+        gone = any(y.dtype == jnp.bfloat16 for y in jax.tree.leaves(x.low))
+    if gone and cls.__module__.startswith("boostax."):
+        kind = " of params='kahan'" if isinstance(x, StoreState) else ""
+        got, allowed = f"{cls.__module__}.{cls.__name__}{kind}", "of parts that boostax has"
+        hint = "Take that one out of the chain with the version of boostax that saved it."
+        raise ValueError(checks.message(WHO, "old_state", allowed, got, hint))
+
+
+def _owner(path: Path, x: Any, params: dict[Path, Any]) -> Path | None:
+    """Return the path of the param to which an array belongs: the one that ends its own.
+
+    A lone param has an empty path, which ends every other: there the shape decides.
+    """
+    found = next((path[i:] for i in range(len(path) + 1) if path[i:] in params), None)
+    other = found == () and params[()].shape not in (np.shape(x), np.shape(x)[1:])
+    return None if other else found
+
+
+def _from_multi_steps(x: Any) -> AccumulateState:
+    """Return the window of ``accumulate``, which holds a sum; ``MultiSteps`` holds a mean."""
+    sums = jax.tree.map(lambda g: g * x.mini_step, trees.at_least_float32(x.acc_grads))
+    closed = (x.gradient_step > 0) & (x.mini_step == 0)
+    window = Window(sums, None)
+    return AccumulateState(x.mini_step, x.gradient_step, None, closed, window, x.inner_opt_state)
+
+
+def _to_multi_steps(x: Any) -> optax.MultiStepsState:
+    """Return the window of ``MultiSteps``; it has none for weights."""
+    grads = x.window.grads if isinstance(x.window, Window) and x.window.weight is None else None
+    share = lambda g: g / jnp.maximum(x.micro_step, 1)  # noqa: E731
+    means = jax.tree.map(share, trees.at_least_float32(grads))
+    return optax.MultiStepsState(x.micro_step, x.optimizer_steps, x.inner_state, means, ())
+
+
+def _scaler(scale: Any = None, clean_steps: Any = None, **fields: Any) -> LossScaleState:
+    """Return a scaler's state with what another library knows of it."""
+    if scale is not None:
+        fields |= {"scale": jnp.asarray(scale, jnp.float32).reshape(())}
+    if clean_steps is not None:
+        fields |= {"clean_steps": jnp.asarray(clean_steps, jnp.int32)}
+    return LossScaleState(**dict.fromkeys(LossScaleState._fields) | fields)
+
+
+def _from_apply_if_finite(x: Any) -> LossScaleState:
+    skipped = {"skipped_in_a_row": x.notfinite_count, "skipped_steps": x.total_notfinite}
+    return _scaler(last_finite=x.last_finite, inner_state=x.inner_state, **skipped)
+
+
+# Other libraries' states as those that do their work, with ``None`` for what they do not know.
+# Flax's and jmp's by their names, so that neither is imported.
+TRANSLATIONS: dict[Any, tuple[type, Callable[[Any], Any]]] = {
+    optax.MultiStepsState: (AccumulateState, _from_multi_steps),
+    AccumulateState: (optax.MultiStepsState, _to_multi_steps),
+    optax.ApplyIfFiniteState: (LossScaleState, _from_apply_if_finite),
+    "DynamicScale": (LossScaleState, lambda x: _scaler(x.scale, x.fin_steps)),
+    "DynamicLossScale": (LossScaleState, lambda x: _scaler(x.loss_scale, x.counter)),
+    "StaticLossScale": (LossScaleState, lambda x: _scaler(x.loss_scale)),
+}
+
+
+def translated(tree: PyTree, wanted: set[type], notes: list[str]) -> PyTree:
+    """Return the state, other libraries' as those that do their work where these are wanted."""
+
+    def form_of(x: Any) -> Any:
+        cls, form = TRANSLATIONS.get(type(x), TRANSLATIONS.get(type(x).__name__, (None, None)))
+        return form if cls in wanted and type(x) not in wanted else None
+
+    def translate(x: Any) -> Any:
+        form = form_of(x)
+        if form is _from_multi_steps:
+            notes.append("acc_grads of MultiStepsState is taken as a mean (use_grad_mean=True).")
+        return x if form is None else translated(form(x), wanted, notes)
+
+    return jax.tree.map(translate, tree, is_leaf=lambda x: form_of(x) is not None)
+
+
+def unit_at(path: Path, nodes: list[Node]) -> dict[str, Any]:
+    """Return what the gradients that a state sees are multiplied by.
 
     Args:
-      olds: states of the old tree.
-      news: states of what ``init`` made, without a dimension of replicas.
-      params: the params of one replica.
-      replicas: how many the old per-replica arrays lead with; ``None`` if they do not.
+      path: that of the state.
+      nodes: all states of the tree.
+
+    Returns:
+      By ``""`` the product of the scales that are known to apply to all of them, if there are any;
+      by their names scales of groups, and of scalers in one part of a ``partition`` or
+      ``named_chain``: it can only be said whether they are the same elsewhere.
     """
-    carried = Carried(dict(jax.tree_util.tree_leaves_with_path(params)), replicas)
-    matched: set[Node] = set()
-    for cls in dict.fromkeys(new.cls for new in news):
-        mine = [node for node in olds if node.cls is cls]
-        target = [node for node in news if node.cls is cls]
-        carried.require_same_params(mine, target, olds)
-        for old, new in carried.pairs(mine, target):
-            carried.primary[new] = old
-            matched.update((old, new))
-            carried.take(old, new)
-        if cls is not None and holds(cls).bound is None:
-            carried.share(mine, target)
-        if len(mine) > 1 or len(target) > 1:
-            carried.note_choice(mine, target)
-    rest = [[node for node in nodes if node not in matched] for nodes in (olds, news)]
-    carried.translate(*rest)
-    for new, old in carried.primary.items():
-        carried.settle(old, new)
-    carried.measure(olds, news)
-    carried.require_windows(olds)
-    return carried
+    unit: dict[str, Any] = {}
+    for node in nodes:
+        leaf, way = node.leaves.get((GetAttrKey(node.holds.scale),)), _way(path, node.path)
+        # One that was kept beside the optimizer divides nothing.
+        if leaf is None or way is None or getattr(node.value, "inner_state", ()) is None:
+            continue
+        found = np.asarray(leaf.saved, np.float64)
+        found = 2.0 ** (np.frexp(found)[1] - 1.0) if node.holds.powers else found
+        if way == "" and np.all(found == found.flat[0]):
+            unit[""] = unit.get("", 1.0) * float(found.flat[0])
+        else:
+            unit[way or "the groups"] = found.tolist()
+    return unit
 
 
-def _cast(node: Node, like: Node) -> Node:
-    """The arrays of a translated state in the dtypes of the one that they are for.
+def _way(path: Path, scaler: Path) -> str | None:
+    """Return how gradients come from a state to a scaler: ``None`` if none do, "" if all do."""
+    pairs = enumerate(zip(path, scaler, strict=False))
+    shared = next((i for i, (a, b) in pairs if a != b), min(len(path), len(scaler)))
+    here, there = path[shared : shared + 1], scaler[shared:]
+    if not there:
+        return None
+    if here and isinstance(here[0], SequenceKey):
+        return "" if here[0].idx < there[0].idx else None
+    parts = isinstance(here[0], DictKey) if here else GetAttrKey("inner_states") in there
+    return trees.path_name(there) if parts else None if here else ""
 
-    What has one element there and is a scalar here becomes one, such as a scale of shape ``(1,)``.
+
+def _words(unit: dict[str, Any]) -> str:
+    rest = (f"{found} of {way}" for way, found in unit.items() if way)
+    return " and ".join([f"{unit.get('', 1.0):g}", *rest])
+
+
+def measured(leaf: Leaf) -> str | None:
+    """Return what an array is in terms of the gradients that its state sees.
+
+    Returns:
+      ``None`` for what has nothing to do with their scale; ``"sum"`` for what is proportional to
+      it, ``"moment"`` for other powers, ``"unknown"`` for states of which nothing is known.
     """
-    leaves: dict[Path, Leaf] = {}
-    for rel, leaf in node.leaves.items():
-        if rel in like.leaves:
-            x = jnp.asarray(leaf.value).astype(like.leaves[rel].dtype)
-            one = x.size == 1 and like.leaves[rel].shape == ()
-            leaves[rel] = leaf._replace(value=x.reshape(()) if one else x)
-    return dataclasses.replace(node, leaves=node.leaves | leaves)
+    known, cls = leaf.node.holds, type(leaf.node.value)
+    if known.sums:
+        return "sum" if trees.path_name(leaf.rel).startswith(known.sums) else None
+    number = leaf.owner == () and not leaf.shape  # To a lone scalar all scalars seem to belong.
+    real = jnp.issubdtype(leaf.value.dtype, jnp.inexact)
+    if leaf.owner is None or number or known.params or not real:
+        return None
+    named = cls.__module__.startswith("optax.") and cls.__name__.startswith("ScaleBy")
+    return "moment" if named else "unknown"
 
 
-def _multiplied(source: Leaf, like: Leaf, factor: float, stale: bool) -> Leaf:
-    """An array times a factor, in the dtype of another; as it is where nothing changes."""
-    x, dtype = source.value, like.dtype
-    if factor == 1 and dtype == source.dtype:
+def fits(old: Leaf, new: Leaf) -> bool:
+    """Return whether an old array can stand for a new one; in a window, in another precision."""
+    kinds, dtypes = (jnp.floating, jnp.complexfloating), (old.value.dtype, new.value.dtype)
+    alike = any(all(jnp.issubdtype(x, kind) for x in dtypes) for kind in kinds)
+    if dtypes[0] != dtypes[1] and not (new.node.holds.opened and alike):
+        return False
+    return old.shape == new.shape and (new.replicas is not None or (old.replicas or 1) == 1)
+
+
+def score(old: Node, new: Node) -> tuple[int, int, int]:
+    """Return how well two states fit, also by the names by which ``partition`` tells parts."""
+    good = sum(fits(old.leaves[rel], new.leaves[rel]) for rel in old.leaves.keys() & new.leaves)
+    labels = [{key for key in node.path if isinstance(key, DictKey)} for node in (old, new)]
+    return good, good - len(old.leaves), len(labels[0] & labels[1])
+
+
+def match(olds: list[Node], news: list[Node], notes: list[str]) -> None:
+    """Give the states of a class their sources, the best fit first, then the lowest numbers.
+
+    By what belongs to a param one state may become several, or several one. Several translated ones
+    may feed one: a scale from here, the skipped steps from there.
+    """
+    scores = {(old, new): score(old, new) for old in olds for new in news}
+    for old, new in sorted(scores, key=scores.__getitem__, reverse=True):
+        if scores[old, new][0] and not new.primary and old not in [x.primary for x in news]:
+            new.primary = old
+    pairs = [(new.primary, new) for new in news if new.primary]
+    shared = itertools.product(olds, news) if news[0].holds.bound is None else ()
+    for old, new in [*pairs, *shared]:
+        used = {leaf.source for leaf in arrays(news)}
+        free = {
+            rel: source
+            for rel, source in old.leaves.items()
+            if (leaf := new.leaves.get(rel)) and not leaf.source and fits(source, leaf)
+        }
+        moments = {rel: x for rel, x in free.items() if x.owner is not None and x not in used}
+        if moments and new.primary not in (None, old):
+            place = f"{new} at {spot(new.path)}"
+            notes.append(f"{place} also takes moments from {spot(old.path)}, not counts.")
+        if moments and new.primary is None:
+            new.primary = old
+        known = new.primary.leaves if new.primary and new.primary is not old else ()
+        alone = {rel: x for rel, x in free.items() if x.owner is None and rel not in known}
+        for rel, source in (moments | (alone if new.primary else {})).items():
+            new.leaves[rel].source = source
+    pairs = [(new.primary, new) for new in news if new.primary]
+    several = olds and max(len(olds), len(news)) > 1
+    if several and pairs != list(itertools.zip_longest(olds, news)):
+        chosen = ", ".join(f"{spot(old.path)} -> {spot(new.path)}" for old, new in pairs)
+        counts = f"{len(olds)} in the old state, {len(news)} in the new one"
+        notes.append(f"{news[0]}: {counts}; {chosen or 'none fits'}.")
+
+
+def settle(new: Node) -> None:
+    """Give up what would be wrong without the rest of it."""
+    lacks = {rel for rel, leaf in new.leaves.items() if leaf.source is None}
+    old, bound = new.primary or new, new.bound()
+    if new.holds.bound is not None:
+        if {*bound} != {*old.bound()} or lacks & {*bound}:
+            new.drop(bound)
+        return
+    owned = {rel: leaf.owner for rel, leaf in new.leaves.items() if leaf.owner is not None}
+    # A second moment of zero beside an old first one would make a huge step.
+    broken = {owned[rel] for rel in lacks & owned.keys() & old.leaves.keys()}
+    if owned and all(owned[rel] in broken or rel in lacks for rel in owned):
+        # Counts without their moments: the bias correction would be wrong.
+        new.drop(new.leaves)
+    new.drop(rel for rel, owner in owned.items() if owner in broken)
+
+
+def convert(olds: list[Node], news: list[Node], notes: list[str]) -> set[Path]:
+    """Multiply what is a sum of gradients by what makes it one of those at its new place.
+
+    Returns:
+      Where windows stood that are dropped, as the old chain would have skipped them.
+    """
+    before, spoilt = {node.path: unit_at(node.path, olds) for node in olds}, set[Path]()
+    for new in news:
+        after, stale = unit_at(new.path, news), bool(new.holds.opened) and not new.opened()
+        sums = (new.leaves[rel].source for rel in new.bound())
+        window = [x for x in sums if x and new.opened()]
+        unit = before[window[0].node.path] if window else {}
+        factor = jnp.float32(1 / unit.get("", 1.0))
+        if unit and not after and not all(usable(Pending(x.value, (factor,))) for x in window):
+            place = window[0].node.path
+            new.drop(new.bound())
+            spoilt.add(place)
+            words = "cannot be used and is dropped, as its loss scaler would have done"
+            notes.append(f"The open window at {spot(place)} {words}.")
+        for leaf in new.leaves.values():
+            if leaf.source is not None:
+                unit = before[leaf.source.node.path]
+                factor = 1.0 if stale else ratio(leaf, unit, after, notes)
+                leaf.source = _multiplied(leaf, leaf.source, factor, stale)
+    return spoilt
+
+
+def ratio(leaf: Leaf, before: Any, after: Any, notes: list[str]) -> float:
+    """Return the new loss scale in the old one, for what is proportional to it."""
+    how, path, one = measured(leaf), leaf.source.node.path, {"": 1.0}
+    if how is None or one | before == one | after:
+        return 1.0
+    words = (
+        f"{leaf.node} at {spot(path)} of gradients times {_words(before)}, which at "
+        f"{spot(leaf.node.path)} come times {_words(after)}"
+    )
+    if how == "moment" or before | one != after | one:
+        hint = "Put the loss scaler where it was, around the whole optimizer at best."
+        hint = f"Apply the window before: {FLUSH}." if leaf.node.holds.opened else hint
+        allowed = "of gradients that the loss scale multiplies alike in new_tx"
+        raise ValueError(f"{WHO}: old_state must be {allowed}, got {words}. {hint}")
+    notes.append(f"{words}: {'converted' if how == 'sum' else 'kept as it is'}.")
+    return after.get("", 1.0) / before.get("", 1.0) if how == "sum" else 1.0
+
+
+def _multiplied(like: Leaf, source: Leaf, factor: float, stale: bool) -> Leaf:
+    """Return an array times a factor in the dtype of another, unchanged if that changes nothing."""
+    x, dtype = source.value, like.value.dtype
+    if factor == 1 and dtype == x.dtype:
         return source
     value = (trees.at_least_float32(x) * np.float32(factor)).astype(dtype)
-    fits = stale or bool(jnp.isfinite(value).all() | ~jnp.isfinite(x).all())
+    fit = stale or bool(jnp.isfinite(value).all() | ~jnp.isfinite(x).all())
     got, hint = f"{dtype} at {trees.path_name(like.path)}", "accumulator_dtype='float32' holds it."
     allowed = f"able to hold the open window, times {factor:g}"
-    checks.require(WHO, "new_tx", got, allowed, fits, hint)
-    return source._replace(value=value)
+    checks.require(WHO, "new_tx", got, allowed, fit, hint)
+    return dataclasses.replace(source, value=value)
 
 
-def count_replicas(olds: list[Node], news: list[Node], params: PyTree, asked: int | None) -> Any:
-    """How many replicas the old per-replica arrays lead with; ``None`` if they do not."""
-    owners = dict(jax.tree_util.tree_leaves_with_path(params))
-    counts: set[int | None] = set() if asked is None else {asked}
-    for rel, leaf in ((rel, x) for old in olds for rel, x in old.leaves.items() if x.own):
-        likes = [x.leaves[rel] for x in news if rel in x.leaves]
-        for like in likes[:1] if leaf.owner is None else [owners[leaf.owner]]:
-            counts |= {leaf.shape[0]} if leaf.shape and leaf.shape[1:] == like.shape else set()
-            counts |= {None} if leaf.shape == like.shape else set()
+def require_windows(olds: list[Node], news: list[Node], spoilt: set[Path]) -> None:
+    """Refuse to lose what an open window holds."""
+    used = {leaf.source.path for leaf in arrays(news) if leaf.source}
+    for old in olds:
+        sums, count = [old.leaves[rel] for rel in old.bound()], old.opened()
+        if count and old.path not in spoilt and not any(leaf.path in used for leaf in sums):
+            hint = f"Apply them before: {FLUSH}."
+            if any(leaf.replicas is not None for leaf in sums):
+                hint += " Or make one window of all: boostax.reshard_state(old_state, 1)."
+            allowed = "have no open window that does not fit new_tx"
+            got = f"one of {count} micro-steps at {spot(old.path)}"
+            raise ValueError(f"{WHO}: old_state must {allowed}, got {got}. {hint}")
+
+
+def require_same_params(olds: list[Node], news: list[Node], params: PyTree) -> None:
+    """Refuse a state that was made for params of other shapes."""
+    shapes = {path: x.shape for path, x in jax.tree_util.tree_leaves_with_path(params)}
+    before = {(type(leaf.node.value), leaf.rel): leaf for leaf in arrays(olds)}
+    kept = {(leaf.owner, leaf.shape) for leaf in arrays(olds)}
+    for leaf in arrays(news):
+        old = before.get((type(leaf.node.value), leaf.rel), leaf)
+        own = leaf.owner is not None and leaf.shape == shapes[leaf.owner]
+        # Arrays of one element stand in for what an optimizer does without.
+        odd = own and old.shape not in (leaf.shape, (1,)) and (leaf.owner, leaf.shape) not in kept
+        got = f"{trees.path_name(leaf.owner or ()) or 'a leaf'} of {leaf.shape}"
+        allowed = f"as old_state has them, {old.shape} at {spot(old.path)!r}"
+        hint = "A changed layer needs a new state: mask it out, or use new_tx.init(params)."
+        checks.require(WHO, "params", got, allowed, not odd, hint)
+
+
+def count_replicas(olds: list[Node], params: PyTree, asked: int | None) -> int:
+    """Return how many replicas the old per-replica arrays lead with; 0 if they do not."""
+    shapes = {path: x.shape for path, x in jax.tree_util.tree_leaves_with_path(params)}
+    own = [leaf for leaf in arrays(olds) if leaf.replicas is not None]
+    counts = set() if asked is None else {asked}
+    for leaf in own:
+        like = shapes.get(leaf.owner)
+        if leaf.owner is not None and like in (leaf.shape, leaf.shape[1:]):
+            counts.add(0 if leaf.shape == like else leaf.shape[0])
     got = " and ".join(sorted(str(count or "no") for count in counts))
     hint = "boostax.reshard_state(old_state, replicas) takes it to another number first."
     checks.require(WHO, "replicas", got, "the same everywhere", len(counts) <= 1, hint)
-    return counts.pop() if counts else None
+    for leaf in own:
+        leaf.replicas = max(counts, default=0)
+    return max(counts, default=0)
 
 
 def spot(path: Path) -> str:
-    """A place in a state as people write it."""
+    """Return a place in a state as people write it."""
     return trees.path_name(path) or "the root"
+
+
+def placed(leaf: Leaf, replicas: int, axis: Any) -> jax.Array:
+    """Return a buffer of its own for an array of the new state."""
+    x, old, state = leaf.saved, leaf.source, leaf.node.value
+    if old is not None and old.replicas is not None and leaf.replicas is not None:
+        # Only the old one knows how it lies on the replicas.
+        return _copy(x, x)
+    value = _copy(x[0] if old is not None and old.replicas else x, leaf.value)
+    if leaf.replicas is None:
+        return value
+    summed = isinstance(state, AccumulateState) and bool(state.shares())
+    if not replicas:
+        hint = "They add up their windows: of the open one each gets a part."
+        lost = summed and old is not None and leaf.node.opened()
+        checks.require(WHO, "replicas", None, "given", not lost, hint)
+        return value
+    spread = spread_anew(PerReplica(value[None]), replicas, summed).local
+    return spread if axis is None else jax.device_put(spread, axis)
+
+
+def _copy(x: Any, like: Any) -> jax.Array:
+    """Return ``x`` in a new buffer, strongly typed, placed as ``like``."""
+    if like.committed or jnp.issubdtype(like.dtype, jax.dtypes.extended):
+        return jax.device_put(jnp.array(x, like.dtype, copy=True), like.sharding)
+    if isinstance(x, jax.Array) and not x.is_fully_replicated:
+        return x.copy()
+    # By way of the host: a copy of a committed array would be committed.
+    return jnp.array(np.asarray(x), like.dtype, copy=True)
+
+
+def _replica_sharding(olds: list[Node]) -> Any:
+    """Return how the old per-replica arrays lie on the mesh, by their first dimension."""
+    known = (getattr(x.value, "sharding", None) for x in arrays(olds) if x.replicas is not None)
+    named = (x for x in known if isinstance(x, NamedSharding) and len(x.spec))
+    return next((NamedSharding(x.mesh, PartitionSpec(x.spec[0])) for x in named), None)
+
+
+def _scheduled(state: PyTree, tx: Any, params: PyTree, notes: list[str]) -> PyTree:
+    """Return the state with the next depth of the new schedule, after the steps that were taken."""
+    variants = variants_of(tx)
+    new = state if variants is None else variants.resumed(params, state)
+    if new is state or int(new.coming()) == int(state.coming()):
+        return state
+    words = f"next_depth is {int(new.coming())}, not {int(state.coming())}"
+    notes.append(f"{words}: the schedule's own.")
+    return jax.tree.map(lambda x, old: old if x is old else _copy(x, old), new, state)
+
+
+def saved_wins(news: list[Node]) -> Iterator[str]:
+    """Yield notes on saved numbers that differ from those that the new chain was given."""
+    for leaf in arrays(news):
+        name, node = trees.path_name(leaf.rel[:1]), leaf.node
+        given = name in (node.holds.scale, node.holds.basis)
+        if name == "hyperparams":
+            given = leaf.rel[1].key not in getattr(node.value, "hyperparams_states", {})
+        saved, anew = leaf.saved, leaf.value
+        if given and np.shape(saved) == anew.shape and not np.array_equal(saved, anew):
+            words = "the saved one" if np.ndim(saved) else f"{saved!s}, not {anew!s}"
+            yield f"{trees.path_name(leaf.path)} is {words}: the saved value stays."
+
+
+def report(olds: list[Node], news: list[Node], notes: list[str]) -> MigrationReport:
+    """Say what became of each state."""
+    kept, anew, used = list[str](), list[str](), set[Path]()
+    for new in news:
+        parts: dict[Path | None, set[Path]] = {}
+        for rel, leaf in new.leaves.items():
+            parts.setdefault(leaf.source and leaf.source.node.path, set()).add(rel)
+            used |= {leaf.source.path} if leaf.source else set()
+        for path, rels in parts.items():
+            way = (
+                spot(new.path) if path in (None, new.path) else f"{spot(path)} -> {spot(new.path)}"
+            )
+            (anew if path is None else kept).append(f"{_fields(new, rels)}: {way}")
+    rest = [(old, {rel for rel, x in old.leaves.items() if x.path not in used}) for old in olds]
+    dropped = [f"{_fields(old, rels)}: {spot(old.path)}" for old, rels in rest if rels]
+    every = (kept, anew, dropped, dict.fromkeys([*notes, *saved_wins(news)]))
+    return MigrationReport(*map(tuple, every))
+
+
+def _fields(node: Node, chosen: set[Path]) -> str:
+    """Return the name of a state, its fields that are chosen, and arrays of those in part."""
+    fields: dict[str, list[Path]] = {}
+    for rel in node.leaves:
+        field = trees.path_name(rel if node.value is None else rel[:1])
+        fields.setdefault(field, []).append(rel)
+    words: list[str] = []
+    for field, rels in fields.items():
+        some = [trees.path_name(rel) for rel in rels if rel in chosen]
+        words += [field] if len(some) == len(rels) else [*some[:4], *["..."] * (len(some) > 4)]
+    return f"{node} {', '.join(words)}"
 
 
 def migrate_state(
@@ -454,136 +673,24 @@ skipped_in_a_row, growths, backoffs, floor_hits: the root
         raise TypeError(checks.message(WHO, "old_state", "an optimizer state", got, hint))
     if replicas is not None:
         checks.positive_int(WHO, "replicas", replicas, "It is the size of the replica axis.")
-    local = params
     if any(map(is_per_replica, jax.tree.leaves(params, is_leaf=is_per_replica))):
-        leading = {x.shape[0] for x in jax.tree.leaves(params)}
-        replicas = leading.pop() if replicas is None else replicas
+        replicas = replicas or jax.tree.leaves(params)[0].shape[0]
         entered = jax.tree.map(lambda x: getattr(x, "local", x), params, is_leaf=is_per_replica)
-        local = jax.tree.map(lambda x: x[0], entered)
-    first = new_tx.init(local)
+        params = jax.tree.map(lambda x: x[0], entered)
+    first, notes = new_tx.init(params), list[str]()
     # Whatever they are stored in, moments are carried over in f32.
-    old_state, fresh = widened(old_state), widened(first)
-    olds, news = read(old_state, local), read(fresh, local)
-    count = count_replicas(olds, news, local, replicas)
-    carried = carry(olds, news, local, count)
+    fresh, old_state = widened(first), widened(old_state)
+    news = read(fresh, params)
+    olds = read(translated(old_state, {type(new.value) for new in news}, notes), params)
+    count = count_replicas(olds, params, replicas)
+    require_same_params(olds, news, params)
+    for cls in dict.fromkeys(type(new.value) for new in news):
+        match(*([x for x in each if type(x.value) is cls] for each in (olds, news)), notes)
+    for new in news:
+        settle(new)
+    require_windows(olds, news, convert(olds, news, notes))
     axis = _replica_sharding(olds)
-    placed = {
-        leaf.path: _placed(leaf, carried.taken.get(leaf.path), count, axis)
-        for node in news
-        for leaf in node.leaves.values()
-    }
-    state = jax.tree_util.tree_map_with_path(lambda path, _: placed[path], fresh)
-    state = narrowed(first, state)
-    notes = [*carried.notes, *_saved_wins(carried, news)]
-    state = _scheduled(state, new_tx, local, notes)
-    return state, _report(carried, olds, news, notes)
-
-
-def _placed(leaf: Leaf, source: Leaf | None, replicas: int | None, axis: Any) -> jax.Array:
-    """A buffer of its own for an array of the new state."""
-    like = leaf.value
-    if source is None:
-        value = _copy(like, like)
-    elif leaf.own and source.own:
-        # Only the old one knows how it lies on the replicas.
-        return _copy(source.value, source.value)
-    else:
-        given = source.value
-        value = _copy(given[0] if source.own and replicas else given, like)
-    if leaf.own and replicas is not None:
-        value = jnp.broadcast_to(value[None], (replicas, *value.shape)).copy()
-        value = value if axis is None else jax.device_put(value, axis)
-    return value
-
-
-def _copy(x: Any, like: Any) -> jax.Array:
-    """``x`` in a new buffer, strongly typed, placed as ``like``."""
-    if jnp.issubdtype(like.dtype, jax.dtypes.extended):
-        return jax.device_put(x.copy(), like.sharding)
-    if like.committed:
-        return jax.device_put(jnp.array(x, like.dtype, copy=True), like.sharding)
-    if isinstance(x, jax.Array) and not x.is_fully_replicated:
-        return x.copy()
-    # By way of the host: a copy of a committed array would be committed.
-    return jnp.array(np.asarray(x), like.dtype, copy=True)
-
-
-def _replica_sharding(olds: list[Node]) -> Any:
-    """How the old per-replica arrays lie on the mesh, by their first dimension."""
-    own = (leaf.value for node in olds for leaf in node.leaves.values() if leaf.own)
-    known = (getattr(value, "sharding", None) for value in own)
-    named = (x for x in known if isinstance(x, NamedSharding) and len(x.spec))
-    return next((NamedSharding(x.mesh, PartitionSpec(x.spec[0])) for x in named), None)
-
-
-def _scheduled(state: PyTree, tx: Any, params: PyTree, notes: list[str]) -> PyTree:
-    """The next depth as the new schedule has it, after the steps that were taken."""
-    variants = variants_of(tx)
-    new = state if variants is None else variants.resumed(params, state)
-    if new is state or int(new.coming()) == int(state.coming()):
-        return state
-    notes.append(
-        f"next_depth is {int(new.coming())}, not {int(state.coming())}: the schedule's own."
-    )
-    return jax.tree.map(lambda x, old: old if x is old else _copy(x, old), new, state)
-
-
-def _saved_wins(carried: Carried, news: list[Node]) -> list[str]:
-    """Saved numbers that differ from those that the new transformation was given."""
-    notes: list[str] = []
-    for node in news:
-        for rel, leaf in node.leaves.items():
-            source, name = carried.taken.get(leaf.path), trees.path_name(rel[:1])
-            given = name in {node.holds.scale, node.holds.basis}
-            if name == "hyperparams":
-                given = rel[1].key not in getattr(node.value, "hyperparams_states", {})
-            if source is None or not given:
-                continue
-            saved, anew = np.asarray(source.value), np.asarray(leaf.value)
-            if saved.shape == anew.shape and not np.array_equal(saved, anew):
-                words = f"{saved!s}, not {anew!s}" if not saved.ndim else "the saved one"
-                notes.append(f"{trees.path_name(leaf.path)} is {words}: the saved value stays.")
-    return notes
-
-
-def _report(
-    carried: Carried, olds: list[Node], news: list[Node], notes: list[str]
-) -> MigrationReport:
-    origins = {path: source.node.path for path, source in carried.taken.items()}
-    kept: list[str] = []
-    for node in news:
-        sources = [carried.taken.get(leaf.path) for leaf in node.leaves.values()]
-        # A dict, for its order; nodes are told apart by where they lie.
-        places = dict.fromkeys((x.node.path, x.node.source) for x in sources if x is not None)
-        for path, source in places:
-            words = _fields(node, lambda leaf, path=path: origins.get(leaf.path) == path)
-            origin = "" if source == node.source else f" from {source}"
-            way = spot(path) if path == node.path else f"{spot(path)} -> {spot(node.path)}"
-            kept.append(f"{node.source} {words}{origin}: {way}")
-    used = {source.path for source in carried.taken.values()}
-    anew, dropped = _without(origins, news), _without(used, olds)
-    return MigrationReport(tuple(kept), anew, dropped, tuple(notes))
-
-
-def _fields(node: Node, wanted: Callable[[Leaf], bool]) -> str:
-    """The fields whose arrays are all wanted, and of the others those that are."""
-    name = trees.path_name
-    groups: dict[str, list[tuple[Path, bool]]] = {}
-    for rel, leaf in node.leaves.items():
-        head = name(rel[:1]) if node.cls is not None else name(rel)
-        groups.setdefault(head, []).append((rel, wanted(leaf)))
-    words: list[str] = []
-    for head, members in groups.items():
-        chosen = [rel for rel, yes in members if yes]
-        if len(chosen) == len(members):
-            words.append(head)
-        elif chosen:
-            more = f" and {len(chosen) - 4} more" if len(chosen) > 4 else ""
-            words.append(", ".join(name(rel) for rel in chosen[:4]) + more)
-    return ", ".join(words)
-
-
-def _without(paths: Container[Path], nodes: list[Node]) -> tuple[str, ...]:
-    """What of each state is not among these arrays."""
-    found = [(node, _fields(node, lambda leaf: leaf.path not in paths)) for node in nodes]
-    return tuple(f"{node.source} {words}: {spot(node.path)}" for node, words in found if words)
+    values = {leaf.path: placed(leaf, count, axis) for leaf in arrays(news)}
+    state = jax.tree_util.tree_map_with_path(lambda path, _: values[path], fresh)
+    state = _scheduled(narrowed(first, state), new_tx, params, notes)
+    return state, report(olds, news, notes)

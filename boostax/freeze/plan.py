@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from boostax._core import checks, gate
-from boostax.freeze.schedules import CYCLE, Depths, FreezeSchedule, freeze_schedule
+from boostax.freeze.schedules import CYCLE, FreezeSchedule, freeze_schedule
 
 PyTree = Any
 _WHO = "scheduled_freeze"
@@ -21,17 +21,21 @@ class Plan:
 
     Args:
       labels: a tree like the params of ints, the groups.
-      depths: i32 ``[steps]``.
+      groups: how many there are.
+      schedule: has a depth for every step.
       repeat: start anew at the end.
 
     Attributes:
-      drawn: the depths that occur, ascending.
+      groups: how many there are.
+      depths: i32 ``[steps]``.
+      drawn: those that occur, ascending.
     """
 
-    def __init__(self, labels: PyTree, depths: Depths, repeat: bool):
-        self.drawn = tuple(int(depth) for depth in np.unique(depths))
-        self.depths, self._labels, self._repeat = depths, labels, repeat
-        self._changes = np.flatnonzero(np.diff(depths)) + 1
+    def __init__(self, labels: PyTree, groups: int, schedule: FreezeSchedule, repeat: bool):
+        self.groups, self.depths = groups, schedule.depths(groups)
+        self.drawn = tuple(int(depth) for depth in np.unique(self.depths))
+        self._labels, self._repeat = labels, repeat
+        self._changes = np.flatnonzero(np.diff(self.depths)) + 1
 
     def active(self, depth: int) -> PyTree:
         """Return which leaves are trained while so many groups are frozen."""

@@ -10,14 +10,14 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from boostax._core import axes, checks, gate, trees
+from boostax._core import checks, gate, trees
 from boostax._core.describe import Holds, describe
 from boostax._core.extras import elsewhere
 from boostax._core.groups import as_groups, group_count
 from boostax._core.handshake import hand_on_state
 from boostax._core.prune import Pruning, pruning
+from boostax._core.replicas import owns_params
 from boostax.freeze.plan import HostDepth, Plan, as_schedule
-from boostax.freeze.refusals import check_inner, require_drawn, require_present
 from boostax.freeze.schedules import FreezeSchedule
 from boostax.freeze.stages import Choice
 
@@ -27,6 +27,7 @@ Moments = Literal["shared", "per_group"]
 Whole: TypeAlias = tuple[PyTree, "ScheduledFreezeState"]
 Change: TypeAlias = Callable[[int, PyTree, "ScheduledFreezeState"], Whole]
 _WHO = "scheduled_freeze"
+_CHANGES = "for a schedule that changes, got"
 
 
 class ScheduledFreezeState(NamedTuple):
@@ -72,14 +73,10 @@ class Freezing:
     moments: Moments
     repeat: bool
 
-    def count(self, params: PyTree) -> int:
-        """Return the number of groups."""
-        return group_count(as_groups(_WHO, self.groups, params), self.groups)
-
     def plan(self, params: PyTree) -> Plan:
         """Return the schedule for the groups of these params."""
         labels = as_groups(_WHO, self.groups, params)
-        return Plan(labels, self.schedule.depths(group_count(labels, self.groups)), self.repeat)
+        return Plan(labels, group_count(labels, self.groups), self.schedule, self.repeat)
 
     def active(self, params: PyTree, depth: int) -> PyTree:
         """Return which leaves are trained while so many groups are frozen."""
@@ -164,14 +161,14 @@ def _init(freezing: Freezing, params: PyTree) -> ScheduledFreezeState:
     wide = gate.params_for(freezing.tx, params)
     kept = plan.drawn[:1] if shared else plan.drawn
     states = tuple(freezing.tx.init(trees.masked(wide, plan.active(depth))) for depth in kept)
-    check_inner(states, plan.drawn, freezing.moments)
+    _check_inner(states, plan.drawn, freezing.moments)
     for depth in plan.drawn if shared else ():
         freezing.cut(params, depth)
     return ScheduledFreezeState(
         steps=jnp.zeros((), jnp.int32),
         depth=jnp.zeros((), jnp.int32) + plan.known(0),
         next_depth=jnp.zeros((), jnp.int32) + plan.known(0),
-        trained_steps=jnp.zeros(freezing.count(params), jnp.int32),
+        trained_steps=jnp.zeros(plan.groups, jnp.int32),
         inner_state=states[0] if shared else states,
     )
 
@@ -202,9 +199,7 @@ def _changed(
     """
     plan = freezing.plan(params)
     index = plan.index(whole[1].next_depth)
-    depths = plan.drawn if depth is None else (require_drawn(depth, plan.drawn),)
-    if len(depths) > 1:
-        axes.require_invariant(index, _WHO)
+    depths = plan.drawn if depth is None else (_require_drawn(depth, plan.drawn),)
 
     def timed(at: int, value: PyTree, state: ScheduledFreezeState) -> Whole:
         # In steps of other depths the schedules in this one's state stood still.
@@ -218,8 +213,11 @@ def _changed(
         apart = jax.tree.structure(state.inner_state) == cut.part
         inner = state.inner_state if apart else cut.take(state.inner_state)
         old = trees.masked(value, plan.active(at)), state._replace(inner_state=inner)
-        run_it = functools.partial(timed, at)
-        found, new = run_it(*old) if len(depths) == 1 else _when(index == place, run_it, old)
+        run = functools.partial(timed, at, *old)
+        if len(depths) == 1:
+            found, new = run()
+        else:
+            found, new = gate.run_or_hold(index == place, run, *old, apply=True, who=_WHO)
         if not apart:
             new = new._replace(inner_state=cut.put(state.inner_state, new.inner_state))
         whole = trees.unmasked(found, value), new
@@ -235,16 +233,62 @@ def _at_step(state: PyTree, step: jax.Array) -> PyTree:
     return jax.tree.map(move, state, is_leaf=schedule)
 
 
-def _when(predicate: jax.Array, change: Callable[..., Whole], old: Whole) -> Whole:
-    """Return ``change(*old)`` where the predicate holds, else ``old``."""
-    replay, types = trees.trace_once(change, *old)
-    # Either may vary over axes over which the other does not.
-    return gate.branch(
-        predicate,
-        lambda *given: axes.unify(replay(*given), given),
-        lambda *given: axes.unify(given, types),
-        *old,
+def _check_inner(states: tuple[Any, ...], drawn: tuple[int, ...], moments: str) -> None:
+    """Refuse inner states that would not keep their bits while frozen."""
+    changes = len(drawn) > 1
+    whole = trees.find(states, lambda node: callable(getattr(node, "whole_params", None)))
+    windows = trees.find(states, lambda node: isinstance(node, optax.MultiStepsState))
+    refusals = (
+        (
+            moments == "per_group" and gate.has_gate(states),
+            "be an optimizer without a loss scaler or a window for moments='per_group', got one: "
+            "they would be kept once for each depth. Use moments='shared'.",
+        ),
+        (
+            changes and owns_params(states),
+            f"keep params equal on all replicas {_CHANGES} local_updates or partial_average: what "
+            "is frozen would stay different everywhere. A single depth freezes with them.",
+        ),
+        (
+            changes and whole,
+            f"not keep whole params {_CHANGES} record_trajectory or average_params: what is frozen "
+            "would be missing from them. boostax.subspace.pca_basis takes a list of snapshots, "
+            f"jax.device_get(params) between steps; average_params may stand around {_WHO}.",
+        ),
+        (
+            changes and windows,
+            f"not be optax.MultiSteps {_CHANGES} one: the depth would change within its window. "
+            "Use boostax.accumulate.",
+        ),
     )
+    for refused, must in refusals:
+        if refused:
+            raise ValueError(f"{_WHO}: inner must {must}")
+
+
+def _require_drawn(depth: Any, drawn: tuple[int, ...]) -> int:
+    """Return the depth as an integer; refuse one that the schedule never draws."""
+    allowed = f"a depth that the schedule draws, one of {list(drawn)}, as a Python integer"
+    hint = "Make it a static argument of your jitted step."
+    number = checks.integer(_WHO, "depth", depth, allowed, hint)
+    checks.require(_WHO, "depth", depth, allowed, number in drawn, hint)
+    return number
+
+
+def _require_present(grads: PyTree, active: PyTree, depth: int) -> None:
+    """Refuse gradients that were masked for another depth than this one."""
+    leaves, treedef = jax.tree.flatten(active)
+    try:
+        found = treedef.flatten_up_to(grads)
+    except ValueError as error:
+        allowed, hint = "a tree like the params", "A frozen leaf may be an optax.MaskedNode."
+        got = jax.tree.structure(grads)
+        raise ValueError(checks.message(_WHO, "gradients", allowed, got, hint)) from error
+    if any(keep and isinstance(x, optax.MaskedNode) for keep, x in zip(leaves, found, strict=True)):
+        raise ValueError(
+            f"{_WHO}: gradients must hold every leaf that depth {depth} trains, got masked ones. "
+            "Pass the same depth to apply_gradients as to tx.active(params, depth)."
+        )
 
 
 def scheduled_freeze(
@@ -345,7 +389,7 @@ def scheduled_freeze(
         def step(depth: int, value: PyTree, state: ScheduledFreezeState) -> Whole:
             hand_on_state(outside, state)
             active = freezing.active(params, depth)
-            require_present(grads.raw, active, depth)
+            _require_present(grads.raw, active, depth)
             pending = gate.Pending(trees.masked(grads.raw, active), grads.factors)
             trees.require_gradients(pending.raw, _WHO, carried=True)
             more = elsewhere(extra, lambda trial: trees.unmasked(trial, params))

@@ -7,7 +7,7 @@ import collections
 import dataclasses
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import optax
@@ -18,7 +18,7 @@ from boostax._core.replicas import is_per_replica
 from boostax.accumulate.window import AccumulateState
 from boostax.inspect import collectives, hlo
 from boostax.inspect.hlo import Ways
-from boostax.inspect.tables import record, text
+from boostax.inspect.tables import text
 from boostax.inspect.targets import Argument, compile_program
 from boostax.inspect.traffic import cycles, traffic
 from boostax.inspect.waste import Waste, wastes
@@ -27,7 +27,8 @@ PyTree = Any
 WHO = "audit"
 
 
-class Buffer(NamedTuple):
+@dataclasses.dataclass(frozen=True)
+class Buffer:
     """An argument.
 
     Attributes:
@@ -122,9 +123,7 @@ class Audit:
     def to_dict(self) -> dict[str, Any]:
         """Return the same as plain data for JSON, without the text."""
         measured = {name: getattr(self, name) for name in ("reductions", "gathers", "temporaries")}
-        found = record(self) | measured
-        del found["text"]
-        return found
+        return {x: y for x, y in dataclasses.asdict(self).items() if x != "text"} | measured
 
     def __str__(self) -> str:
         return text(self)
@@ -199,7 +198,7 @@ def audit(
         collectives=listed,
         traffic=traffic(parsed),
         cycles=cycles(parsed),
-        flops=made.flops,
+        flops=float((made.compiled.cost_analysis() or {}).get("flops", math.nan)),
         unknown_loops=tuple(x.instruction.name for x in loops if parsed.trips(x) is None),
         compile_seconds=made.seconds,
         findings=(),
@@ -251,11 +250,8 @@ def _buffers(
     body = program.computations[program.entry].values()
     types = {int(i.literal): i.result[0][:2] for i in body if i.op == "parameter"}
     if len(types) != len(used):
-        raise RuntimeError(
-            f"{WHO}: the compiled program must have a parameter for each of its {len(used)} "
-            f"arguments, got {len(types)}. This version of JAX ({jax.__version__}) tells otherwise "
-            "which arguments a program uses; please report it."
-        )
+        allowed = f"{len(used)}, one for each argument that it uses"
+        raise hlo.unreadable("the parameters of a compiled program", allowed, len(types))
     kept = {used[i].path for i in program.aliased}
     in_vain = [x for x in arguments if x.donated and x.path not in kept and 0 not in x.types.shape]
     # Results that stand in buffers of their own, by type: some argument might have given its own.
@@ -275,15 +271,12 @@ def _buffer(x: Argument) -> Buffer:
 
 def _sizes(params: PyTree) -> list[tuple[tuple[int, ...], int]]:
     """Return each leaf's shape, without the replicas' dimension, and its bytes on one device."""
-    return [
-        (
-            x.shape[1:] if is_per_replica(node) else x.shape,
-            _local_bytes(x, getattr(x, "sharding", None)),
-        )
-        for node in jax.tree.leaves(params, is_leaf=is_per_replica)
-        for x in jax.tree.leaves(node)
-        if hasattr(x, "shape")
-    ]
+    found: list[tuple[tuple[int, ...], int]] = []
+    for node in jax.tree.leaves(params, is_leaf=is_per_replica):
+        for x in (x for x in jax.tree.leaves(node) if hasattr(x, "shape")):
+            local = _local_bytes(x, getattr(x, "sharding", None))
+            found.append((x.shape[is_per_replica(node) :], local))
+    return found
 
 
 def _local_bytes(x: Any, sharding: Any) -> int:

@@ -19,12 +19,8 @@ from boostax.inspect.hlo import Array, Instruction, Program, Site, bits, unreada
 REDUCES = ("all-reduce", "reduce-scatter")
 # The names that XLA gives to JAX's collectives.
 _KINDS = {
-    "psum": "all-reduce",
-    "pmax": "all-reduce",
-    "pmin": "all-reduce",
-    "reduce_scatter": "reduce-scatter",
-    "all_gather": "all-gather",
-    "all_to_all": "all-to-all",
+    **dict.fromkeys(("psum", "pmax", "pmin"), "all-reduce"),
+    **{x: x.replace("_", "-") for x in ("reduce_scatter", "all_gather", "all_to_all")},
     "ppermute": "collective-permute",
 }
 # Bytes that one device sends on a ring, per byte of what it puts in, for n devices.
@@ -203,13 +199,13 @@ def _overlapped(program: Program, site: Site) -> bool:
     begun = site.instruction
     if not (begun.op.endswith("-start") or begun.op == "send"):
         return False
-    schedule = iter(program.computations[site.computation].values())
-    for i in itertools.dropwhile(lambda i: i is not begun, schedule):
-        if i is not begun and i.op in _WORK:
-            return True
-        if i.op.endswith("-done") and begun.name in i.operands:
-            return False
-    return False
+    schedule = program.computations[site.computation].values()
+    after = itertools.islice(itertools.dropwhile(lambda i: i is not begun, schedule), 1, None)
+
+    def runs(i: Instruction) -> bool:
+        return not (i.op.endswith("-done") and begun.name in i.operands)
+
+    return any(i.op in _WORK for i in itertools.takewhile(runs, after))
 
 
 _IOTA = r"\[([\d,]+)\](?:T\(([\d,]+)\))?"

@@ -70,7 +70,7 @@ def _audited(given: argparse.Namespace) -> Any:
     import jax
 
     # A plugin for devices that are not here fails, and then compiles for none either.
-    if given.cpu_devices or (given.target and not jax.config.jax_platforms):
+    if given.cpu_devices or (given.target and not getattr(jax.config, "jax_platforms", None)):
         jax.config.update("jax_platforms", "cpu")
     if given.cpu_devices:
         jax.config.update("jax_num_cpu_devices", given.cpu_devices)

@@ -154,14 +154,10 @@ def params_bytes(params: PyTree, place: Place) -> float:
 def traced(tx: optax.GradientTransformation, params: PyTree, place: Place) -> jaxprs.ClosedJaxpr:
     """Trace the update as a train step runs it: mapped over replicas that need not exist."""
     extra_tx, names, count = optax.with_extra_args_support(tx), place.names, place.replicas
-    auto = (AxisType.Auto,) * len(place.sizes)
+    auto, each = (AxisType.Auto,) * len(place.sizes), PartitionSpec(names)
     mesh = AbstractMesh(tuple(place.sizes.values()), tuple(place.sizes), axis_types=auto)
 
-    def stacked(tree: PyTree) -> PyTree:
-        # Nothing is refused that is equal on all replicas, or is not.
-        return jax.tree.map(lambda x: x[None], axes.to_varying(tree, names))
-
-    def update(grads: PyTree, state: PyTree, params: PyTree) -> PyTree:
+    def update(grads: PyTree, state: PyTree, params: PyTree) -> jax.Array:
         grads = jax.tree.map(lambda x: x[0], grads)
         value = axes.to_varying(jnp.zeros(()), names)
         given: dict[str, Any] = {"value": value, "value_fn": lambda _: value}
@@ -169,24 +165,23 @@ def traced(tx: optax.GradientTransformation, params: PyTree, place: Place) -> ja
         if (variants := variants_of(tx)) is not None:
             given["depth"] = variants.drawn(params)[0]
         state = replicas.enter_replica(state)
-        return stacked(extra_tx.update(assume_scaled(grads, state), state, params, **given))
+        extra_tx.update(assume_scaled(grads, state), state, params, **given)
+        return jnp.zeros(())
 
     specs = replicas.state_specs(tx, params, names, replicas=count)
     state = jax.eval_shape(lambda p: replicas.stack_replicas(tx.init(p), count), params)
-    each = PartitionSpec(names)
-    mapped = jax.shard_map(
-        update, mesh=mesh, in_specs=(each, specs, PartitionSpec()), out_specs=each
-    )
     grads = jax.tree.map(lambda x: jax.ShapeDtypeStruct((count, *x.shape), x.dtype), params)
-    return jax.make_jaxpr(mapped)(grads, state, params)
+    # Results are left out: they may be equal on all replicas, or not.
+    how: dict[str, Any] = {"in_specs": (each, specs, PartitionSpec()), "out_specs": PartitionSpec()}
+    return jax.make_jaxpr(jax.shard_map(update, mesh=mesh, **how))(grads, state, params)
 
 
 def _kept_bytes(tx: optax.GradientTransformation, params: PyTree, place: Place) -> PyTree:
     """Return the state with the bytes of each array in its position."""
-    state = jax.eval_shape(lambda p: replicas.stack_replicas(tx.init(p), place.replicas), params)
-    specs = None
+    count, specs = place.replicas, None
+    state = jax.eval_shape(lambda p: replicas.stack_replicas(tx.init(p), count), params)
     if place.names:
-        how: dict[str, Any] = {"replicas": place.replicas, "param_specs": place.param_specs}
+        how: dict[str, Any] = {"replicas": count, "param_specs": place.param_specs}
         how["shard_optimizer"] = place.shard_optimizer
         specs = replicas.state_specs(tx, params, place.names, **how)
     return _on_device(state, specs, place.sizes)
@@ -196,13 +191,12 @@ def _on_device(tree: PyTree, specs: PyTree | None, sizes: Mapping[str, int]) -> 
     """Return each array's bytes on a device, by its spec; without specs all of them."""
     specs = jax.tree.map(lambda _: PartitionSpec(), tree) if specs is None else specs
 
-    def node(x: Any, spec: Any) -> Any:
-        def kept(x: Any, spec: PartitionSpec) -> _Kept:
-            axes = itertools.chain(*(y if isinstance(y, tuple) else (y,) for y in spec))
-            shards = math.prod(sizes[name] for name in axes if name is not None)
-            return _Kept(math.prod(x.shape) * x.dtype.itemsize / shards, own)
+    def kept(own: bool, x: Any, spec: PartitionSpec) -> _Kept:
+        names = itertools.chain(*(y if isinstance(y, tuple) else (y,) for y in spec))
+        shards = math.prod(sizes[name] for name in names if name is not None)
+        return _Kept(math.prod(x.shape) * x.dtype.itemsize / shards, own)
 
-        own = replicas.is_per_replica(x)
-        return jax.tree.map(kept, x, spec)
+    def node(x: Any, spec: Any) -> Any:
+        return jax.tree.map(functools.partial(kept, replicas.is_per_replica(x)), x, spec)
 
     return jax.tree.map(node, tree, specs, is_leaf=replicas.is_per_replica)

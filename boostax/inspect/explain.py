@@ -19,7 +19,7 @@ from boostax.chain.parts import read
 from boostax.chain.rows import rows
 from boostax.chain.settings import findings
 from boostax.inspect.costs import PartCost, Place, params_bytes, part_costs, traced
-from boostax.inspect.tables import Cells, aligned, record
+from boostax.inspect.tables import Cells, aligned
 from boostax.train.compiled import TrainStep
 from boostax.train.state import TrainState
 
@@ -73,7 +73,11 @@ class Explanation:
 
     def to_dict(self) -> dict[str, Any]:
         """Return the same as plain data for JSON."""
-        return record(self) | {"state_bytes": self.state_bytes, "wire_bytes": self.wire_bytes}
+        listed = {
+            name: [x._asdict() for x in getattr(self, name)] for name in ("parts", "findings")
+        }
+        summed = {"state_bytes": self.state_bytes, "wire_bytes": self.wire_bytes}
+        return dataclasses.asdict(self) | listed | summed
 
     def __str__(self) -> str:
         blocks = [aligned(_cells(self.parts))]
@@ -148,7 +152,7 @@ def explain(
     found = _explained(tx, params, place, lambda: traced(tx, params, place) if sizes else None)
     if sizes or all(part.role not in get_args(Reduction) for part in found.parts):
         return found
-    return _uncounted(found, "axis_sizes was not given.")
+    return dataclasses.replace(found, problem=found.problem or "axis_sizes was not given.")
 
 
 def _of_step(step: TrainStep, state: PyTree, batch: PyTree) -> Explanation:
@@ -171,12 +175,8 @@ def _of_step(step: TrainStep, state: PyTree, batch: PyTree) -> Explanation:
     found = _explained(step.tx, params, place, program, step)
     if step.mesh is None or not unseen:
         return found
-    if batch is None:
-        return _uncounted(found, "batch was not given.")
-    return _uncounted(found, "on global arrays XLA places it: boostax.audit counts it.")
-
-
-def _uncounted(found: Explanation, problem: str) -> Explanation:
+    problem = "on global arrays XLA places it: boostax.audit counts it."
+    problem = "batch was not given." if batch is None else problem
     return dataclasses.replace(found, problem=found.problem or problem)
 
 

@@ -124,11 +124,14 @@ class _Value(NamedTuple):
 
     Attributes:
       element: its index in the tuple; ``None`` of a constant.
-      offset: the constant.
+      offset: the constant; NaN where it is not known.
     """
 
     element: int | None
-    offset: int
+    offset: float
+
+
+_UNKNOWN = _Value(None, math.nan)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -231,26 +234,25 @@ class Program:
         told = loop.attribute(r'"known_trip_count":\{"n":"?(\d+)')
         if told is not None:
             return int(told)
-        condition = loop.attribute(r"condition=%([\w.\-]+)") or ""
-        test = self.root(condition)
-        if test is None or "direction=LT" not in test.attributes:
+        condition, body = loop.attribute(r"condition=%([\w.\-]+)") or "", loop.called[0]
+        test, result = self.root(condition), self.root(body)
+        if test is None or result is None or "direction=LT" not in test.attributes:
             return None
         counter, limit = (self._value(condition, name) for name in test.operands)
-        result = self.root(loop.called[0])
-        if counter is None or counter.element is None or result is None or result.op != "tuple":
+        if counter.element is None or result.op != "tuple":
             return None
-        turned = self._value(loop.called[0], result.operands[counter.element])
-        start, stop = self._initial(site, counter), self._initial(site, limit)
-        if start is None or stop is None or turned is None or turned.element != counter.element:
+        turned = self._value(body, result.operands[counter.element])
+        if turned.element != counter.element or not turned.offset > 0:
             return None
-        return max(0, -(-(stop - start) // turned.offset)) if turned.offset > 0 else None
+        turns = (self._initial(site, limit) - self._initial(site, counter)) / turned.offset
+        return None if math.isnan(turns) else max(0, math.ceil(turns))
 
-    def _value(self, computation: str, name: str) -> _Value | None:
+    def _value(self, computation: str, name: str) -> _Value:
         """Return the result of an instruction that is a copy, a constant or a sum of these."""
         body = self.computations.get(computation, {})
         i = body.get(name)
         if i is None:
-            return None
+            return _UNKNOWN
         if i.op == "constant" and i.literal.lstrip("-").isdigit():
             return _Value(None, int(i.literal))
         if i.op == "get-tuple-element" and body[i.operands[0]].op == "parameter":
@@ -259,23 +261,22 @@ class Program:
             return self._value(computation, i.operands[0])
         if i.op == "add":
             first, second = (self._value(computation, operand) for operand in i.operands)
-            if first is not None and second is not None and None in (first.element, second.element):
+            if None in (first.element, second.element):
                 element = second.element if first.element is None else first.element
                 return _Value(element, first.offset + second.offset)
-        return None
+        return _UNKNOWN
 
-    def _initial(self, site: Site | None, value: _Value | None) -> int | None:
+    def _initial(self, site: Site | None, value: _Value) -> float:
         """Return a value when a loop begins, which a loop around it may carry as well."""
-        if value is None or value.element is None:
-            return None if value is None else value.offset
+        if value.element is None:
+            return value.offset
         if site is None or site.instruction.op != "while":
-            return None
+            return math.nan
         given = self.computations[site.computation].get(site.instruction.operands[0])
         if given is None or given.op != "tuple":
-            return None
+            return math.nan
         outside = self._value(site.computation, given.operands[value.element])
-        start = self._initial(site.caller, outside)
-        return None if start is None else start + value.offset
+        return self._initial(site.caller, outside) + value.offset
 
     def source(self, instruction: Instruction) -> str:
         """Return ``file:line`` of the code that asked for it; empty where the compiler lost it."""

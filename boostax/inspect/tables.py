@@ -3,10 +3,9 @@
 
 from __future__ import annotations
 
-import dataclasses
 import pathlib
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from boostax.inspect.collectives import CompiledCollective
 from boostax.inspect.hlo import Ways
@@ -120,14 +119,3 @@ def aligned(table: Cells) -> str:
     left = (0, len(widths) - 1)
     line = "  ".join(f"{{:{'<' if i in left else '>'}{n}}}" for i, n in enumerate(widths))
     return "\n".join(line.format(*row).rstrip() for row in table)
-
-
-def record(value: Any) -> Any:
-    """Return plain data for JSON: a dictionary for what has fields, two numbers for ``Ways``."""
-    if dataclasses.is_dataclass(value):
-        value = vars(value)
-    elif hasattr(value, "_asdict") and not isinstance(value, Ways):
-        value = value._asdict()
-    if isinstance(value, Mapping):
-        return {name: record(x) for name, x in value.items()}
-    return [record(x) for x in value] if isinstance(value, tuple) else value

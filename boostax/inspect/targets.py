@@ -13,15 +13,13 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import importlib
-import importlib.util
 import math
 import os
-import pkgutil
 import re
 import time
 import tomllib
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from importlib.metadata import entry_points
 from importlib.resources import files
 from typing import Any, NamedTuple
 
@@ -39,6 +37,9 @@ _STAGES = jax.stages.Lowered, jax.stages.Compiled
 _FORM = re.compile(r"(?P<name>\w+):(?P<shape>\d+(?:x\d+)*)(?:\*(?P<slices>\d+))?")
 _ALLOWED = (
     "'v5e:2x4' (a TPU slice), 'v5e:4x4*2' (two of them) or 'h100:1x1x8' (slices, hosts, GPUs)"
+)
+_MACHINES: Mapping[str, Mapping[str, str]] = tomllib.loads(
+    files("boostax.inspect").joinpath("machines.toml").read_text("utf8")
 )
 # Otherwise the compiler for TPU looks for a host of TPUs, and locks it.
 _NO_TPU = {
@@ -75,19 +76,19 @@ def target_devices(target: str) -> tuple[Any, ...]:
       ValueError: target_devices: target must be 'v5e:2x4' (a TPU slice), 'v5e:4x4*2' (two of them)
       or 'h100:1x1x8' (slices, hosts, GPUs), got 'v5e'. ...
     """
-    found, machines = _FORM.fullmatch(target), _machines()
-    machine = machines.get(found["name"], {}) if found else {}
+    found = _FORM.fullmatch(target)
+    machine = _MACHINES.get(found["name"], {}) if found else {}
     gpu = "config" in machine
     if found is None or not machine or (gpu and (found["slices"] or target.count("x") != 2)):
-        listed = "".join(f"\n  {x['form']:12} {x['what']}" for x in machines.values())
+        listed = "".join(f"\n  {x['form']:12} {x['what']}" for x in _MACHINES.values())
         hint = f"None audits for the devices at hand. Machines that are known:{listed}"
         raise ValueError(checks.message(WHO, "target", _ALLOWED, target, hint))
     if jax.default_backend() != "tpu":
         for name, value in _NO_TPU.items():
             os.environ.setdefault(name, value)
-    name, slices = target.partition("*")[0], int(found["slices"] or 1)
-    given: dict[str, Any] = {"platform": "tpu", "topology_name": name}
-    given |= {"num_slices": slices} if slices > 1 else {}
+    given: dict[str, Any] = {"platform": "tpu", "topology_name": target.partition("*")[0]}
+    if int(found["slices"] or 1) > 1:
+        given["num_slices"] = int(found["slices"])
     if gpu:
         given = {"platform": "cuda", "topology": found["shape"], "target_config": machine["config"]}
     try:
@@ -99,11 +100,6 @@ def target_devices(target: str) -> tuple[Any, ...]:
             "installs the compilers for TPU and NVIDIA GPU."
         ) from error
     return tuple(sorted(devices, key=lambda d: (getattr(d, "slice_index", 0) or 0, d.id)))
-
-
-@functools.cache
-def _machines() -> Mapping[str, Mapping[str, str]]:
-    return tomllib.loads(files(__package__).joinpath("machines.toml").read_text("utf8"))
 
 
 def _described(given: Mapping[str, Any]) -> Sequence[Any]:
@@ -119,18 +115,13 @@ def _described(given: Mapping[str, Any]) -> Sequence[Any]:
         return topologies.get_topology_desc(**given).devices
     except NotImplementedError:
         os.environ[skip] = "1"
-        for name in _cuda_plugins():
-            importlib.import_module(name).initialize()
+        for plugin in entry_points(group="jax_plugins"):
+            if "cuda" in plugin.name:
+                plugin.load().initialize()
         return topologies.get_topology_desc(**given).devices
     finally:
         if skip not in before:
             os.environ.pop(skip, None)
-
-
-def _cuda_plugins() -> list[str]:
-    spec = importlib.util.find_spec("jax_plugins")
-    found = pkgutil.iter_modules(spec and spec.submodule_search_locations, "jax_plugins.")
-    return [x.name for x in found if "cuda" in x.name] if spec else []
 
 
 class Argument(NamedTuple):
@@ -168,11 +159,6 @@ class CompiledProgram(NamedTuple):
     def mesh(self) -> Mesh | None:
         """The mesh over which it runs, if any."""
         return next(_meshes(x.sharding for x in self.arguments), None)
-
-    @property
-    def flops(self) -> float:
-        """Operations that XLA counts, the body of a loop once; NaN if it does not."""
-        return float((self.compiled.cost_analysis() or {}).get("flops", math.nan))
 
     @property
     def described(self) -> str:

@@ -3,9 +3,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 from jax.sharding import Mesh
 
@@ -15,7 +16,8 @@ if TYPE_CHECKING:
     from boostax.inspect.audit import Audit, Buffer
 
 
-class Waste(NamedTuple):
+@dataclasses.dataclass(frozen=True)
+class Waste:
     """Something that a program pays for in vain.
 
     Attributes:

@@ -47,7 +47,7 @@ def adagc(
     :math:`\lVert u_i \rVert` so far. A leaf whose running norm is zero is not clipped.
 
     Put it behind the reduction, and inside a gate that skips what is not finite: by itself it lets
-    such a gradient pass, and leaves its state unchanged. Norms are those of whole arrays, in plain
+    such a leaf pass and leaves its state unchanged. Norms are those of whole arrays, in plain
     ``jit`` however these are sharded. On record it clipped nine steps in ten of a short run and
     lost by it: its bounds are the least norms of the warm-up.
 

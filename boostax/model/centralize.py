@@ -34,10 +34,12 @@ def centralized(g: Any, dims: tuple[int, ...]) -> jax.Array:
 def _dims(axes: Any, kernels: Kernels, path: Path, leaf: Any) -> tuple[int, ...]:
     """Return the axes to average over, the input channels last; none for a leaf that stays."""
     name, ndim = trees.path_name(path), np.ndim(leaf)
-    if not callable(axes) and kernels.is_vector(path, ndim):
+    if callable(axes):
+        rule = axes(name, leaf)
+    elif kernels.is_vector(path, ndim):
         return ()
-    found = (rule for pattern, rule in axes.items() if matches(name, pattern)) if axes else ()
-    rule = axes(name, leaf) if callable(axes) else next(iter(found), "auto")
+    else:
+        rule = next((rule for pattern, rule in axes.items() if matches(name, pattern)), "auto")
     if rule is None:
         return ()
     if isinstance(rule, str):

@@ -10,12 +10,13 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from boostax._core import axes, checks, formats, trees
+from boostax._core import axes, checks, trees
 from boostax._core.describe import Holds, Stepped, describe
 from boostax._core.gate import Pending, gated, init_optimizer, nothing_held
-from boostax._core.leafwise import COMMON, Turn, leaf_by_leaf
 from boostax._core.placement import settled
-from boostax._core.replicas import is_per_replica
+from boostax._core.replicas import ByBlock, is_per_replica
+from boostax.precision import formats
+from boostax.precision.leafwise import COMMON, Turn, leaf_by_leaf
 
 PyTree = Any
 Moments = Literal["bfloat16", "int8", "log8"]
@@ -37,7 +38,7 @@ class StoreState(NamedTuple):
 
     steps: jax.Array
     inner_state: Any
-    scales: dict[str, formats.ByBlock]
+    scales: dict[str, ByBlock]
     low: PyTree
     holds = Holds(("steps", "low"), params=True)
 
@@ -301,7 +302,7 @@ def _no_rest(p: Any) -> Any:
 
 def _first(
     state: PyTree, params: PyTree, rules: Mapping[str, Moments], least: int
-) -> tuple[PyTree, dict[str, formats.ByBlock]]:
+) -> tuple[PyTree, dict[str, ByBlock]]:
     """The codes of a new state, and their scales: of each field a tree like the params."""
     owners = {path: jnp.shape(x) for path, x in jax.tree_util.tree_leaves_with_path(params)}
     scales: dict[tuple[str, Path], jax.Array] = {}
@@ -334,7 +335,7 @@ def _first(
     for unused in set(rules) - set(fields.values()) if fields else ():
         allowed = f"patterns of the state's fields {sorted(fields)}"
         raise ValueError(checks.message(_WHO, "moments", allowed, unused, "'*' is all of them."))
-    of = lambda field: formats.ByBlock(  # noqa: E731
+    of = lambda field: ByBlock(  # noqa: E731
         jax.tree_util.tree_map_with_path(lambda path, _: scales.get((field, path), ()), params)
     )
     scaled = [f for f, rule in fields.items() if rule and formats.FORMATS[rules[rule]].scaled]
@@ -346,14 +347,14 @@ def _is_placeholder(params: PyTree, node: Any) -> bool:
     return type(node) is type(params) and not jax.tree.leaves(params) and node is not None
 
 
-def _places(scales: dict[str, formats.ByBlock]) -> dict[tuple[str, Path], Path]:
+def _places(scales: dict[str, ByBlock]) -> dict[tuple[str, Path], Path]:
     """Where the scale of an array of the state stands, by its field and its param."""
     return {
         (path[0].key, path[2:]): path for path, _ in jax.tree_util.tree_leaves_with_path(scales)
     }
 
 
-def _decoded(state: PyTree, scales: dict[str, formats.ByBlock]) -> PyTree:
+def _decoded(state: PyTree, scales: dict[str, ByBlock]) -> PyTree:
     """The state as ``inner`` has it."""
     table = dict(jax.tree_util.tree_leaves_with_path(scales))
     places = _places(scales)
@@ -390,8 +391,8 @@ def _require_blocks(state: StoreState) -> None:
 
 
 def _encoded(
-    state: PyTree, like: PyTree, scales: dict[str, formats.ByBlock], steps: jax.Array
-) -> tuple[PyTree, dict[str, formats.ByBlock]]:
+    state: PyTree, like: PyTree, scales: dict[str, ByBlock], steps: jax.Array
+) -> tuple[PyTree, dict[str, ByBlock]]:
     """The state in the formats of an older one."""
     places, table = _places(scales), {}
 

@@ -111,9 +111,8 @@ def adasum(
     across = axes.required(who, axis_name)
     inside = axes.canonical(who, within, "within")
     names = across + inside
-    wanted = options(
-        who, names, shard_axes, scope, wire_dtype, bucket_bytes, leaf_metrics=leaf_metrics
-    )
+    how = shard_axes, scope, wire_dtype, bucket_bytes, leaf_metrics
+    wanted = Options.of(who, names, *how)
 
     def update_fn(updates: PyTree, state: Any, params: PyTree = None, **extra: Any) -> Stepped:
         del state, params, extra
@@ -142,30 +141,29 @@ class Options(NamedTuple):
         each = jax.tree.map(unknown, params) if self.leaf_metrics else None
         return AdasumState(unknown(None), each)
 
-
-def options(
-    who: str,
-    names: tuple[str, ...],
-    shard_axes: axes.AxisName | None,
-    scope: Scope,
-    wire_dtype: Any,
-    bucket_bytes: int | None,
-    *,
-    leaf_metrics: bool,
-) -> Options:
-    """Check them; ``names`` are the axes of the replicas."""
-    shards = axes.canonical(who, shard_axes)
-    checks.choice(who, "scope", scope, ("leaf", "tree"), "The paper combines leaf by leaf.")
-    wire = None if wire_dtype is None else checks.floating_dtype(who, "wire_dtype", wire_dtype)
-    bucket_bytes = exchange.check_bytes(who, bucket_bytes)
-    _check_axes(who, names + shards)
-    if shards and scope == "tree":
-        raise ValueError(
-            f"{who}: scope must be 'leaf' with shard_axes, got 'tree'. A sum over all leaves would "
-            "count those that are not sharded once for each shard; where JAX tracks varying types "
-            "(check_vma), shard_axes can be left out."
-        )
-    return Options(shards, scope, wire, bucket_bytes, leaf_metrics)
+    @classmethod
+    def of(
+        cls, who: str, names: tuple[str, ...], shard_axes: Any, scope: Any, wire: Any, *rest: Any
+    ) -> "Options":
+        """Check them; ``names`` are the axes of the replicas, ``rest`` the last two fields."""
+        shards, (bucket_bytes, leaf_metrics) = axes.canonical(who, shard_axes), rest
+        checks.choice(who, "scope", scope, ("leaf", "tree"), "The paper combines leaf by leaf.")
+        wire = None if wire is None else checks.floating_dtype(who, "wire_dtype", wire)
+        bucket_bytes = exchange.check_bytes(who, bucket_bytes)
+        twice = sorted({name for name in names + shards if (names + shards).count(name) > 1})
+        if twice:
+            raise ValueError(
+                f"{who}: axis_name, within and shard_axes must be different axes, got "
+                f"{', '.join(map(repr, twice))} twice. within averages first, axis_name is "
+                "combined by AdaSum, shard_axes are those over which single leaves are sharded."
+            )
+        if shards and scope == "tree":
+            raise ValueError(
+                f"{who}: scope must be 'leaf' with shard_axes, got 'tree'. A sum over all leaves "
+                "would count those that are not sharded once for each shard; where JAX tracks "
+                "varying types (check_vma), shard_axes can be left out."
+            )
+        return cls(shards, scope, wire, bucket_bytes, leaf_metrics)
 
 
 class Levels(NamedTuple):
@@ -202,7 +200,7 @@ class Levels(NamedTuple):
 
 def combined(updates: PyTree, levels: Levels, wanted: Options) -> Stepped:
     """The AdaSum of a tree, and how parallel its parts were."""
-    names, (shards, scope, wire, bucket_bytes, leaf_metrics) = levels.names, wanted
+    names, shards = levels.names, wanted.shards
     leaves, treedef = jax.tree.flatten(updates)
     kinds = exchange.kinds(leaves)
     # Where JAX tracks it, a leaf says itself over which axes it is sharded.
@@ -211,64 +209,44 @@ def combined(updates: PyTree, levels: Levels, wanted: Options) -> Stepped:
     ]
     every = {name for other in over for name in other}
     copies = [axes.size(tuple(every - set(other))) for other in over]
-    sent = [
-        _sent([leaves[i] for i in kind], levels, other, wire, bucket_bytes)
-        for kind, other in zip(kinds, over, strict=True)
-    ]
-    over_all = lambda found: tuple(dict.fromkeys((*found, *shards)))  # noqa: E731
-    total = lambda x: axes.total(x, over_all(axes.with_shards(x, names)))  # noqa: E731
-    parts, alignment = _combine([x.rows for x in sent], kinds, copies, scope, total)
-    # What has no elements is not sent, and the same everywhere.
+    own = [[exchange.real(leaves[i]) for i in kind] for kind in kinds]
+    sent = [_sent(x, levels, other, wanted) for x, other in zip(own, over, strict=True)]
+
+    def total(x: jax.Array) -> jax.Array:
+        return axes.total(x, tuple(dict.fromkeys((*axes.with_shards(x, names), *shards))))
+
+    rows = [x for _, x in sent]
+    parts, alignment = _combine(rows, kinds, copies, wanted.scope, total)
+    # Empty leaves are not communicated: they are equal on all replicas.
     result = [jnp.zeros(x.shape, x.dtype) for x in leaves]
-    for kind, (parcels, own, _), part in zip(kinds, sent, parts, strict=True):
-        done = exchange.delivered(parcels, part, levels.gathered, wire, own)
+    for kind, real, (parcels, _), part in zip(kinds, own, sent, parts, strict=True):
+        done = exchange.delivered(parcels, part, levels.gathered, wanted.wire, real)
         for i, x in zip(kind, done, strict=True):
             result[i] = exchange.like(x, leaves[i])
     overall, each = _orthogonality(alignment, len(leaves))
-    return jax.tree.unflatten(treedef, result), AdasumState(
-        overall, jax.tree.unflatten(treedef, each) if leaf_metrics else None
-    )
-
-
-class _Sent(NamedTuple):
-    """Leaves of one kind under way.
-
-    Attributes:
-      parcels: what travels together.
-      own: the leaves, real.
-      rows: this device's slice of what every replica has sent.
-    """
-
-    parcels: list[Parcel]
-    own: list[jax.Array]
-    rows: Rows
+    by_leaf = jax.tree.unflatten(treedef, each) if wanted.leaf_metrics else None
+    return jax.tree.unflatten(treedef, result), AdasumState(overall, by_leaf)
 
 
 def _sent(
-    leaves: Sequence[jax.Array],
-    levels: Levels,
-    shards: tuple[str, ...],
-    wire: np.dtype[Any] | None,
-    bucket_bytes: int | None,
-) -> _Sent:
-    across, inside = levels.across, levels.inside
-    own = [exchange.real(x) for x in leaves]
+    own: Sequence[jax.Array], levels: Levels, shards: tuple[str, ...], wanted: Options
+) -> tuple[list[Parcel], Rows]:
+    """Return what travels together, and this device's slice of what every replica has sent."""
+    across, inside, wire = levels.across, levels.inside, wanted.wire
     devices = axes.size(inside)
-    parcels = exchange.parcels(own, axes.size(across) * devices, bucket_bytes)
+    parcels = exchange.parcels(own, axes.size(across) * devices, wanted.bucket_bytes)
     arrays = [parcel.array(own) for parcel in parcels]
+    pairs = list(zip(parcels, arrays, strict=True))
     if levels.averaged:
-        pairs = zip(parcels, arrays, strict=True)
         arrays = [levels.slice_inside(x, parcel.dim) for parcel, x in pairs]
     elif inside and wire is None:
-        pairs = zip(parcels, arrays, strict=True)
         arrays = [axes.scatter(x / devices, inside, parcel.dim) for parcel, x in pairs]
     elif inside:
         near = exchange.exchange(parcels, arrays, inside, wire, (shards,), by_leaf=False)
         arrays = exchange.mean(near, "before")
     grouped = isinstance(inside, axes.Groups)
     common = (inside, shards) if grouped else (inside + shards,)
-    rows = exchange.exchange(parcels, arrays, across, wire, common)
-    return _Sent(parcels, own, rows)
+    return parcels, exchange.exchange(parcels, arrays, across, wire, common)
 
 
 class _Alignment(NamedTuple):
@@ -321,13 +299,3 @@ def _orthogonality(found: list[_Alignment], leaves: int) -> tuple[jax.Array, lis
 def _ratio(of_sum: jax.Array, of_parts: jax.Array) -> jax.Array:
     none = of_parts == 0
     return jnp.where(none, 1, of_sum) / jnp.where(none, 1, of_parts)
-
-
-def _check_axes(who: str, names: tuple[str, ...]) -> None:
-    twice = sorted({name for name in names if names.count(name) > 1})
-    if twice:
-        raise ValueError(
-            f"{who}: axis_name, within and shard_axes must be different axes, got "
-            f"{', '.join(map(repr, twice))} twice. within averages first, axis_name is combined "
-            "by AdaSum, shard_axes are those over which single leaves are sharded."
-        )

@@ -9,7 +9,7 @@ from boostax._core import axes, checks, trees
 from boostax._core.describe import Stepped, describe
 from boostax._core.placement import on_shards
 from boostax._core.replicas import PerReplica, require_like
-from boostax.reduce.adasum import Levels, Scope, combined, options
+from boostax.reduce.adasum import Levels, Options, Scope, combined
 from boostax.reduce.mean import server_mean
 
 PyTree = Any
@@ -107,9 +107,8 @@ def adasum_delta(
         inside = axes.canonical(who, within, "within")
         what = f"Run inner on the mean gradient over {', '.join(inside)}" if inside else ""
     names = replicas + inside
-    wanted = options(
-        who, names, shard_axes, scope, wire_dtype, bucket_bytes, leaf_metrics=leaf_metrics
-    )
+    how = shard_axes, scope, wire_dtype, bucket_bytes, leaf_metrics
+    wanted = Options.of(who, names, *how)
 
     def levels() -> Levels:
         if isinstance(within, int):
@@ -125,13 +124,9 @@ def adasum_delta(
         del state, params
         return combined(deltas, levels(), wanted)
 
-    @describe(
-        who,
-        "delta",
-        names,
-        inner={"inner_state": tx},
-        what=what and f"{what}, and combine the updates by AdaSum",
-    )
+    what = what and f"{what}, and combine the updates by AdaSum"
+
+    @describe(who, "delta", names, inner={"inner_state": tx}, what=what)
     def update_fn(updates: PyTree, state: Any, params: PyTree = None, **extra: Any) -> Stepped:
         trees.require_gradients(updates, who)
         axes.require_local(updates, names, who)

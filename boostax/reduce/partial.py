@@ -3,7 +3,6 @@
 
 import bisect
 import functools
-import operator
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -141,7 +140,7 @@ def partial_average(
 def partitioning(
     who: str, partitions: Any, bucket_bytes: int | None
 ) -> Callable[[PyTree], list[list[int]]]:
-    """A function from params to the numbers of the leaves of each partition."""
+    """Return a function from params to the indices of the leaves in each partition."""
     hint = "4 averages a quarter of the params per step; {'head': 0, 'body': 1} names them."
     bucket = exchange.check_bytes(who, bucket_bytes)
     if bucket is not None:
@@ -150,59 +149,55 @@ def partitioning(
         return lambda params: exchange.fused([4 * x.size for x in jax.tree.leaves(params)], bucket)
     if partitions is None:
         raise ValueError(checks.message(who, "partitions", "given, or bucket_bytes", None, hint))
-    given = jax.tree.leaves(partitions)
     if jax.tree.structure(partitions) == jax.tree.structure(0):
         count = checks.positive_int(who, "partitions", partitions, hint)
+        label = functools.partial(_even_runs, who, count)
     else:
+        numbers = jax.tree.leaves(partitions)
+        integers = all(hasattr(x, "__index__") for x in numbers)
+        found = {int(x) for x in numbers} if integers else set[int]()
         allowed = "a positive integer or a tree of the integers 0, 1, ... without a gap"
-        try:
-            found = {operator.index(x) for x in given}
-        except TypeError as error:
-            raise TypeError(checks.message(who, "partitions", allowed, partitions, hint)) from error
-        count = len(found)
-        if not found or found != set(range(count)):
-            raise ValueError(checks.message(who, "partitions", allowed, partitions, hint))
+        fits = bool(found) and found == set(range(len(found)))
+        error = ValueError if integers else TypeError
+        checks.require(who, "partitions", partitions, allowed, fits, hint, error)
+        count, label = len(found), functools.partial(_labels, who, partitions)
 
     def members(params: PyTree) -> list[list[int]]:
-        leaves = jax.tree.leaves(params)
-        if not leaves:
-            return [[] for _ in range(count)]
-        if jax.tree.structure(partitions) == jax.tree.structure(0):
-            if count > len(leaves):
-                allowed = f"at most the number of param leaves, {len(leaves)}"
-                raise ValueError(checks.message(who, "partitions", allowed, count, hint))
-            labels = _even_runs([x.size * trees.wide_dtype(x).itemsize for x in leaves], count)
-        else:
-            try:
-                labels = jax.tree.leaves(jax.tree.broadcast(partitions, params))
-            except ValueError as error:
-                raise ValueError(
-                    f"{who}: partitions must be a tree like the params, or a prefix of one, got "
-                    f"{partitions!r} for {jax.tree.structure(params)}. {error}"
-                ) from error
-        return [[i for i, label in enumerate(labels) if label == k] for k in range(count)]
+        labels = label(params)
+        return [[i for i, mine in enumerate(labels) if mine == k] for k in range(count)]
 
     return members
 
 
-def _even_runs(sizes: list[int], parts: int) -> list[int]:
-    """The number of each item's run: consecutive items, the largest run as small as can be."""
+def _labels(who: str, partitions: PyTree, params: PyTree) -> list[int]:
+    """Return the label of each leaf."""
+    try:
+        return jax.tree.leaves(jax.tree.broadcast(partitions, params))
+    except ValueError as error:
+        raise ValueError(
+            f"{who}: partitions must be a tree like the params, or a prefix of one, got "
+            f"{partitions!r} for {jax.tree.structure(params)}. {error}"
+        ) from error
 
-    def fill(limit: int) -> list[int]:
-        labels: list[int] = []
-        filled = 0
-        for i, size in enumerate(sizes):
-            label = labels[-1] if labels else 0
-            # As many left as there are runs to come: each is one.
-            last_chance = len(sizes) - i < parts - label
-            if labels and (last_chance or filled + size > limit):
-                label, filled = label + 1, 0
-            labels.append(label)
-            filled += size
-        return labels
 
+def _even_runs(who: str, count: int, params: PyTree) -> list[int]:
+    """Number each leaf's run: neighbours, the largest run as small as can be."""
+    sizes = [x.size * trees.wide_dtype(x).itemsize for x in jax.tree.leaves(params)]
     if not sizes:
         return []
+    allowed = f"at most the number of param leaves, {len(sizes)}"
+    hint = "4 averages a quarter of the params per step; {'head': 0, 'body': 1} names them."
+    checks.require(who, "partitions", count, allowed, count <= len(sizes), hint)
+
+    def runs(limit: int) -> list[int]:
+        labels, filled = [0], sizes[0]
+        for i, size in enumerate(sizes[1:], 1):
+            # Of as many leaves as there are runs to come each is one.
+            begins = len(sizes) - i < count - labels[-1] or filled + size > limit
+            filled = size if begins else filled + size
+            labels.append(labels[-1] + begins)
+        return labels
+
     limits = range(max(sizes), sum(sizes) + 1)
-    fits = bisect.bisect_left(limits, True, key=lambda limit: fill(limit)[-1] < parts)
-    return fill(limits[fits])
+    fits = bisect.bisect_left(limits, True, key=lambda limit: runs(limit)[-1] < count)
+    return runs(limits[fits])

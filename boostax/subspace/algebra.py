@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Compute with stacked leaves one at a time, without flattening the whole.
 
-Snapshots come as ``x`` of ``(m, *leaf.shape)``, with ``first``, the first of them, and ``mean``, the
-mean of the differences to it, of ``(1, *leaf.shape)``.
+Snapshots come as ``x`` of ``(m, *leaf.shape)``, with ``first``, the first, and ``mean``, the mean
+of the differences to it, of ``(1, *leaf.shape)``.
 """
 
 import functools
@@ -56,7 +56,7 @@ def signed(components: PyTree) -> PyTree:
 
 def finite(x: Any) -> Any:
     """Return ``x``; refuse it on the host if it is not finite."""
-    good = not isinstance(x, np.ndarray) or bool(np.isfinite(x).all())
+    good = numpy(x) is jnp or bool(np.isfinite(x).all())
     hint = "Look for the step at which the run broke down."
     checks.require("pca_basis", "snapshots", "a NaN or infinity", "finite", good, hint)
     return x

@@ -307,7 +307,7 @@ class _Read(Sequence[PyTree]):
         return len(self._snapshots)
 
     def __getitem__(self, i: Any) -> PyTree:
-        tree = self._snapshots[i]
+        tree = self._snapshots[range(len(self))[i]]
         now = _kind(tree)
         self._like = now if self._like is None else self._like
         if now != self._like:
@@ -439,13 +439,14 @@ def _refined(
 ) -> Basis:
     """Return the components, from ``u`` (m, r) that spans about the right combinations."""
     narrow = None if dtype is None else checks.floating_dtype(_WHO, "dtype", dtype)
+    total = algebra.finite(source.spread())
     rows: PyTree = None
     s = turn = u
     for _ in range(rounds):
         rows = algebra.orthonormal(source.spanned(u))
-        along = algebra.finite(source.coordinates(rows))
+        along = source.coordinates(rows)
         u, s, turn = algebra.numpy(along).linalg.svd(along, full_matrices=False)
-    np_, total = algebra.numpy(s), source.spread()
+    np_ = algebra.numpy(s)
     eps = max(np.finfo(algebra.compute_dtype(x)).eps for x in jax.tree.leaves(source.first))
     noise = np_.sqrt(algebra.total(jax.tree.map(algebra.rounding, source.first)))
     found = s > noise + eps * np_.sqrt(len(u)) * s[0]

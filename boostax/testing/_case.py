@@ -14,7 +14,7 @@ import optax
 from boostax._core.axes import AxisName
 from boostax._core.gate import gate_of, gated
 from boostax._core.handshake import assume_scaled
-from boostax.config.states import holds
+from boostax.config.migrate import holds
 from boostax.reduce.mean import all_reduce
 from boostax.train.apply import apply_gradients
 

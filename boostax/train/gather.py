@@ -12,9 +12,9 @@ from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from boostax._core import axes, checks, trees
-from boostax._core.formats import FORMATS
 from boostax._core.placement import Placement
 from boostax._core.replicas import is_per_replica, without
+from boostax.precision.formats import FORMATS
 from boostax.train.on_mesh import placed
 
 PyTree = Any

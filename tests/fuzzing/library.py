@@ -22,8 +22,9 @@ REDUCTIONS: dict[str, Callable[[], Any]] = {
     "bfloat16": lambda: boostax.all_reduce(AXIS, dtype="bfloat16"),
     "top_k": lambda: boostax.top_k_reduce(AXIS, 0.25),
     "int8": lambda: boostax.int8_reduce(AXIS, rounding="stochastic"),
-    "sign": lambda: boostax.reduce.sign_reduce(AXIS),
-    "random_k": lambda: boostax.reduce.random_k_reduce(AXIS, 0.3),
+    # Leaves of 24, 8 and 1: a step is sparse or dense as it comes.
+    "threshold": lambda: boostax.reduce.threshold_reduce(AXIS, 1.5, capacity=0.25, relative=True),
+    "top_k_blocks": lambda: boostax.top_k_reduce(AXIS, {0: 0.5, 2: 0.25}, block=8),
     "power_sgd": lambda: boostax.reduce.power_sgd_reduce(AXIS, 1),
 }
 

@@ -63,7 +63,7 @@ def train_step(params: Params, batch: dict[str, jax.Array]) -> boostax.train.Tra
 def configured(path: str) -> boostax.config.Boost:
     boost = boostax.auto(path)
     assert_type(boost, boostax.config.Boost)
-    assert_type(boost.config, boostax.config.BoostConfig)
+    assert_type(boost.config, dict[str, Any])
     assert_type(boost.policy, boostax.precision.Policy | None)
     return boost
 

@@ -123,16 +123,6 @@ def block_of(shape: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(block)
 
 
-class ByBlock(NamedTuple):
-    """Marks the part of a state that has a number for each block of the params' arrays.
-
-    Attributes:
-      scales: a tree like the params.
-    """
-
-    scales: Any
-
-
 class Blocks(NamedTuple):
     """How an array ``[a, b, ...]`` is cut in blocks: ``[a / p, p, b / q, q, ...]``.
 

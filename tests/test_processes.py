@@ -1,0 +1,66 @@
+"""Several processes train what one does, and each reads its own rows."""
+
+import jax
+import numpy as np
+import optax
+import processes
+import pytest
+from workers.techniques import TECHNIQUES
+
+import boostax
+
+WORKER = processes.ROOT / "tests" / "workers" / "techniques.py"
+# Those whose results do not depend on how many share the batch.
+MEANS = ("mean", "freezing", "dim_reduce", "window", "shared out")
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    """The params of every technique, trained by so many processes with so many devices each."""
+    made = {}
+
+    def train(count, devices, again=0, names=tuple(TECHNIQUES)):
+        if (count, devices, again) not in made:
+            folder = tmp_path_factory.mktemp(f"{count}x{devices}-")
+            command = [WORKER, folder, f"--device-count={devices}", "--calls=12"]
+            with processes.Processes(command, count, folder, NAMES=",".join(TECHNIQUES)) as run:
+                run.end()
+            found = {name: dict(np.load(folder / f"{name}.npz")) for name in TECHNIQUES}
+            made[count, devices, again] = found
+        return {name: made[count, devices, again][name] for name in names}
+
+    return train
+
+
+def assert_equal_training(found, wanted):
+    compare = lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-5, atol=2e-5)  # noqa: E731
+    jax.tree.map(compare, found, wanted)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("layout", [(p, d) for p in (2, 4) for d in (1, 2, 3, 4)])
+def test_every_layout_trains_what_one_process_does(trained, layout):
+    count, devices = layout
+    assert_equal_training(trained(count, devices), trained(1, count * devices))
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("layout", [(2, 2), (4, 1)])
+def test_the_same_layout_gives_the_same_bits_by_every_technique(trained, layout):
+    found, again = trained(*layout), trained(*layout, again=1)
+    jax.tree.map(np.testing.assert_array_equal, again, found)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("devices", [2, 3, 4])
+def test_means_do_not_depend_on_the_number_of_devices(trained, devices):
+    assert_equal_training(trained(1, devices, names=MEANS), trained(1, 1, names=MEANS))
+
+
+def test_one_process_reads_all_rows():
+    loss = lambda w, x: (w * x).sum()  # noqa: E731
+    step = boostax.make_train_step(loss, boostax.accumulate(optax.adam(1e-3), 2))
+    np.testing.assert_array_equal(step.rows(6), np.arange(6))
+    mesh = jax.make_mesh((4,), ("data",), (jax.sharding.AxisType.Auto,), devices=jax.devices()[:4])
+    step = boostax.make_train_step(loss, boostax.all_reduce("data"), mesh=mesh, axis_name="data")
+    np.testing.assert_array_equal(step.rows(8), np.arange(8))
