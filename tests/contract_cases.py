@@ -481,7 +481,10 @@ CASES = [
     ),
     Case(
         "adagc",
-        lambda inner, axis: optax.chain(boostax.model.adagc(warmup=2), inner),
+        lambda inner, axis: optax.chain(
+            boostax.all_reduce(axis), boostax.model.adagc(warmup=2), inner
+        ),
+        reduces=True,
         bad_arguments=(
             (lambda: boostax.model.adagc(0.5), "factor"),
             (lambda: boostax.model.adagc(decay=1.0), "decay"),

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Freeze schedules: at which step how deep a prefix of the network stands still.
+"""Say at which step how deep a prefix of the network is frozen.
 
 A schedule is a table, known before the first step and the same on every host: a program
 can be compiled for each depth that occurs, and replicas agree on the next one without a word.
@@ -27,7 +27,7 @@ _SAME = "The same seed draws the same depths on all hosts."
 
 @dataclasses.dataclass(frozen=True)
 class FreezeSchedule:
-    """The depth of every optimizer step; made by ``freeze_schedule``.
+    """Holds the depth of every optimizer step; made by ``freeze_schedule``.
 
     Two schedules are equal if they were made alike (a callable is equal to itself alone).
 
@@ -50,7 +50,7 @@ class FreezeSchedule:
     )
 
     def depths(self, groups: int) -> Depths:
-        """The depth of every step for a network of so many groups.
+        """Return the depth of every step for a network of so many groups.
 
         At depth ``d`` the groups ``0..d-1``, in forward order, are frozen and ``d..groups-1``
         train: 0 trains all, and the last group always trains.

@@ -29,7 +29,7 @@ _NORMAL = 1.4826
 
 
 class SpikesState(NamedTuple):
-    """What the rule of ``skip_spikes`` keeps; ``own`` of a ``GateState``.
+    """Statistics that the rule of ``skip_spikes`` keeps; ``own`` of a ``GateState``.
 
     Attributes:
       norms: f32 ``[window]``, the last accepted norms; zero where there is none yet.

@@ -156,7 +156,7 @@ _READERS: dict[str, Callable[..., Any]] = {
 
 
 class Snapshots(Sequence[PyTree]):
-    """Trees of NumPy arrays that are read from disk when they are asked for, and not kept.
+    """Reads trees of NumPy arrays from disk when they are asked for, and keeps none.
 
     Args:
       paths: where each of them lies.
