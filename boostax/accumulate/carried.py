@@ -124,7 +124,9 @@ class _Carry(NamedTuple):
             mine = lambda name, x: x if found.get(name) == rule else optax.MaskedNode()  # noqa: E731
             return jax.tree.map(jnp.zeros_like, _map(mine, params))
 
-        windows: dict[Rule, PyTree] = {rule: window(rule) for rule in sorted(set(self.rules.values()))}
+        windows: dict[Rule, PyTree] = {
+            rule: window(rule) for rule in sorted(set(self.rules.values()))
+        }
         return CarryState(
             jnp.asarray(False), windows, gate.init_inner(self.tx, without(params, found))
         )
