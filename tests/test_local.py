@@ -456,7 +456,12 @@ REFUSED = {
         lambda: boostax.reduce.partial_average(local(SGD), "data", 1),
     ],
     "equal on all replicas": [
-        lambda: jax.vmap(lambda p: local(SGD).init(p), axis_name="data")(jnp.ones((2, 3))),
+        lambda: jax.eval_shape(
+            jax.shard_map(
+                local(SGD).init, mesh=mesh_of(2), in_specs=P("data"), out_specs=P("data")
+            ),
+            jnp.ones(2),
+        ),
     ],
     "params must be given": [
         lambda: jax.vmap(
