@@ -22,7 +22,7 @@ OLDEST_PYTHON ?= $(firstword $(shell python3.11 -c "import sys; print(sys.execut
 .PHONY: demo test test-compilers test-long test-newest test-oldest test-foreign bench bench-compilers bench-short docs release lint clean newest-python
 
 demo: $(READY)
-	$(VENV)/bin/boostax train text --dtype float16 --loss-scale dynamic --accumulate 4 --devices 4 --output runs/demo --resume --audit
+	$(RUN) examples/train_text.py --output runs/demo
 
 test: $(READY) lint
 	$(QUICK_CODE) $(TESTS)

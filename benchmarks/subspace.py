@@ -24,7 +24,6 @@ import boostax
 PyTree = Any
 LENGTHS = (5, 10, 20, 40, 300)
 MULTIPLES = (0.5, 1.0, 2.0, 4.0, 8.0)
-P_SGD_RATES = (0.01, 0.03, 0.1, 0.3)
 COMPONENTS, SNAPSHOTS, EMA = 19, 20, 0.98
 
 
@@ -276,10 +275,6 @@ def finishes(run: Run) -> dict[str, dict[int, dict[str, float]]]:
     found["tuned decay"] = _best(list(decays.values()))
     reduce = boostax.dim_reduce
     found["random basis"] = run.finish("random", reduce(random))
-    p_sgd = boostax.subspace.subspace_params(
-        optax.chain(optax.trace(0.9), falling_rate(1.0)), basis
-    )
-    found["P-SGD"] = _best([run.finish("P-SGD", p_sgd, peak=rate) for rate in P_SGD_RATES])
     found["P-BFGS"] = run.finish("P-BFGS", reduce(basis, rule="p-bfgs"))
     mindspore = reduce(basis, rule="mindspore", residual=optax.sgd(1e-3, 0.9))
     found["MindSpore's rule"] = run.finish("MindSpore", mindspore)

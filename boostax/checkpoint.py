@@ -14,8 +14,7 @@ import jax.numpy as jnp
 import optax
 
 import boostax
-from boostax._core import checks, trees
-from boostax._core.late import told
+from boostax._core import checks, late, trees
 from boostax._core.place import place
 from boostax._core.replicas import require_stacked
 from boostax.train.resharding import as_saved, resharded, typed
@@ -29,8 +28,7 @@ _UNSIGNED = {1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32, 8: jnp.uint32}
 # Nodes that hold a state and are no part of a chain.
 _NO_PARTS = {"TrainState", "PerReplica", "EmptyState", "MaskedNode"}
 # Boostax 0.2 recorded no parts: a leaf of such a name is of one that is gone.
-_FIELDS = {"fast": "GroupSignalState", "coordinates": "SubspaceParamsState"}
-_FIELDS |= {"codes": "Int8Components"}
+_FIELDS = dict(fast="GroupSignalState", coordinates="SubspaceParamsState", codes="Int8Components")
 
 
 class Checkpointer:
@@ -186,7 +184,9 @@ class Checkpointer:
             raise ValueError(f"Checkpointer: target must fit step {step} in {self._path}, {unlike}")
         wanted = _without_empty(saved)
         how = ocp.checkpoint_utils.construct_restore_args(wanted)
-        state = self._read(step, state=ocp.args.PyTreeRestore(wanted, restore_args=how))["state"]
+        # Partial, as fields that were None may come and go between versions.
+        args = ocp.args.PyTreeRestore(wanted, restore_args=how, partial_restore=True)
+        state = self._read(step, state=args)["state"]
         state = jax.tree.map(_or_empty, saved, state, is_leaf=lambda x: x is None)
         found = _described(_named(state))
         altered = [name for name in found if found[name] != record["leaves"][name]]
@@ -294,13 +294,11 @@ def _unlike(record: dict[str, Any], parts: list[str], leaves: dict[str, Any]) ->
     saved = record.get("parts", [part for field, part in _FIELDS.items() if field in named])
     if saved != parts and (saved or "parts" in record):
         by = record.get("versions", {}).get("boostax", "0.2 or before")
-        rows = {name: told(f"boostax.{name}") or "" for name in saved if name not in parts}
-        gone = "".join(f" {name}: {text}" for name, text in rows.items() if " gone" in text)
-        return (
-            f"saved by boostax {by} with {', '.join(saved)}, got {', '.join(parts) or 'no part'}. "
-            "Restore it into a state of its own chain; boostax.migrate_state moves that to another."
-            f"{gone}"
-        )
+        rows = {name: late.told(f"boostax.{name}") or "" for name in saved if name not in parts}
+        gone = " ".join(f"{name}: {text}" for name, text in rows.items() if " gone" in text)
+        hint = gone or "Restore it into a state of its own chain; boostax.migrate_state moves that."
+        both = [", ".join(x) or "no part" for x in (saved, parts)]
+        return f"saved by boostax {by} with {both[0]}, got {both[1]}. {hint}"
     names = [name for name in {**was, **now} if was.get(name) != now.get(name)]
     lines = [f"{x!r} was {was.get(x, 'not saved')}, got {now.get(x, 'none')}" for x in names[:4]]
     hint = "Take the chain and the model that saved it; if only the number of replicas differs, "

@@ -212,17 +212,6 @@ def test_flush_of_nothing_leaves_a_skipped_step_skipped(every):
     assert not boostax.metrics(flushed)["last_finite"]
 
 
-def test_flush_of_a_step_over_replicas(mesh):
-    inner = optax.chain(boostax.all_reduce("data"), optax.sgd(1.0))
-    tx = boostax.accumulate(inner, 4, axis_name="data")
-    step = boostax.make_train_step(lambda w, x: jnp.mean(w * x), tx, mesh=mesh, axis_name="data")
-    state, _ = step(step.init(jnp.float32(0.0)), jnp.arange(8.0))
-    assert float(state.params) == 0.0
-    state = step.flush(state)
-    assert float(state.params) == -3.5
-    assert float(step.flush(state).params) == -3.5
-
-
 @draws(30)
 @given(bad=st.lists(st.booleans(), min_size=12, max_size=12), every=st.integers(1, 4))
 def test_bad_micro_batches_in_both_nestings(bad, every):

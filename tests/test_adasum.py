@@ -11,7 +11,6 @@ import reference
 from drawing import draws
 from hypothesis import given
 from hypothesis import strategies as st
-from jax.sharding import PartitionSpec
 
 import boostax
 
@@ -172,26 +171,6 @@ def test_equals_the_reference_for_any_number_of_replicas(replicas):
 def test_scope_tree_has_one_pair_of_coefficients(replicas):
     leaves = correlated(replicas)
     assert_combined(combine(leaves, scope="tree"), leaves, "tree")
-
-
-@pytest.mark.parametrize("mode", ["checked", "unchecked", "pmap"])
-def test_every_replica_gets_the_same_bits_in_every_mapping(mesh, mode):
-    tx = boostax.adasum("data")
-    leaves = correlated(8)
-    update = lambda g: tx.update(g, tx.init(g))[0]  # noqa: E731
-    if mode == "pmap":
-        result = jax.device_get(jax.pmap(update, axis_name="data")(leaves))
-        result = [the_one(x) for x in result]
-    else:
-        local = lambda g: update(jax.tree.map(lambda x: x[0], g))  # noqa: E731
-        specs = {"in_specs": PartitionSpec("data"), "out_specs": PartitionSpec()}
-        mapped = jax.shard_map(local, mesh=mesh, check_vma=mode == "checked", **specs)
-        arrays = jax.jit(mapped)(leaves)
-        # The copies themselves: typed as equal, they could still differ.
-        copies = [[np.asarray(shard.data) for shard in x.addressable_shards] for x in arrays]
-        assert {len(x) for x in copies} == {8}
-        result = [the_one(x) for x in copies]
-    assert_combined(result, leaves)
 
 
 # Laws.

@@ -242,18 +242,6 @@ def test_a_single_replica_gets_its_gradients_back_bit_for_bit():
         jax.tree.map(np.testing.assert_array_equal, emulated(tx, stacked), tree)
 
 
-def test_empty_and_masked_leaves_pass():
-    masked = {"a": None, "b": optax.MaskedNode(), "empty": np.zeros((8, 0, 3), np.float32)}
-    for tree in ({}, masked, {**masked, "x": gradients([(4,)])[0]}):
-        for options in ({}, {"scope": "tree"}, {"wire_dtype": "float16"}):
-            options = options if "x" not in tree else {}
-            result = emulated(boostax.adasum("data", **options), tree)
-            assert jax.tree.structure(result) == jax.tree.structure(tree)
-            if "empty" in tree:
-                assert result["empty"].shape == (0, 3)
-    assert_combined([result["x"]], [tree["x"]])
-
-
 def test_complex_leaves_are_pairs_of_reals():
     real, imaginary = gradients([(3, 7), (3, 7)], replicas=5)
     result = emulated(boostax.adasum("data"), real + 1j * imaginary)
@@ -262,32 +250,9 @@ def test_complex_leaves_are_pairs_of_reals():
     assert_near(np.stack([result.real, result.imag], -1), expected)
 
 
-def test_gradients_that_are_already_reduced_are_refused(mesh):
-    """Of replicated params: autodiff has summed them, and AdaSum of equal rows is one of them."""
-    tx = boostax.adasum("data")
-
-    def step(params, x, local):
-        local = boostax.train.local_params if local else lambda params, _: params
-        grads = jax.grad(lambda w: jnp.mean(w * x))(local(params, "data"))
-        return tx.update(grads, tx.init(params))[0]
-
-    specs = {"mesh": mesh, "in_specs": (P(), P("data")), "out_specs": P()}
-    x = np.arange(1.0, 9.0, dtype=np.float32)
-    right = jax.jit(jax.shard_map(functools.partial(step, local=True), **specs))
-    assert float(right(jnp.float32(1), x)) == 4.5
-    wrong = jax.jit(jax.shard_map(functools.partial(step, local=False), **specs))
-    with pytest.raises(ValueError, match=r"adasum: .*local_params"):
-        wrong(jnp.float32(1), x)
-
-
 def test_what_does_not_fit_is_refused_by_name(mesh):
-    update = lambda grads, *args, **kw: updating(boostax.adasum(*args, **kw))(grads)  # noqa: E731
-    with pytest.raises(ValueError, match=r"adasum: axis_name .*'data'.* not bound"):
-        update(jnp.ones(3), "data")
     with pytest.raises(ValueError, match=r"adasum: shard_axes .*'f'.* not bound"):
         mapped(updating(boostax.adasum("data", shard_axes="f")), mesh)(gradients([(4,)]))
-    with pytest.raises(TypeError, match=r"adasum: gradients must be floating .* at '1'"):
-        emulated(boostax.adasum("data"), [np.ones((8, 2), np.float32), np.ones((8, 2), int)])
     for names in ({"within": "data"}, {"within": "a", "shard_axes": "a"}, {"shard_axes": "data"}):
         with pytest.raises(ValueError, match=r"adasum: .* different axes, got '\w+' twice"):
             boostax.adasum(("data", "b"), **names)

@@ -1,7 +1,6 @@
 """The mean and the sum over the replicas: plain, in buckets, on a half wire, clipped."""
 
 import functools
-import math
 import pathlib
 import sys
 
@@ -242,39 +241,6 @@ def test_gradients_are_clipped_before_they_are_reduced(seed, clip, magnitude):
     # Not after: the bound is on every replica's own gradient.
     opposite = np.float32([[10.0], [-1.0]])
     assert reduce(opposite, clip=1.0) == 0.0
-
-
-# On every replica.
-
-
-@pytest.mark.parametrize("dtype", [None, *HALVES])
-@pytest.mark.parametrize("mode", ["checked", "unchecked", "pmap"])
-def test_every_replica_gets_the_same_bits(mesh, mode, dtype):
-    update = updating(boostax.all_reduce("data", dtype=dtype))
-    leaves = gradients()
-    if mode == "pmap":
-        result = [the_one(x) for x in jax.device_get(jax.pmap(update, axis_name="data")(leaves))]
-    else:
-        arrays = mapped(update, mesh, check_vma=mode == "checked")(leaves)
-        # The copies themselves: typed as equal, they could still differ.
-        copies = [[np.asarray(shard.data) for shard in x.addressable_shards] for x in arrays]
-        assert {len(x) for x in copies} == {8}
-        result = [the_one(x) for x in copies]
-    for actual, rows in zip(result, leaves, strict=True):
-        bound = rounded(dtype or "float32", 2 if dtype else 4, rows)
-        np.testing.assert_allclose(actual, reference.mean(rows), rtol=0, atol=bound * 1.001)
-
-
-def test_gradients_that_are_already_reduced_are_refused(mesh):
-    """Of replicated params: autodiff has summed them."""
-
-    def step(w, x):
-        return updating(boostax.all_reduce("data"))(jax.grad(lambda w: jnp.mean(w * x))(w))
-
-    specs = {"mesh": mesh, "in_specs": (P(), P("data")), "out_specs": P()}
-    with pytest.raises(ValueError, match=r"all_reduce: .*local_params"):
-        jax.jit(jax.shard_map(step, **specs))(jnp.float32(1), np.arange(8.0, dtype=np.float32))
-    assert math.isclose(float(reduce(np.arange(8.0, dtype=np.float32))), 3.5)
 
 
 def test_clipping_complex_gradients_is_refused():

@@ -1,7 +1,6 @@
 """One configuration for everything: what it means, what it refuses, what it builds."""
 
 import dataclasses
-import inspect
 import itertools
 import json
 
@@ -105,7 +104,7 @@ def test_every_row_resolves_as_in_mindspore_or_is_refused(golden):
         config, notes = from_mindspore(data, row["level"])
         left_out = "grad_freeze is left out" in " ".join(notes)
         assert switches(config) == row["config"] | ({"grad_freeze": False} if left_out else {}), i
-        assert switches(from_mindspore(data, row["level"], strict=False).config)["grad_freeze"] == (
+        assert switches(from_mindspore(data, row["level"], strict=False)[0])["grad_freeze"] == (
             row["config"]["grad_freeze"] and not row["config"]["dim_reduce"]
         )
         assert_settings(config, row["attrs"])
@@ -269,27 +268,20 @@ def test_what_params_alone_can_tell_is_refused_when_the_chain_is_built():
 
 # What a factory cannot do without.
 NEEDED = {
-    "accumulate": {"every": 2},
     "clip_by_global_norm": {"max_norm": 0.5},
     "group_loss_scale": {"groups": ["layer_0", ["layer_1", "layer_2"]]},
-    "local_updates": {"every": 2},
-    "partial_average": {"partitions": 2},
-    "policy": {"spec": "O1", "dtype": "bfloat16"},
-    "static_loss_scale": {"scale": 8.0},
+    **{"local_updates": {"every": 2}, "partial_average": {"partitions": 2}},
+    **{"policy": {"spec": "O1", "dtype": "bfloat16"}, "static_loss_scale": {"scale": 8.0}},
     "store": {"moments": {"*mu": "int8"}},
 }
-
-
-def plain(value):
-    """Whether a default goes to JSON; None can mean that there is no such argument."""
-    return isinstance(value, (bool, int, float, str)) and value is not inspect.Parameter.empty
 
 
 @pytest.mark.parametrize("name", keys.NAMED)
 def test_every_factory_is_a_key_with_its_own_arguments_and_goes_to_json_and_back(name, tmp_path):
     key, kind = keys.NAMED[name]
     takes = keys.takes(keys.PARTS[key][kind])
-    value = {x: p.default for x, p in takes.items() if plain(p.default)} | NEEDED.get(name, {})
+    plain = {x: p.default for x, p in takes.items() if isinstance(p.default, (int, float, str))}
+    value = plain | NEEDED.get(name, {})
     boost = auto({name: value})
     assert boost.config == {key: ({"kind": kind} if kind else {}) | value}
     file = tmp_path / "boost.json"
@@ -514,21 +506,12 @@ def test_a_step_wants_the_model_that_less_bn_changed():
 
 
 def test_a_reduction_wants_an_axis():
-    """A step that does not reduce is not what the configuration says."""
-    inner = optax.sgd(0.1)
+    """A step that does not reduce is not what the configuration says; MindSpore's reading is."""
+    inner, data = optax.sgd(0.1), {"boost": {"mode": "manual", "adasum": True}}
     assert auto("O0").optimizer(inner) is not None
-    for kind in ("adasum-delta", "int8"):
-        boost = auto({"reduce": kind})
-        text = rf"^Boost.optimizer: axis_name must be given with the reduction '{kind}', got None"
-        with pytest.raises(ValueError, match=text):
-            boost.optimizer(inner)
-        with pytest.raises(ValueError, match=text):
-            boost.make_train_step(loss_fn, inner)
-
-
-def test_mindspores_own_reading_reduces_nothing_on_one_device():
-    inner = optax.sgd(0.1)
-    data = {"boost": {"mode": "manual", "adasum": True}}
+    text = "^Boost.optimizer: axis_name must be given with the reduction 'adasum-delta', got None"
+    with pytest.raises(ValueError, match=text):
+        auto(data).optimizer(inner)
     tx = auto(data, strict=False).optimizer(inner)
     assert jax.tree.structure(tx.init(mlp())) == jax.tree.structure(inner.init(mlp()))
 
@@ -542,16 +525,11 @@ def test_the_dictionary_of_the_page_runs_as_it_is(level):
     with pytest.raises(ValueError, match=r"boost\.less_bn must be True or left out"):
         auto(PAGE, level=level)
     boost = auto(PAGE, level=level, strict=False)
-    config = boost.config
-    on = {"less_bn": True, "grad_freeze": True}
-    # AdaSum is on at O2 and never reached beside freezing.
-    assert switches(config) == dict.fromkeys(SWITCHES, False) | on
-    assert config["centralize"] == {"multiple_of": 16, "after_decay": True}
-    assert config["freeze"].items() >= {"moments": "per_group", "cut": "mindspore"}.items()
-    text = "\n".join(boost.notes)
-    assert "boost.less_bn = False has no effect: mode 'auto' takes what level" in text
-    assert ("boost.adasum = True has no effect: grad_freeze" in text) == (level == "O2")
-    assert "common.gradient_split_groups = [50, 100] has no effect" in text
+    assert switches(boost.config) == OFF | {"less_bn": True, "grad_freeze": True}
+    assert boost.config["centralize"] == {"multiple_of": 16, "after_decay": True}
+    assert boost.config["freeze"].items() >= {"moments": "per_group", "cut": "mindspore"}.items()
+    said = "boost.adasum = True has no effect: grad_freeze" in "\n".join(boost.notes)
+    assert said == (level == "O2")
 
 
 def test_every_row_is_read_as_mindspore_reads_it(golden):
@@ -602,10 +580,7 @@ def test_what_mindspore_ignores_is_noted():
 
 def test_what_holds_together_here_alone_is_noted():
     data = {"boost": {"mode": "manual", "grad_accumulation": True, "grad_freeze": True}}
-    assert auto(data).notes == (
-        "grad_freeze and grad_accumulation hold together here; MindSpore leaves out the latter: "
-        "strict=False does.",
-    )
+    assert auto(data).notes[0].startswith("grad_freeze and grad_accumulation hold together here;")
 
 
 def test_centralization_stands_behind_the_decay_that_moments_take_in():
@@ -617,17 +592,17 @@ def test_centralization_stands_behind_the_decay_that_moments_take_in():
         tx = auto({"centralize": {"after_decay": after}}).optimizer(optax.chain(*inner))
         return np.asarray(tx.update(g, tx.init(w), w)[0])
 
-    momentum, w64 = optax.sgd(0.5, momentum=0.9), np.asarray(w)
+    momentum, own = optax.sgd(0.5, momentum=0.9), 0.1 * np.asarray(w)
     whole, alone = np.asarray(g + 0.1 * w), np.asarray(g) - np.asarray(g).mean(0)
     behind = update(True, decay, momentum)
     np.testing.assert_allclose(behind, -0.5 * (whole - whole.mean(0)), atol=1e-6)
-    before = -0.5 * (alone + 0.1 * w64)
-    np.testing.assert_allclose(update(False, decay, momentum), before, atol=1e-6)
+    before = update(False, decay, momentum)
+    np.testing.assert_allclose(before, -0.5 * (alone + own), atol=1e-6)
     spares = optax.add_decayed_weights(0.1, mask=lambda w: jax.tree.map(lambda _: True, w))
     np.testing.assert_array_equal(update(True, spares, momentum), behind)
     # A decoupled decay stays whole, as there.
     decoupled = update(True, optax.sgd(0.5), decay)
-    np.testing.assert_allclose(decoupled, -0.5 * alone + 0.1 * w64, atol=1e-6)
+    np.testing.assert_allclose(decoupled, -0.5 * alone + own, atol=1e-6)
 
 
 def test_what_mindspores_dictionary_has_no_word_for_stands_beside_it():

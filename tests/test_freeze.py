@@ -1,6 +1,7 @@
 """Scheduled freezing: what is frozen keeps its bits, costs nothing, and goes on where it was."""
 
 import functools
+from types import SimpleNamespace
 
 import chex
 import jax
@@ -351,11 +352,11 @@ def test_never_trained_leaves_have_no_moments():
 
 def test_what_trains_is_told():
     tx = boostax.scheduled_freeze(adamw(), GROUPS, [1, 3])
+    told = boostax.freeze.active_groups
     state = tx.init(start())
-    assert boostax.freeze.active_groups(state).tolist() == [False, True, True, True]
-    grads = jax.tree.map(jnp.ones_like, start())
-    _, state = tx.update(grads, state, start())
-    assert boostax.freeze.active_groups((state,)).tolist() == [False, False, False, True]
+    assert told(state).tolist() == [False, True, True, True]
+    _, state = tx.update(jax.tree.map(jnp.ones_like, start()), state, start())
+    assert told((state,)).tolist() == [False, False, False, True]
     found = boostax.metrics(state)
     assert found["frozen_groups"] == 1 and found["freeze_steps"] == 1
 
@@ -386,13 +387,13 @@ def test_schedules_of_each_depth_go_by_the_steps_of_the_run(optimizer):
     """Without moments, as if all depths shared one state."""
     found = []
     for moments in ("shared", "per_group"):
-        tx = boostax.scheduled_freeze(optimizer, {"a": 0, "b": 1}, [0, 1, 1, 0], moments=moments)
+        tx = boostax.scheduled_freeze(optimizer, [0, 1], [0, 1, 1, 0], moments=moments)
         step = jax.jit(lambda w, state, tx=tx: boostax.apply_gradients(tx, w, state, w))
-        w = {"a": jnp.ones(()), "b": jnp.ones(())}
+        w = [jnp.ones(()), jnp.ones(())]
         state = tx.init(w)
         for _ in range(4):
             w, state = step(w, state)
-        found.append((float(w["a"]), float(w["b"])))
+        found.append([*map(float, w)])
     assert found[0] == found[1]
 
 
@@ -484,39 +485,33 @@ def test_the_optimizer_finds_the_depth_out_in_place(name, moments):
     assert found < 1.02 * alone
 
 
-def test_the_host_asks_only_where_the_schedule_could_change():
-    class Counter:
-        asked = 0
+class Counter:
+    """A count of steps on the device that notes how often it is read."""
 
-        def __init__(self, value):
-            self.value = value
+    asked = 0
 
-        def __int__(self):
-            Counter.asked += 1
-            return self.value
+    def __init__(self, value):
+        self.value = value
 
-    class State:
-        def __init__(self, steps, inner):
-            self.steps, self.inner_state = Counter(steps), inner
+    def __int__(self):
+        Counter.asked += 1
+        return self.value
 
-    def asked(inner, skip=()):
-        Counter.asked = 0
-        plan = boostax.scheduled_freeze(adamw(), GROUPS, [0] * 10 + [1] * 10).freezing.plan(start())
-        host = HostDepth(plan)
-        state, applied, depths = State(0, inner), 0, []
-        while applied < 20:
-            depths.append(host(state))
-            applied += len(depths) not in skip
-            state = State(applied, inner)
-            host.follow(state)
-        return depths, Counter.asked
 
-    gated = boostax.dynamic_loss_scale(adamw()).init(start())
-    assert asked(()) == ([0] * 10 + [1] * 10, 1)
-    depths, count = asked(gated)
-    assert depths == [0] * 10 + [1] * 10 and count == 2
-    depths, count = asked(gated, skip=(3, 7))
-    assert depths == [0] * 12 + [1] * 10 and count <= 6
+@pytest.mark.parametrize(
+    ("gated", "skip", "most"), [(False, (), 1), (True, (), 2), (True, (3, 7), 6)]
+)
+def test_the_host_asks_only_where_the_schedule_could_change(gated, skip, most):
+    Counter.asked, applied, depths = 0, 0, []
+    plan = boostax.scheduled_freeze(adamw(), GROUPS, [0] * 10 + [1] * 10).freezing.plan(start())
+    inner = boostax.dynamic_loss_scale(adamw()).init(start()) if gated else ()
+    host, state = HostDepth(plan), SimpleNamespace(steps=Counter(0), inner_state=inner)
+    while applied < 20:
+        depths.append(host(state))
+        applied += len(depths) not in skip
+        state = SimpleNamespace(steps=Counter(applied), inner_state=inner)
+        host.follow(state)
+    assert depths == [0] * (10 + len(skip)) + [1] * 10 and Counter.asked <= most
 
 
 def test_a_look_at_another_state_does_not_lead_the_host_astray():

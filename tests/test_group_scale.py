@@ -50,13 +50,13 @@ def start(**options):
 
 def test_the_table_moves_as_in_mindspore(golden):
     record = json.loads((golden / "group_loss_scale.json").read_text())
-    tx = group_loss_scale(SGD, {"x": 0})
-    params = {"x": jnp.float32(0)}
+    tx = drawn(group_loss_scale(SGD, {"x": 0}))
+    params, update = {"x": jnp.float32(0)}, jax.jit(tx.update)
     state = tx.init(params)
     assert float(state.table[0]) == record["init"] == record["layout_after_init"][1]
     for op, value in zip(record["ops"], record["values"], strict=True):
         given_one = {"x": jnp.float32(0.0 if op == "grow" else jnp.inf)}
-        state = tx.update(given_one, state, params)[1]
+        state = update(given_one, state, params)[1]
         assert float(state.table[0]) == value
         assert float(state.scales[0]) == 2.0 ** np.floor(np.log2(value))
 
@@ -123,13 +123,6 @@ def test_each_group_moves_by_its_own_overflow(steps):
     np.testing.assert_allclose(table, MOVES[steps], atol=0.05)
 
 
-def test_blame_lowers_one_group_where_each_lowers_all():
-    for overflow, moved in (("blame", [0, 0, -1]), ("each", [-1, -1, -1])):
-        state = updated(start(overflow=overflow), jnp.inf, jnp.inf, jnp.inf, overflow=overflow)
-        np.testing.assert_array_equal(np.sign(np.asarray(state.table) - 4096.0), moved)
-        assert int(state.overflow_group) == 2
-
-
 def test_a_skip_that_no_group_of_its_own_explains_still_ends():
     """The third group's cotangent overflows and only the first one's gradients show it."""
     options = {"overflow": "each", "init_scale": 2.0**20, "growth_factor": 1 + 1e-7}
@@ -189,36 +182,13 @@ def by_hand(tx, loss_fn, params, state, batch):
 # Skips
 
 
-def test_any_overflow_skips_the_whole_step_bit_for_bit():
-    inner = optax.chain(
-        optax.clip_by_global_norm(1.0),
-        optax.adamw(optax.linear_schedule(0.1, 0.01, 9), weight_decay=0.1),
-    )
-    tx = group_loss_scale(inner, THREE)
-    step = jax.jit(lambda p, s, g: boostax.apply_gradients(drawn(tx), g, s, p))
-    params = grads_of(1.0, 2.0, 3.0)
-    params, state = step(params, tx.init(params), grads_of(4.0, 5.0, 6.0))
-    for place in range(3):
-        for bad in (jnp.nan, jnp.inf, 2.0**62):
-            values = [1.0, 1.0, 1.0]
-            values[place] = bad
-            after, skipped = step(params, state, grads_of(*values))
-            jax.tree.map(np.testing.assert_array_equal, after, params)
-            jax.tree.map(np.testing.assert_array_equal, skipped.inner_state, state.inner_state)
-            assert not skipped.last_finite
-            assert (int(skipped.skipped_steps), int(skipped.skipped_in_a_row)) == (1, 1)
-    _, state = step(params, skipped, grads_of(1.0, 1.0, 1.0))
-    assert bool(state.last_finite) and int(state.skipped_in_a_row) == 0
-
-
 def test_gradients_are_unscaled_by_the_scale_that_they_were_computed_with():
     """MindSpore takes the scale after the update: 0.07% too low at each clean step."""
-    tx = group_loss_scale(SGD, THREE, init_scale=2.0, growth_factor=2.0)
-    state = tx.init(grads_of(0, 0, 0))
+    tx = drawn(group_loss_scale(SGD, THREE, init_scale=2.0, growth_factor=2.0))
+    state, update = tx.init(grads_of(0, 0, 0)), jax.jit(tx.update)
     for _ in range(5):
-        updates, state = tx.update(
-            dict(zip("abc", 3.0 * state.scales, strict=True)), state, grads_of(0, 0, 0)
-        )
+        grads = dict(zip("abc", 3.0 * state.scales, strict=True))
+        updates, state = update(grads, state, grads_of(0, 0, 0))
         assert jax.tree.leaves(updates) == [-3.0] * 3
 
 
@@ -272,12 +242,6 @@ def test_a_measured_scale_falls_at_once_and_rises_slowly():
         told.append(np.log2(np.asarray(state.table)[0]))
     np.testing.assert_allclose(told, [14, 14, 8, 8.001, 8.002], atol=1e-5)
     assert int(state.skipped_steps) == 0
-
-
-def test_a_measured_scale_backs_off_like_any():
-    state = updated(start(rule="measure"), jnp.inf, 1.0, 1.0, rule="measure")
-    assert float(state.table[0]) == np.float32(4096 * 2**-0.5)
-    assert (state.largest > 0).tolist() == [False, True, True]
 
 
 # Boundaries

@@ -302,24 +302,6 @@ def test_state_is_donated_and_the_step_traced_once(mesh, kind):
 
 
 @pytest.mark.parametrize("kind", WRAPPED)
-def test_a_nan_on_one_replica_leaves_all_untouched(mesh, kind):
-    tx = boostax.dynamic_loss_scale(WRAPPED[kind](), init_scale=1.0, axis_name="data")
-    loop = Loop(tx, mesh, start())
-    bad = draw(10, 8, 1)
-    bad["b"][3, 0, 1] = np.nan
-    loop.run(draw(11, 8, 3))
-    own, state = loop.run(draw(12, 8, 1))
-    own_after, state_after = loop.run(bad)
-    chex.assert_trees_all_equal((own_after, state_after.inner_state), (own, state.inner_state))
-    assert state_after.skipped_steps == 1
-    own_after, state_after = loop.run(draw(13, 8, 1))
-    assert not np.array_equal(own_after.local["a"], own.local["a"])
-    counter = "partition" if kind == "partial" else "since_sync"
-    assert getattr(state_after.inner_state, counter) == {"partial": 5 % 3, "local": 5 % 2}[kind]
-    assert loop.traces == 1
-
-
-@pytest.mark.parametrize("kind", WRAPPED)
 def test_a_window_outside_counts_as_one_step(mesh, kind):
     window = lambda tx: boostax.accumulate(tx, 2, axis_name="data")  # noqa: E731
     scaled = lambda tx: boostax.dynamic_loss_scale(tx, init_scale=1.0, axis_name="data")  # noqa: E731
@@ -452,147 +434,40 @@ def test_trees_and_dtypes(kind, dtype):
         chex.assert_trees_all_equal(own, state.anchor)
 
 
-def test_float64_stays():
-    with jax.enable_x64(True):
-        tx = boostax.reduce.local_updates(optax.sgd(1.0), "data", 1)
-        step = lambda g: boostax.apply_gradients(tx, g, tx.init(g), jnp.zeros_like(g))[0]  # noqa: E731
-        tx_of_zero = jax.vmap(step, axis_name="data")(jnp.asarray([1.0, 2.0]) / 3)
-        assert tx_of_zero.dtype == jnp.float64
-
-
-@pytest.mark.parametrize("kind", WRAPPED)
-def test_init_shares_no_buffer(kind):
-    params = start()
-    state = WRAPPED[kind]().init(params)
-    pointers = [x.unsafe_buffer_pointer() for x in jax.tree.leaves((params, state))]
-    assert len(pointers) == len(set(pointers))
-
-
-def test_optax_wrappers():
-    """Pure updates, so equal up to a rounding, in the leaves that are not masked."""
-    noise, seen = draw(18, 2, 4), {"a": True, "b": True, "c": False}
-    injected = optax.inject_hyperparams(
-        boostax.reduce.local_updates, ("inner", "axis_name", "every")
-    )
-    for tx, met in (
-        (optax.chain(optax.clip(1.0), boostax.reduce.local_updates(SGD, "data", 2)), 3),
-        (optax.masked(boostax.reduce.local_updates(SGD, "data", 2), seen), 3),
-        (optax.masked(boostax.reduce.partial_average(SGD, "data", 2), seen), 2),
-        (injected(SGD, "data", 2), 3),
-    ):
-        each, _ = trajectory(tx, noise, "checked", pure=True)
-        ours, theirs = np.asarray(each["a"])[:, met]
-        np.testing.assert_allclose(ours, theirs, atol=1e-6)
-
-
-def test_metrics():
-    state = boostax.reduce.local_updates(SGD, "data", 4).init(start())
-    assert {k: int(v) for k, v in boostax.metrics(state).items()} == {"since_sync": 0, "syncs": 0}
-    state = boostax.reduce.partial_average(SGD, "data", 4).init(start())
-    assert {k: int(v) for k, v in boostax.metrics(state).items()} == {"partition": 0}
-
-
-def test_extra_arguments_reach_the_inner_optimizer():
-    seen = []
-
-    def update(updates, state, params=None, **extra):
-        seen.append(extra["marker"])
-        return updates, state
-
-    spy = optax.GradientTransformationExtraArgs(optax.init_empty_state, update)
-    for tx in (
-        boostax.reduce.partial_average(spy, "data", 1),
-        boostax.reduce.local_updates(spy, "data", 1),
-    ):
-        update_all = jax.vmap(
-            lambda g, tx=tx: tx.update(g, tx.init(g), g, marker=7)[0], axis_name="data"
-        )
-        jax.eval_shape(update_all, jnp.ones((2, 3)))
-    assert seen == [7, 7]
-
-
 # What is refused.
 
 
-@pytest.mark.parametrize(
-    ("make", "part"),
-    [
-        (lambda: boostax.reduce.partial_average(3.0, "data", 1), "partial_average: inner"),
-        (lambda: boostax.reduce.partial_average(SGD, None, 1), "partial_average: axis_name"),
-        (lambda: boostax.reduce.partial_average(SGD, "data", 0), "partial_average: partitions"),
-        (lambda: boostax.reduce.partial_average(SGD, "data", "two"), "partial_average: partitions"),
-        (lambda: boostax.reduce.partial_average(SGD, "data", None), "partial_average: partitions"),
-        (lambda: boostax.reduce.partial_average(SGD, "data", {"a": 0, "b": 2}), "without a gap"),
-        (lambda: boostax.reduce.partial_average(SGD, "data", {"a": 0, "b": 1.0}), "without a gap"),
-        (
-            lambda: boostax.reduce.partial_average(SGD, "data", 5).init(start()),
-            "number of param leaves, 4",
-        ),
-        (
-            lambda: boostax.reduce.partial_average(SGD, "data", {"a": 0, "x": 1}).init(start()),
-            "a prefix of one",
-        ),
-        (lambda: boostax.reduce.local_updates(3.0, "data", 1), "local_updates: inner"),
-        (lambda: boostax.reduce.local_updates(SGD, "data", 0), "local_updates: every"),
-        (lambda: boostax.reduce.local_updates(SGD, "data", 2.5), "local_updates: every"),
-        (lambda: boostax.reduce.local_updates(SGD, "data", 1, 0.7), "local_updates: outer"),
-        (
-            lambda: boostax.reduce.local_updates(SGD, "data", 1, reduction="mean"),
-            "local_updates: reduction",
-        ),
-        (
-            lambda: boostax.reduce.local_updates(boostax.accumulate(SGD, 2), "data", 1),
-            "gate outside",
-        ),
-        (
-            lambda: boostax.reduce.local_updates(
-                optax.chain(boostax.accumulate(SGD, 2)), "data", 1
-            ).init(start()),
-            "gate outside",
-        ),
-        (
-            lambda: boostax.reduce.partial_average(
-                boostax.reduce.local_updates(SGD, "data", 1), "data", 1
-            ),
-            "gate outside",
-        ),
-        (
-            lambda: boostax.reduce.local_updates(SGD, "data", 1).update(
-                start(), boostax.reduce.local_updates(SGD, "data", 1).init(start()), start()
-            ),
-            "which is not bound here",
-        ),
+def partial(partitions):
+    return boostax.reduce.partial_average(SGD, "data", partitions)
+
+
+def local(inner, **options):
+    return boostax.reduce.local_updates(inner, "data", 1, **options)
+
+
+REFUSED = {
+    "partial_average: partitions": [lambda: partial("two"), lambda: partial({"a": 0, "b": 1.0})],
+    "number of param leaves, 4": [lambda: partial(5).init(start())],
+    "a prefix of one": [lambda: partial({"a": 0, "x": 1}).init(start())],
+    "local_updates: reduction": [lambda: local(SGD, reduction="mean")],
+    "gate outside": [
+        lambda: local(boostax.accumulate(SGD, 2)),
+        lambda: local(optax.chain(boostax.accumulate(SGD, 2))).init(start()),
+        lambda: boostax.reduce.partial_average(local(SGD), "data", 1),
     ],
-)
-def test_errors(make, part):
-    with pytest.raises((ValueError, TypeError), match=part):
-        make()
+    "equal on all replicas": [
+        lambda: jax.vmap(lambda p: local(SGD).init(p), axis_name="data")(jnp.ones((2, 3))),
+    ],
+    "params must be given": [
+        lambda: jax.vmap(
+            lambda g: local(SGD).update(g, local(SGD).init(start())), axis_name="data"
+        )(draw(0, 2)),
+    ],
+}
 
 
-@pytest.mark.parametrize("kind", WRAPPED)
-def test_reduced_gradients_missing_params_and_own_params_are_refused(mesh, kind):
-    tx = WRAPPED[kind]()
-
-    def mapped(fn):
-        specs = {"in_specs": (P(), P("data")), "out_specs": P("data")}
-        return lambda: jax.eval_shape(
-            jax.shard_map(
-                lambda p, x: jax.tree.map(lambda y: y[None], fn(p, x)), mesh=mesh, **specs
-            ),
-            start(),
-            jnp.ones(8),
-        )
-
-    def loss(params, x):
-        return x[0] * sum(jnp.sum(p) for p in jax.tree.leaves(params))
-
-    reduced = mapped(lambda p, x: tx.update(jax.grad(loss)(p, x), tx.init(p), p)[0])
-    with pytest.raises(ValueError, match="local_params"):
-        reduced()
-    local = lambda p: boostax.train.local_params(p, "data")  # noqa: E731
-    no_params = mapped(lambda p, x: tx.update(jax.grad(loss)(local(p), x), tx.init(p))[0])
-    with pytest.raises(ValueError, match="params must be given"):
-        no_params()
-    if kind == "local":
-        with pytest.raises(ValueError, match="equal on all replicas"):
-            mapped(lambda p, x: tx.init(local(p)))()
+@pytest.mark.parametrize("match", REFUSED)
+def test_what_cannot_be_is_refused(match):
+    for make in REFUSED[match]:
+        with pytest.raises((ValueError, TypeError), match=match):
+            make()

@@ -16,7 +16,6 @@ import pytest
 from flax.training.dynamic_scale import DynamicScale
 
 import boostax
-from boostax.checkpoint import Checkpointer
 
 AXIS = "data"
 ROWS = 16
@@ -130,16 +129,6 @@ def test_a_window_moves_to_other_replicas_and_back(kind):
     assert_close(run(kind, COUNTS, by_hand), wanted, rtol=1e-5, atol=1e-6)
 
 
-def test_a_checkpoint_of_a_weighed_window_moves_to_other_replicas(tmp_path):
-    def through_disk(step, state, count):
-        with Checkpointer(tmp_path / str(count)) as checkpointer:
-            checkpointer.save(1, state)
-            return checkpointer.restore(step.init(initial()), reshard=True)[0]
-
-    wanted = run("by weight", (1, 1, 1), lambda step, state, count: state)
-    assert_close(run("by weight", (4, 2, 8), through_disk), wanted, rtol=1e-5, atol=1e-6)
-
-
 def test_replicas_that_do_not_divide_share_a_weighed_window():
     state = window(reduced(), normalize="weight").init(initial())
     local = jax.tree.map(lambda x: jnp.arange(8.0).reshape(8, *[1] * x.ndim) + x, state.window)
@@ -151,65 +140,53 @@ def test_replicas_that_do_not_divide_share_a_weighed_window():
         assert {x.shape[0] for x in jax.tree.leaves(moved)} == {count}
 
 
-def step_of(count, **options):
-    tx = window(reduced())
-    return boostax.make_train_step(mean_loss, tx, mesh=mesh_of(count), axis_name=AXIS, **options)
+MESSAGE = r"state .* of {} .* got shape \({},.*boostax\.reshard_state\(state, n\)"
 
 
-@pytest.mark.parametrize("options", [{}, {"shard_optimizer": True}], ids=["mapped", "global"])
-@pytest.mark.parametrize("counts", [(4, 2), (2, 4), (4, 1)])
-def test_a_step_refuses_a_state_of_other_replicas(counts, options):
-    old, new = (step_of(count, **options) for count in counts)
+@pytest.mark.parametrize(("counts", "shares"), [((4, 2), False), ((2, 4), True), ((4, 1), True)])
+def test_a_step_refuses_a_state_of_other_replicas(counts, shares):
+    old, new = (
+        boostax.make_train_step(
+            mean_loss, window(reduced()), mesh=mesh_of(n), axis_name=AXIS, shard_optimizer=shares
+        )
+        for n in counts
+    )
     state, _ = old(old.init(initial()), batch(0))
     state = jax.tree.map(np.asarray, state)
-    message = (
-        rf"make_train_step: state must have a leading dimension of {counts[1]} in what differs per "
-        rf"replica, got shape \({counts[0]}.*window/local/grads.*boostax\.reshard_state\(state, n\)"
-    )
-    with pytest.raises(ValueError, match=message):
-        new(state, batch(1))
-    with pytest.raises(ValueError, match=message):
-        new.flush(state)
+    for refused in (lambda: new(state, batch(1)), lambda: new.flush(state)):
+        with pytest.raises(ValueError, match=MESSAGE.format(*counts[::-1])):
+            refused()
     state, _ = new(by_hand(new, state, counts[1]), batch(1))
     assert int(state.opt_state.micro_step) == 2
 
 
 def test_a_loop_by_hand_refuses_a_state_of_other_replicas():
-    tx, params = window(reduced()), initial()
-    mesh, spec = mesh_of(2), jax.sharding.PartitionSpec
-    specs = boostax.states.state_specs(tx, params, AXIS)
+    tx, params, spec = window(reduced()), initial(), jax.sharding.PartitionSpec
+    specs = spec(), boostax.states.state_specs(tx, params, AXIS), spec(AXIS)
 
-    def local_step(params, state, given):
+    @jax.jit
+    @functools.partial(jax.shard_map, mesh=mesh_of(2), in_specs=specs, out_specs=specs[:2])
+    def step(params, state, given):
         state = boostax.states.enter_replica(state)
         _, grads = boostax.value_and_grad(mean_loss, axis_name=AXIS)(params, state, given)
         params, state = boostax.apply_gradients(tx, grads, state, params)
         return params, boostax.states.leave_replica(state)
 
-    step = jax.jit(
-        jax.shard_map(
-            local_step,
-            mesh=mesh,
-            in_specs=(spec(), specs, spec(AXIS)),
-            out_specs=(spec(), specs),
-        )
-    )
     state = boostax.states.stack_replicas(tx.init(params), 4)
-    with pytest.raises(ValueError, match=r"enter_replica: state .* of 1 .* got shape \(2,.*resha"):
+    with pytest.raises(ValueError, match=MESSAGE.format(1, 2)):
         step(params, state, batch(0))
     params, state = step(params, boostax.reshard_state(state, 2), batch(0))
     assert int(state.micro_step) == 1
 
 
 def test_on_mesh_refuses_a_state_of_other_replicas():
-    place = lambda count: jax.device_put(  # noqa: E731
-        initial(), jax.NamedSharding(mesh_of(count), jax.sharding.PartitionSpec())
-    )
+    whole = jax.sharding.PartitionSpec()
+    place = lambda n: jax.device_put(initial(), jax.NamedSharding(mesh_of(n), whole))  # noqa: E731
     many, few = (boostax.on_mesh(window(reduced()), place(n), axis_name=AXIS) for n in (4, 2))
-    params = place(2)
     state = jax.tree.map(np.asarray, many.init(place(4)))
-    grads = boostax.PerReplica(jax.tree.map(lambda p: jnp.ones((2, *p.shape)), params))
-    with pytest.raises(ValueError, match=r"on_mesh: state .* of 2 .* got shape \(4,"):
-        jax.jit(functools.partial(boostax.apply_gradients, few))(grads, state, params)
+    grads = boostax.PerReplica(jax.tree.map(lambda p: jnp.ones((2, *p.shape)), initial()))
+    with pytest.raises(ValueError, match=MESSAGE.format(2, 4)):
+        jax.jit(functools.partial(boostax.apply_gradients, few))(grads, state, place(2))
 
 
 def scaling(inner):
@@ -247,19 +224,14 @@ def waves(params, call):
     return sum(jnp.sum(jnp.sin(3.0 * p + call) / 3 + 0.25 * p) for p in jax.tree.leaves(params))
 
 
-def calls(tx, params, state, numbers, **extra):
-    oracle = boostax.value_and_grad(waves)
-    for call in numbers:
-        grads = oracle(params, state, jnp.float32(call))[1]
-        params, state = boostax.apply_gradients(tx, grads, state, params, **extra)
-    return params, state
-
-
 @functools.cache
 def chain(kind):
     """A transformation, and its calls in compiled steps."""
-    tx = CHAINS[kind]()
-    step = jax.jit(lambda params, state, call: calls(tx, params, state, [call]))
+    tx, oracle = CHAINS[kind](), boostax.value_and_grad(waves)
+
+    @jax.jit
+    def step(params, state, call):
+        return boostax.apply_gradients(tx, oracle(params, state, call)[1], state, params)
 
     def run(params, state, numbers):
         for call in numbers:
@@ -267,6 +239,19 @@ def chain(kind):
         return params, state
 
     return tx, run
+
+
+def opened(tx, table=8.0, sums=1.0):
+    """A state in mid-window on two replicas, of ones but for loss scales of 8."""
+    values = {"scale": 8.0, "table": table}
+
+    def put(path, x):
+        inside = {"grads", "acc_grads"} & {getattr(key, "name", "") for key in path}
+        name = jax.tree_util.keystr(path[-1:], simple=True)
+        return jnp.full_like(x, sums if inside else values.get(name, 1))
+
+    state = jax.tree_util.tree_map_with_path(put, tx.init(initial()))
+    return boostax.states.stack_replicas(state, 2)
 
 
 @pytest.fixture(scope="module")
@@ -288,145 +273,112 @@ def test_an_open_window_moves_to_another_chain_and_back(old, new, undisturbed):
     assert_close(params, undisturbed, rtol=1e-3 if "half" in old + new else 2e-6)
 
 
-def test_the_report_says_what_was_converted():
-    old_tx, new_tx = CHAINS["window(scaler)"](), CHAINS["window"]()
-    params, state = calls(old_tx, initial(), old_tx.init(initial()), range(2))
-    state, report = boostax.migrate_state(state, new_tx, params)
-    assert report.notes == (
-        "AccumulateState at the root of gradients times 256, which at the root come times 1: "
-        "converted.",
-    )
-
-
 def test_a_window_takes_the_scale_that_another_library_hands_on():
-    old_tx = CHAINS["MultiSteps"]()
-    params, state = calls(old_tx, initial(), old_tx.init(initial()), range(2))
-    saved = {"opt": state, "scaler": DynamicScale(fin_steps=0, scale=512.0)}
-    new_tx = CHAINS["window(scaler)"]()
-    moved, _ = boostax.migrate_state(saved, new_tx, params)
-    assert_close(moved.window.grads, jax.tree.map(lambda x: 1024 * x, state.acc_grads))
-    back, report = boostax.migrate_state(moved, old_tx, params)
-    assert_close(back.acc_grads, state.acc_grads)
-    assert any("its windows must be longer than 2" in note for note in report.notes)
+    old_tx, new_tx = CHAINS["MultiSteps"](), CHAINS["window(scaler)"]()
+    saved = {"opt": opened(old_tx), "scaler": DynamicScale(fin_steps=0, scale=512.0)}
+    moved, _ = boostax.migrate_state(saved, new_tx, initial())
+    assert {float(x.min()) for x in jax.tree.leaves(moved.window)} == {512.0}
+    back, _ = boostax.migrate_state(moved, old_tx, initial())
+    assert_close(back.acc_grads, saved["opt"].acc_grads)
 
 
-@pytest.mark.parametrize("factor", [jnp.inf, 2.0**80])
-def test_a_window_that_a_scaler_would_have_skipped_is_dropped_with_it(factor):
+@pytest.mark.parametrize("sums", [jnp.inf, 2.0**80])
+def test_a_window_that_a_scaler_would_have_skipped_is_dropped_with_it(sums):
     old_tx, new_tx = CHAINS["window(scaler)"](), CHAINS["scaler(window)"]()
-    params, state = calls(old_tx, initial(), old_tx.init(initial()), range(1))
-    bad = jax.tree.map(lambda p: p * factor, params)
-    params, state = boostax.apply_gradients(old_tx, bad, state, params)
-    moved, report = boostax.migrate_state(state, new_tx, params)
+    moved, report = boostax.migrate_state(opened(old_tx, sums=sums), new_tx, initial())
     assert int(moved.inner_state.micro_step) == 0
-    assert "cannot be used and is dropped" in report.notes[-1]
-    params, _ = calls(new_tx, params, moved, range(3))
-    assert all(jnp.isfinite(x).all() for x in jax.tree.leaves(params))
+    assert not any(x.any() for x in jax.tree.leaves(moved.inner_state.window))
+    assert any("cannot be used and is dropped" in note for note in report.notes)
     # Where a scaler is still to come it skips the window itself.
-    again, _ = boostax.migrate_state(state, old_tx, params)
-    assert int(again.micro_step) == 2
+    again, _ = boostax.migrate_state(opened(old_tx, sums=sums), old_tx, initial())
+    assert int(again.micro_step) == 1
 
 
+WINDOW, MULTI_STEPS = CHAINS["window"](), CHAINS["MultiSteps"]()
+WEIGHTED = accumulated(optimizer(), normalize="weight")
 LOST = {
-    "no window": (CHAINS["window"], optimizer),
-    "every call": (CHAINS["window"], lambda: boostax.accumulate(optimizer(), 1)),
-    "no weights": (lambda: accumulated(optimizer(), normalize="weight"), CHAINS["window"]),
-    "weights": (CHAINS["window"], lambda: accumulated(optimizer(), normalize="weight")),
-    "MultiSteps for weights": (
-        lambda: accumulated(optimizer(), normalize="weight"),
-        CHAINS["MultiSteps"],
-    ),
-    "no MultiSteps": (CHAINS["MultiSteps"], optimizer),
-    "of a part": (
-        CHAINS["window"],
-        lambda: optax.masked(CHAINS["window"](), {"w": True, "b": False}),
-    ),
+    "no window": (WINDOW, optimizer()),
+    "every call": (WINDOW, boostax.accumulate(optimizer(), 1)),
+    "no weights": (WEIGHTED, WINDOW),
+    "weights": (WINDOW, WEIGHTED),
+    "MultiSteps for weights": (WEIGHTED, MULTI_STEPS),
+    "no MultiSteps": (MULTI_STEPS, optimizer()),
+    "of a part": (WINDOW, optax.masked(WINDOW, {"w": True, "b": False})),
 }
 
 
 @pytest.mark.parametrize("kind", LOST)
 def test_an_open_window_is_never_lost(kind):
-    old_tx, new_tx = (make() for make in LOST[kind])
-    params, state = initial(), old_tx.init(initial())
-    extra = {"weight": 2.0} if "weight" in kind and kind != "weights" else {}
-    params, state = calls(old_tx, params, state, range(2), **extra)
-    message = r"no open window that does not fit new_tx, got one of 2 micro-steps at the root\. App"
+    old_tx, new_tx = LOST[kind]
+    message = r"no open window that does not fit new_tx, got one of 1 micro-steps at the root\. App"
     with pytest.raises(ValueError, match=message):
-        boostax.migrate_state(state, new_tx, params)
-    params, state = calls(old_tx, params, state, [2], **extra)
-    boostax.migrate_state(state, new_tx, params)  # It is closed now.
+        boostax.migrate_state(opened(old_tx), new_tx, initial())
+    boostax.migrate_state(old_tx.init(initial()), new_tx, initial())  # It is closed.
 
 
 def test_a_window_out_of_the_range_of_its_new_precision_is_refused():
-    old_tx = CHAINS["window"]()
-    params, state = calls(old_tx, initial(), old_tx.init(initial()), range(2))
-    new_tx = accumulated(
-        boostax.static_loss_scale(optimizer(), 2.0**20), accumulator_dtype="float16"
-    )
+    large = boostax.static_loss_scale(optimizer(), 2.0**20)
     with pytest.raises(ValueError, match=r"new_tx must be able to hold the open window.*float16"):
-        boostax.migrate_state(state, new_tx, params)
+        new_tx = accumulated(large, accumulator_dtype="float16")
+        boostax.migrate_state(opened(WINDOW), new_tx, initial())
 
 
-def by_groups(**options):
-    return functools.partial(boostax.precision.group_loss_scale, labels={"w": 0, "b": 1}, **options)
+around = functools.partial(boostax.static_loss_scale, scale=8.0)
+by_groups = functools.partial(boostax.precision.group_loss_scale, labels={"w": 0, "b": 1})
 
 
-def test_scales_by_group_convert_where_they_are_one_and_are_refused_otherwise():
-    scale = by_groups(init_scale=8.0)
-    old_tx, new_tx = accumulated(scale(optimizer())), scale(accumulated(optimizer()))
-    params, state = initial(), old_tx.init(initial())
-    sums = jax.tree.map(jnp.ones_like, state.window)
-    state = state._replace(window=sums, micro_step=jnp.int32(2))
-    moved, _ = boostax.migrate_state(state, new_tx, params)
-    assert_close(moved.inner_state.window.grads["w"] * 8, state.window.grads["w"])
-    inner = state.inner_state._replace(table=jnp.array([8.0, 4.0]))
-    state = state._replace(inner_state=inner)
-    with pytest.raises(
-        ValueError, match=r"alike in new_tx, got .*\[8\.0, 4\.0\] of .*boostax\.flush"
-    ):
-        boostax.migrate_state(state, new_tx, params)
-    assert_close(boostax.migrate_state(state, old_tx, params)[0].window, state.window)
+def before(part):
+    """``part`` outside of a scaler, and inside."""
+    return optax.chain(part, around(optimizer())), around(optax.chain(part, optimizer()))
 
 
-def test_a_scaler_of_a_part_is_not_taken_for_one_of_the_whole():
-    def make(part):
-        parts = {"w": part(optimizer()), "b": optimizer()}
-        return accumulated(optax.partition(parts, {"w": "w", "b": "b"}))
-
-    old_tx = make(functools.partial(boostax.static_loss_scale, scale=8.0))
-    _, state = initial(), old_tx.init(initial())
-    state = state._replace(micro_step=jnp.int32(1))
-    with pytest.raises(ValueError, match=r"8\.0 of inner_state/inner_states/w/inner_state"):
-        boostax.migrate_state(state, make(lambda tx: tx), initial())
-    assert int(boostax.migrate_state(state, old_tx, initial())[0].micro_step) == 1
+def of_a_part(scale):
+    parts = {"w": scale(optimizer()), "b": optimizer()}
+    return accumulated(optax.partition(parts, {"w": "w", "b": "b"}))
 
 
-def test_momentum_outside_of_a_scaler_is_converted_and_squares_are_refused():
-    scale = functools.partial(boostax.static_loss_scale, scale=8.0)
-    around = lambda first: optax.chain(first, scale(optax.sgd(1e-2)))  # noqa: E731
-    inside = lambda first: scale(optax.chain(first, optax.sgd(1e-2)))  # noqa: E731
-    old_tx, new_tx = (make(optax.trace(0.9)) for make in (around, inside))
-    params, state = calls(old_tx, initial(), old_tx.init(initial()), range(3))
-    wanted = calls(old_tx, params, state, range(3, 6))[0]
-    moved, _ = boostax.migrate_state(state, new_tx, params)
-    assert_close(calls(new_tx, params, moved, range(3, 6))[0], wanted)
-    back, _ = boostax.migrate_state(moved, old_tx, params)
-    assert_close(back, state)
-    old_tx, new_tx = (make(optax.scale_by_adam()) for make in (around, inside))
-    params, state = calls(old_tx, initial(), old_tx.init(initial()), range(3))
-    with pytest.raises(
-        ValueError, match=r"got ScaleByAdamState at 0 .* times 8.*Put the loss scal"
-    ):
-        boostax.migrate_state(state, new_tx, params)
+GROUPS = accumulated(by_groups(optimizer())), by_groups(accumulated(optimizer()))
+CONVERTED = {
+    "window": (*GROUPS, lambda state: state.inner_state.window),
+    "residual": (*before(boostax.top_k_reduce(AXIS, 0.5)), lambda state: state.inner_state[0][0]),
+    "momentum": (*before(optax.trace(0.9)), lambda state: state.inner_state[0]),
+}
+REFUSED = {
+    "groups apart": (
+        *GROUPS,
+        np.array([8.0, 4.0]),
+        r"alike in .*\[8\.0, 4\.0\] of .*boostax\.flush",
+    ),
+    "of a part": (
+        of_a_part(around),
+        of_a_part(lambda tx: tx),
+        8.0,
+        r"8\.0 of inner_.*inner_states/w",
+    ),
+    "squares": (
+        *before(optax.scale_by_adam()),
+        8.0,
+        "ScaleByAdamState at 0 .* times 8.*Put the lo",
+    ),
+}
 
 
-def test_residuals_outside_of_a_scaler_are_converted():
-    scale = functools.partial(boostax.static_loss_scale, scale=8.0)
-    codec = boostax.top_k_reduce(AXIS, 0.5)
-    old_tx, new_tx = optax.chain(codec, scale(optimizer())), scale(optax.chain(codec, optimizer()))
-    old = boostax.states.stack_replicas(jax.tree.map(jnp.ones_like, old_tx.init(initial())), 2)
-    old = (old[0], old[1]._replace(scale=jnp.float32(8.0)))
-    moved, _ = boostax.migrate_state(old, new_tx, initial())
-    assert moved.inner_state[0].residual.local["w"].tolist() == [[0.125] * 3] * 2
+@pytest.mark.parametrize("kind", CONVERTED)
+def test_what_is_a_sum_of_gradients_is_converted(kind):
+    old_tx, new_tx, part = CONVERTED[kind]
+    moved, report = boostax.migrate_state(opened(old_tx), new_tx, initial())
+    assert {float(x.min()) for x in jax.tree.leaves(part(moved))} == {0.125}
+    assert any("of gradients times 8" in note and "converted" in note for note in report.notes)
+    assert_close(boostax.migrate_state(moved, old_tx, initial())[0], opened(old_tx))
+
+
+@pytest.mark.parametrize("kind", REFUSED)
+def test_what_is_not_is_refused_under_another_scale(kind):
+    old_tx, new_tx, table, message = REFUSED[kind]
+    with pytest.raises(ValueError, match=message):
+        boostax.migrate_state(opened(old_tx, table), new_tx, initial())
+    state, _ = boostax.migrate_state(opened(old_tx, table), old_tx, initial())
+    assert_close(state, opened(old_tx, table))
 
 
 SHARED = {
@@ -473,27 +425,21 @@ KEPT = {
     ),
     "moment": lambda: boostax.reduce.adasum_delta(optimizer(), AXIS),
 }
-FORGOTTEN = {"stack": (0, True), "stack and enter": (0, False), "enter": (2, False)}
 
 
-@pytest.mark.parametrize("forgotten", FORGOTTEN)
+@pytest.mark.parametrize(("stacked", "enters"), [(0, True), (0, False), (2, False)])
 @pytest.mark.parametrize("kind", KEPT)
-def test_a_forgotten_dimension_of_replicas_does_not_broadcast(kind, forgotten):
+def test_a_forgotten_dimension_of_replicas_does_not_broadcast(kind, stacked, enters):
     """Its first dimension is the number of replicas: such params look like a state of them."""
-    tx, params, (stacked, enters) = KEPT[kind](), {"w": jnp.ones((2, 3))}, FORGOTTEN[forgotten]
+    tx, params = KEPT[kind](), {"w": jnp.ones((2, 3))}
     spec, specs = jax.sharding.PartitionSpec, boostax.states.state_specs(tx, params, AXIS)
 
     def local_step(params, state, grads):
         state = boostax.states.enter_replica(state) if enters else state
         return boostax.apply_gradients(tx, grads, state, params)[0]
 
-    step = jax.shard_map(
-        local_step,
-        mesh=mesh_of(2),
-        in_specs=(spec(), specs, spec()),
-        out_specs=spec(),
-        check_vma=False,
-    )
+    places = {"in_specs": (spec(), specs, spec()), "out_specs": spec()}
+    step = jax.shard_map(local_step, mesh=mesh_of(2), check_vma=False, **places)
     state = tx.init(params)
     state = boostax.states.stack_replicas(state, stacked) if stacked else state
     kept = kind.split()[0]

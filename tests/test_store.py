@@ -167,7 +167,7 @@ def test_remainders_are_f32_masters_bit_for_bit(name):
 
 
 @pytest.mark.parametrize(
-    "params", ["stochastic", "kahan", pytest.param("remainder", marks=pytest.mark.long)]
+    "params", ["stochastic", pytest.param("remainder", marks=pytest.mark.long)]
 )
 def test_updates_make_what_a_step_writes(params):
     """The pure ``update``, where a step is less than 256 units in the last place."""

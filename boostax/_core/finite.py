@@ -27,7 +27,7 @@ def largest_magnitudes(tree: PyTree) -> list[jax.Array]:
 
 
 def _largest(x: jax.Array) -> jax.Array:
-    """The maximum of what has no sign, in f32 or wider.
+    """Return the maximum of magnitudes, in f32 or wider.
 
     Together with the minimum: of a leaf that XLA shards, an all-reduce of maxima loses the NaN of a
     shard (XLA:CPU; nothing defines it elsewhere). A reduction with two results has no all-reduce:
@@ -42,7 +42,7 @@ def _largest(x: jax.Array) -> jax.Array:
 
 
 def magnitude(x: jax.Array) -> jax.Array:
-    """Of each element; of a complex one the larger of its parts."""
+    """Return the magnitude of each element; for a complex one the larger of its parts."""
     if jnp.iscomplexobj(x):
         # |z| of a finite z can overflow; its parts cannot.
         return jnp.maximum(jnp.abs(x.real), jnp.abs(x.imag))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Groups of layers, in the order of the forward pass: what is frozen together."""
+"""Cut layers into groups, in the order of the forward pass."""
 
 import collections
 import dataclasses
@@ -84,7 +84,7 @@ def prefix_groups(
 
 
 def as_groups(who: str, groups: Any, params: PyTree) -> PyTree:
-    """A tree like ``params`` of the ints 0, 1, ... without a gap, from what users give.
+    """Return a tree like ``params`` of the ints 0, 1, ... without a gap, from what users give.
 
     Args:
       who: on whose behalf to raise.
@@ -119,7 +119,7 @@ def as_groups(who: str, groups: Any, params: PyTree) -> PyTree:
 
 
 def leaf_groups(who: str, groups: Any, params: PyTree) -> tuple[list[int], int]:
-    """The group of each leaf that is not masked, and the number of groups.
+    """Return the group of each leaf that is not masked, and the number of groups.
 
     A leaf that is masked keeps its label, so that the groups do not depend on what trains.
     """
@@ -134,7 +134,7 @@ def leaf_groups(who: str, groups: Any, params: PyTree) -> tuple[list[int], int]:
 
 
 def group_count(labels: PyTree, groups: Any = None) -> int:
-    """The number of groups in a tree that ``as_groups`` made of ``groups``.
+    """Return the number of groups in a tree that ``as_groups`` made of ``groups``.
 
     Of no params, with which ``optax.tree.map_params`` asks for the structure of a state, what
     ``groups`` says alone. A function says nothing: then it is a number that every schedule takes.
@@ -151,7 +151,7 @@ def group_count(labels: PyTree, groups: Any = None) -> int:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Labels:
-    """Labels of groups of which some may be empty.
+    """Holds labels of groups of which some may be empty.
 
     Attributes:
       tree: ints like the params.
@@ -165,7 +165,7 @@ class Labels:
 def mindspore_groups(
     params: PyTree, n: int, *, order: Sequence[str] | None = None, removed: Sequence[str] = ()
 ) -> Labels:
-    """Groups of which depth ``i`` trains what ``mindspore.boost.GradientFreeze`` trains at index i.
+    """Return groups of which depth ``i`` trains what ``GradientFreeze`` trains at index i.
 
     Params go into buckets in their order, the vectors of a module last. A vector stays in the
     bucket; whatever else, a scalar too, opens one where the last holds three or more. Depth ``i``
@@ -218,7 +218,7 @@ def mindspore_groups(
 
 
 def param_groups(params: PyTree, groups: Sequence[Any]) -> list[list[str]]:
-    """The names of params that are given as lists, one for each group.
+    """Return the names of params that are given as lists, one for each group.
 
     Args:
       params: the params.
@@ -265,7 +265,7 @@ def param_groups(params: PyTree, groups: Sequence[Any]) -> list[list[str]]:
 
 
 def _spread(who: str, groups: PyTree, params: PyTree) -> list[Any]:
-    """The label of each leaf, from a tree like the params or a prefix of one."""
+    """Return the label of each leaf, from a tree like the params or a prefix of one."""
     try:
         # JAX prints leaves where it refuses, and cannot print those of a donated tree.
         return jax.tree.leaves(jax.tree.broadcast(groups, jax.tree.map(lambda _: 0, params)))
@@ -291,7 +291,7 @@ def _layers(
     level: int | None = None,
     removed: Sequence[str] = (),
 ) -> dict[tuple[Any, ...], list[int]]:
-    """The leaves of each layer, by their numbers, in the order of the forward pass.
+    """Return the leaves of each layer, by their numbers, in the order of the forward pass.
 
     Of each norm that was removed there are two, with numbers that follow those of the params.
     """
@@ -312,7 +312,7 @@ def _layers(
 
 
 def _own_order(node: PyTree, path: tuple[Any, ...] = ()) -> Iterator[tuple[tuple[Any, ...], int]]:
-    """The leaves with their paths, containers in their own order."""
+    """Yield the leaves with their paths, containers in their own order."""
     # Not the registry's one level: it gives all fields of a NamedTuple the name of the first.
     below = jax.tree_util.tree_flatten_with_path(node, is_leaf=lambda x: x is not node)[0]
     if jax.tree_util.all_leaves([node]):
@@ -345,7 +345,7 @@ def _prefixes(name: str) -> list[str]:
 def _reordered(
     who: str, layers: dict[Any, list[int]], names: list[str], order: Any
 ) -> dict[Any, list[int]]:
-    """The layers by the first entry of ``order`` that matches one of their leaves."""
+    """Return the layers by the first entry of ``order`` that matches one of their leaves."""
     allowed = "path names or prefixes of them, in the order of the forward pass"
     if isinstance(order, str) or not all(isinstance(entry, str) for entry in order):
         hint = "boostax.freeze.forward_order(loss_fn, params, batch) finds them."
@@ -400,7 +400,7 @@ def _are_names(groups: Any) -> bool:
 
 
 def _named(who: str, groups: dict[str, int], names: list[str]) -> list[int]:
-    """The labels of a dictionary of patterns, which together match every leaf."""
+    """Return the labels of a dictionary of patterns, which together match every leaf."""
     numbers = sorted(set(groups.values()))
     patterns = [[name for name, k in groups.items() if k == number] for number in numbers]
     found = _matched(who, patterns, names)
@@ -436,7 +436,7 @@ def _matched(who: str, groups: Any, names: list[str]) -> list[int]:
 
 
 def matches(name: str, pattern: str) -> bool:
-    """Whether a path, or a module on its way, has a name of this ``fnmatch`` pattern."""
+    """Say whether a path, or a module on its way, has a name of this ``fnmatch`` pattern."""
     return fnmatch.fnmatchcase(name, pattern) or fnmatch.fnmatchcase(name, f"{pattern}/*")
 
 
@@ -451,6 +451,6 @@ def _number(who: str, label: Any, name: str) -> int:
 
 
 def few(names: list[str]) -> str:
-    """Some of the names, and how many more there are."""
+    """Return some of the names, and how many more there are."""
     shown = ", ".join(repr(name) for name in names[:6])
     return shown if len(names) <= 6 else f"{shown} and {len(names) - 6} more"

@@ -30,7 +30,7 @@ Grads = TypeVar("Grads")
 
 @dataclasses.dataclass
 class Mark:
-    """What was done with a scale since its trace began.
+    """Uses of a scale since its trace began.
 
     Attributes:
       loss: a loss was multiplied by it.
@@ -124,7 +124,7 @@ def hand_on(old: jax.Array | None, new: jax.Array | None) -> None:
 
 
 def hand_on_state(old: PyTree, new: PyTree) -> None:
-    """The same for each scale in two states of one structure."""
+    """Make the scales in two states of one structure one to whoever asks."""
     for one, other in zip(_scales(old), _scales(new), strict=True):
         hand_on(one, other)
 
@@ -143,7 +143,7 @@ def scaling(opt_state: PyTree) -> Generator[None]:
 
 
 def scaled_once(loss: jax.Array, product: jax.Array, opt_state: PyTree) -> jax.Array:
-    """The product, remembered; refused where the loss is one itself, or will be multiplied."""
+    """Remember the product; refuse a loss that is one itself, or will be multiplied."""
     scales = _scales(opt_state)
     within = any(one is other for one in scales for other in _INSIDE.get())
     before = _SCALED.get(id(loss))
@@ -160,12 +160,12 @@ def scaled_once(loss: jax.Array, product: jax.Array, opt_state: PyTree) -> jax.A
 
 
 def _scales(state: PyTree) -> list[Any]:
-    """By which each scaler in a state is known: its method ``known_by()``."""
+    """Return the array by which each scaler in a state is known."""
     return [node.known_by() for node in trees.telling(state, "known_by")]
 
 
 def _mark(scale: Any) -> Mark:
-    """Of a tracer; anything else gets one that nobody keeps."""
+    """Return the mark of a tracer; anything else gets one that nobody keeps."""
     found = _MARKS.get(id(scale))
     if found is not None and found[0]() is scale:
         return found[1]
@@ -179,7 +179,7 @@ def _keep(scale: Any, mark: Mark) -> Mark:
 
 
 def _enclosing(scale: Any) -> list[Mark]:
-    """Marks of the traces in which this one takes place.
+    """Return the marks of the traces in which this one takes place.
 
     Where JAX does not say what surrounds a trace, more is refused, nothing passed.
     """

@@ -80,7 +80,7 @@ class Kernels:
         return ndim < 2 or named or bool(classes - {"Embedding"} and not classes & _EQUINOX_KERNELS)
 
     def inputs(self, path: Path, ndim: int, lead: int = 0) -> tuple[int, ...]:
-        """The dimensions of inputs behind ``lead`` dimensions of layers; none of what is no kernel.
+        """Return the dimensions of inputs behind ``lead`` of layers; none for other leaves.
 
         The input channels stand last.
         """
@@ -115,7 +115,7 @@ class Kernels:
         return row.kernels in parts[-1] and not table and not parts[-1].endswith(row.tables)
 
     def _module(self, path: Path) -> Any:
-        """What holds a leaf, in a tree of Equinox's modules."""
+        """Return the module that holds a leaf, in a tree of Equinox's modules."""
         node = self.tree if self.layout is LAYOUTS["equinox"] else None
         for key in path[:-1]:
             if isinstance(key, GetAttrKey):
@@ -128,14 +128,14 @@ class Kernels:
 
 
 def named(who: str, name: LayoutName | None) -> Layout:
-    """The row of that name; without one Flax's."""
+    """Return the row of that name; without one Flax's."""
     if name is not None:
         checks.choice(who, "layout", name, tuple(LAYOUTS), "None reads kernels as Flax's.")
     return LAYOUTS[name or "linen"]
 
 
 def _classes(node: Any, within: str) -> set[str]:
-    """The names of a module's classes that are Equinox's, which need not be installed."""
+    """Return the names of a module's classes in Equinox, which need not be installed."""
     prefix = f"equinox.{within}"
     return {kind.__name__ for kind in type(node).__mro__ if kind.__module__.startswith(prefix)}
 
@@ -145,7 +145,7 @@ def _is_projection(parts: list[str]) -> bool:
 
 
 def _parts(path: Path) -> list[str]:
-    """The components of a path; without the ``value`` of an NNX variable or a partitioned param.
+    """Return the components of a path, without ``value`` of NNX variables and partitioned params.
 
     Haiku's modules have slashes in their names, and a state dict of PyTorch's has dots.
     """

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The part of an optimizer's state that belongs to some of the params, and back."""
+"""Take the part of an optimizer's state that belongs to some of the params, and put it back."""
 
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -13,7 +13,7 @@ PyTree = Any
 
 
 class Pruning(NamedTuple):
-    """How a state for fewer params lies within the state for all of them.
+    """Says how a state for fewer params lies within the state for all of them.
 
     What ``init`` makes of fewer params says it: a leaf that is missing there belongs to a param
     that is missing. That holds through every wrapper, and whatever shape a state leaf has.
@@ -29,26 +29,26 @@ class Pruning(NamedTuple):
     places: tuple[int, ...]
 
     def take(self, state: PyTree) -> PyTree:
-        """The smaller state out of the larger one; nothing is copied."""
+        """Take the smaller state out of the larger one; nothing is copied."""
         return self.take_of(self.whole.flatten_up_to(state))
 
     def take_of(self, leaves: Sequence[Any]) -> PyTree:
-        """The same, of the larger one's leaves."""
+        """Do the same with the larger one's leaves."""
         return self.part.unflatten([leaves[place] for place in self.places])
 
     def put(self, state: PyTree, part: PyTree) -> PyTree:
-        """The larger state with the smaller one's leaves in it."""
+        """Return the larger state with the smaller one's leaves in it."""
         return self.put_among(self.whole.flatten_up_to(state), part)
 
     def put_among(self, leaves: list[Any], part: PyTree) -> PyTree:
-        """The same, with the larger one's leaves, which change."""
+        """Do the same with the larger one's leaves, which change."""
         for place, leaf in zip(self.places, self.part.flatten_up_to(part), strict=True):
             leaves[place] = leaf
         return self.whole.unflatten(leaves)
 
 
 def pruning(tx: optax.GradientTransformation, params: PyTree, fewer: PyTree, who: str) -> Pruning:
-    """Where the state of ``tx`` for ``fewer`` params, the others masked, lies in that for all.
+    """Find where the state of ``tx`` for ``fewer`` params, the others masked, lies in that for all.
 
     Raises:
       ValueError: ``tx`` keeps something whose shape or place depends on which params there are.

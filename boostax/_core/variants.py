@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Variants: a step that is compiled several times, once for each static choice of what it does.
+"""Find the variants of a step that is compiled once for each static choice of what it does.
 
 ``scheduled_freeze`` has them: a variant is the depth, the number of frozen groups, a Python integer
 that is given to ``update`` by the keyword ``depth``. Its state has a method ``coming()``: the
@@ -13,5 +13,5 @@ import optax
 
 
 def variants_of(tx: optax.GradientTransformation) -> Any:
-    """Its variants; ``None`` if a step of it is compiled once."""
+    """Return its variants; ``None`` if a step of it is compiled once."""
     return getattr(tx.update, "variants", None)

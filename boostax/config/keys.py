@@ -167,9 +167,9 @@ def _recorder(
 ) -> Any:
     """Make the recorder of the snapshots of a basis; ``None`` if that comes from elsewhere."""
     size = 1 + checks.positive_int("", "n_components", n_components, "It counts directions.")
-    files, hint = (weight_load_dir, pca_mat_path), "The one or the other makes the basis."
-    fits = None in files
-    checks.require("", "weight_load_dir", files[0], "left out with pca_mat_path", fits, hint)
+    files, name = (weight_load_dir, pca_mat_path), "weight_load_dir"
+    hint = "The one or the other makes the basis."
+    checks.require("", name, files[0], "left out with pca_mat_path", None in files, hint)
     if every is None or files != (None, None):
         return None
     return subspace.record_trajectory(size, every=every, start=start)
@@ -340,9 +340,7 @@ def part(
         checks.require(who, name, None, "given", there, "It has no default.")
         if bool in (parameter.annotation, *typing.get_args(parameter.annotation)) and name in given:
             flag(who, name, given[name])
-    if key == "policy":
-        boostax.policy(**given)
-    elif key != "less_bn":
+    if key != "less_bn":  # It wants a model.
         within = [given["within"]] if isinstance(given.get("within"), str) else []
         layer(factory, given, axis_name=("axis", *within), tree=_LATER)
     return told | given
@@ -350,7 +348,7 @@ def part(
 
 def known(data: Any, allowed: Iterable[str], what: str, who: str = "auto") -> None:
     """Refuse anything but a dictionary, and keys that are not allowed, with the nearest one."""
-    fits, hint = isinstance(data, Mapping), "Write {...}."
+    fits, hint = isinstance(data, Mapping), "It is a dictionary."
     checks.require(who, what, data, "those of a dictionary", fits, hint, TypeError)
     words = "among " + ", ".join(map(repr, allowed))
     for key in data:

@@ -13,13 +13,12 @@ import dataclasses
 import itertools
 import sys
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from jax.sharding import NamedSharding, PartitionSpec
 from jax.tree_util import DictKey, GetAttrKey, SequenceKey
 
 from boostax._core import checks, trees
@@ -95,7 +94,7 @@ class Leaf:
     replicas: int | None
     node: "Node"
     owner: Path | None
-    source: "Leaf | None" = None
+    source: Any = None
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -186,15 +185,13 @@ def _is_state(x: Any) -> bool:
 
 def _require_known(x: Any) -> None:
     """Refuse the state of a part that boostax no longer has."""
-    cls = type(x)
+    cls, name = type(x), f"{type(x).__module__}.{type(x).__name__}"
     gone = getattr(sys.modules.get(cls.__module__), cls.__name__, None) is not cls
-    if isinstance(x, StoreState):  # Of "kahan" and "remainder", that is gone and this is not.
-        gone = any(y.dtype == jnp.bfloat16 for y in jax.tree.leaves(x.low))
-    if gone and cls.__module__.startswith("boostax."):
-        kind = " of params='kahan'" if isinstance(x, StoreState) else ""
-        got, allowed = f"{cls.__module__}.{cls.__name__}{kind}", "of parts that boostax has"
-        hint = "Take that one out of the chain with the version of boostax that saved it."
-        raise ValueError(checks.message(WHO, "old_state", allowed, got, hint))
+    if isinstance(x, StoreState) and any(y.dtype == jnp.bfloat16 for y in jax.tree.leaves(x.low)):
+        gone, name = True, f"{name} of params='kahan'"
+    hint = "Take that part out of the chain with the version of boostax that saved it."
+    fine = not (gone and name.startswith("boostax."))
+    checks.require(WHO, "old_state", name, "of parts that boostax has", fine, hint)
 
 
 def _owner(path: Path, x: Any, params: dict[Path, Any]) -> Path | None:
@@ -211,8 +208,8 @@ def _from_multi_steps(x: Any) -> AccumulateState:
     """Return the window of ``accumulate``, which holds a sum; ``MultiSteps`` holds a mean."""
     sums = jax.tree.map(lambda g: g * x.mini_step, trees.at_least_float32(x.acc_grads))
     closed = (x.gradient_step > 0) & (x.mini_step == 0)
-    window = Window(sums, None)
-    return AccumulateState(x.mini_step, x.gradient_step, None, closed, window, x.inner_opt_state)
+    window, unknown = Window(sums, None), cast("jax.Array", None)
+    return AccumulateState(x.mini_step, x.gradient_step, unknown, closed, window, x.inner_opt_state)
 
 
 def _to_multi_steps(x: Any) -> optax.MultiStepsState:
@@ -229,7 +226,8 @@ def _scaler(scale: Any = None, clean_steps: Any = None, **fields: Any) -> LossSc
         fields |= {"scale": jnp.asarray(scale, jnp.float32).reshape(())}
     if clean_steps is not None:
         fields |= {"clean_steps": jnp.asarray(clean_steps, jnp.int32)}
-    return LossScaleState(**dict.fromkeys(LossScaleState._fields) | fields)
+    unknown: dict[str, Any] = dict.fromkeys(LossScaleState._fields)
+    return LossScaleState(**unknown | fields)
 
 
 def _from_apply_if_finite(x: Any) -> LossScaleState:
@@ -490,11 +488,9 @@ def count_replicas(olds: list[Node], params: PyTree, asked: int | None) -> int:
     """Return how many replicas the old per-replica arrays lead with; 0 if they do not."""
     shapes = {path: x.shape for path, x in jax.tree_util.tree_leaves_with_path(params)}
     own = [leaf for leaf in arrays(olds) if leaf.replicas is not None]
-    counts = set() if asked is None else {asked}
-    for leaf in own:
-        like = shapes.get(leaf.owner)
-        if leaf.owner is not None and like in (leaf.shape, leaf.shape[1:]):
-            counts.add(0 if leaf.shape == like else leaf.shape[0])
+    likes = [(x.shape, shapes[x.owner]) for x in own if x.owner is not None]
+    counts = {0 if got == like else got[0] for got, like in likes if like in (got, got[1:])}
+    counts |= set() if asked is None else {asked}
     got = " and ".join(sorted(str(count or "no") for count in counts))
     hint = "boostax.reshard_state(old_state, replicas) takes it to another number first."
     checks.require(WHO, "replicas", got, "the same everywhere", len(counts) <= 1, hint)
@@ -508,11 +504,11 @@ def spot(path: Path) -> str:
     return trees.path_name(path) or "the root"
 
 
-def placed(leaf: Leaf, replicas: int, axis: Any) -> jax.Array:
+def placed(leaf: Leaf, replicas: int) -> jax.Array:
     """Return a buffer of its own for an array of the new state."""
     x, old, state = leaf.saved, leaf.source, leaf.node.value
     if old is not None and old.replicas is not None and leaf.replicas is not None:
-        # Only the old one knows how it lies on the replicas.
+        # Only the old one knows how it lies on the replicas; the others lie on none yet.
         return _copy(x, x)
     value = _copy(x[0] if old is not None and old.replicas else x, leaf.value)
     if leaf.replicas is None:
@@ -523,8 +519,7 @@ def placed(leaf: Leaf, replicas: int, axis: Any) -> jax.Array:
         lost = summed and old is not None and leaf.node.opened()
         checks.require(WHO, "replicas", None, "given", not lost, hint)
         return value
-    spread = spread_anew(PerReplica(value[None]), replicas, summed).local
-    return spread if axis is None else jax.device_put(spread, axis)
+    return spread_anew(PerReplica(value[None]), replicas, summed).local
 
 
 def _copy(x: Any, like: Any) -> jax.Array:
@@ -535,13 +530,6 @@ def _copy(x: Any, like: Any) -> jax.Array:
         return x.copy()
     # By way of the host: a copy of a committed array would be committed.
     return jnp.array(np.asarray(x), like.dtype, copy=True)
-
-
-def _replica_sharding(olds: list[Node]) -> Any:
-    """Return how the old per-replica arrays lie on the mesh, by their first dimension."""
-    known = (getattr(x.value, "sharding", None) for x in arrays(olds) if x.replicas is not None)
-    named = (x for x in known if isinstance(x, NamedSharding) and len(x.spec))
-    return next((NamedSharding(x.mesh, PartitionSpec(x.spec[0])) for x in named), None)
 
 
 def _scheduled(state: PyTree, tx: Any, params: PyTree, notes: list[str]) -> PyTree:
@@ -685,12 +673,12 @@ skipped_in_a_row, growths, backoffs, floor_hits: the root
     count = count_replicas(olds, params, replicas)
     require_same_params(olds, news, params)
     for cls in dict.fromkeys(type(new.value) for new in news):
-        match(*([x for x in each if type(x.value) is cls] for each in (olds, news)), notes)
+        old, new = ([x for x in nodes if type(x.value) is cls] for nodes in (olds, news))
+        match(old, new, notes)
     for new in news:
         settle(new)
     require_windows(olds, news, convert(olds, news, notes))
-    axis = _replica_sharding(olds)
-    values = {leaf.path: placed(leaf, count, axis) for leaf in arrays(news)}
+    values = {leaf.path: placed(leaf, count) for leaf in arrays(news)}
     state = jax.tree_util.tree_map_with_path(lambda path, _: values[path], fresh)
     state = _scheduled(narrowed(first, state), new_tx, params, notes)
     return state, report(olds, news, notes)

@@ -11,10 +11,10 @@ import dataclasses
 import tomllib
 from collections.abc import Mapping
 from importlib.resources import files
-from typing import Any, NamedTuple
+from typing import Any
 
 from boostax._core import checks
-from boostax.config.keys import PARTS, flag, nearest, part, speaking_of
+from boostax.config.keys import PARTS, flag, known, nearest, part, speaking_of
 
 _WHO = "mindspore"
 # Keys, defaults and notes are data.
@@ -22,22 +22,11 @@ _DATA = tomllib.loads(files("boostax.config").joinpath("mindspore.toml").read_te
 SWITCHES: tuple[str, ...] = tuple(_DATA["switches"])
 LEVELS: dict[str, list[str]] = _DATA["levels"]
 GROUPS: dict[str, dict[str, dict[str, Any]]] = _DATA["groups"]
+_MODES: tuple[str, ...] = tuple(_DATA["modes"])
 KEYS = ("boost", *GROUPS)
 # Keys of MindSpore's that are boostax's, too, with the arguments that are.
 _SHARED = {"less_bn": (), "dim_reduce": ("n_components", "pca_mat_path", "weight_load_dir")}
 _NOTES = _DATA["notes"]
-
-
-class Read(NamedTuple):
-    """A dictionary that was read.
-
-    Attributes:
-      config: the configuration, as plain data.
-      notes: what of the dictionary has no effect or another one, and why.
-    """
-
-    config: dict[str, Any]
-    notes: tuple[str, ...]
 
 
 def is_mindspore(data: Mapping[str, Any]) -> bool:
@@ -49,7 +38,9 @@ def is_mindspore(data: Mapping[str, Any]) -> bool:
     return bool(keys)
 
 
-def from_mindspore(data: Mapping[str, Any], level: str = "O0", *, strict: bool = True) -> Read:
+def from_mindspore(
+    data: Mapping[str, Any], level: str = "O0", *, strict: bool = True
+) -> tuple[dict[str, Any], tuple[str, ...]]:
     """Read MindSpore's dictionary and level.
 
     Modes are MindSpore's: ``"auto"`` takes the level's techniques, ``"manual"`` these as changed by
@@ -73,7 +64,8 @@ def from_mindspore(data: Mapping[str, Any], level: str = "O0", *, strict: bool =
       strict: whether what MindSpore ignores is an error.
 
     Returns:
-      A configuration and notes. Cost: none.
+      The configuration as plain data, and notes: what of the dictionary has no effect or another
+      one, and why. Cost: none.
 
     Raises:
       ValueError, TypeError: a mode that there is not, or a value out of range; strictly, also an
@@ -87,7 +79,7 @@ def from_mindspore(data: Mapping[str, Any], level: str = "O0", *, strict: bool =
       ({'kind': 'adasum-delta', 'within': 8}, {'normalized_head': True}, False)
       >>> notes[0].partition(":")[0]
       'common.device_number = 8'
-      >>> from_mindspore({"boost": {"adasum": True}}, "O1", strict=False).notes[0]
+      >>> from_mindspore({"boost": {"adasum": True}}, "O1", strict=False)[1][0]
       "boost.adasum = True has no effect: mode 'auto' takes what level 'O1' says."
 
     References:
@@ -105,7 +97,7 @@ def from_mindspore(data: Mapping[str, Any], level: str = "O0", *, strict: bool =
         name: reader.settings(name, groups.get(name, {}), on.get(name, True)) for name in GROUPS
     }
     config = reader.config(on, told)
-    return Read({x: part(x, PARTS[x], y) for x, y in config.items() if y}, tuple(reader.notes))
+    return {x: part(x, PARTS[x], y) for x, y in config.items() if y}, tuple(reader.notes)
 
 
 @dataclasses.dataclass
@@ -128,16 +120,12 @@ class _Reader:
         self.notes.append(f"{name} = {value!r} has no effect: {why}")
 
     def known(self, data: Any, allowed: tuple[str, ...], what: str) -> dict[str, Any]:
-        """Return the keys of a dictionary that there is a use for."""
-        hint = "It is a dictionary in MindSpore's."
-        fits = isinstance(data, Mapping)
-        checks.require(_WHO, what, data, "those of a dictionary", fits, hint, TypeError)
-        words = "among " + ", ".join(map(repr, allowed))
-        for key in data.keys() - set(allowed):
+        """Return a dictionary without the keys that there is no use for."""
+        known(data, allowed if self.strict else data, what, _WHO)
+        for key in data.keys() - {*allowed}:
             hint = nearest(key, allowed)
-            checks.require(_WHO, what, key, words, not self.strict, hint)
             self.notes.append(f"{what}: {key} = {data[key]!r} has no effect: {hint}")
-        return {key: data[key] for key in allowed if key in data}
+        return {key: value for key, value in data.items() if key in allowed}
 
     def settings(self, group: str, data: Any, on: bool) -> dict[str, Any]:
         """Read the settings of a group as arguments of its part, and check them."""
@@ -146,8 +134,7 @@ class _Reader:
         if not (on or self.strict):
             return told
         for name, about in GROUPS[group].items():
-            value: Any
-            value, key = given.get(name, about.get("default")), f"{group}.{name}"
+            key, value = f"{group}.{name}", given.get(name, about.get("default"))
             if name == "gradient_split_groups":
                 listed, hint = value or [], "[50, 100] cuts a list of params in three."
                 fits = isinstance(listed, (list, tuple)) and all(type(x) is int for x in listed)
@@ -155,7 +142,7 @@ class _Reader:
             elif name == "freeze_type":
                 fits, hint = type(value) is int and 0 <= value < 2, "1 freezes by intervals."
                 checks.require(_WHO, key, value, "0 or 1", fits, hint)
-                value = ("continuous", "interval")[value]
+                value = "interval" if value else "continuous"
             elif name == "gc_flag":
                 flag(_WHO, key, value)
             if "is" in about:
@@ -176,9 +163,7 @@ class _Reader:
         """Set the six switches by mode and level; freezing if it is wanted by its name."""
         asked = self.known(boost, ("mode", *SWITCHES), "keys of boost")
         mode = asked.pop("mode", "auto")
-        checks.choice(
-            _WHO, "boost.mode", mode, tuple(_DATA["modes"]), nearest(mode, _DATA["modes"])
-        )
+        checks.choice(_WHO, "boost.mode", mode, _MODES, nearest(mode, _MODES))
         for name, value in asked.items():
             flag(_WHO, f"boost.{name}", value)
         on: dict[str, Any] = {name: name in LEVELS[level] for name in SWITCHES}
@@ -188,18 +173,15 @@ class _Reader:
             self.notes.append(_NOTES["level"].format(level))
         if mode == "manual":
             return on | asked
-        what, why = (
-            f"mode {mode!r} at level {level!r}",
-            f"mode 'auto' takes what level {level!r} says.",
-        )
+        why, where = f"takes what level {level!r} says.", f" at level {level!r}"
         if mode != "auto":
-            what, why = f"mode {mode!r}", f"mode {mode!r} does not look."
+            why, where = "does not look.", ""
             on = dict.fromkeys(SWITCHES, mode == "enable_all")
         hint = "MindSpore ignores the switch; mode 'manual' obeys it."
         for name, value in asked.items():
             if value != on[name]:
-                allowed = f"{on[name]} or left out with {what}"
-                self.ignored(f"boost.{name}", value, allowed, hint, why)
+                allowed = f"{on[name]} or left out with mode {mode!r}{where}"
+                self.ignored(f"boost.{name}", value, allowed, hint, f"mode {mode!r} {why}")
         return on
 
     def together(self, on: dict[str, bool], level: str) -> dict[str, bool]:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Freezing by schedule: the transformation, its groups, its schedules."""
+"""Freeze by schedule: the transformation, its groups, its schedules."""
 
 from typing import TYPE_CHECKING
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The order in which a function reads its params, found by tracing it."""
+"""Find the order in which a function reads its params by tracing it."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Origin = frozenset[int] | None
 def forward_order(
     fn: Callable[..., Any], params: PyTree, /, *args: PyTree, **kwargs: PyTree
 ) -> list[str]:
-    """Path names of the params in the order in which ``fn(params, *args, **kwargs)`` reads them.
+    """Return path names of the params in the order in which ``fn`` reads them.
 
     A leaf is read where it first meets data: a value that depends on ``args`` or ``kwargs``, by a
     product, a sum, a lookup. A cast, a reshape, a slice or any other arithmetic among params alone
@@ -59,7 +59,7 @@ def forward_order(
     read: dict[int, None] = {}
 
     def meet(origins: Sequence[Origin]) -> Origin:
-        """The origin of what is computed from all these; params are read if data are among them."""
+        """Return the origin of what these give; params are read if data are among them."""
         leaves = frozenset[int]().union(*(x for x in origins if x is not None))
         if None not in origins:
             return leaves

@@ -17,7 +17,7 @@ _WHO = "scheduled_freeze"
 
 
 class Plan:
-    """A depth for every step, and the group of every leaf.
+    """Holds a depth for every step, and the group of every leaf.
 
     Args:
       labels: a tree like the params of ints, the groups.

@@ -105,11 +105,6 @@ class Freezing:
         plan = self.plan(params)
         return Choice(plan.index(state.next_depth), tuple(map(plan.active, plan.drawn)))
 
-    def shares(self, params: PyTree) -> dict[int, float]:
-        """Return how often each depth occurs, of all steps."""
-        depths = self.plan(params).depths.tolist()
-        return {depth: depths.count(depth) / len(depths) for depth in dict.fromkeys(depths)}
-
     def resumed(self, params: PyTree, state: Any) -> Any:
         """Return the state with the next depth as this schedule has it."""
         if not isinstance(state, ScheduledFreezeState):
@@ -137,7 +132,7 @@ class FreezingUpdate(gate.GatedUpdate):
 
 
 class ScheduledFreeze(optax.GradientTransformationExtraArgs):
-    """What ``scheduled_freeze`` returns."""
+    """Freezes by schedule; ``scheduled_freeze`` returns it."""
 
     @property
     def freezing(self) -> Freezing:
@@ -419,7 +414,7 @@ def scheduled_freeze(
 
 
 def active_groups(opt_state: PyTree) -> jax.Array:
-    """Which groups the next call will train.
+    """Return which groups the next call will train.
 
     Args:
       opt_state: any state that holds one of ``scheduled_freeze``.

@@ -25,7 +25,7 @@ _Stage: TypeAlias = tuple[list[Any], list[Any], list[Any]]
 
 
 class Choice(NamedTuple):
-    """A choice of active leaves, to be decided in the program.
+    """Holds sets of active leaves, of which the program chooses one.
 
     Attributes:
       at: i32 scalar, which of the options holds.

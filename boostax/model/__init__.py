@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What concerns the model: averages of its params, gradient centralization, clipping, LessBN."""
+"""Averages of params, gradient centralization, clipping, LessBN."""
 
 from typing import TYPE_CHECKING
 

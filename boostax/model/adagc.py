@@ -88,7 +88,7 @@ def adagc(
 
     @describe(_WHO, "norm clip")
     def update_fn(
-        updates: PyTree, state: AdaGCState, params: PyTree = None, **extra_args: Any
+        updates: PyTree, state: Any, params: PyTree = None, **extra_args: Any
     ) -> tuple[PyTree, AdaGCState]:
         del params, extra_args
         trees.require_gradients(updates, _WHO)

@@ -37,7 +37,7 @@ class Norm(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class LessBNReport:
-    """What ``less_bn`` finds and does to a model. Its ``str`` is a table.
+    """The BatchNorms of a model, and changes that ``less_bn`` makes. Its ``str`` is a table.
 
     Attributes:
       norms: every BatchNorm in the order of the calls: path, whether it was removed, and why.

@@ -41,9 +41,10 @@ class LessBN(nn.Module):
             if path != self.head:
                 return result()
             same = {name: getattr(module, name) for name in _SAME}
-            start = nn.initializers.constant(self.multiplier)
+            start: Any = nn.initializers.constant(self.multiplier)
+            scope: Any = module.scope
             # In the Dense's own scope: the path of its kernel does not change.
-            return NormalizedDense(multiplier_init=start, parent=module.scope, **same)(x)
+            return NormalizedDense(multiplier_init=start, parent=scope, **same)(x)
 
         def norm(module: nn.BatchNorm, path: str, x: Any, result: Callable[[], Any]) -> Any:
             return x if path in self.removed else result()

@@ -50,7 +50,7 @@ def autocast(fn: Callable[..., Any], dtype: np.dtype[Any]) -> Callable[..., Any]
 
 
 def _lowered(eqn: Any, dtype: np.dtype[Any]) -> list[Any] | None:
-    """The equations that stand for one; ``None`` where only its bodies may have products."""
+    """Return the equations that stand for one; ``None`` where only its bodies may have products."""
     if eqn.primitive not in _PRODUCTS:
         return [eqn] if eqn.primitive.name in _OPAQUE else None
     if any(var.aval.dtype != jnp.float32 for var in (*eqn.invars, *eqn.outvars)):
@@ -67,7 +67,7 @@ def _lowered(eqn: Any, dtype: np.dtype[Any]) -> list[Any] | None:
 
 
 def _cast(eqn: Any, source: Any, target: Any) -> Any:
-    """A cast that stands where ``eqn`` stood in the source."""
+    """Make a cast that stands where ``eqn`` stood in the source."""
     return eqn.replace(
         primitive=lax.convert_element_type_p,
         invars=[source],

@@ -25,7 +25,7 @@ with checks.needing("boostax.precision.flax", "Flax", "workloads"):
 
 
 def layer_dtype(rules: Policy, class_name: str) -> Any:
-    """The dtype in which a layer of this class computes (a norm: of its result)."""
+    """Return the dtype in which a layer of this class computes (a norm: of its result)."""
     # A norm computes in f32 whatever its dtype, and must not hand f32 on to the next layer.
     kept = rules.keeps(class_name) and "Norm" not in class_name
     return jnp.dtype(jnp.float32) if kept else rules.compute_dtype
@@ -74,7 +74,7 @@ class PolicyModule:
 
 
 def apply_policy(module: Any, policy: Policy | str) -> Any:
-    """A Flax model that follows a precision policy.
+    """Return a Flax model that follows a precision policy.
 
     Every layer that has a ``dtype`` and was not given one computes in the policy's; a layer that
     was given one keeps it, and ``keep_f32`` may name classes that compute in f32. Norms (Flax
@@ -119,7 +119,7 @@ def apply_policy(module: Any, policy: Policy | str) -> Any:
 
 @functools.cache
 def _casting_class(cls: Any, rules: Policy) -> Any:
-    """A subclass whose call casts what goes in and what comes out, as linen's ``apply`` does.
+    """Make a subclass whose call casts inputs and outputs, as linen's ``apply`` does.
 
     Cached, because NNX compares classes when it splits and merges.
     """

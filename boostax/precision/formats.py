@@ -28,12 +28,12 @@ _HALF_DOWN = 2.0 ** (-128 / 6)
 
 
 def fold(seed: jax.Array | int, number: jax.Array | int) -> jax.Array:
-    """A u32 seed from another one and a number, such as a count of steps or a leaf's."""
+    """Make a u32 seed from another one and a number, such as a count of steps or a leaf's."""
     return _hash(_u32(seed) * jnp.uint32(0x9E3779B9) + _u32(number))
 
 
 def seed_of(steps: jax.Array, path: tuple[Any, ...]) -> jax.Array:
-    """Of a leaf in a step. By its path, not its number: others may be frozen."""
+    """Return the seed of a leaf in a step, by its path: numbers change where others freeze."""
     return fold(zlib.crc32(trees.path_name(path).encode()), steps)
 
 
@@ -107,7 +107,7 @@ def joined(high: jax.Array, low: jax.Array) -> jax.Array:
 
 
 def block_of(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """The block of an array: whole dimensions, and of one a divisor of its size.
+    """Return the block of an array: whole dimensions, and a divisor of the size of one.
 
     Of the least number of elements that is not less than ``BLOCK``, so no block is cut short; along
     the last dimension but one first, as a TPU's tiles are cut there without moving anything.
@@ -136,7 +136,7 @@ class Blocks(NamedTuple):
 
     @classmethod
     def of(cls, shape: tuple[int, ...]) -> "Blocks":
-        """Of an array of this shape."""
+        """Make the blocks of an array of this shape."""
         pairs = [(n // b, b) for n, b in zip(shape, block_of(shape), strict=True)]
         return cls(tuple(x for pair in pairs for x in pair), tuple(range(1, 2 * len(shape), 2)))
 
@@ -146,7 +146,7 @@ class Blocks(NamedTuple):
 
 
 def _extremes(parts: jax.Array, inside: tuple[int, ...]) -> tuple[jax.Array, jax.Array]:
-    """The largest magnitude and the least value of each block.
+    """Return the largest magnitude and the least value of each block.
 
     One reduction with two results: XLA:CPU gives one with a single result to a library, which wants
     its operand in memory.
@@ -263,5 +263,5 @@ FORMATS = {
 
 
 def format_of(codes: jax.Array) -> Format | None:
-    """The format of stored codes, by their dtype; ``None`` of what is not stored."""
+    """Return the format of stored codes by their dtype; ``None`` for what is not stored."""
     return next((x for x in FORMATS.values() if x.dtype == codes.dtype), None)

@@ -104,10 +104,10 @@ def _unscaled(grads: Pending, numbers: list[int], inverse: jax.Array) -> PyTree:
     return treedef.unflatten([g * inverse[k].astype(g.real.dtype) for g, k in pairs])
 
 
-def _first(who: str, count: int, init_scale: Any, inner_state: Any) -> GroupLossScaleState:
+def _first(count: int, init_scale: Any, inner_state: Any) -> GroupLossScaleState:
     table = jnp.asarray(init_scale, jnp.float32)
     allowed, hint = f"a number or one for each group, {count}", "The first is group 0's."
-    checks.require(who, "init_scale", init_scale, allowed, table.shape in ((), (count,)), hint)
+    checks.require(_WHO, "init_scale", init_scale, allowed, table.shape in ((), (count,)), hint)
     return GroupLossScaleState(
         jnp.full(count, table),
         jnp.zeros(count, jnp.float32),
@@ -219,7 +219,7 @@ def group_loss_scale(
 
     def init_fn(params: PyTree) -> GroupLossScaleState:
         count = group_numbers(_WHO, labels, params)[1]
-        return _first(_WHO, count, init_scale, init_inner(tx, params))
+        return _first(count, init_scale, init_inner(tx, params))
 
     @describe(_WHO, "scaler", names, inner={"inner_state": tx})
     def step_fn(

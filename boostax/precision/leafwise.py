@@ -79,7 +79,7 @@ class _Graph:
         return outputs
 
     def common(self, wanted: dict[int, list[int]], of: dict[int, int]) -> list[int]:
-        """What several leaves want and is not of one alone; ``of`` has the leaves of inputs."""
+        """Return shared values that several leaves want; ``of`` has the leaves of inputs."""
         sources = {number: {leaf} for number, leaf in of.items()}
         for each in self._eqns:
             found = set[int]().union(*(sources.get(x, set()) for x in each.inputs))
@@ -101,7 +101,7 @@ class _Graph:
         return [x for each in self._eqns for x in each.outputs if shared(x, each)]
 
     def needs(self, wanted: Iterable[int]) -> tuple[list[_Equation], list[int]]:
-        """The equations that lead from known values to these, and those values."""
+        """Return the equations that lead from known values to these, and those values."""
         needed, eqns = set(wanted), list[_Equation]()
         for each in reversed(self._eqns):
             if any(x in needed and x not in self.known for x in each.outputs):
@@ -117,7 +117,7 @@ class _Graph:
 
 
 def _seen(values: list[jax.Array]) -> jax.Array:
-    """A bool that nobody knows before the first of some arrays is there; False if all are empty."""
+    """Make a bool that depends on the first of some arrays; False if all are empty."""
     for x in values:
         if x.size and any(jax.typeof(x).sharding.spec):
             # Of one shard no element can be taken where types say how arrays are sharded.

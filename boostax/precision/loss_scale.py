@@ -65,13 +65,13 @@ class LossScaleState(NamedTuple):
     holds = Holds(scale="scale")
 
     def known_by(self) -> jax.Array:
-        """The array by which a trace tells this scaler from others."""
+        """Return the array by which a trace tells this scaler from others."""
         return self.scale
 
     passed = taken = told_by("last_finite")
 
     def metrics(self) -> dict[str, jax.Array]:
-        """Named scalars for ``boostax.metrics``."""
+        """Return named scalars for ``boostax.metrics``."""
         return {
             "loss_scale": self.scale,
             "last_finite": self.last_finite,
@@ -292,7 +292,7 @@ def _scaled(
 
 
 def loss_scale(opt_state: PyTree) -> jax.Array:
-    """The scale by which the next loss must be multiplied.
+    """Return the scale by which the next loss must be multiplied.
 
     Args:
       opt_state: any optimizer state; the scaler may be nested anywhere in it where all gradients
@@ -346,7 +346,7 @@ def decided(state: Any, ok: jax.Array, inner_state: Any) -> Any:
 
 
 def scale_loss(loss: jax.Array, opt_state: PyTree) -> jax.Array:
-    """The loss to differentiate: ``loss`` in f32 times the current scale.
+    """Return the loss to differentiate: ``loss`` in f32 times the current scale.
 
     Args:
       loss: floating scalar. It is cast to f32 (f64 stays) *before* the product, because

@@ -38,7 +38,7 @@ class LostUpdatesState(NamedTuple):
     inner_state: Any
 
     def metrics(self) -> dict[str, jax.Array]:
-        """Named scalars for ``boostax.metrics``."""
+        """Return named scalars for ``boostax.metrics``."""
         return {"lost_updates": self.lost}
 
 
@@ -101,7 +101,7 @@ def count_lost_updates(
 
 
 def _lost(params: PyTree, updates: PyTree, new: PyTree) -> jax.Array:
-    """The share of updates that are not zero and changed nothing, where params are stored low."""
+    """Return the share of nonzero updates that changed nothing, where params are stored low."""
     triples = zip(*map(jax.tree.leaves, (params, updates, new)), strict=True)
     low = [each for each in triples if trees.wide_dtype(each[0]) != each[0].dtype]
     parts = [counts((u != 0) & (new == p), u != 0) for p, u, new in low]

@@ -26,7 +26,7 @@ NORMS = (r"(?i)norm", r"(^|/)(bn|ln|gn)_?\d*(/|$)")
 
 @dataclasses.dataclass(frozen=True)
 class Policy:
-    """In which dtype each part of a training step works.
+    """The dtype in which each part of a training step works.
 
     Attributes:
       param_dtype: of the stored params, floating.
@@ -81,7 +81,7 @@ class Policy:
         return not self.only_matmuls and any(re.search(p, name) for p in self.keep_f32)
 
     def cast_params(self, params: PyTree) -> PyTree:
-        """Params as the model computes with them: compute dtype, f32 for what is kept."""
+        """Cast params as the model computes with them: compute dtype, f32 for what is kept."""
         if self.only_matmuls:
             return _cast(params, jnp.dtype(jnp.float32))
 
@@ -92,17 +92,17 @@ class Policy:
         return jax.tree_util.tree_map_with_path(cast, params)
 
     def store_params(self, params: PyTree) -> PyTree:
-        """Params as they are stored and updated: ``param_dtype``; fp8 metadata of Flax as it is."""
+        """Cast params as they are stored: ``param_dtype``; fp8 metadata of Flax stays unchanged."""
         return jax.tree_util.tree_map_with_path(
             lambda path, x: x if trees.overwritten(path) else _cast(x, self.param_dtype), params
         )
 
     def cast_inputs(self, tree: PyTree) -> PyTree:
-        """Floating inputs in the dtype that the model starts from."""
+        """Cast floating inputs to the dtype that the model starts from."""
         return _cast(tree, jnp.dtype(jnp.float32) if self.only_matmuls else self.compute_dtype)
 
     def cast_output(self, tree: PyTree) -> PyTree:
-        """Floating results in ``output_dtype``."""
+        """Cast floating results to ``output_dtype``."""
         return _cast(tree, self.output_dtype)
 
     def compute(self, fn: Callable[..., Any]) -> Callable[..., Any]:
@@ -120,7 +120,7 @@ class Policy:
         return wrapped
 
     def wrap(self, fn: Callable[..., Any]) -> Callable[..., Any]:
-        """A function of params and inputs that follows this policy.
+        """Return a function of params and inputs that follows this policy.
 
         Under a kept norm JAX's promotion carries f32 on into the next layer; a Flax model says its
         dtype layer by layer: use ``boostax.precision.flax.apply_policy`` for it.
@@ -141,7 +141,7 @@ class Policy:
 
 
 def policy(spec: str, *, dtype: Any = jnp.float16) -> Policy:
-    """A policy by level or by dtypes.
+    """Make a policy by level or by dtypes.
 
     ===== =========================================== ==============================
     level computes in ``dtype``                       keeps in f32
@@ -198,7 +198,7 @@ def policy(spec: str, *, dtype: Any = jnp.float16) -> Policy:
 
 
 def as_policy(who: str, value: Policy | str | None) -> Policy | None:
-    """A policy by itself or by name; ``None`` for none."""
+    """Return a policy by itself or by name; ``None`` for none."""
     if value is None or isinstance(value, Policy):
         return value
     if not isinstance(value, str):  # pyright: ignore[reportUnnecessaryIsInstance]
@@ -208,7 +208,7 @@ def as_policy(who: str, value: Policy | str | None) -> Policy | None:
 
 
 def _cast(tree: PyTree, dtype: np.dtype[Any]) -> PyTree:
-    """Real floating leaves to ``dtype``; integers, keys and complex leaves as they are."""
+    """Cast real floating leaves; integers, keys and complex leaves stay unchanged."""
 
     def cast(x: Any) -> Any:
         is_real = jnp.issubdtype(jnp.result_type(x), jnp.floating) if _is_number(x) else False

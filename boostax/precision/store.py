@@ -48,7 +48,7 @@ def _is_store(node: Any) -> bool:
 
 
 def widened(opt_state: PyTree) -> PyTree:
-    """A state with all that is stored in fewer bits in f32, and no scales."""
+    """Return a state with all that is stored in fewer bits in f32, and no scales."""
 
     def wide(node: Any) -> Any:
         if not _is_store(node):
@@ -59,7 +59,7 @@ def widened(opt_state: PyTree) -> PyTree:
 
 
 def narrowed(like: PyTree, opt_state: PyTree) -> PyTree:
-    """A state that was widened, in the formats of another one."""
+    """Return a state that was widened, in the formats of another one."""
 
     def narrow(old: Any, node: Any) -> Any:
         if not _is_store(old):
@@ -196,7 +196,7 @@ def store(
 
 
 def masters(params: PyTree, opt_state: PyTree) -> PyTree:
-    """The params as the optimizer has them: in f32, with what bf16 ones lack.
+    """Return the params as the optimizer has them: in f32, with what bf16 ones lack.
 
     For evaluation, export, and ``migrate_state`` out of ``store``.
 
@@ -268,7 +268,7 @@ def _written(
     grads: Pending,
     steps: jax.Array,
 ) -> tuple[tuple[PyTree, PyTree], tuple[PyTree, PyTree]]:
-    """New params, or the updates that make them, and what they lack; codes and scales."""
+    """Return new params, or the updates that make them, and their rest; codes and scales."""
     (value, low), (codes, scales) = old
     given = value if apply else given
     masters = _masters(given, low)
@@ -303,7 +303,7 @@ def _no_rest(p: Any) -> Any:
 def _first(
     state: PyTree, params: PyTree, rules: Mapping[str, Moments], least: int
 ) -> tuple[PyTree, dict[str, ByBlock]]:
-    """The codes of a new state, and their scales: of each field a tree like the params."""
+    """Return the codes of a new state, and their scales: a tree like the params for each field."""
     owners = {path: jnp.shape(x) for path, x in jax.tree_util.tree_leaves_with_path(params)}
     scales: dict[tuple[str, Path], jax.Array] = {}
     fields: dict[str, str | None] = {}
@@ -348,14 +348,14 @@ def _is_placeholder(params: PyTree, node: Any) -> bool:
 
 
 def _places(scales: dict[str, ByBlock]) -> dict[tuple[str, Path], Path]:
-    """Where the scale of an array of the state stands, by its field and its param."""
+    """Return the path of each array's scale, by the array's field and its param."""
     return {
         (path[0].key, path[2:]): path for path, _ in jax.tree_util.tree_leaves_with_path(scales)
     }
 
 
 def _decoded(state: PyTree, scales: dict[str, ByBlock]) -> PyTree:
-    """The state as ``inner`` has it."""
+    """Return the state as ``inner`` has it."""
     table = dict(jax.tree_util.tree_leaves_with_path(scales))
     places = _places(scales)
 
@@ -393,7 +393,7 @@ def _require_blocks(state: StoreState) -> None:
 def _encoded(
     state: PyTree, like: PyTree, scales: dict[str, ByBlock], steps: jax.Array
 ) -> tuple[PyTree, dict[str, ByBlock]]:
-    """The state in the formats of an older one."""
+    """Return the state in the formats of an older one."""
     places, table = _places(scales), {}
 
     def stored(path: Path, old: jax.Array, new: jax.Array) -> jax.Array:
@@ -410,6 +410,6 @@ def _encoded(
 
 
 def _place(places: dict[tuple[str, Path], Path], path: Path) -> Path | None:
-    """Of the array at a path of the state."""
+    """Return the path of the scale of the array at a path of the state."""
     keys = ((trees.path_name(path[:i]), path[i:]) for i in range(len(path) + 1))
     return next((places[key] for key in keys if key in places), None)

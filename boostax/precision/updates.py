@@ -52,7 +52,7 @@ class CheckUpdatesState(NamedTuple):
         return self.last_update_finite & outermost_passed(self.inner_state)
 
     def metrics(self) -> dict[str, jax.Array]:
-        """Named scalars for ``boostax.metrics``."""
+        """Return named scalars for ``boostax.metrics``."""
         return {"last_update_finite": self.last_update_finite, "held_updates": self.held_updates}
 
 

@@ -113,24 +113,24 @@ class Staged(Codec):
     Attributes:
       starts: the step at which each begins, ascending from 0.
       codecs: the stages.
-      widest: which of them has the largest state.
+      widest: that with the largest state.
       whole: see ``Codec``; as all stages are.
       lossy: see ``Codec``.
     """
 
     starts: tuple[int, ...]
     codecs: tuple[Codec, ...]
-    widest: int
+    widest: Codec
     whole: bool
     lossy: bool
 
     def serves(self, leaf: Any) -> bool:
         """As the widest stage does."""
-        return self.codecs[self.widest].serves(leaf)
+        return self.widest.serves(leaf)
 
     def init(self, leaves: Sequence[jax.ShapeDtypeStruct]) -> PyTree:
         """The step and the state of the widest stage."""
-        return jnp.zeros((), jnp.int32), self.codecs[self.widest].init(leaves)
+        return jnp.zeros((), jnp.int32), self.widest.init(leaves)
 
     def reduce(self, leaves: Sequence[jax.Array], state: PyTree, names: tuple[str, ...]) -> Message:
         """As the stage of this step does."""
@@ -178,9 +178,9 @@ def staged(
         raise ValueError(checks.message(who, argument, allowed, dict(value), hint))
     for start in starts:
         check(who, f"{argument}[{start}]", value[start])
-    widest = max(range(len(starts)), key=lambda i: value[starts[i]])
     codecs = tuple(make(value[start]) for start in starts)
-    return Staged(starts, codecs, widest, codecs[widest].whole, codecs[widest].lossy)
+    widest = make(max(value.values()))
+    return Staged(starts, codecs, widest, widest.whole, widest.lossy)
 
 
 def unsent(leaves: Sequence[jax.Array], sent: Sequence[jax.Array]) -> list[jax.Array]:

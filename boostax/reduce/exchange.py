@@ -275,8 +275,8 @@ def exchange(
       common: further axes over which a leaf is spread: its power of two is the same on all.
       by_leaf: whether the powers of two are asked for on any wire.
     """
-    near_one = _is_narrow(wire)
-    exponents, each = jnp.zeros(1, jnp.int32), jnp.zeros((axes.size(names), 1), jnp.int32)
+    near_one, count = _is_narrow(wire), axes.size(names)
+    exponents, each = jnp.zeros(1, jnp.int32), jnp.zeros((count, 1), jnp.int32)
     if near_one or by_leaf:
         exponents = _exponents(sent, arrays)
         if not near_one:
@@ -288,8 +288,8 @@ def exchange(
     buckets: list[Bucket] = []
     for parcel, x in zip(sent, arrays, strict=True):
         x = _shrunk(x, exponents, parcel.owners) if near_one else x
-        received = axes.exchange(cut(_half(x, wire), axes.size(names), parcel.dim), names)
-        rows = [received[i].astype(x.dtype) for i in range(len(received))]
+        received = axes.exchange(cut(_half(x, wire), count, parcel.dim), names)
+        rows = [received[i].astype(x.dtype) for i in range(count)]
         buckets.append(Bucket(rows, parcel.owners))
     return Rows(buckets, each, near_one)
 

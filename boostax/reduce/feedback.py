@@ -257,10 +257,8 @@ def _reduced(
             capacity = jnp.maximum(capacity, message.capacity)
         for j, new in enumerate(jax.tree.leaves(message.state, is_leaf=marked)):
             if marked(new):
-                all_of_them = list(kept[j].values)
-                for i, value in zip(kind, new.values, strict=True):
-                    all_of_them[i] = value
-                new = PerLeaf(all_of_them)
+                of_all = dict(enumerate(kept[j].values)) | dict(zip(kind, new.values, strict=True))
+                new = PerLeaf(list(of_all.values()))
             kept[j] = new
     means, held, late = ([rows[i][k] for i in range(len(leaves))] for k in range(3))
     return Message(means, held, structure.unflatten(kept), late, capacity)

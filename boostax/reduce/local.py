@@ -109,31 +109,23 @@ def local_updates(
     replica = Own.of(who, inner, axis_name)
     names = replica.names
     every = checks.positive_int(who, "every", every, "It counts steps between meetings.")
-    reduction = all_reduce(names) if reduction is None else reduction
     outer_tx = checks.transformation(who, "outer", outer)
+    reduction = all_reduce(names) if reduction is None else reduction
     reduce = checks.transformation(who, "reduction", reduction)
 
     def init_fn(params: PyTree) -> LocalUpdatesState:
         _require_common(params, names, who)
-
-        def copy(p: Any) -> Any:
-            types = isinstance(p, jax.ShapeDtypeStruct)
-            return p if types else jnp.array(p, dtype=jnp.result_type(p), copy=True)
-
-        return LocalUpdatesState(
-            since_sync=jnp.zeros((), jnp.int32),
-            syncs=jnp.zeros((), jnp.int32),
-            anchor=jax.tree.map(copy, params),
-            reduction_state=reduce.init(trees.at_least_float32(params)),
-            outer_state=outer_tx.init(trees.at_least_float32(params)),
-            inner_state=replica.init(params),
-        )
+        wide = trees.at_least_float32(params)
+        since, syncs = (jnp.zeros((), jnp.int32) for _ in range(2))
+        anchor, outer_state = jax.tree.map(_copy, params), outer_tx.init(wide)
+        own = replica.init(params)
+        return LocalUpdatesState(since, syncs, anchor, reduce.init(wide), outer_state, own)
 
     def meet(state: LocalUpdatesState, own: PyTree, value: PyTree, apply: bool) -> Stepped:
         local = stepped(own, value, apply)
         away = lambda a, p: trees.at_least_float32(a) - trees.at_least_float32(p)  # noqa: E731
         drift = jax.tree.map(away, axes.unify(state.anchor, local), local)
-        drift, reduction_state = reduce.update(drift, state.reduction_state)
+        drift, reduced = reduce.update(drift, state.reduction_state)
         anchor, outer_state = run(
             outer_tx, Pending(drift), state.outer_state, state.anchor, apply=True, extra={}
         )
@@ -141,7 +133,7 @@ def local_updates(
             since_sync=jnp.zeros_like(state.since_sync),
             syncs=optax.safe_increment(state.syncs),
             anchor=anchor,
-            reduction_state=reduction_state,
+            reduction_state=reduced,
             outer_state=outer_state,
         )
         return result(anchor, own, value, apply), new
@@ -166,6 +158,11 @@ def local_updates(
         return value, new._replace(inner_state=state.inner_state)
 
     return gated(init_fn, step_fn, flush_fn)
+
+
+def _copy(p: Any) -> Any:
+    types = isinstance(p, jax.ShapeDtypeStruct)
+    return p if types else jnp.array(p, dtype=jnp.result_type(p), copy=True)
 
 
 def _require_common(params: PyTree, names: tuple[str, ...], who: str) -> None:

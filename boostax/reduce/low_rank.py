@@ -92,12 +92,12 @@ class PowerSgd(Codec):
             bases = [q.reshape(*(x.shape[dim] for dim in dims), -1) for x, q, dims in split]
             split = zip(leaves, bases, over, strict=True)
             own = [_product(x, q, (tuple(dims), tuple(range(len(dims))))) for x, q, dims in split]
-            factors = _mean(own, names)
-            if left:
-                new = state._replace(left=_stored(factors, state.left))
-                return _spanned(factors, bases), _spanned(own, bases), new
-            new = state._replace(right=_stored(factors, state.right))
-            return _spanned(bases, factors), _spanned(bases, own), new
+            # By one all-reduce of all factors.
+            factors = unpacked(lax.pmean(packed(own), names), own)
+            side = "left" if left else "right"
+            new = state._replace(**{side: _stored(factors, getattr(state, side))})
+            span = lambda x: _spanned(x, bases) if left else _spanned(bases, x)  # noqa: E731
+            return span(factors), span(own), new
 
         # All send the same side, so that one reduction of one shape suffices: the other one than
         # the matrix sent last that is here most seldom. Others may be left out now and then, in
@@ -131,11 +131,6 @@ def _cut(ndim: int, outputs: int) -> int:
 def _product(a: jax.Array, b: jax.Array, dims: Any) -> jax.Array:
     """Over these dimensions of each, or so many last ones of one and first ones of the other."""
     return jnp.tensordot(a, b, dims, precision=lax.Precision.HIGHEST)
-
-
-def _mean(own: list[jax.Array], names: tuple[str, ...]) -> list[jax.Array]:
-    """By one all-reduce of all factors."""
-    return unpacked(lax.pmean(packed(own), names), own)
 
 
 def _spanned(left: list[jax.Array], right: list[jax.Array]) -> list[jax.Array]:

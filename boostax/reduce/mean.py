@@ -178,7 +178,8 @@ def server_mean(grads: PyTree, inside: tuple[str, ...]) -> PyTree:
     if not isinstance(inside, axes.Groups):
         return treedef.unflatten([_reduced(x, inside, "after") for x in leaves])
     if axes.vmapped(inside):
-        return treedef.unflatten([mean_of_group(x, inside) for x in leaves])
+        means = [mean_of_group(x, inside) if x.size else x for x in leaves]
+        return treedef.unflatten(means)
 
     def mean(own: list[jax.Array]) -> list[jax.Array]:
         sent = exchange.parcels(own, axes.size(inside), by_leaf=False)

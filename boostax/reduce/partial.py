@@ -151,7 +151,13 @@ def partitioning(
         raise ValueError(checks.message(who, "partitions", "given, or bucket_bytes", None, hint))
     if jax.tree.structure(partitions) == jax.tree.structure(0):
         count = checks.positive_int(who, "partitions", partitions, hint)
-        label = functools.partial(_even_runs, who, count)
+
+        def label(params: PyTree) -> list[int]:
+            sizes = [x.size * trees.wide_dtype(x).itemsize for x in jax.tree.leaves(params)]
+            allowed = f"at most the number of param leaves, {len(sizes)}"
+            fits = count <= len(sizes) or not sizes
+            checks.require(who, "partitions", count, allowed, fits, hint)
+            return _even_runs(sizes, count) if sizes else []
     else:
         numbers = jax.tree.leaves(partitions)
         integers = all(hasattr(x, "__index__") for x in numbers)
@@ -180,14 +186,8 @@ def _labels(who: str, partitions: PyTree, params: PyTree) -> list[int]:
         ) from error
 
 
-def _even_runs(who: str, count: int, params: PyTree) -> list[int]:
-    """Number each leaf's run: neighbours, the largest run as small as can be."""
-    sizes = [x.size * trees.wide_dtype(x).itemsize for x in jax.tree.leaves(params)]
-    if not sizes:
-        return []
-    allowed = f"at most the number of param leaves, {len(sizes)}"
-    hint = "4 averages a quarter of the params per step; {'head': 0, 'body': 1} names them."
-    checks.require(who, "partitions", count, allowed, count <= len(sizes), hint)
+def _even_runs(sizes: list[int], count: int) -> list[int]:
+    """Number each item's run: neighbours, the largest run as small as can be."""
 
     def runs(limit: int) -> list[int]:
         labels, filled = [0], sizes[0]

@@ -81,12 +81,11 @@ class Largest(Codec):
         buckets = self._buckets(leaves)
         arrays = [self._bucket(leaves, least, bucket) for bucket in buckets]
         views = [self._view(x.shape) for x, _ in arrays]
-        chosen = [view.largest(x) for view, (x, _) in zip(views, arrays, strict=True)]
-        places = [i for i, _ in chosen]
-        values = [
-            self.cut.coded(view.taken(x, i), t)
-            for view, (x, t), i in zip(views, arrays, places, strict=True)
-        ]
+        places, masks = zip(
+            *(v.largest(x) for v, (x, _) in zip(views, arrays, strict=True)), strict=True
+        )
+        trios = zip(views, arrays, places, strict=True)
+        values = [self.cut.coded(view.taken(x, i), t) for view, (x, t), i in trios]
         everyones = zip(views, _gathered(values, names), _gathered(places, names), strict=True)
         # Written as it is: what reads it would be moved before the transposition by a TPU's
         # compiler, and every result written too.
@@ -94,15 +93,11 @@ class Largest(Codec):
             lax.optimization_barrier(view.leaf(elements.added(view, v, i)))
             for view, v, i in everyones
         ]
-        masks = _apart(leaves, buckets, [mask for _, mask in chosen])
-        sent = [
-            jnp.where(mask, self.cut.coded(x, t).astype(x.dtype), 0)
-            for x, t, mask in zip(leaves, least, masks, strict=True)
-        ]
-        means = [
-            (total / axes.size(names)).astype(x.dtype)
-            for total, x in zip(_apart(leaves, buckets, totals), leaves, strict=True)
-        ]
+        trios = zip(leaves, least, _apart(leaves, buckets, masks), strict=True)
+        coded = self.cut.coded
+        sent = [jnp.where(mask, coded(x, t).astype(x.dtype), 0) for x, t, mask in trios]
+        pairs = zip(leaves, _apart(leaves, buckets, totals), strict=True)
+        means = [(total / axes.size(names)).astype(x.dtype) for x, total in pairs]
         return Message(means, unsent(leaves, sent), state)
 
     def fits(self, leaves: Sequence[jax.Array]) -> jax.Array:
@@ -204,14 +199,13 @@ class Threshold(Codec):
 def _apart(
     leaves: Sequence[jax.Array], buckets: list[list[int]], arrays: Sequence[jax.Array]
 ) -> list[jax.Array]:
-    """What there is of each leaf, in its shape, from what there is of each bucket."""
+    """Split each bucket back into its leaves."""
     found: dict[int, jax.Array] = {}
     for bucket, array in zip(buckets, arrays, strict=True):
         ends = np.cumsum([leaves[i].size for i in bucket])
         parts = jnp.split(array, ends[:-1]) if len(bucket) > 1 else [array]
-        for i, part in zip(bucket, parts, strict=True):
-            found[i] = part.reshape(leaves[i].shape)
-    return [found[i] for i in range(len(leaves))]
+        found |= zip(bucket, parts, strict=True)
+    return [found[i].reshape(x.shape) for i, x in enumerate(leaves)]
 
 
 def share(density: float, of: int) -> int:
@@ -222,8 +216,7 @@ def share(density: float, of: int) -> int:
 def _gathered(arrays: Sequence[jax.Array], names: tuple[str, ...]) -> list[jax.Array]:
     """``(replicas, *shape)`` of each, with one collective for each dtype."""
     result: dict[int, jax.Array] = {}
-    for dtype in sorted({x.dtype for x in arrays}, key=str):
-        index = [i for i, x in enumerate(arrays) if x.dtype == dtype]
+    for index in exchange.kinds(arrays):
         own = [arrays[i] for i in index]
         flat = packed(own)
         # A TPU's compiler makes an all-reduce of what does not end with a tile: twice the bytes.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Training in subspaces: bases, recorded trajectories, DimReduce."""
+"""Train in subspaces: bases, recorded trajectories, DimReduce."""
 
 from typing import TYPE_CHECKING
 

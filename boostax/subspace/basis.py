@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Principal components of snapshots of the params, leaf by leaf: no matrix of all params squared.
+"""Find principal components of snapshots of the params, leaf by leaf.
+
+There is no matrix of all params squared.
 
 With the m snapshots as rows of ``X`` (m, n), all that is decomposed is m x m or m x k; the n-sized
 work are products of ``X`` with thin matrices, which sum over leaves and leave each one its
@@ -33,7 +35,7 @@ _ROUNDS = {"gram": 2, "randomized": 3}
 
 
 class Basis(NamedTuple):
-    """Orthonormal directions in the space of the params.
+    """Holds orthonormal directions in the space of the params.
 
     Attributes:
       components: tree like the params of ``(k, *leaf.shape)``, the widest first. Together a row of
@@ -100,7 +102,7 @@ class Basis(NamedTuple):
 
 
 def saved_basis(path: str | pathlib.Path, params: PyTree, n_components: int) -> Any:
-    """The first components in a file, made of the same params.
+    """Return the first components in a file, made of the same params.
 
     Args:
       path: what ``Basis.save`` wrote; or an ``.npy`` of ``(k, N)``, as MindSpore's DimReduce keeps
@@ -148,7 +150,7 @@ def _matrix(who: str, path: str | pathlib.Path, params: PyTree) -> PyTree:
 
 
 class Gram(NamedTuple):
-    """All pairs of snapshots in a ring buffer: what their inner products say, without an origin.
+    """Holds the distances of all pairs of snapshots in a ring buffer.
 
     Attributes:
       distances: ``(m, m)``, squared distances, f32 or wider. Inner products of anything centred
@@ -237,7 +239,7 @@ def _leading(gram: Any, count: int) -> Any:
 def pca_from_gram(
     gram: Gram, snapshots: PyTree, n_components: int, *, dtype: Any = None, complete: bool = True
 ) -> Basis:
-    r"""``pca_basis`` where all distances between the snapshots are known already.
+    r"""Return ``pca_basis`` where all distances between the snapshots are known already.
 
     Centred inner products are :math:`-\tfrac12 J D J` with :math:`J = I - \tfrac1m 1 1^\top`.
 
@@ -280,7 +282,7 @@ def updated_gram(
     slot: jax.Array | int,
     shard_axes: tuple[str, ...] = (),
 ) -> Gram:
-    """The distances after ``snapshot`` was written to ``slot``: one row, and one column.
+    """Return the distances after ``snapshot`` was written to ``slot``: one row, and one column.
 
     Overwriting the oldest is how a window moves. Cost: one read of the buffer, no copy of it.
     """
@@ -297,7 +299,7 @@ def updated_gram(
 
 
 class _Read(Sequence[PyTree]):
-    """Snapshots as trees of ``(1, *leaf.shape)`` that are read when they are asked for."""
+    """Reads snapshots, as trees of ``(1, *leaf.shape)``, when they are asked for."""
 
     def __init__(self, snapshots: Sequence[PyTree]):
         self._snapshots = snapshots
@@ -306,8 +308,12 @@ class _Read(Sequence[PyTree]):
     def __len__(self) -> int:
         return len(self._snapshots)
 
+    def __iter__(self) -> Iterator[PyTree]:
+        # That of a Sequence would hold one while the next is read.
+        return map(self.__getitem__, range(len(self)))
+
     def __getitem__(self, i: Any) -> PyTree:
-        tree = self._snapshots[range(len(self))[i]]
+        tree = self._snapshots[i]
         now = _kind(tree)
         self._like = now if self._like is None else self._like
         if now != self._like:
@@ -317,7 +323,7 @@ class _Read(Sequence[PyTree]):
 
 
 class _Centred(NamedTuple):
-    """Snapshots in blocks, less their mean.
+    """Holds snapshots in blocks, to be taken less their mean.
 
     Attributes:
       blocks: trees of ``(rows, *leaf.shape)``: one of all snapshots, or one for each. While one of
@@ -330,40 +336,42 @@ class _Centred(NamedTuple):
     first: PyTree
     mean: PyTree
 
-    def map(self, fn: Callable[..., Any], block: PyTree, *rows: PyTree) -> PyTree:
-        return jax.tree.map(fn, block, self.first, self.mean, *rows)
+    def map(self, fn: Callable[..., Any], *rows: PyTree) -> Iterator[PyTree]:
+        # Not a comprehension, whose variable would hold a block while the next one is read.
+        return map(lambda block: jax.tree.map(fn, block, *self[1:], *rows), self.blocks)
 
     def spanned(self, u: Any) -> PyTree:
         """Return combinations of them, by the columns of ``u`` (m, r): a tree of (r, ...)."""
         cut = np.split(u, len(u)) if len(self.blocks) > 1 else [u]
-        pairs = zip(cut, self.blocks, strict=True)
-        return _added(
-            self.map(functools.partial(algebra.spanned, part), block) for part, block in pairs
-        )
+
+        def turned(part: Any, block: PyTree) -> PyTree:
+            return jax.tree.map(functools.partial(algebra.spanned, part), block, *self[1:])
+
+        return _added(map(turned, cut, self.blocks))
 
     def coordinates(self, rows: PyTree) -> Any:
         """Return inner products with rows: (m, r)."""
-        parts = [algebra.total(self.map(algebra.coordinates, b, rows)) for b in self.blocks]
+        parts = list(map(algebra.total, self.map(algebra.coordinates, rows)))
         return parts[0] if len(parts) == 1 else np.concatenate(parts)
 
     def spread(self) -> Any:
         """Return the sum of their squares."""
-        return sum(algebra.total(self.map(algebra.spread, block)) for block in self.blocks)
+        return sum(map(algebra.total, self.map(algebra.spread)))
 
 
 def _centred(blocks: Sequence[PyTree], m: int) -> _Centred:
-    first = jax.tree.map(lambda x: jnp.asarray(x)[:1], blocks[0])
-    gaps = _added(jax.tree.map(algebra.gap, block, first) for block in blocks)
+    first = jax.tree.map(lambda x: x[:1], blocks[0])
+    gaps = _added(map(lambda block: jax.tree.map(algebra.gap, block, first), blocks))
     return _Centred(blocks, first, jax.tree.map(lambda x: x / m, gaps))
 
 
-def _added(trees_: Iterable[PyTree]) -> PyTree:
-    """Return the sum, each waited for: a computation under way holds on to its arguments."""
-    found: PyTree = None
-    for tree in trees_:
-        found = tree if found is None else jax.tree.map(algebra.added, found, tree)
-        jax.block_until_ready(found)
-    return found
+def _added(parts: Iterator[PyTree]) -> PyTree:
+    """Return the sum of trees, each waited for: a computation under way holds its arguments."""
+
+    def add(x: PyTree, y: PyTree) -> PyTree:
+        return jax.block_until_ready(jax.tree.map(algebra.added, x, y))
+
+    return functools.reduce(add, parts)
 
 
 def _gram(blocks: Sequence[PyTree]) -> Any:
@@ -385,11 +393,11 @@ def _from_distances(d: Any) -> Any:
 
 
 def _blocks(snapshots: Any, stacked: bool | None) -> Sequence[PyTree]:
-    several = isinstance(snapshots, (list, Iterator))
-    if stacked is None and not several and not isinstance(snapshots, tuple):
-        if isinstance(snapshots, Sequence):
+    if stacked is None:
+        if isinstance(snapshots, Sequence) and not isinstance(snapshots, (list, tuple)):
             return _Read(snapshots)
-    return [_stack(snapshots) if stacked is False or (stacked is None and several) else snapshots]
+        stacked = not isinstance(snapshots, (list, Iterator))
+    return [snapshots if stacked else _stack(snapshots)]
 
 
 def _kind(tree: PyTree) -> Any:
@@ -399,20 +407,16 @@ def _kind(tree: PyTree) -> Any:
 
 def _stack(snapshots: Iterable[PyTree]) -> PyTree:
     """Stack trees a leaf at a time."""
-    trees_ = list(snapshots)
-    for i, tree in enumerate(trees_):
-        if _kind(tree) != _kind(trees_[0]):
+    found = list(snapshots)
+    for i, tree in enumerate(found):
+        if _kind(tree) != _kind(found[0]):
             raise ValueError(_OTHER.format(i))
-    treedef = jax.tree.structure(trees_[0]) if trees_ else None
-    columns = [list(column) for column in zip(*map(jax.tree.leaves, trees_), strict=True)]
-    trees_.clear()
-    stacks: list[Any] = []
-    for column in columns:
+
+    def stacked(*leaves: Any) -> Any:
         # NumPy's stay on the host, and go to the device a leaf at a time.
-        host = all(isinstance(x, np.ndarray) for x in column)
-        stacks.append(np.stack(column) if host else jnp.stack(column))
-        column.clear()
-    return None if treedef is None else treedef.unflatten(stacks)
+        return (np if all(isinstance(x, np.ndarray) for x in leaves) else jnp).stack(leaves)
+
+    return jax.tree.map(stacked, *found) if found else None
 
 
 def _require(who: str, blocks: Sequence[PyTree], n_components: int) -> int:

@@ -59,7 +59,7 @@ def lift(components: PyTree, coefficients: jax.Array) -> PyTree:
 
 
 def random_basis(params: PyTree, n_components: int, *, seed: int = 0) -> PyTree:
-    """Orthonormal components drawn at random: what a basis must be better than to be of use.
+    """Draw orthonormal components at random: a basis must be better to be of use.
 
     Args:
       params: a tree of arrays.

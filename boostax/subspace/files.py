@@ -156,7 +156,7 @@ _READERS: dict[str, Callable[..., Any]] = {
 
 
 class Snapshots(Sequence[PyTree]):
-    """Trees of NumPy arrays that are read from disk when they are asked for, and not kept.
+    """Reads trees of NumPy arrays from disk when they are asked for, and keeps none.
 
     Args:
       paths: where each of them lies.
@@ -209,7 +209,7 @@ def checkpoint_snapshots(
 
     Example:
       >>> import boostax, jax.numpy as jnp, tempfile
-      >>> from boostax.run.checkpoint import Checkpointer
+      >>> from boostax.checkpoint import Checkpointer
       >>> folder = tempfile.mkdtemp()
       >>> with Checkpointer(folder) as checkpointer:
       ...   for step in range(3):

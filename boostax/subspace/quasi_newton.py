@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Quasi-Newton directions and a backtracking line search in a few coordinates: arrays only."""
+"""Take quasi-Newton directions and a backtracking line search in a few coordinates."""
 
 import dataclasses
 from collections.abc import Callable
@@ -12,7 +12,7 @@ from jax import lax
 
 @dataclasses.dataclass(frozen=True)
 class SubspaceRule:
-    r"""How directions are made and steps accepted.
+    r"""Says how directions are made and steps accepted.
 
     Attributes:
       tries: lengths tried, 1, shrink, shrink**2, ...
@@ -50,7 +50,7 @@ RULES = {"boostax": SubspaceRule(), "mindspore": MINDSPORE, "p-bfgs": P_BFGS}
 
 
 class Memory(NamedTuple):
-    """What is known of the curvature in k coordinates.
+    """Holds what is known of the curvature in k coordinates.
 
     Attributes:
       inverse: f32 or wider ``(k, k)``, the inverse Hessian as it is believed to be.
@@ -68,7 +68,7 @@ class Memory(NamedTuple):
 
 
 class Search(NamedTuple):
-    """What a line search found.
+    """Holds what a line search found.
 
     Attributes:
       length: scalar of the loss's dtype, 0 if none suffices and ``rule.take_last`` is false.
@@ -84,14 +84,14 @@ class Search(NamedTuple):
 
 
 def empty(k: int, dtype: Any) -> Memory:
-    """Nothing known: the identity."""
+    """Return a memory of nothing: the identity."""
     zeros = lambda: jnp.zeros(k, dtype)  # noqa: E731
     no = lambda: jnp.zeros((), bool)  # noqa: E731
     return Memory(jnp.eye(k, dtype=dtype), zeros(), zeros(), no(), no())
 
 
 def learn(memory: Memory, gradient: jax.Array, rule: SubspaceRule) -> Memory:
-    r"""The BFGS update of the inverse Hessian by a new gradient, where the pair can be trusted.
+    r"""Update the inverse Hessian by BFGS with a new gradient, where the pair can be trusted.
 
     .. math:: H \leftarrow V^\top H V + \rho s s^\top, \quad V = I - \rho y s^\top, \quad
       \rho = 1 / y^\top s
@@ -119,7 +119,7 @@ def learn(memory: Memory, gradient: jax.Array, rule: SubspaceRule) -> Memory:
 def search(
     loss: Callable[[jax.Array], jax.Array], value: jax.Array, slope: jax.Array, rule: SubspaceRule
 ) -> Search:
-    r"""Backtracking: the first of the lengths :math:`t` that decreases the loss enough (Armijo).
+    r"""Return the first of the lengths :math:`t` that decreases the loss enough (Armijo).
 
     .. math:: L(t) < L(0) + \text{rule.slope} \cdot t\,L'(0) + \text{rule.slack} \cdot |L(0)|
 
@@ -154,7 +154,7 @@ def search(
 def conclude(
     before: Memory, memory: Memory, direction: jax.Array, found: Search, rule: SubspaceRule
 ) -> Memory:
-    """The memory after a line search: with the step that was taken, or as ``rule.failure`` says."""
+    """Return the memory after a line search: with its step, or as ``rule.failure`` says."""
     moved = found.length > 0
     step = jnp.where(moved, found.length * direction, memory.step)
     if rule.failure == "keep":

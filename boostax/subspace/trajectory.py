@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The path of the params in a ring buffer, beside any optimizer, and the subspace it spans.
+"""Record the path of the params in a ring buffer, beside any optimizer.
 
 A snapshot is written into its slot and nothing else is touched: the gate compiles the write into a
 branch, and the compilers for CPU, TPU v5e and H100 do it in place. With each snapshot goes one row
@@ -41,11 +41,11 @@ class TrajectoryState(NamedTuple):
     holds = Holds(("recorded", "snapshots", "gram"), params=True)
 
     def whole_params(self) -> bool:
-        """Says that snapshots are of all params: what masks some of them must not stand around."""
+        """Say that snapshots are of all params: what masks some of them must not stand around."""
         return True
 
     def metrics(self) -> dict[str, jax.Array]:
-        """Named scalars for ``boostax.metrics``."""
+        """Return named scalars for ``boostax.metrics``."""
         return {"trajectory_snapshots": self.recorded}
 
 
@@ -146,7 +146,7 @@ def record_trajectory(
 def _written(
     state: TrajectoryState, params: PyTree, shards: tuple[str, ...] = ()
 ) -> TrajectoryState:
-    """The state with one more snapshot."""
+    """Return the state with one more snapshot."""
     slot = state.recorded % state.gram.distances.shape[0]
     new = jax.tree.map(lambda x, p: p.astype(x.dtype), state.snapshots, params)
     snapshots = jax.tree.map(
@@ -158,7 +158,7 @@ def _written(
 
 
 def trajectory(opt_state: PyTree) -> tuple[PyTree, int]:
-    """The recorded snapshots, the oldest first. Call it on the host.
+    """Return the recorded snapshots, the oldest first. Call it on the host.
 
     Args:
       opt_state: any state that holds one of ``record_trajectory``.
@@ -184,7 +184,9 @@ def trajectory_basis(
     dtype: Any = None,
     complete: bool = True,
 ) -> Basis:
-    """The leading directions of the recorded snapshots, from the distances kept with them.
+    """Return the leading directions of the recorded snapshots.
+
+    They come from the distances kept with them.
 
     With ``params``, where a run stands now, as one more snapshot. A finish that begins there wants
     that, and all directions but one: what sets these params apart is then in the span.
