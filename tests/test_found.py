@@ -34,7 +34,7 @@ def test_a_promise_names_what_holds_it():
         assert names
         for name in names:
             known = located(name).is_file() if "/" in name else name in testing.LAWS
-            assert known or any(defined(path, name) for path in sources), name
+            assert known or any(defined(path, f"(test_)?{name}") for path in sources), name
 
 
 def test_a_law_is_beside_its_promise():
