@@ -28,8 +28,7 @@ _UNSIGNED = {1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32, 8: jnp.uint32}
 # Nodes that hold a state and are no part of a chain.
 _NO_PARTS = {"TrainState", "PerReplica", "EmptyState", "MaskedNode"}
 # Boostax 0.2 recorded no parts: a leaf of such a name is of one that is gone.
-_FIELDS = {"fast": "GroupSignalState", "coordinates": "SubspaceParamsState"}
-_FIELDS |= {"codes": "Int8Components"}
+_FIELDS = dict(fast="GroupSignalState", coordinates="SubspaceParamsState", codes="Int8Components")
 
 
 class Checkpointer:

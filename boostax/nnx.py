@@ -204,7 +204,7 @@ class Optimizer(nnx.Optimizer[_M]):
         self.step[...] += 1
         return jax.tree.map(jnp.subtract, new, params)
 
-    def _split(self, model: Any) -> tuple[Any, PyTree, PyTree, PyTree, PyTree]:
+    def _split(self, model: Any) -> tuple[Any, ...]:
         """The graph, and as arrays what is trained, keys of dropout, other params, and all else."""
         filters = self.wrt, nnx.RngKey, nnx.Param, ...
         graph, *states = nnx.split(model, *filters, **self.more)

@@ -181,7 +181,12 @@ def draw(rows, judged, path):
         2, 1, figsize=(8, 5.2), sharex=True, height_ratios=[3, 1], constrained_layout=True
     )
     above.plot(ends, losses, color="C0", alpha=0.25, linewidth=0.8)
-    above.plot(ends[width - 1 :], smooth, color="C0", label=f"training, mean of {width} calls")
+    above.plot(
+        ends[width // 2 :][: len(smooth)],
+        smooth,
+        color="C0",
+        label=f"training, mean of {width} calls",
+    )
     above.plot(*zip(*judged, strict=True), "o-", color="C1", label="held out")
     above.set(ylabel="nats per character", title="The next character, f16 on four devices")
     above.legend(frameon=False)

@@ -456,7 +456,7 @@ CASES = [
         skip_view=lambda state: state._replace(skipped=(), finite=()),
         bad_arguments=(
             (lambda: boostax.dim_reduce(two, rule="armijo"), "rule"),
-            (lambda: boostax.dim_reduce(two, memory="newton"), "memory"),
+            (lambda: boostax.dim_reduce(two, dtype="int8"), "dtype"),
             (lambda: boostax.dim_reduce(two, dtype="int4"), "dtype"),
             (lambda: boostax.dim_reduce(two, residual=3.0), "residual"),
             (lambda: boostax.dim_reduce(two, axis_name=()), "axis_name"),

@@ -236,7 +236,7 @@ def test_a_basis_takes_the_place_of_checkpoints_in_mindspores_reading():
     settings = {"pca_mat_path": "basis.npy", "weight_load_dir": "weights"}
     job = {"boost": {"mode": "manual", "dim_reduce": True}, "dim_reduce": settings}
     with pytest.raises(
-        ValueError, match=r"^dim_reduce: weight_load_dir must be left out with pca_"
+        ValueError, match=r"^mindspore: dim_reduce.weight_load_dir must be left out with pca_"
     ):
         auto(job)
     boost = auto(job, strict=False)

@@ -61,55 +61,43 @@ def test_groups_are_even_in_layers_and_python_ints():
     assert [group["bias"] for group in prefix_groups(params, 7)] == [*range(7)]
 
 
-def test_numbers_in_names_are_numbers():
-    """Defect guarded against: JAX sorts block_10 before block_2."""
-    params = {f"block_{i}": DENSE for i in range(12)}
-    assert by_module(prefix_groups(params, 12)) == {f"block_{i}": i for i in range(12)}
-    params = {i: DENSE for i in (10, 9, 2)}
-    assert by_module(prefix_groups(params, 3)) == {2: 0, 9: 1, 10: 2}
+TWELVE = [f"block_{i}" for i in range(12)]
+TABLES = {"characters": MATRIX, "positions": MATRIX, "block": DENSE}
+CUTS = {
+    # Defect guarded against: JAX sorts block_10 before block_2.
+    "numbers": (dict.fromkeys(sorted(TWELVE), DENSE), None, TWELVE),
+    "ints": ({i: DENSE for i in (10, 9, 2)}, None, [2, 9, 10]),
+    "ordered": (collections.OrderedDict(stem=DENSE, body=DENSE, head=DENSE), None, None),
+    "bare leaves": (TABLES, [*TABLES], None),
+}
+
+
+@pytest.mark.parametrize(("params", "order", "expected"), CUTS.values(), ids=CUTS.keys())
+def test_layers_stand_in_the_order_of_the_forward_pass(params, order, expected):
+    found = by_module(prefix_groups(params, len(params), order=order))
+    assert sorted(found, key=found.__getitem__) == (list(params) if expected is None else expected)
+
+
+def test_numbers_inside_of_names_and_params_that_are_one_leaf():
     params = {f"b{i}/c{j}": DENSE for i in (2, 10) for j in (10, 9)}
-    assert by_module(prefix_groups(params, 4)) == {
-        "b2/c9": 0,
-        "b2/c10": 1,
-        "b10/c9": 2,
-        "b10/c10": 3,
-    }
+    found = by_module(prefix_groups(params, 4))
+    assert found == {"b2/c9": 0, "b2/c10": 1, "b10/c9": 2, "b10/c10": 3}
+    assert prefix_groups(MATRIX, 1, order=[""]) == 0
 
 
 @pytest.mark.parametrize("kind", [dict, FrozenDict, lambda d: collections.defaultdict(dict, d)])
 def test_the_order_of_insertion_does_not_matter(kind):
-    keys = [f"block_{i}" for i in range(12)]
-    sorted_groups = prefix_groups({key: DENSE for key in keys}, 5)
-    random.Random(0).shuffle(keys)
-    assert by_module(prefix_groups(kind({key: DENSE for key in keys}), 5)) == by_module(
-        sorted_groups
-    )
-
-
-def test_an_ordered_dict_keeps_its_order():
-    params = collections.OrderedDict(stem=DENSE, body=DENSE, head=DENSE)
-    assert by_module(prefix_groups(params, 3)) == {"stem": 0, "body": 1, "head": 2}
+    keys = random.Random(0).sample(TWELVE, 12)
+    found = by_module(prefix_groups(kind(dict.fromkeys(keys, DENSE)), 5))
+    assert found == by_module(prefix_groups(dict.fromkeys(TWELVE, DENSE), 5))
 
 
 def test_norms_belong_to_the_layer_before():
     params = {"a": NORM, "b": DENSE, "c": NORM, "d": NORM, "e": DENSE, "f": NORM}
     expected = {"a": 0, "b": 0, "c": 0, "d": 0, "e": 1, "f": 1}
     assert by_module(prefix_groups(params, 2)) == expected
-
-
-def test_vectors_alone_are_layers_when_there_is_nothing_else():
+    # Vectors alone are layers where there is nothing else.
     assert prefix_groups([1.0, VECTOR, NORM], 3) == [0, 1, {"scale": 2, "bias": 2}]
-
-
-def test_bare_leaves_in_the_top_container_are_layers():
-    params = {"characters": MATRIX, "positions": MATRIX, "block": DENSE}
-    order = ["characters", "positions", "block"]
-    assert by_module(prefix_groups(params, 3, order=order)) == {
-        "characters": 0,
-        "positions": 1,
-        "block": 2,
-    }
-    assert prefix_groups(MATRIX, 1, order=[""]) == 0
 
 
 def test_level_makes_a_layer_of_a_block():
@@ -287,53 +275,52 @@ def test_shard_map_and_params_cast_to_varying(check_vma):
     assert forward_order(loss, ZMA, X) == ZMA_ORDER
 
 
+def branching(p, x):
+    x = lax.cond(x.sum() > 0, lambda: dense("z", x, p), lambda: x)
+    x = lax.fori_loop(0, 2, lambda _, x: dense("m", x, p), x)
+    return lax.while_loop(lambda x: x.sum() < 1, lambda x: dense("a", x, p), x)
+
+
+def delayed(p, xs):
+    """Defect guarded against: what the first turn gives is constant, and would read nothing."""
+    _, before = lax.scan(lambda last, x: (x @ p["b_in"], last), jnp.zeros(4), xs)
+    return before @ p["z_head"]
+
+
+def rnn(p, xs):
+    turn = lambda h, x: (jnp.tanh(x @ p["b_in"] + h @ p["a_state"]), None)  # noqa: E731
+    return lax.scan(turn, jnp.zeros(4), xs)[0] @ p["_head"]
+
+
+def experts(p, x):
+    """Weights chosen by data are read where they are chosen."""
+    w = lax.switch(x.sum().astype(int) % 2, [lambda: p["x"], lambda: p["y"]])
+    return x @ p["a"] @ w
+
+
+def repeated(p, x):
+    """How often a loop turns is data."""
+    turns = lax.while_loop(lambda i: i < x.sum(), lambda i: i + 1, 0)
+    return turns * p["z"]
+
+
+@pytest.mark.parametrize(
+    ("fn", "order"),
+    [
+        (delayed, ["b_in", "z_head", "a_unread"]),
+        (rnn, ["b_in", "a_state", "_head"]),
+        (experts, ["x", "y", "a"]),
+        (repeated, ["z", "unread"]),
+        (lambda p, x: x @ (p["c"] @ p["b"]) @ p["a"], ["b", "c", "a"]),
+    ],
+)
+def test_reading_is_followed_through_loops_and_branches(fn, order):
+    assert forward_order(fn, dict.fromkeys(sorted(order), MATRIX), X) == order
+
+
 def test_branches_and_loops_over_data():
-    def fn(p, x):
-        x = lax.cond(x.sum() > 0, lambda: dense("z", x, p), lambda: x)
-        x = lax.fori_loop(0, 2, lambda _, x: dense("m", x, p), x)
-        return lax.while_loop(lambda x: x.sum() < 1, lambda x: dense("a", x, p), x)
-
-    assert forward_order(fn, ZMA, X) == ZMA_ORDER
-
-
-def test_a_state_of_zeros_depends_on_data_after_the_first_turn():
-    """Defect guarded against: what the first turn hands out is constant, and would read nothing."""
-
-    def delayed(p, xs):
-        _, before = lax.scan(lambda last, x: (x @ p["b_in"], last), jnp.zeros(4), xs)
-        return before @ p["z_head"]
-
-    params = dict.fromkeys(["a_unread", "b_in", "z_head"], MATRIX)
-    assert forward_order(delayed, params, X) == ["b_in", "z_head", "a_unread"]
-
-
-def test_what_a_turn_reads_keeps_its_order():
-    def rnn(p, xs):
-        def turn(h, x):
-            return jnp.tanh(x @ p["b_in"] + h @ p["a_state"]), None
-
-        state, _ = lax.scan(turn, jnp.zeros(4), xs)
-        return state @ p["_head"]
-
-    params = dict.fromkeys(["_head", "a_state", "b_in"], MATRIX)
-    assert forward_order(rnn, params, X) == ["b_in", "a_state", "_head"]
-
-
-def test_weights_chosen_by_data_are_read_where_they_are_chosen():
-    def experts(p, x):
-        w = lax.switch(x.sum().astype(int) % 2, [lambda: p["x"], lambda: p["y"]])
-        return x @ p["a"] @ w
-
-    params = dict.fromkeys("axy", MATRIX)
-    assert forward_order(experts, params, X) == ["x", "y", "a"]
-
-
-def test_how_often_a_loop_turns_is_data():
-    def repeated(p, x):
-        turns = lax.while_loop(lambda i: i < x.sum(), lambda i: i + 1, 0)
-        return turns * p["z"]
-
-    assert forward_order(repeated, dict.fromkeys(["unread", "z"], MATRIX), X) == ["z", "unread"]
+    assert forward_order(branching, ZMA, X) == ZMA_ORDER
+    assert forward_order(jnp.dot, X, X.T) == [""]
 
 
 def test_lookups_read_and_what_is_never_read_comes_last():
@@ -347,14 +334,6 @@ def test_lookups_read_and_what_is_never_read_comes_last():
     tokens = jax.ShapeDtypeStruct((3,), jnp.int32)
     found = forward_order(fn, params, tokens, 2.0, "batch", train=True, factor=np.float32(3))
     assert found == ["z_table", "positions", "m", "unread_10", "unread_2"]
-
-
-def test_leaves_of_one_operation_keep_the_order_of_the_tree():
-    def fn(p, x):
-        return x @ (p["c"] @ p["b"]) @ p["a"]
-
-    assert forward_order(fn, dict.fromkeys("abc", MATRIX), X) == ["b", "c", "a"]
-    assert forward_order(jnp.dot, X, X.T) == [""]
 
 
 def test_data_in_keywords_alone():

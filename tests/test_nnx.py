@@ -20,6 +20,7 @@ from boostax.nnx import Optimizer
 
 TECHNIQUES = {case.name: case for case in (PLAIN, *CASES)}
 TOLERANCE = 2e-6
+REDUCED = optax.chain(boostax.all_reduce("data"), optax.sgd(0.1))
 
 
 class Net(nnx.Module):
@@ -127,26 +128,21 @@ def test_a_loss_that_nobody_scaled_is_refused():
         in_nobodys_loop(Put(TECHNIQUES["dynamic_loss_scale"], forgotten=SCALE))
 
 
-@pytest.mark.parametrize("name", ["local_updates", "partial_average"])
-def test_params_of_each_replicas_own_are_refused(name):
-    make = {
-        "local_updates": lambda: boostax.reduce.local_updates(optax.sgd(0.1), "data", every=2),
-        "partial_average": lambda: boostax.reduce.partial_average(
-            optax.sgd(0.1), axis_name="data", partitions=2
-        ),
-    }
+OWN = "tx must be one with the same params on all replicas"
+
+
+@pytest.mark.parametrize(
+    ("tx", "how", "match"),
+    [
+        (boostax.reduce.local_updates(optax.sgd(0.1), "data", 2), {"axis_name": "data"}, OWN),
+        (boostax.reduce.partial_average(optax.sgd(0.1), "data", 2), {"axis_name": "data"}, OWN),
+        (optax.sgd(0.1), {"shard_optimizer": True}, "must be False without an axis_name"),
+    ],
+)
+def test_chains_are_refused_that_it_has_no_place_for(tx, how, match):
     model = placed(nnx.Linear(2, 2, rngs=nnx.Rngs(0)), a_mesh())
-    with pytest.raises(
-        ValueError,
-        match=r"boostax\.nnx\.Optimizer: tx must be one with the same params on all replicas",
-    ):
-        Optimizer(model, make[name](), wrt=nnx.Param, axis_name="data")
-
-
-def test_shards_of_the_optimizer_want_an_axis():
-    model = nnx.Linear(2, 2, rngs=nnx.Rngs(0))
-    with pytest.raises(ValueError, match="shard_optimizer must be False without an axis_name"):
-        Optimizer(model, optax.sgd(0.1), wrt=nnx.Param, shard_optimizer=True)
+    with pytest.raises(ValueError, match=match):
+        Optimizer(model, tx, wrt=nnx.Param, **how)
 
 
 def test_it_trains_as_flax_does_to_the_bit():
@@ -251,8 +247,7 @@ def test_sharded_params_are_reduced_once_and_stay(kind, microbatches):
 def test_replicas_draw_apart_and_agree_on_statistics(kind):
     mesh = a_mesh(4, kind)
     model = placed(Net(), mesh)
-    tx = optax.chain(boostax.all_reduce("data"), optax.sgd(0.1))
-    optimizer = Optimizer(model, tx, wrt=nnx.Param, axis_name="data")
+    optimizer = Optimizer(model, REDUCED, wrt=nnx.Param, axis_name="data")
     same = np.broadcast_to(rows(0)[:4], (4, 4, 64)).reshape(16, 64)
     same = jax.device_put(same, NamedSharding(mesh, P("data")))
 
@@ -286,22 +281,9 @@ def test_metrics_and_weights_of_a_loss_are_combined():
     np.testing.assert_allclose(grads["kernel"], by_hand["kernel"][...], atol=1e-6)
 
 
-def test_a_variable_that_the_loss_leaves_behind_is_refused():
-    model = nnx.Linear(64, 1, rngs=nnx.Rngs(0))
-    optimizer = Optimizer(model, optax.sgd(0.1), wrt=nnx.Param)
-
-    def leaving(model, x):
-        model.seen = nnx.Intermediate(x)
-        return model(x).mean()
-
-    with pytest.raises(ValueError, match="loss_fn must be one that leaves the model the variables"):
-        optimizer.value_and_grad(leaving)(model, rows(0))
-
-
 def test_what_is_given_by_name_is_not_split():
     model = placed(nnx.Linear(64, 1, rngs=nnx.Rngs(0)), a_mesh(4))
-    tx = optax.chain(boostax.all_reduce("data"), optax.sgd(0.1))
-    optimizer = Optimizer(model, tx, wrt=nnx.Param, axis_name="data")
+    optimizer = Optimizer(model, REDUCED, wrt=nnx.Param, axis_name="data")
     loss = lambda model, x, *, scale, kind: scale.sum() * model(x).mean() * len(kind)  # noqa: E731
     value, _ = optimizer.value_and_grad(loss)(model, rows(0), scale=jnp.ones(3), kind="ab")
     np.testing.assert_allclose(value, 6 * model(rows(0)).mean(), rtol=1e-5)
@@ -310,14 +292,12 @@ def test_what_is_given_by_name_is_not_split():
 def test_a_loss_that_closes_over_its_batch_is_refused_over_replicas():
     """Defect guarded against: each of them computed the loss of all rows."""
     model = placed(nnx.Linear(64, 1, rngs=nnx.Rngs(0)), a_mesh(4))
-    tx = optax.chain(boostax.all_reduce("data"), optax.sgd(0.1))
-    optimizer = Optimizer(model, tx, wrt=nnx.Param, axis_name="data")
+    optimizer = Optimizer(model, REDUCED, wrt=nnx.Param, axis_name="data")
     with pytest.raises(TypeError, match=r"batch must be given .*Let loss_fn take it"):
         optimizer.value_and_grad(lambda model: model(rows(0)).mean())(model)
     # Replicas that draw apart have no need of rows.
     drawing = placed(Net(64), a_mesh(4))
-    tx = optax.chain(boostax.all_reduce("data"), optax.sgd(0.1))
-    drawn = Optimizer(drawing, tx, wrt=nnx.Param, axis_name="data")
+    drawn = Optimizer(drawing, REDUCED, wrt=nnx.Param, axis_name="data")
     drawn.value_and_grad(lambda model: model(jnp.ones((2, 64))).mean())(drawing)
     alone = boostax.nnx.Optimizer(model, optax.sgd(0.1), wrt=nnx.Param)
     alone.value_and_grad(lambda model: model(rows(0)).mean())(model)
@@ -394,8 +374,7 @@ def test_params_that_are_not_trained_stay_where_they_are(kind):
         mesh,
         lambda x: P("data") if x.shape == (64, 64) else P(),
     )
-    tx = optax.chain(boostax.all_reduce("data"), optax.sgd(0.1))
-    optimizer = Optimizer(model, tx, wrt=nnx.LoRAParam, axis_name="data")
+    optimizer = Optimizer(model, REDUCED, wrt=nnx.LoRAParam, axis_name="data")
     before = np.asarray(model.base_module.kernel[...])
     batch = jax.device_put(rows(0), NamedSharding(mesh, P("data")))
     trained = nnx.state(model, nnx.LoRAParam)
@@ -408,7 +387,7 @@ def test_params_that_are_not_trained_stay_where_they_are(kind):
     assert kernel.sharding.is_equivalent_to(NamedSharding(mesh, P("data")), 2)
 
 
-def test_a_loss_that_sets_params_is_refused():
+def test_a_loss_that_sets_params_or_leaves_a_variable_behind_is_refused():
     model = nnx.LoRA(64, 4, 64, base_module=nnx.Linear(64, 64, rngs=nnx.Rngs(0)), rngs=nnx.Rngs(1))
     optimizer = Optimizer(model, optax.sgd(0.1), wrt=nnx.LoRAParam)
 
@@ -416,8 +395,14 @@ def test_a_loss_that_sets_params_is_refused():
         model.base_module.bias[...] += 1
         return model(x).mean()
 
-    with pytest.raises(ValueError, match=r"that sets no nnx\.Param, got 'base_module/bias'"):
-        optimizer.value_and_grad(setting)(model, rows(0))
+    def leaving(model, x):
+        model.seen = nnx.Intermediate(x)
+        return model(x).mean()
+
+    sets = r"that sets no nnx\.Param, got 'base_module/bias'"
+    for loss, match in ((setting, sets), (leaving, "one that leaves the model the variables")):
+        with pytest.raises(ValueError, match=match):
+            optimizer.value_and_grad(loss)(model, rows(0))
 
 
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])

@@ -267,16 +267,10 @@ def test_traced_once_and_no_copy_of_the_basis():
     assert memory.alias_size_in_bytes >= 20 * size
 
 
-@pytest.mark.parametrize("scaler", ["dynamic", "static"])
-def test_loss_scale_changes_nothing(scaler):
-    def make(inner):
-        if scaler == "dynamic":
-            return boostax.dynamic_loss_scale(inner, init_scale=2.0**10)
-        return boostax.static_loss_scale(inner, 2.0**10)
-
+def test_loss_scale_changes_nothing():
     tx = boostax.dim_reduce(basis_of(7), residual=optax.sgd(0.05, 0.9))
     expected, plain = train(tx)
-    state, scaled = train(make(tx))
+    state, scaled = train(boostax.dynamic_loss_scale(tx, init_scale=2.0**10))
     assert_close(state.params, expected.params, atol=1e-6)
     assert [m["subspace_length"] for m in scaled] == [m["subspace_length"] for m in plain]
 
@@ -319,14 +313,8 @@ def test_line_search_sees_all_micro_batches():
 
 
 def test_a_window_of_several_calls_is_refused():
-    tx = boostax.accumulate(boostax.dim_reduce(basis_of(5)), 2)
-    with pytest.raises(ValueError) as error:
-        train(tx, steps=1)
-    assert str(error.value) == (
-        "accumulate: every must be 1 around a line search, got a window of several calls, whose "
-        "other micro-batches are gone. make_train_step(microbatches=...) keeps them: there the "
-        "loss is that of all."
-    )
+    with pytest.raises(ValueError, match=r"every must be 1 around a line search.*loss is that of"):
+        train(boostax.accumulate(boostax.dim_reduce(basis_of(5)), 2), steps=1)
     state, _ = train(boostax.accumulate(boostax.dim_reduce(basis_of(5)), 1), steps=2)
     assert int(state.opt_state.inner_state.steps) == 2
 

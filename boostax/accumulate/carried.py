@@ -124,7 +124,9 @@ class _Carry(NamedTuple):
             mine = lambda name, x: x if found.get(name) == rule else optax.MaskedNode()  # noqa: E731
             return jax.tree.map(jnp.zeros_like, _map(mine, params))
 
-        windows = {rule: window(rule) for rule in sorted(set(self.rules.values()))}
+        windows: dict[Rule, PyTree] = {
+            rule: window(rule) for rule in sorted(set(self.rules.values()))
+        }
         return CarryState(
             jnp.asarray(False), windows, gate.init_inner(self.tx, without(params, found))
         )
@@ -210,7 +212,7 @@ def declared(opt_state: PyTree, params: PyTree, who: str) -> Rules:
 
 def resolve(rules: Rules, tree: PyTree) -> dict[str, Rule]:
     """The rule of each leaf that is carried."""
-    fits = {
+    fits: dict[str, list[Rule]] = {
         name: [rule for words, rule in rules.items() if _within(words, name)]
         for name in trees.names(tree)
     }

@@ -112,7 +112,8 @@ def microbatch(
             new = carried.values(grads, carried.resolve(rules, grads))
             told, grads = as_aux(given_aux), trees.addends(carried.without(grads, new), narrow)
             weight = jnp.asarray(1.0 if told.weight is None else told.weight, jnp.float32)
-            sums = _Sums(*trees.at_least_float32((loss, told.metrics)), grads, weight)
+            loss, metrics = trees.at_least_float32((loss, told.metrics))
+            sums = _Sums(loss, metrics, grads, weight)
             if normalize == "mean":
                 sums = weigh(sums, weight)._replace(weight=weight)
             state = state if told.model_state is None else told.model_state
@@ -158,8 +159,8 @@ def _scan(
         return (sums, new, state), aux
 
     indices = jnp.arange(number, dtype=jnp.int32)
-    done, stacked = lax.scan(body, (zeros, none, state), indices)
-    return _Terms(*done, stacked)
+    (total, new, state), stacked = lax.scan(body, (zeros, none, state), indices)
+    return _Terms(total, new, state, stacked)
 
 
 def require_count(who: str, microbatches: Count) -> Count:

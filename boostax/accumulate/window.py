@@ -218,8 +218,8 @@ class _Windows(NamedTuple):
             weight = jnp.zeros((), jnp.float32) if weighted else None
             window = Window(jax.tree.map(zeros, params), weight)
             window = PerReplica(axes.to_varying(window, self.names)) if self.names else window
-        counts = (jnp.zeros((), jnp.int32) for _ in range(3))
-        return AccumulateState(*counts, jnp.asarray(False), window, inner_state)
+        a, b, c = (jnp.zeros((), jnp.int32) for _ in range(3))
+        return AccumulateState(a, b, c, jnp.asarray(False), window, inner_state)
 
     def step(
         self, grads: Pending, state: AccumulateState, params: PyTree, *, apply: bool, **extra: Any

@@ -60,11 +60,6 @@ def _mended(mend: str, whys: Mapping[tuple[Roles, Roles], str], certain: bool = 
     return {roles: Rule(why, mend, certain) for roles, why in whys.items()}
 
 
-def _behind_gates(mend: str, whys: Mapping[Roles, str]) -> Rules:
-    """Return rules for what runs at every call, also where a gate before it skips the step."""
-    return _mended(mend, {(GATES, then): f"{_RUNS_ANYWAY} {why}" for then, why in whys.items()})
-
-
 # ``first`` precedes ``then`` in a chain and does not wrap it.
 SEQUENCES: Rules = {
     **_mended(
@@ -94,20 +89,22 @@ SEQUENCES: Rules = {
         "it hides what the scaler looks for: the scale never falls, and zeros train.",
         "Leave {first} out: {then} skips such steps.",
     ),
-    **_behind_gates(
+    **_mended(
         _INTO,
         {
-            _DECAY: "weights decay without a step.",
-            MEMORIES: "its moments fade, and params coast on them.",
-            ("schedule", "call schedule"): "the schedule counts calls, not steps.",
-            _NOISE: "params move by noise alone.",
+            (GATES, _DECAY): f"{_RUNS_ANYWAY} weights decay without a step.",
+            (GATES, MEMORIES): f"{_RUNS_ANYWAY} its moments fade, and params coast on them.",
+            (GATES, ("schedule", "call schedule")): f"{_RUNS_ANYWAY} the schedule counts calls, "
+            "not steps.",
+            (GATES, _NOISE): f"{_RUNS_ANYWAY} params move by noise alone.",
         },
     ),
-    **_behind_gates(
+    **_mended(
         _INTO_FRONT,
         {
-            ("recorder",): "it records the same params again.",
-            REDUCTIONS: "it sends zeros, and what came to the optimizer was not reduced.",
+            (GATES, ("recorder",)): f"{_RUNS_ANYWAY} it records the same params again.",
+            (GATES, REDUCTIONS): f"{_RUNS_ANYWAY} it sends zeros, and what came to the optimizer "
+            "was not reduced.",
         },
     ),
     # Deep gradient compression clips before it chooses.
@@ -202,16 +199,12 @@ NESTINGS: Rules = {
 }
 
 
-def sequences(found: Sequence[Row]) -> Iterator[Finding]:
-    """Yield what breaks a rule of ``SEQUENCES``."""
+def orders(found: Sequence[Row]) -> Iterator[Finding]:
+    """Yield what breaks a rule of ``SEQUENCES``, then of ``NESTINGS``."""
     pairs = itertools.combinations(found, 2)
     apart = ((a, b) for a, b in pairs if a.meets(b) and not b.inside(a))
-    return _broken(SEQUENCES, apart, "after")
-
-
-def nestings(found: Sequence[Row]) -> Iterator[Finding]:
-    """Yield what breaks a rule of ``NESTINGS``."""
-    return _broken(NESTINGS, ((a, b) for b in found for a in b.holders), "inside")
+    yield from _broken(SEQUENCES, apart, "after")
+    yield from _broken(NESTINGS, ((a, b) for b in found for a in b.holders), "inside")
 
 
 def _broken(rules: Rules, pairs: Iterable[tuple[Row, Row]], where: str) -> Iterator[Finding]:

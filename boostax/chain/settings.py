@@ -7,7 +7,7 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from boostax.chain.orders import Finding, nestings, sequences
+from boostax.chain.orders import Finding, orders
 from boostax.chain.roles import CLIPS, MEMORIES, REDUCTIONS, UNKNOWN, number, sign
 from boostax.chain.rows import Row
 
@@ -16,7 +16,7 @@ _REDUCING = (*REDUCTIONS, "delta", "own params", "subspace")
 
 def findings(found: Sequence[Row], step: Any = None) -> list[Finding]:
     """Return all that is in wrong order or does not fit, of a chain and of a step around it."""
-    checks = (sequences, nestings, freezing, agreements, reach, directions, feedback)
+    checks = (orders, freezing, agreements, reach, directions, feedback)
     of_chain = [finding for check in checks for finding in check(found)]
     return of_chain if step is None else of_chain + list(of_step(found, step))
 

@@ -5,7 +5,7 @@ import dataclasses
 import json
 import pathlib
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -53,7 +53,7 @@ class Boost:
 
     @property
     def policy(self) -> boostax.precision.Policy | None:
-        """The precision policy, for ``value_and_grad`` or ``make_train_step``."""
+        """Return the precision policy, for ``value_and_grad`` or ``make_train_step``."""
         return boostax.policy(**self.config["policy"]) if "policy" in self.config else None
 
     def optimizer(
@@ -343,7 +343,7 @@ def auto(
     hint = keys.nearest(given, mindspore.LEVELS) if is_text else "'O1' is what MindSpore calls so."
     error = ValueError if is_text else TypeError
     checks.require(_WHO, "spec", given, allowed, isinstance(given, Mapping), hint, error)
-    data = dict[str, Any](given)
+    data = dict(cast("Mapping[str, Any]", given))
     level, strict = _once("level", level, data), _once("strict", strict, data)
     keys.flag(_WHO, "strict", strict is None or strict)
     strict, own = strict is not False, _owned(data, factories)
@@ -412,7 +412,8 @@ def _owned(
         made: Any = keys.layer(
             factory, keys.part(name, {"": factory}, data[name]), axis_name="axis"
         )
-        what = role(read(made(optax.identity()) if callable(made) else made))
+        made = cast("Any", made(optax.identity()) if callable(made) else made)
+        what = role(read(made))
         hint = "What is of the optimizer belongs into it."
         if what == UNKNOWN:
             hint = f'@boostax.describe({name!r}, "clip") on its update says what it is.'

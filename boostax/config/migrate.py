@@ -13,7 +13,7 @@ import dataclasses
 import itertools
 import sys
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -94,7 +94,7 @@ class Leaf:
     replicas: int | None
     node: "Node"
     owner: Path | None
-    source: "Leaf | None" = None
+    source: Any = None
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -208,8 +208,8 @@ def _from_multi_steps(x: Any) -> AccumulateState:
     """Return the window of ``accumulate``, which holds a sum; ``MultiSteps`` holds a mean."""
     sums = jax.tree.map(lambda g: g * x.mini_step, trees.at_least_float32(x.acc_grads))
     closed = (x.gradient_step > 0) & (x.mini_step == 0)
-    window = Window(sums, None)
-    return AccumulateState(x.mini_step, x.gradient_step, None, closed, window, x.inner_opt_state)
+    window, unknown = Window(sums, None), cast("jax.Array", None)
+    return AccumulateState(x.mini_step, x.gradient_step, unknown, closed, window, x.inner_opt_state)
 
 
 def _to_multi_steps(x: Any) -> optax.MultiStepsState:
@@ -226,7 +226,8 @@ def _scaler(scale: Any = None, clean_steps: Any = None, **fields: Any) -> LossSc
         fields |= {"scale": jnp.asarray(scale, jnp.float32).reshape(())}
     if clean_steps is not None:
         fields |= {"clean_steps": jnp.asarray(clean_steps, jnp.int32)}
-    return LossScaleState(**dict.fromkeys(LossScaleState._fields) | fields)
+    unknown: dict[str, Any] = dict.fromkeys(LossScaleState._fields)
+    return LossScaleState(**unknown | fields)
 
 
 def _from_apply_if_finite(x: Any) -> LossScaleState:
@@ -672,7 +673,8 @@ skipped_in_a_row, growths, backoffs, floor_hits: the root
     count = count_replicas(olds, params, replicas)
     require_same_params(olds, news, params)
     for cls in dict.fromkeys(type(new.value) for new in news):
-        match(*([x for x in each if type(x.value) is cls] for each in (olds, news)), notes)
+        old, new = ([x for x in nodes if type(x.value) is cls] for nodes in (olds, news))
+        match(old, new, notes)
     for new in news:
         settle(new)
     require_windows(olds, news, convert(olds, news, notes))

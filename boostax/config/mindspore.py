@@ -142,7 +142,7 @@ class _Reader:
             elif name == "freeze_type":
                 fits, hint = type(value) is int and 0 <= value < 2, "1 freezes by intervals."
                 checks.require(_WHO, key, value, "0 or 1", fits, hint)
-                value = ("continuous", "interval")[value]
+                value = "interval" if value else "continuous"
             elif name == "gc_flag":
                 flag(_WHO, key, value)
             if "is" in about:

@@ -8,7 +8,7 @@ can be compiled for each depth that occurs, and replicas agree on the next one w
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal, TypeAlias, cast
 
 import numpy as np
 
@@ -89,7 +89,8 @@ def _table(schedule: FreezeSchedule, groups: int) -> Depths:
         depth = functools.partial(_below, groups, _WHO, hint=hint)
         asked = (depth(f"the depth at step {step}", kind(step)) for step in range(length))
         return np.fromiter(asked, np.int32, length)
-    exact, fraction = schedule.freeze_p is not None, schedule.frozen_fraction
+    fraction: Any = schedule.frozen_fraction
+    exact = schedule.freeze_p is not None
     freeze_p: Any = schedule.freeze_p if fraction is None else 1.0 - fraction
     # Number by number MindSpore's is a hundredth longer than the run, and to the end of a cycle.
     length = int(length * 1.01) if exact else length
@@ -233,7 +234,8 @@ def freeze_schedule(
         for argument, value in settings.items():
             checks.absent(_WHO, argument, value, "left out with a callable kind", hint)
         return FreezeSchedule(kind, total_steps, None, None)
-    hint, named = "A callable from the step to the depth is a schedule too.", isinstance(kind, str)
+    hint, name = "A callable from the step to the depth is a schedule too.", cast(Any, kind)
+    named = isinstance(name, str)
     checks.require(_WHO, "kind", kind, "a name or a callable", named, hint, TypeError)
     checks.choice(_WHO, "kind", kind, _KINDS, hint)
     seed = _below(2**32, _WHO, "seed", 0 if seed is None else seed, _SAME)

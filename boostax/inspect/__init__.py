@@ -8,8 +8,8 @@ from boostax.chain.orders import Finding as Finding
 from boostax.inspect.audit import Audit as Audit
 from boostax.inspect.audit import audit as audit
 from boostax.inspect.collectives import CompiledCollective as CompiledCollective
-from boostax.inspect.costs import PartCost as PartCost
 from boostax.inspect.explain import Explanation as Explanation
+from boostax.inspect.explain import PartCost as PartCost
 from boostax.inspect.explain import explain as explain
 from boostax.inspect.targets import target_devices as target_devices
 

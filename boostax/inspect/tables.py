@@ -55,7 +55,7 @@ def _headline(found: Audit) -> str:
         unit = "optimizer step" if found.calls > 1 else "call"
         lines.append(f"{said} per {unit}; temporaries {found.temporaries:.2f} P")
     if found.window:
-        lines.append(f"Of one call, with a window open over several ({found.window}): say calls=")
+        lines.append(f"One call, with a window open over several ({found.window}): say calls=")
     if found.cycles is not None and found.params_bytes < _IN_VECTOR_MEMORY:
         lines.append("So small a program keeps temporaries in a TPU's vector memory: none are seen")
     if found.unknown_loops:

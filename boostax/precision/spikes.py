@@ -125,7 +125,7 @@ def skip_spikes(
         ``boostax.train.local_params``; the norm is the root of the mean of their squared norms.
 
     Returns:
-      A gate whose state has a ``SpikesState``. Cost: 4 bytes for each of ``window``, and 29; one
+      A gate whose state has a ``SpikesState``. Cost: 4 bytes for each of ``window``, and 25; one
       read of the gradients; with ``axis_name`` a collective of 4 bytes; on CPU no temporary beyond
       those of a bare step.
 

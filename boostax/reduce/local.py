@@ -116,10 +116,10 @@ def local_updates(
     def init_fn(params: PyTree) -> LocalUpdatesState:
         _require_common(params, names, who)
         wide = trees.at_least_float32(params)
-        counts = (jnp.zeros((), jnp.int32) for _ in range(2))
-        anchor = jax.tree.map(_copy, params)
-        states = reduce.init(wide), outer_tx.init(wide), replica.init(params)
-        return LocalUpdatesState(*counts, anchor, *states)
+        since, syncs = (jnp.zeros((), jnp.int32) for _ in range(2))
+        anchor, outer_state = jax.tree.map(_copy, params), outer_tx.init(wide)
+        own = replica.init(params)
+        return LocalUpdatesState(since, syncs, anchor, reduce.init(wide), outer_state, own)
 
     def meet(state: LocalUpdatesState, own: PyTree, value: PyTree, apply: bool) -> Stepped:
         local = stepped(own, value, apply)
@@ -129,8 +129,13 @@ def local_updates(
         anchor, outer_state = run(
             outer_tx, Pending(drift), state.outer_state, state.anchor, apply=True, extra={}
         )
-        counts = jnp.zeros_like(state.since_sync), optax.safe_increment(state.syncs)
-        new = LocalUpdatesState(*counts, anchor, reduced, outer_state, state.inner_state)
+        new = state._replace(
+            since_sync=jnp.zeros_like(state.since_sync),
+            syncs=optax.safe_increment(state.syncs),
+            anchor=anchor,
+            reduction_state=reduced,
+            outer_state=outer_state,
+        )
         return result(anchor, own, value, apply), new
 
     @describe(who, "own params", names, inner={"inner_state": replica.tx})

@@ -209,7 +209,7 @@ def checkpoint_snapshots(
 
     Example:
       >>> import boostax, jax.numpy as jnp, tempfile
-      >>> from boostax.run.checkpoint import Checkpointer
+      >>> from boostax.checkpoint import Checkpointer
       >>> folder = tempfile.mkdtemp()
       >>> with Checkpointer(folder) as checkpointer:
       ...   for step in range(3):

@@ -24,10 +24,9 @@ def chained(reduction):
 
 
 def frozen():
-    groups = boostax.freeze.prefix_groups(example.init_params(), 2, order=["w", "b"])
     schedule = boostax.freeze_schedule("continuous", total_steps=12, frozen_fraction=0.4)
     inner = optax.chain(boostax.all_reduce("data"), optax.adamw(3e-2))
-    return boostax.scheduled_freeze(inner, groups, schedule)
+    return boostax.scheduled_freeze(inner, {"w": 0, "b": 1}, schedule)
 
 
 def subspace():
