@@ -12,9 +12,7 @@ import os
 import pathlib
 import platform
 import random
-import socket
 import statistics
-import subprocess
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -189,29 +187,6 @@ def in_processes(
             print(f"{number}/{len(jobs)} {running[future]}", flush=True)
     finally:
         pool.shutdown(cancel_futures=True)
-
-
-def joined() -> bool:
-    """Join the other processes that `launched` started; whether this is the first of them."""
-    count, index = (int(os.environ[name]) for name in ("JAX_NUM_PROCESSES", "JAX_PROCESS_ID"))
-    if count > 1:
-        address = os.environ["JAX_COORDINATOR_ADDRESS"]
-        jax.distributed.initialize(address, count, index, cluster_detection_method="deactivate")
-    return index == 0
-
-
-def launched(command: Sequence[str], count: int) -> None:
-    """Run a command as several processes on this machine; raises if one of them fails."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        address = f"127.0.0.1:{probe.getsockname()[1]}"
-    names = ("JAX_COORDINATOR_ADDRESS", "JAX_COORDINATOR_BIND_ADDRESS", "JAX_NUM_PROCESSES")
-    shared = {**os.environ, **dict(zip(names, (address, address, str(count)), strict=True))}
-    each = [{**shared, "JAX_PROCESS_ID": str(index)} for index in range(count)]
-    running = [subprocess.Popen(command, env=environment) for environment in each]
-    codes = [process.wait() for process in running]
-    if any(codes):
-        raise RuntimeError(f"{command} as {count} processes ended with {codes}")
 
 
 def by_update(tx: Any) -> Callable[..., tuple[Any, Any]]:
