@@ -53,7 +53,7 @@ if TYPE_CHECKING:
     from boostax.inspect.explain import explain as explain
     from boostax.model.less_bn import less_bn as less_bn
 
-__version__ = "0.2.0"
+__version__ = "0.3.0"
 
 # Loaded when first asked for: they are many modules.
 _LATE = {
