@@ -14,10 +14,8 @@ import jax.numpy as jnp
 import optax
 
 import boostax
-from boostax._core import checks, late, trees
-from boostax._core.place import place
-from boostax._core.replicas import require_stacked
-from boostax.train.resharding import as_saved, resharded, typed
+from boostax._core import checks, late, place, replicas, trees
+from boostax.train import resharding
 
 with checks.needing("Checkpointer", "orbax", "checkpoint"):
     import orbax.checkpoint as ocp
@@ -105,7 +103,7 @@ class Checkpointer:
             got, hint = f"{type(leaf).__name__} at {name}", "Make it one with jnp.asarray."
             fits, allowed = isinstance(leaf, jax.Array), "a tree of JAX arrays"
             checks.require("Checkpointer", "state", got, allowed, fits, hint, TypeError)
-        require_stacked("Checkpointer", state)
+        replicas.require_stacked("Checkpointer", state)
         versions = {x.__name__: x.__version__ for x in (boostax, jax, optax)}
         record = {"leaves": _described(leaves), "meta": meta or {}}
         record |= {"parts": _parts(state), "versions": versions}
@@ -179,7 +177,11 @@ class Checkpointer:
         """
         step = self._existing(step)
         record = self._record(step)
-        saved = as_saved(target, record["leaves"]) if reshard else jax.tree.map(typed, target)
+        saved = (
+            resharding.as_saved(target, record["leaves"])
+            if reshard
+            else jax.tree.map(resharding.typed, target)
+        )
         if unlike := _unlike(record, _parts(target), _named(saved)):
             raise ValueError(f"Checkpointer: target must fit step {step} in {self._path}, {unlike}")
         wanted = _without_empty(saved)
@@ -192,7 +194,7 @@ class Checkpointer:
         altered = [name for name in found if found[name] != record["leaves"][name]]
         if altered:
             raise self._damaged(step, f"the checksum of {', '.join(altered[:4])} does not match")
-        state = resharded(state, target) if reshard else state
+        state = resharding.resharded(state, target) if reshard else state
         # On CPU they share the host's memory, which XLA does not donate.
         own = lambda x: jax.device_put(x, x.sharding, may_alias=False)  # noqa: E731
         return jax.tree.map(own, state), record["meta"]
@@ -313,7 +315,7 @@ def _without_empty(state: PyTree) -> PyTree:
 def _or_empty(wanted: Any, restored: Any) -> Any:
     if wanted is None or restored is not None:
         return restored
-    return place(jnp.zeros(wanted.shape, wanted.dtype), wanted.sharding)
+    return place.place(jnp.zeros(wanted.shape, wanted.dtype), wanted.sharding)
 
 
 def _first_line(error: BaseException) -> str:
