@@ -1,8 +1,8 @@
 """The test suites of others, as they are, with boostax put in: ``make test-foreign``.
 
-Optax's come with its wheel. Flax's is taken from a folder (``--source flax=DIR``), or fetched by git
-at the tag of the version that is installed. What fails is run once more without boostax: what fails
-there too is not ours.
+Optax's come with its wheel. Flax's is taken from a folder (``--source flax=DIR``), or fetched by
+git at the tag of the version that is installed. What fails is run once more without boostax: what
+fails there too is not ours.
 """
 
 import argparse
