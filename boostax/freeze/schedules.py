@@ -89,7 +89,7 @@ def _table(schedule: FreezeSchedule, groups: int) -> Depths:
         depth = functools.partial(_below, groups, _WHO, hint=hint)
         asked = (depth(f"the depth at step {step}", kind(step)) for step in range(length))
         return np.fromiter(asked, np.int32, length)
-    fraction: Any = schedule.frozen_fraction
+    fraction = schedule.frozen_fraction
     exact = schedule.freeze_p is not None
     freeze_p: Any = schedule.freeze_p if fraction is None else 1.0 - fraction
     # Number by number MindSpore's is a hundredth longer than the run, and to the end of a cycle.
@@ -111,7 +111,7 @@ def _table(schedule: FreezeSchedule, groups: int) -> Depths:
     most = (groups - 1) / groups
     allowed = f"at most {most:.4g} for 'continuous' over {groups} groups"
     hint = "A cycle has a step that trains all; 'interval' freezes more often."
-    checks.require(_WHO, "frozen_fraction", fraction, allowed, fraction <= most, hint)
+    checks.require(_WHO, "frozen_fraction", fraction, allowed, (fraction or 0.0) <= most, hint)
     # 1 - 0.9 is below 0.1, which would leave ten groups without that step.
     return _continuous(groups, max(1, whole), length)
 

@@ -139,18 +139,8 @@ def works_in_every_optax_wrapper(case: Case) -> None:
             assert_same(result, alone, name)
 
 
-def apply_gradients_equals_update_and_apply(case: Case) -> None:
-    """Promise 1: ``apply_gradients`` gives what ``update`` and ``apply_updates`` give."""
-    tx, params = case.single(), example_params()
-    expected, expected_state = steps(tx, params, tx.init(params), range(2 * case.calls))
-    grads = [example_grads(params, seed) for seed in range(2 * case.calls)]
-    params, state = follow(jax.jit(applied(tx)), (params, tx.init(params)), grads)
-    assert_close(params, expected, "params")
-    assert_close(state, expected_state, "state")
-
-
 def scan_eager_and_disabled_jit_agree(case: Case) -> None:
-    """Promise 2: the same trajectory in scan, eagerly and with jit disabled."""
+    """Promises 1 and 2: ``apply_gradients``, in scan, eagerly and without jit, is ``update``'s."""
     tx, params = case.single(), even_params()
     count = 2 * case.calls
     expected = steps(tx, params, tx.init(params), range(count))
