@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 from boostax._core.late import late as _late
 from boostax.subspace.basis import Basis as Basis
 from boostax.subspace.basis import pca_basis as pca_basis
-from boostax.subspace.components import random_basis as random_basis
+from boostax.subspace.basis import random_basis as random_basis
 from boostax.subspace.dim_reduce import dim_reduce as dim_reduce
 from boostax.subspace.dim_reduce import replace_basis as replace_basis
 from boostax.subspace.files import checkpoint_snapshots as checkpoint_snapshots

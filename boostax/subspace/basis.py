@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Find principal components of snapshots of the params, leaf by leaf.
+"""Find directions in the space of the params, leaf by leaf, and compute along them.
 
 There is no matrix of all params squared.
 
@@ -12,26 +12,24 @@ so in f32 it loses directions below 3e-4 of the largest, which a product with ``
 
 import functools
 import pathlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, Literal, NamedTuple
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
+from jax.core import Tracer
+from jax.sharding import AxisType, PartitionSpec
 
-from boostax._core import axes, checks
-from boostax.subspace import algebra, files
+from boostax._core import axes, checks, trees
+from boostax.subspace import files
 
 PyTree = Any
-Method = Literal["gram", "randomized"]
 _WHO = "pca_basis"
-_OTHER = (
-    f"{_WHO}: snapshots must be trees of one structure and equal shapes, got others at "
-    "number {}. If this is one stacked tree whose root is a list, pass stacked=True."
-)
-# Rows beyond k that carry what the first product missed, and products that follow it.
-_SPARE = {"gram": 2, "randomized": 10}
-_ROUNDS = {"gram": 2, "randomized": 3}
+_FEW = "It is the dimension of the subspace; 32 to 40 are usual."
+# Rows beyond k that carry what the first product missed.
+_SPARE = 2
 
 
 class Basis(NamedTuple):
@@ -49,12 +47,12 @@ class Basis(NamedTuple):
     explained: jax.Array
 
     def save(self, path: str | pathlib.Path) -> None:
-        """Write it to a ``.npz`` or ``.safetensors`` file, by the names of the params.
+        """Write it to a ``.npz`` file, by the names of the params.
 
         The arrays are ``components/layer/kernel``, ``mean/layer/kernel`` and ``explained``.
 
         Args:
-          path: of the file, whose suffix is the format. What was there stays until all is written.
+          path: of the file. What was there stays until all is written.
 
         Raises:
           ValueError, TypeError: another suffix, or a dtype that the format lacks. OSError: no such
@@ -62,7 +60,7 @@ class Basis(NamedTuple):
 
         Example:
           >>> import boostax, jax.numpy as jnp, pathlib, tempfile
-          >>> path = pathlib.Path(tempfile.mkdtemp()) / "basis.safetensors"
+          >>> path = pathlib.Path(tempfile.mkdtemp()) / "basis.npz"
           >>> line = [{"w": jnp.array([3.0 * t, 4.0 * t])} for t in range(4)]
           >>> boostax.subspace.pca_basis(line, 1).save(path)
           >>> basis = boostax.subspace.Basis.load(path, line[0])
@@ -86,19 +84,12 @@ class Basis(NamedTuple):
           ValueError: params of other names, shapes or kinds; a file that is broken or none of a
             basis. FileNotFoundError: no such file.
         """
-        found = files.read("Basis.load", path)
+        found = files.read("Basis.load", path, ".npz")
         k = np.size(found.get("explained", ()))
-        wide = jax.tree.map(
-            lambda x: jax.ShapeDtypeStruct(np.shape(x), algebra.compute_dtype(x)), params
-        )
-        like = cls(wide, wide, jax.ShapeDtypeStruct((k,), jnp.float32))  # pyright: ignore[reportArgumentType]
-
-        def array(name: str, x: Any) -> jax.Array:
-            rows = (k,) if name.startswith("components") else ()
-            return jnp.asarray(files.required("Basis.load", path, name, x, found, rows))
-
-        arrays = [array(name, x) for name, x in files.named("Basis.load", like).items()]
-        return jax.tree.unflatten(jax.tree.structure(like), arrays)
+        mean = jax.tree.map(lambda x: jax.ShapeDtypeStruct(np.shape(x), wide_dtype(x)), params)
+        rows = jax.tree.map(lambda x: x.update(shape=(k, *x.shape)), mean)
+        like: Any = cls(rows, mean, jax.ShapeDtypeStruct((k,), jnp.float32))  # pyright: ignore[reportArgumentType]
+        return jax.tree.map(jnp.asarray, files.chosen("Basis.load", path, like, found))
 
 
 def saved_basis(path: str | pathlib.Path, params: PyTree, n_components: int) -> Any:
@@ -120,7 +111,7 @@ def saved_basis(path: str | pathlib.Path, params: PyTree, n_components: int) -> 
     matrix = pathlib.Path(path).suffix == ".npy"
     basis: Any = _matrix(who, path, params) if matrix else Basis.load(path, params)
     rows = basis if matrix else basis.components
-    gram = algebra.total(jax.tree.map(lambda x: algebra.dot(*[algebra.wide(x)] * 2), rows))
+    gram = total(jax.tree.map(lambda x: dot(wide(x), wide(x)), rows))
     k = len(gram)
     allowed = f"at most {k}, the components in {path}"
     fits = n_components <= k
@@ -135,7 +126,7 @@ def saved_basis(path: str | pathlib.Path, params: PyTree, n_components: int) -> 
 
 def _matrix(who: str, path: str | pathlib.Path, params: PyTree) -> PyTree:
     """Return components in a matrix, cut into leaves."""
-    matrix = files.read(who, path)
+    matrix = files.read(who, path, ".npy")
     leaves, treedef = jax.tree.flatten(params)
     ends = np.cumsum([np.size(x) for x in leaves])
     fits = matrix.shape[1:] == (ends[-1],) and matrix.dtype.kind == "f"
@@ -144,30 +135,46 @@ def _matrix(who: str, path: str | pathlib.Path, params: PyTree) -> PyTree:
     got, hint = f"{matrix.dtype} of {matrix.shape}", "They are in the order of jax.tree.leaves."
     checks.require(who, "path", got, allowed, fits, hint)
     parts = zip(np.split(matrix, ends[:-1], 1), leaves, strict=True)
-    return treedef.unflatten(
-        [jnp.asarray(part.reshape(-1, *np.shape(x)), algebra.compute_dtype(x)) for part, x in parts]
-    )
+    rows = [jnp.asarray(p.reshape(-1, *np.shape(x)), wide_dtype(x)) for p, x in parts]
+    return treedef.unflatten(rows)
 
 
-class Gram(NamedTuple):
-    """Holds the distances of all pairs of snapshots in a ring buffer.
+def random_basis(params: PyTree, n_components: int, *, seed: int = 0) -> PyTree:
+    """Draw orthonormal components at random: a basis must be better to be of use.
 
-    Attributes:
-      distances: ``(m, m)``, squared distances, f32 or wider. Inner products of anything centred
-        follow from them, and they are exact where inner products of params would cancel.
+    Args:
+      params: a tree of arrays.
+      n_components: how many directions, at most the number of params.
+      seed: of the draws.
+
+    Returns:
+      A tree of ``(n_components, *leaf.shape)``. Cost: twice as many params.
+
+    Raises:
+      ValueError, TypeError: ``n_components`` out of range.
+
+    Example:
+      >>> import boostax, jax.numpy as jnp
+      >>> boostax.subspace.random_basis({"w": jnp.zeros((3, 4))}, 2)["w"].shape
+      (2, 3, 4)
     """
+    who = "random_basis"
+    checks.positive_int(who, "n_components", n_components, _FEW)
+    leaves, treedef = jax.tree.flatten(params)
+    size = sum(np.size(x) for x in leaves)
+    allowed = f"at most the number of params, {size}"
+    checks.require(who, "n_components", n_components, allowed, n_components <= size, _FEW)
+    key = jax.random.key(seed)
 
-    distances: jax.Array
+    def draw(i: int, x: Any) -> jax.Array:
+        shape = (n_components, *np.shape(x))
+        return jax.random.normal(jax.random.fold_in(key, i), shape, wide_dtype(x))
+
+    return _orthonormal(treedef.unflatten([draw(i, x) for i, x in enumerate(leaves)]))
 
 
 def pca_basis(
-    snapshots: PyTree,
-    n_components: int,
-    *,
-    method: Method = "gram",
-    seed: int = 0,
-    dtype: Any = None,
-    stacked: bool | None = None,
+    snapshots: PyTree, n_components: int, *, dtype: Any = None, stacked: bool | None = None
 ) -> Basis:
     r"""Find the directions in which snapshots of the params differ most.
 
@@ -176,33 +183,25 @@ def pca_basis(
 
     .. math:: (w_i - \bar w) \cdot (w_l - \bar w) = \sum_j v_{ij} \sigma_j^2 v_{lj}
 
-    is only m x m. ``"randomized"`` starts from ``k + 10`` random combinations instead and takes
-    three rounds of the power method, for snapshots by the hundred.
+    is only m x m.
 
     The axis that is reduced is that of the params: ``n_components`` directions, each as large as
-    they. Snapshots from late in a run give directions worth training in; the first ones differ by
-    far the most, and use them up.
-
-    A ``Sequence`` that is no list, such as ``checkpoint_snapshots``, is not stacked but read again
-    and again, at most two snapshots being in memory at any time. ``"gram"`` compares them in pairs,
-    with ``m(m + 1) / 2`` reads and six for each; ``"randomized"`` reads each of them eight times.
+    they are. Snapshots from late in a run give directions worth training in; the first ones differ
+    by far the most, and use them up.
 
     Args:
       snapshots: a tree like the params of ``(m, *leaf.shape)``; or a list or an iterator of m trees
-        like the params, which is stacked; or a ``Sequence`` that reads such trees when asked.
+        like the params, which is stacked.
       n_components: how many directions, less than m.
-      method: ``"gram"`` or ``"randomized"``.
-      seed: of the random combinations.
       dtype: in which components are stored; ``None`` for f32 or wider.
       stacked: whether ``snapshots`` is one tree; ``None`` takes a list to be many.
 
     Returns:
       A ``Basis``, orthonormal to 1e-5 before it is rounded to ``dtype``. Complex leaves count as
-      pairs of reals. Cost: ``2mn(m + 4k)`` operations (``"randomized"``: ``12mn(k + 10)``), memory
-      for ``k + 2`` (``k + 10``) params twice and m centred copies of the largest leaf (under
-      ``jit`` of all leaves, at worst); of a ``Sequence`` instead of these and of the stack for two
-      snapshots, the mean and one difference to it. Of sharded leaves only matrices of ``m x m`` or
-      ``m x k`` cross the devices, in f32. Outside ``jit`` those are decomposed on the host in f64.
+      pairs of reals. Cost: ``2mn(m + 4k)`` operations, memory for ``k + 2`` params twice and m
+      centred copies of the largest leaf (under ``jit`` of all leaves, at worst). Of sharded leaves
+      only matrices of ``m x m`` or ``m x k`` cross the devices, in f32. Outside ``jit`` those are
+      decomposed on the host in f64.
 
     Raises:
       ValueError, TypeError: an argument out of range, or trees that do not match; outside ``jit``,
@@ -218,199 +217,63 @@ def pca_basis(
 
     References:
       Li et al., Low Dimensional Trajectory Hypothesis is True, https://arxiv.org/abs/2103.11154,
-      2021. Halko et al., Finding structure with randomness, https://arxiv.org/abs/0909.4061, 2009.
+      2021.
     """
-    checks.choice(_WHO, "method", method, ("gram", "randomized"), "'gram' is exact.")
-    blocks = _blocks(snapshots, stacked)
-    m = _require(_WHO, blocks, n_components)
-    width = min(n_components + _SPARE[method], m - 1)
-    if method == "gram":
-        start = _leading(_gram(blocks), width)
-    else:
-        start = np.linalg.qr(np.random.default_rng(seed).normal(size=(m, width)))[0]
-    return _refined(_centred(blocks, m), start, n_components, _ROUNDS[method], dtype)
-
-
-def _leading(gram: Any, count: int) -> Any:
-    """Return the eigenvectors (m, count) of the largest eigenvalues."""
-    return algebra.numpy(gram).linalg.eigh(algebra.finite(gram))[1][:, ::-1][:, :count]
-
-
-def pca_from_gram(
-    gram: Gram, snapshots: PyTree, n_components: int, *, dtype: Any = None, complete: bool = True
-) -> Basis:
-    r"""Return ``pca_basis`` where all distances between the snapshots are known already.
-
-    Centred inner products are :math:`-\tfrac12 J D J` with :math:`J = I - \tfrac1m 1 1^\top`.
-
-    Args:
-      gram: the distances, kept by ``updated_gram``.
-      snapshots: the tree of ``(m, *leaf.shape)`` that they belong to; the order does not matter.
-      n_components: how many directions, less than m.
-      dtype: in which components are stored.
-      complete: whether it is an error if the snapshots differ in fewer directions; ``False`` leaves
-        those that are missing zero, as inside ``jit``.
-
-    Returns:
-      The same as ``pca_basis``. Cost: ``8mnk`` operations.
-
-    Raises:
-      ValueError, TypeError: as ``pca_basis``.
-
-    Example:
-      >>> import jax.numpy as jnp
-      >>> from boostax.subspace.basis import Gram, pca_from_gram, updated_gram
-      >>> w, gram = jnp.array([[5.0, 0.0], [8.0, 4.0], [11.0, 8.0]]), Gram(jnp.zeros((3, 3)))
-      >>> for slot in range(3):
-      ...   gram = updated_gram(gram, w, w[slot], slot)
-      >>> pca_from_gram(gram, w, 1).explained.round(3).tolist()
-      [1.0]
-    """
-    blocks = [snapshots]
-    m = _require("pca_from_gram", blocks, n_components)
-    shape, hint = gram.distances.shape, "Both come from the same ring buffer."
-    checks.require("pca_from_gram", "gram", shape, f"{m} x {m}", shape == (m, m), hint)
-    centred = _from_distances(algebra.total([gram.distances]))
-    start = _leading(centred, min(n_components + _SPARE["gram"], m - 1))
-    return _refined(_centred(blocks, m), start, n_components, _ROUNDS["gram"], dtype, complete)
-
-
-def updated_gram(
-    gram: Gram,
-    snapshots: PyTree,
-    snapshot: PyTree,
-    slot: jax.Array | int,
-    shard_axes: tuple[str, ...] = (),
-) -> Gram:
-    """Return the distances after ``snapshot`` was written to ``slot``: one row, and one column.
-
-    Overwriting the oldest is how a window moves. Cost: one read of the buffer, no copy of it.
-    """
-
-    def row(x: jax.Array, new: jax.Array) -> jax.Array:
-        # Not x[slot], which XLA would take from the buffer as it was before the write, and keep a
-        # copy of it for that.
-        gap = algebra.wide(x) - algebra.wide(new)[None]
-        return jnp.sum(gap.real**2 + gap.imag**2, axis=tuple(range(1, x.ndim)))
-
-    rows = jax.tree.leaves(jax.tree.map(row, snapshots, snapshot))
-    new = axes.shard_total(rows, shard_axes, "record_trajectory").astype(gram.distances.dtype)
-    return Gram(gram.distances.at[slot, :].set(new).at[:, slot].set(new))
-
-
-class _Read(Sequence[PyTree]):
-    """Reads snapshots, as trees of ``(1, *leaf.shape)``, when they are asked for."""
-
-    def __init__(self, snapshots: Sequence[PyTree]):
-        self._snapshots = snapshots
-        self._like: Any = None
-
-    def __len__(self) -> int:
-        return len(self._snapshots)
-
-    def __iter__(self) -> Iterator[PyTree]:
-        # That of a Sequence would hold one while the next is read.
-        return map(self.__getitem__, range(len(self)))
-
-    def __getitem__(self, i: Any) -> PyTree:
-        tree = self._snapshots[i]
-        now = _kind(tree)
-        self._like = now if self._like is None else self._like
-        if now != self._like:
-            raise ValueError(_OTHER.format(i))
-        # Copies: JAX lets go of a NumPy array that it has been given at some later call of its own.
-        return jax.tree.map(lambda x: jnp.array(x, copy=True, ndmin=np.ndim(x) + 1), tree)
-
-
-class _Centred(NamedTuple):
-    """Holds snapshots in blocks, to be taken less their mean.
-
-    Attributes:
-      blocks: trees of ``(rows, *leaf.shape)``: one of all snapshots, or one for each. While one of
-        several is read, the first and the mean are in memory, and no other.
-      first: the first snapshot, a tree of ``(1, *leaf.shape)``.
-      mean: the mean of the differences to it.
-    """
-
-    blocks: Sequence[PyTree]
-    first: PyTree
-    mean: PyTree
-
-    def map(self, fn: Callable[..., Any], *rows: PyTree) -> Iterator[PyTree]:
-        # Not a comprehension, whose variable would hold a block while the next one is read.
-        return map(lambda block: jax.tree.map(fn, block, *self[1:], *rows), self.blocks)
-
-    def spanned(self, u: Any) -> PyTree:
-        """Return combinations of them, by the columns of ``u`` (m, r): a tree of (r, ...)."""
-        cut = np.split(u, len(u)) if len(self.blocks) > 1 else [u]
-
-        def turned(part: Any, block: PyTree) -> PyTree:
-            return jax.tree.map(functools.partial(algebra.spanned, part), block, *self[1:])
-
-        return _added(map(turned, cut, self.blocks))
-
-    def coordinates(self, rows: PyTree) -> Any:
-        """Return inner products with rows: (m, r)."""
-        parts = list(map(algebra.total, self.map(algebra.coordinates, rows)))
-        return parts[0] if len(parts) == 1 else np.concatenate(parts)
-
-    def spread(self) -> Any:
-        """Return the sum of their squares."""
-        return sum(map(algebra.total, self.map(algebra.spread)))
-
-
-def _centred(blocks: Sequence[PyTree], m: int) -> _Centred:
-    first = jax.tree.map(lambda x: x[:1], blocks[0])
-    gaps = _added(map(lambda block: jax.tree.map(algebra.gap, block, first), blocks))
-    return _Centred(blocks, first, jax.tree.map(lambda x: x / m, gaps))
-
-
-def _added(parts: Iterator[PyTree]) -> PyTree:
-    """Return the sum of trees, each waited for: a computation under way holds its arguments."""
-
-    def add(x: PyTree, y: PyTree) -> PyTree:
-        return jax.block_until_ready(jax.tree.map(algebra.added, x, y))
-
-    return functools.reduce(add, parts)
-
-
-def _gram(blocks: Sequence[PyTree]) -> Any:
-    """Return inner products of the centred snapshots: (m, m)."""
-    if len(blocks) == 1:
-        return algebra.total(jax.tree.map(algebra.centred_gram, blocks[0]))
-    distances = np.zeros((len(blocks), len(blocks)))
-    for i in range(len(blocks)):
-        one = blocks[i]
-        for j in range(i):
-            pair = algebra.total(jax.tree.map(algebra.distance, one, blocks[j]))
-            distances[i, j] = distances[j, i] = pair
-    return _from_distances(distances)
-
-
-def _from_distances(d: Any) -> Any:
-    """Return inner products of what is centred, from squared distances."""
-    return -0.5 * (d - d.mean(0) - d.mean(1)[:, None] + d.mean())
-
-
-def _blocks(snapshots: Any, stacked: bool | None) -> Sequence[PyTree]:
     if stacked is None:
-        if isinstance(snapshots, Sequence) and not isinstance(snapshots, (list, tuple)):
-            return _Read(snapshots)
-        stacked = not isinstance(snapshots, (list, Iterator))
-    return [snapshots if stacked else _stack(snapshots)]
+        many = isinstance(snapshots, (Sequence, Iterator)) and not isinstance(snapshots, tuple)
+        stacked = not many
+    return principal(snapshots if stacked else _stack(snapshots), n_components, dtype)
 
 
-def _kind(tree: PyTree) -> Any:
-    leaves, structure = jax.tree.flatten(tree)
-    return structure, list(map(np.shape, leaves))
+def principal(
+    snapshots: PyTree, n_components: int, dtype: Any, complete: bool = True, who: str = _WHO
+) -> Basis:
+    """Return ``pca_basis`` of stacked snapshots.
+
+    With ``complete=False`` the components that are missing are zero on the host as well.
+    """
+    narrow = None if dtype is None else checks.floating_dtype(who, "dtype", dtype)
+    m, k = _counted(who, snapshots, n_components), n_components
+    gram = total(jax.tree.map(_gram, snapshots))
+    np_ = _numpy(gram)
+    hint = "Look for the step at which the run broke down."
+    finite = np_ is jnp or bool(np.isfinite(gram).all())
+    checks.require(who, "snapshots", "a NaN or infinity", "finite", finite, hint)
+    u = np_.linalg.eigh(gram)[1][:, ::-1][:, : min(k + _SPARE, m - 1)]
+    rows: PyTree = None
+    s = turn = u
+    for _ in range(2):
+        rows = _orthonormal(jax.tree.map(functools.partial(_spanned, u), snapshots))
+        along = total(jax.tree.map(_coordinates, snapshots, rows))
+        u, s, turn = np_.linalg.svd(along, full_matrices=False)
+    eps = max(np.finfo(wide_dtype(x)).eps for x in jax.tree.leaves(snapshots))
+    noise = np_.sqrt(total(jax.tree.map(_rounding, snapshots)))
+    found = s > noise + eps * np_.sqrt(m) * s[0]
+    if complete and np_ is np and not found[:k].all():
+        allowed = f"at most {found.sum()}, the number of directions in which these snapshots "
+        hint = "Take fewer, or snapshots that lie further apart."
+        allowed += "differ beyond their rounding"
+        raise ValueError(checks.message(who, "n_components", allowed, k, hint))
+    turn = np_.where(found[:k, None], turn[:k], 0.0)
+    rows = jax.tree.map(lambda z: mix(turn.T, z), rows)
+    components = _signed(_orthonormal(rows, times=1))
+    variance = np_.trace(gram)
+    explained = np_.where(found[:k], s[:k] ** 2, 0.0) / np_.where(variance > 0, variance, 1.0)
+    return Basis(
+        components if narrow is None else stored(components, narrow),
+        jax.tree.map(_mean, snapshots),
+        jnp.asarray(explained, jnp.float32),
+    )
 
 
-def _stack(snapshots: Iterable[PyTree]) -> PyTree:
+def _stack(snapshots: Any) -> PyTree:
     """Stack trees a leaf at a time."""
     found = list(snapshots)
-    for i, tree in enumerate(found):
-        if _kind(tree) != _kind(found[0]):
-            raise ValueError(_OTHER.format(i))
+    kinds = [(jax.tree.structure(x), [*map(np.shape, jax.tree.leaves(x))]) for x in found]
+    other = next((f"others at number {i}" for i, x in enumerate(kinds) if x != kinds[0]), "")
+    allowed = "trees of one structure and equal shapes"
+    hint = "If this is one stacked tree whose root is a list, pass stacked=True."
+    checks.require(_WHO, "snapshots", other, allowed, not other, hint)
 
     def stacked(*leaves: Any) -> Any:
         # NumPy's stay on the host, and go to the device a leaf at a time.
@@ -419,14 +282,10 @@ def _stack(snapshots: Iterable[PyTree]) -> PyTree:
     return jax.tree.map(stacked, *found) if found else None
 
 
-def _require(who: str, blocks: Sequence[PyTree], n_components: int) -> int:
+def _counted(who: str, snapshots: PyTree, n_components: int) -> int:
     """Check and return the number of snapshots."""
-    hint = "It is the dimension of the subspace; 32 to 40 are usual."
-    checks.positive_int(who, "n_components", n_components, hint)
-    if len(blocks) == 1:
-        counts = sorted({np.shape(x)[:1] for x in jax.tree.leaves(blocks[0])})
-    else:
-        counts = [(len(blocks),)]
+    checks.positive_int(who, "n_components", n_components, _FEW)
+    counts = sorted({np.shape(x)[:1] for x in jax.tree.leaves(snapshots)})
     allowed = "a tree of arrays with one leading dimension"
     hint = "Stack the snapshots of each leaf, or pass a list of trees."
     fits = len(counts) == 1 and bool(counts[0])
@@ -438,33 +297,171 @@ def _require(who: str, blocks: Sequence[PyTree], n_components: int) -> int:
     return m
 
 
-def _refined(
-    source: _Centred, u: Any, k: int, rounds: int, dtype: Any, complete: bool = True
-) -> Basis:
-    """Return the components, from ``u`` (m, r) that spans about the right combinations."""
-    narrow = None if dtype is None else checks.floating_dtype(_WHO, "dtype", dtype)
-    total = algebra.finite(source.spread())
-    rows: PyTree = None
-    s = turn = u
-    for _ in range(rounds):
-        rows = algebra.orthonormal(source.spanned(u))
-        along = source.coordinates(rows)
-        u, s, turn = algebra.numpy(along).linalg.svd(along, full_matrices=False)
-    np_ = algebra.numpy(s)
-    eps = max(np.finfo(algebra.compute_dtype(x)).eps for x in jax.tree.leaves(source.first))
-    noise = np_.sqrt(algebra.total(jax.tree.map(algebra.rounding, source.first)))
-    found = s > noise + eps * np_.sqrt(len(u)) * s[0]
-    if complete and np_ is np and not found[:k].all():
-        raise ValueError(
-            f"{_WHO}: n_components must be at most {int(found.sum())}, the number of directions in "
-            f"which these snapshots differ beyond their rounding, got {k}. Take fewer, or "
-            "snapshots that lie further apart."
-        )
-    turn = np_.where(found[:k, None], turn[:k], 0.0)
-    rows = jax.tree.map(lambda z: algebra.mix(turn.T, z), rows)
-    components = algebra.signed(algebra.orthonormal(rows, times=1))
-    if narrow is not None:
-        components = algebra.stored(components, narrow)
-    explained = np_.where(found[:k], s[:k] ** 2, 0.0) / np_.where(total > 0, total, 1.0)
-    mean = jax.tree.map(lambda x, gap: (algebra.wide(x) + gap)[0], source.first, source.mean)
-    return Basis(components, mean, jnp.asarray(explained, jnp.float32))
+# Products with a basis go leaf by leaf: no leaf loses its sharding, and nothing is flattened.
+# Narrow storage is decoded inside the sum that reads it: XLA fuses the two and makes no wide copy.
+
+
+def project(
+    components: PyTree, tree: PyTree, shard_axes: tuple[str, ...] = (), who: str = "project"
+) -> jax.Array:
+    """Return coordinates ``(k,)`` of a tree like the params: its products with the components.
+
+    Cost: one read of the components; of sharded leaves ``4k`` bytes are summed over the devices.
+    """
+
+    def part(p: jax.Array, g: Any) -> jax.Array:
+        rows, one = wide(p), wide(g)[None]
+        if p.dtype == rows.dtype:
+            return dot(rows, one)[:, 0]
+        return (rows * one.conj()).real.sum(tuple(range(1, rows.ndim)))
+
+    parts = jax.tree.leaves(jax.tree.map(part, components, tree))
+    return axes.shard_total(parts, shard_axes, who) if parts else jnp.zeros(1)
+
+
+def lift(components: PyTree, columns: jax.Array) -> PyTree:
+    """Return the trees, stacked to ``(c, *leaf.shape)``, with coordinates ``(k, c)``.
+
+    Leaves are f32 or wider. Cost: one read of the components; nothing crosses the devices.
+    """
+
+    def sums(p: jax.Array) -> jax.Array:
+        rows = wide(p)
+        if p.dtype == rows.dtype:
+            return mix(columns, rows)
+        return jnp.stack([(_along_rows(c, rows) * rows).sum(0) for c in columns.T])
+
+    return jax.tree.map(sums, components)
+
+
+def stored(tree: PyTree, dtype: Any) -> PyTree:
+    """Return a copy with real leaves in ``dtype``, or all as they are if it is ``None``."""
+    kept = lambda p: p.dtype if dtype is None or jnp.iscomplexobj(p) else dtype  # noqa: E731
+    return jax.tree.map(lambda p: jnp.array(p, kept(p), copy=True), tree)
+
+
+# Arrays: a stacked leaf x is (m, *leaf.shape). Compiled one by one, so that outside jit only the
+# centred copy of one leaf is there at a time.
+
+
+def wide_dtype(x: Any) -> np.dtype[Any]:
+    """Return the dtype in which a leaf is computed with: f32 or wider."""
+    return trees.buffer_dtype(x, np.dtype(np.float32))
+
+
+def wide(x: Any) -> jax.Array:
+    """Return a leaf in the dtype in which it is computed with."""
+    return jnp.asarray(x).astype(wide_dtype(x))
+
+
+def total(parts: PyTree) -> Any:
+    """Return the sum over leaves: on the host and in f64, unless this is being traced."""
+    leaves = jax.tree.leaves(parts)
+    if any(isinstance(x, Tracer) for x in leaves):
+        return functools.reduce(jnp.add, leaves)
+    return functools.reduce(np.add, [np.asarray(x, np.float64) for x in leaves])
+
+
+def _numpy(x: Any) -> Any:
+    """Return the array library to which ``x`` belongs."""
+    return np if isinstance(x, (np.ndarray, np.generic)) else jnp
+
+
+def dot(x: jax.Array, y: jax.Array) -> jax.Array:
+    """Return real inner products of rows (k, ...) and (m, ...): (k, m)."""
+    inner = tuple(range(1, x.ndim))
+    dtype = jnp.promote_types(x.dtype, y.dtype)
+    kinds = [kind for z in (x, y) for kind in jax.typeof(z).sharding.mesh.axis_types]
+    # Explicit axes want to be told the sharding of a small result.
+    where = PartitionSpec() if AxisType.Explicit in kinds else None
+    return lax.dot_general(
+        x.astype(dtype),
+        y.conj().astype(dtype),
+        ((inner, inner), ((), ())),
+        precision=lax.Precision.HIGHEST,
+        out_sharding=where,
+    ).real
+
+
+@jax.jit
+def mix(turn: Any, rows: Any) -> jax.Array:
+    """Return sums of rows (m, ...), weighted by the columns of ``turn`` (m, r): (r, ...)."""
+    rows, over = wide(rows), (((0,), (0,)), ((), ()))
+    turn = jnp.asarray(turn).astype(rows.dtype)
+    return lax.dot_general(turn, rows, over, precision=lax.Precision.HIGHEST)
+
+
+def _orthonormal(rows: PyTree, times: int = 2) -> PyTree:
+    """Return orthonormal rows of the same span, each the nearest to what it was; zeros stay zero.
+
+    It takes the inverse root of the Gram matrix of the rows: unlike Cholesky's factor it exists,
+    and is no NaN, when rows depend on each other. Once leaves an error of the square of what was
+    there.
+    """
+    for _ in range(times):
+        gram = total(jax.tree.map(lambda z: dot(z, z), rows))
+        np_ = _numpy(gram)
+        norms = np_.sqrt(np_.diagonal(gram))
+        inverse = np_.where(norms > 0, 1.0 / np_.where(norms > 0, norms, 1.0), 0.0)
+        values, vectors = np_.linalg.eigh(gram * inverse * inverse[:, None])
+        roots = np_.where(values > 1e-6, 1.0 / np_.sqrt(np_.maximum(values, 1e-6)), 0.0)
+        turn = inverse[:, None] * ((vectors * roots) @ vectors.T)
+        rows = jax.tree.map(functools.partial(mix, turn), rows)
+    return rows
+
+
+@jax.jit
+def _signed(components: PyTree) -> PyTree:
+    """Turn each row so that its largest element is positive."""
+
+    def ends(p: jax.Array) -> jax.Array:
+        axes = tuple(range(1, p.ndim))
+        low = jnp.minimum(p.real, p.imag).min(axes, initial=0.0)
+        return jnp.stack([jnp.maximum(p.real, p.imag).max(axes, initial=0.0), -low])
+
+    high, low = jnp.stack(jax.tree.leaves(jax.tree.map(ends, components))).max(0)
+    sign = jnp.where(high >= low, 1.0, -1.0)
+    return jax.tree.map(lambda p: p * _along_rows(sign, p), components)
+
+
+def _along_rows(x: jax.Array, like: jax.Array) -> jax.Array:
+    """Return one number for each row of a stacked leaf."""
+    return x.astype(like.dtype).reshape(-1, *[1] * (like.ndim - 1))
+
+
+def _centred(x: Any) -> jax.Array:
+    """Return snapshots less their mean; the first is taken off before, so that nothing cancels."""
+    gaps = wide(x) - wide(x[:1])
+    return gaps - gaps.mean(0, keepdims=True)
+
+
+@jax.jit
+def _mean(x: Any) -> jax.Array:
+    return wide(x[0]) + (wide(x) - wide(x[:1])).mean(0)
+
+
+@jax.jit
+def _gram(x: Any) -> jax.Array:
+    """Return inner products of the centred snapshots: (m, m)."""
+    gaps = _centred(x)
+    return dot(gaps, gaps)
+
+
+@jax.jit
+def _spanned(u: Any, x: Any) -> jax.Array:
+    """Return combinations of the centred snapshots, by the columns of ``u`` (m, r): (r, ...)."""
+    return mix(u, _centred(x))
+
+
+@jax.jit
+def _coordinates(x: Any, rows: jax.Array) -> jax.Array:
+    """Return inner products of the centred snapshots with rows: (m, r)."""
+    return dot(_centred(x), rows)
+
+
+@jax.jit
+def _rounding(x: Any) -> jax.Array:
+    """Return the square of what rounding makes of a snapshot."""
+    inexact = jnp.issubdtype(x.dtype, jnp.inexact)
+    first = (float(jnp.finfo(x.dtype).eps) / 2 if inexact else 0.0) * wide(x[0])
+    return jnp.sum(first.real**2 + first.imag**2)

@@ -11,7 +11,8 @@ import optax
 from boostax._core import axes, checks, trees
 from boostax._core.describe import Holds, describe
 from boostax._core.gate import run_or_hold, told_by
-from boostax.subspace import algebra, components, quasi_newton
+from boostax.subspace import quasi_newton
+from boostax.subspace.basis import Basis, lift, project, stored, wide_dtype
 from boostax.subspace.quasi_newton import Memory, SubspaceRule
 
 PyTree = Any
@@ -67,7 +68,7 @@ class DimReduceState(NamedTuple):
 
     def with_basis(self, basis: Any) -> "DimReduceState":
         """Return the state with another basis, and nothing learnt in it."""
-        rows, explained, _ = components.opened(basis)
+        rows, explained, _ = _opened(basis)
         was, now = (jax.tree.map(jnp.shape, tree) for tree in (self.basis, rows))
         hint = "A compiled step serves both only if they are alike."
         checks.require("replace_basis", "basis", now, f"of the shapes {was}", was == now, hint)
@@ -86,30 +87,55 @@ class DimReduceState(NamedTuple):
 _APART = ("basis", "explained", "to_mean", "skipped", "finite")
 
 
+def _opened(basis: Any) -> tuple[PyTree, Any, PyTree]:
+    """Return the components, the share of the variance in their span and the mean.
+
+    The last two are ``None`` if nobody said.
+    """
+    if isinstance(basis, Basis):
+        return basis.components, jnp.sum(basis.explained), basis.mean
+    return basis, None, None
+
+
+def _kept(basis: Any, params: PyTree, dtype: Any) -> tuple[PyTree, Any, PyTree]:
+    """Return the same of what a caller calls a basis, with a copy of the components as stored.
+
+    Raises:
+      ValueError: they do not fit the params.
+    """
+    if not jax.tree.leaves(params):
+        # optax.tree.map_params asks with no params for the structure of the state.
+        return params, _opened(None if callable(basis) else basis)[1], None
+    rows, explained, mean = _opened(basis(params) if callable(basis) else basis)
+    hidden = lambda node: isinstance(node, optax.MaskedNode)  # noqa: E731
+    if any(map(hidden, jax.tree.leaves(params, is_leaf=hidden))):
+        cut = lambda p, x: p if hidden(p) else x  # noqa: E731
+        rows = jax.tree.map(cut, params, rows, is_leaf=hidden)
+        mean = mean and jax.tree.map(cut, params, mean, is_leaf=hidden)
+    hint = "boostax.subspace.pca_basis(snapshots, k) of the same params is one."
+    got, wanted = jax.tree.structure(rows), jax.tree.structure(params)
+    checks.require(_WHO, "basis", got, f"a tree like the params, {wanted}", got == wanted, hint)
+    k = (jnp.shape(jax.tree.leaves(rows)[0]) or (1,))[0]
+    like = jax.tree.map(lambda p: jax.ShapeDtypeStruct((k, *jnp.shape(p)), jnp.float32), params)
+    trees.require_shapes(_WHO, "basis", rows, like, hint)
+    return stored(rows, dtype), explained, mean
+
+
 def _fresh(
     rows: PyTree, explained: Any, mean: PyTree, params: PyTree, rest: PyTree
 ) -> DimReduceState:
     leaves = jax.tree.leaves(rows)
-    wide = [jnp.finfo(algebra.compute_dtype(x)).dtype for x in leaves]
+    wide = [jnp.finfo(wide_dtype(x)).dtype for x in leaves]
     # Without params there is one coordinate, which stays 0.
     k = leaves[0].shape[0] if leaves else 1
     memory = quasi_newton.empty(k, jnp.result_type(jnp.float32, *wide))
     to_mean = jnp.zeros_like(memory.gradient)
     if mean is not None:
         gap = jax.tree.map(lambda m, p: m - p, mean, trees.at_least_float32(params))
-        to_mean = components.project(rows, gap).astype(to_mean.dtype)
-    counts = {x: jnp.zeros((), jnp.int32) for x in ("steps", "accepted", "tries", "skipped")}
-    return DimReduceState(
-        basis=rows,
-        explained=explained,
-        memory=memory,
-        to_mean=to_mean,
-        **counts,
-        finite=jnp.zeros((), bool),
-        energy=jnp.zeros((), jnp.float32),
-        length=jnp.zeros((), jnp.float32),
-        residual_state=rest,
-    )
+        to_mean = project(rows, gap).astype(to_mean.dtype)
+    counts = [jnp.zeros((), jnp.int32) for _ in range(4)]
+    last = [jnp.zeros((), dtype) for dtype in (bool, jnp.float32, jnp.float32)]
+    return DimReduceState(rows, explained, memory, to_mean, *counts, *last, residual_state=rest)
 
 
 def _require_given(params: PyTree, value: Any, value_fn: LossAt | None) -> LossAt:
@@ -129,7 +155,7 @@ def _measured(
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Return a gradient's coordinates, its squares inside and as a whole, and the loss."""
     gradient = trees.at_least_float32(raw)
-    inside = components.project(state.basis, gradient, shards, _WHO)
+    inside = project(state.basis, gradient, shards, _WHO)
     parts = [jnp.sum(g.real**2 + g.imag**2).astype(inside.dtype) for g in jax.tree.leaves(gradient)]
     whole = axes.shard_total(parts, shards, _WHO)
     squares = jnp.stack([axes.to_varying(inside @ inside, axes.varying(whole)), whole])
@@ -157,7 +183,7 @@ def _searched(
         direction = jnp.where(downhill, state.to_mean, direction)
     # Both in one reading of the basis.
     columns = [direction, inside] if both else [direction]
-    lifted = components.lift(state.basis, jnp.stack(columns, 1))
+    lifted = lift(state.basis, jnp.stack(columns, 1))
     along, shadow = (jax.tree.map(lambda x, i=i: x[i], lifted) for i in (0, -1))
     wide = trees.at_least_float32(params)
 
@@ -190,7 +216,7 @@ def dim_reduce(
     basis: Any,
     *,
     residual: optax.GradientTransformation | None = None,
-    rule: SubspaceRule | Literal["boostax", "mindspore", "p-bfgs"] = "boostax",
+    rule: SubspaceRule | Literal["boostax", "mindspore"] = "boostax",
     dtype: Any = None,
     axis_name: axes.AxisName | None = None,
     shard_axes: axes.AxisName | None = None,
@@ -215,8 +241,8 @@ def dim_reduce(
         ``(k, *leaf.shape)`` with orthonormal rows; or a function of the params that returns one. A
         copy goes into the state, where ``replace_basis`` puts another without compiling again.
       residual: any Optax optimizer, for the part of the gradient outside the span.
-      rule: ``"mindspore"`` and ``"p-bfgs"`` do as MindSpore 2.10 and the authors' code do, faults
-        included; or a ``SubspaceRule`` of one's own.
+      rule: ``"mindspore"`` does as MindSpore 2.10 does, faults included; or a ``SubspaceRule`` of
+        one's own.
       dtype: floating dtype in which the basis is kept. ``None`` keeps it as it is.
       axis_name: replica axis, or axes, over which gradients are local: coordinates and losses are
         averaged over them, and a ``residual`` has to reduce what is left of the local gradients,
@@ -262,7 +288,7 @@ def dim_reduce(
     inner = {} if outside is None else {"residual_state": outside}
 
     def init_fn(params: PyTree) -> DimReduceState:
-        rows, explained, mean = components.kept(_WHO, basis, params, narrow)
+        rows, explained, mean = _kept(basis, params, narrow)
         rest = () if outside is None else outside.init(trees.at_least_float32(params))
         return _fresh(rows, explained, mean if how.towards_mean else None, params, rest)
 

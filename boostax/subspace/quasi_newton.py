@@ -23,8 +23,7 @@ class SubspaceRule:
       least_curvature: and if ``y.s`` is above this.
       scaled: whether the first matrix is ``y.s / y.y`` times the identity.
       failure: what becomes of the matrix when no length suffices: ``"reset"`` to the identity times
-        the last length tried, ``"rollback"`` to what it was before the step, or ``"keep"``.
-      take_last: whether the last length is taken although it does not suffice.
+        the last length tried, or ``"rollback"`` to what it was before the step.
       towards_mean: whether the first step goes to the mean of the snapshots, where that is known
         and the way leads downhill.
     """
@@ -36,17 +35,13 @@ class SubspaceRule:
     curvature: float = 1e-4
     least_curvature: float = 0.0
     scaled: bool = True
-    failure: Literal["reset", "rollback", "keep"] = "reset"
-    take_last: bool = False
+    failure: Literal["reset", "rollback"] = "reset"
     towards_mean: bool = True
 
 
 # MindSpore 2.10: two lengths, the identity to begin with, everything back when both fail.
-MINDSPORE = SubspaceRule(2, 0.55, 0.4, 0.0, 0.0, 1e-20, False, "rollback", False, False)
-# The authors' own code (https://github.com/nblt/DLDR): twenty, and then the last one is taken.
-P_BFGS = SubspaceRule(20, 0.4, 0.4, 0.0, 0.0, 1e-20, False, "keep", True, False)
-
-RULES = {"boostax": SubspaceRule(), "mindspore": MINDSPORE, "p-bfgs": P_BFGS}
+MINDSPORE = SubspaceRule(2, 0.55, 0.4, 0.0, 0.0, 1e-20, False, "rollback", False)
+RULES = {"boostax": SubspaceRule(), "mindspore": MINDSPORE}
 
 
 class Memory(NamedTuple):
@@ -71,7 +66,7 @@ class Search(NamedTuple):
     """Holds what a line search found.
 
     Attributes:
-      length: scalar of the loss's dtype, 0 if none suffices and ``rule.take_last`` is false.
+      length: scalar of the loss's dtype, 0 if none suffices.
       accepted: bool scalar.
       tries: i32 scalar, losses computed.
       last: the last length tried.
@@ -85,8 +80,7 @@ class Search(NamedTuple):
 
 def empty(k: int, dtype: Any) -> Memory:
     """Return a memory of nothing: the identity."""
-    zeros = lambda: jnp.zeros(k, dtype)  # noqa: E731
-    no = lambda: jnp.zeros((), bool)  # noqa: E731
+    zeros, no = lambda: jnp.zeros(k, dtype), lambda: jnp.zeros((), bool)
     return Memory(jnp.eye(k, dtype=dtype), zeros(), zeros(), no(), no())
 
 
@@ -123,7 +117,7 @@ def search(
 
     .. math:: L(t) < L(0) + \text{rule.slope} \cdot t\,L'(0) + \text{rule.slack} \cdot |L(0)|
 
-    A loss that is not finite never suffices; ``rule.take_last`` takes the last length all the same.
+    A loss that is not finite never suffices.
 
     Args:
       loss: :math:`L`, of a length along the direction.
@@ -147,26 +141,18 @@ def search(
 
     start = (jnp.zeros((), jnp.int32), jnp.zeros((), value.dtype), jnp.zeros((), bool))
     tries, last, accepted = lax.while_loop(go_on, attempt, start)
-    taken = accepted | rule.take_last
-    return Search(jnp.where(taken, last, 0.0), accepted, tries, last)
+    return Search(jnp.where(accepted, last, 0.0), accepted, tries, last)
 
 
 def conclude(
     before: Memory, memory: Memory, direction: jax.Array, found: Search, rule: SubspaceRule
 ) -> Memory:
     """Return the memory after a line search: with its step, or as ``rule.failure`` says."""
-    moved = found.length > 0
-    step = jnp.where(moved, found.length * direction, memory.step)
-    if rule.failure == "keep":
-        return memory._replace(step=step)
-    ok = found.accepted
+    ok, step = found.accepted, found.length * direction
     if rule.failure == "rollback":
-        keep = lambda new, old: jnp.where(ok, new, old)  # noqa: E731
-        return memory._replace(
-            inverse=keep(memory.inverse, before.inverse),
-            gradient=keep(memory.gradient, before.gradient),
-            step=step,
-        )
+        moved = memory._replace(step=step)
+        back = before._replace(started=memory.started, paired=memory.paired)
+        return jax.tree.map(lambda new, old: jnp.where(ok, new, old), moved, back)
     # Too long by as much as the search went back: the next direction is shorter.
     size = jnp.trace(memory.inverse) / step.size
     shorter = jnp.eye(step.size, dtype=step.dtype) * size * found.last

@@ -2,8 +2,7 @@
 """Record the path of the params in a ring buffer, beside any optimizer.
 
 A snapshot is written into its slot and nothing else is touched: the gate compiles the write into a
-branch, and the compilers for CPU, TPU v5e and H100 do it in place. With each snapshot goes one row
-of its distances to the others, so that a basis needs no pass over all pairs in the end.
+branch, and the compilers for CPU, TPU v5e and H100 do it in place.
 """
 
 from typing import Any, NamedTuple
@@ -15,10 +14,10 @@ import optax
 from jax import lax
 from jax.core import Tracer
 
-from boostax._core import axes, checks, trees
+from boostax._core import checks, trees
 from boostax._core.describe import Holds, Stepped, describe
 from boostax._core.gate import run_or_hold
-from boostax.subspace.basis import Basis, Gram, pca_from_gram, updated_gram
+from boostax.subspace.basis import Basis, principal
 
 PyTree = Any
 _WHO = "record_trajectory"
@@ -31,14 +30,12 @@ class TrajectoryState(NamedTuple):
       steps: i32, calls so far.
       recorded: i32, snapshots so far; the next one goes to the slot ``recorded % size``.
       snapshots: tree like the params of ``(size, *leaf.shape)`` in the storage dtype.
-      gram: the squared distances between them.
     """
 
     steps: jax.Array
     recorded: jax.Array
     snapshots: PyTree
-    gram: Gram
-    holds = Holds(("recorded", "snapshots", "gram"), params=True)
+    holds = Holds(("recorded", "snapshots"), params=True)
 
     def whole_params(self) -> bool:
         """Say that snapshots are of all params: what masks some of them must not stand around."""
@@ -55,7 +52,6 @@ def record_trajectory(
     every: int = 1,
     start: int = 0,
     dtype: Any = "float32",
-    shard_axes: axes.AxisName | None = None,
 ) -> optax.GradientTransformationExtraArgs:
     r"""Keep the last ``size`` snapshots of the params; pass the updates through.
 
@@ -73,13 +69,11 @@ def record_trajectory(
       start: calls before the first one.
       dtype: in which snapshots are stored; f64 and complex leaves keep their kind. In bf16 only
         what differs by more than 0.4% of a weight is told apart.
-      shard_axes: axes over which leaves are sharded (FSDP) inside ``jax.shard_map``.
 
     Returns:
       A transformation with a ``TrajectoryState``. Cost: ``size`` copies of the params in ``dtype``,
-      sharded as they are; at a snapshot one read of them, and of sharded params ``4 * size`` bytes
-      summed over the devices (under plain ``jit`` for each leaf); nothing at other calls. No copy
-      of the buffer or of donated params on CPU, TPU v5e and H100.
+      sharded as they are; at a snapshot one read of the params and one write of a slot, nothing at
+      other calls. No copy of the buffer or of donated params on CPU, TPU v5e and H100.
 
     Raises:
       ValueError, TypeError: an argument out of range; at trace time, ``update`` without params.
@@ -105,7 +99,6 @@ def record_trajectory(
     checks.positive_int(_WHO, "every", every, "It counts calls from one snapshot to the next.")
     checks.natural(_WHO, "start", start, "It counts calls before the first snapshot.")
     narrow = checks.floating_dtype(_WHO, "dtype", dtype)
-    shards = axes.canonical(_WHO, shard_axes)
 
     def init_fn(params: PyTree) -> TrajectoryState:
         def buffer(p: jax.Array) -> jax.Array:
@@ -113,12 +106,10 @@ def record_trajectory(
             slot = jnp.zeros_like(p, dtype=trees.buffer_dtype(p, narrow))
             return jnp.broadcast_to(slot, (size, *slot.shape))
 
-        widest = jnp.result_type(jnp.float32, *[_real_dtype(p) for p in jax.tree.leaves(params)])
         return TrajectoryState(
             steps=jnp.zeros((), jnp.int32),
             recorded=jnp.zeros((), jnp.int32),
             snapshots=jax.tree.map(buffer, params),
-            gram=Gram(jnp.zeros((size, size), widest)),
         )
 
     @describe(_WHO, "recorder")
@@ -129,7 +120,7 @@ def record_trajectory(
         held = state._replace(steps=None)
 
         def write() -> Stepped:
-            return (), _written(held, params, shards)
+            return (), _written(held, params)
 
         since = state.steps - start
         due = jnp.logical_and(since >= 0, since % every == 0)
@@ -143,18 +134,15 @@ def record_trajectory(
     return optax.GradientTransformationExtraArgs(init_fn, update_fn)
 
 
-def _written(
-    state: TrajectoryState, params: PyTree, shards: tuple[str, ...] = ()
-) -> TrajectoryState:
+def _written(state: TrajectoryState, params: PyTree) -> TrajectoryState:
     """Return the state with one more snapshot."""
-    slot = state.recorded % state.gram.distances.shape[0]
-    new = jax.tree.map(lambda x, p: p.astype(x.dtype), state.snapshots, params)
-    snapshots = jax.tree.map(
-        lambda x, p: lax.dynamic_update_index_in_dim(x, p, slot, 0), state.snapshots, new
-    )
-    # After the write: before it, the buffer would have to be copied.
-    gram = updated_gram(state.gram, snapshots, new, slot, shards)
-    return state._replace(recorded=state.recorded + 1, snapshots=snapshots, gram=gram)
+
+    def put(x: jax.Array, p: jax.Array) -> jax.Array:
+        slot = state.recorded % x.shape[0]
+        return lax.dynamic_update_index_in_dim(x, p.astype(x.dtype), slot, 0)
+
+    snapshots = jax.tree.map(put, state.snapshots, params)
+    return state._replace(recorded=state.recorded + 1, snapshots=snapshots)
 
 
 def trajectory(opt_state: PyTree) -> tuple[PyTree, int]:
@@ -169,8 +157,8 @@ def trajectory(opt_state: PyTree) -> tuple[PyTree, int]:
     Raises:
       ValueError: nothing in the state records.
     """
-    state = _state("trajectory", opt_state)
-    recorded, size = int(state.recorded), state.gram.distances.shape[0]
+    state, size = _recorded("trajectory", opt_state)
+    recorded = int(state.recorded)
     first = max(recorded - size, 0)
     order = np.arange(first, recorded) % size
     return jax.tree.map(lambda x: x[order], state.snapshots), recorded - first
@@ -186,8 +174,6 @@ def trajectory_basis(
 ) -> Basis:
     """Return the leading directions of the recorded snapshots.
 
-    They come from the distances kept with them.
-
     With ``params``, where a run stands now, as one more snapshot. A finish that begins there wants
     that, and all directions but one: what sets these params apart is then in the span.
 
@@ -200,8 +186,8 @@ def trajectory_basis(
         those that are missing zero, as inside ``jit``.
 
     Returns:
-      A ``Basis``, as ``pca_basis`` of the same snapshots gives it. Cost: as ``pca_from_gram``; no
-      copy of a full buffer, but with ``params`` one. Inside ``jit`` the buffer must be full.
+      A ``Basis``, as ``pca_basis`` of the same snapshots gives it. Cost: as there; no copy of a
+      full buffer, but with ``params`` one. Inside ``jit`` the buffer must be full.
 
     Raises:
       ValueError: nothing in the state records, or as ``pca_basis``.
@@ -215,27 +201,19 @@ def trajectory_basis(
       >>> boostax.subspace.trajectory_basis(state, 1).components.round(3).tolist()
       [[0.6000000238418579, 0.800000011920929]]
     """
-    state = _state("trajectory_basis", opt_state)
+    state, size = _recorded("trajectory_basis", opt_state)
     if params is not None:
         state = _written(state, params)
-    snapshots, gram = state.snapshots, state.gram
-    size = gram.distances.shape[0]
     count = size if isinstance(state.recorded, Tracer) else int(state.recorded)
+    snapshots = state.snapshots
     if count < size:
         snapshots = jax.tree.map(lambda x: x[:count], snapshots)
-        gram = Gram(gram.distances[:count, :count])
-    return pca_from_gram(gram, snapshots, n_components, dtype=dtype, complete=complete)
+    return principal(snapshots, n_components, dtype, complete, "trajectory_basis")
 
 
-def _state(who: str, opt_state: PyTree) -> TrajectoryState:
+def _recorded(who: str, opt_state: PyTree) -> tuple[TrajectoryState, int]:
+    """Return the state of a recorder, and how many snapshots it has room for."""
     found = trees.find(opt_state, lambda x: isinstance(x, TrajectoryState))
-    if not found:
-        raise ValueError(
-            f"{who}: opt_state must hold a TrajectoryState, got none. Put "
-            "boostax.subspace.record_trajectory into the chain."
-        )
-    return found[0]
-
-
-def _real_dtype(p: Any) -> np.dtype[Any]:
-    return jnp.finfo(trees.buffer_dtype(p, np.dtype(np.float32))).dtype
+    hint = "Put boostax.subspace.record_trajectory into the chain."
+    checks.require(who, "opt_state", None, "one with a TrajectoryState", bool(found), hint)
+    return found[0], jax.tree.leaves(found[0].snapshots)[0].shape[0]
