@@ -1,15 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
 """Intercept the calls of a linen model, so that a removed norm has no variables at all."""
 
-import functools
 from collections.abc import Callable
 from typing import Any
 
 import flax.linen as nn
 import jax
 
-from boostax.model.branches import LessBNReport, complete, examine, mark, stand_in
+from boostax.model.branches import LessBNReport, examine, mark, stand_in
 from boostax.model.normalized_dense import NormalizedDense
+
+# Called with a layer, its path, its input, and a function that gives its result.
+Replacement = Callable[[Any, str, Any, Callable[[], Any]], Any]
 
 
 class LessBN(nn.Module):
@@ -37,19 +39,15 @@ class LessBN(nn.Module):
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Return ``module(*args, **kwargs)`` without those norms."""
 
-        def dense(module: nn.Dense, path: str, x: Any, result: Callable[[], Any]) -> Any:
+        def replaced(layer: Any, path: str, x: Any, result: Callable[[], Any]) -> Any:
             if path != self.head:
-                return result()
-            same = {name: getattr(module, name) for name in _SAME}
-            start: Any = nn.initializers.constant(self.multiplier)
-            scope: Any = module.scope
+                return x if path in self.removed else result()
+            same = {name: getattr(layer, name) for name in _SAME}
+            start = nn.initializers.constant(self.multiplier)
             # In the Dense's own scope: the path of its kernel does not change.
-            return NormalizedDense(multiplier_init=start, parent=scope, **same)(x)
+            return NormalizedDense(multiplier_init=start, parent=layer.scope, **same)(x)
 
-        def norm(module: nn.BatchNorm, path: str, x: Any, result: Callable[[], Any]) -> Any:
-            return x if path in self.removed else result()
-
-        with _calls(norm, dense, len(self.path)):
+        with _intercepted(replaced, len(self.path)):
             return self.module(*args, **kwargs)
 
 
@@ -61,32 +59,30 @@ def structure(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) 
     """Return what ``examine`` says of ``module.init(key, *args, **kwargs)``."""
     paths: list[str] = []
 
-    def norm(module: nn.BatchNorm, path: str, x: Any, result: Callable[[], Any]) -> Any:
+    def marked(layer: Any, path: str, x: Any, result: Callable[[], Any]) -> Any:
+        if isinstance(layer, nn.Dense):
+            return mark("dense", result(), path)
         paths.append(path)
-        return stand_in(module, x, path)
-
-    def dense(module: nn.Dense, path: str, x: Any, result: Callable[[], Any]) -> Any:
-        return mark("dense", result(), path)
+        return stand_in(layer, x, path)
 
     def run(key: jax.Array, args: Any, kwargs: Any) -> Any:
-        with _calls(norm, dense):
+        with _intercepted(marked):
             return module.init_with_output(key, *args, **kwargs)[0]
 
-    return complete(examine(run, jax.random.key(0), args, kwargs), paths)
+    return examine(run, jax.random.key(0), args, kwargs, paths)
 
 
-def _calls(norm: Any, dense: Any, root: int = 0) -> Any:
-    """Intercept BatchNorms and Denses, by ``fn(module, path, x, result)``; ``result()`` is theirs.
+def _intercepted(replacement: Replacement, root: int = 0) -> Any:
+    """Put ``replacement`` in place of the calls of BatchNorms and Denses.
 
     Paths are those below a module whose own path has ``root`` components.
     """
 
     def intercept(next_fun: Any, args: Any, kwargs: Any, context: Any) -> Any:
-        module, result = context.module, functools.partial(next_fun, *args, **kwargs)
-        for kind, fn, name in ((nn.BatchNorm, norm, "x"), (nn.Dense, dense, "inputs")):
-            if context.method_name == "__call__" and isinstance(module, kind):
-                x = args[0] if args else kwargs[name]
-                return fn(module, "/".join(module.path[root:]), x, result)
-        return result()
+        layer, result = context.module, lambda: next_fun(*args, **kwargs)
+        if context.method_name != "__call__" or not isinstance(layer, (nn.BatchNorm, nn.Dense)):
+            return result()
+        x = args[0] if args else kwargs["inputs" if isinstance(layer, nn.Dense) else "x"]
+        return replacement(layer, "/".join(layer.path[root:]), x, result)
 
     return nn.intercept_methods(intercept)

@@ -7,7 +7,7 @@ from typing import Any
 import jax
 from flax import nnx
 
-from boostax.model.branches import LessBNReport, complete, examine, mark, stand_in
+from boostax.model.branches import LessBNReport, examine, mark, stand_in
 from boostax.model.normalized_dense import NormalizedLinear
 
 
@@ -53,23 +53,19 @@ def structure(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Les
         marked: Any = nnx.merge(graph, state)
         return marked(*args, **kwargs)
 
-    return complete(examine(run, state, args, kwargs), paths)
+    return examine(run, state, args, kwargs, paths)
 
 
 @functools.cache
 def _marking_class(cls: Any) -> Any:
     """Make a subclass whose call leaves a mark in the trace. Cached, as NNX keeps every class."""
 
-    def norm(self: Any, x: Any, *args: Any, **kwargs: Any) -> Any:
-        del args, kwargs
-        return stand_in(self, x, self.boostax_path)
+    def call(self: Any, x: Any, *args: Any, **kwargs: Any) -> Any:
+        if issubclass(cls, nnx.BatchNorm):
+            return stand_in(self, x, self.boostax_path)
+        return mark("dense", cls.__call__(self, x, *args, **kwargs), self.boostax_path)
 
-    def linear(self: Any, *args: Any, **kwargs: Any) -> Any:
-        return mark("dense", cls.__call__(self, *args, **kwargs), self.boostax_path)
-
-    call = norm if issubclass(cls, nnx.BatchNorm) else linear
-    meta: Any = type(cls)
-    return meta(cls.__name__, (cls,), {"__call__": call, "__module__": cls.__module__})
+    return type(cls)(cls.__name__, (cls,), {"__call__": call, "__module__": cls.__module__})
 
 
 def _name(path: tuple[Any, ...]) -> str:
