@@ -15,7 +15,6 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
@@ -111,16 +110,6 @@ def mark(kind: str, x: jax.Array, path: str) -> jax.Array:
     return checkpoint_name(x, f"{_PREFIX}:{kind}:{path}")
 
 
-def stand_in(norm: Any, x: Any, path: str) -> jax.Array:
-    """Return the input of a BatchNorm of Flax, marked, in the dtype of its result.
-
-    Nothing is computed: a norm over a named axis would ask for that axis.
-    """
-    x = jnp.asarray(x)
-    dtype = norm.dtype or jnp.promote_types(x.dtype, norm.param_dtype)
-    return mark("norm", x.astype(dtype), path)
-
-
 def examine(
     run: Callable[[PyTree, Any, Any], PyTree],
     fixed: PyTree,
@@ -170,8 +159,7 @@ def require_readable() -> None:
     def block(product: Callable[..., jax.Array], x: jax.Array, w: jax.Array, at: str) -> jax.Array:
         return mark("norm", product(mark("norm", product(x, w), f"{at}/inner"), w), f"{at}/last")
 
-    def convolved(x: jax.Array, w: jax.Array) -> jax.Array:
-        return lax.conv(x[None, None], w[None, None], (1, 1), "SAME")[0, 0]
+    convolved = lambda x, w: lax.conv(x[None, None], w[None, None], (1, 1), "SAME")[0, 0]  # noqa: E731
 
     def model(w: jax.Array, x: jax.Array) -> jax.Array:
         x = x + block(lax.dot, x, w, "sum")
@@ -214,15 +202,13 @@ def _judged(program: jaxprs.ClosedJaxpr, data: int) -> LessBNReport:
     fixed = [Flow()] * (len(program.jaxpr.invars) - data)
     inputs = [*fixed, *(Flow().through(new("input")) for _ in range(data))]
     outputs = interpret.flow(program, inputs, results, _union, nothing=Flow(), once=True)
-    calls: dict[str, list[Norm]] = {}
-    for node in nodes:
-        if node.kind == "norm":
-            verdict = verdicts.get(node, (False, "in no residual branch"))
-            calls.setdefault(node.path, []).append(Norm(node.path, *verdict))
-    # False sorts first: a norm that is called twice goes only if both calls may go.
-    norms = tuple(min(each, key=lambda norm: norm.removed) for each in calls.values())
+    norms: dict[str, Norm] = {}
+    for node in (node for node in nodes if node.kind == "norm"):
+        norm = Norm(node.path, *verdicts.get(node, (False, "in no residual branch")))
+        # A norm that is called twice goes only if both calls may go.
+        norms[node.path] = min(norms.get(node.path, norm), norm, key=lambda norm: norm.removed)
     heads = [node.path for node in sorted(_union(outputs).sites) if node.kind == "dense"]
-    return LessBNReport(norms, heads[-1] if heads else None)
+    return LessBNReport(tuple(norms.values()), heads[-1] if heads else None)
 
 
 def _ended(name: str, flows: list[Flow]) -> dict[Node, tuple[bool, str]]:

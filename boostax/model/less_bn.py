@@ -99,27 +99,19 @@ def changed(
 ) -> tuple[Any, LessBNReport]:
     """Do what ``less_bn`` does; without ``strict`` it may be that nothing is changed."""
     with checks.needing(_WHO, "Flax", "workloads"):
-        import flax.linen as nn
-        from flax import nnx
-    from boostax.model import less_bn_linen, less_bn_nnx
-
+        from boostax.model import less_bn_flax as flax
     hint = "It starts the multiplier of the head, 1 by default."
     checks.number(_WHO, "multiplier", multiplier, "positive", lambda m: m > 0, hint)
-    allowed = "a flax.linen.Module or flax.nnx.Module"
-    hint = "Give the model itself, not its apply function or its params."
-    fits = isinstance(module, (nn.Module, nnx.Module))
-    checks.require(_WHO, "module", module, allowed, fits, hint, TypeError)
-    allowed = "a model that less_bn has not changed yet"
-    hint = "Call it once, on the whole model, with remove= for what else shall go."
-    fits = not isinstance(module, less_bn_linen.LessBN)
+    allowed = "a flax.linen.Module or flax.nnx.Module that less_bn has not changed yet"
+    hint = "Give the model itself, once, with remove= for what else shall go."
+    fits = isinstance(module, flax.MODULES) and not isinstance(module, flax.LessBN)
     checks.require(_WHO, "module", type(module), allowed, fits, hint, TypeError)
-    library: Any = less_bn_linen if isinstance(module, nn.Module) else less_bn_nnx
-    found = library.structure(module, args, kwargs)
+    found = flax.structure(module, args, kwargs)
     norms = found.norms if remove is None else _chosen(found.norms, remove)
     report = LessBNReport(norms, found.head if normalized_head else None)
     if strict:
         _require_change(report, normalized_head, remove)
-    return library.without(module, report.removed, report.head, multiplier), report
+    return flax.without(module, report.removed, report.head, multiplier), report
 
 
 def _require_change(report: LessBNReport, normalized_head: bool, remove: Remove) -> None:
@@ -127,21 +119,23 @@ def _require_change(report: LessBNReport, normalized_head: bool, remove: Remove)
     hint = "Only a Dense whose result leaves the model with no other product behind it is one."
     fits = not normalized_head or report.head is not None
     checks.require(_WHO, "normalized_head", normalized_head, allowed, fits, hint)
-    kept = "; ".join(f"{norm.path}: {norm.reason}" for norm in report.norms)
-    hint = f"Nothing would change. BatchNorms: {kept or 'none'}."
+    kept = "; ".join(f"{norm.path}: {norm.reason}" for norm in report.norms) or "none"
+    allowed, hint = (
+        "a choice that removes a BatchNorm",
+        f"Nothing would change. BatchNorms: {kept}.",
+    )
     fits = normalized_head or bool(report.removed)
-    checks.require(_WHO, "remove", remove, "a choice that removes a BatchNorm", fits, hint)
+    checks.require(_WHO, "remove", remove, allowed, fits, hint)
 
 
 def _chosen(norms: tuple[Norm, ...], remove: Any) -> tuple[Norm, ...]:
     """Return the norms with the verdict of the user."""
     if callable(remove):
-        said = {True: "remove says so", False: "remove says no"}
         chosen = [(x.path, bool(remove(x.path, x.removed))) for x in norms]
-        return tuple(Norm(path, goes, said[goes]) for path, goes in chosen)
+        return tuple(Norm(x, goes, f"remove says {'so' if goes else 'no'}") for x, goes in chosen)
+    allowed = "None, a list of patterns or a function"
     hint = "Such as ['block_*/norm_1'], or lambda path, by_rule: by_rule and path != 'norm'."
     fits = isinstance(remove, Sequence) and not isinstance(remove, str)
-    allowed = "None, a list of patterns or a function"
     checks.require(_WHO, "remove", remove, allowed, fits, hint, TypeError)
     hint = f"BatchNorms: {', '.join(x.path for x in norms) or 'none'}."
     reasons: dict[str, str] = {}
