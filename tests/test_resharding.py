@@ -143,9 +143,7 @@ def test_without_leave_another_number_is_refused(tmp_path):
     with Checkpointer(tmp_path) as checkpointer:
         checkpointer.save(1, state)
         other = made(KINDS["residual"](), 4).init(initial())
-        with pytest.raises(
-            ValueError, match="the number of replicas differs, reshard=True"
-        ):
+        with pytest.raises(ValueError, match="the number of replicas differs, reshard=True"):
             checkpointer.restore(other)
 
 

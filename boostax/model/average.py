@@ -151,9 +151,8 @@ def average_params(
     tx = checks.transformation(_WHO, "inner", inner)
     checks.choice(_WHO, "kind", kind, ("ema", "window", "lawa"), "'ema' is the usual one.")
     for name, value, owner in (("decay", decay, "ema"), ("size", size, "lawa")):
-        if kind != owner:
-            allowed = f"left out with kind {kind!r}"
-            checks.absent(_WHO, name, value, allowed, f"It is for {owner!r}.")
+        fits, allowed = kind == owner or value is None, f"left out with kind {kind!r}"
+        checks.require(_WHO, name, value, allowed, fits, f"It is for {owner!r}.")
     decay, slots = 0.999 if decay is None else decay, 5 if size is None else size
     checks.number(_WHO, "decay", decay, "in (0, 1)", lambda x: 0 < x < 1, "0.999 is the default.")
     checks.positive_int(_WHO, "size", slots, "It counts snapshots in memory; 5 are usual.")
