@@ -152,33 +152,97 @@ class Box(NamedTuple):
     bias: object
 
 
+RULES = {"layers": "stacked", "*embedding": -1, "qkv": 0, "depthwise_*": None, "head/*": "auto"}
+ONE_INPUT = "first/kernel:1x5: pointwise/kernel:1x1x1x5:"
+# By case: options, and of each leaf its path, its shape and the axes that are averaged.
+CASES = {
+    "haiku": (
+        {"layout": "haiku"},
+        "linear/w:5x4:0 linear/b:4: conv2_d/w:3x2x5x4:012 conv2_d/b:4x1x2: embed/embeddings:7x4: "
+        "net/~/conv2_d_transpose/w:3x2x5x4:013 layer_norm/scale:3x4: layer_norm/offset:3x4:",
+    ),
+    "torch": (
+        {"layout": "torch"},
+        "embed_tokens.weight:7x4: patch_embed.proj.weight:5x3x2x2:123 pos_embed:1x6x4: fc.bias:3: "
+        "mix.in_proj_weight:12x4:1 lstm.weight_ih_l0:8x3:1 up.conv_transpose.weight:4x5x2x2:023 "
+        "norm.weight:4: fc.weight:3x4:1",
+    ),
+    "torch, stacked": ({"layout": "torch", "axes": {"fc": "stacked"}}, "fc/weight:2x3x4:2"),
+    "torch, input channels": (
+        {"layout": "torch", "multiple_of": 16},
+        "a/weight:4x16x3x3:123 b/weight:16x3x16x16:",
+    ),
+    "input channels": (
+        {"multiple_of": 16},
+        "dense:32x4:0 narrow:10x4: conv:3x3x16x4:012 stem:16x16x3x4: depthwise:4x4x1x8:",
+    ),
+    "rules by path": (
+        {"axes": RULES},
+        "layers/query/kernel:2x6x3x2:1 layers/query/bias:2x3x2: layers/gain:2: head/kernel:6x4:0 "
+        "embed/embedding:7x4:1 qkv/kernel:6x3x2x2:0 qkv/bias:3x2x2: depthwise_0/kernel:3x3x1x4:",
+    ),
+    "the first that matches decides": (
+        {"axes": {"layers/query/kernel": (1, -2), "layers": "stacked"}},
+        "layers/query/kernel:2x6x3x2:12 layers/key/kernel:2x6x3x2:1",
+    ),
+    # As ``optax.centralize`` has it, which in Flax's layout averages over outputs.
+    "a function for another layout": (
+        {"axes": lambda path, leaf: tuple(range(1, leaf.ndim))},
+        "weight:8x3x2x2:123 dense:4x6:1 bias:4:",
+    ),
+    "a function that gives rules": (
+        {"axes": lambda path, leaf: {2: 0, 3: "auto", 4: "stacked"}.get(leaf.ndim)},
+        "layers/query/kernel:2x6x3x2:1 layers/query/bias:2x3x2: embed/embedding:7x4:0 "
+        "qkv/kernel:6x3x2x2:12 layers/gain:2:",
+    ),
+    # Defect guarded against: the mean over one input is the gradient, which would always be zero.
+    "one input": ({}, ONE_INPUT),
+    "one input, by a pattern": ({"axes": {"first": 0}}, ONE_INPUT),
+    "one input, by a function": (
+        {"axes": lambda path, leaf: tuple(range(leaf.ndim - 1))},
+        ONE_INPUT,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_axes_that_are_averaged(name):
+    options, leaves = CASES[name]
+    leaves = [leaf.split(":") for leaf in leaves.split()]
+    grads = {path: jnp.asarray(wave(*map(int, shape.split("x")))) for path, shape, _ in leaves}
+    expected = {path: tuple(map(int, axes)) for path, _, axes in leaves}
+    assert averaged(centralize_gradients(**options), grads) == expected
+
+
+def gradients_of(make):
+    """Gradients like the params of a model that is never computed."""
+    params, _ = eqx.partition(eqx.filter_eval_shape(make), lambda x: hasattr(x, "dtype"))
+    return jax.tree.map(lambda x: jnp.asarray(wave(*x.shape)), params)
+
+
+def kernels_of(tx, grads):
+    return {name: axes for name, axes in averaged(tx, grads).items() if axes}
+
+
 def test_flax_layouts():
     class Model(nn.Module):
         @nn.compact
         def __call__(self, tokens):
-            x = nn.Embed(7, 12, name="embed")(tokens)
-            x = nn.LayerNorm(name="norm")(x)
+            x = nn.LayerNorm(name="norm")(nn.Embed(7, 12, name="embed")(tokens))
             x = nn.MultiHeadDotProductAttention(3, qkv_features=6, out_features=12, name="mix")(x)
             x = nn.Dense(8, name="dense")(x).reshape(2, 2, 2, 8)
-            x = nn.Conv(6, (3, 3), name="conv")(x)
-            x = nn.ConvTranspose(6, (3, 3), name="up")(x)
+            x = nn.ConvTranspose(6, (3, 3), name="up")(nn.Conv(6, (3, 3), name="conv")(x))
             return nn.Conv(6, (3, 3), feature_group_count=6, name="depthwise")(x).sum()
 
-    shapes = jax.eval_shape(Model().init, jax.random.key(0), jnp.ones((2, 4), int))["params"]
-    grads = jax.tree.map(lambda x: jnp.asarray(wave(*x.shape)), shapes)
-    found = averaged(centralize_gradients(), grads)
-    kept = [name for name, axes in found.items() if not axes]
-    assert all(name.endswith(("bias", "scale", "embed/embedding")) for name in kept)
+    grads = gradients_of(lambda: Model().init(jax.random.key(0), jnp.ones((2, 4), int))["params"])
     assert grads["mix"]["query"]["bias"].shape == (3, 2), "a bias of two axes"
-    assert {name: axes for name, axes in found.items() if axes} == {
+    assert kernels_of(centralize_gradients(), grads) == {
         "conv/kernel": (0, 1, 2),
         "up/kernel": (0, 1, 2),
         "dense/kernel": (0,),
         "depthwise/kernel": (0, 1),
-        "mix/query/kernel": (0,),
-        "mix/key/kernel": (0,),
-        "mix/value/kernel": (0,),
         "mix/out/kernel": (0, 1),
+        **{f"mix/{name}/kernel": (0,) for name in ("query", "key", "value")},
     }
 
 
@@ -190,22 +254,13 @@ def test_nnx_and_partitioned_params_are_read_by_the_same_names():
             self.mix = nnx.MultiHeadAttention(3, 12, 6, decode=False, rngs=rngs)
             self.embed = nnx.Embed(7, 12, rngs=rngs)
 
-    params = nnx.state(Model(nnx.Rngs(0)), nnx.Param)
-    found = averaged(centralize_gradients(), jax.tree.map(lambda x: wave(*x.shape), params))
-    assert found["mix/value/kernel/value"] == (0,) and found["mix/out/kernel/value"] == (0, 1)
-    assert found["embed/embedding/value"] == found["mix/query/bias/value"] == ()
+    grads = jax.tree.map(lambda x: wave(*x.shape), nnx.state(Model(nnx.Rngs(0)), nnx.Param))
+    heads = {f"mix/{name}/kernel/value": (0,) for name in ("query", "key", "value")}
+    expected = heads | {"mix/out/kernel/value": (0, 1)}
+    assert kernels_of(centralize_gradients(), grads) == expected
     box = nn.Partitioned(wave(5, 3, 2), names=(None, None, None))
     found = averaged(centralize_gradients(), {"query": {"kernel": box}, "mlp": {"bias": box}})
     assert found == {"query/kernel/value": (0,), "mlp/bias/value": ()}
-
-
-def test_a_single_input_is_left_alone():
-    """Defect guarded against: its mean is the gradient, which would always be zero."""
-    grads = {"first": {"kernel": wave(1, 5)}, "pointwise": {"kernel": wave(1, 1, 1, 5)}}
-    for axes in ("auto", {"first": 0}, lambda path, leaf: tuple(range(leaf.ndim - 1))):
-        got = update(centralize_gradients(axes=axes), grads)
-        jax.tree.map(np.testing.assert_array_equal, got, grads)
-    assert not optax.centralize().update(jnp.ones((5, 1)), optax.EmptyState())[0].any()
 
 
 def test_leaves_without_inputs_stay_and_a_tuple_has_names():
@@ -215,48 +270,6 @@ def test_leaves_without_inputs_stay_and_a_tuple_has_names():
     box = got.pop("box")
     chex.assert_trees_all_equal((got, box.bias), (same, jnp.ones((2, 2))))
     np.testing.assert_allclose(box.kernel, less_mean(wave(4, 2), (0,)), atol=5e-7)
-
-
-def test_rules_by_path():
-    grads = {
-        "layers": {"query": {"kernel": wave(2, 6, 3, 2), "bias": wave(2, 3, 2)}, "gain": wave(2)},
-        "embed": {"embedding": wave(7, 4)},
-        "qkv": {"kernel": wave(6, 3, 2, 2), "bias": wave(3, 2, 2)},
-        "head": {"kernel": wave(6, 4)},
-        "depthwise_0": {"kernel": wave(3, 3, 1, 4)},
-    }
-    rules = {
-        "layers": "stacked",
-        "*embedding": -1,
-        "qkv": 0,
-        "depthwise_*": None,
-        "head/*": "auto",
-    }
-    expected = {
-        "layers/query/kernel": (1,),
-        "layers/query/bias": (),
-        "layers/gain": (),
-        "embed/embedding": (1,),
-        "qkv/kernel": (0,),
-        "qkv/bias": (),
-        "head/kernel": (0,),
-        "depthwise_0/kernel": (),
-    }
-    assert averaged(centralize_gradients(axes=rules), grads) == expected
-    # The first that matches decides.
-    found = averaged(centralize_gradients(axes={"layers/query/kernel": (1, -2)} | rules), grads)
-    assert found["layers/query/kernel"] == (1, 2)
-
-    seen = []
-
-    def function(path, leaf):
-        seen.append(path)
-        return {2: 0, 3: "auto", 4: "stacked"}.get(leaf.ndim)
-
-    found = averaged(centralize_gradients(axes=function), grads)
-    assert set(seen) == set(expected)
-    assert found["embed/embedding"] == (0,) and found["layers/query/kernel"] == (1,)
-    assert found["layers/query/bias"] == () and found["qkv/kernel"] == (1, 2)
 
 
 def modules_of_equinox(scan):
@@ -273,123 +286,59 @@ def modules_of_equinox(scan):
     }
 
 
-def gradients_of(make):
-    """Gradients like the params of a model that is never computed."""
-    params, _ = eqx.partition(eqx.filter_eval_shape(make), lambda x: hasattr(x, "dtype"))
-    return jax.tree.map(lambda x: jnp.asarray(wave(*x.shape)), params)
-
-
 def test_equinox_modules_are_known_by_their_classes():
     """Defect guarded against: the mean over the outputs of (out, in) was taken away."""
     grads = gradients_of(lambda: modules_of_equinox(scan=False))
-    found = {name: axes for name, axes in averaged(centralize_gradients(), grads).items() if axes}
     linear = {f"mix/{name}_proj/weight" for name in ("query", "key", "value", "output")}
     linear |= {f"mlp/layers/{i}/weight" for i in range(4)}
     linear |= {"cell/weight_ih", "cell/weight_hh", "normed/layer/weight"}
-    assert found == dict.fromkeys(linear, (1,)) | {"conv/weight": (1, 2, 3), "up/weight": (1, 2)}
+    expected = dict.fromkeys(linear, (1,)) | {"conv/weight": (1, 2, 3), "up/weight": (1, 2)}
+    assert kernels_of(centralize_gradients(), grads) == expected
     # Masked trees keep the classes.
     tx = optax.masked(centralize_gradients(), lambda p: jax.tree.map(lambda x: x.ndim == 4, p))
-    assert {name for name, axes in averaged(tx, grads).items() if axes} == {"conv/weight"}
+    assert set(kernels_of(tx, grads)) == {"conv/weight"}
 
 
-def test_stacked_modules_of_equinox_are_centralized_layer_by_layer():
+@pytest.mark.parametrize("rule", ["auto", {"*": "stacked"}])
+def test_stacked_modules_of_equinox_are_centralized_layer_by_layer(rule):
     def stacked():
         keys = jax.random.split(jax.random.key(0), 2)
         return eqx.filter_vmap(lambda key: eqx.nn.Conv2d(3, 5, 2, key=key))(keys)
 
-    grads = gradients_of(lambda: modules_of_equinox(scan=True)["mlp"])
-    made = gradients_of(stacked)
-    for rule in ("auto", {"*": "stacked"}):
-        found = averaged(centralize_gradients(axes=rule), (grads, made))
-        stacked = [axes for name, axes in found.items() if name.endswith("weight")]
-        assert sorted(stacked) == [(1,), (1,), (2,), (2, 3, 4)]
+    mlp = gradients_of(lambda: modules_of_equinox(scan=True)["mlp"])
+    found = kernels_of(centralize_gradients(axes=rule), (mlp, gradients_of(stacked)))
+    assert sorted(found.values()) == [(1,), (1,), (2,), (2, 3, 4)]
 
 
-def test_what_may_be_of_several_layouts_is_refused():
+class Mine(eqx.Module):
+    weight: jax.Array
+    tokens: jax.Array
+
+
+AMBIGUOUS = [
+    {"0.weight": jnp.ones((4, 3)), "0.bias": jnp.ones(4)},
+    {"net/~/conv2_d_transpose": {"w": jnp.ones((3, 3, 4, 5))}},
+    {"weight": jnp.ones((4, 3))},
+    Mine(jnp.eye(3), jnp.eye(3)),
+]
+
+
+@pytest.mark.parametrize("params", AMBIGUOUS)
+def test_what_may_be_of_several_layouts_is_refused(params):
     """Its outputs may be first or last, and the wrong mean is no error of any kind."""
-
-    class Mine(eqx.Module):
-        weight: jax.Array
-        tokens: jax.Array
-
-    state_dict = {"0.weight": jnp.ones((4, 3)), "0.bias": jnp.ones(4)}
-    up = {"net/~/conv2_d_transpose": {"w": jnp.ones((3, 3, 4, 5))}}
-    for params in (state_dict, up, {"weight": jnp.ones((4, 3))}, Mine(jnp.eye(3), jnp.eye(3))):
+    tx = centralize_gradients()
+    for call in (tx.init, lambda params: tx.update(params, optax.EmptyState())):
         with pytest.raises(ValueError, match="layout must be given where a kernel"):
-            centralize_gradients().init(params)
-        with pytest.raises(ValueError, match="layout must be given where a kernel"):
-            centralize_gradients().update(params, optax.EmptyState())
-    mine = Mine(jnp.asarray(wave(3, 3)), jnp.asarray(wave(3, 3)))
-    for options in ({"layout": "equinox"}, {"axes": {"weight": 1}}):
-        found = averaged(centralize_gradients(**options), mine)
-        assert found == {"weight": (1,), "tokens": ()}
-    assert averaged(centralize_gradients(layout="linen"), mine)["weight"] == (0,)
-    with pytest.raises(ValueError, match=r"layout must be 'linen' or .* got 'keras'"):
-        centralize_gradients(layout="keras")
+            call(params)
 
 
-def test_layouts_of_haiku_and_torch():
-    haiku = {
-        "net/~/linear": {"w": wave(5, 4), "b": wave(4)},
-        "net/~/conv2_d": {"w": wave(3, 2, 5, 4), "b": wave(4, 1, 2)},
-        "net/~/conv2_d_transpose": {"w": wave(3, 2, 5, 4)},
-        "net/~/embed": {"embeddings": wave(7, 4)},
-        "net/~/layer_norm": {"scale": wave(3, 4), "offset": wave(3, 4)},
-    }
-    assert averaged(centralize_gradients(layout="haiku"), haiku) == {
-        "net/~/linear/w": (0,),
-        "net/~/linear/b": (),
-        "net/~/conv2_d/w": (0, 1, 2),
-        "net/~/conv2_d/b": (),
-        "net/~/conv2_d_transpose/w": (0, 1, 3),
-        "net/~/embed/embeddings": (),
-        "net/~/layer_norm/scale": (),
-        "net/~/layer_norm/offset": (),
-    }
-    torch = {
-        "embed_tokens.weight": wave(7, 4),
-        "patch_embed.proj.weight": wave(5, 3, 2, 2),
-        "pos_embed": wave(1, 6, 4),
-        "mix.in_proj_weight": wave(12, 4),
-        "lstm.weight_ih_l0": wave(8, 3),
-        "up.conv_transpose.weight": wave(4, 5, 2, 2),
-        "norm.weight": wave(4),
-        "fc.weight": wave(3, 4),
-        "fc.bias": wave(3),
-    }
-    expected = {"patch_embed.proj.weight": (1, 2, 3), "up.conv_transpose.weight": (0, 2, 3)}
-    for name in ("mix.in_proj_weight", "lstm.weight_ih_l0", "fc.weight"):
-        expected[name] = (1,)
-    found = averaged(centralize_gradients(layout="torch"), torch)
-    assert {name: axes for name, axes in found.items() if axes} == expected
-    stacked = averaged(
-        centralize_gradients(layout="torch", axes={"fc": "stacked"}),
-        {"fc": {"weight": wave(2, 3, 4)}},
-    )
-    assert stacked == {"fc/weight": (2,)}
-
-
-def test_rules_for_another_layout():
-    """(out, in, ...): as optax.centralize has it, which in Flax's layout averages over outputs."""
-    grads = {"weight": wave(8, 3, 2, 2), "dense": wave(4, 6), "bias": wave(4)}
-    tx = centralize_gradients(axes=lambda path, leaf: tuple(range(1, leaf.ndim)))
-    expected = optax.centralize().update(jax.tree.map(jnp.asarray, grads), optax.EmptyState())[0]
-    chex.assert_trees_all_close(update(tx, grads), expected, atol=5e-7)
-
-
-def test_multiple_of_counts_input_channels():
-    grads = {
-        "dense": wave(32, 4),
-        "narrow": wave(10, 4),
-        "conv": wave(3, 3, 16, 4),
-        "stem": wave(16, 16, 3, 4),
-        "depthwise": wave(4, 4, 1, 8),
-    }
-    found = averaged(centralize_gradients(multiple_of=16), grads)
-    assert {name for name, axes in found.items() if axes} == {"dense", "conv"}
-    grads = {"a": {"weight": wave(4, 16, 3, 3)}, "b": {"weight": wave(16, 3, 16, 16)}}
-    found = averaged(centralize_gradients(layout="torch", multiple_of=16), grads)
-    assert found == {"a/weight": (1, 2, 3), "b/weight": ()}
+@pytest.mark.parametrize(
+    ("options", "axes"),
+    [({"layout": "equinox"}, (1,)), ({"axes": {"weight": 1}}, (1,)), ({"layout": "linen"}, (0,))],
+)
+def test_a_word_says_which_layout_it_is(options, axes):
+    found = averaged(centralize_gradients(**options), Mine(wave(3, 3), wave(3, 3)))
+    assert found["weight"] == axes and (axes == (0,) or found["tokens"] == ())
 
 
 def test_some_params_alone_are_those_of_optax_masked():

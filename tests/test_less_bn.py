@@ -463,10 +463,10 @@ GIVEN = {"normalized_head": False}
 @pytest.mark.parametrize(
     ("call", "said"),
     [
-        (lambda: less_bn("net", IMAGES), "module must be a flax.linen.Module or .*, got 'net'"),
+        (lambda: less_bn("net", IMAGES), "module must be a flax.linen.Module or .*, got .*'str'"),
         (
             lambda: less_bn(less_bn(Linen(basic), IMAGES)[0], IMAGES),
-            "module must be a model that less_bn has not changed yet, got .*LessBN",
+            "module must be .* that less_bn has not changed yet, got .*LessBN",
         ),
         (lambda: less_bn(Linen(basic), train=True), "args must be a sample of what .* takes"),
         (

@@ -6,7 +6,8 @@ import functools
 import re
 from typing import Any, Literal, NamedTuple
 
-from jax.tree_util import DictKey, GetAttrKey, SequenceKey
+import jax
+from jax.tree_util import GetAttrKey
 
 from boostax._core import checks, trees
 
@@ -23,29 +24,26 @@ class Layout(NamedTuple):
       transposed: the same in modules named after transposed convolutions.
       kernels: what the name of a kernel contains.
       vectors: names of leaves without inputs, beside what ends with ``bias`` or ``scale``.
-      tables: endings of the names of tables, whose rows are looked up.
-      table_modules: what the name of a module contains whose matrix is a table.
+      tables: what the name of a module contains whose matrix is a table of rows to look up.
     """
 
-    outputs: int
-    transposed: int
+    outputs: int = -1
+    transposed: int = -1
     kernels: str = ""
     vectors: tuple[str, ...] = ()
-    tables: tuple[str, ...] = ("embedding", "embeddings")
-    table_modules: tuple[str, ...] = ()
+    tables: tuple[str, ...] = ()
 
 
-_FLAX = Layout(outputs=-1, transposed=-1)
+_FLAX = Layout()
 LAYOUTS: dict[LayoutName, Layout] = {
     "linen": _FLAX,
     "nnx": _FLAX,
-    "equinox": Layout(0, 0, "weight", table_modules=("emb",)),
+    "equinox": Layout(0, 0, "weight", tables=("emb",)),
     "haiku": Layout(-1, -2, vectors=("b", "offset")),
-    "torch": Layout(0, 1, "weight", table_modules=("emb", "wte", "wpe")),
+    "torch": Layout(0, 1, "weight", tables=("emb", "wte", "wpe")),
 }
-_VECTORS = ("bias", "scale")
 # Flax splits the outputs of these into heads: (in, heads, head_dim).
-_PROJECTIONS = ("query", "key", "value")
+_PROJECTION = re.compile("(.*/)?(query|key|value)/kernel")
 # Equinox's modules with kernels; those of convolutions have dimensions of space besides.
 _EQUINOX_KERNELS = {"Linear", "Conv", "ConvTranspose", "GRUCell", "LSTMCell"}
 _EITHER = re.compile("(.*_)?weight(_.*)?")
@@ -69,61 +67,57 @@ class Kernels:
     @functools.cached_property
     def layout(self) -> Layout:
         """The row of the table."""
-        modules = self.name is None and trees.find(self.tree, lambda x: bool(_classes(x, "")))
+        modules = self.name is None and trees.find(self.tree, lambda x: bool(_classes(x)))
         return LAYOUTS["equinox" if modules else self.name or "linen"]
 
     def is_vector(self, path: Path, ndim: int) -> bool:
         """Whether a leaf has no inputs: a bias, a scale, what a norm multiplies with."""
-        leaf = _parts(path)[-1]
-        named = leaf.endswith(_VECTORS) or leaf in self.layout.vectors
-        classes = _classes(self._module(path), "nn.")
-        return ndim < 2 or named or bool(classes - {"Embedding"} and not classes & _EQUINOX_KERNELS)
+        leaf, classes = _parts(path)[-1], _classes(self._module(path), "nn.")
+        named = leaf.endswith(("bias", "scale")) or leaf in self.layout.vectors
+        norm = bool(classes) and classes.isdisjoint({*_EQUINOX_KERNELS, "Embedding"})
+        return ndim < 2 or named or norm
 
     def inputs(self, path: Path, ndim: int, lead: int = 0) -> tuple[int, ...]:
         """Return the dimensions of inputs behind ``lead`` of layers; none for other leaves.
 
         The input channels stand last.
         """
-        parts, row = _parts(path), self.layout
-        module = self._module(path)
-        if classes := _classes(module, "nn."):
+        *modules, leaf = _parts(path)
+        row, holder = self.layout, self._module(path)
+        if classes := _classes(holder, "nn."):
             # Equinox stacks layers by mapping over their making: what is before its own is theirs.
-            lead = ndim - 2 - getattr(module, "num_spatial_dims", 0)
-            kernel = "weight" in parts[-1] and bool(classes & _EQUINOX_KERNELS)
-            return self.ordered(tuple(range(lead + 1, ndim))) if kernel else ()
-        if ndim - lead < 2 or self.is_vector(path, ndim) or not self._is_kernel(parts, ndim - lead):
+            lead = ndim - 2 - getattr(holder, "num_spatial_dims", 0)
+            table = classes.isdisjoint(_EQUINOX_KERNELS)
+        else:
+            word = modules[-1].lower() if modules else ""
+            table = ndim - lead == 2 and any(x in word for x in row.tables)
+            table = table or leaf.endswith(("embedding", "embeddings"))
+        if ndim - lead < 2 or row.kernels not in leaf or table or self.is_vector(path, ndim):
             return ()
-        transposed = any("transpose" in part.lower() for part in parts[:-1])
-        either = _EITHER.fullmatch(parts[-1]) or (transposed and parts[-1] == "w")
-        if self.name is None and either:
-            allowed = f"given where a kernel may be of several, as {trees.path_name(path)!r}"
-            hint = "'equinox' and 'torch' have its outputs first; axes= may name this leaf instead."
-            raise ValueError(checks.message(self.who, "layout", allowed, None, hint))
-        if row is _FLAX and ndim - lead == 3 and _is_projection(parts):
+        transposed = any("transpose" in module.lower() for module in modules)
+        either = _EITHER.fullmatch(leaf) or (transposed and leaf == "w")
+        allowed = f"given where a kernel may be of several, as {trees.path_name(path)!r}"
+        hint = "'equinox' and 'torch' have its outputs first; axes= may name this leaf instead."
+        fits = bool(self.name or classes or not either)
+        checks.require(self.who, "layout", None, allowed, fits, hint)
+        if row is _FLAX and ndim - lead == 3 and _PROJECTION.fullmatch("/".join([*modules, leaf])):
             return (lead,)
         outputs = row.transposed if transposed else row.outputs
-        outputs = outputs + ndim if outputs < 0 else outputs + lead
+        outputs += ndim if outputs < 0 else lead
         return self.ordered(tuple(dim for dim in range(lead, ndim) if dim != outputs))
 
     def ordered(self, dims: tuple[int, ...]) -> tuple[int, ...]:
-        """Ascending dimensions of inputs, the channels moved last."""
+        """Return ascending dimensions of inputs, the channels moved last."""
         return dims if self.layout.outputs else (*dims[1:], *dims[:1])
-
-    def _is_kernel(self, parts: list[str], ndim: int) -> bool:
-        row, module = self.layout, parts[-2].lower() if len(parts) > 1 else ""
-        table = ndim == 2 and any(word in module for word in row.table_modules)
-        return row.kernels in parts[-1] and not table and not parts[-1].endswith(row.tables)
 
     def _module(self, path: Path) -> Any:
         """Return the module that holds a leaf, in a tree of Equinox's modules."""
-        node = self.tree if self.layout is LAYOUTS["equinox"] else None
+        if self.layout is not LAYOUTS["equinox"]:
+            return None
+        node = self.tree
         for key in path[:-1]:
-            if isinstance(key, GetAttrKey):
-                node = getattr(node, key.name, None)
-            elif isinstance(key, (DictKey, SequenceKey)) and isinstance(node, (dict, list, tuple)):
-                node = node[key.key if isinstance(key, DictKey) else key.idx]
-            else:
-                return None
+            inside = jax.tree_util.tree_leaves_with_path(node, lambda x, node=node: x is not node)
+            node = dict(inside)[(key,)]
         return node
 
 
@@ -134,14 +128,10 @@ def named(who: str, name: LayoutName | None) -> Layout:
     return LAYOUTS[name or "linen"]
 
 
-def _classes(node: Any, within: str) -> set[str]:
+def _classes(node: Any, within: str = "") -> set[str]:
     """Return the names of a module's classes in Equinox, which need not be installed."""
     prefix = f"equinox.{within}"
     return {kind.__name__ for kind in type(node).__mro__ if kind.__module__.startswith(prefix)}
-
-
-def _is_projection(parts: list[str]) -> bool:
-    return parts[-1] == "kernel" and bool(parts[-2:-1]) and parts[-2] in _PROJECTIONS
 
 
 def _parts(path: Path) -> list[str]:

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import optax
 
 from boostax._core import checks, trees
-from boostax._core.describe import describe
+from boostax._core.describe import Stepped, describe
 
 PyTree = Any
 _WHO = "adagc"
@@ -87,10 +87,8 @@ def adagc(
         return AdaGCState(jnp.zeros((), jnp.int32), norms)
 
     @describe(_WHO, "norm clip")
-    def update_fn(
-        updates: PyTree, state: Any, params: PyTree = None, **extra_args: Any
-    ) -> tuple[PyTree, AdaGCState]:
-        del params, extra_args
+    def update_fn(updates: PyTree, state: Any, params: PyTree = None, **extra: Any) -> Stepped:
+        del params, extra
         trees.require_gradients(updates, _WHO)
         sizes = jax.tree.map(_length, trees.at_least_float32(updates))
         total, early = optax.tree.norm(sizes), state.steps < warmup

@@ -24,23 +24,11 @@ from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 from jax import lax
 
-from boostax._core import checks, trees
+from boostax._core import checks, gate, trees
 from boostax._core.describe import Holds, Stepped, describe
-from boostax._core.gate import (
-    Pending,
-    counted,
-    flush_inner,
-    gated,
-    held_open,
-    init_inner,
-    passed,
-    run,
-    run_or_hold,
-)
 from boostax._core.replicas import owns_params
 
 PyTree = Any
@@ -82,64 +70,20 @@ def _exponential(decay: Any) -> Callable[[jax.Array], jax.Array]:
     return lambda n: (1 - decay) / -jnp.expm1(n * log)
 
 
-def _moved(average: jax.Array, p: jax.Array, averaged: jax.Array, weight: Any) -> jax.Array:
-    """Return the average with one more; the first overwrites, so that no NaN stays."""
+def _with(average: jax.Array, p: jax.Array, averaged: jax.Array, weight: Any) -> jax.Array:
+    """Return the average with one more, or without a ``weight`` the snapshots."""
     p = p.astype(average.dtype)
+    if weight is None:
+        return lax.dynamic_update_index_in_dim(average, p, averaged % len(average), 0)
     n = (averaged + 1).astype(average.real.dtype)
+    # The first overwrites, so that no NaN stays.
     return jnp.where(averaged == 0, p, average + weight(n) * (p - average))
-
-
-def _written(snapshots: jax.Array, p: jax.Array, averaged: jax.Array) -> jax.Array:
-    """Return the snapshots with one more in place of the oldest."""
-    slot = averaged % snapshots.shape[0]
-    return lax.dynamic_update_index_in_dim(snapshots, p.astype(snapshots.dtype), slot, 0)
-
-
-def _mean(snapshots: jax.Array, averaged: jax.Array) -> jax.Array:
-    """Return the mean of the slots that were written, in f32 or wider."""
-    count = jnp.clip(averaged, 1, snapshots.shape[0])
-    there = jnp.arange(snapshots.shape[0]) < count
-    wide = snapshots.astype(trees.wide_dtype(snapshots))
-    kept = jnp.where(there.reshape(-1, *[1] * (snapshots.ndim - 1)), wide, jnp.zeros_like(wide))
-    return kept.sum(0) / count.astype(wide.real.dtype)
 
 
 def _buffer(p: jax.Array, narrow: Any, size: int | None) -> jax.Array:
     # Zeros like the leaf: with its sharding.
     zeros = jnp.zeros_like(p, dtype=trees.buffer_dtype(p, narrow))
     return zeros if size is None else jnp.broadcast_to(zeros, (size, *zeros.shape))
-
-
-def _taken_in(
-    state: AverageParamsState,
-    inner_state: Any,
-    moved: jax.Array,
-    every: int,
-    start: int,
-    one: Callable[[jax.Array, jax.Array], jax.Array],
-    new: Callable[[], PyTree],
-) -> AverageParamsState:
-    """Return the state after a call that ``moved`` the params, or did not.
-
-    Args:
-      state: the old one.
-      inner_state: the new state of what is inside.
-      moved: whether the call moved the params.
-      every: applied steps from one to the next.
-      start: applied steps before the first.
-      one: ``one(average, p)``, the average with one more.
-      new: gives the params.
-    """
-    due = moved & (state.steps >= start) if start else moved
-    due = due & ((state.steps - start) % every == 0) if every > 1 else due
-
-    def heavy() -> Stepped:
-        more: Any = optax.safe_increment(state.averaged)
-        return (), (more, jax.tree.map(one, state.averages, new()))
-
-    held = state.averaged, state.averages
-    _, (averaged, averages) = run_or_hold(due, heavy, (), held, apply=True, who=_WHO)
-    return AverageParamsState(counted(state.steps, moved), averaged, averages, inner_state)
 
 
 def average_params(
@@ -207,59 +151,59 @@ def average_params(
     tx = checks.transformation(_WHO, "inner", inner)
     checks.choice(_WHO, "kind", kind, ("ema", "window", "lawa"), "'ema' is the usual one.")
     for name, value, owner in (("decay", decay, "ema"), ("size", size, "lawa")):
-        if kind != owner:
-            allowed = f"left out with kind {kind!r}"
-            checks.absent(_WHO, name, value, allowed, f"It is for {owner!r}.")
-    if kind == "ema":
-        decay, hint = 0.999 if decay is None else decay, "0.999 looks back over a thousand steps."
-        checks.number(_WHO, "decay", decay, "in (0, 1)", lambda x: 0 < x < 1, hint)
-    if kind == "lawa":
-        size, hint = 5 if size is None else size, "It counts snapshots in memory; 5 are usual."
-        checks.positive_int(_WHO, "size", size, hint)
+        fits, allowed = kind == owner or value is None, f"left out with kind {kind!r}"
+        checks.require(_WHO, name, value, allowed, fits, f"It is for {owner!r}.")
+    decay, slots = 0.999 if decay is None else decay, 5 if size is None else size
+    checks.number(_WHO, "decay", decay, "in (0, 1)", lambda x: 0 < x < 1, "0.999 is the default.")
+    checks.positive_int(_WHO, "size", slots, "It counts snapshots in memory; 5 are usual.")
     checks.positive_int(_WHO, "every", every, "It counts applied steps from one to the next.")
     checks.natural(_WHO, "start", start, "It counts applied steps before the first.")
     narrow = checks.floating_dtype(_WHO, "dtype", dtype)
     fits, hint = kind == "lawa" or jnp.finfo(narrow).bits >= 32, "A small move is rounded away."
     checks.require(_WHO, "dtype", dtype, f"'float32' with kind {kind!r}", fits, hint)
-    weight = (lambda n: 1 / n) if decay is None else _exponential(decay)
+    weight = {"ema": _exponential(decay), "window": lambda n: 1 / n}.get(kind)
 
     def init_fn(params: PyTree) -> AverageParamsState:
-        inner_state = init_inner(tx, params)
+        inner_state = gate.init_inner(tx, params)
         if owns_params(inner_state):
             raise ValueError(
                 f"{_WHO}: inner must keep params equal on all replicas, got local_updates or "
                 "partial_average, whose params are each replica's own. Their last synchronisation "
                 "averages over the replicas instead."
             )
-        averages = jax.tree.map(lambda p: _buffer(p, narrow, size), params)
-        steps, averaged = (jnp.zeros((), jnp.int32) for _ in range(2))
+        averages = jax.tree.map(lambda p: _buffer(p, narrow, None if weight else slots), params)
+        steps, averaged = jnp.zeros((), jnp.int32), jnp.zeros((), jnp.int32)
         return AverageParamsState(steps, averaged, averages, inner_state)
 
     def take_in(
         state: AverageParamsState, inner_state: Any, moved: jax.Array, new: Callable[[], PyTree]
     ) -> AverageParamsState:
-        def one(average: jax.Array, p: jax.Array) -> jax.Array:
-            if size is not None:
-                return _written(average, p, state.averaged)
-            return _moved(average, p, state.averaged, weight)
+        def heavy() -> Stepped:
+            one = lambda average, p: _with(average, p, state.averaged, weight)  # noqa: E731
+            more: Any = optax.safe_increment(state.averaged)
+            return (), (more, jax.tree.map(one, state.averages, new()))
 
-        return _taken_in(state, inner_state, moved, every, start, one, new)
+        due = moved & (state.steps >= start) & ((state.steps - start) % every == 0)
+        old = state.averaged, state.averages
+        _, kept = gate.run_or_hold(due, heavy, (), old, apply=True, who=_WHO)
+        return AverageParamsState(gate.counted(state.steps, moved), *kept, inner_state)
 
     @describe(_WHO, "watch", inner={"inner_state": tx})
     def step_fn(
-        grads: Pending, state: AverageParamsState, params: PyTree, *, apply: bool, **extra: Any
+        grads: gate.Pending, state: AverageParamsState, params: PyTree, *, apply: bool, **extra: Any
     ) -> Stepped:
         trees.require_params(params, _WHO, "Call tx.update(grads, state, params).")
-        value, inner_state = run(tx, grads, state.inner_state, params, apply=apply, extra=extra)
+        inner = state.inner_state
+        value, inner = gate.run(tx, grads, inner, params, apply=apply, extra=extra)
         new = lambda: value if apply else optax.apply_updates(params, value)  # noqa: E731
-        return value, take_in(state, inner_state, passed(inner_state), new)
+        return value, take_in(state, inner, gate.passed(inner), new)
 
     def flush_fn(state: AverageParamsState, params: PyTree, **extra: Any) -> Stepped:
-        waiting = held_open(state.inner_state)
-        params, inner_state = flush_inner(tx, state.inner_state, params, extra)
-        return params, take_in(state, inner_state, waiting & passed(inner_state), lambda: params)
+        waiting = gate.held_open(state.inner_state)
+        params, inner = gate.flush_inner(tx, state.inner_state, params, extra)
+        return params, take_in(state, inner, waiting & gate.passed(inner), lambda: params)
 
-    return gated(init_fn, step_fn, flush_fn)
+    return gate.gated(init_fn, step_fn, flush_fn)
 
 
 def averaged_params(opt_state: PyTree, params: PyTree) -> PyTree:
@@ -285,16 +229,23 @@ def averaged_params(opt_state: PyTree, params: PyTree) -> PyTree:
       >>> boostax.model.averaged_params(tx.init(jnp.ones(2)), jnp.ones(2)).tolist()
       [1.0, 1.0]
     """
-    who = "averaged_params"
     found = trees.find(opt_state, lambda node: isinstance(node, AverageParamsState))
     if not found:
         raise ValueError(
-            f"{who}: opt_state must hold an AverageParamsState, got none. Put "
+            "averaged_params: opt_state must hold an AverageParamsState, got none. Put "
             "boostax.model.average_params around the optimizer."
         )
     params, averaged = trees.arrays(params), found[0].averaged
-    kept = trees.unmasked(found[0].averages, params)
-    dims = np.ndim
-    means = jax.tree.map(lambda a, p: _mean(a, averaged) if dims(a) > dims(p) else a, kept, params)
-    trees.require_shapes(who, "params", params, means, "They are those that were averaged.")
+
+    def mean(kept: jax.Array, p: jax.Array) -> jax.Array:
+        if jnp.ndim(kept) == jnp.ndim(p):
+            return kept
+        # Slots that were not written yet are zero.
+        count = jnp.clip(averaged, 1, len(kept))
+        total = kept.astype(trees.wide_dtype(kept)).sum(0)
+        return total / count.astype(total.real.dtype)
+
+    means = jax.tree.map(mean, trees.unmasked(found[0].averages, params), params)
+    hint = "They are those that were averaged."
+    trees.require_shapes("averaged_params", "params", params, means, hint)
     return jax.tree.map(lambda a, p: jnp.where(averaged > 0, a.astype(p.dtype), p), means, params)

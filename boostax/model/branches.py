@@ -11,11 +11,10 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
@@ -25,6 +24,7 @@ PyTree = Any
 
 _PREFIX = "boostax.model.branches"
 _PRODUCTS = ("conv_general_dilated", "dot_general")
+_ENDS = {"add": "a sum", "concatenate": "a concatenation"}
 
 
 class Norm(NamedTuple):
@@ -62,23 +62,44 @@ class LessBNReport:
         lines = [f"less_bn: {len(self.removed)} of {len(self.norms)} BatchNorms removed"]
         for path, removed, reason in self.norms:
             lines.append(f"  {'removed' if removed else 'kept   '}  {path:<{width}}  {reason}")
-        head = f"{self.head} is a NormalizedDense" if self.head is not None else "as it was"
+        head = "as it was" if self.head is None else f"{self.head} is a NormalizedDense"
         return "\n".join([*lines, f"  head     {head}"])
 
 
+class Node(NamedTuple):
+    """An input, a product, a norm or a Dense of the traced program.
+
+    Attributes:
+      number: in the order of the program.
+      kind: ``"input"``, ``"product"``, ``"norm"`` or ``"dense"``.
+      path: of a norm or a Dense in the model.
+    """
+
+    number: int
+    kind: str
+    path: str
+
+
+Nodes = frozenset[Node]
+
+
 class Flow(NamedTuple):
-    """The nodes that a value is computed from, by number.
+    """The nodes that a value is computed from; none where the data have no part in it.
 
     Attributes:
       nodes: all of them.
       norms: the norms that reach the value without passing another.
-      sites: the nearest nodes. Two values of equal sites differ by elementwise work alone, so their
-        sum is part of an activation, not the end of a branch.
+      sites: the nearest nodes.
     """
 
-    nodes: frozenset[int]
-    norms: frozenset[int]
-    sites: frozenset[int]
+    nodes: Nodes = frozenset()
+    norms: Nodes = frozenset()
+    sites: Nodes = frozenset()
+
+    def through(self, node: Node) -> Flow:
+        """Return the flow of what ``node`` makes of the value."""
+        one = frozenset([node])
+        return Flow(self.nodes | one, one if node.kind == "norm" else self.norms, one)
 
 
 def mark(kind: str, x: jax.Array, path: str) -> jax.Array:
@@ -89,21 +110,12 @@ def mark(kind: str, x: jax.Array, path: str) -> jax.Array:
     return checkpoint_name(x, f"{_PREFIX}:{kind}:{path}")
 
 
-def stand_in(norm: Any, x: Any, path: str) -> jax.Array:
-    """Return the input of a BatchNorm of Flax, marked, in the dtype of its result.
-
-    Nothing is computed: a norm over a named axis would ask for that axis.
-    """
-    x = jnp.asarray(x)
-    dtype = norm.dtype or jnp.promote_types(x.dtype, norm.param_dtype)
-    return mark("norm", x.astype(dtype), path)
-
-
 def examine(
     run: Callable[[PyTree, Any, Any], PyTree],
     fixed: PyTree,
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
+    paths: Sequence[str] = (),
 ) -> LessBNReport:
     """Judge every norm of a marked model by the flow of the data in its traced program.
 
@@ -122,6 +134,7 @@ def examine(
       fixed: what the data have no part in: params, statistics, keys.
       args: the data. What has no shape is handed on as it is.
       kwargs: like ``args``.
+      paths: all norms, read after the trace. Those that it does not show stay.
 
     Returns:
       The norms and the head. Cost: one trace; nothing is compiled.
@@ -132,7 +145,10 @@ def examine(
     allowed = "a sample of what the module takes"
     hint = "Pass a batch of inputs, or its jax.ShapeDtypeStruct."
     require_readable()
-    return _judged(*interpret.of_data("less_bn", run, fixed, (args, kwargs), allowed, hint))
+    found = _judged(*interpret.of_data("less_bn", run, fixed, (args, kwargs), allowed, hint))
+    met = {norm.path for norm in found.norms}
+    rest = [Norm(path, False, "not met in the trace") for path in paths if path not in met]
+    return LessBNReport((*found.norms, *rest), found.head)
 
 
 @functools.cache
@@ -143,8 +159,7 @@ def require_readable() -> None:
     def block(product: Callable[..., jax.Array], x: jax.Array, w: jax.Array, at: str) -> jax.Array:
         return mark("norm", product(mark("norm", product(x, w), f"{at}/inner"), w), f"{at}/last")
 
-    def convolved(x: jax.Array, w: jax.Array) -> jax.Array:
-        return lax.conv(x[None, None], w[None, None], (1, 1), "SAME")[0, 0]
+    convolved = lambda x, w: lax.conv(x[None, None], w[None, None], (1, 1), "SAME")[0, 0]  # noqa: E731
 
     def model(w: jax.Array, x: jax.Array) -> jax.Array:
         x = x + block(lax.dot, x, w, "sum")
@@ -154,121 +169,79 @@ def require_readable() -> None:
     with proof.apart():
         x = jax.ShapeDtypeStruct((2, 2), "float32")
         found = _judged(jax.make_jaxpr(model)(x, x), 1)
-    got = {norm.path for norm in found.norms if norm.removed}, len(found.norms), found.head
-    if got != ({"sum/inner", "concatenation/inner"}, 4, "head"):
+    if (found.removed, len(found.kept), found.head) != (_PROVED, 2, "head"):
         allowed = "judged: of two residual blocks the inner norm goes"
         danger = "less_bn would take out norms that must stay, or none."
         raise proof.unreadable("the flow of data in programs", allowed, found, danger)
 
 
+_PROVED = ("sum/inner", "concatenation/inner")
+
+
 def _judged(program: jaxprs.ClosedJaxpr, data: int) -> LessBNReport:
     """Return the norms and the head of a program whose last inputs are the data."""
-    graph = _Graph()
-    fixed: list[Flow | None] = [None] * (len(program.jaxpr.invars) - data)
-    inputs = [*fixed, *(graph.source() for _ in range(data))]
-    outputs = interpret.flow(program, inputs, graph.results, _union, nothing=None, once=True)
-    near = _joined(flow.sites for flow in outputs if flow)
-    heads = sorted(near & graph.heads.keys())
-    return LessBNReport(graph.norms(), graph.heads[heads[-1]] if heads else None)
+    nodes: list[Node] = []
+    verdicts: dict[Node, tuple[bool, str]] = {}
+
+    def new(kind: str, path: str = "") -> Node:
+        nodes.append(Node(len(nodes), kind, path))
+        return nodes[-1]
+
+    def results(eqn: jaxprs.JaxprEqn, inputs: list[Flow]) -> list[Flow]:
+        name, label = eqn.primitive.name, str(eqn.params.get("name"))
+        if name in _ENDS:
+            # An inner branch has ended first, and its verdicts hold.
+            verdicts.update(_ended(name, [flow for flow in inputs if flow.nodes]) | verdicts)
+        result, node = _union(inputs), None
+        if name in _PRODUCTS:
+            node = new("product")
+        elif name == "name" and label.startswith(_PREFIX):
+            node = new(*label.split(":", 2)[1:])
+        return [result.through(node) if node and result.nodes else result] * len(eqn.outvars)
+
+    fixed = [Flow()] * (len(program.jaxpr.invars) - data)
+    inputs = [*fixed, *(Flow().through(new("input")) for _ in range(data))]
+    outputs = interpret.flow(program, inputs, results, _union, nothing=Flow(), once=True)
+    norms: dict[str, Norm] = {}
+    for node in (node for node in nodes if node.kind == "norm"):
+        norm = Norm(node.path, *verdicts.get(node, (False, "in no residual branch")))
+        # A norm that is called twice goes only if both calls may go.
+        norms[node.path] = min(norms.get(node.path, norm), norm, key=lambda norm: norm.removed)
+    heads = [node.path for node in sorted(_union(outputs).sites) if node.kind == "dense"]
+    return LessBNReport(tuple(norms.values()), heads[-1] if heads else None)
 
 
-def complete(found: LessBNReport, paths: Iterable[str]) -> LessBNReport:
-    """Add those of the norms at ``paths`` that the trace does not show; they stay."""
-    met = {norm.path for norm in found.norms}
-    rest = (Norm(path, False, "not met in the trace") for path in paths if path not in met)
-    return LessBNReport((*found.norms, *rest), found.head)
+def _ended(name: str, flows: list[Flow]) -> dict[Node, tuple[bool, str]]:
+    """Judge the norms of the branch that ends where ``flows`` come together, if one does."""
+    if len(flows) < 2:
+        return {}
+    common = frozenset.intersection(*(flow.nodes for flow in flows))
+    beyond = [flow._replace(nodes=flow.nodes - common, norms=flow.norms - common) for flow in flows]
+    lengths = [sum(node.kind == "product" for node in flow.nodes) for flow in beyond]
+    shortest = min(lengths)
+    if not common or shortest == max(lengths) or shortest > (name == "add"):
+        return {}
+    pairs = list(zip(beyond, lengths, strict=True))
+    branch = _union(flow for flow, length in pairs if length > shortest)
+    shortcut = _union(flow for flow, length in pairs if length == shortest and name == "add")
 
+    def verdict(node: Node) -> tuple[bool, str]:
+        if node in branch.norms:
+            return False, f"last of its branch to {_ENDS[name]}"
+        ends = ", ".join(_beside(node.path, end.path) for end in sorted(branch.norms))
+        if node in branch.nodes:
+            return True, f"{ends} is the last of its branch"
+        return True, f"on the shortcut; {ends} stays"
 
-class _Graph:
-    """The nodes met so far and what is known of them."""
-
-    def __init__(self) -> None:
-        self.count = 0
-        self.products: set[int] = set()
-        self.heads: dict[int, str] = {}
-        self.paths: dict[int, str] = {}
-        self.verdicts: dict[int, tuple[bool, str]] = {}
-
-    def norms(self) -> tuple[Norm, ...]:
-        """Return one verdict per path: a norm that is called twice goes if both calls may go."""
-        calls: dict[str, list[Norm]] = {}
-        for node, path in self.paths.items():
-            removed, reason = self.verdicts.get(node, (False, "in no residual branch"))
-            calls.setdefault(path, []).append(Norm(path, removed, reason))
-        # False sorts first, so any call that needs the norm decides.
-        return tuple(min(each, key=lambda norm: norm.removed) for each in calls.values())
-
-    def source(self) -> Flow:
-        """Return the flow of an input of the model."""
-        node = frozenset([self._new()])
-        return Flow(node, frozenset(), node)
-
-    def results(self, eqn: jaxprs.JaxprEqn, inputs: list[Flow | None]) -> list[Flow | None]:
-        """Return the flows of an equation's results; ``None`` where data have no part."""
-        name, options = eqn.primitive.name, eqn.params
-        if name in ("add", "concatenate"):
-            self._meet(name, [flow for flow in inputs if flow])
-        result = _union(inputs)
-        if result and name in _PRODUCTS:
-            node = self._new()
-            self.products.add(node)
-            result = Flow(result.nodes | {node}, result.norms, frozenset([node]))
-        elif name == "name" and str(options["name"]).startswith(_PREFIX):
-            result = self._marked(options["name"], result)
-        return [result] * len(eqn.outvars)
-
-    def _marked(self, name: str, flow: Flow | None) -> Flow | None:
-        kind, path = name.removeprefix(f"{_PREFIX}:").split(":", 1)
-        node = self._new()
-        (self.paths if kind == "norm" else self.heads)[node] = path
-        if flow is None:
-            return None
-        norms = frozenset([node]) if kind == "norm" else flow.norms
-        return Flow(flow.nodes | {node}, norms, frozenset([node]))
-
-    def _meet(self, name: str, flows: list[Flow]) -> None:
-        """Judge the norms of the branch that ends here, if one does."""
-        if len({flow.sites for flow in flows}) < 2:
-            return
-        common = frozenset.intersection(*(flow.nodes for flow in flows))
-        beyond = [flow.nodes - common for flow in flows]
-        products = [len(nodes & self.products) for nodes in beyond]
-        shortest = min(products)
-        if not common or shortest == max(products) or shortest > (name == "add"):
-            return
-        both = list(zip(flows, beyond, products, strict=True))
-        branch = _joined(nodes for _, nodes, length in both if length > shortest)
-        last = _joined(flow.norms & nodes for flow, nodes, length in both if length > shortest)
-        shortcut = _joined(nodes for _, nodes, n in both if name == "add" and n == shortest)
-        for node in sorted((branch | shortcut) & self.paths.keys()):
-            # An inner branch has come first, and its verdict holds.
-            names = ", ".join(_beside(self.paths[node], self.paths[end]) for end in sorted(last))
-            if node in last:
-                self.verdicts.setdefault(node, (False, f"last of its branch to {_THE[name]}"))
-            elif node in branch:
-                self.verdicts.setdefault(node, (True, f"{names} is the last of its branch"))
-            elif last:
-                self.verdicts.setdefault(node, (True, f"on the shortcut; {names} stays"))
-
-    def _new(self) -> int:
-        self.count += 1
-        return self.count
-
-
-_THE = {"add": "a sum", "concatenate": "a concatenation"}
+    judged = branch.nodes | shortcut.nodes if branch.norms else branch.nodes
+    return {node: verdict(node) for node in judged if node.kind == "norm"}
 
 
 def _beside(path: str, other: str) -> str:
     """Return ``other``, by its own name if both lie in one module."""
-    parent = path.rpartition("/")[0]
-    inside = other.rpartition("/")[0] == parent
-    return other.rpartition("/")[2] if inside else other
+    parent, _, name = other.rpartition("/")
+    return name if parent == path.rpartition("/")[0] else other
 
 
-def _joined(parts: Iterable[frozenset[int]]) -> frozenset[int]:
-    return frozenset[int]().union(*parts)
-
-
-def _union(flows: Iterable[Flow | None]) -> Flow | None:
-    met = [flow for flow in flows if flow]
-    return Flow(*map(_joined, zip(*met, strict=True))) if met else None
+def _union(flows: Iterable[Flow]) -> Flow:
+    return Flow(*(frozenset[Node]().union(*nodes) for nodes in zip(*flows, strict=True)))

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Remove from each kernel's gradient its mean over the inputs, for every output unit."""
 
+import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
@@ -11,7 +12,7 @@ import numpy as np
 import optax
 
 from boostax._core import checks, trees
-from boostax._core.describe import describe
+from boostax._core.describe import Stepped, describe
 from boostax._core.groups import few, matches
 from boostax._core.layouts import Kernels, LayoutName, named
 
@@ -24,26 +25,24 @@ _WHO = "centralize_gradients"
 _HINT = "0 averages over the first axis, (0, 1) over the first two, None over none."
 
 
-def centralized(g: Any, dims: tuple[int, ...]) -> jax.Array:
-    """Return ``g`` without its mean over ``dims``."""
-    g = jnp.asarray(g)
-    wide = g.astype(trees.wide_dtype(g))
-    return trees.saturate(wide - jnp.mean(wide, dims, keepdims=True), g.dtype)
+def centralized(g: Any, dims: tuple[int, ...], multiple_of: int = 1) -> Any:
+    """Return ``g`` without its mean over ``dims``, if these are several and the last divides."""
+    sizes = [g.shape[dim] for dim in dims]
+    if math.prod(sizes) < 2 or sizes[-1] % multiple_of:
+        return g
+    wide = jnp.asarray(g, trees.wide_dtype(g))
+    return trees.saturate(wide - jnp.mean(wide, dims, keepdims=True), jnp.result_type(g))
 
 
-def _dims(axes: Any, kernels: Kernels, path: Path, leaf: Any) -> tuple[int, ...]:
+def _dims(rules: Any, kernels: Kernels, path: Path, leaf: Any) -> tuple[int, ...]:
     """Return the axes to average over, the input channels last; none for a leaf that stays."""
     name, ndim = trees.path_name(path), np.ndim(leaf)
-    if callable(axes):
-        rule = axes(name, leaf)
-    elif kernels.is_vector(path, ndim):
+    patterns = {} if callable(rules) else rules
+    rule = next((rule for pattern, rule in patterns.items() if matches(name, pattern)), "auto")
+    rule = rules(name, leaf) if callable(rules) else rule
+    if rule is None or (not callable(rules) and kernels.is_vector(path, ndim)):
         return ()
-    else:
-        rule = next((rule for pattern, rule in axes.items() if matches(name, pattern)), "auto")
-    if rule is None:
-        return ()
-    if isinstance(rule, str):
-        checks.choice(_WHO, "axes", rule, ("auto", "stacked"), _HINT)
+    if _word(rule):
         return kernels.inputs(path, ndim, int(rule == "stacked"))
     allowed = f"different axes of {name or 'the root'!r}, which has {ndim}"
     several: Any = rule if isinstance(rule, (tuple, list)) else (rule,)
@@ -54,21 +53,14 @@ def _dims(axes: Any, kernels: Kernels, path: Path, leaf: Any) -> tuple[int, ...]
     return kernels.ordered(tuple(dims))
 
 
-def _require_matches(axes: Mapping[str, Rule], params: PyTree) -> None:
-    """Refuse patterns that match no param, unless some params are masked."""
-    names = trees.names(params)
-    masked = trees.find(params, lambda node: isinstance(node, optax.MaskedNode))
-    for pattern in axes if names and not masked else ():
-        hint = f"It matches none; there are {few(names)}."
-        fits = any(matches(name, pattern) for name in names)
-        checks.require(_WHO, "axes", pattern, "patterns that match params", fits, hint)
+def _word(rule: Any) -> bool:
+    """Return whether a rule is a word, which must be one of two."""
+    word = isinstance(rule, str)
+    return word and bool(checks.choice(_WHO, "axes", rule, ("auto", "stacked"), _HINT))
 
 
 def centralize_gradients(
-    *,
-    multiple_of: int | None = None,
-    layout: LayoutName | None = None,
-    axes: Axes = "auto",
+    *, multiple_of: int | None = None, layout: LayoutName | None = None, axes: Axes = "auto"
 ) -> optax.GradientTransformationExtraArgs:
     r"""Subtract from the gradient of each kernel its mean over the inputs, for every output unit.
 
@@ -139,37 +131,34 @@ def centralize_gradients(
     allowed, hint = "'auto', a dict of rules by pattern, or a function", "Try {'*/qkv': 0}."
     known = callable(rules) or isinstance(rules, Mapping)
     checks.require(_WHO, "axes", axes, allowed, known, hint, TypeError)
-    for rule in () if callable(rules) else rules.values():
-        if isinstance(rule, str):
-            checks.choice(_WHO, "axes", rule, ("auto", "stacked"), _HINT)
+    patterns = {} if callable(rules) else rules
+    for rule in patterns.values():
+        _word(rule)
     named(_WHO, layout)
     if multiple_of is not None:
         checks.positive_int(_WHO, "multiple_of", multiple_of, "MindSpore's is 16.")
 
+    def dims_of(tree: PyTree) -> PyTree:
+        dims = functools.partial(_dims, rules, Kernels(_WHO, layout, tree))
+        return jax.tree_util.tree_map_with_path(dims, tree)
+
     @describe(_WHO, "centralize")
-    def update_fn(
-        updates: PyTree, state: Any, params: PyTree = None, **extra_args: Any
-    ) -> tuple[PyTree, Any]:
-        del extra_args
+    def update_fn(updates: PyTree, state: Any, params: PyTree = None, **extra: Any) -> Stepped:
+        del extra
         trees.require_gradients(updates, _WHO)
         trees.require_shapes(_WHO, "gradients", updates, params, "Put it before what cuts them.")
-        kernels = Kernels(_WHO, layout, updates)
-
-        def one(path: Path, g: Any) -> Any:
-            dims = _dims(rules, kernels, path, g)
-            sizes = [g.shape[dim] for dim in dims]
-            if math.prod(sizes) < 2 or (multiple_of is not None and sizes[-1] % multiple_of):
-                return g
-            return centralized(g, dims)
-
-        return jax.tree_util.tree_map_with_path(one, updates), state
+        one = lambda g, dims: centralized(g, dims, multiple_of or 1)  # noqa: E731
+        return jax.tree.map(one, updates, dims_of(updates)), state
 
     def init_fn(params: PyTree) -> optax.EmptyState:
-        if not callable(rules):
-            _require_matches(rules, params)
-        kernels = Kernels(_WHO, layout, params)
-        for path, leaf in jax.tree_util.tree_leaves_with_path(params):
-            _dims(rules, kernels, path, leaf)
+        names = trees.names(params)
+        # A pattern may name params that are masked.
+        masked = trees.find(params, lambda node: isinstance(node, optax.MaskedNode))
+        for pattern in patterns if names and not masked else ():
+            fits = any(matches(name, pattern) for name in names)
+            hint = f"It matches none; there are {few(names)}."
+            checks.require(_WHO, "axes", pattern, "patterns that match params", fits, hint)
+        dims_of(params)
         return optax.EmptyState()
 
     return optax.GradientTransformationExtraArgs(init_fn, update_fn)

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import optax
 
 from boostax._core import axes, checks, trees
-from boostax._core.describe import describe
+from boostax._core.describe import Stepped, describe
 
 PyTree = Any
 
@@ -51,10 +51,8 @@ def clip_by_global_norm(
     names = axes.canonical(who, shard_axes)
 
     @describe(who, "norm clip", names)
-    def update_fn(
-        updates: PyTree, state: Any, params: PyTree = None, **extra_args: Any
-    ) -> tuple[PyTree, Any]:
-        del params, extra_args
+    def update_fn(updates: PyTree, state: Any, params: PyTree = None, **extra: Any) -> Stepped:
+        del params, extra
         trees.require_gradients(updates, who)
         if not jax.tree.leaves(updates) or not names:
             return optax.clip_by_global_norm(max_norm).update(updates, optax.EmptyState())[0], state

@@ -15,6 +15,8 @@ from boostax.model.branches import LessBNReport, Norm
 
 Remove = Sequence[str] | Callable[[str, bool], bool] | None
 
+_WHO = "less_bn"
+
 
 def less_bn(
     module: Any,
@@ -93,60 +95,52 @@ def changed(
     normalized_head: bool = True,
     remove: Remove = None,
     multiplier: float = 1.0,
-    *,
     strict: bool = True,
 ) -> tuple[Any, LessBNReport]:
     """Do what ``less_bn`` does; without ``strict`` it may be that nothing is changed."""
-    with checks.needing("less_bn", "Flax", "workloads"):
-        import flax.linen as nn
-        from flax import nnx
+    with checks.needing(_WHO, "Flax", "workloads"):
+        from boostax.model import less_bn_flax as flax
     hint = "It starts the multiplier of the head, 1 by default."
-    checks.number("less_bn", "multiplier", multiplier, "positive", lambda m: m > 0, hint)
-    allowed = "a flax.linen.Module or flax.nnx.Module"
-    hint = "Give the model itself, not its apply function or its params."
-    fits = isinstance(module, (nn.Module, nnx.Module))
-    checks.require("less_bn", "module", module, allowed, fits, hint, TypeError)
-    from boostax.model import less_bn_linen, less_bn_nnx
-
-    allowed = "a model that less_bn has not changed yet"
-    hint = "Call it once, on the whole model, with remove= for what else shall go."
-    fits = not isinstance(module, less_bn_linen.LessBN)
-    checks.require("less_bn", "module", type(module), allowed, fits, hint, TypeError)
-    library: Any = less_bn_linen if isinstance(module, nn.Module) else less_bn_nnx
-    report = _decide(library.structure(module, args, kwargs), normalized_head, remove, strict)
-    return library.without(module, report.removed, report.head, multiplier), report
+    checks.number(_WHO, "multiplier", multiplier, "positive", lambda m: m > 0, hint)
+    allowed = "a flax.linen.Module or flax.nnx.Module that less_bn has not changed yet"
+    hint = "Give the model itself, once, with remove= for what else shall go."
+    fits = isinstance(module, flax.MODULES) and not isinstance(module, flax.LessBN)
+    checks.require(_WHO, "module", type(module), allowed, fits, hint, TypeError)
+    found = flax.structure(module, args, kwargs)
+    norms = found.norms if remove is None else _chosen(found.norms, remove)
+    report = LessBNReport(norms, found.head if normalized_head else None)
+    if strict:
+        _require_change(report, normalized_head, remove)
+    return flax.without(module, report.removed, report.head, multiplier), report
 
 
-def _decide(
-    found: LessBNReport, normalized_head: bool, remove: Remove, strict: bool
-) -> LessBNReport:
-    norms = found.norms if remove is None else _by_user(found.norms, remove)
-    head = found.head if normalized_head else None
+def _require_change(report: LessBNReport, normalized_head: bool, remove: Remove) -> None:
     allowed = "False for a model that no Dense ends"
     hint = "Only a Dense whose result leaves the model with no other product behind it is one."
-    fits = not strict or not normalized_head or head is not None
-    checks.require("less_bn", "normalized_head", normalized_head, allowed, fits, hint)
-    kept = "; ".join(f"{norm.path}: {norm.reason}" for norm in norms)
-    hint = f"Nothing would change. BatchNorms: {kept or 'none'}."
-    fits = not strict or normalized_head or any(norm.removed for norm in norms)
-    checks.require("less_bn", "remove", remove, "a choice that removes a BatchNorm", fits, hint)
-    return LessBNReport(norms, head)
+    fits = not normalized_head or report.head is not None
+    checks.require(_WHO, "normalized_head", normalized_head, allowed, fits, hint)
+    kept = "; ".join(f"{norm.path}: {norm.reason}" for norm in report.norms) or "none"
+    allowed, hint = (
+        "a choice that removes a BatchNorm",
+        f"Nothing would change. BatchNorms: {kept}.",
+    )
+    fits = normalized_head or bool(report.removed)
+    checks.require(_WHO, "remove", remove, allowed, fits, hint)
 
 
-def _by_user(norms: tuple[Norm, ...], remove: Any) -> tuple[Norm, ...]:
+def _chosen(norms: tuple[Norm, ...], remove: Any) -> tuple[Norm, ...]:
+    """Return the norms with the verdict of the user."""
     if callable(remove):
-        said = {True: "remove says so", False: "remove says no"}
         chosen = [(x.path, bool(remove(x.path, x.removed))) for x in norms]
-        return tuple(Norm(path, goes, said[goes]) for path, goes in chosen)
+        return tuple(Norm(x, goes, f"remove says {'so' if goes else 'no'}") for x, goes in chosen)
+    allowed = "None, a list of patterns or a function"
     hint = "Such as ['block_*/norm_1'], or lambda path, by_rule: by_rule and path != 'norm'."
     fits = isinstance(remove, Sequence) and not isinstance(remove, str)
-    allowed = "None, a list of patterns or a function"
-    checks.require("less_bn", "remove", remove, allowed, fits, hint, TypeError)
+    checks.require(_WHO, "remove", remove, allowed, fits, hint, TypeError)
+    hint = f"BatchNorms: {', '.join(x.path for x in norms) or 'none'}."
     reasons: dict[str, str] = {}
     for pattern in map(str, remove):
         hits = [x.path for x in norms if matches(x.path, pattern)]
-        hint = f"BatchNorms: {', '.join(x.path for x in norms) or 'none'}."
-        allowed = "patterns that match BatchNorms"
-        checks.require("less_bn", "remove", pattern, allowed, bool(hits), hint)
+        checks.require(_WHO, "remove", pattern, "patterns that match BatchNorms", bool(hits), hint)
         reasons = dict.fromkeys(hits, f"matches {pattern!r}") | reasons
     return tuple(Norm(x.path, x.path in reasons, reasons.get(x.path, "no match")) for x in norms)

@@ -38,7 +38,6 @@ def normalized_dense(
     kernel: jax.Array,
     multiplier: jax.Array,
     bias: jax.Array | None = None,
-    *,
     dtype: Any = None,
     precision: Any = None,
 ) -> jax.Array:
@@ -105,15 +104,13 @@ class NormalizedDense(nn.Module):
     @nn.compact
     def __call__(self, inputs: jax.Array) -> jax.Array:
         """Return ``[..., features]`` from ``[..., inputs]``."""
-        shape = (jnp.shape(inputs)[-1], self.features)
-        kernel: Any = self.param("kernel", self.kernel_init, shape, self.param_dtype)
-        multiplier: Any = self.param("multiplier", self.multiplier_init, (), self.param_dtype)
+        shape, stored = (jnp.shape(inputs)[-1], self.features), self.param_dtype
+        kernel: Any = self.param("kernel", self.kernel_init, shape, stored)
+        multiplier: Any = self.param("multiplier", self.multiplier_init, (), stored)
         bias: Any = None
         if self.use_bias:
-            bias = self.param("bias", self.bias_init, shape[1:], self.param_dtype)
-        return normalized_dense(
-            inputs, kernel, multiplier, bias, dtype=self.dtype, precision=self.precision
-        )
+            bias = self.param("bias", self.bias_init, shape[1:], stored)
+        return normalized_dense(inputs, kernel, multiplier, bias, self.dtype, self.precision)
 
 
 class NormalizedLinear(nnx.Module):
@@ -140,6 +137,6 @@ class NormalizedLinear(nnx.Module):
 
     def __call__(self, inputs: jax.Array) -> jax.Array:
         """Return ``[..., out_features]`` from ``[..., in_features]``."""
+        kernel, multiplier = self.kernel[...], self.multiplier[...]
         bias = None if self.bias is None else self.bias[...]
-        how = {"dtype": self.dtype, "precision": self.precision}
-        return normalized_dense(inputs, self.kernel[...], self.multiplier[...], bias, **how)
+        return normalized_dense(inputs, kernel, multiplier, bias, self.dtype, self.precision)

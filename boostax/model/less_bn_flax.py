@@ -1,0 +1,148 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Mark or replace layers of a Flax model: linen's calls are intercepted, NNX's objects copied."""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from boostax.model.branches import LessBNReport, examine, mark
+from boostax.model.normalized_dense import NormalizedDense, NormalizedLinear
+
+MODULES = (nn.Module, nnx.Module)
+_SAME = ("features", "dtype", "param_dtype", "precision", "kernel_init")
+
+
+class LessBN(nn.Module):
+    """A linen module in which some BatchNorms are the identity, and a Dense one of cosines.
+
+    ``init`` makes no variables for the removed ones; all others have the paths they have in
+    ``module``, whose scope this one shares. It nests, transforms and prints like any module.
+
+    Attributes:
+      module: the model.
+      removed: paths of the BatchNorms, such as ``block_0/norm_1``.
+      head: path of the ``nn.Dense`` in whose place a ``NormalizedDense`` stands, or None.
+      multiplier: what that one's multiplier starts from.
+    """
+
+    module: nn.Module
+    removed: tuple[str, ...]
+    head: str | None = None
+    multiplier: float = 1.0
+
+    def setup(self) -> None:
+        """Keep the paths of the params."""
+        nn.share_scope(self, self.module)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Return ``module(*args, **kwargs)`` without those norms."""
+
+        def replaced(layer: Any, path: str, x: Any, result: Callable[[], Any]) -> Any:
+            if path != self.head:
+                return x if path in self.removed else result()
+            same = {name: getattr(layer, name) for name in _SAME}
+            start = nn.initializers.constant(self.multiplier)
+            # In the Dense's own scope: the path of its kernel does not change.
+            return NormalizedDense(multiplier_init=start, parent=layer.scope, **same)(x)
+
+        with _intercepted(replaced, len(self.path)):
+            return self.module(*args, **kwargs)
+
+
+class Identity(nnx.Module):
+    """Stands where an NNX BatchNorm was, takes what it took, and gives back its input."""
+
+    def __call__(self, x: jax.Array, use_running_average: Any = None, *, mask: Any = None) -> Any:
+        """Return ``x``."""
+        del use_running_average, mask
+        return x
+
+
+def structure(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> LessBNReport:
+    """Return what ``examine`` says of ``module``, called with ``args`` and ``kwargs``."""
+    paths: list[str] = []
+    marked = functools.partial(_marked, paths)
+
+    def initialized(key: jax.Array, args: Any, kwargs: Any) -> Any:
+        with _intercepted(marked):
+            return module.init_with_output(key, *args, **kwargs)[0]
+
+    if isinstance(module, nn.Module):
+        return examine(initialized, jax.random.key(0), args, kwargs, paths)
+
+    def marking(path: str, node: Any) -> Any:
+        if isinstance(node, (nnx.BatchNorm, nnx.Linear)):
+            layer: Any = node
+            layer.boostax_path = path
+            object.__setattr__(layer, "__class__", _marking_class(type(node)))
+            paths.extend([path] * isinstance(node, nnx.BatchNorm))
+        return node
+
+    graph, state = nnx.split(_edited(module, marking))
+    call = lambda state, args, kwargs: nnx.merge(graph, state)(*args, **kwargs)  # noqa: E731
+    return examine(call, state, args, kwargs, paths)
+
+
+def _marked(paths: list[str], layer: Any, path: str, x: Any, result: Callable[[], Any]) -> Any:
+    """Return the input of a BatchNorm or the result of a Dense, marked."""
+    if isinstance(layer, (nn.Dense, nnx.Linear)):
+        return mark("dense", result(), path)
+    paths.append(path)
+    # Nothing is computed: a norm over a named axis would ask for that axis.
+    x = jnp.asarray(x)
+    return mark(
+        "norm", x.astype(layer.dtype or jnp.promote_types(x.dtype, layer.param_dtype)), path
+    )
+
+
+@functools.cache
+def _marking_class(cls: Any) -> Any:
+    """Make a subclass whose call leaves a mark in the trace. Cached, as NNX keeps every class."""
+
+    def call(self: Any, x: Any, *args: Any, **kwargs: Any) -> Any:
+        result = lambda: cls.__call__(self, x, *args, **kwargs)  # noqa: E731
+        return _marked([], self, self.boostax_path, x, result)
+
+    return type(cls)(cls.__name__, (cls,), {"__call__": call})
+
+
+def without(module: Any, removed: tuple[str, ...], head: str | None, multiplier: float) -> Any:
+    """Return the model without those norms, and with that Dense or Linear one of cosines."""
+    if isinstance(module, nn.Module):
+        return LessBN(module, removed, head, multiplier)
+
+    def replaced(path: str, node: Any) -> Any:
+        if isinstance(node, nnx.BatchNorm) and path in removed:
+            return Identity()
+        linear = isinstance(node, nnx.Linear) and path == head
+        return NormalizedLinear(node, multiplier=multiplier) if linear else node
+
+    return _edited(module, replaced)
+
+
+def _intercepted(replacement: Callable[..., Any], root: int = 0) -> Any:
+    """Call ``replacement(layer, path, x, result)`` in place of linen's BatchNorms and Denses.
+
+    Paths are those below a module whose own path has ``root`` components; ``result()`` is what the
+    layer gives.
+    """
+
+    def intercept(next_fun: Any, args: Any, kwargs: Any, context: Any) -> Any:
+        layer, result = context.module, lambda: next_fun(*args, **kwargs)
+        if context.method_name != "__call__" or not isinstance(layer, (nn.BatchNorm, nn.Dense)):
+            return result()
+        x = args[0] if args else kwargs["inputs" if isinstance(layer, nn.Dense) else "x"]
+        return replacement(layer, "/".join(layer.path[root:]), x, result)
+
+    return nn.intercept_methods(intercept)
+
+
+def _edited(module: Any, edit: Callable[[str, Any], Any]) -> Any:
+    """Return a copy of an NNX model with ``edit(path, node)`` in place of each node."""
+    named = lambda path, node: edit("/".join(map(str, path)), node)  # noqa: E731
+    return nnx.recursive_map(named, nnx.clone(module))
