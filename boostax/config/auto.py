@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The entry: from whatever names a configuration to the chain and the step that it asks for."""
+"""Reading whatever names a configuration, and building the chain and the step that it asks for."""
 
 import dataclasses
 import json
 import pathlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
 import jax
@@ -18,11 +18,12 @@ from boostax.chain.roles import REDUCTIONS, UNKNOWN, role
 from boostax.config import keys, mindspore
 from boostax.config.singa import singa
 from boostax.model.less_bn import LessBNReport, changed
-from boostax.subspace import Basis, trajectory_basis
 
 PyTree = Any
 _WHO = "auto"
 _MEAN = {"kind": "mean"}
+# Parts beside which dim_reduce can begin at once.
+_WITH_FILES = ("dim_reduce", "loss_scale", "policy", "microbatches", "less_bn")
 # By its role the key in whose place, or behind which, a part of a user's own stands.
 _PLACES: Mapping[str, str] = {
     **dict.fromkeys((*REDUCTIONS, "delta", "own params"), "reduce"),
@@ -91,26 +92,27 @@ class Boost:
             layers than groups; a reduction other than the mean without an axis; beside a
             ``dim_reduce`` from files, what it leaves nothing to.
         """
-        who, place = "Boost.optimizer", {"tree": params, "less_bn": less_bn}
+        who, finish = "Boost.optimizer", self.config.get("dim_reduce", {})
+        place = {"axis_name": axis_name, "tree": params, "less_bn": less_bn}
         checks.transformation(who, "inner", inner)
-        own = [name for name, (_, key) in self.own.items() if key == "reduce"]
-        asked = self.config.get("reduce", _MEAN)
-        fits = axis_name is not None or not (self.strict and (own or asked != _MEAN))
-        allowed = f"given with the reduction {own[0] if own else repr(asked['kind'])}"
+        kind, asked = self.reduction()
+        fits = axis_name is not None or asked == _MEAN or not self.strict
         hint = "It is an axis of the mesh; on one device take the reduction out."
-        checks.require(who, "axis_name", None, allowed, fits, hint)
-        finish = self.config.get("dim_reduce", {})
+        checks.require(who, "axis_name", None, f"given with the reduction {kind!r}", fits, hint)
         if finish.keys() & {*keys.FILES}:
-            self._require_alone(who)
-            basis = keys.basis_of_files(finish, params)
+            allowed = "left out with dim_reduce from the first step on"
+            hint = "It takes whole gradients as they are. strict=False leaves out MindSpore's rest."
+            for name, value in self.config.items():
+                fits = name in _WITH_FILES or (name, value) == ("reduce", _MEAN)
+                checks.require(who, f"config.{name}", value, allowed, fits, hint)
             residual = None if "residual_rate" in finish else inner
-            return self._finish(basis, residual, axis_name=axis_name, **place)
+            return self._finish(place | {"source": keys.FILES, "residual": residual})
         order = list(keys.ORDER)
         if self.config.get("accumulate", {}).get("drop") == "window":
             # The scaler inside, so that the window drops as a whole.
             order.remove("loss_scale")
             order.insert(order.index("accumulate"), "loss_scale")
-        return self._stacked(order, inner, axis_name=axis_name, **place)
+        return self._stacked(order, inner, place)
 
     def model(self, module: Any, /, *args: Any, **kwargs: Any) -> tuple[Any, LessBNReport | None]:
         """Change the model to fewer BatchNorms and a normalised head, if they are on.
@@ -194,35 +196,24 @@ class Boost:
           ValueError, TypeError: no ``dim_reduce`` in the configuration; a state that recorded
             nothing, or too little; as ``boostax.dim_reduce``.
         """
-        who, told = "Boost.finish", self.config.get("dim_reduce")
-        hint = 'auto({"dim_reduce": True}) records every tenth step.'
-        checks.require(who, "config.dim_reduce", None, "given", told is not None, hint)
-        if not isinstance(source, Basis):
-            count = self.config["dim_reduce"].get("n_components", 20)
-            source = trajectory_basis(source, count, params=params)
-        return self._finish(source, residual, axis_name=axis_name, tree=params)
+        hint, there = (
+            'auto({"dim_reduce": True}) records every tenth step.',
+            "dim_reduce" in self.config,
+        )
+        checks.require("Boost.finish", "config.dim_reduce", None, "given", there, hint)
+        place = {"axis_name": axis_name, "tree": params, "source": source, "residual": residual}
+        return self._finish(place)
 
-    def _finish(
-        self, basis: Any, residual: optax.GradientTransformation | None, **place: Any
-    ) -> optax.GradientTransformationExtraArgs:
+    def _finish(self, place: dict[str, Any]) -> optax.GradientTransformationExtraArgs:
         """Put ``dim_reduce`` with a basis inside the loss scaler."""
-        options = keys.arguments(boostax.dim_reduce, self.config["dim_reduce"], **place)
-        outside: Any = options["residual"] if residual is None else residual
-        if outside is not None and place["axis_name"] is not None:
-            outside = optax.chain(boostax.all_reduce(place["axis_name"]), outside)
-        options |= {"basis": basis, "residual": outside}
-        tx = boostax.dim_reduce(**options)
-        return self._stacked(["loss_scale"], tx, **place)
+        (tx,) = keys.layer(boostax.dim_reduce, self.config["dim_reduce"], [], **place)
+        return self._stacked(["loss_scale"], tx, place)
 
-    def _require_alone(self, who: str) -> None:
-        """Refuse what is on and would not be in a step that is a finish."""
-        kept = ("dim_reduce", "loss_scale", "policy", "microbatches", "less_bn")
-        allowed = "left out with dim_reduce from the first step on"
-        hint = "It takes whole gradients as they are. strict=False leaves out MindSpore's rest."
-        for name, value in self.config.items():
-            _, key = self.own.get(name, (None, name))
-            fits = key in kept or (name, value) == ("reduce", _MEAN)
-            checks.require(who, f"config.{name}", value, allowed, fits, hint)
+    def reduction(self) -> tuple[str, Any]:
+        """Return the kind of the reduction and its arguments."""
+        own = [name for name, (_, key) in self.own.items() if key == "reduce"]
+        asked = self.config.get("reduce", _MEAN)
+        return (own[0], self.config[own[0]]) if own else (asked["kind"], asked)
 
     def _require_less_bn(self, report: Any, params: PyTree) -> None:
         """Refuse a loss of which nothing says that its model was changed."""
@@ -233,42 +224,30 @@ class Boost:
         fits, allowed = isinstance(report, LessBNReport), "the report of the changed model"
         more = ' Without a Flax model, {"less_bn": False} switches it off.'
         checks.require(who, "less_bn", report, allowed, fits, hint + more)
-        paths = [f"/{trees.path_name(x)}/" for x, _ in jax.tree_util.tree_leaves_with_path(params)]
-        there = [x for x in report.removed if any(f"/{x}/" in path for path in paths)]
-        if paths and report.head and not any(f"/{report.head}/multiplier/" in x for x in paths):
+        named = jax.tree_util.tree_leaves_with_path(params)
+        paths = " ".join(f"/{trees.path_name(path)}/" for path, _ in named)
+        there = [x for x in report.removed if f"/{x}/" in paths]
+        if paths and report.head and f"/{report.head}/multiplier/" not in paths:
             there.append(report.head)
         got = f"params of the model as it was at {', '.join(there)}"
         checks.require(who, "params", got, "of the changed model", not there, hint)
 
     def _stacked(
-        self, order: list[str], inner: optax.GradientTransformation, **place: Any
+        self, order: list[str], inner: optax.GradientTransformation, place: dict[str, Any]
     ) -> optax.GradientTransformationExtraArgs:
         """Put each part of the order in front of, or around, what there is."""
-        parts = [inner]
-        for made in self._layers(order, **place):
-            if isinstance(made, optax.GradientTransformation):
-                parts.insert(0, made)
-            elif made is not None:
-                parts = [made(_chained(parts))]
-        return optax.with_extra_args_support(_chained(parts))
-
-    def _layers(self, order: list[str], **place: Any) -> Iterator[Any]:
-        config = {"reduce": _MEAN} | self.config
+        parts, config = [inner], {"reduce": _MEAN} | self.config
+        without = not axes.canonical("Boost.optimizer", place["axis_name"])
         for key in order:
-            own = [name for name, (_, where) in self.own.items() if where == key]
-            if key == "reduce" and not axes.canonical("Boost.optimizer", place["axis_name"]):
-                continue
-            # Another reduction stands in the place of the mean.
-            if key in config and not (own and key == "reduce"):
-                several = len(keys.PARTS[key]) > 1
-                factory = keys.PARTS[key][config[key]["kind"] if several else ""]
-                told = {name: x for name, x in config[key].items() if name != "kind" or not several}
-                yield keys.layer(factory, told, **place)
-            yield from (keys.layer(self.own[name][0], config[name], **place) for name in own)
-
-
-def _chained(parts: list[optax.GradientTransformation]) -> optax.GradientTransformation:
-    return parts[0] if len(parts) == 1 else optax.chain(*parts)
+            own = [(f, config[name]) for name, (f, where) in self.own.items() if where == key]
+            # Another reduction stands in the place of the mean; without replicas there is none.
+            if key == "reduce" and (own or without):
+                layers = [] if without else own
+            else:
+                layers = [*([keys.chosen(key, config[key])] if key in config else []), *own]
+            for factory, told in layers:
+                parts = keys.layer(factory, told, parts, **place)
+        return optax.with_extra_args_support(keys.chained(parts))
 
 
 def auto(
@@ -339,18 +318,16 @@ def auto(
     given: Any = _loaded(spec) if is_file else spec
     if isinstance(given, str) and given in mindspore.LEVELS and level is None:
         given, level = {}, given
-    allowed, is_text = "a level, a dictionary, or the path of a .json file", isinstance(given, str)
-    hint = keys.nearest(given, mindspore.LEVELS) if is_text else "'O1' is what MindSpore calls so."
-    error = ValueError if is_text else TypeError
-    checks.require(_WHO, "spec", given, allowed, isinstance(given, Mapping), hint, error)
+    allowed, fits = "a level, a dictionary, or the path of a .json file", isinstance(given, Mapping)
+    checks.require(_WHO, "spec", given, allowed, fits, keys.nearest(given, mindspore.LEVELS))
     data = dict(cast("Mapping[str, Any]", given))
     level, strict = _once("level", level, data), _once("strict", strict, data)
     keys.flag(_WHO, "strict", strict is None or strict)
-    strict, own = strict is not False, _owned(data, factories)
-    config, notes = _foreign(data, level or "O0", strict, own)
-    config = _read(data, config, own)
-    _check_together(config)
-    return Boost(config, notes, own, strict)
+    own = _owned(data, factories)
+    config, notes = _foreign(data, level or "O0", strict is not False, own)
+    boost = Boost(_read(data, config, own), notes, own, strict is not False)
+    _check_together(boost)
+    return boost
 
 
 def _foreign(
@@ -362,13 +339,17 @@ def _foreign(
         theirs = (*theirs, *(key for key in data if key not in (*keys.KEYS, *own, "singa")))
     taken = {key: data.pop(key) for key in theirs if key in data}
     config, notes = mindspore.from_mindspore(taken, level, strict=strict)
-    for key, told in config.items() if taken else ():
-        # Of what MindSpore has no word for, such as the order of layers, it says nothing.
-        if not isinstance(data.get(key), Mapping) or data[key].keys() & told.keys():
-            _require_unsaid(key, data, "MindSpore's dictionary")
+    said = {key: (told, "MindSpore's dictionary") for key, told in config.items() if taken}
     if "singa" in data:
         config["reduce"] = singa(data.pop("singa"))
-        _require_unsaid("reduce", data, "singa")
+        said["reduce"] = (config["reduce"], "singa")
+    for name, value in data.items():
+        key = keys.NAMED.get(name, (name, ""))[0]
+        told, whose = said.get(key, ({}, ""))
+        # What MindSpore has no word for, such as the order of layers, stands beside it.
+        more = whose != "singa" and isinstance(value, Mapping) and not value.keys() & told.keys()
+        hint, fits = f"{whose} names one already.", not whose or (more and name == key)
+        checks.require(_WHO, name, value, f"left out beside {whose}", fits, hint)
     return config, notes
 
 
@@ -377,7 +358,7 @@ def _read(data: Mapping[str, Any], base: Mapping[str, Any], own: Mapping[str, An
     keys.known(data, (*keys.KEYS, *own), "keys")
     found, seen = dict(base), set[str]()
     for name, value in data.items():
-        key, kind = keys.NAMED.get(name, (name, ""))
+        key = keys.NAMED.get(name, (name, ""))[0]
         allowed, hint = f"left out beside another {key}", "A chain has one of them."
         checks.require(_WHO, name, value, allowed, key not in seen, hint)
         seen.add(key)
@@ -386,13 +367,7 @@ def _read(data: Mapping[str, Any], base: Mapping[str, Any], own: Mapping[str, An
         elif value is None or value is False:
             found.pop(key, None)
         else:
-            kinds = {"": own[name][0]} if name in own else keys.PARTS[key]
-            kinds = {kind: kinds[kind]} if name in keys.NAMED else kinds
-            found[key] = keys.part(name, kinds, value, found.get(key))
-    reduces = [name for name, (_, key) in own.items() if key == "reduce"]
-    asked = found.get("reduce", _MEAN)
-    hint, fits = f"{' and '.join(reduces)} takes its place.", not reduces or asked == _MEAN
-    checks.require(_WHO, "reduce", asked["kind"], "left out here", fits, hint)
+            found[key] = keys.part(name, value, found.get(key), own.get(name, [None])[0])
     return found
 
 
@@ -406,13 +381,11 @@ def _owned(
         allowed, fits = "functions of your own", callable(factory) and name not in keys.NAMED
         hint = "Keys name boostax's own without it."
         checks.require(_WHO, "factories", factory, allowed, fits, hint)
-        if data.get(name) is None or data[name] is False:
+        if data.get(name) in (None, False):
             data.pop(name, None)
             continue
-        made: Any = keys.layer(
-            factory, keys.part(name, {"": factory}, data[name]), axis_name="axis"
-        )
-        made = cast("Any", made(optax.identity()) if callable(made) else made)
+        told = keys.part(name, data[name], own=factory)
+        made, *_ = keys.layer(factory, told, [optax.identity()], axis_name="axis")
         what = role(read(made))
         hint = "What is of the optimizer belongs into it."
         if what == UNKNOWN:
@@ -431,13 +404,6 @@ def _once(name: str, given: Any, data: dict[str, Any]) -> Any:
     return there if given is None else given
 
 
-def _require_unsaid(key: str, data: Mapping[str, Any], whose: str) -> None:
-    """Refuse what a foreign dictionary says already."""
-    for name, value in data.items():
-        fits, hint = keys.NAMED.get(name, (name, ""))[0] != key, f"{whose} names one already."
-        checks.require(_WHO, name, value, f"left out beside {whose}", fits, hint)
-
-
 def _loaded(path: str | pathlib.Path) -> Any:
     try:
         return json.loads(pathlib.Path(path).read_text())
@@ -447,22 +413,25 @@ def _loaded(path: str | pathlib.Path) -> Any:
         raise ValueError(text) from error
 
 
-def _check_together(config: Mapping[str, Any]) -> None:
+def _check_together(boost: Boost) -> None:
     """Refuse parts that do not go together."""
+    config, (kind, _) = boost.config, boost.reduction()
+    asked, hint = config.get("reduce", _MEAN), f"{kind} takes its place."
+    fits = kind == asked["kind"] or asked == _MEAN
+    checks.require(_WHO, "reduce", asked["kind"], "left out here", fits, hint)
+    half = boost.policy is not None and boost.policy.compute_dtype == jnp.float16
     hint = "Small gradients vanish without: 'dynamic' scales, and bfloat16 needs none."
-    half = "policy" in config and boostax.policy(**config["policy"]).compute_dtype == jnp.float16
     allowed, fits = "given where policy computes in float16", "loss_scale" in config or not half
     checks.require(_WHO, "loss_scale", None, allowed, fits, hint)
-    kind, freezes = config.get("reduce", _MEAN)["kind"], "freeze" in config
-    own, finish = kind in ("partial", "local"), config.get("dim_reduce")
-    allowed, fits = "no 'partial' or 'local' with freeze", not (freezes and own)
+    own, freezes = kind in ("partial", "local"), "freeze" in config
     hint = "What is frozen between two synchronizations would stay different on every replica."
-    checks.require(_WHO, "reduce", kind, allowed, fits, hint)
+    fits = not (freezes and own)
+    checks.require(_WHO, "reduce", kind, "no 'partial' or 'local' with freeze", fits, hint)
+    finish = config.get("dim_reduce", {"every": None})
+    every = None if finish.keys() & {*keys.FILES} else finish.get("every", 10)
     if freezes or own:
         allowed = f"None with {f'reduce {kind!r}' if own else 'freeze'}"
         hint = "Each replica has params of its own." if own else "What is frozen would be missing."
         checks.absent(_WHO, "average_params", config.get("average_params"), allowed, hint)
-        records = finish is not None and not {*finish} & {*keys.FILES}
-        every = config["dim_reduce"].get("every", 10) if records else None
         hint += " boost.finish takes a basis of snapshots from elsewhere: dim_reduce.every = None."
         checks.absent(_WHO, "dim_reduce.every", every, allowed, hint)

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The factories that a configuration names, in their one order, and their arguments as data.
+"""Factories that a configuration names, in their one order, and their arguments as data.
 
-A factory's signature says what a configuration can say to it. Left out is what a chain alone knows:
-the optimizer inside, the replica axes, the params. An argument that no data can say (a schedule, a
-tree of labels) is made by a function here, and the function's arguments stand in its place.
+A factory's signature says what a configuration can give it; the chain supplies the optimizer
+inside, the replica axes and the params. An argument that is no data (a schedule, a tree of labels)
+is made by a function here, whose own arguments a configuration then has.
 """
 
 import contextlib
@@ -12,7 +12,6 @@ import difflib
 import functools
 import glob
 import inspect
-import typing
 from collections.abc import Callable, Generator, Iterable, Mapping
 from typing import Any, TypeAlias
 
@@ -27,38 +26,37 @@ from boostax.subspace.basis import saved_basis
 from boostax.subspace.quasi_newton import RULES
 
 Factory: TypeAlias = Callable[..., Any]
+Chain: TypeAlias = list[optax.GradientTransformation]
 
-REDUCTIONS: dict[str, Factory] = {
-    "mean": boostax.all_reduce,
-    "adasum": boostax.adasum,
-    "adasum-delta": reduce.adasum_delta,
-    "top-k": boostax.top_k_reduce,
-    "threshold": reduce.threshold_reduce,
-    "int8": boostax.int8_reduce,
-    "power-sgd": reduce.power_sgd_reduce,
-    "partial": reduce.partial_average,
-    "local": reduce.local_updates,
-}
-LOSS_SCALES: dict[str, Factory] = {
-    "dynamic": boostax.dynamic_loss_scale,
-    "static": boostax.static_loss_scale,
-    "group": precision.group_loss_scale,
-}
-# From the optimizer outwards: each stands in front of all before it, or around. Of a key with
-# several factories "kind" chooses one.
+# From the optimizer outwards: each stands in front of all before it, or around. "kind" chooses one
+# of several factories.
 ORDER: dict[str, dict[str, Factory]] = {
     "count_lost_updates": {"": precision.count_lost_updates},
     "check_updates": {"": precision.check_updates},
     "clip": {"": model.clip_by_global_norm},
     "adagc": {"": model.adagc},
     "centralize": {"": boostax.centralize_gradients},
-    "reduce": REDUCTIONS,
+    "reduce": {
+        "mean": boostax.all_reduce,
+        "adasum": boostax.adasum,
+        "adasum-delta": reduce.adasum_delta,
+        "top-k": boostax.top_k_reduce,
+        "threshold": reduce.threshold_reduce,
+        "int8": boostax.int8_reduce,
+        "power-sgd": reduce.power_sgd_reduce,
+        "partial": reduce.partial_average,
+        "local": reduce.local_updates,
+    },
     "dim_reduce": {"": boostax.dim_reduce},
     "store": {"": precision.store},
     "average_params": {"": model.average_params},
     "skip_spikes": {"": precision.skip_spikes},
     "accumulate": {"": boostax.accumulate},
-    "loss_scale": LOSS_SCALES,
+    "loss_scale": {
+        "dynamic": boostax.dynamic_loss_scale,
+        "static": boostax.static_loss_scale,
+        "group": precision.group_loss_scale,
+    },
     "carry": {"": boostax.carry},
     "freeze": {"": boostax.scheduled_freeze},
 }
@@ -66,19 +64,15 @@ PARTS = {**ORDER, "policy": {"": boostax.policy}, "less_bn": {"": boostax.less_b
 # Each factory is a key by its own name, too.
 NAMED = {f.__name__: (key, kind) for key, kinds in PARTS.items() for kind, f in kinds.items()}
 KEYS = tuple(dict.fromkeys((*PARTS, "microbatches", *NAMED)))
-# Arguments that a place in a chain gives; ``tree`` are the params.
-_PLACE = ("inner", "module", "axis_name", "tree", "less_bn")
-# The dtype in which values travel.
-_WIRE = ("dtype", "value_dtype", "wire_dtype")
+# Arguments that a chain gives (``tree`` are the params), and what is a transformation itself.
+_PLACE = {"inner", "module", "args", "kwargs", "axis_name", "tree", "less_bn", "source", "residual"}
+_PLACE |= {"outer", "reduction"}
 # With one of these dim_reduce begins at once.
 FILES = ("weight_load_dir", "pca_mat_path")
+# Names of a configuration's for arguments of the functions that make arguments.
+_RENAMED = {"n": "groups", "directory": FILES[0], "path": FILES[1]}
 # Stands for the params while a configuration is checked.
 _LATER = object()
-
-
-def _dense(dense: Any = None) -> Any:
-    """Read ``"vectors"`` as norms and biases: thinned out they cost more than they save."""
-    return (lambda _, leaf: leaf.ndim < 2) if dense == "vectors" else dense
 
 
 def _every(every: Any = 1, drop: str = "micro-batch") -> Any:
@@ -93,17 +87,6 @@ def _axes(axes: Any = "auto", after_decay: bool = False, less_bn: Any = None) ->
     if less_bn is None or less_bn.head is None or callable(axes):
         return axes
     return {glob.escape(less_bn.head): None} | ({} if isinstance(axes, str) else dict(axes))
-
-
-def _other_axes(axis_name: Any, within: str | int | None = None) -> Any:
-    """Take the axis of the mean before AdaSum out of the axes of a configuration."""
-    if not isinstance(within, str):
-        return axis_name
-    names = axes.canonical("auto", axis_name)
-    others = tuple(name for name in names if name != within)
-    allowed, hint = f"one of several axes, {names}", "It is the axis of the fast links."
-    checks.require("", "within", within, allowed, 0 < len(others) < len(names), hint)
-    return others
 
 
 def _groups(
@@ -138,86 +121,79 @@ def _schedule(
     seed: int | None = None,
     freeze_p: float | None = None,
 ) -> Any:
-    """Make a schedule by its name or a function; a depth or a sequence of depths is one."""
+    """Make a schedule by its name or a function; a sequence of depths is one."""
     options: Any = {"frozen_fraction": frozen_fraction, "seed": seed, "freeze_p": freeze_p}
-    if isinstance(kind, (int, tuple)):
+    if isinstance(kind, tuple):
         for name, value in {**options, "total_steps": total_steps}.items():
             checks.absent("", name, value, "left out with depths", "They start anew at their end.")
-        hint = "It counts the groups that are frozen."
-        return kind if isinstance(kind, tuple) else (checks.natural("", "kind", kind, hint),)
-    allowed = f"the optimizer steps of the run for {kind!r}"
-    hint = "It freezes for good: without them nobody knows when."
-    needs = total_steps is None and kind in ("progressive", "ramp")
-    checks.require("", "total_steps", None, allowed, not needs, hint)
-    # MindSpore's default, for what starts anew at its end.
-    steps = 65536 if total_steps is None else total_steps
+        return kind
+    # The two that freeze for good want to know when; the others take MindSpore's default.
+    steps: Any = total_steps or (None if kind in ("progressive", "ramp") else 65536)
     return freeze.freeze_schedule(kind, total_steps=steps, **options)
 
 
 def _starts_anew(kind: Any = "interval") -> bool:
-    return isinstance(kind, (int, tuple)) or kind in ("interval", "continuous")
+    return isinstance(kind, tuple) or kind in ("interval", "continuous")
 
 
-def _recorder(
+def _basis(
     n_components: int = 20,
-    every: int | None = 10,
+    every: Any = 10,
     start: int = 0,
     weight_load_dir: str | None = None,
     pca_mat_path: str | None = None,
+    tree: Any = None,
+    source: Any = None,
 ) -> Any:
-    """Make the recorder of the snapshots of a basis; ``None`` if that comes from elsewhere."""
-    size = 1 + checks.positive_int("", "n_components", n_components, "It counts directions.")
-    files, name = (weight_load_dir, pca_mat_path), "weight_load_dir"
-    hint = "The one or the other makes the basis."
-    checks.require("", name, files[0], "left out with pca_mat_path", None in files, hint)
-    if every is None or files != (None, None):
-        return None
-    return subspace.record_trajectory(size, every=every, start=start)
+    """Read a basis from a source; without one return the recorder of its snapshots, if any."""
+    count = checks.positive_int("", "n_components", n_components, "It counts directions.")
+    files = [x for x in (weight_load_dir, pca_mat_path) if x is not None]
+    fits, hint = len(files) < 2, "The one or the other makes the basis."
+    checks.require("", FILES[0], weight_load_dir, "left out with pca_mat_path", fits, hint)
+    if source is None:
+        none = files or every is None
+        return None if none else subspace.record_trajectory(count + 1, every=every, start=start)
+    if isinstance(source, subspace.Basis):
+        return source
+    if source is not FILES:
+        return subspace.trajectory_basis(source, count, params=tree)
+    allowed, hint = "given where there is no run before", "boost.finish(basis, params) takes any."
+    checks.require("", " or ".join(FILES), None, allowed, len(files) > 0, hint)
+    allowed, hint = "given where files are read", "They name what is to be in them."
+    checks.require("", "params", tree, allowed, tree is not None, hint)
+    if pca_mat_path is not None:
+        return saved_basis(pca_mat_path, tree, count)
+    return subspace.pca_basis(subspace.checkpoint_snapshots(files[0], tree), count)
 
 
-def basis_of_files(finish: Mapping[str, Any], params: Any) -> Any:
-    """Read the basis of a finish that begins at once, by the arguments of ``dim_reduce``."""
-    directory, path = finish.get(FILES[0]), finish.get(FILES[1])
-    who, count = "dim_reduce", finish.get("n_components", 20)
-    hint, fits = "Or boost.finish(basis, params) takes any basis.", (directory or path) is not None
-    checks.require(who, " or ".join(FILES), None, "given where there is no run before", fits, hint)
-    hint, fits = "They name what is to be in them.", params is not None
-    checks.require(who, "params", params, "given where files are read", fits, hint)
-    with speaking_of(who, dict(zip(("directory", "path"), FILES, strict=True))):
-        if path is not None:
-            return saved_basis(path, params, count)
-        return subspace.pca_basis(subspace.checkpoint_snapshots(str(directory), params), count)
+def _residual(
+    residual_rate: Any = None,
+    residual_momentum: Any = 0.0,
+    residual: Any = None,
+    axis_name: Any = None,
+) -> Any:
+    """Make the optimizer of what lies outside the span: an SGD, if none is given."""
+    if residual is None and residual_rate is not None:
+        residual = optax.sgd(residual_rate, residual_momentum or None)
+    if residual is None or axis_name is None:
+        return residual
+    return optax.chain(boostax.all_reduce(axis_name), residual)
 
 
-def _residual(residual_rate: float | None = None, residual_momentum: float = 0.0) -> Any:
-    """Make the SGD of what lies outside the span; without a rate there is none."""
-    value, hint = residual_momentum, "0.9 is usual."
-    checks.number("", "residual_momentum", value, "in [0, 1)", lambda x: 0 <= x < 1, hint)
-    if residual_rate is None:
-        return None
-    hint = "Leave it out for the default."
-    checks.number("", "residual_rate", residual_rate, "greater than 0", lambda x: x > 0, hint)
-    return optax.sgd(residual_rate, residual_momentum or None)
-
-
-def _rule(rule: str = "boostax", shrink: float | None = None, slope: float | None = None) -> Any:
+def _rule(rule: str = "boostax", shrink: Any = None, slope: Any = None) -> Any:
     """Take a rule by its name, with another line search if one is asked for."""
     checks.choice("", "rule", rule, tuple(RULES), nearest(rule, RULES))
     search = {name: x for name, x in (("shrink", shrink), ("slope", slope)) if x is not None}
-    hint = "Leave it out for the default."
     for name, value in search.items():
-        checks.number("", name, value, "in (0, 1)", lambda x: 0 < x < 1, hint)
+        checks.number("", name, value, "in (0, 1)", lambda x: 0 < x < 1, "Or leave it out.")
     return dataclasses.replace(RULES[rule], **search)
 
 
-# Arguments that are no data, by the functions that make them; "" is any factory.
+# Arguments that are no data, by the functions that make them.
 _MADE: dict[tuple[str, str], Factory] = {
-    ("", "dense"): _dense,
     ("accumulate", "every"): _every,
-    ("adasum", "axis_name"): _other_axes,
-    ("adasum_delta", "axis_name"): _other_axes,
     ("centralize_gradients", "axes"): _axes,
-    ("dim_reduce", "basis"): _recorder,
+    ("dim_reduce", "basis"): _basis,
     ("dim_reduce", "residual"): _residual,
     ("dim_reduce", "rule"): _rule,
     ("group_loss_scale", "labels"): _groups,
@@ -229,11 +205,7 @@ _MADE: dict[tuple[str, str], Factory] = {
 
 @functools.cache
 def _signature(factory: Factory) -> dict[str, inspect.Parameter]:
-    return dict(inspect.signature(factory, eval_str=True).parameters)
-
-
-def _made(factory: Factory, name: str) -> Factory | None:
-    return _MADE.get((factory.__name__, name)) or _MADE.get(("", name))
+    return dict(inspect.signature(factory).parameters)
 
 
 @functools.cache
@@ -241,48 +213,48 @@ def takes(factory: Factory) -> dict[str, inspect.Parameter]:
     """Return what data can say to a factory; a ``kind`` comes first."""
     found: dict[str, inspect.Parameter] = {}
     for name, parameter in _signature(factory).items():
-        make = _made(factory, name)
+        make = _MADE.get((factory.__name__, name))
         found |= _signature(make) if make else {name: parameter}
-    data = {
-        name: p
-        for name, p in found.items()
-        if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)
-        and name not in _PLACE
-        and optax.GradientTransformation not in (p.annotation, *typing.get_args(p.annotation))
-    }
+    data = {name: p for name, p in found.items() if name not in _PLACE}
     return dict(sorted(data.items(), key=lambda item: item[0] != "kind"))
 
 
-def arguments(factory: Factory, given: Mapping[str, Any], **place: Any) -> dict[str, Any]:
-    """Return the keyword arguments of a factory but for ``inner``.
+def layer(factory: Factory, given: Mapping[str, Any], parts: Chain, **place: Any) -> Chain:
+    """Put what a factory makes in front of a chain, or around it.
 
     Args:
       factory: any.
       given: arguments as data.
-      **place: replica axes (``axis_name``), the params or their shapes (``tree``), and the changes
-        that LessBN made to the model (``less_bn``).
+      parts: the chain so far.
+      **place: replica axes (``axis_name``), the params or their shapes (``tree``), the changes that
+        LessBN made to the model (``less_bn``); and of a finish the ``source`` of its basis and an
+        optimizer outside the span (``residual``).
     """
-    told = place | {name: sequences(x, tuple) for name, x in given.items()}
-    found: dict[str, Any] = {}
-    with speaking_of(factory.__name__, {"n": "groups"}):
-        for name in _signature(factory):
-            if make := _made(factory, name):
-                found[name] = make(**{key: told[key] for key in _signature(make) if key in told})
-            elif name in told:
-                found[name] = told[name]
-    return found
-
-
-def layer(factory: Factory, given: Mapping[str, Any], **place: Any) -> Any:
-    """Return a transformation, a function that puts one around another, or ``None`` for nothing."""
-    options = arguments(factory, given, **place)
-    if factory is boostax.dim_reduce:  # It records during the run.
-        return options["basis"]
+    who, told = factory.__name__, place | {name: sequences(x, tuple) for name, x in given.items()}
+    if told.get("dense") == "vectors":
+        # Thinned out, norms and biases cost more than they save.
+        told["dense"] = lambda _, leaf: leaf.ndim < 2
+    if isinstance(within := told.get("within"), str):  # The axis of the fast links.
+        names = axes.canonical(who, place["axis_name"])
+        told["axis_name"] = tuple(name for name in names if name != within)
+    with speaking_of(who, _RENAMED):
+        made = {
+            name: make(**{key: told[key] for key in _signature(make) if key in told})
+            for name in _signature(factory)
+            if (make := _MADE.get((who, name)))
+        }
+    told = {name: x for name, x in (told | made).items() if name in _signature(factory)}
+    if factory is boostax.dim_reduce and "source" not in place:  # It records during the run.
+        return [*filter(None, [told["basis"]]), *parts]
     if "inner" in _signature(factory):
-        factory(optax.identity(), **options)  # Raises at once.
-        return functools.partial(factory, **options)
-    made = factory(**options)
-    return functools.partial(_after_decay, made) if given.get("after_decay") else made
+        return [factory(chained(parts), **told)]
+    tx = factory(**told)
+    return [_after_decay(tx, chained(parts))] if given.get("after_decay") else [tx, *parts]
+
+
+def chained(parts: Chain) -> optax.GradientTransformation:
+    """Return one transformation."""
+    return parts[0] if len(parts) == 1 else optax.chain(*parts)
 
 
 def _after_decay(
@@ -302,47 +274,50 @@ def _after_decay(
     return optax.chain(*parts[:place], centralize, *parts[place:])
 
 
+def chosen(key: str, options: Mapping[str, Any]) -> tuple[Factory, dict[str, Any]]:
+    """Return the factory of a key, and its own arguments."""
+    told, kinds = dict(options), PARTS[key]
+    return kinds["" if "" in kinds else told.pop("kind")], told
+
+
 def part(
-    key: str, kinds: Mapping[str, Factory], value: Any, before: Mapping[str, Any] | None = None
+    name: str, value: Any, before: Mapping[str, Any] | None = None, own: Factory | None = None
 ) -> dict[str, Any]:
     """Read a value of a configuration as the plain arguments of a factory, and check them.
 
     Args:
-      key: its name in the configuration.
-      kinds: the factories by kind.
+      name: a key, or the name of a factory.
       value: a dictionary of arguments, ``True`` for none, or the first argument alone.
       before: arguments that hold where ``value`` says nothing, if the kind is the same.
+      own: the factory, where it is a user's.
 
     Returns:
       The arguments; of a key with several kinds, ``"kind"`` first.
     """
-    before, choose = before or {}, len(kinds) > 1
-    kind = before.get("kind", next(iter(kinds))) if choose else next(iter(kinds))
+    key, kind = NAMED.get(name, (name, ""))
+    kinds, before = PARTS[key] if own is None else {"": own}, before or {}
+    choose = kind not in kinds
     first = "kind" if choose else next(iter(takes(kinds[kind])), None)
     given: Any = {} if value is True else value
-    given = {first: given} if first and not isinstance(given, Mapping) else given
+    given = {first: value} if first and not isinstance(given, Mapping) else given
     hint, fits = "It takes no arguments: true or false.", isinstance(given, Mapping)
-    checks.require("auto", key, value, "a dictionary", fits, hint, TypeError)
-    given = {name: sequences(x, list) for name, x in given.items()}
+    checks.require("auto", name, value, "a dictionary", fits, hint, TypeError)
+    given = {x: sequences(y, list) for x, y in given.items()}
     if choose:
-        kind = given.pop("kind", kind)
-        checks.choice("auto", f"{key}.kind", kind, tuple(kinds), nearest(kind, kinds))
+        kind = given.pop("kind", before.get("kind", next(iter(kinds))))
+        checks.choice("auto", f"{name}.kind", kind, tuple(kinds), nearest(kind, kinds))
     factory, told = kinds[kind], {"kind": kind} if kind else {}
     who = factory.__name__
-    if "wire" in given:  # whatever the factory calls it
-        (name,) = [x for x in _WIRE if x in takes(factory)] or ["wire"]
-        given[name] = given.pop("wire")
     known(given, takes(factory), f"arguments of {who}")
     if told.items() <= before.items():
-        given = {name: x for name, x in before.items() if name not in told} | given
-    for name, parameter in takes(factory).items():
-        there = name in given or parameter.default is not parameter.empty
-        checks.require(who, name, None, "given", there, "It has no default.")
-        if bool in (parameter.annotation, *typing.get_args(parameter.annotation)) and name in given:
-            flag(who, name, given[name])
+        given = {x: y for x, y in before.items() if x not in told} | given
+    for x, parameter in takes(factory).items():
+        there = x in given or parameter.default is not parameter.empty
+        checks.require(who, x, None, "given", there, "It has no default.")
+        if isinstance(parameter.default, bool) and x in given:
+            flag(who, x, given[x])
     if key != "less_bn":  # It wants a model.
-        within = [given["within"]] if isinstance(given.get("within"), str) else []
-        layer(factory, given, axis_name=("axis", *within), tree=_LATER)
+        layer(factory, given, [optax.identity()], axis_name="axis", tree=_LATER)
     return told | given
 
 

@@ -14,7 +14,7 @@ from importlib.resources import files
 from typing import Any
 
 from boostax._core import checks
-from boostax.config.keys import PARTS, flag, known, nearest, part, speaking_of
+from boostax.config.keys import flag, known, nearest, part, speaking_of
 
 _WHO = "mindspore"
 # Keys, defaults and notes are data.
@@ -27,15 +27,17 @@ KEYS = ("boost", *GROUPS)
 # Keys of MindSpore's that are boostax's, too, with the arguments that are.
 _SHARED = {"less_bn": (), "dim_reduce": ("n_components", "pca_mat_path", "weight_load_dir")}
 _NOTES = _DATA["notes"]
+# By argument the setting that it comes from.
+_NAMES = {
+    y["is"]: f"{group}.{x}" for group in GROUPS for x, y in GROUPS[group].items() if "is" in y
+}
 
 
 def is_mindspore(data: Mapping[str, Any]) -> bool:
     """Tell whether a dictionary is MindSpore's: it has a key that boostax has not."""
-    keys = set(data) & ({*KEYS, *SWITCHES} - set(_SHARED))
-    for name in set(_SHARED) & set(data):
-        if isinstance(data[name], Mapping):
-            keys |= set(data[name]) & (set(GROUPS[name]) - set(_SHARED[name]))
-    return bool(keys)
+    shared = {name: data[name] for name in _SHARED if isinstance(data.get(name), Mapping)}
+    inside = [x.keys() & GROUPS[name].keys() - {*_SHARED[name]} for name, x in shared.items()]
+    return bool(data.keys() & {*KEYS, *SWITCHES} - _SHARED.keys()) or any(inside)
 
 
 def from_mindspore(
@@ -46,13 +48,12 @@ def from_mindspore(
     Modes are MindSpore's: ``"auto"`` takes the level's techniques, ``"manual"`` these as changed by
     the switches, ``"enable_all"`` and ``"disable_all"`` all and none. Strictly, a level leaves
     ``grad_freeze`` out, which lost more than fewer steps, unless the dictionary has settings of it.
-    Settings of what is off are checked and have no effect. DimReduce trains from the first step on,
+    Settings of what is off have no effect, and are not looked at. DimReduce trains from the first step on,
     from the files that ``pca_mat_path`` or ``weight_load_dir`` names, in the place of the
     optimizer.
 
     ``strict=False`` is MindSpore's own reading. An unknown level is ``"O0"``; unknown keys, and
-    switches that the mode does not look at, have no effect; settings of what is off are not looked
-    at. Of techniques that are on, one can take another's place: ``dim_reduce`` that of all others,
+    switches that the mode does not look at, have no effect. Of techniques that are on, one can take another's place: ``dim_reduce`` that of all others,
     ``grad_freeze`` that of AdaSum and of accumulation. Freezing goes by buckets of three params
     with moments for each depth, centralization stands behind weight decay and leaves alone what
     does not divide by 16, LessBN leaves a model without norms or head as it is, and
@@ -80,7 +81,7 @@ def from_mindspore(
       >>> notes[0].partition(":")[0]
       'common.device_number = 8'
       >>> from_mindspore({"boost": {"adasum": True}}, "O1", strict=False)[1][0]
-      "boost.adasum = True has no effect: mode 'auto' takes what level 'O1' says."
+      "boost.adasum = True has no effect: mode 'auto' at level 'O1' decides."
 
     References:
       MindSpore 2.10, ``mindspore/boost/boost.py``, ``boost_cell_wrapper.py``.
@@ -97,7 +98,8 @@ def from_mindspore(
         name: reader.settings(name, groups.get(name, {}), on.get(name, True)) for name in GROUPS
     }
     config = reader.config(on, told)
-    return {x: part(x, PARTS[x], y) for x, y in config.items() if y}, tuple(reader.notes)
+    with speaking_of(_WHO, _NAMES):
+        return {x: part(x, y) for x, y in config.items() if y}, tuple(reader.notes)
 
 
 @dataclasses.dataclass
@@ -128,22 +130,20 @@ class _Reader:
         return {key: value for key, value in data.items() if key in allowed}
 
     def settings(self, group: str, data: Any, on: bool) -> dict[str, Any]:
-        """Read the settings of a group as arguments of its part, and check them."""
+        """Read the settings of a group as arguments of its part."""
         given = self.known(data, tuple(GROUPS[group]), f"keys of {group}")
         told: dict[str, Any] = {}
-        if not (on or self.strict):
-            return told
         for name, about in GROUPS[group].items():
             key, value = f"{group}.{name}", given.get(name, about.get("default"))
             if name == "gradient_split_groups":
                 listed, hint = value or [], "[50, 100] cuts a list of params in three."
                 fits = isinstance(listed, (list, tuple)) and all(type(x) is int for x in listed)
                 checks.require(_WHO, key, value, "a list of integers", fits, hint, TypeError)
-            elif name == "freeze_type":
+            elif name == "freeze_type" and on:
                 fits, hint = type(value) is int and 0 <= value < 2, "1 freezes by intervals."
                 checks.require(_WHO, key, value, "0 or 1", fits, hint)
                 value = "interval" if value else "continuous"
-            elif name == "gc_flag":
+            elif name == "gc_flag" and on:
                 flag(_WHO, key, value)
             if "is" in about:
                 told[about["is"]] = value
@@ -152,11 +152,6 @@ class _Reader:
         if not self.strict and told.get("pca_mat_path") and told["weight_load_dir"]:
             why = "pca_mat_path takes its place."
             self.ignored("dim_reduce.weight_load_dir", told.pop("weight_load_dir"), "", "", why)
-        names = {about["is"]: f"{group}.{x}" for x, about in GROUPS[group].items() if "is" in about}
-        data = {name: value for name, value in told.items() if name != "centralize"}
-        data |= {"kind": "adasum-delta"} if group == "common" else {}
-        with speaking_of(_WHO, names):
-            part(group, PARTS[_DATA["parts"][group]], data)
         return told
 
     def switches(self, boost: Any, level: str, wanted: bool) -> dict[str, bool]:
@@ -173,15 +168,14 @@ class _Reader:
             self.notes.append(_NOTES["level"].format(level))
         if mode == "manual":
             return on | asked
-        why, where = f"takes what level {level!r} says.", f" at level {level!r}"
         if mode != "auto":
-            why, where = "does not look.", ""
             on = dict.fromkeys(SWITCHES, mode == "enable_all")
+        whose = f"mode {mode!r} at level {level!r}" if mode == "auto" else f"mode {mode!r}"
         hint = "MindSpore ignores the switch; mode 'manual' obeys it."
         for name, value in asked.items():
             if value != on[name]:
-                allowed = f"{on[name]} or left out with mode {mode!r}{where}"
-                self.ignored(f"boost.{name}", value, allowed, hint, f"mode {mode!r} {why}")
+                allowed = f"{on[name]} or left out with {whose}"
+                self.ignored(f"boost.{name}", value, allowed, hint, f"{whose} decides.")
         return on
 
     def together(self, on: dict[str, bool], level: str) -> dict[str, bool]:

@@ -8,24 +8,19 @@ from collections.abc import Mapping
 from typing import Any
 
 from boostax._core import checks
-from boostax.config.keys import REDUCTIONS, flag, nearest, part, speaking_of
+from boostax.config.keys import flag, nearest, part, speaking_of
 
 _WHO = "singa"
-_SPARSE = ("threshold", "spars", "corr", "topK")
 # By mode the reduction, and the options that it has a use for.
 _MODES: dict[str, tuple[str, tuple[str, ...]]] = {
     "plain": ("mean", ("threshold",)),
     "half": ("mean", ("threshold", "clipping", "clip_Value")),
     "partialUpdate": ("partial", ("threshold", "partitions")),
-    "sparseTopK": ("top-k", _SPARSE),
-    "sparseThreshold": ("threshold", (*_SPARSE, "capacity")),
+    "sparseTopK": ("top-k", ("threshold", "spars", "corr", "topK")),
+    "sparseThreshold": ("threshold", ("threshold", "spars", "corr", "topK", "capacity")),
 }
-# Names of SINGA's that no mode has a use for here, and what to write instead.
-_INSTEAD = {
-    "buffSize": "XLA makes the buffers; 'threshold' says how many elements are fused.",
-    "partial": "It is SINGA's counter, which the state has here; 'threshold' or 'partitions' says "
-    "what a partition is.",
-}
+# Arguments by SINGA's names.
+_NAMES = {"density": "spars", "threshold": "spars", "clip": "clip_Value"}
 
 
 def singa(options: Any) -> dict[str, Any]:
@@ -52,21 +47,18 @@ def singa(options: Any) -> dict[str, Any]:
     checks.choice(_WHO, "dist_option", mode, tuple(_MODES), nearest(mode, _MODES))
     kind, used = _MODES[mode]
     for name, value in given.items():
-        users = " and ".join(repr(other) for other in _MODES if name in _MODES[other][1])
-        hint = f"It is for {users}." if users else _INSTEAD.get(name, nearest(name, used))
         allowed = f"left out with {mode!r}, which has {', '.join(map(repr, used))}"
+        hint = "XLA makes the buffers." if name == "buffSize" else nearest(name, used)
         checks.require(_WHO, name, value, allowed, name in used, hint)
-    for name in ("clipping", "corr", "topK"):
-        flag(_WHO, name, given.get(name, True))
-    top_k, sparse = mode == "sparseTopK", mode.startswith("sparse")
-    allowed, hint = f"{top_k} or left out with {mode!r}", "The two say the same."
-    checks.require(_WHO, "topK", not top_k, allowed, given.get("topK", top_k) == top_k, hint)
-    clips, hint = given.get("clipping", False), "'clipping': True clips; SINGA ignores it."
-    fits, clip = clips or "clip_Value" not in given, given.get("clip_Value", 100.0)
-    checks.require(_WHO, "clip_Value", clip, "left out without clipping", fits, hint)
-    asked: dict[str, Any] = {
-        name: given[name] for name in ("partitions", "capacity") if name in given
-    }
+        if name in ("clipping", "corr", "topK"):
+            flag(_WHO, name, value)
+    top_k, sparse, clips = mode == "sparseTopK", mode.startswith("sparse"), given.get("clipping")
+    allowed, fits = f"{top_k} or left out with {mode!r}", given.get("topK", top_k) == top_k
+    checks.require(_WHO, "topK", not top_k, allowed, fits, "The two say the same.")
+    clip, fits = given.get("clip_Value", 100.0), clips or "clip_Value" not in given
+    hint = "'clipping': True clips; SINGA ignores it."
+    checks.require(_WHO, "clip_Value", clip, "left out without clipping", bool(fits), hint)
+    asked = {name: given[name] for name in ("partitions", "capacity") if name in given}
     if "threshold" in given or sparse or (mode == "partialUpdate" and not asked):
         hint = "So many elements are fused; SINGA's default is 2097152."
         elements = checks.natural(_WHO, "threshold", given.get("threshold", 2097152), hint)
@@ -78,5 +70,5 @@ def singa(options: Any) -> dict[str, Any]:
     if sparse:
         asked["density" if top_k else "threshold"] = given.get("spars", 0.05)
         asked |= {} if given.get("corr", True) else {"error_feedback": False}
-    with speaking_of(_WHO, {"density": "spars", "threshold": "spars", "clip": "clip_Value"}):
-        return part("reduce", REDUCTIONS, {"kind": kind, **asked})
+    with speaking_of(_WHO, _NAMES):
+        return part("reduce", {"kind": kind, **asked})
