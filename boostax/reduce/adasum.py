@@ -119,8 +119,7 @@ def adasum(
         trees.require_gradients(updates, who)
         axes.require_local(updates, names, who)
         axes.require_bound(wanted.shards, who, "shard_axes")
-        levels = Levels(across, inside, (across, inside) if inside else (across,))
-        return combined(updates, levels, wanted)
+        return combined(updates, Levels(across, inside), wanted)
 
     update = describe(who, "adasum", names)(on_shards(who, names, update_fn))
     return optax.GradientTransformationExtraArgs(wanted.init, update)
@@ -172,19 +171,24 @@ class Levels(NamedTuple):
     Attributes:
       across: the replicas, or servers of some, that AdaSum combines.
       inside: those of one server.
-      gathered: over what the result is gathered, one after the other, the fastest first.
       averaged: whether all replicas of a server have the same already.
     """
 
     across: tuple[str, ...]
     inside: tuple[str, ...]
-    gathered: tuple[tuple[str, ...], ...]
     averaged: bool = False
 
     @property
     def names(self) -> tuple[str, ...]:
         """All axes."""
         return tuple(dict.fromkeys((*self.across, *self.inside)))
+
+    @property
+    def gathered(self) -> tuple[tuple[str, ...], ...]:
+        """Over what the result is gathered, one after the other, the fastest first."""
+        if isinstance(self.inside, axes.Groups):
+            return (self.names,)
+        return tuple(filter(None, (self.across, self.inside)))
 
     def slice_inside(self, x: jax.Array, dim: int) -> jax.Array:
         """This device's part of what its server has, along a dimension."""
@@ -216,14 +220,19 @@ def combined(updates: PyTree, levels: Levels, wanted: Options) -> Stepped:
         return axes.total(x, tuple(dict.fromkeys((*axes.with_shards(x, names), *shards))))
 
     rows = [x for _, x in sent]
-    parts, alignment = _combine(rows, kinds, copies, wanted.scope, total)
+    together = wanted.scope == "tree" and bool(rows)
+    groups = [pairwise.beside(rows, copies)] if together else rows
+    done = [combine_replicas(x, total, together=together) for x in groups]
+    buckets = iter([x for row, _ in done for x in row])
     # Empty leaves are not communicated: they are equal on all replicas.
     result = [jnp.zeros(x.shape, x.dtype) for x in leaves]
-    for kind, real, (parcels, _), part in zip(kinds, own, sent, parts, strict=True):
-        done = exchange.delivered(parcels, part, levels.gathered, wanted.wire, real)
-        for i, x in zip(kind, done, strict=True):
+    for kind, real, (parcels, _) in zip(kinds, own, sent, strict=True):
+        part = [next(buckets) for _ in parcels]
+        whole = exchange.delivered(parcels, part, levels.gathered, wanted.wire, real)
+        for i, x in zip(kind, whole, strict=True):
             result[i] = exchange.like(x, leaves[i])
-    overall, each = _orthogonality(alignment, len(leaves))
+    order = [i for kind in kinds for i in kind]
+    overall, each = _orthogonality(groups, [norms for _, norms in done], order, len(leaves))
     by_leaf = jax.tree.unflatten(treedef, each) if wanted.leaf_metrics else None
     return jax.tree.unflatten(treedef, result), AdasumState(overall, by_leaf)
 
@@ -249,50 +258,25 @@ def _sent(
     return parcels, exchange.exchange(parcels, arrays, across, wire, common)
 
 
-class _Alignment(NamedTuple):
-    """What is known of some leaves: squared norms ``(2, leaves)`` in units of ``4**units``."""
+def _orthogonality(
+    groups: Sequence[Rows], norms: Sequence[jax.Array], order: list[int], leaves: int
+) -> tuple[jax.Array, list[jax.Array]]:
+    """Overall and by leaf, in f32; 1 where there is nothing to compare.
 
-    leaves: list[int]
-    norms: jax.Array
-    units: jax.Array
-
-
-def _combine(
-    kinds: Sequence[Rows],
-    leaves: Sequence[list[int]],
-    copies: Sequence[int],
-    scope: Scope,
-    total: pairwise.Total,
-) -> tuple[list[list[jax.Array]], list[_Alignment]]:
-    """A single row for every kind, by buckets."""
-    found: list[_Alignment] = []
-
-    def run(rows: Rows, groups: Sequence[int], leaves: list[int]) -> list[jax.Array]:
-        row, norms = combine_replicas(rows, groups, total)
-        found.append(_Alignment(leaves, norms, rows.exponents.max(0)))
-        return row
-
-    if scope == "leaf" or not kinds:
-        pairs = zip(kinds, leaves, strict=True)
-        return [run(rows, range(len(own)), own) for rows, own in pairs], found
-    every = [i for own in leaves for i in own]
-    rest = iter(run(pairwise.beside(kinds, copies), [0] * len(every), every))
-    return [[next(rest) for _ in rows.buckets] for rows in kinds], found
-
-
-def _orthogonality(found: list[_Alignment], leaves: int) -> tuple[jax.Array, list[jax.Array]]:
-    """Overall and by leaf, in f32; 1 where there is nothing to compare."""
+    ``norms`` are those of ``combine_replicas`` for each group; ``order`` is that of their leaves.
+    """
     one = jnp.ones((), jnp.float32)
-    each = [one] * leaves
-    if not found:
+    each, rest = [one] * leaves, iter(order)
+    if not groups:
         return one, each
-    top = jnp.stack([part.units.max() for part in found]).max()
+    units = [rows.exponents.max(0) for rows in groups]
+    top = jnp.stack([x.max() for x in units]).max()
     overall = jnp.zeros(2, jnp.float32)
-    for part in found:
-        norms = part.norms.astype(jnp.float32)
-        overall += (norms * power_of_two(2 * (part.units - top), norms.dtype)).sum(1)
-        for i, of_sum, of_parts in zip(part.leaves, *norms, strict=True):
-            each[i] = _ratio(of_sum, of_parts)
+    for wide, unit in zip(norms, units, strict=True):
+        pair = wide.astype(jnp.float32)
+        overall += (pair * power_of_two(2 * (unit - top), pair.dtype)).sum(1)
+        for of_sum, of_parts in zip(*pair, strict=True):
+            each[next(rest)] = _ratio(of_sum, of_parts)
     return _ratio(*overall), each
 
 

@@ -112,8 +112,8 @@ def adasum_delta(
 
     def levels() -> Levels:
         if isinstance(within, int):
-            return Levels(*axes.servers(replicas, within, who), (replicas,), averaged=True)
-        return Levels(replicas, inside, (replicas, inside) if inside else (replicas,), bool(inside))
+            return Levels(*axes.servers(replicas, within, who), averaged=True)
+        return Levels(replicas, inside, averaged=bool(inside))
 
     def init_fn(params: PyTree) -> AdasumDeltaState:
         own = tx.init(trees.at_least_float32(params))
