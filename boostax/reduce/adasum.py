@@ -156,12 +156,12 @@ class Options(NamedTuple):
                 f"{', '.join(map(repr, twice))} twice. within averages first, axis_name is "
                 "combined by AdaSum, shard_axes are those over which single leaves are sharded."
             )
-        if shards and scope == "tree":
-            raise ValueError(
-                f"{who}: scope must be 'leaf' with shard_axes, got 'tree'. A sum over all leaves "
-                "would count those that are not sharded once for each shard; where JAX tracks "
-                "varying types (check_vma), shard_axes can be left out."
-            )
+        hint = (
+            "A sum over all leaves would count those that are not sharded once for each shard; "
+            "where JAX tracks varying types (check_vma), shard_axes can be left out."
+        )
+        fits = scope == "leaf" or not shards
+        checks.require(who, "scope", scope, "'leaf' with shard_axes", fits, hint)
         return cls(shards, scope, wire, bucket_bytes, leaf_metrics)
 
 

@@ -203,8 +203,3 @@ def unpacked(flat: jax.Array, like: Sequence[jax.Array], lead: int = 0) -> list[
         found.append(part.reshape(*flat.shape[:-1], *x.shape[lead:]).astype(x.dtype))
         start = end
     return found
-
-
-def padded(x: jax.Array, multiple: int) -> jax.Array:
-    """A vector with zeros behind it."""
-    return jnp.pad(x, (0, -x.size % multiple))

@@ -119,22 +119,11 @@ Parcel = Alone | Packed
 Divide = Literal["before", "after", "never"]
 
 
-def real_dtype(dtype: np.dtype[Any]) -> np.dtype[Any]:
-    """The real dtype, f32 or wider, in which a leaf is reduced."""
-    return np.dtype(jnp.promote_types(jnp.finfo(dtype).dtype, jnp.float32))
-
-
 def real(x: jax.Array) -> jax.Array:
     """In f32 or wider; complex numbers as pairs."""
     if jnp.iscomplexobj(x):
         x = jnp.stack([x.real, x.imag], -1)
-    return x.astype(real_dtype(x.dtype))
-
-
-def real_shape(x: Any) -> jax.ShapeDtypeStruct:
-    """The type that ``real`` gives it."""
-    pair = (2,) if jnp.iscomplexobj(x) else ()
-    return jax.ShapeDtypeStruct((*x.shape, *pair), real_dtype(x.dtype))
+    return trees.at_least_float32(x)
 
 
 def like(x: jax.Array, leaf: jax.Array) -> jax.Array:

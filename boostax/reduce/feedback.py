@@ -158,7 +158,7 @@ class _Feedback(NamedTuple):
         trees.require_gradients(params, self.who)
         leaves, treedef = jax.tree.flatten(params)
         chosen = self.coded(params)
-        shapes = [exchange.real_shape(leaves[i]) for i in chosen]
+        shapes = [jax.eval_shape(exchange.real, leaves[i]) for i in chosen]
         spread = functools.partial(_spread, treedef, chosen)
 
         def zeros(wanted: bool) -> PerReplica:
@@ -328,17 +328,13 @@ def _rules(who: str, dense: Dense, tree: PyTree) -> list[bool]:
 
 
 def _check_rule(who: str, rule: Any) -> None:
-    if not isinstance(rule, bool):
-        hint = "Try lambda path, leaf: leaf.ndim < 2 for norms and biases."
-        allowed = "a function of path and leaf, or a tree of bools"
-        raise TypeError(checks.message(who, "dense", allowed, rule, hint))
+    hint = "Try lambda path, leaf: leaf.ndim < 2 for norms and biases."
+    allowed = "a function of path and leaf, or a tree of bools"
+    checks.require(who, "dense", rule, allowed, isinstance(rule, bool), hint, TypeError)
 
 
 def _check_momentum(who: str, momentum: float, error_feedback: bool) -> None:
     hint = "That of the optimizer, which then goes without: try 0.9."
     checks.number(who, "momentum", momentum, "in [0, 1)", lambda x: 0 <= x < 1, hint)
-    if not error_feedback:
-        raise ValueError(
-            f"{who}: momentum must be None without error_feedback, got {momentum!r}. It is "
-            "corrected for what the residual delays; without one, give it to the optimizer."
-        )
+    hint = "It is corrected for what the residual delays; without one, give it to the optimizer."
+    checks.require(who, "momentum", momentum, "None without error_feedback", error_feedback, hint)

@@ -112,7 +112,13 @@ def all_reduce(
             require_local(updates, names, who)
         leaves, treedef = jax.tree.flatten(updates)
         if clip is not None:
-            _require_real(leaves, who)
+            hint = (
+                "Elements are bounded by sign and magnitude, which complex numbers do not order "
+                "by; clip by norm after the reduction, or wrap the transformation in optax.masked."
+            )
+            real = not any(map(jnp.iscomplexobj, leaves))
+            allowed = "None with complex gradients"
+            checks.require(who, "clip", clip, allowed, real, hint, TypeError)
             leaves = [trees.clip_finite(x, clip) for x in leaves]
         if wire is not None:
             reduced = _narrow(leaves, names, dividing, wire, bucket_bytes)
@@ -223,13 +229,3 @@ def _narrow(
         return exchange.delivered(sent, exchange.mean(rows, divide), (names,), wire, own)
 
     return exchange.by_kind(leaves, reduced)
-
-
-def _require_real(leaves: list[jax.Array], who: str) -> None:
-    found = {str(x.dtype) for x in leaves if jnp.iscomplexobj(x)}
-    if found:
-        raise TypeError(
-            f"{who}: clip must be None with complex gradients, got {', '.join(found)}. Elements "
-            "are bounded by sign and magnitude, which complex numbers do not order by; clip by "
-            "norm after the reduction, or wrap the transformation in optax.masked."
-        )

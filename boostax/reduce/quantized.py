@@ -63,7 +63,8 @@ class Int8(Codec):
             x.mean(0) for x in dequantize(received, _together(scales, axes.exchange, names), rows)
         ]
         codes_of_mean, scales_of_mean = quantize(means, second)
-        scales_of_all = [_merged(x) for x in _together(scales_of_mean, axes.gather, names)]
+        scales_of_all = _together(scales_of_mean, axes.gather, names)
+        scales_of_all = [x.reshape(-1, x.shape[-1]) for x in scales_of_all]
         gathered = [axes.gather_along(x, names, 0) for x in codes_of_mean]
         whole = dequantize(gathered, scales_of_all, means)
         held = unsent(rows, dequantize(codes, scales, rows))
@@ -162,11 +163,6 @@ def dequantize(codes: Arrays, scales: Arrays, like: Arrays) -> list[jax.Array]:
     """The numbers that the codes stand for, in the widest dtype of ``like``."""
     dtype = jnp.result_type(*(x.dtype for x in like))
     return [c.astype(dtype) * s.astype(dtype) for c, s in zip(codes, scales, strict=True)]
-
-
-def _merged(x: jax.Array) -> jax.Array:
-    """``(slices * rows, columns)``."""
-    return x.reshape(-1, x.shape[-1])
 
 
 def int8_reduce(

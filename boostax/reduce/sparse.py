@@ -15,7 +15,7 @@ from jax import lax
 
 from boostax._core import axes, checks, trees
 from boostax.reduce import elements, exchange, selection
-from boostax.reduce.codec import Codec, Message, packed, padded, staged, switched, unpacked, unsent
+from boostax.reduce.codec import Codec, Message, packed, staged, switched, unpacked, unsent
 from boostax.reduce.feedback import Dense, compress
 from boostax.reduce.rows import Grid
 
@@ -220,7 +220,7 @@ def _gathered(arrays: Sequence[jax.Array], names: tuple[str, ...]) -> list[jax.A
         own = [arrays[i] for i in index]
         flat = packed(own)
         # A TPU's compiler makes an all-reduce of what does not end with a tile: twice the bytes.
-        flat = padded(flat, TILE) if flat.size >= 32 * TILE else flat
+        flat = jnp.pad(flat, (0, -flat.size % TILE)) if flat.size >= 32 * TILE else flat
         result |= zip(index, unpacked(axes.gather(flat, names), own), strict=True)
     return [result[i] for i in range(len(arrays))]
 
