@@ -14,6 +14,7 @@ from boostax._core import axes, checks, trees
 from boostax._core.describe import Stepped, describe
 from boostax._core.placement import on_shards
 from boostax.reduce import exchange, pairwise
+from boostax.reduce.codec import Arrays, Names
 from boostax.reduce.exchange import Parcel
 from boostax.reduce.pairwise import Rows, combine_replicas, power_of_two
 
@@ -128,7 +129,7 @@ def adasum(
 class Options(NamedTuple):
     """The arguments of ``adasum`` that say how, checked."""
 
-    shards: tuple[str, ...]
+    shards: Names
     scope: Scope
     wire: np.dtype[Any] | None
     bucket_bytes: int | None
@@ -142,7 +143,7 @@ class Options(NamedTuple):
 
     @classmethod
     def of(
-        cls, who: str, names: tuple[str, ...], shard_axes: Any, scope: Any, wire: Any, *rest: Any
+        cls, who: str, names: Names, shard_axes: Any, scope: Any, wire: Any, *rest: Any
     ) -> "Options":
         """Check them; ``names`` are the axes of the replicas, ``rest`` the last two fields."""
         shards, (bucket_bytes, leaf_metrics) = axes.canonical(who, shard_axes), rest
@@ -174,17 +175,17 @@ class Levels(NamedTuple):
       averaged: whether all replicas of a server have the same already.
     """
 
-    across: tuple[str, ...]
-    inside: tuple[str, ...]
+    across: Names
+    inside: Names
     averaged: bool = False
 
     @property
-    def names(self) -> tuple[str, ...]:
+    def names(self) -> Names:
         """All axes."""
         return tuple(dict.fromkeys((*self.across, *self.inside)))
 
     @property
-    def gathered(self) -> tuple[tuple[str, ...], ...]:
+    def gathered(self) -> tuple[Names, ...]:
         """Over what the result is gathered, one after the other, the fastest first."""
         if isinstance(self.inside, axes.Groups):
             return (self.names,)
@@ -237,9 +238,7 @@ def combined(updates: PyTree, levels: Levels, wanted: Options) -> Stepped:
     return jax.tree.unflatten(treedef, result), AdasumState(overall, by_leaf)
 
 
-def _sent(
-    own: Sequence[jax.Array], levels: Levels, shards: tuple[str, ...], wanted: Options
-) -> tuple[list[Parcel], Rows]:
+def _sent(own: Arrays, levels: Levels, shards: Names, wanted: Options) -> tuple[list[Parcel], Rows]:
     """Return what travels together, and this device's slice of what every replica has sent."""
     across, inside, wire = levels.across, levels.inside, wanted.wire
     devices = axes.size(inside)
@@ -259,7 +258,7 @@ def _sent(
 
 
 def _orthogonality(
-    groups: Sequence[Rows], norms: Sequence[jax.Array], order: list[int], leaves: int
+    groups: Sequence[Rows], norms: Arrays, order: list[int], leaves: int
 ) -> tuple[jax.Array, list[jax.Array]]:
     """Overall and by leaf, in f32; 1 where there is nothing to compare.
 

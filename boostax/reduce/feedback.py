@@ -24,7 +24,7 @@ from boostax._core.describe import Holds, Stepped, describe, first_line
 from boostax._core.placement import on_shards
 from boostax._core.replicas import PerReplica, require_like
 from boostax.reduce import exchange
-from boostax.reduce.codec import Codec, Late, Message, PerLeaf, map_per_leaf
+from boostax.reduce.codec import Codec, Late, Message, Names, PerLeaf, map_per_leaf
 
 PyTree = Any
 Rule = Callable[[str, Any], bool]
@@ -142,7 +142,7 @@ class _Feedback(NamedTuple):
 
     who: str
     codec: Codec
-    names: tuple[str, ...]
+    names: Names
     error_feedback: bool
     dense: Dense
     momentum: float | None
@@ -226,14 +226,12 @@ class _Feedback(NamedTuple):
         )
 
 
-def _dense_mean(x: jax.Array, names: tuple[str, ...]) -> jax.Array:
+def _dense_mean(x: jax.Array, names: Names) -> jax.Array:
     """Return the plain mean of a leaf, in f32 or wider on the wire, in its own dtype."""
     return trees.saturate(lax.pmean(x.astype(trees.wide_dtype(x)), names), x.dtype)
 
 
-def _reduced(
-    codec: Codec, leaves: list[jax.Array], state: PyTree, names: tuple[str, ...]
-) -> Message:
+def _reduced(codec: Codec, leaves: list[jax.Array], state: PyTree, names: Names) -> Message:
     """Run the codec once per group of leaves with the same varying axes.
 
     Packed together, leaves of different types would all get the union of those axes. State
@@ -265,7 +263,7 @@ def _reduced(
 
 
 def _squared_norm(
-    leaves: list[jax.Array], names: tuple[str, ...], late: Sequence[Late | None] = ()
+    leaves: list[jax.Array], names: Names, late: Sequence[Late | None] = ()
 ) -> jax.Array:
     """Sum of squares over all replicas, including what ``late`` will add.
 
@@ -283,14 +281,12 @@ def _squared_norm(
     return jnp.maximum(axes.sum_over_shards(parts, names, dtype), 0)
 
 
-def _own_slice(x: jax.Array, late: Late, names: tuple[str, ...]) -> jax.Array:
+def _own_slice(x: jax.Array, late: Late, names: Names) -> jax.Array:
     size = late.more.shape[late.dim]
     return lax.dynamic_slice_in_dim(x, axes.index(names) * size, size, late.dim)
 
 
-def _with_late(
-    x: jax.Array, late: Late | None, finite: jax.Array, names: tuple[str, ...]
-) -> jax.Array:
+def _with_late(x: jax.Array, late: Late | None, finite: jax.Array, names: Names) -> jax.Array:
     """A residual and what is added to this replica's slice of it, in place."""
     if late is None:
         return x

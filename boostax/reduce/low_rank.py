@@ -14,7 +14,7 @@ from jax import lax
 from boostax._core import axes, checks
 from boostax._core.gate import branch
 from boostax._core.layouts import LayoutName, named
-from boostax.reduce.codec import Codec, Message, PerLeaf, packed, staged, unpacked, unsent
+from boostax.reduce.codec import Arrays, Codec, Message, PerLeaf, packed, staged, unpacked, unsent
 from boostax.reduce.feedback import Dense, compress
 
 PyTree = Any
@@ -76,9 +76,7 @@ class PowerSgd(Codec):
         counts, ones = ([jnp.full((), n, jnp.int32) for _ in leaves] for n in (0, 1))
         return Factors(PerLeaf(counts), PerLeaf(ones), PerLeaf(left), PerLeaf(right))
 
-    def reduce(
-        self, leaves: Sequence[jax.Array], state: Factors, names: tuple[str, ...]
-    ) -> Message:
+    def reduce(self, leaves: Arrays, state: Factors, names: tuple[str, ...]) -> Message:
         """Send one side."""
         # In the leaves' own dimensions: XLA would gather a sharded one to make a matrix of it.
         cuts = [_cut(x.ndim, self.outputs) for x in leaves]
@@ -111,7 +109,7 @@ class PowerSgd(Codec):
         )
         return Message(means, unsent(leaves, sent), state)
 
-    def _bases(self, factors: list[jax.Array], like: Sequence[jax.Array]) -> list[jax.Array]:
+    def _bases(self, factors: list[jax.Array], like: Arrays) -> list[jax.Array]:
         """Orthonormal columns. Of zeros too: QR then completes them, and nothing becomes a NaN."""
         ranks = [min(self.rank, *sides(x.shape, self.outputs)) for x in like]
         return [jnp.linalg.qr(f[:, :r])[0] for f, r in zip(factors, ranks, strict=True)]

@@ -34,7 +34,7 @@ import numpy as np
 from jax import lax
 
 from boostax._core import trees
-from boostax.reduce.codec import packed, unpacked
+from boostax.reduce.codec import Arrays, packed, unpacked
 
 Total = Callable[[jax.Array], jax.Array]
 Owners = np.ndarray[Any, Any]
@@ -244,7 +244,7 @@ def _tree(bucket: Bucket, factors: Factors, level: int) -> list[jax.Array]:
     return nodes
 
 
-def _sums(terms: Sequence[jax.Array], bucket: Bucket) -> list[tuple[int, jax.Array]]:
+def _sums(terms: Arrays, bucket: Bucket) -> list[tuple[int, jax.Array]]:
     """Pairs of a leaf and ``(terms,)``, what it adds to the sum of each term over its elements.
 
     One reduction with many results reads its operands once and adds to all of them side by side;
@@ -319,7 +319,7 @@ def _sum_of_squares(rows: Rows, nodes: Nodes, products: Products, units: jax.Arr
     return norms
 
 
-def _of_tree(products: Products, pairs: Sequence[jax.Array], tops: Sequence[jax.Array]) -> Products:
+def _of_tree(products: Products, pairs: Arrays, tops: Arrays) -> Products:
     """Add up the dot products of all leaves, in units of the tops."""
     low, high = (x - top for x, top in zip(pairs, tops, strict=True))
     units = power_of_two(jnp.stack([2 * low, low + high, 2 * high]), products.dots.dtype)
@@ -327,7 +327,7 @@ def _of_tree(products: Products, pairs: Sequence[jax.Array], tops: Sequence[jax.
     return Products(dots, products.apart.sum(1, keepdims=True))
 
 
-def _combine(nodes: Nodes, tops: Sequence[jax.Array], products: Products) -> Nodes:
+def _combine(nodes: Nodes, tops: Arrays, products: Products) -> Nodes:
     """The level above: each pair as one node, whose rows take the pair's factors as well."""
     aa, ab, bb = products.dots
     # The dot products are in units of the tops: their difference makes them fit a and b.
