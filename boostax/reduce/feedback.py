@@ -316,10 +316,9 @@ def _rules(who: str, dense: Dense, tree: PyTree) -> list[bool]:
     try:
         spread = jax.tree.map(lambda rule, part: [rule] * len(jax.tree.leaves(part)), dense, tree)
     except ValueError as error:
-        raise ValueError(
-            f"{who}: dense must be a tree of bools that fits the gradients, got one that does not: "
-            f"{error}. A function such as lambda path, leaf: leaf.ndim < 2 fits every tree."
-        ) from error
+        allowed = "a tree of bools that fits the gradients"
+        hint = f"{error}. A function such as lambda path, leaf: leaf.ndim < 2 fits every tree."
+        raise ValueError(checks.message(who, "dense", allowed, dense, hint)) from error
     return jax.tree.leaves(spread)
 
 

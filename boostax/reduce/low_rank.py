@@ -82,14 +82,10 @@ class PowerSgd(Codec):
         cuts = [_cut(x.ndim, self.outputs) for x in leaves]
 
         def send(left: bool) -> tuple[Any, Any, Factors]:
-            over = [
-                range(c, x.ndim) if left else range(c) for x, c in zip(leaves, cuts, strict=True)
-            ]
             flat = self._bases((state.right if left else state.left).values, leaves)
-            split = zip(leaves, flat, over, strict=True)
-            bases = [q.reshape(*(x.shape[dim] for dim in dims), -1) for x, q, dims in split]
-            split = zip(leaves, bases, over, strict=True)
-            own = [_product(x, q, (tuple(dims), tuple(range(len(dims))))) for x, q, dims in split]
+            split = list(zip(leaves, flat, cuts, strict=True))
+            bases = [q.reshape(*(x.shape[c:] if left else x.shape[:c]), -1) for x, q, c in split]
+            own = [_contracted(x, q, c, left) for (x, _, c), q in zip(split, bases, strict=True)]
             # By one all-reduce of all factors.
             factors = unpacked(lax.pmean(packed(own), names), own)
             side = "left" if left else "right"
@@ -124,6 +120,12 @@ def sides(shape: tuple[int, ...], outputs: int = -1) -> tuple[int, int]:
 def _cut(ndim: int, outputs: int) -> int:
     """How many leading dimensions are the matrix's rows."""
     return ndim - 1 if outputs else 1
+
+
+def _contracted(x: jax.Array, basis: jax.Array, cut: int, last: bool) -> jax.Array:
+    """The product over the dimensions from ``cut`` on, or those before it."""
+    dims = range(cut, x.ndim) if last else range(cut)
+    return _product(x, basis, (tuple(dims), tuple(range(len(dims)))))
 
 
 def _product(a: jax.Array, b: jax.Array, dims: Any) -> jax.Array:

@@ -62,10 +62,8 @@ class Int8(Codec):
             x.mean(0) for x in dequantize(received, _together(scales, axes.exchange, names), rows)
         ]
         codes_of_mean, scales_of_mean = quantize(means, second)
-        scales_of_all = _together(scales_of_mean, axes.gather, names)
-        scales_of_all = [x.reshape(-1, x.shape[-1]) for x in scales_of_all]
-        gathered = [axes.gather_along(x, names, 0) for x in codes_of_mean]
-        whole = dequantize(gathered, scales_of_all, means)
+        gathered = [axes.gather_along(x, names, 0).reshape(-1, *x.shape) for x in codes_of_mean]
+        whole = dequantize(gathered, _together(scales_of_mean, axes.gather, names), means)
         held = unsent(rows, dequantize(codes, scales, rows))
         lost = unsent(means, dequantize(codes_of_mean, scales_of_mean, means))
         residual, late = slices.charged(held, lost, names)
@@ -105,8 +103,7 @@ class _Slices:
         """The leaves again, of the rows of all slices."""
         result = list(self.leaves)
         for parcel, grid, x in zip(self.parcels, self.grids, arrays, strict=True):
-            rows = x.reshape(grid.shape[0], -1, x.shape[-1])
-            array = exchange.joined(grid.slices(rows), parcel.dim)
+            array = exchange.joined(grid.slices(x), parcel.dim)
             for i, leaf in parcel.leaves(array).items():
                 result[i] = leaf.astype(self.leaves[i].dtype)
         return result

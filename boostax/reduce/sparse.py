@@ -299,17 +299,13 @@ def top_k_reduce(
     """
     who = "top_k_reduce"
     block, bucket_bytes, wire = _checked(who, block, bucket_bytes, value_dtype)
-
-    def largest(counter: Callable[[int], int]) -> Codec:
-        return Largest(counter, block, Cut(value_dtype=wire), bucket_bytes)
-
+    how = block, Cut(value_dtype=wire), bucket_bytes
     if count is None:
-        codec = staged(
-            who, "density", density, lambda d: largest(lambda size: share(d, size)), _check_share
-        )
+        largest = lambda d: Largest(functools.partial(share, d), *how)  # noqa: E731
+        codec = staged(who, "density", density, largest, _check_share)
     else:
         checks.positive_int(who, "count", count, "It is a number of elements; density is a share.")
-        codec = largest(lambda size: count)
+        codec = Largest(lambda size: count, *how)
     feedback: Any = {"error_feedback": error_feedback, "momentum": momentum}
     return compress(codec, axis_name, **feedback, dense=dense, name=who)
 
