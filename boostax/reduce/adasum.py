@@ -112,8 +112,7 @@ def adasum(
     across = axes.required(who, axis_name)
     inside = axes.canonical(who, within, "within")
     names = across + inside
-    how = shard_axes, scope, wire_dtype, bucket_bytes, leaf_metrics
-    wanted = Options.of(who, names, *how)
+    wanted = Options.of(who, names, shard_axes, scope, wire_dtype, bucket_bytes, leaf_metrics)
 
     def update_fn(updates: PyTree, state: Any, params: PyTree = None, **extra: Any) -> Stepped:
         del state, params, extra

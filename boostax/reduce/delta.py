@@ -107,8 +107,7 @@ def adasum_delta(
         inside = axes.canonical(who, within, "within")
         what = f"Run inner on the mean gradient over {', '.join(inside)}" if inside else ""
     names = replicas + inside
-    how = shard_axes, scope, wire_dtype, bucket_bytes, leaf_metrics
-    wanted = Options.of(who, names, *how)
+    wanted = Options.of(who, names, shard_axes, scope, wire_dtype, bucket_bytes, leaf_metrics)
 
     def levels() -> Levels:
         if isinstance(within, int):

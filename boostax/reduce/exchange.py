@@ -77,20 +77,16 @@ class Packed:
       shapes: their shapes, real.
       slices: their number.
       block: columns in a block.
+      widths: columns of each leaf, whole blocks.
     """
 
     indices: tuple[int, ...]
     shapes: tuple[tuple[int, ...], ...]
     slices: int
     block: int
+    widths: tuple[int, ...]
 
     dim = 0
-
-    @property
-    def widths(self) -> list[int]:
-        """Columns of each leaf."""
-        columns = [math.ceil(math.prod(shape) / self.slices) for shape in self.shapes]
-        return [math.ceil(n / self.block) * self.block for n in columns]
 
     @property
     def owners(self) -> Owners:
@@ -187,7 +183,8 @@ def parcels(
         shapes = tuple(leaves[i].shape for i in pack)
         columns = [math.ceil(math.prod(shape) / slices) for shape in shapes]
         block = block_size(columns) if by_leaf else 1
-        result.append(Packed(tuple(pack), shapes, slices, block))
+        widths = tuple(n + -n % block for n in columns)
+        result.append(Packed(tuple(pack), shapes, slices, block, widths))
     return result
 
 

@@ -314,12 +314,11 @@ def _rules(who: str, dense: Dense, tree: PyTree) -> list[bool]:
     if callable(dense):
         return [bool(dense(name, leaf)) for name, leaf in trees.named(tree)]
     try:
-        spread = jax.tree.map(lambda rule, part: [rule] * len(jax.tree.leaves(part)), dense, tree)
+        return jax.tree.leaves(jax.tree.broadcast(dense, tree))
     except ValueError as error:
         allowed = "a tree of bools that fits the gradients"
         hint = f"{error}. A function such as lambda path, leaf: leaf.ndim < 2 fits every tree."
         raise ValueError(checks.message(who, "dense", allowed, dense, hint)) from error
-    return jax.tree.leaves(spread)
 
 
 def _check_rule(who: str, rule: Any) -> None:

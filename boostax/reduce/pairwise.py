@@ -304,9 +304,8 @@ def _read(rows: Rows, nodes: Nodes, units: jax.Array) -> tuple[Products, list[ja
 
 def _squared_norms(rows: Rows, factors: Factors) -> jax.Array:
     """``(leaves,)``: of the last row."""
-    squares = [_tree(bucket, factors, 0)[-1] ** 2 for bucket in rows.buckets]
-    pairs = zip(squares, rows.buckets, strict=True)
-    return _by_leaf(rows, [_sums([x], bucket) for x, bucket in pairs])[0]
+    last = lambda bucket: _tree(bucket, factors, 0)[-1]  # noqa: E731
+    return _by_leaf(rows, [_sums([last(bucket) ** 2], bucket) for bucket in rows.buckets])[0]
 
 
 def _sum_of_squares(rows: Rows, nodes: Nodes, products: Products, units: jax.Array) -> jax.Array:
