@@ -179,13 +179,14 @@ def split(batch: PyTree, count: Count, who: str) -> tuple[PyTree, int, int]:
 
     def split_leaf(path: tuple[Any, ...], x: Any) -> jax.Array:
         x = jnp.asarray(x)
-        hint = (
-            "Pad the batch and give the padding no weight (boostax.Aux.weight), or choose another "
-            "number; a batch that leads with its micro-batches is microbatches='stacked'."
-        )
-        what = f"the leading dimension of {trees.path_name(path) or 'the batch'!r}"
-        fits = x.ndim > 0 and x.shape[0] % count == 0
-        checks.require(who, what, x.shape, f"divisible by microbatches={count}", fits, hint)
+        if x.ndim == 0 or x.shape[0] % count:
+            raise ValueError(
+                f"{who}: the leading dimension of every batch leaf must be divisible by "
+                f"microbatches={count}, got shape {x.shape} at "
+                f"{trees.path_name(path) or 'the root'!r}. Pad the batch and give the padding no "
+                "weight (boostax.Aux.weight), or choose another number; a batch that leads with "
+                "its micro-batches is microbatches='stacked'."
+            )
         return x.reshape(x.shape[0] // count, count, *x.shape[1:])
 
     if count == "stacked":
