@@ -51,7 +51,7 @@ def gather_and_reduce(leaves: Leaves) -> Leaves:
         rows = axes.gather(x, (AXIS,))
         units = exponent_of(jnp.abs(rows).max(1))[:, None]
         whole = Bucket(list(rows), np.zeros(x.size // BLOCK, int))
-        result += combine_replicas(Rows([whole], units), [0], lambda dots: dots)[0]
+        result += combine_replicas(Rows([whole], units), lambda dots: dots)[0]
     return result
 
 

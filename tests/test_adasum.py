@@ -163,14 +163,10 @@ def assert_combined(result, leaves, scope="leaf"):
 
 @pytest.mark.parametrize("replicas", [1, 2, 3, 4, 5, 6, 7, 8, 16])
 def test_equals_the_reference_for_any_number_of_replicas(replicas):
+    """By leaf; in scope "tree" with one pair of coefficients for all."""
     leaves = correlated(replicas)
-    assert_combined(combine(leaves), leaves)
-
-
-@pytest.mark.parametrize("replicas", [2, 3, 8])
-def test_scope_tree_has_one_pair_of_coefficients(replicas):
-    leaves = correlated(replicas)
-    assert_combined(combine(leaves, scope="tree"), leaves, "tree")
+    for scope in ("leaf", "tree"):
+        assert_combined(combine(leaves, scope=scope), leaves, scope)
 
 
 # Laws.

@@ -307,33 +307,26 @@ def test_stored_low_fp8_metadata_stays_f32():
     assert {x.dtype for x in jax.tree.leaves(state.params[OWG])} == {jnp.dtype("float32")}
 
 
-@pytest.mark.parametrize(
-    ("tx", "words"),
-    [
-        (optax.sgd(0.1), "value_and_grad: opt_state .*tx = boostax.carry"),
-        (boostax.dynamic_loss_scale(optax.sgd(0.1)), "value_and_grad: opt_state .*boostax.carry"),
-        (boostax.dynamic_loss_scale(boostax.carry(optax.sgd(0.1))), "dynamic_.*boostax.carry"),
-        (optax.chain(boostax.carry(optax.sgd(0.1))), "carry: .*apply_gradients"),
-    ],
-)
-def test_what_would_take_a_value_for_a_gradient_is_refused(tx, words):
-    step = boostax.make_train_step(loss_fn, tx)
-    with pytest.raises(ValueError, match=words):
-        step(step.init(START), BATCHES[0])
+SGD, FP8, OWN = optax.sgd(0.1), (loss_fn, START, BATCHES[0]), (watched, PLAIN, DATA[0])
 
 
 @pytest.mark.parametrize(
-    ("wrap", "words"),
+    ("tx", "run", "words"),
     [
-        (boostax.dynamic_loss_scale, "carry: .*outermost"),
-        (functools.partial(boostax.accumulate, every=2), "accumulate: inner .*outermost"),
+        (SGD, FP8, "value_and_grad: opt_state .*tx = boostax.carry"),
+        (boostax.dynamic_loss_scale(SGD), FP8, "value_and_grad: opt_state .*boostax.carry"),
+        (boostax.dynamic_loss_scale(boostax.carry(SGD)), FP8, "dynamic_.*boostax.carry"),
+        (optax.chain(boostax.carry(SGD)), FP8, "carry: .*apply_gradients"),
+        # Names of one's own, which no other part knows.
+        (boostax.dynamic_loss_scale(boostax.carry(SGD, RULES)), OWN, "carry: .*outermost"),
+        (boostax.accumulate(boostax.carry(SGD, RULES), 2), OWN, "accumulate: inner .*outermost"),
     ],
 )
-def test_carry_inside_what_multiplies_or_adds_is_refused(wrap, words):
-    """Also by names of one's own, which no other part knows."""
-    step = boostax.make_train_step(watched, wrap(boostax.carry(optax.sgd(0.1), RULES)))
+def test_what_would_take_a_value_for_a_gradient_is_refused(tx, run, words):
+    loss, params, batch = run
+    step = boostax.make_train_step(loss, tx)
     with pytest.raises(ValueError, match=words):
-        step(step.init(PLAIN), DATA[0])
+        step(step.init(params), batch)
 
 
 @pytest.mark.parametrize(

@@ -60,6 +60,15 @@ def stepped(name, *rounds):
     return state, means, after
 
 
+def repeated(tx, grads, steps=1):
+    """The means of the last of some steps with the same gradients, and the state."""
+    state = jax.vmap(tx.init, axis_name="data")(grads)
+    update, means = jax.jit(jax.vmap(tx.update, axis_name="data")), None
+    for _ in range(steps):
+        means, state = update(grads, state)
+    return means, state
+
+
 def residual(state):
     """By leaf; ``None`` of one that travels dense."""
     return {k: v if v is None else np.asarray(v) for k, v in state.residual.local.items()}
@@ -206,21 +215,18 @@ def test_another_number_of_replicas_keeps_the_mean_of_the_residuals(replicas):
 def test_a_relative_threshold_is_in_units_of_the_leaf_not_of_its_padding():
     """Ten entries in blocks of eight: six zeros behind them change nothing."""
     grads = jnp.array([[3.0, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0]])
-    tx = boostax.reduce.threshold_reduce("data", 2.2, relative=True, capacity=1.0, block=8)
-    found = jax.vmap(lambda g: tx.update(g, tx.init(g))[0], axis_name="data")(grads)
     # The root mean square is 1.34: 3 is 2.24 of them. With the padding it would be 2.83.
-    assert found[0].tolist() == [3.0, *[0.0] * 9]
-    tx = boostax.reduce.threshold_reduce("data", 2.3, relative=True, capacity=1.0, block=8)
-    found = jax.vmap(lambda g: tx.update(g, tx.init(g))[0], axis_name="data")(grads)
-    assert not np.any(found)
+    for threshold, first in ((2.2, 3.0), (2.3, 0.0)):
+        tx = boostax.reduce.threshold_reduce(
+            "data", threshold, relative=True, capacity=1.0, block=8
+        )
+        assert repeated(tx, grads)[0].tolist() == [[first, *[0.0] * 9]]
 
 
 def test_leaves_left_dense_take_the_mean_and_keep_nothing():
     grads = normal(2, 3)
     for rule in (lambda path, leaf: leaf.ndim < 2, {"kernel": False, "bias": True, "scalar": True}):
-        tx = boostax.top_k_reduce("data", 0.1, dense=rule)
-        step = jax.vmap(lambda g, tx=tx: tx.update(g, tx.init(g)), axis_name="data")
-        means, state = step(grads)
+        means, state = repeated(boostax.top_k_reduce("data", 0.1, dense=rule), grads)
         for leaf in ("bias", "scalar"):
             np.testing.assert_allclose(means[leaf][0], grads[leaf].mean(0), atol=1e-6)
             assert state.residual.local[leaf] is None
@@ -235,16 +241,13 @@ def test_a_rule_that_does_not_fit_is_refused():
 
 def test_without_feedback_nothing_is_kept():
     for make in ALL.values():
-        tx = make(error_feedback=False)
-        grads = normal(3, 2)
-        step = jax.vmap(lambda g, tx=tx: tx.update(g, tx.init(g)), axis_name="data")
-        assert not jax.tree.leaves(jax.eval_shape(step, grads)[1].residual)
+        step = functools.partial(repeated, make(error_feedback=False))
+        assert not jax.tree.leaves(jax.eval_shape(step, normal(3, 2))[1].residual)
 
 
 def test_the_share_held_back_is_recorded():
     grads = {"w": jnp.array([[3.0, 4.0], [0.0, 0.0]])}
-    tx = boostax.top_k_reduce("data", 0.5)
-    _, state = jax.vmap(lambda g: tx.update(g, tx.init(g)), axis_name="data")(grads)
+    _, state = repeated(boostax.top_k_reduce("data", 0.5), grads)
     assert state.metrics()["unsent"].tolist() == pytest.approx([0.6, 0.6])
 
 
@@ -269,10 +272,7 @@ def test_a_rank_that_shrinks_goes_on_from_the_same_basis():
     matrix = rng.normal(size=(16, 1)) @ rng.normal(size=(1, 12))
     grads = {"w": np.float32(np.stack([matrix] * 2))}
     tx = boostax.reduce.power_sgd_reduce("data", {0: 2, 2: 1}, error_feedback=False)
-    update = jax.jit(jax.vmap(tx.update, axis_name="data"))
-    state = jax.vmap(tx.init, axis_name="data")(grads)
-    for _ in range(5):
-        means, state = update(grads, state)
+    means, _ = repeated(tx, grads, 5)
     np.testing.assert_allclose(means["w"], grads["w"], rtol=1e-4, atol=1e-5)
 
 
@@ -282,23 +282,18 @@ def test_low_rank_of_kernels_with_their_outputs_first():
     kernel = np.einsum("o,ihw->oihw", rng.normal(size=32), rng.normal(size=(16, 3, 3)))
     grads = {"weight": np.float32(np.stack([kernel] * 2))}
     tx = boostax.reduce.power_sgd_reduce("data", 2, layout="torch", error_feedback=False)
-    state = jax.vmap(tx.init, axis_name="data")(grads)
+    means, state = repeated(tx, grads, 3)
     left, right = state.codec.left.values["weight"], state.codec.right.values["weight"]
     assert left.shape[1:] == (32, 2) and right.shape[1:] == (16 * 3 * 3, 2)
-    for _ in range(3):
-        means, state = jax.vmap(tx.update, axis_name="data")(grads, state)
     np.testing.assert_allclose(means["weight"], grads["weight"], rtol=1e-4, atol=1e-5)
     plain = boostax.reduce.power_sgd_reduce("data", 2)
-    assert jax.vmap(plain.init, axis_name="data")(grads).codec.left.values["weight"] is None
+    assert repeated(plain, grads, 0)[1].codec.left.values["weight"] is None
     with pytest.raises(ValueError, match="power_sgd_reduce: layout must be 'linen'"):
         boostax.reduce.power_sgd_reduce("data", layout="keras")
 
 
 def test_low_rank_of_zeros_is_zero():
-    tx = boostax.reduce.power_sgd_reduce("data", 2)
     grads = {"w": jnp.zeros((2, 16, 16))}
-    state = jax.vmap(tx.init, axis_name="data")(grads)
-    for _ in range(3):
-        means, state = jax.vmap(tx.update, axis_name="data")(grads, state)
+    means, state = repeated(boostax.reduce.power_sgd_reduce("data", 2), grads, 3)
     assert not np.any(means["w"])
     assert all(np.all(np.isfinite(x)) for x in jax.tree.leaves(state.codec))

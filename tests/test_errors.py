@@ -257,7 +257,7 @@ def test_gradients_that_are_none_are_refused(who, leaf):
 def test_a_missing_weight_is_named():
     tx = accumulate(2, normalize="weight")
     state = tx.init(PARAMS)
-    with pytest.raises(ValueError, match="accumulate: normalize='weight' needs the extra argument"):
+    with pytest.raises(ValueError, match="accumulate: weight must be given"):
         tx.update(PARAMS, state, PARAMS)
     assert int(tx.update(PARAMS, state, PARAMS, weight=2)[1].micro_step) == 1
 

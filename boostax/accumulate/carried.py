@@ -10,7 +10,7 @@ References:
   Flax, ``flax.linen.fp8_ops`` and ``flax.training.train_state.TrainState``.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Container, Mapping
 from types import MappingProxyType
 from typing import Any, Literal, NamedTuple
 
@@ -120,28 +120,24 @@ class _Carry(NamedTuple):
             hint = "Give words of a path, such as 'router/bias'; flax.linen's fp8 is the default."
             raise ValueError(checks.message(_WHO, "rules", "paths of params", idle, hint))
 
-        def window(rule: Rule) -> PyTree:
-            mine = lambda name, x: x if found.get(name) == rule else optax.MaskedNode()  # noqa: E731
-            return jax.tree.map(jnp.zeros_like, _map(mine, params))
-
-        windows: dict[Rule, PyTree] = {
-            rule: window(rule) for rule in sorted(set(self.rules.values()))
-        }
-        return CarryState(
-            jnp.asarray(False), windows, gate.init_inner(self.tx, without(params, found))
-        )
+        windows: dict[Rule, PyTree] = {}
+        for rule in sorted(set(self.rules.values())):
+            others = {name for name in every if found.get(name) != rule}
+            windows[rule] = jax.tree.map(jnp.zeros_like, without(params, others))
+        inner_state = gate.init_inner(self.tx, without(params, found))
+        return CarryState(jnp.asarray(False), windows, inner_state)
 
     def step(
         self, grads: Pending, state: CarryState, params: PyTree, *, apply: bool, **extra: Any
     ) -> tuple[PyTree, CarryState]:
         """Run the inner step on all other leaves, then set the carried ones."""
-        if not apply or grads.factors:
-            raise ValueError(
-                f"{_WHO}: carried leaves must be set by boostax.apply_gradients with carry "
-                "outermost, got what multiplies gradients or adds updates around it. Write "
-                "boostax.carry(dynamic_loss_scale(optax.chain(...))), and "
-                "boostax.apply_gradients(tx, grads, opt_state, params) for tx.update."
-            )
+        hint = (
+            "Write boostax.carry(dynamic_loss_scale(optax.chain(...))), and "
+            "boostax.apply_gradients(tx, grads, opt_state, params) for tx.update."
+        )
+        allowed = "set by boostax.apply_gradients with carry outermost"
+        got = "what multiplies gradients or adds updates around it"
+        checks.require(_WHO, "carried leaves", got, allowed, apply and not grads.factors, hint)
         found = resolve(self.rules, params)
         new = values(grads.raw, found)
         if self.names:
@@ -185,11 +181,9 @@ class _Carry(NamedTuple):
 
 def require_outside(inner_state: PyTree, who: str) -> None:
     """Refuse ``carry`` inside what adds up gradients."""
-    if trees.find(inner_state, lambda node: isinstance(node, CarryState)):
-        raise ValueError(
-            f"{who}: inner must be without carry, which must stand outermost, got one that adds "
-            f"new values up. Write boostax.carry({who}(...))."
-        )
+    inside = trees.find(inner_state, lambda node: isinstance(node, CarryState))
+    allowed, hint = "without carry, which must stand outermost", f"Write boostax.carry({who}(...))."
+    checks.require(who, "inner", "one that adds new values up", allowed, not inside, hint)
 
 
 def declared(opt_state: PyTree, params: PyTree, who: str) -> Rules:
@@ -219,7 +213,7 @@ def resolve(rules: Rules, tree: PyTree) -> dict[str, Rule]:
     return {name: rules[0] for name, rules in fits.items() if rules}
 
 
-def without(tree: PyTree, found: Mapping[str, Any]) -> PyTree:
+def without(tree: PyTree, found: Container[str]) -> PyTree:
     """A tree with ``optax.MaskedNode`` for what is carried."""
     return _map(lambda name, x: optax.MaskedNode() if name in found else x, tree)
 

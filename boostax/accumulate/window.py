@@ -262,20 +262,14 @@ class _Windows(NamedTuple):
 
     def _added(self, grads: PyTree, weight: Any) -> Window:
         """Return the window of one gradient alone."""
-        weighted = self.normalize == "weight"
-        if not weighted and weight is None:
+        if self.normalize != "weight":
+            allowed = f"left out with normalize={self.normalize!r}"
+            hint = "normalize='weight' averages by it: boostax.Aux(weight=...) asks for that."
+            checks.absent(_WHO, "weight", weight, allowed, hint)
             return Window(grads, None)
-        if not weighted:
-            raise ValueError(
-                f"accumulate: weight must be left out with normalize={self.normalize!r}, got one. "
-                "Use normalize='weight' to average by it: boostax.Aux(weight=...) asks for that."
-            )
-        if weight is None:
-            raise ValueError(
-                "accumulate: normalize='weight' needs the extra argument weight (tokens in this "
-                "micro-batch), got none. Call update(..., weight=n), or return "
-                "boostax.Aux(weight=n) from the loss."
-            )
+        hint = "Call update(..., weight=n), or return boostax.Aux(weight=n) from the loss."
+        allowed = "given (tokens in this micro-batch) with normalize='weight'"
+        checks.require(_WHO, "weight", weight, allowed, weight is not None, hint)
         weight = axes.to_varying(jnp.asarray(weight, jnp.float32), self.names)
         # NaN stays in the sum of the weights, and out of that of the gradients.
         weight = jnp.where((weight >= 0) & (weight < _MOST), weight, jnp.nan)

@@ -14,6 +14,7 @@ from boostax._core import axes, checks, trees
 from boostax._core.describe import Stepped, describe
 from boostax._core.placement import on_shards
 from boostax.reduce import exchange, pairwise
+from boostax.reduce.codec import Arrays, Names
 from boostax.reduce.exchange import Parcel
 from boostax.reduce.pairwise import Rows, combine_replicas, power_of_two
 
@@ -111,16 +112,14 @@ def adasum(
     across = axes.required(who, axis_name)
     inside = axes.canonical(who, within, "within")
     names = across + inside
-    how = shard_axes, scope, wire_dtype, bucket_bytes, leaf_metrics
-    wanted = Options.of(who, names, *how)
+    wanted = Options.of(who, names, shard_axes, scope, wire_dtype, bucket_bytes, leaf_metrics)
 
     def update_fn(updates: PyTree, state: Any, params: PyTree = None, **extra: Any) -> Stepped:
         del state, params, extra
         trees.require_gradients(updates, who)
         axes.require_local(updates, names, who)
         axes.require_bound(wanted.shards, who, "shard_axes")
-        levels = Levels(across, inside, (across, inside) if inside else (across,))
-        return combined(updates, levels, wanted)
+        return combined(updates, Levels(across, inside), wanted)
 
     update = describe(who, "adasum", names)(on_shards(who, names, update_fn))
     return optax.GradientTransformationExtraArgs(wanted.init, update)
@@ -129,7 +128,7 @@ def adasum(
 class Options(NamedTuple):
     """The arguments of ``adasum`` that say how, checked."""
 
-    shards: tuple[str, ...]
+    shards: Names
     scope: Scope
     wire: np.dtype[Any] | None
     bucket_bytes: int | None
@@ -143,7 +142,7 @@ class Options(NamedTuple):
 
     @classmethod
     def of(
-        cls, who: str, names: tuple[str, ...], shard_axes: Any, scope: Any, wire: Any, *rest: Any
+        cls, who: str, names: Names, shard_axes: Any, scope: Any, wire: Any, *rest: Any
     ) -> "Options":
         """Check them; ``names`` are the axes of the replicas, ``rest`` the last two fields."""
         shards, (bucket_bytes, leaf_metrics) = axes.canonical(who, shard_axes), rest
@@ -157,12 +156,12 @@ class Options(NamedTuple):
                 f"{', '.join(map(repr, twice))} twice. within averages first, axis_name is "
                 "combined by AdaSum, shard_axes are those over which single leaves are sharded."
             )
-        if shards and scope == "tree":
-            raise ValueError(
-                f"{who}: scope must be 'leaf' with shard_axes, got 'tree'. A sum over all leaves "
-                "would count those that are not sharded once for each shard; where JAX tracks "
-                "varying types (check_vma), shard_axes can be left out."
-            )
+        hint = (
+            "A sum over all leaves would count those that are not sharded once for each shard; "
+            "where JAX tracks varying types (check_vma), shard_axes can be left out."
+        )
+        fits = scope == "leaf" or not shards
+        checks.require(who, "scope", scope, "'leaf' with shard_axes", fits, hint)
         return cls(shards, scope, wire, bucket_bytes, leaf_metrics)
 
 
@@ -172,19 +171,24 @@ class Levels(NamedTuple):
     Attributes:
       across: the replicas, or servers of some, that AdaSum combines.
       inside: those of one server.
-      gathered: over what the result is gathered, one after the other, the fastest first.
       averaged: whether all replicas of a server have the same already.
     """
 
-    across: tuple[str, ...]
-    inside: tuple[str, ...]
-    gathered: tuple[tuple[str, ...], ...]
+    across: Names
+    inside: Names
     averaged: bool = False
 
     @property
-    def names(self) -> tuple[str, ...]:
+    def names(self) -> Names:
         """All axes."""
         return tuple(dict.fromkeys((*self.across, *self.inside)))
+
+    @property
+    def gathered(self) -> tuple[Names, ...]:
+        """Over what the result is gathered, one after the other, the fastest first."""
+        if isinstance(self.inside, axes.Groups):
+            return (self.names,)
+        return tuple(filter(None, (self.across, self.inside)))
 
     def slice_inside(self, x: jax.Array, dim: int) -> jax.Array:
         """This device's part of what its server has, along a dimension."""
@@ -216,21 +220,24 @@ def combined(updates: PyTree, levels: Levels, wanted: Options) -> Stepped:
         return axes.total(x, tuple(dict.fromkeys((*axes.with_shards(x, names), *shards))))
 
     rows = [x for _, x in sent]
-    parts, alignment = _combine(rows, kinds, copies, wanted.scope, total)
+    together = wanted.scope == "tree" and bool(rows)
+    groups = [pairwise.beside(rows, copies)] if together else rows
+    done = [combine_replicas(x, total, together=together) for x in groups]
+    buckets = iter([x for row, _ in done for x in row])
     # Empty leaves are not communicated: they are equal on all replicas.
     result = [jnp.zeros(x.shape, x.dtype) for x in leaves]
-    for kind, real, (parcels, _), part in zip(kinds, own, sent, parts, strict=True):
-        done = exchange.delivered(parcels, part, levels.gathered, wanted.wire, real)
-        for i, x in zip(kind, done, strict=True):
+    for kind, real, (parcels, _) in zip(kinds, own, sent, strict=True):
+        part = [next(buckets) for _ in parcels]
+        whole = exchange.delivered(parcels, part, levels.gathered, wanted.wire, real)
+        for i, x in zip(kind, whole, strict=True):
             result[i] = exchange.like(x, leaves[i])
-    overall, each = _orthogonality(alignment, len(leaves))
+    order = [i for kind in kinds for i in kind]
+    overall, each = _orthogonality(groups, [norms for _, norms in done], order, len(leaves))
     by_leaf = jax.tree.unflatten(treedef, each) if wanted.leaf_metrics else None
     return jax.tree.unflatten(treedef, result), AdasumState(overall, by_leaf)
 
 
-def _sent(
-    own: Sequence[jax.Array], levels: Levels, shards: tuple[str, ...], wanted: Options
-) -> tuple[list[Parcel], Rows]:
+def _sent(own: Arrays, levels: Levels, shards: Names, wanted: Options) -> tuple[list[Parcel], Rows]:
     """Return what travels together, and this device's slice of what every replica has sent."""
     across, inside, wire = levels.across, levels.inside, wanted.wire
     devices = axes.size(inside)
@@ -249,50 +256,25 @@ def _sent(
     return parcels, exchange.exchange(parcels, arrays, across, wire, common)
 
 
-class _Alignment(NamedTuple):
-    """What is known of some leaves: squared norms ``(2, leaves)`` in units of ``4**units``."""
+def _orthogonality(
+    groups: Sequence[Rows], norms: Arrays, order: list[int], leaves: int
+) -> tuple[jax.Array, list[jax.Array]]:
+    """Overall and by leaf, in f32; 1 where there is nothing to compare.
 
-    leaves: list[int]
-    norms: jax.Array
-    units: jax.Array
-
-
-def _combine(
-    kinds: Sequence[Rows],
-    leaves: Sequence[list[int]],
-    copies: Sequence[int],
-    scope: Scope,
-    total: pairwise.Total,
-) -> tuple[list[list[jax.Array]], list[_Alignment]]:
-    """A single row for every kind, by buckets."""
-    found: list[_Alignment] = []
-
-    def run(rows: Rows, groups: Sequence[int], leaves: list[int]) -> list[jax.Array]:
-        row, norms = combine_replicas(rows, groups, total)
-        found.append(_Alignment(leaves, norms, rows.exponents.max(0)))
-        return row
-
-    if scope == "leaf" or not kinds:
-        pairs = zip(kinds, leaves, strict=True)
-        return [run(rows, range(len(own)), own) for rows, own in pairs], found
-    every = [i for own in leaves for i in own]
-    rest = iter(run(pairwise.beside(kinds, copies), [0] * len(every), every))
-    return [[next(rest) for _ in rows.buckets] for rows in kinds], found
-
-
-def _orthogonality(found: list[_Alignment], leaves: int) -> tuple[jax.Array, list[jax.Array]]:
-    """Overall and by leaf, in f32; 1 where there is nothing to compare."""
+    ``norms`` are those of ``combine_replicas`` for each group; ``order`` is that of their leaves.
+    """
     one = jnp.ones((), jnp.float32)
-    each = [one] * leaves
-    if not found:
+    each, rest = [one] * leaves, iter(order)
+    if not groups:
         return one, each
-    top = jnp.stack([part.units.max() for part in found]).max()
+    units = [rows.exponents.max(0) for rows in groups]
+    top = jnp.stack([x.max() for x in units]).max()
     overall = jnp.zeros(2, jnp.float32)
-    for part in found:
-        norms = part.norms.astype(jnp.float32)
-        overall += (norms * power_of_two(2 * (part.units - top), norms.dtype)).sum(1)
-        for i, of_sum, of_parts in zip(part.leaves, *norms, strict=True):
-            each[i] = _ratio(of_sum, of_parts)
+    for wide, unit in zip(norms, units, strict=True):
+        pair = wide.astype(jnp.float32)
+        overall += (pair * power_of_two(2 * (unit - top), pair.dtype)).sum(1)
+        for of_sum, of_parts in zip(*pair, strict=True):
+            each[next(rest)] = _ratio(of_sum, of_parts)
     return _ratio(*overall), each
 
 

@@ -15,6 +15,8 @@ from boostax._core import axes, checks
 from boostax._core.gate import alternatives
 
 PyTree = Any
+Arrays = Sequence[jax.Array]
+Names = tuple[str, ...]
 
 
 class Late(NamedTuple):
@@ -98,7 +100,7 @@ class Codec:
         del leaves
         return None
 
-    def reduce(self, leaves: Sequence[jax.Array], state: PyTree, names: tuple[str, ...]) -> Message:
+    def reduce(self, leaves: Arrays, state: PyTree, names: Names) -> Message:
         """Send the leaves over the axes, as far as it does."""
         raise NotImplementedError
 
@@ -132,7 +134,7 @@ class Staged(Codec):
         """The step and the state of the widest stage."""
         return jnp.zeros((), jnp.int32), self.widest.init(leaves)
 
-    def reduce(self, leaves: Sequence[jax.Array], state: PyTree, names: tuple[str, ...]) -> Message:
+    def reduce(self, leaves: Arrays, state: PyTree, names: Names) -> Message:
         """As the stage of this step does."""
         step, inner = state
         stage = jnp.searchsorted(jnp.array(self.starts), step, side="right") - 1
@@ -142,11 +144,7 @@ class Staged(Codec):
 
 
 def switched(
-    index: jax.Array,
-    codecs: Sequence[Codec],
-    leaves: Sequence[jax.Array],
-    state: PyTree,
-    names: tuple[str, ...],
+    index: jax.Array, codecs: Sequence[Codec], leaves: Arrays, state: PyTree, names: Names
 ) -> Message:
     """What the codec at an index sends, which is equal on all replicas."""
     axes.require_invariant(index, "switched")
@@ -183,17 +181,17 @@ def staged(
     return Staged(starts, codecs, widest, widest.whole, widest.lossy)
 
 
-def unsent(leaves: Sequence[jax.Array], sent: Sequence[jax.Array]) -> list[jax.Array]:
+def unsent(leaves: Arrays, sent: Arrays) -> list[jax.Array]:
     """What is held back of leaves of which so much was sent."""
     return [x - y for x, y in zip(leaves, sent, strict=True)]
 
 
-def packed(leaves: Sequence[jax.Array], lead: int = 0) -> jax.Array:
+def packed(leaves: Arrays, lead: int = 0) -> jax.Array:
     """All elements in one vector, behind the leading dimensions; dtypes meet in the widest."""
     return jnp.concatenate([x.reshape(*x.shape[:lead], -1) for x in leaves], -1)
 
 
-def unpacked(flat: jax.Array, like: Sequence[jax.Array], lead: int = 0) -> list[jax.Array]:
+def unpacked(flat: jax.Array, like: Arrays, lead: int = 0) -> list[jax.Array]:
     """The leaves from the beginning of vectors, behind whatever dimensions lead these."""
     found: list[jax.Array] = []
     start = 0
@@ -203,8 +201,3 @@ def unpacked(flat: jax.Array, like: Sequence[jax.Array], lead: int = 0) -> list[
         found.append(part.reshape(*flat.shape[:-1], *x.shape[lead:]).astype(x.dtype))
         start = end
     return found
-
-
-def padded(x: jax.Array, multiple: int) -> jax.Array:
-    """A vector with zeros behind it."""
-    return jnp.pad(x, (0, -x.size % multiple))

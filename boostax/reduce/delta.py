@@ -107,13 +107,12 @@ def adasum_delta(
         inside = axes.canonical(who, within, "within")
         what = f"Run inner on the mean gradient over {', '.join(inside)}" if inside else ""
     names = replicas + inside
-    how = shard_axes, scope, wire_dtype, bucket_bytes, leaf_metrics
-    wanted = Options.of(who, names, *how)
+    wanted = Options.of(who, names, shard_axes, scope, wire_dtype, bucket_bytes, leaf_metrics)
 
     def levels() -> Levels:
         if isinstance(within, int):
-            return Levels(*axes.servers(replicas, within, who), (replicas,), averaged=True)
-        return Levels(replicas, inside, (replicas, inside) if inside else (replicas,), bool(inside))
+            return Levels(*axes.servers(replicas, within, who), averaged=True)
+        return Levels(replicas, inside, averaged=bool(inside))
 
     def init_fn(params: PyTree) -> AdasumDeltaState:
         own = tx.init(trees.at_least_float32(params))

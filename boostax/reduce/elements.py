@@ -24,29 +24,13 @@ def at(x: jax.Array, places: jax.Array) -> Any:
 _once = functools.partial(jax.jit, inline=True)
 
 
-@_once
-def taken(x: jax.Array, places: jax.Array) -> jax.Array:
-    """The elements of each row at its places."""
-    return at(x, places).get(mode="promise_in_bounds")
-
-
-@_once
-def _marked(x: jax.Array, places: jax.Array) -> jax.Array:
-    return at(x, places).set(True, unique_indices=True)
-
-
-@_once
-def _plus(x: jax.Array, places: jax.Array, values: jax.Array) -> jax.Array:
-    return at(x, places).add(values, unique_indices=True)
+_taken = _once(lambda x, places: at(x, places).get(mode="promise_in_bounds"))
+_marked = _once(lambda x, places: at(x, places).set(True, unique_indices=True))
+_plus = _once(lambda x, places, values: at(x, places).add(values, unique_indices=True))
 
 
 def _narrow(places: jax.Array, size: int) -> jax.Array:
     return places.astype(jnp.uint16 if size <= 2**16 else jnp.uint32)
-
-
-def _zeros(shape: tuple[int, ...], values: jax.Array) -> jax.Array:
-    """In f32 or wider, and varying over the axes over which the values do."""
-    return axes.unify(jnp.zeros(shape, jnp.promote_types(values.dtype, jnp.float32)), values)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -75,7 +59,7 @@ class Runs:
 
     def taken(self, leaf: jax.Array, places: jax.Array) -> jax.Array:
         """The elements at their places."""
-        return taken(self.rows(leaf), places)
+        return _taken(self.rows(leaf), places)
 
     def put(self, into: jax.Array, values: jax.Array, places: jax.Array) -> jax.Array:
         """Added to an array."""
@@ -138,4 +122,5 @@ def added(view: Runs, values: jax.Array, places: jax.Array) -> jax.Array:
     def add(total: jax.Array, theirs: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, None]:
         return view.put(total, *theirs), None
 
-    return lax.scan(add, _zeros(view.shape, values), (values, places))[0]
+    zeros = jnp.zeros(view.shape, jnp.promote_types(values.dtype, jnp.float32))
+    return lax.scan(add, axes.unify(zeros, values), (values, places))[0]

@@ -21,6 +21,7 @@ import numpy as np
 from jax import lax
 
 from boostax._core import axes, checks, trees
+from boostax.reduce.codec import Arrays, Names
 from boostax.reduce.pairwise import Bucket, Owners, Rows, exponent_of, grown, leafwise, power_of_two
 
 # Leaves of fewer bytes are packed, up to so many together; and of fewer in each slice, 4 KiB being
@@ -54,7 +55,7 @@ class Alone:
         """Of every block, the leaf that it belongs to: there is one block."""
         return np.array([self.index])
 
-    def array(self, leaves: Sequence[jax.Array]) -> jax.Array:
+    def array(self, leaves: Arrays) -> jax.Array:
         """What is cut."""
         return padded(leaves[self.index], self.dim, self.length)
 
@@ -76,27 +77,23 @@ class Packed:
       shapes: their shapes, real.
       slices: their number.
       block: columns in a block.
+      widths: columns of each leaf, whole blocks.
     """
 
     indices: tuple[int, ...]
     shapes: tuple[tuple[int, ...], ...]
     slices: int
     block: int
+    widths: tuple[int, ...]
 
     dim = 0
-
-    @property
-    def widths(self) -> list[int]:
-        """Columns of each leaf."""
-        columns = [math.ceil(math.prod(shape) / self.slices) for shape in self.shapes]
-        return [math.ceil(n / self.block) * self.block for n in columns]
 
     @property
     def owners(self) -> Owners:
         """Of every block of columns, the leaf that it belongs to."""
         return np.repeat(self.indices, [width // self.block for width in self.widths])
 
-    def array(self, leaves: Sequence[jax.Array]) -> jax.Array:
+    def array(self, leaves: Arrays) -> jax.Array:
         """What is cut."""
         parts = [
             padded(leaves[i].ravel(), 0, self.slices * width).reshape(self.slices, width)
@@ -119,22 +116,11 @@ Parcel = Alone | Packed
 Divide = Literal["before", "after", "never"]
 
 
-def real_dtype(dtype: np.dtype[Any]) -> np.dtype[Any]:
-    """The real dtype, f32 or wider, in which a leaf is reduced."""
-    return np.dtype(jnp.promote_types(jnp.finfo(dtype).dtype, jnp.float32))
-
-
 def real(x: jax.Array) -> jax.Array:
     """In f32 or wider; complex numbers as pairs."""
     if jnp.iscomplexobj(x):
         x = jnp.stack([x.real, x.imag], -1)
-    return x.astype(real_dtype(x.dtype))
-
-
-def real_shape(x: Any) -> jax.ShapeDtypeStruct:
-    """The type that ``real`` gives it."""
-    pair = (2,) if jnp.iscomplexobj(x) else ()
-    return jax.ShapeDtypeStruct((*x.shape, *pair), real_dtype(x.dtype))
+    return trees.at_least_float32(x)
 
 
 def like(x: jax.Array, leaf: jax.Array) -> jax.Array:
@@ -143,7 +129,7 @@ def like(x: jax.Array, leaf: jax.Array) -> jax.Array:
     return trees.saturate(whole, leaf.dtype)
 
 
-def kinds(leaves: Sequence[jax.Array]) -> list[list[int]]:
+def kinds(leaves: Arrays) -> list[list[int]]:
     """Indices of the leaves that may be packed together; those without elements are in none.
 
     They have one dtype, and vary over the same axes as far as JAX knows: a concatenation varies
@@ -157,7 +143,7 @@ def kinds(leaves: Sequence[jax.Array]) -> list[list[int]]:
 
 
 def by_kind(
-    leaves: Sequence[jax.Array], reduce: Callable[[list[jax.Array]], list[jax.Array]]
+    leaves: Arrays, reduce: Callable[[list[jax.Array]], list[jax.Array]]
 ) -> list[jax.Array]:
     """The leaves reduced, real ones of a kind together; those without elements are not sent."""
     result = [jnp.zeros(x.shape, x.dtype) for x in leaves]
@@ -168,11 +154,7 @@ def by_kind(
 
 
 def parcels(
-    leaves: Sequence[jax.Array],
-    slices: int,
-    bucket_bytes: int | None = None,
-    *,
-    by_leaf: bool = True,
+    leaves: Arrays, slices: int, bucket_bytes: int | None = None, *, by_leaf: bool = True
 ) -> list[Parcel]:
     """What travels together, of leaves of one kind.
 
@@ -201,7 +183,8 @@ def parcels(
         shapes = tuple(leaves[i].shape for i in pack)
         columns = [math.ceil(math.prod(shape) / slices) for shape in shapes]
         block = block_size(columns) if by_leaf else 1
-        result.append(Packed(tuple(pack), shapes, slices, block))
+        widths = tuple(n + -n % block for n in columns)
+        result.append(Packed(tuple(pack), shapes, slices, block, widths))
     return result
 
 
@@ -259,10 +242,10 @@ def joined(x: jax.Array, dim: int) -> jax.Array:
 
 def exchange(
     sent: Sequence[Parcel],
-    arrays: Sequence[jax.Array],
-    names: tuple[str, ...],
+    arrays: Arrays,
+    names: Names,
     wire: np.dtype[Any] | None = None,
-    common: Sequence[tuple[str, ...]] = (),
+    common: Sequence[Names] = (),
     by_leaf: bool = True,
 ) -> Rows:
     """This replica's slice of what everyone has.
@@ -312,10 +295,10 @@ def mean(rows: Rows, divide: Divide) -> list[jax.Array]:
 
 def delivered(
     sent: Sequence[Parcel],
-    parts: Sequence[jax.Array],
-    levels: Sequence[tuple[str, ...]],
+    parts: Arrays,
+    levels: Sequence[Names],
     wire: np.dtype[Any] | None,
-    leaves: Sequence[jax.Array],
+    leaves: Arrays,
 ) -> list[jax.Array]:
     """The leaves again, whole and equal everywhere, from every replica's slice of each.
 
@@ -348,7 +331,7 @@ def delivered(
     return result
 
 
-def _exponents(sent: Sequence[Parcel], arrays: Sequence[jax.Array]) -> jax.Array:
+def _exponents(sent: Sequence[Parcel], arrays: Arrays) -> jax.Array:
     """i32 ``(leaves,)``: the power of two just above the largest element of each."""
     largest: dict[int, jax.Array] = {}
     for parcel, x in zip(sent, arrays, strict=True):

@@ -24,7 +24,7 @@ from boostax._core.describe import Holds, Stepped, describe, first_line
 from boostax._core.placement import on_shards
 from boostax._core.replicas import PerReplica, require_like
 from boostax.reduce import exchange
-from boostax.reduce.codec import Codec, Late, Message, PerLeaf, map_per_leaf
+from boostax.reduce.codec import Codec, Late, Message, Names, PerLeaf, map_per_leaf
 
 PyTree = Any
 Rule = Callable[[str, Any], bool]
@@ -142,7 +142,7 @@ class _Feedback(NamedTuple):
 
     who: str
     codec: Codec
-    names: tuple[str, ...]
+    names: Names
     error_feedback: bool
     dense: Dense
     momentum: float | None
@@ -158,7 +158,7 @@ class _Feedback(NamedTuple):
         trees.require_gradients(params, self.who)
         leaves, treedef = jax.tree.flatten(params)
         chosen = self.coded(params)
-        shapes = [exchange.real_shape(leaves[i]) for i in chosen]
+        shapes = [jax.eval_shape(exchange.real, leaves[i]) for i in chosen]
         spread = functools.partial(_spread, treedef, chosen)
 
         def zeros(wanted: bool) -> PerReplica:
@@ -226,14 +226,12 @@ class _Feedback(NamedTuple):
         )
 
 
-def _dense_mean(x: jax.Array, names: tuple[str, ...]) -> jax.Array:
+def _dense_mean(x: jax.Array, names: Names) -> jax.Array:
     """Return the plain mean of a leaf, in f32 or wider on the wire, in its own dtype."""
     return trees.saturate(lax.pmean(x.astype(trees.wide_dtype(x)), names), x.dtype)
 
 
-def _reduced(
-    codec: Codec, leaves: list[jax.Array], state: PyTree, names: tuple[str, ...]
-) -> Message:
+def _reduced(codec: Codec, leaves: list[jax.Array], state: PyTree, names: Names) -> Message:
     """Run the codec once per group of leaves with the same varying axes.
 
     Packed together, leaves of different types would all get the union of those axes. State
@@ -265,7 +263,7 @@ def _reduced(
 
 
 def _squared_norm(
-    leaves: list[jax.Array], names: tuple[str, ...], late: Sequence[Late | None] = ()
+    leaves: list[jax.Array], names: Names, late: Sequence[Late | None] = ()
 ) -> jax.Array:
     """Sum of squares over all replicas, including what ``late`` will add.
 
@@ -283,14 +281,12 @@ def _squared_norm(
     return jnp.maximum(axes.sum_over_shards(parts, names, dtype), 0)
 
 
-def _own_slice(x: jax.Array, late: Late, names: tuple[str, ...]) -> jax.Array:
+def _own_slice(x: jax.Array, late: Late, names: Names) -> jax.Array:
     size = late.more.shape[late.dim]
     return lax.dynamic_slice_in_dim(x, axes.index(names) * size, size, late.dim)
 
 
-def _with_late(
-    x: jax.Array, late: Late | None, finite: jax.Array, names: tuple[str, ...]
-) -> jax.Array:
+def _with_late(x: jax.Array, late: Late | None, finite: jax.Array, names: Names) -> jax.Array:
     """A residual and what is added to this replica's slice of it, in place."""
     if late is None:
         return x
@@ -318,27 +314,21 @@ def _rules(who: str, dense: Dense, tree: PyTree) -> list[bool]:
     if callable(dense):
         return [bool(dense(name, leaf)) for name, leaf in trees.named(tree)]
     try:
-        spread = jax.tree.map(lambda rule, part: [rule] * len(jax.tree.leaves(part)), dense, tree)
+        return jax.tree.leaves(jax.tree.broadcast(dense, tree))
     except ValueError as error:
-        raise ValueError(
-            f"{who}: dense must be a tree of bools that fits the gradients, got one that does not: "
-            f"{error}. A function such as lambda path, leaf: leaf.ndim < 2 fits every tree."
-        ) from error
-    return jax.tree.leaves(spread)
+        allowed = "a tree of bools that fits the gradients"
+        hint = f"{error}. A function such as lambda path, leaf: leaf.ndim < 2 fits every tree."
+        raise ValueError(checks.message(who, "dense", allowed, dense, hint)) from error
 
 
 def _check_rule(who: str, rule: Any) -> None:
-    if not isinstance(rule, bool):
-        hint = "Try lambda path, leaf: leaf.ndim < 2 for norms and biases."
-        allowed = "a function of path and leaf, or a tree of bools"
-        raise TypeError(checks.message(who, "dense", allowed, rule, hint))
+    hint = "Try lambda path, leaf: leaf.ndim < 2 for norms and biases."
+    allowed = "a function of path and leaf, or a tree of bools"
+    checks.require(who, "dense", rule, allowed, isinstance(rule, bool), hint, TypeError)
 
 
 def _check_momentum(who: str, momentum: float, error_feedback: bool) -> None:
     hint = "That of the optimizer, which then goes without: try 0.9."
     checks.number(who, "momentum", momentum, "in [0, 1)", lambda x: 0 <= x < 1, hint)
-    if not error_feedback:
-        raise ValueError(
-            f"{who}: momentum must be None without error_feedback, got {momentum!r}. It is "
-            "corrected for what the residual delays; without one, give it to the optimizer."
-        )
+    hint = "It is corrected for what the residual delays; without one, give it to the optimizer."
+    checks.require(who, "momentum", momentum, "None without error_feedback", error_feedback, hint)

@@ -14,7 +14,7 @@ from jax import lax
 from boostax._core import axes, checks
 from boostax._core.gate import branch
 from boostax._core.layouts import LayoutName, named
-from boostax.reduce.codec import Codec, Message, PerLeaf, packed, staged, unpacked, unsent
+from boostax.reduce.codec import Arrays, Codec, Message, PerLeaf, packed, staged, unpacked, unsent
 from boostax.reduce.feedback import Dense, compress
 
 PyTree = Any
@@ -76,22 +76,16 @@ class PowerSgd(Codec):
         counts, ones = ([jnp.full((), n, jnp.int32) for _ in leaves] for n in (0, 1))
         return Factors(PerLeaf(counts), PerLeaf(ones), PerLeaf(left), PerLeaf(right))
 
-    def reduce(
-        self, leaves: Sequence[jax.Array], state: Factors, names: tuple[str, ...]
-    ) -> Message:
+    def reduce(self, leaves: Arrays, state: Factors, names: tuple[str, ...]) -> Message:
         """Send one side."""
         # In the leaves' own dimensions: XLA would gather a sharded one to make a matrix of it.
         cuts = [_cut(x.ndim, self.outputs) for x in leaves]
 
         def send(left: bool) -> tuple[Any, Any, Factors]:
-            over = [
-                range(c, x.ndim) if left else range(c) for x, c in zip(leaves, cuts, strict=True)
-            ]
             flat = self._bases((state.right if left else state.left).values, leaves)
-            split = zip(leaves, flat, over, strict=True)
-            bases = [q.reshape(*(x.shape[dim] for dim in dims), -1) for x, q, dims in split]
-            split = zip(leaves, bases, over, strict=True)
-            own = [_product(x, q, (tuple(dims), tuple(range(len(dims))))) for x, q, dims in split]
+            split = list(zip(leaves, flat, cuts, strict=True))
+            bases = [q.reshape(*(x.shape[c:] if left else x.shape[:c]), -1) for x, q, c in split]
+            own = [_contracted(x, q, c, left) for (x, _, c), q in zip(split, bases, strict=True)]
             # By one all-reduce of all factors.
             factors = unpacked(lax.pmean(packed(own), names), own)
             side = "left" if left else "right"
@@ -111,7 +105,7 @@ class PowerSgd(Codec):
         )
         return Message(means, unsent(leaves, sent), state)
 
-    def _bases(self, factors: list[jax.Array], like: Sequence[jax.Array]) -> list[jax.Array]:
+    def _bases(self, factors: list[jax.Array], like: Arrays) -> list[jax.Array]:
         """Orthonormal columns. Of zeros too: QR then completes them, and nothing becomes a NaN."""
         ranks = [min(self.rank, *sides(x.shape, self.outputs)) for x in like]
         return [jnp.linalg.qr(f[:, :r])[0] for f, r in zip(factors, ranks, strict=True)]
@@ -126,6 +120,12 @@ def sides(shape: tuple[int, ...], outputs: int = -1) -> tuple[int, int]:
 def _cut(ndim: int, outputs: int) -> int:
     """How many leading dimensions are the matrix's rows."""
     return ndim - 1 if outputs else 1
+
+
+def _contracted(x: jax.Array, basis: jax.Array, cut: int, last: bool) -> jax.Array:
+    """The product over the dimensions from ``cut`` on, or those before it."""
+    dims = range(cut, x.ndim) if last else range(cut)
+    return _product(x, basis, (tuple(dims), tuple(range(len(dims)))))
 
 
 def _product(a: jax.Array, b: jax.Array, dims: Any) -> jax.Array:

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The dense reduction: mean or sum of local gradients over the replicas."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, Literal, NamedTuple
 
 import jax
@@ -15,7 +15,7 @@ from boostax._core.describe import Stepped, describe
 from boostax._core.noise_scale import NoiseScaleState
 from boostax._core.placement import mean_of_group, on_shards, require_local
 from boostax.reduce import exchange
-from boostax.reduce.codec import packed, unpacked
+from boostax.reduce.codec import Arrays, Names, packed, unpacked
 from boostax.reduce.exchange import Divide
 
 PyTree = Any
@@ -112,7 +112,13 @@ def all_reduce(
             require_local(updates, names, who)
         leaves, treedef = jax.tree.flatten(updates)
         if clip is not None:
-            _require_real(leaves, who)
+            hint = (
+                "Elements are bounded by sign and magnitude, which complex numbers do not order "
+                "by; clip by norm after the reduction, or wrap the transformation in optax.masked."
+            )
+            real = not any(map(jnp.iscomplexobj, leaves))
+            allowed = "None with complex gradients"
+            checks.require(who, "clip", clip, allowed, real, hint, TypeError)
             leaves = [trees.clip_finite(x, clip) for x in leaves]
         if wire is not None:
             reduced = _narrow(leaves, names, dividing, wire, bucket_bytes)
@@ -144,7 +150,7 @@ def _check_noise(who: str, noise: float, op: str, clip: float | None) -> None:
     checks.absent(who, "clip", clip, "None with noise", f"{hint} Clip that mean.")
 
 
-def _measured(update: Callable[..., Stepped], names: tuple[str, ...], decay: float) -> Any:
+def _measured(update: Callable[..., Stepped], names: Names, decay: float) -> Any:
     """Return a mean's ``update`` that also estimates the noise scale from it."""
 
     def update_fn(updates: PyTree, state: Any, params: PyTree = None, **extra: Any) -> Stepped:
@@ -156,7 +162,7 @@ def _measured(update: Callable[..., Stepped], names: tuple[str, ...], decay: flo
     return update_fn
 
 
-def _reduced(x: jax.Array, names: tuple[str, ...], divide: Divide) -> jax.Array:
+def _reduced(x: jax.Array, names: Names, divide: Divide) -> jax.Array:
     """The mean or sum of a leaf over the replicas: taken in f32 or wider, in the leaf's dtype."""
     if not x.size:  # not sent, and the same everywhere
         return jnp.zeros(x.shape, x.dtype)
@@ -168,7 +174,7 @@ def _reduced(x: jax.Array, names: tuple[str, ...], divide: Divide) -> jax.Array:
     return total if total.dtype == x.dtype else trees.saturate(total, x.dtype)
 
 
-def server_mean(grads: PyTree, inside: tuple[str, ...]) -> PyTree:
+def server_mean(grads: PyTree, inside: Names) -> PyTree:
     """The mean of each leaf over the devices of a server: an axis, or groups of one.
 
     Over groups as a reduce-scatter and an all-gather, together the bytes of an all-reduce: of a sum
@@ -189,9 +195,7 @@ def server_mean(grads: PyTree, inside: tuple[str, ...]) -> PyTree:
     return treedef.unflatten(exchange.by_kind(leaves, mean))
 
 
-def _packed(
-    leaves: Sequence[jax.Array], names: tuple[str, ...], divide: Divide, bucket_bytes: int
-) -> list[jax.Array]:
+def _packed(leaves: Arrays, names: Names, divide: Divide, bucket_bytes: int) -> list[jax.Array]:
     """The same of every leaf; those that do not fill a bucket share a message."""
     result = list(leaves)
     for kind in exchange.kinds(leaves):
@@ -208,11 +212,7 @@ def _packed(
 
 
 def _narrow(
-    leaves: Sequence[jax.Array],
-    names: tuple[str, ...],
-    divide: Divide,
-    wire: np.dtype[Any],
-    bucket_bytes: int | None,
+    leaves: Arrays, names: Names, divide: Divide, wire: np.dtype[Any], bucket_bytes: int | None
 ) -> list[jax.Array]:
     """The mean or sum in f32 of what travels in half precision, there and back."""
 
@@ -223,13 +223,3 @@ def _narrow(
         return exchange.delivered(sent, exchange.mean(rows, divide), (names,), wire, own)
 
     return exchange.by_kind(leaves, reduced)
-
-
-def _require_real(leaves: list[jax.Array], who: str) -> None:
-    found = {str(x.dtype) for x in leaves if jnp.iscomplexobj(x)}
-    if found:
-        raise TypeError(
-            f"{who}: clip must be None with complex gradients, got {', '.join(found)}. Elements "
-            "are bounded by sign and magnitude, which complex numbers do not order by; clip by "
-            "norm after the reduction, or wrap the transformation in optax.masked."
-        )

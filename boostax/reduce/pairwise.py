@@ -34,7 +34,7 @@ import numpy as np
 from jax import lax
 
 from boostax._core import trees
-from boostax.reduce.codec import packed, unpacked
+from boostax.reduce.codec import Arrays, packed, unpacked
 
 Total = Callable[[jax.Array], jax.Array]
 Owners = np.ndarray[Any, Any]
@@ -122,19 +122,12 @@ class Products(NamedTuple):
     """What one reading of the pairs tells.
 
     Attributes:
-      dots: ``(3, pairs, leaves or groups)``: a.a, a.b and b.b.
-      apart: ``(pairs, leaves or groups)``: 0 where both nodes are the same, bit for bit.
+      dots: ``(3, pairs, leaves or 1)``: a.a, a.b and b.b.
+      apart: ``(pairs, leaves or 1)``: 0 where both nodes are the same, bit for bit.
     """
 
     dots: jax.Array
     apart: jax.Array
-
-
-class Tops(NamedTuple):
-    """The largest exponent of each pair's group of leaves: i32 ``(pairs, groups)`` each."""
-
-    left: jax.Array
-    right: jax.Array
 
 
 def exponent_of(largest: jax.Array) -> jax.Array:
@@ -174,23 +167,21 @@ def leafwise(x: jax.Array, values: jax.Array, owners: Owners) -> tuple[jax.Array
 
 
 def combine_replicas(
-    rows: Rows, groups: Sequence[int], total: Total
+    rows: Rows, total: Total, *, together: bool = False
 ) -> tuple[list[jax.Array], jax.Array]:
     """AdaSum of the rows.
 
     Args:
       rows: what is combined; a device may hold a part of every row.
-      groups: for each leaf, the group whose dot products it belongs to, counted from 0: itself for
-        AdaSum by leaf, the same for all for AdaSum by the whole tree.
       total: adds partial sums over the devices that hold the other parts of the rows; called once
         per level of the tree, with one array.
+      together: whether all leaves have their dot products in common: AdaSum by the whole tree.
 
     Returns:
       The values of a single row, by buckets; and an array ``(2, leaves)`` that tells how parallel
       the rows were: squared norm of their sum and sum of their squared norms, in units of
       ``4**exponents.max(0)``.
     """
-    members = [[i for i, g in enumerate(groups) if g == group] for group in range(max(groups) + 1)]
     units = rows.exponents.max(0)
     if len(rows.exponents) == 1:
         norms = _squared_norms(rows, rows.factors(units))
@@ -199,14 +190,15 @@ def combine_replicas(
     alignment: list[jax.Array] = []
     while len(nodes.exponents) > 1:
         products, of_sum = _read(rows, nodes, units)
-        tops = Tops(*(_tops(x, members) for x in nodes.pairs))
-        partial = [*_grouped(products, nodes, tops, members)]
+        # Dot products come in units of the exponents of their leaf, or the largest of all leaves.
+        tops = tuple(x.max(1, keepdims=True) if together else x for x in nodes.pairs)
+        partial = [*(_of_tree(products, nodes.pairs, tops) if together else products)]
         if not nodes.level:
             partial.append(_sum_of_squares(rows, nodes, products, units))
         partial += of_sum
         dots, apart, *rest = unpacked(total(packed(partial)), partial)
         alignment += rest
-        nodes = _combine(nodes, tops, Products(dots, apart), groups)
+        nodes = _combine(nodes, tops, Products(dots, apart))
     row: list[jax.Array] = []
     for bucket in rows.buckets:
         value = _tree(bucket, nodes.factors, nodes.level)[0].reshape(bucket.rows[0].shape)
@@ -252,7 +244,7 @@ def _tree(bucket: Bucket, factors: Factors, level: int) -> list[jax.Array]:
     return nodes
 
 
-def _sums(terms: Sequence[jax.Array], bucket: Bucket) -> list[tuple[int, jax.Array]]:
+def _sums(terms: Arrays, bucket: Bucket) -> list[tuple[int, jax.Array]]:
     """Pairs of a leaf and ``(terms,)``, what it adds to the sum of each term over its elements.
 
     One reduction with many results reads its operands once and adds to all of them side by side;
@@ -312,9 +304,8 @@ def _read(rows: Rows, nodes: Nodes, units: jax.Array) -> tuple[Products, list[ja
 
 def _squared_norms(rows: Rows, factors: Factors) -> jax.Array:
     """``(leaves,)``: of the last row."""
-    squares = [_tree(bucket, factors, 0)[-1] ** 2 for bucket in rows.buckets]
-    pairs = zip(squares, rows.buckets, strict=True)
-    return _by_leaf(rows, [_sums([x], bucket) for x, bucket in pairs])[0]
+    last = lambda bucket: _tree(bucket, factors, 0)[-1]  # noqa: E731
+    return _by_leaf(rows, [_sums([last(bucket) ** 2], bucket) for bucket in rows.buckets])[0]
 
 
 def _sum_of_squares(rows: Rows, nodes: Nodes, products: Products, units: jax.Array) -> jax.Array:
@@ -327,48 +318,36 @@ def _sum_of_squares(rows: Rows, nodes: Nodes, products: Products, units: jax.Arr
     return norms
 
 
-def _tops(exponents: jax.Array, members: list[list[int]]) -> jax.Array:
-    if len(members) == exponents.shape[1]:
-        return exponents
-    return jnp.stack([exponents[:, np.array(m)].max(1) for m in members], 1)
+def _of_tree(products: Products, pairs: Arrays, tops: Arrays) -> Products:
+    """Add up the dot products of all leaves, in units of the tops."""
+    low, high = (x - top for x, top in zip(pairs, tops, strict=True))
+    units = power_of_two(jnp.stack([2 * low, low + high, 2 * high]), products.dots.dtype)
+    dots = (products.dots * units).sum(2, keepdims=True)
+    return Products(dots, products.apart.sum(1, keepdims=True))
 
 
-def _grouped(products: Products, nodes: Nodes, tops: Tops, members: list[list[int]]) -> Products:
-    """Of whole groups, the dot products in units of their tops."""
-    left, right = nodes.pairs
-    if len(members) == left.shape[1]:
-        return products
-    dots: list[jax.Array] = []
-    for group, leaves in enumerate(members):
-        index = np.array(leaves)
-        low = left[:, index] - tops.left[:, group, None]
-        high = right[:, index] - tops.right[:, group, None]
-        units = power_of_two(jnp.stack([2 * low, low + high, 2 * high]), products.dots.dtype)
-        dots.append((products.dots[:, :, index] * units).sum(2))
-    apart = [products.apart[:, np.array(leaves)].sum(1) for leaves in members]
-    return Products(jnp.stack(dots, 2), jnp.stack(apart, 1))
-
-
-def _combine(nodes: Nodes, tops: Tops, products: Products, groups: Sequence[int]) -> Nodes:
+def _combine(nodes: Nodes, tops: Arrays, products: Products) -> Nodes:
     """The level above: each pair as one node, whose rows take the pair's factors as well."""
-    index = np.array(groups)
-    aa, ab, bb = products.dots[:, :, index]
-    # The dot products are in the groups' units: the difference of the tops makes them fit a and b.
-    lead = (tops.right - tops.left)[:, index]
+    aa, ab, bb = products.dots
+    # The dot products are in units of the tops: their difference makes them fit a and b.
+    lead = tops[1] - tops[0]
     own_a, own_b = nodes.pairs
     cross_a, cross_b = own_a + lead, own_b - lead
     units = jnp.maximum(jnp.maximum(own_a, own_b), jnp.maximum(cross_a, cross_b))
-    same = products.apart[:, index] == 0
+    same = products.apart == 0
     weights = (
         _weight(ab, aa, own_a - units, cross_a - units, same),
         _weight(ab, bb, own_b - units, cross_b - units, same),
     )
     odd = nodes.exponents[2 * len(units) :]
     one = jnp.ones(odd.shape, ab.dtype)
+    shape = len(units), 2, units.shape[1]
     # Of every row, the node it belongs to.
     place = np.arange(len(nodes.factors.above)) >> nodes.level
     above, below = (
-        jnp.concatenate([jnp.stack(x, 1).reshape(-1, len(index)), one])[place]
+        jnp.concatenate([jnp.broadcast_to(jnp.stack(x, 1), shape).reshape(-1, shape[2]), one])[
+            place
+        ]
         for x in zip(*weights, strict=True)
     )
     factors = Factors(nodes.factors.above / nodes.factors.below * above, below)

@@ -180,9 +180,9 @@ def _labels(who: str, partitions: PyTree, params: PyTree) -> list[int]:
     try:
         return jax.tree.leaves(jax.tree.broadcast(partitions, params))
     except ValueError as error:
+        allowed = f"a tree like the params, or a prefix of one, {jax.tree.structure(params)}"
         raise ValueError(
-            f"{who}: partitions must be a tree like the params, or a prefix of one, got "
-            f"{partitions!r} for {jax.tree.structure(params)}. {error}"
+            checks.message(who, "partitions", allowed, partitions, f"{error}")
         ) from error
 
 

@@ -16,14 +16,13 @@ from jax import lax
 
 from boostax._core import axes, checks
 from boostax.reduce import exchange
-from boostax.reduce.codec import Codec, Late, Message, packed, unpacked, unsent
+from boostax.reduce.codec import Arrays, Codec, Late, Message, Names, packed, unpacked, unsent
 from boostax.reduce.exchange import Alone, Parcel
 from boostax.reduce.feedback import Dense, compress
 from boostax.reduce.rows import Grid
 
 PyTree = Any
-Arrays = Sequence[jax.Array]
-Send = Callable[[jax.Array, tuple[str, ...]], jax.Array]
+Send = Callable[[jax.Array, Names], jax.Array]
 LEVELS = 127
 
 
@@ -49,7 +48,7 @@ class Int8(Codec):
         del leaves
         return jax.random.PRNGKey(self.seed) if self.stochastic else None
 
-    def reduce(self, leaves: Sequence[jax.Array], state: PyTree, names: tuple[str, ...]) -> Message:
+    def reduce(self, leaves: Arrays, state: PyTree, names: Names) -> Message:
         """All-to-all, sum in f32, all-gather."""
         first = second = None
         if self.stochastic:
@@ -63,9 +62,8 @@ class Int8(Codec):
             x.mean(0) for x in dequantize(received, _together(scales, axes.exchange, names), rows)
         ]
         codes_of_mean, scales_of_mean = quantize(means, second)
-        scales_of_all = [_merged(x) for x in _together(scales_of_mean, axes.gather, names)]
-        gathered = [axes.gather_along(x, names, 0) for x in codes_of_mean]
-        whole = dequantize(gathered, scales_of_all, means)
+        gathered = [axes.gather_along(x, names, 0).reshape(-1, *x.shape) for x in codes_of_mean]
+        whole = dequantize(gathered, _together(scales_of_mean, axes.gather, names), means)
         held = unsent(rows, dequantize(codes, scales, rows))
         lost = unsent(means, dequantize(codes_of_mean, scales_of_mean, means))
         residual, late = slices.charged(held, lost, names)
@@ -87,13 +85,13 @@ class _Slices:
       arrays: those.
     """
 
-    leaves: Sequence[jax.Array]
+    leaves: Arrays
     parcels: list[Parcel]
     grids: list[Grid]
     arrays: list[jax.Array]
 
     @classmethod
-    def of(cls, leaves: Sequence[jax.Array], slices: int, block: int) -> "_Slices":
+    def of(cls, leaves: Arrays, slices: int, block: int) -> "_Slices":
         """Cut leaves into rows of up to ``block`` elements."""
         parcels = exchange.parcels(leaves, slices, by_leaf=False)
         cuts = [exchange.cut(parcel.array(leaves), slices, parcel.dim) for parcel in parcels]
@@ -101,18 +99,17 @@ class _Slices:
         arrays = [grid.rows(x) for x, grid in zip(cuts, grids, strict=True)]
         return cls(leaves, parcels, grids, arrays)
 
-    def joined(self, arrays: Sequence[jax.Array]) -> list[jax.Array]:
+    def joined(self, arrays: Arrays) -> list[jax.Array]:
         """The leaves again, of the rows of all slices."""
         result = list(self.leaves)
         for parcel, grid, x in zip(self.parcels, self.grids, arrays, strict=True):
-            rows = x.reshape(grid.shape[0], -1, x.shape[-1])
-            array = exchange.joined(grid.slices(rows), parcel.dim)
+            array = exchange.joined(grid.slices(x), parcel.dim)
             for i, leaf in parcel.leaves(array).items():
                 result[i] = leaf.astype(self.leaves[i].dtype)
         return result
 
     def charged(
-        self, held: Arrays, lost: Arrays, names: tuple[str, ...]
+        self, held: Arrays, lost: Arrays, names: Names
     ) -> tuple[list[jax.Array], list[Late | None]]:
         """``held`` and ``late`` of a message: what was lost of this replica's slice of the mean.
 
@@ -134,7 +131,7 @@ class _Slices:
         return self.joined(whole), late
 
 
-def _together(arrays: Arrays, send: Send, names: tuple[str, ...]) -> list[jax.Array]:
+def _together(arrays: Arrays, send: Send, names: Names) -> list[jax.Array]:
     """Small arrays in one message. Where each goes to one replica, they lead with the replicas."""
     lead = 1 if send is axes.exchange else 0
     return unpacked(send(packed(arrays, lead), names), arrays, lead)
@@ -162,11 +159,6 @@ def dequantize(codes: Arrays, scales: Arrays, like: Arrays) -> list[jax.Array]:
     """The numbers that the codes stand for, in the widest dtype of ``like``."""
     dtype = jnp.result_type(*(x.dtype for x in like))
     return [c.astype(dtype) * s.astype(dtype) for c, s in zip(codes, scales, strict=True)]
-
-
-def _merged(x: jax.Array) -> jax.Array:
-    """``(slices * rows, columns)``."""
-    return x.reshape(-1, x.shape[-1])
 
 
 def int8_reduce(

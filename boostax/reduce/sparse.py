@@ -5,7 +5,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -15,7 +15,7 @@ from jax import lax
 
 from boostax._core import axes, checks, trees
 from boostax.reduce import elements, exchange, selection
-from boostax.reduce.codec import Codec, Message, packed, padded, staged, switched, unpacked, unsent
+from boostax.reduce.codec import Arrays, Codec, Message, packed, staged, switched, unpacked, unsent
 from boostax.reduce.feedback import Dense, compress
 from boostax.reduce.rows import Grid
 
@@ -56,6 +56,22 @@ class Cut:
         return values if self.value_dtype is None else trees.saturate(values, self.value_dtype)
 
 
+class _Bucket(NamedTuple):
+    """Leaves from which is chosen together.
+
+    Attributes:
+      leaves: their indices.
+      array: the leaf; of several a vector, without what is below the threshold of its leaf.
+      least: the threshold of the array.
+      view: its rows.
+    """
+
+    leaves: list[int]
+    array: jax.Array
+    least: jax.Array | float
+    view: elements.Runs
+
+
 @dataclasses.dataclass(frozen=True)
 class Largest(Codec):
     """The elements of largest magnitude of every leaf, or bucket of leaves, with their places.
@@ -75,23 +91,19 @@ class Largest(Codec):
 
     lossy: bool = True
 
-    def reduce(self, leaves: Sequence[jax.Array], state: PyTree, names: tuple[str, ...]) -> Message:
+    def reduce(self, leaves: Arrays, state: PyTree, names: tuple[str, ...]) -> Message:
         """Gather everybody's choice, and add up."""
         least = [self.cut.least(x) for x in leaves]
-        buckets = self._buckets(leaves)
-        arrays = [self._bucket(leaves, least, bucket) for bucket in buckets]
-        views = [self._view(x.shape) for x, _ in arrays]
-        places, masks = zip(
-            *(v.largest(x) for v, (x, _) in zip(views, arrays, strict=True)), strict=True
-        )
-        trios = zip(views, arrays, places, strict=True)
-        values = [self.cut.coded(view.taken(x, i), t) for view, (x, t), i in trios]
-        everyones = zip(views, _gathered(values, names), _gathered(places, names), strict=True)
+        buckets = self._buckets(leaves, least)
+        places, masks = zip(*(bucket.view.largest(bucket.array) for bucket in buckets), strict=True)
+        chosen = zip(buckets, places, strict=True)
+        values = [self.cut.coded(x.view.taken(x.array, i), x.least) for x, i in chosen]
+        everyones = zip(buckets, _gathered(values, names), _gathered(places, names), strict=True)
         # Written as it is: what reads it would be moved before the transposition by a TPU's
         # compiler, and every result written too.
         totals = [
-            lax.optimization_barrier(view.leaf(elements.added(view, v, i)))
-            for view, v, i in everyones
+            lax.optimization_barrier(x.view.leaf(elements.added(x.view, v, i)))
+            for x, v, i in everyones
         ]
         trios = zip(leaves, least, _apart(leaves, buckets, masks), strict=True)
         coded = self.cut.coded
@@ -100,37 +112,30 @@ class Largest(Codec):
         means = [(total / axes.size(names)).astype(x.dtype) for x, total in pairs]
         return Message(means, unsent(leaves, sent), state)
 
-    def fits(self, leaves: Sequence[jax.Array]) -> jax.Array:
+    def fits(self, leaves: Arrays) -> jax.Array:
         """Return whether all elements that are to be sent have places, in every bucket."""
-        least = [self.cut.least(x) for x in leaves]
         lacking = jnp.zeros((), jnp.int32)
-        for bucket in self._buckets(leaves):
-            x, t = self._bucket(leaves, least, bucket)
-            view = self._view(x.shape)
-            reached = view.rows(self.cut.reach(x, t))
+        for bucket in self._buckets(leaves, [self.cut.least(x) for x in leaves]):
+            reached = bucket.view.rows(self.cut.reach(bucket.array, bucket.least))
             # By row in f32, which is exact there: XLA:CPU adds up integers with a copy.
             counts = reached.astype(jnp.float32).sum(1).astype(jnp.int32)
-            lacking = jnp.maximum(lacking, view.lacking(counts))
+            lacking = jnp.maximum(lacking, bucket.view.lacking(counts))
         return lacking == 0
 
-    def _buckets(self, leaves: Sequence[jax.Array]) -> list[list[int]]:
-        """Indices of the leaves from which is chosen together; they have one dtype."""
+    def _buckets(self, leaves: Arrays, least: Sequence[jax.Array | float]) -> "list[_Bucket]":
+        """Return a bucket of each leaf, or of each few leaves of one dtype."""
         if self.bucket_bytes is None:
-            return [[i] for i in range(len(leaves))]
-        found: list[list[int]] = []
+            return [_Bucket([i], x, least[i], self._view(x.shape)) for i, x in enumerate(leaves)]
+        found: list[_Bucket] = []
+        reaching = lambda i: jnp.where(jnp.abs(leaves[i]) >= least[i], leaves[i], 0)  # noqa: E731
         for kind in exchange.kinds(leaves):
-            fused = exchange.fused([4 * leaves[i].size for i in kind], self.bucket_bytes)
-            found += [[kind[i] for i in bucket] for bucket in fused]
+            for fused in exchange.fused([4 * leaves[i].size for i in kind], self.bucket_bytes):
+                own = [kind[i] for i in fused]
+                alone = len(own) == 1
+                array = leaves[own[0]] if alone else packed([reaching(i) for i in own])
+                bound = least[own[0]] if alone else 0.0
+                found.append(_Bucket(own, array, bound, self._view(array.shape)))
         return found
-
-    def _bucket(
-        self, leaves: Sequence[jax.Array], least: Sequence[jax.Array | float], bucket: list[int]
-    ) -> tuple[jax.Array, jax.Array | float]:
-        """A leaf and its threshold; or several in a vector without what is below theirs, and 0."""
-        if len(bucket) == 1:
-            return leaves[bucket[0]], least[bucket[0]]
-        reaching = lambda x, t: jnp.where(jnp.abs(x) >= t, x, 0)  # noqa: E731
-        return packed([reaching(leaves[i], least[i]) for i in bucket]), 0.0
 
     def _view(self, shape: tuple[int, ...]) -> elements.Runs:
         size = math.prod(shape)
@@ -158,7 +163,7 @@ class Reaching(Codec):
     cut: Cut
     lossy: bool = True
 
-    def reduce(self, leaves: Sequence[jax.Array], state: PyTree, names: tuple[str, ...]) -> Message:
+    def reduce(self, leaves: Arrays, state: PyTree, names: tuple[str, ...]) -> Message:
         """Average."""
         sent = [self.cut.coded(x, self.cut.least(x)).astype(x.dtype) for x in leaves]
         return Message([lax.pmean(x, names) for x in sent], unsent(leaves, sent), state)
@@ -184,7 +189,7 @@ class Threshold(Codec):
     lossy: bool = True
     chooses: bool = True
 
-    def reduce(self, leaves: Sequence[jax.Array], state: PyTree, names: tuple[str, ...]) -> Message:
+    def reduce(self, leaves: Arrays, state: PyTree, names: tuple[str, ...]) -> Message:
         """Send by the branch of this step."""
         if self.capacity == 1:
             message = self.dense.reduce(leaves, state, names)
@@ -196,15 +201,13 @@ class Threshold(Codec):
         return message._replace(capacity=capacity)
 
 
-def _apart(
-    leaves: Sequence[jax.Array], buckets: list[list[int]], arrays: Sequence[jax.Array]
-) -> list[jax.Array]:
-    """Split each bucket back into its leaves."""
+def _apart(leaves: Arrays, buckets: Sequence[_Bucket], arrays: Arrays) -> list[jax.Array]:
+    """Split each bucket's array back into its leaves."""
     found: dict[int, jax.Array] = {}
     for bucket, array in zip(buckets, arrays, strict=True):
-        ends = np.cumsum([leaves[i].size for i in bucket])
-        parts = jnp.split(array, ends[:-1]) if len(bucket) > 1 else [array]
-        found |= zip(bucket, parts, strict=True)
+        ends = np.cumsum([leaves[i].size for i in bucket.leaves])
+        parts = jnp.split(array, ends[:-1]) if len(ends) > 1 else [array]
+        found |= zip(bucket.leaves, parts, strict=True)
     return [found[i].reshape(x.shape) for i, x in enumerate(leaves)]
 
 
@@ -213,14 +216,14 @@ def share(density: float, of: int) -> int:
     return max(1, min(of, math.ceil(density * of - 1e-6)))
 
 
-def _gathered(arrays: Sequence[jax.Array], names: tuple[str, ...]) -> list[jax.Array]:
+def _gathered(arrays: Arrays, names: tuple[str, ...]) -> list[jax.Array]:
     """``(replicas, *shape)`` of each, with one collective for each dtype."""
     result: dict[int, jax.Array] = {}
     for index in exchange.kinds(arrays):
         own = [arrays[i] for i in index]
         flat = packed(own)
         # A TPU's compiler makes an all-reduce of what does not end with a tile: twice the bytes.
-        flat = padded(flat, TILE) if flat.size >= 32 * TILE else flat
+        flat = jnp.pad(flat, (0, -flat.size % TILE)) if flat.size >= 32 * TILE else flat
         result |= zip(index, unpacked(axes.gather(flat, names), own), strict=True)
     return [result[i] for i in range(len(arrays))]
 
@@ -296,17 +299,13 @@ def top_k_reduce(
     """
     who = "top_k_reduce"
     block, bucket_bytes, wire = _checked(who, block, bucket_bytes, value_dtype)
-
-    def largest(counter: Callable[[int], int]) -> Codec:
-        return Largest(counter, block, Cut(value_dtype=wire), bucket_bytes)
-
+    how = block, Cut(value_dtype=wire), bucket_bytes
     if count is None:
-        codec = staged(
-            who, "density", density, lambda d: largest(lambda size: share(d, size)), _check_share
-        )
+        largest = lambda d: Largest(functools.partial(share, d), *how)  # noqa: E731
+        codec = staged(who, "density", density, largest, _check_share)
     else:
         checks.positive_int(who, "count", count, "It is a number of elements; density is a share.")
-        codec = largest(lambda size: count)
+        codec = Largest(lambda size: count, *how)
     feedback: Any = {"error_feedback": error_feedback, "momentum": momentum}
     return compress(codec, axis_name, **feedback, dense=dense, name=who)
 
