@@ -92,22 +92,6 @@ class Explanation:
         """Bytes that each device sends per step, a train step's loss and metrics included."""
         return sum(part.wire_bytes or 0.0 for part in self.parts)
 
-    @property
-    def note(self) -> str:
-        """Totals, and what is not counted: what the table does not say."""
-        sent = "not counted" if self.problem else f"{self.wire_bytes:,.0f}"
-        lines = [
-            f"Kept on each device: {self.state_bytes:,.0f} bytes beside {self.params_bytes:,.0f} "
-            f"of params; sent per step: {sent}."
-        ]
-        if self.problem:
-            lines.append(f"What is sent could not be counted: {self.problem}")
-        if any(part.own_bytes for part in self.parts):
-            lines.append("Own bytes differ from replica to replica.")
-        if any(part.role == "unknown" for part in self.parts):
-            lines.append("An unknown part is counted, but its place is not judged.")
-        return "\n".join(lines)
-
     def to_dict(self) -> dict[str, Any]:
         """Return the same as plain data for JSON."""
         parts, found = ([x._asdict() for x in listed] for listed in (self.parts, self.findings))
@@ -115,10 +99,17 @@ class Explanation:
         return vars(self) | {"parts": parts, "findings": found} | summed
 
     def __str__(self) -> str:
-        blocks = [aligned(_cells(self.parts))]
-        if self.findings:
-            blocks.append("\n".join(f"! {finding}" for finding in self.findings))
-        return "\n\n".join((*blocks, self.note))
+        sent = "not counted" if self.problem else f"{self.wire_bytes:,.0f}"
+        blocks = [aligned(_cells(self.parts)), "\n".join(f"! {x}" for x in self.findings)]
+        notes = [
+            f"Kept on each device: {self.state_bytes:,.0f} bytes beside {self.params_bytes:,.0f} "
+            f"of params; sent per step: {sent}.",
+            self.problem and f"What is sent could not be counted: {self.problem}",
+            any(x.own_bytes for x in self.parts) and "Own bytes differ from replica to replica.",
+            any(x.role == UNKNOWN for x in self.parts)
+            and "An unknown part is counted, but its place is not judged.",
+        ]
+        return "\n\n".join(filter(None, (*blocks, "\n".join(filter(None, notes)))))
 
 
 def explain(
@@ -184,35 +175,33 @@ def explain(
         for name, size in (axis_sizes or {}).items()
     }
     place = _Place(axes.canonical(_WHO, tuple(sizes) or None), sizes)
-    found = _explained(tx, params, place, lambda: traced(tx, params, place) if sizes else None)
-    if sizes or all(part.role not in get_args(Reduction) for part in found.parts):
-        return found
-    return dataclasses.replace(found, problem=found.problem or "axis_sizes was not given.")
+    reduces = any(row.role in get_args(Reduction) for row in rows(read(tx)))
+    missing = "axis_sizes was not given." if reduces and not sizes else ""
+    return _explained(
+        tx, params, place, lambda: traced(tx, params, place) if sizes else None, missing
+    )
 
 
 def _of_step(step: TrainStep, state: PyTree, batch: PyTree) -> Explanation:
     if not isinstance(state, TrainState):
         state = step.init(jax.eval_shape(lambda p: p, state))
-    unseen = batch is None or step.mesh is None or step.is_global(state)
-
+    missing = ""
+    if step.mesh is not None and step.is_global(state):
+        missing = "on global arrays XLA places it: boostax.audit counts it."
+    if step.mesh is not None and batch is None:
+        missing = "batch was not given."
     params, variants = jax.eval_shape(step.common_params, state), variants_of(step.tx)
     depth = None if variants is None else variants.drawn(params)[0]
 
-    def program() -> jaxprs.ClosedJaxpr | None:
-        if unseen:
-            return None
+    def trace() -> jaxprs.ClosedJaxpr | None:
         # A step lists the depths that it was built for; this one does not count.
-        return dataclasses.replace(step, _programs={}).jaxpr(state, batch, depth=depth)
+        apart = dataclasses.replace(step, _programs={})
+        return None if step.mesh is None else apart.jaxpr(state, batch, depth=depth)
 
     sizes = {} if step.mesh is None else dict(step.mesh.shape)
     specs = None if step.placing is None else step.placing.of_params(state.params)
     place = _Place(step.names, sizes, specs, step.shard_optimizer)
-    found = _explained(step.tx, params, place, program, step)
-    if step.mesh is None or not unseen:
-        return found
-    problem = "on global arrays XLA places it: boostax.audit counts it."
-    problem = "batch was not given." if batch is None else problem
-    return dataclasses.replace(found, problem=found.problem or problem)
+    return _explained(step.tx, params, place, trace, missing, step)
 
 
 def _explained(
@@ -220,14 +209,14 @@ def _explained(
     params: PyTree,
     place: _Place,
     trace: Callable[[], jaxprs.ClosedJaxpr | None],
+    missing: str,
     step: TrainStep | None = None,
 ) -> Explanation:
-    """Explain a chain; ``trace`` gives the program whose collectives are counted."""
+    """Explain a chain; ``trace`` gives the program to count, unless what it needs is missing."""
     found = rows(read(tx))
-    wrong = tuple(findings(found, step))
-    program, problem = None, ""
+    wrong, program, problem = tuple(findings(found, step)), None, missing
     try:
-        program = trace()
+        program = None if missing else trace()
     except (ValueError, TypeError) as error:
         # A wrong order often cannot be traced; then that is what to say.
         if not wrong:
