@@ -159,7 +159,7 @@ def measure(entries: int, leaves: int, rounds: int) -> tuple[list[dict[str, Any]
         rows.append(
             {
                 "form": name,
-                "bytes / mean's": costs.wire_bytes(found),
+                "bytes / mean's": sum(c.wire_bytes for c in found),
                 "collectives": len(found),
                 "temp / gradient": memory.temp_size_in_bytes / (4 * entries),
             }

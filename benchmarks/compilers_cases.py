@@ -241,7 +241,7 @@ def reduced(tx: optax.GradientTransformation, target: str | None) -> tuple[Audit
         name: jax.ShapeDtypeStruct((8, *x.shape), x.dtype, sharding=sharding)
         for name, x in SQUARES.items()
     }
-    declared = costs.wire_bytes(costs.collectives(mapped, grads))
+    declared = sum(c.wire_bytes for c in costs.collectives(mapped, grads))
     return boostax.audit(jax.jit(mapped), grads, target=target, params=SQUARES), declared
 
 

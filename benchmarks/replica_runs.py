@@ -197,8 +197,7 @@ def wire_bytes(tx: Any, params: PyTree, share: float = 0.5, replicas: int = REPL
     mapped = jax.shard_map(local, mesh=mesh, in_specs=P(AXIS), out_specs=P(AXIS), check_vma=False)
     stacked = jax.tree.map(lambda x: jax.ShapeDtypeStruct((replicas, *x.shape), x.dtype), params)
     found = costs.collectives(mapped, stacked)
-    in_turn = costs.wire_bytes(found, conditional=True)
-    return costs.wire_bytes(found, conditional=False) + share * in_turn
+    return sum(c.wire_bytes * (share if c.conditional else 1) for c in found)
 
 
 def tune(run: Run, rates: Sequence[float], seeds: int, *, finalists: int, judges: int) -> Any:

@@ -27,8 +27,8 @@ from boostax.__main__ import main
 from boostax._core import costs
 from boostax.inspect import collectives, hlo
 from boostax.inspect.collectives import compiled_collectives
+from boostax.inspect.command import held_back
 from boostax.inspect.traffic import traffic
-from boostax_command import held_back
 
 WIDTH, LAYERS = 64, 4
 PARAMS = {f"layer{i}": jnp.full((WIDTH, WIDTH), 0.01) for i in range(LAYERS)}
@@ -486,8 +486,8 @@ def test_an_audit_knows_no_more_of_boostax_than_a_step_and_two_states(name):
         if isinstance(node, ast.ImportFrom) and node.module.startswith("boostax"):
             names = {x.name for x in node.names}
             own = node.module.removeprefix("boostax.inspect").lstrip(".")
-            if node.module.startswith(("boostax.inspect", "boostax_command")):
-                assert own in ("", *FAMILY, "boostax_command") and names.isdisjoint({"explain"})
+            if node.module.startswith("boostax.inspect"):
+                assert own in ("", *FAMILY) and names.isdisjoint({"explain"})
             else:
                 assert names <= ALLOWED[node.module], ast.unparse(node)
 
@@ -556,7 +556,7 @@ def test_the_command_needs_nothing_but_the_runtime(command):
 import sys
 for name in ("flax", "matplotlib", "orbax", "rich", "sklearn", "tyro"):
     sys.modules[name] = None
-from boostax_command import main
+from boostax.__main__ import main
 sys.exit(main())
 """
     env = {**os.environ, "PYTHONPATH": str(pathlib.Path(__file__).parents[1])}

@@ -11,7 +11,7 @@ from jax.sharding import PartitionSpec as P
 from memory import reduction_bytes
 
 import boostax
-from boostax._core.costs import collectives, expected, wire_bytes
+from boostax._core.costs import collectives
 from boostax.testing import drawn
 
 ADAM = optax.adam(1e-3)
@@ -135,7 +135,7 @@ def test_one_gradient_reduction_per_window_in_the_gated_branch(mesh, make, check
     assert all(c.bytes == 4 for c in always)
     expected = ["pmin", "psum"] if make is scaler_outside else ["psum"]
     assert sorted(c.primitive for c in always) == expected
-    assert wire_bytes(found, conditional=True) >= 2 * 7 / 8 * PARAM_BYTES
+    assert sum(c.wire_bytes for c in gated) >= 2 * 7 / 8 * PARAM_BYTES
 
 
 @pytest.mark.parametrize("make", [scaler_outside, scaler_inside])
@@ -213,11 +213,13 @@ def test_of_the_branches_of_a_cond_one_counts(mesh):
     found = collectives(
         jax.shard_map(local, mesh=mesh, in_specs=specs, out_specs=P()), jnp.ones(64), 0
     )
-    entries = lambda **kw: expected(found, lambda c: c.bytes / 4, **kw)  # noqa: E731
-    assert entries(conditional=True) == (2 + 6) / 2 + (1 + 3) / 2 + 4
-    assert entries(conditional=False) == 8 and entries() == 18
-    assert expected(found) == 2 * 7 / 8 * 4 * 18
-    assert wire_bytes(found) == 2 * 7 / 8 * 4 * (2 + 6 + 1 + 3 + 4 + 8)
+    entries = {
+        branch: sum(c.share * c.bytes / 4 for c in found if c.conditional == branch)
+        for branch in (True, False)
+    }
+    assert entries == {True: (2 + 6) / 2 + (1 + 3) / 2 + 4, False: 8}
+    assert sum(c.share * c.wire_bytes for c in found) == 2 * 7 / 8 * 4 * 18
+    assert sum(c.wire_bytes for c in found) == 2 * 7 / 8 * 4 * (2 + 6 + 1 + 3 + 4 + 8)
 
 
 def test_questions_about_one_index_are_alternatives(mesh):
@@ -232,5 +234,5 @@ def test_questions_about_one_index_are_alternatives(mesh):
     specs = (P("data"), P(), P())
     mapped = jax.shard_map(local, mesh=mesh, in_specs=specs, out_specs=P())
     found = collectives(mapped, jnp.ones(64), 0, 0)
-    entries = expected(found, lambda c: c.bytes / 4)
+    entries = sum(c.share * c.bytes / 4 for c in found)
     assert entries == (1 + 3 + 8) / 3 + (2 + 4) / 2 + 5

@@ -306,7 +306,8 @@ def sent_by_branch(tx, params):
         tuple(sum(c.bytes for c in costs.collectives(b)) for b in eqn.params["branches"])
         for eqn in conds
     ]
-    return [b for b in branches if any(b)], costs.wire_bytes(found, conditional=False)
+    always = sum(c.wire_bytes for c in found if not c.conditional)
+    return [b for b in branches if any(b)], always
 
 
 def equations(jaxpr):

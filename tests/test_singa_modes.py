@@ -350,7 +350,7 @@ def test_a_threshold_sends_what_its_capacity_says():
     for one in found:
         if one.conditional:
             rungs.setdefault(one.branches[-1][-1], []).append(one)
-    sent = [costs.wire_bytes(rungs[branch]) for branch in sorted(rungs)]
+    sent = [sum(c.wire_bytes for c in rungs[branch]) for branch in sorted(rungs)]
     sparse, dense = (REPLICAS - 1) * 8 * 0.01 * size, 2 * (REPLICAS - 1) / REPLICAS * 4 * size
     np.testing.assert_allclose(sent, [sparse, dense], rtol=0.02)
     # A count, and two sums.

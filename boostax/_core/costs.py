@@ -7,12 +7,13 @@ merges the reductions of several leaves into one.
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import functools
 import itertools
 import math
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
@@ -23,9 +24,7 @@ from boostax._core.describe import SCOPE
 
 # Bytes that one device sends on a ring, per byte of operand, for n devices.
 RING: dict[str, Callable[[int], float]] = {
-    "psum": lambda n: 2 * (n - 1) / n,
-    "pmax": lambda n: 2 * (n - 1) / n,
-    "pmin": lambda n: 2 * (n - 1) / n,
+    **dict.fromkeys(("psum", "pmax", "pmin"), lambda n: 2 * (n - 1) / n),
     "all_gather": lambda n: n - 1,
     "reduce_scatter": lambda n: (n - 1) / n,
     "all_to_all": lambda n: (n - 1) / n,
@@ -34,8 +33,6 @@ RING: dict[str, Callable[[int], float]] = {
 
 # Operations between a question and the branch that it chooses: the operand that is asked about.
 _PASSED_ON = {"convert_element_type": 0, "clamp": 1}
-
-_SCOPE = re.escape(SCOPE) + r"(\w+)"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,12 +45,14 @@ class Collective:
       replicas: number of devices over those axes.
       bytes: operand bytes per device and execution, in the declared dtype.
       count: executions per call of the program (the lengths of the surrounding scans).
-      conditional: whether it stands in a branch of a cond.
       branches: the branches it stands in, outermost first: ``(cond, branch)``, both numbers, so
         that alternatives of one cond can be told from conds that follow each other. Conds that ask
         one after the other whether an index is 0, 1, ... are alternatives as well.
       scopes: the transformations of boostax's that it stands in, outermost first, by their names.
       dtypes: of its operands.
+      share: how often it runs, as a mean over the calls that send. One of a cond's branches runs:
+        those that have a collective share it evenly. A branch without is a hold, such as that of a
+        skipped step, and not a call that sends.
     """
 
     primitive: str
@@ -61,10 +60,15 @@ class Collective:
     replicas: int
     bytes: int
     count: int
-    conditional: bool
-    branches: tuple[tuple[int, int], ...] = ()
-    scopes: tuple[str, ...] = ()
-    dtypes: tuple[str, ...] = ()
+    branches: tuple[tuple[int, int], ...]
+    scopes: tuple[str, ...]
+    dtypes: tuple[str, ...]
+    share: float = 1.0
+
+    @property
+    def conditional(self) -> bool:
+        """Whether it stands in a branch of a cond."""
+        return bool(self.branches)
 
     @property
     def wire_bytes(self) -> float:
@@ -79,7 +83,14 @@ def collectives(fn: Callable[..., Any] | jaxprs.ClosedJaxpr, *args: Any) -> list
     """
     require_readable()
     jaxpr = fn if isinstance(fn, jaxprs.ClosedJaxpr) else jax.make_jaxpr(fn)(*args)
-    return list(_listed(jaxpr.jaxpr))
+    found = list(_listed(jaxpr.jaxpr))
+    inside = [
+        [((c.branches[:i], cond), branch) for i, (cond, branch) in enumerate(c.branches)]
+        for c in found
+    ]
+    ways = collections.Counter(cond for cond, _ in set(itertools.chain(*inside)))
+    shares = (1 / math.prod(ways[cond] for cond, _ in taken) for taken in inside)
+    return [dataclasses.replace(c, share=share) for c, share in zip(found, shares, strict=True)]
 
 
 def axes_of(program: jaxprs.ClosedJaxpr) -> frozenset[str]:
@@ -159,49 +170,6 @@ def require_readable() -> None:
             raise proof.unreadable("the collectives", str(wanted), found, danger)
 
 
-def wire_bytes(found: list[Collective], *, conditional: bool | None = None) -> float:
-    """Add up bytes on the wire per device and call: all, or only those in branches (or not).
-
-    Alternatives of one cond add up: see ``expected``.
-    """
-    return sum(c.wire_bytes for c in found if conditional is None or c.conditional == conditional)
-
-
-def expected(
-    found: Sequence[Collective],
-    of: Callable[[Collective], float] = lambda c: c.wire_bytes,
-    *,
-    conditional: bool | None = None,
-) -> float:
-    """Add up bytes (or another number ``of`` each collective) of a call that sends.
-
-    See ``shares``; with ``conditional`` only those in branches count, or those that are not.
-    """
-    chosen = [c for c in found if conditional is None or c.conditional == conditional]
-    return sum(share * of(c) for share, c in zip(shares(chosen), chosen, strict=True))
-
-
-def shares(found: Sequence[Collective]) -> list[float]:
-    """Return how often each collective runs, as a mean over the calls that send.
-
-    One of a cond's branches runs: those that have a collective share it evenly. A branch without
-    is a hold, such as that of a skipped step, and not a call that sends.
-    """
-    ways: dict[Any, set[int]] = {}
-    inside = [
-        [((c.branches[:i], cond), branch) for i, (cond, branch) in enumerate(c.branches)]
-        for c in found
-    ]
-    for cond, branch in itertools.chain(*inside):
-        ways.setdefault(cond, set()).add(branch)
-    return [1 / math.prod(len(ways[cond]) for cond, _ in taken) for taken in inside]
-
-
-def scopes_of(stack: str) -> tuple[str, ...]:
-    """Return boostax's transformations in the name stack of an equation, outermost first."""
-    return tuple(re.findall(_SCOPE, stack))
-
-
 def kind(primitive: str) -> str:
     return primitive.removesuffix("_invariant")
 
@@ -266,9 +234,8 @@ def _collective(eqn: jaxprs.JaxprEqn, place: _Place) -> Collective:
         replicas=len(groups[0]) if groups else math.prod(place.sizes[x] for x in names),
         bytes=sum(math.prod(aval.shape) * aval.dtype.itemsize for aval in avals),
         count=place.count,
-        conditional=bool(place.branches),
         branches=place.branches,
-        scopes=scopes_of(_stack(eqn, place)),
+        scopes=tuple(re.findall(re.escape(SCOPE) + r"(\w+)", _stack(eqn, place))),
         dtypes=tuple(sorted({aval.dtype.name for aval in avals})),
     )
 

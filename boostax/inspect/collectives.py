@@ -20,7 +20,9 @@ REDUCES = ("all-reduce", "reduce-scatter")
 # The names that XLA gives to JAX's collectives.
 _KINDS = {
     **dict.fromkeys(("psum", "pmax", "pmin"), "all-reduce"),
-    **{x: x.replace("_", "-") for x in ("reduce_scatter", "all_gather", "all_to_all")},
+    "reduce_scatter": "reduce-scatter",
+    "all_gather": "all-gather",
+    "all_to_all": "all-to-all",
     "ppermute": "collective-permute",
 }
 # Bytes that one device sends on a ring, per byte of what it puts in, for n devices.
@@ -139,36 +141,32 @@ def _lost(c: CompiledCollective, lost: set[tuple[str, int]]) -> bool:
 def _collective(
     program: Program, site: Site, kind: str, mesh: Mesh | None, carried: bool
 ) -> CompiledCollective:
-    i = site.instruction
-    does = kind
-    given = program.operands(site)
-    sent = given
+    i, given = site.instruction, program.operands(site)
     if kind == "send":
-        given = sent = given[:1] or i.result[:1]
-    elif kind == "all-gather":
-        # The results of a start name its operands first.
-        sent = i.result[len(given) :] if i.op.endswith("-start") else i.result
-    elif kind == "all-reduce" and site.fused and "all-reduce-scatter" in site.computation:
-        kind = does = "reduce-scatter"
-    elif kind == "collective-permute":
-        does = next((x for name, x in _WINDOWED.items() if name in site.computation), kind)
+        given = given[:1] or i.result[:1]
+    if kind == "all-reduce" and site.fused and "all-reduce-scatter" in site.computation:
+        kind = "reduce-scatter"
+    windows = _WINDOWED.items() if kind == "collective-permute" else ()
+    does = next((whole for name, whole in windows if name in site.computation), kind)
+    # The results of a start name its operands first.
+    arrived = i.result[len(given) * i.op.endswith("-start") :]
     reducer = i.attribute(r"to_apply=%([\w.\-]+)") or ""
     packed = _packed(program, reducer, given)
-    factor = 1 if packed is None else 32 // bits(packed)
+    factor = 32 // bits(packed) if packed else 1
+    operands = tuple(factor * x.elements for x in (arrived if kind == "all-gather" else given))
     groups = _groups(i, program.partitions)
-    axes, crosses = ((), "") if mesh is None else _place(groups, mesh)
+    axes, crosses = _place(groups, mesh)
     if kind == "send":
-        crosses = "slice"
-        axes = () if mesh is None else slice_axes(mesh)
+        axes, crosses = slice_axes(mesh), "slice"
     # The compiler may name and place a fusion alone, and not its parts.
     said = (i, site.caller.instruction) if site.caller is not None and site.fused else (i,)
     names = (x.attribute(r'op_name="([^"]*)"') for x in said)
     return CompiledCollective(
         kind=kind,
-        dtypes=(packed,) if packed else tuple(sorted({x.dtype for x in given if x.bytes > 0})),
-        elements=factor * sum(x.elements for x in sent),
-        operands=tuple(factor * x.elements for x in sent),
         does=does,
+        dtypes=(packed,) if packed else tuple(sorted({x.dtype for x in given if x.bytes > 0})),
+        elements=sum(operands),
+        operands=operands,
         bytes=sum(x.bytes for x in given),
         executions=site.executions,
         devices=len(groups[0]),
@@ -209,33 +207,28 @@ def _overlapped(program: Program, site: Site) -> bool:
 
 
 _IOTA = r"\[([\d,]+)\](?:T\(([\d,]+)\))?"
+_LISTED = r"(?:replica_groups|source_target_pairs)=\{((?:\{[\d,]+\},?)+)\}"
+_ALONG = r"replica_groups=mesh\[([^\]]*)\](?:, device_ids=\(" + _IOTA + r"\))? \{([^}]*)\}"
 
 
 def _groups(instruction: Instruction, devices: int) -> list[tuple[int, ...]]:
     """Return the groups of devices that communicate, by their numbers in the program."""
-    pairs = instruction.attribute(r"source_target_pairs=\{((?:\{\d+,\d+\},?)+)\}")
-    listed = pairs or instruction.attribute(r"replica_groups=\{((?:\{[\d,]+\},?)+)\}")
-    if listed:
+    if listed := instruction.attribute(_LISTED):
         return [tuple(_numbers(group)) for group in re.findall(r"\{([\d,]+)\}", listed)]
-    iota = re.search(r"replica_groups=\[([\d,]+)\]<=" + _IOTA, instruction.attributes)
-    if iota:
-        shape, dims, order = (_numbers(x) for x in iota.groups())
-        return _rows(dims, order, shape, [1])
-    named = re.search(
-        r"replica_groups=mesh\[([^\]]*)\](?:, device_ids=\(" + _IOTA + r"\))? \{([^}]*)\}",
-        instruction.attributes,
-    )
-    if named:
+    if iota := re.search(r"replica_groups=\[([\d,]+)\]<=" + _IOTA, instruction.attributes):
+        rows, dims, order = map(_numbers, iota.groups())
+        return _rows(dims, order, rows, [1])
+    if named := re.search(_ALONG, instruction.attributes):
         mesh, dims, order, axes = named.groups()
         sizes = {name: int(size) for name, size in re.findall(r"'([^']*)'=(\d+)", mesh)}
         along = re.findall(r"'([^']*)'(?::\((\d+)\)(\d+))?", axes)
         # A part of an axis: so many before it, and its size.
         parts = {name: (int(before or 1), int(size or sizes[name])) for name, before, size in along}
         if len(parts) == len(along):
-            shape: list[int] = []
-            for name, size in sizes.items():
-                before, part = parts.get(name, (1, size))
-                shape += [before, part, size // (before * part)]
+            cut = ((*parts.get(name, (1, size)), size) for name, size in sizes.items())
+            shape = [
+                x for before, part, size in cut for x in (before, part, size // before // part)
+            ]
             places = [3 * list(sizes).index(name) + 1 for name in parts]
             return _rows(_numbers(dims) or shape, _numbers(order), shape, places)
     written = instruction.attribute(r"((?:replica_groups|source_target_pairs)=.{0,60})")
@@ -259,8 +252,10 @@ def _numbers(text: str | None) -> list[int]:
     return [int(x) for x in text.split(",")] if text else []
 
 
-def _place(groups: Sequence[tuple[int, ...]], mesh: Mesh) -> tuple[tuple[str, ...], str]:
+def _place(groups: Sequence[tuple[int, ...]], mesh: Mesh | None) -> tuple[tuple[str, ...], str]:
     """Return the mesh axes over which groups span, and whether they span slices or hosts."""
+    if mesh is None:
+        return (), ""
     devices = mesh.devices.flat
     spans = lambda key: any(len({key(devices[n]) for n in group}) > 1 for group in groups)  # noqa: E731
     at = [np.transpose(np.unravel_index(group, mesh.devices.shape)) for group in groups]
@@ -273,8 +268,10 @@ def _place(groups: Sequence[tuple[int, ...]], mesh: Mesh) -> tuple[tuple[str, ..
     return axes, "slice" if spans(_slice) else crosses
 
 
-def slice_axes(mesh: Mesh) -> tuple[str, ...]:
+def slice_axes(mesh: Mesh | None) -> tuple[str, ...]:
     """Return the axes along which the slice changes."""
+    if mesh is None:
+        return ()
     slices = np.vectorize(_slice)(mesh.devices)
     changes = ((slices != slices.take([0], axis)).any() for axis in range(slices.ndim))
     return tuple(itertools.compress(mesh.axis_names, changes))

@@ -7,15 +7,20 @@ The standard library parses the arguments, so that it runs where jax, optax and 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import inspect
 import json
 import os
 import pkgutil
 import sys
-from collections.abc import Sequence
+import tempfile
+from collections.abc import Generator, Iterator, Sequence
 from typing import Any
 
-from boostax_command import held_back
+import jax
+
+from boostax.inspect.audit import Audit, audit
+from boostax.inspect.targets import target_devices
 
 _USAGE = """\
 The function builds the program: it returns it with its arguments, which may be
@@ -32,33 +37,53 @@ _LIMITS = {
 }
 
 
-class Refusal(Exception):
-    """An argument or a file that does not allow the audit; the message says which."""
-
-
 def run(argv: Sequence[str]) -> int:
     """Print the audit; return 1 if a limit is passed or the program cannot be audited."""
     given = _parser().parse_args(argv)
     try:
         with held_back():
             found = _audited(given)
-    except Refusal as refusal:
-        complain(f"boostax: {str(refusal).removeprefix('boostax: ')}")
+    except (ImportError, OSError, RuntimeError, TypeError, ValueError) as error:
+        complain(f"boostax: {str(error).removeprefix('boostax: ')}")
         return 1
     print(json.dumps(found.to_dict()) if given.json else found)
-    passed = 0
+    passed = list(_passed(given, found))
+    for words in passed:
+        complain(f"boostax: audit: {words}")
+    return min(1, len(passed))
+
+
+def _passed(given: argparse.Namespace, found: Audit) -> Iterator[str]:
+    """Yield the limits that are passed."""
     if found.window and given.max_reductions is not None:
-        said = f"a call is not an optimizer step: {found.window} is a window's. Say --calls"
-        complain(f"boostax: audit: {said}, the calls of one.")
-        passed = 1
+        step = f"a call is not an optimizer step: {found.window} is a window's."
+        yield f"{step} Say --calls, the calls of one."
     for name in _LIMITS:
         value, limit = getattr(found, name), getattr(given, f"max_{name}")
         value = len(value) if name == "findings" else value
         # What is not known (NaN) passes no limit.
         if limit is not None and not value <= limit:
-            complain(f"boostax: audit: {name} {value:.2f}, more than {limit:g}")
-            passed = 1
-    return passed
+            yield f"{name} {value:.2f}, more than {limit:g}"
+
+
+@contextlib.contextmanager
+def held_back() -> Generator[None]:
+    """Hold back what compilers write to the descriptor of stderr; print it if something fails.
+
+    Python's own writes to ``sys.stderr``, such as warnings, pass.
+    """
+    with tempfile.TemporaryFile() as held, os.fdopen(os.dup(2), "w", buffering=1) as shown:
+        ours = shown if sys.stderr is sys.__stderr__ else sys.stderr
+        os.dup2(held.fileno(), 2)
+        try:
+            with contextlib.redirect_stderr(ours):
+                yield
+        except BaseException:
+            held.seek(0)
+            shown.write(held.read().decode(errors="replace"))
+            raise
+        finally:
+            os.dup2(shown.fileno(), 2)
 
 
 def complain(words: object) -> None:
@@ -66,24 +91,22 @@ def complain(words: object) -> None:
     print(words, file=sys.stderr, flush=True)
 
 
-def _audited(given: argparse.Namespace) -> Any:
-    import jax
-
+def _audited(given: argparse.Namespace) -> Audit:
     # A plugin for devices that are not here fails, and then compiles for none either.
     if given.cpu_devices or (given.target and not getattr(jax.config, "jax_platforms", None)):
         jax.config.update("jax_platforms", "cpu")
     if given.cpu_devices:
         jax.config.update("jax_num_cpu_devices", given.cpu_devices)
-    from boostax.inspect.audit import audit
-    from boostax.inspect.targets import target_devices
-
     build = _function(given.program)
-    try:
-        devices = target_devices(given.target) if given.target else None
-        program, *args = _built(build, devices)
-        return audit(program, *args, target=given.target, calls=given.calls)
-    except (ValueError, TypeError, OSError, ImportError, RuntimeError) as error:
-        raise Refusal(str(error)) from error
+    devices = target_devices(given.target) if given.target else ()
+    wanted = inspect.signature(build).parameters
+    made = build(devices or tuple(jax.devices())) if wanted else build()
+    if not isinstance(made, tuple):
+        raise TypeError(
+            "audit: the function must return the program with its arguments, got "
+            f"{type(made).__name__}. Return (step, state, batch)."
+        )
+    return audit(*made, target=given.target, calls=given.calls)
 
 
 def _function(name: str) -> Any:
@@ -91,23 +114,10 @@ def _function(name: str) -> Any:
     try:
         found = pkgutil.resolve_name(name)
     except (ValueError, ImportError, AttributeError) as error:
-        raise Refusal(f"audit: {name} could not be imported: {error}") from error
+        raise ImportError(f"audit: {name} could not be imported: {error}") from error
     if not callable(found):
-        raise Refusal(f"audit: program must be module:function, got {name!r}. train:program.")
+        raise TypeError(f"audit: program must be module:function, got {name!r}. train:program.")
     return found
-
-
-def _built(build: Any, devices: Any) -> tuple[Any, ...]:
-    import jax
-
-    wanted = inspect.signature(build).parameters
-    made: Any = build(devices or tuple(jax.devices())) if wanted else build()
-    if not isinstance(made, tuple):
-        raise Refusal(
-            "audit: the function must return the program with its arguments, got "
-            f"{type(made).__name__}. Return (step, state, batch)."
-        )
-    return made
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -92,22 +92,6 @@ class Explanation:
         """Bytes that each device sends per step, a train step's loss and metrics included."""
         return sum(part.wire_bytes or 0.0 for part in self.parts)
 
-    @property
-    def note(self) -> str:
-        """Totals, and what is not counted: what the table does not say."""
-        sent = "not counted" if self.problem else f"{self.wire_bytes:,.0f}"
-        lines = [
-            f"Kept on each device: {self.state_bytes:,.0f} bytes beside {self.params_bytes:,.0f} "
-            f"of params; sent per step: {sent}."
-        ]
-        if self.problem:
-            lines.append(f"What is sent could not be counted: {self.problem}")
-        if any(part.own_bytes for part in self.parts):
-            lines.append("Own bytes differ from replica to replica.")
-        if any(part.role == "unknown" for part in self.parts):
-            lines.append("An unknown part is counted, but its place is not judged.")
-        return "\n".join(lines)
-
     def to_dict(self) -> dict[str, Any]:
         """Return the same as plain data for JSON."""
         parts, found = ([x._asdict() for x in listed] for listed in (self.parts, self.findings))
@@ -115,10 +99,17 @@ class Explanation:
         return vars(self) | {"parts": parts, "findings": found} | summed
 
     def __str__(self) -> str:
-        blocks = [aligned(_cells(self.parts))]
-        if self.findings:
-            blocks.append("\n".join(f"! {finding}" for finding in self.findings))
-        return "\n\n".join((*blocks, self.note))
+        sent = "not counted" if self.problem else f"{self.wire_bytes:,.0f}"
+        blocks = [aligned(_cells(self.parts)), "\n".join(f"! {x}" for x in self.findings)]
+        notes = [
+            f"Kept on each device: {self.state_bytes:,.0f} bytes beside {self.params_bytes:,.0f} "
+            f"of params; sent per step: {sent}.",
+            self.problem and f"What is sent could not be counted: {self.problem}",
+            any(x.own_bytes for x in self.parts) and "Own bytes differ from replica to replica.",
+            any(x.role == UNKNOWN for x in self.parts)
+            and "An unknown part is counted, but its place is not judged.",
+        ]
+        return "\n\n".join(filter(None, (*blocks, "\n".join(filter(None, notes)))))
 
 
 def explain(
@@ -184,35 +175,33 @@ def explain(
         for name, size in (axis_sizes or {}).items()
     }
     place = _Place(axes.canonical(_WHO, tuple(sizes) or None), sizes)
-    found = _explained(tx, params, place, lambda: traced(tx, params, place) if sizes else None)
-    if sizes or all(part.role not in get_args(Reduction) for part in found.parts):
-        return found
-    return dataclasses.replace(found, problem=found.problem or "axis_sizes was not given.")
+    reduces = any(row.role in get_args(Reduction) for row in rows(read(tx)))
+    missing = "axis_sizes was not given." if reduces and not sizes else ""
+    return _explained(
+        tx, params, place, lambda: _traced(tx, params, place) if sizes else None, missing
+    )
 
 
 def _of_step(step: TrainStep, state: PyTree, batch: PyTree) -> Explanation:
     if not isinstance(state, TrainState):
         state = step.init(jax.eval_shape(lambda p: p, state))
-    unseen = batch is None or step.mesh is None or step.is_global(state)
-
+    missing = ""
+    if step.mesh is not None and step.is_global(state):
+        missing = "on global arrays XLA places it: boostax.audit counts it."
+    if step.mesh is not None and batch is None:
+        missing = "batch was not given."
     params, variants = jax.eval_shape(step.common_params, state), variants_of(step.tx)
     depth = None if variants is None else variants.drawn(params)[0]
 
-    def program() -> jaxprs.ClosedJaxpr | None:
-        if unseen:
-            return None
+    def trace() -> jaxprs.ClosedJaxpr | None:
         # A step lists the depths that it was built for; this one does not count.
-        return dataclasses.replace(step, _programs={}).jaxpr(state, batch, depth=depth)
+        apart = dataclasses.replace(step, _programs={})
+        return None if step.mesh is None else apart.jaxpr(state, batch, depth=depth)
 
     sizes = {} if step.mesh is None else dict(step.mesh.shape)
     specs = None if step.placing is None else step.placing.of_params(state.params)
     place = _Place(step.names, sizes, specs, step.shard_optimizer)
-    found = _explained(step.tx, params, place, program, step)
-    if step.mesh is None or not unseen:
-        return found
-    problem = "on global arrays XLA places it: boostax.audit counts it."
-    problem = "batch was not given." if batch is None else problem
-    return dataclasses.replace(found, problem=found.problem or problem)
+    return _explained(step.tx, params, place, trace, missing, step)
 
 
 def _explained(
@@ -220,21 +209,21 @@ def _explained(
     params: PyTree,
     place: _Place,
     trace: Callable[[], jaxprs.ClosedJaxpr | None],
+    missing: str,
     step: TrainStep | None = None,
 ) -> Explanation:
-    """Explain a chain; ``trace`` gives the program whose collectives are counted."""
+    """Explain a chain; ``trace`` gives the program to count, unless what it needs is missing."""
     found = rows(read(tx))
-    wrong = tuple(findings(found, step))
-    program, problem = None, ""
+    wrong, program, problem = tuple(findings(found, step)), None, missing
     try:
-        program = trace()
+        program = None if missing else trace()
     except (ValueError, TypeError) as error:
         # A wrong order often cannot be traced; then that is what to say.
         if not wrong:
             raise
         problem = str(error).partition("\n")[0]
-    parts = part_costs(tx, found, params, place, program)
-    return Explanation(parts, wrong, params_bytes(params, place), problem)
+    parts = _part_costs(tx, found, params, place, program)
+    return Explanation(parts, wrong, _params_bytes(params, place), problem)
 
 
 def _cells(parts: tuple[PartCost, ...]) -> Cells:
@@ -285,7 +274,7 @@ class _Kept:
     own: bool
 
 
-def part_costs(
+def _part_costs(
     tx: optax.GradientTransformation,
     found: Sequence[Row],
     params: PyTree,
@@ -294,7 +283,7 @@ def part_costs(
 ) -> tuple[PartCost, ...]:
     """Return one for each row, and one more for what a program sends beside them."""
     # The part of the whole state that is each row's; ``None`` if it cannot be told.
-    kept, whole = _kept_bytes(tx, params, place), params_bytes(params, place)
+    kept, whole = _on_device(*_state(tx, params, place), place.sizes), _params_bytes(params, place)
     states = [functools.reduce(follow, row.routes, kept) for row in found]
     # An array inside nested parts is kept by the innermost.
     keepers = {id(x): i for i, state in enumerate(states) for x in jax.tree.leaves(state)}
@@ -318,38 +307,33 @@ def part_costs(
     return tuple(result)
 
 
-_Sent = Sequence[tuple[costs.Collective, float]]
-
-
 def _sent_by(
     paths: Sequence[tuple[str, ...]], program: jaxprs.ClosedJaxpr | None
-) -> dict[int | None, _Sent]:
-    """Group collectives, each with its share of calls, by the first innermost row around them."""
-    listed = [] if program is None else costs.collectives(program)
-    sent: dict[int | None, list[Any]] = collections.defaultdict(list)
-    for each in zip(listed, costs.shares(listed), strict=True):
-        scopes = each[0].scopes
-        ways = (scopes[:n] for n in range(len(scopes), 0, -1))
-        sent[next((paths.index(way) for way in ways if way in paths), None)].append(each)
-    return dict(sent)
+) -> dict[int | None, list[costs.Collective]]:
+    """Group collectives by the first innermost row around them."""
+    sent: dict[int | None, list[costs.Collective]] = collections.defaultdict(list)
+    for c in () if program is None else costs.collectives(program):
+        ways = (c.scopes[:n] for n in range(len(c.scopes), 0, -1))
+        sent[next((paths.index(way) for way in ways if way in paths), None)].append(c)
+    return sent
 
 
-def _summed(sent: _Sent) -> tuple[dict[str, float], float]:
+def _summed(sent: Sequence[costs.Collective]) -> tuple[dict[str, float], float]:
     """Return the number of collectives by kind, and their bytes on the wire."""
     counts: dict[str, float] = collections.defaultdict(float)
-    for c, share in sent:
-        counts[c.primitive] += share * c.count
-    return dict(counts), sum((share * c.wire_bytes for c, share in sent), 0.0)
+    for c in sent:
+        counts[c.primitive] += c.share * c.count
+    return dict(counts), sum((c.share * c.wire_bytes for c in sent), 0.0)
 
 
-def params_bytes(params: PyTree, place: _Place) -> float:
+def _params_bytes(params: PyTree, place: _Place) -> float:
     """Return the bytes of the params on one device."""
     params = jax.eval_shape(lambda p: p, params)
     found = _on_device(params, place.param_specs, place.sizes)
     return sum(x.bytes for x in jax.tree.leaves(found))
 
 
-def traced(tx: optax.GradientTransformation, params: PyTree, place: _Place) -> jaxprs.ClosedJaxpr:
+def _traced(tx: optax.GradientTransformation, params: PyTree, place: _Place) -> jaxprs.ClosedJaxpr:
     """Trace the update as a train step runs it: mapped over replicas that need not exist."""
     extra_tx, names, count = optax.with_extra_args_support(tx), place.names, place.replicas
     auto, each = (AxisType.Auto,) * len(place.sizes), PartitionSpec(names)
@@ -366,23 +350,22 @@ def traced(tx: optax.GradientTransformation, params: PyTree, place: _Place) -> j
         extra_tx.update(assume_scaled(grads, state), state, params, **given)
         return jnp.zeros(())
 
-    specs = replicas.state_specs(tx, params, names, replicas=count)
-    state = jax.eval_shape(lambda p: replicas.stack_replicas(tx.init(p), count), params)
+    state, specs = _state(tx, params, place)
     grads = jax.tree.map(lambda x: jax.ShapeDtypeStruct((count, *x.shape), x.dtype), params)
     # Results are left out: they may be equal on all replicas, or not.
     how: dict[str, Any] = {"in_specs": (each, specs, PartitionSpec()), "out_specs": PartitionSpec()}
     return jax.make_jaxpr(jax.shard_map(update, mesh=mesh, **how))(grads, state, params)
 
 
-def _kept_bytes(tx: optax.GradientTransformation, params: PyTree, place: _Place) -> PyTree:
-    """Return the state with the bytes of each array in its position."""
+def _state(tx: optax.GradientTransformation, params: PyTree, place: _Place) -> tuple[PyTree, Any]:
+    """Return the shapes of the state of all replicas, and how a step shards it over its axes."""
     count, specs = place.replicas, None
     state = jax.eval_shape(lambda p: replicas.stack_replicas(tx.init(p), count), params)
     if place.names:
         how: dict[str, Any] = {"replicas": count, "param_specs": place.param_specs}
         how["shard_optimizer"] = place.shard_optimizer
         specs = replicas.state_specs(tx, params, place.names, **how)
-    return _on_device(state, specs, place.sizes)
+    return state, specs
 
 
 def _on_device(tree: PyTree, specs: PyTree | None, sizes: Mapping[str, int]) -> PyTree:

@@ -17,7 +17,9 @@ from typing import NamedTuple
 import jax
 
 _ARRAY = re.compile(r"\b(pred|token|[a-z]+\d\w*)\[([\d,<=]*)\](?:\{([^}]*)\})?")
-_COMPUTATION = re.compile(r"(ENTRY )?%?([\w.\-]+) \(.*\{\s*$")
+# A heading and its numbered rows; a computation's opening line and the lines up to its brace.
+_TABLE = re.compile(r"^([A-Z]\w+)\n((?:\d+ .*\n)+)", re.M)
+_COMPUTATION = re.compile(r"^(ENTRY )?%?([\w.\-]+) \(.*\{\s*\n((?:(?!\}).*\n)*)\}", re.M)
 _INSTRUCTION = re.compile(r"\s*(ROOT )?%?([\w.\-]+) = (.*?) ([a-z][\w\-]*)(?=\()")
 _REFERENCE = re.compile(r"%([\w.\-]+)")
 # Attributes of an operation that name the computations it runs.
@@ -148,7 +150,7 @@ class Program:
     computations: Mapping[str, Mapping[str, Instruction]]
     entry: str
     header: str
-    frames: Mapping[int, str]
+    frames: Mapping[str, str]
 
     @property
     def partitions(self) -> int:
@@ -159,8 +161,7 @@ class Program:
     @property
     def aliased(self) -> frozenset[int]:
         """Arguments whose buffers results take over."""
-        _, _, listed = self.header.partition("input_output_alias=")
-        return frozenset(int(n) for n in re.findall(r": \((\d+), ", _bracketed(listed)))
+        return frozenset(map(int, re.findall(r": \((\d+), \{[^}]*\}, \w+-alias\)", self.header)))
 
     @functools.cached_property
     def sites(self) -> tuple[Site, ...]:
@@ -280,42 +281,24 @@ class Program:
 
     def source(self, instruction: Instruction) -> str:
         """Return ``file:line`` of the code that asked for it; empty where the compiler lost it."""
-        frame = instruction.attribute(r"stack_frame_id=(\d+)")
-        if frame is not None:
-            return self.frames.get(int(frame), "")
-        file = instruction.attribute(r'source_file="([^"]*)"')
-        line = instruction.attribute(r"source_line=(\d+)")
-        return f"{file}:{line}" if file else ""
+        return self.frames.get(instruction.attribute(r"stack_frame_id=(\d+)") or "", "")
 
 
 def parse(text: str) -> Program:
     """Read the text of a compiled program: a header, tables of source locations, computations."""
-    header, *lines = text.splitlines() or [""]
-    tables: dict[str, dict[str, str]] = {}
+    header, entry = text.partition("\n")[0], ""
     computations: dict[str, dict[str, Instruction]] = {}
-    entry, rows, current = "", {}, None
-    for line in lines:
-        number, _, row = line.partition(" ")
-        opened = _COMPUTATION.match(line) if current is None else None
-        if opened is not None:
-            current = computations.setdefault(opened.group(2), {})
-            entry = opened.group(2) if opened.group(1) else entry
-        elif current is not None and line.startswith("}"):
-            current = None
-        elif current is not None and line.strip():
-            instruction = _instruction(line)
-            current[instruction.name] = instruction
-        elif number.isdigit():
-            rows[number] = row
-        elif line.isalpha():
-            rows = tables.setdefault(line, {})
+    for opened, name, lines in _COMPUTATION.findall(text):
+        body = map(_instruction, filter(str.strip, lines.splitlines()))
+        computations[name] = {i.name: i for i in body}
+        entry = name if opened else entry
     if not entry:
         raise ValueError(
             "audit: program must be compiled to HLO text with an ENTRY computation, got "
             f"{header[:80]!r}. Pass a jax.jit function with its arguments, or what its lower() or "
             "compile() returned."
         )
-    return Program(computations, entry, header, _frames(tables))
+    return Program(computations, entry, header, _frames(text))
 
 
 def unreadable(subject: str, allowed: str, got: object) -> RuntimeError:
@@ -355,26 +338,31 @@ def _instruction(line: str) -> Instruction:
 
 
 def _bracketed(text: str) -> str:
-    """Return the text from the bracket that it begins with to the one that closes it."""
-    opens, depth = text[:1], 0
-    for found in re.finditer(r"[{}]" if opens == "{" else r"[()]", text):
-        depth += 1 if found.group() == opens else -1
+    """Return the text from the parenthesis that it begins with to the one that closes it."""
+    depth = 0
+    for found in re.finditer(r"[()]", text):
+        depth += 1 if found.group() == "(" else -1
         if depth == 0:
             return text[: found.end()]
     return text
 
 
-def _frames(tables: Mapping[str, Mapping[str, str]]) -> dict[int, str]:
+def _frames(text: str) -> dict[str, str]:
     """Return source locations by the number of their frame."""
+    tables = {
+        head: dict(row.split(" ", 1) for row in rows.splitlines())
+        for head, rows in _TABLE.findall(text)
+    }
+    files, places, frames = (
+        tables.get(head, {}) for head in ("FileNames", "FileLocations", "StackFrames")
+    )
 
-    def row(table: str, before: str, key: str) -> str:
-        found = re.search(key + r"=(\d+)", before)
-        return tables.get(table, {}).get(found.group(1) if found else "", "")
+    def field(row: str, key: str) -> str:
+        return next(iter(re.findall(rf"\b{key}=(\d+)", row)), "")
 
-    frames: dict[int, str] = {}
-    for number, frame in tables.get("StackFrames", {}).items():
-        location = row("FileLocations", frame, "file_location_id")
-        file = row("FileNames", location, "file_name_id").strip('"')
-        line = re.search(r"line=(\d+)", location)
-        frames[int(number)] = f"{file}:{line.group(1) if line else 0}" if file else ""
-    return frames
+    found: dict[str, str] = {}
+    for number, frame in frames.items():
+        place = places.get(field(frame, "file_location_id"), "")
+        file = files.get(field(place, "file_name_id"), "").strip('"')
+        found[number] = f"{file}:{field(place, 'line')}" if file else ""
+    return found

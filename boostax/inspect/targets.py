@@ -18,7 +18,7 @@ import os
 import re
 import time
 import tomllib
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from importlib.metadata import entry_points
 from importlib.resources import files
 from typing import Any, NamedTuple
@@ -31,7 +31,6 @@ from jax.tree_util import keystr
 from boostax._core import checks
 from boostax.train.compiled import TrainStep
 
-WHO = "target_devices"
 _AUDIT = "audit"
 _STAGES = jax.stages.Lowered, jax.stages.Compiled
 _FORM = re.compile(r"(?P<name>\w+):(?P<shape>\d+(?:x\d+)*)(?:\*(?P<slices>\d+))?")
@@ -78,24 +77,24 @@ def target_devices(target: str) -> tuple[Any, ...]:
     """
     found = _FORM.fullmatch(target)
     machine = _MACHINES.get(found["name"], {}) if found else {}
-    gpu = "config" in machine
-    if found is None or not machine or (gpu and (found["slices"] or target.count("x") != 2)):
+    config = machine.get("config")
+    if found is None or not machine or (config and not re.fullmatch(r"\w+:\d+x\d+x\d+", target)):
         listed = "".join(f"\n  {x['form']:12} {x['what']}" for x in _MACHINES.values())
         hint = f"None audits for the devices at hand. Machines that are known:{listed}"
-        raise ValueError(checks.message(WHO, "target", _ALLOWED, target, hint))
+        raise ValueError(checks.message("target_devices", "target", _ALLOWED, target, hint))
     if jax.default_backend() != "tpu":
         for name, value in _NO_TPU.items():
             os.environ.setdefault(name, value)
     given: dict[str, Any] = {"platform": "tpu", "topology_name": target.partition("*")[0]}
     if int(found["slices"] or 1) > 1:
         given["num_slices"] = int(found["slices"])
-    if gpu:
-        given = {"platform": "cuda", "topology": found["shape"], "target_config": machine["config"]}
+    if config:
+        given = {"platform": "cuda", "topology": found["shape"], "target_config": config}
     try:
         devices = _described(given)
     except Exception as error:
         raise RuntimeError(
-            f"{WHO}: target must be one that a compiler at hand knows, got {target!r}: "
+            f"target_devices: target must be one that a compiler at hand knows, got {target!r}: "
             f"{str(error).splitlines()[0]}. In a checkout of boostax, pip install '.[aot]' "
             "installs the compilers for TPU and NVIDIA GPU."
         ) from error
@@ -158,7 +157,7 @@ class CompiledProgram(NamedTuple):
     @property
     def mesh(self) -> Mesh | None:
         """The mesh over which it runs, if any."""
-        return next(_meshes(x.sharding for x in self.arguments), None)
+        return _mesh_of(x.sharding for x in self.arguments)
 
     @property
     def described(self) -> str:
@@ -191,7 +190,7 @@ def compile_program(
     # Only jax.jit traces apart from lowering; jax.pmap lowers, and so do wrappers of both.
     program = program if hasattr(program, "lower") else jax.jit(program)
     shapes = jax.tree.map(_shape, args)
-    shardings = [getattr(x, "sharding", None) for x in jax.tree.leaves(shapes)]
+    shardings = (getattr(x, "sharding", None) for x in jax.tree.leaves(shapes))
     meant = {device for x in shardings for device in getattr(x, "device_set", ())}
     devices = target_devices(target) if target is not None else tuple(meant)
     stage = program.trace(*shapes) if hasattr(program, "trace") else None
@@ -221,8 +220,7 @@ def _moved(
     """Compile the program for other devices than those that its arguments are on."""
     platform = "cuda" if devices[0].platform == "gpu" else devices[0].platform
     exported = jax.export.export(program, platforms=[platform])(*args)
-    args = jax.tree.map(_number, args)
-    mesh = next(_meshes(x.sharding for x in jax.tree.leaves(args)), None)
+    mesh = _mesh_of(getattr(x, "sharding", None) for x in jax.tree.leaves(args))
     if exported.nr_devices > 1 and mesh is None:
         raise ValueError(
             f"{_AUDIT}: args must have shardings over the program's mesh where a target is given, "
@@ -230,10 +228,15 @@ def _moved(
         )
     there = None if mesh is None else _same_mesh(mesh, devices)
 
-    def place(x: Any) -> Any:
-        spec = getattr(x.sharding, "spec", PartitionSpec())
+    def place(x: Any) -> jax.ShapeDtypeStruct:
+        fits = isinstance(x, (jax.ShapeDtypeStruct, bool, int, float, complex))
+        hint = "Bind what is static with functools.partial before jax.jit."
+        allowed = "arrays where a target is given"
+        checks.require(_AUDIT, "args", x, allowed, fits, hint, TypeError)
+        spec = getattr(getattr(x, "sharding", None), "spec", PartitionSpec())
         sharding = NamedSharding(there, spec) if there else SingleDeviceSharding(devices[0])
-        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
+        dtype = getattr(x, "dtype", None) or jax.numpy.result_type(x)
+        return jax.ShapeDtypeStruct(np.shape(x), dtype, sharding=sharding)
 
     donated = (jax.tree.leaves(info, is_leaf=_is_info) for info in args_info[0])
     donate = tuple(i for i, infos in enumerate(donated) if any(x.donated for x in infos))
@@ -260,16 +263,14 @@ def _finished(
     program: jax.stages.Lowered | jax.stages.Compiled, devices: Collection[Any] = ()
 ) -> CompiledProgram:
     """Compile a program that is not compiled yet, for these devices."""
-    begun = time.perf_counter()
-    program = _unwrapped(program)
-    compiled: Any = program
-    if isinstance(program, jax.stages.Lowered):
+    compiled: Any = _unwrapped(program)
+    seconds, arguments = math.nan, list[Argument]()
+    if isinstance(compiled, jax.stages.Lowered):
+        begun = time.perf_counter()
         # Where no GPU is at hand kernels cannot be timed, and XLA chooses them by its cost model.
         untimed = any(d.platform == "gpu" for d in devices) and jax.default_backend() != "gpu"
-        options: Any = {"xla_gpu_autotune_level": 0} if untimed else {}
-        compiled = program.compile(compiler_options=options)
-    seconds = time.perf_counter() - begun if compiled is not program else math.nan
-    arguments: list[Argument] = []
+        compiled = compiled.compile({"xla_gpu_autotune_level": 0} if untimed else None)
+        seconds = time.perf_counter() - begun
 
     def note(path: Any, info: Any, sharding: Any) -> None:
         # The first key tells positional arguments from named ones.
@@ -280,10 +281,10 @@ def _finished(
     return CompiledProgram(compiled, tuple(arguments), seconds)
 
 
-def _meshes(shardings: Iterable[Any]) -> Iterator[Mesh]:
-    """Yield the meshes of devices among some shardings."""
+def _mesh_of(shardings: Iterable[Any]) -> Mesh | None:
+    """Return the first mesh of devices among some shardings."""
     meshes = (x.mesh for x in shardings if isinstance(x, NamedSharding))
-    return (mesh for mesh in meshes if isinstance(mesh, Mesh))
+    return next((mesh for mesh in meshes if isinstance(mesh, Mesh)), None)
 
 
 def _shape(x: Any) -> Any:
@@ -293,16 +294,6 @@ def _shape(x: Any) -> Any:
     if not isinstance(x, jax.Array):
         return x
     return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding if x.committed else None)
-
-
-def _number(x: Any) -> Any:
-    """Return types unchanged, and those of a Python number, to be placed elsewhere."""
-    if isinstance(x, jax.ShapeDtypeStruct):
-        return x
-    fits, allowed = isinstance(x, (bool, int, float, complex)), "arrays where a target is given"
-    hint = "Bind what is static with functools.partial before jax.jit."
-    checks.require(_AUDIT, "args", x, allowed, fits, hint, TypeError)
-    return jax.ShapeDtypeStruct((), jax.numpy.result_type(x))
 
 
 def _is_info(x: Any) -> bool:
