@@ -229,6 +229,10 @@ def test_settings_that_make_no_finish_are_refused():
     refused("^dim_reduce: weight_load_dir or pca_mat_path must be given", {"weight_load_dir": None})
     refused("^dim_reduce: params must be given where files are", {"weight_load_dir": "none"})
     refused("^dim_reduce: weight_load_dir must be left", both)
+    for strict in (True, False):
+        boost = auto({"boost": {"mode": "manual", "dim_reduce": True}}, strict=strict)
+        with pytest.raises(ValueError, match="weight_load_dir or pca_mat_path must be given"):
+            boost.make_train_step(loss_fn, INNER, start())
 
 
 @pytest.mark.parametrize(
@@ -267,13 +271,6 @@ def test_what_mindspore_leaves_out_beside_dim_reduce_is_noted():
     )
     notes = auto(job, strict=False).notes
     assert "boost.adasum = True has no effect: dim_reduce takes its place." in notes
-
-
-def test_mindspores_dim_reduce_without_files_is_refused_as_there():
-    for strict in (True, False):
-        boost = auto({"boost": {"mode": "manual", "dim_reduce": True}}, strict=strict)
-        with pytest.raises(ValueError, match="weight_load_dir or pca_mat_path must be given"):
-            boost.make_train_step(loss_fn, INNER, start())
 
 
 def test_files_of_other_params_are_refused_by_name(tmp_path):

@@ -74,10 +74,7 @@ RESIDUALS = {
 
 
 LAYOUTS = [1, 2, 3, 4, 8, (1, 2), (1, 3), (1, 8), (2, 2), (2, 4)]
-SOME = {
-    ("none", 5, 3),
-    ("sgd", 7, (2, 2)),
-}
+SOME = {("none", 5, 3), ("sgd", 7, (2, 2))}
 
 
 @functools.cache
@@ -142,14 +139,9 @@ def test_same_run_in_a_shard_map_of_ones_own(layout):
     assert state.basis["w"].sharding.spec == P(None, "fsdp")
 
 
+@pytest.mark.parametrize("k", [5, pytest.param(32, marks=pytest.mark.long)])
 @pytest.mark.parametrize(
-    ("k", "kind"),
-    [
-        (5, AxisType.Auto),
-        pytest.param(32, AxisType.Explicit, marks=pytest.mark.long),
-        pytest.param(32, AxisType.Auto, marks=pytest.mark.long),
-        pytest.param(5, AxisType.Explicit, marks=pytest.mark.long),
-    ],
+    "kind", [AxisType.Auto, pytest.param(AxisType.Explicit, marks=pytest.mark.long)]
 )
 def test_sharded_arrays_under_plain_jit(kind, k):
     """Nothing but the coordinates crosses the devices, and nothing is made flat."""
@@ -277,14 +269,6 @@ def test_a_loss_that_is_not_finite_changes_nothing(scaled):
     )
     state, metrics = step(state, (*data[3], jnp.float32(0)))
     assert bool(metrics["applied"]) and np.isfinite(float(metrics["loss"]))
-
-
-def test_line_search_sees_all_micro_batches():
-    tx = boostax.dim_reduce(basis_of(7), residual=optax.sgd(0.05))
-    expected, whole = train(tx)
-    state, sliced = train(tx, microbatches=4)
-    assert_close(state.params, expected.params)
-    assert [m["subspace_length"] for m in sliced] == [m["subspace_length"] for m in whole]
 
 
 def test_a_window_of_several_calls_is_refused():
@@ -457,21 +441,3 @@ REFUSED = {
 def test_errors_explain(said):
     with pytest.raises(ValueError, match=f"^{re.escape(said)}"):
         REFUSED[said]()
-
-
-def test_snapshots_keep_their_sharding_and_the_step_is_compiled_once(mesh, caplog):
-    tx = optax.chain(
-        boostax.subspace.record_trajectory(3), boostax.all_reduce("data"), optax.sgd(0.1)
-    )
-    loss = lambda w, x: jnp.mean((x @ w) ** 2)  # noqa: E731
-    step = boostax.make_train_step(loss, tx, mesh=mesh, axis_name="data")
-    state = step.init(jnp.ones((4, 2)))
-    begun = jax.tree.map(lambda x: x.sharding, state)
-    batch = jnp.ones((8, 4))
-    with jax.log_compiles():
-        state, _ = step(state, batch)
-        assert "Compiling" in caplog.text
-        caplog.clear()
-        state, _ = step(state, batch)
-        assert "Compiling" not in caplog.text
-    assert jax.tree.map(lambda x: x.sharding, state) == begun
