@@ -275,7 +275,6 @@ def finishes(run: Run) -> dict[str, dict[int, dict[str, float]]]:
     found["tuned decay"] = _best(list(decays.values()))
     reduce = boostax.dim_reduce
     found["random basis"] = run.finish("random", reduce(random))
-    found["P-BFGS"] = run.finish("P-BFGS", reduce(basis, rule="p-bfgs"))
     mindspore = reduce(basis, rule="mindspore", residual=optax.sgd(1e-3, 0.9))
     found["MindSpore's rule"] = run.finish("MindSpore", mindspore)
     found["dim_reduce"] = run.finish("ours", reduce(basis))

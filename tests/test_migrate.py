@@ -243,7 +243,7 @@ def test_the_report_says_what_was_kept_made_and_dropped():
         "  ScaleByAdamState mu/b/w, nu/b/w: inner_state/1\n"
         "dropped:\n"
         "  TraceState trace: 1\n"
-        "  TrajectoryState steps, recorded, snapshots, gram: 2"
+        "  TrajectoryState steps, recorded, snapshots: 2"
     )
 
 
@@ -259,7 +259,7 @@ def test_a_trajectory_of_another_size_begins_anew():
     params, old = trained(boostax.subspace.record_trajectory(3))
     state, report = migrate_state(old, boostax.subspace.record_trajectory(4), params)
     assert (int(state.steps), int(state.recorded)) == (3, 0)
-    assert report.anew == ("TrajectoryState recorded, snapshots, gram: the root",)
+    assert report.anew == ("TrajectoryState recorded, snapshots: the root",)
 
 
 def test_moments_are_kept_together_and_counts_with_moments():

@@ -215,5 +215,5 @@ def _recorded(who: str, opt_state: PyTree) -> tuple[TrajectoryState, int]:
     """Return the state of a recorder, and how many snapshots it has room for."""
     found = trees.find(opt_state, lambda x: isinstance(x, TrajectoryState))
     hint = "Put boostax.subspace.record_trajectory into the chain."
-    checks.require(who, "opt_state", None, "one with a TrajectoryState", bool(found), hint)
+    checks.require(who, "opt_state", "none", "one with a TrajectoryState", bool(found), hint)
     return found[0], jax.tree.leaves(found[0].snapshots)[0].shape[0]
