@@ -125,28 +125,18 @@ KINDS = {
     two_towers: (),
     nested: ("norm_1", "norm_3"),
 }
-SHORT = {
-    "plain",
-    "basic",
-    "bottleneck_downsample",
-    "preactivation",
-    "inverted_residual",
-    "dense_block",
-}
 
 
 def name_of(block):
     return getattr(block, "__name__", "basic_gelu")
 
 
-BLOCKS = [
-    pytest.param(k, v, id=name_of(k), marks=[] if name_of(k) in SHORT else [pytest.mark.long])
-    for k, v in KINDS.items()
-]
-
-
-# The rule is the same code; what differs is how layers are marked and replaced.
-NNX_TOO, LONG = {"basic", "bottleneck_downsample"}, [pytest.mark.long]
+def blocks(*short):
+    """Blocks and the norms of each that go; only the named ones take part in quick runs."""
+    marks = {True: [], False: [pytest.mark.long]}
+    kinds = [(name_of(block), block, removed) for block, removed in KINDS.items()]
+    params = [pytest.param(k, v, id=name, marks=marks[name in short]) for name, k, v in kinds]
+    return pytest.mark.parametrize(("block", "removed"), params)
 
 
 class Linen(nn.Module):
@@ -207,7 +197,9 @@ def leaf_names(tree):
     return {path_name(path) for path, _ in jax.tree.leaves_with_path(tree)}
 
 
-@pytest.mark.parametrize(("block", "removed"), BLOCKS)
+@blocks(
+    "plain", "basic", "bottleneck_downsample", "preactivation", "inverted_residual", "dense_block"
+)
 def test_linen_equals_the_model_written_without_those_layers(block, removed):
     model, report = less_bn(Linen(block), IMAGES)
     assert report.removed == removed and report.head == "head"
@@ -217,9 +209,8 @@ def test_linen_equals_the_model_written_without_those_layers(block, removed):
     whole = leaf_names(Linen(block).init(KEY, IMAGES))
     gone = {name for name in whole if any(f"/{x}/" in name for x in removed)}
     assert len(gone) == 4 * len(removed)
-    assert leaf_names(variables) == (whole - gone - {"params/head/bias"}) | {
-        "params/head/multiplier"
-    }
+    multiplier = {"params/head/multiplier"}
+    assert leaf_names(variables) == (whole - gone - {"params/head/bias"}) | multiplier
     train = {"train": True, "mutable": ["batch_stats"]}
     found = model.apply(variables, IMAGES, **train)
     chex.assert_trees_all_equal(found, by_hand.apply(expected, IMAGES, **train))
@@ -227,13 +218,8 @@ def test_linen_equals_the_model_written_without_those_layers(block, removed):
     chex.assert_trees_all_equal(model.apply(variables, IMAGES), by_hand.apply(variables, IMAGES))
 
 
-@pytest.mark.parametrize(
-    ("block", "removed"),
-    [
-        pytest.param(x.values[0], x.values[1], id=x.id, marks=x.marks if x.id in NNX_TOO else LONG)
-        for x in BLOCKS
-    ],
-)
+# The rule is the same code; what differs is how layers are marked and replaced.
+@blocks("basic", "bottleneck_downsample")
 def test_nnx_equals_the_model_written_without_those_layers(block, removed):
     original = NNX(block)
     before = nnx.state(original)
@@ -273,11 +259,6 @@ def test_report():
     assert {norm.reason for norm in report.norms} == {"in no residual branch"}
 
 
-def test_names_inside_the_same_module_are_short():
-    reasons = {norm.path: norm.reason for norm in less_bn(Lifted(), IMAGES)[1].norms}
-    assert reasons["jitted/norm_1"] == "norm_2 is the last of its branch"
-
-
 @pytest.mark.parametrize(
     ("remove", "removed", "reasons"),
     [
@@ -297,17 +278,11 @@ def test_the_user_may_choose(remove, removed, reasons):
     assert shapes[0] == shapes[1]
 
 
-def test_a_pattern_takes_all_below_it():
-    report = less_bn(Lifted(), IMAGES, remove=["stack"])[1]
-    assert report.removed == ("stack/norm_1", "stack/norm_2")
-
-
 def test_without_a_normalized_head_only_norms_change():
     model, report = less_bn(Linen(basic), IMAGES, normalized_head=False)
     assert report.head is None
-    chex.assert_trees_all_equal(
-        model.init(KEY, IMAGES), Linen(basic, ("norm_1",)).init(KEY, IMAGES)
-    )
+    by_hand = Linen(basic, ("norm_1",))
+    chex.assert_trees_all_equal(model.init(KEY, IMAGES), by_hand.init(KEY, IMAGES))
 
 
 @pytest.mark.parametrize("sample", [IMAGES, jax.ShapeDtypeStruct(IMAGES.shape, f16)])
@@ -319,7 +294,8 @@ def test_the_sample_may_be_a_shape_and_either_mode_decides_alike(sample, train):
 
 
 def test_nothing_of_the_users_and_nothing_global_changes():
-    call = nn.BatchNorm.__call__, nn.Dense.__call__, nnx.BatchNorm.__call__, nnx.Linear.__call__
+    layers = nn.BatchNorm, nn.Dense, nnx.BatchNorm, nnx.Linear
+    calls = [layer.__call__ for layer in layers]
     net = Linen(basic)
     variables = net.init(KEY, IMAGES)
     model, _ = less_bn(net, IMAGES)
@@ -327,9 +303,7 @@ def test_nothing_of_the_users_and_nothing_global_changes():
     less_bn(NNX(basic), IMAGES)
     chex.assert_trees_all_equal(net.init(KEY, IMAGES), variables)
     assert net == Linen(basic) and model.module == net
-    assert call == (
-        nn.BatchNorm.__call__, nn.Dense.__call__, nnx.BatchNorm.__call__, nnx.Linear.__call__
-    )  # fmt: skip
+    assert calls == [layer.__call__ for layer in layers]
 
 
 class Lifted(nn.Module):
@@ -360,13 +334,15 @@ def test_lifted_and_shared_modules():
     jax.eval_shape(net.init, KEY, IMAGES)  # fills the cache of nn.jit
     model, report = less_bn(net, IMAGES)
     assert report.removed == ("jitted/norm_1", "remat/norm_1", "stack/norm_1")
+    reasons = {norm.path: norm.reason for norm in report.norms}
+    assert reasons["jitted/norm_1"] == "norm_2 is the last of its branch"
+    below = less_bn(net, IMAGES, remove=["stack"])[1]
+    assert below.removed == ("stack/norm_1", "stack/norm_2")
     variables = jax.jit(model.init)(KEY, IMAGES)
     assert set(variables["batch_stats"]["stack"]) == {"norm_2"}
     assert variables["params"]["stack"]["norm_2"]["scale"].shape == (3, 3)
     y, new = model.apply(variables, IMAGES, train=True, mutable=["batch_stats"])
-    assert jax.tree.map(jnp.shape, new["batch_stats"]) == jax.tree.map(
-        jnp.shape, variables["batch_stats"]
-    )
+    chex.assert_trees_all_equal_shapes(new["batch_stats"], variables["batch_stats"])
     assert bool(jnp.isfinite(y).all())
 
 
@@ -380,15 +356,7 @@ def test_a_model_inside_a_model_and_flax_transforms():
 
     params = Outer().init(KEY, IMAGES)["params"]
     (name,) = set(params) - {"Dense_0"}
-    assert set(params[name]) == {
-        "stem",
-        "stem_norm",
-        "conv_1",
-        "conv_2",
-        "norm_2",
-        "hidden",
-        "head",
-    }
+    assert set(params[name]) == set("stem stem_norm conv_1 conv_2 norm_2 hidden head".split())
 
 
 class Containers(nnx.Module):
@@ -457,38 +425,39 @@ def test_the_multiplier_may_start_elsewhere():
     assert less_bn(NNX(basic), IMAGES, multiplier=8.0)[0].head.multiplier[...] == 8
 
 
-GIVEN = {"normalized_head": False}
+CHANGED = less_bn(Linen(basic), IMAGES)[0]
 
 
 @pytest.mark.parametrize(
-    ("call", "said"),
+    ("module", "options", "said"),
     [
-        (lambda: less_bn("net", IMAGES), "module must be a flax.linen.Module or .*, got .*'str'"),
+        ("net", {}, "module must be a flax.linen.Module or .*, got .*'str'"),
+        (CHANGED, {}, "module must be .* that less_bn has not changed yet, got .*LessBN"),
         (
-            lambda: less_bn(less_bn(Linen(basic), IMAGES)[0], IMAGES),
-            "module must be .* that less_bn has not changed yet, got .*LessBN",
+            Linen(basic),
+            {"remove": ["norm_1", "bn*"]},
+            r"match BatchNorms, got 'bn\*'\. BatchNorms: ",
         ),
-        (lambda: less_bn(Linen(basic), train=True), "args must be a sample of what .* takes"),
+        (Linen(basic), {"remove": ["bn*"]}, r"BatchNorms: stem_norm, norm_1, norm_2\."),
+        (Linen(basic), {"remove": "norm_1"}, "remove must be .* got 'norm_1'"),
+        (Linen(plain), {}, "BatchNorms: stem_norm: in no residual branch; norm_1: in no "),
+        (nn.Dense(2), {}, "removes a BatchNorm, got None. Nothing would change. .*: none."),
         (
-            lambda: less_bn(Linen(basic), IMAGES, remove=["norm_1", "bn*"]),
-            r"match BatchNorms, got 'bn\*'\. BatchNorms: stem_norm, norm_1, norm_2\.",
+            nn.Conv(2, (3, 3)),
+            {"normalized_head": True},
+            "False for a model that no Dense ends, got T",
         ),
-        (lambda: less_bn(Linen(basic), IMAGES, remove="norm_1"), "remove must be .* got 'norm_1'"),
-        (
-            lambda: less_bn(Linen(plain), IMAGES, **GIVEN),
-            "Nothing would change. BatchNorms: stem_norm: in no residual branch; norm_1: in no ",
-        ),
-        (lambda: less_bn(nn.Dense(2), IMAGES, **GIVEN), "removes a BatchNorm, got None.*: none."),
-        (
-            lambda: less_bn(nn.Conv(2, (3, 3)), IMAGES),
-            "normalized_head must be False for a model that no Dense ends, got True",
-        ),
-        (lambda: less_bn(Linen(basic), IMAGES, multiplier=0), "multiplier must be positive, got 0"),
+        (Linen(basic), {"multiplier": 0}, "multiplier must be positive, got 0"),
     ],
 )
-def test_errors(call, said):
+def test_errors(module, options, said):
     with pytest.raises((TypeError, ValueError), match=f"^less_bn: .*{said}"):
-        call()
+        less_bn(module, IMAGES, **{"normalized_head": False, **options})
+
+
+def test_a_sample_is_needed():
+    with pytest.raises(ValueError, match=r"^less_bn: args must be a sample of what .* takes"):
+        less_bn(Linen(basic), train=True)
 
 
 # MindSpore.
@@ -615,6 +584,3 @@ def test_zero_vectors_have_finite_gradients_and_learn(dtype):
     f = lambda kernel: jnp.sum(normalized_dense(x[1], kernel, multiplier).astype(f32))  # noqa: E731
     grad = jax.grad(f)(zeros)
     assert bool(jnp.isfinite(grad).all() & (grad != 0).any(0).all())
-
-
-# Together with the rest.
