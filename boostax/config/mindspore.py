@@ -48,16 +48,16 @@ def from_mindspore(
     Modes are MindSpore's: ``"auto"`` takes the level's techniques, ``"manual"`` these as changed by
     the switches, ``"enable_all"`` and ``"disable_all"`` all and none. Strictly, a level leaves
     ``grad_freeze`` out, which lost more than fewer steps, unless the dictionary has settings of it.
-    Settings of what is off have no effect, and are not looked at. DimReduce trains from the first step on,
-    from the files that ``pca_mat_path`` or ``weight_load_dir`` names, in the place of the
+    Settings of what is off have no effect, and are not looked at. DimReduce trains from the first
+    step on, from the files that ``pca_mat_path`` or ``weight_load_dir`` names, in the place of the
     optimizer.
 
     ``strict=False`` is MindSpore's own reading. An unknown level is ``"O0"``; unknown keys, and
-    switches that the mode does not look at, have no effect. Of techniques that are on, one can take another's place: ``dim_reduce`` that of all others,
-    ``grad_freeze`` that of AdaSum and of accumulation. Freezing goes by buckets of three params
-    with moments for each depth, centralization stands behind weight decay and leaves alone what
-    does not divide by 16, LessBN leaves a model without norms or head as it is, and
-    ``loss_scale_group`` switches nothing on.
+    switches that the mode does not look at, have no effect. Of techniques that are on, one can take
+    another's place: ``dim_reduce`` that of all others, ``grad_freeze`` that of AdaSum and of
+    accumulation. Freezing goes by buckets of three params with moments for each depth,
+    centralization stands behind weight decay and leaves alone what does not divide by 16, LessBN
+    leaves a model without norms or head as it is, and ``loss_scale_group`` switches nothing on.
 
     Args:
       data: what ``mindspore.boost.AutoBoost`` takes as ``boost_config_dict``; ``{}`` for nothing.
