@@ -194,10 +194,7 @@ class Boost:
           ValueError, TypeError: no ``dim_reduce`` in the configuration; a state that recorded
             nothing, or too little; as ``boostax.dim_reduce``.
         """
-        hint, there = (
-            'auto({"dim_reduce": True}) records every tenth step.',
-            "dim_reduce" in self.config,
-        )
+        there, hint = "dim_reduce" in self.config, '"dim_reduce": True records every tenth step.'
         checks.require("Boost.finish", "config.dim_reduce", None, "given", there, hint)
         place = {"axis_name": axis_name, "tree": params, "source": source, "residual": residual}
         return self._finish(place)
@@ -235,15 +232,13 @@ class Boost:
     ) -> optax.GradientTransformationExtraArgs:
         """Put each part of the order in front of, or around, what there is."""
         parts, config = [inner], {"reduce": _MEAN} | self.config
-        without = not axes.canonical("Boost.optimizer", place["axis_name"])
+        replicas = axes.canonical("Boost.optimizer", place["axis_name"])
         for key in order:
             own = [(f, config[name]) for name, (f, where) in self.own.items() if where == key]
-            # Another reduction stands in the place of the mean; without replicas there is none.
-            if key == "reduce" and (own or without):
-                layers = [] if without else own
-            else:
-                layers = [*([keys.chosen(key, config[key])] if key in config else []), *own]
-            for factory, told in layers:
+            # A reduction of a user's own stands in the place of boostax's.
+            if key in config and not (own and key == "reduce"):
+                own = [keys.chosen(key, config[key]), *own]
+            for factory, told in own if replicas or key != "reduce" else ():
                 parts = keys.layer(factory, told, parts, **place)
         return optax.with_extra_args_support(keys.chained(parts))
 
@@ -323,9 +318,7 @@ def auto(
     keys.flag(_WHO, "strict", strict is None or strict)
     own = _owned(data, factories)
     config, notes = _foreign(data, level or "O0", strict is not False, own)
-    boost = Boost(_read(data, config, own), notes, own, strict is not False)
-    _check_together(boost)
-    return boost
+    return _together(Boost(_read(data, config, own), notes, own, strict is not False))
 
 
 def _foreign(
@@ -409,7 +402,7 @@ def _loaded(path: str | pathlib.Path) -> Any:
         raise ValueError(text) from error
 
 
-def _check_together(boost: Boost) -> None:
+def _together(boost: Boost) -> Boost:
     """Refuse parts that do not go together."""
     config, (kind, _) = boost.config, boost.reduction()
     asked, hint = config.get("reduce", _MEAN), f"{kind} takes its place."
@@ -431,3 +424,4 @@ def _check_together(boost: Boost) -> None:
     for name, value in beside.items() if own or "freeze" in config else ():
         hint = "They would differ from replica to replica." if own else "Frozen params are missing."
         checks.absent(_WHO, name, value, f"None with {apart}", hint)
+    return boost

@@ -78,15 +78,11 @@ _LATER = object()
 _NOWHERE: Any = dict.fromkeys(("axis_name", "tree", "less_bn", "source", "residual"))
 _GROUPS = {"groups": 4, "order": None, "level": None, "cut": "layers"}
 _STEPS = {"total_steps": None, "frozen_fraction": None, "seed": None, "freeze_p": None}
-_BASIS = {
-    "n_components": 20,
-    "every": 10,
-    "start": 0,
-    "weight_load_dir": None,
-    "pca_mat_path": None,
+_FINISH = {
+    **{"n_components": 20, "every": 10, "start": 0, "weight_load_dir": None, "pca_mat_path": None},
+    **{"residual_rate": None, "residual_momentum": 0.0},
+    **{"rule": "boostax", "shrink": None, "slope": None},
 }
-_SGD = {"residual_rate": None, "residual_momentum": 0.0}
-_RULE = {"rule": "boostax", "shrink": None, "slope": None}
 
 
 def _window(told: Any) -> dict[str, Any]:
@@ -139,7 +135,7 @@ def _schedule(told: Any) -> dict[str, Any]:
     return found | {"schedule": freeze.freeze_schedule(kind, **options), "repeat": anew}
 
 
-def _subspace(told: Any) -> dict[str, Any]:
+def _finish(told: Any) -> dict[str, Any]:
     """Take a rule by its name, and an SGD outside the span if no optimizer is given."""
     rule, rate, momentum = told.rule, told.residual_rate, told.residual_momentum
     checks.choice("", "rule", rule, tuple(RULES), nearest(rule, RULES))
@@ -180,15 +176,12 @@ def _basis(told: Any) -> Any:
     return subspace.pca_basis(subspace.checkpoint_snapshots(files[0], tree), count)
 
 
+_CENTRALIZE = {"multiple_of": None, "axes": "auto", "after_decay": False}
 # By factory the function that makes arguments, their names, and what a configuration says instead.
 _MADE: dict[str, tuple[Factory, str, dict[str, Any]]] = {
     "accumulate": (_window, "", {"every": 1, "drop": "micro-batch"}),
-    "centralize_gradients": (
-        _axes,
-        "",
-        {"multiple_of": None, "axes": "auto", "after_decay": False},
-    ),
-    "dim_reduce": (_subspace, "basis residual rule", {**_BASIS, **_SGD, **_RULE}),
+    "centralize_gradients": (_axes, "", _CENTRALIZE),
+    "dim_reduce": (_finish, "basis residual rule", _FINISH),
     "group_loss_scale": (lambda told: {"labels": _groups(told)}, "labels", _GROUPS),
     "scheduled_freeze": (_schedule, "schedule repeat", {"kind": "interval", **_GROUPS, **_STEPS}),
 }

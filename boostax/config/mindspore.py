@@ -9,7 +9,7 @@ is global.
 
 import dataclasses
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from importlib.resources import files
 from typing import Any
 
@@ -30,6 +30,20 @@ _NOTES = _DATA["notes"]
 # By argument the setting that it comes from.
 _NAMES = {
     y["is"]: f"{group}.{x}" for group in GROUPS for x, y in GROUPS[group].items() if "is" in y
+}
+
+
+def _listed(value: Any) -> bool:
+    return value is None or (
+        isinstance(value, (list, tuple)) and all(type(x) is int for x in value)
+    )
+
+
+# Of settings that boostax does not check itself the values, a test of them, and a hint.
+_VALUES: dict[str, tuple[str, Callable[[Any], bool], str]] = {
+    "gradient_split_groups": ("a list of integers", _listed, "[50, 100] cuts params in three."),
+    "freeze_type": ("0 or 1", lambda x: type(x) is int and 0 <= x < 2, "1 freezes by intervals."),
+    "gc_flag": ("True or False", lambda x: isinstance(x, bool), "JSON: true or false."),
 }
 
 
@@ -135,21 +149,16 @@ class _Reader:
         told: dict[str, Any] = {}
         for name, about in GROUPS[group].items():
             key, value = f"{group}.{name}", given.get(name, about.get("default"))
-            if name == "gradient_split_groups":
-                listed, hint = value or [], "[50, 100] cuts a list of params in three."
-                fits = isinstance(listed, (list, tuple)) and all(type(x) is int for x in listed)
-                checks.require(_WHO, key, value, "a list of integers", fits, hint, TypeError)
-            elif name == "freeze_type" and on:
-                fits, hint = type(value) is int and 0 <= value < 2, "1 freezes by intervals."
-                checks.require(_WHO, key, value, "0 or 1", fits, hint)
+            if on and name in _VALUES:
+                allowed, fits, hint = _VALUES[name]
+                checks.require(_WHO, key, value, allowed, fits(value), hint)
+            if name == "freeze_type":
                 value = "interval" if value else "continuous"
-            elif name == "gc_flag" and on:
-                flag(_WHO, key, value)
             if "is" in about:
                 told[about["is"]] = value
             elif on and value != about.get("default"):
                 self.notes.append(f"{key} = {value!r} has no effect: {about['why']}")
-        if not self.strict and told.get("pca_mat_path") and told["weight_load_dir"]:
+        if on and not self.strict and told.get("pca_mat_path") and told["weight_load_dir"]:
             why = "pca_mat_path takes its place."
             self.ignored("dim_reduce.weight_load_dir", told.pop("weight_load_dir"), "", "", why)
         return told
@@ -188,9 +197,8 @@ class _Reader:
             return on
         if level == "O0" and any(on.values()):
             self.notes.append(_NOTES["O0"])
-        why = {name: f"{winner} takes its place." for name in losers}
-        if winner == "dim_reduce" and "grad_accumulation" in why:
-            why["grad_accumulation"] = _NOTES["window"]
+        special = _NOTES["special"].get(winner, {})
+        why = {name: special.get(name, f"{winner} takes its place.") for name in losers}
         if on["loss_scale_group"]:
             why["loss_scale_group"] = _NOTES["groups"]
         self.notes += [f"boost.{name} = True has no effect: {x}" for name, x in why.items()]
