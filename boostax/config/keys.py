@@ -65,9 +65,8 @@ PARTS = {**ORDER, "policy": {"": boostax.policy}, "less_bn": {"": boostax.less_b
 # Each factory is a key by its own name, too.
 NAMED = {f.__name__: (key, kind) for key, kinds in PARTS.items() for kind, f in kinds.items()}
 KEYS = tuple(dict.fromkeys((*PARTS, "microbatches", *NAMED)))
-# Arguments that a chain gives (``tree`` are the params), and what is a transformation itself.
-_PLACE = {"inner", "module", "args", "kwargs", "axis_name", "tree", "less_bn", "source", "residual"}
-_PLACE |= {"outer", "reduction"}
+# Arguments that a chain gives; ``tree`` are the params.
+_PLACE = ("inner", "module", "args", "kwargs", "axis_name", "tree", "less_bn")
 # With one of these dim_reduce begins at once.
 FILES = ("weight_load_dir", "pca_mat_path")
 # Names of a configuration's for arguments of the functions that make arguments.
@@ -183,6 +182,7 @@ _MADE: dict[str, tuple[Factory, str, dict[str, Any]]] = {
     "centralize_gradients": (_axes, "", _CENTRALIZE),
     "dim_reduce": (_finish, "basis residual rule", _FINISH),
     "group_loss_scale": (lambda told: {"labels": _groups(told)}, "labels", _GROUPS),
+    "local_updates": (lambda told: {}, "outer reduction", {}),
     "scheduled_freeze": (_schedule, "schedule repeat", {"kind": "interval", **_GROUPS, **_STEPS}),
 }
 
