@@ -3,6 +3,7 @@
 import dataclasses
 import itertools
 import json
+import pathlib
 
 import chex
 import flax.linen as nn
@@ -57,14 +58,6 @@ def train(config, calls=3, mesh=None, inner=None, **options):
     return step, state, metrics
 
 
-def assert_trained(step, state, metrics):
-    assert np.isfinite(metrics["loss"])
-    params = step.common_params(state)
-    assert all(np.isfinite(x).all() for x in jax.tree.leaves(params))
-    moved = jax.tree.map(lambda a, b: bool((np.asarray(a) != b).any()), params, mlp())
-    assert moved["layer_2"]["kernel"]
-
-
 # What MindSpore resolves. Rows by their place in the file; where ours differs, why.
 REFUSED = {
     3: "auto: level must be 'O0' or 'O1' or 'O2', got 'O3'. Did you mean 'O2'?",
@@ -73,7 +66,7 @@ REFUSED = {
     8: "boost.adasum must be False or left out with mode 'disable_all', got True. .*'manual' ob",
     9: "boost.mode must be 'auto' or 'manual' or 'enable_all' or 'disable_all', got 'xx'",
     10: "boost.less_bn must be True or left out with mode 'auto' at level 'O1', got False",
-    15: "common.gradient_split_groups must be a list of integers, got 5. .* cuts a list of params",
+    15: "common.gradient_split_groups must be a list of integers, got 5. .* cuts params in three",
     16: "common.gradient_split_groups must be a list of integers, got 'a'",
     17: "keys of boost must be among 'mode', 'less_bn', .*, 'loss_scale_group', got 'unknown'",
 }
@@ -91,24 +84,43 @@ def switches(config):
     }
 
 
-def test_every_row_resolves_as_in_mindspore_or_is_refused(golden):
-    *rows, _ = json.loads((golden / "autoboost_configs.json").read_text())
-    assert {i for i in REFUSED if "error" not in rows[i]} == SILENT_THERE
-    assert {i for i, row in enumerate(rows) if "error" in row} == set(REFUSED) - SILENT_THERE
-    for i, row in enumerate(rows):
-        data = row["dict"] or {}
-        if i in REFUSED:
-            with pytest.raises((ValueError, TypeError), match=REFUSED[i]):
-                from_mindspore(data, row["level"])
-            continue
-        config, notes = from_mindspore(data, row["level"])
-        left_out = "grad_freeze is left out" in " ".join(notes)
-        assert switches(config) == row["config"] | ({"grad_freeze": False} if left_out else {}), i
-        assert switches(from_mindspore(data, row["level"], strict=False)[0])["grad_freeze"] == (
-            row["config"]["grad_freeze"] and not row["config"]["dim_reduce"]
-        )
-        assert_settings(config, row["attrs"])
-        assert auto(data, level=row["level"]).config == config
+ROWS = json.loads((pathlib.Path(__file__).parent / "golden/autoboost_configs.json").read_text())
+
+
+@pytest.mark.parametrize("i", range(len(ROWS) - 1))
+def test_every_row_resolves_as_in_mindspore_or_is_refused(i):
+    row, data = ROWS[i], ROWS[i]["dict"] or {}
+    assert ("error" in row) == (i in REFUSED.keys() - SILENT_THERE)
+    if i in REFUSED:
+        with pytest.raises((ValueError, TypeError), match=REFUSED[i]):
+            from_mindspore(data, row["level"])
+        return
+    config, notes = from_mindspore(data, row["level"])
+    left_out = "grad_freeze is left out" in " ".join(notes)
+    assert switches(config) == row["config"] | ({"grad_freeze": False} if left_out else {})
+    assert_settings(config, row["attrs"])
+    assert auto(data, level=row["level"]).config == config
+
+
+@pytest.mark.parametrize("i", range(len(ROWS) - 1))
+def test_every_row_is_read_as_mindspore_reads_it(i):
+    row, data = ROWS[i], ROWS[i]["dict"] or {}
+    if "error" in row:
+        with pytest.raises((ValueError, TypeError)):
+            auto(data, level=row["level"], strict=False)
+        return
+    boost = auto(data, level=row["level"], strict=False)
+    expected = dict(row["config"], loss_scale_group=False)
+    if expected["grad_freeze"]:
+        expected |= {"adasum": False, "grad_accumulation": False}
+    if expected["dim_reduce"]:
+        expected = dict.fromkeys(expected, False) | {"dim_reduce": True}
+    assert switches(boost.config) == expected
+    assert_settings(boost.config, row["attrs"])
+    # Each switch that says otherwise than what is built has a note.
+    for name, value in {**data.get("boost", {}), **row["config"]}.items():
+        if name in expected and value != expected[name]:
+            assert f"boost.{name} = " in "\n".join(boost.notes), name
 
 
 SETTINGS = {
@@ -132,8 +144,7 @@ def assert_settings(config, attrs):
     if "freeze" in config:
         assert (config["freeze"]["kind"] == "interval") == (attrs["_freeze_type"] == 1)
     if "dim_reduce" in config:
-        rule = keys.arguments(boostax.dim_reduce, config["dim_reduce"])["rule"]
-        assert (rule.tries, rule.failure) == (2, "rollback")
+        assert config["dim_reduce"]["rule"] == "mindspore"
 
 
 @pytest.mark.parametrize("level", ["O1", "O2"])
@@ -152,20 +163,9 @@ def test_a_level_freezes_at_random_only_if_it_is_asked_to(level):
     assert "freeze" in auto({}, level=level, strict=False).config
 
 
-def test_a_depth_alone_is_a_sequence_of_one():
-    config = {"freeze": {"kind": 1, "groups": 2}}
-    params = {"a": jnp.ones(2), "b": jnp.ones(2)}
-    tx = auto(config).optimizer(optax.sgd(0.1), params)
-    assert tx.freezing.drawn(params) == (1,)
-    assert tx.active(params, 1) == {"a": False, "b": True}
-    with pytest.raises(ValueError, match="kind must be"):
-        auto({"freeze": {"kind": True}})
-
-
-def test_manual_mode_leaves_the_levels_alone(golden):
+def test_manual_mode_leaves_the_levels_alone():
     """MindSpore edits its table in place, and the next object of that level inherits it."""
-    *_, after = json.loads((golden / "autoboost_configs.json").read_text())
-    assert after["value"] is True  # adasum, of O1
+    assert ROWS[-1]["value"] is True  # adasum, of O1
     before = auto("O1").config
     data = {"boost": {"mode": "manual", "less_bn": False}}
     assert "less_bn" not in auto(data, level="O1").config
@@ -194,7 +194,13 @@ def test_the_documented_template_is_read_as_it_is_and_says_what_has_no_effect():
     assert (finish["n_components"], finish["weight_load_dir"]) == (4, "checkpoints")
 
 
+FREEZES = {"mode": "manual", "grad_freeze": True}
 HALF, TOP_K = {"dist_option": "half"}, {"dist_option": "sparseTopK"}
+SPARSE = TOP_K | {"spars": 2.0}
+FREEZE_P, FREEZE_TYPE = (
+    {"boost": FREEZES, "grad_freeze": x} for x in ({"freeze_p": 2}, {"freeze_type": 2})
+)
+TWO = "must be left out beside"
 MISTAKES = (
     ({"acumulate": 4}, "auto: keys must be among 'count_lost.*'acumulate'. Did you mean 'accumu"),
     ({"accumulate": {"evry": 4}}, "auto: arguments of accumulate must be .* Did you mean 'every'"),
@@ -203,15 +209,16 @@ MISTAKES = (
     ({"static_loss_scale": True}, "static_loss_scale: scale must be given, got None. It has no"),
     ({"reduce": "partial"}, "partial_average: partitions must be given, or bucket_bytes, got None"),
     ({"top_k_reduce": 3}, r"top_k_reduce: density must be in \(0, 1\], got 3. 0.01 sends one"),
-    ({"reduce": "mean", "int8_reduce": True}, "auto: int8_reduce must be left out beside another"),
+    ({"reduce": "mean", "int8_reduce": True}, f"auto: int8_reduce {TWO} another"),
     ({"less_bn": {"normalized_head": 3}}, "less_bn: normalized_head must be True or False, got 3"),
-    (
-        {"check_updates": 3},
-        "auto: check_updates must be a dictionary, got 3. It takes no arguments",
-    ),
-    ({"freeze": "ramp"}, "scheduled_freeze: total_steps must be the optimizer steps .* for 'ramp'"),
+    ({"check_updates": 3}, "auto: check_updates must be a dictionary, got 3. It takes no"),
+    ({"freeze": "ramp"}, "scheduled_freeze: total_steps must be a positive integer, got None"),
+    ({"freeze": {"kind": True}}, "scheduled_freeze: kind must be a name or a callable, got True"),
+    ({"freeze": {"kind": [1], "seed": 3}}, "scheduled_freeze: seed must be left out with depths"),
+    ({"dim_reduce": {"shrink": 2}}, r"dim_reduce: shrink must be in \[0, 1\), got 2"),
+    ({"dim_reduce": {"residual_rate": -1}}, "dim_reduce: residual_rate must be positive, got -1"),
     ({"policy": "O2"}, "auto: loss_scale must be given where policy computes in float16, got None"),
-    ({"freeze": True, "local_updates": 2}, "auto: reduce must be no 'partial' or 'local' with fre"),
+    ({"freeze": True, "local_updates": 2}, "auto: freeze must be None with reduce 'local', got"),
     ({"dim_reduce": True, "local_updates": 2}, "auto: dim_reduce.every must be None with reduce"),
     ({"average_params": True, "freeze": True}, "auto: average_params must be None with freeze"),
     ("01", "auto: spec must be a level, a dictionary, or the path .*, got '01'. Did you mean 'O1'"),
@@ -220,19 +227,16 @@ MISTAKES = (
         {"singa": {"dist_option": "sparse"}},
         "singa: dist_option must be 'plain' or .*, got 'sparse'",
     ),
-    (
-        {"singa": {"spar": 1}},
-        "singa: spar must be left out with 'plain', which has 'threshold', got",
-    ),
+    ({"singa": {"spar": 1}}, "singa: spar must be left out with 'plain', which has 'threshold'"),
     ({"singa": {"buffSize": 4}}, "singa: buffSize must be .*, got 4. XLA makes the buffers"),
     ({"singa": HALF | {"clip_Value": 1.0}}, "singa: clip_Value must be left out without clipping"),
-    ({"singa": TOP_K | {"spars": 2.0}}, r"singa: spars must be in \(0, 1\], got 2.0. 0.01 sends"),
+    ({"singa": SPARSE}, r"singa: spars must be in \(0, 1\], got 2.0. 0.01 sends"),
     ({"singa": TOP_K | {"topK": False}}, "singa: topK must be True or left out with 'sparseTopK'"),
     ({"singa": {"threshold": -1}}, "singa: threshold must be an integer that is not negative, got"),
-    ({"singa": {}, "reduce": "mean"}, "auto: reduce must be left out beside singa, got 'mean'"),
+    ({"singa": {}, "reduce": "mean"}, f"auto: reduce {TWO} singa, got 'mean'"),
     ({"grad_freeze": {"freez_p": 0.5}}, "mindspore: keys of grad_freeze must be among 'param_gro"),
-    ({"grad_freeze": {"freeze_p": 2}}, r"mindspore: grad_freeze.freeze_p must be in \[0, 1\], got"),
-    ({"grad_freeze": {"freeze_type": 2}}, "mindspore: grad_freeze.freeze_type must be 0 or 1, got"),
+    (FREEZE_P, r"mindspore: grad_freeze.freeze_p must be in \[0, 1\], got"),
+    (FREEZE_TYPE, "mindspore: grad_freeze.freeze_type must be 0 or 1, got"),
     ({"strict": 1}, "auto: strict must be True or False, got 1"),
 )
 
@@ -243,27 +247,34 @@ def test_a_mistake_is_refused_by_name(spec, text):
         auto(spec)
 
 
-def test_what_params_alone_can_tell_is_refused_when_the_chain_is_built():
-    boost, inner = auto({"freeze": {"groups": 4}}), optax.sgd(0.1)
-    with pytest.raises(
-        ValueError, match=r"^scheduled_freeze: params must be given where groups is a number"
-    ):
-        boost.optimizer(inner)
-    with pytest.raises(
-        ValueError, match=r"^scheduled_freeze: groups must be at most the number of layers, 3"
-    ):
-        boost.optimizer(inner, mlp())
-    many = auto({"loss_scale": {"kind": "group", "groups": 4}})
-    with pytest.raises(ValueError, match=r"^group_loss_scale: groups must be at most the number"):
-        many.optimizer(inner, mlp())
-    within = auto({"reduce": {"kind": "adasum", "within": "cores"}})
-    with pytest.raises(ValueError, match=r"^adasum: within must be one of several axes"):
-        within.optimizer(inner, axis_name="data")
-    within.optimizer(inner, axis_name=("nodes", "cores")).init(mlp())
+WITHIN = {"reduce": {"kind": "adasum", "within": "cores"}}
+MANY = {"loss_scale": {"kind": "group", "groups": 4}}
+LATER = (
+    (
+        {"freeze": {"groups": 4}},
+        None,
+        "scheduled_freeze: params must be given where groups is a nu",
+    ),
+    ({"freeze": {"groups": 4}}, mlp(), "scheduled_freeze: groups must be at most the number of la"),
+    (MANY, mlp(), "group_loss_scale: groups must be at most the number of layers, 3"),
+    (WITHIN, None, r"adasum: axis_name must be .* different ones, got \(\)"),
+)
+
+
+@pytest.mark.parametrize(("config", "params", "text"), LATER)
+def test_what_params_and_axes_alone_can_tell_is_refused_when_the_chain_is_built(
+    config, params, text
+):
+    with pytest.raises(ValueError, match=f"^{text}"):
+        auto(config).optimizer(optax.sgd(0.1), params, axis_name="cores")
+
+
+def test_a_chain_wants_an_optimizer_and_a_finish_what_was_recorded():
+    auto(WITHIN).optimizer(optax.sgd(0.1), axis_name=("nodes", "cores")).init(mlp())
     with pytest.raises(TypeError, match=r"^Boost.optimizer: inner must be"):
-        boost.optimizer(3)
+        auto({}).optimizer(3)
     with pytest.raises(ValueError, match=r"^Boost.finish: config.dim_reduce must be given"):
-        boost.finish((), mlp())
+        auto({}).finish((), mlp())
 
 
 # What a factory cannot do without.
@@ -280,7 +291,7 @@ NEEDED = {
 def test_every_factory_is_a_key_with_its_own_arguments_and_goes_to_json_and_back(name, tmp_path):
     key, kind = keys.NAMED[name]
     takes = keys.takes(keys.PARTS[key][kind])
-    plain = {x: p.default for x, p in takes.items() if isinstance(p.default, (int, float, str))}
+    plain = {x: default for x, default in takes.items() if isinstance(default, (int, float, str))}
     value = plain | NEEDED.get(name, {})
     boost = auto({name: value})
     assert boost.config == {key: ({"kind": kind} if kind else {}) | value}
@@ -291,11 +302,10 @@ def test_every_factory_is_a_key_with_its_own_arguments_and_goes_to_json_and_back
     assert not set(takes) & {"inner", "axis_name", "tree", "less_bn", "module"}
 
 
-@pytest.mark.parametrize("level", ["O0", "O1", "O2"])
 @pytest.mark.parametrize("strict", [True, False])
-def test_a_level_is_a_configuration(level, strict):
-    config = auto(level, strict=strict).config
-    assert auto(json.loads(json.dumps(config))).config == config
+def test_a_level_is_a_configuration(strict):
+    for config in (auto(level, strict=strict).config for level in ("O0", "O1", "O2")):
+        assert auto(json.loads(json.dumps(config))).config == config
 
 
 BROKEN = [b"", b'{"loss_scale": "dyn', b"\x80\x04\x95", b"[" * 100_000, b"import os", b'{"a": 1}}']
@@ -320,18 +330,11 @@ def test_a_dictionary_changes_its_level_field_by_field():
     assert auto({"reduce": "int8"}, level="O2").config["reduce"] == {"kind": "int8"}
 
 
-SPARSE, DROPS = {"bucket_bytes": 2**23}, {"error_feedback": False}
+# The others: tests/test_singa_modes.py.
 SINGAS = (
     ("half", {"clipping": True}, {"kind": "mean", "dtype": "float16", "clip": 100.0}),
     ("plain", {"threshold": 0}, {"kind": "mean", "bucket_bytes": 1}),
     ("partialUpdate", {"partitions": 3}, {"kind": "partial", "partitions": 3}),
-    ("partialUpdate", {"threshold": 10}, {"kind": "partial", "bucket_bytes": 40}),
-    ("sparseTopK", {"topK": True}, {"kind": "top-k", "density": 0.05, **SPARSE}),
-    (
-        "sparseThreshold",
-        {"spars": 0.1, "capacity": 0.2, "threshold": 8, "corr": False},
-        {"kind": "threshold", "threshold": 0.1, "capacity": 0.2, "bucket_bytes": 32, **DROPS},
-    ),
 )
 
 
@@ -351,32 +354,24 @@ def names(state):
 
 EVERYTHING = {
     **{"loss_scale": "dynamic", "accumulate": 2, "centralize": True, "clip": 1.0},
-    "reduce": {"kind": "mean", "wire": "bfloat16"},
+    "reduce": {"kind": "mean", "dtype": "bfloat16"},
 }
 WINDOW = {"accumulate": {"every": 2, "drop": "window"}}
 GROUPED = {"reduce": "adasum-delta", "loss_scale": {"kind": "group", "groups": 3}}
-MANY = {
-    "carry": {"rules": {"layer_0/bias": "last"}},
-    "check_updates": True,
-    "freeze": {"groups": 3},
-}
+RULES = {"rules": {"layer_0/bias": "last"}}
+FROZEN = {"carry": RULES, "check_updates": True, "freeze": {"groups": 3}}
+RECORDED = {"reduce": "adasum", "dim_reduce": True}
+LOCAL = {"reduce": {"kind": "local", "every": 2}, "skip_spikes": True}
+STORED = {"average_params": "window", "dim_reduce": True, "store": {"moments": "bfloat16"}}
+AROUND = "LossScale Accumulate"
 ORDERS = (
-    ({}, "LossScale Accumulate Empty Empty Empty Trace"),
+    ({}, f"{AROUND} Empty Empty Empty Trace"),
     (WINDOW, "Accumulate LossScale Empty Empty Empty Trace"),
-    (
-        {"reduce": "adasum", "dim_reduce": True},
-        "LossScale Accumulate Trajectory Adasum Empty Empty Trace",
-    ),
+    (RECORDED, f"{AROUND} Trajectory Adasum Empty Empty Trace"),
     (GROUPED, "GroupLossScale Accumulate AdasumDelta Empty Empty Trace"),
-    (
-        {"reduce": {"kind": "local", "every": 2}, "skip_spikes": True},
-        "LossScale Accumulate Gate LocalUpdates Empty Empty Trace",
-    ),
-    (
-        {"average_params": "window", "dim_reduce": True, "store": {"moments": "bfloat16"}},
-        "LossScale Accumulate AverageParams Store Trajectory Empty Empty Empty Trace",
-    ),
-    (MANY, "ScheduledFreeze Carry LossScale Accumulate Empty Empty Empty CheckUpdates"),
+    (LOCAL, f"{AROUND} Gate LocalUpdates Empty Empty Trace"),
+    (STORED, f"{AROUND} AverageParams Store Trajectory Empty Empty Empty Trace"),
+    (FROZEN, f"ScheduledFreeze Carry {AROUND} Empty Empty Empty CheckUpdates"),
 )
 
 
@@ -394,26 +389,23 @@ def test_what_mindspore_cannot_combine_trains_in_one_step(mesh):
     off = {"less_bn": None, "dim_reduce": None}
     config = auto(asked | more).config | off | {"loss_scale": "dynamic"}
     step, state, metrics = train(config, calls=6, mesh=mesh)
-    assert_trained(step, state, metrics)
-    assert int(metrics["optimizer_steps"]) == 3
+    assert int(metrics["optimizer_steps"]) == 3 and np.isfinite(metrics["loss"])
     assert "frozen_groups" in metrics
+    params = step.common_params(state)
+    chex.assert_tree_all_finite(params)
+    assert (params["layer_2"]["kernel"] != mlp()["layer_2"]["kernel"]).any()
 
 
 def by_hand(axis):
     """What the configuration below is, written out."""
-    reduction = [] if axis is None else [boostax.adasum(axis)]
-    tx = optax.chain(
-        *reduction,
-        boostax.centralize_gradients(),
-        optax.clip_by_global_norm(0.5),
-        optax.adamw(1e-2),
-    )
+    parts = [] if axis is None else [boostax.adasum(axis)]
+    parts += [boostax.centralize_gradients(), optax.clip_by_global_norm(0.5), optax.adamw(1e-2)]
+    tx = optax.chain(*parts)
     tx = boostax.accumulate(tx, 2, axis_name=axis)
     tx = boostax.dynamic_loss_scale(tx, init_scale=2.0**10, axis_name=axis)
     schedule = boostax.freeze_schedule("interval", total_steps=8, frozen_fraction=0.5)
-    return boostax.scheduled_freeze(
-        tx, boostax.freeze.prefix_groups(mlp(), 2), schedule, repeat=True
-    )
+    groups = boostax.freeze.prefix_groups(mlp(), 2)
+    return boostax.scheduled_freeze(tx, groups, schedule, repeat=True)
 
 
 @pytest.mark.parametrize("devices", [pytest.param(1, marks=pytest.mark.long), 8])
@@ -435,7 +427,6 @@ def test_a_run_from_a_configuration_is_that_of_a_chain_by_hand_bit_for_bit(mesh,
     expected = step.init(mlp())
     for batch in batches(4):
         expected, reported = step(expected, batch)
-    assert jax.tree.structure(state) == jax.tree.structure(expected)
     chex.assert_trees_all_equal((state, metrics), (expected, reported))
 
 
@@ -532,29 +523,6 @@ def test_the_dictionary_of_the_page_runs_as_it_is(level):
     assert said == (level == "O2")
 
 
-def test_every_row_is_read_as_mindspore_reads_it(golden):
-    *rows, _ = json.loads((golden / "autoboost_configs.json").read_text())
-    for i, row in enumerate(rows):
-        data = row["dict"] or {}
-        if "error" in row:
-            with pytest.raises((ValueError, TypeError)):
-                auto(data, level=row["level"], strict=False)
-            continue
-        boost = auto(data, level=row["level"], strict=False)
-        expected = dict(row["config"], loss_scale_group=False)
-        if expected["grad_freeze"]:
-            expected |= {"adasum": False, "grad_accumulation": False}
-        if expected["dim_reduce"]:
-            expected = dict.fromkeys(expected, False) | {"dim_reduce": True}
-        assert switches(boost.config) == expected, i
-        assert_settings(boost.config, row["attrs"])
-        # Each switch that says otherwise than what is built has a note.
-        said = "\n".join(boost.notes)
-        for name, value in {**data.get("boost", {}), **row["config"]}.items():
-            if name in expected and value != expected[name]:
-                assert f"boost.{name} = " in said, (i, name)
-
-
 def test_what_mindspore_ignores_is_noted():
     data = {
         "boost": {"mode": "manual", "les_bn": True, "grad_accumulation": True},
@@ -622,7 +590,7 @@ def test_one_file_is_a_job():
         "boost": {"mode": "manual", **off, "grad_accumulation": True},
         "grad_accumulation": {"grad_accumulation_step": 2},
         "loss_scale": {"kind": "dynamic", "init_scale": 65536.0},
-        "reduce": {"kind": "mean", "wire": "float16"},
+        "reduce": {"kind": "mean", "dtype": "float16"},
     }
     half = {"kind": "mean", "dtype": "float16"}
     boost = auto(job)

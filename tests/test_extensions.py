@@ -177,7 +177,7 @@ def test_a_configuration_names_them():
     chain = ["dynamic_loss_scale", "accumulate", "drop_spikes", "sign_reduce"]
     assert [part.name for part in found.parts][:5] == [*chain, "clip_by_global_norm"]
     assert not found.findings
-    with pytest.raises(ValueError, match="axis_name must be given with the reduction sign_red"):
+    with pytest.raises(ValueError, match="axis_name must be given with the reduction 'sign_red"):
         boost.optimizer(optax.sgd(0.1))
 
 

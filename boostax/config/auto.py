@@ -14,7 +14,7 @@ import optax
 import boostax
 from boostax._core import axes, checks, trees
 from boostax.chain.parts import read
-from boostax.chain.roles import REDUCTIONS, UNKNOWN, role
+from boostax.chain.roles import REDUCTIONS, role
 from boostax.config import keys, mindspore
 from boostax.config.singa import singa
 from boostax.model.less_bn import LessBNReport, changed
@@ -141,7 +141,6 @@ class Boost:
         inner: optax.GradientTransformation,
         params: PyTree = None,
         *,
-        axis_name: axes.AxisName | None = None,
         less_bn: LessBNReport | None = None,
         **options: Any,
     ) -> boostax.train.TrainStep:
@@ -151,9 +150,9 @@ class Boost:
           loss_fn: as there.
           inner: as in ``optimizer``.
           params: as in ``optimizer``; ``step.init`` wants them again.
-          axis_name: as there, and of the chain.
           less_bn: where LessBN is on, the report that came with the ``model`` of the loss.
-          **options: ``mesh`` and further ones of ``boostax.make_train_step``.
+          **options: ``axis_name``, which the chain has, too, ``mesh`` and further ones of
+            ``boostax.make_train_step``.
 
         Returns:
           A ``TrainStep``. Cost: as there.
@@ -163,11 +162,10 @@ class Boost:
             params that are not of that model.
         """
         self._require_less_bn(less_bn, params)
+        options = {"microbatches": self.config.get("microbatches", 1), "axis_name": None} | options
+        axis_name: Any = options["axis_name"]
         tx = self.optimizer(inner, params, axis_name=axis_name, less_bn=less_bn)
-        options = {"microbatches": self.config.get("microbatches", 1)} | options
-        return boostax.make_train_step(
-            loss_fn, tx, axis_name=axis_name, policy=self.policy, **options
-        )
+        return boostax.make_train_step(loss_fn, tx, policy=self.policy, **options)
 
     def finish(
         self,
@@ -196,10 +194,7 @@ class Boost:
           ValueError, TypeError: no ``dim_reduce`` in the configuration; a state that recorded
             nothing, or too little; as ``boostax.dim_reduce``.
         """
-        hint, there = (
-            'auto({"dim_reduce": True}) records every tenth step.',
-            "dim_reduce" in self.config,
-        )
+        there, hint = "dim_reduce" in self.config, '"dim_reduce": True records every tenth step.'
         checks.require("Boost.finish", "config.dim_reduce", None, "given", there, hint)
         place = {"axis_name": axis_name, "tree": params, "source": source, "residual": residual}
         return self._finish(place)
@@ -237,15 +232,13 @@ class Boost:
     ) -> optax.GradientTransformationExtraArgs:
         """Put each part of the order in front of, or around, what there is."""
         parts, config = [inner], {"reduce": _MEAN} | self.config
-        without = not axes.canonical("Boost.optimizer", place["axis_name"])
+        replicas = axes.canonical("Boost.optimizer", place["axis_name"])
         for key in order:
             own = [(f, config[name]) for name, (f, where) in self.own.items() if where == key]
-            # Another reduction stands in the place of the mean; without replicas there is none.
-            if key == "reduce" and (own or without):
-                layers = [] if without else own
-            else:
-                layers = [*([keys.chosen(key, config[key])] if key in config else []), *own]
-            for factory, told in layers:
+            # A reduction of a user's own stands in the place of boostax's.
+            if key in config and not (own and key == "reduce"):
+                own = [keys.chosen(key, config[key]), *own]
+            for factory, told in own if replicas or key != "reduce" else ():
                 parts = keys.layer(factory, told, parts, **place)
         return optax.with_extra_args_support(keys.chained(parts))
 
@@ -325,9 +318,7 @@ def auto(
     keys.flag(_WHO, "strict", strict is None or strict)
     own = _owned(data, factories)
     config, notes = _foreign(data, level or "O0", strict is not False, own)
-    boost = Boost(_read(data, config, own), notes, own, strict is not False)
-    _check_together(boost)
-    return boost
+    return _together(Boost(_read(data, config, own), notes, own, strict is not False))
 
 
 def _foreign(
@@ -381,16 +372,14 @@ def _owned(
         allowed, fits = "functions of your own", callable(factory) and name not in keys.NAMED
         hint = "Keys name boostax's own without it."
         checks.require(_WHO, "factories", factory, allowed, fits, hint)
-        if data.get(name) in (None, False):
+        if data.get(name) is None or data[name] is False:
             data.pop(name, None)
             continue
         told = keys.part(name, data[name], own=factory)
         made, *_ = keys.layer(factory, told, [optax.identity()], axis_name="axis")
         what = role(read(made))
-        hint = "What is of the optimizer belongs into it."
-        if what == UNKNOWN:
-            hint = f'@boostax.describe({name!r}, "clip") on its update says what it is.'
         allowed = "described with a role that has a place in a chain"
+        hint = f"@boostax.describe({name!r}, 'clip') says one; the optimizer's belongs into it."
         checks.require(_WHO, name, what, allowed, what in _PLACES, hint)
         found[name] = (factory, _PLACES[what])
     return found
@@ -413,7 +402,7 @@ def _loaded(path: str | pathlib.Path) -> Any:
         raise ValueError(text) from error
 
 
-def _check_together(boost: Boost) -> None:
+def _together(boost: Boost) -> Boost:
     """Refuse parts that do not go together."""
     config, (kind, _) = boost.config, boost.reduction()
     asked, hint = config.get("reduce", _MEAN), f"{kind} takes its place."
@@ -423,15 +412,16 @@ def _check_together(boost: Boost) -> None:
     hint = "Small gradients vanish without: 'dynamic' scales, and bfloat16 needs none."
     allowed, fits = "given where policy computes in float16", "loss_scale" in config or not half
     checks.require(_WHO, "loss_scale", None, allowed, fits, hint)
-    own, freezes = kind in ("partial", "local"), "freeze" in config
-    hint = "What is frozen between two synchronizations would stay different on every replica."
-    fits = not (freezes and own)
-    checks.require(_WHO, "reduce", kind, "no 'partial' or 'local' with freeze", fits, hint)
-    finish = config.get("dim_reduce", {"every": None})
-    every = None if finish.keys() & {*keys.FILES} else finish.get("every", 10)
-    if freezes or own:
-        allowed = f"None with {f'reduce {kind!r}' if own else 'freeze'}"
-        hint = "Each replica has params of its own." if own else "What is frozen would be missing."
-        checks.absent(_WHO, "average_params", config.get("average_params"), allowed, hint)
-        hint += " boost.finish takes a basis of snapshots from elsewhere: dim_reduce.every = None."
-        checks.absent(_WHO, "dim_reduce.every", every, allowed, hint)
+    # Params of each replica's own, and frozen ones, are not those of the run.
+    apart = f"reduce {kind!r}" if kind in ("partial", "local") else "freeze"
+    finish, own = config.get("dim_reduce", {"every": None}), apart != "freeze"
+    files = finish.keys() & {*keys.FILES}
+    beside = {
+        "freeze": config.get("freeze") if own else None,
+        "average_params": config.get("average_params"),
+        "dim_reduce.every": None if files else finish.get("every", 10),
+    }
+    for name, value in beside.items() if own or "freeze" in config else ():
+        hint = "They would differ from replica to replica." if own else "Frozen params are missing."
+        checks.absent(_WHO, name, value, f"None with {apart}", hint)
+    return boost

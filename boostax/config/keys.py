@@ -2,8 +2,8 @@
 """Factories that a configuration names, in their one order, and their arguments as data.
 
 A factory's signature says what a configuration can give it; the chain supplies the optimizer
-inside, the replica axes and the params. An argument that is no data (a schedule, a tree of labels)
-is made by a function here, whose own arguments a configuration then has.
+inside, the replica axes and the params. Arguments that are no data (a schedule, a tree of labels)
+are made by a function here, from data that stand in their place.
 """
 
 import contextlib
@@ -12,6 +12,7 @@ import difflib
 import functools
 import glob
 import inspect
+import types
 from collections.abc import Callable, Generator, Iterable, Mapping
 from typing import Any, TypeAlias
 
@@ -64,159 +65,135 @@ PARTS = {**ORDER, "policy": {"": boostax.policy}, "less_bn": {"": boostax.less_b
 # Each factory is a key by its own name, too.
 NAMED = {f.__name__: (key, kind) for key, kinds in PARTS.items() for kind, f in kinds.items()}
 KEYS = tuple(dict.fromkeys((*PARTS, "microbatches", *NAMED)))
-# Arguments that a chain gives (``tree`` are the params), and what is a transformation itself.
-_PLACE = {"inner", "module", "args", "kwargs", "axis_name", "tree", "less_bn", "source", "residual"}
-_PLACE |= {"outer", "reduction"}
+# Arguments that a chain gives; ``tree`` are the params.
+_PLACE = ("inner", "module", "args", "kwargs", "axis_name", "tree", "less_bn")
 # With one of these dim_reduce begins at once.
 FILES = ("weight_load_dir", "pca_mat_path")
 # Names of a configuration's for arguments of the functions that make arguments.
 _RENAMED = {"n": "groups", "directory": FILES[0], "path": FILES[1]}
 # Stands for the params while a configuration is checked.
 _LATER = object()
+# What the functions below are told where a chain does not say it.
+_NOWHERE: Any = dict.fromkeys(("axis_name", "tree", "less_bn", "source", "residual"))
+_GROUPS = {"groups": 4, "order": None, "level": None, "cut": "layers"}
+_STEPS = {"total_steps": None, "frozen_fraction": None, "seed": None, "freeze_p": None}
+_FINISH = {
+    **{"n_components": 20, "every": 10, "start": 0, "weight_load_dir": None, "pca_mat_path": None},
+    **{"residual_rate": None, "residual_momentum": 0.0},
+    **{"rule": "boostax", "shrink": None, "slope": None},
+}
 
 
-def _every(every: Any = 1, drop: str = "micro-batch") -> Any:
+def _window(told: Any) -> dict[str, Any]:
     """Let ``drop`` say what an overflow takes with it: itself, or all of its window."""
-    checks.choice("", "drop", drop, ("micro-batch", "window"), "'window' puts the scaler inside.")
-    return every
+    hint = "'window' puts the scaler inside."
+    checks.choice("", "drop", told.drop, ("micro-batch", "window"), hint)
+    return {}
 
 
-def _axes(axes: Any = "auto", after_decay: bool = False, less_bn: Any = None) -> Any:
+def _axes(told: Any) -> dict[str, Any]:
     """Leave the normalized head of LessBN alone, as MindSpore does."""
-    del after_decay  # of the layer
-    if less_bn is None or less_bn.head is None or callable(axes):
-        return axes
-    return {glob.escape(less_bn.head): None} | ({} if isinstance(axes, str) else dict(axes))
+    if told.less_bn is None or told.less_bn.head is None or callable(told.axes):
+        return {}
+    rules: Any = {} if isinstance(told.axes, str) else dict(told.axes)
+    return {"axes": {glob.escape(told.less_bn.head): None} | rules}
 
 
-def _groups(
-    groups: Any = 4,
-    order: Any = None,
-    level: int | None = None,
-    cut: str = "layers",
-    tree: Any = None,
-    less_bn: Any = None,
-) -> Any:
+def _groups(told: Any) -> Any:
     """Cut a number of groups by layers, or in MindSpore's buckets; patterns and names pass."""
+    cut, groups, tree = told.cut, told.groups, told.tree
     checks.choice("", "cut", cut, ("layers", "mindspore"), "MindSpore cuts buckets of params.")
     if groups and isinstance(groups, (tuple, Mapping)):
         return groups
     hint = "4 cuts the layers into quarters; ['embed', 'block_*'] names groups by patterns."
-    count = checks.positive_int("", "groups", groups, hint)
+    checks.positive_int("", "groups", groups, hint)
     allowed = f"given where groups is a number, {groups}"
     checks.require("", "params", tree, allowed, tree is not None, "Or name them by patterns.")
     if tree is _LATER:
         return {"any": 0}
     if cut == "layers":
-        return freeze.prefix_groups(tree, count, order=order, level=level)
-    checks.absent("", "level", level, "left out with cut 'mindspore'", "Its buckets are of params.")
-    removed = less_bn.removed if less_bn else ()
-    return freeze.mindspore_groups(tree, count, order=order, removed=removed)
+        return freeze.prefix_groups(tree, groups, order=told.order, level=told.level)
+    hint = "Its buckets are of params."
+    checks.absent("", "level", told.level, "left out with cut 'mindspore'", hint)
+    removed = told.less_bn.removed if told.less_bn else ()
+    return freeze.mindspore_groups(tree, groups, order=told.order, removed=removed)
 
 
-def _schedule(
-    kind: Any = "interval",
-    total_steps: int | None = None,
-    frozen_fraction: float | None = None,
-    seed: int | None = None,
-    freeze_p: float | None = None,
-) -> Any:
+def _schedule(told: Any) -> dict[str, Any]:
     """Make a schedule by its name or a function; a sequence of depths is one."""
-    options: Any = {"frozen_fraction": frozen_fraction, "seed": seed, "freeze_p": freeze_p}
+    kind, options = told.kind, {name: getattr(told, name) for name in _STEPS}
+    found = {"groups": _groups(told)}
     if isinstance(kind, tuple):
-        for name, value in {**options, "total_steps": total_steps}.items():
+        for name, value in options.items():
             checks.absent("", name, value, "left out with depths", "They start anew at their end.")
-        return kind
-    # The two that freeze for good want to know when; the others take MindSpore's default.
-    steps: Any = total_steps or (None if kind in ("progressive", "ramp") else 65536)
-    return freeze.freeze_schedule(kind, total_steps=steps, **options)
+        return found | {"schedule": kind, "repeat": True}
+    # The other two freeze for good, and want to know when; 65536 is MindSpore's default.
+    if told.total_steps is None and kind not in ("progressive", "ramp"):
+        options["total_steps"] = 65536
+    anew = kind in ("interval", "continuous")
+    return found | {"schedule": freeze.freeze_schedule(kind, **options), "repeat": anew}
 
 
-def _starts_anew(kind: Any = "interval") -> bool:
-    return isinstance(kind, tuple) or kind in ("interval", "continuous")
+def _finish(told: Any) -> dict[str, Any]:
+    """Take a rule by its name, and an SGD outside the span if no optimizer is given."""
+    rule, rate, momentum = told.rule, told.residual_rate, told.residual_momentum
+    checks.choice("", "rule", rule, tuple(RULES), nearest(rule, RULES))
+    search = {name: getattr(told, name) for name in ("shrink", "slope")}
+    search = {name: x for name, x in search.items() if x is not None}
+    for name, value in {**search, "residual_momentum": momentum}.items():
+        checks.number("", name, value, "in [0, 1)", lambda x: 0 <= x < 1, "Or leave it out.")
+    outside = told.residual
+    if outside is None and rate is not None:
+        checks.number("", "residual_rate", rate, "positive", lambda x: x > 0, "Or leave it out.")
+        outside = optax.sgd(rate, momentum or None)
+    if outside is not None and told.axis_name is not None:
+        outside = optax.chain(boostax.all_reduce(told.axis_name), outside)
+    rule = dataclasses.replace(RULES[rule], **search)
+    return {"basis": _basis(told), "residual": outside, "rule": rule}
 
 
-def _basis(
-    n_components: int = 20,
-    every: Any = 10,
-    start: int = 0,
-    weight_load_dir: str | None = None,
-    pca_mat_path: str | None = None,
-    tree: Any = None,
-    source: Any = None,
-) -> Any:
+def _basis(told: Any) -> Any:
     """Read a basis from a source; without one return the recorder of its snapshots, if any."""
-    count = checks.positive_int("", "n_components", n_components, "It counts directions.")
-    files = [x for x in (weight_load_dir, pca_mat_path) if x is not None]
+    count, tree = told.n_components, told.tree
+    checks.positive_int("", "n_components", count, "It counts directions.")
+    files = [x for x in (told.weight_load_dir, told.pca_mat_path) if x is not None]
     fits, hint = len(files) < 2, "The one or the other makes the basis."
-    checks.require("", FILES[0], weight_load_dir, "left out with pca_mat_path", fits, hint)
-    if source is None:
-        none = files or every is None
-        return None if none else subspace.record_trajectory(count + 1, every=every, start=start)
-    if isinstance(source, subspace.Basis):
-        return source
-    if source is not FILES:
-        return subspace.trajectory_basis(source, count, params=tree)
+    checks.require("", FILES[0], told.weight_load_dir, "left out with pca_mat_path", fits, hint)
+    if told.source is None:
+        if files or told.every is None:
+            return None
+        return subspace.record_trajectory(count + 1, every=told.every, start=told.start)
+    if told.source is not FILES:
+        found = isinstance(told.source, subspace.Basis)
+        return told.source if found else subspace.trajectory_basis(told.source, count, params=tree)
     allowed, hint = "given where there is no run before", "boost.finish(basis, params) takes any."
     checks.require("", " or ".join(FILES), None, allowed, len(files) > 0, hint)
     allowed, hint = "given where files are read", "They name what is to be in them."
     checks.require("", "params", tree, allowed, tree is not None, hint)
-    if pca_mat_path is not None:
-        return saved_basis(pca_mat_path, tree, count)
+    if told.pca_mat_path is not None:
+        return saved_basis(told.pca_mat_path, tree, count)
     return subspace.pca_basis(subspace.checkpoint_snapshots(files[0], tree), count)
 
 
-def _residual(
-    residual_rate: Any = None,
-    residual_momentum: Any = 0.0,
-    residual: Any = None,
-    axis_name: Any = None,
-) -> Any:
-    """Make the optimizer of what lies outside the span: an SGD, if none is given."""
-    if residual is None and residual_rate is not None:
-        residual = optax.sgd(residual_rate, residual_momentum or None)
-    if residual is None or axis_name is None:
-        return residual
-    return optax.chain(boostax.all_reduce(axis_name), residual)
-
-
-def _rule(rule: str = "boostax", shrink: Any = None, slope: Any = None) -> Any:
-    """Take a rule by its name, with another line search if one is asked for."""
-    checks.choice("", "rule", rule, tuple(RULES), nearest(rule, RULES))
-    search = {name: x for name, x in (("shrink", shrink), ("slope", slope)) if x is not None}
-    for name, value in search.items():
-        checks.number("", name, value, "in (0, 1)", lambda x: 0 < x < 1, "Or leave it out.")
-    return dataclasses.replace(RULES[rule], **search)
-
-
-# Arguments that are no data, by the functions that make them.
-_MADE: dict[tuple[str, str], Factory] = {
-    ("accumulate", "every"): _every,
-    ("centralize_gradients", "axes"): _axes,
-    ("dim_reduce", "basis"): _basis,
-    ("dim_reduce", "residual"): _residual,
-    ("dim_reduce", "rule"): _rule,
-    ("group_loss_scale", "labels"): _groups,
-    ("scheduled_freeze", "groups"): _groups,
-    ("scheduled_freeze", "schedule"): _schedule,
-    ("scheduled_freeze", "repeat"): _starts_anew,
+_CENTRALIZE = {"multiple_of": None, "axes": "auto", "after_decay": False}
+# By factory the function that makes arguments, their names, and what a configuration says instead.
+_MADE: dict[str, tuple[Factory, str, dict[str, Any]]] = {
+    "accumulate": (_window, "", {"every": 1, "drop": "micro-batch"}),
+    "centralize_gradients": (_axes, "", _CENTRALIZE),
+    "dim_reduce": (_finish, "basis residual rule", _FINISH),
+    "group_loss_scale": (lambda told: {"labels": _groups(told)}, "labels", _GROUPS),
+    "local_updates": (lambda told: {}, "outer reduction", {}),
+    "scheduled_freeze": (_schedule, "schedule repeat", {"kind": "interval", **_GROUPS, **_STEPS}),
 }
 
 
 @functools.cache
-def _signature(factory: Factory) -> dict[str, inspect.Parameter]:
-    return dict(inspect.signature(factory).parameters)
-
-
-@functools.cache
-def takes(factory: Factory) -> dict[str, inspect.Parameter]:
-    """Return what data can say to a factory; a ``kind`` comes first."""
-    found: dict[str, inspect.Parameter] = {}
-    for name, parameter in _signature(factory).items():
-        make = _MADE.get((factory.__name__, name))
-        found |= _signature(make) if make else {name: parameter}
-    data = {name: p for name, p in found.items() if name not in _PLACE}
-    return dict(sorted(data.items(), key=lambda item: item[0] != "kind"))
+def takes(factory: Factory) -> dict[str, Any]:
+    """Return what data can say to a factory, with the defaults."""
+    _, made, instead = _MADE.get(factory.__name__, (None, "", {}))
+    theirs = inspect.signature(factory).parameters
+    own = {x: p.default for x, p in theirs.items() if x not in _PLACE and x not in made.split()}
+    return instead | {x: default for x, default in own.items() if x not in instead}
 
 
 def layer(factory: Factory, given: Mapping[str, Any], parts: Chain, **place: Any) -> Chain:
@@ -237,16 +214,16 @@ def layer(factory: Factory, given: Mapping[str, Any], parts: Chain, **place: Any
     if isinstance(within := told.get("within"), str):  # The axis of the fast links.
         names = axes.canonical(who, place["axis_name"])
         told["axis_name"] = tuple(name for name in names if name != within)
-    with speaking_of(who, _RENAMED):
-        made = {
-            name: make(**{key: told[key] for key in _signature(make) if key in told})
-            for name in _signature(factory)
-            if (make := _MADE.get((who, name)))
-        }
-    told = {name: x for name, x in (told | made).items() if name in _signature(factory)}
+    if who in _MADE:
+        make, _, instead = _MADE[who]
+        with speaking_of(who, _RENAMED):
+            told = {**instead, **told}
+            told |= make(types.SimpleNamespace(**{**_NOWHERE, **told}))
+    names = inspect.signature(factory).parameters
+    told = {name: x for name, x in told.items() if name in names}
     if factory is boostax.dim_reduce and "source" not in place:  # It records during the run.
         return [*filter(None, [told["basis"]]), *parts]
-    if "inner" in _signature(factory):
+    if "inner" in names:
         return [factory(chained(parts), **told)]
     tx = factory(**told)
     return [_after_decay(tx, chained(parts))] if given.get("after_decay") else [tx, *parts]
@@ -311,10 +288,10 @@ def part(
     known(given, takes(factory), f"arguments of {who}")
     if told.items() <= before.items():
         given = {x: y for x, y in before.items() if x not in told} | given
-    for x, parameter in takes(factory).items():
-        there = x in given or parameter.default is not parameter.empty
+    for x, default in takes(factory).items():
+        there = x in given or default is not inspect.Parameter.empty
         checks.require(who, x, None, "given", there, "It has no default.")
-        if isinstance(parameter.default, bool) and x in given:
+        if isinstance(default, bool) and x in given:
             flag(who, x, given[x])
     if key != "less_bn":  # It wants a model.
         layer(factory, given, [optax.identity()], axis_name="axis", tree=_LATER)

@@ -9,7 +9,7 @@ is global.
 
 import dataclasses
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from importlib.resources import files
 from typing import Any
 
@@ -33,6 +33,20 @@ _NAMES = {
 }
 
 
+def _listed(value: Any) -> bool:
+    return value is None or (
+        isinstance(value, (list, tuple)) and all(type(x) is int for x in value)
+    )
+
+
+# Of settings that boostax does not check itself the values, a test of them, and a hint.
+_VALUES: dict[str, tuple[str, Callable[[Any], bool], str]] = {
+    "gradient_split_groups": ("a list of integers", _listed, "[50, 100] cuts params in three."),
+    "freeze_type": ("0 or 1", lambda x: type(x) is int and 0 <= x < 2, "1 freezes by intervals."),
+    "gc_flag": ("True or False", lambda x: isinstance(x, bool), "JSON: true or false."),
+}
+
+
 def is_mindspore(data: Mapping[str, Any]) -> bool:
     """Tell whether a dictionary is MindSpore's: it has a key that boostax has not."""
     shared = {name: data[name] for name in _SHARED if isinstance(data.get(name), Mapping)}
@@ -48,16 +62,16 @@ def from_mindspore(
     Modes are MindSpore's: ``"auto"`` takes the level's techniques, ``"manual"`` these as changed by
     the switches, ``"enable_all"`` and ``"disable_all"`` all and none. Strictly, a level leaves
     ``grad_freeze`` out, which lost more than fewer steps, unless the dictionary has settings of it.
-    Settings of what is off have no effect, and are not looked at. DimReduce trains from the first step on,
-    from the files that ``pca_mat_path`` or ``weight_load_dir`` names, in the place of the
+    Settings of what is off have no effect, and are not looked at. DimReduce trains from the first
+    step on, from the files that ``pca_mat_path`` or ``weight_load_dir`` names, in the place of the
     optimizer.
 
     ``strict=False`` is MindSpore's own reading. An unknown level is ``"O0"``; unknown keys, and
-    switches that the mode does not look at, have no effect. Of techniques that are on, one can take another's place: ``dim_reduce`` that of all others,
-    ``grad_freeze`` that of AdaSum and of accumulation. Freezing goes by buckets of three params
-    with moments for each depth, centralization stands behind weight decay and leaves alone what
-    does not divide by 16, LessBN leaves a model without norms or head as it is, and
-    ``loss_scale_group`` switches nothing on.
+    switches that the mode does not look at, have no effect. Of techniques that are on, one can take
+    another's place: ``dim_reduce`` that of all others, ``grad_freeze`` that of AdaSum and of
+    accumulation. Freezing goes by buckets of three params with moments for each depth,
+    centralization stands behind weight decay and leaves alone what does not divide by 16, LessBN
+    leaves a model without norms or head as it is, and ``loss_scale_group`` switches nothing on.
 
     Args:
       data: what ``mindspore.boost.AutoBoost`` takes as ``boost_config_dict``; ``{}`` for nothing.
@@ -135,21 +149,16 @@ class _Reader:
         told: dict[str, Any] = {}
         for name, about in GROUPS[group].items():
             key, value = f"{group}.{name}", given.get(name, about.get("default"))
-            if name == "gradient_split_groups":
-                listed, hint = value or [], "[50, 100] cuts a list of params in three."
-                fits = isinstance(listed, (list, tuple)) and all(type(x) is int for x in listed)
-                checks.require(_WHO, key, value, "a list of integers", fits, hint, TypeError)
-            elif name == "freeze_type" and on:
-                fits, hint = type(value) is int and 0 <= value < 2, "1 freezes by intervals."
-                checks.require(_WHO, key, value, "0 or 1", fits, hint)
+            if on and name in _VALUES:
+                allowed, fits, hint = _VALUES[name]
+                checks.require(_WHO, key, value, allowed, fits(value), hint)
+            if name == "freeze_type":
                 value = "interval" if value else "continuous"
-            elif name == "gc_flag" and on:
-                flag(_WHO, key, value)
             if "is" in about:
                 told[about["is"]] = value
             elif on and value != about.get("default"):
                 self.notes.append(f"{key} = {value!r} has no effect: {about['why']}")
-        if not self.strict and told.get("pca_mat_path") and told["weight_load_dir"]:
+        if on and not self.strict and told.get("pca_mat_path") and told["weight_load_dir"]:
             why = "pca_mat_path takes its place."
             self.ignored("dim_reduce.weight_load_dir", told.pop("weight_load_dir"), "", "", why)
         return told
@@ -188,9 +197,8 @@ class _Reader:
             return on
         if level == "O0" and any(on.values()):
             self.notes.append(_NOTES["O0"])
-        why = {name: f"{winner} takes its place." for name in losers}
-        if winner == "dim_reduce" and "grad_accumulation" in why:
-            why["grad_accumulation"] = _NOTES["window"]
+        special = _NOTES["special"].get(winner, {})
+        why = {name: special.get(name, f"{winner} takes its place.") for name in losers}
         if on["loss_scale_group"]:
             why["loss_scale_group"] = _NOTES["groups"]
         self.notes += [f"boost.{name} = True has no effect: {x}" for name, x in why.items()]

@@ -4,11 +4,10 @@
 Each mode is a reduction here; ``docs/coming_from/singa.md`` says where they differ.
 """
 
-from collections.abc import Mapping
 from typing import Any
 
 from boostax._core import checks
-from boostax.config.keys import flag, nearest, part, speaking_of
+from boostax.config.keys import flag, known, nearest, part, speaking_of
 
 _WHO = "singa"
 # By mode the reduction, and the options that it has a use for.
@@ -40,8 +39,7 @@ def singa(options: Any) -> dict[str, Any]:
     Raises:
       ValueError, TypeError: an option that the mode has no use for, or a value out of range.
     """
-    fits, hint = isinstance(options, Mapping), "Such as {'dist_option': 'half'}."
-    checks.require("auto", _WHO, options, "a dictionary", fits, hint, TypeError)
+    known(options, options, "options", _WHO)
     given: dict[str, Any] = dict(options)
     mode = given.pop("dist_option", "plain")
     checks.choice(_WHO, "dist_option", mode, tuple(_MODES), nearest(mode, _MODES))
