@@ -20,7 +20,7 @@ CEILINGS = {
     "boostax": 630,
     "boostax/_core": 2350,
     "boostax/accumulate": 510,
-    "boostax/chain": 430,
+    "boostax/chain": 340,
     "boostax/config": 800,
     "boostax/freeze": 510,
     "boostax/inspect": 1240,

@@ -17,6 +17,7 @@ from boostax._core import checks
 from boostax._core.replicas import is_per_replica
 from boostax.accumulate.window import AccumulateState
 from boostax.inspect import collectives, hlo
+from boostax.inspect.collectives import CompiledCollective
 from boostax.inspect.hlo import Ways
 from boostax.inspect.tables import text
 from boostax.inspect.targets import Argument, compile_program
@@ -86,7 +87,7 @@ class Audit:
     aliased_bytes: int
     donated_in_vain: tuple[Buffer, ...]
     not_donated: tuple[Buffer, ...]
-    collectives: tuple[collectives.CompiledCollective, ...]
+    collectives: tuple[CompiledCollective, ...]
     reduced: Ways
     gathered: Ways
     wire_bytes: Ways
@@ -181,7 +182,6 @@ def audit(
         params = getattr(args[0], "params", args[0]) if args else None
     sizes = _sizes(params)
     memory: Any = made.compiled.memory_analysis()
-    in_vain, not_donated = _buffers(parsed, made.arguments)
     loops = (site for site in parsed.sites if site.instruction.op == "while")
     found = Audit(
         target=target or made.described,
@@ -193,8 +193,6 @@ def audit(
         temporary_bytes=memory.temp_size_in_bytes,
         output_bytes=memory.output_size_in_bytes,
         aliased_bytes=memory.alias_size_in_bytes,
-        donated_in_vain=in_vain,
-        not_donated=not_donated,
         collectives=listed,
         traffic=traffic(parsed),
         cycles=cycles(parsed),
@@ -204,23 +202,21 @@ def audit(
         findings=(),
         text=made.compiled.as_text(),
         window=_window(args) if calls == 1 else "",
+        **_buffers(parsed, made.arguments),
         **_sent(parsed, listed, made.mesh),
     )
     findings = wastes(found, [shape for shape, _ in sizes], made.mesh)
     return dataclasses.replace(found, findings=tuple(findings))
 
 
-def _sent(
-    program: hlo.Program, listed: Sequence[collectives.CompiledCollective], mesh: Mesh | None
-) -> dict[str, Any]:
+def _sent(program: hlo.Program, listed: Sequence[Any], mesh: Mesh | None) -> dict[str, Any]:
     """Return the fields of an audit that add up collectives."""
 
-    def total(of: Callable[[collectives.CompiledCollective], float]) -> Ways:
+    def total(of: Callable[[CompiledCollective], float]) -> Ways:
         return program.total((c.branches, of(c)) for c in listed)
 
-    wire = total(lambda c: c.wire_bytes)
-    hidden = total(lambda c: c.overlapped * c.wire_bytes)
-    border = "slice" if mesh is not None and collectives.slice_axes(mesh) else "host"
+    wire, hidden = total(lambda c: c.wire_bytes), total(lambda c: c.overlapped * c.wire_bytes)
+    border = "slice" if collectives.slice_axes(mesh) else "host"
     return {
         "reduced": total(lambda c: c.elements * c.executions * (c.does in collectives.REDUCES)),
         "gathered": total(lambda c: c.elements * c.executions * (c.does == "all-gather")),
@@ -237,14 +233,13 @@ def _window(args: Any) -> str:
         ours = isinstance(x, AccumulateState) and x.window is not None
         return ours or isinstance(x, optax.MultiStepsState)
 
-    found = jax.tree_util.tree_leaves_with_path(args, is_leaf=holds)
-    paths = (f"{jax.tree_util.keystr(path)}, {type(x).__name__}" for path, x in found if holds(x))
-    return next(paths, "")
+    for path, x in jax.tree_util.tree_leaves_with_path(args, is_leaf=holds):
+        if holds(x):
+            return f"{jax.tree_util.keystr(path)}, {type(x).__name__}"
+    return ""
 
 
-def _buffers(
-    program: hlo.Program, arguments: Sequence[Argument]
-) -> tuple[tuple[Buffer, ...], tuple[Buffer, ...]]:
+def _buffers(program: hlo.Program, arguments: Sequence[Argument]) -> dict[str, Any]:
     """Return arguments donated in vain, and those that could be donated and are not."""
     used = [x for x in arguments if x.sharding is not None]
     body = program.computations[program.entry].values()
@@ -262,21 +257,20 @@ def _buffers(
         if not x.donated and free[types[i]] > 0:
             free[types[i]] -= 1
             not_donated.append(x)
-    return tuple(map(_buffer, in_vain)), tuple(map(_buffer, not_donated))
-
-
-def _buffer(x: Argument) -> Buffer:
-    return Buffer(x.path, _local_bytes(x.types, x.sharding))
+    return {
+        name: tuple(Buffer(x.path, _local_bytes(x.types, x.sharding)) for x in found)
+        for name, found in (("donated_in_vain", in_vain), ("not_donated", not_donated))
+    }
 
 
 def _sizes(params: PyTree) -> list[tuple[tuple[int, ...], int]]:
     """Return each leaf's shape, without the replicas' dimension, and its bytes on one device."""
-    found: list[tuple[tuple[int, ...], int]] = []
-    for node in jax.tree.leaves(params, is_leaf=is_per_replica):
-        for x in (x for x in jax.tree.leaves(node) if hasattr(x, "shape")):
-            local = _local_bytes(x, getattr(x, "sharding", None))
-            found.append((x.shape[is_per_replica(node) :], local))
-    return found
+    return [
+        (x.shape[is_per_replica(node) :], _local_bytes(x, getattr(x, "sharding", None)))
+        for node in jax.tree.leaves(params, is_leaf=is_per_replica)
+        for x in jax.tree.leaves(node)
+        if hasattr(x, "shape")
+    ]
 
 
 def _local_bytes(x: Any, sharding: Any) -> int:

@@ -150,7 +150,7 @@ def _collective(
     does = next((whole for name, whole in windows if name in site.computation), kind)
     # The results of a start name its operands first.
     arrived = i.result[len(given) * i.op.endswith("-start") :]
-    reducer = i.attribute(r"to_apply=%([\w.\-]+)") or ""
+    reducer = i.attribute(r"to_apply=%([\w.\-]+)")
     packed = _packed(program, reducer, given)
     factor = 32 // bits(packed) if packed else 1
     operands = tuple(factor * x.elements for x in (arrived if kind == "all-gather" else given))
@@ -232,7 +232,7 @@ def _groups(instruction: Instruction, devices: int) -> list[tuple[int, ...]]:
             places = [3 * list(sizes).index(name) + 1 for name in parts]
             return _rows(_numbers(dims) or shape, _numbers(order), shape, places)
     written = instruction.attribute(r"((?:replica_groups|source_target_pairs)=.{0,60})")
-    if written is not None and not written.startswith("replica_groups={}"):
+    if written and not written.startswith("replica_groups={}"):
         raise unreadable("the groups of a collective", "of a known form", written)
     return [tuple(range(devices))]
 

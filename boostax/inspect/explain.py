@@ -100,16 +100,18 @@ class Explanation:
 
     def __str__(self) -> str:
         sent = "not counted" if self.problem else f"{self.wire_bytes:,.0f}"
-        blocks = [aligned(_cells(self.parts)), "\n".join(f"! {x}" for x in self.findings)]
-        notes = [
-            f"Kept on each device: {self.state_bytes:,.0f} bytes beside {self.params_bytes:,.0f} "
-            f"of params; sent per step: {sent}.",
-            self.problem and f"What is sent could not be counted: {self.problem}",
-            any(x.own_bytes for x in self.parts) and "Own bytes differ from replica to replica.",
-            any(x.role == UNKNOWN for x in self.parts)
-            and "An unknown part is counted, but its place is not judged.",
-        ]
-        return "\n\n".join(filter(None, (*blocks, "\n".join(filter(None, notes)))))
+        kept = f"{self.state_bytes:,.0f} bytes beside {self.params_bytes:,.0f} of params"
+        notes = {
+            f"Kept on each device: {kept}; sent per step: {sent}.": True,
+            f"What is sent could not be counted: {self.problem}": bool(self.problem),
+            "Own bytes differ from replica to replica.": any(x.own_bytes for x in self.parts),
+            "An unknown part is counted, but its place is not judged.": any(
+                x.role == UNKNOWN for x in self.parts
+            ),
+        }
+        wrong = "\n".join(f"! {finding}" for finding in self.findings)
+        note = "\n".join(sentence for sentence, holds in notes.items() if holds)
+        return "\n\n".join(filter(None, (aligned(_cells(self.parts)), wrong, note)))
 
 
 def explain(

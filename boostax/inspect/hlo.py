@@ -73,18 +73,17 @@ class Instruction:
     attributes: str
     root: bool
 
-    def attribute(self, pattern: str) -> str | None:
-        """Return the first group of a pattern in the attributes."""
+    def attribute(self, pattern: str) -> str:
+        """Return the first group of a pattern in the attributes; empty if it is not there."""
         found = re.search(pattern, self.attributes)
-        return None if found is None else found.group(1)
+        return found.group(1) if found else ""
 
     @property
     def called(self) -> tuple[str, ...]:
         """The computations it runs; those of a conditional are its branches, by their index."""
-        listed = (
-            self.attribute(key + r"=(\{[^}]*\}|%[\w.\-]+)") for key in _CALLS.get(self.op, ())
-        )
-        return tuple(name for names in listed for name in _REFERENCE.findall(names or ""))
+        keys = _CALLS.get(self.op, ())
+        listed = (self.attribute(key + r"=(\{[^}]*\}|%[\w.\-]+)") for key in keys)
+        return tuple(name for names in listed for name in _REFERENCE.findall(names))
 
 
 class Site(NamedTuple):
@@ -233,9 +232,9 @@ class Program:
         """
         loop = site.instruction
         told = loop.attribute(r'"known_trip_count":\{"n":"?(\d+)')
-        if told is not None:
+        if told:
             return int(told)
-        condition, body = loop.attribute(r"condition=%([\w.\-]+)") or "", loop.called[0]
+        condition, body = loop.attribute(r"condition=%([\w.\-]+)"), loop.called[0]
         test, result = self.root(condition), self.root(body)
         if test is None or result is None or "direction=LT" not in test.attributes:
             return None
@@ -250,14 +249,12 @@ class Program:
 
     def _value(self, computation: str, name: str) -> _Value:
         """Return the result of an instruction that is a copy, a constant or a sum of these."""
-        body = self.computations.get(computation, {})
-        i = body.get(name)
-        if i is None:
-            return _UNKNOWN
+        body = self.computations[computation]
+        i = body[name]
         if i.op == "constant" and i.literal.lstrip("-").isdigit():
             return _Value(None, int(i.literal))
         if i.op == "get-tuple-element" and body[i.operands[0]].op == "parameter":
-            return _Value(int(i.attribute(r"index=(\d+)") or 0), 0)
+            return _Value(int(i.attribute(r"index=(\d+)")), 0)
         if i.op in ("copy", "bitcast", "convert"):
             return self._value(computation, i.operands[0])
         if i.op == "add":
@@ -273,15 +270,15 @@ class Program:
             return value.offset
         if site is None or site.instruction.op != "while":
             return math.nan
-        given = self.computations[site.computation].get(site.instruction.operands[0])
-        if given is None or given.op != "tuple":
+        given = self.computations[site.computation][site.instruction.operands[0]]
+        if given.op != "tuple":
             return math.nan
         outside = self._value(site.computation, given.operands[value.element])
         return self._initial(site.caller, outside) + value.offset
 
     def source(self, instruction: Instruction) -> str:
         """Return ``file:line`` of the code that asked for it; empty where the compiler lost it."""
-        return self.frames.get(instruction.attribute(r"stack_frame_id=(\d+)") or "", "")
+        return self.frames.get(instruction.attribute(r"stack_frame_id=(\d+)"), "")
 
 
 def parse(text: str) -> Program:
@@ -349,13 +346,11 @@ def _bracketed(text: str) -> str:
 
 def _frames(text: str) -> dict[str, str]:
     """Return source locations by the number of their frame."""
-    tables = {
-        head: dict(row.split(" ", 1) for row in rows.splitlines())
-        for head, rows in _TABLE.findall(text)
-    }
-    files, places, frames = (
-        tables.get(head, {}) for head in ("FileNames", "FileLocations", "StackFrames")
-    )
+    tables: dict[str, dict[str, str]] = {}
+    for head, rows in _TABLE.findall(text):
+        tables[head] = dict(row.split(" ", 1) for row in rows.splitlines())
+    heads = ("FileNames", "FileLocations", "StackFrames")
+    files, places, frames = (tables.get(head, {}) for head in heads)
 
     def field(row: str, key: str) -> str:
         return next(iter(re.findall(rf"\b{key}=(\d+)", row)), "")

@@ -269,7 +269,8 @@ def _finished(
         begun = time.perf_counter()
         # Where no GPU is at hand kernels cannot be timed, and XLA chooses them by its cost model.
         untimed = any(d.platform == "gpu" for d in devices) and jax.default_backend() != "gpu"
-        compiled = compiled.compile({"xla_gpu_autotune_level": 0} if untimed else None)
+        options: Any = {"xla_gpu_autotune_level": 0} if untimed else {}
+        compiled = compiled.compile(compiler_options=options)
         seconds = time.perf_counter() - begun
 
     def note(path: Any, info: Any, sharding: Any) -> None:
