@@ -99,21 +99,6 @@ def test_a_window_that_may_be_dropped_writes_in_place(options, target):
     assert applied <= 3.1
 
 
-@on(CPU)
-def test_noise_is_a_read_of_gradients_and_of_sums(target):
-    plain, found = (
-        cases.on_one_chip(boostax.accumulate(cases.adam(), WINDOW, **options), target)
-        for options in ({}, {"noise": 0.99})
-    )
-    more = [
-        (getattr(found.traffic, end) - getattr(plain.traffic, end)) / BYTES
-        for end in ("least", "most")
-    ]
-    print(f"noise: held {more[0]:+.3f} P, applied {more[1]:+.3f} P")
-    assert found.temporary_bytes <= 0.07 * BYTES
-    assert more[0] <= 1.01 and more[1] <= 2.01
-
-
 CHECKED = {
     "alone": boostax.precision.check_updates,
     "in both gates": lambda tx: boostax.dynamic_loss_scale(
