@@ -16,7 +16,7 @@ LAYERS = (
     ("states",),
     ("inspect",),
     ("config",),
-    ("testing", "run"),
+    ("testing",),
 )
 RANK = {name: rank for rank, row in enumerate(LAYERS) for name in row}
 

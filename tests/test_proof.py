@@ -70,7 +70,7 @@ BLIND = {
         "the operands of scan",
     ),
     "a sum of another name": (costs, "kind", lambda name: name.replace("psum", "x"), "collectives"),
-    "no transformation's name": (costs, "scopes_of", lambda stack: (), "the collectives"),
+    "no transformation's name": (costs, "_stack", lambda eqn, place: "", "the collectives"),
     "another product": (branches, "_PRODUCTS", ("dot",), "the flow of data"),
     "no norm": (branches, "checkpoint_name", lambda x, name: x, "the flow of data"),
 }

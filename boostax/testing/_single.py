@@ -140,7 +140,7 @@ def works_in_every_optax_wrapper(case: Case) -> None:
 
 
 def scan_eager_and_disabled_jit_agree(case: Case) -> None:
-    """Promises 1 and 2: ``apply_gradients``, in scan, eagerly and without jit, is ``update``'s."""
+    """Promise 2: ``apply_gradients``, in scan, eagerly and without jit, is ``update``'s."""
     tx, params = case.single(), even_params()
     count = 2 * case.calls
     expected = steps(tx, params, tx.init(params), range(count))
