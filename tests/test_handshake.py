@@ -13,7 +13,9 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import boostax
+from boostax import precision
 
+REFUSED = "got some of a loss that was not"
 W = {"body": jnp.ones(3), "head": jnp.full(3, 0.5)}
 X = jnp.arange(24.0).reshape(8, 3) / 10
 LABELS = {"body": 0, "head": 1}
@@ -33,12 +35,12 @@ def by_oracle(params, state, x):
 
 
 def by_scale_loss(params, state, x):
-    return jax.value_and_grad(lambda p: boostax.precision.scale_loss(loss_fn(p, x), state))(params)
+    return jax.value_and_grad(lambda p: precision.scale_loss(loss_fn(p, x), state))(params)
 
 
 def vouched(params, state, x):
     loss, grads = jax.value_and_grad(lambda p: loss_fn(p, x) * 2.0**16)(params)
-    return loss, boostax.precision.assume_scaled(grads, state)
+    return loss, precision.assume_scaled(grads, state)
 
 
 def in_a_scan(params, state, x):
@@ -48,39 +50,34 @@ def in_a_scan(params, state, x):
 
     zeros = jax.tree.map(jnp.zeros_like, params)
     total, losses = jax.lax.scan(slice_of, zeros, x.reshape(2, 4, 3))
-    return losses.mean(), boostax.precision.assume_scaled(
-        jax.tree.map(lambda g: g / 2, total), state
-    )
+    mean = jax.tree.map(lambda g: g / 2, total)
+    return losses.mean(), precision.assume_scaled(mean, state)
 
 
 def checkpointed(params, state, x):
-    loss = jax.checkpoint(lambda p: boostax.precision.scale_loss(loss_fn(p, x), state))
+    loss = jax.checkpoint(lambda p: precision.scale_loss(loss_fn(p, x), state))
     return jax.value_and_grad(loss)(params)
 
 
 SCALED = [by_oracle, by_scale_loss, vouched, in_a_scan, checkpointed]
+SCALE = boostax.dynamic_loss_scale
 SCALERS = {
     "dynamic": boostax.dynamic_loss_scale,
     "static": functools.partial(boostax.static_loss_scale, scale=2.0**16),
     "chained": lambda tx: optax.chain(boostax.dynamic_loss_scale(tx), optax.scale(1.0)),
     "window inside": lambda tx: boostax.dynamic_loss_scale(boostax.accumulate(tx, every=2)),
     "window outside": lambda tx: boostax.accumulate(boostax.dynamic_loss_scale(tx), every=2),
-    "MultiSteps": lambda tx: optax.MultiSteps(
-        boostax.dynamic_loss_scale(tx), 2
-    ).gradient_transformation(),
-    "apply_if_finite": lambda tx: optax.apply_if_finite(boostax.dynamic_loss_scale(tx), 3),
+    "MultiSteps": lambda tx: optax.MultiSteps(SCALE(tx), 2).gradient_transformation(),
+    "apply_if_finite": lambda tx: optax.apply_if_finite(SCALE(tx), 3),
     "hyperparams": lambda tx: optax.inject_hyperparams(
-        lambda rate: boostax.dynamic_loss_scale(optax.chain(tx, optax.scale(rate)))
+        lambda rate: SCALE(optax.chain(tx, optax.scale(rate)))
     )(rate=1.0),
     "flattened": lambda tx: optax.flatten(boostax.dynamic_loss_scale(tx)),
 }
+LABELLED = {"body": "all", "head": "all"}
 OF_A_PART = {
-    "partition": lambda tx: optax.partition(
-        {"all": boostax.dynamic_loss_scale(tx)}, lambda p: jax.tree.map(lambda _: "all", p)
-    ),
-    "conditional": lambda tx: optax.conditionally_transform(
-        boostax.dynamic_loss_scale(tx), lambda step, **_: step >= 0
-    ),
+    "partition": lambda tx: optax.partition({"all": SCALE(tx)}, LABELLED),
+    "conditional": lambda tx: optax.conditionally_transform(SCALE(tx), lambda i, **_: i >= 0),
 }
 
 
@@ -92,15 +89,9 @@ def step_of(tx, gradients):
     return step
 
 
-def jitted(step):
-    return jax.jit(step)
-
-
 def mapped(step, check):
     mesh = jax.make_mesh((2,), ("data",), axis_types=(AxisType.Auto,))
-    return jax.jit(
-        jax.shard_map(step, mesh=mesh, in_specs=(P(), P(), P()), out_specs=P(), check_vma=check)
-    )
+    return jax.jit(jax.shard_map(step, mesh=mesh, in_specs=P(), out_specs=P(), check_vma=check))
 
 
 def looped(step):
@@ -113,13 +104,12 @@ def looped(step):
 
 def pmapped(step):
     run = jax.pmap(step, in_axes=(None, None, 0), axis_name="data")
-    return lambda params, state, x: jax.tree.map(
-        lambda a: a[0], run(params, state, jnp.stack([x, x]))
-    )
+    first = functools.partial(jax.tree.map, lambda a: a[0])
+    return lambda params, state, x: first(run(params, state, jnp.stack([x, x])))
 
 
 CONTEXTS = {
-    "jit": jitted,
+    "jit": jax.jit,
     "scan": looped,
     "shard_map": functools.partial(mapped, check=True),
     "shard_map, unchecked": functools.partial(mapped, check=False),
@@ -152,21 +142,21 @@ def test_a_plain_loss_is_refused_in_every_context(name):
         assert float(jnp.abs(params["head"] - W["head"]).max()) > 1e-3
 
 
-@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
-def test_a_plain_loss_is_refused_on_global_arrays(kind):
+def on_mesh(kind, scaler):
+    """A mesh, replicated params on it, and a scaled mean over it."""
     mesh = jax.make_mesh((4,), ("data",), axis_types=(kind,))
     params = jax.device_put(W, NamedSharding(mesh, P()))
-    tx = optax.chain(boostax.all_reduce("data"), optax.sgd(0.1))
-    tx = boostax.dynamic_loss_scale(tx, axis_name="data")
-    tx = boostax.on_mesh(tx, params, axis_name="data")
+    tx = scaler(optax.chain(boostax.all_reduce("data"), optax.sgd(0.1)), axis_name="data")
+    return mesh, params, boostax.on_mesh(tx, params, axis_name="data")
+
+
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+def test_a_plain_loss_is_refused_on_global_arrays(kind):
+    mesh, params, tx = on_mesh(kind, boostax.dynamic_loss_scale)
     oracle = boostax.value_and_grad(loss_fn, mesh=mesh, axis_name="data")
     state, x = tx.init(params), jax.device_put(X, NamedSharding(mesh, P("data")))
-
-    def plain(params, state, x):
-        loss, grads = oracle(params, optax.EmptyState(), x)
-        return loss, grads
-
-    with pytest.raises(ValueError, match="got some of a loss that was not"):
+    plain = lambda params, state, x: oracle(params, optax.EmptyState(), x)  # noqa: E731
+    with pytest.raises(ValueError, match=REFUSED):
         jax.jit(step_of(tx, plain))(params, state, x)
     jax.jit(step_of(tx, oracle))(params, state, x)
 
@@ -191,7 +181,7 @@ def test_another_optimizers_state_is_no_scale():
 def test_params_in_the_place_of_the_state_are_refused(gradients):
     tx = boostax.dynamic_loss_scale(optax.sgd(0.1))
     wrong = lambda params, state, x: gradients(params, params, x)  # noqa: E731
-    with pytest.raises(ValueError, match="got some of a loss that was not"):
+    with pytest.raises(ValueError, match=REFUSED):
         jax.eval_shape(step_of(tx, wrong), W, tx.init(W), X)
 
 
@@ -204,7 +194,7 @@ def test_the_scale_of_the_last_call_is_no_longer_good():
         _, grads = unscaled(params, state, x)
         return boostax.apply_gradients(tx, grads, state, params)
 
-    with pytest.raises(ValueError, match="got some of a loss that was not"):
+    with pytest.raises(ValueError, match=REFUSED):
         jax.eval_shape(two_steps, W, tx.init(W), X)
 
 
@@ -214,13 +204,11 @@ def test_a_loss_is_scaled_once(context):
     state = boostax.dynamic_loss_scale(optax.sgd(0.1)).init(W)
 
     def by_both(params, state, x):
-        scaled = lambda p, x: boostax.precision.scale_loss(loss_fn(p, x), state)  # noqa: E731
+        scaled = lambda p, x: precision.scale_loss(loss_fn(p, x), state)  # noqa: E731
         return boostax.value_and_grad(scaled)(params, state, x)
 
     def by_hand(params, state, x):
-        return boostax.precision.scale_loss(
-            boostax.precision.scale_loss(loss_fn(params, x), state), state
-        )
+        return precision.scale_loss(precision.scale_loss(loss_fn(params, x), state), state)
 
     for fn in (by_both, by_hand):
         with pytest.raises(ValueError, match="must be multiplied by the scale once"):
@@ -242,7 +230,7 @@ def test_gradients_of_another_jit_need_a_word():
     _, grads = gradients(W, state, X)
     with pytest.raises(ValueError, match="assume_scaled"):
         jax.jit(tx.update)(grads, state, W)
-    told = jax.jit(lambda g, s, p: tx.update(boostax.precision.assume_scaled(g, s), s, p)[0])
+    told = jax.jit(lambda g, s, p: tx.update(precision.assume_scaled(g, s), s, p)[0])
     updates = told(grads, state, W)
     expected = tx.update(grads, state, W)[0]
     jax.tree.map(np.testing.assert_array_equal, updates, expected)
@@ -257,7 +245,7 @@ def test_freezing_in_one_program_asks_as_its_caller_does(context):
     if context == "eager":
         run(step_of(tx, unscaled))(W, tx.init(W), X)
         return
-    with pytest.raises(ValueError, match="got some of a loss that was not"):
+    with pytest.raises(ValueError, match=REFUSED):
         run(step_of(tx, unscaled))(W, tx.init(W), X)
 
 
@@ -276,7 +264,7 @@ def test_an_inner_jit_of_the_update_is_within_the_step():
 def crossing_by_hand(params, x, *, scales=None):
     hidden = jnp.tanh(x * params["body"])
     if scales is not None:
-        hidden = boostax.precision.scale_boundary(hidden, scales, 0, 1)
+        hidden = precision.scale_boundary(hidden, scales, 0, 1)
     return jnp.mean((hidden @ params["head"] - 1) ** 2)
 
 
@@ -292,35 +280,30 @@ def group_step(loss, tx, microbatches=1):
 
 @pytest.mark.parametrize("microbatches", [1, 2])
 def test_groups_need_their_boundaries(microbatches):
-    tx = boostax.precision.group_loss_scale(optax.sgd(0.1), LABELS)
+    tx = precision.group_loss_scale(optax.sgd(0.1), LABELS)
     state = tx.init(W)
     jax.eval_shape(group_step(crossing_by_hand, tx, microbatches), W, state, X)
     with pytest.raises(ValueError, match="leaves scales= alone"):
         jax.eval_shape(group_step(ignoring, tx, microbatches), W, state, X)
-    single = boostax.precision.group_loss_scale(optax.sgd(0.1), {"body": 0, "head": 0})
+    single = precision.group_loss_scale(optax.sgd(0.1), {"body": 0, "head": 0})
     jax.eval_shape(group_step(ignoring, single, microbatches), W, single.init(W), X)
 
 
 def test_groups_on_global_arrays_need_their_boundaries():
-    mesh = jax.make_mesh((4,), ("data",), axis_types=(AxisType.Auto,))
-    params = jax.device_put(W, NamedSharding(mesh, P()))
-    tx = optax.chain(boostax.all_reduce("data"), optax.sgd(0.1))
-    tx = boostax.precision.group_loss_scale(tx, LABELS, axis_name="data")
-    tx = boostax.on_mesh(tx, params, axis_name="data")
-    state = tx.init(params)
-    oracle = boostax.value_and_grad(crossing_by_hand, mesh=mesh, axis_name="data")
-    jax.eval_shape(step_of(tx, oracle), params, state, X)
-    oracle = boostax.value_and_grad(ignoring, mesh=mesh, axis_name="data")
+    grouped = functools.partial(precision.group_loss_scale, labels=LABELS)
+    mesh, params, tx = on_mesh(AxisType.Auto, grouped)
+    step = lambda loss: step_of(tx, boostax.value_and_grad(loss, mesh=mesh, axis_name="data"))  # noqa: E731
+    jax.eval_shape(step(crossing_by_hand), params, tx.init(params), X)
     with pytest.raises(ValueError, match="leaves scales= alone"):
-        jax.eval_shape(step_of(tx, oracle), params, state, X)
+        jax.eval_shape(step(ignoring), params, tx.init(params), X)
 
 
 def test_groups_scaled_by_hand():
-    tx = boostax.precision.group_loss_scale(optax.sgd(0.1), LABELS)
+    tx = precision.group_loss_scale(optax.sgd(0.1), LABELS)
 
     def by_hand(loss, params, state, x):
-        scales = boostax.precision.group_scales(state)
-        scaled = lambda p: boostax.precision.scale_loss(loss(p, x, scales=scales), state)  # noqa: E731
+        scales = precision.group_scales(state)
+        scaled = lambda p: precision.scale_loss(loss(p, x, scales=scales), state)  # noqa: E731
         return jax.value_and_grad(scaled)(params)
 
     run = lambda loss: jax.eval_shape(  # noqa: E731
@@ -341,7 +324,7 @@ def test_the_program_is_the_same_with_and_without_a_word():
 
     def twice_vouched(params, state, x):
         loss, grads = by_oracle(params, state, x)
-        return loss, boostax.precision.assume_scaled(grads, state)
+        return loss, precision.assume_scaled(grads, state)
 
     assert text(by_oracle) == text(twice_vouched)
 

@@ -168,8 +168,7 @@ def average_params(
         if owns_params(inner_state):
             raise ValueError(
                 f"{_WHO}: inner must keep params equal on all replicas, got local_updates or "
-                "partial_average, whose params are each replica's own. Their last synchronisation "
-                "averages over the replicas instead."
+                "partial_average. Their last synchronisation averages over the replicas instead."
             )
         averages = jax.tree.map(lambda p: _buffer(p, narrow, None if weight else slots), params)
         steps, averaged = jnp.zeros((), jnp.int32), jnp.zeros((), jnp.int32)
@@ -185,8 +184,9 @@ def average_params(
 
         due = moved & (state.steps >= start) & ((state.steps - start) % every == 0)
         old = state.averaged, state.averages
-        _, kept = gate.run_or_hold(due, heavy, (), old, apply=True, who=_WHO)
-        return AverageParamsState(gate.counted(state.steps, moved), *kept, inner_state)
+        _, (averaged, averages) = gate.run_or_hold(due, heavy, (), old, apply=True, who=_WHO)
+        steps = gate.counted(state.steps, moved)
+        return AverageParamsState(steps, averaged, averages, inner_state)
 
     @describe(_WHO, "watch", inner={"inner_state": tx})
     def step_fn(

@@ -119,8 +119,9 @@ def without(module: Any, removed: tuple[str, ...], head: str | None, multiplier:
     def replaced(path: str, node: Any) -> Any:
         if isinstance(node, nnx.BatchNorm) and path in removed:
             return Identity()
-        linear = isinstance(node, nnx.Linear) and path == head
-        return NormalizedLinear(node, multiplier=multiplier) if linear else node
+        if isinstance(node, nnx.Linear) and path == head:
+            return NormalizedLinear(node, multiplier=multiplier)
+        return node
 
     return _edited(module, replaced)
 
