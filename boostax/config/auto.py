@@ -95,7 +95,7 @@ class Boost:
         who, finish = "Boost.optimizer", self.config.get("dim_reduce", {})
         place = {"axis_name": axis_name, "tree": params, "less_bn": less_bn}
         checks.transformation(who, "inner", inner)
-        kind, asked = self.reduction()
+        kind, asked = _reduction(self.config, self.own)
         fits = axis_name is not None or asked == _MEAN or not self.strict
         hint = "It is an axis of the mesh; on one device take the reduction out."
         checks.require(who, "axis_name", None, f"given with the reduction {kind!r}", fits, hint)
@@ -204,12 +204,6 @@ class Boost:
         (tx,) = keys.layer(boostax.dim_reduce, self.config["dim_reduce"], [], **place)
         return self._stacked(["loss_scale"], tx, place)
 
-    def reduction(self) -> tuple[str, Any]:
-        """Return the kind of the reduction and its arguments."""
-        own = [name for name, (_, key) in self.own.items() if key == "reduce"]
-        asked = self.config.get("reduce", _MEAN)
-        return (own[0], self.config[own[0]]) if own else (asked["kind"], asked)
-
     def _require_less_bn(self, report: Any, params: PyTree) -> None:
         """Refuse a loss of which nothing says that its model was changed."""
         who, hint = "Boost.make_train_step", "model, report = boost.model(model, x) changes it."
@@ -241,6 +235,13 @@ class Boost:
             for factory, told in own if replicas or key != "reduce" else ():
                 parts = keys.layer(factory, told, parts, **place)
         return optax.with_extra_args_support(keys.chained(parts))
+
+
+def _reduction(config: Mapping[str, Any], own: Mapping[str, Any]) -> tuple[str, Any]:
+    """Return the kind of the reduction, or the name of a user's, and its arguments."""
+    names = [name for name, (_, key) in own.items() if key == "reduce"]
+    asked = config.get("reduce", _MEAN)
+    return (names[0], config[names[0]]) if names else (asked["kind"], asked)
 
 
 def auto(
@@ -404,7 +405,7 @@ def _loaded(path: str | pathlib.Path) -> Any:
 
 def _together(boost: Boost) -> Boost:
     """Refuse parts that do not go together."""
-    config, (kind, _) = boost.config, boost.reduction()
+    config, (kind, _) = boost.config, _reduction(boost.config, boost.own)
     asked, hint = config.get("reduce", _MEAN), f"{kind} takes its place."
     fits = kind == asked["kind"] or asked == _MEAN
     checks.require(_WHO, "reduce", asked["kind"], "left out here", fits, hint)

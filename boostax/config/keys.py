@@ -138,10 +138,9 @@ def _finish(told: Any) -> dict[str, Any]:
     """Take a rule by its name, and an SGD outside the span if no optimizer is given."""
     rule, rate, momentum = told.rule, told.residual_rate, told.residual_momentum
     checks.choice("", "rule", rule, tuple(RULES), nearest(rule, RULES))
-    search = {name: getattr(told, name) for name in ("shrink", "slope")}
-    search = {name: x for name, x in search.items() if x is not None}
-    for name, value in {**search, "residual_momentum": momentum}.items():
-        checks.number("", name, value, "in [0, 1)", lambda x: 0 <= x < 1, "Or leave it out.")
+    search = {x: getattr(told, x) for x in ("shrink", "slope") if getattr(told, x) is not None}
+    for name, value in (search | ({"residual_momentum": momentum} if momentum else {})).items():
+        checks.number("", name, value, "in (0, 1)", lambda x: 0 < x < 1, "Or leave it out.")
     outside = told.residual
     if outside is None and rate is not None:
         checks.number("", "residual_rate", rate, "positive", lambda x: x > 0, "Or leave it out.")
@@ -214,6 +213,8 @@ def layer(factory: Factory, given: Mapping[str, Any], parts: Chain, **place: Any
     if isinstance(within := told.get("within"), str):  # The axis of the fast links.
         names = axes.canonical(who, place["axis_name"])
         told["axis_name"] = tuple(name for name in names if name != within)
+        allowed, fits = f"one of several axes, {names}", 0 < len(told["axis_name"]) < len(names)
+        checks.require(who, "within", within, allowed, fits, "Its links are the fast ones.")
     if who in _MADE:
         make, _, instead = _MADE[who]
         with speaking_of(who, _RENAMED):
@@ -294,7 +295,8 @@ def part(
         if isinstance(default, bool) and x in given:
             flag(who, x, given[x])
     if key != "less_bn":  # It wants a model.
-        layer(factory, given, [optax.identity()], axis_name="axis", tree=_LATER)
+        replicas = ("axis", *([given["within"]] if isinstance(given.get("within"), str) else []))
+        layer(factory, given, [optax.identity()], axis_name=replicas, tree=_LATER)
     return told | given
 
 
