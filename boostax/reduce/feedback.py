@@ -316,9 +316,10 @@ def _rules(who: str, dense: Dense, tree: PyTree) -> list[bool]:
     try:
         return jax.tree.leaves(jax.tree.broadcast(dense, tree))
     except ValueError as error:
-        allowed = "a tree of bools that fits the gradients"
-        hint = f"{error}. A function such as lambda path, leaf: leaf.ndim < 2 fits every tree."
-        raise ValueError(checks.message(who, "dense", allowed, dense, hint)) from error
+        raise ValueError(
+            f"{who}: dense must be a tree of bools that fits the gradients, got one that does not: "
+            f"{error}. A function such as lambda path, leaf: leaf.ndim < 2 fits every tree."
+        ) from error
 
 
 def _check_rule(who: str, rule: Any) -> None:
