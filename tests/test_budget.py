@@ -18,30 +18,36 @@ ROOT = pathlib.Path(__file__).parent.parent
 # Code lines; "boostax" alone are the files that stand in no package of it.
 CEILINGS = {
     "boostax": 630,
-    "boostax/_core": 2350,
-    "boostax/accumulate": 510,
+    "boostax/_core": 2396,
+    "boostax/accumulate": 553,
     "boostax/chain": 340,
-    "boostax/config": 800,
-    "boostax/freeze": 510,
-    "boostax/inspect": 1240,
-    "boostax/model": 540,
-    "boostax/precision": 1400,
-    "boostax/reduce": 1800,
+    "boostax/config": 1085,
+    "boostax/freeze": 542,
+    "boostax/inspect": 1341,
+    "boostax/model": 612,
+    "boostax/precision": 1417,
+    "boostax/reduce": 1910,
     "boostax/subspace": 750,
-    "boostax/testing": 750,
+    "boostax/testing": 811,
     "boostax/train": 1270,
     "examples": 1500,
-    "tests": 20000,
+    "tests": 20800,
     "benchmarks": 6500,
 }
 TOP = ("boostax", "examples", "tests", "benchmarks")
-LIBRARY = 13000
-WORDS = 60000
+LIBRARY = 13592
+WORDS = 50000
 LONGEST = 60
 # Functions that are longer, until they are cut.
-LONG: set[str] = set()
+LONG = {
+    "boostax/train/on_mesh.py: placed_on",
+    "boostax/train/oracle.py: value_and_grad",
+    "boostax/train/step.py: make_train_step",
+}
 # Records, and pages that a program writes.
-GENERATED = ("CHANGELOG.md", "benchmarks/results/", "docs/coming_from/every_item.md")
+GENERATED = (
+    "CHANGELOG.md", "benchmarks/results/", "docs/api.md", "docs/coming_from/every_item.md"
+)  # fmt: skip
 NO_CODE = {
     tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.COMMENT,
     tokenize.ENDMARKER, tokenize.ENCODING,
