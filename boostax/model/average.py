@@ -182,7 +182,9 @@ def average_params(
             more: Any = optax.safe_increment(state.averaged)
             return (), (more, jax.tree.map(one, state.averages, new()))
 
-        due = moved & (state.steps >= start) & ((state.steps - start) % every == 0)
+        # Only what must be asked: a branch that always runs shares the loop of the optimizer.
+        due = moved & (state.steps >= start) if start else moved
+        due = due & ((state.steps - start) % every == 0) if every > 1 else due
         old = state.averaged, state.averages
         _, (averaged, averages) = gate.run_or_hold(due, heavy, (), old, apply=True, who=_WHO)
         steps = gate.counted(state.steps, moved)
