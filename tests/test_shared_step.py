@@ -109,6 +109,7 @@ def assert_near(x, y, where=""):
 
 
 @pytest.mark.parametrize("name", CHAINS)
+@pytest.mark.filterwarnings("ignore:make_train_step. MultiSteps after all_reduce")
 def test_it_trains_what_the_whole_does(name):
     step, shared, losses = trained(CHAINS[name](), True)
     _, whole, wanted = trained(CHAINS[name](), False)
