@@ -18,13 +18,13 @@ ROOT = pathlib.Path(__file__).parent.parent
 # Code lines; "boostax" alone are the files that stand in no package of it.
 CEILINGS = {
     "boostax": 630,
-    "boostax/_core": 2396,
+    "boostax/_core": 2394,
     "boostax/accumulate": 553,
     "boostax/chain": 340,
     "boostax/config": 1085,
     "boostax/freeze": 542,
     "boostax/inspect": 1341,
-    "boostax/model": 612,
+    "boostax/model": 615,
     "boostax/precision": 1417,
     "boostax/reduce": 1910,
     "boostax/subspace": 750,
@@ -35,7 +35,7 @@ CEILINGS = {
     "benchmarks": 6500,
 }
 TOP = ("boostax", "examples", "tests", "benchmarks")
-LIBRARY = 13592
+LIBRARY = 13593
 WORDS = 50000
 LONGEST = 60
 # Functions that are longer, until they are cut.

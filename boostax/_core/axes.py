@@ -125,11 +125,6 @@ def bound(names: tuple[str, ...]) -> bool:
     return True
 
 
-def of_the_mesh() -> tuple[str, ...]:
-    """All axes of the surrounding mesh; none outside of one."""
-    return tuple(jax.sharding.get_abstract_mesh().axis_names)
-
-
 def size(names: tuple[str, ...]) -> int:
     """Number of replicas over all the axes; of one group of them."""
     return names.members.shape[1] if isinstance(names, Groups) else lax.axis_size(names)

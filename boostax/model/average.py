@@ -86,6 +86,12 @@ def _buffer(p: jax.Array, narrow: Any, size: int | None) -> jax.Array:
     return zeros if size is None else jnp.broadcast_to(zeros, (size, *zeros.shape))
 
 
+def _due(moved: jax.Array, steps: jax.Array, start: int, every: int) -> jax.Array:
+    """Return whether the params come in; a branch that always runs shares the optimizer's loop."""
+    due = moved & (steps >= start) if start else moved
+    return due & ((steps - start) % every == 0) if every > 1 else due
+
+
 def average_params(
     inner: optax.GradientTransformation,
     kind: Literal["ema", "window", "lawa"] = "ema",
@@ -182,9 +188,7 @@ def average_params(
             more: Any = optax.safe_increment(state.averaged)
             return (), (more, jax.tree.map(one, state.averages, new()))
 
-        # Only what must be asked: a branch that always runs shares the loop of the optimizer.
-        due = moved & (state.steps >= start) if start else moved
-        due = due & ((state.steps - start) % every == 0) if every > 1 else due
+        due = _due(moved, state.steps, start, every)
         old = state.averaged, state.averages
         _, (averaged, averages) = gate.run_or_hold(due, heavy, (), old, apply=True, who=_WHO)
         steps = gate.counted(state.steps, moved)
