@@ -59,6 +59,7 @@ def opened(step, state, batch):
     ("microbatches", "replicas", "options"),
     [
         (1, 1, {}),
+        (2, 1, {}),
         (4, 1, {}),
         (4, 1, {"policy": boostax.policy("O2", dtype="bfloat16")}),
         (2, 4, {}),
@@ -93,6 +94,15 @@ def test_histories_of_micro_batches_and_replicas_are_those_of_one_batch(
     assert min(jax.tree.leaves(moved)) > 0
     amax = after[OWG]["Dense_0"]["Fp8DirectDotGeneralOp_0"]["input_amax_history"]
     np.testing.assert_allclose(amax[0], np.abs(BATCHES[2]["x"]).max(), 1e-2 if low else 0)
+
+
+@pytest.mark.parametrize("microbatches", [1, 2, 4])
+def test_gradients_beside_carried_leaves_are_those_of_one_batch(microbatches):
+    """Adam, which the other tests train by, is blind to a factor."""
+    state = boostax.carry(optax.sgd(1.0)).init(START)
+    _, grads = boostax.value_and_grad(loss_fn, microbatches=microbatches)(START, state, BATCHES[0])
+    expected = jax.grad(loss_fn)(START, BATCHES[0])["params"]
+    chex.assert_trees_all_close(grads["params"], expected, rtol=1e-5, atol=1e-4)
 
 
 @jax.custom_vjp
