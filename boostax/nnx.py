@@ -214,7 +214,7 @@ class Optimizer(nnx.Optimizer[_M]):
         """What is differentiated."""
         if self.freezing is None:
             return True
-        first, *others = self.freezing.freezing.drawn(params)
+        first, *others = self.freezing.freezing.plan(params).drawn
         chosen = self.freezing.choice(params, opt_state) if others else None
         return self.freezing.active(params, first) if chosen is None else chosen
 

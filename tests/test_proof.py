@@ -113,7 +113,7 @@ WAYS_IN = [
     ("boostax.precision.autocast", lambda: boostax.policy("O1").wrap(loss)(PARAMS, SQUARE)),
     (
         "boostax.model.branches",
-        lambda: branches.examine(lambda w, x, _: x[0], SQUARE, (SQUARE,), {}),
+        lambda: branches.examine(lambda w, x, _: x[0], SQUARE, ((SQUARE,), {})),
     ),
 ]
 

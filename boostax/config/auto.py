@@ -133,7 +133,7 @@ class Boost:
         if "less_bn" not in self.config:
             return module, None
         options = keys.sequences(self.config["less_bn"], tuple)
-        return changed(module, args, kwargs, **options, strict=self.strict)
+        return changed(module, (args, kwargs), **options, strict=self.strict)
 
     def make_train_step(
         self,

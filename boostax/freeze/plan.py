@@ -35,7 +35,8 @@ class Plan:
         self.groups, self.depths = groups, schedule.depths(groups)
         self.drawn = tuple(int(depth) for depth in np.unique(self.depths))
         self._labels, self._repeat = labels, repeat
-        self._changes = np.flatnonzero(np.diff(self.depths)) + 1
+        # The end of the table may bring another depth, or none any more.
+        self._changes = np.append(np.flatnonzero(np.diff(self.depths)) + 1, len(self.depths))
 
     def active(self, depth: int) -> PyTree:
         """Return which leaves are trained while so many groups are frozen."""
@@ -65,11 +66,8 @@ class Plan:
 
     def until(self, steps: int) -> int:
         """Return the first count of applied steps at which another depth could follow."""
-        length = len(self.depths)
-        start = steps - steps % length
-        ahead = np.searchsorted(self._changes, steps - start, side="right")
-        # The end of the table may bring another depth, or none any more.
-        return start + int(self._changes[ahead] if ahead < len(self._changes) else length)
+        start = steps - steps % len(self.depths)
+        return start + int(self._changes[np.searchsorted(self._changes, steps - start, "right")])
 
 
 class HostDepth:
@@ -96,8 +94,8 @@ class HostDepth:
         """
         strange = state.steps is not self._last
         if strange or self._most >= self._until:
-            exact = not strange and not gate.has_gate(state.inner_state)
-            self._most = self._most if exact else int(state.steps)
+            if strange or gate.has_gate(state.inner_state):
+                self._most = int(state.steps)
             self._depth, self._until = self._plan.known(self._most), self._plan.until(self._most)
             # What is known now is known of this state; the one followed so far is strange again.
             self._last = state.steps
@@ -117,12 +115,9 @@ def as_schedule(schedule: Any, repeat: bool) -> tuple[FreezeSchedule, bool]:
         return freeze_schedule(cast(Callable[[int], int], schedule), total_steps=CYCLE), repeat
     hint = "boostax.freeze_schedule makes one; 2 keeps the first two groups frozen for good."
     allowed = "a FreezeSchedule, a function of the step, a depth, or a sequence of depths"
-    listed: Any = [schedule] if isinstance(schedule, (int, np.integer)) else schedule
     try:
-        if isinstance(schedule, (str, bytes, bool)):
-            raise TypeError
-        depths = [operator.index(depth) for depth in listed]
-    except TypeError as error:
+        depths = [operator.index(depth) for depth in np.atleast_1d(schedule)]
+    except (TypeError, ValueError) as error:
         raise TypeError(checks.message(_WHO, "schedule", allowed, schedule, hint)) from error
     checks.require(_WHO, "schedule", schedule, allowed, bool(depths) and min(depths) >= 0, hint)
     found = freeze_schedule(depths.__getitem__, total_steps=len(depths))

@@ -96,10 +96,6 @@ class Freezing:
         whole, part = jax.tree.structure(tuple(states)), jax.tree.structure(states[place])
         return Pruning(whole, part, tuple(range(place, place + part.num_leaves)))
 
-    def drawn(self, params: PyTree) -> tuple[int, ...]:
-        """Return the depths that the schedule draws."""
-        return self.plan(params).drawn
-
     def choice(self, params: PyTree, state: ScheduledFreezeState) -> Choice:
         """Return what is active as the schedule says, found out in the program."""
         plan = self.plan(params)
@@ -159,29 +155,21 @@ def _init(freezing: Freezing, params: PyTree) -> ScheduledFreezeState:
     _check_inner(states, plan.drawn, freezing.moments)
     for depth in plan.drawn if shared else ():
         freezing.cut(params, depth)
-    return ScheduledFreezeState(
-        steps=jnp.zeros((), jnp.int32),
-        depth=jnp.zeros((), jnp.int32) + plan.known(0),
-        next_depth=jnp.zeros((), jnp.int32) + plan.known(0),
-        trained_steps=jnp.zeros(plan.groups, jnp.int32),
-        inner_state=states[0] if shared else states,
-    )
+    first, trained = plan.known(0), jnp.zeros(plan.groups, jnp.int32)
+    # One array per field: donation refuses a buffer that two fields share.
+    steps, depth, coming = (jnp.full((), number, jnp.int32) for number in (0, first, first))
+    return ScheduledFreezeState(steps, depth, coming, trained, states[0] if shared else states)
 
 
 def _following(
     plan: Plan, state: ScheduledFreezeState, depth: int, ok: jax.Array, inner_state: PyTree
 ) -> ScheduledFreezeState:
     """Return the state after a step; one that was held back is taken again as it was."""
-    steps = jnp.where(ok, optax.safe_increment(state.steps), state.steps)
-    now = jnp.full_like(state.depth, depth)
+    steps, now = gate.counted(state.steps, ok), jnp.full_like(state.depth, depth)
+    coming = jnp.where(ok, plan.at(steps), now)
     trained = state.trained_steps + (jnp.arange(state.trained_steps.size) >= depth)
-    return ScheduledFreezeState(
-        steps=steps,
-        depth=now,
-        next_depth=jnp.where(ok, plan.at(steps), now),
-        trained_steps=jnp.where(ok, trained, state.trained_steps),
-        inner_state=inner_state,
-    )
+    trained = jnp.where(ok, trained, state.trained_steps)
+    return ScheduledFreezeState(steps, now, coming, trained, inner_state)
 
 
 def _changed(
@@ -231,32 +219,22 @@ def _at_step(state: PyTree, step: jax.Array) -> PyTree:
 def _check_inner(states: tuple[Any, ...], drawn: tuple[int, ...], moments: str) -> None:
     """Refuse inner states that would not keep their bits while frozen."""
     changes = len(drawn) > 1
-    whole = trees.find(states, lambda node: callable(getattr(node, "whole_params", None)))
     windows = trees.find(states, lambda node: isinstance(node, optax.MultiStepsState))
-    refusals = (
-        (
-            moments == "per_group" and gate.has_gate(states),
-            "be an optimizer without a loss scaler or a window for moments='per_group', got one: "
-            "they would be kept once for each depth. Use moments='shared'.",
-        ),
-        (
-            changes and owns_params(states),
-            f"keep params equal on all replicas {_CHANGES} local_updates or partial_average: what "
-            "is frozen would stay different everywhere. A single depth freezes with them.",
-        ),
-        (
-            changes and whole,
-            f"not keep whole params {_CHANGES} record_trajectory or average_params: what is frozen "
-            "would be missing from them. boostax.subspace.pca_basis takes a list of snapshots, "
-            f"jax.device_get(params) between steps; average_params may stand around {_WHO}.",
-        ),
-        (
-            changes and windows,
-            f"not be optax.MultiSteps {_CHANGES} one: the depth would change within its window. "
-            "Use boostax.accumulate.",
-        ),
-    )
-    for refused, must in refusals:
+    refusals = {
+        "be an optimizer without a loss scaler or a window for moments='per_group', got one: they "
+        "would be kept once for each depth. "
+        "Use moments='shared'.": moments == "per_group" and gate.has_gate(states),
+        f"keep params equal on all replicas {_CHANGES} local_updates or partial_average: what is "
+        "frozen would stay different everywhere. "
+        "A single depth freezes with them.": changes and owns_params(states),
+        f"not keep whole params {_CHANGES} record_trajectory or average_params: what is frozen "
+        "would be missing from them. boostax.subspace.pca_basis takes a list of snapshots, "
+        "jax.device_get(params) between steps; average_params may stand around "
+        f"{_WHO}.": changes and trees.telling(states, "whole_params"),
+        f"not be optax.MultiSteps {_CHANGES} one: the depth would change within its window. "
+        "Use boostax.accumulate.": changes and windows,
+    }
+    for must, refused in refusals.items():
         if refused:
             raise ValueError(f"{_WHO}: inner must {must}")
 
@@ -272,14 +250,14 @@ def _require_drawn(depth: Any, drawn: tuple[int, ...]) -> int:
 
 def _require_present(grads: PyTree, active: PyTree, depth: int) -> None:
     """Refuse gradients that were masked for another depth than this one."""
-    leaves, treedef = jax.tree.flatten(active)
+    hole = lambda keep, x: keep and isinstance(x, optax.MaskedNode)  # noqa: E731
     try:
-        found = treedef.flatten_up_to(grads)
+        holes = jax.tree.map(hole, active, grads)
     except ValueError as error:
         allowed, hint = "a tree like the params", "A frozen leaf may be an optax.MaskedNode."
         got = jax.tree.structure(grads)
         raise ValueError(checks.message(_WHO, "gradients", allowed, got, hint)) from error
-    if any(keep and isinstance(x, optax.MaskedNode) for keep, x in zip(leaves, found, strict=True)):
+    if any(jax.tree.leaves(holes)):
         raise ValueError(
             f"{_WHO}: gradients must hold every leaf that depth {depth} trains, got masked ones. "
             "Pass the same depth to apply_gradients as to tx.active(params, depth)."

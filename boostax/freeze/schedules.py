@@ -6,7 +6,6 @@ can be compiled for each depth that occurs, and replicas agree on the next one w
 """
 
 import dataclasses
-import functools
 from collections.abc import Callable
 from typing import Any, Literal, TypeAlias, cast
 
@@ -86,11 +85,9 @@ def _table(schedule: FreezeSchedule, groups: int) -> Depths:
     kind, length, seed = schedule.kind, schedule.total_steps, schedule.seed
     if callable(kind):
         hint = "Depth d freezes groups 0 to d-1, and the last group always trains."
-        depth = functools.partial(_below, groups, _WHO, hint=hint)
-        asked = (depth(f"the depth at step {step}", kind(step)) for step in range(length))
+        asked = (_below(groups, f"the depth at step {i}", kind(i), hint) for i in range(length))
         return np.fromiter(asked, np.int32, length)
-    fraction = schedule.frozen_fraction
-    exact = schedule.freeze_p is not None
+    fraction, exact = schedule.frozen_fraction, schedule.freeze_p is not None
     freeze_p: Any = schedule.freeze_p if fraction is None else 1.0 - fraction
     # Number by number MindSpore's is a hundredth longer than the run, and to the end of a cycle.
     length = int(length * 1.01) if exact else length
@@ -123,8 +120,7 @@ def _interval(groups: int, freeze_p: float, length: int, seed: int | None) -> De
         frozen.append(count / step < 1 - freeze_p)
         count += frozen[-1]
     # RandomState.choice does this for each draw; in one go the depths are the same.
-    weights = np.arange(1, groups) / (groups * (groups - 1) // 2)
-    cdf = weights.cumsum()
+    cdf = (np.arange(1, groups) / (groups * (groups - 1) // 2)).cumsum()
     cdf /= cdf[-1]
     draws = np.random.RandomState(seed).random_sample(count)
     depths = np.zeros(length, np.int32)
@@ -146,12 +142,12 @@ def _one_by_one(groups: int, freeze_p: float, length: int, power: int) -> Depths
     return np.searchsorted(begins, np.arange(length), side="right").astype(np.int32)
 
 
-def _below(limit: int, who: str, argument: str, value: Any, hint: str) -> int:
+def _below(limit: int, argument: str, value: Any, hint: str) -> int:
     """Return an integer of Python, NumPy or JAX from 0 to below ``limit``; refuse a bool."""
     allowed = f"an integer in [0, {limit})"
-    checks.require(who, argument, value, allowed, not isinstance(value, bool), hint, TypeError)
-    number = checks.integer(who, argument, value, allowed, hint)
-    checks.require(who, argument, value, allowed, 0 <= number < limit, hint)
+    checks.require(_WHO, argument, value, allowed, not isinstance(value, bool), hint, TypeError)
+    number = checks.integer(_WHO, argument, value, allowed, hint)
+    checks.require(_WHO, argument, value, allowed, 0 <= number < limit, hint)
     return number
 
 
@@ -238,7 +234,7 @@ def freeze_schedule(
     named = isinstance(name, str)
     checks.require(_WHO, "kind", kind, "a name or a callable", named, hint, TypeError)
     checks.choice(_WHO, "kind", kind, _KINDS, hint)
-    seed = _below(2**32, _WHO, "seed", 0 if seed is None else seed, _SAME)
+    seed = _below(2**32, "seed", 0 if seed is None else seed, _SAME)
     seed = seed if kind == "interval" else None
     if freeze_p is not None:
         checks.choice(_WHO, "kind with freeze_p", kind, _KINDS[:2], "MindSpore has no other kind.")

@@ -96,17 +96,15 @@ def _stages(jaxpr: Any, levels: Sequence[int]) -> list[tuple[int, _Stage]]:
         return level
 
     demand(jaxpr, levels, needed)
-    made = {level: [x for eqn in eqns for x in eqn.outvars] for level, eqns in operations.items()}
-    taken: dict[int, dict[Any, None]] = {}
-    for level, eqns in operations.items():
-        own = set(made[level])
-        used = (x for eqn in eqns for x in eqn.invars if not isinstance(x, jaxprs.Literal))
-        taken[level] = dict.fromkeys(x for x in used if x not in own)
     # Results that nobody wants are not handed on.
-    wanted = zip(jaxpr.outvars, levels, strict=True)
-    results = {x for x, level in wanted if level > NEVER and not isinstance(x, jaxprs.Literal)}
-    handed_on = results.union(*taken.values())
-    return [
-        (level, (list(taken[level]), [x for x in made[level] if x in handed_on], operations[level]))
-        for level in sorted(operations, reverse=True)
-    ]
+    pairs = zip(jaxpr.outvars, levels, strict=True)
+    wanted = {x for x, level in pairs if level > NEVER and not isinstance(x, jaxprs.Literal)}
+    stages: list[tuple[int, _Stage]] = []
+    for level, eqns in sorted(operations.items()):
+        made = dict.fromkeys(x for eqn in eqns for x in eqn.outvars)
+        used = (x for eqn in eqns for x in eqn.invars if not isinstance(x, jaxprs.Literal))
+        taken = list(dict.fromkeys(x for x in used if x not in made))
+        # A stage takes of earlier ones, which are needed longer and so come later here.
+        stages.insert(0, (level, (taken, [x for x in made if x in wanted], eqns)))
+        wanted.update(taken)
+    return stages

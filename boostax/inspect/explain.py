@@ -193,7 +193,7 @@ def _of_step(step: TrainStep, state: PyTree, batch: PyTree) -> Explanation:
     if step.mesh is not None and batch is None:
         missing = "batch was not given."
     params, variants = jax.eval_shape(step.common_params, state), variants_of(step.tx)
-    depth = None if variants is None else variants.drawn(params)[0]
+    depth = None if variants is None else variants.plan(params).drawn[0]
 
     def trace() -> jaxprs.ClosedJaxpr | None:
         # A step lists the depths that it was built for; this one does not count.
@@ -347,7 +347,7 @@ def _traced(tx: optax.GradientTransformation, params: PyTree, place: _Place) -> 
         given: dict[str, Any] = {"value": value, "value_fn": lambda _: value}
         given |= {"grad": grads} if asked(tx).get("grad") else {}
         if (variants := variants_of(tx)) is not None:
-            given["depth"] = variants.drawn(params)[0]
+            given["depth"] = variants.plan(params).drawn[0]
         state = replicas.enter_replica(state)
         extra_tx.update(assume_scaled(grads, state), state, params, **given)
         return jnp.zeros(())

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from boostax._core import checks, trees
+from boostax._core import checks, gate, trees
 from boostax._core.describe import Stepped, describe
 
 PyTree = Any
@@ -25,10 +25,6 @@ class AdaGCState(NamedTuple):
 
     steps: jax.Array
     norms: PyTree
-
-
-def _length(g: jax.Array) -> jax.Array:
-    return jnp.sqrt(jnp.sum((g * g.conj()).real).astype(jnp.float32))
 
 
 def adagc(
@@ -90,26 +86,21 @@ def adagc(
     def update_fn(updates: PyTree, state: Any, params: PyTree = None, **extra: Any) -> Stepped:
         del params, extra
         trees.require_gradients(updates, _WHO)
-        sizes = jax.tree.map(_length, trees.at_least_float32(updates))
+        length = lambda g: jnp.sqrt(jnp.sum((g * g.conj()).real).astype(jnp.float32))  # noqa: E731
+        sizes = jax.tree.map(length, trees.at_least_float32(updates))
         total, early = optax.tree.norm(sizes), state.steps < warmup
         finite = jnp.isfinite(total)
 
-        def bound(size: jax.Array, norm: jax.Array) -> jax.Array:
+        def clipped(g: jax.Array, size: jax.Array, norm: jax.Array) -> Stepped:
             whole = jnp.where(total > max_norm, size * (max_norm / total), size)
             late = jnp.where(norm > 0, jnp.minimum(size, factor * norm), size)
-            return jnp.where(early, whole, late)
+            limit = jnp.where(early, whole, late)
+            share = jnp.where(size > limit, limit / size, 1.0).astype(trees.wide_dtype(g))
+            moved = jnp.where(early, jnp.minimum(norm, limit), decay * norm + (1 - decay) * limit)
+            return (g * share).astype(g.dtype), jnp.where(finite, moved, norm)
 
-        def clipped(g: jax.Array, size: jax.Array, limit: jax.Array) -> jax.Array:
-            share = jnp.where(size > limit, limit / size, 1.0)
-            return (g * share.astype(trees.wide_dtype(g))).astype(g.dtype)
-
-        def moved(norm: jax.Array, limit: jax.Array) -> jax.Array:
-            late = decay * norm + (1 - decay) * limit
-            return jnp.where(finite, jnp.where(early, jnp.minimum(norm, limit), late), norm)
-
-        bounds = jax.tree.map(bound, sizes, state.norms)
-        steps: Any = jnp.where(finite, optax.safe_increment(state.steps), state.steps)
-        new = AdaGCState(steps, jax.tree.map(moved, state.norms, bounds))
-        return jax.tree.map(clipped, updates, sizes, bounds), new
+        both = jax.tree.map(clipped, updates, sizes, state.norms)
+        new, norms = (jax.tree.map(lambda _, x, i=i: x[i], updates, both) for i in (0, 1))
+        return new, AdaGCState(gate.counted(state.steps, finite), norms)
 
     return optax.GradientTransformationExtraArgs(init_fn, update_fn)

@@ -183,15 +183,11 @@ def average_params(
     def take_in(
         state: AverageParamsState, inner_state: Any, moved: jax.Array, new: Callable[[], PyTree]
     ) -> AverageParamsState:
-        def heavy() -> Stepped:
-            one = lambda average, p: _with(average, p, state.averaged, weight)  # noqa: E731
-            more: Any = optax.safe_increment(state.averaged)
-            return (), (more, jax.tree.map(one, state.averages, new()))
-
-        due = _due(moved, state.steps, start, every)
-        old = state.averaged, state.averages
-        _, (averaged, averages) = gate.run_or_hold(due, heavy, (), old, apply=True, who=_WHO)
-        steps = gate.counted(state.steps, moved)
+        one = lambda average, p: _with(average, p, state.averaged, weight)  # noqa: E731
+        heavy = lambda: ((), jax.tree.map(one, state.averages, new()))  # noqa: E731
+        due, old = _due(moved, state.steps, start, every), state.averages
+        _, averages = gate.run_or_hold(due, heavy, (), old, apply=True, who=_WHO)
+        steps, averaged = gate.counted(state.steps, moved), gate.counted(state.averaged, due)
         return AverageParamsState(steps, averaged, averages, inner_state)
 
     @describe(_WHO, "watch", inner={"inner_state": tx})

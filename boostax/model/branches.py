@@ -77,7 +77,7 @@ class Node(NamedTuple):
 
     number: int
     kind: str
-    path: str
+    path: str = ""
 
 
 Nodes = frozenset[Node]
@@ -89,7 +89,7 @@ class Flow(NamedTuple):
     Attributes:
       nodes: all of them.
       norms: the norms that reach the value without passing another.
-      sites: the nearest nodes.
+      sites: the nearest nodes, inputs aside.
     """
 
     nodes: Nodes = frozenset()
@@ -98,6 +98,8 @@ class Flow(NamedTuple):
 
     def through(self, node: Node) -> Flow:
         """Return the flow of what ``node`` makes of the value."""
+        if not self.nodes:
+            return self
         one = frozenset([node])
         return Flow(self.nodes | one, one if node.kind == "norm" else self.norms, one)
 
@@ -111,11 +113,7 @@ def mark(kind: str, x: jax.Array, path: str) -> jax.Array:
 
 
 def examine(
-    run: Callable[[PyTree, Any, Any], PyTree],
-    fixed: PyTree,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    paths: Sequence[str] = (),
+    run: Callable[..., PyTree], fixed: PyTree, data: tuple[Any, Any], paths: Sequence[str] = ()
 ) -> LessBNReport:
     """Judge every norm of a marked model by the flow of the data in its traced program.
 
@@ -132,108 +130,94 @@ def examine(
     Args:
       run: ``run(fixed, args, kwargs)``, the marked model.
       fixed: what the data have no part in: params, statistics, keys.
-      args: the data. What has no shape is handed on as it is.
-      kwargs: like ``args``.
+      data: ``args`` and ``kwargs``. What has no shape is handed on as it is.
       paths: all norms, read after the trace. Those that it does not show stay.
 
     Returns:
       The norms and the head. Cost: one trace; nothing is compiled.
 
     Raises:
-      ValueError: no array in ``args`` and ``kwargs``.
+      ValueError: no array in ``data``.
     """
     allowed = "a sample of what the module takes"
     hint = "Pass a batch of inputs, or its jax.ShapeDtypeStruct."
     require_readable()
-    found = _judged(*interpret.of_data("less_bn", run, fixed, (args, kwargs), allowed, hint))
-    met = {norm.path for norm in found.norms}
-    rest = [Norm(path, False, "not met in the trace") for path in paths if path not in met]
-    return LessBNReport((*found.norms, *rest), found.head)
+    return _judged(*interpret.of_data("less_bn", run, fixed, data, allowed, hint), paths)
 
 
 @functools.cache
 def require_readable() -> None:
     """Raise unless the norms of two small residual blocks are judged as they must be."""
     interpret.require_readable()
-
-    def block(product: Callable[..., jax.Array], x: jax.Array, w: jax.Array, at: str) -> jax.Array:
-        return mark("norm", product(mark("norm", product(x, w), f"{at}/inner"), w), f"{at}/last")
-
     convolved = lambda x, w: lax.conv(x[None, None], w[None, None], (1, 1), "SAME")[0, 0]  # noqa: E731
+    stacked = lambda x, y: lax.concatenate([x, y], 0)  # noqa: E731
 
     def model(w: jax.Array, x: jax.Array) -> jax.Array:
-        x = x + block(lax.dot, x, w, "sum")
-        x = lax.concatenate([x, block(convolved, x, w, "concatenation")], 0)
+        for product, end in ((lax.dot, lax.add), (convolved, stacked)):
+            y = mark("norm", product(x, w), "inner")
+            x = end(x, mark("norm", product(y, w), "last"))
         return mark("dense", lax.dot(x, w), "head")
 
     with proof.apart():
         x = jax.ShapeDtypeStruct((2, 2), "float32")
         found = _judged(jax.make_jaxpr(model)(x, x), 1)
-    if (found.removed, len(found.kept), found.head) != (_PROVED, 2, "head"):
+    if (found.removed, found.kept, found.head) != (("inner",), ("last",), "head"):
         allowed = "judged: of two residual blocks the inner norm goes"
         danger = "less_bn would take out norms that must stay, or none."
         raise proof.unreadable("the flow of data in programs", allowed, found, danger)
 
 
-_PROVED = ("sum/inner", "concatenation/inner")
-
-
-def _judged(program: jaxprs.ClosedJaxpr, data: int) -> LessBNReport:
+def _judged(program: jaxprs.ClosedJaxpr, data: int, paths: Sequence[str] = ()) -> LessBNReport:
     """Return the norms and the head of a program whose last inputs are the data."""
-    nodes: list[Node] = []
-    verdicts: dict[Node, tuple[bool, str]] = {}
-
-    def new(kind: str, path: str = "") -> Node:
-        nodes.append(Node(len(nodes), kind, path))
-        return nodes[-1]
+    nodes = [Node(number, "input") for number in range(data)]
+    verdicts: dict[Node, Norm] = {}
 
     def results(eqn: jaxprs.JaxprEqn, inputs: list[Flow]) -> list[Flow]:
         name, label = eqn.primitive.name, str(eqn.params.get("name"))
         if name in _ENDS:
             # An inner branch has ended first, and its verdicts hold.
             verdicts.update(_ended(name, [flow for flow in inputs if flow.nodes]) | verdicts)
-        result, node = _union(inputs), None
-        if name in _PRODUCTS:
-            node = new("product")
-        elif name == "name" and label.startswith(_PREFIX):
-            node = new(*label.split(":", 2)[1:])
-        return [result.through(node) if node and result.nodes else result] * len(eqn.outvars)
+        found, product = _union(inputs), name in _PRODUCTS
+        if product or label.startswith(_PREFIX):
+            words = ["product"] if product else label.split(":", 2)[1:]
+            nodes.append(Node(len(nodes), *words))
+            found = found.through(nodes[-1])
+        return [found] * len(eqn.outvars)
 
     fixed = [Flow()] * (len(program.jaxpr.invars) - data)
-    inputs = [*fixed, *(Flow().through(new("input")) for _ in range(data))]
+    inputs = [*fixed, *(Flow(frozenset([node])) for node in nodes)]
     outputs = interpret.flow(program, inputs, results, _union, nothing=Flow(), once=True)
     norms: dict[str, Norm] = {}
     for node in (node for node in nodes if node.kind == "norm"):
-        norm = Norm(node.path, *verdicts.get(node, (False, "in no residual branch")))
+        norm = verdicts.get(node, Norm(node.path, False, "in no residual branch"))
         # A norm that is called twice goes only if both calls may go.
         norms[node.path] = min(norms.get(node.path, norm), norm, key=lambda norm: norm.removed)
+    for path in paths:
+        norms.setdefault(path, Norm(path, False, "not met in the trace"))
     heads = [node.path for node in sorted(_union(outputs).sites) if node.kind == "dense"]
     return LessBNReport(tuple(norms.values()), heads[-1] if heads else None)
 
 
-def _ended(name: str, flows: list[Flow]) -> dict[Node, tuple[bool, str]]:
+def _ended(name: str, flows: list[Flow]) -> dict[Node, Norm]:
     """Judge the norms of the branch that ends where ``flows`` come together, if one does."""
-    if len(flows) < 2:
-        return {}
-    common = frozenset.intersection(*(flow.nodes for flow in flows))
+    common = _union(flows).nodes.intersection(*(flow.nodes for flow in flows))
     beyond = [flow._replace(nodes=flow.nodes - common, norms=flow.norms - common) for flow in flows]
     lengths = [sum(node.kind == "product" for node in flow.nodes) for flow in beyond]
-    shortest = min(lengths)
+    shortest = min(lengths, default=0)
     if not common or shortest == max(lengths) or shortest > (name == "add"):
         return {}
-    pairs = list(zip(beyond, lengths, strict=True))
-    branch = _union(flow for flow, length in pairs if length > shortest)
-    shortcut = _union(flow for flow, length in pairs if length == shortest and name == "add")
+    branch = _union(x for x, length in zip(beyond, lengths, strict=True) if length > shortest)
 
-    def verdict(node: Node) -> tuple[bool, str]:
+    def verdict(node: Node) -> Norm:
         if node in branch.norms:
-            return False, f"last of its branch to {_ENDS[name]}"
+            return Norm(node.path, False, f"last of its branch to {_ENDS[name]}")
         ends = ", ".join(_beside(node.path, end.path) for end in sorted(branch.norms))
         if node in branch.nodes:
-            return True, f"{ends} is the last of its branch"
-        return True, f"on the shortcut; {ends} stays"
+            return Norm(node.path, True, f"{ends} is the last of its branch")
+        return Norm(node.path, True, f"on the shortcut; {ends} stays")
 
-    judged = branch.nodes | shortcut.nodes if branch.norms else branch.nodes
+    shortcut = name == "add" and branch.norms
+    judged = _union(beyond).nodes if shortcut else branch.nodes
     return {node: verdict(node) for node in judged if node.kind == "norm"}
 
 

@@ -135,8 +135,8 @@ def centralize_gradients(
     for rule in patterns.values():
         _word(rule)
     named(_WHO, layout)
-    if multiple_of is not None:
-        checks.positive_int(_WHO, "multiple_of", multiple_of, "MindSpore's is 16.")
+    least = 1 if multiple_of is None else multiple_of
+    checks.positive_int(_WHO, "multiple_of", least, "MindSpore's is 16.")
 
     def dims_of(tree: PyTree) -> PyTree:
         dims = functools.partial(_dims, rules, Kernels(_WHO, layout, tree))
@@ -147,7 +147,7 @@ def centralize_gradients(
         del extra
         trees.require_gradients(updates, _WHO)
         trees.require_shapes(_WHO, "gradients", updates, params, "Put it before what cuts them.")
-        one = lambda g, dims: centralized(g, dims, multiple_of or 1)  # noqa: E731
+        one = lambda g, dims: centralized(g, dims, least)  # noqa: E731
         return jax.tree.map(one, updates, dims_of(updates)), state
 
     def init_fn(params: PyTree) -> optax.EmptyState:

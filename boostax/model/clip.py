@@ -54,14 +54,13 @@ def clip_by_global_norm(
     def update_fn(updates: PyTree, state: Any, params: PyTree = None, **extra: Any) -> Stepped:
         del params, extra
         trees.require_gradients(updates, who)
-        if not jax.tree.leaves(updates) or not names:
-            return optax.clip_by_global_norm(max_norm).update(updates, optax.EmptyState())[0], state
         squares = [jnp.sum((g * g.conj()).real) for g in jax.tree.leaves(updates)]
         norm = jnp.sqrt(axes.shard_total(squares, names, who))
-        clips = norm >= max_norm
 
         def clipped(g: jax.Array) -> jax.Array:
-            return jnp.where(clips, (g / norm.astype(g.dtype)) * max_norm, g).astype(g.dtype)
+            scaled = (g / norm.astype(g.dtype)) * max_norm
+            # A norm that is not finite shows in every leaf, as with Optax.
+            return jnp.where(norm < max_norm, g, scaled).astype(g.dtype)
 
         return jax.tree.map(clipped, updates), state
 

@@ -85,13 +85,12 @@ def less_bn(
       MindSpore's ``mindspore.boost.LessBN``. It matches patterns in the compiled
       graph; see ``docs/cards/less_bn.md`` for where the two differ.
     """
-    return changed(module, args, kwargs, normalized_head, remove, multiplier)
+    return changed(module, (args, kwargs), normalized_head, remove, multiplier)
 
 
 def changed(
     module: Any,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
+    data: tuple[Any, Any],
     normalized_head: bool = True,
     remove: Remove = None,
     multiplier: float = 1.0,
@@ -106,26 +105,19 @@ def changed(
     hint = "Give the model itself, once, with remove= for what else shall go."
     fits = isinstance(module, flax.MODULES) and not isinstance(module, flax.LessBN)
     checks.require(_WHO, "module", type(module), allowed, fits, hint, TypeError)
-    found = flax.structure(module, args, kwargs)
+    found = flax.structure(module, data)
     norms = found.norms if remove is None else _chosen(found.norms, remove)
     report = LessBNReport(norms, found.head if normalized_head else None)
-    if strict:
-        _require_change(report, normalized_head, remove)
-    return flax.without(module, report.removed, report.head, multiplier), report
-
-
-def _require_change(report: LessBNReport, normalized_head: bool, remove: Remove) -> None:
     allowed = "False for a model that no Dense ends"
     hint = "Only a Dense whose result leaves the model with no other product behind it is one."
-    fits = not normalized_head or report.head is not None
+    fits = not (strict and normalized_head) or report.head is not None
     checks.require(_WHO, "normalized_head", normalized_head, allowed, fits, hint)
-    kept = "; ".join(f"{norm.path}: {norm.reason}" for norm in report.norms) or "none"
-    allowed, hint = (
-        "a choice that removes a BatchNorm",
-        f"Nothing would change. BatchNorms: {kept}.",
-    )
-    fits = normalized_head or bool(report.removed)
+    kept = "; ".join(f"{norm.path}: {norm.reason}" for norm in norms) or "none"
+    allowed = "a choice that removes a BatchNorm"
+    hint = f"Nothing would change. BatchNorms: {kept}."
+    fits = not strict or normalized_head or bool(report.removed)
     checks.require(_WHO, "remove", remove, allowed, fits, hint)
+    return flax.without(module, report.removed, report.head, multiplier), report
 
 
 def _chosen(norms: tuple[Norm, ...], remove: Any) -> tuple[Norm, ...]:

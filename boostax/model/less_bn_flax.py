@@ -63,29 +63,27 @@ class Identity(nnx.Module):
         return x
 
 
-def structure(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> LessBNReport:
-    """Return what ``examine`` says of ``module``, called with ``args`` and ``kwargs``."""
+def structure(module: Any, data: tuple[Any, Any]) -> LessBNReport:
+    """Return what ``examine`` says of ``module``, called with the args and kwargs in ``data``."""
     paths: list[str] = []
-    marked = functools.partial(_marked, paths)
 
     def initialized(key: jax.Array, args: Any, kwargs: Any) -> Any:
-        with _intercepted(marked):
+        with _intercepted(functools.partial(_marked, paths)):
             return module.init_with_output(key, *args, **kwargs)[0]
 
     if isinstance(module, nn.Module):
-        return examine(initialized, jax.random.key(0), args, kwargs, paths)
+        return examine(initialized, jax.random.key(0), data, paths)
 
     def marking(path: str, node: Any) -> Any:
         if isinstance(node, (nnx.BatchNorm, nnx.Linear)):
-            layer: Any = node
-            layer.boostax_path = path
-            object.__setattr__(layer, "__class__", _marking_class(type(node)))
             paths.extend([path] * isinstance(node, nnx.BatchNorm))
+            setattr(node, "boostax_path", path)  # noqa: B010
+            object.__setattr__(node, "__class__", _marking_class(type(node)))
         return node
 
     graph, state = nnx.split(_edited(module, marking))
     call = lambda state, args, kwargs: nnx.merge(graph, state)(*args, **kwargs)  # noqa: E731
-    return examine(call, state, args, kwargs, paths)
+    return examine(call, state, data, paths)
 
 
 def _marked(paths: list[str], layer: Any, path: str, x: Any, result: Callable[[], Any]) -> Any:
@@ -94,10 +92,8 @@ def _marked(paths: list[str], layer: Any, path: str, x: Any, result: Callable[[]
         return mark("dense", result(), path)
     paths.append(path)
     # Nothing is computed: a norm over a named axis would ask for that axis.
-    x = jnp.asarray(x)
-    return mark(
-        "norm", x.astype(layer.dtype or jnp.promote_types(x.dtype, layer.param_dtype)), path
-    )
+    dtype = layer.dtype or jnp.promote_types(jnp.result_type(x), layer.param_dtype)
+    return mark("norm", jnp.asarray(x, dtype), path)
 
 
 @functools.cache
@@ -117,11 +113,9 @@ def without(module: Any, removed: tuple[str, ...], head: str | None, multiplier:
         return LessBN(module, removed, head, multiplier)
 
     def replaced(path: str, node: Any) -> Any:
-        if isinstance(node, nnx.BatchNorm) and path in removed:
+        if path in removed:
             return Identity()
-        if isinstance(node, nnx.Linear) and path == head:
-            return NormalizedLinear(node, multiplier=multiplier)
-        return node
+        return NormalizedLinear(node, multiplier=multiplier) if path == head else node
 
     return _edited(module, replaced)
 

@@ -107,9 +107,7 @@ class NormalizedDense(nn.Module):
         shape, stored = (jnp.shape(inputs)[-1], self.features), self.param_dtype
         kernel: Any = self.param("kernel", self.kernel_init, shape, stored)
         multiplier: Any = self.param("multiplier", self.multiplier_init, (), stored)
-        bias: Any = None
-        if self.use_bias:
-            bias = self.param("bias", self.bias_init, shape[1:], stored)
+        bias: Any = self.param("bias", self.bias_init, shape[1:], stored) if self.use_bias else None
         return normalized_dense(inputs, kernel, multiplier, bias, self.dtype, self.precision)
 
 

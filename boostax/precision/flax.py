@@ -10,7 +10,6 @@ the traced model are rewritten, as in any other function.
 import contextlib
 import dataclasses
 import functools
-from collections.abc import Generator
 from typing import Any
 
 import jax.numpy as jnp
@@ -56,11 +55,9 @@ class PolicyModule:
             return self.rules.cast_output(output), state
         return self.rules.cast_output(result)
 
-    @contextlib.contextmanager
-    def _layers(self) -> Generator[None]:
+    def _layers(self) -> Any:
         if self.rules.only_matmuls:
-            yield
-            return
+            return contextlib.nullcontext()
 
         def tell_dtype(next_fun: Any, args: Any, kwargs: Any, context: Any) -> Any:
             module = context.module
@@ -69,8 +66,7 @@ class PolicyModule:
                 object.__setattr__(module, "dtype", layer_dtype(self.rules, type(module).__name__))
             return next_fun(*args, **kwargs)
 
-        with nn.intercept_methods(tell_dtype):
-            yield
+        return nn.intercept_methods(tell_dtype)
 
 
 def apply_policy(module: Any, policy: Policy | str) -> Any:

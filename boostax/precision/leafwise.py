@@ -8,10 +8,10 @@ which always holds, the change of a leaf begins and ends at once, and is written
 
 from __future__ import annotations
 
+import collections
 import dataclasses
-import functools
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -38,82 +38,66 @@ class Turn:
     place: int = 0
 
 
-class _Equation(NamedTuple):
-    eqn: jaxprs.JaxprEqn
-    inputs: tuple[int, ...]
-    outputs: tuple[int, ...]
-
-
 class _Graph:
-    """The equations of a program, the values between them numbered.
+    """A program without calls, and the values that have been computed of it.
 
     Attributes:
-      constants: literals and the like.
-      known: arrays that were given or have been computed.
-      inputs: the numbers of the program's inputs.
-      outputs: the numbers of its results.
+      inputs: the variables of its arguments.
+      outputs: those of its results, or literals.
+      known: arrays by their variables: constants, arguments, and what was computed.
     """
 
     def __init__(self, program: jaxprs.ClosedJaxpr, given: Sequence[Any]):
-        self.constants: dict[int, Any] = {}
-        self.known: dict[int, Any] = {}
-        self._eqns: list[_Equation] = []
-        self._count = 0
-        self.inputs = [self._new() for _ in given]
-        self.known.update(zip(self.inputs, given, strict=True))
-        self.outputs = evaluate(program, self.inputs, self._add, self._constant, inline=JIT)
+        flat = jax.make_jaxpr(lambda *args: evaluate(program, args, replay, inline=JIT))(*given)
+        self._eqns: list[Any] = flat.jaxpr.eqns
+        self.inputs: list[Any] = flat.jaxpr.invars
+        self.outputs: list[Any] = flat.jaxpr.outvars
+        names = [*flat.jaxpr.constvars, *self.inputs]
+        self.known = dict[Any, Any](zip(names, [*flat.consts, *given], strict=True))
 
-    def _new(self) -> int:
-        self._count += 1
-        return self._count
-
-    def _constant(self, value: Any, aval: Any = None) -> int:
-        del aval
-        number = self._new()
-        self.constants[number] = value
-        return number
-
-    def _add(self, eqn: jaxprs.JaxprEqn, operands: list[int]) -> tuple[int, ...]:
-        outputs = tuple(self._new() for _ in eqn.outvars)
-        self._eqns.append(_Equation(eqn, tuple(operands), outputs))
-        return outputs
-
-    def common(self, wanted: dict[int, list[int]], of: dict[int, int]) -> list[int]:
+    def common(self, wanted: dict[int, list[Any]], of: dict[Any, int]) -> list[Any]:
         """Return shared values that several leaves want; ``of`` has the leaves of inputs."""
-        sources = {number: {leaf} for number, leaf in of.items()}
-        for each in self._eqns:
-            found = set[int]().union(*(sources.get(x, set()) for x in each.inputs))
-            sources.update(dict.fromkeys(each.outputs, found))
-        askers: dict[int, set[int]] = {}
-        for leaf, numbers in wanted.items():
-            for number in numbers:
-                askers.setdefault(number, set()).add(leaf)
-        for each in reversed(self._eqns):
-            found = set[int]().union(*(askers.get(x, set()) for x in each.outputs))
-            for number in each.inputs:
-                askers.setdefault(number, set()).update(found)
+        sources = {var: {leaf} for var, leaf in of.items()}
+        for eqn in self._eqns:
+            found = set[int]().union(*(sources.get(x, set()) for x in _variables(eqn.invars)))
+            sources.update(dict.fromkeys(eqn.outvars, found))
+        askers: dict[Any, set[int]] = collections.defaultdict(set)
+        for leaf, results in wanted.items():
+            for var in _variables(results):
+                askers[var].add(leaf)
+        for eqn in reversed(self._eqns):
+            for var in _variables(eqn.invars):
+                askers[var] |= set[int]().union(*(askers[x] for x in eqn.outvars))
 
-        def shared(number: int, each: _Equation) -> bool:
-            asking, leaves = askers.get(number, set()), sources[number] - {COMMON}
-            several = len(asking) > 1 and len(leaves) != 1 and bool(sources[number])
-            return several or (bool(asking) and _sends(each.eqn))
+        def shared(var: Any, eqn: Any) -> bool:
+            leaves = sources[var] - {COMMON}
+            several = len(askers[var]) > 1 and len(leaves) != 1 and bool(sources[var])
+            return several or (bool(askers[var]) and _sends(eqn))
 
-        return [x for each in self._eqns for x in each.outputs if shared(x, each)]
+        return [x for eqn in self._eqns for x in eqn.outvars if shared(x, eqn)]
 
-    def needs(self, wanted: Iterable[int]) -> tuple[list[_Equation], list[int]]:
-        """Return the equations that lead from known values to these, and those values."""
-        needed, eqns = set(wanted), list[_Equation]()
-        for each in reversed(self._eqns):
-            if any(x in needed and x not in self.known for x in each.outputs):
-                eqns.append(each)
-                needed.update(each.inputs)
-        return eqns[::-1], sorted(needed & self.known.keys())
+    def program(self, wanted: Sequence[Any]) -> tuple[Callable[..., list[Any]], list[Any]]:
+        """Return what leads from known values to wanted ones, and those known values."""
+        needed, eqns = set(_variables(wanted)), list[Any]()
+        for eqn in reversed(self._eqns):
+            if any(x in needed and x not in self.known for x in eqn.outvars):
+                eqns.insert(0, eqn)
+                needed.update(_variables(eqn.invars))
+        inputs = [x for x in self.known if x in needed]
+        given = [self.known[x] for x in inputs]
+        return jaxprs.jaxpr_as_fun(excerpt(inputs, wanted, eqns)), given
 
-    def learn(self, numbers: Sequence[int]) -> None:
+    def learn(self, wanted: Sequence[Any]) -> list[Any]:
         """Compute values and keep them."""
-        eqns, _ = self.needs(numbers)
-        found = _run(eqns, self.constants | self.known, numbers)
-        self.known.update(zip(numbers, found, strict=True))
+        run, given = self.program(wanted)
+        found = run(*given)
+        pairs = zip(wanted, found, strict=True)
+        self.known.update((x, value) for x, value in pairs if _variables([x]))
+        return found
+
+
+def _variables(atoms: Sequence[Any]) -> list[Any]:
+    return [x for x in atoms if not isinstance(x, jaxprs.Literal)]
 
 
 def _seen(values: list[jax.Array]) -> jax.Array:
@@ -127,19 +111,11 @@ def _seen(values: list[jax.Array]) -> jax.Array:
     return jnp.asarray(False)
 
 
-def _sends(eqn: jaxprs.JaxprEqn) -> bool:
+def _sends(eqn: Any) -> bool:
     """Whether devices exchange something in it: XLA joins such equations, if it can."""
-    given = [x for x in eqn.invars if not isinstance(x, jaxprs.Literal)]
     islands = any(x.primitive.name in ("shard_map", "custom_vmap_call") for x, _ in within(eqn))
-    return islands or bool(costs.axes_of(excerpt(given, eqn.outvars, [eqn])))
-
-
-def _run(eqns: Sequence[_Equation], known: dict[int, Any], wanted: Sequence[int]) -> list[Any]:
-    values = dict(known)
-    for each in eqns:
-        found = replay(each.eqn, [values[x] for x in each.inputs])
-        values.update(zip(each.outputs, found, strict=True))
-    return [values[x] for x in wanted]
+    sent = costs.axes_of(excerpt(_variables(eqn.invars), eqn.outvars, [eqn]))
+    return islands or bool(sent)
 
 
 def leaf_by_leaf(
@@ -166,33 +142,30 @@ def leaf_by_leaf(
     leaves = jax.tree.leaves(old)
     graph = _Graph(whole.program, jax.tree.leaves((old, args)))
     when: list[Turn] = jax.tree.leaves(turns)
-    places: dict[tuple[int, int], list[int]] = {}
-    wanted: dict[int, list[int]] = {}
+    places: dict[tuple[int, int], list[int]] = collections.defaultdict(list)
+    wanted: dict[int, list[Any]] = collections.defaultdict(list)
     for place, turn in enumerate(when[: len(leaves)]):
-        places.setdefault((turn.leaf, turn.place), []).append(place)
-        wanted.setdefault(turn.leaf, []).append(graph.outputs[place])
-    leaf_of = {number: turn.leaf for number, turn in zip(graph.inputs, when, strict=True)}
-    graph.learn(graph.common(wanted, leaf_of))
-    graph.learn(wanted.get(COMMON, []))
-    new = {i: graph.known.get(number) for i, number in enumerate(graph.outputs)}
+        places[turn.leaf, turn.place].append(place)
+        wanted[turn.leaf].append(graph.outputs[place])
+    of = {var: turn.leaf for var, turn in zip(graph.inputs, when, strict=True)}
+    graph.learn(graph.common(wanted, of))
+    new = dict(enumerate(leaves))
     for (leaf, _), here in sorted(places.items()):
-        if leaf == COMMON:
-            continue
         outputs = [graph.outputs[i] for i in here]
-        eqns, needed = graph.needs(outputs)
+        if leaf == COMMON:
+            new.update(zip(here, graph.learn(outputs), strict=True))
+            continue
+        run, given = graph.program(outputs)
 
-        def work(mine: list[Any], given: list[Any], go: jax.Array, made: Any) -> Any:
-            eqns, needed, outputs = made
-            known = graph.constants | dict(zip(needed, given, strict=True))
-            found = _run(eqns, known, outputs)
+        def work(mine: list[Any], given: list[Any], go: jax.Array, run: Any = run) -> Any:
+            found = run(*given)
             # Whether the next one runs is a result of this one, so that it has to wait.
             return axes.unify(found, mine), go | _seen(found)
 
-        mine, given = [leaves[i] for i in here], [graph.known[x] for x in needed]
-        run = functools.partial(work, made=(eqns, needed, outputs))
-        replay, types = trees.trace_once(run, mine, given, always)
+        mine = [leaves[i] for i in here]
+        once, types = trees.trace_once(work, mine, given, always)
         hold = lambda mine, given, go, types=types: axes.unify((mine, go), types)  # noqa: E731
-        again = lambda *given, replay=replay: replay(*given)  # noqa: E731
+        again = lambda *given, once=once: once(*given)  # noqa: E731
         values, always = branch(always, again, hold, mine, given, always)
         new.update(zip(here, values, strict=True))
     return jax.tree.unflatten(jax.tree.structure(old), [new[i] for i in range(len(leaves))])

@@ -19,19 +19,9 @@ import jax.numpy as jnp
 import optax
 from jax.core import Tracer
 
-from boostax._core import axes, checks, handshake, trees
+from boostax._core import axes, checks, gate, handshake, trees
 from boostax._core.describe import Holds, describe
 from boostax._core.finite import usable
-from boostax._core.gate import (
-    Pending,
-    counted,
-    flush_of,
-    gated,
-    init_inner,
-    run,
-    run_or_hold,
-    told_by,
-)
 
 PyTree = Any
 
@@ -68,7 +58,7 @@ class LossScaleState(NamedTuple):
         """Return the array by which a trace tells this scaler from others."""
         return self.scale
 
-    passed = taken = told_by("last_finite")
+    passed = taken = gate.told_by("last_finite")
 
     def metrics(self) -> dict[str, jax.Array]:
         """Return named scalars for ``boostax.metrics``."""
@@ -162,15 +152,12 @@ def dynamic_loss_scale(
     _positive(who, "init_scale", init_scale, "2**16 is the default.")
     _ordered(who, min_scale, init_scale, max_scale)
     checks.number(who, "growth_factor", growth_factor, "greater than 1", lambda x: x > 1, "Use 2.")
-    checks.number(
-        who, "backoff_factor", backoff_factor, "in (0, 1)", lambda x: 0 < x < 1, "Use 0.5."
-    )
-    growth_interval = checks.positive_int(
-        who, "growth_interval", growth_interval, "It counts clean steps; 2000 is the default."
-    )
-    hysteresis = checks.positive_int(
-        who, "hysteresis", hysteresis, "1 lowers the scale at every overflow."
-    )
+    within = lambda x: 0 < x < 1  # noqa: E731
+    checks.number(who, "backoff_factor", backoff_factor, "in (0, 1)", within, "Use 0.5.")
+    hint = "It counts clean steps; 2000 is the default."
+    growth_interval = checks.positive_int(who, "growth_interval", growth_interval, hint)
+    hint = "1 lowers the scale at every overflow."
+    hysteresis = checks.positive_int(who, "hysteresis", hysteresis, hint)
 
     def adjust(state: LossScaleState, ok: jax.Array) -> LossScaleState:
         """Grow after ``growth_interval`` clean steps, back off at an overflow."""
@@ -187,13 +174,12 @@ def dynamic_loss_scale(
             scale=scale.astype(jnp.float32),
             clean_steps=jnp.where(interval_full, 0, clean),
             tolerance=jnp.where(interval_full, hysteresis, tolerance),
-            growths=counted(state.growths, grows),
-            backoffs=counted(state.backoffs, scale < state.scale),
-            floor_hits=counted(state.floor_hits, backs_off & (state.scale <= min_scale)),
+            growths=gate.counted(state.growths, grows),
+            backoffs=gate.counted(state.backoffs, scale < state.scale),
+            floor_hits=gate.counted(state.floor_hits, backs_off & (state.scale <= min_scale)),
         )
 
-    asks, skip = True, True
-    return _scaled(inner, init_scale, hysteresis, adjust, axis_name, skip=skip, asks=asks, who=who)
+    return _scaled(inner, init_scale, hysteresis, adjust, axis_name, skip=True, asks=True, who=who)
 
 
 def static_loss_scale(
@@ -233,7 +219,7 @@ def static_loss_scale(
     _positive(who, "scale", scale, "128 is MindSpore's default.")
 
     def adjust(state: LossScaleState, ok: jax.Array) -> LossScaleState:
-        return state._replace(clean_steps=jnp.where(ok, counted(state.clean_steps, ok), 0))
+        return state._replace(clean_steps=jnp.where(ok, gate.counted(state.clean_steps, ok), 0))
 
     asks, skip = isinstance(scale, Tracer) or bool(scale != 1), skip_nonfinite
     return _scaled(inner, scale, 1, adjust, axis_name, skip=skip, asks=asks, who=who)
@@ -262,12 +248,12 @@ def _scaled(
             jnp.asarray(tolerance, jnp.int32),
             jnp.asarray(False),
             *counters[1:],
-            inner_state=init_inner(tx, params),
+            inner_state=gate.init_inner(tx, params),
         )
 
     @describe(who, "scaler", names, inner={"inner_state": tx})
     def step_fn(
-        grads: Pending, state: LossScaleState, params: PyTree, *, apply: bool, **extra: Any
+        grads: gate.Pending, state: LossScaleState, params: PyTree, *, apply: bool, **extra: Any
     ) -> tuple[PyTree, LossScaleState]:
         trees.require_gradients(grads.raw, who)
         axes.require_local(grads.raw, names, who)
@@ -277,18 +263,19 @@ def _scaled(
         unscaled = grads.times(*_reciprocal(state.scale))
 
         def heavy() -> tuple[PyTree, Any]:
-            return run(tx, unscaled, state.inner_state, params, apply=apply, extra=extra)
+            return gate.run(tx, unscaled, state.inner_state, params, apply=apply, extra=extra)
 
         if skip:
             ok = axes.agree(usable(unscaled), names)
-            held = params, state.inner_state
-            value, inner_state = run_or_hold(ok, heavy, *held, apply=apply, who=who, names=names)
+            value, inner_state = gate.run_or_hold(
+                ok, heavy, params, state.inner_state, apply=apply, who=who, names=names
+            )
         else:
             ok = jnp.asarray(True)
             value, inner_state = heavy()
         return value, decided(adjust(state, ok), ok, inner_state)
 
-    return gated(init_fn, step_fn, flush_of(tx, "last_finite"))
+    return gate.gated(init_fn, step_fn, gate.flush_of(tx, "last_finite"))
 
 
 def loss_scale(opt_state: PyTree) -> jax.Array:
@@ -339,8 +326,8 @@ def decided(state: Any, ok: jax.Array, inner_state: Any) -> Any:
     """Return a scaler's state after a step that ran (``ok``) or was skipped."""
     return state._replace(
         last_finite=ok,
-        skipped_steps=counted(state.skipped_steps, ~ok),
-        skipped_in_a_row=jnp.where(ok, 0, counted(state.skipped_in_a_row, ~ok)),
+        skipped_steps=gate.counted(state.skipped_steps, ~ok),
+        skipped_in_a_row=jnp.where(ok, 0, gate.counted(state.skipped_in_a_row, ~ok)),
         inner_state=inner_state,
     )
 
@@ -385,8 +372,6 @@ def _positive(who: str, argument: str, value: Any, hint: str) -> None:
 
 
 def _ordered(who: str, low: Any, init: Any, high: Any) -> None:
-    if not any(isinstance(x, Tracer) for x in (low, init, high)) and not low <= init <= high:
-        hint = f"min_scale is {low!r} and max_scale is {high!r}; widen them or move init_scale."
-        raise ValueError(
-            checks.message(who, "init_scale", "between min_scale and max_scale", init, hint)
-        )
+    fits = any(isinstance(x, Tracer) for x in (low, init, high)) or low <= init <= high
+    hint = f"min_scale is {low!r} and max_scale is {high!r}; widen them or move init_scale."
+    checks.require(who, "init_scale", init, "between min_scale and max_scale", fits, hint)

@@ -65,11 +65,9 @@ class Policy:
             try:
                 re.compile(pattern)
             except (re.error, TypeError) as error:
-                allowed = "regular expressions"
-                hint = f"It does not compile: {error}."
-                raise ValueError(
-                    checks.message("Policy", "keep_f32", allowed, pattern, hint)
-                ) from error
+                allowed, hint = "regular expressions", f"It does not compile: {error}."
+                words = checks.message("Policy", "keep_f32", allowed, pattern, hint)
+                raise ValueError(words) from error
 
     @property
     def only_matmuls(self) -> bool:
@@ -132,12 +130,7 @@ class Policy:
           A function of the same signature; floating results in ``output_dtype``.
         """
         inner = self.compute(fn)
-
-        @functools.wraps(fn)
-        def wrapped(params: PyTree, *args: Any, **kwargs: Any) -> Any:
-            return self.cast_output(inner(params, *args, **kwargs))
-
-        return wrapped
+        return functools.wraps(fn)(lambda *args, **kwargs: self.cast_output(inner(*args, **kwargs)))
 
 
 def policy(spec: str, *, dtype: Any = jnp.float16) -> Policy:

@@ -347,24 +347,21 @@ def _is_placeholder(params: PyTree, node: Any) -> bool:
     return type(node) is type(params) and not jax.tree.leaves(params) and node is not None
 
 
-def _places(scales: dict[str, ByBlock]) -> dict[tuple[str, Path], Path]:
-    """Return the path of each array's scale, by the array's field and its param."""
-    return {
-        (path[0].key, path[2:]): path for path, _ in jax.tree_util.tree_leaves_with_path(scales)
-    }
+def _by_field(scales: dict[str, ByBlock]) -> dict[Any, jax.Array]:
+    """Return the scale of each array by the array's field and the path of its param."""
+    pairs = jax.tree_util.tree_leaves_with_path(scales)
+    return {(path[0].key, path[2:]): scale for path, scale in pairs}
 
 
 def _decoded(state: PyTree, scales: dict[str, ByBlock]) -> PyTree:
     """Return the state as ``inner`` has it."""
-    table = dict(jax.tree_util.tree_leaves_with_path(scales))
-    places = _places(scales)
+    table = _by_field(scales)
 
     def whole(path: Path, codes: jax.Array) -> jax.Array:
-        place = _place(places, path)
-        made = formats.format_of(codes)
-        if made is None or (made.scaled and place is None):
+        key, made = _key(table, path), formats.format_of(codes)
+        if made is None or (made.scaled and key is None):
             return codes
-        return made.decode(codes, None if place is None else table[place])
+        return made.decode(codes, table.get(key))
 
     return jax.tree_util.tree_map_with_path(whole, state)
 
@@ -375,12 +372,12 @@ def _require_blocks(state: StoreState) -> None:
     One block along what is cut has one scale for all its shards: where types are not tracked, each
     device would write its own in the place of it.
     """
-    table, places = dict(jax.tree_util.tree_leaves_with_path(state.scales)), _places(state.scales)
+    table = _by_field(state.scales)
     for path, codes in jax.tree_util.tree_leaves_with_path(state.inner_state):
-        place = _place(places, path)
-        if place is None:
+        key = _key(table, path)
+        if key is None:
             continue
-        blocks, scales = formats.Blocks.of(codes.shape).sizes[::2], table[place]
+        blocks, scales = formats.Blocks.of(codes.shape).sizes[::2], table[key]
         if blocks != scales.shape or axes.varying(codes) - axes.varying(scales):
             raise ValueError(
                 f"{_WHO}: arrays of 8 bits must be sharded along dimensions that have no blocks in "
@@ -394,22 +391,22 @@ def _encoded(
     state: PyTree, like: PyTree, scales: dict[str, ByBlock], steps: jax.Array
 ) -> tuple[PyTree, dict[str, ByBlock]]:
     """Return the state in the formats of an older one."""
-    places, table = _places(scales), {}
+    table, found = _by_field(scales), dict[Any, Any]()
 
     def stored(path: Path, old: jax.Array, new: jax.Array) -> jax.Array:
-        place, made = _place(places, path), formats.format_of(old)
-        if made is None or (made.scaled and place is None):
+        key, made = _key(table, path), formats.format_of(old)
+        if made is None or (made.scaled and key is None):
             return new
-        codes, found = made.encode(new.astype(jnp.float32), formats.seed_of(steps, path))
-        if place is not None:
-            table[place] = found
+        wide = new.astype(jnp.float32)
+        codes, found[key] = made.encode(wide, formats.seed_of(steps, path))
         return codes
 
     codes = jax.tree_util.tree_map_with_path(stored, like, state)
-    return codes, jax.tree_util.tree_map_with_path(lambda path, _: table[path], scales)
+    scale = lambda path, _: found[path[0].key, path[2:]]  # noqa: E731
+    return codes, jax.tree_util.tree_map_with_path(scale, scales)
 
 
-def _place(places: dict[tuple[str, Path], Path], path: Path) -> Path | None:
-    """Return the path of the scale of the array at a path of the state."""
+def _key(table: dict[Any, jax.Array], path: Path) -> tuple[str, Path] | None:
+    """Return the key of the scale of the array at a path of the state."""
     keys = ((trees.path_name(path[:i]), path[i:]) for i in range(len(path) + 1))
-    return next((places[key] for key in keys if key in places), None)
+    return next((key for key in keys if key in table), None)

@@ -12,19 +12,9 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from boostax._core import axes, checks, trees
+from boostax._core import axes, checks, gate, trees
 from boostax._core.describe import Stepped, describe
 from boostax._core.finite import stays_finite
-from boostax._core.gate import (
-    Pending,
-    counted,
-    flush_inner,
-    gated,
-    init_inner,
-    outermost_passed,
-    run,
-    run_or_hold,
-)
 from boostax._core.replicas import is_per_replica
 
 PyTree = Any
@@ -49,7 +39,7 @@ class CheckUpdatesState(NamedTuple):
 
     def taken(self) -> jax.Array:
         """Whether the last gradient was taken in."""
-        return self.last_update_finite & outermost_passed(self.inner_state)
+        return self.last_update_finite & gate.outermost_passed(self.inner_state)
 
     def metrics(self) -> dict[str, jax.Array]:
         """Return named scalars for ``boostax.metrics``."""
@@ -105,7 +95,7 @@ def check_updates(
     names = axes.canonical(who, axis_name)
 
     def init_fn(params: PyTree) -> CheckUpdatesState:
-        inner_state = init_inner(tx, params)
+        inner_state = gate.init_inner(tx, params)
         if not names and trees.find(inner_state, is_per_replica):
             allowed = "the replica axis around an optimizer with state per replica"
             hint = 'Replicas must hold back together: check_updates(inner, axis_name="data").'
@@ -126,23 +116,21 @@ def check_updates(
             before, after = params, optax.apply_updates(params, value)
         ok = stays_finite((before, old), (after, new))
         ok = axes.agree(axes.to_varying(ok, names), names)
-        value, inner_state = run_or_hold(
-            ok, lambda: (value, new), params, old, apply=apply, who=who
-        )
-        return value, CheckUpdatesState(ok, counted(state.held_updates, ~ok), inner_state)
+        kept = lambda: (value, new)  # noqa: E731
+        value, inner_state = gate.run_or_hold(ok, kept, params, old, apply=apply, who=who)
+        return value, CheckUpdatesState(ok, gate.counted(state.held_updates, ~ok), inner_state)
 
     @describe(who, "check", names, inner={"inner_state": tx})
     def step_fn(
-        grads: Pending, state: CheckUpdatesState, params: PyTree, *, apply: bool, **extra: Any
+        grads: gate.Pending, state: CheckUpdatesState, params: PyTree, *, apply: bool, **extra: Any
     ) -> Stepped:
         axes.require_bound(names, who)
-        value, new = run(tx, grads, state.inner_state, params, apply=apply, extra=extra)
+        value, new = gate.run(tx, grads, state.inner_state, params, apply=apply, extra=extra)
         return judged(value, new, state, params, apply)
 
     def flush_fn(state: CheckUpdatesState, params: PyTree, **extra: Any) -> Stepped:
-        value, new = flush_inner(tx, state.inner_state, params, extra)
-        return (
-            (params, state) if new is state.inner_state else judged(value, new, state, params, True)
-        )
+        value, new = gate.flush_inner(tx, state.inner_state, params, extra)
+        same = new is state.inner_state
+        return (params, state) if same else judged(value, new, state, params, True)
 
-    return gated(init_fn, step_fn, flush_fn)
+    return gate.gated(init_fn, step_fn, flush_fn)
