@@ -522,6 +522,7 @@ CASES = [
                 "backoff_factor",
             ),
             (lambda: boostax.precision.group_loss_scale(OPT, half, rule="guess"), "rule"),
+            (lambda: boostax.precision.group_loss_scale(OPT, half, overflow="all"), "overflow"),
             (lambda: boostax.precision.group_loss_scale(OPT, half, headroom=0.5), "headroom"),
             (lambda: boostax.precision.group_loss_scale(OPT, half, axis_name=()), "axis_name"),
             (lambda: boostax.precision.group_loss_scale(3.0, half), "inner"),

@@ -1,7 +1,6 @@
 """Averages of params move on applied steps alone, by the formulas, in place."""
 
 import functools
-import pickle
 
 import chex
 import jax
@@ -67,15 +66,6 @@ def test_the_average_is_that_of_its_definition_in_float64(kind, when):
             np.testing.assert_allclose(value, expected, rtol=2e-6, atol=1e-6)
     taken = len(range(when.get("start", 0), 16, when.get("every", 1)))
     assert boostax.metrics(state) == {"averaged": taken}
-
-
-def test_ema_is_optax_ema_of_the_params():
-    tx, peer = average_params(optax.adam(0.1), decay=0.99), optax.ema(0.99, debias=True)
-    held = peer.init(PARAMS)
-    for params, state in follow(tx, 30):
-        expected, held = peer.update(params, held)
-        found = averaged_params(state, params)
-        chex.assert_trees_all_close(found, expected, rtol=2e-5, atol=1e-6)
 
 
 def test_a_decay_may_be_a_hyperparameter_of_the_state():
@@ -151,15 +141,6 @@ def test_what_a_flush_applies_is_taken_in_and_no_flush_is_taken_in_twice(form):
     np.testing.assert_allclose(averaged_params(state, params)["w"], expected, rtol=1e-6)
     _, again = boostax.flush(drawn(tx), state, params)
     assert_same(kept(again), kept(state), "an empty flush")
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_run_that_is_saved_and_goes_on_has_the_same_bits(kind):
-    tx = SCALED(average_params(optax.adam(0.1), kind, **KINDS[kind], every=2, start=1))
-    whole = follow(tx, 8)
-    params, state = pickle.loads(pickle.dumps(jax.device_get(whole[3])))
-    rest = follow(tx, 4, params, state, [example_grads(PARAMS, i) for i in range(4, 8)])
-    assert_same(rest[-1], whole[-1], "resumed")
 
 
 @pytest.mark.parametrize("kind", KINDS)

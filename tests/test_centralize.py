@@ -20,7 +20,6 @@ from hypothesis.extra import numpy as hnp
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-import boostax
 from boostax._core import trees
 from boostax.model.centralize import centralize_gradients
 
@@ -398,30 +397,6 @@ def test_sharded_leaves_under_plain_jit(kind):
             assert all(jax.tree.leaves(jax.tree.map(same, got, shardings)))
         text = step.lower(grads).compile().as_text()
         assert "all-gather" not in text and "all-to-all" not in text
-
-
-def test_training_on_shards_equals_training_on_one_device():
-    """FSDP and data parallelism in make_train_step; before the reduction and behind it."""
-    specs = {"in": P("fsdp"), "out": P(None, "fsdp")}
-    params = {"in": jnp.asarray(wave(8, 8)), "out": jnp.asarray(wave(8, 4, seed=5))}
-    batch = {"x": jnp.asarray(wave(16, 8, seed=2)), "y": jnp.asarray(wave(16, 4, seed=3))}
-
-    def loss_fn(params, batch):
-        out = jnp.tanh(batch["x"] @ params["in"]) @ params["out"]
-        return jnp.mean((out - batch["y"]) ** 2)
-
-    def trained(*parts, **how):
-        step = boostax.make_train_step(loss_fn, optax.chain(*parts, optax.adam(1e-2)), **how)
-        state = step.init(params)
-        for _ in range(3):
-            state, _ = step(state, batch)
-        return state.params
-
-    center, mean = centralize_gradients(), boostax.all_reduce("data")
-    alone = trained(center)
-    for parts in ((center, mean), (mean, center)):
-        how = {"mesh": mesh_of(), "axis_name": "data", "param_specs": specs}
-        chex.assert_trees_all_close(trained(*parts, **how), alone, atol=1e-5)
 
 
 @pytest.mark.parametrize(

@@ -139,38 +139,6 @@ def test_state_machine_equals_its_plain_reference(overflow, scales, options):
         assert actual == expected, (t, options)
 
 
-@draws(15)
-@given(overflow=st.lists(st.booleans(), min_size=1, max_size=12))
-def test_a_skipped_step_never_happened(overflow):
-    """Bit for bit: params, moments, counters, schedule and decay."""
-    params = {"w": jnp.arange(1.0, 4.0), "b": jnp.float32(0.5)}
-    grads = [jax.tree.map(lambda p, t=t: p * (t - 3.0) / 7, params) for t in range(len(overflow))]
-    for tx, one_step in skipping():
-        runs = []
-        for given_steps in (range(len(overflow)), [t for t, bad in enumerate(overflow) if not bad]):
-            now, state = params, tx.init(params)
-            for t in given_steps:
-                now, state = one_step(now, state, grads[t], overflow[t])
-            scaler = state if isinstance(state, boostax.states.LossScaleState) else state[0]
-            runs.append((now, scaler.inner_state))
-        jax.tree.map(np.testing.assert_array_equal, *runs)
-
-
-@functools.cache
-def skipping():
-    """The transformation and its step: in the open, and in a chain that hides the gate."""
-    schedule = optax.linear_schedule(0.1, 0.01, 5)
-    inner = optax.chain(optax.clip_by_global_norm(0.7), optax.adamw(schedule, weight_decay=0.1))
-    tx = boostax.dynamic_loss_scale(inner, growth_interval=2)
-
-    def step(tx, params, state, grads, bad):
-        scale = boostax.precision.loss_scale(state)
-        grads = jax.tree.map(lambda g: jnp.where(bad, jnp.nan, g * scale), grads)
-        return boostax.apply_gradients(drawn(tx), grads, state, params)
-
-    return [(each, jax.jit(functools.partial(step, each))) for each in (tx, optax.chain(tx))]
-
-
 @pytest.mark.parametrize("skip", [True, False])
 def test_static_scale_stays_and_skips_only_when_asked(skip):
     tx = boostax.static_loss_scale(optax.sgd(1.0), 128.0, skip_nonfinite=skip)
@@ -224,15 +192,6 @@ def test_gradients_of_any_scale_come_back(scale):
     true = np.array([1.0, -0.75, 1 / 3, 1.1], np.float32)
     grads = jnp.asarray(true * np.float32(scale))
     np.testing.assert_allclose(unscaled(grads, scale), true, rtol=3 * F32.eps)
-
-
-def test_a_gradient_below_the_range_of_f16_comes_out_right():
-    """Unscaled in f16 it would be zero."""
-    true, scale = 1e-8, 2.0**15
-    assert np.float16(true) == 0
-    result = unscaled(jnp.float16(true * scale), scale)
-    np.testing.assert_allclose(result, true, rtol=2**-11)
-    assert not np.float16(np.float16(true * scale) / np.float16(scale))
 
 
 def test_the_oracle_saves_a_gradient_below_the_range_of_f16():

@@ -2,7 +2,7 @@
 """Look up how many groups are frozen at which step, in the program and on the host."""
 
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, cast
 
 import jax
@@ -116,7 +116,8 @@ def as_schedule(schedule: Any, repeat: bool) -> tuple[FreezeSchedule, bool]:
     hint = "boostax.freeze_schedule makes one; 2 keeps the first two groups frozen for good."
     allowed = "a FreezeSchedule, a function of the step, a depth, or a sequence of depths"
     try:
-        depths = [operator.index(depth) for depth in np.atleast_1d(schedule)]
+        listed = list(schedule) if isinstance(schedule, Iterable) else schedule
+        depths = [operator.index(depth) for depth in np.atleast_1d(listed)]
     except (TypeError, ValueError) as error:
         raise TypeError(checks.message(_WHO, "schedule", allowed, schedule, hint)) from error
     checks.require(_WHO, "schedule", schedule, allowed, bool(depths) and min(depths) >= 0, hint)
