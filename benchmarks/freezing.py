@@ -14,6 +14,7 @@ from harness import Bar, Form, arguments, caveats, paired, ratio, record, report
 from workloads import TextConfig, text
 
 import boostax
+from boostax._core.groups import as_groups
 
 PyTree = Any
 CONFIG = TextConfig(depth=8, heads=8, sequence_length=64)
@@ -157,7 +158,7 @@ def zeroed(task: Task, depth: int) -> Program:
 def where(task: Task, depth: int) -> Program:
     """The depth as data: the step is the same for all."""
     params, tx = task.params, optimizer()
-    groups = boostax.scheduled_freeze(tx, GROUPS, 0).freezing.labels(params)
+    groups = as_groups("freezing", GROUPS, params)
 
     def step(
         params: PyTree, state: PyTree, batch: PyTree, depth: jax.Array

@@ -19,6 +19,7 @@ from harness import arguments, caveats, over_seeds, report
 from workloads import TextConfig, text
 
 import boostax
+from boostax._core.groups import as_groups
 
 PyTree = Any
 GROUPS, FRACTION = 10, 0.3
@@ -151,8 +152,7 @@ def text_task(steps: int) -> Task:
         }
 
     def labels(params: PyTree) -> PyTree:
-        tx = boostax.scheduled_freeze(optax.sgd(0.0), patterns, 0)
-        return tx.freezing.labels(params)
+        return as_groups("freezing_accuracy", patterns, params)
 
     return Task(
         f"Text, AdamW, a transformer of eight blocks, {workload(0).summary}",

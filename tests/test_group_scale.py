@@ -435,25 +435,21 @@ def test_groups_keep_gradients_that_every_single_scale_loses():
 # Errors
 
 
-def wrong_labels():
-    return group_loss_scale(SGD, ["x*"]).init({"a": jnp.zeros(1), "b": jnp.zeros(1)})
+REFUSED = {
+    "scale_boundary: inner must be a group from 0 to 2, got 3. The first of the forward ": (
+        lambda: scale_boundary(1.0, SCALES, 0, 3)
+    ),
+    "outer must be a group from 0 to 2, got 'a'": lambda: scale_boundary(1.0, SCALES, "a", 1),
+    "labels must be patterns that match params, got 'x*'. It matches none; ": (
+        lambda: group_loss_scale(SGD, ["x*"]).init(PARAMS)
+    ),
+    "init_scale must be a number or one for each group, 3, got (1.0, 2.0). The first is ": (
+        lambda: start(init_scale=(1.0, 2.0))
+    ),
+}
 
 
-@pytest.mark.parametrize(
-    ("call", "message"),
-    [
-        (
-            lambda: scale_boundary(1.0, SCALES, 0, 3),
-            "scale_boundary: inner must be a group from 0 to 2, got 3. The first of the forward ",
-        ),
-        (lambda: scale_boundary(1.0, SCALES, "a", 1), "outer must be a group from 0 to 2, got 'a'"),
-        (wrong_labels, "labels must be patterns that match params, got 'x*'. It matches none; "),
-        (
-            lambda: start(init_scale=(1.0, 2.0)),
-            "init_scale must be a number or one for each group, 3, got (1.0, 2.0). The first is ",
-        ),
-    ],
-)
-def test_errors_say_what_to_do(call, message):
+@pytest.mark.parametrize("message", REFUSED)
+def test_errors_say_what_to_do(message):
     with pytest.raises((TypeError, ValueError), match=re.escape(message)):
-        call()
+        REFUSED[message]()

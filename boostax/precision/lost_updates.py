@@ -90,9 +90,8 @@ def count_lost_updates(
         grads: Pending, state: LostUpdatesState, params: PyTree, *, apply: bool, **extra: Any
     ) -> Stepped:
         trees.require_params(params, _WHO, "Call tx.update(grads, state, params).")
-        updates, inner_state = tx.update(
-            grads.value(), state.inner_state, trees.at_least_float32(params), **extra
-        )
+        wide = trees.at_least_float32(params)
+        updates, inner_state = tx.update(grads.value(), state.inner_state, wide, **extra)
         new = optax.apply_updates(params, updates)
         state = LostUpdatesState(_lost(params, updates, new), inner_state)
         return (settled(new) if apply else trees.as_updates(updates, params)), state

@@ -250,20 +250,17 @@ def principal(
     noise = np_.sqrt(total(jax.tree.map(_rounding, snapshots)))
     found = s > noise + eps * np_.sqrt(m) * s[0]
     if complete and np_ is np and not found[:k].all():
-        allowed = f"at most {found.sum()}, the number of directions in which these snapshots "
+        which = "in which these snapshots differ beyond their rounding"
+        allowed = f"at most {found.sum()}, the number of directions {which}"
         hint = "Take fewer, or snapshots that lie further apart."
-        allowed += "differ beyond their rounding"
         raise ValueError(checks.message(who, "n_components", allowed, k, hint))
     turn = np_.where(found[:k, None], turn[:k], 0.0)
     rows = jax.tree.map(lambda z: mix(turn.T, z), rows)
     components = _signed(_orthonormal(rows, times=1))
     variance = np_.trace(gram)
     explained = np_.where(found[:k], s[:k] ** 2, 0.0) / np_.where(variance > 0, variance, 1.0)
-    return Basis(
-        components if narrow is None else stored(components, narrow),
-        jax.tree.map(_mean, snapshots),
-        jnp.asarray(explained, jnp.float32),
-    )
+    components = components if narrow is None else stored(components, narrow)
+    return Basis(components, jax.tree.map(_mean, snapshots), jnp.asarray(explained, jnp.float32))
 
 
 def _stack(snapshots: Any) -> PyTree:
@@ -374,13 +371,9 @@ def dot(x: jax.Array, y: jax.Array) -> jax.Array:
     kinds = [kind for z in (x, y) for kind in jax.typeof(z).sharding.mesh.axis_types]
     # Explicit axes want to be told the sharding of a small result.
     where = PartitionSpec() if AxisType.Explicit in kinds else None
-    return lax.dot_general(
-        x.astype(dtype),
-        y.conj().astype(dtype),
-        ((inner, inner), ((), ())),
-        precision=lax.Precision.HIGHEST,
-        out_sharding=where,
-    ).real
+    x, y, over = x.astype(dtype), y.conj().astype(dtype), ((inner, inner), ((), ()))
+    exact = lax.Precision.HIGHEST
+    return lax.dot_general(x, y, over, precision=exact, out_sharding=where).real
 
 
 @jax.jit

@@ -188,10 +188,8 @@ def _searched(
     wide = trees.at_least_float32(params)
 
     def loss(t: jax.Array) -> jax.Array:
-        trial = jax.tree.map(
-            lambda w, d, p: (w + t * d.astype(w.dtype)).astype(p.dtype), wide, along, params
-        )
-        found = _loss(loss_at(trial), names)
+        trial = lambda w, d, p: (w + t * d.astype(w.dtype)).astype(p.dtype)  # noqa: E731
+        found = _loss(loss_at(jax.tree.map(trial, wide, along, params)), names)
         axes.require_invariant(found, _WHO)
         return found
 

@@ -68,9 +68,8 @@ def read(who: str, path: Path, suffix: str, wanted: Collection[str] | None = Non
 
 def _known(who: str, path: Path, suffix: str) -> pathlib.Path:
     found = pathlib.Path(path)
-    checks.require(
-        who, "path", str(path), f"a {suffix} file", found.suffix == suffix, "It has that suffix."
-    )
+    allowed, hint = f"a {suffix} file", "It has that suffix."
+    checks.require(who, "path", str(path), allowed, found.suffix == suffix, hint)
     return found
 
 
@@ -186,9 +185,8 @@ def _checkpoint(
     # Orbax would give zeros for what is not there.
     for name, leaf in trees.named(wanted):
         _require(who, path, name, leaf, saved)
-    restored = handler.restore(
-        path, args=ocp.args.PyTreeRestore(wanted, kinds, partial_restore=True)
-    )
+    args = ocp.args.PyTreeRestore(wanted, kinds, partial_restore=True)
+    restored = handler.restore(path, args=args)
     tree = restored if inside is None else restored[inside]
     filled = lambda p, x: np.zeros(np.shape(p), p.dtype) if x is None else np.asarray(x)  # noqa: E731
     return jax.tree.map(filled, params, tree)

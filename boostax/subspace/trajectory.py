@@ -106,23 +106,16 @@ def record_trajectory(
             slot = jnp.zeros_like(p, dtype=trees.buffer_dtype(p, narrow))
             return jnp.broadcast_to(slot, (size, *slot.shape))
 
-        return TrajectoryState(
-            steps=jnp.zeros((), jnp.int32),
-            recorded=jnp.zeros((), jnp.int32),
-            snapshots=jax.tree.map(buffer, params),
-        )
+        steps, recorded = jnp.zeros((), jnp.int32), jnp.zeros((), jnp.int32)
+        return TrajectoryState(steps, recorded, jax.tree.map(buffer, params))
 
     @describe(_WHO, "recorder")
     def update_fn(updates: PyTree, state: Any, params: PyTree = None, **extra: Any) -> Stepped:
         del extra
         trees.require_params(params, _WHO, "They are what is recorded.")
         # The count of steps need not pass the branch.
-        held = state._replace(steps=None)
-
-        def write() -> Stepped:
-            return (), _written(held, params)
-
-        since = state.steps - start
+        held, since = state._replace(steps=None), state.steps - start
+        write = lambda: ((), _written(held, params))  # noqa: E731
         due = jnp.logical_and(since >= 0, since % every == 0)
         _, new = run_or_hold(due, write, (), held, apply=True, who=_WHO)
         # XLA may otherwise want to overwrite donated params before the branch reads them, and
