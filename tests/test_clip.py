@@ -35,16 +35,20 @@ def test_shards_are_clipped_by_the_norm_of_the_whole(max_norm, shards):
     some = jax.devices()[:shards]
     mesh = jax.make_mesh((shards,), ("fsdp",), (jax.sharding.AxisType.Auto,), devices=some)
 
-    def clipped(tx, names=tuple(GRADS)):
+    def clipped(tx, names=tuple(GRADS), grads=GRADS):
         update = lambda g: tx.update(g, optax.EmptyState())[0]  # noqa: E731
         specs = {name: SPECS[name] for name in names}
         mapped = jax.shard_map(update, mesh=mesh, in_specs=(specs,), out_specs=specs)
-        return jax.jit(mapped)({name: GRADS[name] for name in names})
+        return jax.jit(mapped)({name: grads[name] for name in names})
 
     expected = optax.clip_by_global_norm(max_norm).update(GRADS, optax.EmptyState())[0]
     found = clipped(boostax.model.clip_by_global_norm(max_norm, shard_axes="fsdp"))
     for name, value in found.items():
         np.testing.assert_allclose(value, expected[name], rtol=1e-6)
+    # A norm that is not finite shows in every leaf.
+    tx = boostax.model.clip_by_global_norm(max_norm, shard_axes="fsdp")
+    spoiled = GRADS | {"b": np.full(6, np.nan, np.float32)}
+    assert all(np.isnan(x).all() for x in jax.tree.leaves(clipped(tx, grads=spoiled)))
     if shards > 1 and max_norm < 1:
         # The trap: Optax's norm is that of the shards of each device.
         wrong = clipped(boostax.model.clip_by_global_norm(max_norm), ("w", "c"))

@@ -443,11 +443,6 @@ def test_a_tree_that_can_be_called_is_a_tree():
     assert as_groups("who", Callable(0, 1), Callable(MATRIX, MATRIX)) == (0, 1)
 
 
-def test_tied_weights_are_leaves_like_others():
-    shared = jnp.ones((2, 2))
-    assert prefix_groups([shared, shared], 2) == [0, 1]
-
-
 NAMES = {f"layer_{i}": DENSE for i in range(8)}
 prefix = functools.partial(prefix_groups, ZMA)
 given_as = functools.partial(as_groups, "prefix_groups")

@@ -8,9 +8,6 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from drawing import draws
-from hypothesis import given
-from hypothesis import strategies as st
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -257,19 +254,6 @@ def test_sharded_leaves_stay_where_they_are(kind):
             assert leaf.sharding.is_equivalent_to(NamedSharding(mesh, P("x")), leaf.ndim)
         np.testing.assert_allclose(coordinates, np.arange(4.0), atol=1e-5)
     assert gap(flat(got.components, 4), reference(whole, 12)[1][:4]) < 1e-4
-
-
-@draws(15)
-@given(
-    coefficients=st.lists(st.floats(-100, 100, width=32), min_size=4, max_size=4),
-    seed=st.integers(0, 3),
-)
-def test_projection_of_a_lift_is_the_identity(coefficients, seed):
-    components = pca_basis(draw(8, seed), 4).components
-    lifted = lift(components, jnp.asarray(coefficients, jnp.float32)[:, None])
-    tree = jax.tree.map(lambda x: x[0], lifted)
-    largest = max(map(abs, coefficients), default=0.0)
-    np.testing.assert_allclose(project(components, tree), coefficients, atol=1e-5 * largest + 1e-30)
 
 
 @pytest.mark.parametrize("steps", [0, 4, 8, 14])

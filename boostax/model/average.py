@@ -63,13 +63,6 @@ class AverageParamsState(NamedTuple):
         return {"averaged": self.averaged}
 
 
-def _exponential(decay: Any) -> Callable[[jax.Array], jax.Array]:
-    """Return the weights of ``optax.ema`` divided by ``1 - decay ** n``, which correct the bias."""
-    # In f32 a decay near 1 has lost most of its logarithm.
-    log: Any = jnp.log(decay) if isinstance(decay, jax.Array) else math.log(decay)
-    return lambda n: (1 - decay) / -jnp.expm1(n * log)
-
-
 def _with(average: jax.Array, p: jax.Array, averaged: jax.Array, weight: Any) -> jax.Array:
     """Return the average with one more, or without a ``weight`` the snapshots."""
     p = p.astype(average.dtype)
@@ -167,7 +160,11 @@ def average_params(
     narrow = checks.floating_dtype(_WHO, "dtype", dtype)
     fits, hint = kind == "lawa" or jnp.finfo(narrow).bits >= 32, "A small move is rounded away."
     checks.require(_WHO, "dtype", dtype, f"'float32' with kind {kind!r}", fits, hint)
-    weight = {"ema": _exponential(decay), "window": lambda n: 1 / n}.get(kind)
+    # In f32 a decay near 1 has lost most of its logarithm.
+    log: Any = jnp.log(decay) if isinstance(decay, jax.Array) else math.log(decay)
+    # Those of ``optax.ema``, divided by ``1 - decay ** n``, which corrects the bias.
+    unbiased = lambda n: (1 - decay) / -jnp.expm1(n * log)  # noqa: E731
+    weight = {"ema": unbiased, "window": lambda n: 1 / n}.get(kind)
 
     def init_fn(params: PyTree) -> AverageParamsState:
         inner_state = gate.init_inner(tx, params)
@@ -195,8 +192,7 @@ def average_params(
         grads: gate.Pending, state: AverageParamsState, params: PyTree, *, apply: bool, **extra: Any
     ) -> Stepped:
         trees.require_params(params, _WHO, "Call tx.update(grads, state, params).")
-        inner = state.inner_state
-        value, inner = gate.run(tx, grads, inner, params, apply=apply, extra=extra)
+        value, inner = gate.run(tx, grads, state.inner_state, params, apply=apply, extra=extra)
         new = lambda: value if apply else optax.apply_updates(params, value)  # noqa: E731
         return value, take_in(state, inner, gate.passed(inner), new)
 
