@@ -31,7 +31,7 @@ CEILINGS = {
     "boostax/testing": 811,
     "boostax/train": 1270,
     "examples": 1500,
-    "tests": 20558,
+    "tests": 20486,
     "benchmarks": 6500,
 }
 TOP = ("boostax", "examples", "tests", "benchmarks")

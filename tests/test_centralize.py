@@ -41,11 +41,10 @@ def less_mean(x, axes):
 
 def averaged(tx, grads):
     """By path name, the fewest axes whose mean is what the update lacks."""
-    updates = jax.tree.leaves(update(tx, grads))
-    found = {}
-    for (path, g), u in zip(jax.tree_util.tree_leaves_with_path(grads), updates, strict=True):
+    found, updates = {}, jax.tree.leaves(update(tx, grads))
+    for (name, g), u in zip(trees.named(grads), updates, strict=True):
         fits = (axes for axes in subsets(g.ndim) if np.allclose(u, less_mean(g, axes), atol=1e-6))
-        found[trees.path_name(path)] = next(fits)
+        found[name] = next(fits)
     return found
 
 

@@ -53,10 +53,8 @@ def adamw():
 
 def wrap(name, axis=None):
     """The optimizer with other techniques around, and calls per applied step."""
-    reduce = (
-        [boostax.adasum(axis) if name == "adasum" else boostax.all_reduce(axis)] if axis else []
-    )
-    inner = optax.chain(*reduce, adamw())
+    reduce = boostax.adasum if name == "adasum" else boostax.all_reduce
+    inner = optax.chain(*([reduce(axis)] if axis else []), adamw())
     scaled = functools.partial(boostax.dynamic_loss_scale, axis_name=axis)
     window = functools.partial(boostax.accumulate, every=2, axis_name=axis)
     return {
@@ -100,12 +98,9 @@ def test_states_are_traced_as_often_as_there_are_depths(moments):
 
     adam, count = optax.adam(1e-2), 24
     params = {f"{index:02}": jnp.ones(2) for index in range(count)}
-    tx = boostax.scheduled_freeze(
-        optax.GradientTransformation(init, adam.update),
-        boostax.freeze.prefix_groups(params, count),
-        list(range(count)),
-        moments=moments,
-    )
+    inner = optax.GradientTransformation(init, adam.update)
+    groups = boostax.freeze.prefix_groups(params, count)
+    tx = boostax.scheduled_freeze(inner, groups, list(range(count)), moments=moments)
     state = tx.init(params)
     jax.jit(tx.update).lower(params, state, params)
     assert len(traced) <= 6 * count
@@ -131,9 +126,8 @@ def test_frozen_leaves_keep_their_bits_and_the_others_move(mesh, name, replicas,
     tx = boostax.scheduled_freeze(inner, GROUPS, DEPTHS)
     place = {"mesh": mesh, "axis": axis} if axis else {}
     before = None
-    for call, (_, state, told) in enumerate(
-        run(tx, window * len(DEPTHS), **place, freeze_driver=driver)
-    ):
+    calls = run(tx, window * len(DEPTHS), **place, freeze_driver=driver)
+    for call, (_, state, told) in enumerate(calls):
         if told is not None:
             # A change waits for the end of the window.
             depth = DEPTHS[(call - 1) // window]
@@ -151,43 +145,24 @@ def test_frozen_leaves_keep_their_bits_and_the_others_move(mesh, name, replicas,
 
 
 @pytest.mark.long
-def test_all_forms_take_the_same_steps(mesh):
-    """Host, switch, a loop of one's own, a scan: one trajectory."""
+def test_all_forms_take_the_same_steps():
+    """Host, a loop of one's own by depth, a scan over the step; what is found out: the doors."""
     tx = boostax.scheduled_freeze(wrap("scaled")[0], GROUPS, DEPTHS)
-    calls = list(batches(len(DEPTHS)))
-    oracle = boostax.value_and_grad(loss_fn)
+    oracle, calls = boostax.value_and_grad(loss_fn), list(batches(len(DEPTHS)))
 
-    def by_step(**options):
-        return [s.params for _, s, _ in run(tx, len(DEPTHS), **options)][-1]
+    @functools.partial(jax.jit, static_argnames="depth")
+    def by_depth(params, state, batch, depth):
+        _, grads = oracle(params, state, batch, active=tx.active(params, depth))
+        return boostax.apply_gradients(tx, grads, state, params, depth=depth)
 
-    def by_depth(params, state):
-        @functools.partial(jax.jit, static_argnames="depth")
-        def step(params, state, batch, depth):
-            _, grads = oracle(params, state, batch, active=tx.active(params, depth))
-            return boostax.apply_gradients(tx, grads, state, params, depth=depth)
-
-        for batch, depth in zip(calls, DEPTHS, strict=True):
-            params, state = step(params, state, batch, depth=depth)
-        return params
-
-    def scanned(step, carry):
-        stacked = jax.tree.map(lambda *xs: jnp.stack(xs), *calls)
-        return jax.jit(lambda carry: jax.lax.scan(step, carry, stacked)[0])(carry)
-
-    def by_scan(carry, batch):
-        params, state = carry
-        _, grads = oracle(params, state, batch, active=tx.choice(params, state))
-        return boostax.apply_gradients(tx, grads, state, params), None
-
-    step = boostax.make_train_step(loss_fn, tx)
-    host = by_step()
-    for name, other in {
-        "switch": by_step(freeze_driver="switch"),
-        "depth": by_depth(start(), tx.init(start())),
-        "scan": scanned(by_scan, (start(), tx.init(start())))[0],
-        "traced": scanned(step, step.init(start())).params,
-    }.items():
-        chex.assert_trees_all_close(other, host, rtol=1e-6, atol=1e-7, custom_message=name)
+    params, state = start(), tx.init(start())
+    for batch, depth in zip(calls, DEPTHS, strict=True):
+        params, state = by_depth(params, state, batch, depth=depth)
+    *_, (step, host, _) = run(tx, len(DEPTHS))
+    stacked = jax.tree.map(lambda *xs: jnp.stack(xs), *calls)
+    scanned = jax.jit(lambda carry: jax.lax.scan(step, carry, stacked)[0])(step.init(start()))
+    for other in (params, scanned.params):
+        chex.assert_trees_all_close(other, host.params, rtol=1e-6, atol=1e-7)
 
 
 @pytest.mark.parametrize("depth", [0, 1, 3])
@@ -499,12 +474,8 @@ def test_power_sgd_sees_both_sides_whatever_the_period(depths):
     With the side chosen by the step's number, a fifth of 60 gradients and more would be held back.
     """
     groups = {"b": 0, "a": 1}  # not the order of the leaves
-    tx = boostax.scheduled_freeze(
-        optax.chain(boostax.reduce.power_sgd_reduce("data", 1), optax.sgd(1.0)),
-        groups,
-        depths,
-        repeat=True,
-    )
+    inner = optax.chain(boostax.reduce.power_sgd_reduce("data", 1), optax.sgd(1.0))
+    tx = boostax.scheduled_freeze(inner, groups, depths, repeat=True)
     u, v = jax.random.normal(jax.random.key(0), (2, 16))
     params = {"a": jnp.zeros((16, 16)), "b": jnp.zeros((16, 16))}
     grads = jax.tree.map(lambda _: jnp.outer(u, v), params)
@@ -621,10 +592,8 @@ def test_a_partial_window_is_applied_at_its_depth():
         state, _ = step(state, next(batches(1)))
         state = step.flush(state)
         assert int(state.opt_state.steps) == 1 and int(state.opt_state.next_depth) == 0
-        moved = [
-            bool(jnp.any(a["k"] != b["k"])) for a, b in zip(start(), state.params, strict=True)
-        ]
-        assert moved == [False, False, True, True]
+        pairs = zip(start(), state.params, strict=True)
+        assert [bool((a["k"] != b["k"]).any()) for a, b in pairs] == [False, False, True, True]
         before = jax.tree.map(np.asarray, state)
         chex.assert_trees_all_equal(before.params, step.flush(state).params)
 
@@ -649,9 +618,8 @@ def test_low_rank_freezes_in_one_program_over_sharded_params_and_state(kind, sha
     tx = boostax.scheduled_freeze(chain, {"a": 0, "b": 1, "c": 2}, [0, 1, 2])
     losses = {}
     for driver in ("host", "switch"):
-        step = boostax.make_train_step(
-            loss, tx, mesh=mesh, axis_name="data", shard_optimizer=sharded, freeze_driver=driver
-        )
+        place = {"mesh": mesh, "axis_name": "data", "shard_optimizer": sharded}
+        step = boostax.make_train_step(loss, tx, **place, freeze_driver=driver)
         state, losses[driver] = step.init(params), []
         for i in range(3):
             state, metrics = step(state, wave(8, 16) + i)

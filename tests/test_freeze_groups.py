@@ -37,11 +37,6 @@ NORM = {"scale": VECTOR, "bias": VECTOR}
 X = jnp.ones((2, 4))
 
 
-def named(tree):
-    """Group, or leaf, by path name."""
-    return {trees.path_name(path): x for path, x in jax.tree_util.tree_leaves_with_path(tree)}
-
-
 def by_module(groups):
     """The one group of each top-level module."""
     found = {key: set(jax.tree.leaves(value)) for key, value in groups.items()}
@@ -162,7 +157,7 @@ def test_nnx_variables_are_no_modules():
     for prefixes in (order, ["gain", "stem", *(f"blocks/{i}" for i in range(11))]):
         groups = prefix_groups(params, 12, order=prefixes, level=2)
         assert jax.tree.structure(groups) == jax.tree.structure(params)
-        found = named(groups)
+        found = dict(trees.named(groups))
         assert {found["gain/value"], found["stem/bias/value"]} == {0}
         assert [found[f"blocks/{i}/linear/bias/value"] for i in range(11)] == [*range(1, 12)]
         assert as_groups("who", groups, params) == groups
@@ -172,7 +167,7 @@ def test_partitioned_params_are_no_modules():
     box = functools.partial(nn.Partitioned, names=(None, None))
     params = {"b": {"kernel": box(MATRIX), "bias": VECTOR}, "a": {"kernel": box(MATRIX)}}
     groups = prefix_groups(params, 2)
-    assert named(groups) == {"a/kernel/value": 0, "b/kernel/value": 1, "b/bias": 1}
+    assert dict(trees.named(groups)) == {"a/kernel/value": 0, "b/kernel/value": 1, "b/bias": 1}
 
 
 def test_order_by_prefixes_of_any_length():

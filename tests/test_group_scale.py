@@ -390,11 +390,9 @@ def test_it_takes_no_more_memory_than_one_scale():
         return compiled.memory_analysis().temp_size_in_bytes
 
     labels = {name: i // 2 for i, name in enumerate(shapes)}
+    both = boostax.dynamic_loss_scale(adam), group_loss_scale(adam, labels)
     for dtype in (jnp.float32, jnp.float16):
-        one, many = (
-            temp(boostax.dynamic_loss_scale(adam), dtype),
-            temp(group_loss_scale(adam, labels), dtype),
-        )
+        one, many = (temp(tx, dtype) for tx in both)
         print(f"{jnp.dtype(dtype).name}: temp of one scale {one}, of three {many} bytes")
         assert many <= one + 16384
 

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from boostax._core.trees import path_name
+from boostax._core.trees import names
 from boostax.model.less_bn import less_bn
 from boostax.model.normalized_dense import NormalizedDense, NormalizedLinear, normalized_dense
 
@@ -186,10 +186,6 @@ class NNX(nnx.Module):
         return layer("head", lambda: head(nnx.Linear(8, 3, rngs=self.rngs)))(x)
 
 
-def leaf_names(tree):
-    return {path_name(path) for path, _ in jax.tree.leaves_with_path(tree)}
-
-
 @blocks(
     "plain", "basic", "bottleneck_downsample", "preactivation", "inverted_residual", "dense_block"
 )
@@ -199,11 +195,11 @@ def test_linen_equals_the_model_written_without_those_layers(block, removed):
     by_hand = Linen(block, removed, cosines=True)
     variables, expected = model.init(KEY, IMAGES), by_hand.init(KEY, IMAGES)
     chex.assert_trees_all_equal(variables, expected)
-    whole = leaf_names(Linen(block).init(KEY, IMAGES))
+    whole = set(names(Linen(block).init(KEY, IMAGES)))
     gone = {name for name in whole if any(f"/{x}/" in name for x in removed)}
     assert len(gone) == 4 * len(removed)
     multiplier = {"params/head/multiplier"}
-    assert leaf_names(variables) == (whole - gone - {"params/head/bias"}) | multiplier
+    assert set(names(variables)) == (whole - gone - {"params/head/bias"}) | multiplier
     train = {"train": True, "mutable": ["batch_stats"]}
     found = model.apply(variables, IMAGES, **train)
     chex.assert_trees_all_equal(found, by_hand.apply(expected, IMAGES, **train))
@@ -220,7 +216,7 @@ def test_nnx_equals_the_model_written_without_those_layers(block, removed):
     assert report.removed == removed and report.head == "head"
     by_hand = NNX(block, removed, cosines=True)
     state = nnx.state(model)
-    assert leaf_names(state) == leaf_names(nnx.state(by_hand))
+    assert names(state) == names(nnx.state(by_hand))
     chex.assert_trees_all_equal(state["head"]["kernel"], before["head"]["kernel"])
     nnx.update(by_hand, state)
     chex.assert_trees_all_equal(model(IMAGES), by_hand(IMAGES))

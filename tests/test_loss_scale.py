@@ -52,10 +52,6 @@ def golden_traces(golden):
     return found
 
 
-def values(record, name):
-    return np.float64(record[name])
-
-
 def test_the_golden_traces_are_all_there(golden_traces):
     assert set(golden_traces) == {*POWERS_OF_TWO, (1024, 3, 6), (3e38, 2, 2)}
     assert [len(records) for records in golden_traces.values()] == [9] * 7
@@ -67,14 +63,14 @@ def test_trajectories_equal_all_three_of_mindspore(golden_traces, setting):
     rtol = 0 if setting in POWERS_OF_TWO else 40 * F32.eps
     for record, states in golden_traces[setting]:
         for peer in ("update_cell", "manager", "amp_scaler"):
-            np.testing.assert_allclose(states.scale, values(record, peer), rtol, err_msg=peer)
+            np.testing.assert_allclose(states.scale, np.float64(record[peer]), rtol, err_msg=peer)
 
 
 def test_growth_past_the_largest_number_is_refused(golden_traces):
     """MindSpore's update cell becomes infinite here and stays so; its amp scaler does not."""
     for record, states in golden_traces[3e38, 2, 2]:
         assert np.isfinite(states.scale).all()
-        np.testing.assert_array_equal(states.scale, values(record, "amp_scaler").astype(np.float32))
+        np.testing.assert_array_equal(states.scale, np.float32(record["amp_scaler"]))
 
 
 def test_clean_steps_count_as_in_mindspore(golden_traces):
@@ -227,10 +223,7 @@ def test_scaler_operations_equal_mindspore_where_it_keeps_f32(golden, dtype):
 def test_all_finite_equals_mindspore(golden):
     arrays = np.load(golden / "loss_scaler_ops.npz")
     for row, expected in zip(arrays["all_finite_inputs"], arrays["all_finite"], strict=True):
-        assert (
-            bool(boostax.precision.all_finite([jnp.asarray(row[0]), jnp.asarray(row[1])]))
-            == expected
-        )
+        assert bool(boostax.precision.all_finite([*map(jnp.asarray, row)])) == expected
 
 
 @pytest.mark.parametrize(

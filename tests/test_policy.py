@@ -14,6 +14,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import boostax
+from boostax._core.interpret import equations
 from boostax.precision.flax import apply_policy
 
 f16, bf16, f32 = (jnp.dtype(name) for name in ("float16", "bfloat16", "float32"))
@@ -27,9 +28,8 @@ def test_policies_by_name(low):
     assert level("O1") == boostax.precision.Policy(f32, low, f32, "all but matmuls")
     assert level("O2") == boostax.precision.Policy(f32, low, f32, boostax.policy("O2").keep_f32)
     assert level("O3") == boostax.precision.Policy(low, low, low)
-    assert level(f" output={low.name} , params=bfloat16") == boostax.precision.Policy(
-        bf16, f32, low
-    )
+    by_dtypes = level(f" output={low.name} , params=bfloat16")
+    assert by_dtypes == boostax.precision.Policy(bf16, f32, low)
 
 
 def test_o2_keeps_norms_and_nothing_else():
@@ -102,19 +102,12 @@ PRODUCTS = {"dot_general", "conv_general_dilated"}
 def low_primitives(fn, *args):
     """Names of what gives an f16 result; and whether there is a product that does not."""
     found = set()
-    for eqn in equations(jax.make_jaxpr(fn)(*args)):
+    for eqn, _ in equations(jax.make_jaxpr(fn)(*args).jaxpr):
         if any(getattr(var.aval, "dtype", None) == f16 for var in eqn.outvars):
             found.add(eqn.primitive.name)
         elif eqn.primitive.name in PRODUCTS:
             found.add("another product")
     return found
-
-
-def equations(value):
-    for eqn in getattr(getattr(value, "jaxpr", value), "eqns", ()):
-        yield eqn
-        for param in jax.tree.leaves(list(eqn.params.values())):
-            yield from equations(param)
 
 
 def near(actual, expected):

@@ -306,11 +306,8 @@ def test_codes_and_scales_are_sharded_like_the_param():
     mesh = jax.make_mesh((8,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
     place = lambda x: jax.device_put(x, NamedSharding(mesh, P(None, "data") if x.ndim > 1 else P()))  # noqa: E731
     params = jax.tree.map(place, low(some(0, (256, 128))))
-    tx = store(
-        optax.chain(boostax.all_reduce("data"), optax.adamw(1e-2)),
-        params="remainder",
-        moments="log8",
-    )
+    inner = optax.chain(boostax.all_reduce("data"), optax.adamw(1e-2))
+    tx = store(inner, params="remainder", moments="log8")
     on_mesh = boostax.on_mesh(tx, params, axis_name="data")
     state = on_mesh.init(params)
     wanted = NamedSharding(mesh, P(None, "data"))
@@ -325,10 +322,8 @@ def test_adasum_of_changes_of_a_stored_optimizer_on_shards():
     specs, rows = {"w": P("model"), "b": P()}, np.asarray(some(7, (64, 512))["w"])
     loss = lambda p, x: jnp.mean((jnp.tanh(x @ p["w"]) + p["b"].sum() - x[:, :32]) ** 2)  # noqa: E731
     params, found = some(0, (512, 32)), {}
-    for name, inner in {
-        "f32": optax.adam(1e-2),
-        "log8": store(optax.adam(1e-2), moments="log8"),
-    }.items():
+    adam = optax.adam(1e-2)
+    for name, inner in (("f32", adam), ("log8", store(adam, moments="log8"))):
         tx = boostax.reduce.adasum_delta(inner, "data")
         step = boostax.make_train_step(loss, tx, mesh=mesh, axis_name="data", param_specs=specs)
         state, losses = step.init(params), []
@@ -361,13 +356,8 @@ def test_shards_in_a_shard_map_of_ones_own_have_the_scales_of_their_blocks(
     params, grads = jnp.ones(shape), some(0, shape)["w"]
     state = tx.init(params)
     specs = boostax.states.state_specs(tx, params, "data", param_specs=spec)
-    step = jax.shard_map(
-        lambda p, s, g: boostax.apply_gradients(tx, g, s, p),
-        mesh=mesh,
-        in_specs=(spec, specs, spec),
-        out_specs=(spec, specs),
-        check_vma=check,
-    )
+    places = {"in_specs": (spec, specs, spec), "out_specs": (spec, specs)}
+    step = jax.shard_map(applied(tx), mesh=mesh, check_vma=check, **places)
     if whole:
         new, state = jax.jit(step)(params, state, grads)
         alone, _ = boostax.apply_gradients(tx, grads, tx.init(params), params)
@@ -381,9 +371,8 @@ def test_refusals_name_the_line_that_mends_them():
     gated = store(boostax.accumulate(optax.sgd(1.0), 2))
     with pytest.raises(ValueError, match=r"dynamic_loss_scale\(store\(adamw\(...\)\)\)"):
         gated.init(some(0))
-    hidden = boostax.accumulate(
-        optax.chain(optax.clip(1.0), store(optax.sgd(1.0), params="stochastic")), 2
-    )
+    inner = optax.chain(optax.clip(1.0), store(optax.sgd(1.0), params="stochastic"))
+    hidden = boostax.accumulate(inner, 2)
     with pytest.raises(ValueError, match="put store around all that it runs"):
         hidden.init(low(some(0)))
     with pytest.raises(ValueError, match=r"\['0/mu', '0/nu'\], got 'mu'"):

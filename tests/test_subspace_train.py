@@ -14,7 +14,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import boostax
-from boostax._core import costs
+from boostax._core import costs, interpret
 from boostax.checkpoint import Checkpointer
 from boostax.subspace.basis import project
 from boostax.subspace.files import write
@@ -193,19 +193,9 @@ def test_what_travels(k):
 
 def reads(jaxpr, shape):
     """Equations of a traced program that read an array of this shape and make another of it."""
-    count = 0
-    for eqn in jaxpr.eqns:
-        inner = [
-            x
-            for x in jax.tree.leaves(list(eqn.params.values()))
-            if hasattr(x, "eqns") or hasattr(x, "jaxpr")
-        ]
-        for each in inner:
-            count += reads(getattr(each, "jaxpr", each), shape)
-        used = any(getattr(v.aval, "shape", None) == shape for v in eqn.invars)
-        made = any(getattr(v.aval, "shape", None) == shape for v in eqn.outvars)
-        count += used and not made and not inner
-    return count
+    has = lambda atoms: any(getattr(x.aval, "shape", None) == shape for x in atoms)  # noqa: E731
+    found = [eqn for eqn, _ in interpret.equations(jaxpr) if not interpret.bodies(eqn)]
+    return sum(has(eqn.invars) and not has(eqn.outvars) for eqn in found)
 
 
 @pytest.mark.parametrize("residual", [None, optax.adam(1e-2)])
@@ -225,17 +215,14 @@ def test_traced_once_and_no_copy_of_the_basis():
         return loss_fn(params, batch)
 
     params = {"w": jnp.zeros((ROWS, 4096)), "v": jnp.zeros(4096), "b": jnp.zeros(())}
-    tx = boostax.dynamic_loss_scale(
-        boostax.dim_reduce(basis_of(20, params), residual=optax.adam(1e-3))
-    )
-    step = boostax.make_train_step(counting, tx)
+    inner = boostax.dim_reduce(basis_of(20, params), residual=optax.adam(1e-3))
+    step = boostax.make_train_step(counting, boostax.dynamic_loss_scale(inner))
     state = step.init(params)
     batch = batches(1)[0]
     state, _ = step(state, batch)
     once = traces
-    state = state._replace(
-        opt_state=boostax.subspace.replace_basis(state.opt_state, basis_of(20, params))
-    )
+    other = boostax.subspace.replace_basis(state.opt_state, basis_of(20, params))
+    state = state._replace(opt_state=other)
     for _ in range(3):
         state, _ = step(state, batch)
     assert traces == once
