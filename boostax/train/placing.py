@@ -118,17 +118,11 @@ class Placing:
 
         return jax.tree.map(found, params)
 
-    def placement(self, params: PyTree) -> Placement | None:
-        """Of a step on global arrays; ``None`` where params are whole on every device.
-
-        Then all of the step is mapped, and its collectives are where the trace says.
-        """
+    def placement(self, params: PyTree) -> Placement:
+        """Return where params lie, for a step on global arrays."""
         specs = jax.tree_util.tree_leaves_with_path(self.of_params(params), is_leaf=_is_spec)
-        if not self.shard_optimizer and not any(any(spec) for _, spec in specs):
-            return None
-        return Placement(
-            self.mesh, self.names, {trees.plain_path(path): spec for path, spec in specs}
-        )
+        at = {trees.plain_path(path): spec for path, spec in specs}
+        return Placement(self.mesh, self.names, at)
 
     def rows(self, size: int) -> np.ndarray[Any, Any]:
         """Which rows of a batch belong to this process, ascending."""
