@@ -76,7 +76,7 @@ class TrainStep:
         if self.mesh is None:
             return None
         how = self.microbatches, self.param_specs, self.shard_optimizer
-        return Placing(self.tx, self.mesh, self.names, *how)
+        return Placing(self.mesh, self.names, *how)
 
     @property
     def replicas(self) -> int:
