@@ -63,7 +63,6 @@ def opened(step, state, batch):
         (4, 1, {}),
         (4, 1, {"policy": boostax.policy("O2", dtype="bfloat16")}),
         (2, 4, {}),
-        (2, 4, {"check_vma": False}),
         (2, 4, {"shard_optimizer": True}),
         (2, 4, {"param_specs": True}),
     ],

@@ -80,9 +80,8 @@ def test_a_window_with_an_unusable_weight_is_dropped(weight):
     assert boostax.precision.all_finite(found[1])
 
 
-@pytest.mark.parametrize("check_vma", [True, False])
 @pytest.mark.parametrize("normalize", ["mean", "sum", "weight"])
-def test_replicas_drop_a_window_together(mesh, normalize, check_vma):
+def test_replicas_drop_a_window_together(mesh, normalize):
     """The sum of one of eight overflows."""
     inner = optax.chain(boostax.all_reduce("data"), ADAM)
     options = {"normalize": normalize, "accumulator_dtype": "float16", "axis_name": "data"}
@@ -91,9 +90,7 @@ def test_replicas_drop_a_window_together(mesh, normalize, check_vma):
     def loss(w, x):
         return jnp.mean(w * x), boostax.Aux(weight=1.0 if normalize == "weight" else None)
 
-    step = boostax.make_train_step(
-        loss, tx, mesh=mesh, axis_name="data", check_vma=check_vma, has_aux=True
-    )
+    step = boostax.make_train_step(loss, tx, mesh=mesh, axis_name="data", has_aux=True)
     good, bad = jnp.ones(8), jnp.ones(8).at[3].set(6e4)
     state = step.init(jnp.float32(1.0))
     for batch in (good, good):
@@ -227,8 +224,7 @@ def test_a_held_update_of_a_window_is_a_dropped_window():
     assert state.inner_state.micro_step == 2
 
 
-@pytest.mark.parametrize("check_vma", [True, False])
-def test_replicas_hold_back_together(mesh, check_vma):
+def test_replicas_hold_back_together(mesh):
     """The sum of one of eight overflows, and with it the state: none takes the micro-batch."""
     window = boostax.accumulate(
         optax.chain(boostax.all_reduce("data"), ADAM),
@@ -237,9 +233,7 @@ def test_replicas_hold_back_together(mesh, check_vma):
         axis_name="data",
     )
     tx = safe(checked(window, axis_name="data"), axis_name="data")
-    step = boostax.make_train_step(
-        lambda w, x: jnp.mean(w * x), tx, mesh=mesh, axis_name="data", check_vma=check_vma
-    )
+    step = boostax.make_train_step(lambda w, x: jnp.mean(w * x), tx, mesh=mesh, axis_name="data")
     good, bad = jnp.ones(8), jnp.ones(8).at[3].set(6e4)
     state, _ = step(step.init(jnp.float32(1.0)), bad)
     before = jax.device_get((state.params, state.opt_state.inner_state.inner_state))

@@ -13,7 +13,6 @@ import optax
 import pytest
 
 import boostax
-from boostax._core import costs
 from boostax.chain.parts import read
 from boostax.chain.roles import role
 from boostax.chain.rows import rows
@@ -243,25 +242,22 @@ LACKING = [
 ]
 
 
-@pytest.mark.parametrize("check_vma", [True, False])
 @pytest.mark.parametrize(("tx", "lack"), LACKING, ids=[lack for _, lack in LACKING])
-def test_a_step_whose_replicas_would_part_or_hang_is_refused(mesh, tx, lack, check_vma):
-    """Without JAX's checking each of them ran, and was wrong in silence."""
-    options = {"mesh": mesh, "axis_name": "data", "check_vma": check_vma}
+def test_a_step_whose_replicas_would_part_or_hang_is_refused(mesh, tx, lack):
+    options = {"mesh": mesh, "axis_name": "data"}
     with pytest.raises(ValueError, match="make_train_step: tx must be a chain whose ") as error:
         boostax.make_train_step(loss, tx, **options)
     assert f", got {lack}: " in str(error.value)
 
 
-@pytest.mark.parametrize("check_vma", [True, False])
-def test_a_step_whose_chain_cannot_be_read_must_reduce_too(mesh, check_vma):
+def test_a_step_whose_chain_cannot_be_read_must_reduce_too(mesh):
     """Without JAX's checking the params of eight replicas parted."""
-    options = {"mesh": mesh, "axis_name": "data", "check_vma": check_vma}
+    options = {"mesh": mesh, "axis_name": "data"}
     pmean = optax.stateless(lambda updates, params: jax.lax.pmean(updates, "data"))
     hidden = optax.GradientTransformation(adam.init, lambda *args: adam.update(*args))
     batch = jnp.ones((16, 16))
     step = boostax.make_train_step(loss, hidden, **options)
-    said = "replicat" if check_vma else "got one that sends nothing over data. Put a reduction"
+    said = "params and updates must be the same on all replicas, .* Put a reduction"
     with pytest.raises(ValueError, match=said):
         step(step.init(PARAMS), batch)
     step = boostax.make_train_step(loss, chain(pmean, hidden), **options)
@@ -436,7 +432,7 @@ QUICK = ("window", "top-k", "local", "frozen")
     "name",
     [pytest.param(x, marks=[] if x in QUICK else [pytest.mark.long]) for x in CHAINS],
 )
-def test_bytes_agree_with_the_compiled_step_and_with_its_jaxpr(mesh, name):
+def test_bytes_agree_with_the_compiled_step(mesh, name):
     step = boostax.make_train_step(loss, CHAINS[name], mesh=mesh, axis_name="data")
     state, batch = step.init(PARAMS), jnp.ones((16, 16))
     found = boostax.explain(step, state, batch)
@@ -449,14 +445,13 @@ def test_bytes_agree_with_the_compiled_step_and_with_its_jaxpr(mesh, name):
     expected = params + found.state_bytes + counter + rows_of_batch
     print(f"{name}: state {found.state_bytes:.0f}, arguments {arguments}, of them {expected:.0f}")
     assert expected == pytest.approx(arguments, rel=0.01)
-    sent = sum(c.share * c.wire_bytes for c in costs.collectives(step.jaxpr(state, batch)))
-    assert found.wire_bytes == pytest.approx(sent, rel=1e-9)
     # A plain trace of the chain alone sends the same, but for the loss.
     alone = boostax.explain(CHAINS[name], PARAMS, axis_sizes={"data": 8})
     assert [p.name for p in alone.parts] == [p.name for p in found.parts[: len(alone.parts)]]
     assert alone.state_bytes == found.state_bytes
     for mine, other in zip(alone.parts, found.parts, strict=False):
         assert mine.wire_bytes == pytest.approx(other.wire_bytes), mine.name
+    assert found.wire_bytes - alone.wire_bytes == pytest.approx(2 * 7 / 8 * 4)
 
 
 def test_each_part_has_what_it_keeps_and_sends():

@@ -73,8 +73,8 @@ class Explanation:
       findings: what is in wrong order or does not fit, with the reason and the mend.
       params_bytes: of the params, on each device.
       problem: why nothing that is sent could be counted: no batch for a step over a mesh, no sizes
-        of the axes for a chain that reduces, a step on global arrays, or a wrong order that cannot
-        be traced; else empty.
+        of the axes for a chain that reduces, params in shards, or a wrong order that cannot be
+        traced; else empty.
     """
 
     parts: tuple[PartCost, ...]
@@ -179,52 +179,50 @@ def explain(
     place = _Place(axes.canonical(_WHO, tuple(sizes) or None), sizes)
     reduces = any(row.role in get_args(Reduction) for row in rows(read(tx)))
     missing = "axis_sizes was not given." if reduces and not sizes else ""
-    return _explained(
-        tx, params, place, lambda: _traced(tx, params, place) if sizes else None, missing
-    )
+    return _explained(tx, params, place, list, missing)
 
 
 def _of_step(step: TrainStep, state: PyTree, batch: PyTree) -> Explanation:
     if not isinstance(state, TrainState):
         state = step.init(jax.eval_shape(lambda p: p, state))
-    missing = ""
-    if step.mesh is not None and step.is_global(state):
-        missing = "on global arrays XLA places it: boostax.audit counts it."
-    if step.mesh is not None and batch is None:
-        missing = "batch was not given."
-    params, variants = jax.eval_shape(step.common_params, state), variants_of(step.tx)
+    params = jax.eval_shape(step.common_params, state)
+    if step.placing is None:
+        return _explained(step.tx, params, _Place(), list, "", step)
+    specs, sizes = step.placing.of_params(state.params), dict(step.placing.mesh.shape)
+    place = _Place(step.names, sizes, specs, step.shard_optimizer)
+    missing = "on global arrays XLA places it: boostax.audit counts it." if place.sharded else ""
+    missing = missing if batch is not None else "batch was not given."
+    variants = variants_of(step.tx)
     depth = None if variants is None else variants.plan(params).drawn[0]
 
-    def trace() -> jaxprs.ClosedJaxpr | None:
+    def of_loss() -> list[costs.Collective]:
         # A step lists the depths that it was built for; this one does not count.
-        apart = dataclasses.replace(step, _programs={})
-        return None if step.mesh is None else apart.jaxpr(state, batch, depth=depth)
+        program = dataclasses.replace(step, _programs={}).jaxpr(state, batch, depth=depth)
+        return [x for x in costs.collectives(program) if not x.scopes]
 
-    sizes = {} if step.mesh is None else dict(step.mesh.shape)
-    specs = None if step.placing is None else step.placing.of_params(state.params)
-    place = _Place(step.names, sizes, specs, step.shard_optimizer)
-    return _explained(step.tx, params, place, trace, missing, step)
+    return _explained(step.tx, params, place, of_loss, missing, step)
 
 
 def _explained(
     tx: optax.GradientTransformation,
     params: PyTree,
     place: _Place,
-    trace: Callable[[], jaxprs.ClosedJaxpr | None],
+    of_loss: Callable[[], list[costs.Collective]],
     missing: str,
     step: TrainStep | None = None,
 ) -> Explanation:
-    """Explain a chain; ``trace`` gives the program to count, unless what it needs is missing."""
-    found = rows(read(tx))
-    wrong, program, problem = tuple(findings(found, step)), None, missing
+    """Explain a chain, and count what it and its loss send, unless what that needs is missing."""
+    found, sent = rows(read(tx)), list[costs.Collective]()
+    wrong, problem = tuple(findings(found, step)), missing
     try:
-        program = None if missing else trace()
+        if place.names and not missing:
+            sent = [*of_loss(), *costs.collectives(_traced(tx, params, place))]
     except (ValueError, TypeError) as error:
         # A wrong order often cannot be traced; then that is what to say.
         if not wrong:
             raise
         problem = str(error).partition("\n")[0]
-    parts = _part_costs(tx, found, params, place, program)
+    parts = _part_costs(tx, found, params, place, sent)
     return Explanation(parts, wrong, _params_bytes(params, place), problem)
 
 
@@ -267,6 +265,12 @@ class _Place:
         """The number of replicas."""
         return math.prod(self.sizes[name] for name in self.names)
 
+    @property
+    def sharded(self) -> bool:
+        """Whether params or the optimizer's state are in shards."""
+        specs = jax.tree.leaves(self.param_specs, is_leaf=lambda x: isinstance(x, PartitionSpec))
+        return self.shard_optimizer or any(any(spec) for spec in specs)
+
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class _Kept:
@@ -281,7 +285,7 @@ def _part_costs(
     found: Sequence[Row],
     params: PyTree,
     place: _Place,
-    program: jaxprs.ClosedJaxpr | None,
+    sent: Sequence[costs.Collective],
 ) -> tuple[PartCost, ...]:
     """Return one for each row, and one more for what a program sends beside them."""
     # The part of the whole state that is each row's; ``None`` if it cannot be told.
@@ -290,34 +294,34 @@ def _part_costs(
     # An array inside nested parts is kept by the innermost.
     keepers = {id(x): i for i, state in enumerate(states) for x in jax.tree.leaves(state)}
     paths = [tuple(x.part.name for x in (*row.holders, row) if x.part.description) for row in found]
-    sent = _sent_by(paths, program)
+    by_row = _sent_by(paths, sent)
     result: list[PartCost] = []
     for i, (row, state) in enumerate(zip(found, states, strict=True)):
         mine = [x for x in jax.tree.leaves(state) if keepers[id(x)] == i]
         total = sum(x.bytes for x in mine)
-        counts, wire_bytes = _summed(sent.pop(i, ()))
+        counts, wire_bytes = _summed(by_row.pop(i, ()))
         again = row.part.description is not None and paths.index(paths[i]) < i
         known = (None, None) if state is None else (total, total / whole if whole else 0.0)
         own = sum(x.bytes for x in mine if x.own)
         said = row.part.name, len(row.holders), row.role, row.part.what
         result.append(PartCost(*said, *known, own, counts, None if again else wire_bytes))
-    if sent:
+    if by_row:
         name, what = "(the step)", "Averages the loss and what is reported with it"
         if any(row.role == UNKNOWN for row in found):
             name, what = "(unknown parts)", "What they send, and a step for its loss and metrics"
-        result.append(PartCost(name, 0, "step", what, 0.0, 0.0, 0.0, *_summed(sent[None])))
+        result.append(PartCost(name, 0, "step", what, 0.0, 0.0, 0.0, *_summed(by_row[None])))
     return tuple(result)
 
 
 def _sent_by(
-    paths: Sequence[tuple[str, ...]], program: jaxprs.ClosedJaxpr | None
+    paths: Sequence[tuple[str, ...]], sent: Sequence[costs.Collective]
 ) -> dict[int | None, list[costs.Collective]]:
     """Group collectives by the first innermost row around them."""
-    sent: dict[int | None, list[costs.Collective]] = collections.defaultdict(list)
-    for c in () if program is None else costs.collectives(program):
+    by_row: dict[int | None, list[costs.Collective]] = collections.defaultdict(list)
+    for c in sent:
         ways = (c.scopes[:n] for n in range(len(c.scopes), 0, -1))
-        sent[next((paths.index(way) for way in ways if way in paths), None)].append(c)
-    return sent
+        by_row[next((paths.index(way) for way in ways if way in paths), None)].append(c)
+    return by_row
 
 
 def _summed(sent: Sequence[costs.Collective]) -> tuple[dict[str, float], float]:

@@ -4,28 +4,22 @@
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Any, Literal, cast
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 from jax.core import Tracer
-from jax.sharding import Mesh, PartitionSpec
+from jax.sharding import Mesh
 
-from boostax._core import axes, checks, costs, trees
+from boostax._core import checks, trees
 from boostax._core.extras import asked
 from boostax._core.finite import all_finite
 from boostax._core.gate import outermost_passed, passed
 from boostax._core.placement import Placement
 from boostax._core.prune import Pruning
-from boostax._core.replicas import (
-    PerReplica,
-    enter_replica,
-    leave_replica,
-    require_replicas,
-    stack_replicas,
-)
+from boostax._core.replicas import PerReplica, is_per_replica, require_replicas, stack_replicas
 from boostax._core.variants import variants_of
 from boostax.accumulate import carried
 from boostax.accumulate.aux import Aux
@@ -57,7 +51,6 @@ class TrainStep:
       has_aux: whether it returns ``(loss, aux)``.
       microbatches: slices per replica and call.
       policy: whose ``param_dtype`` the params are stored in, or ``None``.
-      check_vma: see ``make_train_step``.
       param_specs: see ``make_train_step``.
       freeze_driver: see ``make_train_step``.
       shard_optimizer: see ``make_train_step``.
@@ -71,7 +64,6 @@ class TrainStep:
     has_aux: bool
     microbatches: int
     policy: Policy | None
-    check_vma: bool
     param_specs: PyTree = None
     freeze_driver: FreezeDriver = "host"
     shard_optimizer: bool = False
@@ -84,11 +76,7 @@ class TrainStep:
         if self.mesh is None:
             return None
         how = self.microbatches, self.param_specs, self.shard_optimizer
-        return Placing(self.tx, self.mesh, self.names, *how)
-
-    def is_global(self, state: TrainState) -> bool:
-        """Whether the step of a state runs on global arrays, with collectives that XLA places."""
-        return self.placing is not None and self.placing.placement(state.params) is not None
+        return Placing(self.mesh, self.names, *how)
 
     @property
     def replicas(self) -> int:
@@ -222,11 +210,14 @@ class TrainStep:
         return not isinstance(state.opt_state.coming(), Tracer)
 
     def _of(self, state: TrainState, structure: Any = None) -> "Programs":
-        """For states of the structure that this one has."""
+        """Return those for states of this structure, and params of these types and places."""
         structure = jax.tree.structure(state) if structure is None else structure
-        if structure not in self._programs:
-            self._programs[structure] = Programs(self, state, structure)
-        return self._programs[structure]
+        placement = self.placing and self.placing.placement(state.params)
+        types = tuple((x.shape, x.dtype) for x in jax.tree.leaves(state.params))
+        key = structure, types, placement and tuple(placement.specs.values())
+        if key not in self._programs:
+            self._programs[key] = Programs(self, state, structure, placement)
+        return self._programs[key]
 
     def _coming(self, state: TrainState) -> int | None:
         """Groups to freeze, for a look at the state after which the run goes on as if undisturbed.
@@ -261,9 +252,8 @@ class TrainStep:
     def _step(
         self, depth: int | None, placement: Placement | None, state: TrainState, batch: PyTree
     ) -> tuple[TrainState, dict[str, jax.Array]]:
-        tx = self._placed(placement)
-        oracle = self.oracle if placement is None else self.oracle.over(placement.mesh)
-        params, opt_state = _entered(state, placement)
+        tx, oracle = self._placed(placement), self.oracle
+        params, opt_state = state.params, state.opt_state
         active: PyTree = True
         extra: dict[str, Any] = {} if depth is None else {"depth": depth}
         variants = variants_of(self.tx)
@@ -272,7 +262,8 @@ class TrainStep:
             active = (
                 variants.choice(params, opt_state) if found_out else variants.active(params, depth)
             )
-        given = {"key": self._call_key(state, placement), "model_state": state.model_state}
+        key = None if state.key is None else jax.random.fold_in(state.key, state.step)
+        given = {"key": key, "model_state": state.model_state}
         seen = self._gathered(placement, params, opt_state)
         value, grads = oracle(seen(params), opt_state, batch, active=active, **given)
         loss, aux = value if self.has_aux else (value, Aux())
@@ -281,12 +272,9 @@ class TrainStep:
         value_fn = lambda params: loss_at(seen(params))  # noqa: E731
         extra |= {"value": loss, "value_fn": value_fn}
         extra |= {"obj_fn": value_fn} if "obj_fn" in wanted else {}
-        extra |= {"grad": _mean_gradient(grads, self.names)} if wanted.get("grad") else {}
+        extra |= {"grad": _mean_gradient(grads)} if wanted.get("grad") else {}
         extra |= {} if aux.weight is None else {"weight": aux.weight}
-        apply = lambda: apply_gradients(tx, grads, opt_state, params, **extra)  # noqa: E731
-        if placement is None and self.names and not self.check_vma:
-            apply = _reducing(apply, self.names)
-        params, opt_state = apply()
+        params, opt_state = apply_gradients(tx, grads, opt_state, params, **extra)
         model_state = state.model_state
         if model_state is not None and aux.model_state is not None:
             # A skipped step never happened, and an overflow in the forward pass reaches the
@@ -295,9 +283,8 @@ class TrainStep:
             model_state = jax.tree.map(
                 lambda new, old: jnp.where(keep, new, old), aux.model_state, model_state
             )
-        new_state = _left(state, params, opt_state, placement)._replace(
-            step=optax.safe_increment(state.step), model_state=model_state
-        )
+        steps = optax.safe_increment(state.step)
+        new_state = TrainState(steps, params, opt_state, model_state, state.key)
         reported = {"loss": loss, "applied": passed(opt_state), **metrics(opt_state)}
         given_by_loss = _named(aux.metrics)
         for name in sorted(given_by_loss.keys() & reported.keys()):
@@ -309,34 +296,23 @@ class TrainStep:
     def _flush(
         self, depth: int | None, placement: Placement | None, state: TrainState
     ) -> TrainState:
-        params, opt_state = _entered(state, placement)
         extra = {} if depth is None else {"depth": depth}
-        closed = flush(self._placed(placement), opt_state, params, **extra)
-        return _left(state, *closed, placement)
+        closed = flush(self._placed(placement), state.opt_state, state.params, **extra)
+        return state._replace(params=closed[0], opt_state=closed[1])
 
     def _placed(self, placement: Placement | None) -> optax.GradientTransformation:
-        """The optimizer for what is mapped, or for global arrays."""
+        """The optimizer for one device, or for global arrays."""
         return self.tx if placement is None else placed_on(self.tx, placement, self.shard_optimizer)
 
     def _gathered(
         self, placement: Placement | None, params: PyTree, opt_state: PyTree
     ) -> Callable[[PyTree], PyTree]:
         """What makes of params those that the loss sees."""
-        if self.gather is None:
+        if self.gather is None or placement is None:
             return lambda params: params
         # What is carried is no weight: its history stays as it is.
         exact = carried.resolve(carried.declared(opt_state, params, "make_train_step"), params)
-        here = placement or Placement(cast(Mesh, self.mesh), self.names, {})
-        return gathering("make_train_step", self.gather, here, exact)
-
-    def _call_key(self, state: TrainState, placement: Placement | None) -> jax.Array | None:
-        if state.key is None:
-            return None
-        key = jax.random.fold_in(state.key, state.step)
-        if placement is not None or not self.names:
-            # On global arrays the gradient function gives every replica its own.
-            return key
-        return jax.random.fold_in(key, axes.index(self.names))
+        return gathering("make_train_step", self.gather, placement, exact)
 
 
 class Programs:
@@ -350,9 +326,11 @@ class Programs:
       coming: the depth of the next call.
     """
 
-    def __init__(self, step: TrainStep, state: TrainState, structure: Any):
+    def __init__(
+        self, step: TrainStep, state: TrainState, structure: Any, placement: Placement | None
+    ):
         self._step, self._structure, placing = step, structure, step.placing
-        self._placement = placing and placing.placement(state.params)
+        self._placement = placement
         self._specs: Any = placing and jax.tree.broadcast(placing.specs(state), state)
         self._variants = variants_of(step.tx)
         self._parts: dict[int | None, Pruning] = {}
@@ -377,73 +355,27 @@ class Programs:
         """The step or the flush at a depth; without one the program finds it out."""
         key = kind, depth
         if key not in self.compiled:
-            step, placement, of_step = self._step, self._placement, kind == "step"
-            specs = self._specs and self.part(depth).take(self._specs)
+            step, of_step = self._step, kind == "step"
             run: Any = step._step if of_step else step._flush
-            run, where = functools.partial(run, depth, placement), None
-            if placement is not None:
-                where = placement.shardings(specs)
+            run, where = functools.partial(run, depth, self._placement), None
+            if self._placement is not None:
+                where = self._placement.shardings(self.part(depth).take(self._specs))
                 where = (where, None) if of_step else where
-            elif step.mesh is not None:
-                batch = PartitionSpec(step.names)
-                run = jax.shard_map(
-                    run,
-                    mesh=step.mesh,
-                    in_specs=(specs, batch) if of_step else (specs,),
-                    out_specs=(specs, PartitionSpec()) if of_step else specs,
-                    check_vma=step.check_vma,
-                )
             checked = functools.partial(step._checked, run, depth)
             self.compiled[key] = jax.jit(checked, donate_argnums=0, out_shardings=where)
         return self.compiled[key]
 
 
-def _mean_gradient(grads: PyTree, names: tuple[str, ...]) -> PyTree:
+def _mean_gradient(grads: PyTree) -> PyTree:
     """The gradient of the mean loss, in the units of the local ones."""
     wide = trees.at_least_float32(grads)
-    if isinstance(wide, PerReplica):
-        return jax.tree.map(lambda g: g.mean(0), wide.local)
-    return jax.tree.map(lambda g: axes.mean(g, names), wide)
+    return jax.tree.map(lambda g: g.mean(0), wide.local) if is_per_replica(wide) else wide
 
 
 @jax.jit
 def _mean_of_replicas(params: PerReplica) -> PyTree:
     # Equal ones give themselves, without a rounding.
     return jax.tree.map(lambda x: x[0] + (x - x[:1]).mean(0), params.local)
-
-
-def _reducing(apply: Callable[[], Any], names: tuple[str, ...]) -> Callable[[], Any]:
-    """The same, once its program is seen to communicate over all replica axes.
-
-    Where JAX does not check what is equal on all replicas, nobody else sees that they part.
-    """
-    replay, _ = trees.trace_once(apply)
-    missing = sorted(set(names) - costs.axes_of(replay.program))
-    if missing:
-        raise ValueError(
-            f"make_train_step: tx must reduce over all replica axes {names}, got one that sends "
-            f"nothing over {', '.join(missing)}. Put a reduction, such as boostax.all_reduce, "
-            "first in the chain."
-        )
-    return replay
-
-
-def _entered(state: TrainState, placement: Placement | None) -> tuple[PyTree, PyTree]:
-    """Params and optimizer state as the step has them: where all of it is mapped, a replica's."""
-    if placement is not None:
-        return state.params, state.opt_state
-    params, opt_state = enter_replica((state.params, state.opt_state))
-    return (params.local if isinstance(params, PerReplica) else params), opt_state
-
-
-def _left(
-    state: TrainState, params: PyTree, opt_state: PyTree, placement: Placement | None
-) -> TrainState:
-    """The state with new ones."""
-    if placement is None:
-        params = PerReplica(params) if isinstance(state.params, PerReplica) else params
-        params, opt_state = leave_replica((params, opt_state))
-    return state._replace(params=params, opt_state=opt_state)
 
 
 def _own(x: Any) -> jax.Array:

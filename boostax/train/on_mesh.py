@@ -95,27 +95,7 @@ def placed_on(
     """``on_mesh`` of a known placement."""
     inner = optax.with_extra_args_support(tx)
 
-    def owners(params: PyTree) -> dict[tuple[Any, ...], tuple[tuple[int, ...], PartitionSpec]]:
-        leaves = jax.tree_util.tree_leaves_with_path(_of_one(params))
-        found: dict[tuple[Any, ...], tuple[tuple[int, ...], PartitionSpec]] = {}
-        for path, x in leaves:
-            spec = place.spec(path)
-            if spec is None:
-                raise ValueError(
-                    f"{_WHO}: params must have the paths of those that on_mesh was given, got "
-                    f"another, {trees.path_name(path) or 'the root'!r}. Hand it the tree that the "
-                    "optimizer is given. A Python number that jit traces is placed like the rest, "
-                    "jnp.asarray of it, or kept out of jit, as equinox.filter_jit does."
-                )
-            found[path] = x.shape, spec
-        return found
-
-    def specs(params: PyTree, state: PyTree) -> tuple[PyTree, PyTree]:
-        params, state = _of_one((params, state))
-        of_params = owners(params.local if is_per_replica(params) else params)
-        like = functools.partial(specs_like, of_params, names=place.names)
-        shared_out = place.replicas if shard_optimizer else None
-        return like(params), like(state, shared_out=shared_out)
+    specs = functools.partial(specs_of, place, shard_optimizer)
 
     def init_fn(params: PyTree) -> PyTree:
         params = constants.arrays_alone(params)
@@ -172,6 +152,28 @@ def placed_on(
         return place.pinned(mapped, (of_params, of_state))(params, state, *args)
 
     return gated(init_fn, step_fn, flush_fn)
+
+
+def specs_of(
+    place: Placement, shard_optimizer: bool, params: PyTree, state: PyTree
+) -> tuple[PyTree, PyTree]:
+    """Return the specs of stacked params and of an optimizer state, or of their types."""
+    params, state = _of_one((params, state))
+    leaves = jax.tree_util.tree_leaves_with_path(params.local if is_per_replica(params) else params)
+    owners: dict[tuple[Any, ...], tuple[tuple[int, ...], PartitionSpec]] = {}
+    for path, x in leaves:
+        spec = place.spec(path)
+        if spec is None:
+            raise ValueError(
+                f"{_WHO}: params must have the paths of those that on_mesh was given, got "
+                f"another, {trees.path_name(path) or 'the root'!r}. Hand it the tree that the "
+                "optimizer is given. A Python number that jit traces is placed like the rest, "
+                "jnp.asarray of it, or kept out of jit, as equinox.filter_jit does."
+            )
+        owners[path] = x.shape, spec
+    shared_out = place.replicas if shard_optimizer else None
+    of_params = specs_like(owners, params, place.names)
+    return of_params, specs_like(owners, state, place.names, shared_out)
 
 
 def _of_arrays(tree: PyTree) -> bool:

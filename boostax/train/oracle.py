@@ -322,10 +322,6 @@ class Oracle:
 
         return run
 
-    def over(self, mesh: Mesh) -> "Oracle":
-        """The same on global arrays of a mesh."""
-        return dataclasses.replace(self, mesh=mesh)
-
 
 def _outside(fn: Callable[..., PyTree]) -> Callable[..., PyTree]:
     """``fn``, called outside the mapping of the replica axes in which a line search calls it.

@@ -8,13 +8,13 @@ from typing import Any
 
 import jax
 import numpy as np
-import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from boostax._core import trees
+from boostax._core import checks, trees
 from boostax._core.place import on_host, own_rows, place, place_rows
 from boostax._core.placement import Placement
-from boostax._core.replicas import PerReplica, owns_params, stack_replicas, state_specs, without
+from boostax._core.replicas import PerReplica, owns_params, stack_replicas
+from boostax.train.on_mesh import specs_of
 from boostax.train.state import TrainState
 
 PyTree = Any
@@ -25,7 +25,6 @@ class Placing:
     """The mesh of a step, and what it does to arrays.
 
     Attributes:
-      tx: the optimizer.
       mesh: over one process or several.
       names: replica axes.
       microbatches: slices per replica and call.
@@ -33,7 +32,6 @@ class Placing:
       shard_optimizer: see ``make_train_step``.
     """
 
-    tx: optax.GradientTransformation
     mesh: Mesh
     names: tuple[str, ...]
     microbatches: int
@@ -57,7 +55,12 @@ class Placing:
 
     def state(self, state: TrainState) -> TrainState:
         """A state of one replica, as ``tx.init`` makes it, on all of them; of types the types."""
-        here = dataclasses.replace(self, param_specs=self.of_params(state.params))
+        specs, count = self.of_params(state.params), len(jax.tree.leaves(state.params))
+        given = len(jax.tree.leaves(specs, is_leaf=_is_spec))
+        allowed = f"a tree of PartitionSpec with one for each of the {count} param leaves"
+        hint = "Use PartitionSpec() for a replicated leaf, not None."
+        checks.require("make_train_step", "param_specs", given, allowed, given == count, hint)
+        here = dataclasses.replace(self, param_specs=specs)
         if owns_params(state.opt_state):
             state = state._replace(params=PerReplica(state.params))
         stack = functools.partial(stack_replicas, replicas=self.replicas)
@@ -80,26 +83,9 @@ class Placing:
 
     def specs(self, state: TrainState) -> TrainState:
         """Of a placed state."""
-        replicated = PartitionSpec()
-        of_params = self.of_params(state.params)
-        opt_state = state_specs(
-            self.tx,
-            local_shapes(state),
-            self.names,
-            param_specs=of_params,
-            replicas=self.replicas,
-            shard_optimizer=self.shard_optimizer,
-        )
-        if isinstance(state.params, PerReplica):
-            lead = lambda spec: PartitionSpec(self.names, *without(spec, self.names))  # noqa: E731
-            of_params = PerReplica(jax.tree.map(lead, of_params, is_leaf=_is_spec))
-        return TrainState(
-            step=replicated,
-            params=of_params,
-            opt_state=opt_state,
-            model_state=replicated,
-            key=replicated,
-        )
+        whole, place = PartitionSpec(), self.placement(state.params)
+        specs = specs_of(place, self.shard_optimizer, state.params, state.opt_state)
+        return TrainState(whole, *specs, model_state=whole, key=whole)
 
     def of_params(self, params: PyTree) -> PyTree:
         """The spec of each param: as it was asked for, or else as they come."""
@@ -118,17 +104,11 @@ class Placing:
 
         return jax.tree.map(found, params)
 
-    def placement(self, params: PyTree) -> Placement | None:
-        """Of a step on global arrays; ``None`` where params are whole on every device.
-
-        Then all of the step is mapped, and its collectives are where the trace says.
-        """
+    def placement(self, params: PyTree) -> Placement:
+        """Return where params lie, for a step on global arrays."""
         specs = jax.tree_util.tree_leaves_with_path(self.of_params(params), is_leaf=_is_spec)
-        if not self.shard_optimizer and not any(any(spec) for _, spec in specs):
-            return None
-        return Placement(
-            self.mesh, self.names, {trees.plain_path(path): spec for path, spec in specs}
-        )
+        at = {trees.plain_path(path): spec for path, spec in specs}
+        return Placement(self.mesh, self.names, at)
 
     def rows(self, size: int) -> np.ndarray[Any, Any]:
         """Which rows of a batch belong to this process, ascending."""

@@ -30,7 +30,6 @@ def make_train_step(
     microbatches: int = 1,
     has_aux: bool = False,
     accumulator_dtype: Any = jnp.float32,
-    check_vma: bool = True,
     param_specs: PyTree | None = None,
     freeze_driver: FreezeDriver = "host",
     shard_optimizer: bool = False,
@@ -44,9 +43,9 @@ def make_train_step(
     in the innermost chain.
 
     Params live where ``param_specs`` says, or where they come: whole on every device, or sharded
-    over any axes of the mesh, that of the batch included (FSDP, HSDP, tensor parallel). Whole ones
-    are trained in one ``jax.shard_map``; others by ``boostax.on_mesh``, where ``loss_fn`` is an
-    ordinary function of whole params that XLA shards.
+    over any axes of the mesh, that of the batch included (FSDP, HSDP, tensor parallel). The step is
+    ``boostax.value_and_grad(mesh=)`` and ``boostax.on_mesh``, jitted: ``loss_fn`` sees the rows of
+    one replica, and whole params.
 
     Args:
       loss_fn: ``loss_fn(params, batch)``, and ``key=``, ``model_state=`` if the state has them.
@@ -58,8 +57,6 @@ def make_train_step(
       has_aux: ``loss_fn`` returns ``(loss, aux)``: a ``boostax.Aux``, or a tree of scalars, which
         are reported as its ``metrics`` are.
       accumulator_dtype: of the sum over micro-batches.
-      check_vma: JAX's check of what is equal on all replicas; switch it off only for code that
-        cannot be typed.
       param_specs: how params are sharded: a tree of ``PartitionSpec`` with one for each param.
         ``None`` leaves them as ``step.init`` gets them.
       freeze_driver: with ``scheduled_freeze``, ``"host"`` compiles a step for each depth when it is
@@ -138,6 +135,7 @@ def make_train_step(
     oracle = value_and_grad(
         _reporting(loss_fn) if has_aux else loss_fn,
         axis_name=axis_name,
+        mesh=mesh,
         policy=rules,
         microbatches=slices,
         has_aux=has_aux,
@@ -151,7 +149,6 @@ def make_train_step(
         has_aux,
         slices,
         policy=rules,
-        check_vma=check_vma,
         param_specs=param_specs,
         freeze_driver=freeze_driver,
         shard_optimizer=shard_optimizer,

@@ -102,8 +102,8 @@ class Library:
             specs = self._specs() if case.placement in MESHES else None
             self.train = boostax.make_train_step(
                 self._loss, self.tx, mesh=self.mesh, axis_name=axis, has_aux=True,
-                microbatches=case.microbatches, check_vma=case.placement != "unchecked",
-                param_specs=specs, shard_optimizer=case.placement == "zero",
+                microbatches=case.microbatches, param_specs=specs,
+                shard_optimizer=case.placement == "zero",
             )  # fmt: skip
         elif case.loss:
             mesh = self.mesh if case.placement in MESHES else None
