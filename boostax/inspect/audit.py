@@ -248,17 +248,18 @@ def _buffers(program: hlo.Program, arguments: Sequence[Argument]) -> dict[str, A
         allowed = f"{len(used)}, one for each argument that it uses"
         raise hlo.unreadable("the parameters of a compiled program", allowed, len(types))
     kept = {used[i].path for i in program.aliased}
-    in_vain = [x for x in arguments if x.donated and x.path not in kept and 0 not in x.types.shape]
+    given = [x for x in arguments if x.info.donated and 0 not in x.info.shape]
+    in_vain = [x for x in given if x.path not in kept]
     # Results that stand in buffers of their own, by type: some argument might have given its own.
     free = collections.Counter(x[:2] for i in body if i.root for x in i.result)
     free -= collections.Counter(types[i] for i in program.aliased)
     not_donated: list[Argument] = []
     for i, x in enumerate(used):
-        if not x.donated and free[types[i]] > 0:
+        if not x.info.donated and free[types[i]] > 0:
             free[types[i]] -= 1
             not_donated.append(x)
     return {
-        name: tuple(Buffer(x.path, _local_bytes(x.types, x.sharding)) for x in found)
+        name: tuple(Buffer(x.path, _local_bytes(x.info, x.sharding)) for x in found)
         for name, found in (("donated_in_vain", in_vain), ("not_donated", not_donated))
     }
 

@@ -197,12 +197,9 @@ def _overlapped(program: Program, site: Site) -> bool:
     begun = site.instruction
     if not (begun.op.endswith("-start") or begun.op == "send"):
         return False
-    schedule = program.computations[site.computation].values()
-    after = itertools.islice(itertools.dropwhile(lambda i: i is not begun, schedule), 1, None)
-
-    def runs(i: Instruction) -> bool:
-        return not (i.op.endswith("-done") and begun.name in i.operands)
-
+    schedule = list(program.computations[site.computation].values())
+    after = schedule[schedule.index(begun) + 1 :]
+    runs = lambda i: not (i.op.endswith("-done") and begun.name in i.operands)  # noqa: E731
     return any(i.op in _WORK for i in itertools.takewhile(runs, after))
 
 

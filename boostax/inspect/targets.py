@@ -128,14 +128,12 @@ class Argument(NamedTuple):
 
     Attributes:
       path: its position among the arguments.
-      donated: whether its buffer may be taken over.
-      types: its shape and dtype.
+      info: its shape and dtype, and whether its buffer may be taken over.
       sharding: ``None`` if the program does not use it, and XLA never sees it.
     """
 
     path: str
-    donated: bool
-    types: Any
+    info: Any
     sharding: Any
 
 
@@ -189,17 +187,16 @@ def compile_program(
     checks.require(_AUDIT, "program", program, allowed, callable(program), hint, TypeError)
     # Only jax.jit traces apart from lowering; jax.pmap lowers, and so do wrappers of both.
     program = program if hasattr(program, "lower") else jax.jit(program)
-    shapes = jax.tree.map(_shape, args)
-    shardings = (getattr(x, "sharding", None) for x in jax.tree.leaves(shapes))
-    meant = {device for x in shardings for device in getattr(x, "device_set", ())}
+    shardings = filter(None, map(_sharding, jax.tree.leaves(args)))
+    meant = {device for x in shardings for device in x.device_set}
     devices = target_devices(target) if target is not None else tuple(meant)
-    stage = program.trace(*shapes) if hasattr(program, "trace") else None
+    stage = program.trace(*args) if hasattr(program, "trace") else None
     traced = isinstance(stage, jax.stages.Traced)
     if meant <= set(devices) and (meant or target is None):
         # A wrapper decides for itself what it takes for an array.
         made = _finished(program.lower(*args) if stage is None else stage.lower(), devices)
     elif traced:
-        made = _moved(program, shapes, stage.args_info, devices)
+        made = _moved(program, args, stage.args_info, devices)
     else:
         hint = "Pass the jax.jit function inside, or build the program on the target's devices."
         got = getattr(program, "__name__", type(program).__name__)
@@ -220,7 +217,7 @@ def _moved(
     """Compile the program for other devices than those that its arguments are on."""
     platform = "cuda" if devices[0].platform == "gpu" else devices[0].platform
     exported = jax.export.export(program, platforms=[platform])(*args)
-    mesh = _mesh_of(getattr(x, "sharding", None) for x in jax.tree.leaves(args))
+    mesh = _mesh_of(map(_sharding, jax.tree.leaves(args)))
     if exported.nr_devices > 1 and mesh is None:
         raise ValueError(
             f"{_AUDIT}: args must have shardings over the program's mesh where a target is given, "
@@ -229,14 +226,13 @@ def _moved(
     there = None if mesh is None else _same_mesh(mesh, devices)
 
     def place(x: Any) -> jax.ShapeDtypeStruct:
-        fits = isinstance(x, (jax.ShapeDtypeStruct, bool, int, float, complex))
+        fits = isinstance(x, jax.typing.ArrayLike | jax.ShapeDtypeStruct)
         hint = "Bind what is static with functools.partial before jax.jit."
         allowed = "arrays where a target is given"
         checks.require(_AUDIT, "args", x, allowed, fits, hint, TypeError)
-        spec = getattr(getattr(x, "sharding", None), "spec", PartitionSpec())
+        spec = getattr(_sharding(x), "spec", PartitionSpec())
         sharding = NamedSharding(there, spec) if there else SingleDeviceSharding(devices[0])
-        dtype = getattr(x, "dtype", None) or jax.numpy.result_type(x)
-        return jax.ShapeDtypeStruct(np.shape(x), dtype, sharding=sharding)
+        return jax.ShapeDtypeStruct(np.shape(x), jax.numpy.result_type(x), sharding=sharding)
 
     donated = (jax.tree.leaves(info, is_leaf=_is_info) for info in args_info[0])
     donate = tuple(i for i, infos in enumerate(donated) if any(x.donated for x in infos))
@@ -264,7 +260,7 @@ def _finished(
 ) -> CompiledProgram:
     """Compile a program that is not compiled yet, for these devices."""
     compiled: Any = _unwrapped(program)
-    seconds, arguments = math.nan, list[Argument]()
+    seconds = math.nan
     if isinstance(compiled, jax.stages.Lowered):
         begun = time.perf_counter()
         # Where no GPU is at hand kernels cannot be timed, and XLA chooses them by its cost model.
@@ -273,13 +269,12 @@ def _finished(
         compiled = compiled.compile(compiler_options=options)
         seconds = time.perf_counter() - begun
 
-    def note(path: Any, info: Any, sharding: Any) -> None:
-        # The first key tells positional arguments from named ones.
-        arguments.append(Argument(keystr(path[1:]), info.donated, info, sharding))
-
-    given = compiled.args_info, compiled.input_shardings
-    jax.tree_util.tree_map_with_path(note, *given, is_leaf=_is_info)
-    return CompiledProgram(compiled, tuple(arguments), seconds)
+    infos, tree = jax.tree_util.tree_flatten_with_path(compiled.args_info, is_leaf=_is_info)
+    shardings = tree.flatten_up_to(compiled.input_shardings)
+    pairs = zip(infos, shardings, strict=True)
+    # The first key tells positional arguments from named ones.
+    arguments = tuple(Argument(keystr(path[1:]), info, where) for (path, info), where in pairs)
+    return CompiledProgram(compiled, arguments, seconds)
 
 
 def _mesh_of(shardings: Iterable[Any]) -> Mesh | None:
@@ -288,13 +283,9 @@ def _mesh_of(shardings: Iterable[Any]) -> Mesh | None:
     return next((mesh for mesh in meshes if isinstance(mesh, Mesh)), None)
 
 
-def _shape(x: Any) -> Any:
-    """Return an array without its values; any other leaf unchanged: it may be static."""
-    if isinstance(x, np.ndarray):
-        return jax.ShapeDtypeStruct(x.shape, jax.numpy.result_type(x))
-    if not isinstance(x, jax.Array):
-        return x
-    return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding if x.committed else None)
+def _sharding(x: Any) -> Any:
+    """Return where an array is meant to be; ``None`` of one that may be anywhere."""
+    return getattr(x, "sharding", None) if getattr(x, "committed", True) else None
 
 
 def _is_info(x: Any) -> bool:
