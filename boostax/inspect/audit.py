@@ -7,6 +7,7 @@ import collections
 import dataclasses
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import field
 from typing import Any
 
 import jax
@@ -55,7 +56,6 @@ class Audit:
       params: elements of the params, on all devices together; 0 if not known.
       params_bytes: of the params on one device.
       calls: calls per optimizer step, of which one takes the dearest way.
-      argument_bytes, temporary_bytes, output_bytes, aliased_bytes: as XLA plans its buffers.
       donated_in_vain: donated arguments that no result takes over.
       not_donated: arguments that come back as results of their type, and are not donated.
       collectives: in the order of the schedule.
@@ -65,9 +65,10 @@ class Audit:
       crossing_bytes: of these, to another slice; of a single slice, to another host.
       traffic: bytes that operations read and write in memory (HBM).
       cycles: that a TPU's compiler estimates, without the network; ``None`` of the others.
-      flops: floating-point operations that XLA counts, the body of a loop once; NaN if it does not.
+      temporary_bytes, argument_bytes, output_bytes, aliased_bytes: as XLA plans its buffers.
       overlap: the share of ``wire_bytes`` with work between the start of a collective and its end;
         ``None`` without collectives.
+      flops: floating-point operations that XLA counts, the body of a loop once; NaN if it does not.
       unknown_loops: loops whose turns the compiler does not say: what is in them counts once.
       compile_seconds: that the compiler took; NaN of a program that was compiled before.
       findings: what is wasted, with the mend.
@@ -81,25 +82,26 @@ class Audit:
     params: int
     params_bytes: int
     calls: int
-    argument_bytes: int
-    temporary_bytes: int
-    output_bytes: int
-    aliased_bytes: int
     donated_in_vain: tuple[Buffer, ...]
     not_donated: tuple[Buffer, ...]
     collectives: tuple[CompiledCollective, ...]
-    reduced: Ways
-    gathered: Ways
-    wire_bytes: Ways
-    crossing_bytes: Ways
-    traffic: Ways
-    cycles: Ways | None
+    # The words of a row of the table, and the field of which it is printed as a multiple.
+    reduced: Ways = field(metadata={"elements reduced": "params"})
+    gathered: Ways = field(metadata={"elements gathered": "params"})
+    wire_bytes: Ways = field(metadata={"bytes sent": "params_bytes"})
+    crossing_bytes: Ways = field(metadata={"bytes to another slice or host": "params_bytes"})
+    traffic: Ways = field(metadata={"bytes of memory traffic": "params_bytes"})
+    cycles: Ways | None = field(metadata={"cycles, without network": ""})
+    temporary_bytes: int = field(metadata={"temporary bytes": "params_bytes"})
+    argument_bytes: int = field(metadata={"bytes of arguments": "params_bytes"})
+    output_bytes: int = field(metadata={"bytes of results": "params_bytes"})
+    aliased_bytes: int = field(metadata={"of these in arguments' buffers": "params_bytes"})
+    overlap: float | None = field(metadata={"share of sent bytes with work meanwhile": ""})
     flops: float
-    overlap: float | None
     unknown_loops: tuple[str, ...]
     compile_seconds: float
     findings: tuple[Waste, ...]
-    text: str = dataclasses.field(repr=False)
+    text: str = field(repr=False)
     window: str = ""
 
     def per_step(self, ways: Ways) -> float:
