@@ -235,10 +235,9 @@ def _window(args: Any) -> str:
         ours = isinstance(x, AccumulateState) and x.window is not None
         return ours or isinstance(x, optax.MultiStepsState)
 
-    for path, x in jax.tree_util.tree_leaves_with_path(args, is_leaf=holds):
-        if holds(x):
-            return f"{jax.tree_util.keystr(path)}, {type(x).__name__}"
-    return ""
+    leaves = jax.tree_util.tree_leaves_with_path(args, is_leaf=holds)
+    found = (f"{jax.tree_util.keystr(at)}, {type(x).__name__}" for at, x in leaves if holds(x))
+    return next(found, "")
 
 
 def _buffers(program: hlo.Program, arguments: Sequence[Argument]) -> dict[str, Any]:

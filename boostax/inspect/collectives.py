@@ -98,8 +98,7 @@ def compiled_collectives(
     program: Program, mesh: Mesh | None = None, jaxpr: Any = None
 ) -> tuple[CompiledCollective, ...]:
     """Return all collectives in the order of the schedule; ``jaxpr`` is the program traced."""
-    listed: list[CompiledCollective] = []
-    under_way: set[tuple[Any, ...]] = set()
+    found: dict[Any, CompiledCollective] = {}
     for site in program.sites:
         i = site.instruction
         kind = i.op.removesuffix("-start")
@@ -109,11 +108,10 @@ def compiled_collectives(
         # inside as well.
         carried = "async_collective_fusion_config" in i.attributes
         channel, chain = i.attribute(r"channel_id=(\d+)"), i.attribute(r'chain_id="(\d+)"')
-        transfer = (channel, chain, site.branches)
-        if not (carried and transfer in under_way):
-            listed.append(_collective(program, site, kind, mesh, carried))
-        if carried:
-            under_way.add(transfer)
+        transfer = (channel, chain, site.branches) if carried else len(found)
+        if transfer not in found:
+            found[transfer] = _collective(program, site, kind, mesh, carried)
+    listed = found.values()
     # Kinds that JAX asked for in elements of so many bits, of which none of the kind has now.
     kept = {(c.kind, bits(dtype)) for c in listed for dtype in c.dtypes}
     lost = set(_asked(jaxpr)) - kept

@@ -85,9 +85,8 @@ def target_devices(target: str) -> tuple[Any, ...]:
     if jax.default_backend() != "tpu":
         for name, value in _NO_TPU.items():
             os.environ.setdefault(name, value)
-    given: dict[str, Any] = {"platform": "tpu", "topology_name": target.partition("*")[0]}
-    if int(found["slices"] or 1) > 1:
-        given["num_slices"] = int(found["slices"])
+    given: Any = {"platform": "tpu", "topology_name": target.partition("*")[0]}
+    given["num_slices"] = int(found["slices"] or 1)
     if config:
         given = {"platform": "cuda", "topology": found["shape"], "target_config": config}
     try:
@@ -195,13 +194,12 @@ def compile_program(
     if meant <= set(devices) and (meant or target is None):
         # A wrapper decides for itself what it takes for an array.
         made = _finished(program.lower(*args) if stage is None else stage.lower(), devices)
-    elif traced:
-        made = _moved(program, args, stage.args_info, devices)
     else:
         hint = "Pass the jax.jit function inside, or build the program on the target's devices."
         got = getattr(program, "__name__", type(program).__name__)
         allowed = "a jax.jit function where it is to move to a target"
-        raise TypeError(checks.message(_AUDIT, "program", allowed, got, hint))
+        checks.require(_AUDIT, "program", got, allowed, traced, hint, TypeError)
+        made = _moved(program, args, stage.args_info, devices)
     return made._replace(jaxpr=stage.jaxpr.jaxpr if traced else None)
 
 
@@ -223,7 +221,14 @@ def _moved(
             f"{_AUDIT}: args must have shardings over the program's mesh where a target is given, "
             "got none. Pass jax.ShapeDtypeStruct(shape, dtype, sharding=...) or placed arrays."
         )
-    there = None if mesh is None else _same_mesh(mesh, devices)
+    if mesh is not None and mesh.size != len(devices):
+        raise ValueError(
+            f"{_AUDIT}: target must have as many devices as the program's mesh, {mesh.size}, "
+            f"got {len(devices)}. Build the program over a mesh of the target: jax.sharding.Mesh("
+            "numpy.array(boostax.inspect.target_devices(target)).reshape(...), names)."
+        )
+    grid: Any = None if mesh is None else np.array(devices).reshape(mesh.devices.shape)
+    there = None if mesh is None else Mesh(grid, mesh.axis_names, axis_types=mesh.axis_types)
 
     def place(x: Any) -> jax.ShapeDtypeStruct:
         fits = isinstance(x, jax.typing.ArrayLike | jax.ShapeDtypeStruct)
@@ -241,18 +246,6 @@ def _moved(
     plain = jax.sharding.get_mesh().empty or there is None
     with contextlib.nullcontext() if plain else jax.set_mesh(there):
         return _finished(again.lower(*jax.tree.map(place, args)), devices)
-
-
-def _same_mesh(mesh: Mesh, devices: Sequence[Any]) -> Mesh:
-    """Return the mesh with the target's devices."""
-    if mesh.size != len(devices):
-        raise ValueError(
-            f"{_AUDIT}: target must have as many devices as the program's mesh, {mesh.size}, "
-            f"got {len(devices)}. Build the program over a mesh of the target: jax.sharding.Mesh("
-            "numpy.array(boostax.inspect.target_devices(target)).reshape(...), names)."
-        )
-    grid = np.array(devices).reshape(mesh.devices.shape)
-    return Mesh(grid, mesh.axis_names, axis_types=mesh.axis_types)
 
 
 def _finished(
