@@ -67,6 +67,7 @@ REFUSED = [
     (of(microbatch, microbatches=2), {"normalize": ["weight", "average"]}),
     (value_and_grad, {"microbatches": COUNTS, "axis_name": AXES}),
     (of(make_train_step, mesh=ONE), {"axis_name": ["model", ("data", "model"), *AXES]}),
+    (make_train_step, {"shard_optimizer": [True], "gather": ["int8"], "param_specs": [P()]}),
     (of(precision.all_finite, {}), {"axis_name": AXES}),
     (precision.Policy, dict.fromkeys(("param_dtype", "compute_dtype", "output_dtype"), DTYPES)),
     (precision.Policy, {"keep_f32": ["LayerNorm", ("(",), (3,), 3]}),
