@@ -53,6 +53,7 @@ WRAPPERS = (
     model.average_params,
 )
 ONE = jax.make_mesh((1,), ("data",), axis_types=(AUTO,))
+PARAMS = {"w": jnp.ones(3)}
 of = functools.partial
 # The factories, and what each argument is refused.
 REFUSED = [
@@ -116,6 +117,11 @@ REFUSED = [
     (model.adagc, {"factor": [0.5], "decay": [1.0], "warmup": [0], "max_norm": [0.0]}),
     (boostax.centralize_gradients, {"axes": ["last"], "multiple_of": [0]}),
     *((wrapper, {"inner": INNER}) for wrapper in WRAPPERS),
+    (of(boostax.explain, params=PARAMS), {"tx": [3]}),
+    (of(boostax.explain, SGD, PARAMS), {"batch": [3]}),
+    (of(boostax.explain, make_train_step(), PARAMS), {"axis_sizes": [{"data": 8}]}),
+    (boostax.audit, {"program": [3]}),
+    (of(boostax.audit, jnp.sin, 1.0), {"calls": [0], "depth": [2]}),
 ]
 CASES = [
     pytest.param(
@@ -187,7 +193,6 @@ REDUCING = {
     "accumulate": functools.partial(boostax.accumulate, every=2),
     "all_reduce": lambda inner, axis_name: optax.chain(boostax.all_reduce(axis_name), inner),
 }
-PARAMS = {"w": jnp.ones(3)}
 
 
 @pytest.mark.parametrize("who", REDUCING)
