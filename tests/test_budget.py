@@ -17,19 +17,19 @@ import pytest
 ROOT = pathlib.Path(__file__).parent.parent
 # Code lines; "boostax" alone are the files that stand in no package of it.
 CEILINGS = {
-    "boostax": 630,
+    "boostax": 580,
     "boostax/_core": 2394,
     "boostax/accumulate": 553,
     "boostax/chain": 340,
     "boostax/config": 1085,
     "boostax/freeze": 542,
-    "boostax/inspect": 1341,
+    "boostax/inspect": 1282,
     "boostax/model": 615,
     "boostax/precision": 1417,
     "boostax/reduce": 1910,
     "boostax/subspace": 750,
-    "boostax/testing": 811,
-    "boostax/train": 1270,
+    "boostax/testing": 743,
+    "boostax/train": 1218,
     "examples": 1500,
     "tests": 20800,
     "benchmarks": 6500,
