@@ -234,11 +234,10 @@ class Program:
             return int(told)
         condition, body = loop.attribute(r"condition=%([\w.\-]+)"), loop.called[0]
         test, result = self.root(condition), self.root(body)
-        counted = test is not None and "direction=LT" in test.attributes
-        if not counted or result is None or result.op != "tuple":
+        if test is None or result is None or "direction=LT" not in test.attributes:
             return None
         counter, limit = (self._value(condition, name) for name in test.operands)
-        if counter.element is None:
+        if counter.element is None or result.op != "tuple":
             return None
         turned = self._value(body, result.operands[counter.element])
         if turned.element != counter.element or not turned.offset > 0:

@@ -189,7 +189,7 @@ def compile_program(
     shardings = filter(None, map(_sharding, jax.tree.leaves(args)))
     meant = {device for x in shardings for device in x.device_set}
     devices = target_devices(target) if target is not None else tuple(meant)
-    stage = program.trace(*args) if hasattr(program, "trace") else None
+    stage: Any = program.trace(*args) if hasattr(program, "trace") else None
     traced = isinstance(stage, jax.stages.Traced)
     if meant <= set(devices) and (meant or target is None):
         # A wrapper decides for itself what it takes for an array.

@@ -274,9 +274,8 @@ class Oracle:
             run = self._mapped(each, (PartitionSpec(), PartitionSpec(self.names)))
             (loss, told), (own, grads) = run(params, given_batch, given, scale, at)
         aux = as_given(told, PerReplica(own), given_aux)
-        return ((loss, aux) if self.has_aux else loss), PerReplica(
-            constants.without_gradient(grads, said)
-        )
+        grads = PerReplica(constants.without_gradient(grads, said))
+        return ((loss, aux) if self.has_aux else loss), grads
 
     def loss_at(self, batch: PyTree, **kwargs: Any) -> Callable[[PyTree], jax.Array]:
         """The loss of a batch as a function of the params."""

@@ -104,8 +104,8 @@ class Placing:
 
         def found(x: Any) -> PartitionSpec:
             sharding = getattr(x, "sharding", None)
-            mesh = sharding.mesh if isinstance(sharding, NamedSharding) else None
-            if mesh is None or mesh.axis_names != self.mesh.axis_names:
+            names = self.mesh.axis_names
+            if not isinstance(sharding, NamedSharding) or sharding.mesh.axis_names != names:
                 return PartitionSpec()
             return PartitionSpec(*sharding.spec[1:]) if own else sharding.spec
 
