@@ -142,13 +142,13 @@ class Program:
       computations: the instructions of each by name, in the order of the schedule.
       entry: the computation that a call runs.
       header: the first line.
-      frames: source locations by number: ``file:line``.
+      tables: of source locations: by heading and number, a row.
     """
 
     computations: Mapping[str, Mapping[str, Instruction]]
     entry: str
     header: str
-    frames: Mapping[str, str]
+    tables: Mapping[str, Mapping[str, str]]
 
     @property
     def partitions(self) -> int:
@@ -274,7 +274,14 @@ class Program:
 
     def source(self, instruction: Instruction) -> str:
         """Return ``file:line`` of the code that asked for it; empty where the compiler lost it."""
-        return self.frames.get(instruction.attribute(r"stack_frame_id=(\d+)"), "")
+        frame = self._numbers("StackFrames", instruction.attribute(r"stack_frame_id=(\d+)"))
+        place = self._numbers("FileLocations", frame.get("file_location_id", ""))
+        file = self.tables.get("FileNames", {}).get(place.get("file_name_id", ""), "").strip('"')
+        return f"{file}:{place['line']}" if file else ""
+
+    def _numbers(self, table: str, number: str) -> dict[str, str]:
+        """Return the fields of a row."""
+        return dict(re.findall(r"(\w+)=(\d+)", self.tables.get(table, {}).get(number, "")))
 
 
 def parse(text: str) -> Program:
@@ -291,7 +298,8 @@ def parse(text: str) -> Program:
             f"{header[:80]!r}. Pass a jax.jit function with its arguments, or what its lower() or "
             "compile() returned."
         )
-    return Program(computations, entry, header, _frames(text))
+    tables = {head: dict(_ROW.findall(rows)) for head, rows in _TABLE.findall(text)}
+    return Program(computations, entry, header, tables)
 
 
 def unreadable(subject: str, allowed: str, got: object) -> RuntimeError:
@@ -326,17 +334,3 @@ def _instruction(line: str) -> Instruction:
     operands = tuple(_REFERENCE.findall(inner))
     literal = "" if operands else inner
     return Instruction(name, op, arrays(shape), operands, literal, attributes, root is not None)
-
-
-def _frames(text: str) -> dict[str, str]:
-    """Return source locations by the number of their frame."""
-    tables = {head: dict(_ROW.findall(rows)) for head, rows in _TABLE.findall(text)}
-    heads = ("FileNames", "FileLocations", "StackFrames")
-    files, places, frames = (tables.get(head, {}) for head in heads)
-    numbers = lambda row: dict(re.findall(r"(\w+)=(\d+)", row))  # noqa: E731
-    found: dict[str, str] = {}
-    for number, frame in frames.items():
-        place = numbers(places.get(numbers(frame).get("file_location_id"), ""))
-        if file := files.get(place.get("file_name_id"), "").strip('"'):
-            found[number] = f"{file}:{place['line']}"
-    return found

@@ -54,7 +54,7 @@ def example_grads(params: PyTree, seed: int) -> PyTree:
 
 
 def draws(params: PyTree, count: int, first: int = 0) -> list[PyTree]:
-    """So many gradients, by the seeds from the first on."""
+    """Return so many gradients, by the seeds from the first on."""
     return [example_grads(params, first + i) for i in range(count)]
 
 
@@ -94,7 +94,7 @@ def with_scale(state: Any, scale: float) -> Any:
 
 
 def stack(grads: Sequence[PyTree]) -> PyTree:
-    """Trees as one, on a leading dimension."""
+    """Stack trees on a leading dimension."""
     return jax.tree.map(lambda *x: jnp.stack(x), *grads)
 
 

@@ -135,7 +135,7 @@ def applied(tx: optax.GradientTransformation) -> Callable[..., Carry]:
 
 
 def of_replica(tx: optax.GradientTransformation) -> Callable[..., Carry]:
-    """The same within a map, where the params may be the replica's own."""
+    """Return a step within a map, where the params may be the replica's own."""
 
     def step(params: PyTree, state: Any, grads: PyTree) -> Carry:
         own = is_per_replica(params)
@@ -146,7 +146,7 @@ def of_replica(tx: optax.GradientTransformation) -> Callable[..., Carry]:
 
 
 def start(case: Case, tx: optax.GradientTransformation, replicas: int | None) -> Carry:
-    """Params and state as they are outside of a map."""
+    """Return params and state as they are outside of a map."""
     params = arrays.even_params()
     carry = PerReplica(params) if case.own_params and replicas else params, tx.init(params)
     return carry if replicas is None else stack_replicas(carry, replicas)
@@ -158,12 +158,12 @@ def follow(step: Callable[..., Carry], carry: Carry, grads: Sequence[PyTree]) ->
 
 
 def train(tx: optax.GradientTransformation, params: PyTree, grads: Sequence[PyTree]) -> Carry:
-    """Params and state after a step for each of these gradients."""
+    """Return params and state after a step for each of these gradients."""
     return follow(applied(tx), (params, tx.init(params)), grads)
 
 
 def steps(tx: optax.GradientTransformation, params: PyTree, grads: Sequence[PyTree]) -> Carry:
-    """Jitted ``update`` and ``apply_updates``, once for each of these gradients."""
+    """Run jitted ``update`` and ``apply_updates`` once for each of these gradients."""
 
     @jax.jit
     def step(params: PyTree, state: Any, grads: PyTree) -> Carry:

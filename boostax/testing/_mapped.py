@@ -55,7 +55,7 @@ def on_replicas(train: Callable[..., Any], mode: str, grads: PyTree) -> Any:
 
 
 def on_mesh_of(fn: Any, in_specs: Any, out_specs: Any, check_vma: bool = True) -> Any:
-    """``fn`` on each of the devices, on one data axis over all of them."""
+    """Map ``fn`` over all devices, on one data axis."""
     mesh = jax.make_mesh((jax.device_count(),), (AXIS,), axis_types=(AxisType.Auto,))
     how: dict[str, Any] = {"in_specs": in_specs, "out_specs": out_specs, "check_vma": check_vma}
     return jax.shard_map(fn, mesh=mesh, **how)

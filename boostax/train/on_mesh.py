@@ -95,24 +95,9 @@ def placed_on(
     """``on_mesh`` of a known placement."""
     inner = optax.with_extra_args_support(tx)
 
-    def owners(params: PyTree) -> dict[tuple[Any, ...], tuple[tuple[int, ...], PartitionSpec]]:
-        leaves = jax.tree_util.tree_leaves_with_path(_of_one(params))
-        found: dict[tuple[Any, ...], tuple[tuple[int, ...], PartitionSpec]] = {}
-        for path, x in leaves:
-            spec = place.spec(path)
-            if spec is None:
-                raise ValueError(
-                    f"{_WHO}: params must have the paths of those that on_mesh was given, got "
-                    f"another, {trees.path_name(path) or 'the root'!r}. Hand it the tree that the "
-                    "optimizer is given. A Python number that jit traces is placed like the rest, "
-                    "jnp.asarray of it, or kept out of jit, as equinox.filter_jit does."
-                )
-            found[path] = x.shape, spec
-        return found
-
     def specs(params: PyTree, state: PyTree) -> tuple[PyTree, PyTree]:
         params, state = _of_one((params, state))
-        of_params = owners(params.local if is_per_replica(params) else params)
+        of_params = _owners(place, params.local if is_per_replica(params) else params)
         like = functools.partial(specs_like, of_params, names=place.names)
         shared_out = place.replicas if shard_optimizer else None
         return like(params), like(state, shared_out=shared_out)
@@ -172,6 +157,23 @@ def placed_on(
         return place.pinned(mapped, (of_params, of_state))(params, state, *args)
 
     return gated(init_fn, step_fn, flush_fn)
+
+
+def _owners(place: Placement, params: PyTree) -> dict[Any, tuple[tuple[int, ...], PartitionSpec]]:
+    """Return the shape and spec of each param of one replica, by its path."""
+    leaves = jax.tree_util.tree_leaves_with_path(_of_one(params))
+    found: dict[Any, tuple[tuple[int, ...], PartitionSpec]] = {}
+    for path, x in leaves:
+        spec = place.spec(path)
+        if spec is None:
+            raise ValueError(
+                f"{_WHO}: params must have the paths of those that on_mesh was given, got "
+                f"another, {trees.path_name(path) or 'the root'!r}. Hand it the tree that the "
+                "optimizer is given. A Python number that jit traces is placed like the rest, "
+                "jnp.asarray of it, or kept out of jit, as equinox.filter_jit does."
+            )
+        found[path] = x.shape, spec
+    return found
 
 
 def _of_arrays(tree: PyTree) -> bool:

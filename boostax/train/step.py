@@ -129,20 +129,9 @@ def make_train_step(
         has_aux=has_aux,
         accumulator_dtype=accumulator_dtype,
     )
-    step = TrainStep(
-        tx,
-        oracle,
-        mesh,
-        names,
-        has_aux,
-        slices,
-        policy=rules,
-        check_vma=check_vma,
-        param_specs=param_specs,
-        freeze_driver=freeze_driver,
-        shard_optimizer=shard_optimizer,
-        gather=gather,
-    )
+    how: Any = {"policy": rules, "check_vma": check_vma, "param_specs": param_specs}
+    how |= {"freeze_driver": freeze_driver, "shard_optimizer": shard_optimizer, "gather": gather}
+    step = TrainStep(tx, oracle, mesh, names, has_aux, slices, **how)
     _judge(step)
     return step
 
