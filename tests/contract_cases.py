@@ -344,7 +344,7 @@ CASES = [
     Case(
         "centralize_gradients",
         lambda inner, axis: optax.chain(boostax.centralize_gradients(), inner),
-        bad_arguments=((lambda: boostax.centralize_gradients({"kernel": "all"}), "axes"),),
+        bad_arguments=((lambda: boostax.centralize_gradients(axes={"kernel": "all"}), "axes"),),
     ),
     Case(
         "group_loss_scale",
