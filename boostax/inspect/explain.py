@@ -222,8 +222,12 @@ def _explained(
         if not wrong:
             raise
         problem = str(error).partition("\n")[0]
-    parts = _part_costs(tx, found, params, place, sent)
-    return Explanation(parts, wrong, _params_bytes(params, place), problem)
+    # Arrays and numbers alike.
+    params = jax.eval_shape(lambda p: p, params)
+    kept = _on_device(params, place.param_specs, place.sizes)
+    whole = sum(x.bytes for x in jax.tree.leaves(kept))
+    parts = _part_costs(found, _on_device(*_state(tx, params, place), place.sizes), whole, sent)
+    return Explanation(parts, wrong, whole, problem)
 
 
 def _cells(parts: tuple[PartCost, ...]) -> Cells:
@@ -281,15 +285,10 @@ class _Kept:
 
 
 def _part_costs(
-    tx: optax.GradientTransformation,
-    found: Sequence[Row],
-    params: PyTree,
-    place: _Place,
-    sent: Sequence[costs.Collective],
+    found: Sequence[Row], kept: PyTree, whole: float, sent: Sequence[costs.Collective]
 ) -> tuple[PartCost, ...]:
     """Return one for each row, and one more for what a program sends beside them."""
     # The part of the whole state that is each row's; ``None`` if it cannot be told.
-    kept, whole = _on_device(*_state(tx, params, place), place.sizes), _params_bytes(params, place)
     states = [functools.reduce(follow, row.routes, kept) for row in found]
     # An array inside nested parts is kept by the innermost.
     keepers = {id(x): i for i, state in enumerate(states) for x in jax.tree.leaves(state)}
@@ -330,13 +329,6 @@ def _summed(sent: Sequence[costs.Collective]) -> tuple[dict[str, float], float]:
     for c in sent:
         counts[c.primitive] += c.share * c.count
     return dict(counts), sum((c.share * c.wire_bytes for c in sent), 0.0)
-
-
-def _params_bytes(params: PyTree, place: _Place) -> float:
-    """Return the bytes of the params on one device."""
-    params = jax.eval_shape(lambda p: p, params)
-    found = _on_device(params, place.param_specs, place.sizes)
-    return sum(x.bytes for x in jax.tree.leaves(found))
 
 
 def _traced(tx: optax.GradientTransformation, params: PyTree, place: _Place) -> jaxprs.ClosedJaxpr:

@@ -184,25 +184,21 @@ def placed(
     who: str, params: PyTree, names: tuple[str, ...]
 ) -> tuple[Mesh, dict[tuple[str, ...], PartitionSpec]]:
     """The mesh that params are on, and the spec of each by its path."""
-    leaves = dict(jax.tree_util.tree_leaves_with_path(constants.arrays_alone(params)))
-    shardings = {path: getattr(x, "sharding", None) for path, x in leaves.items()}
-    meshes: list[Any] = []
+    leaves = jax.tree_util.tree_leaves_with_path(constants.arrays_alone(params))
+    shardings: dict[Any, Any] = {path: getattr(x, "sharding", None) for path, x in leaves}
+    mesh: Any = next((x.mesh for x in shardings.values() if isinstance(x, NamedSharding)), None)
     for path, sharding in shardings.items():
-        mesh = sharding.mesh if isinstance(sharding, NamedSharding) else None
-        if mesh is None or (meshes and mesh != meshes[0]):
+        if not isinstance(sharding, NamedSharding) or sharding.mesh != mesh:
             raise ValueError(
                 f"{who}: params must be placed on one mesh by jax.sharding.NamedSharding, got "
                 f"{sharding} at {trees.path_name(path) or 'the root'!r}. Try "
                 "jax.device_put(params, NamedSharding(mesh, PartitionSpec())), or of shapes "
                 "jax.ShapeDtypeStruct(shape, dtype, sharding=...)."
             )
-        meshes.append(mesh)
-    if not meshes or not set(names) <= set(meshes[0].axis_names):
-        allowed = f"among the mesh's axes {meshes and meshes[0].axis_names}"
-        raise ValueError(checks.message(who, "axis_name", allowed, names, "The batch's."))
-    return meshes[0], {
-        trees.plain_path(path): s.spec for path, s in shardings.items() if s is not None
-    }
+    known = mesh.axis_names if shardings else []
+    allowed, fits = f"among the mesh's axes {known}", set(names) <= set(known)
+    checks.require(who, "axis_name", names, allowed, fits, "The batch's.")
+    return mesh, {trees.plain_path(path): s.spec for path, s in shardings.items()}
 
 
 def _stacked(grads: PyTree, place: Placement) -> PyTree:

@@ -96,9 +96,8 @@ class Placing:
 
         def found(x: Any) -> PartitionSpec:
             sharding = getattr(x, "sharding", None)
-            if not isinstance(sharding, NamedSharding) or sharding.mesh.empty:
-                return PartitionSpec()
-            if sharding.mesh.axis_names != self.mesh.axis_names:
+            names = self.mesh.axis_names
+            if not isinstance(sharding, NamedSharding) or sharding.mesh.axis_names != names:
                 return PartitionSpec()
             return PartitionSpec(*sharding.spec[1:]) if own else sharding.spec
 
