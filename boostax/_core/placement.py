@@ -86,14 +86,8 @@ class Placement:
             return local, common
 
         sizes = [self.mesh.shape[name] for name in self.names]
-        for name in reversed(self.names):
-            one = jax.vmap(
-                one,
-                in_axes=(0, None),
-                out_axes=(0, None),
-                axis_name=name,
-                axis_size=self.mesh.shape[name],
-            )
+        for name, size in reversed([*zip(self.names, sizes, strict=True)]):
+            one = jax.vmap(one, (0, None), (0, None), axis_name=name, axis_size=size)
         split = lambda x: x.reshape(*sizes, *x.shape[1:])  # noqa: E731
         merged = lambda x: x.reshape(-1, *x.shape[len(sizes) :])  # noqa: E731
         local, common = one(jax.tree.map(split, stacked), shared)
@@ -122,11 +116,9 @@ class Placement:
         On an Explicit mesh code that knows nothing of shardings does not pass JAX's typing.
         """
         if AxisType.Explicit not in self.mesh.axis_types:
-            return lambda *args: _map_specs(
-                lambda spec, x: lax.with_sharding_constraint(x, NamedSharding(self.mesh, spec)),
-                specs,
-                fn(*args),
-            )
+            here = lambda spec: NamedSharding(self.mesh, spec)  # noqa: E731
+            put = lambda spec, x: lax.with_sharding_constraint(x, here(spec))  # noqa: E731
+            return lambda *args: _map_specs(put, specs, fn(*args))
         return jax.sharding.auto_axes(fn, out_sharding=self.shardings(specs))
 
     def shardings(self, specs: PyTree) -> PyTree:
@@ -184,15 +176,13 @@ def on_shards(
         here = _HERE.get()
         if here is None:
             return update(updates, state, params, **extra)
-        if set(names) != set(here.names):
-            hint = "One reduction serves all of them; adasum has within= for two levels."
-            allowed = f"all replica axes {here.names}"
-            raise ValueError(checks.message(who, "axis_name", allowed, names, hint))
+        hint = "One reduction serves all of them; adasum has within= for two levels."
+        allowed, fits = f"all replica axes {here.names}", set(names) == set(here.names)
+        checks.require(who, "axis_name", names, allowed, fits, hint)
         leaves = jax.tree_util.tree_leaves_with_path(updates)
         owners = {path: (x.shape, here.shards(path, who)) for path, x in leaves}
-        specs = jax.tree.unflatten(
-            jax.tree.structure(updates), [spec for _, spec in owners.values()]
-        )
+        structure = jax.tree.structure(updates)
+        specs = structure.unflatten([spec for _, spec in owners.values()])
         own, shared, tree = _apart(state)
         own_specs, shared_specs, _ = _apart(specs_like(owners, state, here.names))
 

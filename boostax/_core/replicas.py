@@ -83,9 +83,8 @@ def require_stacked(who: str, state: PyTree) -> None:
     """
     for name, x in _local_arrays(state):
         concrete = isinstance(x, jax.Array) and not isinstance(x, Tracer)
-        if not concrete or jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
-            continue
-        if not x.is_fully_replicated:
+        key = jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
+        if not concrete or key or not x.is_fully_replicated:
             continue
         first, *others = (np.asarray(shard.data) for shard in x.addressable_shards)
         if any(not np.array_equal(first, other, equal_nan=True) for other in others):
@@ -122,11 +121,8 @@ def owns_params(opt_state: PyTree) -> bool:
 
 def _map_local(fn: Any, state: PyTree) -> PyTree:
     """Apply ``fn`` to the arrays inside every ``PerReplica``."""
-    return jax.tree.map(
-        lambda node: jax.tree.map(fn, node) if is_per_replica(node) else node,
-        state,
-        is_leaf=is_per_replica,
-    )
+    inside = lambda node: jax.tree.map(fn, node) if is_per_replica(node) else node  # noqa: E731
+    return jax.tree.map(inside, state, is_leaf=is_per_replica)
 
 
 def stack_replicas(opt_state: PyTree, replicas: int) -> PyTree:
@@ -231,17 +227,13 @@ def state_specs(
         if param_specs is None
         else jax.tree.leaves(param_specs, is_leaf=is_spec)
     )
-    if len(spec_leaves) != len(param_leaves):
-        raise ValueError(
-            "state_specs: param_specs must be a tree of PartitionSpec with one for each of the "
-            f"{len(param_leaves)} param leaves, got {len(spec_leaves)}. Use PartitionSpec() for a "
-            "replicated leaf, not None."
-        )
-    if shard_optimizer and replicas is None:
-        raise ValueError(
-            "state_specs: replicas must be the size of the replica axis with shard_optimizer, got "
-            "None. Pass replicas=mesh.shape['data']."
-        )
+    got, wanted = len(spec_leaves), len(param_leaves)
+    allowed = f"a tree of PartitionSpec with one for each of the {wanted} param leaves"
+    hint = "Use PartitionSpec() for a replicated leaf, not None."
+    checks.require("state_specs", "param_specs", got, allowed, got == wanted, hint)
+    allowed = "the size of the replica axis with shard_optimizer"
+    given, hint = replicas is not None or not shard_optimizer, "Pass replicas=mesh.shape['data']."
+    checks.require("state_specs", "replicas", replicas, allowed, given, hint)
     pairs = zip(param_leaves, spec_leaves, strict=True)
     owners = {path: (leaf.shape, spec) for (path, leaf), spec in pairs}
     state = jax.eval_shape(tx.init, params)
@@ -264,25 +256,25 @@ def specs_like(
     """
     lead = names[0] if len(names) == 1 else names
 
+    def candidates(path: tuple[Any, ...]) -> list[tuple[tuple[int, ...], PartitionSpec]]:
+        return [owners[path[i:]] for i in range(len(path) + 1) if path[i:] in owners]
+
     def owner_spec(path: tuple[Any, ...], leaf: Any) -> PartitionSpec | None:
-        for start in range(len(path) + 1):
-            shape, spec = owners.get(path[start:], (None, None))
-            if spec is not None and shape == leaf.shape:
+        for shape, spec in candidates(path):
+            if shape == leaf.shape:
                 return spec
-            if spec is not None and shape == leaf.shape[1:]:
+            if shape == leaf.shape[1:]:
                 # As the compiled step gives it: another way to write it would compile it again.
                 return PartitionSpec(None, *spec) if any(spec) else PartitionSpec()
         return None
 
     def scales_spec(path: tuple[Any, ...], scales: Any) -> PartitionSpec:
         """Of the dimensions that are not cut in blocks."""
-        for start in range(len(path) + 1):
-            shape, spec = owners.get(path[start:], (None, None))
-            if shape is None or spec is None or len(shape) != len(scales.shape):
-                continue
-            pairs = zip(spec, shape, scales.shape, strict=False)
-            whole = [entry if n == m else None for entry, n, m in pairs]
-            return PartitionSpec(*whole) if any(whole) else PartitionSpec()
+        for shape, spec in candidates(path):
+            if len(shape) == len(scales.shape):
+                pairs = zip(spec, shape, scales.shape, strict=False)
+                whole = [entry if n == m else None for entry, n, m in pairs]
+                return PartitionSpec(*whole) if any(whole) else PartitionSpec()
         return PartitionSpec()
 
     def spec_of(path: tuple[Any, ...], node: Any) -> PyTree:
@@ -374,10 +366,8 @@ def reshard_state(state: PyTree, replicas: int, *, within: int = 1) -> PyTree:
     """
     checks.positive_int("reshard_state", "replicas", replicas, "It is the new number of replicas.")
     checks.positive_int("reshard_state", "within", within, "It is the devices of a server.")
-    if replicas % within:
-        hint = "within is the number of devices of a server."
-        allowed = f"a multiple of within={within}"
-        raise ValueError(checks.message("reshard_state", "replicas", allowed, replicas, hint))
+    allowed, hint = f"a multiple of within={within}", "within is the number of devices of a server."
+    checks.require("reshard_state", "replicas", replicas, allowed, not replicas % within, hint)
     require_stacked("reshard_state", state)
     summed, of_servers = shares(state), _of_servers(state)
 

@@ -24,7 +24,8 @@ from boostax._core.describe import Holds, Stepped, describe, first_line
 from boostax._core.placement import on_shards
 from boostax._core.replicas import PerReplica, require_like
 from boostax.reduce import exchange
-from boostax.reduce.codec import Codec, Late, Message, Names, PerLeaf, map_per_leaf
+from boostax.reduce.codec import Arrays, Codec, Late, Message, Names, PerLeaf, map_per_leaf
+from boostax.reduce.mean import reduced
 
 PyTree = Any
 Rule = Callable[[str, Any], bool]
@@ -203,17 +204,16 @@ class _Feedback(NamedTuple):
         residual = message.held
         if self.error_feedback:
             residual = [keep(new, old) for new, old in zip(residual, held, strict=True)]
-        norm = _squared_norm(residual, names, message.late)
+        waiting, growth = _with_late(residual, message.late, finite, names)
+        norm = _squared_norm(residual, names, growth)
         unsent = jnp.sqrt(norm / jnp.where(total == 0, 1, total)).astype(jnp.float32)
-        if self.error_feedback:
-            pairs = zip(residual, message.late, strict=True)
-            held = [_with_late(x, more, finite, names) for x, more in pairs]
+        held = waiting if self.error_feedback else held
         if self.momentum is not None:
             # Residual equals wanted: nothing of this element was sent, so its velocity stays.
             # Compared before ``late`` is added.
             flows = zip(residual, wanted, flow, moving, strict=True)
             moving = [keep(jnp.where(r == w, v, 0), old) for r, w, v, old in flows]
-        result = {i: _dense_mean(leaves[i], names) for i in rest}
+        result = {i: reduced(leaves[i], names, "after") for i in rest}
         for i, mean in zip(chosen, message.means, strict=True):
             # Explicitly: a codec could encode a gradient that is not finite as finite numbers.
             result[i] = exchange.like(jnp.where(finite, mean, jnp.nan), leaves[i])
@@ -224,11 +224,6 @@ class _Feedback(NamedTuple):
             unsent=keep(unsent, state.unsent),
             capacity=keep(message.capacity, state.capacity) if self.codec.chooses else None,
         )
-
-
-def _dense_mean(x: jax.Array, names: Names) -> jax.Array:
-    """Return the plain mean of a leaf, in f32 or wider on the wire, in its own dtype."""
-    return trees.saturate(lax.pmean(x.astype(trees.wide_dtype(x)), names), x.dtype)
 
 
 def _reduced(codec: Codec, leaves: list[jax.Array], state: PyTree, names: Names) -> Message:
@@ -262,37 +257,35 @@ def _reduced(codec: Codec, leaves: list[jax.Array], state: PyTree, names: Names)
     return Message(means, held, structure.unflatten(kept), late, capacity)
 
 
-def _squared_norm(
-    leaves: list[jax.Array], names: Names, late: Sequence[Late | None] = ()
-) -> jax.Array:
-    """Sum of squares over all replicas, including what ``late`` will add.
+def _squared_norm(leaves: Arrays, names: Names, growth: Arrays = ()) -> jax.Array:
+    """Return the sum of squares over all replicas, with the ``growth`` of single leaves.
 
     Not finite if any element is not, or if a square overflows.
     """
     dtype = jnp.result_type(jnp.float32, *leaves)
-    square = lambda x: jnp.sum(x * x).astype(dtype)  # noqa: E731
-    parts = [square(x) for x in leaves]
-    # ``late`` may be empty.
-    for x, more in zip(leaves, late, strict=False):
-        if more is not None:
-            own = _own_slice(x, more, names)
-            parts.append(square(own + more.more) - square(own))
-    # The difference of squares above cancels; rounding may make the total slightly negative.
+    parts = [x.astype(dtype) for x in (*map(_square, leaves), *growth)]
+    # The growth cancels; rounding may make the total slightly negative.
     return jnp.maximum(axes.sum_over_shards(parts, names, dtype), 0)
 
 
-def _own_slice(x: jax.Array, late: Late, names: Names) -> jax.Array:
-    size = late.more.shape[late.dim]
-    return lax.dynamic_slice_in_dim(x, axes.index(names) * size, size, late.dim)
+def _square(x: jax.Array) -> jax.Array:
+    return jnp.sum(x * x)
 
 
-def _with_late(x: jax.Array, late: Late | None, finite: jax.Array, names: Names) -> jax.Array:
-    """A residual and what is added to this replica's slice of it, in place."""
-    if late is None:
-        return x
-    more = _own_slice(x, late, names) + jnp.where(finite, late.more, 0)
-    start = axes.index(names) * late.more.shape[late.dim]
-    return lax.dynamic_update_slice_in_dim(x, more, start, late.dim)
+def _with_late(
+    residual: Arrays, late: Sequence[Late | None], finite: jax.Array, names: Names
+) -> tuple[list[jax.Array], list[jax.Array]]:
+    """Add to this replica's slices, in place; return by how much the squares of each grow, too."""
+    held, growth = list(residual), list[jax.Array]()
+    for i, each in enumerate(late):
+        if each is not None:
+            size = each.more.shape[each.dim]
+            start = axes.index(names) * size
+            old = lax.dynamic_slice_in_dim(held[i], start, size, each.dim)
+            new = old + jnp.where(finite, each.more, 0)
+            growth.append(_square(new) - _square(old))
+            held[i] = lax.dynamic_update_slice_in_dim(held[i], new, start, each.dim)
+    return held, growth
 
 
 def _spread(treedef: Any, chosen: list[int], values: list[Any]) -> PyTree:

@@ -146,7 +146,8 @@ def partitioning(
     if bucket is not None:
         why = "One of the two says what a partition is."
         checks.absent(who, "partitions", partitions, "left out beside bucket_bytes", why)
-        return lambda params: exchange.fused([4 * x.size for x in jax.tree.leaves(params)], bucket)
+        sizes = lambda leaves: {i: 4 * x.size for i, x in enumerate(leaves)}  # noqa: E731
+        return lambda params: exchange.fused(sizes(jax.tree.leaves(params)), bucket)
     if partitions is None:
         raise ValueError(checks.message(who, "partitions", "given, or bucket_bytes", None, hint))
     if jax.tree.structure(partitions) == jax.tree.structure(0):
