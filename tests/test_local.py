@@ -12,7 +12,7 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 import boostax
-from boostax._core import costs
+from boostax._core import costs, interpret
 from boostax.reduce.partial import _even_runs
 from boostax.testing import drawn
 
@@ -301,20 +301,13 @@ def sent_by_branch(tx, params):
     each = boostax.states.stack_replicas(boostax.PerReplica(params), 8)
     jaxpr = jax.make_jaxpr(mapped)(each, boostax.states.stack_replicas(tx.init(params), 8), each)
     found = costs.collectives(jaxpr)
-    conds = [eqn for eqn in equations(jaxpr.jaxpr) if eqn.primitive.name == "cond"]
     branches = [
         tuple(sum(c.bytes for c in costs.collectives(b)) for b in eqn.params["branches"])
-        for eqn in conds
+        for eqn, _ in interpret.equations(jaxpr.jaxpr)
+        if eqn.primitive.name == "cond"
     ]
     always = sum(c.wire_bytes for c in found if not c.conditional)
     return [b for b in branches if any(b)], always
-
-
-def equations(jaxpr):
-    for eqn in jaxpr.eqns:
-        yield eqn
-        if eqn.primitive.name == "shard_map":
-            yield from equations(eqn.params["jaxpr"])
 
 
 def test_a_step_sends_one_partition():

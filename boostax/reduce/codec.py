@@ -64,12 +64,14 @@ class PerLeaf(NamedTuple):
     values: Any
 
 
-def map_per_leaf(fn: Callable[[Any], Any], state: PyTree) -> PyTree:
-    """``fn`` of what every ``PerLeaf`` holds; the rest as it is."""
+def map_per_leaf(fn: Callable[..., Any], state: PyTree, *others: PyTree) -> PyTree:
+    """``fn`` of what every ``PerLeaf`` holds; the rest as it is in the last tree."""
     marked = lambda node: isinstance(node, PerLeaf)  # noqa: E731
-    return jax.tree.map(
-        lambda node: PerLeaf(fn(node.values)) if marked(node) else node, state, is_leaf=marked
-    )
+
+    def inside(*nodes: Any) -> Any:
+        return PerLeaf(fn(*(x.values for x in nodes))) if marked(nodes[0]) else nodes[-1]
+
+    return jax.tree.map(inside, state, *others, is_leaf=marked)
 
 
 class Codec:

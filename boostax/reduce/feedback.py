@@ -24,7 +24,7 @@ from boostax._core.describe import Holds, Stepped, describe, first_line
 from boostax._core.placement import on_shards
 from boostax._core.replicas import PerReplica, require_like
 from boostax.reduce import exchange
-from boostax.reduce.codec import Arrays, Codec, Late, Message, Names, PerLeaf, map_per_leaf
+from boostax.reduce.codec import Arrays, Codec, Late, Message, Names, map_per_leaf
 from boostax.reduce.mean import reduced
 
 PyTree = Any
@@ -237,10 +237,9 @@ def _reduced(codec: Codec, leaves: list[jax.Array], state: PyTree, names: Names)
     for i, x in enumerate(leaves):
         kinds.setdefault(axes.varying(x), []).append(i)
     rows: dict[int, tuple[Any, ...]] = {}
+    kept = state
     # The largest of all kinds; 0 without leaves.
     capacity: Any = jnp.zeros((), jnp.float32)
-    marked = lambda node: isinstance(node, PerLeaf)  # noqa: E731
-    kept, structure = jax.tree.flatten(state, is_leaf=marked)
     for kind in kinds.values():
         own = map_per_leaf(lambda values, kind=kind: [values[i] for i in kind], state)
         message = codec.reduce([leaves[i] for i in kind], own, names)
@@ -248,13 +247,14 @@ def _reduced(codec: Codec, leaves: list[jax.Array], state: PyTree, names: Names)
         rows |= zip(kind, zip(*columns, strict=True), strict=True)
         if codec.chooses:
             capacity = jnp.maximum(capacity, message.capacity)
-        for j, new in enumerate(jax.tree.leaves(message.state, is_leaf=marked)):
-            if marked(new):
-                of_all = dict(enumerate(kept[j].values)) | dict(zip(kind, new.values, strict=True))
-                new = PerLeaf(list(of_all.values()))
-            kept[j] = new
+        kept = map_per_leaf(functools.partial(_merged, kind), kept, message.state)
     means, held, late = ([rows[i][k] for i in range(len(leaves))] for k in range(3))
-    return Message(means, held, structure.unflatten(kept), late, capacity)
+    return Message(means, held, kept, late, capacity)
+
+
+def _merged(kind: list[int], old: list[Any], new: list[Any]) -> list[Any]:
+    """Return the old values with the new ones of the leaves of a kind."""
+    return list((dict(enumerate(old)) | dict(zip(kind, new, strict=True))).values())
 
 
 def _squared_norm(leaves: Arrays, names: Names, growth: Arrays = ()) -> jax.Array:
@@ -290,10 +290,8 @@ def _with_late(
 
 def _spread(treedef: Any, chosen: list[int], values: list[Any]) -> PyTree:
     """A tree of the chosen leaves, ``None`` in the place of the others."""
-    kept: list[Any] = [None] * treedef.num_leaves
-    for i, value in zip(chosen, values, strict=True):
-        kept[i] = value
-    return treedef.unflatten(kept)
+    kept = dict(zip(chosen, values, strict=True))
+    return treedef.unflatten([kept.get(i) for i in range(treedef.num_leaves)])
 
 
 def _rules(who: str, dense: Dense, tree: PyTree) -> list[bool]:

@@ -180,18 +180,17 @@ def server_mean(grads: PyTree, inside: Names) -> PyTree:
     Over groups as a reduce-scatter and an all-gather, together the bytes of an all-reduce: of a sum
     over groups JAX knows no type.
     """
-    leaves, treedef = jax.tree.flatten(grads)
     if not isinstance(inside, axes.Groups):
-        return treedef.unflatten([reduced(x, inside, "after") for x in leaves])
+        return jax.tree.map(lambda x: reduced(x, inside, "after"), grads)
     if axes.vmapped(inside):
-        means = [mean_of_group(x, inside) if x.size else x for x in leaves]
-        return treedef.unflatten(means)
+        return jax.tree.map(lambda x: mean_of_group(x, inside) if x.size else x, grads)
 
     def mean(own: list[jax.Array]) -> list[jax.Array]:
         sent = exchange.parcels(own, axes.size(inside), by_leaf=False)
         parts = [axes.scatter(x.array(own), inside, x.dim) / axes.size(inside) for x in sent]
         return exchange.delivered(sent, parts, (inside,), None, own)
 
+    leaves, treedef = jax.tree.flatten(grads)
     return treedef.unflatten(exchange.by_kind(leaves, mean))
 
 

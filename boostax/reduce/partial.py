@@ -148,8 +148,8 @@ def partitioning(
         checks.absent(who, "partitions", partitions, "left out beside bucket_bytes", why)
         sizes = lambda leaves: {i: 4 * x.size for i, x in enumerate(leaves)}  # noqa: E731
         return lambda params: exchange.fused(sizes(jax.tree.leaves(params)), bucket)
-    if partitions is None:
-        raise ValueError(checks.message(who, "partitions", "given, or bucket_bytes", None, hint))
+    given = partitions is not None
+    checks.require(who, "partitions", partitions, "given, or bucket_bytes", given, hint)
     if jax.tree.structure(partitions) == jax.tree.structure(0):
         count = checks.positive_int(who, "partitions", partitions, hint)
 

@@ -58,9 +58,8 @@ class Int8(Codec):
         rows = slices.rows
         codes, scales = quantize(rows, first)
         received = [axes.exchange(x, names) for x in codes]
-        means = [
-            x.mean(0) for x in dequantize(received, _together(scales, axes.exchange, names), rows)
-        ]
+        summed = dequantize(received, _together(scales, axes.exchange, names), rows)
+        means = [x.mean(0) for x in summed]
         codes_of_mean, scales_of_mean = quantize(means, second)
         gathered = [axes.gather_along(x, names, 0).reshape(-1, *x.shape) for x in codes_of_mean]
         whole = dequantize(gathered, _together(scales_of_mean, axes.gather, names), means)
