@@ -48,8 +48,15 @@ def updating(tx):
 @pytest.mark.parametrize(
     ("tx", "how", "least", "most"),
     [
+        (boostax.all_reduce("data"), {}, 1.0, 1.0),
         (boostax.all_reduce("data", dtype="bfloat16"), {}, 0.49, 0.505),
         (boostax.all_reduce("data", dtype="float16"), {}, 0.49, 0.505),
+        (
+            boostax.all_reduce("data", dtype="float16"),
+            {"shapes": [(MILLION // 8,)] * 8},
+            0.49,
+            0.505,
+        ),
         (boostax.int8_reduce("data"), {}, 0.24, 0.27),
         # Two shots cost the same with any number of replicas.
         *((boostax.int8_reduce("data"), {"replicas": n}, 0.0, 0.27) for n in (2, 4, 16, 64)),

@@ -463,46 +463,12 @@ def test_a_run_of_singas_goes_on_in_optax(name):
         assert_near(jax.device_get(history), expected, 1e-12)
 
 
-def by_flax_bytes(state, fresh):
-    return serialization.from_bytes(fresh, serialization.to_bytes(state))
-
-
-def by_name(state, fresh):
-    return serialization.from_state_dict(fresh, serialization.to_state_dict(state))
-
-
-@pytest.mark.parametrize("name", [*SCHEDULED, "adam"])
-def test_a_saved_state_goes_on_bit_for_bit(name):
-    """Every moment, counter and scheduled number; SINGA's caches stay stale until the next step."""
-    tx = CASES[name][1]
-    params, (early, late) = cast((normal(0), cut(normal(1, STEPS))), "float32")
-    _, params, state = optax_run(tx, params, tx.init(params), early)
-    expected = optax_run(tx, params, state, late)
-    for travel in (by_flax_bytes, by_name):
-        restored = jax.tree.map(jnp.asarray, travel(jax.device_get(state), tx.init(params)))
-        assert_same(restored, state)
-        assert_same(optax_run(tx, params, restored, late), expected)
-
-
 def assert_same(actual, expected):
     """Bit for bit, with structure, types and dtypes."""
     assert jax.tree.structure(actual) == jax.tree.structure(expected)
     for a, b in zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True):
         np.testing.assert_array_equal(a, b, strict=True)
         assert a.weak_type == b.weak_type
-
-
-@pytest.mark.parametrize(
-    ("name", "field"),
-    [("sgd all scheduled", "trace"), ("adam", "mu"), ("adam", "nu"), ("rmsprop", "nu")],
-)
-def test_a_moment_is_had_by_its_name(name, field):
-    """What ``get_states()["moments"]`` and the like are for."""
-    tx, params = CASES[name][1], cast(normal(0), "float32")
-    _, params, state = optax_run(tx, params, tx.init(params), cast(normal(1, STEPS), "float32"))
-    moment = tree_utils.tree_get(state, field)
-    assert jax.tree.structure(moment) == jax.tree.structure(params)
-    assert all((abs(x) > 0).any() for x in jax.tree.leaves(moment))
 
 
 def test_optax_sets_only_the_outermost_field_of_a_name():

@@ -217,10 +217,8 @@ def fused(sizes: dict[int, int], most: int) -> list[list[int]]:
 def block_size(widths: Sequence[int]) -> int:
     """The longest blocks of columns that add no more than 0.4% of padding."""
     spare = max(sum(widths) // 256, 64)
-    block = BLOCK
-    while block > 1 and sum(-width % block for width in widths) > spare:
-        block //= 2
-    return block
+    fits = lambda block: sum(-width % block for width in widths) <= spare  # noqa: E731
+    return next(filter(fits, (BLOCK >> i for i in range(BLOCK.bit_length()))))
 
 
 def cut(x: jax.Array, slices: int, dim: int) -> jax.Array:
