@@ -261,9 +261,7 @@ def gather_along(x: jax.Array, names: tuple[str, ...], dim: int) -> jax.Array:
     """
     grouped = isinstance(names, Groups)
     if not vmapped(names):
-        how: dict[str, Any] = (
-            {"axis_index_groups": _lists(names)} if grouped else {"to": "invarying"}
-        )
+        how: Any = {"axis_index_groups": _lists(names)} if grouped else {"to": "invarying"}
         return lax.all_gather(x, tuple(names), axis=dim, tiled=True, **how)
     stacked = jnp.moveaxis(in_group(x, names), 0, dim) if grouped else gather(x, names, dim)
     return stacked.reshape(*x.shape[:dim], -1, *x.shape[dim + 1 :])

@@ -353,10 +353,8 @@ def _reordered(
     for i, entry in enumerate(order):
         places.setdefault(entry, i)
     idle = places.keys() - {prefix for name in names for prefix in _prefixes(name)}
-    got, hint = (
-        sorted(idle, key=places.__getitem__),
-        f"They match no param; there are {few(names)}.",
-    )
+    got = sorted(idle, key=places.__getitem__)
+    hint = f"They match no param; there are {few(names)}."
     checks.require(who, "order", got, allowed, not idle, hint)
     first: dict[Any, int] = {}
     for path, members in layers.items():
@@ -405,10 +403,8 @@ def _named(who: str, groups: dict[str, int], names: list[str]) -> list[int]:
     patterns = [[name for name, k in groups.items() if k == number] for number in numbers]
     found = _matched(who, patterns, names)
     missed = [name for name, i in zip(names, found, strict=True) if i == len(numbers)]
-    hint, allowed = (
-        f"It says nothing of {few(missed)}.",
-        "a dictionary whose names match every leaf",
-    )
+    hint = f"It says nothing of {few(missed)}."
+    allowed = "a dictionary whose names match every leaf"
     checks.require(who, "groups", groups, allowed, not missed, hint)
     return [numbers[i] for i in found]
 
@@ -422,11 +418,8 @@ def _matched(who: str, groups: Any, names: list[str]) -> list[int]:
                 hint = "A pattern is a path name in which * stands for anything."
                 raise TypeError(checks.message(who, "groups", "a list of patterns", pattern, hint))
             hits = [x for x in names if matches(x, pattern)]
-            hint, allowed = (
-                f"It matches none; there are {few(names)}.",
-                "patterns that match params",
-            )
-            checks.require(who, "groups", pattern, allowed, bool(hits), hint)
+            hint = f"It matches none; there are {few(names)}."
+            checks.require(who, "groups", pattern, "patterns that match params", bool(hits), hint)
             for name in hits:
                 if labels.setdefault(name, i) != i:
                     allowed = "patterns that match no leaf twice"

@@ -51,11 +51,8 @@ class NoiseScaleState(NamedTuple):
 
     def metrics(self) -> dict[str, jax.Array]:
         """Named scalars for ``boostax.metrics``."""
-        return {
-            "noise_scale": self.scale(),
-            "gradient_square": self.gradient / self.weight,
-            "gradient_noise": self.noise / self.weight,
-        }
+        square, noise = self.gradient / self.weight, self.noise / self.weight
+        return {"noise_scale": self.scale(), "gradient_square": square, "gradient_noise": noise}
 
 
 def fresh() -> NoiseScaleState:

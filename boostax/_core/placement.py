@@ -197,12 +197,9 @@ def on_shards(
             return means, jax.tree.map(lambda x: x[None], own), shared
 
         lead = lambda spec: PartitionSpec(here.names, *spec)  # noqa: E731
-        island = jax.shard_map(
-            mapped,
-            mesh=here.auto_mesh,
-            in_specs=((_map_specs(lead, specs), own_specs), shared_specs),
-            out_specs=(specs, own_specs, shared_specs),
-        )
+        taken = (_map_specs(lead, specs), own_specs), shared_specs
+        handed = specs, own_specs, shared_specs
+        island = jax.shard_map(mapped, mesh=here.auto_mesh, in_specs=taken, out_specs=handed)
 
         def stacked(local: PyTree, shared: PyTree) -> tuple[PyTree, PyTree, PyTree]:
             rank = len(here.names)

@@ -222,11 +222,9 @@ def state_specs(
     names = axes.canonical("state_specs", axis_name)
     is_spec = lambda x: isinstance(x, PartitionSpec)  # noqa: E731
     param_leaves = jax.tree_util.tree_leaves_with_path(params)
-    spec_leaves = (
-        [PartitionSpec()] * len(param_leaves)
-        if param_specs is None
-        else jax.tree.leaves(param_specs, is_leaf=is_spec)
-    )
+    spec_leaves = jax.tree.leaves(param_specs, is_leaf=is_spec)
+    if param_specs is None:
+        spec_leaves = [PartitionSpec()] * len(param_leaves)
     got, wanted = len(spec_leaves), len(param_leaves)
     allowed = f"a tree of PartitionSpec with one for each of the {wanted} param leaves"
     hint = "Use PartitionSpec() for a replicated leaf, not None."
@@ -282,9 +280,8 @@ def specs_like(
             return jax.tree_util.tree_map_with_path(lambda i, x: scales_spec((*path, *i), x), node)
         if is_per_replica(node):
             of = lambda inner, x: without(owner_spec(inner, x) or PartitionSpec(), names)  # noqa: E731
-            return jax.tree_util.tree_map_with_path(
-                lambda inner, x: PartitionSpec(lead, *of(inner, x)), node
-            )
+            led = lambda inner, x: PartitionSpec(lead, *of(inner, x))  # noqa: E731
+            return jax.tree_util.tree_map_with_path(led, node)
         spec = owner_spec(path, node)
         # Codes are integers, and so are counts.
         arrays = spec is not None or jnp.issubdtype(node.dtype, jnp.inexact)
@@ -392,16 +389,14 @@ def spread_anew(part: PerReplica, replicas: int, summed: bool) -> PerReplica:
         ends = lambda n: np.arange(n + 1) / n  # noqa: E731
         low = np.maximum(ends(replicas)[:-1, None], ends(old)[None, :-1])
         high = np.minimum(ends(replicas)[1:, None], ends(old)[None, 1:])
-        cover = np.maximum(high - low, 0) * replicas
-        # Tiny overlaps are rounding, and would let a NaN in from a neighbour.
-        taken = [np.flatnonzero(row > 1e-9) for row in cover]
-        means = [
-            sum(x[i] * jnp.asarray(row[i], x.real.dtype) for i in index)
-            if len(index) > 1
-            else x[index[0]]
-            for row, index in zip(cover, taken, strict=True)
-        ]
-        result = jnp.stack(means)
+
+        def mean(cover: np.ndarray[Any, Any]) -> jax.Array:
+            # Tiny overlaps are rounding, and would let a NaN in from a neighbour.
+            first, *others = np.flatnonzero(cover > 1e-9)
+            parts = [x[i] * jnp.asarray(cover[i], x.real.dtype) for i in (first, *others)]
+            return sum(parts[1:], parts[0]) if others else x[first]
+
+        result = jnp.stack([mean(row) for row in np.maximum(high - low, 0) * replicas])
         return result * jnp.asarray(old / replicas, x.real.dtype) if summed else result
 
     return jax.tree.map(spread, part)

@@ -206,11 +206,8 @@ def declared(opt_state: PyTree, params: PyTree, who: str) -> Rules:
 
 def resolve(rules: Rules, tree: PyTree) -> dict[str, Rule]:
     """The rule of each leaf that is carried."""
-    fits: dict[str, list[Rule]] = {
-        name: [rule for words, rule in rules.items() if _within(words, name)]
-        for name in trees.names(tree)
-    }
-    return {name: rules[0] for name, rules in fits.items() if rules}
+    fits = lambda name: [rule for words, rule in rules.items() if _within(words, name)]  # noqa: E731
+    return {name: fits(name)[0] for name in trees.names(tree) if fits(name)}
 
 
 def without(tree: PyTree, found: Container[str]) -> PyTree:

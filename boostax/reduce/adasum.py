@@ -206,9 +206,8 @@ def combined(updates: PyTree, levels: Levels, wanted: Options) -> Stepped:
     leaves, treedef = jax.tree.flatten(updates)
     kinds = exchange.kinds(leaves)
     # Where JAX tracks it, a leaf says itself over which axes it is sharded.
-    over = [
-        tuple(sorted(axes.varying(leaves[kind[0]]) - frozenset(names))) or shards for kind in kinds
-    ]
+    others = [axes.varying(leaves[kind[0]]) - frozenset(names) for kind in kinds]
+    over = [tuple(sorted(other)) or shards for other in others]
     every = {name for other in over for name in other}
     copies = [axes.size(tuple(every - set(other))) for other in over]
     own = [[exchange.real(leaves[i]) for i in kind] for kind in kinds]
@@ -262,12 +261,10 @@ def _orthogonality(groups: Sequence[Rows], norms: Arrays) -> tuple[jax.Array, li
     units = [rows.exponents.max(0) for rows in groups]
     top = jnp.stack([x.max() for x in units]).max()
     pairs = [wide.astype(jnp.float32) for wide in norms]
-    scaled = [
-        (pair * power_of_two(2 * (unit - top), pair.dtype)).sum(1)
-        for pair, unit in zip(pairs, units, strict=True)
-    ]
-    each = [_ratio(*leaf) for pair in pairs for leaf in zip(*pair, strict=True)]
-    return _ratio(*sum(scaled, jnp.zeros(2, jnp.float32))), each
+    overall = jnp.zeros(2, jnp.float32)
+    for pair, unit in zip(pairs, units, strict=True):
+        overall += (pair * power_of_two(2 * (unit - top), pair.dtype)).sum(1)
+    return _ratio(*overall), [_ratio(*leaf) for pair in pairs for leaf in zip(*pair, strict=True)]
 
 
 def _ratio(of_sum: jax.Array, of_parts: jax.Array) -> jax.Array:

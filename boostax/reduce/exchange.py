@@ -110,6 +110,8 @@ class Packed:
 
 Parcel = Alone | Packed
 Divide = Literal["before", "after", "never"]
+# A half dtype; ``None`` sends f32.
+Wire = np.dtype[Any] | None
 
 
 def real(x: jax.Array) -> jax.Array:
@@ -237,7 +239,7 @@ def exchange(
     sent: Sequence[Parcel],
     arrays: Arrays,
     names: Names,
-    wire: np.dtype[Any] | None = None,
+    wire: Wire = None,
     common: Sequence[Names] = (),
     by_leaf: bool = True,
 ) -> Rows:
@@ -287,11 +289,7 @@ def mean(rows: Rows, divide: Divide) -> list[jax.Array]:
 
 
 def delivered(
-    sent: Sequence[Parcel],
-    parts: Arrays,
-    levels: Sequence[Names],
-    wire: np.dtype[Any] | None,
-    leaves: Arrays,
+    sent: Sequence[Parcel], parts: Arrays, levels: Sequence[Names], wire: Wire, leaves: Arrays
 ) -> list[jax.Array]:
     """The leaves again, whole and equal everywhere, from every replica's slice of each.
 
@@ -352,12 +350,12 @@ def _shrunk(x: jax.Array, exponents: jax.Array, owners: Owners) -> jax.Array:
     return (blocks * powers).reshape(x.shape)
 
 
-def _is_narrow(wire: np.dtype[Any] | None) -> bool:
+def _is_narrow(wire: Wire) -> bool:
     """Whether it holds fewer magnitudes than f32, as f16 does and bf16 does not."""
     return wire is not None and jnp.finfo(wire).maxexp < jnp.finfo(jnp.float32).maxexp
 
 
-def _half(x: jax.Array, wire: np.dtype[Any] | None) -> jax.Array:
+def _half(x: jax.Array, wire: Wire) -> jax.Array:
     return x if wire is None else trees.saturate(x, wire)
 
 

@@ -167,11 +167,11 @@ def reduced(x: jax.Array, names: Names, divide: Divide) -> jax.Array:
     if not x.size:  # not sent, and the same everywhere
         return jnp.zeros(x.shape, x.dtype)
     replicas = lax.axis_size(names)
-    wide = x.astype(trees.wide_dtype(x))
+    wide = x.astype(jnp.promote_types(x.dtype, jnp.float32))
     wide = wide / replicas if divide == "before" else wide
     total = lax.psum(wide, names)
     total = total / replicas if divide == "after" else total
-    return trees.saturate(total, x.dtype)
+    return total if total.dtype == x.dtype else trees.saturate(total, x.dtype)
 
 
 def server_mean(grads: PyTree, inside: Names) -> PyTree:

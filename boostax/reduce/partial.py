@@ -182,9 +182,8 @@ def _labels(who: str, partitions: PyTree, params: PyTree) -> list[int]:
         return jax.tree.leaves(jax.tree.broadcast(partitions, params))
     except ValueError as error:
         allowed = f"a tree like the params, or a prefix of one, {jax.tree.structure(params)}"
-        raise ValueError(
-            checks.message(who, "partitions", allowed, partitions, f"{error}")
-        ) from error
+        message = checks.message(who, "partitions", allowed, partitions, f"{error}")
+        raise ValueError(message) from error
 
 
 def _even_runs(sizes: list[int], count: int) -> list[int]:

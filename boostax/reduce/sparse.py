@@ -99,12 +99,10 @@ class Largest(Codec):
         chosen = zip(buckets, places, strict=True)
         values = [self.cut.coded(x.view.taken(x.array, i), x.least) for x, i in chosen]
         everyones = zip(buckets, _gathered(values, names), _gathered(places, names), strict=True)
+        summed = [x.view.leaf(elements.added(x.view, v, i)) for x, v, i in everyones]
         # Written as it is: what reads it would be moved before the transposition by a TPU's
         # compiler, and every result written too.
-        totals = [
-            lax.optimization_barrier(x.view.leaf(elements.added(x.view, v, i)))
-            for x, v, i in everyones
-        ]
+        totals = [lax.optimization_barrier(x) for x in summed]
         trios = zip(leaves, least, _apart(leaves, buckets, masks), strict=True)
         coded = self.cut.coded
         sent = [jnp.where(mask, coded(x, t).astype(x.dtype), 0) for x, t, mask in trios]
