@@ -206,8 +206,11 @@ def declared(opt_state: PyTree, params: PyTree, who: str) -> Rules:
 
 def resolve(rules: Rules, tree: PyTree) -> dict[str, Rule]:
     """The rule of each leaf that is carried."""
-    fits = lambda name: [rule for words, rule in rules.items() if _within(words, name)]  # noqa: E731
-    return {name: fits(name)[0] for name in trees.names(tree) if fits(name)}
+    found: dict[str, Rule] = {}
+    # The first rule that fits a leaf counts.
+    for words, rule in reversed([*rules.items()]):
+        found |= {name: rule for name in trees.names(tree) if _within(words, name)}
+    return found
 
 
 def without(tree: PyTree, found: Container[str]) -> PyTree:

@@ -282,8 +282,8 @@ def _with_late(
             size = each.more.shape[each.dim]
             start = axes.index(names) * size
             old = lax.dynamic_slice_in_dim(held[i], start, size, each.dim)
+            growth.append(_square(old + each.more) - _square(old))
             new = old + jnp.where(finite, each.more, 0)
-            growth.append(_square(new) - _square(old))
             held[i] = lax.dynamic_update_slice_in_dim(held[i], new, start, each.dim)
     return held, growth
 

@@ -128,7 +128,8 @@ def local_updates(
         drift, reduced = reduce.update(drift, state.reduction_state)
         before = Pending(drift), state.outer_state, state.anchor
         anchor, outer_state = run(outer_tx, *before, apply=True, extra={})
-        since, syncs = jnp.zeros_like(state.since_sync), optax.safe_increment(state.syncs)
+        syncs: Any = optax.safe_increment(state.syncs)
+        since = jnp.zeros_like(state.since_sync)
         held = LocalUpdatesState(since, syncs, anchor, reduced, outer_state, state.inner_state)
         return result(anchor, own, value, apply), held
 
