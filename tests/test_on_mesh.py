@@ -6,7 +6,6 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from flax import nnx
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -333,55 +332,6 @@ def mean_residuals(state):
     own = [x.local for x in nodes if isinstance(x, boostax.PerReplica)]
     floating = [x for x in jax.tree.leaves(own) if jnp.issubdtype(x.dtype, jnp.floating)]
     return [np.asarray(x).mean(0) for x in floating]
-
-
-class Model(nnx.Module):
-    def __init__(self, rngs):
-        self.up = nnx.Linear(16, 32, rngs=rngs)
-        self.down = nnx.Linear(32, 16, rngs=rngs)
-
-    def __call__(self, x):
-        return self.down(jnp.tanh(self.up(x)))
-
-
-def nnx_losses(mesh=None):
-    """A loop of NNX; on a mesh with three lines changed."""
-    model = Model(nnx.Rngs(0))
-    graph, params = nnx.split(model, nnx.Param)
-
-    def loss_fn(params, x):
-        return jnp.mean((nnx.merge(graph, params)(x) - x) ** 2)
-
-    axis = None if mesh is None else "data"
-    inner = optax.adam(1e-2)
-    if mesh is not None:
-        inner = optax.chain(boostax.all_reduce(axis), inner)
-    tx = boostax.dynamic_loss_scale(boostax.accumulate(inner, 2, axis_name=axis), axis_name=axis)
-    oracle = boostax.value_and_grad(loss_fn, mesh=mesh, axis_name=axis)
-    if mesh is not None:
-        spec = lambda x: P(None, "model") if x.ndim == 2 else P("model")  # noqa: E731
-        put = lambda x: jax.device_put(x, NamedSharding(mesh, spec(x)))  # noqa: E731
-        params = jax.tree.map(put, params)
-        nnx.update(model, params)
-        tx = boostax.on_mesh(tx, params, axis_name=axis)
-    optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
-
-    @nnx.jit
-    def step(model, optimizer, x):
-        loss, grads = oracle(nnx.state(model, nnx.Param), nnx.as_pure(optimizer.opt_state), x)
-        optimizer.update(model, grads if mesh is None else grads.local)
-        return loss
-
-    return [float(step(model, optimizer, rows(i)[:8, :16])) for i in range(6)], model
-
-
-def test_an_nnx_optimizer_on_a_mesh():
-    wanted, _ = nnx_losses()
-    mesh = grid(2, 4)
-    found, model = nnx_losses(mesh)
-    np.testing.assert_allclose(found, wanted, rtol=2e-6)
-    kernel = model.up.kernel[...]
-    assert kernel.sharding.is_equivalent_to(NamedSharding(mesh, P(None, "model")), 2)
 
 
 def test_explain_counts_what_xla_places():

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from boostax._core import checks, proof
+from boostax._core import checks, proof, trees
 
 PyTree = Any
 AxisName = str | tuple[str, ...]
@@ -381,29 +381,27 @@ def require_local(grads: PyTree, names: tuple[str, ...], who: str) -> None:
         return
     # Without checking nothing varies, whatever is cast.
     probe = varying(to_varying(jnp.zeros(()), names))
-    for path, leaf in jax.tree_util.tree_leaves_with_path(grads):
+    for name, leaf in trees.named(grads):
         missing = sorted((wanted & probe) - varying(leaf))
         # The indices of sparse ones may be the same everywhere.
         if missing and jnp.issubdtype(leaf.dtype, jnp.inexact):
             raise ValueError(
-                f"{who}: gradients must be local to each replica, but the leaf "
-                f"{jax.tree_util.keystr(path, simple=True, separator='/')!r} is already equal over "
-                f"the axes {', '.join(missing)}: under check_vma=True jax.grad sums the gradient "
-                "of replicated params over the replicas, and a mean over it would multiply the "
-                "learning rate by their number. Differentiate with respect to "
+                f"{who}: gradients must be local to each replica, but the leaf {name!r} is already "
+                f"equal over the axes {', '.join(missing)}: under check_vma=True jax.grad sums the "
+                "gradient of replicated params over the replicas, and a mean over it would "
+                "multiply the learning rate by their number. Differentiate with respect to "
                 "boostax.train.local_params(params, axis_name), or use boostax.value_and_grad."
             )
 
 
 def require_whole(tree: PyTree, names: tuple[str, ...], who: str, hint: str) -> None:
     """Refuse leaves that are sharded over axes besides the replicas', where that can be seen."""
-    for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
+    for name, leaf in trees.named(tree):
         others = sorted(varying(leaf) - frozenset(names))
         if others:
             raise ValueError(
                 f"{who}: leaves must be whole on every device of a replica (axes {names}), got "
-                f"{jax.tree_util.keystr(path, simple=True, separator='/')!r} sharded over "
-                f"{', '.join(others)}. {hint}"
+                f"{name!r} sharded over {', '.join(others)}. {hint}"
             )
 
 

@@ -136,15 +136,14 @@ def quantize(blocks: Arrays, key: jax.Array | None) -> tuple[Arrays, Arrays]:
     least = jnp.finfo(jnp.float32).tiny
     units = [jnp.maximum(jnp.abs(x).max(-1, keepdims=True) / LEVELS, least) for x in blocks]
 
-    def coded(i: int, x: jax.Array) -> jax.Array:
+    def rounded(i: int, x: jax.Array) -> jax.Array:
         if key is None:
-            rounded = jnp.round(x / units[i])
-        else:
-            chance = jax.random.uniform(jax.random.fold_in(key, i), x.shape, x.dtype)
-            rounded = jnp.floor(x / units[i] + chance)
-        return jnp.clip(rounded, -LEVELS, LEVELS).astype(jnp.int8)
+            return jnp.round(x / units[i])
+        chance = jax.random.uniform(jax.random.fold_in(key, i), x.shape, x.dtype)
+        return jnp.floor(x / units[i] + chance)
 
-    codes = [coded(i, x) for i, x in enumerate(blocks)]
+    whole = [rounded(i, x) for i, x in enumerate(blocks)]
+    codes = [jnp.clip(x, -LEVELS, LEVELS).astype(jnp.int8) for x in whole]
     return codes, [unit.astype(jnp.float32) for unit in units]
 
 
