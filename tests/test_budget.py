@@ -18,24 +18,24 @@ ROOT = pathlib.Path(__file__).parent.parent
 # Code lines; "boostax" alone are the files that stand in no package of it.
 CEILINGS = {
     "boostax": 630,
-    "boostax/_core": 2394,
-    "boostax/accumulate": 553,
+    "boostax/_core": 2308,
+    "boostax/accumulate": 545,
     "boostax/chain": 340,
     "boostax/config": 1085,
     "boostax/freeze": 542,
     "boostax/inspect": 1341,
     "boostax/model": 615,
     "boostax/precision": 1417,
-    "boostax/reduce": 1910,
+    "boostax/reduce": 1853,
     "boostax/subspace": 750,
     "boostax/testing": 811,
     "boostax/train": 1270,
     "examples": 1500,
-    "tests": 20800,
+    "tests": 20581,
     "benchmarks": 6500,
 }
 TOP = ("boostax", "examples", "tests", "benchmarks")
-LIBRARY = 13593
+LIBRARY = 13442
 WORDS = 50000
 LONGEST = 60
 # Functions that are longer, until they are cut.

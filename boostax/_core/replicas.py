@@ -58,11 +58,6 @@ def shares(opt_state: PyTree) -> list[PerReplica]:
     return [part for node in trees.telling(opt_state, "shares") for part in node.shares()]
 
 
-def _of_servers(opt_state: PyTree) -> list[PerReplica]:
-    """The parts of a state that are the same inside a server, as states say by ``servers``."""
-    return [part for node in trees.telling(opt_state, "servers") for part in node.servers()]
-
-
 def require_replicas(who: str, state: PyTree, replicas: int) -> None:
     """Refuse a state whose per-replica parts do not lead with this number of replicas."""
     for name, x in _local_arrays(state):
@@ -366,7 +361,9 @@ def reshard_state(state: PyTree, replicas: int, *, within: int = 1) -> PyTree:
     allowed, hint = f"a multiple of within={within}", "within is the number of devices of a server."
     checks.require("reshard_state", "replicas", replicas, allowed, not replicas % within, hint)
     require_stacked("reshard_state", state)
-    summed, of_servers = shares(state), _of_servers(state)
+    summed = shares(state)
+    # The same inside a server, as states say by ``servers``.
+    of_servers = [part for node in trees.telling(state, "servers") for part in node.servers()]
 
     def moved(node: Any) -> Any:
         if not is_per_replica(node):

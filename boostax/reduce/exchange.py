@@ -127,16 +127,21 @@ def like(x: jax.Array, leaf: jax.Array) -> jax.Array:
     return trees.saturate(whole, leaf.dtype)
 
 
-def kinds(leaves: Arrays) -> list[list[int]]:
-    """Indices of the leaves that may be packed together; those without elements are in none.
+def alike(x: jax.Array) -> Any:
+    """Return what leaves have in common that may be packed together.
 
     They have one dtype, and vary over the same axes as far as JAX knows: a concatenation varies
     over all of them.
     """
+    return x.dtype, axes.varying(x)
+
+
+def kinds(leaves: Arrays, key: Callable[[jax.Array], Any] = alike) -> list[list[int]]:
+    """Return the indices of the leaves of each kind; those without elements are in none."""
     found: dict[Any, list[int]] = {}
     for i, x in enumerate(leaves):
         if x.size:
-            found.setdefault((x.dtype, axes.varying(x)), []).append(i)
+            found.setdefault(key(x), []).append(i)
     return list(found.values())
 
 

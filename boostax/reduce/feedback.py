@@ -118,9 +118,17 @@ def compress(
     who = name or type(codec).__name__
     names = axes.required(who, axis_name)
     if momentum is not None:
-        _check_momentum(who, momentum, error_feedback)
-    if dense is not None and not callable(dense):
-        jax.tree.map(lambda x: _check_rule(who, x), dense)
+        hint = "That of the optimizer, which then goes without: try 0.9."
+        checks.number(who, "momentum", momentum, "in [0, 1)", lambda x: 0 <= x < 1, hint)
+        hint = (
+            "It is corrected for what the residual delays; without one, give it to the optimizer."
+        )
+        allowed = "None without error_feedback"
+        checks.require(who, "momentum", momentum, allowed, error_feedback, hint)
+    for rule in [] if callable(dense) else jax.tree.leaves(dense):
+        hint = "Try lambda path, leaf: leaf.ndim < 2 for norms and biases."
+        allowed = "a function of path and leaf, or a tree of bools"
+        checks.require(who, "dense", rule, allowed, isinstance(rule, bool), hint, TypeError)
     how = _Feedback(who, codec, names, error_feedback, dense, momentum)
 
     def update_fn(updates: PyTree, state: Any, params: PyTree = None, **extra: Any) -> Stepped:
@@ -233,14 +241,11 @@ def _reduced(codec: Codec, leaves: list[jax.Array], state: PyTree, names: Names)
     that is not marked ``PerLeaf`` is computed from the same old state for each group, and the last
     group's wins.
     """
-    kinds: dict[frozenset[str], list[int]] = {}
-    for i, x in enumerate(leaves):
-        kinds.setdefault(axes.varying(x), []).append(i)
     rows: dict[int, tuple[Any, ...]] = {}
     kept = state
     # The largest of all kinds; 0 without leaves.
     capacity: Any = jnp.zeros((), jnp.float32)
-    for kind in kinds.values():
+    for kind in exchange.kinds(leaves, axes.varying):
         own = map_per_leaf(lambda values, kind=kind: [values[i] for i in kind], state)
         message = codec.reduce([leaves[i] for i in kind], own, names)
         columns = message.means, message.held, message.late or [None] * len(kind)
@@ -311,16 +316,3 @@ def _rules(who: str, dense: Dense, tree: PyTree) -> list[bool]:
             f"{who}: dense must be a tree of bools that fits the gradients, got one that does not: "
             f"{error}. A function such as lambda path, leaf: leaf.ndim < 2 fits every tree."
         ) from error
-
-
-def _check_rule(who: str, rule: Any) -> None:
-    hint = "Try lambda path, leaf: leaf.ndim < 2 for norms and biases."
-    allowed = "a function of path and leaf, or a tree of bools"
-    checks.require(who, "dense", rule, allowed, isinstance(rule, bool), hint, TypeError)
-
-
-def _check_momentum(who: str, momentum: float, error_feedback: bool) -> None:
-    hint = "That of the optimizer, which then goes without: try 0.9."
-    checks.number(who, "momentum", momentum, "in [0, 1)", lambda x: 0 <= x < 1, hint)
-    hint = "It is corrected for what the residual delays; without one, give it to the optimizer."
-    checks.require(who, "momentum", momentum, "None without error_feedback", error_feedback, hint)

@@ -100,7 +100,11 @@ def all_reduce(
         hint = "SINGA's default is 100; None does not clip."
         checks.number(who, "clip", clip, "greater than 0", lambda x: x > 0, hint)
     if noise is not None:
-        _check_noise(who, noise, op, clip)
+        hint = "0.99 averages over about a hundred optimizer steps; None does not measure."
+        checks.number(who, "noise", noise, "in [0, 1)", lambda x: 0 <= x < 1, hint)
+        hint = "noise compares local gradients with their mean."
+        checks.choice(who, "op", op, ("mean",), hint)
+        checks.absent(who, "clip", clip, "None with noise", f"{hint} Clip that mean.")
     bucket_bytes = exchange.check_bytes(who, bucket_bytes)
     dividing: Divide = divide if op == "mean" else "never"
 
@@ -140,14 +144,6 @@ def all_reduce(
     if noise is not None:
         update = _measured(update, names, noise)
     return optax.GradientTransformationExtraArgs(init_fn, describe(who, "mean", names)(update))
-
-
-def _check_noise(who: str, noise: float, op: str, clip: float | None) -> None:
-    hint = "0.99 averages over about a hundred optimizer steps; None does not measure."
-    checks.number(who, "noise", noise, "in [0, 1)", lambda x: 0 <= x < 1, hint)
-    hint = "noise compares local gradients with their mean."
-    checks.choice(who, "op", op, ("mean",), hint)
-    checks.absent(who, "clip", clip, "None with noise", f"{hint} Clip that mean.")
 
 
 def _measured(update: Callable[..., Stepped], names: Names, decay: float) -> Any:
