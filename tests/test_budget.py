@@ -18,7 +18,7 @@ ROOT = pathlib.Path(__file__).parent.parent
 # Code lines; "boostax" alone are the files that stand in no package of it.
 CEILINGS = {
     "boostax": 630,
-    "boostax/_core": 2308,
+    "boostax/_core": 2298,
     "boostax/accumulate": 545,
     "boostax/chain": 340,
     "boostax/config": 1085,
@@ -35,7 +35,7 @@ CEILINGS = {
     "benchmarks": 6500,
 }
 TOP = ("boostax", "examples", "tests", "benchmarks")
-LIBRARY = 13442
+LIBRARY = 13432
 WORDS = 50000
 LONGEST = 60
 # Functions that are longer, until they are cut.

@@ -225,30 +225,14 @@ def mean_of_group(x: jax.Array, groups: Groups) -> jax.Array:
     if _HERE.get() is None:
         return in_group(x, groups).mean(0)
 
-    def means(stacked: jax.Array) -> jax.Array:
-        rows = stacked.reshape(*groups.members.shape, *x.shape)
-        return jnp.broadcast_to(rows.mean(1, keepdims=True), rows.shape).reshape(stacked.shape)
+    def stacked(local: PyTree, shared: PyTree) -> tuple[PyTree, PyTree, PyTree]:
+        rows = local[1].reshape(*groups.members.shape, *x.shape)
+        means = jnp.broadcast_to(rows.mean(1, keepdims=True), rows.shape)
+        return (), means.reshape(local[1].shape), shared
 
-    return _of_all(x, tuple(groups), means)
-
-
-def _of_all(
-    x: jax.Array, names: tuple[str, ...], fn: Callable[[jax.Array], jax.Array]
-) -> jax.Array:
-    """``fn`` of what all replicas have, stacked; each receives its own of the result."""
-    if not names:
-        return fn(x)
-
-    @custom_vmap
-    def call(x: jax.Array) -> jax.Array:
-        return x
-
-    @call.def_vmap
-    def rule(size: int, batched: Any, x: jax.Array) -> tuple[jax.Array, bool]:
-        x = x if batched[0] else jnp.broadcast_to(x[None], (size, *x.shape))
-        return _of_all(x, names[:-1], fn), True
-
-    return call(x)
+    named = lambda local, shared: ((), local[1], shared)  # noqa: E731
+    marks = [lax.axis_index(name) for name in groups]
+    return _lifted([*reversed(groups)], named, stacked, "mean_of_group")(((), x, marks), ())[1]
 
 
 Run = Callable[[PyTree, PyTree], tuple[PyTree, PyTree, PyTree]]
