@@ -193,7 +193,11 @@ def on_shards(
             return means, *_apart(new)[:2]
 
         def mapped(local: PyTree, shared: PyTree) -> tuple[PyTree, PyTree, PyTree]:
-            means, own, shared = named((*jax.tree.map(lambda x: x[0], local), ()), shared)
+            grads, own = jax.tree.map(lambda x: x[0], local)
+            # XLA would add up in the stacked shape what a replica computes in the leaf's own, and
+            # on a TPU no longer fuse the two.
+            own = lax.optimization_barrier(own)
+            means, own, shared = named((grads, own, ()), shared)
             return means, jax.tree.map(lambda x: x[None], own), shared
 
         lead = lambda spec: PartitionSpec(here.names, *spec)  # noqa: E731
