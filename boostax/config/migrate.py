@@ -12,7 +12,7 @@ gradients times its scale, and so is what that state sums up: its unit.
 import dataclasses
 import itertools
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple, TypeAlias
 
 import jax
@@ -82,6 +82,7 @@ class Leaf(NamedTuple):
       value: the array.
       at: path of its state.
       state: the innermost state around it; ``None`` for what is in no NamedTuple.
+      field: the field of the state in which it is.
       owner: path of the param to which it belongs, if it belongs to one.
       like: the shape of that param.
       replicas: ``None`` if it is the same on all replicas; else how many it leads with, 0 for one
@@ -93,6 +94,7 @@ class Leaf(NamedTuple):
     value: Any
     at: Path
     state: Any
+    field: str
     owner: Path | None
     like: tuple[int, ...] | None
     replicas: int | None
@@ -101,16 +103,6 @@ class Leaf(NamedTuple):
     def shape(self) -> tuple[int, ...]:
         """The shape on one replica."""
         return self.value.shape[1 if self.replicas else 0 :]
-
-    @property
-    def name(self) -> str:
-        """The name of the state."""
-        return "no state" if self.state is None else type(self.state).__name__
-
-    @property
-    def field(self) -> str:
-        """The field of the state in which it is."""
-        return trees.path_name(self.rel[:1])
 
     @property
     def holds(self) -> Holds:
@@ -123,18 +115,16 @@ class Leaf(NamedTuple):
         return self.field in (self.holds.bound or ())
 
 
-# The arrays of a state by their paths in it; old arrays by the paths of the new ones that they
+# The arrays of each state by their paths in it; old arrays by the paths of the new ones that they
 # become.
-State: TypeAlias = dict[Path, Leaf]
+States: TypeAlias = dict[Path, dict[Path, Leaf]]
 Sources: TypeAlias = dict[Path, Leaf]
 
 
-def states(leaves: Iterable[Leaf]) -> dict[Path, State]:
-    """Return the arrays by their states."""
-    found: dict[Path, State] = {}
-    for leaf in leaves:
-        found.setdefault(leaf.at, {})[leaf.rel] = leaf
-    return found
+def states(leaves: list[Leaf], cls: type) -> States:
+    """Return the arrays of the states of a class."""
+    places = dict.fromkeys(x.at for x in leaves if type(x.state) is cls)
+    return {at: {x.rel: x for x in leaves if x.at == at} for at in places}
 
 
 def read(tree: PyTree, params: PyTree) -> list[Leaf]:
@@ -143,22 +133,23 @@ def read(tree: PyTree, params: PyTree) -> list[Leaf]:
     owners = {path: x.shape for path, x in jax.tree_util.tree_leaves_with_path(params)}
     found: dict[Path, list[Leaf]] = {(): []}
 
-    def visit(path: Path, x: Any, rel: Path, at: Path, state: Any, replicas: int | None) -> None:
+    def visit(x: Any, path: Path, rel: Path, at: Path, state: Any, replicas: int | None) -> None:
         _require_known(x)
         if jax.tree_util.all_leaves([x]):
-            value = jnp.asarray(x)
+            value, field = jnp.asarray(x), trees.path_name(rel if state is None else rel[:1])
             owner = _owner(rel, value.shape, owners)
-            like = None if owner is None else owners[owner]
-            found[at].append(Leaf(path, rel, value, at, state, owner, like, replicas))
+            about = (field, owner, None if owner is None else owners[owner], replicas)
+            found[at].append(Leaf(path, rel, value, at, state, *about))
             return
         if _is_state(x) and type(x) not in containers:
             rel, at, state, found[path] = (), path, x, []
-        own = isinstance(x, PerReplica)
         for (key,), child in jax.tree_util.tree_flatten_with_path(x, lambda y: y is not x)[0]:
-            inside = (rel, at, state, 0) if own else ((*rel, key), at, state, replicas)
-            visit((*path, key), child, *inside)
+            if isinstance(x, PerReplica):
+                visit(child, (*path, key), rel, at, state, 0)
+            else:
+                visit(child, (*path, key), (*rel, key), at, state, replicas)
 
-    visit((), tree, (), (), None, None)
+    visit(tree, (), (), (), None, None)
     return list(itertools.chain(*found.values()))
 
 
@@ -254,73 +245,67 @@ def fits(old: Leaf, new: Leaf) -> bool:
     return old.shape == new.shape and (new.replicas is not None or (old.replicas or 1) == 1)
 
 
-def fitting(old: State, new: State) -> dict[Path, Leaf]:
-    """Return the old arrays that fit, by the paths of the new ones."""
-    pairs = ((x, new[rel]) for rel, x in old.items() if rel in new)
-    return {y.path: x for x, y in pairs if fits(x, y)}
-
-
-def matched(olds: dict[Path, State], news: dict[Path, State], notes: list[str]) -> Sources:
+def matched(olds: States, news: States, notes: list[str]) -> Sources:
     """Give the states of a class their sources, the best fit first, then the lowest numbers.
 
     By what belongs to a param one state may become several, or several one. Several translated ones
     may feed one: a scale from here, the skipped steps from there.
     """
+    found, primary, every = Sources(), dict[Path, Path](), list(itertools.product(olds, news))
+    fitting: dict[tuple[Path, Path], Sources] = {}
+    for old, new in every:
+        both = ((x, news[new][rel]) for rel, x in olds[old].items() if rel in news[new])
+        fitting[old, new] = {y.path: x for x, y in both if fits(x, y)}
 
     def score(pair: tuple[Path, Path]) -> tuple[int, int, int]:
         """Count what fits, what has no place, and the names by which ``partition`` tells parts."""
         labels = [{key for key in path if isinstance(key, DictKey)} for path in pair]
-        good = len(fitting(olds[pair[0]], news[pair[1]]))
+        good = len(fitting[pair])
         return good, good - len(olds[pair[0]]), len(labels[0] & labels[1])
 
-    found, primary, every = Sources(), dict[Path, Path](), list(itertools.product(olds, news))
-    like = next(iter(next(iter(news.values())).values()))
+    some = next(iter(next(iter(news.values())).values()))
     attempts = [(True, *pair) for pair in sorted(every, key=score, reverse=True)]
-    attempts += [(False, *pair) for pair in every if like.holds.bound is None]
+    attempts += [(False, *pair) for pair in every if some.holds.bound is None]
     for alone, old, new in attempts:
         if alone and (new in primary or old in primary.values()):
             continue
         used = {x.path for x in found.values() if x.owner is not None}
-        free = {y: x for y, x in fitting(olds[old], news[new]).items() if y not in found}
-        free = {y: x for y, x in free.items() if x.path not in used}
+        free = {y: x for y, x in fitting[old, new].items() if not (y in found or x.path in used)}
         moments = any(x.owner is not None for x in free.values())
         if moments and new in primary:
-            place = f"{like.name} at {spot(new)}"
+            place = f"{named(some)} at {spot(new)}"
             notes.append(f"{place} also takes moments from {spot(old)}, not counts.")
-        if free if alone else moments:
+        if moments or (alone and free):
             primary.setdefault(new, old)
-        # Counts are those of one state, but for those that it does not know.
-        known = olds[primary[new]] if primary.get(new, old) != old else {}
-        kept = {y: x for y, x in free.items() if x.owner is not None or x.rel not in known}
-        found |= kept if new in primary else {}
-    if olds and max(len(olds), len(news)) > 1 and primary != dict(zip(news, olds, strict=False)):
+        found |= free if new in primary else {}
+    pairs = [(primary.get(new), new) for new in news]
+    if olds and len(every) > 1 and pairs != [*itertools.zip_longest(olds, news)]:
         chosen = ", ".join(f"{spot(primary[x])} -> {spot(x)}" for x in news if x in primary)
         counts = f"{len(olds)} in the old state, {len(news)} in the new one"
-        notes.append(f"{like.name}: {counts}; {chosen or 'none fits'}.")
+        notes.append(f"{named(some)}: {counts}; {chosen or 'none fits'}.")
     for at, new in news.items():
         for path in incomplete(olds[primary[at]] if at in primary else new, new, found):
             found.pop(path, None)
     return found
 
 
-def incomplete(old: State, new: State, found: Sources) -> set[Path]:
+def incomplete(old: dict[Path, Leaf], new: dict[Path, Leaf], found: Sources) -> list[Path]:
     """Return what would be wrong without the rest of it."""
     lacks = {rel for rel, y in new.items() if y.path not in found}
+    bound, before = ({rel for rel, x in state.items() if x.bound} for state in (new, old))
+    owned = {rel: y.owner for rel, y in new.items() if y.owner is not None}
+    # A second moment of zero beside an old first one would make a huge step.
+    broken = {owned[rel] for rel in lacks & owned.keys() & old.keys()}
+    wrong = {rel for rel, owner in owned.items() if owner in broken}
+    # Counts without their moments: the bias correction would be wrong.
+    wrong = {*new} if owned and owned.keys() <= wrong | lacks else wrong
     if next(iter(new.values())).holds.bound is not None:
-        bound, before = ({rel for rel, x in state.items() if x.bound} for state in (new, old))
         wrong = bound if bound != before or lacks & bound else set[Path]()
-    else:
-        owned = {rel: y.owner for rel, y in new.items() if y.owner is not None}
-        # A second moment of zero beside an old first one would make a huge step.
-        broken = {owned[rel] for rel in lacks & owned.keys() & old.keys()}
-        wrong = {rel for rel, owner in owned.items() if owner in broken}
-        # Counts without their moments: the bias correction would be wrong.
-        wrong = {*new} if owned and owned.keys() <= wrong | lacks else wrong
-    return {new[rel].path for rel in wrong}
+    return [new[rel].path for rel in wrong]
 
 
 def units(leaves: list[Leaf], found: Sources) -> dict[Path, dict[str, Any]]:
-    """Return the factors of the gradients that each state sees.
+    """Return by what the gradients that each state sees are multiplied.
 
     Args:
       leaves: the arrays of all states of the tree.
@@ -332,27 +317,27 @@ def units(leaves: list[Leaf], found: Sources) -> dict[Path, dict[str, Any]]:
       ``named_chain``: it can only be said whether they are the same elsewhere.
     """
     seen: dict[Path, dict[str, Any]] = {x.at: {} for x in leaves}
-    for (at, unit), x in itertools.product(seen.items(), leaves):
-        way = _way(at, x.at) if x.field and x.field == x.holds.scale else None
-        # One that was kept beside the optimizer divides nothing.
-        if way is None or getattr(x.state, "inner_state", ()) is None:
-            continue
+    # A scaler that was kept beside the optimizer divides nothing.
+    scales = [x for x in leaves if x.holds.scale == x.field != ""]
+    scales = [x for x in scales if getattr(x.state, "inner_state", ()) is not None]
+    for (at, unit), x in itertools.product(seen.items(), scales):
         scale = np.asarray(found.get(x.path, x).value, np.float64)
         scale = 2.0 ** (np.frexp(scale)[1] - 1.0) if x.holds.powers else scale
+        way = _way(at, x.at)
         if way == "" and np.all(scale == scale.flat[0]):
             unit[""] = unit.get("", 1.0) * float(scale.flat[0])
-        else:
+        elif way is not None:
             unit[way or "the groups"] = scale.tolist()
     return seen
 
 
 def _way(path: Path, scaler: Path) -> str | None:
     """Return how gradients come from a state to a scaler: ``None`` if none do, "" if all do."""
-    pairs = enumerate(zip(path, scaler, strict=False))
-    shared = next((i for i, (a, b) in pairs if a != b), min(len(path), len(scaler)))
+    shared = max(i for i in range(len(path) + 1) if path[:i] == scaler[:i])
     here, there = next(iter(path[shared:]), None), scaler[shared:]
-    before = isinstance(here, SequenceKey) and bool(there) and here.idx < there[0].idx
-    if not there or not (here is None or before or isinstance(here, DictKey)):
+    if isinstance(here, SequenceKey) and there[0].idx < here.idx:
+        return None
+    if not there or isinstance(here, GetAttrKey):
         return None
     parts = isinstance(here, DictKey) or GetAttrKey("inner_states") in there
     return trees.path_name(there) if parts else ""
@@ -383,62 +368,55 @@ def measured(leaf: Leaf) -> str | None:
 
 def windows(leaves: list[Leaf], found: Sources) -> dict[Path, int]:
     """Return the number of micro-steps in each window, 0 in a closed one, by its state."""
-    counts = [x for x in leaves if x.field and x.field == x.holds.opened]
+    counts = [x for x in leaves if x.holds.opened == x.field != ""]
     return {x.at: int(found.get(x.path, x).value) for x in counts}
 
 
 def settle_windows(
-    olds: list[Leaf], news: list[Leaf], found: Sources, seen: Any, notes: list[str]
+    olds: list[Leaf], found: dict[Path, Leaf], before: Any, scaled: set[Path], notes: list[str]
 ) -> None:
     """Drop open windows that the old chain would have skipped, and refuse to lose any other."""
-    before, after = seen
     for at, count in windows(olds, {}).items():
-        sums = {x.path: x for x in olds if x.at == at and x.bound}
-        takers = [y for y in news if y.path in found and found[y.path].path in sums]
-        if count and not takers:
+        sums = [x for x in olds if x.at == at and x.bound and count]
+        takers = [y for y, x in found.items() if x.at == at and x.bound]
+        if sums and not takers:
             hint = f"Apply them before: {FLUSH}."
-            if any(x.replicas is not None for x in sums.values()):
+            if any(x.replicas is not None for x in sums):
                 hint += " Or make one window of all: boostax.reshard_state(old_state, 1)."
             got = f"one of {count} micro-steps at {spot(at)}"
             allowed = "have no open window that does not fit new_tx"
             raise ValueError(f"{WHO}: old_state must {allowed}, got {got}. {hint}")
-        values, factor = [x.value for x in sums.values()], 1 / before[at].get("", 1.0)
-        skips = before[at] and not any(after[y.at] for y in takers)
-        if count and skips and not usable(Pending(values, (jnp.float32(factor),))):
+        pending = Pending([x.value for x in sums], (jnp.float32(1 / before[at].get("", 1.0)),))
+        if before[at] and not scaled & {*takers} and not usable(pending):
             words = "cannot be used and is dropped, as its loss scaler would have done"
             notes.append(f"The open window at {spot(at)} {words}.")
             for y in takers:
-                del found[y.path]
+                del found[y]
 
 
-def convert(leaf: Leaf, old: Leaf, factor: float, stale: bool) -> Leaf:
-    """Return an old array times a factor in the dtype of the new one, where that changes it."""
-    x, dtype = old.value, leaf.value.dtype
+def converted(new: Leaf, old: Leaf, before: Any, after: Any, stale: bool, notes: list[str]) -> Leaf:
+    """Return an old array in the units of the gradients at its new place, and in its dtype."""
+    how, one, factor = measured(new), {"": 1.0}, 1.0
+    if how and not stale and one | before != one | after:
+        words = (
+            f"{named(new)} at {spot(old.at)} of gradients times {_words(before)}, which at "
+            f"{spot(new.at)} come times {_words(after)}"
+        )
+        if how == "moment" or before | one != after | one:
+            hint = "Put the loss scaler where it was, around the whole optimizer at best."
+            hint = f"Apply the window before: {FLUSH}." if new.holds.opened else hint
+            allowed = "of gradients that the loss scale multiplies alike in new_tx"
+            raise ValueError(f"{WHO}: old_state must be {allowed}, got {words}. {hint}")
+        notes.append(f"{words}: {'converted' if how == 'sum' else 'kept as it is'}.")
+        factor = after.get("", 1.0) / before.get("", 1.0) if how == "sum" else 1.0
+    x, dtype = old.value, new.value.dtype
     if factor == 1 and dtype == x.dtype:
         return old
     value = (trees.at_least_float32(x) * np.float32(factor)).astype(dtype)
-    got, fit = f"{dtype} at {trees.path_name(leaf.path)}", stale or bool(stays_finite(x, value))
-    hint, allowed = "accumulator_dtype='float32' holds it.", "able to hold the open window, times "
-    checks.require(WHO, "new_tx", got, f"{allowed}{factor:g}", fit, hint)
+    got, hint = f"{dtype} at {trees.path_name(new.path)}", "accumulator_dtype='float32' holds it."
+    allowed = f"able to hold the open window, times {factor:g}"
+    checks.require(WHO, "new_tx", got, allowed, stale or bool(stays_finite(x, value)), hint)
     return old._replace(value=value)
-
-
-def ratio(leaf: Leaf, old: Leaf, before: Any, after: Any, notes: list[str]) -> float:
-    """Return the new loss scale in the old one, for what is proportional to it."""
-    how, one = measured(leaf), {"": 1.0}
-    if how is None or one | before == one | after:
-        return 1.0
-    words = (
-        f"{leaf.name} at {spot(old.at)} of gradients times {_words(before)}, which at "
-        f"{spot(leaf.at)} come times {_words(after)}"
-    )
-    if how == "moment" or before | one != after | one:
-        hint = "Put the loss scaler where it was, around the whole optimizer at best."
-        hint = f"Apply the window before: {FLUSH}." if leaf.holds.opened else hint
-        allowed = "of gradients that the loss scale multiplies alike in new_tx"
-        raise ValueError(f"{WHO}: old_state must be {allowed}, got {words}. {hint}")
-    notes.append(f"{words}: {'converted' if how == 'sum' else 'kept as it is'}.")
-    return after.get("", 1.0) / before.get("", 1.0) if how == "sum" else 1.0
 
 
 def require_same_params(olds: list[Leaf], news: list[Leaf]) -> None:
@@ -467,12 +445,17 @@ def count_replicas(olds: list[Leaf], asked: int | None) -> int:
     return max(counts, default=0)
 
 
+def named(leaf: Leaf) -> str:
+    """Return the name of the state of an array."""
+    return "no state" if leaf.state is None else type(leaf.state).__name__
+
+
 def spot(path: Path) -> str:
     """Return a place in a state as people write it."""
     return trees.path_name(path) or "the root"
 
 
-def placed(leaf: Leaf, old: Leaf | None, replicas: int, opened: bool) -> jax.Array:
+def placed(leaf: Leaf, old: Leaf | None, replicas: int, opened: Any) -> jax.Array:
     """Return a buffer of its own for an array of the new state."""
     x, leads = (old or leaf).value, old and old.replicas
     if leaf.replicas is not None and leads is not None:
@@ -484,7 +467,9 @@ def placed(leaf: Leaf, old: Leaf | None, replicas: int, opened: bool) -> jax.Arr
     summed = isinstance(leaf.state, AccumulateState) and bool(leaf.state.shares())
     if not replicas:
         hint = "They add up their windows: of the open one each gets a part."
-        checks.require(WHO, "replicas", None, "given", not (summed and old and opened), hint)
+        checks.require(
+            WHO, "replicas", None, "given", not (summed and old and opened[leaf.at]), hint
+        )
         return value
     return spread_anew(PerReplica(value[None]), replicas, summed).local
 
@@ -520,27 +505,31 @@ def saved_wins(leaf: Leaf, saved: Any) -> Iterator[str]:
         yield f"{trees.path_name(leaf.path)} is {words}: the saved value stays."
 
 
-def report(olds: list[Leaf], news: list[Leaf], found: Sources, notes: list[str]) -> MigrationReport:
-    """Say what became of each state: by fields, and by arrays of those in part."""
+def report(olds: list[Leaf], news: list[Leaf], found: Sources, notes: list[str]) -> Any:
+    """Say what became of each state."""
     used = {old.path for old in found.values()}
-    rows = [("kept" if y.path in found else "anew", y, found.get(y.path, y).at) for y in news]
-    rows += [("dropped", x, x.at) for x in olds if x.path not in used]
-    lines: dict[tuple[str, Path, Path], dict[str, list[Leaf]]] = {}
-    for what, x, at in rows:
-        field = x.field if x.state is not None else trees.path_name(x.rel)
-        lines.setdefault((what, at, x.at), {}).setdefault(field, []).append(x)
-    texts: dict[str, list[str]] = {"kept": [], "anew": [], "dropped": []}
-    for (what, old, new), fields in lines.items():
-        words, way = list[str](), spot(new) if old == new else f"{spot(old)} -> {spot(new)}"
-        for field, some in fields.items():
-            every = [x for x in (olds if what == "dropped" else news) if x.at == new]
-            every = [x for x in every if x.state is None or x.field == field]
-            names = [trees.path_name(x.rel) for x in some]
-            part = [*names[:4], *["..."] * (len(names) > 4)]
-            words += [field] if len(some) == len(every) else part
-        texts[what].append(f"{some[0].name} {', '.join(words)}: {way}")
-    notes += [note for x in news if x.path in found for note in saved_wins(x, found[x.path].value)]
-    return MigrationReport(*map(tuple, texts.values()), tuple(dict.fromkeys(notes)))
+    rows = [("kept" if y.path in found else "anew", found.get(y.path, y).at, y) for y in news]
+    rows += [("dropped", x.at, x) for x in olds if x.path not in used]
+    groups: dict[tuple[str, Path, Path], list[Leaf]] = {}
+    for what, at, x in rows:
+        groups.setdefault((what, at, x.at), []).append(x)
+    lines: dict[str, list[str]] = {"kept": [], "anew": [], "dropped": []}
+    for (what, old, new), some in groups.items():
+        every = [x for x in (olds if what == "dropped" else news) if x.at == new]
+        way = spot(new) if old == new else f"{spot(old)} -> {spot(new)}"
+        lines[what].append(f"{_fields(some, every)}: {way}")
+    notes += [note for y in news if y.path in found for note in saved_wins(y, found[y.path].value)]
+    return MigrationReport(*map(tuple, [*lines.values(), dict.fromkeys(notes)]))
+
+
+def _fields(some: list[Leaf], every: list[Leaf]) -> str:
+    """Return the name of a state and its fields, by their arrays where not every one is there."""
+    words: list[str] = []
+    for field in dict.fromkeys(x.field for x in some):
+        names = [trees.path_name(x.rel) for x in some if x.field == field]
+        whole = len(names) == sum(x.field == field for x in every)
+        words += [field] if whole else [*names[:4], *["..."] * (len(names) > 4)]
+    return f"{named(some[0])} {', '.join(words)}"
 
 
 def migrate_state(
@@ -623,24 +612,21 @@ skipped_in_a_row, growths, backoffs, floor_hits: the root
     # Whatever they are stored in, moments are carried over in f32.
     fresh, old_state = widened(first), widened(old_state)
     news = read(fresh, params)
-    wanted = dict.fromkeys(type(x.state) for x in news)
+    wanted = dict.fromkeys(type(y.state) for y in news)
     olds = read(translated(old_state, {*wanted}, notes), params)
     count = count_replicas(olds, replicas)
     olds = [x if x.replicas is None else x._replace(replicas=count) for x in olds]
     require_same_params(olds, news)
     found = Sources()
     for cls in wanted:
-        pair = ([x for x in leaves if type(x.state) is cls] for leaves in (olds, news))
-        found |= matched(*map(states, pair), notes)
-    before, after = units(olds, {}), units(news, found)
-    settle_windows(olds, news, found, (before, after), notes)
-    opened = windows(news, found)
-    for leaf in news:
-        if leaf.path in found:
-            old, stale = found[leaf.path], opened.get(leaf.at) == 0
-            factor = 1.0 if stale else ratio(leaf, old, before[old.at], after[leaf.at], notes)
-            found[leaf.path] = convert(leaf, old, factor, stale)
-    values = {x.path: placed(x, found.get(x.path), count, opened.get(x.at)) for x in news}
+        found |= matched(states(olds, cls), states(news, cls), notes)
+    before, after, opened = units(olds, {}), units(news, found), windows(news, found)
+    settle_windows(olds, found, before, {y.path for y in news if after[y.at]}, notes)
+    for y in news:
+        if (x := found.get(y.path)) is not None:
+            stale = opened.get(y.at) == 0
+            found[y.path] = converted(y, x, before[x.at], after[y.at], stale, notes)
+    values = {y.path: placed(y, found.get(y.path), count, opened) for y in news}
     state = jax.tree_util.tree_map_with_path(lambda path, _: values[path], fresh)
     state = _scheduled(narrowed(first, state), new_tx, params, notes)
     return state, report(olds, news, found, notes)
