@@ -12,8 +12,10 @@ import difflib
 import functools
 import glob
 import inspect
+import tomllib
 import types
 from collections.abc import Callable, Generator, Iterable, Mapping
+from importlib.resources import files
 from typing import Any, TypeAlias
 
 import optax
@@ -307,6 +309,11 @@ def known(data: Any, allowed: Iterable[str], what: str, who: str = "auto") -> No
     words = "among " + ", ".join(map(repr, allowed))
     for key in data:
         checks.require(who, what, key, words, key in allowed, nearest(key, allowed))
+
+
+def table(name: str) -> dict[str, Any]:
+    """Return what a file of this package says of another library's configurations."""
+    return tomllib.loads(files("boostax.config").joinpath(f"{name}.toml").read_text("utf8"))
 
 
 def flag(who: str, name: str, value: Any) -> None:
