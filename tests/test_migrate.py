@@ -247,14 +247,6 @@ def test_the_report_says_what_was_kept_made_and_dropped():
     )
 
 
-def test_an_open_window_goes_on_in_another_precision():
-    params, old = trained(boostax.accumulate(ADAM(), 4), 2)
-    new_tx = boostax.accumulate(ADAM(), 4, accumulator_dtype="bfloat16")
-    state, report = migrate_state(old, new_tx, params)
-    assert int(state.micro_step) == 2 and not report.dropped
-    assert_same(state.window, jax.tree.map(lambda x: x.astype(jnp.bfloat16), old.window))
-
-
 def test_a_trajectory_of_another_size_begins_anew():
     params, old = trained(boostax.subspace.record_trajectory(3))
     state, report = migrate_state(old, boostax.subspace.record_trajectory(4), params)
