@@ -343,6 +343,8 @@ def test_residuals_of_a_train_state_are_kept_per_replica(mesh):
     assert not buffers(state) & buffers(old)
     assert state.inner_state[0].residual.local["a"].sharding == rows
     assert "window" in report.anew[0] and len(report.anew) == 1
+    # As restored, on the host.
+    assert_same(migrate_state(jax.device_get(old), new_tx, params)[0], state)
     with pytest.raises(ValueError, match=r"got '4 and 8'\. boostax\.reshard_state"):
         migrate_state(state, new_tx, params, replicas=4)
     halved = boostax.reshard_state(state, 4)
@@ -385,7 +387,14 @@ def test_placement_and_keys_follow_the_new_state():
     assert jnp.all(jax.random.key_data(state[1].rng_key) == jax.random.key_data(old.rng_key))
 
 
+def plain(x):
+    """A transformation whose state is no NamedTuple."""
+    return optax.GradientTransformation(lambda params: x, optax.identity().update)
+
+
 UNCHANGED = {
+    "a tuple": lambda: plain((jnp.zeros(2), {"x": jnp.zeros(3)})),
+    "an array": lambda: plain(jnp.zeros(2)),
     "per group": lambda: freeze(ADAM(), schedule=[0, 1], moments="per_group"),
     "factored": lambda: optax.adafactor(1e-2),
     "lbfgs": optax.lbfgs,

@@ -313,9 +313,9 @@ def before(part):
     return optax.chain(part, around(optimizer())), around(optax.chain(part, optimizer()))
 
 
-def of_a_part(scale):
+def partitioned(scale):
     parts = {"w": scale(optimizer()), "b": optimizer()}
-    return accumulated(optax.partition(parts, {"w": "w", "b": "b"}))
+    return optax.partition(parts, {"w": "w", "b": "b"})
 
 
 GROUPS = accumulated(by_groups(optimizer())), by_groups(accumulated(optimizer()))
@@ -331,10 +331,14 @@ REFUSED = {
         r"alike in .*\[8\.0, 4\.0\] of .*boostax\.flush",
     ),
     "of a part": (
-        of_a_part(around),
-        of_a_part(lambda tx: tx),
+        *(accumulated(partitioned(scale)) for scale in (around, lambda tx: tx)),
         8.0,
         r"8\.0 of inner_.*inner_states/w",
+    ),
+    "before a part": (
+        *(optax.chain(optax.trace(0.9), partitioned(scale)) for scale in (around, lambda tx: tx)),
+        8.0,
+        r"TraceState at 0 .* times 1 and 8\.0 of 1/inner_states/w",
     ),
     "squares": (
         *before(optax.scale_by_adam()),

@@ -106,13 +106,6 @@ def test_the_scale_never_becomes_infinite():
     assert float(run(tx, [0.0] * 20)[1].scale) == 2.0**106
 
 
-def test_the_scale_stays_a_power_of_two_at_its_limits():
-    """A cap at 65504, the largest f16 number, makes every later unscaling inexact."""
-    options = {"growth_interval": 1, "max_scale": 65504.0, "init_scale": 1.0}
-    tx = boostax.dynamic_loss_scale(optax.sgd(0.0), **options)
-    assert float(run(tx, [0.0] * 20)[1].scale) == 2.0**15
-
-
 def test_finite_gradients_whose_squares_overflow_are_skipped():
     """apply_if_finite lets 1e25 through, and Adam's second moment is infinite for good."""
     _, state = run(optax.apply_if_finite(optax.adam(0.1), 5), [1e25])
@@ -209,21 +202,16 @@ def test_the_sum_and_the_params_reach_the_inner_optimizer_in_f32():
     """MultiSteps casts the f32 mean back to bf16: the small micro-gradients vanish."""
 
     def decay(updates, state, params=None):
-        del state
         decayed = updates + 0.1 * params
-        return decayed, {"seen": jnp.asarray(decayed, jnp.float32)}
+        return decayed, jnp.asarray(decayed, jnp.float32) + 0 * state
 
-    inner = optax.GradientTransformation(lambda _: {"seen": jnp.float32(0.0)}, decay)
-    grads = [1.0] + [2.0**-9] * 3
-    ours = boostax.accumulate(inner, 4, normalize="sum")
-    peer = optax.MultiSteps(inner, 4, use_grad_mean=False)
-    seen = []
-    for tx in (peer.gradient_transformation(), ours):
-        params = jnp.bfloat16(3.0)
-        state = tx.init(params)
-        for grad in grads:
+    inner, seen = optax.GradientTransformation(lambda _: jnp.float32(0.0), decay), []
+    peer = optax.MultiSteps(inner, 4, use_grad_mean=False).gradient_transformation()
+    for tx in (peer, boostax.accumulate(inner, 4, normalize="sum")):
+        state = tx.init(params := jnp.bfloat16(3.0))
+        for grad in (1.0, *[2.0**-9] * 3):
             updates, state = tx.update(jnp.bfloat16(grad), state, params)
         assert updates.dtype == jnp.bfloat16
-        seen.append(optax.tree.get(state, "seen"))
+        seen.append(float(getattr(state, "inner_opt_state" if tx is peer else "inner_state")))
     np.testing.assert_allclose(seen[1], 1.3 + 3 * 2.0**-9, rtol=2e-7)
-    assert abs(float(seen[0]) - float(seen[1])) > 2.0**-9
+    assert abs(seen[0] - seen[1]) > 2.0**-9

@@ -67,10 +67,9 @@ class MigrationReport:
     notes: tuple[str, ...]
 
     def __str__(self) -> str:
-        parts = {"kept": self.kept, "made anew": self.anew, "dropped": self.dropped}
-        parts |= {"notes": self.notes} if self.notes else {}
-        texts = ("\n  ".join((f"{t}:", *(lines or ("nothing",)))) for t, lines in parts.items())
-        return "\n".join(texts)
+        titles = ("kept", "made anew", "dropped", *["notes"] * bool(self.notes))
+        parts = zip(titles, dataclasses.astuple(self), strict=False)
+        return "\n".join("\n  ".join((f"{t}:", *(lines or ("nothing",)))) for t, lines in parts)
 
 
 class Leaf(NamedTuple):
@@ -83,6 +82,8 @@ class Leaf(NamedTuple):
       at: path of its state.
       state: the innermost state around it; ``None`` for what is in no NamedTuple.
       field: the field of the state in which it is.
+      holds: what the fields of that state are.
+      bound: whether it means something together with others alone.
       owner: path of the param to which it belongs, if it belongs to one.
       like: the shape of that param.
       replicas: ``None`` if it is the same on all replicas; else how many it leads with, 0 for one
@@ -95,6 +96,8 @@ class Leaf(NamedTuple):
     at: Path
     state: Any
     field: str
+    holds: Holds
+    bound: bool
     owner: Path | None
     like: tuple[int, ...] | None
     replicas: int | None
@@ -103,16 +106,6 @@ class Leaf(NamedTuple):
     def shape(self) -> tuple[int, ...]:
         """The shape on one replica."""
         return self.value.shape[1 if self.replicas else 0 :]
-
-    @property
-    def holds(self) -> Holds:
-        """What the fields of its state are."""
-        return holds(type(self.state))
-
-    @property
-    def bound(self) -> bool:
-        """Whether it means something together with others alone."""
-        return self.field in (self.holds.bound or ())
 
 
 # The arrays of each state by their paths in it; old arrays by the paths of the new ones that they
@@ -130,15 +123,15 @@ def states(leaves: list[Leaf], cls: type) -> States:
 def read(tree: PyTree, params: PyTree) -> list[Leaf]:
     """Return the arrays of all states, the outermost first. Containers of params are no states."""
     containers = set(map(type, trees.find(params, lambda _: True)))
-    owners = {path: x.shape for path, x in jax.tree_util.tree_leaves_with_path(params)}
+    owners: Any = {path: x.shape for path, x in jax.tree_util.tree_leaves_with_path(params)}
     found: dict[Path, list[Leaf]] = {(): []}
 
     def visit(x: Any, path: Path, rel: Path, at: Path, state: Any, replicas: int | None) -> None:
         _require_known(x)
         if jax.tree_util.all_leaves([x]):
             value, field = jnp.asarray(x), trees.path_name(rel if state is None else rel[:1])
-            owner = _owner(rel, value.shape, owners)
-            about = (field, owner, None if owner is None else owners[owner], replicas)
+            owner, known = _owner(rel, value.shape, owners), holds(type(state))
+            about = (field, known, field in (known.bound or ()), owner, owners.get(owner), replicas)
             found[at].append(Leaf(path, rel, value, at, state, *about))
             return
         if _is_state(x) and type(x) not in containers:
@@ -191,9 +184,8 @@ def _from_multi_steps(x: Any) -> dict[str, Any]:
 def _to_multi_steps(x: Any) -> dict[str, Any]:
     """Return the window of ``MultiSteps``; it has none for weights."""
     grads = x.window.grads if isinstance(x.window, Window) and x.window.weight is None else None
-    share = lambda g: g / jnp.maximum(x.micro_step, 1)  # noqa: E731
+    means = jax.tree.map(lambda g: g / jnp.maximum(x.micro_step, 1), trees.at_least_float32(grads))
     counts = {"mini_step": x.micro_step, "gradient_step": x.optimizer_steps}
-    means = jax.tree.map(share, trees.at_least_float32(grads))
     return {**counts, "acc_grads": means, "inner_opt_state": x.inner_state}
 
 
@@ -335,9 +327,8 @@ def _way(path: Path, scaler: Path) -> str | None:
     """Return how gradients come from a state to a scaler: ``None`` if none do, "" if all do."""
     shared = max(i for i in range(len(path) + 1) if path[:i] == scaler[:i])
     here, there = next(iter(path[shared:]), None), scaler[shared:]
-    if isinstance(here, SequenceKey) and there[0].idx < here.idx:
-        return None
-    if not there or isinstance(here, GetAttrKey):
+    behind = isinstance(here, SequenceKey) and there != () and there[0].idx < here.idx
+    if not there or behind or isinstance(here, GetAttrKey):
         return None
     parts = isinstance(here, DictKey) or GetAttrKey("inner_states") in there
     return trees.path_name(there) if parts else ""
@@ -622,10 +613,9 @@ skipped_in_a_row, growths, backoffs, floor_hits: the root
         found |= matched(states(olds, cls), states(news, cls), notes)
     before, after, opened = units(olds, {}), units(news, found), windows(news, found)
     settle_windows(olds, found, before, {y.path for y in news if after[y.at]}, notes)
-    for y in news:
-        if (x := found.get(y.path)) is not None:
-            stale = opened.get(y.at) == 0
-            found[y.path] = converted(y, x, before[x.at], after[y.at], stale, notes)
+    for y in (y for y in news if y.path in found):
+        unit, stale = before[found[y.path].at], opened.get(y.at) == 0
+        found[y.path] = converted(y, found[y.path], unit, after[y.at], stale, notes)
     values = {y.path: placed(y, found.get(y.path), count, opened) for y in news}
     state = jax.tree_util.tree_map_with_path(lambda path, _: values[path], fresh)
     state = _scheduled(narrowed(first, state), new_tx, params, notes)
