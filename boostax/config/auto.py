@@ -13,7 +13,7 @@ import optax
 import boostax
 from boostax._core import axes, checks, trees
 from boostax.chain.parts import read
-from boostax.chain.roles import REDUCTIONS, role
+from boostax.chain.roles import role
 from boostax.config import keys, mindspore
 from boostax.config.singa import singa
 from boostax.model.less_bn import LessBNReport, changed
@@ -23,14 +23,6 @@ _WHO = "auto"
 _MEAN = {"kind": "mean"}
 # Parts beside which dim_reduce can begin at once.
 _WITH_FILES = ("dim_reduce", "loss_scale", "policy", "microbatches", "less_bn")
-# By its role the key in whose place, or behind which, a part of a user's own stands.
-_PLACES: Mapping[str, str] = {
-    **dict.fromkeys((*REDUCTIONS, "delta", "own params"), "reduce"),
-    **dict.fromkeys(("decay", "noise", "watch", "nothing", "norm clip", "clip"), "clip"),
-    **dict.fromkeys(("check", "recorder"), "dim_reduce"),
-    **{name: name for name in ("centralize", "carry", "freeze")},
-    **{"window": "accumulate", "scaler": "loss_scale", "storage": "store"},
-}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -368,8 +360,8 @@ def _owned(
         made, *_ = keys.layer(factory, told, [optax.identity()], axis_name="axis")
         what, allowed = role(read(made)), "described with a role that has a place in a chain"
         hint = f"@boostax.describe({name!r}, 'clip') says one; the optimizer's belongs into it."
-        checks.require(_WHO, name, what, allowed, what in _PLACES, hint)
-        found[name] = (factory, _PLACES[what])
+        checks.require(_WHO, name, what, allowed, what in keys.PLACES, hint)
+        found[name] = (factory, keys.PLACES[what])
     return found
 
 

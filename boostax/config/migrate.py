@@ -270,9 +270,9 @@ def matched(olds: States, news: States, notes: list[str]) -> Sources:
         if moments or (alone and free):
             primary.setdefault(new, old)
         found |= free if new in primary else {}
-    pairs = [(primary.get(new), new) for new in news]
-    if olds and len(every) > 1 and pairs != [*itertools.zip_longest(olds, news)]:
-        chosen = ", ".join(f"{spot(primary[x])} -> {spot(x)}" for x in news if x in primary)
+    pairs = [(primary[new], new) for new in news if new in primary]
+    if len(every) > 1 and pairs != [*itertools.zip_longest(olds, news)]:
+        chosen = ", ".join(f"{spot(old)} -> {spot(new)}" for old, new in pairs)
         counts = f"{len(olds)} in the old state, {len(news)} in the new one"
         notes.append(f"{named(some)}: {counts}; {chosen or 'none fits'}.")
     for at, new in news.items():
@@ -488,7 +488,7 @@ def _scheduled(state: PyTree, tx: Any, params: PyTree, notes: list[str]) -> PyTr
 
 def saved_wins(leaf: Leaf, saved: Any) -> Iterator[str]:
     """Yield a note on a saved number that differs from the one that the new chain was given."""
-    given = leaf.field in (leaf.holds.scale, leaf.holds.basis)
+    given = leaf.field != "" and leaf.field in (leaf.holds.scale, leaf.holds.basis)
     if leaf.field == "hyperparams":
         given = leaf.rel[1].key not in getattr(leaf.state, "hyperparams_states", {})
     if given and saved.shape == leaf.value.shape and not np.array_equal(saved, leaf.value):
