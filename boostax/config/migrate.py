@@ -265,8 +265,8 @@ def matched(olds: States, news: States, notes: list[str]) -> Sources:
         free = {y: x for y, x in fitting[old, new].items() if not (y in found or x.path in used)}
         moments = any(x.owner is not None for x in free.values())
         if moments and new in primary:
-            place = f"{named(some)} at {spot(new)}"
-            notes.append(f"{place} also takes moments from {spot(old)}, not counts.")
+            also = f"also takes moments from {spot(old)}, not counts."
+            notes.append(f"{named(some)} at {spot(new)} {also}")
         if moments or (alone and free):
             primary.setdefault(new, old)
         found |= free if new in primary else {}
@@ -326,7 +326,8 @@ def units(leaves: list[Leaf], found: Sources) -> dict[Path, dict[str, Any]]:
 def _way(path: Path, scaler: Path) -> str | None:
     """Return how gradients come from a state to a scaler: ``None`` if none do, "" if all do."""
     shared = max(i for i in range(len(path) + 1) if path[:i] == scaler[:i])
-    here, there = next(iter(path[shared:]), None), scaler[shared:]
+    here: Any = next(iter(path[shared:]), None)
+    there = scaler[shared:]
     behind = isinstance(here, SequenceKey) and there != () and there[0].idx < here.idx
     if not there or behind or isinstance(here, GetAttrKey):
         return None
@@ -428,8 +429,8 @@ def require_same_params(olds: list[Leaf], news: list[Leaf]) -> None:
 def count_replicas(olds: list[Leaf], asked: int | None) -> int:
     """Return how many replicas the old per-replica arrays lead with; 0 if they do not."""
     known = [(x.value.shape, x.like) for x in olds if x.replicas is not None]
-    known = [(shape, like) for shape, like in known if like in (shape, shape[1:])]
-    counts = {0 if shape == like else shape[0] for shape, like in known} | {asked} - {None}
+    known = [(got, like) for got, like in known if like in (got, got[1:])]
+    counts: set[Any] = {0 if got == like else got[0] for got, like in known} | {asked} - {None}
     got = " and ".join(sorted(str(count or "no") for count in counts))
     hint = "boostax.reshard_state(old_state, replicas) takes it to another number first."
     checks.require(WHO, "replicas", got, "the same everywhere", len(counts) <= 1, hint)
@@ -458,9 +459,8 @@ def placed(leaf: Leaf, old: Leaf | None, replicas: int, opened: Any) -> jax.Arra
     summed = isinstance(leaf.state, AccumulateState) and bool(leaf.state.shares())
     if not replicas:
         hint = "They add up their windows: of the open one each gets a part."
-        checks.require(
-            WHO, "replicas", None, "given", not (summed and old and opened[leaf.at]), hint
-        )
+        lost = summed and old is not None and opened[leaf.at]
+        checks.require(WHO, "replicas", None, "given", not lost, hint)
         return value
     return spread_anew(PerReplica(value[None]), replicas, summed).local
 
