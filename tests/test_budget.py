@@ -21,7 +21,7 @@ CEILINGS = {
     "boostax/_core": 2394,
     "boostax/accumulate": 553,
     "boostax/chain": 340,
-    "boostax/config": 991,
+    "boostax/config": 992,
     "boostax/freeze": 542,
     "boostax/inspect": 1341,
     "boostax/model": 615,
@@ -35,7 +35,7 @@ CEILINGS = {
     "benchmarks": 6500,
 }
 TOP = ("boostax", "examples", "tests", "benchmarks")
-LIBRARY = 13499
+LIBRARY = 13500
 WORDS = 50000
 LONGEST = 60
 # Functions that are longer, until they are cut.

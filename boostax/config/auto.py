@@ -331,7 +331,8 @@ def _read(
         told, whose = said.get(key, ({}, ""))
         # What MindSpore has no word for, such as the order of layers, stands beside it.
         more = name == key and isinstance(value, Mapping) and not value.keys() & told.keys()
-        hint, fits = f"{whose} names one already.", not whose or (more and whose[0] == "M")
+        hint = "A chain has one of them." if whose[:1] == "a" else f"{whose} names one already."
+        fits = not whose or (more and whose[0] == "M")
         checks.require(_WHO, name, value, f"left out beside {whose}", fits, hint)
         said[key] = ({}, f"another {key}")
         if name == "microbatches":
