@@ -18,10 +18,10 @@ ROOT = pathlib.Path(__file__).parent.parent
 # Code lines; "boostax" alone are the files that stand in no package of it.
 CEILINGS = {
     "boostax": 580,
-    "boostax/_core": 2298,
+    "boostax/_core": 2300,
     "boostax/accumulate": 545,
     "boostax/chain": 337,
-    "boostax/config": 1085,
+    "boostax/config": 992,
     "boostax/freeze": 510,
     "boostax/inspect": 1281,
     "boostax/model": 579,
@@ -31,11 +31,11 @@ CEILINGS = {
     "boostax/testing": 743,
     "boostax/train": 1143,
     "examples": 1500,
-    "tests": 20001,
+    "tests": 19863,
     "benchmarks": 6500,
 }
 TOP = ("boostax", "examples", "tests", "benchmarks")
-LIBRARY = 13031
+LIBRARY = 12940
 WORDS = 50000
 LONGEST = 60
 # Functions that are longer, until they are cut.
