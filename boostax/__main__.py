@@ -5,7 +5,7 @@ import sys
 from collections.abc import Sequence
 
 from boostax._core.late import told
-from boostax.inspect.command import complain, run
+from boostax.inspect.command import run
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -23,7 +23,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         given = ["audit", "--help"]
     if given[:1] != ["audit"]:
         gone = told(f"boostax {given[0]}") if given else None
-        complain(f"boostax: {gone or 'the command is boostax audit module:function.'}")
+        said = gone or "the command is boostax audit module:function."
+        print(f"boostax: {said}", file=sys.stderr)
         return 2
     return run(given[1:])
 

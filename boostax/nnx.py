@@ -111,10 +111,8 @@ class Optimizer(nnx.Optimizer[_M]):
                 if variable.has_metadata("out_sharding"):
                     spec = variable.get_value().sharding.spec
                     variable.set_metadata(out_sharding=tuple(spec))
-        allowed, got = (
-            "one with the same params on all replicas",
-            "local_updates or partial_average",
-        )
+        allowed = "one with the same params on all replicas"
+        got = "local_updates or partial_average"
         hint = "A module has one of each param: train its state with boostax.make_train_step."
         checks.require(_WHO, "tx", got, allowed, not replicas.owns_params(self.opt_state), hint)
 

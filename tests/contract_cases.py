@@ -54,23 +54,11 @@ CASES = [
         "dynamic_loss_scale",
         lambda inner, axis: boostax.dynamic_loss_scale(inner, axis_name=axis),
         skips=True,
-        bad_arguments=(
-            (lambda: boostax.dynamic_loss_scale(OPT, growth_factor=1.0), "growth_factor"),
-            (lambda: boostax.dynamic_loss_scale(OPT, backoff_factor=1.0), "backoff_factor"),
-            (lambda: boostax.dynamic_loss_scale(OPT, growth_interval=0), "growth_interval"),
-            (lambda: boostax.dynamic_loss_scale(OPT, init_scale=2.0**30), "init_scale"),
-            (lambda: boostax.dynamic_loss_scale(OPT, max_scale=float("inf")), "max_scale"),
-            (lambda: boostax.dynamic_loss_scale(OPT, min_scale=0.0), "min_scale"),
-            (lambda: boostax.dynamic_loss_scale(OPT, hysteresis=0), "hysteresis"),
-            (lambda: boostax.dynamic_loss_scale(OPT, axis_name=()), "axis_name"),
-            (lambda: boostax.dynamic_loss_scale(3.0), "inner"),
-        ),
     ),
     Case(
         "static_loss_scale",
         lambda inner, axis: boostax.static_loss_scale(inner, 128.0, axis_name=axis),
         skips=True,
-        bad_arguments=((lambda: boostax.static_loss_scale(OPT, -1.0), "scale"),),
     ),
     Case(
         "static_loss_scale_without_check",
@@ -81,20 +69,11 @@ CASES = [
     Case(
         "check_updates",
         lambda inner, axis: boostax.precision.check_updates(inner, axis_name=axis),
-        bad_arguments=(
-            (lambda: boostax.precision.check_updates(3.0), "inner"),
-            (lambda: boostax.precision.check_updates(OPT, axis_name=()), "axis_name"),
-        ),
     ),
     Case(
         "store",
         lambda inner, axis: boostax.precision.store(inner, moments="log8", least=1),
         bad_arguments=(
-            (lambda: boostax.precision.store(3.0), "inner"),
-            (lambda: boostax.precision.store(OPT, params="bf16"), "params"),
-            (lambda: boostax.precision.store(OPT, moments="fp8"), "moments"),
-            (lambda: boostax.precision.store(OPT, least=0), "least"),
-            (lambda: boostax.precision.store(OPT, params="kahan"), "params"),
             (lambda: boostax.precision.store(OPT, params="remainder").init(jnp.zeros(3)), "params"),
             (
                 lambda: boostax.precision.store(optax.adam(0.1), moments={"nu": "log8"}).init(
@@ -110,34 +89,16 @@ CASES = [
             inner, 2, accumulator_dtype="bfloat16", rounding="stochastic", axis_name=axis
         ),
         calls=2,
-        bad_arguments=(
-            (lambda: boostax.accumulate(OPT, 2, rounding="stochastic"), "rounding"),
-            (lambda: boostax.accumulate(OPT, 2, rounding="up"), "rounding"),
-        ),
     ),
     Case(
         "skip_spikes",
         lambda inner, axis: boostax.precision.skip_spikes(inner, axis_name=axis),
         skips=True,
-        bad_arguments=(
-            (lambda: boostax.precision.skip_spikes(3.0), "inner"),
-            (lambda: boostax.precision.skip_spikes(OPT, rule="mean"), "rule"),
-            (lambda: boostax.precision.skip_spikes(OPT, k=0.0), "k"),
-            (lambda: boostax.precision.skip_spikes(OPT, floor=-1.0), "floor"),
-            (lambda: boostax.precision.skip_spikes(OPT, window=1), "window"),
-            (lambda: boostax.precision.skip_spikes(OPT, axis_name=()), "axis_name"),
-        ),
     ),
     Case(
         "accumulate",
         lambda inner, axis: boostax.accumulate(inner, 2, axis_name=axis),
         calls=2,
-        bad_arguments=(
-            (lambda: boostax.accumulate(OPT, 0), "every"),
-            (lambda: boostax.accumulate(OPT, "4"), "every"),
-            (lambda: boostax.accumulate(OPT, 2, normalize="max"), "normalize"),
-            (lambda: boostax.accumulate(OPT, 2, accumulator_dtype="int8"), "accumulator_dtype"),
-        ),
     ),
     Case(
         "all_reduce_with_noise_inside_gates",
@@ -153,11 +114,6 @@ CASES = [
         calls=2,
         skip_calls=2,
         skip_view=lambda state: state.inner_state.inner_state,
-        bad_arguments=(
-            (lambda: boostax.all_reduce("data", noise=-1.0), "noise"),
-            (lambda: boostax.all_reduce("data", noise=0.9, op="sum"), "op"),
-            (lambda: boostax.all_reduce("data", noise=0.9, clip=1.0), "clip"),
-        ),
     ),
     Case("accumulate_every_one", lambda inner, axis: boostax.accumulate(inner, 1, axis_name=axis)),
     Case(
@@ -187,14 +143,6 @@ CASES = [
         "all_reduce",
         lambda inner, axis: optax.chain(boostax.all_reduce(axis), inner),
         reduces=True,
-        bad_arguments=(
-            (lambda: boostax.all_reduce(None), "axis_name"),
-            (lambda: boostax.all_reduce("data", op="max"), "op"),
-            (lambda: boostax.all_reduce("data", dtype="int8"), "dtype"),
-            (lambda: boostax.all_reduce("data", clip=0.0), "clip"),
-            (lambda: boostax.all_reduce("data", divide="later"), "divide"),
-            (lambda: boostax.all_reduce("data", bucket_bytes=0), "bucket_bytes"),
-        ),
     ),
     Case(
         "all_reduce_half",
@@ -212,13 +160,7 @@ CASES = [
         "adasum",
         lambda inner, axis: optax.chain(boostax.adasum(axis, leaf_metrics=True), inner),
         reduces=True,
-        bad_arguments=(
-            (lambda: boostax.adasum(None), "axis_name"),
-            (lambda: boostax.adasum("data", within="data"), "within"),
-            (lambda: boostax.adasum("data", scope="layer"), "scope"),
-            (lambda: boostax.adasum("data", wire_dtype="int8"), "wire_dtype"),
-            (lambda: boostax.adasum("data", bucket_bytes=-1), "bucket_bytes"),
-        ),
+        bad_arguments=((lambda: boostax.adasum("data", within="data"), "within"),),
     ),
     Case(
         "adasum_half_inside_the_scaler",
@@ -233,19 +175,12 @@ CASES = [
         "adasum_delta",
         lambda inner, axis: boostax.reduce.adasum_delta(inner, axis),
         reduces=True,
-        bad_arguments=(
-            (lambda: boostax.reduce.adasum_delta(3.0, "data"), "inner"),
-            (lambda: boostax.reduce.adasum_delta(OPT, "data", scope="all"), "scope"),
-        ),
     ),
     Case(
         "adasum_delta_of_servers",
         lambda inner, axis: boostax.reduce.adasum_delta(inner, axis, within=4),
         reduces=True,
         bad_arguments=(
-            (lambda: boostax.reduce.adasum_delta(OPT, "data", within=0), "within"),
-            (lambda: boostax.reduce.adasum_delta(OPT, "data", within=True), "within"),
-            (lambda: boostax.reduce.adasum_delta(OPT, "data", within=0.5), "within"),
             (lambda: boostax.reduce.adasum_delta(OPT, "data", within="data"), "within"),
         ),
     ),
@@ -255,23 +190,7 @@ CASES = [
         reduces=True,
         compresses=True,
         by_shard=True,
-        bad_arguments=(
-            (lambda: boostax.top_k_reduce(None), "axis_name"),
-            (lambda: boostax.top_k_reduce("data", 0.0), "density"),
-            (lambda: boostax.top_k_reduce("data", 1.5), "density"),
-            (lambda: boostax.top_k_reduce("data", {10: 0.1}), "density"),
-            (lambda: boostax.top_k_reduce("data", {0: 2.0}), "density"),
-            (lambda: boostax.top_k_reduce("data", count=0), "count"),
-            (lambda: boostax.top_k_reduce("data", block=0), "block"),
-            (lambda: boostax.top_k_reduce("data", bucket_bytes=0), "bucket_bytes"),
-            (lambda: boostax.top_k_reduce("data", momentum=1.0), "momentum"),
-            (
-                lambda: boostax.top_k_reduce("data", momentum=0.9, error_feedback=False),
-                "momentum",
-            ),
-            (lambda: boostax.top_k_reduce("data", value_dtype="int8"), "value_dtype"),
-            (lambda: boostax.top_k_reduce("data", dense="norms"), "dense"),
-        ),
+        bad_arguments=((lambda: boostax.top_k_reduce("data", {0: 2.0}), "density"),),
     ),
     Case(
         "top_k_reduce_warming_up_in_blocks_with_momentum",
@@ -307,13 +226,6 @@ CASES = [
         reduces=True,
         compresses=True,
         by_shard=True,
-        bad_arguments=(
-            (lambda: boostax.reduce.threshold_reduce("data", -0.1), "threshold"),
-            (lambda: boostax.reduce.threshold_reduce("data", capacity=0), "capacity"),
-            (lambda: boostax.reduce.threshold_reduce("data", capacity=(0.5, 1.0)), "capacity"),
-            (lambda: boostax.reduce.threshold_reduce("data", bucket_bytes=0), "bucket_bytes"),
-            (lambda: boostax.reduce.threshold_reduce("data", block=-1), "block"),
-        ),
     ),
     Case(
         "int8_reduce",
@@ -324,20 +236,13 @@ CASES = [
         compresses=True,
         by_shard=True,
         skips=True,
-        bad_arguments=(
-            (lambda: boostax.int8_reduce("data", block=0), "block"),
-            (lambda: boostax.int8_reduce("data", rounding="up"), "rounding"),
-        ),
     ),
     Case(
         "power_sgd_reduce",
         lambda inner, axis: optax.chain(boostax.reduce.power_sgd_reduce(axis, {0: 1, 3: 2}), inner),
         reduces=True,
         compresses=True,
-        bad_arguments=(
-            (lambda: boostax.reduce.power_sgd_reduce("data", 0), "rank"),
-            (lambda: boostax.reduce.power_sgd_reduce("data", {0: 2, 5: 0}), "rank"),
-        ),
+        bad_arguments=((lambda: boostax.reduce.power_sgd_reduce("data", {5: 0}), "rank"),),
     ),
     Case(
         "partial_average",
@@ -347,15 +252,6 @@ CASES = [
         reduces=True,
         own_params=True,
         skips=True,
-        bad_arguments=(
-            (lambda: boostax.reduce.partial_average(OPT, None, 2), "axis_name"),
-            (lambda: boostax.reduce.partial_average(OPT, "data", 0), "partitions"),
-            (lambda: boostax.reduce.partial_average(OPT, "data"), "partitions"),
-            (lambda: boostax.reduce.partial_average(OPT, "data", 2, bucket_bytes=9), "partitions"),
-            (lambda: boostax.reduce.partial_average(OPT, "data", bucket_bytes=0), "bucket_bytes"),
-            (lambda: boostax.reduce.partial_average(OPT, "data", {"a": 0, "b": 2}), "partitions"),
-            (lambda: boostax.reduce.partial_average(3.0, "data", 2), "inner"),
-        ),
     ),
     Case(
         "local_updates",
@@ -373,22 +269,13 @@ CASES = [
         own_params=True,
         skips=True,
         calls=2,
-        bad_arguments=(
-            (lambda: boostax.reduce.local_updates(OPT, None, 2), "axis_name"),
-            (lambda: boostax.reduce.local_updates(OPT, "data", 0), "every"),
-            (lambda: boostax.reduce.local_updates(OPT, "data", 2, 3.0), "outer"),
-        ),
     ),
     Case(
         "scheduled_freeze",
         lambda inner, axis: boostax.scheduled_freeze(inner, half, FREEZES, repeat=True),
         bad_arguments=(
-            (lambda: boostax.scheduled_freeze(3.0, half, 1), "inner"),
-            (lambda: boostax.scheduled_freeze(OPT, half, 1, moments="own"), "moments"),
-            (lambda: boostax.scheduled_freeze(OPT, half, "interval"), "schedule"),
             (lambda: boostax.scheduled_freeze(OPT, half, 1).init({"a": 1.0}), "schedule"),
             (lambda: boostax.scheduled_freeze(OPT, half, []).init({"a": 1.0}), "schedule"),
-            (lambda: boostax.freeze_schedule("interval", total_steps=9, frozen_fraction=1.0), "in"),
         ),
     ),
     Case(
@@ -410,30 +297,10 @@ CASES = [
         lambda inner, axis: optax.chain(
             boostax.subspace.record_trajectory(3, every=2, start=1), inner
         ),
-        bad_arguments=(
-            (lambda: boostax.subspace.record_trajectory(0), "size"),
-            (lambda: boostax.subspace.record_trajectory(1), "size"),
-            (lambda: boostax.subspace.record_trajectory(3, every=0), "every"),
-            (lambda: boostax.subspace.record_trajectory(3, start=-1), "start"),
-            (lambda: boostax.subspace.record_trajectory(3, start=0.5), "start"),
-            (lambda: boostax.subspace.record_trajectory(3, dtype="int8"), "dtype"),
-        ),
     ),
     Case(
         "average_params",
         lambda inner, axis: boostax.model.average_params(inner, decay=0.9),
-        bad_arguments=(
-            (lambda: boostax.model.average_params(3.0), "inner"),
-            (lambda: boostax.model.average_params(OPT, "mean"), "kind"),
-            (lambda: boostax.model.average_params(OPT, decay=1.0), "decay"),
-            (lambda: boostax.model.average_params(OPT, "window", decay=0.9), "decay"),
-            (lambda: boostax.model.average_params(OPT, "lawa", size=0), "size"),
-            (lambda: boostax.model.average_params(OPT, size=3), "size"),
-            (lambda: boostax.model.average_params(OPT, every=0), "every"),
-            (lambda: boostax.model.average_params(OPT, start=-1), "start"),
-            (lambda: boostax.model.average_params(OPT, dtype="bfloat16"), "dtype"),
-            (lambda: boostax.model.average_params(OPT, "lawa", dtype="int8"), "dtype"),
-        ),
     ),
     Case(
         "average_params_around_scaler_and_window",
@@ -454,14 +321,6 @@ CASES = [
         lambda inner, axis: given_a_loss(boostax.dim_reduce(two, residual=inner, axis_name=axis)),
         skips=True,
         skip_view=lambda state: state._replace(skipped=(), finite=()),
-        bad_arguments=(
-            (lambda: boostax.dim_reduce(two, rule="armijo"), "rule"),
-            (lambda: boostax.dim_reduce(two, dtype="int8"), "dtype"),
-            (lambda: boostax.dim_reduce(two, dtype="int4"), "dtype"),
-            (lambda: boostax.dim_reduce(two, residual=3.0), "residual"),
-            (lambda: boostax.dim_reduce(two, axis_name=()), "axis_name"),
-            (lambda: boostax.subspace.random_basis(1.0, 2), "n_components"),
-        ),
     ),
     Case(
         "dim_reduce_in_bfloat16_inside_the_scaler",
@@ -474,10 +333,6 @@ CASES = [
     Case(
         "clip_by_global_norm",
         lambda inner, axis: optax.chain(boostax.model.clip_by_global_norm(0.5), inner),
-        bad_arguments=(
-            (lambda: boostax.model.clip_by_global_norm(0.0), "max_norm"),
-            (lambda: boostax.model.clip_by_global_norm("1"), "max_norm"),
-        ),
     ),
     Case(
         "adagc",
@@ -485,21 +340,11 @@ CASES = [
             boostax.all_reduce(axis), boostax.model.adagc(warmup=2), inner
         ),
         reduces=True,
-        bad_arguments=(
-            (lambda: boostax.model.adagc(0.5), "factor"),
-            (lambda: boostax.model.adagc(decay=1.0), "decay"),
-            (lambda: boostax.model.adagc(warmup=0), "warmup"),
-            (lambda: boostax.model.adagc(max_norm=0.0), "max_norm"),
-        ),
     ),
     Case(
         "centralize_gradients",
         lambda inner, axis: optax.chain(boostax.centralize_gradients(), inner),
-        bad_arguments=(
-            (lambda: boostax.centralize_gradients(axes="last"), "axes"),
-            (lambda: boostax.centralize_gradients(axes={"kernel": "all"}), "axes"),
-            (lambda: boostax.centralize_gradients(multiple_of=0), "multiple_of"),
-        ),
+        bad_arguments=((lambda: boostax.centralize_gradients(axes={"kernel": "all"}), "axes"),),
     ),
     Case(
         "group_loss_scale",
@@ -507,25 +352,8 @@ CASES = [
         skips=True,
         scaled=scaled_by_group,
         bad_arguments=(
-            (lambda: boostax.precision.group_loss_scale(OPT, {}), "labels"),
             (lambda: boostax.precision.group_loss_scale(OPT, {"a": 0, "b": 2}), "labels"),
             (lambda: boostax.precision.group_loss_scale(OPT, {"a": 0.5}), "labels"),
-            (lambda: boostax.precision.group_loss_scale(OPT, half, init_scale=0.5), "init_scale"),
-            (lambda: boostax.precision.group_loss_scale(OPT, half, min_scale=0.0), "min_scale"),
-            (lambda: boostax.precision.group_loss_scale(OPT, half, max_scale=2.0**61), "max_scale"),
-            (
-                lambda: boostax.precision.group_loss_scale(OPT, half, growth_factor=1.0),
-                "growth_factor",
-            ),
-            (
-                lambda: boostax.precision.group_loss_scale(OPT, half, backoff_factor=1.0),
-                "backoff_factor",
-            ),
-            (lambda: boostax.precision.group_loss_scale(OPT, half, rule="guess"), "rule"),
-            (lambda: boostax.precision.group_loss_scale(OPT, half, overflow="all"), "overflow"),
-            (lambda: boostax.precision.group_loss_scale(OPT, half, headroom=0.5), "headroom"),
-            (lambda: boostax.precision.group_loss_scale(OPT, half, axis_name=()), "axis_name"),
-            (lambda: boostax.precision.group_loss_scale(3.0, half), "inner"),
         ),
     ),
     Case(

@@ -49,9 +49,13 @@ def exhibit(thread: str) -> Callable[..., Callable]:
     return put
 
 
-def train(tx, state, w, slopes):
+ZERO, ONE = jnp.float32(0.0), jnp.float32(1.0)
+
+
+def train(tx, w, slopes, state=None):
     """Params and state after a step on the loss ``slope * w`` for each slope."""
     oracle = boostax.value_and_grad(lambda w, slope: slope * w)
+    state = tx.init(w) if state is None else state
 
     @jax.jit
     def step(w, state, slope):
@@ -95,9 +99,8 @@ def tokens_of_a_window():
 
 def windows(parts):
     """A step over these micro-batches, by ``optax.MultiSteps`` and by ``boostax.accumulate``."""
-    zero = jnp.float32(0.0)
     peer = optax.MultiSteps(optax.sgd(1.0), len(parts))
-    w, state = zero, peer.init(zero)
+    w, state = ZERO, peer.init(ZERO)
     for part in parts:
         grad = jax.grad(lambda w, part: mean_over_tokens(w, part)[0])(w, part)
         updates, state = peer.update(grad, state, w)
@@ -105,7 +108,7 @@ def windows(parts):
 
     tx = boostax.accumulate(optax.sgd(1.0), len(parts), normalize="weight")
     oracle = boostax.value_and_grad(mean_over_tokens, has_aux=True)
-    ours, state = zero, tx.init(zero)
+    ours, state = ZERO, tx.init(ZERO)
     for part in parts:
         (_, aux), grad = oracle(ours, state, part)
         ours, state = boostax.apply_gradients(tx, grad, state, ours, weight=aux.weight)
@@ -126,9 +129,8 @@ def tokens_of_the_replicas():
     tx = optax.chain(boostax.all_reduce("data"), optax.sgd(1.0))
 
     def ours(x, mask):
-        w = jnp.float32(0.0)
-        _, grad = oracle(w, tx.init(w), (x, mask))
-        return boostax.apply_gradients(tx, grad, tx.init(w), w)[0]
+        _, grad = oracle(ZERO, tx.init(ZERO), (x, mask))
+        return boostax.apply_gradients(tx, grad, tx.init(ZERO), ZERO)[0]
 
     return 2.0, on_replicas(plain, TOKENS, MASK, checked=False), on_replicas(ours, TOKENS, MASK)
 
@@ -160,8 +162,7 @@ def summed_by_shard_map():
 
     plain = lambda x: jax.lax.pmean(-gradient(x), "data")  # noqa: E731
     tx = optax.chain(boostax.all_reduce("data"), optax.sgd(1.0))
-    w = jnp.float32(0.0)
-    ours = lambda x: boostax.apply_gradients(tx, gradient(x), tx.init(w), w)[0]  # noqa: E731
+    ours = lambda x: boostax.apply_gradients(tx, gradient(x), tx.init(ZERO), ZERO)[0]  # noqa: E731
     x = jnp.array([[1.0], [3.0]])
     return 2.0, on_replicas(plain, x), refusal(lambda: on_replicas(ours, x))
 
@@ -173,9 +174,9 @@ def the_last_window():
     """
     wanted, grads = 3.0, [-1.0] * 5
     peer = optax.MultiSteps(optax.sgd(1.0), 2).gradient_transformation()
-    w, _ = train(peer, peer.init(jnp.float32(0.0)), jnp.float32(0.0), grads)
+    w, _ = train(peer, ZERO, grads)
     tx = boostax.accumulate(optax.sgd(1.0), 2)
-    ours, state = train(tx, tx.init(jnp.float32(0.0)), jnp.float32(0.0), grads)
+    ours, state = train(tx, ZERO, grads)
     return wanted, float(w), float(boostax.flush(tx, state, ours)[0])
 
 
@@ -185,7 +186,7 @@ def resumed_in_a_window():
     checkpoint: the first step after a restart was made of the last micro-batches alone.
     """
     grads, opt = [-1.0, -3.0, -5.0, -7.0], optax.sgd(1.0)
-    w, state, total = jnp.float32(0.0), opt.init(jnp.float32(0.0)), 0.0
+    w, state, total = ZERO, opt.init(ZERO), 0.0
     for index, grad in enumerate(grads):
         if index == 2:
             (w, state), total = pickle.loads(pickle.dumps((w, state))), 0.0
@@ -193,9 +194,8 @@ def resumed_in_a_window():
     w = optax.apply_updates(w, opt.update(jnp.float32(total), state)[0])
 
     tx = boostax.accumulate(optax.sgd(1.0), 4)
-    ours, state = train(tx, tx.init(jnp.float32(0.0)), jnp.float32(0.0), grads[:2])
-    ours, state = pickle.loads(pickle.dumps((ours, state)))
-    return 4.0, float(w), float(train(tx, state, ours, grads[2:])[0])
+    ours, state = pickle.loads(pickle.dumps(train(tx, ZERO, grads[:2])))
+    return 4.0, float(w), float(train(tx, ours, grads[2:], state)[0])
 
 
 @exhibit("facebookresearch/lingua/pull/59")
@@ -204,11 +204,9 @@ def clipped_in_every_micro_batch():
     micro-batch, not once before the optimizer's step.
     """
     clip, grads = optax.clip_by_global_norm(1.0), [-100.0, 98.0]
-    zero = jnp.float32(0.0)
     peer = optax.chain(clip, optax.MultiSteps(optax.sgd(1.0), 2).gradient_transformation())
-    w, _ = train(peer, peer.init(zero), zero, grads)
     tx = boostax.accumulate(optax.chain(clip, optax.sgd(1.0)), 2)
-    return 1.0, float(w), float(train(tx, tx.init(zero), zero, grads)[0])
+    return 1.0, *(float(train(x, ZERO, grads)[0]) for x in (peer, tx))
 
 
 @exhibit("NCAR/miles-credit/pull/141")
@@ -235,9 +233,8 @@ def divided_by_the_next_scale():
         scaled = -1.0 * scale
         scale = 2 * scale
         w -= scaled / scale
-    zero = jnp.float32(0.0)
     tx = boostax.dynamic_loss_scale(optax.sgd(1.0), init_scale=4.0, growth_interval=1)
-    return 2.0, w, float(train(tx, tx.init(zero), zero, [-1.0] * 2)[0])
+    return 2.0, w, float(train(tx, ZERO, [-1.0] * 2)[0])
 
 
 @exhibit("ecmwf/WeatherGenerator/pull/2718")
@@ -256,9 +253,8 @@ def decided_by_the_first_replica():
     oracle = boostax.value_and_grad(lambda w, slope: slope[0] * w, axis_name="data")
 
     def ours(slope):
-        w = jnp.float32(1.0)
-        _, grad = oracle(w, tx.init(w), slope)
-        return boostax.apply_gradients(tx, grad, tx.init(w), w)[0]
+        _, grad = oracle(ONE, tx.init(ONE), slope)
+        return boostax.apply_gradients(tx, grad, tx.init(ONE), ONE)[0]
 
     return 1.0, on_replicas(plain, grads, checked=False), on_replicas(ours, grads)
 
@@ -274,8 +270,7 @@ def a_schedule_that_counts_skipped_steps():
     for step, slope in enumerate(slopes):
         peer, finite, _, grad = peer.value_and_grad(lambda w, slope=slope: slope * w)(w)
         w = jnp.where(finite, w - warm_up(step) * grad, w)
-    tx, zero = boostax.dynamic_loss_scale(optax.sgd(warm_up)), jnp.float32(0.0)
-    ours, _ = train(tx, tx.init(zero), zero, slopes)
+    ours, _ = train(boostax.dynamic_loss_scale(optax.sgd(warm_up)), ZERO, slopes)
     return float(warm_up(0) + warm_up(1)), float(w), float(ours)
 
 
@@ -284,11 +279,9 @@ def zeros_for_a_bad_gradient():
     """Params of 1 after 10 bad gradients. A gradient that was not finite was replaced by zeros, and
     the optimizer ran: momentum, schedule and decay moved the params.
     """
-    opt, one = optax.adamw(0.1, weight_decay=0.1), jnp.float32(1.0)
-    grads = [jnp.nan] * 10
-    w, _ = train(opt, opt.init(one), one, [np.nan_to_num(g, nan=0.0) for g in grads])
-    tx = boostax.static_loss_scale(opt, 1.0)
-    return 1.0, float(w), float(train(tx, tx.init(one), one, grads)[0])
+    opt = optax.adamw(0.1, weight_decay=0.1)
+    w, _ = train(opt, ONE, np.nan_to_num([np.nan] * 10))
+    return 1.0, float(w), float(train(boostax.static_loss_scale(opt, 1.0), ONE, [jnp.nan] * 10)[0])
 
 
 @exhibit("linkedin/Liger-Kernel/pull/830")
@@ -301,8 +294,7 @@ def summed_in_bf16():
     for grad in grads:
         total = total + jnp.bfloat16(grad)
     tx = boostax.accumulate(optax.sgd(1.0), len(grads), normalize="sum")
-    state = tx.init(zero)
-    return 2.0, -float(total), float(train(tx, state, zero, grads)[0])
+    return 2.0, -float(total), float(train(tx, zero, grads)[0])
 
 
 @exhibit("SWivid/F5-TTS/issues/631")
@@ -381,11 +373,9 @@ def a_guard_that_gives_in():
     """Params of 1 after 6 NaN in a row. After `max_consecutive_errors` `apply_if_finite` applies
     what is not finite, and what guards the params writes the NaN into them.
     """
-    one, opt = jnp.float32(1.0), optax.sgd(0.1)
-    peer = optax.apply_if_finite(opt, 5)
-    tx = boostax.static_loss_scale(opt, 1.0)
-    w, ours = (train(x, x.init(one), one, [jnp.nan] * 6)[0] for x in (peer, tx))
-    return 1.0, float(w), float(ours)
+    opt = optax.sgd(0.1)
+    both = optax.apply_if_finite(opt, 5), boostax.static_loss_scale(opt, 1.0)
+    return 1.0, *(float(train(tx, ONE, [jnp.nan] * 6)[0]) for tx in both)
 
 
 @exhibit("unslothai/unsloth-zoo/pull/1261")

@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec as P
 import boostax
 from boostax.model import average_params, averaged_params
 from boostax.testing import drawn
-from boostax.testing._case import assert_same, example_grads, example_params, poison
+from boostax.testing._arrays import assert_same, example_grads, example_params, poison
 
 RNG = np.random.default_rng(0)
 PARAMS = {"w": jnp.asarray(RNG.normal(size=(4, 3)), jnp.float32), "b": jnp.float32(0.5)}

@@ -17,7 +17,7 @@ import pytest
 ROOT = pathlib.Path(__file__).parent.parent
 # Code lines; "boostax" alone are the files that stand in no package of it.
 CEILINGS = {
-    "boostax": 630,
+    "boostax": 580,
     "boostax/_core": 2394,
     "boostax/accumulate": 553,
     "boostax/chain": 340,
@@ -40,9 +40,7 @@ WORDS = 50000
 LONGEST = 60
 # Functions that are longer, until they are cut.
 LONG = {
-    "boostax/train/on_mesh.py: placed_on",
     "boostax/train/oracle.py: value_and_grad",
-    "boostax/train/step.py: make_train_step",
 }
 # Records, and pages that a program writes.
 GENERATED = (

@@ -1,5 +1,6 @@
 """The oracle and the train step: one device, data parallel, weights, keys, model state."""
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -71,21 +72,14 @@ def test_windows_micro_batches_and_replicas_equal_one_big_batch(loss_fn, microba
     normalize = "weight" if loss_fn is token_loss else "mean"
     tx = boostax.accumulate(optimizer(names), 3, normalize=normalize, axis_name=names)
     tx = boostax.dynamic_loss_scale(tx, axis_name=names)
-    step = boostax.make_train_step(
-        loss_fn,
-        tx,
-        mesh=mesh,
-        axis_name=names,
-        microbatches=microbatches,
-        has_aux=loss_fn is token_loss,
-    )
+    how = {"mesh": mesh, "axis_name": names, "microbatches": microbatches}
+    step = boostax.make_train_step(loss_fn, tx, has_aux=loss_fn is token_loss, **how)
     state = step.init(PARAMS)
     for batch in batches:
         state, metrics = step(state, batch)
     assert bool(metrics["applied"])
     expected = big_batch_step(loss_fn, batches)
-    for name in PARAMS:
-        np.testing.assert_allclose(state.params[name], expected[name], rtol=2e-6, atol=1e-7)
+    chex.assert_trees_all_close(state.params, expected, rtol=2e-6, atol=1e-7)
     if loss_fn is token_loss:
         assert int(metrics["tokens"]) == int(batches[-1]["mask"].sum()), "counts are summed"
         whole = token_loss(PARAMS, batches[-1])[0]
@@ -133,10 +127,8 @@ def test_keys_differ_by_call_micro_batch_and_replica_and_repeat_by_seed(mesh, mi
         noise = jax.random.normal(key, (64,))
         return plain_loss(params, batch), boostax.Aux(metrics={"bits": noise})
 
-    tx = optimizer("data")
-    step = boostax.make_train_step(
-        record, tx, mesh=mesh, axis_name="data", has_aux=True, microbatches=microbatches
-    )
+    how = {"has_aux": True, "microbatches": microbatches, **over(mesh, True)}
+    step = boostax.make_train_step(record, optimizer("data"), **how)
     for _ in range(2):
         state = step.init(PARAMS, key=jax.random.key(3))
         for _ in range(2):
@@ -147,6 +139,13 @@ def test_keys_differ_by_call_micro_batch_and_replica_and_repeat_by_seed(mesh, mi
     assert not np.allclose(first, second)
     # The mean of n independent normals has variance 1/n; of equal ones 1.
     assert np.var(first) < 3.0 / (8 * microbatches)
+
+
+def over(mesh, parallel):
+    return {"mesh": mesh, "axis_name": "data"} if parallel else {}
+
+
+STATISTICS = {"mean": jnp.zeros(4), "seen": jnp.zeros((), jnp.int32)}
 
 
 def statistics_loss(params, batch, *, model_state):
@@ -160,16 +159,10 @@ def statistics_loss(params, batch, *, model_state):
 @pytest.mark.parametrize("parallel", [False, True])
 def test_model_state_is_threaded_and_averaged(mesh, parallel, microbatches):
     names = "data" if parallel else None
-    step = boostax.make_train_step(
-        statistics_loss,
-        boostax.dynamic_loss_scale(optimizer(names), axis_name=names),
-        mesh=mesh if parallel else None,
-        axis_name=names,
-        microbatches=microbatches,
-        has_aux=True,
-    )
-    start = {"mean": jnp.zeros(4), "seen": jnp.zeros((), jnp.int32)}
-    state, batch = step.init(PARAMS, model_state=start), token_batch(32)
+    tx = boostax.dynamic_loss_scale(optimizer(names), axis_name=names)
+    how = {"has_aux": True, "microbatches": microbatches, **over(mesh, parallel)}
+    step = boostax.make_train_step(statistics_loss, tx, **how)
+    state, batch = step.init(PARAMS, model_state=STATISTICS), token_batch(32)
     state, _ = step(state, batch)
     shards = batch["x"].reshape(8, 4, 4) if parallel else batch["x"][None]
     expected = []
@@ -186,16 +179,10 @@ def test_model_state_is_threaded_and_averaged(mesh, parallel, microbatches):
 @pytest.mark.parametrize("parallel", [False, True])
 def test_a_skipped_step_leaves_the_whole_train_state_but_the_scaler(mesh, parallel, bad):
     names = "data" if parallel else None
-    inner = boostax.accumulate(optimizer(names), 2, axis_name=names)
-    step = boostax.make_train_step(
-        statistics_loss,
-        boostax.dynamic_loss_scale(inner, axis_name=names),
-        mesh=mesh if parallel else None,
-        axis_name=names,
-        has_aux=True,
-    )
-    start = {"mean": jnp.zeros(4), "seen": jnp.zeros((), jnp.int32)}
-    state = step.init(PARAMS, model_state=start)
+    tx = boostax.accumulate(optimizer(names), 2, axis_name=names)
+    tx = boostax.dynamic_loss_scale(tx, axis_name=names)
+    step = boostax.make_train_step(statistics_loss, tx, has_aux=True, **over(mesh, parallel))
+    state = step.init(PARAMS, model_state=STATISTICS)
     state, _ = step(state, token_batch(32, 0))
     before = jax.device_get(state)
     ruined = token_batch(32, 1)
@@ -204,20 +191,15 @@ def test_a_skipped_step_leaves_the_whole_train_state_but_the_scaler(mesh, parall
     assert not bool(metrics["applied"]) and int(metrics["skipped_steps"]) == 1
     after = jax.device_get(state)
     assert int(after.step) == int(before.step) + 1
-    for left, right in (
-        (before.params, after.params),
-        (before.model_state, after.model_state),
-        (before.opt_state.inner_state, after.opt_state.inner_state),
-    ):
-        jax.tree.map(np.testing.assert_array_equal, left, right)
+    kept = lambda state: (state.params, state.model_state, state.opt_state.inner_state)  # noqa: E731
+    chex.assert_trees_all_equal(kept(after), kept(before))
 
 
 def test_statistics_that_overflow_in_the_forward_pass_are_not_kept():
     """Even where the scaler decides only at the window's end."""
     tx = boostax.accumulate(boostax.dynamic_loss_scale(optimizer(None)), 2)
     step = boostax.make_train_step(statistics_loss, tx, has_aux=True)
-    start = {"mean": jnp.zeros(4), "seen": jnp.zeros((), jnp.int32)}
-    state = step.init(PARAMS, model_state=start)
+    state = step.init(PARAMS, model_state=STATISTICS)
     ruined = token_batch(32, 1)
     ruined["x"][5, 0] = np.nan
     state, _ = step(state, ruined)
@@ -234,8 +216,7 @@ def test_flush_applies_a_partial_window_once(mesh, parallel, scaler):
     def build(every):
         base = optimizer(names)
         tx = scale(window(base, every)) if scaler == "outside" else window(scale(base), every)
-        mesh_given = mesh if parallel else None
-        return boostax.make_train_step(plain_loss, tx, mesh=mesh_given, axis_name=names)
+        return boostax.make_train_step(plain_loss, tx, **over(mesh, parallel))
 
     batches = [token_batch(32, seed) for seed in range(3)]
     long, exact = build(5), build(3)
@@ -244,9 +225,9 @@ def test_flush_applies_a_partial_window_once(mesh, parallel, scaler):
         state, _ = long(state, batch)
         full, _ = exact(full, batch)
     state = long.flush(state)
-    jax.tree.map(np.testing.assert_array_equal, state.params, full.params)
+    chex.assert_trees_all_equal(state.params, full.params)
     once = jax.device_get(state)
-    jax.tree.map(np.testing.assert_array_equal, once.params, long.flush(state).params)
+    chex.assert_trees_all_equal(once.params, long.flush(state).params)
 
 
 def test_value_and_grad_is_jax_value_and_grad_without_a_scaler():
@@ -254,7 +235,7 @@ def test_value_and_grad_is_jax_value_and_grad_without_a_scaler():
     loss, grads = boostax.value_and_grad(plain_loss)(PARAMS, (), batch)
     expected, expected_grads = jax.value_and_grad(plain_loss)(PARAMS, batch)
     assert loss == expected
-    jax.tree.map(np.testing.assert_array_equal, grads, expected_grads)
+    chex.assert_trees_all_equal(grads, expected_grads)
 
 
 @pytest.mark.parametrize("check_vma", [True, False])
@@ -268,15 +249,8 @@ def test_local_gradients_with_checking_on_and_off(mesh, check_vma):
         loss, grads = oracle(params, state, batch)
         return loss, jax.tree.map(lambda g: g[None], grads)
 
-    mapped = jax.jit(
-        jax.shard_map(
-            local,
-            mesh=mesh,
-            in_specs=(P(), P("data")),
-            out_specs=(P(), P("data")),
-            check_vma=check_vma,
-        )
-    )
+    how = {"in_specs": (P(), P("data")), "out_specs": (P(), P("data")), "check_vma": check_vma}
+    mapped = jax.jit(jax.shard_map(local, mesh=mesh, **how))
     loss, grads = mapped(PARAMS, batch)
     np.testing.assert_allclose(loss, plain_loss(PARAMS, batch), rtol=1e-6)
     for replica in range(8):
@@ -308,9 +282,8 @@ def test_pmap_by_hand():
 
 def test_low_precision_params_keep_f32_moments():
     """O3 stores params in f16; moments, decay and the update itself are computed in f32."""
-    step = boostax.make_train_step(
-        plain_loss, boostax.dynamic_loss_scale(optimizer(None)), policy="O3"
-    )
+    tx = boostax.dynamic_loss_scale(optimizer(None))
+    step = boostax.make_train_step(plain_loss, tx, policy="O3")
     state = step.init(PARAMS)
     assert state.params["w"].dtype == jnp.float16
     moments = optax.tree.get(state.opt_state, "mu")

@@ -7,6 +7,7 @@ import collections
 import dataclasses
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import field
 from typing import Any
 
 import jax
@@ -55,7 +56,6 @@ class Audit:
       params: elements of the params, on all devices together; 0 if not known.
       params_bytes: of the params on one device.
       calls: calls per optimizer step, of which one takes the dearest way.
-      argument_bytes, temporary_bytes, output_bytes, aliased_bytes: as XLA plans its buffers.
       donated_in_vain: donated arguments that no result takes over.
       not_donated: arguments that come back as results of their type, and are not donated.
       collectives: in the order of the schedule.
@@ -65,9 +65,10 @@ class Audit:
       crossing_bytes: of these, to another slice; of a single slice, to another host.
       traffic: bytes that operations read and write in memory (HBM).
       cycles: that a TPU's compiler estimates, without the network; ``None`` of the others.
-      flops: floating-point operations that XLA counts, the body of a loop once; NaN if it does not.
+      temporary_bytes, argument_bytes, output_bytes, aliased_bytes: as XLA plans its buffers.
       overlap: the share of ``wire_bytes`` with work between the start of a collective and its end;
         ``None`` without collectives.
+      flops: floating-point operations that XLA counts, the body of a loop once; NaN if it does not.
       unknown_loops: loops whose turns the compiler does not say: what is in them counts once.
       compile_seconds: that the compiler took; NaN of a program that was compiled before.
       findings: what is wasted, with the mend.
@@ -81,25 +82,26 @@ class Audit:
     params: int
     params_bytes: int
     calls: int
-    argument_bytes: int
-    temporary_bytes: int
-    output_bytes: int
-    aliased_bytes: int
     donated_in_vain: tuple[Buffer, ...]
     not_donated: tuple[Buffer, ...]
     collectives: tuple[CompiledCollective, ...]
-    reduced: Ways
-    gathered: Ways
-    wire_bytes: Ways
-    crossing_bytes: Ways
-    traffic: Ways
-    cycles: Ways | None
+    # The words of a row of the table, and the field of which it is printed as a multiple.
+    reduced: Ways = field(metadata={"elements reduced": "params"})
+    gathered: Ways = field(metadata={"elements gathered": "params"})
+    wire_bytes: Ways = field(metadata={"bytes sent": "params_bytes"})
+    crossing_bytes: Ways = field(metadata={"bytes to another slice or host": "params_bytes"})
+    traffic: Ways = field(metadata={"bytes of memory traffic": "params_bytes"})
+    cycles: Ways | None = field(metadata={"cycles, without network": ""})
+    temporary_bytes: int = field(metadata={"temporary bytes": "params_bytes"})
+    argument_bytes: int = field(metadata={"bytes of arguments": "params_bytes"})
+    output_bytes: int = field(metadata={"bytes of results": "params_bytes"})
+    aliased_bytes: int = field(metadata={"of these in arguments' buffers": "params_bytes"})
+    overlap: float | None = field(metadata={"share of sent bytes with work meanwhile": ""})
     flops: float
-    overlap: float | None
     unknown_loops: tuple[str, ...]
     compile_seconds: float
     findings: tuple[Waste, ...]
-    text: str = dataclasses.field(repr=False)
+    text: str = field(repr=False)
     window: str = ""
 
     def per_step(self, ways: Ways) -> float:
@@ -233,10 +235,9 @@ def _window(args: Any) -> str:
         ours = isinstance(x, AccumulateState) and x.window is not None
         return ours or isinstance(x, optax.MultiStepsState)
 
-    for path, x in jax.tree_util.tree_leaves_with_path(args, is_leaf=holds):
-        if holds(x):
-            return f"{jax.tree_util.keystr(path)}, {type(x).__name__}"
-    return ""
+    leaves = jax.tree_util.tree_leaves_with_path(args, is_leaf=holds)
+    found = (f"{jax.tree_util.keystr(at)}, {type(x).__name__}" for at, x in leaves if holds(x))
+    return next(found, "")
 
 
 def _buffers(program: hlo.Program, arguments: Sequence[Argument]) -> dict[str, Any]:
@@ -248,17 +249,18 @@ def _buffers(program: hlo.Program, arguments: Sequence[Argument]) -> dict[str, A
         allowed = f"{len(used)}, one for each argument that it uses"
         raise hlo.unreadable("the parameters of a compiled program", allowed, len(types))
     kept = {used[i].path for i in program.aliased}
-    in_vain = [x for x in arguments if x.donated and x.path not in kept and 0 not in x.types.shape]
+    given = [x for x in arguments if x.info.donated and 0 not in x.info.shape]
+    in_vain = [x for x in given if x.path not in kept]
     # Results that stand in buffers of their own, by type: some argument might have given its own.
     free = collections.Counter(x[:2] for i in body if i.root for x in i.result)
     free -= collections.Counter(types[i] for i in program.aliased)
     not_donated: list[Argument] = []
     for i, x in enumerate(used):
-        if not x.donated and free[types[i]] > 0:
+        if not x.info.donated and free[types[i]] > 0:
             free[types[i]] -= 1
             not_donated.append(x)
     return {
-        name: tuple(Buffer(x.path, _local_bytes(x.types, x.sharding)) for x in found)
+        name: tuple(Buffer(x.path, _local_bytes(x.info, x.sharding)) for x in found)
         for name, found in (("donated_in_vain", in_vain), ("not_donated", not_donated))
     }
 

@@ -98,8 +98,7 @@ def compiled_collectives(
     program: Program, mesh: Mesh | None = None, jaxpr: Any = None
 ) -> tuple[CompiledCollective, ...]:
     """Return all collectives in the order of the schedule; ``jaxpr`` is the program traced."""
-    listed: list[CompiledCollective] = []
-    under_way: set[tuple[Any, ...]] = set()
+    found: dict[Any, CompiledCollective] = {}
     for site in program.sites:
         i = site.instruction
         kind = i.op.removesuffix("-start")
@@ -109,11 +108,10 @@ def compiled_collectives(
         # inside as well.
         carried = "async_collective_fusion_config" in i.attributes
         channel, chain = i.attribute(r"channel_id=(\d+)"), i.attribute(r'chain_id="(\d+)"')
-        transfer = (channel, chain, site.branches)
-        if not (carried and transfer in under_way):
-            listed.append(_collective(program, site, kind, mesh, carried))
-        if carried:
-            under_way.add(transfer)
+        transfer = (channel, chain, site.branches) if carried else len(found)
+        if transfer not in found:
+            found[transfer] = _collective(program, site, kind, mesh, carried)
+    listed = found.values()
     # Kinds that JAX asked for in elements of so many bits, of which none of the kind has now.
     kept = {(c.kind, bits(dtype)) for c in listed for dtype in c.dtypes}
     lost = set(_asked(jaxpr)) - kept
@@ -197,12 +195,9 @@ def _overlapped(program: Program, site: Site) -> bool:
     begun = site.instruction
     if not (begun.op.endswith("-start") or begun.op == "send"):
         return False
-    schedule = program.computations[site.computation].values()
-    after = itertools.islice(itertools.dropwhile(lambda i: i is not begun, schedule), 1, None)
-
-    def runs(i: Instruction) -> bool:
-        return not (i.op.endswith("-done") and begun.name in i.operands)
-
+    schedule = list(program.computations[site.computation].values())
+    after = schedule[schedule.index(begun) + 1 :]
+    runs = lambda i: not (i.op.endswith("-done") and begun.name in i.operands)  # noqa: E731
     return any(i.op in _WORK for i in itertools.takewhile(runs, after))
 
 

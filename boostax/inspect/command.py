@@ -1,6 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Command ``boostax audit module:function``: print what a program sends, keeps and wastes.
 
+The function builds the program: it returns it with its arguments, which may be
+jax.ShapeDtypeStruct, such as (step, state, batch). With a parameter it is given the devices to
+build it for: those of the target, or those at hand.
+
 The standard library parses the arguments, so that it runs where jax, optax and numpy are all.
 """
 
@@ -22,12 +26,6 @@ import jax
 from boostax.inspect.audit import Audit, audit
 from boostax.inspect.targets import target_devices
 
-_USAGE = """\
-The function builds the program: it returns it with its arguments, which may be
-jax.ShapeDtypeStruct, such as (step, state, batch). With a parameter it is given the devices to
-build it for: those of the target, or those at hand.
-"""
-
 # What may be limited, and in which units.
 _LIMITS = {
     "reductions": "per optimizer step, in multiples of the params",
@@ -44,12 +42,12 @@ def run(argv: Sequence[str]) -> int:
         with held_back():
             found = _audited(given)
     except (ImportError, OSError, RuntimeError, TypeError, ValueError) as error:
-        complain(f"boostax: {str(error).removeprefix('boostax: ')}")
+        print(f"boostax: {str(error).removeprefix('boostax: ')}", file=sys.stderr)
         return 1
     print(json.dumps(found.to_dict()) if given.json else found)
     passed = list(_passed(given, found))
     for words in passed:
-        complain(f"boostax: audit: {words}")
+        print(f"boostax: audit: {words}", file=sys.stderr)
     return min(1, len(passed))
 
 
@@ -86,11 +84,6 @@ def held_back() -> Generator[None]:
             os.dup2(shown.fileno(), 2)
 
 
-def complain(words: object) -> None:
-    """Print one line on standard error."""
-    print(words, file=sys.stderr, flush=True)
-
-
 def _audited(given: argparse.Namespace) -> Audit:
     # A plugin for devices that are not here fails, and then compiles for none either.
     if given.cpu_devices or (given.target and not getattr(jax.config, "jax_platforms", None)):
@@ -123,9 +116,7 @@ def _function(name: str) -> Any:
 def _parser() -> argparse.ArgumentParser:
     # It keeps the line breaks of the text.
     form = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser(
-        "boostax audit", description=__doc__, epilog=_USAGE, formatter_class=form
-    )
+    parser = argparse.ArgumentParser("boostax audit", description=__doc__, formatter_class=form)
     add = parser.add_argument
     add("program", metavar="module:function", help="a function that builds the program")
     add("--target", help="v5e:2x4, v5e:4x4*2 (two slices), h100:1x1x8; by default what is at hand")

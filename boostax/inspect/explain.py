@@ -179,30 +179,25 @@ def explain(
     place = _Place(axes.canonical(_WHO, tuple(sizes) or None), sizes)
     reduces = any(row.role in get_args(Reduction) for row in rows(read(tx)))
     missing = "axis_sizes was not given." if reduces and not sizes else ""
-    return _explained(
-        tx, params, place, lambda: _traced(tx, params, place) if sizes else None, missing
-    )
+    return _explained(tx, params, place, functools.partial(_traced, tx, params, place), missing)
 
 
 def _of_step(step: TrainStep, state: PyTree, batch: PyTree) -> Explanation:
     if not isinstance(state, TrainState):
         state = step.init(jax.eval_shape(lambda p: p, state))
     missing = ""
-    if step.mesh is not None and step.is_global(state):
+    if step.is_global(state):
         missing = "on global arrays XLA places it: boostax.audit counts it."
     if step.mesh is not None and batch is None:
         missing = "batch was not given."
     params, variants = jax.eval_shape(step.common_params, state), variants_of(step.tx)
     depth = None if variants is None else variants.plan(params).drawn[0]
-
-    def trace() -> jaxprs.ClosedJaxpr | None:
-        # A step lists the depths that it was built for; this one does not count.
-        apart = dataclasses.replace(step, _programs={})
-        return None if step.mesh is None else apart.jaxpr(state, batch, depth=depth)
-
+    # A step lists the depths that it was built for; this one does not count.
+    apart = dataclasses.replace(step, _programs={})
     sizes = {} if step.mesh is None else dict(step.mesh.shape)
     specs = None if step.placing is None else step.placing.of_params(state.params)
     place = _Place(step.names, sizes, specs, step.shard_optimizer)
+    trace = functools.partial(apart.jaxpr, state, batch, depth=depth)
     return _explained(step.tx, params, place, trace, missing, step)
 
 
@@ -210,22 +205,26 @@ def _explained(
     tx: optax.GradientTransformation,
     params: PyTree,
     place: _Place,
-    trace: Callable[[], jaxprs.ClosedJaxpr | None],
+    trace: Callable[[], jaxprs.ClosedJaxpr],
     missing: str,
     step: TrainStep | None = None,
 ) -> Explanation:
-    """Explain a chain; ``trace`` gives the program to count, unless what it needs is missing."""
+    """Explain a chain; ``trace`` gives the program to count, if it has axes and lacks nothing."""
     found = rows(read(tx))
     wrong, program, problem = tuple(findings(found, step)), None, missing
     try:
-        program = None if missing else trace()
+        program = trace() if place.sizes and not missing else None
     except (ValueError, TypeError) as error:
         # A wrong order often cannot be traced; then that is what to say.
         if not wrong:
             raise
         problem = str(error).partition("\n")[0]
-    parts = _part_costs(tx, found, params, place, program)
-    return Explanation(parts, wrong, _params_bytes(params, place), problem)
+    # Arrays and numbers alike.
+    params = jax.eval_shape(lambda p: p, params)
+    kept = _on_device(params, place.param_specs, place.sizes)
+    whole = sum(x.bytes for x in jax.tree.leaves(kept))
+    parts = _part_costs(found, _on_device(*_state(tx, params, place), place.sizes), whole, program)
+    return Explanation(parts, wrong, whole, problem)
 
 
 def _cells(parts: tuple[PartCost, ...]) -> Cells:
@@ -277,15 +276,10 @@ class _Kept:
 
 
 def _part_costs(
-    tx: optax.GradientTransformation,
-    found: Sequence[Row],
-    params: PyTree,
-    place: _Place,
-    program: jaxprs.ClosedJaxpr | None,
+    found: Sequence[Row], kept: PyTree, whole: float, program: jaxprs.ClosedJaxpr | None
 ) -> tuple[PartCost, ...]:
     """Return one for each row, and one more for what a program sends beside them."""
     # The part of the whole state that is each row's; ``None`` if it cannot be told.
-    kept, whole = _on_device(*_state(tx, params, place), place.sizes), _params_bytes(params, place)
     states = [functools.reduce(follow, row.routes, kept) for row in found]
     # An array inside nested parts is kept by the innermost.
     keepers = {id(x): i for i, state in enumerate(states) for x in jax.tree.leaves(state)}
@@ -326,13 +320,6 @@ def _summed(sent: Sequence[costs.Collective]) -> tuple[dict[str, float], float]:
     for c in sent:
         counts[c.primitive] += c.share * c.count
     return dict(counts), sum((c.share * c.wire_bytes for c in sent), 0.0)
-
-
-def _params_bytes(params: PyTree, place: _Place) -> float:
-    """Return the bytes of the params on one device."""
-    params = jax.eval_shape(lambda p: p, params)
-    found = _on_device(params, place.param_specs, place.sizes)
-    return sum(x.bytes for x in jax.tree.leaves(found))
 
 
 def _traced(tx: optax.GradientTransformation, params: PyTree, place: _Place) -> jaxprs.ClosedJaxpr:

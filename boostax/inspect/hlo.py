@@ -7,29 +7,28 @@
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import functools
 import math
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 
 _ARRAY = re.compile(r"\b(pred|token|[a-z]+\d\w*)\[([\d,<=]*)\](?:\{([^}]*)\})?")
 # A heading and its numbered rows; a computation's opening line and the lines up to its brace.
 _TABLE = re.compile(r"^([A-Z]\w+)\n((?:\d+ .*\n)+)", re.M)
+_ROW = re.compile(r"^(\d+) (.*)", re.M)
 _COMPUTATION = re.compile(r"^(ENTRY )?%?([\w.\-]+) \(.*\{\s*\n((?:(?!\}).*\n)*)\}", re.M)
-_INSTRUCTION = re.compile(r"\s*(ROOT )?%?([\w.\-]+) = (.*?) ([a-z][\w\-]*)(?=\()")
+# Complex constants stand in parentheses of their own.
+_INSTRUCTION = re.compile(
+    r"\s*(ROOT )?%?([\w.\-]+) = (.*?) ([a-z][\w\-]*)\(([^()]*(?:\([^()]*\)[^()]*)*)\)(.*)"
+)
 _REFERENCE = re.compile(r"%([\w.\-]+)")
-# Attributes of an operation that name the computations it runs.
-_CALLS = {
-    "conditional": ("branch_computations", "false_computation", "true_computation"),
-    "while": ("body",),
-    "call": ("to_apply",),
-    "fusion": ("calls",),
-    "async-start": ("calls",),
-}
+# Attributes that name the computations of an operation, branches in their order when sorted.
+_BODIES = "body|branch_computations|calls|false_computation|true_computation"
 
 
 class Array(NamedTuple):
@@ -81,9 +80,9 @@ class Instruction:
     @property
     def called(self) -> tuple[str, ...]:
         """The computations it runs; those of a conditional are its branches, by their index."""
-        keys = _CALLS.get(self.op, ())
-        listed = (self.attribute(key + r"=(\{[^}]*\}|%[\w.\-]+)") for key in keys)
-        return tuple(name for names in listed for name in _REFERENCE.findall(names))
+        keys = "to_apply" if self.op == "call" else _BODIES
+        found = re.findall(rf"\b({keys})=(\{{[^}}]*\}}|%[\w.\-]+)", self.attributes)
+        return tuple(name for _, names in sorted(found) for name in _REFERENCE.findall(names))
 
 
 class Site(NamedTuple):
@@ -143,13 +142,13 @@ class Program:
       computations: the instructions of each by name, in the order of the schedule.
       entry: the computation that a call runs.
       header: the first line.
-      frames: source locations by number: ``file:line``.
+      tables: of source locations: by heading and number, a row.
     """
 
     computations: Mapping[str, Mapping[str, Instruction]]
     entry: str
     header: str
-    frames: Mapping[str, str]
+    tables: Mapping[str, Mapping[str, str]]
 
     @property
     def partitions(self) -> int:
@@ -191,20 +190,19 @@ class Program:
             multiplied out.
         """
         always = 0.0
-        conditionals: dict[str, dict[str, list[tuple[Sequence[str], float]]]] = {}
+        inside = collections.defaultdict[str, Any](lambda: collections.defaultdict(list))
         for branches, amount in amounts:
             if branches:
                 conditional, _, index = branches[0].rpartition(":")
-                inside = conditionals.setdefault(conditional, {}).setdefault(index, [])
-                inside.append((branches[1:], amount))
+                inside[conditional][index].append((branches[1:], amount))
             else:
                 always += amount
         least = most = always
-        for conditional, inside in conditionals.items():
-            each = [self.total(branch) for branch in inside.values()]
+        for conditional, taken in inside.items():
+            each = list(map(self.total, taken.values()))
             # A branch in which nothing stands costs nothing.
-            empty = len(inside) < self._branches[conditional]
-            least += 0.0 if empty else min(way.least for way in each)
+            each += [Ways(0.0, 0.0)] * (len(each) < self._branches[conditional])
+            least += min(way.least for way in each)
             most += max(way.most for way in each)
         return Ways(least, most)
 
@@ -255,13 +253,11 @@ class Program:
             return _Value(None, int(i.literal))
         if i.op == "get-tuple-element" and body[i.operands[0]].op == "parameter":
             return _Value(int(i.attribute(r"index=(\d+)")), 0)
-        if i.op in ("copy", "bitcast", "convert"):
-            return self._value(computation, i.operands[0])
-        if i.op == "add":
-            first, second = (self._value(computation, operand) for operand in i.operands)
-            if None in (first.element, second.element):
-                element = second.element if first.element is None else first.element
-                return _Value(element, first.offset + second.offset)
+        if i.op in ("add", "copy", "bitcast", "convert"):
+            summed = [self._value(computation, operand) for operand in i.operands]
+            carried = [x.element for x in summed if x.element is not None]
+            if len(carried) < 2:
+                return _Value((*carried, None)[0], sum(x.offset for x in summed))
         return _UNKNOWN
 
     def _initial(self, site: Site | None, value: _Value) -> float:
@@ -278,7 +274,14 @@ class Program:
 
     def source(self, instruction: Instruction) -> str:
         """Return ``file:line`` of the code that asked for it; empty where the compiler lost it."""
-        return self.frames.get(instruction.attribute(r"stack_frame_id=(\d+)"), "")
+        frame = self._numbers("StackFrames", instruction.attribute(r"stack_frame_id=(\d+)"))
+        place = self._numbers("FileLocations", frame.get("file_location_id", ""))
+        file = self.tables.get("FileNames", {}).get(place.get("file_name_id", ""), "").strip('"')
+        return f"{file}:{place['line']}" if file else ""
+
+    def _numbers(self, table: str, number: str) -> dict[str, str]:
+        """Return the fields of a row."""
+        return dict(re.findall(r"(\w+)=(\d+)", self.tables.get(table, {}).get(number, "")))
 
 
 def parse(text: str) -> Program:
@@ -295,7 +298,8 @@ def parse(text: str) -> Program:
             f"{header[:80]!r}. Pass a jax.jit function with its arguments, or what its lower() or "
             "compile() returned."
         )
-    return Program(computations, entry, header, _frames(text))
+    tables = {head: dict(_ROW.findall(rows)) for head, rows in _TABLE.findall(text)}
+    return Program(computations, entry, header, tables)
 
 
 def unreadable(subject: str, allowed: str, got: object) -> RuntimeError:
@@ -326,38 +330,7 @@ def _instruction(line: str) -> Instruction:
     found = _INSTRUCTION.match(line)
     if found is None:
         raise unreadable("a line of a compiled program", "%name = type op(...)", line)
-    root, name, shape, op = found.groups()
-    inner = _bracketed(line[found.end() :])
-    attributes = line[found.end() + len(inner) :]
+    root, name, shape, op, inner, attributes = found.groups()
     operands = tuple(_REFERENCE.findall(inner))
-    literal = "" if operands else inner[1:-1]
+    literal = "" if operands else inner
     return Instruction(name, op, arrays(shape), operands, literal, attributes, root is not None)
-
-
-def _bracketed(text: str) -> str:
-    """Return the text from the parenthesis that it begins with to the one that closes it."""
-    depth = 0
-    for found in re.finditer(r"[()]", text):
-        depth += 1 if found.group() == "(" else -1
-        if depth == 0:
-            return text[: found.end()]
-    return text
-
-
-def _frames(text: str) -> dict[str, str]:
-    """Return source locations by the number of their frame."""
-    tables: dict[str, dict[str, str]] = {}
-    for head, rows in _TABLE.findall(text):
-        tables[head] = dict(row.split(" ", 1) for row in rows.splitlines())
-    heads = ("FileNames", "FileLocations", "StackFrames")
-    files, places, frames = (tables.get(head, {}) for head in heads)
-
-    def field(row: str, key: str) -> str:
-        return next(iter(re.findall(rf"\b{key}=(\d+)", row)), "")
-
-    found: dict[str, str] = {}
-    for number, frame in frames.items():
-        place = places.get(field(frame, "file_location_id"), "")
-        file = files.get(field(place, "file_name_id"), "").strip('"')
-        found[number] = f"{file}:{field(place, 'line')}" if file else ""
-    return found

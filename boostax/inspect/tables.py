@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import pathlib
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
@@ -18,20 +19,6 @@ Cells = list[tuple[str, ...]]
 _ROWS = 16
 # Bytes of params below which a TPU's program needs hardly any temporaries in HBM.
 _IN_VECTOR_MEMORY = 100_000_000
-# Totals: in words, the field, and the field of which it is printed as a multiple.
-_TOTALS = (
-    ("elements reduced", "reduced", "params"),
-    ("elements gathered", "gathered", "params"),
-    ("bytes sent", "wire_bytes", "params_bytes"),
-    ("bytes to another slice or host", "crossing_bytes", "params_bytes"),
-    ("bytes of memory traffic", "traffic", "params_bytes"),
-    ("cycles, without network", "cycles", ""),
-    ("temporary bytes", "temporary_bytes", "params_bytes"),
-    ("bytes of arguments", "argument_bytes", "params_bytes"),
-    ("bytes of results", "output_bytes", "params_bytes"),
-    ("of these in arguments' buffers", "aliased_bytes", "params_bytes"),
-    ("share of sent bytes with work meanwhile", "overlap", ""),
-)
 
 
 def text(found: Audit) -> str:
@@ -67,14 +54,15 @@ def _headline(found: Audit) -> str:
 def _total_cells(found: Audit) -> Cells:
     """Return totals per call and device: on the cheapest and on the dearest path."""
     cells: Cells = [("per call and device", "held", "applied", "of the params")]
-    for words, field, unit in _TOTALS:
-        value, whole = getattr(found, field), getattr(found, unit) if unit else 0
+    printed = ((x.name, *row) for x in dataclasses.fields(found) for row in x.metadata.items())
+    for name, words, unit in printed:
+        value, whole = getattr(found, name), getattr(found, unit) if unit else 0
         held = ""
         if isinstance(value, Ways):
             held, value = f"{value.least:,.0f}", value.most or None
         if value is not None:
             share = f"{value / whole:.2f}" if whole else ""
-            cells.append((words, held, f"{value:,.{2 * (field == 'overlap')}f}", share))
+            cells.append((words, held, f"{value:,.{2 * (name == 'overlap')}f}", share))
     return cells
 
 

@@ -85,9 +85,8 @@ def target_devices(target: str) -> tuple[Any, ...]:
     if jax.default_backend() != "tpu":
         for name, value in _NO_TPU.items():
             os.environ.setdefault(name, value)
-    given: dict[str, Any] = {"platform": "tpu", "topology_name": target.partition("*")[0]}
-    if int(found["slices"] or 1) > 1:
-        given["num_slices"] = int(found["slices"])
+    given: Any = {"platform": "tpu", "topology_name": target.partition("*")[0]}
+    given["num_slices"] = int(found["slices"] or 1)
     if config:
         given = {"platform": "cuda", "topology": found["shape"], "target_config": config}
     try:
@@ -128,14 +127,12 @@ class Argument(NamedTuple):
 
     Attributes:
       path: its position among the arguments.
-      donated: whether its buffer may be taken over.
-      types: its shape and dtype.
+      info: its shape and dtype, and whether its buffer may be taken over.
       sharding: ``None`` if the program does not use it, and XLA never sees it.
     """
 
     path: str
-    donated: bool
-    types: Any
+    info: Any
     sharding: Any
 
 
@@ -189,22 +186,20 @@ def compile_program(
     checks.require(_AUDIT, "program", program, allowed, callable(program), hint, TypeError)
     # Only jax.jit traces apart from lowering; jax.pmap lowers, and so do wrappers of both.
     program = program if hasattr(program, "lower") else jax.jit(program)
-    shapes = jax.tree.map(_shape, args)
-    shardings = (getattr(x, "sharding", None) for x in jax.tree.leaves(shapes))
-    meant = {device for x in shardings for device in getattr(x, "device_set", ())}
+    shardings = filter(None, map(_sharding, jax.tree.leaves(args)))
+    meant = {device for x in shardings for device in x.device_set}
     devices = target_devices(target) if target is not None else tuple(meant)
-    stage = program.trace(*shapes) if hasattr(program, "trace") else None
+    stage: Any = program.trace(*args) if hasattr(program, "trace") else None
     traced = isinstance(stage, jax.stages.Traced)
     if meant <= set(devices) and (meant or target is None):
         # A wrapper decides for itself what it takes for an array.
         made = _finished(program.lower(*args) if stage is None else stage.lower(), devices)
-    elif traced:
-        made = _moved(program, shapes, stage.args_info, devices)
     else:
         hint = "Pass the jax.jit function inside, or build the program on the target's devices."
         got = getattr(program, "__name__", type(program).__name__)
         allowed = "a jax.jit function where it is to move to a target"
-        raise TypeError(checks.message(_AUDIT, "program", allowed, got, hint))
+        checks.require(_AUDIT, "program", got, allowed, traced, hint, TypeError)
+        made = _moved(program, args, stage.args_info, devices)
     return made._replace(jaxpr=stage.jaxpr.jaxpr if traced else None)
 
 
@@ -220,23 +215,29 @@ def _moved(
     """Compile the program for other devices than those that its arguments are on."""
     platform = "cuda" if devices[0].platform == "gpu" else devices[0].platform
     exported = jax.export.export(program, platforms=[platform])(*args)
-    mesh = _mesh_of(getattr(x, "sharding", None) for x in jax.tree.leaves(args))
+    mesh = _mesh_of(map(_sharding, jax.tree.leaves(args)))
     if exported.nr_devices > 1 and mesh is None:
         raise ValueError(
             f"{_AUDIT}: args must have shardings over the program's mesh where a target is given, "
             "got none. Pass jax.ShapeDtypeStruct(shape, dtype, sharding=...) or placed arrays."
         )
-    there = None if mesh is None else _same_mesh(mesh, devices)
+    if mesh is not None and mesh.size != len(devices):
+        raise ValueError(
+            f"{_AUDIT}: target must have as many devices as the program's mesh, {mesh.size}, "
+            f"got {len(devices)}. Build the program over a mesh of the target: jax.sharding.Mesh("
+            "numpy.array(boostax.inspect.target_devices(target)).reshape(...), names)."
+        )
+    grid: Any = None if mesh is None else np.array(devices).reshape(mesh.devices.shape)
+    there = None if mesh is None else Mesh(grid, mesh.axis_names, axis_types=mesh.axis_types)
 
     def place(x: Any) -> jax.ShapeDtypeStruct:
-        fits = isinstance(x, (jax.ShapeDtypeStruct, bool, int, float, complex))
+        fits = isinstance(x, jax.typing.ArrayLike | jax.ShapeDtypeStruct)
         hint = "Bind what is static with functools.partial before jax.jit."
         allowed = "arrays where a target is given"
         checks.require(_AUDIT, "args", x, allowed, fits, hint, TypeError)
-        spec = getattr(getattr(x, "sharding", None), "spec", PartitionSpec())
+        spec = getattr(_sharding(x), "spec", PartitionSpec())
         sharding = NamedSharding(there, spec) if there else SingleDeviceSharding(devices[0])
-        dtype = getattr(x, "dtype", None) or jax.numpy.result_type(x)
-        return jax.ShapeDtypeStruct(np.shape(x), dtype, sharding=sharding)
+        return jax.ShapeDtypeStruct(np.shape(x), jax.numpy.result_type(x), sharding=sharding)
 
     donated = (jax.tree.leaves(info, is_leaf=_is_info) for info in args_info[0])
     donate = tuple(i for i, infos in enumerate(donated) if any(x.donated for x in infos))
@@ -247,24 +248,12 @@ def _moved(
         return _finished(again.lower(*jax.tree.map(place, args)), devices)
 
 
-def _same_mesh(mesh: Mesh, devices: Sequence[Any]) -> Mesh:
-    """Return the mesh with the target's devices."""
-    if mesh.size != len(devices):
-        raise ValueError(
-            f"{_AUDIT}: target must have as many devices as the program's mesh, {mesh.size}, "
-            f"got {len(devices)}. Build the program over a mesh of the target: jax.sharding.Mesh("
-            "numpy.array(boostax.inspect.target_devices(target)).reshape(...), names)."
-        )
-    grid = np.array(devices).reshape(mesh.devices.shape)
-    return Mesh(grid, mesh.axis_names, axis_types=mesh.axis_types)
-
-
 def _finished(
     program: jax.stages.Lowered | jax.stages.Compiled, devices: Collection[Any] = ()
 ) -> CompiledProgram:
     """Compile a program that is not compiled yet, for these devices."""
     compiled: Any = _unwrapped(program)
-    seconds, arguments = math.nan, list[Argument]()
+    seconds = math.nan
     if isinstance(compiled, jax.stages.Lowered):
         begun = time.perf_counter()
         # Where no GPU is at hand kernels cannot be timed, and XLA chooses them by its cost model.
@@ -273,13 +262,12 @@ def _finished(
         compiled = compiled.compile(compiler_options=options)
         seconds = time.perf_counter() - begun
 
-    def note(path: Any, info: Any, sharding: Any) -> None:
-        # The first key tells positional arguments from named ones.
-        arguments.append(Argument(keystr(path[1:]), info.donated, info, sharding))
-
-    given = compiled.args_info, compiled.input_shardings
-    jax.tree_util.tree_map_with_path(note, *given, is_leaf=_is_info)
-    return CompiledProgram(compiled, tuple(arguments), seconds)
+    infos, tree = jax.tree_util.tree_flatten_with_path(compiled.args_info, is_leaf=_is_info)
+    shardings = tree.flatten_up_to(compiled.input_shardings)
+    pairs = zip(infos, shardings, strict=True)
+    # The first key tells positional arguments from named ones.
+    arguments = tuple(Argument(keystr(path[1:]), info, where) for (path, info), where in pairs)
+    return CompiledProgram(compiled, arguments, seconds)
 
 
 def _mesh_of(shardings: Iterable[Any]) -> Mesh | None:
@@ -288,13 +276,9 @@ def _mesh_of(shardings: Iterable[Any]) -> Mesh | None:
     return next((mesh for mesh in meshes if isinstance(mesh, Mesh)), None)
 
 
-def _shape(x: Any) -> Any:
-    """Return an array without its values; any other leaf unchanged: it may be static."""
-    if isinstance(x, np.ndarray):
-        return jax.ShapeDtypeStruct(x.shape, jax.numpy.result_type(x))
-    if not isinstance(x, jax.Array):
-        return x
-    return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding if x.committed else None)
+def _sharding(x: Any) -> Any:
+    """Return where an array is meant to be; ``None`` of one that may be anywhere."""
+    return getattr(x, "sharding", None) if getattr(x, "committed", True) else None
 
 
 def _is_info(x: Any) -> bool:

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 import tomllib
 from collections.abc import Iterator, Sequence
@@ -12,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from jax.sharding import Mesh
 
-from boostax.inspect.collectives import REDUCES, CompiledCollective
+from boostax.inspect.collectives import REDUCES
 
 if TYPE_CHECKING:
     from boostax.inspect.audit import Audit
@@ -67,7 +68,9 @@ def wastes(found: Audit, shapes: Sequence[tuple[int, ...]], mesh: Mesh | None) -
 
 def _repeated(found: Audit, sizes: frozenset[int]) -> Iterator[Waste]:
     """Yield what is sent again and again, in multiples of the params."""
-    gradients = [c for c in found.collectives if c.does in REDUCES and _is_gradient(c, sizes)]
+    # Most of what a gradient's reduction has is of the size of a leaf: activations rarely do.
+    reduced = [c for c in found.collectives if c.does in REDUCES]
+    gradients = [c for c in reduced if 2 * sum(n for n in c.operands if n in sizes) > c.elements]
     always = [c for c in gradients if not c.branches and found.calls > 1]
     gathered = [c for c in found.collectives if c.does == "all-gather" and c.loops]
     for name, calls, among in (
@@ -85,9 +88,8 @@ def _repeated(found: Audit, sizes: frozenset[int]) -> Iterator[Waste]:
 
 def _gradient_sizes(shapes: Sequence[tuple[int, ...]], mesh: Mesh | None) -> frozenset[int]:
     """Return the elements that a gradient can have on a device: whole, of one layer, sharded."""
-    shards = {1}
-    for axis_size in () if mesh is None else mesh.devices.shape:
-        shards |= {n * axis_size for n in shards}
+    sizes = () if mesh is None else mesh.devices.shape
+    shards = {math.prod(taken) for taken in itertools.product(*((1, n) for n in sizes))}
     stacks = [shape for shape in shapes if len(shape) > 2]
     # XLA may also put leaves into one array: all of them, or the matrices of a layer.
     layers = [
@@ -98,8 +100,3 @@ def _gradient_sizes(shapes: Sequence[tuple[int, ...]], mesh: Mesh | None) -> fro
     whole = [math.prod(shape) for shape in shapes]
     sharded = {n // count for n in whole + layers for count in shards if n % count == 0}
     return frozenset({sum(whole)} | sharded)
-
-
-def _is_gradient(c: CompiledCollective, sizes: frozenset[int]) -> bool:
-    """Return whether most of what it reduces has the size of a leaf: activations rarely do."""
-    return 2 * sum(n for n in c.operands if n in sizes) > c.elements

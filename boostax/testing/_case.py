@@ -1,21 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a law needs to know of a transformation, and the trees and gradients that laws use."""
+"""What a law needs to know of a transformation, and the steps that laws take with it."""
 
 import dataclasses
+import functools
 import inspect
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
-import jax.numpy as jnp
-import numpy as np
 import optax
 
 from boostax._core.axes import AxisName
 from boostax._core.gate import gate_of, gated
 from boostax._core.handshake import assume_scaled
-from boostax.config.migrate import holds
+from boostax._core.replicas import PerReplica, is_per_replica, stack_replicas
 from boostax.reduce.mean import all_reduce
+from boostax.testing import _arrays as arrays
 from boostax.train.apply import apply_gradients
 
 PyTree = Any
@@ -118,85 +118,6 @@ def optimizer() -> optax.GradientTransformationExtraArgs:
     )
 
 
-class Pair(NamedTuple):
-    """A NamedTuple node."""
-
-    left: Any
-    right: Any
-
-
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass
-class Block:
-    """A dataclass node."""
-
-    scale: Any
-
-
-def example_params(dtype: Any = jnp.float32) -> PyTree:
-    """Dict, list, NamedTuple, dataclass, None, a scalar and an empty leaf."""
-    return {
-        "dense": {"kernel": _wave((3, 4), 1.0, dtype), "bias": _wave((4,), 2.0, dtype)},
-        "list": [jnp.asarray(0.5, dtype), jnp.zeros((0, 2), dtype)],
-        "pair": Pair(_wave((5,), 3.0, dtype), None),
-        "block": Block(_wave((2, 1), 4.0, dtype)),
-    }
-
-
-def even_params() -> PyTree:
-    """Leaves whose first dimension divides by eight devices."""
-    return {"w": _wave((16, 4), 1.0, jnp.float32), "b": _wave((8,), 2.0, jnp.float32)}
-
-
-def example_grads(params: PyTree, seed: int) -> PyTree:
-    """Gradients of moderate size, different for every seed, in the params' dtypes."""
-    leaves, treedef = jax.tree.flatten(params)
-    return jax.tree.unflatten(
-        treedef, [_wave(p.shape, 7.0 + seed + 0.3 * i, p.dtype) for i, p in enumerate(leaves)]
-    )
-
-
-def _wave(shape: tuple[int, ...], phase: float, dtype: Any) -> jax.Array:
-    size = int(np.prod(shape))
-    return jnp.asarray(np.sin(phase + 1.7 * np.arange(size)).reshape(shape), dtype)
-
-
-def poison(grads: PyTree, value: float) -> PyTree:
-    """One element of one leaf replaced."""
-    leaves, treedef = jax.tree.flatten(grads)
-    leaves[0] = leaves[0].at[(0,) * leaves[0].ndim].set(value)
-    return jax.tree.unflatten(treedef, leaves)
-
-
-def assert_same(left: PyTree, right: PyTree, what: str) -> None:
-    """Bit for bit: structure, dtypes, values."""
-    assert jax.tree.structure(left) == jax.tree.structure(right), f"{what}: structure differs"
-    for (path, a), b in zip(
-        jax.tree_util.tree_leaves_with_path(left), jax.tree.leaves(right), strict=True
-    ):
-        where = f"{what} at {jax.tree_util.keystr(path)}"
-        assert a.dtype == b.dtype, f"{where}: {a.dtype} and {b.dtype}"
-        np.testing.assert_array_equal(np.asarray(a), np.asarray(b), err_msg=where)
-
-
-def assert_close(left: PyTree, right: PyTree, what: str, tolerance: float = 1e-6) -> None:
-    """Within a relative tolerance that compilation in another context explains."""
-    for a, b in zip(jax.tree.leaves(left), jax.tree.leaves(right), strict=True):
-        np.testing.assert_allclose(
-            np.asarray(a), np.asarray(b), rtol=tolerance, atol=tolerance, err_msg=what
-        )
-
-
-def with_scale(state: Any, scale: float) -> Any:
-    """A state whose scalers have this scale."""
-
-    def node(x: Any) -> Any:
-        name = holds(type(x)).scale
-        return x._replace(**{name: jnp.full_like(getattr(x, name), scale)}) if name else x
-
-    return jax.tree.map(node, state, is_leaf=lambda x: bool(holds(type(x)).scale))
-
-
 def raises(fn: Callable[[], Any], *parts: str) -> None:
     """An error of whose message these are parts."""
     try:
@@ -208,31 +129,45 @@ def raises(fn: Callable[[], Any], *parts: str) -> None:
         raise AssertionError(f"nothing raised for {parts[0]!r}")
 
 
-def types_of(tree: PyTree) -> list[Any]:
-    """Shape, dtype and weak type of every leaf."""
-    return [(x.shape, x.dtype, x.weak_type) for x in jax.tree.leaves(tree)]
-
-
 def applied(tx: optax.GradientTransformation) -> Callable[..., Carry]:
     """A step of ``apply_gradients``: from params, state and gradients to params and state."""
     return lambda params, state, grads: apply_gradients(tx, grads, state, params)
 
 
+def of_replica(tx: optax.GradientTransformation) -> Callable[..., Carry]:
+    """Return a step within a map, where the params may be the replica's own."""
+
+    def step(params: PyTree, state: Any, grads: PyTree) -> Carry:
+        own = is_per_replica(params)
+        new, state = apply_gradients(tx, grads, state, params.local if own else params)
+        return (PerReplica(new) if own else new), state
+
+    return step
+
+
+def start(case: Case, tx: optax.GradientTransformation, replicas: int | None) -> Carry:
+    """Return params and state as they are outside of a map."""
+    params = arrays.even_params()
+    carry = PerReplica(params) if case.own_params and replicas else params, tx.init(params)
+    return carry if replicas is None else stack_replicas(carry, replicas)
+
+
 def follow(step: Callable[..., Carry], carry: Carry, grads: Sequence[PyTree]) -> Carry:
     """A step for each of these gradients."""
-    for each in grads:
-        carry = step(*carry, each)
-    return carry
+    return functools.reduce(lambda carry, each: step(*carry, each), grads, carry)
 
 
-def steps(
-    tx: optax.GradientTransformationExtraArgs, params: PyTree, state: Any, seeds: Any
-) -> Carry:
-    """Jitted ``update`` and ``apply_updates``, once per seed."""
+def train(tx: optax.GradientTransformation, params: PyTree, grads: Sequence[PyTree]) -> Carry:
+    """Return params and state after a step for each of these gradients."""
+    return follow(applied(tx), (params, tx.init(params)), grads)
+
+
+def steps(tx: optax.GradientTransformation, params: PyTree, grads: Sequence[PyTree]) -> Carry:
+    """Run jitted ``update`` and ``apply_updates`` once for each of these gradients."""
 
     @jax.jit
     def step(params: PyTree, state: Any, grads: PyTree) -> Carry:
         updates, state = drawn(tx).update(grads, state, params)
         return optax.apply_updates(params, updates), state
 
-    return follow(step, (params, state), [example_grads(params, seed) for seed in seeds])
+    return follow(step, (params, tx.init(params)), grads)

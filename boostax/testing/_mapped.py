@@ -12,33 +12,14 @@ import numpy as np
 import optax
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
+from boostax import states
 from boostax._core import trees
 from boostax._core.axes import local_params
-from boostax._core.replicas import (
-    PerReplica,
-    enter_replica,
-    is_per_replica,
-    leave_replica,
-    stack_replicas,
-    state_specs,
-    without,
-)
+from boostax._core.replicas import PerReplica, is_per_replica, without
 from boostax.reduce.feedback import CompressedState
-from boostax.testing._case import (
-    Carry,
-    Case,
-    applied,
-    assert_close,
-    assert_same,
-    drawn,
-    even_params,
-    example_grads,
-    follow,
-    laws_in,
-    poison,
-    raises,
-    with_scale,
-)
+from boostax.testing import _arrays as arrays
+from boostax.testing import _case
+from boostax.testing._case import Carry, Case, applied, drawn, follow, laws_in, raises, train
 from boostax.train.apply import apply_gradients
 from boostax.train.on_mesh import on_mesh
 
@@ -49,8 +30,7 @@ MODES = ("checked", "unchecked", "pmap", "vmap")
 
 def replica_grads(seed: int, replicas: int) -> PyTree:
     """Different gradients for every replica, on a leading dimension."""
-    each = [example_grads(even_params(), 100 * seed + r) for r in range(replicas)]
-    return jax.tree.map(lambda *x: jnp.stack(x), *each)
+    return arrays.stack(arrays.draws(arrays.even_params(), replicas, 100 * seed))
 
 
 def run(case: Case, mode: str, windows: list[PyTree]) -> tuple[PyTree, Any]:
@@ -58,36 +38,27 @@ def run(case: Case, mode: str, windows: list[PyTree]) -> tuple[PyTree, Any]:
     return on_replicas(functools.partial(train, case.mapped(AXIS)), mode, windows)
 
 
-def train(tx: optax.GradientTransformation, params: PyTree, windows: list[PyTree]) -> Carry:
-    """Params and state after a step for each of these gradients."""
-    return follow(applied(tx), (params, tx.init(params)), windows)
-
-
 def on_replicas(train: Callable[..., Any], mode: str, grads: PyTree) -> Any:
     """``train(params, local gradients)`` on every replica, its result stacked."""
-    params, replicas = even_params(), jax.device_count()
     if mode in ("pmap", "vmap"):
         mapper: Callable[..., Any] = jax.pmap if mode == "pmap" else jax.vmap
         mapped = mapper(train, axis_name=AXIS, in_axes=(None, 0))
-        return jax.jit(mapped)(params, grads) if mode == "vmap" else mapped(params, grads)
+        return (jax.jit(mapped) if mode == "vmap" else mapped)(arrays.even_params(), grads)
 
     def local(params: PyTree, grads: PyTree) -> Any:
         result = train(params, jax.tree.map(lambda g: g[0], grads))
         return jax.tree.map(lambda x: x[None], result)
 
-    sharded = jax.shard_map(
-        local,
-        mesh=data_mesh(replicas),
-        in_specs=(PartitionSpec(), PartitionSpec(AXIS)),
-        out_specs=PartitionSpec(AXIS),
-        check_vma=mode == "checked",
-    )
-    return jax.jit(sharded)(params, grads)
+    each = PartitionSpec(AXIS)
+    sharded = on_mesh_of(local, (PartitionSpec(), each), each, check_vma=mode == "checked")
+    return jax.jit(sharded)(arrays.even_params(), grads)
 
 
-def data_mesh(replicas: int) -> Mesh:
-    """One data axis over all devices."""
-    return jax.make_mesh((replicas,), (AXIS,), axis_types=(AxisType.Auto,))
+def on_mesh_of(fn: Any, in_specs: Any, out_specs: Any, check_vma: bool = True) -> Any:
+    """Map ``fn`` over all devices, on one data axis."""
+    mesh = jax.make_mesh((jax.device_count(),), (AXIS,), axis_types=(AxisType.Auto,))
+    how: dict[str, Any] = {"in_specs": in_specs, "out_specs": out_specs, "check_vma": check_vma}
+    return jax.shard_map(fn, mesh=mesh, **how)
 
 
 def assert_like(
@@ -95,7 +66,7 @@ def assert_like(
 ) -> None:
     """Params as they are outside of a mapped function, and what every replica has of them."""
     one = stacked if case.own_params else jax.tree.map(lambda x: x[0], stacked)
-    assert_close(params.local if case.own_params else params, one, what, tolerance)
+    arrays.assert_close(params.local if case.own_params else params, one, what, tolerance)
 
 
 def replicas_stay_equal_in_every_mode(case: Case) -> None:
@@ -108,44 +79,29 @@ def replicas_stay_equal_in_every_mode(case: Case) -> None:
     for mode, (params, state) in results.items():
         for leaf in jax.tree.leaves((None if case.own_params else params, _shared(state))):
             assert bool((leaf == leaf[:1]).all()), f"{mode}: replicas differ"
-        assert_close(params, results["checked"][0], mode)
+        arrays.assert_close(params, results["checked"][0], mode)
 
 
 def results_are_typed_equal(case: Case) -> None:
     """Promise 6: under checking, params pass a replicated out spec, and the state its specs."""
-    tx, params = case.mapped(AXIS), even_params()
-    replicas = jax.device_count()
-    specs = state_specs(tx, params, AXIS, replicas=replicas)
-    state = stack_replicas(tx.init(params), replicas)
+    tx, replicas = case.mapped(AXIS), jax.device_count()
+    start = _case.start(case, tx, replicas)
+    specs = states.state_specs(tx, arrays.even_params(), AXIS)
     is_spec = lambda x: isinstance(x, PartitionSpec)  # noqa: E731
-    assert jax.tree.structure(specs, is_leaf=is_spec) == jax.tree.structure(state)
+    assert jax.tree.structure(specs, is_leaf=is_spec) == jax.tree.structure(start[1])
+
+    def local(params: PyTree, state: Any, grads: PyTree) -> Carry:
+        grads = jax.tree.map(lambda g: g[0], grads)
+        entered = states.enter_replica((params, state))
+        return states.leave_replica(_case.of_replica(tx)(*entered, grads))
 
     kept = PartitionSpec(AXIS) if case.own_params else PartitionSpec()
-    if case.own_params:
-        params = stack_replicas(PerReplica(params), replicas)
-
-    def local(params: PyTree, state: Any, grads: PyTree) -> tuple[PyTree, Any]:
-        grads = jax.tree.map(lambda g: g[0], grads)
-        own = enter_replica(params).local if case.own_params else params
-        new, new_state = apply_gradients(tx, grads, enter_replica(state), own)
-        new = leave_replica(PerReplica(new)) if case.own_params else new
-        return new, leave_replica(new_state)
-
-    step = jax.jit(
-        jax.shard_map(
-            local,
-            mesh=data_mesh(replicas),
-            in_specs=(kept, specs, PartitionSpec(AXIS)),
-            out_specs=(kept, specs),
-        ),
-        donate_argnums=(0, 1),
-    )
+    mapped = on_mesh_of(local, (kept, specs, PartitionSpec(AXIS)), (kept, specs))
     windows = [replica_grads(seed, replicas) for seed in range(2 * case.calls)]
-    params, state = follow(step, (params, state), windows)
+    params, state = follow(jax.jit(mapped, donate_argnums=(0, 1)), start, windows)
     assert_like(case, params, run(case, "checked", windows)[0], "params")
-    for node in jax.tree.leaves(state, is_leaf=is_per_replica):
-        if isinstance(node, PerReplica):
-            assert all(x.shape[0] == replicas for x in jax.tree.leaves(node)), "leading dimension"
+    for x in jax.tree.leaves(trees.find(state, is_per_replica)):
+        assert x.shape[0] == replicas, "leading dimension"
 
 
 def skip_is_agreed_when_one_replica_is_bad(case: Case) -> None:
@@ -157,11 +113,11 @@ def skip_is_agreed_when_one_replica_is_bad(case: Case) -> None:
 def skips(case: Case, run: Callable[..., Carry], replicas: int, what: str) -> None:
     """``run`` of gradients of which one replica's are bad ends as if they had never been."""
     good = [replica_grads(seed, replicas) for seed in range(case.calls)]
-    ruined = poison(replica_grads(99, replicas), jnp.nan)
+    ruined = arrays.poison(replica_grads(99, replicas), jnp.nan)
     rest = [replica_grads(50 + i, replicas) for i in range(case.skip_calls - 1)]
     clean, dirty = run(good), run([*good, ruined, *rest])
-    assert_same(dirty[0], clean[0], f"{what}: params")
-    assert_same(case.skip_view(dirty[1]), case.skip_view(clean[1]), f"{what}: state")
+    arrays.assert_same(dirty[0], clean[0], f"{what}: params")
+    arrays.assert_same(case.skip_view(dirty[1]), case.skip_view(clean[1]), f"{what}: state")
 
 
 def skip_holds_for_a_hundred_bad_steps_on_every_replica(case: Case) -> None:
@@ -177,8 +133,8 @@ def skip_holds_for_a_hundred_bad_steps_on_every_replica(case: Case) -> None:
 
     for mode in MODES:
         (params, state), (params_after, state_after) = on_replicas(train, mode, nan)
-        assert_same(params_after, params, f"{mode}: params")
-        assert_same(case.skip_view(state_after), case.skip_view(state), f"{mode}: state")
+        arrays.assert_same(params_after, params, f"{mode}: params")
+        arrays.assert_same(case.skip_view(state_after), case.skip_view(state), f"{mode}: state")
 
 
 def reduced_gradients_are_refused(case: Case) -> None:
@@ -193,7 +149,7 @@ def local_params_give_local_gradients(case: Case) -> None:
 
 def _trace_step(case: Case, prepare: Callable[[PyTree], PyTree]) -> None:
     """Trace a step in a checked ``shard_map``, differentiating by ``prepare(params)``."""
-    tx, replicas = case.mapped(AXIS), jax.device_count()
+    tx = case.mapped(AXIS)
 
     def local(params: PyTree, x: jax.Array) -> PyTree:
         loss = lambda p: jnp.mean(x @ p["w"]) + jnp.sum(p["b"]) * x.mean()  # noqa: E731
@@ -201,21 +157,17 @@ def _trace_step(case: Case, prepare: Callable[[PyTree], PyTree]) -> None:
         new = apply_gradients(tx, grads, tx.init(params), params)[0]
         return jax.tree.map(lambda x: x[None], new) if case.own_params else new
 
-    mapped = jax.shard_map(
-        local,
-        mesh=data_mesh(replicas),
-        in_specs=(PartitionSpec(), PartitionSpec(AXIS)),
-        out_specs=PartitionSpec(AXIS) if case.own_params else PartitionSpec(),
-    )
-    jax.eval_shape(mapped, even_params(), jnp.ones((replicas, 16)))
+    each, whole = PartitionSpec(AXIS), PartitionSpec()
+    mapped = on_mesh_of(local, (whole, each), each if case.own_params else whole)
+    jax.eval_shape(mapped, arrays.even_params(), jnp.ones((jax.device_count(), 16)))
 
 
 def what_is_not_sent_waits(case: Case) -> None:
     """Promise 15: of gradients and old residuals the mean is what is sent, and what then waits."""
-    tx, params, replicas = drawn(case.make(optax.identity(), AXIS)), even_params(), 4
+    tx, params, replicas = drawn(case.make(optax.identity(), AXIS)), arrays.even_params(), 4
     init = jax.vmap(lambda _: tx.init(params), axis_name=AXIS)
     update = jax.jit(jax.vmap(tx.update, in_axes=(0, 0, None), axis_name=AXIS))
-    state = with_scale(init(jnp.arange(replicas)), 1.0)
+    state = arrays.with_scale(init(jnp.arange(replicas)), 1.0)
     for seed in range(4):
         grads, old = replica_grads(seed, replicas), _residuals(state)
         sent, state = update(grads, state, params)
@@ -238,8 +190,8 @@ def _residuals(state: Any) -> dict[str, Any]:
 
 def an_unbound_axis_is_named(case: Case) -> None:
     """Promise 9: outside a mapped function the error names the axis."""
-    tx, params = case.mapped(AXIS), even_params()
-    grads = example_grads(params, 0)
+    tx, params = case.mapped(AXIS), arrays.even_params()
+    grads = arrays.example_grads(params, 0)
     raises(lambda: apply_gradients(tx, grads, tx.init(params), params), repr(AXIS))
 
 
@@ -324,12 +276,12 @@ def placements(replicas: int, others: int, kind: AxisType) -> list[Placed]:
 
 def run_placed(case: Case, placed: Placed, windows: list[PyTree]) -> Carry:
     """Train in plain ``jit`` on stacked local gradients; all stays where it was."""
-    params = placed.place(even_params())
+    params = placed.place(arrays.even_params())
     tx = on_mesh(case.mapped(AXIS), params, axis_name=AXIS, shard_optimizer=placed.shard_optimizer)
     state = tx.init(params)
     if case.own_params:
         params = PerReplica(
-            placed.stack(stack_replicas(PerReplica(even_params()), placed.replicas))
+            placed.stack(states.stack_replicas(PerReplica(arrays.even_params()), placed.replicas))
         )
     where = jax.tree.map(lambda x: x.sharding, (params, state))
     step = jax.jit(applied(tx), donate_argnums=(0, 1))
@@ -345,9 +297,9 @@ def reference(case: Case, placed: Placed, windows: list[PyTree]) -> PyTree:
     last = lambda *given: train(case.mapped(AXIS), *given)[0]  # noqa: E731
     mapped = jax.jit(jax.vmap(last, in_axes=(None, 0), axis_name=AXIS))
     if not case.by_shard:
-        return mapped(even_params(), windows)
+        return mapped(arrays.even_params(), windows)
     found = [
-        mapped(placed.shard(even_params(), i), [placed.shard(g, i, 1) for g in windows])
+        mapped(placed.shard(arrays.even_params(), i), [placed.shard(g, i, 1) for g in windows])
         for i in range(placed.others)
     ]
     dims = {name: 1 + placed.cut(name) for name in placed.specs}

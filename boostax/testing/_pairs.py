@@ -15,23 +15,15 @@ import optax
 
 from boostax._core import trees
 from boostax._core.handshake import assume_scaled
-from boostax._core.replicas import PerReplica, is_per_replica, reshard_state, stack_replicas
+from boostax._core.replicas import is_per_replica, reshard_state
 from boostax.accumulate.window import accumulate
 from boostax.config.migrate import holds, migrate_state
 from boostax.precision.loss_scale import dynamic_loss_scale, static_loss_scale
 from boostax.reduce.mean import all_reduce
-from boostax.testing._case import (
-    Carry,
-    Case,
-    assert_close,
-    assert_same,
-    even_params,
-    follow,
-    laws_in,
-    with_scale,
-)
+from boostax.testing import _arrays as arrays
+from boostax.testing import _case
+from boostax.testing._case import Carry, Case, follow, laws_in
 from boostax.testing._mapped import AXIS
-from boostax.train.apply import apply_gradients
 
 PyTree = Any
 Grads = list[PyTree]
@@ -73,7 +65,7 @@ class Setting:
         lead = () if self.replicas is None else (self.replicas,)
         draw = lambda p: np.round(8 * self.rng.standard_normal((*lead, *p.shape))) / 8  # noqa: E731
         whole = lambda p: jnp.asarray(draw(p), jnp.float32)  # noqa: E731
-        return [jax.tree.map(whole, even_params()) for _ in range(count)]
+        return [jax.tree.map(whole, arrays.even_params()) for _ in range(count)]
 
     def poisoned(self, grads: PyTree) -> PyTree:
         """With one element, anywhere in the first leaf, replaced by a value of ``BAD``."""
@@ -84,18 +76,14 @@ class Setting:
 
     def start(self, tx: optax.GradientTransformation) -> Carry:
         """Params and state as they are outside of a map."""
-        own = self.case.own_params and self.replicas is not None
-        carry = PerReplica(even_params()) if own else even_params(), tx.init(even_params())
-        return carry if self.replicas is None else stack_replicas(carry, self.replicas)
+        return _case.start(self.case, tx, self.replicas)
 
     def step(self, tx: optax.GradientTransformation) -> Callable[..., Carry]:
         """One call of it, compiled: ``step(params, state, grads)``."""
 
         def one(params: PyTree, state: Any, grads: PyTree) -> Carry:
             given = assume_scaled(self._scaled(grads, state), state)
-            own = params.local if is_per_replica(params) else params
-            new, state = apply_gradients(tx, given, state, own)
-            return (PerReplica(new) if is_per_replica(params) else new), state
+            return _case.of_replica(tx)(params, state, given)
 
         if self.replicas is None:
             return jax.jit(one)
@@ -149,8 +137,8 @@ def skip_inserted_anywhere_never_was(case: Case, seed: int = 0) -> None:
             calls += [setting.poisoned(g) if i == bad else g for i, g in enumerate(block)]
         calls += good[index : index + 1]
     found = follow(step, setting.start(setting.tx()), calls)
-    assert_same(found[0], expected[0], "params")
-    assert_same(case.skip_view(found[1]), case.skip_view(expected[1]), "state")
+    arrays.assert_same(found[0], expected[0], "params")
+    arrays.assert_same(case.skip_view(found[1]), case.skip_view(expected[1]), "state")
 
 
 def scale_changes_nothing(case: Case, seed: int = 0) -> None:
@@ -161,11 +149,11 @@ def scale_changes_nothing(case: Case, seed: int = 0) -> None:
     expected = setting.run(tx, grads)
     if _scalers(expected[1]):
         params, state = setting.start(tx)
-        start = params, with_scale(state, scale)
+        start = params, arrays.with_scale(state, scale)
         found = follow(setting.step(tx), start, grads)
     else:
         found = setting.run(static_loss_scale(tx, scale, axis_name=setting.axis), grads)
-    assert_close(found[0], expected[0], "params")
+    arrays.assert_close(found[0], expected[0], "params")
 
 
 def window_is_one_big_batch(case: Case, seed: int = 0) -> None:
@@ -182,7 +170,7 @@ def window_is_one_big_batch(case: Case, seed: int = 0) -> None:
     ]
     expected = setting.run(setting.tx(), means)
     found = setting.run(accumulate(setting.tx(), every, axis_name=setting.axis), grads)
-    assert_close(found[0], expected[0], "params")
+    arrays.assert_close(found[0], expected[0], "params")
 
 
 def nestings_of_scaler_and_window_agree(case: Case, seed: int = 0) -> None:
@@ -196,7 +184,7 @@ def nestings_of_scaler_and_window_agree(case: Case, seed: int = 0) -> None:
     grads = setting.grads(2 * case.calls * every)
     inside = setting.run(scale(window(setting.tx())), grads)
     around = setting.run(window(scale(setting.tx())), grads)
-    assert_close(inside[0], around[0], "params")
+    arrays.assert_close(inside[0], around[0], "params")
 
 
 def cut_anywhere_is_whole(case: Case, seed: int = 0) -> None:
@@ -217,7 +205,7 @@ def cut_anywhere_is_whole(case: Case, seed: int = 0) -> None:
         loaded.append(serialization.from_bytes(half, serialization.to_bytes(half)))
     for again in loaded:
         found = follow(step, jax.tree.map(jnp.asarray, again), grads[at:])
-        assert_same(found, whole, f"cut at call {at}")
+        arrays.assert_same(found, whole, f"cut at call {at}")
 
 
 def migrated_there_and_back_never_moved(case: Case, seed: int = 0) -> None:
@@ -237,7 +225,7 @@ def migrated_there_and_back_never_moved(case: Case, seed: int = 0) -> None:
     there, report = migrate_state(state, other, params, replicas=setting.replicas)
     assert not report.dropped, str(report)
     back, _ = migrate_state(there, tx, params, replicas=setting.replicas)
-    assert_same(back, state, "state")
+    arrays.assert_same(back, state, "state")
 
 
 def replicas_there_and_back_never_moved(case: Case, seed: int = 0) -> None:
@@ -252,7 +240,7 @@ def replicas_there_and_back_never_moved(case: Case, seed: int = 0) -> None:
     carry = follow(setting.step(tx), setting.start(tx), setting.grads(calls))
     more = dataclasses.replace(setting, replicas=int(setting.rng.choice([4, 8])))
     there = reshard_state(carry, more.replicas or 0)
-    assert_same(reshard_state(there, 2), carry, "there and back")
+    arrays.assert_same(reshard_state(there, 2), carry, "there and back")
     # And it goes on there.
     _, on = follow(more.step(tx), there, more.grads(case.calls))
     assert all(bool(jnp.isfinite(x).all()) for x in jax.tree.leaves(on) if _inexact(x)), "there"

@@ -9,22 +9,9 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-from boostax.testing._case import (
-    Case,
-    applied,
-    assert_close,
-    assert_same,
-    even_params,
-    example_grads,
-    example_params,
-    follow,
-    laws_in,
-    optimizer,
-    raises,
-    steps,
-    types_of,
-)
-from boostax.train.apply import apply_gradients, metrics
+from boostax.testing import _arrays as arrays
+from boostax.testing._case import Case, applied, follow, laws_in, optimizer, raises, steps, train
+from boostax.train.apply import metrics
 
 PyTree = Any
 
@@ -33,7 +20,7 @@ def is_a_transformation_with_array_state(case: Case) -> None:
     """Promise 1: ExtraArgs, NamedTuple state, jax arrays of strong dtype."""
     tx = case.make(optimizer(), None)
     assert isinstance(tx, optax.GradientTransformationExtraArgs)
-    state = tx.init(example_params())
+    state = tx.init(arrays.example_params())
     assert isinstance(state, tuple), "a state is a NamedTuple"
     for leaf in jax.tree.leaves(state):
         assert isinstance(leaf, jax.Array), f"state holds a {type(leaf).__name__}"
@@ -51,10 +38,9 @@ def forwards_unknown_extra_arguments(case: Case) -> None:
 
     spy = optax.GradientTransformationExtraArgs(optax.init_empty_state, update)
     tx = case.single(spy)
-    params = example_params()
-    state = tx.init(params)
-    for seed in range(case.calls):
-        _, state = tx.update(example_grads(params, seed), state, params, marker=7)
+    params = arrays.example_params()
+    step = lambda _, state, grads: tx.update(grads, state, params, marker=7)  # noqa: E731
+    follow(step, (None, tx.init(params)), arrays.draws(params, case.calls))
     assert seen, "inner never ran"
     assert all(marker is not None for marker in seen), "the extra argument was dropped"
 
@@ -62,19 +48,18 @@ def forwards_unknown_extra_arguments(case: Case) -> None:
 def keeps_types_and_traces_once(case: Case) -> None:
     """Promise 3: f16, bf16, f32, complex; state and updates keep their types; one trace."""
     for dtype in (jnp.float16, jnp.bfloat16, jnp.float32, jnp.complex64):
-        tx, params = case.single(optax.adam(1e-2)), example_params(dtype)
-        state, traces = tx.init(params), 0
+        tx, params = case.single(optax.adam(1e-2)), arrays.example_params(dtype)
+        start, traces = (params, tx.init(params)), list[Any]()
 
         @jax.jit
-        def step(params: PyTree, state: Any, grads: PyTree, tx: Any = tx) -> tuple[PyTree, Any]:
-            nonlocal traces
-            traces += 1
-            return apply_gradients(tx, grads, state, params)
+        def step(*carry: PyTree, tx: Any = tx, traces: Any = traces) -> Any:
+            traces.append(carry)
+            return applied(tx)(*carry)
 
-        grads = [example_grads(params, seed) for seed in range(2 * case.calls + 1)]
-        after = follow(step, (params, state), grads)
-        assert types_of(after) == types_of((params, state)), f"{dtype}: a type changed"
-        assert traces == 1, f"{dtype}: traced {traces} times"
+        grads = arrays.draws(params, 2 * case.calls + 1)
+        after = follow(step, start, grads)
+        assert arrays.types_of(after) == arrays.types_of(start), f"{dtype}: a type changed"
+        assert len(traces) == 1, f"{dtype}: traced {len(traces)} times"
 
 
 def works_in_float64(case: Case) -> None:
@@ -83,8 +68,7 @@ def works_in_float64(case: Case) -> None:
         tx = case.single(optax.sgd(1.0))
         params: PyTree = {"w": jnp.zeros(2, jnp.float64)}
         grads = {"w": jnp.asarray([1.0 / 3.0, 1.0], jnp.float64)}
-        params, _ = follow(applied(tx), (params, tx.init(params)), [grads] * case.calls)
-        moved: Any = jax.tree.leaves(params)[0]
+        moved: Any = train(tx, params, [grads] * case.calls)[0]["w"]
         assert moved.dtype == jnp.float64
         assert abs(float(moved[0] / moved[1]) - 1.0 / 3.0) < 1e-15, "rounded to f32"
 
@@ -93,27 +77,27 @@ def passes_masked_nodes(case: Case) -> None:
     """Promise 3: MaskedNode leaves stay where they are."""
     tx = case.single()
     params = {"kept": jnp.ones(3), "masked": optax.MaskedNode()}
-    grads = {"kept": jnp.ones(3), "masked": optax.MaskedNode()}
-    updates: Any = tx.update(grads, tx.init(params), params)[0]
+    updates: Any = tx.update(params, tx.init(params), params)[0]
     assert isinstance(updates["masked"], optax.MaskedNode)
 
 
 def init_can_be_donated_at_once(case: Case) -> None:
     """Promise 4: no buffer is shared with the params or between fields."""
-    tx, params = case.single(), example_params()
+    tx, params = case.single(), arrays.example_params()
     state = tx.init(params)
     pointers = [x.unsafe_buffer_pointer() for x in jax.tree.leaves((params, state)) if x.size]
     assert len(pointers) == len(set(pointers)), "two leaves share a buffer"
     step = jax.jit(applied(tx), donate_argnums=(0, 1))
-    params, state = follow(step, (params, state), [example_grads(params, i) for i in range(2)])
+    params, state = follow(step, (params, state), arrays.draws(params, 2))
     abstract = jax.eval_shape(tx.init, params)
     assert jax.tree.structure(abstract) == jax.tree.structure(state), "init under eval_shape"
 
 
 def works_in_every_optax_wrapper(case: Case) -> None:
     """Promise 2: chain, named_chain, masked, partition, inject_hyperparams, MultiSteps."""
-    params = example_params()
-    alone, _ = steps(case.single(), params, case.single().init(params), range(2 * case.calls))
+    params = arrays.example_params()
+    grads = arrays.draws(params, 2 * case.calls)
+    alone, _ = steps(case.single(), params, grads)
     mask = jax.tree.map(lambda p: p.ndim > 1, params)
     labels = jax.tree.map(lambda p: "boosted" if p.ndim > 1 else "plain", params)
     made = case.make(optimizer(), None)
@@ -130,41 +114,35 @@ def works_in_every_optax_wrapper(case: Case) -> None:
         "apply_if_finite": optax.apply_if_finite(made, 3),
     }
     for name, tx in wrapped.items():
-        extended = optax.with_extra_args_support(tx)
-        state = tx.init(params)
-        result, after = steps(extended, params, state, range(2 * case.calls))
-        assert types_of(after) == types_of(state), f"{name}: a type changed"
+        result, after = steps(optax.with_extra_args_support(tx), params, grads)
+        assert arrays.types_of(after) == arrays.types_of(tx.init(params)), f"{name}: a type changed"
         assert all(bool(jnp.isfinite(x).all()) for x in jax.tree.leaves(result)), name
         if name in ("chain", "named_chain"):
-            assert_same(result, alone, name)
+            arrays.assert_same(result, alone, name)
 
 
 def scan_eager_and_disabled_jit_agree(case: Case) -> None:
     """Promise 2: ``apply_gradients``, in scan, eagerly and without jit, is ``update``'s."""
-    tx, params = case.single(), even_params()
-    count = 2 * case.calls
-    expected = steps(tx, params, tx.init(params), range(count))
-    grads = [example_grads(params, seed) for seed in range(count)]
-    stacked = jax.tree.map(lambda *x: jnp.stack(x), *grads)
+    tx, params = case.single(), arrays.even_params()
+    grads = arrays.draws(params, 2 * case.calls)
     body = lambda carry, grads: (applied(tx)(*carry, grads), None)  # noqa: E731
-    scanned, _ = jax.lax.scan(body, (params, tx.init(params)), stacked)
-    assert_close(scanned, expected, "scan")
+    scanned, _ = jax.lax.scan(body, (params, tx.init(params)), arrays.stack(grads))
+    arrays.assert_close(scanned, steps(tx, params, grads), "scan")
     with jax.disable_jit():
-        disabled = follow(applied(tx), (params, tx.init(params)), grads[: case.calls])
-    eager = follow(applied(tx), (params, tx.init(params)), grads[: case.calls])
-    assert_close(disabled, eager, "disable_jit")
+        disabled = train(tx, params, grads[: case.calls])
+    arrays.assert_close(disabled, train(tx, params, grads[: case.calls]), "disable_jit")
 
 
 def vmap_over_an_ensemble(case: Case) -> None:
     """Promise 2: independent members under vmap go their own ways."""
-    tx, members = case.single(), [example_params(), jax.tree.map(lambda p: 2 * p, example_params())]
-    stack = lambda trees: jax.tree.map(lambda *x: jnp.stack(x), *trees)  # noqa: E731
-    params, state = stack(members), jax.vmap(tx.init)(stack(members))
-    both = lambda i: stack([example_grads(members[0], i), example_grads(members[1], i + 50)])  # noqa: E731
-    step = jax.jit(jax.vmap(applied(tx)))
-    params, state = follow(step, (params, state), [both(seed) for seed in range(case.calls)])
-    second = steps(tx, members[1], tx.init(members[1]), range(50, 50 + case.calls))[0]
-    assert_close(jax.tree.map(lambda x: x[1], params), second, "member 1")
+    tx, params, calls = case.single(), arrays.example_params(), case.calls
+    members = arrays.stack([params, jax.tree.map(lambda p: 2 * p, params)])
+    first, second = arrays.draws(params, calls), arrays.draws(params, calls, 50)
+    pairs = [arrays.stack(pair) for pair in zip(first, second, strict=True)]
+    start = members, jax.vmap(tx.init)(members)
+    found = follow(jax.jit(jax.vmap(applied(tx))), start, pairs)[0], members
+    found, member = jax.tree.map(lambda x: x[1], found)
+    arrays.assert_close(found, steps(tx, member, second)[0], "member 1")
 
 
 def meta_gradients_are_finite(case: Case) -> None:
@@ -172,8 +150,7 @@ def meta_gradients_are_finite(case: Case) -> None:
     tx, params = case.single(optax.sgd(0.1)), {"w": jnp.arange(3.0)}
 
     def after(grads: PyTree) -> jax.Array:
-        p, _ = follow(applied(tx), (params, tx.init(params)), [grads] * case.calls)
-        return jnp.sum(p["w"] ** 2)
+        return jnp.sum(train(tx, params, [grads] * case.calls)[0]["w"] ** 2)
 
     gradient = jax.grad(after)({"w": jnp.ones(3)})
     assert bool(jnp.isfinite(gradient["w"]).all()) and bool((gradient["w"] != 0).any())
@@ -181,27 +158,24 @@ def meta_gradients_are_finite(case: Case) -> None:
 
 def sharded_arrays_under_plain_jit(case: Case) -> None:
     """Promise 2: Auto and Explicit meshes; params and moments keep their sharding."""
-    devices = jax.device_count()
     for kind in (AxisType.Auto, AxisType.Explicit):
-        mesh = jax.make_mesh((devices,), ("x",), axis_types=(kind,))
+        mesh = jax.make_mesh((jax.device_count(),), ("x",), axis_types=(kind,))
+        sharding = NamedSharding(mesh, PartitionSpec("x"))
+        tx, whole = case.single(), arrays.even_params()
+        draws = arrays.draws(whole, 2 * case.calls)
         with jax.set_mesh(mesh):
-            sharding = NamedSharding(mesh, PartitionSpec("x"))
-            params = jax.device_put(even_params(), sharding)
-            tx = case.single()
-            state = tx.init(params)
-            step = jax.jit(applied(tx))
-            for seed in range(2 * case.calls):
-                grads = jax.device_put(example_grads(even_params(), seed), sharding)
-                params, state = step(params, state, grads)
+            params = jax.device_put(whole, sharding)
+            state, step = tx.init(params), jax.jit(applied(tx))
+            for grads in draws:
+                params, state = step(params, state, jax.device_put(grads, sharding))
                 for leaf in jax.tree.leaves(params):
                     assert leaf.sharding.is_equivalent_to(sharding, leaf.ndim), str(kind)
-        plain = steps(tx, even_params(), tx.init(even_params()), range(2 * case.calls))
-        assert_close(params, plain[0], str(kind))
+        arrays.assert_close(params, steps(tx, whole, draws)[0], str(kind))
 
 
 def metrics_are_flat_scalars(case: Case) -> None:
     """Promise 10: named scalars, through any wrapper."""
-    state = optax.chain(case.make(optimizer(), None)).init(example_params())
+    state = optax.chain(case.make(optimizer(), None)).init(arrays.example_params())
     for name, value in metrics(state).items():
         assert isinstance(name, str) and value.shape == (), f"{name}: {value.shape}"
 
@@ -217,11 +191,10 @@ def bad_arguments_raise_and_explain(case: Case) -> None:
 
 def survives_what_python_does_to_objects(case: Case) -> None:
     """Promise 1: mapped, copied, pickled, rebuilt from its fields: the same program."""
-    tx, params = case.single(), even_params()
-    grads = [example_grads(params, seed) for seed in range(case.calls)]
-
-    trained = lambda tx, params: follow(applied(tx), (params, tx.init(params)), grads)  # noqa: E731
-    program = jax.jit(lambda p: trained(tx, p)).lower(params).as_text()
+    tx, params = case.single(), arrays.even_params()
+    grads = arrays.draws(params, case.calls)
+    text = lambda tx: jax.jit(lambda p: train(tx, p, grads)).lower(params).as_text()  # noqa: E731
+    program = text(tx)
     rebuilt = {
         "jax.tree.map": jax.tree.map(lambda f: f, tx),
         "copy.copy": copy.copy(tx),
@@ -232,25 +205,24 @@ def survives_what_python_does_to_objects(case: Case) -> None:
     }
     for name, again in rebuilt.items():
         # Equal programs: a gate that was lost would still give equal numbers.
-        found = jax.jit(lambda p, again=again: trained(again, p)).lower(params).as_text()
-        assert found == program, f"{name}: it computes something else"
+        assert text(again) == program, f"{name}: it computes something else"
 
 
 def updates_have_the_dtypes_of_the_params(case: Case) -> None:
     """Promise 3: so that ``params + updates`` has them too, in every wrapper that selects."""
     for dtype in (jnp.float16, jnp.bfloat16, jnp.float32):
-        tx, params = case.single(), example_params(dtype)
+        tx, params = case.single(), arrays.example_params(dtype)
         finite = optax.apply_if_finite(tx, 3)
         for name, each in {"alone": tx, "apply_if_finite": finite}.items():
             state = each.init(params)
-            updates, _ = jax.eval_shape(each.update, example_grads(params, 0), state, params)
+            updates, _ = jax.eval_shape(each.update, arrays.example_grads(params, 0), state, params)
             found, wanted = ([x.dtype for x in jax.tree.leaves(y)] for y in (updates, params))
             assert found == wanted, f"{dtype.__name__}, {name}: updates have other dtypes"
 
 
 def init_takes_shapes(case: Case) -> None:
     """Promise 1: of ``jax.ShapeDtypeStruct`` it makes a state like that of arrays."""
-    tx, params = _made(case), example_params(jnp.bfloat16)
+    tx, params = _made(case), arrays.example_params(jnp.bfloat16)
     shapes = jax.eval_shape(lambda: params)
     kinds = lambda state: [(x.shape, x.dtype) for x in jax.tree.leaves(state)]  # noqa: E731
     made, expected = tx.init(shapes), tx.init(params)
@@ -260,11 +232,11 @@ def init_takes_shapes(case: Case) -> None:
 
 def tree_map_params_finds_what_is_like_the_params(case: Case) -> None:
     """Promise 1: ``optax.tree.map_params`` goes through the state and leaves the rest alone."""
-    tx, params = _made(case, optax.sgd(0.1, momentum=0.9)), even_params()
+    tx, params = _made(case, optax.sgd(0.1, momentum=0.9)), arrays.even_params()
     state = tx.init(params)
     seen: list[Any] = []
     same = optax.tree.map_params(tx, lambda x: seen.append(x) or x, state)
-    assert_same(same, state, "mapped by the identity")
+    arrays.assert_same(same, state, "mapped by the identity")
     assert len(seen) >= len(params), f"{len(seen)} leaves"
 
 
@@ -281,8 +253,8 @@ def takes_trees_without_arrays(case: Case) -> None:
     for params in ({}, {"a": None, "b": ()}):
         assert jax.tree.structure(updated(params)[0]) == jax.tree.structure(params)
     plain = {"a": 1.0, "b": -2.0}
-    arrays = jax.tree.map(jnp.float32, plain)
-    assert_same(updated(plain), updated(arrays), "Python's numbers and arrays")
+    typed = jax.tree.map(jnp.float32, plain)
+    arrays.assert_same(updated(plain), updated(typed), "Python's numbers and arrays")
 
 
 def _made(case: Case, inner: Any = None) -> optax.GradientTransformation:

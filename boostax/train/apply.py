@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Update and apply in one, and what the optimizer state has to report."""
 
+import itertools
 from typing import Any
 
 import jax
@@ -59,28 +60,21 @@ def apply_gradients(
     like = grads
     if is_per_replica(grads) and not is_per_replica(params):
         like = grads.local
-    ends = lambda node: node is None or isinstance(node, optax.MaskedNode)  # noqa: E731
-    if any(map(constants.is_none, jax.tree.leaves(like, is_leaf=constants.is_none))):
+    own = params
+    holes = any(map(constants.is_none, jax.tree.leaves(like, is_leaf=constants.is_none)))
+    if holes:
         # What Equinox filters out has no gradient; in its modules there are functions besides.
+        ends = lambda node: node is None or isinstance(node, optax.MaskedNode)  # noqa: E731
         pick = lambda g, p: None if g is None else p  # noqa: E731
         own = jax.tree.map(pick, like, params, is_leaf=ends)
-        new, opt_state = _applied(tx, grads, opt_state, own, extra_args)
-        return constants.put_back(new, params), opt_state
-    return _applied(tx, grads, opt_state, params, extra_args)
-
-
-def _applied(
-    tx: optax.GradientTransformation,
-    grads: PyTree,
-    opt_state: PyTree,
-    params: PyTree,
-    extra: dict[str, Any],
-) -> tuple[PyTree, PyTree]:
     gate = gate_of(tx)
     if gate is not None:
-        return gate.step(Pending(grads), opt_state, params, apply=True, **extra)
-    updates, opt_state = optax.with_extra_args_support(tx).update(grads, opt_state, params, **extra)
-    return optax.apply_updates(params, updates), opt_state
+        new, opt_state = gate.step(Pending(grads), opt_state, own, apply=True, **extra_args)
+    else:
+        tx = optax.with_extra_args_support(tx)
+        updates, opt_state = tx.update(grads, opt_state, own, **extra_args)
+        new = optax.apply_updates(own, updates)
+    return (constants.put_back(new, params) if holes else new), opt_state
 
 
 def metrics(opt_state: PyTree) -> dict[str, jax.Array]:
@@ -102,11 +96,9 @@ def metrics(opt_state: PyTree) -> dict[str, jax.Array]:
     found: dict[str, jax.Array] = {}
     for node in trees.find(opt_state, _reports):
         for name, scalar in node.metrics().items():
-            unique, number = name, 0
-            while unique in found:
-                number += 1
-                unique = f"{name}_{number}"
-            found[unique] = scalar
+            numbered = (f"{name}_{number}" for number in itertools.count(1))
+            unique = (x for x in itertools.chain((name,), numbered) if x not in found)
+            found[next(unique)] = scalar
     return found
 
 

@@ -95,24 +95,9 @@ def placed_on(
     """``on_mesh`` of a known placement."""
     inner = optax.with_extra_args_support(tx)
 
-    def owners(params: PyTree) -> dict[tuple[Any, ...], tuple[tuple[int, ...], PartitionSpec]]:
-        leaves = jax.tree_util.tree_leaves_with_path(_of_one(params))
-        found: dict[tuple[Any, ...], tuple[tuple[int, ...], PartitionSpec]] = {}
-        for path, x in leaves:
-            spec = place.spec(path)
-            if spec is None:
-                raise ValueError(
-                    f"{_WHO}: params must have the paths of those that on_mesh was given, got "
-                    f"another, {trees.path_name(path) or 'the root'!r}. Hand it the tree that the "
-                    "optimizer is given. A Python number that jit traces is placed like the rest, "
-                    "jnp.asarray of it, or kept out of jit, as equinox.filter_jit does."
-                )
-            found[path] = x.shape, spec
-        return found
-
     def specs(params: PyTree, state: PyTree) -> tuple[PyTree, PyTree]:
         params, state = _of_one((params, state))
-        of_params = owners(params.local if is_per_replica(params) else params)
+        of_params = _owners(place, params.local if is_per_replica(params) else params)
         like = functools.partial(specs_like, of_params, names=place.names)
         shared_out = place.replicas if shard_optimizer else None
         return like(params), like(state, shared_out=shared_out)
@@ -174,6 +159,23 @@ def placed_on(
     return gated(init_fn, step_fn, flush_fn)
 
 
+def _owners(place: Placement, params: PyTree) -> dict[Any, tuple[tuple[int, ...], PartitionSpec]]:
+    """Return the shape and spec of each param of one replica, by its path."""
+    leaves = jax.tree_util.tree_leaves_with_path(_of_one(params))
+    found: dict[Any, tuple[tuple[int, ...], PartitionSpec]] = {}
+    for path, x in leaves:
+        spec = place.spec(path)
+        if spec is None:
+            raise ValueError(
+                f"{_WHO}: params must have the paths of those that on_mesh was given, got "
+                f"another, {trees.path_name(path) or 'the root'!r}. Hand it the tree that the "
+                "optimizer is given. A Python number that jit traces is placed like the rest, "
+                "jnp.asarray of it, or kept out of jit, as equinox.filter_jit does."
+            )
+        found[path] = x.shape, spec
+    return found
+
+
 def _of_arrays(tree: PyTree) -> bool:
     return all(isinstance(x, jax.Array) for x in jax.tree.leaves(tree))
 
@@ -182,25 +184,21 @@ def placed(
     who: str, params: PyTree, names: tuple[str, ...]
 ) -> tuple[Mesh, dict[tuple[str, ...], PartitionSpec]]:
     """The mesh that params are on, and the spec of each by its path."""
-    leaves = dict(jax.tree_util.tree_leaves_with_path(constants.arrays_alone(params)))
-    shardings = {path: getattr(x, "sharding", None) for path, x in leaves.items()}
-    meshes: list[Any] = []
+    leaves = jax.tree_util.tree_leaves_with_path(constants.arrays_alone(params))
+    shardings: dict[Any, Any] = {path: getattr(x, "sharding", None) for path, x in leaves}
+    mesh: Any = next((x.mesh for x in shardings.values() if isinstance(x, NamedSharding)), None)
     for path, sharding in shardings.items():
-        mesh = sharding.mesh if isinstance(sharding, NamedSharding) else None
-        if mesh is None or (meshes and mesh != meshes[0]):
+        if not isinstance(sharding, NamedSharding) or sharding.mesh != mesh:
             raise ValueError(
                 f"{who}: params must be placed on one mesh by jax.sharding.NamedSharding, got "
                 f"{sharding} at {trees.path_name(path) or 'the root'!r}. Try "
                 "jax.device_put(params, NamedSharding(mesh, PartitionSpec())), or of shapes "
                 "jax.ShapeDtypeStruct(shape, dtype, sharding=...)."
             )
-        meshes.append(mesh)
-    if not meshes or not set(names) <= set(meshes[0].axis_names):
-        allowed = f"among the mesh's axes {meshes and meshes[0].axis_names}"
-        raise ValueError(checks.message(who, "axis_name", allowed, names, "The batch's."))
-    return meshes[0], {
-        trees.plain_path(path): s.spec for path, s in shardings.items() if s is not None
-    }
+    known = mesh.axis_names if shardings else []
+    allowed, fits = f"among the mesh's axes {known}", set(names) <= set(known)
+    checks.require(who, "axis_name", names, allowed, fits, "The batch's.")
+    return mesh, {trees.plain_path(path): s.spec for path, s in shardings.items()}
 
 
 def _stacked(grads: PyTree, place: Placement) -> PyTree:

@@ -226,23 +226,11 @@ class Oracle:
         **kwargs: Any,
     ) -> tuple[Any, PyTree]:
         """``(loss, grads)``, or ``((loss, aux), grads)``; of one batch."""
-        if len(batch) != 1:
-            hint = "What is more than a tree of rows goes into a tuple, or into the loss itself."
-            if not batch:
-                hint = _ROWS
-            got = ("params", "opt_state", *("batch" for _ in batch))
-            message = checks.message(_WHO, "arguments", "(params, opt_state, batch)", got, hint)
-            raise TypeError(message)
-        return self._of(params, opt_state, batch[0], active, kwargs)
-
-    def _of(
-        self,
-        params: PyTree,
-        opt_state: PyTree,
-        batch: PyTree,
-        active: PyTree,
-        kwargs: dict[str, Any],
-    ) -> tuple[Any, PyTree]:
+        allowed, fits = "(params, opt_state, batch)", len(batch) == 1
+        got = ("params", "opt_state", *["batch"] * len(batch))
+        hint = "What is more than a tree of rows goes into a tuple, or into the loss itself."
+        checks.require(_WHO, "arguments", got, allowed, fits, hint if batch else _ROWS, TypeError)
+        (given_batch,) = batch
         whole, params = params, constants.aside(params)
         said: PyTree = True
         if active is not True:
@@ -259,13 +247,13 @@ class Oracle:
         else:
             _require_trainable(params, active)
             if self.rows[0] is None:
-                stacked_count(batch, _WHO, least=2)
+                stacked_count(given_batch, _WHO, least=2)
         scale, scales = loss_scale(opt_state), group_scales(opt_state)
         rules = carried.declared(opt_state, params, _WHO)
         given = _given(kwargs | {"scales": scales})
         with handshake.scaling(opt_state):
             if self.mesh is None:
-                value, grads = self.local(params, batch, scale, given, active, rules)
+                value, grads = self.local(params, given_batch, scale, given, active, rules)
                 return value, constants.without_gradient(grads, said)
 
             at, options = active if isinstance(active, Choice) else (None, ())
@@ -284,11 +272,10 @@ class Oracle:
                 return (loss, as_aux(given_aux)), stacked
 
             run = self._mapped(each, (PartitionSpec(), PartitionSpec(self.names)))
-            (loss, told), (own, grads) = run(params, batch, given, scale, at)
+            (loss, told), (own, grads) = run(params, given_batch, given, scale, at)
         aux = as_given(told, PerReplica(own), given_aux)
-        return ((loss, aux) if self.has_aux else loss), PerReplica(
-            constants.without_gradient(grads, said)
-        )
+        grads = PerReplica(constants.without_gradient(grads, said))
+        return ((loss, aux) if self.has_aux else loss), grads
 
     def loss_at(self, batch: PyTree, **kwargs: Any) -> Callable[[PyTree], jax.Array]:
         """The loss of a batch as a function of the params."""
@@ -423,13 +410,10 @@ def _active(active: PyTree, params: PyTree) -> PyTree:
     """A bool for each leaf of the params."""
     if isinstance(active, Choice):
         return active
-    given = jax.tree.leaves(active)
-    if not given or not all(isinstance(x, (bool, np.bool_)) for x in given):
-        hint = "tx.active(params, depth) of a scheduled_freeze is one."
-        message = checks.message(
-            "value_and_grad", "active", "a tree of bools like the params", active, hint
-        )
-        raise TypeError(message)
+    given, allowed = jax.tree.leaves(active), "a tree of bools like the params"
+    bools = bool(given) and all(isinstance(x, (bool, np.bool_)) for x in given)
+    hint = "tx.active(params, depth) of a scheduled_freeze is one."
+    checks.require(_WHO, "active", active, allowed, bools, hint, TypeError)
 
     def of_part(keep: Any, part: PyTree) -> Any:
         # Of a model that is filtered for its arrays there is nothing to say of the rest.
@@ -440,10 +424,8 @@ def _active(active: PyTree, params: PyTree) -> PyTree:
         active = jax.tree.map(of_part, active, params, is_leaf=constants.is_none)
         return jax.tree.broadcast(active, params)
     except ValueError as error:
-        raise ValueError(
-            "value_and_grad: active must be a tree of bools like the params, or a prefix of one, "
-            f"got {active!r}. {error}"
-        ) from error
+        allowed += ", or a prefix of one"
+        raise ValueError(checks.message(_WHO, "active", allowed, active, str(error))) from error
 
 
 def _require_trainable(params: PyTree, active: Any) -> None:
@@ -481,9 +463,7 @@ def _require_taken(loss_fn: Callable[..., Any], kwargs: dict[str, Any]) -> None:
         except TypeError as error:
             allowed = f"a function that takes {name}="
             hint = _TAKEN.get(name, f"Leave {name}= out of the call.")
-            raise TypeError(
-                checks.message("value_and_grad", "loss_fn", allowed, loss_fn, hint)
-            ) from error
+            raise TypeError(checks.message(_WHO, "loss_fn", allowed, loss_fn, hint)) from error
 
 
 def _loss_and_aux(result: Any, has_aux: bool) -> tuple[jax.Array, PyTree]:

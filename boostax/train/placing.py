@@ -93,13 +93,7 @@ class Placing:
         if isinstance(state.params, PerReplica):
             lead = lambda spec: PartitionSpec(self.names, *without(spec, self.names))  # noqa: E731
             of_params = PerReplica(jax.tree.map(lead, of_params, is_leaf=_is_spec))
-        return TrainState(
-            step=replicated,
-            params=of_params,
-            opt_state=opt_state,
-            model_state=replicated,
-            key=replicated,
-        )
+        return TrainState(replicated, of_params, opt_state, replicated, key=replicated)
 
     def of_params(self, params: PyTree) -> PyTree:
         """The spec of each param: as it was asked for, or else as they come."""
@@ -110,9 +104,8 @@ class Placing:
 
         def found(x: Any) -> PartitionSpec:
             sharding = getattr(x, "sharding", None)
-            if not isinstance(sharding, NamedSharding) or sharding.mesh.empty:
-                return PartitionSpec()
-            if sharding.mesh.axis_names != self.mesh.axis_names:
+            names = self.mesh.axis_names
+            if not isinstance(sharding, NamedSharding) or sharding.mesh.axis_names != names:
                 return PartitionSpec()
             return PartitionSpec(*sharding.spec[1:]) if own else sharding.spec
 

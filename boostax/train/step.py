@@ -103,29 +103,15 @@ def make_train_step(
             f"{who}: mesh and axis_name must be given together, got mesh={mesh!r} and "
             f"axis_name={axis_name!r}. Leave out both on one device."
         )
-    if mesh is None and param_specs is not None:
-        raise ValueError(
-            checks.message(who, "param_specs", "None without a mesh", param_specs, "Pass mesh=.")
-        )
-    if mesh is not None:
-        missing = [name for name in names if name not in mesh.shape]
-        if missing:
-            raise ValueError(
-                checks.message(
-                    who,
-                    "axis_name",
-                    f"among the mesh's axes {tuple(mesh.shape)}",
-                    axis_name,
-                    "Make the mesh with jax.make_mesh((n,), ('data',)).",
-                )
-            )
-    for name, value, alone in (
-        ("shard_optimizer", shard_optimizer, False),
-        ("gather", gather, None),
-    ):
-        if value and mesh is None:
-            allowed, hint = f"{alone} without a mesh", "A single device has nothing to share."
-            raise ValueError(checks.message(who, name, allowed, value, hint))
+    if mesh is None:
+        hint = "A single device has nothing to share."
+        checks.absent(who, "param_specs", param_specs, "None without a mesh", "Pass mesh=.")
+        checks.absent(who, "shard_optimizer", shard_optimizer or None, "False without a mesh", hint)
+        checks.absent(who, "gather", gather, "None without a mesh", hint)
+    else:
+        hint = "Make the mesh with jax.make_mesh((n,), ('data',))."
+        allowed, known = f"among the mesh's axes {tuple(mesh.shape)}", set(names) <= set(mesh.shape)
+        checks.require(who, "axis_name", axis_name, allowed, known, hint)
     if gather is not None:
         checks.choice(who, "gather", gather, ("bfloat16", "int8"), "None sends them as they are.")
     hint = "'host' is the fastest and takes the least memory."
@@ -143,20 +129,9 @@ def make_train_step(
         has_aux=has_aux,
         accumulator_dtype=accumulator_dtype,
     )
-    step = TrainStep(
-        tx,
-        oracle,
-        mesh,
-        names,
-        has_aux,
-        slices,
-        policy=rules,
-        check_vma=check_vma,
-        param_specs=param_specs,
-        freeze_driver=freeze_driver,
-        shard_optimizer=shard_optimizer,
-        gather=gather,
-    )
+    how: Any = {"policy": rules, "check_vma": check_vma, "param_specs": param_specs}
+    how |= {"freeze_driver": freeze_driver, "shard_optimizer": shard_optimizer, "gather": gather}
+    step = TrainStep(tx, oracle, mesh, names, has_aux, slices, **how)
     _judge(step)
     return step
 
@@ -171,10 +146,7 @@ def _judge(step: TrainStep) -> None:
     for finding in sorted(findings(rows(read(step.tx)), step), key=lambda x: not x.certain):
         if finding.certain:
             allowed = "a chain whose parts fit each other and the step"
-            raise ValueError(
-                f"make_train_step: tx must be {allowed}, got {finding.what}: {finding.why} "
-                f"{finding.mend}"
-            )
+            raise ValueError(f"make_train_step: tx must be {allowed}, got {finding}")
         warnings.warn(f"make_train_step: {finding}", stacklevel=3)
 
 
