@@ -2,6 +2,7 @@
 
 import functools
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -17,7 +18,8 @@ import boostax
 from boostax.testing import drawn
 
 NORMALIZATIONS = ("mean", "sum", "weight")
-assert_same = functools.partial(jax.tree.map, np.testing.assert_array_equal)
+assert_same = chex.assert_trees_all_equal
+assert_close = functools.partial(chex.assert_trees_all_close, rtol=1e-5, atol=1e-6)
 MICRO_STEPS = 9
 NARROW = ("float16", "bfloat16")
 KINDS = ("float32", "complex64", *NARROW, *(f"in {dtype}" for dtype in NARROW))
@@ -257,11 +259,6 @@ def masked_loss(params, batch):
     losses = jnp.tanh(x @ params["w"] + params["b"]) ** 2
     loss, told = (losses * mask).sum() / mask.sum(), {"rows": jnp.int32(len(x))}
     return loss, boostax.Aux(weight=mask.sum(), metrics=told | {"loss again": loss})
-
-
-def assert_close(actual, expected):
-    close = functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-6)
-    jax.tree.map(close, actual, expected)
 
 
 @pytest.mark.parametrize("count", [1, 3, 24])

@@ -33,6 +33,9 @@ REDUCTIONS = {
 }
 
 
+QUICK = ((3, None), (8, None), (3, "bfloat16"))
+
+
 @functools.cache
 def gradients(replicas, seed=0):
     """With a part in common, and rows of different magnitude."""
@@ -99,14 +102,17 @@ def test_a_row_has_a_scale_of_its_own(replicas):
 
 
 @pytest.mark.parametrize(
-    "wire", [None, "bfloat16", pytest.param("float16", marks=pytest.mark.long)]
+    ("replicas", "wire"),
+    [
+        pytest.param(n, wire, marks=[] if (n, wire) in QUICK else pytest.mark.long)
+        for n in (2, 3, 8)
+        for wire in (None, "bfloat16", "float16")
+    ],
 )
-@pytest.mark.parametrize("replicas", [pytest.param(2, marks=pytest.mark.long), 3, 8])
 def test_adasum_is_that_of_the_leaves(replicas, wire):
     tx = boostax.adasum("data", wire_dtype=wire)
-    found = jax.jit(jax.vmap(lambda g: tx.update(g, tx.init(g))[0], axis_name="data"))(
-        gradients(replicas)
-    )
+    run = jax.jit(jax.vmap(lambda g: tx.update(g, tx.init(g))[0], axis_name="data"))
+    found = run(gradients(replicas))
     tolerance = 2e-6 if wire is None else 8 * float(jnp.finfo(wire).eps)
     for leaf, rows in gradients(replicas).items():
         expected = reference.adasum(rows)

@@ -89,6 +89,10 @@ def step_of(tx, gradients):
     return step
 
 
+def traced(tx, gradients):
+    return jax.eval_shape(step_of(tx, gradients), W, tx.init(W), X)
+
+
 def mapped(step, check):
     mesh = jax.make_mesh((2,), ("data",), axis_types=(AxisType.Auto,))
     return jax.jit(jax.shard_map(step, mesh=mesh, in_specs=P(), out_specs=P(), check_vma=check))
@@ -120,15 +124,13 @@ CONTEXTS = {
 @pytest.mark.parametrize("name", SCALERS)
 @pytest.mark.parametrize("gradients", SCALED, ids=lambda fn: fn.__name__)
 def test_a_scaled_loss_is_taken_through_every_wrapper(name, gradients):
-    tx = SCALERS[name](optax.sgd(0.1))
-    jax.eval_shape(step_of(tx, gradients), W, tx.init(W), X)
+    traced(SCALERS[name](optax.sgd(0.1)), gradients)
 
 
 @pytest.mark.parametrize("name", [*SCALERS, *OF_A_PART])
 def test_a_plain_loss_is_refused_through_every_wrapper(name):
-    tx = (SCALERS | OF_A_PART)[name](optax.sgd(0.1))
     with pytest.raises(ValueError, match=r"boostax\.value_and_grad\(loss_fn\)"):
-        jax.eval_shape(step_of(tx, unscaled), W, tx.init(W), X)
+        traced((SCALERS | OF_A_PART)[name](optax.sgd(0.1)), unscaled)
 
 
 @pytest.mark.parametrize("name", CONTEXTS)
@@ -179,10 +181,9 @@ def test_another_optimizers_state_is_no_scale():
 
 @pytest.mark.parametrize("gradients", [by_oracle, by_scale_loss])
 def test_params_in_the_place_of_the_state_are_refused(gradients):
-    tx = boostax.dynamic_loss_scale(optax.sgd(0.1))
     wrong = lambda params, state, x: gradients(params, params, x)  # noqa: E731
     with pytest.raises(ValueError, match=REFUSED):
-        jax.eval_shape(step_of(tx, wrong), W, tx.init(W), X)
+        traced(boostax.dynamic_loss_scale(optax.sgd(0.1)), wrong)
 
 
 def test_the_scale_of_the_last_call_is_no_longer_good():
@@ -219,8 +220,7 @@ def test_a_loss_is_scaled_once(context):
 
 
 def test_a_scale_of_one_asks_for_nothing():
-    tx = boostax.static_loss_scale(optax.sgd(0.1), 1.0)
-    jax.eval_shape(step_of(tx, unscaled), W, tx.init(W), X)
+    traced(boostax.static_loss_scale(optax.sgd(0.1), 1.0), unscaled)
 
 
 def test_gradients_of_another_jit_need_a_word():
@@ -273,20 +273,31 @@ def ignoring(params, x, *, scales=None):
     return loss_fn(params, x)
 
 
-def group_step(loss, tx, microbatches=1):
-    oracle = boostax.value_and_grad(loss, microbatches=microbatches)
-    return step_of(tx, oracle)
+def scaled_by_hand(loss):
+    def gradients(params, state, x):
+        scales = precision.group_scales(state)
+        scaled = lambda p: precision.scale_loss(loss(p, x, scales=scales), state)  # noqa: E731
+        return jax.value_and_grad(scaled)(params)
+
+    return gradients
 
 
-@pytest.mark.parametrize("microbatches", [1, 2])
-def test_groups_need_their_boundaries(microbatches):
+GROUPED = {
+    "whole batch": boostax.value_and_grad,
+    "micro-batches": functools.partial(boostax.value_and_grad, microbatches=2),
+    "by hand": scaled_by_hand,
+}
+
+
+@pytest.mark.parametrize("form", GROUPED)
+def test_groups_need_their_boundaries(form):
     tx = precision.group_loss_scale(optax.sgd(0.1), LABELS)
-    state = tx.init(W)
-    jax.eval_shape(group_step(crossing_by_hand, tx, microbatches), W, state, X)
+    traced(tx, GROUPED[form](crossing_by_hand))
     with pytest.raises(ValueError, match="leaves scales= alone"):
-        jax.eval_shape(group_step(ignoring, tx, microbatches), W, state, X)
-    single = precision.group_loss_scale(optax.sgd(0.1), {"body": 0, "head": 0})
-    jax.eval_shape(group_step(ignoring, single, microbatches), W, single.init(W), X)
+        traced(tx, GROUPED[form](ignoring))
+    traced(
+        precision.group_loss_scale(optax.sgd(0.1), {"body": 0, "head": 0}), GROUPED[form](ignoring)
+    )
 
 
 def test_groups_on_global_arrays_need_their_boundaries():
@@ -296,22 +307,6 @@ def test_groups_on_global_arrays_need_their_boundaries():
     jax.eval_shape(step(crossing_by_hand), params, tx.init(params), X)
     with pytest.raises(ValueError, match="leaves scales= alone"):
         jax.eval_shape(step(ignoring), params, tx.init(params), X)
-
-
-def test_groups_scaled_by_hand():
-    tx = precision.group_loss_scale(optax.sgd(0.1), LABELS)
-
-    def by_hand(loss, params, state, x):
-        scales = precision.group_scales(state)
-        scaled = lambda p: precision.scale_loss(loss(p, x, scales=scales), state)  # noqa: E731
-        return jax.value_and_grad(scaled)(params)
-
-    run = lambda loss: jax.eval_shape(  # noqa: E731
-        step_of(tx, functools.partial(by_hand, loss)), W, tx.init(W), X
-    )
-    run(crossing_by_hand)
-    with pytest.raises(ValueError, match="leaves scales= alone"):
-        run(ignoring)
 
 
 def test_the_program_is_the_same_with_and_without_a_word():

@@ -15,7 +15,7 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 import boostax
-from boostax._core import axes, costs, interpret, jaxprs
+from boostax._core import axes, costs, interpret, jaxprs, proof
 from boostax.chain import parts
 from boostax.chain.roles import UNKNOWN
 from boostax.chain.rows import rows
@@ -36,22 +36,19 @@ def unproved():
         each()
 
 
-def none_of(*values):
-    return [frozenset()] * len(values)
-
-
-def everywhere(*values):
-    return [frozenset(["boostax_proof"])] * len(values)
-
-
 def without(*names):
     return tuple(name for name in interpret.THROUGH if name not in names)
 
 
 # What is read, under another name or with another meaning: where, its name here, what is seen.
 BLIND = {
-    "nothing varies": (axes, "_varying", none_of, "axes over which values vary"),
-    "all varies": (axes, "_varying", everywhere, "axes over which values vary"),
+    "nothing varies": (axes, "_varying", lambda x: frozenset(), "axes over which values vary"),
+    "all varies": (
+        axes,
+        "_varying",
+        lambda x: frozenset([proof.AXIS]),
+        "axes over which values vary",
+    ),
     **{
         f"a {kind} of another name": (interpret, "THROUGH", without(*names), f"the name of {kind}")
         for kind, names in {

@@ -110,17 +110,6 @@ def test_each_server_has_an_adam_for_its_mean_gradient(form):
         assert farthest(params, servers, 8) < 1e-12
 
 
-@pytest.mark.parametrize("mapper", ["pmap", "vmap"])
-def test_it_means_the_same_under(mapper):
-    tx = of_servers("data", 4)
-    with jax.enable_x64(True):
-        run = getattr(jax, mapper)(trained(tx), axis_name="data", in_axes=(None, 0))
-        copies = jax.device_get(run(start(), gradients(8))[0])
-        for x in jax.tree.leaves(copies):
-            np.testing.assert_array_equal(x, np.broadcast_to(x[:1], x.shape))
-        assert farthest({k: x[0] for k, x in copies.items()}, 2, 8) < 1e-12
-
-
 def assert_near(found, expected, tolerance):
     chex.assert_trees_all_close(found, expected, rtol=0, atol=tolerance)
 

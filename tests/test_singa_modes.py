@@ -271,7 +271,7 @@ def test_the_formulas_differ():
 def test_buckets_are_singas():
     for threshold in (0, 2, 3, 10, 45, 74, 120, 200, 10**6):
         sizes = [int(np.prod(shape)) for shape in SHAPES]
-        assert exchange.fused(sizes, threshold) == buckets(threshold)
+        assert exchange.fused(dict(enumerate(sizes)), threshold) == buckets(threshold)
     assert buckets(THRESHOLD) == [[3], [4, 2, 1], [0]]
 
 

@@ -11,8 +11,6 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from flax import serialization
-from jax.sharding import NamedSharding
 from optax import tree_utils
 
 import boostax
@@ -463,81 +461,9 @@ def test_a_run_of_singas_goes_on_in_optax(name):
         assert_near(jax.device_get(history), expected, 1e-12)
 
 
-def by_flax_bytes(state, fresh):
-    return serialization.from_bytes(fresh, serialization.to_bytes(state))
-
-
-def by_name(state, fresh):
-    return serialization.from_state_dict(fresh, serialization.to_state_dict(state))
-
-
-@pytest.mark.parametrize("name", [*SCHEDULED, "adam"])
-def test_a_saved_state_goes_on_bit_for_bit(name):
-    """Every moment, counter and scheduled number; SINGA's caches stay stale until the next step."""
-    tx = CASES[name][1]
-    params, (early, late) = cast((normal(0), cut(normal(1, STEPS))), "float32")
-    _, params, state = optax_run(tx, params, tx.init(params), early)
-    expected = optax_run(tx, params, state, late)
-    for travel in (by_flax_bytes, by_name):
-        restored = jax.tree.map(jnp.asarray, travel(jax.device_get(state), tx.init(params)))
-        assert_same(restored, state)
-        assert_same(optax_run(tx, params, restored, late), expected)
-
-
-def assert_same(actual, expected):
-    """Bit for bit, with structure, types and dtypes."""
-    assert jax.tree.structure(actual) == jax.tree.structure(expected)
-    for a, b in zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True):
-        np.testing.assert_array_equal(a, b, strict=True)
-        assert a.weak_type == b.weak_type
-
-
-@pytest.mark.parametrize(
-    ("name", "field"),
-    [("sgd all scheduled", "trace"), ("adam", "mu"), ("adam", "nu"), ("rmsprop", "nu")],
-)
-def test_a_moment_is_had_by_its_name(name, field):
-    """What ``get_states()["moments"]`` and the like are for."""
-    tx, params = CASES[name][1], cast(normal(0), "float32")
-    _, params, state = optax_run(tx, params, tx.init(params), cast(normal(1, STEPS), "float32"))
-    moment = tree_utils.tree_get(state, field)
-    assert jax.tree.structure(moment) == jax.tree.structure(params)
-    assert all((abs(x) > 0).any() for x in jax.tree.leaves(moment))
-
-
 def test_optax_sets_only_the_outermost_field_of_a_name():
     """Why ``set_states`` above is not ``tree_set``: it leaves nested counters alone, silently."""
     tx, params = CASES["adam all scheduled"][1], cast(normal(0), "float32")
     state = tree_utils.tree_set(tx.init(params), count=jnp.int32(7))
     counters = [int(value) for _, value in tree_utils.tree_get_all_with_path(state, "count")]
     assert 0 in counters and 7 in counters
-
-
-def loss_fn(params, batch):
-    return jnp.mean((batch["x"] @ params["kernel"] + params["bias"] - batch["y"]) ** 2)
-
-
-def test_states_of_a_reduction_travel_too(mesh):
-    """DistOpt has no get_states: what differs per rank is lost when a run of SINGA's stops."""
-    optimizer = optax.chain(CASES["sgd all scheduled"][1])
-    step = boostax.make_train_step(
-        loss_fn, boostax.reduce.adasum_delta(optimizer, "data"), mesh=mesh, axis_name="data"
-    )
-    batch = {"x": jnp.asarray(normal(2, 8)["kernel"][:, 0, :3], "float32")}
-    batch["y"] = jnp.asarray(normal(3, 8)["bias"], "float32")
-    state = step.init(cast(normal(0), "float32"))
-    for _ in range(7):
-        state, _ = step(state, batch)
-    saved = serialization.to_bytes(jax.device_get(state))
-    fresh = step.init(cast(normal(9), "float32"))
-    # Onto the devices, each replica's part to its own.
-    place = lambda x, like: jax.device_put(x, like.sharding)  # noqa: E731
-    restored = jax.tree.map(place, serialization.from_bytes(fresh, saved), fresh)
-    momenta = tree_utils.tree_get(restored.opt_state, "trace")["kernel"]
-    assert momenta.shape == (8, 3, 4) and isinstance(momenta.sharding, NamedSharding)
-    assert (momenta[0] != momenta[1]).any()
-    assert_same(restored, state)
-    for _ in range(5):
-        state, _ = step(state, batch)
-        restored, _ = step(restored, batch)
-    assert_same(restored, state)

@@ -54,12 +54,12 @@ def threshold(limit):
     return lambda row: np.where(abs(row) >= limit, row, 0)
 
 
-def top_k(share):
+def top_k(share, magnitude=abs):
     def choose(row):
         flat = row.ravel()
         k = int(np.ceil(share * flat.size))
         chosen = np.zeros_like(flat)
-        largest = np.argsort(-abs(flat), kind="stable")[:k]
+        largest = np.argsort(-magnitude(flat), kind="stable")[:k]
         chosen[largest] = flat[largest]
         return chosen.reshape(row.shape)
 
@@ -68,16 +68,7 @@ def top_k(share):
 
 def singas_own_top_k(share):
     """Its comparison truncates magnitudes to integers, so below one the first k are taken."""
-
-    def choose(row):
-        flat = row.ravel()
-        k = int(np.ceil(share * flat.size))
-        chosen = np.zeros_like(flat)
-        largest = np.argsort(-abs(flat).astype(np.int64), kind="stable")[:k]
-        chosen[largest] = flat[largest]
-        return chosen.reshape(row.shape)
-
-    return choose
+    return top_k(share, lambda flat: abs(flat).astype(np.int64))
 
 
 def run(mode, grads):

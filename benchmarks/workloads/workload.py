@@ -11,7 +11,6 @@ import numpy as np
 import optax
 
 from boostax import Aux
-from boostax._core.place import here
 from workloads.models import initial
 
 PyTree = Any
@@ -122,7 +121,7 @@ def supervised(
 
     def evaluate(params: PyTree, model_state: PyTree | None = None) -> dict[str, float]:
         # Where parameters are replicated, every device would evaluate the same split.
-        found = means(*here((params, model_state)), stacked, weights)
+        found = means(*jax.device_get((params, model_state)), stacked, weights)
         return {name: float(found[name]) for name in ("loss", "accuracy")}
 
     return Workload(

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from boostax._core import checks, proof
+from boostax._core import checks, proof, trees
 
 PyTree = Any
 AxisName = str | tuple[str, ...]
@@ -40,11 +40,6 @@ class Groups(tuple[str, ...]):
         made = super().__new__(cls, names)
         made.members = members
         return made
-
-    @property
-    def lists(self) -> list[list[int]]:
-        """The groups as ``axis_index_groups`` takes them."""
-        return self.members.tolist()
 
     def place(self, of_group: bool = False) -> jax.Array:
         """Number of this replica in its group, or of its group."""
@@ -76,20 +71,17 @@ def canonical(who: str, axis_name: AxisName | None, argument: str = "axis_name")
     if axis_name is None:
         return ()
     names: tuple[Any, ...] = axis_name if isinstance(axis_name, tuple) else (axis_name,)
-    words = all(isinstance(name, str) for name in names)
-    if not names or len(set(map(repr, names))) != len(names) or not words:
-        raise ValueError(
-            f"{who}: {argument} must be a mesh axis name or a tuple of different ones, got "
-            f"{axis_name!r}. Use None on a single device."
-        )
+    words = bool(names) and all(isinstance(name, str) for name in names)
+    fits = words and len(set(names)) == len(names)
+    allowed = "a mesh axis name or a tuple of different ones"
+    checks.require(who, argument, axis_name, allowed, fits, "Use None on a single device.")
     return names
 
 
 def required(who: str, axis_name: AxisName | None) -> tuple[str, ...]:
     """Axis names as a tuple, of which there must be one at least."""
     names = canonical(who, axis_name)
-    if not names:
-        raise ValueError(checks.message(who, "axis_name", "a mesh axis", axis_name, "Try 'data'."))
+    checks.require(who, "axis_name", axis_name, "a mesh axis", bool(names), "Try 'data'.")
     return names
 
 
@@ -116,15 +108,6 @@ def require_bound(
             ) from error
 
 
-def bound(names: tuple[str, ...]) -> bool:
-    """Whether this is traced inside a function mapped over all the axes."""
-    try:
-        size(names)
-    except NameError:
-        return False
-    return True
-
-
 def size(names: tuple[str, ...]) -> int:
     """Number of replicas over all the axes; of one group of them."""
     return names.members.shape[1] if isinstance(names, Groups) else lax.axis_size(names)
@@ -137,17 +120,13 @@ def varying(x: Any) -> frozenset[str]:
       RuntimeError: this JAX tracks it in a way that is not read here.
     """
     require_readable()
-    return _varying(x)[0]
+    return _varying(x)
 
 
-def _varying(*values: Any) -> list[frozenset[str]]:
-    found: list[frozenset[str]] = []
-    for x in values:
-        # A type of a partly manual region cannot be asked for its own type.
-        typed = x if isinstance(x, jax.ShapeDtypeStruct) else jax.typeof(x)
-        kind = getattr(typed, "manual_axis_type", None)
-        found.append(frozenset() if kind is None else frozenset(kind.varying))
-    return found
+def _varying(x: Any) -> frozenset[str]:
+    # A type of a partly manual region cannot be asked for its own type.
+    typed = x if isinstance(x, jax.ShapeDtypeStruct) else jax.typeof(x)
+    return frozenset(getattr(getattr(typed, "manual_axis_type", None), "varying", ()))
 
 
 @functools.cache
@@ -158,7 +137,8 @@ def require_readable() -> None:
     def read(equal: jax.Array, local: jax.Array) -> jax.Array:
         manual = frozenset(jax.sharding.get_abstract_mesh().manual_axes)
         cast, typed = lax.pcast(equal, proof.AXIS, to="varying"), jax.eval_shape(jnp.abs, local)
-        values = _varying(local, cast, typed, equal, lax.psum(local, proof.AXIS))
+        summed = lax.psum(local, proof.AXIS)
+        values = [_varying(x) for x in (local, cast, typed, equal, summed)]
         found.update(manual=manual, local=values[0], cast=values[1], typed=values[2])
         found.update(equal=names - values[3], summed=names - values[4])
         return local
@@ -177,7 +157,7 @@ def require_readable() -> None:
 def types(tree: PyTree) -> list[frozenset[str]]:
     """``varying`` of every leaf."""
     require_readable()
-    return _varying(*jax.tree.leaves(tree))
+    return list(map(_varying, jax.tree.leaves(tree)))
 
 
 def to_varying(tree: PyTree, names: tuple[str, ...] | frozenset[str]) -> PyTree:
@@ -279,12 +259,10 @@ def gather_along(x: jax.Array, names: tuple[str, ...], dim: int) -> jax.Array:
 
     In each group the whole of what is cut over it, typed as varying.
     """
-    if not vmapped(names):
-        if isinstance(names, Groups):
-            groups = names.lists
-            return lax.all_gather(x, tuple(names), axis=dim, tiled=True, axis_index_groups=groups)
-        return lax.all_gather(x, names, axis=dim, tiled=True, to="invarying")
     grouped = isinstance(names, Groups)
+    if not vmapped(names):
+        how: Any = {"axis_index_groups": _lists(names)} if grouped else {"to": "invarying"}
+        return lax.all_gather(x, tuple(names), axis=dim, tiled=True, **how)
     stacked = jnp.moveaxis(in_group(x, names), 0, dim) if grouped else gather(x, names, dim)
     return stacked.reshape(*x.shape[:dim], -1, *x.shape[dim + 1 :])
 
@@ -302,13 +280,14 @@ def scatter(x: jax.Array, names: tuple[str, ...], dim: int) -> jax.Array:
 def in_group(x: jax.Array, names: Groups) -> jax.Array:
     """What every replica of this one's group holds, stacked."""
     if not vmapped(names):
-        return lax.all_gather(x, tuple(names), axis_index_groups=names.lists)
+        return lax.all_gather(x, tuple(names), axis_index_groups=_lists(names))
     # vmap has no rule for groups: this emulates them.
     return gather(x, tuple(names))[jnp.asarray(names.members)[names.place(of_group=True)]]
 
 
 def _lists(names: tuple[str, ...]) -> list[list[int]] | None:
-    return names.lists if isinstance(names, Groups) else None
+    """Return the groups as ``axis_index_groups`` takes them."""
+    return names.members.tolist() if isinstance(names, Groups) else None
 
 
 def total(x: jax.Array, names: tuple[str, ...]) -> jax.Array:
@@ -323,19 +302,8 @@ def sum_over_shards(parts: list[jax.Array], names: tuple[str, ...], dtype: Any) 
     A leaf that is whole on all devices counts once. One collective for each set of axes over which
     leaves are sharded.
     """
-    sums = _summed(parts or [jnp.zeros((), dtype)], lambda x: varying(x) - frozenset(names))
-    totals = [lax.psum(to_varying(x, names), (*names, *sorted(over))) for over, x in sums.items()]
-    return functools.reduce(jnp.add, totals)
-
-
-def _summed(
-    parts: list[jax.Array], over: Callable[[jax.Array], frozenset[str]]
-) -> dict[frozenset[str], jax.Array]:
-    """The sum of those that are sharded over the same axes."""
-    sums: dict[frozenset[str], jax.Array] = {}
-    for part in parts:
-        sums[over(part)] = sums[over(part)] + part if over(part) in sums else part
-    return sums
+    parts = parts or [jnp.zeros((), dtype)]
+    return summed(parts, lambda x: varying(x) - frozenset(names), names)
 
 
 def shard_total(parts: list[jax.Array], names: tuple[str, ...], who: str) -> jax.Array:
@@ -346,13 +314,25 @@ def shard_total(parts: list[jax.Array], names: tuple[str, ...], who: str) -> jax
     """
     if names and not varying(to_varying(jnp.zeros(()), names)):
         require_bound(names, who, "shard_axes")
-        raise ValueError(
-            f"{who}: shard_axes must be left out where JAX does not track which leaves are "
-            f"sharded, got {names!r}. Leave check_vma on."
-        )
-    sums = _summed(parts, lambda x: varying(x) & frozenset(names))
-    totals = [lax.psum(x, tuple(sorted(over))) if over else x for over, x in sums.items()]
-    return functools.reduce(jnp.add, totals) if totals else jnp.zeros(())
+        allowed = "left out where JAX does not track which leaves are sharded"
+        raise ValueError(checks.message(who, "shard_axes", allowed, names, "Leave check_vma on."))
+    return summed(parts or [jnp.zeros(())], lambda x: varying(x) & frozenset(names))
+
+
+def summed(
+    parts: list[jax.Array],
+    over: Callable[[jax.Array], frozenset[str]],
+    names: tuple[str, ...] = (),
+) -> jax.Array:
+    """Sum parts over ``names`` and the axes of each: one collective for each set of axes."""
+    sums: dict[frozenset[str], jax.Array] = {}
+    for part in parts:
+        sums[over(part)] = sums[over(part)] + part if over(part) in sums else part
+    totals = [
+        lax.psum(to_varying(x, names), (*names, *sorted(more))) if names or more else x
+        for more, x in sums.items()
+    ]
+    return functools.reduce(jnp.add, totals)
 
 
 def mean(x: jax.Array, names: tuple[str, ...]) -> jax.Array:
@@ -401,29 +381,27 @@ def require_local(grads: PyTree, names: tuple[str, ...], who: str) -> None:
         return
     # Without checking nothing varies, whatever is cast.
     probe = varying(to_varying(jnp.zeros(()), names))
-    for path, leaf in jax.tree_util.tree_leaves_with_path(grads):
+    for name, leaf in trees.named(grads):
         missing = sorted((wanted & probe) - varying(leaf))
         # The indices of sparse ones may be the same everywhere.
         if missing and jnp.issubdtype(leaf.dtype, jnp.inexact):
             raise ValueError(
-                f"{who}: gradients must be local to each replica, but the leaf "
-                f"{jax.tree_util.keystr(path, simple=True, separator='/')!r} is already equal over "
-                f"the axes {', '.join(missing)}: under check_vma=True jax.grad sums the gradient "
-                "of replicated params over the replicas, and a mean over it would multiply the "
-                "learning rate by their number. Differentiate with respect to "
+                f"{who}: gradients must be local to each replica, but the leaf {name!r} is already "
+                f"equal over the axes {', '.join(missing)}: under check_vma=True jax.grad sums the "
+                "gradient of replicated params over the replicas, and a mean over it would "
+                "multiply the learning rate by their number. Differentiate with respect to "
                 "boostax.train.local_params(params, axis_name), or use boostax.value_and_grad."
             )
 
 
 def require_whole(tree: PyTree, names: tuple[str, ...], who: str, hint: str) -> None:
     """Refuse leaves that are sharded over axes besides the replicas', where that can be seen."""
-    for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
+    for name, leaf in trees.named(tree):
         others = sorted(varying(leaf) - frozenset(names))
         if others:
             raise ValueError(
                 f"{who}: leaves must be whole on every device of a replica (axes {names}), got "
-                f"{jax.tree_util.keystr(path, simple=True, separator='/')!r} sharded over "
-                f"{', '.join(others)}. {hint}"
+                f"{name!r} sharded over {', '.join(others)}. {hint}"
             )
 
 

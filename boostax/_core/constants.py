@@ -71,9 +71,8 @@ def without_gradient(grads: PyTree, active: PyTree) -> PyTree:
         return _each(grads, lambda node: None)
     stop = lambda node: isinstance(node, (_Aside, optax.MaskedNode))  # noqa: E731
     gone = lambda keep: None if keep else optax.MaskedNode()  # noqa: E731
-    return jax.tree.map(
-        lambda g, keep: gone(keep) if isinstance(g, _Aside) else g, grads, active, is_leaf=stop
-    )
+    kept = lambda g, keep: gone(keep) if isinstance(g, _Aside) else g  # noqa: E731
+    return jax.tree.map(kept, grads, active, is_leaf=stop)
 
 
 def of_arrays(tree: PyTree, params: PyTree) -> PyTree:

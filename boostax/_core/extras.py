@@ -56,18 +56,15 @@ def asked(tx: optax.GradientTransformation) -> dict[str, bool]:
         elif isinstance(thing, functools.partial):
             stack.append(thing.func)
         elif inspect.isfunction(thing):
-            for name, parameter in inspect.signature(
-                thing, follow_wrapped=False
-            ).parameters.items():
+            signature = inspect.signature(thing, follow_wrapped=False)
+            for name, parameter in signature.parameters.items():
                 required = parameter.default is inspect.Parameter.empty
                 found[name] = found.get(name, False) or required
             stack.extend(closure(thing).values())
-        elif callable(thing) and not inspect.isclass(thing):
+        elif not inspect.isclass(thing) and (
+            callable(thing) or isinstance(thing, optax.MultiSteps)
+        ):
             # A gate, a bound method, a jitted function.
-            stack.extend(
-                [*getattr(thing, "__dict__", {}).values(), getattr(thing, "__self__", None)]
-            )
-            stack.append(getattr(thing, "__func__", None))
-        elif isinstance(thing, optax.MultiSteps):
-            stack.extend(vars(thing).values())
+            stack.extend(getattr(thing, "__dict__", {}).values())
+            stack.extend(getattr(thing, name, None) for name in ("__self__", "__func__"))
     return found

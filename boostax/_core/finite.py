@@ -19,11 +19,8 @@ def largest_magnitudes(tree: PyTree) -> list[jax.Array]:
     A reduction of the raw leaf fuses with whatever made it. Testing ``isfinite`` elementwise, or
     testing the unscaled gradient, makes XLA:CPU write a temporary of the size of a leaf.
     """
-    return [
-        _largest(magnitude(leaf))
-        for leaf in jax.tree.leaves(tree)
-        if jnp.issubdtype(jnp.result_type(leaf), jnp.inexact)
-    ]
+    inexact = [x for x in jax.tree.leaves(tree) if trees.is_inexact(jnp.result_type(x))]
+    return [_largest(magnitude(x)) for x in inexact]
 
 
 def _largest(x: jax.Array) -> jax.Array:

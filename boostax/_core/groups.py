@@ -5,6 +5,7 @@ import collections
 import dataclasses
 import fnmatch
 import glob
+import itertools
 import operator
 import re
 from collections.abc import Iterator, Sequence
@@ -71,11 +72,10 @@ def prefix_groups(
         checks.positive_int(who, "level", level, "1 makes a layer of every top-level module.")
     leaves, treedef = jax.tree.flatten(params)
     kept = _with_norms(_layers(who, params, order, level), leaves)
-    if n > len(kept):
-        allowed = f"at most the number of layers, {len(kept)}"
-        words = few([trees.path_name(path) for path in kept])
-        hint = f"They are {words}, each with the norms after it." if kept else "Params are empty."
-        raise ValueError(checks.message(who, "n", allowed, n, hint))
+    words = few([trees.path_name(path) for path in kept])
+    hint = f"They are {words}, each with the norms after it." if kept else "Params are empty."
+    allowed = f"at most the number of layers, {len(kept)}"
+    checks.require(who, "n", n, allowed, n <= len(kept), hint)
     labels = [0] * len(leaves)
     for i, members in enumerate(kept.values()):
         for leaf in members:
@@ -338,8 +338,7 @@ def _natural(key: Any) -> list[str | int]:
 
 
 def _prefixes(name: str) -> list[str]:
-    parts = name.split("/")
-    return ["/".join(parts[: i + 1]) for i in range(len(parts))]
+    return list(itertools.accumulate(name.split("/"), "{}/{}".format))
 
 
 def _reordered(
@@ -354,10 +353,9 @@ def _reordered(
     for i, entry in enumerate(order):
         places.setdefault(entry, i)
     idle = places.keys() - {prefix for name in names for prefix in _prefixes(name)}
-    if idle:
-        got = sorted(idle, key=places.__getitem__)
-        hint = f"They match no param; there are {few(names)}."
-        raise ValueError(checks.message(who, "order", allowed, got, hint))
+    got = sorted(idle, key=places.__getitem__)
+    hint = f"They match no param; there are {few(names)}."
+    checks.require(who, "order", got, allowed, not idle, hint)
     first: dict[Any, int] = {}
     for path, members in layers.items():
         entries = [places[x] for leaf in members for x in _prefixes(names[leaf]) if x in places]
@@ -405,10 +403,9 @@ def _named(who: str, groups: dict[str, int], names: list[str]) -> list[int]:
     patterns = [[name for name, k in groups.items() if k == number] for number in numbers]
     found = _matched(who, patterns, names)
     missed = [name for name, i in zip(names, found, strict=True) if i == len(numbers)]
-    if missed:
-        hint = f"It says nothing of {few(missed)}."
-        allowed = "a dictionary whose names match every leaf"
-        raise ValueError(checks.message(who, "groups", allowed, groups, hint))
+    hint = f"It says nothing of {few(missed)}."
+    allowed = "a dictionary whose names match every leaf"
+    checks.require(who, "groups", groups, allowed, not missed, hint)
     return [numbers[i] for i in found]
 
 
@@ -421,10 +418,8 @@ def _matched(who: str, groups: Any, names: list[str]) -> list[int]:
                 hint = "A pattern is a path name in which * stands for anything."
                 raise TypeError(checks.message(who, "groups", "a list of patterns", pattern, hint))
             hits = [x for x in names if matches(x, pattern)]
-            if not hits:
-                hint = f"It matches none; there are {few(names)}."
-                allowed = "patterns that match params"
-                raise ValueError(checks.message(who, "groups", allowed, pattern, hint))
+            hint = f"It matches none; there are {few(names)}."
+            checks.require(who, "groups", pattern, "patterns that match params", bool(hits), hint)
             for name in hits:
                 if labels.setdefault(name, i) != i:
                     allowed = "patterns that match no leaf twice"

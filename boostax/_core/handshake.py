@@ -183,14 +183,10 @@ def _enclosing(scale: Any) -> list[Mark]:
 
     Where JAX does not say what surrounds a trace, more is refused, nothing passed.
     """
-    around: list[Any] = []
+    around: set[int] = set()
     trace = getattr(getattr(scale, "_trace", None), "parent_trace", None)
     while trace is not None:
-        around.append(trace)
+        around.add(id(trace))
         trace = getattr(trace, "parent_trace", None)
     alive = [(ref(), mark) for ref, mark in list(_MARKS.values())]
-    return [
-        mark
-        for x, mark in alive
-        if x is not None and any(getattr(x, "_trace", None) is t for t in around)
-    ]
+    return [mark for x, mark in alive if id(getattr(x, "_trace", None)) in around]

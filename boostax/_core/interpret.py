@@ -163,9 +163,8 @@ def evaluate(
       inline: names of ``THROUGH`` whose bodies take the place of their equations.
     """
     jaxpr, avals = program.jaxpr, [var.aval for var in program.jaxpr.constvars]
-    values: dict[Any, Any] = dict(
-        zip(jaxpr.constvars, map(constant, program.consts, avals), strict=True)
-    )
+    consts = map(constant, program.consts, avals)
+    values: dict[Any, Any] = dict(zip(jaxpr.constvars, consts, strict=True))
     values.update(zip(jaxpr.invars, args, strict=True))
 
     def read(atom: Any) -> Any:
@@ -354,9 +353,8 @@ def of_data(
 def require_readable() -> None:
     """Raise unless this JAX writes calls, loops and branches as the table has them."""
     with proof.apart() as mesh:
-        traced, types = jax.make_jaxpr(_all_kinds(mesh), return_shape=True)(
-            jax.ShapeDtypeStruct((2,), "float32")
-        )
+        x = jax.ShapeDtypeStruct((2,), "float32")
+        traced, types = jax.make_jaxpr(_all_kinds(mesh), return_shape=True)(x)
     unite = lambda names: frozenset[str]().union(*names)  # noqa: E731
     noted = lambda eqn, found: [unite([*found, [eqn.primitive.name]])] * len(eqn.outvars)  # noqa: E731
     found = flow(traced, [frozenset()], noted, unite, frozenset())

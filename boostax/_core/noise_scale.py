@@ -18,7 +18,6 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 
 from boostax._core import axes, trees
 from boostax._core.describe import Holds
@@ -47,17 +46,13 @@ class NoiseScaleState(NamedTuple):
         of its square is not positive.
         """
         ratio = jnp.maximum(self.noise, 0) / self.gradient
-        return jnp.where(
-            self.weight > 0, jnp.where(self.gradient > 0, ratio, jnp.inf), jnp.nan
-        ).astype(jnp.float32)
+        ratio = jnp.where(self.gradient > 0, ratio, jnp.inf)
+        return jnp.where(self.weight > 0, ratio, jnp.nan).astype(jnp.float32)
 
     def metrics(self) -> dict[str, jax.Array]:
         """Named scalars for ``boostax.metrics``."""
-        return {
-            "noise_scale": self.scale(),
-            "gradient_square": self.gradient / self.weight,
-            "gradient_noise": self.noise / self.weight,
-        }
+        square, noise = self.gradient / self.weight, self.noise / self.weight
+        return {"noise_scale": self.scale(), "gradient_square": square, "gradient_noise": noise}
 
 
 def fresh() -> NoiseScaleState:
@@ -84,12 +79,9 @@ def observe(
     """
     estimates = (n * large - small) / (n - 1), (small - large) * n / (n - 1), jnp.float32(1)
     shown = (n > 1) & jnp.isfinite(small) & jnp.isfinite(large)
-    return NoiseScaleState(
-        *(
-            jnp.where(shown, decay * old + (1 - decay) * new, old).astype(jnp.float32)
-            for old, new in zip(state, estimates, strict=True)
-        )
-    )
+    pairs = zip(state, estimates, strict=True)
+    means = [jnp.where(shown, decay * old + (1 - decay) * new, old) for old, new in pairs]
+    return NoiseScaleState(*(x.astype(jnp.float32) for x in means))
 
 
 def square_norm(tree: PyTree, names: tuple[str, ...] = ()) -> jax.Array:
@@ -97,11 +89,10 @@ def square_norm(tree: PyTree, names: tuple[str, ...] = ()) -> jax.Array:
 
     Shards are added up: one sum of 4 bytes for each set of axes that leaves are sharded over.
     """
-    sums: dict[frozenset[str], jax.Array] = {}
-    for x in jax.tree.leaves(tree):
+
+    def square(x: jax.Array) -> jax.Array:
         wide = x.astype(trees.wide_dtype(x))
-        part = jnp.sum(jnp.real(wide * jnp.conj(wide))).astype(jnp.float32)
-        over = axes.varying(part) - frozenset(names)
-        sums[over] = sums[over] + part if over in sums else part
-    parts = [lax.psum(x, tuple(sorted(over))) if over else x for over, x in sums.items()]
-    return sum(parts, start=jnp.zeros((), jnp.float32))
+        return jnp.sum(jnp.real(wide * jnp.conj(wide))).astype(jnp.float32)
+
+    parts = [jnp.zeros((), jnp.float32), *map(square, jax.tree.leaves(tree))]
+    return axes.summed(parts, lambda x: axes.varying(x) - frozenset(names))

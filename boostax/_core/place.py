@@ -55,16 +55,6 @@ def own_rows(sharding: NamedSharding, size: int) -> np.ndarray[Any, Any]:
     return np.unique(np.concatenate(rows))
 
 
-def here(tree: PyTree) -> PyTree:
-    """Arrays that are whole on every device, as arrays of one device of this process."""
-
-    def local(x: Any) -> Any:
-        whole = isinstance(x, jax.Array) and x.is_fully_replicated
-        return x.addressable_data(0) if whole else x
-
-    return jax.tree.map(local, tree)
-
-
 def on_host(tree: PyTree) -> PyTree:
     """Arrays of this process's devices as NumPy's; keys and what is spread stay as they are."""
 

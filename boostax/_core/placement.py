@@ -86,14 +86,8 @@ class Placement:
             return local, common
 
         sizes = [self.mesh.shape[name] for name in self.names]
-        for name in reversed(self.names):
-            one = jax.vmap(
-                one,
-                in_axes=(0, None),
-                out_axes=(0, None),
-                axis_name=name,
-                axis_size=self.mesh.shape[name],
-            )
+        for name, size in reversed([*zip(self.names, sizes, strict=True)]):
+            one = jax.vmap(one, (0, None), (0, None), axis_name=name, axis_size=size)
         split = lambda x: x.reshape(*sizes, *x.shape[1:])  # noqa: E731
         merged = lambda x: x.reshape(-1, *x.shape[len(sizes) :])  # noqa: E731
         local, common = one(jax.tree.map(split, stacked), shared)
@@ -122,11 +116,9 @@ class Placement:
         On an Explicit mesh code that knows nothing of shardings does not pass JAX's typing.
         """
         if AxisType.Explicit not in self.mesh.axis_types:
-            return lambda *args: _map_specs(
-                lambda spec, x: lax.with_sharding_constraint(x, NamedSharding(self.mesh, spec)),
-                specs,
-                fn(*args),
-            )
+            here = lambda spec: NamedSharding(self.mesh, spec)  # noqa: E731
+            put = lambda spec, x: lax.with_sharding_constraint(x, here(spec))  # noqa: E731
+            return lambda *args: _map_specs(put, specs, fn(*args))
         return jax.sharding.auto_axes(fn, out_sharding=self.shardings(specs))
 
     def shardings(self, specs: PyTree) -> PyTree:
@@ -184,15 +176,13 @@ def on_shards(
         here = _HERE.get()
         if here is None:
             return update(updates, state, params, **extra)
-        if set(names) != set(here.names):
-            hint = "One reduction serves all of them; adasum has within= for two levels."
-            allowed = f"all replica axes {here.names}"
-            raise ValueError(checks.message(who, "axis_name", allowed, names, hint))
+        hint = "One reduction serves all of them; adasum has within= for two levels."
+        allowed, fits = f"all replica axes {here.names}", set(names) == set(here.names)
+        checks.require(who, "axis_name", names, allowed, fits, hint)
         leaves = jax.tree_util.tree_leaves_with_path(updates)
         owners = {path: (x.shape, here.shards(path, who)) for path, x in leaves}
-        specs = jax.tree.unflatten(
-            jax.tree.structure(updates), [spec for _, spec in owners.values()]
-        )
+        structure = jax.tree.structure(updates)
+        specs = structure.unflatten([spec for _, spec in owners.values()])
         own, shared, tree = _apart(state)
         own_specs, shared_specs, _ = _apart(specs_like(owners, state, here.names))
 
@@ -207,12 +197,9 @@ def on_shards(
             return means, jax.tree.map(lambda x: x[None], own), shared
 
         lead = lambda spec: PartitionSpec(here.names, *spec)  # noqa: E731
-        island = jax.shard_map(
-            mapped,
-            mesh=here.auto_mesh,
-            in_specs=((_map_specs(lead, specs), own_specs), shared_specs),
-            out_specs=(specs, own_specs, shared_specs),
-        )
+        taken = (_map_specs(lead, specs), own_specs), shared_specs
+        handed = specs, own_specs, shared_specs
+        island = jax.shard_map(mapped, mesh=here.auto_mesh, in_specs=taken, out_specs=handed)
 
         def stacked(local: PyTree, shared: PyTree) -> tuple[PyTree, PyTree, PyTree]:
             rank = len(here.names)
@@ -238,30 +225,14 @@ def mean_of_group(x: jax.Array, groups: Groups) -> jax.Array:
     if _HERE.get() is None:
         return in_group(x, groups).mean(0)
 
-    def means(stacked: jax.Array) -> jax.Array:
-        rows = stacked.reshape(*groups.members.shape, *x.shape)
-        return jnp.broadcast_to(rows.mean(1, keepdims=True), rows.shape).reshape(stacked.shape)
+    def stacked(local: PyTree, shared: PyTree) -> tuple[PyTree, PyTree, PyTree]:
+        rows = local[1].reshape(*groups.members.shape, *x.shape)
+        means = jnp.broadcast_to(rows.mean(1, keepdims=True), rows.shape)
+        return (), means.reshape(local[1].shape), shared
 
-    return _of_all(x, tuple(groups), means)
-
-
-def _of_all(
-    x: jax.Array, names: tuple[str, ...], fn: Callable[[jax.Array], jax.Array]
-) -> jax.Array:
-    """``fn`` of what all replicas have, stacked; each receives its own of the result."""
-    if not names:
-        return fn(x)
-
-    @custom_vmap
-    def call(x: jax.Array) -> jax.Array:
-        return x
-
-    @call.def_vmap
-    def rule(size: int, batched: Any, x: jax.Array) -> tuple[jax.Array, bool]:
-        x = x if batched[0] else jnp.broadcast_to(x[None], (size, *x.shape))
-        return _of_all(x, names[:-1], fn), True
-
-    return call(x)
+    named = lambda local, shared: ((), local[1], shared)  # noqa: E731
+    marks = [lax.axis_index(name) for name in groups]
+    return _lifted([*reversed(groups)], named, stacked, "mean_of_group")(((), x, marks), ())[1]
 
 
 Run = Callable[[PyTree, PyTree], tuple[PyTree, PyTree, PyTree]]

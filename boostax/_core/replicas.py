@@ -58,11 +58,6 @@ def shares(opt_state: PyTree) -> list[PerReplica]:
     return [part for node in trees.telling(opt_state, "shares") for part in node.shares()]
 
 
-def _of_servers(opt_state: PyTree) -> list[PerReplica]:
-    """The parts of a state that are the same inside a server, as states say by ``servers``."""
-    return [part for node in trees.telling(opt_state, "servers") for part in node.servers()]
-
-
 def require_replicas(who: str, state: PyTree, replicas: int) -> None:
     """Refuse a state whose per-replica parts do not lead with this number of replicas."""
     for name, x in _local_arrays(state):
@@ -83,9 +78,8 @@ def require_stacked(who: str, state: PyTree) -> None:
     """
     for name, x in _local_arrays(state):
         concrete = isinstance(x, jax.Array) and not isinstance(x, Tracer)
-        if not concrete or jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
-            continue
-        if not x.is_fully_replicated:
+        key = jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
+        if not concrete or key or not x.is_fully_replicated:
             continue
         first, *others = (np.asarray(shard.data) for shard in x.addressable_shards)
         if any(not np.array_equal(first, other, equal_nan=True) for other in others):
@@ -122,11 +116,8 @@ def owns_params(opt_state: PyTree) -> bool:
 
 def _map_local(fn: Any, state: PyTree) -> PyTree:
     """Apply ``fn`` to the arrays inside every ``PerReplica``."""
-    return jax.tree.map(
-        lambda node: jax.tree.map(fn, node) if is_per_replica(node) else node,
-        state,
-        is_leaf=is_per_replica,
-    )
+    inside = lambda node: jax.tree.map(fn, node) if is_per_replica(node) else node  # noqa: E731
+    return jax.tree.map(inside, state, is_leaf=is_per_replica)
 
 
 def stack_replicas(opt_state: PyTree, replicas: int) -> PyTree:
@@ -226,22 +217,16 @@ def state_specs(
     names = axes.canonical("state_specs", axis_name)
     is_spec = lambda x: isinstance(x, PartitionSpec)  # noqa: E731
     param_leaves = jax.tree_util.tree_leaves_with_path(params)
-    spec_leaves = (
-        [PartitionSpec()] * len(param_leaves)
-        if param_specs is None
-        else jax.tree.leaves(param_specs, is_leaf=is_spec)
-    )
-    if len(spec_leaves) != len(param_leaves):
-        raise ValueError(
-            "state_specs: param_specs must be a tree of PartitionSpec with one for each of the "
-            f"{len(param_leaves)} param leaves, got {len(spec_leaves)}. Use PartitionSpec() for a "
-            "replicated leaf, not None."
-        )
-    if shard_optimizer and replicas is None:
-        raise ValueError(
-            "state_specs: replicas must be the size of the replica axis with shard_optimizer, got "
-            "None. Pass replicas=mesh.shape['data']."
-        )
+    spec_leaves = jax.tree.leaves(param_specs, is_leaf=is_spec)
+    if param_specs is None:
+        spec_leaves = [PartitionSpec()] * len(param_leaves)
+    got, wanted = len(spec_leaves), len(param_leaves)
+    allowed = f"a tree of PartitionSpec with one for each of the {wanted} param leaves"
+    hint = "Use PartitionSpec() for a replicated leaf, not None."
+    checks.require("state_specs", "param_specs", got, allowed, got == wanted, hint)
+    allowed = "the size of the replica axis with shard_optimizer"
+    given, hint = replicas is not None or not shard_optimizer, "Pass replicas=mesh.shape['data']."
+    checks.require("state_specs", "replicas", replicas, allowed, given, hint)
     pairs = zip(param_leaves, spec_leaves, strict=True)
     owners = {path: (leaf.shape, spec) for (path, leaf), spec in pairs}
     state = jax.eval_shape(tx.init, params)
@@ -264,25 +249,25 @@ def specs_like(
     """
     lead = names[0] if len(names) == 1 else names
 
+    def candidates(path: tuple[Any, ...]) -> list[tuple[tuple[int, ...], PartitionSpec]]:
+        return [owners[path[i:]] for i in range(len(path) + 1) if path[i:] in owners]
+
     def owner_spec(path: tuple[Any, ...], leaf: Any) -> PartitionSpec | None:
-        for start in range(len(path) + 1):
-            shape, spec = owners.get(path[start:], (None, None))
-            if spec is not None and shape == leaf.shape:
+        for shape, spec in candidates(path):
+            if shape == leaf.shape:
                 return spec
-            if spec is not None and shape == leaf.shape[1:]:
+            if shape == leaf.shape[1:]:
                 # As the compiled step gives it: another way to write it would compile it again.
                 return PartitionSpec(None, *spec) if any(spec) else PartitionSpec()
         return None
 
     def scales_spec(path: tuple[Any, ...], scales: Any) -> PartitionSpec:
         """Of the dimensions that are not cut in blocks."""
-        for start in range(len(path) + 1):
-            shape, spec = owners.get(path[start:], (None, None))
-            if shape is None or spec is None or len(shape) != len(scales.shape):
-                continue
-            pairs = zip(spec, shape, scales.shape, strict=False)
-            whole = [entry if n == m else None for entry, n, m in pairs]
-            return PartitionSpec(*whole) if any(whole) else PartitionSpec()
+        for shape, spec in candidates(path):
+            if len(shape) == len(scales.shape):
+                pairs = zip(spec, shape, scales.shape, strict=False)
+                whole = [entry if n == m else None for entry, n, m in pairs]
+                return PartitionSpec(*whole) if any(whole) else PartitionSpec()
         return PartitionSpec()
 
     def spec_of(path: tuple[Any, ...], node: Any) -> PyTree:
@@ -290,9 +275,8 @@ def specs_like(
             return jax.tree_util.tree_map_with_path(lambda i, x: scales_spec((*path, *i), x), node)
         if is_per_replica(node):
             of = lambda inner, x: without(owner_spec(inner, x) or PartitionSpec(), names)  # noqa: E731
-            return jax.tree_util.tree_map_with_path(
-                lambda inner, x: PartitionSpec(lead, *of(inner, x)), node
-            )
+            led = lambda inner, x: PartitionSpec(lead, *of(inner, x))  # noqa: E731
+            return jax.tree_util.tree_map_with_path(led, node)
         spec = owner_spec(path, node)
         # Codes are integers, and so are counts.
         arrays = spec is not None or jnp.issubdtype(node.dtype, jnp.inexact)
@@ -374,12 +358,12 @@ def reshard_state(state: PyTree, replicas: int, *, within: int = 1) -> PyTree:
     """
     checks.positive_int("reshard_state", "replicas", replicas, "It is the new number of replicas.")
     checks.positive_int("reshard_state", "within", within, "It is the devices of a server.")
-    if replicas % within:
-        hint = "within is the number of devices of a server."
-        allowed = f"a multiple of within={within}"
-        raise ValueError(checks.message("reshard_state", "replicas", allowed, replicas, hint))
+    allowed, hint = f"a multiple of within={within}", "within is the number of devices of a server."
+    checks.require("reshard_state", "replicas", replicas, allowed, not replicas % within, hint)
     require_stacked("reshard_state", state)
-    summed, of_servers = shares(state), _of_servers(state)
+    summed = shares(state)
+    # The same inside a server, as states say by ``servers``.
+    of_servers = [part for node in trees.telling(state, "servers") for part in node.servers()]
 
     def moved(node: Any) -> Any:
         if not is_per_replica(node):
@@ -402,16 +386,14 @@ def spread_anew(part: PerReplica, replicas: int, summed: bool) -> PerReplica:
         ends = lambda n: np.arange(n + 1) / n  # noqa: E731
         low = np.maximum(ends(replicas)[:-1, None], ends(old)[None, :-1])
         high = np.minimum(ends(replicas)[1:, None], ends(old)[None, 1:])
-        cover = np.maximum(high - low, 0) * replicas
-        # Tiny overlaps are rounding, and would let a NaN in from a neighbour.
-        taken = [np.flatnonzero(row > 1e-9) for row in cover]
-        means = [
-            sum(x[i] * jnp.asarray(row[i], x.real.dtype) for i in index)
-            if len(index) > 1
-            else x[index[0]]
-            for row, index in zip(cover, taken, strict=True)
-        ]
-        result = jnp.stack(means)
+
+        def mean(cover: np.ndarray[Any, Any]) -> jax.Array:
+            # Tiny overlaps are rounding, and would let a NaN in from a neighbour.
+            first, *others = np.flatnonzero(cover > 1e-9)
+            parts = [x[i] * jnp.asarray(cover[i], x.real.dtype) for i in (first, *others)]
+            return sum(parts[1:], parts[0]) if others else x[first]
+
+        result = jnp.stack([mean(row) for row in np.maximum(high - low, 0) * replicas])
         return result * jnp.asarray(old / replicas, x.real.dtype) if summed else result
 
     return jax.tree.map(spread, part)

@@ -60,9 +60,8 @@ def addends(tree: PyTree, narrow: np.dtype[Any]) -> PyTree:
     A sum of less than f32 then rounds once per addition. A gradient that was rounded to it first
     would take that error times its weight, and lose what only the product lifts into its range.
     """
-    return jax.tree.map(
-        lambda g: g.astype(jnp.promote_types(wide_dtype(g), buffer_dtype(g, narrow))), tree
-    )
+    dtype = lambda g: jnp.promote_types(wide_dtype(g), buffer_dtype(g, narrow))  # noqa: E731
+    return jax.tree.map(lambda g: g.astype(dtype(g)), tree)
 
 
 def clip_finite(x: jax.Array, limit: float | jax.Array) -> jax.Array:
@@ -226,11 +225,10 @@ def _held(leaf: Any) -> Any:
 def _walk(tree: PyTree, wanted: Callable[[Any], bool]) -> Iterator[Any]:
     if wanted(tree):
         yield tree
-    children = jax.tree_util.default_registry.flatten_one_level(tree)
-    if children is not None:
-        for child in children[0]:
-            if child is not None:
-                yield from _walk(child, wanted)
+    children, _ = jax.tree_util.default_registry.flatten_one_level(tree) or ((), None)
+    for child in children:
+        if child is not None:
+            yield from _walk(child, wanted)
 
 
 class Replay(NamedTuple):

@@ -83,11 +83,9 @@ def weigh(tree: PyTree, weight: jax.Array) -> PyTree:
     nothing is 0/0: what has no weight counts as zero, whatever it is.
     """
 
-    def product(x: jax.Array) -> jax.Array:
-        x = trees.at_least_float32(x)
-        return jnp.where(weight > 0, x * weight.astype(x.real.dtype), jnp.zeros_like(x))
-
-    return _map_floating(product, tree)
+    tree = _map_floating(trees.at_least_float32, tree)
+    product = lambda x: x * weight.astype(x.real.dtype)  # noqa: E731
+    return drop_empty(_map_floating(product, tree), weight)
 
 
 def drop_empty(tree: PyTree, weight: jax.Array) -> PyTree:

@@ -206,11 +206,11 @@ def declared(opt_state: PyTree, params: PyTree, who: str) -> Rules:
 
 def resolve(rules: Rules, tree: PyTree) -> dict[str, Rule]:
     """The rule of each leaf that is carried."""
-    fits: dict[str, list[Rule]] = {
-        name: [rule for words, rule in rules.items() if _within(words, name)]
-        for name in trees.names(tree)
-    }
-    return {name: rules[0] for name, rules in fits.items() if rules}
+    found: dict[str, Rule] = {}
+    # The first rule that fits a leaf counts.
+    for words, rule in reversed([*rules.items()]):
+        found |= {name: rule for name in trees.names(tree) if _within(words, name)}
+    return found
 
 
 def without(tree: PyTree, found: Container[str]) -> PyTree:

@@ -32,13 +32,8 @@ class _Sums(NamedTuple):
     weight: jax.Array
 
 
-class _Terms(NamedTuple):
-    """What a micro-batch, or several, came to."""
-
-    sums: _Sums
-    new: carried.Carried
-    model_state: PyTree
-    aux: PyTree
+# Of a micro-batch, or several: sums, the values of carried leaves, the model's state, other aux.
+_Terms = tuple[_Sums, carried.Carried, PyTree, PyTree]
 
 
 def microbatch(
@@ -117,7 +112,7 @@ def microbatch(
             if normalize == "mean":
                 sums = weigh(sums, weight)._replace(weight=weight)
             state = state if told.model_state is None else told.model_state
-            return _Terms(sums, new, state, own_of(given_aux))
+            return sums, new, state, own_of(given_aux)
 
         total, new, state, stacked = _scan(evaluate, number, model_state, rules, narrow)
         mean = divide(total, total.weight) if normalize == "mean" else total
@@ -140,16 +135,16 @@ def _scan(
 ) -> _Terms:
     """Add up what ``evaluate`` returns for each micro-batch."""
     first = jnp.int32(0)
-    replay, like = trees.trace_once(evaluate, first, model_state)
-    state = axes.unify(model_state, like.model_state)
+    replay, (like, new, after, _) = trees.trace_once(evaluate, first, model_state)
+    state = axes.unify(model_state, after)
     if axes.types(state) != axes.types(model_state):
         # It comes out differing over replicas, so it must go in so.
-        replay, like = trees.trace_once(evaluate, first, state)
+        replay, (like, new, *_) = trees.trace_once(evaluate, first, state)
     buffer = lambda g: axes.zeros(g, trees.buffer_dtype(g, narrow))  # noqa: E731
-    zeros = jax.tree.map(axes.zeros, like.sums._replace(grads=()))
-    zeros = zeros._replace(grads=jax.tree.map(buffer, like.sums.grads))
-    found = carried.resolve(rules, like.new)
-    none = {k: carried.nothing(found[k], axes.zeros(x)) for k, x in like.new.items()}
+    buffers = jax.tree.map(buffer, like.grads)
+    zeros = jax.tree.map(axes.zeros, like._replace(grads=()))._replace(grads=buffers)
+    found = carried.resolve(rules, new)
+    none = {k: carried.nothing(found[k], axes.zeros(x)) for k, x in new.items()}
 
     def body(carry: tuple[Any, ...], index: jax.Array) -> tuple[Any, PyTree]:
         sums, old, state = carry
@@ -160,7 +155,7 @@ def _scan(
 
     indices = jnp.arange(number, dtype=jnp.int32)
     (total, new, state), stacked = lax.scan(body, (zeros, none, state), indices)
-    return _Terms(total, new, state, stacked)
+    return total, new, state, stacked
 
 
 def require_count(who: str, microbatches: Count) -> Count:
@@ -209,6 +204,5 @@ def stacked_count(batch: PyTree, who: str, least: int = 1) -> int:
 
 def take(slices: PyTree, index: jax.Array, axis: int) -> PyTree:
     """Micro-batch ``index`` of what ``split`` returned."""
-    return jax.tree.map(
-        lambda x: lax.dynamic_index_in_dim(x, index, axis=axis, keepdims=False), slices
-    )
+    at = lambda x: lax.dynamic_index_in_dim(x, index, axis, keepdims=False)  # noqa: E731
+    return jax.tree.map(at, slices)

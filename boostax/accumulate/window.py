@@ -256,9 +256,8 @@ class _Windows(NamedTuple):
         ends, count = state.held(), state.micro_step
         params, closed = self._close_if(ends, sums, count, state, params, True, extra)
         params, inner_state = gate.flush_inner(self.tx, closed.inner_state, params, extra)
-        return params, _next(
-            state, jnp.zeros_like(count), closed._replace(inner_state=inner_state), ends
-        )
+        closed = closed._replace(inner_state=inner_state)
+        return params, _next(state, jnp.zeros_like(count), closed, ends)
 
     def _added(self, grads: PyTree, weight: Any) -> Window:
         """Return the window of one gradient alone."""

@@ -6,7 +6,6 @@ from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 from jax import lax
 
@@ -112,7 +111,8 @@ def adasum(
     across = axes.required(who, axis_name)
     inside = axes.canonical(who, within, "within")
     names = across + inside
-    wanted = Options.of(who, names, shard_axes, scope, wire_dtype, bucket_bytes, leaf_metrics)
+    how = shard_axes, scope, wire_dtype, bucket_bytes, leaf_metrics
+    wanted = Options(*how).checked(who, names)
 
     def update_fn(updates: PyTree, state: Any, params: PyTree = None, **extra: Any) -> Stepped:
         del state, params, extra
@@ -126,11 +126,11 @@ def adasum(
 
 
 class Options(NamedTuple):
-    """The arguments of ``adasum`` that say how, checked."""
+    """The arguments of ``adasum`` that say how."""
 
-    shards: Names
+    shards: Any
     scope: Scope
-    wire: np.dtype[Any] | None
+    wire: Any
     bucket_bytes: int | None
     leaf_metrics: bool
 
@@ -140,15 +140,12 @@ class Options(NamedTuple):
         each = jax.tree.map(unknown, params) if self.leaf_metrics else None
         return AdasumState(unknown(None), each)
 
-    @classmethod
-    def of(
-        cls, who: str, names: Names, shard_axes: Any, scope: Any, wire: Any, *rest: Any
-    ) -> "Options":
-        """Check them; ``names`` are the axes of the replicas, ``rest`` the last two fields."""
-        shards, (bucket_bytes, leaf_metrics) = axes.canonical(who, shard_axes), rest
-        checks.choice(who, "scope", scope, ("leaf", "tree"), "The paper combines leaf by leaf.")
-        wire = None if wire is None else checks.floating_dtype(who, "wire_dtype", wire)
-        bucket_bytes = exchange.check_bytes(who, bucket_bytes)
+    def checked(self, who: str, names: Names) -> "Options":
+        """Return them as axes, dtypes and numbers; ``names`` are the axes of the replicas."""
+        shards = axes.canonical(who, self.shards)
+        hint = "The paper combines leaf by leaf."
+        checks.choice(who, "scope", self.scope, ("leaf", "tree"), hint)
+        wire = None if self.wire is None else checks.floating_dtype(who, "wire_dtype", self.wire)
         twice = sorted({name for name in names + shards if (names + shards).count(name) > 1})
         if twice:
             raise ValueError(
@@ -160,9 +157,10 @@ class Options(NamedTuple):
             "A sum over all leaves would count those that are not sharded once for each shard; "
             "where JAX tracks varying types (check_vma), shard_axes can be left out."
         )
-        fits = scope == "leaf" or not shards
-        checks.require(who, "scope", scope, "'leaf' with shard_axes", fits, hint)
-        return cls(shards, scope, wire, bucket_bytes, leaf_metrics)
+        fits = self.scope == "leaf" or not shards
+        checks.require(who, "scope", self.scope, "'leaf' with shard_axes", fits, hint)
+        bucket_bytes = exchange.check_bytes(who, self.bucket_bytes)
+        return self._replace(shards=shards, wire=wire, bucket_bytes=bucket_bytes)
 
 
 class Levels(NamedTuple):
@@ -208,9 +206,8 @@ def combined(updates: PyTree, levels: Levels, wanted: Options) -> Stepped:
     leaves, treedef = jax.tree.flatten(updates)
     kinds = exchange.kinds(leaves)
     # Where JAX tracks it, a leaf says itself over which axes it is sharded.
-    over = [
-        tuple(sorted(axes.varying(leaves[kind[0]]) - frozenset(names))) or shards for kind in kinds
-    ]
+    others = [axes.varying(leaves[kind[0]]) - frozenset(names) for kind in kinds]
+    over = [tuple(sorted(other)) or shards for other in others]
     every = {name for other in over for name in other}
     copies = [axes.size(tuple(every - set(other))) for other in over]
     own = [[exchange.real(leaves[i]) for i in kind] for kind in kinds]
@@ -231,10 +228,11 @@ def combined(updates: PyTree, levels: Levels, wanted: Options) -> Stepped:
         whole = exchange.delivered(parcels, part, levels.gathered, wanted.wire, real)
         for i, x in zip(kind, whole, strict=True):
             result[i] = exchange.like(x, leaves[i])
-    order = [i for kind in kinds for i in kind]
-    overall, each = _orthogonality(groups, [norms for _, norms in done], order, len(leaves))
-    by_leaf = jax.tree.unflatten(treedef, each) if wanted.leaf_metrics else None
-    return jax.tree.unflatten(treedef, result), AdasumState(overall, by_leaf)
+    overall, ratios = _orthogonality(groups, [norms for _, norms in done])
+    each = dict(zip([i for kind in kinds for i in kind], ratios, strict=True))
+    one = jnp.ones((), jnp.float32)
+    by_leaf = treedef.unflatten([each.get(i, one) for i in range(len(leaves))])
+    return treedef.unflatten(result), AdasumState(overall, by_leaf if wanted.leaf_metrics else None)
 
 
 def _sent(own: Arrays, levels: Levels, shards: Names, wanted: Options) -> tuple[list[Parcel], Rows]:
@@ -256,28 +254,20 @@ def _sent(own: Arrays, levels: Levels, shards: Names, wanted: Options) -> tuple[
     return parcels, exchange.exchange(parcels, arrays, across, wire, common)
 
 
-def _orthogonality(
-    groups: Sequence[Rows], norms: Arrays, order: list[int], leaves: int
-) -> tuple[jax.Array, list[jax.Array]]:
-    """Overall and by leaf, in f32; 1 where there is nothing to compare.
-
-    ``norms`` are those of ``combine_replicas`` for each group; ``order`` is that of their leaves.
-    """
-    one = jnp.ones((), jnp.float32)
-    each, rest = [one] * leaves, iter(order)
+def _orthogonality(groups: Sequence[Rows], norms: Arrays) -> tuple[jax.Array, list[jax.Array]]:
+    """Return it overall, and of every leaf of the groups, from what ``combine_replicas`` found."""
     if not groups:
-        return one, each
+        return jnp.ones((), jnp.float32), []
     units = [rows.exponents.max(0) for rows in groups]
     top = jnp.stack([x.max() for x in units]).max()
+    pairs = [wide.astype(jnp.float32) for wide in norms]
     overall = jnp.zeros(2, jnp.float32)
-    for wide, unit in zip(norms, units, strict=True):
-        pair = wide.astype(jnp.float32)
+    for pair, unit in zip(pairs, units, strict=True):
         overall += (pair * power_of_two(2 * (unit - top), pair.dtype)).sum(1)
-        for of_sum, of_parts in zip(*pair, strict=True):
-            each[next(rest)] = _ratio(of_sum, of_parts)
-    return _ratio(*overall), each
+    return _ratio(*overall), [_ratio(*leaf) for pair in pairs for leaf in zip(*pair, strict=True)]
 
 
 def _ratio(of_sum: jax.Array, of_parts: jax.Array) -> jax.Array:
+    """Return the quotient, in f32; 1 where there is nothing to compare."""
     none = of_parts == 0
     return jnp.where(none, 1, of_sum) / jnp.where(none, 1, of_parts)

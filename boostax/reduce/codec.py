@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax import lax
+import numpy as np
 
 from boostax._core import axes, checks
 from boostax._core.gate import alternatives
@@ -64,12 +64,14 @@ class PerLeaf(NamedTuple):
     values: Any
 
 
-def map_per_leaf(fn: Callable[[Any], Any], state: PyTree) -> PyTree:
-    """``fn`` of what every ``PerLeaf`` holds; the rest as it is."""
+def map_per_leaf(fn: Callable[..., Any], state: PyTree, *others: PyTree) -> PyTree:
+    """``fn`` of what every ``PerLeaf`` holds; the rest as it is in the last tree."""
     marked = lambda node: isinstance(node, PerLeaf)  # noqa: E731
-    return jax.tree.map(
-        lambda node: PerLeaf(fn(node.values)) if marked(node) else node, state, is_leaf=marked
-    )
+
+    def inside(*nodes: Any) -> Any:
+        return PerLeaf(fn(*(x.values for x in nodes))) if marked(nodes[0]) else nodes[-1]
+
+    return jax.tree.map(inside, state, *others, is_leaf=marked)
 
 
 class Codec:
@@ -138,24 +140,23 @@ class Staged(Codec):
         """As the stage of this step does."""
         step, inner = state
         stage = jnp.searchsorted(jnp.array(self.starts), step, side="right") - 1
-        message = switched(stage, self.codecs, leaves, inner, names)
+        sends = [functools.partial(c.reduce, leaves, inner, names) for c in self.codecs]
+        message = switched(stage, sends, names)
         later = jnp.minimum(step, jnp.iinfo(jnp.int32).max - 1) + 1
         return message._replace(state=(later, message.state))
 
 
-def switched(
-    index: jax.Array, codecs: Sequence[Codec], leaves: Arrays, state: PyTree, names: Names
-) -> Message:
-    """What the codec at an index sends, which is equal on all replicas."""
+def switched(index: jax.Array, sends: Sequence[Callable[[], Message]], names: Names) -> Message:
+    """Call the one at an index, which is equal on all replicas."""
     axes.require_invariant(index, "switched")
 
-    def run(codec: Codec) -> Message:
-        message = codec.reduce(leaves, state, names)
+    def run(send: Callable[[], Message]) -> Message:
+        message = send()
         # Branches must agree on the axes over which their results vary.
         held, late = axes.to_varying((message.held, list(message.late)), names)
         return message._replace(held=held, late=late)
 
-    return alternatives(index, [functools.partial(run, codec) for codec in codecs])
+    return alternatives(index, [functools.partial(run, send) for send in sends])
 
 
 def staged(
@@ -193,11 +194,6 @@ def packed(leaves: Arrays, lead: int = 0) -> jax.Array:
 
 def unpacked(flat: jax.Array, like: Arrays, lead: int = 0) -> list[jax.Array]:
     """The leaves from the beginning of vectors, behind whatever dimensions lead these."""
-    found: list[jax.Array] = []
-    start = 0
-    for x in like:
-        end = start + math.prod(x.shape[lead:])
-        part = lax.slice_in_dim(flat, start, end, axis=-1)
-        found.append(part.reshape(*flat.shape[:-1], *x.shape[lead:]).astype(x.dtype))
-        start = end
-    return found
+    ends = np.cumsum([math.prod(x.shape[lead:]) for x in like])
+    pairs = zip(like, jnp.split(flat, ends, -1), strict=False)
+    return [part.reshape(*flat.shape[:-1], *x.shape[lead:]).astype(x.dtype) for x, part in pairs]

@@ -107,7 +107,8 @@ def adasum_delta(
         inside = axes.canonical(who, within, "within")
         what = f"Run inner on the mean gradient over {', '.join(inside)}" if inside else ""
     names = replicas + inside
-    wanted = Options.of(who, names, shard_axes, scope, wire_dtype, bucket_bytes, leaf_metrics)
+    how = shard_axes, scope, wire_dtype, bucket_bytes, leaf_metrics
+    wanted = Options(*how).checked(who, names)
 
     def levels() -> Levels:
         if isinstance(within, int):

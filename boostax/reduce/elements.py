@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """A leaf of which some elements are chosen, taken at their places, and put back: array kernels."""
 
-import dataclasses
 import functools
 import math
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -33,8 +32,7 @@ def _narrow(places: jax.Array, size: int) -> jax.Array:
     return places.astype(jnp.uint16 if size <= 2**16 else jnp.uint32)
 
 
-@dataclasses.dataclass(frozen=True)
-class Runs:
+class Runs(NamedTuple):
     """A leaf from whose rows some elements each are chosen.
 
     Attributes:

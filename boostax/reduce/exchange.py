@@ -41,14 +41,14 @@ class Alone:
     Attributes:
       index: which of the leaves.
       shape: its shape, real.
-      dim: the dimension that is cut.
-      length: of that dimension, with what pads it to equal slices.
+      dim: the dimension that is cut, padded to equal slices.
+      slices: their number.
     """
 
     index: int
     shape: tuple[int, ...]
     dim: int
-    length: int
+    slices: int
 
     @property
     def owners(self) -> Owners:
@@ -57,7 +57,7 @@ class Alone:
 
     def array(self, leaves: Arrays) -> jax.Array:
         """What is cut."""
-        return padded(leaves[self.index], self.dim, self.length)
+        return padded(leaves[self.index], self.dim, self.slices)
 
     def leaves(self, array: jax.Array) -> dict[int, jax.Array]:
         """The leaf again, by its index."""
@@ -103,17 +103,15 @@ class Packed:
 
     def leaves(self, array: jax.Array) -> dict[int, jax.Array]:
         """The leaves again, by index."""
-        found: dict[int, jax.Array] = {}
-        start = 0
-        for i, shape, width in zip(self.indices, self.shapes, self.widths, strict=True):
-            columns = array[:, start : start + width]
-            found[i] = columns.ravel()[: math.prod(shape)].reshape(shape)
-            start += width
-        return found
+        columns = jnp.split(array, np.cumsum(self.widths)[:-1], 1)
+        each = zip(self.indices, self.shapes, columns, strict=True)
+        return {i: x.ravel()[: math.prod(shape)].reshape(shape) for i, shape, x in each}
 
 
 Parcel = Alone | Packed
 Divide = Literal["before", "after", "never"]
+# A half dtype; ``None`` sends f32.
+Wire = np.dtype[Any] | None
 
 
 def real(x: jax.Array) -> jax.Array:
@@ -129,16 +127,21 @@ def like(x: jax.Array, leaf: jax.Array) -> jax.Array:
     return trees.saturate(whole, leaf.dtype)
 
 
-def kinds(leaves: Arrays) -> list[list[int]]:
-    """Indices of the leaves that may be packed together; those without elements are in none.
+def alike(x: jax.Array) -> Any:
+    """Return what leaves have in common that may be packed together.
 
     They have one dtype, and vary over the same axes as far as JAX knows: a concatenation varies
     over all of them.
     """
+    return x.dtype, axes.varying(x)
+
+
+def kinds(leaves: Arrays, key: Callable[[jax.Array], Any] = alike) -> list[list[int]]:
+    """Return the indices of the leaves of each kind; those without elements are in none."""
     found: dict[Any, list[int]] = {}
     for i, x in enumerate(leaves):
         if x.size:
-            found.setdefault((x.dtype, axes.varying(x)), []).append(i)
+            found.setdefault(key(x), []).append(i)
     return list(found.values())
 
 
@@ -172,11 +175,10 @@ def parcels(
     result: list[Parcel] = []
     rest: dict[int, int] = {}
     for i, x in enumerate(leaves):
-        lengths = [math.ceil(size / slices) * slices for size in x.shape]
         # Cut along the first dimension that needs next to no padding.
-        fits = [d for d, size in enumerate(x.shape) if lengths[d] <= PADDING * size]
+        fits = [d for d, n in enumerate(x.shape) if n + -n % slices <= PADDING * n]
         if x.ndim > 1 and 4 * x.size >= small and fits:
-            result.append(Alone(i, x.shape, fits[0], lengths[fits[0]]))
+            result.append(Alone(i, x.shape, fits[0], slices))
         else:
             rest[i] = 4 * x.size
     for pack in packs(rest, together):
@@ -201,14 +203,14 @@ def packs(sizes: Mapping[int, int], most: int) -> list[list[int]]:
     return found
 
 
-def fused(sizes: Sequence[int], most: int) -> list[list[int]]:
+def fused(sizes: dict[int, int], most: int) -> list[list[int]]:
     """Which of the items stand together, from the last to the first, as gradients come.
 
     They are added until they are more than ``most``; an item that is larger stands alone.
     """
     found: list[list[int]] = []
     small: list[int] = []
-    for i in reversed(range(len(sizes))):
+    for i in reversed(sizes):
         if sizes[i] > most:
             found.append([i])
             continue
@@ -222,10 +224,8 @@ def fused(sizes: Sequence[int], most: int) -> list[list[int]]:
 def block_size(widths: Sequence[int]) -> int:
     """The longest blocks of columns that add no more than 0.4% of padding."""
     spare = max(sum(widths) // 256, 64)
-    block = BLOCK
-    while block > 1 and sum(-width % block for width in widths) > spare:
-        block //= 2
-    return block
+    fits = lambda block: sum(-width % block for width in widths) <= spare  # noqa: E731
+    return next(filter(fits, (BLOCK >> i for i in range(BLOCK.bit_length()))))
 
 
 def cut(x: jax.Array, slices: int, dim: int) -> jax.Array:
@@ -244,7 +244,7 @@ def exchange(
     sent: Sequence[Parcel],
     arrays: Arrays,
     names: Names,
-    wire: np.dtype[Any] | None = None,
+    wire: Wire = None,
     common: Sequence[Names] = (),
     by_leaf: bool = True,
 ) -> Rows:
@@ -294,11 +294,7 @@ def mean(rows: Rows, divide: Divide) -> list[jax.Array]:
 
 
 def delivered(
-    sent: Sequence[Parcel],
-    parts: Arrays,
-    levels: Sequence[Names],
-    wire: np.dtype[Any] | None,
-    leaves: Arrays,
+    sent: Sequence[Parcel], parts: Arrays, levels: Sequence[Names], wire: Wire, leaves: Arrays
 ) -> list[jax.Array]:
     """The leaves again, whole and equal everywhere, from every replica's slice of each.
 
@@ -319,16 +315,23 @@ def delivered(
     # Each leaf of each slice has a power of two of its own, which travels too.
     exponents = _exponents(sent, parts) if near_one else jnp.zeros(1, jnp.int32)
     each = along(exponents[None], 0) if near_one else exponents
-    result = list(leaves)
+    arrays: list[jax.Array] = []
     for parcel, x in zip(sent, parts, strict=True):
         own = _shrunk(x, exponents, parcel.owners) if near_one else x
         whole = along(_half(own, wire), parcel.dim).astype(x.dtype)
         if near_one:
             slices = cut(whole, len(each), parcel.dim)
             whole = joined(grown(slices, each, parcel.owners), parcel.dim)
-        for i, leaf in parcel.leaves(whole).items():
-            result[i] = leaf
-    return result
+        arrays.append(whole)
+    return unwrapped(sent, arrays, leaves)
+
+
+def unwrapped(sent: Sequence[Parcel], arrays: Arrays, leaves: Arrays) -> list[jax.Array]:
+    """Return the leaves that are in the arrays of parcels, in the dtypes of ``leaves``."""
+    found: dict[int, jax.Array] = {}
+    for parcel, array in zip(sent, arrays, strict=True):
+        found |= parcel.leaves(array)
+    return [found[i].astype(x.dtype) for i, x in enumerate(leaves)]
 
 
 def _exponents(sent: Sequence[Parcel], arrays: Arrays) -> jax.Array:
@@ -352,18 +355,18 @@ def _shrunk(x: jax.Array, exponents: jax.Array, owners: Owners) -> jax.Array:
     return (blocks * powers).reshape(x.shape)
 
 
-def _is_narrow(wire: np.dtype[Any] | None) -> bool:
+def _is_narrow(wire: Wire) -> bool:
     """Whether it holds fewer magnitudes than f32, as f16 does and bf16 does not."""
     return wire is not None and jnp.finfo(wire).maxexp < jnp.finfo(jnp.float32).maxexp
 
 
-def _half(x: jax.Array, wire: np.dtype[Any] | None) -> jax.Array:
+def _half(x: jax.Array, wire: Wire) -> jax.Array:
     return x if wire is None else trees.saturate(x, wire)
 
 
-def padded(x: jax.Array, dim: int, length: int) -> jax.Array:
-    """With zeros behind a dimension, up to a length."""
-    missing = length - x.shape[dim]
+def padded(x: jax.Array, dim: int, multiple: int) -> jax.Array:
+    """Append zeros along a dimension, up to a multiple."""
+    missing = -x.shape[dim] % multiple
     return jnp.pad(x, [(0, missing * (i == dim)) for i in range(x.ndim)]) if missing else x
 
 

@@ -24,7 +24,8 @@ from boostax._core.describe import Holds, Stepped, describe, first_line
 from boostax._core.placement import on_shards
 from boostax._core.replicas import PerReplica, require_like
 from boostax.reduce import exchange
-from boostax.reduce.codec import Codec, Late, Message, Names, PerLeaf, map_per_leaf
+from boostax.reduce.codec import Arrays, Codec, Late, Message, Names, map_per_leaf
+from boostax.reduce.mean import reduced
 
 PyTree = Any
 Rule = Callable[[str, Any], bool]
@@ -117,9 +118,17 @@ def compress(
     who = name or type(codec).__name__
     names = axes.required(who, axis_name)
     if momentum is not None:
-        _check_momentum(who, momentum, error_feedback)
-    if dense is not None and not callable(dense):
-        jax.tree.map(lambda x: _check_rule(who, x), dense)
+        hint = "That of the optimizer, which then goes without: try 0.9."
+        checks.number(who, "momentum", momentum, "in [0, 1)", lambda x: 0 <= x < 1, hint)
+        hint = (
+            "It is corrected for what the residual delays; without one, give it to the optimizer."
+        )
+        allowed = "None without error_feedback"
+        checks.require(who, "momentum", momentum, allowed, error_feedback, hint)
+    for rule in [] if callable(dense) else jax.tree.leaves(dense):
+        hint = "Try lambda path, leaf: leaf.ndim < 2 for norms and biases."
+        allowed = "a function of path and leaf, or a tree of bools"
+        checks.require(who, "dense", rule, allowed, isinstance(rule, bool), hint, TypeError)
     how = _Feedback(who, codec, names, error_feedback, dense, momentum)
 
     def update_fn(updates: PyTree, state: Any, params: PyTree = None, **extra: Any) -> Stepped:
@@ -203,17 +212,16 @@ class _Feedback(NamedTuple):
         residual = message.held
         if self.error_feedback:
             residual = [keep(new, old) for new, old in zip(residual, held, strict=True)]
-        norm = _squared_norm(residual, names, message.late)
+        waiting, growth = _with_late(residual, message.late, finite, names)
+        norm = _squared_norm(residual, names, growth)
         unsent = jnp.sqrt(norm / jnp.where(total == 0, 1, total)).astype(jnp.float32)
-        if self.error_feedback:
-            pairs = zip(residual, message.late, strict=True)
-            held = [_with_late(x, more, finite, names) for x, more in pairs]
+        held = waiting if self.error_feedback else held
         if self.momentum is not None:
             # Residual equals wanted: nothing of this element was sent, so its velocity stays.
             # Compared before ``late`` is added.
             flows = zip(residual, wanted, flow, moving, strict=True)
             moving = [keep(jnp.where(r == w, v, 0), old) for r, w, v, old in flows]
-        result = {i: _dense_mean(leaves[i], names) for i in rest}
+        result = {i: reduced(leaves[i], names, "after") for i in rest}
         for i, mean in zip(chosen, message.means, strict=True):
             # Explicitly: a codec could encode a gradient that is not finite as finite numbers.
             result[i] = exchange.like(jnp.where(finite, mean, jnp.nan), leaves[i])
@@ -226,11 +234,6 @@ class _Feedback(NamedTuple):
         )
 
 
-def _dense_mean(x: jax.Array, names: Names) -> jax.Array:
-    """Return the plain mean of a leaf, in f32 or wider on the wire, in its own dtype."""
-    return trees.saturate(lax.pmean(x.astype(trees.wide_dtype(x)), names), x.dtype)
-
-
 def _reduced(codec: Codec, leaves: list[jax.Array], state: PyTree, names: Names) -> Message:
     """Run the codec once per group of leaves with the same varying axes.
 
@@ -238,69 +241,62 @@ def _reduced(codec: Codec, leaves: list[jax.Array], state: PyTree, names: Names)
     that is not marked ``PerLeaf`` is computed from the same old state for each group, and the last
     group's wins.
     """
-    kinds: dict[frozenset[str], list[int]] = {}
-    for i, x in enumerate(leaves):
-        kinds.setdefault(axes.varying(x), []).append(i)
     rows: dict[int, tuple[Any, ...]] = {}
+    kept = state
     # The largest of all kinds; 0 without leaves.
     capacity: Any = jnp.zeros((), jnp.float32)
-    marked = lambda node: isinstance(node, PerLeaf)  # noqa: E731
-    kept, structure = jax.tree.flatten(state, is_leaf=marked)
-    for kind in kinds.values():
+    for kind in exchange.kinds(leaves, axes.varying):
         own = map_per_leaf(lambda values, kind=kind: [values[i] for i in kind], state)
         message = codec.reduce([leaves[i] for i in kind], own, names)
         columns = message.means, message.held, message.late or [None] * len(kind)
         rows |= zip(kind, zip(*columns, strict=True), strict=True)
         if codec.chooses:
             capacity = jnp.maximum(capacity, message.capacity)
-        for j, new in enumerate(jax.tree.leaves(message.state, is_leaf=marked)):
-            if marked(new):
-                of_all = dict(enumerate(kept[j].values)) | dict(zip(kind, new.values, strict=True))
-                new = PerLeaf(list(of_all.values()))
-            kept[j] = new
+        kept = map_per_leaf(functools.partial(_merged, kind), kept, message.state)
     means, held, late = ([rows[i][k] for i in range(len(leaves))] for k in range(3))
-    return Message(means, held, structure.unflatten(kept), late, capacity)
+    return Message(means, held, kept, late, capacity)
 
 
-def _squared_norm(
-    leaves: list[jax.Array], names: Names, late: Sequence[Late | None] = ()
-) -> jax.Array:
-    """Sum of squares over all replicas, including what ``late`` will add.
+def _merged(kind: list[int], old: list[Any], new: list[Any]) -> list[Any]:
+    """Return the old values with the new ones of the leaves of a kind."""
+    return list((dict(enumerate(old)) | dict(zip(kind, new, strict=True))).values())
+
+
+def _squared_norm(leaves: Arrays, names: Names, growth: Arrays = ()) -> jax.Array:
+    """Return the sum of squares over all replicas, with the ``growth`` of single leaves.
 
     Not finite if any element is not, or if a square overflows.
     """
     dtype = jnp.result_type(jnp.float32, *leaves)
-    square = lambda x: jnp.sum(x * x).astype(dtype)  # noqa: E731
-    parts = [square(x) for x in leaves]
-    # ``late`` may be empty.
-    for x, more in zip(leaves, late, strict=False):
-        if more is not None:
-            own = _own_slice(x, more, names)
-            parts.append(square(own + more.more) - square(own))
-    # The difference of squares above cancels; rounding may make the total slightly negative.
+    parts = [x.astype(dtype) for x in (*map(_square, leaves), *growth)]
+    # The growth cancels; rounding may make the total slightly negative.
     return jnp.maximum(axes.sum_over_shards(parts, names, dtype), 0)
 
 
-def _own_slice(x: jax.Array, late: Late, names: Names) -> jax.Array:
-    size = late.more.shape[late.dim]
-    return lax.dynamic_slice_in_dim(x, axes.index(names) * size, size, late.dim)
+def _square(x: jax.Array) -> jax.Array:
+    return jnp.sum(x * x)
 
 
-def _with_late(x: jax.Array, late: Late | None, finite: jax.Array, names: Names) -> jax.Array:
-    """A residual and what is added to this replica's slice of it, in place."""
-    if late is None:
-        return x
-    more = _own_slice(x, late, names) + jnp.where(finite, late.more, 0)
-    start = axes.index(names) * late.more.shape[late.dim]
-    return lax.dynamic_update_slice_in_dim(x, more, start, late.dim)
+def _with_late(
+    residual: Arrays, late: Sequence[Late | None], finite: jax.Array, names: Names
+) -> tuple[list[jax.Array], list[jax.Array]]:
+    """Add to this replica's slices, in place; return by how much the squares of each grow, too."""
+    held, growth = list(residual), list[jax.Array]()
+    for i, each in enumerate(late):
+        if each is not None:
+            size = each.more.shape[each.dim]
+            start = axes.index(names) * size
+            old = lax.dynamic_slice_in_dim(held[i], start, size, each.dim)
+            growth.append(_square(old + each.more) - _square(old))
+            new = old + jnp.where(finite, each.more, 0)
+            held[i] = lax.dynamic_update_slice_in_dim(held[i], new, start, each.dim)
+    return held, growth
 
 
 def _spread(treedef: Any, chosen: list[int], values: list[Any]) -> PyTree:
     """A tree of the chosen leaves, ``None`` in the place of the others."""
-    kept: list[Any] = [None] * treedef.num_leaves
-    for i, value in zip(chosen, values, strict=True):
-        kept[i] = value
-    return treedef.unflatten(kept)
+    kept = dict(zip(chosen, values, strict=True))
+    return treedef.unflatten([kept.get(i) for i in range(treedef.num_leaves)])
 
 
 def _rules(who: str, dense: Dense, tree: PyTree) -> list[bool]:
@@ -320,16 +316,3 @@ def _rules(who: str, dense: Dense, tree: PyTree) -> list[bool]:
             f"{who}: dense must be a tree of bools that fits the gradients, got one that does not: "
             f"{error}. A function such as lambda path, leaf: leaf.ndim < 2 fits every tree."
         ) from error
-
-
-def _check_rule(who: str, rule: Any) -> None:
-    hint = "Try lambda path, leaf: leaf.ndim < 2 for norms and biases."
-    allowed = "a function of path and leaf, or a tree of bools"
-    checks.require(who, "dense", rule, allowed, isinstance(rule, bool), hint, TypeError)
-
-
-def _check_momentum(who: str, momentum: float, error_feedback: bool) -> None:
-    hint = "That of the optimizer, which then goes without: try 0.9."
-    checks.number(who, "momentum", momentum, "in [0, 1)", lambda x: 0 <= x < 1, hint)
-    hint = "It is corrected for what the residual delays; without one, give it to the optimizer."
-    checks.require(who, "momentum", momentum, "None without error_feedback", error_feedback, hint)

@@ -126,17 +126,12 @@ def local_updates(
         away = lambda a, p: trees.at_least_float32(a) - trees.at_least_float32(p)  # noqa: E731
         drift = jax.tree.map(away, axes.unify(state.anchor, local), local)
         drift, reduced = reduce.update(drift, state.reduction_state)
-        anchor, outer_state = run(
-            outer_tx, Pending(drift), state.outer_state, state.anchor, apply=True, extra={}
-        )
-        new = state._replace(
-            since_sync=jnp.zeros_like(state.since_sync),
-            syncs=optax.safe_increment(state.syncs),
-            anchor=anchor,
-            reduction_state=reduced,
-            outer_state=outer_state,
-        )
-        return result(anchor, own, value, apply), new
+        before = Pending(drift), state.outer_state, state.anchor
+        anchor, outer_state = run(outer_tx, *before, apply=True, extra={})
+        syncs: Any = optax.safe_increment(state.syncs)
+        since = jnp.zeros_like(state.since_sync)
+        held = LocalUpdatesState(since, syncs, anchor, reduced, outer_state, state.inner_state)
+        return result(anchor, own, value, apply), held
 
     @describe(who, "own params", names, inner={"inner_state": replica.tx})
     def step_fn(

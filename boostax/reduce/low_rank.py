@@ -99,11 +99,9 @@ class PowerSgd(Codec):
         uses, side = jnp.stack(state.uses.values), jnp.stack(state.side.values)
         left = side[uses.argmin()] == 1
         means, sent, state = branch(left, lambda: send(True), lambda: send(False))
-        state = state._replace(
-            uses=PerLeaf([optax.safe_increment(n) for n in state.uses.values]),
-            side=PerLeaf([jnp.where(left, 0, 1).astype(jnp.int32) for _ in leaves]),
-        )
-        return Message(means, unsent(leaves, sent), state)
+        counts = PerLeaf([optax.safe_increment(n) for n in state.uses.values])
+        last = PerLeaf([jnp.where(left, 0, 1).astype(jnp.int32) for _ in leaves])
+        return Message(means, unsent(leaves, sent), state._replace(uses=counts, side=last))
 
     def _bases(self, factors: list[jax.Array], like: Arrays) -> list[jax.Array]:
         """Orthonormal columns. Of zeros too: QR then completes them, and nothing becomes a NaN."""

@@ -100,7 +100,11 @@ def all_reduce(
         hint = "SINGA's default is 100; None does not clip."
         checks.number(who, "clip", clip, "greater than 0", lambda x: x > 0, hint)
     if noise is not None:
-        _check_noise(who, noise, op, clip)
+        hint = "0.99 averages over about a hundred optimizer steps; None does not measure."
+        checks.number(who, "noise", noise, "in [0, 1)", lambda x: 0 <= x < 1, hint)
+        hint = "noise compares local gradients with their mean."
+        checks.choice(who, "op", op, ("mean",), hint)
+        checks.absent(who, "clip", clip, "None with noise", f"{hint} Clip that mean.")
     bucket_bytes = exchange.check_bytes(who, bucket_bytes)
     dividing: Divide = divide if op == "mean" else "never"
 
@@ -121,13 +125,13 @@ def all_reduce(
             checks.require(who, "clip", clip, allowed, real, hint, TypeError)
             leaves = [trees.clip_finite(x, clip) for x in leaves]
         if wire is not None:
-            reduced = _narrow(leaves, names, dividing, wire, bucket_bytes)
+            leaves = _narrow(leaves, names, dividing, wire, bucket_bytes)
         elif bucket_bytes is not None:
-            reduced = _packed(leaves, names, dividing, bucket_bytes)
+            leaves = _packed(leaves, names, dividing, bucket_bytes)
         else:
             # In its own shape: to flatten a leaf is to write it anew in another tiling on a TPU.
-            reduced = [_reduced(x, names, dividing) for x in leaves]
-        return jax.tree.unflatten(treedef, reduced), state
+            leaves = [reduced(x, names, dividing) for x in leaves]
+        return treedef.unflatten(leaves), state
 
     def init_fn(params: PyTree) -> SumState | NoiseScaleState | optax.EmptyState:
         del params
@@ -142,14 +146,6 @@ def all_reduce(
     return optax.GradientTransformationExtraArgs(init_fn, describe(who, "mean", names)(update))
 
 
-def _check_noise(who: str, noise: float, op: str, clip: float | None) -> None:
-    hint = "0.99 averages over about a hundred optimizer steps; None does not measure."
-    checks.number(who, "noise", noise, "in [0, 1)", lambda x: 0 <= x < 1, hint)
-    hint = "noise compares local gradients with their mean."
-    checks.choice(who, "op", op, ("mean",), hint)
-    checks.absent(who, "clip", clip, "None with noise", f"{hint} Clip that mean.")
-
-
 def _measured(update: Callable[..., Stepped], names: Names, decay: float) -> Any:
     """Return a mean's ``update`` that also estimates the noise scale from it."""
 
@@ -162,7 +158,7 @@ def _measured(update: Callable[..., Stepped], names: Names, decay: float) -> Any
     return update_fn
 
 
-def _reduced(x: jax.Array, names: Names, divide: Divide) -> jax.Array:
+def reduced(x: jax.Array, names: Names, divide: Divide) -> jax.Array:
     """The mean or sum of a leaf over the replicas: taken in f32 or wider, in the leaf's dtype."""
     if not x.size:  # not sent, and the same everywhere
         return jnp.zeros(x.shape, x.dtype)
@@ -180,18 +176,17 @@ def server_mean(grads: PyTree, inside: Names) -> PyTree:
     Over groups as a reduce-scatter and an all-gather, together the bytes of an all-reduce: of a sum
     over groups JAX knows no type.
     """
-    leaves, treedef = jax.tree.flatten(grads)
     if not isinstance(inside, axes.Groups):
-        return treedef.unflatten([_reduced(x, inside, "after") for x in leaves])
+        return jax.tree.map(lambda x: reduced(x, inside, "after"), grads)
     if axes.vmapped(inside):
-        means = [mean_of_group(x, inside) if x.size else x for x in leaves]
-        return treedef.unflatten(means)
+        return jax.tree.map(lambda x: mean_of_group(x, inside) if x.size else x, grads)
 
     def mean(own: list[jax.Array]) -> list[jax.Array]:
         sent = exchange.parcels(own, axes.size(inside), by_leaf=False)
         parts = [axes.scatter(x.array(own), inside, x.dim) / axes.size(inside) for x in sent]
         return exchange.delivered(sent, parts, (inside,), None, own)
 
+    leaves, treedef = jax.tree.flatten(grads)
     return treedef.unflatten(exchange.by_kind(leaves, mean))
 
 
@@ -201,12 +196,12 @@ def _packed(leaves: Arrays, names: Names, divide: Divide, bucket_bytes: int) -> 
     for kind in exchange.kinds(leaves):
         wide = {i: leaves[i].astype(trees.wide_dtype(leaves[i])) for i in kind}
         for message in exchange.packs({i: x.nbytes for i, x in wide.items()}, bucket_bytes):
-            if len(message) == 1:
-                (alone,) = message
-                result[alone] = _reduced(leaves[alone], names, divide)
-                continue
-            whole = _reduced(packed([wide[i] for i in message]), names, divide)
-            for i, x in zip(message, unpacked(whole, [wide[i] for i in message]), strict=True):
+            own = [wide[i] for i in message]
+            if len(own) == 1:
+                means = [reduced(own[0], names, divide)]
+            else:
+                means = unpacked(reduced(packed(own), names, divide), own)
+            for i, x in zip(message, means, strict=True):
                 result[i] = trees.saturate(x, leaves[i].dtype)
     return result
 
@@ -216,10 +211,10 @@ def _narrow(
 ) -> list[jax.Array]:
     """The mean or sum in f32 of what travels in half precision, there and back."""
 
-    def reduced(own: list[jax.Array]) -> list[jax.Array]:
+    def exchanged(own: list[jax.Array]) -> list[jax.Array]:
         sent = exchange.parcels(own, axes.size(names), bucket_bytes)
         arrays = [parcel.array(own) for parcel in sent]
         rows = exchange.exchange(sent, arrays, names, wire, by_leaf=False)
         return exchange.delivered(sent, exchange.mean(rows, divide), (names,), wire, own)
 
-    return exchange.by_kind(leaves, reduced)
+    return exchange.by_kind(leaves, exchanged)

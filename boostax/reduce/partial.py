@@ -146,9 +146,10 @@ def partitioning(
     if bucket is not None:
         why = "One of the two says what a partition is."
         checks.absent(who, "partitions", partitions, "left out beside bucket_bytes", why)
-        return lambda params: exchange.fused([4 * x.size for x in jax.tree.leaves(params)], bucket)
-    if partitions is None:
-        raise ValueError(checks.message(who, "partitions", "given, or bucket_bytes", None, hint))
+        sizes = lambda leaves: {i: 4 * x.size for i, x in enumerate(leaves)}  # noqa: E731
+        return lambda params: exchange.fused(sizes(jax.tree.leaves(params)), bucket)
+    given = partitions is not None
+    checks.require(who, "partitions", partitions, "given, or bucket_bytes", given, hint)
     if jax.tree.structure(partitions) == jax.tree.structure(0):
         count = checks.positive_int(who, "partitions", partitions, hint)
 
@@ -181,9 +182,8 @@ def _labels(who: str, partitions: PyTree, params: PyTree) -> list[int]:
         return jax.tree.leaves(jax.tree.broadcast(partitions, params))
     except ValueError as error:
         allowed = f"a tree like the params, or a prefix of one, {jax.tree.structure(params)}"
-        raise ValueError(
-            checks.message(who, "partitions", allowed, partitions, f"{error}")
-        ) from error
+        message = checks.message(who, "partitions", allowed, partitions, f"{error}")
+        raise ValueError(message) from error
 
 
 def _even_runs(sizes: list[int], count: int) -> list[int]:

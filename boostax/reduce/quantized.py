@@ -7,7 +7,7 @@ sum back, in codes again.
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -55,12 +55,11 @@ class Int8(Codec):
             state, now = jax.random.split(state)
             first, second = jax.random.split(jax.random.fold_in(now, axes.index(names)))
         slices = _Slices.of(leaves, axes.size(names), self.block)
-        rows = slices.arrays
+        rows = slices.rows
         codes, scales = quantize(rows, first)
         received = [axes.exchange(x, names) for x in codes]
-        means = [
-            x.mean(0) for x in dequantize(received, _together(scales, axes.exchange, names), rows)
-        ]
+        summed = dequantize(received, _together(scales, axes.exchange, names), rows)
+        means = [x.mean(0) for x in summed]
         codes_of_mean, scales_of_mean = quantize(means, second)
         gathered = [axes.gather_along(x, names, 0).reshape(-1, *x.shape) for x in codes_of_mean]
         whole = dequantize(gathered, _together(scales_of_mean, axes.gather, names), means)
@@ -70,8 +69,7 @@ class Int8(Codec):
         return Message(slices.joined(whole), residual, state, late)
 
 
-@dataclasses.dataclass(frozen=True)
-class _Slices:
+class _Slices(NamedTuple):
     """Leaves cut into a slice per replica, as rows: ``(slices, rows, columns)``.
 
     The rows are those of a leaf's last dimension, in equal parts where they are longer than a
@@ -80,54 +78,49 @@ class _Slices:
 
     Attributes:
       leaves: what is cut.
-      parcels: what travels together.
+      sent: what travels together.
       grids: how the slices of each are made into rows.
-      arrays: those.
+      rows: those.
     """
 
     leaves: Arrays
-    parcels: list[Parcel]
+    sent: list[Parcel]
     grids: list[Grid]
-    arrays: list[jax.Array]
+    rows: list[jax.Array]
 
     @classmethod
     def of(cls, leaves: Arrays, slices: int, block: int) -> "_Slices":
         """Cut leaves into rows of up to ``block`` elements."""
-        parcels = exchange.parcels(leaves, slices, by_leaf=False)
-        cuts = [exchange.cut(parcel.array(leaves), slices, parcel.dim) for parcel in parcels]
+        sent = exchange.parcels(leaves, slices, by_leaf=False)
+        cuts = [exchange.cut(parcel.array(leaves), slices, parcel.dim) for parcel in sent]
         grids = [Grid.of(x.shape, block, 1) for x in cuts]
-        arrays = [grid.rows(x) for x, grid in zip(cuts, grids, strict=True)]
-        return cls(leaves, parcels, grids, arrays)
+        return cls(leaves, sent, grids, [grid.rows(x) for grid, x in zip(grids, cuts, strict=True)])
 
-    def joined(self, arrays: Arrays) -> list[jax.Array]:
-        """The leaves again, of the rows of all slices."""
-        result = list(self.leaves)
-        for parcel, grid, x in zip(self.parcels, self.grids, arrays, strict=True):
-            array = exchange.joined(grid.slices(x), parcel.dim)
-            for i, leaf in parcel.leaves(array).items():
-                result[i] = leaf.astype(self.leaves[i].dtype)
-        return result
+    def joined(self, rows: Arrays) -> list[jax.Array]:
+        """Return the leaves, from the rows of all slices."""
+        trios = zip(self.sent, self.grids, rows, strict=True)
+        arrays = [exchange.joined(grid.slices(x), parcel.dim) for parcel, grid, x in trios]
+        return exchange.unwrapped(self.sent, arrays, self.leaves)
 
     def charged(
         self, held: Arrays, lost: Arrays, names: Names
     ) -> tuple[list[jax.Array], list[Late | None]]:
-        """``held`` and ``late`` of a message: what was lost of this replica's slice of the mean.
+        """Return ``held`` and ``late`` of a message, this replica's slice of the mean's loss added.
 
-        Of the mean, so it counts for all replicas.
+        The loss is that of a mean, so it counts for all replicas.
         """
         replicas, own = axes.size(names), axes.index(names)
         late: list[Late | None] = [None] * len(self.leaves)
-        whole: list[jax.Array] = []
-        for parcel, grid, x, y in zip(self.parcels, self.grids, held, lost, strict=True):
-            more = replicas * y
-            if isinstance(parcel, Alone) and parcel.shape[parcel.dim] == parcel.length:
+        whole = list(held)
+        for k, (parcel, grid) in enumerate(zip(self.sent, self.grids, strict=True)):
+            more = replicas * lost[k]
+            if isinstance(parcel, Alone) and not parcel.shape[parcel.dim] % parcel.slices:
                 more = exchange.joined(grid.slices(more[None]), parcel.dim)
                 # Leaves of different dtypes are computed in the widest.
                 late[parcel.index] = Late(parcel.dim, more.astype(self.leaves[parcel.index].dtype))
-                whole.append(x)
             else:
-                more += lax.dynamic_index_in_dim(x, own, 0, keepdims=False)
-                whole.append(lax.dynamic_update_index_in_dim(x, more, own, 0))
+                more += lax.dynamic_index_in_dim(held[k], own, 0, keepdims=False)
+                whole[k] = lax.dynamic_update_index_in_dim(held[k], more, own, 0)
         return self.joined(whole), late
 
 
@@ -143,15 +136,14 @@ def quantize(blocks: Arrays, key: jax.Array | None) -> tuple[Arrays, Arrays]:
     least = jnp.finfo(jnp.float32).tiny
     units = [jnp.maximum(jnp.abs(x).max(-1, keepdims=True) / LEVELS, least) for x in blocks]
 
-    def coded(i: int, x: jax.Array) -> jax.Array:
+    def rounded(i: int, x: jax.Array) -> jax.Array:
         if key is None:
-            rounded = jnp.round(x / units[i])
-        else:
-            chance = jax.random.uniform(jax.random.fold_in(key, i), x.shape, x.dtype)
-            rounded = jnp.floor(x / units[i] + chance)
-        return jnp.clip(rounded, -LEVELS, LEVELS).astype(jnp.int8)
+            return jnp.round(x / units[i])
+        chance = jax.random.uniform(jax.random.fold_in(key, i), x.shape, x.dtype)
+        return jnp.floor(x / units[i] + chance)
 
-    codes = [coded(i, x) for i, x in enumerate(blocks)]
+    whole = [rounded(i, x) for i, x in enumerate(blocks)]
+    codes = [jnp.clip(x, -LEVELS, LEVELS).astype(jnp.int8) for x in whole]
     return codes, [unit.astype(jnp.float32) for unit in units]
 
 

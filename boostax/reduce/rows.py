@@ -52,8 +52,8 @@ class Grid(NamedTuple):
     def rows(self, x: jax.Array) -> jax.Array:
         """``(slices, rows, width)``, zeros where they are longer."""
         lines = x.reshape(len(x), -1, x.shape[-1]) if self.own else x.reshape(len(x), 1, -1)
-        lines = _filled(lines, 2, self.parts if self.own else self.width)
-        return _filled(lines.reshape(len(x), -1, self.width), 1, self.multiple)
+        lines = exchange.padded(lines, 2, self.parts if self.own else self.width)
+        return exchange.padded(lines.reshape(len(x), -1, self.width), 1, self.multiple)
 
     def slices(self, rows: jax.Array) -> jax.Array:
         """The inverse of ``rows``, of any number of slices."""
@@ -63,7 +63,3 @@ class Grid(NamedTuple):
         height = math.prod(shape[1:-1])
         lines = rows[:, : height * self.parts].reshape(len(rows), height, -1)
         return lines[..., : shape[-1]].reshape(shape)
-
-
-def _filled(x: jax.Array, dim: int, multiple: int) -> jax.Array:
-    return exchange.padded(x, dim, math.ceil(x.shape[dim] / multiple) * multiple)

@@ -99,12 +99,10 @@ class Largest(Codec):
         chosen = zip(buckets, places, strict=True)
         values = [self.cut.coded(x.view.taken(x.array, i), x.least) for x, i in chosen]
         everyones = zip(buckets, _gathered(values, names), _gathered(places, names), strict=True)
+        summed = [x.view.leaf(elements.added(x.view, v, i)) for x, v, i in everyones]
         # Written as it is: what reads it would be moved before the transposition by a TPU's
         # compiler, and every result written too.
-        totals = [
-            lax.optimization_barrier(x.view.leaf(elements.added(x.view, v, i)))
-            for x, v, i in everyones
-        ]
+        totals = [lax.optimization_barrier(x) for x in summed]
         trios = zip(leaves, least, _apart(leaves, buckets, masks), strict=True)
         coded = self.cut.coded
         sent = [jnp.where(mask, coded(x, t).astype(x.dtype), 0) for x, t, mask in trios]
@@ -124,17 +122,17 @@ class Largest(Codec):
 
     def _buckets(self, leaves: Arrays, least: Sequence[jax.Array | float]) -> "list[_Bucket]":
         """Return a bucket of each leaf, or of each few leaves of one dtype."""
-        if self.bucket_bytes is None:
-            return [_Bucket([i], x, least[i], self._view(x.shape)) for i, x in enumerate(leaves)]
+        groups = [[i] for i in range(len(leaves))]
+        if self.bucket_bytes is not None:
+            kinds = ({i: 4 * leaves[i].size for i in kind} for kind in exchange.kinds(leaves))
+            groups = [own for kind in kinds for own in exchange.fused(kind, self.bucket_bytes)]
         found: list[_Bucket] = []
-        reaching = lambda i: jnp.where(jnp.abs(leaves[i]) >= least[i], leaves[i], 0)  # noqa: E731
-        for kind in exchange.kinds(leaves):
-            for fused in exchange.fused([4 * leaves[i].size for i in kind], self.bucket_bytes):
-                own = [kind[i] for i in fused]
-                alone = len(own) == 1
-                array = leaves[own[0]] if alone else packed([reaching(i) for i in own])
-                bound = least[own[0]] if alone else 0.0
-                found.append(_Bucket(own, array, bound, self._view(array.shape)))
+        for own in groups:
+            array, bound = leaves[own[0]], least[own[0]]
+            if len(own) > 1:
+                reaching = [jnp.where(jnp.abs(leaves[i]) >= least[i], leaves[i], 0) for i in own]
+                array, bound = packed(reaching), 0.0
+            found.append(_Bucket(own, array, bound, self._view(array.shape)))
         return found
 
     def _view(self, shape: tuple[int, ...]) -> elements.Runs:
@@ -144,29 +142,11 @@ class Largest(Codec):
             return elements.Whole(grid, min(self.count(size), size))
         block = min(self.block or size, size)
         own = Grid.of((1, *shape), block, 1)
-        runs = size // shape[-1] * own.parts if shape else 1
+        most = 1.1 * size / block * self.count(block)
         # Of short runs more is sent, as every one sends its share rounded up.
-        if not own.own or runs * self.count(own.width) > 1.1 * size / block * self.count(block):
+        if not own.own or own.one[0] * self.count(own.width) > most:
             own = Grid((1, *shape), False, 1, block, 1)
         return elements.Runs(own, min(self.count(own.width), own.width))
-
-
-@dataclasses.dataclass(frozen=True)
-class Reaching(Codec):
-    """What reaches a threshold, as a plain mean in which the rest is zero.
-
-    Attributes:
-      cut: the threshold.
-      lossy: see ``Codec``.
-    """
-
-    cut: Cut
-    lossy: bool = True
-
-    def reduce(self, leaves: Arrays, state: PyTree, names: tuple[str, ...]) -> Message:
-        """Average."""
-        sent = [self.cut.coded(x, self.cut.least(x)).astype(x.dtype) for x in leaves]
-        return Message([lax.pmean(x, names) for x in sent], unsent(leaves, sent), state)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -179,26 +159,31 @@ class Threshold(Codec):
     Attributes:
       capacity: share of a leaf that has places on the sparse wire; 1 is always dense.
       sparse: sends that share.
-      dense: sends all that reach the threshold.
       lossy: see ``Codec``.
     """
 
     capacity: float
     sparse: Largest
-    dense: Reaching
     lossy: bool = True
     chooses: bool = True
 
     def reduce(self, leaves: Arrays, state: PyTree, names: tuple[str, ...]) -> Message:
         """Send by the branch of this step."""
         if self.capacity == 1:
-            message = self.dense.reduce(leaves, state, names)
+            message = self._dense(leaves, state, names)
             return message._replace(capacity=jnp.ones((), jnp.float32))
         fits = axes.agree(self.sparse.fits(leaves), names)
         rung = jnp.where(fits, 0, 1).astype(jnp.int32)
-        message = switched(rung, (self.sparse, self.dense), leaves, state, names)
-        capacity = jnp.asarray((self.capacity, 1), jnp.float32)[rung]
-        return message._replace(capacity=capacity)
+        forms = (self.sparse.reduce, self._dense)
+        sends = [functools.partial(form, leaves, state, names) for form in forms]
+        message = switched(rung, sends, names)
+        return message._replace(capacity=jnp.asarray((self.capacity, 1), jnp.float32)[rung])
+
+    def _dense(self, leaves: Arrays, state: PyTree, names: tuple[str, ...]) -> Message:
+        """Send what reaches the threshold, as a plain mean in which the rest is zero."""
+        cut = self.sparse.cut
+        sent = [cut.coded(x, cut.least(x)).astype(x.dtype) for x in leaves]
+        return Message([lax.pmean(x, names) for x in sent], unsent(leaves, sent), state)
 
 
 def _apart(leaves: Arrays, buckets: Sequence[_Bucket], arrays: Arrays) -> list[jax.Array]:
@@ -223,7 +208,7 @@ def _gathered(arrays: Arrays, names: tuple[str, ...]) -> list[jax.Array]:
         own = [arrays[i] for i in index]
         flat = packed(own)
         # A TPU's compiler makes an all-reduce of what does not end with a tile: twice the bytes.
-        flat = jnp.pad(flat, (0, -flat.size % TILE)) if flat.size >= 32 * TILE else flat
+        flat = exchange.padded(flat, 0, TILE) if flat.size >= 32 * TILE else flat
         result |= zip(index, unpacked(axes.gather(flat, names), own), strict=True)
     return [result[i] for i in range(len(arrays))]
 
@@ -376,9 +361,8 @@ def threshold_reduce(
     checks.number(who, "threshold", threshold, "0 or more", lambda x: x >= 0, hint)
     _check_share(who, "capacity", capacity)
     block, bucket_bytes, wire = _checked(who, block, bucket_bytes, value_dtype)
-    cut = Cut(threshold, relative, wire)
-    largest = Largest(functools.partial(share, capacity), block, cut, bucket_bytes)
-    codec = Threshold(capacity, largest, Reaching(cut))
+    how = block, Cut(threshold, relative, wire), bucket_bytes
+    codec = Threshold(capacity, Largest(functools.partial(share, capacity), *how))
     return compress(codec, axis_name, error_feedback=error_feedback, dense=dense, name=who)
 
 
