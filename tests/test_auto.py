@@ -47,17 +47,6 @@ def batches(count):
         yield x, np.tanh(x[:, :2])
 
 
-def train(config, calls=3, mesh=None, inner=None, **options):
-    axis = None if mesh is None else "data"
-    inner = optax.adam(1e-2) if inner is None else inner
-    boost = auto(config)
-    step = boost.make_train_step(loss_fn, inner, mlp(), mesh=mesh, axis_name=axis, **options)
-    state = step.init(mlp())
-    for batch in batches(calls):
-        state, metrics = step(state, batch)
-    return step, state, metrics
-
-
 # What MindSpore resolves. Rows by their place in the file; where ours differs, why.
 REFUSED = {
     3: "auto: level must be 'O0' or 'O1' or 'O2', got 'O3'. Did you mean 'O2'?",
@@ -381,21 +370,6 @@ def test_the_chain_has_the_one_order(changes, expected):
     assert names(tx.init(mlp())) == expected.split()
 
 
-def test_what_mindspore_cannot_combine_trains_in_one_step(mesh):
-    """Freezing with accumulation, a loss scale and AdaSum: there the first excludes the others."""
-    asked = {"boost": {"mode": "enable_all"}, "grad_freeze": {"param_groups": 3}}
-    more = {"grad_accumulation": {"grad_accumulation_step": 2}, "clip": 1.0}
-    # DimReduce has no files here, and would take the place of them all.
-    off = {"less_bn": None, "dim_reduce": None}
-    config = auto(asked | more).config | off | {"loss_scale": "dynamic"}
-    step, state, metrics = train(config, calls=6, mesh=mesh)
-    assert int(metrics["optimizer_steps"]) == 3 and np.isfinite(metrics["loss"])
-    assert "frozen_groups" in metrics
-    params = step.common_params(state)
-    chex.assert_tree_all_finite(params)
-    assert (params["layer_2"]["kernel"] != mlp()["layer_2"]["kernel"]).any()
-
-
 def by_hand(axis):
     """What the configuration below is, written out."""
     parts = [] if axis is None else [boostax.adasum(axis)]
@@ -421,13 +395,19 @@ def test_a_run_from_a_configuration_is_that_of_a_chain_by_hand_bit_for_bit(mesh,
         "centralize": True,
         "clip": 0.5,
     }
-    _, state, metrics = train(config, calls=4, mesh=mesh, inner=optax.adamw(1e-2))
-    policy = boostax.policy("O2", dtype="bfloat16")
-    step = boostax.make_train_step(loss_fn, by_hand(axis), mesh=mesh, axis_name=axis, policy=policy)
-    expected = step.init(mlp())
-    for batch in batches(4):
-        expected, reported = step(expected, batch)
-    chex.assert_trees_all_equal((state, metrics), (expected, reported))
+    place, policy = {"mesh": mesh, "axis_name": axis}, boostax.policy("O2", dtype="bfloat16")
+    steps = (
+        auto(config).make_train_step(loss_fn, optax.adamw(1e-2), mlp(), **place),
+        boostax.make_train_step(loss_fn, by_hand(axis), policy=policy, **place),
+    )
+    results = []
+    for step in steps:
+        state = step.init(mlp())
+        for batch in batches(4):
+            state, metrics = step(state, batch)
+        results.append((state, metrics))
+    assert "frozen_groups" in metrics and int(metrics["optimizer_steps"]) == 2
+    chex.assert_trees_all_equal(*results)
 
 
 @pytest.mark.long

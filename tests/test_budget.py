@@ -18,24 +18,24 @@ ROOT = pathlib.Path(__file__).parent.parent
 # Code lines; "boostax" alone are the files that stand in no package of it.
 CEILINGS = {
     "boostax": 580,
-    "boostax/_core": 2394,
-    "boostax/accumulate": 553,
-    "boostax/chain": 340,
-    "boostax/config": 1085,
+    "boostax/_core": 2298,
+    "boostax/accumulate": 545,
+    "boostax/chain": 337,
+    "boostax/config": 992,
     "boostax/freeze": 510,
-    "boostax/inspect": 1341,
+    "boostax/inspect": 1276,
     "boostax/model": 579,
     "boostax/precision": 1356,
-    "boostax/reduce": 1910,
+    "boostax/reduce": 1853,
     "boostax/subspace": 721,
-    "boostax/testing": 811,
-    "boostax/train": 1270,
+    "boostax/testing": 743,
+    "boostax/train": 1206,
     "examples": 1500,
-    "tests": 20486,
+    "tests": 19904,
     "benchmarks": 6500,
 }
 TOP = ("boostax", "examples", "tests", "benchmarks")
-LIBRARY = 13448
+LIBRARY = 12996
 WORDS = 50000
 LONGEST = 60
 # Functions that are longer, until they are cut.

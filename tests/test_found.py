@@ -48,6 +48,6 @@ def test_the_place_of_a_codec_is_named():
     """The entry that ``CONTRIBUTING.md`` names is the one that a configuration chooses from."""
     text = (ROOT / "CONTRIBUTING.md").read_text()
     (key,) = re.findall(
-        r"\| a reduction \| `\"(\w+)\"` of `ORDER` in `boostax/config/keys.py` \|", text
+        r"\| a reduction \| `(\w+)` of `\[order\]` in `boostax/config/order.toml` \|", text
     )
     assert keys.ORDER[key]["int8"] is boostax.int8_reduce

@@ -160,25 +160,6 @@ def test_a_step_refuses_a_state_of_other_replicas(counts, shares):
     assert int(state.opt_state.micro_step) == 2
 
 
-def test_a_loop_by_hand_refuses_a_state_of_other_replicas():
-    tx, params, spec = window(reduced()), initial(), jax.sharding.PartitionSpec
-    specs = spec(), boostax.states.state_specs(tx, params, AXIS), spec(AXIS)
-
-    @jax.jit
-    @functools.partial(jax.shard_map, mesh=mesh_of(2), in_specs=specs, out_specs=specs[:2])
-    def step(params, state, given):
-        state = boostax.states.enter_replica(state)
-        _, grads = boostax.value_and_grad(mean_loss, axis_name=AXIS)(params, state, given)
-        params, state = boostax.apply_gradients(tx, grads, state, params)
-        return params, boostax.states.leave_replica(state)
-
-    state = boostax.states.stack_replicas(tx.init(params), 4)
-    with pytest.raises(ValueError, match=MESSAGE.format(1, 2)):
-        step(params, state, batch(0))
-    params, state = step(params, boostax.reshard_state(state, 2), batch(0))
-    assert int(state.micro_step) == 1
-
-
 def test_on_mesh_refuses_a_state_of_other_replicas():
     whole = jax.sharding.PartitionSpec()
     place = lambda n: jax.device_put(initial(), jax.NamedSharding(mesh_of(n), whole))  # noqa: E731
@@ -332,9 +313,9 @@ def before(part):
     return optax.chain(part, around(optimizer())), around(optax.chain(part, optimizer()))
 
 
-def of_a_part(scale):
+def partitioned(scale):
     parts = {"w": scale(optimizer()), "b": optimizer()}
-    return accumulated(optax.partition(parts, {"w": "w", "b": "b"}))
+    return optax.partition(parts, {"w": "w", "b": "b"})
 
 
 GROUPS = accumulated(by_groups(optimizer())), by_groups(accumulated(optimizer()))
@@ -350,10 +331,14 @@ REFUSED = {
         r"alike in .*\[8\.0, 4\.0\] of .*boostax\.flush",
     ),
     "of a part": (
-        of_a_part(around),
-        of_a_part(lambda tx: tx),
+        *(accumulated(partitioned(scale)) for scale in (around, lambda tx: tx)),
         8.0,
         r"8\.0 of inner_.*inner_states/w",
+    ),
+    "before a part": (
+        *(optax.chain(optax.trace(0.9), partitioned(scale)) for scale in (around, lambda tx: tx)),
+        8.0,
+        r"TraceState at 0 .* times 1 and 8\.0 of 1/inner_states/w",
     ),
     "squares": (
         *before(optax.scale_by_adam()),
@@ -427,10 +412,18 @@ KEPT = {
 }
 
 
-@pytest.mark.parametrize(("stacked", "enters"), [(0, True), (0, False), (2, False)])
+SHAPED = r"the {} must be shaped \(.*\) at '.*w', got \(.*\)"
+STACKED = (
+    *((stacked, enters, SHAPED) for stacked, enters in ((0, True), (0, False), (2, False))),
+    (4, True, MESSAGE.format(1, 2)),
+    (2, True, None),
+)
+
+
+@pytest.mark.parametrize(("stacked", "enters", "message"), STACKED)
 @pytest.mark.parametrize("kind", KEPT)
-def test_a_forgotten_dimension_of_replicas_does_not_broadcast(kind, stacked, enters):
-    """Its first dimension is the number of replicas: such params look like a state of them."""
+def test_a_loop_by_hand_refuses_a_state_of_other_replicas(kind, stacked, enters, message):
+    """The first dimension is the number of replicas: such params look like a state of them."""
     tx, params = KEPT[kind](), {"w": jnp.ones((2, 3))}
     spec, specs = jax.sharding.PartitionSpec, boostax.states.state_specs(tx, params, AXIS)
 
@@ -439,10 +432,11 @@ def test_a_forgotten_dimension_of_replicas_does_not_broadcast(kind, stacked, ent
         return boostax.apply_gradients(tx, grads, state, params)[0]
 
     places = {"in_specs": (spec(), specs, spec()), "out_specs": spec()}
-    step = jax.shard_map(local_step, mesh=mesh_of(2), check_vma=False, **places)
+    step = jax.jit(jax.shard_map(local_step, mesh=mesh_of(2), check_vma=False, **places))
     state = tx.init(params)
     state = boostax.states.stack_replicas(state, stacked) if stacked else state
-    kept = kind.split()[0]
-    message = rf"the {kept} must be shaped \(.*\) at '.*w', got \(.*\)"
-    with pytest.raises(ValueError, match=message):
-        jax.jit(step)(params, state, params)
+    if message is None:
+        step(params, state, params)
+        return
+    with pytest.raises(ValueError, match=message.format(kind.split()[0])):
+        step(params, state, params)

@@ -1,4 +1,7 @@
-"""Defects that were met in other libraries: each test shows one, and that boostax has it not."""
+"""Defects that were met in other libraries: each test shows one, and that boostax has it not.
+
+More are in ``museum.py``; the laws of ``boostax.testing`` hold what they guard for every part.
+"""
 
 import functools
 
@@ -54,23 +57,14 @@ def test_configuration_survives_jit():
     assert float(state.scale) == 2.0 and int(state.floor_hits) == 3
 
 
-@pytest.mark.parametrize(
-    "use",
-    [
-        lambda state: jax.jit(lambda x: x).lower(state),
-        lambda state: jax.tree.map(lambda _: None, state),
-        lambda state: jax.tree.map(lambda _: P(), state),
-        lambda state: jax.tree.map(lambda x: x.sharding, state),
-    ],
-    ids=["lower", "to None", "to PartitionSpec", "to shardings"],
-)
+@pytest.mark.parametrize("use", [lambda _: None, lambda _: P(), lambda x: x.sharding])
 def test_states_are_plain_trees(use):
-    """jmp computes on the fields of its state whenever it is rebuilt."""
+    """jmp computes on the fields of its state whenever it is rebuilt; ours are NamedTuples."""
     with pytest.raises((TypeError, AttributeError)):
-        use(jmp.DynamicLossScale(jnp.float32(2.0**15)))
-    scaler = boostax.dynamic_loss_scale(optax.adam(0.1))
-    for tx in (scaler, boostax.accumulate(scaler, 3, normalize="weight")):
-        use(tx.init({"w": jnp.zeros(3)}))
+        jax.tree.map(use, jmp.DynamicLossScale(jnp.float32(2.0**15)))
+    jax.tree.map(
+        use, boostax.accumulate(boostax.dynamic_loss_scale(optax.adam(0.1)), 3).init(jnp.ones(3))
+    )
 
 
 def test_scales_are_f32_whatever_the_params():
@@ -99,27 +93,9 @@ def test_the_growth_interval_is_exact():
 
 def test_the_step_is_traced_once():
     """Flax's scale starts as a Python number: its second step compiles again."""
-
-    def traces(state, step):
-        count = 0
-
-        @jax.jit
-        def counted(state):
-            nonlocal count
-            count += 1
-            return step(state)
-
-        for _ in range(3):
-            state = counted(state)
-        return count
-
-    peer = dynamic_scale.DynamicScale()
-    assert traces(peer, lambda s: s.value_and_grad(lambda w: w)(jnp.float32(1.0))[0]) == 2
-    scaler = boostax.dynamic_loss_scale(optax.adam(0.1))
-    for tx in (scaler, boostax.accumulate(scaler, 2), boostax.static_loss_scale(scaler, 2.0)):
-        params = {"w": jnp.zeros(3), "b": jnp.float16(0.0)}
-        step = lambda carry, tx=tx: boostax.apply_gradients(drawn(tx), carry[0], carry[1], carry[0])  # noqa: E731
-        assert traces((params, tx.init(params)), step) == 1
+    step = jax.jit(lambda scale: scale.value_and_grad(lambda w: w)(jnp.float32(1.0))[0])
+    step(step(dynamic_scale.DynamicScale()))
+    assert step._cache_size() == 2
 
 
 def test_the_scale_never_becomes_infinite():
@@ -128,13 +104,6 @@ def test_the_scale_never_becomes_infinite():
     options = {"growth_interval": 1, "max_scale": largest, "growth_factor": 2.0**30}
     tx = boostax.dynamic_loss_scale(optax.sgd(0.0), **options)
     assert float(run(tx, [0.0] * 20)[1].scale) == 2.0**106
-
-
-def test_the_scale_stays_a_power_of_two_at_its_limits():
-    """A cap at 65504, the largest f16 number, makes every later unscaling inexact."""
-    options = {"growth_interval": 1, "max_scale": 65504.0, "init_scale": 1.0}
-    tx = boostax.dynamic_loss_scale(optax.sgd(0.0), **options)
-    assert float(run(tx, [0.0] * 20)[1].scale) == 2.0**15
 
 
 def test_finite_gradients_whose_squares_overflow_are_skipped():
@@ -159,36 +128,13 @@ def test_it_never_gives_in():
         assert set(run(tx, [inf, nan] * 600)[0]) == {0.0}
 
 
-@pytest.fixture
-def one_bad_device(mesh):
-    """Params and state on each of 8 replicas after a step with a NaN on device 3."""
-
-    def run_step(tx):
-        def step(params, grads):
-            local = boostax.train.local_params(params, "data")
-            result = boostax.apply_gradients(drawn(tx), grads[0], tx.init(local), local)
-            return jax.tree.map(lambda x: x[None], result)
-
-        step = jax.shard_map(step, mesh=mesh, in_specs=(P(), P("data")), out_specs=P("data"))
-        return jax.device_get(jax.jit(step)(jnp.ones(3), jnp.ones((8, 3)).at[3, 1].set(nan)))
-
-    return run_step
-
-
-def test_one_bad_device_makes_all_skip(one_bad_device):
+def test_one_bad_device_makes_all_skip(mesh):
     """A local decision leaves replicas that differ for good."""
-    params, _ = one_bad_device(optax.apply_if_finite(optax.sgd(0.1), 5))
-    assert len(np.unique(params)) == 2
-    inner = optax.chain(boostax.all_reduce("data"), optax.adam(0.1))
-    scaled = functools.partial(boostax.dynamic_loss_scale, axis_name="data")
-    window = functools.partial(boostax.accumulate, every=1, axis_name="data")
-    fixed = boostax.static_loss_scale(inner, 1.0, axis_name="data")
-    for tx in (scaled(inner), fixed, scaled(window(inner)), window(scaled(inner))):
-        params, state = one_bad_device(tx)
-        np.testing.assert_array_equal(params, np.ones((8, 3)))
-        assert not boostax.metrics(state)["last_finite"].any()
-        for replicas in jax.tree.leaves(state):
-            np.testing.assert_array_equal(replicas, np.stack([replicas[0]] * 8))
+    tx = optax.apply_if_finite(optax.sgd(0.1), 5)
+    step = lambda w, g: optax.apply_updates(w, tx.update(g[0], tx.init(w), w)[0])[None]  # noqa: E731
+    specs = {"in_specs": (P(), P("data")), "out_specs": P("data"), "check_vma": False}
+    step = jax.jit(jax.shard_map(step, mesh=mesh, **specs))
+    assert len(np.unique(step(jnp.ones(3), jnp.ones((8, 3)).at[3].set(nan)))) == 2
 
 
 # Accumulation.
@@ -226,15 +172,10 @@ def test_the_scale_recovers_from_one_bad_window():
 
 def test_extra_arguments_pass_through_a_chain():
     """chain(MultiSteps(...).gradient_transformation()) loses them without a word."""
-    polyak = optax.polyak_sgd(1.0)
     grads = params = jnp.ones(3)
-    peer = optax.chain(optax.MultiSteps(polyak, 1).gradient_transformation())
+    peer = optax.chain(optax.MultiSteps(optax.polyak_sgd(1.0), 1).gradient_transformation())
     with pytest.raises(TypeError, match="value"):
         peer.update(grads, peer.init(params), params, value=jnp.float32(1.0))
-    scaler = boostax.static_loss_scale(polyak, 1.0)
-    for inner in (boostax.accumulate(polyak, 1), boostax.accumulate(scaler, 2), scaler):
-        tx = optax.chain(inner, optax.identity())
-        tx.update(grads, tx.init(params), params, value=jnp.float32(1.0), unknown="passes")
 
 
 @pytest.mark.parametrize("two", [np.int64(2), jnp.int32(2), np.uint8(2), lambda step: 2])
@@ -246,61 +187,31 @@ def test_any_integer_is_a_window_length(two):
     assert run(boostax.accumulate(optax.sgd(1.0), two), [1.0, 3.0])[0] == [0.0, -2.0]
 
 
-def test_a_held_optimizer_does_not_coast():
-    """Zero gradients do not hold Adam still: its momentum moves on."""
-    moved = run(optax.adam(0.1), [1.0] + [0.0] * 5)[0]
-    assert abs(moved[-1] - moved[0]) > 0.2
-    held = [1.0] + [nan] * 5
-    for tx in (
-        boostax.static_loss_scale(optax.adamw(0.1), 1.0),
-        boostax.accumulate(optax.adamw(0.1), lambda step: 1 + 9 * step),
-    ):
-        history, _ = run(tx, held, params=1.0)
-        assert set(history[1:]) == {history[0]} and history[0] != 1.0
-
-
 def test_f16_params_and_zero_gradients():
     """Adam's epsilon of 1e-8 is zero in f16, and 0/0 its update."""
     assert np.isnan(run(optax.adam(0.1), [0.0], dtype=jnp.float16)[0][0])
-    for window in (lambda opt: boostax.dynamic_loss_scale(opt), *WINDOWS.values()):
-        assert run(window(optax.adam(0.1)), [0.0] * 4, 1.0, jnp.float16)[0] == [1.0] * 4
-
-
-@pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16])
-@pytest.mark.parametrize("window", WINDOWS.values(), ids=WINDOWS)
-def test_low_params_accumulate_into_adam(window, dtype):
-    """The types of the branches once clashed; here params keep theirs and moments are f32."""
-    tx = window(optax.adamw(0.1))
-    params = {"w": jnp.ones(3, dtype)}
-    state, step = tx.init(params), jax.jit(functools.partial(boostax.apply_gradients, tx))
-    for _ in range(4):
-        types = jax.tree.map(jnp.result_type, (params, state))
-        params, state = step({"w": jnp.ones(3, dtype)}, state, params)
-        assert jax.tree.map(jnp.result_type, (params, state)) == types
-    assert params["w"].dtype == dtype and float(params["w"][0]) < 1.0
-    moments = [x for x in jax.tree.leaves(state) if x.shape]
-    assert {x.dtype for x in moments} == {jnp.dtype("float32")}
+    for window in (boostax.dynamic_loss_scale, *WINDOWS.values()):
+        history, state = run(window(optax.adam(0.1)), [0.0] * 4, 1.0, jnp.float16)
+        assert history == [1.0] * 4
+        # And its moments are f32.
+        inexact = {x.dtype for x in jax.tree.leaves(state) if jnp.issubdtype(x.dtype, jnp.inexact)}
+        assert inexact == {jnp.dtype("float32")}
 
 
 def test_the_sum_and_the_params_reach_the_inner_optimizer_in_f32():
     """MultiSteps casts the f32 mean back to bf16: the small micro-gradients vanish."""
 
     def decay(updates, state, params=None):
-        del state
         decayed = updates + 0.1 * params
-        return decayed, {"seen": jnp.asarray(decayed, jnp.float32)}
+        return decayed, jnp.asarray(decayed, jnp.float32) + 0 * state
 
-    inner = optax.GradientTransformation(lambda _: {"seen": jnp.float32(0.0)}, decay)
-    grads = [1.0] + [2.0**-9] * 3
-    ours = boostax.accumulate(inner, 4, normalize="sum")
-    peer = optax.MultiSteps(inner, 4, use_grad_mean=False)
-    seen = []
-    for tx in (peer.gradient_transformation(), ours):
-        params = jnp.bfloat16(3.0)
-        state = tx.init(params)
-        for grad in grads:
+    inner, seen = optax.GradientTransformation(lambda _: jnp.float32(0.0), decay), []
+    peer = optax.MultiSteps(inner, 4, use_grad_mean=False).gradient_transformation()
+    for tx in (peer, boostax.accumulate(inner, 4, normalize="sum")):
+        state = tx.init(params := jnp.bfloat16(3.0))
+        for grad in (1.0, *[2.0**-9] * 3):
             updates, state = tx.update(jnp.bfloat16(grad), state, params)
         assert updates.dtype == jnp.bfloat16
-        seen.append(optax.tree.get(state, "seen"))
+        seen.append(float(getattr(state, "inner_opt_state" if tx is peer else "inner_state")))
     np.testing.assert_allclose(seen[1], 1.3 + 3 * 2.0**-9, rtol=2e-7)
-    assert abs(float(seen[0]) - float(seen[1])) > 2.0**-9
+    assert abs(seen[0] - seen[1]) > 2.0**-9

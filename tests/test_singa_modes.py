@@ -160,81 +160,56 @@ def trained(step):
     return [np.stack([p] * REPLICAS) for p in own]
 
 
-def configured(boost):
-    optimizer = optax.sgd(RATE, MOMENTUM)
-    like = [jnp.asarray(p, jnp.float32) for p in START]
-    return boost.make_train_step(loss_fn, optimizer, like, mesh=mesh(), axis_name="data")
-
-
-def by_hand(tx):
-    return boostax.make_train_step(loss_fn, tx, mesh=mesh(), axis_name="data")
-
-
-def before(reduction):
-    return optax.chain(reduction, optax.sgd(RATE, MOMENTUM))
-
-
 SMALL = {"threshold": THRESHOLD}
-BUCKET = {"bucket_bytes": 4 * THRESHOLD}
+PLAIN, HALF, PARTIAL = ({"dist_option": x} for x in ("plain", "half", "partialUpdate"))
+TOP_K = {"dist_option": "sparseTopK", "spars": 0.1}
+REACHING = {"dist_option": "sparseThreshold", "spars": 0.9}
+BUCKET, WHOLE = {"bucket_bytes": 4 * THRESHOLD}, {"bucket_bytes": 2**23}
+F16 = {"kind": "mean", "dtype": "float16"}
+LIMIT, DENSITY = {"kind": "threshold", "threshold": 0.9}, {"kind": "top-k", "density": 0.1}
+OFF = {"error_feedback": False}
+
+
+def sparse(choose, *args, corr=True, **options):
+    return lambda: synchronous(Sparse(functools.partial(choose, *args), corr, **options))
+
+
+# Options, the reduction that they are, and what they compute.
 MODES = {
-    "plain": (
-        {"dist_option": "plain"},
-        lambda: before(boostax.all_reduce("data")),
-        lambda: synchronous(synch),
-    ),
-    "plain, fused": (
-        {"dist_option": "plain"} | SMALL,
-        lambda: before(boostax.all_reduce("data", **BUCKET)),
-        lambda: synchronous(synch),
-    ),
-    "half": (
-        {"dist_option": "half"} | SMALL,
-        lambda: before(boostax.all_reduce("data", dtype="float16", **BUCKET)),
-        lambda: synchronous(synch_half),
-    ),
+    "plain": (PLAIN, {"kind": "mean"}, lambda: synchronous(synch)),
+    "plain, fused": (PLAIN | SMALL, {"kind": "mean"} | BUCKET, lambda: synchronous(synch)),
+    "half": (HALF | SMALL, F16 | BUCKET, lambda: synchronous(synch_half)),
     "half, clipped": (
-        {"dist_option": "half", "clipping": True, "clip_Value": 0.75},
-        lambda: before(boostax.all_reduce("data", dtype="float16", clip=0.75)),
+        HALF | {"clipping": True, "clip_Value": 0.75},
+        F16 | {"clip": 0.75},
         lambda: synchronous(functools.partial(synch_half, clip=0.75)),
     ),
     "partial update": (
-        {"dist_option": "partialUpdate"} | SMALL,
-        lambda: boostax.reduce.partial_average(optax.sgd(RATE, MOMENTUM), "data", **BUCKET),
+        PARTIAL | SMALL,
+        {"kind": "partial"} | BUCKET,
         lambda: partial_update(buckets(THRESHOLD)),
     ),
     "partial update, whole": (
-        {"dist_option": "partialUpdate"},
-        lambda: boostax.reduce.partial_average(
-            optax.sgd(RATE, MOMENTUM), "data", bucket_bytes=2**23
-        ),
+        PARTIAL,
+        {"kind": "partial"} | WHOLE,
         lambda: partial_update([range(len(SHAPES))]),
     ),
-    "sparse top-k": (
-        {"dist_option": "sparseTopK", "spars": 0.1, "topK": True} | SMALL,
-        lambda: before(boostax.top_k_reduce("data", 0.1, **BUCKET)),
-        lambda: synchronous(Sparse(functools.partial(top_k, 0.1), corr=True)),
-    ),
+    "sparse top-k": (TOP_K | SMALL | {"topK": True}, DENSITY | BUCKET, sparse(top_k, 0.1)),
     "sparse top-k, one bucket": (
         {"dist_option": "sparseTopK"},
-        lambda: before(boostax.top_k_reduce("data", 0.05, bucket_bytes=2**23)),
-        lambda: synchronous(Sparse(functools.partial(top_k, 0.05), corr=True, threshold=2097152)),
+        {"kind": "top-k", "density": 0.05} | WHOLE,
+        sparse(top_k, 0.05, threshold=2097152),
     ),
     "sparse top-k, corr off": (
-        {"dist_option": "sparseTopK", "spars": 0.1, "corr": False} | SMALL,
-        lambda: before(boostax.top_k_reduce("data", 0.1, error_feedback=False, **BUCKET)),
-        lambda: synchronous(Sparse(functools.partial(top_k, 0.1), corr=False)),
+        TOP_K | SMALL | {"corr": False},
+        DENSITY | BUCKET | OFF,
+        sparse(top_k, 0.1, corr=False),
     ),
-    "sparse threshold": (
-        {"dist_option": "sparseThreshold", "spars": 0.9},
-        lambda: before(boostax.reduce.threshold_reduce("data", 0.9)),
-        lambda: synchronous(Sparse(functools.partial(reaching, 0.9), corr=True)),
-    ),
+    "sparse threshold": (REACHING, LIMIT | WHOLE, sparse(reaching, 0.9)),
     "sparse threshold, corr off": (
-        {"dist_option": "sparseThreshold", "spars": 0.9, "corr": False} | SMALL,
-        lambda: before(
-            boostax.reduce.threshold_reduce("data", 0.9, error_feedback=False, **BUCKET)
-        ),
-        lambda: synchronous(Sparse(functools.partial(reaching, 0.9), corr=False)),
+        REACHING | SMALL | {"corr": False},
+        LIMIT | BUCKET | OFF,
+        sparse(reaching, 0.9, corr=False),
     ),
 }
 
@@ -249,12 +224,14 @@ def formula(name):
 
 
 @pytest.mark.parametrize("name", MODES)
-@pytest.mark.parametrize("way", ["configured", "by hand"])
-def test_a_mode_is_its_formula(name, way):
-    options, make, _ = MODES[name]
+def test_a_mode_is_its_formula(name):
+    options, reduction, _ = MODES[name]
     boost = boostax.auto({"singa": options})
-    with warned(boost.config["reduce"]):
-        step = configured(boost) if way == "configured" else by_hand(make())
+    assert boost.config == {"reduce": reduction}
+    optimizer = optax.sgd(RATE, MOMENTUM)
+    like = [jnp.asarray(p, jnp.float32) for p in START]
+    with warned(reduction):
+        step = boost.make_train_step(loss_fn, optimizer, like, mesh=mesh(), axis_name="data")
     found = trained(step)
     for x, expected in zip(found, formula(name), strict=True):
         np.testing.assert_allclose(x, expected, rtol=0, atol=1e-6)

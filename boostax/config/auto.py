@@ -7,14 +7,13 @@ import pathlib
 from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
-import jax
 import jax.numpy as jnp
 import optax
 
 import boostax
 from boostax._core import axes, checks, trees
 from boostax.chain.parts import read
-from boostax.chain.roles import REDUCTIONS, role
+from boostax.chain.roles import role
 from boostax.config import keys, mindspore
 from boostax.config.singa import singa
 from boostax.model.less_bn import LessBNReport, changed
@@ -24,14 +23,6 @@ _WHO = "auto"
 _MEAN = {"kind": "mean"}
 # Parts beside which dim_reduce can begin at once.
 _WITH_FILES = ("dim_reduce", "loss_scale", "policy", "microbatches", "less_bn")
-# By its role the key in whose place, or behind which, a part of a user's own stands.
-_PLACES: Mapping[str, str] = {
-    **dict.fromkeys((*REDUCTIONS, "delta", "own params"), "reduce"),
-    **dict.fromkeys(("decay", "noise", "watch", "nothing", "norm clip", "clip"), "clip"),
-    **dict.fromkeys(("check", "recorder"), "dim_reduce"),
-    **{name: name for name in ("centralize", "carry", "freeze")},
-    **{"window": "accumulate", "scaler": "loss_scale", "storage": "store"},
-}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -213,8 +204,7 @@ class Boost:
         fits, allowed = isinstance(report, LessBNReport), "the report of the changed model"
         more = ' Without a Flax model, {"less_bn": False} switches it off.'
         checks.require(who, "less_bn", report, allowed, fits, hint + more)
-        named = jax.tree_util.tree_leaves_with_path(params)
-        paths = " ".join(f"/{trees.path_name(path)}/" for path, _ in named)
+        paths = " ".join(f"/{name}/" for name in trees.names(params))
         there = [x for x in report.removed if f"/{x}/" in paths]
         if paths and report.head and f"/{report.head}/multiplier/" not in paths:
             there.append(report.head)
@@ -318,14 +308,14 @@ def auto(
     level, strict = _once("level", level, data), _once("strict", strict, data)
     keys.flag(_WHO, "strict", strict is None or strict)
     own = _owned(data, factories)
-    config, notes = _foreign(data, level or "O0", strict is not False, own)
-    return _together(Boost(_read(data, config, own), notes, own, strict is not False))
+    config, notes = _read(data, level or "O0", strict is not False, own)
+    return _together(Boost(config, notes, own, strict is not False))
 
 
-def _foreign(
+def _read(
     data: dict[str, Any], level: str, strict: bool, own: Mapping[str, Any]
 ) -> tuple[dict[str, Any], tuple[str, ...]]:
-    """Take MindSpore's and SINGA's keys out of a dictionary, and read them."""
+    """Read MindSpore's keys and SINGA's in a dictionary, then keys of boostax's own over them."""
     theirs = mindspore.KEYS if mindspore.is_mindspore(data) else ()
     if not strict:  # Read as there, what nothing knows is MindSpore's to ignore.
         theirs = (*theirs, *(key for key in data if key not in (*keys.KEYS, *own, "singa")))
@@ -334,33 +324,24 @@ def _foreign(
     said = {key: (told, "MindSpore's dictionary") for key, told in config.items() if taken}
     if "singa" in data:
         config["reduce"] = singa(data.pop("singa"))
-        said["reduce"] = (config["reduce"], "singa")
+        said["reduce"] = ({}, "singa")
+    keys.known(data, (*keys.KEYS, *own), "keys")
     for name, value in data.items():
         key = keys.NAMED.get(name, (name, ""))[0]
         told, whose = said.get(key, ({}, ""))
         # What MindSpore has no word for, such as the order of layers, stands beside it.
-        more = whose != "singa" and isinstance(value, Mapping) and not value.keys() & told.keys()
-        hint, fits = f"{whose} names one already.", not whose or (more and name == key)
+        more = name == key and isinstance(value, Mapping) and not value.keys() & told.keys()
+        hint = "A chain has one of them." if whose[:1] == "a" else f"{whose} names one already."
+        fits = not whose or (more and whose[0] == "M")
         checks.require(_WHO, name, value, f"left out beside {whose}", fits, hint)
-    return config, notes
-
-
-def _read(data: Mapping[str, Any], base: Mapping[str, Any], own: Mapping[str, Any]) -> Any:
-    """Read keys of boostax's own, over those of ``base``."""
-    keys.known(data, (*keys.KEYS, *own), "keys")
-    found, seen = dict(base), set[str]()
-    for name, value in data.items():
-        key = keys.NAMED.get(name, (name, ""))[0]
-        allowed, hint = f"left out beside another {key}", "A chain has one of them."
-        checks.require(_WHO, name, value, allowed, key not in seen, hint)
-        seen.add(key)
+        said[key] = ({}, f"another {key}")
         if name == "microbatches":
-            found[key] = checks.positive_int(_WHO, name, value, "1 takes each batch whole.")
+            config[key] = checks.positive_int(_WHO, name, value, "1 takes each batch whole.")
         elif value is None or value is False:
-            found.pop(key, None)
+            config.pop(key, None)
         else:
-            found[key] = keys.part(name, value, found.get(key), own.get(name, [None])[0])
-    return found
+            config[key] = keys.part(name, value, config.get(key), own.get(name, [None])[0])
+    return config, notes
 
 
 def _owned(
@@ -373,16 +354,15 @@ def _owned(
         allowed, fits = "functions of your own", callable(factory) and name not in keys.NAMED
         hint = "Keys name boostax's own without it."
         checks.require(_WHO, "factories", factory, allowed, fits, hint)
-        if data.get(name) is None or data[name] is False:
+        if (value := data.get(name)) is None or value is False:
             data.pop(name, None)
             continue
-        told = keys.part(name, data[name], own=factory)
+        told = keys.part(name, value, own=factory)
         made, *_ = keys.layer(factory, told, [optax.identity()], axis_name="axis")
-        what = role(read(made))
-        allowed = "described with a role that has a place in a chain"
+        what, allowed = role(read(made)), "described with a role that has a place in a chain"
         hint = f"@boostax.describe({name!r}, 'clip') says one; the optimizer's belongs into it."
-        checks.require(_WHO, name, what, allowed, what in _PLACES, hint)
-        found[name] = (factory, _PLACES[what])
+        checks.require(_WHO, name, what, allowed, what in keys.PLACES, hint)
+        found[name] = (factory, keys.PLACES[what])
     return found
 
 

@@ -12,14 +12,17 @@ import difflib
 import functools
 import glob
 import inspect
+import operator
+import tomllib
 import types
 from collections.abc import Callable, Generator, Iterable, Mapping
+from importlib.resources import files
 from typing import Any, TypeAlias
 
 import optax
 
 import boostax
-from boostax import freeze, model, precision, reduce, subspace
+from boostax import freeze, subspace
 from boostax._core import axes, checks
 from boostax.chain.parts import opened, read
 from boostax.chain.roles import role
@@ -29,39 +32,23 @@ from boostax.subspace.quasi_newton import RULES
 Factory: TypeAlias = Callable[..., Any]
 Chain: TypeAlias = list[optax.GradientTransformation]
 
-# From the optimizer outwards: each stands in front of all before it, or around. "kind" chooses one
-# of several factories.
-ORDER: dict[str, dict[str, Factory]] = {
-    "count_lost_updates": {"": precision.count_lost_updates},
-    "check_updates": {"": precision.check_updates},
-    "clip": {"": model.clip_by_global_norm},
-    "adagc": {"": model.adagc},
-    "centralize": {"": boostax.centralize_gradients},
-    "reduce": {
-        "mean": boostax.all_reduce,
-        "adasum": boostax.adasum,
-        "adasum-delta": reduce.adasum_delta,
-        "top-k": boostax.top_k_reduce,
-        "threshold": reduce.threshold_reduce,
-        "int8": boostax.int8_reduce,
-        "power-sgd": reduce.power_sgd_reduce,
-        "partial": reduce.partial_average,
-        "local": reduce.local_updates,
-    },
-    "dim_reduce": {"": boostax.dim_reduce},
-    "store": {"": precision.store},
-    "average_params": {"": model.average_params},
-    "skip_spikes": {"": precision.skip_spikes},
-    "accumulate": {"": boostax.accumulate},
-    "loss_scale": {
-        "dynamic": boostax.dynamic_loss_scale,
-        "static": boostax.static_loss_scale,
-        "group": precision.group_loss_scale,
-    },
-    "carry": {"": boostax.carry},
-    "freeze": {"": boostax.scheduled_freeze},
-}
-PARTS = {**ORDER, "policy": {"": boostax.policy}, "less_bn": {"": boostax.less_bn}}
+
+def table(name: str) -> dict[str, Any]:
+    """Return a file of this package."""
+    return tomllib.loads(files("boostax.config").joinpath(f"{name}.toml").read_text("utf8"))
+
+
+_DATA = table("order")
+# By key its factories, by kind: those of a chain from the optimizer outwards, and all of them.
+ORDER, PARTS = (
+    {
+        key: {kind: operator.attrgetter(name)(boostax) for kind, name in kinds.items()}
+        for key, kinds in listed.items()
+    }
+    for listed in (_DATA["order"], _DATA["order"] | _DATA["beside"])
+)
+# By its role the key in whose place, or behind which, a part of a user's own stands.
+PLACES: dict[str, str] = {role: key for key, roles in _DATA["places"].items() for role in roles}
 # Each factory is a key by its own name, too.
 NAMED = {f.__name__: (key, kind) for key, kinds in PARTS.items() for kind, f in kinds.items()}
 KEYS = tuple(dict.fromkeys((*PARTS, "microbatches", *NAMED)))

@@ -12,8 +12,8 @@ gradients times its scale, and so is what that state sums up: its unit.
 import dataclasses
 import itertools
 import sys
-from collections.abc import Callable, Iterable, Iterator
-from typing import Any, cast
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -23,9 +23,9 @@ from jax.tree_util import DictKey, GetAttrKey, SequenceKey
 
 from boostax._core import checks, trees
 from boostax._core.describe import Holds
-from boostax._core.finite import usable
+from boostax._core.finite import stays_finite, usable
 from boostax._core.gate import Pending
-from boostax._core.replicas import PerReplica, is_per_replica, spread_anew
+from boostax._core.replicas import PerReplica, spread_anew
 from boostax._core.variants import variants_of
 from boostax.accumulate.window import AccumulateState, Window
 from boostax.precision.loss_scale import LossScaleState
@@ -67,113 +67,83 @@ class MigrationReport:
     notes: tuple[str, ...]
 
     def __str__(self) -> str:
-        parts = {"kept": self.kept, "made anew": self.anew, "dropped": self.dropped}
-        parts |= {"notes": self.notes} if self.notes else {}
-        texts = ("\n  ".join((f"{t}:", *(lines or ("nothing",)))) for t, lines in parts.items())
-        return "\n".join(texts)
+        titles = ("kept", "made anew", "dropped", *["notes"] * bool(self.notes))
+        parts = zip(titles, dataclasses.astuple(self), strict=False)
+        return "\n".join("\n  ".join((f"{t}:", *(lines or ("nothing",)))) for t, lines in parts)
 
 
-@dataclasses.dataclass(eq=False)
-class Leaf:
+class Leaf(NamedTuple):
     """Hold an array of a state.
 
     Attributes:
-      path: where it lies in the whole tree.
-      rel: where it lies in its state.
+      path: its path in the whole tree.
+      rel: its path in its state.
       value: the array.
+      at: path of its state.
+      state: the innermost state around it; ``None`` for what is in no NamedTuple.
+      field: the field of the state in which it is.
+      holds: what the fields of that state are.
+      bound: whether it means something together with others alone.
+      owner: path of the param to which it belongs, if it belongs to one.
+      like: the shape of that param.
       replicas: ``None`` if it is the same on all replicas; else how many it leads with, 0 for one
         without that dimension.
-      node: the state in which it is.
-      owner: path of the param to which it belongs, if it belongs to one.
-      source: the old array that a new one takes its value from.
     """
 
     path: Path
     rel: Path
     value: Any
-    replicas: int | None
-    node: "Node"
+    at: Path
+    state: Any
+    field: str
+    holds: Holds
+    bound: bool
     owner: Path | None
-    source: Any = None
+    like: tuple[int, ...] | None
+    replicas: int | None
 
     @property
     def shape(self) -> tuple[int, ...]:
         """The shape on one replica."""
-        return np.shape(self.value)[1 if self.replicas else 0 :]
-
-    @property
-    def saved(self) -> Any:
-        """The value that it goes on with."""
-        return self.value if self.source is None else self.source.value
+        return self.value.shape[1 if self.replicas else 0 :]
 
 
-@dataclasses.dataclass(eq=False)
-class Node:
-    """Hold a state within an optimizer state.
-
-    Attributes:
-      path: where it lies.
-      value: the state itself; ``None`` for what is in no NamedTuple.
-      leaves: its arrays by their paths in it, without those of states inside it.
-      primary: the old state from which a new one has its counts.
-    """
-
-    path: Path
-    value: Any
-    leaves: dict[Path, Leaf] = dataclasses.field(default_factory=dict[Path, Leaf])
-    primary: "Node | None" = None
-
-    def __str__(self) -> str:
-        return "no state" if self.value is None else type(self.value).__name__
-
-    @property
-    def holds(self) -> Holds:
-        """What its fields are."""
-        return holds(type(self.value))
-
-    def bound(self) -> list[Path]:
-        """Return the paths of the arrays that mean something together alone."""
-        return [rel for rel in self.leaves if rel[0].name in (self.holds.bound or ())]
-
-    def drop(self, rels: Iterable[Path]) -> None:
-        """Let arrays be as ``init`` made them after all."""
-        for rel in rels:
-            self.leaves[rel].source = None
-
-    def opened(self) -> int:
-        """Return the number of micro-steps in its open window; 0 for one that has none."""
-        leaf = self.leaves.get((GetAttrKey(self.holds.opened),))
-        return 0 if leaf is None else int(leaf.saved)
+# The arrays of each state by their paths in it; old arrays by the paths of the new ones that they
+# become.
+States: TypeAlias = dict[Path, dict[Path, Leaf]]
+Sources: TypeAlias = dict[Path, Leaf]
 
 
-def arrays(nodes: Iterable[Node]) -> list[Leaf]:
-    """Return the arrays of all these states."""
-    return [leaf for node in nodes for leaf in node.leaves.values()]
+def states(leaves: list[Leaf], cls: type) -> States:
+    """Return the arrays of the states of a class."""
+    places = dict.fromkeys(x.at for x in leaves if type(x.state) is cls)
+    return {at: {x.rel: x for x in leaves if x.at == at} for at in places}
 
 
-def read(tree: PyTree, params: PyTree) -> list[Node]:
-    """Return the states of a tree, outermost first. The containers of the params are none."""
+def read(tree: PyTree, params: PyTree) -> list[Leaf]:
+    """Return the arrays of all states, the outermost first. Containers of params are no states."""
     containers = set(map(type, trees.find(params, lambda _: True)))
-    owners = dict(jax.tree_util.tree_leaves_with_path(params))
-    found = [Node((), None)]
+    owners: Any = {path: x.shape for path, x in jax.tree_util.tree_leaves_with_path(params)}
+    found: dict[Path, list[Leaf]] = {(): []}
 
-    def visit(path: Path, x: Any, node: Node, rel: Path, replicas: int | None) -> None:
+    def visit(x: Any, path: Path, rel: Path, at: Path, state: Any, replicas: int | None) -> None:
         _require_known(x)
-        if isinstance(x, PerReplica):
-            visit((*path, GetAttrKey("local")), x.local, node, rel, 0)
-        elif jax.tree_util.all_leaves([x]):
-            value = x if hasattr(x, "dtype") else jnp.asarray(x)
-            node.leaves[rel] = Leaf(path, rel, value, replicas, node, _owner(rel, value, owners))
-        else:
-            if _is_state(x) and type(x) not in containers:
-                node, rel = Node(path, x), ()
-                found.append(node)
-            pairs = jax.tree_util.tree_flatten_with_path(x, is_leaf=lambda y: y is not x)[0]
-            for (key,), child in pairs:
-                visit((*path, key), child, node, (*rel, key), replicas)
+        if jax.tree_util.all_leaves([x]):
+            value, field = jnp.asarray(x), trees.path_name(rel if state is None else rel[:1])
+            owner, known = _owner(rel, value.shape, owners), holds(type(state))
+            about = (field, known, field in (known.bound or ()), owner, owners.get(owner), replicas)
+            found[at].append(Leaf(path, rel, value, at, state, *about))
+            return
+        if _is_state(x) and type(x) not in containers:
+            rel, at, state, found[path] = (), path, x, []
+        for (key,), child in jax.tree_util.tree_flatten_with_path(x, lambda y: y is not x)[0]:
+            if isinstance(x, PerReplica):
+                visit(child, (*path, key), rel, at, state, 0)
+            else:
+                visit(child, (*path, key), (*rel, key), at, state, replicas)
 
-    visit((), tree, found[0], (), None)
-    return [node for node in found if node.leaves]
+    visit(tree, (), (), (), None, None)
+    return list(itertools.chain(*found.values()))
 
 
 def _is_state(x: Any) -> bool:
@@ -194,113 +164,175 @@ def _require_known(x: Any) -> None:
     checks.require(WHO, "old_state", name, "of parts that boostax has", fine, hint)
 
 
-def _owner(path: Path, x: Any, params: dict[Path, Any]) -> Path | None:
+def _owner(path: Path, shape: Any, owners: dict[Path, Any]) -> Path | None:
     """Return the path of the param to which an array belongs: the one that ends its own.
 
     A lone param has an empty path, which ends every other: there the shape decides.
     """
-    found = next((path[i:] for i in range(len(path) + 1) if path[i:] in params), None)
-    other = found == () and params[()].shape not in (np.shape(x), np.shape(x)[1:])
-    return None if other else found
+    found = next((path[i:] for i in range(len(path) + 1) if path[i:] in owners), None)
+    return None if found == () and owners[()] not in (shape, shape[1:]) else found
 
 
-def _from_multi_steps(x: Any) -> AccumulateState:
+def _from_multi_steps(x: Any) -> dict[str, Any]:
     """Return the window of ``accumulate``, which holds a sum; ``MultiSteps`` holds a mean."""
     sums = jax.tree.map(lambda g: g * x.mini_step, trees.at_least_float32(x.acc_grads))
     closed = (x.gradient_step > 0) & (x.mini_step == 0)
-    window, unknown = Window(sums, None), cast("jax.Array", None)
-    return AccumulateState(x.mini_step, x.gradient_step, unknown, closed, window, x.inner_opt_state)
+    counts = {"micro_step": x.mini_step, "optimizer_steps": x.gradient_step, "applied": closed}
+    return {**counts, "window": Window(sums, None), "inner_state": x.inner_opt_state}
 
 
-def _to_multi_steps(x: Any) -> optax.MultiStepsState:
+def _to_multi_steps(x: Any) -> dict[str, Any]:
     """Return the window of ``MultiSteps``; it has none for weights."""
     grads = x.window.grads if isinstance(x.window, Window) and x.window.weight is None else None
-    share = lambda g: g / jnp.maximum(x.micro_step, 1)  # noqa: E731
-    means = jax.tree.map(share, trees.at_least_float32(grads))
-    return optax.MultiStepsState(x.micro_step, x.optimizer_steps, x.inner_state, means, ())
+    means = jax.tree.map(lambda g: g / jnp.maximum(x.micro_step, 1), trees.at_least_float32(grads))
+    counts = {"mini_step": x.micro_step, "gradient_step": x.optimizer_steps}
+    return {**counts, "acc_grads": means, "inner_opt_state": x.inner_state}
 
 
-def _scaler(scale: Any = None, clean_steps: Any = None, **fields: Any) -> LossScaleState:
-    """Return a scaler's state with what another library knows of it."""
-    if scale is not None:
-        fields |= {"scale": jnp.asarray(scale, jnp.float32).reshape(())}
-    if clean_steps is not None:
-        fields |= {"clean_steps": jnp.asarray(clean_steps, jnp.int32)}
-    unknown: dict[str, Any] = dict.fromkeys(LossScaleState._fields)
-    return LossScaleState(**unknown | fields)
+def _from_apply_if_finite(x: Any) -> dict[str, Any]:
+    counts = {"skipped_in_a_row": x.notfinite_count, "skipped_steps": x.total_notfinite}
+    return {**counts, "last_finite": x.last_finite, "inner_state": x.inner_state}
 
 
-def _from_apply_if_finite(x: Any) -> LossScaleState:
-    skipped = {"skipped_in_a_row": x.notfinite_count, "skipped_steps": x.total_notfinite}
-    return _scaler(last_finite=x.last_finite, inner_state=x.inner_state, **skipped)
+def _scale(scale: Any, **counts: Any) -> dict[str, Any]:
+    found = {name: jnp.asarray(x, jnp.int32) for name, x in counts.items()}
+    return {**found, "scale": jnp.asarray(scale, jnp.float32).reshape(())}
 
 
-# Other libraries' states as those that do their work, with ``None`` for what they do not know.
-# Flax's and jmp's by their names, so that neither is imported.
-TRANSLATIONS: dict[Any, tuple[type, Callable[[Any], Any]]] = {
-    optax.MultiStepsState: (AccumulateState, _from_multi_steps),
-    AccumulateState: (optax.MultiStepsState, _to_multi_steps),
-    optax.ApplyIfFiniteState: (LossScaleState, _from_apply_if_finite),
-    "DynamicScale": (LossScaleState, lambda x: _scaler(x.scale, x.fin_steps)),
-    "DynamicLossScale": (LossScaleState, lambda x: _scaler(x.loss_scale, x.counter)),
-    "StaticLossScale": (LossScaleState, lambda x: _scaler(x.loss_scale)),
+# By class other libraries' states: the class that does their work, and its fields that they know.
+# Flax's and jmp's are named, so that neither is imported.
+TRANSLATIONS: dict[str, tuple[type, Callable[[Any], dict[str, Any]]]] = {
+    "MultiStepsState": (AccumulateState, _from_multi_steps),
+    "AccumulateState": (optax.MultiStepsState, _to_multi_steps),
+    "ApplyIfFiniteState": (LossScaleState, _from_apply_if_finite),
+    "DynamicScale": (LossScaleState, lambda x: _scale(x.scale, clean_steps=x.fin_steps)),
+    "DynamicLossScale": (LossScaleState, lambda x: _scale(x.loss_scale, clean_steps=x.counter)),
+    "StaticLossScale": (LossScaleState, lambda x: _scale(x.loss_scale)),
 }
 
 
 def translated(tree: PyTree, wanted: set[type], notes: list[str]) -> PyTree:
     """Return the state, other libraries' as those that do their work where these are wanted."""
 
-    def form_of(x: Any) -> Any:
-        cls, form = TRANSLATIONS.get(type(x), TRANSLATIONS.get(type(x).__name__, (None, None)))
-        return form if cls in wanted and type(x) not in wanted else None
+    def strange(x: Any) -> bool:
+        return type(x) not in wanted and TRANSLATIONS.get(type(x).__name__, "?")[0] in wanted
 
     def translate(x: Any) -> Any:
-        form = form_of(x)
-        if form is _from_multi_steps:
+        if not strange(x):
+            return x
+        cls, fields = TRANSLATIONS[type(x).__name__]
+        if fields is _from_multi_steps:
             notes.append("acc_grads of MultiStepsState is taken as a mean (use_grad_mean=True).")
-        return x if form is None else translated(form(x), wanted, notes)
+        return translated(cls(**dict.fromkeys(cls._fields) | fields(x)), wanted, notes)
 
-    return jax.tree.map(translate, tree, is_leaf=lambda x: form_of(x) is not None)
+    return jax.tree.map(translate, tree, is_leaf=strange)
 
 
-def unit_at(path: Path, nodes: list[Node]) -> dict[str, Any]:
-    """Return what the gradients that a state sees are multiplied by.
+def fits(old: Leaf, new: Leaf) -> bool:
+    """Return whether an old array can stand for a new one; in a window, in another precision."""
+    kinds, dtypes = (jnp.floating, jnp.complexfloating), (old.value.dtype, new.value.dtype)
+    alike = any(all(jnp.issubdtype(x, kind) for x in dtypes) for kind in kinds)
+    if dtypes[0] != dtypes[1] and not (new.holds.opened and alike):
+        return False
+    return old.shape == new.shape and (new.replicas is not None or (old.replicas or 1) == 1)
+
+
+def matched(olds: States, news: States, notes: list[str]) -> Sources:
+    """Give the states of a class their sources, the best fit first, then the lowest numbers.
+
+    By what belongs to a param one state may become several, or several one. Several translated ones
+    may feed one: a scale from here, the skipped steps from there.
+    """
+    found, primary, every = Sources(), dict[Path, Path](), list(itertools.product(olds, news))
+    fitting: dict[tuple[Path, Path], Sources] = {}
+    for old, new in every:
+        both = ((x, news[new][rel]) for rel, x in olds[old].items() if rel in news[new])
+        fitting[old, new] = {y.path: x for x, y in both if fits(x, y)}
+
+    def score(pair: tuple[Path, Path]) -> tuple[int, int, int]:
+        """Count what fits, what has no place, and the names by which ``partition`` tells parts."""
+        labels = [{key for key in path if isinstance(key, DictKey)} for path in pair]
+        good = len(fitting[pair])
+        return good, good - len(olds[pair[0]]), len(labels[0] & labels[1])
+
+    some = next(iter(next(iter(news.values())).values()))
+    attempts = [(True, *pair) for pair in sorted(every, key=score, reverse=True)]
+    attempts += [(False, *pair) for pair in every if some.holds.bound is None]
+    for alone, old, new in attempts:
+        if alone and (new in primary or old in primary.values()):
+            continue
+        used = {x.path for x in found.values() if x.owner is not None}
+        free = {y: x for y, x in fitting[old, new].items() if not (y in found or x.path in used)}
+        moments = any(x.owner is not None for x in free.values())
+        if moments and new in primary:
+            also = f"also takes moments from {spot(old)}, not counts."
+            notes.append(f"{named(some)} at {spot(new)} {also}")
+        if moments or (alone and free):
+            primary.setdefault(new, old)
+        found |= free if new in primary else {}
+    pairs = [(primary[new], new) for new in news if new in primary]
+    if len(every) > 1 and pairs != [*itertools.zip_longest(olds, news)]:
+        chosen = ", ".join(f"{spot(old)} -> {spot(new)}" for old, new in pairs)
+        counts = f"{len(olds)} in the old state, {len(news)} in the new one"
+        notes.append(f"{named(some)}: {counts}; {chosen or 'none fits'}.")
+    for at, new in news.items():
+        for path in incomplete(olds[primary[at]] if at in primary else new, new, found):
+            found.pop(path, None)
+    return found
+
+
+def incomplete(old: dict[Path, Leaf], new: dict[Path, Leaf], found: Sources) -> list[Path]:
+    """Return what would be wrong without the rest of it."""
+    lacks = {rel for rel, y in new.items() if y.path not in found}
+    bound, before = ({rel for rel, x in state.items() if x.bound} for state in (new, old))
+    owned = {rel: y.owner for rel, y in new.items() if y.owner is not None}
+    # A second moment of zero beside an old first one would make a huge step.
+    broken = {owned[rel] for rel in lacks & owned.keys() & old.keys()}
+    wrong = {rel for rel, owner in owned.items() if owner in broken}
+    # Counts without their moments: the bias correction would be wrong.
+    wrong = {*new} if owned and owned.keys() <= wrong | lacks else wrong
+    if next(iter(new.values())).holds.bound is not None:
+        wrong = bound if bound != before or lacks & bound else set[Path]()
+    return [new[rel].path for rel in wrong]
+
+
+def units(leaves: list[Leaf], found: Sources) -> dict[Path, dict[str, Any]]:
+    """Return by what the gradients that each state sees are multiplied.
 
     Args:
-      path: that of the state.
-      nodes: all states of the tree.
+      leaves: the arrays of all states of the tree.
+      found: the sources of those that have one.
 
     Returns:
-      By ``""`` the product of the scales that are known to apply to all of them, if there are any;
-      by their names scales of groups, and of scalers in one part of a ``partition`` or
+      Per state by ``""`` the product of the scales that are known to apply to all of them, if there
+      are any; by their names scales of groups, and of scalers in one part of a ``partition`` or
       ``named_chain``: it can only be said whether they are the same elsewhere.
     """
-    unit: dict[str, Any] = {}
-    for node in nodes:
-        leaf, way = node.leaves.get((GetAttrKey(node.holds.scale),)), _way(path, node.path)
-        # One that was kept beside the optimizer divides nothing.
-        if leaf is None or way is None or getattr(node.value, "inner_state", ()) is None:
-            continue
-        found = np.asarray(leaf.saved, np.float64)
-        found = 2.0 ** (np.frexp(found)[1] - 1.0) if node.holds.powers else found
-        if way == "" and np.all(found == found.flat[0]):
-            unit[""] = unit.get("", 1.0) * float(found.flat[0])
-        else:
-            unit[way or "the groups"] = found.tolist()
-    return unit
+    seen: dict[Path, dict[str, Any]] = {x.at: {} for x in leaves}
+    # A scaler that was kept beside the optimizer divides nothing.
+    scales = [x for x in leaves if x.holds.scale == x.field != ""]
+    scales = [x for x in scales if getattr(x.state, "inner_state", ()) is not None]
+    for (at, unit), x in itertools.product(seen.items(), scales):
+        scale = np.asarray(found.get(x.path, x).value, np.float64)
+        scale = 2.0 ** (np.frexp(scale)[1] - 1.0) if x.holds.powers else scale
+        way = _way(at, x.at)
+        if way == "" and np.all(scale == scale.flat[0]):
+            unit[""] = unit.get("", 1.0) * float(scale.flat[0])
+        elif way is not None:
+            unit[way or "the groups"] = scale.tolist()
+    return seen
 
 
 def _way(path: Path, scaler: Path) -> str | None:
     """Return how gradients come from a state to a scaler: ``None`` if none do, "" if all do."""
-    pairs = enumerate(zip(path, scaler, strict=False))
-    shared = next((i for i, (a, b) in pairs if a != b), min(len(path), len(scaler)))
-    here, there = path[shared : shared + 1], scaler[shared:]
-    if not there:
+    shared = max(i for i in range(len(path) + 1) if path[:i] == scaler[:i])
+    here: Any = next(iter(path[shared:]), None)
+    there = scaler[shared:]
+    behind = isinstance(here, SequenceKey) and there != () and there[0].idx < here.idx
+    if not there or behind or isinstance(here, GetAttrKey):
         return None
-    if here and isinstance(here[0], SequenceKey):
-        return "" if here[0].idx < there[0].idx else None
-    parts = isinstance(here[0], DictKey) if here else GetAttrKey("inner_states") in there
-    return trees.path_name(there) if parts else None if here else ""
+    parts = isinstance(here, DictKey) or GetAttrKey("inner_states") in there
+    return trees.path_name(there) if parts else ""
 
 
 def _words(unit: dict[str, Any]) -> str:
@@ -315,7 +347,7 @@ def measured(leaf: Leaf) -> str | None:
       ``None`` for what has nothing to do with their scale; ``"sum"`` for what is proportional to
       it, ``"moment"`` for other powers, ``"unknown"`` for states of which nothing is known.
     """
-    known, cls = leaf.node.holds, type(leaf.node.value)
+    known, cls = leaf.holds, type(leaf.state)
     if known.sums:
         return "sum" if trees.path_name(leaf.rel).startswith(known.sums) else None
     number = leaf.owner == () and not leaf.shape  # To a lone scalar all scalars seem to belong.
@@ -326,177 +358,88 @@ def measured(leaf: Leaf) -> str | None:
     return "moment" if named else "unknown"
 
 
-def fits(old: Leaf, new: Leaf) -> bool:
-    """Return whether an old array can stand for a new one; in a window, in another precision."""
-    kinds, dtypes = (jnp.floating, jnp.complexfloating), (old.value.dtype, new.value.dtype)
-    alike = any(all(jnp.issubdtype(x, kind) for x in dtypes) for kind in kinds)
-    if dtypes[0] != dtypes[1] and not (new.node.holds.opened and alike):
-        return False
-    return old.shape == new.shape and (new.replicas is not None or (old.replicas or 1) == 1)
+def windows(leaves: list[Leaf], found: Sources) -> dict[Path, int]:
+    """Return the number of micro-steps in each window, 0 in a closed one, by its state."""
+    counts = [x for x in leaves if x.holds.opened == x.field != ""]
+    return {x.at: int(found.get(x.path, x).value) for x in counts}
 
 
-def score(old: Node, new: Node) -> tuple[int, int, int]:
-    """Return how well two states fit, also by the names by which ``partition`` tells parts."""
-    good = sum(fits(old.leaves[rel], new.leaves[rel]) for rel in old.leaves.keys() & new.leaves)
-    labels = [{key for key in node.path if isinstance(key, DictKey)} for node in (old, new)]
-    return good, good - len(old.leaves), len(labels[0] & labels[1])
-
-
-def match(olds: list[Node], news: list[Node], notes: list[str]) -> None:
-    """Give the states of a class their sources, the best fit first, then the lowest numbers.
-
-    By what belongs to a param one state may become several, or several one. Several translated ones
-    may feed one: a scale from here, the skipped steps from there.
-    """
-    scores = {(old, new): score(old, new) for old in olds for new in news}
-    for old, new in sorted(scores, key=scores.__getitem__, reverse=True):
-        if scores[old, new][0] and not new.primary and old not in [x.primary for x in news]:
-            new.primary = old
-    pairs = [(new.primary, new) for new in news if new.primary]
-    shared = itertools.product(olds, news) if news[0].holds.bound is None else ()
-    for old, new in [*pairs, *shared]:
-        used = {leaf.source for leaf in arrays(news)}
-        free = {
-            rel: source
-            for rel, source in old.leaves.items()
-            if (leaf := new.leaves.get(rel)) and not leaf.source and fits(source, leaf)
-        }
-        moments = {rel: x for rel, x in free.items() if x.owner is not None and x not in used}
-        if moments and new.primary not in (None, old):
-            place = f"{new} at {spot(new.path)}"
-            notes.append(f"{place} also takes moments from {spot(old.path)}, not counts.")
-        if moments and new.primary is None:
-            new.primary = old
-        known = new.primary.leaves if new.primary and new.primary is not old else ()
-        alone = {rel: x for rel, x in free.items() if x.owner is None and rel not in known}
-        for rel, source in (moments | (alone if new.primary else {})).items():
-            new.leaves[rel].source = source
-    pairs = [(new.primary, new) for new in news if new.primary]
-    several = olds and max(len(olds), len(news)) > 1
-    if several and pairs != list(itertools.zip_longest(olds, news)):
-        chosen = ", ".join(f"{spot(old.path)} -> {spot(new.path)}" for old, new in pairs)
-        counts = f"{len(olds)} in the old state, {len(news)} in the new one"
-        notes.append(f"{news[0]}: {counts}; {chosen or 'none fits'}.")
-
-
-def settle(new: Node) -> None:
-    """Give up what would be wrong without the rest of it."""
-    lacks = {rel for rel, leaf in new.leaves.items() if leaf.source is None}
-    old, bound = new.primary or new, new.bound()
-    if new.holds.bound is not None:
-        if {*bound} != {*old.bound()} or lacks & {*bound}:
-            new.drop(bound)
-        return
-    owned = {rel: leaf.owner for rel, leaf in new.leaves.items() if leaf.owner is not None}
-    # A second moment of zero beside an old first one would make a huge step.
-    broken = {owned[rel] for rel in lacks & owned.keys() & old.leaves.keys()}
-    if owned and all(owned[rel] in broken or rel in lacks for rel in owned):
-        # Counts without their moments: the bias correction would be wrong.
-        new.drop(new.leaves)
-    new.drop(rel for rel, owner in owned.items() if owner in broken)
-
-
-def convert(olds: list[Node], news: list[Node], notes: list[str]) -> set[Path]:
-    """Multiply what is a sum of gradients by what makes it one of those at its new place.
-
-    Returns:
-      Where windows stood that are dropped, as the old chain would have skipped them.
-    """
-    before, spoilt = {node.path: unit_at(node.path, olds) for node in olds}, set[Path]()
-    for new in news:
-        after, stale = unit_at(new.path, news), bool(new.holds.opened) and not new.opened()
-        sums = (new.leaves[rel].source for rel in new.bound())
-        window = [x for x in sums if x and new.opened()]
-        unit = before[window[0].node.path] if window else {}
-        factor = jnp.float32(1 / unit.get("", 1.0))
-        if unit and not after and not all(usable(Pending(x.value, (factor,))) for x in window):
-            place = window[0].node.path
-            new.drop(new.bound())
-            spoilt.add(place)
-            words = "cannot be used and is dropped, as its loss scaler would have done"
-            notes.append(f"The open window at {spot(place)} {words}.")
-        for leaf in new.leaves.values():
-            if leaf.source is not None:
-                unit = before[leaf.source.node.path]
-                factor = 1.0 if stale else ratio(leaf, unit, after, notes)
-                leaf.source = _multiplied(leaf, leaf.source, factor, stale)
-    return spoilt
-
-
-def ratio(leaf: Leaf, before: Any, after: Any, notes: list[str]) -> float:
-    """Return the new loss scale in the old one, for what is proportional to it."""
-    how, path, one = measured(leaf), leaf.source.node.path, {"": 1.0}
-    if how is None or one | before == one | after:
-        return 1.0
-    words = (
-        f"{leaf.node} at {spot(path)} of gradients times {_words(before)}, which at "
-        f"{spot(leaf.node.path)} come times {_words(after)}"
-    )
-    if how == "moment" or before | one != after | one:
-        hint = "Put the loss scaler where it was, around the whole optimizer at best."
-        hint = f"Apply the window before: {FLUSH}." if leaf.node.holds.opened else hint
-        allowed = "of gradients that the loss scale multiplies alike in new_tx"
-        raise ValueError(f"{WHO}: old_state must be {allowed}, got {words}. {hint}")
-    notes.append(f"{words}: {'converted' if how == 'sum' else 'kept as it is'}.")
-    return after.get("", 1.0) / before.get("", 1.0) if how == "sum" else 1.0
-
-
-def _multiplied(like: Leaf, source: Leaf, factor: float, stale: bool) -> Leaf:
-    """Return an array times a factor in the dtype of another, unchanged if that changes nothing."""
-    x, dtype = source.value, like.value.dtype
-    if factor == 1 and dtype == x.dtype:
-        return source
-    value = (trees.at_least_float32(x) * np.float32(factor)).astype(dtype)
-    fit = stale or bool(jnp.isfinite(value).all() | ~jnp.isfinite(x).all())
-    got, hint = f"{dtype} at {trees.path_name(like.path)}", "accumulator_dtype='float32' holds it."
-    allowed = f"able to hold the open window, times {factor:g}"
-    checks.require(WHO, "new_tx", got, allowed, fit, hint)
-    return dataclasses.replace(source, value=value)
-
-
-def require_windows(olds: list[Node], news: list[Node], spoilt: set[Path]) -> None:
-    """Refuse to lose what an open window holds."""
-    used = {leaf.source.path for leaf in arrays(news) if leaf.source}
-    for old in olds:
-        sums, count = [old.leaves[rel] for rel in old.bound()], old.opened()
-        if count and old.path not in spoilt and not any(leaf.path in used for leaf in sums):
+def settle_windows(
+    olds: list[Leaf], found: dict[Path, Leaf], before: Any, scaled: set[Path], notes: list[str]
+) -> None:
+    """Drop open windows that the old chain would have skipped, and refuse to lose any other."""
+    for at, count in windows(olds, {}).items():
+        sums = [x for x in olds if x.at == at and x.bound and count]
+        takers = [y for y, x in found.items() if x.at == at and x.bound]
+        if sums and not takers:
             hint = f"Apply them before: {FLUSH}."
-            if any(leaf.replicas is not None for leaf in sums):
+            if any(x.replicas is not None for x in sums):
                 hint += " Or make one window of all: boostax.reshard_state(old_state, 1)."
+            got = f"one of {count} micro-steps at {spot(at)}"
             allowed = "have no open window that does not fit new_tx"
-            got = f"one of {count} micro-steps at {spot(old.path)}"
             raise ValueError(f"{WHO}: old_state must {allowed}, got {got}. {hint}")
+        pending = Pending([x.value for x in sums], (jnp.float32(1 / before[at].get("", 1.0)),))
+        if before[at] and not scaled & {*takers} and not usable(pending):
+            words = "cannot be used and is dropped, as its loss scaler would have done"
+            notes.append(f"The open window at {spot(at)} {words}.")
+            for y in takers:
+                del found[y]
 
 
-def require_same_params(olds: list[Node], news: list[Node], params: PyTree) -> None:
+def converted(new: Leaf, old: Leaf, before: Any, after: Any, stale: bool, notes: list[str]) -> Leaf:
+    """Return an old array in the units of the gradients at its new place, and in its dtype."""
+    how, one, factor = measured(new), {"": 1.0}, 1.0
+    if how and not stale and one | before != one | after:
+        words = (
+            f"{named(new)} at {spot(old.at)} of gradients times {_words(before)}, which at "
+            f"{spot(new.at)} come times {_words(after)}"
+        )
+        if how == "moment" or before | one != after | one:
+            hint = "Put the loss scaler where it was, around the whole optimizer at best."
+            hint = f"Apply the window before: {FLUSH}." if new.holds.opened else hint
+            allowed = "of gradients that the loss scale multiplies alike in new_tx"
+            raise ValueError(f"{WHO}: old_state must be {allowed}, got {words}. {hint}")
+        notes.append(f"{words}: {'converted' if how == 'sum' else 'kept as it is'}.")
+        factor = after.get("", 1.0) / before.get("", 1.0) if how == "sum" else 1.0
+    x, dtype = old.value, new.value.dtype
+    if factor == 1 and dtype == x.dtype:
+        return old
+    value = (trees.at_least_float32(x) * np.float32(factor)).astype(dtype)
+    got, hint = f"{dtype} at {trees.path_name(new.path)}", "accumulator_dtype='float32' holds it."
+    allowed = f"able to hold the open window, times {factor:g}"
+    checks.require(WHO, "new_tx", got, allowed, stale or bool(stays_finite(x, value)), hint)
+    return old._replace(value=value)
+
+
+def require_same_params(olds: list[Leaf], news: list[Leaf]) -> None:
     """Refuse a state that was made for params of other shapes."""
-    shapes = {path: x.shape for path, x in jax.tree_util.tree_leaves_with_path(params)}
-    before = {(type(leaf.node.value), leaf.rel): leaf for leaf in arrays(olds)}
-    kept = {(leaf.owner, leaf.shape) for leaf in arrays(olds)}
-    for leaf in arrays(news):
-        old = before.get((type(leaf.node.value), leaf.rel), leaf)
-        own = leaf.owner is not None and leaf.shape == shapes[leaf.owner]
+    before = {(type(x.state), x.rel): x for x in olds}
+    kept = {(x.owner, x.shape) for x in olds}
+    for leaf in news:
+        old = before.get((type(leaf.state), leaf.rel), leaf)
         # Arrays of one element stand in for what an optimizer does without.
-        odd = own and old.shape not in (leaf.shape, (1,)) and (leaf.owner, leaf.shape) not in kept
+        odd = leaf.shape == leaf.like and old.shape not in (leaf.shape, (1,))
         got = f"{trees.path_name(leaf.owner or ()) or 'a leaf'} of {leaf.shape}"
         allowed = f"as old_state has them, {old.shape} at {spot(old.path)!r}"
         hint = "A changed layer needs a new state: mask it out, or use new_tx.init(params)."
-        checks.require(WHO, "params", got, allowed, not odd, hint)
+        fit = not odd or (leaf.owner, leaf.shape) in kept
+        checks.require(WHO, "params", got, allowed, fit, hint)
 
 
-def count_replicas(olds: list[Node], params: PyTree, asked: int | None) -> int:
+def count_replicas(olds: list[Leaf], asked: int | None) -> int:
     """Return how many replicas the old per-replica arrays lead with; 0 if they do not."""
-    shapes = {path: x.shape for path, x in jax.tree_util.tree_leaves_with_path(params)}
-    own = [leaf for leaf in arrays(olds) if leaf.replicas is not None]
-    likes = [(x.shape, shapes[x.owner]) for x in own if x.owner is not None]
-    counts = {0 if got == like else got[0] for got, like in likes if like in (got, got[1:])}
-    counts |= set() if asked is None else {asked}
+    known = [(x.value.shape, x.like) for x in olds if x.replicas is not None]
+    known = [(got, like) for got, like in known if like in (got, got[1:])]
+    counts: set[Any] = {0 if got == like else got[0] for got, like in known} | {asked} - {None}
     got = " and ".join(sorted(str(count or "no") for count in counts))
     hint = "boostax.reshard_state(old_state, replicas) takes it to another number first."
     checks.require(WHO, "replicas", got, "the same everywhere", len(counts) <= 1, hint)
-    for leaf in own:
-        leaf.replicas = max(counts, default=0)
     return max(counts, default=0)
+
+
+def named(leaf: Leaf) -> str:
+    """Return the name of the state of an array."""
+    return "no state" if leaf.state is None else type(leaf.state).__name__
 
 
 def spot(path: Path) -> str:
@@ -504,19 +447,19 @@ def spot(path: Path) -> str:
     return trees.path_name(path) or "the root"
 
 
-def placed(leaf: Leaf, replicas: int) -> jax.Array:
+def placed(leaf: Leaf, old: Leaf | None, replicas: int, opened: Any) -> jax.Array:
     """Return a buffer of its own for an array of the new state."""
-    x, old, state = leaf.saved, leaf.source, leaf.node.value
-    if old is not None and old.replicas is not None and leaf.replicas is not None:
+    x, leads = (old or leaf).value, old and old.replicas
+    if leaf.replicas is not None and leads is not None:
         # Only the old one knows how it lies on the replicas; the others lie on none yet.
         return _copy(x, x)
-    value = _copy(x[0] if old is not None and old.replicas else x, leaf.value)
+    value = _copy(x[0] if leads else x, leaf.value)
     if leaf.replicas is None:
         return value
-    summed = isinstance(state, AccumulateState) and bool(state.shares())
+    summed = isinstance(leaf.state, AccumulateState) and bool(leaf.state.shares())
     if not replicas:
         hint = "They add up their windows: of the open one each gets a part."
-        lost = summed and old is not None and leaf.node.opened()
+        lost = summed and old is not None and opened[leaf.at]
         checks.require(WHO, "replicas", None, "given", not lost, hint)
         return value
     return spread_anew(PerReplica(value[None]), replicas, summed).local
@@ -526,7 +469,7 @@ def _copy(x: Any, like: Any) -> jax.Array:
     """Return ``x`` in a new buffer, strongly typed, placed as ``like``."""
     if like.committed or jnp.issubdtype(like.dtype, jax.dtypes.extended):
         return jax.device_put(jnp.array(x, like.dtype, copy=True), like.sharding)
-    if isinstance(x, jax.Array) and not x.is_fully_replicated:
+    if not x.is_fully_replicated:
         return x.copy()
     # By way of the host: a copy of a committed array would be committed.
     return jnp.array(np.asarray(x), like.dtype, copy=True)
@@ -543,49 +486,41 @@ def _scheduled(state: PyTree, tx: Any, params: PyTree, notes: list[str]) -> PyTr
     return jax.tree.map(lambda x, old: old if x is old else _copy(x, old), new, state)
 
 
-def saved_wins(news: list[Node]) -> Iterator[str]:
-    """Yield notes on saved numbers that differ from those that the new chain was given."""
-    for leaf in arrays(news):
-        name, node = trees.path_name(leaf.rel[:1]), leaf.node
-        given = name in (node.holds.scale, node.holds.basis)
-        if name == "hyperparams":
-            given = leaf.rel[1].key not in getattr(node.value, "hyperparams_states", {})
-        saved, anew = leaf.saved, leaf.value
-        if given and np.shape(saved) == anew.shape and not np.array_equal(saved, anew):
-            words = "the saved one" if np.ndim(saved) else f"{saved!s}, not {anew!s}"
-            yield f"{trees.path_name(leaf.path)} is {words}: the saved value stays."
+def saved_wins(leaf: Leaf, saved: Any) -> Iterator[str]:
+    """Yield a note on a saved number that differs from the one that the new chain was given."""
+    given = leaf.field != "" and leaf.field in (leaf.holds.scale, leaf.holds.basis)
+    if leaf.field == "hyperparams":
+        given = leaf.rel[1].key not in getattr(leaf.state, "hyperparams_states", {})
+    if given and saved.shape == leaf.value.shape and not np.array_equal(saved, leaf.value):
+        words = "the saved one" if saved.ndim else f"{saved!s}, not {leaf.value!s}"
+        yield f"{trees.path_name(leaf.path)} is {words}: the saved value stays."
 
 
-def report(olds: list[Node], news: list[Node], notes: list[str]) -> MigrationReport:
+def report(olds: list[Leaf], news: list[Leaf], found: Sources, notes: list[str]) -> Any:
     """Say what became of each state."""
-    kept, anew, used = list[str](), list[str](), set[Path]()
-    for new in news:
-        parts: dict[Path | None, set[Path]] = {}
-        for rel, leaf in new.leaves.items():
-            parts.setdefault(leaf.source and leaf.source.node.path, set()).add(rel)
-            used |= {leaf.source.path} if leaf.source else set()
-        for path, rels in parts.items():
-            way = (
-                spot(new.path) if path in (None, new.path) else f"{spot(path)} -> {spot(new.path)}"
-            )
-            (anew if path is None else kept).append(f"{_fields(new, rels)}: {way}")
-    rest = [(old, {rel for rel, x in old.leaves.items() if x.path not in used}) for old in olds]
-    dropped = [f"{_fields(old, rels)}: {spot(old.path)}" for old, rels in rest if rels]
-    every = (kept, anew, dropped, dict.fromkeys([*notes, *saved_wins(news)]))
-    return MigrationReport(*map(tuple, every))
+    used = {old.path for old in found.values()}
+    rows = [("kept" if y.path in found else "anew", found.get(y.path, y).at, y) for y in news]
+    rows += [("dropped", x.at, x) for x in olds if x.path not in used]
+    groups: dict[tuple[str, Path, Path], list[Leaf]] = {}
+    for what, at, x in rows:
+        groups.setdefault((what, at, x.at), []).append(x)
+    lines: dict[str, list[str]] = {"kept": [], "anew": [], "dropped": []}
+    for (what, old, new), some in groups.items():
+        every = [x for x in (olds if what == "dropped" else news) if x.at == new]
+        way = spot(new) if old == new else f"{spot(old)} -> {spot(new)}"
+        lines[what].append(f"{_fields(some, every)}: {way}")
+    notes += [note for y in news if y.path in found for note in saved_wins(y, found[y.path].value)]
+    return MigrationReport(*map(tuple, [*lines.values(), dict.fromkeys(notes)]))
 
 
-def _fields(node: Node, chosen: set[Path]) -> str:
-    """Return the name of a state, its fields that are chosen, and arrays of those in part."""
-    fields: dict[str, list[Path]] = {}
-    for rel in node.leaves:
-        field = trees.path_name(rel if node.value is None else rel[:1])
-        fields.setdefault(field, []).append(rel)
+def _fields(some: list[Leaf], every: list[Leaf]) -> str:
+    """Return the name of a state and its fields, by their arrays where not every one is there."""
     words: list[str] = []
-    for field, rels in fields.items():
-        some = [trees.path_name(rel) for rel in rels if rel in chosen]
-        words += [field] if len(some) == len(rels) else [*some[:4], *["..."] * (len(some) > 4)]
-    return f"{node} {', '.join(words)}"
+    for field in dict.fromkeys(x.field for x in some):
+        names = [trees.path_name(x.rel) for x in some if x.field == field]
+        whole = len(names) == sum(x.field == field for x in every)
+        words += [field] if whole else [*names[:4], *["..."] * (len(names) > 4)]
+    return f"{named(some[0])} {', '.join(words)}"
 
 
 def migrate_state(
@@ -661,24 +596,27 @@ skipped_in_a_row, growths, backoffs, floor_hits: the root
         raise TypeError(checks.message(WHO, "old_state", "an optimizer state", got, hint))
     if replicas is not None:
         checks.positive_int(WHO, "replicas", replicas, "It is the size of the replica axis.")
-    if any(map(is_per_replica, jax.tree.leaves(params, is_leaf=is_per_replica))):
+    if isinstance(params, PerReplica):
         replicas = replicas or jax.tree.leaves(params)[0].shape[0]
-        entered = jax.tree.map(lambda x: getattr(x, "local", x), params, is_leaf=is_per_replica)
-        params = jax.tree.map(lambda x: x[0], entered)
+        params = jax.tree.map(lambda x: x[0], params.local)
     first, notes = new_tx.init(params), list[str]()
     # Whatever they are stored in, moments are carried over in f32.
     fresh, old_state = widened(first), widened(old_state)
     news = read(fresh, params)
-    olds = read(translated(old_state, {type(new.value) for new in news}, notes), params)
-    count = count_replicas(olds, params, replicas)
-    require_same_params(olds, news, params)
-    for cls in dict.fromkeys(type(new.value) for new in news):
-        old, new = ([x for x in nodes if type(x.value) is cls] for nodes in (olds, news))
-        match(old, new, notes)
-    for new in news:
-        settle(new)
-    require_windows(olds, news, convert(olds, news, notes))
-    values = {leaf.path: placed(leaf, count) for leaf in arrays(news)}
+    wanted = dict.fromkeys(type(y.state) for y in news)
+    olds = read(translated(old_state, {*wanted}, notes), params)
+    count = count_replicas(olds, replicas)
+    olds = [x if x.replicas is None else x._replace(replicas=count) for x in olds]
+    require_same_params(olds, news)
+    found = Sources()
+    for cls in wanted:
+        found |= matched(states(olds, cls), states(news, cls), notes)
+    before, after, opened = units(olds, {}), units(news, found), windows(news, found)
+    settle_windows(olds, found, before, {y.path for y in news if after[y.at]}, notes)
+    for y in (y for y in news if y.path in found):
+        unit, stale = before[found[y.path].at], opened.get(y.at) == 0
+        found[y.path] = converted(y, found[y.path], unit, after[y.at], stale, notes)
+    values = {y.path: placed(y, found.get(y.path), count, opened) for y in news}
     state = jax.tree_util.tree_map_with_path(lambda path, _: values[path], fresh)
     state = _scheduled(narrowed(first, state), new_tx, params, notes)
-    return state, report(olds, news, notes)
+    return state, report(olds, news, found, notes)

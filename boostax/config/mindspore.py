@@ -8,24 +8,20 @@ is global.
 """
 
 import dataclasses
-import tomllib
-from collections.abc import Callable, Mapping
-from importlib.resources import files
+import re
+from collections.abc import Mapping
 from typing import Any
 
 from boostax._core import checks
-from boostax.config.keys import flag, known, nearest, part, speaking_of
+from boostax.config.keys import flag, known, nearest, part, speaking_of, table
 
 _WHO = "mindspore"
 # Keys, defaults and notes are data.
-_DATA = tomllib.loads(files("boostax.config").joinpath("mindspore.toml").read_text("utf8"))
+_DATA = table("mindspore")
 SWITCHES: tuple[str, ...] = tuple(_DATA["switches"])
 LEVELS: dict[str, list[str]] = _DATA["levels"]
 GROUPS: dict[str, dict[str, dict[str, Any]]] = _DATA["groups"]
-_MODES: tuple[str, ...] = tuple(_DATA["modes"])
 KEYS = ("boost", *GROUPS)
-# Keys of MindSpore's that are boostax's, too, with the arguments that are.
-_SHARED = {"less_bn": (), "dim_reduce": ("n_components", "pca_mat_path", "weight_load_dir")}
 _NOTES = _DATA["notes"]
 # By argument the setting that it comes from.
 _NAMES = {
@@ -33,25 +29,12 @@ _NAMES = {
 }
 
 
-def _listed(value: Any) -> bool:
-    return value is None or (
-        isinstance(value, (list, tuple)) and all(type(x) is int for x in value)
-    )
-
-
-# Of settings that boostax does not check itself the values, a test of them, and a hint.
-_VALUES: dict[str, tuple[str, Callable[[Any], bool], str]] = {
-    "gradient_split_groups": ("a list of integers", _listed, "[50, 100] cuts params in three."),
-    "freeze_type": ("0 or 1", lambda x: type(x) is int and 0 <= x < 2, "1 freezes by intervals."),
-    "gc_flag": ("True or False", lambda x: isinstance(x, bool), "JSON: true or false."),
-}
-
-
 def is_mindspore(data: Mapping[str, Any]) -> bool:
     """Tell whether a dictionary is MindSpore's: it has a key that boostax has not."""
-    shared = {name: data[name] for name in _SHARED if isinstance(data.get(name), Mapping)}
-    inside = [x.keys() & GROUPS[name].keys() - {*_SHARED[name]} for name, x in shared.items()]
-    return bool(data.keys() & {*KEYS, *SWITCHES} - _SHARED.keys()) or any(inside)
+    shared = _DATA["shared"]
+    told = {name: data[name] for name in shared if isinstance(data.get(name), Mapping)}
+    inside = [x.keys() & GROUPS[name].keys() - {*shared[name]} for name, x in told.items()]
+    return bool(data.keys() & {*KEYS, *SWITCHES} - shared.keys()) or any(inside)
 
 
 def from_mindspore(
@@ -149,11 +132,10 @@ class _Reader:
         told: dict[str, Any] = {}
         for name, about in GROUPS[group].items():
             key, value = f"{group}.{name}", given.get(name, about.get("default"))
-            if on and name in _VALUES:
-                allowed, fits, hint = _VALUES[name]
-                checks.require(_WHO, key, value, allowed, fits(value), hint)
-            if name == "freeze_type":
-                value = "interval" if value else "continuous"
+            if on and "allowed" in about:
+                fits = re.fullmatch(about["pattern"], repr(value)) is not None
+                checks.require(_WHO, key, value, about["allowed"], fits, about["hint"])
+            value = about["words"][value] if on and "words" in about else value
             if "is" in about:
                 told[about["is"]] = value
             elif on and value != about.get("default"):
@@ -167,7 +149,8 @@ class _Reader:
         """Set the six switches by mode and level; freezing if it is wanted by its name."""
         asked = self.known(boost, ("mode", *SWITCHES), "keys of boost")
         mode = asked.pop("mode", "auto")
-        checks.choice(_WHO, "boost.mode", mode, _MODES, nearest(mode, _MODES))
+        modes = tuple(_DATA["modes"])
+        checks.choice(_WHO, "boost.mode", mode, modes, nearest(mode, modes))
         for name, value in asked.items():
             flag(_WHO, f"boost.{name}", value)
         on: dict[str, Any] = {name: name in LEVELS[level] for name in SWITCHES}

@@ -7,17 +7,11 @@ Each mode is a reduction here; ``docs/coming_from/singa.md`` says where they dif
 from typing import Any
 
 from boostax._core import checks
-from boostax.config.keys import flag, known, nearest, part, speaking_of
+from boostax.config.keys import flag, known, nearest, part, speaking_of, table
 
 _WHO = "singa"
 # By mode the reduction, and the options that it has a use for.
-_MODES: dict[str, tuple[str, tuple[str, ...]]] = {
-    "plain": ("mean", ("threshold",)),
-    "half": ("mean", ("threshold", "clipping", "clip_Value")),
-    "partialUpdate": ("partial", ("threshold", "partitions")),
-    "sparseTopK": ("top-k", ("threshold", "spars", "corr", "topK")),
-    "sparseThreshold": ("threshold", ("threshold", "spars", "corr", "topK", "capacity")),
-}
+_MODES = table("singa")["modes"]
 # Arguments by SINGA's names.
 _NAMES = {"density": "spars", "threshold": "spars", "clip": "clip_Value"}
 
@@ -43,7 +37,7 @@ def singa(options: Any) -> dict[str, Any]:
     given: dict[str, Any] = dict(options)
     mode = given.pop("dist_option", "plain")
     checks.choice(_WHO, "dist_option", mode, tuple(_MODES), nearest(mode, _MODES))
-    kind, used = _MODES[mode]
+    kind, *used = _MODES[mode]
     for name, value in given.items():
         allowed = f"left out with {mode!r}, which has {', '.join(map(repr, used))}"
         hint = "XLA makes the buffers." if name == "buffSize" else nearest(name, used)
