@@ -16,7 +16,7 @@ import tempfile
 ROOT = pathlib.Path(__file__).parent.parent
 # By file the tests that are run first; then all quick ones.
 FILES = {
-    "_core/gate": "test_loss_scale test_accumulate test_contract",
+    "_core/gate": "test_loss_scale test_compat test_accumulate test_contract",
     "accumulate/window": "test_accumulate test_contract test_pair_laws test_fuzz",
     "reduce/feedback": "test_compressed test_contract test_singa_reductions",
     "train/oracle": "test_train_step test_errors test_mapped_losses test_on_mesh",

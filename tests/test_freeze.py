@@ -573,6 +573,11 @@ def test_what_does_not_fit_is_refused():
             call()
 
 
+def test_a_run_begins_at_the_first_depth():
+    state = boostax.scheduled_freeze(adamw(), GROUPS, [2, 0]).init(start())
+    assert int(state.depth) == int(state.next_depth) == 2
+
+
 def test_a_schedule_shorter_than_the_run_is_an_error_and_not_silent():
     tx = boostax.scheduled_freeze(adamw(), GROUPS, [0, 1])
     with pytest.raises(ValueError, match=r"at least as long as the run, got 2 steps"):

@@ -190,6 +190,13 @@ def test_gradients_of_any_scale_come_back(scale):
     np.testing.assert_allclose(unscaled(grads, scale), true, rtol=3 * F32.eps)
 
 
+@pytest.mark.parametrize("inner", [optax.adam(0.1), boostax.accumulate(optax.adam(0.1), 2)])
+def test_moments_of_low_params_are_wide_in_any_gate(inner):
+    state = boostax.dynamic_loss_scale(inner).init(jnp.ones(3, jnp.bfloat16))
+    adam = optax.tree_utils.tree_get(state, "ScaleByAdamState")
+    assert adam.mu.dtype == adam.nu.dtype == jnp.float32
+
+
 def test_the_oracle_saves_a_gradient_below_the_range_of_f16():
     tx = boostax.static_loss_scale(optax.identity(), 2.0**15)
     params = jnp.float32(1.0)

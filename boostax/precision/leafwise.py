@@ -18,7 +18,7 @@ import jax.numpy as jnp
 
 from boostax._core import axes, costs, jaxprs, trees
 from boostax._core.gate import branch
-from boostax._core.interpret import JIT, evaluate, excerpt, replay, within
+from boostax._core.interpret import JIT, equations, evaluate, excerpt, replay, within
 
 PyTree = Any
 # What belongs to no leaf: counts, rates.
@@ -49,7 +49,7 @@ class _Graph:
 
     def __init__(self, program: jaxprs.ClosedJaxpr, given: Sequence[Any]):
         flat = jax.make_jaxpr(lambda *args: evaluate(program, args, replay, inline=JIT))(*given)
-        self._eqns: list[Any] = flat.jaxpr.eqns
+        self._eqns = [eqn for eqn, _ in equations(flat.jaxpr, enter=lambda *_: ())]
         self.inputs: list[Any] = flat.jaxpr.invars
         self.outputs: list[Any] = flat.jaxpr.outvars
         names = [*flat.jaxpr.constvars, *self.inputs]
