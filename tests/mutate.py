@@ -21,7 +21,7 @@ FILES = {
     "reduce/feedback": "test_compressed test_errors test_contract test_singa_reductions",
     "train/oracle": "test_train_step test_errors test_mapped_losses test_on_mesh",
     "reduce/quantized": "test_compressed test_compressed_travel test_errors test_contract",
-    "freeze/scheduled": "test_freeze test_freeze_groups test_errors test_contract",
+    "freeze/scheduled": "test_freeze test_freeze_groups test_migrate test_errors test_contract",
     "subspace/dim_reduce": "test_dim_reduce test_subspace_train test_errors test_contract",
     "reduce/pairwise": "test_adasum test_adasum_travel test_errors test_contract",
     "precision/loss_scale": "test_loss_scale test_errors test_contract",
