@@ -276,4 +276,5 @@ def test_refusals(make, error, match):
 def test_what_a_rule_keeps_keeps_its_type():
     """Defect guarded against: a gate made an i32 of a bool that its rule kept."""
     tx = boostax.gate(optax.sgd(1.0), lambda g, own, p: (own, own), init=lambda _: True)
-    assert tx.init(jnp.ones(())).own.dtype == bool
+    state = tx.init(jnp.ones(()))
+    assert state.own.dtype == bool and not state.passed()

@@ -159,12 +159,15 @@ def test_limits_that_exclude_the_first_scale():
 
 
 def test_arguments_in_range_pass():
-    """NumPy and JAX numbers are numbers."""
+    """NumPy and JAX numbers are numbers; a range holds its closed ends."""
     for two in (2, np.int64(2), np.uint8(2), jnp.int32(2)):
         accumulate(two), microbatch(two), dynamic(growth_interval=two, hysteresis=two)
     for scale in (2, np.float32(2), jnp.float16(2), 2.0**-126, float(jnp.finfo(jnp.float32).max)):
         static(scale)
     dynamic(init_scale=2.0**-20, min_scale=2.0**-30, max_scale=1, growth_factor=1.001)
+    top_k("data", 1, momentum=0), boostax.all_reduce("data", noise=0), record(2)
+    model.adagc(factor=1), precision.skip_spikes(optax.sgd(1.0), window=2)
+    boostax.freeze_schedule("progressive", total_steps=2, frozen_fraction=0)
 
 
 def test_numpy_trees_pass_without_a_warning():

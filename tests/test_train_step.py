@@ -290,3 +290,24 @@ def test_low_precision_params_keep_f32_moments():
     assert moments["w"].dtype == jnp.float32
     state, metrics = step(state, token_batch(32))
     assert state.params["w"].dtype == jnp.float16 and bool(jnp.isfinite(metrics["loss"]))
+
+
+@pytest.mark.long
+def test_two_hundred_leaves_in_any_order_under_debug_nans():
+    loss = lambda params, x: sum(jnp.mean((w - x) ** 2) for w in params.values())  # noqa: E731
+    params = {f"leaf{i}": jnp.full(3, 0.01 * i) for i in reversed(range(200))}
+    optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.adam(1e-2))
+    tx = boostax.dynamic_loss_scale(boostax.accumulate(optimizer, 2))
+    step, rows = boostax.make_train_step(loss, tx), jnp.ones(3)
+    with jax.debug_nans(True):
+        state = step.init(params)
+        for _ in range(4):
+            state, _ = step(state, rows)
+
+    @jax.jit
+    def plain(params, opt_state):
+        updates, opt_state = optimizer.update(jax.grad(loss)(params, rows), opt_state, params)
+        return optax.apply_updates(params, updates), opt_state
+
+    expected, _ = plain(*plain(params, optimizer.init(params)))
+    chex.assert_trees_all_close(state.params, expected, rtol=1e-6)
