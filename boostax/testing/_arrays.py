@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from boostax._core import trees
-from boostax.config.migrate import holds
+from boostax.config.leaves import holds
 
 PyTree = Any
 
