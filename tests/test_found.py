@@ -50,4 +50,4 @@ def test_the_place_of_a_codec_is_named():
     (key,) = re.findall(
         r"\| a reduction \| `(\w+)` of `\[order\]` in `boostax/config/order.toml` \|", text
     )
-    assert keys.ORDER[key]["int8"] is boostax.int8_reduce
+    assert keys.PARTS[key]["int8"] is boostax.int8_reduce

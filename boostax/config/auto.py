@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reading whatever names a configuration, and building the chain and the step that it asks for."""
+"""Read a configuration, and build the chain and the train step that it asks for."""
 
 import dataclasses
 import json
@@ -21,7 +21,7 @@ from boostax.model.less_bn import LessBNReport, changed
 PyTree = Any
 _WHO = "auto"
 _MEAN = {"kind": "mean"}
-# Parts beside which dim_reduce can begin at once.
+# Parts that a dim_reduce which begins at once allows beside it.
 _WITH_FILES = ("dim_reduce", "loss_scale", "policy", "microbatches", "less_bn")
 
 
@@ -30,12 +30,11 @@ class Boost:
     """A configuration, ready to build; made by ``auto``.
 
     Attributes:
-      config: plain data, by key the arguments that were given; ``boostax.auto(config)`` reads it.
-      notes: what of a foreign dictionary has no effect or another one, and why.
-      own: by their names, factories that boostax has not, and the key in whose place, or behind
-        which, each stands.
-      strict: whether what is on must be in what is built; MindSpore's own reading leaves out a
-        reduction where there are no replicas, and LessBN where a model has nothing of it.
+      config: plain data, the given arguments of each key; ``boostax.auto(config)`` reads it.
+      notes: which settings of a foreign dictionary have no effect or another one, and why.
+      own: the user's own factories by name, each with the key that it replaces or stands behind.
+      strict: whether everything that is on must be in what is built; MindSpore's own reading leaves
+        out a reduction where there are no replicas, and LessBN where it finds nothing to change.
     """
 
     config: dict[str, Any]
@@ -59,29 +58,29 @@ class Boost:
         """Build the whole chain around an optimizer, in the one order.
 
         Outermost first: freezing, carried leaves, loss scaling, the window (or the window, then
-        scaling), the check for spikes, the average of the params, what is stored in fewer bytes,
-        the recorder of snapshots, the reduction, centralization, clipping, the check of updates,
-        the count of lost ones, ``inner``. A reduction that stands around the optimizer
+        scaling), the check for spikes, the average of the params, storage in fewer bytes, the
+        recorder of snapshots, the reduction, centralization, clipping, the check of updates, the
+        count of lost ones, ``inner``. A reduction that stands around the optimizer
         (``"adasum-delta"``, ``"partial"``, ``"local"``) is around centralization and clipping too.
 
-        A ``dim_reduce`` from files is the whole of it, inside the loss scaler; ``inner`` then
-        trains what lies outside the span, unless ``residual_rate`` puts an SGD there.
+        A ``dim_reduce`` from files is the whole chain, inside the loss scaler; ``inner`` then
+        trains outside of the span, unless ``residual_rate`` puts an SGD there.
 
         Args:
           inner: any optimizer, without collectives.
-          params: the params or their shapes, where groups of layers are given by a number, or files
-            are read.
+          params: the params or their shapes; needed if groups of layers are given by a number, or
+            if files are read.
           axis_name: replica axis (or axes); without one there is one replica.
-          less_bn: where LessBN is on, the report that came with the ``model``.
+          less_bn: if LessBN is on, the report that came with the ``model``.
 
         Returns:
-          A transformation. Cost: what its parts cost. The policy, micro-batches and LessBN
+          A transformation. Cost: that of its parts. The policy, micro-batches and LessBN
           (``model``) are not in it.
 
         Raises:
-          ValueError, TypeError: no params where groups are a number or files are read; fewer
-            layers than groups; a reduction other than the mean without an axis; beside a
-            ``dim_reduce`` from files, what it leaves nothing to.
+          ValueError, TypeError: no params although groups are a number or files are read; fewer
+            layers than groups; a reduction other than the mean without an axis; parts that a
+            ``dim_reduce`` from files leaves no place for.
         """
         who, finish = "Boost.optimizer", self.config.get("dim_reduce", {})
         place = {"axis_name": axis_name, "tree": params, "less_bn": less_bn}
@@ -100,7 +99,7 @@ class Boost:
             return self._finish(place | {"source": keys.FILES, "residual": residual})
         order = list(keys.ORDER)
         if self.config.get("accumulate", {}).get("drop") == "window":
-            # The scaler inside, so that the window drops as a whole.
+            # With the scaler inside it, the window drops as a whole.
             order.remove("loss_scale")
             order.insert(order.index("accumulate"), "loss_scale")
         return self._stacked(order, inner, place)
@@ -110,16 +109,16 @@ class Boost:
 
         Args:
           module: a Flax module.
-          *args: a sample of what it is called with: see ``boostax.less_bn``.
+          *args: sample arguments of the module: see ``boostax.less_bn``.
           **kwargs: like ``args``.
 
         Returns:
-          The model, and a report of what was changed; the module itself and ``None`` if nothing is
-          on. Cost: one trace.
+          The model, and a report of the changes; the module itself and ``None`` if nothing is on.
+          Cost: one trace.
 
         Raises:
-          ValueError, TypeError, ImportError: as ``boostax.less_bn``; but read as MindSpore reads
-            it, what there is nothing of to change is left as it is.
+          ValueError, TypeError, ImportError: as ``boostax.less_bn``. In MindSpore's own reading a
+            model with nothing to change is left unchanged.
         """
         if "less_bn" not in self.config:
             return module, None
@@ -138,19 +137,19 @@ class Boost:
         """Call ``boostax.make_train_step`` with the chain, the policy and the micro-batches.
 
         Args:
-          loss_fn: as there.
-          inner: as in ``optimizer``.
-          params: as in ``optimizer``; ``step.init`` wants them again.
-          less_bn: where LessBN is on, the report that came with the ``model`` of the loss.
-          **options: ``axis_name``, which the chain has, too, ``mesh`` and further ones of
+          loss_fn: see ``boostax.make_train_step``.
+          inner: see ``optimizer``.
+          params: see ``optimizer``; ``step.init`` needs them again.
+          less_bn: if LessBN is on, the report that came with the ``model`` of the loss.
+          **options: ``axis_name``, which the chain gets too, ``mesh`` and other options of
             ``boostax.make_train_step``.
 
         Returns:
-          A ``TrainStep``. Cost: as there.
+          A ``TrainStep``. Cost: see ``boostax.make_train_step``.
 
         Raises:
-          ValueError, TypeError: as there and as ``optimizer``; no ``less_bn`` where it is on, or
-            params that are not of that model.
+          ValueError, TypeError: as ``boostax.make_train_step`` and ``optimizer``; no ``less_bn``
+            although it is on, or params of another model.
         """
         self._require_less_bn(less_bn, params)
         options = {"microbatches": self.config.get("microbatches", 1), "axis_name": None} | options
@@ -168,14 +167,14 @@ class Boost:
     ) -> optax.GradientTransformationExtraArgs:
         """Build the transformation that ends a run: ``dim_reduce``, inside the loss scaler.
 
-        It takes whole steps on gradients of the loss as it is: no window, no freezing, no clipping.
-        Give it to ``boostax.make_train_step``, with ``policy`` and larger batches.
+        It takes whole steps on unchanged gradients: no window, no freezing, no clipping. Pass it to
+        ``boostax.make_train_step``, with ``policy`` and larger batches.
 
         Args:
           source: an optimizer state that recorded snapshots, or a ``boostax.subspace.Basis``.
-          params: the params now; with a state, taken in as the latest snapshot.
-          residual: an optimizer for what lies outside the span; ``None`` for the one of the
-            configuration, if any. Behind a mean over ``axis_name``.
+          params: the current params; with a state they become the latest snapshot.
+          residual: an optimizer outside of the span, behind a mean over ``axis_name``; ``None`` for
+            the one of the configuration, if any.
           axis_name: replica axis (or axes).
 
         Returns:
@@ -196,7 +195,7 @@ class Boost:
         return self._stacked(["loss_scale"], tx, place)
 
     def _require_less_bn(self, report: Any, params: PyTree) -> None:
-        """Refuse a loss of which nothing says that its model was changed."""
+        """Refuse a loss unless a report says that its model was changed."""
         who, hint = "Boost.make_train_step", "model, report = boost.model(model, x) changes it."
         if "less_bn" not in self.config:
             checks.absent(who, "less_bn", report, "left out where it is off", hint)
@@ -212,26 +211,26 @@ class Boost:
         checks.require(who, "params", got, "of the changed model", not there, hint)
 
     def _stacked(
-        self, order: list[str], inner: optax.GradientTransformation, place: dict[str, Any]
+        self, order: Sequence[str], inner: optax.GradientTransformation, place: dict[str, Any]
     ) -> optax.GradientTransformationExtraArgs:
-        """Put each part of the order in front of, or around, what there is."""
+        """Put each part of the order in front of the chain so far, or around it."""
         parts, config = [inner], {"reduce": _MEAN} | self.config
         replicas = axes.canonical("Boost.optimizer", place["axis_name"])
-        for key in order:
-            own = [(f, config[name]) for name, (f, where) in self.own.items() if where == key]
-            # A reduction of a user's own stands in the place of boostax's.
-            if key in config and not (own and key == "reduce"):
-                own = [keys.chosen(key, config[key]), *own]
-            for factory, told in own if replicas or key != "reduce" else ():
-                parts = keys.layer(factory, told, parts, **place)
+        for key in order if replicas else (key for key in order if key != "reduce"):
+            found = [(f, config[name]) for name, (f, where) in self.own.items() if where == key]
+            # A reduction of the user's replaces that of boostax; other parts stand behind it.
+            if key in config and not (found and key == "reduce"):
+                found = [(keys.factory_of(key, config[key]), config[key]), *found]
+            for factory, given in found:
+                parts = keys.layer(factory, given, parts, **place)
         return optax.with_extra_args_support(keys.chained(parts))
 
 
 def _reduction(config: Mapping[str, Any], own: Mapping[str, Any]) -> tuple[str, Any]:
     """Return the kind of the reduction, or the name of a user's, and its arguments."""
-    names = [name for name, (_, key) in own.items() if key == "reduce"]
     asked = config.get("reduce", _MEAN)
-    return (names[0], config[names[0]]) if names else (asked["kind"], asked)
+    users = [(name, config[name]) for name, (_, key) in own.items() if key == "reduce"]
+    return (*users, (asked["kind"], asked))[0]
 
 
 def auto(
@@ -247,8 +246,8 @@ def auto(
     ``{"top_k_reduce": {"density": 0.01}}``. Shorter keys are ``"reduce"`` and ``"loss_scale"``,
     whose ``"kind"`` chooses a factory, and ``"clip"``, ``"centralize"``, ``"freeze"``; others are
     ``"policy"``, ``"microbatches"`` and ``"less_bn"``. A value alone is the kind, or the first
-    argument; ``True`` takes the defaults, ``False`` or ``None`` turns a part off. In the place of
-    trees of labels stand ``groups``, in that of a schedule the arguments of ``freeze_schedule``.
+    argument; ``True`` takes the defaults, ``False`` or ``None`` turns a part off. ``groups``
+    replaces a tree of labels, and the arguments of ``freeze_schedule`` replace a schedule.
 
     ===== ====================================================================================
     level switches on
@@ -258,31 +257,30 @@ def auto(
     O2    the same, and AdaSum of the optimizers' updates
     ===== ====================================================================================
 
-    The levels are those of ``mindspore.boost``, not of precision, but for its freezing at random,
-    which lost more than fewer steps: settings of ``grad_freeze`` or ``strict=False`` bring it. Its
-    own dictionary is read as it is, and what it would ignore is an error; with ``strict=False`` it
-    is run as MindSpore runs it, and ``notes`` say what has no effect. So is
-    ``{"singa": {"dist_option": "sparseTopK"}}``, which names a mode of Apache SINGA's. Beside
-    either stand keys of boostax's own, and ``level`` and ``strict``: a file holds all of a job. Of
-    a part that MindSpore's dictionary names they say what it has no word for:
+    These are levels of ``mindspore.boost``, not of precision, without its freezing at random, which
+    lost more than fewer steps did; settings of ``grad_freeze`` or ``strict=False`` add it. The
+    dictionary of MindSpore is read as written, and settings that MindSpore would ignore are errors;
+    with ``strict=False`` it runs as in MindSpore, and ``notes`` say what has no effect.
+    ``{"singa": {"dist_option": "sparseTopK"}}`` names a mode of Apache SINGA. Keys of boostax,
+    ``level`` and ``strict`` may stand beside either: one file holds a whole job. Beside a part of
+    MindSpore's dictionary they add settings that it has no word for:
     ``{"grad_freeze": {...}, "freeze": {"order": [...]}}``.
 
     Args:
-      spec: ``"O0"``, ``"O1"`` or ``"O2"``; a dictionary of boostax's, such as ``Boost.config``, of
-        MindSpore's, or one with ``"singa"``; or the path of a JSON file of one.
-      level: of a dictionary or a file: where they start from; ``None`` is ``"O0"``.
-      strict: of MindSpore's dictionary or level: ``False`` reads it as MindSpore does, the default
-        as it is written.
-      factories: functions of your own that make transformations, whose names are keys of the
-        dictionary, too. They are to be described (``boostax.describe``): their role says where they
-        stand. A reduction takes the place of the mean.
+      spec: ``"O0"``, ``"O1"`` or ``"O2"``; a dictionary of boostax, such as ``Boost.config``, or of
+        MindSpore, or one with ``"singa"``; or the path of a JSON file with such a dictionary.
+      level: the level that a dictionary or a file starts from; ``None`` is ``"O0"``.
+      strict: how a dictionary or level of MindSpore is read: by default as written, with ``False``
+        as MindSpore does.
+      factories: functions of your own that make transformations, whose names become keys. Describe
+        them (``boostax.describe``): the role says where each stands. A reduction replaces the mean.
 
     Returns:
-      A ``Boost``, at no cost: nothing is global, and nothing in the file is executed.
+      A ``Boost``. Cost: none. Nothing is global, and nothing in the file is executed.
 
     Raises:
-      ValueError, TypeError: unknown keys, words and levels, values out of range, and parts that do
-        not go together. OSError: no such file.
+      ValueError, TypeError: unknown keys, words and levels, values out of range, and parts that
+        exclude one another. OSError: no such file.
 
     Example:
       >>> import boostax, jax.numpy as jnp, optax
@@ -296,7 +294,7 @@ def auto(
       True
 
     References:
-      MindSpore 2.10, ``mindspore.boost.AutoBoost``, which is one object for the whole process.
+      MindSpore 2.10, ``mindspore.boost.AutoBoost``, a single object of a whole process.
     """
     is_file = isinstance(spec, pathlib.Path) or (isinstance(spec, str) and spec.endswith(".json"))
     given: Any = _loaded(spec) if is_file else spec
@@ -309,28 +307,32 @@ def auto(
     keys.flag(_WHO, "strict", strict is None or strict)
     own = _owned(data, factories)
     config, notes = _read(data, level or "O0", strict is not False, own)
-    return _together(Boost(config, notes, own, strict is not False))
+    boost = Boost(config, notes, own, strict is not False)
+    _require_compatible(boost)
+    return boost
 
 
 def _read(
     data: dict[str, Any], level: str, strict: bool, own: Mapping[str, Any]
 ) -> tuple[dict[str, Any], tuple[str, ...]]:
-    """Read MindSpore's keys and SINGA's in a dictionary, then keys of boostax's own over them."""
-    theirs = mindspore.KEYS if mindspore.is_mindspore(data) else ()
-    if not strict:  # Read as there, what nothing knows is MindSpore's to ignore.
-        theirs = (*theirs, *(key for key in data if key not in (*keys.KEYS, *own, "singa")))
-    taken = {key: data.pop(key) for key in theirs if key in data}
-    config, notes = mindspore.from_mindspore(taken, level, strict=strict)
-    said = {key: (told, "MindSpore's dictionary") for key, told in config.items() if taken}
+    """Read the keys of MindSpore and SINGA in a dictionary, then those of boostax over them."""
+    words = data.keys() & {*mindspore.KEYS, *mindspore.SWITCHES}
+    theirs = {*mindspore.KEYS} if words and mindspore.is_mindspore(data) else set[str]()
+    if not strict:  # MindSpore ignores the keys that nobody knows.
+        theirs |= data.keys() - {*keys.KEYS, *own, "singa"}
+    taken = {key: data.pop(key) for key in tuple(data) if key in theirs}
+    config, notes = dict[str, Any](), ()
+    if taken or level != "O0":
+        config, notes = mindspore.from_mindspore(taken, level, strict=strict)
+    said = {key: (options, "MindSpore's dictionary") for key, options in config.items() if taken}
     if "singa" in data:
-        config["reduce"] = singa(data.pop("singa"))
-        said["reduce"] = ({}, "singa")
+        config["reduce"], said["reduce"] = singa(data.pop("singa")), ({}, "singa")
     keys.known(data, (*keys.KEYS, *own), "keys")
     for name, value in data.items():
-        key = keys.NAMED.get(name, (name, ""))[0]
-        told, whose = said.get(key, ({}, ""))
-        # What MindSpore has no word for, such as the order of layers, stands beside it.
-        more = name == key and isinstance(value, Mapping) and not value.keys() & told.keys()
+        key, _ = keys.NAMED.get(name, (name, ""))
+        options, whose = said.get(key, ({}, ""))
+        # Beside MindSpore's dictionary stand settings that it has no word for, such as an order.
+        more = name == key and isinstance(value, Mapping) and not value.keys() & options.keys()
         hint = "A chain has one of them." if whose[:1] == "a" else f"{whose} names one already."
         fits = not whose or (more and whose[0] == "M")
         checks.require(_WHO, name, value, f"left out beside {whose}", fits, hint)
@@ -341,13 +343,15 @@ def _read(
             config.pop(key, None)
         else:
             config[key] = keys.part(name, value, config.get(key), own.get(name, [None])[0])
+            if name not in own:
+                keys.tried(key, config[key])
     return config, notes
 
 
 def _owned(
     data: dict[str, Any], factories: Sequence[keys.Factory]
 ) -> dict[str, tuple[keys.Factory, str]]:
-    """Return factories of a user's own that a dictionary names, and their keys in the order."""
+    """Return the user's own factories that a dictionary names, each with its key in the order."""
     found: dict[str, tuple[keys.Factory, str]] = {}
     for factory in factories:
         name = getattr(factory, "__name__", repr(factory))
@@ -357,34 +361,34 @@ def _owned(
         if (value := data.get(name)) is None or value is False:
             data.pop(name, None)
             continue
-        told = keys.part(name, value, own=factory)
-        made, *_ = keys.layer(factory, told, [optax.identity()], axis_name="axis")
-        what, allowed = role(read(made)), "described with a role that has a place in a chain"
+        options = keys.part(name, value, user=factory)
+        made, *_ = keys.layer(factory, options, [optax.identity()], axis_name="axis")
+        kind, allowed = role(read(made)), "described with a role that has a place in a chain"
         hint = f"@boostax.describe({name!r}, 'clip') says one; the optimizer's belongs into it."
-        checks.require(_WHO, name, what, allowed, what in keys.PLACES, hint)
-        found[name] = (factory, keys.PLACES[what])
+        checks.require(_WHO, name, kind, allowed, kind in keys.PLACES, hint)
+        found[name] = (factory, keys.PLACES[kind])
     return found
 
 
 def _once(name: str, given: Any, data: dict[str, Any]) -> Any:
-    """Take from a dictionary what is said in it, or as an argument."""
+    """Take a setting from the dictionary or from the argument, if they do not contradict."""
     there = data.pop(name, None)
     same, hint = given is None or there in (None, given), "The dictionary says it, too."
     checks.require(_WHO, name, given, f"{there!r} or left out", same, hint)
     return there if given is None else given
 
 
-def _loaded(path: str | pathlib.Path) -> Any:
+def _loaded(path: str | pathlib.Path) -> object:
     try:
         return json.loads(pathlib.Path(path).read_text())
-    # Also no text at all, and brackets in brackets without end.
+    # A file may be no text at all, or nest brackets without end.
     except (json.JSONDecodeError, UnicodeDecodeError, RecursionError) as error:
         text = checks.message(_WHO, "spec", "a file of JSON", str(path), f"{error}.")
         raise ValueError(text) from error
 
 
-def _together(boost: Boost) -> Boost:
-    """Refuse parts that do not go together."""
+def _require_compatible(boost: Boost) -> None:
+    """Refuse parts that exclude one another."""
     config, (kind, _) = boost.config, _reduction(boost.config, boost.own)
     asked, hint = config.get("reduce", _MEAN), f"{kind} takes its place."
     fits = kind == asked["kind"] or asked == _MEAN
@@ -393,16 +397,18 @@ def _together(boost: Boost) -> Boost:
     hint = "Small gradients vanish without: 'dynamic' scales, and bfloat16 needs none."
     allowed, fits = "given where policy computes in float16", "loss_scale" in config or not half
     checks.require(_WHO, "loss_scale", None, allowed, fits, hint)
-    # Params of each replica's own, and frozen ones, are not those of the run.
-    apart = f"reduce {kind!r}" if kind in ("partial", "local") else "freeze"
-    finish, own = config.get("dim_reduce", {"every": None}), apart != "freeze"
-    files = finish.keys() & {*keys.FILES}
+    finish, differ = config.get("dim_reduce", {"every": None}), kind in ("partial", "local")
     beside = {
-        "freeze": config.get("freeze") if own else None,
         "average_params": config.get("average_params"),
-        "dim_reduce.every": None if files else finish.get("every", 10),
+        "dim_reduce.every": None if finish.keys() & {*keys.FILES} else finish.get("every", 10),
     }
-    for name, value in beside.items() if own or "freeze" in config else ():
-        hint = "They would differ from replica to replica." if own else "Frozen params are missing."
+    if differ:
+        hint = "They would differ from replica to replica."
+        beside = {"freeze": config.get("freeze"), **beside}
+    elif "freeze" in config:
+        hint = "Frozen params are missing."
+    else:
+        return
+    apart = f"reduce {kind!r}" if differ else "freeze"
+    for name, value in beside.items():
         checks.absent(_WHO, name, value, f"None with {apart}", hint)
-    return boost

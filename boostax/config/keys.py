@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Factories that a configuration names, in their one order, and their arguments as data.
+"""The factories that a configuration names, in their one order, and their arguments as data.
 
-A factory's signature says what a configuration can give it; the chain supplies the optimizer
+The signature of a factory says what a configuration can give it; the chain supplies the optimizer
 inside, the replica axes and the params. Arguments that are no data (a schedule, a tree of labels)
-are made by a function here, from data that stand in their place.
+are made here by a function, from data that replace them.
 """
 
 import contextlib
@@ -34,34 +34,33 @@ Chain: TypeAlias = list[optax.GradientTransformation]
 
 
 def table(name: str) -> dict[str, Any]:
-    """Return a file of this package."""
+    """Return the data of a TOML file of this package."""
     return tomllib.loads(files("boostax.config").joinpath(f"{name}.toml").read_text("utf8"))
 
 
 _DATA = table("order")
-# By key its factories, by kind: those of a chain from the optimizer outwards, and all of them.
-ORDER, PARTS = (
-    {
-        key: {kind: operator.attrgetter(name)(boostax) for kind, name in kinds.items()}
-        for key, kinds in listed.items()
-    }
-    for listed in (_DATA["order"], _DATA["order"] | _DATA["beside"])
-)
-# By its role the key in whose place, or behind which, a part of a user's own stands.
+# Keys of a chain, from the optimizer outwards.
+ORDER = tuple(_DATA["order"])
+# The factories of each key by kind; a key with a single factory has the kind "".
+PARTS: dict[str, dict[str, Factory]] = {
+    key: {kind: operator.attrgetter(name)(boostax) for kind, name in kinds.items()}
+    for key, kinds in (_DATA["order"] | _DATA["beside"]).items()
+}
+# The key that a user's part of this role replaces, or stands behind.
 PLACES: dict[str, str] = {role: key for key, roles in _DATA["places"].items() for role in roles}
-# Each factory is a key by its own name, too.
+# The key and the kind of each factory, whose own name is a key too.
 NAMED = {f.__name__: (key, kind) for key, kinds in PARTS.items() for kind, f in kinds.items()}
 KEYS = tuple(dict.fromkeys((*PARTS, "microbatches", *NAMED)))
-# Arguments that a chain gives; ``tree`` are the params.
-_PLACE = ("inner", "module", "args", "kwargs", "axis_name", "tree", "less_bn")
+# Arguments that the chain supplies; ``tree`` is the params.
+_SUPPLIED = ("inner", "module", "args", "kwargs", "axis_name", "tree", "less_bn")
 # With one of these dim_reduce begins at once.
 FILES = ("weight_load_dir", "pca_mat_path")
-# Names of a configuration's for arguments of the functions that make arguments.
+# Arguments of the functions that make arguments, by the names that a configuration has for them.
 _RENAMED = {"n": "groups", "directory": FILES[0], "path": FILES[1]}
-# Stands for the params while a configuration is checked.
+# Replaces the params while a configuration is checked.
 _LATER = object()
-# What the functions below are told where a chain does not say it.
-_NOWHERE: Any = dict.fromkeys(("axis_name", "tree", "less_bn", "source", "residual"))
+# Arguments that the functions below get where the chain does not supply them.
+_ABSENT: Any = dict.fromkeys(("axis_name", "tree", "less_bn", "source", "residual"))
 _GROUPS = {"groups": 4, "order": None, "level": None, "cut": "layers"}
 _STEPS = {"total_steps": None, "frozen_fraction": None, "seed": None, "freeze_p": None}
 _FINISH = {
@@ -71,24 +70,28 @@ _FINISH = {
 }
 
 
-def _window(told: Any) -> dict[str, Any]:
-    """Let ``drop`` say what an overflow takes with it: itself, or all of its window."""
+def _window(options: Any) -> dict[str, Any]:
+    """Check ``drop``: an overflow drops its micro-batch, or all of its window."""
     hint = "'window' puts the scaler inside."
-    checks.choice("", "drop", told.drop, ("micro-batch", "window"), hint)
+    checks.choice("", "drop", options.drop, ("micro-batch", "window"), hint)
     return {}
 
 
-def _axes(told: Any) -> dict[str, Any]:
-    """Leave the normalized head of LessBN alone, as MindSpore does."""
-    if told.less_bn is None or told.less_bn.head is None or callable(told.axes):
+def _axes(options: Any) -> dict[str, Any]:
+    """Exclude the normalized head of LessBN from centralization, as MindSpore does."""
+    report, axes_of = options.less_bn, options.axes
+    if report is None or report.head is None or callable(axes_of):
         return {}
-    rules: Any = {} if isinstance(told.axes, str) else dict(told.axes)
-    return {"axes": {glob.escape(told.less_bn.head): None} | rules}
+    rules: Any = {} if isinstance(axes_of, str) else dict(axes_of)
+    return {"axes": {glob.escape(report.head): None} | rules}
 
 
-def _groups(told: Any) -> Any:
-    """Cut a number of groups by layers, or in MindSpore's buckets; patterns and names pass."""
-    cut, groups, tree = told.cut, told.groups, told.tree
+def _groups(options: Any) -> Any:
+    """Cut the params into a number of groups, by layers or in the buckets of MindSpore.
+
+    Groups that are given by patterns or names are returned unchanged.
+    """
+    cut, groups, tree = options.cut, options.groups, options.tree
     checks.choice("", "cut", cut, ("layers", "mindspore"), "MindSpore cuts buckets of params.")
     if groups and isinstance(groups, (tuple, Mapping)):
         return groups
@@ -99,122 +102,133 @@ def _groups(told: Any) -> Any:
     if tree is _LATER:
         return {"any": 0}
     if cut == "layers":
-        return freeze.prefix_groups(tree, groups, order=told.order, level=told.level)
+        return freeze.prefix_groups(tree, groups, order=options.order, level=options.level)
     hint = "Its buckets are of params."
-    checks.absent("", "level", told.level, "left out with cut 'mindspore'", hint)
-    removed = told.less_bn.removed if told.less_bn else ()
-    return freeze.mindspore_groups(tree, groups, order=told.order, removed=removed)
+    checks.absent("", "level", options.level, "left out with cut 'mindspore'", hint)
+    removed = options.less_bn.removed if options.less_bn else ()
+    return freeze.mindspore_groups(tree, groups, order=options.order, removed=removed)
 
 
-def _schedule(told: Any) -> dict[str, Any]:
-    """Make a schedule by its name or a function; a sequence of depths is one."""
-    kind, options = told.kind, {name: getattr(told, name) for name in _STEPS}
-    found = {"groups": _groups(told)}
+def _schedule(options: Any) -> dict[str, Any]:
+    """Make a schedule from its name or a function; a sequence of depths is one already."""
+    kind, steps = options.kind, {name: getattr(options, name) for name in _STEPS}
+    groups = _groups(options)
     if isinstance(kind, tuple):
-        for name, value in options.items():
+        for name, value in steps.items():
             checks.absent("", name, value, "left out with depths", "They start anew at their end.")
-        return found | {"schedule": kind, "repeat": True}
-    # The other two freeze for good, and want to know when; 65536 is MindSpore's default.
-    if told.total_steps is None and kind not in ("progressive", "ramp"):
-        options["total_steps"] = 65536
-    anew = kind in ("interval", "continuous")
-    return found | {"schedule": freeze.freeze_schedule(kind, **options), "repeat": anew}
+        return {"groups": groups, "schedule": kind, "repeat": True}
+    # The other two freeze for good and need an end; 65536 is the default of MindSpore.
+    if options.total_steps is None and kind not in ("progressive", "ramp"):
+        steps["total_steps"] = 65536
+    schedule = freeze.freeze_schedule(kind, **steps)
+    return {"groups": groups, "schedule": schedule, "repeat": kind in ("interval", "continuous")}
 
 
-def _finish(told: Any) -> dict[str, Any]:
-    """Take a rule by its name, and an SGD outside the span if no optimizer is given."""
-    rule, rate, momentum = told.rule, told.residual_rate, told.residual_momentum
-    checks.choice("", "rule", rule, tuple(RULES), nearest(rule, RULES))
-    search = {x: getattr(told, x) for x in ("shrink", "slope") if getattr(told, x) is not None}
+def _finish(options: Any) -> dict[str, Any]:
+    """Find a rule by its name, and train outside of the span by SGD if no optimizer is given."""
+    rate, momentum = options.residual_rate, options.residual_momentum
+    checks.choice("", "rule", options.rule, tuple(RULES), nearest(options.rule, RULES))
+    search = {"shrink": options.shrink, "slope": options.slope}
+    search = {name: value for name, value in search.items() if value is not None}
     for name, value in (search | ({"residual_momentum": momentum} if momentum else {})).items():
         checks.number("", name, value, "in (0, 1)", lambda x: 0 < x < 1, "Or leave it out.")
-    outside = told.residual
+    outside = options.residual
     if outside is None and rate is not None:
         checks.number("", "residual_rate", rate, "positive", lambda x: x > 0, "Or leave it out.")
         outside = optax.sgd(rate, momentum or None)
-    if outside is not None and told.axis_name is not None:
-        outside = optax.chain(boostax.all_reduce(told.axis_name), outside)
-    rule = dataclasses.replace(RULES[rule], **search)
-    return {"basis": _basis(told), "residual": outside, "rule": rule}
+    if outside is not None and options.axis_name is not None:
+        outside = optax.chain(boostax.all_reduce(options.axis_name), outside)
+    rule = dataclasses.replace(RULES[options.rule], **search)
+    return {"basis": _basis(options), "residual": outside, "rule": rule}
 
 
-def _basis(told: Any) -> Any:
-    """Read a basis from a source; without one return the recorder of its snapshots, if any."""
-    count, tree = told.n_components, told.tree
+def _basis(options: Any) -> Any:
+    """Read a basis from a source; without a source return the recorder of snapshots, if any."""
+    source, count, tree = options.source, options.n_components, options.tree
     checks.positive_int("", "n_components", count, "It counts directions.")
-    files = [x for x in (told.weight_load_dir, told.pca_mat_path) if x is not None]
-    fits, hint = len(files) < 2, "The one or the other makes the basis."
-    checks.require("", FILES[0], told.weight_load_dir, "left out with pca_mat_path", fits, hint)
-    if told.source is None:
-        if files or told.every is None:
+    folder, matrix = (getattr(options, name) for name in FILES)
+    fits, hint = folder is None or matrix is None, "The one or the other makes the basis."
+    checks.require("", FILES[0], folder, "left out with pca_mat_path", fits, hint)
+    given = folder is not None or matrix is not None
+    if source is None:
+        if given or options.every is None:
             return None
-        return subspace.record_trajectory(count + 1, every=told.every, start=told.start)
-    if told.source is not FILES:
-        found = isinstance(told.source, subspace.Basis)
-        return told.source if found else subspace.trajectory_basis(told.source, count, params=tree)
+        return subspace.record_trajectory(count + 1, every=options.every, start=options.start)
+    if source is not FILES:
+        found = isinstance(source, subspace.Basis)
+        return source if found else subspace.trajectory_basis(source, count, params=tree)
     allowed, hint = "given where there is no run before", "boost.finish(basis, params) takes any."
-    checks.require("", " or ".join(FILES), None, allowed, len(files) > 0, hint)
+    checks.require("", " or ".join(FILES), None, allowed, given, hint)
     allowed, hint = "given where files are read", "They name what is to be in them."
     checks.require("", "params", tree, allowed, tree is not None, hint)
-    if told.pca_mat_path is not None:
-        return saved_basis(told.pca_mat_path, tree, count)
-    return subspace.pca_basis(subspace.checkpoint_snapshots(files[0], tree), count)
+    if matrix is not None:
+        return saved_basis(matrix, tree, count)
+    return subspace.pca_basis(subspace.checkpoint_snapshots(folder, tree), count)
 
 
 _CENTRALIZE = {"multiple_of": None, "axes": "auto", "after_decay": False}
-# By factory the function that makes arguments, their names, and what a configuration says instead.
+# For each factory with arguments that are no data: the function that makes them, their names, and
+# the defaults of the data that replace them.
 _MADE: dict[str, tuple[Factory, str, dict[str, Any]]] = {
     "accumulate": (_window, "", {"every": 1, "drop": "micro-batch"}),
     "centralize_gradients": (_axes, "", _CENTRALIZE),
     "dim_reduce": (_finish, "basis residual rule", _FINISH),
-    "group_loss_scale": (lambda told: {"labels": _groups(told)}, "labels", _GROUPS),
-    "local_updates": (lambda told: {}, "outer reduction", {}),
+    "group_loss_scale": (lambda options: {"labels": _groups(options)}, "labels", _GROUPS),
+    "local_updates": (lambda options: {}, "outer reduction", {}),
     "scheduled_freeze": (_schedule, "schedule repeat", {"kind": "interval", **_GROUPS, **_STEPS}),
 }
 
 
 @functools.cache
 def takes(factory: Factory) -> dict[str, Any]:
-    """Return what data can say to a factory, with the defaults."""
+    """Return the arguments of a factory that data can say, with their defaults."""
     _, made, instead = _MADE.get(factory.__name__, (None, "", {}))
-    theirs = inspect.signature(factory).parameters
-    own = {x: p.default for x, p in theirs.items() if x not in _PLACE and x not in made.split()}
-    return instead | {x: default for x, default in own.items() if x not in instead}
+    parameters = inspect.signature(factory).parameters.items()
+    plain = {x: p.default for x, p in parameters if x not in _SUPPLIED and x not in made.split()}
+    return instead | plain | instead  # The first one takes a value that stands alone.
 
 
 def layer(factory: Factory, given: Mapping[str, Any], parts: Chain, **place: Any) -> Chain:
-    """Put what a factory makes in front of a chain, or around it.
+    """Put the transformation of a factory in front of a chain, or around it.
 
     Args:
-      factory: any.
-      given: arguments as data.
+      factory: any factory.
+      given: its arguments as data.
       parts: the chain so far.
-      **place: replica axes (``axis_name``), the params or their shapes (``tree``), the changes that
-        LessBN made to the model (``less_bn``); and of a finish the ``source`` of its basis and an
-        optimizer outside the span (``residual``).
+      **place: the replica axes (``axis_name``), the params or their shapes (``tree``) and the
+        changes that LessBN made to the model (``less_bn``); for a finish also the ``source`` of its
+        basis and an optimizer outside of the span (``residual``).
     """
-    who, told = factory.__name__, place | {name: sequences(x, tuple) for name, x in given.items()}
-    if told.get("dense") == "vectors":
-        # Thinned out, norms and biases cost more than they save.
-        told["dense"] = lambda _, leaf: leaf.ndim < 2
-    if isinstance(within := told.get("within"), str):  # The axis of the fast links.
+    who, options = factory.__name__, place | {x: sequences(y, tuple) for x, y in given.items()}
+    if options.get("dense") == "vectors":
+        # Sparse norms and biases cost more than they save.
+        options["dense"] = lambda _, leaf: leaf.ndim < 2
+    if isinstance(within := options.get("within"), str):  # The axis of the fast links.
         names = axes.canonical(who, place["axis_name"])
-        told["axis_name"] = tuple(name for name in names if name != within)
-        allowed, fits = f"one of several axes, {names}", 0 < len(told["axis_name"]) < len(names)
+        options["axis_name"] = tuple(name for name in names if name != within)
+        allowed, fits = f"one of several axes, {names}", 0 < len(options["axis_name"]) < len(names)
         checks.require(who, "within", within, allowed, fits, "Its links are the fast ones.")
     if who in _MADE:
         make, _, instead = _MADE[who]
+        options = instead | options
         with speaking_of(who, _RENAMED):
-            told = {**instead, **told}
-            told |= make(types.SimpleNamespace(**{**_NOWHERE, **told}))
-    names = inspect.signature(factory).parameters
-    told = {name: x for name, x in told.items() if name in names}
+            options |= make(types.SimpleNamespace(**_ABSENT | options))
     if factory is boostax.dim_reduce and "source" not in place:  # It records during the run.
-        return [*filter(None, [told["basis"]]), *parts]
+        return [*filter(None, [options["basis"]]), *parts]
+    names = inspect.signature(factory).parameters
+    options = {name: x for name, x in options.items() if name in names}
     if "inner" in names:
-        return [factory(chained(parts), **told)]
-    tx = factory(**told)
+        return [factory(chained(parts), **options)]
+    tx = factory(**options)
     return [_after_decay(tx, chained(parts))] if given.get("after_decay") else [tx, *parts]
+
+
+def tried(key: str, given: Mapping[str, Any]) -> None:
+    """Build a part in place of nothing, so that its factory refuses values out of range."""
+    if key != "less_bn":  # It needs a model.
+        within = [given["within"]] if isinstance(given.get("within"), str) else []
+        place = {"axis_name": ("axis", *within), "tree": _LATER}
+        layer(factory_of(key, given), given, [optax.identity()], **place)
 
 
 def chained(parts: Chain) -> optax.GradientTransformation:
@@ -225,42 +239,42 @@ def chained(parts: Chain) -> optax.GradientTransformation:
 def _after_decay(
     centralize: optax.GradientTransformation, inner: optax.GradientTransformation
 ) -> optax.GradientTransformation:
-    """Put centralization behind the decay that an optimizer's moments take in, as MindSpore."""
-    parts, place = opened(inner), 0
+    """Put centralization behind the weight decay that the moments include, as MindSpore does."""
+    parts, position = opened(inner), 0
     for i, tx in enumerate(parts):
         found = read(tx)
         while found.name == "masked":  # A decay that spares norms.
             ((_, found),) = found.inner
-        what = role(found)
-        if what == "decay":
-            place = i + 1
-        elif what not in ("clip", "norm clip"):
+        kind = role(found)
+        if kind == "decay":
+            position = i + 1
+        elif kind not in ("clip", "norm clip"):
             break
-    return optax.chain(*parts[:place], centralize, *parts[place:])
+    return optax.chain(*parts[:position], centralize, *parts[position:])
 
 
-def chosen(key: str, options: Mapping[str, Any]) -> tuple[Factory, dict[str, Any]]:
-    """Return the factory of a key, and its own arguments."""
-    told, kinds = dict(options), PARTS[key]
-    return kinds["" if "" in kinds else told.pop("kind")], told
+def factory_of(key: str, given: Mapping[str, Any]) -> Factory:
+    """Return the factory of a key, chosen by its kind if there are several."""
+    kinds = PARTS[key]
+    return kinds[""] if "" in kinds else kinds[given["kind"]]
 
 
 def part(
-    name: str, value: Any, before: Mapping[str, Any] | None = None, own: Factory | None = None
+    name: str, value: Any, before: Mapping[str, Any] | None = None, user: Factory | None = None
 ) -> dict[str, Any]:
-    """Read a value of a configuration as the plain arguments of a factory, and check them.
+    """Read a value of a configuration as the plain arguments of a factory.
 
     Args:
       name: a key, or the name of a factory.
       value: a dictionary of arguments, ``True`` for none, or the first argument alone.
       before: arguments that hold where ``value`` says nothing, if the kind is the same.
-      own: the factory, where it is a user's.
+      user: the factory, if it is a user's.
 
     Returns:
-      The arguments; of a key with several kinds, ``"kind"`` first.
+      The arguments; for a key with several kinds, ``"kind"`` first.
     """
     key, kind = NAMED.get(name, (name, ""))
-    kinds, before = PARTS[key] if own is None else {"": own}, before or {}
+    kinds, before = PARTS[key] if user is None else {"": user}, before or {}
     choose = kind not in kinds
     first = "kind" if choose else next(iter(takes(kinds[kind])), None)
     given: Any = {} if value is True else value
@@ -271,24 +285,21 @@ def part(
     if choose:
         kind = given.pop("kind", before.get("kind", next(iter(kinds))))
         checks.choice("auto", f"{name}.kind", kind, tuple(kinds), nearest(kind, kinds))
-    factory, told = kinds[kind], {"kind": kind} if kind else {}
+    factory, chosen = kinds[kind], {"kind": kind} if kind else {}
     who = factory.__name__
     known(given, takes(factory), f"arguments of {who}")
-    if told.items() <= before.items():
-        given = {x: y for x, y in before.items() if x not in told} | given
+    if chosen.items() <= before.items():
+        given = {x: y for x, y in before.items() if x not in chosen} | given
     for x, default in takes(factory).items():
         there = x in given or default is not inspect.Parameter.empty
         checks.require(who, x, None, "given", there, "It has no default.")
         if isinstance(default, bool) and x in given:
             flag(who, x, given[x])
-    if key != "less_bn":  # It wants a model.
-        replicas = ("axis", *([given["within"]] if isinstance(given.get("within"), str) else []))
-        layer(factory, given, [optax.identity()], axis_name=replicas, tree=_LATER)
-    return told | given
+    return chosen | given
 
 
 def known(data: Any, allowed: Iterable[str], what: str, who: str = "auto") -> None:
-    """Refuse anything but a dictionary, and keys that are not allowed, with the nearest one."""
+    """Refuse anything but a dictionary, and unknown keys with the nearest known one."""
     fits, hint = isinstance(data, Mapping), "It is a dictionary."
     checks.require(who, what, data, "those of a dictionary", fits, hint, TypeError)
     words = "among " + ", ".join(map(repr, allowed))
@@ -303,14 +314,14 @@ def flag(who: str, name: str, value: Any) -> None:
 
 
 def nearest(word: Any, words: Iterable[str]) -> str:
-    """Return a hint that names the word that was perhaps meant."""
+    """Return a hint with the nearest of some words."""
     found = difflib.get_close_matches(str(word), list(words), 1, 0.5)
     return f"Did you mean {found[0]!r}?" if found else "Nothing there is close to it."
 
 
 @contextlib.contextmanager
 def speaking_of(who: str, renamed: Mapping[str, str]) -> Generator[None]:
-    """Let an error inside speak of ``who``, and of the names that a configuration has."""
+    """Put ``who`` and the names of a configuration into the text of an error inside."""
     try:
         yield
     except (ValueError, TypeError) as error:
@@ -319,7 +330,7 @@ def speaking_of(who: str, renamed: Mapping[str, str]) -> Generator[None]:
 
 
 def sequences(value: Any, kind: Callable[[Iterable[Any]], Any]) -> Any:
-    """Make all lists and tuples of plain data one of the two."""
+    """Convert all lists and tuples of plain data to one of the two."""
     if isinstance(value, Mapping):
         return {key: sequences(x, kind) for key, x in value.items()}
     return kind(sequences(x, kind) for x in value) if isinstance(value, (list, tuple)) else value

@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from boostax._core import checks
-from boostax.config.keys import flag, known, nearest, part, speaking_of, table
+from boostax.config.keys import flag, known, nearest, part, speaking_of, table, tried
 
 _WHO = "mindspore"
 # Keys, defaults and notes are data.
@@ -96,7 +96,10 @@ def from_mindspore(
     }
     config = reader.config(on, told)
     with speaking_of(_WHO, _NAMES):
-        return {x: part(x, y) for x, y in config.items() if y}, tuple(reader.notes)
+        config = {key: part(key, options) for key, options in config.items() if options}
+        for key, options in config.items():
+            tried(key, options)
+    return config, tuple(reader.notes)
 
 
 @dataclasses.dataclass

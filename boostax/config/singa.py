@@ -7,7 +7,7 @@ Each mode is a reduction here; ``docs/coming_from/singa.md`` says where they dif
 from typing import Any
 
 from boostax._core import checks
-from boostax.config.keys import flag, known, nearest, part, speaking_of, table
+from boostax.config.keys import flag, known, nearest, part, speaking_of, table, tried
 
 _WHO = "singa"
 # By mode the reduction, and the options that it has a use for.
@@ -63,4 +63,6 @@ def singa(options: Any) -> dict[str, Any]:
         asked["density" if top_k else "threshold"] = given.get("spars", 0.05)
         asked |= {} if given.get("corr", True) else {"error_feedback": False}
     with speaking_of(_WHO, _NAMES):
-        return part("reduce", {"kind": kind, **asked})
+        reduction = part("reduce", {"kind": kind, **asked})
+        tried("reduce", reduction)
+    return reduction
