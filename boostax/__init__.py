@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """boostax: cheaper, steadier training as pure gradient transformations for JAX and Optax.
 
-What most people use is here; the rest is in ``boostax.reduce``, ``freeze``, ``precision``,
+The common names are here; the others are in ``boostax.reduce``, ``freeze``, ``precision``,
 ``subspace``, ``model``, ``train``, ``states``, ``inspect``, ``config`` and ``compat``.
 """
 
@@ -55,7 +55,7 @@ if TYPE_CHECKING:
 
 __version__ = "0.3.0"
 
-# Loaded when first asked for: they are many modules.
+# These load on first use, because they import many modules.
 _LATE = {
     "config": "",
     "compat": "",
@@ -66,5 +66,5 @@ _LATE = {
     "less_bn": "boostax.model.less_bn",
     "migrate_state": "boostax.config.migrate",
 }
-if not TYPE_CHECKING:  # where any name would pass for one
+if not TYPE_CHECKING:  # A type checker would take any name for one of these.
     __getattr__, __dir__ = _late(__name__, _LATE, ("checkpoint", "nnx"))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The command ``boostax``: it audits a program, and answers for commands that are gone."""
+"""The command ``boostax``: it audits a program, and says what became of removed commands."""
 
 import sys
 from collections.abc import Sequence
@@ -12,11 +12,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line.
 
     Args:
-      argv: arguments without the program's name; those of the process by default.
+      argv: arguments without the name of the program; by default those of the process.
 
     Returns:
-      The exit code: 0 done; 1 a limit is passed, or refused with a message on stderr; 2 for
-      arguments that do not parse and for a command that is gone.
+      The exit code: 0 if done; 1 if a limit is exceeded, or if a message on stderr says what is
+      refused; 2 if arguments do not parse or the command is gone.
     """
     given = list(sys.argv[1:] if argv is None else argv)
     if given[:1] in (["-h"], ["--help"]):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checkpoints of a train state through orbax: each leaf is checked when it comes back."""
+"""Checkpoints of a train state through orbax, with a checksum for each leaf."""
 
 import asyncio
 import copy
@@ -21,28 +21,28 @@ with checks.needing("Checkpointer", "orbax", "checkpoint"):
     import orbax.checkpoint as ocp
 
 PyTree = Any
-# What a word of a leaf is read as, by its bytes.
+# The type as which a checksum reads the words of a leaf, by their bytes.
 _UNSIGNED = {1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32, 8: jnp.uint32}
-# Nodes that hold a state and are no part of a chain.
+# NamedTuples around or inside states that are no part of a chain.
 _NO_PARTS = {"TrainState", "PerReplica", "EmptyState", "MaskedNode"}
-# Boostax 0.2 recorded no parts: a leaf of such a name is of one that is gone.
+# Boostax 0.2 recorded no parts, so a removed part is known by the name of one of its leaves.
 _FIELDS = dict(fast="GroupSignalState", coordinates="SubspaceParamsState", codes="Int8Components")
 
 
 class Checkpointer:
-    """Save train states in the background and give them back bit for bit.
+    """Save train states in the background and restore them bit for bit.
 
     A state is any tree of JAX arrays: NamedTuples, PRNG keys, sharded and empty arrays included.
-    Beside it goes a small JSON ``meta``, the versions of boostax, JAX and Optax, the parts of the
-    chain by the class of their state, and for each leaf its shape, its dtype and a checksum, which
-    orbax does not keep: it casts silently and reads flipped bits as numbers. A step's directory
-    appears under its number only when it is complete, so a killed save costs nothing but that save;
-    what it left is removed at the next opening. Nothing is pickled.
+    Each checkpoint also holds a small JSON ``meta``, the versions of boostax, JAX and Optax, the
+    state classes of the chain, and for each leaf its shape, its dtype and a checksum. orbax keeps
+    no checksums: it casts silently and reads flipped bits as numbers. The directory of a step gets
+    its number only when it is complete, so a killed save loses nothing but that save; its leftovers
+    are removed at the next opening. Nothing is pickled.
 
     One process (or one multi-process run) may write to a directory at a time.
 
     Args:
-      directory: where the steps lie; created if missing.
+      directory: the directory of the steps; created if missing.
       keep: how many of the latest steps stay on disk.
 
     Raises:
@@ -65,9 +65,9 @@ class Checkpointer:
         checks.positive_int("Checkpointer", "keep", keep, "It is how many steps stay on disk.")
         self._path = pathlib.Path(directory).absolute()
         if jax.process_index() == 0:
-            # orbax can do this as well, but in the background, which may come too late.
+            # orbax can do this too, but in the background, which may be too late.
             for leftover in self._path.glob("*.orbax-checkpoint-tmp"):
-                # A link is taken away, and what it points to left alone.
+                # The target of a link is not boostax's to remove.
                 leftover.unlink() if leftover.is_symlink() else shutil.rmtree(leftover)
         options = ocp.CheckpointManagerOptions(max_to_keep=keep)
         state = ocp.PyTreeCheckpointHandler(type_handler_registry=_arrays())
@@ -78,7 +78,7 @@ class Checkpointer:
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, where: object) -> None:
-        # After an error another process may be gone, and a save would wait for its share.
+        # After an error another process may be gone, and a save would wait for its shards.
         if error is None or jax.process_count() == 1:
             self.close()
 
@@ -89,13 +89,13 @@ class Checkpointer:
         replaced. The step is safe on disk after `wait`, `close` or the next ``save``.
 
         Args:
-          step: a name for the checkpoint, usually the calls done; the highest is the latest.
+          step: a number for the checkpoint, usually the calls done; the highest is the latest.
           state: a tree of JAX arrays.
-          meta: anything JSON can hold.
+          meta: anything that JSON can hold.
 
         Raises:
           TypeError: if a leaf is no JAX array, or ``meta`` is not JSON.
-          ValueError: if devices hold values of their own in what is said to be the same on all.
+          ValueError: if devices hold different values of an array that is marked as replicated.
           RuntimeError: if the save before this one failed in the background.
         """
         leaves = _named(state)
@@ -107,7 +107,7 @@ class Checkpointer:
         versions = {x.__name__: x.__version__ for x in (boostax, jax, optax)}
         record = {"leaves": _described(leaves), "meta": meta or {}}
         record |= {"parts": _parts(state), "versions": versions}
-        # What JSON changes (tuples, integer keys) must change before it is summed.
+        # JSON changes tuples and integer keys, which must happen before the checksum.
         record = json.loads(json.dumps(record))
         record["checksum"] = _text_checksum(record)
         if step in self.steps():
@@ -117,10 +117,10 @@ class Checkpointer:
         self._manager.save(step, args=ocp.args.Composite(**args), force=True)
 
     def wait(self) -> None:
-        """Return when the last save is complete on disk.
+        """Wait until the last save is complete on disk.
 
         Raises:
-          RuntimeError: if it failed, with orbax's own error as the cause.
+          RuntimeError: if the save failed, with orbax's error as the cause.
         """
         try:
             self._manager.wait_until_finished()
@@ -129,7 +129,7 @@ class Checkpointer:
             raise RuntimeError(f"{said}. Steps saved before it are untouched.") from error
 
     def steps(self) -> list[int]:
-        """Return the complete steps on disk, ascending, the last save among them."""
+        """Return the complete steps on disk, ascending, including the last save."""
         self.wait()
         self._manager.reload()
         return sorted(self._manager.all_steps())
@@ -143,12 +143,12 @@ class Checkpointer:
 
         Raises:
           FileNotFoundError: if there is no such step.
-          RuntimeError: if what is on disk is damaged.
+          RuntimeError: if the record on disk is damaged.
         """
         return self._record(self._existing(step))["meta"]
 
     def versions(self, step: int | None = None) -> dict[str, str]:
-        """Return the versions of boostax, JAX and Optax that saved ``step``; none before 0.3.
+        """Return the versions of boostax, JAX and Optax that saved ``step``; empty before 0.3.
 
         Raises: as `meta`.
         """
@@ -159,21 +159,21 @@ class Checkpointer:
     ) -> tuple[PyTree, dict[str, Any]]:
         """Return the state and ``meta`` of ``step`` (default: the latest), placed as ``target`` is.
 
-        It may have been saved by another number of processes, on other devices. Its arrays own
-        their memory, so a step may donate them like those of a fresh state.
+        The state may have been saved by another number of processes, on other devices. Its arrays
+        own their memory, so a step may donate them like those of a fresh state.
 
         Args:
           target: a state of the same structure, shapes and dtypes: arrays, or
             `jax.ShapeDtypeStruct` with a sharding (without one: the first device).
-          step: which step.
-          reshard: whether per-replica state may have been saved by another number of replicas; it
-            is then shared out anew by `boostax.reshard_state`, which keeps its mean.
+          step: the step to restore.
+          reshard: whether per-replica state may have been saved by another number of replicas; then
+            `boostax.reshard_state` redistributes it and keeps its mean.
 
         Raises:
           FileNotFoundError: if there is no such step.
-          ValueError: if ``target`` does not fit what was saved; it names the parts or the leaves.
-          RuntimeError: if what is on disk is damaged: files missing, cut short or altered. Nothing
-            is deleted, and the message names the older steps that remain.
+          ValueError: if ``target`` does not fit the saved state; it names the parts or the leaves.
+          RuntimeError: if files on disk are missing, cut short or altered. Nothing is deleted, and
+            the message names an older step that remains.
         """
         step = self._existing(step)
         record = self._record(step)
@@ -186,7 +186,7 @@ class Checkpointer:
             raise ValueError(f"Checkpointer: target must fit step {step} in {self._path}, {unlike}")
         wanted = _without_empty(saved)
         how = ocp.checkpoint_utils.construct_restore_args(wanted)
-        # Partial, as fields that were None may come and go between versions.
+        # The restore is partial, because fields that are None come and go between versions.
         args = ocp.args.PyTreeRestore(wanted, restore_args=how, partial_restore=True)
         state = self._read(step, state=args)["state"]
         state = jax.tree.map(_or_empty, saved, state, is_leaf=lambda x: x is None)
@@ -195,12 +195,12 @@ class Checkpointer:
         if altered:
             raise self._damaged(step, f"the checksum of {', '.join(altered[:4])} does not match")
         state = resharding.resharded(state, target) if reshard else state
-        # On CPU they share the host's memory, which XLA does not donate.
+        # On CPU restored arrays share the host's memory, which XLA does not donate.
         own = lambda x: jax.device_put(x, x.sharding, may_alias=False)  # noqa: E731
         return jax.tree.map(own, state), record["meta"]
 
     def close(self) -> None:
-        """Wait for the last save and let go of the directory."""
+        """Wait for the last save and release the directory."""
         try:
             self.wait()
         finally:
@@ -237,11 +237,12 @@ class Checkpointer:
 
 
 class _Manager(ocp.CheckpointManager):
-    """Leave JAX's counter of calls alone.
+    """A manager that leaves JAX's counter of calls alone.
 
-    It would ask JAX at every save, and again when one ends in the background, whether a SIGTERM has
-    come. Each question sets the counter by which all processes find the call after which to stop:
-    set back to an old one, they would stop after different calls. A loop asks, once per call.
+    orbax's own one asks JAX at every save, and again when the save ends in the background, whether
+    a SIGTERM has arrived. Each question sets the counter by which all processes agree on the call
+    after which to stop: set back to an old value, they would stop after different calls. A loop
+    asks once per call.
     """
 
     def reached_preemption(self, step: int) -> bool:
@@ -251,10 +252,10 @@ class _Manager(ocp.CheckpointManager):
 
 
 def _arrays() -> Any:
-    """Return orbax's handler of arrays, which here ends all reads before it raises.
+    """Return a handler of arrays that ends all reads before it raises.
 
-    After the first failed one orbax closes its event loop under the others, which then warn of
-    coroutines never awaited and raise in TensorStore's threads.
+    orbax closes its event loop after the first failed read; the other reads then warn of coroutines
+    never awaited and raise in TensorStore's threads.
     """
     handler: Any = copy.copy(ocp.type_handlers.get_type_handler(jax.Array))
     read = handler.deserialize
@@ -281,7 +282,7 @@ def _named(state: PyTree) -> dict[str, Any]:
 
 
 def _parts(state: PyTree) -> list[str]:
-    """Return the classes of the states of a chain, outer before inner."""
+    """Return the names of the state classes of a chain, outer before inner."""
     node = jax.tree_util.default_registry.flatten_one_level(state)
     inside = [part for child in (node[0] if node else ()) for part in _parts(child)]
     name = type(state).__name__
@@ -289,7 +290,7 @@ def _parts(state: PyTree) -> list[str]:
 
 
 def _unlike(record: dict[str, Any], parts: list[str], leaves: dict[str, Any]) -> str:
-    """Return how the parts and leaves of a target differ from those of a record; "" if they fit."""
+    """Return how parts and leaves of a target differ from those of a record; "" if they fit."""
     was = {name: f"{x['dtype']}{x['shape']}" for name, x in record["leaves"].items()}
     now = {name: f"{x.dtype}{list(x.shape)}" for name, x in leaves.items()}
     named = {field for name in was.keys() - now.keys() for field in name.split("/")}
@@ -308,7 +309,7 @@ def _unlike(record: dict[str, Any], parts: list[str], leaves: dict[str, Any]) ->
 
 
 def _without_empty(state: PyTree) -> PyTree:
-    # orbax refuses arrays of size 0; None keeps their place in the tree.
+    # orbax refuses arrays of size 0; None keeps their position in the tree.
     return jax.tree.map(lambda leaf: leaf if leaf.size else None, state)
 
 
@@ -324,7 +325,7 @@ def _first_line(error: BaseException) -> str:
 
 
 def _described(leaves: dict[str, Any]) -> dict[str, dict[str, Any]]:
-    """Return shape, dtype and checksum of each leaf, the sums computed where the leaf is."""
+    """Return shape, dtype and checksum of each leaf; a checksum is computed where the leaf is."""
     sums = jax.device_get(_checksums(leaves))
     return {
         name: {"shape": list(leaf.shape), "dtype": str(leaf.dtype), "checksum": int(sums[name])}
@@ -338,10 +339,10 @@ def _checksums(leaves: dict[str, jax.Array]) -> dict[str, jax.Array]:
 
 
 def _checksum(leaf: jax.Array) -> jax.Array:
-    """Return the sum of all words, each times an odd number of its own, mod 2**32.
+    """Return the sum of all words mod 2**32, each multiplied by another odd number.
 
-    An odd factor is invertible, so one altered word always shows; integer sums do not depend on
-    how the leaf is sharded.
+    An odd factor is invertible, so one altered word always changes the sum; integer sums do not
+    depend on how the leaf is sharded.
     """
     if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
         return _checksum(jax.random.key_data(leaf))

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Flax NNX: an ``nnx.Optimizer`` that works in place, and gradients as its chain wants them.
+"""An optimizer for Flax NNX that works in place, and the gradients that its chain needs.
 
-``nnx.Optimizer`` takes updates from the chain and adds them to the params, in every call. A step
-that a gate holds then writes all params, plus zero.
+``nnx.Optimizer`` adds the updates of the chain to the params in every call, so a step that a gate
+holds would write all params, plus zero.
 """
 
 from collections.abc import Callable
@@ -32,35 +32,35 @@ _WHO = "boostax.nnx.Optimizer"
 
 
 class Optimizer(nnx.Optimizer[_M]):
-    """``nnx.Optimizer`` that writes params only where a step is taken.
+    """An ``nnx.Optimizer`` that writes params only if a step is taken.
 
-    In the place of ``nnx.Optimizer``: made, updated, split, merged and checkpointed like it. Gates
-    (a loss scaler, a window) stand outermost in ``tx``; in a step that they hold, params stay in
-    their buffers. ``value_and_grad`` gives what the chain needs: gradients of the scaled loss,
-    local to each replica, without those that a ``scheduled_freeze`` leaves out.
+    It replaces ``nnx.Optimizer``, and is made, updated, split, merged and checkpointed like it.
+    Gates (a loss scaler, a window) stand outermost in ``tx``; in a step that they hold, params stay
+    in their buffers. ``value_and_grad`` returns the gradients that the chain needs: those of the
+    scaled loss, local to each replica, without the ones that a ``scheduled_freeze`` leaves out.
 
     Args:
       model: an ``nnx.Module``; with ``axis_name`` its params placed on one mesh by
         ``NamedSharding``, sharded in any way.
       tx: any Optax chain; with ``axis_name`` one with a reduction, as in ``boostax.on_mesh``.
-      wrt: filter of the variables that are trained.
-      axis_name: the mesh axis, or axes, over which the batch is split; ``None`` on one device, and
-        where XLA is to reduce the gradients.
+      wrt: filter of the trained variables.
+      axis_name: the mesh axis, or axes, over which the batch is split; ``None`` on one device, or
+        if XLA reduces the gradients.
       shard_optimizer: see ``boostax.on_mesh``.
-      **more: what ``nnx.Optimizer`` takes besides: ``graph``.
+      **more: other arguments of ``nnx.Optimizer``: ``graph``.
 
     Attributes:
-      step: calls of ``update``, held ones as well; ``boostax.metrics(optimizer.opt_state)`` has the
-        applied ones.
-      tx: the chain, with ``axis_name`` in ``boostax.on_mesh``.
+      step: calls of ``update``, held ones included; ``boostax.metrics(optimizer.opt_state)`` counts
+        the applied ones.
+      tx: the chain; with ``axis_name`` the one that ``boostax.on_mesh`` returns.
       opt_state: its state, in variables.
 
-    Cost: that of ``tx`` by ``boostax.apply_gradients``; with ``nnx.jit(donate_argnums=...)`` a held
-    step reads the params for the loss and writes none.
+    Cost: that of ``boostax.apply_gradients`` with ``tx``; with ``nnx.jit(donate_argnums=...)`` a
+    held step reads the params for the loss and writes none.
 
     Raises:
-      ValueError: params that are on no mesh with ``axis_name``; a chain that keeps params of each
-        replica's own (``local_updates``, ``partial_average``), for which a module has no place.
+      ValueError: params that are on no mesh although ``axis_name`` is given; a chain with different
+        params on each replica (``local_updates``, ``partial_average``), which a module cannot hold.
 
     Example:
       >>> import boostax, jax.numpy as jnp, optax
@@ -102,10 +102,10 @@ class Optimizer(nnx.Optimizer[_M]):
         checks.require(_WHO, "shard_optimizer", shard_optimizer, allowed, holds, hint)
         super().__init__(model, tx, wrt=wrt, **more)
         if self.mesh is not None:
-            # Restored to one device, it could not go into a program with the others.
+            # A program takes no counter that lies on one device beside params on a mesh.
             whole = NamedSharding(self.mesh, PartitionSpec())
             self.step.set_value(jax.device_put(self.step.get_value(), whole))
-            # What leads with the replicas has the metadata of a param, which does not.
+            # State with a leading dimension of replicas has the metadata of a param without it.
             is_variable = lambda x: isinstance(x, nnx.Variable)  # noqa: E731
             for variable in jax.tree.leaves(self.opt_state, is_leaf=is_variable):
                 if variable.has_metadata("out_sharding"):
@@ -119,34 +119,35 @@ class Optimizer(nnx.Optimizer[_M]):
     def value_and_grad(
         self, loss_fn: Callable[..., Any], *, has_aux: bool = False, **how: Any
     ) -> Callable[..., tuple[Any, PyTree]]:
-        """In the place of ``nnx.value_and_grad``: gradients as the chain wants them.
+        """Return a gradient function for the chain; it replaces ``nnx.value_and_grad``.
 
         Args:
-          loss_fn: ``loss_fn(model, *batch, **given)``; a scalar, or ``(loss, aux)``. What it
-            changes in the model (BatchNorm statistics, counters of dropout) is averaged over the
-            replicas and stays changed, unless some of it is not finite: by the loss, as in
-            ``nnx.value_and_grad``, and so also where a scaler skips the gradient.
+          loss_fn: ``loss_fn(model, *batch, **given)``; a scalar, or ``(loss, aux)``. Variables that
+            it changes in the model (BatchNorm statistics, counters of dropout) are averaged over
+            the replicas and stay changed, unless some of them are not finite. The loss changes
+            them, as in ``nnx.value_and_grad``, even if a scaler skips the gradient.
           has_aux: as in ``boostax.value_and_grad``: a ``boostax.Aux`` is combined, any other aux
             passes through.
-          **how: of ``boostax.value_and_grad``: ``microbatches``, ``policy``, ``accumulator_dtype``.
+          **how: ``microbatches``, ``policy`` and ``accumulator_dtype`` of
+            ``boostax.value_and_grad``.
 
         Returns:
           ``fn(model, *batch, active=None, **given)`` that returns ``(loss, grads)``. The rows of
-          ``batch`` are split over replicas and micro-batches, ``given`` is handed on whole.
-          ``active`` says what is differentiated; by default what the ``scheduled_freeze`` in ``tx``
-          trains next. Cost: that of ``boostax.value_and_grad``; over replicas one collective per
-          variable of the model that is no param, in every call.
+          ``batch`` are split over replicas and micro-batches; ``given`` is not split. ``active``
+          says which params are differentiated; by default those that the ``scheduled_freeze`` in
+          ``tx`` trains next. Cost: that of ``boostax.value_and_grad``; over replicas also one
+          collective in every call per variable of the model that is no param.
 
         Raises:
-          ValueError: a loss that leaves the model other variables, or sets params that ``wrt`` does
-            not name.
+          ValueError: a loss that leaves other variables in the model, or sets params that ``wrt``
+            does not name.
         """
         names = axes.canonical(_WHO, self.axis_name)
         where = {"mesh": self.mesh, "axis_name": self.axis_name} if names else {}
 
         def run(model: _M, *batch: Any, active: PyTree = None, **given: Any) -> tuple[Any, PyTree]:
             graph, params, keys, frozen, rest = self._split(model)
-            # With keys of its own, replicas may draw apart what they compute the loss of.
+            # With a key for each replica, a loss may draw its own data.
             fits = not names or bool(batch) or bool(jax.tree.leaves(keys))
             allowed = "given where rows are split over replicas"
             hint = "Let loss_fn take it: of what it closes over every replica has all."
@@ -155,7 +156,7 @@ class Optimizer(nnx.Optimizer[_M]):
 
             def loss(params: Any, batch: Any, model_state: Any, held: Any, **scales: Any) -> Any:
                 keys, frozen = held
-                # Replicas are to draw apart.
+                # Each replica draws other random numbers.
                 fold = lambda key: jax.random.fold_in(key, axes.index(names))  # noqa: E731
                 apart = jax.tree.map(fold, keys) if names else keys
                 whole: Any = nnx.merge(graph, params, apart, frozen, model_state)
@@ -171,7 +172,7 @@ class Optimizer(nnx.Optimizer[_M]):
             held = gathered(self.mesh, names, (keys, frozen)) if names else (keys, frozen)
             given_too: Any = {"active": active, "model_state": rest, "held": held}
             (value, aux), grads = fn(params, opt_state, batch, **given_too)
-            # An overflow in the forward pass reaches statistics before any gradient.
+            # An overflow in the forward pass reaches the statistics before any gradient.
             keep = all_finite(aux.told.model_state)
             put = lambda new, old: jnp.where(keep, new, old)  # noqa: E731
             nnx.update(model, jax.tree.map(put, aux.told.model_state, rest))
@@ -180,15 +181,15 @@ class Optimizer(nnx.Optimizer[_M]):
         return run
 
     def update(self, model: _M, grads: PyTree, /, **kwargs: Any) -> PyTree:
-        """As ``nnx.Optimizer.update``, but a step that a gate holds writes no param.
+        """Update the model as ``nnx.Optimizer.update`` does; a held step writes no param.
 
         Args:
-          model: whose params are changed.
-          grads: of ``value_and_grad``, or of ``nnx.grad`` where nothing scales or reduces.
-          **kwargs: handed to ``tx.update``.
+          model: the model whose params are changed.
+          grads: the result of ``value_and_grad``, or of ``nnx.grad`` if nothing scales or reduces.
+          **kwargs: arguments for ``tx.update``.
 
         Returns:
-          What was added to the params. Cost: who has no use for it pays nothing inside ``nnx.jit``.
+          The change of the params. Cost: none inside ``nnx.jit`` if the result is not used.
         """
         params = nnx.as_pure(nnx.state(model, self.wrt, **self.more))
         local = grads.local if replicas.is_per_replica(grads) else grads
@@ -203,13 +204,13 @@ class Optimizer(nnx.Optimizer[_M]):
         return jax.tree.map(jnp.subtract, new, params)
 
     def _split(self, model: Any) -> tuple[Any, ...]:
-        """The graph, and as arrays what is trained, keys of dropout, other params, and all else."""
+        """Return the graph, then the arrays of trained params, keys, other params and the rest."""
         filters = self.wrt, nnx.RngKey, nnx.Param, ...
         graph, *states = nnx.split(model, *filters, **self.more)
         return (graph, *nnx.as_pure(states))
 
     def _active(self, params: PyTree, opt_state: PyTree) -> PyTree:
-        """What is differentiated."""
+        """Return which params are differentiated."""
         if self.freezing is None:
             return True
         first, *others = self.freezing.freezing.plan(params).drawn
@@ -218,7 +219,7 @@ class Optimizer(nnx.Optimizer[_M]):
 
 
 def _require_kept(still: PyTree, frozen: PyTree, left: PyTree, state: PyTree) -> None:
-    """Refuse a loss that leaves other variables behind, or other params than it trains."""
+    """Refuse a loss that adds or removes variables, or that sets params it does not train."""
     mine, theirs = jax.tree.structure((still, left)), jax.tree.structure((frozen, state))
     hint = "Take out in the loss what it put in: nnx.pop(model, nnx.Intermediate)."
     allowed = f"one that leaves the model the variables that it has, {theirs}"
@@ -229,7 +230,7 @@ def _require_kept(still: PyTree, frozen: PyTree, left: PyTree, state: PyTree) ->
 
 
 def _aux(aux: auxiliary.Beside) -> PyTree:
-    """What the loss returned, combined."""
+    """Return the aux of the loss, combined over micro-batches and replicas."""
     own = aux.own.local if replicas.is_per_replica(aux.own) else aux.own
     if not own:
         return aux.told._replace(model_state=None)

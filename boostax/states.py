@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""States of the transformations by class, and what differs from replica to replica in them."""
+"""The state classes of the transformations, and the marks of state that differs by replica."""
 
 from typing import TYPE_CHECKING
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Drop-in forms of what Optax offers, on the transformations of boostax."""
+"""Drop-in forms of wrappers of Optax, built on the transformations of boostax."""
 
 from typing import TYPE_CHECKING
 

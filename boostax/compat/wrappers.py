@@ -5,7 +5,7 @@ Names, arguments and fields are Optax's. ``accumulate`` keeps the windows, and a
 """
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -18,13 +18,14 @@ from boostax._core.gate import GateState, Pending, counted, gate, gated, passed
 from boostax._core.replicas import PerReplica
 from boostax.accumulate.window import AccumulateState, accumulate
 
-PyTree = Any
-# Of updates, the optimizer steps so far and the params: whether to skip, and what to keep.
-ShouldSkip = Callable[[PyTree, jax.Array, PyTree], tuple[jax.Array, PyTree]]
+PyTree: TypeAlias = Any
+# It takes updates, the number of optimizer steps and the params, and returns whether to skip and
+# what to keep.
+ShouldSkip: TypeAlias = Callable[[PyTree, jax.Array, PyTree], tuple[jax.Array, PyTree]]
 
 
 class MultiStepsState(NamedTuple):
-    """State of ``MultiSteps``; what Optax has in fields is read by the same names.
+    """State of ``MultiSteps``, read by the names of Optax's fields.
 
     Attributes:
       kept: state of ``accumulate``; with ``should_skip_update_fn`` that of the gate around it.
@@ -38,29 +39,20 @@ class MultiStepsState(NamedTuple):
         return self.kept.inner_state if isinstance(self.kept, GateState) else self.kept
 
     @property
-    def mini_step(self) -> jax.Array:
-        """i32, micro-steps in the open window."""
-        return self.window.micro_step
-
-    @property
-    def gradient_step(self) -> jax.Array:
-        """i32, windows whose result was applied."""
-        return self.window.optimizer_steps
-
-    @property
-    def inner_opt_state(self) -> Any:
-        """State of the optimizer."""
-        return self.window.inner_state
-
-    @property
     def skip_state(self) -> PyTree:
-        """What ``should_skip_update_fn`` returned last; ``()`` without."""
+        """The last state that ``should_skip_update_fn`` returned; ``()`` without it."""
         return self.kept.own if isinstance(self.kept, GateState) else ()
 
     @property
     def acc_grads(self) -> PyTree:
         """Mean of the open window, computed when read; ``None`` for windows of one."""
-        return _opened(self.window, 1.0 / jnp.maximum(self.mini_step, 1))
+        return _opened(self.window, 1.0 / jnp.maximum(self.window.micro_step, 1))
+
+    mini_step = property(lambda x: x.window.micro_step, doc="i32, micro-steps in the open window.")
+    gradient_step = property(
+        lambda x: x.window.optimizer_steps, doc="i32, windows whose result was applied."
+    )
+    inner_opt_state = property(lambda x: x.window.inner_state, doc="State of the optimizer.")
 
 
 class MultiStepsSumState(MultiStepsState):
@@ -76,12 +68,13 @@ class MultiStepsSumState(MultiStepsState):
         return _opened(self.window, 1.0)
 
 
-def _opened(state: AccumulateState, share: Any) -> PyTree:
-    """The share of an open window's sum; zeros of a closed one, which is stale, NaN and all."""
+def _opened(state: AccumulateState, share: float | jax.Array) -> PyTree:
+    """Multiply the sum of an open window; return zeros for a closed one, which is stale."""
     window = state.window
     window = window.local if isinstance(window, PerReplica) else window
     if window is None:
         return None
+    # A stale sum may hold NaN, which no product with zero removes.
     read = lambda x: jnp.where(state.micro_step > 0, x * share, 0).astype(x.dtype)  # noqa: E731
     return jax.tree.map(read, window.grads)
 
@@ -90,7 +83,7 @@ class MultiSteps:
     """``optax.MultiSteps`` on ``accumulate``: the optimizer runs once per window, in a branch.
 
     With ``boostax.all_reduce`` in ``opt`` and local gradients (``axis_name``) replicas reduce once
-    per window. No buffer is reset: what was not finite in one window is in no later one. Through
+    per window. No buffer is reset: a NaN in one window reaches no later one. With
     ``boostax.apply_gradients`` a micro-step writes no params.
 
     Differs from Optax: ``opt`` computes in f32 or wider, and updates are in the dtypes of the
@@ -101,21 +94,21 @@ class MultiSteps:
     Args:
       opt: the optimizer.
       every_k_schedule: micro-steps per window, or a function of the windows applied so far.
-      use_grad_mean: whether ``opt`` gets their mean; else their sum.
+      use_grad_mean: whether ``opt`` gets the mean of a window, or its sum.
       should_skip_update_fn: ``fn(updates, gradient_step, params) -> (skip, skip_state)``, such as
-        ``optax.skip_not_finite``; a skipped micro-step leaves all but ``skip_state``. With
-        ``axis_name`` one replica's skip is everyone's, and of ``skip_state`` the largest is kept.
-      accumulator_dtype: of the sum.
-      axis_name: replica axis (or axes): gradients are then local; see
+        ``optax.skip_not_finite``; a skipped micro-step changes nothing but ``skip_state``. With
+        ``axis_name`` all replicas skip if one does, and keep the largest ``skip_state``.
+      accumulator_dtype: dtype of the sum.
+      axis_name: replica axis (or axes); gradients are then local, see
         ``boostax.train.local_params``.
 
     Attributes:
       inner_opt: the optimizer.
       init: makes a ``MultiStepsState``.
-      update: as Optax's. ``boostax.apply_gradients``, ``make_train_step`` and ``flush`` take what
-        ``gradient_transformation()`` returns. Cost: as ``accumulate``; with
-        ``should_skip_update_fn`` what that reads, and with ``axis_name`` 4 bytes on the wire per
-        call and for each number in ``skip_state``.
+      update: as in Optax. Pass ``gradient_transformation()`` to ``boostax.apply_gradients``,
+        ``make_train_step`` and ``flush``. Cost: as ``accumulate``; with ``should_skip_update_fn``
+        also its reads, and with ``axis_name`` 4 bytes on the wire per call and for each number in
+        ``skip_state``.
 
     Raises:
       ValueError, TypeError: windows below one; as ``accumulate``; at trace time, a skip that is no
@@ -159,7 +152,7 @@ class MultiSteps:
 
         kind = MultiStepsState if use_grad_mean else MultiStepsSumState
 
-        # The rule of the gate is given the count of steps besides, which the window keeps already.
+        # The rule of the gate also gets the count of steps, which the window keeps already.
         def wrap(kept: Any) -> MultiStepsState:
             return kind(kept if skips is None else kept._replace(own=kept.own[1]))
 
@@ -170,18 +163,18 @@ class MultiSteps:
         self.init, self.update = _renamed(who, tx, wrap, unwrap)
 
     def has_updated(self, state: MultiStepsState) -> jax.Array:
-        """Whether the last call closed a window whose result was applied."""
+        """Return whether the last call closed a window whose result was applied."""
         return passed(state)
 
     def gradient_transformation(self) -> optax.GradientTransformationExtraArgs:
-        """``init`` and ``update`` as one of Optax's, the gate and extra arguments with them."""
+        """Return ``init`` and ``update`` as one transformation that takes extra arguments."""
         return optax.GradientTransformationExtraArgs(self.init, self.update)
 
 
 def _skipping(
     tx: optax.GradientTransformation, skips: ShouldSkip, axis_name: axes.AxisName | None
 ) -> optax.GradientTransformationExtraArgs:
-    """A gate around the window, which keeps ``(gradient_step, skip_state)``."""
+    """Put a gate around the window, which keeps ``(gradient_step, skip_state)``."""
     who, argument = "MultiSteps", "should_skip_update_fn"
     names = axes.canonical(who, axis_name)
 
@@ -191,7 +184,7 @@ def _skipping(
         allowed = "a function that returns (skip, skip_state), skip a bool scalar"
         plain = jnp.shape(skip) == () and jnp.result_type(skip) == jnp.bool_
         checks.require(who, argument, skip, allowed, plain, "optax.skip_not_finite is one.")
-        if names:  # Of bools there is no maximum over replicas.
+        if names:  # Adding 0 makes an integer of a bool, which has no maximum over replicas.
             kept = jax.tree.map(lambda x: axes.largest(x + 0, names), kept)
         return jnp.logical_not(skip), (step, kept)
 
@@ -206,7 +199,7 @@ def _skipping(
 def _renamed(
     who: str, tx: optax.GradientTransformation, wrap: Callable[..., Any], unwrap: Callable[..., Any]
 ) -> optax.GradientTransformationExtraArgs:
-    """A gate whose state goes by other names: in ``kept`` of what ``wrap`` makes of it."""
+    """Make a gate whose state ``wrap`` puts into the field ``kept`` of another class."""
     update: Any = tx.update
 
     @describe(who, "nothing", inner={"kept": tx})
@@ -224,33 +217,22 @@ def _renamed(
 
 
 class ApplyIfFiniteState(NamedTuple):
-    """State of ``apply_if_finite``; what Optax has in fields is read by the same names.
+    """State of ``apply_if_finite``, read by the names of Optax's fields.
 
     Attributes:
-      kept: state of the gate.
+      kept: state of the gate: its inner state, and the counts of the rule in ``own``.
     """
 
     kept: GateState
 
-    @property
-    def notfinite_count(self) -> jax.Array:
-        """i32, steps in a row whose gradients were not finite."""
-        return self.kept.own[0]
-
-    @property
-    def last_finite(self) -> jax.Array:
-        """bool, whether the last gradients were finite; True before the first."""
-        return self.kept.own[1]
-
-    @property
-    def total_notfinite(self) -> jax.Array:
-        """i32, all such steps."""
-        return self.kept.own[2]
-
-    @property
-    def inner_state(self) -> Any:
-        """State of the inner transformation."""
-        return self.kept.inner_state
+    inner_state = property(lambda x: x.kept.inner_state, doc="State of the inner transformation.")
+    notfinite_count = property(
+        lambda x: x.kept.own[0], doc="i32, steps in a row whose gradients were not finite."
+    )
+    last_finite = property(
+        lambda x: x.kept.own[1], doc="bool, whether the last gradients were finite; True at first."
+    )
+    total_notfinite = property(lambda x: x.kept.own[2], doc="i32, all such steps.")
 
 
 def apply_if_finite(
@@ -259,17 +241,18 @@ def apply_if_finite(
     *,
     axis_name: axes.AxisName | None = None,
 ) -> optax.GradientTransformationExtraArgs:
-    """``optax.apply_if_finite`` as a gate: skips what is not finite, and in the end gives in.
+    """Skip steps whose gradients are not finite, until there are too many of them in a row.
 
-    Through ``boostax.apply_gradients`` a skipped step writes no params; with ``axis_name`` replicas
-    agree. That bad gradients are applied after ``max_consecutive_errors`` is what Optax documents;
-    ``static_loss_scale(inner, 1.0)`` never does. Differs from Optax: ``inner`` computes in f32 or
-    wider, updates are in the dtypes of the params, and gradients of integers are refused.
+    ``optax.apply_if_finite`` as a gate. With ``boostax.apply_gradients`` a skipped step writes no
+    params; with ``axis_name`` replicas agree. After ``max_consecutive_errors`` bad gradients are
+    applied, as Optax documents; ``static_loss_scale(inner, 1.0)`` never applies them. Differs from
+    Optax: ``inner`` computes in f32 or wider, updates are in the dtypes of the params, and
+    gradients of integers are refused.
 
     Args:
       inner: the optimizer.
-      max_consecutive_errors: bad steps in a row that are skipped; the next one is applied.
-      axis_name: as in ``dynamic_loss_scale``.
+      max_consecutive_errors: how many bad steps in a row are skipped; the next one is applied.
+      axis_name: see ``dynamic_loss_scale``.
 
     Returns:
       A transformation with an ``ApplyIfFiniteState``. Cost: 14 bytes; one read of the gradients;

@@ -145,8 +145,9 @@ def _finish(options: Any) -> dict[str, Any]:
 def _basis(options: Any) -> Any:
     """Read a basis from a source; without a source return the recorder of snapshots, if any."""
     source, count, tree = options.source, options.n_components, options.tree
+    folder: Any = options.weight_load_dir
+    matrix: Any = options.pca_mat_path
     checks.positive_int("", "n_components", count, "It counts directions.")
-    folder, matrix = (getattr(options, name) for name in FILES)
     fits, hint = folder is None or matrix is None, "The one or the other makes the basis."
     checks.require("", FILES[0], folder, "left out with pca_mat_path", fits, hint)
     given = folder is not None or matrix is not None

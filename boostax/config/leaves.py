@@ -146,7 +146,7 @@ def spot(path: Path) -> str:
     return trees.path_name(path) or "the root"
 
 
-def _from_multi_steps(x: optax.MultiStepsState) -> dict[str, Any]:
+def _from_multi_steps(x: Any) -> dict[str, Any]:
     """Return the fields of ``accumulate``, whose window is a sum; that of MultiSteps is a mean."""
     sums = jax.tree.map(lambda g: g * x.mini_step, trees.at_least_float32(x.acc_grads))
     closed = (x.gradient_step > 0) & (x.mini_step == 0)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Audit any program for the machine it is compiled for: memory, collectives, traffic, waste."""
+"""Audit a compiled program for its machine: memory, collectives, traffic, waste."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import dataclasses
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import field
-from typing import Any
+from typing import Any, TypeAlias
 
 import jax
 import optax
@@ -25,17 +25,17 @@ from boostax.inspect.targets import Argument, compile_program
 from boostax.inspect.traffic import cycles, traffic
 from boostax.inspect.waste import Waste, wastes
 
-PyTree = Any
+PyTree: TypeAlias = Any
 WHO = "audit"
 
 
 @dataclasses.dataclass(frozen=True)
 class Buffer:
-    """An argument.
+    """An argument and its size.
 
     Attributes:
       path: its position among the arguments: ``[0].opt_state.mu['w']``.
-      bytes: on one device.
+      bytes: its bytes on one device.
     """
 
     path: str
@@ -46,34 +46,34 @@ class Buffer:
 class Audit:
     """The counts of a compiled program. ``print`` says them in words.
 
-    Counts are per call and device. Where branches differ they are ``(least, most)``: with the
-    cheapest branch of every conditional (a call that a gate holds) and with the dearest (one that
-    it lets through).
+    Counts are per call and device. If branches differ, a count is ``(least, most)``: with the
+    cheapest branch of every conditional (a call that a gate holds) and with the dearest (a call
+    that applies).
 
     Attributes:
-      target: what it was compiled for.
-      devices: that run it together.
-      params: elements of the params, on all devices together; 0 if not known.
-      params_bytes: of the params on one device.
-      calls: calls per optimizer step, of which one takes the dearest way.
-      donated_in_vain: donated arguments that no result takes over.
-      not_donated: arguments that come back as results of their type, and are not donated.
-      collectives: in the order of the schedule.
-      reduced: elements that go into all-reduces and reduce-scatters.
-      gathered: elements that come out of all-gathers.
-      wire_bytes: that the device sends, by the formula of a ring.
-      crossing_bytes: of these, to another slice; of a single slice, to another host.
+      target: the machine that it was compiled for.
+      devices: the number of devices that run it together.
+      params: elements of the params on all devices together; 0 if not known.
+      params_bytes: bytes of the params on one device.
+      calls: calls per optimizer step, one of which takes the dearest path.
+      donated_in_vain: donated arguments whose buffers no result takes over.
+      not_donated: arguments that are returned with the same type and are not donated.
+      collectives: the collectives in the order of the schedule.
+      reduced: elements that all-reduces and reduce-scatters take in.
+      gathered: elements that all-gathers return.
+      wire_bytes: bytes that a device sends, by the formula of a ring.
+      crossing_bytes: the ``wire_bytes`` sent to another slice; on a single slice, to another host.
       traffic: bytes that operations read and write in memory (HBM).
-      cycles: that a TPU's compiler estimates, without the network; ``None`` of the others.
-      temporary_bytes, argument_bytes, output_bytes, aliased_bytes: as XLA plans its buffers.
-      overlap: the share of ``wire_bytes`` with work between the start of a collective and its end;
+      cycles: the estimate of a TPU's compiler, without the network; ``None`` for other machines.
+      temporary_bytes, argument_bytes, output_bytes, aliased_bytes: buffers as XLA plans them.
+      overlap: the share of ``wire_bytes`` with work between the start and the end of a collective;
         ``None`` without collectives.
-      flops: floating-point operations that XLA counts, the body of a loop once; NaN if it does not.
-      unknown_loops: loops whose turns the compiler does not say: what is in them counts once.
-      compile_seconds: that the compiler took; NaN of a program that was compiled before.
-      findings: what is wasted, with the mend.
-      window: the state of a window among the arguments while ``calls`` is 1: counts are those of a
-        call, not of an optimizer step; else empty.
+      flops: floating-point operations by XLA's count, the body of a loop once; NaN without a count.
+      unknown_loops: loops whose number of turns is unknown: their bodies count once.
+      compile_seconds: the time of compilation; NaN if the program was compiled before.
+      findings: waste, with the mend.
+      window: the state of a window among the arguments while ``calls`` is 1, so that counts are of
+        a call and not of an optimizer step; else empty.
       text: the program.
     """
 
@@ -85,7 +85,7 @@ class Audit:
     donated_in_vain: tuple[Buffer, ...]
     not_donated: tuple[Buffer, ...]
     collectives: tuple[CompiledCollective, ...]
-    # The words of a row of the table, and the field of which it is printed as a multiple.
+    # The words of a row of the table, and the field in whose multiples it is printed.
     reduced: Ways = field(metadata={"elements reduced": "params"})
     gathered: Ways = field(metadata={"elements gathered": "params"})
     wire_bytes: Ways = field(metadata={"bytes sent": "params_bytes"})
@@ -105,7 +105,7 @@ class Audit:
     window: str = ""
 
     def per_step(self, ways: Ways) -> float:
-        """Add up an optimizer step: ``calls - 1`` calls that are held, and one that applies."""
+        """Add up an optimizer step: ``calls - 1`` held calls, and one that applies."""
         return (self.calls - 1) * ways.least + ways.most
 
     @property
@@ -120,11 +120,11 @@ class Audit:
 
     @property
     def temporaries(self) -> float:
-        """Temporary bytes as a multiple of the params' on one device."""
+        """Temporary bytes as a multiple of the bytes of the params on one device."""
         return self.temporary_bytes / self.params_bytes if self.params_bytes else math.nan
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the same as plain data for JSON, without the text."""
+        """Return plain data for JSON, without the text."""
         measured = {name: getattr(self, name) for name in ("reductions", "gathers", "temporaries")}
         return {x: y for x, y in dataclasses.asdict(self).items() if x != "text"} | measured
 
@@ -140,32 +140,33 @@ def audit(
     calls: int = 1,
     depth: int | None = None,
 ) -> Audit:
-    """Say what a program sends, keeps and copies, in the program that the compiler makes of it.
+    """Compile a program and count what it sends, keeps and copies.
 
-    Any program: a function or ``jax.jit`` of one with its arguments, a ``TrainStep`` with state and
-    batch, or what ``lower()`` or ``compile()`` returned. Nothing is run, and arguments may be
-    ``jax.ShapeDtypeStruct``. With a target it is compiled for devices that need not be here: what
-    is true of one compiler is often not of another.
+    The program is a function or ``jax.jit`` of one with its arguments, a ``TrainStep`` with state
+    and batch, or the result of ``lower()`` or ``compile()``. Nothing runs, and arguments may be
+    ``jax.ShapeDtypeStruct``. With a target it is compiled for devices that need not be present:
+    counts of one compiler often do not hold for another.
 
     Args:
       program: see above.
-      *args: its arguments; none with what is lowered or compiled already.
+      *args: its arguments; none if it is lowered or compiled.
       target: see ``boostax.inspect.target_devices``; ``None`` for the devices of the arguments,
-        which may be those of a target as well. A program over a mesh at hand moves to a target of
-        as many.
-      params: a tree by whose size counts are measured; by default ``.params`` of the first argument
-        if it has them, else the first argument. With ``jax.pmap``, whose params are stacked, pass
-        those of one replica.
-      calls: per optimizer step: the window of ``boostax.accumulate`` or ``optax.MultiSteps``.
-      depth: of a ``TrainStep`` with ``scheduled_freeze``: groups frozen; the coming one by default.
+        which may be those of a target. A program over a present mesh moves to a target with as many
+        devices.
+      params: the tree whose size is the unit of counts; by default ``.params`` of the first
+        argument if it has them, else the first argument. ``jax.pmap`` stacks its params: pass those
+        of one replica.
+      calls: calls per optimizer step: the window of ``boostax.accumulate`` or ``optax.MultiSteps``.
+      depth: the number of frozen groups of a ``TrainStep`` with ``scheduled_freeze``; by default
+        that of the next call.
 
     Returns:
-      An ``Audit``. Cost: a trace and a compilation, of a billion params for 256 devices about a
-      minute, several where layers are not scanned.
+      An ``Audit``. Cost: a trace and a compilation; for a billion params on 256 devices about a
+      minute, several minutes if layers are not scanned.
 
     Raises:
-      ValueError, TypeError: a target or a program that it does not know, or that cannot be moved.
-      RuntimeError: the target's compiler is not installed.
+      ValueError, TypeError: an unknown target or program, or a program that cannot be moved.
+      RuntimeError: the compiler of the target is not installed.
 
     Example:
       >>> import boostax, jax, jax.numpy as jnp
@@ -229,7 +230,7 @@ def _sent(program: hlo.Program, listed: Sequence[Any], mesh: Mesh | None) -> dic
 
 
 def _window(args: Any) -> str:
-    """Return the path of a window of ``accumulate`` or ``optax.MultiSteps``; else empty."""
+    """Return the path of a window of ``accumulate`` or ``optax.MultiSteps``, if there is one."""
 
     def holds(x: Any) -> bool:
         ours = isinstance(x, AccumulateState) and x.window is not None
@@ -241,7 +242,7 @@ def _window(args: Any) -> str:
 
 
 def _buffers(program: hlo.Program, arguments: Sequence[Argument]) -> dict[str, Any]:
-    """Return arguments donated in vain, and those that could be donated and are not."""
+    """Find arguments that are donated in vain, and those that could be donated and are not."""
     used = [x for x in arguments if x.sharding is not None]
     body = program.computations[program.entry].values()
     types = {int(i.literal): i.result[0][:2] for i in body if i.op == "parameter"}
@@ -251,7 +252,7 @@ def _buffers(program: hlo.Program, arguments: Sequence[Argument]) -> dict[str, A
     kept = {used[i].path for i in program.aliased}
     given = [x for x in arguments if x.info.donated and 0 not in x.info.shape]
     in_vain = [x for x in given if x.path not in kept]
-    # Results that stand in buffers of their own, by type: some argument might have given its own.
+    # The results in new buffers, by type: an argument of the type could have been donated.
     free = collections.Counter(x[:2] for i in body if i.root for x in i.result)
     free -= collections.Counter(types[i] for i in program.aliased)
     not_donated: list[Argument] = []
@@ -266,7 +267,7 @@ def _buffers(program: hlo.Program, arguments: Sequence[Argument]) -> dict[str, A
 
 
 def _sizes(params: PyTree) -> list[tuple[tuple[int, ...], int]]:
-    """Return each leaf's shape, without the replicas' dimension, and its bytes on one device."""
+    """Return each leaf's shape, without a dimension of replicas, and its bytes on one device."""
     return [
         (x.shape[is_per_replica(node) :], _local_bytes(x, getattr(x, "sharding", None)))
         for node in jax.tree.leaves(params, is_leaf=is_per_replica)

@@ -17,7 +17,7 @@ from jax.sharding import Mesh
 from boostax.inspect.hlo import Array, Instruction, Program, Site, bits, unreadable
 
 REDUCES = ("all-reduce", "reduce-scatter")
-# The names that XLA gives to JAX's collectives.
+# XLA's names for the collectives of JAX.
 _KINDS = {
     **dict.fromkeys(("psum", "pmax", "pmin"), "all-reduce"),
     "reduce_scatter": "reduce-scatter",
@@ -25,7 +25,7 @@ _KINDS = {
     "all_to_all": "all-to-all",
     "ppermute": "collective-permute",
 }
-# Bytes that one device sends on a ring, per byte of what it puts in, for n devices.
+# Bytes that one of n devices sends on a ring, per byte of its operand.
 RING: Mapping[str, Callable[[int], float]] = {
     "all-reduce": lambda n: 2 * (n - 1) / n,
     "reduce-scatter": lambda n: (n - 1) / n,
@@ -34,12 +34,12 @@ RING: Mapping[str, Callable[[int], float]] = {
     "ragged-all-to-all": lambda n: (n - 1) / n,
     **dict.fromkeys(("collective-permute", "collective-broadcast", "send"), lambda n: 1),
 }
-# The collective that permutes in such a computation do together.
+# The collective that the permutes in a computation of this name do together.
 _WINDOWED = {
     "windowed_dot_general_body_ag": "all-gather",
     "windowed_dot_general_body_rs": "reduce-scatter",
 }
-# What computes, and can hide a transfer that is under way.
+# Operations that compute, and can hide a transfer.
 _WORK = frozenset(
     "fusion custom-call reduce dot convolution sort while conditional call copy".split()
 )
@@ -50,25 +50,26 @@ class CompiledCollective:
     """One collective of a compiled program.
 
     Attributes:
-      kind: ``all-reduce``, ``reduce-scatter`` (of a TPU also an all-reduce that is scattered in the
+      kind: ``all-reduce``, ``reduce-scatter`` (on a TPU also an all-reduce that is scattered in the
         same fusion), ``all-gather``, ``all-to-all``, ``collective-permute``, ``send``, ...
-      does: the same, but for the permutes of a matrix product in windows the collective that they
-        do together: a TPU's compiler gathers weights and scatters their gradients so.
-      dtypes: of the elements in the compiled program; those packed in u32 by their own name.
-      elements: of one execution and device: put in, or of an all-gather the result.
-      operands: the same of each array.
-      bytes: put in by one device and execution.
-      executions: per call, trip counts of loops multiplied out.
-      devices: in a group.
-      axes: mesh axes it runs over; empty where the mesh is not known or no axes fit.
+      does: the kind, except for the permutes of a windowed matrix product, by which a TPU's
+        compiler gathers weights and scatters their gradients: the collective that they do together.
+      dtypes: dtypes of the elements in the compiled program; elements packed in u32 by their own.
+      elements: elements of one execution on one device: its operands, or the result of an
+        all-gather.
+      operands: the elements of each array.
+      bytes: bytes of the operands of one execution on one device.
+      executions: executions per call, multiplied by the trip counts of loops.
+      devices: devices in a group.
+      axes: the mesh axes that it runs over; empty if the mesh is unknown or no axes fit.
       crosses: ``"slice"`` or ``"host"`` if a group spans several, else ``""``.
-      branches: branches it stands in, outermost first; empty if every call runs it.
-      loops: loops it stands in.
-      widened: whether the compiler widened the dtype that the program asks for. Of what was
-        compiled before, only widened sums of a CPU or GPU are known.
+      branches: the branches around it, outermost first; empty if every call runs it.
+      loops: the loops around it.
+      widened: whether the compiler widened the dtype that the program asks for. For a program that
+        was compiled before, only widened sums of a CPU or GPU are known.
       overlapped: whether something is computed between its start and its end.
-      source: ``file:line``, where the compiler kept it.
-      name: of JAX's operation: ``jit(step)/shard_map/psum``.
+      source: ``file:line``, if the compiler kept it.
+      name: the name of JAX's operation: ``jit(step)/shard_map/psum``.
     """
 
     kind: str
@@ -97,29 +98,28 @@ class CompiledCollective:
 def compiled_collectives(
     program: Program, mesh: Mesh | None = None, jaxpr: Any = None
 ) -> tuple[CompiledCollective, ...]:
-    """Return all collectives in the order of the schedule; ``jaxpr`` is the program traced."""
+    """Return all collectives in the order of the schedule; ``jaxpr`` is the traced program."""
     found: dict[Any, CompiledCollective] = {}
     for site in program.sites:
         i = site.instruction
         kind = i.op.removesuffix("-start")
         if kind not in RING or (kind == "send" and "megascale" not in i.attributes):
             continue
-        # On a TPU a transfer that is under way stands in each fusion that carries it on, of loops
-        # inside as well.
+        # On a TPU every fusion that continues a transfer contains it, also those of inner loops.
         carried = "async_collective_fusion_config" in i.attributes
         channel, chain = i.attribute(r"channel_id=(\d+)"), i.attribute(r'chain_id="(\d+)"')
         transfer = (channel, chain, site.branches) if carried else len(found)
         if transfer not in found:
             found[transfer] = _collective(program, site, kind, mesh, carried)
     listed = found.values()
-    # Kinds that JAX asked for in elements of so many bits, of which none of the kind has now.
+    # Kinds and bits that JAX asked for, and that no collective of the kind has now.
     kept = {(c.kind, bits(dtype)) for c in listed for dtype in c.dtypes}
     lost = set(_asked(jaxpr)) - kept
     return tuple(dataclasses.replace(c, widened=c.widened or _lost(c, lost)) for c in listed)
 
 
 def _asked(jaxpr: Any) -> Iterator[tuple[str, int]]:
-    """Yield the kind of each collective that JAX asked for, with the bits of its elements."""
+    """Yield the kind of each collective that JAX asked for, and the bits of its elements."""
     for eqn in () if jaxpr is None else jaxpr.eqns:
         kind = _KINDS.get(eqn.primitive.name.removesuffix("_invariant"))
         if kind and (eqn.params.get("axes") or eqn.params.get("axis_name")):
@@ -130,7 +130,7 @@ def _asked(jaxpr: Any) -> Iterator[tuple[str, int]]:
 
 
 def _lost(c: CompiledCollective, lost: set[tuple[str, int]]) -> bool:
-    """Return whether one of JAX's own collectives has a wider dtype than one that was lost."""
+    """Return whether a collective of JAX has a wider dtype than one that was lost."""
     asked = c.name.rpartition("/")[2].removesuffix("_invariant") in _KINDS
     widest = max(map(bits, c.dtypes), default=0)
     return asked and any(kind == c.kind and narrow < widest for kind, narrow in lost)
@@ -146,7 +146,7 @@ def _collective(
         kind = "reduce-scatter"
     windows = _WINDOWED.items() if kind == "collective-permute" else ()
     does = next((whole for name, whole in windows if name in site.computation), kind)
-    # The results of a start name its operands first.
+    # The results of a start begin with its operands.
     arrived = i.result[len(given) * i.op.endswith("-start") :]
     reducer = i.attribute(r"to_apply=%([\w.\-]+)")
     packed = _packed(program, reducer, given)
@@ -156,7 +156,7 @@ def _collective(
     axes, crosses = _place(groups, mesh)
     if kind == "send":
         axes, crosses = slice_axes(mesh), "slice"
-    # The compiler may name and place a fusion alone, and not its parts.
+    # The compiler may keep name and source of a fusion only, and not of its parts.
     said = (i, site.caller.instruction) if site.caller is not None and site.fused else (i,)
     names = (x.attribute(r'op_name="([^"]*)"') for x in said)
     return CompiledCollective(
@@ -180,7 +180,7 @@ def _collective(
 
 
 def _packed(program: Program, reducer: str, given: Sequence[Array]) -> str | None:
-    """Return the narrow dtype that a TPU adds up two or four at a time in u32."""
+    """Return the narrow dtype that a TPU packs by two or four into u32 and adds up."""
     if any(x.dtype != "u32" for x in given):
         return None
     inside = program.computations.get(reducer, {}).values()
@@ -207,7 +207,7 @@ _ALONG = r"replica_groups=mesh\[([^\]]*)\](?:, device_ids=\(" + _IOTA + r"\))? \
 
 
 def _groups(instruction: Instruction, devices: int) -> list[tuple[int, ...]]:
-    """Return the groups of devices that communicate, by their numbers in the program."""
+    """Return the groups of communicating devices, by their numbers in the program."""
     if listed := instruction.attribute(_LISTED):
         return [tuple(_numbers(group)) for group in re.findall(r"\{([\d,]+)\}", listed)]
     if iota := re.search(r"replica_groups=\[([\d,]+)\]<=" + _IOTA, instruction.attributes):
@@ -217,7 +217,7 @@ def _groups(instruction: Instruction, devices: int) -> list[tuple[int, ...]]:
         mesh, dims, order, axes = named.groups()
         sizes = {name: int(size) for name, size in re.findall(r"'([^']*)'=(\d+)", mesh)}
         along = re.findall(r"'([^']*)'(?::\((\d+)\)(\d+))?", axes)
-        # A part of an axis: so many before it, and its size.
+        # A part of an axis is written as the size before it and its own size.
         parts = {name: (int(before or 1), int(size or sizes[name])) for name, before, size in along}
         if len(parts) == len(along):
             cut = ((*parts.get(name, (1, size)), size) for name, size in sizes.items())
@@ -235,7 +235,7 @@ def _groups(instruction: Instruction, devices: int) -> list[tuple[int, ...]]:
 def _rows(
     dims: list[int], order: list[int], shape: list[int], along: list[int]
 ) -> list[tuple[int, ...]]:
-    """Return groups along axes of a mesh: devices numbered in ``dims``, transposed, reshaped."""
+    """Return groups along mesh axes: numbers in the shape ``dims``, transposed and reshaped."""
     numbers = np.arange(math.prod(dims)).reshape(dims)
     box = (numbers.transpose(order) if order else numbers).reshape(shape)
     size = math.prod(shape[axis] for axis in along)
@@ -248,14 +248,14 @@ def _numbers(text: str | None) -> list[int]:
 
 
 def _place(groups: Sequence[tuple[int, ...]], mesh: Mesh | None) -> tuple[tuple[str, ...], str]:
-    """Return the mesh axes over which groups span, and whether they span slices or hosts."""
+    """Return the mesh axes that groups span, and whether they span slices or hosts."""
     if mesh is None:
         return (), ""
     devices = mesh.devices.flat
     spans = lambda key: any(len({key(devices[n]) for n in group}) > 1 for group in groups)  # noqa: E731
     at = [np.transpose(np.unravel_index(group, mesh.devices.shape)) for group in groups]
     varies = np.any([(place != place[0]).any(axis=0) for place in at], axis=0)
-    # A group over mesh axes holds every device along them: no two groups share the other axes.
+    # A group over mesh axes holds every device along them, so no two groups share the other axes.
     apart = {tuple(place[0][~varies]) for place in at}
     whole = len(apart) == len(set(map(frozenset, groups)))
     axes = tuple(itertools.compress(mesh.axis_names, varies)) if whole else ()

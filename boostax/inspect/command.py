@@ -1,11 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Command ``boostax audit module:function``: print what a program sends, keeps and wastes.
 
-The function builds the program: it returns it with its arguments, which may be
-jax.ShapeDtypeStruct, such as (step, state, batch). With a parameter it is given the devices to
-build it for: those of the target, or those at hand.
-
-The standard library parses the arguments, so that it runs where jax, optax and numpy are all.
+The function builds the program and returns it with its arguments, such as (step, state, batch);
+they may be jax.ShapeDtypeStruct. If the function has a parameter, it gets the devices to build the
+program for: those of the target, or those at hand.
 """
 
 from __future__ import annotations
@@ -26,7 +24,7 @@ import jax
 from boostax.inspect.audit import Audit, audit
 from boostax.inspect.targets import target_devices
 
-# What may be limited, and in which units.
+# The counts that may be limited, and their units.
 _LIMITS = {
     "reductions": "per optimizer step, in multiples of the params",
     "gathers": "likewise",
@@ -36,7 +34,7 @@ _LIMITS = {
 
 
 def run(argv: Sequence[str]) -> int:
-    """Print the audit; return 1 if a limit is passed or the program cannot be audited."""
+    """Print the audit; return 1 if a limit is exceeded or the program cannot be audited."""
     given = _parser().parse_args(argv)
     try:
         with held_back():
@@ -52,23 +50,23 @@ def run(argv: Sequence[str]) -> int:
 
 
 def _passed(given: argparse.Namespace, found: Audit) -> Iterator[str]:
-    """Yield the limits that are passed."""
+    """Yield the limits that are exceeded."""
     if found.window and given.max_reductions is not None:
         step = f"a call is not an optimizer step: {found.window} is a window's."
         yield f"{step} Say --calls, the calls of one."
     for name in _LIMITS:
         value, limit = getattr(found, name), getattr(given, f"max_{name}")
         value = len(value) if name == "findings" else value
-        # What is not known (NaN) passes no limit.
+        # An unknown count (NaN) exceeds every limit.
         if limit is not None and not value <= limit:
             yield f"{name} {value:.2f}, more than {limit:g}"
 
 
 @contextlib.contextmanager
 def held_back() -> Generator[None]:
-    """Hold back what compilers write to the descriptor of stderr; print it if something fails.
+    """Hold back what compilers write to the descriptor of stderr, and print it on a failure.
 
-    Python's own writes to ``sys.stderr``, such as warnings, pass.
+    Writes of Python to ``sys.stderr``, such as warnings, are not held back.
     """
     with tempfile.TemporaryFile() as held, os.fdopen(os.dup(2), "w", buffering=1) as shown:
         ours = shown if sys.stderr is sys.__stderr__ else sys.stderr
@@ -85,7 +83,7 @@ def held_back() -> Generator[None]:
 
 
 def _audited(given: argparse.Namespace) -> Audit:
-    # A plugin for devices that are not here fails, and then compiles for none either.
+    # A plugin whose devices are absent fails to start, and then compiles nothing.
     if given.cpu_devices or (given.target and not getattr(jax.config, "jax_platforms", None)):
         jax.config.update("jax_platforms", "cpu")
     if given.cpu_devices:
@@ -114,7 +112,7 @@ def _function(name: str) -> Any:
 
 
 def _parser() -> argparse.ArgumentParser:
-    # It keeps the line breaks of the text.
+    # This formatter keeps the line breaks of the text.
     form = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser("boostax audit", description=__doc__, formatter_class=form)
     add = parser.add_argument

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Explain a chain or a train step: its parts, their bytes, and what is in wrong order."""
+"""Explain a chain or a train step: its parts, their bytes, and parts in a wrong order."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import functools
 import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple, cast, get_args
+from typing import Any, NamedTuple, TypeAlias, cast, get_args
 
 import jax
 import jax.numpy as jnp
@@ -30,7 +30,7 @@ from boostax.inspect.tables import Cells, aligned
 from boostax.train.compiled import TrainStep
 from boostax.train.state import TrainState
 
-PyTree = Any
+PyTree: TypeAlias = Any
 _WHO = "explain"
 
 
@@ -38,19 +38,19 @@ class PartCost(NamedTuple):
     """A part of a chain and its costs, on each device.
 
     Attributes:
-      name: of the factory.
+      name: the name of its factory.
       depth: the number of parts around it.
       role: the kind of part; ``"unknown"`` if boostax does not know it.
       what: the first line of its documentation.
-      state_bytes: bytes that it keeps, beside those of the parts in it; ``None`` if its state
+      state_bytes: bytes that it keeps, without those of the parts in it; ``None`` if its state
         could not be told from that of the part around it, which then counts it.
-      copies: the same in multiples of the params' bytes.
-      own_bytes: of these, what each replica has to itself.
+      copies: ``state_bytes`` in multiples of the bytes of the params.
+      own_bytes: the ``state_bytes`` that differ from replica to replica.
       collectives: how many it sends per step, by kind.
-      wire_bytes: bytes that it sends per step, as the formula of a ring counts; ``None`` if an
-        earlier part has the same name in the same place, which then counts both. Where it acts
-        once in several calls (a window, local updates), of a call that sends; with
-        ``scheduled_freeze``, at the least depth.
+      wire_bytes: bytes that it sends per step, by the formula of a ring; ``None`` if an earlier
+        part has the same name at the same position, which then counts both. If it acts once in
+        several calls (a window, local updates), those of a call that sends; with
+        ``scheduled_freeze``, those at the least depth.
     """
 
     name: str
@@ -69,11 +69,11 @@ class Explanation:
     """The parts of a chain and their costs. ``print`` gives a table.
 
     Attributes:
-      parts: the chain, in the order in which a gradient meets its parts.
-      findings: what is in wrong order or does not fit, with the reason and the mend.
-      params_bytes: of the params, on each device.
-      problem: why nothing that is sent could be counted: no batch for a step over a mesh, no sizes
-        of the axes for a chain that reduces, params in shards, or a wrong order that cannot be
+      parts: the parts, in the order in which a gradient passes them.
+      findings: parts in a wrong order or with a wrong setting, with the reason and the mend.
+      params_bytes: bytes of the params on each device.
+      problem: why the bytes that are sent could not be counted: no batch for a step over a mesh, no
+        sizes of the axes for a chain that reduces, sharded params, or a wrong order that cannot be
         traced; else empty.
     """
 
@@ -84,12 +84,12 @@ class Explanation:
 
     @property
     def state_bytes(self) -> float:
-        """Bytes that the whole chain keeps on each device."""
+        """Bytes that the chain keeps on each device."""
         return sum(part.state_bytes or 0.0 for part in self.parts)
 
     @property
     def wire_bytes(self) -> float:
-        """Bytes that each device sends per step, a train step's loss and metrics included."""
+        """Bytes that each device sends per step, including loss and metrics of a train step."""
         return sum(part.wire_bytes or 0.0 for part in self.parts)
 
     def to_dict(self) -> dict[str, Any]:
@@ -101,17 +101,14 @@ class Explanation:
     def __str__(self) -> str:
         sent = "not counted" if self.problem else f"{self.wire_bytes:,.0f}"
         kept = f"{self.state_bytes:,.0f} bytes beside {self.params_bytes:,.0f} of params"
-        notes = {
-            f"Kept on each device: {kept}; sent per step: {sent}.": True,
-            f"What is sent could not be counted: {self.problem}": bool(self.problem),
-            "Own bytes differ from replica to replica.": any(x.own_bytes for x in self.parts),
-            "An unknown part is counted, but its place is not judged.": any(
-                x.role == UNKNOWN for x in self.parts
-            ),
-        }
+        notes = [f"Kept on each device: {kept}; sent per step: {sent}."]
+        notes += [f"What is sent could not be counted: {self.problem}"] * bool(self.problem)
+        if any(part.own_bytes for part in self.parts):
+            notes.append("Own bytes differ from replica to replica.")
+        if any(part.role == UNKNOWN for part in self.parts):
+            notes.append("An unknown part is counted, but its place is not judged.")
         wrong = "\n".join(f"! {finding}" for finding in self.findings)
-        note = "\n".join(sentence for sentence, holds in notes.items() if holds)
-        return "\n\n".join(filter(None, (aligned(_cells(self.parts)), wrong, note)))
+        return "\n\n".join(filter(None, (aligned(_cells(self.parts)), wrong, "\n".join(notes))))
 
 
 def explain(
@@ -121,31 +118,31 @@ def explain(
     *,
     axis_sizes: Mapping[str, int] | None = None,
 ) -> Explanation:
-    """Say which parts a chain or a train step has, what each costs, and what is wrong in it.
+    """List the parts of a chain or a train step, what each costs, and what is wrong.
 
-    Parts are listed in the order in which a gradient meets them, each with the bytes that it keeps
-    and sends on one device. Bytes are counted from types and from the traced program, so nothing is
-    run. Orders known to be wrong (a clip outside the scaler, a mean before AdaSum, decay behind a
-    gate, ...) are named with the reason and the mend; a part of another package is named as unknown
-    and its place not judged.
+    Parts are listed in the order in which a gradient passes them, each with the bytes that it keeps
+    and sends on one device. Bytes are counted from types and from the traced program, so nothing
+    runs. Orders known to be wrong (a clip outside the scaler, a mean before AdaSum, decay behind a
+    gate, ...) are named with the reason and the mend. A part of another package is called unknown,
+    and its position is not judged.
 
-    With a train step and a batch the bytes are those of the whole step, the loss's included; what
-    its compiled program costs (FLOPs, memory, bytes, at each freeze depth) ``boostax.audit`` says.
+    With a train step and a batch the bytes are those of the whole step, including the loss;
+    ``boostax.audit`` has the costs of its compiled program (FLOPs, memory, bytes, at each freeze
+    depth).
 
     Args:
-      tx: a transformation, or what ``make_train_step`` returns.
+      tx: a transformation, or the result of ``make_train_step``.
       params: arrays or ``jax.ShapeDtypeStruct``; with a step, its ``TrainState`` or params.
-      batch: arrays, as for a call of the step. Nothing is run.
-      axis_sizes: without a step: the mesh axes that the transformation names, ``{"data": 8}``.
-        The devices need not exist. Without, nothing is counted as sent.
+      batch: arrays, as for a call of the step. Nothing runs.
+      axis_sizes: the mesh axes that a transformation names, ``{"data": 8}``; not with a step. The
+        devices need not exist. Without sizes, no bytes are counted as sent.
 
     Returns:
       An ``Explanation``. Cost: a trace.
 
     Raises:
-      ValueError, TypeError: neither a transformation nor a step; and whatever ``init`` and
-        ``update`` would raise, if nothing is in wrong order. If something is, that is said, and the
-        error is ``problem``.
+      ValueError, TypeError: neither a transformation nor a step; errors of ``init`` and ``update``.
+        If an order is wrong, that is reported instead, and the error is ``problem``.
 
     Example:
       >>> import boostax, jax.numpy as jnp, optax
@@ -196,7 +193,7 @@ def _of_step(step: TrainStep, state: PyTree, batch: PyTree) -> Explanation:
     depth = None if variants is None else variants.plan(params).drawn[0]
 
     def of_loss() -> list[costs.Collective]:
-        # A step lists the depths that it was built for; this one does not count.
+        # A copy of the step, because a step lists the depths that it was built for.
         program = dataclasses.replace(step, _programs={}).jaxpr(state, batch, depth=depth)
         return [x for x in costs.collectives(program) if not x.scopes]
 
@@ -211,18 +208,17 @@ def _explained(
     missing: str,
     step: TrainStep | None = None,
 ) -> Explanation:
-    """Explain a chain, and count what it and its loss send, unless what that needs is missing."""
+    """Explain a chain; count what it and its loss send, unless something for it is missing."""
     found, sent = rows(read(tx)), list[costs.Collective]()
     wrong, problem = tuple(findings(found, step)), missing
     try:
         if place.names and not missing:
             sent = [*of_loss(), *costs.collectives(_traced(tx, params, place))]
     except (ValueError, TypeError) as error:
-        # A wrong order often cannot be traced; then that is what to say.
+        # A wrong order often cannot be traced, and then the order is what to report.
         if not wrong:
             raise
         problem = str(error).partition("\n")[0]
-    # Arrays and numbers alike.
     params = jax.eval_shape(lambda p: p, params)
     kept = _on_device(params, place.param_specs, place.sizes)
     whole = sum(x.bytes for x in jax.tree.leaves(kept))
@@ -231,7 +227,7 @@ def _explained(
 
 
 def _cells(parts: tuple[PartCost, ...]) -> Cells:
-    """Return the table of the parts, without columns that would hold nothing."""
+    """Return the table of the parts, without empty columns."""
     sends, owns = any(x.collectives for x in parts), any(x.own_bytes for x in parts)
     heads = ("part", "state bytes", "copies", "own bytes")
     table: Cells = [(*heads, "collectives", "sent bytes", "what it does")]
@@ -253,9 +249,9 @@ class _Place:
     """The mesh that a chain runs on.
 
     Attributes:
-      names: axes over which state is each replica's own.
-      sizes: of all axes of the mesh.
-      param_specs: how params are sharded, or ``None``.
+      names: the axes of the replicas.
+      sizes: the sizes of all axes of the mesh.
+      param_specs: the specs of sharded params, or ``None``.
       shard_optimizer: see ``make_train_step``.
     """
 
@@ -271,14 +267,14 @@ class _Place:
 
     @property
     def sharded(self) -> bool:
-        """Whether params or the optimizer's state are in shards."""
+        """Whether params or optimizer state are sharded."""
         specs = jax.tree.leaves(self.param_specs, is_leaf=lambda x: isinstance(x, PartitionSpec))
         return self.shard_optimizer or any(any(spec) for spec in specs)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class _Kept:
-    """Bytes of an array on one device, and whether they are its own."""
+    """The bytes of an array on one device, and whether they differ from replica to replica."""
 
     bytes: float
     own: bool
@@ -287,10 +283,10 @@ class _Kept:
 def _part_costs(
     found: Sequence[Row], kept: PyTree, whole: float, sent: Sequence[costs.Collective]
 ) -> tuple[PartCost, ...]:
-    """Return one for each row, and one more for what a program sends beside them."""
-    # The part of the whole state that is each row's; ``None`` if it cannot be told.
+    """Return the costs of each row, and of the collectives that belong to no row."""
+    # The state of each row within that of the chain; ``None`` if it cannot be found.
     states = [functools.reduce(follow, row.routes, kept) for row in found]
-    # An array inside nested parts is kept by the innermost.
+    # The innermost of nested parts keeps an array.
     keepers = {id(x): i for i, state in enumerate(states) for x in jax.tree.leaves(state)}
     paths = [tuple(x.part.name for x in (*row.holders, row) if x.part.description) for row in found]
     by_row = _sent_by(paths, sent)
@@ -315,7 +311,7 @@ def _part_costs(
 def _sent_by(
     paths: Sequence[tuple[str, ...]], sent: Sequence[costs.Collective]
 ) -> dict[int | None, list[costs.Collective]]:
-    """Group collectives by the first innermost row around them."""
+    """Group collectives by the innermost row around them."""
     by_row: dict[int | None, list[costs.Collective]] = collections.defaultdict(list)
     for c in sent:
         ways = (c.scopes[:n] for n in range(len(c.scopes), 0, -1))
@@ -324,7 +320,7 @@ def _sent_by(
 
 
 def _summed(sent: Sequence[costs.Collective]) -> tuple[dict[str, float], float]:
-    """Return the number of collectives by kind, and their bytes on the wire."""
+    """Count collectives by kind, and add up their bytes on the wire."""
     counts: dict[str, float] = collections.defaultdict(float)
     for c in sent:
         counts[c.primitive] += c.share * c.count
@@ -350,13 +346,13 @@ def _traced(tx: optax.GradientTransformation, params: PyTree, place: _Place) -> 
 
     state, specs = _state(tx, params, place)
     grads = jax.tree.map(lambda x: jax.ShapeDtypeStruct((count, *x.shape), x.dtype), params)
-    # Results are left out: they may be equal on all replicas, or not.
+    # Results are dropped, because some are equal on all replicas and others are not.
     how: dict[str, Any] = {"in_specs": (each, specs, PartitionSpec()), "out_specs": PartitionSpec()}
     return jax.make_jaxpr(jax.shard_map(update, mesh=mesh, **how))(grads, state, params)
 
 
 def _state(tx: optax.GradientTransformation, params: PyTree, place: _Place) -> tuple[PyTree, Any]:
-    """Return the shapes of the state of all replicas, and how a step shards it over its axes."""
+    """Return the shapes of the state of all replicas, and the specs by which a step shards it."""
     count, specs = place.replicas, None
     state = jax.eval_shape(lambda p: replicas.stack_replicas(tx.init(p), count), params)
     if place.names:
@@ -367,7 +363,7 @@ def _state(tx: optax.GradientTransformation, params: PyTree, place: _Place) -> t
 
 
 def _on_device(tree: PyTree, specs: PyTree | None, sizes: Mapping[str, int]) -> PyTree:
-    """Return each array's bytes on a device, by its spec; without specs all of them."""
+    """Replace each array by its bytes on a device; without specs it is whole on each."""
     specs = jax.tree.map(lambda _: PartitionSpec(), tree) if specs is None else specs
 
     def kept(own: bool, x: Any, spec: PartitionSpec) -> _Kept:

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The text of a compiled program: its instructions, their positions, how often each runs.
 
-``Compiled.as_text()`` is the optimized, scheduled HLO of one device. Everything that
-``boostax.audit`` says is read from it, so it holds for the compiler that wrote it.
+``Compiled.as_text()`` is the optimized, scheduled HLO of one device. ``boostax.audit`` reads all
+counts from it, so they hold for the compiler that wrote it.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import jax
 
 _ARRAY = re.compile(r"\b(pred|token|[a-z]+\d\w*)\[([\d,<=]*)\](?:\{([^}]*)\})?")
-# A heading and its numbered rows; a computation's opening line and the lines up to its brace.
+# A table is a heading with numbered rows; a computation is a first line and the lines up to "}".
 _TABLE = re.compile(r"^([A-Z]\w+)\n((?:\d+ .*\n)+)", re.M)
 _ROW = re.compile(r"^(\d+) (.*)", re.M)
 _COMPUTATION = re.compile(r"^(ENTRY )?%?([\w.\-]+) \(.*\{\s*\n((?:(?!\}).*\n)*)\}", re.M)
@@ -27,7 +27,7 @@ _INSTRUCTION = re.compile(
     r"\s*(ROOT )?%?([\w.\-]+) = (.*?) ([a-z][\w\-]*)\(([^()]*(?:\([^()]*\)[^()]*)*)\)(.*)"
 )
 _REFERENCE = re.compile(r"%([\w.\-]+)")
-# Attributes that name the computations of an operation, branches in their order when sorted.
+# Attributes that name the computations of an operation; sorted, they give branches in order.
 _BODIES = "body|branch_computations|calls|false_computation|true_computation"
 
 
@@ -35,9 +35,9 @@ class Array(NamedTuple):
     """An array type.
 
     Attributes:
-      dtype: as HLO writes it: ``f32``, ``s8``, ``pred``.
-      elements: their number.
-      on_chip: whether it lives in a TPU's vector memory and not in HBM.
+      dtype: its dtype in HLO: ``f32``, ``s8``, ``pred``.
+      elements: the number of elements.
+      on_chip: whether it is in a TPU's vector memory and not in HBM.
     """
 
     dtype: str
@@ -46,7 +46,7 @@ class Array(NamedTuple):
 
     @property
     def bytes(self) -> int:
-        """Without padding."""
+        """Bytes without padding."""
         return self.elements * bits(self.dtype) // 8
 
 
@@ -55,11 +55,11 @@ class Instruction:
     """A line of a computation.
 
     Attributes:
-      name: unique in the program.
-      op: ``fusion``, ``all-reduce-start``, ...
+      name: its name, unique in the program.
+      op: the operation: ``fusion``, ``all-reduce-start``, ...
       result: the arrays that it returns.
       operands: names of the instructions whose results it reads.
-      literal: the value of a constant, written where operands would be.
+      literal: the value of a constant, which HLO writes in the position of operands.
       attributes: the rest of the line.
       root: whether its computation returns its result.
     """
@@ -73,13 +73,13 @@ class Instruction:
     root: bool
 
     def attribute(self, pattern: str) -> str:
-        """Return the first group of a pattern in the attributes; empty if it is not there."""
+        """Return the first group of a pattern in the attributes; empty if it does not match."""
         found = re.search(pattern, self.attributes)
         return found.group(1) if found else ""
 
     @property
     def called(self) -> tuple[str, ...]:
-        """The computations it runs; those of a conditional are its branches, by their index."""
+        """The computations that it runs; those of a conditional are its branches, by index."""
         keys = "to_apply" if self.op == "call" else _BODIES
         found = re.findall(rf"\b({keys})=(\{{[^}}]*\}}|%[\w.\-]+)", self.attributes)
         return tuple(name for _, names in sorted(found) for name in _REFERENCE.findall(names))
@@ -92,10 +92,10 @@ class Site(NamedTuple):
       instruction: the instruction.
       computation: the name of its computation.
       caller: the site that runs the computation; ``None`` in the entry.
-      executions: how often a call of the program runs it, as a multiple of its branches' runs.
-      branches: the branches it stands in, outermost first, as ``conditional:index``.
-      loops: the loops it stands in, outermost first.
-      fused: whether it is a part of a fusion.
+      executions: how often a call of the program runs it if it takes its branches.
+      branches: the branches around it, outermost first, as ``conditional:index``.
+      loops: the loops around it, outermost first.
+      fused: whether it is part of a fusion.
     """
 
     instruction: Instruction
@@ -111,8 +111,8 @@ class Ways(NamedTuple):
     """A sum along a program whose branches differ.
 
     Attributes:
-      least: where each conditional takes its cheapest branch: a call that is held or skipped.
-      most: where each takes its dearest: a call that applies.
+      least: the sum if each conditional takes its cheapest branch: a call that is held or skipped.
+      most: the sum if each takes its dearest branch: a call that applies.
     """
 
     least: float
@@ -120,11 +120,11 @@ class Ways(NamedTuple):
 
 
 class _Value(NamedTuple):
-    """A number in the computation of a loop: an element of what it carries plus a constant.
+    """A number in the computation of a loop: an element of the carry plus a constant.
 
     Attributes:
-      element: its index in the tuple; ``None`` of a constant.
-      offset: the constant; NaN where it is not known.
+      element: the index of the element; ``None`` for a constant.
+      offset: the constant; NaN if it is unknown.
     """
 
     element: int | None
@@ -139,10 +139,10 @@ class Program:
     """A parsed program.
 
     Attributes:
-      computations: the instructions of each by name, in the order of the schedule.
+      computations: the instructions of each computation by name, in the order of the schedule.
       entry: the computation that a call runs.
       header: the first line.
-      tables: of source locations: by heading and number, a row.
+      tables: the tables of source locations: rows by heading and number.
     """
 
     computations: Mapping[str, Mapping[str, Instruction]]
@@ -152,22 +152,22 @@ class Program:
 
     @property
     def partitions(self) -> int:
-        """Devices that run it together."""
+        """The number of devices that run it together."""
         found = re.search(r"num_partitions=(\d+)", self.header)
         return int(found.group(1)) if found else 1
 
     @property
     def aliased(self) -> frozenset[int]:
-        """Arguments whose buffers results take over."""
+        """The arguments whose buffers results take over."""
         return frozenset(map(int, re.findall(r": \((\d+), \{[^}]*\}, \w+-alias\)", self.header)))
 
     @functools.cached_property
     def sites(self) -> tuple[Site, ...]:
-        """Every instruction that a call can run, those inside fusions too, in order."""
+        """Every instruction that a call can run, in order, including those inside fusions."""
         return tuple(self._walk(self.entry))
 
     def _walk(self, computation: str, caller: Site | None = None, index: int = 0) -> Iterator[Site]:
-        """Yield the sites of a computation, the one at ``index`` that the caller runs."""
+        """Yield the sites of the computation that the caller runs as number ``index``."""
         executions, branches, loops, fused = 1, (), (), False
         if caller is not None:
             _, _, _, executions, branches, loops, fused = caller
@@ -186,8 +186,7 @@ class Program:
         """Add up amounts on the cheapest and on the dearest path through the branches.
 
         Args:
-          amounts: pairs of the branches that an amount stands in and the amount, executions
-            multiplied out.
+          amounts: pairs of the branches around an amount and the amount of all its executions.
         """
         always = 0.0
         inside = collections.defaultdict[str, Any](lambda: collections.defaultdict(list))
@@ -200,7 +199,7 @@ class Program:
         least = most = always
         for conditional, taken in inside.items():
             each = list(map(self.total, taken.values()))
-            # A branch in which nothing stands costs nothing.
+            # A branch without any amount costs nothing.
             each += [Ways(0.0, 0.0)] * (len(each) < self._branches[conditional])
             least += min(way.least for way in each)
             most += max(way.most for way in each)
@@ -223,10 +222,10 @@ class Program:
         return next((i for i in body.values() if i.root), None)
 
     def trips(self, site: Site) -> int | None:
-        """Return how often the body of a ``while`` runs; ``None`` where that is not known.
+        """Return how often the body of a ``while`` runs; ``None`` if that is unknown.
 
-        CPU and GPU say it. For a TPU it is read from the counter: where it starts, what is added to
-        it at each turn, and with which constant the condition compares it.
+        The compilers for CPU and GPU write it down. For a TPU it follows from the counter: its
+        first value, its increment, and the constant that the condition compares it with.
         """
         loop = site.instruction
         told = loop.attribute(r'"known_trip_count":\{"n":"?(\d+)')
@@ -246,7 +245,7 @@ class Program:
         return None if math.isnan(turns) else max(0, math.ceil(turns))
 
     def _value(self, computation: str, name: str) -> _Value:
-        """Return the result of an instruction that is a copy, a constant or a sum of these."""
+        """Return the value of a constant, a copy, or a sum of constants and copies."""
         body = self.computations[computation]
         i = body[name]
         if i.op == "constant" and i.literal.lstrip("-").isdigit():
@@ -261,7 +260,7 @@ class Program:
         return _UNKNOWN
 
     def _initial(self, site: Site | None, value: _Value) -> float:
-        """Return a value when a loop begins, which a loop around it may carry as well."""
+        """Return a value at the start of a loop; a loop around it may carry the value too."""
         if value.element is None:
             return value.offset
         if site is None or site.instruction.op != "while":
@@ -273,19 +272,19 @@ class Program:
         return self._initial(site.caller, outside) + value.offset
 
     def source(self, instruction: Instruction) -> str:
-        """Return ``file:line`` of the code that asked for it; empty where the compiler lost it."""
+        """Return ``file:line`` of the code behind an instruction; empty if the compiler lost it."""
         frame = self._numbers("StackFrames", instruction.attribute(r"stack_frame_id=(\d+)"))
         place = self._numbers("FileLocations", frame.get("file_location_id", ""))
         file = self.tables.get("FileNames", {}).get(place.get("file_name_id", ""), "").strip('"')
         return f"{file}:{place['line']}" if file else ""
 
     def _numbers(self, table: str, number: str) -> dict[str, str]:
-        """Return the fields of a row."""
+        """Return the fields of a row of a table."""
         return dict(re.findall(r"(\w+)=(\d+)", self.tables.get(table, {}).get(number, "")))
 
 
 def parse(text: str) -> Program:
-    """Read the text of a compiled program: a header, tables of source locations, computations."""
+    """Parse the text of a compiled program: header, tables of source locations, computations."""
     header, entry = text.partition("\n")[0], ""
     computations: dict[str, dict[str, Instruction]] = {}
     for opened, name, lines in _COMPUTATION.findall(text):
@@ -303,7 +302,7 @@ def parse(text: str) -> Program:
 
 
 def unreadable(subject: str, allowed: str, got: object) -> RuntimeError:
-    """Return the error for a text that is read otherwise than it was written: never blind."""
+    """Return the error for text of an unknown form, which must not be skipped silently."""
     return RuntimeError(
         f"audit: {subject} of JAX {jax.__version__} must be {allowed}, got {got!r}. What it does "
         "would be missed. Install versions that were tested together: pip install -c "
@@ -313,7 +312,7 @@ def unreadable(subject: str, allowed: str, got: object) -> RuntimeError:
 
 @functools.cache
 def bits(dtype: str) -> int:
-    """Return the bits of an element of a dtype, as HLO or JAX writes it."""
+    """Return the bits of an element of a dtype, in the notation of HLO or JAX."""
     found = re.match(r"[a-z]+(\d+)", dtype)
     return int(found.group(1)) if found else 8 * (dtype in ("pred", "bool"))
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""An audit in words: totals, then the collectives, then what is wasted; and aligned tables."""
+"""The text of an audit: totals, collectives and waste, in aligned tables."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ if TYPE_CHECKING:
     from boostax.inspect.audit import Audit
 
 Cells = list[tuple[str, ...]]
-# Rows of collectives that are shown; the rest is added up in one.
+# This many rows of collectives are shown; the others are added up in one more row.
 _ROWS = 16
-# Bytes of params below which a TPU's program needs hardly any temporaries in HBM.
+# With fewer bytes of params a TPU's program needs hardly any temporaries in HBM.
 _IN_VECTOR_MEMORY = 100_000_000
 
 
@@ -31,7 +31,7 @@ def text(found: Audit) -> str:
 
 
 def _headline(found: Audit) -> str:
-    """Say where it runs, and by what it is measured."""
+    """Name the machine and the unit of counts, and sum up the program."""
     per = f"; {found.calls} calls per optimizer step" if found.calls > 1 else ""
     sized = f"{found.params:,} params" if found.params else "params not known"
     where = f"{found.devices} device{'s' * (found.devices > 1)}"
@@ -52,7 +52,7 @@ def _headline(found: Audit) -> str:
 
 
 def _total_cells(found: Audit) -> Cells:
-    """Return totals per call and device: on the cheapest and on the dearest path."""
+    """Return totals per call and device, on the cheapest and on the dearest path."""
     cells: Cells = [("per call and device", "held", "applied", "of the params")]
     printed = ((x.name, *row) for x in dataclasses.fields(found) for row in x.metadata.items())
     for name, words, unit in printed:
@@ -67,7 +67,7 @@ def _total_cells(found: Audit) -> Cells:
 
 
 def _collective_cells(found: Audit) -> Cells:
-    """Return the collectives, those alike in one row, the dearest first."""
+    """Return the collectives, equal ones in one row, the dearest first."""
     groups: dict[tuple[object, ...], list[CompiledCollective]] = {}
     for c in found.collectives:
         alike = (c.kind, c.dtypes, c.executions, c.axes, c.devices, c.crosses, c.branches, c.source)
@@ -82,7 +82,7 @@ def _collective_cells(found: Audit) -> Cells:
 
 
 def _row(each: Sequence[CompiledCollective]) -> tuple[str, ...]:
-    """Return how many collectives are alike, and what they send together."""
+    """Return the row of equal collectives, with the number of them and their sums."""
     c = each[0]
     times = f"{len(each)} x {c.executions}" if len(each) > 1 else f"{c.executions}"
     over = "x".join(c.axes) or f"{c.devices} devices"
@@ -95,14 +95,14 @@ def _row(each: Sequence[CompiledCollective]) -> tuple[str, ...]:
 
 
 def _sums(each: Sequence[CompiledCollective]) -> tuple[str, str, str]:
-    """Return elements, bytes on the wire, and the share of these with work meanwhile."""
+    """Return elements, bytes on the wire, and the share of these bytes that work hides."""
     sent = sum(c.wire_bytes for c in each)
     hidden = sum(c.wire_bytes * c.overlapped for c in each) / sent if sent else 0.0
     return f"{sum(c.elements for c in each):,}", f"{sent:,.0f}", f"{hidden:.0%}"
 
 
 def aligned(table: Cells) -> str:
-    """Align cells in columns, to the right but for the first and the last column."""
+    """Align cells in columns, the first and the last to the left, the others to the right."""
     widths = [max(map(len, column)) for column in zip(*table, strict=True)]
     left = (0, len(widths) - 1)
     line = "  ".join(f"{{:{'<' if i in left else '>'}{n}}}" for i, n in enumerate(widths))

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Machines to compile for without having them, and any program compiled for them.
+"""Compilation of any program for machines that need not be present.
 
-JAX's compilers run without their devices: ``jax.experimental.topologies`` describes them, and a
-program lowered for shapes on a mesh of such devices compiles as it would there. A TPU needs the
+The compilers of JAX run without their devices: ``jax.experimental.topologies`` describes these, and
+a program lowered for shapes on a mesh of such devices compiles as on the machine. A TPU needs the
 package ``libtpu``, a GPU ``jax-cuda12-plugin`` (no driver, no CUDA); in a checkout
-``pip install '.[aot]'`` installs both. A program over a mesh at hand moves: ``jax.export`` lowers
-it for the platform of the target, and its call is compiled over the same mesh of the target's
-devices, with the same specs and donation.
+``pip install '.[aot]'`` installs both. A program over a present mesh can move: ``jax.export``
+lowers it for the platform of the target, and its call is compiled over an equal mesh of the
+target's devices, with the same specs and donation.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _ALLOWED = (
 _MACHINES: Mapping[str, Mapping[str, str]] = tomllib.loads(
     files("boostax.inspect").joinpath("machines.toml").read_text("utf8")
 )
-# Otherwise the compiler for TPU looks for a host of TPUs, and locks it.
+# Without these the compiler for TPU looks for a host with TPUs, and locks it.
 _NO_TPU = {
     "TPU_SKIP_MDS_QUERY": "1",
     "TPU_ACCELERATOR_TYPE": "v5litepod-8",
@@ -51,20 +51,20 @@ _NO_TPU = {
 
 @functools.cache
 def target_devices(target: str) -> tuple[Any, ...]:
-    """Return devices that need not exist, to compile for.
+    """Return the devices of a machine that need not be present, to compile for.
 
     Args:
       target: ``"v5e:2x4"`` for a slice of eight TPU v5e, ``"v5e:16x16"`` for 256, also ``v4``,
-        ``v5p``, ``v6e`` in the shapes that there are; ``"v5e:4x4*2"`` for two slices;
+        ``v5p`` and ``v6e`` in their existing shapes; ``"v5e:4x4*2"`` for two slices;
         ``"h100:1x1x8"`` for slices x hosts x GPUs of a host, also ``h200`` and ``a100``.
 
     Returns:
-      The devices, those of a slice side by side. They make a ``jax.sharding.Mesh``, and with it
-      shardings of ``jax.ShapeDtypeStruct`` and train steps to lower and compile; nothing runs on
-      them, and the devices at hand stay the same.
+      The devices, slice by slice. A ``jax.sharding.Mesh`` of them gives shardings of
+      ``jax.ShapeDtypeStruct``, and train steps to lower and compile; nothing runs on them, and the
+      present devices stay available.
 
     Raises:
-      ValueError: a target of another form, or of a machine that is not known.
+      ValueError: a target of another form, or an unknown machine.
       RuntimeError: the compiler is not installed, or knows no slice of that shape.
 
     Example:
@@ -103,8 +103,8 @@ def target_devices(target: str) -> tuple[Any, ...]:
 def _described(given: Mapping[str, Any]) -> Sequence[Any]:
     """Return the devices of a topology.
 
-    The plugin for CUDA looks for a driver before it registers itself, unless JAX was told to use
-    other platforms alone. Where it found none, it registers itself now, without looking.
+    The plugin for CUDA registers itself only if it finds a driver, unless JAX may use only other
+    platforms. If it found none, it is registered now, without the check.
     """
     from jax.experimental import topologies
 
@@ -127,8 +127,8 @@ class Argument(NamedTuple):
 
     Attributes:
       path: its position among the arguments.
-      info: its shape and dtype, and whether its buffer may be taken over.
-      sharding: ``None`` if the program does not use it, and XLA never sees it.
+      info: its shape and dtype, and whether it is donated.
+      sharding: its sharding; ``None`` if the program does not use it, so that XLA never sees it.
     """
 
     path: str
@@ -141,9 +141,9 @@ class CompiledProgram(NamedTuple):
 
     Attributes:
       compiled: the result of XLA.
-      arguments: in order.
-      seconds: that compiling took; NaN of a program that was compiled before.
-      jaxpr: the program that JAX traced, where it is known.
+      arguments: its arguments in order.
+      seconds: the time of compilation; NaN if it was compiled before.
+      jaxpr: the traced program, if it is known.
     """
 
     compiled: Any
@@ -153,12 +153,12 @@ class CompiledProgram(NamedTuple):
 
     @property
     def mesh(self) -> Mesh | None:
-        """The mesh over which it runs, if any."""
+        """The mesh that it runs over, if any."""
         return _mesh_of(x.sharding for x in self.arguments)
 
     @property
     def described(self) -> str:
-        """The devices in words."""
+        """The number and kind of its devices."""
         used = [x.sharding for x in self.arguments if x.sharding is not None]
         devices = list(used[0].device_set) if used else []
         return f"{len(devices)} x {devices[0].device_kind}" if devices else "unknown"
@@ -167,7 +167,7 @@ class CompiledProgram(NamedTuple):
 def compile_program(
     program: Any, args: tuple[Any, ...], target: str | None, depth: int | None
 ) -> CompiledProgram:
-    """Compile any program for any devices: see ``boostax.audit``, whose arguments these are."""
+    """Compile any program for any devices; ``boostax.audit`` documents the arguments."""
     program = _unwrapped(program)
     if isinstance(program, _STAGES):
         if args or target is not None:
@@ -184,7 +184,7 @@ def compile_program(
     allowed = "a function, a TrainStep, or what lower() or compile() returned"
     hint = "audit(jax.jit(step), state, batch)."
     checks.require(_AUDIT, "program", program, allowed, callable(program), hint, TypeError)
-    # Only jax.jit traces apart from lowering; jax.pmap lowers, and so do wrappers of both.
+    # Only jax.jit has a trace method; jax.pmap and wrappers of both have only lower.
     program = program if hasattr(program, "lower") else jax.jit(program)
     shardings = filter(None, map(_sharding, jax.tree.leaves(args)))
     meant = {device for x in shardings for device in x.device_set}
@@ -192,7 +192,7 @@ def compile_program(
     stage: Any = program.trace(*args) if hasattr(program, "trace") else None
     traced = isinstance(stage, jax.stages.Traced)
     if meant <= set(devices) and (meant or target is None):
-        # A wrapper decides for itself what it takes for an array.
+        # A wrapper decides itself which arguments are arrays.
         made = _finished(program.lower(*args) if stage is None else stage.lower(), devices)
     else:
         hint = "Pass the jax.jit function inside, or build the program on the target's devices."
@@ -204,7 +204,7 @@ def compile_program(
 
 
 def _unwrapped(program: Any) -> Any:
-    """Return the program inside one that Flax's NNX lowered or compiled."""
+    """Return the program inside a wrapper of Flax NNX."""
     inner = getattr(program, "lowered", getattr(program, "compiled", program))
     return inner if isinstance(inner, _STAGES) else program
 
@@ -212,7 +212,7 @@ def _unwrapped(program: Any) -> Any:
 def _moved(
     program: Any, args: tuple[Any, ...], args_info: Any, devices: Sequence[Any]
 ) -> CompiledProgram:
-    """Compile the program for other devices than those that its arguments are on."""
+    """Compile the program for devices other than those of its arguments."""
     platform = "cuda" if devices[0].platform == "gpu" else devices[0].platform
     exported = jax.export.export(program, platforms=[platform])(*args)
     mesh = _mesh_of(map(_sharding, jax.tree.leaves(args)))
@@ -242,7 +242,7 @@ def _moved(
     donated = (jax.tree.leaves(info, is_leaf=_is_info) for info in args_info[0])
     donate = tuple(i for i, infos in enumerate(donated) if any(x.donated for x in infos))
     again = jax.jit(lambda *args: exported.call(*args), donate_argnums=donate)
-    # The mesh that a program with explicit axes runs under.
+    # A program with explicit axes needs a mesh in its context.
     plain = jax.sharding.get_mesh().empty or there is None
     with contextlib.nullcontext() if plain else jax.set_mesh(there):
         return _finished(again.lower(*jax.tree.map(place, args)), devices)
@@ -251,12 +251,12 @@ def _moved(
 def _finished(
     program: jax.stages.Lowered | jax.stages.Compiled, devices: Collection[Any] = ()
 ) -> CompiledProgram:
-    """Compile a program that is not compiled yet, for these devices."""
+    """Compile a program for these devices, unless it is compiled already."""
     compiled: Any = _unwrapped(program)
     seconds = math.nan
     if isinstance(compiled, jax.stages.Lowered):
         begun = time.perf_counter()
-        # Where no GPU is at hand kernels cannot be timed, and XLA chooses them by its cost model.
+        # Without a GPU no kernels can be timed, and XLA chooses them by its cost model.
         untimed = any(d.platform == "gpu" for d in devices) and jax.default_backend() != "gpu"
         options: Any = {"xla_gpu_autotune_level": 0} if untimed else {}
         compiled = compiled.compile(compiler_options=options)
@@ -265,22 +265,22 @@ def _finished(
     infos, tree = jax.tree_util.tree_flatten_with_path(compiled.args_info, is_leaf=_is_info)
     shardings = tree.flatten_up_to(compiled.input_shardings)
     pairs = zip(infos, shardings, strict=True)
-    # The first key tells positional arguments from named ones.
+    # The first key only separates positional arguments from named ones.
     arguments = tuple(Argument(keystr(path[1:]), info, where) for (path, info), where in pairs)
     return CompiledProgram(compiled, arguments, seconds)
 
 
 def _mesh_of(shardings: Iterable[Any]) -> Mesh | None:
-    """Return the first mesh of devices among some shardings."""
+    """Return the first mesh of devices among shardings."""
     meshes = (x.mesh for x in shardings if isinstance(x, NamedSharding))
     return next((mesh for mesh in meshes if isinstance(mesh, Mesh)), None)
 
 
 def _sharding(x: Any) -> Any:
-    """Return where an array is meant to be; ``None`` of one that may be anywhere."""
+    """Return the sharding of an array; ``None`` if the array may be placed anywhere."""
     return getattr(x, "sharding", None) if getattr(x, "committed", True) else None
 
 
 def _is_info(x: Any) -> bool:
-    # Flax's variables have the attributes of what they hold.
+    # A test by attributes would not do, because variables of Flax have those of their values.
     return isinstance(x, jax.stages.ArgInfo)

@@ -1,11 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Count the bytes that a compiled program reads from memory and writes to it.
 
-Each operation of the schedule reads its operands once and writes its results once; what stays in a
-TPU's vector memory costs nothing. A fusion that only cuts a piece out of an operand reads the
-piece, and one that sets a piece of it in place writes the piece: so a scan over stacked layers
-reads the stack once. An Adam step on P bytes of params moves 7 P bytes, which matches a count by
-hand.
+Each operation of the schedule reads its operands once and writes its results once; arrays in a
+TPU's vector memory cost nothing. A fusion that only slices an operand reads the slice, and one that
+updates a slice in place writes the slice, so a scan over stacked layers reads the stack once. An
+Adam step on P bytes of params moves 7 P bytes, which matches a count by hand.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ from collections.abc import Callable, Iterable, Mapping
 
 from boostax.inspect.hlo import Array, Instruction, Program, Site, Ways
 
-# Instructions that name what is there already, or begin what is counted by itself.
+# Instructions that only name existing arrays, or start others that are counted.
 _FREE = frozenset(
     "parameter constant tuple get-tuple-element bitcast after-all partition-id replica-id iota "
     "opt-barrier add-dependency conditional while call async-start".split()
@@ -29,7 +28,7 @@ def traffic(program: Program) -> Ways:
 
 
 def cycles(program: Program) -> Ways | None:
-    """Return cycles that a TPU's compiler estimates, without the network; ``None`` of others."""
+    """Return the cycles that a TPU's compiler estimates, without the network; else ``None``."""
     estimate = r'"estimated_cycles":"(-?\d+)"'
     if not any(x.instruction.attribute(estimate) for x in program.sites):
         return None
@@ -37,7 +36,7 @@ def cycles(program: Program) -> Ways | None:
 
 
 def _scheduled(program: Program, of: Callable[[Site], float]) -> Ways:
-    """Add up all that the schedule runs; a fusion is one operation."""
+    """Add up all operations of the schedule; a fusion is one operation."""
     sites = (site for site in program.sites if not site.fused)
     return program.total((site.branches, site.executions * of(site)) for site in sites)
 
@@ -57,7 +56,7 @@ def _bytes(program: Program, site: Site) -> float:
         return 2 * sizes.get(i.operands[1], 0)
     read, written = sum(sizes.values()), i.result
     if i.op == "slice-start":
-        # The results of a start name its operands, then what arrives.
+        # The results of a start are its operands, then the arriving arrays.
         written = i.result[len(i.operands) : len(i.operands) + 1]
         read = written[0].bytes * (read > 0)
     elif i.op.endswith("-start"):
@@ -68,7 +67,7 @@ def _bytes(program: Program, site: Site) -> float:
 def _fusion(
     inside: Mapping[str, Instruction], fusion: Instruction, sizes: Mapping[str, float]
 ) -> float:
-    """Count the pieces of its operands that a fusion uses, and those that it sets."""
+    """Count the bytes of a fusion: only slices of the operands that it slices or updates."""
     parameters = {int(x.literal): x.name for x in inside.values() if x.op == "parameter"}
     read, in_place = 0.0, 0.0
     counted: set[str] = set()
@@ -86,7 +85,7 @@ def _fusion(
 
 
 def _piece(inside: Mapping[str, Instruction], user: Instruction, name: str) -> tuple[str, float]:
-    """Return whether an instruction cuts a piece out of an array or sets one, and its bytes."""
+    """Return whether an instruction slices an array or updates a slice, and the slice's bytes."""
     alone = user.operands[0] == name and name not in user.operands[1:]
     if alone and user.op in _CUTS:
         return "cut", user.result[0].bytes

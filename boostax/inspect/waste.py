@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Find what a compiled program pays for in vain, in its text, with what to write instead."""
+"""Find waste in a compiled program, and say what to write instead."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(frozen=True)
 class Waste:
-    """Something that a program pays for in vain.
+    """A cost of a program that has no use.
 
     Attributes:
-      what: and how much.
-      where: ``file:line``, as far as the compiler kept it.
+      what: the waste and its size.
+      where: ``file:line``, if the compiler kept it.
       mend: what to write instead.
     """
 
@@ -39,7 +39,7 @@ class Waste:
 
 # The words of each finding.
 _WORDS = tomllib.loads(files("boostax.inspect").joinpath("waste.toml").read_text("utf8"))
-# Shares of the params, or of what is sent, below which nobody would look for a mend.
+# Smaller shares of the params, or of the bytes on the wire, are not reported.
 _SMALL = 0.01
 
 
@@ -48,7 +48,7 @@ def _waste(name: str, where: str, **numbers: Any) -> Waste:
 
 
 def wastes(found: Audit, shapes: Sequence[tuple[int, ...]], mesh: Mesh | None) -> Iterator[Waste]:
-    """Yield the findings, the dearest first in each kind."""
+    """Yield the waste of each kind, the dearest first."""
     if found.params:
         yield from _repeated(found, _gradient_sizes(shapes, mesh))
     for name in ("donated_in_vain", "not_donated"):
@@ -67,8 +67,8 @@ def wastes(found: Audit, shapes: Sequence[tuple[int, ...]], mesh: Mesh | None) -
 
 
 def _repeated(found: Audit, sizes: frozenset[int]) -> Iterator[Waste]:
-    """Yield what is sent again and again, in multiples of the params."""
-    # Most of what a gradient's reduction has is of the size of a leaf: activations rarely do.
+    """Yield repeated collectives, in multiples of the params."""
+    # Most operands of a gradient's reduction have the size of a leaf; activations rarely have it.
     reduced = [c for c in found.collectives if c.does in REDUCES]
     gradients = [c for c in reduced if 2 * sum(n for n in c.operands if n in sizes) > c.elements]
     always = [c for c in gradients if not c.branches and found.calls > 1]
@@ -87,11 +87,11 @@ def _repeated(found: Audit, sizes: frozenset[int]) -> Iterator[Waste]:
 
 
 def _gradient_sizes(shapes: Sequence[tuple[int, ...]], mesh: Mesh | None) -> frozenset[int]:
-    """Return the elements that a gradient can have on a device: whole, of one layer, sharded."""
+    """Return the possible sizes of a gradient on a device: whole, of one layer, or sharded."""
     sizes = () if mesh is None else mesh.devices.shape
     shards = {math.prod(taken) for taken in itertools.product(*((1, n) for n in sizes))}
     stacks = [shape for shape in shapes if len(shape) > 2]
-    # XLA may also put leaves into one array: all of them, or the matrices of a layer.
+    # XLA may also join leaves in one array: all of them, or the matrices of a layer.
     layers = [
         sum(math.prod(shape[1:]) for shape in stacks if shape[0] == count)
         for count in {shape[0] for shape in stacks}

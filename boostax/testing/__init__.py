@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The contract of a boostax transformation as runnable laws, for ours and for yours.
 
-Each law says which promise of ``docs/contract.md`` it tests; there each promise names its laws.
-They stand in ``_single.py`` (one device; what Optax and Python do to any transformation),
+Each law says which promise of ``docs/contract.md`` it tests, and each promise names its laws there.
+The laws are in ``_single.py`` (one device; what Optax and Python do to any transformation),
 ``_mapped.py`` (replicas and sharded params) and ``_pairs.py`` (pairs of programs, drawn from a
 seed).
 
@@ -32,15 +32,15 @@ from boostax.testing._single import SINGLE_LAWS as SINGLE_LAWS
 LAWS: dict[str, Law] = {**SINGLE_LAWS, **MAPPED_LAWS, **PLACED_LAWS, **PAIR_LAWS}
 """Every law by name: a function of a ``Case`` that raises ``AssertionError``.
 
-Those in ``PAIR_LAWS`` also take a seed, from which they draw what they compare.
+Those in ``PAIR_LAWS`` also take a seed, which draws the programs that they compare.
 """
 
 
 def laws_for(case: Case) -> dict[str, Law]:
-    """The laws that have a meaning for a case, by name.
+    """Return the laws that have a meaning for a case, by name.
 
-    A reduction has none on a single device; "skips" laws need a transformation that skips, the law
-    of residuals one that has them.
+    A reduction has none on a single device; laws of skips need a transformation that skips, the law
+    of residuals one that has residuals.
     """
     single = SINGLE_LAWS.keys() - INIT_LAWS
     anywhere = {name for name, law in PAIR_LAWS.items() if law not in MAPPED_PAIRS}

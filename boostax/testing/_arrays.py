@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Trees of arrays that laws use: params and gradients, and how results are compared."""
+"""The params and gradients that laws use, and how they compare results."""
 
 import dataclasses
+import itertools
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -31,7 +32,7 @@ class Block:
 
 
 def example_params(dtype: Any = jnp.float32) -> PyTree:
-    """Dict, list, NamedTuple, dataclass, None, a scalar and an empty leaf."""
+    """Make params of dict, list, NamedTuple, dataclass, None, a scalar and an empty leaf."""
     return {
         "dense": {"kernel": _wave((3, 4), 1.0, dtype), "bias": _wave((4,), 2.0, dtype)},
         "list": [jnp.asarray(0.5, dtype), jnp.zeros((0, 2), dtype)],
@@ -41,20 +42,19 @@ def example_params(dtype: Any = jnp.float32) -> PyTree:
 
 
 def even_params() -> PyTree:
-    """Leaves whose first dimension divides by eight devices."""
+    """Make params whose first dimension divides by eight devices."""
     return {"w": _wave((16, 4), 1.0, jnp.float32), "b": _wave((8,), 2.0, jnp.float32)}
 
 
 def example_grads(params: PyTree, seed: int) -> PyTree:
-    """Gradients of moderate size, different for every seed, in the params' dtypes."""
-    leaves, treedef = jax.tree.flatten(params)
-    return jax.tree.unflatten(
-        treedef, [_wave(p.shape, 7.0 + seed + 0.3 * i, p.dtype) for i, p in enumerate(leaves)]
-    )
+    """Make gradients of moderate size in the dtypes of the params; they differ by seed."""
+    index = itertools.count()
+    wave = lambda p: _wave(p.shape, 7.0 + seed + 0.3 * next(index), p.dtype)  # noqa: E731
+    return jax.tree.map(wave, params)
 
 
 def draws(params: PyTree, count: int, first: int = 0) -> list[PyTree]:
-    """Return so many gradients, by the seeds from the first on."""
+    """Make ``count`` gradients, with the seeds from ``first`` on."""
     return [example_grads(params, first + i) for i in range(count)]
 
 
@@ -63,28 +63,28 @@ def _wave(shape: tuple[int, ...], phase: float, dtype: Any) -> jax.Array:
     return jnp.asarray(np.sin(phase + 1.7 * np.arange(size)).reshape(shape), dtype)
 
 
-def poison(grads: PyTree, value: float) -> PyTree:
-    """One element of one leaf replaced."""
+def poison(grads: PyTree, value: float, at: tuple[int, ...] | None = None) -> PyTree:
+    """Replace one element of the first leaf, by default its first one."""
     leaves, treedef = jax.tree.flatten(grads)
-    leaves[0] = leaves[0].at[(0,) * leaves[0].ndim].set(value)
+    leaves[0] = leaves[0].at[at or (0,) * leaves[0].ndim].set(value)
     return jax.tree.unflatten(treedef, leaves)
 
 
 def assert_same(left: PyTree, right: PyTree, what: str) -> None:
-    """Bit for bit: structure, dtypes, values."""
+    """Compare structure, dtypes and values bit for bit."""
     assert jax.tree.structure(left) == jax.tree.structure(right), f"{what}: structure differs"
     for (name, a), b in zip(trees.named(left), jax.tree.leaves(right), strict=True):
         np.testing.assert_array_equal(a, b, err_msg=f"{what} at {name}", strict=True)
 
 
 def assert_close(left: PyTree, right: PyTree, what: str, tolerance: float = 1e-6) -> None:
-    """Within a relative tolerance that compilation in another context explains."""
+    """Compare within a tolerance that compilation in another context explains."""
     for a, b in zip(jax.tree.leaves(left), jax.tree.leaves(right), strict=True):
         np.testing.assert_allclose(a, b, rtol=tolerance, atol=tolerance, err_msg=what)
 
 
-def with_scale(state: Any, scale: float) -> Any:
-    """A state whose scalers have this scale."""
+def with_scale(state: PyTree, scale: float) -> PyTree:
+    """Set the scale of all scalers in a state."""
 
     def node(x: Any) -> Any:
         name = holds(type(x)).scale
@@ -98,6 +98,6 @@ def stack(grads: Sequence[PyTree]) -> PyTree:
     return jax.tree.map(lambda *x: jnp.stack(x), *grads)
 
 
-def types_of(tree: PyTree) -> list[Any]:
-    """Shape, dtype and weak type of every leaf."""
+def types_of(tree: PyTree) -> list[tuple[tuple[int, ...], np.dtype[Any], bool]]:
+    """Return shape, dtype and weak type of every leaf."""
     return [(x.shape, x.dtype, x.weak_type) for x in jax.tree.leaves(tree)]

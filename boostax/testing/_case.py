@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a law needs to know of a transformation, and the steps that laws take with it."""
+"""The case of a law: a transformation, what a law needs to know of it, and steps with it."""
 
 import dataclasses
 import functools
@@ -24,25 +24,25 @@ Carry = tuple[PyTree, Any]
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """A transformation to hold to the contract.
+    """A transformation that must keep the contract.
 
     Attributes:
-      name: for test names.
+      name: its name in tests.
       make: ``make(inner, axis_name)`` builds it around (or chains it before) the optimizer
         ``inner``; ``axis_name`` is ``None`` on a single device.
       reduces: it takes local gradients and returns reduced ones itself.
-      own_params: it keeps params of its own on every replica.
+      own_params: each replica keeps params of its own.
       skips: it skips steps whose gradients are not finite.
       distributed: it has a meaning inside a mapped function.
-      by_shard: it treats each shard of a leaf as a leaf by itself.
+      by_shard: it treats each shard of a leaf as a leaf.
       calls: calls per change of the params.
-      skip_calls: calls from a bad gradient to the moment when the skip is decided.
-      skip_view: the part of the state that a skip must leave bit for bit alone.
-      scaled: ``scaled(grads, state)`` multiplies gradients as its loss would, for scales other
-        than one for all.
+      skip_calls: calls from a bad gradient to the decision to skip.
+      skip_view: the part of the state that a skip must not change by a bit.
+      scaled: ``scaled(grads, state)`` multiplies gradients as its loss would, if it has several
+        scales.
       bad_arguments: functions that must raise, each with a part of its message.
-      compresses: at every call it hands ``inner`` what a codec sends of local gradients, and keeps
-        the rest in a residual.
+      compresses: at every call it passes to ``inner`` what a codec sends of local gradients, and
+        keeps the rest in a residual.
     """
 
     name: str
@@ -55,16 +55,18 @@ class Case:
     calls: int = 1
     skip_calls: int = 1
     skip_view: Callable[[Any], PyTree] = lambda state: state.inner_state
-    scaled: Callable[[PyTree, Any], PyTree] | None = None
+    scaled: Callable[[PyTree, PyTree], PyTree] | None = None
     bad_arguments: tuple[tuple[Callable[[], Any], str], ...] = ()
     compresses: bool = False
 
-    def single(self, inner: Any = None) -> optax.GradientTransformationExtraArgs:
-        """The transformation on one device."""
+    def single(
+        self, inner: optax.GradientTransformation | None = None
+    ) -> optax.GradientTransformationExtraArgs:
+        """Make the transformation for one device."""
         return drawn(self.make(optimizer() if inner is None else inner, None))
 
     def mapped(self, axis_name: AxisName) -> optax.GradientTransformationExtraArgs:
-        """The transformation inside a mapped function, with a mean over replicas if it has none."""
+        """Make the transformation for a mapped function, with a mean if it does not reduce."""
         inner = optimizer()
         if not self.reduces:
             inner = optax.chain(all_reduce(axis_name), inner)
@@ -72,7 +74,7 @@ class Case:
 
 
 def drawn(tx: optax.GradientTransformation) -> optax.GradientTransformationExtraArgs:
-    """A transformation for gradients that a test draws: a scaler takes them as scaled.
+    """Make a transformation take the gradients that a test draws, as if they were scaled.
 
     Example:
       >>> import boostax, jax, jax.numpy as jnp, optax
@@ -100,7 +102,7 @@ Law = Callable[..., None]
 
 
 def laws_in(names: dict[str, Any]) -> dict[str, Law]:
-    """The laws that a module states: its functions of a case, or of one and a seed, in order."""
+    """Return the laws of a module in order: its functions of a case, or of a case and a seed."""
     return {
         name: value
         for name, value in names.items()
@@ -111,7 +113,7 @@ def laws_in(names: dict[str, Any]) -> dict[str, Law]:
 
 
 def optimizer() -> optax.GradientTransformationExtraArgs:
-    """Every kind of thing that a skipped step must leave alone: moments, schedule, decay, clip."""
+    """Make an optimizer with all that a skipped step must not change: moments, schedule, decay."""
     return optax.chain(
         optax.clip_by_global_norm(10.0),
         optax.adamw(optax.linear_schedule(1e-1, 1e-3, 20), weight_decay=1e-2),
@@ -119,7 +121,7 @@ def optimizer() -> optax.GradientTransformationExtraArgs:
 
 
 def raises(fn: Callable[[], Any], *parts: str) -> None:
-    """An error of whose message these are parts."""
+    """Require an error whose message has these parts."""
     try:
         fn()
     except (TypeError, ValueError) as error:
@@ -130,14 +132,12 @@ def raises(fn: Callable[[], Any], *parts: str) -> None:
 
 
 def applied(tx: optax.GradientTransformation) -> Callable[..., Carry]:
-    """A step of ``apply_gradients``: from params, state and gradients to params and state."""
-    return lambda params, state, grads: apply_gradients(tx, grads, state, params)
+    """Make a step of ``apply_gradients`` from params, state and gradients to params and state.
 
+    Inside a mapped function each replica may have params of its own, which stay marked.
+    """
 
-def of_replica(tx: optax.GradientTransformation) -> Callable[..., Carry]:
-    """Return a step within a map, where the params may be the replica's own."""
-
-    def step(params: PyTree, state: Any, grads: PyTree) -> Carry:
+    def step(params: PyTree, state: PyTree, grads: PyTree) -> Carry:
         own = is_per_replica(params)
         new, state = apply_gradients(tx, grads, state, params.local if own else params)
         return (PerReplica(new) if own else new), state
@@ -146,24 +146,24 @@ def of_replica(tx: optax.GradientTransformation) -> Callable[..., Carry]:
 
 
 def start(case: Case, tx: optax.GradientTransformation, replicas: int | None) -> Carry:
-    """Return params and state as they are outside of a map."""
+    """Make the first params and state, as they are outside of a mapped function."""
     params = arrays.even_params()
     carry = PerReplica(params) if case.own_params and replicas else params, tx.init(params)
     return carry if replicas is None else stack_replicas(carry, replicas)
 
 
 def follow(step: Callable[..., Carry], carry: Carry, grads: Sequence[PyTree]) -> Carry:
-    """A step for each of these gradients."""
-    return functools.reduce(lambda carry, each: step(*carry, each), grads, carry)
+    """Take a step for each of these gradients."""
+    return functools.reduce(lambda carry, grad: step(*carry, grad), grads, carry)
 
 
 def train(tx: optax.GradientTransformation, params: PyTree, grads: Sequence[PyTree]) -> Carry:
-    """Return params and state after a step for each of these gradients."""
+    """Train on these gradients from the params on."""
     return follow(applied(tx), (params, tx.init(params)), grads)
 
 
 def steps(tx: optax.GradientTransformation, params: PyTree, grads: Sequence[PyTree]) -> Carry:
-    """Run jitted ``update`` and ``apply_updates`` once for each of these gradients."""
+    """Train with ``update`` and ``apply_updates`` instead of ``apply_gradients``."""
 
     @jax.jit
     def step(params: PyTree, state: Any, grads: PyTree) -> Carry:

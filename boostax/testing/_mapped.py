@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Laws of replicas: in mapped functions of every kind, and on params that XLA shards."""
+"""Laws of replicas, in mapped functions of every kind and on params that XLA shards."""
 
 import dataclasses
 import functools
@@ -19,7 +19,7 @@ from boostax._core.replicas import PerReplica, is_per_replica, without
 from boostax.reduce.feedback import CompressedState
 from boostax.testing import _arrays as arrays
 from boostax.testing import _case
-from boostax.testing._case import Carry, Case, applied, drawn, follow, laws_in, raises, train
+from boostax.testing._case import Carry, Case, drawn, follow, laws_in, raises, train
 from boostax.train.apply import apply_gradients
 from boostax.train.on_mesh import on_mesh
 
@@ -29,17 +29,17 @@ MODES = ("checked", "unchecked", "pmap", "vmap")
 
 
 def replica_grads(seed: int, replicas: int) -> PyTree:
-    """Different gradients for every replica, on a leading dimension."""
+    """Draw different gradients for every replica, on a leading dimension."""
     return arrays.stack(arrays.draws(arrays.even_params(), replicas, 100 * seed))
 
 
 def run(case: Case, mode: str, windows: list[PyTree]) -> tuple[PyTree, Any]:
-    """Train on stacked local gradients; everything comes back with a leading replica dimension."""
+    """Train on stacked local gradients; results have a leading dimension of replicas."""
     return on_replicas(functools.partial(train, case.mapped(AXIS)), mode, windows)
 
 
 def on_replicas(train: Callable[..., Any], mode: str, grads: PyTree) -> Any:
-    """``train(params, local gradients)`` on every replica, its result stacked."""
+    """Call ``train(params, local gradients)`` on every replica and stack the results."""
     if mode in ("pmap", "vmap"):
         mapper: Callable[..., Any] = jax.pmap if mode == "pmap" else jax.vmap
         mapped = mapper(train, axis_name=AXIS, in_axes=(None, 0))
@@ -49,12 +49,14 @@ def on_replicas(train: Callable[..., Any], mode: str, grads: PyTree) -> Any:
         result = train(params, jax.tree.map(lambda g: g[0], grads))
         return jax.tree.map(lambda x: x[None], result)
 
-    each = PartitionSpec(AXIS)
-    sharded = on_mesh_of(local, (PartitionSpec(), each), each, check_vma=mode == "checked")
+    split = PartitionSpec(AXIS)
+    sharded = over_devices(local, (PartitionSpec(), split), split, check_vma=mode == "checked")
     return jax.jit(sharded)(arrays.even_params(), grads)
 
 
-def on_mesh_of(fn: Any, in_specs: Any, out_specs: Any, check_vma: bool = True) -> Any:
+def over_devices(
+    fn: Callable[..., Any], in_specs: PyTree, out_specs: PyTree, check_vma: bool = True
+) -> Callable[..., Any]:
     """Map ``fn`` over all devices, on one data axis."""
     mesh = jax.make_mesh((jax.device_count(),), (AXIS,), axis_types=(AxisType.Auto,))
     how: dict[str, Any] = {"in_specs": in_specs, "out_specs": out_specs, "check_vma": check_vma}
@@ -64,7 +66,7 @@ def on_mesh_of(fn: Any, in_specs: Any, out_specs: Any, check_vma: bool = True) -
 def assert_like(
     case: Case, params: PyTree, stacked: PyTree, what: str, tolerance: float = 1e-6
 ) -> None:
-    """Params as they are outside of a mapped function, and what every replica has of them."""
+    """Compare params outside of a mapped function with those of every replica."""
     one = stacked if case.own_params else jax.tree.map(lambda x: x[0], stacked)
     arrays.assert_close(params.local if case.own_params else params, one, what, tolerance)
 
@@ -72,7 +74,7 @@ def assert_like(
 def replicas_stay_equal_in_every_mode(case: Case) -> None:
     """Promise 6: bit-equal on all replicas; checking on, off, pmap and vmap agree.
 
-    Params of a replica's own need not be equal.
+    Params that each replica keeps for itself need not be equal.
     """
     windows = [replica_grads(seed, jax.device_count()) for seed in range(2 * case.calls)]
     results = {mode: run(case, mode, windows) for mode in MODES}
@@ -83,7 +85,7 @@ def replicas_stay_equal_in_every_mode(case: Case) -> None:
 
 
 def results_are_typed_equal(case: Case) -> None:
-    """Promise 6: under checking, params pass a replicated out spec, and the state its specs."""
+    """Promise 6: under checking, params pass a replicated out spec, and state passes its specs."""
     tx, replicas = case.mapped(AXIS), jax.device_count()
     start = _case.start(case, tx, replicas)
     specs = states.state_specs(tx, arrays.even_params(), AXIS)
@@ -93,10 +95,10 @@ def results_are_typed_equal(case: Case) -> None:
     def local(params: PyTree, state: Any, grads: PyTree) -> Carry:
         grads = jax.tree.map(lambda g: g[0], grads)
         entered = states.enter_replica((params, state))
-        return states.leave_replica(_case.of_replica(tx)(*entered, grads))
+        return states.leave_replica(_case.applied(tx)(*entered, grads))
 
     kept = PartitionSpec(AXIS) if case.own_params else PartitionSpec()
-    mapped = on_mesh_of(local, (kept, specs, PartitionSpec(AXIS)), (kept, specs))
+    mapped = over_devices(local, (kept, specs, PartitionSpec(AXIS)), (kept, specs))
     windows = [replica_grads(seed, replicas) for seed in range(2 * case.calls)]
     params, state = follow(jax.jit(mapped, donate_argnums=(0, 1)), start, windows)
     assert_like(case, params, run(case, "checked", windows)[0], "params")
@@ -111,7 +113,7 @@ def skip_is_agreed_when_one_replica_is_bad(case: Case) -> None:
 
 
 def skips(case: Case, run: Callable[..., Carry], replicas: int, what: str) -> None:
-    """``run`` of gradients of which one replica's are bad ends as if they had never been."""
+    """Require that a run with bad gradients on one replica ends as if they had never been."""
     good = [replica_grads(seed, replicas) for seed in range(case.calls)]
     ruined = arrays.poison(replica_grads(99, replicas), jnp.nan)
     rest = [replica_grads(50 + i, replicas) for i in range(case.skip_calls - 1)]
@@ -138,12 +140,12 @@ def skip_holds_for_a_hundred_bad_steps_on_every_replica(case: Case) -> None:
 
 
 def reduced_gradients_are_refused(case: Case) -> None:
-    """Promise 6: gradients that autodiff has summed already raise, naming the mend."""
+    """Promise 6: gradients that autodiff has already summed raise, and the error names the mend."""
     raises(lambda: _trace_step(case, lambda params: params), "local_params")
 
 
 def local_params_give_local_gradients(case: Case) -> None:
-    """Promise 6: the cast, then ``jax.grad``, is accepted with checking on."""
+    """Promise 6: ``jax.grad`` of cast params is accepted with checking on."""
     _trace_step(case, lambda params: local_params(params, AXIS))
 
 
@@ -157,13 +159,13 @@ def _trace_step(case: Case, prepare: Callable[[PyTree], PyTree]) -> None:
         new = apply_gradients(tx, grads, tx.init(params), params)[0]
         return jax.tree.map(lambda x: x[None], new) if case.own_params else new
 
-    each, whole = PartitionSpec(AXIS), PartitionSpec()
-    mapped = on_mesh_of(local, (whole, each), each if case.own_params else whole)
+    split, whole = PartitionSpec(AXIS), PartitionSpec()
+    mapped = over_devices(local, (whole, split), split if case.own_params else whole)
     jax.eval_shape(mapped, arrays.even_params(), jnp.ones((jax.device_count(), 16)))
 
 
 def what_is_not_sent_waits(case: Case) -> None:
-    """Promise 15: of gradients and old residuals the mean is what is sent, and what then waits."""
+    """Promise 15: the mean of gradients and old residuals is what is sent plus what then waits."""
     tx, params, replicas = drawn(case.make(optax.identity(), AXIS)), arrays.even_params(), 4
     init = jax.vmap(lambda _: tx.init(params), axis_name=AXIS)
     update = jax.jit(jax.vmap(tx.update, in_axes=(0, 0, None), axis_name=AXIS))
@@ -173,17 +175,17 @@ def what_is_not_sent_waits(case: Case) -> None:
         sent, state = update(grads, state, params)
         for name, new in _residuals(state).items():
             wanted = np.float64(grads[name])
-            # Of a leaf that travels dense nothing waits.
+            # A leaf that is sent dense leaves no residual.
             wanted, waits = (wanted, 0.0) if new is None else (wanted + old[name], new.mean(0))
-            # Each rounding in f32 is one of what the replicas add up.
+            # Each rounding in f32 is relative to the sum over the replicas.
             scale = replicas * abs(wanted).max()
             found = np.asarray(sent[name], np.float64) + waits
             error = abs(found - wanted.mean(0)).max() / scale
             assert error <= 2e-6, f"{name}: {error} of the gradients are lost at call {seed}"
 
 
-def _residuals(state: Any) -> dict[str, Any]:
-    """By leaf, in float64; ``None`` of one that travels dense."""
+def _residuals(state: PyTree) -> dict[str, Any]:
+    """Return the residual of each leaf in float64; ``None`` if it is sent dense."""
     (found,) = trees.find(state, lambda node: isinstance(node, CompressedState))
     return {k: v if v is None else np.float64(v) for k, v in found.residual.local.items()}
 
@@ -195,8 +197,8 @@ def an_unbound_axis_is_named(case: Case) -> None:
     raises(lambda: apply_gradients(tx, grads, tx.init(params), params), repr(AXIS))
 
 
-def _shared(state: Any) -> PyTree:
-    """The state without the parts that differ between the replicas."""
+def _shared(state: PyTree) -> PyTree:
+    """Remove the parts of a state that differ between the replicas."""
     shared = lambda node: None if is_per_replica(node) else node  # noqa: E731
     return jax.tree.map(shared, state, is_leaf=is_per_replica)
 
@@ -212,9 +214,9 @@ class Placed:
     """A placement of ``even_params``.
 
     Attributes:
-      name: as people call it.
-      specs: of the params.
-      mesh: the replica axis first, and perhaps another one.
+      name: its common name.
+      specs: the specs of the params.
+      mesh: its first axis is that of the replicas; there may be another one.
       shard_optimizer: see ``on_mesh``.
     """
 
@@ -225,38 +227,38 @@ class Placed:
 
     @property
     def replicas(self) -> int:
-        """Their number."""
+        """The number of replicas."""
         return self.mesh.shape[AXIS]
 
     @property
     def others(self) -> int:
-        """Shards of a replica's gradient."""
+        """The number of shards of a replica's gradient."""
         return self.mesh.shape.get(_OTHER, 1)
 
     def place(self, params: PyTree) -> PyTree:
-        """A tree like the params, on the mesh."""
+        """Place a tree like the params on the mesh."""
         where = lambda x, spec: jax.device_put(x, NamedSharding(self.mesh, spec))  # noqa: E731
         return jax.tree.map(where, params, self.specs)
 
-    def stack(self, stacked: PerReplica) -> PyTree:
-        """What every replica has of a tree like the params, on the mesh."""
+    def stack(self, stacked: PyTree) -> PerReplica:
+        """Place a stacked tree like the params on the mesh, each replica's part on its devices."""
         lead = lambda spec: PartitionSpec(AXIS, *without(spec, (AXIS,)))  # noqa: E731
         where = lambda x, spec: jax.device_put(x, NamedSharding(self.mesh, lead(spec)))  # noqa: E731
-        return jax.tree.map(where, stacked.local, self.specs)
+        return PerReplica(jax.tree.map(where, stacked, self.specs))
 
     def cut(self, name: str) -> int:
-        """The dimension of a param that is sharded within a replica."""
+        """Return the dimension of a param that is sharded within a replica."""
         spec = without(self.specs[name], (AXIS,))
         return next((i for i, element in enumerate(spec) if element == _OTHER), 0)
 
     def shard(self, tree: PyTree, index: int, before: int = 0) -> PyTree:
-        """One of the shards of a replica; of arrays with so many dimensions before."""
+        """Cut one shard of a replica out of arrays with ``before`` leading dimensions."""
         part = lambda name, x: jnp.split(x, self.others, before + self.cut(name))[index]  # noqa: E731
         return {name: part(name, x) for name, x in tree.items()}
 
 
 def placements(replicas: int, others: int, kind: AxisType) -> list[Placed]:
-    """Over so many replicas, by an axis of so many devices or without one."""
+    """List placements over ``replicas`` with and without another axis of ``others`` devices."""
     whole = {"w": PartitionSpec(), "b": PartitionSpec()}
     over = lambda axis: {"w": PartitionSpec(axis), "b": PartitionSpec(axis)}  # noqa: E731
     columns = {"w": PartitionSpec(None, _OTHER), "b": PartitionSpec(_OTHER)}
@@ -275,25 +277,23 @@ def placements(replicas: int, others: int, kind: AxisType) -> list[Placed]:
 
 
 def run_placed(case: Case, placed: Placed, windows: list[PyTree]) -> Carry:
-    """Train in plain ``jit`` on stacked local gradients; all stays where it was."""
+    """Train in plain ``jit`` on stacked local gradients; every array must keep its sharding."""
     params = placed.place(arrays.even_params())
     tx = on_mesh(case.mapped(AXIS), params, axis_name=AXIS, shard_optimizer=placed.shard_optimizer)
     state = tx.init(params)
     if case.own_params:
-        params = PerReplica(
-            placed.stack(states.stack_replicas(PerReplica(arrays.even_params()), placed.replicas))
-        )
+        params = placed.stack(arrays.stack([arrays.even_params()] * placed.replicas))
     where = jax.tree.map(lambda x: x.sharding, (params, state))
-    step = jax.jit(applied(tx), donate_argnums=(0, 1))
-    grads = [PerReplica(placed.stack(PerReplica(each))) for each in windows]
-    params, state = follow(step, (params, state), grads)
+    one = lambda params, state, grads: apply_gradients(tx, grads, state, params)  # noqa: E731
+    step = jax.jit(one, donate_argnums=(0, 1))
+    params, state = follow(step, (params, state), list(map(placed.stack, windows)))
     for x, sharding in zip(jax.tree.leaves((params, state)), jax.tree.leaves(where), strict=True):
         assert x.sharding.is_equivalent_to(sharding, x.ndim), f"{x.sharding}, not {sharding}"
     return params, state
 
 
 def reference(case: Case, placed: Placed, windows: list[PyTree]) -> PyTree:
-    """The params of every replica where they are whole, by ``vmap`` with a name."""
+    """Train replicas with whole params, by ``vmap`` with a named axis."""
     last = lambda *given: train(case.mapped(AXIS), *given)[0]  # noqa: E731
     mapped = jax.jit(jax.vmap(last, in_axes=(None, 0), axis_name=AXIS))
     if not case.by_shard:
@@ -307,12 +307,12 @@ def reference(case: Case, placed: Placed, windows: list[PyTree]) -> PyTree:
 
 
 def any_placement_means_the_same(case: Case) -> None:
-    """Promise 11: replicated, ZeRO, FSDP, HSDP, tensor parallel: as where params are whole."""
+    """Promise 11: replicated, ZeRO, FSDP, HSDP and tensor parallel train as with whole params."""
     _means_the_same(case, AxisType.Auto)
 
 
 def any_placement_means_the_same_on_an_explicit_mesh(case: Case) -> None:
-    """Promise 11: the same where JAX types every array by its sharding."""
+    """Promise 11: the same if JAX types every array by its sharding."""
     _means_the_same(case, AxisType.Explicit)
 
 

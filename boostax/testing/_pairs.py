@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Laws of pairs of programs: what is written differently and means the same, drawn from a seed."""
+"""Laws of pairs of programs, drawn from a seed: written differently, they mean the same."""
 
 import dataclasses
 import functools
@@ -33,11 +33,11 @@ BAD = (np.nan, np.inf, -np.inf, 1e36)
 
 @dataclasses.dataclass(frozen=True)
 class Setting:
-    """Where a law holds a case to itself, and what it draws by.
+    """A case with the number of replicas and the random numbers of a law.
 
     Attributes:
       case: the transformation.
-      rng: of everything that is drawn.
+      rng: the generator of everything that is drawn.
       replicas: ``None`` on one device, else their number under ``jax.vmap`` with a named axis.
     """
 
@@ -47,44 +47,43 @@ class Setting:
 
     @classmethod
     def of(cls, case: Case, seed: int) -> "Setting":
-        """On one device, unless the case takes local gradients."""
+        """Draw the setting: one device or replicas, always replicas if the case reduces."""
         rng = np.random.default_rng(seed)
         replicas = int(rng.integers(2, 5)) if case.distributed else None
         return cls(_steep(case), rng, replicas if case.reduces or rng.random() < 0.3 else None)
 
     @property
     def axis(self) -> str | None:
-        """Of the replicas."""
+        """The axis of the replicas."""
         return None if self.replicas is None else AXIS
 
     def tx(self) -> optax.GradientTransformationExtraArgs:
-        """The transformation."""
+        """Make the transformation."""
         return self.case.single() if self.replicas is None else self.case.mapped(AXIS)
 
     def grads(self, count: int) -> Grads:
-        """Gradients of so many calls, in eighths: their sums and halves are exact."""
+        """Draw the gradients of ``count`` calls in eighths, whose sums and halves are exact."""
         lead = () if self.replicas is None else (self.replicas,)
         draw = lambda p: np.round(8 * self.rng.standard_normal((*lead, *p.shape))) / 8  # noqa: E731
         whole = lambda p: jnp.asarray(draw(p), jnp.float32)  # noqa: E731
         return [jax.tree.map(whole, arrays.even_params()) for _ in range(count)]
 
     def poisoned(self, grads: PyTree) -> PyTree:
-        """With one element, anywhere in the first leaf, replaced by a value of ``BAD``."""
-        leaves, treedef = jax.tree.flatten(grads)
-        at = tuple(int(self.rng.integers(size)) for size in leaves[0].shape)
-        leaves[0] = leaves[0].at[at].set(BAD[int(self.rng.integers(len(BAD)))])
-        return treedef.unflatten(leaves)
+        """Replace one element, anywhere in the first leaf, by a value of ``BAD``."""
+        shape = jax.tree.leaves(grads)[0].shape
+        at = tuple(int(self.rng.integers(size)) for size in shape)
+        return arrays.poison(grads, BAD[int(self.rng.integers(len(BAD)))], at)
 
     def start(self, tx: optax.GradientTransformation) -> Carry:
-        """Params and state as they are outside of a map."""
+        """Make the first params and state, as they are outside of a mapped function."""
         return _case.start(self.case, tx, self.replicas)
 
     def step(self, tx: optax.GradientTransformation) -> Callable[..., Carry]:
-        """One call of it, compiled: ``step(params, state, grads)``."""
+        """Compile one call of it: ``step(params, state, grads)``."""
 
         def one(params: PyTree, state: Any, grads: PyTree) -> Carry:
             given = assume_scaled(self._scaled(grads, state), state)
-            return _case.of_replica(tx)(params, state, given)
+            return _case.applied(tx)(params, state, given)
 
         if self.replicas is None:
             return jax.jit(one)
@@ -93,19 +92,19 @@ class Setting:
         return jax.jit(jax.vmap(one, in_axes=(*axes, 0), out_axes=axes, axis_name=AXIS))
 
     def _scaled(self, grads: PyTree, state: Any) -> PyTree:
-        """As if their loss had been scaled: exactly, by powers of two."""
+        """Multiply gradients as a scaled loss would: exactly, by powers of two."""
         if self.case.scaled is not None:
             return self.case.scaled(grads, state)
         product = functools.reduce(jnp.multiply, [x.scale for x in _scalers(state)], 1.0)
         return jax.tree.map(lambda g: g * product, grads)
 
     def run(self, tx: optax.GradientTransformation, grads: Grads) -> Carry:
-        """From the beginning."""
+        """Train from the beginning."""
         return follow(self.step(tx), self.start(tx), grads)
 
 
 def _steep(of: Case) -> Case:
-    """The same around an optimizer that is not blind to a factor, as Adam is."""
+    """Put a case around an optimizer that depends on the scale of gradients, unlike Adam."""
 
     def make(inner: Any, axis_name: Any) -> optax.GradientTransformation:
         del inner
@@ -122,12 +121,12 @@ def _scalers(state: Any) -> list[Any]:
 
 
 def skip_inserted_anywhere_never_was(case: Case, seed: int = 0) -> None:
-    """Promise 5: bad calls between good ones, to the end of the run as if nobody had made them."""
+    """Promise 5: a run with bad calls between good ones ends as without the bad ones."""
     setting = Setting.of(case, seed)
     good = setting.grads(3 * case.calls)
     step = setting.step(setting.tx())
     expected = follow(step, setting.start(setting.tx()), good)
-    # A window that holds its scaler is dropped whole.
+    # A window around a scaler is dropped whole.
     places = range(0, len(good) + 1, case.skip_calls)
     calls: Grads = []
     chosen = {int(setting.rng.choice(places)) for _ in range(2)}
@@ -143,7 +142,7 @@ def skip_inserted_anywhere_never_was(case: Case, seed: int = 0) -> None:
 
 
 def scale_changes_nothing(case: Case, seed: int = 0) -> None:
-    """Promise 12: any power of two as scale, around it or in its own scaler: the same params."""
+    """Promise 12: any power of two as scale, around it or in its scaler, gives the same params."""
     setting = Setting.of(case, seed)
     tx, grads = setting.tx(), setting.grads(2 * case.calls)
     scale = 2.0 ** int(setting.rng.integers(1, 16))
@@ -160,7 +159,7 @@ def scale_changes_nothing(case: Case, seed: int = 0) -> None:
 def window_is_one_big_batch(case: Case, seed: int = 0) -> None:
     """Promise 14: a window of micro-batches around it is one call with their mean gradient.
 
-    Not their sum: the losses of micro-batches are means, as the loss of the big batch is.
+    It is not the sum, because the losses of micro-batches are means, like that of the big batch.
     """
     setting = Setting.of(case, seed)
     every = int(setting.rng.choice([2, 4]))
@@ -175,7 +174,7 @@ def window_is_one_big_batch(case: Case, seed: int = 0) -> None:
 
 
 def nestings_of_scaler_and_window_agree(case: Case, seed: int = 0) -> None:
-    """Promise 12: a window in a scaler and a scaler in a window, around it: the same if clean."""
+    """Promise 12: a window in a scaler equals a scaler in a window, if nothing overflows."""
     setting = Setting.of(case, seed)
     every = int(setting.rng.integers(2, 4))
     scale = functools.partial(
@@ -189,9 +188,9 @@ def nestings_of_scaler_and_window_agree(case: Case, seed: int = 0) -> None:
 
 
 def cut_anywhere_is_whole(case: Case, seed: int = 0) -> None:
-    """Promise 8: saved at any call, in an open window too, and loaded: the same bits at the end.
+    """Promise 8: a run saved at any call, also in an open window, and loaded ends in the same bits.
 
-    Saved by pickle, and by Flax's bytes where Flax is installed.
+    It is saved by pickle, and by Flax's bytes if Flax is installed.
     """
     setting = Setting.of(case, seed)
     tx, grads = setting.tx(), setting.grads(3 * case.calls)
@@ -210,9 +209,9 @@ def cut_anywhere_is_whole(case: Case, seed: int = 0) -> None:
 
 
 def migrated_there_and_back_never_moved(case: Case, seed: int = 0) -> None:
-    """Promise 8: to a chain with a wrapper more and back again: the same state, to the bit.
+    """Promise 8: a state moved to a chain with one more wrapper and back is the same to the bit.
 
-    That training goes on in the other chain is tests/test_migrate.py's.
+    Training in the other chain is tested in tests/test_migrate.py.
     """
     setting = Setting.of(case, seed)
     tx = setting.tx()
@@ -230,10 +229,10 @@ def migrated_there_and_back_never_moved(case: Case, seed: int = 0) -> None:
 
 
 def replicas_there_and_back_never_moved(case: Case, seed: int = 0) -> None:
-    """Promise 8: to some times as many replicas and back again: the same state, to the bit.
+    """Promise 8: a state moved to 2 or 4 times as many replicas and back is the same to the bit.
 
-    Replicas in one process and one placement. Between placements, ``jax.device_put`` moves a state
-    besides: tests/test_kill_placements.py.
+    The replicas are in one process and one placement; ``jax.device_put`` between placements is
+    tested in tests/test_kill_placements.py.
     """
     setting = dataclasses.replace(Setting.of(case, seed), replicas=2)
     tx = setting.tx()
@@ -242,7 +241,7 @@ def replicas_there_and_back_never_moved(case: Case, seed: int = 0) -> None:
     more = dataclasses.replace(setting, replicas=int(setting.rng.choice([4, 8])))
     there = reshard_state(carry, more.replicas or 0)
     arrays.assert_same(reshard_state(there, 2), carry, "there and back")
-    # And it goes on there.
+    # Training goes on with more replicas.
     _, on = follow(more.step(tx), there, more.grads(case.calls))
     assert all(bool(jnp.isfinite(x).all()) for x in jax.tree.leaves(on) if _inexact(x)), "there"
 
