@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A chain read as parts: what each does, in which order they must stand, what a step lacks."""
+"""The parts of a chain: what each does, in which order they must stand, what a step lacks."""

@@ -1,27 +1,27 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Find what is in wrong order in a chain, by the rules of ``orders.toml``."""
+"""Find parts of a chain in a wrong order, by the rules of ``orders.toml``."""
 
 import functools
 import itertools
 import tomllib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from importlib.resources import files
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from boostax.chain.roles import CLIPS, GATES, MEMORIES, RATES, REDUCTIONS
 from boostax.chain.rows import Row
 
 
 class Finding(NamedTuple):
-    """Something in wrong order or with a wrong setting.
+    """A part in a wrong order or with a wrong setting.
 
     Attributes:
-      what: which part, and where it stands.
+      what: the part and its position.
       why: what goes wrong there.
       mend: what to write instead.
-      certain: wrong in every run: replicas diverge or hang, gradients stay multiplied by the
-        scale, a skipped step moves params, nothing is frozen. ``make_train_step`` refuses it, and
-        warns of the others.
+      certain: whether it is wrong in every run: replicas diverge or hang, gradients stay multiplied
+        by the scale, a skipped step moves params, nothing is frozen. ``make_train_step`` refuses
+        such a chain, and warns of other findings.
     """
 
     what: str
@@ -34,7 +34,7 @@ class Finding(NamedTuple):
 
 
 _OWN, _WINDOWS = ("delta", "own params"), ("window", "peer window")
-# What a role in ``orders.toml`` stands for, where it is a name for several.
+# The roles behind each name for several of them in ``orders.toml``.
 _SEVERAL: Mapping[str, tuple[str, ...]] = {
     "gates": GATES,
     "reductions": REDUCTIONS,
@@ -48,11 +48,16 @@ _SEVERAL: Mapping[str, tuple[str, ...]] = {
 
 
 @functools.cache
+def words() -> Mapping[str, Any]:
+    """Return the contents of ``orders.toml``."""
+    return tomllib.loads(files("boostax.chain").joinpath("orders.toml").read_text("utf8"))
+
+
+@functools.cache
 def rules(where: str) -> Mapping[tuple[str, str], Finding]:
-    """Return what is wrong with a part ``"after"`` or ``"inside"`` another, by both roles."""
-    listed = tomllib.loads(files("boostax.chain").joinpath("orders.toml").read_text("utf8"))
+    """Return the findings for a part ``"after"`` or ``"inside"`` another, by both roles."""
     found: dict[tuple[str, str], Finding] = {}
-    for group in listed[where]:
+    for group in words()[where]:
         for first, then, why in group["pairs"]:
             said = group.get("why", "") + why, group["mend"], group.get("certain", False)
             for pair in itertools.product(_roles(first), _roles(then)):
@@ -66,14 +71,14 @@ def _roles(names: str) -> Iterator[str]:
 
 
 def orders(found: Sequence[Row]) -> Iterator[Finding]:
-    """Yield what is in wrong order in a chain, then in what wraps another."""
+    """Yield wrong orders of parts after one another, then of parts inside one another."""
     pairs = itertools.combinations(found, 2)
     yield from _broken("after", ((a, b) for a, b in pairs if a.meets(b) and not b.inside(a)))
     yield from _broken("inside", ((a, b) for b in found for a in b.holders))
 
 
 def _broken(where: str, pairs: Iterable[tuple[Row, Row]]) -> Iterator[Finding]:
-    """Apply the rules to pairs; two reductions count if they share an axis."""
+    """Apply the rules to pairs of parts; two reductions are a pair only if they share an axis."""
     for a, b in pairs:
         apart = {a.role, b.role} <= {*REDUCTIONS, *_OWN} and not set(a.axes) & set(b.axes)
         rule = None if apart else rules(where).get((a.role, b.role))

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Read the parts of a transformation, in the order in which a gradient passes them.
 
-Those that are described say so themselves (``boostax.describe``). Optax's combinators are read from
-the closures of their functions, by the name of the factory that made them; what hides in any other
-is unknown.
+A described transformation (``boostax.describe``) names its own parts. Optax's combinators are read
+from the closures of their functions, by the name of the factory that made them. The parts inside
+any other transformation are unknown.
 """
 
 import dataclasses
@@ -19,10 +19,10 @@ from boostax._core.describe import Description, closure, first_line
 from boostax._core.replicas import PerReplica
 
 PyTree = Any
-# How to get from a wrapper's state to that of a part in it: indices, keys and names of fields.
+# The path from the state of a wrapper to that of a part in it: indices, keys and names of fields.
 Route = tuple[Any, ...]
 
-# Optax's wrappers of one transformation, and where its state lies in theirs.
+# Optax's wrappers of one transformation, with the path to its state in theirs.
 _INNER = "masked apply_if_finite conditionally_transform conditionally_mask inject_hyperparams"
 _WRAPPERS: dict[str, Route] = {
     **dict.fromkeys(_INNER.split(), ("inner_state",)),
@@ -36,16 +36,16 @@ _WRAPPERS: dict[str, Route] = {
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Part:
-    """A transformation, and those in it.
+    """A transformation, and the parts in it.
 
     Attributes:
-      name: of the factory that made it.
-      package: where that comes from, of one that is not described.
+      name: the name of the factory that made it.
+      package: the package of the factory, if the transformation is not described.
       what: the first line of the factory's docstring.
-      description: what it says of itself, if it does.
+      description: its own description, if there is one.
       settings: the values in the closure of its ``update``.
-      inner: parts inside, each with the route to its state, or ``None`` if that is not known.
-      apart: whether those inside work beside each other, and not one on the other's result.
+      inner: the parts inside, each with the route to its state, or ``None`` if that is unknown.
+      apart: whether the parts inside work side by side, and not one on the result of the other.
     """
 
     name: str
@@ -57,7 +57,7 @@ class Part:
     apart: bool = False
 
 
-# What a combinator of Optax's holds, where its closure is not as it was: unknown, not nothing.
+# The part inside a combinator of Optax whose closure has changed: unknown, but not nothing.
 _HIDDEN = Part("(hidden)", "", "This version of Optax does not show it")
 
 
@@ -67,7 +67,7 @@ def read(tx: optax.GradientTransformation) -> Part:
 
 
 def opened(tx: optax.GradientTransformation) -> list[optax.GradientTransformation]:
-    """Return the transformations of an ``optax.chain``, nested ones too; else the one given."""
+    """Return the transformations of an ``optax.chain`` and of chains in it; else ``tx`` alone."""
     inits, updates = closure(tx.init).get("init_fns"), closure(tx.update).get("update_fns")
     if inits is None or updates is None:
         return [tx]
@@ -92,12 +92,12 @@ def _part(update: Callable[..., Any]) -> Part:
     if name == "with_extra_args_support" and "tx" in values:
         return read(values["tx"])
     space = getattr(update, "__globals__", {})
-    # Of the function itself: functools.wraps gives it the name and module of another.
+    # The globals are the function's own; functools.wraps copies name and module of another.
     module = space.get("__name__", getattr(update, "__module__", ""))
     package = str(module).partition(".")[0]
     made = space.get(name) if owner is None else kind
     held = _held(name, values) if package == "optax" else ()
-    # The second optimizer of sam gets the first one's gradients, and its updates are subtracted.
+    # The second optimizer of sam also takes gradients, and its updates are subtracted.
     apart = package == "optax" and name in ("partition", "sam")
     return Part(name, package, first_line(made), settings=values, inner=held, apart=apart)
 
@@ -112,7 +112,7 @@ def _held(name: str, values: Mapping[str, Any]) -> tuple[tuple[Route | None, Par
         if name == "partition":
             found = values["transforms"].items()
             return tuple((("inner_states", key, "inner_state"), read(tx)) for key, tx in found)
-    except KeyError:  # Optax calls it otherwise now
+    except KeyError:  # This version of Optax has another name for it.
         return ((None, _HIDDEN),)
     route = _WRAPPERS.get(name)
     if name == "inject_hyperparams":
@@ -126,24 +126,21 @@ def _held(name: str, values: Mapping[str, Any]) -> tuple[tuple[Route | None, Par
 def _injected(values: Mapping[str, Any]) -> Any:
     """Make a transformation as ``optax.inject_hyperparams`` does at every call.
 
-    Its numbers are in its state: here each is its default, or 1.
+    Optax takes the numbers from the state; here each is its default, or 1.
     """
     given = {**values.get("other_hps", {}), **values.get("sched_hps", {})}
     try:
         scheduled = {name: fn(fn.init()) for name, fn in values["sched_hps"].items()}
-        parameters = inspect.signature(values["inner_factory"]).parameters.items()
-        numbers = {
-            name: 1 if x.default is inspect.Parameter.empty else x.default
-            for name, x in parameters
-            if name not in given
-        }
+        parameters = inspect.signature(values["inner_factory"]).parameters.values()
+        missing = [x for x in parameters if x.name not in given]
+        numbers = {x.name: 1 if x.default is x.empty else x.default for x in missing}
         return values["inner_factory"](**values["other_hps"], **numbers, **scheduled)
-    except Exception:  # A factory is anyone's: what cannot be made here is unknown.
+    except Exception:  # Any factory may fail here, and is then unknown.
         return None
 
 
 def follow(state: PyTree, route: Route | None) -> PyTree:
-    """Return a part's state within the wrapper's; ``None`` if it is not where it should be."""
+    """Return the state of a part within that of its wrapper; ``None`` if it is not found."""
     if route is None:
         return None
     for step in route:
@@ -152,7 +149,7 @@ def follow(state: PyTree, route: Route | None) -> PyTree:
         try:
             state = getattr(state, step) if hasattr(state, "_fields") else state[step]
         except (AttributeError, KeyError, IndexError, TypeError):
-            # A chain's state is a plain tuple, but so may be that of something unforeseen.
+            # A plain tuple is the state of a chain, but may also be that of another package.
             return None
     return state
 

@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The role of each part: what it does to a gradient, as far as its place depends on it.
+"""The role of each part: what it does to a gradient, as far as its position depends on it.
 
-Roles are those of ``_core/describe.py``, and these of Optax's that need a word:
+Roles are those of ``_core/describe.py``, and these of transformations in Optax:
 
 ==================== ==========================================================================
 ``peer window``      ``optax.MultiSteps``, the peer of ``accumulate``
-``adder``            ``optax.apply_every``: adds up updates, hands out zeros in between
-``hold``             ``optax.apply_if_finite``: skips like a scaler, but gives in after a while
-``condition``        runs what is inside in some calls, and lets gradients pass in the others
-``mask``             the same, and hands out zeros in the others
+``adder``            ``optax.apply_every``: adds up updates, and returns zeros in between
+``hold``             ``optax.apply_if_finite``: skips like a scaler, but not for ever
+``condition``        runs its inside in some calls, and passes gradients unchanged in the others
+``mask``             runs its inside in some calls, and returns zeros in the others
 ``average``          lookahead and schedule-free: averages params, around an optimizer
 ``outer optimizer``  takes the gradient of every call, around another optimizer
 ``call schedule``    ``optax.inject_hyperparams`` with schedules: they count calls
@@ -28,16 +28,16 @@ UNKNOWN = "unknown"
 # A part that holds others together and does nothing itself.
 COMBINATOR = "combinator"
 
-# Optax's factories, which describe themselves nowhere, by role.
+# Optax's factories, which have no descriptions, by role.
 _OPTAX: Mapping[str, str] = {
     COMBINATOR: "chain named_chain partition masked flatten",
     "peer window": "MultiSteps",
     "adder": "apply_every",
     "hold": "apply_if_finite",
-    # By the step's number; the first lets gradients pass, the second makes them zero.
+    # Both go by the number of the step; the first passes gradients, the second makes them zero.
     "condition": "conditionally_transform",
     "mask": "conditionally_mask",
-    # Around an optimizer, at work in every call.
+    # Wrappers of an optimizer that work in every call.
     "average": "schedule_free lookahead",
     "outer optimizer": "mechanize sam",
     "centralize": "centralize",
@@ -68,7 +68,7 @@ MEMORIES = ("momentum", "moments")
 
 
 def role(part: Part) -> str:
-    """Return the role that a part says itself, or that is known of Optax's."""
+    """Return the role in the description of a part, or the known role of one of Optax."""
     if part.description is not None:
         return part.description.role
     if part.package != "optax":
@@ -79,7 +79,7 @@ def role(part: Part) -> str:
 
 
 def sign(part: Part) -> float:
-    """Return the sign by which a part multiplies what comes to it; NaN if it is not known."""
+    """Return the sign by which a part multiplies its input; NaN if it is unknown."""
     kind, factor = role(part), 1
     if kind == UNKNOWN:
         return math.nan
@@ -88,7 +88,7 @@ def sign(part: Part) -> float:
     elif part.name == "scale":
         factor = part.settings.get("step_size")
     elif kind == "schedule":
-        # Optax writes a falling step as ``lambda count: m * schedule(count)``, with ``m`` -1.
+        # Optax writes a descending step as ``lambda count: m * schedule(count)``, with ``m`` -1.
         fn: Any = part.settings.get("step_size_fn")
         ours = getattr(fn, "__globals__", {}).get("__name__", "").startswith("optax.")
         factor = closure(fn).get("m") if ours else None
@@ -96,7 +96,7 @@ def sign(part: Part) -> float:
 
 
 def number(value: Any) -> float:
-    """Return a setting as a number; NaN if it is none, such as a schedule."""
+    """Return a setting as a number; NaN if it is not one, such as a schedule."""
     try:
         return float(value)
     except (TypeError, ValueError):

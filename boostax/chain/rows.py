@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""List the parts of a transformation in the order of a gradient, with those around each."""
+"""List the parts of a transformation in the order of a gradient, with the parts around each."""
 
 import dataclasses
 
@@ -17,10 +17,10 @@ class Row:
     Attributes:
       part: the part.
       role: see ``roles``.
-      holders: the rows that it stands in, outermost first, without those that only combine.
-      routes: the way to its state from that of the whole, wrapper by wrapper.
+      holders: the rows around it, outermost first, without those that only combine.
+      routes: the path to its state from that of the whole chain, wrapper by wrapper.
       sides: for each partition around it, which one and which side of it.
-      masks: the names of what lets only some of the params come to it, outermost first.
+      masks: the names of the wrappers that pass only some of the params to it, outermost first.
     """
 
     part: Part
@@ -32,26 +32,26 @@ class Row:
 
     @property
     def axes(self) -> tuple[str, ...]:
-        """Mesh axes over which it reduces or agrees."""
+        """The mesh axes over which it reduces or agrees."""
         return () if self.part.description is None else self.part.description.axes
 
     def inside(self, other: "Row") -> bool:
-        """Return whether it stands in the other."""
+        """Return whether it is inside the other."""
         return other in self.holders
 
     def meets(self, other: "Row") -> bool:
-        """Return whether the same params come to both."""
+        """Return whether both get the same params."""
         mine, others = dict(self.sides), dict(other.sides)
         return all(others.get(which, side) == side for which, side in mine.items())
 
 
 def rows(part: Part) -> list[Row]:
-    """List all parts, each before those inside it, without those that only combine."""
+    """List all parts, each before the parts inside it, without those that only combine."""
     found: list[Row] = []
 
     def visit(row: Row) -> None:
         part, holders, masks = row.part, row.holders, row.masks
-        # One that cannot be looked into stands for what it holds.
+        # A combinator whose parts are hidden stands for them.
         if row.role != COMBINATOR or not part.inner:
             found.append(row)
             holders = (*holders, row)

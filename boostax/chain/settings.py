@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Find what is wrong in a chain or a train step beside the order of its parts."""
+"""Find wrong settings of a chain or a train step."""
 
 import math
 from collections.abc import Iterator, Sequence
@@ -7,7 +7,7 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from boostax.chain.orders import Finding, orders
+from boostax.chain.orders import Finding, orders, words
 from boostax.chain.roles import CLIPS, MEMORIES, REDUCTIONS, UNKNOWN, number, sign
 from boostax.chain.rows import Row
 
@@ -15,96 +15,80 @@ _REDUCING = (*REDUCTIONS, "delta", "own params", "subspace")
 
 
 def findings(found: Sequence[Row], step: Any = None) -> list[Finding]:
-    """Return all that is in wrong order or does not fit, of a chain and of a step around it."""
+    """Return all findings of a chain, its orders included, and of a step around it."""
     checks = (orders, freezing, agreements, reach, directions, feedback)
     of_chain = [finding for check in checks for finding in check(found)]
     return of_chain if step is None else of_chain + list(of_step(found, step))
 
 
+def _finding(setting: str, **names: str) -> Finding:
+    """Return the finding for a setting in the words of ``orders.toml``."""
+    said = words()["settings"][setting]
+    texts = (said[field].format(**names) for field in ("what", "why", "mend"))
+    return Finding(*texts, said.get("certain", False))
+
+
 def freezing(found: Sequence[Row]) -> Iterator[Finding]:
-    """Yield where freezing saves nothing."""
+    """Yield freezing that saves nothing."""
     for row in found:
         if row.role == "freeze" and (row.holders or row.routes):
-            why = "the whole backward pass is paid for, and nothing is saved."
-            mend = "Put it outermost: scheduled_freeze(tx, ...)."
-            yield Finding(f"{row.part.name} inside the chain", why, mend, certain=True)
+            yield _finding("freeze_inside", name=row.part.name)
         if row.role == "zero" and row.sides:
-            why = "its gradients are computed all the same, and reduced by what stands before."
-            mend = "boostax.scheduled_freeze(tx, groups, depth) leaves it out of the backward pass."
-            yield Finding(f"{row.part.name} in a partition", why, mend)
+            yield _finding("zero_in_partition", name=row.part.name)
 
 
 def agreements(found: Sequence[Row]) -> Iterator[Finding]:
-    """Yield gates that decide for each replica of a reduction inside them alone."""
+    """Yield gates that decide on each replica alone although a reduction is inside."""
     for row in found:
-        # A clip's axes are those of shards, which a gate sees by their types.
+        # The axes of a clip are those of shards, which a gate sees in their types.
         inside = (other for other in found if other.inside(row) and other.role not in CLIPS)
         missing = {axis for other in inside for axis in other.axes} - set(row.axes)
         if missing and row.role in ("scaler", "window", "carry"):
-            words = ", ".join(repr(x) for x in sorted(missing))
-            why = "its replicas do not agree on what to skip or to carry, or share one window."
-            mend = f"Give it axis_name= as the reduction inside has it: {words}."
-            yield Finding(f"{row.part.name} without the axis {words}", why, mend, certain=True)
+            axes = ", ".join(repr(x) for x in sorted(missing))
+            yield _finding("without_axis", name=row.part.name, axes=axes)
 
 
 def reach(found: Sequence[Row]) -> Iterator[Finding]:
     """Yield gates that see only some of the params."""
     for row in found:
-        if row.role not in ("scaler", "window", "peer window", "hold") or not row.masks:
-            continue
-        mask, name, scales = row.masks[-1], row.part.name, row.role == "scaler"
-        why = "the params that it does not see move at every call, skipped or not."
-        if scales:
-            why = "the loss is multiplied by its scale as a whole, and only a part of it divided."
-        mend = f"Put {name} around {mask}: {name}(optax.{mask}(...), ...)."
-        yield Finding(f"{name} in {mask}", why, mend, certain=scales)
+        if row.role in ("scaler", "window", "peer window", "hold") and row.masks:
+            setting = "scaler_in_mask" if row.role == "scaler" else "gate_in_mask"
+            yield _finding(setting, name=row.part.name, mask=row.masks[-1])
 
 
 def directions(found: Sequence[Row]) -> Iterator[Finding]:
-    """Yield where the sign turns: params must go down, and decay comes before."""
+    """Yield parts on the wrong side of the sign: params go down, and decay comes before."""
     if any(row.sides for row in found):
         return
-    # An optimizer of what a subspace leaves over has a sign of its own.
+    # The optimizer outside of a subspace has a sign of its own.
     line = [row for row in found if all(holder.role != "subspace" for holder in row.holders)]
     signs = [sign(row.part) for row in line]
     for i, row in enumerate(line):
         if math.prod(signs[:i]) != -1 or math.prod(signs[i:]) != 1:
             continue
-        what = f"{row.part.name} after the learning rate"
         if row.role == "decay" and number(row.part.settings.get("weight_decay")) > 0:
-            why = "it is added to what will be added to the params: weights grow by it."
-            yield Finding(what, why, "Put it before the learning rate, as optax.adamw does.")
+            yield _finding("decay_after_rate", name=row.part.name)
         if row.role in CLIPS:
-            why = "it bounds steps, not gradients: the bound means more the smaller the rate."
-            yield Finding(what, why, "Put it before the optimizer.")
-    several = -1 in signs
-    if math.prod(signs) == 1 and (several or any(row.role in MEMORIES for row in line)):
-        cause = "the sign turns twice" if several else "nothing turns the sign"
-        mend = "End the chain with optax.scale_by_learning_rate(...)."
-        why = f"{cause}: the loss is climbed."
-        yield Finding("the whole chain", why, "Leave one learning rate out." if several else mend)
+            yield _finding("clip_after_rate", name=row.part.name)
+    if math.prod(signs) == 1 and -1 in signs:
+        yield _finding("two_signs")
+    elif math.prod(signs) == 1 and any(row.role in MEMORIES for row in line):
+        yield _finding("no_sign")
 
 
 def feedback(found: Sequence[Row]) -> Iterator[Finding]:
-    """Yield compressed reductions that lose for good what they do not send."""
+    """Yield compressed reductions that do not keep what they do not send."""
     for row in found:
         if row.part.description is not None and row.part.description.lossy:
-            why = "what it does not send is lost at every step, and the same again at the next."
-            mend = "error_feedback=True keeps it for later, in one more copy of the gradients."
-            yield Finding(f"{row.part.name} without error feedback", why, mend)
+            yield _finding("lossy", name=row.part.name)
 
 
 def of_step(found: Sequence[Row], step: Any) -> Iterator[Finding]:
-    """Yield what the chain lacks for the step that it is in."""
+    """Yield what a chain lacks for the step around it."""
     scales = any(row.role == "scaler" for row in found)
     if step.policy is not None and step.policy.compute_dtype == jnp.float16 and not scales:
-        what = "a policy that computes in float16, and no loss scale"
-        why = "small gradients vanish, and a large one makes everything NaN."
-        yield Finding(what, why, "Wrap the optimizer: boostax.dynamic_loss_scale(tx).")
-    if any(row.role == UNKNOWN for row in found):
-        return
-    reduced = {axis for row in found if row.role in _REDUCING for axis in row.axes}
-    for name in (name for name in step.names if name not in reduced):
-        what = f"nothing that reduces over the axis {name!r}"
-        why = "each replica takes a step of its own, and their params part."
-        yield Finding(what, why, f"Put boostax.all_reduce({name!r}) first in the chain.", True)
+        yield _finding("half_without_scaler")
+    if all(row.role != UNKNOWN for row in found):
+        reduced = {axis for row in found if row.role in _REDUCING for axis in row.axes}
+        for axis in (axis for axis in step.names if axis not in reduced):
+            yield _finding("not_reduced", axis=repr(axis))
