@@ -223,20 +223,6 @@ def clipped_before_it_was_unscaled():
     return 0.5, float(plain), float(tx.update(grad, tx.init(w), w)[0])
 
 
-@exhibit("deepspeedai/DeepSpeed/pull/8588")
-def divided_by_the_next_scale():
-    """Two steps on a gradient of -1 while the scale grows. The scale was raised before the
-    gradients were divided by it, so every step at which it grew was half as long.
-    """
-    scale, w = 4.0, 0.0
-    for _ in range(2):
-        scaled = -1.0 * scale
-        scale = 2 * scale
-        w -= scaled / scale
-    tx = boostax.dynamic_loss_scale(optax.sgd(1.0), init_scale=4.0, growth_interval=1)
-    return 2.0, w, float(train(tx, ZERO, [-1.0] * 2)[0])
-
-
 @exhibit("ecmwf/WeatherGenerator/pull/2718")
 def decided_by_the_first_replica():
     """Params of 1 after a NaN on the second of 2 replicas. Rank 0 alone decided whether to skip: a
@@ -366,16 +352,6 @@ def a_batch_of_padding():
     """
     masks = jnp.array([[1.0, 0.0, 0.0], [0.0, 0.0, 0.0]])
     return 8.0, *windows([(TOKENS[0], mask) for mask in masks])
-
-
-@exhibit("google-deepmind/optax/pull/1746")
-def a_guard_that_gives_in():
-    """Params of 1 after 6 NaN in a row. After `max_consecutive_errors` `apply_if_finite` applies
-    what is not finite, and what guards the params writes the NaN into them.
-    """
-    opt = optax.sgd(0.1)
-    both = optax.apply_if_finite(opt, 5), boostax.static_loss_scale(opt, 1.0)
-    return 1.0, *(float(train(tx, ONE, [jnp.nan] * 6)[0]) for tx in both)
 
 
 @exhibit("unslothai/unsloth-zoo/pull/1261")

@@ -162,15 +162,6 @@ def test_one_replica_s_skip_is_everyone_s(mesh):
     assert (int(state.mini_step), int(state.gradient_step)) == (0, 1)
 
 
-def test_a_bad_window_is_in_no_later_one():
-    """Optax multiplies its sum by zero, and a NaN stays."""
-    tx = compat.MultiSteps(optax.sgd(1.0), 2)
-    state = tx.init(jnp.float32(0))
-    for grad in (jnp.nan, 1.0, 1.0, 3.0):
-        updates, state = tx.update(jnp.float32(grad), state, jnp.float32(0))
-    assert updates == -2.0 and state.acc_grads == 0.0
-
-
 def test_a_window_can_be_flushed_and_saved_states_of_optax_move_in():
     old = optax.MultiSteps(optax.sgd(1.0), 3)
     _, saved = old.update(jnp.float32(2.0), old.init(jnp.float32(0)), jnp.float32(0))
@@ -188,15 +179,6 @@ def test_a_scaler_inside_says_which_windows_were_applied():
     for grad, applied in ((jnp.inf, 0), (1.0, 0), (1.0, 0), (1.0, 1)):
         _, state = tx.update(jnp.float32(grad), state, jnp.float32(0))
         assert (int(state.gradient_step), bool(tx.has_updated(state))) == (applied, applied == 1)
-
-
-def test_extra_arguments_pass_through():
-    """Those of ``gradient_transformation`` are lost in a chain of Optax's."""
-    take = lambda updates, state, params=None, *, value: (updates * value, state)  # noqa: E731
-    inner = optax.GradientTransformationExtraArgs(lambda params: (), take)
-    tx = optax.chain(compat.MultiSteps(inner, 1).gradient_transformation())
-    one = jnp.ones(())
-    assert tx.update(one, tx.init(one), one, value=3.0)[0] == 3.0
 
 
 # The contract.

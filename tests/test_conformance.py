@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from lanes import lanes
 
 from boostax.config.auto import auto
 
@@ -258,9 +259,7 @@ def takes_files(run):
 CASES = cases()
 
 
-@pytest.mark.parametrize(
-    "name", [x if x in QUICK else pytest.param(x, marks=pytest.mark.long) for x in CASES]
-)
+@pytest.mark.parametrize("name", lanes(CASES, QUICK))
 def test_weights_are_those_of_mindspore(name):
     found = difference(CASES[name])
     if name not in DIFFERENT:

@@ -16,6 +16,7 @@ import harness
 import nbclient
 import nbformat
 import pytest
+from lanes import lanes
 
 import boostax
 
@@ -108,17 +109,10 @@ def kernel(tmp_path, monkeypatch):
 
 
 # The rest runs in the long tests.
-QUICK = ("quickstart",)
+QUICK = [path for path in NOTEBOOKS if path.stem == "quickstart"]
 
 
-@pytest.mark.parametrize(
-    "path",
-    [
-        pytest.param(path, marks=[] if path.stem in QUICK else [pytest.mark.long])
-        for path in NOTEBOOKS
-    ],
-    ids=relative,
-)
+@pytest.mark.parametrize("path", lanes(NOTEBOOKS, QUICK), ids=relative)
 def test_notebooks_run(path, kernel, monkeypatch, tmp_path):
     """Outside the checkout: they need the package and the workloads alone."""
     monkeypatch.setenv("BOOSTAX_FAST", "1")

@@ -110,24 +110,17 @@ def test_loss_scale_around_accumulation_equals_mindspore(golden, train):
     assert applied == [3, 7, 10]
 
 
-def test_accumulation_in_the_train_cell_equals_mindspore(golden, train):
+@pytest.mark.parametrize("scales", [False, True])
+def test_accumulation_in_the_train_cell_equals_mindspore(golden, train, scales):
+    """Also with the scaler inside the window."""
     run, params, batches = load(golden / "boost_cell_accum3_graph.npz")
 
     def make_tx(reduced, axis):
-        return boostax.accumulate(reduced(MOMENTUM), 3, axis_name=axis)
+        inner = scaled(reduced(MOMENTUM), axis) if scales else reduced(MOMENTUM)
+        return boostax.accumulate(inner, 3, axis_name=axis)
 
     for t, (state, told) in enumerate(train(make_tx, params, batches)):
         assert told["micro_step"] == run["accumulation_step"][t]
-        np.testing.assert_allclose(flat(state.params), run["w"][t], **CLOSE)
-
-
-def test_scaling_inside_the_window_reaches_the_same_weights(golden, train):
-    run, params, batches = load(golden / "boost_cell_accum3_graph.npz")
-
-    def make_tx(reduced, axis):
-        return boostax.accumulate(scaled(reduced(MOMENTUM), axis), 3, axis_name=axis)
-
-    for t, (state, _) in enumerate(train(make_tx, params, batches)):
         np.testing.assert_allclose(flat(state.params), run["w"][t], **CLOSE)
 
 

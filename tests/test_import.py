@@ -52,22 +52,6 @@ NAMESPACES = {
     "config", "compat", "freeze", "inspect", "model", "precision", "reduce", "states",
     "subspace", "train",
 }  # fmt: skip
-# Of which packages the reference has what they hold besides.
-MORE = {
-    "compat": {
-        "ApplyIfFiniteState", "MultiSteps", "MultiStepsState", "MultiStepsSumState",
-        "apply_if_finite",
-    },
-    "freeze": {"mindspore_groups", "param_groups"},
-    "model": {"adagc", "average_params", "averaged_params"},
-    "precision": {"masters", "skip_spikes", "store"},
-    "reduce": {"Codec", "Late", "Message", "PerLeaf", "compress", "staged"},
-    "states": {
-        "AdaGCState", "AverageParamsState", "GateState", "Holds", "NoiseScaleState", "SpikesState",
-        "StoreState",
-    },
-    "train": {"gather_params"},
-}  # fmt: skip
 
 
 def named(module):

@@ -12,6 +12,7 @@ import numpy as np
 import optax
 import pytest
 from flax.training.dynamic_scale import DynamicScale
+from lanes import lanes
 
 import boostax
 from boostax.config.migrate import migrate_state
@@ -149,10 +150,7 @@ SHORT = {"clip added", "scaler removed", "window added", "freeze kept with anoth
 SHORT |= {"trajectory moved", "masked", "momentum to adam", "partition"}
 
 
-@pytest.mark.parametrize(
-    "change",
-    [pytest.param(x, marks=[] if x in SHORT else [pytest.mark.long]) for x in CHANGES],
-)
+@pytest.mark.parametrize("change", lanes(CHANGES, SHORT))
 def test_a_saved_state_goes_on_after_a_change_of_the_chain(change):
     make_old, make_new, assemble = CHANGES[change]
     old_tx, new_tx = make_old(), make_new()

@@ -14,6 +14,7 @@ import numpy as np
 import optax
 import pytest
 from flax.training.dynamic_scale import DynamicScale
+from lanes import lanes
 
 import boostax
 
@@ -75,18 +76,16 @@ def scaled(inner):
     return boostax.dynamic_loss_scale(inner, init_scale=2.0**10, axis_name=AXIS)
 
 
+weighed = functools.partial(window, normalize="weight")
+
+
 # Loss, transformation, and how the step is made.
 REPLICAS = {
     "mean": (mean_loss, lambda: window(reduced()), {}),
-    "by weight": (token_loss, lambda: window(reduced(), normalize="weight"), {"has_aux": True}),
-    "by weight, scaled": (
-        token_loss,
-        lambda: window(scaled(reduced()), normalize="weight"),
-        {"has_aux": True},
-    ),
+    "by weight": (token_loss, lambda: weighed(reduced()), {"has_aux": True}),
+    "by weight, scaled": (token_loss, lambda: weighed(scaled(reduced())), {"has_aux": True}),
     "by weight, on global arrays": (
-        token_loss,
-        lambda: scaled(window(reduced(), normalize="weight")),
+        *(token_loss, lambda: scaled(weighed(reduced()))),
         {"has_aux": True, "shard_optimizer": True},
     ),
     "before a sum": (sum_loss, lambda: window(scaled(reduced("sum"))), {}),
@@ -120,9 +119,7 @@ def assert_close(found, wanted, **tolerance):
 QUICK = ("mean", "by weight, scaled")
 
 
-@pytest.mark.parametrize(
-    "kind", [x if x in QUICK else pytest.param(x, marks=pytest.mark.long) for x in REPLICAS]
-)
+@pytest.mark.parametrize("kind", lanes(REPLICAS, QUICK))
 def test_a_window_moves_to_other_replicas_and_back(kind):
     wanted = run(kind, (1,) * len(COUNTS), lambda step, state, count: state)
     assert any(not np.array_equal(a["w"], b["w"]) for a, b in itertools.pairwise(wanted))
@@ -130,7 +127,7 @@ def test_a_window_moves_to_other_replicas_and_back(kind):
 
 
 def test_replicas_that_do_not_divide_share_a_weighed_window():
-    state = window(reduced(), normalize="weight").init(initial())
+    state = weighed(reduced()).init(initial())
     local = jax.tree.map(lambda x: jnp.arange(8.0).reshape(8, *[1] * x.ndim) + x, state.window)
     state = state._replace(window=local)
     for count in (3, 5, 1):
@@ -324,27 +321,14 @@ CONVERTED = {
     "residual": (*before(boostax.top_k_reduce(AXIS, 0.5)), lambda state: state.inner_state[0][0]),
     "momentum": (*before(optax.trace(0.9)), lambda state: state.inner_state[0]),
 }
+PART, APART = partitioned(around), partitioned(lambda tx: tx)
+BEFORE = tuple(optax.chain(optax.trace(0.9), part) for part in (PART, APART))
+FLUSHED = r"alike in .*\[8\.0, 4\.0\] of .*boostax\.flush"
 REFUSED = {
-    "groups apart": (
-        *GROUPS,
-        np.array([8.0, 4.0]),
-        r"alike in .*\[8\.0, 4\.0\] of .*boostax\.flush",
-    ),
-    "of a part": (
-        *(accumulated(partitioned(scale)) for scale in (around, lambda tx: tx)),
-        8.0,
-        r"8\.0 of inner_.*inner_states/w",
-    ),
-    "before a part": (
-        *(optax.chain(optax.trace(0.9), partitioned(scale)) for scale in (around, lambda tx: tx)),
-        8.0,
-        r"TraceState at 0 .* times 1 and 8\.0 of 1/inner_states/w",
-    ),
-    "squares": (
-        *before(optax.scale_by_adam()),
-        8.0,
-        "ScaleByAdamState at 0 .* times 8.*Put the lo",
-    ),
+    "groups apart": (*GROUPS, np.array([8.0, 4.0]), FLUSHED),
+    "of a part": (*map(accumulated, (PART, APART)), 8.0, r"8\.0 of inner_.*inner_states/w"),
+    "before a part": (*BEFORE, 8.0, r"TraceState at 0 .* times 1 and 8\.0 of 1/inner_states/w"),
+    "squares": (*before(optax.scale_by_adam()), 8.0, "ScaleByAdamState at 0 .* times 8.*Put the"),
 }
 
 
@@ -404,10 +388,8 @@ def test_a_window_of_one_device_is_shared_out_among_replicas(kind):
 
 KEPT = {
     "window": lambda: window(reduced()),
-    "residual": lambda: optax.chain(boostax.top_k_reduce(AXIS, 0.5), optimizer()),
-    "residual and momentum": lambda: optax.chain(
-        boostax.top_k_reduce(AXIS, 0.5, momentum=0.9), optimizer()
-    ),
+    "residual": lambda: boostax.top_k_reduce(AXIS, 0.5),
+    "residual and momentum": lambda: boostax.top_k_reduce(AXIS, 0.5, momentum=0.9),
     "moment": lambda: boostax.reduce.adasum_delta(optimizer(), AXIS),
 }
 

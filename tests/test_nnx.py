@@ -13,6 +13,7 @@ from contract_cases import CASES
 from flax import nnx
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
+from lanes import lanes
 from train_loops import AXIS, PLAIN, REPLICAS, SCALE, NnxNet, Put, mse
 
 import boostax
@@ -77,48 +78,31 @@ def train_step(model, optimizer, x):
 
 def in_nobodys_loop(put):
     """The largest difference from the technique in nobody's loop."""
+    model, axis = NnxNet(nnx.Rngs(0)), AXIS if put.replicas > 1 else None
+    graph, start = nnx.split(NnxNet(nnx.Rngs(0)))
+    loss = lambda model, batch, scales=None: mse(model(batch["x"], scales), batch)  # noqa: E731
+    if axis:
+        placed(model, jax.make_mesh((REPLICAS,), (AXIS,), axis_types=(AxisType.Auto,)))
+    optimizer = Optimizer(model, put.chain(), wrt=nnx.Param, axis_name=axis)
 
-    def loop(put):
-        model = NnxNet(nnx.Rngs(0))
-        graph, start = nnx.split(NnxNet(nnx.Rngs(0)))
-        loss = lambda model, batch, scales=None: mse(model(batch["x"], scales), batch)  # noqa: E731
-        if put.replicas > 1:
-            placed(model, jax.make_mesh((REPLICAS,), (AXIS,), axis_types=(AxisType.Auto,)))
-        axis = AXIS if put.replicas > 1 else None
-        optimizer = Optimizer(model, put.chain(), wrt=nnx.Param, axis_name=axis)
+    @nnx.jit
+    def step(model, optimizer, batch):
+        forgotten = put.forgotten == SCALE
+        oracle = nnx.value_and_grad(loss) if forgotten else optimizer.value_and_grad(loss)
+        optimizer.update(model, oracle(model, batch)[1])
 
-        @nnx.jit
-        def step(model, optimizer, batch):
-            oracle = optimizer.value_and_grad(loss)
-            if put.forgotten == SCALE:
-                oracle = nnx.value_and_grad(loss)
-            value, grads = oracle(model, batch)
-            optimizer.update(model, grads)
-            return value
-
-        for batch in put.batches:
-            step(model, optimizer, batch)
-        pure = lambda params, *given, **more: loss(nnx.merge(graph, params), *given, **more)  # noqa: E731
-        trained = nnx.as_pure(nnx.state(model))
-        return train_loops.Run(nnx.as_pure(start), pure, trained, {})
-
-    run = loop(put)
-    wanted = jax.tree.map(lambda x: x[0], train_loops.reference(put, run))
-    pairs = zip(jax.tree.leaves(run.trained), jax.tree.leaves(wanted), strict=True)
-    return max(float(np.abs(np.asarray(x) - np.asarray(y)).max()) for x, y in pairs)
+    for batch in put.batches:
+        step(model, optimizer, batch)
+    pure = lambda params, *given, **more: loss(nnx.merge(graph, params), *given, **more)  # noqa: E731
+    trained = nnx.as_pure(nnx.state(model))
+    return train_loops.apart(put, train_loops.Run(nnx.as_pure(start), pure, trained, {}))
 
 
 QUICK = ["plain Optax", "accumulate_inside_the_scaler", "all_reduce", "scheduled_freeze"]
+SHARED = [name for name, case in TECHNIQUES.items() if not case.own_params]
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        pytest.param(name, marks=[] if name in QUICK else [pytest.mark.long])
-        for name, case in TECHNIQUES.items()
-        if not case.own_params
-    ],
-)
+@pytest.mark.parametrize("name", lanes(SHARED, QUICK))
 def test_a_technique_trains_as_in_nobodys_loop(name):
     assert in_nobodys_loop(Put(TECHNIQUES[name])) <= TOLERANCE
 
@@ -152,19 +136,14 @@ def test_it_trains_as_flax_does_to_the_bit():
     theirs = nnx.Optimizer(other, optax.adamw(1e-2), wrt=nnx.Param)
 
     @nnx.jit
-    def by_flax(model, optimizer, x):
-        (loss, aux), grads = nnx.value_and_grad(loss_fn, has_aux=True)(model, x)
-        return loss, aux, optimizer.update(model, grads)
-
-    @nnx.jit
-    def by_boostax(model, optimizer, x):
-        (loss, aux), grads = optimizer.value_and_grad(loss_fn, has_aux=True)(model, x)
+    def step(model, optimizer, x):
+        oracle = getattr(optimizer, "value_and_grad", nnx.value_and_grad)
+        (loss, aux), grads = oracle(loss_fn, has_aux=True)(model, x)
         return loss, aux, optimizer.update(model, grads)
 
     for seed in range(3):
-        x = rows(seed)
-        mine_now, theirs_now = by_boostax(one, mine, x), by_flax(other, theirs, x)
-        jax.tree.map(functools.partial(np.testing.assert_allclose, atol=1e-6), mine_now, theirs_now)
+        results = step(one, mine, rows(seed)), step(other, theirs, rows(seed))
+        jax.tree.map(functools.partial(np.testing.assert_allclose, atol=1e-6), *results)
     for a, b in ((one, other), (mine, theirs)):
         states = (jax.tree.leaves(nnx.as_pure(nnx.state(each))) for each in (a, b))
         for x, y in zip(*states, strict=True):
@@ -222,8 +201,7 @@ def test_sharded_params_are_reduced_once_and_stay(kind, microbatches):
 
     @functools.partial(nnx.jit, donate_argnums=(0, 1))
     def step(model, optimizer, x):
-        oracle = optimizer.value_and_grad(loss_fn, microbatches=microbatches)
-        loss, grads = oracle(model, x)
+        loss, grads = optimizer.value_and_grad(loss_fn, microbatches=microbatches)(model, x)
         optimizer.update(model, grads)
         return loss
 
@@ -281,18 +259,23 @@ def test_metrics_and_weights_of_a_loss_are_combined():
     np.testing.assert_allclose(grads["kernel"], by_hand["kernel"][...], atol=1e-6)
 
 
-def test_what_is_given_by_name_is_not_split():
+@pytest.fixture
+def reduced():
+    """A layer over four replicas and its optimizer."""
     model = placed(nnx.Linear(64, 1, rngs=nnx.Rngs(0)), a_mesh(4))
-    optimizer = Optimizer(model, REDUCED, wrt=nnx.Param, axis_name="data")
+    return model, Optimizer(model, REDUCED, wrt=nnx.Param, axis_name="data")
+
+
+def test_what_is_given_by_name_is_not_split(reduced):
+    model, optimizer = reduced
     loss = lambda model, x, *, scale, kind: scale.sum() * model(x).mean() * len(kind)  # noqa: E731
     value, _ = optimizer.value_and_grad(loss)(model, rows(0), scale=jnp.ones(3), kind="ab")
     np.testing.assert_allclose(value, 6 * model(rows(0)).mean(), rtol=1e-5)
 
 
-def test_a_loss_that_closes_over_its_batch_is_refused_over_replicas():
+def test_a_loss_that_closes_over_its_batch_is_refused_over_replicas(reduced):
     """Defect guarded against: each of them computed the loss of all rows."""
-    model = placed(nnx.Linear(64, 1, rngs=nnx.Rngs(0)), a_mesh(4))
-    optimizer = Optimizer(model, REDUCED, wrt=nnx.Param, axis_name="data")
+    model, optimizer = reduced
     with pytest.raises(TypeError, match=r"batch must be given .*Let loss_fn take it"):
         optimizer.value_and_grad(lambda model: model(rows(0)).mean())(model)
     # Replicas that draw apart have no need of rows.

@@ -326,13 +326,14 @@ def reference(put: Put, run: Run) -> PyTree:
 def difference(put: Put) -> Callable[[str], float]:
     """Of a loop the largest difference of a param from the reference; params are about 1."""
 
-    def of(loop: str) -> float:
-        run = LOOPS[loop](put)
-        wanted = reference(dataclasses.replace(put, forgotten=""), run)
-        own = isinstance(run.trained, PerReplica)
-        trained = run.trained.local if own else run.trained
-        wanted = wanted if own else jax.tree.map(lambda x: x[0], wanted)
-        pairs = zip(jax.tree.leaves(trained), jax.tree.leaves(wanted), strict=True)
-        return max(float(np.abs(np.asarray(x) - np.asarray(y)).max()) for x, y in pairs)
+    return lambda loop: apart(put, LOOPS[loop](put))
 
-    return of
+
+def apart(put: Put, run: Run) -> float:
+    """The largest difference of a param from the reference."""
+    wanted = reference(dataclasses.replace(put, forgotten=""), run)
+    own = isinstance(run.trained, PerReplica)
+    trained = run.trained.local if own else run.trained
+    wanted = wanted if own else jax.tree.map(lambda x: x[0], wanted)
+    pairs = zip(jax.tree.leaves(trained), jax.tree.leaves(wanted), strict=True)
+    return max(float(np.abs(np.asarray(x) - np.asarray(y)).max()) for x, y in pairs)
