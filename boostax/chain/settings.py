@@ -24,8 +24,8 @@ def findings(found: Sequence[Row], step: Any = None) -> list[Finding]:
 def _finding(setting: str, **names: str) -> Finding:
     """Return the finding for a setting in the words of ``orders.toml``."""
     said = words()["settings"][setting]
-    texts = (said[field].format(**names) for field in ("what", "why", "mend"))
-    return Finding(*texts, said.get("certain", False))
+    texts = {field: said[field].format(**names) for field in ("what", "why", "mend")}
+    return Finding(**texts, certain=said.get("certain", False))
 
 
 def freezing(found: Sequence[Row]) -> Iterator[Finding]:

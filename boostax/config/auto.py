@@ -14,8 +14,7 @@ import boostax
 from boostax._core import axes, checks, trees
 from boostax.chain.parts import read
 from boostax.chain.roles import role
-from boostax.config import keys, mindspore
-from boostax.config.singa import singa
+from boostax.config import keys, mindspore, singa
 from boostax.model.less_bn import LessBNReport, changed
 
 PyTree = Any
@@ -41,6 +40,27 @@ class Boost:
     notes: tuple[str, ...] = ()
     own: Mapping[str, tuple[keys.Factory, str]] = dataclasses.field(default_factory=dict[str, Any])
     strict: bool = True
+
+    def __post_init__(self) -> None:
+        """Refuse parts that exclude one another."""
+        config, (kind, _) = self.config, _reduction(self.config, self.own)
+        asked, hint = config.get("reduce", _MEAN), f"{kind} takes its place."
+        fits = kind == asked["kind"] or asked == _MEAN
+        checks.require(_WHO, "reduce", asked["kind"], "left out here", fits, hint)
+        half = self.policy is not None and self.policy.compute_dtype == jnp.float16
+        hint = "Small gradients vanish without: 'dynamic' scales, and bfloat16 needs none."
+        allowed, fits = "given where policy computes in float16", "loss_scale" in config or not half
+        checks.require(_WHO, "loss_scale", None, allowed, fits, hint)
+        finish, frozen = config.get("dim_reduce", {"every": None}), config.get("freeze")
+        every = None if finish.keys() & {*keys.FILES} else finish.get("every", 10)
+        partial = {"average_params": config.get("average_params"), "dim_reduce.every": every}
+        for apart, beside, hint in (
+            (f"reduce {kind!r}", {"freeze": frozen} | partial, "They would differ by replica."),
+            ("freeze", partial, "Frozen params are missing."),
+        ):
+            on = kind in ("partial", "local") if apart != "freeze" else frozen is not None
+            for name, value in beside.items() if on else ():
+                checks.absent(_WHO, name, value, f"None with {apart}", hint)
 
     @property
     def policy(self) -> boostax.precision.Policy | None:
@@ -91,10 +111,12 @@ class Boost:
         checks.require(who, "axis_name", None, f"given with the reduction {kind!r}", fits, hint)
         if finish.keys() & {*keys.FILES}:
             allowed = "left out with dim_reduce from the first step on"
-            hint = "It takes whole gradients as they are. strict=False leaves out MindSpore's rest."
+            hint = (
+                "It takes whole, unchanged gradients. strict=False drops MindSpore's other parts."
+            )
             for name, value in self.config.items():
-                fits = name in _WITH_FILES or (name, value) == ("reduce", _MEAN)
-                checks.require(who, f"config.{name}", value, allowed, fits, hint)
+                if name not in _WITH_FILES and (name, value) != ("reduce", _MEAN):
+                    checks.absent(who, f"config.{name}", value, allowed, hint)
             residual = None if "residual_rate" in finish else inner
             return self._finish(place | {"source": keys.FILES, "residual": residual})
         order = list(keys.ORDER)
@@ -220,7 +242,9 @@ class Boost:
             found = [(f, config[name]) for name, (f, where) in self.own.items() if where == key]
             # A reduction of the user's replaces that of boostax; other parts stand behind it.
             if key in config and not (found and key == "reduce"):
-                found = [(keys.factory_of(key, config[key]), config[key]), *found]
+                # A key with a single factory has the kind "".
+                factory = keys.PARTS[key][config[key]["kind"] if "" not in keys.PARTS[key] else ""]
+                found = [(factory, config[key]), *found]
             for factory, given in found:
                 parts = keys.layer(factory, given, parts, **place)
         return optax.with_extra_args_support(keys.chained(parts))
@@ -307,26 +331,21 @@ def auto(
     keys.flag(_WHO, "strict", strict is None or strict)
     own = _owned(data, factories)
     config, notes = _read(data, level or "O0", strict is not False, own)
-    boost = Boost(config, notes, own, strict is not False)
-    _require_compatible(boost)
-    return boost
+    return Boost(config, notes, own, strict is not False)
 
 
 def _read(
     data: dict[str, Any], level: str, strict: bool, own: Mapping[str, Any]
 ) -> tuple[dict[str, Any], tuple[str, ...]]:
     """Read the keys of MindSpore and SINGA in a dictionary, then those of boostax over them."""
-    words = data.keys() & {*mindspore.KEYS, *mindspore.SWITCHES}
-    theirs = {*mindspore.KEYS} if words and mindspore.is_mindspore(data) else set[str]()
+    theirs = {*mindspore.KEYS} if mindspore.is_mindspore(data) else set[str]()
     if not strict:  # MindSpore ignores the keys that nobody knows.
         theirs |= data.keys() - {*keys.KEYS, *own, "singa"}
     taken = {key: data.pop(key) for key in tuple(data) if key in theirs}
-    config, notes = dict[str, Any](), ()
-    if taken or level != "O0":
-        config, notes = mindspore.from_mindspore(taken, level, strict=strict)
+    config, notes = mindspore.from_mindspore(taken, level, strict=strict)
     said = {key: (options, "MindSpore's dictionary") for key, options in config.items() if taken}
     if "singa" in data:
-        config["reduce"], said["reduce"] = singa(data.pop("singa")), ({}, "singa")
+        config["reduce"], said["reduce"] = singa.singa(data.pop("singa")), ({}, "singa")
     keys.known(data, (*keys.KEYS, *own), "keys")
     for name, value in data.items():
         key, _ = keys.NAMED.get(name, (name, ""))
@@ -342,9 +361,7 @@ def _read(
         elif value is None or value is False:
             config.pop(key, None)
         else:
-            config[key] = keys.part(name, value, config.get(key), own.get(name, [None])[0])
-            if name not in own:
-                keys.tried(key, config[key])
+            config[key] = keys.part(name, value, config.get(key), own.get(name, [None])[0], True)
     return config, notes
 
 
@@ -385,30 +402,3 @@ def _loaded(path: str | pathlib.Path) -> object:
     except (json.JSONDecodeError, UnicodeDecodeError, RecursionError) as error:
         text = checks.message(_WHO, "spec", "a file of JSON", str(path), f"{error}.")
         raise ValueError(text) from error
-
-
-def _require_compatible(boost: Boost) -> None:
-    """Refuse parts that exclude one another."""
-    config, (kind, _) = boost.config, _reduction(boost.config, boost.own)
-    asked, hint = config.get("reduce", _MEAN), f"{kind} takes its place."
-    fits = kind == asked["kind"] or asked == _MEAN
-    checks.require(_WHO, "reduce", asked["kind"], "left out here", fits, hint)
-    half = boost.policy is not None and boost.policy.compute_dtype == jnp.float16
-    hint = "Small gradients vanish without: 'dynamic' scales, and bfloat16 needs none."
-    allowed, fits = "given where policy computes in float16", "loss_scale" in config or not half
-    checks.require(_WHO, "loss_scale", None, allowed, fits, hint)
-    finish, differ = config.get("dim_reduce", {"every": None}), kind in ("partial", "local")
-    beside = {
-        "average_params": config.get("average_params"),
-        "dim_reduce.every": None if finish.keys() & {*keys.FILES} else finish.get("every", 10),
-    }
-    if differ:
-        hint = "They would differ from replica to replica."
-        beside = {"freeze": config.get("freeze"), **beside}
-    elif "freeze" in config:
-        hint = "Frozen params are missing."
-    else:
-        return
-    apart = f"reduce {kind!r}" if differ else "freeze"
-    for name, value in beside.items():
-        checks.absent(_WHO, name, value, f"None with {apart}", hint)

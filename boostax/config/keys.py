@@ -22,7 +22,7 @@ from typing import Any, TypeAlias
 import optax
 
 import boostax
-from boostax import freeze, subspace
+from boostax import subspace
 from boostax._core import axes, checks
 from boostax.chain.parts import opened, read
 from boostax.chain.roles import role
@@ -51,8 +51,9 @@ PLACES: dict[str, str] = {role: key for key, roles in _DATA["places"].items() fo
 # The key and the kind of each factory, whose own name is a key too.
 NAMED = {f.__name__: (key, kind) for key, kinds in PARTS.items() for kind, f in kinds.items()}
 KEYS = tuple(dict.fromkeys((*PARTS, "microbatches", *NAMED)))
-# Arguments that the chain supplies; ``tree`` is the params.
-_SUPPLIED = ("inner", "module", "args", "kwargs", "axis_name", "tree", "less_bn")
+# Arguments that are no data: the chain supplies those of a place, where ``tree`` is the params.
+_PLACE = ("axis_name", "tree", "less_bn")
+_SUPPLIED = (*_PLACE, "module", "args", "kwargs", "inner", "outer", "reduction")
 # With one of these dim_reduce begins at once.
 FILES = ("weight_load_dir", "pca_mat_path")
 # Arguments of the functions that make arguments, by the names that a configuration has for them.
@@ -60,14 +61,11 @@ _RENAMED = {"n": "groups", "directory": FILES[0], "path": FILES[1]}
 # Replaces the params while a configuration is checked.
 _LATER = object()
 # Arguments that the functions below get where the chain does not supply them.
-_ABSENT: Any = dict.fromkeys(("axis_name", "tree", "less_bn", "source", "residual"))
+_ABSENT: Any = dict.fromkeys((*_PLACE, "source", "residual"))
 _GROUPS = {"groups": 4, "order": None, "level": None, "cut": "layers"}
 _STEPS = {"total_steps": None, "frozen_fraction": None, "seed": None, "freeze_p": None}
-_FINISH = {
-    **{"n_components": 20, "every": 10, "start": 0, "weight_load_dir": None, "pca_mat_path": None},
-    **{"residual_rate": None, "residual_momentum": 0.0},
-    **{"rule": "boostax", "shrink": None, "slope": None},
-}
+_FINISH = {"n_components": 20, "every": 10, "start": 0, "rule": "boostax", "residual_momentum": 0.0}
+_UNSET = dict.fromkeys((*FILES, "residual_rate", "shrink", "slope"))
 
 
 def _window(options: Any) -> dict[str, Any]:
@@ -102,11 +100,11 @@ def _groups(options: Any) -> Any:
     if tree is _LATER:
         return {"any": 0}
     if cut == "layers":
-        return freeze.prefix_groups(tree, groups, order=options.order, level=options.level)
+        return boostax.freeze.prefix_groups(tree, groups, order=options.order, level=options.level)
     hint = "Its buckets are of params."
     checks.absent("", "level", options.level, "left out with cut 'mindspore'", hint)
     removed = options.less_bn.removed if options.less_bn else ()
-    return freeze.mindspore_groups(tree, groups, order=options.order, removed=removed)
+    return boostax.freeze.mindspore_groups(tree, groups, order=options.order, removed=removed)
 
 
 def _schedule(options: Any) -> dict[str, Any]:
@@ -120,7 +118,7 @@ def _schedule(options: Any) -> dict[str, Any]:
     # The other two freeze for good and need an end; 65536 is the default of MindSpore.
     if options.total_steps is None and kind not in ("progressive", "ramp"):
         steps["total_steps"] = 65536
-    schedule = freeze.freeze_schedule(kind, **steps)
+    schedule = boostax.freeze.freeze_schedule(kind, **steps)
     return {"groups": groups, "schedule": schedule, "repeat": kind in ("interval", "continuous")}
 
 
@@ -128,8 +126,7 @@ def _finish(options: Any) -> dict[str, Any]:
     """Find a rule by its name, and train outside of the span by SGD if no optimizer is given."""
     rate, momentum = options.residual_rate, options.residual_momentum
     checks.choice("", "rule", options.rule, tuple(RULES), nearest(options.rule, RULES))
-    search = {"shrink": options.shrink, "slope": options.slope}
-    search = {name: value for name, value in search.items() if value is not None}
+    search = {x: y for x in ("shrink", "slope") if (y := getattr(options, x)) is not None}
     for name, value in (search | ({"residual_momentum": momentum} if momentum else {})).items():
         checks.number("", name, value, "in (0, 1)", lambda x: 0 < x < 1, "Or leave it out.")
     outside = options.residual
@@ -145,8 +142,7 @@ def _finish(options: Any) -> dict[str, Any]:
 def _basis(options: Any) -> Any:
     """Read a basis from a source; without a source return the recorder of snapshots, if any."""
     source, count, tree = options.source, options.n_components, options.tree
-    folder: Any = options.weight_load_dir
-    matrix: Any = options.pca_mat_path
+    folder, matrix = options.weight_load_dir, options.pca_mat_path
     checks.positive_int("", "n_components", count, "It counts directions.")
     fits, hint = folder is None or matrix is None, "The one or the other makes the basis."
     checks.require("", FILES[0], folder, "left out with pca_mat_path", fits, hint)
@@ -164,7 +160,7 @@ def _basis(options: Any) -> Any:
     checks.require("", "params", tree, allowed, tree is not None, hint)
     if matrix is not None:
         return saved_basis(matrix, tree, count)
-    return subspace.pca_basis(subspace.checkpoint_snapshots(folder, tree), count)
+    return subspace.pca_basis(subspace.checkpoint_snapshots(options.weight_load_dir, tree), count)
 
 
 _CENTRALIZE = {"multiple_of": None, "axes": "auto", "after_decay": False}
@@ -173,9 +169,8 @@ _CENTRALIZE = {"multiple_of": None, "axes": "auto", "after_decay": False}
 _MADE: dict[str, tuple[Factory, str, dict[str, Any]]] = {
     "accumulate": (_window, "", {"every": 1, "drop": "micro-batch"}),
     "centralize_gradients": (_axes, "", _CENTRALIZE),
-    "dim_reduce": (_finish, "basis residual rule", _FINISH),
+    "dim_reduce": (_finish, "basis residual rule", _FINISH | _UNSET),
     "group_loss_scale": (lambda options: {"labels": _groups(options)}, "labels", _GROUPS),
-    "local_updates": (lambda options: {}, "outer reduction", {}),
     "scheduled_freeze": (_schedule, "schedule repeat", {"kind": "interval", **_GROUPS, **_STEPS}),
 }
 
@@ -224,14 +219,6 @@ def layer(factory: Factory, given: Mapping[str, Any], parts: Chain, **place: Any
     return [_after_decay(tx, chained(parts))] if given.get("after_decay") else [tx, *parts]
 
 
-def tried(key: str, given: Mapping[str, Any]) -> None:
-    """Build a part in place of nothing, so that its factory refuses values out of range."""
-    if key != "less_bn":  # It needs a model.
-        within = [given["within"]] if isinstance(given.get("within"), str) else []
-        place = {"axis_name": ("axis", *within), "tree": _LATER}
-        layer(factory_of(key, given), given, [optax.identity()], **place)
-
-
 def chained(parts: Chain) -> optax.GradientTransformation:
     """Return one transformation."""
     return parts[0] if len(parts) == 1 else optax.chain(*parts)
@@ -254,14 +241,8 @@ def _after_decay(
     return optax.chain(*parts[:position], centralize, *parts[position:])
 
 
-def factory_of(key: str, given: Mapping[str, Any]) -> Factory:
-    """Return the factory of a key, chosen by its kind if there are several."""
-    kinds = PARTS[key]
-    return kinds[""] if "" in kinds else kinds[given["kind"]]
-
-
 def part(
-    name: str, value: Any, before: Mapping[str, Any] | None = None, user: Factory | None = None
+    name: str, value: Any, before: Any = None, user: Factory | None = None, build: bool = False
 ) -> dict[str, Any]:
     """Read a value of a configuration as the plain arguments of a factory.
 
@@ -270,6 +251,7 @@ def part(
       value: a dictionary of arguments, ``True`` for none, or the first argument alone.
       before: arguments that hold where ``value`` says nothing, if the kind is the same.
       user: the factory, if it is a user's.
+      build: whether to call the factory, so that it refuses values out of range.
 
     Returns:
       The arguments; for a key with several kinds, ``"kind"`` first.
@@ -296,6 +278,10 @@ def part(
         checks.require(who, x, None, "given", there, "It has no default.")
         if isinstance(default, bool) and x in given:
             flag(who, x, given[x])
+    if build and key != "less_bn":  # LessBN needs a model.
+        within = [given["within"]] if isinstance(given.get("within"), str) else []
+        place = {"axis_name": ("axis", *within), "tree": _LATER}
+        layer(factory, given, [optax.identity()], **place)
     return chosen | given
 
 

@@ -5,7 +5,6 @@ An optimizer state is a tree of states, which are NamedTuples, and each array be
 innermost one around it.
 """
 
-import itertools
 import sys
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple, TypeAlias
@@ -49,6 +48,7 @@ class Leaf(NamedTuple):
       state: the innermost state around it; ``None`` if it is in no NamedTuple.
       field: the field of the state that contains it.
       holds: what the fields of that state are.
+      bound: whether it has a meaning only together with other arrays of its state.
       owner: the path of the param that it belongs to, if any.
       like: the shape of that param.
       replicas: ``None`` if the array is the same on all replicas; else the size of its leading
@@ -62,6 +62,7 @@ class Leaf(NamedTuple):
     state: Any
     field: str
     holds: Holds
+    bound: bool
     owner: Path | None
     like: tuple[int, ...] | None
     replicas: int | None
@@ -70,11 +71,6 @@ class Leaf(NamedTuple):
     def shape(self) -> tuple[int, ...]:
         """The shape on one replica."""
         return self.value.shape[1 if self.replicas else 0 :]
-
-    @property
-    def bound(self) -> bool:
-        """Whether it has a meaning only together with other arrays of its state."""
-        return self.field in (self.holds.bound or ())
 
 
 # The arrays of each state by their paths in it; old arrays by the paths of the new ones that they
@@ -93,20 +89,19 @@ def read(tree: PyTree, params: PyTree) -> list[Leaf]:
         _require_known(x)
         if jax.tree_util.all_leaves([x]):
             value, field = jnp.asarray(x), trees.path_name(rel if state is None else rel[:1])
-            owner = _owner(rel, value.shape, owners)
-            about = (field, holds(type(state)), owner, owners.get(owner), replicas)
+            owner, known = _owner(rel, value.shape, owners), holds(type(state))
+            about = (field, known, field in (known.bound or ()), owner, owners.get(owner), replicas)
             found[at].append(Leaf(path, rel, value, at, state, *about))
             return
         if _is_state(x) and type(x) not in containers:
             rel, at, state, found[path] = (), path, x, []
+        inside = isinstance(x, PerReplica)
+        replicas = 0 if inside else replicas
         for (key,), child in jax.tree_util.tree_flatten_with_path(x, lambda y: y is not x)[0]:
-            if isinstance(x, PerReplica):
-                visit(child, (*path, key), rel, at, state, 0)
-            else:
-                visit(child, (*path, key), (*rel, key), at, state, replicas)
+            visit(child, (*path, key), rel if inside else (*rel, key), at, state, replicas)
 
     visit(tree, (), (), (), None, None)
-    return list(itertools.chain(*found.values()))
+    return [leaf for leaves in found.values() for leaf in leaves]
 
 
 def _is_state(x: object) -> bool:

@@ -3,6 +3,9 @@
 
 States are matched by class, arrays by their paths within the state. Arrays that belong together (an
 open window, the moments of a param) are carried together or not at all.
+
+A scaler divides gradients for what is inside it. A state around it, or before it in a chain, sees
+gradients times its scale, and so does whatever that state sums up: its unit.
 """
 
 import dataclasses
@@ -14,18 +17,22 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from jax.tree_util import DictKey
+from jax.tree_util import DictKey, GetAttrKey, SequenceKey
 
 from boostax._core import checks, trees
+from boostax._core.finite import stays_finite, usable
+from boostax._core.gate import Pending
 from boostax._core.replicas import PerReplica, spread_anew
 from boostax._core.variants import variants_of
 from boostax.accumulate.window import AccumulateState
 from boostax.config.leaves import WHO, Leaf, Path, Sources, States, named, read, spot, translated
-from boostax.config.units import converted, settle_windows, units, windows
 from boostax.precision.store import narrowed, widened
 from boostax.train.state import TrainState
 
 PyTree: TypeAlias = Any
+_FLUSH = "boostax.flush(old_tx, state, params)"
+# Scales by the path of their scaler; "" for the product of those that apply to every gradient.
+Unit: TypeAlias = dict[str, Any]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -117,10 +124,9 @@ skipped_in_a_row, growths, backoffs, floor_hits: the root
         nothing
     """
     checks.transformation(WHO, "new_tx", new_tx)
-    if isinstance(old_state, TrainState):
-        hint = "Pass state.opt_state and state.params, and put the result back with _replace."
-        got = type(old_state).__name__
-        raise TypeError(checks.message(WHO, "old_state", "an optimizer state", got, hint))
+    hint = "Pass state.opt_state and state.params, and put the result back with _replace."
+    got, fits = type(old_state).__name__, not isinstance(old_state, TrainState)
+    checks.require(WHO, "old_state", got, "an optimizer state", fits, hint, TypeError)
     if replicas is not None:
         checks.positive_int(WHO, "replicas", replicas, "It is the size of the replica axis.")
     if isinstance(params, PerReplica):
@@ -138,11 +144,11 @@ skipped_in_a_row, growths, backoffs, floor_hits: the root
     found = Sources()
     for cls in wanted:
         found |= _matched(_of_class(olds, cls), _of_class(news, cls), notes)
-    before, after, opened = units(olds, {}), units(news, found), windows(news, found)
-    settle_windows(olds, found, before, {y.path for y in news if after[y.at]}, notes)
+    before, after, opened = _units(olds, {}), _units(news, found), _windows(news, found)
+    _settle_windows(olds, found, before, {y.path for y in news if after[y.at]}, notes)
     for y in (y for y in news if y.path in found):
         unit, stale = before[found[y.path].at], opened.get(y.at) == 0
-        found[y.path] = converted(y, found[y.path], unit, after[y.at], stale, notes)
+        found[y.path] = _converted(y, found[y.path], unit, after[y.at], stale, notes)
     values = {y.path: _placed(y, found.get(y.path), count, opened) for y in news}
     state = jax.tree_util.tree_map_with_path(lambda path, _: values[path], fresh)
     state = _scheduled(narrowed(first, state), new_tx, params, notes)
@@ -209,20 +215,18 @@ def _matched(olds: States, news: States, notes: list[str]) -> Sources:
         good = len(fitting[pair])
         return good, good - len(olds[pair[0]]), len(labels[0] & labels[1])
 
+    for old, new in sorted(pairs, key=score, reverse=True):
+        if fitting[old, new] and new not in primary and old not in primary.values():
+            primary[new] = old
+            found |= fitting[old, new]
     first = next(iter(next(iter(news.values())).values()))
-    attempts = [(True, *pair) for pair in sorted(pairs, key=score, reverse=True)]
-    attempts += [(False, *pair) for pair in pairs if first.holds.bound is None]
-    for alone, old, new in attempts:
-        if alone and (new in primary or old in primary.values()):
-            continue
+    for old, new in pairs if first.holds.bound is None else ():
         used = {x.path for x in found.values() if x.owner is not None}
         free = {y: x for y, x in fitting[old, new].items() if not (y in found or x.path in used)}
-        moments = any(x.owner is not None for x in free.values())
-        if moments and new in primary:
-            also = f"also takes moments from {spot(old)}, not counts."
-            notes.append(f"{named(first)} at {spot(new)} {also}")
-        if moments or (alone and free):
-            primary.setdefault(new, old)
+        if any(x.owner is not None for x in free.values()):
+            if primary.setdefault(new, old) != old:
+                also = f"also takes moments from {spot(old)}, not counts."
+                notes.append(f"{named(first)} at {spot(new)} {also}")
         found |= free if new in primary else {}
     chosen = [(primary[new], new) for new in news if new in primary]
     if len(pairs) > 1 and chosen != [*itertools.zip_longest(olds, news)]:
@@ -249,6 +253,124 @@ def _incomplete(old: dict[Path, Leaf], new: dict[Path, Leaf], found: Sources) ->
     return [new[rel].path for rel in (new if owned and owned.keys() <= wrong | lacks else wrong)]
 
 
+def _units(leaves: list[Leaf], found: Sources) -> dict[Path, Unit]:
+    """Return the scales that multiply the gradients of each state.
+
+    Args:
+      leaves: the arrays of all states of the tree.
+      found: the sources of those that have one.
+
+    Returns:
+      A unit for each state. ``""`` is the product of the scales that apply to all of its gradients,
+      if there are any. Scales of groups, and of scalers in one part of a ``partition`` or
+      ``named_chain``, stand under their paths: they can only be compared, not multiplied.
+    """
+    seen: dict[Path, Unit] = {x.at: {} for x in leaves}
+    scalers = [x for x in leaves if x.holds.scale == x.field != ""]
+    # A scaler that was kept beside the optimizer divides nothing.
+    scalers = [x for x in scalers if getattr(x.state, "inner_state", ()) is not None]
+    for (at, unit), x in itertools.product(seen.items(), scalers):
+        scale = np.asarray(found.get(x.path, x).value, np.float64)
+        scale = 2.0 ** (np.frexp(scale)[1] - 1.0) if x.holds.powers else scale
+        path = _path_to_scaler(at, x.at)
+        if path == "" and np.all(scale == scale.flat[0]):
+            unit[""] = unit.get("", 1.0) * float(scale.flat[0])
+        elif path is not None:
+            unit[path or "the groups"] = scale.tolist()
+    return seen
+
+
+def _path_to_scaler(at: Path, scaler: Path) -> str | None:
+    """Return the path on which gradients of a state reach a scaler: ``""`` if all of them do.
+
+    ``None`` if none of them do.
+    """
+    shared = max(i for i in range(len(at) + 1) if at[:i] == scaler[:i])
+    here: Any = next(iter(at[shared:]), None)
+    there = scaler[shared:]
+    behind = isinstance(here, SequenceKey) and there != () and there[0].idx < here.idx
+    if not there or behind or isinstance(here, GetAttrKey):
+        return None
+    partial = isinstance(here, DictKey) or GetAttrKey("inner_states") in there
+    return trees.path_name(there) if partial else ""
+
+
+def _words(unit: Unit) -> str:
+    rest = (f"{scale} of {path}" for path, scale in unit.items() if path)
+    return " and ".join([f"{unit.get('', 1.0):g}", *rest])
+
+
+def _measured(leaf: Leaf) -> str | None:
+    """Return how an array depends on the scale of the gradients that its state sees.
+
+    Returns:
+      ``None`` if it does not; ``"sum"`` if it is proportional to the scale, ``"moment"`` if it goes
+      by another power of it, ``"unknown"`` for states that nothing is known about.
+    """
+    known, cls = leaf.holds, type(leaf.state)
+    if known.sums:
+        return "sum" if trees.path_name(leaf.rel).startswith(known.sums) else None
+    number = leaf.owner == () and not leaf.shape  # Every scalar seems to belong to a lone scalar.
+    real = jnp.issubdtype(leaf.value.dtype, jnp.inexact)
+    if leaf.owner is None or number or known.params or not real:
+        return None
+    moments = cls.__module__.startswith("optax.") and cls.__name__.startswith("ScaleBy")
+    return "moment" if moments else "unknown"
+
+
+def _windows(leaves: list[Leaf], found: Sources) -> dict[Path, int]:
+    """Return the micro-steps in the window of each state that has one; 0 if it is closed."""
+    counts = [x for x in leaves if x.holds.opened == x.field != ""]
+    return {x.at: int(found.get(x.path, x).value) for x in counts}
+
+
+def _settle_windows(
+    olds: list[Leaf], found: Sources, before: dict[Path, Unit], scaled: set[Path], notes: list[str]
+) -> None:
+    """Drop open windows that the old chain would have skipped, and refuse to lose any other."""
+    for at, count in _windows(olds, {}).items():
+        sums = [x for x in olds if x.at == at and x.bound and count]
+        takers = [y for y, x in found.items() if x.at == at and x.bound]
+        if sums and not takers:
+            hint = f"Apply them before: {_FLUSH}."
+            if any(x.replicas is not None for x in sums):
+                hint += " Or make one window of all: boostax.reshard_state(old_state, 1)."
+            got = f"one of {count} micro-steps at {spot(at)}"
+            allowed = "have no open window that does not fit new_tx"
+            raise ValueError(f"{WHO}: old_state must {allowed}, got {got}. {hint}")
+        pending = Pending([x.value for x in sums], (jnp.float32(1 / before[at].get("", 1.0)),))
+        if before[at] and not scaled & {*takers} and not usable(pending):
+            words = "cannot be used and is dropped, as its loss scaler would have done"
+            notes.append(f"The open window at {spot(at)} {words}.")
+            for y in takers:
+                del found[y]
+
+
+def _converted(
+    new: Leaf, old: Leaf, before: Unit, after: Unit, stale: bool, notes: list[str]
+) -> Leaf:
+    """Return an old array in the dtype and in the units of its new position."""
+    kind, one, factor = _measured(new), {"": 1.0}, 1.0
+    if kind and not stale and one | before != one | after:
+        words = f"{named(new)} at {spot(old.at)} of gradients times {_words(before)}"
+        words += f", which at {spot(new.at)} come times {_words(after)}"
+        if kind == "moment" or before | one != after | one:
+            hint = "Put the loss scaler where it was, around the whole optimizer at best."
+            hint = f"Apply the window before: {_FLUSH}." if new.holds.opened else hint
+            allowed = "of gradients that the loss scale multiplies alike in new_tx"
+            raise ValueError(f"{WHO}: old_state must be {allowed}, got {words}. {hint}")
+        notes.append(f"{words}: {'converted' if kind == 'sum' else 'kept unchanged'}.")
+        factor = after.get("", 1.0) / before.get("", 1.0) if kind == "sum" else 1.0
+    x, dtype = old.value, new.value.dtype
+    if factor == 1 and dtype == x.dtype:
+        return old
+    value = (trees.at_least_float32(x) * np.float32(factor)).astype(dtype)
+    got, hint = f"{dtype} at {trees.path_name(new.path)}", "accumulator_dtype='float32' holds it."
+    allowed = f"able to hold the open window, times {factor:g}"
+    checks.require(WHO, "new_tx", got, allowed, stale or bool(stays_finite(x, value)), hint)
+    return old._replace(value=value)
+
+
 def _placed(leaf: Leaf, old: Leaf | None, replicas: int, opened: Mapping[Path, int]) -> jax.Array:
     """Return a new buffer for an array of the new state."""
     x, leads = (old or leaf).value, old and old.replicas
@@ -259,10 +381,10 @@ def _placed(leaf: Leaf, old: Leaf | None, replicas: int, opened: Mapping[Path, i
     if leaf.replicas is None:
         return value
     summed = isinstance(leaf.state, AccumulateState) and bool(leaf.state.shares())
+    lost = not replicas and summed and old is not None and opened[leaf.at]
+    hint = "Replicas add up their windows: each gets a part of the open one."
+    checks.require(WHO, "replicas", None, "given", not lost, hint)
     if not replicas:
-        hint = "They add up their windows: of the open one each gets a part."
-        lost = summed and old is not None and opened[leaf.at]
-        checks.require(WHO, "replicas", None, "given", not lost, hint)
         return value
     return spread_anew(PerReplica(value[None]), replicas, summed).local
 

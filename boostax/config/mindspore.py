@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reading the dictionary of ``mindspore.boost``: its levels, modes, switches and settings.
+"""Read the dictionary of ``mindspore.boost``: its levels, modes, switches and settings.
 
-Strictly, what MindSpore 2.10 ignores without a word is refused: an unknown level or key, and a
-switch that contradicts the level in a mode that does not look at switches; and all that is on is
-on. Otherwise it is read as MindSpore reads it, and each thing that has no effect is noted. Nothing
-is global.
+The strict reading refuses what MindSpore 2.10 ignores without a word: an unknown level or key, and
+a switch that contradicts the level in a mode that does not look at switches; and every technique
+that is on is used. Otherwise the dictionary is read as MindSpore reads it, and each setting without
+effect is noted. Nothing is global.
 """
 
 import dataclasses
@@ -13,27 +13,25 @@ from collections.abc import Mapping
 from typing import Any
 
 from boostax._core import checks
-from boostax.config.keys import flag, known, nearest, part, speaking_of, table, tried
+from boostax.config.keys import flag, known, nearest, part, speaking_of, table
 
 _WHO = "mindspore"
-# Keys, defaults and notes are data.
+# The keys of MindSpore, their defaults and the notes.
 _DATA = table("mindspore")
 SWITCHES: tuple[str, ...] = tuple(_DATA["switches"])
 LEVELS: dict[str, list[str]] = _DATA["levels"]
 GROUPS: dict[str, dict[str, dict[str, Any]]] = _DATA["groups"]
 KEYS = ("boost", *GROUPS)
 _NOTES = _DATA["notes"]
-# By argument the setting that it comes from.
-_NAMES = {
-    y["is"]: f"{group}.{x}" for group in GROUPS for x, y in GROUPS[group].items() if "is" in y
-}
+# The setting that each argument comes from.
+_NAMES = {y["is"]: f"{x}.{key}" for x in GROUPS for key, y in GROUPS[x].items() if "is" in y}
 
 
 def is_mindspore(data: Mapping[str, Any]) -> bool:
-    """Tell whether a dictionary is MindSpore's: it has a key that boostax has not."""
+    """Return whether a dictionary is MindSpore's: it has a key that boostax does not have."""
     shared = _DATA["shared"]
-    told = {name: data[name] for name in shared if isinstance(data.get(name), Mapping)}
-    inside = [x.keys() & GROUPS[name].keys() - {*shared[name]} for name, x in told.items()]
+    both = {name: data[name] for name in shared if isinstance(data.get(name), Mapping)}
+    inside = [x.keys() & GROUPS[name].keys() - {*shared[name]} for name, x in both.items()]
     return bool(data.keys() & {*KEYS, *SWITCHES} - shared.keys()) or any(inside)
 
 
@@ -42,31 +40,31 @@ def from_mindspore(
 ) -> tuple[dict[str, Any], tuple[str, ...]]:
     """Read MindSpore's dictionary and level.
 
-    Modes are MindSpore's: ``"auto"`` takes the level's techniques, ``"manual"`` these as changed by
-    the switches, ``"enable_all"`` and ``"disable_all"`` all and none. Strictly, a level leaves
-    ``grad_freeze`` out, which lost more than fewer steps, unless the dictionary has settings of it.
-    Settings of what is off have no effect, and are not looked at. DimReduce trains from the first
-    step on, from the files that ``pca_mat_path`` or ``weight_load_dir`` names, in the place of the
-    optimizer.
+    The modes are those of MindSpore: ``"auto"`` takes the techniques of the level, ``"manual"`` the
+    same with changes by the switches, ``"enable_all"`` all and ``"disable_all"`` none. The strict
+    reading of a level leaves ``grad_freeze`` out, which lost more than fewer steps did, unless the
+    dictionary has settings of it. Settings of a technique that is off are not read. DimReduce
+    replaces the optimizer and trains from the first step on, from the files that ``pca_mat_path``
+    or ``weight_load_dir`` names.
 
     ``strict=False`` is MindSpore's own reading. An unknown level is ``"O0"``; unknown keys, and
-    switches that the mode does not look at, have no effect. Of techniques that are on, one can take
-    another's place: ``dim_reduce`` that of all others, ``grad_freeze`` that of AdaSum and of
-    accumulation. Freezing goes by buckets of three params with moments for each depth,
-    centralization stands behind weight decay and leaves alone what does not divide by 16, LessBN
-    leaves a model without norms or head as it is, and ``loss_scale_group`` switches nothing on.
+    switches that the mode does not look at, have no effect. A technique that is on can replace
+    others: ``dim_reduce`` replaces all, ``grad_freeze`` replaces AdaSum and accumulation. Freezing
+    goes by buckets of three params with moments for each depth, centralization stands behind weight
+    decay and skips dimensions that 16 does not divide, LessBN leaves a model without norms or head
+    unchanged, and ``loss_scale_group`` switches nothing on.
 
     Args:
-      data: what ``mindspore.boost.AutoBoost`` takes as ``boost_config_dict``; ``{}`` for nothing.
+      data: the ``boost_config_dict`` of ``mindspore.boost.AutoBoost``; ``{}`` for nothing.
       level: ``"O0"``, ``"O1"`` or ``"O2"``.
-      strict: whether what MindSpore ignores is an error.
+      strict: whether settings that MindSpore ignores are errors.
 
     Returns:
-      The configuration as plain data, and notes: what of the dictionary has no effect or another
-      one, and why. Cost: none.
+      The configuration as plain data, and notes: which settings have no effect or another one, and
+      why. Cost: none.
 
     Raises:
-      ValueError, TypeError: a mode that there is not, or a value out of range; strictly, also an
+      ValueError, TypeError: an unknown mode, or a value out of range; in the strict reading also an
         unknown level or key, and a switch that the mode would ignore.
 
     Example:
@@ -91,24 +89,21 @@ def from_mindspore(
     groups = reader.known(data, KEYS, "keys")
     switches = reader.switches(groups.get("boost", {}), level, "grad_freeze" in groups)
     on = reader.together(switches, level)
-    told = {
-        name: reader.settings(name, groups.get(name, {}), on.get(name, True)) for name in GROUPS
-    }
-    config = reader.config(on, told)
+    read = reader.settings
+    settings = {name: read(name, groups.get(name, {}), on.get(name, True)) for name in GROUPS}
+    config = reader.config(on, settings)
     with speaking_of(_WHO, _NAMES):
-        config = {key: part(key, options) for key, options in config.items() if options}
-        for key, options in config.items():
-            tried(key, options)
+        config = {key: part(key, x, build=True) for key, x in config.items() if x}
     return config, tuple(reader.notes)
 
 
 @dataclasses.dataclass
 class _Reader:
-    """A dictionary, read step by step.
+    """A reader of one dictionary, step by step.
 
     Attributes:
-      strict: whether what MindSpore would ignore is an error; otherwise it is noted.
-      notes: so far.
+      strict: whether settings that MindSpore would ignore are errors; otherwise they are noted.
+      notes: the notes so far.
     """
 
     strict: bool
@@ -117,12 +112,12 @@ class _Reader:
     def ignored(
         self, name: str, value: Any, allowed: str, hint: str, why: str, who: str = _WHO
     ) -> None:
-        """Refuse what MindSpore ignores, or note that it has no effect."""
+        """Refuse a setting that MindSpore ignores, or note that it has no effect."""
         checks.require(who, name, value, allowed, not self.strict, hint)
         self.notes.append(f"{name} = {value!r} has no effect: {why}")
 
     def known(self, data: Any, allowed: tuple[str, ...], what: str) -> dict[str, Any]:
-        """Return a dictionary without the keys that there is no use for."""
+        """Return a dictionary without its unknown keys."""
         known(data, allowed if self.strict else data, what, _WHO)
         for key in data.keys() - {*allowed}:
             hint = nearest(key, allowed)
@@ -132,7 +127,7 @@ class _Reader:
     def settings(self, group: str, data: Any, on: bool) -> dict[str, Any]:
         """Read the settings of a group as arguments of its part."""
         given = self.known(data, tuple(GROUPS[group]), f"keys of {group}")
-        told: dict[str, Any] = {}
+        found: dict[str, Any] = {}
         for name, about in GROUPS[group].items():
             key, value = f"{group}.{name}", given.get(name, about.get("default"))
             if on and "allowed" in about:
@@ -140,16 +135,16 @@ class _Reader:
                 checks.require(_WHO, key, value, about["allowed"], fits, about["hint"])
             value = about["words"][value] if on and "words" in about else value
             if "is" in about:
-                told[about["is"]] = value
+                found[about["is"]] = value
             elif on and value != about.get("default"):
                 self.notes.append(f"{key} = {value!r} has no effect: {about['why']}")
-        if on and not self.strict and told.get("pca_mat_path") and told["weight_load_dir"]:
+        if on and not self.strict and found.get("pca_mat_path") and found["weight_load_dir"]:
             why = "pca_mat_path takes its place."
-            self.ignored("dim_reduce.weight_load_dir", told.pop("weight_load_dir"), "", "", why)
-        return told
+            self.ignored("dim_reduce.weight_load_dir", found.pop("weight_load_dir"), "", "", why)
+        return found
 
     def switches(self, boost: Any, level: str, wanted: bool) -> dict[str, bool]:
-        """Set the six switches by mode and level; freezing if it is wanted by its name."""
+        """Set the six switches by mode and level; freezing only if the dictionary names it."""
         asked = self.known(boost, ("mode", *SWITCHES), "keys of boost")
         mode = asked.pop("mode", "auto")
         modes = tuple(_DATA["modes"])
@@ -174,7 +169,7 @@ class _Reader:
         return on
 
     def together(self, on: dict[str, bool], level: str) -> dict[str, bool]:
-        """Return the switches that hold: in MindSpore's step one takes the place of others."""
+        """Return the switches that hold: in MindSpore's step one technique can replace others."""
         taken = ((x, [y for y in others if on[y]]) for x, others in _DATA["instead"].items())
         winner, losers = next(((x, found) for x, found in taken if on[x] and found), ("", []))
         if self.strict:
@@ -190,24 +185,24 @@ class _Reader:
         self.notes += [f"boost.{name} = True has no effect: {x}" for name, x in why.items()]
         return on | dict.fromkeys(why, False)
 
-    def config(self, on: dict[str, bool], told: dict[str, dict[str, Any]]) -> dict[str, Any]:
-        """Return the parts that are on, as a configuration of boostax's own."""
-        freeze, centralize = told["grad_freeze"], told["less_bn"].pop("centralize", False)
+    def config(self, on: dict[str, bool], settings: dict[str, dict[str, Any]]) -> dict[str, Any]:
+        """Return the parts that are on, as a configuration of boostax."""
+        freeze, centralize = settings["grad_freeze"], settings["less_bn"].pop("centralize", False)
         if not self.strict:
             freeze |= {"cut": "mindspore", "moments": "per_group"}
             centralize = centralize and {"multiple_of": 16, "after_decay": True}
         named = on | {"gc_flag": on["less_bn"] and centralize}
         for notes in (_NOTES["always"],) if self.strict else (_NOTES["always"], _NOTES["there"]):
-            told_of = [note for name, texts in notes.items() if named[name] for note in texts]
-            self.notes += [note.format(**told["common"]) for note in told_of]
+            texts = [note for name, texts in notes.items() if named[name] for note in texts]
+            self.notes += [note.format(**settings["common"]) for note in texts]
         return {
-            # MindSpore's managers are told apart from the dictionary, by layers, as groups are.
+            # MindSpore sets the groups of its managers outside of the dictionary, by layers.
             "loss_scale": on["loss_scale_group"] and {"kind": "group", "groups": freeze["groups"]},
-            "accumulate": on["grad_accumulation"] and told["grad_accumulation"],
+            "accumulate": on["grad_accumulation"] and settings["grad_accumulation"],
             "freeze": on["grad_freeze"] and freeze,
-            # MindSpore combines what the optimizer of each server has made of its mean gradient.
-            "reduce": on["adasum"] and {"kind": "adasum-delta", **told["common"]},
+            # MindSpore combines the updates of each server's optimizer for its mean gradient.
+            "reduce": on["adasum"] and {"kind": "adasum-delta", **settings["common"]},
             "centralize": named["gc_flag"],
-            "less_bn": on["less_bn"] and told["less_bn"],
-            "dim_reduce": on["dim_reduce"] and told["dim_reduce"] | {"rule": "mindspore"},
+            "less_bn": on["less_bn"] and settings["less_bn"],
+            "dim_reduce": on["dim_reduce"] and settings["dim_reduce"] | {"rule": "mindspore"},
         }

@@ -1,18 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reading the options of Apache SINGA's ``DistOpt``.
+"""Read the options of Apache SINGA's ``DistOpt``.
 
-Each mode is a reduction here; ``docs/coming_from/singa.md`` says where they differ.
+Each mode is a reduction here; ``docs/coming_from/singa.md`` says how they differ.
 """
 
 from typing import Any
 
 from boostax._core import checks
-from boostax.config.keys import flag, known, nearest, part, speaking_of, table, tried
+from boostax.config.keys import flag, known, nearest, part, speaking_of, table
 
 _WHO = "singa"
-# By mode the reduction, and the options that it has a use for.
+# The reduction of each mode, and the options that it uses.
 _MODES = table("singa")["modes"]
-# Arguments by SINGA's names.
+# SINGA's names of arguments.
 _NAMES = {"density": "spars", "threshold": "spars", "clip": "clip_Value"}
 
 
@@ -21,17 +21,17 @@ def singa(options: Any) -> dict[str, Any]:
 
     Args:
       options: ``dist_option`` is ``"plain"``, ``"half"``, ``"partialUpdate"``, ``"sparseTopK"`` or
-        ``"sparseThreshold"``; the others are SINGA's own, under its names, with its defaults:
-        ``threshold`` (in elements), ``spars``, ``corr``, ``topK``, ``clipping``, ``clip_Value``;
-        and of boostax ``partitions``, in the place of ``threshold``, and ``capacity``.
+        ``"sparseThreshold"``; the others have SINGA's names and defaults: ``threshold`` (in
+        elements), ``spars``, ``corr``, ``topK``, ``clipping``, ``clip_Value``. boostax adds
+        ``partitions``, which replaces ``threshold``, and ``capacity``.
 
     Returns:
-      The ``"reduce"`` of a configuration. The sparse modes choose from buckets as SINGA does, and
-      ``"sparseThreshold"`` loses nothing that reaches ``spars``. Modes that sum everything leave
-      fusion to XLA unless ``threshold`` is given.
+      The ``"reduce"`` of a configuration. The sparse modes choose elements from buckets, as SINGA
+      does, and ``"sparseThreshold"`` sends everything that reaches ``spars``. Modes that sum all
+      elements leave fusion to XLA unless ``threshold`` is given.
 
     Raises:
-      ValueError, TypeError: an option that the mode has no use for, or a value out of range.
+      ValueError, TypeError: an option that the mode does not use, or a value out of range.
     """
     known(options, options, "options", _WHO)
     given: dict[str, Any] = dict(options)
@@ -55,7 +55,7 @@ def singa(options: Any) -> dict[str, Any]:
         hint = "So many elements are fused; SINGA's default is 2097152."
         elements = checks.natural(_WHO, "threshold", given.get("threshold", 2097152), hint)
         checks.require(_WHO, "threshold", elements, "below 2**29", elements < 2**29, hint)
-        # Bytes of f32; of none every leaf stands alone.
+        # In bytes of f32; with buckets of one byte every leaf is alone.
         asked["bucket_bytes"] = max(4 * elements, 1)
     if mode == "half":
         asked |= {"dtype": "float16"} | ({"clip": clip} if clips else {})
@@ -63,6 +63,4 @@ def singa(options: Any) -> dict[str, Any]:
         asked["density" if top_k else "threshold"] = given.get("spars", 0.05)
         asked |= {} if given.get("corr", True) else {"error_feedback": False}
     with speaking_of(_WHO, _NAMES):
-        reduction = part("reduce", {"kind": kind, **asked})
-        tried("reduce", reduction)
-    return reduction
+        return part("reduce", {"kind": kind, **asked}, build=True)
