@@ -170,7 +170,7 @@ class Optimizer(nnx.Optimizer[_M]):
             active = self._active(params, opt_state) if active is None else active
             fn = value_and_grad(loss, has_aux=True, **where, **how)
             held = gathered(self.mesh, names, (keys, frozen)) if names else (keys, frozen)
-            given_too: Any = {"active": active, "model_state": rest, "held": held}
+            given_too: dict[str, Any] = {"active": active, "model_state": rest, "held": held}
             (value, aux), grads = fn(params, opt_state, batch, **given_too)
             # An overflow in the forward pass reaches the statistics before any gradient.
             keep = all_finite(aux.told.model_state)

@@ -134,7 +134,7 @@ class MultiSteps:
         every_k_schedule: int | Callable[[jax.Array], jax.Array | int],
         use_grad_mean: bool = True,
         should_skip_update_fn: ShouldSkip | None = None,
-        accumulator_dtype: Any = "float32",
+        accumulator_dtype: jax.typing.DTypeLike = "float32",
         *,
         axis_name: axes.AxisName | None = None,
     ) -> None:
@@ -143,7 +143,7 @@ class MultiSteps:
             hint = "It counts micro-steps per update."
             checks.positive_int(who, "every_k_schedule", every_k_schedule, hint)
         self.inner_opt = checks.transformation(who, "opt", opt)
-        how: Any = {"accumulator_dtype": accumulator_dtype, "axis_name": axis_name}
+        how: dict[str, Any] = {"accumulator_dtype": accumulator_dtype, "axis_name": axis_name}
         normalize = "mean" if use_grad_mean else "sum"
         tx = accumulate(self.inner_opt, every_k_schedule, normalize=normalize, **how)
         skips = should_skip_update_fn
@@ -204,12 +204,12 @@ def _renamed(
 
     @describe(who, "nothing", inner={"kept": tx})
     def step_fn(
-        grads: Pending, state: Any, params: PyTree, *, apply: bool, **extra: Any
+        grads: Pending, state: PyTree, params: PyTree, *, apply: bool, **extra: Any
     ) -> Stepped:
         value, kept = update.step(grads, unwrap(state), params, apply=apply, **extra)
         return value, wrap(kept)
 
-    def flush_fn(state: Any, params: PyTree, **extra: Any) -> Stepped:
+    def flush_fn(state: PyTree, params: PyTree, **extra: Any) -> Stepped:
         params, kept = update.flush(unwrap(state), params, **extra)
         return params, wrap(kept)
 

@@ -4,7 +4,7 @@
 import dataclasses
 import json
 import pathlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, cast
 
 import jax.numpy as jnp
@@ -149,7 +149,7 @@ class Boost:
 
     def make_train_step(
         self,
-        loss_fn: Any,
+        loss_fn: Callable[..., Any],
         inner: optax.GradientTransformation,
         params: PyTree = None,
         *,
@@ -175,7 +175,7 @@ class Boost:
         """
         self._require_less_bn(less_bn, params)
         options = {"microbatches": self.config.get("microbatches", 1), "axis_name": None} | options
-        axis_name: Any = options["axis_name"]
+        axis_name: axes.AxisName | None = options["axis_name"]
         tx = self.optimizer(inner, params, axis_name=axis_name, less_bn=less_bn)
         return boostax.make_train_step(loss_fn, tx, policy=self.policy, **options)
 

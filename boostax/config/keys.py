@@ -61,30 +61,30 @@ _RENAMED = {"n": "groups", "directory": FILES[0], "path": FILES[1]}
 # Replaces the params while a configuration is checked.
 _LATER = object()
 # Arguments that the functions below get where the chain does not supply them.
-_ABSENT: Any = dict.fromkeys((*_PLACE, "source", "residual"))
+_ABSENT: dict[str, Any] = dict.fromkeys((*_PLACE, "source", "residual"))
 _GROUPS = {"groups": 4, "order": None, "level": None, "cut": "layers"}
 _STEPS = {"total_steps": None, "frozen_fraction": None, "seed": None, "freeze_p": None}
 _FINISH = {"n_components": 20, "every": 10, "start": 0, "rule": "boostax", "residual_momentum": 0.0}
 _UNSET = dict.fromkeys((*FILES, "residual_rate", "shrink", "slope"))
 
 
-def _window(options: Any) -> dict[str, Any]:
+def _window(options: types.SimpleNamespace) -> dict[str, Any]:
     """Check ``drop``: an overflow drops its micro-batch, or all of its window."""
     hint = "'window' puts the scaler inside."
     checks.choice("", "drop", options.drop, ("micro-batch", "window"), hint)
     return {}
 
 
-def _axes(options: Any) -> dict[str, Any]:
+def _axes(options: types.SimpleNamespace) -> dict[str, Any]:
     """Exclude the normalized head of LessBN from centralization, as MindSpore does."""
     report, axes_of = options.less_bn, options.axes
     if report is None or report.head is None or callable(axes_of):
         return {}
-    rules: Any = {} if isinstance(axes_of, str) else dict(axes_of)
+    rules: dict[str, Any] = {} if isinstance(axes_of, str) else dict(axes_of)
     return {"axes": {glob.escape(report.head): None} | rules}
 
 
-def _groups(options: Any) -> Any:
+def _groups(options: types.SimpleNamespace) -> Any:
     """Cut the params into a number of groups, by layers or in the buckets of MindSpore.
 
     Groups that are given by patterns or names are returned unchanged.
@@ -107,7 +107,7 @@ def _groups(options: Any) -> Any:
     return boostax.freeze.mindspore_groups(tree, groups, order=options.order, removed=removed)
 
 
-def _schedule(options: Any) -> dict[str, Any]:
+def _schedule(options: types.SimpleNamespace) -> dict[str, Any]:
     """Make a schedule from its name or a function; a sequence of depths is one already."""
     kind, steps = options.kind, {name: getattr(options, name) for name in _STEPS}
     groups = _groups(options)
@@ -122,7 +122,7 @@ def _schedule(options: Any) -> dict[str, Any]:
     return {"groups": groups, "schedule": schedule, "repeat": kind in ("interval", "continuous")}
 
 
-def _finish(options: Any) -> dict[str, Any]:
+def _finish(options: types.SimpleNamespace) -> dict[str, Any]:
     """Find a rule by its name, and train outside of the span by SGD if no optimizer is given."""
     rate, momentum = options.residual_rate, options.residual_momentum
     checks.choice("", "rule", options.rule, tuple(RULES), nearest(options.rule, RULES))
@@ -139,7 +139,7 @@ def _finish(options: Any) -> dict[str, Any]:
     return {"basis": _basis(options), "residual": outside, "rule": rule}
 
 
-def _basis(options: Any) -> Any:
+def _basis(options: types.SimpleNamespace) -> Any:
     """Read a basis from a source; without a source return the recorder of snapshots, if any."""
     source, count, tree = options.source, options.n_components, options.tree
     folder, matrix = options.weight_load_dir, options.pca_mat_path
@@ -242,7 +242,7 @@ def _after_decay(
 
 
 def part(
-    name: str, value: Any, before: Any = None, user: Factory | None = None, build: bool = False
+    name: str, value: object, before: Any = None, user: Factory | None = None, build: bool = False
 ) -> dict[str, Any]:
     """Read a value of a configuration as the plain arguments of a factory.
 
@@ -294,13 +294,13 @@ def known(data: Any, allowed: Iterable[str], what: str, who: str = "auto") -> No
         checks.require(who, what, key, words, key in allowed, nearest(key, allowed))
 
 
-def flag(who: str, name: str, value: Any) -> None:
+def flag(who: str, name: str, value: object) -> None:
     """Refuse anything but a bool."""
     fits, hint = isinstance(value, bool), "JSON: true or false."
     checks.require(who, name, value, "True or False", fits, hint, TypeError)
 
 
-def nearest(word: Any, words: Iterable[str]) -> str:
+def nearest(word: object, words: Iterable[str]) -> str:
     """Return a hint with the nearest of some words."""
     found = difflib.get_close_matches(str(word), list(words), 1, 0.5)
     return f"Did you mean {found[0]!r}?" if found else "Nothing there is close to it."

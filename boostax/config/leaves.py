@@ -162,7 +162,7 @@ def _from_apply_if_finite(x: optax.ApplyIfFiniteState) -> dict[str, Any]:
     return {**counts, "last_finite": x.last_finite, "inner_state": x.inner_state}
 
 
-def _scale(scale: Any, clean_steps: Any = None) -> dict[str, Any]:
+def _scale(scale: float | jax.Array, clean_steps: int | jax.Array | None = None) -> dict[str, Any]:
     found = {"scale": jnp.asarray(scale, jnp.float32).reshape(())}
     return found | ({} if clean_steps is None else {"clean_steps": jnp.int32(clean_steps)})
 

@@ -389,7 +389,7 @@ def _placed(leaf: Leaf, old: Leaf | None, replicas: int, opened: Mapping[Path, i
     return spread_anew(PerReplica(value[None]), replicas, summed).local
 
 
-def _copy(x: Any, like: jax.Array) -> jax.Array:
+def _copy(x: jax.Array, like: jax.Array) -> jax.Array:
     """Return ``x`` in a new buffer, strongly typed, placed as ``like``."""
     if like.committed or jnp.issubdtype(like.dtype, jax.dtypes.extended):
         return jax.device_put(jnp.array(x, like.dtype, copy=True), like.sharding)

@@ -110,7 +110,7 @@ class _Reader:
     notes: list[str] = dataclasses.field(default_factory=list[str])
 
     def ignored(
-        self, name: str, value: Any, allowed: str, hint: str, why: str, who: str = _WHO
+        self, name: str, value: object, allowed: str, hint: str, why: str, who: str = _WHO
     ) -> None:
         """Refuse a setting that MindSpore ignores, or note that it has no effect."""
         checks.require(who, name, value, allowed, not self.strict, hint)

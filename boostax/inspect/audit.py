@@ -229,10 +229,10 @@ def _sent(program: hlo.Program, listed: Sequence[Any], mesh: Mesh | None) -> dic
     }
 
 
-def _window(args: Any) -> str:
+def _window(args: tuple[Any, ...]) -> str:
     """Return the path of a window of ``accumulate`` or ``optax.MultiSteps``, if there is one."""
 
-    def holds(x: Any) -> bool:
+    def holds(x: object) -> bool:
         ours = isinstance(x, AccumulateState) and x.window is not None
         return ours or isinstance(x, optax.MultiStepsState)
 
@@ -276,6 +276,6 @@ def _sizes(params: PyTree) -> list[tuple[tuple[int, ...], int]]:
     ]
 
 
-def _local_bytes(x: Any, sharding: Any) -> int:
+def _local_bytes(x: Any, sharding: jax.sharding.Sharding | None) -> int:
     shape = x.shape if sharding is None else sharding.shard_shape(x.shape)
     return math.prod(shape) * x.dtype.itemsize

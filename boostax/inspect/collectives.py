@@ -272,5 +272,5 @@ def slice_axes(mesh: Mesh | None) -> tuple[str, ...]:
     return tuple(itertools.compress(mesh.axis_names, changes))
 
 
-def _slice(device: Any) -> int:
+def _slice(device: object) -> int:
     return getattr(device, "slice_index", 0) or 0

@@ -93,10 +93,8 @@ def _audited(given: argparse.Namespace) -> Audit:
     wanted = inspect.signature(build).parameters
     made = build(devices or tuple(jax.devices())) if wanted else build()
     if not isinstance(made, tuple):
-        raise TypeError(
-            "audit: the function must return the program with its arguments, got "
-            f"{type(made).__name__}. Return (step, state, batch)."
-        )
+        said = "audit: the function must return the program with its arguments, got"
+        raise TypeError(f"{said} {type(made).__name__}. Return (step, state, batch).")
     return audit(*made, target=given.target, calls=given.calls)
 
 

@@ -289,7 +289,11 @@ def _part_costs(
     # The innermost of nested parts keeps an array.
     keepers = {id(x): i for i, state in enumerate(states) for x in jax.tree.leaves(state)}
     paths = [tuple(x.part.name for x in (*row.holders, row) if x.part.description) for row in found]
-    by_row = _sent_by(paths, sent)
+    # Collectives by the innermost row around them.
+    by_row: dict[int | None, list[costs.Collective]] = collections.defaultdict(list)
+    for c in sent:
+        scopes = (c.scopes[:n] for n in range(len(c.scopes), 0, -1))
+        by_row[next((paths.index(x) for x in scopes if x in paths), None)].append(c)
     result: list[PartCost] = []
     for i, (row, state) in enumerate(zip(found, states, strict=True)):
         mine = [x for x in jax.tree.leaves(state) if keepers[id(x)] == i]
@@ -306,17 +310,6 @@ def _part_costs(
             name, what = "(unknown parts)", "What they send, and a step for its loss and metrics"
         result.append(PartCost(name, 0, "step", what, 0.0, 0.0, 0.0, *_summed(by_row[None])))
     return tuple(result)
-
-
-def _sent_by(
-    paths: Sequence[tuple[str, ...]], sent: Sequence[costs.Collective]
-) -> dict[int | None, list[costs.Collective]]:
-    """Group collectives by the innermost row around them."""
-    by_row: dict[int | None, list[costs.Collective]] = collections.defaultdict(list)
-    for c in sent:
-        ways = (c.scopes[:n] for n in range(len(c.scopes), 0, -1))
-        by_row[next((paths.index(way) for way in ways if way in paths), None)].append(c)
-    return by_row
 
 
 def _summed(sent: Sequence[costs.Collective]) -> tuple[dict[str, float], float]:

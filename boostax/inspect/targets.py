@@ -85,7 +85,7 @@ def target_devices(target: str) -> tuple[Any, ...]:
     if jax.default_backend() != "tpu":
         for name, value in _NO_TPU.items():
             os.environ.setdefault(name, value)
-    given: Any = {"platform": "tpu", "topology_name": target.partition("*")[0]}
+    given: dict[str, Any] = {"platform": "tpu", "topology_name": target.partition("*")[0]}
     given["num_slices"] = int(found["slices"] or 1)
     if config:
         given = {"platform": "cuda", "topology": found["shape"], "target_config": config}
@@ -132,8 +132,8 @@ class Argument(NamedTuple):
     """
 
     path: str
-    info: Any
-    sharding: Any
+    info: jax.stages.ArgInfo
+    sharding: jax.sharding.Sharding | None
 
 
 class CompiledProgram(NamedTuple):
@@ -170,12 +170,9 @@ def compile_program(
     """Compile any program for any devices; ``boostax.audit`` documents the arguments."""
     program = _unwrapped(program)
     if isinstance(program, _STAGES):
-        if args or target is not None:
-            raise ValueError(
-                f"{_AUDIT}: a lowered or compiled program must be given alone, got "
-                f"{len(args)} arguments and target={target!r}. Pass the jax.jit function itself, "
-                "with its arguments, to compile it for another target."
-            )
+        got, alone = f"{len(args)} arguments, target={target!r}", not args and target is None
+        hint = "Pass the jax.jit function with its arguments to compile it for another target."
+        checks.require(_AUDIT, "a lowered or compiled program", got, "given alone", alone, hint)
         return _finished(program)
     if isinstance(program, TrainStep):
         program, args = program.jitted(*args, depth=depth)
@@ -216,17 +213,16 @@ def _moved(
     platform = "cuda" if devices[0].platform == "gpu" else devices[0].platform
     exported = jax.export.export(program, platforms=[platform])(*args)
     mesh = _mesh_of(map(_sharding, jax.tree.leaves(args)))
-    if exported.nr_devices > 1 and mesh is None:
-        raise ValueError(
-            f"{_AUDIT}: args must have shardings over the program's mesh where a target is given, "
-            "got none. Pass jax.ShapeDtypeStruct(shape, dtype, sharding=...) or placed arrays."
-        )
-    if mesh is not None and mesh.size != len(devices):
-        raise ValueError(
-            f"{_AUDIT}: target must have as many devices as the program's mesh, {mesh.size}, "
-            f"got {len(devices)}. Build the program over a mesh of the target: jax.sharding.Mesh("
-            "numpy.array(boostax.inspect.target_devices(target)).reshape(...), names)."
-        )
+    allowed = "placed by shardings over the program's mesh where a target is given"
+    hint = "Pass jax.ShapeDtypeStruct(shape, dtype, sharding=...) or placed arrays."
+    fits = exported.nr_devices == 1 or mesh is not None
+    checks.require(_AUDIT, "args", None, allowed, fits, hint)
+    count, fits = len(devices), mesh is None or mesh.size == len(devices)
+    allowed = f"one of as many devices as the program's mesh, {mesh and mesh.size}"
+    hint = (
+        "Build it over jax.sharding.Mesh(numpy.array(target_devices(target)).reshape(...), names)."
+    )
+    checks.require(_AUDIT, "target", count, allowed, fits, hint)
     grid: Any = None if mesh is None else np.array(devices).reshape(mesh.devices.shape)
     there = None if mesh is None else Mesh(grid, mesh.axis_names, axis_types=mesh.axis_types)
 
@@ -258,7 +254,7 @@ def _finished(
         begun = time.perf_counter()
         # Without a GPU no kernels can be timed, and XLA chooses them by its cost model.
         untimed = any(d.platform == "gpu" for d in devices) and jax.default_backend() != "gpu"
-        options: Any = {"xla_gpu_autotune_level": 0} if untimed else {}
+        options: dict[str, Any] = {"xla_gpu_autotune_level": 0} if untimed else {}
         compiled = compiled.compile(compiler_options=options)
         seconds = time.perf_counter() - begun
 
@@ -276,11 +272,11 @@ def _mesh_of(shardings: Iterable[Any]) -> Mesh | None:
     return next((mesh for mesh in meshes if isinstance(mesh, Mesh)), None)
 
 
-def _sharding(x: Any) -> Any:
+def _sharding(x: object) -> Any:
     """Return the sharding of an array; ``None`` if the array may be placed anywhere."""
     return getattr(x, "sharding", None) if getattr(x, "committed", True) else None
 
 
-def _is_info(x: Any) -> bool:
+def _is_info(x: object) -> bool:
     # A test by attributes would not do, because variables of Flax have those of their values.
     return isinstance(x, jax.stages.ArgInfo)

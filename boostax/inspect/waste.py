@@ -9,7 +9,7 @@ import math
 import tomllib
 from collections.abc import Iterator, Sequence
 from importlib.resources import files
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from jax.sharding import Mesh
 
@@ -43,7 +43,7 @@ _WORDS = tomllib.loads(files("boostax.inspect").joinpath("waste.toml").read_text
 _SMALL = 0.01
 
 
-def _waste(name: str, where: str, **numbers: Any) -> Waste:
+def _waste(name: str, where: str, **numbers: object) -> Waste:
     return Waste(_WORDS[name]["what"].format(**numbers), where, _WORDS[name]["mend"])
 
 

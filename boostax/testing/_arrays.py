@@ -19,8 +19,8 @@ PyTree = Any
 class Pair(NamedTuple):
     """A NamedTuple node."""
 
-    left: Any
-    right: Any
+    left: PyTree
+    right: PyTree
 
 
 @jax.tree_util.register_dataclass
@@ -28,10 +28,10 @@ class Pair(NamedTuple):
 class Block:
     """A dataclass node."""
 
-    scale: Any
+    scale: PyTree
 
 
-def example_params(dtype: Any = jnp.float32) -> PyTree:
+def example_params(dtype: jax.typing.DTypeLike = jnp.float32) -> PyTree:
     """Make params of dict, list, NamedTuple, dataclass, None, a scalar and an empty leaf."""
     return {
         "dense": {"kernel": _wave((3, 4), 1.0, dtype), "bias": _wave((4,), 2.0, dtype)},
@@ -58,7 +58,7 @@ def draws(params: PyTree, count: int, first: int = 0) -> list[PyTree]:
     return [example_grads(params, first + i) for i in range(count)]
 
 
-def _wave(shape: tuple[int, ...], phase: float, dtype: Any) -> jax.Array:
+def _wave(shape: tuple[int, ...], phase: float, dtype: jax.typing.DTypeLike) -> jax.Array:
     size = int(np.prod(shape))
     return jnp.asarray(np.sin(phase + 1.7 * np.arange(size)).reshape(shape), dtype)
 
@@ -86,7 +86,7 @@ def assert_close(left: PyTree, right: PyTree, what: str, tolerance: float = 1e-6
 def with_scale(state: PyTree, scale: float) -> PyTree:
     """Set the scale of all scalers in a state."""
 
-    def node(x: Any) -> Any:
+    def node(x: PyTree) -> PyTree:
         name = holds(type(x)).scale
         return x._replace(**{name: jnp.full_like(getattr(x, name), scale)}) if name else x
 

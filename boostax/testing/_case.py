@@ -59,9 +59,7 @@ class Case:
     bad_arguments: tuple[tuple[Callable[[], Any], str], ...] = ()
     compresses: bool = False
 
-    def single(
-        self, inner: optax.GradientTransformation | None = None
-    ) -> optax.GradientTransformationExtraArgs:
+    def single(self, inner: Any = None) -> optax.GradientTransformationExtraArgs:
         """Make the transformation for one device."""
         return drawn(self.make(optimizer() if inner is None else inner, None))
 
@@ -86,12 +84,12 @@ def drawn(tx: optax.GradientTransformation) -> optax.GradientTransformationExtra
     gate = gate_of(tx)
     if gate is not None:
 
-        def step(grads: Any, state: Any, *args: Any, **kwargs: Any) -> Carry:
+        def step(grads: PyTree, state: PyTree, *args: Any, **kwargs: Any) -> Carry:
             return gate.step(assume_scaled(grads, state), state, *args, **kwargs)
 
         return gated(tx.init, step, gate.flush)
 
-    def update(updates: PyTree, state: Any, params: PyTree = None, **extra: Any) -> Carry:
+    def update(updates: PyTree, state: PyTree, params: PyTree = None, **extra: Any) -> Carry:
         given = assume_scaled(updates, state)
         return optax.with_extra_args_support(tx).update(given, state, params, **extra)
 
@@ -166,7 +164,7 @@ def steps(tx: optax.GradientTransformation, params: PyTree, grads: Sequence[PyTr
     """Train with ``update`` and ``apply_updates`` instead of ``apply_gradients``."""
 
     @jax.jit
-    def step(params: PyTree, state: Any, grads: PyTree) -> Carry:
+    def step(params: PyTree, state: PyTree, grads: PyTree) -> Carry:
         updates, state = drawn(tx).update(grads, state, params)
         return optax.apply_updates(params, updates), state
 

@@ -33,17 +33,18 @@ def replica_grads(seed: int, replicas: int) -> PyTree:
     return arrays.stack(arrays.draws(arrays.even_params(), replicas, 100 * seed))
 
 
-def run(case: Case, mode: str, windows: list[PyTree]) -> tuple[PyTree, Any]:
+def run(case: Case, mode: str, windows: list[PyTree], params: PyTree = None) -> Carry:
     """Train on stacked local gradients; results have a leading dimension of replicas."""
-    return on_replicas(functools.partial(train, case.mapped(AXIS)), mode, windows)
+    return on_replicas(functools.partial(train, case.mapped(AXIS)), mode, windows, params)
 
 
-def on_replicas(train: Callable[..., Any], mode: str, grads: PyTree) -> Any:
+def on_replicas(train: Callable[..., Any], mode: str, grads: PyTree, params: PyTree = None) -> Any:
     """Call ``train(params, local gradients)`` on every replica and stack the results."""
+    params = arrays.even_params() if params is None else params
     if mode in ("pmap", "vmap"):
         mapper: Callable[..., Any] = jax.pmap if mode == "pmap" else jax.vmap
         mapped = mapper(train, axis_name=AXIS, in_axes=(None, 0))
-        return (jax.jit(mapped) if mode == "vmap" else mapped)(arrays.even_params(), grads)
+        return (jax.jit(mapped) if mode == "vmap" else mapped)(params, grads)
 
     def local(params: PyTree, grads: PyTree) -> Any:
         result = train(params, jax.tree.map(lambda g: g[0], grads))
@@ -51,7 +52,7 @@ def on_replicas(train: Callable[..., Any], mode: str, grads: PyTree) -> Any:
 
     split = PartitionSpec(AXIS)
     sharded = over_devices(local, (PartitionSpec(), split), split, check_vma=mode == "checked")
-    return jax.jit(sharded)(arrays.even_params(), grads)
+    return jax.jit(sharded)(params, grads)
 
 
 def over_devices(
@@ -92,7 +93,7 @@ def results_are_typed_equal(case: Case) -> None:
     is_spec = lambda x: isinstance(x, PartitionSpec)  # noqa: E731
     assert jax.tree.structure(specs, is_leaf=is_spec) == jax.tree.structure(start[1])
 
-    def local(params: PyTree, state: Any, grads: PyTree) -> Carry:
+    def local(params: PyTree, state: PyTree, grads: PyTree) -> Carry:
         grads = jax.tree.map(lambda g: g[0], grads)
         entered = states.enter_replica((params, state))
         return states.leave_replica(_case.applied(tx)(*entered, grads))
@@ -294,14 +295,12 @@ def run_placed(case: Case, placed: Placed, windows: list[PyTree]) -> Carry:
 
 def reference(case: Case, placed: Placed, windows: list[PyTree]) -> PyTree:
     """Train replicas with whole params, by ``vmap`` with a named axis."""
-    last = lambda *given: train(case.mapped(AXIS), *given)[0]  # noqa: E731
-    mapped = jax.jit(jax.vmap(last, in_axes=(None, 0), axis_name=AXIS))
     if not case.by_shard:
-        return mapped(arrays.even_params(), windows)
-    found = [
-        mapped(placed.shard(arrays.even_params(), i), [placed.shard(g, i, 1) for g in windows])
-        for i in range(placed.others)
-    ]
+        return run(case, "vmap", windows)[0]
+    found: list[PyTree] = []
+    for i in range(placed.others):
+        shards = [placed.shard(g, i, 1) for g in windows]
+        found.append(run(case, "vmap", shards, placed.shard(arrays.even_params(), i))[0])
     dims = {name: 1 + placed.cut(name) for name in placed.specs}
     return {name: jnp.concatenate([x[name] for x in found], dims[name]) for name in dims}
 

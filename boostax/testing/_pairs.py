@@ -81,7 +81,7 @@ class Setting:
     def step(self, tx: optax.GradientTransformation) -> Callable[..., Carry]:
         """Compile one call of it: ``step(params, state, grads)``."""
 
-        def one(params: PyTree, state: Any, grads: PyTree) -> Carry:
+        def one(params: PyTree, state: PyTree, grads: PyTree) -> Carry:
             given = assume_scaled(self._scaled(grads, state), state)
             return _case.applied(tx)(params, state, given)
 
@@ -91,7 +91,7 @@ class Setting:
         axes = jax.tree.map(lead, self.start(tx), is_leaf=is_per_replica)
         return jax.jit(jax.vmap(one, in_axes=(*axes, 0), out_axes=axes, axis_name=AXIS))
 
-    def _scaled(self, grads: PyTree, state: Any) -> PyTree:
+    def _scaled(self, grads: PyTree, state: PyTree) -> PyTree:
         """Multiply gradients as a scaled loss would: exactly, by powers of two."""
         if self.case.scaled is not None:
             return self.case.scaled(grads, state)
@@ -116,7 +116,7 @@ def _steep(of: Case) -> Case:
     return dataclasses.replace(of, make=make)
 
 
-def _scalers(state: Any) -> list[Any]:
+def _scalers(state: PyTree) -> list[Any]:
     return trees.find(state, lambda x: bool(holds(type(x)).scale))
 
 
@@ -246,7 +246,7 @@ def replicas_there_and_back_never_moved(case: Case, seed: int = 0) -> None:
     assert all(bool(jnp.isfinite(x).all()) for x in jax.tree.leaves(on) if _inexact(x)), "there"
 
 
-def _inexact(x: Any) -> bool:
+def _inexact(x: jax.Array) -> bool:
     return jnp.issubdtype(x.dtype, jnp.inexact)
 
 

@@ -31,7 +31,7 @@ def forwards_unknown_extra_arguments(case: Case) -> None:
     """Promise 1: unknown extra arguments reach the inner transformation."""
     seen: list[Any] = []
 
-    def update(updates: PyTree, state: Any, params: Any = None, **extra: Any) -> tuple[Any, Any]:
+    def update(updates: PyTree, state: PyTree, params: PyTree = None, **extra: Any) -> Any:
         del params
         seen.append(extra.get("marker"))
         return updates, state
@@ -51,7 +51,7 @@ def keeps_types_and_traces_once(case: Case) -> None:
         start, traces = (params, tx.init(params)), list[Any]()
 
         @jax.jit
-        def step(*carry: PyTree, tx: Any = tx, traces: Any = traces) -> Any:
+        def step(*carry: PyTree, tx: Any = tx, traces: list[Any] = traces) -> Any:
             traces.append(carry)
             return applied(tx)(*carry)
 
@@ -67,7 +67,7 @@ def works_in_float64(case: Case) -> None:
         tx = case.single(optax.sgd(1.0))
         params: PyTree = {"w": jnp.zeros(2, jnp.float64)}
         grads = {"w": jnp.asarray([1.0 / 3.0, 1.0], jnp.float64)}
-        moved: Any = train(tx, params, [grads] * case.calls)[0]["w"]
+        moved: jax.Array = train(tx, params, [grads] * case.calls)[0]["w"]
         assert moved.dtype == jnp.float64
         assert abs(float(moved[0] / moved[1]) - 1.0 / 3.0) < 1e-15, "rounded to f32"
 
@@ -76,7 +76,7 @@ def passes_masked_nodes(case: Case) -> None:
     """Promise 3: MaskedNode leaves stay where they are."""
     tx = case.single()
     params = {"kept": jnp.ones(3), "masked": optax.MaskedNode()}
-    updates: Any = tx.update(params, tx.init(params), params)[0]
+    updates: PyTree = tx.update(params, tx.init(params), params)[0]
     assert isinstance(updates["masked"], optax.MaskedNode)
 
 
