@@ -244,10 +244,8 @@ def takes_trees_without_arrays(case: Case) -> None:
     tx = case.single()
 
     def updated(params: PyTree) -> Any:
-        state, updates = tx.init(params), params
-        for _ in range(case.calls):
-            updates, state = tx.update(params, state, params)
-        return updates, state
+        step = lambda _, state, grads: tx.update(grads, state, params)  # noqa: E731
+        return follow(step, (params, tx.init(params)), [params] * case.calls)
 
     for params in ({}, {"a": None, "b": ()}):
         assert jax.tree.structure(updated(params)[0]) == jax.tree.structure(params)
