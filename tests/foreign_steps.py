@@ -56,13 +56,13 @@ TINY = Size()
 # --- what the builders share -----------------------------------------------------------------
 
 
-def _arranged(mesh: Mesh, shape: tuple[int, ...], names: tuple[str, ...]) -> Mesh:
+def _arranged(mesh, shape, names):
     """Arranges the devices of a mesh under other axis names."""
     devices = mesh.devices.reshape(shape)
     return Mesh(devices, names, axis_types=(AxisType.Auto,) * len(names))
 
 
-def _typed(tree: Tree, shardings: Tree) -> Tree:
+def _typed(tree, shardings):
     """Gives each shape of a tree its sharding; one sharding stands for all leaves."""
     if isinstance(shardings, NamedSharding):
         one = shardings
@@ -72,7 +72,7 @@ def _typed(tree: Tree, shardings: Tree) -> Tree:
     )
 
 
-def _decoder_shapes(size: Size, dtype: Any = jnp.float32) -> Tree:
+def _decoder_shapes(size, dtype=jnp.float32):
     """Returns the shapes of a decoder whose layers are stacked along the first dimension."""
     count, wide, tall = size.layers, size.width, size.hidden
     shapes = {
@@ -93,13 +93,13 @@ def _decoder_shapes(size: Size, dtype: Any = jnp.float32) -> Tree:
     )
 
 
-def _norm(x: jax.Array, scale: jax.Array) -> jax.Array:
+def _norm(x, scale):
     wide = x.astype(jnp.float32)
     wide = wide * lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + 1e-6)
     return (wide * scale).astype(x.dtype)
 
 
-def _block(x: jax.Array, layer: Tree, heads: int, dtype: Any) -> jax.Array:
+def _block(x, layer, heads, dtype):
     """Applies attention and a two-matrix MLP to `x` of shape (..., length, width)."""
     split = (*x.shape[:-1], heads, x.shape[-1] // heads)
     each = jnp.split(_norm(x, layer["norm_in"]) @ layer["qkv"].astype(dtype), 3, axis=-1)
@@ -113,37 +113,23 @@ def _block(x: jax.Array, layer: Tree, heads: int, dtype: Any) -> jax.Array:
     return x + jax.nn.gelu(y @ layer["up"].astype(dtype)) @ layer["down"].astype(dtype)
 
 
-def _trunk(
-    layers: Tree,
-    x: jax.Array,
-    heads: int,
-    dtype: Any,
-    constrain: Callable[[jax.Array], jax.Array] = lambda x: x,
-) -> jax.Array:
+def _trunk(layers, x, heads, dtype, constrain=lambda x: x):
     """Scans over the stacked layers and recomputes each in the backward pass."""
 
     @jax.checkpoint
-    def layer_of(x: jax.Array, layer: Tree) -> tuple[jax.Array, None]:
+    def layer_of(x, layer):
         return constrain(_block(x, layer, heads, dtype)), None
 
     return lax.scan(layer_of, constrain(x), layers)[0]
 
 
-def _logits(
-    params: Tree,
-    tokens: jax.Array,
-    heads: int,
-    dtype: Any,
-    constrain: Callable[[jax.Array], jax.Array] = lambda x: x,
-) -> jax.Array:
+def _logits(params, tokens, heads, dtype, constrain=lambda x: x):
     x = params["embed"].astype(dtype)[tokens]
     x = _norm(_trunk(params["layers"], x, heads, dtype, constrain), params["norm"])
     return (x @ params["head"].astype(dtype)).astype(jnp.float32)
 
 
-def _moments_like(
-    tx: optax.GradientTransformation, params: Tree, shardings: Tree, rest: NamedSharding
-) -> Tree:
+def _moments_like(tx, params, shardings, rest):
     """Returns shardings of an optimizer state: a moment's is its parameter's, `rest` elsewhere."""
     return optax.tree_utils.tree_map_params(
         tx,
@@ -157,7 +143,7 @@ def _moments_like(
 # --- MaxText -----------------------------------------------------------------------------------
 
 
-def maxtext_accumulation(mesh: Mesh, size: Size = TINY) -> Built:
+def maxtext_accumulation(mesh, size=TINY):
     """MaxText: scan over micro-batches in plain jit, FSDP parameters in the carry of the scan.
 
     The loss of a micro-batch is a sum over tokens, so that one division by the number of
@@ -198,25 +184,25 @@ def maxtext_accumulation(mesh: Mesh, size: Size = TINY) -> Built:
     tx = optax.adamw(1e-3, b2=0.95)
     clip = optax.clip_by_global_norm(1.0)
 
-    def constrain(x: jax.Array) -> jax.Array:
+    def constrain(x):
         return lax.with_sharding_constraint(x, place(P(rows, None, None)))
 
-    def placed(tree: Tree) -> Tree:
+    def placed(tree):
         return jax.tree.map(lax.with_sharding_constraint, tree, shardings)
 
-    def loss_fn(params: Tree, batch: Tree) -> tuple[jax.Array, Tree]:
+    def loss_fn(params, batch):
         logits = _logits(params, batch["inputs"], size.heads, jnp.bfloat16, constrain)
         entropy = optax.softmax_cross_entropy_with_integer_labels(logits, batch["targets"])
         real = batch["segments"] != 0
         total = jnp.sum(entropy * real)
         return total, {"total": total, "tokens": jnp.sum(real)}
 
-    def accumulated(params: Tree, batch: Tree) -> tuple[jax.Array, Tree]:
-        def in_turn(x: jax.Array) -> jax.Array:
+    def accumulated(params, batch):
+        def in_turn(x):
             parts = x.reshape(x.shape[0] // size.micro, size.micro, *x.shape[1:])
             return jnp.swapaxes(parts, 0, 1)
 
-        def one(carry: Tree, batch: Tree) -> tuple[Tree, Tree]:
+        def one(carry, batch):
             (_, aux), grads = jax.value_and_grad(loss_fn, has_aux=True)(carry["params"], batch)
             carry = {
                 "params": carry["params"],
@@ -241,7 +227,7 @@ def maxtext_accumulation(mesh: Mesh, size: Size = TINY) -> Built:
         )
         return jnp.where(some, end["total"] / tokens, 0.0), grads
 
-    def train_step(state: Tree, batch: Tree) -> tuple[Tree, Tree]:
+    def train_step(state, batch):
         loss, raw = accumulated(state["params"], batch)
         grads, _ = clip.update(raw, clip.init(state["params"]))
         updates, opt_state = tx.update(grads, state["opt_state"], state["params"])
@@ -279,7 +265,7 @@ def maxtext_accumulation(mesh: Mesh, size: Size = TINY) -> Built:
 # --- midGPT ------------------------------------------------------------------------------------
 
 
-def midgpt_accumulation(mesh: Mesh, size: Size = TINY) -> Built:
+def midgpt_accumulation(mesh, size=TINY):
     """MidGPT: a bf16 copy of replicated f32 parameters, made once, and a scan that sums in f32.
 
     The gradient of each micro-batch is constrained to the placement of the parameters inside
@@ -310,16 +296,14 @@ def midgpt_accumulation(mesh: Mesh, size: Size = TINY) -> Built:
         optax.scale(-1.0),
     )
 
-    def loss_fn(params: Tree, inputs: jax.Array, targets: jax.Array) -> jax.Array:
+    def loss_fn(params, inputs, targets):
         logits = jax.vmap(lambda row: _logits(params, row, size.heads, jnp.bfloat16))(inputs)
         return optax.softmax_cross_entropy_with_integer_labels(logits, targets).mean()
 
-    def step(
-        params: Tree, opt_state: Tree, inputs: jax.Array, targets: jax.Array, key: jax.Array
-    ) -> tuple[Tree, Tree, jax.Array]:
+    def step(params, opt_state, inputs, targets, key):
         low = jax.tree.map(lambda x: x.astype(jnp.bfloat16), params)
 
-        def one(total: Tree, batch: Tree) -> tuple[Tree, jax.Array]:
+        def one(total, batch):
             inputs, targets, _ = batch  # the key of dropout, whose rate is 0
             loss, grads = jax.value_and_grad(loss_fn)(low, inputs, targets)
             grads = jax.tree.map(lax.with_sharding_constraint, grads, shardings)
@@ -355,7 +339,7 @@ class _Normed(nn.Module):
     dtype: Any
 
     @nn.compact
-    def __call__(self, x: jax.Array) -> jax.Array:
+    def __call__(self, x):
         norm = functools.partial(
             nn.BatchNorm, False, momentum=0.9, dtype=self.dtype, axis_name="batch"
         )
@@ -373,7 +357,7 @@ class _ScaledState(train_state.TrainState):
     dynamic_scale: dynamic_scale.DynamicScale
 
 
-def flax_dynamic_scale(mesh: Mesh, size: Size = TINY) -> Built:
+def flax_dynamic_scale(mesh, size=TINY):
     """Flax, ImageNet: pmap, `DynamicScale`, momentum SGD, then a select over the whole state.
 
     `DynamicScale` divides the gradients by the scale in f32, takes their mean over the axis
@@ -397,7 +381,7 @@ def flax_dynamic_scale(mesh: Mesh, size: Size = TINY) -> Built:
     model = _Normed(size, jnp.float16)
     tx = optax.sgd(0.1, momentum=0.9, nesterov=True)
 
-    def make() -> _ScaledState:
+    def make():
         module = _Normed(size, jnp.float16)
         local = jnp.zeros((1, 1, size.width), jnp.float16)
         made = jax.vmap(
@@ -411,12 +395,12 @@ def flax_dynamic_scale(mesh: Mesh, size: Size = TINY) -> Built:
             dynamic_scale=dynamic_scale.DynamicScale(),
         )
 
-    def entropy(logits: jax.Array, labels: jax.Array) -> jax.Array:
+    def entropy(logits, labels):
         known = jax.nn.one_hot(labels, size.vocab)
         return optax.softmax_cross_entropy(logits, known).mean()
 
-    def train_step(state: _ScaledState, batch: Tree) -> tuple[_ScaledState, Tree]:
-        def loss_fn(params: Tree) -> tuple[jax.Array, Tree]:
+    def train_step(state, batch):
+        def loss_fn(params):
             logits, changed = state.apply_fn(
                 {"params": params, "batch_stats": state.batch_stats},
                 batch["image"],
@@ -460,7 +444,7 @@ def flax_dynamic_scale(mesh: Mesh, size: Size = TINY) -> Built:
 class _Network(nnx.Module):
     """The decoder as an `nnx` module."""
 
-    def __init__(self, size: Size, dtype: Any, rows: NamedSharding):
+    def __init__(self, size, dtype, rows):
         self.size, self.rows = size, rows
         shapes = _decoder_shapes(size, dtype)
         layers = shapes.pop("layers")
@@ -468,29 +452,29 @@ class _Network(nnx.Module):
         self.outer = nnx.data(zeros(shapes))
         self.layers = nnx.data(zeros(layers))
 
-    def __call__(self, tokens: jax.Array) -> jax.Array:
+    def __call__(self, tokens):
         layers = {name: x[...] for name, x in self.layers.items()}
         params = {name: x[...] for name, x in self.outer.items()} | {"layers": layers}
         return _logits(params, tokens, self.size.heads, jnp.bfloat16, self._by_rows)
 
-    def _by_rows(self, x: jax.Array) -> jax.Array:
+    def _by_rows(self, x):
         return lax.with_sharding_constraint(x, self.rows)
 
 
 class _Sums(nnx.Module):
     """Sums of gradients in f32 and how many were added."""
 
-    def __init__(self, model: nnx.Module):
+    def __init__(self, model):
         state = nnx.state(model, nnx.Param)
         self.total = nnx.data(jax.tree.map(lambda x: jnp.zeros_like(x, jnp.float32), state))
         self.count = nnx.Variable(jnp.zeros((), jnp.float32))
 
 
-def _is_variable(x: Any) -> bool:
+def _is_variable(x):
     return isinstance(x, nnx.Variable)
 
 
-def tunix_micro_step(mesh: Mesh, size: Size = TINY) -> Built:
+def tunix_micro_step(mesh, size=TINY):
     """Tunix: one call a micro-batch; sums of gradients among the arguments; a cond updates.
 
     Model, optimizer and sums are `nnx` modules and the jit is `nnx.jit`, which returns the
@@ -514,21 +498,14 @@ def tunix_micro_step(mesh: Mesh, size: Size = TINY) -> Built:
     place = functools.partial(NamedSharding, mesh)
     tx = optax.adamw(1e-5)
 
-    def make() -> tuple[nnx.Module, nnx.Optimizer, _Sums]:
+    def make():
         model = _Network(size, jnp.bfloat16, place(P("fsdp", None, None)))
         return model, nnx.Optimizer(model, tx, wrt=nnx.Param), _Sums(model)
 
-    def mean_loss(model: nnx.Module, tokens: jax.Array, targets: jax.Array) -> jax.Array:
+    def mean_loss(model, tokens, targets):
         return optax.softmax_cross_entropy_with_integer_labels(model(tokens), targets).mean()
 
-    def train_step(
-        model: nnx.Module,
-        optimizer: nnx.Optimizer,
-        sums: _Sums,
-        tokens: jax.Array,
-        targets: jax.Array,
-        update_now: jax.Array,
-    ) -> tuple[jax.Array, jax.Array]:
+    def train_step(model, optimizer, sums, tokens, targets, update_now):
         loss, grads = nnx.value_and_grad(mean_loss)(model, tokens, targets)
         jax.tree.map(
             lambda total, g: total.set_value(total[...] + g[...]),
@@ -538,7 +515,7 @@ def tunix_micro_step(mesh: Mesh, size: Size = TINY) -> Built:
         )
         sums.count.set_value(sums.count[...] + 1.0)
 
-        def update(model: nnx.Module, optimizer: nnx.Optimizer, sums: _Sums) -> jax.Array:
+        def update(model, optimizer, sums):
             part = 1.0 / sums.count[...]
             grads = jax.tree.map(
                 lambda total, x: type(total)((total[...] * part).astype(x.dtype)),
@@ -556,14 +533,14 @@ def tunix_micro_step(mesh: Mesh, size: Size = TINY) -> Built:
             sums.count.set_value(jnp.zeros_like(sums.count[...]))
             return norm
 
-        def keep(model: nnx.Module, optimizer: nnx.Optimizer, sums: _Sums) -> jax.Array:
+        def keep(model, optimizer, sums):
             return jnp.zeros((), jnp.float32)
 
         update_now = lax.with_sharding_constraint(update_now, place(P()))
         norm = nnx.cond(update_now, update, keep, model, optimizer, sums)
         return loss, norm
 
-    def sharding_of(path: Any, x: Any) -> NamedSharding:
+    def sharding_of(path, x):
         if len(x.shape) < 2 or "norm" in jax.tree_util.keystr(path):
             return place(P())
         wide = [*(i for i, d in enumerate(x.shape) if d == size.width), len(x.shape) - 1]

@@ -230,8 +230,9 @@ MISTAKES = (
 
 @pytest.mark.parametrize(("spec", "text"), MISTAKES, ids=lambda x: str(x)[:40])
 def test_a_mistake_is_refused_by_name(spec, text):
+    """Names when they are read, values by their factories when the chain is built."""
     with pytest.raises((ValueError, TypeError), match=f"^{text}"):
-        auto(spec)
+        auto(spec).optimizer(optax.sgd(0.1), mlp(), axis_name="data")
 
 
 WITHIN = {"reduce": {"kind": "adasum", "within": "cores"}}

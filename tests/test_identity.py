@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from lanes import lanes
 
 import boostax
 from boostax._core import trees
@@ -100,7 +101,20 @@ def trained(tx, dtype, wide, steps=3):
     return params, updates
 
 
-def hold(name, wrap, dtype):
+QUICK = {"all, float32": (all_of_them, jnp.float32)}
+QUICK |= {"dynamic_loss_scale, bfloat16": (WRAPPERS["dynamic_loss_scale"], jnp.bfloat16)}
+HELD = QUICK | {
+    f"{wrapper}, {dtype.__name__}": (WRAPPERS[wrapper], dtype)
+    for wrapper in WRAPPERS
+    for dtype in (jnp.float32, jnp.bfloat16, jnp.float16)
+}
+
+
+@pytest.mark.parametrize("held", lanes(HELD, QUICK))
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_a_wrapper_that_does_nothing_changes_nothing(name, held):
+    """Also all of them at once; low params get the optimizer of f32."""
+    wrap, dtype = HELD[held]
     bare = trained(made(name), dtype, wide=True)
     wrapped = trained(wrap(made(name)), dtype, wide=False)
     # What fuses otherwise rounds otherwise, and some updates are differences of params around 1.
@@ -108,24 +122,6 @@ def hold(name, wrap, dtype):
     for x, y in zip(jax.tree.leaves(wrapped), jax.tree.leaves(bare), strict=True):
         assert x.dtype == y.dtype == dtype
         np.testing.assert_allclose(np.float32(x), np.float32(y), rtol=rtol, atol=atol)
-
-
-@pytest.mark.parametrize("name", OPTIMIZERS)
-def test_all_wrappers_at_once_change_nothing(name):
-    hold(name, all_of_them, jnp.float32)
-
-
-@pytest.mark.parametrize("name", OPTIMIZERS)
-def test_low_params_get_the_optimizer_of_f32(name):
-    hold(name, WRAPPERS["dynamic_loss_scale"], jnp.bfloat16)
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("wrapper", WRAPPERS)
-@pytest.mark.parametrize("name", OPTIMIZERS)
-@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.float16])
-def test_a_wrapper_that_does_nothing_changes_nothing(name, wrapper, dtype):
-    hold(name, WRAPPERS[wrapper], dtype)
 
 
 def test_all_that_optax_has_are_held():

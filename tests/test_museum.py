@@ -1,4 +1,4 @@
-"""The museum of silent bugs: the other program is wrong, boostax is right or refuses."""
+"""The museum of silent bugs: the other program is wrong, boostax is right."""
 
 import museum
 import numpy as np
@@ -11,7 +11,4 @@ EXHIBITS = [pytest.param(each, id=each.show.__name__) for each in museum.EXHIBIT
 def test_wrong_elsewhere_and_right_here(exhibit):
     wanted, elsewhere, ours = exhibit.show()
     assert not np.isclose(elsewhere, wanted, rtol=0.05), "nothing is wrong elsewhere"
-    if isinstance(ours, str):
-        assert "boostax." in ours, f"a refusal without the line that mends it: {ours}"
-    else:
-        np.testing.assert_allclose(ours, wanted, rtol=1e-5)
+    np.testing.assert_allclose(ours, wanted, rtol=1e-5)

@@ -59,19 +59,19 @@ class Put:
     replicated: bool = False
 
     @property
-    def replicas(self) -> int:
+    def replicas(self):
         """Over which the batch is split."""
         return REPLICAS if self.replicated or self.case.reduces else 1
 
     @property
-    def batches(self) -> list[PyTree]:
+    def batches(self):
         """One for each call."""
         random = np.random.default_rng(0)
         draw = lambda width: random.normal(size=(ROWS, width)).astype("f")  # noqa: E731
         calls = self.calls or 2 * self.case.calls
         return [{"x": draw(8), "y": draw(4)} for _ in range(calls)]
 
-    def chain(self) -> optax.GradientTransformationExtraArgs:
+    def chain(self):
         """Technique and optimizer."""
         inner = optimizer()
         if self.replicas > 1 and not self.case.reduces and self.forgotten != REDUCTION:
@@ -79,16 +79,14 @@ class Put:
         axis = AXIS if self.replicas > 1 and self.forgotten != NAME else None
         return optax.with_extra_args_support(self.case.make(inner, axis))
 
-    def oracle(self, fn: Callable[..., jax.Array], grad: Any = None, **how: Any) -> Any:
+    def oracle(self, fn, grad=None, **how):
         """boostax's, or that of the loop where the user forgot to scale the loss."""
         if self.forgotten == SCALE:
             plain = (grad or jax.value_and_grad)(fn)
             return lambda params, state, batch: plain(params, batch)
         return boostax.value_and_grad(fn, **how)
 
-    def on_mesh(
-        self, params: PyTree
-    ) -> tuple[optax.GradientTransformation, PyTree, PyTree, dict[str, Any]]:
+    def on_mesh(self, params):
         """Optimizer, its state, params, and how the oracle is made, on a mesh if it has replicas.
 
         Params are replicated unless the loop has placed them.
@@ -108,7 +106,7 @@ class Put:
         return tx, state, params, {"mesh": mesh, "axis_name": AXIS}
 
 
-def mse(prediction: jax.Array, batch: PyTree) -> jax.Array:
+def mse(prediction, batch):
     """The loss of all loops."""
     return jnp.mean((prediction - batch["y"]) ** 2)
 
@@ -120,24 +118,24 @@ class Net(nn.Module):
     """Two layers."""
 
     @nn.compact
-    def __call__(self, x: jax.Array, scales: Any = None) -> jax.Array:
+    def __call__(self, x, scales=None):
         """A prediction."""
         x = scale_boundary(jnp.tanh(nn.Dense(8, name="a")(x)), scales, 0, 1)
         return nn.Dense(4, name="block")(x)
 
 
-def linen_model() -> tuple[nn.Module, PyTree, Callable[[PyTree, PyTree], jax.Array]]:
+def linen_model():
     """Module, params and loss."""
     model = Net()
     params = model.init(jax.random.key(0), jnp.ones((1, 8)))["params"]
 
-    def loss(params: PyTree, batch: PyTree, scales: Any = None) -> jax.Array:
+    def loss(params, batch, scales=None):
         return mse(model.apply({"params": params}, batch["x"], scales), batch)
 
     return model, params, loss
 
 
-def linen_pmap(put: Put) -> Run:
+def linen_pmap(put):
     """``TrainState``, replicated, in ``pmap``."""
     model, params, loss = linen_model()
     devices = jax.devices()[:REPLICAS]
@@ -145,7 +143,7 @@ def linen_pmap(put: Put) -> Run:
     state = jax_utils.replicate(state, devices)
     oracle = put.oracle(loss, axis_name=AXIS)
 
-    def train_step(state: Any, batch: PyTree) -> tuple[Any, jax.Array]:
+    def train_step(state, batch):
         value, grads = oracle(state.params, state.opt_state, batch)
         return state.apply_gradients(grads=grads), value
 
@@ -157,7 +155,7 @@ def linen_pmap(put: Put) -> Run:
     return Run(params, loss, first.params, boostax.metrics(first.opt_state))
 
 
-def linen_jit(put: Put) -> Run:
+def linen_jit(put):
     """``TrainState`` in ``jit``, params sharded over a model axis by ``NamedSharding``."""
     model, params, loss = linen_model()
     mesh = jax.make_mesh((REPLICAS, 2), (AXIS, "model"), axis_types=(AxisType.Auto,) * 2)
@@ -169,7 +167,7 @@ def linen_jit(put: Put) -> Run:
     oracle = put.oracle(loss, **how)
 
     @jax.jit
-    def train_step(state: Any, batch: PyTree) -> tuple[Any, jax.Array]:
+    def train_step(state, batch):
         value, grads = oracle(state.params, state.opt_state, batch)
         return state.apply_gradients(grads=grads), value
 
@@ -185,20 +183,20 @@ def linen_jit(put: Put) -> Run:
 class NnxNet(nnx.Module):
     """Two layers."""
 
-    def __init__(self, rngs: nnx.Rngs):
+    def __init__(self, rngs):
         self.a, self.block = nnx.Linear(8, 8, rngs=rngs), nnx.Linear(8, 4, rngs=rngs)
 
-    def __call__(self, x: jax.Array, scales: Any = None) -> jax.Array:
+    def __call__(self, x, scales=None):
         """A prediction."""
         return self.block(scale_boundary(jnp.tanh(self.a(x)), scales, 0, 1))
 
 
-def nnx_optimizer(put: Put) -> Run:
+def nnx_optimizer(put):
     """``nnx.Optimizer`` in ``nnx.jit``."""
     model = NnxNet(nnx.Rngs(0))
     graph, params = nnx.split(model)
 
-    def loss(model: Any, batch: PyTree, scales: Any = None) -> jax.Array:
+    def loss(model, batch, scales=None):
         return mse(model(batch["x"], scales), batch)
 
     tx, _, placed, how = put.on_mesh(params)
@@ -208,7 +206,7 @@ def nnx_optimizer(put: Put) -> Run:
     oracle = put.oracle(loss, nnx.value_and_grad, **how)
 
     @nnx.jit
-    def train_step(model: Any, optimizer: Any, batch: PyTree) -> jax.Array:
+    def train_step(model, optimizer, batch):
         value, grads = oracle(model, optimizer.opt_state, batch)
         optimizer.update(model, grads.local if isinstance(grads, PerReplica) else grads)
         return value
@@ -230,28 +228,28 @@ class EqxNet(eqx.Module):
     a: eqx.nn.Linear
     block: eqx.nn.Linear
 
-    def __init__(self, key: jax.Array):
+    def __init__(self, key):
         one, other = jax.random.split(key)
         self.a = eqx.nn.Linear(8, 8, key=one)
         self.block = eqx.nn.Linear(8, 4, key=other)
 
-    def __call__(self, x: jax.Array, scales: Any = None) -> jax.Array:
+    def __call__(self, x, scales=None):
         """A prediction for one row."""
         return self.block(scale_boundary(jnp.tanh(self.a(x)), scales, 0, 1))
 
 
-def equinox_filter_jit(put: Put) -> Run:
+def equinox_filter_jit(put):
     """A module for params, in ``eqx.filter_jit``."""
     start = EqxNet(jax.random.key(0))
 
-    def loss(model: Any, batch: PyTree, scales: Any = None) -> jax.Array:
+    def loss(model, batch, scales=None):
         return mse(jax.vmap(lambda x: model(x, scales))(batch["x"]), batch)
 
     tx, opt_state, model, how = put.on_mesh(eqx.filter(start, eqx.is_inexact_array))
     oracle = put.oracle(loss, eqx.filter_value_and_grad, **how)
 
     @eqx.filter_jit
-    def make_step(model: Any, opt_state: Any, batch: PyTree) -> tuple[Any, Any, jax.Array]:
+    def make_step(model, opt_state, batch):
         value, grads = oracle(model, opt_state, batch)
         updates, opt_state = tx.update(grads, opt_state, model)
         return eqx.apply_updates(model, updates), opt_state, value
@@ -264,7 +262,7 @@ def equinox_filter_jit(put: Put) -> Run:
 # Optax alone.
 
 
-def optax_jit(put: Put) -> Run:
+def optax_jit(put):
     """A dict of arrays and a jitted step, donated."""
     one, other = jax.random.split(jax.random.key(0))
     start = {
@@ -272,7 +270,7 @@ def optax_jit(put: Put) -> Run:
         "block": {"w": jax.random.normal(other, (8, 4)) / 3, "b": jnp.zeros(4)},
     }
 
-    def loss(params: PyTree, batch: PyTree, scales: Any = None) -> jax.Array:
+    def loss(params, batch, scales=None):
         hidden = jnp.tanh(batch["x"] @ params["a"]["w"] + params["a"]["b"])
         hidden = scale_boundary(hidden, scales, 0, 1)
         return mse(hidden @ params["block"]["w"] + params["block"]["b"], batch)
@@ -280,7 +278,7 @@ def optax_jit(put: Put) -> Run:
     tx, opt_state, params, how = put.on_mesh(jax.tree.map(jnp.copy, start))
     oracle = put.oracle(loss, **how)
 
-    def step(params: Any, opt_state: Any, batch: PyTree) -> tuple[Any, Any, jax.Array]:
+    def step(params, opt_state, batch):
         value, grads = oracle(params, opt_state, batch)
         updates, opt_state = tx.update(grads, opt_state, params)
         return optax.apply_updates(params, updates), opt_state, value
@@ -292,24 +290,20 @@ def optax_jit(put: Put) -> Run:
 
 
 REPLICATED = {"Flax linen, pmap": linen_pmap, "Flax linen, jit and NamedSharding": linen_jit}
-LOOPS = REPLICATED | {
-    "Flax NNX": nnx_optimizer,
-    "Equinox": equinox_filter_jit,
-    "Optax": optax_jit,
-}
+LOOPS = REPLICATED | {"Flax NNX": nnx_optimizer, "Equinox": equinox_filter_jit, "Optax": optax_jit}
 
 
-def put_into(loop: str, case: Case, **how: Any) -> Put:
+def put_into(loop, case, **how):
     """A technique for a loop."""
     return Put(case, **{"replicated": loop in REPLICATED} | how)
 
 
-def reference(put: Put, run: Run) -> PyTree:
+def reference(put, run):
     """The params of every replica after the same training in nobody's loop, under ``vmap``."""
     axis = AXIS if put.replicas > 1 else None
     tx, loss = put.chain(), boostax.value_and_grad(run.loss, axis_name=axis)
 
-    def step(params: PyTree, state: PyTree, batch: PyTree) -> tuple[PyTree, PyTree]:
+    def step(params, state, batch):
         _, grads = loss(params, state, batch)
         return boostax.apply_gradients(tx, grads, state, params)
 
@@ -323,13 +317,13 @@ def reference(put: Put, run: Run) -> PyTree:
     return params
 
 
-def difference(put: Put) -> Callable[[str], float]:
+def difference(put):
     """Of a loop the largest difference of a param from the reference; params are about 1."""
 
     return lambda loop: apart(put, LOOPS[loop](put))
 
 
-def apart(put: Put, run: Run) -> float:
+def apart(put, run):
     """The largest difference of a param from the reference."""
     wanted = reference(dataclasses.replace(put, forgotten=""), run)
     own = isinstance(run.trained, PerReplica)

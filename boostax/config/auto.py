@@ -303,8 +303,9 @@ def auto(
       A ``Boost``. Cost: none. Nothing is global, and nothing in the file is executed.
 
     Raises:
-      ValueError, TypeError: unknown keys, words and levels, values out of range, and parts that
-        exclude one another. OSError: no such file.
+      ValueError, TypeError: unknown keys, words, arguments and levels, missing arguments, and parts
+        that exclude one another; values out of range of MindSpore's and SINGA's settings. Other
+        values are checked by their factories when the chain is built. OSError: no such file.
 
     Example:
       >>> import boostax, jax.numpy as jnp, optax
@@ -361,7 +362,7 @@ def _read(
         elif value is None or value is False:
             config.pop(key, None)
         else:
-            config[key] = keys.part(name, value, config.get(key), own.get(name, [None])[0], True)
+            config[key] = keys.part(name, value, config.get(key), own.get(name, [None])[0])
     return config, notes
 
 
