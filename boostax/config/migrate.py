@@ -66,46 +66,46 @@ def migrate_state(
 ) -> tuple[PyTree, MigrationReport]:
     """Carry an optimizer state over to a chain in which something was added, removed or moved.
 
-    ``new_tx.init(params)`` gives the form. Its states take the arrays of the old ones of the same
-    class, wherever those stand: inside a scaler, a window, ``optax.masked``, ``partition`` or
-    ``inject_hyperparams``. Of several of a class the best fit comes first and, among equal fits,
-    the k-th goes to the k-th, the outermost first. Within a state an array is kept where path,
-    shape and dtype agree, so that leaves that are newly masked or trained change nothing for the
-    others. The moments of a leaf are kept together or not at all, counts only with moments, and
-    a trajectory and a basis only whole.
+    ``new_tx.init(params)`` gives the structure. Its states take the arrays of old states of the
+    same class, which may be inside a scaler, a window, ``optax.masked``, ``partition`` or
+    ``inject_hyperparams``. If a class has several states, the best fit comes first and, among equal
+    fits, the k-th goes to the k-th, the outermost first. An array of a state is kept if path, shape
+    and dtype agree, so leaves that are newly masked or trained change nothing for the others. The
+    moments of a leaf are kept together or not at all, counts only with moments, and a trajectory
+    and a basis only as a whole.
 
-    What stands around a loss scaler, or before it, sums up gradients times the scale. Where the
-    scaler moves, comes or goes, open windows, residuals and momentum are multiplied by the new
-    scale over the old one, and a note says so. An open window goes on in any precision; one for
-    which ``new_tx`` has no place is refused. One that the old scaler would have skipped (not
-    finite, or beyond 2**48) is dropped, with a note.
+    A state around a loss scaler, or before it, sums up gradients times the scale. If the scaler
+    moves, or is added or removed, open windows, residuals and momentum are multiplied by the new
+    scale over the old one, and a note says so. An open window goes on in any precision. It is
+    refused if ``new_tx`` has no place for it, and dropped with a note if the old scaler would have
+    skipped it (not finite, or beyond 2**48).
 
-    Some states of others are understood: ``optax.MultiSteps``, in both directions,
+    Some states of other libraries are translated: ``optax.MultiSteps``, in both directions,
     ``optax.apply_if_finite``, and, anywhere in the tree, Flax's ``DynamicScale`` and jmp's
     ``DynamicLossScale`` and ``StaticLossScale``:
     ``migrate_state((opt_state, dynamic_scale), new_tx, params)``.
 
-    The saved value wins over a new argument wherever the state holds it: loss scales,
-    ``inject_hyperparams`` and bases. The report notes where they differ.
+    A saved value wins over a new argument if the state holds it: loss scales,
+    ``inject_hyperparams`` and bases. The report notes the differences.
 
     Args:
-      old_state: the state as it was saved: in its own classes, with its dimension of replicas if it
-        is one of a ``TrainState``. It is only read.
+      old_state: the saved state, in its own classes, with a dimension of replicas if it comes from
+        a ``TrainState``. It is not changed.
       new_tx: the transformation that goes on.
-      params: the params that it trains; ``TrainState.params`` as they are.
-      replicas: their number, for a ``new_tx`` with per-replica state where the old state has none.
-        They share an open window out among them where they will add it up.
+      params: the params that it trains; ``TrainState.params`` unchanged.
+      replicas: the number of replicas, if ``new_tx`` has per-replica state and the old state has
+        none. Each replica gets a part of an open window that they will add up.
 
     Returns:
-      The new state, no buffer of it shared with ``old_state`` or ``params``, in the dtypes and
-      placed as ``new_tx.init(params)`` is; and a ``MigrationReport``. With a ``TrainStep``, place
-      it by ``jax.device_put(state, step.shardings(state))``. Cost: an ``init`` and one copy of the
-      state; call it on the host.
+      The new state, which shares no buffer with ``old_state`` or ``params``, with the dtypes and
+      the placement of ``new_tx.init(params)``; and a ``MigrationReport``. With a ``TrainStep``,
+      place it by ``jax.device_put(state, step.shardings(state))``. Cost: an ``init`` and one copy
+      of the state; call it on the host.
 
     Raises:
       ValueError: params of other shapes than those of ``old_state`` (it names the leaf); numbers of
         replicas that differ; an open window that does not fit; moments of scaled gradients, or
-        scales by group, that the new place of a scaler makes wrong.
+        scales by group, that the new position of a scaler makes wrong.
       TypeError: ``new_tx`` is no transformation, or ``old_state`` is a whole ``TrainState``.
 
     Example:
