@@ -202,9 +202,14 @@ MISTAKES = (
     ({"reduce": "mean", "int8_reduce": True}, f"auto: int8_reduce {TWO} another"),
     ({"less_bn": {"normalized_head": 3}}, "less_bn: normalized_head must be True or False, got 3"),
     ({"check_updates": 3}, "auto: check_updates must be a dictionary, got 3. It takes no"),
-    ({"freeze": "ramp"}, "scheduled_freeze: total_steps must be a positive integer, got None"),
-    ({"freeze": {"kind": True}}, "scheduled_freeze: kind must be a name or a callable, got True"),
-    ({"freeze": {"kind": [1], "seed": 3}}, "scheduled_freeze: seed must be left out with depths"),
+    *(
+        ({"freeze": {"groups": 3} | freeze}, f"scheduled_freeze: {text}")
+        for freeze, text in (
+            ({"kind": "ramp"}, "total_steps must be a positive integer, got None"),
+            ({"kind": True}, "kind must be a name or a callable, got True"),
+            ({"kind": [1], "seed": 3}, "seed must be left out with depths"),
+        )
+    ),
     ({"dim_reduce": {"shrink": 2}}, r"dim_reduce: shrink must be in \(0, 1\), got 2"),
     ({"dim_reduce": {"residual_rate": -1}}, "dim_reduce: residual_rate must be positive, got -1"),
     ({"policy": "O2"}, "auto: loss_scale must be given where policy computes in float16, got None"),
