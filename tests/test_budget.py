@@ -17,18 +17,18 @@ import pytest
 ROOT = pathlib.Path(__file__).parent.parent
 # Code lines; "boostax" alone are the files that stand in no package of it.
 CEILINGS = {
-    "boostax": 580,
+    "boostax": 572,
     "boostax/_core": 2300,
     "boostax/accumulate": 545,
-    "boostax/chain": 337,
+    "boostax/chain": 317,
     "boostax/config": 992,
     "boostax/freeze": 510,
-    "boostax/inspect": 1281,
+    "boostax/inspect": 1267,
     "boostax/model": 579,
     "boostax/precision": 1356,
     "boostax/reduce": 1853,
     "boostax/subspace": 721,
-    "boostax/testing": 743,
+    "boostax/testing": 737,
     "boostax/train": 1143,
     "examples": 1500,
     "tests": 19939,
