@@ -190,15 +190,16 @@ def test_what_a_configuration_cannot_place_is_refused():
             lambda params: (), lambda g, state, params=None: (g, state)
         )
 
-    with pytest.raises(
-        ValueError, match=r"auto: rate must be described .*, got 'rate'\. .*optimizer"
+    for data, factory, text in (
+        (
+            {"rate": {"size": 0.1}},
+            rate,
+            r"auto: rate must be described .*, got 'rate'",
+        ),
+        ({"mine": True}, mine, "auto: mine must be described .*, got 'unknown'"),
+        ({"drop_spikes": {"faktor": 4.0}}, drop_spikes, "of drop_spikes must be among 'factor'"),
+        ({"reduce": "adasum", "sign_reduce": True}, sign_reduce, "reduce must be left out here"),
+        ({"accumulate": 2}, boostax.accumulate, "factories must be functions of your own"),
     ):
-        boostax.auto({"rate": {"size": 0.1}}, factories=(rate,))
-    with pytest.raises(ValueError, match=r"auto: mine must be described .*, got 'unknown'"):
-        boostax.auto({"mine": True}, factories=(mine,))
-    with pytest.raises(ValueError, match="arguments of drop_spikes must be among 'factor'"):
-        boostax.auto({"drop_spikes": {"faktor": 4.0}}, factories=(drop_spikes,))
-    with pytest.raises(ValueError, match="reduce must be left out here, got 'adasum'"):
-        boostax.auto({"reduce": "adasum", "sign_reduce": True}, factories=(sign_reduce,))
-    with pytest.raises(ValueError, match="factories must be functions of your own"):
-        boostax.auto({"accumulate": 2}, factories=(boostax.accumulate,))
+        with pytest.raises(ValueError, match=text):
+            boostax.auto(data, factories=(factory,))

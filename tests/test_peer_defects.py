@@ -1,6 +1,6 @@
 """Defects that were met in other libraries: each test shows one, and that boostax has it not.
 
-More are in ``museum.py``; the laws of ``boostax.testing`` hold what they guard for every part.
+More are in ``test_museum.py``; the laws of ``boostax.testing`` hold what they guard for every part.
 """
 
 import functools
