@@ -103,8 +103,8 @@ class Optimizer(nnx.Optimizer[_M]):
         super().__init__(model, tx, wrt=wrt, **more)
         if self.mesh is not None:
             # A program takes no counter that lies on one device beside params on a mesh.
-            whole = NamedSharding(self.mesh, PartitionSpec())
-            self.step.set_value(jax.device_put(self.step.get_value(), whole))
+            replicated = NamedSharding(self.mesh, PartitionSpec())
+            self.step.set_value(jax.device_put(self.step.get_value(), replicated))
             # State with a leading dimension of replicas has the metadata of a param without it.
             is_variable = lambda x: isinstance(x, nnx.Variable)  # noqa: E731
             for variable in jax.tree.leaves(self.opt_state, is_leaf=is_variable):
@@ -145,7 +145,7 @@ class Optimizer(nnx.Optimizer[_M]):
         names = axes.canonical(_WHO, self.axis_name)
         where = {"mesh": self.mesh, "axis_name": self.axis_name} if names else {}
 
-        def run(model: _M, *batch: Any, active: PyTree = None, **given: Any) -> tuple[Any, PyTree]:
+        def fn(model: _M, *batch: Any, active: PyTree = None, **given: Any) -> tuple[Any, PyTree]:
             graph, params, keys, frozen, rest = self._split(model)
             # With a key for each replica, a loss may draw its own data.
             fits = not names or bool(batch) or bool(jax.tree.leaves(keys))
@@ -159,26 +159,26 @@ class Optimizer(nnx.Optimizer[_M]):
                 # Each replica draws other random numbers.
                 fold = lambda key: jax.random.fold_in(key, axes.index(names))  # noqa: E731
                 apart = jax.tree.map(fold, keys) if names else keys
-                whole: Any = nnx.merge(graph, params, apart, frozen, model_state)
-                result = loss_fn(whole, *batch, **given, **scales)
-                _, _, _, still, left = self._split(whole)
+                merged: Any = nnx.merge(graph, params, apart, frozen, model_state)
+                result = loss_fn(merged, *batch, **given, **scales)
+                _, _, _, still, left = self._split(merged)
                 _require_kept(still, frozen, left, model_state)
                 value, aux = result if has_aux else (result, Aux())
                 told, own = (aux, ()) if isinstance(aux, Aux) else (Aux(), (aux,))
                 return value, auxiliary.Beside(told._replace(model_state=left), own)
 
             active = self._active(params, opt_state) if active is None else active
-            fn = value_and_grad(loss, has_aux=True, **where, **how)
+            gradients_of = value_and_grad(loss, has_aux=True, **where, **how)
             held = gathered(self.mesh, names, (keys, frozen)) if names else (keys, frozen)
             given_too: dict[str, Any] = {"active": active, "model_state": rest, "held": held}
-            (value, aux), grads = fn(params, opt_state, batch, **given_too)
+            (value, aux), grads = gradients_of(params, opt_state, batch, **given_too)
             # An overflow in the forward pass reaches the statistics before any gradient.
             keep = all_finite(aux.told.model_state)
-            put = lambda new, old: jnp.where(keep, new, old)  # noqa: E731
-            nnx.update(model, jax.tree.map(put, aux.told.model_state, rest))
+            choose = lambda new, old: jnp.where(keep, new, old)  # noqa: E731
+            nnx.update(model, jax.tree.map(choose, aux.told.model_state, rest))
             return ((value, _aux(aux)) if has_aux else value), grads
 
-        return run
+        return fn
 
     def update(self, model: _M, grads: PyTree, /, **kwargs: Any) -> PyTree:
         """Update the model as ``nnx.Optimizer.update`` does; a held step writes no param.

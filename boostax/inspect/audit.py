@@ -250,8 +250,8 @@ def _buffers(program: hlo.Program, arguments: Sequence[Argument]) -> dict[str, A
         allowed = f"{len(used)}, one for each argument that it uses"
         raise hlo.unreadable("the parameters of a compiled program", allowed, len(types))
     kept = {used[i].path for i in program.aliased}
-    given = [x for x in arguments if x.info.donated and 0 not in x.info.shape]
-    in_vain = [x for x in given if x.path not in kept]
+    donated = [x for x in arguments if x.info.donated and 0 not in x.info.shape]
+    in_vain = [x for x in donated if x.path not in kept]
     # The results in new buffers, by type: an argument of the type could have been donated.
     free = collections.Counter(x[:2] for i in body if i.root for x in i.result)
     free -= collections.Counter(types[i] for i in program.aliased)

@@ -221,9 +221,10 @@ def _explained(
         problem = str(error).partition("\n")[0]
     params = jax.eval_shape(lambda p: p, params)
     kept = _on_device(params, place.param_specs, place.sizes)
-    whole = sum(x.bytes for x in jax.tree.leaves(kept))
-    parts = _part_costs(found, _on_device(*_state(tx, params, place), place.sizes), whole, sent)
-    return Explanation(parts, wrong, whole, problem)
+    params_bytes = sum(x.bytes for x in jax.tree.leaves(kept))
+    state = _on_device(*_state(tx, params, place), place.sizes)
+    parts = _part_costs(found, state, params_bytes, sent)
+    return Explanation(parts, wrong, params_bytes, problem)
 
 
 def _cells(parts: tuple[PartCost, ...]) -> Cells:
@@ -281,7 +282,7 @@ class _Kept:
 
 
 def _part_costs(
-    found: Sequence[Row], kept: PyTree, whole: float, sent: Sequence[costs.Collective]
+    found: Sequence[Row], kept: PyTree, params_bytes: float, sent: Sequence[costs.Collective]
 ) -> tuple[PartCost, ...]:
     """Return the costs of each row, and of the collectives that belong to no row."""
     # The state of each row within that of the chain; ``None`` if it cannot be found.
@@ -299,11 +300,12 @@ def _part_costs(
         mine = [x for x in jax.tree.leaves(state) if keepers[id(x)] == i]
         total = sum(x.bytes for x in mine)
         counts, wire_bytes = _summed(by_row.pop(i, ()))
-        again = row.part.description is not None and paths.index(paths[i]) < i
-        known = (None, None) if state is None else (total, total / whole if whole else 0.0)
+        counted = row.part.description is not None and paths.index(paths[i]) < i
+        copies = total / params_bytes if params_bytes else 0.0
+        known = (None, None) if state is None else (total, copies)
         own = sum(x.bytes for x in mine if x.own)
         said = row.part.name, len(row.holders), row.role, row.part.what
-        result.append(PartCost(*said, *known, own, counts, None if again else wire_bytes))
+        result.append(PartCost(*said, *known, own, counts, None if counted else wire_bytes))
     if by_row:
         name, what = "(the step)", "Averages the loss and what is reported with it"
         if any(row.role == UNKNOWN for row in found):

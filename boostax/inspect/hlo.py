@@ -198,11 +198,11 @@ class Program:
                 always += amount
         least = most = always
         for conditional, taken in inside.items():
-            each = list(map(self.total, taken.values()))
+            sums = list(map(self.total, taken.values()))
             # A branch without any amount costs nothing.
-            each += [Ways(0.0, 0.0)] * (len(each) < self._branches[conditional])
-            least += min(way.least for way in each)
-            most += max(way.most for way in each)
+            sums += [Ways(0.0, 0.0)] * (len(sums) < self._branches[conditional])
+            least += min(x.least for x in sums)
+            most += max(x.most for x in sums)
         return Ways(least, most)
 
     @functools.cached_property

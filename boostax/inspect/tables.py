@@ -72,33 +72,33 @@ def _collective_cells(found: Audit) -> Cells:
     for c in found.collectives:
         alike = (c.kind, c.dtypes, c.executions, c.axes, c.devices, c.crosses, c.branches, c.source)
         groups.setdefault(alike, []).append(c)
-    rows = sorted(groups.values(), key=lambda each: -sum(c.wire_bytes for c in each))
+    rows = sorted(groups.values(), key=lambda group: -sum(c.wire_bytes for c in group))
     heads = ("collective", "dtype", "times", "over", "call", "elements", "bytes sent", "hidden")
     cells: Cells = [(*heads, "source"), *map(_row, rows[:_ROWS])]
-    rest = [c for each in rows[_ROWS:] for c in each]
+    rest = [c for group in rows[_ROWS:] for c in group]
     if rest:
         cells.append((f"{len(rest)} more", "", "", "", "", *_sums(rest)[:2], "", ""))
     return cells
 
 
-def _row(each: Sequence[CompiledCollective]) -> tuple[str, ...]:
+def _row(group: Sequence[CompiledCollective]) -> tuple[str, ...]:
     """Return the row of equal collectives, with the number of them and their sums."""
-    c = each[0]
-    times = f"{len(each)} x {c.executions}" if len(each) > 1 else f"{c.executions}"
+    c = group[0]
+    times = f"{len(group)} x {c.executions}" if len(group) > 1 else f"{c.executions}"
     over = "x".join(c.axes) or f"{c.devices} devices"
     over += f" ({c.crosses}s)" if c.crosses else ""
     call = "applied" if c.branches else "each"
     # The last folder, the file and the line.
     source = "/".join(pathlib.PurePath(c.source).parts[-2:])
     dtype = "+".join(c.dtypes) + " (widened)" * c.widened
-    return (c.kind, dtype, times, over, call, *_sums(each), source)
+    return (c.kind, dtype, times, over, call, *_sums(group), source)
 
 
-def _sums(each: Sequence[CompiledCollective]) -> tuple[str, str, str]:
+def _sums(group: Sequence[CompiledCollective]) -> tuple[str, str, str]:
     """Return elements, bytes on the wire, and the share of these bytes that work hides."""
-    sent = sum(c.wire_bytes for c in each)
-    hidden = sum(c.wire_bytes * c.overlapped for c in each) / sent if sent else 0.0
-    return f"{sum(c.elements for c in each):,}", f"{sent:,.0f}", f"{hidden:.0%}"
+    sent = sum(c.wire_bytes for c in group)
+    hidden = sum(c.wire_bytes * c.overlapped for c in group) / sent if sent else 0.0
+    return f"{sum(c.elements for c in group):,}", f"{sent:,.0f}", f"{hidden:.0%}"
 
 
 def aligned(table: Cells) -> str:
