@@ -21,6 +21,7 @@ with checks.needing("Checkpointer", "orbax", "checkpoint"):
     import orbax.checkpoint as ocp
 
 PyTree = Any
+_WHO = "Checkpointer"
 # The type as which a checksum reads the words of a leaf, by their bytes.
 _UNSIGNED = {1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32, 8: jnp.uint32}
 # NamedTuples around or inside states that are no part of a chain.
@@ -62,7 +63,7 @@ class Checkpointer:
     """
 
     def __init__(self, directory: str | pathlib.Path, keep: int = 3):
-        checks.positive_int("Checkpointer", "keep", keep, "It is how many steps stay on disk.")
+        checks.positive_int(_WHO, "keep", keep, "It is how many steps stay on disk.")
         self._path = pathlib.Path(directory).absolute()
         if jax.process_index() == 0:
             # orbax can do this too, but in the background, which may be too late.
@@ -102,8 +103,8 @@ class Checkpointer:
         for name, leaf in leaves.items():
             got, hint = f"{type(leaf).__name__} at {name}", "Make it one with jnp.asarray."
             fits, allowed = isinstance(leaf, jax.Array), "a tree of JAX arrays"
-            checks.require("Checkpointer", "state", got, allowed, fits, hint, TypeError)
-        replicas.require_stacked("Checkpointer", state)
+            checks.require(_WHO, "state", got, allowed, fits, hint, TypeError)
+        replicas.require_stacked(_WHO, state)
         versions = {x.__name__: x.__version__ for x in (boostax, jax, optax)}
         record = {"leaves": _described(leaves), "meta": meta or {}}
         record |= {"parts": _parts(state), "versions": versions}
@@ -177,11 +178,9 @@ class Checkpointer:
         """
         step = self._existing(step)
         record = self._record(step)
-        saved = (
-            resharding.as_saved(target, record["leaves"])
-            if reshard
-            else jax.tree.map(resharding.typed, target)
-        )
+        saved = jax.tree.map(resharding.typed, target)
+        if reshard:
+            saved = resharding.as_saved(target, record["leaves"])
         if unlike := _unlike(record, _parts(target), _named(saved)):
             raise ValueError(f"Checkpointer: target must fit step {step} in {self._path}, {unlike}")
         wanted = _without_empty(saved)
@@ -210,9 +209,7 @@ class Checkpointer:
         steps = self.steps()
         last: Any = max(steps, default=None) if step is None else step
         allowed, hint = f"one of {steps} in {self._path}", "Save one first, or open another."
-        checks.require(
-            "Checkpointer", "step", step, allowed, last in steps, hint, FileNotFoundError
-        )
+        checks.require(_WHO, "step", step, allowed, last in steps, hint, FileNotFoundError)
         return last
 
     def _record(self, step: int) -> dict[str, Any]:
@@ -277,7 +274,7 @@ def _named(state: PyTree) -> dict[str, Any]:
     # orbax writes a leaf under its path joined by dots.
     fits = len({name.replace("/", ".") for name in leaves}) == len(jax.tree.leaves(state))
     hint = "Rename the keys with dots or slashes in them."
-    checks.require("Checkpointer", "state", sorted(leaves)[:4], allowed, fits, hint)
+    checks.require(_WHO, "state", sorted(leaves)[:4], allowed, fits, hint)
     return leaves
 
 

@@ -49,9 +49,7 @@ class MultiStepsState(NamedTuple):
         return _opened(self.window, 1.0 / jnp.maximum(self.window.micro_step, 1))
 
     mini_step = property(lambda x: x.window.micro_step, doc="i32, micro-steps in the open window.")
-    gradient_step = property(
-        lambda x: x.window.optimizer_steps, doc="i32, windows whose result was applied."
-    )
+    gradient_step = property(lambda x: x.window.optimizer_steps, doc="i32, applied windows.")
     inner_opt_state = property(lambda x: x.window.inner_state, doc="State of the optimizer.")
 
 
@@ -219,6 +217,8 @@ def _renamed(
 class ApplyIfFiniteState(NamedTuple):
     """State of ``apply_if_finite``, read by the names of Optax's fields.
 
+    A step is bad if its gradients are not finite.
+
     Attributes:
       kept: state of the gate: its inner state, and the counts of the rule in ``own``.
     """
@@ -226,13 +226,9 @@ class ApplyIfFiniteState(NamedTuple):
     kept: GateState
 
     inner_state = property(lambda x: x.kept.inner_state, doc="State of the inner transformation.")
-    notfinite_count = property(
-        lambda x: x.kept.own[0], doc="i32, steps in a row whose gradients were not finite."
-    )
-    last_finite = property(
-        lambda x: x.kept.own[1], doc="bool, whether the last gradients were finite; True at first."
-    )
-    total_notfinite = property(lambda x: x.kept.own[2], doc="i32, all such steps.")
+    notfinite_count = property(lambda x: x.kept.own[0], doc="i32, bad steps in a row.")
+    last_finite = property(lambda x: x.kept.own[1], doc="bool, whether the last step was finite.")
+    total_notfinite = property(lambda x: x.kept.own[2], doc="i32, all bad steps.")
 
 
 def apply_if_finite(

@@ -221,9 +221,7 @@ def _groups(instruction: Instruction, devices: int) -> list[tuple[int, ...]]:
         parts = {name: (int(before or 1), int(size or sizes[name])) for name, before, size in along}
         if len(parts) == len(along):
             cut = ((*parts.get(name, (1, size)), size) for name, size in sizes.items())
-            shape = [
-                x for before, part, size in cut for x in (before, part, size // before // part)
-            ]
+            shape = [x for before, part, n in cut for x in (before, part, n // before // part)]
             places = [3 * list(sizes).index(name) + 1 for name in parts]
             return _rows(_numbers(dims) or shape, _numbers(order), shape, places)
     written = instruction.attribute(r"((?:replica_groups|source_target_pairs)=.{0,60})")

@@ -187,7 +187,9 @@ def _of_step(step: TrainStep, state: PyTree, batch: PyTree) -> Explanation:
         return _explained(step.tx, params, _Place(), list, "", step)
     specs, sizes = step.placing.of_params(state.params), dict(step.placing.mesh.shape)
     place = _Place(step.names, sizes, specs, step.shard_optimizer)
-    missing = "on global arrays XLA places it: boostax.audit counts it." if place.sharded else ""
+    leaves = jax.tree.leaves(specs, is_leaf=lambda x: isinstance(x, PartitionSpec))
+    sharded = step.shard_optimizer or any(any(spec) for spec in leaves)
+    missing = "on global arrays XLA places it: boostax.audit counts it." if sharded else ""
     missing = missing if batch is not None else "batch was not given."
     variants = variants_of(step.tx)
     depth = None if variants is None else variants.plan(params).drawn[0]
@@ -265,12 +267,6 @@ class _Place:
     def replicas(self) -> int:
         """The number of replicas."""
         return math.prod(self.sizes[name] for name in self.names)
-
-    @property
-    def sharded(self) -> bool:
-        """Whether params or optimizer state are sharded."""
-        specs = jax.tree.leaves(self.param_specs, is_leaf=lambda x: isinstance(x, PartitionSpec))
-        return self.shard_optimizer or any(any(spec) for spec in specs)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

@@ -37,9 +37,7 @@ _FORM = re.compile(r"(?P<name>\w+):(?P<shape>\d+(?:x\d+)*)(?:\*(?P<slices>\d+))?
 _ALLOWED = (
     "'v5e:2x4' (a TPU slice), 'v5e:4x4*2' (two of them) or 'h100:1x1x8' (slices, hosts, GPUs)"
 )
-_MACHINES: Mapping[str, Mapping[str, str]] = tomllib.loads(
-    files("boostax.inspect").joinpath("machines.toml").read_text("utf8")
-)
+_MACHINES = tomllib.loads(files("boostax.inspect").joinpath("machines.toml").read_text("utf8"))
 # Without these the compiler for TPU looks for a host with TPUs, and locks it.
 _NO_TPU = {
     "TPU_SKIP_MDS_QUERY": "1",

@@ -92,10 +92,8 @@ def _gradient_sizes(shapes: Sequence[tuple[int, ...]], mesh: Mesh | None) -> fro
     shards = {math.prod(taken) for taken in itertools.product(*((1, n) for n in sizes))}
     stacks = [shape for shape in shapes if len(shape) > 2]
     # XLA may also join leaves in one array: all of them, or the matrices of a layer.
-    layers = [
-        sum(math.prod(shape[1:]) for shape in stacks if shape[0] == count)
-        for count in {shape[0] for shape in stacks}
-    ]
+    counts = {shape[0] for shape in stacks}
+    layers = [sum(math.prod(x[1:]) for x in stacks if x[0] == count) for count in counts]
     layers += [math.prod(shape[1:]) for shape in shapes if len(shape) > 1]
     whole = [math.prod(shape) for shape in shapes]
     sharded = {n // count for n in whole + layers for count in shards if n % count == 0}

@@ -112,10 +112,8 @@ def laws_in(names: dict[str, Any]) -> dict[str, Law]:
 
 def optimizer() -> optax.GradientTransformationExtraArgs:
     """Make an optimizer with all that a skipped step must not change: moments, schedule, decay."""
-    return optax.chain(
-        optax.clip_by_global_norm(10.0),
-        optax.adamw(optax.linear_schedule(1e-1, 1e-3, 20), weight_decay=1e-2),
-    )
+    rate = optax.linear_schedule(1e-1, 1e-3, 20)
+    return optax.chain(optax.clip_by_global_norm(10.0), optax.adamw(rate, weight_decay=1e-2))
 
 
 def raises(fn: Callable[[], Any], *parts: str) -> None:

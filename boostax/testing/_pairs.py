@@ -164,10 +164,8 @@ def window_is_one_big_batch(case: Case, seed: int = 0) -> None:
     setting = Setting.of(case, seed)
     every = int(setting.rng.choice([2, 4]))
     grads = setting.grads(2 * case.calls * every)
-    means = [
-        jax.tree.map(lambda *g: sum(g) / every, *grads[i : i + every])
-        for i in range(0, len(grads), every)
-    ]
+    windows = [grads[i : i + every] for i in range(0, len(grads), every)]
+    means = [jax.tree.map(lambda *g: sum(g) / every, *window) for window in windows]
     expected = setting.run(setting.tx(), means)
     found = setting.run(accumulate(setting.tx(), every, axis_name=setting.axis), grads)
     arrays.assert_close(found[0], expected[0], "params")
@@ -177,9 +175,8 @@ def nestings_of_scaler_and_window_agree(case: Case, seed: int = 0) -> None:
     """Promise 12: a window in a scaler equals a scaler in a window, if nothing overflows."""
     setting = Setting.of(case, seed)
     every = int(setting.rng.integers(2, 4))
-    scale = functools.partial(
-        dynamic_loss_scale, init_scale=2.0 ** int(setting.rng.integers(16)), axis_name=setting.axis
-    )
+    first = 2.0 ** int(setting.rng.integers(16))
+    scale = functools.partial(dynamic_loss_scale, init_scale=first, axis_name=setting.axis)
     window = functools.partial(accumulate, every=every, axis_name=setting.axis)
     grads = setting.grads(2 * case.calls * every)
     inside = setting.run(scale(window(setting.tx())), grads)

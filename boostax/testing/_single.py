@@ -100,15 +100,13 @@ def works_in_every_optax_wrapper(case: Case) -> None:
     mask = jax.tree.map(lambda p: p.ndim > 1, params)
     labels = jax.tree.map(lambda p: "boosted" if p.ndim > 1 else "plain", params)
     made = case.make(optimizer(), None)
-    injected = optax.inject_hyperparams(
-        lambda learning_rate: case.make(optax.adam(learning_rate), None)
-    )
+    with_rate = lambda learning_rate: case.make(optax.adam(learning_rate), None)  # noqa: E731
     wrapped: dict[str, Any] = {
         "chain": optax.chain(made),
         "named_chain": optax.named_chain(("boosted", made)),
         "masked": optax.masked(made, mask),
         "partition": optax.partition({"boosted": made, "plain": optax.sgd(0.1)}, labels),
-        "inject_hyperparams": injected(learning_rate=1e-2),
+        "inject_hyperparams": optax.inject_hyperparams(with_rate)(learning_rate=1e-2),
         "MultiSteps": optax.MultiSteps(made, 2).gradient_transformation(),
         "apply_if_finite": optax.apply_if_finite(made, 3),
     }
