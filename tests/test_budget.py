@@ -17,18 +17,18 @@ import pytest
 ROOT = pathlib.Path(__file__).parent.parent
 # Code lines; "boostax" alone are the files that stand in no package of it.
 CEILINGS = {
-    "boostax": 572,
+    "boostax": 563,
     "boostax/_core": 2300,
     "boostax/accumulate": 545,
     "boostax/chain": 317,
     "boostax/config": 992,
     "boostax/freeze": 510,
-    "boostax/inspect": 1267,
+    "boostax/inspect": 1261,
     "boostax/model": 579,
     "boostax/precision": 1356,
     "boostax/reduce": 1853,
     "boostax/subspace": 721,
-    "boostax/testing": 737,
+    "boostax/testing": 730,
     "boostax/train": 1143,
     "examples": 1500,
     "tests": 19939,
