@@ -15,7 +15,7 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 import boostax
-from boostax._core import axes, costs, interpret, jaxprs, proof
+from boostax._core import axes, costs, interpret, jaxprs
 from boostax.chain import parts
 from boostax.chain.roles import UNKNOWN
 from boostax.chain.rows import rows
@@ -46,7 +46,7 @@ BLIND = {
     "all varies": (
         axes,
         "_varying",
-        lambda x: frozenset([proof.AXIS]),
+        lambda x: frozenset([jaxprs.AXIS]),
         "axes over which values vary",
     ),
     **{

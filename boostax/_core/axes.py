@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from boostax._core import checks, proof, trees
+from boostax._core import checks, jaxprs, trees
 
 PyTree = Any
 AxisName = str | tuple[str, ...]
@@ -132,26 +132,26 @@ def _varying(x: Any) -> frozenset[str]:
 @functools.cache
 def require_readable() -> None:
     """Raise unless a value that varies is read as varying, and one that does not as equal."""
-    names, found = frozenset([proof.AXIS]), dict[str, frozenset[str]]()
+    names, found = frozenset([jaxprs.AXIS]), dict[str, frozenset[str]]()
 
     def read(equal: jax.Array, local: jax.Array) -> jax.Array:
         manual = frozenset(jax.sharding.get_abstract_mesh().manual_axes)
-        cast, typed = lax.pcast(equal, proof.AXIS, to="varying"), jax.eval_shape(jnp.abs, local)
-        summed = lax.psum(local, proof.AXIS)
+        cast, typed = lax.pcast(equal, jaxprs.AXIS, to="varying"), jax.eval_shape(jnp.abs, local)
+        summed = lax.psum(local, jaxprs.AXIS)
         values = [_varying(x) for x in (local, cast, typed, equal, summed)]
         found.update(manual=manual, local=values[0], cast=values[1], typed=values[2])
         found.update(equal=names - values[3], summed=names - values[4])
         return local
 
-    with proof.apart() as mesh:
-        specs: Any = {"in_specs": (jax.P(), jax.P(proof.AXIS)), "out_specs": jax.P(proof.AXIS)}
+    with jaxprs.apart() as mesh:
+        specs: Any = {"in_specs": (jax.P(), jax.P(jaxprs.AXIS)), "out_specs": jax.P(jaxprs.AXIS)}
         x = jax.ShapeDtypeStruct((2,), jnp.float32)
         jax.eval_shape(jax.shard_map(read, mesh=mesh, **specs), x, x)
     wrong = [name for name, axes in found.items() if axes != names]
     if wrong or not found:
         danger = "Gradients that are summed already, and replicas that part, would pass unseen."
         allowed = f"readable for {', '.join(found)} values"
-        raise proof.unreadable("the axes over which values vary", allowed, wrong, danger)
+        raise jaxprs.unreadable("the axes over which values vary", allowed, wrong, danger)
 
 
 def types(tree: PyTree) -> list[frozenset[str]]:

@@ -19,7 +19,7 @@ from typing import Any
 import jax
 from jax import lax
 
-from boostax._core import interpret, jaxprs, proof
+from boostax._core import interpret, jaxprs
 from boostax._core.describe import SCOPE
 
 # Bytes that one device sends on a ring, per byte of operand, for n devices.
@@ -138,7 +138,7 @@ def _named(eqn: jaxprs.JaxprEqn) -> tuple[Any, ...]:
 def require_readable() -> None:
     """Raise unless each kind of collective is counted in a program that has one of each."""
     interpret.require_readable()
-    name = proof.AXIS
+    name = jaxprs.AXIS
     kinds: dict[str, Callable[[jax.Array], jax.Array]] = {
         "psum": lambda x: lax.psum(x, name),
         "pmax": lambda x: lax.pmax(x, name),
@@ -158,7 +158,7 @@ def require_readable() -> None:
 
     wanted = {*((kind, 1, False) for kind in kinds), ("psum", 3, False), ("ppermute", 1, True)}
     for check_vma in (True, False):
-        with proof.apart() as mesh:
+        with jaxprs.apart() as mesh:
             alone: Any = {"in_specs": jax.P(name), "out_specs": jax.P(name), "mesh": mesh}
             fn = jax.shard_map(lambda x: (sent(x), x)[1], check_vma=check_vma, **alone)
             traced = jax.make_jaxpr(fn)(jax.ShapeDtypeStruct((4,), "float32"))
@@ -167,7 +167,7 @@ def require_readable() -> None:
         common = {(c.axes, c.replicas, c.bytes, c.scopes) for c in found}
         if (got, common, len(found)) != (wanted, {((name,), 2, 8, ("proof",))}, len(kinds) + 3):
             danger = "What a program sends would be counted as nothing."
-            raise proof.unreadable("the collectives", str(wanted), found, danger)
+            raise jaxprs.unreadable("the collectives", str(wanted), found, danger)
 
 
 def kind(primitive: str) -> str:

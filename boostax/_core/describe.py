@@ -19,8 +19,9 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from boostax._core import bcoo, checks
+from boostax._core import checks, leaf_kinds
 
+PyTree = Any
 # What a transformation returns: updates (or new params), and its state.
 Stepped = tuple[Any, Any]
 Update = TypeVar("Update", bound=Callable[..., Any])
@@ -141,8 +142,8 @@ def describe(
             # Whoever calls it may have Python's own numbers among the leaves.
             if {float, complex} & set(map(type, jax.tree.leaves(args))):
                 args = jax.tree.map(_as_array, args)
-            if bcoo.MODULE in sys.modules and args:
-                args = bcoo.dense(args[0], name), *args[1:]
+            if leaf_kinds.MODULE in sys.modules and args:
+                args = leaf_kinds.dense(args[0], name), *args[1:]
             with jax.named_scope(SCOPE + name):
                 return update(*args, **kwargs)
 
@@ -174,3 +175,55 @@ def first_line(thing: Any) -> str:
 
 def _as_array(x: Any) -> Any:
     return jnp.asarray(x) if isinstance(x, (float, complex)) else x
+
+
+OF_PARAMS = ("value_fn", "obj_fn")
+
+
+def elsewhere(
+    extra: Mapping[str, Any],
+    place: Callable[[PyTree], PyTree],
+    result: Callable[[Any], Any] = lambda value: value,
+) -> dict[str, Any]:
+    """The same for other params, of which ``place`` makes those that the functions know."""
+
+    def moved(fn: Callable[[PyTree], Any]) -> Callable[[PyTree], Any]:
+        return lambda trial: result(fn(place(trial)))
+
+    there = {name: moved(extra[name]) for name in OF_PARAMS if extra.get(name) is not None}
+    return {**extra, **there}
+
+
+def asked(tx: optax.GradientTransformation) -> dict[str, bool]:
+    """The arguments that ``update`` has by name, its parts' included, and which it must be given.
+
+    Read from signatures and closures. What these do not show is missing, and Optax says so when it
+    is called without.
+    """
+    found: dict[str, bool] = {}
+    seen: set[int] = set()
+    stack: list[Any] = [tx.update]
+    while stack:
+        thing = stack.pop()
+        if id(thing) in seen:
+            continue
+        seen.add(id(thing))
+        if isinstance(thing, (list, tuple)):
+            stack.extend(thing)
+        elif isinstance(thing, dict):
+            stack.extend(thing.values())
+        elif isinstance(thing, functools.partial):
+            stack.append(thing.func)
+        elif inspect.isfunction(thing):
+            signature = inspect.signature(thing, follow_wrapped=False)
+            for name, parameter in signature.parameters.items():
+                required = parameter.default is inspect.Parameter.empty
+                found[name] = found.get(name, False) or required
+            stack.extend(closure(thing).values())
+        elif not inspect.isclass(thing) and (
+            callable(thing) or isinstance(thing, optax.MultiSteps)
+        ):
+            # A gate, a bound method, a jitted function.
+            stack.extend(getattr(thing, "__dict__", {}).values())
+            stack.extend(getattr(thing, name, None) for name in ("__self__", "__func__"))
+    return found

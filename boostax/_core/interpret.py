@@ -29,7 +29,7 @@ from typing import Any, TypeVar
 import jax
 from jax import lax
 
-from boostax._core import checks, jaxprs, proof
+from boostax._core import checks, jaxprs
 
 Operand = TypeVar("Operand")
 Fact = TypeVar("Fact")
@@ -93,7 +93,7 @@ def body_of(eqn: jaxprs.JaxprEqn) -> jaxprs.ClosedJaxpr:
                 return body
     what, allowed = f"the parameters of {eqn.primitive.name}", "one program of its operands"
     got, danger = sorted(eqn.params), "What it computes would be missed."
-    raise proof.unreadable(what, allowed, got, danger)
+    raise jaxprs.unreadable(what, allowed, got, danger)
 
 
 def scan_operands(
@@ -110,7 +110,7 @@ def scan_operands(
     if len(sizes) != 3 or min(sizes) < 0 or sum(sizes) != len(given):
         allowed = "num_consts and num_carry, or ft_in"
         danger = "Constants would be taken for what is carried."
-        raise proof.unreadable("the parameters of scan", allowed, sorted(params), danger)
+        raise jaxprs.unreadable("the parameters of scan", allowed, sorted(params), danger)
     consts, carry, _ = sizes
     return given[:consts], given[consts : consts + carry], given[consts + carry :]
 
@@ -352,7 +352,7 @@ def of_data(
 @functools.cache
 def require_readable() -> None:
     """Raise unless this JAX writes calls, loops and branches as the table has them."""
-    with proof.apart() as mesh:
+    with jaxprs.apart() as mesh:
         x = jax.ShapeDtypeStruct((2,), "float32")
         traced, types = jax.make_jaxpr(_all_kinds(mesh), return_shape=True)(x)
     unite = lambda names: frozenset[str]().union(*names)  # noqa: E731
@@ -362,17 +362,17 @@ def require_readable() -> None:
     for kind, met in jax.tree.unflatten(jax.tree.structure(types), found).items():
         if "sin" not in met:
             danger = "What it computes would be missed."
-            raise proof.unreadable(f"the name of {kind}", "in the table", sorted(met), danger)
+            raise jaxprs.unreadable(f"the name of {kind}", "in the table", sorted(met), danger)
     inside = [eqn.primitive.name for eqn, _ in equations(traced.jaxpr)].count("sin")
     if inside != len(types):
         allowed = f"{len(types)}, one for each kind of equation"
         danger = "What they compute would be missed."
-        raise proof.unreadable("the programs inside equations", allowed, inside, danger)
+        raise jaxprs.unreadable("the programs inside equations", allowed, inside, danger)
     scanned: Any = next(x for x, _ in equations(traced.jaxpr) if x.primitive.name == "scan")
     parts = scan_operands(scanned, [x.aval.shape for x in scanned.invars])
     if parts != ([(2,)], [()], [(3,)]):
         danger = "Constants would be taken for what is carried."
-        raise proof.unreadable("the operands of scan", "constants, carry, xs", parts, danger)
+        raise jaxprs.unreadable("the operands of scan", "constants, carry, xs", parts, danger)
 
 
 def _all_kinds(mesh: Any) -> Callable[[jax.Array], dict[str, Any]]:

@@ -11,8 +11,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from boostax._core import checks, trees
-from boostax._core.place import on_host, own_rows, place, place_rows
-from boostax._core.placement import Placement
+from boostax._core.placement import Placement, on_host, own_rows, place, place_rows
 from boostax._core.replicas import PerReplica, owns_params, stack_replicas
 from boostax.train.on_mesh import specs_of
 from boostax.train.state import TrainState

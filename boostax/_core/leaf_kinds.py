@@ -1,13 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Leaves of a model that are no arrays: activations, names, numbers that ``jit`` left alone."""
+"""Leaves that are no dense arrays: constants of a model, and sparse gradients.
 
+Constants are activations, names, numbers that ``jit`` left alone. Sparse gradients are the rows of
+an embedding, or single elements, as a ``BCOO`` of JAX's: ``describe`` makes them dense before any
+transformation of boostax sees them. Rows of the same index are added, those out of range dropped.
+"""
+
+import sys
 from collections.abc import Callable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import optax
 from jax.core import Tracer
 from jax.tree_util import register_pytree_node
+
+from boostax._core import axes
 
 PyTree = Any
 
@@ -94,3 +103,43 @@ def put_back(new: PyTree, params: PyTree) -> PyTree:
 def _each(tree: PyTree, fn: Callable[[_Aside], Any]) -> PyTree:
     stop = lambda node: isinstance(node, _Aside)  # noqa: E731
     return jax.tree.map(lambda x: fn(x) if stop(x) else x, tree, is_leaf=stop)
+
+
+# Whoever has a sparse array has imported it.
+MODULE = "jax.experimental.sparse"
+
+
+def _is_sparse(node: Any) -> bool:
+    return MODULE in sys.modules and isinstance(node, sys.modules[MODULE].JAXSparse)
+
+
+def dense(tree: PyTree, who: str) -> PyTree:
+    """Return the tree with a dense array in place of each ``BCOO`` of single rows."""
+
+    def on_leaf(path: Any, x: Any) -> Any:
+        if not _is_sparse(x):
+            return x
+        if type(x).__name__ != "BCOO" or x.n_batch or not x.n_sparse:
+            _refuse_sparse(who, "gradients", "dense arrays or BCOO with n_batch=0", path, x)
+        # Not x.todense(), which does not say over which axes its result varies. In f32 or wider:
+        # rows of one index are rounded once, with their sum.
+        zeros = jnp.zeros(x.shape, jnp.promote_types(x.dtype, jnp.float32))
+        zeros = axes.to_varying(zeros, axes.varying(x.data) | axes.varying(x.indices))
+        return zeros.at[tuple(x.indices.T)].add(x.data).astype(x.dtype)
+
+    return jax.tree_util.tree_map_with_path(on_leaf, tree, is_leaf=_is_sparse)
+
+
+def require_dense(tree: PyTree, who: str, what: str = "gradients") -> None:
+    """Refuse sparse leaves."""
+    for path, x in jax.tree_util.tree_leaves_with_path(tree, is_leaf=_is_sparse):
+        if _is_sparse(x):
+            _refuse_sparse(who, what, "dense arrays", path, x)
+
+
+def _refuse_sparse(who: str, what: str, allowed: str, path: Any, x: Any) -> None:
+    name = jax.tree_util.keystr(path, simple=True, separator="/") or "the root"
+    raise TypeError(
+        f"{who}: {what} must be {allowed}, got {type(x).__name__} at {name!r}. Convert with "
+        ".todense()."
+    )
