@@ -119,6 +119,23 @@ def axes_fed(program: jaxprs.ClosedJaxpr) -> frozenset[str]:
     return frozenset(found)
 
 
+def axes_transposed(program: jaxprs.ClosedJaxpr) -> frozenset[str]:
+    """Return the axes over which it sums in a backward pass of its own."""
+    require_readable()
+
+    def enter(eqn: jaxprs.JaxprEqn, backward: bool) -> Iterator[bool]:
+        return itertools.repeat(backward or _backward(eqn))
+
+    found = interpret.equations(program.jaxpr, False, enter)
+    sums = (eqn for eqn, backward in found if backward or _backward(eqn))
+    kinds = "psum", "reduce_scatter"
+    return frozenset(x for eqn in sums if kind(eqn.primitive.name) in kinds for x in _axes(eqn))
+
+
+def _backward(eqn: jaxprs.JaxprEqn) -> bool:
+    return "transpose(" in str(eqn.source_info.name_stack)
+
+
 def _axes(eqn: jaxprs.JaxprEqn) -> list[str]:
     """Return the axes over which an equation communicates."""
     return [x for x in _named(eqn) if isinstance(x, str)] if _sends(eqn) else []

@@ -14,7 +14,7 @@ from jax import lax
 from jax.custom_batching import custom_vmap
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-from boostax._core import axes, checks, costs, handshake, leaf_kinds, trees
+from boostax._core import axes, checks, costs, handshake, jaxprs, leaf_kinds, trees
 from boostax._core.replicas import PerReplica, is_per_replica, without
 from boostax.accumulate import carried
 from boostax.accumulate.aux import Aux, as_aux, as_given, divide, drop_empty, own_of, weigh
@@ -113,6 +113,14 @@ def value_and_grad(
 
     fn = of_model if precision is None else precision.compute(of_model)
 
+    def computed(trained: PyTree, params: PyTree, batch: PyTree, kwargs: Any) -> Any:
+        def loss_and_aux(trained: PyTree) -> tuple[jax.Array, PyTree]:
+            _require_taken(loss_fn, kwargs)
+            whole = trees.unmasked(trained, params)
+            return _loss_and_aux(fn(whole, batch, **kwargs), has_aux)
+
+        return loss_and_aux(trained) if mesh is None else _replayed(loss_and_aux, names, trained)
+
     def evaluate(
         active: PyTree,
         rules: carried.Rules,
@@ -122,9 +130,7 @@ def value_and_grad(
         **kwargs: Any,
     ) -> tuple[PyTree, PyTree]:
         def scaled_loss(trained: PyTree) -> tuple[jax.Array, tuple[jax.Array, PyTree]]:
-            whole = trees.unmasked(trained, params)
-            _require_taken(loss_fn, kwargs)
-            loss, aux = _loss_and_aux(fn(whole, batch, **kwargs), has_aux)
+            loss, aux = computed(trained, params, batch, kwargs)
             # One that the replicas have averaged themselves is equal on all by type. Its gradient
             # would be that of one replica's copy of it, 1/n of what JAX makes where nothing is
             # typed: each replica has a copy, and their mean is what is differentiated.
@@ -175,7 +181,7 @@ def value_and_grad(
         return ((loss, aux) if has_aux else loss), grads
 
     def forward(params: PyTree, batch: PyTree, **kwargs: Any) -> tuple[PyTree, tuple[()]]:
-        loss, aux = _loss_and_aux(fn(params, batch, **kwargs), has_aux)
+        loss, aux = computed(params, params, batch, kwargs)
         weight = as_aux(aux).weight
         if weight is not None:
             loss = drop_empty(loss, jnp.asarray(weight))
@@ -303,7 +309,9 @@ class Oracle:
                 return fn(params, batch, given, *more)
 
             specs = lead if own else whole, self.rows, whole, *(whole for _ in more)
-            how: Any = {"mesh": self.mesh, "axis_names": set(names)}
+            # The loss of one replica needs no types: loops may start from constants, and kernels
+            # and libraries need not say over which axes their results vary.
+            how: Any = {"mesh": self.mesh, "axis_names": set(names), "check_vma": False}
             mapped = jax.shard_map(each, in_specs=specs, out_specs=out_specs, **how)
             return mapped(gathered(self.mesh, names, params), batch, given, *more)
 
@@ -359,6 +367,26 @@ def gathered(mesh: Any, names: tuple[str, ...], params: PyTree) -> PyTree:
         return params
     whole = lambda x: NamedSharding(mesh, without(jax.typeof(x).sharding.spec, names))  # noqa: E731
     return jax.tree.map(lambda x: jax.sharding.reshard(x, whole(x)), params)
+
+
+def _replayed(fn: Callable[[PyTree], Any], names: tuple[str, ...], trained: PyTree) -> Any:
+    """Return ``fn(trained)``; refuse one that differentiates a sum over the replicas itself.
+
+    Without types JAX adds up the cotangents of a sum over the replicas. The mean over the replicas
+    of a gradient taken outside wants exactly that; a gradient taken inside, of one replica, does
+    not.
+    """
+    program, shapes = jax.make_jaxpr(fn, return_shape=True)(trained)
+    inside = costs.axes_transposed(program) & frozenset(names)
+    if inside:
+        raise ValueError(
+            "value_and_grad: loss_fn must not differentiate a sum or mean over the replicas itself "
+            f"(jax.grad of lax.psum or lax.pmean), got one over {', '.join(sorted(inside))}, whose "
+            "gradient would be multiplied by their number. Average the gradient, not what it is "
+            "taken of: lax.pmean(jax.grad(local_loss)(x), axis)."
+        )
+    leaves = jaxprs.jaxpr_as_fun(program)(*jax.tree.leaves(trained))
+    return jax.tree.unflatten(jax.tree.structure(shapes), leaves)
 
 
 def _given(kwargs: dict[str, Any]) -> dict[str, Any]:
