@@ -8,8 +8,11 @@ differentiate, then reduce) is the only one that means the same with checking on
 ``pmap``, so all of boostax follows it.
 """
 
+from __future__ import annotations
+
 import functools
-from collections.abc import Callable
+import itertools
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
@@ -17,10 +20,22 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from boostax._core import checks, jaxprs, trees
+from boostax._core import checks, interpret, jaxprs, trees
 
 PyTree = Any
 AxisName = str | tuple[str, ...]
+# A collective of each kind, by the name of its primitive.
+COLLECTIVES: dict[str, Callable[[jax.Array, str], jax.Array]] = {
+    "psum": lax.psum,
+    "pmax": lax.pmax,
+    "pmin": lax.pmin,
+    "all_gather": lax.all_gather,
+    "reduce_scatter": functools.partial(lax.psum_scatter, tiled=True),
+    "all_to_all": lambda x, name: lax.all_to_all(x, name, 0, 0),
+    "ppermute": lambda x, name: lax.ppermute(x, name, [(0, 1), (1, 0)]),
+}
+# Where the result is typed as equal on all, the name ends so.
+_SENDING = frozenset(name + end for name in COLLECTIVES for end in ("", "_invariant"))
 
 
 class Groups(tuple[str, ...]):
@@ -36,7 +51,7 @@ class Groups(tuple[str, ...]):
 
     members: np.ndarray[Any, Any]
 
-    def __new__(cls, names: tuple[str, ...], members: np.ndarray[Any, Any]) -> "Groups":
+    def __new__(cls, names: tuple[str, ...], members: np.ndarray[Any, Any]) -> Groups:
         made = super().__new__(cls, names)
         made.members = members
         return made
@@ -132,6 +147,7 @@ def _varying(x: Any) -> frozenset[str]:
 @functools.cache
 def require_readable() -> None:
     """Raise unless a value that varies is read as varying, and one that does not as equal."""
+    interpret.require_readable()
     names, found = frozenset([jaxprs.AXIS]), dict[str, frozenset[str]]()
 
     def read(equal: jax.Array, local: jax.Array) -> jax.Array:
@@ -141,17 +157,88 @@ def require_readable() -> None:
         values = [_varying(x) for x in (local, cast, typed, equal, summed)]
         found.update(manual=manual, local=values[0], cast=values[1], typed=values[2])
         found.update(equal=names - values[3], summed=names - values[4])
-        return local
+        return send(local)
+
+    def send(local: jax.Array) -> jax.Array:
+        each = [send(local, jaxprs.AXIS) for send in COLLECTIVES.values()]
+        return [*each, lax.all_gather(local, jaxprs.AXIS, to="invarying"), local][-1]
 
     with jaxprs.apart() as mesh:
-        specs: Any = {"in_specs": (jax.P(), jax.P(jaxprs.AXIS)), "out_specs": jax.P(jaxprs.AXIS)}
-        x = jax.ShapeDtypeStruct((2,), jnp.float32)
-        jax.eval_shape(jax.shard_map(read, mesh=mesh, **specs), x, x)
+        specs: Any = {"mesh": mesh, "out_specs": jax.P(jaxprs.AXIS)}
+        x, local = jax.ShapeDtypeStruct((4,), jnp.float32), jax.P(jaxprs.AXIS)
+        typed = jax.make_jaxpr(jax.shard_map(read, in_specs=(jax.P(), local), **specs))(x, x)
+        plain = jax.shard_map(send, in_specs=local, check_vma=False, **specs)
+        programs = typed, jax.make_jaxpr(plain)(x)
+    sends = [
+        sent_over(eqn) for program in programs for eqn, _ in interpret.equations(program.jaxpr)
+    ]
+    # Each kind, a gather that is typed as equal, and the sum that is read above.
+    seen = sends.count((jaxprs.AXIS,)) == 2 * (len(COLLECTIVES) + 1) + 1
+    found["sent"] = names if seen else frozenset()
     wrong = [name for name, axes in found.items() if axes != names]
     if wrong or not found:
         danger = "Gradients that are summed already, and replicas that part, would pass unseen."
         allowed = f"readable for {', '.join(found)} values"
-        raise jaxprs.unreadable("the axes over which values vary", allowed, wrong, danger)
+        raise jaxprs.unreadable(
+            "the axes over which values vary or are sent", allowed, wrong, danger
+        )
+
+
+def sent_over(eqn: jaxprs.JaxprEqn) -> tuple[Any, ...]:
+    """Return the axes of a collective, also positions that ``vmap`` gave; none for all else."""
+    if eqn.primitive.name not in _SENDING:
+        return ()
+    names = eqn.params.get("axes", eqn.params.get("axis_name", ()))
+    return names if isinstance(names, tuple) else (names,)
+
+
+def _sent(eqns: Any) -> frozenset[str]:
+    """Return the named axes over which equations and those inside them communicate."""
+    found = [sent_over(x) for x, _ in interpret.equations(eqns) if x.primitive.name in _SENDING]
+    return frozenset(name for names in found for name in names if isinstance(name, str))
+
+
+def of_program(program: jaxprs.ClosedJaxpr) -> frozenset[str]:
+    """Return the named axes, bound around a program or in it, over which it communicates."""
+    require_readable()
+    return _sent(program.jaxpr)
+
+
+def of_gradients(tangent: jaxprs.ClosedJaxpr) -> frozenset[str]:
+    """Return the axes over which a tangent program communicates what depends on its arguments.
+
+    Its constants are what was computed before or, under a checkpoint, is computed again; gradients
+    go over these axes.
+    """
+    require_readable()
+    found: set[str] = set()
+
+    def transfer(eqn: jaxprs.JaxprEqn, fed: list[bool]) -> list[bool]:
+        if any(fed):
+            # An unknown body may do anything to its operands.
+            found.update(_sent([eqn]))
+        return [any(fed)] * len(eqn.outvars)
+
+    interpret.flow(tangent, [True] * len(tangent.jaxpr.invars), transfer, any, nothing=False)
+    return frozenset(found)
+
+
+def of_transposes(program: jaxprs.ClosedJaxpr) -> frozenset[str]:
+    """Return the axes over which a program sums in a backward pass of its own."""
+    require_readable()
+
+    def enter(eqn: jaxprs.JaxprEqn, backward: bool) -> Iterator[bool]:
+        return itertools.repeat(backward or _backward(eqn))
+
+    found = interpret.equations(program.jaxpr, False, enter)
+    sums = (eqn for eqn, backward in found if backward or _backward(eqn))
+    kinds = "psum", "reduce_scatter"
+    named = [sent_over(x) for x in sums if x.primitive.name.removesuffix("_invariant") in kinds]
+    return frozenset(x for names in named for x in names if isinstance(x, str))
+
+
+def _backward(eqn: jaxprs.JaxprEqn) -> bool:
+    return "transpose(" in str(eqn.source_info.name_stack)
 
 
 def types(tree: PyTree) -> list[frozenset[str]]:
@@ -165,13 +252,18 @@ def to_varying(tree: PyTree, names: tuple[str, ...] | frozenset[str]) -> PyTree:
 
     A no-op outside ``shard_map`` and without checking, so callers need not ask where they run.
     """
-    manual = frozenset(jax.sharding.get_abstract_mesh().manual_axes) & frozenset(names)
+    manual = _manual() & frozenset(names)
 
     def cast(x: Any) -> Any:
         missing = tuple(sorted(manual - varying(x)))
         return lax.pcast(x, missing, to="varying") if missing else x
 
     return jax.tree.map(cast, tree) if manual else tree
+
+
+def _manual() -> frozenset[str]:
+    """Return the axes over which the code being traced is mapped by ``shard_map``."""
+    return frozenset(jax.sharding.get_abstract_mesh().manual_axes)
 
 
 def to_each(tree: PyTree, names: tuple[str, ...]) -> PyTree:
@@ -183,6 +275,8 @@ def to_each(tree: PyTree, names: tuple[str, ...]) -> PyTree:
 
 def unify(tree: PyTree, like: PyTree) -> PyTree:
     """Cast each leaf to vary at least where its counterpart does, as branches of a cond must."""
+    if not _manual():
+        return tree
     return jax.tree.map(lambda x, y: to_varying(x, varying(y)), tree, like)
 
 
@@ -349,7 +443,7 @@ def largest(x: jax.Array, names: tuple[str, ...]) -> jax.Array:
 
 def vmapped(names: tuple[str, ...]) -> bool:
     """Whether ``jax.vmap`` gave the names: several collectives have no rule or type there."""
-    return not frozenset(names) <= frozenset(jax.sharding.get_abstract_mesh().manual_axes)
+    return not frozenset(names) <= _manual()
 
 
 def require_invariant(predicate: jax.Array, who: str) -> None:
@@ -376,7 +470,7 @@ def require_local(grads: PyTree, names: tuple[str, ...], who: str) -> None:
     if not names:
         return
     require_bound(names, who)
-    wanted = frozenset(names).intersection(jax.sharding.get_abstract_mesh().manual_axes)
+    wanted = _manual() & frozenset(names)
     if wanted.intersection(*types(grads)) == wanted:
         return
     # Without checking nothing varies, whatever is cast.

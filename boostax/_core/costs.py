@@ -19,7 +19,7 @@ from typing import Any
 import jax
 from jax import lax
 
-from boostax._core import interpret, jaxprs
+from boostax._core import axes, interpret, jaxprs
 from boostax._core.describe import SCOPE
 
 # Bytes that one device sends on a ring, per byte of operand, for n devices.
@@ -93,85 +93,19 @@ def collectives(fn: Callable[..., Any] | jaxprs.ClosedJaxpr, *args: Any) -> list
     return [dataclasses.replace(c, share=share) for c, share in zip(found, shares, strict=True)]
 
 
-def axes_of(program: jaxprs.ClosedJaxpr) -> frozenset[str]:
-    """Return the named axes, bound around a program or in it, over which it communicates."""
-    require_readable()
-    found = interpret.equations(program.jaxpr)
-    return frozenset(name for eqn, _ in found for name in _axes(eqn))
-
-
-def axes_fed(program: jaxprs.ClosedJaxpr) -> frozenset[str]:
-    """Return the axes over which it communicates what depends on its arguments.
-
-    A tangent program's constants are what was computed before or, under a checkpoint, is computed
-    again: these are the axes over which its gradients go.
-    """
-    require_readable()
-    found: set[str] = set()
-
-    def transfer(eqn: jaxprs.JaxprEqn, fed: list[bool]) -> list[bool]:
-        if any(fed):
-            # Whatever a body that is not known does, it may do to its operands.
-            found.update(name for inner, _ in interpret.within(eqn) for name in _axes(inner))
-        return [any(fed)] * len(eqn.outvars)
-
-    interpret.flow(program, [True] * len(program.jaxpr.invars), transfer, any, nothing=False)
-    return frozenset(found)
-
-
-def axes_transposed(program: jaxprs.ClosedJaxpr) -> frozenset[str]:
-    """Return the axes over which it sums in a backward pass of its own."""
-    require_readable()
-
-    def enter(eqn: jaxprs.JaxprEqn, backward: bool) -> Iterator[bool]:
-        return itertools.repeat(backward or _backward(eqn))
-
-    found = interpret.equations(program.jaxpr, False, enter)
-    sums = (eqn for eqn, backward in found if backward or _backward(eqn))
-    kinds = "psum", "reduce_scatter"
-    return frozenset(x for eqn in sums if kind(eqn.primitive.name) in kinds for x in _axes(eqn))
-
-
-def _backward(eqn: jaxprs.JaxprEqn) -> bool:
-    return "transpose(" in str(eqn.source_info.name_stack)
-
-
-def _axes(eqn: jaxprs.JaxprEqn) -> list[str]:
-    """Return the axes over which an equation communicates."""
-    return [x for x in _named(eqn) if isinstance(x, str)] if _sends(eqn) else []
-
-
-def _sends(eqn: jaxprs.JaxprEqn) -> bool:
-    return kind(eqn.primitive.name) in RING and bool(_named(eqn))
-
-
-def _named(eqn: jaxprs.JaxprEqn) -> tuple[Any, ...]:
-    """Return the axes of a collective; some may be positions that ``vmap`` has given."""
-    axes = eqn.params.get("axes", eqn.params.get("axis_name", ()))
-    return axes if isinstance(axes, tuple) else (axes,)
-
-
 @functools.cache
 def require_readable() -> None:
     """Raise unless each kind of collective is counted in a program that has one of each."""
-    interpret.require_readable()
-    name = jaxprs.AXIS
-    kinds: dict[str, Callable[[jax.Array], jax.Array]] = {
-        "psum": lambda x: lax.psum(x, name),
-        "pmax": lambda x: lax.pmax(x, name),
-        "pmin": lambda x: lax.pmin(x, name),
-        "all_gather": lambda x: lax.all_gather(x, name),
-        "reduce_scatter": lambda x: lax.psum_scatter(x, name, tiled=True),
-        "all_to_all": lambda x: lax.all_to_all(x, name, 0, 0),
-        "ppermute": lambda x: lax.ppermute(x, name, [(0, 1), (1, 0)]),
-    }
+    axes.require_readable()
+    name, kinds = jaxprs.AXIS, axes.COLLECTIVES
 
     @jax.named_scope(SCOPE + "proof")
     def sent(x: jax.Array) -> Any:
-        each = [send(x) for send in kinds.values()]
+        each = [send(x, name) for send in kinds.values()]
         gathered = lax.all_gather(x, name, to="invarying")
         looped = lax.scan(lambda _, y: (None, lax.psum(y, name)), None, lax.broadcast(x, (3,)))
-        return each, gathered, looped, lax.cond(x[0] < 1, kinds["ppermute"], lambda x: x, x)
+        swap = lambda x: kinds["ppermute"](x, name)  # noqa: E731
+        return each, gathered, looped, lax.cond(x[0] < 1, swap, lambda x: x, x)
 
     wanted = {*((kind, 1, False) for kind in kinds), ("psum", 3, False), ("ppermute", 1, True)}
     for check_vma in (True, False):
@@ -185,10 +119,6 @@ def require_readable() -> None:
         if (got, common, len(found)) != (wanted, {((name,), 2, 8, ("proof",))}, len(kinds) + 3):
             danger = "What a program sends would be counted as nothing."
             raise jaxprs.unreadable("the collectives", str(wanted), found, danger)
-
-
-def kind(primitive: str) -> str:
-    return primitive.removesuffix("_invariant")
 
 
 @dataclasses.dataclass
@@ -237,16 +167,16 @@ def _listed(jaxpr: jaxprs.Jaxpr) -> Iterator[Collective]:
 
     for eqn, place in interpret.equations(jaxpr, _Place({}, 1, (), ""), enter):
         place.made.update(dict.fromkeys(eqn.outvars, eqn))
-        if _sends(eqn):
+        if axes.sent_over(eqn):
             yield _collective(eqn, place)
 
 
 def _collective(eqn: jaxprs.JaxprEqn, place: _Place) -> Collective:
     avals: list[Any] = [v.aval for v in eqn.invars]
-    names = tuple(x for x in _named(eqn) if x in place.sizes)
+    names = tuple(x for x in axes.sent_over(eqn) if x in place.sizes)
     groups = eqn.params.get("axis_index_groups")
     return Collective(
-        kind(eqn.primitive.name),
+        eqn.primitive.name.removesuffix("_invariant"),
         names,
         replicas=len(groups[0]) if groups else math.prod(place.sizes[x] for x in names),
         bytes=sum(math.prod(aval.shape) * aval.dtype.itemsize for aval in avals),

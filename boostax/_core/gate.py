@@ -36,7 +36,7 @@ import jax.numpy as jnp
 import optax
 from jax import lax
 
-from boostax._core import axes, checks, costs, trees
+from boostax._core import axes, checks, trees
 from boostax._core.describe import Stepped, describe
 from boostax._core.placement import settled
 
@@ -271,7 +271,7 @@ def _require_agreed(heavy: trees.Replay, names: tuple[str, ...], who: str) -> No
 
     With checking on, the types of the predicate and the results have already been checked.
     """
-    sent = costs.axes_of(heavy.program)
+    sent = axes.of_program(heavy.program)
     unseen = lambda name: not axes.varying(axes.to_varying(jnp.zeros(()), (name,)))  # noqa: E731
     missing = ", ".join(repr(x) for x in sorted(sent - frozenset(names)) if unseen(x))
     if missing:

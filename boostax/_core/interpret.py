@@ -115,35 +115,32 @@ def scan_operands(
     return given[:consts], given[consts : consts + carry], given[consts + carry :]
 
 
-def bodies(eqn: jaxprs.JaxprEqn) -> list[jaxprs.Jaxpr]:
-    """All programs inside an equation: what it calls, its branches, the parts of a loop."""
-    held: Any = jax.tree.leaves(list(eqn.params.values()))
-    found = [x.jaxpr if isinstance(x, jaxprs.ClosedJaxpr) else x for x in held]
-    return [x for x in found if isinstance(x, jaxprs.Jaxpr)]
+def bodies(eqns: Iterable[jaxprs.JaxprEqn]) -> list[list[jaxprs.Jaxpr]]:
+    """Return the programs inside each equation: what it calls, its branches, parts of a loop."""
+    kinds = jaxprs.Jaxpr, jaxprs.ClosedJaxpr
+    held: Any = [jax.tree.leaves([*eqn.params.values()]) for eqn in eqns]
+    found = [[x for x in leaves if isinstance(x, kinds)] for leaves in held]
+    return [[x.jaxpr if isinstance(x, kinds[1]) else x for x in programs] for programs in found]
 
 
 def equations(
-    jaxpr: jaxprs.Jaxpr, context: Any = None, enter: Enter | None = None
+    program: jaxprs.Jaxpr | Sequence[jaxprs.JaxprEqn],
+    context: Any = None,
+    enter: Enter | None = None,
 ) -> Iterator[tuple[jaxprs.JaxprEqn, Any]]:
-    """All equations of a program in its order, an equation before those of its bodies.
+    """Yield all equations of a program in its order, an equation before those of its bodies.
 
     Args:
-      jaxpr: a program.
+      program: a program, or some equations.
       context: comes with each of its equations.
       enter: ``enter(eqn, context)``, the context of each of its bodies; ``None`` for the same.
     """
-    for eqn in jaxpr.eqns:
-        yield from within(eqn, context, enter)
-
-
-def within(
-    eqn: jaxprs.JaxprEqn, context: Any = None, enter: Enter | None = None
-) -> Iterator[tuple[jaxprs.JaxprEqn, Any]]:
-    """An equation and all in its bodies; see ``equations``."""
-    yield eqn, context
-    inside = itertools.repeat(context) if enter is None else enter(eqn, context)
-    for body, inner in zip(bodies(eqn), inside, strict=False):
-        yield from equations(body, inner, enter)
+    eqns = program.eqns if isinstance(program, jaxprs.Jaxpr) else program
+    for eqn, programs in zip(eqns, bodies(eqns), strict=True):
+        yield eqn, context
+        inside = itertools.repeat(context) if enter is None else enter(eqn, context)
+        for body, inner in zip(programs, inside, strict=False):
+            yield from equations(body, inner, enter)
 
 
 def evaluate(

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -184,9 +184,10 @@ def require_shapes(who: str, what: str, got: PyTree, wanted: PyTree, hint: str) 
     """Refuse a tree with a leaf of another shape, which may broadcast without a word."""
     if jax.tree.structure(got) != jax.tree.structure(wanted):
         return
-    for (name, x), y in zip(named(got), jax.tree.leaves(wanted), strict=True):
+    pairs = zip(jax.tree_util.tree_leaves_with_path(got), jax.tree.leaves(wanted), strict=True)
+    for (path, x), y in pairs:
         if jnp.shape(x) != jnp.shape(y):
-            allowed = f"shaped {jnp.shape(y)} at {name or 'the root'!r}"
+            allowed = f"shaped {jnp.shape(y)} at {path_name(path) or 'the root'!r}"
             raise ValueError(checks.message(who, what, allowed, jnp.shape(x), hint))
 
 
@@ -196,16 +197,35 @@ def find(tree: PyTree, wanted: Callable[[Any], bool]) -> list[Any]:
     A chain keeps the order of its parts, so the first of two nested states is the outer one. Nodes
     come with arrays: see ``arrays``.
     """
-    return list(_walk(arrays(tree), wanted))
+    return list(filter(wanted, nodes(tree)))
 
 
 def telling(tree: PyTree, *methods: str) -> list[Any]:
     """The states that say something of themselves, by methods of these names; see ``find``."""
-    return find(tree, lambda node: all(callable(getattr(node, name, None)) for name in methods))
+    return [node for node in nodes(tree) if all(callable(getattr(node, x, None)) for x in methods)]
+
+
+def nodes(tree: PyTree) -> list[Any]:
+    """Return every node of a tree, each before those inside it; ``None`` is none."""
+    found: list[Any] = []
+    waiting = [tree]
+    flatten = jax.tree_util.default_registry.flatten_one_level
+    while waiting:
+        node = waiting.pop()
+        if hasattr(node, "__jax_array__") and not isinstance(node, jax.Array):  # NNX's variable
+            return nodes(arrays(tree))
+        if node is not None:
+            found.append(node)
+            children, _ = flatten(node) or ((), None)
+            waiting.extend(reversed([*children]))
+    return found
 
 
 def arrays(tree: PyTree) -> PyTree:
-    """The tree with the arrays that NNX's variables hold in the place of these; else as it is."""
+    """Return the tree with the arrays that NNX's variables hold in place of the variables.
+
+    A tree without variables is returned itself.
+    """
     if any(map(_is_variable, jax.tree.leaves(tree, is_leaf=_is_variable))):
         return jax.tree.map(_held, tree, is_leaf=_is_variable)
     return tree
@@ -220,15 +240,6 @@ def _held(leaf: Any) -> Any:
         return leaf
     (held,), _ = jax.tree_util.default_registry.flatten_one_level(leaf)
     return held
-
-
-def _walk(tree: PyTree, wanted: Callable[[Any], bool]) -> Iterator[Any]:
-    if wanted(tree):
-        yield tree
-    children, _ = jax.tree_util.default_registry.flatten_one_level(tree) or ((), None)
-    for child in children:
-        if child is not None:
-            yield from _walk(child, wanted)
 
 
 class Replay(NamedTuple):

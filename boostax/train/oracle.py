@@ -14,7 +14,7 @@ from jax import lax
 from jax.custom_batching import custom_vmap
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-from boostax._core import axes, checks, costs, handshake, jaxprs, leaf_kinds, trees
+from boostax._core import axes, checks, handshake, jaxprs, leaf_kinds, trees
 from boostax._core.replicas import PerReplica, is_per_replica, without
 from boostax.accumulate import carried
 from boostax.accumulate.aux import Aux, as_aux, as_given, divide, drop_empty, own_of, weigh
@@ -377,7 +377,7 @@ def _replayed(fn: Callable[[PyTree], Any], names: tuple[str, ...], trained: PyTr
     not.
     """
     program, shapes = jax.make_jaxpr(fn, return_shape=True)(trained)
-    inside = costs.axes_transposed(program) & frozenset(names)
+    inside = axes.of_transposes(program) & frozenset(names)
     if inside:
         raise ValueError(
             "value_and_grad: loss_fn must not differentiate a sum or mean over the replicas itself "
@@ -418,7 +418,7 @@ def _require_uncrossed(
     def look(trained: PyTree) -> tuple[()]:
         nonlocal crossed
         _, tangent = jax.linearize(fn, trained)
-        crossed = costs.axes_fed(jax.make_jaxpr(tangent)(trained)) & frozenset(names)
+        crossed = axes.of_gradients(jax.make_jaxpr(tangent)(trained)) & frozenset(names)
         return ()
 
     jax.eval_shape(look, params if isinstance(active, Choice) else trees.masked(params, active))
