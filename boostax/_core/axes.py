@@ -20,7 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from boostax._core import checks, interpret, jaxprs, trees
+from boostax._core import checks, interpret, jaxprs
 
 PyTree = Any
 AxisName = str | tuple[str, ...]
@@ -475,28 +475,32 @@ def require_local(grads: PyTree, names: tuple[str, ...], who: str) -> None:
         return
     # Without checking nothing varies, whatever is cast.
     probe = varying(to_varying(jnp.zeros(()), names))
-    for name, leaf in trees.named(grads):
+    for path, leaf in jax.tree_util.tree_leaves_with_path(grads):
         missing = sorted((wanted & probe) - varying(leaf))
         # The indices of sparse ones may be the same everywhere.
         if missing and jnp.issubdtype(leaf.dtype, jnp.inexact):
             raise ValueError(
-                f"{who}: gradients must be local to each replica, but the leaf {name!r} is already "
-                f"equal over the axes {', '.join(missing)}: under check_vma=True jax.grad sums the "
-                "gradient of replicated params over the replicas, and a mean over it would "
-                "multiply the learning rate by their number. Differentiate with respect to "
+                f"{who}: gradients must be local to each replica, but the leaf {_name(path)!r} is "
+                f"already equal over the axes {', '.join(missing)}: under check_vma=True jax.grad "
+                "sums the gradient of replicated params over the replicas, and a mean over it "
+                "would multiply the learning rate by their number. Differentiate with respect to "
                 "boostax.train.local_params(params, axis_name), or use boostax.value_and_grad."
             )
 
 
 def require_whole(tree: PyTree, names: tuple[str, ...], who: str, hint: str) -> None:
     """Refuse leaves that are sharded over axes besides the replicas', where that can be seen."""
-    for name, leaf in trees.named(tree):
+    for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
         others = sorted(varying(leaf) - frozenset(names))
         if others:
             raise ValueError(
                 f"{who}: leaves must be whole on every device of a replica (axes {names}), got "
-                f"{name!r} sharded over {', '.join(others)}. {hint}"
+                f"{_name(path)!r} sharded over {', '.join(others)}. {hint}"
             )
+
+
+def _name(path: tuple[Any, ...]) -> str:
+    return jax.tree_util.keystr(path, simple=True, separator="/")
 
 
 def local_params(params: PyTree, axis_name: AxisName) -> PyTree:

@@ -19,7 +19,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from boostax._core import checks, leaf_kinds
+from boostax._core import checks, trees
 
 PyTree = Any
 # What a transformation returns: updates (or new params), and its state.
@@ -142,8 +142,8 @@ def describe(
             # Whoever calls it may have Python's own numbers among the leaves.
             if {float, complex} & set(map(type, jax.tree.leaves(args))):
                 args = jax.tree.map(_as_array, args)
-            if leaf_kinds.MODULE in sys.modules and args:
-                args = leaf_kinds.dense(args[0], name), *args[1:]
+            if trees.MODULE in sys.modules and args:
+                args = trees.dense(args[0], name), *args[1:]
             with jax.named_scope(SCOPE + name):
                 return update(*args, **kwargs)
 
@@ -175,6 +175,18 @@ def first_line(thing: Any) -> str:
 
 def _as_array(x: Any) -> Any:
     return jnp.asarray(x) if isinstance(x, (float, complex)) else x
+
+
+def variants_of(tx: optax.GradientTransformation) -> Any:
+    """Return the variants of a transformation; ``None`` if a step of it is compiled once.
+
+    A step is compiled once for each variant, a static choice of what it does. ``scheduled_freeze``
+    has variants: a depth, the number of frozen groups, is a Python integer that ``update`` gets by
+    the keyword ``depth``. The state has a method ``coming()``, the variant of the next call, an i32
+    scalar. A train step asks the ``variants`` of an ``update``, a
+    ``boostax.freeze.scheduled.Freezing``, and knows nothing else of freezing.
+    """
+    return getattr(tx.update, "variants", None)
 
 
 OF_PARAMS = ("value_fn", "obj_fn")

@@ -1,18 +1,26 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Trees of arrays: what counts as a gradient, in which precision it is handled, finding states."""
+"""Trees of arrays: gradients and their precision, states in them, leaves that are no dense arrays.
+
+Constants of a model are activations, names, numbers that ``jit`` left alone. Sparse gradients are
+the rows of an embedding, or single elements, as a ``BCOO`` of JAX's: ``describe`` makes them dense
+before any transformation of boostax sees them. Rows of the same index are added, those out of range
+dropped.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from jax.tree_util import GetAttrKey
+from jax.core import Tracer
+from jax.tree_util import GetAttrKey, register_pytree_node
 
-from boostax._core import checks, jaxprs
+from boostax._core import axes, checks, jaxprs
 
 PyTree = Any
 # Flax's collection of leaves whose cotangent is their new value.
@@ -242,6 +250,65 @@ def _held(leaf: Any) -> Any:
     return held
 
 
+class Pruning(NamedTuple):
+    """Says how a state for fewer params lies within the state for all of them.
+
+    What ``init`` makes of fewer params says it: a leaf that is missing there belongs to a param
+    that is missing. That holds through every wrapper, and whatever shape a state leaf has.
+
+    Attributes:
+      whole: structure of the larger state.
+      part: structure of the smaller one.
+      places: of its leaves, in order, the numbers that they have in the larger one.
+    """
+
+    whole: Any
+    part: Any
+    places: tuple[int, ...]
+
+    def take(self, state: PyTree) -> PyTree:
+        """Take the smaller state out of the larger one; nothing is copied."""
+        return self.take_of(self.whole.flatten_up_to(state))
+
+    def take_of(self, leaves: Sequence[Any]) -> PyTree:
+        """Do the same with the larger one's leaves."""
+        return self.part.unflatten([leaves[place] for place in self.places])
+
+    def put(self, state: PyTree, part: PyTree) -> PyTree:
+        """Return the larger state with the smaller one's leaves in it."""
+        return self.put_among(self.whole.flatten_up_to(state), part)
+
+    def put_among(self, leaves: list[Any], part: PyTree) -> PyTree:
+        """Do the same with the larger one's leaves, which change."""
+        for place, leaf in zip(self.places, self.part.flatten_up_to(part), strict=True):
+            leaves[place] = leaf
+        return self.whole.unflatten(leaves)
+
+
+def pruning(tx: optax.GradientTransformation, params: PyTree, fewer: PyTree, who: str) -> Pruning:
+    """Find where the state of ``tx`` for ``fewer`` params, the others masked, lies in that for all.
+
+    Raises:
+      ValueError: ``tx`` keeps something whose shape or place depends on which params there are.
+    """
+    # Shapes alone: an init may refuse params that differ from replica to replica.
+    bare = lambda tree: jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), tree)  # noqa: E731
+    whole, structure = jax.tree_util.tree_flatten_with_path(jax.eval_shape(tx.init, bare(params)))
+    there = {path: (place, leaf) for place, (path, leaf) in enumerate(whole)}
+    state = jax.eval_shape(tx.init, bare(fewer))
+    places: list[int] = []
+    for path, leaf in jax.tree_util.tree_leaves_with_path(state):
+        place, found = there.get(path, (-1, None))
+        if found is None or (found.shape, found.dtype) != (leaf.shape, leaf.dtype):
+            raise ValueError(
+                f"{who}: inner must keep its state leaf by leaf, got one whose "
+                f"{path_name(path) or 'only leaf'!r} depends on which leaves there are. A "
+                "flattened optimizer cannot be frozen in part: use it on the leaves."
+            )
+        places.append(place)
+    return Pruning(structure, jax.tree.structure(state), tuple(places))
+
+
 class Replay(NamedTuple):
     """A function as its traced program; a call runs that, on arguments of the same types."""
 
@@ -269,3 +336,127 @@ def trace_once(fn: Callable[..., PyTree], *args: PyTree) -> tuple[Replay, PyTree
     """
     traced, types = jax.make_jaxpr(fn, return_shape=True)(*args)
     return Replay(traced, jax.tree.structure(types)), types
+
+
+class _Aside:
+    """Holds such a leaf where transformations of JAX see none."""
+
+    def __init__(self, leaf: Any):
+        self.leaf = leaf
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Aside) and self.leaf is other.leaf
+
+    def __hash__(self) -> int:
+        return id(self.leaf)
+
+
+register_pytree_node(_Aside, lambda node: ((), node), lambda node, _: node)
+
+
+def is_array(leaf: Any) -> bool:
+    """Whether a leaf has a shape and a dtype of its own; ``jnp.float32`` has neither."""
+    return not isinstance(leaf, type) and hasattr(leaf, "shape") and hasattr(leaf, "dtype")
+
+
+def is_none(node: Any) -> bool:
+    """A leaf test for ``jax.tree`` functions."""
+    return node is None
+
+
+def aside(params: PyTree) -> PyTree:
+    """Params in which what is no array is no leaf any more.
+
+    A Python integer or bool is one of them beside arrays, a float beside traced ones alone: as an
+    argument it would be traced, and where nothing is traced it is trained, as ``jax.grad`` does.
+    """
+    leaves = jax.tree.leaves(params)
+    arrays, traced = any(map(is_array, leaves)), any(isinstance(x, Tracer) for x in leaves)
+
+    def constant(x: Any) -> bool:
+        if isinstance(x, int):
+            return arrays
+        return not is_array(x) and (traced or not isinstance(x, (float, complex)))
+
+    return jax.tree.map(lambda x: _Aside(x) if constant(x) else x, params)
+
+
+def restored(params: PyTree) -> PyTree:
+    """The params as they were, for the model."""
+    return _each(params, lambda node: node.leaf)
+
+
+def without_gradient(grads: PyTree, active: PyTree) -> PyTree:
+    """``None`` in the place of what is aside; ``optax.MaskedNode`` where it is not active.
+
+    Args:
+      grads: like the params that ``aside`` made.
+      active: a bool, or a tree of them like the params before.
+    """
+    if isinstance(active, bool):
+        return _each(grads, lambda node: None)
+    stop = lambda node: isinstance(node, (_Aside, optax.MaskedNode))  # noqa: E731
+    gone = lambda keep: None if keep else optax.MaskedNode()  # noqa: E731
+    kept = lambda g, keep: gone(keep) if isinstance(g, _Aside) else g  # noqa: E731
+    return jax.tree.map(kept, grads, active, is_leaf=stop)
+
+
+def of_arrays(tree: PyTree, params: PyTree) -> PyTree:
+    """A tree like params before ``aside``, like those after it."""
+    stop = lambda node: isinstance(node, _Aside)  # noqa: E731
+    return jax.tree.map(lambda p, x: p if stop(p) else x, params, tree, is_leaf=stop)
+
+
+def arrays_alone(params: PyTree) -> PyTree:
+    """``None`` in the place of what is no array, as ``equinox.filter`` leaves it."""
+    return jax.tree.map(lambda x: x if is_array(x) else None, params)
+
+
+def put_back(new: PyTree, params: PyTree) -> PyTree:
+    """New params, with the old ones where there is ``None``."""
+    return jax.tree.map(lambda n, p: p if n is None else n, new, params, is_leaf=is_none)
+
+
+def _each(tree: PyTree, fn: Callable[[_Aside], Any]) -> PyTree:
+    stop = lambda node: isinstance(node, _Aside)  # noqa: E731
+    return jax.tree.map(lambda x: fn(x) if stop(x) else x, tree, is_leaf=stop)
+
+
+# Whoever has a sparse array has imported it.
+MODULE = "jax.experimental.sparse"
+
+
+def _is_sparse(node: Any) -> bool:
+    return MODULE in sys.modules and isinstance(node, sys.modules[MODULE].JAXSparse)
+
+
+def dense(tree: PyTree, who: str) -> PyTree:
+    """Return the tree with a dense array in place of each ``BCOO`` of single rows."""
+
+    def on_leaf(path: Any, x: Any) -> Any:
+        if not _is_sparse(x):
+            return x
+        if type(x).__name__ != "BCOO" or x.n_batch or not x.n_sparse:
+            _refuse_sparse(who, "gradients", "dense arrays or BCOO with n_batch=0", path, x)
+        # Not x.todense(), which does not say over which axes its result varies. In f32 or wider:
+        # rows of one index are rounded once, with their sum.
+        zeros = jnp.zeros(x.shape, jnp.promote_types(x.dtype, jnp.float32))
+        zeros = axes.to_varying(zeros, axes.varying(x.data) | axes.varying(x.indices))
+        return zeros.at[tuple(x.indices.T)].add(x.data).astype(x.dtype)
+
+    return jax.tree_util.tree_map_with_path(on_leaf, tree, is_leaf=_is_sparse)
+
+
+def require_dense(tree: PyTree, who: str, what: str = "gradients") -> None:
+    """Refuse sparse leaves."""
+    for path, x in jax.tree_util.tree_leaves_with_path(tree, is_leaf=_is_sparse):
+        if _is_sparse(x):
+            _refuse_sparse(who, what, "dense arrays", path, x)
+
+
+def _refuse_sparse(who: str, what: str, allowed: str, path: Any, x: Any) -> None:
+    name = path_name(path) or "the root"
+    raise TypeError(
+        f"{who}: {what} must be {allowed}, got {type(x).__name__} at {name!r}. Convert with "
+        ".todense()."
+    )

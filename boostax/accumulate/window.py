@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from boostax._core import axes, checks, gate, leaf_kinds, noise_scale, trees
+from boostax._core import axes, checks, gate, noise_scale, trees
 from boostax._core.describe import Holds, Stepped, describe, elsewhere
 from boostax._core.finite import all_finite
 from boostax._core.gate import Pending
@@ -402,6 +402,6 @@ def flush(
     """
     tx = optax.with_extra_args_support(tx)
     params = trees.arrays(params)
-    own = leaf_kinds.without_gradient(leaf_kinds.aside(params), True)
+    own = trees.without_gradient(trees.aside(params), True)
     new, opt_state = gate.flush_inner(tx, trees.arrays(opt_state), own, extra_args)
-    return leaf_kinds.put_back(new, params), opt_state
+    return trees.put_back(new, params), opt_state

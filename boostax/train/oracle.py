@@ -14,14 +14,13 @@ from jax import lax
 from jax.custom_batching import custom_vmap
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-from boostax._core import axes, checks, handshake, jaxprs, leaf_kinds, trees
+from boostax._core import axes, checks, handshake, jaxprs, trees
 from boostax._core.replicas import PerReplica, is_per_replica, without
 from boostax.accumulate import carried
 from boostax.accumulate.aux import Aux, as_aux, as_given, divide, drop_empty, own_of, weigh
 from boostax.accumulate.microbatch import Count, microbatch, require_count, stacked_count
 from boostax.freeze.stages import Choice, staged
-from boostax.precision.group_state import group_scales
-from boostax.precision.loss_scale import loss_scale
+from boostax.precision.loss_scale import scales as scales_of
 from boostax.precision.policy import Policy, as_policy
 
 PyTree = Any
@@ -109,7 +108,7 @@ def value_and_grad(
 
     @functools.wraps(loss_fn)
     def of_model(params: PyTree, *args: Any, **kwargs: Any) -> Any:
-        return loss_fn(leaf_kinds.restored(params), *args, **kwargs)
+        return loss_fn(trees.restored(params), *args, **kwargs)
 
     fn = of_model if precision is None else precision.compute(of_model)
 
@@ -237,30 +236,30 @@ class Oracle:
         hint = "What is more than a tree of rows goes into a tuple, or into the loss itself."
         checks.require(_WHO, "arguments", got, allowed, fits, hint if batch else _ROWS, TypeError)
         (given_batch,) = batch
-        whole, params = params, leaf_kinds.aside(params)
+        whole, params = params, trees.aside(params)
         said: PyTree = True
         if active is not True:
             own = is_per_replica(params)
             apart = params.local if own else params
             if isinstance(active, Choice):
                 at, options = active
-                active = Choice(at, tuple(leaf_kinds.of_arrays(x, apart) for x in options))
+                active = Choice(at, tuple(trees.of_arrays(x, apart) for x in options))
             else:
                 said = _active(active, whole.local if own else whole)
-                active = leaf_kinds.of_arrays(said, apart)
+                active = trees.of_arrays(said, apart)
         if self.mesh is None:
             axes.require_bound(self.names, _WHO, hint="in plain jit pass the mesh, too: mesh=.")
         else:
             _require_trainable(params, active)
             if self.rows[0] is None:
                 stacked_count(given_batch, _WHO, least=2)
-        scale, scales = loss_scale(opt_state), group_scales(opt_state)
+        scale, scales = scales_of("loss_scale", opt_state)
         rules = carried.declared(opt_state, params, _WHO)
         given = _given(kwargs | {"scales": scales})
         with handshake.scaling(opt_state):
             if self.mesh is None:
                 value, grads = self.local(params, given_batch, scale, given, active, rules)
-                return value, leaf_kinds.without_gradient(grads, said)
+                return value, trees.without_gradient(grads, said)
 
             at, options = active if isinstance(active, Choice) else (None, ())
             given_aux: PyTree = Aux()
@@ -280,19 +279,19 @@ class Oracle:
             run = self._mapped(each, (PartitionSpec(), PartitionSpec(self.names)))
             (loss, told), (own, grads) = run(params, given_batch, given, scale, at)
         aux = as_given(told, PerReplica(own), given_aux)
-        grads = PerReplica(leaf_kinds.without_gradient(grads, said))
+        grads = PerReplica(trees.without_gradient(grads, said))
         return ((loss, aux) if self.has_aux else loss), grads
 
     def loss_at(self, batch: PyTree, **kwargs: Any) -> Callable[[PyTree], jax.Array]:
         """The loss of a batch as a function of the params."""
         args = batch, _given(kwargs)
         if not self.names:
-            return lambda params: self.loss_of(leaf_kinds.aside(params), *args)
+            return lambda params: self.loss_of(trees.aside(params), *args)
         both = self.loss_of, self.slope_of
         if self.mesh is not None:
             both = (_outside(self._mapped(fn, PartitionSpec())) for fn in both)
         loss = _differentiable(*both, args)
-        return lambda params: loss(leaf_kinds.aside(params))
+        return lambda params: loss(trees.aside(params))
 
     def _mapped(self, fn: Callable[..., Any], out_specs: Any) -> Callable[..., Any]:
         """``fn(params, batch, given, ...)`` on global arrays: params as a replica has them."""
@@ -441,11 +440,11 @@ def _active(active: PyTree, params: PyTree) -> PyTree:
 
     def of_part(keep: Any, part: PyTree) -> Any:
         # Of a model that is filtered for its arrays there is nothing to say of the rest.
-        trained = any(map(leaf_kinds.is_array, jax.tree.leaves(part)))
+        trained = any(map(trees.is_array, jax.tree.leaves(part)))
         return True if keep is None and not trained else keep
 
     try:
-        active = jax.tree.map(of_part, active, params, is_leaf=leaf_kinds.is_none)
+        active = jax.tree.map(of_part, active, params, is_leaf=trees.is_none)
         return jax.tree.broadcast(active, params)
     except ValueError as error:
         allowed += ", or a prefix of one"
@@ -455,7 +454,7 @@ def _active(active: PyTree, params: PyTree) -> PyTree:
 def _require_trainable(params: PyTree, active: Any) -> None:
     """Refuse what is differentiated and cannot be: integers, bools, PRNG keys."""
     trained = params if isinstance(active, Choice) else trees.masked(params, active)
-    leaf_kinds.require_dense(trained, "value_and_grad", "params")
+    trees.require_dense(trained, "value_and_grad", "params")
     for path, x in jax.tree_util.tree_leaves_with_path(trained):
         dtype = getattr(x, "dtype", None)
         if not (isinstance(x, (float, complex)) if dtype is None else trees.is_inexact(dtype)):
