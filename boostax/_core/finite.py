@@ -5,6 +5,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from boostax._core import axes, trees
@@ -32,10 +33,14 @@ def _largest(x: jax.Array) -> jax.Array:
     over f16 where the processor has no vectors of it.
     """
     x = trees.at_least_float32(x)
-    zero = jnp.zeros((), x.dtype)
-    both = lambda a, b: (jnp.maximum(a[0], b[0]), jnp.minimum(a[1], b[1]))  # noqa: E731
-    most, least = lax.reduce((x, x), (zero, zero), both, tuple(range(x.ndim)))
-    return jnp.where(jnp.isnan(least), least, most)
+    zero = np.zeros((), x.dtype)
+    most, least = lax.reduce((x, x), (zero, zero), _extremes, tuple(range(x.ndim)))
+    return lax.select(lax.ne(least, least), least, most)
+
+
+# JAX traces it once for all leaves.
+def _extremes(a: tuple[jax.Array, ...], b: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+    return lax.max(a[0], b[0]), lax.min(a[1], b[1])
 
 
 def magnitude(x: jax.Array) -> jax.Array:
@@ -105,9 +110,11 @@ def usable(grads: Pending) -> jax.Array:
     squares of up to 2**32 elements add up without overflow. Of sparse gradients the data are
     judged, before those of one index are added.
     """
+    by_dtype: dict[Any, list[jax.Array]] = {}
+    for largest in largest_magnitudes(grads.raw):
+        by_dtype.setdefault(largest.dtype, []).append(largest)
     flags: list[jax.Array] = []
-    for magnitude in largest_magnitudes(grads.raw):
-        dtype = jnp.promote_types(magnitude.dtype, jnp.float32)
+    for dtype, found in by_dtype.items():
         limit = 2.0 ** ((jnp.finfo(dtype).maxexp - 32) / 2)
-        flags.append(grads._replace(raw=magnitude).value() < limit)
+        flags.append((grads._replace(raw=jnp.stack(found)).value() < limit).all())
     return all_true(flags)

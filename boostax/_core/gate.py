@@ -71,7 +71,7 @@ class Pending(NamedTuple):
 
         def product(g: jax.Array) -> jax.Array:
             for factor in self.factors:
-                g = g * factor.astype(g.real.dtype)
+                g = g * trees.as_dtype(factor, jnp.finfo(g.dtype).dtype)
             return g
 
         return jax.tree.map(product, trees.at_least_float32(self.raw))

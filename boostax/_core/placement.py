@@ -15,6 +15,7 @@ import contextvars
 import dataclasses
 import functools
 import math
+import operator
 from collections.abc import Callable, Generator, Mapping
 from typing import Any
 
@@ -153,7 +154,7 @@ def require_local(grads: PyTree, names: tuple[str, ...], who: str) -> None:
     Some leaves may be: zeros in the place of gradients.
     """
     here, leaves = _HERE.get(), jax.tree.leaves(grads)
-    if here and set(names) == set(here.names) and leaves and not any(map(_differs, leaves)):
+    if here and set(names) == set(here.names) and leaves and not any(_differing(leaves)):
         raise ValueError(
             f"{who}: gradients must be local to each replica, got some that are already equal over "
             f"{', '.join(names)}. Leave out what reduces them before."
@@ -310,8 +311,9 @@ def _joined(own: list[PyTree], shared: list[PyTree], structure: Any) -> PyTree:
 
 def _require_common(shared: list[PyTree]) -> None:
     """Refuse what differs from replica to replica and does not say so."""
-    for x in jax.tree.leaves(shared):
-        if _differs(x):
+    leaves = jax.tree.leaves(shared)
+    for x, differs in zip(leaves, _differing(leaves), strict=True):
+        if differs:
             raise ValueError(
                 "on_mesh: params and updates must be the same on all replicas, got some that "
                 f"differ (shape {x.shape}). Put a reduction, such as boostax.all_reduce, first in "
@@ -320,22 +322,24 @@ def _require_common(shared: list[PyTree]) -> None:
             )
 
 
-def _differs(x: Any) -> bool:
-    """Whether a value is batched where it stands."""
-    seen: list[bool] = []
+def _differing(values: list[Any]) -> list[bool]:
+    """Return for each value whether ``jax.vmap`` maps it where it stands."""
+    seen = [False] * len(values)
 
     @custom_vmap
-    def look(x: jax.Array) -> jax.Array:
-        return x
+    def look(values: list[Any]) -> list[Any]:
+        return values
 
     @look.def_vmap
-    def rule(size: int, batched: Any, x: jax.Array) -> tuple[jax.Array, bool]:
+    def rule(size: int, mapped: Any, values: list[Any]) -> tuple[list[Any], list[bool]]:
         del size
-        seen.append(batched[0])
-        return x, batched[0]
+        seen[:] = map(operator.or_, seen, mapped[0])
+        # A value that this vmap does not map may be mapped by one around it.
+        return look(values), mapped[0]
 
-    look(x)
-    return any(seen)
+    if values:
+        look(values)
+    return seen
 
 
 def place(tree: PyTree, shardings: PyTree) -> PyTree:

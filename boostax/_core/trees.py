@@ -36,15 +36,24 @@ def at_least_float32(tree: PyTree) -> PyTree:
     def widened(x: Any) -> Any:
         if isinstance(x, jax.ShapeDtypeStruct):
             return x.update(dtype=wide_dtype(x))
-        return jnp.asarray(x, wide_dtype(x)) if _is_number(x) else x
+        return as_dtype(x, wide_dtype(x)) if _is_number(x) else x
 
     return jax.tree.map(widened, tree)
+
+
+def as_dtype(x: Any, dtype: np.dtype[Any]) -> jax.Array:
+    """Return ``x`` in a dtype, a strong one; an array that has it already is returned itself."""
+    if isinstance(x, jax.Array) and x.dtype == dtype and not x.weak_type:
+        return x
+    return jnp.asarray(x).astype(dtype)
 
 
 def wide_dtype(x: Any) -> np.dtype[Any]:
     """The dtype in which boostax computes with a gradient like ``x``: f32 or wider."""
     # Not x.dtype: without x64 a NumPy array of f64 becomes f32.
-    dtype = jnp.result_type(x)
+    dtype = x.dtype if isinstance(x, jax.Array) else jnp.result_type(x)
+    if dtype == jnp.float32:
+        return dtype
     return jnp.promote_types(dtype, jnp.float32) if is_inexact(dtype) else dtype
 
 
@@ -86,7 +95,7 @@ def saturate(x: jax.Array, dtype: np.dtype[Any]) -> jax.Array:
 
 def cast_like(tree: PyTree, like: PyTree) -> PyTree:
     """Give each leaf the (strong) dtype of its counterpart."""
-    return jax.tree.map(lambda x, y: jnp.asarray(x).astype(jnp.result_type(y)), tree, like)
+    return jax.tree.map(lambda x, y: as_dtype(x, jnp.result_type(y)), tree, like)
 
 
 def as_updates(tree: PyTree, params: PyTree) -> PyTree:
