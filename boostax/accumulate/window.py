@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from boostax._core import axes, checks, constants, gate, noise_scale, trees
+from boostax._core import axes, checks, constants, gate, noise_scale, said, trees
 from boostax._core.describe import Holds, Stepped, describe
 from boostax._core.extras import elsewhere
 from boostax._core.finite import all_finite
@@ -97,6 +97,7 @@ class AccumulateState(NamedTuple):
         return {name: getattr(self, name) for name in names}
 
 
+@said.gate
 def accumulate(
     inner: optax.GradientTransformation,
     every: Every,
