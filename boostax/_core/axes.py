@@ -10,9 +10,11 @@ differentiate, then reduce) is the only one that means the same with checking on
 
 from __future__ import annotations
 
+import contextlib
+import contextvars
 import functools
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from typing import Any
 
 import jax
@@ -36,6 +38,9 @@ COLLECTIVES: dict[str, Callable[[jax.Array, str], jax.Array]] = {
 }
 # Where the result is typed as equal on all, the name ends so.
 _SENDING = frozenset(name + end for name in COLLECTIVES for end in ("", "_invariant"))
+# In the place of an axis that the step around a part will say.
+LATER = ("the axis of the step",)
+_SAID: contextvars.ContextVar[tuple[str, ...]] = contextvars.ContextVar("said", default=())
 
 
 class Groups(tuple[str, ...]):
@@ -79,6 +84,30 @@ def servers(names: tuple[str, ...], devices: int, who: str) -> tuple[Groups, Gro
         )
     numbers = np.arange(replicas).reshape(-1, inside)
     return Groups(names, numbers.T), Groups(names, numbers)
+
+
+@contextlib.contextmanager
+def saying(names: tuple[str, ...]) -> Generator[None]:
+    """Bind the replica axes for the parts that are called within."""
+    token = _SAID.set(names)
+    try:
+        yield
+    finally:
+        _SAID.reset(token)
+
+
+def keyed(fn: Callable[..., PyTree], names: tuple[str, ...]) -> Callable[..., PyTree]:
+    """Return ``fn``, traced under a name of its own.
+
+    A ``jax.jit`` inside would otherwise reuse a trace in which no axis, or another, was bound.
+    """
+    how: Any = {"in_axes": None, "out_axes": None, "axis_size": 1}
+    return jax.vmap(fn, axis_name=("boostax", *names), **how)
+
+
+def said() -> tuple[str, ...]:
+    """Return the replica axes that are bound here; none outside a step of boostax's."""
+    return _SAID.get()
 
 
 def canonical(who: str, axis_name: AxisName | None, argument: str = "axis_name") -> tuple[str, ...]:

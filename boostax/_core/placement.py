@@ -26,7 +26,7 @@ from jax import lax
 from jax.custom_batching import custom_vmap
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec, Sharding
 
-from boostax._core import checks, trees
+from boostax._core import axes, checks, trees
 from boostax._core.axes import Groups, in_group
 from boostax._core.replicas import PerReplica, is_per_replica, specs_like, without
 
@@ -81,12 +81,13 @@ class Placement:
         found: list[Any] = []
 
         def one(stacked: PyTree, shared: PyTree) -> tuple[PyTree, PyTree]:
-            with _at(self):
+            with _at(self), axes.saying(self.names):
                 local, common, result = _apart(fn(*_joined(stacked, shared, tree)))
             _require_common(common)
             found.append(result)
             return local, common
 
+        one = axes.keyed(one, self.names)
         sizes = [self.mesh.shape[name] for name in self.names]
         for name, size in reversed([*zip(self.names, sizes, strict=True)]):
             one = jax.vmap(one, (0, None), (0, None), axis_name=name, axis_size=size)

@@ -19,7 +19,7 @@ import jax.numpy as jnp
 import optax
 from jax import lax
 
-from boostax._core import axes, checks, gate, trees
+from boostax._core import axes, checks, gate, said, trees
 from boostax._core.describe import describe, elsewhere
 from boostax._core.gate import Pending
 
@@ -49,6 +49,7 @@ class CarryState(NamedTuple):
     inner_state: Any
 
 
+@said.gate
 def carry(
     inner: optax.GradientTransformation,
     rules: Rules = FLAX,

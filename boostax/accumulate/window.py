@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from boostax._core import axes, checks, gate, noise_scale, trees
+from boostax._core import axes, checks, gate, noise_scale, said, trees
 from boostax._core.describe import Holds, Stepped, describe, elsewhere
 from boostax._core.finite import all_finite
 from boostax._core.gate import Pending
@@ -96,6 +96,7 @@ class AccumulateState(NamedTuple):
         return {name: getattr(self, name) for name in names}
 
 
+@said.gate
 def accumulate(
     inner: optax.GradientTransformation,
     every: Every,

@@ -214,7 +214,9 @@ def _explained(
     wrong, problem = tuple(findings(found, step)), missing
     try:
         if place.names and not missing:
-            sent = [*of_loss(), *costs.collectives(_traced(tx, params, place))]
+            with axes.saying(place.names):
+                chain = costs.collectives(_traced(tx, params, place))
+            sent = [*of_loss(), *chain]
     except (ValueError, TypeError) as error:
         # A wrong order often cannot be traced; then that is what to say.
         if not wrong:
@@ -356,11 +358,12 @@ def _traced(tx: optax.GradientTransformation, params: PyTree, place: _Place) -> 
 def _state(tx: optax.GradientTransformation, params: PyTree, place: _Place) -> tuple[PyTree, Any]:
     """Return the shapes of the state of all replicas, and how a step shards it over its axes."""
     count, specs = place.replicas, None
-    state = jax.eval_shape(lambda p: replicas.stack_replicas(tx.init(p), count), params)
-    if place.names:
-        how: dict[str, Any] = {"replicas": count, "param_specs": place.param_specs}
-        how["shard_optimizer"] = place.shard_optimizer
-        specs = replicas.state_specs(tx, params, place.names, **how)
+    with axes.saying(place.names or axes.LATER):
+        state = jax.eval_shape(lambda p: replicas.stack_replicas(tx.init(p), count), params)
+        if place.names:
+            how: dict[str, Any] = {"replicas": count, "param_specs": place.param_specs}
+            how["shard_optimizer"] = place.shard_optimizer
+            specs = replicas.state_specs(tx, params, place.names, **how)
     return state, specs
 
 

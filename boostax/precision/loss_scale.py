@@ -19,7 +19,7 @@ import jax.numpy as jnp
 import optax
 from jax.core import Tracer
 
-from boostax._core import axes, checks, gate, handshake, trees
+from boostax._core import axes, checks, gate, handshake, said, trees
 from boostax._core.describe import Holds, describe
 from boostax._core.finite import usable
 
@@ -73,6 +73,7 @@ class LossScaleState(NamedTuple):
         }
 
 
+@said.gate
 def dynamic_loss_scale(
     inner: optax.GradientTransformation,
     *,
@@ -182,6 +183,7 @@ def dynamic_loss_scale(
     return _scaled(inner, init_scale, hysteresis, adjust, axis_name, skip=True, asks=True, who=who)
 
 
+@said.gate
 def static_loss_scale(
     inner: optax.GradientTransformation,
     scale: float,

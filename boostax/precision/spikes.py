@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from boostax._core import axes, checks, trees
+from boostax._core import axes, checks, said, trees
 from boostax._core.describe import Holds, first_line
 from boostax._core.gate import Pending, by_rule, counted
 
@@ -86,6 +86,7 @@ def _norm(grads: Pending, names: tuple[str, ...]) -> jax.Array:
     return jnp.sqrt(total / (axes.size(names) if names else 1))
 
 
+@said.gate
 def skip_spikes(
     inner: optax.GradientTransformation,
     *,

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import optax
 from jax import lax
 
-from boostax._core import axes, checks, trees
+from boostax._core import axes, checks, said, trees
 from boostax._core.describe import Stepped, describe
 from boostax._core.placement import on_shards
 from boostax.reduce import exchange, pairwise
@@ -41,8 +41,9 @@ class AdasumState(NamedTuple):
         return {"orthogonality": self.orthogonality, **by_name}
 
 
+@said.reduction
 def adasum(
-    axis_name: axes.AxisName,
+    axis_name: axes.AxisName | None = None,
     *,
     within: axes.AxisName | None = None,
     shard_axes: axes.AxisName | None = None,

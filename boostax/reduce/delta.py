@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 
 import optax
 
-from boostax._core import axes, checks, trees
+from boostax._core import axes, checks, said, trees
 from boostax._core.describe import Stepped, describe
 from boostax._core.placement import on_shards
 from boostax._core.replicas import PerReplica, require_like
@@ -32,9 +32,10 @@ class AdasumDeltaState(NamedTuple):
         return [self.inner_state]
 
 
+@said.reduction
 def adasum_delta(
     inner: optax.GradientTransformation,
-    axis_name: axes.AxisName,
+    axis_name: axes.AxisName | None = None,
     *,
     within: axes.AxisName | int | None = None,
     shard_axes: axes.AxisName | None = None,

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from boostax._core import axes, checks, trees
+from boostax._core import axes, checks, said, trees
 from boostax._core.describe import Stepped, describe
 from boostax._core.gate import Pending, gated, run, run_or_hold
 from boostax._core.replicas import PerReplica
@@ -45,9 +45,10 @@ class LocalUpdatesState(NamedTuple):
         """Marks a state whose params are each replica's own."""
 
 
+@said.reduction
 def local_updates(
     inner: optax.GradientTransformation,
-    axis_name: axes.AxisName,
+    axis_name: axes.AxisName | None,
     every: int,
     outer: optax.GradientTransformation = optax.sgd(1.0),
     *,

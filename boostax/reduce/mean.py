@@ -10,7 +10,7 @@ import numpy as np
 import optax
 from jax import lax
 
-from boostax._core import axes, checks, noise_scale, trees
+from boostax._core import axes, checks, noise_scale, said, trees
 from boostax._core.describe import Stepped, describe
 from boostax._core.noise_scale import NoiseScaleState
 from boostax._core.placement import mean_of_group, on_shards, require_local
@@ -28,8 +28,9 @@ class SumState(NamedTuple):
         """Marks that a window around it holds shares of a sum, not terms of a mean."""
 
 
+@said.reduction
 def all_reduce(
-    axis_name: axes.AxisName,
+    axis_name: axes.AxisName | None = None,
     *,
     op: Literal["mean", "sum"] = "mean",
     dtype: Any = None,

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from boostax._core import axes, checks, trees
+from boostax._core import axes, checks, said, trees
 from boostax._core.describe import Stepped, describe
 from boostax._core.gate import Pending, gated, run_or_hold
 from boostax._core.replicas import PerReplica
@@ -40,9 +40,10 @@ class PartialAverageState(NamedTuple):
         """Marks a state whose params are each replica's own."""
 
 
+@said.reduction
 def partial_average(
     inner: optax.GradientTransformation,
-    axis_name: axes.AxisName,
+    axis_name: axes.AxisName | None = None,
     partitions: int | PyTree = None,
     *,
     bucket_bytes: int | None = None,

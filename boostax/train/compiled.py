@@ -13,7 +13,7 @@ import optax
 from jax.core import Tracer
 from jax.sharding import Mesh
 
-from boostax._core import checks, trees
+from boostax._core import axes, checks, trees
 from boostax._core.describe import asked, variants_of
 from boostax._core.finite import all_finite
 from boostax._core.gate import outermost_passed, passed
@@ -118,7 +118,8 @@ class TrainStep:
         trees.require_arrays(params, "make_train_step")
         if self.policy is not None:
             params = self.policy.store_params(params)
-        opt_state = self.tx.init(params)
+        with axes.saying(self.names):
+            opt_state = self.tx.init(params)
         varies = trees.find(opt_state, lambda node: callable(getattr(node, "coming", None)))
         if varies and variants_of(self.tx) is None:
             raise ValueError(

@@ -99,7 +99,11 @@ def placed_on(
 
     def init_fn(params: PyTree) -> PyTree:
         params = trees.arrays_alone(params)
-        make = lambda p: stack_replicas(tx.init(p), place.replicas)  # noqa: E731
+
+        def make(params: PyTree) -> PyTree:
+            with axes.saying(place.names):
+                return stack_replicas(tx.init(params), place.replicas)
+
         shapes = jax.eval_shape(make, params)
         of_state = specs(params, shapes)[1]
         where = place.shardings(of_state)
