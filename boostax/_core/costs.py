@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Count the collectives of a traced program, and the bytes that they send, from its jaxpr.
+"""The collectives of a traced program, and the bytes that they send, from its jaxpr.
 
-The compiled text is no measure of bytes: XLA's CPU compiler widens bf16 collectives to f32 and
-merges the reductions of several leaves into one.
+The compiled text does not tell the bytes: XLA:CPU widens bf16 collectives to f32 and merges the
+reductions of several leaves into one.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from jax import lax
 from boostax._core import axes, interpret, jaxprs
 from boostax._core.describe import SCOPE
 
-# Bytes that one device sends on a ring, per byte of operand, for n devices.
+# The bytes that each of n devices sends on a ring, per byte of operand.
 RING: dict[str, Callable[[int], float]] = {
     **dict.fromkeys(("psum", "pmax", "pmin"), lambda n: 2 * (n - 1) / n),
     "all_gather": lambda n: n - 1,
@@ -31,7 +31,7 @@ RING: dict[str, Callable[[int], float]] = {
     "ppermute": lambda n: 1,
 }
 
-# Operations between a question and the branch that it chooses: the operand that is asked about.
+# Operations between a comparison and the cond that it decides, with the operand to follow.
 _PASSED_ON = {"convert_element_type": 0, "clamp": 1}
 
 
@@ -45,14 +45,14 @@ class Collective:
       replicas: number of devices over those axes.
       bytes: operand bytes per device and execution, in the declared dtype.
       count: executions per call of the program (the lengths of the surrounding scans).
-      branches: the branches it stands in, outermost first: ``(cond, branch)``, both numbers, so
-        that alternatives of one cond can be told from conds that follow each other. Conds that ask
-        one after the other whether an index is 0, 1, ... are alternatives as well.
-      scopes: the transformations of boostax's that it stands in, outermost first, by their names.
-      dtypes: of its operands.
-      share: how often it runs, as a mean over the calls that send. One of a cond's branches runs:
-        those that have a collective share it evenly. A branch without is a hold, such as that of a
-        skipped step, and not a call that sends.
+      branches: pairs of numbers ``(cond, branch)``, outermost first. They tell alternatives of one
+        cond from conds that follow each other. Conds that compare one index with 0, 1, ... in turn
+        are alternatives as well.
+      scopes: names of the transformations of boostax around it, outermost first.
+      dtypes: the dtypes of its operands.
+      share: how often it runs, as a mean over the calls that send. Of the branches of a cond one
+        runs; those with a collective share it evenly. A branch without a collective holds, such as
+        that of a skipped step, and is no call that sends.
     """
 
     primitive: str
@@ -67,19 +67,19 @@ class Collective:
 
     @property
     def conditional(self) -> bool:
-        """Whether it stands in a branch of a cond."""
+        """True in a branch of a cond."""
         return bool(self.branches)
 
     @property
     def wire_bytes(self) -> float:
-        """Bytes that each device sends per call, by the formula of a ring."""
+        """The bytes that each device sends per call, by the formula of a ring."""
         return self.bytes * self.count * RING[self.primitive](self.replicas)
 
 
 def collectives(fn: Callable[..., Any] | jaxprs.ClosedJaxpr, *args: Any) -> list[Collective]:
     """Return all collectives of a function, or of a jaxpr, in program order.
 
-    A ``while`` body counts once: its trips are not known.
+    The body of a ``while`` counts once, as its number of turns is not known.
     """
     require_readable()
     jaxpr = fn if isinstance(fn, jaxprs.ClosedJaxpr) else jax.make_jaxpr(fn)(*args)
@@ -95,7 +95,7 @@ def collectives(fn: Callable[..., Any] | jaxprs.ClosedJaxpr, *args: Any) -> list
 
 @functools.cache
 def require_readable() -> None:
-    """Raise unless each kind of collective is counted in a program that has one of each."""
+    """Raise unless each collective is counted in a program that has one of each kind."""
     axes.require_readable()
     name, kinds = jaxprs.AXIS, axes.COLLECTIVES
 
@@ -126,12 +126,12 @@ class _Place:
     """The context of the equations of a body.
 
     Attributes:
-      sizes: of the mesh axes around them.
+      sizes: the sizes of the mesh axes around them.
       count: how often they run.
       branches: as in ``Collective``.
-      stack: the names around them.
-      made: the equation that each variable comes from.
-      asked: the number of the first cond that asks about a variable.
+      stack: the name stack around them.
+      made: the equation that computes each variable.
+      asked: the number of the first cond that a variable decides.
     """
 
     sizes: dict[str, int]
@@ -161,7 +161,7 @@ def _listed(jaxpr: jaxprs.Jaxpr) -> Iterator[Collective]:
             taken = cond, branch
             if question is not None:
                 index, value = question
-                # Where it is another number, another question may be answered by yes.
+                # If this comparison fails, that of a later cond may hold.
                 taken = place.asked.setdefault(index, cond), value if branch else -1
             yield _Place(sizes, count, (*place.branches, taken), stack)
 
@@ -192,7 +192,7 @@ def _stack(eqn: jaxprs.JaxprEqn, place: _Place) -> str:
 
 
 def _question(cond: Any, made: dict[Any, Any]) -> tuple[Any, int] | None:
-    """Return the integer variable that a cond compares, and the number that it must be."""
+    """Return the integer variable that decides a cond, and the number that it must equal."""
     maker = lambda atom: None if isinstance(atom, jaxprs.Literal) else made.get(atom)  # noqa: E731
     eqn = maker(cond.invars[0])
     while eqn is not None and eqn.primitive.name in _PASSED_ON:

@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""JAX's classes of traced programs, and the proof at first use that they are read aright
+"""JAX's classes of traced programs, and a proof at first use that they are read correctly.
 
-``jax.extend`` loads Pallas with the classes, a third of what ``import boostax`` took: they are
-loaded when first asked for. Write ``jaxprs.Literal``, and ``from __future__ import annotations``
-where a signature names one.
+``jax.extend`` loads Pallas with the classes, which took a third of ``import boostax``, so they are
+loaded on first use. Write ``jaxprs.Literal``, and ``from __future__ import annotations`` where a
+signature names a class.
 
-How JAX writes types and traced programs is no promise of its. Under another name a reader would
-see nothing, and a guard that sees nothing passes everything. So before it reads anything of a
-user's, each reader traces a small program to which it knows the answer, and raises if it reads
-another. Nothing is compiled, and nothing is added to the program that is being traced.
+JAX may change how it writes types and traced programs. A reader that looks for an old name then
+sees nothing, and a guard that sees nothing accepts everything. So each reader first traces a small
+program whose answer is known, and raises if it reads another answer. Nothing is compiled, and
+nothing is added to the program that is being traced.
 """
 
 from collections.abc import Generator
@@ -35,27 +35,27 @@ def __getattr__(name: str) -> Any:
     return value
 
 
-# The axis of a proof's mesh; no user's function is mapped over it.
+# The axis of the mesh of a proof; no function of a user is mapped over it.
 AXIS = "boostax_proof"
 
 
 @contextmanager
 def apart() -> Generator[AbstractMesh]:
-    """Yield a mesh of two devices that need not exist, whatever the caller is traced under."""
+    """Yield a mesh of two devices that need not exist, in any context of the caller."""
     mesh = AbstractMesh((2,), (AXIS,), axis_types=(AxisType.Auto,))
-    # shard_map refuses a mesh beside the user's own, and disable_jit would write calls out.
+    # shard_map refuses a second mesh, and under disable_jit a trace has no calls.
     with jax.sharding.use_abstract_mesh(AbstractMesh((), ())), jax.disable_jit(False):
         yield mesh
 
 
 def unreadable(subject: str, allowed: str, got: object, danger: str) -> RuntimeError:
-    """Return the error to raise where JAX is not read as it is meant.
+    """Return the error for types or programs of JAX that cannot be read.
 
     Args:
       subject: the thing that is read.
       allowed: what it must be.
       got: what was read.
-      danger: what would go wrong in silence.
+      danger: what would go wrong unnoticed.
     """
     return RuntimeError(
         f"boostax: {subject} of JAX {jax.__version__} must be {allowed}, got {got!r}. {danger} "
