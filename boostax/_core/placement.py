@@ -39,6 +39,14 @@ Path = tuple[Any, ...]
 _HERE: contextvars.ContextVar["Placement | None"] = contextvars.ContextVar("here", default=None)
 
 
+def _here() -> "Placement | None":
+    """Return the placement around the code that runs.
+
+    A closure that is pickled by value may not read the variable itself, which has no pickle.
+    """
+    return _HERE.get()
+
+
 @dataclasses.dataclass(frozen=True, eq=False)
 class Placement:
     """A mesh, its replica axes, and how the params are sharded over the others.
@@ -138,7 +146,7 @@ def settled(params: PyTree) -> PyTree:
     Params that are sharded like an optimizer's state are then gathered by a step that moves them,
     and by no other.
     """
-    here = _HERE.get()
+    here = _here()
     if here is None:
         return params
 
@@ -157,7 +165,7 @@ def require_local(grads: PyTree, names: tuple[str, ...], who: str) -> None:
 
     Some leaves may be equal, such as zeros for frozen params.
     """
-    here, leaves = _HERE.get(), jax.tree.leaves(grads)
+    here, leaves = _here(), jax.tree.leaves(grads)
     if here and set(names) == set(here.names) and leaves and not any(_differing(leaves)):
         raise ValueError(
             f"{who}: gradients must be local to each replica, got some that are already equal over "
@@ -179,7 +187,7 @@ def on_shards(
     def placed(
         updates: PyTree, state: PyTree, params: PyTree = None, **extra: Any
     ) -> tuple[PyTree, PyTree]:
-        here = _HERE.get()
+        here = _here()
         if here is None:
             return update(updates, state, params, **extra)
         hint = "One reduction serves all of them; adasum has within= for two levels."
@@ -232,7 +240,7 @@ def mean_of_group(x: jax.Array, groups: Groups) -> jax.Array:
 
     On global arrays it is a sum over a dimension that XLA shards, as all sums are there.
     """
-    if _HERE.get() is None:
+    if _here() is None:
         return in_group(x, groups).mean(0)
 
     def stacked(local: PyTree, shared: PyTree) -> tuple[PyTree, PyTree, PyTree]:
