@@ -147,17 +147,33 @@ def settled(params: PyTree) -> PyTree:
     return jax.tree_util.tree_map_with_path(settle, params)
 
 
-def require_local(grads: PyTree, names: tuple[str, ...], who: str) -> None:
-    """Refuse to add up over the replicas what is equal on all of them, where that can be seen.
+def local_alone(grads: PyTree, names: tuple[str, ...], who: str) -> PyTree:
+    """Return gradients; refuse those that are equal on all replicas, where that can be seen.
 
     Some leaves may be: zeros in the place of gradients.
     """
-    here, leaves = _HERE.get(), jax.tree.leaves(grads)
-    if here and set(names) == set(here.names) and leaves and not any(map(_differs, leaves)):
-        raise ValueError(
-            f"{who}: gradients must be local to each replica, got some that are already equal over "
-            f"{', '.join(names)}. Leave out what reduces them before."
-        )
+    here = _HERE.get()
+    if here is None or set(names) != set(here.names) or not jax.tree.leaves(grads):
+        return grads
+
+    @custom_vmap
+    def look(mark: jax.Array, grads: PyTree) -> PyTree:
+        return grads
+
+    @look.def_vmap
+    def rule(size: int, batched: Any, mark: jax.Array, grads: PyTree) -> tuple[PyTree, PyTree]:
+        if not any(jax.tree.leaves(batched[1])):
+            raise ValueError(
+                f"{who}: gradients must be local to each replica, got some that are already equal "
+                f"over {', '.join(names)}. Leave out what reduces them before."
+            )
+        return grads, batched[1]
+
+    for name in names:
+        # The index differs on all replicas, so that the rule is asked; within a gate's branch,
+        # which is traced first, when the trace is mapped.
+        grads = look(lax.axis_index(name), grads)
+    return grads
 
 
 def on_shards(
