@@ -213,7 +213,7 @@ def on_shards(
             grads, own = jax.tree.map(lambda x: x[0], local)
             # XLA would add up in the stacked shape what a replica computes in the leaf's own, and
             # on a TPU no longer fuse the two.
-            own = lax.optimization_barrier(own)
+            own = jax.tree.map(lax.optimization_barrier, own)
             means, own, shared = named((grads, own, ()), shared)
             return means, jax.tree.map(lambda x: x[None], own), shared
 
