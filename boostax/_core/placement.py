@@ -160,17 +160,33 @@ def settled(params: PyTree) -> PyTree:
     return jax.tree_util.tree_map_with_path(settle, params)
 
 
-def require_local(grads: PyTree, names: tuple[str, ...], who: str) -> None:
-    """Refuse gradients that are equal on all replicas, where the mapping shows it.
+def local_alone(grads: PyTree, names: tuple[str, ...], who: str) -> PyTree:
+    """Return gradients; refuse those that are equal on all replicas, where the mapping shows it.
 
     Some leaves may be equal, such as zeros for frozen params.
     """
-    here, leaves = _here(), jax.tree.leaves(grads)
-    if here and set(names) == set(here.names) and leaves and not any(_differing(leaves)):
-        raise ValueError(
-            f"{who}: gradients must be local to each replica, got some that are already equal over "
-            f"{', '.join(names)}. Leave out what reduces them before."
-        )
+    here = _here()
+    if here is None or set(names) != set(here.names) or not jax.tree.leaves(grads):
+        return grads
+
+    @custom_vmap
+    def look(mark: jax.Array, grads: PyTree) -> PyTree:
+        return grads
+
+    @look.def_vmap
+    def rule(size: int, batched: Any, mark: jax.Array, grads: PyTree) -> tuple[PyTree, PyTree]:
+        if not any(jax.tree.leaves(batched[1])):
+            raise ValueError(
+                f"{who}: gradients must be local to each replica, got some that are already equal "
+                f"over {', '.join(names)}. Leave out what reduces them before."
+            )
+        return grads, batched[1]
+
+    for name in names:
+        # The index differs per replica, so the rule is called: within the branch of a gate, which
+        # is traced first, when that trace is mapped.
+        grads = look(lax.axis_index(name), grads)
+    return grads
 
 
 def on_shards(
@@ -210,7 +226,7 @@ def on_shards(
             grads, own = jax.tree.map(lambda x: x[0], local)
             # Without the barrier XLA adds in the stacked shape arrays that are computed in the
             # leaf's shape, and on a TPU does not fuse the two.
-            own = lax.optimization_barrier(own)
+            own = jax.tree.map(lax.optimization_barrier, own)
             means, own, shared = named((grads, own, ()), shared)
             return means, jax.tree.map(lambda x: x[None], own), shared
 

@@ -13,7 +13,7 @@ from jax import lax
 from boostax._core import axes, checks, noise_scale, said, trees
 from boostax._core.describe import Stepped, describe
 from boostax._core.noise_scale import NoiseScaleState
-from boostax._core.placement import mean_of_group, on_shards, require_local
+from boostax._core.placement import local_alone, mean_of_group, on_shards
 from boostax.reduce import exchange
 from boostax.reduce.codec import Arrays, Names, packed, unpacked
 from boostax.reduce.exchange import Divide
@@ -114,7 +114,7 @@ def all_reduce(
         trees.require_gradients(updates, who)
         axes.require_local(updates, names, who)
         if op == "sum":  # A mean of what is equal is the same again.
-            require_local(updates, names, who)
+            updates = local_alone(updates, names, who)
         leaves, treedef = jax.tree.flatten(updates)
         if clip is not None:
             hint = (
