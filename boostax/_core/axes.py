@@ -14,13 +14,14 @@ import contextlib
 import contextvars
 import functools
 import itertools
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator, Iterator, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.typing import DTypeLike
 
 from boostax._core import checks, interpret, jaxprs
 
@@ -157,7 +158,7 @@ def size(names: tuple[str, ...]) -> int:
     return names.members.shape[1] if isinstance(names, Groups) else lax.axis_size(names)
 
 
-def varying(x: Any) -> frozenset[str]:
+def varying(x: object) -> frozenset[str]:
     """Return the axes over which ``x`` is typed as varying; none where JAX does not track them.
 
     Raises:
@@ -167,7 +168,7 @@ def varying(x: Any) -> frozenset[str]:
     return _varying(x)
 
 
-def _varying(x: Any) -> frozenset[str]:
+def _varying(x: object) -> frozenset[str]:
     # jax.typeof refuses a jax.ShapeDtypeStruct of a partly manual region.
     typed = x if isinstance(x, jax.ShapeDtypeStruct) else jax.typeof(x)
     return frozenset(getattr(getattr(typed, "manual_axis_type", None), "varying", ()))
@@ -221,7 +222,7 @@ def sent_over(eqn: jaxprs.JaxprEqn) -> tuple[Any, ...]:
     return names if isinstance(names, tuple) else (names,)
 
 
-def _sent(eqns: Any) -> frozenset[str]:
+def _sent(eqns: jaxprs.Jaxpr | Sequence[jaxprs.JaxprEqn]) -> frozenset[str]:
     """Return the named axes over which equations and those inside them communicate."""
     found = [sent_over(x) for x, _ in interpret.equations(eqns) if x.primitive.name in _SENDING]
     return frozenset(name for names in found for name in names if isinstance(name, str))
@@ -284,7 +285,7 @@ def to_varying(tree: PyTree, names: tuple[str, ...] | frozenset[str]) -> PyTree:
     """
     manual = _manual() & frozenset(names)
 
-    def cast(x: Any) -> Any:
+    def cast(x: jax.Array) -> jax.Array:
         missing = tuple(sorted(manual - varying(x)))
         return lax.pcast(x, missing, to="varying") if missing else x
 
@@ -310,7 +311,7 @@ def unify(tree: PyTree, like: PyTree) -> PyTree:
     return jax.tree.map(lambda x, y: to_varying(x, varying(y)), tree, like)
 
 
-def zeros(like: Any, dtype: Any = None) -> jax.Array:
+def zeros(like: jax.Array | jax.ShapeDtypeStruct, dtype: DTypeLike | None = None) -> jax.Array:
     """Make zeros of a type, with its sharding on an Explicit mesh and its varying axes."""
     made = jnp.zeros(like.shape, like.dtype if dtype is None else dtype, device=like.sharding)
     return to_varying(made, varying(like))
@@ -420,7 +421,7 @@ def total(x: jax.Array, names: tuple[str, ...]) -> jax.Array:
     return lax.psum(x, tuple(name for name in names if name in known) if known else names)
 
 
-def sum_over_shards(parts: list[jax.Array], names: tuple[str, ...], dtype: Any) -> jax.Array:
+def sum_over_shards(parts: list[jax.Array], names: tuple[str, ...], dtype: DTypeLike) -> jax.Array:
     """Sum the parts of single leaves over the replicas, and over the shards of each leaf.
 
     A leaf that is whole on all devices counts once. There is one collective for each set of axes

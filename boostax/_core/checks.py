@@ -57,15 +57,15 @@ def natural(
     return number
 
 
-def integer(who: str, argument: str, value: Any, allowed: str, hint: str) -> int:
+def integer(who: str, argument: str, value: object, allowed: str, hint: str) -> int:
     """Require an integer of Python, NumPy or JAX."""
     try:
-        return operator.index(value)
+        return operator.index(value)  # type: ignore[arg-type]
     except TypeError as error:
         raise TypeError(message(who, argument, allowed, value, hint)) from error
 
 
-def require_scalar(who: str, argument: str, value: Any) -> None:
+def require_scalar(who: str, argument: str, value: object) -> None:
     """Refuse an array with dimensions: its one element would broadcast and change other shapes."""
     if shape := getattr(value, "shape", ()):
         hint = f"{argument}.reshape(()) makes a scalar of one element."

@@ -173,13 +173,13 @@ def closure(fn: Callable[..., Any]) -> dict[str, Any]:
     return found
 
 
-def first_line(thing: Any) -> str:
+def first_line(thing: object) -> str:
     """Return the first line of a docstring, without its period."""
     lines = (inspect.getdoc(thing) or "").strip().splitlines() if thing is not None else []
     return lines[0].rstrip(".") if lines else ""
 
 
-def _as_array(x: Any) -> Any:
+def _as_array(x: object) -> object:
     return jnp.asarray(x) if isinstance(x, (float, complex)) else x
 
 

@@ -80,14 +80,14 @@ class Step(Protocol):
     """A function like ``update``; with ``apply=True`` it returns new params, not updates."""
 
     def __call__(
-        self, grads: Pending, state: Any, params: PyTree, *, apply: bool, **extra: Any
+        self, grads: Pending, state: Any, params: PyTree, *, apply: bool, **extra: PyTree
     ) -> Stepped: ...
 
 
 class Flush(Protocol):
     """A function that closes open windows without a new gradient; it returns params and state."""
 
-    def __call__(self, state: Any, params: PyTree, **extra: Any) -> Stepped: ...
+    def __call__(self, state: Any, params: PyTree, **extra: PyTree) -> Stepped: ...
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -114,13 +114,15 @@ class GatedUpdate:
         return getattr(self.step, "description", None)
 
     def __call__(
-        self, updates: PyTree, state: Any, params: PyTree = None, **extra_args: Any
+        self, updates: PyTree, state: Any, params: PyTree = None, **extra_args: PyTree
     ) -> Stepped:
         """Return updates in the dtypes of the params, if there are params, else in f32 or wider."""
         return self.step(Pending(updates), state, params, apply=False, **extra_args)
 
 
-def gated(init: Any, step: Step, flush: Flush) -> optax.GradientTransformationExtraArgs:
+def gated(
+    init: Callable[[PyTree], Any], step: Step, flush: Flush
+) -> optax.GradientTransformationExtraArgs:
     """Make a transformation of its ``init`` and the ``step`` and ``flush`` of its gate."""
     return optax.GradientTransformationExtraArgs(init, GatedUpdate(step, flush))
 
@@ -155,7 +157,7 @@ def init_optimizer(who: str, tx: optax.GradientTransformation, params: PyTree) -
     return state
 
 
-def nothing_held(state: Any, params: PyTree, **extra: Any) -> Stepped:
+def nothing_held(state: Any, params: PyTree, **extra: PyTree) -> Stepped:
     """Flush a wrapper of an optimizer without gates: nothing is open."""
     del extra
     return params, state
@@ -187,7 +189,10 @@ def run(
 
 
 def flush_inner(
-    tx: optax.GradientTransformationExtraArgs, state: Any, params: PyTree, extra: dict[str, Any]
+    tx: optax.GradientTransformationExtraArgs,
+    state: Any,
+    params: PyTree,
+    extra: dict[str, Any],
 ) -> Stepped:
     """Close the open windows in ``tx``; refuse a window that no gate leads to.
 
@@ -213,7 +218,7 @@ def flush_of(tx: optax.GradientTransformationExtraArgs, flag: str) -> Flush:
       flag: the field that says whether the last call ran ``tx``.
     """
 
-    def flush_fn(state: Any, params: PyTree, **extra: Any) -> Stepped:
+    def flush_fn(state: Any, params: PyTree, **extra: PyTree) -> Stepped:
         waiting = held_open(state.inner_state)
         params, inner_state = flush_inner(tx, state.inner_state, params, extra)
         # A flush that closes a window counts as a run, even if the last gradient was skipped.
@@ -290,7 +295,10 @@ def _require_agreed(heavy: trees.Replay, names: tuple[str, ...], who: str) -> No
 
 
 def branch(
-    predicate: jax.Array, work: Callable[..., PyTree], hold: Callable[..., PyTree], *operands: Any
+    predicate: jax.Array,
+    work: Callable[..., PyTree],
+    hold: Callable[..., PyTree],
+    *operands: PyTree,
 ) -> PyTree:
     """Run ``work(*operands)`` where the predicate holds, else ``hold(*operands)``, in place.
 
@@ -300,7 +308,7 @@ def branch(
 
 
 def alternatives(
-    index: jax.Array, branches: Sequence[Callable[..., PyTree]], *operands: Any
+    index: jax.Array, branches: Sequence[Callable[..., PyTree]], *operands: PyTree
 ) -> PyTree:
     """Run the branch at an index; all must return the same types.
 
@@ -456,7 +464,7 @@ def by_rule(
 
     @describe(who, "check", names, inner={"inner_state": tx}, what=what)
     def step_fn(
-        grads: Pending, state: GateState, params: PyTree, *, apply: bool, **extra: Any
+        grads: Pending, state: GateState, params: PyTree, *, apply: bool, **extra: PyTree
     ) -> tuple[PyTree, GateState]:
         trees.require_gradients(grads.raw, who)
         axes.require_local(grads.raw, names, who)

@@ -75,7 +75,7 @@ def assume_scaled(grads: Grads, opt_state: PyTree) -> Grads:
     return grads
 
 
-def crossed(scales: Any) -> None:
+def crossed(scales: jax.Array) -> None:
     """Mark the scales of groups as used by a boundary between two groups."""
     for mark in [_mark(scales), *_enclosing(scales)]:
         mark.crossed = True
@@ -162,7 +162,7 @@ def _scales(state: PyTree) -> list[Any]:
     return [node.known_by() for node in trees.telling(state, "known_by")]
 
 
-def _mark(scale: Any) -> Mark:
+def _mark(scale: object) -> Mark:
     """Return the mark of a tracer; any other array gets a mark that is not kept."""
     found = _MARKS.get(id(scale))
     if found is not None and found[0]() is scale:
@@ -170,13 +170,13 @@ def _mark(scale: Any) -> Mark:
     return _keep(scale, Mark()) if isinstance(scale, Tracer) else Mark()
 
 
-def _keep(scale: Any, mark: Mark) -> Mark:
+def _keep(scale: object, mark: Mark) -> Mark:
     key = id(scale)
     _MARKS[key] = weakref.ref(scale, lambda _: _MARKS.pop(key, None)), mark
     return mark
 
 
-def _enclosing(scale: Any) -> list[Mark]:
+def _enclosing(scale: object) -> list[Mark]:
     """Return the marks of the traces around that of a scale.
 
     If JAX no longer tells the traces around one, more is refused and no more accepted.

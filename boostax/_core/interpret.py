@@ -3,7 +3,7 @@
 
 Code that reads or replays a jaxpr is a rule for one of the walks. Only this module has the names
 that JAX gives to calls, loops and branches, and says how the operands of an equation become the
-inputs of the programs inside, its *bodies*: ``opened`` evaluates an equation by its bodies.
+inputs of the programs inside, its *bodies*.
 
 - ``equations`` lists all equations, also those in bodies, each with a context.
 - ``evaluate`` replays a program on arrays or on any values that stand for arrays.
@@ -30,6 +30,7 @@ from boostax._core import checks, jaxprs
 Operand = TypeVar("Operand")
 Fact = TypeVar("Fact")
 Enter = Callable[[Any, Any], Iterable[Any]]
+PyTree = Any
 
 # The level in ``demand`` of a value that is not used.
 NEVER = -1
@@ -42,40 +43,6 @@ CUSTOM = ("custom_jvp_call", "custom_vjp_call")
 _OTHERS = ("shard_map", "custom_vmap_call", "custom_partitioning", "composite")
 # The body of these takes the operands of the equation and returns its results.
 THROUGH = (*CALLS, *CHECKPOINT, *CUSTOM, *_OTHERS)
-
-
-def opened(
-    eqn: jaxprs.JaxprEqn,
-    operands: list[Any],
-    run: Callable[[jaxprs.ClosedJaxpr, list[Any]], list[Any]],
-    domain: Any,
-) -> Sequence[Any] | None:
-    """Evaluate an equation by evaluating its bodies; ``None`` if it is not in the table.
-
-    Args:
-      eqn: an equation.
-      operands: values of one kind: arrays, or facts about arrays.
-      run: ``run(program, inputs)`` returns the results of a body.
-      domain: evaluates branches and loops on such values, with bodies as functions of them:
-        ``choose(index, branches, operands)``; ``scan(eqn, body, carry, xs)``, whose body takes the
-        carry and one slice of ``xs``; ``loop(test, body, carry)``.
-    """
-    name, params = eqn.primitive.name, eqn.params
-    if name in THROUGH:
-        return run(body_of(eqn), operands)
-    body = lambda program, *first: lambda *rest: run(program, [*first, *rest])  # noqa: E731
-    if name == "cond":
-        index, *rest = operands
-        return domain.choose(index, [body(branch) for branch in params["branches"]], rest)
-    if name == "scan":
-        consts, carry, xs = scan_operands(eqn, operands)
-        return domain.scan(eqn, body(params["jaxpr"], *consts), carry, xs)
-    if name == "while":
-        first, second = params["cond_nconsts"], params["cond_nconsts"] + params["body_nconsts"]
-        test = body(params["cond_jaxpr"], *operands[:first])
-        turn = body(params["body_jaxpr"], *operands[first:second])
-        return domain.loop(test, turn, operands[second:])
-    return None
 
 
 def body_of(eqn: jaxprs.JaxprEqn) -> jaxprs.ClosedJaxpr:
@@ -225,44 +192,40 @@ def flow(
       once: run each loop body once, without a fixed point, and ignore branch indices and loop
         conditions. Otherwise a loop ends only if ascending chains of facts are finite.
     """
-    lattice = _Lattice(join, once)
 
     def run(body: jaxprs.ClosedJaxpr, facts: Sequence[Fact]) -> list[Fact]:
         return evaluate(body, facts, rule, lambda value, aval: nothing)
 
-    def rule(eqn: jaxprs.JaxprEqn, facts: list[Fact]) -> Sequence[Fact]:
-        found = opened(eqn, facts, run, lattice)
-        return transfer(eqn, facts) if found is None else found
-
-    return run(program, inputs)
-
-
-class _Lattice:
-    """The flow of facts through branches and loops."""
-
-    def __init__(self, join: Callable[[Sequence[Any]], Any], once: bool):
-        self._join = join
-        self._once = once
-
-    def choose(self, index: Any, branches: Any, operands: list[Any]) -> list[Any]:
-        deciding = [] if self._once else [index]
-        found = [branch(*operands) for branch in branches]
-        return [self._join([*deciding, *each]) for each in zip(*found, strict=True)]
-
-    def scan(self, eqn: Any, body: Any, carry: list[Any], xs: list[Any]) -> list[Any]:
+    def looped(turn: Callable[[list[Fact]], list[Fact]], carry: list[Fact]) -> list[Fact]:
         while True:
-            found = body(*carry, *xs)
-            if self._once:
+            found = turn(carry)
+            if once:
                 return found
-            grown = [self._join(pair) for pair in zip(carry, found, strict=False)]
+            grown = [join(pair) for pair in zip(carry, found, strict=False)]
             if grown == carry:
                 return [*carry, *found[len(carry) :]]
             carry = grown
 
-    def loop(self, test: Any, body: Any, carry: list[Any]) -> list[Any]:
-        carry = self.scan(None, body, carry, [])
-        deciding = [] if self._once else test(*carry)
-        return [self._join([*deciding, x]) for x in carry]
+    def rule(eqn: jaxprs.JaxprEqn, facts: list[Fact]) -> Sequence[Fact]:
+        name, params = eqn.primitive.name, eqn.params
+        if name in THROUGH:
+            return run(body_of(eqn), facts)
+        if name == "cond":
+            results = [run(branch, facts[1:]) for branch in params["branches"]]
+            deciding = [] if once else facts[:1]
+            return [join([*deciding, *each]) for each in zip(*results, strict=True)]
+        if name == "scan":
+            consts, carry, xs = scan_operands(eqn, facts)
+            return looped(lambda carry: run(params["jaxpr"], [*consts, *carry, *xs]), carry)
+        if name == "while":
+            first, second = params["cond_nconsts"], params["cond_nconsts"] + params["body_nconsts"]
+            consts, body = facts[first:second], params["body_jaxpr"]
+            carry = looped(lambda carry: run(body, [*consts, *carry]), facts[second:])
+            deciding = [] if once else run(params["cond_jaxpr"], [*facts[:first], *carry])
+            return [join([*deciding, x]) for x in carry]
+        return transfer(eqn, facts)
+
+    return run(program, inputs)
 
 
 def demand(jaxpr: jaxprs.Jaxpr, wanted: Sequence[int], transfer: Callable[[Any, int], int]) -> None:
@@ -318,7 +281,7 @@ def _replaced(eqn: Any, rule: Callable[[Any], Sequence[Any] | None]) -> Sequence
 def of_data(
     who: str,
     fn: Callable[[Any, Any, Any], Any],
-    fixed: Any,
+    fixed: PyTree,
     data: tuple[Any, Any],
     allowed: str,
     hint: str,
@@ -333,7 +296,7 @@ def of_data(
     if not arrays:
         raise ValueError(checks.message(who, "args", allowed, data, hint))
 
-    def call(fixed: Any, arrays: dict[int, Any]) -> list[jax.Array]:
+    def call(fixed: PyTree, arrays: dict[int, Any]) -> list[jax.Array]:
         given, named = treedef.unflatten([arrays.get(i, x) for i, x in enumerate(leaves)])
         # A result may also hold names, None and Python numbers.
         return [x for x in jax.tree.leaves(fn(fixed, given, named)) if isinstance(x, jax.Array)]
@@ -367,7 +330,7 @@ def require_readable() -> None:
         raise jaxprs.unreadable("the operands of scan", "constants, carry, xs", parts, danger)
 
 
-def _all_kinds(mesh: Any) -> Callable[[jax.Array], dict[str, Any]]:
+def _all_kinds(mesh: jax.sharding.AbstractMesh) -> Callable[[jax.Array], dict[str, Any]]:
     """Make a function with one equation of each kind, and a sine in each body."""
     by_jvp, by_vjp = jax.custom_jvp(lax.sin), jax.custom_vjp(lax.sin)
     by_jvp.defjvp(lambda primals, tangents: (lax.sin(*primals), *tangents))

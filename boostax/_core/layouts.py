@@ -129,7 +129,7 @@ def named(who: str, name: LayoutName | None) -> Layout:
     return LAYOUTS[name or "linen"]
 
 
-def _classes(node: Any, within: str = "") -> set[str]:
+def _classes(node: object, within: str = "") -> set[str]:
     """Return the names of a module's classes in Equinox, without importing it."""
     prefix = f"equinox.{within}"
     return {kind.__name__ for kind in type(node).__mro__ if kind.__module__.startswith(prefix)}

@@ -66,7 +66,11 @@ def found(state: PyTree) -> list[NoiseScaleState]:
 
 
 def observe(
-    state: NoiseScaleState, small: jax.Array, large: jax.Array, n: jax.Array, decay: Any
+    state: NoiseScaleState,
+    small: jax.Array,
+    large: jax.Array,
+    n: jax.Array,
+    decay: float,
 ) -> NoiseScaleState:
     """Add the estimates of one step to the running means.
 

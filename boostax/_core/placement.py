@@ -28,6 +28,7 @@ import numpy as np
 from jax import lax
 from jax.custom_batching import custom_vmap
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec, Sharding
+from jax.tree_util import PyTreeDef
 
 from boostax._core import axes, checks, trees
 from boostax._core.axes import Groups, in_group
@@ -201,7 +202,7 @@ def on_shards(
 
     @functools.wraps(update)
     def placed(
-        updates: PyTree, state: PyTree, params: PyTree = None, **extra: Any
+        updates: PyTree, state: PyTree, params: PyTree = None, **extra: PyTree
     ) -> tuple[PyTree, PyTree]:
         here = _here()
         if here is None:
@@ -328,11 +329,11 @@ def _apart(tree: PyTree) -> tuple[list[PyTree], list[PyTree], Any]:
     return own, [None if is_per_replica(x) else x for x in leaves], structure
 
 
-def _marked(node: Any) -> bool:
+def _marked(node: object) -> bool:
     return is_per_replica(node) or isinstance(node, PartitionSpec)
 
 
-def _joined(own: list[PyTree], shared: list[PyTree], structure: Any) -> PyTree:
+def _joined(own: list[PyTree], shared: list[PyTree], structure: PyTreeDef) -> PyTree:
     pairs = zip(own, shared, strict=True)
     return structure.unflatten([PerReplica(a) if b is None else b for a, b in pairs])
 
@@ -424,7 +425,7 @@ def on_host(tree: PyTree) -> PyTree:
     return jax.tree.map(fetch, tree)
 
 
-def _is_key(x: Any) -> bool:
+def _is_key(x: object) -> bool:
     return isinstance(x, jax.Array) and jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
 
 

@@ -27,7 +27,7 @@ class ByBlock(NamedTuple):
       scales: a tree like the params.
     """
 
-    scales: Any
+    scales: PyTree
 
 
 class PerReplica(NamedTuple):
@@ -113,7 +113,7 @@ def owns_params(opt_state: PyTree) -> bool:
     return bool(trees.telling(opt_state, "own_params"))
 
 
-def _map_local(fn: Any, state: PyTree) -> PyTree:
+def _map_local(fn: Callable[[Any], Any], state: PyTree) -> PyTree:
     """Apply ``fn`` to the arrays inside every ``PerReplica``."""
     inside = lambda node: jax.tree.map(fn, node) if is_per_replica(node) else node  # noqa: E731
     return jax.tree.map(inside, state, is_leaf=is_per_replica)
@@ -251,7 +251,7 @@ def specs_like(
     def candidates(path: tuple[Any, ...]) -> list[tuple[tuple[int, ...], PartitionSpec]]:
         return [owners[path[i:]] for i in range(len(path) + 1) if path[i:] in owners]
 
-    def owner_spec(path: tuple[Any, ...], leaf: Any) -> PartitionSpec | None:
+    def owner_spec(path: tuple[Any, ...], leaf: jax.Array) -> PartitionSpec | None:
         for shape, spec in candidates(path):
             if shape == leaf.shape:
                 return spec
@@ -260,7 +260,7 @@ def specs_like(
                 return PartitionSpec(None, *spec) if any(spec) else PartitionSpec()
         return None
 
-    def scales_spec(path: tuple[Any, ...], scales: Any) -> PartitionSpec:
+    def scales_spec(path: tuple[Any, ...], scales: jax.Array) -> PartitionSpec:
         """Return the spec of the dimensions that are not cut in blocks."""
         for shape, spec in candidates(path):
             if len(shape) == len(scales.shape):
@@ -269,7 +269,7 @@ def specs_like(
                 return PartitionSpec(*whole) if any(whole) else PartitionSpec()
         return PartitionSpec()
 
-    def spec_of(path: tuple[Any, ...], node: Any) -> PyTree:
+    def spec_of(path: tuple[Any, ...], node: PyTree) -> PyTree:
         if isinstance(node, ByBlock):
             return jax.tree_util.tree_map_with_path(lambda i, x: scales_spec((*path, *i), x), node)
         if is_per_replica(node):
@@ -282,14 +282,14 @@ def specs_like(
         spec = PartitionSpec() if spec is None else spec
         if shared_out is None or not arrays:
             return spec
-        return _shared_out(spec, node, lead, names, shared_out)
+        return _shared_out(spec, node, names, shared_out)
 
     marked = lambda node: is_per_replica(node) or isinstance(node, ByBlock)  # noqa: E731
     return jax.tree_util.tree_map_with_path(spec_of, state, is_leaf=marked)
 
 
 def _shared_out(
-    spec: PartitionSpec, leaf: Any, lead: Any, names: tuple[str, ...], replicas: int
+    spec: PartitionSpec, leaf: jax.Array, names: tuple[str, ...], replicas: int
 ) -> PartitionSpec:
     """Shard the first dimension that is whole and that the replicas divide over them."""
     if spec != without(spec, names):
@@ -299,6 +299,7 @@ def _shared_out(
     dim = next((i for i, size in enumerate(free) if size and size % replicas == 0), None)
     if dim is None:
         return spec
+    lead = names[0] if len(names) == 1 else names
     return PartitionSpec(*entries[:dim], lead, *entries[dim + 1 :])
 
 
@@ -362,7 +363,7 @@ def reshard_state(state: PyTree, replicas: int, *, within: int = 1) -> PyTree:
     # States name the parts that are equal inside a server by a method ``servers()``.
     of_servers = [part for node in trees.telling(state, "servers") for part in node.servers()]
 
-    def moved(node: Any) -> Any:
+    def moved(node: PyTree) -> PyTree:
         if not is_per_replica(node):
             return node
         if any(node is part for part in of_servers):

@@ -18,7 +18,8 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from jax.core import Tracer
-from jax.tree_util import GetAttrKey, register_pytree_node
+from jax.tree_util import GetAttrKey, PyTreeDef, register_pytree_node
+from jax.typing import DTypeLike
 
 from boostax._core import axes, checks, jaxprs
 
@@ -54,7 +55,7 @@ def wide_dtype(x: Any) -> np.dtype[Any]:
     return jnp.promote_types(dtype, jnp.float32) if is_inexact(dtype) else dtype
 
 
-def is_inexact(dtype: Any) -> bool:
+def is_inexact(dtype: DTypeLike) -> bool:
     """Return whether a dtype is floating or complex, so that its arrays have gradients."""
     return bool(jnp.issubdtype(dtype, jnp.inexact))
 
@@ -108,7 +109,7 @@ def as_updates(tree: PyTree, params: PyTree) -> PyTree:
     return jax.tree.map(cast, tree, params, is_leaf=absent)
 
 
-def _is_number(x: Any) -> bool:
+def _is_number(x: object) -> bool:
     """Return whether a leaf is an array or a scalar; a module may also hold functions."""
     return hasattr(x, "dtype") or isinstance(x, (bool, int, float, complex))
 
@@ -133,7 +134,7 @@ def path_name(path: tuple[Any, ...]) -> str:
     return jax.tree_util.keystr(path, simple=True, separator="/")
 
 
-def named(tree: PyTree, is_leaf: Any = None) -> list[tuple[str, Any]]:
+def named(tree: PyTree, is_leaf: Callable[[Any], bool] | None = None) -> list[tuple[str, Any]]:
     """Return the leaves with their paths; see ``path_name``."""
     pairs = jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_leaf)
     return [(path_name(path), leaf) for path, leaf in pairs]
@@ -180,7 +181,7 @@ def require_gradients(tree: PyTree, who: str, *, carried: bool = False) -> None:
             _refuse(who, path, leaf, carried)
 
 
-def _refuse(who: str, path: tuple[Any, ...], leaf: Any, carried: bool) -> None:
+def _refuse(who: str, path: tuple[Any, ...], leaf: object, carried: bool) -> None:
     """Raise the error for a leaf that is no gradient; return if it is one."""
     if overwritten(path) and not carried:
         raise ValueError(
@@ -248,7 +249,7 @@ def arrays(tree: PyTree) -> PyTree:
     return structure.unflatten([flatten(x)[0][0] if _is_variable(x) else x for x in leaves])
 
 
-def _is_variable(node: Any) -> bool:
+def _is_variable(node: object) -> bool:
     return hasattr(node, "__jax_array__") and not isinstance(node, jax.Array)
 
 
@@ -264,8 +265,8 @@ class Pruning(NamedTuple):
       places: for each leaf of the smaller state, its index among the leaves of the larger one.
     """
 
-    whole: Any
-    part: Any
+    whole: PyTreeDef
+    part: PyTreeDef
     places: tuple[int, ...]
 
     def take(self, state: PyTree) -> PyTree:
@@ -315,7 +316,7 @@ class Replay(NamedTuple):
     """The traced program of a function; a call evaluates it on arguments of the same types."""
 
     program: jaxprs.ClosedJaxpr
-    structure: Any
+    structure: PyTreeDef
 
     def __call__(self, *args: PyTree) -> PyTree:
         leaves = jaxprs.jaxpr_as_fun(self.program)(*jax.tree.leaves(args))
@@ -336,7 +337,7 @@ def trace_once(fn: Callable[..., PyTree], *args: PyTree) -> tuple[Replay, PyTree
 class _Aside:
     """A node without leaves that holds a constant, so that JAX does not see it."""
 
-    def __init__(self, leaf: Any):
+    def __init__(self, leaf: object):
         self.leaf = leaf
 
     def __eq__(self, other: object) -> bool:
@@ -350,12 +351,12 @@ register_pytree_node(_Aside, lambda node: ((), node), lambda node, _: node)
 _is_aside: Callable[[Any], bool] = _Aside.__instancecheck__
 
 
-def is_array(leaf: Any) -> bool:
+def is_array(leaf: object) -> bool:
     """Return whether a leaf is an array; a dtype such as ``jnp.float32`` is none."""
     return not isinstance(leaf, type) and hasattr(leaf, "shape") and hasattr(leaf, "dtype")
 
 
-def is_none(node: Any) -> bool:
+def is_none(node: object) -> bool:
     """Return whether a node is ``None``."""
     return node is None
 
@@ -369,7 +370,7 @@ def aside(params: PyTree) -> PyTree:
     leaves = jax.tree.leaves(params)
     arrays, traced = any(map(is_array, leaves)), any(isinstance(x, Tracer) for x in leaves)
 
-    def constant(x: Any) -> bool:
+    def constant(x: object) -> bool:
         if isinstance(x, int):
             return arrays
         return not is_array(x) and (traced or not isinstance(x, (float, complex)))
@@ -422,7 +423,7 @@ def _each(tree: PyTree, fn: Callable[[_Aside], Any]) -> PyTree:
 MODULE = "jax.experimental.sparse"
 
 
-def _is_sparse(node: Any) -> bool:
+def _is_sparse(node: object) -> bool:
     return MODULE in sys.modules and isinstance(node, sys.modules[MODULE].JAXSparse)
 
 
@@ -450,7 +451,7 @@ def require_dense(tree: PyTree, who: str, what: str = "gradients") -> None:
             _refuse_sparse(who, what, "dense arrays", path, x)
 
 
-def _refuse_sparse(who: str, what: str, allowed: str, path: Any, x: Any) -> None:
+def _refuse_sparse(who: str, what: str, allowed: str, path: tuple[Any, ...], x: object) -> None:
     name = path_name(path) or "the root"
     raise TypeError(
         f"{who}: {what} must be {allowed}, got {type(x).__name__} at {name!r}. Convert with "
