@@ -121,7 +121,7 @@ class GatedUpdate:
 
 
 def gated(
-    init: Callable[[PyTree], Any], step: Step, flush: Flush
+    init: optax.TransformInitFn, step: Step, flush: Flush
 ) -> optax.GradientTransformationExtraArgs:
     """Make a transformation of its ``init`` and the ``step`` and ``flush`` of its gate."""
     return optax.GradientTransformationExtraArgs(init, GatedUpdate(step, flush))

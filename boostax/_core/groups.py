@@ -83,7 +83,7 @@ def prefix_groups(
     return treedef.unflatten(labels)
 
 
-def as_groups(who: str, groups: object, params: PyTree) -> PyTree:
+def as_groups(who: str, groups: Any, params: PyTree) -> PyTree:
     """Return a tree like ``params`` of the ints 0, 1, ... without a gap.
 
     Args:
@@ -118,7 +118,7 @@ def as_groups(who: str, groups: object, params: PyTree) -> PyTree:
     return treedef.unflatten(numbers)
 
 
-def leaf_groups(who: str, groups: object, params: PyTree) -> tuple[list[int], int]:
+def leaf_groups(who: str, groups: Any, params: PyTree) -> tuple[list[int], int]:
     """Return the group of each leaf that is not masked, and the number of groups.
 
     A masked leaf has a label too, so that the groups do not depend on which leaves train.
@@ -133,7 +133,7 @@ def leaf_groups(who: str, groups: object, params: PyTree) -> tuple[list[int], in
     return kept, group_count(labels, groups)
 
 
-def group_count(labels: PyTree, groups: object = None) -> int:
+def group_count(labels: PyTree, groups: Any = None) -> int:
     """Return the number of groups in a tree that ``as_groups`` made of ``groups``.
 
     Without params, as ``optax.tree.map_params`` calls ``init``, it is read from ``groups``. If that
@@ -330,7 +330,7 @@ def _own_order(node: PyTree, path: tuple[Any, ...] = ()) -> Iterator[tuple[tuple
         yield from _own_order(child, (*path, key))
 
 
-def _natural(key: object) -> list[str | int]:
+def _natural(key: Any) -> list[str | int]:
     """Return a sort key for a dict's keys, with numbers as numbers; the same for other children."""
     parts = re.split(r"(\d+)", str(key.key)) if isinstance(key, DictKey) else []
     return [int(part) if i % 2 else part for i, part in enumerate(parts)]
@@ -341,7 +341,7 @@ def _prefixes(name: str) -> list[str]:
 
 
 def _reordered(
-    who: str, layers: dict[Any, list[int]], names: list[str], order: Sequence[str]
+    who: str, layers: dict[Any, list[int]], names: list[str], order: Any
 ) -> dict[Any, list[int]]:
     """Return the layers by the first entry of ``order`` that matches one of their leaves."""
     allowed = "path names or prefixes of them, in the order of the forward pass"
@@ -391,7 +391,7 @@ def _are_patterns(groups: object) -> bool:
     return isinstance(groups, (list, tuple)) and any(isinstance(x, str) for x in found)
 
 
-def _are_names(groups: object) -> bool:
+def _are_names(groups: Any) -> bool:
     pairs = groups.items() if isinstance(groups, dict) else ()
     return bool(pairs) and all(isinstance(k, str) and isinstance(x, int) for k, x in pairs)
 
@@ -408,7 +408,7 @@ def _named(who: str, groups: dict[str, int], names: list[str]) -> list[int]:
     return [numbers[i] for i in found]
 
 
-def _matched(who: str, groups: object, names: list[str]) -> list[int]:
+def _matched(who: str, groups: Any, names: list[str]) -> list[int]:
     labels: dict[str, int] = {}
     patterns: dict[str, str] = {}
     for i, entry in enumerate(groups):
@@ -434,7 +434,7 @@ def matches(name: str, pattern: str) -> bool:
     return fnmatch.fnmatchcase(name, pattern) or fnmatch.fnmatchcase(name, f"{pattern}/*")
 
 
-def _number(who: str, label: object, name: str) -> int:
+def _number(who: str, label: Any, name: str) -> int:
     try:
         if isinstance(label, bool):
             raise TypeError

@@ -75,7 +75,7 @@ def assume_scaled(grads: Grads, opt_state: PyTree) -> Grads:
     return grads
 
 
-def crossed(scales: jax.Array) -> None:
+def crossed(scales: object) -> None:
     """Mark the scales of groups as used by a boundary between two groups."""
     for mark in [_mark(scales), *_enclosing(scales)]:
         mark.crossed = True

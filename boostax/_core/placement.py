@@ -28,7 +28,6 @@ import numpy as np
 from jax import lax
 from jax.custom_batching import custom_vmap
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec, Sharding
-from jax.tree_util import PyTreeDef
 
 from boostax._core import axes, checks, trees
 from boostax._core.axes import Groups, in_group
@@ -333,7 +332,7 @@ def _marked(node: object) -> bool:
     return is_per_replica(node) or isinstance(node, PartitionSpec)
 
 
-def _joined(own: list[PyTree], shared: list[PyTree], structure: PyTreeDef) -> PyTree:
+def _joined(own: list[PyTree], shared: list[PyTree], structure: Any) -> PyTree:
     pairs = zip(own, shared, strict=True)
     return structure.unflatten([PerReplica(a) if b is None else b for a, b in pairs])
 

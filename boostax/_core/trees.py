@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from jax.core import Tracer
-from jax.tree_util import GetAttrKey, PyTreeDef, register_pytree_node
+from jax.tree_util import GetAttrKey, register_pytree_node
 from jax.typing import DTypeLike
 
 from boostax._core import axes, checks, jaxprs
@@ -265,8 +265,8 @@ class Pruning(NamedTuple):
       places: for each leaf of the smaller state, its index among the leaves of the larger one.
     """
 
-    whole: PyTreeDef
-    part: PyTreeDef
+    whole: Any
+    part: Any
     places: tuple[int, ...]
 
     def take(self, state: PyTree) -> PyTree:
@@ -316,7 +316,7 @@ class Replay(NamedTuple):
     """The traced program of a function; a call evaluates it on arguments of the same types."""
 
     program: jaxprs.ClosedJaxpr
-    structure: PyTreeDef
+    structure: Any
 
     def __call__(self, *args: PyTree) -> PyTree:
         leaves = jaxprs.jaxpr_as_fun(self.program)(*jax.tree.leaves(args))
