@@ -24,7 +24,9 @@ REDUCTIONS: dict[str, Callable[[Any], Any]] = {
     "top_k": lambda axis: boostax.top_k_reduce(axis, 0.25),
     "int8": lambda axis: boostax.int8_reduce(axis, rounding="stochastic"),
     # Leaves of 24, 8 and 1: a step is sparse or dense as it comes.
-    "threshold": lambda axis: boostax.reduce.threshold_reduce(axis, 1.5, capacity=0.25, relative=True),
+    "threshold": lambda axis: boostax.reduce.threshold_reduce(
+        axis, 1.5, capacity=0.25, relative=True
+    ),
     "top_k_blocks": lambda axis: boostax.top_k_reduce(axis, {0: 0.5, 2: 0.25}, block=8),
     "power_sgd": lambda axis: boostax.reduce.power_sgd_reduce(axis, 1),
 }
