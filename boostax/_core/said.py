@@ -36,12 +36,7 @@ def reduction(factory: Factory) -> Factory:
         who, given = factory.__name__, signature.bind(*args, **kwargs)
         if given.arguments.get("axis_name") is not None:
             tx = factory(*args, **kwargs)
-
-            def told(params: PyTree) -> Made:
-                _reduced(_description(tx).axes, who)
-                return tx
-
-            return _delayed(tx, told)
+            return _delayed(tx, functools.partial(_reducing, tx, who))
         within = given.arguments.get("within")
         inside = within if isinstance(within, tuple) else (within,)
         known: dict[tuple[str, ...], Made] = {}
@@ -50,10 +45,9 @@ def reduction(factory: Factory) -> Factory:
             over = axes.said()
             hint = f"Name it, {who}('data'), or leave it to make_train_step or on_mesh around it."
             checks.require(who, "axis_name", None, "a mesh axis", bool(over), hint)
-            _reduced(over, who)
             if over not in known:
                 known[over] = _called(factory, given, [x for x in over if x not in inside])
-            return known[over]
+            return _reducing(known[over], who)
 
         return _delayed(_called(factory, given, axes.LATER), bound)
 
@@ -122,15 +116,19 @@ def _description(tx: Made) -> Description:
     return tx.update.description  # type: ignore[attr-defined]
 
 
-def _reduced(over: tuple[str, ...], who: str) -> None:
-    """Tell the gates around over which axes something reduces; refuse others than are bound."""
+def _reducing(tx: Made, who: str, params: PyTree = None) -> Made:
+    """Tell the gates around a reduction over which axes it reduces; refuse axes not bound."""
+    del params
     bound, heard = axes.said(), _HEARD.get()
+    description: Any = tx.update.description  # type: ignore[attr-defined]
+    over = description.axes
     if bound not in ((), axes.LATER) and not set(over) <= set(bound):
         allowed = f"among the axes of the step around it, {bound}"
         hint = "Leave it out: the step names its own."
         raise ValueError(checks.message(who, "axis_name", allowed, over, hint))
     if heard is not None:
         heard.update(over)
+    return tx
 
 
 def _reduced_inside(tx: Made, params: PyTree) -> set[str]:

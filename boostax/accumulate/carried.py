@@ -20,8 +20,7 @@ import optax
 from jax import lax
 
 from boostax._core import axes, checks, gate, said, trees
-from boostax._core.describe import describe
-from boostax._core.extras import elsewhere
+from boostax._core.describe import describe, elsewhere
 from boostax._core.gate import Pending
 
 PyTree = Any

@@ -22,11 +22,10 @@ import optax
 from jax.tree_util import DictKey, GetAttrKey, SequenceKey
 
 from boostax._core import axes, checks, trees
-from boostax._core.describe import Holds
+from boostax._core.describe import Holds, variants_of
 from boostax._core.finite import stays_finite, usable
 from boostax._core.gate import Pending
 from boostax._core.replicas import PerReplica, spread_anew
-from boostax._core.variants import variants_of
 from boostax.accumulate.window import AccumulateState, Window
 from boostax.precision.loss_scale import LossScaleState
 from boostax.precision.store import StoreState, narrowed, widened

@@ -17,10 +17,8 @@ import optax
 from jax.sharding import AbstractMesh, AxisType, PartitionSpec
 
 from boostax._core import axes, checks, costs, jaxprs, replicas
-from boostax._core.describe import Reduction
-from boostax._core.extras import asked
+from boostax._core.describe import Reduction, asked, variants_of
 from boostax._core.handshake import assume_scaled
-from boostax._core.variants import variants_of
 from boostax.chain.orders import Finding
 from boostax.chain.parts import follow, read
 from boostax.chain.roles import UNKNOWN

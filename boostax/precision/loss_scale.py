@@ -301,8 +301,17 @@ def loss_scale(opt_state: PyTree) -> jax.Array:
       >>> float(boostax.precision.loss_scale(tx.init(jnp.zeros(3))))
       65536.0
     """
-    found = one_scaler("loss_scale", opt_state)
-    return jnp.ones((), jnp.float32) if found is None else found.scale
+    return scales("loss_scale", opt_state)[0]
+
+
+def scales(who: str, opt_state: PyTree) -> tuple[jax.Array, jax.Array | None]:
+    """Return the scale of the loss, and those of groups if the scaler has several."""
+    found = one_scaler(who, opt_state)
+    if found is None:
+        return jnp.ones((), jnp.float32), None
+    of_groups = getattr(found, "scales", None)
+    handshake.hand_on(found.known_by(), of_groups)
+    return found.scale, of_groups
 
 
 def one_scaler(who: str, opt_state: PyTree) -> Any:

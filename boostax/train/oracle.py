@@ -15,14 +15,13 @@ from jax.core import Tracer
 from jax.custom_batching import custom_vmap
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-from boostax._core import axes, bcoo, checks, constants, costs, handshake, jaxprs, trees
+from boostax._core import axes, checks, handshake, jaxprs, trees
 from boostax._core.replicas import PerReplica, is_per_replica, without
 from boostax.accumulate import carried
 from boostax.accumulate.aux import Aux, as_aux, as_given, divide, drop_empty, own_of, weigh
 from boostax.accumulate.microbatch import Count, microbatch, require_count, stacked_count
 from boostax.freeze.stages import Choice, staged
-from boostax.precision.group_state import group_scales
-from boostax.precision.loss_scale import loss_scale
+from boostax.precision.loss_scale import scales as scales_of
 from boostax.precision.policy import Policy, as_policy
 
 PyTree = Any
@@ -109,7 +108,7 @@ def value_and_grad(
 
     @functools.wraps(loss_fn)
     def of_model(params: PyTree, *args: Any, **kwargs: Any) -> Any:
-        return loss_fn(constants.restored(params), *args, **kwargs)
+        return loss_fn(trees.restored(params), *args, **kwargs)
 
     computed = of_model if precision is None else precision.compute(of_model)
     return Oracle(loss_fn, computed, names, count, has_aux, jnp.dtype(accumulator_dtype), mesh)
@@ -157,30 +156,30 @@ class Oracle:
         hint = "What is more than a tree of rows goes into a tuple, or into the loss itself."
         checks.require(_WHO, "arguments", got, allowed, fits, hint if batch else _ROWS, TypeError)
         (given_batch,) = batch
-        whole, params = params, constants.aside(params)
+        whole, params = params, trees.aside(params)
         said: PyTree = True
         if active is not True:
             own = is_per_replica(params)
             apart = params.local if own else params
             if isinstance(active, Choice):
                 at, options = active
-                active = Choice(at, tuple(constants.of_arrays(x, apart) for x in options))
+                active = Choice(at, tuple(trees.of_arrays(x, apart) for x in options))
             else:
                 said = _active(active, whole.local if own else whole)
-                active = constants.of_arrays(said, apart)
+                active = trees.of_arrays(said, apart)
         if self.mesh is None:
             axes.require_bound(self.names, _WHO, hint="in plain jit pass the mesh, too: mesh=.")
         else:
             _require_trainable(params, active)
             if self.rows[0] is None:
                 stacked_count(given_batch, _WHO, least=2)
-        scale, scales = loss_scale(opt_state), group_scales(opt_state)
+        scale, scales = scales_of("loss_scale", opt_state)
         rules = carried.declared(opt_state, params, _WHO)
         given = _given(kwargs | {"scales": scales})
         with handshake.scaling(opt_state):
             if self.mesh is None:
                 value, grads = self._local(params, given_batch, scale, given, active, rules)
-                return value, constants.without_gradient(grads, said)
+                return value, trees.without_gradient(grads, said)
 
             at, options = active if isinstance(active, Choice) else (None, ())
             given_aux: PyTree = Aux()
@@ -200,19 +199,19 @@ class Oracle:
             run = self._mapped(each, (PartitionSpec(), PartitionSpec(self.names)))
             (loss, told), (own, grads) = run(params, given_batch, given, scale, at)
         aux = as_given(told, PerReplica(own), given_aux)
-        grads = PerReplica(constants.without_gradient(grads, said))
+        grads = PerReplica(trees.without_gradient(grads, said))
         return ((loss, aux) if self.has_aux else loss), grads
 
     def loss_at(self, batch: PyTree, **kwargs: Any) -> Callable[[PyTree], jax.Array]:
         """The loss of a batch as a function of the params."""
         args = batch, _given(kwargs)
         if not self.names:
-            return lambda params: self._loss(constants.aside(params), *args)
+            return lambda params: self._loss(trees.aside(params), *args)
         both = self._loss, self._slope
         if self.mesh is not None:
             both = (_outside(self._mapped(fn, PartitionSpec())) for fn in both)
         loss = _differentiable(*both, args)
-        return lambda params: loss(constants.aside(params))
+        return lambda params: loss(trees.aside(params))
 
     def _local(
         self,
@@ -391,7 +390,7 @@ def _replayed(fn: Callable[[PyTree], Any], names: tuple[str, ...], trained: PyTr
     not.
     """
     program, shapes = jax.make_jaxpr(fn, return_shape=True)(trained)
-    inside = costs.axes_transposed(program) & frozenset(names)
+    inside = axes.of_transposes(program) & frozenset(names)
     if inside:
         raise ValueError(
             "value_and_grad: loss_fn must not differentiate a sum or mean over the replicas itself "
@@ -432,7 +431,7 @@ def _require_uncrossed(
     def look(trained: PyTree) -> tuple[()]:
         nonlocal crossed
         _, tangent = jax.linearize(fn, trained)
-        crossed = costs.axes_fed(jax.make_jaxpr(tangent)(trained)) & frozenset(names)
+        crossed = axes.of_gradients(jax.make_jaxpr(tangent)(trained)) & frozenset(names)
         return ()
 
     jax.eval_shape(look, params if isinstance(active, Choice) else trees.masked(params, active))
@@ -455,11 +454,11 @@ def _active(active: PyTree, params: PyTree) -> PyTree:
 
     def of_part(keep: Any, part: PyTree) -> Any:
         # Of a model that is filtered for its arrays there is nothing to say of the rest.
-        trained = any(map(constants.is_array, jax.tree.leaves(part)))
+        trained = any(map(trees.is_array, jax.tree.leaves(part)))
         return True if keep is None and not trained else keep
 
     try:
-        active = jax.tree.map(of_part, active, params, is_leaf=constants.is_none)
+        active = jax.tree.map(of_part, active, params, is_leaf=trees.is_none)
         return jax.tree.broadcast(active, params)
     except ValueError as error:
         allowed += ", or a prefix of one"
@@ -469,7 +468,7 @@ def _active(active: PyTree, params: PyTree) -> PyTree:
 def _require_trainable(params: PyTree, active: Any) -> None:
     """Refuse what is differentiated and cannot be: integers, bools, PRNG keys."""
     trained = params if isinstance(active, Choice) else trees.masked(params, active)
-    bcoo.require(trained, "value_and_grad", "params")
+    trees.require_dense(trained, "value_and_grad", "params")
     for path, x in jax.tree_util.tree_leaves_with_path(trained):
         dtype = getattr(x, "dtype", None)
         if not (isinstance(x, (float, complex)) if dtype is None else trees.is_inexact(dtype)):
