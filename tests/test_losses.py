@@ -63,7 +63,10 @@ def equinox_gru():
 
 def chunked(p, b):
     h = jnp.tanh(b["x"] @ p["e"]).swapaxes(0, 1)
-    body = lambda total, c: (total + cross_entropy(c[0] @ p["u"], c[1]).sum(), None)
+
+    def body(total, c):
+        return (total + cross_entropy(c[0] @ p["u"], c[1]).sum(), None)
+
     return lax.scan(body, jnp.zeros(()), (h, b["y"].swapaxes(0, 1)))[0] / b["y"].size
 
 
@@ -74,17 +77,29 @@ def ctc(p, b):
 
 
 def ode(p, b):
-    flow = lambda h, t: jnp.tanh(h @ p["e"]) - h
+    def flow(h, t):
+        return jnp.tanh(h @ p["e"]) - h
+
     return jnp.mean(odeint(flow, b["x"][:, 0], jnp.linspace(0.0, 0.5, 3))[-1] ** 2)
 
 
 def fixed_point(p, b):
     """By a while loop, with the gradient of one turn at the end."""
-    turn = lambda h: 0.3 * jnp.tanh(h @ p["e"]) + b["x"][:, 0]
-    going = lambda carry: (carry[1] > 1e-3) & (carry[2] < 50)
-    moved = lambda h: (turn(h), jnp.abs(turn(h) - h).max())
+
+    def turn(h):
+        return 0.3 * jnp.tanh(h @ p["e"]) + b["x"][:, 0]
+
+    def going(carry):
+        return (carry[1] > 1e-3) & (carry[2] < 50)
+
+    def moved(h):
+        return (turn(h), jnp.abs(turn(h) - h).max())
+
     start = jnp.zeros((b["x"].shape[0], WIDTH)), jnp.ones(()), 0
-    step = lambda carry: lax.stop_gradient((*moved(carry[0]), carry[2] + 1))
+
+    def step(carry):
+        return lax.stop_gradient((*moved(carry[0]), carry[2] + 1))
+
     h = lax.stop_gradient(lax.while_loop(going, step, lax.stop_gradient(start))[0])
     return jnp.mean(turn(h) ** 2)
 
@@ -92,13 +107,19 @@ def fixed_point(p, b):
 def root(p, b):
     """The root of h = 0.3 tanh(w h + x), by Newton's method and the implicit function."""
     w, x = jnp.mean(p["e"]), b["x"][:, 0, 0]
-    residual = lambda h: h - 0.3 * jnp.tanh(w * h + x)
+
+    def residual(h):
+        return h - 0.3 * jnp.tanh(w * h + x)
 
     def solve(f, start):
-        newton = lambda _, h: h - f(h) / (jax.jvp(f, (h,), (jnp.ones_like(h),))[1])
+        def newton(_, h):
+            return h - f(h) / (jax.jvp(f, (h,), (jnp.ones_like(h),))[1])
+
         return lax.fori_loop(0, 8, newton, start)
 
-    linear = lambda g, y: y / g(jnp.ones_like(y))
+    def linear(g, y):
+        return y / g(jnp.ones_like(y))
+
     return jnp.mean(lax.custom_root(residual, jnp.zeros_like(x), solve, linear) ** 2)
 
 
@@ -106,7 +127,10 @@ def sinkhorn(p, b):
     def of_row(x):
         cost = jnp.tanh(x @ p["e"])
         kernel = jnp.exp(cost)
-        scale = lambda _, uv: (1 / (kernel @ uv[1]), 1 / (kernel.T @ uv[0]))
+
+        def scale(_, uv):
+            return (1 / (kernel @ uv[1]), 1 / (kernel.T @ uv[0]))
+
         u, v = lax.fori_loop(0, 6, scale, (jnp.ones(TIME), jnp.ones(WIDTH)))
         return jnp.sum(u[:, None] * kernel * v * cost)
 
@@ -178,7 +202,9 @@ def test_a_recurrent_module_of_nnx_draws_its_carry_on_a_mesh(mesh):
 
     @nnx.jit
     def step(model, optimizer, x):
-        loss = lambda model, x: jnp.mean(model(x) ** 2)
+        def loss(model, x):
+            return jnp.mean(model(x) ** 2)
+
         value, grads = optimizer.value_and_grad(loss)(model, x)
         optimizer.update(model, grads)
         return value

@@ -20,7 +20,8 @@ import optax
 
 from boostax._core import axes, checks, said, trees
 from boostax._core.describe import Holds, first_line
-from boostax._core.gate import Pending, by_rule, counted
+from boostax._core.gate import Pending, counted
+from boostax._core.rule import by_rule
 
 PyTree = Any
 _WHO = "skip_spikes"

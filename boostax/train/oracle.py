@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.core import Tracer
 from jax.custom_batching import custom_vmap
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
@@ -102,125 +103,44 @@ def value_and_grad(
       >>> f(jnp.float32(1.0), state, jnp.ones(4))
       (Array(1., dtype=float32), Array(128., dtype=float32))
     """
+    count, precision = require_count(_WHO, microbatches), as_policy(_WHO, policy)
     names = axes.canonical(_WHO, axis_name)
-    count = require_count(_WHO, microbatches)
-    precision = as_policy(_WHO, policy)
 
     @functools.wraps(loss_fn)
     def of_model(params: PyTree, *args: Any, **kwargs: Any) -> Any:
         return loss_fn(trees.restored(params), *args, **kwargs)
 
-    fn = of_model if precision is None else precision.compute(of_model)
-
-    def computed(trained: PyTree, params: PyTree, batch: PyTree, kwargs: Any) -> Any:
-        def loss_and_aux(trained: PyTree) -> tuple[jax.Array, PyTree]:
-            _require_taken(loss_fn, kwargs)
-            whole = trees.unmasked(trained, params)
-            return _loss_and_aux(fn(whole, batch, **kwargs), has_aux)
-
-        return loss_and_aux(trained) if mesh is None else _replayed(loss_and_aux, names, trained)
-
-    def evaluate(
-        active: PyTree,
-        rules: carried.Rules,
-        params: PyTree,
-        batch: PyTree,
-        scale: jax.Array,
-        **kwargs: Any,
-    ) -> tuple[PyTree, PyTree]:
-        def scaled_loss(trained: PyTree) -> tuple[jax.Array, tuple[jax.Array, PyTree]]:
-            loss, aux = computed(trained, params, batch, kwargs)
-            # One that the replicas have averaged themselves is equal on all by type. Its gradient
-            # would be that of one replica's copy of it, 1/n of what JAX makes where nothing is
-            # typed: each replica has a copy, and their mean is what is differentiated.
-            loss = axes.to_varying(loss, names)
-            return loss * scale.astype(loss.dtype), (loss, aux)
-
-        grads, (loss, aux) = _grad(scaled_loss, params, active)
-        weight = as_aux(aux).weight
-        if weight is not None:
-            _require_uncrossed(lambda trained: scaled_loss(trained)[0], params, active, names)
-            # A mean over no tokens is 0/0: no overflow, and no reason to lower the scale.
-            new = carried.unless_empty(grads, params, rules, weight)
-            loss, grads = drop_empty((loss, carried.without(grads, new)), jnp.asarray(weight))
-            grads = carried.put(grads, new)
-        return (loss, aux), grads
-
-    def local(
-        params: PyTree,
-        batch: PyTree,
-        scale: jax.Array,
-        given: dict[str, Any],
-        active: PyTree,
-        rules: carried.Rules,
-    ) -> tuple[Any, PyTree]:
-        active = _active(active, params)
-        _require_trainable(params, active)
-        sliced = microbatch(
-            functools.partial(evaluate, active, rules),
-            count,
-            has_aux=True,
-            accumulator_dtype=accumulator_dtype,
-            rules=rules,
-        )
-        # What a model records of cotangents is to be that of the whole batch, however it is cut.
-        parts = 1
-        if rules:
-            slices = stacked_count(batch, _WHO) if count == "stacked" else count
-            parts = slices * (axes.size(names) if names else 1)
-        scale = scale / parts if parts > 1 else scale
-        (loss, aux), grads = sliced(axes.to_varying(params, names), batch, scale, **given)
-        new = carried.values(grads, carried.resolve(rules, grads))
-        grads = carried.without(grads, new)
-        if parts > 1:
-            grads = jax.tree.map(lambda g: g * parts, grads)
-        if names:
-            loss, aux, grads = _over_replicas(loss, aux, grads, names)
-        grads = carried.put(grads, new)
-        return ((loss, aux) if has_aux else loss), grads
-
-    def forward(params: PyTree, batch: PyTree, **kwargs: Any) -> tuple[PyTree, tuple[()]]:
-        loss, aux = computed(params, params, batch, kwargs)
-        weight = as_aux(aux).weight
-        if weight is not None:
-            loss = drop_empty(loss, jnp.asarray(weight))
-        return (loss, Aux(weight)), ()
-
-    def loss_of(params: PyTree, batch: PyTree, given: dict[str, Any]) -> jax.Array:
-        sliced = microbatch(forward, count, has_aux=True)
-        (loss, aux), _ = sliced(axes.to_varying(params, names), batch, **given)
-        return _over_replicas(loss, aux, (), names)[0] if names else loss
-
-    def slope_of(params: PyTree, batch: PyTree, given: dict[str, Any]) -> PyTree:
-        _, grads = local(params, batch, jnp.ones(()), given, True, {})
-        return jax.tree.map(lambda g: axes.mean(g, names), trees.at_least_float32(grads))
-
-    rows = PartitionSpec(None, names) if count == "stacked" else PartitionSpec(names)
-    return Oracle(names, rows, local, loss_of, slope_of, has_aux, mesh)
+    computed = of_model if precision is None else precision.compute(of_model)
+    return Oracle(loss_fn, computed, names, count, has_aux, jnp.dtype(accumulator_dtype), mesh)
 
 
 @dataclasses.dataclass(frozen=True)
 class Oracle:
-    """What ``value_and_grad`` returns: see there.
+    """The gradient function that ``value_and_grad`` returns.
 
     Attributes:
+      loss_fn: the loss as it was given.
+      computed: the loss under the policy.
       names: the replica axes.
-      rows: the spec of a batch.
-      local: gradients and loss of one replica, from the scale and what the loss is given besides.
-      loss_of: the loss alone.
-      slope_of: its gradient, the mean over the replicas.
+      count: micro-batches of a call.
       has_aux: see ``value_and_grad``.
-      mesh: over whose replica axes alone it is mapped, on global arrays; ``None`` where it is
+      accumulator_dtype: of the sum over micro-batches.
+      mesh: over whose replica axes alone the loss is mapped, on global arrays; ``None`` where it is
         called within a mapped function, or on one device.
     """
 
+    loss_fn: Callable[..., Any]
+    computed: Callable[..., Any]
     names: tuple[str, ...]
-    rows: PartitionSpec
-    local: Callable[..., tuple[Any, PyTree]]
-    loss_of: Callable[..., jax.Array]
-    slope_of: Callable[..., PyTree]
+    count: Count
     has_aux: bool
+    accumulator_dtype: np.dtype[Any]
     mesh: Mesh | None = None
+
+    @property
+    def rows(self) -> PartitionSpec:
+        """Return the spec of a batch."""
+        return PartitionSpec(*[None] * (self.count == "stacked"), self.names)
 
     def __call__(
         self,
@@ -258,7 +178,7 @@ class Oracle:
         given = _given(kwargs | {"scales": scales})
         with handshake.scaling(opt_state):
             if self.mesh is None:
-                value, grads = self.local(params, given_batch, scale, given, active, rules)
+                value, grads = self._local(params, given_batch, scale, given, active, rules)
                 return value, trees.without_gradient(grads, said)
 
             at, options = active if isinstance(active, Choice) else (None, ())
@@ -270,7 +190,7 @@ class Oracle:
                 nonlocal given_aux
                 handshake.hand_on(scales, given.get("scales"))
                 chosen = active if at is None else Choice(at, options)
-                value, grads = self.local(params, batch, scale, given, chosen, rules)
+                value, grads = self._local(params, batch, scale, given, chosen, rules)
                 loss, given_aux = value if self.has_aux else (value, Aux())
                 stackable = functools.partial(jnp.expand_dims, axis=0)
                 stacked = jax.tree.map(stackable, (own_of(given_aux), grads))
@@ -286,12 +206,103 @@ class Oracle:
         """The loss of a batch as a function of the params."""
         args = batch, _given(kwargs)
         if not self.names:
-            return lambda params: self.loss_of(trees.aside(params), *args)
-        both = self.loss_of, self.slope_of
+            return lambda params: self._loss(trees.aside(params), *args)
+        both = self._loss, self._slope
         if self.mesh is not None:
             both = (_outside(self._mapped(fn, PartitionSpec())) for fn in both)
         loss = _differentiable(*both, args)
         return lambda params: loss(trees.aside(params))
+
+    def _local(
+        self,
+        params: PyTree,
+        batch: PyTree,
+        scale: jax.Array,
+        given: dict[str, Any],
+        active: PyTree,
+        rules: carried.Rules,
+    ) -> tuple[Any, PyTree]:
+        """Return the loss and the gradient of one replica; see ``value_and_grad``."""
+        active, names = _active(active, params), self.names
+        _require_trainable(params, active)
+        evaluate = functools.partial(self._evaluated, active, rules)
+        how: Any = {"accumulator_dtype": self.accumulator_dtype, "rules": rules}
+        sliced = microbatch(evaluate, self.count, has_aux=True, **how)
+        # What a model records of cotangents is to be that of the whole batch, however it is cut.
+        parts = 1
+        if rules:
+            slices = stacked_count(batch, _WHO) if self.count == "stacked" else self.count
+            parts = slices * (axes.size(names) if names else 1)
+        scale = scale / parts if parts > 1 else scale
+        (loss, aux), grads = sliced(axes.to_varying(params, names), batch, scale, **given)
+        new = carried.values(grads, carried.resolve(rules, grads))
+        grads = carried.without(grads, new)
+        if parts > 1:
+            grads = jax.tree.map(lambda g: g * parts, grads)
+        if names:
+            loss, aux, grads = _over_replicas(loss, aux, grads, names)
+        grads = carried.put(grads, new)
+        return ((loss, aux) if self.has_aux else loss), grads
+
+    def _evaluated(
+        self,
+        active: PyTree,
+        rules: carried.Rules,
+        params: PyTree,
+        batch: PyTree,
+        scale: jax.Array,
+        **kwargs: Any,
+    ) -> tuple[PyTree, PyTree]:
+        """Return the loss and the gradient of one micro-batch."""
+
+        def scaled_loss(trained: PyTree) -> tuple[jax.Array, tuple[jax.Array, PyTree]]:
+            loss, aux = self._loss_and_aux(trained, params, batch, kwargs)
+            # One that the replicas have averaged themselves is equal on all by type. Its gradient
+            # would be that of one replica's copy of it, 1/n of what JAX makes where nothing is
+            # typed: each replica has a copy, and their mean is what is differentiated.
+            loss = axes.to_varying(loss, self.names)
+            return loss * scale.astype(loss.dtype), (loss, aux)
+
+        grads, (loss, aux) = _grad(scaled_loss, params, active)
+        weight = as_aux(aux).weight
+        if weight is not None:
+            _require_uncrossed(lambda x: scaled_loss(x)[0], params, active, self.names)
+            # A mean over no tokens is 0/0: no overflow, and no reason to lower the scale.
+            new = carried.unless_empty(grads, params, rules, weight)
+            loss, grads = drop_empty((loss, carried.without(grads, new)), jnp.asarray(weight))
+            grads = carried.put(grads, new)
+        return (loss, aux), grads
+
+    def _loss_and_aux(self, trained: PyTree, params: PyTree, batch: PyTree, kwargs: Any) -> Any:
+        """Return what the loss does, of params some of which are trained."""
+
+        def of_trained(trained: PyTree) -> tuple[jax.Array, PyTree]:
+            _require_taken(self.loss_fn, kwargs)
+            whole = trees.unmasked(trained, params)
+            return _loss_and_aux(self.computed(whole, batch, **kwargs), self.has_aux)
+
+        return (
+            of_trained(trained) if self.mesh is None else _replayed(of_trained, self.names, trained)
+        )
+
+    def _loss(self, params: PyTree, batch: PyTree, given: dict[str, Any]) -> jax.Array:
+        """Return the loss alone."""
+
+        def forward(params: PyTree, batch: PyTree, **kwargs: Any) -> tuple[PyTree, tuple[()]]:
+            loss, aux = self._loss_and_aux(params, params, batch, kwargs)
+            weight = as_aux(aux).weight
+            if weight is not None:
+                loss = drop_empty(loss, jnp.asarray(weight))
+            return (loss, Aux(weight)), ()
+
+        sliced, names = microbatch(forward, self.count, has_aux=True), self.names
+        (loss, aux), _ = sliced(axes.to_varying(params, names), batch, **given)
+        return _over_replicas(loss, aux, (), names)[0] if names else loss
+
+    def _slope(self, params: PyTree, batch: PyTree, given: dict[str, Any]) -> PyTree:
+        """Return the gradient of the loss, the mean over the replicas."""
+        _, grads = self._local(params, batch, jnp.ones(()), given, True, {})
+        return jax.tree.map(lambda g: axes.mean(g, self.names), trees.at_least_float32(grads))
 
     def _mapped(self, fn: Callable[..., Any], out_specs: Any) -> Callable[..., Any]:
         """``fn(params, batch, given, ...)`` on global arrays: params as a replica has them."""
@@ -312,7 +323,10 @@ class Oracle:
             # and libraries need not say over which axes their results vary.
             how: Any = {"mesh": self.mesh, "axis_names": set(names), "check_vma": False}
             mapped = jax.shard_map(each, in_specs=specs, out_specs=out_specs, **how)
-            return mapped(gathered(self.mesh, names, params), batch, given, *more)
+            args = gathered(self.mesh, names, params), batch, given, *more
+            # Outside jit JAX maps some axes of a mesh alone only where it checks types.
+            traced = any(isinstance(x, Tracer) for x in jax.tree.leaves(args))
+            return (mapped if traced else jax.jit(mapped))(*args)
 
         return run
 
