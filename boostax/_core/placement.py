@@ -130,14 +130,13 @@ class Placement:
         On an Explicit mesh JAX does not type code that knows nothing of shardings.
         """
         if AxisType.Explicit not in self.mesh.axis_types:
-            here = lambda spec: NamedSharding(self.mesh, spec)  # noqa: E731
-            put = lambda spec, x: lax.with_sharding_constraint(x, here(spec))  # noqa: E731
-            return lambda *args: _map_specs(put, specs, fn(*args))
+            # The specs are a prefix of the results.
+            return lambda *args: lax.with_sharding_constraint(fn(*args), self.shardings(specs))
         return jax.sharding.auto_axes(fn, out_sharding=self.shardings(specs))
 
     def shardings(self, specs: PyTree) -> PyTree:
         """Return the shardings of arrays with these specs."""
-        return _map_specs(lambda spec: NamedSharding(self.mesh, spec), specs)
+        return jax.tree.map(lambda spec: NamedSharding(self.mesh, spec), specs)
 
 
 def settled(params: PyTree) -> PyTree:
@@ -231,7 +230,7 @@ def on_shards(
             return means, jax.tree.map(lambda x: x[None], own), shared
 
         lead = lambda spec: PartitionSpec(here.names, *spec)  # noqa: E731
-        taken = (_map_specs(lead, specs), own_specs), shared_specs
+        taken = (jax.tree.map(lead, specs), own_specs), shared_specs
         handed = specs, own_specs, shared_specs
         island = jax.shard_map(mapped, mesh=here.auto_mesh, in_specs=taken, out_specs=handed)
 
@@ -308,10 +307,6 @@ def _lifted(names: list[str], named: Run, stacked: Run, who: str) -> Run:
     return call
 
 
-def _map_specs(fn: Callable[..., Any], specs: PyTree, *others: PyTree) -> PyTree:
-    return jax.tree.map(fn, specs, *others, is_leaf=lambda x: isinstance(x, PartitionSpec))
-
-
 @contextlib.contextmanager
 def _at(placement: Placement | None) -> Generator[None]:
     token = _HERE.set(placement)
@@ -323,13 +318,9 @@ def _at(placement: Placement | None) -> Generator[None]:
 
 def _apart(tree: PyTree) -> tuple[list[PyTree], list[PyTree], Any]:
     """Split a tree into the contents of each ``PerReplica``, all other leaves, and a structure."""
-    leaves, structure = jax.tree.flatten(tree, is_leaf=_marked)
+    leaves, structure = jax.tree.flatten(tree, is_leaf=is_per_replica)
     own = [x.local if is_per_replica(x) else None for x in leaves]
     return own, [None if is_per_replica(x) else x for x in leaves], structure
-
-
-def _marked(node: object) -> bool:
-    return is_per_replica(node) or isinstance(node, PartitionSpec)
 
 
 def _joined(own: list[PyTree], shared: list[PyTree], structure: Any) -> PyTree:

@@ -214,9 +214,8 @@ def state_specs(
       P('data',)
     """
     names = axes.canonical("state_specs", axis_name)
-    is_spec = lambda x: isinstance(x, PartitionSpec)  # noqa: E731
     param_leaves = jax.tree_util.tree_leaves_with_path(params)
-    spec_leaves = jax.tree.leaves(param_specs, is_leaf=is_spec)
+    spec_leaves = jax.tree.leaves(param_specs)
     if param_specs is None:
         spec_leaves = [PartitionSpec()] * len(param_leaves)
     got, wanted = len(spec_leaves), len(param_leaves)

@@ -28,7 +28,7 @@ from boostax.train.apply import apply_gradients, metrics
 from boostax.train.gather import Gather, gathering
 from boostax.train.on_mesh import placed_on
 from boostax.train.oracle import Oracle
-from boostax.train.placing import Placing, is_spec, local_shapes
+from boostax.train.placing import Placing, local_shapes
 from boostax.train.state import TrainState
 
 PyTree = Any
@@ -214,7 +214,7 @@ class TrainStep:
         structure = jax.tree.structure(state) if structure is None else structure
         types = tuple((x.shape, x.dtype) for x in jax.tree.leaves(state.params))
         specs = self.placing and self.placing.of_params(state.params)
-        key = structure, types, tuple(jax.tree.leaves(specs, is_leaf=is_spec))
+        key = structure, types, tuple(jax.tree.leaves(specs))
         if key not in self._programs:
             placement = self.placing and self.placing.placement(state.params)
             self._programs[key] = Programs(self, state, structure, placement)

@@ -4,7 +4,6 @@
 import dataclasses
 import functools
 import math
-from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -56,7 +55,7 @@ class Placing:
     def state(self, state: TrainState) -> TrainState:
         """A state of one replica, as ``tx.init`` makes it, on all of them; of types the types."""
         specs, count = self.of_params(state.params), len(jax.tree.leaves(state.params))
-        given = len(jax.tree.leaves(specs, is_leaf=is_spec))
+        given = len(jax.tree.leaves(specs))
         allowed = f"a tree of PartitionSpec with one for each of the {count} param leaves"
         hint = "Use PartitionSpec() for a replicated leaf, not None."
         checks.require("make_train_step", "param_specs", given, allowed, given == count, hint)
@@ -79,7 +78,7 @@ class Placing:
             return jax.tree.map(lambda _: NamedSharding(self.mesh, spec), part)
 
         # The specs are a prefix: one of them may stand for a whole tree of params.
-        return jax.tree.map(of_part, self.specs(state), state, is_leaf=is_spec)
+        return jax.tree.map(of_part, self.specs(state), state)
 
     def specs(self, state: TrainState) -> TrainState:
         """Of a placed state."""
@@ -105,7 +104,7 @@ class Placing:
 
     def placement(self, params: PyTree) -> Placement:
         """Return where params lie, for a step on global arrays."""
-        specs = jax.tree_util.tree_leaves_with_path(self.of_params(params), is_leaf=is_spec)
+        specs = jax.tree_util.tree_leaves_with_path(self.of_params(params))
         at = {trees.plain_path(path): spec for path, spec in specs}
         return Placement(self.mesh, self.names, at)
 
@@ -140,10 +139,6 @@ class Placing:
             f"{getattr(leaf, 'shape', ())} at {trees.path_name(path) or 'the root'!r}. Pad the "
             "batch and give the padding no weight (boostax.Aux.weight)."
         )
-
-
-# ``jax.tree`` functions ask every node, so this is ``isinstance`` without a Python function.
-is_spec: Callable[[Any], bool] = PartitionSpec.__instancecheck__
 
 
 def local_shapes(state: TrainState) -> PyTree:
