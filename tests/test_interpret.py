@@ -1,7 +1,7 @@
 """The one interpreter of traced programs: a walk goes through every body or says no."""
 
-import ast
 import pathlib
+import re
 
 import jax
 import jax.numpy as jnp
@@ -18,13 +18,9 @@ X = jnp.arange(1.0, 5.0)
 
 
 def test_no_other_module_iterates_the_equations_of_a_program():
-    found = set()
-    for path in PACKAGE.rglob("*.py"):
-        for node in ast.walk(ast.parse(path.read_text())):
-            if isinstance(node, ast.Attribute) and node.attr == "eqns":
-                found.add(path.relative_to(PACKAGE).as_posix())
+    found = {path for path in PACKAGE.rglob("*.py") if re.search(r"\.eqns\b", path.read_text())}
     # An audit asks which dtypes JAX was given; of what it does not see there it says nothing.
-    assert found == {"_core/interpret.py", "inspect/collectives.py"}
+    assert found == {PACKAGE / "_core/interpret.py", PACKAGE / "inspect/collectives.py"}
 
 
 @jax.custom_jvp

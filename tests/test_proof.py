@@ -1,8 +1,8 @@
 """Never blind: what reads JAX's own types and programs proves that it sees them, or raises."""
 
-import ast
 import contextlib
 import pathlib
+import re
 import sys
 import types
 
@@ -28,12 +28,11 @@ READERS = (axes, interpret, costs, branches)
 @pytest.fixture
 def unproved():
     """As in a process in which nobody has read anything yet."""
-    clear = [reader.require_readable.cache_clear for reader in READERS]
-    for each in clear:
-        each()
+    for reader in READERS:
+        reader.require_readable.cache_clear()
     yield
-    for each in clear:
-        each()
+    for reader in READERS:
+        reader.require_readable.cache_clear()
 
 
 def without(*names):
@@ -169,8 +168,7 @@ CONTEXTS = (
 def test_it_is_proved_wherever_it_is_first_asked_for(unproved, mesh, place):
     for context in CONTEXTS:
         with context():
-            found = PLACES[place](at_first_use, mesh)(X)
-        np.testing.assert_array_equal(found, X)
+            np.testing.assert_array_equal(PLACES[place](at_first_use, mesh)(X), X)
 
 
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
@@ -263,18 +261,9 @@ def test_what_optax_no_longer_shows_is_unknown_and_not_nothing(monkeypatch, name
     assert UNKNOWN in [row.role for row in found] and found[-1].part.name == "(hidden)"
 
 
-def test_only_who_has_peers_needs_what_jax_keeps_to_itself():
-    """No module of ours imports from ``jax._src`` where it is loaded."""
-    inside = []
+def test_nothing_needs_what_jax_keeps_to_itself():
     for path in PACKAGE.rglob("*.py"):
-        tree = ast.parse(path.read_text())
-        for node in ast.walk(tree):
-            names = [node.module or ""] if isinstance(node, ast.ImportFrom) else []
-            names = [x.name for x in node.names] if isinstance(node, ast.Import) else names
-            if any(name.startswith(("jax._src", "jaxlib")) for name in names):
-                assert node not in tree.body, path
-                inside.append(path.name)
-    assert not inside
+        assert not re.search(r"^\s*(from|import) (jax\._src|jaxlib)", path.read_text(), re.M), path
 
 
 def test_an_excerpt_is_a_program_whatever_the_order_of_its_class():
