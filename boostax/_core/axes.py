@@ -10,11 +10,10 @@ follows it everywhere.
 
 from __future__ import annotations
 
-import contextlib
-import contextvars
 import functools
 import itertools
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import jax
@@ -41,7 +40,8 @@ COLLECTIVES: dict[str, Callable[[jax.Array, str], jax.Array]] = {
 _SENDING = frozenset(name + end for name in COLLECTIVES for end in ("", "_invariant"))
 # In the place of an axis that the step around a part will say.
 LATER = ("the axis of the step",)
-_SAID: contextvars.ContextVar[tuple[str, ...]] = contextvars.ContextVar("said", default=())
+# The caches of jax.jit know this context: a trace with one axis bound does not serve another.
+_SAID = jax.make_user_context(())
 
 
 class Groups(tuple[str, ...]):
@@ -87,28 +87,14 @@ def servers(names: tuple[str, ...], devices: int, who: str) -> tuple[Groups, Gro
     return Groups(names, numbers.T), Groups(names, numbers)
 
 
-@contextlib.contextmanager
-def saying(names: tuple[str, ...]) -> Generator[None]:
+def saying(names: tuple[str, ...]) -> AbstractContextManager[None]:
     """Bind the replica axes for the parts that are called within."""
-    token = _SAID.set(names)
-    try:
-        yield
-    finally:
-        _SAID.reset(token)
-
-
-def keyed(fn: Callable[..., PyTree], names: tuple[str, ...]) -> Callable[..., PyTree]:
-    """Return ``fn``, traced under a name of its own.
-
-    A ``jax.jit`` inside would otherwise reuse a trace in which no axis, or another, was bound.
-    """
-    how: Any = {"in_axes": None, "out_axes": None, "axis_size": 1}
-    return jax.vmap(fn, axis_name=("boostax", *names), **how)
+    return _SAID(names)
 
 
 def said() -> tuple[str, ...]:
     """Return the replica axes that are bound here; none outside a step of boostax's."""
-    return _SAID.get()
+    return _SAID.value
 
 
 def canonical(who: str, axis_name: AxisName | None, argument: str = "axis_name") -> tuple[str, ...]:

@@ -98,7 +98,6 @@ class Placement:
             found.append(result)
             return local, common
 
-        one = axes.keyed(one, self.names)
         sizes = [self.mesh.shape[name] for name in self.names]
         for name, size in reversed([*zip(self.names, sizes, strict=True)]):
             one = jax.vmap(one, (0, None), (0, None), axis_name=name, axis_size=size)
