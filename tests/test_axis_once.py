@@ -117,6 +117,26 @@ def test_in_any_placement(name, mesh):
     chex.assert_trees_all_equal(unsaid, told)
 
 
+def test_the_only_axis_of_a_mesh_need_not_be_named(mesh):
+    tx = CHAINS["scaler(window)"](None)
+    state = trained(tx, mesh)[1]
+    step = boostax.make_train_step(loss, tx, mesh=mesh)
+    found = step.init(PARAMS)
+    params = jax.device_put(PARAMS, NamedSharding(mesh, P()))
+    placed, gradient = boostax.on_mesh(tx, params), boostax.value_and_grad(loss, mesh=mesh)
+
+    @jax.jit
+    def own(params, opt_state):
+        grads = gradient(params, opt_state, BATCH)[1]
+        return boostax.apply_gradients(placed, grads, opt_state, params)
+
+    carry = params, placed.init(params)
+    for _ in range(4):
+        found, carry = step(found, BATCH)[0], own(*carry)
+    chex.assert_trees_all_equal(found, state)
+    chex.assert_trees_all_close(carry, (state.params, state.opt_state), rtol=1e-6)
+
+
 def test_two_axes_one_of_which_a_reduction_averages_within():
     mesh = jax.make_mesh((4, 2), ("dcn", "ici"), axis_types=(AxisType.Auto,) * 2)
     states = []
@@ -166,16 +186,19 @@ def of_replica(g):
     return tx.update(g, tx.init(g), g)[0]
 
 
-ONE = "make_train_step: mesh and axis_name must be given together"
+def two():
+    return jax.make_mesh((4, 2), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
+
+
 FORGOTTEN = {
     "no reduction": (lambda m: step_of(optax.sgd(0.1), m), "nothing that reduces over the axis 'd"),
-    "no axis of the step": (
-        lambda m: boostax.make_train_step(loss, adam(boostax.all_reduce()), mesh=m),
-        ONE,
+    "no axis, of two": (
+        lambda m: boostax.make_train_step(loss, adam(boostax.all_reduce()), mesh=two()),
+        "make_train_step: axis_name must be among the mesh's axes ('data', 'model'), got None",
     ),
     "no mesh": (
         lambda m: boostax.make_train_step(loss, adam(boostax.all_reduce()), axis_name="data"),
-        ONE,
+        "make_train_step: axis_name must be None without a mesh, got 'data'. Pass mesh=",
     ),
     "neither": (
         lambda m: boostax.make_train_step(loss, adam(boostax.all_reduce())).init(PARAMS),

@@ -109,6 +109,19 @@ def canonical(who: str, axis_name: AxisName | None, argument: str = "axis_name")
     return names
 
 
+def of_mesh(who: str, axis_name: AxisName | None, mesh: Any) -> tuple[str, ...]:
+    """Return the replica axes of a mesh: those that are named, or its only one."""
+    if mesh is None:
+        return canonical(who, axis_name)
+    if axis_name is None and len(mesh.axis_names) == 1:
+        return tuple(mesh.axis_names)
+    names, allowed = canonical(who, axis_name), f"among the mesh's axes {tuple(mesh.shape)}"
+    fits = bool(names) and set(names) <= set(mesh.axis_names)
+    hint = "The batch is split over it: make the mesh with jax.make_mesh((n,), ('data',))."
+    checks.require(who, "axis_name", axis_name, allowed, fits, hint)
+    return names
+
+
 def required(who: str, axis_name: AxisName | None) -> tuple[str, ...]:
     """Return axis names as a tuple; refuse ``None``."""
     names = canonical(who, axis_name)

@@ -67,8 +67,8 @@ def value_and_grad(
       loss_fn: ``loss_fn(params, batch)``, and ``key=``, ``model_state=`` where they are given, and
         ``scales=`` where the state has a loss scale per group (see ``scale_boundary``).
         Returns a scalar loss, or ``(loss, aux)`` with ``has_aux``; see ``Aux``.
-      axis_name: replica axis (or axes), of the surrounding ``shard_map`` or ``pmap`` or of
-        ``mesh``.
+      axis_name: replica axis (or axes), of the surrounding ``shard_map`` or ``pmap``, or of
+        ``mesh``: its only axis where it has one.
       mesh: for plain ``jit``: the mesh over whose replica axes the loss is to be mapped.
       policy: precision policy applied to ``loss_fn``: see ``boostax.policy``.
       microbatches: split the batch and scan: see ``boostax.train.microbatch``; ``"stacked"`` for a
@@ -104,7 +104,7 @@ def value_and_grad(
       (Array(1., dtype=float32), Array(128., dtype=float32))
     """
     count, precision = require_count(_WHO, microbatches), as_policy(_WHO, policy)
-    names = axes.canonical(_WHO, axis_name)
+    names = axes.of_mesh(_WHO, axis_name, mesh)
 
     @functools.wraps(loss_fn)
     def of_model(params: PyTree, *args: Any, **kwargs: Any) -> Any:

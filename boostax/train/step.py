@@ -41,9 +41,9 @@ def make_train_step(
     """A jitted, donating train step over one device or a mesh axis.
 
     It is ``boostax.value_and_grad`` followed by ``boostax.apply_gradients``: the batch is split
-    over ``axis_name``, per-replica state kept apart. Give the same ``axis_name`` to the
-    transformations and put a reduction, ``all_reduce(axis_name)`` or ``adasum(axis_name)``, first
-    in the innermost chain.
+    over ``axis_name``, per-replica state kept apart. Put a reduction, ``all_reduce()`` or
+    ``adasum()``, first in the innermost chain: it runs over the step's axis, and gates around it
+    agree over it, where they name none.
 
     Params live where ``param_specs`` says, or where they come: whole on every device, or sharded
     over any axes of the mesh, that of the batch included (FSDP, HSDP, tensor parallel). The step is
@@ -54,7 +54,7 @@ def make_train_step(
       loss_fn: ``loss_fn(params, batch)``, and ``key=``, ``model_state=`` if the state has them.
       tx: the optimizer.
       mesh: device mesh; ``None`` for one device.
-      axis_name: its axis, or axes, over which the batch is split; required with a mesh.
+      axis_name: its axis, or axes, over which the batch is split; its only one where it has one.
       policy: precision policy applied to ``loss_fn``, its ``param_dtype`` to the params.
       microbatches: slices per replica and call: see ``boostax.train.microbatch``.
       has_aux: ``loss_fn`` returns ``(loss, aux)``: a ``boostax.Aux``, or a tree of scalars, which
@@ -97,21 +97,13 @@ def make_train_step(
     """
     who = "make_train_step"
     checks.transformation(who, "tx", tx)
-    names = axes.canonical(who, axis_name)
-    if (mesh is None) != (not names):
-        raise ValueError(
-            f"{who}: mesh and axis_name must be given together, got mesh={mesh!r} and "
-            f"axis_name={axis_name!r}. Leave out both on one device."
-        )
+    names = axes.of_mesh(who, axis_name, mesh)
     if mesh is None:
-        hint = "A single device has nothing to share."
-        checks.absent(who, "param_specs", param_specs, "None without a mesh", "Pass mesh=.")
+        hint = "Pass mesh=, or leave it out on one device."
+        checks.absent(who, "axis_name", axis_name, "None without a mesh", hint)
+        checks.absent(who, "param_specs", param_specs, "None without a mesh", hint)
         checks.absent(who, "shard_optimizer", shard_optimizer or None, "False without a mesh", hint)
         checks.absent(who, "gather", gather, "None without a mesh", hint)
-    else:
-        hint = "Make the mesh with jax.make_mesh((n,), ('data',))."
-        allowed, known = f"among the mesh's axes {tuple(mesh.shape)}", set(names) <= set(mesh.shape)
-        checks.require(who, "axis_name", axis_name, allowed, known, hint)
     if gather is not None:
         checks.choice(who, "gather", gather, ("bfloat16", "int8"), "None sends them as they are.")
     hint = "'host' is the fastest and takes the least memory."
@@ -123,7 +115,7 @@ def make_train_step(
     rules = as_policy(who, policy)
     oracle = value_and_grad(
         _reporting(loss_fn) if has_aux else loss_fn,
-        axis_name=axis_name,
+        axis_name=names or None,
         mesh=mesh,
         policy=rules,
         microbatches=slices,
