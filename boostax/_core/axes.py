@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -221,16 +221,16 @@ def sent_over(eqn: jaxprs.JaxprEqn) -> tuple[Any, ...]:
     return names if isinstance(names, tuple) else (names,)
 
 
-def _sent(eqns: jaxprs.Jaxpr | Sequence[jaxprs.JaxprEqn]) -> frozenset[str]:
-    """Return the named axes over which equations and those inside them communicate."""
-    found = [sent_over(x) for x, _ in interpret.equations(eqns) if x.primitive.name in _SENDING]
-    return frozenset(name for names in found for name in names if isinstance(name, str))
-
-
 def of_program(program: jaxprs.ClosedJaxpr) -> frozenset[str]:
     """Return the named axes, bound around a program or in it, over which it communicates."""
     require_readable()
-    return _sent(program.jaxpr)
+    return _named(eqn for eqn, _ in interpret.equations(program.jaxpr))
+
+
+def _named(eqns: Iterable[jaxprs.JaxprEqn]) -> frozenset[str]:
+    """Return the named axes over which equations communicate."""
+    found = [sent_over(eqn) for eqn in eqns if eqn.primitive.name in _SENDING]
+    return frozenset(name for names in found for name in names if isinstance(name, str))
 
 
 def of_gradients(tangent: jaxprs.ClosedJaxpr) -> frozenset[str]:
@@ -245,7 +245,7 @@ def of_gradients(tangent: jaxprs.ClosedJaxpr) -> frozenset[str]:
     def transfer(eqn: jaxprs.JaxprEqn, fed: list[bool]) -> list[bool]:
         if any(fed):
             # An unknown body may do anything to its operands.
-            found.update(_sent([eqn]))
+            found.update(_named(inner for inner, _ in interpret.equations([eqn])))
         return [any(fed)] * len(eqn.outvars)
 
     interpret.flow(tangent, [True] * len(tangent.jaxpr.invars), transfer, any, nothing=False)
@@ -260,10 +260,9 @@ def of_transposes(program: jaxprs.ClosedJaxpr) -> frozenset[str]:
         return itertools.repeat(backward or _backward(eqn))
 
     found = interpret.equations(program.jaxpr, False, enter)
-    sums = (eqn for eqn, backward in found if backward or _backward(eqn))
+    backward = (eqn for eqn, inside in found if inside or _backward(eqn))
     kinds = "psum", "reduce_scatter"
-    named = [sent_over(x) for x in sums if x.primitive.name.removesuffix("_invariant") in kinds]
-    return frozenset(x for names in named for x in names if isinstance(x, str))
+    return _named(x for x in backward if x.primitive.name.removesuffix("_invariant") in kinds)
 
 
 def _backward(eqn: jaxprs.JaxprEqn) -> bool:

@@ -108,13 +108,11 @@ def as_groups(who: str, groups: Any, params: PyTree) -> PyTree:
     else:
         labels = _spread(who, groups, params)
     numbers = [_number(who, label, name) for label, name in zip(labels, names, strict=True)]
-    present = set(numbers)
-    if present != set(range(len(present))):
-        missing = next(i for i in range(len(present)) if i not in present)
-        allowed = "the integers 0, 1, ... without a gap"
-        makes = "boostax.freeze.prefix_groups(params, n) makes n groups."
-        hint = f"No leaf is in group {missing}; {makes}"
-        raise ValueError(checks.message(who, "groups", allowed, sorted(present), hint))
+    present = sorted(set(numbers))
+    missing = next((i for i, number in enumerate(present) if i != number), None)
+    allowed = "the integers 0, 1, ... without a gap"
+    hint = f"No leaf is in group {missing}; boostax.freeze.prefix_groups(params, n) makes n groups."
+    checks.require(who, "groups", present, allowed, missing is None, hint)
     return treedef.unflatten(numbers)
 
 
@@ -420,12 +418,11 @@ def _matched(who: str, groups: Any, names: list[str]) -> list[int]:
             hint = f"It matches none; there are {few(names)}."
             checks.require(who, "groups", pattern, "patterns that match params", bool(hits), hint)
             for name in hits:
-                if labels.setdefault(name, i) != i:
-                    allowed = "patterns that match no leaf twice"
-                    hint = f"Both match {name!r}: leave it to one of them."
-                    got = (patterns[name], pattern)
-                    raise ValueError(checks.message(who, "groups", allowed, got, hint))
-                patterns.setdefault(name, pattern)
+                got = (patterns.setdefault(name, pattern), pattern)
+                once = labels.setdefault(name, i) == i
+                allowed = "patterns that match no leaf twice"
+                hint = f"Both match {name!r}: leave it to one of them."
+                checks.require(who, "groups", got, allowed, once, hint)
     return [labels.get(name, len(groups)) for name in names]
 
 

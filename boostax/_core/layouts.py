@@ -7,7 +7,6 @@ import re
 from typing import Any, Literal, NamedTuple
 
 import jax
-from jax.tree_util import GetAttrKey
 
 from boostax._core import checks, trees
 
@@ -140,5 +139,4 @@ def _parts(path: Path) -> list[str]:
 
     Modules of Haiku have slashes in their names, and state dicts of PyTorch have dots.
     """
-    keys = path[:-1] if path[-1:] == (GetAttrKey("value"),) else path
-    return re.split("[/.]", trees.path_name(keys))
+    return re.split("[/.]", "/".join(trees.plain_path(path)))
