@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Local SGD and DiLoCo: replicas train on their own, and meet now and then."""
+"""Local SGD and DiLoCo: replicas train on their own and synchronize every few steps."""
 
 import functools
 from typing import Any, NamedTuple
@@ -9,11 +9,11 @@ import jax.numpy as jnp
 import optax
 
 from boostax._core import axes, checks, trees
-from boostax._core.describe import Stepped, describe
-from boostax._core.gate import Pending, gated, run, run_or_hold
+from boostax._core.describe import Stepped, first_line
+from boostax._core.gate import Pending, run, run_or_hold
 from boostax._core.replicas import PerReplica
 from boostax.reduce.mean import all_reduce
-from boostax.reduce.own import Own, result, stepped
+from boostax.reduce.own import Own, through
 
 PyTree = Any
 
@@ -22,9 +22,9 @@ class LocalUpdatesState(NamedTuple):
     """State of ``local_updates``.
 
     Attributes:
-      since_sync: i32, steps since the replicas last met.
-      syncs: i32, how often they met.
-      anchor: tree like the params, in their dtypes: what all held then.
+      since_sync: i32, steps since the last synchronization.
+      syncs: i32, the number of synchronizations.
+      anchor: tree like the params, in their dtypes: the params after the last synchronization.
       reduction_state: state of the reduction.
       outer_state: state of the outer optimizer, the same on all replicas.
       inner_state: a ``PerReplica`` of the inner optimizer's state: each replica's own.
@@ -33,16 +33,16 @@ class LocalUpdatesState(NamedTuple):
     since_sync: jax.Array
     syncs: jax.Array
     anchor: PyTree
-    reduction_state: Any
-    outer_state: Any
-    inner_state: PerReplica
+    reduction_state: optax.OptState
+    outer_state: optax.OptState
+    inner_state: PerReplica | None
 
     def metrics(self) -> dict[str, jax.Array]:
-        """Named scalars for ``boostax.metrics``."""
+        """Return named scalars for ``boostax.metrics``."""
         return {"since_sync": self.since_sync, "syncs": self.syncs}
 
     def own_params(self) -> None:
-        """Marks a state whose params are each replica's own."""
+        """Mark a state whose params differ per replica."""
 
 
 def local_updates(
@@ -53,10 +53,10 @@ def local_updates(
     *,
     reduction: optax.GradientTransformation | None = None,
 ) -> optax.GradientTransformationExtraArgs:
-    r"""Train every replica on its own for ``every`` steps, then let them meet: local SGD, DiLoCo.
+    r"""Train every replica on its own for ``every`` steps, then synchronize: local SGD, DiLoCo.
 
-    From a common anchor :math:`a` each replica makes :math:`H` steps of ``inner`` on its own
-    gradients. How far they came, on average, is the gradient of ``outer``:
+    From a common anchor :math:`a` each replica takes :math:`H` steps of ``inner`` on its own
+    gradients. The mean distance of the replicas from the anchor is the gradient of ``outer``:
 
     .. math::
       \Delta = \tfrac1n \sum_{r=1}^{n} (a - p_r), \qquad
@@ -66,24 +66,25 @@ def local_updates(
     ``optax.sgd(0.7, momentum=0.9, nesterov=True)`` is DiLoCo. The state of ``inner`` is never
     averaged.
 
-    Params are each replica's own: see ``docs/cards/local_updates.md`` for the loop. Stands
-    outermost but for the gates, ``dynamic_loss_scale(local_updates(...), axis_name=...)``. Only
-    applied steps count. ``boostax.flush`` lets the replicas meet before their time.
+    Params differ per replica: see ``docs/cards/local_updates.md`` for the loop. The transformation
+    stands outermost, inside gates only: ``dynamic_loss_scale(local_updates(...), axis_name=...)``.
+    Only applied steps count. ``boostax.flush`` synchronizes the replicas at once.
 
     Args:
       inner: an optimizer without collectives over ``axis_name`` and without a gate of boostax.
       axis_name: mesh axis, or a tuple of axes, of the surrounding ``shard_map`` or ``pmap``.
-      every: steps from one meeting to the next; 1 meets at each.
+      every: steps from one synchronization to the next; 1 synchronizes at each step.
       outer: an optimizer for the anchor, without collectives; it computes in f32 or wider.
-      reduction: how :math:`\Delta` comes about: ``all_reduce(axis_name, dtype="bfloat16")``,
+      reduction: computes :math:`\Delta`: ``all_reduce(axis_name, dtype="bfloat16")``,
         ``adasum(axis_name)``, ...; ``None`` for ``all_reduce(axis_name)``.
 
     Returns:
       A transformation with a ``LocalUpdatesState``. Through ``boostax.apply_gradients`` the params
-      become bit-equal to the anchor; the pure ``update`` returns differences, and ``params +
-      updates`` is off by a rounding of the larger of old and new value, which the anchor never
-      sees but as a part of the next :math:`\Delta`. Cost: one all-reduce of the params in f32 or
-      wider per ``every`` steps and no other collective; a copy of the params and the outer state.
+      become bit-equal to the anchor. The pure ``update`` returns differences, so ``params +
+      updates`` is off by a rounding of the larger of old and new value; this error reaches the
+      anchor only as a part of the next :math:`\Delta`. Cost: one all-reduce of the params in f32
+      or wider per ``every`` steps and no other collective; a copy of the params and the outer
+      state.
 
     Raises:
       ValueError, TypeError: an argument out of range; ``init`` with params that differ per
@@ -108,7 +109,7 @@ def local_updates(
     who = "local_updates"
     replica = Own.of(who, inner, axis_name)
     names = replica.names
-    every = checks.positive_int(who, "every", every, "It counts steps between meetings.")
+    every = checks.positive_int(who, "every", every, "It counts steps between synchronizations.")
     outer_tx = checks.transformation(who, "outer", outer)
     reduction = all_reduce(names) if reduction is None else reduction
     reduce = checks.transformation(who, "reduction", reduction)
@@ -121,43 +122,31 @@ def local_updates(
         own = replica.init(params)
         return LocalUpdatesState(since, syncs, anchor, reduce.init(wide), outer_state, own)
 
-    def meet(state: LocalUpdatesState, own: PyTree, value: PyTree, apply: bool) -> Stepped:
-        local = stepped(own, value, apply)
+    def synced(state: LocalUpdatesState, local: PyTree) -> Stepped:
         away = lambda a, p: trees.at_least_float32(a) - trees.at_least_float32(p)  # noqa: E731
         drift = jax.tree.map(away, axes.unify(state.anchor, local), local)
         drift, reduced = reduce.update(drift, state.reduction_state)
         before = Pending(drift), state.outer_state, state.anchor
         anchor, outer_state = run(outer_tx, *before, apply=True, extra={})
-        syncs: Any = optax.safe_increment(state.syncs)
+        syncs = jnp.asarray(optax.safe_increment(state.syncs))
         since = jnp.zeros_like(state.since_sync)
-        held = LocalUpdatesState(since, syncs, anchor, reduced, outer_state, state.inner_state)
-        return result(anchor, own, value, apply), held
+        return anchor, LocalUpdatesState(since, syncs, anchor, reduced, outer_state, None)
 
-    @describe(who, "own params", names, inner={"inner_state": replica.tx})
-    def step_fn(
-        grads: Pending, state: LocalUpdatesState, params: PyTree, *, apply: bool, **extra: Any
-    ) -> Stepped:
-        own, updates, inner_state = replica.step(grads, state.inner_state, params, extra)
-        value = optax.apply_updates(own, updates) if apply else updates
-        # The inner state need not pass the gate.
-        held = state._replace(since_sync=state.since_sync + 1, inner_state=None)
-        heavy = functools.partial(meet, held, own, value, apply)
-        value, new = run_or_hold(held.since_sync >= every, heavy, value, held, apply=True, who=who)
-        return trees.as_updates(value, own), new._replace(inner_state=inner_state)
+    def average(state: LocalUpdatesState, own: PyTree, value: PyTree, apply: bool) -> Stepped:
+        state = state._replace(since_sync=state.since_sync + 1)
+        heavy = functools.partial(through, functools.partial(synced, state), own, value, apply)
+        return run_or_hold(state.since_sync >= every, heavy, value, state, apply=True, who=who)
 
-    def flush_fn(state: LocalUpdatesState, params: PyTree, **extra: Any) -> Stepped:
-        del extra
-        own, held = replica.enter(params), state._replace(inner_state=None)
-        heavy = functools.partial(meet, held, own, own, True)
-        value, new = run_or_hold(state.since_sync > 0, heavy, own, held, apply=True, who=who)
-        return value, new._replace(inner_state=state.inner_state)
+    def close(state: LocalUpdatesState, own: PyTree) -> Stepped:
+        heavy = functools.partial(through, functools.partial(synced, state), own, own, True)
+        return run_or_hold(state.since_sync > 0, heavy, own, state, apply=True, who=who)
 
-    return gated(init_fn, step_fn, flush_fn)
+    return replica.gated(first_line(local_updates), init_fn, average, close)
 
 
 def _copy(p: Any) -> Any:
-    types = isinstance(p, jax.ShapeDtypeStruct)
-    return p if types else jnp.array(p, dtype=jnp.result_type(p), copy=True)
+    is_type = isinstance(p, jax.ShapeDtypeStruct)
+    return p if is_type else jnp.array(p, dtype=jnp.result_type(p), copy=True)
 
 
 def _require_common(params: PyTree, names: tuple[str, ...], who: str) -> None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rotating averages: replicas train on their own; one partition of the params meets per step."""
+"""Rotating averages: replicas train on their own and average one partition of the params a step."""
 
 import bisect
 import functools
@@ -11,12 +11,12 @@ import jax.numpy as jnp
 import optax
 
 from boostax._core import axes, checks, trees
-from boostax._core.describe import Stepped, describe
-from boostax._core.gate import Pending, gated, run_or_hold
+from boostax._core.describe import Stepped, first_line
+from boostax._core.gate import run_or_hold
 from boostax._core.replicas import PerReplica
 from boostax.reduce import exchange
 from boostax.reduce.mean import all_reduce
-from boostax.reduce.own import Own, result, stepped
+from boostax.reduce.own import Own, through
 
 PyTree = Any
 
@@ -33,11 +33,11 @@ class PartialAverageState(NamedTuple):
     inner_state: PerReplica
 
     def metrics(self) -> dict[str, jax.Array]:
-        """Named scalars for ``boostax.metrics``."""
+        """Return named scalars for ``boostax.metrics``."""
         return {"partition": self.partition}
 
     def own_params(self) -> None:
-        """Marks a state whose params are each replica's own."""
+        """Mark a state whose params differ per replica."""
 
 
 def partial_average(
@@ -57,25 +57,25 @@ def partial_average(
 
     Every parameter is averaged once in :math:`K` steps; the state of ``inner`` never is.
 
-    Params are each replica's own: see ``docs/cards/local_updates.md`` for the loop. Stands
-    outermost but for the gates, ``dynamic_loss_scale(partial_average(...), axis_name=...)``. A
-    skipped step averages nothing and does not move the rotation. ``boostax.flush`` averages all.
+    Params differ per replica: see ``docs/cards/local_updates.md`` for the loop. It stands
+    outermost, inside gates only: ``dynamic_loss_scale(partial_average(...), axis_name=...)``.
+    A skipped step averages nothing and does not move the rotation. ``boostax.flush`` averages all.
 
     Args:
       inner: an optimizer without collectives over ``axis_name`` and without a gate of boostax.
       axis_name: mesh axis, or a tuple of axes, of the surrounding ``shard_map`` or ``pmap``.
-      partitions: their number, at most one for each leaf: runs of consecutive leaves, the largest
-        run as small as it can be. Or the number of each leaf's partition, from 0: a tree of
-        integers like the params, or a prefix of one.
-      bucket_bytes: in the place of ``partitions``, how much makes one, as SINGA cuts them: from
-        the last leaf to the first leaves are added until they have more than so many bytes (of
-        f32), and a leaf of more is one by itself. ``2**23`` is SINGA's default.
+      partitions: the number of partitions, at most one for each leaf: each is a run of consecutive
+        leaves, and the largest run is as small as it can be. Or the partition of each leaf,
+        numbered from 0: a tree of integers like the params, or a prefix of one.
+      bucket_bytes: instead of ``partitions``, the size of a partition, as SINGA cuts them: leaves
+        are added from the last to the first until they exceed this many bytes (of f32); a larger
+        leaf is a partition by itself. ``2**23`` is SINGA's default.
 
     Returns:
-      A transformation with a ``PartialAverageState``. Through ``boostax.apply_gradients`` what is
-      averaged becomes bit-equal on all replicas; the pure ``update`` returns differences, and
+      A transformation with a ``PartialAverageState``. Through ``boostax.apply_gradients`` the
+      averaged params become bit-equal on all replicas. The pure ``update`` returns differences, so
       ``params + updates`` is off by a rounding of the larger of old and new value, which the next
-      round replaces. Cost: one all-reduce of a partition per step, in f32 or wider; no state
+      average removes. Cost: one all-reduce of a partition per step, in f32 or wider; no state
       beyond the inner one.
 
     Raises:
@@ -98,43 +98,34 @@ def partial_average(
     """
     who = "partial_average"
     replica = Own.of(who, inner, axis_name)
-    names = replica.names
     members = partitioning(who, partitions, bucket_bytes)
-    mean = all_reduce(names)
+    mean = all_reduce(replica.names)
 
-    def average(own: PyTree, value: PyTree, apply: bool) -> tuple[PyTree, tuple[()]]:
-        means, _ = mean.update(stepped(own, value, apply), optax.EmptyState())
-        return result(means, own, value, apply), ()
+    def averaged(params: PyTree) -> Stepped:
+        return mean.update(params, optax.EmptyState())
 
     def init_fn(params: PyTree) -> PartialAverageState:
         members(params)
         return PartialAverageState(jnp.zeros((), jnp.int32), replica.init(params))
 
-    @describe(who, "own params", names, inner={"inner_state": replica.tx})
-    def step_fn(
-        grads: Pending, state: PartialAverageState, params: PyTree, *, apply: bool, **extra: Any
-    ) -> Stepped:
-        own, updates, inner_state = replica.step(grads, state.inner_state, params, extra)
-        leaves, treedef = jax.tree.flatten(own)
-        values = jax.tree.leaves(optax.apply_updates(own, updates) if apply else updates)
-        groups = members(params)
+    def average(state: PartialAverageState, own: PyTree, value: PyTree, apply: bool) -> Stepped:
+        leaves, (values, treedef) = jax.tree.leaves(own), jax.tree.flatten(value)
+        groups = members(own)
         for k, group in enumerate(groups):
-            part, value = [leaves[i] for i in group], [values[i] for i in group]
-            heavy = functools.partial(average, part, value, apply)
+            part, old = [leaves[i] for i in group], [values[i] for i in group]
+            heavy = functools.partial(through, averaged, part, old, apply)
+            none, due = optax.EmptyState(), state.partition == k
             # Not a switch over all leaves: XLA:CPU and XLA:GPU copy those that only pass through.
-            value, _ = run_or_hold(state.partition == k, heavy, value, (), apply=True, who=who)
-            for i, x in zip(group, value, strict=True):
+            new, _ = run_or_hold(due, heavy, old, none, apply=True, who=who)
+            for i, x in zip(group, new, strict=True):
                 values[i] = x
         following = (state.partition + 1) % max(len(groups), 1)
-        value = trees.as_updates(treedef.unflatten(values), own)
-        return value, PartialAverageState(following, inner_state)
+        return treedef.unflatten(values), state._replace(partition=following)
 
-    def flush_fn(state: PartialAverageState, params: PyTree, **extra: Any) -> Stepped:
-        del extra
-        own = replica.enter(params)
-        return average(own, own, True)[0], state
+    def close(state: PartialAverageState, own: PyTree) -> Stepped:
+        return through(averaged, own, own, True)[0], state
 
-    return gated(init_fn, step_fn, flush_fn)
+    return replica.gated(first_line(partial_average), init_fn, average, close)
 
 
 def partitioning(
@@ -146,11 +137,11 @@ def partitioning(
     if bucket is not None:
         why = "One of the two says what a partition is."
         checks.absent(who, "partitions", partitions, "left out beside bucket_bytes", why)
-        sizes = lambda leaves: {i: 4 * x.size for i, x in enumerate(leaves)}  # noqa: E731
-        return lambda params: exchange.fused(sizes(jax.tree.leaves(params)), bucket)
-    given = partitions is not None
-    checks.require(who, "partitions", partitions, "given, or bucket_bytes", given, hint)
-    if jax.tree.structure(partitions) == jax.tree.structure(0):
+        sizes = lambda params: enumerate(4 * x.size for x in jax.tree.leaves(params))  # noqa: E731
+        return lambda params: exchange.fused(dict(sizes(params)), bucket)
+    known = partitions is not None
+    checks.require(who, "partitions", partitions, "given, or bucket_bytes", known, hint)
+    if jax.tree_util.all_leaves([partitions]):
         count = checks.positive_int(who, "partitions", partitions, hint)
 
         def label(params: PyTree) -> list[int]:
@@ -177,7 +168,7 @@ def partitioning(
 
 
 def _labels(who: str, partitions: PyTree, params: PyTree) -> list[int]:
-    """Return the label of each leaf."""
+    """Return the partition of each leaf."""
     try:
         return jax.tree.leaves(jax.tree.broadcast(partitions, params))
     except ValueError as error:
@@ -187,12 +178,12 @@ def _labels(who: str, partitions: PyTree, params: PyTree) -> list[int]:
 
 
 def _even_runs(sizes: list[int], count: int) -> list[int]:
-    """Number each item's run: neighbours, the largest run as small as can be."""
+    """Cut items into runs of neighbours, the largest run as small as can be; number each item's."""
 
     def runs(limit: int) -> list[int]:
         labels, filled = [0], sizes[0]
         for i, size in enumerate(sizes[1:], 1):
-            # Of as many leaves as there are runs to come each is one.
+            # Leave one leaf for each run to come.
             begins = len(sizes) - i < count - labels[-1] or filled + size > limit
             filled = size if begins else filled + size
             labels.append(labels[-1] + begins)
