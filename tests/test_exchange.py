@@ -59,7 +59,7 @@ def reduced(name, replicas):
 @pytest.mark.parametrize("replicas", [2, 3, 8])
 def test_leaves_travel_in_their_own_shape_where_they_can(replicas):
     leaves = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in SHAPES.values()]
-    found = exchange.parcels(leaves, replicas)
+    found = exchange.chunks(leaves, replicas)
     names = list(SHAPES)
     alone = {names[p.index]: p.dim for p in found if isinstance(p, exchange.Alone)}
     packs = [{names[i] for i in p.indices} for p in found if isinstance(p, exchange.Packed)]

@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec as P
 
 import boostax
 from boostax._core import costs, interpret
-from boostax.reduce.partial import _even_runs
+from boostax.reduce.local import _even_runs
 from boostax.testing import drawn
 
 RATE, MOMENTUM = 0.1, 0.9

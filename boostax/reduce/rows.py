@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Leaves as rows: those of a leaf's last dimension where they are long, else what there is."""
+"""Leaves as rows: those of a leaf's last dimension if they are long, else its elements in order."""
 
 import math
 from typing import NamedTuple
@@ -8,19 +8,19 @@ import jax
 
 from boostax.reduce import exchange
 
-# Of a TPU's vector register, and rows of what is written anew.
+# The lanes of a TPU's vector register, and the least width of rows of elements in order.
 LANES, WIDTH = 128, 256
 
 
 class Grid(NamedTuple):
-    """How slices of a leaf are made into rows.
+    """The way in which slices of a leaf are cut into rows.
 
     Attributes:
       shape: ``(slices, *shape of one)``.
-      own: whether they are the rows of the leaf; else what there is, in order.
-      parts: into which each of those is cut.
+      own: whether rows are those of the leaf's last dimension, or elements in order.
+      parts: the number of parts of each row of the leaf.
       width: elements of a row.
-      multiple: of which their number is one.
+      multiple: the number of rows is padded to a multiple of this.
     """
 
     shape: tuple[int, ...]
@@ -31,7 +31,7 @@ class Grid(NamedTuple):
 
     @classmethod
     def of(cls, shape: tuple[int, ...], block: int, multiple: int) -> "Grid":
-        """Rows of up to ``block`` elements; of others than the leaf's own, up to 1024."""
+        """Choose rows of up to ``block`` elements, and of up to 1024 if not the leaf's own."""
         size, last = math.prod(shape[1:]), shape[-1]
         parts = math.ceil(last / block)
         height = size // last * parts
@@ -44,19 +44,19 @@ class Grid(NamedTuple):
 
     @property
     def one(self) -> tuple[int, int]:
-        """Of a slice, how many rows and how long."""
+        """Return the number of rows of a slice and their width."""
         size = math.prod(self.shape[1:])
         rows = size // self.shape[-1] * self.parts if self.own else math.ceil(size / self.width)
         return math.ceil(rows / self.multiple) * self.multiple, self.width
 
     def rows(self, x: jax.Array) -> jax.Array:
-        """``(slices, rows, width)``, zeros where they are longer."""
+        """Return ``(slices, rows, width)``, padded with zeros."""
         lines = x.reshape(len(x), -1, x.shape[-1]) if self.own else x.reshape(len(x), 1, -1)
         lines = exchange.padded(lines, 2, self.parts if self.own else self.width)
         return exchange.padded(lines.reshape(len(x), -1, self.width), 1, self.multiple)
 
     def slices(self, rows: jax.Array) -> jax.Array:
-        """The inverse of ``rows``, of any number of slices."""
+        """Invert ``rows`` for any number of slices."""
         shape = (len(rows), *self.shape[1:])
         if not self.own:
             return rows.reshape(len(rows), -1)[:, : math.prod(shape[1:])].reshape(shape)
