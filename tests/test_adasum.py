@@ -11,6 +11,7 @@ import reference
 from drawing import draws
 from hypothesis import given
 from hypothesis import strategies as st
+from reducing import the_one
 
 import boostax
 
@@ -27,12 +28,6 @@ def combiner(**options):
 def combine(grads, **options):
     """AdaSum of leaves ``(replicas, ...)``, once it is seen that all replicas got the same."""
     return jax.tree.map(the_one, jax.device_get(combiner(**options)(grads)))
-
-
-def the_one(copies):
-    for copy in copies[1:]:
-        assert_same(copy, copies[0])
-    return copies[0]
 
 
 def assert_same(actual, expected):
@@ -307,13 +302,6 @@ def test_zero_gradients_leave_the_others(seed, replicas, data):
     assert_near(combine(some), reference.adasum(some), rows)
     assert_same(combine(only), rows[alone])
     assert not combine(np.zeros_like(rows)).any()
-
-
-@draws(30)
-@given(seed=seeds, magnitude=st.floats(-30, 20))
-def test_opposite_gradients_cancel(seed, magnitude):
-    x = np.float32(normal(seed, WIDTH) * 10**magnitude)
-    assert_near(combine(np.stack([x, -x])), np.zeros(WIDTH), x, 2 * reference.EPS)
 
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])

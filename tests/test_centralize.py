@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
+from reducing import mesh_of
 
 from boostax._core import trees
 from boostax.model.centralize import centralize_gradients
@@ -361,10 +362,6 @@ def test_decay_before_is_centralized_and_decay_after_is_not():
 # Sharded leaves
 
 
-def mesh_of(kind=AxisType.Auto):
-    return jax.make_mesh((2, 4), ("data", "fsdp"), axis_types=(kind,) * 2)
-
-
 SHARDED = {
     "by_inputs": (wave(16, 8), P("fsdp")),
     "by_outputs": (wave(6, 8), P(None, "fsdp")),
@@ -383,7 +380,7 @@ SPECS = jax.tree.map(lambda pair: pair[1], SHARDED, is_leaf=is_pair)
 
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
 def test_sharded_leaves_under_plain_jit(kind):
-    mesh = mesh_of(kind)
+    mesh = mesh_of(kind, data=2, fsdp=4)
     with jax.set_mesh(mesh):
         shardings = jax.tree.map(lambda spec: NamedSharding(mesh, spec), SPECS)
         grads = jax.device_put(GRADS, shardings)

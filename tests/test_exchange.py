@@ -61,7 +61,7 @@ def test_leaves_travel_in_their_own_shape_where_they_can(replicas):
     leaves = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in SHAPES.values()]
     found = exchange.chunks(leaves, replicas)
     names = list(SHAPES)
-    alone = {names[p.index]: p.dim for p in found if isinstance(p, exchange.Alone)}
+    alone = {names[p.leaf]: p.dim for p in found if isinstance(p, exchange.Alone)}
     packs = [{names[i] for i in p.indices} for p in found if isinstance(p, exchange.Packed)]
     always = {"rows": 0, "columns": {3: 0}.get(replicas, 1), "a kernel": {3: 0}.get(replicas, 2)}
     sometimes = {

@@ -10,6 +10,7 @@ import optax
 import pytest
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
+from reducing import mesh_of
 
 import boostax
 from boostax.subspace.basis import Basis, lift, pca_basis, project
@@ -230,7 +231,7 @@ def test_errors_explain(said):
     "kind", [AxisType.Auto, pytest.param(AxisType.Explicit, marks=pytest.mark.long)]
 )
 def test_sharded_leaves_stay_where_they_are(kind):
-    mesh = jax.make_mesh((8,), ("x",), axis_types=(kind,))
+    mesh = mesh_of(kind, x=8)
     rng = np.random.default_rng(0)
     whole = {x: np.float32(rng.normal(size=(12, *n))) for x, n in (("w", (16, 4)), ("b", (8,)))}
     with jax.set_mesh(mesh):
