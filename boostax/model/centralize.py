@@ -142,7 +142,6 @@ def centralize_gradients(
 
     @describe(_WHO, "centralize")
     def update_fn(updates: PyTree, state: Any, params: PyTree = None, **extra: Any) -> Stepped:
-        del extra
         trees.require_gradients(updates, _WHO)
         trees.require_shapes(_WHO, "gradients", updates, params, "Put it before what cuts them.")
         one = lambda g, dims: centralized(g, dims, least)  # noqa: E731

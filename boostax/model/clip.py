@@ -51,7 +51,6 @@ def clip_by_global_norm(
 
     @describe(who, "norm clip", names)
     def update_fn(updates: PyTree, state: Any, params: PyTree = None, **extra: Any) -> Stepped:
-        del params, extra
         trees.require_gradients(updates, who)
         squares = [jnp.sum((g * g.conj()).real) for g in jax.tree.leaves(updates)]
         norm = jnp.sqrt(axes.shard_total(squares, names, who))
@@ -137,7 +136,6 @@ def adagc(
 
     @describe(who, "norm clip")
     def update_fn(updates: PyTree, state: Any, params: PyTree = None, **extra: Any) -> Stepped:
-        del params, extra
         trees.require_gradients(updates, who)
         length = lambda g: jnp.sqrt(jnp.sum((g * g.conj()).real).astype(jnp.float32))  # noqa: E731
         sizes = jax.tree.map(length, trees.at_least_float32(updates))

@@ -319,8 +319,7 @@ def changed(
     """Return the result of ``less_bn``; without ``strict`` a model may stay unchanged."""
     with checks.needing(_WHO, "Flax", "workloads"):
         from boostax.model import less_bn_flax as flax
-    hint = "It is the first value of the head's multiplier, 1 by default."
-    checks.number(_WHO, "multiplier", multiplier, "positive", lambda m: m > 0, hint)
+    checks.number(_WHO, "multiplier", multiplier, "positive", lambda m: m > 0, "It starts at 1.")
     allowed = "a flax.linen.Module or flax.nnx.Module that less_bn has not changed yet"
     hint = "Pass the model itself, once; remove= chooses further norms."
     fits = isinstance(module, flax.MODULES) and not isinstance(module, flax.LessBN)

@@ -59,7 +59,6 @@ class Identity(nnx.Module):
 
     def __call__(self, x: jax.Array, use_running_average: Any = None, *, mask: Any = None) -> Any:
         """Return ``x``."""
-        del use_running_average, mask
         return x
 
 

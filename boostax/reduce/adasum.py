@@ -120,7 +120,6 @@ def adasum(
     wanted = Options(*how).checked(who, names)
 
     def update_fn(updates: PyTree, state: Any, params: PyTree = None, **extra: Any) -> Stepped:
-        del state, params, extra
         trees.require_gradients(updates, who)
         axes.require_local(updates, names, who)
         axes.require_bound(wanted.shards, who, "shard_axes")
@@ -160,10 +159,7 @@ class Options(NamedTuple):
         hint = "within averages first, AdaSum combines axis_name, shard_axes shard single leaves."
         allowed = "different axes, each named once"
         checks.require(who, "axis_name, within and shard_axes", twice, allowed, not twice, hint)
-        hint = (
-            "A sum over all leaves would count whole leaves once for each shard; where JAX tracks "
-            "varying types (check_vma), shard_axes can be left out."
-        )
+        hint = "Whole leaves would count once for each shard; with check_vma leave shard_axes out."
         fits = self.scope == "leaf" or not shards
         checks.require(who, "scope", self.scope, "'leaf' with shard_axes", fits, hint)
         bucket_bytes = exchange.check_bytes(who, self.bucket_bytes)
@@ -389,7 +385,6 @@ def adasum_delta(
 
     @describe("adasum", "adasum", names)
     def combine(deltas: PyTree, state: AdasumState, params: PyTree = None) -> Stepped:
-        del state, params
         return combined(deltas, levels(), wanted)
 
     what = what and f"{what}, and combine the updates by AdaSum"

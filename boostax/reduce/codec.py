@@ -94,12 +94,10 @@ class Codec:
 
     def serves(self, leaf: Any) -> bool:
         """Return whether it can send such a leaf, as given; others take a plain mean."""
-        del leaf
         return True
 
     def init(self, leaves: Sequence[jax.ShapeDtypeStruct]) -> PyTree:
         """Return its state, the same on all replicas, with a ``PerLeaf`` for state of each leaf."""
-        del leaves
         return None
 
     def reduce(self, leaves: Arrays, state: PyTree, names: Names) -> Message:
@@ -179,10 +177,9 @@ def staged(
         check(who, argument, value)
         return make(value)
     starts = tuple(sorted(value))
-    if not starts or starts[0] != 0 or any(isinstance(s, bool) for s in starts):
-        allowed = "a mapping from steps, beginning with 0, to values"
-        hint = "Such as {0: 0.25, 200: 0.01}."
-        raise ValueError(checks.message(who, argument, allowed, dict(value), hint))
+    fits = bool(starts) and starts[0] == 0 and not any(isinstance(s, bool) for s in starts)
+    allowed, hint = "a mapping from steps, beginning with 0, to values", "Try {0: 0.25, 200: 0.01}."
+    checks.require(who, argument, dict(value), allowed, fits, hint)
     for start in starts:
         check(who, f"{argument}[{start}]", value[start])
     codecs = tuple(make(value[start]) for start in starts)

@@ -129,12 +129,10 @@ def compress(
     how = _Feedback(who, codec, names, error_feedback, dense, momentum)
 
     def update_fn(updates: PyTree, state: Any, params: PyTree = None, **extra: Any) -> Stepped:
-        del params, extra
         trees.require_gradients(updates, who)
         axes.require_local(updates, names, who)
         if codec.whole:
-            hint = "boostax.on_mesh takes sharded params in plain jit."
-            axes.require_whole(updates, names, who, hint)
+            axes.require_whole(updates, names, who, "boostax.on_mesh shards params in plain jit.")
         return how.update(updates, state)
 
     update = update_fn if codec.whole else on_shards(who, names, update_fn)

@@ -22,10 +22,9 @@ from boostax.reduce import exchange
 from boostax.reduce.mean import all_reduce
 
 PyTree = Any
-# Both take a state without the inner one. ``Average`` takes the last arguments of ``through``, and
-# ``Close`` a replica's params; both return a value and the new state.
-Average = Callable[[Any, PyTree, PyTree, bool], Stepped]
-Close = Callable[[Any, PyTree], Stepped]
+# An average takes a state without the inner one and the last arguments of ``through``, or a
+# replica's params; it returns a value and the new state.
+Average = Callable[..., Stepped]
 Extended = optax.GradientTransformationExtraArgs
 
 
@@ -55,7 +54,7 @@ class _Own(NamedTuple):
         _require_no_gate(self.who, has_gate(state))
         return PerReplica(axes.to_varying(state, self.names))
 
-    def gated(self, init: optax.TransformInitFn, average: Average, close: Close) -> Extended:
+    def gated(self, init: optax.TransformInitFn, average: Average, close: Average) -> Extended:
         """Return the transformation that averages after each step of the inner optimizer.
 
         Args:
@@ -84,7 +83,6 @@ class _Own(NamedTuple):
             return trees.as_updates(value, own), new._replace(inner_state=inner)
 
         def flush_fn(state: Any, params: PyTree, **extra: Any) -> Stepped:
-            del extra
             axes.require_bound(names, who)
             own = axes.to_varying(params, names)
             value, new = close(state._replace(inner_state=None), own)
@@ -216,7 +214,10 @@ def local_updates(
     reduce = checks.transformation(who, "reduction", reduction)
 
     def init_fn(params: PyTree) -> LocalUpdatesState:
-        _require_common(params, names, who)
+        common = not any(kind & frozenset(names) for kind in axes.types(params))
+        got, allowed = f"some that vary over {', '.join(names)}", "equal on all replicas"
+        hint = "Call init outside the mapped function, or before params become each replica's own."
+        checks.require(who, "params", got, allowed, common, hint)
         wide = trees.at_least_float32(params)
         zeros = [jnp.zeros((), jnp.int32) for _ in range(2)]
         held = jax.tree.map(_copy, params), reduce.init(wide), outer_tx.init(wide)
@@ -246,15 +247,6 @@ def local_updates(
 def _copy(p: Any) -> Any:
     is_type = isinstance(p, jax.ShapeDtypeStruct)
     return p if is_type else jnp.array(p, dtype=jnp.result_type(p), copy=True)
-
-
-def _require_common(params: PyTree, names: tuple[str, ...], who: str) -> None:
-    if any(kind & frozenset(names) for kind in axes.types(params)):
-        raise ValueError(
-            f"{who}: init must be given params that are equal on all replicas, got some that vary "
-            f"over {', '.join(names)}. Call it outside the mapped function, or before the params "
-            "become each replica's own."
-        )
 
 
 class PartialAverageState(NamedTuple):

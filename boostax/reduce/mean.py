@@ -96,11 +96,9 @@ def all_reduce(
     checks.choice(who, "divide", divide, ("before", "after"), "After the sum is the default.")
     wire = None if dtype is None else checks.floating_dtype(who, "dtype", dtype)
     if clip is not None:
-        hint = "SINGA's default is 100; None does not clip."
-        checks.number(who, "clip", clip, "greater than 0", lambda x: x > 0, hint)
+        checks.number(who, "clip", clip, "greater than 0", lambda x: x > 0, "SINGA's is 100.")
     if noise is not None:
-        hint = "0.99 averages over about a hundred optimizer steps; None does not measure."
-        checks.number(who, "noise", noise, "in [0, 1)", lambda x: 0 <= x < 1, hint)
+        checks.number(who, "noise", noise, "in [0, 1)", lambda x: 0 <= x < 1, "Try 0.99.")
         hint = "noise compares local gradients with their mean."
         checks.choice(who, "op", op, ("mean",), hint)
         checks.absent(who, "clip", clip, "None with noise", f"{hint} Clip that mean.")
@@ -108,19 +106,14 @@ def all_reduce(
     dividing: Divide = divide if op == "mean" else "never"
 
     def update_fn(updates: PyTree, state: Any, params: PyTree = None, **extra: Any) -> Stepped:
-        del params, extra
         trees.require_gradients(updates, who)
         axes.require_local(updates, names, who)
         if op == "sum":  # The mean of equal gradients is right; their sum is not.
             require_local(updates, names, who)
         leaves, treedef = jax.tree.flatten(updates)
         if clip is not None:
-            hint = (
-                "Elements are bounded by sign and magnitude, which complex numbers do not order "
-                "by; clip by norm after the reduction, or wrap the transformation in optax.masked."
-            )
-            real = not any(map(jnp.iscomplexobj, leaves))
-            allowed = "None with complex gradients"
+            hint = "Complex numbers have no sign: clip by norm after the reduction, or mask them."
+            real, allowed = not any(map(jnp.iscomplexobj, leaves)), "None with complex gradients"
             checks.require(who, "clip", clip, allowed, real, hint, TypeError)
             leaves = [trees.clip_finite(x, clip) for x in leaves]
         if wire is not None:
@@ -135,7 +128,6 @@ def all_reduce(
         return treedef.unflatten(leaves), state
 
     def init_fn(params: PyTree) -> SumState | NoiseScaleState | optax.EmptyState:
-        del params
         if noise is not None:
             return noise_scale.fresh()
         return SumState() if op == "sum" else optax.EmptyState()

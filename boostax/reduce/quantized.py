@@ -19,7 +19,6 @@ from boostax.reduce import exchange
 from boostax.reduce.codec import Arrays, Codec, Late, Message, Names, packed, unpacked, unsent
 from boostax.reduce.exchange import Alone, Chunk
 from boostax.reduce.feedback import Dense, compress
-from boostax.reduce.rows import Grid
 
 PyTree = Any
 Send = Callable[[jax.Array, Names], jax.Array]
@@ -45,7 +44,6 @@ class Int8(Codec):
 
     def init(self, leaves: Sequence[jax.ShapeDtypeStruct]) -> PyTree:
         """Return the key of stochastic rounding, the same on all replicas, or ``None``."""
-        del leaves
         return jax.random.PRNGKey(self.seed) if self.stochastic else None
 
     def reduce(self, leaves: Arrays, state: PyTree, names: Names) -> Message:
@@ -85,7 +83,7 @@ class _Slices(NamedTuple):
 
     leaves: Arrays
     sent: list[Chunk]
-    grids: list[Grid]
+    grids: list[exchange.Grid]
     rows: list[jax.Array]
 
     @classmethod
@@ -93,7 +91,7 @@ class _Slices(NamedTuple):
         """Cut leaves into rows of up to ``block`` elements."""
         sent = exchange.chunks(leaves, slices, by_leaf=False)
         cuts = [exchange.cut(chunk.array(leaves), slices, chunk.dim) for chunk in sent]
-        grids = [Grid.of(x.shape, block, 1) for x in cuts]
+        grids = [exchange.Grid.of(x.shape, block, 1) for x in cuts]
         return cls(leaves, sent, grids, [grid.rows(x) for grid, x in zip(grids, cuts, strict=True)])
 
     def joined(self, rows: Arrays) -> list[jax.Array]:
@@ -206,7 +204,6 @@ def int8_reduce(
     """
     who = "int8_reduce"
     block = checks.positive_int(who, "block", block, "4096 is the default; 256 is finer.")
-    choices = ("nearest", "stochastic")
-    checks.choice(who, "rounding", rounding, choices, "Error feedback mends either.")
+    checks.choice(who, "rounding", rounding, ("nearest", "stochastic"), "Feedback mends either.")
     codec = Int8(block, rounding == "stochastic", seed)
     return compress(codec, axis_name, error_feedback=error_feedback, dense=dense, name=who)

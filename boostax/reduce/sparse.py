@@ -21,7 +21,6 @@ from boostax._core import axes, checks, trees
 from boostax.reduce import exchange, selection
 from boostax.reduce.codec import Arrays, Codec, Message, packed, staged, switched, unpacked, unsent
 from boostax.reduce.feedback import Dense, compress
-from boostax.reduce.rows import Grid
 
 PyTree = Any
 # Leaves of up to SMALL elements may be written anew, and sorted.
@@ -85,7 +84,7 @@ class Runs(NamedTuple):
       sent: the number of elements chosen from each row.
     """
 
-    grid: Grid
+    grid: exchange.Grid
     sent: int
 
     @property
@@ -252,14 +251,14 @@ class Largest(Codec):
     def _view(self, shape: tuple[int, ...]) -> Runs:
         size = math.prod(shape)
         if self.block is None and size > SMALL:
-            grid = Grid.of((1, *shape), size, selection.BITS)
+            grid = exchange.Grid.of((1, *shape), size, selection.BITS)
             return Whole(grid, min(self.count(size), size))
         block = min(self.block or size, size)
-        grid = Grid.of((1, *shape), block, 1)
+        grid = exchange.Grid.of((1, *shape), block, 1)
         most = 1.1 * size / block * self.count(block)
         # Every run rounds its share up, so short runs send more.
         if not grid.own or grid.one[0] * self.count(grid.width) > most:
-            grid = Grid((1, *shape), False, 1, block, 1)
+            grid = exchange.Grid((1, *shape), False, 1, block, 1)
         return Runs(grid, min(self.count(grid.width), grid.width))
 
 
@@ -473,8 +472,7 @@ def threshold_reduce(
       replica at each step and so cannot be compiled.
     """
     who = "threshold_reduce"
-    hint = "SINGA's default is 0.05."
-    checks.number(who, "threshold", threshold, "0 or more", lambda x: x >= 0, hint)
+    checks.number(who, "threshold", threshold, "0 or more", lambda x: x >= 0, "SINGA's is 0.05.")
     _check_share(who, "capacity", capacity)
     block, bucket_bytes, wire = _checked(who, block, bucket_bytes, value_dtype)
     how = block, Cut(threshold, relative, wire), bucket_bytes
@@ -494,5 +492,4 @@ def _checked(
 
 
 def _check_share(who: str, argument: str, value: Any) -> None:
-    hint = "0.01 sends one element in a hundred."
-    checks.number(who, argument, value, "in (0, 1]", lambda x: 0 < x <= 1, hint)
+    checks.number(who, argument, value, "in (0, 1]", lambda x: 0 < x <= 1, "0.01 sends 1%.")

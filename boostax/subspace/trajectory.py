@@ -111,7 +111,6 @@ def record_trajectory(
 
     @describe(_WHO, "recorder")
     def update_fn(updates: PyTree, state: Any, params: PyTree = None, **extra: Any) -> Stepped:
-        del extra
         trees.require_params(params, _WHO, "They are what is recorded.")
         # The count of steps need not pass the branch.
         held, since = state._replace(steps=None), state.steps - start
