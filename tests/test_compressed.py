@@ -263,8 +263,6 @@ def test_low_rank_of_kernels_with_their_outputs_first():
     np.testing.assert_allclose(means["weight"], grads["weight"], rtol=1e-4, atol=1e-5)
     plain = boostax.reduce.power_sgd_reduce("data", 2)
     assert repeated(plain, grads, 0)[1].codec.left.values["weight"] is None
-    with pytest.raises(ValueError, match="power_sgd_reduce: layout must be 'linen'"):
-        boostax.reduce.power_sgd_reduce("data", layout="keras")
 
 
 def test_low_rank_of_zeros_is_zero():

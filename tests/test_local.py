@@ -222,31 +222,10 @@ def test_another_reduction_may_make_the_outer_gradient():
     assert 1 <= float(boostax.metrics(state)["orthogonality"][0]) <= 2
 
 
-# Gates outside.
-
-
 WRAPPED = {
     "partial": lambda: boostax.reduce.partial_average(optax.adam(0.1), "data", 3),
     "local": lambda: boostax.reduce.local_updates(optax.adam(0.1), "data", 2, NESTEROV),
 }
-
-
-@pytest.mark.parametrize("kind", WRAPPED)
-def test_a_window_outside_counts_as_one_step(mesh, kind):
-    window = boostax.accumulate(WRAPPED[kind](), 2, axis_name="data")
-    tx = boostax.dynamic_loss_scale(window, init_scale=1.0, axis_name="data")
-
-    def loss(params, noise):
-        along = jax.tree.map(lambda p, x: jnp.sum(0.15 * p * p + x[0] * p), params, noise)
-        return sum(jax.tree.leaves(along))
-
-    step = boostax.make_train_step(loss, tx, mesh=mesh, axis_name="data")
-    state, noise = step.init(start()), draw(14, 4, 8)
-    for t in range(4):
-        state, _ = step(state, jax.tree.map(lambda x, t=t: x[t], noise))
-    inner = state.opt_state.inner_state.inner_state
-    assert inner.partition == 2 if kind == "partial" else (inner.syncs, inner.since_sync) == (1, 0)
-    assert kind == "partial" or all(map(equal_on_all, jax.tree.leaves(state.params)))
 
 
 @pytest.mark.parametrize("kind", WRAPPED)
@@ -343,15 +322,13 @@ def partial(partitions):
     return boostax.reduce.partial_average(SGD, "data", partitions)
 
 
-def local(inner, **options):
-    return boostax.reduce.local_updates(inner, "data", 1, **options)
+def local(inner):
+    return boostax.reduce.local_updates(inner, "data", 1)
 
 
 REFUSED = {
-    "partial_average: partitions": [lambda: partial("two"), lambda: partial({"a": 0, "b": 1.0})],
     "number of param leaves, 4": [lambda: partial(5).init(start())],
     "a prefix of one": [lambda: partial({"a": 0, "x": 1}).init(start())],
-    "local_updates: reduction": [lambda: local(SGD, reduction="mean")],
     "gate outside": [
         lambda: local(boostax.accumulate(SGD, 2)),
         lambda: local(optax.chain(boostax.accumulate(SGD, 2))).init(start()),

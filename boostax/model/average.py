@@ -24,8 +24,10 @@ from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from jax import lax
+from jax.typing import DTypeLike
 
 from boostax._core import checks, gate, trees
 from boostax._core.describe import Holds, Stepped, describe
@@ -73,7 +75,7 @@ def _with(average: jax.Array, p: jax.Array, averaged: jax.Array, weight: Any) ->
     return jnp.where(averaged == 0, p, average + weight(n) * (p - average))
 
 
-def _buffer(p: jax.Array, narrow: Any, size: int | None) -> jax.Array:
+def _buffer(p: jax.Array, narrow: np.dtype[Any], size: int | None) -> jax.Array:
     # Zeros like the leaf have its sharding.
     zeros = jnp.zeros_like(p, dtype=trees.buffer_dtype(p, narrow))
     return zeros if size is None else jnp.broadcast_to(zeros, (size, *zeros.shape))
@@ -96,7 +98,7 @@ def average_params(
     size: int | None = None,
     every: int = 1,
     start: int = 0,
-    dtype: Any = "float32",
+    dtype: DTypeLike = "float32",
 ) -> optax.GradientTransformationExtraArgs:
     r"""Keep an average of the params beside the optimizer; ``averaged_params`` reads it.
 
@@ -180,7 +182,7 @@ def average_params(
         return AverageParamsState(steps, averaged, averages, inner_state)
 
     def take_in(
-        state: AverageParamsState, inner_state: Any, moved: jax.Array, new: Callable[[], PyTree]
+        state: AverageParamsState, inner_state: PyTree, moved: jax.Array, new: Callable[[], PyTree]
     ) -> AverageParamsState:
         one = lambda average, p: _with(average, p, state.averaged, weight)  # noqa: E731
         heavy = lambda: ((), jax.tree.map(one, state.averages, new()))  # noqa: E731

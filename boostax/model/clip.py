@@ -50,7 +50,7 @@ def clip_by_global_norm(
     names = axes.canonical(who, shard_axes)
 
     @describe(who, "norm clip", names)
-    def update_fn(updates: PyTree, state: Any, params: PyTree = None, **extra: Any) -> Stepped:
+    def update_fn(updates: PyTree, state: PyTree, params: PyTree = None, **extra: Any) -> Stepped:
         trees.require_gradients(updates, who)
         squares = [jnp.sum((g * g.conj()).real) for g in jax.tree.leaves(updates)]
         norm = jnp.sqrt(axes.shard_total(squares, names, who))

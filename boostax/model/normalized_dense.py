@@ -9,6 +9,8 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.lax import PrecisionLike
+from jax.typing import DTypeLike
 
 from boostax._core import checks, trees
 
@@ -38,8 +40,8 @@ def normalized_dense(
     kernel: jax.Array,
     multiplier: jax.Array,
     bias: jax.Array | None = None,
-    dtype: Any = None,
-    precision: Any = None,
+    dtype: DTypeLike | None = None,
+    precision: PrecisionLike = None,
 ) -> jax.Array:
     """Return ``multiplier * (x / |x| @ kernel / |kernel_column| + bias)``.
 
@@ -94,9 +96,9 @@ class NormalizedDense(nn.Module):
 
     features: int
     use_bias: bool = False
-    dtype: Any = None
-    param_dtype: Any = jnp.float32
-    precision: Any = None
+    dtype: DTypeLike | None = None
+    param_dtype: DTypeLike = jnp.float32
+    precision: PrecisionLike = None
     kernel_init: Initializer = nn.initializers.lecun_normal()
     bias_init: Initializer = nn.initializers.zeros_init()
     multiplier_init: Initializer = nn.initializers.ones_init()

@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import optax
 from jax import lax
+from jax.typing import DTypeLike
 
 from boostax._core import axes, checks, trees
 from boostax._core.describe import Stepped, describe
@@ -52,7 +53,7 @@ def adasum(
     within: axes.AxisName | None = None,
     shard_axes: axes.AxisName | None = None,
     scope: Scope = "leaf",
-    wire_dtype: Any = None,
+    wire_dtype: DTypeLike | None = None,
     bucket_bytes: int | None = None,
     leaf_metrics: bool = False,
 ) -> optax.GradientTransformationExtraArgs:
@@ -301,7 +302,7 @@ def adasum_delta(
     within: axes.AxisName | int | None = None,
     shard_axes: axes.AxisName | None = None,
     scope: Scope = "leaf",
-    wire_dtype: Any = None,
+    wire_dtype: DTypeLike | None = None,
     bucket_bytes: int | None = None,
     leaf_metrics: bool = False,
 ) -> optax.GradientTransformationExtraArgs:

@@ -92,7 +92,7 @@ class Codec:
     lossy: bool = False
     chooses: bool = False
 
-    def serves(self, leaf: Any) -> bool:
+    def serves(self, leaf: jax.Array | jax.ShapeDtypeStruct) -> bool:
         """Return whether it can send such a leaf, as given; others take a plain mean."""
         return True
 
@@ -126,7 +126,7 @@ class Staged(Codec):
     whole: bool
     lossy: bool
 
-    def serves(self, leaf: Any) -> bool:
+    def serves(self, leaf: jax.Array | jax.ShapeDtypeStruct) -> bool:
         """Return what the widest stage returns."""
         return self.widest.serves(leaf)
 

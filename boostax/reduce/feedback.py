@@ -51,7 +51,7 @@ class CompressedState(NamedTuple):
     velocity: PerReplica
     codec: PyTree
     unsent: jax.Array
-    capacity: jax.Array | None = None
+    capacity: Any = None
     holds = Holds((), sums=("residual", "velocity"))
 
     def metrics(self) -> dict[str, jax.Array]:

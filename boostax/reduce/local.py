@@ -134,7 +134,7 @@ class LocalUpdatesState(NamedTuple):
     anchor: PyTree
     reduction_state: optax.OptState
     outer_state: optax.OptState
-    inner_state: PerReplica | None
+    inner_state: PerReplica
 
     def metrics(self) -> dict[str, jax.Array]:
         """Return named scalars for ``boostax.metrics``."""
@@ -219,9 +219,10 @@ def local_updates(
         hint = "Call init outside the mapped function, or before params become each replica's own."
         checks.require(who, "params", got, allowed, common, hint)
         wide = trees.at_least_float32(params)
-        zeros = [jnp.zeros((), jnp.int32) for _ in range(2)]
-        held = jax.tree.map(_copy, params), reduce.init(wide), outer_tx.init(wide)
-        return LocalUpdatesState(*zeros, *held, replica.init(params))
+        since, syncs = jnp.zeros((), jnp.int32), jnp.zeros((), jnp.int32)
+        anchor, outer_state = jax.tree.map(_copy, params), outer_tx.init(wide)
+        inner = replica.init(params)
+        return LocalUpdatesState(since, syncs, anchor, reduce.init(wide), outer_state, inner)
 
     def synced(state: LocalUpdatesState, local: PyTree) -> Stepped:
         away = lambda a, p: trees.at_least_float32(a) - trees.at_least_float32(p)  # noqa: E731
@@ -230,7 +231,8 @@ def local_updates(
         before = Pending(drift), state.outer_state, state.anchor
         anchor, outer_state = run(outer_tx, *before, apply=True, extra={})
         since, syncs = jnp.zeros_like(state.since_sync), optax.safe_increment(state.syncs)
-        return anchor, LocalUpdatesState(since, syncs, anchor, reduced, outer_state, None)
+        new = state._replace(since_sync=since, syncs=syncs, anchor=anchor, outer_state=outer_state)
+        return anchor, new._replace(reduction_state=reduced)
 
     def average(state: LocalUpdatesState, own: PyTree, value: PyTree, apply: bool) -> Stepped:
         state = state._replace(since_sync=state.since_sync + 1)

@@ -57,7 +57,7 @@ class PowerSgd(Codec):
     whole = True
     lossy = True
 
-    def serves(self, leaf: Any) -> bool:
+    def serves(self, leaf: jax.Array | jax.ShapeDtypeStruct) -> bool:
         """Return whether a leaf is a real matrix whose two factors are at most half of it."""
         if leaf.ndim < 2 or jnp.iscomplexobj(leaf):
             return False

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from jax import lax
+from jax.typing import DTypeLike
 
 from boostax._core import axes, checks, noise_scale, trees
 from boostax._core.describe import Stepped, describe
@@ -31,7 +32,7 @@ def all_reduce(
     axis_name: axes.AxisName,
     *,
     op: Literal["mean", "sum"] = "mean",
-    dtype: Any = None,
+    dtype: DTypeLike | None = None,
     clip: float | None = None,
     divide: Literal["before", "after"] = "after",
     bucket_bytes: int | None = None,
@@ -105,7 +106,7 @@ def all_reduce(
     bucket_bytes = exchange.check_bytes(who, bucket_bytes)
     dividing: Divide = divide if op == "mean" else "never"
 
-    def update_fn(updates: PyTree, state: Any, params: PyTree = None, **extra: Any) -> Stepped:
+    def update_fn(updates: PyTree, state: PyTree, params: PyTree = None, **extra: Any) -> Stepped:
         trees.require_gradients(updates, who)
         axes.require_local(updates, names, who)
         if op == "sum":  # The mean of equal gradients is right; their sum is not.
@@ -142,7 +143,7 @@ def all_reduce(
 def _measured(update: Callable[..., Stepped], names: Names, decay: float) -> Callable[..., Stepped]:
     """Return a mean's ``update`` that also estimates the noise scale."""
 
-    def update_fn(updates: PyTree, state: Any, params: PyTree = None, **extra: Any) -> Stepped:
+    def update_fn(updates: PyTree, state: PyTree, params: PyTree = None, **extra: Any) -> Stepped:
         means, _ = update(updates, (), params, **extra)
         local = axes.mean(noise_scale.square_norm(updates, names), names)
         large, count = noise_scale.square_norm(means), jnp.float32(axes.size(names))

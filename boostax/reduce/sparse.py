@@ -16,6 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from jax import lax
+from jax.typing import DTypeLike
 
 from boostax._core import axes, checks, trees
 from boostax.reduce import exchange, selection
@@ -338,7 +339,7 @@ def top_k_reduce(
     block: int | None = None,
     bucket_bytes: int | None = None,
     momentum: float | None = None,
-    value_dtype: Any = None,
+    value_dtype: DTypeLike | None = None,
     error_feedback: bool = True,
     dense: Dense = None,
 ) -> optax.GradientTransformationExtraArgs:
@@ -417,7 +418,7 @@ def threshold_reduce(
     relative: bool = False,
     block: int | None = None,
     bucket_bytes: int | None = 2**16,
-    value_dtype: Any = None,
+    value_dtype: DTypeLike | None = None,
     error_feedback: bool = True,
     dense: Dense = None,
 ) -> optax.GradientTransformationExtraArgs:
@@ -481,7 +482,7 @@ def threshold_reduce(
 
 
 def _checked(
-    who: str, block: int | None, bucket_bytes: int | None, value_dtype: Any
+    who: str, block: int | None, bucket_bytes: int | None, value_dtype: DTypeLike | None
 ) -> tuple[int | None, int | None, np.dtype[Any] | None]:
     """Check the arguments of elements with positions."""
     if block is not None:

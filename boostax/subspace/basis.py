@@ -11,7 +11,7 @@ directions below 3e-4 of the largest, which a product with ``X`` itself finds.
 
 import functools
 import pathlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -20,11 +20,13 @@ import numpy as np
 from jax import lax
 from jax.core import Tracer
 from jax.sharding import AxisType, PartitionSpec
+from jax.typing import ArrayLike, DTypeLike
 
 from boostax._core import axes, checks, trees
 from boostax.subspace import files
 
 PyTree = Any
+Dtype = DTypeLike | None
 _WHO = "pca_basis"
 _FEW = "It is the dimension of the subspace; 32 to 40 are usual."
 # Additional rows, which catch directions that the first product missed.
@@ -173,7 +175,7 @@ def random_basis(params: PyTree, n_components: int, *, seed: int = 0) -> PyTree:
 
 
 def pca_basis(
-    snapshots: PyTree, n_components: int, *, dtype: Any = None, stacked: bool | None = None
+    snapshots: PyTree, n_components: int, *, dtype: Dtype = None, stacked: bool | None = None
 ) -> Basis:
     r"""Find the directions in which snapshots of the params differ most.
 
@@ -225,7 +227,7 @@ def pca_basis(
 
 
 def principal(
-    snapshots: PyTree, n_components: int, dtype: Any, complete: bool = True, who: str = _WHO
+    snapshots: PyTree, n_components: int, dtype: Dtype, complete: bool = True, who: str = _WHO
 ) -> Basis:
     """Return ``pca_basis`` of stacked snapshots.
 
@@ -262,7 +264,7 @@ def principal(
     return Basis(components, jax.tree.map(_mean, snapshots), jnp.asarray(explained, jnp.float32))
 
 
-def _stack(snapshots: Any) -> PyTree:
+def _stack(snapshots: Iterable[PyTree]) -> PyTree:
     """Stack trees a leaf at a time."""
     found = list(snapshots)
     kinds = [(jax.tree.structure(x), [*map(np.shape, jax.tree.leaves(x))]) for x in found]
@@ -305,7 +307,7 @@ def project(
     Cost: one read of the components; of sharded leaves ``4k`` bytes are summed over the devices.
     """
 
-    def part(p: jax.Array, g: Any) -> jax.Array:
+    def part(p: jax.Array, g: ArrayLike) -> jax.Array:
         rows, one = wide(p), wide(g)[None]
         if p.dtype == rows.dtype:
             return dot(rows, one)[:, 0]
@@ -330,7 +332,7 @@ def lift(components: PyTree, columns: jax.Array) -> PyTree:
     return jax.tree.map(sums, components)
 
 
-def stored(tree: PyTree, dtype: Any) -> PyTree:
+def stored(tree: PyTree, dtype: Dtype) -> PyTree:
     """Return a copy with real leaves in ``dtype``, or in their own dtypes if it is ``None``."""
     kept = lambda p: p.dtype if dtype is None or jnp.iscomplexobj(p) else dtype  # noqa: E731
     return jax.tree.map(lambda p: jnp.array(p, kept(p), copy=True), tree)
@@ -345,7 +347,7 @@ def wide_dtype(x: Any) -> np.dtype[Any]:
     return trees.buffer_dtype(x, np.dtype(np.float32))
 
 
-def wide(x: Any) -> jax.Array:
+def wide(x: ArrayLike) -> jax.Array:
     """Return a leaf in the dtype of computations with it."""
     return jnp.asarray(x).astype(wide_dtype(x))
 
@@ -376,7 +378,7 @@ def dot(x: jax.Array, y: jax.Array) -> jax.Array:
 
 
 @jax.jit
-def mix(turn: Any, rows: Any) -> jax.Array:
+def mix(turn: ArrayLike, rows: ArrayLike) -> jax.Array:
     """Return sums of rows (m, ...), weighted by the columns of ``turn`` (m, r): (r, ...)."""
     rows, over = wide(rows), (((0,), (0,)), ((), ()))
     turn = jnp.asarray(turn).astype(rows.dtype)
@@ -420,38 +422,38 @@ def _along_rows(x: jax.Array, like: jax.Array) -> jax.Array:
     return x.astype(like.dtype).reshape(-1, *[1] * (like.ndim - 1))
 
 
-def _centred(x: Any) -> jax.Array:
+def _centred(x: jax.Array) -> jax.Array:
     """Subtract the mean of the snapshots; the first is subtracted before, so nothing cancels."""
     gaps = wide(x) - wide(x[:1])
     return gaps - gaps.mean(0, keepdims=True)
 
 
 @jax.jit
-def _mean(x: Any) -> jax.Array:
+def _mean(x: jax.Array) -> jax.Array:
     return wide(x[0]) + (wide(x) - wide(x[:1])).mean(0)
 
 
 @jax.jit
-def _gram(x: Any) -> jax.Array:
+def _gram(x: jax.Array) -> jax.Array:
     """Return inner products of the centred snapshots: (m, m)."""
     gaps = _centred(x)
     return dot(gaps, gaps)
 
 
 @jax.jit
-def _spanned(u: Any, x: Any) -> jax.Array:
+def _spanned(u: ArrayLike, x: jax.Array) -> jax.Array:
     """Return combinations of the centred snapshots, by the columns of ``u`` (m, r): (r, ...)."""
     return mix(u, _centred(x))
 
 
 @jax.jit
-def _coordinates(x: Any, rows: jax.Array) -> jax.Array:
+def _coordinates(x: jax.Array, rows: jax.Array) -> jax.Array:
     """Return inner products of the centred snapshots with rows: (m, r)."""
     return dot(_centred(x), rows)
 
 
 @jax.jit
-def _rounding(x: Any) -> jax.Array:
+def _rounding(x: jax.Array) -> jax.Array:
     """Return the squared norm of the rounding errors of a snapshot."""
     inexact = jnp.issubdtype(x.dtype, jnp.inexact)
     first = (float(jnp.finfo(x.dtype).eps) / 2 if inexact else 0.0) * wide(x[0])

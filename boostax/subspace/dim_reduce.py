@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 import optax
 from jax import lax
+from jax.typing import ArrayLike, DTypeLike
 
 from boostax._core import axes, checks, trees
 from boostax._core.describe import Holds, describe
@@ -20,6 +21,8 @@ from boostax._core.gate import run_or_hold, told_by
 from boostax.subspace.basis import Basis, lift, project, stored, wide_dtype
 
 PyTree = Any
+Dtype = DTypeLike | None
+Names = tuple[str, ...]
 LossAt: TypeAlias = Callable[[PyTree], jax.Array]
 _WHO = "dim_reduce"
 
@@ -92,7 +95,7 @@ class Search(NamedTuple):
     last: jax.Array
 
 
-def empty(k: int, dtype: Any) -> Memory:
+def empty(k: int, dtype: DTypeLike) -> Memory:
     """Return an empty memory, whose inverse Hessian is the identity."""
     zeros, no = lambda: jnp.zeros(k, dtype), lambda: jnp.zeros((), bool)
     return Memory(jnp.eye(k, dtype=dtype), zeros(), zeros(), no(), no())
@@ -197,7 +200,7 @@ class DimReduceState(NamedTuple):
     """
 
     basis: PyTree
-    explained: jax.Array | None
+    explained: Any
     memory: Memory
     to_mean: jax.Array
     steps: jax.Array
@@ -223,7 +226,7 @@ class DimReduceState(NamedTuple):
             "subspace_skipped": self.skipped,
         }
 
-    def with_basis(self, basis: Any) -> "DimReduceState":
+    def with_basis(self, basis: Basis | PyTree) -> "DimReduceState":
         """Return the state with another basis, and with what was learnt forgotten."""
         rows, explained, _ = _opened(basis)
         was, now = (jax.tree.map(jnp.shape, tree) for tree in (self.basis, rows))
@@ -244,7 +247,7 @@ class DimReduceState(NamedTuple):
 _APART = ("basis", "explained", "to_mean", "skipped", "finite")
 
 
-def _opened(basis: Any) -> tuple[PyTree, jax.Array | None, PyTree]:
+def _opened(basis: Basis | PyTree) -> tuple[PyTree, jax.Array | None, PyTree]:
     """Return the components, the share of the variance in their span and the mean.
 
     The last two are ``None`` unless ``basis`` is a ``Basis``.
@@ -254,7 +257,7 @@ def _opened(basis: Any) -> tuple[PyTree, jax.Array | None, PyTree]:
     return basis, None, None
 
 
-def _kept(basis: Any, params: PyTree, dtype: Any) -> tuple[PyTree, jax.Array | None, PyTree]:
+def _kept(basis: Any, params: PyTree, dtype: Dtype) -> tuple[PyTree, jax.Array | None, PyTree]:
     """Return the parts of the argument ``basis`` as ``_opened`` does, with components in ``dtype``.
 
     Raises:
@@ -279,7 +282,7 @@ def _kept(basis: Any, params: PyTree, dtype: Any) -> tuple[PyTree, jax.Array | N
 
 
 def _fresh(
-    rows: PyTree, explained: Any, mean: PyTree, params: PyTree, rest: PyTree
+    rows: PyTree, explained: jax.Array | None, mean: PyTree, params: PyTree, rest: PyTree
 ) -> DimReduceState:
     leaves = jax.tree.leaves(rows)
     dtypes = [jnp.finfo(wide_dtype(x)).dtype for x in leaves]
@@ -295,7 +298,7 @@ def _fresh(
     return DimReduceState(rows, explained, memory, to_mean, *counts, *last, residual_state=rest)
 
 
-def _require_given(params: PyTree, value: Any, value_fn: LossAt | None) -> LossAt:
+def _require_given(params: PyTree, value: ArrayLike | None, value_fn: LossAt | None) -> LossAt:
     passed = {"params": params, "value": value, "value_fn": value_fn}
     missing = [name for name, x in passed.items() if x is None]
     if missing or value_fn is None:
@@ -307,7 +310,7 @@ def _require_given(params: PyTree, value: Any, value_fn: LossAt | None) -> LossA
 
 
 def _measured(
-    state: DimReduceState, raw: PyTree, value: Any, names: tuple[str, ...], shards: tuple[str, ...]
+    state: DimReduceState, raw: PyTree, value: ArrayLike, names: Names, shards: Names
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Return a gradient's coordinates, its squared norms in the span and in full, and the loss."""
     gradient = trees.at_least_float32(raw)
@@ -322,7 +325,7 @@ def _measured(
 
 def _searched(
     rule: SubspaceRule,
-    names: tuple[str, ...],
+    names: Names,
     state: DimReduceState,
     inside: jax.Array,
     now: jax.Array,
@@ -361,17 +364,17 @@ def _searched(
     return moved, total, shadow
 
 
-def _loss(value: Any, names: tuple[str, ...]) -> jax.Array:
+def _loss(value: ArrayLike, names: Names) -> jax.Array:
     """Return the loss in f32 or wider, a true mean over the replicas."""
     return axes.mean(trees.at_least_float32(jnp.asarray(value)), names)
 
 
 def dim_reduce(
-    basis: Any,
+    basis: Basis | PyTree,
     *,
     residual: optax.GradientTransformation | None = None,
     rule: SubspaceRule | Literal["boostax", "mindspore"] = "boostax",
-    dtype: Any = None,
+    dtype: Dtype = None,
     axis_name: axes.AxisName | None = None,
     shard_axes: axes.AxisName | None = None,
 ) -> optax.GradientTransformationExtraArgs:
@@ -487,7 +490,7 @@ def dim_reduce(
     return optax.GradientTransformationExtraArgs(init_fn, update_fn)
 
 
-def replace_basis(opt_state: PyTree, basis: Any) -> PyTree:
+def replace_basis(opt_state: PyTree, basis: Basis | PyTree) -> PyTree:
     """Put another basis into a state, and forget the curvature learnt in the old one.
 
     Args:

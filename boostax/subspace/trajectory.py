@@ -13,6 +13,7 @@ import numpy as np
 import optax
 from jax import lax
 from jax.core import Tracer
+from jax.typing import DTypeLike
 
 from boostax._core import checks, trees
 from boostax._core.describe import Holds, Stepped, describe
@@ -20,6 +21,7 @@ from boostax._core.gate import run_or_hold
 from boostax.subspace.basis import Basis, principal
 
 PyTree = Any
+Dtype = DTypeLike | None
 _WHO = "record_trajectory"
 
 
@@ -51,7 +53,7 @@ def record_trajectory(
     *,
     every: int = 1,
     start: int = 0,
-    dtype: Any = "float32",
+    dtype: DTypeLike = "float32",
 ) -> optax.GradientTransformationExtraArgs:
     r"""Keep the last ``size`` snapshots of the params; pass the updates through.
 
@@ -161,7 +163,7 @@ def trajectory_basis(
     n_components: int,
     *,
     params: PyTree = None,
-    dtype: Any = None,
+    dtype: Dtype = None,
     complete: bool = True,
 ) -> Basis:
     """Return the leading directions of the recorded snapshots.
