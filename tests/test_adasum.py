@@ -295,13 +295,11 @@ def test_low_gradients_are_combined_in_f32(seed, replicas, magnitude):
 @given(seed=seeds, replicas=st.integers(2, 9), data=st.data())
 def test_zero_gradients_leave_the_others(seed, replicas, data):
     rows = np.float32(normal(seed, replicas, WIDTH))
-    zero = data.draw(st.lists(st.booleans(), min_size=replicas, max_size=replicas), "zero")
-    some = np.where(np.array(zero)[:, None], np.float32(0), rows)
-    alone = data.draw(st.integers(0, replicas - 1), "alone")
-    only = np.where(np.arange(replicas)[:, None] == alone, rows, np.float32(0))
+    keep = np.array(data.draw(st.lists(st.booleans(), min_size=replicas, max_size=replicas)))
+    some = np.where(keep[:, None], rows, np.float32(0))
     assert_near(combine(some), reference.adasum(some), rows)
-    assert_same(combine(only), rows[alone])
-    assert not combine(np.zeros_like(rows)).any()
+    if keep.sum() < 2:
+        assert_same(combine(some), some.sum(0))
 
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])

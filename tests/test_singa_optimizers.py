@@ -228,6 +228,10 @@ CASES = {
         of(Adam, beta_1=0.8, beta_2=0.95, epsilon=1e-2),
         optax.adam(0.1, 0.8, 0.95, 1e-2),
     ),
+    "adam decay": (
+        of(Adam, STAIRS, weight_decay=0.01),
+        optax.chain(decayed(0.01), optax.adam(STAIRS_OPTAX)),
+    ),
     "adam all scheduled": (
         of(Adam, LR, BETA_1, BETA_2, EPSILON, DECAY),
         optax.chain(
@@ -239,8 +243,7 @@ CASES = {
 CASES |= {
     f"{name} decay": (of(make, weight_decay=0.01), optax.chain(decayed(0.01), tx))
     for name, (make, tx) in CASES.items()
-    if name
-    in ("sgd", "sgd momentum", "sgd nesterov", "sgd dampening", "adagrad", "adam", "rmsprop")
+    if name in {"sgd", "sgd momentum", "sgd nesterov", "sgd dampening", "adagrad", "rmsprop"}
 }
 SCHEDULED = [name for name in CASES if name.endswith("all scheduled")]
 

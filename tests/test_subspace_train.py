@@ -385,38 +385,3 @@ def test_bfloat16_as_numpy_itself_writes_it_is_read(tmp_path):
     np.savez(tmp_path / "1.npz", w=np.asarray(jnp.arange(3.0, dtype="bfloat16")))
     (got,) = boostax.subspace.checkpoint_snapshots(tmp_path, {"w": jnp.zeros(3, "bfloat16")})
     assert got["w"].dtype == "bfloat16" and got["w"].tolist() == [0.0, 1.0, 2.0]
-
-
-BASIS, PAIR = jnp.eye(3), {"a": jnp.ones(3), "b": jnp.ones(3)}
-make, replace = boostax.dim_reduce, boostax.subspace.replace_basis
-update = functools.partial(make(BASIS).update, jnp.ones(3), None, jnp.ones(3))
-REFUSED = {
-    "dim_reduce: basis must be a tree like the params, PyTreeDef(": (
-        lambda: make({"w": BASIS}).init(start())
-    ),
-    "dim_reduce: basis must be shaped (3, 4) at 'the root', got (3, 3). boostax.subspace.pca_basis"
-    "(snapshots, k) of the same params is one.": lambda: make(BASIS).init(jnp.zeros(4)),
-    "dim_reduce: basis must be shaped (3, 3) at 'b', got (2, 3). ": (
-        lambda: make({"a": BASIS, "b": BASIS[:2]}).init(PAIR)
-    ),
-    "dim_reduce: update must be given params, value, value_fn, got no value. boostax.make_train_"
-    "step gives value and value_fn, the loss of the same batch at other params.": update,
-    "dim_reduce: update must be given params, value, value_fn, got no value_fn.": (
-        lambda: update(value=1.0)
-    ),
-    "replace_basis: opt_state must be one with a state of dim_reduce, got 'none'.": (
-        lambda: replace(optax.adam(1.0).init(jnp.ones(3)), BASIS)
-    ),
-    "replace_basis: basis must be of the shapes (3, 3), got (2, 3).": (
-        lambda: replace(make(BASIS).init(jnp.ones(3)), BASIS[:2])
-    ),
-    "random_basis: n_components must be at most the number of params, 3, got 4.": (
-        lambda: boostax.subspace.random_basis(jnp.ones(3), 4)
-    ),
-}
-
-
-@pytest.mark.parametrize("said", REFUSED)
-def test_errors_explain(said):
-    with pytest.raises(ValueError, match=f"^{re.escape(said)}"):
-        REFUSED[said]()
