@@ -1,13 +1,20 @@
-"""The formulas of ``docs/choose.md``: bytes that a device sends in a step, on a ring."""
+"""The formulas of ``docs/choose.md``: bytes that a device sends in a step, on a ring; and how."""
+
+import re
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 import pytest
+from jax.sharding import AbstractMesh, AxisType
+from reducing import mapped, sends, updating
 from replica_runs import AXIS, wire_bytes
 
 import boostax
 
+MILLION = 2**20
+MESH = AbstractMesh((8,), ("data",), axis_types=(AxisType.Auto,))
 SHAPES = {"kernel": (2048, 512), "other": (1024, 1024), "bias": (4096,)}
 PARAMS = {name: jax.ShapeDtypeStruct(shape, jnp.float32) for name, shape in SHAPES.items()}
 P = sum(4 * x.size for x in PARAMS.values())
@@ -69,5 +76,37 @@ FORMULAS = {
 @pytest.mark.parametrize("name", FORMULAS)
 def test_a_device_sends_what_the_formula_says(name, replicas):
     make, formula, rtol = FORMULAS[name]
-    found = wire_bytes(make(), PARAMS, share=1 / 16, replicas=replicas)
+    # The share of the steps in which each branch that sends is taken.
+    share = 1 / 2 if name == "PowerSGD" else 1 / 16
+    found = wire_bytes(make(), PARAMS, share=share, replicas=replicas)
     assert found == pytest.approx(formula(replicas), rel=rtol)
+
+
+def test_collectives_do_not_grow_with_the_leaves():
+    for make in (boostax.top_k_reduce, boostax.int8_reduce, boostax.reduce.power_sgd_reduce):
+        counts = [len(sends(updating(make("data")), [(64, 64)] * n, MESH)) for n in (1, 9)]
+        assert counts[0] == counts[1] <= 6
+
+
+def test_every_stage_of_a_warm_up_sends_its_own_share():
+    tx = boostax.top_k_reduce("data", {0: 0.5, 100: 0.1, 200: 0.01})
+    found = sends(updating(tx), [MILLION], MESH)
+    # A value and a place of each element, in messages of their own.
+    stages = sorted(c.bytes for c in found if c.conditional)[::2]
+    # Padded to whole tiles.
+    np.testing.assert_allclose(stages, [4 * MILLION * d for d in (0.01, 0.1, 0.5)], rtol=0.02)
+
+
+@pytest.mark.parametrize(
+    ("tx", "expected"),
+    [
+        (boostax.int8_reduce("data"), {"all-to-all": "s8", "all-gather": "s8"}),
+        (boostax.top_k_reduce("data", block=1000), {"all-gather": "u16"}),
+    ],
+)
+def test_the_compiler_keeps_narrow_types(mesh, tx, expected):
+    """What is counted in the jaxpr is what XLA:CPU moves."""
+    text = mapped(updating(tx), mesh).lower(jnp.zeros((8, 2**14))).compile().as_text()
+    for operation, dtype in expected.items():
+        lines = [line for line in text.splitlines() if re.search(rf" {operation}(-start)?\(", line)]
+        assert any(re.search(rf"\b{dtype}\[", line.split("=", 1)[1]) for line in lines)
