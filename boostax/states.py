@@ -4,7 +4,6 @@
 from typing import TYPE_CHECKING
 
 from boostax._core.describe import Holds as Holds
-from boostax._core.gate import GateState as GateState
 from boostax._core.late import late as _late
 from boostax._core.noise_scale import NoiseScaleState as NoiseScaleState
 from boostax._core.replicas import PerReplica as PerReplica
@@ -13,6 +12,7 @@ from boostax._core.replicas import leave_replica as leave_replica
 from boostax._core.replicas import reshard_state as reshard_state
 from boostax._core.replicas import stack_replicas as stack_replicas
 from boostax._core.replicas import state_specs as state_specs
+from boostax._core.rule import GateState as GateState
 from boostax.accumulate.carried import CarryState as CarryState
 from boostax.accumulate.window import AccumulateState as AccumulateState
 from boostax.freeze.scheduled import ScheduledFreezeState as ScheduledFreezeState

@@ -1,12 +1,14 @@
 """The mean and the sum over the replicas: plain, in buckets, on a half wire, clipped."""
 
 import functools
+import inspect
 import pathlib
 import sys
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 import reference
 from drawing import draws
@@ -206,32 +208,61 @@ def test_clipping_complex_gradients_is_refused():
         jax.vmap(lambda g: tx.update(g, tx.init(g))[0], axis_name="data")(grads)
 
 
-@pytest.mark.parametrize("how", ["vmap", "shard_map"])
-def test_the_way_of_a_gradient_is_short(how, monkeypatch):
-    """Two leaves of f32 take a dozen calls of boostax's at most, in four of its files."""
-    monkeypatch.delitem(sys.modules, "jax.experimental.sparse", raising=False)
-    tx, ways = boostax.all_reduce("data"), []
+def followed(fn):
+    """Return the functions of boostax that a call enters, a generator once."""
+    ways, begun = [], {}
 
     def watch(frame, event, arg):
         del arg
-        path = pathlib.Path(frame.f_code.co_filename)
-        if event == "call" and path.is_relative_to(PACKAGE):
-            ways.append((path.name, frame.f_code.co_qualname))
+        code, path = frame.f_code, pathlib.Path(frame.f_code.co_filename)
+        if event == "call" and path.is_relative_to(PACKAGE) and code.co_name[0] != "<":
+            if not code.co_flags & inspect.CO_GENERATOR or (
+                begun.setdefault(code, frame.f_lasti) == frame.f_lasti
+            ):
+                ways.append((path.relative_to(PACKAGE), code.co_qualname))
+
+    before = sys.getprofile()
+    sys.setprofile(watch)
+    try:
+        return fn(), ways
+    finally:
+        sys.setprofile(before)
+
+
+def require_short(ways, calls, files):
+    print(f"{len(ways)} calls in {len({file for file, _ in ways})} files")
+    assert len(ways) <= calls and len({file for file, _ in ways}) <= files, ways
+
+
+@pytest.mark.parametrize("how", ["vmap", "shard_map"])
+def test_the_way_of_a_gradient_is_short(how, monkeypatch):
+    """Two leaves of f32 take a dozen calls of boostax's at most, in five of its files."""
+    monkeypatch.delitem(sys.modules, "jax.experimental.sparse", raising=False)
+    tx, ways = boostax.all_reduce("data"), []
 
     def update(grads):
-        state, before = tx.init(grads), sys.getprofile()
-        sys.setprofile(watch)
-        try:
-            return tx.update(grads, state)[0]
-        finally:
-            sys.setprofile(before)
+        state = tx.init(grads)
+        (reduced, _), ways[:] = followed(lambda: tx.update(grads, state))
+        return reduced
 
     grads = {"w": jnp.ones((2, 3)), "b": jnp.ones(2)}
     run = jax.vmap(update, axis_name="data")
     if how == "shard_map":
         run = jax.shard_map(update, mesh=mesh_of(data=2), in_specs=P("data"), out_specs=P())
     for _ in range(2):  # The first proves that types are read aright.
-        ways.clear()
         jax.make_jaxpr(lambda grads, run=run: run(grads))(grads)
-    print(f"{how}: {len(ways)} calls in {len({file for file, _ in ways})} files")
-    assert len(ways) <= 12 and len({file for file, _ in ways}) <= 4, ways
+    require_short(ways, 12, 5)
+
+
+def test_the_way_through_a_step_is_short(mesh):
+    """Scaler, window, reduction and AdamW in a step of a new object, traced once more."""
+    tx = optax.chain(boostax.all_reduce("data"), optax.adamw(1e-3))
+    tx = boostax.accumulate(tx, 4, axis_name="data")
+    tx = boostax.dynamic_loss_scale(tx, axis_name="data")
+    params = {"a": {"w": jnp.ones((16, 16))}, "b": {"w": jnp.ones((16, 4))}}
+    loss = lambda p, x: jnp.mean((jnp.tanh(x @ p["a"]["w"]) @ p["b"]["w"]) ** 2)  # noqa: E731
+    make = lambda: boostax.make_train_step(loss, tx, mesh=mesh, axis_name="data")  # noqa: E731
+    state = make().init(params)
+    trace = lambda: make().jaxpr(state, jnp.ones((16, 16)))  # noqa: E731
+    trace()
+    require_short(followed(trace)[1], 1500, 24)

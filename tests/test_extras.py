@@ -11,7 +11,7 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
 import boostax
-from boostax._core.extras import asked
+from boostax._core.describe import asked
 
 WEIGHTS = {"a": jnp.array([2.0, 0.5, 1.0]), "b": jnp.array([[1.0, 3.0]])}
 START = {"a": jnp.array([1.0, -1.0, 2.0]), "b": jnp.array([[0.5, -2.0]])}

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from contract_cases import CASES
 from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
 
@@ -69,6 +70,14 @@ def test_the_gate_goes_where_the_pair_goes(name, way):
     jax.tree.map(np.testing.assert_array_equal, run(again), run(tx))
     close = lambda tx: boostax.flush(tx, tx.init(PARAMS), PARAMS)[0]  # noqa: E731
     jax.tree.map(np.testing.assert_array_equal, close(again), close(tx))
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_every_part_pickles(case):
+    """Defect guarded against: a closure of a codec held a context variable, which has no pickle."""
+    tx = case.make(optax.adam(0.1), "data" if case.reduces else None)
+    again = cloudpickle.loads(cloudpickle.dumps(tx))
+    assert type(again) is type(tx) and (gate_of(again) is None) == (gate_of(tx) is None)
 
 
 def test_a_function_around_update_is_no_gate():

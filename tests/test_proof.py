@@ -15,7 +15,7 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 import boostax
-from boostax._core import axes, costs, interpret, jaxprs, proof
+from boostax._core import axes, costs, interpret, jaxprs
 from boostax.chain import parts
 from boostax.chain.roles import UNKNOWN
 from boostax.chain.rows import rows
@@ -46,7 +46,7 @@ BLIND = {
     "all varies": (
         axes,
         "_varying",
-        lambda x: frozenset([proof.AXIS]),
+        lambda x: frozenset([jaxprs.AXIS]),
         "axes over which values vary",
     ),
     **{
@@ -59,14 +59,19 @@ BLIND = {
             "shard_map": ("shard_map",),
         }.items()
     },
-    "no program inside": (interpret, "bodies", lambda eqn: iter(()), "inside equations"),
+    "no program inside": (interpret, "bodies", lambda eqns: [()] * len(eqns), "inside equations"),
     "a scan turned round": (
         interpret,
         "scan_operands",
         lambda scan, given: (given[1:2], given[:1], given[2:]),
         "the operands of scan",
     ),
-    "a sum of another name": (costs, "kind", lambda name: name.replace("psum", "x"), "collectives"),
+    "a sum of another name": (
+        axes,
+        "_SENDING",
+        axes._SENDING - {"psum", "psum_invariant"},
+        "or are sent",
+    ),
     "no transformation's name": (costs, "_stack", lambda eqn, place: "", "the collectives"),
     "another product": (branches, "_PRODUCTS", ("dot",), "the flow of data"),
     "no norm": (branches, "checkpoint_name", lambda x, name: x, "the flow of data"),
@@ -104,7 +109,6 @@ def explained():
 
 WAYS_IN = [
     ("boostax._core.axes", held_step),
-    ("boostax._core.costs", held_step),
     ("boostax._core.costs", explained),
     ("boostax.freeze.order", lambda: boostax.freeze.forward_order(loss, PARAMS, SQUARE)),
     ("boostax.precision.autocast", lambda: boostax.policy("O1").wrap(loss)(PARAMS, SQUARE)),

@@ -54,7 +54,7 @@ def test_two_axes_average_within_and_combine_across():
     hierarchical = optax.chain(boostax.adasum("dcn", within="ici"), optimizer)
     state = train(hierarchical, mesh, both)[1]
     flat = optax.chain(boostax.all_reduce("ici"), boostax.adasum("dcn"), optimizer)
-    assert_params_close(state, train(flat, mesh, both, check_vma=False)[1])
+    assert_params_close(state, train(flat, mesh, both)[1])
     step, cut, _ = train(hierarchical, mesh, both, shard_optimizer=True)
     assert_params_close(state, cut)
     trace = cut.opt_state[1][0].trace["w"]
@@ -148,13 +148,12 @@ def test_specs_of_a_per_replica_state():
     assert specs.adasum.orthogonality == P()
 
 
-@pytest.mark.parametrize("check_vma", [True, False])
-def test_params_of_each_replica_meet_when_they_should(mesh, check_vma):
+def test_params_of_each_replica_meet_when_they_should(mesh):
     """DiLoCo through the train step: apart between meetings, equal after one and after a flush."""
     tx = boostax.accumulate(
         boostax.reduce.local_updates(optax.adam(1e-2), "data", every=2), 2, axis_name="data"
     )
-    step = boostax.make_train_step(loss_fn, tx, mesh=mesh, axis_name="data", check_vma=check_vma)
+    step = boostax.make_train_step(loss_fn, tx, mesh=mesh, axis_name="data")
     state = step.init(start())
     own = lambda state: np.asarray(state.params.local["w"])  # noqa: E731
     assert own(state).shape == (8, INPUTS, 8)

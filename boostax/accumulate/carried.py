@@ -19,9 +19,8 @@ import jax.numpy as jnp
 import optax
 from jax import lax
 
-from boostax._core import axes, checks, gate, trees
-from boostax._core.describe import describe
-from boostax._core.extras import elsewhere
+from boostax._core import axes, checks, gate, said, trees
+from boostax._core.describe import describe, elsewhere
 from boostax._core.gate import Pending
 
 PyTree = Any
@@ -50,6 +49,7 @@ class CarryState(NamedTuple):
     inner_state: Any
 
 
+@said.gate
 def carry(
     inner: optax.GradientTransformation,
     rules: Rules = FLAX,

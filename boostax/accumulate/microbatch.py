@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from boostax._core import axes, bcoo, checks, trees
+from boostax._core import axes, checks, trees
 from boostax.accumulate import carried
 from boostax.accumulate.aux import Aux, as_aux, as_given, divide, own_of, weigh
 
@@ -103,7 +103,7 @@ def microbatch(
             given |= {} if state is None else {"model_state": state}
             value, grads = value_and_grad_fn(params, take(slices, index, axis), *args, **given)
             loss, given_aux = value if has_aux else (value, Aux())
-            grads = bcoo.dense(grads, _WHO)
+            grads = trees.dense(grads, _WHO)
             new = carried.values(grads, carried.resolve(rules, grads))
             told, grads = as_aux(given_aux), trees.addends(carried.without(grads, new), narrow)
             weight = jnp.asarray(1.0 if told.weight is None else told.weight, jnp.float32)

@@ -16,9 +16,8 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from boostax._core import axes, checks, constants, gate, noise_scale, trees
-from boostax._core.describe import Holds, Stepped, describe
-from boostax._core.extras import elsewhere
+from boostax._core import axes, checks, gate, noise_scale, said, trees
+from boostax._core.describe import Holds, Stepped, describe, elsewhere
 from boostax._core.finite import all_finite
 from boostax._core.gate import Pending
 from boostax._core.handshake import assume_scaled
@@ -97,6 +96,7 @@ class AccumulateState(NamedTuple):
         return {name: getattr(self, name) for name in names}
 
 
+@said.gate
 def accumulate(
     inner: optax.GradientTransformation,
     every: Every,
@@ -403,6 +403,6 @@ def flush(
     """
     tx = optax.with_extra_args_support(tx)
     params = trees.arrays(params)
-    own = constants.without_gradient(constants.aside(params), True)
+    own = trees.without_gradient(trees.aside(params), True)
     new, opt_state = gate.flush_inner(tx, trees.arrays(opt_state), own, extra_args)
-    return constants.put_back(new, params), opt_state
+    return trees.put_back(new, params), opt_state

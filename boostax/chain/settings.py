@@ -1,12 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """Find what is wrong in a chain or a train step beside the order of its parts."""
 
+import functools
 import math
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax.numpy as jnp
 
+from boostax._core.axes import LATER
 from boostax.chain.orders import Finding, orders
 from boostax.chain.roles import CLIPS, MEMORIES, REDUCTIONS, UNKNOWN, number, sign
 from boostax.chain.rows import Row
@@ -16,7 +18,8 @@ _REDUCING = (*REDUCTIONS, "delta", "own params", "subspace")
 
 def findings(found: Sequence[Row], step: Any = None) -> list[Finding]:
     """Return all that is in wrong order or does not fit, of a chain and of a step around it."""
-    checks = (orders, freezing, agreements, reach, directions, feedback)
+    bound = step is not None and bool(step.names)
+    checks = (orders, freezing, functools.partial(agreements, bound), reach, directions, feedback)
     of_chain = [finding for check in checks for finding in check(found)]
     return of_chain if step is None else of_chain + list(of_step(found, step))
 
@@ -34,16 +37,21 @@ def freezing(found: Sequence[Row]) -> Iterator[Finding]:
             yield Finding(f"{row.part.name} in a partition", why, mend)
 
 
-def agreements(found: Sequence[Row]) -> Iterator[Finding]:
-    """Yield gates that decide for each replica of a reduction inside them alone."""
+def agreements(bound: bool, found: Sequence[Row]) -> Iterator[Finding]:
+    """Yield gates that decide for each replica of a reduction inside them alone.
+
+    A step binds its axis for a gate that names none (``bound``).
+    """
     for row in found:
         # A clip's axes are those of shards, which a gate sees by their types.
         inside = (other for other in found if other.inside(row) and other.role not in CLIPS)
-        missing = {axis for other in inside for axis in other.axes} - set(row.axes)
-        if missing and row.role in ("scaler", "window", "carry"):
+        missing = {axis for other in inside for axis in other.axes} - {*row.axes, *LATER}
+        named = bool(row.axes) or not bound
+        if missing and named and row.role in ("scaler", "window", "carry"):
             words = ", ".join(repr(x) for x in sorted(missing))
             why = "its replicas do not agree on what to skip or to carry, or share one window."
-            mend = f"Give it axis_name= as the reduction inside has it: {words}."
+            mend = f"Give it axis_name= as the reduction inside has it: {words}; in a step of "
+            mend += "make_train_step or on_mesh leave it out, and the step's axis is bound."
             yield Finding(f"{row.part.name} without the axis {words}", why, mend, certain=True)
 
 
@@ -104,7 +112,12 @@ def of_step(found: Sequence[Row], step: Any) -> Iterator[Finding]:
     if any(row.role == UNKNOWN for row in found):
         return
     reduced = {axis for row in found if row.role in _REDUCING for axis in row.axes}
+    reduced |= set(step.names) if LATER[0] in reduced else set()
     for name in (name for name in step.names if name not in reduced):
         what = f"nothing that reduces over the axis {name!r}"
         why = "each replica takes a step of its own, and their params part."
-        yield Finding(what, why, f"Put boostax.all_reduce({name!r}) first in the chain.", True)
+        mend = "Put boostax.all_reduce() first in the chain."
+        if reduced:
+            what += f" of the step, but over {', '.join(map(repr, sorted(reduced)))}"
+            mend = "Leave axis_name out of the parts: the step's is bound."
+        yield Finding(what, why, mend, certain=True)

@@ -11,12 +11,11 @@ import jax.numpy as jnp
 import optax
 
 from boostax._core import checks, gate, trees
-from boostax._core.describe import Holds, describe
-from boostax._core.extras import elsewhere
+from boostax._core.describe import Holds, describe, elsewhere
 from boostax._core.groups import as_groups, group_count
 from boostax._core.handshake import hand_on_state
-from boostax._core.prune import Pruning, pruning
 from boostax._core.replicas import owns_params
+from boostax._core.trees import Pruning, pruning
 from boostax.freeze.plan import HostDepth, Plan, as_schedule
 from boostax.freeze.schedules import FreezeSchedule
 from boostax.freeze.stages import Choice
@@ -60,7 +59,7 @@ class ScheduledFreezeState(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Freezing:
-    """Say what is frozen when; as the variants of a step, see ``boostax._core.variants``.
+    """Say what is frozen when; as the variants of a step, see ``describe.variants_of``.
 
     Attributes:
       tx: the inner transformation.

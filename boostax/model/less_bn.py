@@ -22,7 +22,7 @@ import jax
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
-from boostax._core import checks, interpret, jaxprs, proof
+from boostax._core import checks, interpret, jaxprs
 from boostax._core.groups import matches
 
 PyTree = Any
@@ -166,13 +166,13 @@ def require_readable() -> None:
             x = end(x, mark("norm", product(y, w), "last"))
         return mark("dense", lax.dot(x, w), "head")
 
-    with proof.apart():
+    with jaxprs.apart():
         x = jax.ShapeDtypeStruct((2, 2), "float32")
         found = _judged(jax.make_jaxpr(model)(x, x), 1)
     if (found.removed, found.kept, found.head) != (("inner",), ("last",), "head"):
         allowed = "judged: of two residual blocks the inner norm goes"
         danger = "less_bn would take out norms that must stay, or none."
-        raise proof.unreadable("the flow of data in programs", allowed, found, danger)
+        raise jaxprs.unreadable("the flow of data in programs", allowed, found, danger)
 
 
 def _judged(program: jaxprs.ClosedJaxpr, data: int, paths: Sequence[str] = ()) -> LessBNReport:

@@ -19,7 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from boostax._core import axes, checks, handshake, trees
+from boostax._core import axes, checks, handshake, said, trees
 from boostax._core.describe import Stepped, describe
 from boostax._core.finite import largest_magnitudes, usable
 from boostax._core.gate import Pending, flush_of, gated, init_inner, run, run_or_hold
@@ -118,6 +118,7 @@ def _first(count: int, init_scale: Any, inner_state: Any) -> GroupLossScaleState
     )
 
 
+@said.gate
 def group_loss_scale(
     inner: optax.GradientTransformation,
     labels: Any,

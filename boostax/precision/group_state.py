@@ -7,11 +7,11 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from boostax._core import checks, handshake
+from boostax._core import checks
 from boostax._core.describe import Holds
 from boostax._core.gate import told_by
 from boostax._core.groups import leaf_groups
-from boostax.precision.loss_scale import one_scaler
+from boostax.precision.loss_scale import scales
 
 PyTree = Any
 
@@ -87,12 +87,7 @@ def group_scales(opt_state: PyTree) -> jax.Array | None:
       >>> boostax.precision.group_scales(state).tolist()
       [2048.0, 2048.0]
     """
-    found = one_scaler("group_scales", opt_state)
-    if not isinstance(found, GroupLossScaleState):
-        return None
-    scales = found.scales
-    handshake.hand_on(found.table, scales)
-    return scales
+    return scales("group_scales", opt_state)[1]
 
 
 def group_numbers(who: str, labels: Any, params: PyTree) -> tuple[list[int], int]:

@@ -16,9 +16,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from boostax._core import axes, costs, jaxprs, trees
+from boostax._core import axes, jaxprs, trees
 from boostax._core.gate import branch
-from boostax._core.interpret import JIT, equations, evaluate, excerpt, replay, within
+from boostax._core.interpret import JIT, equations, evaluate, excerpt, replay
 
 PyTree = Any
 # What belongs to no leaf: counts, rates.
@@ -113,8 +113,10 @@ def _seen(values: list[jax.Array]) -> jax.Array:
 
 def _sends(eqn: Any) -> bool:
     """Whether devices exchange something in it: XLA joins such equations, if it can."""
-    islands = any(x.primitive.name in ("shard_map", "custom_vmap_call") for x, _ in within(eqn))
-    sent = costs.axes_of(excerpt(_variables(eqn.invars), eqn.outvars, [eqn]))
+    islands = any(
+        x.primitive.name in ("shard_map", "custom_vmap_call") for x, _ in equations([eqn])
+    )
+    sent = axes.of_program(excerpt(_variables(eqn.invars), eqn.outvars, [eqn]))
     return islands or bool(sent)
 
 

@@ -19,7 +19,7 @@ import jax.numpy as jnp
 import optax
 from jax.core import Tracer
 
-from boostax._core import axes, checks, gate, handshake, trees
+from boostax._core import axes, checks, gate, handshake, said, trees
 from boostax._core.describe import Holds, describe
 from boostax._core.finite import usable
 
@@ -73,6 +73,7 @@ class LossScaleState(NamedTuple):
         }
 
 
+@said.gate
 def dynamic_loss_scale(
     inner: optax.GradientTransformation,
     *,
@@ -182,6 +183,7 @@ def dynamic_loss_scale(
     return _scaled(inner, init_scale, hysteresis, adjust, axis_name, skip=True, asks=True, who=who)
 
 
+@said.gate
 def static_loss_scale(
     inner: optax.GradientTransformation,
     scale: float,
@@ -299,8 +301,17 @@ def loss_scale(opt_state: PyTree) -> jax.Array:
       >>> float(boostax.precision.loss_scale(tx.init(jnp.zeros(3))))
       65536.0
     """
-    found = one_scaler("loss_scale", opt_state)
-    return jnp.ones((), jnp.float32) if found is None else found.scale
+    return scales("loss_scale", opt_state)[0]
+
+
+def scales(who: str, opt_state: PyTree) -> tuple[jax.Array, jax.Array | None]:
+    """Return the scale of the loss, and those of groups if the scaler has several."""
+    found = one_scaler(who, opt_state)
+    if found is None:
+        return jnp.ones((), jnp.float32), None
+    of_groups = getattr(found, "scales", None)
+    handshake.hand_on(found.known_by(), of_groups)
+    return found.scale, of_groups
 
 
 def one_scaler(who: str, opt_state: PyTree) -> Any:

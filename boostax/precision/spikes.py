@@ -18,9 +18,10 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from boostax._core import axes, checks, trees
+from boostax._core import axes, checks, said, trees
 from boostax._core.describe import Holds, first_line
-from boostax._core.gate import Pending, by_rule, counted
+from boostax._core.gate import Pending, counted
+from boostax._core.rule import by_rule
 
 PyTree = Any
 _WHO = "skip_spikes"
@@ -86,6 +87,7 @@ def _norm(grads: Pending, names: tuple[str, ...]) -> jax.Array:
     return jnp.sqrt(total / (axes.size(names) if names else 1))
 
 
+@said.gate
 def skip_spikes(
     inner: optax.GradientTransformation,
     *,

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from boostax._core import axes, checks, gate, trees
+from boostax._core import axes, checks, gate, said, trees
 from boostax._core.describe import Stepped, describe
 from boostax._core.finite import stays_finite
 from boostax._core.replicas import is_per_replica
@@ -46,6 +46,7 @@ class CheckUpdatesState(NamedTuple):
         return {"last_update_finite": self.last_update_finite, "held_updates": self.held_updates}
 
 
+@said.gate
 def check_updates(
     inner: optax.GradientTransformation, *, axis_name: axes.AxisName | None = None
 ) -> optax.GradientTransformationExtraArgs:

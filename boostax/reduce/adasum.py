@@ -14,7 +14,7 @@ import optax
 from jax import lax
 from jax.typing import DTypeLike
 
-from boostax._core import axes, checks, trees
+from boostax._core import axes, checks, said, trees
 from boostax._core.describe import Stepped, describe
 from boostax._core.placement import on_shards
 from boostax._core.replicas import PerReplica, require_like
@@ -47,8 +47,9 @@ class AdasumState(NamedTuple):
         return {"orthogonality": self.orthogonality, **by_name}
 
 
+@said.reduction
 def adasum(
-    axis_name: axes.AxisName,
+    axis_name: axes.AxisName | None = None,
     *,
     within: axes.AxisName | None = None,
     shard_axes: axes.AxisName | None = None,
@@ -295,9 +296,10 @@ class AdasumDeltaState(NamedTuple):
         return [self.inner_state]
 
 
+@said.reduction
 def adasum_delta(
     inner: optax.GradientTransformation,
-    axis_name: axes.AxisName,
+    axis_name: axes.AxisName | None = None,
     *,
     within: axes.AxisName | int | None = None,
     shard_axes: axes.AxisName | None = None,

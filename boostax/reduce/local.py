@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from boostax._core import axes, checks, trees
+from boostax._core import axes, checks, said, trees
 from boostax._core.describe import Stepped, describe
 from boostax._core.gate import Pending, gate_of, gated, has_gate, run, run_or_hold
 from boostax._core.replicas import PerReplica
@@ -144,9 +144,10 @@ class LocalUpdatesState(NamedTuple):
         """Mark a state whose params differ per replica."""
 
 
+@said.reduction
 def local_updates(
     inner: optax.GradientTransformation,
-    axis_name: axes.AxisName,
+    axis_name: axes.AxisName | None,
     every: int,
     outer: optax.GradientTransformation = optax.sgd(1.0),
     *,
@@ -270,9 +271,10 @@ class PartialAverageState(NamedTuple):
         """Mark a state whose params differ per replica."""
 
 
+@said.reduction
 def partial_average(
     inner: optax.GradientTransformation,
-    axis_name: axes.AxisName,
+    axis_name: axes.AxisName | None = None,
     partitions: int | PyTree = None,
     *,
     bucket_bytes: int | None = None,

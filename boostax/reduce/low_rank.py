@@ -141,7 +141,7 @@ def _stored(factors: list[jax.Array], old: PerLeaf) -> PerLeaf:
 
 
 def power_sgd_reduce(
-    axis_name: axes.AxisName,
+    axis_name: axes.AxisName | None = None,
     rank: int | Mapping[int, int] = 2,
     *,
     seed: int = 0,

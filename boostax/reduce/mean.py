@@ -12,10 +12,10 @@ import optax
 from jax import lax
 from jax.typing import DTypeLike
 
-from boostax._core import axes, checks, noise_scale, trees
+from boostax._core import axes, checks, noise_scale, said, trees
 from boostax._core.describe import Stepped, describe
 from boostax._core.noise_scale import NoiseScaleState
-from boostax._core.placement import mean_of_group, on_shards, require_local
+from boostax._core.placement import local_alone, mean_of_group, on_shards
 from boostax.reduce import exchange
 from boostax.reduce.codec import Arrays, Names, PyTree, packed, unpacked
 from boostax.reduce.exchange import Divide
@@ -28,8 +28,9 @@ class SumState(NamedTuple):
         """Mark that a window around it holds shares of a sum, not terms of a mean."""
 
 
+@said.reduction
 def all_reduce(
-    axis_name: axes.AxisName,
+    axis_name: axes.AxisName | None = None,
     *,
     op: Literal["mean", "sum"] = "mean",
     dtype: DTypeLike | None = None,
@@ -110,7 +111,7 @@ def all_reduce(
         trees.require_gradients(updates, who)
         axes.require_local(updates, names, who)
         if op == "sum":  # The mean of equal gradients is right; their sum is not.
-            require_local(updates, names, who)
+            updates = local_alone(updates, names, who)
         leaves, treedef = jax.tree.flatten(updates)
         if clip is not None:
             hint = "Complex numbers have no sign: clip by norm after the reduction, or mask them."

@@ -152,7 +152,7 @@ def dequantize(codes: Arrays, scales: Arrays, like: Arrays) -> list[jax.Array]:
 
 
 def int8_reduce(
-    axis_name: axes.AxisName,
+    axis_name: axes.AxisName | None = None,
     *,
     block: int = 4096,
     rounding: Literal["nearest", "stochastic"] = "nearest",

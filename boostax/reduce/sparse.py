@@ -332,7 +332,7 @@ Density = float | Mapping[int, float]
 
 
 def top_k_reduce(
-    axis_name: axes.AxisName,
+    axis_name: axes.AxisName | None = None,
     density: Density = 0.01,
     *,
     count: int | None = None,
@@ -411,7 +411,7 @@ def top_k_reduce(
 
 
 def threshold_reduce(
-    axis_name: axes.AxisName,
+    axis_name: axes.AxisName | None = None,
     threshold: float = 0.05,
     *,
     capacity: float = 0.05,

@@ -9,7 +9,7 @@ import jax
 import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from boostax._core import axes, bcoo, checks, constants, handshake, trees
+from boostax._core import axes, checks, handshake, trees
 from boostax._core.gate import Pending, flush_inner, gate_of, gated
 from boostax._core.placement import Placement
 from boostax._core.replicas import (
@@ -98,8 +98,12 @@ def placed_on(
     specs = functools.partial(specs_of, place, shard_optimizer)
 
     def init_fn(params: PyTree) -> PyTree:
-        params = constants.arrays_alone(params)
-        make = lambda p: stack_replicas(tx.init(p), place.replicas)  # noqa: E731
+        params = trees.arrays_alone(params)
+
+        def make(params: PyTree) -> PyTree:
+            with axes.saying(place.names):
+                return stack_replicas(tx.init(params), place.replicas)
+
         shapes = jax.eval_shape(make, params)
         of_state = specs(params, shapes)[1]
         where = place.shardings(of_state)
@@ -111,8 +115,8 @@ def placed_on(
         grads: Pending, state: PyTree, params: PyTree, *, apply: bool, **extra: Any
     ) -> tuple[PyTree, PyTree]:
         raw = grads.raw if is_per_replica(grads.raw) else PerReplica(_stacked(grads.raw, place))
-        bcoo.require(raw.local, _WHO)
-        whole, params = params, constants.arrays_alone(params)
+        trees.require_dense(raw.local, _WHO)
+        whole, params = params, trees.arrays_alone(params)
         _require_stacked(raw, params, place)
 
         outside = state
@@ -132,12 +136,12 @@ def placed_on(
         # In the shards of the params, which XLA then makes where gradients are computed.
         raw = place.pinned(lambda g: g, specs(raw, ())[0])(raw)
         new, state = run(change, params, state, grads._replace(raw=raw), arrays)
-        return (constants.put_back(new, whole) if apply else new), state
+        return (trees.put_back(new, whole) if apply else new), state
 
     def flush_fn(state: PyTree, params: PyTree, **extra: Any) -> tuple[PyTree, PyTree]:
         closed = lambda params, state: flush_inner(inner, state, params, extra)  # noqa: E731
-        new, state = run(closed, constants.arrays_alone(params), state)
-        return constants.put_back(new, params), state
+        new, state = run(closed, trees.arrays_alone(params), state)
+        return trees.put_back(new, params), state
 
     def run(change: Any, params: PyTree, state: PyTree, *args: PyTree) -> tuple[PyTree, PyTree]:
         require_replicas(_WHO, (params, state), place.replicas)
@@ -184,7 +188,7 @@ def placed(
     who: str, params: PyTree, names: tuple[str, ...]
 ) -> tuple[Mesh, dict[tuple[str, ...], PartitionSpec]]:
     """The mesh that params are on, and the spec of each by its path."""
-    leaves = jax.tree_util.tree_leaves_with_path(constants.arrays_alone(params))
+    leaves = jax.tree_util.tree_leaves_with_path(trees.arrays_alone(params))
     shardings: dict[Any, Any] = {path: getattr(x, "sharding", None) for path, x in leaves}
     mesh: Any = next((x.mesh for x in shardings.values() if isinstance(x, NamedSharding)), None)
     for path, sharding in shardings.items():

@@ -4,6 +4,7 @@
 import dataclasses
 import functools
 import math
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -11,8 +12,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from boostax._core import checks, trees
-from boostax._core.place import on_host, own_rows, place, place_rows
-from boostax._core.placement import Placement
+from boostax._core.placement import Placement, on_host, own_rows, place, place_rows
 from boostax._core.replicas import PerReplica, owns_params, stack_replicas
 from boostax.train.on_mesh import specs_of
 from boostax.train.state import TrainState
@@ -48,7 +48,7 @@ class Placing:
         """Whether devices of other processes belong to the mesh."""
         return len({x.process_index for x in self.mesh.devices.flat}) > 1
 
-    @property
+    @functools.cached_property
     def rows_sharding(self) -> NamedSharding:
         """Of a batch."""
         return NamedSharding(self.mesh, PartitionSpec(self.names))
@@ -56,7 +56,7 @@ class Placing:
     def state(self, state: TrainState) -> TrainState:
         """A state of one replica, as ``tx.init`` makes it, on all of them; of types the types."""
         specs, count = self.of_params(state.params), len(jax.tree.leaves(state.params))
-        given = len(jax.tree.leaves(specs, is_leaf=_is_spec))
+        given = len(jax.tree.leaves(specs, is_leaf=is_spec))
         allowed = f"a tree of PartitionSpec with one for each of the {count} param leaves"
         hint = "Use PartitionSpec() for a replicated leaf, not None."
         checks.require("make_train_step", "param_specs", given, allowed, given == count, hint)
@@ -79,7 +79,7 @@ class Placing:
             return jax.tree.map(lambda _: NamedSharding(self.mesh, spec), part)
 
         # The specs are a prefix: one of them may stand for a whole tree of params.
-        return jax.tree.map(of_part, self.specs(state), state, is_leaf=_is_spec)
+        return jax.tree.map(of_part, self.specs(state), state, is_leaf=is_spec)
 
     def specs(self, state: TrainState) -> TrainState:
         """Of a placed state."""
@@ -105,7 +105,7 @@ class Placing:
 
     def placement(self, params: PyTree) -> Placement:
         """Return where params lie, for a step on global arrays."""
-        specs = jax.tree_util.tree_leaves_with_path(self.of_params(params), is_leaf=_is_spec)
+        specs = jax.tree_util.tree_leaves_with_path(self.of_params(params), is_leaf=is_spec)
         at = {trees.plain_path(path): spec for path, spec in specs}
         return Placement(self.mesh, self.names, at)
 
@@ -121,6 +121,8 @@ class Placing:
         if any(isinstance(leaf, jax.ShapeDtypeStruct) for _, leaf in leaves):
             typed = functools.partial(jax.ShapeDtypeStruct, sharding=self.rows_sharding)
             return jax.tree.map(lambda x: typed(x.shape, x.dtype), batch)
+        if all(getattr(leaf, "sharding", None) == self.rows_sharding for _, leaf in leaves):
+            return batch
         if self.spans_processes:
             return place_rows(batch, self.rows_sharding)
         return jax.device_put(batch, self.rows_sharding)
@@ -140,8 +142,8 @@ class Placing:
         )
 
 
-def _is_spec(x: Any) -> bool:
-    return isinstance(x, PartitionSpec)
+# ``jax.tree`` functions ask every node, so this is ``isinstance`` without a Python function.
+is_spec: Callable[[Any], bool] = PartitionSpec.__instancecheck__
 
 
 def local_shapes(state: TrainState) -> PyTree:
