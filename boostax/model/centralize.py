@@ -26,7 +26,7 @@ _HINT = "0 averages over the first axis, (0, 1) over the first two, None over no
 
 
 def centralized(g: Any, dims: tuple[int, ...], multiple_of: int = 1) -> Any:
-    """Return ``g`` without its mean over ``dims``, if these are several and the last divides."""
+    """Subtract the mean over ``dims``, if they have several elements and ``multiple_of`` fits."""
     sizes = [g.shape[dim] for dim in dims]
     if math.prod(sizes) < 2 or sizes[-1] % multiple_of:
         return g

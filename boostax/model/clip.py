@@ -16,7 +16,7 @@ PyTree = Any
 def clip_by_global_norm(
     max_norm: float, *, shard_axes: axes.AxisName | None = None
 ) -> optax.GradientTransformationExtraArgs:
-    r"""Clip by the global norm, as ``optax.clip_by_global_norm``, with the shards of each leaf.
+    r"""Clip by the global norm, as ``optax.clip_by_global_norm``, also where leaves are sharded.
 
     .. math:: u = g \cdot \min\left(1, \frac{c}{\lVert g \rVert}\right), \quad
               \lVert g \rVert^2 = \sum_{\text{leaves, shards}} \lVert g_s \rVert^2

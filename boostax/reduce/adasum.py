@@ -230,8 +230,8 @@ def combined(updates: PyTree, levels: Levels, wanted: Options) -> Stepped:
     result = [jnp.zeros(x.shape, x.dtype) for x in leaves]
     for kind, real, (chunks, _) in zip(kinds, reals, sent, strict=True):
         parts = [next(buckets) for _ in chunks]
-        combined = exchange.delivered(chunks, parts, levels.gathered, wanted.wire, real)
-        for i, x in zip(kind, combined, strict=True):
+        whole = exchange.delivered(chunks, parts, levels.gathered, wanted.wire, real)
+        for i, x in zip(kind, whole, strict=True):
             result[i] = exchange.like(x, leaves[i])
     overall, ratios = _orthogonality(groups, [norms for _, norms in done])
     known = dict(zip([i for kind in kinds for i in kind], ratios, strict=True))
@@ -401,7 +401,7 @@ def adasum_delta(
         # An inner state with one copy per server makes updates that are typed equal inside it.
         varies = frozenset[str]().union(*axes.types(kept))
         over = (*replicas, *(name for name in inside if name in varies))
-        # As inside a gate: the inner optimizer was initialised with, and computes in, f32 or wider.
+        # The inner optimizer computes in f32 or wider, as inside a gate.
         own = None if params is None else axes.to_varying(trees.at_least_float32(params), over)
         wide = trees.at_least_float32(updates)
         wide = axes.to_varying(server_mean(wide, server), over) if server else wide

@@ -70,7 +70,7 @@ def compress(
     momentum: float | None = None,
     name: str | None = None,
 ) -> optax.GradientTransformationExtraArgs:
-    r"""Replace local gradients by the mean over the replicas of what a codec sends of them.
+    r"""Replace local gradients by the mean over the replicas of the parts that a codec sends.
 
     .. math::
       a_r = g_r + e_r, \qquad u = \tfrac1n \sum_r C(a_r), \qquad e_r \leftarrow a_r - C(a_r)

@@ -96,8 +96,8 @@ class PowerSgd(Codec):
 
         # All matrices send the same side, so one reduction of one shape suffices. The matrix that
         # was sent in the fewest steps decides: it sends the side that it did not send last. Some
-        # matrices are left out of some steps, such as every second one; if the steps decided, they
-        # would always send the same side.
+        # matrices are left out of some steps, such as every second one; if the step's number
+        # decided, these would always send the same side.
         uses, side = jnp.stack(state.uses.values), jnp.stack(state.side.values)
         left = side[uses.argmin()] == 1
         means, sent, state = branch(left, lambda: send(True), lambda: send(False))

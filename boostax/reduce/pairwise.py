@@ -134,7 +134,7 @@ def power_of_two(exponent: jax.Array, dtype: jnp.dtype) -> jax.Array:
     """Return ``2**exponent`` exactly, but at least the smallest normal number."""
     limits = jnp.finfo(dtype)
     biased = jnp.clip(exponent, limits.minexp, limits.maxexp - 1) + (limits.maxexp - 1)
-    # Made from its bits: exp2 and pow are not exact on every backend.
+    # The number is made from its bits, because exp2 and pow are not exact on every backend.
     bits = biased.astype(jnp.int32 if limits.bits == 32 else jnp.int64) << limits.nmant
     return lax.bitcast_convert_type(bits, dtype)
 

@@ -30,7 +30,7 @@ def largest(x: jax.Array, count: int) -> tuple[jax.Array, jax.Array]:
     """
     size, least = jnp.abs(x), _last(x, count)
     above, equal = _words(size > least, size == least)
-    # The elements equal to the last one are chosen up to a position.
+    # Elements equal to the last one are chosen up to this position.
     cut = _cut(equal, count - _ones(above).sum())
     word = lax.iota(jnp.uint32, above.size).reshape(above.shape)
     part = (np.uint32(1) << cut % BITS) - np.uint32(1)

@@ -243,7 +243,7 @@ class DimReduceState(NamedTuple):
     passed = taken = told_by("finite")
 
 
-# These fields stay out of the branch of a step: it changes none, or they say whether it was taken.
+# The branch of a step does not touch these fields: two of them say whether it was taken.
 _APART = ("basis", "explained", "to_mean", "skipped", "finite")
 
 

@@ -74,7 +74,7 @@ def _known(who: str, path: Path, suffix: str) -> pathlib.Path:
 
 
 def chosen(who: str, path: Path, like: PyTree, found: Mapping[str, Any]) -> PyTree:
-    """Return the arrays in a tree; each must have the shape of ``like`` and be real or complex."""
+    """Return the arrays in a tree; shapes must be those of ``like``, and complex stays complex."""
     names = named(who, like)
     for name, x in names.items():
         _require(who, path, name, x, found)

@@ -119,8 +119,8 @@ def record_trajectory(
         write = lambda: ((), _written(held, params))  # noqa: E731
         due = jnp.logical_and(since >= 0, since % every == 0)
         _, new = run_or_hold(due, write, (), held, apply=True, who=_WHO)
-        # Otherwise XLA may overwrite donated params before the branch reads them, and so copies
-        # them. The count is never negative, but no compiler knows that.
+        # XLA would copy donated params, which it may overwrite before the branch reads them, unless
+        # the updates depend on the branch. The count is never negative, but no compiler knows that.
         unknown = new.recorded < 0
         updates = jax.tree.map(lambda x: jnp.where(unknown, jnp.zeros_like(x), x), updates)
         return updates, new._replace(steps=optax.safe_increment(state.steps))
