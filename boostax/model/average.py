@@ -24,7 +24,6 @@ from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 from jax import lax
 from jax.typing import DTypeLike
@@ -75,7 +74,7 @@ def _with(average: jax.Array, p: jax.Array, averaged: jax.Array, weight: Any) ->
     return jnp.where(averaged == 0, p, average + weight(n) * (p - average))
 
 
-def _buffer(p: jax.Array, narrow: np.dtype[Any], size: int | None) -> jax.Array:
+def _buffer(p: jax.Array, narrow: Any, size: int | None) -> jax.Array:
     # Zeros like the leaf have its sharding.
     zeros = jnp.zeros_like(p, dtype=trees.buffer_dtype(p, narrow))
     return zeros if size is None else jnp.broadcast_to(zeros, (size, *zeros.shape))

@@ -9,7 +9,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.lax import PrecisionLike
 from jax.typing import DTypeLike
 
 from boostax._core import checks, trees
@@ -41,7 +40,7 @@ def normalized_dense(
     multiplier: jax.Array,
     bias: jax.Array | None = None,
     dtype: DTypeLike | None = None,
-    precision: PrecisionLike = None,
+    precision: jax.lax.PrecisionLike = None,
 ) -> jax.Array:
     """Return ``multiplier * (x / |x| @ kernel / |kernel_column| + bias)``.
 
@@ -98,7 +97,7 @@ class NormalizedDense(nn.Module):
     use_bias: bool = False
     dtype: DTypeLike | None = None
     param_dtype: DTypeLike = jnp.float32
-    precision: PrecisionLike = None
+    precision: jax.lax.PrecisionLike = None
     kernel_init: Initializer = nn.initializers.lecun_normal()
     bias_init: Initializer = nn.initializers.zeros_init()
     multiplier_init: Initializer = nn.initializers.ones_init()

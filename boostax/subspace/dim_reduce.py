@@ -13,15 +13,13 @@ import jax
 import jax.numpy as jnp
 import optax
 from jax import lax
-from jax.typing import ArrayLike, DTypeLike
+from jax.typing import ArrayLike
 
 from boostax._core import axes, checks, trees
 from boostax._core.describe import Holds, describe
 from boostax._core.gate import run_or_hold, told_by
-from boostax.subspace.basis import Basis, lift, project, stored, wide_dtype
+from boostax.subspace.basis import Basis, Dtype, PyTree, lift, project, stored, wide_dtype
 
-PyTree = Any
-Dtype = DTypeLike | None
 Names = tuple[str, ...]
 LossAt: TypeAlias = Callable[[PyTree], jax.Array]
 _WHO = "dim_reduce"
@@ -95,7 +93,7 @@ class Search(NamedTuple):
     last: jax.Array
 
 
-def empty(k: int, dtype: DTypeLike) -> Memory:
+def empty(k: int, dtype: Dtype) -> Memory:
     """Return an empty memory, whose inverse Hessian is the identity."""
     zeros, no = lambda: jnp.zeros(k, dtype), lambda: jnp.zeros((), bool)
     return Memory(jnp.eye(k, dtype=dtype), zeros(), zeros(), no(), no())

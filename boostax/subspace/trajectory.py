@@ -13,15 +13,12 @@ import numpy as np
 import optax
 from jax import lax
 from jax.core import Tracer
-from jax.typing import DTypeLike
 
 from boostax._core import checks, trees
 from boostax._core.describe import Holds, Stepped, describe
 from boostax._core.gate import run_or_hold
-from boostax.subspace.basis import Basis, principal
+from boostax.subspace.basis import Basis, Dtype, PyTree, principal
 
-PyTree = Any
-Dtype = DTypeLike | None
 _WHO = "record_trajectory"
 
 
@@ -53,7 +50,7 @@ def record_trajectory(
     *,
     every: int = 1,
     start: int = 0,
-    dtype: DTypeLike = "float32",
+    dtype: Dtype = "float32",
 ) -> optax.GradientTransformationExtraArgs:
     r"""Keep the last ``size`` snapshots of the params; pass the updates through.
 
