@@ -42,7 +42,7 @@ class _Own(NamedTuple):
     tx: Extended
 
     @classmethod
-    def of(cls, who: str, inner: optax.GradientTransformation, axis_name: axes.AxisName) -> "_Own":
+    def of(cls, who: str, inner: Any, axis_name: axes.AxisName | None) -> "_Own":
         """Check the arguments of a factory."""
         tx = checks.transformation(who, "inner", inner)
         _require_no_gate(who, gate_of(inner) is not None)
