@@ -121,8 +121,7 @@ def compress(
         hint = "Move it here from the optimizer; 0.9 is usual."
         checks.number(who, "momentum", momentum, "in [0, 1)", lambda x: 0 <= x < 1, hint)
         hint = "It corrects for delays by the residual; else give it to the optimizer."
-        allowed = "None without error_feedback"
-        checks.require(who, "momentum", momentum, allowed, error_feedback, hint)
+        checks.require(who, "momentum", momentum, "None without feedback", error_feedback, hint)
     for rule in [] if callable(dense) else jax.tree.leaves(dense):
         hint = "Try lambda path, leaf: leaf.ndim < 2 for norms and biases."
         allowed = "a function of path and leaf, or a tree of bools"

@@ -92,12 +92,9 @@ class _Own(NamedTuple):
 
 
 def _require_no_gate(who: str, found: bool) -> None:
-    if found:
-        raise ValueError(
-            f"{who}: inner must be an optimizer without a gate (loss scaler, accumulation window, "
-            "another of its kind) in it, got one: replicas could take its steps at different "
-            f"times. Put the gate outside: dynamic_loss_scale({who}(...), axis_name=...)."
-        )
+    allowed = "an optimizer without a gate (loss scaler, accumulation window, another of its kind)"
+    hint = f"Put the gate outside, dynamic_loss_scale({who}(...)), or replicas may step apart."
+    checks.require(who, "inner", "a gate", allowed, not found, hint)
 
 
 def through(

@@ -283,13 +283,12 @@ class Threshold(Codec):
 
     def reduce(self, leaves: Arrays, state: PyTree, names: tuple[str, ...]) -> Message:
         """Send by the branch of this step."""
-        if self.capacity == 1:
-            message = self._dense(leaves, state, names)
-            return message._replace(capacity=jnp.ones((), jnp.float32))
-        fits = axes.agree(self.sparse.fits(leaves), names)
-        form = jnp.where(fits, 0, 1).astype(jnp.int32)
         forms = self.sparse.reduce, self._dense
         sends = [functools.partial(send, leaves, state, names) for send in forms]
+        if self.capacity == 1:
+            return sends[1]()._replace(capacity=jnp.ones((), jnp.float32))
+        fits = axes.agree(self.sparse.fits(leaves), names)
+        form = jnp.where(fits, 0, 1).astype(jnp.int32)
         message = switched(form, sends, names)
         return message._replace(capacity=jnp.asarray((self.capacity, 1), jnp.float32)[form])
 
