@@ -3,7 +3,6 @@
 
 from typing import Any, NamedTuple
 
-import jax
 import jax.numpy as jnp
 
 from boostax._core import trees
@@ -74,44 +73,3 @@ def as_metrics(aux: PyTree, who: str) -> Aux:
                 "any aux as it is."
             )
     return Aux(metrics=aux)
-
-
-def weigh(tree: PyTree, weight: jax.Array) -> PyTree:
-    """Floating leaves times ``weight``, in f32 or wider; integers, which are counts, as they are.
-
-    Weights are token counts: in f16 they overflow at 65504, and round from 2048 on. A mean over
-    nothing is 0/0: what has no weight counts as zero, whatever it is.
-    """
-
-    tree = _map_floating(trees.at_least_float32, tree)
-    product = lambda x: x * weight.astype(x.real.dtype)  # noqa: E731
-    return drop_empty(_map_floating(product, tree), weight)
-
-
-def drop_empty(tree: PyTree, weight: jax.Array) -> PyTree:
-    """Floating leaves, or zeros if ``weight`` is not positive."""
-    return _map_floating(lambda x: jnp.where(weight > 0, x, jnp.zeros_like(x)), tree)
-
-
-def divide(tree: PyTree, weight: jax.Array) -> PyTree:
-    """Floating leaves of weighted sums over the total weight; zero where there is none.
-
-    The quotient is computed in f32 or wider and rounded once, to the dtype of the sum.
-    """
-    safe = jnp.where(weight > 0, weight, 1)
-
-    def quotient(x: jax.Array) -> jax.Array:
-        wide = trees.at_least_float32(x)
-        return (wide / safe.astype(wide.real.dtype)).astype(x.dtype)
-
-    return _map_floating(quotient, tree)
-
-
-def _map_floating(fn: Any, tree: PyTree) -> PyTree:
-    def on_leaf(leaf: Any) -> jax.Array:
-        x = jnp.asarray(leaf)
-        if jnp.issubdtype(x.dtype, jnp.bool_):
-            x = x.astype(jnp.int32)
-        return fn(x) if jnp.issubdtype(x.dtype, jnp.inexact) else x
-
-    return jax.tree.map(on_leaf, tree)

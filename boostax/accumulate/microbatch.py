@@ -15,7 +15,8 @@ from jax import lax
 
 from boostax._core import axes, bcoo, checks, trees
 from boostax.accumulate import carried
-from boostax.accumulate.aux import Aux, as_aux, as_given, divide, own_of, weigh
+from boostax.accumulate.aux import Aux, as_aux, as_given, own_of
+from boostax.accumulate.weighting import divide, weigh
 
 PyTree = Any
 _WHO = "microbatch"

@@ -23,7 +23,7 @@ from boostax._core.finite import all_finite
 from boostax._core.gate import Pending
 from boostax._core.handshake import assume_scaled
 from boostax._core.replicas import PerReplica, require_like
-from boostax.accumulate.aux import weigh
+from boostax.accumulate import weighting
 from boostax.accumulate.carried import require_outside
 from boostax.precision import formats
 
@@ -32,9 +32,6 @@ Normalize = Literal["mean", "sum", "weight"]
 Rounding = Literal["nearest", "stochastic"]
 Every = int | Callable[[jax.Array], jax.Array | int]
 
-# Gradients that a scaler lets pass are below 2**48: their products with weights below _MOST add up
-# in f32, and the reciprocal of _LEAST is finite.
-_LEAST, _MOST = 2.0**-64, 2.0**64
 _WHO = "accumulate"
 
 
@@ -271,8 +268,8 @@ class _Windows(NamedTuple):
         checks.require(_WHO, "weight", weight, allowed, weight is not None, hint)
         weight = axes.to_varying(jnp.asarray(weight, jnp.float32), self.names)
         # NaN stays in the sum of the weights, and out of that of the gradients.
-        weight = jnp.where((weight >= 0) & (weight < _MOST), weight, jnp.nan)
-        return Window(weigh(grads, weight), weight)
+        weight = jnp.where((weight >= 0) & (weight < weighting.MOST), weight, jnp.nan)
+        return Window(weighting.weigh(grads, weight), weight)
 
     def _close_if(self, ends: jax.Array, sums: Window, count: jax.Array, *rest: Any) -> Stepped:
         state, params, apply, _ = rest
@@ -288,13 +285,15 @@ class _Windows(NamedTuple):
         (params, apply, extra), names, inner_state = rest, self.names, state.inner_state
         # The range of f16: what a scaler lets pass does not add up in it. A gate inside judges such
         # a sum itself: a scaler has to see what overflows, to lower the scale.
-        judged = float(jnp.finfo(self.narrow).max) < _MOST and not gate.has_gate(inner_state)
+        judged = float(jnp.finfo(self.narrow).max) < weighting.MOST and not gate.has_gate(
+            inner_state
+        )
         ok = all_finite(window.grads) if judged else jnp.asarray(True)
         factors = (1.0 / count.astype(jnp.float32),) if self.normalize == "mean" else ()
         if window.weight is not None:
             weight = jnp.where(ok, window.weight, jnp.nan) if judged else window.weight
-            total = jax.lax.psum(weight, names) if names else weight
-            ok, factors = total >= _LEAST, ((axes.size(names) if names else 1) / total,)
+            ok, factor = weighting.factor(weight, names)
+            factors = (factor,)
         elif judged:
             ok = axes.agree(ok, names)
 
