@@ -17,8 +17,7 @@ from jax.sharding import PartitionSpec as P
 
 import boostax
 from boostax.precision.boundary import check_boundaries, scale_boundary
-from boostax.precision.group_scale import group_loss_scale
-from boostax.precision.group_state import group_scales
+from boostax.precision.group_scale import group_loss_scale, group_scales
 from boostax.testing import drawn
 
 SGD = optax.sgd(1.0)

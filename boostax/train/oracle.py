@@ -21,7 +21,7 @@ from boostax.accumulate.aux import Aux, as_aux, as_given, own_of
 from boostax.accumulate.microbatch import Count, microbatch, require_count, stacked_count
 from boostax.accumulate.weighting import divide, drop_empty, total, weigh
 from boostax.freeze.stages import Choice, staged
-from boostax.precision.group_state import group_scales
+from boostax.precision.group_scale import group_scales
 from boostax.precision.loss_scale import loss_scale
 from boostax.precision.policy import Policy, as_policy
 
