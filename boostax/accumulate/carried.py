@@ -19,10 +19,8 @@ import jax.numpy as jnp
 import optax
 from jax import lax
 
-from boostax._core import axes, checks, gate, trees
+from boostax._core import axes, checks, extras, gate, trees
 from boostax._core.describe import describe
-from boostax._core.extras import elsewhere
-from boostax._core.gate import Pending
 
 PyTree = Any
 Rule = Literal["max", "sum", "last"]
@@ -128,7 +126,7 @@ class _Carry(NamedTuple):
         return CarryState(jnp.asarray(False), windows, inner_state)
 
     def step(
-        self, grads: Pending, state: CarryState, params: PyTree, *, apply: bool, **extra: Any
+        self, grads: gate.Pending, state: CarryState, params: PyTree, *, apply: bool, **extra: Any
     ) -> tuple[PyTree, CarryState]:
         """Run the inner step on all other leaves, then set the carried ones."""
         hint = (
@@ -147,12 +145,12 @@ class _Carry(NamedTuple):
         # A window that another hand has taken out of the state is none.
         opened = state.open & gate.held_open(state.inner_state)
         fits = lambda test: jnp.stack([test(x).all() for x in new.values()] or [True]).all()  # noqa: E731
-        pending = Pending(without(grads.raw, found))
+        pending = gate.Pending(without(grads.raw, found))
         if trees.find(state.inner_state, lambda node: hasattr(node, "last_finite")):
             # fp8 clips what overflows, so that the gradients themselves may not show it.
             below = fits(lambda x: x < jnp.inf)
             pending = pending.times(jnp.where(below, 1.0, jnp.nan).astype(jnp.float32))
-        extra = elsewhere(extra, lambda trial: trees.unmasked(trial, params))
+        extra = extras.elsewhere(extra, lambda trial: trees.unmasked(trial, params))
         if "grad" in extra:
             extra["grad"] = without(extra["grad"], found)
         own = without(params, found)

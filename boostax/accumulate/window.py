@@ -16,12 +16,19 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from boostax._core import axes, checks, constants, gate, noise_scale, trees
+from boostax._core import (
+    axes,
+    checks,
+    constants,
+    extras,
+    finite,
+    gate,
+    handshake,
+    noise_scale,
+    trees,
+)
 from boostax._core.describe import Holds, Stepped, describe
-from boostax._core.extras import elsewhere
-from boostax._core.finite import all_finite
 from boostax._core.gate import Pending
-from boostax._core.handshake import assume_scaled
 from boostax._core.replicas import PerReplica, require_like
 from boostax.accumulate import weighting
 from boostax.accumulate.carried import require_outside
@@ -238,7 +245,7 @@ class _Windows(NamedTuple):
         sums = jax.tree_util.tree_map_with_path(add, old, new)
         every = self.every(state.optimizer_steps) if callable(self.every) else self.every
         ends = count >= jnp.maximum(every, 1)
-        rest = params, apply, elsewhere(extra, _refused)
+        rest = params, apply, extras.elsewhere(extra, _refused)
         value, closed = self._close_if(ends, sums, count, state, *rest)
         state = state._replace(window=PerReplica(sums) if self.names else sums)
         return value, _next(state, jnp.where(ends, 0, count), closed, ends)
@@ -249,7 +256,7 @@ class _Windows(NamedTuple):
             params, inner_state = gate.flush_inner(self.tx, state.inner_state, params, extra)
             return params, state._replace(inner_state=inner_state)
         # A scaler inside asked for their scale when they came.
-        sums = assume_scaled(_local(state.window), state.inner_state)
+        sums = handshake.assume_scaled(_local(state.window), state.inner_state)
         ends, count = state.held(), state.micro_step
         params, closed = self._close_if(ends, sums, count, state, params, True, extra)
         params, inner_state = gate.flush_inner(self.tx, closed.inner_state, params, extra)
@@ -288,7 +295,7 @@ class _Windows(NamedTuple):
         judged = float(jnp.finfo(self.narrow).max) < weighting.MOST and not gate.has_gate(
             inner_state
         )
-        ok = all_finite(window.grads) if judged else jnp.asarray(True)
+        ok = finite.all_finite(window.grads) if judged else jnp.asarray(True)
         factors = (1.0 / count.astype(jnp.float32),) if self.normalize == "mean" else ()
         if window.weight is not None:
             weight = jnp.where(ok, window.weight, jnp.nan) if judged else window.weight

@@ -20,11 +20,9 @@ import numpy as np
 import optax
 from jax import lax
 
-from boostax._core import axes, checks, handshake, trees
+from boostax._core import axes, checks, finite, gate, groups, handshake, trees
 from boostax._core.describe import Holds, Stepped, describe
-from boostax._core.finite import largest_magnitudes, usable
-from boostax._core.gate import Pending, flush_of, gated, init_inner, run, run_or_hold, told_by
-from boostax._core.groups import leaf_groups
+from boostax._core.gate import Pending
 from boostax.precision.loss_scale import decided, metrics_of, one_scaler
 
 PyTree = Any
@@ -76,7 +74,7 @@ class GroupLossScaleState(NamedTuple):
         """Return the array by which a trace tells this scaler from others."""
         return self.table
 
-    passed = taken = told_by("last_finite")
+    passed = taken = gate.told_by("last_finite")
 
     def metrics(self) -> dict[str, jax.Array]:
         """Return named scalars for ``boostax.metrics``."""
@@ -110,10 +108,10 @@ def _adjusted(
       bad: bool ``[G]``, whether a gradient of the group, or its square, is not finite.
       largest: f32 ``[G]``, the largest unscaled magnitude; 0 where bad.
     """
-    groups = jnp.arange(state.table.shape[-1])
-    blamed = jnp.max(jnp.where(bad, groups, -1))
+    numbers = jnp.arange(state.table.shape[-1])
+    blamed = jnp.max(jnp.where(bad, numbers, -1))
     last = blamed + state.skipped_in_a_row // _PATIENCE
-    lowers = (groups >= blamed) & (groups <= last) & (blamed >= 0) | (bad & rule.each)
+    lowers = (numbers >= blamed) & (numbers <= last) & (blamed >= 0) | (bad & rule.each)
     clean = present & ~bad & ~lowers
     grown = jnp.minimum(state.table * rule.growth, rule.high)
     if rule.headroom is not None:
@@ -139,8 +137,8 @@ def _look(
     for group in range(inverse.size):
         members = [g for g, number in pairs if number == group]
         scaled = grads._replace(raw=members).times(inverse[group])
-        found = scaled._replace(raw=largest_magnitudes(members)).value()
-        bad.append(~usable(scaled))
+        found = scaled._replace(raw=finite.largest_magnitudes(members)).value()
+        bad.append(~finite.usable(scaled))
         largest.append(jnp.max(jnp.stack([jnp.float32(0), *(x.astype("f4") for x in found)])))
     flags = jnp.stack(bad)
     both = jnp.stack([flags.astype(jnp.float32), jnp.where(flags, 0, jnp.stack(largest))])
@@ -267,7 +265,7 @@ def group_loss_scale(
 
     def init_fn(params: PyTree) -> GroupLossScaleState:
         count = group_numbers(_WHO, labels, params)[1]
-        return _first(count, init_scale, init_inner(tx, params))
+        return _first(count, init_scale, gate.init_inner(tx, params))
 
     @describe(_WHO, "scaler", names, inner={"inner_state": tx})
     def step_fn(
@@ -288,14 +286,14 @@ def group_loss_scale(
                 raw = grads._replace(raw=extra["grad"])
                 more = extra | {"grad": _unscaled(raw, numbers, inverse)}
             pending = Pending(_unscaled(grads, numbers, inverse))
-            return run(tx, pending, state.inner_state, params, apply=apply, extra=more)
+            return gate.run(tx, pending, state.inner_state, params, apply=apply, extra=more)
 
         held = params, state.inner_state
-        value, inner_state = run_or_hold(ok, heavy, *held, apply=apply, who=_WHO, names=names)
+        value, inner_state = gate.run_or_hold(ok, heavy, *held, apply=apply, who=_WHO, names=names)
         state = _adjusted(state, moves, present, bad, largest)
         return value, decided(state, ok, inner_state)
 
-    return gated(init_fn, step_fn, flush_of(tx, "last_finite"))
+    return gate.gated(init_fn, step_fn, gate.flush_of(tx, "last_finite"))
 
 
 def group_scales(opt_state: PyTree) -> jax.Array | None:
@@ -329,7 +327,7 @@ def group_scales(opt_state: PyTree) -> jax.Array | None:
 def group_numbers(who: str, labels: Any, params: PyTree) -> tuple[list[int], int]:
     """Return the group of each leaf of ``params`` that is not masked, and the number of groups."""
     try:
-        return leaf_groups(who, labels, params)
+        return groups.leaf_groups(who, labels, params)
     except (TypeError, ValueError) as error:
         words = str(error).replace(f"{who}: groups must", f"{who}: labels must", 1)
         raise type(error)(words) from error

@@ -17,8 +17,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from boostax._core import axes, costs, jaxprs, trees
-from boostax._core.gate import branch
+from boostax._core import axes, costs, gate, jaxprs, trees
 from boostax._core.interpret import JIT, equations, evaluate, excerpt, replay, within
 
 PyTree = Any
@@ -167,6 +166,6 @@ def leaf_by_leaf(
         once, types = trees.trace_once(work, mine, given, always)
         hold = lambda mine, given, go, types=types: axes.unify((mine, go), types)  # noqa: E731
         again = lambda *given, once=once: once(*given)  # noqa: E731
-        values, always = branch(always, again, hold, mine, given, always)
+        values, always = gate.branch(always, again, hold, mine, given, always)
         new.update(zip(here, values, strict=True))
     return jax.tree.unflatten(jax.tree.structure(old), [new[i] for i in range(len(leaves))])

@@ -19,9 +19,8 @@ import jax.numpy as jnp
 import optax
 from jax.core import Tracer
 
-from boostax._core import axes, checks, gate, handshake, trees
+from boostax._core import axes, checks, finite, gate, handshake, trees
 from boostax._core.describe import Holds, describe
-from boostax._core.finite import usable
 
 PyTree = Any
 
@@ -260,7 +259,7 @@ def _scaled(
         if not skip:
             ok, (value, inner_state) = jnp.asarray(True), heavy()
             return value, decided(adjust(state, ok), ok, inner_state)
-        ok, held = axes.agree(usable(unscaled), names), (params, state.inner_state)
+        ok, held = axes.agree(finite.usable(unscaled), names), (params, state.inner_state)
         value, inner_state = gate.run_or_hold(ok, heavy, *held, apply=apply, who=who, names=names)
         return value, decided(adjust(state, ok), ok, inner_state)
 

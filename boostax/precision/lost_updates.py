@@ -15,11 +15,8 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from boostax._core import axes, checks, trees
+from boostax._core import axes, checks, finite, gate, placement, trees
 from boostax._core.describe import Stepped, describe
-from boostax._core.finite import counts
-from boostax._core.gate import Pending, gated, init_optimizer, nothing_held
-from boostax._core.placement import settled
 
 PyTree = Any
 
@@ -83,28 +80,28 @@ def count_lost_updates(
     tx = checks.transformation(_WHO, "inner", inner)
 
     def init_fn(params: PyTree) -> LostUpdatesState:
-        inner_state = init_optimizer(_WHO, tx, params)
+        inner_state = gate.init_optimizer(_WHO, tx, params)
         return LostUpdatesState(jnp.zeros((), jnp.float32), inner_state)
 
     @describe(_WHO, "watch", inner={"inner_state": tx})
     def step_fn(
-        grads: Pending, state: LostUpdatesState, params: PyTree, *, apply: bool, **extra: Any
+        grads: gate.Pending, state: LostUpdatesState, params: PyTree, *, apply: bool, **extra: Any
     ) -> Stepped:
         trees.require_params(params, _WHO, "Call tx.update(grads, state, params).")
         wide = trees.at_least_float32(params)
         updates, inner_state = tx.update(grads.value(), state.inner_state, wide, **extra)
         new = optax.apply_updates(params, updates)
         state = LostUpdatesState(_lost(params, updates, new), inner_state)
-        return (settled(new) if apply else trees.as_updates(updates, params)), state
+        return (placement.settled(new) if apply else trees.as_updates(updates, params)), state
 
-    return gated(init_fn, step_fn, nothing_held)
+    return gate.gated(init_fn, step_fn, gate.nothing_held)
 
 
 def _lost(params: PyTree, updates: PyTree, new: PyTree) -> jax.Array:
     """Return the share of nonzero updates that changed no bit of a bf16 or f16 param."""
     triples = zip(*map(jax.tree.leaves, (params, updates, new)), strict=True)
     low = [triple for triple in triples if trees.wide_dtype(triple[0]) != triple[0].dtype]
-    parts = [counts((u != 0) & (new == p), u != 0) for p, u, new in low]
+    parts = [finite.counts((u != 0) & (new == p), u != 0) for p, u, new in low]
     if not parts:
         return jnp.zeros((), jnp.float32)
     lost, all_of_them = axes.sum_over_shards(parts, (), jnp.float32)

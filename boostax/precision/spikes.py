@@ -17,9 +17,8 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from boostax._core import axes, checks, trees
+from boostax._core import axes, checks, gate, trees
 from boostax._core.describe import Holds, first_line
-from boostax._core.gate import GateState, Pending, by_rule, counted
 
 PyTree = Any
 _WHO = "skip_spikes"
@@ -77,7 +76,7 @@ def _sigma(values: jax.Array, known: jax.Array) -> tuple[jax.Array, jax.Array]:
     return centre, jnp.sqrt(variance)
 
 
-def _norm(grads: Pending, names: tuple[str, ...]) -> jax.Array:
+def _norm(grads: gate.Pending, names: tuple[str, ...]) -> jax.Array:
     """Return the root mean square of the replicas' norms, without a derivative."""
     leaves = jax.tree.leaves(jax.lax.stop_gradient(grads.value()))
     squares = [jnp.sum((g * g.conj()).real).astype(jnp.float32) for g in leaves]
@@ -156,7 +155,7 @@ def skip_spikes(
         scalars = (jnp.zeros((), kind) for kind in ("i4", "f4", "f4", "i4", "i4"))
         return SpikesState(jnp.zeros(window, jnp.float32), *scalars)
 
-    def judge(grads: Pending, own: SpikesState, _: PyTree) -> tuple[jax.Array, SpikesState]:
+    def judge(grads: gate.Pending, own: SpikesState, _: PyTree) -> tuple[jax.Array, SpikesState]:
         value, places = _norm(grads, names), jnp.arange(window)
         measure = _median if rule == "median" else _sigma
         centre, spread = measure(own.norms, places < own.accepted)
@@ -165,16 +164,16 @@ def skip_spikes(
         ok = jnp.isfinite(value) & (value <= limit)
         return ok, SpikesState(
             jnp.where(ok & (places == own.accepted % window), value, own.norms),
-            counted(own.accepted, ok),
+            gate.counted(own.accepted, ok),
             value,
             limit,
-            counted(own.spikes, ~ok),
-            jnp.where(ok, 0, counted(own.spikes_in_a_row, ~ok)),
+            gate.counted(own.spikes, ~ok),
+            jnp.where(ok, 0, gate.counted(own.spikes_in_a_row, ~ok)),
         )
 
-    tx = by_rule(_WHO, inner, judge, first, names, first_line(skip_spikes))
+    tx = gate.by_rule(_WHO, inner, judge, first, names, first_line(skip_spikes))
 
-    def init_fn(params: PyTree) -> GateState:
+    def init_fn(params: PyTree) -> gate.GateState:
         state = tx.init(params)
         got = [type(node).__name__ for node in trees.telling(state, "known_by")]
         hint = "Its scale is still in the gradients: dynamic_loss_scale(skip_spikes(...))."

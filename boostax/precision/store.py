@@ -10,10 +10,8 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from boostax._core import axes, checks, trees
+from boostax._core import axes, checks, gate, placement, trees
 from boostax._core.describe import Holds, Stepped, describe
-from boostax._core.gate import Pending, gated, init_optimizer, nothing_held
-from boostax._core.placement import settled
 from boostax._core.replicas import ByBlock, is_per_replica
 from boostax.precision import formats
 from boostax.precision.leafwise import COMMON, Turn, leaf_by_leaf
@@ -168,7 +166,7 @@ def store(
     checks.positive_int(_WHO, "least", least, "1 stores every array low.")
 
     def init_fn(params: PyTree) -> StoreState:
-        inner_state = init_optimizer(_WHO, tx, params)
+        inner_state = gate.init_optimizer(_WHO, tx, params)
         if kind is not None and not any(map(_is_low, jax.tree.leaves(params))):
             allowed = "None where no param is bf16"
             hint = (
@@ -182,7 +180,7 @@ def store(
 
     @describe(_WHO, "storage", inner={"inner_state": tx})
     def step_fn(
-        grads: Pending, state: StoreState, params: PyTree, *, apply: bool, **extra: Any
+        grads: gate.Pending, state: StoreState, params: PyTree, *, apply: bool, **extra: Any
     ) -> Stepped:
         trees.require_params(params, _WHO, "Call tx.update(grads, state, params).")
         _require_blocks(state)
@@ -193,9 +191,9 @@ def store(
         turns = _turns(params, least, (old, rest))
         (value, low), (codes, scales) = leaf_by_leaf(written, state.steps >= 0, old, rest, turns)
         steps = jnp.asarray(optax.safe_increment(state.steps))
-        return (settled(value) if apply else value), StoreState(steps, codes, scales, low)
+        return (placement.settled(value) if apply else value), StoreState(steps, codes, scales, low)
 
-    return gated(init_fn, step_fn, nothing_held)
+    return gate.gated(init_fn, step_fn, gate.nothing_held)
 
 
 def masters(params: PyTree, opt_state: PyTree) -> PyTree:
@@ -269,7 +267,7 @@ def _written(
     extra: dict[str, Any],
     old: Stored,
     params: PyTree,
-    grads: Pending,
+    grads: gate.Pending,
     steps: jax.Array,
 ) -> Stored:
     """Return new params (``apply``) or updates and their low bits, then codes and scales."""

@@ -12,10 +12,8 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from boostax._core import axes, checks, gate, trees
+from boostax._core import axes, checks, finite, gate, replicas, trees
 from boostax._core.describe import Stepped, describe
-from boostax._core.finite import stays_finite
-from boostax._core.replicas import is_per_replica
 
 PyTree = Any
 
@@ -96,7 +94,7 @@ def check_updates(
 
     def init_fn(params: PyTree) -> CheckUpdatesState:
         inner_state = gate.init_inner(tx, params)
-        if not names and trees.find(inner_state, is_per_replica):
+        if not names and trees.find(inner_state, replicas.is_per_replica):
             allowed = "the replica axis around an optimizer with state per replica"
             hint = 'Replicas must hold back together: check_updates(inner, axis_name="data").'
             raise ValueError(checks.message(who, "axis_name", allowed, axis_name, hint))
@@ -110,7 +108,7 @@ def check_updates(
         before = jax.tree.map(jnp.zeros_like, value) if params is None else params
         after = value if apply or params is None else optax.apply_updates(params, value)
         new = trees.cast_like(inner_state, old)
-        ok = stays_finite((before, old), (after, new))
+        ok = finite.stays_finite((before, old), (after, new))
         ok = axes.agree(axes.to_varying(ok, names), names)
         computed = lambda: (value, new)  # noqa: E731
         value, inner_state = gate.run_or_hold(ok, computed, params, old, apply=apply, who=who)
