@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a loss returns beside itself, and how it is averaged over micro-batches and replicas."""
+"""The auxiliary results of a loss, and how they are combined over micro-batches and replicas."""
 
 from typing import Any, NamedTuple
 
@@ -11,18 +11,19 @@ PyTree = Any
 
 
 class Aux(NamedTuple):
-    """What a loss function may return beside the loss, understood by boostax.
+    """Auxiliary results of a loss function that boostax combines.
 
-    Return ``(loss, Aux(...))`` with ``has_aux=True``. It is combined over micro-batches and
+    Return ``(loss, Aux(...))`` with ``has_aux=True``. An ``Aux`` is combined over micro-batches and
     replicas; any other auxiliary tree passes through as in ``jax.value_and_grad``.
 
     Attributes:
-      weight: scalar, what the loss is a mean over (tokens, unmasked examples): micro-batches,
-        windows and replicas are then averaged by it. ``None`` weighs all alike.
-      model_state: the new state of the model (BatchNorm statistics), threaded through
-        micro-batches and steps.
-      metrics: tree of arrays to report; floating ones are averaged like the loss, in f32 or wider,
-        integers summed.
+      weight: scalar, the number of items (tokens, unmasked examples) over which the loss is a mean.
+        Micro-batches, windows and replicas are averaged by these weights. ``None`` weighs all
+        equally.
+      model_state: the new state of the model (BatchNorm statistics), passed on from micro-batch to
+        micro-batch and from step to step.
+      metrics: tree of arrays to report; floating arrays are averaged like the loss, in f32 or
+        wider, and integers are summed.
 
     Example:
       >>> import boostax
@@ -36,32 +37,32 @@ class Aux(NamedTuple):
 
 
 class Beside(NamedTuple):
-    """An ``Aux``, and beside it what passes through as any other aux does."""
+    """An ``Aux``, and another auxiliary tree that passes through."""
 
     told: Aux
     own: PyTree
 
 
 def as_aux(aux: PyTree) -> Aux:
-    """``aux`` itself, or one that says nothing."""
+    """Return the ``Aux`` in ``aux``, or an empty one."""
     aux = aux.told if isinstance(aux, Beside) else aux
     return aux if isinstance(aux, Aux) else Aux()
 
 
 def own_of(aux: PyTree) -> PyTree:
-    """What of it passes through."""
+    """Return the part of ``aux`` that passes through."""
     return aux.own if isinstance(aux, Beside) else () if isinstance(aux, Aux) else aux
 
 
 def as_given(told: Aux, own: PyTree, given: PyTree) -> PyTree:
-    """The two of them in the form of what was given."""
+    """Return both parts in the form that the loss returned."""
     if isinstance(given, Beside):
         return Beside(told, own)
     return told if isinstance(given, Aux) else own
 
 
 def as_metrics(aux: PyTree, who: str) -> Aux:
-    """``aux`` itself, or one with its scalars as metrics: what a step can report of a loss."""
+    """Return ``aux`` itself, or an ``Aux`` with its scalars as metrics."""
     if isinstance(aux, Aux):
         return aux
     for name, leaf in trees.named(aux):
@@ -69,7 +70,7 @@ def as_metrics(aux: PyTree, who: str) -> Aux:
             raise TypeError(
                 f"{who}: aux must be boostax.Aux or a tree of scalars, which are averaged, got "
                 f"shape {jnp.shape(leaf)} at {name or 'the root'!r}. "
-                "boostax.Aux(metrics=...) averages arrays too; boostax.value_and_grad hands out "
-                "any aux as it is."
+                "boostax.Aux(metrics=...) averages arrays too; boostax.value_and_grad returns any "
+                "aux unchanged."
             )
     return Aux(metrics=aux)
