@@ -165,9 +165,8 @@ def test_a_window_without_weight_is_not_applied():
     before = run(tx, [1.0, 2.0], 1.0, weight=[1.0, 1.0])
     assert history[1:] == [before[0][-1]] * 3
     assert_same(state.inner_state, before[1].inner_state)
-    assert (state.optimizer_steps, state.micro_step) == (1, 0) and not boostax.train.has_updated(
-        state
-    )
+    assert (state.optimizer_steps, state.micro_step) == (1, 0)
+    assert not boostax.train.has_updated(state)
 
 
 scaled = functools.partial(boostax.dynamic_loss_scale, init_scale=4.0)
@@ -285,13 +284,10 @@ def test_a_batch_that_is_cut_already_is_taken_as_it_lies(count):
     stack = lambda x: x.reshape(24 // count, count, *x.shape[1:]).swapaxes(0, 1)  # noqa: E731
     whole = BATCH, mask
     cut = jax.tree.map(stack, whole)
+    step = functools.partial(boostax.value_and_grad, masked_loss, has_aux=True)
     for form in (
         lambda count: boostax.train.microbatch(f, count, has_aux=True),
-        lambda count: (
-            lambda params, batch: boostax.value_and_grad(
-                masked_loss, microbatches=count, has_aux=True
-            )(params, (), batch)
-        ),
+        lambda count: lambda params, batch: step(microbatches=count)(params, (), batch),
     ):
         once, stacked = jax.jit(form(count)), jax.jit(form("stacked"))
         # One slice is not summed where it is not stacked.
@@ -342,19 +338,8 @@ def test_weights_of_replicas_do_not_overflow_f16_gradients(mesh):
     """Gradients of f16 params, each times its replica's share of the tokens, stay f16."""
     tokens = np.float32([1024, 3072] * 4)
     x = np.float16(np.random.default_rng(4).normal(size=(8, 3)) * 1000)
-
-    @jax.jit
-    @functools.partial(
-        jax.shard_map,
-        mesh=mesh,
-        in_specs=(PartitionSpec(), PartitionSpec("data")),
-        out_specs=PartitionSpec("data"),
-    )
-    def local(params, batch):
-        oracle = boostax.value_and_grad(token_loss, axis_name="data", has_aux=True)
-        return oracle(params, (), batch)[1][None]
-
-    grads = local(jnp.zeros(3, jnp.float16), (x, tokens))
+    f = boostax.value_and_grad(token_loss, axis_name="data", mesh=mesh, has_aux=True)
+    grads = jax.jit(f)(jnp.zeros(3, jnp.float16), (), (x, tokens))[1].local
     expected = (np.float32(x) * tokens[:, None] / 2048).astype(np.float16)
     assert_same(grads, expected)
 
@@ -415,9 +400,8 @@ def test_a_sharded_batch_stays_where_it_is(kind):
     """Micro-batches of neighbouring rows would move it, or have every device compute all."""
     mesh = jax.make_mesh((8,), ("data",), axis_types=(kind,))
     with jax.set_mesh(mesh):
-        batch = jax.device_put(
-            np.ones((64, 3), np.float32), NamedSharding(mesh, PartitionSpec("data"))
-        )
+        rows = np.ones((64, 3), np.float32)
+        batch = jax.device_put(rows, NamedSharding(mesh, PartitionSpec("data")))
         params = jax.device_put(PARAMS, NamedSharding(mesh, PartitionSpec()))
         f = jax.jit(boostax.train.microbatch(jax.value_and_grad(loss_fn), 4))
         text = f.lower(params, batch).compile().as_text()

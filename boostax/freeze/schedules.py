@@ -227,7 +227,7 @@ def freeze_schedule(
     """
     total_steps = checks.positive_int(_WHO, "total_steps", total_steps, _STEPS)
     if callable(kind):
-        hint = "A callable depends on the step alone."
+        hint = "It is given the step and nothing else."
         settings = {"frozen_fraction": frozen_fraction, "seed": seed, "freeze_p": freeze_p}
         for argument, value in settings.items():
             checks.absent(_WHO, argument, value, "left out with a callable kind", hint)
