@@ -209,42 +209,6 @@ def test_flush_of_nothing_leaves_a_skipped_step_skipped(every):
     assert not boostax.metrics(flushed)["last_finite"]
 
 
-@draws(30)
-@given(bad=st.lists(st.booleans(), min_size=12, max_size=12), every=st.integers(1, 4))
-def test_bad_micro_batches_in_both_nestings(bad, every):
-    """Scaler outside: one is dropped and the window takes one more. Inside: the window goes."""
-    outside, inside, good, window = 0.0, 0.0, [], []
-    expected = {"scaler outside": [], "scaler inside": []}
-    for t, is_bad in enumerate(bad):
-        good += [] if is_bad else [2.0**t]
-        window += [np.nan if is_bad else 2.0**t]
-        if len(good) == every:
-            outside, good = outside - sum(good), []
-        if len(window) == every:
-            inside, window = inside - np.nan_to_num(sum(window)), []
-        expected["scaler outside"].append(outside)
-        expected["scaler inside"].append(inside)
-    for nesting, values in expected.items():
-        assert window_params(nesting)(every, jnp.asarray(bad)).tolist() == values
-
-
-@functools.cache
-def window_params(nesting):
-    @jax.jit
-    def params(every, bad):
-        tx = NESTINGS[nesting](optax.sgd(1.0), lambda _: every, normalize="sum")
-
-        def step(carry, given):
-            grad = jnp.where(given[1], jnp.nan, given[0] * boostax.precision.loss_scale(carry[1]))
-            params, state = boostax.apply_gradients(drawn(tx), grad, carry[1], carry[0])
-            return (params, state), params
-
-        start = jnp.float32(0.0), tx.init(jnp.float32(0.0))
-        return jax.lax.scan(step, start, (2.0 ** jnp.arange(12), bad))[1]
-
-    return params
-
-
 # Micro-batches in one step.
 
 PARAMS = {"w": jnp.float32([0.5, -1.0, 2.0]), "b": jnp.float32(0.1)}

@@ -166,6 +166,19 @@ def test_o1_leaves_other_dtypes_and_static_arguments_alone():
     assert low == {"another product"}
 
 
+@pytest.mark.parametrize("level", LEVELS)
+def test_training(level):
+    x = jax.random.normal(jax.random.key(1), (16, 4))
+    loss = lambda w, x: jnp.mean((jnp.tanh(x @ w) - jnp.tanh(x)) ** 2)  # noqa: E731
+    step = boostax.make_train_step(loss, boostax.dynamic_loss_scale(optax.sgd(0.5)), policy=level)
+    state, losses = step.init(jnp.zeros((4, 4))), []
+    for _ in range(20):
+        state, told = step(state, x)
+        losses.append(float(told["loss"]))
+    assert losses[-1] < losses[0] / 4
+    assert state.params.dtype == boostax.policy(level).param_dtype
+
+
 # Flax models.
 
 LAYERS = ("conv", "batch_norm", "layer_norm", "query", "embed", "given", "dense")

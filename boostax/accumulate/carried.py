@@ -120,9 +120,8 @@ class _Carry(NamedTuple):
             raise ValueError(checks.message(_WHO, "rules", "paths of params", idle, hint))
 
         zeros = jax.tree.map(jnp.zeros_like, params)
-        rules = sorted(set(self.rules.values()))
-        others = {rule: {name for name in every if found.get(name) != rule} for rule in rules}
-        windows = {rule: without(zeros, others[rule]) for rule in rules}
+        others = lambda rule: [name for name in every if found.get(name) != rule]  # noqa: E731
+        windows = {rule: without(zeros, others(rule)) for rule in sorted({*self.rules.values()})}
         inner_state = gate.init_inner(self.tx, without(params, found))
         return CarryState(jnp.asarray(False), windows, inner_state)
 
@@ -154,9 +153,8 @@ class _Carry(NamedTuple):
         extra = extras.elsewhere(extra, lambda trial: trees.unmasked(trial, params))
         if "grad" in extra:
             extra["grad"] = without(extra["grad"], found)
-        others = without(params, found)
-        given: Any = {"apply": True, "extra": extra}
-        trained, inner = gate.run(self.tx, pending, state.inner_state, others, **given)
+        others, inside = without(params, found), state.inner_state
+        trained, inner = gate.run(self.tx, pending, inside, others, apply=True, extra=extra)
         took = gate.outermost_passed(inner) & fits(jnp.isfinite)
 
         def merged(name: str, old: jax.Array) -> jax.Array:

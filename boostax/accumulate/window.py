@@ -80,16 +80,14 @@ class AccumulateState(NamedTuple):
 
     def shares(self) -> list[PerReplica]:
         """Return the sums that replicas add and do not average: weighted ones, or before a sum."""
-        window = self.window
-        if not isinstance(window, PerReplica):
+        if not isinstance(self.window, PerReplica):
             return []
-        before_sum = trees.telling(self.inner_state, "sums")
-        return [window] if window.local.weight is not None or before_sum else []
+        weighted = self.window.local.weight is not None
+        return [self.window] if weighted or trees.telling(self.inner_state, "sums") else []
 
     def metrics(self) -> dict[str, jax.Array]:
         """Return named scalars for ``boostax.metrics``."""
-        names = ("micro_step", "optimizer_steps", "dropped_windows")
-        return {name: getattr(self, name) for name in names}
+        return dict(zip(self._fields[:3], self[:3], strict=True))
 
 
 def accumulate(
@@ -172,9 +170,9 @@ def accumulate(
     narrow = checks.floating_dtype(_WHO, "accumulator_dtype", accumulator_dtype)
     hint = "Other sums are rounded to the nearest."
     checks.choice(_WHO, "rounding", rounding, ("nearest", "stochastic"), hint)
-    if rounding == "stochastic" and narrow != jnp.bfloat16:
-        allowed = "'nearest' but for accumulator_dtype='bfloat16'"
-        raise ValueError(checks.message(_WHO, "rounding", allowed, rounding, hint))
+    fits = rounding == "nearest" or narrow == jnp.bfloat16
+    allowed = "'nearest' unless accumulator_dtype='bfloat16'"
+    checks.require(_WHO, "rounding", rounding, allowed, fits, hint)
     names = axes.canonical(_WHO, axis_name)
     how = _Windows(tx, every, normalize, narrow, rounding == "stochastic", names)
     described = describe(_WHO, "window", names, inner={"inner_state": tx})
@@ -200,10 +198,10 @@ class _Windows(NamedTuple):
         inner_state = gate.init_inner(self.tx, params)
         require_outside(inner_state, _WHO)
         weighted = self.normalize == "weight"
-        if weighted and noise_scale.found(inner_state):
-            hint = "Weights would multiply its local gradients, and so their norms."
-            allowed = "'mean' or 'sum' around all_reduce(noise=...)"
-            raise ValueError(checks.message(_WHO, "normalize", allowed, self.normalize, hint))
+        hint = "Weights would multiply its local gradients, and so their norms."
+        allowed = "'mean' or 'sum' around all_reduce(noise=...)"
+        fits = not (weighted and noise_scale.found(inner_state))
+        checks.require(_WHO, "normalize", self.normalize, allowed, fits, hint)
         window = None
         # Only a Python 1 needs no buffer: a schedule or a traced value may be larger later.
         if not (isinstance(self.every, int) and self.every == 1):

@@ -99,9 +99,8 @@ class Freezing:
 
     def resumed(self, params: PyTree, state: Any) -> Any:
         """Return the state with the next depth of this schedule."""
-        if not isinstance(state, ScheduledFreezeState):
-            return state
-        return state._replace(next_depth=self.plan(params).at(state.steps))
+        freezes = isinstance(state, ScheduledFreezeState)
+        return state._replace(next_depth=self.plan(params).at(state.steps)) if freezes else state
 
     def part(self, params: PyTree, state: ScheduledFreezeState, depth: int) -> ScheduledFreezeState:
         """Return the state without the moments of frozen leaves."""
@@ -193,10 +192,8 @@ def _changed(
         inner = state.inner_state if apart else cut.take(state.inner_state)
         old = trees.masked(value, plan.active(at)), state._replace(inner_state=inner)
         run = functools.partial(timed, at, *old)
-        if len(depths) == 1:
-            found, new = run()
-        else:
-            found, new = gate.run_or_hold(index == place, run, *old, apply=True, who=_WHO)
+        held = functools.partial(gate.run_or_hold, index == place, run, *old, apply=True, who=_WHO)
+        found, new = run() if len(depths) == 1 else held()
         if not apart:
             new = new._replace(inner_state=cut.put(state.inner_state, new.inner_state))
         whole = trees.unmasked(found, value), new

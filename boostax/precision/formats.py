@@ -154,8 +154,15 @@ def _extremes(parts: jax.Array, inside: tuple[int, ...]) -> tuple[jax.Array, jax
     """
     both = lambda a, b: (jnp.maximum(a[0], b[0]), jnp.minimum(a[1], b[1]))  # noqa: E731
     zero = jnp.zeros((), parts.dtype)
-    most, least = lax.reduce((jnp.abs(parts), parts), (zero, zero), both, inside)
-    return most, least
+    return tuple(lax.reduce((jnp.abs(parts), parts), (zero, zero), both, inside))
+
+
+def _bfloat16(x: jax.Array, seed: jax.Array) -> tuple[jax.Array, None]:
+    return to_bfloat16(x, seed), None
+
+
+def _from_bfloat16(codes: jax.Array, _: None) -> jax.Array:
+    return codes.astype(jnp.float32)
 
 
 def _int8(x: jax.Array, seed: jax.Array | None) -> tuple[jax.Array, jax.Array]:
@@ -253,12 +260,7 @@ class Format(NamedTuple):
 
 
 FORMATS = {
-    "bfloat16": Format(
-        jnp.dtype(jnp.bfloat16),
-        False,
-        lambda x, seed: (to_bfloat16(x, seed), None),
-        lambda codes, _: codes.astype(jnp.float32),
-    ),
+    "bfloat16": Format(jnp.dtype(jnp.bfloat16), False, _bfloat16, _from_bfloat16),
     "int8": Format(jnp.dtype(jnp.int8), True, _int8, _from_int8),
     "log8": Format(jnp.dtype(jnp.uint8), True, _log8, _from_log8),
 }

@@ -281,11 +281,9 @@ def group_loss_scale(
         ok = ~bad.any()
 
         def heavy() -> Stepped:
-            more = extra
-            if "grad" in extra:
-                raw = grads._replace(raw=extra["grad"])
-                more = extra | {"grad": _unscaled(raw, numbers, inverse)}
-            pending = Pending(_unscaled(grads, numbers, inverse))
+            wide = lambda raw: _unscaled(grads._replace(raw=raw), numbers, inverse)  # noqa: E731
+            more = extra | {"grad": wide(extra["grad"])} if "grad" in extra else extra
+            pending = Pending(wide(grads.raw))
             return gate.run(tx, pending, state.inner_state, params, apply=apply, extra=more)
 
         held = params, state.inner_state

@@ -91,8 +91,7 @@ class _Graph:
         """Compute the values of ``wanted``, and add them to ``known``."""
         run, given = self.program(wanted)
         found = run(*given)
-        pairs = zip(wanted, found, strict=True)
-        self.known.update((x, value) for x, value in pairs if _variables([x]))
+        self.known.update(x for x in zip(wanted, found, strict=True) if _variables(x[:1]))
         return found
 
 
@@ -102,13 +101,12 @@ def _variables(atoms: Sequence[Any]) -> list[Any]:
 
 def _seen(values: list[jax.Array]) -> jax.Array:
     """Make a bool that depends on the first array with elements; False if there is none."""
-    for x in values:
-        if x.size and any(jax.typeof(x).sharding.spec):
-            # On an Explicit mesh JAX refuses to take one element of a sharded array.
-            return (x != 0).any()
-        if x.size:
-            return x[(0,) * x.ndim] != 0
-    return jnp.asarray(False)
+    x = next((x for x in values if x.size), None)
+    if x is None:
+        return jnp.asarray(False)
+    # On an Explicit mesh JAX refuses to take one element of a sharded array.
+    sharded = any(jax.typeof(x).sharding.spec)
+    return (x != 0).any() if sharded else x[(0,) * x.ndim] != 0
 
 
 def _sends(eqn: Any) -> bool:

@@ -162,14 +162,10 @@ def skip_spikes(
         limit = centre + k * jnp.maximum(spread, floor * jnp.abs(centre))
         limit = jnp.where(own.accepted >= max(window // 2, 2), limit, jnp.inf)
         ok = jnp.isfinite(value) & (value <= limit)
-        return ok, SpikesState(
-            jnp.where(ok & (places == own.accepted % window), value, own.norms),
-            gate.counted(own.accepted, ok),
-            value,
-            limit,
-            gate.counted(own.spikes, ~ok),
-            jnp.where(ok, 0, gate.counted(own.spikes_in_a_row, ~ok)),
-        )
+        norms = jnp.where(ok & (places == own.accepted % window), value, own.norms)
+        accepted, spikes = gate.counted(own.accepted, ok), gate.counted(own.spikes, ~ok)
+        in_a_row = jnp.where(ok, 0, gate.counted(own.spikes_in_a_row, ~ok))
+        return ok, SpikesState(norms, accepted, value, limit, spikes, in_a_row)
 
     tx = gate.by_rule(_WHO, inner, judge, first, names, first_line(skip_spikes))
 
