@@ -3,6 +3,7 @@
 
 from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 
 from boostax._core import trees
@@ -31,7 +32,7 @@ class Aux(NamedTuple):
       {}
     """
 
-    weight: Any = None
+    weight: jax.typing.ArrayLike | None = None
     model_state: PyTree = None
     metrics: PyTree = {}  # noqa: RUF012
 
@@ -54,11 +55,11 @@ def own_of(aux: PyTree) -> PyTree:
     return aux.own if isinstance(aux, Beside) else () if isinstance(aux, Aux) else aux
 
 
-def as_given(told: Aux, own: PyTree, given: PyTree) -> PyTree:
-    """Return both parts in the form that the loss returned."""
-    if isinstance(given, Beside):
+def as_given(told: Aux, own: PyTree, like: PyTree) -> PyTree:
+    """Return both parts in the form of ``like``, which the loss returned."""
+    if isinstance(like, Beside):
         return Beside(told, own)
-    return told if isinstance(given, Aux) else own
+    return told if isinstance(like, Aux) else own
 
 
 def as_metrics(aux: PyTree, who: str) -> Aux:

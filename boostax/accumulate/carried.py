@@ -12,7 +12,7 @@ References:
 
 from collections.abc import Callable, Container, Mapping
 from types import MappingProxyType
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
@@ -45,7 +45,7 @@ class CarryState(NamedTuple):
 
     open: jax.Array
     window: dict[Rule, PyTree]
-    inner_state: Any
+    inner_state: optax.OptState
 
 
 def carry(
@@ -120,8 +120,9 @@ class _Carry(NamedTuple):
             raise ValueError(checks.message(_WHO, "rules", "paths of params", idle, hint))
 
         zeros = jax.tree.map(jnp.zeros_like, params)
-        others = lambda rule: [name for name in every if found.get(name) != rule]  # noqa: E731
-        windows = {rule: without(zeros, others(rule)) for rule in sorted({*self.rules.values()})}
+        windows: dict[Rule, PyTree] = {}
+        for rule in sorted(set(self.rules.values())):
+            windows[rule] = without(zeros, [name for name in every if found.get(name) != rule])
         inner_state = gate.init_inner(self.tx, without(params, found))
         return CarryState(jnp.asarray(False), windows, inner_state)
 
@@ -237,7 +238,7 @@ def nothing(rule: Rule, like: jax.Array) -> jax.Array:
     return jnp.full_like(like, -jnp.inf if rule == "max" else 0)
 
 
-def unless_empty(grads: PyTree, params: PyTree, rules: Rules, weight: Any) -> Carried:
+def unless_empty(grads: PyTree, params: PyTree, rules: Rules, weight: jax.Array) -> Carried:
     """Return the new values, or neutral ones for a batch without weight, whose loss is 0/0."""
     found = resolve(rules, grads)
     new = values(grads, found)
@@ -281,15 +282,15 @@ def _map(fn: Callable[[str, Any], Any], tree: PyTree, is_leaf: Any = None) -> Py
     return jax.tree_util.tree_map_with_path(named, tree, is_leaf=is_leaf)
 
 
-def _masked(x: Any) -> bool:
+def _masked(x: object) -> bool:
     return isinstance(x, optax.MaskedNode)
 
 
-def _checked(rules: Rules) -> Rules:
-    hint = "Try {'router/bias': 'last'}."
-    mapping, allowed = isinstance(rules, Mapping) and bool(rules), "a mapping of paths to rules"
+def _checked(rules: Any) -> Rules:
+    hint, allowed = "Try {'router/bias': 'last'}.", "a mapping of paths to rules"
+    mapping = isinstance(rules, Mapping) and bool(cast(Rules, rules))
     checks.require(_WHO, "rules", rules, allowed, mapping, hint, TypeError)
-    for words, rule in rules.items():
+    for words, rule in cast(dict[Any, Rule], rules).items():
         named = isinstance(words, str) and bool(words.strip("/"))
         checks.require(_WHO, "rules", words, "paths by name", named, hint, TypeError)
         checks.choice(_WHO, "rules", rule, ("max", "sum", "last"), hint)

@@ -44,7 +44,7 @@ def microbatch(
     *,
     has_aux: bool = False,
     normalize: Literal["mean", "sum"] = "mean",
-    accumulator_dtype: Any = jnp.float32,
+    accumulator_dtype: jax.typing.DTypeLike = jnp.float32,
     rules: carried.Rules = carried.FLAX,
 ) -> Callable[..., tuple[PyTree, PyTree]]:
     r"""Evaluate a ``value_and_grad`` function in slices of the batch and combine the results.
@@ -110,13 +110,13 @@ def microbatch(
             loss, given_aux = value if has_aux else (value, Aux())
             grads = bcoo.dense(grads, _WHO)
             new = carried.values(grads, carried.resolve(rules, grads))
-            told, grads = as_aux(given_aux), trees.addends(carried.without(grads, new), narrow)
-            weight = jnp.asarray(1.0 if told.weight is None else told.weight, jnp.float32)
-            loss, metrics = trees.at_least_float32((loss, told.metrics))
+            known, grads = as_aux(given_aux), trees.addends(carried.without(grads, new), narrow)
+            weight = jnp.asarray(1.0 if known.weight is None else known.weight, jnp.float32)
+            loss, metrics = trees.at_least_float32((loss, known.metrics))
             sums = _Sums(loss, metrics, grads, weight)
             if normalize == "mean":
                 sums = weigh(sums, weight)._replace(weight=weight)
-            state = state if told.model_state is None else told.model_state
+            state = state if known.model_state is None else known.model_state
             return sums, new, state, own_of(given_aux)
 
         total, new, state, stacked = _scan(evaluate, number, model_state, rules, narrow)
@@ -125,8 +125,8 @@ def microbatch(
         if not has_aux:
             return mean.loss, grads
         weight = None if as_aux(given_aux).weight is None else total.weight
-        told = Aux(weight, state, mean.metrics)
-        return (mean.loss, as_given(told, stacked, given_aux)), grads
+        combined = Aux(weight, state, mean.metrics)
+        return (mean.loss, as_given(combined, stacked, given_aux)), grads
 
     return wrapped
 

@@ -83,7 +83,7 @@ def factor(weight: jax.Array, names: tuple[str, ...]) -> tuple[jax.Array, jax.Ar
 
 
 def _map_floating(fn: Callable[[jax.Array], jax.Array], tree: PyTree) -> PyTree:
-    def on_leaf(leaf: Any) -> jax.Array:
+    def on_leaf(leaf: jax.typing.ArrayLike) -> jax.Array:
         x = jnp.asarray(leaf)
         if jnp.issubdtype(x.dtype, jnp.bool_):
             x = x.astype(jnp.int32)

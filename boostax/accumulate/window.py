@@ -63,7 +63,7 @@ class AccumulateState(NamedTuple):
     dropped_windows: jax.Array
     applied: jax.Array
     window: PerReplica | Window | None
-    inner_state: Any
+    inner_state: optax.OptState
     holds = Holds(("micro_step", "window"), "micro_step", ("window/grads",))
 
     def passed(self) -> jax.Array:
@@ -95,7 +95,7 @@ def accumulate(
     every: Every,
     *,
     normalize: Normalize = "mean",
-    accumulator_dtype: Any = "float32",
+    accumulator_dtype: jax.typing.DTypeLike = "float32",
     rounding: Rounding = "nearest",
     axis_name: axes.AxisName | None = None,
 ) -> optax.GradientTransformationExtraArgs:
@@ -268,7 +268,7 @@ class _Windows(NamedTuple):
         state, params, apply, _ = rest
         held = state.inner_state, jnp.asarray(False)
         work = functools.partial(self._close, sums, count, *rest)
-        how: Any = {"apply": apply, "who": _WHO, "names": self.names}
+        how: dict[str, Any] = {"apply": apply, "who": _WHO, "names": self.names}
         return gate.run_or_hold(ends, work, params, held, **how)
 
     def _close(
@@ -295,7 +295,7 @@ class _Windows(NamedTuple):
         if window.weight is None and not judged:
             value, new_state = run_on()
         else:
-            how: Any = {"apply": apply, "who": _WHO, "names": names}
+            how: dict[str, Any] = {"apply": apply, "who": _WHO, "names": names}
             value, new_state = gate.run_or_hold(ok, run_on, params, inner_state, **how)
         # The flag is computed outside the branch: XLA:GPU copies all operands of a branch that
         # returns a constant flag.
@@ -326,7 +326,7 @@ def _next(
 
 
 def _summed(
-    first: jax.Array, seed: jax.Array | None, path: Any, old: jax.Array, new: jax.Array
+    first: jax.Array, seed: jax.Array | None, path: tuple[Any, ...], old: jax.Array, new: jax.Array
 ) -> jax.Array:
     """Add a gradient to a window's sum, or begin the sum with the first one."""
     total = jnp.where(first, new, old.astype(new.dtype) + new)

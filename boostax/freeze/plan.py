@@ -84,7 +84,7 @@ class HostDepth:
 
     def __init__(self, plan: Plan):
         self._plan = plan
-        self._last: Any = None
+        self._last: jax.Array | None = None
         self._most = self._until = self._depth = 0
 
     def __call__(self, state: Any) -> int:

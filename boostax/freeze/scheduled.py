@@ -43,7 +43,7 @@ class ScheduledFreezeState(NamedTuple):
     depth: jax.Array
     next_depth: jax.Array
     trained_steps: jax.Array
-    inner_state: Any
+    inner_state: optax.OptState
     holds = Holds(("depth", "next_depth"))
 
     def metrics(self) -> dict[str, jax.Array]:
@@ -65,7 +65,7 @@ class Freezing:
     """
 
     tx: optax.GradientTransformationExtraArgs
-    groups: Any
+    groups: PyTree
     schedule: FreezeSchedule
     moments: Moments
     repeat: bool
@@ -97,7 +97,7 @@ class Freezing:
         plan = self.plan(params)
         return Choice(plan.index(state.next_depth), tuple(map(plan.active, plan.drawn)))
 
-    def resumed(self, params: PyTree, state: Any) -> Any:
+    def resumed(self, params: PyTree, state: PyTree) -> PyTree:
         """Return the state with the next depth of this schedule."""
         freezes = isinstance(state, ScheduledFreezeState)
         return state._replace(next_depth=self.plan(params).at(state.steps)) if freezes else state
@@ -232,7 +232,7 @@ def _check_inner(states: tuple[Any, ...], drawn: tuple[int, ...], moments: str) 
             raise ValueError(f"{_WHO}: inner must {must}")
 
 
-def _require_drawn(depth: Any, drawn: tuple[int, ...]) -> int:
+def _require_drawn(depth: object, drawn: tuple[int, ...]) -> int:
     """Return the depth as an integer; refuse a depth that the schedule never draws."""
     allowed = f"a depth that the schedule draws, one of {list(drawn)}, as a Python integer"
     hint = "Make it a static argument of your jitted step."
@@ -259,7 +259,7 @@ def _require_present(grads: PyTree, active: PyTree, depth: int) -> None:
 
 def scheduled_freeze(
     inner: optax.GradientTransformation,
-    groups: Any,
+    groups: PyTree,
     schedule: Any,
     *,
     moments: Moments = "shared",

@@ -141,7 +141,7 @@ def _one_by_one(groups: int, freeze_p: float, length: int, power: int) -> Depths
     return np.searchsorted(begins, np.arange(length), side="right").astype(np.int32)
 
 
-def _below(limit: int, argument: str, value: Any, hint: str) -> int:
+def _below(limit: int, argument: str, value: object, hint: str) -> int:
     """Return an integer of Python, NumPy or JAX from 0 to below ``limit``; refuse a bool."""
     allowed = f"an integer in [0, {limit})"
     checks.require(_WHO, argument, value, allowed, not isinstance(value, bool), hint, TypeError)

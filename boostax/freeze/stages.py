@@ -64,7 +64,7 @@ def staged(
         found = run(*arguments) if last else _or_zeros(index <= level, run, arguments)
         values.update(zip(outputs, found, strict=True))
 
-    def result(var: Any, level: int, kind: Any) -> jax.Array:
+    def result(var: Any, level: int, kind: jax.ShapeDtypeStruct) -> jax.Array:
         if level == NEVER:
             return axes.zeros(kind)
         return jnp.asarray(var.val, kind.dtype) if isinstance(var, jaxprs.Literal) else values[var]
@@ -79,7 +79,7 @@ def _or_zeros(
     return gate.branch(predicate, lambda: axes.unify(list(run(*arguments)), zeros), lambda: zeros)
 
 
-def _stages(jaxpr: Any, levels: Sequence[int]) -> list[tuple[int, _Stage]]:
+def _stages(jaxpr: jaxprs.Jaxpr, levels: Sequence[int]) -> list[tuple[int, _Stage]]:
     """Return the stages of a program, ordered by the largest index that needs them, descending."""
     operations: dict[int, list[Any]] = {}
 

@@ -49,7 +49,7 @@ def autocast(fn: Callable[..., Any], dtype: np.dtype[Any]) -> Callable[..., Any]
     return wrapped
 
 
-def _lowered(eqn: Any, dtype: np.dtype[Any]) -> list[Any] | None:
+def _lowered(eqn: Any, dtype: np.dtype[Any]) -> list[jaxprs.JaxprEqn] | None:
     """Return the equations that replace ``eqn``; ``None`` to rewrite only its bodies."""
     if eqn.primitive not in _PRODUCTS:
         return [eqn] if eqn.primitive.name in _OPAQUE else None
@@ -66,7 +66,7 @@ def _lowered(eqn: Any, dtype: np.dtype[Any]) -> list[Any] | None:
     ]
 
 
-def _cast(eqn: Any, source: Any, target: Any) -> Any:
+def _cast(eqn: jaxprs.JaxprEqn, source: Any, target: Any) -> jaxprs.JaxprEqn:
     """Make a cast with the source position of ``eqn``."""
     return eqn.replace(
         primitive=lax.convert_element_type_p,

@@ -20,6 +20,7 @@ from boostax._core.groups import few
 from boostax.precision.group_scale import group_numbers, group_scales
 
 PyTree = Any
+Group = int | jax.Array
 
 
 # A custom_jvp, not a custom_vjp: JAX transposes the product itself, which keeps the value's varying
@@ -40,7 +41,7 @@ def _cross_jvp(
     return x, (wide * ratio.astype(wide.real.dtype)).astype(tangent.dtype)
 
 
-def scale_boundary(x: PyTree, opt_state_or_scales: PyTree, outer: Any, inner: Any) -> PyTree:
+def scale_boundary(x: PyTree, opt_state_or_scales: PyTree, outer: Group, inner: Group) -> PyTree:
     r"""Return ``x`` unchanged where it goes from group ``outer`` to group ``inner``.
 
     In the backward pass the cotangent, which arrives multiplied by :math:`s_\text{inner}`, leaves
@@ -91,7 +92,7 @@ def scale_boundary(x: PyTree, opt_state_or_scales: PyTree, outer: Any, inner: An
     wide = jnp.asarray(scales, jnp.float32)
     ratio = wide[outer] / wide[inner]
 
-    def cross(leaf: Any) -> Any:
+    def cross(leaf: jax.Array) -> jax.Array:
         return _cross(leaf, ratio) if trees.is_inexact(jnp.result_type(leaf)) else leaf
 
     return jax.tree.map(cross, x)
@@ -101,7 +102,7 @@ def check_boundaries(
     loss_fn: Callable[..., Any],
     params: PyTree,
     batch: PyTree,
-    labels: Any,
+    labels: PyTree,
     *,
     has_aux: bool = False,
     rtol: float = 1e-5,

@@ -34,7 +34,7 @@ def layer_dtype(rules: Policy, class_name: str) -> Any:
 class PolicyModule:
     """A linen module whose ``init`` and ``apply`` follow a policy; see ``apply_policy``."""
 
-    module: Any
+    module: nn.Module
     rules: Policy
 
     def init(self, *args: Any, **kwargs: Any) -> Any:
@@ -113,7 +113,7 @@ def apply_policy(module: Any, policy: Policy | str) -> Any:
 
 
 @functools.cache
-def _casting_class(cls: Any, rules: Policy) -> Any:
+def _casting_class(cls: Any, rules: Policy) -> type[nnx.Module]:
     """Make a subclass whose call casts inputs and outputs, as ``PolicyModule.apply`` does.
 
     It is cached, because NNX compares classes when it splits and merges.

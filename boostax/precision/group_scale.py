@@ -55,7 +55,7 @@ class GroupLossScaleState(NamedTuple):
     last_finite: jax.Array
     skipped_steps: jax.Array
     skipped_in_a_row: jax.Array
-    inner_state: Any
+    inner_state: optax.OptState
     holds = Holds(("table", "largest", "overflow_group"), scale="table", powers=True)
 
     @property
@@ -153,7 +153,7 @@ def _unscaled(grads: Pending, numbers: list[int], inverse: jax.Array) -> PyTree:
     return treedef.unflatten([g * inverse[k].astype(g.real.dtype) for g, k in pairs])
 
 
-def _first(count: int, init_scale: Any, inner_state: Any) -> GroupLossScaleState:
+def _first(count: int, init_scale: PyTree, inner_state: optax.OptState) -> GroupLossScaleState:
     table = jnp.asarray(init_scale, jnp.float32)
     allowed, hint = f"a number or one for each group, {count}", "The first is group 0's."
     checks.require(_WHO, "init_scale", init_scale, allowed, table.shape in ((), (count,)), hint)
@@ -164,7 +164,7 @@ def _first(count: int, init_scale: Any, inner_state: Any) -> GroupLossScaleState
 
 def group_loss_scale(
     inner: optax.GradientTransformation,
-    labels: Any,
+    labels: PyTree,
     *,
     init_scale: float | tuple[float, ...] | jax.Array = 4096.0,
     growth_factor: float = 2 ** (1 / 1000),
@@ -322,7 +322,7 @@ def group_scales(opt_state: PyTree) -> jax.Array | None:
     return scales
 
 
-def group_numbers(who: str, labels: Any, params: PyTree) -> tuple[list[int], int]:
+def group_numbers(who: str, labels: PyTree, params: PyTree) -> tuple[list[int], int]:
     """Return the group of each leaf of ``params`` that is not masked, and the number of groups."""
     try:
         return groups.leaf_groups(who, labels, params)
@@ -331,7 +331,7 @@ def group_numbers(who: str, labels: Any, params: PyTree) -> tuple[list[int], int
         raise type(error)(words) from error
 
 
-def check_labels(who: str, labels: Any) -> None:
+def check_labels(who: str, labels: PyTree) -> None:
     """Refuse labels that fit no params."""
     found = jax.tree.leaves(labels)
     allowed = "a tree of integers, a list of patterns, or a function of path and leaf"
@@ -341,6 +341,6 @@ def check_labels(who: str, labels: Any) -> None:
         group_numbers(who, labels, labels)
 
 
-def _between(argument: str, value: Any, low: Any, high: Any, hint: str) -> None:
+def _between(argument: str, value: float, low: float, high: float, hint: str) -> None:
     allowed = f"from {low!r} to {high!r}"
     checks.number(_WHO, argument, value, allowed, lambda x: low <= x <= high, hint)

@@ -69,7 +69,7 @@ class _Graph:
             for var in _variables(eqn.invars):
                 askers[var] |= set[int]().union(*(askers[x] for x in eqn.outvars))
 
-        def shared(var: Any, eqn: Any) -> bool:
+        def shared(var: Any, eqn: jaxprs.JaxprEqn) -> bool:
             leaves = sources[var] - {COMMON}
             several = len(askers[var]) > 1 and len(leaves) != 1 and bool(sources[var])
             return several or (bool(askers[var]) and _sends(eqn))
@@ -109,7 +109,7 @@ def _seen(values: list[jax.Array]) -> jax.Array:
     return (x != 0).any() if sharded else x[(0,) * x.ndim] != 0
 
 
-def _sends(eqn: Any) -> bool:
+def _sends(eqn: jaxprs.JaxprEqn) -> bool:
     """Return whether devices communicate in ``eqn``; XLA can then combine it with others."""
     islands = any(x.primitive.name in ("shard_map", "custom_vmap_call") for x, _ in within(eqn))
     sent = costs.axes_of(excerpt(_variables(eqn.invars), eqn.outvars, [eqn]))

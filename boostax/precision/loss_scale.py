@@ -50,7 +50,7 @@ class LossScaleState(NamedTuple):
     growths: jax.Array
     backoffs: jax.Array
     floor_hits: jax.Array
-    inner_state: Any
+    inner_state: optax.OptState
     holds = Holds(scale="scale")
 
     def known_by(self) -> jax.Array:
@@ -310,7 +310,7 @@ def one_scaler(who: str, opt_state: PyTree) -> Any:
     return found[0] if found else None
 
 
-def decided(state: Any, ok: jax.Array, inner_state: Any) -> Any:
+def decided(state: Any, ok: jax.Array, inner_state: optax.OptState) -> Any:
     """Return a scaler's state after a step that ran (``ok``) or was skipped."""
     return state._replace(
         last_finite=ok,
@@ -359,7 +359,7 @@ def _reciprocal(scale: jax.Array) -> tuple[jax.Array, jax.Array]:
     return coarse, 1.0 / (scale * coarse)
 
 
-def _positive(who: str, argument: str, value: Any, hint: str) -> None:
+def _positive(who: str, argument: str, value: float, hint: str) -> None:
     limits = jnp.finfo(jnp.float32)
     low, high = float(limits.tiny), float(limits.max)
     checks.number(who, argument, value, "a normal positive f32", lambda x: low <= x <= high, hint)

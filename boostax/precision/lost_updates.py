@@ -32,7 +32,7 @@ class LostUpdatesState(NamedTuple):
     """
 
     lost: jax.Array
-    inner_state: Any
+    inner_state: optax.OptState
 
     def metrics(self) -> dict[str, jax.Array]:
         """Return named scalars for ``boostax.metrics``."""

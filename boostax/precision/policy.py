@@ -58,7 +58,8 @@ class Policy:
         if self.keep_f32 == "all but matmuls":
             return
         hint = "Write patterns as ('LayerNorm',)."
-        allowed, fits = "a tuple of patterns or 'all but matmuls'", isinstance(self.keep_f32, tuple)
+        allowed = "a tuple of patterns or 'all but matmuls'"
+        fits = isinstance(self.keep_f32, tuple)  # pyright: ignore[reportUnnecessaryIsInstance]
         checks.require("Policy", "keep_f32", self.keep_f32, allowed, fits, hint, TypeError)
         for pattern in self.keep_f32:
             try:
@@ -133,7 +134,7 @@ class Policy:
         return functools.wraps(fn)(lambda *args, **kwargs: self.cast_output(inner(*args, **kwargs)))
 
 
-def policy(spec: str, *, dtype: Any = jnp.float16) -> Policy:
+def policy(spec: str, *, dtype: jax.typing.DTypeLike = jnp.float16) -> Policy:
     """Make a policy from a level or from dtypes.
 
     ===== =========================================== ==============================
@@ -169,7 +170,8 @@ def policy(spec: str, *, dtype: Any = jnp.float16) -> Policy:
     who = "policy"
     hint = "Use 'O0' to 'O3', or 'params=float32,compute=float16,output=float32'."
     low = checks.floating_dtype(who, "dtype", dtype)
-    checks.require(who, "spec", spec, "a level or dtypes", isinstance(spec, str), hint, TypeError)
+    named = isinstance(spec, str)  # pyright: ignore[reportUnnecessaryIsInstance]
+    checks.require(who, "spec", spec, "a level or dtypes", named, hint, TypeError)
     f32: np.dtype[Any] = jnp.dtype(jnp.float32)
     levels = {
         "O0": Policy(),
@@ -193,7 +195,8 @@ def as_policy(who: str, value: Policy | str | None) -> Policy | None:
     """Return the policy that a user gave as an object or by name; ``None`` for ``None``."""
     if value is None or isinstance(value, Policy):
         return value
-    named, hint = isinstance(value, str), "Try boostax.policy('O2')."
+    named = isinstance(value, str)  # pyright: ignore[reportUnnecessaryIsInstance]
+    hint = "Try boostax.policy('O2')."
     checks.require(who, "policy", value, "a Policy or its name", named, hint, TypeError)
     return policy(value)
 

@@ -169,7 +169,7 @@ def skip_spikes(
 
     tx = gate.by_rule(_WHO, inner, judge, first, names, first_line(skip_spikes))
 
-    def init_fn(params: PyTree) -> gate.GateState:
+    def init_fn(params: PyTree) -> optax.OptState:
         state = tx.init(params)
         got = [type(node).__name__ for node in trees.telling(state, "known_by")]
         hint = "Its scale is still in the gradients: dynamic_loss_scale(skip_spikes(...))."

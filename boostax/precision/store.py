@@ -38,20 +38,20 @@ class StoreState(NamedTuple):
     """
 
     steps: jax.Array
-    inner_state: Any
+    inner_state: optax.OptState
     scales: dict[str, ByBlock]
     low: PyTree
     holds = Holds(("steps", "low"), params=True)
 
 
-def _is_store(node: Any) -> bool:
+def _is_store(node: object) -> bool:
     return isinstance(node, StoreState)
 
 
 def widened(opt_state: PyTree) -> PyTree:
     """Return a state whose arrays are decoded to f32, without scales."""
 
-    def wide(node: Any) -> Any:
+    def wide(node: PyTree) -> PyTree:
         if not _is_store(node):
             return node
         return node._replace(inner_state=_decoded(node.inner_state, node.scales), scales={})
@@ -62,7 +62,7 @@ def widened(opt_state: PyTree) -> PyTree:
 def narrowed(like: PyTree, opt_state: PyTree) -> PyTree:
     """Return a state from ``widened``, encoded in the formats of the state ``like``."""
 
-    def narrow(old: Any, node: Any) -> Any:
+    def narrow(old: PyTree, node: PyTree) -> PyTree:
         if not _is_store(old):
             return node
         codes, scales = _encoded(node.inner_state, old.inner_state, old.scales, node.steps)
@@ -160,6 +160,7 @@ def store(
         hint = "'stochastic' takes 2 bytes a param, 'remainder' keeps exact f32 masters."
         checks.choice(_WHO, "params", params, ("stochastic", "remainder"), hint)
     by_field = {} if moments is None else moments
+    rules: dict[str, Moments]
     rules = dict(by_field) if isinstance(by_field, Mapping) else {"*": by_field}
     for name in rules.values():
         checks.choice(_WHO, "moments", name, tuple(formats.FORMATS), "None keeps f32.")
@@ -225,7 +226,7 @@ def _masters(params: PyTree, low: PyTree) -> PyTree:
     if not jax.tree.leaves(low):
         return trees.at_least_float32(params)
 
-    def whole(p: jax.Array, low: Any) -> jax.Array:
+    def whole(p: jax.Array, low: jax.Array | tuple[()]) -> jax.Array:
         return trees.at_least_float32(p) if isinstance(low, tuple) else formats.joined(p, low)
 
     return jax.tree.map(whole, params, low)
@@ -243,7 +244,7 @@ def _turns(params: PyTree, least: int, tree: PyTree) -> PyTree:
     numbers = {path: number + 1 for number, path in enumerate(large)}
     fields: dict[str, int] = {}
 
-    def turn(path: Path, x: Any) -> PyTree:
+    def turn(path: Path, x: PyTree) -> PyTree:
         if is_per_replica(x):
             return jax.tree.map(lambda _: Turn(COMMON), x)
         start = next((i for i in range(len(path) + 1) if path[i:] in owners), None)
@@ -276,7 +277,7 @@ def _written(
     masters = _masters(params, low)
     updates, inner_state = tx.update(grads.value(), _decoded(codes, scales), masters, **extra)
 
-    def write(path: Path, p: jax.Array, wide: jax.Array, update: Any) -> tuple[Any, Any]:
+    def write(path: Path, p: jax.Array, wide: jax.Array, update: jax.Array) -> tuple[Any, Any]:
         if kind is None or not _is_low(p):
             return (wide.astype(p.dtype) if apply else trees.as_updates(update, p)), ()
         exact = kind == "remainder"
@@ -294,11 +295,11 @@ def _written(
     return (value, low), _encoded(inner_state, codes, scales, steps)
 
 
-def _is_low(x: Any) -> bool:
+def _is_low(x: jax.Array) -> bool:
     return jnp.result_type(x) == jnp.bfloat16
 
 
-def _no_rest(p: Any) -> Any:
+def _no_rest(p: jax.Array) -> jax.Array | tuple[()]:
     return jnp.zeros(p.shape, jnp.int16) if _is_low(p) else ()
 
 
@@ -314,7 +315,7 @@ def _first(
         fields[field] = next((rule for rule in rules if fnmatch.fnmatch(field, rule)), None)
         return fields[field]
 
-    def stored(path: Path, x: Any) -> Any:
+    def stored(path: Path, x: jax.Array) -> jax.Array:
         if _is_placeholder(params, x):
             rule_of(trees.path_name(path))
             return x
@@ -344,8 +345,8 @@ def _first(
     return codes, {field: of(field) for field in sorted(scaled)}
 
 
-def _is_placeholder(params: PyTree, node: Any) -> bool:
-    """Return whether ``optax.tree_map_params`` put the node, which has no leaf, for the params."""
+def _is_placeholder(params: PyTree, node: PyTree) -> bool:
+    """Return whether ``node`` is a placeholder that ``optax.tree_map_params`` puts for params."""
     return type(node) is type(params) and not jax.tree.leaves(params) and node is not None
 
 
@@ -408,7 +409,7 @@ def _encoded(
 def _coding(
     table: dict[Any, jax.Array], path: Path, codes: jax.Array
 ) -> tuple[tuple[str, Path] | None, formats.Format | None]:
-    """Return the key of an array's scale, and its format; ``None`` for what it has not."""
+    """Return the key of an array's scale, and the array's format; either may be ``None``."""
     keys = ((trees.path_name(path[:i]), path[i:]) for i in range(len(path) + 1))
     key, kind = next((key for key in keys if key in table), None), formats.format_of(codes)
     return key, None if kind is None or (kind.scaled and key is None) else kind

@@ -29,7 +29,7 @@ class CheckUpdatesState(NamedTuple):
 
     last_update_finite: jax.Array
     held_updates: jax.Array
-    inner_state: Any
+    inner_state: optax.OptState
 
     def passed(self) -> jax.Array:
         """Return whether the last result of the inner transformation was applied."""
@@ -101,7 +101,7 @@ def check_updates(
         return CheckUpdatesState(jnp.asarray(False), jnp.zeros((), jnp.int32), inner_state)
 
     def judged(
-        value: PyTree, inner_state: Any, state: CheckUpdatesState, params: PyTree, apply: bool
+        value: PyTree, inner_state: PyTree, state: CheckUpdatesState, params: PyTree, apply: bool
     ) -> Stepped:
         """Return the new params (``apply``) or updates and the new inner state, or the old ones."""
         old = state.inner_state
