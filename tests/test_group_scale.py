@@ -287,9 +287,9 @@ def test_a_boundary_multiplies_the_cotangent_and_nothing_else(dtype):
     def total(value, scales=scales):
         crossed = scale_boundary(value, scales, 0, 1)
         assert crossed["n"] is value["n"]
-        np.testing.assert_array_equal(crossed["x"], value["x"]) if concrete(value) else None
         return crossed["x"]
 
+    np.testing.assert_array_equal(total(x), x["x"])
     one = jnp.asarray([2.0**-10, 2.0**-11], dtype)
     for f in (
         total,
@@ -299,10 +299,6 @@ def test_a_boundary_multiplies_the_cotangent_and_nothing_else(dtype):
     ):
         _, pullback = jax.vjp(lambda v, f=f: f({"x": v, "n": x["n"]}), x["x"])
         np.testing.assert_array_equal(pullback(one)[0], np.asarray([1024, 512], one.dtype))
-
-
-def concrete(value):
-    return not isinstance(value["x"], jax.core.Tracer)
 
 
 def test_scale_boundary_reads_the_state_and_does_nothing_without_one():
@@ -365,16 +361,6 @@ def test_it_takes_no_more_memory_than_one_scale():
         assert many <= one + 16384
 
 
-@jax.custom_jvp
-def attenuate(x):
-    return x
-
-
-@attenuate.defjvp
-def attenuate_jvp(primals, tangents):
-    return primals[0], tangents[0] * jnp.asarray(2.0**-3, tangents[0].dtype)
-
-
 def test_groups_keep_gradients_that_every_single_scale_loses():
     """From 1/4 down to 2**-50: f16 has 40 powers of two, subnormals included."""
     count, x = 17, jnp.ones(4)
@@ -385,7 +371,9 @@ def test_groups_keep_gradients_that_every_single_scale_loses():
         hidden = x.astype(jnp.float16)
         for group, param in enumerate(params):
             hidden = scale_boundary(hidden, scales, max(group - 1, 0), group)
-            hidden = attenuate(hidden) * param.astype(jnp.float16)
+            # In the backward pass an eighth.
+            hidden = scale_boundary(hidden, jnp.array([0.125, 1.0]), 0, 1)
+            hidden = hidden * param.astype(jnp.float16)
         return jnp.mean(hidden.astype(jnp.float32))
 
     true = 2.0 ** (-2 - 3.0 * np.arange(count)[::-1])
@@ -404,17 +392,14 @@ def test_groups_keep_gradients_that_every_single_scale_loses():
 # Errors
 
 
+INNER = "scale_boundary: inner must be a group from 0 to 2, got 3. The first of the forward "
+PATTERN = "labels must be patterns that match params, got 'x*'. It matches none; "
+SCALE = "init_scale must be a number or one for each group, 3, got (1.0, 2.0). The first is "
 REFUSED = {
-    "scale_boundary: inner must be a group from 0 to 2, got 3. The first of the forward ": (
-        lambda: scale_boundary(1.0, SCALES, 0, 3)
-    ),
+    INNER: lambda: scale_boundary(1.0, SCALES, 0, 3),
     "outer must be a group from 0 to 2, got 'a'": lambda: scale_boundary(1.0, SCALES, "a", 1),
-    "labels must be patterns that match params, got 'x*'. It matches none; ": (
-        lambda: group_loss_scale(SGD, ["x*"]).init(PARAMS)
-    ),
-    "init_scale must be a number or one for each group, 3, got (1.0, 2.0). The first is ": (
-        lambda: start(init_scale=(1.0, 2.0))
-    ),
+    PATTERN: lambda: group_loss_scale(SGD, ["x*"]).init(PARAMS),
+    SCALE: lambda: start(init_scale=(1.0, 2.0)),
 }
 
 

@@ -57,9 +57,8 @@ def own_of(aux: PyTree) -> PyTree:
 
 def as_given(told: Aux, own: PyTree, like: PyTree) -> PyTree:
     """Return both parts in the form of ``like``, which the loss returned."""
-    if isinstance(like, Beside):
-        return Beside(told, own)
-    return told if isinstance(like, Aux) else own
+    both = Beside(told, own)
+    return both if isinstance(like, Beside) else told if isinstance(like, Aux) else own
 
 
 def as_metrics(aux: PyTree, who: str) -> Aux:

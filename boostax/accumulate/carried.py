@@ -266,9 +266,7 @@ def _require_agreed(new: Carried, old: Carried) -> None:
             raise ValueError(checks.message(_WHO, "axis_name", allowed, None, hint))
 
 
-def _settled(
-    trained: PyTree, params: PyTree, window: Mapping[Rule, PyTree], done: jax.Array
-) -> PyTree:
+def _settled(trained: PyTree, params: PyTree, window: PyTree, done: jax.Array) -> PyTree:
     """Return the ``trained`` params, with the carried values of a window that is done."""
     new = {name: x for tree in window.values() for name, x in trees.named(tree)}
     old = values(params, new)

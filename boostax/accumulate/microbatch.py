@@ -139,14 +139,12 @@ def _scan(
     narrow: np.dtype[Any],
 ) -> _Terms:
     """Sum the results of ``evaluate`` over the micro-batches."""
-    first = jnp.int32(0)
-    replay, (like, new, after, _) = trees.trace_once(evaluate, first, model_state)
+    replay, (like, new, after, _) = trees.trace_once(evaluate, jnp.int32(0), model_state)
     state = axes.unify(model_state, after)
     if axes.types(state) != axes.types(model_state):
         # The new state differs over replicas, so the first one must have that type too.
-        replay, (like, new, *_) = trees.trace_once(evaluate, first, state)
-    buffer = lambda g: axes.zeros(g, trees.buffer_dtype(g, narrow))  # noqa: E731
-    buffers = jax.tree.map(buffer, like.grads)
+        replay, (like, new, *_) = trees.trace_once(evaluate, jnp.int32(0), state)
+    buffers = jax.tree.map(lambda g: axes.zeros(g, trees.buffer_dtype(g, narrow)), like.grads)
     zeros = jax.tree.map(axes.zeros, like._replace(grads=()))._replace(grads=buffers)
     found = carried.resolve(rules, new)
     none = {k: carried.nothing(found[k], axes.zeros(x)) for k, x in new.items()}

@@ -268,8 +268,7 @@ class _Windows(NamedTuple):
         state, params, apply, _ = rest
         held = state.inner_state, jnp.asarray(False)
         work = functools.partial(self._close, sums, count, *rest)
-        how: dict[str, Any] = {"apply": apply, "who": _WHO, "names": self.names}
-        return gate.run_or_hold(ends, work, params, held, **how)
+        return gate.run_or_hold(ends, work, params, held, apply=apply, who=_WHO, names=self.names)
 
     def _close(
         self, window: Window, count: jax.Array, state: AccumulateState, *rest: Any
@@ -292,11 +291,9 @@ class _Windows(NamedTuple):
             grads = Pending(window.grads, factors)
             return gate.run(self.tx, grads, inner_state, params, apply=apply, extra=extra)
 
-        if window.weight is None and not judged:
-            value, new_state = run_on()
-        else:
-            how: dict[str, Any] = {"apply": apply, "who": _WHO, "names": names}
-            value, new_state = gate.run_or_hold(ok, run_on, params, inner_state, **how)
+        how: dict[str, Any] = {"apply": apply, "who": _WHO, "names": names}
+        if_ok = functools.partial(gate.run_or_hold, ok, run_on, params, inner_state, **how)
+        value, new_state = if_ok() if judged or window.weight is not None else run_on()
         # The flag is computed outside the branch: XLA:GPU copies all operands of a branch that
         # returns a constant flag.
         return value, (new_state, ok & gate.passed(new_state))

@@ -160,8 +160,7 @@ def store(
         hint = "'stochastic' takes 2 bytes a param, 'remainder' keeps exact f32 masters."
         checks.choice(_WHO, "params", params, ("stochastic", "remainder"), hint)
     by_field = {} if moments is None else moments
-    rules: dict[str, Moments]
-    rules = dict(by_field) if isinstance(by_field, Mapping) else {"*": by_field}
+    rules: dict[str, Moments] = dict(by_field) if isinstance(by_field, Mapping) else {"*": by_field}
     for name in rules.values():
         checks.choice(_WHO, "moments", name, tuple(formats.FORMATS), "None keeps f32.")
     checks.positive_int(_WHO, "least", least, "1 stores every array low.")
