@@ -107,6 +107,7 @@ REFUSED = [
     (of(freeze, groups=half, schedule=1), {"moments": ["own"], "schedule": ["interval"]}),
     (of(boostax.freeze_schedule, total_steps=9), {"kind": ["Interval", None, 1, [0, 1]]}),
     (of(boostax.freeze_schedule, "interval"), {"total_steps": COUNTS}),
+    (of(boostax.freeze.prefix_groups, PARAMS, n=1), {"n": [0, True, 2.0], "level": [0]}),
     (
         of(boostax.freeze_schedule, "interval", total_steps=9),
         {"frozen_fraction": SHARES, "seed": [-1, 2**32, True, 0.5, "0"], "freeze_p": SHARES[:-1]},

@@ -79,7 +79,7 @@ class AccumulateState(NamedTuple):
         return self.micro_step > 0
 
     def shares(self) -> list[PerReplica]:
-        """Return the sums that replicas add and do not average: weighted ones, or before a sum."""
+        """Return the window if replicas add its sums, not average them: see ``reshard_state``."""
         if not isinstance(self.window, PerReplica):
             return []
         weighted = self.window.local.weight is not None
