@@ -238,7 +238,7 @@ def nothing(rule: Rule, like: jax.Array) -> jax.Array:
     return jnp.full_like(like, -jnp.inf if rule == "max" else 0)
 
 
-def unless_empty(grads: PyTree, params: PyTree, rules: Rules, weight: jax.Array) -> Carried:
+def unless_empty(grads: PyTree, params: PyTree, rules: Rules, weight: Any) -> Carried:
     """Return the new values, or neutral ones for a batch without weight, whose loss is 0/0."""
     found = resolve(rules, grads)
     new = values(grads, found)

@@ -132,16 +132,16 @@ def _look(
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Return ``present``, ``bad`` and ``largest`` of each group, agreed on all replicas."""
     pairs = list(zip(jax.tree.leaves(grads.raw), numbers, strict=True))
-    bad: list[jax.Array] = []
-    largest: list[jax.Array] = []
-    for group in range(inverse.size):
+
+    def of_group(group: int) -> tuple[jax.Array, jax.Array]:
         members = [g for g, number in pairs if number == group]
         scaled = grads._replace(raw=members).times(inverse[group])
         found = scaled._replace(raw=finite.largest_magnitudes(members)).value()
-        bad.append(~finite.usable(scaled))
-        largest.append(jnp.max(jnp.stack([jnp.float32(0), *(x.astype("f4") for x in found)])))
-    flags = jnp.stack(bad)
-    both = jnp.stack([flags.astype(jnp.float32), jnp.where(flags, 0, jnp.stack(largest))])
+        top = jnp.stack([jnp.float32(0), *(x.astype(jnp.float32) for x in found)])
+        return ~finite.usable(scaled), jnp.max(top)
+
+    bad, largest = map(jnp.stack, zip(*map(of_group, range(inverse.size)), strict=True))
+    both = jnp.stack([bad.astype(jnp.float32), jnp.where(bad, 0, largest)])
     both = axes.largest(both, axes.with_shards(both, names)) if names else both
     present = jnp.asarray([group in numbers for group in range(inverse.size)])
     return present, both[0] > 0, both[1]
