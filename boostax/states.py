@@ -18,7 +18,7 @@ from boostax.accumulate.window import AccumulateState as AccumulateState
 from boostax.freeze.scheduled import ScheduledFreezeState as ScheduledFreezeState
 from boostax.model.average import AverageParamsState as AverageParamsState
 from boostax.model.clip import AdaGCState as AdaGCState
-from boostax.precision.group_state import GroupLossScaleState as GroupLossScaleState
+from boostax.precision.group_scale import GroupLossScaleState as GroupLossScaleState
 from boostax.precision.loss_scale import LossScaleState as LossScaleState
 from boostax.precision.lost_updates import LostUpdatesState as LostUpdatesState
 from boostax.precision.spikes import SpikesState as SpikesState
